@@ -1,0 +1,73 @@
+"""The little that three kernels or more share: where a kernel may run, and what to say when it may not.
+
+An op file copied out of this package together with this one works on its own.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+SMEM_BYTES_MAX = 232_448  # Shared memory that one block may use on Hopper and on data-centre Blackwell.
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What the kernels traced now are built for: a name for messages, and the SMs that a persistent grid fills."""
+
+    name: str
+    num_sms: int
+
+
+_target: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
+_profile: contextvars.ContextVar[dict] = contextvars.ContextVar("profile", default={})
+
+
+@contextlib.contextmanager
+def building_for(target: Target):
+    """Kernels traced inside are built for `target`, not for the GPU of this machine."""
+    token = _target.set(target)
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
+@contextlib.contextmanager
+def profiling(directory: str, events: int):
+    """Kernels traced inside write the trace of their named scopes (at most `events` a warpgroup) to `directory`."""
+    token = _profile.set(dict(profile_dir=directory, profile_space=events, profile_bounds_check=True))
+    try:
+        yield
+    finally:
+        _profile.reset(token)
+
+
+def require_target(op: str) -> Target:
+    """Returns what `op` is to be built for.
+
+    Raises:
+      RuntimeError: there is neither a Hopper or newer GPU nor a `building_for` context.
+    """
+    if (target := _target.get()) is not None:
+        return target
+    if jax.default_backend() != "gpu":
+        raise RuntimeError(
+            f"cookbook.{op} is a GPU kernel and JAX sees no GPU (its backend is {jax.default_backend()!r}). "
+            f"To run it on this machine at small shapes, trace it inside `with cookbook.lab.interpret():`; "
+            f'to compile it without a GPU, use `cookbook.lab.compile_for("h200", cookbook.{op}, ...)`.'
+        )
+    device = jax.devices()[0]
+    if float(device.compute_capability) < 9.0:
+        raise RuntimeError(
+            f"cookbook.{op} needs a Hopper or newer GPU (compute capability 9.0); {device.device_kind} has "
+            f"{device.compute_capability}. Trace it inside `with cookbook.lab.interpret():` to run it at small shapes."
+        )
+    return Target(device.device_kind, device.core_count)
+
+
+def compiler_params(**kwargs) -> plgpu.CompilerParams:
+    """`plgpu.CompilerParams(**kwargs)`, with the in-kernel profiler on inside `profiling`."""
+    return plgpu.CompilerParams(**kwargs, **_profile.get())
