@@ -1,0 +1,68 @@
+# The commands of the cookbook. Each sets up what it needs first; `make` alone lists them.
+#
+# PYTHON=python3 uses an existing environment as it is and installs nothing (a GPU host without a network).
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+PYTHON ?= $(VENV)/bin/python
+READY := $(if $(filter $(VENV)/bin/python,$(PYTHON)),setup)
+GPU = $(shell nvidia-smi -L 2>/dev/null | head -1)
+WORKERS ?= $(if $(GPU),0,2)
+
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+export XLA_PYTHON_CLIENT_PREALLOCATE ?= false
+export JUPYTER_CONFIG_PATH := $(CURDIR)/tools/jupyter$(if $(JUPYTER_CONFIG_PATH),:$(JUPYTER_CONFIG_PATH))
+
+.PHONY: help
+help:  ## List these commands
+	@echo "The Pallas kernel cookbook. Commands:"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "Each takes PYTHON=python3 to use that interpreter and what it has, without installing anything."
+
+.PHONY: run
+run: $(READY)  ## Run the course into build/notebooks (NB=05 for one notebook; ARGS="-p n 8192" for its parameters)
+	@$(PYTHON) tools/run_notebooks.py $(NB) $(ARGS)
+
+# One notebook goes to one worker; xdist's default would spread its cells over several kernels.
+NBVAL := --dist=loadfile --nbval-lax --nbval-current-env --nbval-cell-timeout=120
+
+.PHONY: test
+test: $(READY)  ## Check the style, run the unit tests and every notebook (ARGS="-k softmax" for some)
+	@$(PYTHON) -m ruff check --quiet .
+	@$(PYTHON) -m ruff format --check --quiet . || { echo "Run: $(PYTHON) -m ruff format ."; exit 1; }
+	@$(PYTHON) -m pytest -n $(WORKERS) $(NBVAL) $(ARGS) tests notebooks
+
+.PHONY: lab
+lab: $(READY)  ## Open the notebooks in JupyterLab
+	@$(PYTHON) -m jupyter lab --notebook-dir=notebooks $(ARGS)
+
+.PHONY: site
+site: $(READY)  ## Build the web site into build/site
+	@$(PYTHON) site/build.py $(ARGS)
+
+.PHONY: bench
+bench: $(READY)  ## Time the kernels and their peers on this GPU, into results/ (OP=softmax for one)
+	@$(PYTHON) -m bench $(OP) $(ARGS)
+
+.PHONY: record
+record: $(READY)  ## On a GPU: run the notebooks in place and record their outputs and results/ (NB=05 for one)
+	@$(PYTHON) tools/run_notebooks.py --record $(NB) $(ARGS)
+
+.PHONY: figures
+figures: $(READY)  ## Draw figures/*.svg and the README's numbers again from results/
+	@set -e; for script in figures/*.py; do $(PYTHON) $$script; done; $(PYTHON) tools/render_readme.py
+
+.PHONY: wheelhouse
+wheelhouse: $(READY)  ## Collect the wheels that a GPU host without a network needs beside JAX into build/wheelhouse
+	@$(PYTHON) tools/wheelhouse.py $(ARGS)
+
+.PHONY: clean
+clean:  ## Remove what these commands made, the environment included
+	rm -rf build .venv .uv .pytest_cache .ruff_cache
+	find cookbook bench figures site tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: setup
+setup:
+	@VENV=$(VENV) JAX_VERSION=$(JAX_VERSION) tools/setup.sh

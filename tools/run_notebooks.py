@@ -1,0 +1,174 @@
+"""Runs the course: every notebook through papermill into build/notebooks/, then a table of what ran where.
+
+`--record`, on a GPU, writes the executed notebooks back in place with the stamp that the site shows. `make run` and
+`make record` call this script; neither stops at a notebook that fails.
+"""
+
+import argparse
+import ast
+import copy
+import datetime
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import nbformat
+import papermill
+import papermill.execute
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+NOTEBOOKS = ROOT / "notebooks"
+OUTPUT = ROOT / "build" / "notebooks"
+
+# Asked in a process of its own: this one must not hold GPU memory while the notebooks run.
+PROBE = """
+import json, jax
+from cookbook import lab
+device = jax.devices()[0]
+print(json.dumps({"gpu": device.device_kind if lab.on_gpu() else None, "jax": jax.__version__}))
+"""
+
+
+def main() -> int:
+    args = _parse_args()
+    paths = _select(args.notebooks)
+    machine = _probe()
+    where = machine["gpu"] or "CPU, interpreted"
+    print(f"{len(paths)} notebook{'s' * (len(paths) > 1)} on {where}, JAX {machine['jax']}")
+    if args.record:
+        if not machine["gpu"]:
+            sys.exit("make record: this needs a Hopper or newer GPU, and JAX sees none.")
+        os.environ["COOKBOOK_RECORD"] = "1"
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for path in paths:
+        print(f"\n{path.stem}", flush=True)
+        started = time.monotonic()
+        error = _execute(path, OUTPUT / path.name, _parameters(path, args.parameter), args.timeout)
+        seconds = time.monotonic() - started
+        if error:
+            print(error, file=sys.stderr)
+        elif args.record:
+            _write_back(OUTPUT / path.name, path, machine)
+        rows.append((path.stem, _cells(OUTPUT / path.name), f"{seconds:.1f}", where, "FAILED" if error else "ok"))
+    _print_table(("notebook", "cells", "seconds", "where it ran", ""), rows)
+    failed = [row[0] for row in rows if row[-1] == "FAILED"]
+    if failed:
+        print(f"\nFailed: {', '.join(failed)}. The failing cell is marked in build/notebooks/.")
+    return bool(failed)
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("notebooks", nargs="*", help="which ones: a number such as 05, or a name; default: all")
+    parser.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
+    parser.add_argument("--timeout", type=int, default=600, help="seconds that one cell may take")
+    parser.add_argument("--record", action="store_true", help="write outputs and stamp into notebooks/; needs a GPU")
+    args = parser.parse_args()
+    if args.record and args.parameter:
+        parser.error("--record takes no -p: what is recorded is the notebook as it stands")
+    return args
+
+
+def _select(names: list[str]) -> list[pathlib.Path]:
+    """The notebooks whose file names start with one of `names`, in the order of the course."""
+    every = sorted(NOTEBOOKS.glob("*.ipynb"))
+    for name in names:
+        if not any(path.name.startswith(name) for path in every):
+            sys.exit(f"make run: no notebook starts with {name!r}. There are: {', '.join(p.stem for p in every)}.")
+    return [path for path in every if not names or any(path.name.startswith(name) for name in names)]
+
+
+def _parameters(path: pathlib.Path, given: list[list[str]]) -> dict:
+    known = papermill.inspect_notebook(str(path))
+    for name, _ in given:
+        if name not in known:
+            sys.exit(f"make run: {path.stem} has no parameter {name!r}; it has: {', '.join(known) or 'none'}.")
+    return {name: _literal(value) for name, value in given}
+
+
+def _literal(text: str):
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+
+
+def _probe() -> dict:
+    answer = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, cwd=ROOT)
+    if answer.returncode:
+        sys.exit(f"make run: JAX and the cookbook cannot be imported here:\n{answer.stderr}")
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
+def _execute(path: pathlib.Path, output: pathlib.Path, parameters: dict, timeout: int) -> str | None:
+    """Returns what went wrong, or None."""
+    try:
+        papermill.execute_notebook(
+            str(path),
+            str(output),
+            parameters=parameters,
+            cwd=str(NOTEBOOKS),
+            execution_timeout=timeout,
+            extra_arguments=["--IPKernelApp.log_level=40"],  # A warning about encryption would break the progress bar.
+        )
+    except Exception as error:  # Whatever it was, the other notebooks still run.
+        return str(error)
+    return None
+
+
+def _raise_for_unexpected_errors(
+    notebook, output_path: str, raise_for_errors=papermill.execute.raise_for_execution_errors
+):
+    """papermill's own check, blind to the cells whose tag says that they are meant to raise."""
+    seen = copy.deepcopy(notebook)
+    for cell in seen.cells:
+        if "raises-exception" in cell.metadata.get("tags", []):
+            cell.outputs = []
+    raise_for_errors(seen, output_path)
+
+
+papermill.execute.raise_for_execution_errors = _raise_for_unexpected_errors
+
+
+def _cells(path: pathlib.Path) -> str:
+    """How many of the code cells ran, such as "12/12"."""
+    if not path.exists():
+        return "0"
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    return f"{sum(cell.execution_count is not None for cell in cells)}/{len(cells)}"
+
+
+def _write_back(executed: pathlib.Path, path: pathlib.Path, machine: dict) -> None:
+    from cookbook.lab import results
+
+    notebook = nbformat.read(executed, as_version=4)
+    notebook.metadata.pop("papermill", None)
+    for cell in notebook.cells:
+        for key in ("papermill", "execution"):
+            cell.metadata.pop(key, None)
+    driver = subprocess.check_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], text=True)
+    notebook.metadata["recorded"] = {
+        "gpu": machine["gpu"],
+        "driver": driver.splitlines()[0].strip(),
+        "jax": machine["jax"],
+        "date": datetime.date.today().isoformat(),
+        "source": results.notebook_hash(path),
+    }
+    nbformat.write(notebook, path)
+
+
+def _print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    print()
+    for row in (header, tuple("-" * width for width in widths), *rows):
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
