@@ -1,0 +1,8 @@
+"""What stands around a kernel: where it runs, whether it is right, what it compiles to, how fast it is, and why."""
+
+from .._mgpu import compiler_params as compiler_params
+from .compiling import Compiled as Compiled
+from .compiling import compile_for as compile_for
+from .interpreter import interpret as interpret
+from .interpreter import on_gpu as on_gpu
+from .interpreter import run as run
