@@ -18,6 +18,7 @@ import time
 import nbformat
 import papermill
 import papermill.execute
+from notebook_hash import notebook_hash
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
@@ -145,8 +146,6 @@ def _cells(path: pathlib.Path) -> str:
 
 
 def _write_back(executed: pathlib.Path, path: pathlib.Path, machine: dict) -> None:
-    from cookbook.lab import results
-
     notebook = nbformat.read(executed, as_version=4)
     notebook.metadata.pop("papermill", None)
     for cell in notebook.cells:
@@ -158,7 +157,7 @@ def _write_back(executed: pathlib.Path, path: pathlib.Path, machine: dict) -> No
         "driver": driver.splitlines()[0].strip(),
         "jax": machine["jax"],
         "date": datetime.date.today().isoformat(),
-        "source": results.notebook_hash(path),
+        "source": notebook_hash(path),
     }
     nbformat.write(notebook, path)
 
