@@ -1,7 +1,11 @@
 """What stands around a kernel: where it runs, whether it is right, what it compiles to, how fast it is, and why."""
 
 from .._mgpu import compiler_params as compiler_params
+from .checking import CheckError as CheckError
+from .checking import CheckReport as CheckReport
+from .checking import check as check
 from .compiling import Compiled as Compiled
+from .compiling import ToolchainMissing as ToolchainMissing
 from .compiling import compile_for as compile_for
 from .interpreter import interpret as interpret
 from .interpreter import on_gpu as on_gpu

@@ -42,8 +42,17 @@ device_description_str: "{name}"
 """
 _INSTALL = 'Install them with `pip install "pallas-cookbook[aot]"`; no GPU and no driver are needed.'
 
+# Without a driver JAX's CUDA plugin refuses to load for want of cuDNN, with a traceback, though compiling needs neither.
+_HAS_DRIVER = os.path.exists("/proc/driver/nvidia")
+if not _HAS_DRIVER:
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
 _lock = threading.Lock()  # A compile borrows the process's environment and its standard output.
 _compiled_for = jax.make_user_context(None)  # Part of JAX's cache keys: what was traced for 132 SMs is not 148 SMs'.
+
+
+class ToolchainMissing(RuntimeError):
+    """Compiling needs packages that are not installed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +93,11 @@ def compile_for(gpu: str, fn, *args, name: str | None = None) -> Compiled:
 
     Raises:
       ValueError: `gpu` is not known, `fn` launches no Mosaic GPU kernel, or a kernel asks for too much shared memory.
-      RuntimeError: the compile-only wheels are missing, or the compiler rejects a kernel (its message is included).
+      ToolchainMissing: the compile-only wheels are missing.
+      RuntimeError: the compiler rejects a kernel (its message is included).
     """
     facts = gpu_facts(gpu)
-    name = name or getattr(fn, "__name__", type(fn).__name__)
+    name = name or name_of(fn)
     start = time.perf_counter()
     with _lock, _compiled_for(gpu), tempfile.TemporaryDirectory() as directory:
         device = _device(gpu)
@@ -127,6 +137,13 @@ def compile_for(gpu: str, fn, *args, name: str | None = None) -> Compiled:
     )
 
 
+def name_of(fn) -> str:
+    """What to call a function in messages."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
 def gpu_facts(gpu: str) -> dict:
     """The public facts of a GPU that a kernel can be compiled for. Raises ValueError for a name not in `GPUS`."""
     if gpu not in GPUS:
@@ -137,20 +154,19 @@ def gpu_facts(gpu: str) -> dict:
 def _device(gpu: str):
     """A compile-only device of JAX's CUDA plugin."""
     if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-        raise RuntimeError(f"compile_for({gpu!r}, ...) needs JAX's CUDA 13 plugin and NVIDIA's compiler. {_INSTALL}")
+        raise ToolchainMissing(
+            f"compile_for({gpu!r}, ...) needs JAX's CUDA 13 plugin and NVIDIA's compiler. {_INSTALL}"
+        )
     _tool("ptxas")
     config = _TARGET_CONFIG.format(**gpu_facts(gpu), smem=_mgpu.SMEM_BYTES_MAX)
     topology = functools.partial(topologies.get_topology_desc, platform="cuda", target_config=config, topology="1x1x1")
-    if os.path.exists("/proc/driver/nvidia"):
+    try:
         return topology().devices[0]
-    # Without a driver the plugin refuses to load for want of cuDNN, which compiling does not use. If JAX has tried that
-    # already (any computation before this one does), the plugin is registered now.
-    with _environment(JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1"):
-        try:
-            return topology().devices[0]
-        except NotImplementedError:
-            importlib.import_module("jax_plugins.xla_cuda13").initialize()
-            return topology().devices[0]
+    except NotImplementedError:
+        if _HAS_DRIVER:
+            raise
+        importlib.import_module("jax_plugins.xla_cuda13").initialize()  # JAX had tried before this module was imported.
+        return topology().devices[0]
 
 
 @functools.cache
@@ -163,7 +179,7 @@ def _tool(name: str) -> str:
     for path in (shutil.which(name), f"/usr/local/cuda/bin/{name}"):
         if path and os.path.exists(path):
             return path
-    raise RuntimeError(f"NVIDIA's {name} is not installed. {_INSTALL}")
+    raise ToolchainMissing(f"NVIDIA's {name} is not installed. {_INSTALL}")
 
 
 def _keep_kernel(module: ir.Module, index: int) -> int:
