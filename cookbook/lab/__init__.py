@@ -1,6 +1,7 @@
 """What stands around a kernel: where it runs, whether it is right, what it compiles to, how fast it is, and why."""
 
 from .._mgpu import compiler_params as compiler_params
+from . import results as results
 from .checking import CheckError as CheckError
 from .checking import CheckReport as CheckReport
 from .checking import check as check
@@ -10,3 +11,6 @@ from .compiling import compile_for as compile_for
 from .interpreter import interpret as interpret
 from .interpreter import on_gpu as on_gpu
 from .interpreter import run as run
+from .timing import Measurement as Measurement
+from .timing import first_call_seconds as first_call_seconds
+from .timing import measure as measure

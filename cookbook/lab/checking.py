@@ -160,10 +160,12 @@ def _compare_leaf(out, exact: np.ndarray, rounded, tolerance) -> Item:
     shown = np.asarray(jnp.asarray(exact, jnp.float32).astype(dtype), np.float64)  # With the infinities of overflow.
     wrong = ~((np.isfinite(out) & np.isfinite(shown)) | (out == shown) | (np.isnan(out) & np.isnan(shown)))
     if wrong.any():
-        hint = "" if np.isnan(shown[wrong]).any() else " (never written, or computed from what lies beyond the input?)"
-        count = f"{wrong.sum()} of {wrong.size} elements"
+        unduly = wrong & np.isfinite(shown)
+        text = "are NaN or infinite and should not be (never written, or made of what lies beyond the input?)"
+        if not unduly.any():
+            text, unduly = "are not NaN or infinite as the reference is", wrong
         return Item(
-            "result", "FAILED", f"{name}: {count} are NaN or infinite unduly, {_first(wrong, out, shown)}{hint}"
+            "result", "FAILED", f"{name}: {unduly.sum()} of {out.size} elements {text}: {_first(unduly, out, shown)}"
         )
     finite = np.isfinite(shown)
     out, rounded, exact = (np.where(finite, x, 0.0) for x in (out, rounded, exact))
@@ -178,7 +180,8 @@ def _compare_leaf(out, exact: np.ndarray, rounded, tolerance) -> Item:
         return Item("result", "FAILED", text)
     wrong = np.abs(out - exact) > 10 * tolerance * largest
     if wrong.any():
-        return Item("result", "FAILED", f"{name}: {wrong.sum()} of {wrong.size} elements, {_first(wrong, out, exact)}")
+        text = f"{name}: {wrong.sum()} of {wrong.size} elements are far off, {_first(wrong, out, exact)}"
+        return Item("result", "FAILED", text)
     return Item("result", "ok", f"{name}: error {error:.1e}, limit {tolerance:.1e}")
 
 

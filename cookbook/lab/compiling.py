@@ -42,7 +42,7 @@ device_description_str: "{name}"
 """
 _INSTALL = 'Install them with `pip install "pallas-cookbook[aot]"`; no GPU and no driver are needed.'
 
-# Without a driver JAX's CUDA plugin refuses to load for want of cuDNN, with a traceback, though compiling needs neither.
+# Without a driver JAX's CUDA plugin refuses, with a traceback, to load for want of cuDNN; compiling needs neither.
 _HAS_DRIVER = os.path.exists("/proc/driver/nvidia")
 if not _HAS_DRIVER:
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -78,7 +78,7 @@ class Compiled:
         with tempfile.TemporaryDirectory() as directory:
             path = pathlib.Path(directory, "kernel.cubin")
             path.write_bytes(self.cubin)
-            command = [_tool("nvdisasm"), "-c", "-ndf", path]
+            command = [tool("nvdisasm"), "-c", "-ndf", path]
             return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
@@ -157,7 +157,7 @@ def _device(gpu: str):
         raise ToolchainMissing(
             f"compile_for({gpu!r}, ...) needs JAX's CUDA 13 plugin and NVIDIA's compiler. {_INSTALL}"
         )
-    _tool("ptxas")
+    tool("ptxas")
     config = _TARGET_CONFIG.format(**gpu_facts(gpu), smem=_mgpu.SMEM_BYTES_MAX)
     topology = functools.partial(topologies.get_topology_desc, platform="cuda", target_config=config, topology="1x1x1")
     try:
@@ -170,7 +170,7 @@ def _device(gpu: str):
 
 
 @functools.cache
-def _tool(name: str) -> str:
+def tool(name: str) -> str:
     """Path of a CUDA program: the wheel's before PATH's, so that every machine with our lock reads the same code."""
     spec = importlib.util.find_spec("nvidia")
     for root in spec.submodule_search_locations if spec else ():
@@ -214,7 +214,7 @@ def _ptx(lowered, name: str, directory: str) -> str:
     """The PTX of the one Mosaic kernel in `lowered`."""
     path, failure = pathlib.Path(directory, "output"), None
     # Mosaic asks the ptxas that it finds first which version of PTX to write.
-    search = os.pathsep.join([os.path.dirname(_tool("ptxas")), os.environ.get("PATH", "")])
+    search = os.pathsep.join([os.path.dirname(tool("ptxas")), os.environ.get("PATH", "")])
     with _environment(MOSAIC_GPU_DUMP_PTX="1", PATH=search, TMPDIR=directory), _output_to(path):
         try:
             lowered.compile()
@@ -233,7 +233,7 @@ def _assemble(gpu: str, text: str, smem_bytes: dict[str, list[int]], start: floa
     ptx, cubin = pathlib.Path(directory, "kernel.ptx"), pathlib.Path(directory, "kernel.cubin")
     ptx.write_text(text)
     arch = re.search(r"^\.target (\w+)", text, re.M)[1]
-    ptxas = subprocess.run([_tool("ptxas"), f"-arch={arch}", "-v", ptx, "-o", cubin], capture_output=True, text=True)
+    ptxas = subprocess.run([tool("ptxas"), f"-arch={arch}", "-v", ptx, "-o", cubin], capture_output=True, text=True)
     said = ptxas.stdout + ptxas.stderr
     if ptxas.returncode:
         raise RuntimeError(f"ptxas rejects the kernel {name!r} for {gpu!r}: {said}")

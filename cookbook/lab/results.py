@@ -1,0 +1,181 @@
+"""Measurements in files: what was measured, where, and of which code.
+
+`results/<gpu>/<topic>.json` has `rows[problem][impl]` (the topic is what precedes the problem's first slash) and
+`values[name]`; `results/<gpu>/timelines/<problem>.json.gz` the traces of `lab.timeline`. Nothing else writes there.
+"""
+
+import datetime
+import functools
+import gzip
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+
+import jax
+
+from .source import module_hashes, module_is, source_hash
+
+__all__ = ["read", "recording", "rows", "source_hash", "stale", "stale_list", "topics", "value", "write"]
+
+ROOT = pathlib.Path(os.environ.get("COOKBOOK_RESULTS") or pathlib.Path(__file__).parents[2] / "results")
+
+
+def recording() -> bool:
+    """Whether measurements are to be written: COOKBOOK_RECORD=1 is set."""
+    return os.environ.get("COOKBOOK_RECORD") == "1"
+
+
+def read(problem: str, impl: str = "cookbook", gpu: str = "h200") -> dict | None:
+    """The row of `impl` on `problem`: ms, min_ms, spread, flops, nbytes, provenance. None if there is none."""
+    return rows(problem.split("/")[0], gpu).get(problem, {}).get(impl)
+
+
+def rows(topic: str, gpu: str = "h200") -> dict[str, dict[str, dict]]:
+    """Every row of a topic ("softmax", "05_wgmma"), by problem and implementation; empty if nothing was recorded."""
+    return _load(topic, gpu).get("rows", {})
+
+
+def topics(gpu: str = "h200") -> list[str]:
+    return sorted(path.stem for path in (ROOT / gpu).glob("*.json"))
+
+
+def write(
+    problem: str, impl: str, *, ms: float, min_ms: float, spread: float, flops=None, nbytes=None, fn=None, **provenance
+) -> dict:
+    """Records a measurement made on this machine's GPU and returns its row.
+
+    Args:
+      problem: "softmax/16384x8192/bf16": an op (or a notebook), a shape, a dtype.
+      impl: "cookbook", or a peer's name.
+      ms, min_ms, spread: median and least time, and interquartile range over median.
+      flops, nbytes: of one call.
+      fn: what was measured, for its source hash; None for other people's code.
+      provenance: more of it, e.g. `inputs="random normal"`, `torch="2.11"`.
+    """
+    row = dict(ms=ms, min_ms=min_ms, spread=spread, flops=flops, nbytes=nbytes)
+    row["provenance"] = machine() | dict(inputs="random normal") | provenance
+    if fn is not None:
+        row["provenance"] |= dict(source=source_hash(fn), modules=module_hashes(fn))
+    topic, gpu = problem.split("/")[0], this_gpu()
+    data = _load(topic, gpu)
+    data.setdefault("rows", {}).setdefault(problem, {})[impl] = row
+    _save(topic, gpu, data)
+    return row
+
+
+def value(name: str, compute, gpu: str = "h200"):
+    """A JSON-able value that only a GPU can give, e.g. `value("02_memory/bank_conflicts", measure_conflicts)`.
+
+    On a GPU: `compute()`, which is also stored under COOKBOOK_RECORD=1. Elsewhere the stored value, or None.
+    `recorded(name)` says where a stored one comes from.
+    """
+    topic = name.split("/")[0]
+    if not _on_gpu():
+        return _load(topic, gpu).get("values", {}).get(name, {}).get("value")
+    result = json.loads(json.dumps(compute()))  # The same types and figures as will be read later.
+    if recording():
+        data = _load(topic, this_gpu())
+        data.setdefault("values", {})[name] = dict(
+            value=result, provenance=machine() | dict(source=source_hash(compute))
+        )
+        _save(topic, this_gpu(), data)
+    return result
+
+
+def recorded(name: str, gpu: str = "h200") -> str:
+    """Where the value `name` was recorded, for a caption."""
+    entry = _load(name.split("/")[0], gpu).get("values", {}).get(name)
+    return where(entry["provenance"]) if entry else f"no recorded value for {name}"
+
+
+def where(provenance: dict) -> str:
+    """ "recorded on NVIDIA H200, 2026-11-20"."""
+    return f"recorded on {provenance['gpu']}, {provenance['date']}"
+
+
+def stale(problem: str, impl: str, fn, gpu: str = "h200") -> bool:
+    """Whether the row was measured of other code than `fn` is now. False where its source was not recorded."""
+    source = ((read(problem, impl, gpu) or {}).get("provenance") or {}).get("source")
+    return source is not None and fn is not None and source != source_hash(fn)
+
+
+def stale_list(gpu: str = "h200") -> list[tuple[str, str]]:
+    """(problem, impl) of every row measured of modules of this package that have changed since."""
+    return [
+        (problem, impl)
+        for topic in topics(gpu)
+        for problem, impls in rows(topic, gpu).items()
+        for impl, row in impls.items()
+        if not all(module_is(name, known) for name, known in row["provenance"].get("modules", {}).items())
+    ]
+
+
+def read_timeline(problem: str, gpu: str = "h200") -> dict | None:
+    path = _timeline_path(problem, gpu)
+    return json.loads(gzip.decompress(path.read_bytes())) if path.exists() else None
+
+
+def write_timeline(problem: str, data: dict, fn) -> None:
+    path = _timeline_path(problem, this_gpu())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = data | dict(provenance=machine() | dict(source=source_hash(fn)))
+    path.write_bytes(gzip.compress(json.dumps(data, sort_keys=True).encode(), mtime=0))  # Same data, same file.
+
+
+def this_gpu() -> str:
+    """The folder of this machine's GPU: "h200" for "NVIDIA H200"."""
+    return jax.devices()[0].device_kind.lower().removeprefix("nvidia ").split()[0]
+
+
+@functools.cache
+def machine() -> dict:
+    """Where and with what this process measures."""
+    driver = re.search(r"Module\D+([\d.]+)", _read("/proc/driver/nvidia/version"))
+    return dict(
+        gpu=jax.devices()[0].device_kind,
+        driver=driver[1] if driver else "unknown",
+        jax=jax.__version__,
+        jaxlib=jax.lib.__version__,
+        ptxas=_ptxas_version(),
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def _ptxas_version() -> str:
+    """Of the ptxas that Mosaic takes: PATH's, then the wheel's."""
+    from .compiling import ToolchainMissing, tool
+
+    try:
+        ptxas = shutil.which("ptxas") or tool("ptxas")
+    except ToolchainMissing:
+        return "unknown"
+    text = subprocess.run([ptxas, "--version"], capture_output=True, text=True).stdout
+    return match[1] if (match := re.search(r"V([\d.]+)", text)) else "unknown"
+
+
+def _on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def _read(path: str) -> str:
+    return pathlib.Path(path).read_text() if os.path.exists(path) else ""
+
+
+def _load(topic: str, gpu: str) -> dict:
+    path = ROOT / gpu / f"{topic}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _save(topic: str, gpu: str, data: dict) -> None:
+    path = ROOT / gpu / f"{topic}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
+    unfinished.replace(path)
+
+
+def _timeline_path(problem: str, gpu: str) -> pathlib.Path:
+    return ROOT / gpu / "timelines" / f"{problem.replace('/', '__')}.json.gz"

@@ -1,0 +1,138 @@
+"""How long a kernel takes: CUPTI's time on a GPU, the recorded figure elsewhere."""
+
+import dataclasses
+import math
+import time
+
+import jax
+import numpy as np
+
+from . import interpreter, results
+
+_OUTPUT_BYTES_MAX = 8e9  # Outputs alive at once while measuring.
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """The time of one implementation on one problem, measured here or recorded.
+
+    Times are GPU kernel time in milliseconds (launch overhead excluded), NaN where there is no figure; `spread` is the
+    interquartile range over the median.
+    """
+
+    problem: str | None
+    impl: str
+    median_ms: float
+    min_ms: float = math.nan
+    spread: float = math.nan
+    flops: float | None = None
+    nbytes: float | None = None
+    recorded: bool = False
+    stale: bool = False
+    provenance: dict = dataclasses.field(default_factory=dict)
+
+    @property
+    def tflops(self) -> float:
+        """TFLOP/s at the median; NaN where `flops` was not given."""
+        return (self.flops or math.nan) / self.median_ms / 1e9
+
+    @property
+    def tbps(self) -> float:
+        """TB/s at the median; NaN where `nbytes` was not given."""
+        return (self.nbytes or math.nan) / self.median_ms / 1e9
+
+    def __repr__(self) -> str:
+        name = f"{self.problem or 'unnamed'}, {self.impl}"
+        if math.isnan(self.median_ms):
+            return f"{name}: no recorded figure, and none measured here"
+        rates = f", {self.tflops:.0f} TFLOP/s" if self.flops else ""
+        rates += f", {self.tbps:.2f} TB/s" if self.nbytes else ""
+        where = results.where(self.provenance) if self.recorded else f"measured on {self.provenance.get('gpu', '?')}"
+        where += "; STALE: the code has changed since" if self.stale else ""
+        times = f"{self.median_ms:.4g} ms (least {self.min_ms:.4g}, spread {self.spread:.1%})"
+        return f"{name}: {times}{rates} [{where}]"
+
+
+def measure(
+    fn,
+    *args,
+    problem: str | None = None,
+    impl: str = "cookbook",
+    iterations: int = 20,
+    flops: float | None = None,
+    nbytes: float | None = None,
+    inputs: str = "random normal",
+) -> Measurement:
+    """Kernel time of `fn(*args)`: median, least and spread of `iterations` warm calls.
+
+    On a GPU: the sum of CUPTI's times of the kernels of a call, and under COOKBOOK_RECORD=1 the figure is written to
+    `results/` for `problem`. Without one nothing is run: the figure recorded for `problem` and `impl` is returned,
+    marked `recorded`, and `stale` if it was measured of other code than `fn` is now; NaN if there is none.
+
+    Args:
+      fn: a function of JAX arrays; None for a peer that JAX cannot run, whose recorded figure is wanted.
+      problem: the problem's name in `results/`, such as "softmax/16384x8192/bf16".
+      impl: whose implementation this is.
+      flops, nbytes: floating-point operations and bytes of HBM traffic of one call, for the rates.
+      inputs: what `args` hold, for the record.
+    """
+    if iterations < 1:
+        raise ValueError(f"iterations = {iterations} must be at least 1")
+    if fn is None or not interpreter.on_gpu():
+        return _recorded(fn, problem, impl, flops, nbytes)
+    times = np.array(_kernel_ms(fn, args, iterations))
+    low, median, high = (float(x) for x in np.percentile(times, (25, 50, 75)))
+    figures = dict(min_ms=float(times.min()), spread=(high - low) / median, flops=flops, nbytes=nbytes)
+    if problem and results.recording():
+        results.write(problem, impl, ms=median, fn=fn, inputs=inputs, **figures)
+    return Measurement(problem, impl, median, **figures, provenance=results.machine())
+
+
+def first_call_seconds(fn, *args) -> float:
+    """Wall time of the first call of `fn(*args)`, tracing and compiling included. NaN without a GPU.
+
+    JAX's caches are emptied first. JAX 0.12 keeps Mosaic kernels compiled all the same: there, call it in a process
+    that has not run `fn`.
+    """
+    if not interpreter.on_gpu():
+        return math.nan
+    jax.clear_caches()
+    start = time.perf_counter()
+    jax.block_until_ready(jax.jit(lambda *args: fn(*args))(*args))
+    return time.perf_counter() - start
+
+
+def _kernel_ms(fn, args, iterations: int) -> list[float]:
+    from jax.experimental.mosaic.gpu import profiler
+
+    jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
+    outputs = jax.tree.leaves(jax.eval_shape(jitted, *args))
+    at_once = int(_OUTPUT_BYTES_MAX // max(1, sum(out.size * out.dtype.itemsize for out in outputs)))
+    at_once = min(max(at_once, 1), iterations)
+    for _ in range(3):  # Clocks and caches settle.
+        jax.block_until_ready(jitted(*args))
+    times: list[float] = []
+    while len(times) < iterations:
+        _, ms = profiler.measure(jitted, iterations=at_once)(*args)
+        if ms is None:
+            raise RuntimeError(f"{getattr(fn, '__name__', fn)} launches no GPU kernel: there is nothing to time.")
+        times += ms if isinstance(ms, list) else [ms]
+    return times[:iterations]
+
+
+def _recorded(fn, problem: str | None, impl: str, flops, nbytes) -> Measurement:
+    row = results.read(problem, impl) if problem else None
+    if row is None:
+        return Measurement(problem, impl, math.nan, flops=flops, nbytes=nbytes)
+    return Measurement(
+        problem,
+        impl,
+        row["ms"],
+        row["min_ms"],
+        row["spread"],
+        row["flops"] if flops is None else flops,
+        row["nbytes"] if nbytes is None else nbytes,
+        recorded=True,
+        stale=results.stale(problem, impl, fn),
+        provenance=row["provenance"],
+    )
