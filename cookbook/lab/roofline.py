@@ -1,0 +1,153 @@
+"""What a GPU can do at best, and how near a kernel came."""
+
+import dataclasses
+import math
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from . import plot, results
+from .timing import Measurement
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """`value` in FLOP/s, or in byte/s for "hbm"; and who says so."""
+
+    value: float
+    source: str
+
+
+_H200 = "NVIDIA H200 datasheet (SXM), dense"
+PEAKS: dict[str, dict[str, Peak]] = {
+    "h200": {
+        "fp8": Peak(1979e12, _H200),
+        "int8": Peak(1979e12, _H200),
+        "bf16": Peak(989e12, _H200),
+        "f16": Peak(989e12, _H200),
+        "tf32": Peak(494e12, _H200),
+        "f32": Peak(67e12, f"{_H200}; the CUDA cores"),
+        "f64": Peak(67e12, f"{_H200}; the tensor cores"),
+        "hbm": Peak(4.8e12, _H200),
+    }
+}
+# What was reached by code that does nothing else, where it has been recorded: the problem, and the rate to take of it.
+_CEILINGS = {"hbm": ("ceiling/stream", "nbytes"), "bf16": ("ceiling/matmul/bf16", "flops")}
+_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "float8": "fp8"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """The least time that `flops` and `nbytes` take on a GPU, if neither waits for the other."""
+
+    seconds: float
+    limited_by: str  # "compute" or "memory".
+    compute_seconds: float
+    memory_seconds: float
+    intensity: float  # FLOP a byte.
+    gpu: str
+
+    @property
+    def ms(self) -> float:
+        return self.seconds * 1e3
+
+    def __repr__(self) -> str:
+        return (
+            f"at least {self.ms:.3g} ms on {self.gpu}, bound by {self.limited_by} "
+            f"(compute {self.compute_seconds * 1e3:.3g} ms, memory {self.memory_seconds * 1e3:.3g} ms, "
+            f"{self.intensity:.3g} FLOP a byte)"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A measurement beside its bound; `fraction` is bound over measured time, 1 at best."""
+
+    measurement: Measurement
+    bound: Bound
+
+    @property
+    def fraction(self) -> float:
+        return self.bound.ms / self.measurement.median_ms
+
+    def __repr__(self) -> str:
+        if math.isnan(self.measurement.median_ms):
+            return f"predicted {self.bound.ms:.3g} ms ({self.bound.limited_by}); {self.measurement!r}"
+        took = f"{self.measurement.median_ms:.3g} ms"
+        if self.measurement.recorded:
+            took += f" ({results.where(self.measurement.provenance)}{', STALE' if self.measurement.stale else ''})"
+        return (
+            f"predicted {self.bound.ms:.3g} ms ({self.bound.limited_by}), took {took}: {self.fraction:.0%} of the bound"
+        )
+
+
+def peak(kind, gpu: str = "h200") -> Peak:
+    """The datasheet's peak of a dtype ("bf16", `jnp.bfloat16`) or of "hbm". Raises ValueError naming what is known."""
+    if gpu not in PEAKS:
+        raise ValueError(f"gpu = {gpu!r} has no peaks here; it must be one of {', '.join(map(repr, PEAKS))}.")
+    name = kind if isinstance(kind, str) else np.dtype(kind).name
+    name = _NAMES.get(name, "fp8" if name.startswith("float8") else name)
+    if name not in PEAKS[gpu]:
+        known = ", ".join(map(repr, PEAKS[gpu]))
+        raise ValueError(f"{kind!r} has no peak on {gpu}; it must be one of {known}, or such a dtype.")
+    return PEAKS[gpu][name]
+
+
+def ceiling(kind: str, gpu: str = "h200") -> Peak | None:
+    """What was measured of "hbm" (a stream of two reads and a write) or "bf16" (the library's product), or None."""
+    problem, rate = _CEILINGS.get(kind, ("", ""))
+    best = max(
+        (row[rate] / row["ms"] * 1e3 for row in results.rows("ceiling", gpu).get(problem, {}).values()), default=0
+    )
+    return Peak(best, f"measured, {problem}") if best else None
+
+
+def bound(flops: float, nbytes: float, dtype="bf16", gpu: str = "h200") -> Bound:
+    """The roofline bound by the datasheet's peaks.
+
+    Args:
+      flops: floating-point operations, at the rate of `dtype` ("bf16": the tensor cores, "f32": the CUDA cores).
+      nbytes: bytes that must cross HBM: each input read once, each output written once.
+    """
+    if flops < 0 or nbytes < 0 or flops + nbytes == 0:
+        raise ValueError(f"flops = {flops} and nbytes = {nbytes} must not be negative, nor both zero.")
+    compute, memory = flops / peak(dtype, gpu).value, nbytes / peak("hbm", gpu).value
+    limit = "compute" if compute > memory else "memory"
+    return Bound(max(compute, memory), limit, compute, memory, flops / nbytes if nbytes else math.inf, gpu)
+
+
+def compare(measurement: Measurement, dtype=None, gpu: str = "h200") -> Comparison:
+    """Predicted against measured. The dtype is the last part of the problem's name ("softmax/16384x8192/bf16")."""
+    if measurement.flops is None and measurement.nbytes is None:
+        raise ValueError(f"measurement = {measurement!r} has neither flops nor nbytes: give them to lab.measure.")
+    dtype = dtype or (measurement.problem or "").split("/")[-1]
+    return Comparison(measurement, bound(measurement.flops or 0, measurement.nbytes or 0, dtype, gpu))
+
+
+def figure(points=(), dtype="bf16", gpu: str = "h200") -> Figure:
+    """The roofline with measurements on it.
+
+    Args:
+      points: `Measurement`s with flops and nbytes, or (label, flops, nbytes, milliseconds); NaN times are left out.
+      dtype: whose compute roof to draw.
+    """
+    points = [
+        (f"{p.problem}, {p.impl}", p.flops, p.nbytes, p.median_ms) if isinstance(p, Measurement) else p for p in points
+    ]
+    points = [point for point in points if not math.isnan(point[3])]
+    roof, slope = peak(dtype, gpu).value, peak("hbm", gpu).value
+    intensities = [flops / nbytes for _, flops, nbytes, _ in points] + [roof / slope]
+    x = np.geomspace(min(intensities) / 8, max(intensities) * 8, 200)
+    with plot.figure(height=4.0) as (fig, ax):
+        ax.plot(x, np.minimum(roof, slope * x) / 1e12, color=plot.INK, label="datasheet")
+        stream, product = ceiling("hbm", gpu), ceiling("bf16", gpu) if roof == peak("bf16", gpu).value else None
+        if stream or product:
+            reached = np.minimum((product or peak(dtype, gpu)).value, (stream or peak("hbm", gpu)).value * x) / 1e12
+            ax.plot(x, reached, color=plot.BOUND, linestyle="--", label="measured ceilings")
+        for i, (label, flops, nbytes, ms) in enumerate(points):
+            colour = plot.COLOURS[i % len(plot.COLOURS)]
+            ax.plot(flops / nbytes, flops / ms / 1e9, "o", color=colour, markersize=7, label=label)
+        ax.set(xscale="log", yscale="log", xlabel="FLOP a byte of HBM traffic", ylabel="TFLOP/s")
+        ax.set_title(f"Roofline of {gpu.upper()}, {dtype if isinstance(dtype, str) else np.dtype(dtype).name}")
+        ax.legend(loc="lower right")
+    return fig
