@@ -1,7 +1,9 @@
 """What stands around a kernel: where it runs, whether it is right, what it compiles to, how fast it is, and why."""
 
 from .._mgpu import compiler_params as compiler_params
+from . import plot as plot
 from . import results as results
+from . import roofline as roofline
 from .checking import CheckError as CheckError
 from .checking import CheckReport as CheckReport
 from .checking import check as check
