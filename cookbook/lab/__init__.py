@@ -13,6 +13,7 @@ from .compiling import compile_for as compile_for
 from .interpreter import interpret as interpret
 from .interpreter import on_gpu as on_gpu
 from .interpreter import run as run
+from .timeline import timeline as timeline
 from .timing import Measurement as Measurement
 from .timing import first_call_seconds as first_call_seconds
 from .timing import measure as measure

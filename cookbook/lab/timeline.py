@@ -1,0 +1,129 @@
+"""What each warpgroup did, when: the trace that a kernel writes of its own named scopes, as a figure."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import tempfile
+from typing import TYPE_CHECKING
+
+import jax
+
+from .. import _mgpu
+from . import interpreter, plot, results
+from .compiling import GPUS, name_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_traced_into = jax.make_user_context(None)  # Part of JAX's cache keys: a kernel traced elsewhere writes elsewhere.
+
+
+def timeline(fn, *args, problem: str, events: int = 512, blocks: int = 1, ax: Axes | None = None) -> Figure:
+    """Draws a run of `fn(*args)`: one lane a warpgroup, each `jax.named_scope` of the kernel in its colour.
+
+    On a GPU it is run with Mosaic's in-kernel profiler on, and under COOKBOOK_RECORD=1 the trace is stored for
+    `problem`. Without one the stored trace is drawn, and the title says so; if there is none, the title says that.
+
+    Times are right within a lane. Each lane starts at the first scope that its warpgroup entered, placed where the
+    block started: wrap a warpgroup's whole role in a scope to see its waits in place. Cycles are shown as microseconds
+    at the GPU's highest clock; under load it is lower. A recorded scope costs some ten cycles.
+
+    Args:
+      fn: its kernels are built with `compiler_params=lab.compiler_params()`, as the package's are.
+      problem: the trace's name in `results/`, such as "06_pipelining/two_stages".
+      events: scopes recorded a warpgroup, at 16 bytes of shared memory each; later ones are dropped.
+      blocks: how many blocks to keep and draw, from the first.
+      ax: where to draw; by default a figure of its own.
+
+    Raises:
+      ValueError: `fn` wrote no trace, because its kernel was built without `lab.compiler_params()`.
+    """
+    if interpreter.on_gpu():
+        trace, title = _record(fn, args, events, blocks), f"{problem}, {jax.devices()[0].device_kind}"
+        if results.recording():
+            results.write_timeline(problem, trace, fn)
+    elif (trace := results.read_timeline(problem)) is not None:
+        title = f"{problem}, {results.where(trace['provenance'])}"
+        if trace["provenance"]["source"] != results.source_hash(fn):
+            title += "; STALE: the code has changed since"
+    else:
+        trace, title = {"lanes": []}, f"{problem}: no recorded timeline, and no GPU here to record one"
+    lanes = [lane for lane in trace["lanes"] if lane["block"] < blocks]
+    if ax is not None:
+        _draw(ax, lanes, title)
+        return ax.figure
+    with plot.figure(height=1.2 + 0.55 * len(lanes)) as (fig, ax):
+        _draw(ax, lanes, title)
+    return fig
+
+
+def lanes_of(chrome_trace: dict, clock_ghz: float, blocks: int) -> list[dict]:
+    """The lanes of JAX's Chrome trace: {"block", "warpgroup", "spans": [[name, start, duration, depth], ...]} in µs.
+
+    JAX numbers the trace's threads through blocks and warpgroups, from 1, gives each block its SM as process, and adds
+    SM cycles to a start in nanoseconds.
+    """
+    threads: dict[int, list[dict]] = {}
+    for event in chrome_trace["traceEvents"]:
+        threads.setdefault(event["tid"], []).append(event)
+    if not threads:
+        return []
+    first_sm = threads[min(threads)][0]["pid"]
+    warpgroups = min((tid for tid in threads if threads[tid][0]["pid"] != first_sm), default=max(threads) + 1) - 1
+    kept = {tid: events for tid, events in sorted(threads.items()) if (tid - 1) // warpgroups < blocks}
+    zero = min(events[0]["ts"] for events in kept.values())
+    lanes = []
+    for tid, events in kept.items():
+        start, spans, open_spans = events[0]["ts"], [], []
+        for event in events:
+            at = start - zero + (event["ts"] - start) / clock_ghz
+            if event["ph"] == "B":
+                open_spans.append(len(spans))
+                spans.append([event["name"], round(at, 4), 0.0, len(open_spans) - 1])
+            else:
+                span = spans[open_spans.pop()]
+                span[2] = round(at - span[1], 4)
+        lanes.append({"block": (tid - 1) // warpgroups, "warpgroup": (tid - 1) % warpgroups, "spans": spans})
+    return lanes
+
+
+def _record(fn, args, events: int, blocks: int) -> dict:
+    with tempfile.TemporaryDirectory() as directory:
+        with _mgpu.profiling(directory, events), _traced_into(directory):
+            jax.block_until_ready(jax.jit(lambda *args: fn(*args))(*args))
+            jax.effects_barrier()  # The trace is written by a callback.
+        files = sorted(pathlib.Path(directory).glob("*-trace.json"), key=lambda path: path.stat().st_mtime_ns)
+        if not files:
+            raise ValueError(
+                f"{name_of(fn)} wrote no trace: build its kernel with `compiler_params=lab.compiler_params()` and name its "
+                "parts with `jax.named_scope`."
+            )
+        chrome_trace = json.loads(files[0].read_text())
+    clock_ghz = GPUS.get(results.this_gpu(), GPUS["h200"])["clock_ghz"]
+    return {"lanes": lanes_of(chrome_trace, clock_ghz, blocks), "clock_ghz": clock_ghz}
+
+
+def _draw(ax: Axes, lanes: list[dict], title: str) -> None:
+    names = list(dict.fromkeys(name for lane in lanes for name, *_ in lane["spans"]))
+    colours = {name: plot.COLOURS[i % len(plot.COLOURS)] for i, name in enumerate(names)}
+    for y, lane in enumerate(lanes):
+        for name in names:
+            for depth in {span[3] for span in lane["spans"] if span[0] == name}:
+                height = 0.8 * 0.72**depth  # A scope inside another is drawn inside it.
+                bars = [(start, duration) for span, start, duration, d in lane["spans"] if (span, d) == (name, depth)]
+                ax.broken_barh(
+                    bars, (y - height / 2, height), facecolor=colours[name], edgecolor=plot.CARD, linewidth=0.4
+                )
+    for name in names:
+        ax.plot([], [], "s", color=colours[name], label=name)
+    several = any(lane["block"] for lane in lanes)
+    labels = [f"block {lane['block']}, " * several + f"warpgroup {lane['warpgroup']}" for lane in lanes]
+    ax.set_yticks(range(len(lanes)), labels)
+    ax.set_ylim(len(lanes) - 0.4, -0.6)
+    ax.grid(axis="y", visible=False)
+    ax.set_title(title)
+    ax.set_xlabel("µs")
+    if names:
+        ax.legend(loc="upper left", bbox_to_anchor=(1, 1), handletextpad=0.2)
