@@ -171,15 +171,18 @@ def _device(gpu: str):
 
 @functools.cache
 def tool(name: str) -> str:
-    """Path of a CUDA program: the wheel's before PATH's, so that every machine with our lock reads the same code."""
-    spec = importlib.util.find_spec("nvidia")
-    for root in spec.submodule_search_locations if spec else ():
-        for path in sorted(pathlib.Path(root).glob(f"*/bin/{name}")):
-            return str(path)
-    for path in (shutil.which(name), f"/usr/local/cuda/bin/{name}"):
+    """Path of a CUDA program: the wheel's before any other, so that every machine with our lock reads the same code."""
+    wheels = [path for root in _package("nvidia") for path in sorted(root.glob(f"*/bin/{name}"))]
+    triton = [root / "backends/nvidia/bin" / name for root in _package("triton")]  # Comes with PyTorch.
+    for path in [*wheels, shutil.which(name), f"/usr/local/cuda/bin/{name}", *triton]:
         if path and os.path.exists(path):
-            return path
+            return str(path)
     raise ToolchainMissing(f"NVIDIA's {name} is not installed. {_INSTALL}")
+
+
+def _package(name: str) -> list[pathlib.Path]:
+    spec = importlib.util.find_spec(name)
+    return [pathlib.Path(root) for root in spec.submodule_search_locations] if spec else []
 
 
 def _keep_kernel(module: ir.Module, index: int) -> int:

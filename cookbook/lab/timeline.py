@@ -49,7 +49,7 @@ def timeline(fn, *args, problem: str, events: int = 512, blocks: int = 1, ax: Ax
         if trace["provenance"]["source"] != results.source_hash(fn):
             title += "; STALE: the code has changed since"
     else:
-        trace, title = {"lanes": []}, f"{problem}: no recorded timeline, and no GPU here to record one"
+        trace, title = {"lanes": []}, f"{problem}: no recorded timeline, and no GPU to record one"
     lanes = [lane for lane in trace["lanes"] if lane["block"] < blocks]
     if ax is not None:
         _draw(ax, lanes, title)
@@ -97,8 +97,8 @@ def _record(fn, args, events: int, blocks: int) -> dict:
         files = sorted(pathlib.Path(directory).glob("*-trace.json"), key=lambda path: path.stat().st_mtime_ns)
         if not files:
             raise ValueError(
-                f"{name_of(fn)} wrote no trace: build its kernel with `compiler_params=lab.compiler_params()` and name its "
-                "parts with `jax.named_scope`."
+                f"{name_of(fn)} wrote no trace: build its kernel with `compiler_params=lab.compiler_params()`, "
+                "and name its parts with `jax.named_scope`."
             )
         chrome_trace = json.loads(files[0].read_text())
     clock_ghz = GPUS.get(results.this_gpu(), GPUS["h200"])["clock_ghz"]

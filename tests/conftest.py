@@ -1,0 +1,44 @@
+"""What every test starts from."""
+
+import os
+
+import pytest
+
+# Before JAX is imported: several test processes share a GPU's memory; without a GPU, JAX need not look for one.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+if not os.path.exists("/proc/driver/nvidia"):
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+SECONDS = 300  # A kernel that deadlocks hangs for ever, in the interpreter and on a GPU.
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if config.pluginmanager.hasplugin("timeout") and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SECONDS))
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """`cookbook.lab` behaves as on a machine without a GPU."""
+    from cookbook.lab import interpreter
+
+    monkeypatch.setattr(interpreter, "on_gpu", lambda: False)
+
+
+@pytest.fixture
+def results_folder(monkeypatch, tmp_path):
+    """An empty `results/` that belongs to the test alone."""
+    from cookbook.lab import results
+
+    monkeypatch.setattr(results, "ROOT", tmp_path / "results")
+    return tmp_path / "results"
+
+
+@pytest.fixture
+def gpu():
+    """Skips where no kernel can run on a GPU: CI's CPU machines test the rest."""
+    from cookbook import lab
+
+    if not lab.on_gpu():
+        pytest.skip("needs a Hopper or newer GPU")

@@ -1,0 +1,120 @@
+"""Small kernels, right and wrong, for the tests of `cookbook.lab`."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from cookbook import _mgpu, lab
+
+ROWS = 64  # Of one block.
+
+
+def add_one_reference(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) + 1
+
+
+def _tiles(body, x, out_type=None):
+    """Launches `body(x_smem, x_gmem, o_gmem, rows, barrier)` for every 64 rows of `x`."""
+
+    def kernel(x_gmem, o_gmem, x_smem, barrier):
+        body(x_smem, x_gmem, o_gmem, pl.ds(jax.lax.axis_index("i") * ROWS, ROWS), barrier)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=out_type or jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(x.shape[0] // ROWS,),
+        grid_names=("i",),
+        scratch_types=[plgpu.SMEM((ROWS, x.shape[1]), x.dtype), plgpu.Barrier()],
+        compiler_params=lab.compiler_params(),
+    )(x)
+
+
+def add_one(x):
+    """x + 1, x of shape (64 n, 128 m)."""
+
+    def body(x_smem, x_gmem, o_gmem, rows, barrier):
+        with jax.named_scope("load"):
+            plgpu.copy_gmem_to_smem(x_gmem.at[rows], x_smem, barrier)
+            plgpu.barrier_wait(barrier)
+        with jax.named_scope("compute"):
+            x_smem[...] = x_smem[...] + 1
+            plgpu.commit_smem()
+        with jax.named_scope("store"):
+            plgpu.copy_smem_to_gmem(x_smem, o_gmem.at[rows])
+            plgpu.wait_smem_to_gmem(0)
+
+    return _tiles(body, x)
+
+
+def no_wait(x):
+    """`add_one` that reads before the copy has arrived. Interpreted, its result is right all the same."""
+
+    def body(x_smem, x_gmem, o_gmem, rows, barrier):
+        plgpu.copy_gmem_to_smem(x_gmem.at[rows], x_smem, barrier)
+        o_gmem[rows] = x_smem[...] + 1
+        plgpu.barrier_wait(barrier)
+
+    return _tiles(body, x)
+
+
+def half_written(x):
+    """`add_one` that stores the first half of each tile."""
+
+    def body(x_smem, x_gmem, o_gmem, rows, barrier):
+        plgpu.copy_gmem_to_smem(x_gmem.at[rows], x_smem, barrier)
+        plgpu.barrier_wait(barrier)
+        x_smem[...] = x_smem[...] + 1
+        plgpu.commit_smem()
+        half = pl.ds(jax.lax.axis_index("i") * ROWS, ROWS // 2)
+        plgpu.copy_smem_to_gmem(x_smem.at[: ROWS // 2], o_gmem.at[half])
+        plgpu.wait_smem_to_gmem(0)
+
+    return _tiles(body, x)
+
+
+def matmul(a, b, tile_m=128, tile_n=128, tile_k=64):
+    """a @ b by WGMMA, one warpgroup, two stages. A tile of 128x256 does not fit into its registers."""
+    (m, k), n = a.shape, b.shape[1]
+
+    def kernel(a_gmem, b_gmem, o_gmem, o_smem):
+        i, j = jax.lax.axis_index("m"), jax.lax.axis_index("n")
+
+        def accumulate(acc):
+            def step(_, a_smem, b_smem):
+                plgpu.wgmma(acc, a_smem, b_smem)
+                plgpu.wgmma_wait(1)
+
+            plgpu.emit_pipeline(
+                step,
+                grid=(k // tile_k,),
+                in_specs=[
+                    plgpu.BlockSpec((tile_m, tile_k), lambda s: (i, s), delay_release=1),
+                    plgpu.BlockSpec((tile_k, tile_n), lambda s: (s, j), delay_release=1),
+                ],
+                max_concurrent_steps=2,
+            )(a_gmem, b_gmem)
+            return acc[...]
+
+        o_smem[...] = pl.run_scoped(accumulate, plgpu.ACC((tile_m, tile_n), jnp.float32)).astype(a.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[pl.ds(i * tile_m, tile_m), pl.ds(j * tile_n, tile_n)])
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((m, n), a.dtype),
+        grid=(m // tile_m, n // tile_n),
+        grid_names=("m", "n"),
+        scratch_types=[plgpu.SMEM((tile_m, tile_n), a.dtype)],
+    )(a, b)
+
+
+def num_sms_built_for(x):
+    """A kernel that writes the number of SMs that it was built for."""
+    num_sms = _mgpu.require_target("num_sms_built_for").num_sms
+
+    def kernel(x_gmem, o_gmem):
+        o_gmem[...] = jnp.full(x.shape, num_sms, x.dtype)
+
+    return plgpu.kernel(kernel, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)

@@ -1,0 +1,167 @@
+"""`lab.check` accepts right kernels and rejects wrong ones, each for the reason that it should."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lab_kernels import add_one, add_one_reference, half_written, matmul, no_wait
+
+from cookbook import lab
+from cookbook.lab import checking, compiling
+
+X = jax.random.normal(jax.random.key(0), (128, 128))
+
+
+@pytest.fixture(autouse=True)
+def interpreted(no_gpu):
+    """These run in the interpreter on every machine; the last test asks for a GPU."""
+
+
+def matmul_reference(a, b):
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    return a.astype(wide) @ b.astype(wide)
+
+
+def fails(fn, reference, *args, match, **kwargs):
+    with pytest.raises(lab.CheckError, match=match):
+        lab.check(fn, reference, *args, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_right_kernel_passes(dtype, capsys):
+    report = lab.check(add_one, add_one_reference, X.astype(dtype))
+    assert not report.failed
+    assert report.compiled.spill_bytes == 0
+    np.testing.assert_array_equal(report.output, X.astype(dtype) + 1)
+    assert capsys.readouterr().out == f"{report}\n"
+
+
+def test_the_table():
+    report = str(lab.check(add_one, add_one_reference, X))
+    assert report.startswith("check add_one(f32[128,128])\n")
+    for line in ("runs          ok", "races         ok", "result        ok", "compiles      ok     h200: "):
+        assert f"\n  {line}" in report
+    assert "\n  shared memory ok     32,776 of 232,448 bytes a block\n" in report
+    for blind_spot in ("WGMMA", "blocks of a grid", "multicasts"):
+        assert blind_spot in report.partition("not seen")[2]
+    assert max(map(len, report.splitlines())) <= 100
+
+
+def test_a_matmul_passes_at_half_precision():
+    a, b = (jax.random.normal(jax.random.key(i), (128, 128), jnp.float16) for i in (1, 2))
+    lab.check(matmul, matmul_reference, a, b)
+
+
+def test_a_wrong_result_is_rejected():
+    fails(lambda x: add_one(x) * 1.001, add_one_reference, X, match="result: .* exceeds")
+
+
+def test_one_wrong_element_is_rejected():
+    x = jax.random.normal(jax.random.key(0), (1024, 1024), jnp.bfloat16)  # Its share of the error is within the limit.
+    fails(
+        lambda x: add_one(x).at[1000, 1000].set(0), lambda x: add_one_reference(x).at[1000, 1000].set(2), x, match="far"
+    )
+
+
+def test_lost_precision_is_rejected():
+    a, b = (jax.random.normal(jax.random.key(i), (128, 128)) for i in (1, 2))
+    fails(
+        lambda a, b: matmul(a.astype(jnp.float16), b.astype(jnp.float16)).astype(jnp.float32),
+        matmul_reference,
+        a,
+        b,
+        match="result: .* exceeds",
+    )
+
+
+def test_a_race_is_rejected_though_the_result_is_right():
+    fails(no_wait, add_one_reference, X, match="races: read at lab_kernels.py")
+
+
+def test_a_nan_where_the_reference_has_none_is_rejected():
+    fails(lambda x: add_one(x).at[3, 4].set(jnp.nan), add_one_reference, X, match=r"1 of 16384 .* \[3, 4\] is nan")
+
+
+def test_a_number_where_the_reference_has_nan_is_rejected():
+    x = X.at[3, 4].set(jnp.nan)
+    lab.check(add_one, add_one_reference, x)
+    fails(lambda x: jnp.nan_to_num(add_one(x)), add_one_reference, x, match="are not NaN or infinite as the reference")
+
+
+def test_an_infinity_of_the_wrong_sign_is_rejected():
+    x = X.at[3, 4].set(jnp.inf)
+    fails(lambda x: add_one(x).at[3, 4].set(-jnp.inf), add_one_reference, x, match=r"\[3, 4\] is -inf in place of inf")
+
+
+def test_outputs_left_unwritten_are_rejected():
+    fails(half_written, add_one_reference, X, match="8192 of 16384 elements .*never written")
+
+
+def test_wrong_integers_are_rejected():
+    x = jnp.arange(128 * 128, dtype=jnp.int32).reshape(128, 128)
+    lab.check(add_one, lambda x: x + 1, x)
+    fails(add_one, lambda x: x + 2, x, match="16384 elements differ")
+    fails(half_written, lambda x: x + 1, x, match="8192 elements differ")
+
+
+def test_a_wrong_shape_or_structure_is_rejected():
+    fails(lambda x: add_one(x)[1:], add_one_reference, X, match="shape")
+    fails(lambda x: (add_one(x), x), add_one_reference, X, match="the kernel returns")
+
+
+def test_a_tolerance_replaces_the_limit():
+    wrong = lambda x: add_one(x) * 1.001  # noqa: E731
+    lab.check(wrong, add_one_reference, X, tolerance=1e-2)
+    fails(wrong, add_one_reference, X, tolerance=1e-4, match="exceeds 1.0e-04")
+
+
+def test_a_kernel_that_only_the_interpreter_accepts_is_rejected():
+    fails(
+        lambda x: add_one(jnp.concatenate([x, x[:, :1]], 1)[:, :129])[:, :128], add_one_reference, X, match="compiles: "
+    )
+
+
+def test_a_kernel_that_fails_to_run_is_rejected():
+    def fn(x):
+        raise ValueError("no such tile")
+
+    fails(fn, add_one_reference, X, match="runs: ValueError: no such tile")
+
+
+def test_spills_and_remarks_are_shown_not_rejected():
+    a = jax.random.normal(jax.random.key(0), (256, 256), jnp.float16)
+    report = lab.check(lambda a: matmul(a, a, tile_n=256), lambda a: matmul_reference(a, a), a, tolerance=1e-2)
+    assert "bytes spilled" in str(report) and "serialized" in str(report)
+
+
+def test_without_the_wheels_the_rest_is_still_checked(monkeypatch):
+    def missing(*args):
+        raise compiling.ToolchainMissing('pip install "pallas-cookbook[aot]"')
+
+    monkeypatch.setattr(checking, "compile_for", missing)
+    report = lab.check(add_one, add_one_reference, X)
+    assert report.compiled is None and "compiles      -      not tried: pip install" in str(report)
+    fails(no_wait, add_one_reference, X, match="races")
+
+
+def test_for_another_gpu():
+    assert "b200: " in str(lab.check(add_one, add_one_reference, X, gpu="b200"))
+
+
+def test_several_outputs_have_a_line_each():
+    report = lab.check(lambda x: (add_one(x), add_one(x)), lambda x: (add_one_reference(x),) * 2, X)
+    assert [item.name for item in report.items].count("result") == 2
+
+
+def test_notebooks_show_the_table_once(capsys):
+    report = lab.check(add_one, add_one_reference, X)
+    capsys.readouterr()
+    assert report._ipython_display_() is None and capsys.readouterr().out == ""
+
+
+def test_on_a_gpu(monkeypatch):
+    monkeypatch.undo()
+    if not lab.on_gpu():
+        pytest.skip("needs a Hopper or newer GPU")
+    assert "runs are equal to the bit" in str(lab.check(add_one, add_one_reference, X))
+    fails(half_written, add_one_reference, jnp.ones((8192, 128)), match="never written")

@@ -1,0 +1,121 @@
+"""Compiling for a GPU that this machine need not have."""
+
+import os
+import subprocess
+import sys
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import pytest
+from lab_kernels import add_one, matmul, num_sms_built_for
+
+from cookbook import lab
+from cookbook.lab import compiling
+
+X = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+A = jax.ShapeDtypeStruct((256, 256), jnp.float16)
+
+
+def test_both_gpus_in_one_process_in_turn():
+    # Mosaic hands ptxas the first architecture of the process: the order is the point.
+    for gpu, target in (("h200", "sm_90a"), ("b200", "sm_100a"), ("h200", "sm_90a")):
+        compiled = lab.compile_for(gpu, add_one, X)
+        assert f".target {target}" in compiled.ptx
+        assert f".target\t{target}" in compiled.sass
+        assert 16 <= compiled.registers <= 255
+        assert compiled.spill_bytes == 0
+        assert compiled.smem_bytes == 64 * 128 * 4 + 8  # The tile and one barrier.
+        assert 0 < compiled.compile_seconds < 60
+        assert compiled.gpu == gpu
+
+
+def test_a_second_compile_of_the_same_kernel_tells_the_same():
+    first, second = lab.compile_for("h200", add_one, X), lab.compile_for("h200", add_one, X)
+    assert (first.registers, first.smem_bytes, first.ptx) == (second.registers, second.smem_bytes, second.ptx)
+
+
+def test_a_kernel_that_spills():
+    spills = lab.compile_for("h200", lambda a, b: matmul(a, b, tile_n=256), A, A)
+    fits = lab.compile_for("h200", matmul, A, A)
+    assert spills.registers == 255 and spills.spill_bytes > 500
+    assert any("serialized" in remark for remark in spills.remarks)
+    assert fits.registers < 255 and fits.spill_bytes == 0 and fits.remarks == ()
+    assert "wgmma" in fits.ptx and "HGMMA" in fits.sass
+
+
+def test_kernels_of_one_function_are_listed():
+    compiled = lab.compile_for("b200", lambda x, a: (add_one(add_one(x)), jnp.sin(x)), X, A)
+    assert len(compiled.kernels) == 2
+    compiled = lab.compile_for("h200", lambda x, a: (add_one(x), matmul(a, a)), X, A, name="both")
+    small, large = compiled.kernels
+    assert compiled.name == "both"
+    assert (small.smem_bytes, large.smem_bytes) == (32776, compiled.smem_bytes)
+    assert compiled.registers == max(small.registers, large.registers)
+    assert "wgmma" not in small.ptx and "wgmma" in large.ptx
+
+
+def test_the_kernel_is_built_for_the_sms_of_the_named_gpu():
+    x = jax.ShapeDtypeStruct((128,), jnp.int32)
+    jitted = jax.jit(num_sms_built_for)  # Traced for one GPU, it must not serve for the other.
+    assert "132" in lab.compile_for("h200", jitted, x).ptx
+    assert "148" in lab.compile_for("b200", jitted, x).ptx
+
+
+def test_nothing_is_printed_and_nothing_left_behind(capfd):
+    before = set(os.listdir(tempfile.gettempdir()))
+    lab.compile_for("h200", add_one, X)
+    lab.compile_for("b200", add_one, X)
+    left = {name for name in set(os.listdir(tempfile.gettempdir())) - before if "mosaic" in name or "tempfile" in name}
+    assert capfd.readouterr() == ("", "") and not left
+    assert "MOSAIC_GPU_DUMP_TO" not in os.environ and "MOSAIC_GPU_DUMP_PTX" not in os.environ
+
+
+def test_output_still_goes_where_it_went(capfd):
+    lab.compile_for("h200", add_one, X)
+    os.write(1, b"to one")
+    os.write(2, b"to two")
+    assert capfd.readouterr() == ("to one", "to two")
+
+
+def test_an_unknown_gpu_is_refused_by_name():
+    with pytest.raises(ValueError, match="'a100' is not known; it must be one of 'h200', 'b200'"):
+        lab.compile_for("a100", add_one, X)
+
+
+def test_a_function_without_kernels_is_refused():
+    with pytest.raises(ValueError, match="launches no Mosaic GPU kernel"):
+        lab.compile_for("h200", lambda x: x + 1, X)
+
+
+def test_too_much_shared_memory_is_refused():
+    with pytest.raises(ValueError, match="exceeds available shared memory"):
+        lab.compile_for("h200", lambda a: matmul(a, a, tile_m=256, tile_n=256), A)
+
+
+@pytest.mark.parametrize("missing", ["jax_plugins.xla_cuda13", "ptxas"])
+def test_missing_wheels_are_named_with_what_to_install(monkeypatch, missing):
+    find_spec = compiling.importlib.util.find_spec
+    hidden = {"jax_plugins.xla_cuda13": ("jax_plugins.xla_cuda13",), "ptxas": ("nvidia",)}[missing]
+    monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name))
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compiling.os.path, "exists", lambda path: False)
+    compiling.tool.cache_clear()
+    with pytest.raises(lab.ToolchainMissing, match=r'pip install "pallas-cookbook\[aot\]"'):
+        lab.compile_for("h200", add_one, X)
+    compiling.tool.cache_clear()
+
+
+@pytest.mark.parametrize("before", ["", "import jax; jax.devices()"])
+def test_it_works_without_jax_platforms_before_and_after_jax_has_looked_for_gpus(before):
+    code = f"""
+{before}
+import jax, jax.numpy as jnp
+from lab_kernels import add_one
+from cookbook import lab
+print(lab.compile_for("h200", add_one, jax.ShapeDtypeStruct((64, 128), jnp.float32)).registers > 0)
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "True\n", done.stderr

@@ -1,0 +1,186 @@
+"""Roofline, ladder and timeline: the numbers in them, and that the same data draws the same file."""
+
+import io
+import json
+import math
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.mosaic.gpu import profiler
+from lab_kernels import add_one
+
+from cookbook import lab
+from cookbook.lab import plot, results, roofline
+from cookbook.lab.timeline import lanes_of
+
+
+def measurement(ms, problem="matmul/4096x4096x4096/bf16", **kwargs):
+    return lab.Measurement(problem, "cookbook", ms, flops=2 * 4096**3, nbytes=3 * 2 * 4096**2, **kwargs)
+
+
+# Roofline
+
+
+def test_every_peak_has_its_source():
+    assert all(peak.value > 0 and "H200" in peak.source for peak in roofline.PEAKS["h200"].values())
+
+
+def test_a_matmul_is_bound_by_compute_and_a_softmax_by_memory():
+    matmul = roofline.bound(2 * 4096**3, 3 * 2 * 4096**2, "bf16")
+    assert matmul.limited_by == "compute" and matmul.seconds == pytest.approx(2 * 4096**3 / 989e12)
+    softmax = roofline.bound(5 * 16384 * 8192, 4 * 16384 * 8192, "f32")
+    assert softmax.limited_by == "memory" and softmax.ms == pytest.approx(0.112, abs=1e-3)
+    assert "bound by memory" in repr(softmax)
+
+
+@pytest.mark.parametrize("dtype, name", [(jnp.bfloat16, "bf16"), (jnp.float8_e4m3fn, "fp8"), ("float32", "f32")])
+def test_dtypes_have_peaks(dtype, name):
+    assert roofline.peak(dtype) == roofline.PEAKS["h200"][name]
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="'fp4' has no peak on h200; it must be one of 'fp8'"):
+        roofline.peak("fp4")
+    with pytest.raises(ValueError, match="'a100' has no peaks here"):
+        roofline.bound(1, 1, gpu="a100")
+    with pytest.raises(ValueError, match="nor both zero"):
+        roofline.bound(0, 0)
+    with pytest.raises(ValueError, match="neither flops nor nbytes"):
+        roofline.compare(lab.Measurement("x/y/bf16", "cookbook", 1.0))
+
+
+def test_predicted_against_measured():
+    compared = roofline.compare(measurement(0.2))
+    assert compared.fraction == pytest.approx(0.139 / 0.2, abs=1e-3)
+    assert repr(compared) == "predicted 0.139 ms (compute), took 0.2 ms: 69% of the bound"
+    provenance = dict(gpu="NVIDIA H200", date="2026-11-20")
+    recorded = repr(roofline.compare(measurement(0.2, recorded=True, stale=True, provenance=provenance)))
+    assert "recorded on NVIDIA H200, 2026-11-20, STALE" in recorded
+    assert "no recorded figure" in repr(roofline.compare(measurement(math.nan)))
+
+
+def test_measured_ceilings_come_from_the_results(results_folder, monkeypatch):
+    assert roofline.ceiling("hbm") is None
+    monkeypatch.setattr(results, "machine", lambda: dict(gpu="NVIDIA H200", date="2026-11-20"))
+    monkeypatch.setattr(results, "this_gpu", lambda: "h200")
+    results.write("ceiling/stream", "XLA", ms=1.0, min_ms=1.0, spread=0.0, nbytes=4.38e9)
+    assert roofline.ceiling("hbm").value == pytest.approx(4.38e12)
+    labels = [line.get_label() for line in roofline.figure([measurement(0.2)]).axes[0].lines]
+    assert labels == ["datasheet", "measured ceilings", "matmul/4096x4096x4096/bf16, cookbook"]
+
+
+def test_the_roofline_leaves_out_what_was_not_measured(results_folder):
+    lines = roofline.figure([measurement(math.nan), ("a", 1e9, 1e9, 1.0)]).axes[0].lines
+    assert [line.get_label() for line in lines] == ["datasheet", "a"]
+    assert (lines[1].get_xdata()[0], lines[1].get_ydata()[0]) == (1.0, 1.0)
+
+
+# Ladder
+
+
+def test_the_ladder_shows_rungs_and_peers(tmp_path):
+    draw = lambda: plot.ladder([("one", 400.0), ("two", math.nan)], [("cuBLAS", 786.0)], bound=989.0)  # noqa: E731
+    ax = draw().axes[0]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["one", "two", "cuBLAS"]
+    assert [text.get_text() for text in ax.texts] == ["400  (40%)", "not measured", "786  (79%)", "bound 989"]
+    for name in ("a.svg", "b.svg"):
+        plot.save(draw(), tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_importing_lab_neither_starts_jax_nor_imports_matplotlib():
+    code = (
+        "import sys, cookbook.lab, jax\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge.backends_are_initialized() and 'matplotlib' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# Timeline
+
+
+def chrome_trace(blocks=2, warpgroups=3):
+    """What JAX writes of a kernel in which each warpgroup enters "role" and, inside, "copy" twice."""
+    spec = profiler.ProfilerSpec(32, "unused")
+    role, copy = spec.intern_name("role"), spec.intern_name("copy")
+    buffer = np.zeros((blocks, warpgroups, 32), np.uint32)
+    for block, wg in np.ndindex(blocks, warpgroups):
+        clock = np.array([0, 198, 396, 594, 792, 990])
+        tags = [role, copy, copy | spec.EXIT, copy, copy | spec.EXIT, role | spec.EXIT]
+        entries = np.stack([tags, clock], axis=1).ravel()
+        buffer[block, wg, :3] = 1000 + 100 * block + 10 * wg, 7 + block, len(entries)
+        buffer[block, wg, 3 : 3 + len(entries)] = entries
+    file = io.StringIO()
+    spec.dump(buffer, file, grid=(blocks, 1, 1), block=(128 * warpgroups, 1, 1))
+    return json.loads(file.getvalue())
+
+
+def test_a_trace_becomes_one_lane_a_warpgroup():
+    lanes = lanes_of(chrome_trace(), clock_ghz=1.98, blocks=1)
+    assert [(lane["block"], lane["warpgroup"]) for lane in lanes] == [(0, 0), (0, 1), (0, 2)]
+    (role, *role_at), (copy, *copy_at), _ = lanes[1]["spans"]
+    assert (role, copy) == ("role", "copy")
+    # The second warpgroup starts 10 ns after the first, 198 cycles are 0.1 µs, less JAX's estimate of the overhead.
+    assert role_at == pytest.approx([0.010, 0.47, 0], abs=0.04)
+    assert copy_at == pytest.approx([0.11, 0.1, 1], abs=0.04)
+    assert len(lanes_of(chrome_trace(), 1.98, blocks=2)) == 6
+    assert lanes_of({"traceEvents": []}, 1.98, 1) == []
+
+
+def record(monkeypatch):
+    monkeypatch.setattr(results, "machine", lambda: dict(gpu="NVIDIA H200", date="2026-11-20"))
+    monkeypatch.setattr(results, "this_gpu", lambda: "h200")
+    results.write_timeline("06_pipelining/x", {"lanes": lanes_of(chrome_trace(), 1.98, 2)}, add_one)
+
+
+def test_a_stored_trace_is_drawn_and_marked_as_recorded(results_folder, no_gpu, monkeypatch):
+    record(monkeypatch)
+    ax = lab.timeline(add_one, None, problem="06_pipelining/x", blocks=2).axes[0]
+    assert ax.get_title(loc="left") == "06_pipelining/x, recorded on NVIDIA H200, 2026-11-20"
+    labels = [label.get_text() for label in ax.get_yticklabels()]
+    assert len(labels) == 6 and labels[4] == "block 1, warpgroup 1"
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["role", "copy"]
+    assert len(ax.collections) == 12  # Two names in each of six lanes.
+    labels = lab.timeline(add_one, None, problem="06_pipelining/x").axes[0].get_yticklabels()
+    assert [label.get_text() for label in labels] == ["warpgroup 0", "warpgroup 1", "warpgroup 2"]
+
+
+def test_the_same_trace_is_the_same_file(results_folder, no_gpu, monkeypatch):
+    record(monkeypatch)
+    first = (results_folder / "h200/timelines/06_pipelining__x.json.gz").read_bytes()
+    record(monkeypatch)
+    assert (results_folder / "h200/timelines/06_pipelining__x.json.gz").read_bytes() == first
+
+
+def test_a_stale_trace_says_so(results_folder, no_gpu, monkeypatch):
+    record(monkeypatch)
+    ax = lab.timeline(lambda x: x, None, problem="06_pipelining/x").axes[0]
+    assert "STALE" in ax.get_title(loc="left")
+
+
+def test_a_trace_can_be_drawn_into_given_axes(results_folder, no_gpu, monkeypatch):
+    record(monkeypatch)
+    with plot.figure(ncols=2) as (fig, (left, right)):
+        assert lab.timeline(add_one, None, problem="06_pipelining/x", ax=right) is fig
+    assert right.collections and not left.collections
+
+
+def test_no_trace_is_said_in_the_figure(results_folder, no_gpu):
+    fig = lab.timeline(add_one, None, problem="06_pipelining/unknown")
+    assert "no recorded timeline" in fig.axes[0].get_title(loc="left")
+    fig.savefig(io.BytesIO())
+
+
+def test_a_kernel_is_traced_on_a_gpu(gpu, results_folder, monkeypatch):
+    monkeypatch.setenv("COOKBOOK_RECORD", "1")
+    fig = lab.timeline(add_one, jnp.ones((256, 128)), problem="add_one/trace", blocks=2)
+    assert [text.get_text() for text in fig.axes[0].get_legend().get_texts()] == ["load", "compute", "store"]
+    trace = results.read_timeline("add_one/trace", results.this_gpu())
+    assert [lane["block"] for lane in trace["lanes"]] == [0, 1]
+    assert all(duration >= 0 for lane in trace["lanes"] for _, _, duration, _ in lane["spans"])
+    with pytest.raises(ValueError, match="wrote no trace"):
+        lab.timeline(lambda x: x + 1, jnp.ones(8), problem="add_one/none")
