@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import gallery
+import measured
 import nbformat
-import stamp
 from sphinx.cmd.build import main as sphinx_build
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,7 +26,7 @@ def main() -> int:
     chapters = [Chapter(path) for path in sorted((SOURCE / "chapters").glob("*.ipynb"))]
     _write("index.md", _index(chapters))
     _write("gallery.md", gallery.gallery_page(chapters))
-    _write("results.md", gallery.results_page())
+    _write("results.md", measured.results_page())
     _write("api.md", (ROOT / "site" / "api.md").read_text())
     shutil.rmtree(OUTPUT, ignore_errors=True)
     code = sphinx_build(["-q", "-W", "--keep-going", "-b", "html", "-c", str(ROOT / "site"), str(SOURCE), str(OUTPUT)])
@@ -52,9 +52,16 @@ class Chapter:
 def _index(chapters: list[Chapter]) -> str:
     cards = ["{.cards .chapters}"]
     for chapter in chapters:
-        cards += [f"- [**{chapter.number}** {chapter.title}](chapters/{chapter.stem}.ipynb)", "", f"  {chapter.summary}", ""]
+        cards += [
+            f"- [**{chapter.number}** {chapter.title}](chapters/{chapter.stem}.ipynb)",
+            "",
+            f"  {chapter.summary}",
+            "",
+        ]
     ladder = ROOT / "figures" / "ladder.svg"
-    figure = f"![Rungs of the course against the vendor's library]({ladder.relative_to(ROOT)})" if ladder.exists() else ""
+    figure = (
+        f"![Rungs of the course against the vendor's library]({ladder.relative_to(ROOT)})" if ladder.exists() else ""
+    )
     toctrees = _toctree("The course", [f"chapters/{chapter.stem}" for chapter in chapters])
     toctrees += _toctree("The library", ["gallery", "results", "api"])
     page = (ROOT / "site" / "index.md").read_text()

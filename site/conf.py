@@ -25,7 +25,7 @@ myst_heading_anchors = 3
 # API reference.
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True}
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 88
 viewcode_line_numbers = True
@@ -74,9 +74,12 @@ def _add_stamp(app, pagename, templatename, context, doctree):
 
 def _markdown_to_rst(app, what, name, obj, options, lines):
     """Our docstrings are plain text with `code` in single backticks: nothing else in them is markup."""
-    for i, line in enumerate(lines):
-        parts = re.split(r"(`[^`]+`)", line)
-        lines[i] = "".join(
-            f"`{part}`" if part.startswith("`") else re.sub(r"(?<!^)([*|])|(?<=\w)_(?!\w)", r"\\\g<0>", part)
-            for part in parts
-        )
+    lines[:] = [re.sub(r"`([^`]+)`|[*|]|(?<=\w)_(?!\w)", _escaped, line) for line in lines]
+
+
+def _escaped(match: re.Match) -> str:
+    if match[1] is None:
+        return "\\" + match[0]
+    touches = [text[-1:].isalnum() for text in (match.string[: match.start()], match.string[match.end() :][:1])]
+    before, after = ("\\ " if touch else "" for touch in touches)
+    return f"{before}``{match[1]}``{after}"

@@ -1,2 +1,135 @@
-def gallery_page(chapters): return "# Gallery\n\ntbd\n"
-def results_page(): return "# Results\n\ntbd\n"
+"""The gallery: each kernel, what bounds it, what it costs, and how fast it is beside its peers."""
+
+import html
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+from measured import GPU, bound, rate_text, share_text, stale_mark
+
+import cookbook
+from cookbook.lab import ToolchainMissing, compile_for, results
+
+BF16 = jnp.bfloat16
+
+
+def _matrices(*shapes):
+    return tuple(jax.ShapeDtypeStruct(shape, BF16) for shape in shapes)
+
+
+# What each kernel is compiled for, to say what it costs: the shapes at which it is measured.
+EXAMPLES = {
+    "add": _matrices((2**29,), (2**29,)),
+    "reduce_sum": _matrices((16384, 8192)),
+    "softmax": _matrices((16384, 8192)),
+    "rms_norm": _matrices((16384, 8192), (8192,)),
+    "matmul_blocked": _matrices((4096, 4096), (4096, 4096)),
+    "matmul_wgmma": _matrices((4096, 4096), (4096, 4096)),
+    "matmul_pipelined": _matrices((4096, 4096), (4096, 4096)),
+}
+
+
+def gallery_page(chapters) -> str:
+    """One section a kernel: what it does, what bounds it, what it costs, how fast it is beside its peers."""
+    page = [
+        "# Gallery",
+        "",
+        "Every finished kernel. A full bar is the roofline bound of an H200 by its datasheet; registers, spills and "
+        "shared memory are the compiler's, at the largest shape shown, and need no GPU to find out.",
+        "",
+    ]
+    for name, function in _kernels():
+        page += _kernel_section(name, function, chapters)
+    return "\n".join(page)
+
+
+def _kernels():
+    """(name, function) of each kernel that the package exports, in its order."""
+    for name, value in vars(cookbook).items():
+        if inspect.isfunction(inspect.unwrap(value)) and not name.endswith("_reference") and not name.startswith("_"):
+            yield name, inspect.unwrap(value)
+
+
+def _kernel_section(name: str, function, chapters) -> list[str]:
+    module = inspect.getmodule(function)
+    problems = {p: impls for p, impls in results.rows(_topic(name), GPU).items() if _ours(name) & impls.keys()}
+    links = [f'<a class="source" href="_modules/{module.__name__.replace(".", "/")}.html">Source</a>']
+    links.append(f'<a href="api.html#cookbook.{name}">Reference</a>')
+    links += [
+        f'<a href="chapters/{c.stem}.html">Chapter {c.number}: {c.title}</a>' for c in _chapters_of(name, chapters)
+    ]
+    facts = _bound_facts(problems) | _compiled_facts(name, function)
+    cells = [f"<div><dt>{title}</dt><dd>{html.escape(text)}</dd></div>" for title, text in facts.items()]
+    return [
+        f"## {name}",
+        "",
+        _summary(function),
+        "",
+        f'<p class="links">{" ".join(links)}</p>',
+        f'<dl class="facts simple">{"".join(cells)}</dl>',
+        *_bars(name, problems),
+        "",
+    ]
+
+
+def _topic(name: str) -> str:
+    return "matmul" if name.startswith("matmul_") else name
+
+
+def _ours(name: str) -> set[str]:
+    """What this kernel may be called among the implementations of a problem."""
+    return {"cookbook", name} if _topic(name) == name else {name}
+
+
+def _summary(function) -> str:
+    return " ".join(inspect.getdoc(function).split("\n\n")[0].split())
+
+
+def _chapters_of(name: str, chapters):
+    """The chapters that use the kernel, the last two of them: where it is built, and where it is last improved."""
+    return [c for c in chapters if re.search(rf"\bcookbook\.{name}\b|from cookbook import .*\b{name}\b", c.code)][-2:]
+
+
+def _bound_facts(problems: dict) -> dict[str, str]:
+    for problem, impls in problems.items():
+        row = next(iter(impls.values()))
+        least = bound(problem, row)
+        return {"Bound by": f"{least.limited_by}, {_figure(least.intensity)} FLOP a byte"}
+    return {}
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _compiled_facts(name: str, function) -> dict[str, str]:
+    if name not in EXAMPLES:
+        return {}
+    try:
+        compiled = compile_for(GPU, getattr(cookbook, name), *EXAMPLES[name])
+    except ToolchainMissing:
+        return {}
+    return {
+        "Registers": f"{compiled.registers} a thread",
+        "Spills": f"{compiled.spill_bytes} bytes" if compiled.spill_bytes else "none",
+        "Shared memory": f"{compiled.smem_bytes / 1024:.0f} KiB of 227",
+        "Compiles in": f"{compiled.compile_seconds:.1f} s",
+    }
+
+
+def _bars(name: str, problems: dict) -> list[str]:
+    stale = set(results.stale_list(GPU))
+    lines = []
+    for problem, impls in problems.items():
+        lines.append(f'<span class="problem">{html.escape(problem)}</span>')
+        for impl, row in sorted(impls.items(), key=lambda item: item[1]["ms"]):
+            ours = " ours" if impl in _ours(name) else ""
+            share = bound(problem, row).ms / row["ms"]
+            lines.append(
+                f'<span class="name{ours}">{html.escape(impl)}</span>'
+                f'<span class="track"><i style="width:{min(share, 1):.1%}"></i></span>'
+                f'<span class="value">{rate_text(row)} <small>{share_text(problem, row)}</small>'
+                f"{stale_mark((problem, impl) in stale)}</span>"
+            )
+    return ['<div class="bars">', *lines, "</div>"] if lines else []

@@ -7,7 +7,6 @@
 import argparse
 import ast
 import copy
-import datetime
 import json
 import os
 import pathlib
@@ -26,10 +25,9 @@ OUTPUT = ROOT / "build" / "notebooks"
 
 # Asked in a process of its own: this one must not hold GPU memory while the notebooks run.
 PROBE = """
-import json, jax
+import json
 from cookbook import lab
-device = jax.devices()[0]
-print(json.dumps({"gpu": device.device_kind if lab.on_gpu() else None, "jax": jax.__version__}))
+print(json.dumps(lab.results.machine() | {"on_gpu": lab.on_gpu()}))
 """
 
 
@@ -37,10 +35,10 @@ def main() -> int:
     args = _parse_args()
     paths = _select(args.notebooks)
     machine = _probe()
-    where = machine["gpu"] or "CPU, interpreted"
+    where = machine["gpu"] if machine["on_gpu"] else "CPU, interpreted"
     print(f"{len(paths)} notebook{'s' * (len(paths) > 1)} on {where}, JAX {machine['jax']}")
     if args.record:
-        if not machine["gpu"]:
+        if not machine["on_gpu"]:
             sys.exit("make record: this needs a Hopper or newer GPU, and JAX sees none.")
         os.environ["COOKBOOK_RECORD"] = "1"
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -151,14 +149,8 @@ def _write_back(executed: pathlib.Path, path: pathlib.Path, machine: dict) -> No
     for cell in notebook.cells:
         for key in ("papermill", "execution"):
             cell.metadata.pop(key, None)
-    driver = subprocess.check_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], text=True)
-    notebook.metadata["recorded"] = {
-        "gpu": machine["gpu"],
-        "driver": driver.splitlines()[0].strip(),
-        "jax": machine["jax"],
-        "date": datetime.date.today().isoformat(),
-        "source": notebook_hash(path),
-    }
+    facts = {key: machine[key] for key in ("gpu", "driver", "jax", "date")}
+    notebook.metadata["recorded"] = facts | {"source": notebook_hash(path)}
     nbformat.write(notebook, path)
 
 
