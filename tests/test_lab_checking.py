@@ -7,7 +7,7 @@ import pytest
 from lab_kernels import add_one, add_one_reference, half_written, matmul, no_wait
 
 from cookbook import lab
-from cookbook.lab import checking, compiling
+from cookbook.lab import checking
 
 X = jax.random.normal(jax.random.key(0), (128, 128))
 
@@ -136,7 +136,7 @@ def test_spills_and_remarks_are_shown_not_rejected():
 
 def test_without_the_wheels_the_rest_is_still_checked(monkeypatch):
     def missing(*args):
-        raise compiling.ToolchainMissing('pip install "pallas-cookbook[aot]"')
+        raise lab.ToolchainMissing('pip install "pallas-cookbook[aot]"')
 
     monkeypatch.setattr(checking, "compile_for", missing)
     report = lab.check(add_one, add_one_reference, X)

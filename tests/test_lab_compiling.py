@@ -11,7 +11,7 @@ import pytest
 from lab_kernels import add_one, matmul, num_sms_built_for
 
 from cookbook import lab
-from cookbook.lab import compiling
+from cookbook.lab import toolchain
 
 X = jax.ShapeDtypeStruct((128, 128), jnp.float32)
 A = jax.ShapeDtypeStruct((256, 256), jnp.float16)
@@ -95,15 +95,17 @@ def test_too_much_shared_memory_is_refused():
 
 @pytest.mark.parametrize("missing", ["jax_plugins.xla_cuda13", "ptxas"])
 def test_missing_wheels_are_named_with_what_to_install(monkeypatch, missing):
-    find_spec = compiling.importlib.util.find_spec
+    find_spec = toolchain.importlib.util.find_spec
     hidden = {"jax_plugins.xla_cuda13": ("jax_plugins.xla_cuda13",), "ptxas": ("nvidia",)}[missing]
-    monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name))
-    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
-    monkeypatch.setattr(compiling.os.path, "exists", lambda path: False)
-    compiling.tool.cache_clear()
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name))
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
+    monkeypatch.setattr(toolchain.os.path, "exists", lambda path: False)
+    toolchain.tool.cache_clear()
+    toolchain.device.cache_clear()
     with pytest.raises(lab.ToolchainMissing, match=r'pip install "pallas-cookbook\[aot\]"'):
         lab.compile_for("h200", add_one, X)
-    compiling.tool.cache_clear()
+    toolchain.tool.cache_clear()
+    toolchain.device.cache_clear()
 
 
 @pytest.mark.parametrize("before", ["", "import jax; jax.devices()"])

@@ -8,7 +8,6 @@ from .checking import CheckError as CheckError
 from .checking import CheckReport as CheckReport
 from .checking import check as check
 from .compiling import Compiled as Compiled
-from .compiling import ToolchainMissing as ToolchainMissing
 from .compiling import compile_for as compile_for
 from .interpreter import interpret as interpret
 from .interpreter import on_gpu as on_gpu
@@ -17,3 +16,4 @@ from .timeline import timeline as timeline
 from .timing import Measurement as Measurement
 from .timing import first_call_seconds as first_call_seconds
 from .timing import measure as measure
+from .toolchain import ToolchainMissing as ToolchainMissing

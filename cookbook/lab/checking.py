@@ -8,7 +8,8 @@ import numpy as np
 
 from .. import _mgpu
 from . import interpreter
-from .compiling import Compiled, ToolchainMissing, compile_for, name_of
+from .compiling import Compiled, compile_for, name_of
+from .toolchain import ToolchainMissing
 
 GPU_RUNS = 5  # A race that shows at all shows in a few runs: a WGMMA operand overwritten in flight, in 20 of 20.
 _WIDTH = 98  # Of the printed table.

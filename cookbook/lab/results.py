@@ -15,8 +15,10 @@ import shutil
 import subprocess
 
 import jax
+import jaxlib
 
 from .source import module_hashes, module_is, source_hash
+from .toolchain import ToolchainMissing, tool
 
 __all__ = ["read", "recording", "rows", "source_hash", "stale", "stale_list", "topics", "value", "write"]
 
@@ -133,12 +135,11 @@ def this_gpu() -> str:
 @functools.cache
 def machine() -> dict:
     """Where and with what this process measures."""
-    driver = re.search(r"Module\D+([\d.]+)", _read("/proc/driver/nvidia/version"))
     return dict(
         gpu=jax.devices()[0].device_kind,
-        driver=driver[1] if driver else "unknown",
+        driver=_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0") or "unknown",
         jax=jax.__version__,
-        jaxlib=jax.lib.__version__,
+        jaxlib=jaxlib.__version__,
         ptxas=_ptxas_version(),
         date=datetime.date.today().isoformat(),
     )
@@ -146,22 +147,23 @@ def machine() -> dict:
 
 def _ptxas_version() -> str:
     """Of the ptxas that Mosaic takes: PATH's, then the wheel's."""
-    from .compiling import ToolchainMissing, tool
-
     try:
         ptxas = shutil.which("ptxas") or tool("ptxas")
     except ToolchainMissing:
         return "unknown"
-    text = subprocess.run([ptxas, "--version"], capture_output=True, text=True).stdout
-    return match[1] if (match := re.search(r"V([\d.]+)", text)) else "unknown"
+    found = re.search(r"V([\d.]+)", _output(ptxas, "--version"))
+    return found[1] if found else "unknown"
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip()
+    except OSError:
+        return ""
 
 
 def _on_gpu() -> bool:
     return jax.default_backend() == "gpu"
-
-
-def _read(path: str) -> str:
-    return pathlib.Path(path).read_text() if os.path.exists(path) else ""
 
 
 def _load(topic: str, gpu: str) -> dict:

@@ -11,7 +11,8 @@ import jax
 
 from .. import _mgpu
 from . import interpreter, plot, results
-from .compiling import GPUS, name_of
+from .compiling import name_of
+from .toolchain import GPUS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
