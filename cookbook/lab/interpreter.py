@@ -44,8 +44,8 @@ class Interpreted:
 def interpret(*, detect_races: bool = True):
     """Kernels traced inside run in Pallas's GPU interpreter, on the CPU, races detected.
 
-    Yields an `Interpreted`: its `races_found` and `races` are readable inside and afterwards. Races are also printed when
-    the context ends. After an exception the interpreter is ready for the next kernel.
+    Yields an `Interpreted`: its `races_found` and `races` are readable inside and afterwards. Races are also printed,
+    a line each, when the context ends. After an exception the interpreter is ready for the next kernel.
 
     Seen: races of barriers, TMA copies and warpgroups inside a block or a cluster. Not seen: the lifetime of WGMMA
     operands (the interpreter multiplies at once), races between the blocks of a grid, wrong multicasts. A kernel that
