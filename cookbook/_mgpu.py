@@ -8,9 +8,14 @@ import contextvars
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 SMEM_BYTES_MAX = 232_448  # Shared memory that one block may use on Hopper and on data-centre Blackwell.
+SWIZZLE_TILE = (
+    8,
+    64,
+)  # Rows and columns of 16 bits that TMA moves as one to or from shared memory swizzled by 128 bytes.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +27,7 @@ class Target:
 
 
 _target: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
-_profile: contextvars.ContextVar[dict] = contextvars.ContextVar("profile", default={})
+_profile: contextvars.ContextVar[dict | None] = contextvars.ContextVar("profile", default=None)
 
 
 @contextlib.contextmanager
@@ -70,4 +75,23 @@ def require_target(op: str) -> Target:
 
 def compiler_params(**kwargs) -> plgpu.CompilerParams:
     """`plgpu.CompilerParams(**kwargs)`, with the in-kernel profiler on inside `profiling`."""
-    return plgpu.CompilerParams(**kwargs, **_profile.get())
+    return plgpu.CompilerParams(**kwargs, **(_profile.get() or {}))
+
+
+def padded_shape(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[int, ...]:
+    """`shape` with each size rounded up to a multiple of its tile."""
+    return tuple(-(-size // t) * t for size, t in zip(shape, tile, strict=True))
+
+
+def pad_to_tiles(x, tile: tuple[int, ...]):
+    """`x` with zeros behind each axis up to a multiple of its tile: a copy, unless it is one already."""
+    pads = [(0, full - size) for full, size in zip(padded_shape(x.shape, tile), x.shape, strict=True)]
+    return jnp.pad(x, pads) if any(after for _, after in pads) else x
+
+
+def store(ref, value):
+    """`ref[...] = value` for a `value` in any layout, also one that JAX has no coalesced plan for."""
+    if hasattr(plgpu, "store"):  # JAX >= 0.12, where `ref[...] = value` insists on such a plan.
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value

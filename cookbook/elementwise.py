@@ -1,0 +1,184 @@
+"""Any element-wise function as one kernel: `fuse(fn)`, and `add` with an activation, made of it.
+
+    out[i] = fn(x[i], y[i], ...)         for arrays of one shape, of any rank and length
+
+Shapes: every array leaf of the arguments, and so every leaf of the result, has the same shape. dtypes: float32,
+bfloat16, float16, and the integers of 8, 16 and 32 bits, mixed as `fn` mixes them. 16-bit floats are computed in
+float32 and rounded once, at the end.
+
+Role table: one warpgroup a block loads a tile from global memory straight into registers, computes, and stores it.
+There are no barriers: nothing is shared, so shared memory would be a detour (chapter 1 measures it).
+
+What bounds its speed: memory. Each input is read once and each output is written once, 16 bytes a thread at a time.
+The last block also does what is left over, in pieces of 128 elements, the last of them shifted back to end with the
+array; what it computes twice it stores twice, with the same value.
+
+Not supported: broadcasting between arguments, functions that mix elements, 64-bit types, differentiation (`fn` is
+plain `jnp`: differentiate that). Chapter: notebooks/01_elementwise.ipynb.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from cookbook import _jnp, _mgpu
+
+
+def add_reference(x, y, activation=None):
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    return _jnp.activation_fn("add", activation)(x.astype(dtype) + y.astype(dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    tile: int = 1024  # Elements a block. 1024: one or two 16-byte loads a thread; larger tiles were slower on an H200.
+
+    def __post_init__(self):
+        if self.tile < 128 or self.tile % 128:
+            raise ValueError(f"{self.tile=}: must be a multiple of 128, the threads of a warpgroup")
+
+
+def default_config(n: int, itemsize: int) -> Config:
+    """The configuration for `n` elements, the widest of which has `itemsize` bytes."""
+    vec = 16 // itemsize  # The tile shrinks for short arrays, so that they still spread over the SMs.
+    return Config(tile=next((t for t in (1024, 512) if t % (128 * vec) == 0 and n >= 512 * t), 128 * vec))
+
+
+def _check(op: str, leaves):
+    if not leaves:
+        raise ValueError(f"cookbook.{op}: no array among the arguments; pass at least one")
+    for leaf in leaves:
+        if leaf.shape != leaves[0].shape:
+            raise ValueError(
+                f"cookbook.{op}: shapes {leaves[0].shape} and {leaf.shape} differ; all arrays must have one shape: "
+                "broadcast the smaller one first (jnp.broadcast_to)"
+            )
+        if leaf.dtype.itemsize > 4 or leaf.dtype == jnp.bool_ or jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise ValueError(
+                f"cookbook.{op}: dtype {leaf.dtype} is not supported; cast to float32 or int32, or narrower"
+            )
+
+
+def _compute_dtype(dtype):
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def _apply(fn, in_refs, out_refs, start, size: int, vec: int):
+    """Loads `size` elements from `start` on of every input, computes, and stores them."""
+    where, layout = pl.ds(start, size), plgpu.Layout.WG_STRIDED((size,), vec)
+    values = [plgpu.load(ref.at[where], layout=layout) for ref in in_refs]
+    outs = fn(*(v.astype(_compute_dtype(v.dtype)) for v in values))
+    for ref, out in zip(out_refs, outs, strict=True):
+        _mgpu.store(ref.at[where], plgpu.layout_cast(out.astype(ref.dtype), layout))
+
+
+def _kernel(*refs, fn, num_inputs: int, n: int, tile: int, vec: int):
+    apply = functools.partial(_apply, fn, refs[:num_inputs], refs[num_inputs:])
+    block, num_blocks, left = lax.axis_index("block"), max(n // tile, 1), n % tile
+    if n >= tile:
+        apply(block * tile, tile, vec)
+    if left:
+
+        @pl.when(block == num_blocks - 1)
+        def _leftovers():
+            @pl.loop(0, pl.cdiv(left, 128))
+            def _(i):
+                apply(jnp.minimum(n - left + i * 128, n - 128), 128, 1)
+
+
+@functools.partial(jax.jit, static_argnames=("fn", "treedef", "config", "params"))
+def _call(*leaves, fn, treedef, config: Config, params):
+    shape, n = leaves[0].shape, math.prod(leaves[0].shape)
+    pad = max(0, 128 - n)  # A warpgroup has 128 threads: an array below that is padded.
+    flat = [jnp.pad(leaf.reshape(-1), (0, pad)) if pad else leaf.reshape(-1) for leaf in leaves]
+    on_leaves = lambda *values: fn(*jax.tree.unflatten(treedef, values))
+    out_shape = jax.eval_shape(on_leaves, *flat)
+    avals = [jax.ShapeDtypeStruct((config.tile,), _compute_dtype(leaf.dtype)) for leaf in flat]
+    kernel_fn = _jnp.lowerable(functools.wraps(fn)(lambda *values: jax.tree.leaves(on_leaves(*values))), *avals)
+    outs = plgpu.kernel(
+        functools.partial(
+            _kernel, fn=kernel_fn, num_inputs=len(flat), n=n + pad, tile=config.tile,
+            vec=16 // max(leaf.dtype.itemsize for leaf in flat),
+        ),
+        out_type=[jax.ShapeDtypeStruct((n + pad,), out.dtype) for out in jax.tree.leaves(out_shape)],
+        grid=(max((n + pad) // config.tile, 1),),
+        grid_names=("block",),
+        compiler_params=params,
+    )(*flat)  # fmt: skip
+    return jax.tree.unflatten(jax.tree.structure(out_shape), [out[:n].reshape(shape) for out in outs])
+
+
+def _run(op, fn, args, config):
+    leaves, treedef = jax.tree.flatten(args)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    _check(op, leaves)
+    if leaves[0].size == 0:
+        return jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), jax.eval_shape(fn, *args))
+    _mgpu.require_target(op)
+    config = config or default_config(leaves[0].size, max(leaf.dtype.itemsize for leaf in leaves))
+    return _call(*leaves, fn=fn, treedef=treedef, config=config, params=_mgpu.compiler_params())
+
+
+def fuse(fn, *, config: Config | None = None):
+    """Makes one kernel out of an element-wise function.
+
+    Args:
+      fn: takes arrays, or pytrees of arrays (a dataclass of weights and biases, say), all of one shape, and returns a
+        pytree of arrays of that shape. It may use any element-wise `jnp` function and Python number.
+      config: tile size; None chooses by length.
+
+    Returns:
+      A function of the same arguments and results as `fn`, that runs as one kernel, under `jit` and `vmap` as well.
+      Outputs have the dtypes that `fn` gives them; in between, 16-bit floats are float32.
+
+    Raises:
+      ValueError: shapes differ, a dtype is not supported, or `fn` is not element-wise; RuntimeError: no GPU.
+    """
+
+    @functools.wraps(fn)
+    def fused(*args):
+        return _run(f"fuse({getattr(fn, '__name__', 'fn')})", fn, args, config)
+
+    return fused
+
+
+def add(x, y, *, activation=None, config: Config | None = None):
+    """`activation(x + y)`, computed in float32 and rounded once.
+
+    Args:
+      x, y: arrays of one shape, of any rank and length.
+      activation: "relu", "gelu" (the tanh form), "silu", an element-wise function, or None.
+      config: tile size; None chooses by length.
+
+    Returns:
+      An array of the shape of `x` and of dtype `jnp.result_type(x, y)`.
+
+    Raises:
+      ValueError: shapes differ, or a dtype or the activation is not supported; RuntimeError: no GPU.
+    """
+    return _run("add", _add_fn(activation), (x, y), config)
+
+
+@functools.cache  # One function an activation, so that `jit` finds its kernel again.
+def _add_fn(activation):
+    act = _jnp.activation_fn("add", activation)
+
+    def add(x, y):
+        return act(x + y)
+
+    return add
+
+
+def flops(n: int) -> int:
+    return n
+
+
+def bytes_moved(n: int, itemsize: int, num_arrays: int = 3) -> int:
+    """Each of `num_arrays` arrays of `n` elements is read or written once."""
+    return n * itemsize * num_arrays
