@@ -87,7 +87,7 @@ def _evaluate(jaxpr, consts, args, shape):
         if (inner := _inner(eqn)) is not None:
             outs = _evaluate(inner.jaxpr, inner.consts, values, shape)
         elif (rule := _RULES.get(eqn.primitive.name)) is not None:
-            outs = [rule(*values)]
+            outs = [rule(*(jnp.broadcast_to(value, shape) for value in values))]
         elif eqn.primitive.name == "broadcast_in_dim":  # Of a scalar: nothing else passed `_require_elementwise`.
             outs = [jnp.broadcast_to(values[0], shape)]
         else:
@@ -134,7 +134,6 @@ def _cbrt(x):
 
 def _pow(x, y):
     """Relative error about |y log2 x| times that of one rounding."""
-    y = jnp.asarray(y, jnp.float32)
     size = jnp.exp2(y * jnp.log2(jnp.abs(x)))
     whole, half = _floor(y), _floor(0.5 * y)
     odd = whole != 2.0 * half

@@ -3,8 +3,8 @@
     out[i] = fn(x[i], y[i], ...)         for arrays of one shape, of any rank and length
 
 Shapes: every array leaf of the arguments, and so every leaf of the result, has the same shape. dtypes: float32,
-bfloat16, float16, and the integers of 8, 16 and 32 bits, mixed as `fn` mixes them. 16-bit floats are computed in
-float32 and rounded once, at the end.
+bfloat16, float16, and the integers of 8, 16 and 32 bits, mixed as `fn` mixes them. Narrower ones are computed in 32
+bits and rounded once, at the end.
 
 Role table: one warpgroup a block loads a tile from global memory straight into registers, computes, and stores it.
 There are no barriers: nothing is shared, so shared memory would be a detour (chapter 1 measures it).
@@ -66,7 +66,8 @@ def _check(op: str, leaves):
 
 
 def _compute_dtype(dtype):
-    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else dtype
+    """The GPU computes on 32 bits; JAX has no kernels for less."""
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.dtype(dtype).kind + "4"
 
 
 def _apply(fn, in_refs, out_refs, start, size: int, vec: int):
@@ -104,7 +105,7 @@ def _call(*leaves, fn, treedef, config: Config, params):
     outs = plgpu.kernel(
         functools.partial(
             _kernel, fn=kernel_fn, num_inputs=len(flat), n=n + pad, tile=config.tile,
-            vec=16 // max(leaf.dtype.itemsize for leaf in flat),
+            vec=math.gcd(16 // max(leaf.dtype.itemsize for leaf in flat), config.tile // 128),
         ),
         out_type=[jax.ShapeDtypeStruct((n + pad,), out.dtype) for out in jax.tree.leaves(out_shape)],
         grid=(max((n + pad) // config.tile, 1),),

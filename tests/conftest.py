@@ -41,3 +41,26 @@ def gpu():
 
     if not lab.on_gpu():
         pytest.skip("needs a Hopper or newer GPU")
+
+
+@pytest.fixture
+def mutant(monkeypatch):
+    """`mutant(module, name, **changes)` breaks a kernel: the namespace `module.name` with some of its members changed.
+
+    Nothing that was traced of the right kernel is used for the wrong one, or the other way round.
+    """
+    import jax
+
+    class Changed:
+        def __init__(self, namespace, changes):
+            self.__dict__.update(changes, _namespace=namespace)
+
+        def __getattr__(self, name):
+            return getattr(self._namespace, name)
+
+    def change(module, name, **changes):
+        monkeypatch.setattr(module, name, Changed(getattr(module, name), changes))
+
+    jax.clear_caches()
+    yield change
+    jax.clear_caches()

@@ -1,0 +1,85 @@
+"""Times every kernel and its peers on this GPU, in one process, and records them.
+
+Without a GPU it prints what was recorded. Peers of one problem and the kernel run one after another on the same inputs;
+each result is compared with the reference first.
+"""
+
+import argparse
+import math
+import os
+import sys
+
+os.environ.setdefault("COOKBOOK_RECORD", "1")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jax.numpy as jnp
+
+from cookbook import lab
+from tests.cases import CASES, Case, relative_error
+
+ERROR_MAX = 1e-2  # Of a 16-bit result against float32: a rounding is 2e-3. The tests look closer.
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.splitlines()[0])
+    parser.add_argument("op", nargs="?", help="only this op: " + ", ".join(dict.fromkeys(case.op for case in CASES)))
+    parser.add_argument("--iterations", type=int, default=30)
+    args = parser.parse_args()
+    cases = [case for case in CASES if args.op in (None, case.op)]
+    if not cases:
+        parser.error(f"no problem of {args.op!r}")
+    if not lab.on_gpu():
+        print("No Hopper or newer GPU: these are the recorded figures.")
+    _ceilings(args.iterations)
+    missed = sum(not _run(case, args.iterations) for case in cases)
+    print(f"{missed} target(s) missed" if missed else "every target reached")
+    return 0
+
+
+def _ceilings(iterations: int):
+    """What code that does nothing else reaches: the roofline's measured roof."""
+    n, size = 2**29, 8192
+    x, y = (jax.random.normal(jax.random.key(i), (n,), jnp.bfloat16) if lab.on_gpu() else None for i in (0, 1))
+    lab.measure(jnp.add, x, y, problem="ceiling/stream", impl="xla", nbytes=6 * n, iterations=iterations)
+    a, b = (v if v is None else v[: size * size].reshape(size, size) for v in (x, y))
+    flops, nbytes = 2 * size**3, 6 * size**2
+    lab.measure(jnp.matmul, a, b, problem="ceiling/matmul/bf16", impl="cublas", flops=flops, nbytes=nbytes,
+                iterations=iterations)  # fmt: skip
+
+
+def _run(case: Case, iterations: int) -> bool:
+    """Measures and prints one problem. Returns whether its target, if it has one, is reached."""
+    inputs = case.inputs() if lab.on_gpu() else [None] * len(case.shapes)
+    impls = {case.impl: case.kernel} | case.peers
+    if lab.on_gpu():
+        exact = jax.jit(case.reference)(*inputs)
+        for impl, fn in impls.items():
+            if not (error := relative_error(jax.jit(fn)(*inputs), exact)) < ERROR_MAX:
+                sys.exit(f"{case.problem}, {impl}: wrong by {error:.2g}")
+        del exact
+        first = lab.results.value(f"first_call/{case.problem}", lambda: lab.first_call_seconds(case.kernel, *inputs))
+    else:
+        first = lab.results.value(f"first_call/{case.problem}", None)
+    rows = {
+        impl: lab.measure(fn, *inputs, problem=case.problem, impl=impl, iterations=iterations, flops=case.flops,
+                          nbytes=case.nbytes)
+        for impl, fn in impls.items()
+    }  # fmt: skip
+    ours = rows[case.impl]
+    print(f"{case.problem}" + (f"   first call {first:.2f} s" if first else ""))
+    for impl, row in rows.items():
+        rate = f"{row.tflops:8.0f} TFLOP/s" if case.op == "matmul" else f"{row.tbps:8.2f} TB/s"
+        ratio = f"{row.median_ms / ours.median_ms:6.3f} x" if impl != case.impl else ""
+        print(f"    {impl:18s}{row.median_ms:10.4f} ms{rate}{ratio}")
+    if case.target is None or math.isnan(ours.median_ms):
+        return True
+    rate = ours.tflops if case.op == "matmul" else ours.tbps
+    ratio = rows[case.target.peer].median_ms / ours.median_ms
+    reached = ratio >= case.target.ratio and rate >= (case.target.rate or 0)
+    print(f"    target {'reached' if reached else 'MISSED'}: {case.target}")
+    return reached
+
+
+if __name__ == "__main__":
+    sys.exit(main())

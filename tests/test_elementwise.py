@@ -1,0 +1,163 @@
+"""`fuse` and `add`: lengths around the warpgroup (128) and the tile (1024), where tails and padding change."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cookbook import add, elementwise, fuse, lab
+
+LENGTHS = (1, 5, 127, 128, 129, 1000, 1024, 1025, 3001)
+
+
+def normal(seed, shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("n", LENGTHS)
+def test_add_of_any_length(n, dtype):
+    lab.check(add, elementwise.add_reference, normal(0, n, dtype), normal(1, n, dtype))
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu", jnp.tanh])
+def test_activation(activation):
+    x, y = normal(0, (3, 7, 41), jnp.bfloat16), normal(1, (3, 7, 41), jnp.bfloat16)
+    fused = lambda x, y: add(x, y, activation=activation)
+    lab.check(fused, lambda x, y: elementwise.add_reference(x, y, activation), x, y)
+
+
+def test_tile_and_many_blocks():
+    x, y = normal(0, 128 * 9 + 3), normal(1, 128 * 9 + 3)
+    config = elementwise.Config(tile=256)
+    lab.check(lambda x, y: add(x, y, config=config), elementwise.add_reference, x, y)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Affine:
+    weight: jax.Array
+    bias: jax.Array
+
+
+def test_fuse_of_pytrees():
+    """A dataclass in, a dict out, dtypes mixed: as the function itself would give."""
+
+    def fn(params, x):
+        y = params.weight * x + params.bias
+        return {"y": jax.nn.silu(y), "clipped": jnp.clip(y, -1, 1).astype(jnp.bfloat16)}
+
+    args = Affine(normal(0, (5, 60), jnp.bfloat16), normal(1, (5, 60))), normal(2, (5, 60), jnp.bfloat16)
+    out, wanted = lab.run(fuse(fn), *args), fn(*args)
+    assert jax.tree.structure(out) == jax.tree.structure(wanted)
+    for got, want in zip(jax.tree.leaves(out), jax.tree.leaves(wanted), strict=True):
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        # One bfloat16 rounding of the inputs' product in `wanted`, none in the kernel: 2**-8.
+        np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=2e-2, atol=2e-2)
+
+
+# What Mosaic GPU does not lower by itself, and `_jnp` writes out. XLA's own float32 is the yardstick of `lab.check`.
+FUNCTIONS = {
+    "cbrt": jnp.cbrt,
+    "ceil": jnp.ceil,
+    "cosh": jnp.cosh,
+    "elu": jax.nn.elu,
+    "erf": jax.lax.erf,
+    "expm1": jnp.expm1,
+    "floor": jnp.floor,
+    "fmod": lambda x: jnp.fmod(x, 0.3),
+    "gelu exact": lambda x: jax.nn.gelu(x, approximate=False),
+    "isfinite": lambda x: jnp.where(jnp.isfinite(x), x, 0.0),
+    "log1p": lambda x: jnp.log1p(jnp.abs(x)),
+    "mish": jax.nn.mish,
+    "pow": lambda x: jnp.power(jnp.abs(x), 1.7),
+    "relu6": jax.nn.relu6,
+    "sinh": jnp.sinh,
+    "softplus": jax.nn.softplus,
+    "tan": lambda x: jnp.tan(jnp.sin(x)),  # Near its poles no float32 tangent is good to 1e-6.
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_fuse_of_any_jnp_function(name):
+    x = 2 * normal(0, 300)
+    # These formulas are good to a few float32 roundings, XLA's to one or two; what is stored in 16 bits has neither.
+    lab.check(fuse(FUNCTIONS[name]), FUNCTIONS[name], x, tolerance=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name, x",
+    [("log1p", [0.0, -0.0, jnp.inf, 1e-30]), ("expm1", [0.0, jnp.inf, -jnp.inf, 1e-30, 100.0]),
+     ("erf", [0.0, jnp.inf, -jnp.inf, jnp.nan]), ("cbrt", [0.0, jnp.inf, -8.0]), ("floor", [-0.5, jnp.inf, jnp.nan]),
+     ("sinh", [0.0, 100.0, -100.0]), ("isfinite", [jnp.nan, jnp.inf, 1.0])],
+)  # fmt: skip
+def test_special_values(name, x):
+    x = jnp.array(x, jnp.float32)
+    np.testing.assert_allclose(lab.run(fuse(FUNCTIONS[name]), x), FUNCTIONS[name](x), rtol=1e-6)
+
+
+def test_fuse_of_power_and_remainder_signs():
+    x = jnp.array([-2.0, -2.0, -2.0, 0.0, 2.0, 3.0], jnp.float32)
+    y = jnp.array([3.0, 2.0, 0.5, 0.0, -1.0, jnp.inf], jnp.float32)
+    np.testing.assert_allclose(lab.run(fuse(jnp.power), x, y), jnp.power(x, y), rtol=1e-6)
+    np.testing.assert_allclose(lab.run(fuse(jax.lax.rem), x, y + 1.5), jax.lax.rem(x, y + 1.5), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.int32])
+def test_integers(dtype):
+    x = jnp.asarray(np.random.default_rng(0).integers(0, 50, 200), dtype)
+    np.testing.assert_array_equal(lab.run(add, x, x), x + x)
+
+
+def test_empty():
+    out = fuse(lambda x: {"a": x.astype(jnp.bfloat16)})(jnp.zeros((3, 0)))
+    assert out["a"].shape == (3, 0) and out["a"].dtype == jnp.bfloat16
+
+
+def test_jit_vmap_and_determinism():
+    x, y = normal(0, (3, 260)), normal(1, (3, 260))
+    runs = [lab.run(jax.jit(add), x, y), lab.run(jax.vmap(add), x, y), lab.run(add, x, y)]
+    assert all((run == x + y).all() for run in runs)
+
+
+@pytest.mark.parametrize(
+    "fn, args, message",
+    [
+        (add, ((3,), (4,)), "must have one shape"),
+        (lambda x, y: add(x, y, activation="gilu"), ((3,), (3,)), "gilu"),
+        (fuse(lambda x: x - x.mean()), ((300,),), "not element-wise"),
+        (fuse(jnp.cumsum), ((300,),), "not element-wise"),
+        (fuse(jnp.sort), ((300,),), "not element-wise"),
+        (fuse(lambda x: x[:3]), ((300,),), "not element-wise"),
+        (fuse(jnp.arcsin), ((300,),), "asin"),
+        (fuse(lambda x: jax.lax.fori_loop(0, 3, lambda _, v: v + 1, x)), ((300,),), "loop"),
+    ],
+)
+def test_errors_name_the_rule(fn, args, message):
+    with pytest.raises(ValueError, match=message), lab.interpret():
+        fn(*(jnp.ones(shape) for shape in args))
+
+
+def test_unsupported_dtype():
+    with pytest.raises(ValueError, match="bool"):
+        add(jnp.ones(3, bool), jnp.ones(3, bool))
+    with pytest.raises(ValueError, match="128"):
+        elementwise.Config(tile=100)
+
+
+def test_without_a_gpu_it_says_what_to_do():
+    if lab.on_gpu():
+        pytest.skip("there is a GPU, so the kernel runs")
+    with pytest.raises(RuntimeError, match="lab.interpret"):
+        add(jnp.ones(3), jnp.ones(3))
+
+
+@pytest.mark.parametrize("left", ["dropped", "one piece short"])
+def test_wrong_tail_is_caught(mutant, left):
+    """Mutants: the leftovers are not computed at all, or without their last, shifted piece."""
+    short = (lambda a, b: 0) if left == "dropped" else (lambda a, b: a // b)
+    mutant(elementwise, "pl", cdiv=short)
+    with pytest.raises(lab.CheckError):
+        lab.check(add, elementwise.add_reference, normal(0, 1324), normal(1, 1324))
