@@ -118,3 +118,32 @@ def num_sms_built_for(x):
         o_gmem[...] = jnp.full(x.shape, num_sms, x.dtype)
 
     return plgpu.kernel(kernel, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
+def blackwell_matmul(a, b):
+    """a @ b of one tile by tcgen05, which Hopper has not: a and b of shape (128, 128), f16."""
+
+    def kernel(a_gmem, b_gmem, o_gmem, a_smem, b_smem, o_smem, acc_tmem, loaded, done):
+        plgpu.copy_gmem_to_smem(a_gmem, a_smem, loaded)
+        plgpu.copy_gmem_to_smem(b_gmem, b_smem, loaded)
+        plgpu.barrier_wait(loaded)
+        plgpu.tcgen05_mma(acc_tmem, a_smem, b_smem, done, accumulate=False)
+        plgpu.barrier_wait(done)
+        o_smem[...] = plgpu.async_load_tmem(acc_tmem).astype(a.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(o_smem, o_gmem)
+        plgpu.wait_smem_to_gmem(0)
+
+    tile = plgpu.SMEM((128, 128), a.dtype)
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((128, 128), a.dtype),
+        scratch_types=[
+            tile,
+            tile,
+            tile,
+            plgpu.TMEM((128, 128), jnp.float32),
+            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(orders_tensor_core=True),
+        ],
+    )(a, b)

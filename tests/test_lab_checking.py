@@ -57,9 +57,9 @@ def test_a_wrong_result_is_rejected():
 
 
 def test_one_wrong_element_is_rejected():
-    x = jax.random.normal(jax.random.key(0), (1024, 1024), jnp.bfloat16)  # Its share of the error is within the limit.
+    x = jax.random.normal(jax.random.key(0), (4096, 256), jnp.bfloat16)  # Its share of the error is within the limit.
     fails(
-        lambda x: add_one(x).at[1000, 1000].set(0), lambda x: add_one_reference(x).at[1000, 1000].set(2), x, match="far"
+        lambda x: add_one(x).at[1000, 200].set(0), lambda x: add_one_reference(x).at[1000, 200].set(2), x, match="far"
     )
 
 

@@ -8,7 +8,7 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import pytest
-from lab_kernels import add_one, matmul, num_sms_built_for
+from lab_kernels import add_one, blackwell_matmul, matmul, num_sms_built_for
 
 from cookbook import lab
 from cookbook.lab import toolchain
@@ -28,6 +28,16 @@ def test_both_gpus_in_one_process_in_turn():
         assert compiled.smem_bytes == 64 * 128 * 4 + 8  # The tile and one barrier.
         assert 0 < compiled.compile_seconds < 60
         assert compiled.gpu == gpu
+
+
+def test_each_gpu_has_its_own_tensor_core():
+    a = jax.ShapeDtypeStruct((128, 128), jnp.float16)
+    compiled = lab.compile_for("b200", blackwell_matmul, a, a)
+    assert "tcgen05.mma" in compiled.ptx and "UTCHMMA" in compiled.sass
+    with pytest.raises(ValueError, match="uses (tcgen05|tmem), which 'h200' has not"):
+        lab.compile_for("h200", blackwell_matmul, a, a)
+    with pytest.raises(ValueError, match="uses wgmma, which 'b200' has not"):
+        lab.compile_for("b200", matmul, a, a)
 
 
 def test_a_second_compile_of_the_same_kernel_tells_the_same():

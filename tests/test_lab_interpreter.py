@@ -8,6 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from lab_kernels import add_one, no_wait, num_sms_built_for
 
 from cookbook import _mgpu, lab
+from cookbook.lab import interpreter
 
 X = jax.random.normal(jax.random.key(0), (128, 128))
 
@@ -75,6 +76,20 @@ def test_the_interpreter_works_after_an_exception_in_a_kernel():
     with lab.interpret() as seen:
         np.testing.assert_array_equal(add_one(X), X + 1)
     assert not seen.races_found
+
+
+def test_the_interpreter_works_after_a_kernel_was_interrupted():
+    with pytest.raises(KeyboardInterrupt), lab.interpret():
+        interpreter.gpu_callbacks._shared_memory = "what the kernel left behind"
+        raise KeyboardInterrupt
+    with lab.interpret():
+        np.testing.assert_array_equal(add_one(X), X + 1)
+
+
+def test_jax_is_left_as_it_was():
+    with lab.interpret():
+        add_one(X)
+    assert interpreter.gpu_callbacks.GPURaceDetectionState is interpreter._Races.__base__
 
 
 def test_the_context_ends_with_an_exception_of_the_caller():

@@ -18,8 +18,8 @@ from jaxlib.mlir import ir
 from .. import _mgpu
 from .toolchain import device, gpu_facts, tool
 
+_FOREIGN = {"h200": r"mosaic_gpu\.(tcgen05|tmem)", "b200": r"mosaic_gpu\.(wgmma)"}  # Operations of the other's.
 _lock = threading.Lock()  # A compile borrows the process's environment and its standard output.
-_compiled_for = jax.make_user_context(None)  # Part of JAX's cache keys: what was traced for 132 SMs is not 148 SMs'.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +59,15 @@ def compile_for(gpu: str, fn, *args, name: str | None = None) -> Compiled:
       name: what to call the record; by default `fn`'s name.
 
     Raises:
-      ValueError: `gpu` is not known, `fn` launches no Mosaic GPU kernel, or a kernel asks for too much shared memory.
+      ValueError: `gpu` is not known, `fn` launches no Mosaic GPU kernel, or a kernel asks for too much shared memory or
+        for the other GPU's tensor core.
       ToolchainMissing: the compile-only wheels are missing.
       RuntimeError: the compiler rejects a kernel (its message is included).
     """
     facts = gpu_facts(gpu)
     name = name or name_of(fn)
     start = time.perf_counter()
-    with _lock, _compiled_for(gpu), tempfile.TemporaryDirectory() as directory:
+    with _lock, tempfile.TemporaryDirectory() as directory:
         target = device(gpu)
         avals = jax.eval_shape(lambda *args: args, *args)
         on_device = jax.sharding.SingleDeviceSharding(target)
@@ -75,7 +76,9 @@ def compile_for(gpu: str, fn, *args, name: str | None = None) -> Compiled:
         def lower():
             with (
                 _mgpu.building_for(_mgpu.Target(facts["name"], facts["num_sms"])),
-                jax.default_device(target),  # Mosaic takes the architecture from it.
+                jax.default_device(
+                    target
+                ),  # Mosaic's architecture; and JAX's caches keep what is traced under it apart.
             ):
                 return jax.jit(lambda *args: fn(*args)).lower(*avals)
 
@@ -83,7 +86,7 @@ def compile_for(gpu: str, fn, *args, name: str | None = None) -> Compiled:
             lowered = lower()
         if not (count := _keep_kernel(lowered.compiler_ir(), 0)):
             raise ValueError(f"{name} launches no Mosaic GPU kernel: there is nothing to compile for {gpu!r}.")
-        smem_bytes = _smem_bytes(directory)
+        smem_bytes = _smem_bytes(directory, name, gpu)
         kernels = []
         for index in range(count):
             if index:
@@ -132,7 +135,6 @@ def _keep_kernel(module: ir.Module, index: int) -> int:
             config = {item.name: item.attr for item in op.attributes["mhlo.backend_config"]} if i == index else {}
             if i == index:
                 config["kernel_hash"] = ir.StringAttr.get(os.urandom(32))
-                op.attributes["has_side_effect"] = ir.BoolAttr.get(True)  # Its reader may be gone: do not drop it.
             else:
                 op.attributes["call_target_name"] = ir.StringAttr.get("AllocateBuffer")
             op.attributes["mhlo.backend_config"] = ir.DictAttr.get(config)
@@ -145,7 +147,7 @@ def _ptx(lowered, name: str, directory: str) -> str:
     # Mosaic asks the ptxas that it finds first which version of PTX to write.
     search = os.pathsep.join([os.path.dirname(tool("ptxas")), os.environ.get("PATH", "")])
     with (
-        _environment(MOSAIC_GPU_DUMP_PTX="1", PATH=search, TMPDIR=directory),
+        _environment(MOSAIC_GPU_DUMP_PTX="1", PATH=search),
         _descriptor_to(1, printed),
         _descriptor_to(2, complaints),
     ):
@@ -211,11 +213,18 @@ def _descriptor_to(descriptor: int, path: pathlib.Path):
             os.close(saved)
 
 
-def _smem_bytes(directory: str) -> list[tuple[str, int]]:
-    """(name, shared memory) of each lowered kernel, in the order of lowering."""
+def _smem_bytes(directory: str, name: str, gpu: str) -> list[tuple[str, int]]:
+    """(name, shared memory) of each lowered kernel, in the order of lowering.
+
+    Raises ValueError for an instruction that `gpu` has not: of tcgen05 on Hopper, JAX 0.12's compiler dies.
+    """
     suffix, found = ".after_layout_inference.txt", []
     for path in pathlib.Path(directory).glob(f"*{suffix}"):
-        name, number = path.name.removesuffix(suffix).rsplit("_", 1)
-        size = re.search(r"dynamic_shared_memory_size %c(\d+)", path.read_text())[1]
-        found.append((int(number), name, int(size)))
-    return [(name, size) for _, name, size in sorted(found)]
+        kernel, number = path.name.removesuffix(suffix).rsplit("_", 1)
+        text = path.read_text()
+        if foreign := re.search(_FOREIGN[gpu], text):
+            raise ValueError(
+                f"{name} uses {foreign[1]}, which {gpu!r} has not: Hopper has wgmma, data-centre Blackwell tcgen05."
+            )
+        found.append((int(number), kernel, int(re.search(r"dynamic_shared_memory_size %c(\d+)", text)[1])))
+    return [(kernel, size) for _, kernel, size in sorted(found)]
