@@ -76,9 +76,8 @@ def compile_for(gpu: str, fn, *args, name: str | None = None) -> Compiled:
         def lower():
             with (
                 _mgpu.building_for(_mgpu.Target(facts["name"], facts["num_sms"])),
-                jax.default_device(
-                    target
-                ),  # Mosaic's architecture; and JAX's caches keep what is traced under it apart.
+                # Gives Mosaic the architecture, and keeps what is traced for one GPU apart in JAX's caches.
+                jax.default_device(target),
             ):
                 return jax.jit(lambda *args: fn(*args)).lower(*avals)
 
