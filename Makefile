@@ -29,6 +29,7 @@ run: $(READY)  ## Run the course into build/notebooks (NB=05 for one notebook; A
 NBVAL := --dist=loadfile --nbval-lax --nbval-current-env --nbval-cell-timeout=120
 
 .PHONY: test
+test: export OMP_NUM_THREADS ?= 1
 test: $(READY)  ## Check the style, run the unit tests and every notebook (ARGS="-k softmax" for some)
 	@$(PYTHON) -m ruff check --quiet .
 	@$(PYTHON) -m ruff format --check --quiet . || { echo "Run: $(PYTHON) -m ruff format ."; exit 1; }
@@ -52,7 +53,7 @@ record: $(READY)  ## On a GPU: run the notebooks in place and record their outpu
 
 .PHONY: figures
 figures: $(READY)  ## Draw figures/*.svg and the README's numbers again from results/
-	@set -e; for script in figures/*.py; do $(PYTHON) $$script; done; $(PYTHON) tools/render_readme.py
+	@set -e; for script in figures/[a-z]*.py; do $(PYTHON) $$script; done; $(PYTHON) tools/render_readme.py
 
 .PHONY: wheelhouse
 wheelhouse: $(READY)  ## Collect the wheels that a GPU host without a network needs beside JAX into build/wheelhouse

@@ -5,29 +5,11 @@ import inspect
 import re
 
 import jax
-import jax.numpy as jnp
 from measured import GPU, bound, rate_text, share_text, stale_mark
 
 import cookbook
-from cookbook.lab import ToolchainMissing, compile_for, results
-
-BF16 = jnp.bfloat16
-
-
-def _matrices(*shapes):
-    return tuple(jax.ShapeDtypeStruct(shape, BF16) for shape in shapes)
-
-
-# What each kernel is compiled for, to say what it costs: the shapes at which it is measured.
-EXAMPLES = {
-    "add": _matrices((2**29,), (2**29,)),
-    "reduce_sum": _matrices((16384, 8192)),
-    "softmax": _matrices((16384, 8192)),
-    "rms_norm": _matrices((16384, 8192), (8192,)),
-    "matmul_blocked": _matrices((4096, 4096), (4096, 4096)),
-    "matmul_wgmma": _matrices((4096, 4096), (4096, 4096)),
-    "matmul_pipelined": _matrices((4096, 4096), (4096, 4096)),
-}
+from cookbook.lab import ToolchainMissing, compile_for, results, roofline
+from tests.cases import CASES
 
 
 def gallery_page(chapters) -> str:
@@ -36,7 +18,7 @@ def gallery_page(chapters) -> str:
         "# Gallery",
         "",
         "Every finished kernel. A full bar is the roofline bound of an H200 by its datasheet; registers, spills and "
-        "shared memory are the compiler's, at the largest shape shown, and need no GPU to find out.",
+        "shared memory are the compiler's, at the first problem shown, and need no GPU to find out.",
         "",
     ]
     for name, function in _kernels():
@@ -59,7 +41,7 @@ def _kernel_section(name: str, function, chapters) -> list[str]:
     links += [
         f'<a href="chapters/{c.stem}.html">Chapter {c.number}: {c.title}</a>' for c in _chapters_of(name, chapters)
     ]
-    facts = _bound_facts(problems) | _compiled_facts(name, function)
+    facts = _facts(next((case for case in CASES if name in (case.op, case.impl)), None))
     cells = [f"<div><dt>{title}</dt><dd>{html.escape(text)}</dd></div>" for title, text in facts.items()]
     return [
         f"## {name}",
@@ -91,30 +73,25 @@ def _chapters_of(name: str, chapters):
     return [c for c in chapters if re.search(rf"\bcookbook\.{name}\b|from cookbook import .*\b{name}\b", c.code)][-2:]
 
 
-def _bound_facts(problems: dict) -> dict[str, str]:
-    for problem, impls in problems.items():
-        row = next(iter(impls.values()))
-        least = bound(problem, row)
-        return {"Bound by": f"{least.limited_by}, {_figure(least.intensity)} FLOP a byte"}
-    return {}
-
-
 def _figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _compiled_facts(name: str, function) -> dict[str, str]:
-    if name not in EXAMPLES:
+def _facts(case) -> dict[str, str]:
+    """What bounds the kernel, and what it costs, at the first problem at which it is measured."""
+    if case is None:
         return {}
+    least = roofline.bound(case.flops, case.nbytes, case.dtype, GPU)
+    facts = {"Bound by": f"{least.limited_by}, {_figure(least.intensity)} FLOP a byte"}
     try:
-        compiled = compile_for(GPU, getattr(cookbook, name), *EXAMPLES[name])
+        avals = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes]
+        compiled = compile_for(GPU, case.kernel, *avals)
     except ToolchainMissing:
-        return {}
-    return {
+        return facts
+    return facts | {
         "Registers": f"{compiled.registers} a thread",
         "Spills": f"{compiled.spill_bytes} bytes" if compiled.spill_bytes else "none",
         "Shared memory": f"{compiled.smem_bytes / 1024:.0f} KiB of 227",
-        "Compiles in": f"{compiled.compile_seconds:.1f} s",
     }
 
 

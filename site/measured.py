@@ -1,40 +1,17 @@
 """What results/ holds, as text: rates, bounds, targets, and the page with every row."""
 
+import json
 import math
-from dataclasses import dataclass
 
 from cookbook.lab import results, roofline
+from tests.cases import CASES, Case
 
 GPU = "h200"
-OURS = ("cookbook", "matmul_pipelined")  # What our finished kernels are called among the implementations of a problem.
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a kernel must reach on `problem`: a rate, a multiple of a peer's rate, or both."""
-
-    problem: str
-    rate: float | None = None  # In TB/s or TFLOP/s.
-    peer: str | None = None
-    ratio: float = 1.0  # To the peer's rate.
-    headline: bool = False  # Whether the README shows it.
-
-
-TARGETS = [
-    Target("add/536870912/bf16", peer="xla", headline=True),
-    Target("softmax/16384x8192/bf16", rate=4.0, peer="xla", ratio=1.2, headline=True),
-    Target("rms_norm/16384x8192/bf16", rate=3.95, peer="xla", headline=True),
-    *(Target(f"{op}/{rows}x{cols}/bf16", peer="xla")
-      for op in ("softmax", "rms_norm")
-      for rows, cols in ((1048576, 128), (131072, 1000), (32768, 4096), (4096, 32768))),
-    Target("matmul/4096x4096x4096/bf16", peer="cublas", ratio=0.88, headline=True),
-    Target("matmul/8192x8192x8192/bf16", peer="cublas", ratio=0.88, headline=True),
-]  # fmt: skip
 
 
 def results_page() -> str:
     """The targets, then every row of results/."""
-    page = ["# Results", "", *_where_measured(), "", "## Targets", "", *_targets_table(), ""]
+    page = ["# Results", "", *_where_measured(), "", "## Targets", "", *_targets_table(), "", *_first_calls(), ""]
     stale = set(results.stale_list(GPU))
     for topic in results.topics(GPU):
         if not (rows := results.rows(topic, GPU)):
@@ -100,26 +77,36 @@ def _where_measured() -> list[str]:
 
 def _targets_table() -> list[str]:
     lines = ["{.results}", "| problem | target | measured | |", "|---|---|---|---|"]
-    for target in TARGETS:
-        impls = results.rows(target.problem.split("/")[0], GPU).get(target.problem, {})
-        wanted = [f"{target.rate} TB/s"] if target.rate else []
-        if target.peer:
-            wanted += [f"{target.ratio:g} × {target.peer}" if target.ratio != 1 else f"as fast as {target.peer}"]
-        lines.append(f"| `{target.problem}` | {' and '.join(wanted)} | {' | '.join(_judge(target, impls))} |")
+    for case in CASES:
+        if case.target:
+            rows = results.rows(case.op, GPU).get(case.problem, {})
+            lines.append(f"| `{case.problem}` | {_wanted(case)} | {' | '.join(judge(case, rows))} |")
     return lines
 
 
-def _judge(target: Target, impls: dict) -> tuple[str, str]:
+def _first_calls() -> list[str]:
+    """Seconds that each kernel takes the first time, from tracing to the result."""
+    path = results.ROOT / GPU / "first_call.json"
+    values = json.loads(path.read_text())["values"] if path.exists() else {}
+    if not values:
+        return []
+    lines = ["## First call", "", "Tracing and compiling included; the target is 2 s.", "", "{.results}"]
+    lines += ["| problem | seconds |", "|---|--:|"]
+    return lines + [f"| `{name.partition('/')[2]}` | {entry['value']:.2f} |" for name, entry in values.items()]
+
+
+def _wanted(case: Case) -> str:
+    target = case.target
+    rate = [f"{target.rate} {'TFLOP/s' if case.op == 'matmul' else 'TB/s'}"] if target.rate else []
+    return " and ".join([*rate, f"{target.ratio:g} × {target.peer}" if target.ratio != 1 else f"{target.peer}'s rate"])
+
+
+def judge(case: Case, impls: dict[str, dict]) -> tuple[str, str]:
     """(what was measured, the verdict)."""
-    row = next((row for impl, row in impls.items() if impl in OURS), None)
-    peer = impls.get(target.peer)
-    if row is None or (target.peer and peer is None):
+    ours, peer = impls.get(case.impl), impls.get(case.target.peer)
+    if ours is None or peer is None:
         return "not measured", ""
-    text, met = rate_text(row), True
-    if target.rate:
-        met &= rate(row)[0] >= target.rate
-    if peer:
-        ratio = peer["ms"] / row["ms"]
-        text += f", {ratio:.2f} × {target.peer}"
-        met &= ratio >= target.ratio
-    return text, '<span class="met">met</span>' if met else '<span class="missed">missed</span>'
+    ratio = peer["ms"] / ours["ms"]
+    met = ratio >= case.target.ratio and rate(ours)[0] >= (case.target.rate or 0)
+    verdict = '<span class="met">met</span>' if met else '<span class="missed">missed</span>'
+    return f"{rate_text(ours)}, {ratio:.2f} × {case.target.peer}", verdict

@@ -7,9 +7,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "site")]
 
-from measured import GPU, OURS, TARGETS, rate_text  # noqa: E402
+from measured import GPU, rate_text  # noqa: E402
 
 from cookbook.lab import results  # noqa: E402
+from tests.cases import CASES  # noqa: E402
 
 README = ROOT / "README.md"
 BETWEEN_MARKERS = re.compile(r"(<!-- results: .*? -->\n).*?(<!-- end -->)", re.S)
@@ -32,16 +33,15 @@ def rendered(readme: str) -> str:
 def _table() -> str:
     stale = set(results.stale_list(GPU))
     origins, lines = set(), []
-    for target in TARGETS:
-        impls = results.rows(target.problem.split("/")[0], GPU).get(target.problem, {})
-        ours = next((impl for impl in impls if impl in OURS), None)
-        if not target.headline or ours is None:
+    for case in CASES:
+        impls = results.rows(case.op, GPU).get(case.problem, {})
+        if not case.headline or case.impl not in impls:
             continue
-        peers = sorted((row["ms"], peer) for peer, row in impls.items() if peer not in OURS)
-        beside = "; ".join(f"{peer} {rate_text(impls[peer])}" for _, peer in peers)
-        mark = " (stale)" if (target.problem, ours) in stale else ""
-        lines.append(f"| `{target.problem}` | {rate_text(impls[ours])}{mark} | {beside} |\n")
-        origins.add("{gpu}, JAX {jax}, {date}".format(**impls[ours]["provenance"]))
+        ours = impls[case.impl]
+        beside = "; ".join(f"{peer} {rate_text(impls[peer])}" for peer in case.peers if peer in impls)
+        mark = " (stale)" if (case.problem, case.impl) in stale else ""
+        lines.append(f"| `{case.problem}` | {rate_text(ours)}{mark} | {beside} |\n")
+        origins.add("{gpu}, JAX {jax}, {date}".format(**ours["provenance"]))
     if not lines:
         return ""
     header = f"| measured on {'; '.join(sorted(origins))} | cookbook | instead |\n|---|---|---|\n"
