@@ -37,7 +37,7 @@ test: $(READY)  ## Check the style, run the unit tests and every notebook (ARGS=
 
 .PHONY: lab
 lab: $(READY)  ## Open the notebooks in JupyterLab
-	@$(PYTHON) -m jupyter lab --notebook-dir=notebooks $(ARGS)
+	@$(PYTHON) -m jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
 
 .PHONY: site
 site: $(READY)  ## Build the web site into build/site
