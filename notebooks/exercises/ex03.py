@@ -1,0 +1,97 @@
+"""The checkers of the exercises of chapter 3."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from exercises.judge import NotYet, checker, normal, require_close, run_kernel
+
+LOWEST = np.finfo(np.float32).min
+
+
+@checker
+def check_merge(answer) -> str:
+    """Exercise 1: `answer(a, b)` is the state of a row, from the states (m, l, acc) of its two parts."""
+    logits, values = np.sort(4 * np.asarray(normal(0, 24))), np.asarray(normal(1, (24, 5)))
+    masked = np.full(24, -np.inf, np.float32)
+    for what, row, cut in (
+        ("the larger maximum in the second part", logits, 10),
+        ("the larger maximum in the first part", logits[::-1], 10),
+        ("logits near 10000", logits + 10000, 17),
+        ("a first part of -inf alone", np.r_[masked[:9], logits[9:]], 9),
+        ("a second part of -inf alone", np.r_[logits[:9], masked[9:]], 9),
+        ("two parts of -inf alone", masked, 9),
+    ):
+        found = answer(_state(row[:cut], values[:cut]), _state(row[cut:], values[cut:]))
+        if not isinstance(found, tuple) or len(found) != 3:
+            raise NotYet(f"it returns {found!r}; it must return a tuple (m, l, acc)")
+        if np.shape(found[2]) != (5,):
+            raise NotYet(f"acc has shape {np.shape(found[2])}; it must be that of the parts' acc, (5,)")
+        m, total, acc = (np.asarray(part, np.float64) for part in found)
+        if np.isnan(m) or np.isnan(total) or np.isnan(acc).any():
+            raise NotYet(f"with {what}, there is a NaN: did you divide by l, or take infinity from infinity?")
+        want_m, want_total, want_acc = _state(row, values)
+        if not np.isclose(m, want_m):
+            raise NotYet(f"with {what}, m is {m:.5g} and must be {want_m:.5g}, the largest logit of both parts")
+        if not np.isclose(total, want_total, rtol=1e-3):
+            text = "each part's l is relative to the m of that part"
+            raise NotYet(f"with {what}, l is {total:.5g} and must be {want_total:.5g}: {text}")
+        if not np.allclose(acc, want_acc, rtol=1e-3, atol=1e-3):
+            raise NotYet(f"with {what}, m and l are right and acc is not: it too is relative to the m of its part")
+    return "acc / l is the softmax-weighted average, and you have the heart of FlashAttention."
+
+
+@checker
+def check_log_softmax(answer) -> str:
+    """Exercise 2: `answer(x)` is a kernel, the logarithm of the softmax over the last axis of (rows, cols)."""
+    x = normal(2, (3, 1024))
+    out = run_kernel(answer, x)
+    if out.shape == x.shape and np.allclose(out, jax.nn.softmax(x), atol=1e-5):
+        raise NotYet("this is softmax still; the logarithm of p / l is wanted")
+    require_close(out, _log_softmax(x), 1e-5, "with normal logits")
+    out = run_kernel(answer, 100 * x)
+    if np.isinf(out).any():
+        raise NotYet(
+            "with logits of several hundred there are infinities: an exponential was 0 before its logarithm was taken. "
+            "Only l needs a logarithm, because log(exp(x - m) / l) = (x - m) - log(l)"
+        )
+    require_close(out, _log_softmax(100 * x), 1e-5, "with logits of several hundred")
+    x = normal(3, (2, 2048), jnp.bfloat16)
+    require_close(run_kernel(answer, x), _log_softmax(x), 1e-2, "with bfloat16")
+    return "no exponential stands between a logit and its result."
+
+
+@checker
+def check_layer_norm(answer) -> str:
+    """Exercise 3: `answer(x)` is a kernel, (x - mean) / sqrt(variance + 1e-6) over the last axis of (rows, cols)."""
+    x = normal(4, (3, 1024))
+    require_close(run_kernel(answer, 2 * x + 0.5), _layer_norm(2 * x + 0.5), 1e-5, "with values around 0.5")
+    out = run_kernel(answer, jnp.full((2, 1024), 0.25))
+    if np.isnan(out).any():
+        raise NotYet("a row of one repeated value has variance 0, and gives NaN: eps belongs under the root")
+    require_close(out, np.zeros((2, 1024)), 0, "with a row of one repeated value")
+    out, exact = run_kernel(answer, x + 4096), _layer_norm(x + 4096)
+    if not np.allclose(out, exact, rtol=5e-3, atol=5e-3):
+        raise NotYet(
+            f"with values around 4096, {np.isnan(out).sum()} of {out.size} results are NaN and others far off: "
+            "there, the mean of squares and the square of the mean agree in their first seven digits, and float32 "
+            "has no more. Their difference is noise, negative now and then. Subtract the mean first"
+        )
+    return "the second pass over registers costs two instructions a value, and no byte of memory."
+
+
+def _state(logits, values):
+    """The state of a part of a row: its largest logit, and sums of exponentials relative to that."""
+    m = max(np.max(logits), LOWEST)
+    p = np.exp(logits - m)
+    return m, np.sum(p), p @ values
+
+
+def _log_softmax(x):
+    x = np.asarray(x, np.float64)
+    x = x - x.max(axis=-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+
+
+def _layer_norm(x):
+    x = np.asarray(x, np.float64)
+    return (x - x.mean(axis=-1, keepdims=True)) / np.sqrt(x.var(axis=-1, keepdims=True) + 1e-6)
