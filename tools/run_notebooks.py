@@ -84,7 +84,10 @@ def _select(names: list[str]) -> list[pathlib.Path]:
 
 
 def _parameters(path: pathlib.Path, given: list[list[str]]) -> dict:
-    known = papermill.inspect_notebook(str(path))
+    """The parameters for one notebook, each of which its `parameters` cell must assign."""
+    cells = nbformat.read(path, as_version=4).cells
+    code = "\n".join(cell.source for cell in cells if "parameters" in cell.metadata.get("tags", []))
+    known = [target.id for node in ast.parse(code).body if isinstance(node, ast.Assign) for target in node.targets]
     for name, _ in given:
         if name not in known:
             sys.exit(f"make run: {path.stem} has no parameter {name!r}; it has: {', '.join(known) or 'none'}.")
