@@ -1,0 +1,35 @@
+"""The chapters as steps: each stands on the one below and adds one idea."""
+
+from figures._draw import BLUE, GREEN, INK, ORANGE, SOFT, box, canvas, save, words
+
+# (notebook, title, what it adds, what bounds its kernels)
+CHAPTERS = (
+    ("00_start_here", "Start here", "three ways to run a kernel; your roofline", "both"),
+    ("01_elementwise", "Element-wise", "blocks, bytes in flight, wide loads, fusion, tails", "memory"),
+    ("02_memory", "Memory", "shared memory, TMA and barriers, layouts, bank conflicts", "memory"),
+    ("03_reductions", "Reductions", "values that threads must share: sums, softmax, rms_norm", "memory"),
+    ("04_blocked_matmul", "Blocked matmul", "reuse: tiles raise the FLOP done a byte", "compute"),
+    ("05_wgmma", "WGMMA", "the tensor core, fed by a whole warpgroup", "compute"),
+    ("06_pipelining", "Pipelining", "copy the next tile while this one is multiplied", "compute"),
+)
+COLOURS = {"memory": ORANGE, "compute": BLUE, "both": GREEN}
+
+
+def draw():
+    step, rise = 0.3, 0.52
+    fig, ax = canvas(7.8, 0.75 + rise * len(CHAPTERS))
+    for i, (name, title, adds, bound) in enumerate(CHAPTERS):
+        x, y = 0.25 + step * i, 0.5 + rise * i
+        box(ax, x, y, 7.3 - step * i, rise - 0.08, colour=COLOURS[bound], fill=0.13)
+        words(ax, x + 0.24, y + 0.22, name.split("_")[0], size=11, weight="bold", colour=COLOURS[bound])
+        words(ax, x + 0.5, y + 0.22, title, size=9.5, ha="left", weight="bold")
+        words(ax, x + 1.95, y + 0.22, adds, size=8.2, ha="left", colour=INK)
+    words(ax, 0.25, 0.24, "what bounds the kernels of a chapter:", size=8, ha="left", colour=SOFT)
+    for i, (bound, text) in enumerate((("memory", "moving bytes"), ("compute", "arithmetic"))):
+        box(ax, 2.75 + 1.3 * i, 0.16, 0.18, 0.16, colour=COLOURS[bound], fill=0.3)
+        words(ax, 3.0 + 1.3 * i, 0.24, text, size=8, ha="left", colour=SOFT)
+    return fig
+
+
+if __name__ == "__main__":
+    save(__file__, draw())

@@ -1,0 +1,69 @@
+"""Checkers of the exercises of chapter 1."""
+
+import math
+import re
+
+import jax.numpy as jnp
+import numpy as np
+
+from cookbook import lab
+
+from .judge import NotYet, checker, normal, require_close, run_kernel
+
+
+@checker
+def check_gain_of_fusing(answer):
+    """`answer(num_inputs, num_kernels)` returns how many times faster one fused kernel is, if memory bounds it."""
+    for num_inputs, num_kernels in ((2, 1), (1, 2), (2, 2), (3, 4), (5, 7)):
+        apart, fused = num_inputs + 1 + 2 * (num_kernels - 1), num_inputs + 1
+        gain = answer(num_inputs, num_kernels)
+        if not math.isclose(gain, apart / fused, rel_tol=1e-9):
+            raise NotYet(
+                f"{num_inputs} inputs, {num_kernels} kernels: {apart} arrays cross HBM apart and {fused} fused, "
+                f"so {apart / fused:.3f} times, not {gain:.3f}"
+            )
+    return "The arithmetic does not appear in it: that is what being bound by memory means."
+
+
+@checker
+def check_swiglu(answer):
+    """`answer(gate, up)` is a kernel: silu(gate) * up in float32, rounded once to bf16, 16 bytes a load."""
+    for n, scale in ((1024, 1), (4096, 8)):
+        gate, up = normal(5, n, jnp.bfloat16) * scale, normal(6, n, jnp.bfloat16)
+        out = run_kernel(answer, gate, up)
+        if out.dtype != jnp.bfloat16:
+            raise NotYet(f"the result is {out.dtype}; it must be bfloat16, as the inputs are")
+        exact_gate, exact_up = np.asarray(gate, np.float64), np.asarray(up, np.float64)
+        exact = exact_gate / (1 + np.exp(-exact_gate)) * exact_up
+        require_close(out, exact, 8e-2, f"bf16[{n}]")
+        error = np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact)
+        if error > 2.5e-3:  # One rounding to bf16 makes 1.7e-3; computing in bf16 makes 2.9e-3 or more.
+            raise NotYet(
+                f"its error is {error:.1e}, more than one rounding makes: compute in float32, round at the end"
+            )
+    return "Right in float32, rounded once" + _require_wide_loads(answer, gate, up)
+
+
+def _require_wide_loads(answer, *args) -> str:
+    try:
+        ptx = lab.compile_for("h200", answer, *args).ptx
+    except lab.ToolchainMissing:
+        return "; how wide it loads was not looked at, for want of a compiler."
+    loads = re.findall(r"\b(ld\.global(?:\.\w+)*?(?:\.v(\d))?\.[a-z](\d+))\b", ptx)
+    narrow = [op for op, count, bits in loads if int(count or 1) * int(bits) < 128]
+    if narrow:
+        raise NotYet(f"it loads with {narrow[0]}; name a layout that gives each thread 8 neighbours, 16 bytes a load")
+    return ", and 16 bytes a load."
+
+
+@checker
+def check_relu_of_any_length(answer):
+    """`answer(x)` is a kernel: max(x, 0) of a bf16 array of any length from 128 on."""
+    for n in (1024, 128, 4096, 1000, 2500, 4097, 3071):
+        x = normal(n, n, jnp.bfloat16)
+        try:
+            out = run_kernel(answer, x)
+        except NotYet as problem:
+            raise NotYet(f"length {n}: {problem}") from None
+        require_close(out, np.maximum(np.asarray(x, np.float64), 0), 0, f"length {n}")
+    return "Every element is written, and nothing beyond the end is touched."
