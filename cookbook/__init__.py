@@ -2,8 +2,9 @@
 
 from cookbook.elementwise import add, fuse
 from cookbook.matmul_pipelined import matmul_pipelined
+from cookbook.matmul_wgmma import matmul_wgmma
 from cookbook.reduce_sum import reduce_sum
 from cookbook.rms_norm import rms_norm
 from cookbook.softmax import softmax
 
-__all__ = ["add", "fuse", "matmul_pipelined", "reduce_sum", "rms_norm", "softmax"]
+__all__ = ["add", "fuse", "matmul_pipelined", "matmul_wgmma", "reduce_sum", "rms_norm", "softmax"]
