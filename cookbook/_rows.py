@@ -18,7 +18,6 @@ from cookbook import _mgpu
 
 LANES = 32  # Threads in a warp.
 WARPGROUP = 128  # Threads in a warpgroup.
-REGISTER_VALUES = 64  # float32 values of a row that a thread keeps; with a copy of each, half of its 255 registers.
 UNROLLED_PIECES = 16  # Loads unrolled in one go. More of them (odd row lengths) cost seconds of compile time.
 
 
@@ -27,24 +26,37 @@ class Config:
     """How a kernel over rows is cut up."""
 
     block_rows: int  # Rows a block. 1: a row is spread over the warpgroup. More: each row lies within one warp.
+    register_values: int = 96  # float32 values of a row that a thread keeps; a longer row is read twice.
 
     def __post_init__(self):
         if self.block_rows < 1 or (self.block_rows > 1 and self.block_rows % 4):
             raise ValueError(f"{self.block_rows=}: must be 1, or a multiple of 4 so that each warp has as many rows")
+        if not 8 <= self.register_values <= 192:
+            raise ValueError(f"{self.register_values=}: must be from 8 to 192; a thread has 255 registers")
 
 
-def default_config(rows: int, cols: int, itemsize: int) -> Config:
+def default_config(rows: int, cols: int, itemsize: int, register_values: int = 96) -> Config:
     """The configuration for (rows, cols) values of `itemsize` bytes, measured on one NVIDIA H200 (chapter 3)."""
-    vec = math.gcd(cols, 16 // itemsize)
-    if cols >= 256 * vec:  # Two loads for each thread of the warpgroup: worth the exchange between its warps.
-        return Config(block_rows=1)
-    lanes = min(LANES, floor_power_of_2(cols // vec))
+    if cols >= 256 * math.gcd(cols, 16 // itemsize):  # Two loads a thread: worth the exchange between warps.
+        return Config(1, register_values)
+    vec = _vec(cols, itemsize)
+    lanes = _lanes(cols, vec)
     rows_at_once = WARPGROUP // lanes  # A multiple of it: each thread of a warp has something to do.
-    values = 16 // itemsize * 2  # Per thread: two loads of 16 bytes in flight.
-    block_rows = rows_at_once * max(1, min(256 // rows_at_once, values * lanes // cols))
+    loads = 2 if vec * itemsize == 16 else 3  # In flight, of each thread.
+    block_rows = rows_at_once * max(1, min(256 // rows_at_once, loads * lanes * vec // cols))
     if rows < block_rows:
         block_rows = rows_at_once
-    return Config(block_rows=1 if rows < block_rows and cols >= WARPGROUP else block_rows)
+    return Config(1 if rows < block_rows and cols >= WARPGROUP else block_rows, register_values)
+
+
+def _vec(cols: int, itemsize: int) -> int:
+    """Columns that a thread loads at once from a row within one warp: 16 bytes, or 8 to keep more lanes at work."""
+    vec = 16 // itemsize
+    return min(math.gcd(cols, vec if cols >= LANES * vec else vec // 2), floor_power_of_2(cols // 2))
+
+
+def _lanes(cols: int, vec: int) -> int:
+    return min(LANES, floor_power_of_2(cols // vec))
 
 
 def as_rows(x, fill):
@@ -80,13 +92,14 @@ class Plan:
 
     @property
     def vec(self) -> int:
-        at_most = self.cols // (WARPGROUP if self.spread else 2)
-        return min(math.gcd(self.cols, 16 // self.itemsize), floor_power_of_2(at_most))
+        if not self.spread:
+            return _vec(self.cols, self.itemsize)
+        return min(math.gcd(self.cols, 16 // self.itemsize), floor_power_of_2(self.cols // WARPGROUP))
 
     @property
     def lanes(self) -> int:
         """Threads that share a row."""
-        return WARPGROUP if self.spread else min(LANES, floor_power_of_2(self.cols // self.vec))
+        return WARPGROUP if self.spread else _lanes(self.cols, self.vec)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,7 +114,7 @@ class Plan:
     @property
     def num_groups(self) -> int:
         """A group of pieces is what the warpgroup holds in its registers at a time."""
-        in_registers = REGISTER_VALUES * WARPGROUP // math.prod(self.shape)
+        in_registers = self.config.register_values * WARPGROUP // math.prod(self.shape)
         return pl.cdiv(self.num_pieces, max(1, min(in_registers, UNROLLED_PIECES)))
 
     @property

@@ -6,7 +6,7 @@ Shapes: x of any rank; the result lacks the axis and has the dtype of x: float32
 axis have up to 65536 values; the leading axis has any length.
 
 Role table, last axis: as in `softmax`, one warpgroup a block sums one or more rows in registers. Leading axis: a block
-adds up a stretch of rows for as many columns as its threads can load at once, eight rows in flight; the partial sums of
+adds up a stretch of rows for as many columns as its threads can load at once, four rows in flight; the partial sums of
 all stretches are summed the same way, until one is left. Atomic additions would take one kernel less, and would sum in
 another order each time. There are no barriers of ours.
 
@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from cookbook import _mgpu, _rows
 from cookbook._rows import Config, Plan, default_config
 
-ROWS_IN_FLIGHT = 8  # Loads of the leading-axis kernel before the first is used: 128 bytes a thread.
+ROWS_IN_FLIGHT = 4  # Loads of the leading-axis kernel before the first is used: 64 bytes a thread.
 ROWS_PER_BLOCK = 256  # A stretch: long enough that partial sums cost little, short enough to fill the GPU.
 
 
@@ -103,12 +103,12 @@ def _leading_kernel(x_gmem, o_gmem, *, plan: LeadingPlan):
         columns = pl.ds(jnp.minimum((column + turn) * plan.piece, plan.cols - plan.piece), plan.piece)
         load = lambda row: plgpu.load(x_gmem.at[row, columns], layout=layout, optimized=False).astype(jnp.float32)
 
-        def eight(i, total):
+        def next_rows(i, total):
             start = first + i * ROWS_IN_FLIGHT
             return functools.reduce(jnp.add, [load(start + r) for r in range(ROWS_IN_FLIGHT)], total)
 
         total = plgpu.layout_cast(jnp.zeros((plan.piece,), jnp.float32), layout)
-        total = lax.fori_loop(0, rows // ROWS_IN_FLIGHT, eight, total)
+        total = lax.fori_loop(0, rows // ROWS_IN_FLIGHT, next_rows, total)
         left = first + rows // ROWS_IN_FLIGHT * ROWS_IN_FLIGHT
         total = lax.fori_loop(left, first + rows, lambda row, so_far: so_far + load(row), total)
         _mgpu.store(o_gmem.at[stretch, columns], total.astype(o_gmem.dtype))

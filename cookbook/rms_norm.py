@@ -6,7 +6,7 @@ Shapes: x (..., C) with C from 1 to 65536, scale (C,); the result has the shape 
 bfloat16 or float16, each its own. The arithmetic is float32.
 
 Role table: one warpgroup a block does everything, as in `softmax`: it loads a row into registers, reduces it once, and
-stores it. `scale` comes from the L1 cache: all rows share it. There are no barriers of ours. Rows of more than 8192
+stores it. `scale` comes from the L1 cache: all rows share it. There are no barriers of ours. Rows of more than 12288
 values are read twice, the second time mostly from the L2 cache.
 
 What bounds its speed: memory (one read, one write). Rows whose length is no multiple of 16 bytes are loaded in smaller

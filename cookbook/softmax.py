@@ -9,7 +9,7 @@ Role table: one warpgroup a block does everything. It loads a row (short rows: s
 registers, reduces it twice, and stores it. There are no barriers of ours: `jnp.max` and `jnp.sum` of a row that is
 spread over four warps exchange four numbers through shared memory, and synchronise the warpgroup themselves.
 
-A row that does not fit the registers (more than 8192 values) is read twice: once for its statistics, group by group
+A row that does not fit the registers (more than 16384 values) is read twice: once for its statistics, group by group
 with the online update of Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); and once, mostly
 from the L2 cache, to be stored.
 
@@ -30,6 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from cookbook import _mgpu, _rows
 from cookbook._rows import Config, Plan, default_config
 
+REGISTER_VALUES = 128  # Of a row, for each thread: softmax keeps the values and nothing beside them.
 LOG2_E = math.log2(math.e)  # The GPU has an instruction for 2**x, none for e**x.
 
 
@@ -88,7 +89,8 @@ def _kernel(x_gmem, o_gmem, *, plan: Plan):
 @functools.partial(jax.jit, static_argnames=("config", "params"))
 def _call(x, config: Config | None, params):
     rows = _rows.as_rows(x, fill=-jnp.inf)
-    plan = Plan(*rows.shape, x.dtype.itemsize, config or default_config(*rows.shape, x.dtype.itemsize))
+    config = config or default_config(*rows.shape, x.dtype.itemsize, REGISTER_VALUES)
+    plan = Plan(*rows.shape, x.dtype.itemsize, config)
     out = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=jax.ShapeDtypeStruct(rows.shape, x.dtype),
