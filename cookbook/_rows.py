@@ -185,6 +185,11 @@ class Plan:
             for piece, (turn, start) in zip(pieces, self.starts(g), strict=True)
         ]
 
+    def per_row(self, value: float):
+        """`value` as what `reduce` returns."""
+        full = jnp.full(() if self.spread else self.shape, value, jnp.float32)
+        return full if self.spread else plgpu.layout_cast(full, self.layout)
+
     def reduce(self, combine, reduce, pieces):
         """One value a row: the pieces combined element by element, then reduced across the threads that share the row.
 

@@ -37,17 +37,15 @@ def reduce_sum_reference(x, axis):
 
 def _last_kernel(x_gmem, o_gmem, *, plan: Plan):
     def visit(row):
-        def group_sum(g):
-            total = functools.reduce(jnp.add, plan.fresh(plan.load(x_gmem, row, g), g))
-            return jnp.sum(total) if plan.spread else jnp.sum(total, axis=1)
+        def add_group(g, total):
+            return functools.reduce(jnp.add, plan.fresh(plan.load(x_gmem, row, g), g), total)
 
-        total = group_sum(0)
-        if plan.num_groups > 1:
-            total = lax.fori_loop(1, plan.num_groups, lambda g, so_far: so_far + group_sum(g), total)
+        zeros = plgpu.layout_cast(jnp.zeros(plan.shape, jnp.float32), plan.layout)
+        total = add_group(0, zeros) if plan.num_groups == 1 else lax.fori_loop(0, plan.num_groups, add_group, zeros)
         if plan.spread:
-            o_gmem[row] = total.astype(o_gmem.dtype)
+            o_gmem[row] = jnp.sum(total).astype(o_gmem.dtype)
         else:
-            _mgpu.store(o_gmem.at[pl.ds(row, plan.config.block_rows)], total.astype(o_gmem.dtype))
+            _mgpu.store(o_gmem.at[pl.ds(row, plan.config.block_rows)], jnp.sum(total, axis=1).astype(o_gmem.dtype))
 
     plan.for_each_tile(visit)
 

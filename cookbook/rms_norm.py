@@ -46,8 +46,8 @@ def _short_row(x_gmem, scale_gmem, o_gmem, plan: Plan, inverse_rms, row):
 
 
 def _long_row(x_gmem, scale_gmem, o_gmem, plan: Plan, inverse_rms, row):
-    squares = lambda g: _sum_of_squares(plan, plan.load(x_gmem, row, g), g)
-    inverse = inverse_rms(lax.fori_loop(1, plan.num_groups, lambda g, total: total + squares(g), squares(0)))
+    add_group = lambda g, total: total + _sum_of_squares(plan, plan.load(x_gmem, row, g), g)
+    inverse = inverse_rms(lax.fori_loop(0, plan.num_groups, add_group, plan.per_row(0.0)))
 
     @pl.loop(0, plan.num_groups)
     def _(g):

@@ -31,6 +31,7 @@ from cookbook import _mgpu, _rows
 from cookbook._rows import Config, Plan, default_config
 
 REGISTER_VALUES = 128  # Of a row, for each thread: softmax keeps the values and nothing beside them.
+LOWEST = float(jnp.finfo(jnp.float32).min)
 LOG2_E = math.log2(math.e)  # The GPU has an instruction for 2**x, none for e**x.
 
 
@@ -49,9 +50,7 @@ def _statistics(plan: Plan, x_gmem, row, g):
     x = plan.load(x_gmem, row, g)
     m_i = plan.reduce(jnp.maximum, jnp.max, x)
     if plan.num_groups > 1:
-        m_i = jnp.maximum(
-            m_i, jnp.finfo(jnp.float32).min
-        )  # A group of -inf alone must not turn the whole row into NaN.
+        m_i = jnp.maximum(m_i, LOWEST)  # A group of -inf alone must not turn the whole row into NaN.
     p = [_exp(v, m_i) for v in x]
     return m_i, plan.reduce(jnp.add, jnp.sum, plan.fresh(p, g)), p
 
@@ -70,10 +69,8 @@ def _short_row(x_gmem, o_gmem, plan: Plan, row):
 
 
 def _long_row(x_gmem, o_gmem, plan: Plan, row):
-    first = _statistics(plan, x_gmem, row, 0)[:2]
-    m_i, l_i = lax.fori_loop(
-        1, plan.num_groups, lambda g, so_far: _merge(so_far, _statistics(plan, x_gmem, row, g)[:2]), first
-    )
+    step = lambda g, so_far: _merge(so_far, _statistics(plan, x_gmem, row, g)[:2])
+    m_i, l_i = lax.fori_loop(0, plan.num_groups, step, (plan.per_row(LOWEST), plan.per_row(0.0)))
     scale = 1.0 / l_i
 
     @pl.loop(0, plan.num_groups)

@@ -87,7 +87,8 @@ def _parameters(path: pathlib.Path, given: list[list[str]]) -> dict:
     """The parameters for one notebook, each of which its `parameters` cell must assign."""
     cells = nbformat.read(path, as_version=4).cells
     code = "\n".join(cell.source for cell in cells if "parameters" in cell.metadata.get("tags", []))
-    known = [target.id for node in ast.parse(code).body if isinstance(node, ast.Assign) for target in node.targets]
+    assigned = [target for node in ast.parse(code).body if isinstance(node, ast.Assign) for target in node.targets]
+    known = [node.id for target in assigned for node in ast.walk(target) if isinstance(node, ast.Name)]
     for name, _ in given:
         if name not in known:
             sys.exit(f"make run: {path.stem} has no parameter {name!r}; it has: {', '.join(known) or 'none'}.")
