@@ -59,7 +59,7 @@ class Config:
     tile_n: int = 128  # Columns of o a block.
     tile_k: int = 16  # Steps of K a slot, unrolled. Fewer wait more often; more cost seconds of compile time.
     num_stages: int = 4  # Slots of the ring. Four take the room of a float32 tile of o, which follows them.
-    grid_tile_width: int = 8  # Tiles across the snake in which o is visited, for the L2 cache.
+    grid_tile_width: int = 16  # Tiles across the snake in which o is visited, for the L2 cache.
 
     def __post_init__(self):
         for name, unit in (("tile_m", ROWS), ("tile_n", 64), ("tile_k", 8)):
