@@ -89,6 +89,36 @@ def pad_to_tiles(x, tile: tuple[int, ...]):
     return jnp.pad(x, pads) if any(after for _, after in pads) else x
 
 
+def matmul_sizes(op: str, a, b, transpose_a: bool, transpose_b: bool) -> tuple[int, int, int]:
+    """M, N and K of a product of 16-bit matrices on the tensor cores, which TMA reads as they lie.
+
+    Raises:
+      ValueError: a rank, dtype, shape or row length is not supported.
+    """
+    if a.ndim != 2 or b.ndim != 2:
+        raise ValueError(f"cookbook.{op}: {a.shape=}, {b.shape=}; both must be matrices: use jax.vmap for batches")
+    if a.dtype not in (jnp.bfloat16, jnp.float16) or a.dtype != b.dtype:
+        raise ValueError(f"cookbook.{op}: {a.dtype=}, {b.dtype=}; must both be bfloat16 or both float16: cast one")
+    (m, k), (k_b, n) = a.shape[:: -1 if transpose_a else 1], b.shape[:: -1 if transpose_b else 1]
+    if k != k_b:
+        raise ValueError(
+            f"cookbook.{op}: {a.shape=} and {b.shape=} ({transpose_a=}, {transpose_b=}) share no K: {k} is not {k_b}; "
+            "is one stored the other way round?"
+        )
+    for name, cols in (("a", a.shape[1]), ("b", b.shape[1])):
+        if cols % 8:
+            raise ValueError(
+                f"cookbook.{op}: a row of {name} has {cols} values, {2 * cols} bytes; TMA needs a multiple of 16 bytes"
+                f": pad it to {-(-cols // 8) * 8} (jnp.pad, one copy of {name})"
+            )
+    return m, n, k
+
+
+def require_float(op: str, out_dtype):
+    if out_dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise ValueError(f"cookbook.{op}: {out_dtype=}; must be bfloat16, float16 or float32")
+
+
 def store(ref, value):
     """`ref[...] = value` for a `value` in any layout, also one that JAX has no coalesced plan for."""
     if hasattr(plgpu, "store"):  # JAX >= 0.12, where `ref[...] = value` insists on such a plan.

@@ -3,8 +3,8 @@
     o = activation(a @ b)
 
 Shapes: a (M, K), b (K, N), o (M, N); with `transpose_a` a is (K, M), with `transpose_b` b is (N, K), read as they lie.
-a and b are both bfloat16 or both float16; sums are float32; o is bfloat16, float16 or float32. Rows of a, b and o must
-be multiples of 16 bytes, which TMA asks for.
+a and b are both bfloat16 or both float16; sums are float32; o is bfloat16, float16 or float32. Rows of a and b must be
+multiples of 16 bytes, which TMA asks for.
 
 Role table: one warpgroup a block computes one tile of o. `emit_pipeline` issues the TMA copies of the next tiles of a
 and b, and the warpgroup the WGMMAs of this one. Two blocks share an SM where registers and shared memory allow it:
@@ -21,7 +21,8 @@ wide, so that the blocks that run together find their operands in the L2 cache.
 Not supported: batches (use `jax.vmap`), other dtypes, differentiation. An operand or a result whose rows are no
 multiple of 8 or whose columns are no multiple of 64 is padded, at the cost of one copy of it: a TMA copy to or from
 swizzled shared memory takes whole tiles of 8 rows by 128 bytes. Chapter: notebooks/06_pipelining.ipynb. Source:
-CUTLASS's efficient GEMM notes, for the idea."""
+CUTLASS's efficient GEMM notes, for the idea.
+"""
 
 import dataclasses
 import functools
@@ -33,6 +34,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook import _jnp, _mgpu
+
+EPILOGUE_COLUMNS = 64  # Columns whose activation is computed at a time: all at once would spill.
 
 
 def matmul_reference(a, b, activation=None):
@@ -72,8 +75,9 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        """The ring; the tile of o takes its place when the ring is done."""
-        return 2 * self.num_stages * (self.tile_m + self.tile_n) * self.tile_k
+        """The ring, or the tile of o (in float32) that takes its place."""
+        ring = 2 * self.num_stages * (self.tile_m + self.tile_n) * self.tile_k
+        return max(ring, 4 * self.tile_m * self.tile_n)
 
 
 def default_config(m: int, n: int, k: int) -> Config:
@@ -84,28 +88,6 @@ def default_config(m: int, n: int, k: int) -> Config:
     if tiles(128, 128) < 132:
         return Config(tile_m=64, num_stages=4)
     return Config()
-
-
-def _check(a, b, transpose_a, transpose_b, out_dtype):
-    op = "cookbook.matmul_pipelined"
-    if a.ndim != 2 or b.ndim != 2:
-        raise ValueError(f"{op}: {a.shape=}, {b.shape=}; both must be matrices: use jax.vmap for batches")
-    if a.dtype not in (jnp.bfloat16, jnp.float16) or a.dtype != b.dtype:
-        raise ValueError(f"{op}: {a.dtype=}, {b.dtype=}; must both be bfloat16 or both float16: cast one")
-    if out_dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise ValueError(f"{op}: {out_dtype=}; must be bfloat16, float16 or float32")
-    (m, k), (k_b, n) = a.shape[:: -1 if transpose_a else 1], b.shape[:: -1 if transpose_b else 1]
-    if k != k_b:
-        raise ValueError(
-            f"{op}: {a.shape=} and {b.shape=} ({transpose_a=}, {transpose_b=}) share no K: {k} is not {k_b}"
-        )
-    for name, cols, itemsize in (("a", a.shape[1], 2), ("b", b.shape[1], 2), ("o", n, jnp.dtype(out_dtype).itemsize)):
-        if cols * itemsize % 16:
-            raise ValueError(
-                f"{op}: a row of {name} has {cols} values, {cols * itemsize} bytes; TMA needs a multiple of 16 bytes: "
-                f"pad it to {-(-cols * itemsize // 16) * 16 // itemsize} (jnp.pad, one copy of {name})"
-            )
-    return m, n, k
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +138,9 @@ def _multiply(acc, a_gmem, b_gmem, plan: Plan, mi, ni):
 
 def _store(o_gmem, plan: Plan, mi, ni, values, o_smem):
     with jax.named_scope("store"):
-        o_smem[...] = plan.activation(values).astype(o_smem.dtype)
+        for n in range(0, plan.config.tile_n, EPILOGUE_COLUMNS):
+            columns = slice(n, n + EPILOGUE_COLUMNS)
+            o_smem[:, columns] = plan.activation(values[:, columns]).astype(o_smem.dtype)
         plgpu.commit_smem()
         tile_m, tile_n = plan.config.tile_m, plan.config.tile_n
         plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[pl.ds(mi * tile_m, tile_m), pl.ds(ni * tile_n, tile_n)])
@@ -211,7 +195,8 @@ def matmul_pipelined(
       ValueError: a rank, shape, dtype, row length or activation is not supported; RuntimeError: no GPU.
     """
     out_dtype = jnp.dtype(out_dtype or a.dtype)
-    m, n, k = _check(a, b, transpose_a, transpose_b, out_dtype)
+    _mgpu.require_float("matmul_pipelined", out_dtype)
+    m, n, k = _mgpu.matmul_sizes("matmul_pipelined", a, b, transpose_a, transpose_b)
     activation = _jnp.activation_fn("matmul_pipelined", activation)
     if 0 in (m, n):
         return jnp.zeros((m, n), out_dtype)
@@ -220,7 +205,8 @@ def matmul_pipelined(
     _mgpu.require_target("matmul_pipelined")
     return _call(
         a, b, m=m, n=n, k=k, transpose_a=transpose_a, transpose_b=transpose_b, activation=activation,
-        out_dtype=out_dtype, config=config or default_config(m, n, k), params=_mgpu.compiler_params(),
+        out_dtype=out_dtype, config=config or default_config(m, n, k),
+        params=_mgpu.compiler_params(approx_math=out_dtype.itemsize == 2),
     )  # fmt: skip
 
 

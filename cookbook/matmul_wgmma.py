@@ -85,29 +85,6 @@ def default_config(m: int, n: int, k: int) -> Config:
     return Config(tile_m=64 if m <= 64 else 128, tile_n=64 if n <= 64 else 128)
 
 
-def _check(a, b, transpose_a, transpose_b, out_dtype):
-    op = "cookbook.matmul_wgmma"
-    if a.ndim != 2 or b.ndim != 2:
-        raise ValueError(f"{op}: {a.shape=}, {b.shape=}; both must be matrices: use jax.vmap for batches")
-    if a.dtype not in (jnp.bfloat16, jnp.float16) or a.dtype != b.dtype:
-        raise ValueError(f"{op}: {a.dtype=}, {b.dtype=}; must both be bfloat16 or both float16: cast one")
-    if out_dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise ValueError(f"{op}: {out_dtype=}; must be bfloat16, float16 or float32")
-    (m, k), (k_b, n) = a.shape[:: -1 if transpose_a else 1], b.shape[:: -1 if transpose_b else 1]
-    if k != k_b:
-        raise ValueError(
-            f"{op}: {a.shape=} and {b.shape=} ({transpose_a=}, {transpose_b=}) share no K: {k} is not {k_b}; is one "
-            "stored the other way round?"
-        )
-    for name, cols in (("a", a.shape[1]), ("b", b.shape[1])):
-        if cols % 8:
-            raise ValueError(
-                f"{op}: a row of {name} has {cols} values, {2 * cols} bytes; TMA needs a multiple of 16 bytes: pad it "
-                f"to {pl.cdiv(cols, 8) * 8} (jnp.pad, one copy of {name})"
-            )
-    return m, n, k
-
-
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Statics of one product: sizes as the caller has them, before padding."""
@@ -228,7 +205,8 @@ def matmul_wgmma(a, b, *, transpose_a=False, transpose_b=False, out_dtype=None, 
       ValueError: a rank, shape, dtype or row length is not supported; RuntimeError: no GPU.
     """
     out_dtype = jnp.dtype(out_dtype or a.dtype)
-    m, n, k = _check(a, b, transpose_a, transpose_b, out_dtype)
+    _mgpu.require_float("matmul_wgmma", out_dtype)
+    m, n, k = _mgpu.matmul_sizes("matmul_wgmma", a, b, transpose_a, transpose_b)
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
     _mgpu.require_target("matmul_wgmma")

@@ -86,7 +86,7 @@ def check(fn, reference, *args, tolerance: float | None = None, gpu: str = "h200
         items += _compare(out, reference, args, tolerance)
     compile_items, compiled = _compile(fn, args, gpu)
     items += compile_items
-    unseen = "" if interpreter.on_gpu() else "how long WGMMA reads its operands (interpreted, it reads at once); "
+    unseen = "" if interpreter.on_gpu() else "whether WGMMA's operands have arrived, and how long it reads them; "
     items.append(Item("not seen", "-", unseen + "races between the blocks of a grid; wrong multicasts; other shapes"))
     leaves = ", ".join(_aval(leaf) for leaf in jax.tree.leaves(args))
     report = CheckReport(f"{name_of(fn)}({leaves})", tuple(items), out, compiled)
