@@ -116,8 +116,7 @@ def test_right_epilogue_passes():
         (lambda acc, bias, cols, layout: jnp.minimum(add_bias(acc, bias, cols, layout), 0.0), "must be"),
         (lambda acc, bias, cols, layout: jnp.abs(add_bias(acc, bias, cols, layout)), "must be"),
         (lambda acc, bias, cols, layout: jax.nn.sigmoid(add_bias(acc, bias, cols, layout)), "must be"),
-        # The next five do not compile or run; what they lack is named, and nobody sees a traceback.
-        (lambda acc, bias, cols, layout: jnp.maximum(acc + bias[cols], 0.0), ""),  # No layout.
+        # The next four do not compile or run; what they lack is named, and nobody sees a traceback.
         (lambda acc, bias, cols, layout: epilogue(acc, bias, cols, layout)[:16], ""),
         (lambda acc, bias, cols, layout: jnp.maximum(acc + bias, 0.0), ""),
         (lambda acc, bias, cols, layout: None, ""),
