@@ -84,7 +84,6 @@ def test_right_merge_passes():
         (dict(m=lambda a, b: b), "largest"),
         (dict(divide=True), "acc is not"),
     ],
-    ids=str,
 )
 def test_wrong_merges_are_turned_down(how, said):
     _turned_down(ex03.check_merge(lambda a, b: merged(a, b, **how)), said)
