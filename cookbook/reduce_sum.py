@@ -123,8 +123,8 @@ def _sum_leading(x, params):
         x = plgpu.kernel(
             functools.partial(_leading_kernel, plan=plan),
             out_type=jax.ShapeDtypeStruct((plan.num_stretches, x.shape[1]), jnp.float32),
-            grid=(plan.num_stretches, plan.num_pieces),
-            grid_names=("stretch", "column"),
+            grid=(plan.num_pieces, plan.num_stretches),  # CUDA allows 65535 but for the last.
+            grid_names=("column", "stretch"),
             compiler_params=params,
         )(x)
         if plan.num_stretches == 1:
