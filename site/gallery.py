@@ -5,7 +5,7 @@ import inspect
 import re
 
 import jax
-from measured import GPU, bound, rate_text, share_text, stale_mark
+from measured import GPU, bound, in_order, rate_text, share_text, stale_mark
 
 import cookbook
 from cookbook.lab import ToolchainMissing, compile_for, results, roofline
@@ -35,13 +35,13 @@ def _kernels():
 
 def _kernel_section(name: str, function, chapters) -> list[str]:
     module = inspect.getmodule(function)
-    problems = {p: impls for p, impls in results.rows(_topic(name), GPU).items() if _ours(name) & impls.keys()}
+    problems = {p: impls for p, impls in in_order(_topic(name)) if _ours(name) & impls.keys()}
     links = [f'<a class="source" href="_modules/{module.__name__.replace(".", "/")}.html">Source</a>']
     links.append(f'<a href="api.html#cookbook.{name}">Reference</a>')
     links += [
         f'<a href="chapters/{c.stem}.html">Chapter {c.number}: {c.title}</a>' for c in _chapters_of(name, chapters)
     ]
-    facts = _facts(next((case for case in CASES if name in (case.op, case.impl)), None))
+    facts = _facts(name)
     cells = [f"<div><dt>{title}</dt><dd>{html.escape(text)}</dd></div>" for title, text in facts.items()]
     return [
         f"## {name}",
@@ -77,15 +77,17 @@ def _figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _facts(case) -> dict[str, str]:
-    """What bounds the kernel, and what it costs, at the first problem at which it is measured."""
+def _facts(name: str) -> dict[str, str]:
+    """What bounds the kernel, and what it costs, at the first problem of its kind."""
+    case = next((case for case in CASES if case.op == _topic(name)), None)
     if case is None:
         return {}
+    kernel = case.kernel if name in (case.op, case.impl) else getattr(cookbook, name)
     least = roofline.bound(case.flops, case.nbytes, case.dtype, GPU)
     facts = {"Bound by": f"{least.limited_by}, {_figure(least.intensity)} FLOP a byte"}
     try:
         avals = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes]
-        compiled = compile_for(GPU, case.kernel, *avals)
+        compiled = compile_for(GPU, kernel, *avals)
     except ToolchainMissing:
         return facts
     return facts | {
@@ -104,9 +106,8 @@ def _bars(name: str, problems: dict) -> list[str]:
             ours = " ours" if impl in _ours(name) else ""
             share = bound(problem, row).ms / row["ms"]
             lines.append(
-                f'<span class="name{ours}">{html.escape(impl)}</span>'
+                f'<span class="name{ours}">{html.escape(impl)}{stale_mark((problem, impl) in stale)}</span>'
                 f'<span class="track"><i style="width:{min(share, 1):.1%}"></i></span>'
-                f'<span class="value">{rate_text(row)} <small>{share_text(problem, row)}</small>'
-                f"{stale_mark((problem, impl) in stale)}</span>"
+                f'<span class="value">{rate_text(row)} <small>{share_text(problem, row)}</small></span>'
             )
     return ['<div class="bars">', *lines, "</div>"] if lines else []
