@@ -1,10 +1,11 @@
 """Pallas kernels for Hopper GPUs: the index. Each kernel is one file; each chapter of the course builds one of them."""
 
 from cookbook.elementwise import add, fuse
+from cookbook.matmul_blocked import matmul_blocked
 from cookbook.matmul_pipelined import matmul_pipelined
 from cookbook.matmul_wgmma import matmul_wgmma
 from cookbook.reduce_sum import reduce_sum
 from cookbook.rms_norm import rms_norm
 from cookbook.softmax import softmax
 
-__all__ = ["add", "fuse", "matmul_pipelined", "matmul_wgmma", "reduce_sum", "rms_norm", "softmax"]
+__all__ = ["add", "fuse", "matmul_blocked", "matmul_pipelined", "matmul_wgmma", "reduce_sum", "rms_norm", "softmax"]

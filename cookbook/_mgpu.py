@@ -1,6 +1,6 @@
 """The little that three kernels or more share: where a kernel may run, and what to say when it may not.
 
-An op file copied out of this package together with this one works on its own.
+An op file works on its own with the underscored files that it imports.
 """
 
 import contextlib

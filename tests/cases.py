@@ -1,6 +1,7 @@
 """The named problems that the tests and the benchmark share, and what each kernel must reach on them."""
 
 import dataclasses
+import functools
 import importlib
 import math
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 
 import cookbook
 from cookbook import elementwise
+from cookbook.matmul_blocked import matmul_blocked_reference
 
 # `cookbook.softmax` is the function; its module goes by this name.
 matmul_pipelined, reduce_sum, rms_norm, softmax = (
@@ -79,9 +81,16 @@ def _sum(rows, cols, axis, dtype=jnp.bfloat16, **kwargs):
 
 def _matmul(m, n, k, dtype=jnp.bfloat16, **kwargs):
     flops, nbytes = matmul_pipelined.flops(m, n, k), matmul_pipelined.bytes_moved(m, n, k)
-    peers = {"cublas": jnp.matmul}
+    peers = {"cublas": jnp.matmul, "matmul_wgmma": cookbook.matmul_wgmma}
     return Case("matmul", ((m, k), (k, n)), dtype, cookbook.matmul_pipelined, matmul_pipelined.matmul_reference, peers,
                 flops, nbytes, f"{m}x{n}x{k}", impl="matmul_pipelined", **kwargs)  # fmt: skip
+
+
+def _matmul_f32(m, n, k, **kwargs):
+    flops, nbytes = matmul_pipelined.flops(m, n, k), matmul_pipelined.bytes_moved(m, n, k, 4)
+    peers = {"cublas": functools.partial(jnp.matmul, precision="highest")}
+    return Case("matmul", ((m, k), (k, n)), jnp.float32, cookbook.matmul_blocked, matmul_blocked_reference, peers,
+                flops, nbytes, f"{m}x{n}x{k}", impl="matmul_blocked", **kwargs)  # fmt: skip
 
 
 ROW_SHAPES = ((1048576, 128), (131072, 1000), (32768, 4096), (4096, 32768))
@@ -98,6 +107,7 @@ CASES = [
     _matmul(8192, 8192, 8192, target=Target("cublas", 0.88), headline=True),
     _matmul(4096, 8192, 4096),
     _matmul(2048, 2048, 2048),
+    _matmul_f32(4096, 4096, 4096),
 ]
 
 
