@@ -26,7 +26,11 @@ def results_page() -> str:
         for problem, impls in rows:
             for impl, row in sorted(impls.items(), key=lambda item: item[1]["ms"]):
                 where = row["provenance"]
-                cells = [f"`{problem}`", impl + stale_mark((problem, impl) in stale), f"{row['ms']:.4g} ms"]
+                cells = [
+                    f"`{problem.partition('/')[2]}`",
+                    impl + stale_mark((problem, impl) in stale),
+                    f"{row['ms']:.4g} ms",
+                ]
                 cells += [rate_text(row), share_text(problem, row), f"{row['spread']:.1%}", where["jax"], where["date"]]
                 page.append(f"| {' | '.join(cells)} |")
         page.append("")
@@ -42,14 +46,20 @@ def in_order(topic: str) -> list[tuple[str, dict]]:
 
 def bound(problem: str, row: dict) -> roofline.Bound:
     """The roofline bound of a row, at the dtype that ends the problem's name."""
+    return roofline.bound(row["flops"] or 0, row["nbytes"] or 0, _dtype(problem) or "bf16", GPU)
+
+
+def _dtype(problem: str) -> str | None:
     dtype = problem.split("/")[-1]
-    known = dtype in roofline.PEAKS[GPU]
-    return roofline.bound(row["flops"] or 0, row["nbytes"] or 0, dtype if known else "bf16", GPU)
+    return dtype if dtype in roofline.PEAKS[GPU] else None
 
 
 def share_text(problem: str, row: dict) -> str:
-    """How near the bound: "86%"."""
-    return f"{bound(problem, row).ms / row['ms']:.0%}" if row["flops"] or row["nbytes"] else ""
+    """How near the bound: "86%". Nothing where the bound is not known: arithmetic of a dtype that the name lacks."""
+    if not (row["flops"] or row["nbytes"]):
+        return ""
+    least = bound(problem, row)
+    return f"{least.ms / row['ms']:.0%}" if least.limited_by == "memory" or _dtype(problem) else ""
 
 
 def rate_text(row: dict) -> str:
