@@ -29,7 +29,7 @@ def draw():
         )
         words(ax, x + 0.26, 0.275, text, size=8, ha="left")
     box(ax, 5.1, 0.2, 0.18, 0.15, colour=ORANGE, fill=0.8, linewidth=0.5)
-    words(ax, 5.36, 0.275, "memory delivers a tile", size=8, ha="left")
+    words(ax, 5.36, 0.275, "memory delivers them", size=8, ha="left")
     return fig
 
 

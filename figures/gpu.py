@@ -49,7 +49,7 @@ def _sm(ax):
     words(ax, 6.55, 1.66, "both of all\nSMs together", size=7.6, ha="left", colour=SOFT)
     arrow(ax, (3.05, 1.66), (4.1, 2.02), INK, style="<|-|>")
     arrow(ax, (3.05, 1.46), (4.1, 1.22), INK, style="<|-|>")
-    words(ax, 3.66, 2.0 - 0.02, "load", size=7.6, ha="right")
+    words(ax, 3.68, 1.74, "load", size=7.6, ha="left")
     words(ax, 3.68, 1.5, "TMA", size=7.6, ha="left")
     words(ax, 5.55, 0.47, "registers belong to a thread, SMEM to the block that runs here", size=7.6, colour=SOFT)
 

@@ -85,8 +85,10 @@ def ladder(
             ax.barh(i, 0 if math.isnan(value) else value, color=colour, height=0.68)
             text = "not measured" if math.isnan(value) else _figure_text(value)
             if bound and not math.isnan(value):
-                text += f"  ({value / bound:.0%})"
-            ax.text((0 if math.isnan(value) else value) + 0.01 * reach, i, text, va="center")
+                share = value / bound
+                text += f"  ({share:.0%})" if share >= 0.01 else f"  ({share:.1%})"
+            ground = dict(facecolor=CARD, edgecolor="none", pad=1)  # Where the text lies on the bound's line.
+            ax.text((0 if math.isnan(value) else value) + 0.01 * reach, i, text, va="center", bbox=ground)
         if bound:
             ax.axvline(bound, color=BOUND, linewidth=1.5)
             ax.annotate(f"bound {_figure_text(bound)}", (bound, -0.6), color=BOUND, ha="right", va="bottom")
