@@ -139,7 +139,8 @@ def lab(tmp_path_factory):
     for path in folder.glob("*.ipynb"):  # What was recorded must not pass for what runs here.
         notebook = nbformat.read(path, as_version=4)
         for cell in notebook.cells:
-            cell |= {"outputs": [], "execution_count": None} if cell.cell_type == "code" else {}
+            if cell.cell_type == "code":
+                cell.update(outputs=[], execution_count=None)
         nbformat.write(notebook, path)
     log = folder / "lab.log"
     options = [f"--ServerApp.root_dir={folder}", "--no-browser", "--port=0", "--IdentityProvider.token="]
