@@ -25,6 +25,7 @@ def schedule(stages: int, tiles: int) -> list[tuple[float, float, float]]:
 
 
 def draw():
+    until = schedule(1, 4)[-1][2]
     with plot.figure(height=4.1, nrows=2, sharex=True, height_ratios=(1.35, 3)) as (fig, axes):
         for ax, stages in zip(axes, (1, 3), strict=True):
             shown = schedule(stages, 11 if stages == 3 else 4)
@@ -36,8 +37,8 @@ def draw():
                 ):
                     ax.barh(i % stages, right - left, left=left, height=0.74, color=colour, edgecolor=plot.CARD)
                     ink = plot.CARD if colour == NEGATE_COLOUR else plot.INK
-                    middle = (left + right) / 2
-                    ax.text(middle, i % stages, text, ha="center", va="center", fontsize=8, color=ink, clip_on=True)
+                    if right <= until + 1e-6:
+                        ax.text((left + right) / 2, i % stages, text, ha="center", va="center", fontsize=8, color=ink)
             ax.set_yticks(range(stages), [f"slot {slot}" for slot in range(stages)])
             ax.set_ylim(stages - 0.45, -0.55)
             ax.grid(axis="y", visible=False)
@@ -50,7 +51,7 @@ def draw():
         ):
             axes[0].plot([], [], "s", color=colour, label=name)
         fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower right", ncols=3, handletextpad=0.2)
-        axes[1].set_xlim(0, schedule(1, 4)[-1][2])
+        axes[1].set_xlim(0, until)
         axes[1].set_xlabel("time, in units of one load")
     return fig
 
