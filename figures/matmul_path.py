@@ -25,7 +25,7 @@ def _road(ax, x, title, through_smem):
         _operands(ax, a, b, 1.25)
         arrow(ax, (a[1] + 0.3, bottom), (a[1] + 0.3, 1.85), ORANGE, width=3)
         arrow(ax, (b + 0.6, bottom), (b + 0.6, 1.85), GREEN, width=3)
-        words(ax, x + 1.75, 2.1, "TMA: once,\nahead of time", size=8)
+        words(ax, x + 1.75, 2.1, "TMA: once,\nfor all warps", size=8)
         bottom = 1.22
     for i, warp in enumerate(warps):
         arrow(ax, (a[i] + 0.13, bottom), (warp - 0.08, 0.72), ORANGE, width=1)
@@ -34,7 +34,7 @@ def _road(ax, x, title, through_smem):
     last = (
         "a load is waited for by the warp that wants it"
         if not through_smem
-        else "a load arrives before any warp wants it"
+        else "the copy is one; the loads are from close by"
     )
     words(ax, x + 1.75, 0.15, last, size=8, colour=SOFT)
 
