@@ -15,7 +15,7 @@ ORDERS = ((1, 64, "row by row"), (1, 8, "strips of 8 columns"), (0, 16, "strips 
 def tiles(grid: tuple[int, int], minor_dim: int, tile_width: int):
     """(row, column) of the tile of each block, in the order of the blocks."""
     blocks = jnp.arange(grid[0] * grid[1])
-    rows, columns = jax.vmap(lambda i: plgpu.planar_snake(i, grid, minor_dim, tile_width))(blocks)
+    rows, columns = jax.jit(jax.vmap(lambda i: plgpu.planar_snake(i, grid, minor_dim, tile_width)))(blocks)
     return np.asarray(rows), np.asarray(columns)
 
 
