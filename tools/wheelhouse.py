@@ -33,7 +33,7 @@ make wheelhouse ARGS=matplotlib; to build the site there: make wheelhouse ARGS=s
 
 def main() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    wanted = [name for name in _names(extras["dev"]) if name != "jupyterlab"]
+    wanted = [name for name in _names(extras["dev"]) if name not in ("jupyterlab", "pip")]
     for argument in sys.argv[1:]:
         wanted += _names(extras.get(argument, [argument]))
     skipped = {name for name in HOST_HAS if name not in wanted}
