@@ -79,9 +79,10 @@ def _figure(value: float) -> str:
 
 def _facts(name: str) -> dict[str, str]:
     """What bounds the kernel, and what it costs, at the first problem of its kind."""
-    case = next((case for case in CASES if case.op == _topic(name)), None)
-    if case is None:
+    cases = [case for case in CASES if case.op == _topic(name)]
+    if not cases:
         return {}
+    case = next((case for case in cases if case.impl == name), cases[0])
     kernel = case.kernel if name in (case.op, case.impl) else getattr(cookbook, name)
     least = roofline.bound(case.flops, case.nbytes, case.dtype, GPU)
     facts = {"Bound by": f"{least.limited_by}, {_figure(least.intensity)} FLOP a byte"}
