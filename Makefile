@@ -9,7 +9,7 @@ VENV ?= .venv
 PYTHON ?= $(VENV)/bin/python
 READY := $(if $(filter $(VENV)/bin/python,$(PYTHON)),setup)
 GPU = $(shell nvidia-smi -L 2>/dev/null | head -1)
-WORKERS ?= $(if $(GPU),0,2)
+WORKERS ?= $(if $(GPU),4,2)
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export XLA_PYTHON_CLIENT_PREALLOCATE ?= false

@@ -12,10 +12,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 SMEM_BYTES_MAX = 232_448  # Shared memory that one block may use on Hopper and on data-centre Blackwell.
-SWIZZLE_TILE = (
-    8,
-    64,
-)  # Rows and columns of 16 bits that TMA moves as one to or from shared memory swizzled by 128 bytes.
+# Rows and columns of 16 bits that TMA moves as one to or from shared memory swizzled by 128 bytes.
+SWIZZLE_TILE = (8, 64)
 
 
 @dataclasses.dataclass(frozen=True)
