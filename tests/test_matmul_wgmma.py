@@ -139,10 +139,9 @@ def test_eager_calls_trace_once(monkeypatch):
     traced, kernel = [], op._kernel
     monkeypatch.setattr(op, "_kernel", lambda *args, **kwargs: traced.append(1) or kernel(*args, **kwargs))
     a, b = operands(64, 64, 72, seed=7)
-    with lab.interpret():
-        op.matmul_wgmma(a, b)
-        once = len(traced)
-        op.matmul_wgmma(a, b)
+    lab.run(op.matmul_wgmma, a, b)
+    once = len(traced)
+    lab.run(op.matmul_wgmma, a, b)
     assert 0 < once == len(traced)
 
 
