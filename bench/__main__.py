@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from cookbook import lab
-from tests.cases import CASES, Case, relative_error
+from tests.cases import CASES, LIBRARIES, Case, relative_error
 
-LIBRARIES = ("xla", "cublas")
 ERROR_MAX = 1e-2  # Of a 16-bit result against float32: a rounding is 2e-3. The tests look closer.
 
 

@@ -17,6 +17,7 @@ matmul_pipelined, reduce_sum, rms_norm, softmax = (
     importlib.import_module(f"cookbook.{op}") for op in ("matmul_pipelined", "reduce_sum", "rms_norm", "softmax")
 )
 
+LIBRARIES = ("xla", "cublas")  # The peers that are not this project's own.
 NAMES = {jnp.dtype(jnp.bfloat16): "bf16", jnp.dtype(jnp.float16): "f16", jnp.dtype(jnp.float32): "f32"}
 
 

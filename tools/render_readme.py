@@ -10,7 +10,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "site")]
 from measured import GPU, rate_text  # noqa: E402
 
 from cookbook.lab import results  # noqa: E402
-from tests.cases import CASES  # noqa: E402
+from tests.cases import CASES, LIBRARIES  # noqa: E402
 
 README = ROOT / "README.md"
 BETWEEN_MARKERS = re.compile(r"(<!-- results: .*? -->\n).*?(<!-- end -->)", re.S)
@@ -38,7 +38,7 @@ def _table() -> str:
         if not case.headline or case.impl not in impls:
             continue
         ours = impls[case.impl]
-        beside = "; ".join(f"{peer} {rate_text(impls[peer])}" for peer in case.peers if peer in impls)
+        beside = "; ".join(f"{peer} {rate_text(impls[peer])}" for peer in LIBRARIES if peer in impls)
         mark = " (stale)" if (case.problem, case.impl) in stale else ""
         lines.append(f"| `{case.problem}` | {rate_text(ours)}{mark} | {beside} |\n")
         origins.add("{gpu}, JAX {jax}, {date}".format(**ours["provenance"]))
