@@ -18,12 +18,12 @@ from notebook_hash import notebook_hash  # noqa: E402
 
 CHAPTER, SIZE = "06_pipelining", 4096  # M = N = K.
 RUNGS = (
-    ("matmul_blocked", "CUDA cores: matmul_blocked"),
-    ("slots_1", "tensor cores: one slot"),
-    ("slots_2", "two slots: load while multiplying"),
-    ("slots_4", "four slots"),
-    ("slots_4_delay_1", "four slots, a product queued"),
-    ("slots_3_delay_1_shared", "three slots, two blocks an SM"),
+    ("matmul_blocked", "CUDA cores: cookbook.matmul_blocked"),
+    ("slots_1", "tensor cores: load, then multiply"),
+    ("slots_2", "load the next tile meanwhile"),
+    ("slots_4", "load three tiles ahead"),
+    ("slots_4_delay_1", "keep a product queued"),
+    ("slots_3_delay_1_shared", "two blocks on each SM"),
     ("matmul_wgmma", "by hand: cookbook.matmul_wgmma"),
     ("matmul_pipelined", "cookbook.matmul_pipelined"),
 )
@@ -52,8 +52,10 @@ def draw():
         rungs,
         peers,
         bound=roofline.peak("bf16").value / 1e12,
-        title=f"{SIZE} x {SIZE} x {SIZE}, bfloat16, on one H200",
-        note=note + "\nbound: the datasheet's peak" + "; stale: the code has changed since" * marked,
+        title=f"{SIZE} x {SIZE} x {SIZE}, bfloat16, on one NVIDIA H200",
+        note=note
+        + "\nbound: the datasheet's peak; the percentages are of it"
+        + "; stale: the code has changed since" * marked,
     )
 
 
