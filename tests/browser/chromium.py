@@ -3,6 +3,7 @@
 import contextlib
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import tempfile
@@ -46,6 +47,10 @@ def wait(condition, seconds: float, what: str):
     return value
 
 
+class Navigated(RuntimeError):
+    """The page went away while an expression was evaluated."""
+
+
 class Page:
     """One tab. `errors` and `requests` collect what the console and the network saw."""
 
@@ -74,14 +79,24 @@ class Page:
         return answer["result"].get("value")
 
     def wait(self, expression: str, what: str, seconds: float = 20):
-        return wait(lambda: self.evaluate(expression), seconds, what)
+        """Returns the first true value of `expression`, on this page or on one that it leads to."""
+
+        def condition():
+            try:
+                return self.evaluate(expression)
+            except Navigated:
+                return None
+
+        return wait(condition, seconds, what)
 
     def _call(self, method: str, **params) -> dict:
         self._sent += 1
         self._socket.send(json.dumps({"id": self._sent, "method": method, "params": params}))
         while (message := json.loads(self._socket.recv())).get("id") != self._sent:
             self._note(message["method"], message["params"])
-        assert "error" not in message, f"{method}: {message['error']}"
+        if "error" in message:
+            text = f"{method}: {message['error']['message']}"
+            raise (Navigated if re.search("navigated|context", text) else RuntimeError)(text)
         return message["result"]
 
     def _note(self, event: str, params: dict) -> None:
