@@ -1,0 +1,167 @@
+"""The int8-weight matmul: a few rows and many, weights stored both ways, sizes on both sides of a tile."""
+
+import functools
+import importlib
+import inspect
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cookbook import lab
+
+module = importlib.import_module("cookbook.matmul_int8_weights")
+Config, matmul_int8_weights = module.Config, module.matmul_int8_weights
+SMALL = Config(tile_m=64, tile_n=128, split_dim=1)
+
+
+def operands(m, n, k, dtype=jnp.bfloat16, transpose_w=False):
+    """Random normal rows; weights over the whole range, -128 and 127 among them; scales that differ by far."""
+    rng = np.random.default_rng(m * n + k)
+    w = rng.integers(-128, 128, size=(k, n))
+    w[0, :2] = -128, 127
+    scales = jnp.asarray(np.exp(rng.normal(size=n)) / 100, jnp.float32)
+    return jnp.asarray(rng.normal(size=(m, k)) + 0.1, dtype), jnp.asarray(w.T if transpose_w else w, jnp.int8), scales
+
+
+def check(m, n, k, dtype=jnp.bfloat16, transpose_w=False, fn=matmul_int8_weights, **kwargs):
+    flip = lambda a, w, s: module.matmul_int8_weights_reference(a, w.T if transpose_w else w, s)
+    fn = functools.partial(fn, transpose_w=transpose_w, **kwargs)
+    return lab.check(fn, flip, *operands(m, n, k, dtype, transpose_w))
+
+
+@pytest.mark.parametrize("transpose_w", [False, True])
+@pytest.mark.parametrize("m, n, k", [(128, 256, 128), (1, 16, 16), (16, 1040, 528), (130, 80, 144)])
+def test_any_size(m, n, k, transpose_w):
+    check(m, n, k, transpose_w=transpose_w)
+
+
+@pytest.mark.parametrize("out_dtype", [None, jnp.float16, jnp.float32])
+def test_dtypes(out_dtype):
+    check(72, 144, 144, jnp.float16, out_dtype=out_dtype, config=SMALL)
+
+
+@pytest.mark.parametrize("transpose_w", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(),
+        Config(num_stages=2),
+        Config(cluster_dim=0),
+        Config(tile_m=64, tile_n=256, split_dim=1, cluster_dim=1, split_k=2),
+        Config(tile_m=256, tile_n=128, split_dim=1, num_stages=2),
+        Config(tile_n=64, num_stages=6),  # Narrower than a vector for each thread of a row.
+    ],
+    ids=str,
+)
+def test_every_kind_of_config(config, transpose_w):
+    check(400, 784, 272, transpose_w=transpose_w, config=config)
+
+
+def test_shared_memory_is_as_priced():
+    avals = [
+        jax.ShapeDtypeStruct(*x)
+        for x in (((128, 4096), jnp.bfloat16), ((4096, 2048), jnp.int8), ((2048,), jnp.float32))
+    ]
+    for config in (Config(), SMALL, module.default_config(16, 2048, 4096), module.default_config(128, 2048, 4096)):
+        compiled = lab.compile_for("h200", functools.partial(matmul_int8_weights, config=config), *avals)
+        assert config.smem_bytes <= compiled.smem_bytes <= config.smem_bytes + 1024 and compiled.spill_bytes == 0
+
+
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_conversion_moves_whole_vectors(transpose_w):
+    """8 bytes of weights and 16 of floats at a time: byte by byte, it would be what everybody waits for."""
+    a, w, s = operands(128, 256, 128, transpose_w=transpose_w)
+    sass = lab.compile_for("h200", functools.partial(matmul_int8_weights, transpose_w=transpose_w), a, w, s).sass
+    assert "LDS.64" in sass and "STS.128" in sass and "LDS.U8" not in sass and "STS.U16" not in sass
+
+
+def test_aligned_operands_need_no_copy():
+    with lab.interpret():
+        jaxpr = jax.make_jaxpr(matmul_int8_weights)(*operands(128, 256, 128))
+    outside = {eqn.primitive.name for eqn in jaxpr.eqns[-1].params["jaxpr"].eqns}
+    assert outside and not outside & {"transpose", "pad", "copy"}
+
+
+def test_jit_vmap_and_determinism():
+    a, w, s = (jnp.stack(x) for x in zip(*(operands(72, 64, 144) for _ in range(2)), strict=True))
+    fn = functools.partial(matmul_int8_weights, config=SMALL)
+    runs = [
+        lab.run(jax.vmap(fn), a, w, s),
+        lab.run(jax.jit(jax.vmap(fn)), a, w, s),
+        lab.run(fn, a[0], w[0], s[0])[None],
+    ]
+    assert all((run[0] == runs[0][0]).all() for run in runs)
+
+
+def test_empty():
+    a, w, s = operands(8, 16, 16)
+    assert matmul_int8_weights(a[:0], w, s).shape == (0, 16)
+    np.testing.assert_array_equal(matmul_int8_weights(a[:, :0], w[:0], s), jnp.zeros((8, 16)))
+
+
+def ones(*shape, dtype=jnp.bfloat16):
+    return jnp.ones(shape, dtype)
+
+
+W, S = ones(16, 32, dtype=jnp.int8), ones(32, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "fn, message",
+    [
+        (lambda: matmul_int8_weights(ones(8, 8), W, S), "8 is not 16"),
+        (lambda: matmul_int8_weights(ones(8, 16), W[:, :24], S[:24]), "a row of w_q has 24 values.*pad it to 32"),
+        (lambda: matmul_int8_weights(ones(8, 12), W[:12], S), "a row of a has 12 values.*pad it to 16"),
+        (lambda: matmul_int8_weights(ones(2, 8, 16), W, S), "vmap"),
+        (lambda: matmul_int8_weights(ones(8, 16), W.astype(jnp.bfloat16), S), "int8: cast"),
+        (lambda: matmul_int8_weights(ones(8, 16), W, S[:3]), r"scales.shape=\(3,\).*must be \(32,\)"),
+        (lambda: matmul_int8_weights(ones(8, 16), W, S, out_dtype=jnp.int8), "out_dtype"),
+    ],
+)
+def test_errors_name_the_rule(fn, message):
+    with pytest.raises(ValueError, match=message):
+        fn()
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("plgpu.barrier_wait(filled.at[slot(count)])\n            with", "with"),
+        ("plgpu.barrier_wait(freed.at[slot(count - WIDE_SLOTS)])", "pass"),
+        ("vectors = dict(col_scale=", "vectors = dict(bias="),
+        ("    plgpu.commit_smem()\n\n\ndef _check", "\n\n\ndef _check"),
+    ],
+)
+def test_mutants_are_caught(no_gpu, monkeypatch, old, new):
+    """Weights read before they arrive; a slot refilled too early; a scale that is added.
+
+    The last one, weights that the tensor cores may not see yet, nothing here can catch: the interpreter looks for no
+    races of WGMMA. That the compiled kernel has the fence is all that can be asked without a GPU.
+    """
+    source = inspect.getsource(module)
+    assert source.count(old) == 1
+    copy = types.ModuleType("mutant_of_matmul_int8_weights")
+    monkeypatch.setitem(sys.modules, copy.__name__, copy)
+    exec(compile(source.replace(old, new), copy.__name__, "exec"), copy.__dict__)
+    if "commit_smem" in old:
+        fences = lambda fn: lab.compile_for(
+            "h200", functools.partial(fn, config=SMALL), *operands(72, 128, 400)
+        ).ptx.count("fence.proxy.async")
+        assert fences(copy.matmul_int8_weights) < fences(matmul_int8_weights)
+        return
+    with pytest.raises(Exception, match="(?i)race|wait|phase|result|barrier"):
+        check(72, 128, 400, fn=copy.matmul_int8_weights, config=SMALL)
+
+
+def test_conversion_and_products_keep_apart(gpu):
+    """What the interpreter can not see: converted weights overwritten while a WGMMA still reads them."""
+    for m, n, k in ((4096, 8192, 4096), (16, 8192, 8192), (128, 8192, 8192)):
+        a, w, s = operands(m, n, k)
+        wanted = module.matmul_int8_weights_reference(a, w, s)
+        runs = [matmul_int8_weights(a, w, s, out_dtype=jnp.float32) for _ in range(10)]
+        assert float(jnp.linalg.norm(runs[0] - wanted) / jnp.linalg.norm(wanted)) < 1e-5
+        assert all((run == runs[0]).all() for run in runs)
