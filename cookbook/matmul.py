@@ -34,6 +34,7 @@ ideas; Osama et al., "Stream-K" (2023), on sharing out K.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import _jnp, _mgpu
+from cookbook import _jnp, _mgpu, _tuned
 
 COMPUTE, MEMORY = 2, 2  # Compute warpgroups, and the index of the memory warpgroup, which follows them.
 STEP_BYTES = 128  # Of each row along K, a step: the widest swizzle.
@@ -122,6 +123,42 @@ def default_config(m: int, n: int, k: int, num_sms: int = 132) -> Config:
         config = Config(tile_m=64, tile_n=128, num_stages=8, split_dim=1)
     idle = num_sms // tiles(config.tile_m, config.tile_n)
     return dataclasses.replace(config, split_k=max(1, min(idle, k // 1024)))
+
+
+def configs(a, b, *, transpose_a=False, transpose_b=False, **_) -> list[Config]:
+    """The configurations worth timing on these operands, for `cookbook.lab.autotune`."""
+    (m, k), n = a.shape[:: -1 if transpose_a else 1], b.shape[0 if transpose_b else 1]
+    return candidates(Config, m, n, k)
+
+
+def candidates(config_type, m: int, n: int, k: int, num_sms: int = 132) -> list:
+    """Every tile of which o fills more than half, with the deepest ring; every order and cluster; K split where tiles
+    alone leave SMs idle."""
+    found = []
+    for tile_m, tile_n in ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128)):
+        tiles = pl.cdiv(m, tile_m) * pl.cdiv(n, tile_n)
+        idle = max(1, num_sms // tiles)
+        splits = [split for split in sorted({1, idle, max(1, idle // 2), 2 * idle}) if split <= max(1, k // 256)]
+        widths = (4, 8, 16) if tiles > 2 * num_sms else (8,)
+        if tile_m > 64 and 2 * m <= tile_m:
+            continue
+        for split_dim, cluster_dim, minor_dim, width, split_k in itertools.product(
+            (0, 1), (None, 0, 1), (0, 1), widths, splits if tiles < num_sms else (1,)
+        ):
+            for num_stages in range(8, 1, -1):
+                try:
+                    found.append(
+                        config_type(tile_m, tile_n, num_stages, split_dim, cluster_dim, minor_dim, width, split_k)
+                    )
+                    break
+                except ValueError:  # It does not fit in shared memory, or its halves are too small.
+                    continue
+    return found
+
+
+def problem(a, b, *, transpose_a=False, transpose_b=False, **_) -> str:
+    """What `cookbook.lab.autotune` calls the problem: the best configuration depends on nothing else."""
+    return _tuned.problem_name(a, b, transpose_a=transpose_a, transpose_b=transpose_b)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -427,9 +464,11 @@ def _forward(a, b, bias, options: Options):
         product = jnp.zeros((m, n), jnp.float32) + (0.0 if bias is None else bias.astype(jnp.float32))
         return activation(product).astype(options.out_dtype)
     target = _mgpu.require_target("matmul")
+    how = dict(transpose_a=options.transpose_a, transpose_b=options.transpose_b)
+    config = options.config or _tuned.tuned("matmul", target.name, problem(a, b, **how), Config)
     plan = Plan(
         m, n, k, (a.dtype, b.dtype), options.transpose_a, options.transpose_b, activation, options.out_dtype,
-        options.config or default_config(m, n, k, target.num_sms), interpreted=target.name == "the GPU interpreter",
+        config or default_config(m, n, k, target.num_sms), interpreted=target.name == "the GPU interpreter",
     )  # fmt: skip
     params = _mgpu.compiler_params(approx_math=options.out_dtype.itemsize == 2)
     vectors = {} if bias is None else dict(bias=bias.astype(jnp.float32))

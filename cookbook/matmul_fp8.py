@@ -20,8 +20,8 @@ for deep learning" (2022).
 
 import jax.numpy as jnp
 
-from cookbook import _mgpu
-from cookbook.matmul import Config, Plan, default_config, fused_product, identity
+from cookbook import _mgpu, _tuned
+from cookbook.matmul import Config, Plan, candidates, default_config, fused_product, identity
 
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 UNIT = 16  # Values of a row along K: TMA's 16 bytes.
@@ -31,6 +31,16 @@ def matmul_fp8_reference(a, b, scale_a, scale_b):
     dtype = jnp.promote_types(jnp.float32, jnp.result_type(scale_a, scale_b))
     product = jnp.matmul(a.astype(dtype), b.astype(dtype), precision="highest")
     return product * jnp.reshape(scale_a, (-1, 1)) * jnp.reshape(scale_b, (1, -1))
+
+
+def configs(a, b, *, transpose_b=False, **_) -> list[Config]:
+    """The configurations worth timing on these operands, for `cookbook.lab.autotune`."""
+    return candidates(Config, *a.shape[:1], b.shape[0 if transpose_b else 1], a.shape[1])
+
+
+def problem(a, b, *, transpose_b=False, **_) -> str:
+    """What `cookbook.lab.autotune` calls the problem: the best configuration depends on nothing else."""
+    return _tuned.problem_name(a, b, transpose_b=transpose_b)
 
 
 def _check(a, b, transpose_b: bool) -> tuple[int, int, int]:
@@ -91,9 +101,10 @@ def matmul_fp8(
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
     target = _mgpu.require_target("matmul_fp8")
-    b = b if transpose_b else b.T
+    config = config or _tuned.tuned("matmul_fp8", target.name, problem(a, b, transpose_b=transpose_b), Config)
     config = config or default_config(m, n, k, target.num_sms)
     interpreted = target.name == "the GPU interpreter"
+    b = b if transpose_b else b.T
     plan = Plan(m, n, k, (a.dtype, b.dtype), False, True, identity, out_dtype, config, interpreted)
     return fused_product(a, b, vectors, plan=plan, num_sms=target.num_sms, params=_mgpu.compiler_params())
 

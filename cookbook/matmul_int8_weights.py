@@ -37,8 +37,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import _mgpu
-from cookbook.matmul import COMPUTE, PIECES_BYTES, STEP_BYTES, compute_tiles, fused_product, identity, load_step
+from cookbook import _mgpu, _tuned
+from cookbook.matmul import (
+    COMPUTE,
+    PIECES_BYTES,
+    STEP_BYTES,
+    candidates,
+    compute_tiles,
+    fused_product,
+    identity,
+    load_step,
+)
 from cookbook.matmul import Config as MatmulConfig
 from cookbook.matmul import Plan as MatmulPlan
 
@@ -71,7 +80,18 @@ def default_config(m: int, n: int, k: int, num_sms: int = 132) -> Config:
         return Config(cluster_dim=0)
     tiles = 2 * pl.cdiv(n, 512)  # In clusters of two.
     split_k = max(1, min(num_sms // tiles, k // 512))
-    return Config(64 if m <= 64 else 128, 256 if m <= 64 else 128, split_dim=1, cluster_dim=1, split_k=split_k)
+    tile_m, tile_n, num_stages = (64, 256, 5) if m <= 64 else (128, 128, 6)
+    return Config(tile_m, tile_n, num_stages, split_dim=1, cluster_dim=1, split_k=split_k)
+
+
+def configs(a, w_q, scales, *, transpose_w=False, **_) -> list[Config]:
+    """The configurations worth timing on these operands, for `cookbook.lab.autotune`."""
+    return candidates(Config, a.shape[0], scales.shape[0], a.shape[1])
+
+
+def problem(a, w_q, scales, *, transpose_w=False, **_) -> str:
+    """What `cookbook.lab.autotune` calls the problem: the best configuration depends on nothing else."""
+    return _tuned.problem_name(a, w_q, transpose_w=transpose_w)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +220,8 @@ def matmul_int8_weights(a, w_q, scales, *, out_dtype=None, transpose_w=False, co
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
     target = _mgpu.require_target("matmul_int8_weights")
+    name = problem(a, w_q, scales, transpose_w=transpose_w)
+    config = config or _tuned.tuned("matmul_int8_weights", target.name, name, Config)
     config = config or default_config(m, n, k, target.num_sms)
     interpreted = target.name == "the GPU interpreter"
     plan = Plan(m, n, k, (a.dtype, w_q.dtype), False, transpose_w, identity, out_dtype, config, interpreted)

@@ -32,11 +32,11 @@ make wheelhouse ARGS=matplotlib; to build the site there: make wheelhouse ARGS=s
 
 
 def main() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    wanted = [name for name in _names(extras["dev"]) if name not in ("jupyterlab", "pip")]
-    for argument in sys.argv[1:]:
-        wanted += _names(extras.get(argument, [argument]))
-    skipped = {name for name in HOST_HAS if name not in wanted}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    named = [name for argument in sys.argv[1:] for name in _names(extras.get(argument, [argument]))]
+    skipped = {*HOST_HAS, "jupyterlab", "pip"} - set(named)
+    wanted = _names(project["dependencies"] + extras["dev"]) + named
     names = _closure(wanted, skipped)
 
     shutil.rmtree(TARGET, ignore_errors=True)

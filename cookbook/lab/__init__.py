@@ -4,6 +4,8 @@ from .._mgpu import compiler_params as compiler_params
 from . import plot as plot
 from . import results as results
 from . import roofline as roofline
+from .autotune import Tuning as Tuning
+from .autotune import autotune as autotune
 from .checking import CheckError as CheckError
 from .checking import CheckReport as CheckReport
 from .checking import check as check

@@ -102,11 +102,17 @@ def first_call_seconds(fn, *args) -> float:
     return time.perf_counter() - start
 
 
+def median_ms(fn, args, iterations: int) -> float:
+    """Median kernel time of `fn(*args)`, on a GPU; `fn` may be compiled."""
+    return float(np.median(_kernel_ms(fn, args, iterations)))
+
+
 def _kernel_ms(fn, args, iterations: int) -> list[float]:
     from jax.experimental.mosaic.gpu import profiler
 
-    jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
-    outputs = jax.tree.leaves(jax.eval_shape(jitted, *args))
+    is_compiled = isinstance(fn, jax.stages.Compiled)
+    jitted = fn if is_compiled or hasattr(fn, "lower") else jax.jit(fn)
+    outputs = jax.tree.leaves(fn.out_info if is_compiled else jax.eval_shape(jitted, *args))
     at_once = int(_OUTPUT_BYTES_MAX // max(1, sum(out.size * out.dtype.itemsize for out in outputs)))
     at_once = min(max(at_once, 1), iterations)
     for _ in range(3):  # Clocks and caches settle.

@@ -1,0 +1,156 @@
+"""The fastest configuration of a kernel for a problem, found by timing all that its file lists."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import inspect
+import json
+import math
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+from tqdm.auto import tqdm
+
+from .. import _tuned
+from . import interpreter, results, timing
+
+WRONG_ABOVE = 1e-2  # Relative distance from the first configuration's result: roundings to 16 bits are 2e-3.
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """What `autotune` found: `best`, and the milliseconds of every configuration tried (NaN: it failed, and why)."""
+
+    op: str
+    problem: str
+    best: object
+    trials: dict[object, float]
+    failures: dict[object, str]
+    recorded: bool = False
+
+    @property
+    def ms(self) -> float:
+        return self.trials[self.best]
+
+    def __repr__(self) -> str:
+        """The fastest ten, by what sets them apart from the best."""
+        lines = [f"{self.op}, {self.problem}: {len(self.trials)} configurations" + " [recorded]" * self.recorded]
+        fastest = sorted((config for config in self.trials if config not in self.failures), key=self.trials.get)
+        for config in fastest[:10]:
+            lines.append(f"  {self.trials[config]:8.4f} ms  {_difference(config, self.best) or config}")
+        if self.failures:
+            lines.append(f"  {len(self.failures)} failed, such as: {next(iter(self.failures.values()))}")
+        return "\n".join(lines)
+
+
+def autotune(op, *args, iterations: int = 10, refresh: bool = False, **kwargs) -> Tuning:
+    """Times `op(*args, config=c, **kwargs)` for each `c` that the op lists, and keeps the best for this problem.
+
+    The op's module says what to try (`configs(*args, **kwargs)`: nothing that does not fit in shared memory) and what
+    the problem is called (`problem(*args, **kwargs)`). Configurations are compiled in parallel and timed one at a time;
+    one whose result is not that of the first is out. Each time goes to `results/<gpu>/configs.json` at once:
+    interrupted, the search goes on where it was. Times of other code than the op has now are taken anew. Afterwards the
+    op takes the best one by itself where it is given no config.
+
+    Without a GPU: what is in the file.
+
+    Args:
+      op: a kernel of this package whose module has `configs` and `problem`.
+      *args, **kwargs: what to call it with.
+      iterations: timed calls of each configuration, of which the median counts.
+      refresh: forget the times in the file.
+
+    Raises:
+      ValueError: the op lists no configurations; RuntimeError: no GPU and nothing in the file, or all failed.
+    """
+    op = inspect.unwrap(op)
+    module = sys.modules[op.__module__]
+    if not hasattr(module, "configs"):
+        raise ValueError(f"op = {op.__name__}: its module {module.__name__} has no configs(*args, **kwargs) to search")
+    problem = module.problem(*args, **kwargs)
+    if not interpreter.on_gpu():
+        entry = _load("h200").get(op.__name__, {}).get(problem)
+        if entry is None:
+            raise RuntimeError(
+                f"nothing was recorded for {op.__name__}, {problem}, and there is no Hopper GPU to time it on"
+            )
+        return _tuning(op.__name__, problem, entry, module.Config, recorded=True)
+
+    gpu, source = results.this_gpu(), results.source_hash(op)
+    data = _load(gpu)
+    entry = data.setdefault(op.__name__, {}).setdefault(problem, {})
+    if refresh or entry.get("source") != source:
+        entry.clear()
+        entry.update(source=source, trials=[])
+    known = {json.dumps(trial["config"], sort_keys=True) for trial in entry["trials"]}
+    waiting = [
+        c for c in module.configs(*args, **kwargs) if json.dumps(dataclasses.asdict(c), sort_keys=True) not in known
+    ]
+    call = lambda config: functools.partial(op, config=config, **kwargs)
+    wanted = None
+    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        compiling = [(config, pool.submit(_compile, call(config), args)) for config in waiting]
+        concurrent.futures.wait([future for _, future in compiling])  # A busy host would not disturb the GPU's clock,
+        for config, future in tqdm(compiling, desc=op.__name__, unit="config", disable=not compiling):  # but launches.
+            trial = dict(config=dataclasses.asdict(config))
+            try:
+                compiled = future.result()
+                out = compiled(*args)
+                wanted = out if wanted is None else wanted
+                if not (error := _distance(out, wanted)) < WRONG_ABOVE:
+                    raise ArithmeticError(f"its result is not that of the first configuration: {error:.1e} apart")
+                trial["ms"] = timing.median_ms(compiled, args, iterations)
+            except Exception as error:
+                trial["failure"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            entry["trials"].append(trial)
+            _update_best(entry)
+            _save(gpu, data)
+    if "best" not in entry:
+        raise RuntimeError(
+            f"no configuration of {op.__name__} ran for {problem}; the first failure: {entry['trials'][0]['failure']}"
+            if entry["trials"]
+            else f"{module.__name__}.configs lists none for {problem}"
+        )
+    return _tuning(op.__name__, problem, entry, module.Config)
+
+
+def _compile(fn, args):
+    return jax.jit(fn).lower(*args).compile()
+
+
+def _distance(out, wanted) -> float:
+    out, wanted = (jnp.asarray(x, jnp.float32) for x in (out, wanted))
+    return float(jnp.linalg.norm(out - wanted) / jnp.maximum(jnp.linalg.norm(wanted), 1e-30))
+
+
+def _update_best(entry: dict) -> None:
+    timed = [trial for trial in entry["trials"] if "ms" in trial]
+    if timed:
+        best = min(timed, key=lambda trial: trial["ms"])
+        entry.update(best=best["config"], ms=best["ms"], provenance=results.machine())
+
+
+def _tuning(op: str, problem: str, entry: dict, config_type, recorded: bool = False) -> Tuning:
+    trials = {config_type(**trial["config"]): trial.get("ms", math.nan) for trial in entry["trials"]}
+    failures = {config_type(**t["config"]): t["failure"] for t in entry["trials"] if "failure" in t}
+    return Tuning(op, problem, config_type(**entry["best"]), trials, failures, recorded)
+
+
+def _difference(config, other) -> str:
+    ours, theirs = dataclasses.asdict(config), dataclasses.asdict(other)
+    return ", ".join(f"{name}={value}" for name, value in ours.items() if value != theirs[name])
+
+
+def _load(gpu: str) -> dict:
+    file = _tuned.path(gpu)
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def _save(gpu: str, data: dict) -> None:
+    file = _tuned.path(gpu)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
+    unfinished.replace(file)
