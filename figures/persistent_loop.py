@@ -1,0 +1,59 @@
+"""One SM and three tiles: a block a tile, one block that loops, and one that stores while it multiplies."""
+
+from cookbook.lab import plot
+from figures._draw import save
+from figures.pipeline_schedule import LOAD, MULTIPLY, bar
+
+TILES, MULTIPLIES = 3, 3.0  # Tiles, and the time of one tile's products.
+START, FIRST_LOAD, ROUND, WRITE, AHEAD = 0.5, 0.7, 0.35, 0.8, 0.75
+STORE, WAIT = plot.COLOURS[1], plot.FAINT
+
+
+def schedule(persistent: bool, overlap: bool) -> list[tuple[str, float, float]]:
+    """(lane and text, start, end) of all that happens. Times are made up: they show the order, not a measurement."""
+    events, time = [], 0.0
+    loaded = None  # When the next tile's first step is there, if its load began early.
+    for tile in range(TILES):
+        if not persistent or tile == 0:
+            events.append(("memory|start", time, time + START))
+            time += START
+        begin = time if loaded is None else loaded[0]
+        first = max(time, begin + FIRST_LOAD)
+        end = first + MULTIPLIES
+        events.append((f"memory|load {tile}", begin, end - AHEAD))
+        events.append((f"compute|multiply {tile}", first, end))
+        events.append(("compute|round", end, end + ROUND))
+        events.append((f"TMA store|write {tile}", end + 0.15, end + ROUND + WRITE))
+        loaded = (end - AHEAD,) if persistent else None
+        time = end + ROUND + (0 if overlap else WRITE)
+    return events
+
+
+def draw():
+    cases = (
+        (False, False, "one block a tile: each starts, and loads its first steps, while nothing multiplies"),
+        (True, False, "persistent: the next tile's first steps are loaded during the store; the store is waited for"),
+        (True, True, "persistent, the store overlapped: the write to o goes on during the next tile's products"),
+    )
+    lanes = ("memory", "compute", "TMA store")
+    colours = {"load": LOAD, "multiply": MULTIPLY, "round": STORE, "write": STORE, "start": WAIT}
+    with plot.figure(height=5.4, nrows=3, sharex=True) as (fig, axes):
+        for ax, (persistent, overlap, title) in zip(axes, cases, strict=True):
+            run = schedule(persistent, overlap)
+            for name, start, end in run:
+                lane, text = name.split("|")
+                shown = "" if text in ("round", "start") else text
+                bar(ax, lanes.index(lane), start, end, shown, colours[text.split()[0]])
+            ax.axvline(max(end for _, _, end in run), color=plot.BOUND, linewidth=1.2)
+            ax.set_yticks(range(3), lanes)
+            ax.set_ylim(2.6, -0.6)
+            ax.grid(visible=False)
+            ax.set_title(title, fontsize=9)
+        axes[-1].set_xlim(0, 16.6)
+        axes[-1].set_xticks([])
+        axes[-1].set_xlabel("time (schematic)")
+    return fig
+
+
+if __name__ == "__main__":
+    save(__file__, draw())
