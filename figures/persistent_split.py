@@ -18,7 +18,7 @@ def draw():
         for ax, (title, share) in zip(axes, CASES, strict=True):
             for index in range(TILES * STEPS):
                 tile, step = divmod(index, STEPS)
-                sm = index // share
+                sm = index // share if STEPS % share else step // share * TILES + tile  # Part by part.
                 colour = plot.COLOURS[:6][sm % 6] if sm < 6 else (plot.PEER, plot.INK)[sm - 6]
                 ax.add_patch(Rectangle((step, tile - 0.4), 1, 0.8, facecolor=colour, alpha=0.75, edgecolor=plot.CARD))
                 if index % share == 0 or step == 0:
