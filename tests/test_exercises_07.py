@@ -1,5 +1,6 @@
 """The exercises of chapter 7: solutions are accepted; wrong answers and untouched skeletons are not."""
 
+import functools
 import json
 import pathlib
 import sys
@@ -318,3 +319,18 @@ def test_ring_wrong(wrong, said, monkeypatch):
 def test_ring_skeleton():
     names = skeleton("exercise-3")
     rejected(ex07.check_ring((names["memory"], names["compute"])), "no barrier line yet")
+
+
+# The notebook's kernels that lack a barrier
+
+
+@pytest.mark.parametrize("barrier", ["freed", "filled"])
+def test_report_tells_of_a_missing_barrier_and_of_none_else(barrier):
+    steps, stages = 6, 2
+    programs = [ex07._program(role, steps, stages) for role in (memory, compute)]
+    a, b = jnp.ones((64, 64 * steps), jnp.bfloat16), jnp.ones((64 * steps, 64), jnp.bfloat16)
+    kernel = functools.partial(ex07.ring_kernel, steps=steps, stages=stages)
+    run = lambda programs: ex07.report(functools.partial(kernel, program=programs), a, b)
+    assert run(programs) == "nothing to report"
+    without = [[line for line in program if line[1] != barrier] for program in programs]
+    assert run(without).startswith(("race", "ValueError"))

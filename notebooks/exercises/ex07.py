@@ -239,15 +239,16 @@ def ring_kernel(a, b, *, program, steps: int, stages: int):
 def report(kernel, *args) -> str:
     """What the interpreter, with race detection, says of a kernel that may be wrong but always ends."""
     logging.disable(logging.ERROR)  # JAX logs a failing kernel's traceback; one sentence is enough here.
+    seen, said = None, "nothing to report"
     try:
         with contextlib.redirect_stdout(io.StringIO()), lab.interpret() as seen:
             jax.block_until_ready(kernel(*args))
-        return f"race: {seen.races[0]}" if seen.races else "nothing to report"
     except Exception as error:
-        said = [line for line in str(error).splitlines() if line.startswith("ValueError")]
-        return said[-1] if said else judge._first_line(error)
+        stopped = [line for line in str(error).splitlines() if line.startswith("ValueError")]
+        said = stopped[-1] if stopped else f"{type(error).__name__}: {str(error)[:200]}"
     finally:
         logging.disable(logging.NOTSET)
+    return f"race: {seen.races[0]}" if seen and seen.races else said
 
 
 def _program(role, steps: int, stages: int) -> list:
