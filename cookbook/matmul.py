@@ -67,7 +67,7 @@ class Config:
     split_dim: int = 0  # The dimension of the tile that the two compute warpgroups share out: 0 for M, 1 for N.
     cluster_dim: int | None = None  # Two neighbouring tiles along it are a cluster's; they share what they both need.
     grid_minor_dim: int = 0  # The dimension of the tile grid along which the snake runs: 0 for M, 1 for N.
-    grid_tile_width: int = 8  # Tiles across the snake.
+    grid_tile_width: int = 8  # Tiles, or clusters, across the snake.
     split_k: int = 1  # Parts of K that are summed apart, each by a block of its own.
 
     def __post_init__(self):

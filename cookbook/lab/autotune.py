@@ -11,7 +11,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from .. import _tuned
 from . import interpreter, results, timing
