@@ -11,19 +11,22 @@ CHAPTERS = (
     ("04_blocked_matmul", "Blocked matmul", "reuse: tiles raise the FLOP done a byte", "compute"),
     ("05_wgmma", "WGMMA", "the tensor core, fed by a whole warpgroup", "compute"),
     ("06_pipelining", "Pipelining", "copy the next tile while this one is multiplied", "compute"),
+    ("07_warp_specialization", "Warp specialization", "a warpgroup for each job", "compute"),
+    ("08_persistent_matmul", "Persistent matmul", "waves, order, clusters, the store", "compute"),
+    ("09_low_precision", "Low precision", "fp8 and int8 weights, scales", "both"),
 )
 COLOURS = {"memory": ORANGE, "compute": BLUE, "both": GREEN}
 
 
 def draw():
-    step, rise = 0.3, 0.52
+    step, rise = 0.22, 0.5
     fig, ax = canvas(7.8, 0.75 + rise * len(CHAPTERS))
     for i, (name, title, adds, bound) in enumerate(CHAPTERS):
         x, y = 0.25 + step * i, 0.5 + rise * i
         box(ax, x, y, 7.3 - step * i, rise - 0.08, colour=COLOURS[bound], fill=0.13)
         words(ax, x + 0.24, y + 0.22, name.split("_")[0], size=11, weight="bold", colour=COLOURS[bound])
         words(ax, x + 0.5, y + 0.22, title, size=9.5, ha="left", weight="bold")
-        words(ax, x + 1.95, y + 0.22, adds, size=8.2, ha="left", colour=INK)
+        words(ax, x + 2.15, y + 0.22, adds, size=8.2, ha="left", colour=INK)
     words(ax, 0.25, 0.24, "what bounds the kernels of a chapter:", size=8, ha="left", colour=SOFT)
     for i, (bound, text) in enumerate((("memory", "moving bytes"), ("compute", "arithmetic"))):
         box(ax, 2.75 + 1.3 * i, 0.16, 0.18, 0.16, colour=COLOURS[bound], fill=0.3)
