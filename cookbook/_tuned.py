@@ -11,6 +11,9 @@ import pathlib
 ROOT = pathlib.Path(os.environ.get("COOKBOOK_RESULTS") or pathlib.Path(__file__).parents[1] / "results")
 
 
+FILE = "configs.json"
+
+
 def problem_name(*arrays, **flags) -> str:
     """The problem as the file names it: "bfloat16[64,512] bfloat16[32,512] transpose_b=True". False is left out."""
     shapes = (f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in arrays)
@@ -23,7 +26,7 @@ def gpu_name(device_kind: str) -> str:
 
 
 def path(gpu: str) -> pathlib.Path:
-    return ROOT / gpu / "configs.json"
+    return ROOT / gpu / FILE
 
 
 def tuned(op: str, device_kind: str, problem: str, config_type):

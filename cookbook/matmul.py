@@ -522,7 +522,8 @@ def matmul(
 ):  # fmt: skip
     """`activation(a @ b + bias)`, with float32 sums, rounded once; the same to the bit in every run.
 
-    Differentiable in a, b and bias: gradients are products by the same kernel.
+    Differentiable in a, b and bias: gradients are products by the same kernel, of the gradient of o rounded to the
+    dtype of a. Under differentiation an activation is applied after the kernel, to float32 sums that are kept.
 
     Args:
       a: (M, K), or (K, M) with `transpose_a`; bfloat16 or float16.
@@ -530,7 +531,7 @@ def matmul(
       bias: (N,), of a floating dtype; or None.
       activation: "relu", "gelu" (the tanh form), "silu", an element-wise function, or None.
       out_dtype: bfloat16, float16 or float32; None for the dtype of `a`.
-      transpose_a, transpose_b: the operand is given transposed, and is read as it lies: no copy is made.
+      transpose_a, transpose_b: the operand is given transposed, and is read as it lies: no transposed copy is made.
       config: tiles, stages, cluster and order; None chooses by shape.
 
     Returns:

@@ -20,9 +20,10 @@ Barrier table:
     freed[slot]      the compute warpgroups of all blocks   supply, before it refills the slot, or overwrites the
                      of the cluster                         weights that were converted of it
 
-What bounds its speed: with a few rows of a, reading the weights from HBM, half the bytes of 16-bit ones; neighbouring
-tiles of a cluster share the rows of a, and K is split, so that every SM reads. With many rows the tensor cores, as in
-`matmul`: the conversion runs beside them.
+What bounds its speed: by a count of bytes, shared memory, which the weights enter with 8 bits, leave, enter with 16 and
+leave again; with up to 64 rows of a, reading them from HBM takes nearly as long, half as long as 16-bit ones would.
+Neighbouring tiles of a cluster share the rows of a, and K is split, so that every SM reads. With many rows the tensor
+cores, as in `matmul`: the conversion runs beside them.
 
 Not supported: zero points, scales of groups along K, 4-bit weights; batches (use `jax.vmap`); differentiation. Weights
 are padded, at the cost of one copy, unless N is a multiple of 128 and K of 8, or with `transpose_w` K of 64 and N of 8.
@@ -54,7 +55,7 @@ from cookbook.matmul import Plan as MatmulPlan
 SUPPLY_REGISTERS, COMPUTE_REGISTERS = 96, 200  # A thread; 128 threads each, 65,536 in all.
 WIDE_SLOTS = 2  # Of converted weights.
 VECTOR, LANES, WARPS = 8, 32, 4  # Weights that a thread converts at once; threads of a warp, warps of a warpgroup.
-PIECES = 4  # Of a slot's weights, converted one after another: all at once take too many registers.
+PIECES = 4  # Of a slot's weights, converted one after another, so that few registers hold them.
 
 
 def matmul_int8_weights_reference(a, w_q, scales):
@@ -111,8 +112,8 @@ class Plan(MatmulPlan):
 
     @property
     def layout(self):
-        """Of a piece of the weights, as the convert warpgroup holds it: neighbouring threads have neighbouring columns,
-        so that neither reading 8-bit values nor writing 16-bit ones meets a bank twice."""
+        """Of a piece of the weights, as the supply warpgroup holds it: neighbouring threads have neighbouring columns,
+        8 of them each, which are one load of 8-bit values and one store of 16-bit ones."""
         cols = min(self.scratch["b_smem"].shape[-1], 16 * VECTOR)
         rows = LANES * VECTOR // cols
         tiling = plgpu.Tiling(((WARPS * rows, cols), (rows, cols), (VECTOR,)))
@@ -217,6 +218,11 @@ def matmul_int8_weights(a, w_q, scales, *, out_dtype=None, transpose_w=False, co
     out_dtype = jnp.dtype(out_dtype or a.dtype)
     _mgpu.require_float("matmul_int8_weights", out_dtype)
     m, n, k = _check(a, w_q, scales, transpose_w)
+    if config is not None and not isinstance(config, Config):
+        raise ValueError(
+            f"cookbook.matmul_int8_weights: {config=} is of another kernel, with another price in shared memory: use "
+            "cookbook.matmul_int8_weights.Config"
+        )
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
     target = _mgpu.require_target("matmul_int8_weights")

@@ -1,8 +1,6 @@
 """The exercises of chapter 6: solutions are accepted; wrong answers and untouched skeletons are not."""
 
 import functools
-import json
-import pathlib
 import sys
 
 import jax
@@ -11,30 +9,13 @@ import pytest
 
 from cookbook import lab
 from cookbook.matmul_pipelined import Config, matmul_pipelined
+from tests.answers import NOTEBOOKS, accepted, rejected, skeletons
 
-NOTEBOOKS = pathlib.Path(__file__).parent.parent / "notebooks"
 sys.path.insert(0, str(NOTEBOOKS))
 
 from exercises import ex06  # noqa: E402
 
-
-def skeleton(cell_id: str) -> dict:
-    """What the notebook's cell `cell_id` defines before it calls the checker."""
-    cells = json.loads((NOTEBOOKS / "06_pipelining.ipynb").read_text())["cells"]
-    source = "".join(next(cell["source"] for cell in cells if cell["id"] == cell_id))
-    names = {}
-    exec(source[: source.index("ex06.")], names)
-    return names
-
-
-def accepted(verdict):
-    assert verdict, verdict
-    assert repr(verdict).startswith("Right.")
-
-
-def rejected(verdict, said):
-    assert not verdict
-    assert repr(verdict).startswith("Not yet:") and said in verdict.text
+skeleton = skeletons("06_pipelining")
 
 
 # Exercise 1

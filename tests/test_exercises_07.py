@@ -1,8 +1,6 @@
 """The exercises of chapter 7: solutions are accepted; wrong answers and untouched skeletons are not."""
 
 import functools
-import json
-import pathlib
 import sys
 
 import jax
@@ -13,30 +11,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook import lab
+from tests.answers import NOTEBOOKS, accepted, rejected, skeletons
 
-NOTEBOOKS = pathlib.Path(__file__).parent.parent / "notebooks"
 sys.path.insert(0, str(NOTEBOOKS))
 
 from exercises import ex07  # noqa: E402
 
-
-def skeleton(cell_id: str) -> dict:
-    """What the notebook's cell `cell_id` defines before it calls the checker."""
-    cells = json.loads((NOTEBOOKS / "07_warp_specialization.ipynb").read_text())["cells"]
-    source = "".join(next(cell["source"] for cell in cells if cell["id"] == cell_id))
-    names = {}
-    exec(source[: source.index("ex07.")], names)
-    return names
-
-
-def accepted(verdict):
-    assert verdict, verdict
-    assert repr(verdict).startswith("Right.")
-
-
-def rejected(verdict, said):
-    assert not verdict
-    assert repr(verdict).startswith("Not yet:") and said in verdict.text, verdict
+skeleton = skeletons("07_warp_specialization")
 
 
 # Exercise 1

@@ -1,8 +1,6 @@
 """The exercises of chapter 8: solutions are accepted; wrong answers and untouched skeletons are not."""
 
-import json
 import math
-import pathlib
 import sys
 
 import jax.numpy as jnp
@@ -11,30 +9,13 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook.matmul import Config, Plan, identity
+from tests.answers import NOTEBOOKS, accepted, rejected, skeletons
 
-NOTEBOOKS = pathlib.Path(__file__).parent.parent / "notebooks"
 sys.path.insert(0, str(NOTEBOOKS))
 
 from exercises import ex08  # noqa: E402
 
-
-def skeleton(cell_id: str) -> dict:
-    """What the notebook's cell `cell_id` defines before it calls the checker."""
-    cells = json.loads((NOTEBOOKS / "08_persistent_matmul.ipynb").read_text())["cells"]
-    source = "".join(next(cell["source"] for cell in cells if cell["id"] == cell_id))
-    names = {}
-    exec(source[: source.index("ex08.")], names)
-    return names
-
-
-def accepted(verdict):
-    assert verdict, verdict
-    assert repr(verdict).startswith("Right.")
-
-
-def rejected(verdict, said):
-    assert not verdict
-    assert repr(verdict).startswith("Not yet:") and said in verdict.text
+skeleton = skeletons("08_persistent_matmul")
 
 
 def raises(*args):

@@ -1,37 +1,19 @@
 """The exercises of chapter 9: solutions are accepted; wrong answers and untouched skeletons are not."""
 
-import json
 import math
-import pathlib
 import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-NOTEBOOKS = pathlib.Path(__file__).parent.parent / "notebooks"
+from tests.answers import NOTEBOOKS, accepted, rejected, skeletons
+
 sys.path.insert(0, str(NOTEBOOKS))
 
 from exercises import ex09  # noqa: E402
 
-
-def skeleton(cell_id: str) -> dict:
-    """What the notebook's cell `cell_id` defines before it calls the checker."""
-    cells = json.loads((NOTEBOOKS / "09_low_precision.ipynb").read_text())["cells"]
-    source = "".join(next(cell["source"] for cell in cells if cell["id"] == cell_id))
-    names = {}
-    exec(source[: source.index("ex09.")], names)
-    return names
-
-
-def accepted(verdict):
-    assert verdict, verdict
-    assert repr(verdict).startswith("Right.")
-
-
-def rejected(verdict, said):
-    assert not verdict
-    assert repr(verdict).startswith("Not yet:") and said in verdict.text
+skeleton = skeletons("09_low_precision")
 
 
 # Exercise 1

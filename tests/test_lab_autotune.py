@@ -48,6 +48,7 @@ def op(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "op_with_configs", op_module)
     monkeypatch.setattr(scale, "__module__", "op_with_configs")
     monkeypatch.setattr(_tuned, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "ROOT", tmp_path)
     monkeypatch.setattr(interpreter, "on_gpu", lambda: True)
     monkeypatch.setattr(results, "this_gpu", lambda: "h200")
     timed = []
@@ -77,7 +78,7 @@ def test_the_fastest_right_one_wins(op):
     assert {c.tile: text for c, text in found.failures.items() if not c.wrong} == {
         5: "ValueError: tile 5 does not compile"
     }
-    assert "not that of the first" in found.failures[Config(8, wrong=True)]
+    assert "not that of the op's own choice" in found.failures[Config(8, wrong=True)]
     assert "1.0000 ms" in repr(found) and "tile=16" in repr(found) and "2 failed" in repr(found)
 
 
@@ -104,6 +105,13 @@ def test_an_interrupted_search_goes_on_where_it_was(op, monkeypatch):
         lab.autotune(op, X)
     monkeypatch.setattr(timing, "median_ms", whole)
     assert lab.autotune(op, X).best == Config(8) and op.timed == [4, 8, 16]
+
+
+def test_what_is_right_does_not_depend_on_what_is_left(op, monkeypatch):
+    """A search that goes on with a wrong configuration first."""
+    monkeypatch.setattr(sys.modules["op_with_configs"], "configs", lambda x: [Config(8, wrong=True), Config(4)])
+    found = lab.autotune(op, X)
+    assert found.best == Config(4) and set(found.failures) == {Config(8, wrong=True)}
 
 
 def test_times_of_other_code_are_taken_anew(op):

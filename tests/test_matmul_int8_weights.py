@@ -1,5 +1,6 @@
 """The int8-weight matmul: a few rows and many, weights stored both ways, sizes on both sides of a tile."""
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -120,6 +121,7 @@ W, S = ones(16, 32, dtype=jnp.int8), ones(32, dtype=jnp.float32)
         (lambda: matmul_int8_weights(ones(8, 16), W.astype(jnp.bfloat16), S), "int8: cast"),
         (lambda: matmul_int8_weights(ones(8, 16), W, S[:3]), r"scales.shape=\(3,\).*must be \(32,\)"),
         (lambda: matmul_int8_weights(ones(8, 16), W, S, out_dtype=jnp.int8), "out_dtype"),
+        (lambda: matmul_int8_weights(ones(8, 16), W, S, config=module.MatmulConfig()), "of another kernel"),
     ],
 )
 def test_errors_name_the_rule(fn, message):
@@ -147,14 +149,16 @@ def test_mutants_are_caught(no_gpu, monkeypatch, old, new):
     copy = types.ModuleType("mutant_of_matmul_int8_weights")
     monkeypatch.setitem(sys.modules, copy.__name__, copy)
     exec(compile(source.replace(old, new), copy.__name__, "exec"), copy.__dict__)
+    small = copy.Config(**dataclasses.asdict(SMALL))  # A class of the copy's own.
     if "commit_smem" in old:
-        fences = lambda fn: lab.compile_for(
-            "h200", functools.partial(fn, config=SMALL), *operands(72, 128, 400)
-        ).ptx.count("fence.proxy.async")
-        assert fences(copy.matmul_int8_weights) < fences(matmul_int8_weights)
+        compiled = lambda fn, config: lab.compile_for(
+            "h200", functools.partial(fn, config=config), *operands(72, 128, 400)
+        )
+        fences = lambda fn, config: compiled(fn, config).ptx.count("fence.proxy.async")
+        assert fences(copy.matmul_int8_weights, small) < fences(matmul_int8_weights, SMALL)
         return
     with pytest.raises(Exception, match="(?i)race|wait|phase|result|barrier"):
-        check(72, 128, 400, fn=copy.matmul_int8_weights, config=SMALL)
+        check(72, 128, 400, fn=copy.matmul_int8_weights, config=small)
 
 
 def test_conversion_and_products_keep_apart(gpu):

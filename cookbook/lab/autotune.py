@@ -16,7 +16,8 @@ from tqdm import tqdm
 from .. import _tuned
 from . import interpreter, results, timing
 
-WRONG_ABOVE = 1e-2  # Relative distance from the first configuration's result: roundings to 16 bits are 2e-3.
+TOPIC = _tuned.FILE.removesuffix(".json")
+WRONG_ABOVE = 1e-2  # Relative distance from the result of the op's own choice: roundings to 16 bits are 2e-3.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ def autotune(op, *args, iterations: int = 10, refresh: bool = False, **kwargs) -
 
     The op's module says what to try (`configs(*args, **kwargs)`: nothing that does not fit in shared memory) and what
     the problem is called (`problem(*args, **kwargs)`). Configurations are compiled in parallel and timed one at a time;
-    one whose result is not that of the first is out. Each time goes to `results/<gpu>/configs.json` at once:
+    one whose result is not that of the op's own choice is out. Each time goes to `results/<gpu>/configs.json` at once:
     interrupted, the search goes on where it was. Times of other code than the op has now are taken anew. Afterwards the
     op takes the best one by itself where it is given no config.
 
@@ -71,15 +72,15 @@ def autotune(op, *args, iterations: int = 10, refresh: bool = False, **kwargs) -
         raise ValueError(f"op = {op.__name__}: its module {module.__name__} has no configs(*args, **kwargs) to search")
     problem = module.problem(*args, **kwargs)
     if not interpreter.on_gpu():
-        entry = _load("h200").get(op.__name__, {}).get(problem)
-        if entry is None:
+        entry = results.load(TOPIC, "h200").get(op.__name__, {}).get(problem)
+        if entry is None or "best" not in entry:
             raise RuntimeError(
                 f"nothing was recorded for {op.__name__}, {problem}, and there is no Hopper GPU to time it on"
             )
         return _tuning(op.__name__, problem, entry, module.Config, recorded=True)
 
     gpu, source = results.this_gpu(), results.source_hash(op)
-    data = _load(gpu)
+    data = results.load(TOPIC, gpu)
     entry = data.setdefault(op.__name__, {}).setdefault(problem, {})
     if refresh or entry.get("source") != source:
         entry.clear()
@@ -89,24 +90,21 @@ def autotune(op, *args, iterations: int = 10, refresh: bool = False, **kwargs) -
         c for c in module.configs(*args, **kwargs) if json.dumps(dataclasses.asdict(c), sort_keys=True) not in known
     ]
     call = lambda config: functools.partial(op, config=config, **kwargs)
-    wanted = None
+    wanted = op(*args, **kwargs) if waiting else None
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         compiling = [(config, pool.submit(_compile, call(config), args)) for config in waiting]
-        concurrent.futures.wait([future for _, future in compiling])  # A busy host would not disturb the GPU's clock,
-        for config, future in tqdm(compiling, desc=op.__name__, unit="config", disable=not compiling):  # but launches.
+        for config, future in tqdm(compiling, desc=op.__name__, unit="config", disable=not compiling):
             trial = dict(config=dataclasses.asdict(config))
             try:
                 compiled = future.result()
-                out = compiled(*args)
-                wanted = out if wanted is None else wanted
-                if not (error := _distance(out, wanted)) < WRONG_ABOVE:
-                    raise ArithmeticError(f"its result is not that of the first configuration: {error:.1e} apart")
+                if not (error := _distance(compiled(*args), wanted)) < WRONG_ABOVE:
+                    raise ArithmeticError(f"its result is not that of the op's own choice: {error:.1e} apart")
                 trial["ms"] = timing.median_ms(compiled, args, iterations)
             except Exception as error:
                 trial["failure"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
             entry["trials"].append(trial)
             _update_best(entry)
-            _save(gpu, data)
+            results.save(TOPIC, gpu, data)
     if "best" not in entry:
         raise RuntimeError(
             f"no configuration of {op.__name__} ran for {problem}; the first failure: {entry['trials'][0]['failure']}"
@@ -141,16 +139,3 @@ def _tuning(op: str, problem: str, entry: dict, config_type, recorded: bool = Fa
 def _difference(config, other) -> str:
     ours, theirs = dataclasses.asdict(config), dataclasses.asdict(other)
     return ", ".join(f"{name}={value}" for name, value in ours.items() if value != theirs[name])
-
-
-def _load(gpu: str) -> dict:
-    file = _tuned.path(gpu)
-    return json.loads(file.read_text()) if file.exists() else {}
-
-
-def _save(gpu: str, data: dict) -> None:
-    file = _tuned.path(gpu)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
-    unfinished.replace(file)

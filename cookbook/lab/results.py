@@ -17,12 +17,13 @@ import subprocess
 import jax
 import jaxlib
 
+from .. import _tuned
 from .source import module_hashes, module_is, source_hash
 from .toolchain import ToolchainMissing, tool
 
 __all__ = ["read", "recording", "rows", "source_hash", "stale", "stale_list", "topics", "value", "write"]
 
-ROOT = pathlib.Path(os.environ.get("COOKBOOK_RESULTS") or pathlib.Path(__file__).parents[2] / "results")
+ROOT = _tuned.ROOT
 
 
 def recording() -> bool:
@@ -37,7 +38,7 @@ def read(problem: str, impl: str = "cookbook", gpu: str = "h200") -> dict | None
 
 def rows(topic: str, gpu: str = "h200") -> dict[str, dict[str, dict]]:
     """Every row of a topic ("softmax", "05_wgmma"), by problem and implementation; empty if nothing was recorded."""
-    return _load(topic, gpu).get("rows", {})
+    return load(topic, gpu).get("rows", {})
 
 
 def topics(gpu: str = "h200") -> list[str]:
@@ -62,9 +63,9 @@ def write(
     if fn is not None:
         row["provenance"] |= dict(source=source_hash(fn), modules=module_hashes(fn))
     topic, gpu = problem.split("/")[0], this_gpu()
-    data = _load(topic, gpu)
+    data = load(topic, gpu)
     data.setdefault("rows", {}).setdefault(problem, {})[impl] = row
-    _save(topic, gpu, data)
+    save(topic, gpu, data)
     return row
 
 
@@ -76,20 +77,20 @@ def value(name: str, compute, gpu: str = "h200"):
     """
     topic = name.split("/")[0]
     if not _on_gpu():
-        return _load(topic, gpu).get("values", {}).get(name, {}).get("value")
+        return load(topic, gpu).get("values", {}).get(name, {}).get("value")
     result = json.loads(json.dumps(compute()))  # The same types and figures as will be read later.
     if recording():
-        data = _load(topic, this_gpu())
+        data = load(topic, this_gpu())
         data.setdefault("values", {})[name] = dict(
             value=result, provenance=machine() | dict(source=source_hash(compute))
         )
-        _save(topic, this_gpu(), data)
+        save(topic, this_gpu(), data)
     return result
 
 
 def recorded(name: str, gpu: str = "h200") -> str:
     """Where the value `name` was recorded, for a caption."""
-    entry = _load(name.split("/")[0], gpu).get("values", {}).get(name)
+    entry = load(name.split("/")[0], gpu).get("values", {}).get(name)
     return where(entry["provenance"]) if entry else f"no recorded value for {name}"
 
 
@@ -129,7 +130,7 @@ def write_timeline(problem: str, data: dict, fn) -> None:
 
 def this_gpu() -> str:
     """The folder of this machine's GPU: "h200" for "NVIDIA H200"."""
-    return jax.devices()[0].device_kind.lower().removeprefix("nvidia ").split()[0]
+    return _tuned.gpu_name(jax.devices()[0].device_kind)
 
 
 @functools.cache
@@ -166,12 +167,12 @@ def _on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def _load(topic: str, gpu: str) -> dict:
+def load(topic: str, gpu: str) -> dict:
     path = ROOT / gpu / f"{topic}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def _save(topic: str, gpu: str, data: dict) -> None:
+def save(topic: str, gpu: str, data: dict) -> None:
     path = ROOT / gpu / f"{topic}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
