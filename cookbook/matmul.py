@@ -47,8 +47,6 @@ from cookbook import _jnp, _mgpu, _tuned
 COMPUTE, MEMORY = 2, 2  # Compute warpgroups, and the index of the memory warpgroup, which follows them.
 STEP_BYTES = 128  # Of each row along K, a step: the widest swizzle.
 STORE_ROWS, STORE_BYTES = 64, 128  # Of a piece of o on its way out: rows of one WGMMA, the widest swizzle.
-STORE_SLOTS = 2  # Pieces that each compute warpgroup may have under way.
-PIECES_BYTES = COMPUTE * STORE_SLOTS * STORE_ROWS * STORE_BYTES
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # A thread; 128 threads each, 65,536 registers in all.
 
 
@@ -65,10 +63,15 @@ class Config:
     tile_n: int = 256  # Columns of o a block.
     num_stages: int = 4  # Slots of the ring.
     split_dim: int = 0  # The dimension of the tile that the two compute warpgroups share out: 0 for M, 1 for N.
-    cluster_dim: int | None = None  # Two neighbouring tiles along it are a cluster's; they share what they both need.
+    cluster_m: int = 1  # Neighbouring tiles along M of a cluster, which load what they need of b together,
+    cluster_n: int = 1  # and along N, which share what they need of a.
     grid_minor_dim: int = 0  # The dimension of the tile grid along which the snake runs: 0 for M, 1 for N.
     grid_tile_width: int = 8  # Tiles, or clusters, across the snake.
     split_k: int = 1  # Parts of K that are summed apart, each by a block of its own.
+    store_slots: int = 2  # Pieces of o that each compute warpgroup may have on their way out.
+    # Whether to compute the transposed product, b and a in each other's place, and transpose it on its way out: all
+    # other fields are then of that product. A plain b that TMA has to cut off needs no copy then.
+    swapped: bool = False
 
     def __post_init__(self):
         rows, cols = self.compute_tile
@@ -82,12 +85,20 @@ class Config:
                 f"{self.tile_m=} x {self.tile_n=}: at most 256 each (TMA), and 64 x 256 values for each of two "
                 "warpgroups: a larger accumulator spills their registers"
             )
-        if self.split_dim not in (0, 1) or self.cluster_dim not in (None, 0, 1) or self.grid_minor_dim not in (0, 1):
-            raise ValueError(f"{self.split_dim=}, {self.cluster_dim=}, {self.grid_minor_dim=}: a dimension is 0 or 1")
-        if self.num_stages < 2 or self.split_k < 1 or self.grid_tile_width < 1:
+        self.check()
+
+    def check(self):
+        if self.split_dim not in (0, 1) or self.grid_minor_dim not in (0, 1):
+            raise ValueError(f"{self.split_dim=}, {self.grid_minor_dim=}: a dimension is 0 or 1")
+        if (self.cluster_m, self.cluster_n) not in ((1, 1), (2, 1), (1, 2)):
+            raise ValueError(
+                f"{self.cluster_m=}, {self.cluster_n=}: at most 2 blocks; the SMs of an H200 do not divide by 4 where "
+                "clusters are placed, so that a second round of clusters would wait for the first"
+            )
+        if self.num_stages < 2 or min(self.split_k, self.grid_tile_width, self.store_slots) < 1:
             raise ValueError(
                 f"{self.num_stages=} must be at least 2 (a slot is given back one step late), "
-                f"{self.split_k=} and {self.grid_tile_width=} at least 1"
+                f"{self.split_k=}, {self.grid_tile_width=} and {self.store_slots=} at least 1"
             )
         if self.smem_bytes > _mgpu.SMEM_BYTES_MAX:
             raise ValueError(
@@ -98,25 +109,36 @@ class Config:
     @property
     def compute_tile(self) -> tuple[int, int]:
         """Rows and columns of o of one compute warpgroup."""
-        return (self.tile_m // 2, self.tile_n) if self.split_dim == 0 else (self.tile_m, self.tile_n // 2)
+        return tuple(
+            size // 2 if self.split_dim == dim else size for dim, size in enumerate((self.tile_m, self.tile_n))
+        )
 
     @property
-    def cluster_shape(self) -> tuple[int, int]:
-        """Blocks of a cluster along M and N."""
-        return tuple(2 if self.cluster_dim == dim else 1 for dim in (0, 1))
+    def cluster_size(self) -> int:
+        return self.cluster_m * self.cluster_n
+
+    @property
+    def num_compute_wgs(self) -> int:
+        return COMPUTE
 
     @property
     def smem_bytes(self) -> int:
         """The ring, the pieces of o on their way out, and the barriers."""
         ring = self.num_stages * (self.tile_m + self.tile_n) * STEP_BYTES
-        return ring + PIECES_BYTES + 16 * self.num_stages
+        return ring + self.pieces_bytes + 16 * self.num_stages
+
+    @property
+    def pieces_bytes(self) -> int:
+        if self.swapped and self.split_k > 1:  # Parts of sums go out of registers.
+            return 0
+        return self.num_compute_wgs * self.store_slots * STORE_ROWS * STORE_BYTES
 
 
 def default_config(m: int, n: int, k: int, num_sms: int = 132) -> Config:
     """The configuration for an (m, k) by (k, n) product on `num_sms` SMs."""
     tiles = lambda tile_m, tile_n: pl.cdiv(m, tile_m) * pl.cdiv(n, tile_n)
     if tiles(128, 256) >= num_sms:
-        return Config(cluster_dim=0 if m > 128 else None)
+        return Config(cluster_m=2 if m > 128 else 1)
     if tiles(128, 128) >= num_sms or m > 64:
         config = Config(tile_n=128, num_stages=6)
     else:
@@ -142,13 +164,13 @@ def candidates(config_type, m: int, n: int, k: int, num_sms: int = 132) -> list:
         widths = (4, 8, 16) if tiles > 2 * num_sms else (8,)
         if tile_m > 64 and 2 * m <= tile_m:
             continue
-        for split_dim, cluster_dim, minor_dim, width, split_k in itertools.product(
-            (0, 1), (None, 0, 1), (0, 1), widths, splits if tiles < num_sms else (1,)
+        for split_dim, cluster, minor_dim, width, split_k in itertools.product(
+            (0, 1), ((1, 1), (2, 1), (1, 2)), (0, 1), widths, splits if tiles < num_sms else (1,)
         ):
             for num_stages in range(8, 1, -1):
                 try:
                     found.append(
-                        config_type(tile_m, tile_n, num_stages, split_dim, cluster_dim, minor_dim, width, split_k)
+                        config_type(tile_m, tile_n, num_stages, split_dim, *cluster, minor_dim, width, split_k)
                     )
                     break
                 except ValueError:  # It does not fit in shared memory, or its halves are too small.
@@ -177,15 +199,6 @@ class Plan:
     interpreted: bool
 
     @property
-    def a_is_narrow(self) -> bool:
-        """Whether a row of a's tile is the 128 bytes of a step of K."""
-        return not self.transpose_a
-
-    @property
-    def b_is_narrow(self) -> bool:
-        return self.transpose_b
-
-    @property
     def tile_k(self) -> int:
         """Values of K a step."""
         return STEP_BYTES // self.dtypes[0].itemsize
@@ -194,7 +207,7 @@ class Plan:
     def grid(self) -> tuple[int, int]:
         """Tiles of o, in clusters, along M and N."""
         c = self.config
-        return pl.cdiv(self.m, c.tile_m * c.cluster_shape[0]), pl.cdiv(self.n, c.tile_n * c.cluster_shape[1])
+        return pl.cdiv(self.m, c.tile_m * c.cluster_m), pl.cdiv(self.n, c.tile_n * c.cluster_n)
 
     @property
     def num_tiles(self) -> int:
@@ -207,12 +220,17 @@ class Plan:
 
     def blocks(self, num_sms: int) -> int:
         """Clusters that run at the same time, one block on each SM."""
-        return min(num_sms // (2 if self.config.cluster_dim is not None else 1), self.num_tiles)
+        return min(num_sms // self.config.cluster_size, self.num_tiles)
 
     def tiles_of_block(self):
         """How many tiles this block computes."""
         clusters = lax.axis_size("cluster_id")
         return lax.div(self.num_tiles - lax.axis_index("cluster_id") + clusters - 1, clusters)
+
+    def slot(self, tile, step):
+        """(slot, whether it has been filled before) of a step of this block's `tile`."""
+        count = tile * self.num_steps + step
+        return lax.rem(count, self.config.num_stages), count >= self.config.num_stages
 
     def tile(self, step):
         """(part of K, row, column) of the tile that this block computes in its `step`."""
@@ -220,69 +238,128 @@ class Plan:
         index = lax.axis_index("cluster_id") + step * lax.axis_size("cluster_id")
         tiles_of_part = self.grid[0] * self.grid[1]
         mi, ni = plgpu.planar_snake(lax.rem(index, tiles_of_part), self.grid, c.grid_minor_dim, c.grid_tile_width)
-        if c.cluster_dim == 0:
-            mi = 2 * mi + lax.axis_index("block")
-        elif c.cluster_dim == 1:
-            ni = 2 * ni + lax.axis_index("block")
+        if c.cluster_size > 1:
+            mi, ni = mi * c.cluster_m + lax.axis_index("cluster_m"), ni * c.cluster_n + lax.axis_index("cluster_n")
         return lax.div(index, tiles_of_part), mi, ni
 
     @property
     def store_cols(self) -> int:
         return STORE_BYTES // self.out_dtype.itemsize
 
-    def narrow(self, shape, dtype):
-        """Shared memory for tiles whose rows are 128 bytes: as the tensor core reads it, and as TMA writes it.
+    def place(self, step):
+        """Row and column of the part of a tile that this compute warpgroup computes."""
+        (_, mi, ni), c, role = self.tile(step), self.config, lax.axis_index("role")
+        m, n = (role * size if c.split_dim == dim else 0 for dim, size in enumerate(c.compute_tile))
+        return mi * c.tile_m + m, ni * c.tile_n + n
 
-        Such a tile lies the same way swizzled, and tiled by 8 rows and swizzled. TMA cuts the first off at the edges of
-        an array of any size, of the second it moves whole tiles only. The interpreter takes the two for different
-        memory, and cuts off everything: it gets the same one twice.
+    @property
+    def a_tile(self) -> tuple[int, int]:
+        """Rows and columns of a's tile of a step, as it lies."""
+        return (self.tile_k, self.config.tile_m) if self.transpose_a else (self.config.tile_m, self.tile_k)
+
+    @property
+    def b_tile(self) -> tuple[int, int]:
+        return (self.config.tile_n, self.tile_k) if self.transpose_b else (self.tile_k, self.config.tile_n)
+
+    @property
+    def a_piece(self) -> tuple[int, int] | None:
+        """Rows and columns of what TMA copies at once of a's tile; None for all of it.
+
+        Tensor cores read tiles of 8 rows by 128 bytes. TMA writes them so, but whole ones alone. What it has to cut
+        off at the edge of an array it takes for rows of 128 bytes, which lie the same if the piece is no wider.
         """
-        tile, swizzle = (8, STORE_BYTES // jnp.dtype(dtype).itemsize), plgpu.SwizzleTransform(STORE_BYTES)
-        tiled = plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform(tile), swizzle))
-        return tiled if self.interpreted else plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(swizzle,)))
+        cols = STEP_BYTES // self.dtypes[0].itemsize
+        if not self.transpose_a:
+            return self.a_tile[0], cols
+        is_cut = _mgpu.padded_shape((self.k, self.m), (8, cols)) != (self.k, self.m)
+        return (self.tile_k, cols) if is_cut and self.config.compute_tile[0] == cols else None
 
-    def views(self, smem, narrow: bool = True):
-        """(as warpgroups and tensor cores see it, as TMA does) of shared memory that is `narrow`, or plain."""
-        return tuple(smem) if narrow and not self.interpreted else (smem, smem)
+    @property
+    def b_piece(self) -> tuple[int, int] | None:
+        return (self.b_tile[0], STEP_BYTES // self.dtypes[1].itemsize) if self.transpose_b else None
 
     def padded(self, a, b):
-        """The operands as TMA takes them: tiles that are not narrow are moved in whole tiles of the swizzle."""
-        pad = lambda x, narrow: x if narrow else _mgpu.pad_to_tiles(x, _mgpu.SWIZZLE_TILE)
-        return pad(a, self.a_is_narrow), pad(b, self.b_is_narrow)
+        """The operands as TMA takes them: with whole tiles of the swizzle, if it copies no pieces."""
+        pad = lambda x, piece: x if piece else _mgpu.pad_to_tiles(x, _mgpu.SWIZZLE_TILE)
+        return pad(a, self.a_piece), pad(b, self.b_piece)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the kernel returns float32 sums, to be added and finished after it."""
+        return self.config.split_k > 1 or (self.config.swapped and self.out_dtype.itemsize == 4)
+
+    @property
+    def store_piece(self) -> tuple[int, int]:
+        """Rows and columns of a piece of what this kernel computes, on its way out."""
+        if self.config.swapped:
+            return STORE_ROWS, min(self.config.tile_n, 64)
+        return STORE_ROWS, STORE_BYTES // self.out_dtype.itemsize
+
+    def tiles(self, shape, dtype, piece, swizzle: int = STEP_BYTES):
+        """Shared memory for tiles as tensor cores read them, in pieces; and, if there are any, as TMA writes them.
+
+        The interpreter takes two descriptions for two memories, and cuts off everything: it gets the first alone.
+        """
+        if piece is not None:
+            shape = (*shape[:-2], shape[-2] // piece[0], shape[-1] // piece[1], *piece)
+        tile, swizzle = (8, swizzle // jnp.dtype(dtype).itemsize), plgpu.SwizzleTransform(swizzle)
+        tiled = plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform(tile), swizzle))
+        if piece is None or self.interpreted:
+            return tiled
+        return plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(swizzle,)))
+
+    def views(self, smem, piece):
+        """(as tensor cores, as TMA sees it) of what `tiles` described."""
+        return (smem, smem) if piece is None or self.interpreted else tuple(smem)
 
     @property
     def scratch(self) -> dict:
         c = self.config
-        a_tile = (self.tile_k, c.tile_m) if self.transpose_a else (c.tile_m, self.tile_k)
-        b_tile = (c.tile_n, self.tile_k) if self.transpose_b else (self.tile_k, c.tile_n)
-        ring = lambda narrow, tile, dtype: (self.narrow if narrow else plgpu.SMEM)((c.num_stages, *tile), dtype)
-        in_cluster = {} if c.cluster_dim is None else dict(collective_axes=("block",))
-        return dict(
-            a_smem=ring(self.a_is_narrow, a_tile, self.dtypes[0]),
-            b_smem=ring(self.b_is_narrow, b_tile, self.dtypes[1]),
-            o_smem=self.narrow((COMPUTE, STORE_SLOTS, STORE_ROWS, self.store_cols), self.out_dtype),
-            filled=plgpu.Barrier(num_arrivals=2, num_barriers=c.num_stages),
-            freed=(plgpu.ClusterBarrier if in_cluster else plgpu.Barrier)(
-                num_arrivals=COMPUTE, num_barriers=c.num_stages, **in_cluster
+        axes = tuple(name for name in ("cluster_m", "cluster_n") if getattr(c, name) > 1)
+        freed = functools.partial(plgpu.ClusterBarrier, collective_axes=axes) if axes else plgpu.Barrier
+        scratch = dict(
+            a_smem=self.tiles((c.num_stages, *self.a_tile), self.dtypes[0], self.a_piece),
+            b_smem=self.tiles((c.num_stages, *self.b_tile), self.dtypes[1], self.b_piece),
+            filled=plgpu.Barrier(
+                num_arrivals=len(_pieces(self.a_tile, self.a_piece)) + len(_pieces(self.b_tile, self.b_piece)),
+                num_barriers=c.num_stages,
             ),
+            freed=freed(num_arrivals=c.num_compute_wgs, num_barriers=c.num_stages),
         )
+        if not self.writes_directly:
+            piece = self.store_piece[:: -1 if c.swapped else 1]
+            scratch["o_smem"] = self.tiles((c.num_compute_wgs, c.store_slots, *piece), self.out_dtype, piece)
+        return scratch
+
+    @property
+    def writes_directly(self) -> bool:
+        """Whether sums go to o from registers: transposed ones of 32 bits cannot be transposed on their way."""
+        return self.config.swapped and self.in_parts
 
     def halves(self, a, b):
         """What this compute warpgroup multiplies of a slot's tiles, as WGMMA takes it."""
-        rows, cols = self.config.compute_tile
-        m = pl.ds(lax.axis_index("role") * rows, rows) if self.config.split_dim == 0 else slice(None)
-        n = pl.ds(lax.axis_index("role") * cols, cols) if self.config.split_dim == 1 else slice(None)
-        return a.at[:, m].T if self.transpose_a else a.at[m], b.at[n].T if self.transpose_b else b.at[:, n]
+        (rows, cols), role, dim = self.config.compute_tile, lax.axis_index("role"), self.config.split_dim
+        m = pl.ds(role * rows, rows) if dim == 0 else slice(None)
+        n = pl.ds(role * cols, cols) if dim == 1 else slice(None)
+        if not self.transpose_a:
+            a = a.at[0, 0, m]
+        elif self.a_piece is None:
+            a = a.at[:, m].T
+        else:  # A piece for each warpgroup, or one for both.
+            a = a.at[0, role if dim == 0 else 0].T
+        return a, b.at[0, 0, n].T if self.transpose_b else b.at[:, n]
 
 
-def _kernel(a_gmem, b_gmem, fused, o_gmem, *, plan: Plan, a_smem, b_smem, o_smem, filled, freed):
-    c = plan.config
-    (a_smem, a_tma), (b_smem, b_tma) = plan.views(a_smem, plan.a_is_narrow), plan.views(b_smem, plan.b_is_narrow)
-    slot = lambda count: lax.rem(count, c.num_stages)
+def _kernel(a_gmem, b_gmem, fused, o_gmem, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem=None):
+    (a_smem, a_tma), (b_smem, b_tma) = plan.views(a_smem, plan.a_piece), plan.views(b_smem, plan.b_piece)
 
-    def operands(count):
-        plgpu.barrier_wait(filled.at[slot(count)])
-        return plan.halves(a_smem.at[slot(count)], b_smem.at[slot(count)])
+    def operands(tile, step):
+        slot, _ = plan.slot(tile, step)
+        plgpu.barrier_wait(filled.at[slot])
+        return plan.halves(a_smem.at[slot], b_smem.at[slot])
+
+    def release(tile, step):
+        plgpu.barrier_arrive(freed.at[plan.slot(tile, step)[0]])
 
     @pl.when(lax.axis_index("role") == MEMORY)
     def _():
@@ -292,151 +369,170 @@ def _kernel(a_gmem, b_gmem, fused, o_gmem, *, plan: Plan, a_smem, b_smem, o_smem
     @pl.when(lax.axis_index("role") < COMPUTE)
     def _():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        release = lambda count: plgpu.barrier_arrive(freed.at[slot(count)])
         compute_tiles(plan, operands, release, fused, o_gmem, o_smem)
 
 
 def load_tiles(plan: Plan, a_gmem, b_gmem, a_smem, b_smem, filled, freed):
     """The memory warpgroup: all steps of all tiles of this block, as fast as slots are given back."""
-    slot = lambda count: lax.rem(count, plan.config.num_stages)
+    tiles = plan.tiles_of_block()
 
-    @pl.loop(0, plan.tiles_of_block())
+    @pl.loop(0, tiles)
     def _(tile):
         place = plan.tile(tile)
 
         @pl.loop(0, plan.num_steps)
         def _(step):
-            count = tile * plan.num_steps + step
-            pl.when(count >= plan.config.num_stages)(lambda: plgpu.barrier_wait(freed.at[slot(count)]))
-            load_step(plan, place, step, a_gmem, b_gmem, *(x.at[slot(count)] for x in (a_smem, b_smem, filled)))
+            slot, used = plan.slot(tile, step)
+            pl.when(used)(lambda: plgpu.barrier_wait(freed.at[slot]))
+            load_step(plan, place, step, a_gmem, b_gmem, *(x.at[slot] for x in (a_smem, b_smem, filled)))
 
     # No block leaves while another of its cluster may still arrive at its barriers.
-    last = plan.tiles_of_block() * plan.num_steps
-    pl.loop(lax.max(last - plan.config.num_stages, 0), last)(lambda count: plgpu.barrier_wait(freed.at[slot(count)]))
+    steps, slots = tiles * plan.num_steps, plan.config.num_stages
+    pl.loop(lax.max(steps - slots, 0), steps)(lambda count: plgpu.barrier_wait(freed.at[lax.rem(count, slots)]))
 
 
 def load_step(plan: Plan, place, step, a_gmem, b_gmem, a_smem, b_smem, filled):
     """Starts the copies of a step of the tile at `place` into a slot."""
     (part, mi, ni), c = place, plan.config
-    rows, cols = pl.ds(mi * c.tile_m, c.tile_m), pl.ds(ni * c.tile_n, c.tile_n)
-    ks = pl.ds((part * plan.num_steps + step) * plan.tile_k, plan.tile_k)
-    a_tile = a_gmem.at[ks, rows] if plan.transpose_a else a_gmem.at[rows, ks]
-    b_tile = b_gmem.at[cols, ks] if plan.transpose_b else b_gmem.at[ks, cols]
+    m, n, k = mi * c.tile_m, ni * c.tile_n, (part * plan.num_steps + step) * plan.tile_k
+    a_at, b_at = (k, m) if plan.transpose_a else (m, k), (n, k) if plan.transpose_b else (k, n)
     with jax.named_scope("load"):
-        plgpu.copy_gmem_to_smem(a_tile, a_smem, filled, collective_axes="block" if c.cluster_dim == 1 else None)
-        plgpu.copy_gmem_to_smem(b_tile, b_smem, filled, collective_axes="block" if c.cluster_dim == 0 else None)
+        _copy(a_gmem, a_at, a_smem, filled, plan.a_tile, plan.a_piece, "cluster_n" if c.cluster_n > 1 else None)
+        _copy(b_gmem, b_at, b_smem, filled, plan.b_tile, plan.b_piece, "cluster_m" if c.cluster_m > 1 else None)
+
+
+def _pieces(tile, piece) -> list[tuple[int, int]]:
+    """Row and column of each of the pieces of a tile, counted in pieces."""
+    rows, cols = piece or tile
+    return list(itertools.product(range(tile[0] // rows), range(tile[1] // cols)))
+
+
+def _copy(gmem, at, smem, filled, tile, piece, shared_along):
+    """Starts the copies of the tile of `gmem` that begins at `at`; blocks along an axis of the cluster share them."""
+    rows, cols = piece or tile
+    for i, j in _pieces(tile, piece):
+        source = gmem.at[pl.ds(at[0] + i * rows, rows), pl.ds(at[1] + j * cols, cols)]
+        target = smem if piece is None else smem.at[i, j]
+        plgpu.copy_gmem_to_smem(source, target, filled, collective_axes=shared_along)
 
 
 def compute_tiles(plan: Plan, operands, release, fused, o_gmem, o_smem):
     """A compute warpgroup: its half of all tiles of this block.
 
-    `operands(count)` waits for the operands of a step, counted through all tiles, and returns them; `release(count)`
-    tells that their product has ended.
+    `operands(tile, step)` waits for the operands of a step and returns them; `release(tile, step)` tells that their
+    product has ended.
     """
-    c, role = plan.config, lax.axis_index("role")
-    rows, cols = c.compute_tile
 
     def multiply(tile, acc):
-        first = tile * plan.num_steps
-
         @pl.loop(0, plan.num_steps)
         def _(step):
-            a, b = operands(first + step)
+            a, b = operands(tile, step)
             with jax.named_scope("wgmma"):
                 plgpu.wgmma(acc, a, b)
                 plgpu.wgmma_wait(1)  # The product before has ended.
-            pl.when(step > 0)(lambda: release(first + step - 1))
+            pl.when(step > 0)(lambda: release(tile, step - 1))
 
         values = acc[...]  # Waits for the last product.
-        release(first + plan.num_steps - 1)
+        release(tile, plan.num_steps - 1)
         return values
 
     @pl.loop(0, plan.tiles_of_block())
     def _(tile):
-        part, mi, ni = plan.tile(tile)
-        values = pl.run_scoped(functools.partial(multiply, tile), plgpu.ACC((rows, cols), jnp.float32))
-        m = mi * c.tile_m + (role * rows if c.split_dim == 0 else 0)
-        n = ni * c.tile_n + (role * cols if c.split_dim == 1 else 0)
+        values = pl.run_scoped(functools.partial(multiply, tile), plgpu.ACC(plan.config.compute_tile, jnp.float32))
         with jax.named_scope("store"):
-            _store(plan, tile, values, fused, o_gmem if c.split_k == 1 else o_gmem.at[part], m, n, o_smem, role)
+            store(plan, tile, values, fused, o_gmem, o_smem)
 
     plgpu.wait_smem_to_gmem(0)
 
 
-def _store(plan: Plan, tile, values, fused, o_gmem, m, n, o_smem, role):
-    """Sends `values`, the warpgroup's half of a tile, to o at row `m` and column `n`, piece by piece."""
-    o_tiled, o_smem = plan.views(o_smem)
-    pieces = [(i, j) for i in range(0, values.shape[0], STORE_ROWS) for j in range(0, values.shape[1], plan.store_cols)]
-    for index, (i, j) in enumerate(pieces):
-        # Slots are taken in turn, from tile to tile.
-        slot = index if len(pieces) % STORE_SLOTS == 0 else tile * len(pieces) + index
-        slot = lax.rem(jnp.int32(slot), jnp.int32(STORE_SLOTS))
-        piece = values[i : i + STORE_ROWS, j : j + plan.store_cols]
-        piece = plan.activation(_scale_and_shift(piece, fused, m + i, n + j)).astype(plan.out_dtype)
-        plgpu.wait_smem_to_gmem(STORE_SLOTS - 1, wait_read_only=True)  # The slot's last piece has been read.
-        o_tiled[role, slot] = piece
+def store(plan: Plan, tile, values, fused, o_gmem, o_smem):
+    """Sends `values`, this warpgroup's part of a tile, to o, some pieces at a time."""
+    m, n = plan.place(tile)
+    if plan.config.split_k > 1:
+        o_gmem = o_gmem.at[plan.tile(tile)[0]]
+    role, (height, width), slots = lax.axis_index("role"), plan.store_piece, plan.config.store_slots
+    if plan.writes_directly:
+        o_part = o_gmem.at[pl.ds(n, values.shape[1]), pl.ds(m, values.shape[0])].T
+        _mgpu.store(o_part, plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED))
+        return
+    o_tiled, o_smem = plan.views(o_smem, plan.store_piece)
+    pieces = [(i, j) for i in range(0, values.shape[0], height) for j in range(0, values.shape[1], width)]
+    vectors = {(i, j): _load_vectors(plan, fused, m + i, n + j) for i, j in pieces}  # All are under way at once.
+    for first in range(0, len(pieces), slots):
+        at_once = list(enumerate(pieces[first : first + slots]))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # TMA has read the pieces before.
+        for slot, (i, j) in at_once:
+            piece = _scale_and_shift(values[i : i + height, j : j + width], vectors[i, j])
+            piece, target = plan.activation(piece).astype(plan.out_dtype), o_tiled.at[role, slot, 0, 0]
+            if plan.config.swapped:
+                piece, target = plgpu.layout_cast(piece, plgpu.Layout.WGMMA_TRANSPOSED), target.T
+            target[...] = piece
         plgpu.commit_smem()
-        o_piece = o_gmem.at[pl.ds(m + i, STORE_ROWS), pl.ds(n + j, plan.store_cols)]
-        plgpu.copy_smem_to_gmem(o_smem.at[role, slot], o_piece)
+        for slot, (i, j) in at_once:
+            rows, cols = pl.ds(m + i, height), pl.ds(n + j, width)
+            o_piece = o_gmem.at[cols, rows] if plan.config.swapped else o_gmem.at[rows, cols]
+            plgpu.copy_smem_to_gmem(o_smem.at[role, slot, 0, 0], o_piece)
 
 
-def _scale_and_shift(piece, fused, m, n):
-    """`piece` of the product, at row `m` and column `n`, times its scales and plus its bias."""
-    layout, (rows, cols) = plgpu.Layout.WGMMA, piece.shape
+def _load_vectors(plan: Plan, fused, m, n) -> dict:
+    """What is fused with the piece at row `m` and column `n` of what this kernel computes."""
 
-    def along(axis: int, name: str):
-        """The values of a vector that belong to the columns (axis 1) or rows (0) of the piece."""
-        start, size = (m, rows) if axis == 0 else (n, cols)
-        vector = plgpu.load(fused[name].at[pl.ds(start, size)], layout=layout.reduce(1 - axis), optimized=False)
-        return lax.broadcast_in_dim(vector, piece.shape, [axis])
+    def load(name: str):
+        if name == "scale":
+            return fused[name][0]
+        axis = (0 if name == "row_scale" else 1) ^ plan.config.swapped
+        start, layout = (m, n)[axis], plgpu.Layout.WGMMA.reduce(1 - axis)
+        values = plgpu.load(fused[name].at[pl.ds(start, plan.store_piece[axis])], layout=layout, optimized=False)
+        return lax.broadcast_in_dim(values, plan.store_piece, [axis])
 
-    if "row_scale" in fused:
-        piece *= along(0, "row_scale")
-    if "col_scale" in fused:
-        piece *= along(1, "col_scale")
-    if "bias" in fused:
-        piece += along(1, "bias")
-    return piece
+    return {name: load(name) for name in fused}
+
+
+def _scale_and_shift(product, fused: dict):
+    for name in ("scale", "row_scale", "col_scale"):
+        product = product * fused[name] if name in fused else product
+    return product + fused["bias"] if "bias" in fused else product
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "num_sms", "params", "kernel"))
 def fused_product(a, b, vectors: dict, *, plan: Plan, num_sms: int, params, kernel=_kernel):
-    """`activation(a @ b * row_scale * col_scale + bias)`, where `vectors` holds float32 "row_scale" (M,), "col_scale"
-    (N,) and "bias" (N,), or some of them."""
+    """`activation(a @ b * scale * row_scale * col_scale + bias)`, where `vectors` holds float32 "scale" (1,),
+    "row_scale" (M,), "col_scale" (N,) and "bias" (N,), or some of them."""
     c = plan.config
     a, b = plan.padded(a, b)
-    n = pl.cdiv(plan.n, 8) * 8  # A row of o is a multiple of 16 bytes too.
-    if c.split_k == 1:
-        piece = jax.ShapeDtypeStruct((STORE_ROWS * plan.store_cols,), jnp.float32)
-        kernel_plan = dataclasses.replace(plan, activation=_jnp.lowerable(plan.activation, piece))
-        whole_tiles = lambda name: (
-            c.tile_m * c.cluster_shape[0] if name == "row_scale" else c.tile_n * c.cluster_shape[1]
-        )
-        fused = {name: _mgpu.pad_to_tiles(vector, (whole_tiles(name),)) for name, vector in vectors.items()}
-    else:  # What is fused comes after the sum.
+    tile_m, tile_n = c.tile_m * c.cluster_m, c.tile_n * c.cluster_n
+    if plan.in_parts:  # What is fused comes after the sum.
         kernel_plan = dataclasses.replace(plan, activation=identity, out_dtype=jnp.dtype(jnp.float32))
         fused = {}
-    cluster = {} if c.cluster_dim is None else dict(cluster=(2,), cluster_names=("block",))
+    else:
+        piece = jax.ShapeDtypeStruct((STORE_ROWS * plan.store_piece[1],), jnp.float32)
+        kernel_plan = dataclasses.replace(plan, activation=_jnp.lowerable(plan.activation, piece))
+        tiles = dict(scale=1, row_scale=tile_m, col_scale=tile_n, bias=tile_n)
+        if c.swapped:
+            tiles |= dict(row_scale=tile_n, col_scale=tile_m, bias=tile_m)
+        fused = {name: _mgpu.pad_to_tiles(vector, (tiles[name],)) for name, vector in vectors.items()}
+    shape = (plan.n, plan.m) if c.swapped else (plan.m, plan.n)
+    # What is written directly is not cut off; a row of o is a multiple of 16 bytes too.
+    shape = _mgpu.padded_shape(shape, (tile_n, tile_m) if plan.writes_directly else (1, 8))
+    cluster = dict(cluster=(c.cluster_m, c.cluster_n), cluster_names=("cluster_m", "cluster_n"))
     out = plgpu.kernel(
         functools.partial(kernel, plan=kernel_plan),
-        out_type=jax.ShapeDtypeStruct((plan.m, n) if c.split_k == 1 else (c.split_k, plan.m, n), kernel_plan.out_dtype),
+        out_type=jax.ShapeDtypeStruct(shape if c.split_k == 1 else (c.split_k, *shape), kernel_plan.out_dtype),
         grid=(plan.blocks(num_sms),),
         grid_names=("cluster_id",),
-        num_threads=COMPUTE + 1,
+        num_threads=c.num_compute_wgs + 1,
         thread_name="role",
         scratch_types=kernel_plan.scratch,
         compiler_params=params,
-        **cluster,
+        **(cluster if c.cluster_size > 1 else {}),
     )(a, b, fused)
-    if c.split_k == 1:
-        return out[:, : plan.n]
-    total = functools.reduce(jnp.add, out)[:, : plan.n]  # One part after the other, in every run.
-    if "row_scale" in vectors:
-        total *= vectors["row_scale"][:, None]
-    if "col_scale" in vectors:
-        total *= vectors["col_scale"]
-    if "bias" in vectors:
-        total += vectors["bias"]
+    m, n = (plan.n, plan.m) if c.swapped else (plan.m, plan.n)
+    if not plan.in_parts:
+        return out[:m, :n]
+    total = out if c.split_k == 1 else functools.reduce(jnp.add, out)  # One part after the other, in every run.
+    total = total[:m, :n]
+    columns = {name: v[:, None] if name == "row_scale" else v for name, v in vectors.items()}
+    total = _scale_and_shift(total, columns)
     return plan.activation(total).astype(plan.out_dtype)
 
 
@@ -466,9 +562,13 @@ def _forward(a, b, bias, options: Options):
     target = _mgpu.require_target("matmul")
     how = dict(transpose_a=options.transpose_a, transpose_b=options.transpose_b)
     config = options.config or _tuned.tuned("matmul", target.name, problem(a, b, **how), Config)
+    config = config or default_config(m, n, k, target.num_sms)
+    transpose_a, transpose_b = options.transpose_a, options.transpose_b
+    if config.swapped:
+        a, b, m, n, transpose_a, transpose_b = b, a, n, m, not transpose_b, not transpose_a
     plan = Plan(
-        m, n, k, (a.dtype, b.dtype), options.transpose_a, options.transpose_b, activation, options.out_dtype,
-        config or default_config(m, n, k, target.num_sms), interpreted=target.name == "the GPU interpreter",
+        m, n, k, (a.dtype, b.dtype), transpose_a, transpose_b, activation, options.out_dtype, config,
+        interpreted=target.name == "the GPU interpreter",
     )  # fmt: skip
     params = _mgpu.compiler_params(approx_math=options.out_dtype.itemsize == 2)
     vectors = {} if bias is None else dict(bias=bias.astype(jnp.float32))

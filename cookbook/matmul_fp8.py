@@ -18,6 +18,8 @@ weights as (N, K). Not timed on a GPU yet, and so not in the package's index. So
 for deep learning" (2022).
 """
 
+import math
+
 import jax.numpy as jnp
 
 from cookbook import _mgpu, _tuned
@@ -64,14 +66,21 @@ def _check(a, b, transpose_b: bool) -> tuple[int, int, int]:
 
 
 def _scale(name: str, scale, size: int):
-    """A scale as a float32 vector of one or `size` values."""
+    """A scale as float32 (1,) or (size,)."""
     scale = jnp.asarray(scale)
     if not jnp.issubdtype(scale.dtype, jnp.floating) or scale.size not in (1, size) or scale.ndim > 2:
         raise ValueError(
             f"cookbook.matmul_fp8: {name} is {scale.dtype} {scale.shape}; must be one float, or {size} of them, one "
             f"for each {'row of a' if name == 'scale_a' else 'column of b'}"
         )
-    return jnp.broadcast_to(jnp.ravel(scale.astype(jnp.float32)), (size,))
+    return jnp.ravel(scale.astype(jnp.float32))
+
+
+def _vectors(row_scale, col_scale) -> dict:
+    """What the kernel multiplies by: one number, where there is one for all rows or for all columns."""
+    vectors = dict(row_scale=row_scale, col_scale=col_scale)
+    single = [name for name, scale in vectors.items() if scale.size == 1]
+    return vectors | (dict(scale=math.prod(vectors.pop(name) for name in single)) if single else {})
 
 
 def matmul_fp8(
@@ -97,7 +106,7 @@ def matmul_fp8(
     out_dtype = jnp.dtype(out_dtype)
     _mgpu.require_float("matmul_fp8", out_dtype)
     m, n, k = _check(a, b, transpose_b)
-    vectors = dict(row_scale=_scale("scale_a", scale_a, m), col_scale=_scale("scale_b", scale_b, n))
+    vectors = _vectors(_scale("scale_a", scale_a, m), _scale("scale_b", scale_b, n))
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
     target = _mgpu.require_target("matmul_fp8")

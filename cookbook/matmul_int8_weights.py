@@ -31,6 +31,7 @@ Not timed on a GPU yet, and so not in the package's index. Source: Dettmers et a
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -40,22 +41,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook import _mgpu, _tuned
 from cookbook.matmul import (
-    COMPUTE,
-    PIECES_BYTES,
+    MEMORY_REGISTERS,
     STEP_BYTES,
-    candidates,
-    compute_tiles,
     fused_product,
     identity,
-    load_step,
+    load_tiles,
+    store,
 )
 from cookbook.matmul import Config as MatmulConfig
 from cookbook.matmul import Plan as MatmulPlan
 
-SUPPLY_REGISTERS, COMPUTE_REGISTERS = 96, 200  # A thread; 128 threads each, 65,536 in all.
-WIDE_SLOTS = 2  # Of converted weights.
-VECTOR, LANES, WARPS = 8, 32, 4  # Weights that a thread converts at once; threads of a warp, warps of a warpgroup.
-PIECES = 4  # Of a slot's weights, converted one after another, so that few registers hold them.
+COMPUTE_REGISTERS = {2: 232, 4: 104}  # A thread, by the number of compute warpgroups: what the launch has given out.
+TILE_K = 64  # Values of K a step: 128 bytes of a row of a, 64 of a row of weights.
 
 
 def matmul_int8_weights_reference(a, w_q, scales):
@@ -65,29 +62,53 @@ def matmul_int8_weights_reference(a, w_q, scales):
 
 @dataclasses.dataclass(frozen=True)
 class Config(MatmulConfig):
-    """As of `matmul`; `num_stages` counts the slots of a and of the 8-bit weights."""
+    """As of `matmul`, for the product of the weights and a, both transposed: M and `tile_m` count columns of w_q, N and
+    `tile_n` rows of a."""
+
+    tile_m: int = 128
+    tile_n: int = 256
+    store_slots: int = 1
+    swapped: bool = True
+    num_compute_wgs: int = 2  # Each with rows of its own of the weights.
+
+    def __post_init__(self):
+        if self.num_compute_wgs not in (2, 4) or self.compute_tile[0] not in (64, 128):
+            raise ValueError(
+                f"{self.tile_m=} must be 64 or 128 for each of {self.num_compute_wgs=}, which must be 2 or 4"
+            )
+        most = 64 * (256 if self.num_compute_wgs == 2 else 64) // self.compute_tile[0]
+        if self.tile_n % 8 or not 8 <= self.tile_n <= most:
+            raise ValueError(
+                f"{self.tile_n=} must be a multiple of 8, and with {self.tile_m=} and {self.num_compute_wgs=} at most "
+                f"{most}: the registers hold no more sums"
+            )
+        if self.split_dim != 0 or not self.swapped:
+            raise ValueError(f"{self.split_dim=} must be 0 and {self.swapped=} True: weights go through registers")
+        self.check()
+
+    @property
+    def compute_tile(self) -> tuple[int, int]:
+        return self.tile_m // self.num_compute_wgs, self.tile_n
 
     @property
     def smem_bytes(self) -> int:
-        """The ring, the converted weights, the pieces of o on their way out, and the barriers."""
-        ring = self.num_stages * (self.tile_m + self.tile_n // 2) * STEP_BYTES
-        wide = WIDE_SLOTS * self.tile_n * STEP_BYTES
-        return ring + wide + PIECES_BYTES + 16 * self.num_stages + 8 * WIDE_SLOTS
+        """The ring, the pieces of o on their way out, and the barriers."""
+        ring = self.num_stages * (self.tile_m * TILE_K + self.tile_n * STEP_BYTES)
+        return ring + self.pieces_bytes + 16 * self.num_stages
 
 
 def default_config(m: int, n: int, k: int, num_sms: int = 132) -> Config:
     """The configuration for an (m, k) by (k, n) product on `num_sms` SMs."""
     if m > 128:
-        return Config(cluster_dim=0)
-    tiles = 2 * pl.cdiv(n, 512)  # In clusters of two.
-    split_k = max(1, min(num_sms // tiles, k // 512))
-    tile_m, tile_n, num_stages = (64, 256, 5) if m <= 64 else (128, 128, 6)
-    return Config(tile_m, tile_n, num_stages, split_dim=1, cluster_dim=1, split_k=split_k)
+        return Config(num_stages=5, cluster_m=2)
+    tile_n = pl.cdiv(m, 16) * 16
+    tiles = pl.cdiv(n, 256)
+    return Config(256 if tile_n <= 64 else 128, tile_n, 6, split_k=max(1, min(num_sms // tiles, k // 512)))
 
 
 def configs(a, w_q, scales, *, transpose_w=False, **_) -> list[Config]:
     """The configurations worth timing on these operands, for `cookbook.lab.autotune`."""
-    return candidates(Config, a.shape[0], scales.shape[0], a.shape[1])
+    return []
 
 
 def problem(a, w_q, scales, *, transpose_w=False, **_) -> str:
@@ -97,81 +118,81 @@ def problem(a, w_q, scales, *, transpose_w=False, **_) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Plan(MatmulPlan):
-    @property
-    def b_is_narrow(self) -> bool:
-        return False
+    """Of the product of the weights and a, both transposed: `m` counts columns of w_q, `n` rows of a."""
 
-    def padded(self, a, b):
-        return super().padded(a, a)[0], _mgpu.pad_to_tiles(b, (8, 64 if self.transpose_b else 128))
+    @property
+    def tile_k(self) -> int:
+        return TILE_K
+
+    @property
+    def a_piece(self) -> tuple[int, int]:
+        return self.a_tile
 
     @property
     def scratch(self) -> dict:
-        scratch = super().scratch
-        wide = plgpu.SMEM((WIDE_SLOTS, *scratch["b_smem"].shape[1:]), self.dtypes[0])
-        return scratch | dict(wide_smem=wide, converted=plgpu.Barrier(num_barriers=WIDE_SLOTS))
-
-    @property
-    def layout(self):
-        """Of a piece of the weights, as the supply warpgroup holds it: neighbouring threads have neighbouring columns,
-        8 of them each, which are one load of 8-bit values and one store of 16-bit ones."""
-        cols = min(self.scratch["b_smem"].shape[-1], 16 * VECTOR)
-        rows = LANES * VECTOR // cols
-        tiling = plgpu.Tiling(((WARPS * rows, cols), (rows, cols), (VECTOR,)))
-        return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+        c, scratch = self.config, super().scratch
+        scratch["a_smem"] = self.tiles((c.num_stages, *self.a_tile), self.dtypes[0], self.a_piece, TILE_K)
+        if self.interpreted:  # Which wants both operands of WGMMA in shared memory.
+            scratch["wide_smem"] = self.tiles((c.num_compute_wgs, c.compute_tile[0], TILE_K), self.dtypes[1], None)
+        return scratch
 
 
-def _kernel(a_gmem, w_gmem, fused, o_gmem, *, plan: Plan, a_smem, b_smem, o_smem, filled, freed, wide_smem, converted):
-    stages = plan.config.num_stages
-    a_smem, a_tma = plan.views(a_smem, plan.a_is_narrow)
-    slot, wide = (lambda count: lax.rem(count, stages)), (lambda count: lax.rem(count, WIDE_SLOTS))
-    steps = plan.tiles_of_block() * plan.num_steps
+def _kernel(w_gmem, a_gmem, fused, o_gmem, *, plan, a_smem, b_smem, filled, freed, o_smem=None, wide_smem=None):
+    (w_smem, w_tma), (a_smem, a_tma) = plan.views(a_smem, plan.a_piece), plan.views(b_smem, plan.b_piece)
 
-    def load(count):
-        tile, step = lax.div(count, plan.num_steps), lax.rem(count, plan.num_steps)
-        into = (x.at[slot(count)] for x in (a_tma, b_smem, filled))
-        load_step(plan, plan.tile(tile), step, a_gmem, w_gmem, *into)
+    num_compute_wgs = plan.config.num_compute_wgs
 
-    def reuse(count):
-        """Loads a step into the slot whose product ended `WIDE_SLOTS` steps ago."""
-        plgpu.barrier_wait(freed.at[slot(count - WIDE_SLOTS)])
-        ahead = count - WIDE_SLOTS + stages
-        pl.when(ahead < steps)(lambda: load(ahead))
-
-    def operands(count):
-        plgpu.barrier_wait(filled.at[slot(count)])
-        plgpu.barrier_wait(converted.at[wide(count)])
-        return plan.halves(a_smem.at[slot(count)], wide_smem.at[wide(count)])
-
-    @pl.when(lax.axis_index("role") == COMPUTE)
+    @pl.when(lax.axis_index("role") == num_compute_wgs)
     def _():
-        plgpu.set_max_registers(SUPPLY_REGISTERS, action="decrease")
-        pl.loop(0, lax.min(stages, steps))(load)
+        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+        load_tiles(plan, w_gmem, a_gmem, w_tma, a_tma, filled, freed)
 
-        @pl.loop(0, steps)
-        def _(count):
-            pl.when(count >= WIDE_SLOTS)(lambda: reuse(count))
-            plgpu.barrier_wait(filled.at[slot(count)])
-            with jax.named_scope("convert"):
-                _convert(plan, b_smem.at[slot(count)], wide_smem.at[wide(count)])
-            plgpu.barrier_arrive(converted.at[wide(count)])
-
-        # No block leaves while another of its cluster may still arrive at its barriers.
-        pl.loop(lax.max(steps - WIDE_SLOTS, 0), steps)(lambda count: plgpu.barrier_wait(freed.at[slot(count)]))
-
-    @pl.when(lax.axis_index("role") < COMPUTE)
+    @pl.when(lax.axis_index("role") < num_compute_wgs)
     def _():
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        release = lambda count: plgpu.barrier_arrive(freed.at[slot(count)])
-        compute_tiles(plan, operands, release, fused, o_gmem, o_smem)
+        plgpu.set_max_registers(COMPUTE_REGISTERS[num_compute_wgs], action="increase")
+
+        @pl.loop(0, plan.tiles_of_block())
+        def _(tile):
+            multiply = functools.partial(_multiply, plan, tile, w_smem, a_smem, filled, freed, wide_smem)
+            values = pl.run_scoped(multiply, plgpu.ACC(plan.config.compute_tile, jnp.float32))
+            with jax.named_scope("store"):
+                store(plan, tile, values, fused, o_gmem, o_smem)
+
+        plgpu.wait_smem_to_gmem(0)
 
 
-def _convert(plan: Plan, w_smem, wide_smem):
-    rows = w_smem.shape[0] // PIECES
-    for piece in range(PIECES):
-        part = pl.ds(piece * rows, rows)
-        weights = plgpu.load(w_smem.at[part], layout=plan.layout, optimized=False)
-        _mgpu.store(wide_smem.at[part], weights.astype(plan.dtypes[0]))
-    plgpu.commit_smem()
+def _multiply(plan: Plan, tile, w_smem, a_smem, filled, freed, wide_smem, acc):
+    role, rows = lax.axis_index("role"), plan.config.compute_tile[0]
+    slot = lambda step: plan.slot(tile, step)[0]
+
+    def load(step):
+        """The weights of a step, 8 bits each."""
+        plgpu.barrier_wait(filled.at[slot(step)])
+        part = w_smem.at[slot(step), 0, 0, pl.ds(role * rows, rows)]
+        return plgpu.load(part, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+
+    def start(step, weights):
+        with jax.named_scope("convert"):
+            weights = plgpu.layout_cast(weights.astype(plan.dtypes[1]), plgpu.Layout.WGMMA)
+            if plan.interpreted:
+                wide_smem[role] = weights
+                plgpu.commit_smem()
+                weights = wide_smem.at[role]
+        with jax.named_scope("wgmma"):
+            plgpu.wgmma(acc, weights, a_smem.at[slot(step), 0, 0].T)
+
+    def body(step, weights):
+        start(step, weights)
+        weights = load(step + 1)  # While the tensor cores are busy.
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(freed.at[slot(step)])
+        return weights
+
+    last = plan.num_steps - 1
+    start(last, lax.fori_loop(0, last, body, load(0)))
+    values = acc[...]  # Waits for the last product.
+    plgpu.barrier_arrive(freed.at[slot(last)])
+    return values
 
 
 def _check(a, w_q, scales, transpose_w: bool) -> tuple[int, int, int]:
@@ -203,10 +224,10 @@ def matmul_int8_weights(a, w_q, scales, *, out_dtype=None, transpose_w=False, co
 
     Args:
       a: (M, K); bfloat16 or float16.
-      w_q: (K, N), or (N, K) with `transpose_w`; int8.
+      w_q: (K, N), which costs a copy, or (N, K) with `transpose_w`; int8.
       scales: (N,), of a floating dtype: what one unit of a column of w_q stands for.
       out_dtype: bfloat16, float16 or float32; None for the dtype of `a`.
-      transpose_w: w_q is given transposed, and is read as it lies: no copy is made.
+      transpose_w: w_q is given transposed, and is read as it lies.
       config: tiles, stages, cluster and order; None chooses by shape.
 
     Returns:
@@ -230,11 +251,10 @@ def matmul_int8_weights(a, w_q, scales, *, out_dtype=None, transpose_w=False, co
     config = config or _tuned.tuned("matmul_int8_weights", target.name, name, Config)
     config = config or default_config(m, n, k, target.num_sms)
     interpreted = target.name == "the GPU interpreter"
-    plan = Plan(m, n, k, (a.dtype, w_q.dtype), False, transpose_w, identity, out_dtype, config, interpreted)
-    vectors = dict(col_scale=scales.astype(jnp.float32))
-    return fused_product(
-        a, w_q, vectors, plan=plan, num_sms=target.num_sms, params=_mgpu.compiler_params(), kernel=_kernel,
-    )  # fmt: skip
+    plan = Plan(n, m, k, (w_q.dtype, a.dtype), False, True, identity, out_dtype, config, interpreted)
+    w, vectors = w_q if transpose_w else w_q.T, dict(col_scale=scales.astype(jnp.float32))
+    params = _mgpu.compiler_params()
+    return fused_product(w, a, vectors, plan=plan, num_sms=target.num_sms, params=params, kernel=_kernel)
 
 
 def flops(m: int, n: int, k: int) -> int:
