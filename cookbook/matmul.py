@@ -63,14 +63,13 @@ class Config:
     tile_n: int = 256  # Columns of o a block.
     num_stages: int = 4  # Slots of the ring.
     split_dim: int = 0  # The dimension of the tile that the two compute warpgroups share out: 0 for M, 1 for N.
-    cluster_m: int = 1  # Neighbouring tiles along M of a cluster, which load what they need of b together,
-    cluster_n: int = 1  # and along N, which share what they need of a.
+    cluster_dim: int | None = None  # Two neighbouring tiles along it are a cluster's; they share what they both need.
     grid_minor_dim: int = 0  # The dimension of the tile grid along which the snake runs: 0 for M, 1 for N.
     grid_tile_width: int = 8  # Tiles, or clusters, across the snake.
     split_k: int = 1  # Parts of K that are summed apart, each by a block of its own.
     store_slots: int = 2  # Pieces of o that each compute warpgroup may have on their way out.
-    # Whether to compute the transposed product, b and a in each other's place, and transpose it on its way out: all
-    # other fields are then of that product. A plain b that TMA has to cut off needs no copy then.
+    # Whether to compute the transposed product, with b and a in each other's place, and transpose it on its way out:
+    # all other fields are then of that product. A plain b whose N is no multiple of 64 needs no copy then.
     swapped: bool = False
 
     def __post_init__(self):
@@ -88,13 +87,8 @@ class Config:
         self.check()
 
     def check(self):
-        if self.split_dim not in (0, 1) or self.grid_minor_dim not in (0, 1):
-            raise ValueError(f"{self.split_dim=}, {self.grid_minor_dim=}: a dimension is 0 or 1")
-        if (self.cluster_m, self.cluster_n) not in ((1, 1), (2, 1), (1, 2)):
-            raise ValueError(
-                f"{self.cluster_m=}, {self.cluster_n=}: at most 2 blocks; the SMs of an H200 do not divide by 4 where "
-                "clusters are placed, so that a second round of clusters would wait for the first"
-            )
+        if self.split_dim not in (0, 1) or self.cluster_dim not in (None, 0, 1) or self.grid_minor_dim not in (0, 1):
+            raise ValueError(f"{self.split_dim=}, {self.cluster_dim=}, {self.grid_minor_dim=}: a dimension is 0 or 1")
         if self.num_stages < 2 or min(self.split_k, self.grid_tile_width, self.store_slots) < 1:
             raise ValueError(
                 f"{self.num_stages=} must be at least 2 (a slot is given back one step late), "
@@ -114,8 +108,9 @@ class Config:
         )
 
     @property
-    def cluster_size(self) -> int:
-        return self.cluster_m * self.cluster_n
+    def cluster_shape(self) -> tuple[int, int]:
+        """Blocks of a cluster along M and N."""
+        return tuple(2 if self.cluster_dim == dim else 1 for dim in (0, 1))
 
     @property
     def num_compute_wgs(self) -> int:
@@ -138,44 +133,68 @@ def default_config(m: int, n: int, k: int, num_sms: int = 132) -> Config:
     """The configuration for an (m, k) by (k, n) product on `num_sms` SMs."""
     tiles = lambda tile_m, tile_n: pl.cdiv(m, tile_m) * pl.cdiv(n, tile_n)
     if tiles(128, 256) >= num_sms:
-        return Config(cluster_m=2 if m > 128 else 1)
-    if tiles(128, 128) >= num_sms or m > 64:
-        config = Config(tile_n=128, num_stages=6)
-    else:
+        return Config(cluster_dim=0 if m > 128 else None)
+    if m <= 64:  # Half of the SMs load as fast as memory is.
+        split_k = num_sms // (2 * tiles(64, 128))
         config = Config(tile_m=64, tile_n=128, num_stages=8, split_dim=1)
-    idle = num_sms // tiles(config.tile_m, config.tile_n)
-    return dataclasses.replace(config, split_k=max(1, min(idle, k // 1024)))
+    elif m <= 128:
+        split_k = num_sms // tiles(128, 64)
+        config = Config(tile_n=64, num_stages=8)
+    else:
+        split_k = num_sms // tiles(128, 128)
+        config = Config(tile_n=128, num_stages=6, grid_minor_dim=1)
+    return dataclasses.replace(config, split_k=max(1, min(split_k, k // 1024)))
+
+
+def _default(m: int, n: int, k: int, num_sms: int, b_is_cut: bool) -> Config:
+    if b_is_cut and (config := default_config(n, m, k, num_sms)).tile_n == 256:
+        return dataclasses.replace(config, swapped=True)
+    return default_config(m, n, k, num_sms)
 
 
 def configs(a, b, *, transpose_a=False, transpose_b=False, **_) -> list[Config]:
     """The configurations worth timing on these operands, for `cookbook.lab.autotune`."""
     (m, k), n = a.shape[:: -1 if transpose_a else 1], b.shape[0 if transpose_b else 1]
-    return candidates(Config, m, n, k)
+    found = candidates(Config, m, n, k)
+    if not transpose_b and _is_cut(k, n):
+        swapped = [dataclasses.replace(config, swapped=True) for config in candidates(Config, n, m, k)]
+        found += [config for config in swapped if config.compute_tile[0] == 64 and config.split_k == 1]
+    return found
 
 
 def candidates(config_type, m: int, n: int, k: int, num_sms: int = 132) -> list:
-    """Every tile of which o fills more than half, with the deepest ring; every order and cluster; K split where tiles
-    alone leave SMs idle."""
+    """Tiles of which o fills more than half, with the deepest ring, and orders of them; K split where tiles alone leave
+    SMs idle."""
     found = []
-    for tile_m, tile_n in ((128, 256), (256, 128), (128, 128), (64, 256), (64, 128)):
-        tiles = pl.cdiv(m, tile_m) * pl.cdiv(n, tile_n)
-        idle = max(1, num_sms // tiles)
-        splits = [split for split in sorted({1, idle, max(1, idle // 2), 2 * idle}) if split <= max(1, k // 256)]
-        widths = (4, 8, 16) if tiles > 2 * num_sms else (8,)
+
+    def add(*args):
+        for num_stages in range(8, 1, -1):
+            try:
+                return found.append(config_type(*args[:2], num_stages, *args[2:]))
+            except ValueError:  # It does not fit in shared memory.
+                continue
+
+    if pl.cdiv(m, 128) * pl.cdiv(n, 256) >= num_sms:
+        for tile, cluster_dim, minor_dim, width in itertools.product(
+            ((128, 256), (256, 128)), (None, 0), (0, 1), (4, 8, 16)
+        ):
+            add(*tile, 0, cluster_dim, minor_dim, width)
+        return found
+    halved = (128, 256, 0), (128, 256, 1), (256, 128, 0), (128, 128, 0), (128, 64, 0), (64, 256, 1), (64, 128, 1)
+    for tile_m, tile_n, split_dim in halved:
+        idle = max(1, num_sms // (pl.cdiv(m, tile_m) * pl.cdiv(n, tile_n)))
         if tile_m > 64 and 2 * m <= tile_m:
             continue
-        for split_dim, cluster, minor_dim, width, split_k in itertools.product(
-            (0, 1), ((1, 1), (2, 1), (1, 2)), (0, 1), widths, splits if tiles < num_sms else (1,)
-        ):
-            for num_stages in range(8, 1, -1):
-                try:
-                    found.append(
-                        config_type(tile_m, tile_n, num_stages, split_dim, *cluster, minor_dim, width, split_k)
-                    )
-                    break
-                except ValueError:  # It does not fit in shared memory, or its halves are too small.
-                    continue
+        for split_k in sorted({1, max(1, idle // 2), idle, 2 * idle} if idle > 1 else {1}):
+            for minor_dim in (0, 1) if split_k == 1 else (0,):
+                if split_k <= max(1, k // 256):
+                    add(tile_m, tile_n, split_dim, None, minor_dim, 8, split_k)
     return found
+
+
+def _is_cut(k: int, n: int) -> bool:
+    """Whether TMA has to cut off tiles of an operand whose rows run along N, or M."""
+    return _mgpu.padded_shape((k, n), _mgpu.SWIZZLE_TILE) != (k, n)
 
 
 def problem(a, b, *, transpose_a=False, transpose_b=False, **_) -> str:
@@ -207,7 +226,7 @@ class Plan:
     def grid(self) -> tuple[int, int]:
         """Tiles of o, in clusters, along M and N."""
         c = self.config
-        return pl.cdiv(self.m, c.tile_m * c.cluster_m), pl.cdiv(self.n, c.tile_n * c.cluster_n)
+        return pl.cdiv(self.m, c.tile_m * c.cluster_shape[0]), pl.cdiv(self.n, c.tile_n * c.cluster_shape[1])
 
     @property
     def num_tiles(self) -> int:
@@ -220,7 +239,7 @@ class Plan:
 
     def blocks(self, num_sms: int) -> int:
         """Clusters that run at the same time, one block on each SM."""
-        return min(num_sms // self.config.cluster_size, self.num_tiles)
+        return min(num_sms // (1 if self.config.cluster_dim is None else 2), self.num_tiles)
 
     def tiles_of_block(self):
         """How many tiles this block computes."""
@@ -238,8 +257,10 @@ class Plan:
         index = lax.axis_index("cluster_id") + step * lax.axis_size("cluster_id")
         tiles_of_part = self.grid[0] * self.grid[1]
         mi, ni = plgpu.planar_snake(lax.rem(index, tiles_of_part), self.grid, c.grid_minor_dim, c.grid_tile_width)
-        if c.cluster_size > 1:
-            mi, ni = mi * c.cluster_m + lax.axis_index("cluster_m"), ni * c.cluster_n + lax.axis_index("cluster_n")
+        if c.cluster_dim == 0:
+            mi = 2 * mi + lax.axis_index("block")
+        elif c.cluster_dim == 1:
+            ni = 2 * ni + lax.axis_index("block")
         return lax.div(index, tiles_of_part), mi, ni
 
     @property
@@ -271,8 +292,7 @@ class Plan:
         cols = STEP_BYTES // self.dtypes[0].itemsize
         if not self.transpose_a:
             return self.a_tile[0], cols
-        is_cut = _mgpu.padded_shape((self.k, self.m), (8, cols)) != (self.k, self.m)
-        return (self.tile_k, cols) if is_cut and self.config.compute_tile[0] == cols else None
+        return (self.tile_k, cols) if _is_cut(self.k, self.m) and self.config.compute_tile[0] == cols else None
 
     @property
     def b_piece(self) -> tuple[int, int] | None:
@@ -315,8 +335,9 @@ class Plan:
     @property
     def scratch(self) -> dict:
         c = self.config
-        axes = tuple(name for name in ("cluster_m", "cluster_n") if getattr(c, name) > 1)
-        freed = functools.partial(plgpu.ClusterBarrier, collective_axes=axes) if axes else plgpu.Barrier
+        freed = plgpu.Barrier
+        if c.cluster_dim is not None:
+            freed = functools.partial(plgpu.ClusterBarrier, collective_axes=("block",))
         scratch = dict(
             a_smem=self.tiles((c.num_stages, *self.a_tile), self.dtypes[0], self.a_piece),
             b_smem=self.tiles((c.num_stages, *self.b_tile), self.dtypes[1], self.b_piece),
@@ -397,8 +418,8 @@ def load_step(plan: Plan, place, step, a_gmem, b_gmem, a_smem, b_smem, filled):
     m, n, k = mi * c.tile_m, ni * c.tile_n, (part * plan.num_steps + step) * plan.tile_k
     a_at, b_at = (k, m) if plan.transpose_a else (m, k), (n, k) if plan.transpose_b else (k, n)
     with jax.named_scope("load"):
-        _copy(a_gmem, a_at, a_smem, filled, plan.a_tile, plan.a_piece, "cluster_n" if c.cluster_n > 1 else None)
-        _copy(b_gmem, b_at, b_smem, filled, plan.b_tile, plan.b_piece, "cluster_m" if c.cluster_m > 1 else None)
+        _copy(a_gmem, a_at, a_smem, filled, plan.a_tile, plan.a_piece, shared=c.cluster_dim == 1)
+        _copy(b_gmem, b_at, b_smem, filled, plan.b_tile, plan.b_piece, shared=c.cluster_dim == 0)
 
 
 def _pieces(tile, piece) -> list[tuple[int, int]]:
@@ -407,13 +428,13 @@ def _pieces(tile, piece) -> list[tuple[int, int]]:
     return list(itertools.product(range(tile[0] // rows), range(tile[1] // cols)))
 
 
-def _copy(gmem, at, smem, filled, tile, piece, shared_along):
-    """Starts the copies of the tile of `gmem` that begins at `at`; blocks along an axis of the cluster share them."""
+def _copy(gmem, at, smem, filled, tile, piece, shared: bool):
+    """Starts the copies of the tile of `gmem` that begins at `at`; its cluster does it together if it is `shared`."""
     rows, cols = piece or tile
     for i, j in _pieces(tile, piece):
         source = gmem.at[pl.ds(at[0] + i * rows, rows), pl.ds(at[1] + j * cols, cols)]
         target = smem if piece is None else smem.at[i, j]
-        plgpu.copy_gmem_to_smem(source, target, filled, collective_axes=shared_along)
+        plgpu.copy_gmem_to_smem(source, target, filled, collective_axes="block" if shared else None)
 
 
 def compute_tiles(plan: Plan, operands, release, fused, o_gmem, o_smem):
@@ -500,7 +521,7 @@ def fused_product(a, b, vectors: dict, *, plan: Plan, num_sms: int, params, kern
     "row_scale" (M,), "col_scale" (N,) and "bias" (N,), or some of them."""
     c = plan.config
     a, b = plan.padded(a, b)
-    tile_m, tile_n = c.tile_m * c.cluster_m, c.tile_n * c.cluster_n
+    tile_m, tile_n = c.tile_m * c.cluster_shape[0], c.tile_n * c.cluster_shape[1]
     if plan.in_parts:  # What is fused comes after the sum.
         kernel_plan = dataclasses.replace(plan, activation=identity, out_dtype=jnp.dtype(jnp.float32))
         fused = {}
@@ -514,7 +535,7 @@ def fused_product(a, b, vectors: dict, *, plan: Plan, num_sms: int, params, kern
     shape = (plan.n, plan.m) if c.swapped else (plan.m, plan.n)
     # What is written directly is not cut off; a row of o is a multiple of 16 bytes too.
     shape = _mgpu.padded_shape(shape, (tile_n, tile_m) if plan.writes_directly else (1, 8))
-    cluster = dict(cluster=(c.cluster_m, c.cluster_n), cluster_names=("cluster_m", "cluster_n"))
+    cluster = {} if c.cluster_dim is None else dict(cluster=(2,), cluster_names=("block",))
     out = plgpu.kernel(
         functools.partial(kernel, plan=kernel_plan),
         out_type=jax.ShapeDtypeStruct(shape if c.split_k == 1 else (c.split_k, *shape), kernel_plan.out_dtype),
@@ -524,7 +545,7 @@ def fused_product(a, b, vectors: dict, *, plan: Plan, num_sms: int, params, kern
         thread_name="role",
         scratch_types=kernel_plan.scratch,
         compiler_params=params,
-        **(cluster if c.cluster_size > 1 else {}),
+        **cluster,
     )(a, b, fused)
     m, n = (plan.n, plan.m) if c.swapped else (plan.m, plan.n)
     if not plan.in_parts:
@@ -562,7 +583,7 @@ def _forward(a, b, bias, options: Options):
     target = _mgpu.require_target("matmul")
     how = dict(transpose_a=options.transpose_a, transpose_b=options.transpose_b)
     config = options.config or _tuned.tuned("matmul", target.name, problem(a, b, **how), Config)
-    config = config or default_config(m, n, k, target.num_sms)
+    config = config or _default(m, n, k, target.num_sms, not options.transpose_b and _is_cut(k, n))
     transpose_a, transpose_b = options.transpose_a, options.transpose_b
     if config.swapped:
         a, b, m, n, transpose_a, transpose_b = b, a, n, m, not transpose_b, not transpose_a

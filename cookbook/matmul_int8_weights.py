@@ -32,6 +32,7 @@ Not timed on a GPU yet, and so not in the package's index. Source: Dettmers et a
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from cookbook import _mgpu, _tuned
 from cookbook.matmul import (
     MEMORY_REGISTERS,
-    STEP_BYTES,
     fused_product,
     identity,
     load_tiles,
@@ -52,7 +52,7 @@ from cookbook.matmul import Config as MatmulConfig
 from cookbook.matmul import Plan as MatmulPlan
 
 COMPUTE_REGISTERS = {2: 232, 4: 104}  # A thread, by the number of compute warpgroups: what the launch has given out.
-TILE_K = 64  # Values of K a step: 128 bytes of a row of a, 64 of a row of weights.
+UNIT = 64  # Values of a row of a that are swizzled together: 128 bytes.
 
 
 def matmul_int8_weights_reference(a, w_q, scales):
@@ -70,6 +70,7 @@ class Config(MatmulConfig):
     store_slots: int = 1
     swapped: bool = True
     num_compute_wgs: int = 2  # Each with rows of its own of the weights.
+    tile_k: int = 64  # Values of K a step, and bytes of each row of weights: 128 where memory has to be read fast.
 
     def __post_init__(self):
         if self.num_compute_wgs not in (2, 4) or self.compute_tile[0] not in (64, 128):
@@ -77,11 +78,14 @@ class Config(MatmulConfig):
                 f"{self.tile_m=} must be 64 or 128 for each of {self.num_compute_wgs=}, which must be 2 or 4"
             )
         most = 64 * (256 if self.num_compute_wgs == 2 else 64) // self.compute_tile[0]
-        if self.tile_n % 8 or not 8 <= self.tile_n <= most:
+        unit = 8 if self.tile_n < UNIT else UNIT
+        if self.tile_n % unit or not 8 <= self.tile_n <= most:
             raise ValueError(
-                f"{self.tile_n=} must be a multiple of 8, and with {self.tile_m=} and {self.num_compute_wgs=} at most "
-                f"{most}: the registers hold no more sums"
+                f"{self.tile_n=} must be a multiple of 8 up to 64, or of 64; with {self.tile_m=} and "
+                f"{self.num_compute_wgs=} it is at most {most}, because the registers hold no more sums"
             )
+        if self.tile_k not in (64, 128):
+            raise ValueError(f"{self.tile_k=} must be 64 or 128: bytes that are swizzled together")
         if self.split_dim != 0 or not self.swapped:
             raise ValueError(f"{self.split_dim=} must be 0 and {self.swapped=} True: weights go through registers")
         self.check()
@@ -93,22 +97,42 @@ class Config(MatmulConfig):
     @property
     def smem_bytes(self) -> int:
         """The ring, the pieces of o on their way out, and the barriers."""
-        ring = self.num_stages * (self.tile_m * TILE_K + self.tile_n * STEP_BYTES)
+        ring = self.num_stages * (self.tile_m + 2 * self.tile_n) * self.tile_k
         return ring + self.pieces_bytes + 16 * self.num_stages
 
 
 def default_config(m: int, n: int, k: int, num_sms: int = 132) -> Config:
     """The configuration for an (m, k) by (k, n) product on `num_sms` SMs."""
     if m > 128:
-        return Config(num_stages=5, cluster_m=2)
-    tile_n = pl.cdiv(m, 16) * 16
-    tiles = pl.cdiv(n, 256)
-    return Config(256 if tile_n <= 64 else 128, tile_n, 6, split_k=max(1, min(num_sms // tiles, k // 512)))
+        return Config(num_stages=5, cluster_dim=0)
+    tile_n = pl.cdiv(m, UNIT) * UNIT if m > UNIT else pl.cdiv(m, 8) * 8
+    split_k = max(1, min(num_sms // pl.cdiv(n, 128), k // 512))
+    return Config(tile_n=tile_n, num_stages=4, split_k=split_k, tile_k=128)
 
 
 def configs(a, w_q, scales, *, transpose_w=False, **_) -> list[Config]:
     """The configurations worth timing on these operands, for `cookbook.lab.autotune`."""
-    return []
+    (m, k), n, found = a.shape, scales.shape[0], []
+
+    def add(*args, **kwargs):
+        for num_stages in range(12, 1, -1):
+            try:
+                return found.append(Config(*args[:2], num_stages, 0, *args[2:], **kwargs))
+            except ValueError:  # It does not fit in shared memory.
+                continue
+
+    if m > 128:
+        for cluster_dim, minor_dim, width in itertools.product((None, 0), (0, 1), (4, 8, 16)):
+            add(128, 256, cluster_dim, minor_dim, width)
+        return found
+    tile_n = default_config(m, n, k).tile_n
+    for wgs, cluster_dim, tile_k in itertools.product((2, 4), (None, 0), (64, 128)):
+        tile_m = 64 * wgs
+        idle = max(1, 132 // pl.cdiv(n, tile_m))
+        for split_k in sorted({max(1, idle // 2), idle, 2 * idle}):
+            if split_k <= max(1, k // 512):
+                add(tile_m, tile_n, cluster_dim, 0, 8, split_k, num_compute_wgs=wgs, tile_k=tile_k)
+    return found
 
 
 def problem(a, w_q, scales, *, transpose_w=False, **_) -> str:
@@ -122,7 +146,7 @@ class Plan(MatmulPlan):
 
     @property
     def tile_k(self) -> int:
-        return TILE_K
+        return self.config.tile_k
 
     @property
     def a_piece(self) -> tuple[int, int]:
@@ -131,9 +155,10 @@ class Plan(MatmulPlan):
     @property
     def scratch(self) -> dict:
         c, scratch = self.config, super().scratch
-        scratch["a_smem"] = self.tiles((c.num_stages, *self.a_tile), self.dtypes[0], self.a_piece, TILE_K)
+        scratch["a_smem"] = self.tiles((c.num_stages, *self.a_tile), self.dtypes[0], self.a_piece, c.tile_k)
         if self.interpreted:  # Which wants both operands of WGMMA in shared memory.
-            scratch["wide_smem"] = self.tiles((c.num_compute_wgs, c.compute_tile[0], TILE_K), self.dtypes[1], None)
+            wide = (c.num_compute_wgs, c.tile_k // UNIT, c.compute_tile[0], UNIT)
+            scratch["wide_smem"] = self.tiles(wide, self.dtypes[1], None)
         return scratch
 
 
@@ -174,12 +199,15 @@ def _multiply(plan: Plan, tile, w_smem, a_smem, filled, freed, wide_smem, acc):
     def start(step, weights):
         with jax.named_scope("convert"):
             weights = plgpu.layout_cast(weights.astype(plan.dtypes[1]), plgpu.Layout.WGMMA)
+            parts = [weights[:, k : k + UNIT] for k in range(0, plan.tile_k, UNIT)]
             if plan.interpreted:
-                wide_smem[role] = weights
+                for i, part in enumerate(parts):
+                    wide_smem[role, i] = part
                 plgpu.commit_smem()
-                weights = wide_smem.at[role]
+                parts = [wide_smem.at[role, i] for i in range(len(parts))]
         with jax.named_scope("wgmma"):
-            plgpu.wgmma(acc, weights, a_smem.at[slot(step), 0, 0].T)
+            for i, part in enumerate(parts):
+                plgpu.wgmma(acc, part, a_smem.at[slot(step), 0, i].T)
 
     def body(step, weights):
         start(step, weights)
