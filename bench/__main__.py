@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from cookbook import lab
-from tests.cases import CASES, LIBRARIES, Case, relative_error
+from tests.cases import CASES, LIBRARIES, Case, mean_ratio, relative_error
 
 ERROR_MAX = 1e-2  # Of a 16-bit result against float32: a rounding is 2e-3. The tests look closer.
 
@@ -25,6 +25,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.splitlines()[0])
     parser.add_argument("op", nargs="?", help="only this op: " + ", ".join(dict.fromkeys(case.op for case in CASES)))
     parser.add_argument("--iterations", type=int, default=30)
+    parser.add_argument("--tune", action="store_true", help="first search each kernel's configurations, on a GPU")
     args = parser.parse_args()
     cases = [case for case in CASES if args.op in (None, case.op)]
     if not cases:
@@ -32,7 +33,9 @@ def main() -> int:
     if not lab.on_gpu():
         print("No Hopper or newer GPU: these are the recorded figures.")
     _ceilings(args.iterations)
-    missed = sum(not _run(case, args.iterations) for case in cases)
+    missed = sum(not _run(case, args.iterations, args.tune) for case in cases)
+    if any(case.op == "matmul" for case in cases):
+        print(f"matmul: geometric mean {mean_ratio('matmul'):.3f} x cublas, as recorded")
     print(f"{missed} target(s) missed" if missed else "every target reached")
     return 0
 
@@ -48,10 +51,12 @@ def _ceilings(iterations: int):
                 iterations=iterations)  # fmt: skip
 
 
-def _run(case: Case, iterations: int) -> bool:
+def _run(case: Case, iterations: int, tune: bool) -> bool:
     """Measures and prints one problem. Returns whether its target, if it has one, is reached."""
     inputs = jax.block_until_ready(case.inputs()) if lab.on_gpu() else [None] * len(case.shapes)
     impls = {case.impl: case.kernel} | case.peers
+    if tune and case.tune and lab.on_gpu():
+        print(case.tune(*inputs))
     first = {
         impl: lab.results.value(f"first_call/{case.problem}/{impl}", lambda fn=fn: lab.first_call_seconds(fn, *inputs))
         for impl, fn in impls.items()
@@ -71,13 +76,13 @@ def _run(case: Case, iterations: int) -> bool:
     ours = rows[case.impl]
     print(case.problem)
     for impl, row in rows.items():
-        rate = f"{row.tflops:8.0f} TFLOP/s" if case.op == "matmul" else f"{row.tbps:8.2f} TB/s"
+        rate = f"{row.tflops:8.0f} TFLOP/s" if case.op.startswith("matmul") else f"{row.tbps:8.2f} TB/s"
         ratio = f"{row.median_ms / ours.median_ms:6.3f} x" if impl != case.impl else " " * 8
         seconds = f"   first call {first[impl]:.2f} s" if first.get(impl) else ""
         print(f"    {impl:18s}{row.median_ms:10.4f} ms{rate}{ratio}{seconds}")
     if case.target is None or math.isnan(ours.median_ms):
         return True
-    rate = ours.tflops if case.op == "matmul" else ours.tbps
+    rate = ours.tflops if case.op.startswith("matmul") else ours.tbps
     ratio = rows[case.target.peer].median_ms / ours.median_ms
     reached = ratio >= case.target.ratio and rate >= (case.target.rate or 0)
     print(f"    target {'reached' if reached else 'MISSED'}: {case.target}")

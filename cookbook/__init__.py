@@ -1,11 +1,26 @@
 """Pallas kernels for Hopper GPUs: the index. Each kernel is one file; each chapter of the course builds one of them."""
 
 from cookbook.elementwise import add, fuse
+from cookbook.matmul import matmul
 from cookbook.matmul_blocked import matmul_blocked
+from cookbook.matmul_fp8 import matmul_fp8
+from cookbook.matmul_int8_weights import matmul_int8_weights
 from cookbook.matmul_pipelined import matmul_pipelined
 from cookbook.matmul_wgmma import matmul_wgmma
 from cookbook.reduce_sum import reduce_sum
 from cookbook.rms_norm import rms_norm
 from cookbook.softmax import softmax
 
-__all__ = ["add", "fuse", "matmul_blocked", "matmul_pipelined", "matmul_wgmma", "reduce_sum", "rms_norm", "softmax"]
+__all__ = [
+    "add",
+    "fuse",
+    "matmul",
+    "matmul_blocked",
+    "matmul_fp8",
+    "matmul_int8_weights",
+    "matmul_pipelined",
+    "matmul_wgmma",
+    "reduce_sum",
+    "rms_norm",
+    "softmax",
+]

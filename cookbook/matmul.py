@@ -11,7 +11,7 @@ Role table: one block a SM, which computes tile after tile of o; three warpgroup
     memory     one, with few registers: starts the TMA copies of each step of K into the next slot of the ring. It runs
                ahead, into the next tile, while the others compute or store
     compute    two, with the others' registers: each multiplies its half of the tile, then rounds it into shared memory,
-               64 rows by 128 bytes at a time, from where TMA copies it to o while the next tile is multiplied
+               some pieces of 64 rows by 128 bytes at a time, from where TMA copies them to o
 
 Barrier table:
 
@@ -26,10 +26,10 @@ What bounds its speed: the tensor cores, and the power that they may draw. Tiles
 cache. Two blocks of a cluster share the operand that they have in common: each loads half of it for both. A small o
 with a long K is split over K: each part sums its own, and the parts are added in a fixed order.
 
-Not supported: batches (use `jax.vmap`), other dtypes. An operand whose rows run along M or N (a transposed a, a plain
-b) is padded, at the cost of one copy, unless they are multiples of 64 values and its K is one of 8. Not timed on a
-GPU yet, and so not in the package's index. Sources: CUTLASS's documents on warp-specialized persistent kernels, for the
-ideas; Osama et al., "Stream-K" (2023), on sharing out K.
+Not supported: batches (use `jax.vmap`), other dtypes. A plain b whose N is no multiple of 64, or whose K is none of 8,
+is read as it lies with `swapped`, the default for large products; a transposed a of such a size, or both, cost a padded
+copy of one. Chapters: 7 (roles), 8 (persistence, order, clusters, split K). Sources: CUTLASS's documents on
+warp-specialized persistent kernels, for the ideas; Osama et al., "Stream-K" (2023), on sharing out K.
 """
 
 import dataclasses
@@ -185,10 +185,10 @@ def candidates(config_type, m: int, n: int, k: int, num_sms: int = 132) -> list:
         idle = max(1, num_sms // (pl.cdiv(m, tile_m) * pl.cdiv(n, tile_n)))
         if tile_m > 64 and 2 * m <= tile_m:
             continue
-        for split_k in sorted({1, max(1, idle // 2), idle, 2 * idle} if idle > 1 else {1}):
+        splits = {1, idle // 2, idle, 2 * idle} if idle > 1 else {1}
+        for split_k in sorted({max(1, min(split, k // 256)) for split in splits}):
             for minor_dim in (0, 1) if split_k == 1 else (0,):
-                if split_k <= max(1, k // 256):
-                    add(tile_m, tile_n, split_dim, None, minor_dim, 8, split_k)
+                add(tile_m, tile_n, split_dim, None, minor_dim, 8, split_k)
     return found
 
 
@@ -268,10 +268,10 @@ class Plan:
         return STORE_BYTES // self.out_dtype.itemsize
 
     def place(self, step):
-        """Row and column of the part of a tile that this compute warpgroup computes."""
-        (_, mi, ni), c, role = self.tile(step), self.config, lax.axis_index("role")
+        """(part of K, row, column) of what this compute warpgroup computes of a tile."""
+        (part, mi, ni), c, role = self.tile(step), self.config, lax.axis_index("role")
         m, n = (role * size if c.split_dim == dim else 0 for dim, size in enumerate(c.compute_tile))
-        return mi * c.tile_m + m, ni * c.tile_n + n
+        return part, mi * c.tile_m + m, ni * c.tile_n + n
 
     @property
     def a_tile(self) -> tuple[int, int]:
@@ -459,18 +459,19 @@ def compute_tiles(plan: Plan, operands, release, fused, o_gmem, o_smem):
 
     @pl.loop(0, plan.tiles_of_block())
     def _(tile):
+        place = plan.place(tile)
         values = pl.run_scoped(functools.partial(multiply, tile), plgpu.ACC(plan.config.compute_tile, jnp.float32))
         with jax.named_scope("store"):
-            store(plan, tile, values, fused, o_gmem, o_smem)
+            store(plan, place, values, fused, o_gmem, o_smem)
 
     plgpu.wait_smem_to_gmem(0)
 
 
-def store(plan: Plan, tile, values, fused, o_gmem, o_smem):
-    """Sends `values`, this warpgroup's part of a tile, to o, some pieces at a time."""
-    m, n = plan.place(tile)
+def store(plan: Plan, place, values, fused, o_gmem, o_smem):
+    """Sends `values`, this warpgroup's part of a tile, to its `place` in o, some pieces at a time."""
+    part, m, n = place
     if plan.config.split_k > 1:
-        o_gmem = o_gmem.at[plan.tile(tile)[0]]
+        o_gmem = o_gmem.at[part]
     role, (height, width), slots = lax.axis_index("role"), plan.store_piece, plan.config.store_slots
     if plan.writes_directly:
         o_part = o_gmem.at[pl.ds(n, values.shape[1]), pl.ds(m, values.shape[0])].T

@@ -14,7 +14,7 @@ float32 has, whichever library asks them to.
 
 Not supported: a (M, K) product of blocks with scales of their own along K; batches (use `jax.vmap`); differentiation.
 The tensor cores want both fp8 operands with K along their rows: a plain b is transposed, at the cost of one copy; store
-weights as (N, K). Not timed on a GPU yet, and so not in the package's index. Source: Micikevicius et al., "FP8 formats
+weights as (N, K). Chapter: 9. Source: Micikevicius et al., "FP8 formats
 for deep learning" (2022).
 """
 

@@ -1,33 +1,27 @@
-"""Matrix product of 16-bit activations and 8-bit integer weights, which become 16-bit on the way to the tensor core.
+"""Matrix product of 16-bit activations and 8-bit integer weights, which become 16-bit on the way to the tensor cores.
 
-    o = a @ w_q * scales
+    o = a @ w_q * scales, computed as oᵀ = wᵀ aᵀ
 
 Shapes: a (M, K), w_q (K, N), or (N, K) with `transpose_w`, scales (N,), o (M, N). a is bfloat16 or float16, w_q int8, o
 bfloat16, float16 or float32; sums are float32. Rows of a and w_q must be multiples of 16 bytes. 8-bit integers are
 exact in either 16-bit float, so that only the quantization itself errs.
 
-Role table: one block a SM, which computes tile after tile of o; three warpgroups.
+Role table: one block a SM, which computes tile after tile of oᵀ; three warpgroups, or five.
 
-    supply     one: starts the TMA copies of a step of K, of a and of the 8-bit weights, into the next slot; then reads
-               the weights of an older one, and writes them as 16-bit floats into one of two slots of their own
-    compute    two: each multiplies its half of the tile, scales it, and sends it to o
+    memory     the last: starts the TMA copies of each step of K, of the 8-bit weights and of a, as in `matmul`
+    compute    the others: each reads its own rows of the weights into registers, converts them there to 16-bit floats,
+               and multiplies them by all of a's tile, which the tensor core reads from shared memory; in the meantime
+               it reads the weights of the next step. Results are scaled, rounded and transposed on their way to o.
 
-Barrier table:
+Barrier table: of `cookbook/matmul.py`.
 
-    barrier          arrivals                               who waits
-    filled[slot]     2: the copies of a's and w_q's tile    all three, before they read the slot
-    converted[wide]  supply                                 both compute warpgroups, before they read the weights
-    freed[slot]      the compute warpgroups of all blocks   supply, before it refills the slot, or overwrites the
-                     of the cluster                         weights that were converted of it
+What bounds its speed: with many rows of a the tensor cores, as in `matmul`; the conversion of one warpgroup runs beside
+the products of the other. With few rows the memory that the weights come from: K is split, so that every SM reads, and
+the float32 parts are added by XLA.
 
-What bounds its speed: by a count of bytes, shared memory, which the weights enter with 8 bits, leave, enter with 16 and
-leave again; with up to 64 rows of a, reading them from HBM takes nearly as long, half as long as 16-bit ones would.
-Neighbouring tiles of a cluster share the rows of a, and K is split, so that every SM reads. With many rows the tensor
-cores, as in `matmul`: the conversion runs beside them.
-
-Not supported: zero points, scales of groups along K, 4-bit weights; batches (use `jax.vmap`); differentiation. Weights
-are padded, at the cost of one copy, unless N is a multiple of 128 and K of 8, or with `transpose_w` K of 64 and N of 8.
-Not timed on a GPU yet, and so not in the package's index. Source: Dettmers et al., "LLM.int8()" (2022), for the use.
+Not supported: zero points, scales of groups along K, 4-bit weights; batches (use `jax.vmap`); differentiation. The
+tensor cores want weights with K along their rows: a plain w_q is transposed, at the cost of one copy; store weights as
+(N, K). Chapter: 9. Source: Dettmers et al., "LLM.int8()" (2022), for the use.
 """
 
 import dataclasses
@@ -129,7 +123,7 @@ def configs(a, w_q, scales, *, transpose_w=False, **_) -> list[Config]:
     for wgs, cluster_dim, tile_k in itertools.product((2, 4), (None, 0), (64, 128)):
         tile_m = 64 * wgs
         idle = max(1, 132 // pl.cdiv(n, tile_m))
-        for split_k in sorted({max(1, idle // 2), idle, 2 * idle}):
+        for split_k in sorted({1, max(1, idle // 2), idle, 2 * idle}):
             if split_k <= max(1, k // 512):
                 add(tile_m, tile_n, cluster_dim, 0, 8, split_k, num_compute_wgs=wgs, tile_k=tile_k)
     return found
@@ -178,10 +172,11 @@ def _kernel(w_gmem, a_gmem, fused, o_gmem, *, plan, a_smem, b_smem, filled, free
 
         @pl.loop(0, plan.tiles_of_block())
         def _(tile):
+            place = plan.place(tile)
             multiply = functools.partial(_multiply, plan, tile, w_smem, a_smem, filled, freed, wide_smem)
             values = pl.run_scoped(multiply, plgpu.ACC(plan.config.compute_tile, jnp.float32))
             with jax.named_scope("store"):
-                store(plan, tile, values, fused, o_gmem, o_smem)
+                store(plan, place, values, fused, o_gmem, o_smem)
 
         plgpu.wait_smem_to_gmem(0)
 

@@ -4,7 +4,6 @@ import html
 import inspect
 import re
 
-import jax
 from measured import GPU, bound, in_order, rate_text, share_text, stale_mark
 
 import cookbook
@@ -56,7 +55,7 @@ def _kernel_section(name: str, function, chapters) -> list[str]:
 
 
 def _topic(name: str) -> str:
-    return "matmul" if name.startswith("matmul_") else name
+    return name if any(case.op == name for case in CASES) else "matmul" if name.startswith("matmul_") else name
 
 
 def _ours(name: str) -> set[str]:
@@ -87,8 +86,7 @@ def _facts(name: str) -> dict[str, str]:
     least = roofline.bound(case.flops, case.nbytes, case.dtype, GPU)
     facts = {"Bound by": f"{least.limited_by}, {_figure(least.intensity)} FLOP a byte"}
     try:
-        avals = [jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes]
-        compiled = compile_for(GPU, kernel, *avals)
+        compiled = compile_for(GPU, kernel, *case.avals)
     except ToolchainMissing:
         return facts
     return facts | {

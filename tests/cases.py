@@ -9,16 +9,18 @@ import jax
 import jax.numpy as jnp
 
 import cookbook
-from cookbook import elementwise
+from cookbook import elementwise, lab
 from cookbook.matmul_blocked import matmul_blocked_reference
 
 # `cookbook.softmax` is the function; its module goes by this name.
-matmul_pipelined, reduce_sum, rms_norm, softmax = (
-    importlib.import_module(f"cookbook.{op}") for op in ("matmul_pipelined", "reduce_sum", "rms_norm", "softmax")
+matmul, matmul_fp8, matmul_int8_weights, reduce_sum, rms_norm, softmax = (
+    importlib.import_module(f"cookbook.{op}")
+    for op in ("matmul", "matmul_fp8", "matmul_int8_weights", "reduce_sum", "rms_norm", "softmax")
 )
 
 LIBRARIES = ("xla", "cublas")  # The peers that are not this project's own.
-NAMES = {jnp.dtype(jnp.bfloat16): "bf16", jnp.dtype(jnp.float16): "f16", jnp.dtype(jnp.float32): "f32"}
+BF16, E4M3 = jnp.bfloat16, jnp.float8_e4m3fn
+NAMES = {jnp.dtype(BF16): "bf16", jnp.dtype(jnp.float16): "f16", jnp.dtype(jnp.float32): "f32", jnp.dtype(E4M3): "fp8"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem: `kernel(*inputs)` against `peers`, on random normal arrays of `shapes`."""
+    """One problem: `kernel(*inputs)` against `peers`, on random arrays of `shapes`: normal ones, and any integers."""
 
     op: str
     shapes: tuple[tuple[int, ...], ...]
@@ -46,16 +48,31 @@ class Case:
     impl: str = "cookbook"
     target: Target | None = None
     headline: bool = False  # Whether the README shows it.
+    dtypes: tuple | None = None  # Of the inputs, where they differ from `dtype`, which names the problem.
+    tune: object = None  # Searches the kernel's configurations for these inputs.
 
     @property
     def problem(self) -> str:
         return f"{self.op}/{self.size}/{NAMES[jnp.dtype(self.dtype)]}"
 
+    @property
+    def avals(self) -> list[jax.ShapeDtypeStruct]:
+        dtypes = self.dtypes or (self.dtype,) * len(self.shapes)
+        return [jax.ShapeDtypeStruct(*aval) for aval in zip(self.shapes, dtypes, strict=True)]
+
     def inputs(self, seed: int = 0):
-        """Random normal inputs, each its own."""
+        """Random inputs, each its own."""
         keys = jax.random.split(jax.random.key(seed), len(self.shapes))
-        draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
-        return [draw(key, shape, self.dtype) for key, shape in zip(keys, self.shapes, strict=True)]
+        return [_draw(key, aval.shape, aval.dtype) for key, aval in zip(keys, self.avals, strict=True)]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _draw(key, shape, dtype):
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jax.random.randint(key, shape, jnp.iinfo(dtype).min, jnp.iinfo(dtype).max + 1, dtype)
+    if jnp.dtype(dtype).itemsize == 1:
+        return jax.random.normal(key, shape, BF16).astype(dtype)
+    return jax.random.normal(key, shape, dtype)
 
 
 def _add(n, dtype=jnp.bfloat16, **kwargs):
@@ -80,15 +97,44 @@ def _sum(rows, cols, axis, dtype=jnp.bfloat16, **kwargs):
                 f"{rows}x{cols}_axis{axis}", **kwargs)  # fmt: skip
 
 
-def _matmul(m, n, k, dtype=jnp.bfloat16, **kwargs):
-    flops, nbytes = matmul_pipelined.flops(m, n, k), matmul_pipelined.bytes_moved(m, n, k)
-    peers = {"cublas": jnp.matmul, "matmul_wgmma": cookbook.matmul_wgmma}
-    return Case("matmul", ((m, k), (k, n)), dtype, cookbook.matmul_pipelined, matmul_pipelined.matmul_reference, peers,
-                flops, nbytes, f"{m}x{n}x{k}", impl="matmul_pipelined", **kwargs)  # fmt: skip
+def _matmul(m, n, k, transpose_a=False, rungs=(), **kwargs):
+    """`rungs`: the package's earlier kernels, to time beside it."""
+    flip = lambda fn: (lambda a, b: fn(a.T, b)) if transpose_a else fn
+    kernel = functools.partial(cookbook.matmul, transpose_a=True) if transpose_a else cookbook.matmul
+    peers = {"cublas": flip(jnp.matmul)} | {name: getattr(cookbook, name) for name in rungs}
+    return Case("matmul", ((k, m) if transpose_a else (m, k), (k, n)), BF16, kernel, flip(matmul.matmul_reference),
+                peers, matmul.flops(m, n, k), matmul.bytes_moved(m, n, k), f"{m}x{n}x{k}" + "_ta" * transpose_a,
+                impl="matmul", target=Target("cublas", 0.95),
+                tune=lambda a, b: lab.autotune(cookbook.matmul, a, b, transpose_a=transpose_a), **kwargs)  # fmt: skip
+
+
+def _matmul_fp8(m, n, k, **kwargs):
+    dims = (((1,), (1,)), ((), ()))
+    peers = {"cublas": lambda a, b: jax.lax.dot_general(a, b, dims, preferred_element_type=BF16)}
+    return Case("matmul_fp8", ((m, k), (n, k)), E4M3, functools.partial(cookbook.matmul_fp8, transpose_b=True),
+                lambda a, b: matmul_fp8.matmul_fp8_reference(a, b.T, 1.0, 1.0), peers, matmul_fp8.flops(m, n, k),
+                matmul_fp8.bytes_moved(m, n, k), f"{m}x{n}x{k}", target=Target("cublas", 0.97),
+                tune=lambda a, b: lab.autotune(cookbook.matmul_fp8, a, b, transpose_b=True), **kwargs)  # fmt: skip
+
+
+def _matmul_int8_weights(m, n, k, target, **kwargs):
+    """cuBLAS gets weights that are 16-bit already; XLA converts the 8-bit ones, then multiplies."""
+    op = matmul_int8_weights
+    peers = {
+        "cublas": lambda a, w_q, scales, w: a @ w.T,
+        "xla": lambda a, w_q, scales, w: ((a @ w_q.T.astype(BF16)) * scales).astype(BF16),
+    }
+    return Case("matmul_int8_weights", ((m, k), (n, k), (n,), (n, k)), BF16,
+                lambda a, w_q, scales, w: cookbook.matmul_int8_weights(a, w_q, scales, transpose_w=True),
+                lambda a, w_q, scales, w: op.matmul_int8_weights_reference(a, w_q.T, scales), peers,
+                op.flops(m, n, k), op.bytes_moved(m, n, k), f"{m}x{n}x{k}", target=target,
+                dtypes=(BF16, jnp.int8, jnp.float32, BF16),
+                tune=lambda *args: lab.autotune(cookbook.matmul_int8_weights, *args[:3], transpose_w=True),
+                **kwargs)  # fmt: skip
 
 
 def _matmul_f32(m, n, k, **kwargs):
-    flops, nbytes = matmul_pipelined.flops(m, n, k), matmul_pipelined.bytes_moved(m, n, k, 4)
+    flops, nbytes = matmul.flops(m, n, k), matmul.bytes_moved(m, n, k, 4)
     peers = {"cublas": functools.partial(jnp.matmul, precision="highest")}
     return Case("matmul", ((m, k), (k, n)), jnp.float32, cookbook.matmul_blocked, matmul_blocked_reference, peers,
                 flops, nbytes, f"{m}x{n}x{k}", impl="matmul_blocked", **kwargs)  # fmt: skip
@@ -96,6 +142,10 @@ def _matmul_f32(m, n, k, **kwargs):
 
 ROW_SHAPES = ((1048576, 128), (131072, 1000), (32768, 4096), (4096, 32768))
 ABOVE_XLA = Target("xla")
+MATMUL_SIZES = (  # M, N, K: many rows; few tiles; a short K; a long one; few rows; no multiples of a tile.
+    (16384, 4096, 4096), (1024, 8192, 4096), (8192, 8192, 512), (512, 512, 32768), (64, 8192, 8192), (128, 4096, 14336),
+    (4000, 3000, 5000),
+)  # fmt: skip
 CASES = [
     _add(2**29, target=ABOVE_XLA, headline=True),
     _rows("softmax", softmax, 16384, 8192, 1, target=Target("xla", 1.2, 4.0), headline=True),
@@ -104,12 +154,26 @@ CASES = [
     *(_rows("rms_norm", rms_norm, *shape, 2, target=ABOVE_XLA) for shape in ROW_SHAPES),
     _sum(16384, 8192, -1),
     _sum(16384, 8192, 0),
-    _matmul(4096, 4096, 4096, target=Target("cublas", 0.88), headline=True),
-    _matmul(8192, 8192, 8192, target=Target("cublas", 0.88), headline=True),
-    _matmul(4096, 8192, 4096),
-    _matmul(2048, 2048, 2048),
+    _matmul(4096, 4096, 4096, rungs=("matmul_pipelined", "matmul_wgmma"), headline=True),
+    _matmul(8192, 8192, 8192, rungs=("matmul_pipelined",), headline=True),
+    _matmul(2048, 2048, 2048, rungs=("matmul_pipelined",)),
+    _matmul(4096, 8192, 4096, rungs=("matmul_pipelined",)),
+    *(_matmul(*size) for size in MATMUL_SIZES),
+    _matmul(4096, 4096, 4096, transpose_a=True),
     _matmul_f32(4096, 4096, 4096),
+    _matmul_fp8(4096, 4096, 4096, headline=True),
+    _matmul_fp8(8192, 8192, 8192),
+    *(_matmul_int8_weights(m, 8192, 8192, Target("cublas", 1.6), headline=m == 16) for m in (16, 64, 128)),
+    _matmul_int8_weights(4096, 8192, 4096, ABOVE_XLA, headline=True),
 ]
+
+
+def mean_ratio(op: str, peer: str = "cublas", gpu: str = "h200") -> float:
+    """Geometric mean, over the problems of `op`, of its rate over the peer's, as recorded; NaN if one is not."""
+    cases = [case for case in CASES if case.op == case.impl == op]
+    rows = [lab.results.rows(op, gpu).get(case.problem, {}) for case in cases]
+    logs = [math.log(row[peer]["ms"] / row[op]["ms"]) if {op, peer} <= row.keys() else math.nan for row in rows]
+    return math.exp(sum(logs) / len(logs))
 
 
 def relative_error(out, exact) -> float:

@@ -161,9 +161,9 @@ def test_the_names_of_problems_tell_them_apart():
 def test_kernels_list_configurations_that_fit(op_name):
     """Their own checks, and so the price of shared memory, are passed by being made."""
     kernel = __import__(f"cookbook.{op_name}", fromlist=["configs"])
-    a, b, scales = jnp.zeros((64, 256), jnp.bfloat16), jnp.zeros((256, 512), jnp.int8), jnp.ones(512)
+    a, b, scales = jnp.zeros((64, 4096), jnp.bfloat16), jnp.zeros((4096, 512), jnp.int8), jnp.ones(512)
     listed = kernel.configs(a, b, scales) if op_name == "matmul_int8_weights" else kernel.configs(a, b)
-    assert len(listed) > 10 and len(set(listed)) == len(listed)
+    assert len(listed) > 5 and len(set(listed)) == len(listed)
 
 
 def test_a_kernel_takes_the_tuned_configuration(monkeypatch, tmp_path):

@@ -28,10 +28,10 @@ def scales(m, n):
     return (jnp.asarray(np.exp(rng.normal(size=size)), jnp.float32) for size in (m, n))
 
 
-def check(m, n, k, a_dtype=E4M3, b_dtype=E4M3, scale_a=1.0, scale_b=1.0, transpose_b=True, **kwargs):
+def check(m, n, k, a_dtype=E4M3, b_dtype=E4M3, scale_a=1.0, scale_b=1.0, transpose_b=True, tolerance=None, **kwargs):
     fn = functools.partial(matmul_fp8, scale_a=scale_a, scale_b=scale_b, transpose_b=transpose_b, **kwargs)
     flip = lambda a, b: reference(a, b.T if transpose_b else b, scale_a, scale_b)
-    return lab.check(fn, flip, *operands(m, n, k, a_dtype, b_dtype, transpose_b))
+    return lab.check(fn, flip, *operands(m, n, k, a_dtype, b_dtype, transpose_b), tolerance=tolerance)
 
 
 @pytest.mark.parametrize("m, n, k", [(128, 256, 128), (1, 1, 16), (130, 77, 144), (257, 64, 528)])
@@ -51,7 +51,9 @@ def test_scales(out_dtype, split_k):
     config = module.Config(tile_m=64, tile_n=128, split_dim=1, split_k=split_k)
     of_rows, of_columns = scales(130, 136)
     for scale_a, scale_b in ((0.5, 3.0), (of_rows, 1.0), (of_rows[:, None], of_columns[None])):
-        check(130, 136, 272, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, config=config)
+        # The tensor cores of a GPU add fp8 products with fewer bits than float32 has: 2e-4 was seen.
+        tolerance = 1e-3 if out_dtype == jnp.float32 and lab.on_gpu() else None
+        check(130, 136, 272, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, config=config, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("cluster_dim", [None, 0, 1])
@@ -111,7 +113,7 @@ def test_errors_name_the_rule(fn, message):
 
 def test_mutant_that_ignores_a_scale_is_caught(monkeypatch):
     kernel = importlib.import_module("cookbook.matmul")
-    monkeypatch.setattr(kernel, "_scale_and_shift", lambda piece, fused, m, n: piece)
+    monkeypatch.setattr(kernel, "_scale_and_shift", lambda product, fused: product)
     jax.clear_caches()
     with pytest.raises(lab.CheckError):
         check(64, 128, 128, scale_a=2.0, config=SMALL)
@@ -123,7 +125,7 @@ def test_as_exact_as_the_tensor_cores_allow(gpu):
     a, b = operands(4096, 4096, 4096, transpose_b=True)
     exact = reference(a, b.T, 1.0, 1.0)
     error = lambda out: float(jnp.linalg.norm(out.astype(jnp.float32) - exact) / jnp.linalg.norm(exact))
-    peer = jnp.matmul(a, b.T, preferred_element_type=jnp.bfloat16)
+    peer = jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
     runs = [matmul_fp8(a, b, transpose_b=True) for _ in range(10)]
     assert error(runs[0]) <= 1.5 * error(peer)
     assert all((run == runs[0]).all() for run in runs)
