@@ -175,10 +175,10 @@ def candidates(config_type, m: int, n: int, k: int, num_sms: int = 132) -> list:
                 continue
 
     if pl.cdiv(m, 128) * pl.cdiv(n, 256) >= num_sms:
-        for tile, cluster_dim, minor_dim, width in itertools.product(
-            ((128, 256), (256, 128)), (None, 0), (0, 1), (4, 8, 16)
-        ):
-            add(*tile, 0, cluster_dim, minor_dim, width)
+        for cluster_dim, minor_dim in itertools.product((None, 0), (0, 1)):
+            add(256, 128, 0, cluster_dim, minor_dim, 8)
+            for width in (4, 8, 16):
+                add(128, 256, 0, cluster_dim, minor_dim, width)
         return found
     halved = (128, 256, 0), (128, 256, 1), (256, 128, 0), (128, 128, 0), (128, 64, 0), (64, 256, 1), (64, 128, 1)
     for tile_m, tile_n, split_dim in halved:

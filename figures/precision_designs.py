@@ -3,7 +3,7 @@
 from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, RED, SOFT, arrow, box, canvas, save, words
 
 COLUMNS = {"HBM": 1.75, "shared memory": 3.6, "registers": 5.3, "tensor core": 6.75}
-ROWS = {"in HBM first": 2.75, "in registers": 1.6, "in shared memory": 0.45}
+ROWS = {"in HBM first": 2.75, "in shared memory": 1.6, "in registers": 0.4}
 WIDTH, HEIGHT = 0.62, 0.42
 
 
@@ -28,10 +28,10 @@ def draw():
     _int8(ax, "shared memory", y)
     _wide(ax, "registers", y)
     _go(ax, "HBM", "shared memory", y, "1", GREEN)
-    _go(ax, "shared memory", "registers", y, "1, compute", ORANGE)
+    _go(ax, "shared memory", "registers", y, "1", ORANGE)
     _go(ax, "registers", "tensor core", y, "", RED)
     y = ROWS["in shared memory"]
-    _int8(ax, "HBM", y)
+    _int8(ax, "HBM", y + 0.25)
     _int8(ax, "shared memory", y + 0.25)
     _wide(ax, "shared memory", y - 0.25)
     _go(ax, "HBM", "shared memory", y + 0.25, "1", GREEN)
