@@ -204,7 +204,10 @@ def problem(a, b, *, transpose_a=False, transpose_b=False, **_) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Statics of the kernel: sizes, what is fused, and which operand lies transposed."""
+    """Statics of the kernel: sizes, what is fused, and which operand lies transposed.
+
+    Where the config says `swapped`, a and b are each other, and so are M and N.
+    """
 
     m: int
     n: int
@@ -251,10 +254,10 @@ class Plan:
         count = tile * self.num_steps + step
         return lax.rem(count, self.config.num_stages), count >= self.config.num_stages
 
-    def tile(self, step):
-        """(part of K, row, column) of the tile that this block computes in its `step`."""
+    def tile_index(self, tile):
+        """(part of K, row, column) of this block's `tile`, among all tiles."""
         c = self.config
-        index = lax.axis_index("cluster_id") + step * lax.axis_size("cluster_id")
+        index = lax.axis_index("cluster_id") + tile * lax.axis_size("cluster_id")
         tiles_of_part = self.grid[0] * self.grid[1]
         mi, ni = plgpu.planar_snake(lax.rem(index, tiles_of_part), self.grid, c.grid_minor_dim, c.grid_tile_width)
         if c.cluster_dim == 0:
@@ -263,13 +266,9 @@ class Plan:
             ni = 2 * ni + lax.axis_index("block")
         return lax.div(index, tiles_of_part), mi, ni
 
-    @property
-    def store_cols(self) -> int:
-        return STORE_BYTES // self.out_dtype.itemsize
-
-    def place(self, step):
-        """(part of K, row, column) of what this compute warpgroup computes of a tile."""
-        (part, mi, ni), c, role = self.tile(step), self.config, lax.axis_index("role")
+    def place(self, tile):
+        """(part of K, row, column) of what this compute warpgroup computes of this block's `tile`."""
+        (part, mi, ni), c, role = self.tile_index(tile), self.config, lax.axis_index("role")
         m, n = (role * size if c.split_dim == dim else 0 for dim, size in enumerate(c.compute_tile))
         return part, mi * c.tile_m + m, ni * c.tile_n + n
 
@@ -399,22 +398,22 @@ def load_tiles(plan: Plan, a_gmem, b_gmem, a_smem, b_smem, filled, freed):
 
     @pl.loop(0, tiles)
     def _(tile):
-        place = plan.tile(tile)
+        index = plan.tile_index(tile)
 
         @pl.loop(0, plan.num_steps)
         def _(step):
             slot, used = plan.slot(tile, step)
             pl.when(used)(lambda: plgpu.barrier_wait(freed.at[slot]))
-            load_step(plan, place, step, a_gmem, b_gmem, *(x.at[slot] for x in (a_smem, b_smem, filled)))
+            load_step(plan, index, step, a_gmem, b_gmem, *(x.at[slot] for x in (a_smem, b_smem, filled)))
 
     # No block leaves while another of its cluster may still arrive at its barriers.
     steps, slots = tiles * plan.num_steps, plan.config.num_stages
     pl.loop(lax.max(steps - slots, 0), steps)(lambda count: plgpu.barrier_wait(freed.at[lax.rem(count, slots)]))
 
 
-def load_step(plan: Plan, place, step, a_gmem, b_gmem, a_smem, b_smem, filled):
-    """Starts the copies of a step of the tile at `place` into a slot."""
-    (part, mi, ni), c = place, plan.config
+def load_step(plan: Plan, index, step, a_gmem, b_gmem, a_smem, b_smem, filled):
+    """Starts the copies of a step of the tile at `index` into a slot."""
+    (part, mi, ni), c = index, plan.config
     m, n, k = mi * c.tile_m, ni * c.tile_n, (part * plan.num_steps + step) * plan.tile_k
     a_at, b_at = (k, m) if plan.transpose_a else (m, k), (n, k) if plan.transpose_b else (k, n)
     with jax.named_scope("load"):
