@@ -113,10 +113,6 @@ class Config:
         return tuple(2 if self.cluster_dim == dim else 1 for dim in (0, 1))
 
     @property
-    def num_compute_wgs(self) -> int:
-        return COMPUTE
-
-    @property
     def smem_bytes(self) -> int:
         """The ring, the pieces of o on their way out, and the barriers."""
         ring = self.num_stages * (self.tile_m + self.tile_n) * STEP_BYTES
@@ -126,7 +122,7 @@ class Config:
     def pieces_bytes(self) -> int:
         if self.swapped and self.split_k > 1:  # Parts of sums go out of registers.
             return 0
-        return self.num_compute_wgs * self.store_slots * STORE_ROWS * STORE_BYTES
+        return COMPUTE * self.store_slots * STORE_ROWS * STORE_BYTES
 
 
 def default_config(m: int, n: int, k: int, num_sms: int = 132) -> Config:
@@ -344,11 +340,11 @@ class Plan:
                 num_arrivals=len(_pieces(self.a_tile, self.a_piece)) + len(_pieces(self.b_tile, self.b_piece)),
                 num_barriers=c.num_stages,
             ),
-            freed=freed(num_arrivals=c.num_compute_wgs, num_barriers=c.num_stages),
+            freed=freed(num_arrivals=COMPUTE, num_barriers=c.num_stages),
         )
         if not self.writes_directly:
             piece = self.store_piece[:: -1 if c.swapped else 1]
-            scratch["o_smem"] = self.tiles((c.num_compute_wgs, c.store_slots, *piece), self.out_dtype, piece)
+            scratch["o_smem"] = self.tiles((COMPUTE, c.store_slots, *piece), self.out_dtype, piece)
         return scratch
 
     @property
@@ -541,7 +537,7 @@ def fused_product(a, b, vectors: dict, *, plan: Plan, num_sms: int, params, kern
         out_type=jax.ShapeDtypeStruct(shape if c.split_k == 1 else (c.split_k, *shape), kernel_plan.out_dtype),
         grid=(plan.blocks(num_sms),),
         grid_names=("cluster_id",),
-        num_threads=c.num_compute_wgs + 1,
+        num_threads=COMPUTE + 1,
         thread_name="role",
         scratch_types=kernel_plan.scratch,
         compiler_params=params,

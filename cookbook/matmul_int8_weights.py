@@ -6,10 +6,10 @@ Shapes: a (M, K), w_q (K, N), or (N, K) with `transpose_w`, scales (N,), o (M, N
 bfloat16, float16 or float32; sums are float32. Rows of a and w_q must be multiples of 16 bytes. 8-bit integers are
 exact in either 16-bit float, so that only the quantization itself errs.
 
-Role table: one block a SM, which computes tile after tile of oᵀ; three warpgroups, or five.
+Role table: one block a SM, which computes tile after tile of oᵀ; three warpgroups.
 
-    memory     the last: starts the TMA copies of each step of K, of the 8-bit weights and of a, as in `matmul`
-    compute    the others: each reads its own rows of the weights into registers, converts them there to 16-bit floats,
+    memory     one: starts the TMA copies of each step of K, of the 8-bit weights and of a, as in `matmul`
+    compute    two: each reads its own rows of the weights into registers, converts them there to 16-bit floats,
                and multiplies them by all of a's tile, which the tensor core reads from shared memory; in the meantime
                it reads the weights of the next step. Results are scaled, rounded and transposed on their way to o.
 
@@ -36,7 +36,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook import _mgpu, _tuned
 from cookbook.matmul import (
+    COMPUTE,
+    COMPUTE_REGISTERS,
+    MEMORY,
     MEMORY_REGISTERS,
+    STEP_BYTES,
     fused_product,
     identity,
     load_tiles,
@@ -45,7 +49,6 @@ from cookbook.matmul import (
 from cookbook.matmul import Config as MatmulConfig
 from cookbook.matmul import Plan as MatmulPlan
 
-COMPUTE_REGISTERS = {2: 232, 4: 104}  # A thread, by the number of compute warpgroups: what the launch has given out.
 UNIT = 64  # Values of a row of a that are swizzled together: 128 bytes.
 
 
@@ -63,30 +66,22 @@ class Config(MatmulConfig):
     tile_n: int = 256
     store_slots: int = 1
     swapped: bool = True
-    num_compute_wgs: int = 2  # Each with rows of its own of the weights.
-    tile_k: int = 64  # Values of K a step, and bytes of each row of weights: 128 where memory has to be read fast.
+    tile_k: int = 64  # Values of K a step, and bytes of each row of weights: more where memory has to be read fast.
 
     def __post_init__(self):
-        if self.num_compute_wgs not in (2, 4) or self.compute_tile[0] not in (64, 128):
-            raise ValueError(
-                f"{self.tile_m=} must be 64 or 128 for each of {self.num_compute_wgs=}, which must be 2 or 4"
-            )
-        most = 64 * (256 if self.num_compute_wgs == 2 else 64) // self.compute_tile[0]
-        unit = 8 if self.tile_n < UNIT else UNIT
-        if self.tile_n % unit or not 8 <= self.tile_n <= most:
-            raise ValueError(
-                f"{self.tile_n=} must be a multiple of 8 up to 64, or of 64; with {self.tile_m=} and "
-                f"{self.num_compute_wgs=} it is at most {most}, because the registers hold no more sums"
-            )
-        if self.tile_k not in (64, 128):
-            raise ValueError(f"{self.tile_k=} must be 64 or 128: bytes that are swizzled together")
         if self.split_dim != 0 or not self.swapped:
             raise ValueError(f"{self.split_dim=} must be 0 and {self.swapped=} True: weights go through registers")
+        if self.tile_m not in (128, 256):
+            raise ValueError(f"{self.tile_m=} must be 128 or 256: 64 or 128 columns of w_q for each warpgroup")
+        unit, most = 8 if self.tile_n < UNIT else UNIT, 64 * 256 // self.compute_tile[0]
+        if self.tile_n % unit or not 8 <= self.tile_n <= most:
+            raise ValueError(
+                f"{self.tile_n=} must be a multiple of 8 up to 64, or of 64; with {self.tile_m=} it is at most {most}, "
+                "because the registers hold no more sums"
+            )
+        if self.tile_k not in (64, 128, 256):
+            raise ValueError(f"{self.tile_k=} must be 64, 128 or 256: the widths of the swizzle, or two of them")
         self.check()
-
-    @property
-    def compute_tile(self) -> tuple[int, int]:
-        return self.tile_m // self.num_compute_wgs, self.tile_n
 
     @property
     def smem_bytes(self) -> int:
@@ -101,7 +96,7 @@ def default_config(m: int, n: int, k: int, num_sms: int = 132) -> Config:
         return Config(num_stages=5, cluster_dim=0)
     tile_n = pl.cdiv(m, UNIT) * UNIT if m > UNIT else pl.cdiv(m, 8) * 8
     split_k = max(1, min(num_sms // pl.cdiv(n, 128), k // 512))
-    return Config(tile_n=tile_n, num_stages=4, split_k=split_k, tile_k=128)
+    return Config(tile_n=tile_n, num_stages=8 if m <= 32 else 4, split_k=split_k, tile_k=128)
 
 
 def configs(a, w_q, scales, *, transpose_w=False, **_) -> list[Config]:
@@ -120,12 +115,11 @@ def configs(a, w_q, scales, *, transpose_w=False, **_) -> list[Config]:
             add(128, 256, cluster_dim, minor_dim, width)
         return found
     tile_n = default_config(m, n, k).tile_n
-    for wgs, cluster_dim, tile_k in itertools.product((2, 4), (None, 0), (64, 128)):
-        tile_m = 64 * wgs
-        idle = max(1, 132 // pl.cdiv(n, tile_m))
+    idle = max(1, 132 // pl.cdiv(n, 128))
+    for cluster_dim, tile_k in itertools.product((None, 0), (64, 128, 256)):
         for split_k in sorted({1, max(1, idle // 2), idle, 2 * idle}):
             if split_k <= max(1, k // 512):
-                add(tile_m, tile_n, cluster_dim, 0, 8, split_k, num_compute_wgs=wgs, tile_k=tile_k)
+                add(128, tile_n, cluster_dim, 0, 8, split_k, tile_k=tile_k)
     return found
 
 
@@ -144,14 +138,14 @@ class Plan(MatmulPlan):
 
     @property
     def a_piece(self) -> tuple[int, int]:
-        return self.a_tile
+        return self.config.tile_m, min(self.tile_k, STEP_BYTES)
 
     @property
     def scratch(self) -> dict:
         c, scratch = self.config, super().scratch
-        scratch["a_smem"] = self.tiles((c.num_stages, *self.a_tile), self.dtypes[0], self.a_piece, c.tile_k)
+        scratch["a_smem"] = self.tiles((c.num_stages, *self.a_tile), self.dtypes[0], self.a_piece, self.a_piece[1])
         if self.interpreted:  # Which wants both operands of WGMMA in shared memory.
-            wide = (c.num_compute_wgs, c.tile_k // UNIT, c.compute_tile[0], UNIT)
+            wide = (COMPUTE, c.tile_k // UNIT, c.compute_tile[0], UNIT)
             scratch["wide_smem"] = self.tiles(wide, self.dtypes[1], None)
         return scratch
 
@@ -159,16 +153,14 @@ class Plan(MatmulPlan):
 def _kernel(w_gmem, a_gmem, fused, o_gmem, *, plan, a_smem, b_smem, filled, freed, o_smem=None, wide_smem=None):
     (w_smem, w_tma), (a_smem, a_tma) = plan.views(a_smem, plan.a_piece), plan.views(b_smem, plan.b_piece)
 
-    num_compute_wgs = plan.config.num_compute_wgs
-
-    @pl.when(lax.axis_index("role") == num_compute_wgs)
+    @pl.when(lax.axis_index("role") == MEMORY)
     def _():
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
         load_tiles(plan, w_gmem, a_gmem, w_tma, a_tma, filled, freed)
 
-    @pl.when(lax.axis_index("role") < num_compute_wgs)
+    @pl.when(lax.axis_index("role") < COMPUTE)
     def _():
-        plgpu.set_max_registers(COMPUTE_REGISTERS[num_compute_wgs], action="increase")
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
 
         @pl.loop(0, plan.tiles_of_block())
         def _(tile):
@@ -188,13 +180,15 @@ def _multiply(plan: Plan, tile, w_smem, a_smem, filled, freed, wide_smem, acc):
     def load(step):
         """The weights of a step, 8 bits each."""
         plgpu.barrier_wait(filled.at[slot(step)])
-        part = w_smem.at[slot(step), 0, 0, pl.ds(role * rows, rows)]
-        return plgpu.load(part, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+        parts = [
+            w_smem.at[slot(step), 0, i, pl.ds(role * rows, rows)] for i in range(plan.a_tile[1] // plan.a_piece[1])
+        ]
+        return [plgpu.load(part, layout=plgpu.Layout.WGMMA_UPCAST_2X) for part in parts]
 
     def start(step, weights):
         with jax.named_scope("convert"):
-            weights = plgpu.layout_cast(weights.astype(plan.dtypes[1]), plgpu.Layout.WGMMA)
-            parts = [weights[:, k : k + UNIT] for k in range(0, plan.tile_k, UNIT)]
+            wide = [plgpu.layout_cast(part.astype(plan.dtypes[1]), plgpu.Layout.WGMMA) for part in weights]
+            parts = [part[:, k : k + UNIT] for part in wide for k in range(0, part.shape[1], UNIT)]
             if plan.interpreted:
                 for i, part in enumerate(parts):
                     wide_smem[role, i] = part

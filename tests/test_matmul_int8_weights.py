@@ -54,8 +54,8 @@ def test_dtypes(out_dtype):
         Config(cluster_dim=0),
         Config(tile_n=128, cluster_dim=1, split_k=2, tile_k=128),
         Config(tile_m=256, tile_n=128),
-        Config(tile_m=256, tile_n=64, num_compute_wgs=4),
-        Config(tile_n=24, num_compute_wgs=4, tile_m=256, split_k=3, tile_k=128, num_stages=5),
+        Config(tile_n=64, tile_k=256, num_stages=3),
+        Config(tile_n=24, split_k=3, tile_k=128, num_stages=5),
     ],
     ids=str,
 )
@@ -63,7 +63,12 @@ def test_every_kind_of_config(config, transpose_w):
     check(400, 784, 272, transpose_w=transpose_w, config=config)
 
 
-CONFIGS = (Config(), SMALL, *(module.default_config(m, 2048, 4096) for m in (16, 64, 128)))
+CONFIGS = (
+    Config(),
+    SMALL,
+    *(module.default_config(m, 2048, 4096) for m in (16, 64, 128)),
+    Config(tile_n=64, tile_k=256, num_stages=3),
+)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -123,9 +128,9 @@ W, S = ones(16, 32, dtype=jnp.int8), ones(32, dtype=jnp.float32)
         (lambda: matmul_int8_weights(ones(8, 16), W, S[:3]), r"scales.shape=\(3,\).*must be \(32,\)"),
         (lambda: matmul_int8_weights(ones(8, 16), W, S, out_dtype=jnp.int8), "out_dtype"),
         (lambda: matmul_int8_weights(ones(8, 16), W, S, config=module.MatmulConfig()), "of another kernel"),
-        (lambda: Config(tile_m=512), "tile_m=512 must be 64 or 128 for each"),
+        (lambda: Config(tile_m=512), "tile_m=512 must be 128 or 256"),
         (lambda: Config(tile_n=72), "tile_n=72 must be a multiple"),
-        (lambda: Config(tile_m=256, num_compute_wgs=4), "at most 64"),
+        (lambda: Config(tile_m=256), "at most 128"),
         (lambda: Config(tile_k=32), "tile_k=32"),
         (lambda: Config(split_dim=1), "split_dim=1"),
         (lambda: Config(num_stages=9), "bytes of shared memory"),
