@@ -12,7 +12,6 @@ import yaml
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-NOT_RECORDED_YET = {"07_warp_specialization", "08_persistent_matmul", "09_low_precision"}
 TARGETS = re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.M)
 for folder in ("tools", "site"):
     sys.path.append(str(ROOT / folder))
@@ -191,9 +190,7 @@ def test_notebook_is_whole(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_was_recorded_on_a_gpu(path, request):
-    if path.stem in NOT_RECORDED_YET:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="its kernels have not run on a GPU yet"))
+def test_notebook_was_recorded_on_a_gpu(path):
     recorded = nbformat.read(path, as_version=4).metadata.get("recorded", {})
     assert {"gpu", "driver", "jax", "date", "source"} <= recorded.keys()
 
