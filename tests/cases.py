@@ -49,6 +49,7 @@ class Case:
     target: Target | None = None
     headline: bool = False  # Whether the README shows it.
     dtypes: tuple | None = None  # Of the inputs, where they differ from `dtype`, which names the problem.
+    derive: object = None  # Makes of these inputs one more, which only peers take.
     tune: object = None  # Searches the kernel's configurations for these inputs.
 
     @property
@@ -63,7 +64,8 @@ class Case:
     def inputs(self, seed: int = 0):
         """Random inputs, each its own."""
         keys = jax.random.split(jax.random.key(seed), len(self.shapes))
-        return [_draw(key, aval.shape, aval.dtype) for key, aval in zip(keys, self.avals, strict=True)]
+        drawn = [_draw(key, aval.shape, aval.dtype) for key, aval in zip(keys, self.avals, strict=True)]
+        return drawn if self.derive is None else [*drawn, jax.jit(self.derive)(*drawn)]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -121,14 +123,15 @@ def _matmul_int8_weights(m, n, k, target, **kwargs):
     """cuBLAS gets weights that are 16-bit already; XLA converts the 8-bit ones, then multiplies."""
     op = matmul_int8_weights
     peers = {
-        "cublas": lambda a, w_q, scales, w: a @ w.T,
+        "cublas": lambda a, w_q, scales, w: a @ w,
         "xla": lambda a, w_q, scales, w: ((a @ w_q.T.astype(BF16)) * scales).astype(BF16),
     }
-    return Case("matmul_int8_weights", ((m, k), (n, k), (n,), (n, k)), BF16,
-                lambda a, w_q, scales, w: cookbook.matmul_int8_weights(a, w_q, scales, transpose_w=True),
-                lambda a, w_q, scales, w: op.matmul_int8_weights_reference(a, w_q.T, scales), peers,
+    return Case("matmul_int8_weights", ((m, k), (n, k), (n,)), BF16,
+                lambda a, w_q, scales, w=None: cookbook.matmul_int8_weights(a, w_q, scales, transpose_w=True),
+                lambda a, w_q, scales, w=None: op.matmul_int8_weights_reference(a, w_q.T, scales), peers,
                 op.flops(m, n, k), op.bytes_moved(m, n, k), f"{m}x{n}x{k}", target=target,
-                dtypes=(BF16, jnp.int8, jnp.float32, BF16),
+                dtypes=(BF16, jnp.int8, jnp.float32),
+                derive=lambda a, w_q, scales: (w_q.T * scales).astype(BF16),
                 tune=lambda *args: lab.autotune(cookbook.matmul_int8_weights, *args[:3], transpose_w=True),
                 **kwargs)  # fmt: skip
 
