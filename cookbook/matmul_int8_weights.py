@@ -15,8 +15,8 @@ Role table: one block a SM, which computes tile after tile of oᵀ; three warpgr
 
 Barrier table: of `cookbook/matmul.py`.
 
-What bounds its speed: with many rows of a the tensor cores, as in `matmul`; the conversion of one warpgroup runs beside
-the products of the other. With few rows the memory that the weights come from: K is split, so that every SM reads, and
+What bounds its speed: with many rows of a the tensor cores, as in `matmul`. With few rows the memory that the weights
+come from, and the pattern in which it is read: longer rows a step are faster. K is split, so that every SM reads, and
 the float32 parts are added by XLA.
 
 Not supported: zero points, scales of groups along K, 4-bit weights; batches (use `jax.vmap`); differentiation. The

@@ -106,17 +106,20 @@ def _record(fn, args, events: int, blocks: int) -> dict:
     return {"lanes": lanes_of(chrome_trace, clock_ghz, blocks), "clock_ghz": clock_ghz}
 
 
+_SCOPES = ("wgmma", "load", "store", "convert", "wait")  # Of the same colour in every trace.
+
+
 def _draw(ax: Axes, lanes: list[dict], title: str) -> None:
     names = list(dict.fromkeys(name for lane in lanes for name, *_ in lane["spans"]))
-    colours = {name: plot.COLOURS[i % len(plot.COLOURS)] for i, name in enumerate(names)}
+    known = [*_SCOPES, *(name for name in names if name not in _SCOPES)]
+    colours = {name: plot.COLOURS[known.index(name) % len(plot.COLOURS)] for name in names}
     for y, lane in enumerate(lanes):
         for name in names:
             for depth in {span[3] for span in lane["spans"] if span[0] == name}:
                 height = 0.8 * 0.72**depth  # A scope inside another is drawn inside it.
                 bars = [(start, duration) for span, start, duration, d in lane["spans"] if (span, d) == (name, depth)]
-                ax.broken_barh(
-                    bars, (y - height / 2, height), facecolor=colours[name], edgecolor=plot.CARD, linewidth=0.4
-                )
+                look = dict(facecolor=colours[name], edgecolor=plot.CARD, linewidth=0.4, zorder=2 + 0.1 * depth)
+                ax.broken_barh(bars, (y - height / 2, height), **look)
     for name in names:
         ax.plot([], [], "s", color=colours[name], label=name)
     several = any(lane["block"] for lane in lanes)
