@@ -293,9 +293,10 @@ def _compute(plan: Plan, my_q, first, end, q_smem, rings, turn):
 
         s = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
         plgpu.barrier_arrive(k_freed.at[slot(block)])
-        if plan.soft_cap is not None:
-            return jnp.tanh(s * (plan.scale / plan.soft_cap)) * (plan.soft_cap * LOG2E)
-        return s * (plan.scale * LOG2E)
+        return s if plan.soft_cap is None else jnp.tanh(s * (plan.scale / plan.soft_cap))
+
+    # What a logit is of what `logits` returns, in base 2. Largest ones are found before, so that it must be positive.
+    unit = LOG2E * (plan.scale if plan.soft_cap is None else plan.soft_cap)
 
     def step(block, carry, masked: bool):
         acc, m, total = carry
@@ -303,9 +304,9 @@ def _compute(plan: Plan, my_q, first, end, q_smem, rings, turn):
         if masked:
             ids = [plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1)]
             s = jnp.where(plan.blocks.mask(ids[0] + my_q, ids[1] + block * c.block_kv), s, -jnp.inf)
-        m_new = jnp.maximum(m, s.max(axis=1))
+        m_new = jnp.maximum(m, s.max(axis=1) * unit)
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
-        p = jnp.exp2(s - per_row(shift))
+        p = jnp.exp2(s * unit - per_row(shift))  # One multiply-add and one exponential each.
         alpha = jnp.exp2(m - shift)
         total = total * alpha + p.sum(axis=1)
         acc = acc * per_row(alpha, acc.shape)
@@ -366,7 +367,7 @@ def _forward(query, key, value, *, plan: Plan, return_lse: bool, params):
     return (out, lse[0][:, :, : plan.num_q]) if return_lse else out
 
 
-def _check(query, key, value, local_window_size) -> None:
+def _check(query, key, value, scale, local_window_size, logits_soft_cap) -> None:
     op = "cookbook.attention"
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 4:
@@ -387,6 +388,9 @@ def _check(query, key, value, local_window_size) -> None:
     if 0 in query.shape or 0 in key.shape:
         raise ValueError(f"{op}: {query.shape=}, {key.shape=}; no size may be 0")
     sizes = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,)
+    for name, number in (("scale", scale), ("logits_soft_cap", logits_soft_cap)):
+        if number is not None and not number > 0:
+            raise ValueError(f"{op}: {name} = {number} must be above 0")
     if any(size is not None and size < 0 for size in sizes):
         raise ValueError(f"{op}: {local_window_size=} must be keys before and after, each at least 0")
 
@@ -414,7 +418,7 @@ def attention(
     Raises:
       ValueError: a shape, dtype or window is not supported; RuntimeError: no GPU.
     """
-    _check(query, key, value, local_window_size)
+    _check(query, key, value, scale, local_window_size, logits_soft_cap)
     target = _mgpu.require_target("attention")
     (batch, num_q, num_heads, head_dim), (_, num_kv, num_kv_heads, _) = query.shape, key.shape
     left, right = window(is_causal, local_window_size)

@@ -16,7 +16,8 @@ Role table: one block a SM, which computes tile after tile of o; three warpgroup
 Barrier table:
 
     barrier       arrivals                              who waits
-    filled[slot]  2: the copies of a's and b's tile     both compute warpgroups, before they read the slot
+    filled[slot]  each copy of a's and b's tile         both compute warpgroups, before they read the slot
+                  (one each, or one for each `_pieces`)
     freed[slot]   the compute warpgroups of all blocks  the memory warpgroup, before it refills the slot
                   of the cluster                        (multicast writes the slots of the whole cluster)
 

@@ -13,7 +13,8 @@ Role table: one block a SM, which computes tile after tile of oᵀ; three warpgr
                and multiplies them by all of a's tile, which the tensor core reads from shared memory; in the meantime
                it reads the weights of the next step. Results are scaled, rounded and transposed on their way to o.
 
-Barrier table: of `cookbook/matmul.py`.
+Barrier table: of `cookbook/matmul.py`; but a slot is given back in the step that multiplied it, after
+`wgmma_wait(0)`, because the registers that hold its weights are written again.
 
 What bounds its speed: with many rows of a the tensor cores, as in `matmul`. With few rows the memory that the weights
 come from, and the pattern in which it is read: longer rows a step are faster. K is split, so that every SM reads, and

@@ -1,4 +1,4 @@
-"""Two compute warpgroups that convert in registers take turns: while one converts, the other's product runs."""
+"""How two compute warpgroups that convert in registers might take turns: one converts, the other's product runs."""
 
 from cookbook.lab import plot
 from figures.pipeline_schedule import bar
