@@ -69,6 +69,9 @@ class Config:
     grid_tile_width: int = 8  # Tiles, or clusters, across the snake.
     split_k: int = 1  # Parts of K that are summed apart, each by a block of its own.
     store_slots: int = 2  # Pieces of o that each compute warpgroup may have on their way out.
+    # Whether a tile is stored while the next one is multiplied: its sums stay in registers meanwhile, which have room
+    # for those of two tiles of half the size.
+    store_late: bool = False
     # Whether to compute the transposed product, with b and a in each other's place, and transpose it on its way out:
     # all other fields are then of that product. A plain b whose N is no multiple of 64 needs no copy then.
     swapped: bool = False
@@ -85,6 +88,9 @@ class Config:
                 f"{self.tile_m=} x {self.tile_n=}: at most 256 each (TMA), and 64 x 256 values for each of two "
                 "warpgroups: a larger accumulator spills their registers"
             )
+        if self.store_late and rows * cols > 64 * 192:
+            raise ValueError(f"{self.store_late=}: {self.tile_m=} x {self.tile_n=}, of which two warpgroups hold twice "
+                             "64 x 128 values each; use 128 x 128 or less")  # fmt: skip
         self.check()
 
     def check(self):
@@ -440,12 +446,14 @@ def compute_tiles(plan: Plan, operands, release, fused, o_gmem, o_smem):
     product has ended.
     """
 
-    def multiply(tile, acc):
+    def multiply(tile, meanwhile, acc):
         @pl.loop(0, plan.num_steps)
         def _(step):
             a, b = operands(tile, step)
             with jax.named_scope("wgmma"):
                 plgpu.wgmma(acc, a, b)
+                for i, lot in enumerate(meanwhile):
+                    pl.when((step == min(i, plan.num_steps - 1)) & (tile > 0))(lot)
                 plgpu.wgmma_wait(1)  # The product before has ended.
             pl.when(step > 0)(lambda: release(tile, step - 1))
 
@@ -453,43 +461,67 @@ def compute_tiles(plan: Plan, operands, release, fused, o_gmem, o_smem):
         release(tile, plan.num_steps - 1)
         return values
 
-    @pl.loop(0, plan.tiles_of_block())
-    def _(tile):
-        place = plan.place(tile)
-        values = pl.run_scoped(functools.partial(multiply, tile), plgpu.ACC(plan.config.compute_tile, jnp.float32))
-        with jax.named_scope("store"):
-            store(plan, place, values, fused, o_gmem, o_smem)
+    def product(tile, meanwhile=()):
+        acc = plgpu.ACC(plan.config.compute_tile, jnp.float32)
+        return pl.run_scoped(functools.partial(multiply, tile, meanwhile), acc)
+
+    if plan.config.store_late:
+        tiles = plan.tiles_of_block()
+        lots = lambda tile, values: store_lots(plan, plan.place(tile), values, fused, o_gmem, o_smem)
+        none = plgpu.layout_cast(jnp.zeros(plan.config.compute_tile, jnp.float32), plgpu.Layout.WGMMA)
+        values = lax.fori_loop(0, tiles, lambda tile, values: product(tile, lots(tile - 1, values)), none)
+        for lot in lots(tiles - 1, values):
+            lot()
+    else:
+
+        @pl.loop(0, plan.tiles_of_block())
+        def _(tile):
+            place = plan.place(tile)
+            store(plan, place, product(tile), fused, o_gmem, o_smem)
 
     plgpu.wait_smem_to_gmem(0)
 
 
 def store(plan: Plan, place, values, fused, o_gmem, o_smem):
     """Sends `values`, this warpgroup's part of a tile, to its `place` in o, some pieces at a time."""
+    for lot in store_lots(plan, place, values, fused, o_gmem, o_smem):
+        lot()
+
+
+def store_lots(plan: Plan, place, values, fused, o_gmem, o_smem) -> list:
+    """What `store` does, as one function for each lot of pieces that go at once."""
     part, m, n = place
     if plan.config.split_k > 1:
         o_gmem = o_gmem.at[part]
     role, (height, width), slots = lax.axis_index("role"), plan.store_piece, plan.config.store_slots
     if plan.writes_directly:
         o_part = o_gmem.at[pl.ds(n, values.shape[1]), pl.ds(m, values.shape[0])].T
-        _mgpu.store(o_part, plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED))
-        return
+        return [lambda: _mgpu.store(o_part, plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED))]
     o_tiled, o_smem = plan.views(o_smem, plan.store_piece)
     pieces = [(i, j) for i in range(0, values.shape[0], height) for j in range(0, values.shape[1], width)]
-    vectors = {(i, j): _load_vectors(plan, fused, m + i, n + j) for i, j in pieces}  # All are under way at once.
-    for first in range(0, len(pieces), slots):
-        at_once = list(enumerate(pieces[first : first + slots]))
+
+    @jax.named_scope("store")
+    def send(pieces, load):
+        vectors = [load(i, j) for i, j in pieces]  # All are under way at once.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # TMA has read the pieces before.
-        for slot, (i, j) in at_once:
-            piece = _scale_and_shift(values[i : i + height, j : j + width], vectors[i, j])
+        for slot, (i, j) in enumerate(pieces):
+            piece = _scale_and_shift(values[i : i + height, j : j + width], vectors[slot])
             piece, target = plan.activation(piece).astype(plan.out_dtype), o_tiled.at[role, slot, 0, 0]
             if plan.config.swapped:
                 piece, target = plgpu.layout_cast(piece, plgpu.Layout.WGMMA_TRANSPOSED), target.T
             target[...] = piece
         plgpu.commit_smem()
-        for slot, (i, j) in at_once:
+        for slot, (i, j) in enumerate(pieces):
             rows, cols = pl.ds(m + i, height), pl.ds(n + j, width)
             o_piece = o_gmem.at[cols, rows] if plan.config.swapped else o_gmem.at[rows, cols]
             plgpu.copy_smem_to_gmem(o_smem.at[role, slot, 0, 0], o_piece)
+
+    load = lambda i, j: _load_vectors(plan, fused, m + i, n + j)
+    if not plan.config.store_late:  # For all lots: they wait for one another, not for what they load.
+        loaded = {piece: load(*piece) for piece in pieces}
+        load = lambda i, j: loaded[i, j]
+    lots = [pieces[first : first + slots] for first in range(0, len(pieces), slots)]
+    return [functools.partial(send, lot, load) for lot in lots]
 
 
 def _load_vectors(plan: Plan, fused, m, n) -> dict:
