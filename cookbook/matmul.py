@@ -70,13 +70,15 @@ class Config:
     split_k: int = 1  # Parts of K that are summed apart, each by a block of its own.
     store_slots: int = 2  # Pieces of o that each compute warpgroup may have on their way out.
     # Whether a tile is stored while the next one is multiplied: its sums stay in registers meanwhile, which have room
-    # for those of two tiles of half the size.
+    # for those of two tiles of up to 128 x 192 values.
     store_late: bool = False
     # Whether to compute the transposed product, with b and a in each other's place, and transpose it on its way out:
     # all other fields are then of that product. A plain b whose N is no multiple of 64 needs no copy then.
     swapped: bool = False
 
     def __post_init__(self):
+        if self.split_dim not in (0, 1):
+            raise ValueError(f"{self.split_dim=}: a dimension is 0 or 1")
         rows, cols = self.compute_tile
         if rows % 64 or cols % 64 or min(rows, cols) < 64:
             raise ValueError(
@@ -90,12 +92,12 @@ class Config:
             )
         if self.store_late and rows * cols > 64 * 192:
             raise ValueError(f"{self.store_late=}: {self.tile_m=} x {self.tile_n=}, of which two warpgroups hold twice "
-                             "64 x 128 values each; use 128 x 128 or less")  # fmt: skip
+                             "64 x 192 values each; use 128 x 192 or less")  # fmt: skip
         self.check()
 
     def check(self):
-        if self.split_dim not in (0, 1) or self.cluster_dim not in (None, 0, 1) or self.grid_minor_dim not in (0, 1):
-            raise ValueError(f"{self.split_dim=}, {self.cluster_dim=}, {self.grid_minor_dim=}: a dimension is 0 or 1")
+        if self.cluster_dim not in (None, 0, 1) or self.grid_minor_dim not in (0, 1):
+            raise ValueError(f"{self.cluster_dim=}, {self.grid_minor_dim=}: a dimension is 0 or 1")
         if self.num_stages < 2 or min(self.split_k, self.grid_tile_width, self.store_slots) < 1:
             raise ValueError(
                 f"{self.num_stages=} must be at least 2 (a slot is given back one step late), "
@@ -170,18 +172,21 @@ def candidates(config_type, m: int, n: int, k: int, num_sms: int = 132) -> list:
     SMs idle."""
     found = []
 
-    def add(*args):
+    def add(tile_m, tile_n, **kwargs):
         for num_stages in range(8, 1, -1):
             try:
-                return found.append(config_type(*args[:2], num_stages, *args[2:]))
+                return found.append(config_type(tile_m, tile_n, num_stages, **kwargs))
             except ValueError:  # It does not fit in shared memory.
                 continue
 
     if pl.cdiv(m, 128) * pl.cdiv(n, 256) >= num_sms:
         for cluster_dim, minor_dim in itertools.product((None, 0), (0, 1)):
-            add(256, 128, 0, cluster_dim, minor_dim, 8)
+            how = dict(cluster_dim=cluster_dim, grid_minor_dim=minor_dim)
+            add(256, 128, **how)
+            for tile_n in (128, 192):
+                add(128, tile_n, store_late=True, **how)
             for width in (4, 8, 16):
-                add(128, 256, 0, cluster_dim, minor_dim, width)
+                add(128, 256, grid_tile_width=width, **how)
         return found
     halved = (128, 256, 0), (128, 256, 1), (256, 128, 0), (128, 128, 0), (128, 64, 0), (64, 256, 1), (64, 128, 1)
     for tile_m, tile_n, split_dim in halved:
@@ -191,7 +196,7 @@ def candidates(config_type, m: int, n: int, k: int, num_sms: int = 132) -> list:
         splits = {1, idle // 2, idle, 2 * idle} if idle > 1 else {1}
         for split_k in sorted({max(1, min(split, k // 256)) for split in splits}):
             for minor_dim in (0, 1) if split_k == 1 else (0,):
-                add(tile_m, tile_n, split_dim, None, minor_dim, 8, split_k)
+                add(tile_m, tile_n, split_dim=split_dim, grid_minor_dim=minor_dim, split_k=split_k)
     return found
 
 

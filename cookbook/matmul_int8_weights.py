@@ -61,7 +61,8 @@ def matmul_int8_weights_reference(a, w_q, scales):
 @dataclasses.dataclass(frozen=True)
 class Config(MatmulConfig):
     """As of `matmul`, for the product of the weights and a, both transposed: M and `tile_m` count columns of w_q, N and
-    `tile_n` rows of a."""
+    `tile_n` rows of a. With `split_dim=2` the two warpgroups share out each step of K, and their sums meet in shared
+    memory: so that tiles are small enough for every SM to have one, without a split of K."""
 
     tile_m: int = 128
     tile_n: int = 256
@@ -70,10 +71,15 @@ class Config(MatmulConfig):
     tile_k: int = 64  # Values of K a step, and bytes of each row of weights: more where memory has to be read fast.
 
     def __post_init__(self):
-        if self.split_dim != 0 or not self.swapped:
-            raise ValueError(f"{self.split_dim=} must be 0 and {self.swapped=} True: weights go through registers")
-        if self.tile_m not in (128, 256):
-            raise ValueError(f"{self.tile_m=} must be 128 or 256: 64 or 128 columns of w_q for each warpgroup")
+        if self.split_dim not in (0, 2) or not self.swapped or self.store_late:
+            raise ValueError(
+                f"{self.split_dim=} must be 0 (columns of w_q) or 2 (steps of K), {self.swapped=} True, and "
+                f"{self.store_late=} False: weights go through registers"
+            )
+        if self.compute_tile[0] not in (64, 128):
+            raise ValueError(f"{self.tile_m=} must leave 64 or 128 columns of w_q for each warpgroup")
+        if self.split_dim == 2 and self.tile_k != 256:
+            raise ValueError(f"{self.tile_k=} must be 256 for {self.split_dim=}: 128 values for each warpgroup")
         unit, most = 8 if self.tile_n < UNIT else UNIT, 64 * 256 // self.compute_tile[0]
         if self.tile_n % unit or not 8 <= self.tile_n <= most:
             raise ValueError(
@@ -88,7 +94,8 @@ class Config(MatmulConfig):
     def smem_bytes(self) -> int:
         """The ring, the pieces of o on their way out, and the barriers."""
         ring = self.num_stages * (self.tile_m + 2 * self.tile_n) * self.tile_k
-        return ring + self.pieces_bytes + 16 * self.num_stages
+        sums = 4 * self.tile_m * self.tile_n + 16 if self.split_dim == 2 else 0
+        return ring + self.pieces_bytes + sums + 16 * self.num_stages
 
 
 def default_config(m: int, n: int, k: int, num_sms: int = 132) -> Config:
@@ -104,23 +111,24 @@ def configs(a, w_q, scales, *, transpose_w=False, **_) -> list[Config]:
     """The configurations worth timing on these operands, for `cookbook.lab.autotune`."""
     (m, k), n, found = a.shape, scales.shape[0], []
 
-    def add(*args, **kwargs):
+    def add(tile_m, tile_n, **kwargs):
         for num_stages in range(12, 1, -1):
             try:
-                return found.append(Config(*args[:2], num_stages, 0, *args[2:], **kwargs))
+                return found.append(Config(tile_m, tile_n, num_stages, **kwargs))
             except ValueError:  # It does not fit in shared memory.
                 continue
 
     if m > 128:
         for cluster_dim, minor_dim, width in itertools.product((None, 0), (0, 1), (4, 8, 16)):
-            add(128, 256, cluster_dim, minor_dim, width)
+            add(128, 256, cluster_dim=cluster_dim, grid_minor_dim=minor_dim, grid_tile_width=width)
         return found
-    tile_n = default_config(m, n, k).tile_n
-    idle = max(1, 132 // pl.cdiv(n, 128))
-    for cluster_dim, tile_k in itertools.product((None, 0), (64, 128, 256)):
-        for split_k in sorted({1, max(1, idle // 2), idle, 2 * idle}):
+    tile_n, idle = default_config(m, n, k).tile_n, max(1, 132 // pl.cdiv(n, 128))
+    for cluster_dim in (None, 0):
+        for tile_m in (64, 128):
+            add(tile_m, tile_n, split_dim=2, cluster_dim=cluster_dim, tile_k=256)
+        for tile_k, split_k in itertools.product((64, 128, 256), sorted({1, max(1, idle // 2), idle, 2 * idle})):
             if split_k <= max(1, k // 512):
-                add(128, tile_n, cluster_dim, 0, 8, split_k, tile_k=tile_k)
+                add(128, tile_n, cluster_dim=cluster_dim, split_k=split_k, tile_k=tile_k)
     return found
 
 
@@ -142,16 +150,25 @@ class Plan(MatmulPlan):
         return self.config.tile_m, min(self.tile_k, STEP_BYTES)
 
     @property
+    def step_k(self) -> int:
+        """Values of K of a step that a warpgroup multiplies."""
+        return self.tile_k // (2 if self.config.split_dim == 2 else 1)
+
+    @property
     def scratch(self) -> dict:
         c, scratch = self.config, super().scratch
         scratch["a_smem"] = self.tiles((c.num_stages, *self.a_tile), self.dtypes[0], self.a_piece, self.a_piece[1])
+        if c.split_dim == 2:
+            sums = plgpu.SMEM(c.compute_tile, jnp.float32)
+            scratch |= dict(sums_smem=sums, written=plgpu.Barrier(), taken=plgpu.Barrier())
         if self.interpreted:  # Which wants both operands of WGMMA in shared memory.
-            wide = (COMPUTE, c.tile_k // UNIT, c.compute_tile[0], UNIT)
+            wide = (COMPUTE, self.step_k // UNIT, c.compute_tile[0], UNIT)
             scratch["wide_smem"] = self.tiles(wide, self.dtypes[1], None)
         return scratch
 
 
-def _kernel(w_gmem, a_gmem, fused, o_gmem, *, plan, a_smem, b_smem, filled, freed, o_smem=None, wide_smem=None):
+def _kernel(w_gmem, a_gmem, fused, o_gmem, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem=None, wide_smem=None,
+            sums_smem=None, written=None, taken=None):  # fmt: skip
     (w_smem, w_tma), (a_smem, a_tma) = plan.views(a_smem, plan.a_piece), plan.views(b_smem, plan.b_piece)
 
     @pl.when(lax.axis_index("role") == MEMORY)
@@ -168,22 +185,29 @@ def _kernel(w_gmem, a_gmem, fused, o_gmem, *, plan, a_smem, b_smem, filled, free
             place = plan.place(tile)
             multiply = functools.partial(_multiply, plan, tile, w_smem, a_smem, filled, freed, wide_smem)
             values = pl.run_scoped(multiply, plgpu.ACC(plan.config.compute_tile, jnp.float32))
-            with jax.named_scope("store"):
-                store(plan, place, values, fused, o_gmem, o_smem)
+            if plan.config.split_dim == 2:
+                values = _add_up(tile, values, sums_smem, written, taken)
+            pl.when((lax.axis_index("role") == 0) | (plan.config.split_dim == 0))(
+                lambda: store(plan, place, values, fused, o_gmem, o_smem)
+            )
 
+        if plan.config.split_dim == 2:  # Its last sums too.
+            pl.when(lax.axis_index("role") == 1)(lambda: plgpu.barrier_wait(taken))
         plgpu.wait_smem_to_gmem(0)
 
 
 def _multiply(plan: Plan, tile, w_smem, a_smem, filled, freed, wide_smem, acc):
-    role, rows = lax.axis_index("role"), plan.config.compute_tile[0]
+    role, rows, by_steps = lax.axis_index("role"), plan.config.compute_tile[0], plan.config.split_dim == 2
     slot = lambda step: plan.slot(tile, step)[0]
+    pieces = plan.step_k // plan.a_piece[1]
 
     def load(step):
         """The weights of a step, 8 bits each."""
         plgpu.barrier_wait(filled.at[slot(step)])
-        parts = [
-            w_smem.at[slot(step), 0, i, pl.ds(role * rows, rows)] for i in range(plan.a_tile[1] // plan.a_piece[1])
-        ]
+        if by_steps:
+            parts = [w_smem.at[slot(step), 0, role]]
+        else:
+            parts = [w_smem.at[slot(step), 0, i, pl.ds(role * rows, rows)] for i in range(pieces)]
         return [plgpu.load(part, layout=plgpu.Layout.WGMMA_UPCAST_2X) for part in parts]
 
     def start(step, weights):
@@ -197,7 +221,7 @@ def _multiply(plan: Plan, tile, w_smem, a_smem, filled, freed, wide_smem, acc):
                 parts = [wide_smem.at[role, i] for i in range(len(parts))]
         with jax.named_scope("wgmma"):
             for i, part in enumerate(parts):
-                plgpu.wgmma(acc, part, a_smem.at[slot(step), 0, i].T)
+                plgpu.wgmma(acc, part, a_smem.at[slot(step), 0, role * len(parts) + i if by_steps else i].T)
 
     def body(step, weights):
         start(step, weights)
@@ -211,6 +235,26 @@ def _multiply(plan: Plan, tile, w_smem, a_smem, filled, freed, wide_smem, acc):
     values = acc[...]  # Waits for the last product.
     plgpu.barrier_arrive(freed.at[slot(last)])
     return values
+
+
+def _add_up(tile, values, sums_smem, written, taken):
+    """The sums of both warpgroups, for the first; the second hands over its own."""
+
+    @pl.when(lax.axis_index("role") == 1)
+    def _():
+        pl.when(tile > 0)(lambda: plgpu.barrier_wait(taken))
+        _mgpu.store(sums_smem, values)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(written)
+
+    def add():
+        plgpu.barrier_wait(written)
+        total = values + plgpu.load(sums_smem, layout=plgpu.Layout.WGMMA, optimized=False)
+        plgpu.commit_smem()  # All four warps have read.
+        plgpu.barrier_arrive(taken)
+        return total
+
+    return lax.cond(lax.axis_index("role") == 0, add, lambda: values)
 
 
 def _check(a, w_q, scales, transpose_w: bool) -> tuple[int, int, int]:
