@@ -55,6 +55,8 @@ def test_dtypes(out_dtype):
         Config(tile_n=128, cluster_dim=1, split_k=2, tile_k=128),
         Config(tile_m=256, tile_n=128),
         Config(tile_n=64, tile_k=256, num_stages=3),
+        Config(tile_m=64, tile_n=64, split_dim=2, tile_k=256),
+        Config(tile_n=24, split_dim=2, tile_k=256, cluster_dim=0, split_k=2, num_stages=3),
         Config(tile_n=24, split_k=3, tile_k=128, num_stages=5),
     ],
     ids=str,
@@ -128,7 +130,8 @@ W, S = ones(16, 32, dtype=jnp.int8), ones(32, dtype=jnp.float32)
         (lambda: matmul_int8_weights(ones(8, 16), W, S[:3]), r"scales.shape=\(3,\).*must be \(32,\)"),
         (lambda: matmul_int8_weights(ones(8, 16), W, S, out_dtype=jnp.int8), "out_dtype"),
         (lambda: matmul_int8_weights(ones(8, 16), W, S, config=module.MatmulConfig()), "of another kernel"),
-        (lambda: Config(tile_m=512), "tile_m=512 must be 128 or 256"),
+        (lambda: Config(tile_m=512), "tile_m=512 must leave 64 or 128"),
+        (lambda: Config(tile_m=64, tile_n=64, split_dim=2), "tile_k=64 must be 256"),
         (lambda: Config(tile_n=72), "tile_n=72 must be a multiple"),
         (lambda: Config(tile_m=256), "at most 128"),
         (lambda: Config(tile_k=32), "tile_k=32"),
@@ -144,8 +147,9 @@ def test_errors_name_the_rule(fn, message):
 @pytest.mark.parametrize(
     "old, new",
     [
-        ("plgpu.barrier_wait(filled.at[slot(step)])\n        part", "part"),
+        ("        plgpu.barrier_wait(filled.at[slot(step)])\n", ""),
         ("pl.ds(role * rows, rows)", "pl.ds(0, rows)"),
+        ("        plgpu.barrier_wait(written)\n", ""),
         (
             "vectors = w_q if transpose_w else w_q.T, dict(col_scale=",
             "vectors = w_q if transpose_w else w_q.T, dict(bias=",
@@ -153,13 +157,15 @@ def test_errors_name_the_rule(fn, message):
     ],
 )
 def test_mutants_are_caught(no_gpu, monkeypatch, old, new):
-    """Weights read before they arrive; the same weights for both warpgroups; a scale that is added."""
+    """Weights read before they arrive; the same weights for both warpgroups; sums read before they are there; a scale
+    that is added."""
     source = inspect.getsource(module)
     assert source.count(old) == 1
     copy = types.ModuleType("mutant_of_matmul_int8_weights")
     monkeypatch.setitem(sys.modules, copy.__name__, copy)
     exec(compile(source.replace(old, new), copy.__name__, "exec"), copy.__dict__)
-    small = copy.Config(**dataclasses.asdict(SMALL))  # A class of the copy's own.
+    config = Config(tile_m=64, tile_n=64, split_dim=2, tile_k=256) if "written" in old else SMALL
+    small = copy.Config(**dataclasses.asdict(config))  # A class of the copy's own.
     with pytest.raises(Exception, match="(?i)race|wait|phase|result|barrier"):
         check(72, 256, 400, fn=copy.matmul_int8_weights, config=small)
 
