@@ -140,7 +140,7 @@ def record(monkeypatch):
 def test_a_stored_trace_is_drawn_and_marked_as_recorded(results_folder, no_gpu, monkeypatch):
     record(monkeypatch)
     ax = lab.timeline(add_one, None, problem="06_pipelining/x", blocks=2).axes[0]
-    assert ax.get_title(loc="left") == "06_pipelining/x, recorded on NVIDIA H200, 2026-11-20"
+    assert ax.get_title(loc="left") == "x, recorded on NVIDIA H200, 2026-11-20"
     labels = [label.get_text() for label in ax.get_yticklabels()]
     assert len(labels) == 6 and labels[4] == "block 1, warpgroup 1"
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["role", "copy"]

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 _traced_into = jax.make_user_context(None)  # Part of JAX's cache keys: a kernel traced elsewhere writes elsewhere.
 
 
-def timeline(fn, *args, problem: str, events: int = 512, blocks: int = 1, ax: Axes | None = None) -> Figure:
+def timeline(
+    fn, *args, problem: str, events: int = 512, blocks: int = 1, roles: tuple[str, ...] = (), ax: Axes | None = None
+) -> Figure:
     """Draws a run of `fn(*args)`: one lane a warpgroup, each `jax.named_scope` of the kernel in its colour.
 
     On a GPU it is run with Mosaic's in-kernel profiler on, and under COOKBOOK_RECORD=1 the trace is stored for
@@ -36,27 +38,29 @@ def timeline(fn, *args, problem: str, events: int = 512, blocks: int = 1, ax: Ax
       problem: the trace's name in `results/`, such as "06_pipelining/two_stages".
       events: scopes recorded a warpgroup, at 16 bytes of shared memory each; later ones are dropped.
       blocks: how many blocks to keep and draw, from the first.
+      roles: what the warpgroups do, to name their lanes.
       ax: where to draw; by default a figure of its own.
 
     Raises:
       ValueError: `fn` wrote no trace, because its kernel was built without `lab.compiler_params()`.
     """
+    name = problem.partition("/")[2].replace("_", " ")
     if interpreter.on_gpu():
-        trace, title = _record(fn, args, events, blocks), f"{problem}, {jax.devices()[0].device_kind}"
+        trace, title = _record(fn, args, events, blocks), f"{name}, {jax.devices()[0].device_kind}"
         if results.recording():
             results.write_timeline(problem, trace, fn)
     elif (trace := results.read_timeline(problem)) is not None:
-        title = f"{problem}, {results.where(trace['provenance'])}"
+        title = f"{name}, {results.where(trace['provenance'])}"
         if trace["provenance"]["source"] != results.source_hash(fn):
             title += "; STALE: the code has changed since"
     else:
-        trace, title = {"lanes": []}, f"{problem}: no recorded timeline, and no GPU to record one"
+        trace, title = {"lanes": []}, f"{name}: no recorded timeline, and no GPU to record one"
     lanes = [lane for lane in trace["lanes"] if lane["block"] < blocks]
     if ax is not None:
-        _draw(ax, lanes, title)
+        _draw(ax, lanes, roles, title)
         return ax.figure
     with plot.figure(height=1.2 + 0.55 * len(lanes)) as (fig, ax):
-        _draw(ax, lanes, title)
+        _draw(ax, lanes, roles, title)
     return fig
 
 
@@ -109,8 +113,8 @@ def _record(fn, args, events: int, blocks: int) -> dict:
 _SCOPES = ("wgmma", "load", "store", "convert", "wait")  # Of the same colour in every trace.
 
 
-def _draw(ax: Axes, lanes: list[dict], title: str) -> None:
-    names = list(dict.fromkeys(name for lane in lanes for name, *_ in lane["spans"]))
+def _draw(ax: Axes, lanes: list[dict], roles: tuple[str, ...], title: str) -> None:
+    names = list(dict.fromkeys(name for lane in lanes for name, *_ in lane["spans"] if name != "Init"))  # Mosaic's own.
     known = [*_SCOPES, *(name for name in names if name not in _SCOPES)]
     colours = {name: plot.COLOURS[known.index(name) % len(plot.COLOURS)] for name in names}
     for y, lane in enumerate(lanes):
@@ -123,11 +127,15 @@ def _draw(ax: Axes, lanes: list[dict], title: str) -> None:
     for name in names:
         ax.plot([], [], "s", color=colours[name], label=name)
     several = any(lane["block"] for lane in lanes)
-    labels = [f"block {lane['block']}, " * several + f"warpgroup {lane['warpgroup']}" for lane in lanes]
+    role = lambda wg: f", {roles[wg]}" if wg < len(roles) else ""
+    labels = [
+        f"block {lane['block']}, " * several + f"warpgroup {lane['warpgroup']}" + role(lane["warpgroup"])
+        for lane in lanes
+    ]
     ax.set_yticks(range(len(lanes)), labels)
     ax.set_ylim(len(lanes) - 0.4, -0.6)
     ax.grid(axis="y", visible=False)
     ax.set_title(title)
-    ax.set_xlabel("µs")
+    ax.set_xlabel(f"µs, at {GPUS['h200']['clock_ghz']} GHz")
     if names:
         ax.legend(loc="upper left", bbox_to_anchor=(1, 1), handletextpad=0.2)
