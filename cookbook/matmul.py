@@ -69,9 +69,6 @@ class Config:
     grid_tile_width: int = 8  # Tiles, or clusters, across the snake.
     split_k: int = 1  # Parts of K that are summed apart, each by a block of its own.
     store_slots: int = 2  # Pieces of o that each compute warpgroup may have on their way out.
-    # Whether a tile is stored while the next one is multiplied: its sums stay in registers meanwhile, which have room
-    # for those of two tiles of up to 128 x 192 values.
-    store_late: bool = False
     # Whether to compute the transposed product, with b and a in each other's place, and transpose it on its way out:
     # all other fields are then of that product. A plain b whose N is no multiple of 64 needs no copy then.
     swapped: bool = False
@@ -90,9 +87,6 @@ class Config:
                 f"{self.tile_m=} x {self.tile_n=}: at most 256 each (TMA), and 64 x 256 values for each of two "
                 "warpgroups: a larger accumulator spills their registers"
             )
-        if self.store_late and rows * cols > 64 * 192:
-            raise ValueError(f"{self.store_late=}: {self.tile_m=} x {self.tile_n=}, of which two warpgroups hold twice "
-                             "64 x 192 values each; use 128 x 192 or less")  # fmt: skip
         self.check()
 
     def check(self):
@@ -172,21 +166,18 @@ def candidates(config_type, m: int, n: int, k: int, num_sms: int = 132) -> list:
     SMs idle."""
     found = []
 
-    def add(tile_m, tile_n, **kwargs):
+    def add(*args):
         for num_stages in range(8, 1, -1):
             try:
-                return found.append(config_type(tile_m, tile_n, num_stages, **kwargs))
+                return found.append(config_type(*args[:2], num_stages, *args[2:]))
             except ValueError:  # It does not fit in shared memory.
                 continue
 
     if pl.cdiv(m, 128) * pl.cdiv(n, 256) >= num_sms:
         for cluster_dim, minor_dim in itertools.product((None, 0), (0, 1)):
-            how = dict(cluster_dim=cluster_dim, grid_minor_dim=minor_dim)
-            add(256, 128, **how)
-            for tile_n in (128, 192):
-                add(128, tile_n, store_late=True, **how)
+            add(256, 128, 0, cluster_dim, minor_dim, 8)
             for width in (4, 8, 16):
-                add(128, 256, grid_tile_width=width, **how)
+                add(128, 256, 0, cluster_dim, minor_dim, width)
         return found
     halved = (128, 256, 0), (128, 256, 1), (256, 128, 0), (128, 128, 0), (128, 64, 0), (64, 256, 1), (64, 128, 1)
     for tile_m, tile_n, split_dim in halved:
@@ -196,7 +187,7 @@ def candidates(config_type, m: int, n: int, k: int, num_sms: int = 132) -> list:
         splits = {1, idle // 2, idle, 2 * idle} if idle > 1 else {1}
         for split_k in sorted({max(1, min(split, k // 256)) for split in splits}):
             for minor_dim in (0, 1) if split_k == 1 else (0,):
-                add(tile_m, tile_n, split_dim=split_dim, grid_minor_dim=minor_dim, split_k=split_k)
+                add(tile_m, tile_n, split_dim, None, minor_dim, 8, split_k)
     return found
 
 
@@ -451,14 +442,12 @@ def compute_tiles(plan: Plan, operands, release, fused, o_gmem, o_smem):
     product has ended.
     """
 
-    def multiply(tile, meanwhile, acc):
+    def multiply(tile, acc):
         @pl.loop(0, plan.num_steps)
         def _(step):
             a, b = operands(tile, step)
             with jax.named_scope("wgmma"):
                 plgpu.wgmma(acc, a, b)
-                for i, lot in enumerate(meanwhile):
-                    pl.when((step == min(i, plan.num_steps - 1)) & (tile > 0))(lot)
                 plgpu.wgmma_wait(1)  # The product before has ended.
             pl.when(step > 0)(lambda: release(tile, step - 1))
 
@@ -466,67 +455,43 @@ def compute_tiles(plan: Plan, operands, release, fused, o_gmem, o_smem):
         release(tile, plan.num_steps - 1)
         return values
 
-    def product(tile, meanwhile=()):
-        acc = plgpu.ACC(plan.config.compute_tile, jnp.float32)
-        return pl.run_scoped(functools.partial(multiply, tile, meanwhile), acc)
-
-    if plan.config.store_late:
-        tiles = plan.tiles_of_block()
-        lots = lambda tile, values: store_lots(plan, plan.place(tile), values, fused, o_gmem, o_smem)
-        none = plgpu.layout_cast(jnp.zeros(plan.config.compute_tile, jnp.float32), plgpu.Layout.WGMMA)
-        values = lax.fori_loop(0, tiles, lambda tile, values: product(tile, lots(tile - 1, values)), none)
-        for lot in lots(tiles - 1, values):
-            lot()
-    else:
-
-        @pl.loop(0, plan.tiles_of_block())
-        def _(tile):
-            place = plan.place(tile)
-            store(plan, place, product(tile), fused, o_gmem, o_smem)
+    @pl.loop(0, plan.tiles_of_block())
+    def _(tile):
+        place = plan.place(tile)
+        values = pl.run_scoped(functools.partial(multiply, tile), plgpu.ACC(plan.config.compute_tile, jnp.float32))
+        with jax.named_scope("store"):
+            store(plan, place, values, fused, o_gmem, o_smem)
 
     plgpu.wait_smem_to_gmem(0)
 
 
 def store(plan: Plan, place, values, fused, o_gmem, o_smem):
     """Sends `values`, this warpgroup's part of a tile, to its `place` in o, some pieces at a time."""
-    for lot in store_lots(plan, place, values, fused, o_gmem, o_smem):
-        lot()
-
-
-def store_lots(plan: Plan, place, values, fused, o_gmem, o_smem) -> list:
-    """What `store` does, as one function for each lot of pieces that go at once."""
     part, m, n = place
     if plan.config.split_k > 1:
         o_gmem = o_gmem.at[part]
     role, (height, width), slots = lax.axis_index("role"), plan.store_piece, plan.config.store_slots
     if plan.writes_directly:
         o_part = o_gmem.at[pl.ds(n, values.shape[1]), pl.ds(m, values.shape[0])].T
-        return [lambda: _mgpu.store(o_part, plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED))]
+        _mgpu.store(o_part, plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED))
+        return
     o_tiled, o_smem = plan.views(o_smem, plan.store_piece)
     pieces = [(i, j) for i in range(0, values.shape[0], height) for j in range(0, values.shape[1], width)]
-
-    @jax.named_scope("store")
-    def send(pieces, load):
-        vectors = [load(i, j) for i, j in pieces]  # All are under way at once.
+    vectors = {(i, j): _load_vectors(plan, fused, m + i, n + j) for i, j in pieces}  # All are under way at once.
+    for first in range(0, len(pieces), slots):
+        at_once = list(enumerate(pieces[first : first + slots]))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # TMA has read the pieces before.
-        for slot, (i, j) in enumerate(pieces):
-            piece = _scale_and_shift(values[i : i + height, j : j + width], vectors[slot])
+        for slot, (i, j) in at_once:
+            piece = _scale_and_shift(values[i : i + height, j : j + width], vectors[i, j])
             piece, target = plan.activation(piece).astype(plan.out_dtype), o_tiled.at[role, slot, 0, 0]
             if plan.config.swapped:
                 piece, target = plgpu.layout_cast(piece, plgpu.Layout.WGMMA_TRANSPOSED), target.T
             target[...] = piece
         plgpu.commit_smem()
-        for slot, (i, j) in enumerate(pieces):
+        for slot, (i, j) in at_once:
             rows, cols = pl.ds(m + i, height), pl.ds(n + j, width)
             o_piece = o_gmem.at[cols, rows] if plan.config.swapped else o_gmem.at[rows, cols]
             plgpu.copy_smem_to_gmem(o_smem.at[role, slot, 0, 0], o_piece)
-
-    load = lambda i, j: _load_vectors(plan, fused, m + i, n + j)
-    if not plan.config.store_late:  # For all lots: they wait for one another, not for what they load.
-        loaded = {piece: load(*piece) for piece in pieces}
-        load = lambda i, j: loaded[i, j]
-    lots = [pieces[first : first + slots] for first in range(0, len(pieces), slots)]
-    return [functools.partial(send, lot, load) for lot in lots]
 
 
 def _load_vectors(plan: Plan, fused, m, n) -> dict:

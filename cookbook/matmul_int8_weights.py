@@ -71,10 +71,10 @@ class Config(MatmulConfig):
     tile_k: int = 64  # Values of K a step, and bytes of each row of weights: more where memory has to be read fast.
 
     def __post_init__(self):
-        if self.split_dim not in (0, 2) or not self.swapped or self.store_late:
+        if self.split_dim not in (0, 2) or not self.swapped:
             raise ValueError(
-                f"{self.split_dim=} must be 0 (columns of w_q) or 2 (steps of K), {self.swapped=} True, and "
-                f"{self.store_late=} False: weights go through registers"
+                f"{self.split_dim=} must be 0 (columns of w_q) or 2 (steps of K), and {self.swapped=} True: weights go "
+                "through registers"
             )
         if self.compute_tile[0] not in (64, 128):
             raise ValueError(f"{self.tile_m=} must leave 64 or 128 columns of w_q for each warpgroup")
@@ -102,9 +102,11 @@ def default_config(m: int, n: int, k: int, num_sms: int = 132) -> Config:
     """The configuration for an (m, k) by (k, n) product on `num_sms` SMs."""
     if m > 128:
         return Config(num_stages=5, cluster_dim=0)
-    tile_n = pl.cdiv(m, UNIT) * UNIT if m > UNIT else pl.cdiv(m, 8) * 8
-    split_k = max(1, min(num_sms // pl.cdiv(n, 128), k // 512))
-    return Config(tile_n=tile_n, num_stages=8 if m <= 32 else 4, split_k=split_k, tile_k=128)
+    split_k = lambda tile_m: max(1, min(num_sms // pl.cdiv(n, tile_m), k // 512))
+    if m > UNIT:
+        return Config(tile_n=128, num_stages=4, split_k=split_k(128), tile_k=128)
+    how = dict(num_stages=8 if m <= 32 else 4, split_dim=2, cluster_dim=0, split_k=split_k(64), tile_k=256)
+    return Config(tile_m=64, tile_n=pl.cdiv(m, 8) * 8, **how)
 
 
 def configs(a, w_q, scales, *, transpose_w=False, **_) -> list[Config]:

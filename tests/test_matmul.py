@@ -89,10 +89,6 @@ CONFIGS = [
     Config(swapped=True),
     Config(tile_n=128, num_stages=5, store_slots=1, cluster_dim=0, swapped=True),
     Config(tile_n=64, split_k=2, swapped=True),
-    Config(tile_n=192, store_late=True, cluster_dim=0),
-    Config(tile_n=128, num_stages=6, store_slots=1, store_late=True),
-    Config(tile_n=128, num_stages=3, store_late=True, split_k=3),  # As many steps as lots.
-    Config(tile_n=128, num_stages=3, store_late=True, swapped=True),
 ]
 
 
@@ -224,7 +220,6 @@ def ones(*shape, dtype=jnp.bfloat16):
         (lambda: Config(num_stages=1), "num_stages=1"),
         (lambda: Config(split_k=0), "split_k=0"),
         (lambda: Config(store_slots=0), "store_slots=0"),
-        (lambda: Config(store_late=True), "use 128 x 192 or less"),
         (lambda: Config(num_stages=5), "bytes of shared memory"),
     ],
 )
