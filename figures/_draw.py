@@ -49,6 +49,15 @@ def arrow(ax, start, end, colour=INK, text="", size=8, offset=(0.0, 0.12), width
         )
 
 
+def lanes(ax, names, title=""):
+    """Names the rows of a schedule, the first on top; its time is made up and has no numbers."""
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.4, -0.6)
+    ax.set_xticks([])
+    ax.grid(visible=False)
+    ax.set_title(title, fontsize=9)
+
+
 def save(script: str, fig) -> None:
     """Writes `fig` as the SVG beside the script that drew it."""
     plot.save(fig, pathlib.Path(script).with_suffix(".svg"))

@@ -1,12 +1,14 @@
 """One SM and three tiles: a block a tile, one block that loops, and one that stores while it multiplies."""
 
+from matplotlib.patches import Patch
+
 from cookbook.lab import plot
-from figures._draw import save
+from figures._draw import lanes, save
 from figures.pipeline_schedule import LOAD, MULTIPLY, bar
 
 TILES, MULTIPLIES = 3, 3.0  # Tiles, and the time of one tile's products.
-START, FIRST_LOAD, ROUND, WRITE, AHEAD = 0.5, 0.7, 0.35, 0.8, 0.75
-STORE, WAIT = plot.COLOURS[1], plot.FAINT
+START, FIRST_LOAD, ROUND, WRITE, AHEAD = 0.5, 0.7, 0.35, 1.1, 0.75
+STORE, BEGIN = plot.COLOURS[1], plot.FAINT
 
 
 def schedule(persistent: bool, overlap: bool) -> list[tuple[str, float, float]]:
@@ -35,23 +37,22 @@ def draw():
         (True, False, "persistent: the next tile's first steps are loaded during the store; the store is waited for"),
         (True, True, "persistent, the store overlapped: the write to o goes on during the next tile's products"),
     )
-    lanes = ("memory", "compute", "TMA store")
-    colours = {"load": LOAD, "multiply": MULTIPLY, "round": STORE, "write": STORE, "start": WAIT}
-    with plot.figure(height=5.4, nrows=3, sharex=True) as (fig, axes):
+    names = ("memory", "compute", "TMA store")
+    colours = {"load": LOAD, "multiply": MULTIPLY, "round": STORE, "write": STORE, "start": BEGIN}
+    with plot.figure(height=5.7, nrows=3, sharex=True) as (fig, axes):
         for ax, (persistent, overlap, title) in zip(axes, cases, strict=True):
             run = schedule(persistent, overlap)
             for name, start, end in run:
                 lane, text = name.split("|")
                 shown = "" if text in ("round", "start") else text
-                bar(ax, lanes.index(lane), start, end, shown, colours[text.split()[0]])
-            ax.axvline(max(end for _, _, end in run), color=plot.BOUND, linewidth=1.2)
-            ax.set_yticks(range(3), lanes)
-            ax.set_ylim(2.6, -0.6)
-            ax.grid(visible=False)
-            ax.set_title(title, fontsize=9)
-        axes[-1].set_xlim(0, 16.6)
-        axes[-1].set_xticks([])
+                bar(ax, names.index(lane), start, end, shown, colours[text.split()[0]])
+            last = ax.axvline(max(end for _, _, end in run), color=plot.BOUND, linewidth=1.2, label="all is written")
+            lanes(ax, names, title)
+        axes[-1].set_xlim(0, 17.2)
         axes[-1].set_xlabel("time (schematic)")
+        parts = (BEGIN, "a block starts"), (STORE, "compute rounds into shared memory, TMA writes to o")
+        known = [*(Patch(color=colour, label=text) for colour, text in parts), last]
+        fig.legend(handles=known, fontsize=8, loc="outside lower center", ncols=3)
     return fig
 
 

@@ -18,7 +18,7 @@ def panels(grid, minor_dim, tile_width, wave=WAVE) -> list[tuple[int, int]]:
 
 
 def draw():
-    with plot.figure(height=3.6, ncols=3) as (fig, axes):
+    with plot.figure(height=3.1, ncols=3) as (fig, axes):
         for ax, (minor_dim, tile_width, name) in zip(axes, ORDERS, strict=True):
             rows, columns = tiles(GRID, minor_dim, tile_width)
             for wave in range(WAVES):

@@ -27,9 +27,8 @@ def draw():
             colour = plot.FAINT if idle else plot.COLOURS[(0, 4, 2)[wave]]
             left.add_patch(Rectangle((wave, sm - 0.42), 0.97, 0.84, facecolor=colour, hatch="//" if idle else ""))
             ink = plot.INK if idle or wave == 1 else plot.CARD
-            left.text(
-                wave + 0.48, sm, "idle" if idle else f"tile {i}", ha="center", va="center", fontsize=7.5, color=ink
-            )
+            text = left.text(wave + 0.48, sm, "idle" if idle else f"tile {i}", ha="center", va="center", fontsize=7.5)
+            text.set(color=ink, bbox=dict(facecolor=plot.CARD, edgecolor="none", pad=1.5) if idle else None)
         left.set(xlim=(0, waves), ylim=(SMS - 0.4, -0.6), xticks=range(waves + 1), xlabel="time, in tiles")
         left.set_yticks(range(SMS), [f"SM {sm}" for sm in range(SMS)])
         left.grid(visible=False)

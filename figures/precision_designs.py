@@ -3,7 +3,7 @@
 from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, RED, SOFT, arrow, box, canvas, save, words
 
 COLUMNS = {"HBM": 1.75, "shared memory": 3.6, "registers": 5.3, "tensor core": 6.75}
-ROWS = {"in HBM first": 2.75, "in shared memory": 1.6, "in registers": 0.4}
+ROWS = {"in HBM first": 2.75, "in shared\nmemory": 1.6, "in registers": 0.4}
 WIDTH, HEIGHT = 0.62, 0.42
 
 
@@ -11,7 +11,7 @@ def draw():
     fig, ax = canvas(7.5, 3.95)
     for name, x in COLUMNS.items():
         words(ax, x, 3.75, name, size=9, weight="bold")
-        ax.axvline(x, 0.03, 0.92, color=PALE, linewidth=26, zorder=0)
+        ax.axvline(x, 0.03, 0.9, color=PALE, linewidth=26, zorder=0)
     for name, y in ROWS.items():
         words(ax, 0.1, y + HEIGHT / 2, name, size=9, ha="left", weight="bold")
     y = ROWS["in HBM first"]
@@ -30,7 +30,7 @@ def draw():
     _go(ax, "HBM", "shared memory", y, "1", GREEN)
     _go(ax, "shared memory", "registers", y, "1", ORANGE)
     _go(ax, "registers", "tensor core", y, "", RED)
-    y = ROWS["in shared memory"]
+    y = ROWS["in shared\nmemory"]
     _int8(ax, "HBM", y + 0.25)
     _int8(ax, "shared memory", y + 0.25)
     _wide(ax, "shared memory", y - 0.25)

@@ -41,7 +41,7 @@ def draw():
         linear.set(xlim=(-0.01, 1.01), title="Positive values, the largest of each format scaled to 1")
         log.set(xscale="log", xlim=(1e-8, 1e6), title="The same, unscaled, on a logarithmic axis")
         text = "bfloat16 goes on to 1e-40 and 3e38, with 128 values from one power of 2 to the next"
-        log.text(1.1e-8, 3.52, text, fontsize=7.5, va="center")
+        log.text(2e-8, 3.52, text, fontsize=7.5, va="center")
     return fig
 
 

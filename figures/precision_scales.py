@@ -17,12 +17,16 @@ def _product(ax, x, title, per_row: bool):
     for i in rows:
         colour = (BLUE, ORANGE, GREEN, RED)[i] if per_row else BLUE
         box(ax, x + 0.35, 0.5 + 0.25 * i, 0.75, 0.22, colour=colour, fill=0.3)
-        box(ax, x, 0.5 + 0.25 * i, 0.22, 0.22, colour=colour, fill=0.85)
         column = (BLUE, ORANGE, GREEN, RED)[3 - i] if per_row else ORANGE
         box(ax, x + 1.25 + 0.25 * i, 1.6, 0.22, 0.75, colour=column, fill=0.3)
-        box(ax, x + 1.25 + 0.25 * i, 2.45, 0.22, 0.22, colour=column, fill=0.85)
+        if per_row:
+            box(ax, x, 0.5 + 0.25 * i, 0.22, 0.22, colour=colour, fill=0.85)
+            box(ax, x + 1.25 + 0.25 * i, 2.45, 0.22, 0.22, colour=column, fill=0.85)
         for j in rows:
             box(ax, x + 1.25 + 0.25 * i, 0.5 + 0.25 * j, 0.22, 0.22, colour=SOFT, fill=0.15)
+    if not per_row:
+        box(ax, x, 0.875, 0.22, 0.22, colour=BLUE, fill=0.85)
+        box(ax, x + 1.625, 2.45, 0.22, 0.22, colour=ORANGE, fill=0.85)
     words(ax, x + 0.72, 1.62, "a", size=10)
     words(ax, x + 1.1, 2.0, "b", size=10)
     text = r"$s_i \, t_j \, \sum_k a_{ik} b_{kj}$" if per_row else r"$s \, t \, \sum_k a_{ik} b_{kj}$"

@@ -17,8 +17,8 @@ def draw():
                 width = 1.1 / cells
                 box(ax, 1.25 + 1.25 * i + j * width, y + 0.12, 0.8 * width, 0.3, colour=colour, fill=0.55, linewidth=0)
             words(ax, 1.8 + 1.25 * i, y + 0.52, f"{per} values", size=7.5, colour=INK)
-        words(ax, 6.3, y + 0.42, instruction, size=8.5, ha="left")
-        words(ax, 6.3, y + 0.18, f"4 of them, {count}", size=7.5, ha="left", colour=SOFT)
+        words(ax, 6.22, y + 0.42, instruction, size=8.5, ha="left")
+        words(ax, 6.22, y + 0.18, f"4 of them, {count}", size=7.5, ha="left", colour=SOFT)
     arrow(ax, (1.2, 2.5), (6.15, 2.5), style="<|-|>", colour=SOFT)
     words(ax, 3.68, 2.68, "128 bytes of a row: one step, one width of the swizzle", size=8.5)
     words(ax, 1.2, 0.12, "(a dark bar stands for two values along K)", size=7, ha="left", colour=SOFT)

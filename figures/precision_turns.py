@@ -1,9 +1,10 @@
 """How two compute warpgroups that convert in registers might take turns: one converts, the other's product runs."""
 
 from cookbook.lab import plot
-from figures.pipeline_schedule import bar
+from figures._draw import lanes, save
+from figures.pipeline_schedule import LOAD, MULTIPLY, bar
 
-LOAD, CONVERT, MULTIPLY = plot.COLOURS[4], plot.COLOURS[1], plot.OURS
+CONVERT = plot.COLOURS[1]
 STEPS = 4
 CONVERT_TIME, LOAD_TIME, MULTIPLY_TIME = 1.0, 0.45, 1.0
 LANES = ("warpgroup 0", "its products", "warpgroup 1", "its products")
@@ -17,10 +18,11 @@ def schedule() -> list[dict[str, list[tuple[float, float]]]]:
         for run in runs:
             start = max(run["load"][step][1], run["multiply"][-1][1] if step else 0.0)
             run["convert"].append((start, start + CONVERT_TIME))
-            begin = max(start + CONVERT_TIME, busy)
+            started = start + CONVERT_TIME  # From here on the warpgroup reads the next step's weights.
+            begin = max(started, busy)
             busy = begin + MULTIPLY_TIME
             run["multiply"].append((begin, busy))
-            run["load"].append((begin, begin + LOAD_TIME))
+            run["load"].append((started, started + LOAD_TIME))
     return runs
 
 
@@ -32,15 +34,10 @@ def draw():
                 bar(ax, 2 * i, *run["load"][step], f"{step}", LOAD)
                 bar(ax, 2 * i, *run["convert"][step], f"{step}", CONVERT)
                 bar(ax, 2 * i + 1, *run["multiply"][step], f"{step}", MULTIPLY)
-        ax.set_yticks(range(len(LANES)), LANES)
-        ax.set_ylim(len(LANES) - 0.4, -0.6)
-        ax.set_xlim(0, runs[1]["multiply"][-1][1])
-        ax.set_xticks([])
-        ax.grid(visible=False)
-        ax.set_xlabel("time")
-        ax.set_title("Light: 8 bits to registers. Yellow: 16 bits made of them. Dark: the tensor cores", fontsize=9)
+        lanes(ax, LANES, "Light: 8 bits to registers. Yellow: 16 bits made of them. Dark: the tensor cores")
+        ax.set(xlim=(0, runs[1]["multiply"][-1][1]), xlabel="time")
     return fig
 
 
 if __name__ == "__main__":
-    plot.save(draw(), "figures/precision_turns.svg")
+    save(__file__, draw())
