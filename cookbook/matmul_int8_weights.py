@@ -9,16 +9,22 @@ exact in either 16-bit float, so that only the quantization itself errs.
 Role table: one block a SM, which computes tile after tile of oᵀ; three warpgroups.
 
     memory     one: starts the TMA copies of each step of K, of the 8-bit weights and of a, as in `matmul`
-    compute    two: each reads its own rows of the weights into registers, converts them there to 16-bit floats,
-               and multiplies them by all of a's tile, which the tensor core reads from shared memory; in the meantime
-               it reads the weights of the next step. Results are scaled, rounded and transposed on their way to o.
+    compute    two: each reads its own weights of a step into registers, converts them there to 16-bit floats, and
+               multiplies them by a's tile, which the tensor core reads from shared memory; in the meantime it reads
+               the weights of the next step. Its own are half of the tile's columns of w_q, or with `split_dim=2` half
+               of the step's values of K: then the second hands its sums over, and the first adds and stores. Results
+               are scaled, rounded and transposed on their way to o.
 
 Barrier table: of `cookbook/matmul.py`; but a slot is given back in the step that multiplied it, after
-`wgmma_wait(0)`, because the registers that hold its weights are written again.
+`wgmma_wait(0)`, because the registers that hold its weights are written again. With `split_dim=2` two more:
+
+    barrier  arrivals                                        who waits
+    written  the second compute warpgroup: sums are in SMEM  the first, before it adds them to its own
+    taken    the first: it has read them                     the second, before it writes the next, and at its end
 
 What bounds its speed: with many rows of a the tensor cores, as in `matmul`. With few rows the memory that the weights
-come from, and the pattern in which it is read: longer rows a step are faster. K is split, so that every SM reads, and
-the float32 parts are added by XLA.
+come from, and the pattern in which it is read: longer rows a step are faster. Every SM has to read: tiles are small,
+or K is split and the float32 parts are added by XLA.
 
 Not supported: zero points, scales of groups along K, 4-bit weights; batches (use `jax.vmap`); differentiation. The
 tensor cores want weights with K along their rows: a plain w_q is transposed, at the cost of one copy; store weights as
