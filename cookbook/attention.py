@@ -6,53 +6,61 @@ Shapes: query (B, T, N, H), key and value (B, S, K, H), out (B, T, N, H), lse (B
 head n reads key head n // (N // K). All are bfloat16 or all float16; logits, sums and lse are float32. H is a multiple
 of 8, up to 256. Positions count from the start of both sequences: with `is_causal` query i sees keys 0 to i.
 
-Role table: a block for each head and `block_q` queries; three warpgroups.
+Role table: one block a SM, which computes tile after tile of out, each some queries of one head; the warpgroups are
 
-    memory     one, with few registers: copies block after block of keys and values into the next slot of two rings
-    compute    two, with the others' registers, each half of the queries: s = q kᵀ on the tensor cores, softmax on the
-               CUDA cores, and acc = acc * alpha + p v on the tensor cores, with p from registers
+    memory     one, with few registers: copies queries, and block after block of keys and values into the slots of two
+               rings, of the next tile too while this one is computed
+    compute    two or three, with the others' registers, each with 64 of the queries. In each step s = q kᵀ of a block
+               and acc + p v of the block before are started together; while the tensor cores are still at p v, the
+               CUDA cores make the next p of s: its row's maximum, exponentials, their sum
 
 Barrier table:
 
-    barrier            arrivals              who waits
-    q_filled[wg]       copies of its queries compute warpgroup, before the first product
-    k_filled[slot]     the copies of a block both compute warpgroups, before s
-    v_filled[slot]     the copies of a block both compute warpgroups, before p v
-    k_freed[slot]      compute warpgroups    memory, before it refills the slot
-    v_freed[slot]      compute warpgroups    memory, before it refills the slot
-    turn               compute warpgroups    each other: one is at the tensor cores while the other is at its softmax
+    barrier          arrivals               who waits
+    q_filled[wg]     copies of its queries  compute warpgroup, before the first product of a tile
+    k_filled[slot]   copies of a block      all compute warpgroups, before s
+    v_filled[slot]   copy of a block        all compute warpgroups, before p v
+    q_freed[wg]      compute warpgroup      memory, before it copies the queries of the next tile
+    k_freed[slot]    compute warpgroups     memory, before it refills the slot
+    v_freed[slot]    compute warpgroups     memory, before it refills the slot
+    turn[wg]         the warpgroup before   with `in_turns` a compute warpgroup, before its products: while one is at
+                                            the tensor cores, the others are at their exponentials
 
-Blocks of keys that a mask excludes for all queries of a block are neither loaded nor computed; of the others only those
-that a mask cuts are masked, element by element.
+Blocks of keys that a mask excludes for all queries of a tile are neither loaded nor computed, those that it excludes
+for a warpgroup's are not computed; only those that it cuts are masked, element by element. Tiles are dealt out
+beforehand, the long ones of a causal mask first, so that all SMs end at about the same time, and so that those computed
+at the same time share keys in the L2 cache.
 
-What bounds its speed: the tensor cores, and the exponentials that wait between two products.
+What bounds its speed: the tensor cores with heads of 128 and 256, and with heads of 64 the CUDA cores, which have as
+many exponentials for half of the products.
 
-Not supported: masks as arrays, biases, dropout. No GPU has run it yet, and so it is not in the package's index. Source:
-Shah et al., "FlashAttention-3" (2024).
+Not supported: masks as arrays, biases, dropout. A value with rows of no multiple of 64, or a number of them that is no
+multiple of 8, is padded by a copy (TMA). Source: Shah et al., "FlashAttention-3" (2024).
 """
 
 import dataclasses
 import functools
-import math
+import heapq
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook import _mgpu
+from cookbook._attention import COLUMNS, LOG2E, PIECE, ROWS, Blocks, window
 
-COMPUTE, MEMORY = 2, 2  # Compute warpgroups, and the index of the memory warpgroup, which follows them.
-MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # A thread; 128 threads each, 65,536 registers in all.
-PIECE = 64  # Values of a row that are swizzled together, 128 bytes.
-LOG2E = math.log2(math.e)
-ROWS = plgpu.Layout.WGMMA.reduce(1)  # How a warpgroup holds one number for each of its queries.
+L2_BYTES = 16 * 2**20  # Of keys and values that tiles share which are computed at the same time: a third of an H200's.
+WG_ROWS = 64  # Queries of a compute warpgroup: the rows of a WGMMA.
+REGISTERS = {2: (40, 232), 3: (32, 160)}  # A thread of the memory and of the compute warpgroups, by how many these are.
 
 
 def attention_reference(
-    query, key, value, *, scale=None, is_causal=False, local_window_size=None, logits_soft_cap=None
-):
+    query, key, value, *, scale=None, is_causal=False, local_window_size=None, logits_soft_cap=None, segment_ids=None,
+    kv_segment_ids=None,
+):  # fmt: skip
     """(out, lse) in at least float32."""
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     q, k, v = (x.astype(dtype) for x in (query, key, value))
@@ -60,81 +68,55 @@ def attention_reference(
     s = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * (scale or q.shape[-1] ** -0.5)
     s = s if logits_soft_cap is None else logits_soft_cap * jnp.tanh(s / logits_soft_cap)
     left, right = window(is_causal, local_window_size)
-    i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
-    seen = (True if left is None else j >= i - left) & (True if right is None else j <= i + right) & (j >= 0)
+    seen = Blocks(k.shape[1], 1, left, right).mask(jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None])
+    if segment_ids is not None:
+        kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
+        seen = seen & (segment_ids[:, None, :, None] == kv_segment_ids[:, None, None, :])
     s = jnp.where(seen, s, -jnp.inf)
     lse = jax.nn.logsumexp(s, axis=-1)
     p = jnp.exp(s - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
     return jnp.einsum("bnts,bsnh->btnh", p, v, precision="highest"), lse
 
 
-def window(is_causal: bool, local_window_size) -> tuple[int | None, int | None]:
-    """How many keys before and after its own position a query sees; None for all."""
-    if local_window_size is None:
-        local_window_size = (None, None)
-    left, right = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
-    return left, (0 if is_causal else right)
-
-
 @dataclasses.dataclass(frozen=True)
 class Config:
-    block_q: int = 128  # Queries of a block, half of them for each compute warpgroup.
     block_kv: int = 128  # Keys and values of a step.
-    num_stages: int = 2  # Slots of each of the two rings.
+    num_stages: int = 2  # Slots of each of the two rings; a power of two costs the least arithmetic.
+    compute_wgs: int = 2  # Compute warpgroups, with 64 queries each.
+    in_turns: bool = True  # Whether compute warpgroups start their products in turns.
 
     def __post_init__(self):
-        if self.block_q % (64 * COMPUTE) or self.block_kv % 64 or not 64 <= self.block_kv <= 256:
+        if self.block_kv % 64 or not 64 <= self.block_kv <= 256:
+            raise ValueError(f"{self.block_kv=} must be a multiple of 64 up to 256 (TMA)")
+        if self.num_stages < 2 or self.compute_wgs not in REGISTERS:
             raise ValueError(
-                f"{self.block_q=} must be a multiple of {64 * COMPUTE} (64 rows of WGMMA for each warpgroup), "
-                f"{self.block_kv=} a multiple of 64 up to 256"
+                f"{self.num_stages=} must be at least 2 (a block is loaded while another is used), "
+                f"{self.compute_wgs=} one of {list(REGISTERS)}"
             )
-        if self.num_stages < 2:
-            raise ValueError(f"{self.num_stages=} must be at least 2: a block is loaded while another is used")
+
+    @property
+    def block_q(self) -> int:
+        """Queries of a tile."""
+        return WG_ROWS * self.compute_wgs
 
     def smem_bytes(self, head_dim: int) -> int:
-        """The queries, which o takes the place of, both rings, and the barriers."""
-        row = 2 * pl.cdiv(head_dim, PIECE) * PIECE
-        return (self.block_q + 2 * self.num_stages * self.block_kv) * row + 8 * (4 * self.num_stages + COMPUTE + 1)
+        """The queries, out, both rings, and the barriers."""
+        row, barriers = 2 * pl.cdiv(head_dim, PIECE) * PIECE, 4 * self.num_stages + 3 * self.compute_wgs
+        queries = self.block_q * (1 if self.out_over_query(head_dim) else 2)
+        return (queries + 2 * self.num_stages * self.block_kv) * row + 8 * barriers
+
+    def out_over_query(self, head_dim: int) -> bool:
+        """Whether out takes the place of the queries on its way out: where shared memory has no room for both."""
+        return head_dim > 128
 
 
-def default_config(head_dim: int) -> Config:
-    """The configuration for heads of this size."""
+def default_config(head_dim: int, is_cut: bool = True) -> Config:
+    """The configuration for heads of this size, with a causal mask or a window if it `is_cut`."""
+    if head_dim <= 64:
+        return Config(num_stages=4, compute_wgs=3)
     if head_dim <= 128:
-        return Config(num_stages=3 if head_dim <= 64 else 2)
-    return Config(block_kv=64, num_stages=2)
-
-
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """Which blocks of keys a range of queries sees: pure arithmetic, for Python's numbers and for traced ones."""
-
-    num_kv: int  # Keys in all.
-    block_kv: int
-    left: int | None  # Keys that a query sees before its own position; None for all.
-    right: int | None
-
-    def seen(self, first_q, num_q: int):
-        """(first, end) of the blocks that hold a key which one of the queries sees."""
-        first = 0 if self.left is None else lax.max(first_q - self.left, 0)
-        end = self.num_kv if self.right is None else lax.clamp(0, first_q + num_q + self.right, self.num_kv)
-        first = lax.div(jnp.int32(first), jnp.int32(self.block_kv))
-        return first, lax.max(first, lax.div(jnp.int32(end + self.block_kv - 1), jnp.int32(self.block_kv)))
-
-    def whole(self, first_q, num_q: int, first, end):
-        """(first, end) of those between `first` and `end` whose keys all the queries see."""
-        start = first
-        if self.left is not None:
-            before = lax.max(first_q + num_q - 1 - self.left, 0)
-            start = lax.div(jnp.int32(before + self.block_kv - 1), jnp.int32(self.block_kv))
-        stop = self.num_kv if self.right is None else lax.clamp(0, first_q + self.right + 1, self.num_kv)
-        start = lax.clamp(first, start, end)
-        return start, lax.clamp(start, lax.div(jnp.int32(stop), jnp.int32(self.block_kv)), end)
-
-    def mask(self, q_ids, kv_ids):
-        """Whether each query sees each key."""
-        seen = kv_ids < self.num_kv
-        seen = seen if self.left is None else seen & (kv_ids >= q_ids - self.left)
-        return seen if self.right is None else seen & (kv_ids <= q_ids + self.right)
+        return Config(in_turns=is_cut)
+    return Config(block_kv=64, in_turns=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,13 +134,9 @@ class Plan:
     soft_cap: float | None
     left: int | None
     right: int | None
+    has_segments: bool
     config: Config
     interpreted: bool
-
-    @property
-    def rows(self) -> int:
-        """Queries of a compute warpgroup."""
-        return self.config.block_q // COMPUTE
 
     @property
     def pieces(self) -> int:
@@ -173,10 +151,15 @@ class Plan:
     def num_q_blocks(self) -> int:
         return pl.cdiv(self.num_q, self.config.block_q)
 
-    def tiles(self, lead: int, rows: int):
+    @property
+    def cuts_blocks(self) -> bool:
+        """Whether there is a mask that cuts blocks."""
+        return (self.left, self.right) != (None, None) or self.has_segments or self.num_kv % self.config.block_kv != 0
+
+    def tiles(self, *lead: int, rows: int = WG_ROWS):
         """Shared memory for rows of a head in pieces: as tensor cores read them, and as TMA writes them, which cuts off
         at the edges of an array only what it takes for rows of 128 bytes. The interpreter gets the first alone."""
-        swizzle, shape = plgpu.SwizzleTransform(128), (lead, self.pieces, rows, PIECE)
+        swizzle, shape = plgpu.SwizzleTransform(128), (*lead, self.pieces, rows, PIECE)
         tiled = plgpu.SMEM(shape, self.dtype, transforms=(plgpu.TilingTransform((8, PIECE)), swizzle))
         return (
             tiled if self.interpreted else plgpu.RefUnion(tiled, plgpu.SMEM(shape, self.dtype, transforms=(swizzle,)))
@@ -189,185 +172,348 @@ class Plan:
     @property
     def scratch(self) -> dict:
         c = self.config
-        ring = lambda arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=c.num_stages)
-        return dict(
-            q_smem=self.tiles(COMPUTE, self.rows),
-            k_smem=self.tiles(c.num_stages, c.block_kv),
-            v_smem=self.tiles(c.num_stages, c.block_kv),
-            q_filled=plgpu.Barrier(num_arrivals=self.pieces, num_barriers=COMPUTE),
-            k_filled=ring(self.pieces),
-            v_filled=ring(self.pieces),
-            k_freed=ring(COMPUTE),
-            v_freed=ring(COMPUTE),
-            turn=plgpu.Barrier(num_arrivals=COMPUTE),
+        barriers = lambda num, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=num)
+        transforms = plgpu.TilingTransform((8, PIECE)), plgpu.SwizzleTransform(128)
+        scratch = dict(
+            q_smem=self.tiles(c.compute_wgs),
+            k_smem=self.tiles(c.num_stages, rows=c.block_kv),
+            v_smem=plgpu.SMEM((c.num_stages, c.block_kv, self.pieces * PIECE), self.dtype, transforms=transforms),
+            q_filled=barriers(c.compute_wgs, self.pieces),
+            k_filled=barriers(c.num_stages, self.pieces),
+            v_filled=barriers(c.num_stages),
+            q_freed=barriers(c.compute_wgs),
+            k_freed=barriers(c.num_stages, c.compute_wgs),
+            v_freed=barriers(c.num_stages, c.compute_wgs),
+            turn=barriers(c.compute_wgs),
         )
+        return scratch if c.out_over_query(self.head_dim) else scratch | dict(o_smem=self.tiles(c.compute_wgs))
+
+    def schedule(self, num_sms: int) -> np.ndarray:
+        """`dealt_out` tiles: heads whose keys fit into the L2 cache together are computed together."""
+        first_q = np.arange(self.num_q_blocks) * self.config.block_q
+        first, end = self.blocks.seen(first_q, self.config.block_q)
+        kv_bytes = 4 * self.num_kv * self.pieces * PIECE * self.num_kv_heads // self.num_heads
+        heads_together = max(1, L2_BYTES // kv_bytes)
+        return dealt_out(tuple(map(int, end - first)), self.batch * self.num_heads, heads_together, num_sms)
+
+
+@functools.lru_cache
+def dealt_out(steps: tuple[int, ...], num_heads: int, heads_together: int, num_blocks: int) -> np.ndarray:
+    """Which tiles each block computes: a row each, int32, of how many they are, their numbers, and zeros behind.
+
+    Tile `head * len(steps) + i` takes `steps[i]`. The longest of every `heads_together` heads come first; each goes to
+    the block that is the first to be done with what it has.
+    """
+    heads, i = np.divmod(np.arange(num_heads * len(steps)), len(steps))
+    order = np.lexsort((heads, -np.array(steps)[i], heads // heads_together))
+    tiles: list[list[int]] = [[] for _ in range(min(num_blocks, len(order)))]
+    done = [(0.0, block) for block in range(len(tiles))]
+    for tile in order:
+        time, block = heapq.heappop(done)
+        tiles[block].append(tile)
+        heapq.heappush(done, (time + steps[i[tile]] + 1.5, block))  # A tile costs something beside its steps.
+    table = np.zeros((len(tiles), 2 + max(map(len, tiles))), np.int32)
+    for row, mine in zip(table, tiles, strict=True):
+        row[: 1 + len(mine)] = len(mine), *mine
+    return table
+
+
+class Tile:
+    """Where a tile lies: which queries of which head, and which blocks of keys they see."""
+
+    def __init__(self, plan: Plan, number, masks: dict):
+        quotient, remainder = (lambda x, n, f=f: f(x, jnp.int32(n)) for f in (lax.div, lax.rem))
+        head, q_block = quotient(number, plan.num_q_blocks), remainder(number, plan.num_q_blocks)
+        self.batch, self.head = quotient(head, plan.num_heads), remainder(head, plan.num_heads)
+        self.kv_head = quotient(self.head, plan.num_heads // plan.num_kv_heads)
+        self.first_q = q_block * plan.config.block_q
+        first, end = plan.blocks.seen(self.first_q, plan.config.block_q)
+        if plan.has_segments:
+            first = jnp.maximum(first, masks["first"][self.batch, q_block])
+            end = jnp.minimum(end, masks["end"][self.batch, q_block])
+        self.end = jnp.maximum(end, 1)
+        self.first = jnp.minimum(first, self.end - 1)  # At least one, if only to find that no key is seen.
+        self.steps = self.end - self.first
 
 
 def _kernel(
-    q_gmem, k_gmem, v_gmem, out_gmem, lse_gmem, *, plan: Plan, q_smem, k_smem, v_smem, q_filled, k_filled, v_filled,
-    k_freed, v_freed, turn,
+    table, q_gmem, k_gmem, v_gmem, masks, out_gmem, lse_gmem, *, plan: Plan, q_smem, k_smem, v_smem, q_filled, k_filled,
+    v_filled, q_freed, k_freed, v_freed, turn, o_smem=None,
 ):  # fmt: skip
-    (q_smem, q_tma), (k_smem, k_tma), (v_smem, v_tma) = (plan.views(x) for x in (q_smem, k_smem, v_smem))
-    role, batch, head = lax.axis_index("role"), lax.axis_index("batch"), lax.axis_index("head")
-    # With a causal mask the last queries have most to do: they go first.
-    first_q = (plan.num_q_blocks - 1 - lax.axis_index("q_block")) * plan.config.block_q
-    first, end = plan.blocks.seen(first_q, plan.config.block_q)
+    c, role = plan.config, lax.axis_index("role")
+    (q_smem, q_tma), (k_smem, k_tma) = plan.views(q_smem), plan.views(k_smem)
+    o_smem, o_tma = (q_smem, q_tma) if o_smem is None else plan.views(o_smem)
+    memory_registers, compute_registers = REGISTERS[c.compute_wgs]
 
-    @pl.when(role == MEMORY)
-    def _():
-        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
-        kv_head = lax.div(head, jnp.int32(plan.num_heads // plan.num_kv_heads))
-        rings = (k_gmem, k_tma, k_filled, k_freed), (v_gmem, v_tma, v_filled, v_freed)
-        _load(plan, batch, kv_head, first, end, rings)
+    def for_each_tile(body):
+        """`body(i, tile, count)` for the tiles of this block; `count` are the steps before. Returns those of all."""
+        block = lax.axis_index("block")
 
-    @pl.when(role < COMPUTE)
+        def one(i, carry):
+            number, count = carry
+            tile = Tile(plan, number, masks)
+            number = table[block, i + 2]  # On its way meanwhile.
+            body(i, tile, count)
+            return number, count + tile.steps
+
+        return lax.fori_loop(0, table[block, 0], one, (table[block, 1], jnp.int32(0)))[1]
+
+    @pl.when(role == c.compute_wgs)
     def _():
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        my_q = first_q + role * plan.rows
-        for p in range(plan.pieces):
-            source = q_gmem.at[batch, pl.ds(my_q, plan.rows), head, _lane(plan, p)]
-            plgpu.copy_gmem_to_smem(source, q_tma.at[role, p], q_filled.at[role])
-        plgpu.barrier_wait(q_filled.at[role])
-        rings = k_smem, v_smem, k_filled, v_filled, k_freed, v_freed
-        acc, m, total = _compute(plan, my_q, first, end, q_smem.at[role], rings, turn)
-        sees_any = total > 0
-        share = jnp.where(sees_any, 1 / total, 0.0)
-        out = (acc * lax.broadcast_in_dim(share, acc.shape, [0])).astype(plan.dtype)
-        for p in range(plan.pieces):
-            q_smem[role, p] = out[:, p * PIECE : (p + 1) * PIECE]
-        plgpu.commit_smem()
-        for p in range(plan.pieces):
-            target = out_gmem.at[batch, pl.ds(my_q, plan.rows), head, _lane(plan, p)]
-            plgpu.copy_smem_to_gmem(q_tma.at[role, p], target)
-        if lse_gmem is not None:
+        plgpu.set_max_registers(memory_registers, action="decrease")
+        rings = (k_gmem, k_tma, k_filled, k_freed), (v_gmem, v_smem, v_filled, v_freed)
+        count = for_each_tile(functools.partial(_load, plan, q_gmem, q_tma, q_filled, q_freed, rings))
+        # The last slots are given back too.
+        for freed in (k_freed, v_freed):
+            wait = lambda step, freed=freed: plgpu.barrier_wait(freed.at[_slot(plan, step)])
+            pl.loop(jnp.maximum(count - c.num_stages, 0), count)(wait)
+        for wg in range(c.compute_wgs):
+            plgpu.barrier_wait(q_freed.at[wg])
+
+    @pl.when(role < c.compute_wgs)
+    def _():
+        plgpu.set_max_registers(compute_registers, action="increase")
+        pl.when((role == 0) & c.in_turns)(lambda: plgpu.barrier_arrive(turn.at[0]))
+
+        def compute(i, tile, count):
+            first_q = tile.first_q + role * WG_ROWS
+            plgpu.barrier_wait(q_filled.at[role])
+            ring = k_smem, v_smem, k_filled, v_filled, k_freed, v_freed
+            free_query = lambda: plgpu.barrier_arrive(q_freed.at[role])
+            early = (lambda: None) if c.out_over_query(plan.head_dim) else free_query
+            acc, m, total = _compute(plan, tile, first_q, count, q_smem.at[role], ring, turn, masks, early)
+            sees_any = total > 0
+            out = (acc * _per_row(jnp.where(sees_any, 1 / total, 0.0), acc.shape)).astype(plan.dtype)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # Of the tile before.
+            for p in range(plan.pieces):
+                o_smem[role, p] = out[:, p * PIECE : (p + 1) * PIECE]
+            plgpu.commit_smem()
+            for p in range(plan.pieces):
+                target = out_gmem.at[tile.batch, pl.ds(first_q, WG_ROWS), tile.head, _lane(plan, p)]
+                plgpu.copy_smem_to_gmem(o_tma.at[role, p], target)
             lse = jnp.where(sees_any, (m + jnp.log2(jnp.where(sees_any, total, 1.0))) / LOG2E, -jnp.inf)
-            _mgpu.store(lse_gmem.at[batch, head, pl.ds(my_q, plan.rows)], lse)
+            _mgpu.store(lse_gmem.at[tile.batch, tile.head, pl.ds(first_q, WG_ROWS)], lse)
+            if c.out_over_query(plan.head_dim):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                free_query()
+
+        for_each_tile(compute)
+        pl.when((role == 0) & c.in_turns)(lambda: plgpu.barrier_wait(turn.at[0]))  # The turn that nobody takes.
         plgpu.wait_smem_to_gmem(0)
+
+
+def _slot(plan: Plan, step):
+    return lax.rem(step, jnp.int32(plan.config.num_stages))
+
+
+def _per_row(values, shape):
+    return lax.broadcast_in_dim(values, shape, [0])
 
 
 def _lane(plan: Plan, piece: int):
     """Values of a head that a piece holds. Pallas lets only a traced start go beyond the edge."""
     start = piece * PIECE
-    return pl.ds(start if start + PIECE <= plan.head_dim else start + 0 * lax.axis_index("batch"), PIECE)
+    return pl.ds(start if start + PIECE <= plan.head_dim else start + 0 * lax.axis_index("block"), PIECE)
 
 
-def _load(plan: Plan, batch, kv_head, first, end, rings):
-    """The memory warpgroup: blocks `first` to `end` of keys and values, as fast as slots are given back."""
+def _load(plan: Plan, q_gmem, q_smem, q_filled, q_freed, rings, i, tile: Tile, count):
+    """The memory warpgroup: queries of a tile, and its blocks of keys and values, the last first, as fast as slots are
+    given back."""
     c = plan.config
 
-    @pl.loop(0, end - first)
+    def load_queries():
+        for wg in range(c.compute_wgs):
+            pl.when(i > 0)(lambda wg=wg: plgpu.barrier_wait(q_freed.at[wg]))
+            rows = pl.ds(tile.first_q + wg * WG_ROWS, WG_ROWS)
+            for p in range(plan.pieces):
+                source = q_gmem.at[tile.batch, rows, tile.head, _lane(plan, p)]
+                plgpu.copy_gmem_to_smem(source, q_smem.at[wg, p], q_filled.at[wg])
+
+    @pl.loop(0, tile.steps)
     def _(step):
-        slot = lax.rem(step, jnp.int32(c.num_stages))
-        rows = pl.ds((first + step) * c.block_kv, c.block_kv)
-        for gmem, smem, filled, freed in rings:
-            pl.when(step >= c.num_stages)(lambda freed=freed: plgpu.barrier_wait(freed.at[slot]))
-            for p in range(plan.pieces):
-                source = gmem.at[batch, rows, kv_head, _lane(plan, p)]
-                plgpu.copy_gmem_to_smem(source, smem.at[slot, p], filled.at[slot])
-
-    # The last slots are given back too.
-    steps = end - first
-    for _, _, _, freed in rings:
-        wait = lambda step, freed=freed: plgpu.barrier_wait(freed.at[lax.rem(step, jnp.int32(c.num_stages))])
-        pl.loop(lax.max(steps - c.num_stages, 0), steps)(wait)
+        slot, rows = _slot(plan, count + step), pl.ds((tile.end - 1 - step) * c.block_kv, c.block_kv)
+        for name, (gmem, smem, filled, freed) in zip("kv", rings, strict=True):
+            pl.when(count + step >= c.num_stages)(lambda freed=freed: plgpu.barrier_wait(freed.at[slot]))
+            if name == "k":
+                for p in range(plan.pieces):
+                    source = gmem.at[tile.batch, rows, tile.kv_head, _lane(plan, p)]
+                    plgpu.copy_gmem_to_smem(source, smem.at[slot, p], filled.at[slot])
+                pl.when(step == 0)(load_queries)
+            else:
+                plgpu.copy_gmem_to_smem(gmem.at[tile.batch, rows, tile.kv_head], smem.at[slot], filled.at[slot])
 
 
-def _compute(plan: Plan, my_q, first, end, q_smem, rings, turn):
+def _compute(plan: Plan, tile: Tile, first_q, count, q_smem, ring, turn, masks, free_query):
     """A compute warpgroup: (acc, m, total) of its queries: not yet divided, their largest logit in base 2, the sum."""
-    c, role, shape = plan.config, lax.axis_index("role"), (plan.rows, plan.config.block_kv)
-    k_smem, v_smem, k_filled, v_filled, k_freed, v_freed = rings
-    slot = lambda block: lax.rem(block - first, jnp.int32(c.num_stages))
-    per_row = lambda values, shape=shape: lax.broadcast_in_dim(values, shape, [0])
+    c, role, shape = plan.config, lax.axis_index("role"), (WG_ROWS, plan.config.block_kv)
+    k_smem, v_smem, k_filled, v_filled, k_freed, v_freed = ring
+    slot = lambda step: _slot(plan, count + step)
+    next_role = lax.rem(role + 1, jnp.int32(c.compute_wgs))
+    my_turn = lambda: plgpu.barrier_wait(turn.at[role]) if c.in_turns else None
+    pass_turn = lambda: plgpu.barrier_arrive(turn.at[next_role]) if c.in_turns else None
 
-    def take_turns():
-        plgpu.barrier_arrive(turn)
-        plgpu.barrier_wait(turn)
+    # Steps of this warpgroup, of those of the tile, and those among them in which all of its queries see all keys.
+    first, end = plan.blocks.seen(first_q, WG_ROWS)
+    first = jnp.clip(first, tile.first, tile.end - 1)
+    end = jnp.clip(end, first + 1, tile.end)
+    whole_first, whole_end = (end, end) if plan.has_segments else plan.blocks.whole(first_q, WG_ROWS, first, end)
+    start, stop = tile.end - end, tile.end - first
+    whole_start = jnp.maximum(tile.end - whole_end, start + 1)
+    whole_stop = jnp.maximum(tile.end - whole_first, whole_start)
 
-    def logits(block):
-        def multiply(s):
-            plgpu.barrier_wait(k_filled.at[slot(block)])
-            for p in range(plan.pieces):
-                plgpu.wgmma(s, q_smem.at[p], k_smem.at[slot(block), p].T)
-            take_turns()
-            return s[...]
+    def pass_by(step):
+        """A step in which none of the queries sees a key."""
+        my_turn()
+        pass_turn()
+        for filled, freed in ((k_filled, k_freed), (v_filled, v_freed)):
+            plgpu.barrier_wait(filled.at[slot(step)])
+            plgpu.barrier_arrive(freed.at[slot(step)])
 
-        s = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-        plgpu.barrier_arrive(k_freed.at[slot(block)])
-        return s if plan.soft_cap is None else jnp.tanh(s * (plan.scale / plan.soft_cap))
+    def add_logits(s_ref, step):
+        for p in range(plan.pieces):
+            plgpu.wgmma(s_ref, q_smem.at[p], k_smem.at[slot(step), p].T)
 
-    # What a logit is of what `logits` returns, in base 2. Largest ones are found before, so that it must be positive.
+    def interpreted_values(acc, p, step):
+        """What stands in for WGMMA in the interpreter, which wants both of its operands in shared memory."""
+        acc = acc + jnp.dot(p, v_smem[slot(step)], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # TMA may write again what has been read here.
+        return acc
+
+    # What a logit is, in base 2, of what is kept of it. The largest is found before, so that this must be positive.
     unit = LOG2E * (plan.scale if plan.soft_cap is None else plan.soft_cap)
 
-    def step(block, carry, masked: bool):
-        acc, m, total = carry
-        s = logits(block)
+    def softmax(s, m, total, step, masked: bool):
+        """(exponentials, what they have been shrunk by, m and total from now on)."""
+        s = s if plan.soft_cap is None else jnp.tanh(s * (plan.scale / plan.soft_cap))
         if masked:
-            ids = [plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1)]
-            s = jnp.where(plan.blocks.mask(ids[0] + my_q, ids[1] + block * c.block_kv), s, -jnp.inf)
+            s = jnp.where(_mask(plan, tile, first_q, tile.end - 1 - step, shape, masks), s, -jnp.inf)
         m_new = jnp.maximum(m, s.max(axis=1) * unit)
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
-        p = jnp.exp2(s * unit - per_row(shift))  # One multiply-add and one exponential each.
+        p = jnp.exp2(s * unit - _per_row(shift, shape))  # One multiply-add and one exponential each.
         alpha = jnp.exp2(m - shift)
-        total = total * alpha + p.sum(axis=1)
-        acc = acc * per_row(alpha, acc.shape)
-        p = p.astype(plan.dtype)
-        acc, total, m_new, p = lax.optimization_barrier((acc, total, m_new, p))
-        plgpu.barrier_arrive(turn)
-        plgpu.barrier_wait(v_filled.at[slot(block)])
-        plgpu.barrier_wait(turn)
-        acc = _add_product(plan, acc, p, v_smem.at[slot(block)])
-        plgpu.barrier_arrive(v_freed.at[slot(block)])
-        return acc, m_new, total
+        return p, alpha, m_new, total * alpha + p.sum(axis=1)
 
-    acc = plgpu.layout_cast(jnp.zeros((plan.rows, plan.pieces * PIECE), jnp.float32), plgpu.Layout.WGMMA)
-    m = plgpu.layout_cast(jnp.full((plan.rows,), -jnp.inf, jnp.float32), ROWS)
-    total = plgpu.layout_cast(jnp.zeros((plan.rows,), jnp.float32), ROWS)
-    start, stop = plan.blocks.whole(my_q, plan.rows, first, end)
-    pl.when(role == 1)(take_turns)  # The second warpgroup is half a step behind the first.
-    carry = lax.fori_loop(first, start, functools.partial(step, masked=True), (acc, m, total))
-    carry = lax.fori_loop(start, stop, functools.partial(step, masked=False), carry)
-    carry = lax.fori_loop(stop, end, functools.partial(step, masked=True), carry)
-    pl.when(role == 0)(take_turns)
-    return carry
+    def first_logits(s_ref):
+        plgpu.barrier_wait(k_filled.at[slot(start)])
+        my_turn()
+        add_logits(s_ref, start)
+        pass_turn()
+        return s_ref[...]
+
+    def step(step, carry, masked: bool):
+        acc, m, total, p = carry
+        plgpu.barrier_wait(k_filled.at[slot(step)])
+        plgpu.barrier_wait(v_filled.at[slot(step - 1)])
+        my_turn()
+
+        def products(s_ref, acc_ref):
+            with jax.named_scope("wgmma"):
+                add_logits(s_ref, step)
+                if not plan.interpreted:
+                    acc_ref[...] = acc
+                    plgpu.wgmma(acc_ref, p, v_smem.at[slot(step - 1)])
+            pass_turn()
+            s = s_ref[...] if plan.interpreted else plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+            plgpu.barrier_arrive(k_freed.at[slot(step)])
+            with jax.named_scope("softmax"):
+                p_new, alpha, m_new, total_new = softmax(s, m, total, step, masked)
+            values = interpreted_values(acc, p, step - 1) if plan.interpreted else acc_ref[...]  # Waits for it.
+            plgpu.barrier_arrive(v_freed.at[slot(step - 1)])
+            # Nothing may write the registers of p before the product has ended.
+            values, alpha, p_new = lax.optimization_barrier((values, alpha, p_new))
+            return values * _per_row(alpha, values.shape), m_new, total_new, p_new.astype(plan.dtype)
+
+        return pl.run_scoped(products, plgpu.ACC(shape, jnp.float32), plgpu.ACC(acc.shape, jnp.float32))
+
+    cuts_sides = (plan.left, plan.right) != (None, None)
+    if cuts_sides:
+        pl.loop(0, start)(pass_by)
+    s = pl.run_scoped(first_logits, plgpu.ACC(shape, jnp.float32))
+    plgpu.barrier_arrive(k_freed.at[slot(start)])
+    m = plgpu.layout_cast(jnp.full((WG_ROWS,), -jnp.inf, jnp.float32), ROWS)
+    total = plgpu.layout_cast(jnp.zeros((WG_ROWS,), jnp.float32), ROWS)
+    p, _, m, total = softmax(s, m, total, start, masked=plan.cuts_blocks)
+    acc = plgpu.layout_cast(jnp.zeros((WG_ROWS, plan.pieces * PIECE), jnp.float32), plgpu.Layout.WGMMA)
+    carry = acc, m, total, p.astype(plan.dtype)
+    if plan.right not in (None, 0):  # Without a window's right side only the first step is cut there.
+        carry = lax.fori_loop(start + 1, whole_start, functools.partial(step, masked=True), carry)
+    if not plan.has_segments:
+        carry = lax.fori_loop(whole_start, whole_stop, functools.partial(step, masked=False), carry)
+    if plan.left is not None or plan.has_segments:
+        carry = lax.fori_loop(whole_stop, stop, functools.partial(step, masked=True), carry)
+    free_query()
+
+    acc, m, total, p = carry
+    plgpu.barrier_wait(v_filled.at[slot(stop - 1)])
+    my_turn()
+
+    def last(acc_ref):
+        plgpu.wgmma(acc_ref, p, v_smem.at[slot(stop - 1)])
+        pass_turn()
+
+    if plan.interpreted:
+        acc = interpreted_values(acc, p, stop - 1)
+        pass_turn()
+    else:
+        acc = pl.run_state(last)(plgpu.ACC.init(acc))
+    plgpu.barrier_arrive(v_freed.at[slot(stop - 1)])
+    if cuts_sides:
+        pl.loop(stop, tile.steps)(pass_by)
+    return acc, m, total
 
 
-def _add_product(plan: Plan, acc, p, v_smem):
-    """`acc + p @ v`, with p from registers."""
-    if plan.interpreted:  # Which wants both operands of WGMMA in shared memory.
-        v = jnp.concatenate([v_smem[i] for i in range(plan.pieces)], axis=1)
-        plgpu.commit_smem()  # TMA may write again what has been read here.
-        return acc + jnp.dot(p, v, preferred_element_type=jnp.float32)
+def _mask(plan: Plan, tile: Tile, first_q, block, shape, masks):
+    """Which keys of a block the queries from `first_q` on see."""
+    first_kv = block * plan.config.block_kv
+    q_ids, kv_ids = (plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1))
+    seen = plan.blocks.mask(q_ids + first_q, kv_ids + first_kv)
+    if not plan.has_segments:
+        return seen
+    load = lambda ids, start, size, layout: plgpu.load(
+        ids.at[tile.batch, pl.ds(start, size)], layout=layout, optimized=False
+    )
+    q_segments = load(masks["q_ids"], first_q, shape[0], ROWS)
+    kv_segments = load(masks["kv_ids"], first_kv, shape[1], COLUMNS)
+    return seen & (_per_row(q_segments, shape) == lax.broadcast_in_dim(kv_segments, shape, [1]))
 
-    def multiply(acc_ref):
-        for i in range(plan.pieces):
-            plgpu.wgmma(acc_ref.at[:, i * PIECE : (i + 1) * PIECE], p, v_smem.at[i])
 
-    return pl.run_state(multiply)(plgpu.ACC.init(acc))
-
-
-@functools.partial(jax.jit, static_argnames=("plan", "return_lse", "params"))
-def _forward(query, key, value, *, plan: Plan, return_lse: bool, params):
+def _segment_masks(plan: Plan, segment_ids, kv_segment_ids) -> dict:
+    """Segments for the kernel: ids, as many as there are in whole blocks, and for each tile the first block of keys and
+    the end of those with ids between the least and the largest of its queries."""
     c = plan.config
-    out_type = [jax.ShapeDtypeStruct(query.shape, query.dtype)]
-    if return_lse:
-        lse_shape = (plan.batch, plan.num_heads, plan.num_q_blocks * c.block_q)
-        out_type.append(jax.ShapeDtypeStruct(lse_shape, jnp.float32))
-    kernel = functools.partial(_kernel, plan=plan)
-    body = kernel if return_lse else lambda q, k, v, out, **scratch: kernel(q, k, v, out, None, **scratch)
-    out, *lse = plgpu.kernel(
-        body,
-        out_type=out_type,
-        grid=(plan.num_q_blocks, plan.num_heads, plan.batch),
-        grid_names=("q_block", "head", "batch"),
-        num_threads=COMPUTE + 1,
+    q_ids, kv_ids = (
+        jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, -ids.shape[1] % size)), mode="edge")
+        for ids, size in ((segment_ids, c.block_q), (kv_segment_ids, c.block_kv))
+    )
+    q, kv = q_ids.reshape(plan.batch, -1, 1, c.block_q), kv_ids.reshape(plan.batch, 1, -1, c.block_kv)
+    meet = (q.min(-1) <= kv.max(-1)) & (kv.min(-1) <= q.max(-1))
+    end = jnp.where(meet, jnp.arange(1, meet.shape[2] + 1), 0).max(-1)
+    return dict(q_ids=q_ids, kv_ids=kv_ids, first=jnp.argmax(meet, -1).astype(jnp.int32), end=end.astype(jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "num_sms", "params"))
+def _forward(query, key, value, segments, *, plan: Plan, num_sms: int, params):
+    """(out, lse)."""
+    c, table = plan.config, plan.schedule(num_sms)
+    value = jnp.pad(value, [(0, -size % unit) for size, unit in zip(value.shape, (1, 8, 1, PIECE), strict=True)])
+    masks = _segment_masks(plan, *segments) if segments else {}
+    lse_shape = (plan.batch, plan.num_heads, plan.num_q_blocks * c.block_q)
+    out, lse = plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=[
+            jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct(lse_shape, jnp.float32),
+        ],
+        grid=(table.shape[0],),
+        grid_names=("block",),
+        num_threads=c.compute_wgs + 1,
         thread_name="role",
         scratch_types=plan.scratch,
         compiler_params=params,
-    )(query, key, value)
-    return (out, lse[0][:, :, : plan.num_q]) if return_lse else out
+    )(jnp.asarray(table), query, key, value, masks)  # fmt: skip
+    return out, lse[:, :, : plan.num_q]
 
 
-def _check(query, key, value, scale, local_window_size, logits_soft_cap) -> None:
+def _check(query, key, value, scale, local_window_size, logits_soft_cap, segment_ids, kv_segment_ids) -> None:
     op = "cookbook.attention"
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 4:
@@ -387,6 +533,13 @@ def _check(query, key, value, scale, local_window_size, logits_soft_cap) -> None
         )
     if 0 in query.shape or 0 in key.shape:
         raise ValueError(f"{op}: {query.shape=}, {key.shape=}; no size may be 0")
+    if segment_ids is None and kv_segment_ids is not None:
+        raise ValueError(f"{op}: kv_segment_ids without segment_ids, which say of each query what it may see")
+    for name, ids, x in (("segment_ids", segment_ids, query), ("kv_segment_ids", kv_segment_ids, key)):
+        if ids is not None and (ids.shape != x.shape[:2] or not jnp.issubdtype(ids.dtype, jnp.integer)):
+            raise ValueError(f"{op}: {name} = {ids.shape}, {ids.dtype}; must be {x.shape[:2]}, an integer each")
+    if segment_ids is not None and kv_segment_ids is None and query.shape[1] != key.shape[1]:
+        raise ValueError(f"{op}: {query.shape=}, {key.shape=} differ in length: give kv_segment_ids too")
     sizes = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,)
     for name, number in (("scale", scale), ("logits_soft_cap", logits_soft_cap)):
         if number is not None and not number > 0:
@@ -395,9 +548,38 @@ def _check(query, key, value, scale, local_window_size, logits_soft_cap) -> None
         raise ValueError(f"{op}: {local_window_size=} must be keys before and after, each at least 0")
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `attention` was asked for, beside its arrays."""
+
+    scale: float
+    soft_cap: float | None
+    left: int | None
+    right: int | None
+    config: Config | None
+
+
+def _attention(query, key, value, segments, options: Options):
+    target = _mgpu.require_target("attention")
+    (batch, num_q, num_heads, head_dim), (_, num_kv, num_kv_heads, _) = query.shape, key.shape
+    config = options.config or default_config(head_dim, (options.left, options.right) != (None, None))
+    plan = Plan(
+        batch, num_q, num_kv, num_heads, num_kv_heads, head_dim, query.dtype, options.scale, options.soft_cap,
+        options.left, options.right, bool(segments), config,
+        interpreted=target.name == "the GPU interpreter",
+    )  # fmt: skip
+    if (need := config.smem_bytes(head_dim)) > _mgpu.SMEM_BYTES_MAX:
+        raise ValueError(
+            f"cookbook.attention: {config} needs {need} bytes of shared memory for head_dim = {head_dim}, and a "
+            f"block has {_mgpu.SMEM_BYTES_MAX}: fewer stages or smaller blocks"
+        )
+    params = _mgpu.compiler_params(approx_math=True)
+    return _forward(query, key, value, segments, plan=plan, num_sms=target.num_sms, params=params)
+
+
 def attention(
-    query, key, value, *, scale=None, is_causal=False, local_window_size=None, logits_soft_cap=None, return_lse=False,
-    config: Config | None = None,
+    query, key, value, *, scale=None, is_causal=False, local_window_size=None, logits_soft_cap=None, segment_ids=None,
+    kv_segment_ids=None, return_lse=False, config: Config | None = None,
 ):  # fmt: skip
     """Scaled dot-product attention, as `jax.nn.dot_product_attention`; the same to the bit in every run.
 
@@ -406,10 +588,14 @@ def attention(
       key, value: (B, S, K, H), of the dtype of `query`; K divides N.
       scale: what logits are multiplied by; None for 1 / sqrt(H).
       is_causal: query i sees keys up to i.
-      local_window_size: (left, right): query i sees keys i - left to i + right; one number for both.
+      local_window_size: (left, right): query i sees keys i - left to i + right; None for a side without bound, one
+        number for both.
       logits_soft_cap: c, so that logits become c tanh(logits / c).
+      segment_ids: (B, T) integers: a query sees keys with the same one alone. Blocks of keys between whose least and
+        largest id no query's lies are skipped: sequences packed one behind the other cost what they do apart.
+      kv_segment_ids: (B, S) integers, of the keys; None for `segment_ids`.
       return_lse: also return the logarithms of the sums of exponentials.
-      config: blocks and stages; None chooses by H.
+      config: blocks, stages and warpgroups; None chooses by H.
 
     Returns:
       (B, T, N, H), of the dtype of `query`; with `return_lse` also (B, N, T), float32, natural logarithms. A query that
@@ -418,21 +604,12 @@ def attention(
     Raises:
       ValueError: a shape, dtype or window is not supported; RuntimeError: no GPU.
     """
-    _check(query, key, value, scale, local_window_size, logits_soft_cap)
-    target = _mgpu.require_target("attention")
-    (batch, num_q, num_heads, head_dim), (_, num_kv, num_kv_heads, _) = query.shape, key.shape
+    _check(query, key, value, scale, local_window_size, logits_soft_cap, segment_ids, kv_segment_ids)
     left, right = window(is_causal, local_window_size)
-    plan = Plan(
-        batch, num_q, num_kv, num_heads, num_kv_heads, head_dim, query.dtype, scale or head_dim**-0.5, logits_soft_cap,
-        left, right, config or default_config(head_dim), interpreted=target.name == "the GPU interpreter",
-    )  # fmt: skip
-    if (need := plan.config.smem_bytes(head_dim)) > _mgpu.SMEM_BYTES_MAX:
-        raise ValueError(
-            f"cookbook.attention: {plan.config} needs {need} bytes of shared memory for head_dim = {head_dim}, and a "
-            f"block has {_mgpu.SMEM_BYTES_MAX}: fewer stages or smaller blocks"
-        )
-    params = _mgpu.compiler_params(approx_math=True)
-    return _forward(query, key, value, plan=plan, return_lse=return_lse, params=params)
+    options = Options(scale or query.shape[3] ** -0.5, logits_soft_cap, left, right, config)
+    segments = () if segment_ids is None else (segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids)
+    out, lse = _attention(query, key, value, segments, options)
+    return (out, lse) if return_lse else out
 
 
 def flops(batch: int, num_q: int, num_kv: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:

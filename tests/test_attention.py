@@ -47,7 +47,8 @@ def test_masks_and_lengths(num_q, num_kv, mask):
 
 
 @pytest.mark.parametrize(
-    "head_dim, config", [(8, None), (72, None), (128, Config(num_stages=3, block_kv=64)), (256, None)]
+    "head_dim, config",
+    [(8, None), (72, None), (64, None), (128, Config(num_stages=3, block_kv=64)), (256, None), (192, Config(64))],
 )
 def test_head_dims(head_dim, config):
     check(*operands(70, 150, head_dim=head_dim), config=config, is_causal=True)
@@ -137,7 +138,11 @@ GOOD = some(1, 8, 2, 64)
         (lambda: attention(GOOD, GOOD, GOOD, local_window_size=(-1, 0)), "at least 0"),
         (lambda: attention(GOOD, GOOD, GOOD, scale=-1.0), "scale = -1.0"),
         (lambda: attention(GOOD, GOOD, GOOD, logits_soft_cap=0.0), "logits_soft_cap = 0.0"),
-        (lambda: Config(block_q=64), "block_q=64"),
+        (lambda: Config(compute_wgs=4), "compute_wgs=4"),
+        (lambda: attention(GOOD, GOOD, GOOD, kv_segment_ids=some(1, 8, dtype=jnp.int32)), "without segment_ids"),
+        (lambda: attention(GOOD, GOOD, GOOD, segment_ids=some(1, 7, dtype=jnp.int32)), r"segment_ids = \(1, 7\)"),
+        (lambda: attention(GOOD, GOOD, GOOD, segment_ids=some(1, 8)), "an integer each"),
+        (lambda: attention(GOOD, *[some(1, 9, 2, 64)] * 2, segment_ids=some(1, 8, dtype=jnp.int32)), "give kv_segment_ids"),
         (lambda: Config(block_kv=96), "block_kv=96"),
         (lambda: Config(num_stages=1), "num_stages=1"),
     ],
