@@ -64,3 +64,18 @@ class Blocks:
         seen = kv_ids < self.num_kv
         seen = seen if self.left is None else seen & (kv_ids >= q_ids - self.left)
         return seen if self.right is None else seen & (kv_ids <= q_ids + self.right)
+
+
+def segment_masks(row_ids, column_ids, rows: int, block: int) -> dict:
+    """Segments for a kernel whose tiles have so many rows, and go through blocks of so many columns: both ids (B, ...),
+    as many as there are in whole tiles and blocks, and for each tile the "first" block and the "end" of those with ids
+    between the least and the largest of its rows."""
+    row_ids, column_ids = (
+        jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, -ids.shape[1] % size)), mode="edge")
+        for ids, size in ((row_ids, rows), (column_ids, block))
+    )
+    of_tile = row_ids.reshape(len(row_ids), -1, 1, rows)
+    of_block = column_ids.reshape(len(column_ids), 1, -1, block)
+    meet = (of_tile.min(-1) <= of_block.max(-1)) & (of_block.min(-1) <= of_tile.max(-1))
+    end = jnp.where(meet, jnp.arange(1, meet.shape[2] + 1, dtype=jnp.int32), 0).max(-1)
+    return dict(rows=row_ids, columns=column_ids, first=jnp.argmax(meet, -1).astype(jnp.int32), end=end)

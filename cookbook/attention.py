@@ -49,8 +49,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import _mgpu
-from cookbook._attention import COLUMNS, LOG2E, PIECE, ROWS, Blocks, window
+from cookbook import _mgpu, attention_bwd
+from cookbook._attention import COLUMNS, LOG2E, PIECE, ROWS, Blocks, segment_masks, window
 
 L2_BYTES = 16 * 2**20  # Of keys and values that tiles share which are computed at the same time: a third of an H200's.
 WG_ROWS = 64  # Queries of a compute warpgroup: the rows of a WGMMA.
@@ -472,23 +472,9 @@ def _mask(plan: Plan, tile: Tile, first_q, block, shape, masks):
     load = lambda ids, start, size, layout: plgpu.load(
         ids.at[tile.batch, pl.ds(start, size)], layout=layout, optimized=False
     )
-    q_segments = load(masks["q_ids"], first_q, shape[0], ROWS)
-    kv_segments = load(masks["kv_ids"], first_kv, shape[1], COLUMNS)
+    q_segments = load(masks["rows"], first_q, shape[0], ROWS)
+    kv_segments = load(masks["columns"], first_kv, shape[1], COLUMNS)
     return seen & (_per_row(q_segments, shape) == lax.broadcast_in_dim(kv_segments, shape, [1]))
-
-
-def _segment_masks(plan: Plan, segment_ids, kv_segment_ids) -> dict:
-    """Segments for the kernel: ids, as many as there are in whole blocks, and for each tile the first block of keys and
-    the end of those with ids between the least and the largest of its queries."""
-    c = plan.config
-    q_ids, kv_ids = (
-        jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, -ids.shape[1] % size)), mode="edge")
-        for ids, size in ((segment_ids, c.block_q), (kv_segment_ids, c.block_kv))
-    )
-    q, kv = q_ids.reshape(plan.batch, -1, 1, c.block_q), kv_ids.reshape(plan.batch, 1, -1, c.block_kv)
-    meet = (q.min(-1) <= kv.max(-1)) & (kv.min(-1) <= q.max(-1))
-    end = jnp.where(meet, jnp.arange(1, meet.shape[2] + 1), 0).max(-1)
-    return dict(q_ids=q_ids, kv_ids=kv_ids, first=jnp.argmax(meet, -1).astype(jnp.int32), end=end.astype(jnp.int32))
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "num_sms", "params"))
@@ -496,7 +482,7 @@ def _forward(query, key, value, segments, *, plan: Plan, num_sms: int, params):
     """(out, lse)."""
     c, table = plan.config, plan.schedule(num_sms)
     value = jnp.pad(value, [(0, -size % unit) for size, unit in zip(value.shape, (1, 8, 1, PIECE), strict=True)])
-    masks = _segment_masks(plan, *segments) if segments else {}
+    masks = segment_masks(*segments, c.block_q, c.block_kv) if segments else {}
     lse_shape = (plan.batch, plan.num_heads, plan.num_q_blocks * c.block_q)
     out, lse = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
@@ -559,14 +545,14 @@ class Options:
     config: Config | None
 
 
-def _attention(query, key, value, segments, options: Options):
+def _run(query, key, value, segments, options: Options):
+    """(out, lse)."""
     target = _mgpu.require_target("attention")
     (batch, num_q, num_heads, head_dim), (_, num_kv, num_kv_heads, _) = query.shape, key.shape
     config = options.config or default_config(head_dim, (options.left, options.right) != (None, None))
     plan = Plan(
         batch, num_q, num_kv, num_heads, num_kv_heads, head_dim, query.dtype, options.scale, options.soft_cap,
-        options.left, options.right, bool(segments), config,
-        interpreted=target.name == "the GPU interpreter",
+        options.left, options.right, bool(segments), config, interpreted=target.name == "the GPU interpreter",
     )  # fmt: skip
     if (need := config.smem_bytes(head_dim)) > _mgpu.SMEM_BYTES_MAX:
         raise ValueError(
@@ -577,11 +563,35 @@ def _attention(query, key, value, segments, options: Options):
     return _forward(query, key, value, segments, plan=plan, num_sms=target.num_sms, params=params)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(query, key, value, segments, options: Options):
+    return _run(query, key, value, segments, options)
+
+
+def _attention_fwd(query, key, value, segments, options: Options):
+    out, lse = _run(query, key, value, segments, options)
+    return (out, lse), (query, key, value, segments, out, lse)
+
+
+def _attention_bwd(options: Options, residuals, gradients):
+    target = _mgpu.require_target("attention")
+    dq, dk, dv = attention_bwd.gradients(
+        *residuals, *gradients, scale=options.scale, soft_cap=options.soft_cap, left=options.left, right=options.right,
+        interpreted=target.name == "the GPU interpreter", params=_mgpu.compiler_params(approx_math=True),
+    )  # fmt: skip
+    return dq, dk, dv, None
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
 def attention(
     query, key, value, *, scale=None, is_causal=False, local_window_size=None, logits_soft_cap=None, segment_ids=None,
     kv_segment_ids=None, return_lse=False, config: Config | None = None,
 ):  # fmt: skip
     """Scaled dot-product attention, as `jax.nn.dot_product_attention`; the same to the bit in every run.
+
+    Differentiable in query, key and value, also through lse: kept are these, out and lse.
 
     Args:
       query: (B, T, N, H); bfloat16 or float16.
