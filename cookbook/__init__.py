@@ -1,5 +1,6 @@
 """Pallas kernels for Hopper GPUs: the index. Each kernel is one file; each chapter of the course builds one of them."""
 
+from cookbook.attention import attention
 from cookbook.elementwise import add, fuse
 from cookbook.matmul import matmul
 from cookbook.matmul_blocked import matmul_blocked
@@ -13,6 +14,7 @@ from cookbook.softmax import softmax
 
 __all__ = [
     "add",
+    "attention",
     "fuse",
     "matmul",
     "matmul_blocked",

@@ -6,14 +6,14 @@
 Shapes: those of `attention`; lse and delta (B, N, T), float32. With a soft cap ds is also multiplied by the derivative
 of tanh. A query that sees no key has lse = inf here, so that all its p are zero; so have those behind the last one.
 
-Role table of both kernels: a block for each tile; three warpgroups.
+Role table of both kernels: a block for each tile.
 
     memory     one, with few registers: copies what a tile keeps, then step by step what it goes through
-    compute    two. For dk and dv each keeps 64 keys and values, and goes through blocks of queries of all heads of its
-               group, with pᵀ and dsᵀ in registers: keys along rows, queries along columns, so that lse and delta are
-               one number for each column. For dq each keeps 64 queries and do, and goes through blocks of keys and
-               values, with p and ds in registers, and lse and delta one number for each row. With heads over 128 both
-               have the same 64 rows, and each half of the columns of the sums
+    compute    two, or three for dq of heads of 64. For dk and dv each keeps 64 keys and values, and goes through blocks
+               of queries of all heads of its group, with pᵀ and dsᵀ in registers: keys along rows, queries along
+               columns, so that lse and delta are one number for each column. For dq each keeps 64 queries and do, and
+               goes through blocks of keys and values, with p and ds in registers, and lse and delta one number for each
+               row. With heads over 128 both have the same 64 rows, and each half of the columns of the sums
 
 Barrier table:
 
@@ -25,8 +25,7 @@ Barrier table:
     done           compute warpgroups     each other where they have the same rows: before their sums take the place of
                                           what the tile kept, and before these are copied out
 
-Where registers suffice the sums of a step are still under way when the products of the next one start: a slot is given
-back one step later.
+The sums of dq are still under way when the products of the next step start: a slot is given back one step later.
 
 What bounds its speed: the tensor cores, with seven products for the five that a single kernel needs; that would have to
 add up dq in memory, in an order that differs from run to run. These are the same to the bit in every run.
@@ -48,8 +47,7 @@ from cookbook import _mgpu
 from cookbook._attention import COLUMNS, LOG2E, PIECE, ROWS, Blocks, segment_masks
 
 WG_ROWS = 64  # Of a compute warpgroup: the rows of a WGMMA.
-COMPUTE = 2  # Compute warpgroups; the memory warpgroup follows them.
-MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # A thread.
+REGISTERS = {2: (40, 232), 3: (32, 160)}  # A thread of the memory and of the compute warpgroups, by how many these are.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,14 +76,18 @@ class Plan:
         return self.head_dim > 128
 
     @property
+    def compute_wgs(self) -> int:
+        return 3 if self.for_query and self.head_dim <= 64 else 2
+
+    @property
     def rows(self) -> int:
         """Of what a tile keeps."""
-        return WG_ROWS * (1 if self.splits_heads else COMPUTE)
+        return WG_ROWS * (1 if self.splits_heads else self.compute_wgs)
 
     @property
     def block(self) -> int:
         """Queries or keys of a step."""
-        return 128 if self.for_query and self.head_dim <= 64 else 64
+        return 128 if not self.for_query and self.head_dim <= 64 else 64
 
     @property
     def num_stages(self) -> int:
@@ -132,8 +134,8 @@ class Plan:
     @property
     def runs_ahead(self) -> bool:
         """Whether the products of a step start while the sums of the one before are under way: registers have to hold
-        the weights of both."""
-        return self.num_sums * self.sum_columns < 256
+        the weights of both, and those of dk and dv have no room for them."""
+        return self.for_query
 
     @property
     def scratch(self) -> dict:
@@ -143,12 +145,12 @@ class Plan:
             ring_smem=plgpu.SMEM((2, self.num_stages, self.block, self.head_dim), self.dtype, **tiled),
             kept=plgpu.Barrier(num_arrivals=2),
             filled=plgpu.Barrier(num_arrivals=2 if self.for_query else 4, num_barriers=self.num_stages),
-            freed=plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=self.num_stages),
+            freed=plgpu.Barrier(num_arrivals=self.compute_wgs, num_barriers=self.num_stages),
         )
         if not self.for_query:
             scratch["vectors_smem"] = plgpu.SMEM((2, self.num_stages, self.block), jnp.float32)
         if self.splits_heads:
-            scratch["done"] = plgpu.Barrier(num_arrivals=COMPUTE)
+            scratch["done"] = plgpu.Barrier(num_arrivals=self.compute_wgs)
         return scratch
 
 
@@ -183,9 +185,9 @@ def _kernel(
     role, tile = lax.axis_index("role"), Tile(plan, masks)
     slot = lambda count: lax.rem(count, jnp.int32(plan.num_stages))
 
-    @pl.when(role == COMPUTE)
+    @pl.when(role == plan.compute_wgs)
     def _():
-        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+        plgpu.set_max_registers(REGISTERS[plan.compute_wgs][0], action="decrease")
         for i, gmem in enumerate(kept_gmem):
             plgpu.copy_gmem_to_smem(gmem.at[tile.batch, pl.ds(tile.row, plan.rows), tile.head], kept_smem.at[i], kept)
 
@@ -205,9 +207,9 @@ def _kernel(
         last = jnp.maximum(tile.steps - plan.num_stages, 0)
         pl.loop(last, tile.steps)(lambda count: plgpu.barrier_wait(freed.at[slot(count)]))
 
-    @pl.when(role < COMPUTE)
+    @pl.when(role < plan.compute_wgs)
     def _():
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        plgpu.set_max_registers(REGISTERS[plan.compute_wgs][1], action="increase")
         rows = pl.ds(0 if plan.splits_heads else role * WG_ROWS, WG_ROWS)
         columns = pl.ds(role * plan.sum_columns if plan.splits_heads else 0, plan.sum_columns)
         plgpu.barrier_wait(kept)
@@ -346,7 +348,7 @@ def _gradients(plan: Plan, kept, ring, vectors, segments, params):
         out_type=[jax.ShapeDtypeStruct(kept[0].shape, plan.dtype)] * plan.num_sums,
         grid=(plan.batch, plan.num_heads if plan.for_query else plan.num_kv_heads, plan.num_tiles),
         grid_names=("batch", "head", "tile"),
-        num_threads=COMPUTE + 1,
+        num_threads=plan.compute_wgs + 1,
         thread_name="role",
         scratch_types=plan.scratch,
         compiler_params=params,
@@ -368,7 +370,7 @@ def gradients(
     q, k, v, do = (pad(x) for x in (query, key, value, d_out.astype(query.dtype)))
     delta = jnp.einsum("btnh,btnh->bnt", out, d_out, preferred_element_type=jnp.float32) - d_lse
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2E)
-    rows = ((0, 0), (0, 0), (0, -num_q % 128))
+    rows = ((0, 0), (0, 0), (0, -num_q % 384))
     vectors = jnp.pad(lse, rows, constant_values=jnp.inf), jnp.pad(delta, rows)
     plan = functools.partial(Plan, *sizes, bool(segments), interpreted=interpreted)
     (dq,) = _gradients(plan(for_query=True), (q, do), (k, v), vectors, segments, params)

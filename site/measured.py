@@ -122,17 +122,24 @@ def _first_calls() -> list[str]:
 
 def _wanted(case: Case) -> str:
     target = case.target
-    rate = [f"{target.rate} {'TFLOP/s' if case.op.startswith('matmul') else 'TB/s'}"] if target.rate else []
-    return " and ".join([*rate, f"{target.ratio:g} × {target.peer}" if target.ratio != 1 else f"{target.peer}'s rate"])
+    rate = [f"{target.rate} {'TFLOP/s' if case.counts_flops else 'TB/s'}"] if target.rate else []
+    if target.peer is None:
+        return rate[0]
+    return " and ".join(
+        [*rate, f"{target.ratio:.4g} × {target.peer}" if target.ratio != 1 else f"{target.peer}'s rate"]
+    )
 
 
 def judge(case: Case, impls: dict[str, dict]) -> tuple[str, str]:
     """(what was measured, the verdict)."""
     ours, peer = impls.get(case.impl), impls.get(case.target.peer)
-    if ours is None or peer is None:
+    if ours is None or (peer is None and case.target.peer is not None):
         return "not measured", ""
+    met = rate(ours)[0] >= (case.target.rate or 0)
+    if peer is None:
+        return rate_text(ours), _verdict(met)
     ratio = peer["ms"] / ours["ms"]
-    met = ratio >= case.target.ratio and rate(ours)[0] >= (case.target.rate or 0)
+    met = met and ratio >= case.target.ratio
     return f"{rate_text(ours)}, {ratio:.3f} × {case.target.peer}", _verdict(met)
 
 

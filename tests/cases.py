@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-import importlib
+import importlib.util
+import itertools
 import math
 
 import jax
@@ -13,12 +14,12 @@ from cookbook import elementwise, lab
 from cookbook.matmul_blocked import matmul_blocked_reference
 
 # `cookbook.softmax` is the function; its module goes by this name.
-matmul, matmul_fp8, matmul_int8_weights, reduce_sum, rms_norm, softmax = (
+attention, matmul, matmul_fp8, matmul_int8_weights, reduce_sum, rms_norm, softmax = (
     importlib.import_module(f"cookbook.{op}")
-    for op in ("matmul", "matmul_fp8", "matmul_int8_weights", "reduce_sum", "rms_norm", "softmax")
+    for op in ("attention", "matmul", "matmul_fp8", "matmul_int8_weights", "reduce_sum", "rms_norm", "softmax")
 )
 
-LIBRARIES = ("xla", "cublas")  # The peers that are not this project's own.
+LIBRARIES = ("xla", "cublas", "cudnn", "jax_f16")  # The peers that are not this project's own.
 BF16, E4M3 = jnp.bfloat16, jnp.float8_e4m3fn
 NAMES = {jnp.dtype(BF16): "bf16", jnp.dtype(jnp.float16): "f16", jnp.dtype(jnp.float32): "f32", jnp.dtype(E4M3): "fp8"}
 
@@ -27,7 +28,7 @@ NAMES = {jnp.dtype(BF16): "bf16", jnp.dtype(jnp.float16): "f16", jnp.dtype(jnp.f
 class Target:
     """What a kernel must reach: a rate, a multiple of a peer's rate, or both."""
 
-    peer: str
+    peer: str | None
     ratio: float = 1.0  # To the peer's rate.
     rate: float | None = None  # In TB/s or TFLOP/s.
 
@@ -51,6 +52,11 @@ class Case:
     dtypes: tuple | None = None  # Of the inputs, where they differ from `dtype`, which names the problem.
     derive: object = None  # Makes of these inputs one more, which only peers take.
     tune: object = None  # Searches the kernel's configurations for these inputs.
+
+    @property
+    def counts_flops(self) -> bool:
+        """Whether its rate is one of arithmetic, not of memory."""
+        return self.op.startswith(("matmul", "attention"))
 
     @property
     def problem(self) -> str:
@@ -136,6 +142,58 @@ def _matmul_int8_weights(m, n, k, target, **kwargs):
                 **kwargs)  # fmt: skip
 
 
+def _attention(head_dim, seq, is_causal, target, kv_heads=None, gradients=False, **kwargs):
+    """16,384 tokens and 2,048 values of each, as PEERS.md has it. cuDNN stops at heads of 128; JAX's own kernel takes
+    float16 alone, and is timed without its own search, which finds these blocks."""
+    batch, heads = 16384 // seq, 2048 // head_dim
+    q, kv = (batch, seq, heads, head_dim), (batch, seq, kv_heads or heads, head_dim)
+    how, window = dict(is_causal=is_causal), kwargs.pop("window", None)
+    kernel = functools.partial(cookbook.attention, **how, local_window_size=window and (window, 0))
+    cudnn = functools.partial(jax.nn.dot_product_attention, **how, local_window_size=window and (window, 0),
+                              implementation="cudnn")  # fmt: skip
+    peers = {} if head_dim > 128 else {"cudnn": lambda q, k, v, halves: cudnn(q, k, v)}
+    if head_dim <= 128 and not window and kv_heads is None and importlib.util.find_spec("absl"):
+        peers["jax_f16"] = functools.partial(_attention_of_jax, is_causal)
+    flops = attention.flops(batch, seq, seq, heads, head_dim, is_causal)
+    if window:
+        flops = 4 * batch * heads * head_dim * sum(min(i, window) + 1 for i in range(seq))
+    size = f"hd{head_dim}_b{batch}_s{seq}_h{heads}" + (f"_kv{kv_heads}" if kv_heads else "")
+    size += f"_window{window}" if window else "_causal" if is_causal else "_full"
+    reference = functools.partial(_attention_by_head, **how, local_window_size=window and (window, 0))
+    first = lambda fn: lambda q, k, v, halves=None: fn(q, k, v)
+    if gradients:  # Forward and backward; products of the backward pass are counted as 2.5 times those of the forward.
+        flops, size = flops * 7 // 2, size + "_grad"
+        peers = {"cudnn": _with_gradients(cudnn)}
+        kernel, reference = _with_gradients(kernel), _with_gradients(reference)
+    else:
+        kernel, reference = first(kernel), first(reference)
+    nbytes = attention.bytes_moved(batch, seq, seq, heads, kv_heads or heads, head_dim) * (3 if gradients else 1)
+    return Case("attention", (q, kv, kv), BF16, kernel, reference, peers, flops, nbytes, size, target=target,
+                derive=lambda *qkv: tuple(x.astype(jnp.float16) for x in qkv), **kwargs)  # fmt: skip
+
+
+def _attention_of_jax(is_causal, q, k, v, halves):
+    from jax.experimental.pallas.ops.gpu import attention_mgpu  # It imports absl, which nothing else here needs.
+
+    config = attention_mgpu.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=is_causal)
+    return attention_mgpu.attention(*halves, config=config)
+
+
+def _with_gradients(fn):
+    """The gradients of the sum of squares of what `fn` returns: its own gradient is not the same everywhere."""
+    loss = lambda q, k, v: jnp.sum(jnp.square(fn(q, k, v).astype(jnp.float32)))
+    return lambda q, k, v, halves=None: jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+
+def _attention_by_head(q, k, v, **how):
+    """The reference, a sequence and head at a time: the weights of all do not fit into memory."""
+    group = q.shape[2] // k.shape[2]
+    one = lambda x: attention.attention_reference(*(y[None, :, None] for y in x), **how)[0][0, :, 0]
+    by_head = lambda x, n=1: jnp.repeat(jnp.moveaxis(x, 2, 1), n, axis=1).reshape(-1, x.shape[1], x.shape[3])
+    out = jax.lax.map(jax.checkpoint(one), (by_head(q), by_head(k, group), by_head(v, group)))
+    return jnp.moveaxis(out.reshape(q.shape[0], q.shape[2], q.shape[1], -1), 1, 2)
+
+
 def _matmul_f32(m, n, k, **kwargs):
     flops, nbytes = matmul.flops(m, n, k), matmul.bytes_moved(m, n, k, 4)
     peers = {"cublas": functools.partial(jnp.matmul, precision="highest")}
@@ -171,6 +229,31 @@ CASES = [
 ]
 
 
+# Rates over cuDNN's that the fastest peers reached beside it, or where cuDNN has no kernel their rates: in
+# TFLOP/s, of heads of 64, 128 and 256, sequences of 4096 and 16384, full and causal.
+ATTENTION_TARGETS = {
+    64: (
+        Target("cudnn", 498 / 483),
+        Target("cudnn", 451 / 436),
+        Target("cudnn", 528 / 494),
+        Target("cudnn", 518 / 467),
+    ),
+    128: (Target("cudnn"), Target("cudnn", 611 / 573), Target("cudnn", 696 / 677), Target("cudnn", 680 / 624)),
+    256: tuple(Target(None, rate=rate) for rate in (682, 637, 715, 696)),
+}
+ATTENTION_SIZES = list(itertools.product((4096, 16384), (False, True)))
+CASES += [
+    _attention(head_dim, *size, target, headline=head_dim == 128)
+    for head_dim, targets in ATTENTION_TARGETS.items()
+    for size, target in zip(ATTENTION_SIZES, targets, strict=True)
+]
+CASES += [
+    _attention(128, 16384, True, None, kv_heads=2),
+    _attention(128, 16384, True, None, window=1024),
+    *(_attention(h, *size, Target("cudnn"), gradients=True) for h in (64, 128) for size in ATTENTION_SIZES),
+]
+
+
 def mean_ratio(op: str, peer: str = "cublas", gpu: str = "h200") -> float:
     """Geometric mean, over the problems of `op`, of its rate over the peer's, as recorded; NaN if one is not."""
     cases = [case for case in CASES if case.op == case.impl == op]
@@ -180,7 +263,10 @@ def mean_ratio(op: str, peer: str = "cublas", gpu: str = "h200") -> float:
 
 
 def relative_error(out, exact) -> float:
-    """Frobenius distance over the norm of `exact`. NaN and infinities that agree count as zero, others as infinity."""
+    """Frobenius distance over the norm of `exact`, the largest of those of several results. NaN and infinities that
+    agree count as zero, others as infinity."""
+    if isinstance(exact, tuple | list):
+        return max(relative_error(*pair) for pair in zip(out, exact, strict=True))
     out, exact = jnp.asarray(out, jnp.float32), jnp.asarray(exact, jnp.float32)
     same = (out == exact) | (jnp.isnan(out) & jnp.isnan(exact))
     difference = jnp.where(same, 0.0, out - exact)
