@@ -1,0 +1,158 @@
+"""Chapter 12's exercises: delta, a number for each column of a tile, and the queries that see some keys."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from exercises.judge import NotYet, checker, normal, require_close, run_kernel
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from cookbook import _mgpu
+
+TILE = 64  # Keys of a tile.
+WINDOWS = [  # block, num_q, left, right: less than a block, several, exactly some, everything; and too few queries.
+    (block, num_q, left, right)
+    for block, num_q in ((64, 512), (128, 512), (64, 192), (128, 128))
+    for left, right in itertools.product((0, 1, 63, 64, 130, 2000), (0, 1, 64, 65, 2000))
+]
+
+
+@checker
+def check_delta(answer) -> str:
+    """Exercise 1: `answer(q, k, v, out, do, lse, d_lse)` is sum(out * do) - d_lse, (B, N, T)."""
+    rng = np.random.default_rng(12)
+    q, k, v, out, do = rng.standard_normal((5, 2, 6, 3, 4))
+    lse, d_lse = rng.standard_normal((2, 2, 3, 6))
+    lse[1, 2, 3], out[1, 3, 2] = -np.inf, 0.0  # This query sees nothing.
+    given = answer(*(x.copy() for x in (q, k, v, out, do, lse, d_lse)))
+    if given is None:
+        raise NotYet("delta returns None: write its body.")
+    given, sums = np.asarray(given, np.float64), lambda a, b: np.einsum("btnh,btnh->bnt", a, b)
+    exact = sums(out, do) - d_lse
+    if given.shape != exact.shape:
+        raise NotYet(f"delta has the shape {given.shape}; it must be (B, N, T), here {exact.shape}: heads come first.")
+    close = lambda x: np.allclose(given, x, rtol=1e-4, atol=1e-4)  # Who computes in float32 is right too.
+    if close(exact):
+        return "One number for each query, and no key has been touched."
+    if np.isnan(given).any() or np.isinf(given).any():
+        raise NotYet("delta is NaN or infinite for a query that sees nothing (lse = -inf): is lse needed at all?")
+    for wrong, hint in (
+        (sums(out, do), "the gradient that comes through lse is missing: d_lse."),
+        (sums(out, do) + d_lse, "ds is p (dp - delta), and lse adds p d_lse to it: which sign has d_lse in delta?"),
+        (sums(out, out) - d_lse, "that is out with itself; dp comes of do."),
+        (sums(do, do) - d_lse, "that is do with itself; the sum over the keys is in out."),
+        (sums(v, do) - d_lse, "v is a key's, delta a query's: the sum over the keys of p v is out."),
+        (sums(q, do) - d_lse, "q is the wrong tensor: delta is the sum over the keys of p dp, and dp = do v^T."),
+        (sums(out, do) * 0.5 - d_lse, "delta is not scaled: the scale belongs to s, not to p."),
+        (-exact, "the sign is the other one."),
+    ):
+        if close(wrong):
+            raise NotYet(hint)
+    raise NotYet("delta_i is the sum over the keys of p_ij dp_ij, with dp = do v^T; what is the sum of p_ij v_j?")
+
+
+@checker
+def check_weights(answer) -> str:
+    """Exercise 2: `answer(s_ref, lse_ref, bias_ref)` is exp2(s + bias of its row - lse of its column)."""
+    for queries in (64, 128):
+        s, lse, bias = normal(1, (TILE, queries)), normal(2, (queries,)), normal(3, (TILE,))
+        lse = lse.at[5].set(jnp.inf)  # This query sees nothing.
+        try:
+            out = np.asarray(run_kernel(_in_kernel(answer), s, lse, bias))
+        except NotYet as problem:
+            if ": NotYet: " in str(problem):
+                raise NotYet(str(problem).split(": NotYet: ")[1]) from None
+            if "possible set of layouts" in str(problem):
+                raise NotYet(
+                    "no layout serves all of it. A number for each row is loaded with plgpu.Layout.WGMMA.reduce(1) and "
+                    "spread along [0], one for each column with reduce(0) and along [1]."
+                ) from problem
+            raise
+        s, lse, bias = (np.asarray(x, np.float64) for x in (s, lse, bias))
+        exact = np.exp2(s + bias[:, None] - lse)
+        for wrong, hint in _wrong_weights(s, lse, bias):
+            if wrong.shape == exact.shape and np.allclose(out, wrong, rtol=1e-3, atol=1e-5):
+                raise NotYet(f"{queries} queries: {hint}")
+        require_close(out, exact, 1e-4, f"{TILE} keys and {queries} queries")
+    return "A key's number lies along the rows, reduce(1); a query's along the columns, reduce(0)."
+
+
+@checker
+def check_query_blocks(answer) -> str:
+    """Exercise 3: `answer(first_k, block, num_q, left, right)` is (first, end) of the blocks of queries that see one of
+    the 64 keys from `first_k` on."""
+    for block, num_q, left, right in WINDOWS:
+        for first_k in range(0, 640, TILE):
+            where = f"for first_k = {first_k}, block = {block}, num_q = {num_q}, left = {left}, right = {right}"
+            given = answer(first_k, block, num_q, left, right)
+            if given is None:
+                raise NotYet("query_blocks returns None: write its body, and return first and end.")
+            try:
+                first, end = (int(x) for x in given)
+            except (TypeError, ValueError) as error:
+                raise NotYet(f"{where}, the answer is {given!r}; it must be (first, end).") from error
+            _judge_blocks(first, end, first_k, block, num_q, left, right, where)
+    try:
+        jax.jit(lambda first_k: answer(first_k, 128, 512, 130, 1))(np.int32(64))
+    except jax.errors.JAXTypeError as error:
+        raise NotYet(
+            "the blocks are right, but in the kernel first_k is known only when it runs: use jnp.maximum, jnp.minimum "
+            "or jnp.clip in place of max, min, int or if."
+        ) from error
+    return "Left and right, exchanged: a key is seen by queries j - right to j + left."
+
+
+def _in_kernel(answer):
+    """A kernel that stores what `answer` makes of references to its arguments, which lie in memory."""
+
+    def kernel(s, lse, bias):
+        def body(s_ref, lse_ref, bias_ref, out_ref):
+            given = answer(s_ref, lse_ref, bias_ref)
+            if given is None:
+                raise NotYet("weights returns None: write its body.")
+            if given.shape != s.shape:
+                raise NotYet(f"the weights have the shape {given.shape}; they must have that of s, {s.shape}.")
+            _mgpu.store(out_ref, given)
+
+        return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(s.shape, s.dtype))(s, lse, bias)
+
+    return kernel
+
+
+def _wrong_weights(s, lse, bias):
+    """(what comes of a likely mistake, what to say of it)."""
+    with np.errstate(all="ignore"):
+        yield np.exp2(s - lse), "the bias is missing."
+        yield np.exp2(s + bias[:, None]), "lse is missing."
+        yield np.exp2(s - bias[:, None] - lse), "the bias is added to the logits."
+        yield np.exp(s + bias[:, None] - lse), "everything is in base 2: exp2."
+        if s.shape[0] == s.shape[1]:
+            yield np.exp2(s + bias - lse[:, None]), "lse is a query's, and queries are the columns here, not the rows."
+            yield np.exp2(s + bias - lse), "the bias is a key's, and keys are the rows here."
+            yield np.exp2(s + bias[:, None] - lse[:, None]), "lse is a query's, and queries are the columns here."
+
+
+def _judge_blocks(first: int, end: int, first_k: int, block: int, num_q: int, left: int, right: int, where: str):
+    """Raises NotYet unless the blocks from `first` to `end` are those that hold a query which sees a key."""
+    i, j = np.arange(num_q)[:, None], first_k + np.arange(TILE)
+    sees = ((j >= i - left) & (j <= i + right)).any(axis=1)
+    if end < first:
+        raise NotYet(f"{where}, the end, {end}, lies before the first, {first}: with no block at all they are equal.")
+    if not sees.any():
+        if first != end:
+            raise NotYet(f"{where}, no query sees any of the keys, and blocks {first} to {end - 1} are computed.")
+        return
+    queries = np.flatnonzero(sees)
+    wanted = queries[0] // block, queries[-1] // block + 1
+    if first < 0:
+        raise NotYet(f"{where}, the first block is {first}: there is nothing before block 0.")
+    if first > wanted[0]:
+        raise NotYet(f"{where}, block {wanted[0]} is left out, and query {queries[0]} sees some of the keys.")
+    if end < wanted[1]:
+        raise NotYet(f"{where}, block {wanted[1] - 1} is left out, and query {queries[-1]} sees some of the keys.")
+    if first < wanted[0]:
+        raise NotYet(f"{where}, block {first} is computed, and none of its queries sees any of the keys.")
+    if end > wanted[1]:
+        what = "there are no such queries" if (end - 1) * block >= num_q else "none of its queries sees any of the keys"
+        raise NotYet(f"{where}, block {end - 1} is computed, and {what}.")
