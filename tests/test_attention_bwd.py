@@ -157,3 +157,50 @@ def test_mutants_are_caught(no_gpu, monkeypatch, old, new):
     monkeypatch.setattr(forward, "attention_bwd", copy)
     with pytest.raises(Exception, match="(?i)race|wait|phase|result|NaN|barrier"):
         check(*operands(200, 150), local_window_size=(100, 0), logits_soft_cap=3.0)
+
+
+# Batch, queries, keys, query heads, key heads, head_dim: of the tests of JAX's own kernel for Hopper, and such as
+# tokamax's tests have (grouped heads, a length that is no multiple of a block, more keys than queries).
+OTHERS = [
+    (1, 4096, 4096, 4, 1, 64),
+    (4, 4096, 4096, 6, 3, 128),
+    (1, 4096, 4096, 4, 4, 256),
+    (2, 1024, 1024, 4, 4, 64),
+    (2, 1023, 1023, 4, 1, 128),
+    (1, 384, 1024, 8, 2, 128),
+]
+
+
+@pytest.mark.skipif(not lab.on_gpu(), reason="takes minutes in the interpreter, and cuDNN needs a GPU")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", OTHERS, ids=str)
+def test_no_less_exact_than_cudnn(shape, is_causal):
+    """The errors of out and of each gradient are at most 1.5 times cuDNN's (of heads up to 128, which it has)."""
+    batch, num_q, num_kv, heads, kv_heads, head_dim = shape
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (
+        (batch, num_q, heads, head_dim),
+        *((batch, num_kv, kv_heads, head_dim),) * 2,
+        (batch, num_q, heads, head_dim),
+    )
+    query, key, value, d_out = (jax.random.normal(*args, jnp.bfloat16) for args in zip(keys, shapes, strict=True))
+
+    def results(fn, *args):
+        out, vjp = jax.vjp(fn, *args)
+        return out, *vjp(d_out.astype(out.dtype))
+
+    exact = jax.jit(functools.partial(results, lambda *args: reference(*args, is_causal=is_causal)[0]))(
+        *(x.astype(jnp.float32) for x in (query, key, value))
+    )
+    error = lambda got: [
+        float(jnp.linalg.norm((x.astype(jnp.float32) - y).ravel()) / jnp.linalg.norm(y.ravel()))
+        for x, y in zip(got, exact, strict=True)
+    ]
+    run = lambda fn: error(
+        jax.jit(functools.partial(results, functools.partial(fn, is_causal=is_causal)))(query, key, value)
+    )
+    ours = run(attention)
+    limit = [2**-8] * 4  # Two roundings to bfloat16.
+    if head_dim <= 128 and num_q % 64 == 0:
+        limit = [1.5 * e for e in run(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"))]
+    assert all(mine <= most for mine, most in zip(ours, limit, strict=True)), (ours, limit)
