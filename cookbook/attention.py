@@ -193,9 +193,10 @@ class Plan:
         first_q = np.arange(self.num_q_blocks) * self.config.block_q
         first, end = self.blocks.seen(first_q, self.config.block_q)
         heads_together = max(1, round(num_sms / self.num_q_blocks))
+        steps = tuple(map(int, end - first))
         deals = [
-            dealt_out(tuple(map(int, end - first)), self.batch * self.num_heads, heads_together * times, num_sms)
-            for times in (1, 2, 4)
+            dealt_out(steps, self.batch * self.num_heads, heads_together * times, num_sms)
+            for times in ((1, 2, 4) if len(set(steps)) > 1 else (1,))
         ]
         # The fewer heads together the better they stay in the L2 cache: some more have to be worth half a percent.
         return min((time * (1 + 0.005 * i), i, table) for i, (time, table) in enumerate(deals))[-1]
