@@ -15,7 +15,7 @@ WAYS = (  # (tensor cores, CUDA cores), each (what, start, length) of a step; an
         "heads of 128: s and dp together, a wait at the end of a step",
         [("s", 0, 2), ("dp", 2, 2), ("dv", 4, 2), ("dk", 6, 2)],
         [("p", 2, 2), ("ds", 4, 1)],
-        8.15,
+        8.8,
     ),
     (
         "heads of 64: the next step's s starts behind dk",
