@@ -66,6 +66,19 @@ class Blocks:
         return seen if self.right is None else seen & (kv_ids <= q_ids + self.right)
 
 
+def row_tiles(shape: tuple[int, ...], dtype, interpreted: bool):
+    """Shared memory for rows in pieces, (..., pieces, rows, 64): as tensor cores read them and as TMA writes them, which
+    cuts off at the edges of an array only what it takes for rows of 128 bytes. The interpreter gets the first alone."""
+    swizzle = plgpu.SwizzleTransform(128)
+    tiled = plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, PIECE)), swizzle))
+    return tiled if interpreted else plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(swizzle,)))
+
+
+def views(smem, interpreted: bool):
+    """(as tensor cores, as TMA sees it) of what `row_tiles` described."""
+    return (smem, smem) if interpreted else tuple(smem)
+
+
 def segment_masks(row_ids, column_ids, rows: int, block: int) -> dict:
     """Segments for a kernel whose tiles have so many rows, and go through blocks of so many columns: both ids (B, ...),
     as many as there are in whole tiles and blocks, and for each tile the "first" block and the "end" of those with ids

@@ -50,10 +50,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook import _mgpu, attention_bwd
-from cookbook._attention import COLUMNS, LOG2E, PIECE, ROWS, Blocks, segment_masks, window
+from cookbook._attention import COLUMNS, LOG2E, PIECE, ROWS, Blocks, row_tiles, segment_masks, views, window
 
 WG_ROWS = 64  # Queries of a compute warpgroup: the rows of a WGMMA.
-REGISTERS = {2: (40, 232), 3: (32, 160)}  # A thread of the memory and of the compute warpgroups, by how many these are.
+REGISTERS = {2: (24, 240), 3: (32, 160)}  # A thread of the memory and of the compute warpgroups, by how many these are.
 
 
 def attention_reference(
@@ -156,18 +156,8 @@ class Plan:
         """Whether there is a mask that cuts blocks."""
         return (self.left, self.right) != (None, None) or self.has_segments or self.num_kv % self.config.block_kv != 0
 
-    def tiles(self, *lead: int, rows: int = WG_ROWS):
-        """Shared memory for rows of a head in pieces: as tensor cores read them, and as TMA writes them, which cuts off
-        at the edges of an array only what it takes for rows of 128 bytes. The interpreter gets the first alone."""
-        swizzle, shape = plgpu.SwizzleTransform(128), (*lead, self.pieces, rows, PIECE)
-        tiled = plgpu.SMEM(shape, self.dtype, transforms=(plgpu.TilingTransform((8, PIECE)), swizzle))
-        return (
-            tiled if self.interpreted else plgpu.RefUnion(tiled, plgpu.SMEM(shape, self.dtype, transforms=(swizzle,)))
-        )
-
-    def views(self, smem):
-        """(as tensor cores, as TMA sees it) of what `tiles` described."""
-        return (smem, smem) if self.interpreted else tuple(smem)
+    def tiles(self, lead: int, rows: int = WG_ROWS):
+        return row_tiles((lead, self.pieces, rows, PIECE), self.dtype, self.interpreted)
 
     @property
     def scratch(self) -> dict:
@@ -247,8 +237,8 @@ def _kernel(
     v_filled, q_freed, k_freed, v_freed, turn, o_smem=None,
 ):  # fmt: skip
     c, role = plan.config, lax.axis_index("role")
-    (q_smem, q_tma), (k_smem, k_tma) = plan.views(q_smem), plan.views(k_smem)
-    o_smem, o_tma = (q_smem, q_tma) if o_smem is None else plan.views(o_smem)
+    (q_smem, q_tma), (k_smem, k_tma) = (views(smem, plan.interpreted) for smem in (q_smem, k_smem))
+    o_smem, o_tma = (q_smem, q_tma) if o_smem is None else views(o_smem, plan.interpreted)
     memory_registers, compute_registers = REGISTERS[c.compute_wgs]
 
     def for_each_tile(body):

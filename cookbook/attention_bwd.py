@@ -47,7 +47,7 @@ from cookbook import _mgpu
 from cookbook._attention import COLUMNS, LOG2E, PIECE, ROWS, Blocks, segment_masks
 
 WG_ROWS = 64  # Of a compute warpgroup: the rows of a WGMMA.
-REGISTERS = {2: (40, 232), 3: (32, 160)}  # A thread of the memory and of the compute warpgroups, by how many these are.
+REGISTERS = {2: (24, 240), 3: (32, 160)}  # A thread of the memory and of the compute warpgroups, by how many these are.
 
 
 @dataclasses.dataclass(frozen=True)
