@@ -67,8 +67,8 @@ class Blocks:
 
 
 def row_tiles(shape: tuple[int, ...], dtype, interpreted: bool):
-    """Shared memory for rows in pieces, (..., pieces, rows, 64): as tensor cores read them and as TMA writes them, which
-    cuts off at the edges of an array only what it takes for rows of 128 bytes. The interpreter gets the first alone."""
+    """Shared memory for rows in pieces, (..., pieces, rows, 64): as tensor cores read them, and as TMA writes them,
+    which cuts off at the edges of an array only what it takes for rows of 128 bytes. The interpreter gets the first."""
     swizzle = plgpu.SwizzleTransform(128)
     tiled = plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, PIECE)), swizzle))
     return tiled if interpreted else plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(swizzle,)))
