@@ -144,7 +144,7 @@ def _matmul_int8_weights(m, n, k, target, **kwargs):
 
 def _attention(head_dim, seq, is_causal, target, kv_heads=None, gradients=False, **kwargs):
     """16,384 tokens and 2,048 values of each, as PEERS.md has it. cuDNN stops at heads of 128; JAX's own kernel takes
-    float16 alone, and is timed without its own search, which finds these blocks."""
+    float16 alone, already scaled, and is timed without its own search, which finds these blocks."""
     batch, heads = 16384 // seq, 2048 // head_dim
     q, kv = (batch, seq, heads, head_dim), (batch, seq, kv_heads or heads, head_dim)
     how, window = dict(is_causal=is_causal), kwargs.pop("window", None)
@@ -169,7 +169,8 @@ def _attention(head_dim, seq, is_causal, target, kv_heads=None, gradients=False,
         kernel, reference = first(kernel), first(reference)
     nbytes = attention.bytes_moved(batch, seq, seq, heads, kv_heads or heads, head_dim) * (3 if gradients else 1)
     return Case("attention", (q, kv, kv), BF16, kernel, reference, peers, flops, nbytes, size, target=target,
-                derive=lambda *qkv: tuple(x.astype(jnp.float16) for x in qkv), **kwargs)  # fmt: skip
+                derive=lambda *qkv: tuple((x * s).astype(jnp.float16) for x, s in zip(qkv, (head_dim**-0.5, 1, 1), strict=True)),
+                **kwargs)  # fmt: skip
 
 
 def _attention_of_jax(is_causal, q, k, v, halves):
