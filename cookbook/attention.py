@@ -11,8 +11,10 @@ Role table: one block a SM, which computes tile after tile of out, each some que
     memory     one, with few registers: copies queries, and block after block of keys and values into the slots of two
                rings, of the next tile too while this one is computed
     compute    two or three, with the others' registers, each with 64 of the queries. In each step s = q kᵀ of a block
-               and acc + p v of the block before are started together; while the tensor cores are still at p v, the
-               CUDA cores make the next p of s: its row's maximum, exponentials, their sum
+               and acc + p v of the block before are started together, so that nothing lies between them on the tensor
+               cores; then the CUDA cores make the next p of s: its row's maximum, exponentials, their sum. (ptxas puts
+               the wait for p v before the exponentials; to keep it behind them was slower: another warpgroup's products
+               fill that time)
 
 Barrier table:
 

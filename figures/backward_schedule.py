@@ -18,7 +18,7 @@ WAYS = (  # (tensor cores, CUDA cores), each (what, start, length) of a step; an
         8.8,
     ),
     (
-        "heads of 64: the next step's s starts behind dk",
+        "had registers room: the next step's s starts behind dk",
         [("s", 0, 2), ("dp", 2, 2), ("dv", 4, 2), ("dk", 6, 2)],
         [("p", 2, 2), ("ds", 4, 1)],
         8,

@@ -169,7 +169,7 @@ def _attention(head_dim, seq, is_causal, target, kv_heads=None, gradients=False,
         kernel, reference = first(kernel), first(reference)
     nbytes = attention.bytes_moved(batch, seq, seq, heads, kv_heads or heads, head_dim) * (3 if gradients else 1)
     return Case("attention", (q, kv, kv), BF16, kernel, reference, peers, flops, nbytes, size, target=target,
-                derive=lambda *qkv: tuple((x * s).astype(jnp.float16) for x, s in zip(qkv, (head_dim**-0.5, 1, 1), strict=True)),
+                derive=lambda q, k, v: tuple(x.astype(jnp.float16) for x in (q * head_dim**-0.5, k, v)),
                 **kwargs)  # fmt: skip
 
 

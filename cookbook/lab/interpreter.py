@@ -6,6 +6,7 @@ Every private JAX name that this project needs is used here and nowhere else.
 import contextlib
 import io
 import linecache
+import os
 import pathlib
 import re
 import threading
@@ -16,6 +17,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
 
+# Two interpreted kernels of one program run at the same time where neither needs the other's results. Their waiting
+# warpgroups may then hold all threads of JAX's CPU backend, by default one a core, and none is left for those that they
+# wait for: it has to be started with more.
+os.environ.setdefault("PJRT_NPROC", str(max(64, os.cpu_count() or 1)))
 NUM_SMS = 4  # A persistent grid has this many blocks when interpreted: enough for waves and tails, quick to run.
 
 
