@@ -91,7 +91,8 @@ def ladder(
             ax.text((0 if math.isnan(value) else value) + 0.01 * reach, i, text, va="center", bbox=ground)
         if bound:
             ax.axvline(bound, color=BOUND, linewidth=1.5)
-            ax.annotate(f"bound {_figure_text(bound)}", (bound, -0.6), color=BOUND, ha="right", va="bottom")
+            ax.annotate(f"bound {_figure_text(bound)}", (bound, -0.6), (-4, 0), textcoords="offset points", color=BOUND,
+                        ha="right", va="bottom")  # fmt: skip
         ax.set_yticks(range(len(bars)), [label for label, _, _ in bars])
         ax.set_ylim(len(bars) - 0.5, -0.9 if bound else -0.5)
         ax.set_xlim(0, 1.16 * reach)

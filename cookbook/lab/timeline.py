@@ -115,8 +115,10 @@ _SCOPES = ("wgmma", "load", "store", "convert", "wait")  # Of the same colour in
 
 def _draw(ax: Axes, lanes: list[dict], roles: tuple[str, ...], title: str) -> None:
     names = list(dict.fromkeys(name for lane in lanes for name, *_ in lane["spans"] if name != "Init"))  # Mosaic's own.
-    known = [*_SCOPES, *(name for name in names if name not in _SCOPES)]
-    colours = {name: plot.COLOURS[known.index(name) % len(plot.COLOURS)] for name in names}
+    colours = {name: colour for name, colour in zip(_SCOPES, plot.COLOURS, strict=False) if name in names}
+    free = [colour for colour in plot.COLOURS if colour not in colours.values()]
+    others = [name for name in names if name not in _SCOPES]
+    colours |= {name: free[i % len(free)] for i, name in enumerate(others)}
     for y, lane in enumerate(lanes):
         for name in names:
             for depth in {span[3] for span in lane["spans"] if span[0] == name}:
