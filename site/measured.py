@@ -94,15 +94,15 @@ def _where_measured() -> list[str]:
 
 def _targets_table() -> list[str]:
     stale = set(results.stale_list(GPU))
-    lines = ["{.results}", "| problem | target | measured | |", "|---|---|---|---|"]
+    lines = ["{.results}", "| | problem | measured | target |", "|---|---|---|---|"]
     for case in CASES:
         if case.target:
             rows = results.rows(case.op, GPU).get(case.problem, {})
             measured, verdict = judge(case, rows)
             measured += stale_mark((case.problem, case.impl) in stale)
-            lines.append(f"| `{case.problem}` | {_wanted(case)} | {measured} | {verdict} |")
+            lines.append(f"| {verdict} | `{case.problem}` | {measured} | {_wanted(case)} |")
     if not math.isnan(mean := mean_ratio("matmul", gpu=GPU)):
-        lines.append(f"| `matmul`, geometric mean | cublas's rate | {mean:.3f} × cublas | {_verdict(mean >= 1)} |")
+        lines.append(f"| {_verdict(mean >= 1)} | `matmul`, geometric mean | {mean:.3f} × cublas | cublas's rate |")
     return lines
 
 
