@@ -161,8 +161,10 @@ def test_what_the_compiler_makes_of_it(head_dim, mask):
     compiled = lab.compile_for("h200", functools.partial(attention, **mask), shape, shape, shape)
     need = module.default_config(head_dim).smem_bytes(head_dim)
     assert need <= compiled.smem_bytes <= need + 2048 and not compiled.remarks
-    # Some numbers of a tile, outside of its loops, where there are many kinds of steps or heads are of 256.
-    assert compiled.spill_bytes <= (64 if head_dim == 256 or "local_window_size" in mask else 0)
+    # Windows have steps of three kinds, and a soft cap its own numbers, for which three warpgroups' registers do not
+    # suffice; with heads of 256 some numbers of a tile are spilled, outside of its loops.
+    most = 320 if "local_window_size" in mask else 64 if head_dim == 256 else 0
+    assert compiled.spill_bytes <= most
 
 
 def some(*shape, dtype=jnp.bfloat16):
