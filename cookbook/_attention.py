@@ -1,4 +1,4 @@
-"""What the forward and the backward pass of attention share: which keys a query sees, block by block."""
+"""What kernels of attention share: which keys a query sees, block by block, and how rows of a head lie in memory."""
 
 import dataclasses
 import math

@@ -1,6 +1,6 @@
 """The little that three kernels or more share: where a kernel may run, and what to say when it may not.
 
-An op file works on its own with the underscored files that it imports.
+An op file works on its own with the files of this package that it imports.
 """
 
 import contextlib

@@ -28,7 +28,9 @@ Barrier table:
 The sums of dq are still under way when the products of the next step start: a slot is given back one step later.
 
 What bounds its speed: the tensor cores, with seven products for the five that a single kernel needs; that would have to
-add up dq in memory, in an order that differs from run to run. These are the same to the bit in every run.
+add up dq in memory, in an order that differs from run to run. These are the same to the bit in every run. With heads
+over 128 it is eleven products, because both warpgroups compute all of s and dp: splitting these is where to go on.
+Sizes of tiles, blocks and rings are properties of `Plan`; what limits them are the registers, which dk and dv fill.
 
 Not supported: what `attention` does not support. Operands with rows of no multiple of 64, or lengths of no multiple of
 8, are padded by copies (TMA). Source: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024).
@@ -160,9 +162,8 @@ class Tile:
     def __init__(self, plan: Plan, masks: dict):
         tile = lax.axis_index("tile")
         if plan.for_query:
-            tile = (
-                plan.num_tiles - 1 - tile
-            )  # With a causal mask the last queries, and the first keys, have most to do.
+            # With a causal mask the last queries, and the first keys, have most to do.
+            tile = plan.num_tiles - 1 - tile
         self.batch, self.head, self.row = lax.axis_index("batch"), lax.axis_index("head"), tile * plan.rows
         first, end = plan.blocks.seen(self.row, plan.rows)
         if plan.has_segments:
