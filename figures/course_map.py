@@ -14,6 +14,9 @@ CHAPTERS = (
     ("07_warp_specialization", "Warp specialization", "a warpgroup for each job", "compute"),
     ("08_persistent_matmul", "Persistent matmul", "waves, order, clusters, the store", "compute"),
     ("09_low_precision", "Low precision", "fp8 and int8 weights, scales", "both"),
+    ("10_online_softmax", "Online softmax", "attention in one pass", "compute"),
+    ("11_flash_attention", "FlashAttention-3", "products and exponentials at once", "compute"),
+    ("12_flash_attention_backward", "Gradients", "recompute, do not keep", "compute"),
 )
 COLOURS = {"memory": ORANGE, "compute": BLUE, "both": GREEN}
 
