@@ -8,6 +8,7 @@ from cookbook.matmul_fp8 import matmul_fp8
 from cookbook.matmul_int8_weights import matmul_int8_weights
 from cookbook.matmul_pipelined import matmul_pipelined
 from cookbook.matmul_wgmma import matmul_wgmma
+from cookbook.paged_attention import merge_attention, paged_attention
 from cookbook.reduce_sum import reduce_sum
 from cookbook.rms_norm import rms_norm
 from cookbook.softmax import softmax
@@ -22,6 +23,8 @@ __all__ = [
     "matmul_int8_weights",
     "matmul_pipelined",
     "matmul_wgmma",
+    "merge_attention",
+    "paged_attention",
     "reduce_sum",
     "rms_norm",
     "softmax",

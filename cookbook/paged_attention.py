@@ -1,0 +1,621 @@
+"""Paged attention, decode: one query token of each sequence, keys and values in pages of a cache.
+
+    out = softmax(mask(cap(scale q kᵀ))) v,    lse = log sum exp of the same logits
+
+Shapes: q (num_seqs, N, H), k_pages and v_pages (num_pages, page_size, K, H), block_tables (num_seqs, pages_per_seq),
+int32: page `block_tables[i, j]` holds tokens j page_size to (j + 1) page_size of sequence i, of which the first
+`kv_lens[i]` count. out (num_seqs, N, H), lse (num_seqs, N). N is a multiple of K; the N / K query heads that share keys
+are the rows of one WGMMA, which has 64.
+
+A unit is a sequence and a head of keys, with up to 64 of the query heads that read it. All blocks of keys of all units,
+one behind the other, are cut into as many equal parts as there are SMs, so that all end at the same time, whatever the
+lengths are. What a part has of one unit is a piece of work; a second kernel merges the pieces of each unit.
+
+Role table: one block a SM, which computes a part, piece after piece; the warpgroups are
+
+    memory     one, with few registers: copies the query of a piece, and the pages of block after block, which it finds
+               through the block table, into the slots of a ring
+    compute    one: s = q kᵀ, softmax and p v of block after block; then out and lse of the piece
+
+Barrier table:
+
+    barrier        arrivals                    who waits
+    q_filled       copies of a piece's query   compute, before its first product
+    q_freed        compute                     memory, before it copies the query of the next piece, which takes the
+                                               place of out of this one
+    filled[slot]   copies of the pages of a    compute, before s
+                   block, keys and values
+    freed[slot]    compute                     memory, before it refills the slot
+
+What bounds its speed: memory, of which each key and value is read once.
+
+Page ids and lengths: TMA reads zeros where an index is out of range, and any id that is becomes the first one behind
+the last page: no id can read elsewhere, and what is waited for always comes. A length is cut at what the block table
+holds. What lies behind it in a page is masked, and values there are overwritten with zeros: not even NaN gets out.
+
+Not supported: pages of other sizes than 16, 32, 64, 128 and 256, heads of others than 64, 128 and 256, gradients.
+Sources: Kwon et al., "PagedAttention" (2023); Osama et al., "Stream-K" (2023), on equal parts.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from cookbook import _mgpu
+from cookbook._attention import LOG2E, PIECE, ROWS, row_tiles, window
+
+QUERY_ROWS = 64  # Of a WGMMA: query heads that share keys, and rows that nobody looks at.
+PAGE_SIZES, HEAD_DIMS = (16, 32, 64, 128, 256), (64, 128, 256)
+COMPUTE, MEMORY = 0, 1  # Warpgroups by their role.
+REGISTERS = (240, 40)  # A thread of each.
+PIECES_AT_ONCE = 8  # That are merged together.
+
+
+def paged_attention_reference(
+    q, k_pages, v_pages, block_tables, kv_lens, *, scale=None, logits_soft_cap=None, local_window_size=None
+):
+    """(out, lse) in at least float32, over gathered pages."""
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    (num_seqs, num_heads, head_dim), (_, page_size, kv_heads, _) = q.shape, k_pages.shape
+    length = block_tables.shape[1] * page_size
+    position = jnp.arange(length)
+    seen = position < kv_lens[:, None]
+    if (left := window(True, local_window_size)[0]) is not None:
+        seen &= position >= kv_lens[:, None] - 1 - left
+    there = ((block_tables >= 0) & (block_tables < len(k_pages)))[:, :, None, None, None]
+    gather = lambda pages: jnp.where(there, pages[block_tables], 0).reshape(num_seqs, length, kv_heads, head_dim)
+    k, v = (jnp.where(seen[:, :, None, None], gather(pages), 0).astype(dtype) for pages in (k_pages, v_pages))
+    grouped = q.astype(dtype).reshape(num_seqs, kv_heads, -1, head_dim)
+    s = jnp.einsum("bkgh,bskh->bkgs", grouped, k, precision="highest") * (scale or head_dim**-0.5)
+    s = s if logits_soft_cap is None else logits_soft_cap * jnp.tanh(s / logits_soft_cap)
+    seen = seen[:, None, None]
+    sees_any = seen.any(-1)
+    s = jnp.where(seen, s, jnp.where(sees_any[..., None], -jnp.inf, 0.0))
+    lse = jnp.where(sees_any, jax.nn.logsumexp(s, axis=-1), -jnp.inf)
+    p = jnp.where(sees_any[..., None], jax.nn.softmax(s, axis=-1), 0.0)
+    out = jnp.einsum("bkgs,bskh->bkgh", p, v, precision="highest")
+    return out.reshape(q.shape), lse.reshape(num_seqs, num_heads)
+
+
+def merge_attention(out_a, lse_a, out_b, lse_b):
+    """(out, lse) over the keys of both, of results over disjoint keys: out (..., H), lse (...), natural logarithms."""
+    lse = jnp.logaddexp(lse_a, lse_b)
+    share = lambda part: jnp.where(jnp.isneginf(part), 0.0, jnp.exp(part - jnp.where(jnp.isneginf(lse), 0.0, lse)))
+    out = share(lse_a)[..., None] * out_a.astype(jnp.float32) + share(lse_b)[..., None] * out_b.astype(jnp.float32)
+    return out.astype(out_a.dtype), lse
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    block_kv: int = 128  # Tokens of a step.
+    num_stages: int = 3  # Slots of the ring.
+
+    def __post_init__(self):
+        if self.block_kv not in (64, 128) or self.num_stages < 2:
+            raise ValueError(
+                f"{self.block_kv=} must be 64 or 128 (tokens that tensor cores take at once), {self.num_stages=} at "
+                "least 2 (a block is loaded while another is used)"
+            )
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Out in float32, in whose place the query lies before; the ring; and the barriers."""
+        return (4 * QUERY_ROWS + 4 * self.num_stages * self.block_kv) * head_dim + 8 * (2 * self.num_stages + 2)
+
+
+def default_config(head_dim: int) -> Config:
+    if head_dim <= 64:
+        return Config(num_stages=5)
+    return Config() if head_dim <= 128 else Config(block_kv=64, num_stages=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Statics of the kernels."""
+
+    num_seqs: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_pages: int
+    page_size: int
+    pages_per_seq: int
+    dtype: jnp.dtype
+    scale: float
+    soft_cap: float | None
+    left: int | None  # Tokens before the last one that it sees.
+    config: Config
+    num_parts: int
+    interpreted: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads that share keys."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def chunks(self) -> int:
+        """Units that a group makes."""
+        return pl.cdiv(self.group, QUERY_ROWS)
+
+    @property
+    def rows(self) -> int:
+        """Query heads of a unit."""
+        return pl.cdiv(self.group, self.chunks)
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that the second kernel merges at once: a value for each of its 128 threads, or more."""
+        return max(1, 128 // self.head_dim)
+
+    @property
+    def stored_rows(self) -> int:
+        return pl.cdiv(self.rows, self.rows_at_once) * self.rows_at_once
+
+    @property
+    def units_per_seq(self) -> int:
+        return self.num_kv_heads * self.chunks
+
+    @property
+    def num_units(self) -> int:
+        return self.num_seqs * self.units_per_seq
+
+    @property
+    def pieces(self) -> int:
+        """Of a row of a query: 128 bytes each."""
+        return self.head_dim // PIECE
+
+    @property
+    def copies(self) -> int:
+        """Of keys, or of values, for a block."""
+        return max(1, self.config.block_kv // self.page_size)
+
+    @property
+    def scratch(self) -> dict:
+        c, transforms = self.config, (plgpu.TilingTransform((8, PIECE)), plgpu.SwizzleTransform(128))
+        ring = plgpu.SMEM((c.num_stages, c.block_kv, self.head_dim), self.dtype, transforms=transforms)
+        query = row_tiles((self.pieces, QUERY_ROWS, PIECE), self.dtype, self.interpreted)
+        out = plgpu.SMEM((QUERY_ROWS, self.head_dim), jnp.float32)
+        return dict(
+            q_and_out=[query, out] if self.interpreted else plgpu.RefUnion(*query.refs, out),
+            k_smem=ring,
+            v_smem=ring,
+            q_filled=plgpu.Barrier(num_arrivals=self.pieces),
+            q_freed=plgpu.Barrier(),
+            filled=plgpu.Barrier(num_arrivals=2 * self.copies, num_barriers=c.num_stages),
+            freed=plgpu.Barrier(num_barriers=c.num_stages),
+        )
+
+    def blocks(self, kv_len):
+        """(first, end) of the blocks of keys that the last of so many tokens sees; one, if only to find none."""
+        lib_div = lambda x: lax.div(x, jnp.int32(self.config.block_kv))
+        first = 0 * kv_len if self.left is None else lib_div(jnp.maximum(kv_len - 1 - self.left, 0))
+        return first, jnp.maximum(lib_div(kv_len + self.config.block_kv - 1), first + 1)
+
+
+class Piece:
+    """What a part has of a unit: blocks `first` to `first + steps` of its keys."""
+
+    def __init__(self, plan: Plan, kv_lens, unit, begin, remaining):
+        divide = lambda x, n: (lax.div(x, jnp.int32(n)), lax.rem(x, jnp.int32(n)))
+        self.unit = unit
+        self.seq, in_seq = divide(unit, plan.units_per_seq)
+        self.kv_head, chunk = divide(in_seq, plan.chunks)
+        self.head = self.kv_head * plan.group + chunk * plan.rows
+        self.kv_len = kv_lens[self.seq]
+        first, end = plan.blocks(self.kv_len)
+        self.first = first + begin
+        self.steps = jnp.minimum(end - self.first, remaining)
+
+
+def _kernel(
+    parts, kv_lens, block_tables, q_gmem, k_gmem, v_gmem, out_gmem, lse_gmem, *, plan: Plan, q_and_out, k_smem, v_smem,
+    q_filled, q_freed, filled, freed,
+):  # fmt: skip
+    c, role, part = plan.config, lax.axis_index("role"), lax.axis_index("part")
+    q_smem, q_tma, o_smem = q_and_out if not plan.interpreted else (q_and_out[0], *q_and_out)
+
+    def for_each_piece(body):
+        """`body(i, piece, count)` for the pieces of this part; `count` are the steps before. Returns those of all."""
+        first_unit, begin, steps, pieces = (parts[part, i] for i in range(4))
+
+        def one(i, count):
+            piece = Piece(plan, kv_lens, first_unit + i, jnp.where(i == 0, begin, 0), steps - count)
+            body(i, piece, count)
+            return count + piece.steps
+
+        return lax.fori_loop(0, pieces, one, jnp.int32(0)), pieces
+
+    @pl.when(role == COMPUTE)
+    def _():
+        plgpu.set_max_registers(REGISTERS[COMPUTE], action="increase")
+        compute = functools.partial(_compute, plan, q_smem, k_smem, v_smem, q_filled, filled, freed)
+
+        def store(i, piece, count):
+            out, lse = compute(piece, count)
+            _mgpu.store(o_smem, out)
+            plgpu.commit_smem()
+            # Pieces are in order of units and of parts, so that no two have the same sum.
+            plgpu.copy_smem_to_gmem(o_smem.at[pl.ds(0, plan.stored_rows)], out_gmem.at[piece.unit + part])
+            _mgpu.store(lse_gmem.at[piece.unit + part], lse)
+            plgpu.wait_smem_to_gmem(0)
+            plgpu.barrier_arrive(q_freed)
+
+        for_each_piece(store)
+
+    @pl.when(role == MEMORY)
+    def _():
+        plgpu.set_max_registers(REGISTERS[MEMORY], action="decrease")
+        load = functools.partial(_load, plan, block_tables, (q_gmem, q_tma, q_filled, q_freed))
+        count, pieces = for_each_piece(functools.partial(load, (k_gmem, k_smem), (v_gmem, v_smem), filled, freed))
+        # The last slots are given back too.
+        last = lambda step: plgpu.barrier_wait(freed.at[_slot(plan, step)])
+        pl.loop(jnp.maximum(count - c.num_stages, 0), count)(last)
+        pl.when(pieces > 0)(lambda: plgpu.barrier_wait(q_freed))
+
+
+def _slot(plan: Plan, step):
+    return lax.rem(step, jnp.int32(plan.config.num_stages))
+
+
+def _load(plan: Plan, block_tables, query, keys, values, filled, freed, i, piece: Piece, count):
+    """The memory warpgroup: the query heads of a unit, and block after block of its keys and values."""
+    c, (q_gmem, q_smem, q_filled, q_freed) = plan.config, query
+    tokens = min(plan.page_size, c.block_kv)  # Of a page that a copy takes.
+
+    def pages(step):
+        """Where the copies of a block read: pages, and the first token in each."""
+        first = (piece.first + step) * c.block_kv
+        positions = [first + j * tokens for j in range(plan.copies)]
+        columns = [lax.div(position, jnp.int32(plan.page_size)) for position in positions]
+        ids = [block_tables[piece.seq, jnp.minimum(column, plan.pages_per_seq - 1)] for column in columns]
+        return [jnp.where((page >= 0) & (page < plan.num_pages), page, plan.num_pages) for page in ids]
+
+    def one(step, found):
+        slot = _slot(plan, count + step)
+        found_next = pages(step + 1)  # On their way while this one waits.
+        pl.when(count + step >= c.num_stages)(lambda: plgpu.barrier_wait(freed.at[slot]))
+        first = lax.rem((piece.first + step) * c.block_kv, jnp.int32(plan.page_size)) if plan.copies == 1 else 0
+        for j, page in enumerate(found):
+            for gmem, smem in (keys, values):
+                source = gmem.at[page, pl.ds(first, tokens), piece.kv_head]
+                plgpu.copy_gmem_to_smem(source, smem.at[slot, pl.ds(j * tokens, tokens)], filled.at[slot])
+        return found_next
+
+    found = pages(0)
+    pl.when(i > 0)(lambda: plgpu.barrier_wait(q_freed))
+    for p in range(plan.pieces):
+        # Heads behind those of the unit are copied too, as far as there are any: nobody looks at their rows.
+        source = q_gmem.at[piece.seq, pl.ds(piece.head, QUERY_ROWS), pl.ds(p * PIECE, PIECE)]
+        plgpu.copy_gmem_to_smem(source, q_smem.at[p], q_filled)
+    lax.fori_loop(0, piece.steps, one, found)
+
+
+def _compute(plan: Plan, q_smem, k_smem, v_smem, q_filled, filled, freed, piece: Piece, count):
+    """The compute warpgroup: (out, lse) of a piece, in float32; base-2 logarithms."""
+    c, shape = plan.config, (QUERY_ROWS, plan.config.block_kv)
+    low = 0 if plan.left is None else jnp.maximum(piece.kv_len - 1 - plan.left, 0)  # The first token that is seen.
+    # What a logit is, in base 2, of what is kept of it. The largest is found before, so that this must be positive.
+    unit = LOG2E * (plan.scale if plan.soft_cap is None else plan.soft_cap)
+    per_row = lambda numbers, shape: lax.broadcast_in_dim(numbers, shape, [0])
+
+    def step(step, carry, masked: bool):
+        acc, m, total = carry
+        slot, first = _slot(plan, count + step), (piece.first + step) * c.block_kv
+        plgpu.barrier_wait(filled.at[slot])
+
+        def logits(s_ref):
+            for p in range(plan.pieces):
+                plgpu.wgmma(s_ref, q_smem.at[p], k_smem.at[slot, :, pl.ds(p * PIECE, PIECE)].T)
+            return s_ref[...]
+
+        s = pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32))
+        s = s if plan.soft_cap is None else jnp.tanh(s * (plan.scale / plan.soft_cap))
+        if masked:
+            token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + first
+            s = jnp.where((token >= low) & (token < piece.kv_len), s, -jnp.inf)
+            _clear(v_smem.at[slot], low - first, piece.kv_len - first)
+        m_new = jnp.maximum(m, s.max(axis=1) * unit)
+        shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
+        p = jnp.exp2(s * unit - per_row(shift, shape))
+        alpha = jnp.exp2(m - shift)
+        total = total * alpha + p.sum(axis=1)
+        acc, p = acc * per_row(alpha, acc.shape), p.astype(plan.dtype)
+        if plan.interpreted:  # It wants both operands of WGMMA in shared memory.
+            acc = acc + jnp.dot(p, v_smem[slot], preferred_element_type=jnp.float32)
+            plgpu.commit_smem()
+        else:
+            acc = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, v_smem.at[slot]))(plgpu.ACC.init(acc))
+        plgpu.barrier_arrive(freed.at[slot])
+        return acc, m_new, total
+
+    numbers = lambda value: plgpu.layout_cast(jnp.full((QUERY_ROWS,), value, jnp.float32), ROWS)
+    acc = plgpu.layout_cast(jnp.zeros((QUERY_ROWS, plan.head_dim), jnp.float32), plgpu.Layout.WGMMA)
+    carry = acc, numbers(-jnp.inf), numbers(0.0)
+    # Steps whose tokens are all seen lie between `start` and `stop`.
+    end = jnp.clip(lax.div(piece.kv_len, jnp.int32(c.block_kv)) - piece.first, 0, piece.steps)
+    start = jnp.int32(0)
+    if plan.left is not None:
+        start = jnp.clip(lax.div(low + c.block_kv - 1, jnp.int32(c.block_kv)) - piece.first, 0, end)
+    plgpu.barrier_wait(q_filled)
+    if plan.left is not None:
+        carry = lax.fori_loop(0, start, functools.partial(step, masked=True), carry)
+    carry = lax.fori_loop(start, end, functools.partial(step, masked=False), carry)
+    acc, m, total = lax.fori_loop(end, piece.steps, functools.partial(step, masked=True), carry)
+    sees_any = total > 0
+    out = acc * per_row(jnp.where(sees_any, 1 / total, 0.0), acc.shape)
+    return out, jnp.where(sees_any, m + jnp.log2(jnp.where(sees_any, total, 1.0)), -jnp.inf)
+
+
+def _clear(v_smem, first, end):
+    """Zeros in place of the values of a block before row `first` and from `end` on: there may be NaN."""
+    rows, cols = v_smem.shape
+    for r in range(0, rows, 64):
+        for p in range(0, cols, PIECE):
+            part = v_smem.at[pl.ds(r, 64), pl.ds(p, PIECE)]
+            row = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=plgpu.Layout.WGMMA) + r
+            part[...] = jnp.where((row >= first) & (row < end), part[...], jnp.zeros((), part.dtype))
+    plgpu.commit_smem()
+
+
+def _merge(ends, kv_lens, part_gmem, part_lse_gmem, out_gmem, lse_gmem, *, plan: Plan):
+    """The second kernel: merges the pieces of a unit, in their order."""
+    unit, rows = lax.axis_index("unit"), plan.rows_at_once
+    first_row = lax.axis_index("rows") * rows
+    shape = (rows * plan.head_dim,)
+    seq = lax.div(unit, jnp.int32(plan.units_per_seq))
+    first, end = plan.blocks(kv_lens[seq])
+    last = ends[seq] - (plan.units_per_seq - 1 - lax.rem(unit, jnp.int32(plan.units_per_seq))) * (end - first) - 1
+    part_of = functools.partial(_part_of, plan, ends[plan.num_seqs - 1])
+    first_piece, last_piece = unit + part_of(last - (end - first) + 1), unit + part_of(last)
+    which = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 0), jnp.int32(plan.head_dim))
+    of_rows = lambda numbers: functools.reduce(lambda a, r: jnp.where(which == r, numbers[r], a), range(1, rows),
+                                               jnp.full(shape, numbers[0]))  # fmt: skip
+
+    def some(i, carry):
+        """A few pieces, whose loads do not wait for each other."""
+        acc, m, total = carry
+        pieces = [first_piece + PIECES_AT_ONCE * i + j for j in range(PIECES_AT_ONCE)]
+        lse, out = [], []
+        for piece in pieces:
+            index = jnp.minimum(piece, last_piece)
+            lse.append(
+                [jnp.where(piece <= last_piece, part_lse_gmem[index, first_row + r], -jnp.inf) for r in range(rows)]
+            )
+            out.append(part_gmem[index, pl.ds(first_row * plan.head_dim, rows * plan.head_dim)])
+        m_new = [functools.reduce(jnp.maximum, (each[r] for each in lse), m[r]) for r in range(rows)]
+        shift = [jnp.where(x == -jnp.inf, 0.0, x) for x in m_new]
+        alpha = [jnp.exp2(m[r] - shift[r]) for r in range(rows)]
+        shares = [[jnp.exp2(each[r] - shift[r]) for r in range(rows)] for each in lse]
+        acc = acc * of_rows(alpha)
+        for share, each in zip(shares, out, strict=True):
+            acc = acc + of_rows(share) * each
+        return acc, m_new, [total[r] * alpha[r] + sum(share[r] for share in shares) for r in range(rows)]
+
+    numbers = lambda value: [jnp.float32(value) + 0.0 * unit.astype(jnp.float32) for _ in range(rows)]
+    carry = jnp.zeros(shape, jnp.float32), numbers(-jnp.inf), numbers(0.0)
+    groups = lax.div(last_piece - first_piece, jnp.int32(PIECES_AT_ONCE)) + 1
+    acc, m, total = lax.fori_loop(0, groups, some, carry)
+    out = acc * of_rows([jnp.where(x > 0, 1 / x, 0.0) for x in total])
+    out_gmem[unit, pl.ds(first_row * plan.head_dim, rows * plan.head_dim)] = out.astype(plan.dtype)
+    for r in range(rows):
+        lse = (m[r] + jnp.log2(jnp.where(total[r] > 0, total[r], 1.0))) / LOG2E
+        lse_gmem[unit, first_row + r] = jnp.where(total[r] > 0, lse, -jnp.inf)
+
+
+def _part_of(plan: Plan, num_blocks, block):
+    """Which part has a block: the first ones have one block more where they can not all have as many."""
+    share, extra = lax.div(num_blocks, jnp.int32(plan.num_parts)), lax.rem(num_blocks, jnp.int32(plan.num_parts))
+    in_long_ones = lax.div(block, share + 1)
+    return jnp.where(block < extra * (share + 1), in_long_ones, lax.div(block - extra, jnp.maximum(share, 1)))
+
+
+def _parts(plan: Plan, kv_lens):
+    """Of each part its first unit, the first block in that, how many blocks it has, and of how many units; and the
+    ends of the sequences in the row of all blocks."""
+    first, end = plan.blocks(kv_lens)
+    ends = jnp.cumsum((end - first) * plan.units_per_seq, dtype=jnp.int32)
+    share, extra = jnp.divmod(ends[-1], plan.num_parts)
+    part = jnp.arange(plan.num_parts + 1, dtype=jnp.int32)
+    starts = part * share + jnp.minimum(part, extra)
+
+    def unit_of(block):
+        """(unit, block in the unit)."""
+        seq = jnp.searchsorted(ends, block, side="right", method="compare_all").astype(jnp.int32)
+        seq = jnp.minimum(seq, plan.num_seqs - 1)
+        steps = (end - first)[seq]
+        unit, begin = jnp.divmod(block - ends[seq] + plan.units_per_seq * steps, steps)
+        return seq * plan.units_per_seq + unit, begin
+
+    unit, begin = unit_of(starts[:-1])
+    steps = starts[1:] - starts[:-1]
+    units = jnp.where(steps > 0, unit_of(starts[1:] - 1)[0] - unit + 1, 0)
+    return jnp.stack([unit, begin, steps, units], axis=1), ends
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "params"))
+def _decode(q, k_pages, v_pages, block_tables, kv_lens, *, plan: Plan, params):
+    """(out, lse)."""
+    kv_lens = jnp.clip(kv_lens.astype(jnp.int32), 0, plan.pages_per_seq * plan.page_size)
+    parts, ends = _parts(plan, kv_lens)
+    num_pieces = plan.num_units + plan.num_parts
+    part_out, part_lse = plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=[
+            jax.ShapeDtypeStruct((num_pieces, plan.stored_rows, plan.head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((num_pieces, QUERY_ROWS), jnp.float32),
+        ],
+        grid=(plan.num_parts,),
+        grid_names=("part",),
+        num_threads=2,
+        thread_name="role",
+        scratch_types=plan.scratch,
+        compiler_params=params,
+    )(parts, kv_lens, block_tables.astype(jnp.int32), q, k_pages, v_pages)
+    row = plan.stored_rows * plan.head_dim
+    out, lse = plgpu.kernel(
+        functools.partial(_merge, plan=plan),
+        out_type=[
+            jax.ShapeDtypeStruct((plan.num_units, row), q.dtype),
+            jax.ShapeDtypeStruct((plan.num_units, plan.stored_rows), jnp.float32),
+        ],
+        grid=(plan.num_units, plan.stored_rows // plan.rows_at_once),
+        grid_names=("unit", "rows"),
+        compiler_params=params,
+    )(ends, kv_lens, part_out.reshape(num_pieces, row), part_lse)
+    # Of rows that are stored for the sake of their number nothing is kept.
+    of_heads = lambda x, *end: x.reshape(plan.num_seqs, plan.num_kv_heads, plan.chunks, plan.stored_rows, *end)[
+        :, :, :, : plan.rows
+    ].reshape(plan.num_seqs, plan.num_kv_heads, -1, *end)[:, :, : plan.group]
+    out, lse = of_heads(out, plan.head_dim), of_heads(lse)
+    return out.reshape(q.shape), lse.reshape(q.shape[:2])
+
+
+def _check(q, k_pages, v_pages, block_tables, kv_lens, scale, logits_soft_cap, local_window_size) -> None:
+    op = "cookbook.paged_attention"
+    if q.ndim != 3 or 0 in q.shape:
+        raise ValueError(f"{op}: {q.shape=}; must be (num_seqs, heads, head_dim), none of them 0")
+    check_cache(op, q, k_pages, v_pages, block_tables, kv_lens)
+    if block_tables.shape[0] != q.shape[0]:
+        raise ValueError(f"{op}: {q.shape=} and {block_tables.shape=} differ in their number of sequences")
+    check_numbers(op, scale, logits_soft_cap, local_window_size)
+
+
+def check_cache(op: str, q, k_pages, v_pages, block_tables, kv_lens) -> None:
+    """What attention over pages asks of its operands, q (..., heads, head_dim) among them.
+
+    Raises:
+      ValueError: a shape or dtype is not supported.
+    """
+    for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
+        if x.dtype not in (jnp.bfloat16, jnp.float16) or x.dtype != q.dtype:
+            raise ValueError(f"{op}: {name}.dtype = {x.dtype}; all must be bfloat16 or all float16: cast them")
+    if k_pages.ndim != 4 or k_pages.shape != v_pages.shape or k_pages.shape[3] != q.shape[-1] or 0 in k_pages.shape:
+        raise ValueError(
+            f"{op}: {k_pages.shape=}, {v_pages.shape=}, {q.shape=}; both caches must be (num_pages, page_size, "
+            "kv_heads, head_dim), with the head_dim of q"
+        )
+    num_pages, page_size, num_kv_heads, head_dim = k_pages.shape
+    if page_size not in PAGE_SIZES or head_dim not in HEAD_DIMS:
+        raise ValueError(
+            f"{op}: {page_size=} must be one of {PAGE_SIZES}, {head_dim=} one of {HEAD_DIMS} (TMA's boxes)"
+        )
+    if q.shape[-2] % num_kv_heads:
+        raise ValueError(f"{op}: {q.shape[-2]} query heads are no multiple of {num_kv_heads} key heads")
+    if k_pages.size // head_dim >= 2**31:
+        raise ValueError(f"{op}: {k_pages.shape=} has 2^31 rows or more, which TMA cannot index: split the cache")
+    if block_tables.ndim != 2 or 0 in block_tables.shape or kv_lens.shape != block_tables.shape[:1]:
+        raise ValueError(
+            f"{op}: {block_tables.shape=}, {kv_lens.shape=}; must be (num_seqs, pages_per_seq), none of them 0, and "
+            "(num_seqs,)"
+        )
+    for name, x in (("block_tables", block_tables), ("kv_lens", kv_lens)):
+        if x.dtype != jnp.int32:
+            raise ValueError(f"{op}: {name}.dtype = {x.dtype}; must be int32: cast it")
+
+
+def check_numbers(op: str, scale, logits_soft_cap, local_window_size) -> None:
+    """What attention asks of its numbers.
+
+    Raises:
+      ValueError: one is out of range.
+    """
+    for name, number in (("scale", scale), ("logits_soft_cap", logits_soft_cap)):
+        if number is not None and not number > 0:
+            raise ValueError(f"{op}: {name} = {number} must be above 0")
+    sizes = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
+    if len(sizes) != 2 or any(size is not None and (not isinstance(size, int) or size < 0) for size in sizes):
+        raise ValueError(
+            f"{op}: {local_window_size=} must be a number of tokens, at least 0, or (before, after), None for all"
+        )
+
+
+def check_block_tables(block_tables, kv_lens, *, num_pages: int, page_size: int) -> None:
+    """Looks at the numbers themselves, on the host; the kernels, which cannot raise, read zeros in place of a page that
+    is not there and cut a length that the table cannot hold.
+
+    Args:
+      block_tables: (num_seqs, pages_per_seq), integers.
+      kv_lens: (num_seqs,), integers.
+      num_pages, page_size: of the cache.
+
+    Raises:
+      ValueError: names the first sequence whose length, or one of whose pages below its length, is out of range.
+    """
+    tables, lens = np.asarray(block_tables), np.asarray(kv_lens)
+    for seq, (table, length) in enumerate(zip(tables, lens, strict=True)):
+        if not 0 <= length <= tables.shape[1] * page_size:
+            raise ValueError(
+                f"sequence {seq}: kv_lens[{seq}] = {length}; must be from 0 to {tables.shape[1]} pages of {page_size} "
+                "tokens: widen block_tables"
+            )
+        used = table[: pl.cdiv(int(length), page_size)]
+        if len(wrong := np.flatnonzero((used < 0) | (used >= num_pages))):
+            j = wrong[0]
+            raise ValueError(
+                f"sequence {seq}: block_tables[{seq}, {j}] = {used[j]}; must be a page from 0 to {num_pages - 1}, for "
+                f"its {length} tokens reach into it"
+            )
+
+
+def paged_attention(
+    q, k_pages, v_pages, block_tables, kv_lens, *, scale=None, logits_soft_cap=None, local_window_size=None,
+    return_lse=False, config: Config | None = None,
+):  # fmt: skip
+    """Attention of the last token of each sequence to all of its tokens, whose keys and values lie in pages.
+
+    The same to the bit in every run. A page that is not there counts as zeros, and a length is cut at what the block
+    table holds: `check_block_tables` looks for both.
+
+    Args:
+      q: (num_seqs, heads, head_dim), the queries of the last tokens; bfloat16 or float16; head_dim 64, 128 or 256.
+      k_pages, v_pages: (num_pages, page_size, kv_heads, head_dim), of the dtype of `q`; page_size 16, 32, 64, 128 or
+        256; kv_heads divides heads.
+      block_tables: (num_seqs, pages_per_seq), int32: the pages of each sequence, in order. What stands behind those
+        that `kv_lens` needs does not matter.
+      kv_lens: (num_seqs,), int32: tokens of each sequence, with the one that asks.
+      scale: what logits are multiplied by; None for 1 / sqrt(head_dim).
+      logits_soft_cap: c, so that logits become c tanh(logits / c).
+      local_window_size: how many tokens before itself the last one sees; of a pair the first counts.
+      return_lse: also return the logarithms of the sums of exponentials.
+      config: blocks and stages; None chooses by head_dim.
+
+    Returns:
+      (num_seqs, heads, head_dim), of the dtype of `q`; with `return_lse` also (num_seqs, heads), float32, natural
+      logarithms. A sequence of no tokens gives zeros, and -inf.
+
+    Raises:
+      ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
+    """
+    _check(q, k_pages, v_pages, block_tables, kv_lens, scale, logits_soft_cap, local_window_size)
+    target = _mgpu.require_target("paged_attention")
+    (num_seqs, num_heads, head_dim), (num_pages, page_size, num_kv_heads, _) = q.shape, k_pages.shape
+    config = config or default_config(head_dim)
+    if (need := config.smem_bytes(head_dim)) > _mgpu.SMEM_BYTES_MAX:
+        raise ValueError(
+            f"cookbook.paged_attention: {config} needs {need} bytes of shared memory for {head_dim=}, and a block has "
+            f"{_mgpu.SMEM_BYTES_MAX}: fewer stages or smaller blocks"
+        )
+    plan = Plan(
+        num_seqs, num_heads, num_kv_heads, head_dim, num_pages, page_size, block_tables.shape[1], q.dtype,
+        scale or head_dim**-0.5, logits_soft_cap, window(True, local_window_size)[0], config,
+        target.num_sms, interpreted=target.name == "the GPU interpreter",
+    )  # fmt: skip
+    params = _mgpu.compiler_params(approx_math=True)
+    out, lse = _decode(q, k_pages, v_pages, block_tables, kv_lens, plan=plan, params=params)
+    return (out, lse) if return_lse else out
+
+
+def flops(kv_lens, num_heads: int, head_dim: int) -> int:
+    """Of the two products, for sequences of these lengths."""
+    return 4 * num_heads * head_dim * int(sum(kv_lens))
+
+
+def bytes_moved(kv_lens, num_kv_heads: int, head_dim: int) -> int:
+    """Keys and values, of 16 bits, each once. All else is small beside them."""
+    return 4 * num_kv_heads * head_dim * int(sum(kv_lens))
