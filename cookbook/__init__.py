@@ -11,6 +11,7 @@ from cookbook.matmul_wgmma import matmul_wgmma
 from cookbook.reduce_sum import reduce_sum
 from cookbook.rms_norm import rms_norm
 from cookbook.softmax import softmax
+from cookbook.write_kv import write_kv
 
 __all__ = [
     "add",
@@ -25,4 +26,5 @@ __all__ = [
     "reduce_sum",
     "rms_norm",
     "softmax",
+    "write_kv",
 ]
