@@ -12,6 +12,7 @@ from cookbook.paged_attention import merge_attention, paged_attention
 from cookbook.reduce_sum import reduce_sum
 from cookbook.rms_norm import rms_norm
 from cookbook.softmax import softmax
+from cookbook.write_kv import write_kv
 
 __all__ = [
     "add",
@@ -28,4 +29,5 @@ __all__ = [
     "reduce_sum",
     "rms_norm",
     "softmax",
+    "write_kv",
 ]
