@@ -9,9 +9,11 @@ from cookbook.matmul_int8_weights import matmul_int8_weights
 from cookbook.matmul_pipelined import matmul_pipelined
 from cookbook.matmul_wgmma import matmul_wgmma
 from cookbook.paged_attention import merge_attention, paged_attention
+from cookbook.ragged_paged_attention import ragged_paged_attention
 from cookbook.reduce_sum import reduce_sum
 from cookbook.rms_norm import rms_norm
 from cookbook.softmax import softmax
+from cookbook.varlen_attention import varlen_attention
 from cookbook.write_kv import write_kv
 
 __all__ = [
@@ -26,8 +28,10 @@ __all__ = [
     "matmul_wgmma",
     "merge_attention",
     "paged_attention",
+    "ragged_paged_attention",
     "reduce_sum",
     "rms_norm",
     "softmax",
+    "varlen_attention",
     "write_kv",
 ]

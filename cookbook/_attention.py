@@ -24,46 +24,71 @@ def window(is_causal: bool, local_window_size) -> tuple[int | None, int | None]:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Which blocks of keys a range of queries sees: pure arithmetic, for NumPy's numbers and for traced ones."""
+    """Which blocks of keys rows of queries see: pure arithmetic, for NumPy's numbers and for traced ones."""
 
-    num_kv: int  # Keys in all.
+    num_kv: int  # Where the keys end.
     block_kv: int
     left: int | None  # Keys that a query sees before its own position; None for all.
     right: int | None
+    first_kv: int = 0  # Keys before it belong to somebody else.
+    first_q: int = 0  # The position of the first query, among the keys.
+    group: int = 1  # Rows, one behind the other, that are heads of the same query.
 
-    def seen(self, first_q, num_q: int):
-        """(first, end) of the blocks that hold a key which one of the queries sees."""
-        lib = np if isinstance(first_q, np.ndarray) else jnp
-        first = 0 * first_q if self.left is None else lib.maximum(first_q - self.left, 0)
-        end = self.num_kv + 0 * first_q
-        if self.right is not None:
-            end = lib.clip(first_q + num_q + self.right, 0, self.num_kv)
-        first = self._block(first)
-        return first, lib.maximum(first, self._block(end + self.block_kv - 1))
+    def position(self, row):
+        """Of the query of a row, among the keys."""
+        row = row if self.group == 1 else self._divide(row, self.group)
+        return row if isinstance(self.first_q, int) and self.first_q == 0 else self.first_q + row
 
-    def whole(self, first_q, num_q: int, first, end):
-        """(first, end) of those between `first` and `end` whose keys all the queries see."""
-        start, stop = first, self.num_kv + 0 * first_q
+    def seen(self, first_row, num_rows: int):
+        """(first, end) of the blocks that hold a key which one of the rows sees."""
+        lib = np if isinstance(first_row, np.ndarray) else jnp
+        first, end = self.first_kv + 0 * first_row, self.num_kv + 0 * first_row
         if self.left is not None:
-            start = self._block(jnp.maximum(first_q + num_q - 1 - self.left, 0) + self.block_kv - 1)
+            first = lib.maximum(self.position(first_row) - self.left, self.first_kv)
         if self.right is not None:
-            stop = jnp.clip(first_q + self.right + 1, 0, self.num_kv)
-        start = jnp.clip(start, first, end)
-        return start, jnp.clip(self._block(stop), start, end)
+            end = lib.clip(self.position(first_row + num_rows - 1) + 1 + self.right, 0, self.num_kv)
+        first = self._divide(first, self.block_kv)
+        return first, lib.maximum(first, self._divide(end + self.block_kv - 1, self.block_kv))
 
-    def _block(self, position):
-        """Of a position, which is at least 0."""
-        return (
-            lax.div(position, jnp.int32(self.block_kv))
-            if isinstance(position, jax.Array)
-            else position // self.block_kv
-        )
+    def whole(self, first_row, num_rows: int, first, end):
+        """(first, end) of those between `first` and `end` whose keys all the rows see."""
+        start, stop = self.first_kv + 0 * first_row, self.num_kv + 0 * first_row
+        if self.left is not None:
+            start = jnp.maximum(self.position(first_row + num_rows - 1) - self.left, self.first_kv)
+        if self.right is not None:
+            stop = jnp.clip(self.position(first_row) + self.right + 1, 0, self.num_kv)
+        start = jnp.clip(self._divide(start + self.block_kv - 1, self.block_kv), first, end)
+        return start, jnp.clip(self._divide(stop, self.block_kv), start, end)
 
-    def mask(self, q_ids, kv_ids):
-        """Whether each query sees each key."""
+    @staticmethod
+    def _divide(number, by: int):
+        """Of a number that is at least 0."""
+        return lax.div(number, jnp.int32(by)) if isinstance(number, jax.Array) else number // by
+
+    def mask(self, rows, kv_ids):
+        """Whether the query of each row sees each key."""
         seen = kv_ids < self.num_kv
+        if not (isinstance(self.first_kv, int) and self.first_kv == 0):
+            seen = seen & (kv_ids >= self.first_kv)
+        q_ids = self.position(rows)
         seen = seen if self.left is None else seen & (kv_ids >= q_ids - self.left)
         return seen if self.right is None else seen & (kv_ids <= q_ids + self.right)
+
+
+def check_numbers(op: str, scale, logits_soft_cap, local_window_size) -> None:
+    """What attention asks of its numbers.
+
+    Raises:
+      ValueError: one is out of range.
+    """
+    for name, number in (("scale", scale), ("logits_soft_cap", logits_soft_cap)):
+        if number is not None and not number > 0:
+            raise ValueError(f"{op}: {name} = {number} must be above 0")
+    sizes = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
+    if len(sizes) != 2 or any(size is not None and (not isinstance(size, int) or size < 0) for size in sizes):
+        raise ValueError(
+            f"{op}: {local_window_size=} must be a number of keys, at least 0, or (before, after), None for all"
+        )
 
 
 def row_tiles(shape: tuple[int, ...], dtype, interpreted: bool):

@@ -52,7 +52,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook import _mgpu, attention_bwd
-from cookbook._attention import COLUMNS, LOG2E, PIECE, ROWS, Blocks, row_tiles, segment_masks, views, window
+from cookbook._attention import (
+    COLUMNS,
+    LOG2E,
+    PIECE,
+    ROWS,
+    Blocks,
+    check_numbers,
+    row_tiles,
+    segment_masks,
+    views,
+    window,
+)  # fmt: skip
 
 WG_ROWS = 64  # Queries of a compute warpgroup: the rows of a WGMMA.
 REGISTERS = {2: (24, 240), 3: (32, 160)}  # A thread of the memory and of the compute warpgroups, by how many these are.
@@ -154,6 +165,16 @@ class Plan:
         return pl.cdiv(self.num_q, self.config.block_q)
 
     @property
+    def cuts_last_blocks(self) -> bool:
+        """Whether a mask cuts more than one block at the end of those that the rows of a warpgroup see."""
+        return self.right not in (None, 0)
+
+    @property
+    def cuts_first_blocks(self) -> bool:
+        """Whether a mask cuts blocks at the start of those that the rows of a warpgroup see."""
+        return self.left is not None or self.has_segments
+
+    @property
     def cuts_blocks(self) -> bool:
         """Whether there is a mask that cuts blocks."""
         return (self.left, self.right) != (None, None) or self.has_segments or self.num_kv % self.config.block_kv != 0
@@ -224,8 +245,8 @@ class Tile:
         head, q_block = quotient(number, plan.num_q_blocks), remainder(number, plan.num_q_blocks)
         self.batch, self.head = quotient(head, plan.num_heads), remainder(head, plan.num_heads)
         self.kv_head = quotient(self.head, plan.num_heads // plan.num_kv_heads)
-        self.first_q = q_block * plan.config.block_q
-        first, end = plan.blocks.seen(self.first_q, plan.config.block_q)
+        self.first_q, self.blocks = q_block * plan.config.block_q, plan.blocks
+        first, end = self.blocks.seen(self.first_q, plan.config.block_q)
         if plan.has_segments:
             first = jnp.maximum(first, masks["first"][self.batch, q_block])
             end = jnp.minimum(end, masks["end"][self.batch, q_block])
@@ -263,7 +284,7 @@ def _kernel(
         count = for_each_tile(functools.partial(_load, plan, q_gmem, q_tma, q_filled, q_freed, rings))
         # The last slots are given back too.
         for freed in (k_freed, v_freed):
-            wait = lambda step, freed=freed: plgpu.barrier_wait(freed.at[_slot(plan, step)])
+            wait = lambda step, freed=freed: plgpu.barrier_wait(freed.at[slot_of(plan, step)])
             pl.loop(jnp.maximum(count - c.num_stages, 0), count)(wait)
         for wg in range(c.compute_wgs):
             plgpu.barrier_wait(q_freed.at[wg])
@@ -273,15 +294,14 @@ def _kernel(
         plgpu.set_max_registers(compute_registers, action="increase")
         pl.when((role == 0) & c.in_turns)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
-        def compute(i, tile, count):
+        def one(i, tile, count):
             first_q = tile.first_q + role * WG_ROWS
             plgpu.barrier_wait(q_filled.at[role])
             ring = k_smem, v_smem, k_filled, v_filled, k_freed, v_freed
             free_query = lambda: plgpu.barrier_arrive(q_freed.at[role])
             early = (lambda: None) if c.out_over_query(plan.head_dim) else free_query
-            acc, m, total = _compute(plan, tile, first_q, count, q_smem.at[role], ring, turn, masks, early)
-            sees_any = total > 0
-            out = (acc * _per_row(jnp.where(sees_any, 1 / total, 0.0), acc.shape)).astype(plan.dtype)
+            out, lse = compute(plan, tile, first_q, count, q_smem.at[role], ring, turn, masks, early)
+            out = out.astype(plan.dtype)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # Of the tile before.
             for p in range(plan.pieces):
                 o_smem[role, p] = out[:, p * PIECE : (p + 1) * PIECE]
@@ -289,18 +309,17 @@ def _kernel(
             for p in range(plan.pieces):
                 target = out_gmem.at[tile.batch, pl.ds(first_q, WG_ROWS), tile.head, _lane(plan, p)]
                 plgpu.copy_smem_to_gmem(o_tma.at[role, p], target)
-            lse = jnp.where(sees_any, (m + jnp.log2(jnp.where(sees_any, total, 1.0))) / LOG2E, -jnp.inf)
             _mgpu.store(lse_gmem.at[tile.batch, tile.head, pl.ds(first_q, WG_ROWS)], lse)
             if c.out_over_query(plan.head_dim):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 free_query()
 
-        for_each_tile(compute)
+        for_each_tile(one)
         pl.when((role == 0) & c.in_turns)(lambda: plgpu.barrier_wait(turn.at[0]))  # The turn that nobody takes.
         plgpu.wait_smem_to_gmem(0)
 
 
-def _slot(plan: Plan, step):
+def slot_of(plan: Plan, step):
     return lax.rem(step, jnp.int32(plan.config.num_stages))
 
 
@@ -329,7 +348,7 @@ def _load(plan: Plan, q_gmem, q_smem, q_filled, q_freed, rings, i, tile: Tile, c
 
     @pl.loop(0, tile.steps)
     def _(step):
-        slot, rows = _slot(plan, count + step), pl.ds((tile.end - 1 - step) * c.block_kv, c.block_kv)
+        slot, rows = slot_of(plan, count + step), pl.ds((tile.end - 1 - step) * c.block_kv, c.block_kv)
         for name, (gmem, smem, filled, freed) in zip("kv", rings, strict=True):
             pl.when(count + step >= c.num_stages)(lambda freed=freed: plgpu.barrier_wait(freed.at[slot]))
             if name == "k":
@@ -341,20 +360,20 @@ def _load(plan: Plan, q_gmem, q_smem, q_filled, q_freed, rings, i, tile: Tile, c
                 plgpu.copy_gmem_to_smem(gmem.at[tile.batch, rows, tile.kv_head], smem.at[slot], filled.at[slot])
 
 
-def _compute(plan: Plan, tile: Tile, first_q, count, q_smem, ring, turn, masks, free_query):
-    """A compute warpgroup: (acc, m, total) of its queries: not yet divided, their largest logit in base 2, the sum."""
+def compute(plan: Plan, tile: Tile, first_row, count, q_smem, ring, turn, masks, free_query):
+    """A compute warpgroup: (out, lse) of its queries, in float32, 0 and -inf of those that see nothing."""
     c, role, shape = plan.config, lax.axis_index("role"), (WG_ROWS, plan.config.block_kv)
     k_smem, v_smem, k_filled, v_filled, k_freed, v_freed = ring
-    slot = lambda step: _slot(plan, count + step)
+    slot = lambda step: slot_of(plan, count + step)
     next_role = lax.rem(role + 1, jnp.int32(c.compute_wgs))
     my_turn = lambda: plgpu.barrier_wait(turn.at[role]) if c.in_turns else None
     pass_turn = lambda: plgpu.barrier_arrive(turn.at[next_role]) if c.in_turns else None
 
     # Steps of this warpgroup, of those of the tile, and those among them in which all of its queries see all keys.
-    first, end = plan.blocks.seen(first_q, WG_ROWS)
+    first, end = tile.blocks.seen(first_row, WG_ROWS)
     first = jnp.clip(first, tile.first, tile.end - 1)
     end = jnp.clip(end, first + 1, tile.end)
-    whole_first, whole_end = (end, end) if plan.has_segments else plan.blocks.whole(first_q, WG_ROWS, first, end)
+    whole_first, whole_end = (end, end) if plan.has_segments else tile.blocks.whole(first_row, WG_ROWS, first, end)
     start, stop = tile.end - end, tile.end - first
     whole_start = jnp.maximum(tile.end - whole_end, start + 1)
     whole_stop = jnp.maximum(tile.end - whole_first, whole_start)
@@ -384,7 +403,7 @@ def _compute(plan: Plan, tile: Tile, first_q, count, q_smem, ring, turn, masks, 
         """(exponentials, what they have been shrunk by, m and total from now on)."""
         s = s if plan.soft_cap is None else jnp.tanh(s * (plan.scale / plan.soft_cap))
         if masked:
-            s = jnp.where(_mask(plan, tile, first_q, tile.end - 1 - step, shape, masks), s, -jnp.inf)
+            s = jnp.where(_mask(plan, tile, first_row, tile.end - 1 - step, shape, masks), s, -jnp.inf)
         m_new = jnp.maximum(m, s.max(axis=1) * unit)
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
         p = jnp.exp2(s * unit - _per_row(shift, shape))  # One multiply-add and one exponential each.
@@ -433,11 +452,11 @@ def _compute(plan: Plan, tile: Tile, first_q, count, q_smem, ring, turn, masks, 
     p, _, m, total = softmax(s, m, total, start, masked=plan.cuts_blocks)
     acc = plgpu.layout_cast(jnp.zeros((WG_ROWS, plan.pieces * PIECE), jnp.float32), plgpu.Layout.WGMMA)
     carry = acc, m, total, p.astype(plan.dtype)
-    if plan.right not in (None, 0):  # Without a window's right side only the first step is cut there.
+    if plan.cuts_last_blocks:
         carry = lax.fori_loop(start + 1, whole_start, functools.partial(step, masked=True), carry)
     if not plan.has_segments:
         carry = lax.fori_loop(whole_start, whole_stop, functools.partial(step, masked=False), carry)
-    if plan.left is not None or plan.has_segments:
+    if plan.cuts_first_blocks:
         carry = lax.fori_loop(whole_stop, stop, functools.partial(step, masked=True), carry)
     free_query()
 
@@ -457,20 +476,22 @@ def _compute(plan: Plan, tile: Tile, first_q, count, q_smem, ring, turn, masks, 
     plgpu.barrier_arrive(v_freed.at[slot(stop - 1)])
     if cuts_sides:
         pl.loop(stop, tile.steps)(pass_by)
-    return acc, m, total
+    sees_any = total > 0
+    out = acc * _per_row(jnp.where(sees_any, 1 / total, 0.0), acc.shape)
+    return out, jnp.where(sees_any, (m + jnp.log2(jnp.where(sees_any, total, 1.0))) / LOG2E, -jnp.inf)
 
 
-def _mask(plan: Plan, tile: Tile, first_q, block, shape, masks):
-    """Which keys of a block the queries from `first_q` on see."""
+def _mask(plan: Plan, tile: Tile, first_row, block, shape, masks):
+    """Which keys of a block the queries of the rows from `first_row` on see."""
     first_kv = block * plan.config.block_kv
-    q_ids, kv_ids = (plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1))
-    seen = plan.blocks.mask(q_ids + first_q, kv_ids + first_kv)
+    rows, kv_ids = (plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1))
+    seen = tile.blocks.mask(rows + first_row, kv_ids + first_kv)
     if not plan.has_segments:
         return seen
     load = lambda ids, start, size, layout: plgpu.load(
         ids.at[tile.batch, pl.ds(start, size)], layout=layout, optimized=False
     )
-    q_segments = load(masks["rows"], first_q, shape[0], ROWS)
+    q_segments = load(masks["rows"], first_row, shape[0], ROWS)
     kv_segments = load(masks["columns"], first_kv, shape[1], COLUMNS)
     return seen & (_per_row(q_segments, shape) == lax.broadcast_in_dim(kv_segments, shape, [1]))
 
@@ -524,12 +545,7 @@ def _check(query, key, value, scale, local_window_size, logits_soft_cap, segment
             raise ValueError(f"{op}: {name} = {ids.shape}, {ids.dtype}; must be {x.shape[:2]}, an integer each")
     if segment_ids is not None and kv_segment_ids is None and query.shape[1] != key.shape[1]:
         raise ValueError(f"{op}: {query.shape=}, {key.shape=} differ in length: give kv_segment_ids too")
-    sizes = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,)
-    for name, number in (("scale", scale), ("logits_soft_cap", logits_soft_cap)):
-        if number is not None and not number > 0:
-            raise ValueError(f"{op}: {name} = {number} must be above 0")
-    if any(size is not None and size < 0 for size in sizes):
-        raise ValueError(f"{op}: {local_window_size=} must be keys before and after, each at least 0")
+    check_numbers(op, scale, logits_soft_cap, local_window_size)
 
 
 @dataclasses.dataclass(frozen=True)

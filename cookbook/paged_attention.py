@@ -48,7 +48,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook import _mgpu
-from cookbook._attention import LOG2E, PIECE, ROWS, row_tiles, window
+from cookbook._attention import LOG2E, PIECE, ROWS, check_numbers, row_tiles, window
 
 QUERY_ROWS = 64  # Of a WGMMA: query heads that share keys, and rows that nobody looks at.
 PAGE_SIZES, HEAD_DIMS = (16, 32, 64, 128, 256), (64, 128, 256)
@@ -517,22 +517,6 @@ def check_cache(op: str, q, k_pages, v_pages, block_tables, kv_lens) -> None:
     for name, x in (("block_tables", block_tables), ("kv_lens", kv_lens)):
         if x.dtype != jnp.int32:
             raise ValueError(f"{op}: {name}.dtype = {x.dtype}; must be int32: cast it")
-
-
-def check_numbers(op: str, scale, logits_soft_cap, local_window_size) -> None:
-    """What attention asks of its numbers.
-
-    Raises:
-      ValueError: one is out of range.
-    """
-    for name, number in (("scale", scale), ("logits_soft_cap", logits_soft_cap)):
-        if number is not None and not number > 0:
-            raise ValueError(f"{op}: {name} = {number} must be above 0")
-    sizes = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
-    if len(sizes) != 2 or any(size is not None and (not isinstance(size, int) or size < 0) for size in sizes):
-        raise ValueError(
-            f"{op}: {local_window_size=} must be a number of tokens, at least 0, or (before, after), None for all"
-        )
 
 
 def check_block_tables(block_tables, kv_lens, *, num_pages: int, page_size: int) -> None:
