@@ -19,6 +19,7 @@ TABLE_WIDTH_MIN = 16  # Pages of the narrowest block table: fewer widths are few
 class StepStats:
     """What a step did."""
 
+    decode: bool  # Whether it had one token of each sequence, and so no prompts.
     num_tokens: int  # Computed.
     num_sampled: int  # New tokens of requests.
     num_running: int
@@ -97,15 +98,24 @@ class Engine:
             return []
         decode = all(chunk.start > 0 and chunk.end - chunk.start == 1 for chunk in chunks)
         batch = pack(chunks, self.allocator.page_size, self.scheduler.max_seqs, decode)
-        sampled, _, self.pages = step(
-            self.config, self.params, self.pages, batch, backend=self.backend, decode=decode
-        )  # fmt: skip
+        sampled, _, self.pages = step(self.config, self.params, self.pages, batch, backend=self.backend, decode=decode)
         sampled = np.asarray(sampled)[: len(chunks)]
         end = time.perf_counter()
         for chunk in chunks:
             if chunk.samples and chunk.request.first_token is None:
                 chunk.request.first_token = end
-        self.stats.append(self._stats(chunks, self.scheduler.num_preemptions - preemptions, end - start))
+        self.stats.append(
+            StepStats(
+                decode=decode,
+                num_tokens=sum(chunk.end - chunk.start for chunk in chunks),
+                num_sampled=sum(chunk.samples for chunk in chunks),
+                num_running=len(self.scheduler.running),
+                num_waiting=len(self.scheduler.waiting),
+                num_preemptions=self.scheduler.num_preemptions - preemptions,
+                kv_utilization=self.allocator.num_held / self.allocator.num_pages,
+                seconds=end - start,
+            )
+        )
         return self.scheduler.complete(chunks, sampled)
 
     def run(self) -> list[Request]:
@@ -114,18 +124,6 @@ class Engine:
         while self.scheduler.running or self.scheduler.waiting:
             done += self.step()
         return done
-
-    def _stats(self, chunks: Sequence[Chunk], num_preemptions: int, seconds: float) -> StepStats:
-        scheduler, allocator = self.scheduler, self.allocator
-        return StepStats(
-            num_tokens=sum(chunk.end - chunk.start for chunk in chunks),
-            num_sampled=sum(chunk.samples for chunk in chunks),
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_preemptions=num_preemptions,
-            kv_utilization=allocator.num_held / allocator.num_pages,
-            seconds=seconds,
-        )
 
 
 def pack(chunks: Sequence[Chunk], page_size: int, max_seqs: int, decode: bool) -> Batch:

@@ -83,7 +83,7 @@ def init(config: LlamaConfig, seed: int = 0) -> dict[str, jax.Array]:
         noise = jax.random.normal(jax.random.key(seed * 100_003 + i), shape, jnp.float32)
         if len(shape) == 1:
             noise = 1 + 0.1 * noise
-        elif name != "model.embed_tokens.weight":
+        elif name != "model.embed_tokens.weight" or config.tie_word_embeddings:
             noise *= shape[1] ** -0.5
         params[name] = noise.astype(config.dtype)
     return params

@@ -78,7 +78,7 @@ class Scheduler:
     def __init__(self, allocator: PageAllocator, *, max_seqs: int, max_tokens_per_step: int):
         if max_seqs < 1 or max_tokens_per_step < max_seqs:
             raise ValueError(
-                f"Scheduler: {max_seqs=} must be at least 1 and {max_tokens_per_step=} at least that, so that each "
+                f"Scheduler: {max_seqs=} must be at least 1, {max_tokens_per_step=} at least that, so that each "
                 "sequence can have a token a step"
             )
         self.allocator = allocator
