@@ -19,7 +19,7 @@ TABLE_WIDTH_MIN = 16  # Pages of the narrowest block table: fewer widths are few
 class StepStats:
     """What a step did."""
 
-    decode: bool  # Whether it had one token of each sequence, and so no prompts.
+    decode: bool  # Whether it had one token of each sequence, so that none was a longer piece of a prompt.
     num_tokens: int  # Computed.
     num_sampled: int  # New tokens of requests.
     num_running: int
@@ -96,7 +96,7 @@ class Engine:
         chunks = self.scheduler.schedule()
         if not chunks:
             return []
-        decode = all(chunk.start > 0 and chunk.end - chunk.start == 1 for chunk in chunks)
+        decode = all(chunk.end - chunk.start == 1 for chunk in chunks)
         batch = pack(chunks, self.allocator.page_size, self.scheduler.max_seqs, decode)
         sampled, _, self.pages = step(self.config, self.params, self.pages, batch, backend=self.backend, decode=decode)
         sampled = np.asarray(sampled)[: len(chunks)]
