@@ -32,11 +32,11 @@ class Problem:
     page_size: int = 16
 
 
-# Sizes of Llama 3.2 1B, with random weights: what they are changes no time. The cache holds about half of what 64
-# sequences of the trace need together.
+# Sizes of Llama 3.2 1B, with random weights: what they are changes no time. The longest request has 1024 tokens; the
+# pages are too few for 64 sequences of the trace.
 LLAMA_1B = Problem(
     LlamaConfig(128_256, 2048, 8192, 16, 32, 8, 64, rope_theta=500_000.0, tie_word_embeddings=True),
-    num_requests=384, max_prompt=1024, max_new_tokens=256, num_pages=1536, max_seqs=64, max_tokens_per_step=512,
+    num_requests=384, max_prompt=384, max_new_tokens=352, num_pages=512, max_seqs=64, max_tokens_per_step=512,
 )  # fmt: skip
 TINY = Problem(
     LlamaConfig(256, 128, 256, 2, 4, 2, 64, dtype="float32"),

@@ -491,7 +491,8 @@ def test_what_is_no_mutant_passes(trace, copied):
         ("model", "batch.seeds, batch.kv_lens", "batch.seeds, jnp.arange(batch.seeds.size)"),
         ("model", "batch.cu_seqlens_q[1:] - 1", "batch.cu_seqlens_q[:-1]"),
         ("backends", "kv_lens[sequence] - behind", "kv_lens[sequence]"),
-        ("backends", "jnp.where(slot_mapping < 0, num_slots, slot_mapping)", "slot_mapping"),
+        ("sampling", "jax.random.key(seed), position", "jax.random.key(0), position"),
+        ("engine", "np.full(num_tokens, -1, np.int32)", "np.zeros(num_tokens, np.int32)"),
     ],
 )
 def test_mutants_are_caught(trace, copied, name, old, new):

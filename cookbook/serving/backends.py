@@ -1,11 +1,14 @@
 """What the decoder is built of, twice: this package's kernels, and plain XLA, to compare them with.
 
-cookbook    `cookbook.matmul`, `rms_norm`, `fuse`, `write_kv`, `paged_attention`, `ragged_paged_attention`: on a GPU,
-            or inside `cookbook.lab.interpret()`; 16-bit weights and pages
-xla         matrix products and reductions as XLA makes them, and attention on gathered pages: the keys and values
-            of each token's whole block table are copied together, and masked; any device and float dtype
+Both take the same arguments and give the same results, but for rounding:
+
+    cookbook    this package's kernels, on a GPU or inside `cookbook.lab.interpret()`; 16-bit weights and pages, heads
+                of 64, 128 or 256, pages of 16 tokens or more
+    xla         products and reductions as XLA makes them, and attention on gathered pages: the keys and values of each
+                token's whole block table are copied together, and masked; any device and float dtype
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,6 +16,8 @@ import jax
 import jax.numpy as jnp
 
 import cookbook
+from cookbook.rms_norm import rms_norm_reference
+from cookbook.write_kv import write_kv_reference
 
 ROWS_AT_ONCE = 16  # Tokens of a mixed step whose gathered keys and values are in memory together.
 
@@ -40,7 +45,9 @@ def backend(name: str) -> Backend:
             cookbook.ragged_paged_attention,
         )  # fmt: skip
     if name == "xla":
-        return Backend(_matmul, _rms_norm, _swiglu, _write_kv, _paged_attention, _ragged_paged_attention)
+        return Backend(
+            _matmul, rms_norm_reference, _swiglu, write_kv_reference, _paged_attention, _ragged_paged_attention
+        )
     raise ValueError(f'backend = {name!r}; must be "cookbook" or "xla"')
 
 
@@ -56,30 +63,13 @@ def _matmul(a, b, *, transpose_b=False, out_dtype=None):
     return out.astype(out_dtype or a.dtype)
 
 
-def _rms_norm(x, scale, *, eps):
-    y = x.astype(jnp.float32)
-    y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return (y * scale.astype(jnp.float32)).astype(x.dtype)
-
-
-def _write_kv(k_new, v_new, k_pages, v_pages, slot_mapping):
-    num_slots = k_pages.shape[0] * k_pages.shape[1]
-    slots = jnp.where(slot_mapping < 0, num_slots, slot_mapping)  # Out of bounds is dropped; -1 would be the last slot.
-    put = lambda new, pages: (
-        pages.reshape(num_slots, *pages.shape[2:]).at[slots].set(new.astype(pages.dtype), mode="drop")
-    )
-    return tuple(put(new, pages).reshape(pages.shape) for new, pages in ((k_new, k_pages), (v_new, v_pages)))
-
-
 def _paged_attention(q, k_pages, v_pages, block_tables, kv_lens):
     """As `cookbook.paged_attention`: a query a sequence."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_pages.shape[2]
     k, v = (pages[block_tables].reshape(num_rows, -1, num_kv_heads, head_dim) for pages in (k_pages, v_pages))
     q = q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    product = lambda formula, x, y: jnp.einsum(
-        formula, x, y, precision="highest", preferred_element_type=jnp.float32
-    )  # fmt: skip
+    product = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
     s = product("rkgh,rskh->rkgs", q, k) * head_dim**-0.5
     seen = (jnp.arange(k.shape[1]) < kv_lens[:, None])[:, None, None]
     p = jnp.where(seen, jax.nn.softmax(jnp.where(seen, s, -jnp.inf), axis=-1), 0.0)
