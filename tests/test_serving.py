@@ -16,6 +16,7 @@ from bench import serving as bench
 from cookbook import lab
 from cookbook.serving import Engine, LlamaConfig, PageAllocator, Request, Scheduler, init, load, save
 from cookbook.serving.backends import backend
+from cookbook.serving.model import rotate
 from cookbook.serving.pages import extend_keys
 from cookbook.serving.reference import generate
 
@@ -97,7 +98,10 @@ def test_cached_pages_go_the_oldest_first_and_tails_before_heads():
 
 
 def schedule_at_random(module, seed: int):
-    """Random requests, whose tokens are random too; returns how often one was preempted."""
+    """Random requests, whose tokens are random too; returns how often one was preempted.
+
+    `cache` has, for each slot, the tokens that its keys and values were computed of: all up to that place.
+    """
     rng = np.random.default_rng(seed)
     num_pages, max_seqs = int(rng.integers(6, 13)), int(rng.integers(1, 7))
     budget = max_seqs + int(rng.integers(0, 20))
@@ -106,7 +110,7 @@ def schedule_at_random(module, seed: int):
         module.Request(tuple(rng.integers(0, 2, rng.integers(1, 20))), int(rng.integers(1, 6))) for _ in range(40)
     ]
     order = {request: i for i, request in enumerate(requests)}
-    to_submit, done = collections.deque(requests), []
+    to_submit, done, cache = collections.deque(requests), [], {}
     for _ in range(3000):
         while to_submit and rng.integers(2):
             scheduler.submit(to_submit.popleft())
@@ -118,10 +122,16 @@ def schedule_at_random(module, seed: int):
         arrived = [order[request] for request in (*scheduler.running, *scheduler.waiting)]
         assert arrived == sorted(arrived), "one overtook another"
         written = collections.Counter()
+        slot = lambda request, i: (request.pages[i // 4], i % 4)
         for chunk in chunks:
-            assert chunk.start == chunk.request.num_computed < chunk.end <= 4 * len(chunk.request.pages)
-            written.update({chunk.request.pages[i // 4] for i in range(chunk.start, chunk.end)})
+            request = chunk.request
+            assert chunk.start == request.num_computed < chunk.end <= 4 * len(request.pages)
+            for i in range(chunk.start):
+                assert cache.get(slot(request, i)) == request.tokens[: i + 1], "a page holds other tokens"
+            written.update({request.pages[i // 4] for i in range(chunk.start, chunk.end)})
         assert all(times == 1 == scheduler.allocator.references(page) for page, times in written.items())
+        for chunk in chunks:
+            cache |= {slot(chunk.request, i): chunk.request.tokens[: i + 1] for i in range(chunk.start, chunk.end)}
         decoding = [request for request in scheduler.running if request.num_uncomputed == 1]
         assert set(decoding) <= set(served), "a request that decodes waited"
         assert chunks or not (scheduler.running or scheduler.waiting)
@@ -299,6 +309,16 @@ def test_sampling_follows_the_probabilities():
     assert (abs(frequency - p) < 4 * np.sqrt(p * (1 - p) / count)).all()
 
 
+def test_rotary_positions_turn_complex_numbers():
+    """As the paper has it, with a head's halves as real and imaginary parts: Hugging Face's order."""
+    x, positions = np.random.default_rng(0).normal(size=(5, 3, 64)), np.array([0, 1, 2, 100, 5000])
+    angles = positions[:, None, None] * 10000.0 ** (-2 * np.arange(32) / 64)
+    turned = (x[..., :32] + 1j * x[..., 32:]) * np.exp(1j * angles)
+    expected = np.concatenate([turned.real, turned.imag], axis=-1)
+    # float32 knows an angle of 5000 to 2e-4.
+    np.testing.assert_allclose(rotate(jnp.float32(x), jnp.asarray(positions), 10000.0), expected, atol=2e-3)
+
+
 def test_a_request_alone_has_the_tokens_that_it_has_in_company(trace):
     options = trace.requests[1] | dict(max_new_tokens=20, temperature=1.5, stop_token=None)
     engine = Engine(CONFIG, trace.params, **SIZES, backend="xla")
@@ -465,7 +485,8 @@ def try_out(copies: dict[str, types.ModuleType], trace: Trace):
     if "pages" in copies:
         use_at_random(copies["pages"], 0)
     if "scheduler" in copies:
-        schedule_at_random(copies["scheduler"], 3)
+        for seed in range(10):
+            schedule_at_random(copies["scheduler"], seed)
     engine = copies["engine"].Engine(CONFIG, trace.params, **SIZES, backend="xla")
     assert [request.generated for request in served(engine, trace.requests[:45])] == trace.tokens[:45], "other tokens"
 

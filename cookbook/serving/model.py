@@ -80,7 +80,7 @@ def init(config: LlamaConfig, seed: int = 0) -> dict[str, jax.Array]:
     """Random parameters: products keep the variance of what is multiplied, norms' scales are near 1."""
     params = {}
     for i, (name, shape) in enumerate(config.shapes.items()):
-        noise = jax.random.normal(jax.random.key(seed * 100_003 + i), shape, jnp.float32)
+        noise = jax.random.normal(jax.random.fold_in(jax.random.key(seed), i), shape, jnp.float32)
         if len(shape) == 1:
             noise = 1 + 0.1 * noise
         elif name != "model.embed_tokens.weight" or config.tie_word_embeddings:

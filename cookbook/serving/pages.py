@@ -38,7 +38,7 @@ class PageAllocator:
         self.num_pages = num_pages
         self.page_size = page_size
         self._references = [0] * num_pages
-        self._free = list(range(num_pages))
+        self._free = list(reversed(range(num_pages)))  # The last is the next.
         self._cached: collections.OrderedDict[int, None] = collections.OrderedDict()  # The oldest first.
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
