@@ -216,7 +216,9 @@ def recorded(monkeypatch) -> dict:
         return out
 
     def recording_complete(self, chunks, sampled):
-        scores.update({(chunk.request, chunk.end): row for chunk, row in zip(chunks, latest) if chunk.samples})  # noqa: B905
+        scores.update(
+            {(chunk.request, chunk.end): row for chunk, row in zip(chunks, latest, strict=False) if chunk.samples}
+        )
         return complete(self, chunks, sampled)
 
     monkeypatch.setattr(module, "step", recording_step)
