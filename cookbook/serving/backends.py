@@ -1,0 +1,86 @@
+"""What the decoder is built of, twice: this package's kernels, and plain XLA, to compare them with.
+
+Both take the same arguments and give the same results, but for rounding:
+
+    cookbook    this package's kernels, on a GPU or inside `cookbook.lab.interpret()`; 16-bit weights and pages, heads
+                of 64, 128 or 256, pages of 16 tokens or more
+    xla         products and reductions as XLA makes them, and attention on gathered pages: the keys and values of each
+                token's whole block table are copied together, and masked; any device and float dtype
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import cookbook
+from cookbook.rms_norm import rms_norm_reference
+from cookbook.write_kv import write_kv_reference
+
+ROWS_AT_ONCE = 16  # Tokens of a mixed step whose gathered keys and values are in memory together.
+
+
+class Backend(NamedTuple):
+    """The functions of a backend, with the arguments and results of this package's kernels."""
+
+    matmul: Callable
+    rms_norm: Callable
+    swiglu: Callable
+    write_kv: Callable
+    paged_attention: Callable
+    ragged_paged_attention: Callable
+
+
+def backend(name: str) -> Backend:
+    """The backend "cookbook" or "xla".
+
+    Raises:
+      ValueError: there is no such backend.
+    """
+    if name == "cookbook":
+        return Backend(
+            cookbook.matmul, cookbook.rms_norm, cookbook.fuse(_swiglu), cookbook.write_kv, cookbook.paged_attention,
+            cookbook.ragged_paged_attention,
+        )  # fmt: skip
+    if name == "xla":
+        return Backend(
+            _matmul, rms_norm_reference, _swiglu, write_kv_reference, _paged_attention, _ragged_paged_attention
+        )
+    raise ValueError(f'backend = {name!r}; must be "cookbook" or "xla"')
+
+
+def _swiglu(gate, up):
+    """silu(gate) * up, each in float32, rounded once."""
+    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+
+
+def _matmul(a, b, *, transpose_b=False, out_dtype=None):
+    out = jax.lax.dot_general(
+        a, b, (((1,), (1 if transpose_b else 0,)), ((), ())), precision="highest", preferred_element_type=jnp.float32
+    )
+    return out.astype(out_dtype or a.dtype)
+
+
+def _paged_attention(q, k_pages, v_pages, block_tables, kv_lens):
+    """As `cookbook.paged_attention`: a query a sequence."""
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = k_pages.shape[2]
+    k, v = (pages[block_tables].reshape(num_rows, -1, num_kv_heads, head_dim) for pages in (k_pages, v_pages))
+    q = q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    product = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
+    s = product("rkgh,rskh->rkgs", q, k) * head_dim**-0.5
+    seen = (jnp.arange(k.shape[1]) < kv_lens[:, None])[:, None, None]
+    p = jnp.where(seen, jax.nn.softmax(jnp.where(seen, s, -jnp.inf), axis=-1), 0.0)
+    return product("rkgs,rskh->rkgh", p.astype(v.dtype), v).astype(v.dtype).reshape(num_rows, num_heads, head_dim)
+
+
+def _ragged_paged_attention(q, k_pages, v_pages, block_tables, kv_lens, cu_seqlens_q):
+    """As `cookbook.ragged_paged_attention`: each token is a row of `_paged_attention`, which sees what is before it."""
+    row = jnp.arange(q.shape[0])
+    sequence = jnp.searchsorted(cu_seqlens_q[1:], row, side="right")
+    behind = cu_seqlens_q[sequence + 1] - row - 1  # Tokens of its sequence that come after it.
+    length = jnp.where(row < cu_seqlens_q[-1], kv_lens[sequence] - behind, 0)
+    attend = lambda args: _paged_attention(args[0][None], k_pages, v_pages, args[1][None], args[2][None])[0]
+    return jax.lax.map(attend, (q, block_tables[sequence], length), batch_size=ROWS_AT_ONCE)

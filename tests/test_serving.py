@@ -1,0 +1,525 @@
+"""The serving engine: its tokens are the reference's, whoever else is served; no page is lost or given twice."""
+
+import collections
+import dataclasses
+import importlib
+import inspect
+import sys
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cookbook
+from bench import serving as bench
+from cookbook import lab
+from cookbook.serving import Engine, LlamaConfig, PageAllocator, Request, Scheduler, init, load, save
+from cookbook.serving.backends import backend
+from cookbook.serving.model import rotate
+from cookbook.serving.pages import extend_keys
+from cookbook.serving.reference import generate
+
+CONFIG = LlamaConfig(256, 128, 256, 2, 4, 2, 64, dtype="float32")
+SIZES = dict(num_pages=24, page_size=16, max_seqs=8, max_tokens_per_step=32)  # Fewer pages than 8 requests need.
+MAX_SEQ_LEN = 176
+
+
+# Pages ---------------------------------------------------------------------------------------------------------------
+
+
+def use_at_random(module, seed: int, steps: int = 300):
+    """Random use of an allocator, beside a list of what each page holds; every page that is shared has to hold it."""
+    rng = np.random.default_rng(seed)
+    allocator = module.PageAllocator(num_pages=int(rng.integers(1, 20)), page_size=2)
+    holders, contents = [], {}
+    for _ in range(steps):
+        sequence = rng.integers(0, 2, 2 * rng.integers(1, 5)).tolist()  # So few tokens that prefixes repeat.
+        keys = []
+        module.extend_keys(keys, sequence, 2)
+        action = rng.integers(3)
+        if action == 0:
+            before = allocator.num_available
+            pages = allocator.share(keys)
+            new = allocator.allocate(len(keys) - len(pages))
+            for i, page in enumerate(pages):
+                assert contents[page] == sequence[: 2 * (i + 1)], "a page was shared that holds other tokens"
+            if new is None:
+                allocator.release(pages)
+                assert allocator.num_available == before
+                continue
+            assert len(set(pages + new)) == len(keys) and not {page for held in holders for page in held} & set(new)
+            for i, page in enumerate(pages + new):
+                contents[page] = sequence[: 2 * (i + 1)]
+                if i < len(pages) or rng.integers(4):
+                    allocator.publish(page, keys[i])
+            holders.append(pages + new)
+        elif action == 1 and holders:
+            allocator.release(holders.pop(rng.integers(len(holders))))
+        elif action == 2 and (pages := allocator.allocate(int(rng.integers(3)))) is not None:
+            for page in pages:
+                contents[page] = None
+            holders.append(pages)
+        allocator.check(holders)
+    for pages in holders:
+        allocator.release(pages)
+    assert allocator.num_held == 0 and len(allocator.allocate(allocator.num_pages)) == allocator.num_pages
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_allocator_never_leaks_and_never_gives_a_page_twice(seed):
+    use_at_random(importlib.import_module("cookbook.serving.pages"), seed)
+
+
+def test_the_books_are_compared_with_the_holders():
+    allocator = PageAllocator(4, 2)
+    pages = allocator.allocate(2)
+    allocator.check([pages])
+    for wrong in ([], [pages, pages], [pages[:1]], [[*pages, 3 - pages[0]]]):
+        with pytest.raises(RuntimeError, match="reference"):
+            allocator.check(wrong)
+    allocator._free.append(pages[0])
+    with pytest.raises(RuntimeError, match="available 1 time"):
+        allocator.check([pages])
+
+
+def test_cached_pages_go_the_oldest_first_and_tails_before_heads():
+    allocator, keys = PageAllocator(3, 1), []
+    extend_keys(keys, [5, 6, 7], 1)
+    pages = allocator.allocate(3)
+    for page, key in zip(pages, keys, strict=True):
+        allocator.publish(page, key)
+    allocator.release(pages)
+    assert allocator.allocate(1) == pages[2:]
+    assert allocator.share(keys) == pages[:2]
+
+
+# Scheduling ----------------------------------------------------------------------------------------------------------
+
+
+def schedule_at_random(module, seed: int):
+    """Random requests, whose tokens are random too; returns how often one was preempted.
+
+    `cache` has, for each slot, the tokens that its keys and values were computed of: all up to that place.
+    """
+    rng = np.random.default_rng(seed)
+    num_pages, max_seqs = int(rng.integers(6, 13)), int(rng.integers(1, 7))
+    budget = max_seqs + int(rng.integers(0, 20))
+    scheduler = module.Scheduler(PageAllocator(num_pages, 4), max_seqs=max_seqs, max_tokens_per_step=budget)
+    requests = [
+        module.Request(tuple(rng.integers(0, 2, rng.integers(1, 20))), int(rng.integers(1, 6))) for _ in range(40)
+    ]
+    order = {request: i for i, request in enumerate(requests)}
+    to_submit, done, cache = collections.deque(requests), [], {}
+    for _ in range(3000):
+        while to_submit and rng.integers(2):
+            scheduler.submit(to_submit.popleft())
+        chunks = scheduler.schedule()
+        scheduler.check()
+        served = [chunk.request for chunk in chunks]
+        assert sum(chunk.end - chunk.start for chunk in chunks) <= budget and len(set(served)) == len(chunks)
+        assert len(scheduler.running) <= max_seqs and set(served) <= set(scheduler.running)
+        arrived = [order[request] for request in (*scheduler.running, *scheduler.waiting)]
+        assert arrived == sorted(arrived), "one overtook another"
+        written = collections.Counter()
+        slot = lambda request, i: (request.pages[i // 4], i % 4)
+        for chunk in chunks:
+            request = chunk.request
+            assert chunk.start == request.num_computed < chunk.end <= 4 * len(request.pages)
+            for i in range(chunk.start):
+                assert cache.get(slot(request, i)) == request.tokens[: i + 1], "a page holds other tokens"
+            written.update({request.pages[i // 4] for i in range(chunk.start, chunk.end)})
+        assert all(times == 1 == scheduler.allocator.references(page) for page, times in written.items())
+        for chunk in chunks:
+            cache |= {slot(chunk.request, i): chunk.request.tokens[: i + 1] for i in range(chunk.start, chunk.end)}
+        decoding = [request for request in scheduler.running if request.num_uncomputed == 1]
+        assert set(decoding) <= set(served), "a request that decodes waited"
+        assert chunks or not (scheduler.running or scheduler.waiting)
+        done += scheduler.complete(chunks, rng.integers(0, 2, len(chunks)))
+        if len(done) == len(requests):
+            break
+    assert set(done) == set(requests) and all(len(r.generated) == r.max_new_tokens for r in requests)
+    scheduler.check()
+    assert scheduler.allocator.num_held == 0
+    return scheduler.num_preemptions
+
+
+def test_scheduler_keeps_its_promises():
+    """Budget, order, no page written by two or while shared, every request ends."""
+    preemptions = [
+        schedule_at_random(importlib.import_module("cookbook.serving.scheduler"), seed) for seed in range(100)
+    ]
+    assert sum(count > 0 for count in preemptions) >= 30
+
+
+def test_a_long_prompt_does_not_stop_those_that_decode():
+    scheduler = Scheduler(PageAllocator(40, 4), max_seqs=3, max_tokens_per_step=8)
+    short, long = Request((1, 2), 9), Request(tuple(range(50)), 1)
+    scheduler.submit(short)
+    scheduler.complete(scheduler.schedule(), [7])
+    scheduler.submit(long)
+    for _ in range(3):
+        chunks = scheduler.schedule()
+        assert [(chunk.request, chunk.end - chunk.start) for chunk in chunks] == [(short, 1), (long, 7)]
+        scheduler.complete(chunks, [7, 7])
+
+
+# The engine against the reference ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Trace:
+    """Requests (arguments of `Engine.submit`), and the tokens and scores that the reference has for each."""
+
+    params: dict
+    requests: list[dict]
+    tokens: list[list[int]]
+    scores: list[np.ndarray]
+
+
+def answered(config: LlamaConfig, requests: list[dict]) -> Trace:
+    params = init(config)
+    answers = [generate(config, params, Request(**request), MAX_SEQ_LEN) for request in requests]
+    return Trace(params, requests, *map(list, zip(*answers, strict=True)))
+
+
+def gaps(scores: np.ndarray) -> np.ndarray:
+    """By how much each best score exceeds the next."""
+    second, first = np.sort(scores, axis=-1)[:, -2:].T
+    return first - second
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return answered(CONFIG, bench.trace(300, CONFIG.vocab_size, max_prompt=60, max_new_tokens=40))
+
+
+def served(engine: Engine, requests: list[dict]) -> list[Request]:
+    """Submits some requests a step, so that they come while others are served, and checks the books at each."""
+    requests, submitted = collections.deque(requests), []
+    while requests or engine.scheduler.running or engine.scheduler.waiting:
+        submitted += [engine.submit(**requests.popleft()) for _ in range(min(2, len(requests)))]
+        engine.step()
+        engine.scheduler.check()
+    assert engine.allocator.num_held == 0
+    return submitted
+
+
+def recorded(monkeypatch) -> dict:
+    """Filled, from here on, with the scores that the engine chose from, by request and place of the new token."""
+    module, scores, latest = importlib.import_module("cookbook.serving.engine"), {}, []
+    step, complete = module.step, Scheduler.complete
+
+    def recording_step(*args, **kwargs):
+        out = step(*args, **kwargs)
+        latest[:] = np.asarray(out[1])
+        return out
+
+    def recording_complete(self, chunks, sampled):
+        scores.update(
+            {(chunk.request, chunk.end): row for chunk, row in zip(chunks, latest, strict=False) if chunk.samples}
+        )
+        return complete(self, chunks, sampled)
+
+    monkeypatch.setattr(module, "step", recording_step)
+    monkeypatch.setattr(Scheduler, "complete", recording_complete)
+    return scores
+
+
+def assert_served_as_answered(requests: list[Request], trace: Trace, scores: dict):
+    """The same tokens, and for a reason: no score is wrong by half of what separates the reference's best two."""
+    assert [request.generated for request in requests] == trace.tokens
+    error = max(
+        np.abs(scores[request, len(request.prompt) + i] - row).max()
+        for request, rows in zip(requests, trace.scores, strict=True)
+        for i, row in enumerate(rows)
+    )
+    least = min(gaps(rows).min() for rows in trace.scores)
+    assert 2 * error < least, f"scores differ by {error:.2g}, the best two by {least:.2g}: equal tokens are luck"
+
+
+def test_engine_gives_the_references_tokens(trace, monkeypatch):
+    """300 requests under preemption and with shared prefixes, greedy and sampled, in float32."""
+    engine, scores = Engine(CONFIG, trace.params, **SIZES, backend="xla"), recorded(monkeypatch)
+    requests = served(engine, trace.requests)
+    assert_served_as_answered(requests, trace, scores)
+    assert sum(request.num_preempted > 0 for request in requests) >= 20
+    assert engine.scheduler.num_shared_pages >= 100
+    stopped = [request for request in requests if request.tokens[-1] == request.stop_token]
+    assert any(len(request.generated) < request.max_new_tokens for request in stopped)
+    stats = engine.stats
+    assert sum(step.num_sampled for step in stats) == sum(len(request.generated) for request in requests)
+    assert sum(step.num_preemptions for step in stats) == sum(request.num_preempted for request in requests)
+    assert max(step.kv_utilization for step in stats) == 1.0 and all(step.tokens_per_second >= 0 for step in stats)
+    assert {step.decode for step in stats} == {True, False}
+    assert all(0 < request.time_to_first_token < 300 for request in requests)
+
+
+BF16_GAP = 0.06  # Weights and pages of bfloat16 move scores, whose deviation is 1, by 0.02.
+
+
+def decided(config: LlamaConfig, requests: list[dict], least_gap: float) -> Trace:
+    """Each request as far as the reference's best two scores are `least_gap` apart: rounding cannot choose there."""
+    trace, kept = answered(config, requests), []
+    for i, request in enumerate(trace.requests):
+        count = int(np.argmax(np.append(gaps(trace.scores[i]), 0.0) < least_gap))
+        if count:
+            trace.tokens[i], trace.scores[i] = trace.tokens[i][:count], trace.scores[i][:count]
+            kept.append((request | dict(max_new_tokens=count), trace.tokens[i], trace.scores[i]))
+    return Trace(trace.params, *map(list, zip(*kept, strict=True)))
+
+
+def test_engine_in_bfloat16(monkeypatch):
+    """The same with 16-bit weights and pages, for tokens that do not hang on their rounding."""
+    config = dataclasses.replace(CONFIG, dtype="bfloat16")
+    trace = decided(config, bench.trace(150, config.vocab_size, max_prompt=60, max_new_tokens=20), BF16_GAP)
+    assert len(trace.requests) > 100 and sum(map(len, trace.tokens)) > 250
+    engine, scores = Engine(config, trace.params, **SIZES | dict(num_pages=12), backend="xla"), recorded(monkeypatch)
+    requests = served(engine, trace.requests)
+    assert_served_as_answered(requests, trace, scores)
+    assert sum(request.num_preempted > 0 for request in requests) >= 5
+
+
+@pytest.mark.skipif(
+    not hasattr(cookbook, "ragged_paged_attention"), reason="cookbook.ragged_paged_attention is not written yet"
+)
+def test_engine_on_the_kernels(monkeypatch):
+    """A prompt in two chunks beside one that decodes; on a GPU all of what XLA is tested with."""
+    config = dataclasses.replace(CONFIG, dtype="bfloat16", num_hidden_layers=1)
+    if on_gpu := lab.on_gpu():
+        requests = bench.trace(300, config.vocab_size, max_prompt=60, max_new_tokens=20)
+    else:
+        requests = bench.trace(3, config.vocab_size, max_prompt=40, max_new_tokens=3)
+    trace, scores = decided(config, requests, BF16_GAP), recorded(monkeypatch)
+    engine = Engine(config, trace.params, **SIZES | ({} if on_gpu else dict(max_seqs=2)), backend="cookbook")
+    requests = lab.run(served, engine, trace.requests)
+    assert_served_as_answered(requests, trace, scores)
+    assert {step.decode for step in engine.stats} == {True, False}
+
+
+def test_sampling_follows_the_probabilities():
+    """Two thousand draws of one distribution, each with another seed: frequencies within four deviations."""
+    from cookbook.serving.sampling import scores
+
+    logits, count = np.float32([2.0, 1.0, 0.0, -1.0]), 2000
+    rows = scores(
+        np.tile(logits, (count, 1)), np.full(count, 0.7, np.float32), np.arange(count, dtype=np.uint32),
+        np.full(count, 3, np.int32),
+    )  # fmt: skip
+    p = np.exp(logits / 0.7) / np.exp(logits / 0.7).sum()
+    frequency = np.bincount(np.asarray(rows).argmax(axis=1), minlength=4) / count
+    assert (abs(frequency - p) < 4 * np.sqrt(p * (1 - p) / count)).all()
+
+
+def test_rotary_positions_turn_complex_numbers():
+    """As the paper has it, with a head's halves as real and imaginary parts: Hugging Face's order."""
+    x, positions = np.random.default_rng(0).normal(size=(5, 3, 64)), np.array([0, 1, 2, 100, 5000])
+    angles = positions[:, None, None] * 10000.0 ** (-2 * np.arange(32) / 64)
+    turned = (x[..., :32] + 1j * x[..., 32:]) * np.exp(1j * angles)
+    expected = np.concatenate([turned.real, turned.imag], axis=-1)
+    # float32 knows an angle of 5000 to 2e-4.
+    np.testing.assert_allclose(rotate(jnp.float32(x), jnp.asarray(positions), 10000.0), expected, atol=2e-3)
+
+
+def test_a_request_alone_has_the_tokens_that_it_has_in_company(trace):
+    options = trace.requests[1] | dict(max_new_tokens=20, temperature=1.5, stop_token=None)
+    engine = Engine(CONFIG, trace.params, **SIZES, backend="xla")
+    alone, twice = (served(engine, [options] * count) for count in (1, 2))
+    other = served(engine, [options | dict(seed=77)])
+    assert alone[0].generated == twice[0].generated == twice[1].generated != other[0].generated
+
+
+# Weights -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_weights_survive_the_file(tmp_path, dtype):
+    config = dataclasses.replace(CONFIG, dtype=dtype)
+    params = init(config, seed=3)
+    save(params, tmp_path / "a.safetensors")
+    for path in (tmp_path, tmp_path / "a.safetensors"):
+        again = load(config, path)
+        assert again.keys() == params.keys() and all((again[name] == params[name]).all() for name in params)
+        assert {str(value.dtype) for value in again.values()} == {dtype}
+    assert (init(config, seed=3)["lm_head.weight"] == params["lm_head.weight"]).all()
+    assert not (init(config, seed=4)["lm_head.weight"] == params["lm_head.weight"]).all()
+
+
+def test_weights_in_several_files_and_with_others(tmp_path):
+    """As large checkpoints come; what is not the model's is left, such as a head of a model that has none."""
+    params = init(CONFIG)
+    names = sorted(params)
+    save({name: params[name] for name in names[:5]}, tmp_path / "model-00001-of-00002.safetensors")
+    save({name: params[name] for name in names[5:]}, tmp_path / "model-00002-of-00002.safetensors")
+    tied = dataclasses.replace(CONFIG, tie_word_embeddings=True, dtype="bfloat16")
+    assert load(tied, tmp_path).keys() == params.keys() - {"lm_head.weight"}
+
+
+def test_checkpoints_names_and_shapes():
+    """Those of a Llama checkpoint's index, here of two layers."""
+    shapes = LlamaConfig(32000, 4096, 11008, 2, 32, 8, 128).shapes
+    assert len(shapes) == 2 * 9 + 3
+    assert shapes["model.layers.1.self_attn.k_proj.weight"] == (1024, 4096)
+    assert shapes["model.layers.1.mlp.down_proj.weight"] == (4096, 11008)
+    assert shapes["model.layers.0.post_attention_layernorm.weight"] == shapes["model.norm.weight"] == (4096,)
+    assert shapes["lm_head.weight"] == shapes["model.embed_tokens.weight"] == (32000, 4096)
+
+
+def test_attention_of_the_two_backends_has_one_result_for_decoding_and_for_chunks():
+    """Decoding is a chunk of one token; a sequence of no tokens and padding give zeros."""
+    rng, xla = np.random.default_rng(0), backend("xla")
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    q, pages = draw(4, 4, 64), (draw(9, 16, 2, 64), draw(9, 16, 2, 64))
+    tables, kv_lens = jnp.asarray(rng.permutation(9)[:8].reshape(4, 2)), jnp.array([17, 0, 32, 1])
+    decoded = xla.paged_attention(q, *pages, tables, kv_lens)
+    chunked = xla.ragged_paged_attention(q, *pages, tables, kv_lens, jnp.array([0, 1, 1, 2, 2]))
+    np.testing.assert_array_equal(decoded[1], 0)
+    np.testing.assert_array_equal(chunked[2:], 0)
+    np.testing.assert_allclose(chunked[0], decoded[0], atol=1e-6)
+    again = xla.paged_attention(q[1:2], *pages, tables[2:3], kv_lens[2:3])
+    np.testing.assert_allclose(chunked[1], again[0], atol=1e-6)
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+def small(**kwargs) -> Engine:
+    return Engine(CONFIG, {}, **SIZES | dict(backend="xla") | kwargs)
+
+
+def released_twice():
+    allocator = PageAllocator(2, 4)
+    pages = allocator.allocate(1)
+    allocator.release(pages)
+    allocator.release(pages)
+
+
+def published_twice(again: bytes):
+    allocator = PageAllocator(2, 4)
+    (page,) = allocator.allocate(1)
+    allocator.publish(page, b"a")
+    allocator.publish(page, again)
+
+
+@pytest.mark.parametrize(
+    "fn, message",
+    [
+        (released_twice, "released 1 time.* 0 reference"),
+        (lambda: published_twice(b"b"), "another key"),
+        (lambda: PageAllocator(2, 4).publish(0, b"a"), "nobody holds page 0"),
+        (lambda: PageAllocator(2, 4).release([2]), "no page 2; pages are 0 to 1"),
+        (lambda: PageAllocator(2, 4).allocate(-1), "count=-1"),
+        (lambda: PageAllocator(0, 4), "num_pages=0"),
+        (lambda: small(max_tokens_per_step=7), "max_tokens_per_step=7 at least that"),
+        (lambda: small(backend="cuda"), "backend = 'cuda'"),
+        (lambda: small().submit([1] * 470, 12), "need 31 pages of 16 tokens, and the cache has 24"),
+        (lambda: small().submit([], 3), "a prompt of 0 tokens"),
+        (lambda: small().submit([1], 0), "max_new_tokens = 0"),
+        (lambda: small().submit([256], 1), "outside of 0 to 255"),
+        (lambda: small().submit([1], 1, temperature=-1.0), "temperature=-1.0"),
+        (lambda: small().submit([1], 1, seed=-1), "seed=-1"),
+        (lambda: dataclasses.replace(CONFIG, num_key_value_heads=3), "num_key_value_heads=3"),
+        (lambda: dataclasses.replace(CONFIG, head_dim=63), "head_dim=63"),
+        (lambda: dataclasses.replace(CONFIG, dtype="int8"), "dtype='int8'"),
+        (lambda: generate(CONFIG, {}, Request((1,), 9), 5), "max_seq_len=5 must be at least 10"),
+        (lambda: load(CONFIG, "nowhere"), "neither a safetensors file nor a folder"),
+    ],
+)
+def test_errors_name_the_rule(fn, message):
+    with pytest.raises(ValueError, match=message):
+        fn()
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path):
+    params = init(CONFIG)
+    save(params, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=r"lacks 9 parameter.*model.layers.2.input_layernorm"):
+        load(dataclasses.replace(CONFIG, num_hidden_layers=3), tmp_path)
+    with pytest.raises(ValueError, match=r"is \(256, 128\) .* must be \(512, 128\)"):
+        load(dataclasses.replace(CONFIG, vocab_size=512), tmp_path)
+
+
+def test_a_request_that_just_fits_is_served():
+    """It needs every page, and the last of its tokens needs none; with embeddings that give the logits too."""
+    config = dataclasses.replace(CONFIG, tie_word_embeddings=True)
+    engine = Engine(config, init(config), **SIZES | dict(num_pages=2), backend="xla")
+    (request,) = served(engine, [dict(prompt=[1] * 30, max_new_tokens=3)])
+    assert request.generated == generate(config, engine.params, request, MAX_SEQ_LEN)[0]
+    with pytest.raises(ValueError, match="need 3 pages"):
+        engine.submit([1] * 30, 4)
+
+
+def test_bench_serves_a_tiny_trace(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["serving", "--tiny"])
+    assert bench.main() == 0
+    figures = dict(line.split() for line in capsys.readouterr().out.splitlines()[1:])
+    assert float(figures["tokens_per_second"]) > 0 and float(figures["shared_pages"]) > 0
+
+
+# Mutants -------------------------------------------------------------------------------------------------------------
+
+MODULES = ["sampling", "pages", "backends", "model", "scheduler", "engine"]  # In the order of their imports.
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    """`copied(name, old, new)`: the serving modules from `name` on, by name, with `old` replaced in that one."""
+
+    def copy_from(name: str, old: str = "", new: str = "") -> dict[str, types.ModuleType]:
+        copies = {}
+        for each in MODULES[MODULES.index(name) :]:
+            source = inspect.getsource(importlib.import_module(f"cookbook.serving.{each}"))
+            if each == name and old:
+                assert source.count(old) == 1
+                source = source.replace(old, new)
+            for other in copies:
+                source = source.replace(f"from cookbook.serving.{other} import", f"from copy_of_{other} import")
+            copy = copies[each] = types.ModuleType(f"copy_of_{each}")
+            monkeypatch.setitem(sys.modules, copy.__name__, copy)
+            exec(compile(source, copy.__name__, "exec"), copy.__dict__)
+        return copies
+
+    return copy_from
+
+
+def try_out(copies: dict[str, types.ModuleType], trace: Trace):
+    """The beginning of the trace, in which all happens that can."""
+    if "pages" in copies:
+        use_at_random(copies["pages"], 0)
+    if "scheduler" in copies:
+        for seed in range(10):
+            schedule_at_random(copies["scheduler"], seed)
+    engine = copies["engine"].Engine(CONFIG, trace.params, **SIZES, backend="xla")
+    assert [request.generated for request in served(engine, trace.requests[:45])] == trace.tokens[:45], "other tokens"
+
+
+def test_what_is_no_mutant_passes(trace, copied):
+    try_out(copied("sampling"), trace)
+
+
+@pytest.mark.parametrize(
+    "name, old, new",
+    [
+        ("pages", "if self._references[page] == 0:\n                if", "if True:\n                if"),
+        ("pages", 'keys[-1] if keys else b""', 'b""'),
+        ("pages", "            self._cached.pop(page, None)\n", ""),
+        ("pages", "            del self._page_of[self._key_of.pop(page)]\n", "            self._key_of.pop(page)\n"),
+        ("pages", "            self._references[page] += 1\n", ""),
+        ("scheduler", "(len(request.tokens) - 1) //", "len(request.tokens) //"),
+        ("scheduler", "chunk.end // page_size", "min(len(request.keys), len(request.pages))"),
+        ("scheduler", "            self._release(victim)\n", "            victim.pages, victim.num_computed = [], 0\n"),
+        ("scheduler", "self.running.pop()", "self.running.pop(0)"),
+        ("engine", ": len(request.pages)] = request.pages", ": len(request.pages)] = sorted(request.pages)"),
+        ("engine", "np.arange(chunk.start, chunk.end)", "np.arange(chunk.end - chunk.start)"),
+        ("model", "batch.seeds, batch.kv_lens", "batch.seeds, jnp.arange(batch.seeds.size)"),
+        ("model", "batch.cu_seqlens_q[1:] - 1", "batch.cu_seqlens_q[:-1]"),
+        ("backends", "kv_lens[sequence] - behind", "kv_lens[sequence]"),
+        ("sampling", "jax.random.key(seed), position", "jax.random.key(0), position"),
+        ("engine", "np.full(num_tokens, -1, np.int32)", "np.zeros(num_tokens, np.int32)"),
+    ],
+)
+def test_mutants_are_caught(trace, copied, name, old, new):
+    """Pages given away while held, prefixes mixed up, stale tables, wrong positions, a look into the future."""
+    copies = copied(name, old, new)
+    with pytest.raises((AssertionError, RuntimeError, ValueError)):
+        try_out(copies, trace)
