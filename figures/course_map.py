@@ -17,12 +17,15 @@ CHAPTERS = (
     ("10_online_softmax", "Online softmax", "attention in one pass", "compute"),
     ("11_flash_attention", "FlashAttention-3", "products and exponentials at once", "compute"),
     ("12_flash_attention_backward", "Gradients", "recompute, do not keep", "compute"),
+    ("13_paged_decode", "Paged decode", "one query, pages of keys", "memory"),
+    ("14_ragged_prefill", "Ragged prefill", "sequences of any lengths", "compute"),
+    ("15_serving", "Serving", "an engine made of kernels", "both"),
 )
 COLOURS = {"memory": ORANGE, "compute": BLUE, "both": GREEN}
 
 
 def draw():
-    step, rise = 0.22, 0.5
+    step, rise = 0.17, 0.5
     fig, ax = canvas(7.8, 0.75 + rise * len(CHAPTERS))
     for i, (name, title, adds, bound) in enumerate(CHAPTERS):
         x, y = 0.25 + step * i, 0.5 + rise * i

@@ -189,7 +189,7 @@ def test_notebook_is_whole(path):
     assert ":::" not in "".join(cell.source for cell in notebook.cells), "JupyterLab shows ::: admonitions raw"
 
 
-NOT_RECORDED_YET = {"10_online_softmax"}
+NOT_RECORDED_YET = {"10_online_softmax", "13_paged_decode", "14_ragged_prefill", "15_serving"}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
