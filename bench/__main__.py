@@ -61,7 +61,7 @@ def _measure(*args, **kwargs):
 
 def _run(case: Case, iterations: int, tune: bool) -> bool:
     """Measures and prints one problem. Returns whether its target, if it has one, is reached."""
-    inputs = jax.block_until_ready(case.inputs()) if lab.on_gpu() else [None] * len(case.shapes)
+    inputs = jax.block_until_ready(case.inputs()) if lab.on_gpu() else [None] * len(case.avals)
     impls = {case.impl: case.kernel} | case.peers
     if tune and case.tune and lab.on_gpu():
         print(case.tune(*inputs))

@@ -134,8 +134,13 @@ class Plan:
 
     @property
     def heads(self) -> int:
-        """Of a tile. The last chunk has some of the one before again where they are no multiple."""
+        """Of a tile."""
         return pl.cdiv(self.group, self.chunks)
+
+    @property
+    def shared_heads(self) -> int:
+        """Heads that the last chunk computes again, where a group is no multiple of chunks, and does not store."""
+        return self.chunks * self.heads - self.group
 
     @property
     def wg_queries(self) -> int:
@@ -213,8 +218,8 @@ class Tile:
     def __init__(self, plan: Plan, unit, fields):
         self.unit = unit
         self.token, self.num_q, first_q, self.num_kv, self.first_kv, self.source, self.number = fields
-        self.kv_head, chunk = _divide(unit, plan.chunks), _rem(unit, plan.chunks)
-        self.head = self.kv_head * plan.group + jnp.minimum(chunk * plan.heads, plan.group - plan.heads)
+        self.kv_head, self.chunk = _divide(unit, plan.chunks), _rem(unit, plan.chunks)
+        self.head = self.kv_head * plan.group + jnp.minimum(self.chunk * plan.heads, plan.group - plan.heads)
         self.blocks = blocks_of(plan, first_q, self.num_kv, self.first_kv)
         first, end = self.blocks.seen(0 * unit, plan.queries * plan.heads)
         self.end = jnp.maximum(end, 1)
@@ -303,30 +308,41 @@ def _kernel(
 
 def _store(plan: Plan, tile: Tile, o_smem, out_gmem):
     """Copies the queries out that this warpgroup has, and not those behind them, which belong to the next sequence."""
-    role, heads = lax.axis_index("role"), pl.ds(tile.head, plan.heads)
+    role = lax.axis_index("role")
     first = role * plan.wg_queries
     num = jnp.clip(tile.num_q - first, 0, plan.wg_queries)
 
-    def copy(query, size: int):
+    def copy(query, size: int, skip: int):
+        """`size` queries, without heads that the chunk before has."""
+        heads = pl.ds(tile.head + skip, plan.heads - skip)
         for p in range(plan.pieces):
-            lane, rows = pl.ds(p * PIECE, PIECE), pl.ds(tile.token + first + query, size)
-            source = o_smem.at[p, pl.ds(query, size)]
+            lane, row = pl.ds(p * PIECE, PIECE), tile.token + first + query
             if plan.interpreted:
-                source = o_smem.at[p, pl.ds(query * plan.heads, plan.heads)]
-            plgpu.copy_smem_to_gmem(source, out_gmem.at[rows.start if plan.interpreted else rows, heads, lane])
+                source = o_smem.at[p, pl.ds(query * plan.heads + skip, plan.heads - skip)]
+                plgpu.copy_smem_to_gmem(source, out_gmem.at[row, heads, lane])
+            else:
+                source = o_smem.at[p, pl.ds(query, size), pl.ds(skip, plan.heads - skip)]
+                plgpu.copy_smem_to_gmem(source, out_gmem.at[pl.ds(row, size), heads, lane])
 
-    if plan.interpreted:  # Its shared memory has one view, in which several queries are no box.
-        pl.loop(0, num)(lambda query: copy(query, 1))
-        return
-    pl.when(num == plan.wg_queries)(lambda: copy(0, plan.wg_queries))
+    def copy_all(skip: int):
+        if plan.interpreted:  # Its shared memory has one view, in which several queries are no box.
+            pl.loop(0, num)(lambda query: copy(query, 1, skip))
+            return
+        pl.when(num == plan.wg_queries)(lambda: copy(0, plan.wg_queries, skip))
 
-    @pl.when(num < plan.wg_queries)
-    def _():
-        query = 0 * num
-        for size in (32, 16, 8, 4, 2, 1):
-            if size < plan.wg_queries:
-                pl.when((num & size) != 0)(functools.partial(copy, query, size))
-                query = query + (num & size)
+        @pl.when(num < plan.wg_queries)
+        def _():
+            query = 0 * num
+            for size in (32, 16, 8, 4, 2, 1):
+                if size < plan.wg_queries:
+                    pl.when((num & size) != 0)(functools.partial(copy, query, size, skip))
+                    query = query + (num & size)
+
+    if plan.shared_heads == 0:
+        copy_all(0)
+    else:
+        pl.when(tile.chunk < plan.chunks - 1)(lambda: copy_all(0))
+        pl.when(tile.chunk == plan.chunks - 1)(lambda: copy_all(plan.shared_heads))
 
 
 def _load(plan: Plan, block_tables, queries, keys, values, i, tile: Tile, count, fetch):

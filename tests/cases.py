@@ -8,16 +8,17 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import cookbook
 from cookbook import elementwise, lab
 from cookbook.matmul_blocked import matmul_blocked_reference
 
 # `cookbook.softmax` is the function; its module goes by this name.
-attention, matmul, matmul_fp8, matmul_int8_weights, reduce_sum, rms_norm, softmax = (
-    importlib.import_module(f"cookbook.{op}")
-    for op in ("attention", "matmul", "matmul_fp8", "matmul_int8_weights", "reduce_sum", "rms_norm", "softmax")
-)
+module = lambda op: importlib.import_module(f"cookbook.{op}")
+attention, paged_attention, varlen_attention = map(module, ("attention", "paged_attention", "varlen_attention"))
+matmul, matmul_fp8, matmul_int8_weights = map(module, ("matmul", "matmul_fp8", "matmul_int8_weights"))
+reduce_sum, rms_norm, softmax = map(module, ("reduce_sum", "rms_norm", "softmax"))
 
 LIBRARIES = ("xla", "cublas", "cudnn", "jax_f16")  # The peers that are not this project's own.
 BF16, E4M3 = jnp.bfloat16, jnp.float8_e4m3fn
@@ -51,12 +52,13 @@ class Case:
     headline: bool = False  # Whether the README shows it.
     dtypes: tuple | None = None  # Of the inputs, where they differ from `dtype`, which names the problem.
     derive: object = None  # Makes of these inputs one more, which only peers take.
+    integers: tuple = ()  # Inputs behind the random ones that say where things lie: arrays of int32.
     tune: object = None  # Searches the kernel's configurations for these inputs.
 
     @property
     def counts_flops(self) -> bool:
         """Whether its rate is one of arithmetic, not of memory."""
-        return self.op.startswith(("matmul", "attention"))
+        return self.op.startswith(("matmul", "attention", "varlen", "ragged"))
 
     @property
     def problem(self) -> str:
@@ -65,12 +67,15 @@ class Case:
     @property
     def avals(self) -> list[jax.ShapeDtypeStruct]:
         dtypes = self.dtypes or (self.dtype,) * len(self.shapes)
-        return [jax.ShapeDtypeStruct(*aval) for aval in zip(self.shapes, dtypes, strict=True)]
+        drawn = [jax.ShapeDtypeStruct(*aval) for aval in zip(self.shapes, dtypes, strict=True)]
+        return drawn + [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.integers]
 
     def inputs(self, seed: int = 0):
-        """Random inputs, each its own."""
+        """Random inputs, each its own, and the integers."""
         keys = jax.random.split(jax.random.key(seed), len(self.shapes))
-        drawn = [_draw(key, aval.shape, aval.dtype) for key, aval in zip(keys, self.avals, strict=True)]
+        avals = self.avals[: len(self.shapes)]
+        drawn = [_draw(key, aval.shape, aval.dtype) for key, aval in zip(keys, avals, strict=True)]
+        drawn += [jnp.asarray(x) for x in self.integers]
         return drawn if self.derive is None else [*drawn, jax.jit(self.derive)(*drawn)]
 
 
@@ -195,6 +200,83 @@ def _attention_by_head(q, k, v, **how):
     return jnp.moveaxis(out.reshape(q.shape[0], q.shape[2], q.shape[1], -1), 1, 2)
 
 
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # Of the model whose cache these kernels read.
+
+
+def _block_tables(lens, page_size):
+    """(block tables, number of pages): pages in random order, and 0 behind those that a length needs."""
+    pages = [-(-int(length) // page_size) for length in lens]
+    order, tables = np.random.default_rng(0).permutation(sum(pages)), np.zeros((len(lens), max(pages)), np.int32)
+    for table, mine in zip(tables, np.split(order, np.cumsum(pages)[:-1]), strict=True):
+        table[: len(mine)] = mine
+    return tables, sum(pages)
+
+
+def _gathered(q, k_pages, v_pages, block_tables, kv_lens):
+    """What one writes without a kernel: XLA gathers the pages, and cuDNN's interface of JAX takes lengths."""
+    of = lambda pages: pages[block_tables].reshape(len(q), -1, *pages.shape[2:])
+    return jax.nn.dot_product_attention(
+        q[:, None], of(k_pages), of(v_pages), key_value_seq_lengths=kv_lens, implementation="xla"
+    )[:, 0]
+
+
+def _decode(size, lens, page_size, target=None, **kwargs):
+    lens = np.asarray(lens, np.int32)
+    tables, num_pages = _block_tables(lens, page_size)
+    cache = (num_pages, page_size, KV_HEADS, HEAD_DIM)
+    reference = lambda q, k, v, tables, lens: jax.lax.map(
+        lambda x: paged_attention.paged_attention_reference(x[0][None], k, v, x[1][None], x[2][None])[0][0],
+        (q, tables, lens),
+    )
+    return Case("paged_attention", ((len(lens), HEADS, HEAD_DIM), cache, cache), BF16, cookbook.paged_attention,
+                reference, {"xla": _gathered}, paged_attention.flops(lens, HEADS, HEAD_DIM),
+                paged_attention.bytes_moved(lens, KV_HEADS, HEAD_DIM), f"{size}_page{page_size}", target=target,
+                integers=(tables, lens), **kwargs)  # fmt: skip
+
+
+def _cumulative(lens):
+    return np.cumsum([0, *lens]).astype(np.int32)
+
+
+def _prefill(size, lens, target=None, page_size=None, **kwargs):
+    """Causal. At equal lengths it stands beside `attention`, and through pages beside itself without."""
+    lens = np.asarray(lens, np.int32)
+    total, starts = int(lens.sum()), _cumulative(lens)
+    q, kv = (total, HEADS, HEAD_DIM), (total, KV_HEADS, HEAD_DIM)
+    flops = varlen_attention.flops(lens, lens, HEADS, HEAD_DIM, is_causal=True)
+    nbytes = varlen_attention.bytes_moved(lens, lens, HEADS, KV_HEADS, HEAD_DIM)
+    packed = functools.partial(cookbook.varlen_attention, is_causal=True)
+
+    def by_sequence(q, k, v):
+        """The reference, a sequence at a time."""
+        parts = [slice(start, end) for start, end in itertools.pairwise(starts.tolist())]
+        return jnp.concatenate(
+            [_attention_by_head(q[None, p], k[None, p], v[None, p], is_causal=True)[0] for p in parts]
+        )
+
+    if page_size is None:
+        peers = {}
+        if len(set(lens)) == 1:
+            batch = lambda x: x.reshape(len(lens), -1, *x.shape[1:])
+            peers["attention"] = lambda q, k, v, *_: cookbook.attention(
+                batch(q), batch(k), batch(v), is_causal=True
+            ).reshape(q.shape)
+        return Case("varlen_attention", (q, kv, kv), BF16, lambda q, k, v, cu: packed(q, k, v, cu, cu),
+                    lambda q, k, v, _: by_sequence(q, k, v), peers, flops, nbytes, size, target=target,
+                    integers=(starts,), **kwargs)  # fmt: skip
+    tables, num_pages = _block_tables(lens, page_size)
+    slots = np.concatenate([table[np.arange(n) // page_size] * page_size + np.arange(n) % page_size
+                            for table, n in zip(tables, lens, strict=True)])  # fmt: skip
+    gather = lambda pages: pages.reshape(-1, *pages.shape[2:])[slots]
+    cache = (num_pages, page_size, KV_HEADS, HEAD_DIM)
+    return Case("ragged_paged_attention", (q, cache, cache), BF16,
+                lambda *args: cookbook.ragged_paged_attention(*args[:6]),
+                lambda q, k, v, *_: by_sequence(q, gather(k), gather(v)),
+                {"varlen_attention": lambda q, k, v, tables, lens, cu, kv: packed(q, *kv, cu, cu)}, flops, nbytes,
+                f"{size}_page{page_size}", target=target, integers=(tables, lens, starts),
+                derive=lambda q, k, v, *_: (gather(k), gather(v)), **kwargs)  # fmt: skip
+
+
 def _matmul_f32(m, n, k, **kwargs):
     flops, nbytes = matmul.flops(m, n, k), matmul.bytes_moved(m, n, k, 4)
     peers = {"cublas": functools.partial(jnp.matmul, precision="highest")}
@@ -252,6 +334,24 @@ CASES += [
     _attention(128, 16384, True, None, kv_heads=2),
     _attention(128, 16384, True, None, window=1024),
     *(_attention(h, *size, Target("cudnn"), gradients=True) for h in (64, 128) for size in ATTENTION_SIZES),
+]
+
+
+# What FlashAttention-3 as vLLM ships it reads, in TB/s, or a little more; the rate of mixed lengths is to be 85 % of
+# that of equal ones. Prefill: its TFLOP/s, and 95 % of the rate of this package's own kernels without the ragged part.
+MIXED = np.minimum(np.random.default_rng(0).zipf(1.2, 128), 2**14)
+PREFILL = np.random.default_rng(0).integers(512, 4097, 16)
+for _page in (16, 128):
+    CASES += [
+        _decode("b64_s8192", [8192] * 64, _page, Target(None, rate=4.35), headline=True),
+        _decode("b8_s8192", [8192] * 8, _page, Target(None, rate=3.4)),
+        _decode("b1_s32768", [32768], _page, Target(None, rate=2.7)),
+        _decode("b128_mixed", MIXED, _page, Target(None, rate=0.85 * 4.35)),
+    ]
+CASES += [
+    _prefill("b16_s512to4096", PREFILL, Target(None, rate=535), headline=True),
+    _prefill("b16_s2048", [2048] * 16, Target("attention", 0.95)),
+    *(_prefill("b16_s512to4096", PREFILL, Target("varlen_attention", 0.95), page) for page in (16, 128)),
 ]
 
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import cookbook
 from bench import serving as bench
 from cookbook import lab
 from cookbook.serving import Engine, LlamaConfig, PageAllocator, Request, Scheduler, init, load, save
@@ -280,9 +279,6 @@ def test_engine_in_bfloat16(monkeypatch):
     assert sum(request.num_preempted > 0 for request in requests) >= 5
 
 
-@pytest.mark.skipif(
-    not hasattr(cookbook, "ragged_paged_attention"), reason="cookbook.ragged_paged_attention is not written yet"
-)
 def test_engine_on_the_kernels(monkeypatch):
     """A prompt in two chunks beside one that decodes; on a GPU all of what XLA is tested with."""
     config = dataclasses.replace(CONFIG, dtype="bfloat16", num_hidden_layers=1)

@@ -60,7 +60,9 @@ def _modules_used(tree: ast.Module) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
             names.add(node.attr)
-    names = {name if (PACKAGE / f"{name}.py").exists() else _exports().get(name) for name in names}
+    folders = {name for name in names - {"lab"} if (PACKAGE / name).is_dir()}
+    names = {name if (PACKAGE / f"{name}.py").exists() else _exports().get(name) for name in names - folders}
+    names |= {f"{folder}/{path.stem}" for folder in folders for path in (PACKAGE / folder).glob("*.py")}
     return names - {None, "lab"}
 
 
