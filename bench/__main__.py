@@ -16,6 +16,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jax.numpy as jnp
 
+from bench import serving
 from cookbook import lab
 from tests.cases import CASES, LIBRARIES, Case, mean_ratio, relative_error
 
@@ -24,12 +25,14 @@ ERROR_MAX = 1e-2  # Of a 16-bit result against float32: a rounding is 2e-3. The 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.splitlines()[0])
-    parser.add_argument("op", nargs="?", help="only this op: " + ", ".join(dict.fromkeys(case.op for case in CASES)))
+    parser.add_argument(
+        "op", nargs="?", help="only this op: " + ", ".join([*dict.fromkeys(case.op for case in CASES), "serving"])
+    )
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--tune", action="store_true", help="first search each kernel's configurations, on a GPU")
     args = parser.parse_args()
     cases = [case for case in CASES if args.op in (None, case.op)]
-    if not cases:
+    if not cases and args.op != "serving":
         parser.error(f"no problem of {args.op!r}")
     if not lab.on_gpu():
         print("No Hopper or newer GPU: these are the recorded figures.")
@@ -37,6 +40,9 @@ def main() -> int:
     missed = sum(not _run(case, args.iterations, args.tune) for case in cases)
     if any(case.op == "matmul" for case in cases) and not math.isnan(mean := mean_ratio("matmul")):
         print(f"matmul: geometric mean of its rate over cublas's, as recorded: {mean:.3f}")
+    if args.op in (None, "serving"):
+        print("serving, Llama 3.2 1B's sizes")
+        serving.run()
     print(f"{missed} target(s) missed" if missed else "every target reached")
     return 0
 

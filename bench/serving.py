@@ -1,16 +1,10 @@
-"""Serves one trace of requests on this package's kernels and on plain XLA, and records what that gives.
+"""Serves one trace of requests on this package's kernels and on plain XLA: `python -m bench serving`.
 
-Without a GPU it prints what was recorded; `--tiny` serves a small trace on XLA, on any device, and records nothing.
+`python -m bench.serving` serves a small trace on XLA, on any device, and records nothing.
 """
 
-import argparse
 import dataclasses
-import os
-import sys
 import time
-
-os.environ.setdefault("COOKBOOK_RECORD", "1")
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import numpy as np
 
@@ -102,20 +96,12 @@ def serve(problem: Problem, backend: str, params) -> dict:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.serving", description=__doc__.splitlines()[0])
-    parser.add_argument("--tiny", action="store_true", help="a small trace on XLA, on any device; not recorded")
-    args = parser.parse_args()
-    if args.tiny:
-        _print("xla", serve(TINY, "xla", init(TINY.config)))
-        return 0
-    if not lab.on_gpu():
-        print("No Hopper or newer GPU: these are the recorded figures.")
+def run() -> None:
+    """Serves the large trace on both backends and prints what that gives; what was recorded, where there is no GPU."""
     params = init(LLAMA_1B.config) if lab.on_gpu() else None
     for backend in ("cookbook", "xla"):
         name = f"serving/llama-1b/{LLAMA_1B.num_requests}-requests/{backend}"
         _print(backend, lab.results.value(name, lambda backend=backend: serve(LLAMA_1B, backend, params)))
-    return 0
 
 
 def _print(backend: str, figures: dict | None):
@@ -124,5 +110,5 @@ def _print(backend: str, figures: dict | None):
         print(f"    {name:28s}{value:12.4g}")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+if __name__ == "__main__":  # A small trace on XLA, on any device; not recorded.
+    _print("xla", serve(TINY, "xla", init(TINY.config)))

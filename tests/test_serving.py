@@ -445,11 +445,9 @@ def test_a_request_that_just_fits_is_served():
         engine.submit([1] * 30, 4)
 
 
-def test_bench_serves_a_tiny_trace(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["serving", "--tiny"])
-    assert bench.main() == 0
-    figures = dict(line.split() for line in capsys.readouterr().out.splitlines()[1:])
-    assert float(figures["tokens_per_second"]) > 0 and float(figures["shared_pages"]) > 0
+def test_bench_serves_a_tiny_trace():
+    figures = bench.serve(bench.TINY, "xla", init(bench.TINY.config))
+    assert figures["tokens_per_second"] > 0 and figures["shared_pages"] > 0
 
 
 # Mutants -------------------------------------------------------------------------------------------------------------
