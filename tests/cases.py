@@ -156,7 +156,7 @@ def _attention(head_dim, seq, is_causal, target, kv_heads=None, gradients=False,
     kernel = functools.partial(cookbook.attention, **how, local_window_size=window and (window, 0))
     cudnn = functools.partial(jax.nn.dot_product_attention, **how, local_window_size=window and (window, 0),
                               implementation="cudnn")  # fmt: skip
-    peers = {} if head_dim > 128 else {"cudnn": lambda q, k, v, halves: cudnn(q, k, v)}
+    peers = {} if head_dim > 128 else {"cudnn": lambda q, k, v, halves=None: cudnn(q, k, v)}
     if head_dim <= 128 and not window and kv_heads is None and importlib.util.find_spec("absl"):
         peers["jax_f16"] = functools.partial(_attention_of_jax, is_causal)
     flops = attention.flops(batch, seq, seq, heads, head_dim, is_causal)
@@ -173,9 +173,9 @@ def _attention(head_dim, seq, is_causal, target, kv_heads=None, gradients=False,
     else:
         kernel, reference = first(kernel), first(reference)
     nbytes = attention.bytes_moved(batch, seq, seq, heads, kv_heads or heads, head_dim) * (3 if gradients else 1)
+    scaled = lambda q, k, v: tuple(x.astype(jnp.float16) for x in (q * head_dim**-0.5, k, v))
     return Case("attention", (q, kv, kv), BF16, kernel, reference, peers, flops, nbytes, size, target=target,
-                derive=lambda q, k, v: tuple(x.astype(jnp.float16) for x in (q * head_dim**-0.5, k, v)),
-                **kwargs)  # fmt: skip
+                derive=scaled if "jax_f16" in peers else None, **kwargs)  # fmt: skip
 
 
 def _attention_of_jax(is_causal, q, k, v, halves):
