@@ -16,6 +16,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jax.numpy as jnp
 
+import cookbook
 from bench import serving
 from cookbook import lab
 from tests.cases import CASES, LIBRARIES, Case, mean_ratio, relative_error
@@ -40,6 +41,9 @@ def main() -> int:
     missed = sum(not _run(case, args.iterations, args.tune) for case in cases)
     if any(case.op == "matmul" for case in cases) and not math.isnan(mean := mean_ratio("matmul")):
         print(f"matmul: geometric mean of its rate over cublas's, as recorded: {mean:.3f}")
+    for op in ("paged_attention", "ragged_paged_attention"):
+        if args.op in (None, op):
+            _print_dispatch(op)
     if args.op in (None, "serving"):
         print("serving, Llama 3.2 1B's sizes")
         serving.run()
@@ -56,6 +60,29 @@ def _ceilings(iterations: int):
     flops, nbytes = 2 * size**3, 6 * size**2
     lab.measure(jnp.matmul, a, b, problem="ceiling/matmul/bf16", impl="cublas", flops=flops, nbytes=nbytes,
                 iterations=iterations)  # fmt: skip
+
+
+def _print_dispatch(op: str, calls: int = 1000):
+    """Microseconds that the host takes for a call, beyond those of a plain XLA operation of the same arguments."""
+
+    def microseconds(fn, *args) -> float:
+        jax.block_until_ready(fn(*args))
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = fn(*args)
+        seconds = time.perf_counter() - start  # The GPU, which may still be at work, is not waited for.
+        jax.block_until_ready(out)
+        return 1e6 * seconds / calls
+
+    def compare() -> dict:
+        q, pages = jnp.ones((1, 8, 128), jnp.bfloat16), jnp.ones((4, 16, 8, 128), jnp.bfloat16)
+        args = [q, pages, pages, jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)]
+        args += [jnp.arange(2, dtype=jnp.int32)] if op.startswith("ragged") else []
+        ours, xla = microseconds(getattr(cookbook, op), *args), microseconds(jax.jit(lambda *args: args[0] + 1), *args)
+        return dict(ours=ours, xla=xla, more=ours - xla)
+
+    if found := lab.results.value(f"dispatch/{op}", compare):
+        print(f"{op}: a call takes the host {found['ours']:.0f} us, an XLA operation {found['xla']:.0f} us")
 
 
 def _measure(*args, **kwargs):

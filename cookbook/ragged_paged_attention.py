@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from cookbook._attention import check_numbers
 from cookbook.attention import Config
 from cookbook.paged_attention import check_cache
-from cookbook.varlen_attention import Pages, run, starts_of, varlen_attention_reference
+from cookbook.varlen_attention import Pages, run, varlen_attention_reference
 
 
 def ragged_paged_attention_reference(
@@ -90,10 +90,8 @@ def ragged_paged_attention(
       ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
     """
     _check(q, k_pages, v_pages, block_tables, kv_lens, cu_seqlens_q, scale, logits_soft_cap, local_window_size)
-    pages = Pages(*k_pages.shape[:2], block_tables.shape[1])
-    kv_lens = jnp.clip(kv_lens, 0, pages.pages_per_seq * pages.page_size)
     return run(
-        "ragged_paged_attention", q, k_pages, v_pages, block_tables, starts_of(cu_seqlens_q, len(q)),
-        jnp.zeros_like(kv_lens), kv_lens, pages=pages, is_causal=True, scale=scale,
+        "ragged_paged_attention", q, k_pages, v_pages, block_tables, cu_seqlens_q, kv_lens,
+        pages=Pages(*k_pages.shape[:2], block_tables.shape[1]), is_causal=True, scale=scale,
         local_window_size=local_window_size, logits_soft_cap=logits_soft_cap, return_lse=return_lse, config=config,
     )  # fmt: skip

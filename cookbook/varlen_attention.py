@@ -452,7 +452,7 @@ def _clear(plan: Plan, values, first, end):
     plgpu.commit_smem()
 
 
-def starts_of(cu_seqlens, num_rows: int):
+def _starts(cu_seqlens, num_rows: int):
     """`cu_seqlens`, cut at the number of rows, and never going back."""
     return lax.cummax(jnp.clip(cu_seqlens.astype(jnp.int32), 0, num_rows))
 
@@ -505,12 +505,18 @@ def _lse_of_rows(plan: Plan, lse, starts, first_tiles):
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "params", "return_lse"))
-def _forward(q, k, v, block_tables, starts_q, kv_first, kv_lens, *, plan: Plan, params, return_lse: bool):
-    """(out, lse), the second of them None unless it is asked for."""
+def _forward(q, k, v, block_tables, cu_seqlens_q, kv_where, *, plan: Plan, params, return_lse: bool):
+    """(out, lse), the second of them None unless it is asked for. `kv_where`: the lengths of sequences in pages, else
+    cu_seqlens_kv."""
     c = plan.config
-    table, num_tiles, places = _tiles(plan, starts_q, kv_first, kv_lens)
-    if not plan.pages:
+    if plan.pages:
+        kv_lens = jnp.clip(kv_where, 0, plan.pages.pages_per_seq * plan.pages.page_size)
+        kv_first = jnp.zeros_like(kv_lens)
+    else:
         v = jnp.pad(v, [(0, -len(v) % ROW_UNIT), (0, 0), (0, 0)])
+        kv_starts = _starts(kv_where, len(k))
+        kv_first, kv_lens = kv_starts[:-1], kv_starts[1:] - kv_starts[:-1]
+    table, num_tiles, places = _tiles(plan, _starts(cu_seqlens_q, len(q)), kv_first, kv_lens)
     out, lse = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=[
@@ -527,7 +533,7 @@ def _forward(q, k, v, block_tables, starts_q, kv_first, kv_lens, *, plan: Plan, 
     return out, _lse_of_rows(plan, lse, *places) if return_lse else None
 
 
-def run(op, q, k, v, block_tables, starts_q, kv_first, kv_lens, *, pages, is_causal, scale, local_window_size,
+def run(op, q, k, v, block_tables, cu_seqlens_q, kv_where, *, pages, is_causal, scale, local_window_size,
         logits_soft_cap, return_lse, config):  # fmt: skip
     """What both functions do once their arguments are checked."""
     target = _mgpu.require_target(op)
@@ -535,8 +541,9 @@ def run(op, q, k, v, block_tables, starts_q, kv_first, kv_lens, *, pages, is_cau
     left, right = window(is_causal, local_window_size)
     config = config or default_config(head_dim, (left, right) != (None, None))
     plan = Plan(
-        num_tokens, len(kv_lens), num_heads, k.shape[-2], head_dim, q.dtype, scale or head_dim**-0.5, logits_soft_cap,
-        left, right, pages, config, target.num_sms, interpreted=target.name == "the GPU interpreter",
+        num_tokens, len(cu_seqlens_q) - 1, num_heads, k.shape[-2], head_dim, q.dtype, scale or head_dim**-0.5,
+        logits_soft_cap, left, right, pages, config, target.num_sms,
+        interpreted=target.name == "the GPU interpreter",
     )  # fmt: skip
     if (need := config.smem_bytes(head_dim) + 8) > _mgpu.SMEM_BYTES_MAX:
         raise ValueError(
@@ -544,7 +551,7 @@ def run(op, q, k, v, block_tables, starts_q, kv_first, kv_lens, *, pages, is_cau
             f"{_mgpu.SMEM_BYTES_MAX}: fewer stages or smaller blocks"
         )
     out, lse = _forward(
-        q, k, v, block_tables, starts_q, kv_first, kv_lens, plan=plan, params=_mgpu.compiler_params(approx_math=True),
+        q, k, v, block_tables, cu_seqlens_q, kv_where, plan=plan, params=_mgpu.compiler_params(approx_math=True),
         return_lse=return_lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
@@ -600,10 +607,8 @@ def varlen_attention(
     """
     _check(q, k, v, cu_seqlens_q, cu_seqlens_kv)
     check_numbers("cookbook.varlen_attention", scale, logits_soft_cap, local_window_size)
-    kv_starts = starts_of(cu_seqlens_kv, len(k))
     return run(
-        "varlen_attention", q, k, v, (), starts_of(cu_seqlens_q, len(q)), kv_starts[:-1],
-        kv_starts[1:] - kv_starts[:-1], pages=None, is_causal=is_causal, scale=scale,
+        "varlen_attention", q, k, v, (), cu_seqlens_q, cu_seqlens_kv, pages=None, is_causal=is_causal, scale=scale,
         local_window_size=local_window_size, logits_soft_cap=logits_soft_cap, return_lse=return_lse, config=config,
     )  # fmt: skip
 

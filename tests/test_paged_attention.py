@@ -79,6 +79,18 @@ def test_windows_soft_caps_and_scales(how):
     check(*operands([300, 70, 71, 72, 0, 1]), **how)
 
 
+@pytest.mark.parametrize("block_kv, num_stages", [(64, 2), (64, 4), (128, 2)])
+def test_sizes_of_an_earlier_attempt(block_kv, num_stages):
+    """Blocks of 64 query rows, of keys, and stages, at which an earlier kernel did not compile: right."""
+    check(*operands([300, 100], head_dim=128), config=Config(block_kv, num_stages))
+
+
+@pytest.mark.parametrize("block_kv, num_stages", [(64, 8), (128, 4)])
+def test_sizes_that_do_not_fit_are_refused_before_launch(block_kv, num_stages):
+    with pytest.raises(ValueError, match="bytes of shared memory .* fewer stages or smaller blocks"):
+        lab.run(functools.partial(paged_attention, config=Config(block_kv, num_stages)), *operands([9], head_dim=128))
+
+
 def test_mixed_lengths_on_few_parts():
     """Parts of many sequences, and sequences of many parts, lead to the same result."""
     lens = [1, 700, 3, 64, 0, 129, 250]

@@ -108,6 +108,12 @@ def test_pages_with_windows_and_soft_caps(how):
     check(*paged(), fn=ragged_paged_attention, **how)
 
 
+@pytest.mark.parametrize("config", [Config(64, 2), Config(64, 4), Config(128, 2)], ids=str)
+def test_sizes_of_an_earlier_attempt(config):
+    """Blocks of 128 query rows, of keys, and stages, at which an earlier kernel did not compile: right."""
+    check(*paged([40, 1], [100, 140], head_dim=128), fn=ragged_paged_attention, config=config)
+
+
 def test_ids_out_of_range_read_zeros():
     args = paged([20, 30], [60, 30])
     wrong = jnp.asarray([-1, 2**31 - 1, args[1].shape[0]], jnp.int32)
