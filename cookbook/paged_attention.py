@@ -53,7 +53,7 @@ from cookbook._attention import LOG2E, PIECE, ROWS, check_numbers, row_tiles, wi
 QUERY_ROWS = 64  # Of a WGMMA: query heads that share keys, and rows that nobody looks at.
 PAGE_SIZES, HEAD_DIMS = (16, 32, 64, 128, 256), (64, 128, 256)
 COMPUTE, MEMORY = 0, 1  # Warpgroups by their role.
-REGISTERS = (240, 40)  # A thread of each.
+REGISTERS = (256, 56)  # A thread of each.
 PIECES_AT_ONCE = 8  # That are merged together.
 
 
@@ -191,45 +191,87 @@ class Plan:
             freed=plgpu.Barrier(num_barriers=c.num_stages),
         )
 
+    def length(self, kv_len):
+        """Cut at what the block table holds."""
+        return jnp.clip(kv_len, 0, self.pages_per_seq * self.page_size)
+
     def blocks(self, kv_len):
-        """(first, end) of the blocks of keys that the last of so many tokens sees; one, if only to find none."""
-        lib_div = lambda x: lax.div(x, jnp.int32(self.config.block_kv))
-        first = 0 * kv_len if self.left is None else lib_div(jnp.maximum(kv_len - 1 - self.left, 0))
-        return first, jnp.maximum(lib_div(kv_len + self.config.block_kv - 1), first + 1)
+        """(first, number) of the blocks of keys that the last of so many tokens sees; one, if only to find none."""
+        kv_len = self.length(kv_len)
+        first = (
+            0 * kv_len if self.left is None else _divide(jnp.maximum(kv_len - 1 - self.left, 0), self.config.block_kv)
+        )
+        return first, jnp.maximum(_divide(kv_len + self.config.block_kv - 1, self.config.block_kv) - first, 1)
+
+    def start(self, part, num_blocks):
+        """The first block of a part: the first parts have one more where they cannot all have as many."""
+        return part * _divide(num_blocks, self.num_parts) + jnp.minimum(part, _rem(num_blocks, self.num_parts))
+
+    def part_of(self, block, num_blocks):
+        """The part that has a block."""
+        share, extra = _divide(num_blocks, self.num_parts), _rem(num_blocks, self.num_parts)
+        in_long_ones = lax.div(block, share + 1)
+        return jnp.where(block < extra * (share + 1), in_long_ones, lax.div(block - extra, jnp.maximum(share, 1)))
+
+
+def _divide(number, by: int):
+    return lax.div(number, jnp.int32(by))
+
+
+def _rem(number, by: int):
+    return lax.rem(number, jnp.int32(by))
+
+
+class Part:
+    """What a block of threads computes: `steps` blocks of keys, from block `begin` of `first_unit` on, in so many
+    `pieces`. `ends` are those of the sequences in the row of all blocks, and `seqs` the first sequence of each part."""
+
+    def __init__(self, plan: Plan, ends, seqs, kv_lens, part):
+        starts, units, begins = [], [], []
+        for p in (part, part + 1):
+            starts.append(plan.start(p, ends[plan.num_seqs - 1]))
+            seq = jnp.minimum(seqs[p], plan.num_seqs - 1)
+            _, steps = plan.blocks(kv_lens[seq])
+            in_seq = starts[-1] - ends[seq] + plan.units_per_seq * steps
+            units.append(seq * plan.units_per_seq + lax.div(in_seq, steps))
+            begins.append(lax.rem(in_seq, steps))
+        self.first_unit, self.begin, self.steps = units[0], begins[0], starts[1] - starts[0]
+        end = units[1] + jnp.where(begins[1] > 0, 1, 0)
+        self.pieces = jnp.where(self.steps > 0, end - self.first_unit, 0)
 
 
 class Piece:
     """What a part has of a unit: blocks `first` to `first + steps` of its keys."""
 
     def __init__(self, plan: Plan, kv_lens, unit, begin, remaining):
-        divide = lambda x, n: (lax.div(x, jnp.int32(n)), lax.rem(x, jnp.int32(n)))
-        self.unit = unit
-        self.seq, in_seq = divide(unit, plan.units_per_seq)
-        self.kv_head, chunk = divide(in_seq, plan.chunks)
-        self.head = self.kv_head * plan.group + chunk * plan.rows
-        self.kv_len = kv_lens[self.seq]
-        first, end = plan.blocks(self.kv_len)
+        self.unit, self.seq = unit, _divide(unit, plan.units_per_seq)
+        in_seq = _rem(unit, plan.units_per_seq)
+        self.kv_head = _divide(in_seq, plan.chunks)
+        self.head = self.kv_head * plan.group + _rem(in_seq, plan.chunks) * plan.rows
+        self.kv_len = plan.length(kv_lens[self.seq])
+        first, steps = plan.blocks(self.kv_len)
         self.first = first + begin
-        self.steps = jnp.minimum(end - self.first, remaining)
+        self.steps = jnp.minimum(steps - begin, remaining)
 
 
 def _kernel(
-    parts, kv_lens, block_tables, q_gmem, k_gmem, v_gmem, out_gmem, lse_gmem, *, plan: Plan, q_and_out, k_smem, v_smem,
-    q_filled, q_freed, filled, freed,
+    ends, seqs, kv_lens, block_tables, q_gmem, k_gmem, v_gmem, out_gmem, lse_gmem, *, plan: Plan, q_and_out, k_smem,
+    v_smem, q_filled, q_freed, filled, freed,
 ):  # fmt: skip
     c, role, part = plan.config, lax.axis_index("role"), lax.axis_index("part")
     q_smem, q_tma, o_smem = q_and_out if not plan.interpreted else (q_and_out[0], *q_and_out)
 
     def for_each_piece(body):
         """`body(i, piece, count)` for the pieces of this part; `count` are the steps before. Returns those of all."""
-        first_unit, begin, steps, pieces = (parts[part, i] for i in range(4))
+        mine = Part(plan, ends, seqs, kv_lens, part)
 
         def one(i, count):
-            piece = Piece(plan, kv_lens, first_unit + i, jnp.where(i == 0, begin, 0), steps - count)
+            begin = jnp.where(i == 0, mine.begin, 0)
+            piece = Piece(plan, kv_lens, mine.first_unit + i, begin, mine.steps - count)
             body(i, piece, count)
             return count + piece.steps
 
-        return lax.fori_loop(0, pieces, one, jnp.int32(0)), pieces
+        return lax.fori_loop(0, mine.pieces, one, jnp.int32(0)), mine.pieces
 
     @pl.when(role == COMPUTE)
     def _():
@@ -260,7 +302,7 @@ def _kernel(
 
 
 def _slot(plan: Plan, step):
-    return lax.rem(step, jnp.int32(plan.config.num_stages))
+    return _rem(step, plan.config.num_stages)
 
 
 def _load(plan: Plan, block_tables, query, keys, values, filled, freed, i, piece: Piece, count):
@@ -272,7 +314,7 @@ def _load(plan: Plan, block_tables, query, keys, values, filled, freed, i, piece
         """Where the copies of a block read: pages, and the first token in each."""
         first = (piece.first + step) * c.block_kv
         positions = [first + j * tokens for j in range(plan.copies)]
-        columns = [lax.div(position, jnp.int32(plan.page_size)) for position in positions]
+        columns = [_divide(position, plan.page_size) for position in positions]
         ids = [block_tables[piece.seq, jnp.minimum(column, plan.pages_per_seq - 1)] for column in columns]
         return [jnp.where((page >= 0) & (page < plan.num_pages), page, plan.num_pages) for page in ids]
 
@@ -280,7 +322,7 @@ def _load(plan: Plan, block_tables, query, keys, values, filled, freed, i, piece
         slot = _slot(plan, count + step)
         found_next = pages(step + 1)  # On their way while this one waits.
         pl.when(count + step >= c.num_stages)(lambda: plgpu.barrier_wait(freed.at[slot]))
-        first = lax.rem((piece.first + step) * c.block_kv, jnp.int32(plan.page_size)) if plan.copies == 1 else 0
+        first = _rem((piece.first + step) * c.block_kv, plan.page_size) if plan.copies == 1 else 0
         for j, page in enumerate(found):
             for gmem, smem in (keys, values):
                 source = gmem.at[page, pl.ds(first, tokens), piece.kv_head]
@@ -338,10 +380,10 @@ def _compute(plan: Plan, q_smem, k_smem, v_smem, q_filled, filled, freed, piece:
     acc = plgpu.layout_cast(jnp.zeros((QUERY_ROWS, plan.head_dim), jnp.float32), plgpu.Layout.WGMMA)
     carry = acc, numbers(-jnp.inf), numbers(0.0)
     # Steps whose tokens are all seen lie between `start` and `stop`.
-    end = jnp.clip(lax.div(piece.kv_len, jnp.int32(c.block_kv)) - piece.first, 0, piece.steps)
+    end = jnp.clip(_divide(piece.kv_len, c.block_kv) - piece.first, 0, piece.steps)
     start = jnp.int32(0)
     if plan.left is not None:
-        start = jnp.clip(lax.div(low + c.block_kv - 1, jnp.int32(c.block_kv)) - piece.first, 0, end)
+        start = jnp.clip(_divide(low + c.block_kv - 1, c.block_kv) - piece.first, 0, end)
     plgpu.barrier_wait(q_filled)
     if plan.left is not None:
         carry = lax.fori_loop(0, start, functools.partial(step, masked=True), carry)
@@ -368,12 +410,11 @@ def _merge(ends, kv_lens, part_gmem, part_lse_gmem, out_gmem, lse_gmem, *, plan:
     unit, rows = lax.axis_index("unit"), plan.rows_at_once
     first_row = lax.axis_index("rows") * rows
     shape = (rows * plan.head_dim,)
-    seq = lax.div(unit, jnp.int32(plan.units_per_seq))
-    first, end = plan.blocks(kv_lens[seq])
-    last = ends[seq] - (plan.units_per_seq - 1 - lax.rem(unit, jnp.int32(plan.units_per_seq))) * (end - first) - 1
-    part_of = functools.partial(_part_of, plan, ends[plan.num_seqs - 1])
-    first_piece, last_piece = unit + part_of(last - (end - first) + 1), unit + part_of(last)
-    which = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 0), jnp.int32(plan.head_dim))
+    seq, num_blocks = _divide(unit, plan.units_per_seq), ends[plan.num_seqs - 1]
+    _, steps = plan.blocks(kv_lens[seq])
+    end = ends[seq] - (plan.units_per_seq - 1 - _rem(unit, plan.units_per_seq)) * steps
+    first_piece, last_piece = (unit + plan.part_of(block, num_blocks) for block in (end - steps, end - 1))
+    which = _divide(plgpu.broadcasted_iota(jnp.int32, shape, 0), plan.head_dim)
     of_rows = lambda numbers: functools.reduce(lambda a, r: jnp.where(which == r, numbers[r], a), range(1, rows),
                                                jnp.full(shape, numbers[0]))  # fmt: skip
 
@@ -399,7 +440,7 @@ def _merge(ends, kv_lens, part_gmem, part_lse_gmem, out_gmem, lse_gmem, *, plan:
 
     numbers = lambda value: [jnp.float32(value) + 0.0 * unit.astype(jnp.float32) for _ in range(rows)]
     carry = jnp.zeros(shape, jnp.float32), numbers(-jnp.inf), numbers(0.0)
-    groups = lax.div(last_piece - first_piece, jnp.int32(PIECES_AT_ONCE)) + 1
+    groups = _divide(last_piece - first_piece, PIECES_AT_ONCE) + 1
     acc, m, total = lax.fori_loop(0, groups, some, carry)
     out = acc * of_rows([jnp.where(x > 0, 1 / x, 0.0) for x in total])
     out_gmem[unit, pl.ds(first_row * plan.head_dim, rows * plan.head_dim)] = out.astype(plan.dtype)
@@ -408,41 +449,19 @@ def _merge(ends, kv_lens, part_gmem, part_lse_gmem, out_gmem, lse_gmem, *, plan:
         lse_gmem[unit, first_row + r] = jnp.where(total[r] > 0, lse, -jnp.inf)
 
 
-def _part_of(plan: Plan, num_blocks, block):
-    """Which part has a block: the first ones have one block more where they can not all have as many."""
-    share, extra = lax.div(num_blocks, jnp.int32(plan.num_parts)), lax.rem(num_blocks, jnp.int32(plan.num_parts))
-    in_long_ones = lax.div(block, share + 1)
-    return jnp.where(block < extra * (share + 1), in_long_ones, lax.div(block - extra, jnp.maximum(share, 1)))
-
-
-def _parts(plan: Plan, kv_lens):
-    """Of each part its first unit, the first block in that, how many blocks it has, and of how many units; and the
-    ends of the sequences in the row of all blocks."""
-    first, end = plan.blocks(kv_lens)
-    ends = jnp.cumsum((end - first) * plan.units_per_seq, dtype=jnp.int32)
-    share, extra = jnp.divmod(ends[-1], plan.num_parts)
-    part = jnp.arange(plan.num_parts + 1, dtype=jnp.int32)
-    starts = part * share + jnp.minimum(part, extra)
-
-    def unit_of(block):
-        """(unit, block in the unit)."""
-        seq = jnp.searchsorted(ends, block, side="right", method="compare_all").astype(jnp.int32)
-        seq = jnp.minimum(seq, plan.num_seqs - 1)
-        steps = (end - first)[seq]
-        unit, begin = jnp.divmod(block - ends[seq] + plan.units_per_seq * steps, steps)
-        return seq * plan.units_per_seq + unit, begin
-
-    unit, begin = unit_of(starts[:-1])
-    steps = starts[1:] - starts[:-1]
-    units = jnp.where(steps > 0, unit_of(starts[1:] - 1)[0] - unit + 1, 0)
-    return jnp.stack([unit, begin, steps, units], axis=1), ends
+def _ends_and_seqs(plan: Plan, kv_lens):
+    """What `Part` takes: in two small kernels of XLA, once for all layers of a model under one `jax.jit`."""
+    _, steps = plan.blocks(kv_lens)
+    seq = jnp.arange(plan.num_seqs)
+    ends = jnp.sum(jnp.where(seq <= seq[:, None], plan.units_per_seq * steps, 0), axis=1, dtype=jnp.int32)
+    starts = plan.start(jnp.arange(plan.num_parts + 1, dtype=jnp.int32), ends[-1])
+    return ends, jnp.sum(ends <= starts[:, None], axis=1, dtype=jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
 def _decode(q, k_pages, v_pages, block_tables, kv_lens, *, plan: Plan, params):
     """(out, lse)."""
-    kv_lens = jnp.clip(kv_lens.astype(jnp.int32), 0, plan.pages_per_seq * plan.page_size)
-    parts, ends = _parts(plan, kv_lens)
+    ends, seqs = _ends_and_seqs(plan, kv_lens)
     num_pieces = plan.num_units + plan.num_parts
     part_out, part_lse = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
@@ -456,7 +475,7 @@ def _decode(q, k_pages, v_pages, block_tables, kv_lens, *, plan: Plan, params):
         thread_name="role",
         scratch_types=plan.scratch,
         compiler_params=params,
-    )(parts, kv_lens, block_tables.astype(jnp.int32), q, k_pages, v_pages)
+    )(ends, seqs, kv_lens, block_tables, q, k_pages, v_pages)
     row = plan.stored_rows * plan.head_dim
     out, lse = plgpu.kernel(
         functools.partial(_merge, plan=plan),

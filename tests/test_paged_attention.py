@@ -91,37 +91,31 @@ def test_sizes_that_do_not_fit_are_refused_before_launch(block_kv, num_stages):
         lab.run(functools.partial(paged_attention, config=Config(block_kv, num_stages)), *operands([9], head_dim=128))
 
 
-def test_mixed_lengths_on_few_parts():
-    """Parts of many sequences, and sequences of many parts, lead to the same result."""
+@pytest.mark.parametrize("num_parts", [1, 2, 7, 132])
+def test_every_block_has_its_part(num_parts):
+    """Parts of equal length take all blocks in their order, whatever the lengths of sequences are, and what the second
+    kernel computes of them is what the first was given."""
     lens = [1, 700, 3, 64, 0, 129, 250]
-    args = operands(lens, heads=2, kv_heads=1)
-    for num_sms in (1, 2, 7, 132):
-        with _mgpu.building_for(_mgpu.Target("the GPU interpreter", num_sms)):
-            parts, ends = module._parts(plan(args, num_sms), args[-1])
-        blocks = np.maximum(-(-np.array(lens) // 64), 1)
-        assert parts[:, 2].sum() == blocks.sum() == ends[-1] and np.ptp(parts[:, 2]) <= 1
-        starts = np.cumsum(parts[:, 2]) - parts[:, 2]
-        for (unit, begin, steps, units), start in zip(np.asarray(parts), np.asarray(starts), strict=True):
-            if steps:
-                assert blocks[:unit].sum() + begin == start
-                assert blocks[: unit + units].sum() >= start + steps > blocks[: unit + units - 1].sum()
-
-
-def plan(args, num_parts):
-    q, k_pages, _, tables, _ = args
-    return module.Plan(
+    q, k_pages, _, tables, kv_lens = operands(lens, heads=2, kv_heads=1)
+    plan = module.Plan(
         *q.shape[:2], k_pages.shape[2], q.shape[2], k_pages.shape[0], k_pages.shape[1], tables.shape[1], q.dtype, 1.0,
         None, None, SMALL, num_parts, interpreted=True,
     )  # fmt: skip
-
-
-def test_every_block_has_its_part():
-    """What the second kernel computes of the parts is what the first was given."""
-    args = operands([1, 700, 3], heads=2, kv_heads=1)
-    for num_parts in (1, 2, 7, 132):
-        steps = np.asarray(module._parts(plan(args, num_parts), args[-1])[0][:, 2])
-        found = [int(module._part_of(plan(args, num_parts), jnp.int32(13), jnp.int32(block))) for block in range(13)]
-        assert found == np.repeat(np.arange(num_parts), steps).tolist()
+    blocks = np.maximum(-(-np.array(lens) // 64), 1)
+    unit_starts, taken = np.cumsum(blocks) - blocks, []
+    parts = [module.Part(plan, *module._ends_and_seqs(plan, kv_lens), kv_lens, p) for p in range(num_parts)]
+    for number, part in enumerate(parts):
+        first, begin, steps, pieces = (int(x) for x in (part.first_unit, part.begin, part.steps, part.pieces))
+        taken += [number] * steps
+        if steps:
+            assert unit_starts[first] + begin == len(taken) - steps and begin < blocks[first]
+            assert (
+                unit_starts[first + pieces - 1]
+                < len(taken)
+                <= unit_starts[first + pieces - 1] + blocks[first + pieces - 1]
+            )
+    assert len(taken) == blocks.sum() and max(np.bincount(taken, minlength=num_parts)) - len(taken) // num_parts <= 1
+    assert [int(plan.part_of(jnp.int32(block), jnp.int32(len(taken)))) for block in range(len(taken))] == taken
 
 
 def test_pages_may_be_shared():
@@ -192,7 +186,7 @@ def test_what_the_compiler_makes_of_it(head_dim, page_size):
     need = module.default_config(head_dim).smem_bytes(head_dim)
     assert need <= compiled.smem_bytes <= need + 2560 and not compiled.remarks
     # With heads of 256 some numbers of a piece are spilled, outside of the loops.
-    assert compiled.spill_bytes <= (48 if head_dim == 256 else 0)
+    assert compiled.spill_bytes <= (88 if head_dim == 256 else 0)
 
 
 Q, PAGES = jnp.ones((2, 4, 64), jnp.bfloat16), jnp.ones((3, 16, 2, 64), jnp.bfloat16)
