@@ -1,0 +1,212 @@
+"""Chapter 15's exercises: when pages run out, the slot of a new token, a step under a budget, letting go of pages."""
+
+import copy
+
+import numpy as np
+from exercises.judge import NotYet, checker
+
+FITS = [  # lengths, num_pages, page_size: on a page's edge, in its middle, alone, many, with room to spare.
+    ([16], 1, 16),
+    ([15], 1, 16),
+    ([1], 1, 16),
+    ([16, 16], 3, 16),
+    ([15, 16], 3, 16),
+    ([3, 7, 12], 8, 4),
+    ([5, 5, 5, 5], 11, 4),
+    ([30, 2, 17], 5, 16),
+    ([30, 2, 17], 9, 16),
+    ([100], 100, 16),
+    ([1, 2, 3, 4, 5, 6, 7, 8], 12, 8),
+    ([1], 3, 1),
+]
+STEPS = [  # uncomputed, budget.
+    ([1, 1, 1], 3),
+    ([1, 1, 1], 8),
+    ([10], 4),
+    ([10, 1], 4),
+    ([1, 10, 1], 8),
+    ([10, 10, 1], 8),
+    ([3, 10, 1, 1], 8),
+    ([3, 2, 1, 4], 32),
+    ([50, 1, 1, 1], 3),
+    ([5, 5, 5], 10),
+    ([2, 2, 2, 1], 4),
+    ([7, 1, 6, 1, 5], 12),
+    ([], 4),
+]
+
+
+@checker
+def check_steps_that_fit(answer) -> str:
+    """Exercise 1: `answer(lengths, num_pages, page_size)` is how many steps all sequences can take."""
+    for lengths, num_pages, page_size in FITS:
+        where = f"for lengths = {lengths}, num_pages = {num_pages}, page_size = {page_size}"
+        given = answer(list(lengths), num_pages, page_size)
+        if given is None:
+            raise NotYet("steps_that_fit returns None: write its body.")
+        try:
+            given = int(given)
+        except (TypeError, ValueError) as error:
+            raise NotYet(f"{where}, the answer is {given!r}; it must be a number.") from error
+        need = lambda steps, lengths=lengths, size=page_size: sum(-(-(n + steps) // size) for n in lengths)
+        exact = 0
+        while need(exact + 1) <= num_pages:
+            exact += 1
+        if given == exact:
+            continue
+        slots = (num_pages * page_size - sum(lengths)) // len(lengths)
+        free = num_pages - need(0)
+        for wrong, hint in (
+            (exact + 1, "that step is the first that does not fit: how many go by before it?"),
+            (
+                slots,
+                "the free slots, shared out. But a page belongs to one sequence, and the rest of it to nobody else.",
+            ),
+            (free * page_size // len(lengths), "those are the pages left; the last page of a sequence has room too."),
+            (min(-n % page_size for n in lengths), "that is until someone needs a page; the pool may still have some."),
+        ):
+            if given == wrong:
+                raise NotYet(f"{where}, the answer is {given}: {hint}")
+        what = f"after {given} steps the sequences need {need(given)} pages" if given > exact else (
+            f"even {exact} steps fit, with {need(exact)} pages"
+        )  # fmt: skip
+        raise NotYet(f"{where}, the answer is {given}, and {what}.")
+    return "Each sequence rounds up for itself. In the next step somebody is preempted."
+
+
+@checker
+def check_next_slot(answer) -> str:
+    """Exercise 2: `answer(pages, num_computed, free, page_size)` is the next token's slot; it may take a page."""
+    cases = (
+        ([7, 2], 20, [5, 9], 16),
+        ([7, 2], 32, [5, 9], 16),
+        ([7, 2], 31, [5, 9], 16),
+        ([], 0, [3], 16),
+        ([4], 16, [], 16),
+        ([4], 15, [], 16),
+        ([], 0, [], 16),
+        ([8, 1, 6], 11, [2], 4),
+        ([8, 1, 6], 12, [2, 0], 4),
+    )
+    for pages, num_computed, free, page_size in cases:
+        where = f"for pages = {pages}, num_computed = {num_computed}, free = {free}, page_size = {page_size}"
+        given_pages, given_free = list(pages), list(free)
+        slot = answer(given_pages, num_computed, given_free, page_size)
+        if slot is None:
+            raise NotYet("next_slot returns None: write its body.")
+        needs = num_computed == len(pages) * page_size
+        if needs and not free:
+            if slot != -1:
+                raise NotYet(f"{where}, the slot is {slot}; there is no page for it, so it must be -1.")
+            if given_pages != pages or given_free != free:
+                raise NotYet(f"{where}, there is no page: nothing must change, and pages are {given_pages}.")
+            continue
+        want_pages, want_free = (pages + free[-1:], free[:-1]) if needs else (pages, free)
+        exact = want_pages[num_computed // page_size] * page_size + num_computed % page_size
+        if not needs and len(given_pages) > len(pages):
+            raise NotYet(f"{where}, a page is taken, and the last one still has room.")
+        if needs and given_pages == pages:
+            raise NotYet(f"{where}, all pages are full, and none is taken: it must be added to pages.")
+        if given_pages != want_pages:
+            raise NotYet(f"{where}, pages are {given_pages} afterwards; they must be {want_pages}: the last of free.")
+        if given_free != want_free:
+            raise NotYet(f"{where}, free is {given_free} afterwards: a page is in use and free at the same time.")
+        if slot != exact:
+            hint = {
+                want_pages[num_computed // page_size]: "that is the page; the slot counts tokens.",
+                num_computed: "that is the position in the sequence; its pages are anywhere.",
+                exact + 1: "places in a page are counted from 0.",
+            }.get(slot, "which page, and which place in it?")
+            raise NotYet(f"{where}, the slot is {slot}; it must be {exact}: {hint}")
+    return "Page times page size plus place: what write_kv stores by."
+
+
+@checker
+def check_share_out(answer) -> str:
+    """Exercise 3: `answer(uncomputed, budget)` is how many tokens of each request the next step computes."""
+    for uncomputed, budget in STEPS:
+        where = f"for uncomputed = {uncomputed}, budget = {budget}"
+        given = answer(list(uncomputed), budget)
+        if given is None:
+            raise NotYet("share_out returns None: write its body.")
+        try:
+            given = [int(count) for count in given]
+        except (TypeError, ValueError) as error:
+            raise NotYet(f"{where}, the answer is {given!r}; it must be a list of numbers.") from error
+        if len(given) != len(uncomputed):
+            raise NotYet(f"{where}, the answer is {given}: one number for each request, 0 for those left out.")
+        if min(given, default=0) < 0:
+            raise NotYet(f"{where}, the answer is {given}: nobody computes fewer than 0 tokens.")
+        if any(count > most for count, most in zip(given, uncomputed, strict=True)):
+            raise NotYet(f"{where}, the answer is {given}: somebody computes more tokens than it has.")
+        if any(most == 1 and count == 0 for count, most in zip(given, uncomputed, strict=True)):
+            raise NotYet(f"{where}, the answer is {given}: somebody who decodes is left out, behind a prompt.")
+        if sum(given) > budget:
+            raise NotYet(f"{where}, the answer is {given}: {sum(given)} tokens are more than the budget.")
+        if sum(given) < min(budget, sum(uncomputed)):
+            raise NotYet(f"{where}, the answer is {given}: {sum(given)} tokens, and there is budget for more.")
+        if given != (exact := _shared_out(uncomputed, budget)):
+            raise NotYet(f"{where}, the answer is {given}; it must be {exact}: prompts in the order of arrival.")
+    return "First what is reserved for those who decode, then the prompts, each as much as is left."
+
+
+@checker
+def check_let_go(answer) -> str:
+    """Exercise 4: `answer(pages, references, free)` takes a reference off each page, or changes nothing."""
+    cases = (
+        ([0, 1, 2], [1, 1, 1, 0], [3]),
+        ([0, 1, 2], [2, 2, 1, 0], [3]),
+        ([2, 0], [3, 1, 3, 0], [3]),
+        ([3, 1], [0, 1, 0, 1], [0, 2]),
+        ([], [1, 0], [1]),
+    )
+    for pages, references, free in cases:
+        where = f"for pages = {pages}, references = {references}, free = {free}"
+        before = list(pages)
+        after, books = list(references), list(free)
+        given = answer(before, after, books)
+        want = [count - (page in pages) for page, count in enumerate(references)]
+        want_free = free + [page for page in reversed(pages) if want[page] == 0]
+        if after == references and books == free and pages:
+            said = "returns something, and must change references and free" if given is not None else "changes nothing"
+            raise NotYet(f"{where}, let_go {said}: write its body.")
+        if before != pages:
+            raise NotYet(f"{where}, it changes the sequence's own list, to {before}.")
+        if after != want:
+            raise NotYet(f"{where}, references are {after} afterwards; they must be {want}.")
+        if sorted(books) != sorted(want_free):
+            held = [page for page in books if want[page]]
+            hint = f"page {held[0]} is in free, and somebody holds it" if held else "a page that nobody holds is lost"
+            raise NotYet(f"{where}, free is {books} afterwards: {hint}.")
+        if books != want_free:
+            raise NotYet(f"{where}, free is {books} afterwards; it must be {want_free}: the sequence's end goes first.")
+    _refuses(answer, [0, 1], [1, 0, 1], [1])
+    _refuses(answer, [2, 1, 0], [1, 0, 1], [1])
+    _refuses(answer, [0, 0], [1, 1], [])
+    return "A page that is let go twice is handed to two sequences; refusing it finds the bug where it is."
+
+
+def _shared_out(uncomputed, budget: int) -> list[int]:
+    left, counts = budget - sum(most == 1 for most in uncomputed), []
+    for most in uncomputed:
+        counts.append(1 if most == 1 else min(most, left))
+        left -= 0 if most == 1 else counts[-1]
+    return counts
+
+
+def _refuses(answer, pages, references, free):
+    """Raises NotYet unless `answer` raises ValueError for this and leaves everything as it was."""
+    where = f"for pages = {pages}, references = {references}"
+    books = copy.deepcopy((pages, references, free))
+    unheld = next(page for page in pages if references[page] < pages.count(page))
+    times = f"page {unheld} is let go {pages.count(unheld)} time(s) and held {references[unheld]}"
+    try:
+        with np.errstate(all="ignore"):
+            answer(*books)
+    except ValueError:
+        if books != (pages, references, free):
+            raise NotYet(f"{where}, {times}: ValueError is right, but something was changed before it.") from None
+        return
+    except Exception as error:
+        raise NotYet(f"{where}, {times}: raise ValueError, not {type(error).__name__}.") from error
+    raise NotYet(f"{where}, {times}: it must raise ValueError.")
