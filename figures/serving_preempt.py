@@ -51,7 +51,7 @@ def draw():
         (7, "on it goes"),
     )
     for i, text in notes:
-        end = STEPS[i][1]
+        end = max(STEPS[i][1], 8)  # Clear of the line between two pages.
         words(ax, left + SIDE * end + 0.12, top - SIDE * i + SIDE / 2, text, size=8, ha="left")
     for x, colour, fill, text in (
         (0.35, ORANGE, 0.45, "prompt"),
