@@ -22,7 +22,7 @@ Barrier table:
     barrier        arrivals                    who waits
     q_filled       copies of a piece's query   compute, before its first product
     q_freed        compute                     memory, before it copies the query of the next piece, which takes the
-                                               place of out of this one
+                                               place of out of this one; its first blocks are on their way by then
     filled[slot]   copies of the pages of a    compute, before s
                    block, keys and values
     freed[slot]    compute                     memory, before it refills the slot
@@ -53,7 +53,7 @@ from cookbook._attention import LOG2E, PIECE, ROWS, check_numbers, row_tiles, wi
 QUERY_ROWS = 64  # Of a WGMMA: query heads that share keys, and rows that nobody looks at.
 PAGE_SIZES, HEAD_DIMS = (16, 32, 64, 128, 256), (64, 128, 256)
 COMPUTE, MEMORY = 0, 1  # Warpgroups by their role.
-REGISTERS = (256, 56)  # A thread of each.
+REGISTERS = (256, 80)  # A thread of each.
 PIECES_AT_ONCE = 8  # That are merged together.
 
 
@@ -285,10 +285,11 @@ def _kernel(
             # Pieces are in order of units and of parts, so that no two have the same sum.
             plgpu.copy_smem_to_gmem(o_smem.at[pl.ds(0, plan.stored_rows)], out_gmem.at[piece.unit + part])
             _mgpu.store(lse_gmem.at[piece.unit + part], lse)
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(q_freed)
 
         for_each_piece(store)
+        plgpu.wait_smem_to_gmem(0)
 
     @pl.when(role == MEMORY)
     def _():
@@ -318,6 +319,16 @@ def _load(plan: Plan, block_tables, query, keys, values, filled, freed, i, piece
         ids = [block_tables[piece.seq, jnp.minimum(column, plan.pages_per_seq - 1)] for column in columns]
         return [jnp.where((page >= 0) & (page < plan.num_pages), page, plan.num_pages) for page in ids]
 
+    def load_query():
+        pl.when(i > 0)(lambda: plgpu.barrier_wait(q_freed))
+        for p in range(plan.pieces):
+            # Heads behind those of the unit are copied too, as far as there are any: nobody looks at their rows.
+            source = q_gmem.at[piece.seq, pl.ds(piece.head, QUERY_ROWS), pl.ds(p * PIECE, PIECE)]
+            plgpu.copy_gmem_to_smem(source, q_smem.at[p], q_filled)
+
+    # Behind as many blocks as there are slots: the ring is full while the piece before is stored.
+    blocks_before_query = jnp.where(i == 0, 1, jnp.minimum(piece.steps, c.num_stages))
+
     def one(step, found):
         slot = _slot(plan, count + step)
         found_next = pages(step + 1)  # On their way while this one waits.
@@ -327,15 +338,10 @@ def _load(plan: Plan, block_tables, query, keys, values, filled, freed, i, piece
             for gmem, smem in (keys, values):
                 source = gmem.at[page, pl.ds(first, tokens), piece.kv_head]
                 plgpu.copy_gmem_to_smem(source, smem.at[slot, pl.ds(j * tokens, tokens)], filled.at[slot])
+        pl.when(step + 1 == blocks_before_query)(load_query)
         return found_next
 
-    found = pages(0)
-    pl.when(i > 0)(lambda: plgpu.barrier_wait(q_freed))
-    for p in range(plan.pieces):
-        # Heads behind those of the unit are copied too, as far as there are any: nobody looks at their rows.
-        source = q_gmem.at[piece.seq, pl.ds(piece.head, QUERY_ROWS), pl.ds(p * PIECE, PIECE)]
-        plgpu.copy_gmem_to_smem(source, q_smem.at[p], q_filled)
-    lax.fori_loop(0, piece.steps, one, found)
+    lax.fori_loop(0, piece.steps, one, pages(0))
 
 
 def _compute(plan: Plan, q_smem, k_smem, v_smem, q_filled, filled, freed, piece: Piece, count):

@@ -237,7 +237,7 @@ def test_configs_are_checked():
         ("acc, p = acc * per_row(alpha, acc.shape), p", "acc, p = acc, p"),
         ("(page >= 0) & (page < plan.num_pages), page, plan.num_pages)", "page >= 0, page, 0)"),
         ("        pl.when(count + step >= c.num_stages)(lambda: plgpu.barrier_wait(freed.at[slot]))\n", ""),
-        ("    pl.when(i > 0)(lambda: plgpu.barrier_wait(q_freed))\n", ""),
+        ("        pl.when(i > 0)(lambda: plgpu.barrier_wait(q_freed))\n", ""),
         (
             "        last = lambda step: plgpu.barrier_wait(freed.at[_slot(plan, step)])",
             "        last = lambda step: None",
