@@ -616,7 +616,9 @@ def attention(
         number for both.
       logits_soft_cap: c, so that logits become c tanh(logits / c).
       segment_ids: (B, T) integers: a query sees keys with the same one alone. Blocks of keys between whose least and
-        largest id no query's lies are skipped: sequences packed one behind the other cost what they do apart.
+        largest id no query's lies are skipped: sequences packed one behind the other cost what they do apart. A value
+        that is NaN or infinite may reach queries of other segments, whose weight for it is 0; `varlen_attention` keeps
+        sequences apart.
       kv_segment_ids: (B, S) integers, of the keys; None for `segment_ids`.
       return_lse: also return the logarithms of the sums of exponentials.
       config: blocks, stages and warpgroups; None chooses by H.
