@@ -18,7 +18,7 @@ def window(is_causal: bool, local_window_size) -> tuple[int | None, int | None]:
     """How many keys before and after its own position a query sees; None for all."""
     if local_window_size is None:
         local_window_size = (None, None)
-    left, right = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
+    left, right = (local_window_size,) * 2 if isinstance(local_window_size, int | np.integer) else local_window_size
     return left, (0 if is_causal else right)
 
 
@@ -85,9 +85,10 @@ def check_numbers(op: str, scale, logits_soft_cap, local_window_size) -> None:
         if number is not None and not number > 0:
             raise ValueError(f"{op}: {name} = {number} must be above 0")
     sizes = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
-    if len(sizes) != 2 or any(size is not None and (not isinstance(size, int) or size < 0) for size in sizes):
+    is_size = lambda size: size is None or (isinstance(size, int | np.integer) and size >= 0)
+    if len(sizes) != 2 or not all(map(is_size, sizes)):
         raise ValueError(
-            f"{op}: {local_window_size=} must be a number of keys, at least 0, or (before, after), None for all"
+            f"{op}: {local_window_size=} must be a number of keys, at least 0, or a tuple (before, after), None for all"
         )
 
 

@@ -361,7 +361,8 @@ def _load(plan: Plan, q_gmem, q_smem, q_filled, q_freed, rings, i, tile: Tile, c
 
 
 def compute(plan: Plan, tile: Tile, first_row, count, q_smem, ring, turn, masks, free_query):
-    """A compute warpgroup: (out, lse) of its queries, in float32, 0 and -inf of those that see nothing."""
+    """A compute warpgroup: (out, lse) of its queries, in float32, 0 and -inf of those that see nothing. Also
+    `varlen_attention`'s, with a plan and tiles of its own."""
     c, role, shape = plan.config, lax.axis_index("role"), (WG_ROWS, plan.config.block_kv)
     k_smem, v_smem, k_filled, v_filled, k_freed, v_freed = ring
     slot = lambda step: slot_of(plan, count + step)

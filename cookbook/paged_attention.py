@@ -27,7 +27,7 @@ Barrier table:
                    block, keys and values
     freed[slot]    compute                     memory, before it refills the slot
 
-What bounds its speed: memory, of which each key and value is read once.
+What bounds its speed: memory, of which each key and value is read once; once for each 64 heads of a larger group.
 
 Page ids and lengths: TMA reads zeros where an index is out of range, and any id that is becomes the first one behind
 the last page: no id can read elsewhere, and what is waited for always comes. A length is cut at what the block table
@@ -312,7 +312,7 @@ def _load(plan: Plan, block_tables, query, keys, values, filled, freed, i, piece
     tokens = min(plan.page_size, c.block_kv)  # Of a page that a copy takes.
 
     def pages(step):
-        """Where the copies of a block read: pages, and the first token in each."""
+        """The pages that the copies of a block read."""
         first = (piece.first + step) * c.block_kv
         positions = [first + j * tokens for j in range(plan.copies)]
         columns = [_divide(position, plan.page_size) for position in positions]
@@ -385,7 +385,7 @@ def _compute(plan: Plan, q_smem, k_smem, v_smem, q_filled, filled, freed, piece:
     numbers = lambda value: plgpu.layout_cast(jnp.full((QUERY_ROWS,), value, jnp.float32), ROWS)
     acc = plgpu.layout_cast(jnp.zeros((QUERY_ROWS, plan.head_dim), jnp.float32), plgpu.Layout.WGMMA)
     carry = acc, numbers(-jnp.inf), numbers(0.0)
-    # Steps whose tokens are all seen lie between `start` and `stop`.
+    # Steps whose tokens are all seen lie between `start` and `end`.
     end = jnp.clip(_divide(piece.kv_len, c.block_kv) - piece.first, 0, piece.steps)
     start = jnp.int32(0)
     if plan.left is not None:

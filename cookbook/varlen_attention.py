@@ -9,8 +9,8 @@ before all but the last, and so on. Rows behind the last sequence give zeros.
 
 Role table: that of `attention`, whose compute role this is. What differs is what feeds it, and where results go:
 
-    memory     one, with few registers: copies queries and block after block of keys and values, which it finds at any
-               row of k and v, or page by page through the block table
+    memory     one, with few registers: copies queries and block after block of keys and values, which it finds at
+               their rows of k and v, or page by page through the block table
     compute    two or three, each with 64 rows: as many queries as have room, with all heads that read the same keys, so
                that one token of a sequence that writes its answer loads its keys once, not once for each head
 
@@ -105,6 +105,7 @@ class Plan:
     config: Config
     num_blocks: int
     interpreted: bool
+    # What else `compute` asks: there are no segments, and the last block of keys may be cut.
     has_segments: bool = False
     cuts_blocks: bool = True
 
@@ -120,6 +121,7 @@ class Plan:
 
     @property
     def cuts_first_blocks(self) -> bool:
+        """A window's edge, or keys of the sequence before in a block that begins at a multiple of 8."""
         return self.left is not None or self.pages is None
 
     @property

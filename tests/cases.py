@@ -213,7 +213,7 @@ def _block_tables(lens, page_size):
 
 
 def _gathered(q, k_pages, v_pages, block_tables, kv_lens):
-    """What one writes without a kernel: XLA gathers the pages, and cuDNN's interface of JAX takes lengths."""
+    """What one writes without a kernel: XLA gathers the pages, and masks by the lengths."""
     of = lambda pages: pages[block_tables].reshape(len(q), -1, *pages.shape[2:])
     return jax.nn.dot_product_attention(
         q[:, None], of(k_pages), of(v_pages), key_value_seq_lengths=kv_lens, implementation="xla"

@@ -185,6 +185,8 @@ GOOD = some(1, 8, 2, 64)
         (lambda: attention(*[some(1, 8, 2, 264)] * 3), "up to 256"),
         (lambda: attention(GOOD, GOOD[:, :0], GOOD[:, :0]), "no size may be 0"),
         (lambda: attention(GOOD, GOOD, GOOD, local_window_size=(-1, 0)), "at least 0"),
+        (lambda: attention(GOOD, GOOD, GOOD, local_window_size=[1, 0]), "a tuple"),
+        (lambda: attention(GOOD, GOOD, GOOD, local_window_size=(1, 2, 3)), "before, after"),
         (lambda: attention(GOOD, GOOD, GOOD, scale=-1.0), "scale = -1.0"),
         (lambda: attention(GOOD, GOOD, GOOD, logits_soft_cap=0.0), "logits_soft_cap = 0.0"),
         (lambda: Config(compute_wgs=4), "compute_wgs=4"),

@@ -39,6 +39,7 @@ def test_a_right_kernel_passes(dtype, capsys):
 def test_a_reference_may_be_numpys_or_look_at_values():
     lab.check(add_one, lambda x: np.asarray(x) + 1, X)
     lab.check(add_one, lambda x: x + 1 if (x < 1e9).all() else x, X)
+    lab.check(add_one, lambda x: x.at[x > 0].add(1) if x[x > 1e9].size else x + 1, X)
     fails(add_one, lambda x: np.asarray(x) + 2, X, match="error")
 
 

@@ -152,7 +152,7 @@ def _compute(reference, args):
     """`reference(*args)`, compiled as a whole, which is quicker than each operation by itself."""
     try:
         return jax.jit(reference)(*args)
-    except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError):
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
         return reference(*args)  # It is NumPy's, or looks at values.
 
 

@@ -90,7 +90,7 @@ def init(config: LlamaConfig, seed: int = 0) -> dict[str, jax.Array]:
 
 
 def save(params: dict[str, jax.Array], path) -> None:
-    """Writes parameters to one safetensors file."""
+    """Writes parameters to one safetensors file. Needs the package safetensors (the extra `serving`)."""
     import safetensors.flax  # The rest runs where there is no safetensors.
 
     safetensors.flax.save_file(params, str(path))
@@ -98,6 +98,8 @@ def save(params: dict[str, jax.Array], path) -> None:
 
 def load(config: LlamaConfig, path) -> dict[str, jax.Array]:
     """Reads a safetensors file, or all of a folder, in `config.dtype`. Tensors of other names are left where they are.
+
+    Needs the package safetensors (the extra `serving`).
 
     Raises:
       ValueError: there is no such file, or a parameter is missing or of another shape.
