@@ -16,9 +16,8 @@ ROWS, COLUMNS = (plgpu.Layout.WGMMA.reduce(dim) for dim in (1, 0))  # One number
 
 def window(is_causal: bool, local_window_size) -> tuple[int | None, int | None]:
     """How many keys before and after its own position a query sees; None for all."""
-    if local_window_size is None:
-        local_window_size = (None, None)
-    left, right = (local_window_size,) * 2 if isinstance(local_window_size, int | np.integer) else local_window_size
+    sizes = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
+    left, right = (None if size is None else int(size) for size in sizes)
     return left, (0 if is_causal else right)
 
 
