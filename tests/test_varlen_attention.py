@@ -191,8 +191,8 @@ def test_what_the_compiler_makes_of_it(head_dim, how):
     need = module.default_config(head_dim).smem_bytes(head_dim) + 8
     assert need <= compiled.smem_bytes <= need + 2560 and not compiled.remarks
     # A mask that cuts two blocks needs a loop of its own, for which three warpgroups' registers do not suffice; with
-    # heads of 256 numbers of a tile are spilled, outside of the loop of whole blocks.
-    assert compiled.spill_bytes <= {64: 200, 128: 12, 256: 184}[head_dim]
+    # heads of 256 numbers of a tile are spilled, outside of the loop of whole blocks. Measured: 196, 12 and 184 bytes.
+    assert compiled.spill_bytes <= {64: 256, 128: 32, 256: 256}[head_dim]
 
 
 @pytest.mark.parametrize("page_size", [16, 128])
