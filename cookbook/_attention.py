@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+HEAD_DIMS = (64, 128, 256)  # With keys in pages, or packed.
 PIECE = 64  # Values of a row that are swizzled together, 128 bytes.
 LOG2E = math.log2(math.e)
 ROWS, COLUMNS = (plgpu.Layout.WGMMA.reduce(dim) for dim in (1, 0))  # One number for each row, or column, of a product.
@@ -19,6 +20,22 @@ def window(is_causal: bool, local_window_size) -> tuple[int | None, int | None]:
     sizes = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
     left, right = (None if size is None else int(size) for size in sizes)
     return left, (0 if is_causal else right)
+
+
+def div(number, by: int):
+    """Of NumPy's numbers and of traced ones, of int32, that are at least 0."""
+    return lax.div(number, jnp.int32(by)) if isinstance(number, jax.Array) else number // by
+
+
+def rem(number, by: int):
+    return lax.rem(number, jnp.int32(by))
+
+
+def page_of(block_tables, seq, column, num_pages: int):
+    """The page in a column of the block table, or in its last one. Of a number that is no page, the first one behind
+    the last: TMA reads zeros there, and an index of any size could come back into the array as others are added."""
+    page = block_tables[seq, jnp.minimum(column, block_tables.shape[1] - 1)]
+    return jnp.where((page >= 0) & (page < num_pages), page, num_pages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +52,7 @@ class Blocks:
 
     def position(self, row):
         """Of the query of a row, among the keys."""
-        row = row if self.group == 1 else self._divide(row, self.group)
+        row = row if self.group == 1 else div(row, self.group)
         return row if isinstance(self.first_q, int) and self.first_q == 0 else self.first_q + row
 
     def seen(self, first_row, num_rows: int):
@@ -46,8 +63,8 @@ class Blocks:
             first = lib.maximum(self.position(first_row) - self.left, self.first_kv)
         if self.right is not None:
             end = lib.clip(self.position(first_row + num_rows - 1) + 1 + self.right, 0, self.num_kv)
-        first = self._divide(first, self.block_kv)
-        return first, lib.maximum(first, self._divide(end + self.block_kv - 1, self.block_kv))
+        first = div(first, self.block_kv)
+        return first, lib.maximum(first, div(end + self.block_kv - 1, self.block_kv))
 
     def whole(self, first_row, num_rows: int, first, end):
         """(first, end) of those between `first` and `end` whose keys all the rows see."""
@@ -56,13 +73,8 @@ class Blocks:
             start = jnp.maximum(self.position(first_row + num_rows - 1) - self.left, self.first_kv)
         if self.right is not None:
             stop = jnp.clip(self.position(first_row) + self.right + 1, 0, self.num_kv)
-        start = jnp.clip(self._divide(start + self.block_kv - 1, self.block_kv), first, end)
-        return start, jnp.clip(self._divide(stop, self.block_kv), start, end)
-
-    @staticmethod
-    def _divide(number, by: int):
-        """Of a number that is at least 0."""
-        return lax.div(number, jnp.int32(by)) if isinstance(number, jax.Array) else number // by
+        start = jnp.clip(div(start + self.block_kv - 1, self.block_kv), first, end)
+        return start, jnp.clip(div(stop, self.block_kv), start, end)
 
     def mask(self, rows, kv_ids):
         """Whether the query of each row sees each key."""

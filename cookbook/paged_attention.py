@@ -48,10 +48,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook import _mgpu
-from cookbook._attention import LOG2E, PIECE, ROWS, check_numbers, row_tiles, window
+from cookbook._attention import HEAD_DIMS, LOG2E, PIECE, ROWS, check_numbers, div, page_of, rem, row_tiles, window
 
 QUERY_ROWS = 64  # Of a WGMMA: query heads that share keys, and rows that nobody looks at.
-PAGE_SIZES, HEAD_DIMS = (16, 32, 64, 128, 256), (64, 128, 256)
+PAGE_SIZES = (16, 32, 64, 128, 256)
 COMPUTE, MEMORY = 0, 1  # Warpgroups by their role.
 REGISTERS = (256, 80)  # A thread of each.
 PIECES_AT_ONCE = 8  # That are merged together.
@@ -198,28 +198,18 @@ class Plan:
     def blocks(self, kv_len):
         """(first, number) of the blocks of keys that the last of so many tokens sees; one, if only to find none."""
         kv_len = self.length(kv_len)
-        first = (
-            0 * kv_len if self.left is None else _divide(jnp.maximum(kv_len - 1 - self.left, 0), self.config.block_kv)
-        )
-        return first, jnp.maximum(_divide(kv_len + self.config.block_kv - 1, self.config.block_kv) - first, 1)
+        first = 0 * kv_len if self.left is None else div(jnp.maximum(kv_len - 1 - self.left, 0), self.config.block_kv)
+        return first, jnp.maximum(div(kv_len + self.config.block_kv - 1, self.config.block_kv) - first, 1)
 
     def start(self, part, num_blocks):
         """The first block of a part: the first parts have one more where they cannot all have as many."""
-        return part * _divide(num_blocks, self.num_parts) + jnp.minimum(part, _rem(num_blocks, self.num_parts))
+        return part * div(num_blocks, self.num_parts) + jnp.minimum(part, rem(num_blocks, self.num_parts))
 
     def part_of(self, block, num_blocks):
         """The part that has a block."""
-        share, extra = _divide(num_blocks, self.num_parts), _rem(num_blocks, self.num_parts)
+        share, extra = div(num_blocks, self.num_parts), rem(num_blocks, self.num_parts)
         in_long_ones = lax.div(block, share + 1)
         return jnp.where(block < extra * (share + 1), in_long_ones, lax.div(block - extra, jnp.maximum(share, 1)))
-
-
-def _divide(number, by: int):
-    return lax.div(number, jnp.int32(by))
-
-
-def _rem(number, by: int):
-    return lax.rem(number, jnp.int32(by))
 
 
 class Part:
@@ -244,10 +234,10 @@ class Piece:
     """What a part has of a unit: blocks `first` to `first + steps` of its keys."""
 
     def __init__(self, plan: Plan, kv_lens, unit, begin, remaining):
-        self.unit, self.seq = unit, _divide(unit, plan.units_per_seq)
-        in_seq = _rem(unit, plan.units_per_seq)
-        self.kv_head = _divide(in_seq, plan.chunks)
-        self.head = self.kv_head * plan.group + _rem(in_seq, plan.chunks) * plan.rows
+        self.unit, self.seq = unit, div(unit, plan.units_per_seq)
+        in_seq = rem(unit, plan.units_per_seq)
+        self.kv_head = div(in_seq, plan.chunks)
+        self.head = self.kv_head * plan.group + rem(in_seq, plan.chunks) * plan.rows
         self.kv_len = plan.length(kv_lens[self.seq])
         first, steps = plan.blocks(self.kv_len)
         self.first = first + begin
@@ -303,7 +293,7 @@ def _kernel(
 
 
 def _slot(plan: Plan, step):
-    return _rem(step, plan.config.num_stages)
+    return rem(step, plan.config.num_stages)
 
 
 def _load(plan: Plan, block_tables, query, keys, values, filled, freed, i, piece: Piece, count):
@@ -314,10 +304,8 @@ def _load(plan: Plan, block_tables, query, keys, values, filled, freed, i, piece
     def pages(step):
         """The pages that the copies of a block read."""
         first = (piece.first + step) * c.block_kv
-        positions = [first + j * tokens for j in range(plan.copies)]
-        columns = [_divide(position, plan.page_size) for position in positions]
-        ids = [block_tables[piece.seq, jnp.minimum(column, plan.pages_per_seq - 1)] for column in columns]
-        return [jnp.where((page >= 0) & (page < plan.num_pages), page, plan.num_pages) for page in ids]
+        columns = [div(first + j * tokens, plan.page_size) for j in range(plan.copies)]
+        return [page_of(block_tables, piece.seq, column, plan.num_pages) for column in columns]
 
     def load_query():
         pl.when(i > 0)(lambda: plgpu.barrier_wait(q_freed))
@@ -333,7 +321,7 @@ def _load(plan: Plan, block_tables, query, keys, values, filled, freed, i, piece
         slot = _slot(plan, count + step)
         found_next = pages(step + 1)  # On their way while this one waits.
         pl.when(count + step >= c.num_stages)(lambda: plgpu.barrier_wait(freed.at[slot]))
-        first = _rem((piece.first + step) * c.block_kv, plan.page_size) if plan.copies == 1 else 0
+        first = rem((piece.first + step) * c.block_kv, plan.page_size) if plan.copies == 1 else 0
         for j, page in enumerate(found):
             for gmem, smem in (keys, values):
                 source = gmem.at[page, pl.ds(first, tokens), piece.kv_head]
@@ -386,10 +374,10 @@ def _compute(plan: Plan, q_smem, k_smem, v_smem, q_filled, filled, freed, piece:
     acc = plgpu.layout_cast(jnp.zeros((QUERY_ROWS, plan.head_dim), jnp.float32), plgpu.Layout.WGMMA)
     carry = acc, numbers(-jnp.inf), numbers(0.0)
     # Steps whose tokens are all seen lie between `start` and `end`.
-    end = jnp.clip(_divide(piece.kv_len, c.block_kv) - piece.first, 0, piece.steps)
+    end = jnp.clip(div(piece.kv_len, c.block_kv) - piece.first, 0, piece.steps)
     start = jnp.int32(0)
     if plan.left is not None:
-        start = jnp.clip(_divide(low + c.block_kv - 1, c.block_kv) - piece.first, 0, end)
+        start = jnp.clip(div(low + c.block_kv - 1, c.block_kv) - piece.first, 0, end)
     plgpu.barrier_wait(q_filled)
     if plan.left is not None:
         carry = lax.fori_loop(0, start, functools.partial(step, masked=True), carry)
@@ -416,11 +404,11 @@ def _merge(ends, kv_lens, part_gmem, part_lse_gmem, out_gmem, lse_gmem, *, plan:
     unit, rows = lax.axis_index("unit"), plan.rows_at_once
     first_row = lax.axis_index("rows") * rows
     shape = (rows * plan.head_dim,)
-    seq, num_blocks = _divide(unit, plan.units_per_seq), ends[plan.num_seqs - 1]
+    seq, num_blocks = div(unit, plan.units_per_seq), ends[plan.num_seqs - 1]
     _, steps = plan.blocks(kv_lens[seq])
-    end = ends[seq] - (plan.units_per_seq - 1 - _rem(unit, plan.units_per_seq)) * steps
+    end = ends[seq] - (plan.units_per_seq - 1 - rem(unit, plan.units_per_seq)) * steps
     first_piece, last_piece = (unit + plan.part_of(block, num_blocks) for block in (end - steps, end - 1))
-    which = _divide(plgpu.broadcasted_iota(jnp.int32, shape, 0), plan.head_dim)
+    which = div(plgpu.broadcasted_iota(jnp.int32, shape, 0), plan.head_dim)
     of_rows = lambda numbers: functools.reduce(lambda a, r: jnp.where(which == r, numbers[r], a), range(1, rows),
                                                jnp.full(shape, numbers[0]))  # fmt: skip
 
@@ -446,7 +434,7 @@ def _merge(ends, kv_lens, part_gmem, part_lse_gmem, out_gmem, lse_gmem, *, plan:
 
     numbers = lambda value: [jnp.float32(value) + 0.0 * unit.astype(jnp.float32) for _ in range(rows)]
     carry = jnp.zeros(shape, jnp.float32), numbers(-jnp.inf), numbers(0.0)
-    groups = _divide(last_piece - first_piece, PIECES_AT_ONCE) + 1
+    groups = div(last_piece - first_piece, PIECES_AT_ONCE) + 1
     acc, m, total = lax.fori_loop(0, groups, some, carry)
     out = acc * of_rows([jnp.where(x > 0, 1 / x, 0.0) for x in total])
     out_gmem[unit, pl.ds(first_row * plan.head_dim, rows * plan.head_dim)] = out.astype(plan.dtype)

@@ -45,10 +45,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook import _mgpu
-from cookbook._attention import PIECE, Blocks, check_numbers, row_tiles, views, window
+from cookbook._attention import HEAD_DIMS, PIECE, Blocks, check_numbers, div, page_of, rem, row_tiles, views, window
 from cookbook.attention import WG_ROWS, Config, compute, default_config, slot_of
 
-HEAD_DIMS = (64, 128, 256)
 ROW_UNIT = 8  # Of rows of v, at whose multiples TMA finds them.
 REGISTERS = {2: (32, 240), 3: (32, 160)}  # A thread of the memory and of the compute warpgroups, by how many these are.
 
@@ -220,7 +219,7 @@ class Tile:
     def __init__(self, plan: Plan, unit, fields):
         self.unit = unit
         self.token, self.num_q, first_q, self.num_kv, self.first_kv, self.source, self.number = fields
-        self.kv_head, self.chunk = _divide(unit, plan.chunks), _rem(unit, plan.chunks)
+        self.kv_head, self.chunk = div(unit, plan.chunks), rem(unit, plan.chunks)
         self.head = self.kv_head * plan.group + jnp.minimum(self.chunk * plan.heads, plan.group - plan.heads)
         self.blocks = blocks_of(plan, first_q, self.num_kv, self.first_kv)
         first, end = self.blocks.seen(0 * unit, plan.queries * plan.heads)
@@ -248,17 +247,17 @@ def _kernel(
         """`body(i, tile, count, fetch)` for the tiles of this block; `count` are the steps before. It returns what
         `fetch()` gave it, the next tile's fields, on their way while it goes on. Returns the steps of all."""
         block, total = lax.axis_index("block"), num_tiles[0]
-        waves, rest = _divide(total, plan.num_blocks), _rem(total, plan.num_blocks)
-        mine = lambda i: jnp.where(_rem(i, 2) == 0, block, plan.num_blocks - 1 - block)  # To and fro.
+        waves, rest = div(total, plan.num_blocks), rem(total, plan.num_blocks)
+        mine = lambda i: jnp.where(rem(i, 2) == 0, block, plan.num_blocks - 1 - block)  # To and fro.
         number = lambda i: jnp.minimum(i * plan.num_blocks + mine(i), total - 1)
 
         def fields(i):
-            row = _divide(number(i), plan.units)
+            row = div(number(i), plan.units)
             return tuple(table[row, field] for field in range(len(FIELDS)))
 
         def one(i, carry):
             found, count = carry
-            tile = Tile(plan, _rem(number(i), plan.units), found)
+            tile = Tile(plan, rem(number(i), plan.units), found)
             return body(i, tile, count, lambda: fields(i + 1)), count + tile.steps
 
         num_mine = waves + jnp.where(mine(waves) < rest, 1, 0)
@@ -365,10 +364,8 @@ def _load(plan: Plan, block_tables, queries, keys, values, i, tile: Tile, count,
         @pl.loop(0, plan.copies)  # A loop, and no list of all ids, for which there are no registers.
         def _(j):
             token = first + j * plan.tokens
-            column = jnp.minimum(_divide(token, plan.pages.page_size), plan.pages.pages_per_seq - 1)
-            page = block_tables[tile.source, column]
-            page = jnp.where((page >= 0) & (page < plan.pages.num_pages), page, plan.pages.num_pages)
-            in_page = pl.multiple_of(_rem(token, plan.pages.page_size), plan.tokens)
+            page = page_of(block_tables, tile.source, div(token, plan.pages.page_size), plan.pages.num_pages)
+            in_page = pl.multiple_of(rem(token, plan.pages.page_size), plan.tokens)
             rows = pl.ds(pl.multiple_of(j * plan.tokens, plan.tokens), plan.tokens)
             copy((page, pl.ds(in_page, plan.tokens), tile.kv_head), rows)
 
@@ -407,14 +404,6 @@ def _load(plan: Plan, block_tables, queries, keys, values, i, tile: Tile, count,
     return fetch()
 
 
-def _divide(number, by: int):
-    return lax.div(number, jnp.int32(by))
-
-
-def _rem(number, by: int):
-    return lax.rem(number, jnp.int32(by))
-
-
 def _load_queries(plan: Plan, queries, i, tile: Tile):
     """Of each warpgroup its own; those behind the last of the tile are copied too, as far as there are any."""
     q_gmem, q_smem, q_filled, q_freed = queries
@@ -444,13 +433,13 @@ def _clear(plan: Plan, values, first, end):
     def clear(eight):
         # Rows of 8 lie together in pieces of 128 bytes, and swizzling moves nothing out of its row.
         place = plgpu.broadcasted_iota(jnp.int32, (8 * plan.head_dim,), 0)
-        row = 8 * eight + _rem(_divide(place, PIECE), 8)
+        row = 8 * eight + rem(div(place, PIECE), 8)
         values[eight] = jnp.where((row >= first) & (row < end), values[eight], jnp.zeros((), plan.dtype))
 
     num = plan.config.block_kv // 8
-    stop = jnp.clip(_divide(first + 7, 8), 0, num)
+    stop = jnp.clip(div(first + 7, 8), 0, num)
     pl.loop(0, stop)(clear)
-    pl.loop(jnp.clip(_divide(jnp.maximum(end, 0), 8), stop, num), num)(clear)
+    pl.loop(jnp.clip(div(jnp.maximum(end, 0), 8), stop, num), num)(clear)
     plgpu.commit_smem()
 
 
@@ -465,7 +454,7 @@ def _tiles(plan: Plan, starts_q, kv_first, kv_lens):
     Of each sequence are given the first row of its queries, and behind the last their end; where its keys begin (the
     row of k, or 0 in pages), and how many they are.
     """
-    first_kv = _rem(kv_first, ROW_UNIT)
+    first_kv = rem(kv_first, ROW_UNIT)
     # The rows behind the last sequence are one more, without keys.
     starts = jnp.append(starts_q, plan.num_tokens)
     first_kv, source, kv_lens = (

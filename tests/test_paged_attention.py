@@ -231,11 +231,14 @@ def test_configs_are_checked():
     [
         ("(token < piece.kv_len)", "(token <= piece.kv_len)"),
         ("            _clear(v_smem.at[slot], low - first, piece.kv_len - first)\n", ""),
-        ("block_tables[piece.seq, ", "block_tables[lax.div(piece.unit, jnp.int32(3)), "),
+        ("page_of(block_tables, piece.seq, ", "page_of(block_tables, lax.div(piece.unit, jnp.int32(3)), "),
         ("acc = acc * of_rows(alpha)", "acc = acc"),
         ("[jnp.exp2(each[r] - shift[r]) for r in range(rows)]", "[jnp.exp2(0 * each[r]) for r in range(rows)]"),
         ("acc, p = acc * per_row(alpha, acc.shape), p", "acc, p = acc, p"),
-        ("(page >= 0) & (page < plan.num_pages), page, plan.num_pages)", "page >= 0, page, 0)"),
+        (
+            "page_of(block_tables, piece.seq, column, plan.num_pages)",
+            "jnp.maximum(block_tables[piece.seq, jnp.minimum(column, plan.pages_per_seq - 1)], 0)",
+        ),
         ("        pl.when(count + step >= c.num_stages)(lambda: plgpu.barrier_wait(freed.at[slot]))\n", ""),
         ("        pl.when(i > 0)(lambda: plgpu.barrier_wait(q_freed))\n", ""),
         (

@@ -246,7 +246,7 @@ def test_errors_name_the_rule(fn, message):
         ),
         ("varlen_attention", "plan.num_blocks - 1 - block)  # To and fro.", "block)"),
         ("_attention", "seen = seen & (kv_ids >= self.first_kv)", "seen = seen & (kv_ids >= 0)"),
-        ("_attention", "row if self.group == 1 else self._divide(row, self.group)", "row"),
+        ("_attention", "row if self.group == 1 else div(row, self.group)", "row"),
         ("_attention", "return seen if self.right is None else seen & (kv_ids <= q_ids + self.right)", "return seen"),
     ],
 )
