@@ -26,6 +26,14 @@ def no_gpu(monkeypatch):
 
 
 @pytest.fixture
+def run_only(no_gpu, monkeypatch):
+    """`lab.check` runs a kernel in the interpreter and does not compile it: for mutants, which running finds."""
+    from cookbook.lab import checking
+
+    monkeypatch.setattr(checking, "_compile", lambda fn, args, gpu: ([], None))
+
+
+@pytest.fixture
 def results_folder(monkeypatch, tmp_path):
     """An empty `results/` that belongs to the test alone."""
     from cookbook.lab import results

@@ -229,7 +229,7 @@ def test_errors_name_the_rule(fn, message):
         ("attention", "/ LOG2E, -jnp.inf)", ", -jnp.inf)"),
     ],
 )
-def test_mutants_are_caught(no_gpu, monkeypatch, name, old, new):
+def test_mutants_are_caught(run_only, monkeypatch, name, old, new):
     """Masks off by one, a forgotten length, a missing rescale, logarithms of nothing, missing waits, barriers that are
     not drained, a wrong base."""
     copies = {}

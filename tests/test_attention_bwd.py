@@ -149,7 +149,7 @@ def test_what_the_compiler_makes_of_it(head_dim, right, for_query):
         ("self.head * plan.group + i", "self.head * plan.group"),
     ],
 )
-def test_mutants_are_caught(no_gpu, monkeypatch, old, new):
+def test_mutants_are_caught(run_only, monkeypatch, old, new):
     """delta of the wrong tensor, a forgotten gradient of lse, a soft cap without its
     derivative, blocks of the wrong queries, dk from the wrong operand, a missing wait, one head for all of a group."""
     source = inspect.getsource(module)

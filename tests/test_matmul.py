@@ -306,7 +306,7 @@ def rewritten(monkeypatch):
         (256, "plgpu.wait_smem_to_gmem(0, wait_read_only=True)", "pass"),
     ],
 )
-def test_mutants_are_caught(no_gpu, rewritten, tile_n, old, new):
+def test_mutants_are_caught(run_only, rewritten, tile_n, old, new):
     """A slot refilled although nobody gave it back, or read before it is full; a piece written over one that leaves."""
     config = Config(tile_m=64, tile_n=tile_n, split_dim=1)
     with pytest.raises(Exception, match="(?i)race|wait|phase"):

@@ -264,7 +264,7 @@ def test_a_mutant_that_means_the_same_passes(no_gpu, mutant):
     ],
     ids=str,
 )  # fmt: skip
-def test_mutants_are_caught(no_gpu, mutant, old, new, found):
+def test_mutants_are_caught(run_only, mutant, old, new, found):
     with pytest.raises(lab.CheckError, match=rf"(?m)^{found}: "):
         check(mutant(old, new), 33, 68, 84, config=SMALL)
 

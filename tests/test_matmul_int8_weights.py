@@ -156,7 +156,7 @@ def test_errors_name_the_rule(fn, message):
         ),
     ],
 )
-def test_mutants_are_caught(no_gpu, monkeypatch, old, new):
+def test_mutants_are_caught(run_only, monkeypatch, old, new):
     """Weights read before they arrive; the same weights for both warpgroups; sums read before they are there; a scale
     that is added."""
     source = inspect.getsource(module)

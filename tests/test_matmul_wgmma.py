@@ -237,7 +237,7 @@ def test_a_mutant_that_means_the_same_passes(no_gpu, mutant):
         ("pl.cdiv(self.k, self.config.tile_k)", "self.k // self.config.tile_k", 392, "result"),  # No tail of K.
     ],
 )
-def test_mutants_are_caught(no_gpu, mutant, old, new, k, found):
+def test_mutants_are_caught(run_only, mutant, old, new, k, found):
     with pytest.raises(lab.CheckError, match=found):
         check(mutant(old, new), 128, 128, k)
 

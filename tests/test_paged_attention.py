@@ -248,7 +248,7 @@ def test_configs_are_checked():
         ("out_gmem.at[piece.unit + part])", "out_gmem.at[piece.unit])"),
     ],
 )
-def test_mutants_are_caught(no_gpu, monkeypatch, old, new):
+def test_mutants_are_caught(run_only, monkeypatch, old, new):
     """A mask off by one, NaN let in, a stale row of the table, sums merged or scaled wrongly, an id let through, waits
     that are missing, pieces in each other's place."""
     source = inspect.getsource(module)

@@ -250,7 +250,7 @@ def test_errors_name_the_rule(fn, message):
         ("_attention", "return seen if self.right is None else seen & (kv_ids <= q_ids + self.right)", "return seen"),
     ],
 )
-def test_mutants_are_caught(no_gpu, monkeypatch, name, old, new):
+def test_mutants_are_caught(run_only, monkeypatch, name, old, new):
     """Masks aligned at the start, rows of the next sequence written, NaN let in, waits that are missing, rows behind
     the last sequence forgotten, tiles computed twice, a neighbour's keys seen, a position for each head."""
     copies = {}
