@@ -1,5 +1,6 @@
 """Compiling for a GPU that this machine need not have."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -97,6 +98,17 @@ def test_an_unknown_gpu_is_refused_by_name():
 def test_a_function_without_kernels_is_refused():
     with pytest.raises(ValueError, match="launches no Mosaic GPU kernel"):
         lab.compile_for("h200", lambda x: x + 1, X)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_what_a_function_prints_while_it_is_traced_is_shown(capsys, raises):
+    def aloud(x):
+        print("traced with", x.shape)
+        return add_one(x).reshape(3 if raises else -1)
+
+    with pytest.raises(TypeError) if raises else contextlib.nullcontext():
+        lab.compile_for("h200", aloud, X)
+    assert capsys.readouterr().out == f"traced with {X.shape}\n"
 
 
 def test_too_much_shared_memory_is_refused():

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import io
 import os
 import pathlib
 import re
@@ -81,11 +82,10 @@ def compile_for(gpu: str, fn, *args, name: str | None = None) -> Compiled:
             ):
                 return jax.jit(lambda *args: fn(*args)).lower(*avals)
 
-        with _environment(MOSAIC_GPU_DUMP_TO=directory):  # Writes, among others, what `_smem_bytes` reads.
-            lowered = lower()
+        lowered, modules = _lower_aloud(lower)
         if not (count := _keep_kernel(lowered.compiler_ir(), 0)):
             raise ValueError(f"{name} launches no Mosaic GPU kernel: there is nothing to compile for {gpu!r}.")
-        smem_bytes = _smem_bytes(directory, name, gpu)
+        smem_bytes = _smem_bytes(modules, name, gpu)
         kernels = []
         for index in range(count):
             if index:
@@ -212,18 +212,32 @@ def _descriptor_to(descriptor: int, path: pathlib.Path):
             os.close(saved)
 
 
-def _smem_bytes(directory: str, name: str, gpu: str) -> list[tuple[str, int]]:
+def _lower_aloud(lower):
+    """(what `lower()` returns, each kernel's module as it was before Mosaic's layout inference, and as it was after).
+
+    Mosaic prints them. (It would write files as well, but with them others, which take longer than all of lowering.)
+    """
+    said = io.StringIO()
+    try:
+        with _environment(MOSAIC_GPU_DUMP_MLIR_PASSES="1"), contextlib.redirect_stdout(said):
+            lowered = lower()
+    finally:
+        from_the_function, *modules = re.split(r"^(?=module @)", said.getvalue(), flags=re.M)
+        print(from_the_function, end="")
+    return lowered, modules
+
+
+def _smem_bytes(modules: list[str], name: str, gpu: str) -> list[tuple[str, int]]:
     """(name, shared memory) of each lowered kernel, in the order of lowering.
 
     Raises ValueError for an instruction that `gpu` has not: of tcgen05 on Hopper, JAX 0.12's compiler dies.
     """
-    suffix, found = ".after_layout_inference.txt", []
-    for path in pathlib.Path(directory).glob(f"*{suffix}"):
-        kernel, number = path.name.removesuffix(suffix).rsplit("_", 1)
-        text = path.read_text()
+    found = []
+    for text in modules[1::2]:
         if foreign := re.search(_FOREIGN[gpu], text):
             raise ValueError(
                 f"{name} uses {foreign[1]}, which {gpu!r} has not: Hopper has wgmma, data-centre Blackwell tcgen05."
             )
-        found.append((int(number), kernel, int(re.search(r"dynamic_shared_memory_size %c(\d+)", text)[1])))
-    return [(kernel, size) for _, kernel, size in sorted(found)]
+        kernel = re.search(r"func\.func @(\S+)_mosaic_gpu\b", text)[1]
+        found.append((kernel, int(re.search(r"dynamic_shared_memory_size %c(\d+)", text)[1])))
+    return found
