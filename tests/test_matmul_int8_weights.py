@@ -62,7 +62,8 @@ def test_dtypes(out_dtype):
     ids=str,
 )
 def test_every_kind_of_config(config, transpose_w):
-    check(400, 784, 272, transpose_w=transpose_w, config=config)
+    m, n = (400, 784) if config.tile_n >= 128 else (136, 400)  # Ragged, and several tiles, but not too many.
+    check(m, n, 272, transpose_w=transpose_w, config=config)
 
 
 CONFIGS = (

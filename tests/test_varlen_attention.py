@@ -94,13 +94,19 @@ def test_groups_of_heads(heads, kv_heads):
     ],
 )
 def test_head_dims_and_configs(head_dim, config, dtype):
-    check(*packed([50, 90], [90, 130], head_dim=head_dim, dtype=dtype), is_causal=True, config=config)
+    args = packed([50, 30], [90, 130], heads=2, kv_heads=1, head_dim=head_dim, dtype=dtype)
+    check(*args, is_causal=True, config=config)
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 256])
-@pytest.mark.parametrize("head_dim, config", [(64, SMALL), (128, None)])
-def test_pages(page_size, head_dim, config):
-    check(*paged(page_size=page_size, head_dim=head_dim), fn=ragged_paged_attention, config=config)
+def test_pages(page_size):
+    check(*paged(page_size=page_size), fn=ragged_paged_attention)
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_pages_with_the_default_configuration(page_size):
+    args = paged([50, 1, 0, 5], [150, 100, 7, 3], heads=2, kv_heads=1, head_dim=128, page_size=page_size)
+    check(*args, fn=ragged_paged_attention, config=None)
 
 
 @pytest.mark.parametrize("how", [dict(local_window_size=40), dict(logits_soft_cap=3.0, scale=0.5)], ids=str)
