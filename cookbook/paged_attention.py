@@ -7,14 +7,15 @@ int32: page `block_tables[i, j]` holds tokens j page_size to (j + 1) page_size o
 `kv_lens[i]` count. out (num_seqs, N, H), lse (num_seqs, N). N is a multiple of K; the N / K query heads that share keys
 are the rows of one WGMMA, which has 64.
 
-A unit is a sequence and a head of keys, with up to 64 of the query heads that read it. All blocks of keys of all units,
-one behind the other, are cut into as many equal parts as there are SMs, so that all end at the same time, whatever the
-lengths are. What a part has of one unit is a piece of work; a second kernel merges the pieces of each unit.
+A unit is a head of keys, with up to 64 of the query heads that read it. The blocks of keys of all sequences, one behind
+the other, are cut into equal parts, so that all end at the same time, whatever the lengths are: into as many as there
+can be if each unit of each part gets a SM of its own. So those that read other heads of the same pages do so at about
+the same time. What a part has of a sequence is a piece of work; a second kernel merges the pieces of each sequence.
 
-Role table: one block a SM, which computes a part, piece after piece; the warpgroups are
+Role table: one block a SM, for a unit of a part, which it computes piece after piece; the warpgroups are
 
-    memory     one, with few registers: copies the query of a piece, and the pages of block after block, which it finds
-               through the block table, into the slots of a ring
+    memory     one: copies the query of a piece, and the pages of block after block, which it finds through the block
+               table, into the slots of a ring
     compute    one: s = q kᵀ, softmax and p v of block after block; then out and lse of the piece
 
 Barrier table:
@@ -53,7 +54,6 @@ from cookbook._attention import HEAD_DIMS, LOG2E, PIECE, ROWS, check_numbers, di
 QUERY_ROWS = 64  # Of a WGMMA: query heads that share keys, and rows that nobody looks at.
 PAGE_SIZES = (16, 32, 64, 128, 256)
 COMPUTE, MEMORY = 0, 1  # Warpgroups by their role.
-REGISTERS = (256, 80)  # A thread of each.
 PIECES_AT_ONCE = 8  # That are merged together.
 
 
@@ -130,7 +130,7 @@ class Plan:
     soft_cap: float | None
     left: int | None  # Tokens before the last one that it sees.
     config: Config
-    num_parts: int
+    num_sms: int
     interpreted: bool
 
     @property
@@ -158,12 +158,12 @@ class Plan:
         return pl.cdiv(self.rows, self.rows_at_once) * self.rows_at_once
 
     @property
-    def units_per_seq(self) -> int:
+    def num_units(self) -> int:
         return self.num_kv_heads * self.chunks
 
     @property
-    def num_units(self) -> int:
-        return self.num_seqs * self.units_per_seq
+    def num_parts(self) -> int:
+        return max(1, self.num_sms // self.num_units)
 
     @property
     def pieces(self) -> int:
@@ -213,32 +213,27 @@ class Plan:
 
 
 class Part:
-    """What a block of threads computes: `steps` blocks of keys, from block `begin` of `first_unit` on, in so many
+    """What a block of threads computes: `steps` blocks of keys, from block `begin` of `first_seq` on, in so many
     `pieces`. `ends` are those of the sequences in the row of all blocks, and `seqs` the first sequence of each part."""
 
     def __init__(self, plan: Plan, ends, seqs, kv_lens, part):
-        starts, units, begins = [], [], []
+        starts, found, begins = [], [], []
         for p in (part, part + 1):
-            starts.append(plan.start(p, ends[plan.num_seqs - 1]))
             seq = jnp.minimum(seqs[p], plan.num_seqs - 1)
             _, steps = plan.blocks(kv_lens[seq])
-            in_seq = starts[-1] - ends[seq] + plan.units_per_seq * steps
-            units.append(seq * plan.units_per_seq + lax.div(in_seq, steps))
-            begins.append(lax.rem(in_seq, steps))
-        self.first_unit, self.begin, self.steps = units[0], begins[0], starts[1] - starts[0]
-        end = units[1] + jnp.where(begins[1] > 0, 1, 0)
-        self.pieces = jnp.where(self.steps > 0, end - self.first_unit, 0)
+            starts.append(plan.start(p, ends[plan.num_seqs - 1]))
+            found.append(seq)
+            begins.append(starts[-1] - ends[seq] + steps)
+        self.first_seq, self.begin, self.steps = found[0], begins[0], starts[1] - starts[0]
+        self.pieces = jnp.where(self.steps > 0, found[1] + jnp.where(begins[1] > 0, 1, 0) - self.first_seq, 0)
 
 
 class Piece:
-    """What a part has of a unit: blocks `first` to `first + steps` of its keys."""
+    """What a part has of a sequence: blocks `first` to `first + steps` of its keys."""
 
-    def __init__(self, plan: Plan, kv_lens, unit, begin, remaining):
-        self.unit, self.seq = unit, div(unit, plan.units_per_seq)
-        in_seq = rem(unit, plan.units_per_seq)
-        self.kv_head = div(in_seq, plan.chunks)
-        self.head = self.kv_head * plan.group + rem(in_seq, plan.chunks) * plan.rows
-        self.kv_len = plan.length(kv_lens[self.seq])
+    def __init__(self, plan: Plan, kv_lens, seq, begin, remaining):
+        self.seq = seq
+        self.kv_len = plan.length(kv_lens[seq])
         first, steps = plan.blocks(self.kv_len)
         self.first = first + begin
         self.steps = jnp.minimum(steps - begin, remaining)
@@ -248,7 +243,7 @@ def _kernel(
     ends, seqs, kv_lens, block_tables, q_gmem, k_gmem, v_gmem, out_gmem, lse_gmem, *, plan: Plan, q_and_out, k_smem,
     v_smem, q_filled, q_freed, filled, freed,
 ):  # fmt: skip
-    c, role, part = plan.config, lax.axis_index("role"), lax.axis_index("part")
+    c, role, part, unit = plan.config, *(lax.axis_index(name) for name in ("role", "part", "unit"))
     q_smem, q_tma, o_smem = q_and_out if not plan.interpreted else (q_and_out[0], *q_and_out)
 
     def for_each_piece(body):
@@ -257,7 +252,7 @@ def _kernel(
 
         def one(i, count):
             begin = jnp.where(i == 0, mine.begin, 0)
-            piece = Piece(plan, kv_lens, mine.first_unit + i, begin, mine.steps - count)
+            piece = Piece(plan, kv_lens, mine.first_seq + i, begin, mine.steps - count)
             body(i, piece, count)
             return count + piece.steps
 
@@ -265,16 +260,15 @@ def _kernel(
 
     @pl.when(role == COMPUTE)
     def _():
-        plgpu.set_max_registers(REGISTERS[COMPUTE], action="increase")
         compute = functools.partial(_compute, plan, q_smem, k_smem, v_smem, q_filled, filled, freed)
 
         def store(i, piece, count):
             out, lse = compute(piece, count)
             _mgpu.store(o_smem, out)
             plgpu.commit_smem()
-            # Pieces are in order of units and of parts, so that no two have the same sum.
-            plgpu.copy_smem_to_gmem(o_smem.at[pl.ds(0, plan.stored_rows)], out_gmem.at[piece.unit + part])
-            _mgpu.store(lse_gmem.at[piece.unit + part], lse)
+            # Pieces are in order of sequences and of parts, so that no two have the same sum.
+            plgpu.copy_smem_to_gmem(o_smem.at[pl.ds(0, plan.stored_rows)], out_gmem.at[piece.seq + part, unit])
+            _mgpu.store(lse_gmem.at[piece.seq + part, unit], lse)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(q_freed)
 
@@ -283,7 +277,6 @@ def _kernel(
 
     @pl.when(role == MEMORY)
     def _():
-        plgpu.set_max_registers(REGISTERS[MEMORY], action="decrease")
         load = functools.partial(_load, plan, block_tables, (q_gmem, q_tma, q_filled, q_freed))
         count, pieces = for_each_piece(functools.partial(load, (k_gmem, k_smem), (v_gmem, v_smem), filled, freed))
         # The last slots are given back too.
@@ -298,7 +291,9 @@ def _slot(plan: Plan, step):
 
 def _load(plan: Plan, block_tables, query, keys, values, filled, freed, i, piece: Piece, count):
     """The memory warpgroup: the query heads of a unit, and block after block of its keys and values."""
-    c, (q_gmem, q_smem, q_filled, q_freed) = plan.config, query
+    c, (q_gmem, q_smem, q_filled, q_freed), unit = plan.config, query, lax.axis_index("unit")
+    kv_head = div(unit, plan.chunks)
+    head = kv_head * plan.group + rem(unit, plan.chunks) * plan.rows
     tokens = min(plan.page_size, c.block_kv)  # Of a page that a copy takes.
 
     def pages(step):
@@ -311,7 +306,7 @@ def _load(plan: Plan, block_tables, query, keys, values, filled, freed, i, piece
         pl.when(i > 0)(lambda: plgpu.barrier_wait(q_freed))
         for p in range(plan.pieces):
             # Heads behind those of the unit are copied too, as far as there are any: nobody looks at their rows.
-            source = q_gmem.at[piece.seq, pl.ds(piece.head, QUERY_ROWS), pl.ds(p * PIECE, PIECE)]
+            source = q_gmem.at[piece.seq, pl.ds(head, QUERY_ROWS), pl.ds(p * PIECE, PIECE)]
             plgpu.copy_gmem_to_smem(source, q_smem.at[p], q_filled)
 
     # Behind as many blocks as there are slots: the ring is full while the piece before is stored.
@@ -324,7 +319,7 @@ def _load(plan: Plan, block_tables, query, keys, values, filled, freed, i, piece
         first = rem((piece.first + step) * c.block_kv, plan.page_size) if plan.copies == 1 else 0
         for j, page in enumerate(found):
             for gmem, smem in (keys, values):
-                source = gmem.at[page, pl.ds(first, tokens), piece.kv_head]
+                source = gmem.at[page, pl.ds(first, tokens), kv_head]
                 plgpu.copy_gmem_to_smem(source, smem.at[slot, pl.ds(j * tokens, tokens)], filled.at[slot])
         pl.when(step + 1 == blocks_before_query)(load_query)
         return found_next
@@ -400,14 +395,12 @@ def _clear(v_smem, first, end):
 
 
 def _merge(ends, kv_lens, part_gmem, part_lse_gmem, out_gmem, lse_gmem, *, plan: Plan):
-    """The second kernel: merges the pieces of a unit, in their order."""
-    unit, rows = lax.axis_index("unit"), plan.rows_at_once
+    """The second kernel: merges the pieces of a sequence, in their order."""
+    seq, unit, rows = lax.axis_index("seq"), lax.axis_index("unit"), plan.rows_at_once
     first_row = lax.axis_index("rows") * rows
     shape = (rows * plan.head_dim,)
-    seq, num_blocks = div(unit, plan.units_per_seq), ends[plan.num_seqs - 1]
-    _, steps = plan.blocks(kv_lens[seq])
-    end = ends[seq] - (plan.units_per_seq - 1 - rem(unit, plan.units_per_seq)) * steps
-    first_piece, last_piece = (unit + plan.part_of(block, num_blocks) for block in (end - steps, end - 1))
+    (_, steps), num_blocks = plan.blocks(kv_lens[seq]), ends[plan.num_seqs - 1]
+    first_piece, last_piece = (seq + plan.part_of(block, num_blocks) for block in (ends[seq] - steps, ends[seq] - 1))
     which = div(plgpu.broadcasted_iota(jnp.int32, shape, 0), plan.head_dim)
     of_rows = lambda numbers: functools.reduce(lambda a, r: jnp.where(which == r, numbers[r], a), range(1, rows),
                                                jnp.full(shape, numbers[0]))  # fmt: skip
@@ -420,9 +413,12 @@ def _merge(ends, kv_lens, part_gmem, part_lse_gmem, out_gmem, lse_gmem, *, plan:
         for piece in pieces:
             index = jnp.minimum(piece, last_piece)
             lse.append(
-                [jnp.where(piece <= last_piece, part_lse_gmem[index, first_row + r], -jnp.inf) for r in range(rows)]
+                [
+                    jnp.where(piece <= last_piece, part_lse_gmem[index, unit, first_row + r], -jnp.inf)
+                    for r in range(rows)
+                ]
             )
-            out.append(part_gmem[index, pl.ds(first_row * plan.head_dim, rows * plan.head_dim)])
+            out.append(part_gmem[index, unit, pl.ds(first_row * plan.head_dim, rows * plan.head_dim)])
         m_new = [functools.reduce(jnp.maximum, (each[r] for each in lse), m[r]) for r in range(rows)]
         shift = [jnp.where(x == -jnp.inf, 0.0, x) for x in m_new]
         alpha = [jnp.exp2(m[r] - shift[r]) for r in range(rows)]
@@ -432,22 +428,22 @@ def _merge(ends, kv_lens, part_gmem, part_lse_gmem, out_gmem, lse_gmem, *, plan:
             acc = acc + of_rows(share) * each
         return acc, m_new, [total[r] * alpha[r] + sum(share[r] for share in shares) for r in range(rows)]
 
-    numbers = lambda value: [jnp.float32(value) + 0.0 * unit.astype(jnp.float32) for _ in range(rows)]
+    numbers = lambda value: [jnp.float32(value) + 0.0 * seq.astype(jnp.float32) for _ in range(rows)]
     carry = jnp.zeros(shape, jnp.float32), numbers(-jnp.inf), numbers(0.0)
     groups = div(last_piece - first_piece, PIECES_AT_ONCE) + 1
     acc, m, total = lax.fori_loop(0, groups, some, carry)
     out = acc * of_rows([jnp.where(x > 0, 1 / x, 0.0) for x in total])
-    out_gmem[unit, pl.ds(first_row * plan.head_dim, rows * plan.head_dim)] = out.astype(plan.dtype)
+    out_gmem[seq, unit, pl.ds(first_row * plan.head_dim, rows * plan.head_dim)] = out.astype(plan.dtype)
     for r in range(rows):
         lse = (m[r] + jnp.log2(jnp.where(total[r] > 0, total[r], 1.0))) / LOG2E
-        lse_gmem[unit, first_row + r] = jnp.where(total[r] > 0, lse, -jnp.inf)
+        lse_gmem[seq, unit, first_row + r] = jnp.where(total[r] > 0, lse, -jnp.inf)
 
 
 def _ends_and_seqs(plan: Plan, kv_lens):
     """What `Part` takes: in two small kernels of XLA, once for all layers of a model under one `jax.jit`."""
     _, steps = plan.blocks(kv_lens)
     seq = jnp.arange(plan.num_seqs)
-    ends = jnp.sum(jnp.where(seq <= seq[:, None], plan.units_per_seq * steps, 0), axis=1, dtype=jnp.int32)
+    ends = jnp.sum(jnp.where(seq <= seq[:, None], steps, 0), axis=1, dtype=jnp.int32)
     starts = plan.start(jnp.arange(plan.num_parts + 1, dtype=jnp.int32), ends[-1])
     return ends, jnp.sum(ends <= starts[:, None], axis=1, dtype=jnp.int32)
 
@@ -456,15 +452,15 @@ def _ends_and_seqs(plan: Plan, kv_lens):
 def _decode(q, k_pages, v_pages, block_tables, kv_lens, *, plan: Plan, params):
     """(out, lse)."""
     ends, seqs = _ends_and_seqs(plan, kv_lens)
-    num_pieces = plan.num_units + plan.num_parts
+    num_pieces = plan.num_seqs + plan.num_parts
     part_out, part_lse = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=[
-            jax.ShapeDtypeStruct((num_pieces, plan.stored_rows, plan.head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((num_pieces, QUERY_ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((num_pieces, plan.num_units, plan.stored_rows, plan.head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((num_pieces, plan.num_units, QUERY_ROWS), jnp.float32),
         ],
-        grid=(plan.num_parts,),
-        grid_names=("part",),
+        grid=(plan.num_parts, plan.num_units),
+        grid_names=("part", "unit"),
         num_threads=2,
         thread_name="role",
         scratch_types=plan.scratch,
@@ -474,13 +470,13 @@ def _decode(q, k_pages, v_pages, block_tables, kv_lens, *, plan: Plan, params):
     out, lse = plgpu.kernel(
         functools.partial(_merge, plan=plan),
         out_type=[
-            jax.ShapeDtypeStruct((plan.num_units, row), q.dtype),
-            jax.ShapeDtypeStruct((plan.num_units, plan.stored_rows), jnp.float32),
+            jax.ShapeDtypeStruct((plan.num_seqs, plan.num_units, row), q.dtype),
+            jax.ShapeDtypeStruct((plan.num_seqs, plan.num_units, plan.stored_rows), jnp.float32),
         ],
-        grid=(plan.num_units, plan.stored_rows // plan.rows_at_once),
-        grid_names=("unit", "rows"),
+        grid=(plan.num_seqs, plan.num_units, plan.stored_rows // plan.rows_at_once),
+        grid_names=("seq", "unit", "rows"),
         compiler_params=params,
-    )(ends, kv_lens, part_out.reshape(num_pieces, row), part_lse)
+    )(ends, kv_lens, part_out.reshape(num_pieces, plan.num_units, row), part_lse)
     # Of rows that are stored for the sake of their number nothing is kept.
     of_heads = lambda x, *end: x.reshape(plan.num_seqs, plan.num_kv_heads, plan.chunks, plan.stored_rows, *end)[
         :, :, :, : plan.rows

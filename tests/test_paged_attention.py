@@ -91,29 +91,27 @@ def test_sizes_that_do_not_fit_are_refused_before_launch(block_kv, num_stages):
         lab.run(functools.partial(paged_attention, config=Config(block_kv, num_stages)), *operands([9], head_dim=128))
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 7, 132])
-def test_every_block_has_its_part(num_parts):
+@pytest.mark.parametrize("num_sms, kv_heads, num_parts", [(1, 2, 1), (4, 2, 2), (7, 1, 7), (132, 8, 16), (132, 1, 132)])
+def test_every_block_has_its_part(num_sms, kv_heads, num_parts):
     """Parts of equal length take all blocks in their order, whatever the lengths of sequences are, and what the second
     kernel computes of them is what the first was given."""
     lens = [1, 700, 3, 64, 0, 129, 250]
-    q, k_pages, _, tables, kv_lens = operands(lens, heads=2, kv_heads=1)
+    q, k_pages, _, tables, kv_lens = operands(lens, heads=2 * kv_heads, kv_heads=kv_heads)
     plan = module.Plan(
         *q.shape[:2], k_pages.shape[2], q.shape[2], k_pages.shape[0], k_pages.shape[1], tables.shape[1], q.dtype, 1.0,
-        None, None, SMALL, num_parts, interpreted=True,
+        None, None, SMALL, num_sms, interpreted=True,
     )  # fmt: skip
+    assert plan.num_parts == num_parts
     blocks = np.maximum(-(-np.array(lens) // 64), 1)
-    unit_starts, taken = np.cumsum(blocks) - blocks, []
+    seq_starts, taken = np.cumsum(blocks) - blocks, []
     parts = [module.Part(plan, *module._ends_and_seqs(plan, kv_lens), kv_lens, p) for p in range(num_parts)]
     for number, part in enumerate(parts):
-        first, begin, steps, pieces = (int(x) for x in (part.first_unit, part.begin, part.steps, part.pieces))
+        first, begin, steps, pieces = (int(x) for x in (part.first_seq, part.begin, part.steps, part.pieces))
         taken += [number] * steps
         if steps:
-            assert unit_starts[first] + begin == len(taken) - steps and begin < blocks[first]
-            assert (
-                unit_starts[first + pieces - 1]
-                < len(taken)
-                <= unit_starts[first + pieces - 1] + blocks[first + pieces - 1]
-            )
+            assert seq_starts[first] + begin == len(taken) - steps and begin < blocks[first]
+            last = first + pieces - 1
+            assert seq_starts[last] < len(taken) <= seq_starts[last] + blocks[last]
     assert len(taken) == blocks.sum() and max(np.bincount(taken, minlength=num_parts)) - len(taken) // num_parts <= 1
     assert [int(plan.part_of(jnp.int32(block), jnp.int32(len(taken)))) for block in range(len(taken))] == taken
 
@@ -185,7 +183,7 @@ def test_what_the_compiler_makes_of_it(head_dim, page_size):
     compiled = lab.compile_for("h200", paged_attention, q, pages, pages, tables, lens)
     need = module.default_config(head_dim).smem_bytes(head_dim)
     assert need <= compiled.smem_bytes <= need + 2560 and not compiled.remarks
-    # With heads of 256 some numbers of a piece are spilled, outside of the loops: 80 to 92 bytes, as ptxas pleases.
+    # With heads of 256 some numbers of a piece are spilled, outside of the loops: 84 to 108 bytes, as ptxas pleases.
     assert compiled.spill_bytes <= (128 if head_dim == 256 else 0)
 
 
@@ -231,7 +229,7 @@ def test_configs_are_checked():
     [
         ("(token < piece.kv_len)", "(token <= piece.kv_len)"),
         ("            _clear(v_smem.at[slot], low - first, piece.kv_len - first)\n", ""),
-        ("page_of(block_tables, piece.seq, ", "page_of(block_tables, lax.div(piece.unit, jnp.int32(3)), "),
+        ("page_of(block_tables, piece.seq, ", "page_of(block_tables, lax.div(piece.seq, jnp.int32(2)), "),
         ("acc = acc * of_rows(alpha)", "acc = acc"),
         ("[jnp.exp2(each[r] - shift[r]) for r in range(rows)]", "[jnp.exp2(0 * each[r]) for r in range(rows)]"),
         ("acc, p = acc * per_row(alpha, acc.shape), p", "acc, p = acc, p"),
@@ -245,7 +243,7 @@ def test_configs_are_checked():
             "        last = lambda step: plgpu.barrier_wait(freed.at[_slot(plan, step)])",
             "        last = lambda step: None",
         ),
-        ("out_gmem.at[piece.unit + part])", "out_gmem.at[piece.unit])"),
+        ("out_gmem.at[piece.seq + part, unit])", "out_gmem.at[piece.seq, unit])"),
     ],
 )
 def test_mutants_are_caught(run_only, monkeypatch, old, new):
