@@ -28,7 +28,13 @@ def div(number, by: int):
 
 
 def rem(number, by: int):
+    """Likewise, of traced ones."""
     return lax.rem(number, jnp.int32(by))
+
+
+def slot_of(plan, step):
+    """The slot of a ring that a step uses, where `step` counts from the first one of the block of threads."""
+    return rem(step, plan.config.num_stages)
 
 
 def page_of(block_tables, seq, column, num_pages: int):

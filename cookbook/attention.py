@@ -59,8 +59,11 @@ from cookbook._attention import (
     ROWS,
     Blocks,
     check_numbers,
+    div,
+    rem,
     row_tiles,
     segment_masks,
+    slot_of,
     views,
     window,
 )  # fmt: skip
@@ -241,10 +244,9 @@ class Tile:
     """Where a tile lies: which queries of which head, and which blocks of keys they see."""
 
     def __init__(self, plan: Plan, number, masks: dict):
-        quotient, remainder = (lambda x, n, f=f: f(x, jnp.int32(n)) for f in (lax.div, lax.rem))
-        head, q_block = quotient(number, plan.num_q_blocks), remainder(number, plan.num_q_blocks)
-        self.batch, self.head = quotient(head, plan.num_heads), remainder(head, plan.num_heads)
-        self.kv_head = quotient(self.head, plan.num_heads // plan.num_kv_heads)
+        head, q_block = div(number, plan.num_q_blocks), rem(number, plan.num_q_blocks)
+        self.batch, self.head = div(head, plan.num_heads), rem(head, plan.num_heads)
+        self.kv_head = div(self.head, plan.num_heads // plan.num_kv_heads)
         self.first_q, self.blocks = q_block * plan.config.block_q, plan.blocks
         first, end = self.blocks.seen(self.first_q, plan.config.block_q)
         if plan.has_segments:
@@ -319,10 +321,6 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def slot_of(plan: Plan, step):
-    return lax.rem(step, jnp.int32(plan.config.num_stages))
-
-
 def _per_row(values, shape):
     return lax.broadcast_in_dim(values, shape, [0])
 
@@ -366,7 +364,7 @@ def compute(plan: Plan, tile: Tile, first_row, count, q_smem, ring, turn, masks,
     c, role, shape = plan.config, lax.axis_index("role"), (WG_ROWS, plan.config.block_kv)
     k_smem, v_smem, k_filled, v_filled, k_freed, v_freed = ring
     slot = lambda step: slot_of(plan, count + step)
-    next_role = lax.rem(role + 1, jnp.int32(c.compute_wgs))
+    next_role = rem(role + 1, c.compute_wgs)
     my_turn = lambda: plgpu.barrier_wait(turn.at[role]) if c.in_turns else None
     pass_turn = lambda: plgpu.barrier_arrive(turn.at[next_role]) if c.in_turns else None
 

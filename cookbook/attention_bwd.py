@@ -46,7 +46,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook import _mgpu
-from cookbook._attention import COLUMNS, LOG2E, PIECE, ROWS, Blocks, segment_masks
+from cookbook._attention import COLUMNS, LOG2E, PIECE, ROWS, Blocks, div, rem, segment_masks
 
 WG_ROWS = 64  # Of a compute warpgroup: the rows of a WGMMA.
 REGISTERS = {2: (24, 240), 3: (32, 160)}  # A thread of the memory and of the compute warpgroups, by how many these are.
@@ -176,7 +176,7 @@ class Tile:
 
     def other_head(self, plan: Plan, i):
         """The head of the blocks of the `i`-th of `heads`."""
-        return lax.div(self.head, jnp.int32(plan.group)) if plan.for_query else self.head * plan.group + i
+        return div(self.head, plan.group) if plan.for_query else self.head * plan.group + i
 
 
 def _kernel(
@@ -184,7 +184,7 @@ def _kernel(
     vectors_smem=None, done=None,
 ):  # fmt: skip
     role, tile = lax.axis_index("role"), Tile(plan, masks)
-    slot = lambda count: lax.rem(count, jnp.int32(plan.num_stages))
+    slot = lambda count: rem(count, plan.num_stages)
 
     @pl.when(role == plan.compute_wgs)
     def _():

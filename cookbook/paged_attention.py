@@ -49,7 +49,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook import _mgpu
-from cookbook._attention import HEAD_DIMS, LOG2E, PIECE, ROWS, check_numbers, div, page_of, rem, row_tiles, window
+from cookbook._attention import (
+    HEAD_DIMS,
+    LOG2E,
+    PIECE,
+    ROWS,
+    check_numbers,
+    div,
+    page_of,
+    rem,
+    row_tiles,
+    slot_of,
+    window,
+)
 
 QUERY_ROWS = 64  # Of a WGMMA: query heads that share keys, and rows that nobody looks at.
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -280,13 +292,9 @@ def _kernel(
         load = functools.partial(_load, plan, block_tables, (q_gmem, q_tma, q_filled, q_freed))
         count, pieces = for_each_piece(functools.partial(load, (k_gmem, k_smem), (v_gmem, v_smem), filled, freed))
         # The last slots are given back too.
-        last = lambda step: plgpu.barrier_wait(freed.at[_slot(plan, step)])
+        last = lambda step: plgpu.barrier_wait(freed.at[slot_of(plan, step)])
         pl.loop(jnp.maximum(count - c.num_stages, 0), count)(last)
         pl.when(pieces > 0)(lambda: plgpu.barrier_wait(q_freed))
-
-
-def _slot(plan: Plan, step):
-    return rem(step, plan.config.num_stages)
 
 
 def _load(plan: Plan, block_tables, query, keys, values, filled, freed, i, piece: Piece, count):
@@ -313,7 +321,7 @@ def _load(plan: Plan, block_tables, query, keys, values, filled, freed, i, piece
     blocks_before_query = jnp.where(i == 0, 1, jnp.minimum(piece.steps, c.num_stages))
 
     def one(step, found):
-        slot = _slot(plan, count + step)
+        slot = slot_of(plan, count + step)
         found_next = pages(step + 1)  # On their way while this one waits.
         pl.when(count + step >= c.num_stages)(lambda: plgpu.barrier_wait(freed.at[slot]))
         first = rem((piece.first + step) * c.block_kv, plan.page_size) if plan.copies == 1 else 0
@@ -337,7 +345,7 @@ def _compute(plan: Plan, q_smem, k_smem, v_smem, q_filled, filled, freed, piece:
 
     def step(step, carry, masked: bool):
         acc, m, total = carry
-        slot, first = _slot(plan, count + step), (piece.first + step) * c.block_kv
+        slot, first = slot_of(plan, count + step), (piece.first + step) * c.block_kv
         plgpu.barrier_wait(filled.at[slot])
 
         def logits(s_ref):

@@ -45,8 +45,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook import _mgpu
-from cookbook._attention import HEAD_DIMS, PIECE, Blocks, check_numbers, div, page_of, rem, row_tiles, views, window
-from cookbook.attention import WG_ROWS, Config, compute, default_config, slot_of
+from cookbook._attention import (
+    HEAD_DIMS,
+    PIECE,
+    Blocks,
+    check_numbers,
+    div,
+    page_of,
+    rem,
+    row_tiles,
+    slot_of,
+    views,
+    window,
+)
+from cookbook.attention import WG_ROWS, Config, compute, default_config
 
 ROW_UNIT = 8  # Of rows of v, at whose multiples TMA finds them.
 REGISTERS = {2: (32, 240), 3: (32, 160)}  # A thread of the memory and of the compute warpgroups, by how many these are.

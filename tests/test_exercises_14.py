@@ -18,12 +18,12 @@ skeleton = skeletons("14_ragged_prefill")
 # Exercise 1
 
 
-def tiles(cu_q, queries):
+def tiles(cu_q, queries, side="right"):
     lengths = np.diff(cu_q)
     num = -(-lengths // queries)
     ends = np.cumsum(num)
     number = np.arange(ends[-1])
-    seq = np.searchsorted(ends, number, side="right")
+    seq = np.searchsorted(ends, number, side=side)
     first = (number - (ends - num)[seq]) * queries
     return cu_q[seq] + first, np.minimum(lengths[seq] - first, queries)
 
@@ -50,13 +50,7 @@ def tiles_of_rows(cu_q, queries):
 
 def tiles_left(cu_q, queries):
     """searchsorted on the other side."""
-    lengths = np.diff(cu_q)
-    num = -(-lengths // queries)
-    ends = np.cumsum(num)
-    number = np.arange(ends[-1])
-    seq = np.searchsorted(ends, number, side="left")
-    first = (number - (ends - num)[seq]) * queries
-    return cu_q[seq] + first, np.minimum(lengths[seq] - first, queries)
+    return tiles(cu_q, queries, side="left")
 
 
 def tiles_rounded_down(cu_q, queries):

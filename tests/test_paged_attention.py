@@ -240,7 +240,7 @@ def test_configs_are_checked():
         ("        pl.when(count + step >= c.num_stages)(lambda: plgpu.barrier_wait(freed.at[slot]))\n", ""),
         ("        pl.when(i > 0)(lambda: plgpu.barrier_wait(q_freed))\n", ""),
         (
-            "        last = lambda step: plgpu.barrier_wait(freed.at[_slot(plan, step)])",
+            "        last = lambda step: plgpu.barrier_wait(freed.at[slot_of(plan, step)])",
             "        last = lambda step: None",
         ),
         ("out_gmem.at[piece.seq + part, unit])", "out_gmem.at[piece.seq, unit])"),

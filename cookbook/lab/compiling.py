@@ -215,7 +215,7 @@ def _descriptor_to(descriptor: int, path: pathlib.Path):
 def _lower_aloud(lower):
     """(what `lower()` returns, each kernel's module as it was before Mosaic's layout inference, and as it was after).
 
-    Mosaic prints them. (It would write files as well, but with them others, which take longer than all of lowering.)
+    Mosaic prints them. (It would write files as well, but others with them, which take about as long as lowering.)
     """
     said = io.StringIO()
     try:
