@@ -61,7 +61,7 @@ from cookbook._attention import (
 from cookbook.attention import WG_ROWS, Config, compute, default_config
 
 ROW_UNIT = 8  # Of rows of v, at whose multiples TMA finds them.
-REGISTERS = {2: (32, 240), 3: (32, 160)}  # A thread of the memory and of the compute warpgroups, by how many these are.
+REGISTERS = {2: (40, 232), 3: (32, 160)}  # A thread of the memory and of the compute warpgroups, by how many these are.
 
 
 def varlen_attention_reference(
