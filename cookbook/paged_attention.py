@@ -106,7 +106,7 @@ def merge_attention(out_a, lse_a, out_b, lse_b):
 @dataclasses.dataclass(frozen=True)
 class Config:
     block_kv: int = 128  # Tokens of a step.
-    num_stages: int = 3  # Slots of the ring.
+    num_stages: int = 2  # Slots of the ring.
 
     def __post_init__(self):
         if self.block_kv not in (64, 128) or self.num_stages < 2:
@@ -122,8 +122,8 @@ class Config:
 
 def default_config(head_dim: int) -> Config:
     if head_dim <= 64:
-        return Config(num_stages=5)
-    return Config() if head_dim <= 128 else Config(block_kv=64, num_stages=2)
+        return Config(num_stages=4)
+    return Config() if head_dim <= 128 else Config(block_kv=64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +162,9 @@ class Plan:
 
     @property
     def rows_at_once(self) -> int:
-        """Rows that the second kernel merges at once: a value for each of its 128 threads, or more."""
-        return max(1, 128 // self.head_dim)
+        """Rows that the second kernel merges at once: one to four values for each of its 128 threads."""
+        least = max(1, 128 // self.head_dim)
+        return min(pl.cdiv(self.rows, least) * least, 512 // self.head_dim)
 
     @property
     def stored_rows(self) -> int:

@@ -19,8 +19,9 @@ Barrier table: that of `attention`, and
     v_landed   copies of a block        memory, before it puts zeros in place of what belongs to nobody or to somebody
                                         else, and before it says v_filled in their stead
 
-Tiles are sorted by their work, the longest first, and dealt out to blocks of threads to and fro, so that all end at
-about the same time. That is done by XLA in a few small kernels, once for all layers of a model under one `jax.jit`.
+Blocks of threads take tiles of a few heads of keys at a time, so that L2 keeps what many tiles read; of these the
+longest first, dealt out to and fro, so that all end at about the same time. XLA makes the list of tiles in a few small
+kernels, once for all layers of a model under one `jax.jit`.
 
 TMA finds rows of k and of q anywhere, but those of v, which tensor cores read by columns, only at multiples of 8. So
 the blocks of a sequence begin at the multiple of 8 before its first key, and what lies before is masked.
@@ -58,9 +59,11 @@ from cookbook._attention import (
     views,
     window,
 )
-from cookbook.attention import WG_ROWS, Config, compute, default_config
+from cookbook.attention import WG_ROWS, Config, compute
 
 ROW_UNIT = 8  # Of rows of v, at whose multiples TMA finds them.
+GROUP_BYTES = 32 * 2**20  # Of keys and values that are read at about the same time: L2 keeps them.
+OTHER_PLACE = 53  # By how many places a block moves on; no divisor of the number of blocks.
 REGISTERS = {2: (40, 232), 3: (32, 160)}  # A thread of the memory and of the compute warpgroups, by how many these are.
 
 
@@ -87,6 +90,12 @@ def varlen_attention_reference(
     # A value that nobody sees may be NaN.
     v = jnp.where(seen.any((0, 1))[:, None, None], repeat(v), 0.0)
     return jnp.einsum("tns,snh->tnh", p, v, precision="highest"), lse
+
+
+def default_config(head_dim: int) -> Config:
+    """The configuration for heads of this size. Turns, and a third warpgroup for heads of 64, cost more than they gain
+    where tiles are short."""
+    return Config(block_kv=128 if head_dim <= 128 else 64, in_turns=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,8 +200,9 @@ class Plan:
         transforms = plgpu.TilingTransform((8, PIECE)), plgpu.SwizzleTransform(128)
         values = plgpu.SMEM((c.num_stages, c.block_kv, self.head_dim), self.dtype, transforms=transforms)
         eights = plgpu.SMEM((c.num_stages, c.block_kv // 8, 8 * self.head_dim), self.dtype)
+        rows = row_tiles((c.compute_wgs, self.pieces, WG_ROWS, PIECE), self.dtype, self.interpreted)
         scratch = dict(
-            q_smem=self.rows_by_query,
+            q_smem=rows,
             k_smem=row_tiles((c.num_stages, self.pieces, c.block_kv, PIECE), self.dtype, self.interpreted),
             v_smem=values if self.interpreted else plgpu.RefUnion(values, eights),
             q_filled=barriers(c.compute_wgs, self.pieces * (self.wg_queries if self.interpreted else 1)),
@@ -204,18 +214,10 @@ class Plan:
             v_freed=barriers(c.num_stages, c.compute_wgs),
             turn=barriers(c.compute_wgs),
         )
-        return scratch if c.out_over_query(self.head_dim) else scratch | dict(o_smem=self.rows_by_query)
-
-    @property
-    def rows_by_query(self):
-        """Rows of all compute warpgroups, in pieces: as tensor cores read them, and as TMA does, query by query."""
-        swizzle, lead = plgpu.SwizzleTransform(128), (self.config.compute_wgs, self.pieces)
-        tiled = plgpu.SMEM((*lead, WG_ROWS, PIECE), self.dtype, transforms=(plgpu.TilingTransform((8, PIECE)), swizzle))
-        by_query = plgpu.SMEM((*lead, self.wg_queries, self.heads, PIECE), self.dtype, transforms=(swizzle,))
-        return tiled if self.interpreted else plgpu.RefUnion(tiled, by_query)
+        return scratch if c.out_over_query(self.head_dim) else scratch | dict(o_smem=rows)
 
 
-FIELDS = ("token", "num_q", "first_q", "num_kv", "first_kv", "source", "number")
+FIELDS = ("token", "num_q", "first_q", "num_kv", "first_kv", "source", "number", "unit")
 
 
 class Tile:
@@ -225,16 +227,16 @@ class Tile:
     first_q            the position of its first query, among the keys of its blocks
     first_kv, num_kv   between which the keys of the sequence lie, in its blocks
     source             the row of k at which block 0 begins, or the row of the block table
-    number             where its lse goes
+    number             among the tiles of a unit: where its lse goes
+    unit               the head of its keys, and the chunk of the group
     """
 
-    def __init__(self, plan: Plan, unit, fields):
-        self.unit = unit
-        self.token, self.num_q, first_q, self.num_kv, self.first_kv, self.source, self.number = fields
-        self.kv_head, self.chunk = div(unit, plan.chunks), rem(unit, plan.chunks)
+    def __init__(self, plan: Plan, fields):
+        self.token, self.num_q, first_q, self.num_kv, self.first_kv, self.source, self.number, self.unit = fields
+        self.kv_head, self.chunk = div(self.unit, plan.chunks), rem(self.unit, plan.chunks)
         self.head = self.kv_head * plan.group + jnp.minimum(self.chunk * plan.heads, plan.group - plan.heads)
         self.blocks = blocks_of(plan, first_q, self.num_kv, self.first_kv)
-        first, end = self.blocks.seen(0 * unit, plan.queries * plan.heads)
+        first, end = self.blocks.seen(0 * self.unit, plan.queries * plan.heads)
         self.end = jnp.maximum(end, 1)
         self.first = jnp.minimum(first, self.end - 1)  # At least one, if only to find that no key is seen.
         self.steps = self.end - self.first
@@ -257,23 +259,17 @@ def _kernel(
 
     def for_each_tile(body):
         """`body(i, tile, count, fetch)` for the tiles of this block; `count` are the steps before. It returns what
-        `fetch()` gave it, the next tile's fields, on their way while it goes on. Returns the steps of all."""
-        block, total = lax.axis_index("block"), num_tiles[0]
-        waves, rest = div(total, plan.num_blocks), rem(total, plan.num_blocks)
-        mine = lambda i: jnp.where(rem(i, 2) == 0, block, plan.num_blocks - 1 - block)  # To and fro.
-        number = lambda i: jnp.minimum(i * plan.num_blocks + mine(i), total - 1)
-
-        def fields(i):
-            row = div(number(i), plan.units)
-            return tuple(table[row, field] for field in range(len(FIELDS)))
+        `fetch()` gave it, the next tile's fields, on their way while it goes on. Returns the steps and tiles of all."""
+        block = lax.axis_index("block")
+        row = lambda i: jnp.minimum(i * plan.num_blocks + block, table.shape[0] - 1)
+        fields = lambda i: tuple(table[row(i), field] for field in range(len(FIELDS)))
 
         def one(i, carry):
             found, count = carry
-            tile = Tile(plan, rem(number(i), plan.units), found)
+            tile = Tile(plan, found)
             return body(i, tile, count, lambda: fields(i + 1)), count + tile.steps
 
-        num_mine = waves + jnp.where(mine(waves) < rest, 1, 0)
-        return lax.fori_loop(0, num_mine, one, (fields(0 * block), 0 * block))[1], num_mine
+        return lax.fori_loop(0, num_tiles[block], one, (fields(0 * block), 0 * block))[1], num_tiles[block]
 
     @pl.when(role == c.compute_wgs)
     def _():
@@ -330,11 +326,11 @@ def _store(plan: Plan, tile: Tile, o_smem, out_gmem):
         heads = pl.ds(tile.head + skip, plan.heads - skip)
         for p in range(plan.pieces):
             lane, row = pl.ds(p * PIECE, PIECE), tile.token + first + query
+            source = o_smem.at[p, pl.ds(query * plan.heads + skip, size * plan.heads - skip)]
             if plan.interpreted:
-                source = o_smem.at[p, pl.ds(query * plan.heads + skip, plan.heads - skip)]
                 plgpu.copy_smem_to_gmem(source, out_gmem.at[row, heads, lane])
             else:
-                source = o_smem.at[p, pl.ds(query, size), pl.ds(skip, plan.heads - skip)]
+                source = source.reshape(size, plan.heads - skip, PIECE)
                 plgpu.copy_smem_to_gmem(source, out_gmem.at[pl.ds(row, size), heads, lane])
 
     def copy_all(skip: int):
@@ -365,37 +361,33 @@ def _load(plan: Plan, block_tables, queries, keys, values, i, tile: Tile, count,
     k_gmem, k_smem, k_filled, k_freed = keys
     v_gmem, v_smem, v_eights, v_filled, v_landed, v_freed = values
 
-    def for_each_copy(block, copy):
-        """`copy(source, rows)`: what copies of a block take, of k and of v, and the rows of the slot that they fill."""
+    def sources(block):
+        """What the copies of a block take, of k and of v: each fills as many rows of the slot, one behind the other."""
         first = block * c.block_kv
         if not plan.pages:
-            source = pl.ds(pl.multiple_of(tile.source + first, ROW_UNIT), c.block_kv)
-            copy((source, tile.kv_head), pl.ds(0, c.block_kv))
-            return
+            return [(pl.ds(pl.multiple_of(tile.source + first, ROW_UNIT), c.block_kv), tile.kv_head)]
+        page_size, in_page = plan.pages.page_size, pl.multiple_of(rem(first, plan.pages.page_size), plan.tokens)
+        columns = [div(first + j * plan.tokens, page_size) for j in range(plan.copies)]
+        pages = [page_of(block_tables, tile.source, column, plan.pages.num_pages) for column in columns]
+        # All on their way at once, and none is waited for between two copies.
+        rows = pl.ds(in_page if plan.copies == 1 else 0, plan.tokens)
+        return [(page, rows, tile.kv_head) for page in pages]
 
-        @pl.loop(0, plan.copies)  # A loop, and no list of all ids, for which there are no registers.
-        def _(j):
-            token = first + j * plan.tokens
-            page = page_of(block_tables, tile.source, div(token, plan.pages.page_size), plan.pages.num_pages)
-            in_page = pl.multiple_of(rem(token, plan.pages.page_size), plan.tokens)
-            rows = pl.ds(pl.multiple_of(j * plan.tokens, plan.tokens), plan.tokens)
-            copy((page, pl.ds(in_page, plan.tokens), tile.kv_head), rows)
+    filled_rows = lambda j: pl.ds(j * plan.tokens, plan.tokens)
 
-    def load_keys(slot, block):
-        def copy(source, rows):
+    def load_keys(slot, found):
+        for j, source in enumerate(found):
             for p in range(plan.pieces):
-                lane = pl.ds(p * PIECE, PIECE)
-                plgpu.copy_gmem_to_smem(k_gmem.at[*source, lane], k_smem.at[slot, p, rows], k_filled.at[slot])
+                lane, rows = pl.ds(p * PIECE, PIECE), k_smem.at[slot, p, filled_rows(j)]
+                plgpu.copy_gmem_to_smem(k_gmem.at[*source, lane], rows, k_filled.at[slot])
 
-        for_each_copy(block, copy)
+    def load_values(slot, found, filled):
+        for j, source in enumerate(found):
+            plgpu.copy_gmem_to_smem(v_gmem.at[source], v_smem.at[slot, filled_rows(j)], filled)
 
-    def load_values(slot, block, filled):
-        copy = lambda source, rows: plgpu.copy_gmem_to_smem(v_gmem.at[source], v_smem.at[slot, rows], filled)
-        for_each_copy(block, copy)
-
-    def load_clean_values(slot, block):
+    def load_clean_values(slot, found, block):
         """With zeros in rows of other sequences, and of none: there may be NaN."""
-        load_values(slot, block, v_landed.at[0])
+        load_values(slot, found, v_landed.at[0])
         plgpu.barrier_wait(v_landed.at[0])
         rows, first = v_smem if plan.interpreted else v_eights, block * c.block_kv
         _clear(plan, rows.at[slot], tile.first_kv - first, tile.num_kv - first)
@@ -405,13 +397,14 @@ def _load(plan: Plan, block_tables, queries, keys, values, i, tile: Tile, count,
     @pl.loop(0, tile.steps)
     def _(step):
         slot, block = slot_of(plan, count + step), tile.end - 1 - step
+        found = sources(block)
         pl.when(count + step >= c.num_stages)(lambda: plgpu.barrier_wait(k_freed.at[slot]))
-        load_keys(slot, block)
+        load_keys(slot, found)
         pl.when(step == 0)(lambda: _load_queries(plan, queries, i, tile))
         pl.when(count + step >= c.num_stages)(lambda: plgpu.barrier_wait(v_freed.at[slot]))
         is_cut = (block * c.block_kv < tile.first_kv) | ((block + 1) * c.block_kv > tile.num_kv)
-        pl.when(is_cut)(lambda: load_clean_values(slot, block))
-        pl.when(~is_cut)(lambda: load_values(slot, block, v_filled.at[slot]))
+        pl.when(is_cut)(lambda: load_clean_values(slot, found, block))
+        pl.when(~is_cut)(lambda: load_values(slot, found, v_filled.at[slot]))
 
     return fetch()
 
@@ -427,7 +420,9 @@ def _load_queries(plan: Plan, queries, i, tile: Tile):
             lane = pl.ds(p * PIECE, PIECE)
             if not plan.interpreted:
                 source = q_gmem.at[pl.ds(first, plan.wg_queries), heads, lane]
-                plgpu.copy_gmem_to_smem(source, q_smem.at[wg, p], q_filled.at[wg])
+                rows = q_smem.at[wg, p, pl.ds(0, plan.wg_queries * plan.heads)]
+                rows = rows.reshape(plan.wg_queries, plan.heads, PIECE)
+                plgpu.copy_gmem_to_smem(source, rows, q_filled.at[wg])
                 continue
             for query in range(plan.wg_queries):  # Its shared memory has one view, in which several are no box.
                 rows = q_smem.at[wg, p, pl.ds(query * plan.heads, plan.heads)]
@@ -457,11 +452,19 @@ def _clear(plan: Plan, values, first, end):
 
 def _starts(cu_seqlens, num_rows: int):
     """`cu_seqlens`, cut at the number of rows, and never going back."""
-    return lax.cummax(jnp.clip(cu_seqlens.astype(jnp.int32), 0, num_rows))
+    return _running(jnp.max, jnp.clip(cu_seqlens.astype(jnp.int32), 0, num_rows))
+
+
+def _running(reduce, x):
+    """`reduce` of the first number, of the first two, and so on: all at once, where XLA's scan takes twenty times as
+    long. The numbers are at least 0."""
+    i = jnp.arange(len(x))
+    return reduce(jnp.where(i <= i[:, None], x, 0), axis=1).astype(x.dtype)
 
 
 def _tiles(plan: Plan, starts_q, kv_first, kv_lens):
-    """(fields of the tiles, the longest first; how many there are, for all units; where rows of q find their lse).
+    """(fields of the tiles, in the order in which `_deal` deals them out; how many each block takes; where rows of q
+    find their lse).
 
     Of each sequence are given the first row of its queries, and behind the last their end; where its keys begin (the
     row of k, or 0 in pages), and how many they are.
@@ -474,7 +477,7 @@ def _tiles(plan: Plan, starts_q, kv_first, kv_lens):
     )
     q_lens = starts[1:] - starts[:-1]
     num = pl.cdiv(q_lens, plan.queries)
-    ends = jnp.cumsum(num)
+    ends = _running(jnp.sum, num)
     number = jnp.arange(plan.max_tiles, dtype=jnp.int32)
     seq = jnp.searchsorted(ends, number, side="right", method="compare_all")
     seq = jnp.minimum(seq, plan.num_seqs)
@@ -486,9 +489,36 @@ def _tiles(plan: Plan, starts_q, kv_first, kv_lens):
         first_kv=first_kv, source=source[seq], number=number,
     )  # fmt: skip
     begin, end = blocks_of(plan, first_q, num_kv, first_kv).seen(0 * number, plan.queries * plan.heads)
-    order = jnp.argsort(jnp.where(number < ends[-1], begin - end, 1), stable=True)
-    table = jnp.stack([fields[name].astype(jnp.int32) for name in FIELDS], axis=1)[order]
-    return table, (ends[-1] * plan.units).astype(jnp.int32)[None], (starts, ends - num)
+    row, unit, counts = _deal(plan, jnp.where(number < ends[-1], end - begin, 0), ends[-1], kv_lens.sum())
+    table = jnp.stack([fields[name].astype(jnp.int32) for name in FIELDS[:-1]], axis=1)
+    return jnp.concatenate([table[row], unit[:, None]], axis=1), counts, (starts, ends - num)
+
+
+def _deal(plan: Plan, steps, num_rows, num_kv):
+    """(row, unit) of the tiles, which are all units of the first rows, that many: block b takes tiles b,
+    b + num_blocks, and so on; and how many each block takes.
+
+    Some units at a time, whose keys and values L2 keeps, with the longest tiles first. They are dealt out to and fro.
+    """
+    most = (2**31 - 1) // plan.max_tiles - 1
+    key = (most - jnp.minimum(steps, most)) * plan.max_tiles + jnp.arange(plan.max_tiles, dtype=jnp.int32)
+    order = jnp.sort(key) % plan.max_tiles
+    fit = GROUP_BYTES / (4.0 * plan.head_dim * num_kv)
+    divisors = [n for n in range(1, plan.units + 1) if plan.units % n == 0]
+    together = functools.reduce(lambda found, n: jnp.where(n <= fit, n, found), divisors)
+
+    size = pl.cdiv(plan.max_tiles * plan.units, plan.num_blocks)
+    wave, block = (lax.broadcasted_iota(jnp.int32, (size, plan.num_blocks), axis) for axis in range(2))
+    # From there and back to the next, each takes another place: differences of one step do not add up.
+    place = (block - OTHER_PLACE * (wave // 2)) % plan.num_blocks
+    number = wave * plan.num_blocks + jnp.where(wave % 2 == 0, place, plan.num_blocks - 1 - place)
+    of_group = num_rows * together
+    group = number // of_group
+    start = group * of_group
+    # A group's longest tiles begin a round of all blocks; what is left of the one before is filled with its shortest.
+    rank = (number - start - -start % plan.num_blocks) % of_group
+    counts = jnp.sum(number < num_rows * plan.units, axis=0, dtype=jnp.int32)
+    return order[rank // together].ravel(), (group * together + rank % together).ravel(), counts
 
 
 def _lse_of_rows(plan: Plan, lse, starts, first_tiles):
@@ -542,7 +572,7 @@ def run(op, q, k, v, block_tables, cu_seqlens_q, kv_where, *, pages, is_causal, 
     target = _mgpu.require_target(op)
     num_tokens, num_heads, head_dim = q.shape
     left, right = window(is_causal, local_window_size)
-    config = config or default_config(head_dim, (left, right) != (None, None))
+    config = config or default_config(head_dim)
     plan = Plan(
         num_tokens, len(cu_seqlens_q) - 1, num_heads, k.shape[-2], head_dim, q.dtype, scale or head_dim**-0.5,
         logits_soft_cap, left, right, pages, config, target.num_sms,

@@ -26,7 +26,9 @@ def operands(num_q, num_kv, heads=2, kv_heads=1, head_dim=64, batch=1, dtype=jnp
 
 def check(*args, fn=attention, config=SMALL, **kwargs):
     fn = functools.partial(fn, config=config, return_lse=True, **kwargs)
-    return lab.check(fn, functools.partial(reference, **kwargs), *args)
+    # A GPU's tanh, exponentials and logarithms are not exact to float32's last places: lse was off by 6 epsilons.
+    tolerance = (None, 1e-6) if "logits_soft_cap" in kwargs else None
+    return lab.check(fn, functools.partial(reference, **kwargs), *args, tolerance=tolerance)
 
 
 MASKS = [

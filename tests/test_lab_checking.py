@@ -120,6 +120,8 @@ def test_a_tolerance_replaces_the_limit():
     wrong = lambda x: add_one(x) * 1.001  # noqa: E731
     lab.check(wrong, add_one_reference, X, tolerance=1e-2)
     fails(wrong, add_one_reference, X, tolerance=1e-4, match="exceeds 1.0e-04")
+    two = lambda fn: lambda x: (fn(x), fn(x))
+    fails(two(wrong), two(add_one_reference), X, tolerance=(1e-2, None), match="exceeds")
 
 
 def test_a_kernel_that_only_the_interpreter_accepts_is_rejected():

@@ -39,7 +39,9 @@ def operands(kv_lens, heads=4, kv_heads=2, head_dim=64, page_size=16, width=None
 
 def check(*args, fn=paged_attention, config=SMALL, **kwargs):
     fn = functools.partial(fn, config=config, return_lse=True, **kwargs)
-    return lab.check(fn, functools.partial(reference, **kwargs), *args)
+    # A GPU's tanh, exponentials and logarithms are not exact to float32's last places: lse was off by 6 epsilons.
+    tolerance = (None, 1e-6) if "logits_soft_cap" in kwargs else None
+    return lab.check(fn, functools.partial(reference, **kwargs), *args, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("page_size", module.PAGE_SIZES)

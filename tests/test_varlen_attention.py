@@ -57,7 +57,10 @@ def paged(q_lens=Q_LENS, kv_lens=KV_LENS, heads=4, kv_heads=2, head_dim=64, page
 
 def check(*args, fn=varlen_attention, config=SMALL, **how):
     of = reference if len(args) == 5 else ragged_reference
-    return lab.check(functools.partial(fn, config=config, return_lse=True, **how), functools.partial(of, **how), *args)
+    fn = functools.partial(fn, config=config, return_lse=True, **how)
+    # A GPU's tanh, exponentials and logarithms are not exact to float32's last places: lse was off by 6 epsilons.
+    tolerance = (None, 1e-6) if "logits_soft_cap" in how else None
+    return lab.check(fn, functools.partial(of, **how), *args, tolerance=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -164,20 +167,42 @@ def test_starts_out_of_range_are_cut():
     np.testing.assert_array_equal(lab.run(fn, q, k, v, wrong_q, wrong_kv), lab.run(fn, q, k, v, right_q, right_kv))
 
 
-def test_each_tile_is_listed_once_and_the_longest_first():
+@pytest.mark.parametrize("heads, num_blocks", [(2, 3), (8, 132), (1, 16)])
+def test_each_tile_is_listed_once(heads, num_blocks):
     q_lens, kv_lens = np.array([300, 0, 7, 64, 1]), np.array([300, 5, 700, 64, 0])
     plan = module.Plan(
-        400, 5, 8, 2, 64, jnp.bfloat16, 1.0, None, None, 0, None, SMALL, 3, interpreted=True
+        400, 5, 4 * heads, heads, 64, jnp.bfloat16, 1.0, None, None, 0, None, SMALL, num_blocks, interpreted=True
     )  # fmt: skip
     starts = cumulative(kv_lens)
-    table, num_tiles, _ = module._tiles(plan, cumulative(q_lens), starts[:-1], jnp.diff(starts))
-    tiles = [dict(zip(module.FIELDS, row, strict=True)) for row in np.asarray(table)[: int(num_tiles[0]) // plan.units]]
-    rows = np.concatenate([tile["token"] + np.arange(tile["num_q"]) for tile in tiles])
-    assert sorted(rows) == list(range(400))  # The 28 rows behind the last sequence too.
-    steps = [-(-(tile["first_q"] + plan.queries if tile["num_kv"] else 0) // 64) for tile in tiles]
-    steps = [max(0, min(step, -(-tile["num_kv"] // 64))) for step, tile in zip(steps, tiles, strict=True)]
-    assert steps == sorted(steps, reverse=True)
+    table, counts, _ = module._tiles(plan, cumulative(q_lens), starts[:-1], jnp.diff(starts))
+    tiles = [
+        dict(zip(module.FIELDS, np.asarray(table)[i * num_blocks + block], strict=True))
+        for block, count in enumerate(np.asarray(counts)) for i in range(count)
+    ]  # fmt: skip
+    for unit in range(heads):
+        rows = [tile["token"] + np.arange(tile["num_q"]) for tile in tiles if tile["unit"] == unit]
+        assert sorted(np.concatenate(rows)) == list(range(400))  # The 28 rows behind the last sequence too.
+    assert sum(counts) == len(tiles) and max(counts) - min(counts) <= 1
     assert all(tile["source"] % 8 == 0 and 0 <= tile["first_kv"] < 8 for tile in tiles)
+
+
+@pytest.mark.parametrize("lens, units", [([2048] * 16, 8), ([4000, 3100, 900, 2500, 600] * 3, 8), ([2048] * 16, 32)])
+def test_work_is_dealt_out_evenly(lens, units):
+    """No block of threads has 2.5 % more steps than the mean, and units take turns whose keys L2 cannot hold."""
+    steps = np.concatenate([-(-np.arange(32, n + 32, 32) // 128) for n in lens])
+    plan = module.Plan(
+        sum(lens), len(lens), 4 * units, units, 128, jnp.bfloat16, 1.0, None, None, 0, None, Config(), 132,
+        interpreted=True,
+    )  # fmt: skip
+    padded = jnp.asarray(np.pad(steps, (0, plan.max_tiles - len(steps))), jnp.int32)
+    row, unit, counts = map(np.asarray, module._deal(plan, padded, jnp.int32(len(steps)), jnp.int32(sum(lens))))
+    dealt = [np.arange(count) * 132 + block for block, count in enumerate(counts)]
+    assert sorted(zip(*((x[np.concatenate(dealt)]).tolist() for x in (row, unit)), strict=True)) == [
+        (i, j) for i in range(len(steps)) for j in range(units)
+    ]
+    work = np.array([(steps[row[mine]] + 1).sum() for mine in dealt])
+    assert work.max() <= 1.025 * work.mean()
+    assert len(set(unit[: 2 * 132])) <= 2
 
 
 def test_jit_vmap_and_determinism():
@@ -206,7 +231,8 @@ def test_what_the_compiler_makes_of_pages(page_size):
     q, pages = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 32, 128), (2048, page_size, 8, 128)))
     ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((17, 512), (17,), (18,))]
     compiled = lab.compile_for("h200", ragged_paged_attention, q, pages, pages, *ints)
-    assert compiled.spill_bytes <= 32 and not compiled.remarks  # Of the memory warpgroup; 20 with JAX 0.11.
+    # Of the memory warpgroup, which keeps the ids of a block's pages; 68 with pages of 16 with JAX 0.11.
+    assert compiled.spill_bytes <= {16: 96, 128: 32}[page_size] and not compiled.remarks
 
 
 Q, KV, CU = jnp.ones((8, 4, 64), jnp.bfloat16), jnp.ones((9, 2, 64), jnp.bfloat16), jnp.asarray([0, 3, 8], jnp.int32)

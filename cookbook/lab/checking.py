@@ -57,7 +57,7 @@ class CheckReport:
         """Nothing: `check` has printed the table, and a notebook would show it again below."""
 
 
-def check(fn, reference, *args, tolerance: float | None = None, gpu: str = "h200") -> CheckReport:
+def check(fn, reference, *args, tolerance: float | tuple | None = None, gpu: str = "h200") -> CheckReport:
     """Runs `fn(*args)`, compares it with `reference(*args)` at float64, and compiles it; prints a table.
 
     It runs on the GPU where there is one, otherwise in the interpreter, with outputs that start as NaN (on a GPU: in
@@ -73,7 +73,7 @@ def check(fn, reference, *args, tolerance: float | None = None, gpu: str = "h200
       reference: a `jnp` function of the same arguments and the same output pytree, that computes in at least float32
         (`jnp.promote_types(x.dtype, jnp.float32)`) so that it is exact enough when given float64.
       args: arrays, or pytrees of them.
-      tolerance: an error limit that replaces the above.
+      tolerance: an error limit that replaces the above; a tuple has one for each output, None for the above.
       gpu: what to compile for, "h200" or "b200".
 
     Raises:
@@ -144,8 +144,9 @@ def _compare(out, reference, args, tolerance) -> list[Item]:
     if jax.tree.structure(out) != jax.tree.structure(exact):
         found, wanted = jax.tree.structure(out), jax.tree.structure(exact)
         return [Item("result", "FAILED", f"the kernel returns {found}, the reference {wanted}")]
-    leaves = zip(jax.tree.leaves(out), jax.tree.leaves(exact), jax.tree.leaves(rounded), strict=True)
-    return [_compare_leaf(*leaf, tolerance) for leaf in leaves]
+    leaves = [jax.tree.leaves(tree) for tree in (out, exact, rounded)]
+    limits = tolerance if isinstance(tolerance, tuple) else (tolerance,) * len(leaves[0])
+    return [_compare_leaf(*leaf) for leaf in zip(*leaves, limits, strict=True)]
 
 
 def _compute(reference, args):
