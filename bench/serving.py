@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import time
 
 import numpy as np
@@ -96,12 +97,21 @@ def serve(problem: Problem, backend: str, params) -> dict:
     )
 
 
+def name(problem: Problem, backend: str) -> str:
+    """Under which a measurement is stored."""
+    return f"serving/llama-1b/{problem.num_requests}-requests/{backend}"
+
+
+def measured(problem: Problem, backend: str, params) -> dict | None:
+    """What `serve` gives on this GPU, with `params()`; what was recorded, where there is none."""
+    return lab.results.value(name(problem, backend), lambda: serve(problem, backend, params()))
+
+
 def run() -> None:
     """Serves the large trace on both backends and prints what that gives; what was recorded, where there is no GPU."""
-    params = init(LLAMA_1B.config) if lab.on_gpu() else None
+    params = functools.cache(lambda: init(LLAMA_1B.config))
     for backend in ("cookbook", "xla"):
-        name = f"serving/llama-1b/{LLAMA_1B.num_requests}-requests/{backend}"
-        _print(backend, lab.results.value(name, lambda backend=backend: serve(LLAMA_1B, backend, params)))
+        _print(backend, measured(LLAMA_1B, backend, params))
 
 
 def _print(backend: str, figures: dict | None):

@@ -242,8 +242,15 @@ class Tile:
         self.steps = self.end - self.first
 
 
+class CausalBlocks(Blocks):
+    def mask(self, rows, kv_ids):
+        """A query's position, from which on it sees nothing, is a key's: no need to look where the keys end."""
+        return (kv_ids >= self.first_kv) & (kv_ids <= self.position(rows))
+
+
 def blocks_of(plan: Plan, first_q, num_kv, first_kv) -> Blocks:
-    return Blocks(num_kv, plan.config.block_kv, plan.left, plan.right, first_kv, first_q, plan.heads)
+    of = CausalBlocks if (plan.left, plan.right) == (None, 0) else Blocks
+    return of(num_kv, plan.config.block_kv, plan.left, plan.right, first_kv, first_q, plan.heads)
 
 
 def _kernel(
@@ -394,6 +401,8 @@ def _load(plan: Plan, block_tables, queries, keys, values, i, tile: Tile, count,
         for _ in range(plan.copies):
             plgpu.barrier_arrive(v_filled.at[slot])
 
+    next_fields = fetch()
+
     @pl.loop(0, tile.steps)
     def _(step):
         slot, block = slot_of(plan, count + step), tile.end - 1 - step
@@ -406,7 +415,7 @@ def _load(plan: Plan, block_tables, queries, keys, values, i, tile: Tile, count,
         pl.when(is_cut)(lambda: load_clean_values(slot, found, block))
         pl.when(~is_cut)(lambda: load_values(slot, found, v_filled.at[slot]))
 
-    return fetch()
+    return next_fields
 
 
 def _load_queries(plan: Plan, queries, i, tile: Tile):
@@ -502,7 +511,11 @@ def _deal(plan: Plan, steps, num_rows, num_kv):
     """
     most = (2**31 - 1) // plan.max_tiles - 1
     key = (most - jnp.minimum(steps, most)) * plan.max_tiles + jnp.arange(plan.max_tiles, dtype=jnp.int32)
-    order = jnp.sort(key) % plan.max_tiles
+    if plan.max_tiles <= 4096:  # To count those before is quicker than to sort.
+        rank = jnp.sum(key < key[:, None], axis=1)
+        order = jnp.sum(jnp.where(rank == jnp.arange(plan.max_tiles)[:, None], jnp.arange(plan.max_tiles), 0), axis=1)
+    else:
+        order = jnp.sort(key) % plan.max_tiles
     fit = GROUP_BYTES / (4.0 * plan.head_dim * num_kv)
     divisors = [n for n in range(1, plan.units + 1) if plan.units % n == 0]
     together = functools.reduce(lambda found, n: jnp.where(n <= fit, n, found), divisors)
