@@ -1,6 +1,7 @@
 """Packed sequences, their keys packed too or in pages: ragged ends of queries and keys, neighbours that must not be
 touched, decode tokens beside chunks of prompts."""
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -265,6 +266,8 @@ def test_errors_name_the_rule(fn, message):
 @pytest.mark.parametrize(
     "name, old, new",
     [
+        ("varlen_attention", "", ""),  # Nothing is wrong, and nothing is found.
+        ("_attention", "", ""),
         ("varlen_attention", "first_q = num_kv - q_lens[seq] + first", "first_q = first_kv + first"),
         ("varlen_attention", "num_q=jnp.clip(q_lens[seq] - first, 0, plan.queries)", "num_q=plan.queries + 0 * first"),
         ("varlen_attention", "        _clear(plan, rows.at[slot], tile.first_kv - first, tile.num_kv - first)\n", ""),
@@ -276,7 +279,12 @@ def test_errors_name_the_rule(fn, message):
             "starts = jnp.append(starts_q, plan.num_tokens)",
             "starts = jnp.append(starts_q, starts_q[-1])",
         ),
-        ("varlen_attention", "plan.num_blocks - 1 - block)  # To and fro.", "block)"),
+        ("varlen_attention", "number < num_rows * plan.units, axis=0", "number < num_rows, axis=0"),
+        (
+            "varlen_attention",
+            "(kv_ids >= self.first_kv) & (kv_ids <= self.position(rows))",
+            "kv_ids <= self.position(rows)",
+        ),
         ("_attention", "seen = seen & (kv_ids >= self.first_kv)", "seen = seen & (kv_ids >= 0)"),
         ("_attention", "row if self.group == 1 else div(row, self.group)", "row"),
         ("_attention", "return seen if self.right is None else seen & (kv_ids <= q_ids + self.right)", "return seen"),
@@ -284,11 +292,11 @@ def test_errors_name_the_rule(fn, message):
 )
 def test_mutants_are_caught(run_only, monkeypatch, name, old, new):
     """Masks aligned at the start, rows of the next sequence written, NaN let in, waits that are missing, rows behind
-    the last sequence forgotten, tiles computed twice, a neighbour's keys seen, a position for each head."""
+    the last sequence forgotten, tiles forgotten, a neighbour's keys seen, a position for each head."""
     copies = {}
     for each in ("_attention", "attention", "varlen_attention"):
         source = inspect.getsource(importlib.import_module(f"cookbook.{each}"))
-        assert each != name or source.count(old) == 1
+        assert each != name or old == new or source.count(old) == 1
         copy = copies[each] = types.ModuleType(f"mutant_of_{each}")
         monkeypatch.setitem(sys.modules, copy.__name__, copy)
         source = source.replace(old, new) if each == name else source
@@ -296,8 +304,18 @@ def test_mutants_are_caught(run_only, monkeypatch, name, old, new):
             source = source.replace(f"from cookbook.{other} import", f"from mutant_of_{other} import")
         exec(compile(source, copy.__name__, "exec"), copy.__dict__)
     monkeypatch.setattr(interpreter, "NUM_SMS", 2)
-    args = packed([70, 30, 20], [83, 34, 51])
-    args[2] = args[2].at[83:117].set(jnp.nan)  # Of the second sequence, whose results are NaN in the reference too.
+    args = packed([70, 30, 20], [83, 34, 130])
+    args[2] = args[2].at[83:117].set(jnp.nan)  # Of the second sequence: so are its results, and no others.
+    # Causal masks have a comparison of their own.
+    how = dict(local_window_size=(100, 9)) if name == "_attention" else dict(is_causal=True)
     config = copies["attention"].Config(block_kv=64)
-    with pytest.raises(Exception, match="(?i)race|wait|phase|result|barrier"):
-        check(*args, fn=copies["varlen_attention"].varlen_attention, config=config, is_causal=True)
+    fn = functools.partial(copies["varlen_attention"].varlen_attention, config=config, return_lse=True, **how)
+
+    def of(q, k, v, *cu):
+        out, lse = reference(q, k, jnp.nan_to_num(v), *cu, **how)
+        return out.at[70:100].set(jnp.nan), lse
+
+    with (
+        contextlib.nullcontext() if old == new else pytest.raises(Exception, match="(?i)race|wait|phase|result|barrier")
+    ):
+        lab.check(fn, of, *args)
