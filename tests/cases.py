@@ -20,7 +20,7 @@ attention, paged_attention, varlen_attention = map(module, ("attention", "paged_
 matmul, matmul_fp8, matmul_int8_weights = map(module, ("matmul", "matmul_fp8", "matmul_int8_weights"))
 reduce_sum, rms_norm, softmax = map(module, ("reduce_sum", "rms_norm", "softmax"))
 
-LIBRARIES = ("xla", "cublas", "cudnn", "jax_f16")  # The peers that are not this project's own.
+LIBRARIES = ("xla", "cublas", "cudnn", "jax_f16", "tokamax")  # The peers that are not this project's own.
 BF16, E4M3 = jnp.bfloat16, jnp.float8_e4m3fn
 NAMES = {jnp.dtype(BF16): "bf16", jnp.dtype(jnp.float16): "f16", jnp.dtype(jnp.float32): "f32", jnp.dtype(E4M3): "fp8"}
 
@@ -149,7 +149,8 @@ def _matmul_int8_weights(m, n, k, target, **kwargs):
 
 def _attention(head_dim, seq, is_causal, target, kv_heads=None, gradients=False, **kwargs):
     """16,384 tokens and 2,048 values each. cuDNN is timed up to heads of 128. JAX has a kernel for float16, already
-    scaled; its blocks are set, not searched for. It is left out where absl, which it imports, is missing."""
+    scaled; its blocks are set, not searched for. It is left out where absl, which it imports, is missing; so is
+    tokamax, where it is not installed."""
     batch, heads = 16384 // seq, 2048 // head_dim
     q, kv = (batch, seq, heads, head_dim), (batch, seq, kv_heads or heads, head_dim)
     how, window = dict(is_causal=is_causal), kwargs.pop("window", None)
@@ -157,8 +158,13 @@ def _attention(head_dim, seq, is_causal, target, kv_heads=None, gradients=False,
     cudnn = functools.partial(jax.nn.dot_product_attention, **how, local_window_size=window and (window, 0),
                               implementation="cudnn")  # fmt: skip
     peers = {} if head_dim > 128 else {"cudnn": lambda q, k, v, halves=None: cudnn(q, k, v)}
-    if head_dim <= 128 and not window and kv_heads is None and importlib.util.find_spec("absl"):
+    plain = head_dim <= 128 and not window and kv_heads is None
+    if plain and importlib.util.find_spec("absl"):
         peers["jax_f16"] = functools.partial(_attention_of_jax, is_causal)
+    has_tokamax = plain and importlib.util.find_spec("tokamax")
+    tokamax = functools.partial(_attention_of_tokamax, is_causal)
+    if has_tokamax:
+        peers["tokamax"] = tokamax
     flops = attention.flops(batch, seq, seq, heads, head_dim, is_causal)
     if window:
         flops = 4 * batch * heads * head_dim * sum(min(i, window) + 1 for i in range(seq))
@@ -168,7 +174,7 @@ def _attention(head_dim, seq, is_causal, target, kv_heads=None, gradients=False,
     first = lambda fn: lambda q, k, v, halves=None: fn(q, k, v)
     if gradients:  # Forward and backward; products of the backward pass are counted as 2.5 times those of the forward.
         flops, size = flops * 7 // 2, size + "_grad"
-        peers = {"cudnn": _with_gradients(cudnn)}
+        peers = {"cudnn": _with_gradients(cudnn)} | ({"tokamax": _with_gradients(tokamax)} if has_tokamax else {})
         kernel, reference = _with_gradients(kernel), _with_gradients(reference)
     else:
         kernel, reference = first(kernel), first(reference)
@@ -183,6 +189,12 @@ def _attention_of_jax(is_causal, q, k, v, halves):
 
     config = attention_mgpu.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=is_causal)
     return attention_mgpu.attention(*halves, config=config)
+
+
+def _attention_of_tokamax(is_causal, q, k, v, halves=None):
+    import tokamax  # Nothing else here needs it.
+
+    return tokamax.dot_product_attention(q, k, v, is_causal=is_causal, implementation="mosaic")
 
 
 def _with_gradients(fn):
