@@ -1,5 +1,6 @@
 """Renders the README's table of figures from results/; `--check` only says whether it is up to date."""
 
+import collections
 import re
 import sys
 from pathlib import Path
@@ -32,7 +33,7 @@ def rendered(readme: str) -> str:
 
 def _table() -> str:
     stale = set(results.stale_list(GPU))
-    origins, lines = set(), []
+    dates, lines = collections.defaultdict(set), []
     for case in CASES:
         impls = results.rows(case.op, GPU).get(case.problem, {})
         if not case.headline or case.impl not in impls:
@@ -41,10 +42,11 @@ def _table() -> str:
         beside = "; ".join(f"{peer} {rate_text(impls[peer])}" for peer in LIBRARIES if peer in impls)
         mark = " (stale)" if (case.problem, case.impl) in stale else ""
         lines.append(f"| `{case.problem}` | {rate_text(ours)}{mark} | {beside} |\n")
-        origins.add("{gpu}, JAX {jax}, {date}".format(**ours["provenance"]))
+        dates["{gpu}, JAX {jax}".format(**ours["provenance"])].add(ours["provenance"]["date"])
     if not lines:
         return ""
-    header = f"| measured on {'; '.join(sorted(origins))} | cookbook | instead |\n|---|---|---|\n"
+    origins = (f"{where}, {' and '.join(sorted(when))}" for where, when in sorted(dates.items()))
+    header = f"| measured on {'; '.join(origins)} | cookbook | instead |\n|---|---|---|\n"
     return f"\n{header}{''.join(lines)}\n"
 
 
