@@ -244,7 +244,8 @@ class Tile:
 
 class CausalBlocks(Blocks):
     def mask(self, rows, kv_ids):
-        """A query's position, from which on it sees nothing, is a key's: no need to look where the keys end."""
+        """A query sees no key behind its own position, where there is a key: no need to look where they end. Rows
+        behind the queries of a tile may see keys of others: nobody stores them."""
         return (kv_ids >= self.first_kv) & (kv_ids <= self.position(rows))
 
 
@@ -465,8 +466,8 @@ def _starts(cu_seqlens, num_rows: int):
 
 
 def _running(reduce, x):
-    """`reduce` of the first number, of the first two, and so on: all at once, where XLA's scan takes twenty times as
-    long. The numbers are at least 0."""
+    """`reduce` of the first number, of the first two, and so on: all at once, which takes a fraction of the time of
+    XLA's scan. The numbers are at least 0."""
     i = jnp.arange(len(x))
     return reduce(jnp.where(i <= i[:, None], x, 0), axis=1).astype(x.dtype)
 
@@ -504,14 +505,14 @@ def _tiles(plan: Plan, starts_q, kv_first, kv_lens):
 
 
 def _deal(plan: Plan, steps, num_rows, num_kv):
-    """(row, unit) of the tiles, which are all units of the first rows, that many: block b takes tiles b,
-    b + num_blocks, and so on; and how many each block takes.
+    """Row and unit of each tile, in the order in which blocks take them; and how many each block takes, of tiles b,
+    b + num_blocks, and so on for block b. There is a tile for each of the first `num_rows` rows and each unit.
 
     Some units at a time, whose keys and values L2 keeps, with the longest tiles first. They are dealt out to and fro.
     """
     most = (2**31 - 1) // plan.max_tiles - 1
     key = (most - jnp.minimum(steps, most)) * plan.max_tiles + jnp.arange(plan.max_tiles, dtype=jnp.int32)
-    if plan.max_tiles <= 4096:  # To count those before is quicker than to sort.
+    if plan.max_tiles <= 4096:  # Two reductions over pairs, in place of a sort's passes.
         rank = jnp.sum(key < key[:, None], axis=1)
         order = jnp.sum(jnp.where(rank == jnp.arange(plan.max_tiles)[:, None], jnp.arange(plan.max_tiles), 0), axis=1)
     else:

@@ -1,5 +1,6 @@
 """What every test starts from."""
 
+import contextlib
 import os
 
 import pytest
@@ -31,6 +32,14 @@ def run_only(no_gpu, monkeypatch):
     from cookbook.lab import checking
 
     monkeypatch.setattr(checking, "_compile", lambda fn, args, gpu: ([], None))
+
+
+@pytest.fixture
+def found_if():
+    """`with found_if(old != new): lab.check(...)`: a mutant must fail its check, and what was not changed pass it, or
+    the check finds fault with all."""
+    failed = lambda: pytest.raises(Exception, match="(?i)race|wait|phase|result|NaN|barrier")
+    return lambda is_mutant: failed() if is_mutant else contextlib.nullcontext()
 
 
 @pytest.fixture

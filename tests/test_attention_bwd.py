@@ -140,6 +140,7 @@ def test_what_the_compiler_makes_of_it(head_dim, right, for_query):
 @pytest.mark.parametrize(
     "old, new",
     [
+        ("", ""),  # Nothing is wrong, and nothing is found.
         ('"btnh,btnh->bnt", out, d_out', '"btnh,btnh->bnt", d_out, d_out'),
         ("preferred_element_type=jnp.float32) - d_lse", "preferred_element_type=jnp.float32)"),
         ("ds = ds if plan.soft_cap is None else ds * (1.0 - s * s)", "ds = ds"),
@@ -149,16 +150,16 @@ def test_what_the_compiler_makes_of_it(head_dim, right, for_query):
         ("self.head * plan.group + i", "self.head * plan.group"),
     ],
 )
-def test_mutants_are_caught(run_only, monkeypatch, old, new):
+def test_mutants_are_caught(run_only, found_if, monkeypatch, old, new):
     """delta of the wrong tensor, a forgotten gradient of lse, a soft cap without its
     derivative, blocks of the wrong queries, dk from the wrong operand, a missing wait, one head for all of a group."""
     source = inspect.getsource(module)
-    assert source.count(old) == 1
+    assert old == new or source.count(old) == 1
     copy = types.ModuleType("mutant_of_attention_bwd")
     monkeypatch.setitem(sys.modules, copy.__name__, copy)
     exec(compile(source.replace(old, new), copy.__name__, "exec"), copy.__dict__)
     monkeypatch.setattr(forward, "attention_bwd", copy)
-    with pytest.raises(Exception, match="(?i)race|wait|phase|result|NaN|barrier"):
+    with found_if(old != new):
         check(*operands(200, 150), local_window_size=(40, 0), logits_soft_cap=3.0)
 
 

@@ -1,7 +1,6 @@
 """Packed sequences, their keys packed too or in pages: ragged ends of queries and keys, neighbours that must not be
 touched, decode tokens beside chunks of prompts."""
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -187,9 +186,13 @@ def test_each_tile_is_listed_once(heads, num_blocks):
     assert all(tile["source"] % 8 == 0 and 0 <= tile["first_kv"] < 8 for tile in tiles)
 
 
-@pytest.mark.parametrize("lens, units", [([2048] * 16, 8), ([4000, 3100, 900, 2500, 600] * 3, 8), ([2048] * 16, 32)])
+@pytest.mark.parametrize(
+    "lens, units",
+    [([2048] * 16, 8), ([4000, 3100, 900, 2500, 600] * 3, 8), ([2048] * 16, 32), ([16384] * 10, 2)],  # The last sorts.
+)
 def test_work_is_dealt_out_evenly(lens, units):
-    """No block of threads has 2.5 % more steps than the mean, and units take turns whose keys L2 cannot hold."""
+    """No block of threads has 2.5 % more steps than the mean, which is less than one long tile of the first problem;
+    and units take turns whose keys L2 cannot hold."""
     steps = np.concatenate([-(-np.arange(32, n + 32, 32) // 128) for n in lens])
     plan = module.Plan(
         sum(lens), len(lens), 4 * units, units, 128, jnp.bfloat16, 1.0, None, None, 0, None, Config(), 132,
@@ -290,7 +293,7 @@ def test_errors_name_the_rule(fn, message):
         ("_attention", "return seen if self.right is None else seen & (kv_ids <= q_ids + self.right)", "return seen"),
     ],
 )
-def test_mutants_are_caught(run_only, monkeypatch, name, old, new):
+def test_mutants_are_caught(run_only, found_if, monkeypatch, name, old, new):
     """Masks aligned at the start, rows of the next sequence written, NaN let in, waits that are missing, rows behind
     the last sequence forgotten, tiles forgotten, a neighbour's keys seen, a position for each head."""
     copies = {}
@@ -315,7 +318,5 @@ def test_mutants_are_caught(run_only, monkeypatch, name, old, new):
         out, lse = reference(q, k, jnp.nan_to_num(v), *cu, **how)
         return out.at[70:100].set(jnp.nan), lse
 
-    with (
-        contextlib.nullcontext() if old == new else pytest.raises(Exception, match="(?i)race|wait|phase|result|barrier")
-    ):
+    with found_if(old != new):
         lab.check(fn, of, *args)
