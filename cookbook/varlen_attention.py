@@ -64,7 +64,10 @@ from cookbook.attention import WG_ROWS, Config, compute
 ROW_UNIT = 8  # Of rows of v, at whose multiples TMA finds them.
 GROUP_BYTES = 32 * 2**20  # Of keys and values that are read at about the same time: L2 keeps them.
 OTHER_PLACE = 53  # By how many places a block moves on; no divisor of the number of blocks.
-REGISTERS = {2: (40, 232), 3: (32, 160)}  # A thread of the memory and of the compute warpgroups, by how many these are.
+# A thread of the memory and of the compute warpgroups, by how many these are. The first has more to hold with pages,
+# their ids, and with heads of 256.
+REGISTERS = {2: (24, 240), 3: (32, 160)}
+REGISTERS_MEMORY = {2: (40, 232), 3: (32, 160)}
 
 
 def varlen_attention_reference(
@@ -93,9 +96,9 @@ def varlen_attention_reference(
 
 
 def default_config(head_dim: int) -> Config:
-    """The configuration for heads of this size. Turns, and a third warpgroup for heads of 64, cost more than they gain
-    where tiles are short."""
-    return Config(block_kv=128 if head_dim <= 128 else 64, in_turns=False)
+    """The configuration for heads of this size. A third warpgroup for heads of 64 costs more than it gains where tiles
+    are short."""
+    return Config(in_turns=True) if head_dim <= 128 else Config(block_kv=64, in_turns=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,15 +201,16 @@ class Plan:
         c = self.config
         barriers = lambda num, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=num)
         transforms = plgpu.TilingTransform((8, PIECE)), plgpu.SwizzleTransform(128)
-        values = plgpu.SMEM((c.num_stages, c.block_kv, self.head_dim), self.dtype, transforms=transforms)
+        tiles = plgpu.SMEM((c.num_stages, c.block_kv, self.head_dim), self.dtype, transforms=transforms)
         eights = plgpu.SMEM((c.num_stages, c.block_kv // 8, 8 * self.head_dim), self.dtype)
         rows = row_tiles((c.compute_wgs, self.pieces, WG_ROWS, PIECE), self.dtype, self.interpreted)
+        keys = row_tiles((c.num_stages, self.pieces, c.block_kv, PIECE), self.dtype, self.interpreted)
         scratch = dict(
             q_smem=rows,
-            k_smem=row_tiles((c.num_stages, self.pieces, c.block_kv, PIECE), self.dtype, self.interpreted),
-            v_smem=values if self.interpreted else plgpu.RefUnion(values, eights),
+            k_smem=tiles if self.pages else keys,
+            v_smem=tiles if self.interpreted else plgpu.RefUnion(tiles, eights),
             q_filled=barriers(c.compute_wgs, self.pieces * (self.wg_queries if self.interpreted else 1)),
-            k_filled=barriers(c.num_stages, self.pieces * self.copies),
+            k_filled=barriers(c.num_stages, self.copies if self.pages else self.pieces),
             v_filled=barriers(c.num_stages, self.copies),
             v_landed=barriers(1, self.copies),
             q_freed=barriers(c.compute_wgs),
@@ -242,6 +246,21 @@ class Tile:
         self.steps = self.end - self.first
 
 
+class Pieces:
+    """Tiles of whole rows, read as `compute` reads keys: a slot and a piece at a time."""
+
+    def __init__(self, tiles):
+        self.tiles = tiles
+
+    @property
+    def at(self):
+        return self
+
+    def __getitem__(self, slot_and_piece):
+        slot, piece = slot_and_piece
+        return self.tiles.at[slot, :, pl.ds(piece * PIECE, PIECE)]
+
+
 class CausalBlocks(Blocks):
     def mask(self, rows, kv_ids):
         """A query sees no key behind its own position, where there is a key: no need to look where they end. Rows
@@ -259,11 +278,11 @@ def _kernel(
     q_filled, k_filled, v_filled, v_landed, q_freed, k_freed, v_freed, turn, o_smem=None,
 ):  # fmt: skip
     c, role = plan.config, lax.axis_index("role")
-    (q_smem, q_tma), (k_smem, k_tma), (v_smem, v_eights) = (
-        views(smem, plan.interpreted) for smem in (q_smem, k_smem, v_smem)
-    )
+    (q_smem, q_tma), (v_smem, v_eights) = (views(smem, plan.interpreted) for smem in (q_smem, v_smem))
+    k_smem, k_tma = (Pieces(k_smem), k_smem) if plan.pages else views(k_smem, plan.interpreted)
     o_smem, o_tma = (q_smem, q_tma) if o_smem is None else views(o_smem, plan.interpreted)
-    memory_registers, compute_registers = REGISTERS[c.compute_wgs]
+    needs_more = plan.pages or plan.head_dim > 128
+    memory_registers, compute_registers = (REGISTERS_MEMORY if needs_more else REGISTERS)[c.compute_wgs]
 
     def for_each_tile(body):
         """`body(i, tile, count, fetch)` for the tiles of this block; `count` are the steps before. It returns what
@@ -381,17 +400,20 @@ def _load(plan: Plan, block_tables, queries, keys, values, i, tile: Tile, count,
         rows = pl.ds(in_page if plan.copies == 1 else 0, plan.tokens)
         return [(page, rows, tile.kv_head) for page in pages]
 
-    filled_rows = lambda j: pl.ds(j * plan.tokens, plan.tokens)
-
     def load_keys(slot, found):
-        for j, source in enumerate(found):
-            for p in range(plan.pieces):
-                lane, rows = pl.ds(p * PIECE, PIECE), k_smem.at[slot, p, filled_rows(j)]
-                plgpu.copy_gmem_to_smem(k_gmem.at[*source, lane], rows, k_filled.at[slot])
+        if plan.pages:
+            load_tiles(k_gmem, k_smem, slot, found, k_filled.at[slot])
+            return
+        for p in range(plan.pieces):
+            source = k_gmem.at[*found[0], pl.ds(p * PIECE, PIECE)]
+            plgpu.copy_gmem_to_smem(source, k_smem.at[slot, p], k_filled.at[slot])
 
-    def load_values(slot, found, filled):
+    def load_tiles(gmem, smem, slot, found, filled):
         for j, source in enumerate(found):
-            plgpu.copy_gmem_to_smem(v_gmem.at[source], v_smem.at[slot, filled_rows(j)], filled)
+            rows = pl.ds(j * plan.tokens, plan.tokens)
+            plgpu.copy_gmem_to_smem(gmem.at[source], smem.at[slot, rows], filled)
+
+    load_values = functools.partial(load_tiles, v_gmem, v_smem)
 
     def load_clean_values(slot, found, block):
         """With zeros in rows of other sequences, and of none: there may be NaN."""
@@ -468,8 +490,8 @@ def _starts(cu_seqlens, num_rows: int):
 def _running(reduce, x):
     """`reduce` of the first number, of the first two, and so on: all at once, which takes a fraction of the time of
     XLA's scan. The numbers are at least 0."""
-    i = jnp.arange(len(x))
-    return reduce(jnp.where(i <= i[:, None], x, 0), axis=1).astype(x.dtype)
+    i = jnp.arange(x.shape[-1])
+    return reduce(jnp.where(i <= i[:, None], x[..., None, :], 0), axis=-1).astype(x.dtype)
 
 
 def _tiles(plan: Plan, starts_q, kv_first, kv_lens):
@@ -487,7 +509,7 @@ def _tiles(plan: Plan, starts_q, kv_first, kv_lens):
     )
     q_lens = starts[1:] - starts[:-1]
     num = pl.cdiv(q_lens, plan.queries)
-    ends = _running(jnp.sum, num)
+    ends, kv_ends = _running(jnp.sum, jnp.stack([num, kv_lens]))
     number = jnp.arange(plan.max_tiles, dtype=jnp.int32)
     seq = jnp.searchsorted(ends, number, side="right", method="compare_all")
     seq = jnp.minimum(seq, plan.num_seqs)
@@ -499,7 +521,7 @@ def _tiles(plan: Plan, starts_q, kv_first, kv_lens):
         first_kv=first_kv, source=source[seq], number=number,
     )  # fmt: skip
     begin, end = blocks_of(plan, first_q, num_kv, first_kv).seen(0 * number, plan.queries * plan.heads)
-    row, unit, counts = _deal(plan, jnp.where(number < ends[-1], end - begin, 0), ends[-1], kv_lens.sum())
+    row, unit, counts = _deal(plan, jnp.where(number < ends[-1], end - begin, 0), ends[-1], kv_ends[-1])
     table = jnp.stack([fields[name].astype(jnp.int32) for name in FIELDS[:-1]], axis=1)
     return jnp.concatenate([table[row], unit[:, None]], axis=1), counts, (starts, ends - num)
 
@@ -522,16 +544,22 @@ def _deal(plan: Plan, steps, num_rows, num_kv):
     together = functools.reduce(lambda found, n: jnp.where(n <= fit, n, found), divisors)
 
     size = pl.cdiv(plan.max_tiles * plan.units, plan.num_blocks)
-    wave, block = (lax.broadcasted_iota(jnp.int32, (size, plan.num_blocks), axis) for axis in range(2))
-    # From there and back to the next, each takes another place: differences of one step do not add up.
-    place = (block - OTHER_PLACE * (wave // 2)) % plan.num_blocks
-    number = wave * plan.num_blocks + jnp.where(wave % 2 == 0, place, plan.num_blocks - 1 - place)
+    wave, block = jnp.arange(size)[:, None], jnp.arange(plan.num_blocks)
+
+    def dealt(wave):
+        """The numbers of the tiles that blocks take in a wave, from there and back in the next. Then each has another
+        place: differences of one step do not add up."""
+        place = (block - OTHER_PLACE * (wave // 2)) % plan.num_blocks
+        return wave * plan.num_blocks + jnp.where(wave % 2 == 0, place, plan.num_blocks - 1 - place)
+
+    number, num_tiles = dealt(wave), num_rows * plan.units
+    whole_waves = num_tiles // plan.num_blocks
+    counts = whole_waves + (dealt(whole_waves) < num_tiles)
     of_group = num_rows * together
     group = number // of_group
     start = group * of_group
     # A group's longest tiles begin a round of all blocks; what is left of the one before is filled with its shortest.
     rank = (number - start - -start % plan.num_blocks) % of_group
-    counts = jnp.sum(number < num_rows * plan.units, axis=0, dtype=jnp.int32)
     return order[rank // together].ravel(), (group * together + rank % together).ravel(), counts
 
 

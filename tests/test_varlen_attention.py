@@ -225,9 +225,8 @@ def test_what_the_compiler_makes_of_it(head_dim, how):
     compiled = lab.compile_for("h200", functools.partial(varlen_attention, **how), q, kv, kv, cu, cu)
     need = module.default_config(head_dim).smem_bytes(head_dim) + 8
     assert need <= compiled.smem_bytes <= need + 2560 and not compiled.remarks
-    # A mask that cuts two blocks needs a loop of its own, for which three warpgroups' registers do not suffice; with
-    # heads of 256 numbers of a tile are spilled, outside of the loop of whole blocks. Measured: 196, 12 and 184 bytes.
-    assert compiled.spill_bytes <= {64: 256, 128: 32, 256: 256}[head_dim]
+    # Of the memory warpgroup, which has few registers, and numbers of a tile. Measured: 4, 60 and 84 bytes.
+    assert compiled.spill_bytes <= {64: 32, 128: 112, 256: 144}[head_dim]
 
 
 @pytest.mark.parametrize("page_size", [16, 128])
@@ -235,7 +234,7 @@ def test_what_the_compiler_makes_of_pages(page_size):
     q, pages = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 32, 128), (2048, page_size, 8, 128)))
     ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((17, 512), (17,), (18,))]
     compiled = lab.compile_for("h200", ragged_paged_attention, q, pages, pages, *ints)
-    # Of the memory warpgroup, which keeps the ids of a block's pages: 68 with pages of 16 with JAX 0.11, 124 with 0.12.
+    # Of the memory warpgroup, which keeps the ids of a block's pages: 72 with pages of 16 with JAX 0.11.
     assert compiled.spill_bytes <= {16: 160, 128: 32}[page_size] and not compiled.remarks
 
 
@@ -282,7 +281,7 @@ def test_errors_name_the_rule(fn, message):
             "starts = jnp.append(starts_q, plan.num_tokens)",
             "starts = jnp.append(starts_q, starts_q[-1])",
         ),
-        ("varlen_attention", "number < num_rows * plan.units, axis=0", "number < num_rows, axis=0"),
+        ("varlen_attention", "num_tiles = dealt(wave), num_rows * plan.units", "num_tiles = dealt(wave), num_rows"),
         (
             "varlen_attention",
             "(kv_ids >= self.first_kv) & (kv_ids <= self.position(rows))",
