@@ -97,47 +97,63 @@ def test_cached_pages_go_the_oldest_first_and_tails_before_heads():
 
 
 def schedule_at_random(module, seed: int):
-    """Random requests, whose tokens are random too; returns how often one was preempted.
+    """Random requests, whose tokens are random too; returns how often one was preempted. With every second seed a step
+    is scheduled before the one before is completed, and requests may end with a stop token.
 
-    `cache` has, for each slot, the tokens that its keys and values were computed of: all up to that place.
+    `cache` has, for each slot, the tokens that its keys and values were computed of: all up to that place; `texts` the
+    tokens of each request, which the device knows and the scheduler is told of later.
     """
     rng = np.random.default_rng(seed)
-    num_pages, max_seqs = int(rng.integers(6, 13)), int(rng.integers(1, 7))
+    num_pages, max_seqs, ahead = int(rng.integers(6, 13)), int(rng.integers(1, 7)), seed % 2 == 1
     budget = max_seqs + int(rng.integers(0, 20))
     scheduler = module.Scheduler(PageAllocator(num_pages, 4), max_seqs=max_seqs, max_tokens_per_step=budget)
     requests = [
-        module.Request(tuple(rng.integers(0, 2, rng.integers(1, 20))), int(rng.integers(1, 6))) for _ in range(40)
+        module.Request(
+            tuple(rng.integers(0, 2, rng.integers(1, 20))), int(rng.integers(1, 6)), stop_token=1 if ahead else None
+        )
+        for _ in range(40)
     ]
     order = {request: i for i, request in enumerate(requests)}
-    to_submit, done, cache = collections.deque(requests), [], {}
+    texts = {request: list(request.prompt) for request in requests}
+    to_submit, done, cache, launched = collections.deque(requests), [], {}, collections.deque()
     for _ in range(3000):
         while to_submit and rng.integers(2):
             scheduler.submit(to_submit.popleft())
+        decoding = {request for request in scheduler.running if request.num_uncomputed == 1}
         chunks = scheduler.schedule()
         scheduler.check()
         served = [chunk.request for chunk in chunks]
         assert sum(chunk.end - chunk.start for chunk in chunks) <= budget and len(set(served)) == len(chunks)
         assert len(scheduler.running) <= max_seqs and set(served) <= set(scheduler.running)
+        assert decoding & set(scheduler.running) <= set(served), "a request that decodes waited"
         arrived = [order[request] for request in (*scheduler.running, *scheduler.waiting)]
         assert arrived == sorted(arrived), "one overtook another"
         written = collections.Counter()
         slot = lambda request, i: (request.pages[i // 4], i % 4)
         for chunk in chunks:
-            request = chunk.request
-            assert chunk.start == request.num_computed < chunk.end <= 4 * len(request.pages)
+            request, text = chunk.request, texts[chunk.request]
+            assert chunk.start < chunk.end <= 4 * len(request.pages) and chunk.samples == (chunk.end == len(text))
             for i in range(chunk.start):
-                assert cache.get(slot(request, i)) == request.tokens[: i + 1], "a page holds other tokens"
+                assert cache.get(slot(request, i)) == text[: i + 1], "a page holds other tokens"
             written.update({request.pages[i // 4] for i in range(chunk.start, chunk.end)})
         assert all(times == 1 == scheduler.allocator.references(page) for page, times in written.items())
         for chunk in chunks:
-            cache |= {slot(chunk.request, i): chunk.request.tokens[: i + 1] for i in range(chunk.start, chunk.end)}
-        decoding = [request for request in scheduler.running if request.num_uncomputed == 1]
-        assert set(decoding) <= set(served), "a request that decodes waited"
-        assert chunks or not (scheduler.running or scheduler.waiting)
-        done += scheduler.complete(chunks, rng.integers(0, 2, len(chunks)))
+            text = texts[chunk.request]
+            cache |= {slot(chunk.request, i): text[: i + 1] for i in range(chunk.start, chunk.end)}
+        sampled = rng.integers(0, 2, len(chunks))
+        for chunk, token in zip(chunks, sampled, strict=True):
+            texts[chunk.request] += [int(token)] * chunk.samples
+        launched.append((chunks, sampled))
+        assert chunks or launched[0][0] or not (scheduler.running or scheduler.waiting)
+        while len(launched) > ahead:
+            done += scheduler.complete(*launched.popleft())
+            scheduler.check()
         if len(done) == len(requests):
             break
-    assert set(done) == set(requests) and all(len(r.generated) == r.max_new_tokens for r in requests)
+    assert set(done) == set(requests) and len(done) == len(requests)
+    for request in requests:
+        assert request.tokens == texts[request][: len(request.tokens)] and request.finished
+        assert len(request.generated) == request.max_new_tokens or request.tokens[-1] == request.stop_token
     scheduler.check()
     assert scheduler.allocator.num_held == 0
     return scheduler.num_preemptions
@@ -146,9 +162,18 @@ def schedule_at_random(module, seed: int):
 def test_scheduler_keeps_its_promises():
     """Budget, order, no page written by two or while shared, every request ends."""
     preemptions = [
-        schedule_at_random(importlib.import_module("cookbook.serving.scheduler"), seed) for seed in range(100)
+        schedule_at_random(importlib.import_module("cookbook.serving.scheduler"), seed) for seed in range(200)
     ]
-    assert sum(count > 0 for count in preemptions) >= 30
+    assert all(sum(count > 0 for count in preemptions[ahead::2]) >= 30 for ahead in (0, 1))
+
+
+def test_at_most_one_step_ahead():
+    scheduler = Scheduler(PageAllocator(4, 4), max_seqs=1, max_tokens_per_step=1)
+    scheduler.submit(Request((1, 2, 3), 1))
+    scheduler.schedule()
+    scheduler.schedule()
+    with pytest.raises(RuntimeError, match="two steps wait"):
+        scheduler.schedule()
 
 
 def test_a_long_prompt_does_not_stop_those_that_decode():
@@ -196,28 +221,29 @@ def trace() -> Trace:
 def served(engine: Engine, requests: list[dict]) -> list[Request]:
     """Submits some requests a step, so that they come while others are served, and checks the books at each."""
     requests, submitted = collections.deque(requests), []
+    done = []
     while requests or engine.scheduler.running or engine.scheduler.waiting:
         submitted += [engine.submit(**requests.popleft()) for _ in range(min(2, len(requests)))]
-        engine.step()
+        done += engine.step()
         engine.scheduler.check()
+    assert set(done) == set(submitted) and len(done) == len(submitted) and engine.run() == []
     assert engine.allocator.num_held == 0
     return submitted
 
 
 def recorded(monkeypatch) -> dict:
     """Filled, from here on, with the scores that the engine chose from, by request and place of the new token."""
-    module, scores, latest = importlib.import_module("cookbook.serving.engine"), {}, []
+    module, scores, launched = importlib.import_module("cookbook.serving.engine"), {}, collections.deque()
     step, complete = module.step, Scheduler.complete
 
     def recording_step(*args, **kwargs):
         out = step(*args, **kwargs)
-        latest[:] = np.asarray(out[1])
+        launched.append(np.asarray(out[1]))
         return out
 
     def recording_complete(self, chunks, sampled):
-        scores.update(
-            {(chunk.request, chunk.end): row for chunk, row in zip(chunks, latest, strict=False) if chunk.samples}
-        )
+        rows = zip(chunks, launched.popleft(), strict=False)
+        scores.update({(chunk.request, chunk.end): row for chunk, row in rows if chunk.samples})
         return complete(self, chunks, sampled)
 
     monkeypatch.setattr(module, "step", recording_step)
@@ -237,9 +263,10 @@ def assert_served_as_answered(requests: list[Request], trace: Trace, scores: dic
     assert 2 * error < least, f"scores differ by {error:.2g}, the best two by {least:.2g}: equal tokens are luck"
 
 
-def test_engine_gives_the_references_tokens(trace, monkeypatch):
+@pytest.mark.parametrize("ahead", [True, False])
+def test_engine_gives_the_references_tokens(trace, monkeypatch, ahead):
     """300 requests under preemption and with shared prefixes, greedy and sampled, in float32."""
-    engine, scores = Engine(CONFIG, trace.params, **SIZES, backend="xla"), recorded(monkeypatch)
+    engine, scores = Engine(CONFIG, trace.params, **SIZES, backend="xla", ahead=ahead), recorded(monkeypatch)
     requests = served(engine, trace.requests)
     assert_served_as_answered(requests, trace, scores)
     assert sum(request.num_preempted > 0 for request in requests) >= 20
@@ -504,7 +531,16 @@ def test_what_is_no_mutant_passes(trace, copied):
         ("scheduler", "            self._release(victim)\n", "            victim.pages, victim.num_computed = [], 0\n"),
         ("scheduler", "self.running.pop()", "self.running.pop(0)"),
         ("engine", ": len(request.pages)] = request.pages", ": len(request.pages)] = sorted(request.pages)"),
-        ("engine", "np.arange(chunk.start, chunk.end)", "np.arange(chunk.end - chunk.start)"),
+        ("engine", "starts[sequence] + np.arange", "np.arange"),
+        ("engine", "-1 - rows[chunk.request]", "-1"),
+        (
+            "scheduler",
+            "            if request.pages:  # It has none if it was preempted since.\n",
+            "            if True:\n",
+        ),
+        ("scheduler", "            if request.finished:  # With a stop", "            if False:  # With a stop"),
+        ("scheduler", "self.running if request in self.running else self.waiting", "self.running"),
+        ("model", "previous[jnp.maximum(-1 - batch.tokens, 0)]", "previous[0]"),
         ("model", "batch.seeds, batch.kv_lens", "batch.seeds, jnp.arange(batch.seeds.size)"),
         ("model", "batch.cu_seqlens_q[1:] - 1", "batch.cu_seqlens_q[:-1]"),
         ("backends", "kv_lens[sequence] - behind", "kv_lens[sequence]"),
@@ -515,5 +551,5 @@ def test_what_is_no_mutant_passes(trace, copied):
 def test_mutants_are_caught(trace, copied, name, old, new):
     """Pages given away while held, prefixes mixed up, stale tables, wrong positions, a look into the future."""
     copies = copied(name, old, new)
-    with pytest.raises((AssertionError, RuntimeError, ValueError)):
+    with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError)):
         try_out(copies, trace)

@@ -1,10 +1,16 @@
-"""The engine: requests go in, and step by step their tokens come out."""
+"""The engine: requests go in, and step by step their tokens come out.
+
+It is a step ahead of its device: while one step is computed, the next is scheduled, packed and sent off behind it. Of
+tokens that are not known yet the batch says in which row of the step before they are sampled. A request that ends with
+a stop token is found out one step late, and what that step has computed for it is thrown away.
+"""
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from cookbook.serving.backends import backend as backend_of
@@ -26,7 +32,7 @@ class StepStats:
     num_waiting: int
     num_preemptions: int  # In this step.
     kv_utilization: float  # Share of the cache's pages that requests hold.
-    seconds: float  # From scheduling to tokens on the host.
+    seconds: float  # Until its tokens were on the host, from when those of the step before were, or it was scheduled.
 
     @property
     def tokens_per_second(self) -> float:
@@ -45,6 +51,7 @@ class Engine:
       max_seqs: sequences of a step.
       max_tokens_per_step: tokens of a step; at least `max_seqs`.
       backend: "cookbook" for this package's kernels, "xla" for plain XLA.
+      ahead: whether a step is scheduled and sent off while the one before is computed.
 
     `allocator` and `scheduler` keep the books; `stats` has one `StepStats` a step.
 
@@ -54,7 +61,7 @@ class Engine:
 
     def __init__(
         self, config: LlamaConfig, params, *, num_pages: int, page_size: int = 16, max_seqs: int = 64,
-        max_tokens_per_step: int = 512, backend: str = "cookbook",
+        max_tokens_per_step: int = 512, backend: str = "cookbook", ahead: bool = True,
     ):  # fmt: skip
         self.config = config
         self.params = params
@@ -64,6 +71,10 @@ class Engine:
         self.scheduler = Scheduler(self.allocator, max_seqs=max_seqs, max_tokens_per_step=max_tokens_per_step)
         self.pages = empty_pages(config, num_pages, page_size)
         self.stats: list[StepStats] = []
+        self.ahead = ahead
+        self._launched: Launched | None = None  # The step that the device is at.
+        self._sampled = jnp.zeros(max_seqs, jnp.int32)  # By the last step that was launched.
+        self._latest = 0.0  # When the last tokens came.
 
     def submit(
         self, prompt: Sequence[int], max_new_tokens: int, *, temperature: float = 0.0, seed: int = 0,
@@ -91,67 +102,108 @@ class Engine:
         return request
 
     def step(self) -> list[Request]:
-        """Computes one step; returns the requests that it finished."""
-        start, preemptions = time.perf_counter(), self.scheduler.num_preemptions
-        chunks = self.scheduler.schedule()
-        if not chunks:
-            return []
-        decode = all(chunk.end - chunk.start == 1 for chunk in chunks)
-        batch = pack(chunks, self.allocator.page_size, self.scheduler.max_seqs, decode)
-        sampled, _, self.pages = step(self.config, self.params, self.pages, batch, backend=self.backend, decode=decode)
-        sampled = np.asarray(sampled)[: len(chunks)]
-        end = time.perf_counter()
-        for chunk in chunks:
-            if chunk.samples and chunk.request.first_token is None:
-                chunk.request.first_token = end
-        self.stats.append(
-            StepStats(
-                decode=decode,
-                num_tokens=sum(chunk.end - chunk.start for chunk in chunks),
-                num_sampled=sum(chunk.samples for chunk in chunks),
-                num_running=len(self.scheduler.running),
-                num_waiting=len(self.scheduler.waiting),
-                num_preemptions=self.scheduler.num_preemptions - preemptions,
-                kv_utilization=self.allocator.num_held / self.allocator.num_pages,
-                seconds=end - start,
-            )
-        )
-        return self.scheduler.complete(chunks, sampled)
+        """Sends off a step, if there is anything to do, and waits for the one before, or with `ahead` off for itself.
+        Returns the requests that are finished by that."""
+        before, self._launched = self._launched, self._launch()
+        if before is None and not self.ahead:
+            before, self._launched = self._launched, None
+        return self._complete(before) if before else []
 
     def run(self) -> list[Request]:
         """Steps until every request is finished; returns those, as they finished."""
         done = []
-        while self.scheduler.running or self.scheduler.waiting:
+        while self.scheduler.running or self.scheduler.waiting or self._launched:
             done += self.step()
         return done
 
+    def _launch(self) -> "Launched | None":
+        start, preemptions = time.perf_counter(), self.scheduler.num_preemptions
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return None
+        decode = all(chunk.end - chunk.start == 1 for chunk in chunks)
+        rows = {chunk.request: i for i, chunk in enumerate(self._launched.chunks)} if self._launched else {}
+        batch = pack(chunks, self.allocator.page_size, self.scheduler.max_seqs, decode, rows)
+        self._sampled, _, self.pages = step(
+            self.config, self.params, self.pages, batch, self._sampled, backend=self.backend, decode=decode
+        )
+        held = self.allocator.num_held
+        return Launched(chunks, decode, self._sampled, start, self.scheduler.num_preemptions - preemptions, held)
 
-def pack(chunks: Sequence[Chunk], page_size: int, max_seqs: int, decode: bool) -> Batch:
-    """The arrays of a step, in one of few shapes, so that few are compiled.
+    def _complete(self, launched: "Launched") -> list[Request]:
+        """Waits for the tokens of a step."""
+        chunks, sampled = launched.chunks, np.asarray(launched.sampled)[: len(launched.chunks)]
+        before, self._latest = self._latest, time.perf_counter()
+        new = [chunk.request for chunk in chunks if chunk.samples and not chunk.request.finished]
+        for request in new:
+            if request.first_token is None:
+                request.first_token = self._latest
+        self.stats.append(
+            StepStats(
+                decode=launched.decode,
+                num_tokens=sum(chunk.end - chunk.start for chunk in chunks),
+                num_sampled=len(new),
+                num_running=len(self.scheduler.running),
+                num_waiting=len(self.scheduler.waiting),
+                num_preemptions=launched.num_preemptions,
+                kv_utilization=launched.num_held / self.allocator.num_pages,
+                seconds=self._latest - max(before, launched.start),
+            )
+        )
+        return self.scheduler.complete(chunks, sampled)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launched:
+    """A step on its way."""
+
+    chunks: list[Chunk]
+    decode: bool
+    sampled: jax.Array
+    start: float  # When its scheduling began.
+    num_preemptions: int
+    num_held: int  # Pages.
+
+
+def pack(
+    chunks: Sequence[Chunk], page_size: int, max_seqs: int, decode: bool, rows: Mapping[Request, int] | None = None
+) -> Batch:
+    """The arrays of a step, NumPy's, in one of few shapes, so that few are compiled.
 
     Rows of sequences are `max_seqs`. Tokens are as many in a step that decodes alone, the token of sequence i in row i,
-    and otherwise `max_seqs` times a power of two. Block tables are 16 pages wide, or a larger power of two.
+    and otherwise `max_seqs` times a power of two. Block tables are 16 pages wide, or a larger power of two. A token
+    that is not known yet is -1 minus its request's row in the step before, which `rows` has.
     """
-    counts = [chunk.end - chunk.start for chunk in chunks]
-    num_tokens = max_seqs if decode else bucket(sum(counts), max_seqs)
-    width = bucket(max(len(chunk.request.pages) for chunk in chunks), TABLE_WIDTH_MIN)
+    requests = [chunk.request for chunk in chunks]
+    starts, ends = (np.array([getattr(chunk, name) for chunk in chunks]) for name in ("start", "end"))
+    counts = ends - starts
+    cu_seqlens_q = np.full(max_seqs + 1, counts.sum(), np.int32)
+    cu_seqlens_q[: len(chunks) + 1] = np.append(0, counts.cumsum())
+    sequence = np.repeat(np.arange(len(chunks)), counts)  # Of each token.
+    where = starts[sequence] + np.arange(len(sequence)) - cu_seqlens_q[sequence]
+
+    num_tokens = max_seqs if decode else bucket(len(sequence), max_seqs)
+    width = bucket(max(len(request.pages) for request in requests), TABLE_WIDTH_MIN)
     tokens, positions = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.int32)
     slot_mapping = np.full(num_tokens, -1, np.int32)
     block_tables = np.zeros((max_seqs, width), np.int32)
     kv_lens, seeds = np.zeros(max_seqs, np.int32), np.zeros(max_seqs, np.uint32)
     temperatures = np.zeros(max_seqs, np.float32)
-    cu_seqlens_q = np.full(max_seqs + 1, sum(counts), np.int32)
-    cu_seqlens_q[: len(counts) + 1] = np.cumsum([0, *counts])
-    for i, chunk in enumerate(chunks):
-        request, rows = chunk.request, slice(cu_seqlens_q[i], cu_seqlens_q[i + 1])
-        tokens[rows] = request.tokens[chunk.start : chunk.end]
-        positions[rows] = where = np.arange(chunk.start, chunk.end)
+    for i, request in enumerate(requests):
         block_tables[i, : len(request.pages)] = request.pages
-        slot_mapping[rows] = block_tables[i, where // page_size] * page_size + where % page_size
-        kv_lens[i], temperatures[i], seeds[i] = chunk.end, request.temperature, request.seed
-    return jax.device_put(
-        Batch(tokens, positions, slot_mapping, block_tables, kv_lens, cu_seqlens_q, temperatures, seeds)
-    )
+    tokens[: len(where)] = [token for chunk in chunks for token in known_tokens(chunk, rows)]
+    positions[: len(where)] = where
+    slot_mapping[: len(where)] = block_tables[sequence, where // page_size] * page_size + where % page_size
+    kv_lens[: len(chunks)] = ends
+    temperatures[: len(chunks)] = [request.temperature for request in requests]
+    seeds[: len(chunks)] = [request.seed for request in requests]
+    return Batch(tokens, positions, slot_mapping, block_tables, kv_lens, cu_seqlens_q, temperatures, seeds)
+
+
+def known_tokens(chunk: Chunk, rows: Mapping[Request, int] | None) -> list[int]:
+    """The tokens of a chunk, with what stands for the last if it is not known yet."""
+    tokens = chunk.request.tokens[chunk.start : chunk.end]
+    return tokens if len(tokens) == chunk.end - chunk.start else [*tokens, -1 - rows[chunk.request]]
 
 
 def bucket(count: int, least: int) -> int:

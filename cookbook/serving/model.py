@@ -11,10 +11,12 @@ Source: Touvron et al., "LLaMA: Open and Efficient Foundation Language Models" (
 
 import dataclasses
 import functools
+import math
 import pathlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from cookbook.serving.backends import backend as backend_of
 from cookbook.serving.sampling import scores
@@ -200,14 +202,35 @@ def forward(config: LlamaConfig, params, pages, batch: Batch, *, backend: str, d
     return linear(norm(last, "model.norm"), head, jnp.float32), pages
 
 
-@functools.partial(jax.jit, static_argnames=("config", "backend", "decode"), donate_argnames=("pages",))
-def step(config: LlamaConfig, params, pages, batch: Batch, *, backend: str, decode: bool):
+def step(config: LlamaConfig, params, pages, batch: Batch, previous=None, *, backend: str, decode: bool):
     """`forward`, and sampling.
+
+    Args:
+      batch: of NumPy's arrays, which go to the device as one: each transfer costs the host as much, however small.
+      previous: the next tokens of the step before, (R,) int32: a token -1 - i of the batch stands for the i-th of them.
+        So a step can begin before the host knows them. None if the batch has no such token.
 
     Returns:
       The next token of each sequence, (R,) int32; the scores of which it has the largest, (R, vocab_size) float32; and
       the pages, in place of those given.
     """
+    arrays, tree = jax.tree.flatten(batch)
+    layout = tuple((array.shape, array.dtype.name) for array in arrays)
+    packed = np.concatenate([array.ravel().view(np.int32) for array in arrays])
+    return _step(config, params, pages, packed, previous, tree=tree, layout=layout, backend=backend, decode=decode)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "tree", "layout", "backend", "decode"), donate_argnames=("pages",)
+)
+def _step(config: LlamaConfig, params, pages, packed, previous, *, tree, layout, backend: str, decode: bool):
+    parts = jnp.split(packed, np.cumsum([math.prod(shape) for shape, _ in layout])[:-1])
+    batch = jax.tree.unflatten(
+        tree, [part.view(dtype).reshape(shape) for part, (shape, dtype) in zip(parts, layout, strict=True)]
+    )
+    if previous is not None:
+        tokens = jnp.where(batch.tokens < 0, previous[jnp.maximum(-1 - batch.tokens, 0)], batch.tokens)
+        batch = dataclasses.replace(batch, tokens=tokens)
     logits, pages = forward(config, params, pages, batch, backend=backend, decode=decode)
     noisy = scores(logits, batch.temperatures, batch.seeds, batch.kv_lens)
     return jnp.argmax(noisy, axis=-1).astype(jnp.int32), noisy, pages

@@ -5,6 +5,8 @@ its one token, and prompts, in chunks, share what is left. When a request needs 
 that arrived last gives up its pages, and computes their tokens again later. So all that run arrived before all that
 wait, the first to arrive can always go on, and since it fits into the cache alone, every request ends.
 
+A step may be scheduled before the tokens of the one before are known: how many they are is known, and where they go.
+
 No arrays are in here. Sources: Yu et al., "Orca" (2022); Agrawal et al., "Sarathi-Serve" (2024).
 """
 
@@ -28,7 +30,8 @@ class Request:
     tokens: list[int] = dataclasses.field(init=False)  # The prompt, and what was generated.
     pages: list[int] = dataclasses.field(default_factory=list, init=False)  # Of its first tokens; its block table.
     keys: list[bytes] = dataclasses.field(default_factory=list, init=False)  # Of its full pages.
-    num_computed: int = dataclasses.field(default=0, init=False)  # Tokens whose keys and values are in `pages`.
+    num_computed: int = dataclasses.field(default=0, init=False)  # Tokens that steps so far have put into `pages`.
+    num_pending: int = dataclasses.field(default=0, init=False)  # Tokens that are sampled, and not in `tokens` yet.
     num_preempted: int = dataclasses.field(default=0, init=False)
     submitted: float = dataclasses.field(default=0.0, init=False)  # Seconds of a clock.
     first_token: float | None = dataclasses.field(default=None, init=False)  # Likewise.
@@ -48,9 +51,15 @@ class Request:
         return new >= self.max_new_tokens or (new > 0 and self.tokens[-1] == self.stop_token)
 
     @property
+    def num_tokens(self) -> int:
+        """Those in `tokens`, and those that are pending."""
+        return len(self.tokens) + self.num_pending
+
+    @property
     def num_uncomputed(self) -> int:
-        """Tokens that are to be computed before the next can be sampled: 1 while it is decoding."""
-        return len(self.tokens) - self.num_computed
+        """Tokens that are to be computed before the next can be sampled: 1 while it is decoding, 0 at the end."""
+        is_wanted = self.num_tokens < len(self.prompt) + self.max_new_tokens
+        return self.num_tokens - self.num_computed if is_wanted else 0
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -65,15 +74,18 @@ class Chunk:
     request: Request
     start: int
     end: int
+    samples: bool = dataclasses.field(init=False)  # Whether it ends with the last token: the next one is sampled.
 
-    @property
-    def samples(self) -> bool:
-        """Whether it ends with the last token known, and so the next one is sampled."""
-        return self.end == len(self.request.tokens)
+    def __post_init__(self):
+        object.__setattr__(self, "samples", self.end == self.request.num_tokens)
 
 
 class Scheduler:
-    """Decides on steps: `schedule()`, then `complete()` with the tokens that were sampled."""
+    """Decides on steps: `schedule()`, then `complete()` with the tokens that were sampled.
+
+    One more step may be scheduled before a step is completed. It is computed behind it, as it may use pages that the
+    other has used.
+    """
 
     def __init__(self, allocator: PageAllocator, *, max_seqs: int, max_tokens_per_step: int):
         if max_seqs < 1 or max_tokens_per_step < max_seqs:
@@ -88,6 +100,7 @@ class Scheduler:
         self.waiting: collections.deque[Request] = collections.deque()
         self.num_preemptions = 0
         self.num_shared_pages = 0  # Times that a page was shared instead of computed.
+        self._num_open = 0  # Steps that are scheduled and not completed.
 
     def submit(self, request: Request) -> None:
         """Queues a request.
@@ -113,14 +126,20 @@ class Scheduler:
         """The next step's chunks, in the order of arrival; their pages are allocated. Empty if there is nothing to do.
 
         At most `max_seqs` chunks, of at most `max_tokens_per_step` tokens together.
+
+        Raises:
+          RuntimeError: two steps are scheduled and not completed.
         """
+        if self._num_open == 2:
+            raise RuntimeError("Scheduler.schedule: two steps wait for complete(), which must come before a third")
         chunks: list[Chunk] = []
         budget, preemptions = self.max_tokens_per_step, self.num_preemptions
         i = 0
         while i < len(self.running):  # Preemption takes requests off its end.
             request = self.running[i]
-            decoding_behind = sum(other.num_uncomputed == 1 for other in self.running[i + 1 :])
-            count = min(request.num_uncomputed, budget - decoding_behind)
+            count = request.num_uncomputed
+            if count > 1:  # Those behind it that are decoding come first.
+                count = min(count, budget - sum(other.num_uncomputed == 1 for other in self.running[i + 1 :]))
             if count > 0 and self._grow_by_force(request, count):
                 chunks.append(self._chunk(request, count))
                 budget -= count
@@ -131,25 +150,32 @@ class Scheduler:
                 break
             chunks.append(chunk)
             budget -= chunk.end - chunk.start
+        self._num_open += bool(chunks)
         return chunks
 
     def complete(self, chunks: Sequence[Chunk], sampled: Sequence[int]) -> list[Request]:
         """Takes note that `chunks` are computed and `sampled[i]` came after the last token of chunk i (it is ignored
         for a chunk that does not sample). Returns the requests that are finished by that; their pages are released.
+
+        Steps are completed in the order in which they were scheduled.
         """
         done = []
         page_size = self.allocator.page_size
+        self._num_open -= bool(chunks)
         for chunk, token in zip(chunks, sampled, strict=True):
-            request, samples = chunk.request, chunk.samples
-            request.num_computed = chunk.end
+            request = chunk.request
+            request.num_pending -= chunk.samples
+            if request.finished:  # With a stop token, which was not known when this chunk was scheduled.
+                continue
             extend_keys(request.keys, request.tokens, page_size)
-            for i in range(chunk.start // page_size, chunk.end // page_size):
-                self.allocator.publish(request.pages[i], request.keys[i])
-            if samples:
+            if request.pages:  # It has none if it was preempted since.
+                for i in range(chunk.start // page_size, chunk.end // page_size):
+                    self.allocator.publish(request.pages[i], request.keys[i])
+            if chunk.samples:
                 request.tokens.append(int(token))
             if request.finished:
                 self._release(request)
-                self.running.remove(request)
+                (self.running if request in self.running else self.waiting).remove(request)
                 done.append(request)
         return done
 
@@ -177,7 +203,10 @@ class Scheduler:
         return self._chunk(request, count)
 
     def _chunk(self, request: Request, count: int) -> Chunk:
-        return Chunk(request, request.num_computed, request.num_computed + count)
+        chunk = Chunk(request, request.num_computed, request.num_computed + count)
+        request.num_computed = chunk.end
+        request.num_pending += chunk.samples
+        return chunk
 
     def _grow(self, request: Request, count: int) -> bool:
         """Allocates pages for `count` more tokens of a request. Returns whether there were enough."""
