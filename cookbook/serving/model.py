@@ -11,6 +11,7 @@ Source: Touvron et al., "LLaMA: Open and Efficient Foundation Language Models" (
 
 import dataclasses
 import functools
+import itertools
 import math
 import pathlib
 
@@ -216,18 +217,25 @@ def step(config: LlamaConfig, params, pages, batch: Batch, previous=None, *, bac
     """
     arrays, tree = jax.tree.flatten(batch)
     layout = tuple((array.shape, array.dtype.name) for array in arrays)
-    packed = np.concatenate([array.ravel().view(np.int32) for array in arrays])
+    starts = _starts(layout)
+    packed = np.zeros(starts[-1], np.int32)
+    for start, array in zip(starts, arrays, strict=False):
+        packed[start : start + array.size] = array.ravel().view(np.int32)
     return _step(config, params, pages, packed, previous, tree=tree, layout=layout, backend=backend, decode=decode)
+
+
+def _starts(layout) -> list[int]:
+    """Where arrays begin in one of int32, and the last ends: at multiples of 256 bytes, as a kernel wants its operands,
+    for XLA gives it a part as it lies."""
+    return [0, *itertools.accumulate(-(-math.prod(shape) // 64) * 64 for shape, _ in layout)]
 
 
 @functools.partial(
     jax.jit, static_argnames=("config", "tree", "layout", "backend", "decode"), donate_argnames=("pages",)
 )
 def _step(config: LlamaConfig, params, pages, packed, previous, *, tree, layout, backend: str, decode: bool):
-    parts = jnp.split(packed, np.cumsum([math.prod(shape) for shape, _ in layout])[:-1])
-    batch = jax.tree.unflatten(
-        tree, [part.view(dtype).reshape(shape) for part, (shape, dtype) in zip(parts, layout, strict=True)]
-    )
+    part = lambda start, shape, dtype: packed[start : start + math.prod(shape)].view(dtype).reshape(shape)
+    batch = jax.tree.unflatten(tree, [part(start, *of) for start, of in zip(_starts(layout), layout, strict=False)])
     if previous is not None:
         tokens = jnp.where(batch.tokens < 0, previous[jnp.maximum(-1 - batch.tokens, 0)], batch.tokens)
         batch = dataclasses.replace(batch, tokens=tokens)
