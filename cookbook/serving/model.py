@@ -216,7 +216,7 @@ def step(config: LlamaConfig, params, pages, batch: Batch, previous=None, *, bac
       the pages, in place of those given.
     """
     arrays, tree = jax.tree.flatten(batch)
-    layout = tuple((array.shape, array.dtype.name) for array in arrays)
+    layout = tuple((array.shape, array.dtype) for array in arrays)
     starts = _starts(layout)
     packed = np.zeros(starts[-1], np.int32)
     for start, array in zip(starts, arrays, strict=False):
