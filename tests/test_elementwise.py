@@ -123,6 +123,14 @@ def test_jit_vmap_and_determinism():
     assert all((run == x + y).all() for run in runs)
 
 
+@pytest.mark.skipif(not lab.on_gpu(), reason="only on a GPU does XLA hand a kernel a slice as it lies")
+def test_a_slice_that_begins_anywhere():
+    """As the README says: without the barrier the call is refused, by Mosaic, which wants multiples of 256 bytes."""
+    x = normal(0, (4000,))
+    part = lambda x: jax.lax.optimization_barrier(x[33:2081])
+    assert (jax.jit(lambda x: add(part(x), part(x)))(x) == 2 * x[33:2081]).all()
+
+
 @pytest.mark.parametrize(
     "fn, args, message",
     [

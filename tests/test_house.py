@@ -190,13 +190,8 @@ def test_notebook_is_whole(path):
     assert ":::" not in "".join(cell.source for cell in notebook.cells), "JupyterLab shows ::: admonitions raw"
 
 
-NOT_RECORDED_YET = {"14_ragged_prefill"}
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_was_recorded_on_a_gpu(path, request):
-    if path.stem in NOT_RECORDED_YET:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="its cells have not run on a GPU yet"))
+def test_notebook_was_recorded_on_a_gpu(path):
     recorded = nbformat.read(path, as_version=4).metadata.get("recorded", {})
     assert {"gpu", "driver", "jax", "date", "source"} <= recorded.keys()
 

@@ -30,7 +30,7 @@ class StepStats:
     num_sampled: int  # New tokens of requests.
     num_running: int
     num_waiting: int
-    num_preemptions: int  # In this step.
+    num_preemptions: int  # Since the step before.
     kv_utilization: float  # Share of the cache's pages that requests hold.
     seconds: float  # Until its tokens were on the host, from when those of the step before were, or it was scheduled.
 
@@ -75,6 +75,7 @@ class Engine:
         self._launched: Launched | None = None  # The step that the device is at.
         self._sampled = jnp.zeros(max_seqs, jnp.int32)  # By the last step that was launched.
         self._latest = 0.0  # When the last tokens came.
+        self._num_preemptions = 0  # Those that `stats` has, or the step on its way.
 
     def submit(
         self, prompt: Sequence[int], max_new_tokens: int, *, temperature: float = 0.0, seed: int = 0,
@@ -117,7 +118,7 @@ class Engine:
         return done
 
     def _launch(self) -> "Launched | None":
-        start, preemptions = time.perf_counter(), self.scheduler.num_preemptions
+        start = time.perf_counter()
         chunks = self.scheduler.schedule()
         if not chunks:
             return None
@@ -127,8 +128,9 @@ class Engine:
         self._sampled, _, self.pages = step(
             self.config, self.params, self.pages, batch, self._sampled, backend=self.backend, decode=decode
         )
-        held = self.allocator.num_held
-        return Launched(chunks, decode, self._sampled, start, self.scheduler.num_preemptions - preemptions, held)
+        before, self._num_preemptions = self._num_preemptions, self.scheduler.num_preemptions
+        preemptions = self._num_preemptions - before
+        return Launched(chunks, decode, self._sampled, start, preemptions, self.allocator.num_held)
 
     def _complete(self, launched: "Launched") -> list[Request]:
         """Waits for the tokens of a step."""
@@ -155,14 +157,14 @@ class Engine:
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """A step on its way."""
+    """A step on its way: what it computes, when its scheduling began, and what the books said then."""
 
     chunks: list[Chunk]
     decode: bool
     sampled: jax.Array
-    start: float  # When its scheduling began.
+    start: float
     num_preemptions: int
-    num_held: int  # Pages.
+    num_held: int
 
 
 def pack(
@@ -191,7 +193,7 @@ def pack(
     temperatures = np.zeros(max_seqs, np.float32)
     for i, request in enumerate(requests):
         block_tables[i, : len(request.pages)] = request.pages
-    tokens[: len(where)] = [token for chunk in chunks for token in known_tokens(chunk, rows)]
+    tokens[: len(where)] = [token for chunk in chunks for token in tokens_of(chunk, rows)]
     positions[: len(where)] = where
     slot_mapping[: len(where)] = block_tables[sequence, where // page_size] * page_size + where % page_size
     kv_lens[: len(chunks)] = ends
@@ -200,7 +202,7 @@ def pack(
     return Batch(tokens, positions, slot_mapping, block_tables, kv_lens, cu_seqlens_q, temperatures, seeds)
 
 
-def known_tokens(chunk: Chunk, rows: Mapping[Request, int] | None) -> list[int]:
+def tokens_of(chunk: Chunk, rows: Mapping[Request, int] | None) -> list[int]:
     """The tokens of a chunk, with what stands for the last if it is not known yet."""
     tokens = chunk.request.tokens[chunk.start : chunk.end]
     return tokens if len(tokens) == chunk.end - chunk.start else [*tokens, -1 - rows[chunk.request]]
