@@ -234,8 +234,8 @@ def test_what_the_compiler_makes_of_pages(page_size):
     q, pages = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 32, 128), (2048, page_size, 8, 128)))
     ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((17, 512), (17,), (18,))]
     compiled = lab.compile_for("h200", ragged_paged_attention, q, pages, pages, *ints)
-    # Of the memory warpgroup, which keeps the ids of a block's pages: 72 with pages of 16 with JAX 0.11.
-    assert compiled.spill_bytes <= {16: 160, 128: 32}[page_size] and not compiled.remarks
+    # Of the memory warpgroup, which keeps the ids of a block's pages: 72 with pages of 16 with JAX 0.11, 88 with 0.12.
+    assert compiled.spill_bytes <= {16: 112, 128: 32}[page_size] and not compiled.remarks
 
 
 Q, KV, CU = jnp.ones((8, 4, 64), jnp.bfloat16), jnp.ones((9, 2, 64), jnp.bfloat16), jnp.asarray([0, 3, 8], jnp.int32)

@@ -32,7 +32,7 @@ class StepStats:
     num_waiting: int
     num_preemptions: int  # Since the step before.
     kv_utilization: float  # Share of the cache's pages that requests hold.
-    seconds: float  # Until its tokens were on the host, from when those of the step before were, or it was scheduled.
+    seconds: float  # To its tokens on the host, from those of the step before or its scheduling, whichever was later.
 
     @property
     def tokens_per_second(self) -> float:
