@@ -18,8 +18,8 @@ import jax.numpy as jnp
 
 import cookbook
 from bench import serving
+from bench.problems import CASES, LIBRARIES, Case, mean_ratio, relative_error
 from cookbook import lab
-from tests.cases import CASES, LIBRARIES, Case, mean_ratio, relative_error
 
 ERROR_MAX = 1e-2  # Of a 16-bit result against float32: a rounding is 2e-3. The tests look closer.
 

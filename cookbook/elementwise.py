@@ -27,12 +27,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import _jnp, _mgpu
+from . import _mgpu, _numerics
 
 
 def add_reference(x, y, activation=None):
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    return _jnp.activation_fn("add", activation)(x.astype(dtype) + y.astype(dtype))
+    return _numerics.activation_fn("add", activation)(x.astype(dtype) + y.astype(dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _call(*leaves, fn, treedef, config: Config, params):
     on_leaves = lambda *values: fn(*jax.tree.unflatten(treedef, values))
     out_shape = jax.eval_shape(on_leaves, *flat)
     avals = [jax.ShapeDtypeStruct((config.tile,), _compute_dtype(leaf.dtype)) for leaf in flat]
-    kernel_fn = _jnp.lowerable(functools.wraps(fn)(lambda *values: jax.tree.leaves(on_leaves(*values))), *avals)
+    kernel_fn = _numerics.lowerable(functools.wraps(fn)(lambda *values: jax.tree.leaves(on_leaves(*values))), *avals)
     outs = plgpu.kernel(
         functools.partial(
             _kernel, fn=kernel_fn, num_inputs=len(flat), n=n + pad, tile=config.tile,
@@ -168,7 +168,7 @@ def add(x, y, *, activation=None, config: Config | None = None):
 
 @functools.cache  # One function an activation, so that `jit` finds its kernel again.
 def _add_fn(activation):
-    act = _jnp.activation_fn("add", activation)
+    act = _numerics.activation_fn("add", activation)
 
     def add(x, y):
         return act(x + y)

@@ -7,8 +7,8 @@ import re
 from measured import GPU, bound, in_order, rate_text, share_text, stale_mark
 
 import cookbook
+from bench.problems import CASES
 from cookbook.lab import ToolchainMissing, compile_for, results, roofline
-from tests.cases import CASES
 
 
 def gallery_page(chapters) -> str:
@@ -69,7 +69,9 @@ def _summary(function) -> str:
 
 def _chapters_of(name: str, chapters):
     """The chapters that use the kernel, the last two of them: where it is built, and where it is last improved."""
-    return [c for c in chapters if re.search(rf"\bcookbook\.{name}\b|from cookbook import .*\b{name}\b", c.code)][-2:]
+    return [
+        c for c in chapters if re.search(rf"\bcookbook(\.\w+)?\.{name}\b|from cookbook import .*\b{name}\b", c.code)
+    ][-2:]
 
 
 def _figure(value: float) -> str:

@@ -3,8 +3,8 @@
 import json
 import math
 
+from bench.problems import CASES, Case, mean_ratio
 from cookbook.lab import results, roofline
-from tests.cases import CASES, Case, mean_ratio
 
 GPU = "h200"
 
@@ -37,7 +37,7 @@ def results_page() -> str:
 
 
 def in_order(topic: str) -> list[tuple[str, dict]]:
-    """(problem, its rows) of a topic, in the order of tests/cases.py."""
+    """(problem, its rows) of a topic, in the order of bench/problems.py."""
     order = [case.problem for case in CASES]
     rows = results.rows(topic, GPU)
     return sorted(rows.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order))

@@ -59,7 +59,7 @@ def test_fuse_of_pytrees():
         np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=2e-2, atol=2e-2)
 
 
-# What Mosaic GPU does not lower by itself, and `_jnp` writes out. XLA's own float32 is the yardstick of `lab.check`.
+# Mosaic GPU does not lower these; `_numerics` writes them out. XLA's float32 is the yardstick of `lab.check`.
 FUNCTIONS = {
     "cbrt": jnp.cbrt,
     "ceil": jnp.ceil,

@@ -41,7 +41,11 @@ def _parse(module: str) -> ast.Module:
 def _exports() -> dict[str, str]:
     """Maps each public name of the package to the module that defines it."""
     imports = [node for node in _parse("__init__").body if isinstance(node, ast.ImportFrom) and node.module]
-    return {alias.asname or alias.name: node.module.split(".")[-1] for node in imports for alias in node.names}
+    return {
+        alias.asname or alias.name: node.module.removeprefix("cookbook.").replace(".", "/")
+        for node in imports
+        for alias in node.names
+    }
 
 
 def _modules_used(tree: ast.Module) -> set[str]:

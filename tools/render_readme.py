@@ -10,8 +10,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "site")]
 
 from measured import GPU, rate_text  # noqa: E402
 
+from bench.problems import CASES, LIBRARIES  # noqa: E402
 from cookbook.lab import results  # noqa: E402
-from tests.cases import CASES, LIBRARIES  # noqa: E402
 
 README = ROOT / "README.md"
 BETWEEN_MARKERS = re.compile(r"(<!-- results: .*? -->\n).*?(<!-- end -->)", re.S)

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 import cookbook
-from cookbook.rms_norm import rms_norm_reference
-from cookbook.write_kv import write_kv_reference
+from cookbook.attn.write_kv import write_kv_reference
+from cookbook.rows.rms_norm import rms_norm_reference
 
 ROWS_AT_ONCE = 16  # Tokens of a mixed step whose gathered keys and values are in memory together.
 

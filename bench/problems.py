@@ -1,0 +1,385 @@
+"""The named problems that the tests and the benchmark share, and what each kernel must reach on them."""
+
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import cookbook
+from cookbook import elementwise, lab
+from cookbook.attn import attention, paged_attention, varlen_attention
+from cookbook.gemm import matmul, matmul_fp8, matmul_int8_weights
+from cookbook.gemm.matmul_blocked import matmul_blocked_reference
+from cookbook.rows import reduce_sum, rms_norm, softmax
+
+LIBRARIES = ("xla", "cublas", "cudnn", "jax_f16", "tokamax")  # The peers that are not this project's own.
+BF16, E4M3 = jnp.bfloat16, jnp.float8_e4m3fn
+NAMES = {jnp.dtype(BF16): "bf16", jnp.dtype(jnp.float16): "f16", jnp.dtype(jnp.float32): "f32", jnp.dtype(E4M3): "fp8"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a kernel must reach: a rate, a multiple of a peer's rate, or both."""
+
+    peer: str | None
+    ratio: float = 1.0  # To the peer's rate.
+    rate: float | None = None  # In TB/s or TFLOP/s.
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One problem: `kernel(*inputs)` against `peers`, on random arrays of `shapes`: normal ones, and any integers."""
+
+    op: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: object
+    kernel: object
+    reference: object
+    peers: dict
+    flops: int
+    nbytes: int
+    size: str  # The shape in the problem's name.
+    impl: str = "cookbook"
+    target: Target | None = None
+    headline: bool = False  # Whether the README shows it.
+    dtypes: tuple | None = None  # Of the inputs, where they differ from `dtype`, which names the problem.
+    derive: object = None  # Makes of these inputs one more, which only peers take.
+    integers: tuple = ()  # Inputs behind the random ones that say where things lie: arrays of int32.
+    tune: object = None  # Searches the kernel's configurations for these inputs.
+
+    @property
+    def counts_flops(self) -> bool:
+        """Whether its rate is one of arithmetic, not of memory."""
+        return self.op.startswith(("matmul", "attention", "varlen", "ragged"))
+
+    @property
+    def problem(self) -> str:
+        return f"{self.op}/{self.size}/{NAMES[jnp.dtype(self.dtype)]}"
+
+    @property
+    def avals(self) -> list[jax.ShapeDtypeStruct]:
+        dtypes = self.dtypes or (self.dtype,) * len(self.shapes)
+        drawn = [jax.ShapeDtypeStruct(*aval) for aval in zip(self.shapes, dtypes, strict=True)]
+        return drawn + [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.integers]
+
+    def inputs(self, seed: int = 0):
+        """Random inputs, each its own, and the integers."""
+        keys = jax.random.split(jax.random.key(seed), len(self.shapes))
+        avals = self.avals[: len(self.shapes)]
+        drawn = [_draw(key, aval.shape, aval.dtype) for key, aval in zip(keys, avals, strict=True)]
+        drawn += [jnp.asarray(x) for x in self.integers]
+        return drawn if self.derive is None else [*drawn, jax.jit(self.derive)(*drawn)]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _draw(key, shape, dtype):
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jax.random.randint(key, shape, jnp.iinfo(dtype).min, jnp.iinfo(dtype).max + 1, dtype)
+    if jnp.dtype(dtype).itemsize == 1:
+        return jax.random.normal(key, shape, BF16).astype(dtype)
+    return jax.random.normal(key, shape, dtype)
+
+
+def _add(n, dtype=jnp.bfloat16, **kwargs):
+    flops, nbytes = elementwise.flops(n), elementwise.bytes_moved(n, jnp.dtype(dtype).itemsize)
+    peers, shapes = {"xla": jnp.add}, ((n,), (n,))
+    return Case("add", shapes, dtype, cookbook.add, elementwise.add_reference, peers, flops, nbytes, str(n), **kwargs)
+
+
+def _rows(op, module, rows, cols, num_inputs, dtype=jnp.bfloat16, **kwargs):
+    kernel, reference = getattr(cookbook, op), getattr(module, f"{op}_reference")
+    peers = {"xla": lambda x, *scale: reference(x, *scale).astype(x.dtype)}
+    shapes = ((rows, cols), (cols,))[:num_inputs]
+    flops, nbytes = module.flops(rows, cols), module.bytes_moved(rows, cols, jnp.dtype(dtype).itemsize)
+    return Case(op, shapes, dtype, kernel, reference, peers, flops, nbytes, f"{rows}x{cols}", **kwargs)
+
+
+def _sum(rows, cols, axis, dtype=jnp.bfloat16, **kwargs):
+    peers = {"xla": lambda x: jnp.sum(x, axis=axis)}
+    nbytes = reduce_sum.bytes_moved(rows, cols, jnp.dtype(dtype).itemsize)
+    return Case("reduce_sum", ((rows, cols),), dtype, lambda x: cookbook.reduce_sum(x, axis),
+                lambda x: reduce_sum.reduce_sum_reference(x, axis), peers, reduce_sum.flops(rows, cols), nbytes,
+                f"{rows}x{cols}_axis{axis}", **kwargs)  # fmt: skip
+
+
+def _matmul(m, n, k, transpose_a=False, rungs=(), **kwargs):
+    """`rungs`: the package's earlier kernels, to time beside it."""
+    flip = lambda fn: (lambda a, b: fn(a.T, b)) if transpose_a else fn
+    kernel = functools.partial(cookbook.matmul, transpose_a=True) if transpose_a else cookbook.matmul
+    peers = {"cublas": flip(jnp.matmul)} | {name: getattr(cookbook, name) for name in rungs}
+    return Case("matmul", ((k, m) if transpose_a else (m, k), (k, n)), BF16, kernel, flip(matmul.matmul_reference),
+                peers, matmul.flops(m, n, k), matmul.bytes_moved(m, n, k), f"{m}x{n}x{k}" + "_ta" * transpose_a,
+                impl="matmul", target=Target("cublas", 0.95),
+                tune=lambda a, b: lab.autotune(cookbook.matmul, a, b, transpose_a=transpose_a), **kwargs)  # fmt: skip
+
+
+def _matmul_fp8(m, n, k, **kwargs):
+    dims = (((1,), (1,)), ((), ()))
+    peers = {"cublas": lambda a, b: jax.lax.dot_general(a, b, dims, preferred_element_type=BF16)}
+    return Case("matmul_fp8", ((m, k), (n, k)), E4M3, functools.partial(cookbook.matmul_fp8, transpose_b=True),
+                lambda a, b: matmul_fp8.matmul_fp8_reference(a, b.T, 1.0, 1.0), peers, matmul_fp8.flops(m, n, k),
+                matmul_fp8.bytes_moved(m, n, k), f"{m}x{n}x{k}", target=Target("cublas", 0.97),
+                tune=lambda a, b: lab.autotune(cookbook.matmul_fp8, a, b, transpose_b=True), **kwargs)  # fmt: skip
+
+
+def _matmul_int8_weights(m, n, k, target, **kwargs):
+    """cuBLAS gets weights that are 16-bit already; XLA converts the 8-bit ones, then multiplies."""
+    op = matmul_int8_weights
+    peers = {
+        "cublas": lambda a, w_q, scales, w: a @ w,
+        "xla": lambda a, w_q, scales, w: ((a @ w_q.T.astype(BF16)) * scales).astype(BF16),
+    }
+    return Case("matmul_int8_weights", ((m, k), (n, k), (n,)), BF16,
+                lambda a, w_q, scales, w=None: cookbook.matmul_int8_weights(a, w_q, scales, transpose_w=True),
+                lambda a, w_q, scales, w=None: op.matmul_int8_weights_reference(a, w_q.T, scales), peers,
+                op.flops(m, n, k), op.bytes_moved(m, n, k), f"{m}x{n}x{k}", target=target,
+                dtypes=(BF16, jnp.int8, jnp.float32),
+                derive=lambda a, w_q, scales: (w_q.T * scales).astype(BF16),
+                tune=lambda *args: lab.autotune(cookbook.matmul_int8_weights, *args[:3], transpose_w=True),
+                **kwargs)  # fmt: skip
+
+
+def _attention(head_dim, seq, is_causal, target, kv_heads=None, gradients=False, **kwargs):
+    """16,384 tokens and 2,048 values each. cuDNN is timed up to heads of 128. JAX has a kernel for float16, already
+    scaled; its blocks are set, not searched for. It is left out where absl, which it imports, is missing; so is
+    tokamax, where it is not installed."""
+    batch, heads = 16384 // seq, 2048 // head_dim
+    q, kv = (batch, seq, heads, head_dim), (batch, seq, kv_heads or heads, head_dim)
+    how, window = dict(is_causal=is_causal), kwargs.pop("window", None)
+    kernel = functools.partial(cookbook.attention, **how, local_window_size=window and (window, 0))
+    cudnn = functools.partial(jax.nn.dot_product_attention, **how, local_window_size=window and (window, 0),
+                              implementation="cudnn")  # fmt: skip
+    peers = {} if head_dim > 128 else {"cudnn": lambda q, k, v, halves=None: cudnn(q, k, v)}
+    plain = head_dim <= 128 and not window and kv_heads is None
+    if plain and importlib.util.find_spec("absl"):
+        peers["jax_f16"] = functools.partial(_attention_of_jax, is_causal)
+    has_tokamax = plain and importlib.util.find_spec("tokamax")
+    tokamax = functools.partial(_attention_of_tokamax, is_causal)
+    if has_tokamax:
+        peers["tokamax"] = tokamax
+    flops = attention.flops(batch, seq, seq, heads, head_dim, is_causal)
+    if window:
+        flops = 4 * batch * heads * head_dim * sum(min(i, window) + 1 for i in range(seq))
+    size = f"hd{head_dim}_b{batch}_s{seq}_h{heads}" + (f"_kv{kv_heads}" if kv_heads else "")
+    size += f"_window{window}" if window else "_causal" if is_causal else "_full"
+    reference = functools.partial(_attention_by_head, **how, local_window_size=window and (window, 0))
+    first = lambda fn: lambda q, k, v, halves=None: fn(q, k, v)
+    if gradients:  # Forward and backward; products of the backward pass are counted as 2.5 times those of the forward.
+        flops, size = flops * 7 // 2, size + "_grad"
+        peers = {"cudnn": _with_gradients(cudnn)} | ({"tokamax": _with_gradients(tokamax)} if has_tokamax else {})
+        kernel, reference = _with_gradients(kernel), _with_gradients(reference)
+    else:
+        kernel, reference = first(kernel), first(reference)
+    nbytes = attention.bytes_moved(batch, seq, seq, heads, kv_heads or heads, head_dim) * (3 if gradients else 1)
+    scaled = lambda q, k, v: tuple(x.astype(jnp.float16) for x in (q * head_dim**-0.5, k, v))
+    return Case("attention", (q, kv, kv), BF16, kernel, reference, peers, flops, nbytes, size, target=target,
+                derive=scaled if "jax_f16" in peers else None, **kwargs)  # fmt: skip
+
+
+def _attention_of_jax(is_causal, q, k, v, halves):
+    from jax.experimental.pallas.ops.gpu import attention_mgpu  # It imports absl, which nothing else here needs.
+
+    config = attention_mgpu.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=is_causal)
+    return attention_mgpu.attention(*halves, config=config)
+
+
+def _attention_of_tokamax(is_causal, q, k, v, halves=None):
+    import tokamax  # Nothing else here needs it.
+
+    return tokamax.dot_product_attention(q, k, v, is_causal=is_causal, implementation="mosaic")
+
+
+def _with_gradients(fn):
+    """The gradients of the sum of squares of what `fn` returns: its own gradient is not the same everywhere."""
+    loss = lambda q, k, v: jnp.sum(jnp.square(fn(q, k, v).astype(jnp.float32)))
+    return lambda q, k, v, halves=None: jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+
+def _attention_by_head(q, k, v, **how):
+    """The reference, a sequence and head at a time: the weights of all do not fit into memory."""
+    group = q.shape[2] // k.shape[2]
+    one = lambda x: attention.attention_reference(*(y[None, :, None] for y in x), **how)[0][0, :, 0]
+    by_head = lambda x, n=1: jnp.repeat(jnp.moveaxis(x, 2, 1), n, axis=1).reshape(-1, x.shape[1], x.shape[3])
+    out = jax.lax.map(jax.checkpoint(one), (by_head(q), by_head(k, group), by_head(v, group)))
+    return jnp.moveaxis(out.reshape(q.shape[0], q.shape[2], q.shape[1], -1), 1, 2)
+
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # Of the model whose cache these kernels read.
+
+
+def _block_tables(lens, page_size):
+    """(block tables, number of pages): pages in random order, and 0 behind those that a length needs."""
+    pages = [-(-int(length) // page_size) for length in lens]
+    order, tables = np.random.default_rng(0).permutation(sum(pages)), np.zeros((len(lens), max(pages)), np.int32)
+    for table, mine in zip(tables, np.split(order, np.cumsum(pages)[:-1]), strict=True):
+        table[: len(mine)] = mine
+    return tables, sum(pages)
+
+
+def _gathered(q, k_pages, v_pages, block_tables, kv_lens):
+    """What one writes without a kernel: XLA gathers the pages, and masks by the lengths."""
+    of = lambda pages: pages[block_tables].reshape(len(q), -1, *pages.shape[2:])
+    return jax.nn.dot_product_attention(
+        q[:, None], of(k_pages), of(v_pages), key_value_seq_lengths=kv_lens, implementation="xla"
+    )[:, 0]
+
+
+def _decode(size, lens, page_size, target=None, **kwargs):
+    lens = np.asarray(lens, np.int32)
+    tables, num_pages = _block_tables(lens, page_size)
+    cache = (num_pages, page_size, KV_HEADS, HEAD_DIM)
+    reference = lambda q, k, v, tables, lens: jax.lax.map(
+        lambda x: paged_attention.paged_attention_reference(x[0][None], k, v, x[1][None], x[2][None])[0][0],
+        (q, tables, lens),
+    )
+    return Case("paged_attention", ((len(lens), HEADS, HEAD_DIM), cache, cache), BF16, cookbook.paged_attention,
+                reference, {"xla": _gathered}, paged_attention.flops(lens, HEADS, HEAD_DIM),
+                paged_attention.bytes_moved(lens, KV_HEADS, HEAD_DIM), f"{size}_page{page_size}", target=target,
+                integers=(tables, lens), **kwargs)  # fmt: skip
+
+
+def _cumulative(lens):
+    return np.cumsum([0, *lens]).astype(np.int32)
+
+
+def _prefill(size, lens, target=None, page_size=None, **kwargs):
+    """Causal. At equal lengths it stands beside `attention`, and through pages beside itself without."""
+    lens = np.asarray(lens, np.int32)
+    total, starts = int(lens.sum()), _cumulative(lens)
+    q, kv = (total, HEADS, HEAD_DIM), (total, KV_HEADS, HEAD_DIM)
+    flops = varlen_attention.flops(lens, lens, HEADS, HEAD_DIM, is_causal=True)
+    nbytes = varlen_attention.bytes_moved(lens, lens, HEADS, KV_HEADS, HEAD_DIM)
+    packed = functools.partial(cookbook.varlen_attention, is_causal=True)
+
+    def by_sequence(q, k, v):
+        """The reference, a sequence at a time."""
+        parts = [slice(start, end) for start, end in itertools.pairwise(starts.tolist())]
+        return jnp.concatenate(
+            [_attention_by_head(q[None, p], k[None, p], v[None, p], is_causal=True)[0] for p in parts]
+        )
+
+    if page_size is None:
+        peers = {}
+        if len(set(lens)) == 1:
+            batch = lambda x: x.reshape(len(lens), -1, *x.shape[1:])
+            peers["attention"] = lambda q, k, v, *_: cookbook.attention(
+                batch(q), batch(k), batch(v), is_causal=True
+            ).reshape(q.shape)
+        return Case("varlen_attention", (q, kv, kv), BF16, lambda q, k, v, cu: packed(q, k, v, cu, cu),
+                    lambda q, k, v, _: by_sequence(q, k, v), peers, flops, nbytes, size, target=target,
+                    integers=(starts,), **kwargs)  # fmt: skip
+    tables, num_pages = _block_tables(lens, page_size)
+    slots = np.concatenate([table[np.arange(n) // page_size] * page_size + np.arange(n) % page_size
+                            for table, n in zip(tables, lens, strict=True)])  # fmt: skip
+    gather = lambda pages: pages.reshape(-1, *pages.shape[2:])[slots]
+    cache = (num_pages, page_size, KV_HEADS, HEAD_DIM)
+    return Case("ragged_paged_attention", (q, cache, cache), BF16,
+                lambda *args: cookbook.ragged_paged_attention(*args[:6]),
+                lambda q, k, v, *_: by_sequence(q, gather(k), gather(v)),
+                {"varlen_attention": lambda q, k, v, tables, lens, cu, kv: packed(q, *kv, cu, cu)}, flops, nbytes,
+                f"{size}_page{page_size}", target=target, integers=(tables, lens, starts),
+                derive=lambda q, k, v, *_: (gather(k), gather(v)), **kwargs)  # fmt: skip
+
+
+def _matmul_f32(m, n, k, **kwargs):
+    flops, nbytes = matmul.flops(m, n, k), matmul.bytes_moved(m, n, k, 4)
+    peers = {"cublas": functools.partial(jnp.matmul, precision="highest")}
+    return Case("matmul", ((m, k), (k, n)), jnp.float32, cookbook.matmul_blocked, matmul_blocked_reference, peers,
+                flops, nbytes, f"{m}x{n}x{k}", impl="matmul_blocked", **kwargs)  # fmt: skip
+
+
+ROW_SHAPES = ((1048576, 128), (131072, 1000), (32768, 4096), (4096, 32768))
+ABOVE_XLA = Target("xla")
+MATMUL_SIZES = (  # M, N, K: many rows; few tiles; a short K; a long one; few rows; no multiples of a tile.
+    (16384, 4096, 4096), (1024, 8192, 4096), (8192, 8192, 512), (512, 512, 32768), (64, 8192, 8192), (128, 4096, 14336),
+    (4000, 3000, 5000),
+)  # fmt: skip
+CASES = [
+    _add(2**29, target=ABOVE_XLA, headline=True),
+    _rows("softmax", softmax, 16384, 8192, 1, target=Target("xla", 1.2, 4.0), headline=True),
+    *(_rows("softmax", softmax, *shape, 1, target=ABOVE_XLA) for shape in ROW_SHAPES),
+    _rows("rms_norm", rms_norm, 16384, 8192, 2, target=Target("xla", rate=3.95), headline=True),
+    *(_rows("rms_norm", rms_norm, *shape, 2, target=ABOVE_XLA) for shape in ROW_SHAPES),
+    _sum(16384, 8192, -1),
+    _sum(16384, 8192, 0),
+    _matmul(4096, 4096, 4096, rungs=("matmul_pipelined", "matmul_wgmma"), headline=True),
+    _matmul(8192, 8192, 8192, rungs=("matmul_pipelined",), headline=True),
+    _matmul(2048, 2048, 2048, rungs=("matmul_pipelined",)),
+    _matmul(4096, 8192, 4096, rungs=("matmul_pipelined",)),
+    *(_matmul(*size) for size in MATMUL_SIZES),
+    _matmul(4096, 4096, 4096, transpose_a=True),
+    _matmul_f32(4096, 4096, 4096),
+    _matmul_fp8(4096, 4096, 4096, headline=True),
+    _matmul_fp8(8192, 8192, 8192),
+    *(_matmul_int8_weights(m, 8192, 8192, Target("cublas", 1.6), headline=m == 16) for m in (16, 64, 128)),
+    _matmul_int8_weights(4096, 8192, 4096, ABOVE_XLA, headline=True),
+]
+
+
+# What the fastest of FlashAttention-3 and -4, cuDNN, and JAX's and tokamax's kernels reached on one H200 on 2026-11-20:
+# its TFLOP/s over cuDNN's beside it, with heads of 256 its TFLOP/s; sequences of 4096 and 16384, full and causal.
+ATTENTION_TARGETS = {
+    64: (
+        Target("cudnn", 498 / 483),
+        Target("cudnn", 451 / 436),
+        Target("cudnn", 528 / 494),
+        Target("cudnn", 518 / 467),
+    ),
+    128: (Target("cudnn"), Target("cudnn", 611 / 573), Target("cudnn", 696 / 677), Target("cudnn", 680 / 624)),
+    256: tuple(Target(None, rate=rate) for rate in (682, 637, 715, 696)),
+}
+ATTENTION_SIZES = list(itertools.product((4096, 16384), (False, True)))
+CASES += [
+    _attention(head_dim, *size, target, headline=head_dim == 128)
+    for head_dim, targets in ATTENTION_TARGETS.items()
+    for size, target in zip(ATTENTION_SIZES, targets, strict=True)
+]
+CASES += [
+    _attention(128, 16384, True, None, kv_heads=2),
+    _attention(128, 16384, True, None, window=1024),
+    *(_attention(h, *size, Target("cudnn"), gradients=True) for h in (64, 128) for size in ATTENTION_SIZES),
+]
+
+
+# What FlashAttention-3 as vLLM ships it reads, in TB/s, or a little more; the rate of mixed lengths is to be 85 % of
+# that of equal ones. Prefill: its TFLOP/s, and 95 % of the rate of this package's own kernels without the ragged part.
+MIXED = np.minimum(np.random.default_rng(0).zipf(1.2, 128), 2**14)
+PREFILL = np.random.default_rng(0).integers(512, 4097, 16)
+for _page in (16, 128):
+    CASES += [
+        _decode("b64_s8192", [8192] * 64, _page, Target(None, rate=4.35), headline=True),
+        _decode("b8_s8192", [8192] * 8, _page, Target(None, rate=3.4)),
+        _decode("b1_s32768", [32768], _page, Target(None, rate=2.7)),
+        _decode("b128_mixed", MIXED, _page, Target(None, rate=0.85 * 4.35)),
+    ]
+CASES += [
+    _prefill("b16_s512to4096", PREFILL, Target(None, rate=535), headline=True),
+    _prefill("b16_s2048", [2048] * 16, Target("attention", 0.95)),
+    *(_prefill("b16_s512to4096", PREFILL, Target("varlen_attention", 0.95), page) for page in (16, 128)),
+]
+
+
+def mean_ratio(op: str, peer: str = "cublas", gpu: str = "h200") -> float:
+    """Geometric mean, over the problems of `op`, of its rate over the peer's, as recorded; NaN if one is not."""
+    cases = [case for case in CASES if case.op == case.impl == op]
+    rows = [lab.results.rows(op, gpu).get(case.problem, {}) for case in cases]
+    logs = [math.log(row[peer]["ms"] / row[op]["ms"]) if {op, peer} <= row.keys() else math.nan for row in rows]
+    return math.exp(sum(logs) / len(logs))
+
+
+def relative_error(out, exact) -> float:
+    """Frobenius distance over the norm of `exact`, the largest of those of several results. NaN and infinities that
+    agree count as zero, others as infinity."""
+    if isinstance(exact, tuple | list):
+        return max(relative_error(*pair) for pair in zip(out, exact, strict=True))
+    out, exact = jnp.asarray(out, jnp.float32), jnp.asarray(exact, jnp.float32)
+    same = (out == exact) | (jnp.isnan(out) & jnp.isnan(exact))
+    difference = jnp.where(same, 0.0, out - exact)
+    norm = jnp.linalg.norm(jnp.where(jnp.isfinite(exact), exact, 0.0).ravel())
+    error = float(jnp.linalg.norm(difference.ravel())) / (float(norm) or 1.0)
+    return math.inf if math.isnan(error) else error

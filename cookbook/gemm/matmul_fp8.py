@@ -1,0 +1,127 @@
+"""Matrix product of 8-bit floats, scaled: `cookbook/gemm/matmul.py` on the tensor cores' fp8 instructions.
+
+    o = (a * scale_a) @ (b * scale_b)
+
+Shapes: a (M, K), b (K, N), or (N, K) with `transpose_b`, o (M, N). a and b are float8_e4m3fn or float8_e5m2, each its
+own; scales are float32, one number or one for each row of a and each column of b; o is bfloat16, float16 or float32.
+Rows of a and, as it is read, of b must be multiples of 16 bytes, 16 values along K.
+
+Role and barrier table: of `cookbook/gemm/matmul.py`. The scales are applied to the float32 sums, on their
+way out.
+
+What bounds its speed: the tensor cores, twice as fast as with 16 bits. They add fp8 products with fewer bits than
+float32 has, whichever library asks them to.
+
+Not supported: a (M, K) product of blocks with scales of their own along K; batches (use `jax.vmap`); differentiation.
+The tensor cores want both fp8 operands with K along their rows: a plain b is transposed, at the cost of one copy; store
+weights as (N, K). Chapter: 9. Source: Micikevicius et al., "FP8 formats
+for deep learning" (2022).
+"""
+
+import math
+
+import jax.numpy as jnp
+
+from .. import _mgpu, _tuned
+from .matmul import Config, Plan, candidates, default_config, fused_product, identity
+
+DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+UNIT = 16  # Values of a row along K: TMA's 16 bytes.
+
+
+def matmul_fp8_reference(a, b, scale_a, scale_b):
+    dtype = jnp.promote_types(jnp.float32, jnp.result_type(scale_a, scale_b))
+    product = jnp.matmul(a.astype(dtype), b.astype(dtype), precision="highest")
+    return product * jnp.reshape(scale_a, (-1, 1)) * jnp.reshape(scale_b, (1, -1))
+
+
+def configs(a, b, *, transpose_b=False, **_) -> list[Config]:
+    """The configurations worth timing on these operands, for `cookbook.lab.autotune`."""
+    return candidates(Config, *a.shape[:1], b.shape[0 if transpose_b else 1], a.shape[1])
+
+
+def problem(a, b, *, transpose_b=False, **_) -> str:
+    """What `cookbook.lab.autotune` calls the problem: the best configuration depends on nothing else."""
+    return _tuned.problem_name(a, b, transpose_b=transpose_b)
+
+
+def _check(a, b, transpose_b: bool) -> tuple[int, int, int]:
+    op = "cookbook.matmul_fp8"
+    if a.ndim != 2 or b.ndim != 2:
+        raise ValueError(f"{op}: {a.shape=}, {b.shape=}; both must be matrices: use jax.vmap for batches")
+    if a.dtype not in DTYPES or b.dtype not in DTYPES:
+        raise ValueError(f"{op}: {a.dtype=}, {b.dtype=}; must be float8_e4m3fn or float8_e5m2: scale and cast them")
+    (m, k), (k_b, n) = a.shape, b.shape[:: -1 if transpose_b else 1]
+    if k != k_b:
+        raise ValueError(
+            f"{op}: {a.shape=} and {b.shape=} ({transpose_b=}) share no K: {k} is not {k_b}; is b stored the other way "
+            "round?"
+        )
+    if k % UNIT:
+        raise ValueError(
+            f"{op}: K is {k}, {k} bytes of a row; TMA needs a multiple of {UNIT}: pad both to {-(-k // UNIT) * UNIT} "
+            "along K (jnp.pad)"
+        )
+    return m, n, k
+
+
+def _scale(name: str, scale, size: int):
+    """A scale as float32 (1,) or (size,)."""
+    scale = jnp.asarray(scale)
+    if not jnp.issubdtype(scale.dtype, jnp.floating) or scale.size not in (1, size) or scale.ndim > 2:
+        raise ValueError(
+            f"cookbook.matmul_fp8: {name} is {scale.dtype} {scale.shape}; must be one float, or {size} of them, one "
+            f"for each {'row of a' if name == 'scale_a' else 'column of b'}"
+        )
+    return jnp.ravel(scale.astype(jnp.float32))
+
+
+def _vectors(row_scale, col_scale) -> dict:
+    """What the kernel multiplies by: one number, where there is one for all rows or for all columns."""
+    vectors = dict(row_scale=row_scale, col_scale=col_scale)
+    single = [name for name, scale in vectors.items() if scale.size == 1]
+    return vectors | (dict(scale=math.prod(vectors.pop(name) for name in single)) if single else {})
+
+
+def matmul_fp8(
+    a, b, *, scale_a=1.0, scale_b=1.0, out_dtype=jnp.bfloat16, transpose_b=False, config: Config | None = None
+):
+    """`(a * scale_a) @ (b * scale_b)` of 8-bit floats, with float32 sums, rounded once.
+
+    Args:
+      a: (M, K); float8_e4m3fn or float8_e5m2.
+      b: (K, N), which costs a copy, or (N, K) with `transpose_b`; float8_e4m3fn or float8_e5m2.
+      scale_a: a number, or M of them, (M,) or (M, 1); float32.
+      scale_b: a number, or N of them, (N,) or (1, N); float32.
+      out_dtype: bfloat16, float16 or float32.
+      transpose_b: b is given transposed, and is read as it lies.
+      config: tiles, stages, cluster and order; None chooses by shape.
+
+    Returns:
+      (M, N) of `out_dtype`.
+
+    Raises:
+      ValueError: a rank, shape, dtype, scale or row length is not supported; RuntimeError: no GPU.
+    """
+    out_dtype = jnp.dtype(out_dtype)
+    _mgpu.require_float("matmul_fp8", out_dtype)
+    m, n, k = _check(a, b, transpose_b)
+    vectors = _vectors(_scale("scale_a", scale_a, m), _scale("scale_b", scale_b, n))
+    if 0 in (m, n, k):
+        return jnp.zeros((m, n), out_dtype)
+    target = _mgpu.require_target("matmul_fp8")
+    config = config or _tuned.tuned("matmul_fp8", target.name, problem(a, b, transpose_b=transpose_b), Config)
+    config = config or default_config(m, n, k, target.num_sms)
+    interpreted = target.name == "the GPU interpreter"
+    b = b if transpose_b else b.T
+    plan = Plan(m, n, k, (a.dtype, b.dtype), False, True, identity, out_dtype, config, interpreted)
+    return fused_product(a, b, vectors, plan=plan, num_sms=target.num_sms, params=_mgpu.compiler_params())
+
+
+def flops(m: int, n: int, k: int) -> int:
+    return 2 * m * n * k
+
+
+def bytes_moved(m: int, n: int, k: int, itemsize: int = 2) -> int:
+    """Each operand read once and the result, of `itemsize` bytes, written once."""
+    return m * k + k * n + itemsize * m * n

@@ -1,0 +1,215 @@
+"""What the kernels over the rows of a matrix share (reduce_sum, softmax, rms_norm): who holds which part of a row.
+
+One warpgroup is one block. It loads rows from global memory straight into registers, 16 bytes a thread at a time, works
+on them there, and stores the result. A long row is spread over all 128 threads; of short rows, each warp has its own.
+Many blocks on an SM hide each other's latency, so there is no pipeline and no shared memory to manage.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .. import _mgpu
+
+LANES = 32  # Threads in a warp.
+WARPGROUP = 128  # Threads in a warpgroup.
+UNROLLED_PIECES = 16  # Loads unrolled in one go. More of them (odd row lengths) cost seconds of compile time.
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a kernel over rows is cut up."""
+
+    block_rows: int  # Rows a block. 1: a row is spread over the warpgroup. More: each row lies within one warp.
+    register_values: int = 96  # float32 values of a row that a thread keeps; a longer row is read twice.
+
+    def __post_init__(self):
+        if self.block_rows < 1 or (self.block_rows > 1 and self.block_rows % 4):
+            raise ValueError(f"{self.block_rows=}: must be 1, or a multiple of 4 so that each warp has as many rows")
+        if not 8 <= self.register_values <= 192:
+            raise ValueError(f"{self.register_values=}: must be from 8 to 192; a thread has 255 registers")
+
+
+def default_config(rows: int, cols: int, itemsize: int, register_values: int = 96) -> Config:
+    """The configuration for (rows, cols) values of `itemsize` bytes, measured on one NVIDIA H200 (chapter 3)."""
+    if cols >= 256 * math.gcd(cols, 16 // itemsize):  # Two loads a thread: worth the exchange between warps.
+        return Config(1, register_values)
+    vec = _vec(cols, itemsize)
+    lanes = _lanes(cols, vec)
+    rows_at_once = WARPGROUP // lanes  # A multiple of it: each thread of a warp has something to do.
+    loads = 2 if vec * itemsize == 16 else 3  # In flight, of each thread.
+    block_rows = rows_at_once * max(1, min(256 // rows_at_once, loads * lanes * vec // cols))
+    if rows < block_rows:
+        block_rows = rows_at_once
+    return Config(1 if rows < block_rows and cols >= WARPGROUP else block_rows, register_values)
+
+
+def _vec(cols: int, itemsize: int) -> int:
+    """Columns that a thread loads at once from a row within one warp: 16 bytes, or 8 to keep more lanes at work."""
+    vec = 16 // itemsize
+    return min(math.gcd(cols, vec if cols >= LANES * vec else vec // 2), floor_power_of_2(cols // 2))
+
+
+def _lanes(cols: int, vec: int) -> int:
+    return min(LANES, floor_power_of_2(cols // vec))
+
+
+def as_rows(x, fill):
+    """`x` as a matrix whose rows are the last axis: (rows, cols), with a lone column or a handful of rows padded.
+
+    A thread's share of a row is found by halving, which ends at two columns and at four rows.
+    """
+    x = x.reshape(-1, x.shape[-1])
+    rows, cols = x.shape
+    config = default_config(rows, max(cols, 2), x.dtype.itemsize)
+    pad_rows, pad_cols = max(0, config.block_rows - rows), max(0, 2 - cols)
+    return jnp.pad(x, ((0, pad_rows), (0, pad_cols)), constant_values=fill) if pad_rows or pad_cols else x
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Statics of a kernel over the rows of a (rows, cols) matrix, and its loads and stores.
+
+    A row is covered by pieces: each is one load of `vec` neighbouring columns by each of `lanes` threads. The last
+    piece is shifted back to end with the row. The columns that it shares with the piece before are computed twice, and
+    stored twice with the same value: nothing outside the row is touched, no length needs padding, and only a sum has
+    to look away (`fresh`). The rows of the last two tiles overlap in the same way."""
+
+    rows: int
+    cols: int
+    itemsize: int  # Of a value in memory, in bytes.
+    config: Config
+
+    @property
+    def spread(self) -> bool:
+        """Whether a row is spread over the warpgroup: its values are 1-D. Otherwise they are (block_rows, columns)."""
+        return self.config.block_rows == 1
+
+    @property
+    def vec(self) -> int:
+        if not self.spread:
+            return _vec(self.cols, self.itemsize)
+        return min(math.gcd(self.cols, 16 // self.itemsize), floor_power_of_2(self.cols // WARPGROUP))
+
+    @property
+    def lanes(self) -> int:
+        """Threads that share a row."""
+        return WARPGROUP if self.spread else _lanes(self.cols, self.vec)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the values of one piece."""
+        piece = self.lanes * self.vec
+        return (piece,) if self.spread else (self.config.block_rows, piece)
+
+    @property
+    def num_pieces(self) -> int:
+        return pl.cdiv(self.cols, self.shape[-1])
+
+    @property
+    def num_groups(self) -> int:
+        """A group of pieces is what the warpgroup holds in its registers at a time."""
+        in_registers = self.config.register_values * WARPGROUP // math.prod(self.shape)
+        return pl.cdiv(self.num_pieces, max(1, min(in_registers, UNROLLED_PIECES)))
+
+    @property
+    def group(self) -> int:
+        """Pieces a group."""
+        return pl.cdiv(self.num_pieces, self.num_groups)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.rows // self.config.block_rows
+
+    @property
+    def layout(self):
+        """Each thread holds runs of `vec` columns; `lanes` threads side by side share a row."""
+        if self.spread:
+            return plgpu.Layout.WG_STRIDED(self.shape, self.vec)
+        rows_at_once, piece = WARPGROUP // self.lanes, self.shape[-1]
+        if self.lanes == LANES:
+            tiles, warp_dim, lane_dims = ((4, piece), (self.vec,)), -3, (-2,)
+        else:
+            tiles, warp_dim, lane_dims = ((rows_at_once, piece), (rows_at_once // 4, piece), (self.vec,)), -5, (-3, -2)
+        return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(warp_dim,), lane_dims=lane_dims, vector_dim=-1)
+
+    def for_each_tile(self, visit):
+        """Calls `visit(row)` with the first row of each tile of this block.
+
+        That is one tile, and for the last block two if rows are left over: rows that two tiles share are stored by one
+        block, in order. By two blocks they would be a race.
+        """
+        block, block_rows = lax.axis_index("block"), self.config.block_rows
+        if self.rows % block_rows == 0:
+            visit(block * block_rows)
+        else:
+            num_tiles = jnp.where(block == self.num_blocks - 1, 2, 1)
+            pl.loop(0, num_tiles)(lambda i: visit(jnp.minimum((block + i) * block_rows, self.rows - block_rows)))
+
+    def starts(self, g):
+        """For each piece of group `g`: the column where its turn is, and the column where it starts."""
+        turns = [(g * self.group + i) * self.shape[-1] for i in range(self.group)]
+        last = self.cols - self.shape[-1]
+        return [(turn, min(turn, last) if isinstance(turn, int) else jnp.minimum(turn, last)) for turn in turns]
+
+    def load(self, x_gmem, row, g):
+        """The pieces of group `g` in float32. `x_gmem` is (rows, cols), or (cols,) for values that all rows share."""
+        return [self._load_piece(x_gmem, row, pl.ds(start, self.shape[-1])) for _, start in self.starts(g)]
+
+    def _load_piece(self, x_gmem, row, columns):
+        if x_gmem.ndim == 1 and not self.spread:
+            shared = plgpu.load(x_gmem.at[columns], layout=self.layout.reduce(0), optimized=False)
+            return lax.broadcast_in_dim(shared.astype(jnp.float32), self.shape, [1])
+        piece = x_gmem.at[columns] if x_gmem.ndim == 1 else self._at(x_gmem, row, columns)
+        return plgpu.load(piece, layout=self.layout, optimized=False).astype(jnp.float32)
+
+    def _at(self, ref, row, columns):
+        return ref.at[row, columns] if self.spread else ref.at[pl.ds(row, self.config.block_rows), columns]
+
+    def store(self, o_gmem, row, g, pieces):
+        for piece, (_, start) in zip(pieces, self.starts(g), strict=True):
+            _mgpu.store(self._at(o_gmem, row, pl.ds(start, self.shape[-1])), piece.astype(o_gmem.dtype))
+
+    def fresh(self, pieces, g):
+        """The pieces of group `g` with zeros in the columns that an earlier piece holds already."""
+        if self.cols == self.num_groups * self.group * self.shape[-1]:
+            return pieces
+        column = plgpu.broadcasted_iota(jnp.int32, self.shape, len(self.shape) - 1, layout=self.layout)
+        return [
+            piece if isinstance(turn, int) and turn == start else jnp.where(column >= turn - start, piece, 0.0)
+            for piece, (turn, start) in zip(pieces, self.starts(g), strict=True)
+        ]
+
+    def per_row(self, value: float):
+        """`value` as what `reduce` returns."""
+        full = jnp.full(() if self.spread else self.shape, value, jnp.float32)
+        return full if self.spread else plgpu.layout_cast(full, self.layout)
+
+    def reduce(self, combine, reduce, pieces):
+        """One value a row: the pieces combined element by element, then reduced across the threads that share the row.
+
+        It is a scalar when the row is spread over the warpgroup, and otherwise broadcast over the row.
+        """
+        combined = functools.reduce(combine, pieces)
+        return reduce(combined) if self.spread else lax.broadcast_in_dim(reduce(combined, axis=1), self.shape, [0])
+
+
+def require_floats(op: str, name: str, x):
+    if jnp.ndim(x) == 0:
+        raise ValueError(f"cookbook.{op}: {name} is a scalar; it must have at least one axis")
+    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"cookbook.{op}: {name}.dtype is {x.dtype}; must be float32, bfloat16 or float16: cast it")
+
+
+def require_row_length(op: str, name: str, x):
+    if x.shape[-1] > 65536:
+        raise ValueError(f"cookbook.{op}: {name} has rows of {x.shape[-1]}; at most 65536 were tested: split the row")
+
+
+def floor_power_of_2(n: int) -> int:
+    return 1 << max(n.bit_length() - 1, 0)

@@ -1,0 +1,130 @@
+"""Softmax over the last axis, each row read once.
+
+    p[r, c] = exp(x[r, c] - m[r]) / l[r],    m[r] = max_c x[r, c],    l[r] = sum_c exp(x[r, c] - m[r])
+
+Shapes: x (..., C) with C from 1 to 65536; the result has the shape and dtype of x: float32, bfloat16 or float16. The
+arithmetic is float32. Rows with +inf or NaN, or of -inf alone, give NaN, as in `jax.nn.softmax`.
+
+Role table: one warpgroup a block does everything. It loads a row (short rows: several, one or more a warp) into
+registers, reduces it twice, and stores it. There are no barriers of ours: `jnp.max` and `jnp.sum` of a row that is
+spread over four warps exchange four numbers through shared memory, and synchronise the warpgroup themselves.
+
+A row that does not fit the registers (more than 16384 values) is read twice: once for its statistics, group by group
+with the online update of Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); and once, mostly
+from the L2 cache, to be stored.
+
+What bounds its speed: memory (one read, one write). Rows whose length is no multiple of 16 bytes are loaded in smaller
+words and are slower. Not supported: other axes (move the axis first), rows longer than 65536, differentiation.
+Chapter: notebooks/03_reductions.ipynb.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .. import _mgpu
+from . import core
+from .core import Config, Plan, default_config
+
+REGISTER_VALUES = 128  # Of a row, for each thread: softmax keeps the values and nothing beside them.
+LOWEST = float(jnp.finfo(jnp.float32).min)
+LOG2_E = math.log2(math.e)  # The GPU has an instruction for 2**x, none for e**x.
+
+
+def softmax_reference(x):
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    p = jnp.exp(x - jnp.max(x, axis=-1, keepdims=True))
+    return p / jnp.sum(p, axis=-1, keepdims=True)
+
+
+def _exp(x, m_i):
+    return jnp.exp2((x - m_i) * LOG2_E)
+
+
+def _statistics(plan: Plan, x_gmem, row, g):
+    """Maximum `m_i` and sum `l_i` of the exponentials of group `g`, and these exponentials `p`."""
+    x = plan.load(x_gmem, row, g)
+    m_i = plan.reduce(jnp.maximum, jnp.max, x)
+    if plan.num_groups > 1:
+        m_i = jnp.maximum(m_i, LOWEST)  # A group of -inf alone must not turn the whole row into NaN.
+    p = [_exp(v, m_i) for v in x]
+    return m_i, plan.reduce(jnp.add, jnp.sum, plan.fresh(p, g)), p
+
+
+def _merge(a, b):
+    """Statistics of two parts of a row, as of one."""
+    (m_a, l_a), (m_b, l_b) = a, b
+    m_i = jnp.maximum(m_a, m_b)
+    return m_i, l_a * _exp(m_a, m_i) + l_b * _exp(m_b, m_i)
+
+
+def _short_row(x_gmem, o_gmem, plan: Plan, row):
+    _, l_i, p = _statistics(plan, x_gmem, row, 0)
+    scale = 1.0 / l_i
+    plan.store(o_gmem, row, 0, [v * scale for v in p])
+
+
+def _long_row(x_gmem, o_gmem, plan: Plan, row):
+    step = lambda g, so_far: _merge(so_far, _statistics(plan, x_gmem, row, g)[:2])
+    m_i, l_i = lax.fori_loop(0, plan.num_groups, step, (plan.per_row(LOWEST), plan.per_row(0.0)))
+    scale = 1.0 / l_i
+
+    @pl.loop(0, plan.num_groups)
+    def _(g):
+        plan.store(o_gmem, row, g, [_exp(v, m_i) * scale for v in plan.load(x_gmem, row, g)])
+
+
+def _kernel(x_gmem, o_gmem, *, plan: Plan):
+    one_row = _short_row if plan.num_groups == 1 else _long_row
+    plan.for_each_tile(functools.partial(one_row, x_gmem, o_gmem, plan))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "params"))
+def _call(x, config: Config | None, params):
+    rows = core.as_rows(x, fill=-jnp.inf)
+    config = config or default_config(*rows.shape, x.dtype.itemsize, REGISTER_VALUES)
+    plan = Plan(*rows.shape, x.dtype.itemsize, config)
+    out = plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=jax.ShapeDtypeStruct(rows.shape, x.dtype),
+        grid=(plan.num_blocks,),
+        grid_names=("block",),
+        compiler_params=params,
+    )(rows)
+    return out[: x.size // x.shape[-1], : x.shape[-1]].reshape(x.shape)
+
+
+def softmax(x, *, config: Config | None = None):
+    """Softmax over the last axis.
+
+    Args:
+      x: (..., C) float32, bfloat16 or float16, 1 <= C <= 65536.
+      config: rows a block; None chooses by shape.
+
+    Returns:
+      (..., C), of the dtype of `x`.
+
+    Raises:
+      ValueError: rank, dtype or row length is not supported; RuntimeError: no GPU.
+    """
+    core.require_floats("softmax", "x", x)
+    core.require_row_length("softmax", "x", x)
+    if x.size == 0:
+        return x
+    _mgpu.require_target("softmax")
+    # ex2.approx is good to 2**-22: far below the rounding of 16-bit results, not of float32.
+    return _call(x, config, _mgpu.compiler_params(approx_math=x.dtype.itemsize == 2))
+
+
+def flops(rows: int, cols: int) -> int:
+    """A comparison, a subtraction, an exponential, an addition and a multiplication for each value."""
+    return 5 * rows * cols
+
+
+def bytes_moved(rows: int, cols: int, itemsize: int) -> int:
+    return 2 * rows * cols * itemsize

@@ -1,0 +1,249 @@
+"""FlashAttention-3, forward: every kind of mask, lengths on both sides of a block, queries that see nothing."""
+
+import functools
+import importlib
+import inspect
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cookbook import lab
+
+module = importlib.import_module("cookbook.attn.attention")
+attention, Config, reference = module.attention, module.Config, module.attention_reference
+SMALL = Config(block_kv=64)
+
+
+def operands(num_q, num_kv, heads=2, kv_heads=1, head_dim=64, batch=1, dtype=jnp.bfloat16):
+    rng = np.random.default_rng(num_q * num_kv + head_dim)
+    shapes = (batch, num_q, heads, head_dim), *((batch, num_kv, kv_heads, head_dim),) * 2
+    return [jnp.asarray(rng.normal(size=shape) + 0.1, dtype) for shape in shapes]
+
+
+def check(*args, fn=attention, config=SMALL, **kwargs):
+    fn = functools.partial(fn, config=config, return_lse=True, **kwargs)
+    # A GPU's tanh, exponentials and logarithms are not exact to float32's last places: lse was off by 6 epsilons.
+    tolerance = (None, 1e-6) if "logits_soft_cap" in kwargs else None
+    return lab.check(fn, functools.partial(reference, **kwargs), *args, tolerance=tolerance)
+
+
+MASKS = [
+    dict(),
+    dict(is_causal=True),
+    dict(local_window_size=(40, 10)),
+    dict(local_window_size=17),
+    dict(local_window_size=(70, None)),
+    dict(is_causal=True, local_window_size=(50, 9)),
+    dict(is_causal=True, logits_soft_cap=3.0),
+]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("num_q, num_kv", [(128, 128), (150, 77), (40, 201)])
+def test_masks_and_lengths(num_q, num_kv, mask):
+    check(*operands(num_q, num_kv), **mask)
+
+
+@pytest.mark.parametrize(
+    "head_dim, config",
+    [(8, None), (72, None), (64, None), (128, Config(num_stages=3, block_kv=64)), (256, None), (192, Config(64))],
+)
+def test_head_dims(head_dim, config):
+    check(*operands(70, 150, head_dim=head_dim), config=config, is_causal=True)
+
+
+@pytest.mark.parametrize("heads, kv_heads, batch", [(4, 4, 1), (4, 2, 2), (3, 1, 1)])
+def test_groups_of_heads(heads, kv_heads, batch):
+    check(*operands(33, 50, heads, kv_heads, batch=batch), is_causal=True)
+
+
+def test_float16_scale_and_large_logits():
+    check(*operands(64, 100, dtype=jnp.float16), scale=8.0)
+
+
+def test_queries_that_see_nothing():
+    """Keys that a window has left behind: zeros, and no logarithm of nothing."""
+    args = operands(200, 40)
+    report = check(*args, local_window_size=(5, 0))
+    out, lse = report.output
+    assert (out[:, 60:] == 0).all() and jnp.isneginf(lse[:, :, 60:]).all() and jnp.isfinite(lse[:, :, :40]).all()
+
+
+def test_blocks_cover_what_the_mask_shows():
+    """Against the mask itself: every key that is seen lies between the first block and the end, and whole blocks are
+    seen by all."""
+    for left, right in ((None, None), (None, 0), (5, 3), (0, 0), (30, None), (2, 40)):
+        blocks = module.Blocks(num_kv=50, block_kv=16, left=left, right=right)
+        for first_q in range(0, 90, 7):
+            first, end = (int(x) for x in blocks.seen(first_q, 10))
+            start, stop = (int(x) for x in blocks.whole(first_q, 10, first, end))
+            seen = np.asarray(blocks.mask(np.arange(first_q, first_q + 10)[:, None], np.arange(64)[None]))
+            seen = np.broadcast_to(seen, (10, 64)).reshape(10, 4, 16)
+            assert not seen[:, :first].any() and not seen[:, end:].any()
+            assert 0 <= first <= start <= stop <= end and (end <= 4 or first == end) and seen[:, start:stop].all()
+            inside = [i for i in range(4) if seen[:, i].all()]
+            assert all(start <= i < stop for i in inside)
+
+
+@pytest.mark.parametrize("mask", [dict(), dict(is_causal=True), dict(local_window_size=(60, 5))], ids=str)
+def test_segments(mask):
+    """Packed sequences, of which some have no keys."""
+    args = operands(203, 170, batch=2)
+    rng = np.random.default_rng(0)
+    ids = [jnp.asarray(np.sort(rng.integers(0, 5, x.shape[:2]), axis=1), jnp.int32) for x in args[:2]]
+    check(*args, segment_ids=ids[0], kv_segment_ids=jnp.where(ids[1] == 2, 3, ids[1]), **mask)
+
+
+@pytest.mark.parametrize("config", [Config(), Config(64, 3, 2, in_turns=False), Config(64, 4, 3)], ids=str)
+def test_configs(config):
+    check(*operands(450, 300, heads=3), config=config, is_causal=True)
+
+
+def test_tiles_are_dealt_out_evenly():
+    """Each tile once, the longest first, and no block has much more to do than another."""
+    steps = tuple(range(1, 33))
+    time, table = module.dealt_out(steps, 64, 4, 132)
+    mine = [row[1 : 1 + row[0]] for row in table]
+    assert sorted(tile for tiles in mine for tile in tiles) == list(range(32 * 64))
+    work = np.array([sum(steps[tile % 32] for tile in tiles) for tiles in mine])
+    assert work.max() <= 1.05 * work.mean() and work.max() <= time
+    assert (module.dealt_out((3, 3), 1, 1, 132)[1] == [[1, 0, 0], [1, 1, 0]]).all()
+
+
+def test_weights_sum_to_one_and_order_of_keys_is_free():
+    """Values of ones give ones; keys that trade places together with their values change rounding alone."""
+    query, key, value = operands(70, 150)
+    out = lab.run(attention, query, key, jnp.ones_like(value))
+    # The sum is of weights before they are rounded, each by at most half a unit in the last place.
+    np.testing.assert_allclose(out.astype(jnp.float32), 1.0, atol=2**-8, rtol=0)
+    order = np.random.default_rng(0).permutation(150)
+    a, b = (lab.run(attention, query, k, v) for k, v in ((key, value), (key[:, order], value[:, order])))
+    # Two units in the last place of bfloat16.
+    np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=2**-7, rtol=2**-7)
+
+
+def test_shard_map():
+    """Over the heads, as tensor parallelism does it."""
+    mesh = jax.make_mesh((1,), ("model",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    args, spec = operands(40, 50, heads=2, kv_heads=2), jax.P(None, None, "model")
+    fn = jax.shard_map(attention, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
+    np.testing.assert_array_equal(lab.run(fn, *args), lab.run(attention, *args))
+
+
+def test_jit_vmap_and_determinism():
+    q, k, v = operands(40, 50, batch=2)
+    fn = functools.partial(attention, config=SMALL, is_causal=True)
+    runs = [
+        lab.run(fn, q, k, v),
+        lab.run(jax.jit(fn), q, k, v),
+        lab.run(jax.vmap(fn), q[:, None], k[:, None], v[:, None]),
+    ]
+    assert (runs[0] == runs[1]).all() and (runs[0] == runs[2][:, 0]).all()
+
+
+def test_causal_output_of_a_prefix_is_the_prefix_of_the_output():
+    q, k, v = operands(150, 150)
+    fn = functools.partial(attention, config=SMALL, is_causal=True)
+    whole, part = lab.run(fn, q, k, v), lab.run(fn, *(x[:, :90] for x in (q, k, v)))
+    # Equal but for a unit in the last place of bfloat16: a block of keys may be whole in one, masked in the other.
+    np.testing.assert_allclose(whole[:, :90].astype(jnp.float32), part.astype(jnp.float32), atol=2**-7, rtol=2**-7)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "mask", [dict(), dict(is_causal=True), dict(local_window_size=(1024, 0), logits_soft_cap=30.0)]
+)
+def test_what_the_compiler_makes_of_it(head_dim, mask):
+    """Shared memory is as priced, nothing is spilled, and no product waits for another, which ptxas would say."""
+    shape = jax.ShapeDtypeStruct((1, 4096, 4, head_dim), jnp.bfloat16)
+    compiled = lab.compile_for("h200", functools.partial(attention, **mask), shape, shape, shape)
+    need = module.default_config(head_dim).smem_bytes(head_dim)
+    assert need <= compiled.smem_bytes <= need + 2048 and not compiled.remarks
+    # Windows have steps of three kinds, and a soft cap its own numbers, for which three warpgroups' registers do not
+    # suffice; with heads of 256 some numbers of a tile are spilled, outside of its loops.
+    most = 320 if "local_window_size" in mask else 64 if head_dim == 256 else 0
+    assert compiled.spill_bytes <= most
+
+
+def some(*shape, dtype=jnp.bfloat16):
+    return jnp.ones(shape, dtype)
+
+
+GOOD = some(1, 8, 2, 64)
+
+
+@pytest.mark.parametrize(
+    "fn, message",
+    [
+        (lambda: attention(GOOD[0], GOOD, GOOD), "query.shape"),
+        (lambda: attention(GOOD, GOOD.astype(jnp.float16), GOOD), "cast them"),
+        (lambda: attention(GOOD, GOOD[:, :4], GOOD), "the same shape"),
+        (lambda: attention(some(1, 8, 3, 64), GOOD, GOOD), "3 query heads"),
+        (lambda: attention(*[some(1, 8, 2, 12)] * 3), "multiple of 8"),
+        (lambda: attention(*[some(1, 8, 2, 264)] * 3), "up to 256"),
+        (lambda: attention(GOOD, GOOD[:, :0], GOOD[:, :0]), "no size may be 0"),
+        (lambda: attention(GOOD, GOOD, GOOD, local_window_size=(-1, 0)), "at least 0"),
+        (lambda: attention(GOOD, GOOD, GOOD, local_window_size=[1, 0]), "a tuple"),
+        (lambda: attention(GOOD, GOOD, GOOD, local_window_size=(1, 2, 3)), "before, after"),
+        (lambda: attention(GOOD, GOOD, GOOD, scale=-1.0), "scale = -1.0"),
+        (lambda: attention(GOOD, GOOD, GOOD, logits_soft_cap=0.0), "logits_soft_cap = 0.0"),
+        (lambda: Config(compute_wgs=4), "compute_wgs=4"),
+        (lambda: attention(GOOD, GOOD, GOOD, kv_segment_ids=some(1, 8, dtype=jnp.int32)), "without segment_ids"),
+        (lambda: attention(GOOD, GOOD, GOOD, segment_ids=some(1, 7, dtype=jnp.int32)), r"segment_ids = \(1, 7\)"),
+        (lambda: attention(GOOD, GOOD, GOOD, segment_ids=some(1, 8)), "an integer each"),
+        (
+            lambda: attention(GOOD, *[some(1, 9, 2, 64)] * 2, segment_ids=some(1, 8, dtype=jnp.int32)),
+            "give kv_segment_ids",
+        ),
+        (lambda: Config(block_kv=96), "block_kv=96"),
+        (lambda: Config(num_stages=1), "num_stages=1"),
+    ],
+)
+def test_errors_name_the_rule(fn, message):
+    with pytest.raises(ValueError, match=message):
+        fn()
+
+
+@pytest.mark.parametrize(
+    "name, old, new",
+    [
+        ("attention", "", ""),  # Nothing is wrong, and nothing is found.
+        ("core", "kv_ids <= q_ids + self.right)", "kv_ids < q_ids + self.right)"),
+        ("core", "kv_ids >= q_ids - self.left)", "kv_ids > q_ids - self.left)"),
+        ("core", "seen = kv_ids < self.num_kv\n", "seen = kv_ids >= 0\n"),
+        ("attention", "return values * _per_row(alpha, values.shape),", "return values,"),
+        ("attention", "total * alpha + p.sum(axis=1)", "total + p.sum(axis=1)"),
+        ("attention", "shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new", "shift = m_new"),
+        ("attention", "        plgpu.barrier_wait(k_filled.at[slot(start)])\n", ""),
+        ("attention", "            plgpu.barrier_wait(q_filled.at[role])\n", ""),
+        ("attention", "(lambda freed=freed: plgpu.barrier_wait(freed.at[slot]))", "(lambda: None)"),
+        pytest.param(
+            "attention",
+            "(lambda: plgpu.barrier_wait(turn.at[0]))  # The turn that nobody takes.",
+            "(lambda: None)",
+            marks=pytest.mark.skipif(
+                jax.__version_info__ >= (0, 12), reason="its interpreter lets barriers end like that"
+            ),
+        ),
+        ("attention", "/ LOG2E, -jnp.inf)", ", -jnp.inf)"),
+    ],
+)
+def test_mutants_are_caught(run_only, found_if, monkeypatch, name, old, new):
+    """Masks off by one, a forgotten length, a missing rescale, logarithms of nothing, missing waits, barriers that are
+    not drained, a wrong base."""
+    copies = {}
+    for each in ("core", "attention"):
+        source = inspect.getsource(importlib.import_module(f"cookbook.attn.{each}"))
+        assert each != name or old == new or source.count(old) == 1
+        copy = copies[each] = types.ModuleType(f"mutant_of_{each}")
+        copy.__package__ = "cookbook.attn"
+        monkeypatch.setitem(sys.modules, copy.__name__, copy)
+        source = source.replace(old, new).replace("from .core import", "from mutant_of_core import")
+        exec(compile(source, copy.__name__, "exec"), copy.__dict__)
+    copy = copies["attention"]
+    with found_if(old != new):
+        check(*operands(330, 190), fn=copy.attention, config=copy.Config(block_kv=64), local_window_size=(100, 0))

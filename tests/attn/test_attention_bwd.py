@@ -1,0 +1,211 @@
+"""Gradients of attention: through out and lse, for every kind of mask; the same to the bit in every run."""
+
+import functools
+import importlib
+import inspect
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_attention import MASKS, operands
+
+from cookbook import lab
+
+forward = importlib.import_module("cookbook.attn.attention")
+module = importlib.import_module("cookbook.attn.attention_bwd")
+attention, reference = forward.attention, forward.attention_reference
+# Weights and their gradients are rounded to the operands' dtype before they are multiplied, as tensor cores want it,
+# and so is the result: two errors of at most half a unit in the last place, where the reference rounds once.
+TOLERANCE = {jnp.dtype(jnp.bfloat16): 2**-8, jnp.dtype(jnp.float16): 2**-11}
+
+
+def gradients(fn, *args, **kwargs):
+    """(dq, dk, dv) of `fn` for given gradients of out and lse; where lse is -inf it has none."""
+    query, key, value, d_out, d_lse = args
+    (out, lse), vjp = jax.vjp(functools.partial(fn, **kwargs), query, key, value)
+    return vjp((d_out.astype(out.dtype), jnp.where(jnp.isneginf(lse), 0.0, d_lse).astype(lse.dtype)))
+
+
+def check(*args, fn=attention, seed=0, peaked=1, **kwargs):
+    """`peaked`: by how much more gradients may err where weights are near 0 and 1, so that dp - delta nearly vanishes:
+    delta is of out as rounded."""
+    query, key, value = args
+    (batch, num_q, heads, _), rng = query.shape, np.random.default_rng(seed)
+    d_out = jnp.asarray(rng.normal(size=query.shape) + 0.2, query.dtype)
+    d_lse = jnp.asarray(rng.normal(size=(batch, heads, num_q)), jnp.float32)
+    config = kwargs.pop("config", None)
+    return lab.check(
+        functools.partial(gradients, functools.partial(fn, return_lse=True, config=config), **kwargs),
+        functools.partial(gradients, reference, **kwargs),
+        query, key, value, d_out, d_lse, tolerance=peaked * TOLERANCE[query.dtype],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_masks(mask):
+    check(*operands(150, 77), **mask)
+
+
+@pytest.mark.parametrize("mask", [dict(is_causal=True), dict(local_window_size=(40, 10))], ids=str)
+def test_more_keys_than_queries(mask):
+    check(*operands(40, 201), **mask)
+
+
+@pytest.mark.parametrize("head_dim", [72, 128, 256])
+def test_head_dims(head_dim):
+    check(*operands(70, 150, head_dim=head_dim), is_causal=True)
+
+
+@pytest.mark.parametrize("heads, kv_heads, batch", [(4, 2, 2), (3, 1, 1)])
+def test_groups_of_heads(heads, kv_heads, batch):
+    check(*operands(133, 50, heads, kv_heads, batch=batch), is_causal=True)
+
+
+def test_float16_and_scale():
+    check(*operands(64, 100, dtype=jnp.float16), scale=0.7, peaked=2)
+
+
+@pytest.mark.parametrize("mask", [dict(), dict(local_window_size=(60, 5))], ids=str)
+def test_segments(mask):
+    args = operands(203, 170, batch=2)
+    rng = np.random.default_rng(0)
+    ids = [jnp.asarray(np.sort(rng.integers(0, 4, x.shape[:2]), axis=1), jnp.int32) for x in args[:2]]
+    check(*args, segment_ids=ids[0], kv_segment_ids=ids[1], **mask)
+
+
+def test_large_logits():
+    """Weights of 0 and 1 alone: no infinity on the way, also in the rows that fill up a block."""
+    query, key, value = operands(70, 90)
+    check(40 * query, key, value, is_causal=True, peaked=2)
+
+
+def test_queries_that_see_nothing():
+    """Their gradient is zero, and nothing of them reaches another."""
+    query, key, value = operands(200, 40)
+    grad = jax.grad(lambda q: attention(q, key, value, local_window_size=(5, 0)).astype(jnp.float32).sum())
+    dq = lab.run(grad, query)
+    assert (dq[:, 60:] == 0).all() and (dq[:, :40] != 0).any() and jnp.isfinite(dq).all()
+
+
+def test_jit_vmap_checkpoint_and_determinism():
+    args = operands(40, 50, batch=2)
+    loss = lambda fn: lambda q, k, v: fn(q, k, v).astype(jnp.float32).sum()
+    fn = functools.partial(attention, is_causal=True)
+    grad = jax.grad(loss(fn), argnums=(0, 1, 2))
+    runs = [
+        lab.run(grad, *args),
+        lab.run(jax.jit(grad), *args),
+        [x[:, 0] for x in lab.run(jax.vmap(grad), *(x[:, None] for x in args))],
+    ]
+    if lab.on_gpu():  # The interpreter's effects cannot be differentiated through a checkpoint.
+        runs.append(lab.run(jax.grad(loss(jax.checkpoint(fn)), argnums=(0, 1, 2)), *args))
+    for other in runs[1:]:
+        for a, b in zip(runs[0], other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_shard_map():
+    """Over the batch, as data parallelism does it."""
+    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    args = operands(40, 50, batch=2)
+    grad = jax.grad(lambda q, k, v: attention(q, k, v).astype(jnp.float32).sum(), argnums=(0, 1, 2))
+    spec = jax.P("data")
+    fn = jax.shard_map(grad, mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec,) * 3, check_vma=False)
+    for a, b in zip(lab.run(fn, *args), lab.run(grad, *args), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("right", [None, 0])
+@pytest.mark.parametrize("for_query", [True, False])
+def test_what_the_compiler_makes_of_it(head_dim, right, for_query):
+    """No product waits for another, which ptxas would say, and next to nothing is spilled."""
+    plan = module.Plan(
+        1, 4096, 4096, 8, 8, head_dim, jnp.dtype(jnp.bfloat16), 1.0, None, None, right, False, for_query, False
+    )
+    x = jax.ShapeDtypeStruct((1, 4096, 8, head_dim), jnp.bfloat16)
+    vector = jax.ShapeDtypeStruct((1, 8, 4096), jnp.float32)
+    fn = lambda a, b, c, d, lse, delta: module._gradients(
+        plan, (a, b), (c, d), (lse, delta), (), module._mgpu.compiler_params(approx_math=True)
+    )
+    compiled = lab.compile_for("h200", fn, x, x, x, x, vector, vector)
+    assert not compiled.remarks
+    # dk and dv fill the registers: of a tile's numbers some are spilled, and with a causal mask more, in its own loop.
+    assert compiled.spill_bytes <= (16 if right is None else 256)
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("", ""),  # Nothing is wrong, and nothing is found.
+        ('"btnh,btnh->bnt", out, d_out', '"btnh,btnh->bnt", d_out, d_out'),
+        ("preferred_element_type=jnp.float32) - d_lse", "preferred_element_type=jnp.float32)"),
+        ("ds = ds if plan.soft_cap is None else ds * (1.0 - s * s)", "ds = ds"),
+        ("self.block, self.right, self.left)", "self.block, self.left, self.right)"),
+        ("now = add(now, 0, ds.astype(plan.dtype), 0, count)", "now = add(now, 0, ds.astype(plan.dtype), 1, count)"),
+        ("        plgpu.barrier_wait(filled.at[slot(count)])\n", ""),
+        ("self.head * plan.group + i", "self.head * plan.group"),
+    ],
+)
+def test_mutants_are_caught(run_only, found_if, monkeypatch, old, new):
+    """delta of the wrong tensor, a forgotten gradient of lse, a soft cap without its
+    derivative, blocks of the wrong queries, dk from the wrong operand, a missing wait, one head for all of a group."""
+    source = inspect.getsource(module)
+    assert old == new or source.count(old) == 1
+    copy = types.ModuleType("mutant_of_attention_bwd")
+    copy.__package__ = module.__package__
+    monkeypatch.setitem(sys.modules, copy.__name__, copy)
+    exec(compile(source.replace(old, new), copy.__name__, "exec"), copy.__dict__)
+    monkeypatch.setattr(forward, "attention_bwd", copy)
+    with found_if(old != new):
+        check(*operands(200, 150), local_window_size=(40, 0), logits_soft_cap=3.0)
+
+
+# Batch, queries, keys, query heads, key heads, head_dim: of the tests of JAX's own kernel for Hopper, and such as
+# tokamax's tests have (grouped heads, a length that is no multiple of a block, more keys than queries).
+OTHERS = [
+    (1, 4096, 4096, 4, 1, 64),
+    (4, 4096, 4096, 6, 3, 128),
+    (1, 4096, 4096, 4, 4, 256),
+    (2, 1024, 1024, 4, 4, 64),
+    (2, 1023, 1023, 4, 1, 128),
+    (1, 384, 1024, 8, 2, 128),
+]
+
+
+@pytest.mark.skipif(not lab.on_gpu(), reason="takes minutes in the interpreter, and cuDNN needs a GPU")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", OTHERS, ids=str)
+def test_no_less_exact_than_cudnn(shape, is_causal):
+    """The errors of out and of each gradient are at most 1.5 times cuDNN's (of heads up to 128, which it has)."""
+    batch, num_q, num_kv, heads, kv_heads, head_dim = shape
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (
+        (batch, num_q, heads, head_dim),
+        *((batch, num_kv, kv_heads, head_dim),) * 2,
+        (batch, num_q, heads, head_dim),
+    )
+    query, key, value, d_out = (jax.random.normal(*args, jnp.bfloat16) for args in zip(keys, shapes, strict=True))
+
+    def results(fn, *args):
+        out, vjp = jax.vjp(fn, *args)
+        return out, *vjp(d_out.astype(out.dtype))
+
+    exact = jax.jit(functools.partial(results, lambda *args: reference(*args, is_causal=is_causal)[0]))(
+        *(x.astype(jnp.float32) for x in (query, key, value))
+    )
+    error = lambda got: [
+        float(jnp.linalg.norm((x.astype(jnp.float32) - y).ravel()) / jnp.linalg.norm(y.ravel()))
+        for x, y in zip(got, exact, strict=True)
+    ]
+    run = lambda fn: error(
+        jax.jit(functools.partial(results, functools.partial(fn, is_causal=is_causal)))(query, key, value)
+    )
+    ours = run(attention)
+    limit = [2**-8] * 4  # Two roundings to bfloat16.
+    if head_dim <= 128 and num_q % 64 == 0:
+        limit = [1.5 * e for e in run(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"))]
+    assert all(mine <= most for mine, most in zip(ours, limit, strict=True)), (ours, limit)

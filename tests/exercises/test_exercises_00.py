@@ -1,0 +1,192 @@
+"""Chapter 0's exercises: right answers pass, wrong ones and the untouched skeletons are turned down in our words."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from cookbook.lab import roofline
+
+NOTEBOOKS = pathlib.Path(__file__).parents[2] / "notebooks"
+sys.path.insert(0, str(NOTEBOOKS))
+
+from exercises import ex00  # noqa: E402
+
+PEAKS = roofline.PEAKS["h200"]
+
+
+def turned_down(verdict, said: str):
+    assert not verdict, verdict
+    assert repr(verdict).startswith("Not yet: ") and said in verdict.text, verdict
+
+
+def untouched(cell_id: str):
+    """The verdict on a skeleton as the notebook has it."""
+    cells = json.loads((NOTEBOOKS / "00_start_here.ipynb").read_text())["cells"]
+    sources = {cell["id"]: "".join(cell["source"]) for cell in cells}
+    skeleton, _, call = sources[cell_id].rstrip().rpartition("\n")
+    names = {"peaks": PEAKS}
+    for source in (sources["imports"], sources["exercises"], skeleton):
+        exec(source, names)
+    return eval(call, names)
+
+
+# Exercise 1: the least time
+
+
+def least_time(flops, nbytes, combine=max, peak="bf16", label=lambda compute, memory: compute > memory):
+    compute, memory = flops / PEAKS[peak].value * 1e3, nbytes / PEAKS["hbm"].value * 1e3
+    return combine(compute, memory), "compute" if label(compute, memory) else "memory"
+
+
+def test_least_time():
+    assert ex00.check_least_time(least_time)
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (dict(combine=lambda compute, memory: compute + memory), "at least"),
+        (dict(combine=min), "at least"),
+        (dict(peak="fp8"), "at least"),
+        (dict(label=lambda compute, memory: compute < memory), "bound by memory"),
+        (dict(label=lambda compute, memory: False), "bound by compute"),
+    ],
+)
+def test_wrong_least_time(wrong, said):
+    turned_down(ex00.check_least_time(lambda flops, nbytes: least_time(flops, nbytes, **wrong)), said)
+
+
+def test_least_time_in_seconds():
+    in_seconds = lambda flops, nbytes: (least_time(flops, nbytes)[0] / 1e3, least_time(flops, nbytes)[1])
+    turned_down(ex00.check_least_time(in_seconds), "at least")
+
+
+def test_least_time_of_no_kind():
+    turned_down(ex00.check_least_time(lambda flops, nbytes: None), "raised TypeError")
+
+
+# Exercise 2: a x + y
+
+
+def element_wise(compute, *arrays):
+    """A kernel that stores `compute` of the arrays' values."""
+
+    def body(*refs):
+        refs[-1][...] = compute(*(ref[...] for ref in refs[:-1]))
+
+    return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype))(*arrays)
+
+
+def test_axpy():
+    assert ex00.check_axpy(lambda a, x, y: element_wise(lambda x, y: a * x + y, x, y))
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda a, x, y: x + y,
+        lambda a, x, y: a * y + x,
+        lambda a, x, y: a * (x + y),
+        lambda a, x, y: a * x - y,
+        lambda a, x, y: 2.5 * x + y,
+    ],
+)
+def test_wrong_axpy(compute):
+    turned_down(ex00.check_axpy(lambda a, x, y: element_wise(lambda x, y: compute(a, x, y), x, y)), "it must be")
+
+
+def test_axpy_that_is_no_kernel():
+    turned_down(ex00.check_axpy(lambda a, x, y: a * x + y), "must be a kernel")
+
+
+def test_axpy_that_is_not_written_to_its_end():
+    def half(a, x, y):
+        def body(x_gmem, y_gmem, o_gmem):
+            half = (slice(0, x.shape[0] // 2), ...)
+            o_gmem[half] = a * x_gmem[half] + y_gmem[half]
+
+        return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype))(x, y)
+
+    turned_down(ex00.check_axpy(half), "never written")
+
+
+def test_axpy_that_no_gpu_runs():
+    sort = lambda a, x, y: element_wise(lambda x, y: jax.numpy.sort(a * x + y), x, y)
+    turned_down(ex00.check_axpy(sort), "can not be compiled for a GPU")
+
+
+# Exercise 3: the race
+
+
+def sum_by_smem(x, y, waits=(0, 1), wait_before=(), combine=lambda x, y: x + y):
+    def body(x_gmem, y_gmem, o_gmem, x_smem, y_smem, x_arrived, y_arrived):
+        arrived = x_arrived, y_arrived
+        for i in wait_before:
+            plgpu.barrier_wait(arrived[i])
+        plgpu.copy_gmem_to_smem(x_gmem, x_smem, x_arrived)
+        plgpu.copy_gmem_to_smem(y_gmem, y_smem, y_arrived)
+        for i in waits:
+            plgpu.barrier_wait(arrived[i])
+        o_gmem[...] = combine(x_smem[...], y_smem[...])
+
+    tile = plgpu.SMEM(x.shape, x.dtype)
+    scratch = [tile, tile, plgpu.Barrier(), plgpu.Barrier()]
+    return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype), scratch_types=scratch)(x, y)
+
+
+def test_patient_sum():
+    assert ex00.check_patient_sum(sum_by_smem)
+    assert ex00.check_patient_sum(lambda x, y: sum_by_smem(x, y, waits=(1, 0)))
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (dict(waits=(0,)), "race: read"),
+        (dict(waits=(1,)), "race: read"),
+        (dict(waits=()), "race: read"),
+        (dict(combine=lambda x, y: x - y), "it must be"),
+    ],
+)
+def test_wrong_patient_sum(wrong, said):
+    turned_down(ex00.check_patient_sum(lambda x, y: sum_by_smem(x, y, **wrong)), said)
+
+
+def test_sum_without_the_copies():
+    turned_down(ex00.check_patient_sum(lambda x, y: element_wise(lambda x, y: x + y, x, y)), "must still be copied")
+
+
+def test_sum_that_waits_for_ever():
+    """In a process of its own: nothing ends such a kernel."""
+    code = (
+        "import os, sys; sys.path.append('tests/exercises'); import test_exercises_00 as tests\n"
+        "from exercises import judge; judge.SECONDS = 2\n"
+        "verdict = tests.ex00.check_patient_sum(lambda x, y: tests.sum_by_smem(x, y, wait_before=(0,)))\n"
+        "print(verdict, flush=True); os._exit(0)"
+    )
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, cwd=NOTEBOOKS.parent, capture_output=True, text=True, timeout=120)
+    assert said.stdout.startswith("Not yet: the kernel has not ended"), said.stdout + said.stderr
+
+
+@pytest.mark.parametrize(
+    "cell_id, said",
+    [
+        ("exercise-1-cell", "takes at least"),
+        ("exercise-2-cell", "it must be"),
+        ("exercise-3-cell", "race: read"),
+    ],
+)
+def test_untouched_skeletons(cell_id, said):
+    turned_down(untouched(cell_id), said)
+
+
+def test_the_map_has_every_chapter():
+    from figures.course_map import CHAPTERS
+
+    assert {path.stem for path in NOTEBOOKS.glob("*.ipynb")} <= {name for name, *_ in CHAPTERS}

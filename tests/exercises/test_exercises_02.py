@@ -1,0 +1,159 @@
+"""Chapter 2's exercises: right answers pass, wrong ones and the untouched skeletons are turned down in our words."""
+
+import functools
+import json
+import math
+import pathlib
+import sys
+
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+NOTEBOOKS = pathlib.Path(__file__).parents[2] / "notebooks"
+sys.path.insert(0, str(NOTEBOOKS))
+
+from exercises import ex02  # noqa: E402
+
+ROWS = 16
+
+
+def ring(x_gmem, o_gmem, slots, arrived, num_tiles, *, commit=True, lag=1, pending=None, drain=0, late=False, ahead=0):
+    """The solution; every keyword spoils it."""
+    stages = slots.shape[0]
+    pending = lag if pending is None else pending
+
+    def tile(ref, i):
+        return ref.at[pl.ds(i * ROWS, ROWS)]
+
+    def fetch(i, slot=None):
+        slot = lax.rem(i, stages) if slot is None else slot
+        plgpu.copy_gmem_to_smem(tile(x_gmem, i), slots.at[slot], arrived.at[slot])
+
+    pl.loop(0, stages)(fetch)
+
+    @pl.loop(0, num_tiles)
+    def _(i):
+        slot = lax.rem(i, stages)
+        plgpu.barrier_wait(arrived.at[slot])
+        slots[slot] = -slots[slot]
+        if commit:
+            plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(slots.at[slot], tile(o_gmem, i))
+        if pending >= 0 and not late:
+            plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+        following = i - lag + stages
+
+        @pl.when((i >= lag) & (following < num_tiles))
+        def _():
+            fetch(following - ahead, lax.rem(following, stages))
+
+        if late:
+            plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+
+    if drain >= 0:
+        plgpu.wait_smem_to_gmem(drain)
+
+
+def spoiled(**how):
+    return functools.partial(ring, **how)
+
+
+@pytest.mark.parametrize("answer", [ring, spoiled(lag=0), spoiled(lag=2)], ids=["solution", "at once", "two late"])
+def test_right_rings_pass(answer):
+    verdict = ex02.check_ring(answer)
+    assert verdict, verdict
+
+
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        (dict(commit=False), "unordered"),
+        (dict(pending=-1), "unordered"),  # Refilled while the store still reads.
+        (dict(lag=0, pending=1), "unordered"),  # Waits for the wrong store.
+        (dict(pending=2), "unordered"),
+        (dict(late=True, lag=0), "unordered"),  # Waits after the refill.
+        (dict(drain=-1), "last copies"),
+        (dict(commit=False, pending=-1), "unordered"),
+        (dict(ahead=1), "wrong in tile"),  # Fetches the tile before.
+    ],
+    ids=str,
+)
+def test_wrong_rings_are_turned_down(how, said):
+    _turned_down(ex02.check_ring(spoiled(**how)), said)
+
+
+def test_an_api_error_is_one_friendly_line():
+    def answer(x_gmem, o_gmem, slots, arrived, num_tiles):
+        plgpu.copy_gmem_to_smem(x_gmem, slots.at[0], arrived)
+
+    _turned_down(ex02.check_ring(answer), "can not be compiled")
+
+
+def test_right_degree_passes():
+    assert ex02.check_conflict_degree(lambda pitch: math.gcd(pitch // 4, 32))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda pitch: None,
+        lambda pitch: 1,
+        lambda pitch: math.gcd(pitch, 32),  # Bytes for words.
+        lambda pitch: math.gcd(pitch // 4, 32) - 1,  # Conflicts, not turns.
+        lambda pitch: 32 // math.gcd(pitch // 4, 32),  # How many banks are used.
+        lambda pitch: 32 if pitch % 128 == 0 else 1,
+        lambda pitch: math.gcd(pitch // 4, 16),
+        lambda pitch: max(1, math.gcd(pitch // 16, 8) * 4) if pitch % 16 == 0 else 1,
+        lambda pitch: pitch / 0,
+    ],
+)
+def test_wrong_degrees_are_turned_down(answer):
+    _turned_down(ex02.check_conflict_degree(answer))
+
+
+def stages(rate, latency, num_sms, tile, *, least=1, most=232_448, rounded=math.ceil):
+    return min(max(least, rounded(round(rate * latency / num_sms) / tile)), most // tile)
+
+
+def test_right_number_of_stages_passes():
+    assert ex02.check_num_stages(stages)
+    assert ex02.check_num_stages(lambda rate, latency, sms, tile: stages(rate, latency, sms, tile))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda rate, latency, sms, tile: None,
+        lambda rate, latency, sms, tile: 4,
+        lambda rate, latency, sms, tile: stages(rate, latency, 1, tile),  # All bytes in flight on one SM.
+        lambda rate, latency, sms, tile: stages(2 * rate, latency, sms, tile),
+        lambda rate, latency, sms, tile: stages(rate, latency, sms, tile, rounded=math.floor),
+        lambda rate, latency, sms, tile: stages(rate, latency, sms, tile, rounded=lambda x: math.floor(x) + 1),
+        lambda rate, latency, sms, tile: stages(rate, latency, sms, tile, rounded=round),
+        lambda rate, latency, sms, tile: stages(rate, latency, sms, tile, least=2),
+        lambda rate, latency, sms, tile: stages(rate, latency, sms, tile, most=1 << 40),
+        lambda rate, latency, sms, tile: stages(rate, latency, sms, tile, most=228 * 1024 * 2),
+        lambda rate, latency: 3,
+    ],
+)
+def test_wrong_numbers_of_stages_are_turned_down(answer):
+    _turned_down(ex02.check_num_stages(answer))
+
+
+@pytest.mark.parametrize("name", ["ring", "conflict_degree", "num_stages"])
+def test_untouched_skeletons_are_turned_down(name):
+    cells = json.loads((NOTEBOOKS / "02_memory.ipynb").read_text())["cells"]
+    (cell,) = [cell for cell in cells if cell["id"] == f"exercise-{name.replace('_', '-')}"]
+    skeleton, call = "".join(cell["source"]).split(f"ex02.check_{name}(")
+    namespace = dict(pl=pl, plgpu=plgpu, lax=lax)
+    exec(skeleton, namespace)
+    verdict = getattr(ex02, f"check_{name}")(namespace[call.rstrip(")")])
+    _turned_down(verdict)
+    assert "Error" not in verdict.text and "raised" not in verdict.text
+
+
+def _turned_down(verdict, said: str = ""):
+    assert not verdict
+    assert said in verdict.text and "\n" not in verdict.text

@@ -1,0 +1,157 @@
+"""The exercises of chapter 6: solutions are accepted; wrong answers and untouched skeletons are not."""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from cookbook import lab
+from cookbook.gemm.matmul_pipelined import Config, matmul_pipelined
+from tests.exercises.answers import NOTEBOOKS, accepted, rejected, skeletons
+
+sys.path.insert(0, str(NOTEBOOKS))
+
+from exercises import ex06  # noqa: E402
+
+skeleton = skeletons("06_pipelining")
+
+
+# Exercise 1
+
+
+def stages_for(tile_m, tile_n, tile_k, blocks):
+    budget = 233_472 // blocks - 1_024
+    stages = max(budget, 0) // (2 * (tile_m + tile_n) * tile_k + 8)
+    return stages if 2 * tile_m * tile_n + 8 * stages <= budget else 0
+
+
+def without_b(tile_m, tile_n, tile_k, blocks):
+    return (233_472 // blocks - 1_024) // (2 * tile_m * tile_k + 8)
+
+
+def without_blocks(tile_m, tile_n, tile_k, blocks):
+    return stages_for(tile_m, tile_n, tile_k, 1)
+
+
+def without_reserve(tile_m, tile_n, tile_k, blocks):
+    stages = 233_472 // blocks // (2 * (tile_m + tile_n) * tile_k + 8)
+    return stages if 2 * tile_m * tile_n + 8 * stages <= 233_472 // blocks else 0
+
+
+def without_barrier(tile_m, tile_n, tile_k, blocks):
+    stages = (233_472 // blocks - 1_024) // (2 * (tile_m + tile_n) * tile_k)
+    return stages if 2 * tile_m * tile_n <= 233_472 // blocks - 1_024 else 0
+
+
+def without_output(tile_m, tile_n, tile_k, blocks):
+    return (233_472 // blocks - 1_024) // (2 * (tile_m + tile_n) * tile_k + 8)
+
+
+def float_stages(tile_m, tile_n, tile_k, blocks):
+    return (233_472 / blocks - 1_024) / (2 * (tile_m + tile_n) * tile_k + 8)
+
+
+def raises(*args):
+    raise KeyError("tile")
+
+
+def test_stages_solution():
+    accepted(ex06.check_stages(stages_for))
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (without_b, "a tile of A and a tile of B"),
+        (without_blocks, "shared by all its blocks"),
+        (without_reserve, "reserves 1 KB"),
+        (without_barrier, "barrier of 8 bytes"),
+        (without_output, "tile of the output"),
+        (float_stages, "is an int"),
+        (raises, "raised KeyError"),
+        (lambda *case: 3, "Count the bytes"),
+    ],
+)
+def test_stages_wrong(wrong, said):
+    rejected(ex06.check_stages(wrong), said)
+
+
+def test_stages_skeleton():
+    rejected(ex06.check_stages(skeleton("exercise-1")["stages_for"]), "write its body")
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("tile", [(128, 128), (128, 192)])
+def test_stages_prices_as_the_compiler_does(tile, stages):
+    """The exercise's arithmetic is that of the real kernel, barriers and output tile included."""
+    config = Config(tile_m=tile[0], tile_n=tile[1], num_stages=stages, delay_release=0)
+    aval = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+    try:
+        compiled = lab.compile_for("h200", functools.partial(matmul_pipelined, config=config), aval, aval)
+    except lab.ToolchainMissing as error:
+        pytest.skip(str(error))
+    ring = stages * ex06.ITEMSIZE * sum(tile) * 64
+    assert compiled.smem_bytes == max(ring, ex06.ITEMSIZE * tile[0] * tile[1]) + ex06.BARRIER * stages
+
+
+# Exercise 2
+
+
+def test_wrong_release_solution():
+    accepted(ex06.check_wrong_release(("C", 9)))
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (("A", 10), "A is right"),
+        (("B", 9), "B is right"),
+        (("D", 8), "D is right"),
+        (("C", 10), "C it is"),
+        (("C", 8), "C it is"),
+        (("C", "9"), "C it is"),
+        (("E", 9), "no configuration"),
+        ("C", "a pair"),
+        (("C", None), "a pair"),
+    ],
+)
+def test_wrong_release_wrong(wrong, said):
+    rejected(ex06.check_wrong_release(wrong), said)
+
+
+def test_wrong_release_has_one_answer():
+    assert [name for name, (_, delay, wait) in ex06.CONFIGURATIONS.items() if wait > delay] == ["C"]
+
+
+def test_wrong_release_skeleton():
+    rejected(ex06.check_wrong_release(skeleton("exercise-2")["answer"]), "a pair")
+
+
+# Exercise 3
+
+
+def test_index_map_solution():
+    accepted(ex06.check_index_map(lambda mi, tile_m, tile_k: ((tile_k, tile_m), lambda ki: (ki, mi))))
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (lambda mi, tile_m, tile_k: ((tile_m, tile_k), lambda ki: (mi, ki)), "block shape"),
+        (lambda mi, tile_m, tile_k: ((tile_k, tile_m), lambda ki: (mi, ki)), "not the window of step"),
+        (lambda mi, tile_m, tile_k: ((tile_k, tile_m), lambda ki: (ki * tile_k, mi * tile_m)), "counts windows"),
+        (lambda mi, tile_m, tile_k: ((tile_k, tile_m), lambda ki: (ki, 0)), "not the window of step"),
+        (lambda mi, tile_m, tile_k: ((tile_k, tile_m), lambda ki: ki), "must be a pair"),
+        (lambda mi, tile_m, tile_k: ((tile_k, tile_m), lambda ki: (ki, mi, 0)), "must be a pair"),
+        (lambda mi, tile_m, tile_k: ((tile_k, tile_m), (0, mi)), "must be a function of ki"),
+        (lambda mi, tile_m, tile_k: None, "raised TypeError"),
+    ],
+)
+def test_index_map_wrong(wrong, said):
+    rejected(ex06.check_index_map(wrong), said)
+
+
+def test_index_map_skeleton():
+    rejected(ex06.check_index_map(skeleton("exercise-3")["transposed_a"]), "fill in both")

@@ -1,0 +1,300 @@
+"""The exercises of chapter 15: solutions are accepted; wrong answers and untouched skeletons are not."""
+
+import sys
+
+import pytest
+
+from tests.exercises.answers import NOTEBOOKS, accepted, rejected, skeletons
+
+sys.path.insert(0, str(NOTEBOOKS))
+
+from exercises import ex15  # noqa: E402
+
+skeleton = skeletons("15_serving")
+
+
+# Exercise 1
+
+
+def steps_that_fit(lengths, num_pages, page_size):
+    steps = 0
+    while sum(-(-(length + steps + 1) // page_size) for length in lengths) <= num_pages:
+        steps += 1
+    return steps
+
+
+def steps_by_simulation(lengths, num_pages, page_size):
+    pages = [(length + page_size - 1) // page_size for length in lengths]
+    lengths, free, steps = list(lengths), num_pages - sum(pages), 0
+    while True:
+        for i, length in enumerate(lengths):
+            if length == pages[i] * page_size:
+                if not free:
+                    return steps
+                free, pages[i] = free - 1, pages[i] + 1
+            lengths[i] += 1
+        steps += 1
+
+
+@pytest.mark.parametrize("right", [steps_that_fit, steps_by_simulation])
+def test_steps_solutions(right):
+    accepted(ex15.check_steps_that_fit(right))
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (lambda *args: steps_that_fit(*args) + 1, "the first that does not fit"),
+        (lambda n, pages, size: (pages * size - sum(n)) // len(n), "shared out"),
+        (lambda n, pages, size: (pages - sum(-(-x // size) for x in n)) * size // len(n), "has room too"),
+        (lambda n, pages, size: min(-x % size for x in n), "until someone needs a page"),
+        (lambda *args: steps_that_fit(*args) - (steps_that_fit(*args) > 20), "steps fit"),
+        (lambda *args: steps_that_fit(*args) + 40, "the sequences need"),
+        (lambda *args: "many", "it must be a number"),
+        (lambda *args: None, "write its body"),
+        (lambda lengths: 0, "raised TypeError"),
+    ],
+)
+def test_steps_wrong(wrong, said):
+    rejected(ex15.check_steps_that_fit(wrong), said)
+
+
+def test_steps_skeleton():
+    rejected(ex15.check_steps_that_fit(skeleton("exercise-1")["steps_that_fit"]), "write its body")
+
+
+# Exercise 2
+
+
+def next_slot(
+    pages, num_computed, free, page_size, *, always=False, never=False, first=False, keep=False, forget=False, slot=None
+):
+    if always or (num_computed == len(pages) * page_size and not never):
+        if not free:
+            return -1
+        page = free[0] if first else free[-1]
+        if not keep:
+            free.remove(page)
+        if not forget:
+            pages.append(page)
+    page = ([*pages, 0] if never or forget else pages)[num_computed // page_size]
+    return page * page_size + num_computed % page_size if slot is None else slot(page, num_computed, page_size)
+
+
+def next_slot_by_divmod(pages, num_computed, free, page_size):
+    which, place = divmod(num_computed, page_size)
+    if which == len(pages):
+        if not free:
+            return -1
+        pages.append(free.pop())
+    return pages[which] * page_size + place
+
+
+@pytest.mark.parametrize("right", [next_slot, next_slot_by_divmod])
+def test_slot_solutions(right):
+    accepted(ex15.check_next_slot(right))
+
+
+def slot_with(**wrong):
+    return lambda *args: next_slot(*args, **wrong)
+
+
+def slot_for_nothing(pages, num_computed, free, page_size):
+    """Says -1 where there is no page, and leaves a mark all the same."""
+    slot = next_slot(pages, num_computed, free, page_size)
+    if slot == -1:
+        pages.append(-1)
+    return slot
+
+
+def slot_without_a_page(pages, num_computed, free, page_size):
+    """Slot 0 where there is no page."""
+    return max(next_slot(pages, num_computed, free, page_size), 0)
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (slot_with(always=True), "the last one still has room"),
+        (slot_with(never=True), "none is taken"),
+        (slot_with(forget=True), "none is taken"),
+        (slot_with(first=True), "the last of free"),
+        (slot_with(keep=True), "in use and free at the same time"),
+        (slot_with(slot=lambda page, n, size: page), "that is the page"),
+        (slot_with(slot=lambda page, n, size: n), "its pages are anywhere"),
+        (slot_with(slot=lambda page, n, size: page * size + n % size + 1), "counted from 0"),
+        (slot_with(slot=lambda page, n, size: page + n % size), "which place in it"),
+        (slot_for_nothing, "nothing must change"),
+        (lambda pages, n, free, size: pages.append(free.pop()) or 0, "the last one still has room"),
+        (slot_without_a_page, "must be -1"),
+        (lambda *args: None, "write its body"),
+    ],
+)
+def test_slot_wrong(wrong, said):
+    rejected(ex15.check_next_slot(wrong), said)
+
+
+def test_slot_skeleton():
+    rejected(ex15.check_next_slot(skeleton("exercise-2")["next_slot"]), "write its body")
+
+
+# Exercise 3
+
+
+def share_out(uncomputed, budget):
+    left = budget - sum(count == 1 for count in uncomputed)
+    counts = []
+    for count in uncomputed:
+        take = 1 if count == 1 else min(count, left)
+        left -= take if count > 1 else 0
+        counts.append(take)
+    return counts
+
+
+def share_out_as_the_package(uncomputed, budget):
+    """With the tokens of those who decode behind it set aside for each."""
+    counts = []
+    for i, count in enumerate(uncomputed):
+        counts.append(min(count, budget - sum(other == 1 for other in uncomputed[i + 1 :])))
+        budget -= counts[-1]
+    return counts
+
+
+@pytest.mark.parametrize("right", [share_out, share_out_as_the_package])
+def test_budget_solutions(right):
+    accepted(ex15.check_share_out(right))
+
+
+def in_order(uncomputed, budget):
+    """Nothing is reserved."""
+    counts = []
+    for count in uncomputed:
+        counts.append(min(count, budget))
+        budget -= counts[-1]
+    return counts
+
+
+def fair(uncomputed, budget):
+    """The prompts share alike, a token at a time."""
+    counts = [int(count == 1) for count in uncomputed]
+    while sum(counts) < min(budget, sum(uncomputed)):
+        for i, count in enumerate(uncomputed):
+            if counts[i] < count and sum(counts) < budget:
+                counts[i] += 1
+    return counts
+
+
+def negative(uncomputed, budget):
+    """The prompt's share is not cut at 0."""
+    left = budget - 2 * sum(count == 1 for count in uncomputed)
+    return [1 if count == 1 else min(count, left) for count in uncomputed]
+
+
+def one_prompt(uncomputed, budget):
+    """Only the first prompt gets something."""
+    counts, first = share_out(uncomputed, budget), True
+    for i, count in enumerate(uncomputed):
+        if count > 1:
+            counts[i], first = (counts[i] if first else 0), False
+    return counts
+
+
+def last_first(uncomputed, budget):
+    return share_out(uncomputed[::-1], budget)[::-1]
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (in_order, "somebody who decodes is left out"),
+        (fair, "in the order of arrival"),
+        (last_first, "in the order of arrival"),
+        (one_prompt, "there is budget for more"),
+        (negative, "there is budget for more"),
+        (lambda u, b: list(u), "more than the budget"),
+        (lambda u, b: [b] * len(u), "more tokens than it has"),
+        (lambda u, b: [1 if x == 1 else -1 for x in u], "fewer than 0"),
+        (lambda u, b: [x for x in share_out(u, b) if x], "one number for each request"),
+        (lambda u, b: sum(u), "a list of numbers"),
+        (lambda u, b: None, "write its body"),
+    ],
+)
+def test_budget_wrong(wrong, said):
+    rejected(ex15.check_share_out(wrong), said)
+
+
+def test_budget_skeleton():
+    rejected(ex15.check_share_out(skeleton("exercise-3")["share_out"]), "write its body")
+
+
+# Exercise 4
+
+
+def let_go(pages, references, free, *, check=True, early=False, count=True, tail=True, always=False, never=False):
+    if check and any(pages.count(page) > references[page] for page in pages):
+        if early:
+            references[pages[0]] -= 1
+        raise ValueError("nobody holds this page")
+    for page in reversed(pages) if tail else pages:
+        if count:
+            references[page] -= 1
+        if not never and (always or references[page] == 0):
+            free.append(page)
+
+
+def let_go_by_copy(pages, references, free):
+    after = list(references)
+    for page in pages:
+        after[page] -= 1
+        if after[page] < 0:
+            raise ValueError(f"page {page} is held by nobody")
+    references[:] = after
+    free.extend(page for page in pages[::-1] if after[page] == 0)
+
+
+def let_go_midway(pages, references, free):
+    """Refuses when it gets there."""
+    for page in reversed(pages):
+        if references[page] == 0:
+            raise ValueError("nobody holds this page")
+        references[page] -= 1
+        if references[page] == 0:
+            free.append(page)
+
+
+@pytest.mark.parametrize("right", [let_go, let_go_by_copy])
+def test_let_go_solutions(right):
+    accepted(ex15.check_let_go(right))
+
+
+def let_go_with(**wrong):
+    return lambda *args: let_go(*args, **wrong)
+
+
+def let_go_with_assert(pages, references, free):
+    assert all(pages.count(page) <= references[page] for page in pages)
+    let_go(pages, references, free)
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (let_go_with(check=False), "it must raise ValueError"),
+        (let_go_with(early=True), "something was changed"),
+        (let_go_midway, "something was changed"),
+        (let_go_with_assert, "not AssertionError"),
+        (let_go_with(tail=False), "the sequence's end goes first"),
+        (let_go_with(always=True), "somebody holds it"),
+        (let_go_with(never=True), "is lost"),
+        (let_go_with(count=False, always=True), "references are"),
+        (lambda pages, references, free: pages.reverse() or let_go(pages, references, free, tail=False), "own list"),
+        (lambda pages, references, free: [count - 1 for count in references], "returns something"),
+        (lambda *args: None, "write its body"),
+    ],
+)
+def test_let_go_wrong(wrong, said):
+    rejected(ex15.check_let_go(wrong), said)
+
+
+def test_let_go_skeleton():
+    rejected(ex15.check_let_go(skeleton("exercise-4")["let_go"]), "write its body")

@@ -1,0 +1,305 @@
+"""The house around the kernels: set-up, commands, locks, notebooks' form and what is rendered from results/."""
+
+import importlib
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import nbformat
+import pytest
+import yaml
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+TARGETS = re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.M)
+for folder in ("tools", "site"):
+    sys.path.append(str(ROOT / folder))
+
+
+def pinned(lock: str) -> dict[str, str]:
+    return dict(re.findall(r"^([a-z0-9-]+)==(\S+)", (ROOT / lock).read_text(), re.M))
+
+
+def make(*args: str) -> str:
+    """What a user's `make *args` prints, even if these tests run under a `make test PYTHON=python3`."""
+    outer = {"MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "PYTHON", "VENV", "ARGS"}
+    env = {name: value for name, value in os.environ.items() if name not in outer}
+    return subprocess.run(["make", *args], cwd=ROOT, check=True, capture_output=True, text=True, env=env).stdout
+
+
+# Commands and locks --------------------------------------------------------------------------------------------------
+
+
+def test_bare_make_lists_every_command():
+    listed = re.findall(r"^  make (\S+)", make(), re.M)
+    assert listed == TARGETS
+    assert {"run", "test", "lab", "site", "bench", "record", "figures", "wheelhouse", "help", "clean"} <= set(listed)
+    phony = re.findall(r"^\.PHONY: (\S+)", (ROOT / "Makefile").read_text(), re.M)
+    assert set(phony) - {"setup"} == set(TARGETS)
+
+
+@pytest.mark.parametrize("target", [target for target in TARGETS if target not in ("help", "clean")])
+def test_every_command_takes_a_python_as_it_is(target):
+    assert "tools/setup.sh" in make("-n", target)
+    plan = make("-n", target, "PYTHON=python3")
+    assert "tools/setup.sh" not in plan and ".venv/bin" not in plan and "python3 " in plan
+
+
+def test_locks_agree_and_carry_hashes_but_no_address():
+    cpu, gpu = pinned("requirements.lock"), pinned("requirements-cuda13.lock")
+    assert {name: cpu[name] for name in cpu.keys() & gpu.keys()} == {
+        name: gpu[name] for name in cpu.keys() & gpu.keys()
+    }
+    for name, version in re.findall(r"^([a-z0-9-]+)==(\S+)", (ROOT / "tools/pins.txt").read_text(), re.M):
+        assert cpu[name] == gpu[name] == version
+    for lock in ("requirements.lock", "requirements-cuda13.lock"):
+        text = (ROOT / lock).read_text()
+        assert "https://" not in text
+        assert all("--hash=sha256:" in block for block in re.split(r"(?m)^(?=[a-z0-9])", text)[1:])
+
+
+def test_conda_users_get_the_versions_of_the_lock():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    (from_pip,) = [entry["pip"] for entry in environment if isinstance(entry, dict)]
+    assert from_pip == ["-r requirements.lock"], "pip must install the lock itself, nothing beside it"
+    assert [entry for entry in environment if isinstance(entry, str)] == ["python=3.12", "pip"]
+    assert 'requires-python = ">=3.12"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_workflows_call_commands_that_exist():
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        jobs = yaml.safe_load(path.read_text())["jobs"]
+        commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+        assert commands
+        for command in commands:
+            assert command in ("nvidia-smi", ".ci/run") or command.removeprefix("make ") in TARGETS, path.name
+
+
+# Set-up --------------------------------------------------------------------------------------------------------------
+
+FAKE_UV = """#!/bin/bash
+echo "$*" >>"$(dirname "$0")/uv.log"
+for last; do :; done
+for ((i = 1; i <= $#; i++)); do [ "${!i}" = --python ] && j=$((i + 1)) && python=${!j}; done
+if [ "$1" = venv ]; then
+  "$python" -m venv --without-pip "$last"
+  dist=$(echo "$last"/lib/python*/site-packages)/jax-9.9.dist-info
+  mkdir -p "$dist"
+  printf 'Metadata-Version: 2.1\\nName: jax\\nVersion: 9.9\\n' >"$dist/METADATA"
+fi
+"""
+DEAD_SHIM = '#!/bin/bash\necho "pyenv: $0: command not found" >&2\nexit 127\n'
+TOO_OLD = "#!/bin/bash\nexit 1\n"  # What the version test makes of a Python 3.11.
+WORKS = f'#!/bin/bash\nexec "{sys.executable}" "$@"\n'
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A machine whose programs are those given: `machine(python3=WORKS)` runs the set-up there."""
+
+    def run(pyenv: str | None = None, COOKBOOK_PYTHON: str = "", **programs: str):
+        programs = dict.fromkeys(("python3.12", "python3.13", "python3", "python", "nvidia-smi"), DEAD_SHIM) | {
+            name.replace("_", "."): text for name, text in programs.items()
+        }
+        binaries = tmp_path / "bin"
+        binaries.mkdir(exist_ok=True)
+        for name, text in (programs | {"uv": FAKE_UV}).items():
+            (binaries / name).write_text(text)
+            (binaries / name).chmod(0o755)
+        if pyenv:
+            inside = tmp_path / "pyenv" / "versions" / "3.12.1" / "bin"
+            inside.mkdir(parents=True, exist_ok=True)
+            (inside / "python3").write_text(pyenv)
+            (inside / "python3").chmod(0o755)
+        env = {"PATH": f"{binaries}:/usr/bin:/bin", "HOME": str(tmp_path), "VENV": str(tmp_path / "venv")}
+        env |= {"PYENV_ROOT": str(tmp_path / "pyenv"), "COOKBOOK_PYTHON": COOKBOOK_PYTHON}
+        result = subprocess.run([ROOT / "tools/setup.sh"], env=env, capture_output=True, text=True)
+        log = binaries / "uv.log"
+        result.uv = log.read_text() if log.exists() else ""
+        return result
+
+    return run
+
+
+def test_set_up_tries_interpreters_by_running_them(machine, tmp_path):
+    result = machine(python3_13=WORKS, python3=TOO_OLD)
+    assert result.returncode == 0, result.stderr
+    assert f"--python {tmp_path}/bin/python3.13 " in result.uv
+    assert "Ready: Python 3." in result.stdout and "JAX 9.9" in result.stdout
+    assert str(ROOT) in next((tmp_path / "venv").rglob("cookbook-checkout.pth")).read_text()
+
+
+def test_set_up_finds_pyenvs_versions_behind_dead_shims(machine, tmp_path):
+    result = machine(pyenv=WORKS, python3=TOO_OLD)
+    assert result.returncode == 0, result.stderr
+    assert f"--python {tmp_path}/pyenv/versions/3.12.1/bin/python3 " in result.uv
+
+
+def test_set_up_without_any_python_says_what_to_do(machine):
+    result = machine(python3=TOO_OLD)
+    assert result.returncode == 1
+    assert "no Python 3.12 or newer was found" in result.stderr and "COOKBOOK_PYTHON=" in result.stderr
+    assert "venv" not in result.uv
+
+
+def test_set_up_refuses_a_named_python_that_does_not_fit(machine, tmp_path):
+    result = machine(python3_12=WORKS, COOKBOOK_PYTHON=f"{tmp_path}/bin/python3.13")
+    assert result.returncode == 1 and "is not a working Python 3.12 or newer" in result.stderr
+
+
+def test_set_up_installs_cuda_when_it_finds_a_driver(machine):
+    result = machine(python3_12=WORKS, **{"nvidia-smi": "#!/bin/bash\n"})
+    assert "NVIDIA driver found" in result.stdout and "requirements-cuda13.lock" in result.uv
+
+
+@pytest.mark.skipif(os.path.exists("/proc/driver/nvidia/version"), reason="this machine has a driver")
+def test_set_up_installs_the_compile_only_wheels_without_a_driver(machine):
+    result = machine(python3_12=WORKS)
+    assert "No NVIDIA driver found" in result.stdout and "-r requirements.lock" in result.uv
+
+
+def test_second_set_up_does_nothing_and_says_nothing(machine):
+    first, second = machine(python3_12=WORKS), machine(python3_12=WORKS)
+    assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
+    assert second.uv == first.uv
+
+
+# Notebooks -----------------------------------------------------------------------------------------------------------
+
+
+KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
+
+
+def code_cells(path: pathlib.Path) -> list:
+    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_whole(path):
+    """Its form: a title, one cell of parameters, every code cell executed, and nothing of papermill's left."""
+    notebook = nbformat.read(path, as_version=4)
+    assert re.match(r"# .*\b" + str(int(path.stem[:2])) + r"\b", notebook.cells[0].source), "its title names its number"
+    cells = code_cells(path)
+    assert ["parameters" in cell.metadata.get("tags", []) for cell in cells].count(True) == 1
+    unexecuted = [cell.source for cell in cells if cell.execution_count is None]
+    assert not unexecuted, "nbval passes a cell that was never executed"
+    assert "papermill" not in notebook.metadata
+    assert not any({"papermill", "execution"} & cell.metadata.keys() for cell in notebook.cells)
+    assert ":::" not in "".join(cell.source for cell in notebook.cells), "JupyterLab shows ::: admonitions raw"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_was_recorded_on_a_gpu(path):
+    recorded = nbformat.read(path, as_version=4).metadata.get("recorded", {})
+    assert {"gpu", "driver", "jax", "date", "source"} <= recorded.keys()
+
+
+def test_warpgroups_find_the_registers_that_they_ask_for():
+    """A block starts with as many for each thread, in eights, as 65,536 allow. Who asks for more than the others gave
+    up waits for ever, on a GPU alone: no interpreter counts registers, and the compiler does not say so."""
+    shares = [
+        (module, count, *registers)
+        for module, name in (
+            ("attention", "REGISTERS"),
+            ("attention_bwd", "REGISTERS"),
+            ("varlen_attention", "REGISTERS"),
+            ("varlen_attention", "REGISTERS_MEMORY"),
+        )
+        for count, registers in getattr(importlib.import_module(f"cookbook.attn.{module}"), name).items()
+    ]
+    matmul = importlib.import_module("cookbook.gemm.matmul")
+    shares.append(("matmul", 2, matmul.MEMORY_REGISTERS, matmul.COMPUTE_REGISTERS))
+    for module, count, memory, compute in shares:
+        at_start = 65_536 // (128 * (count + 1)) // 8 * 8
+        assert memory + count * compute <= at_start * (count + 1), (module, count)
+
+
+@pytest.fixture
+def runner(tmp_path, monkeypatch):
+    """tools/run_notebooks.py on notebooks of this test's own: `runner({"00_a": [cells]}, "-p", ...)`."""
+    import run_notebooks
+
+    def run(notebooks: dict[str, list[str]], *args: str) -> int:
+        for stem, sources in notebooks.items():
+            cells = [nbformat.v4.new_code_cell(source) for source in sources]
+            cells[0].metadata["tags"] = ["parameters"]
+            for cell in cells:
+                if "1 / 0" in cell.source:
+                    cell.metadata["tags"] = ["raises-exception"]
+            notebook = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": KERNEL})
+            nbformat.write(notebook, tmp_path / f"{stem}.ipynb")
+        monkeypatch.setattr(sys, "argv", ["run_notebooks.py", *args])
+        return run_notebooks.main()
+
+    monkeypatch.setattr(run_notebooks, "NOTEBOOKS", tmp_path)
+    monkeypatch.setattr(run_notebooks, "OUTPUT", tmp_path / "build")
+    monkeypatch.setattr(run_notebooks, "_probe", lambda: {"gpu": "cpu", "jax": "0", "on_gpu": False})
+    return run
+
+
+def test_run_goes_on_after_a_failure_and_ends_in_a_table(runner, capfd):
+    notebooks = {"00_fails": ["n = 1", "assert n == 2", "n"], "01_raises_as_told": ["n = 1", "1 / 0", "n"]}
+    assert runner(notebooks) == 1
+    output = capfd.readouterr().out
+    assert re.search(r"00_fails +2/3 +[\d.]+ +CPU, interpreted +FAILED", output)
+    assert re.search(r"01_raises_as_told +3/3 +[\d.]+ +CPU, interpreted +ok", output)
+
+
+def test_run_passes_parameters_and_refuses_unknown_ones(runner):
+    assert runner({"00_a": ["n = 1", "assert n == 2"]}, "00", "-p", "n", "2") == 0
+    with pytest.raises(SystemExit, match="no parameter 'k'; it has: n"):
+        runner({}, "00", "-p", "k", "2")
+    with pytest.raises(SystemExit, match="no notebook starts with '07'"):
+        runner({}, "07")
+    with pytest.raises(SystemExit, match="needs a Hopper"):
+        runner({}, "00", "--record")
+
+
+def test_a_notebooks_hash_follows_the_code_that_it_uses(tmp_path, monkeypatch):
+    import notebook_hash
+
+    def write(cell="from cookbook import add\nadd(1)", add="from . import _mgpu\n\ndef add(x): return x", other="1"):
+        (tmp_path / "__init__.py").write_text("from .add import add as add\nfrom .other import sub as sub\n")
+        (tmp_path / "_mgpu.py").write_text("limit = 3\n")
+        (tmp_path / "add.py").write_text(add)
+        (tmp_path / "other.py").write_text(f"sub = {other}")
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
+        nbformat.write(notebook, tmp_path / "n.ipynb")
+        return notebook_hash.notebook_hash(tmp_path / "n.ipynb")
+
+    monkeypatch.setattr(notebook_hash, "PACKAGE", tmp_path)
+    notebook_hash._exports.cache_clear()
+    known = write()
+    same = [write(cell="# why\nfrom cookbook import add\n\nadd(1)"), write(other="2")]
+    same += [write(add='"""Adds."""\nfrom . import _mgpu\n\ndef add(x):\n    """Doc."""\n    return x')]
+    changed = [write(cell="from cookbook import add\nadd(2)"), write(add="def add(x): return -x")]
+    notebook_hash._exports.cache_clear()
+    assert set(same) == {known} and known not in changed
+
+
+# Rendered from results/ ----------------------------------------------------------------------------------------------
+
+
+def test_readme_shows_what_results_hold():
+    import render_readme
+
+    assert render_readme.README.read_text() == render_readme.rendered(render_readme.README.read_text()), (
+        "run: make figures"
+    )
+
+
+def test_targets_are_judged():
+    import measured
+
+    from bench.problems import CASES
+
+    def rows(ours, xla):
+        return {impl: dict(ms=ms, flops=None, nbytes=4e9) for impl, ms in (("cookbook", ours), ("xla", xla)) if ms}
+
+    case = next(case for case in CASES if case.target and case.target.rate == 4.0 and case.target.ratio == 1.2)
+    assert "met" in measured.judge(case, rows(1.0, 1.2))[1]
+    assert "missed" in measured.judge(case, rows(1.0, 1.1))[1]
+    assert "missed" in measured.judge(case, rows(1.1, 2.0))[1]
+    assert measured.judge(case, rows(1.0, None)) == ("not measured", "")

@@ -1,0 +1,176 @@
+"""softmax, rms_norm and reduce_sum: the kernels over rows.
+
+Row lengths around what decides how a row is laid out: 1 and 2 (padded), powers of two and not, multiples of 16 bytes
+(8 or 4 values) and not, the switch from one warp a row to four (256 * vec), and rows that do not fit the registers.
+"""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cookbook import lab, reduce_sum, rms_norm, softmax
+from cookbook.rows import core
+from cookbook.rows.rms_norm import rms_norm_reference
+from cookbook.rows.softmax import softmax_reference
+
+reduce_sum_module = importlib.import_module("cookbook.rows.reduce_sum")
+SHAPES = [
+    (1, 1), (5, 1), (131, 2), (3, 3), (300, 8), (33, 33), (2, 100), (37, 128), (21, 257), (37, 999), (37, 1000),
+    (2, 3, 2048), (5, 1301), (9, 5000), (3, 16384), (2, 6001),
+]  # fmt: skip
+DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
+IDS = lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else getattr(value, "__name__", None)
+
+
+def normal(seed, shape, dtype=jnp.float32, scale=1.0, shift=0.0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale + shift, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=IDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+def test_softmax(shape, dtype):
+    lab.check(softmax, softmax_reference, normal(0, shape, dtype, 3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=IDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+def test_rms_norm(shape, dtype):
+    x, scale = normal(0, shape, dtype, 2, 0.5), normal(1, shape[-1:], jnp.float32, 1, 1)
+    lab.check(rms_norm, rms_norm_reference, x, scale)
+
+
+def test_rms_norm_with_16_bit_scale_and_eps():
+    x, scale = normal(0, (9, 300), jnp.bfloat16, 1e-3), normal(1, 300, jnp.float16)
+    lab.check(lambda x, s: rms_norm(x, s, eps=1e-2), lambda x, s: rms_norm_reference(x, s, 1e-2), x, scale)
+
+
+def sums(axis):
+    return lambda x: reduce_sum(x, axis), lambda x: reduce_sum_module.reduce_sum_reference(x, axis)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=IDS)
+@pytest.mark.parametrize("shape", [*SHAPES, (9,)], ids=IDS)
+def test_reduce_sum_last(shape, dtype):
+    lab.check(*sums(-1), normal(0, shape, dtype, 1, 0.1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=IDS)
+@pytest.mark.parametrize(
+    # Fewer, exactly and more rows than one stretch (256); narrow, odd and wide rows.
+    "shape",
+    [(1, 1), (600, 1), (1000, 7), (5, 2, 130), (256, 129), (257, 128), (300, 1000), (3, 3000), (9,)],
+    ids=IDS,
+)
+def test_reduce_sum_leading(shape, dtype):
+    lab.check(*sums(0), normal(0, shape, dtype, 1, 0.1))
+
+
+@pytest.mark.parametrize("cols", [3, 200, 4096, 6001])
+def test_softmax_of_special_rows(cols):
+    """-inf alone, a stretch of -inf, +inf, NaN, large logits of either sign: as `jax.nn.softmax`."""
+    x = np.random.default_rng(0).normal(size=(7, cols)).astype(np.float32)
+    x[0] = -np.inf
+    x[1, : cols // 2] = -np.inf
+    x[2, cols // 2 :] = -np.inf
+    x[3, 1] = np.inf
+    x[4, 2] = np.nan
+    x[5] += 3e4
+    x[6] -= 3e38
+    out, wanted = lab.run(softmax, jnp.asarray(x)), jax.nn.softmax(x, axis=-1)
+    np.testing.assert_allclose(out, wanted, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("cols", [8, 1000, 4096])
+def test_huge_and_tiny_rows(cols):
+    """Squares that overflow, and a row of zeros, which `eps` alone keeps finite."""
+    x = jnp.stack([jnp.full(cols, 1e25), jnp.zeros(cols), jnp.full(cols, 1e-25)])
+    scale = normal(0, cols)
+    np.testing.assert_array_equal(lab.run(rms_norm, x, scale), rms_norm_reference(x, scale))
+
+
+def test_more_rows_than_tiles_and_a_given_config():
+    x = normal(0, (4 * 3 + 1, 520), jnp.bfloat16)
+    for block_rows in (1, 4, 8):
+        lab.check(functools.partial(softmax, config=core.Config(block_rows)), softmax_reference, x)
+
+
+def test_row_plans_of_every_length():
+    """Each column is covered, by pieces in bounds; a thread reads aligned words. Cheap, so every length up to 3000."""
+    for itemsize in (2, 4):
+        for cols in [*range(2, 3000), 8191, 8192, 32768, 65535, 65536]:
+            plan = core.Plan(4096, cols, itemsize, core.default_config(4096, cols, itemsize))
+            covered = np.zeros(cols, bool)
+            for g in range(plan.num_groups):
+                for turn, start in plan.starts(g):
+                    assert 0 <= start <= turn and start + plan.shape[-1] <= cols and start % plan.vec == 0
+                    covered[start : start + plan.shape[-1]] = True
+            assert covered.all() and cols % plan.vec == 0
+
+
+@pytest.mark.parametrize("fn", [softmax, lambda x: rms_norm(x, x[0]), sums(-1)[0], sums(0)[0]])
+def test_jit_vmap_and_determinism(fn):
+    x = normal(0, (3, 10, 300), jnp.bfloat16)
+    runs = [lab.run(jax.jit(jax.vmap(fn)), x), lab.run(jax.vmap(fn), x), jnp.stack([lab.run(fn, one) for one in x])]
+    assert all((run == runs[0]).all() for run in runs)
+
+
+def test_empty():
+    assert softmax(jnp.zeros((0, 5))).shape == (0, 5)
+    assert rms_norm(jnp.zeros((3, 0)), jnp.zeros(0)).shape == (3, 0)
+    np.testing.assert_array_equal(reduce_sum(jnp.zeros((3, 0)), -1), jnp.zeros(3))
+    np.testing.assert_array_equal(reduce_sum(jnp.zeros((0, 4)), 0), jnp.zeros(4))
+
+
+@pytest.mark.parametrize(
+    "fn, message",
+    [
+        (lambda: softmax(jnp.ones(3, jnp.int32)), "int32"),
+        (lambda: softmax(jnp.float32(1)), "scalar"),
+        (lambda: softmax(jnp.zeros((1, 65537))), "65537"),
+        (lambda: rms_norm(jnp.ones((3, 4)), jnp.ones(3)), r"\(4,\)"),
+        (lambda: rms_norm(jnp.ones((3, 4)), jnp.ones(4, jnp.int8)), "int8"),
+        (lambda: reduce_sum(jnp.ones((3, 4, 5)), 1), "axis=1"),
+        (lambda: core.Config(block_rows=6), "block_rows=6"),
+    ],
+)
+def test_errors_name_the_rule(fn, message):
+    with pytest.raises(ValueError, match=message):
+        fn()
+
+
+ROW_KERNELS = {
+    "softmax": (softmax, softmax_reference),
+    "rms_norm": (lambda x: rms_norm(x, x[0]), lambda x: rms_norm_reference(x, x[0])),
+    "reduce_sum": sums(-1),
+}
+
+
+@pytest.mark.parametrize("name", ROW_KERNELS)
+def test_mutant_that_sums_the_shared_columns_twice(name, mutant, monkeypatch):
+    monkeypatch.setattr(core.Plan, "fresh", lambda self, pieces, g: pieces)
+    with pytest.raises(lab.CheckError, match="error"):
+        lab.check(*ROW_KERNELS[name], normal(0, (8, 1000), jnp.bfloat16, 1, 1))
+
+
+@pytest.mark.parametrize("name", ROW_KERNELS)
+def test_mutant_that_leaves_the_last_rows(name, mutant, monkeypatch):
+    one_tile = lambda self, visit: visit(jax.lax.axis_index("block") * self.config.block_rows)
+    monkeypatch.setattr(core.Plan, "for_each_tile", one_tile)
+    with pytest.raises(lab.CheckError):
+        lab.check(*ROW_KERNELS[name], normal(0, (9, 1000), jnp.bfloat16))
+
+
+def test_mutant_without_the_rescale_of_online_softmax(mutant, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("cookbook.rows.softmax"), "_merge", lambda a, b: (b[0], a[1] + b[1]))
+    with pytest.raises(lab.CheckError, match="error"):
+        lab.check(softmax, softmax_reference, normal(0, (2, 6001), scale=3))
+
+
+def test_mutant_that_leaves_rows_of_the_leading_axis(mutant):
+    mutant(reduce_sum_module, "lax", fori_loop=lambda low, high, body, init: init)
+    with pytest.raises(lab.CheckError):
+        lab.check(*sums(0), normal(0, (30, 256)))
