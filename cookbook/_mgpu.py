@@ -1,11 +1,13 @@
-"""The little that three kernels or more share: where a kernel may run, and what to say when it may not.
+"""The little that every family shares: where a kernel runs, and what to say where it cannot.
 
-An op file works on its own with the files of this package that it imports.
+A family works on its own: its folder, this file and `_numerics.py`, in a package of any name.
 """
 
 import contextlib
 import contextvars
 import dataclasses
+import importlib.util
+import os
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +20,11 @@ SWIZZLE_TILE = (8, 64)
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What the kernels traced now are built for: a name for messages, and the SMs that a persistent grid fills."""
+    """What the kernels traced now are built for."""
 
-    name: str
-    num_sms: int
+    name: str  # For messages.
+    num_sms: int  # A persistent grid has as many blocks, or a multiple.
+    interpreted: bool = False  # Whether JAX's GPU interpreter runs them. It cannot do all that a GPU can.
 
 
 _target: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
@@ -38,6 +41,28 @@ def building_for(target: Target):
         _target.reset(token)
 
 
+def allow_waiting_threads():
+    """Has JAX's CPU backend start with 64 threads, which it does only if it has not started yet.
+
+    Two interpreted kernels of one program run at the same time where neither needs the other's results. Their waiting
+    warpgroups may hold all of the backend's threads, by default one a core, and nothing that they wait for can run.
+    """
+    os.environ.setdefault("PJRT_NPROC", str(max(64, os.cpu_count() or 1)))
+
+
+@contextlib.contextmanager
+def interpreting(*, num_sms: int = 4, detect_races: bool = False):
+    """Kernels traced inside run in JAX's GPU interpreter, on the CPU, on a pretended GPU with `num_sms` SMs.
+
+    A kernel takes seconds there even at small shapes. Races are printed under `detect_races`.
+    """
+    allow_waiting_threads()
+    on_cpu = jax.default_device(jax.devices("cpu")[0]) if jax.default_backend() != "cpu" else contextlib.nullcontext()
+    params = plgpu.InterpretGPUParams(detect_races=detect_races)
+    with on_cpu, building_for(Target("the GPU interpreter", num_sms, True)), plgpu.force_gpu_interpret_mode(params):
+        yield
+
+
 @contextlib.contextmanager
 def profiling(directory: str, events: int):
     """Kernels traced inside write the trace of their named scopes (at most `events` a warpgroup) to `directory`."""
@@ -52,23 +77,45 @@ def require_target(op: str) -> Target:
     """Returns what `op` is to be built for.
 
     Raises:
-      RuntimeError: there is neither a Hopper or newer GPU nor a `building_for` context.
+      RuntimeError: there is neither a Hopper or newer GPU nor an `interpreting` or `building_for` context.
     """
     if (target := _target.get()) is not None:
+        if target.interpreted != _is_interpreted():
+            raise RuntimeError(
+                f"cookbook.{op} is built for {target}, but kernels traced here are "
+                f"{'not ' if target.interpreted else ''}interpreted. {_how_to_interpret(op)}"
+            )
         return target
     if jax.default_backend() != "gpu":
         raise RuntimeError(
             f"cookbook.{op} is a GPU kernel and JAX sees no GPU (its backend is {jax.default_backend()!r}). "
-            f"To run it on this machine at small shapes, trace it inside `with cookbook.lab.interpret():`; "
-            f'to compile it without a GPU, use `cookbook.lab.compile_for("h200", cookbook.{op}, ...)`.'
+            + _how_to_interpret(op)
         )
     device = jax.devices()[0]
     if float(device.compute_capability) < 9.0:
         raise RuntimeError(
             f"cookbook.{op} needs a Hopper or newer GPU (compute capability 9.0); {device.device_kind} has "
-            f"{device.compute_capability}. Trace it inside `with cookbook.lab.interpret():` to run it at small shapes."
+            f"{device.compute_capability}. {_how_to_interpret(op)}"
         )
     return Target(device.device_kind, device.core_count)
+
+
+def _how_to_interpret(op: str) -> str:
+    if importlib.util.find_spec(f"{__package__}.lab") is None:  # The family was copied without it.
+        return (
+            f"To run it on the CPU at small shapes, say `from {__package__} import _mgpu` and trace it inside "
+            "`with _mgpu.interpreting():`."
+        )
+    return (
+        "Say `from cookbook import lab`. To run it on the CPU at small shapes, trace it inside `with lab.interpret():`;"
+        f' to compile it without a GPU, use `lab.compile_for("h200", cookbook.{op}, ...)`.'
+    )
+
+
+def _is_interpreted() -> bool:
+    """Whether JAX's interpreter runs what is traced now. Its switch cannot be read, so this traces an empty kernel."""
+    empty = plgpu.kernel(lambda out: None, out_type=jax.ShapeDtypeStruct((1,), jnp.int32))
+    return "interpret=InterpretGPUParams" in str(jax.make_jaxpr(empty)())
 
 
 def compiler_params(**kwargs) -> plgpu.CompilerParams:

@@ -566,7 +566,7 @@ def _run(query, key, value, segments, options: Options):
     config = options.config or default_config(head_dim, (options.left, options.right) != (None, None))
     plan = Plan(
         batch, num_q, num_kv, num_heads, num_kv_heads, head_dim, query.dtype, options.scale, options.soft_cap,
-        options.left, options.right, bool(segments), config, interpreted=target.name == "the GPU interpreter",
+        options.left, options.right, bool(segments), config, interpreted=target.interpreted,
     )  # fmt: skip
     if (need := config.smem_bytes(head_dim)) > _mgpu.SMEM_BYTES_MAX:
         raise ValueError(
@@ -591,7 +591,7 @@ def _attention_bwd(options: Options, residuals, gradients):
     target = _mgpu.require_target("attention")
     dq, dk, dv = attention_bwd.gradients(
         *residuals, *gradients, scale=options.scale, soft_cap=options.soft_cap, left=options.left, right=options.right,
-        interpreted=target.name == "the GPU interpreter", params=_mgpu.compiler_params(approx_math=True),
+        interpreted=target.interpreted, params=_mgpu.compiler_params(approx_math=True),
     )  # fmt: skip
     return dq, dk, dv, None
 

@@ -606,7 +606,7 @@ def paged_attention(
     plan = Plan(
         num_seqs, num_heads, num_kv_heads, head_dim, num_pages, page_size, block_tables.shape[1], q.dtype,
         scale or head_dim**-0.5, logits_soft_cap, window(True, local_window_size)[0], config,
-        target.num_sms, interpreted=target.name == "the GPU interpreter",
+        target.num_sms, interpreted=target.interpreted,
     )  # fmt: skip
     params = _mgpu.compiler_params(approx_math=True)
     out, lse = _decode(q, k_pages, v_pages, block_tables, kv_lens, plan=plan, params=params)

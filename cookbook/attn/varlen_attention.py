@@ -618,7 +618,7 @@ def run(op, q, k, v, block_tables, cu_seqlens_q, kv_where, *, pages, is_causal, 
     plan = Plan(
         num_tokens, len(cu_seqlens_q) - 1, num_heads, k.shape[-2], head_dim, q.dtype, scale or head_dim**-0.5,
         logits_soft_cap, left, right, pages, config, target.num_sms,
-        interpreted=target.name == "the GPU interpreter",
+        interpreted=target.interpreted,
     )  # fmt: skip
     if (need := config.smem_bytes(head_dim) + 8) > _mgpu.SMEM_BYTES_MAX:
         raise ValueError(

@@ -588,7 +588,7 @@ def _forward(a, b, bias, options: Options):
         a, b, m, n, transpose_a, transpose_b = b, a, n, m, not transpose_b, not transpose_a
     plan = Plan(
         m, n, k, (a.dtype, b.dtype), transpose_a, transpose_b, activation, options.out_dtype, config,
-        interpreted=target.name == "the GPU interpreter",
+        interpreted=target.interpreted,
     )  # fmt: skip
     params = _mgpu.compiler_params(approx_math=options.out_dtype.itemsize == 2)
     vectors = {} if bias is None else dict(bias=bias.astype(jnp.float32))

@@ -112,7 +112,7 @@ def matmul_fp8(
     target = _mgpu.require_target("matmul_fp8")
     config = config or _tuned.tuned("matmul_fp8", target.name, problem(a, b, transpose_b=transpose_b), Config)
     config = config or default_config(m, n, k, target.num_sms)
-    interpreted = target.name == "the GPU interpreter"
+    interpreted = target.interpreted
     b = b if transpose_b else b.T
     plan = Plan(m, n, k, (a.dtype, b.dtype), False, True, identity, out_dtype, config, interpreted)
     return fused_product(a, b, vectors, plan=plan, num_sms=target.num_sms, params=_mgpu.compiler_params())

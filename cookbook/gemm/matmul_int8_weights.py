@@ -320,7 +320,7 @@ def matmul_int8_weights(a, w_q, scales, *, out_dtype=None, transpose_w=False, co
     name = problem(a, w_q, scales, transpose_w=transpose_w)
     config = config or _tuned.tuned("matmul_int8_weights", target.name, name, Config)
     config = config or default_config(m, n, k, target.num_sms)
-    interpreted = target.name == "the GPU interpreter"
+    interpreted = target.interpreted
     plan = Plan(n, m, k, (w_q.dtype, a.dtype), False, True, identity, out_dtype, config, interpreted)
     w, vectors = w_q if transpose_w else w_q.T, dict(col_scale=scales.astype(jnp.float32))
     params = _mgpu.compiler_params()

@@ -6,21 +6,16 @@ Every private JAX name that this project needs is used here and nowhere else.
 import contextlib
 import io
 import linecache
-import os
 import pathlib
 import re
 import threading
 
 import jax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
 
-# Two interpreted kernels of one program run at the same time where neither needs the other's results. Their waiting
-# warpgroups may then hold all threads of JAX's CPU backend, by default one a core, and none is left for those that they
-# wait for: it has to be started with more.
-os.environ.setdefault("PJRT_NPROC", str(max(64, os.cpu_count() or 1)))
+_mgpu.allow_waiting_threads()  # Now: a notebook makes arrays, which starts the backend, before it interprets.
 NUM_SMS = 4  # A persistent grid has this many blocks when interpreted: enough for waves and tails, quick to run.
 
 
@@ -90,13 +85,8 @@ def _interpret(detect_races: bool = True):
     seen = Interpreted()
     state_class = gpu_callbacks.GPURaceDetectionState
     gpu_callbacks.GPURaceDetectionState = seen._new_kernel  # JAX makes one for each kernel and keeps only the latest.
-    on_cpu = jax.default_device(jax.devices("cpu")[0]) if jax.default_backend() != "cpu" else contextlib.nullcontext()
     try:
-        with (
-            on_cpu,
-            _mgpu.building_for(_mgpu.Target("the GPU interpreter", NUM_SMS)),
-            plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races)),
-        ):
+        with _mgpu.interpreting(num_sms=NUM_SMS, detect_races=detect_races):
             yield seen
             jax.effects_barrier()
     except BaseException:

@@ -18,6 +18,7 @@ import jax
 import jaxlib
 
 from .. import _tuned
+from . import interpreter
 from .source import module_hashes, module_is, source_hash
 from .toolchain import ToolchainMissing, tool
 
@@ -76,7 +77,7 @@ def value(name: str, compute, gpu: str = "h200"):
     `recorded(name)` says where a stored one comes from.
     """
     topic = name.split("/")[0]
-    if not _on_gpu():
+    if not interpreter.on_gpu():
         return load(topic, gpu).get("values", {}).get(name, {}).get("value")
     result = json.loads(json.dumps(compute()))  # The same types and figures as will be read later.
     if recording():
@@ -161,10 +162,6 @@ def _output(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip()
     except OSError:
         return ""
-
-
-def _on_gpu() -> bool:
-    return jax.default_backend() == "gpu"
 
 
 def load(topic: str, gpu: str) -> dict:

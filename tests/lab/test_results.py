@@ -13,7 +13,7 @@ from lab_kernels import add_one
 
 import cookbook
 from cookbook import lab
-from cookbook.lab import results, source
+from cookbook.lab import interpreter, results, source
 
 H200 = dict(gpu="NVIDIA H200", driver="580.1", jax="0.11.2", jaxlib="0.11.2", ptxas="13.0", date="2026-11-20")
 
@@ -66,10 +66,10 @@ def test_nothing_recorded_is_nothing(h200):
 
 
 def test_values_are_computed_on_a_gpu_and_read_elsewhere(h200, monkeypatch):
-    monkeypatch.setattr(results, "_on_gpu", lambda: True)
+    monkeypatch.setattr(interpreter, "on_gpu", lambda: True)
     monkeypatch.setenv("COOKBOOK_RECORD", "1")
     assert results.value("02_memory/conflicts", lambda: {"1": [1.0, 2.0]}) == {"1": [1.0, 2.0]}
-    monkeypatch.setattr(results, "_on_gpu", lambda: False)
+    monkeypatch.setattr(interpreter, "on_gpu", lambda: False)
     assert results.value("02_memory/conflicts", lambda: 1 / 0) == {"1": [1.0, 2.0]}
     assert results.recorded("02_memory/conflicts") == "recorded on NVIDIA H200, 2026-11-20"
     assert results.value("02_memory/unknown", lambda: 1 / 0) is None
@@ -77,7 +77,7 @@ def test_values_are_computed_on_a_gpu_and_read_elsewhere(h200, monkeypatch):
 
 
 def test_a_value_is_stored_only_when_recording(h200, monkeypatch):
-    monkeypatch.setattr(results, "_on_gpu", lambda: True)
+    monkeypatch.setattr(interpreter, "on_gpu", lambda: True)
     monkeypatch.delenv("COOKBOOK_RECORD", raising=False)
     assert results.value("02_memory/conflicts", lambda: 7) == 7
     assert not h200.exists()
