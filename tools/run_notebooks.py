@@ -1,11 +1,14 @@
 """Runs the course: every notebook through papermill into build/notebooks/, then a table of what ran where.
 
+Each notebook has a process of its own. As many run at a time as there are cores; on a GPU one, because cells measure.
+
 `--record`, on a GPU, writes the executed notebooks back in place with the stamp that the site shows. `make run` and
 `make record` call this script; neither stops at a notebook that fails.
 """
 
 import argparse
 import ast
+import concurrent.futures
 import copy
 import json
 import os
@@ -18,6 +21,8 @@ import nbformat
 import papermill
 import papermill.execute
 from notebook_hash import notebook_hash
+from papermill.engines import NBClientEngine, papermill_engines
+from tqdm import tqdm
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
@@ -36,25 +41,39 @@ def main() -> int:
     paths = _select(args.notebooks)
     machine = _probe()
     where = machine["gpu"] if machine["on_gpu"] else "CPU, interpreted"
-    print(f"{len(paths)} notebook{'s' * (len(paths) > 1)} on {where}, JAX {machine['jax']}")
+    jobs = min(len(paths), args.jobs or (1 if machine["on_gpu"] else len(os.sched_getaffinity(0))))
+    at_a_time = f", {jobs} at a time" if jobs > 1 else ""
+    print(f"{len(paths)} notebook{'s' * (len(paths) > 1)} on {where}, JAX {machine['jax']}{at_a_time}", flush=True)
     if args.record:
         if not machine["on_gpu"]:
             sys.exit("make record: this needs a Hopper or newer GPU, and JAX sees none.")
         os.environ["COOKBOOK_RECORD"] = "1"
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    parameters = {path: _parameters(path, args.parameter) for path in paths}
 
     OUTPUT.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for path in paths:
-        print(f"\n{path.stem}", flush=True)
-        started = time.monotonic()
-        error = _execute(path, OUTPUT / path.name, _parameters(path, args.parameter), args.timeout)
-        seconds = time.monotonic() - started
-        if error:
-            print(error, file=sys.stderr)
-        elif args.record:
-            _write_back(OUTPUT / path.name, path, machine)
-        rows.append((path.stem, _cells(OUTPUT / path.name), f"{seconds:.1f}", where, "FAILED" if error else "ok"))
+    os.chdir(NOTEBOOKS)  # Kernels start here. The whole process has one folder, so no thread may choose another.
+    total = sum(len(nbformat.read(path, as_version=4).cells) for path in paths)
+    with tqdm(total=total, unit="cell") as bar, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        running = []
+
+        def run(path: pathlib.Path) -> tuple[str, ...]:
+            running.append(path.stem[:2])
+            bar.set_description(" ".join(running))
+            started = time.monotonic()
+            error = _execute(path, OUTPUT / path.name, parameters[path], args.timeout, bar.update)
+            seconds = time.monotonic() - started
+            running.remove(path.stem[:2])
+            bar.set_description(" ".join(running))
+            if error:
+                tqdm.write(f"{path.stem}\n{error}", file=sys.stderr)
+            elif args.record:
+                _write_back(OUTPUT / path.name, path, machine)
+            state = "FAILED" if error else "ok"
+            tqdm.write(f"{path.stem}  {seconds:.0f} s  {state}")
+            return path.stem, _cells(OUTPUT / path.name), f"{seconds:.1f}", where, state
+
+        rows = list(pool.map(run, paths))
     _print_table(("notebook", "cells", "seconds", "where it ran", ""), rows)
     failed = [row[0] for row in rows if row[-1] == "FAILED"]
     if failed:
@@ -66,11 +85,16 @@ def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("notebooks", nargs="*", help="which ones: a number such as 05, or a name; default: all")
     parser.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
+    parser.add_argument("-j", "--jobs", type=int, help="how many at a time; default: one a core, on a GPU 1")
     parser.add_argument("--timeout", type=int, default=600, help="seconds that one cell may take")
     parser.add_argument("--record", action="store_true", help="write outputs and stamp into notebooks/; needs a GPU")
     args = parser.parse_args()
     if args.record and args.parameter:
         parser.error("--record takes no -p: what is recorded is the notebook as it stands")
+    if args.jobs is not None and args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: must be at least 1")
+    if args.record and args.jobs not in (None, 1):
+        parser.error("--record takes no --jobs: notebooks that share a GPU measure each other")
     return args
 
 
@@ -109,14 +133,28 @@ def _probe() -> dict:
     return json.loads(answer.stdout.splitlines()[-1])
 
 
-def _execute(path: pathlib.Path, output: pathlib.Path, parameters: dict, timeout: int) -> str | None:
+class _Counted(NBClientEngine):
+    """papermill's engine, which also calls `tick` after each cell: papermill's own progress bar knows one notebook."""
+
+    @classmethod
+    def execute_managed_notebook(cls, nb_man, kernel_name, *, tick, **kwargs):
+        complete, nb_man.cell_complete = nb_man.cell_complete, lambda *args, **kw: (complete(*args, **kw), tick())
+        return super().execute_managed_notebook(nb_man, kernel_name, **kwargs)
+
+
+papermill_engines.register("counted", _Counted)
+
+
+def _execute(path: pathlib.Path, output: pathlib.Path, parameters: dict, timeout: int, tick) -> str | None:
     """Returns what went wrong, or None."""
     try:
         papermill.execute_notebook(
             str(path),
             str(output),
             parameters=parameters,
-            cwd=str(NOTEBOOKS),
+            engine_name="counted",
+            tick=tick,
+            progress_bar=False,
             execution_timeout=timeout,
             extra_arguments=["--IPKernelApp.log_level=40"],  # A warning about encryption would break the progress bar.
         )

@@ -233,6 +233,7 @@ def runner(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["run_notebooks.py", *args])
         return run_notebooks.main()
 
+    monkeypatch.chdir(ROOT)  # And back again: the runner changes to the notebooks' folder.
     monkeypatch.setattr(run_notebooks, "NOTEBOOKS", tmp_path)
     monkeypatch.setattr(run_notebooks, "OUTPUT", tmp_path / "build")
     monkeypatch.setattr(run_notebooks, "_probe", lambda: {"gpu": "cpu", "jax": "0", "on_gpu": False})
@@ -245,6 +246,18 @@ def test_run_goes_on_after_a_failure_and_ends_in_a_table(runner, capfd):
     output = capfd.readouterr().out
     assert re.search(r"00_fails +2/3 +[\d.]+ +CPU, interpreted +FAILED", output)
     assert re.search(r"01_raises_as_told +3/3 +[\d.]+ +CPU, interpreted +ok", output)
+
+
+def test_run_takes_as_many_notebooks_at_a_time_as_asked(runner, tmp_path, capfd):
+    """Each waits for the other to have begun, in the folder of the notebooks; one bar counts the cells of both."""
+    wait = "import pathlib, time\npathlib.Path({mine!r}).touch()\n"
+    wait += "while not pathlib.Path({other!r}).exists(): time.sleep(0.1)"
+    pair = {f"0{i}": ["n = 1", wait.format(mine=f"{i}.txt", other=f"{1 - i}.txt")] for i in (0, 1)}
+    assert runner(pair, "--jobs", "2", "--timeout", "60") == 0
+    captured = capfd.readouterr()
+    assert "2 notebooks on CPU, interpreted, JAX 0, 2 at a time" in captured.out and " 4/4 " in captured.err
+    with pytest.raises(SystemExit):
+        runner({}, "--record", "--jobs", "2")
 
 
 def test_run_passes_parameters_and_refuses_unknown_ones(runner):
