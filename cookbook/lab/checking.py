@@ -57,7 +57,7 @@ class CheckReport:
         """Nothing: `check` has printed the table, and a notebook would show it again below."""
 
 
-def check(fn, reference, *args, tolerance: float | tuple | None = None, gpu: str = "h200") -> CheckReport:
+def check(fn, reference, *args, tolerance: float | tuple | None = None, gpu: str | None = "h200") -> CheckReport:
     """Runs `fn(*args)`, compares it with `reference(*args)` at float64, and compiles it; prints a table.
 
     It runs on the GPU where there is one, otherwise in the interpreter, with outputs that start as NaN (on a GPU: in
@@ -74,7 +74,8 @@ def check(fn, reference, *args, tolerance: float | tuple | None = None, gpu: str
         (`jnp.promote_types(x.dtype, jnp.float32)`) so that it is exact enough when given float64.
       args: arrays, or pytrees of them.
       tolerance: an error limit that replaces the above; a tuple has one for each output, None for the above.
-      gpu: what to compile for, "h200" or "b200".
+      gpu: what to compile for, "h200" or "b200". None: nothing is compiled, and the table says so. That suits a shape
+        more of a kernel that has been compiled already.
 
     Raises:
       CheckError: something failed; the table says what, and so does the message.
@@ -101,7 +102,9 @@ def _run(fn, args) -> tuple[list[Item], object]:
     jitted = jax.jit(lambda *args: fn(*args))  # A jit of its own: nothing traced earlier, for another place, is reused.
     try:
         if interpreter.on_gpu():
-            outs = [_run_poisoned(jitted, args) for _ in range(GPU_RUNS)]
+            # Compiled first: what compiling allocates could take the poisoned memory from the outputs.
+            compiled = jitted.lower(*args).compile()
+            outs = [_run_poisoned(compiled, args) for _ in range(GPU_RUNS)]
             where = jax.devices()[0].device_kind
         else:
             with interpreter._interpret() as seen:
@@ -121,15 +124,15 @@ def _run(fn, args) -> tuple[list[Item], object]:
     return items, outs[0]
 
 
-def _run_poisoned(jitted, args):
+def _run_poisoned(compiled, args):
     """Runs where memory just freed is full of NaN, so that an output left unwritten shows."""
     poison = [
         jnp.full(leaf.shape, jnp.nan if jnp.issubdtype(leaf.dtype, jnp.inexact) else 85, leaf.dtype)
-        for leaf in jax.tree.leaves(jax.eval_shape(jitted, *args))
+        for leaf in jax.tree.leaves(compiled.out_info)
     ]
     jax.block_until_ready(poison)
     del poison
-    return jax.block_until_ready(jitted(*args))
+    return jax.block_until_ready(compiled(*args))
 
 
 def _bits(tree) -> list[bytes]:
@@ -138,14 +141,15 @@ def _bits(tree) -> list[bytes]:
 
 def _compare(out, reference, args, tolerance) -> list[Item]:
     """One line for each output leaf."""
-    rounded = _compute(reference, args)
+    limits = tolerance if isinstance(tolerance, tuple) else (tolerance,) * len(jax.tree.leaves(out))
     with jax.enable_x64(True):
         exact = jax.tree.map(np.asarray, _compute(reference, jax.tree.map(_to_float64, args)))
     if jax.tree.structure(out) != jax.tree.structure(exact):
         found, wanted = jax.tree.structure(out), jax.tree.structure(exact)
         return [Item("result", "FAILED", f"the kernel returns {found}, the reference {wanted}")]
+    # The reference at the arguments' own dtypes, where an error of its own decides.
+    rounded = _compute(reference, args) if None in limits else exact
     leaves = [jax.tree.leaves(tree) for tree in (out, exact, rounded)]
-    limits = tolerance if isinstance(tolerance, tuple) else (tolerance,) * len(leaves[0])
     return [_compare_leaf(*leaf) for leaf in zip(*leaves, limits, strict=True)]
 
 
@@ -195,8 +199,10 @@ def _compare_leaf(out, exact: np.ndarray, rounded, tolerance) -> Item:
     return Item("result", "ok", f"{name}: error {error:.1e}, limit {tolerance:.1e}")
 
 
-def _compile(fn, args, gpu: str) -> tuple[list[Item], Compiled | None]:
+def _compile(fn, args, gpu: str | None) -> tuple[list[Item], Compiled | None]:
     """What the compiler says, one line a fact."""
+    if gpu is None:
+        return [Item("compiles", "-", "not tried: gpu=None")], None
     try:
         compiled = compile_for(gpu, fn, *args)
     except ToolchainMissing as error:
