@@ -9,10 +9,14 @@ VENV ?= .venv
 PYTHON ?= $(VENV)/bin/python
 READY := $(if $(filter $(VENV)/bin/python,$(PYTHON)),setup)
 GPU = $(shell nvidia-smi -L 2>/dev/null | head -1)
-WORKERS ?= $(if $(GPU),4,2)
+# On a GPU host the workers share one GPU, and mostly compile.
+WORKERS ?= $(if $(GPU),10,$(shell nproc))
+# Interpreted kernels and references run once: XLA compiles them quickly rather than well.
+QUICK_XLA = --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export XLA_PYTHON_CLIENT_PREALLOCATE ?= false
+export XLA_FLAGS ?= $(if $(GPU),,$(QUICK_XLA))
 export JUPYTER_CONFIG_PATH := $(CURDIR)/tools/jupyter$(if $(JUPYTER_CONFIG_PATH),:$(JUPYTER_CONFIG_PATH))
 
 .PHONY: help
@@ -21,19 +25,23 @@ help:  ## List these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "Each takes PYTHON=python3 to use that interpreter and what it has, without installing anything."
 
-.PHONY: run
-run: $(READY)  ## Run the course into build/notebooks (NB=05 for one notebook; ARGS="-p n 8192" for its parameters)
-	@$(PYTHON) tools/run_notebooks.py $(NB) $(ARGS)
+# TIMES=1 writes how long a command took into results/, from where the README's table is rendered.
+TIMED = $(if $(TIMES),$(PYTHON) tools/times.py "make $@$(if $(ALL), ALL=1)")
 
-# One notebook goes to one worker; xdist's default would spread its cells over several kernels.
-NBVAL := --dist=loadfile --nbval-lax --nbval-current-env --nbval-cell-timeout=120
+.PHONY: run
+run: export OMP_NUM_THREADS ?= 1
+run: $(READY)  ## Run the course into build/notebooks (NB=05 for one notebook; ARGS="-p n 8192" for its parameters)
+	@$(TIMED) $(PYTHON) tools/run_notebooks.py $(NB) $(ARGS)
+
+# tests/conftest.py says what xdist must not spread over several workers: the cells of a notebook, above all.
+PYTEST = -n $(WORKERS) --dist=loadgroup --nbval-lax --nbval-current-env --nbval-cell-timeout=120
 
 .PHONY: test
 test: export OMP_NUM_THREADS ?= 1
-test: $(READY)  ## Check the style, run the unit tests and every notebook (ARGS="-k softmax" for some)
+test: $(READY)  ## Check the style, test the kernels, run every notebook (ALL=1 for all tests; ARGS="-k softmax" for some)
 	@$(PYTHON) -m ruff check --quiet .
 	@$(PYTHON) -m ruff format --check --quiet . || { echo "Run: $(PYTHON) -m ruff format ."; exit 1; }
-	@$(PYTHON) -m pytest -n $(WORKERS) $(NBVAL) $(ARGS) tests notebooks
+	@$(TIMED) $(PYTHON) -m pytest $(PYTEST) $(if $(ALL),,-m "not slow") $(ARGS) $(or $(PATHS),tests notebooks)
 
 .PHONY: lab
 lab: $(READY)  ## Open the notebooks in JupyterLab

@@ -12,10 +12,35 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # The compile-onl
 SECONDS = 300  # A kernel that deadlocks hangs for ever, in the interpreter and on a GPU.
 
 
+# Files whose tests share what is expensive to make: xdist gives all of them to one worker.
+TOGETHER = ("test_serving.py",)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--first-cases", action="store_true", help="run the first case of each parametrized test alone")
+
+
 def pytest_collection_modifyitems(config, items):
+    if config.getoption("first_cases"):
+        _keep_first_cases(config, items)
     for item in items:
         if config.pluginmanager.hasplugin("timeout") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SECONDS))
+        # Cells of a notebook share its kernel, cases of a test what JAX has compiled.
+        file, function = item.nodeid.split("::")[0], getattr(item, "originalname", None)
+        whole = function is None or file.endswith(TOGETHER)
+        item.add_marker(pytest.mark.xdist_group(file if whole else f"{file}::{function}"))
+
+
+def _keep_first_cases(config, items):
+    seen, dropped = set(), []
+    for item in items[:]:
+        case = (item.path, getattr(item, "originalname", None))
+        if case[1] and case in seen:
+            items.remove(item)
+            dropped.append(item)
+        seen.add(case)
+    config.hook.pytest_deselected(items=dropped)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
-"""Renders the README's table of figures from results/; `--check` only says whether it is up to date."""
+"""Renders the README's tables from results/; `--check` only says whether they are up to date."""
 
 import collections
+import json
 import re
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from bench.problems import CASES, LIBRARIES  # noqa: E402
 from cookbook.lab import results  # noqa: E402
 
 README = ROOT / "README.md"
-BETWEEN_MARKERS = re.compile(r"(<!-- results: .*? -->\n).*?(<!-- end -->)", re.S)
+BETWEEN_MARKERS = re.compile(r"(<!-- (results|times): .*? -->\n).*?(<!-- end -->)", re.S)
 
 
 def main() -> int:
@@ -28,7 +29,25 @@ def main() -> int:
 
 def rendered(readme: str) -> str:
     """`readme` with what stands between its markers made anew from results/."""
-    return BETWEEN_MARKERS.sub(lambda match: f"{match[1]}{_table()}{match[2]}", readme)
+    tables = dict(results=_table, times=_times)
+    return BETWEEN_MARKERS.sub(lambda match: f"{match[1]}{tables[match[2]]()}{match[3]}", readme)
+
+
+def _times() -> str:
+    """How long each command took, a column for each machine; `TIMES=1` records it."""
+    recorded = [json.loads(path.read_text()) for path in sorted(results.ROOT.glob("*/times.json"))]
+    columns = {}
+    for command, entry in ((name, times[name]) for times in recorded for name in times):
+        where = "CPU" if entry["gpu"] == "cpu" else entry["gpu"]
+        columns.setdefault(f"{where}, {entry['cores']} cores", {})[command] = max(1, -(-entry["seconds"] // 60))
+    if not columns:
+        return ""
+    commands = sorted({command for times in columns.values() for command in times})
+    lines = [f"| | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}\n"]
+    for command in commands:
+        minutes = (f"{times[command]} min" if command in times else "" for times in columns.values())
+        lines.append(f"| `{command}` | {' | '.join(minutes)} |\n")
+    return "\nOnce set up, the commands take:\n\n" + "".join(lines) + "\n"
 
 
 def _table() -> str:

@@ -11,6 +11,8 @@ import nbformat
 import pytest
 import yaml
 
+from cookbook.lab import results
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TARGETS = re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.M)
@@ -74,7 +76,7 @@ def test_workflows_call_commands_that_exist():
         commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
         assert commands
         for command in commands:
-            assert command in ("nvidia-smi", ".ci/run") or command.removeprefix("make ") in TARGETS, path.name
+            assert command in ("nvidia-smi", ".ci/run") or re.match(r"make (\w+)", command)[1] in TARGETS, path.name
 
 
 # Set-up --------------------------------------------------------------------------------------------------------------
@@ -300,6 +302,19 @@ def test_readme_shows_what_results_hold():
 
     assert render_readme.README.read_text() == render_readme.rendered(render_readme.README.read_text()), (
         "run: make figures"
+    )
+
+
+def test_readme_shows_how_long_commands_take(results_folder):
+    import render_readme
+
+    assert render_readme._times() == ""
+    entry = dict(seconds=371, cores=2, gpu="cpu", jax="0.11.2", date="2026-11-22")
+    results.save("times", "cpu", {"make run": entry})
+    results.save("times", "h200", {"make test ALL=1": entry | dict(gpu="NVIDIA H200", cores=16, seconds=480)})
+    assert render_readme._times() == (
+        "\nOnce set up, the commands take:\n\n| | CPU, 2 cores | NVIDIA H200, 16 cores |\n|---|---|---|\n"
+        "| `make run` | 7 min |  |\n| `make test ALL=1` |  | 8 min |\n\n"
     )
 
 
