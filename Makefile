@@ -33,8 +33,8 @@ run: export OMP_NUM_THREADS ?= 1
 run: $(READY)  ## Run the course into build/notebooks (NB=05 for one notebook; ARGS="-p n 8192" for its parameters)
 	@$(TIMED) $(PYTHON) tools/run_notebooks.py $(NB) $(ARGS)
 
-# tests/conftest.py says what xdist must not spread over several workers: the cells of a notebook, above all.
-PYTEST = -n $(WORKERS) --dist=loadgroup --nbval-lax --nbval-current-env --nbval-cell-timeout=120
+# tests/conftest.py shares them out: all cells of a notebook to one worker.
+PYTEST = -n $(WORKERS) --nbval-lax --nbval-current-env --nbval-cell-timeout=120
 
 .PHONY: test
 test: export OMP_NUM_THREADS ?= 1

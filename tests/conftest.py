@@ -12,10 +12,6 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # The compile-onl
 SECONDS = 300  # A kernel that deadlocks hangs for ever, in the interpreter and on a GPU.
 
 
-# Files whose tests share what is expensive to make: xdist gives all of them to one worker.
-TOGETHER = ("test_serving.py",)
-
-
 def pytest_addoption(parser):
     parser.addoption("--first-cases", action="store_true", help="run the first case of each parametrized test alone")
 
@@ -26,10 +22,20 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if config.pluginmanager.hasplugin("timeout") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SECONDS))
-        # Cells of a notebook share its kernel, cases of a test what JAX has compiled.
-        file, function = item.nodeid.split("::")[0], getattr(item, "originalname", None)
-        whole = function is None or file.endswith(TOGETHER)
-        item.add_marker(pytest.mark.xdist_group(file if whole else f"{file}::{function}"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Gives a worker all cells of a notebook, which share a kernel, or all cases of a test."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByTest(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            # The tests of serving share a trace that takes long to answer.
+            is_whole = ".ipynb::" in nodeid or "test_serving.py::" in nodeid
+            return nodeid.split("::")[0] if is_whole else nodeid.split("[")[0]
+
+    return ByTest(config, log)
 
 
 def _keep_first_cases(config, items):
