@@ -113,7 +113,7 @@ def _run(case: Case, iterations: int, tune: bool) -> bool | None:
         del exact
     rows = {
         impl: _measure(fn, *inputs, problem=case.problem, impl=impl, iterations=iterations, flops=case.flops,
-                          nbytes=case.nbytes)
+                          nbytes=case.nbytes, of=getattr(cookbook, case.op if impl == "cookbook" else impl, False))
         for impl, fn in impls.items()
     }  # fmt: skip
     ours = rows[case.impl]

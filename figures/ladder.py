@@ -6,16 +6,12 @@ code that has changed since is marked as stale.
 
 import json
 import pathlib
-import sys
 
 from cookbook.lab import plot, results, roofline
+from cookbook.lab.source import notebook_hash
 from figures._draw import save
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tools"))
-
-from notebook_hash import notebook_hash  # noqa: E402
-
 CHAPTER, SIZE = "06_pipelining", 4096  # M = N = K.
 RUNGS = (
     ("matmul_blocked", "CUDA cores: cookbook.matmul_blocked"),

@@ -1,13 +1,11 @@
 """What a page was verified on: a notebook's own record, or the newest measurement in results/."""
 
 import json
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tools"))
+from cookbook.lab.source import notebook_hash
 
-from notebook_hash import notebook_hash  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def stamp_of(notebook: Path | None) -> dict | None:

@@ -20,7 +20,6 @@ import time
 import nbformat
 import papermill
 import papermill.execute
-from notebook_hash import notebook_hash
 from papermill.engines import NBClientEngine, papermill_engines
 from tqdm import tqdm
 
@@ -186,6 +185,8 @@ def _cells(path: pathlib.Path) -> str:
 
 
 def _write_back(executed: pathlib.Path, path: pathlib.Path, machine: dict) -> None:
+    from cookbook.lab.source import notebook_hash  # It takes JAX seconds to be imported.
+
     notebook = nbformat.read(executed, as_version=4)
     notebook.metadata.pop("papermill", None)
     for cell in notebook.cells:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from .. import _tuned
-from . import interpreter, results, timing
+from . import interpreter, results, source, timing
 
 TOPIC = _tuned.FILE.removesuffix(".json")
 WRONG_ABOVE = 1e-2  # Relative distance from the result of the op's own choice: roundings to 16 bits are 2e-3.
@@ -79,12 +79,12 @@ def autotune(op, *args, iterations: int = 10, refresh: bool = False, **kwargs) -
             )
         return _tuning(op.__name__, problem, entry, module.Config, recorded=True)
 
-    gpu, source = results.this_gpu(), results.source_hash(op)
+    gpu, code = results.this_gpu(), source.code_of(op)
     data = results.load(TOPIC, gpu)
     entry = data.setdefault(op.__name__, {}).setdefault(problem, {})
-    if refresh or entry.get("source") != source:
+    if refresh or any(entry.get(key) != value for key, value in code.items()):
         entry.clear()
-        entry.update(source=source, trials=[])
+        entry.update(code, trials=[])
     known = {json.dumps(trial["config"], sort_keys=True) for trial in entry["trials"]}
     waiting = [
         c for c in module.configs(*args, **kwargs) if json.dumps(dataclasses.asdict(c), sort_keys=True) not in known

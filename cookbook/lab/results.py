@@ -19,10 +19,10 @@ import jaxlib
 
 from .. import _tuned
 from . import interpreter
-from .source import module_hashes, module_is, source_hash
+from .source import changed, code_of
 from .toolchain import ToolchainMissing, tool
 
-__all__ = ["read", "recording", "rows", "source_hash", "stale", "stale_list", "topics", "value", "write"]
+__all__ = ["read", "recording", "rows", "stale", "stale_list", "topics", "value", "write"]
 
 ROOT = _tuned.ROOT
 
@@ -56,13 +56,12 @@ def write(
       impl: "cookbook", or a peer's name.
       ms, min_ms, spread: median and least time, and interquartile range over median.
       flops, nbytes: of one call.
-      fn: what was measured, for its source hash; None for other people's code.
+      fn: what was measured, whose code the row keeps the hashes of; None for other people's.
       provenance: more of it, e.g. `inputs="random normal"`, `torch="2.11"`.
     """
     row = dict(ms=ms, min_ms=min_ms, spread=spread, flops=flops, nbytes=nbytes)
     row["provenance"] = machine() | dict(inputs="random normal") | provenance
-    if fn is not None:
-        row["provenance"] |= dict(source=source_hash(fn), modules=module_hashes(fn))
+    row["provenance"] |= code_of(fn)
     topic, gpu = problem.split("/")[0], this_gpu()
     data = load(topic, gpu)
     data.setdefault("rows", {}).setdefault(problem, {})[impl] = row
@@ -82,9 +81,7 @@ def value(name: str, compute, gpu: str = "h200"):
     result = json.loads(json.dumps(compute()))  # The same types and figures as will be read later.
     if recording():
         data = load(topic, this_gpu())
-        data.setdefault("values", {})[name] = dict(
-            value=result, provenance=machine() | dict(source=source_hash(compute))
-        )
+        data.setdefault("values", {})[name] = dict(value=result, provenance=machine() | code_of(compute))
         save(topic, this_gpu(), data)
     return result
 
@@ -101,9 +98,9 @@ def where(provenance: dict) -> str:
 
 
 def stale(problem: str, impl: str, fn, gpu: str = "h200") -> bool:
-    """Whether the row was measured of other code than `fn` is now. False where its source was not recorded."""
-    source = ((read(problem, impl, gpu) or {}).get("provenance") or {}).get("source")
-    return source is not None and fn is not None and source != source_hash(fn)
+    """Whether the row was measured of other code than `fn` is now. False where its code was not recorded."""
+    row = read(problem, impl, gpu)
+    return row is not None and changed(row["provenance"], fn)
 
 
 def stale_list(gpu: str = "h200") -> list[tuple[str, str]]:
@@ -113,7 +110,7 @@ def stale_list(gpu: str = "h200") -> list[tuple[str, str]]:
         for topic in topics(gpu)
         for problem, impls in rows(topic, gpu).items()
         for impl, row in impls.items()
-        if not all(module_is(name, known) for name, known in row["provenance"].get("modules", {}).items())
+        if changed(row["provenance"])
     ]
 
 
@@ -125,7 +122,7 @@ def read_timeline(problem: str, gpu: str = "h200") -> dict | None:
 def write_timeline(problem: str, data: dict, fn) -> None:
     path = _timeline_path(problem, this_gpu())
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = data | dict(provenance=machine() | dict(source=source_hash(fn)))
+    data = data | dict(provenance=machine() | code_of(fn))
     path.write_bytes(gzip.compress(json.dumps(data, sort_keys=True).encode(), mtime=0))  # Same data, same file.
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from .. import _mgpu
-from . import interpreter, plot, results
+from . import interpreter, plot, results, source
 from .compiling import name_of
 from .toolchain import GPUS
 
@@ -51,7 +51,7 @@ def timeline(
             results.write_timeline(problem, trace, fn)
     elif (trace := results.read_timeline(problem)) is not None:
         title = f"{name}, {results.where(trace['provenance'])}"
-        if trace["provenance"]["source"] != results.source_hash(fn):
+        if source.changed(trace["provenance"], fn):
             title += "; STALE: the code has changed since"
     else:
         trace, title = {"lanes": []}, f"{name}: no recorded timeline, and no GPU to record one"

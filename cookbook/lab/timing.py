@@ -62,6 +62,7 @@ def measure(
     flops: float | None = None,
     nbytes: float | None = None,
     inputs: str = "random normal",
+    of=None,
 ) -> Measurement:
     """Kernel time of `fn(*args)`: median, least and spread of `iterations` warm calls.
 
@@ -75,16 +76,18 @@ def measure(
       impl: whose implementation this is.
       flops, nbytes: floating-point operations and bytes of HBM traffic of one call, for the rates.
       inputs: what `args` hold, for the record.
+      of: the kernel whose code is measured, where `fn` only calls it; False where it is other people's.
     """
     if iterations < 1:
         raise ValueError(f"iterations = {iterations} must be at least 1")
+    measured = fn if of is None else of or None
     if fn is None or not interpreter.on_gpu():
-        return _recorded(fn, problem, impl, flops, nbytes)
+        return _recorded(measured, problem, impl, flops, nbytes)
     times = np.array(_kernel_ms(fn, args, iterations))
     low, median, high = (float(x) for x in np.percentile(times, (25, 50, 75)))
     figures = dict(min_ms=float(times.min()), spread=(high - low) / median, flops=flops, nbytes=nbytes)
     if problem and results.recording():
-        results.write(problem, impl, ms=median, fn=fn, inputs=inputs, **figures)
+        results.write(problem, impl, ms=median, fn=measured, inputs=inputs, **figures)
     return Measurement(problem, impl, median, **figures, provenance=results.machine())
 
 

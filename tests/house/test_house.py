@@ -272,28 +272,6 @@ def test_run_passes_parameters_and_refuses_unknown_ones(runner):
         runner({}, "00", "--record")
 
 
-def test_a_notebooks_hash_follows_the_code_that_it_uses(tmp_path, monkeypatch):
-    import notebook_hash
-
-    def write(cell="from cookbook import add\nadd(1)", add="from . import _mgpu\n\ndef add(x): return x", other="1"):
-        (tmp_path / "__init__.py").write_text("from .add import add as add\nfrom .other import sub as sub\n")
-        (tmp_path / "_mgpu.py").write_text("limit = 3\n")
-        (tmp_path / "add.py").write_text(add)
-        (tmp_path / "other.py").write_text(f"sub = {other}")
-        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
-        nbformat.write(notebook, tmp_path / "n.ipynb")
-        return notebook_hash.notebook_hash(tmp_path / "n.ipynb")
-
-    monkeypatch.setattr(notebook_hash, "PACKAGE", tmp_path)
-    notebook_hash._exports.cache_clear()
-    known = write()
-    same = [write(cell="# why\nfrom cookbook import add\n\nadd(1)"), write(other="2")]
-    same += [write(add='"""Adds."""\nfrom . import _mgpu\n\ndef add(x):\n    """Doc."""\n    return x')]
-    changed = [write(cell="from cookbook import add\nadd(2)"), write(add="def add(x): return -x")]
-    notebook_hash._exports.cache_clear()
-    assert set(same) == {known} and known not in changed
-
-
 # Rendered from results/ ----------------------------------------------------------------------------------------------
 
 

@@ -118,7 +118,7 @@ def test_what_is_right_does_not_depend_on_what_is_left(op, monkeypatch):
 def test_times_of_other_code_are_taken_anew(op):
     lab.autotune(op, X)
     data = json.loads(_tuned.path("h200").read_text())
-    data["scale"][problem(X)]["source"] = "of another day"
+    data["scale"][problem(X)]["code"] = "of another day"
     _tuned.path("h200").write_text(json.dumps(data))
     lab.autotune(op, X)
     assert op.timed == 2 * [4, 8, 16]
