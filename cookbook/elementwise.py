@@ -149,6 +149,9 @@ def fuse(fn, *, config: Config | None = None):
     return fused
 
 
+fuse.Config = Config  # `cookbook.fuse` is this function, not its module.
+
+
 def add(x, y, *, activation=None, config: Config | None = None):
     """`activation(x + y)`, computed in float32 and rounded once.
 
@@ -164,6 +167,9 @@ def add(x, y, *, activation=None, config: Config | None = None):
       ValueError: shapes differ, or a dtype or the activation is not supported; RuntimeError: no GPU.
     """
     return _run("add", _add_fn(activation), (x, y), config)
+
+
+add.Config = Config  # `cookbook.add` is this function, not its module.
 
 
 @functools.cache  # One function an activation, so that `jit` finds its kernel again.

@@ -638,6 +638,9 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+attention.Config = Config  # `cookbook.attention` is this function, not its module.
+
+
 def flops(batch: int, num_q: int, num_kv: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
     """Of the two products; half of them with a causal mask."""
     return 4 * batch * num_heads * num_q * num_kv * head_dim // (2 if is_causal else 1)

@@ -572,7 +572,7 @@ def paged_attention(
     """Attention of the last token of each sequence to all of its tokens, whose keys and values lie in pages.
 
     The same to the bit in every run. A page that is not there counts as zeros, and a length is cut at what the block
-    table holds: `check_block_tables` looks for both.
+    table holds: `cookbook.paged_attention.check_block_tables` looks for both.
 
     Args:
       q: (num_seqs, heads, head_dim), the queries of the last tokens; bfloat16 or float16; head_dim 64, 128 or 256.
@@ -611,6 +611,10 @@ def paged_attention(
     params = _mgpu.compiler_params(approx_math=True)
     out, lse = _decode(q, k_pages, v_pages, block_tables, kv_lens, plan=plan, params=params)
     return (out, lse) if return_lse else out
+
+
+paged_attention.Config = Config  # `cookbook.paged_attention` is this function, not its module.
+paged_attention.check_block_tables = check_block_tables
 
 
 def flops(kv_lens, num_heads: int, head_dim: int) -> int:

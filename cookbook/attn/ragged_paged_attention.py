@@ -65,7 +65,7 @@ def ragged_paged_attention(
     """Attention of the new tokens of each sequence to those before them, whose keys and values lie in pages.
 
     The same to the bit in every run. A page that is not there counts as zeros, and a length is cut at what the block
-    table holds: `check_block_tables` of `paged_attention` looks for both.
+    table holds: `cookbook.paged_attention.check_block_tables` looks for both.
 
     Args:
       q: (T, heads, head_dim), the queries of the new tokens of all sequences, one behind the other; bfloat16 or
@@ -95,3 +95,6 @@ def ragged_paged_attention(
         pages=Pages(*k_pages.shape[:2], block_tables.shape[1]), is_causal=True, scale=scale,
         local_window_size=local_window_size, logits_soft_cap=logits_soft_cap, return_lse=return_lse, config=config,
     )  # fmt: skip
+
+
+ragged_paged_attention.Config = Config  # `cookbook.ragged_paged_attention` is this function, not its module.

@@ -688,6 +688,9 @@ def varlen_attention(
     )  # fmt: skip
 
 
+varlen_attention.Config = Config  # `cookbook.varlen_attention` is this function, not its module.
+
+
 def flops(q_lens, kv_lens, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
     """Of the two products, for sequences of these lengths; with a causal mask of what queries see."""
     pairs = (q * (kv - (q - 1) / 2 if is_causal else kv) for q, kv in zip(q_lens, kv_lens, strict=True))

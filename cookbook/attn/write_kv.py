@@ -21,7 +21,7 @@ made in the same `jit` and is not used afterwards. A `jax.new_ref` of the caller
 
 Slots should be distinct. Which of two tokens with one slot wins is undefined, and the slot may get parts of both: it
 depends on the order in which blocks run, and for the later one to win each block would have to read all slots.
-`check_slots` finds such tokens, on the host.
+`cookbook.write_kv.check_slots` finds such tokens, on the host.
 
 Under `jax.shard_map`, with `check_vma=False`. Not supported: tokens and cache of different dtypes, 8-bit caches,
 differentiation, `jax.vmap`.
@@ -264,6 +264,9 @@ def check_slots(slot_mapping, num_slots: int):
             f"check_slots: slot_mapping[{token}] is {slots[token]}, as is slot_mapping"
             f"[{np.flatnonzero(slots == slots[token])[0]}]; slots must be distinct: give all but one a negative slot"
         )
+
+
+write_kv.Config, write_kv.check_slots = Config, check_slots  # `cookbook.write_kv` is that function, not its module.
 
 
 def bytes_moved(num_tokens: int, num_kv_heads: int, head_dim: int, itemsize: int) -> int:

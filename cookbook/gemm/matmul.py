@@ -669,6 +669,9 @@ def matmul(
     return _matmul(a, b, bias, Options(transpose_a, transpose_b, activation, out_dtype, config))
 
 
+matmul.Config = Config  # `cookbook.matmul` is this function, not its module.
+
+
 def flops(m: int, n: int, k: int) -> int:
     return 2 * m * n * k
 

@@ -264,6 +264,9 @@ def matmul_blocked(a, b, *, config: Config | None = None):
     return _call(a, b, plan=plan, params=_mgpu.compiler_params(reduction_scratch_bytes=0))  # Sums stay in a thread.
 
 
+matmul_blocked.Config = Config  # `cookbook.matmul_blocked` is this function, not its module.
+
+
 def flops(m: int, n: int, k: int) -> int:
     return 2 * m * n * k
 

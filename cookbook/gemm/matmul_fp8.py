@@ -118,6 +118,9 @@ def matmul_fp8(
     return fused_product(a, b, vectors, plan=plan, num_sms=target.num_sms, params=_mgpu.compiler_params())
 
 
+matmul_fp8.Config = Config  # `cookbook.matmul_fp8` is this function, not its module.
+
+
 def flops(m: int, n: int, k: int) -> int:
     return 2 * m * n * k
 

@@ -327,6 +327,9 @@ def matmul_int8_weights(a, w_q, scales, *, out_dtype=None, transpose_w=False, co
     return fused_product(w, a, vectors, plan=plan, num_sms=target.num_sms, params=params, kernel=_kernel)
 
 
+matmul_int8_weights.Config = Config  # `cookbook.matmul_int8_weights` is this function, not its module.
+
+
 def flops(m: int, n: int, k: int) -> int:
     return 2 * m * n * k
 

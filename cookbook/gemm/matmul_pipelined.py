@@ -210,6 +210,9 @@ def matmul_pipelined(
     )  # fmt: skip
 
 
+matmul_pipelined.Config = Config  # `cookbook.matmul_pipelined` is this function, not its module.
+
+
 def flops(m: int, n: int, k: int) -> int:
     return 2 * m * n * k
 

@@ -214,6 +214,9 @@ def matmul_wgmma(a, b, *, transpose_a=False, transpose_b=False, out_dtype=None, 
     return _call(a, b, plan=plan, out_dtype=out_dtype, params=_mgpu.compiler_params())
 
 
+matmul_wgmma.Config = Config  # `cookbook.matmul_wgmma` is this function, not its module.
+
+
 def flops(m: int, n: int, k: int) -> int:
     return 2 * m * n * k
 

@@ -170,6 +170,9 @@ def reduce_sum(x, axis: int, *, config: Config | None = None):
     return _call(x, axis, config, _mgpu.compiler_params())
 
 
+reduce_sum.Config = Config  # `cookbook.reduce_sum` is this function, not its module.
+
+
 def flops(rows: int, cols: int) -> int:
     return rows * cols
 

@@ -101,6 +101,9 @@ def rms_norm(x, scale, *, eps: float = 1e-6, config: Config | None = None):
     return _call(x, scale, float(eps), config, _mgpu.compiler_params())
 
 
+rms_norm.Config = Config  # `cookbook.rms_norm` is this function, not its module.
+
+
 def flops(rows: int, cols: int) -> int:
     """A square, an addition and two multiplications for each value."""
     return 4 * rows * cols

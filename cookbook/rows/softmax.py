@@ -121,6 +121,9 @@ def softmax(x, *, config: Config | None = None):
     return _call(x, config, _mgpu.compiler_params(approx_math=x.dtype.itemsize == 2))
 
 
+softmax.Config = Config  # `cookbook.softmax` is this function, not its module.
+
+
 def flops(rows: int, cols: int) -> int:
     """A comparison, a subtraction, an exponential, an addition and a multiplication for each value."""
     return 5 * rows * cols
