@@ -20,6 +20,8 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("first_cases"):
         _keep_first_cases(config, items)
     for item in items:
+        if "mutant" in item.name:  # They test the tests.
+            item.add_marker(pytest.mark.slow)
         if config.pluginmanager.hasplugin("timeout") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SECONDS))
 

@@ -21,16 +21,19 @@ def operands(m, n, k, dtype=jnp.bfloat16, transpose_a=False, transpose_b=False):
     return a.T if transpose_a else a, b.T if transpose_b else b
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
-    "m, n, k", [(128, 128, 64), (1, 8, 8), (8, 8, 8), (130, 136, 72), (200, 328, 136), (64, 192, 512), (257, 64, 40)]
+    "m, n, k", [(130, 136, 72), (128, 128, 64), (1, 8, 8), (200, 328, 136), (64, 192, 512), (257, 64, 40)]
 )
-def test_any_size(m, n, k, dtype):
-    lab.check(matmul_pipelined, reference, *operands(m, n, k, dtype))
+def test_any_size(m, n, k):
+    lab.check(matmul_pipelined, reference, *operands(m, n, k), gpu="h200" if m == 130 else None)
+
+
+def test_float16():
+    lab.check(matmul_pipelined, reference, *operands(130, 136, 72, jnp.float16))
 
 
 @pytest.mark.parametrize("transpose_a, transpose_b", [(True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("m, n, k", [(128, 192, 128), (136, 72, 200)])
+@pytest.mark.parametrize("m, n, k", [(136, 72, 200), pytest.param(128, 192, 128, marks=pytest.mark.slow)])
 def test_transposed_operands(m, n, k, transpose_a, transpose_b):
     how = dict(transpose_a=transpose_a, transpose_b=transpose_b)
     flip = lambda a, b: reference(a.T if transpose_a else a, b.T if transpose_b else b)
@@ -55,7 +58,7 @@ def test_activation_and_out_dtype(activation):
     ],
 )
 def test_every_kind_of_config(config):
-    lab.check(functools.partial(matmul_pipelined, config=config), reference, *operands(320, 328, 200))
+    lab.check(functools.partial(matmul_pipelined, config=config), reference, *operands(264, 264, 200))
 
 
 def test_no_copy_of_a_transposed_operand():
@@ -85,8 +88,8 @@ def test_nan_and_infinity_go_where_they_should():
 
 def test_huge_and_tiny_values():
     a, b = operands(64, 64, 64)
-    lab.check(matmul_pipelined, reference, a * 1e18, b * 1e18)
-    lab.check(matmul_pipelined, reference, a * 1e-15, b * 1e-15)
+    lab.check(matmul_pipelined, reference, a * 1e18, b * 1e18, gpu=None)
+    lab.check(matmul_pipelined, reference, a * 1e-15, b * 1e-15, gpu=None)
 
 
 def test_empty():
