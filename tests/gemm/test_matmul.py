@@ -252,6 +252,9 @@ def test_ragged_sizes_on_the_gpu(gpu):
         for how in (dict(), dict(transpose_a=True), dict(transpose_b=True)):
             if m % 8 and "transpose_a" in how:
                 continue  # Rows of a would not be aligned.
+            flip = lambda a, b, how=how: reference(
+                a.T if "transpose_a" in how else a, b.T if "transpose_b" in how else b
+            )
             for config in (
                 None,
                 Config(),
@@ -259,10 +262,8 @@ def test_ragged_sizes_on_the_gpu(gpu):
                 Config(cluster_dim=1),
                 Config(cluster_dim=0, swapped=True),
             ):
-                flip = lambda a, b, how=how: reference(
-                    a.T if "transpose_a" in how else a, b.T if "transpose_b" in how else b
-                )
-                lab.check(functools.partial(matmul, config=config, **how), flip, *operands(m, n, k, **how))
+                kernel = functools.partial(matmul, config=config, **how)
+                lab.check(kernel, flip, *operands(m, n, k, **how), gpu=None)  # It is compiled to run.
 
 
 def test_mutant_without_commit_smem_is_a_race(mutant):
