@@ -34,7 +34,8 @@ run: $(READY)  ## Run the course into build/notebooks (NB=05 for one notebook; A
 	@$(TIMED) $(PYTHON) tools/run_notebooks.py $(NB) $(ARGS)
 
 # tests/conftest.py shares them out: all cells of a notebook to one worker.
-PYTEST = -n $(WORKERS) --nbval-lax --nbval-current-env --nbval-cell-timeout=120
+# On a GPU a cell of chapter 15 serves the large trace, for which a dozen programs of eleven kernels each are compiled.
+PYTEST = -n $(WORKERS) --nbval-lax --nbval-current-env --nbval-cell-timeout=$(if $(GPU),300,120)
 
 .PHONY: test
 test: export OMP_NUM_THREADS ?= 1
