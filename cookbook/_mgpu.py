@@ -6,11 +6,13 @@ A family works on its own: its folder, this file and `_numerics.py`, in a packag
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import importlib.util
 import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 SMEM_BYTES_MAX = 232_448  # Shared memory that one block may use on Hopper and on data-centre Blackwell.
@@ -121,6 +123,77 @@ def _is_interpreted() -> bool:
 def compiler_params(**kwargs) -> plgpu.CompilerParams:
     """`plgpu.CompilerParams(**kwargs)`, with the in-kernel profiler on inside `profiling`."""
     return plgpu.CompilerParams(**kwargs, **(_profile.get() or {}))
+
+
+def kernel(body, **kwargs):
+    """`plgpu.kernel(body, **kwargs)`, at home in JAX.
+
+    Its results vary over the mesh axes of `jax.shard_map` over which an operand varies: `shard_map` checks that, and
+    JAX's kernels say nothing about it. Indices in `body` are 32-bit integers under `jax_enable_x64` too:
+    otherwise those of loops would have 64 bits, those of blocks 32, and JAX divides none by the other.
+    """
+
+    @functools.wraps(body)
+    def body_of_32_bits(*refs, **scratch):
+        with jax.enable_x64(False):
+            return body(*refs, **scratch)
+
+    launch = plgpu.kernel(body_of_32_bits, **kwargs)
+
+    def run(*operands):
+        axes = _varying(*operands)
+        return jax.tree.map(lambda out: _vary(out, axes), launch(*operands))
+
+    return run
+
+
+def alike(*arrays):
+    """`arrays`, each made to vary over every mesh axis of `jax.shard_map` over which one of them varies.
+
+    An op with a `custom_vjp` passes its operands through this first. Then the gradients that its backward kernels
+    return have their operands' types, and JAX sums the gradient of a replicated operand over the mesh.
+    """
+    axes = _varying(*arrays)
+    return tuple(_vary(x, axes) for x in arrays)
+
+
+def _varying(*arrays) -> frozenset:
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+
+
+def _vary(x, axes: frozenset):
+    missing = axes - jax.typeof(x).manual_axis_type.varying
+    return jax.lax.pcast(x, tuple(sorted(missing, key=str)), to="varying") if missing else x
+
+
+def as_array(op: str, name: str, x):
+    """`x` as a JAX array, converted as `jnp.asarray` does.
+
+    Raises:
+      ValueError: JAX can make no array of it.
+    """
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"cookbook.{op}: {name} is no array: {error}") from error
+
+
+def option(op: str, name: str, value, kind: type):
+    """`value`, a Python, NumPy or JAX scalar, as the Python `kind` (bool, int or float) that a kernel is compiled for.
+
+    Raises:
+      ValueError: it is traced, or no such scalar.
+    """
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"cookbook.{op}: {name} is traced, but it is compiled into the kernel: pass a Python {kind.__name__}, or "
+            f"name it in static_argnames of jax.jit"
+        )
+    dtypes = {bool: [np.bool_], int: [np.integer], float: [np.integer, np.floating]}[kind]
+    array = np.asarray(value)
+    if array.ndim == 0 and any(jnp.issubdtype(array.dtype, dtype) for dtype in dtypes):
+        return kind(array[()])
+    raise ValueError(f"cookbook.{op}: {name}={value!r}; must be one {kind.__name__}")
 
 
 def padded_shape(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[int, ...]:

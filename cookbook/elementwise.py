@@ -102,7 +102,7 @@ def _call(*leaves, fn, treedef, config: Config, params):
     out_shape = jax.eval_shape(on_leaves, *flat)
     avals = [jax.ShapeDtypeStruct((config.tile,), _compute_dtype(leaf.dtype)) for leaf in flat]
     kernel_fn = _numerics.lowerable(functools.wraps(fn)(lambda *values: jax.tree.leaves(on_leaves(*values))), *avals)
-    outs = plgpu.kernel(
+    outs = _mgpu.kernel(
         functools.partial(
             _kernel, fn=kernel_fn, num_inputs=len(flat), n=n + pad, tile=config.tile,
             vec=math.gcd(16 // max(leaf.dtype.itemsize for leaf in flat), config.tile // 128),

@@ -1,12 +1,15 @@
-"""Where kernels run, without `cookbook.lab`."""
+"""Where kernels run, without `cookbook.lab`, and what makes an op at home in JAX."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import PartitionSpec as P
 
 import cookbook
-from cookbook import _mgpu
+from cookbook import _mgpu, lab
 
 A, B = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((64, 128), jnp.bfloat16)
 
@@ -34,3 +37,84 @@ def test_a_kernel_for_the_interpreter_is_interpreted():
         pytest.raises(RuntimeError, match="are not interpreted"),
     ):
         cookbook.matmul(A, B)
+
+
+# At home in JAX -------------------------------------------------------------------------------------------------------
+
+
+def launch(x, y):
+    """`x * y` of 256 values, by a kernel of two blocks."""
+
+    def body(x_gmem, y_gmem, o_gmem):
+        @pl.loop(0, 1)
+        def _(i):
+            where = pl.ds(jax.lax.div(jax.lax.axis_index("block") * 128, i + 1), 128)
+            _mgpu.store(o_gmem.at[where], x_gmem[where] * y_gmem[where])
+
+    aval = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return _mgpu.kernel(body, out_type=aval, grid=(2,), grid_names=("block",))(x, y)
+
+
+def multiply(x, y):
+    return _multiply(*_mgpu.alike(x, y))
+
+
+_multiply = jax.custom_vjp(launch)
+_multiply.defvjp(lambda x, y: (launch(x, y), (x, y)), lambda kept, g: (launch(g, kept[1]), launch(g, kept[0])))
+
+
+@pytest.mark.parametrize("spec", [(P("d"), P("d")), (P("d"), P()), (P(), P("d")), (P(), P())], ids=str)
+def test_gradients_under_shard_map(spec):
+    """With its defaults, which check over which axes a value varies."""
+    mesh = jax.make_mesh((1,), ("d",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
+    out_specs = P("d") if P("d") in spec else P()
+    x, y = jnp.arange(256.0), jnp.arange(256.0) - 99
+    sharded = jax.shard_map(multiply, mesh=mesh, in_specs=spec, out_specs=out_specs)
+    out, pull = lab.run(lambda x, y: jax.vjp(sharded, x, y), x, y)
+    np.testing.assert_array_equal(out, x * y)
+    with lab.interpret():
+        dx, dy = pull(x + 1)
+        np.testing.assert_array_equal(dx, y * (x + 1))
+        np.testing.assert_array_equal(dy, x * (x + 1))
+
+
+def test_indices_have_32_bits_under_x64():
+    """Without `_mgpu.kernel` the loop's index has 64 and the block's 32: JAX does not divide one by the other."""
+    x = jnp.arange(256.0)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(lab.run(launch, x, x), x * x)
+        lab.compile_for("h200", launch, x, x)
+
+
+@pytest.mark.parametrize("value", [2, np.int8(2), np.array(2), jnp.int32(2)])
+def test_integer_options(value):
+    option = _mgpu.option("op", "n", value, int)
+    assert option == 2 and type(option) is int and type(_mgpu.option("op", "n", value, float)) is float
+
+
+@pytest.mark.parametrize(
+    "value, kind",
+    [(2.5, int), (True, int), (1, bool), ("2", float), (None, float), (1j, float), ([2.0], float), (np.ones(1), float)],
+)
+def test_options_of_another_kind(value, kind):
+    with pytest.raises(ValueError, match=f"cookbook.op: n=.*must be one {kind.__name__}"):
+        _mgpu.option("op", "n", value, kind)
+
+
+def test_other_options():
+    assert (
+        _mgpu.option("op", "n", np.float64(0.1), float)
+        == 0.1
+        == round(_mgpu.option("op", "n", jnp.float32(0.1), float), 6)
+    )
+    assert _mgpu.option("op", "n", jnp.array(True), bool) is True
+    with pytest.raises(ValueError, match="cookbook.op: n is traced.*static_argnames"):
+        jax.jit(lambda n: _mgpu.option("op", "n", n, float))(0.5)
+
+
+def test_array_likes():
+    assert _mgpu.as_array("op", "x", [[1.0, 2.0]]).shape == (1, 2)
+    assert _mgpu.as_array("op", "x", np.float32(3)).dtype == jnp.float32
+    for no_array in (None, "1", {}, [[1], [2, 3]], 2**70):
+        with pytest.raises(ValueError, match="cookbook.op: x is no array"):
+            _mgpu.as_array("op", "x", no_array)

@@ -54,7 +54,7 @@ def _last_kernel(x_gmem, o_gmem, *, plan: Plan):
 def _sum_last(x, config, params):
     rows = core.as_rows(x, fill=0)
     plan = Plan(*rows.shape, x.dtype.itemsize, config or default_config(*rows.shape, x.dtype.itemsize))
-    out = plgpu.kernel(
+    out = _mgpu.kernel(
         functools.partial(_last_kernel, plan=plan),
         out_type=jax.ShapeDtypeStruct(rows.shape[:1], x.dtype),
         grid=(plan.num_blocks,),
@@ -121,7 +121,7 @@ def _sum_leading(x, params):
         x = jnp.pad(x, ((0, -x.shape[0] % side), (0, 0))).reshape(-1, side * cols)
     while True:
         plan = LeadingPlan(*x.shape, x.dtype.itemsize)
-        x = plgpu.kernel(
+        x = _mgpu.kernel(
             functools.partial(_leading_kernel, plan=plan),
             out_type=jax.ShapeDtypeStruct((plan.num_stretches, x.shape[1]), jnp.float32),
             grid=(plan.num_pieces, plan.num_stretches),  # CUDA allows 65535 but for the last.

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
 from . import core
@@ -65,7 +64,7 @@ def _kernel(x_gmem, scale_gmem, o_gmem, *, plan: Plan, cols: int, eps: float):
 def _call(x, scale, eps: float, config: Config | None, params):
     rows = core.as_rows(x, fill=0)
     plan = Plan(*rows.shape, x.dtype.itemsize, config or default_config(*rows.shape, x.dtype.itemsize))
-    out = plgpu.kernel(
+    out = _mgpu.kernel(
         functools.partial(_kernel, plan=plan, cols=x.shape[-1], eps=eps),
         out_type=jax.ShapeDtypeStruct(rows.shape, x.dtype),
         grid=(plan.num_blocks,),

@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
 from . import core
@@ -89,7 +88,7 @@ def _call(x, config: Config | None, params):
     rows = core.as_rows(x, fill=-jnp.inf)
     config = config or default_config(*rows.shape, x.dtype.itemsize, REGISTER_VALUES)
     plan = Plan(*rows.shape, x.dtype.itemsize, config)
-    out = plgpu.kernel(
+    out = _mgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=jax.ShapeDtypeStruct(rows.shape, x.dtype),
         grid=(plan.num_blocks,),
