@@ -9,10 +9,13 @@ import dataclasses
 import functools
 import importlib.util
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 SMEM_BYTES_MAX = 232_448  # Shared memory that one block may use on Hopper and on data-centre Blackwell.
@@ -120,6 +123,49 @@ def _is_interpreted() -> bool:
     return "interpret=InterpretGPUParams" in str(jax.make_jaxpr(empty)())
 
 
+def div(a, b):
+    """The whole quotient of two counts, of Python's or traced: `//` would also provide for negative ones."""
+    return a // b if isinstance(a, int) and isinstance(b, int) else lax.div(jnp.int32(a), jnp.int32(b))
+
+
+def rem(a, b):
+    """The remainder of two counts, of Python's or traced."""
+    return a % b if isinstance(a, int) and isinstance(b, int) else lax.rem(jnp.int32(a), jnp.int32(b))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Slots of shared memory that a memory warpgroup fills and compute warpgroups free. `count` numbers all fills."""
+
+    filled: Any  # A barrier a slot: the copies into it have arrived.
+    freed: Any  # A barrier a slot: its readers are done.
+    num_slots: int
+
+    def slot(self, count):
+        return rem(count, self.num_slots)
+
+    def fill(self, count):
+        """The memory warpgroup: the slot for fill `count`, once nobody reads what it held before."""
+        slot = self.slot(count)
+        pl.when(count >= self.num_slots)(lambda: plgpu.barrier_wait(self.freed.at[slot]))
+        return slot
+
+    def wait(self, count):
+        """A compute warpgroup: the slot of fill `count`, once it has arrived."""
+        slot = self.slot(count)
+        plgpu.barrier_wait(self.filled.at[slot])
+        return slot
+
+    def free(self, count):
+        """A compute warpgroup: gives the slot of fill `count` back."""
+        plgpu.barrier_arrive(self.freed.at[self.slot(count)])
+
+    def drain(self, count):
+        """The memory warpgroup, at the end: waits until the last slots, of `count` fills in all, are given back."""
+        first = jnp.maximum(count - self.num_slots, 0)
+        pl.loop(first, count)(lambda i: plgpu.barrier_wait(self.freed.at[self.slot(i)]))
+
+
 def compiler_params(**kwargs) -> plgpu.CompilerParams:
     """`plgpu.CompilerParams(**kwargs)`, with the in-kernel profiler on inside `profiling`."""
     return plgpu.CompilerParams(**kwargs, **(_profile.get() or {}))
@@ -141,7 +187,7 @@ def kernel(body, **kwargs):
     launch = plgpu.kernel(body_of_32_bits, **kwargs)
 
     def run(*operands):
-        axes = _varying(*operands)
+        axes = _varying(*jax.tree.leaves(operands))
         return jax.tree.map(lambda out: _vary(out, axes), launch(*operands))
 
     return run

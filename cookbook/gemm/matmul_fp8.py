@@ -1,4 +1,4 @@
-"""Matrix product of 8-bit floats, scaled: `cookbook/gemm/matmul.py` on the tensor cores' fp8 instructions.
+"""Matrix product of 8-bit floats, scaled: the kernel of `core.py` on the tensor cores' fp8 instructions.
 
     o = (a * scale_a) @ (b * scale_b)
 
@@ -6,24 +6,24 @@ Shapes: a (M, K), b (K, N), or (N, K) with `transpose_b`, o (M, N). a and b are 
 own; scales are float32, one number or one for each row of a and each column of b; o is bfloat16, float16 or float32.
 Rows of a and, as it is read, of b must be multiples of 16 bytes, 16 values along K.
 
-Role and barrier table: of `cookbook/gemm/matmul.py`. The scales are applied to the float32 sums, on their
-way out.
+Role and barrier tables: `core.py`. The scales are applied to the float32 sums, on their way out.
 
 What bounds its speed: the tensor cores, twice as fast as with 16 bits. They add fp8 products with fewer bits than
 float32 has, whichever library asks them to.
 
-Not supported: a (M, K) product of blocks with scales of their own along K; batches (use `jax.vmap`); differentiation.
-The tensor cores want both fp8 operands with K along their rows: a plain b is transposed, at the cost of one copy; store
-weights as (N, K). Chapter: 9. Source: Micikevicius et al., "FP8 formats
-for deep learning" (2022).
+Not supported: scales of blocks along K; batches (use `jax.vmap`); differentiation. The tensor cores want both fp8
+operands with K along their rows: a plain b is transposed, at the cost of one copy; store weights as (N, K).
+Chapter: 9. Source: Micikevicius et al., "FP8 formats for deep learning" (2022).
 """
 
 import math
 
 import jax.numpy as jnp
 
-from .. import _mgpu, _tuned
-from .matmul import Config, Plan, candidates, default_config, fused_product, identity
+from .. import _mgpu
+from . import core, cost
+from .core import Config, identity
+from .matmul import plan_of
 
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 UNIT = 16  # Values of a row along K: TMA's 16 bytes.
@@ -35,14 +35,9 @@ def matmul_fp8_reference(a, b, scale_a, scale_b):
     return product * jnp.reshape(scale_a, (-1, 1)) * jnp.reshape(scale_b, (1, -1))
 
 
-def configs(a, b, *, transpose_b=False, **_) -> list[Config]:
-    """The configurations worth timing on these operands, for `cookbook.lab.autotune`."""
-    return candidates(Config, *a.shape[:1], b.shape[0 if transpose_b else 1], a.shape[1])
-
-
-def problem(a, b, *, transpose_b=False, **_) -> str:
-    """What `cookbook.lab.autotune` calls the problem: the best configuration depends on nothing else."""
-    return _tuned.problem_name(a, b, transpose_b=transpose_b)
+def default_config(m: int, n: int, k: int, out_dtype=jnp.bfloat16, num_sms: int = 132) -> Config:
+    """The configuration of the least predicted time for an (M, K) by (N, K) product."""
+    return cost.best(cost.Problem(m, n, k, (False, False), (1, 1, jnp.dtype(out_dtype).itemsize), num_sms))
 
 
 def _check(a, b, transpose_b: bool) -> tuple[int, int, int]:
@@ -110,12 +105,11 @@ def matmul_fp8(
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
     target = _mgpu.require_target("matmul_fp8")
-    config = config or _tuned.tuned("matmul_fp8", target.name, problem(a, b, transpose_b=transpose_b), Config)
-    config = config or default_config(m, n, k, target.num_sms)
-    interpreted = target.interpreted
-    b = b if transpose_b else b.T
-    plan = Plan(m, n, k, (a.dtype, b.dtype), False, True, identity, out_dtype, config, interpreted)
-    return fused_product(a, b, vectors, plan=plan, num_sms=target.num_sms, params=_mgpu.compiler_params())
+    config = config or default_config(m, n, k, out_dtype, target.num_sms)
+    dtypes = a.dtype, b.dtype
+    plan = plan_of(m, n, k, dtypes, (False, False), identity, out_dtype, config, target.num_sms, target.interpreted)
+    operands = (a, b if transpose_b else b.T)[:: -1 if config.swapped else 1]
+    return core.fused_product(*operands, vectors, plan=plan, params=_mgpu.compiler_params())
 
 
 matmul_fp8.Config = Config  # `cookbook.matmul_fp8` is this function, not its module.

@@ -1,0 +1,656 @@
+"""The pieces of every finished matrix product of this family: operands, tiles, roles, sums of parts of K, an epilogue.
+
+    o = activation(a @ b * scale * row_scale * col_scale + bias)
+
+The kernel sees two operands, `a` of M rows and `b` of N rows, both along K; each may lie transposed, as (K, rows). A
+plain (K, N) matrix is therefore a transposed `b`. With `swapped` the caller has exchanged the two operands, and with
+them M and N: the tile is transposed on its way out, and nothing else in this file knows.
+
+Role table: a persistent block on each SM, three warpgroups.
+
+    memory     one: starts the TMA copies of each step of K into the next slot of the ring, and runs ahead into the
+               next tile while the others compute or store
+    compute    two: each multiplies its half of the tile, then stores it, some pieces of 64 rows by 128 bytes at a time
+
+Barrier table:
+
+    barrier       arrivals                             who waits
+    filled[slot]  each copy of a's and b's tile        the compute warpgroups that read the slot
+    freed[slot]   those warpgroups, of all blocks      the memory warpgroup, before it refills the slot (multicast
+                  that the slot's data is sent to      writes the slots of several blocks)
+    summed        all compute warpgroups of the        each of them, before it adds the parts up
+                  cluster: their sums are in memory
+
+`split_k` blocks of one cluster share a tile: each sums its part of K and stores its sums, which stay in the L2 cache;
+then each block adds up a slice of the tile, in the order of the parts, so that runs are equal to the bit and no second
+kernel is launched.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .. import _mgpu, _numerics
+
+COMPUTE, MEMORY = 2, 2  # Compute warpgroups, and the index of the memory warpgroup, which follows them.
+STEP_BYTES = 128  # Bytes of each row along K in a step: the widest swizzle.
+STORE_ROWS, STORE_BYTES = 64, 128  # Largest piece of o on its way out: rows of one WGMMA, the widest swizzle.
+MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # Registers a thread; 128 threads each, 65,536 in all.
+SPLIT_K_MAX = 8  # Blocks that every Hopper GPU can put into one cluster.
+STAGES_MAX = 12  # More slots than this hide no more latency.
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a product is cut up. With `swapped`, all other fields describe the transposed product."""
+
+    tile_m: int = 128  # Rows of o a block.
+    tile_n: int = 256  # Columns of o a block.
+    num_stages: int | None = None  # Slots of the ring; None for as many as shared memory holds.
+    split_dim: int = 0  # The dimension of the tile that the two compute warpgroups divide: 0 for M, 1 for N.
+    cluster_m: int = 1  # Neighbouring tiles along M that form a cluster: their blocks load b's tile together.
+    cluster_n: int = 1  # Neighbouring tiles along N that form a cluster: their blocks load a's tile together.
+    grid_minor_dim: int = 0  # The dimension of the grid of tiles along which the snake runs: 0 for M, 1 for N.
+    grid_tile_width: int = 8  # Tiles, or clusters, across the snake.
+    split_k: int = 1  # Parts of K, each summed by a block of its own.
+    # Whether XLA adds the parts up after the kernel: one launch more, but the blocks of a tile need be no cluster, of
+    # which fewer run at the same time.
+    second_kernel: bool = False
+    tail_split: int = 1  # Narrower tiles into which each tile of the last, partial wave is cut along N.
+    store_slots: int = 2  # Pieces of o of each compute warpgroup that TMA may be storing at a time.
+    swapped: bool = False  # Compute the transposed product: a plain b whose rows TMA has to cut needs no copy then.
+
+    def __post_init__(self):
+        self.check_tile()
+        self.check_rest()
+
+    def check_tile(self):
+        if self.split_dim not in (0, 1):
+            raise ValueError(f"{self.split_dim=}: must be 0 (M) or 1 (N)")
+        rows, cols = self.compute_tile
+        if rows % 64 or rows < 64 or cols % 8 or cols < 8:
+            raise ValueError(
+                f"{self.tile_m=}, {self.tile_n=} must leave each compute warpgroup a multiple of 64 rows (WGMMA) and "
+                f"of 8 columns; {self.split_dim=} leaves {rows} and {cols}"
+            )
+        if self.tile_m > 256 or self.tile_n > 256 or rows * cols > 64 * 256:
+            raise ValueError(
+                f"{self.tile_m=} x {self.tile_n=}: at most 256 each (TMA), and 64 x 256 values for each of two "
+                "warpgroups: a larger accumulator spills their registers"
+            )
+
+    def check_rest(self):
+        if self.cluster_m not in (1, 2, 4) or self.cluster_n not in (1, 2, 4) or self.cluster_m * self.cluster_n > 4:
+            raise ValueError(f"{self.cluster_m=}, {self.cluster_n=}: must be 1, 2 or 4, and at most 4 blocks together")
+        if self.grid_minor_dim not in (0, 1):
+            raise ValueError(f"{self.grid_minor_dim=}: must be 0 (M) or 1 (N)")
+        if self.second_kernel and self.split_k == 1:
+            raise ValueError(f"{self.second_kernel=} adds up parts of K, and {self.split_k=} makes none")
+        if not 1 <= self.split_k <= SPLIT_K_MAX or (self.split_k > 1 and self.cluster_m * self.cluster_n > 1):
+            raise ValueError(
+                f"{self.split_k=} must be from 1 to {SPLIT_K_MAX}, the blocks of a cluster; above 1, {self.cluster_m=} "
+                f"and {self.cluster_n=} must be 1, because a cluster is of parts of K then"
+            )
+        if self.tail_split < 1 or self.tile_n % (8 * self.tail_split) or (self.tail_split > 1 and self.split_k > 1):
+            raise ValueError(
+                f"{self.tail_split=} must cut {self.tile_n=} into multiples of 8 columns, and be 1 with {self.split_k=}"
+            )
+        if self.num_stages is not None and self.num_stages < 2:
+            raise ValueError(f"{self.num_stages=} must be at least 2: a slot is given back one step late")
+        if min(self.grid_tile_width, self.store_slots) < 1:
+            raise ValueError(f"{self.grid_tile_width=} and {self.store_slots=} must be at least 1")
+
+    @property
+    def compute_tile(self) -> tuple[int, int]:
+        """Rows and columns of o that one compute warpgroup accumulates."""
+        return tuple(
+            size // 2 if self.split_dim == dim else size for dim, size in enumerate((self.tile_m, self.tile_n))
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """One operand as the kernel reads it: a tile of rows by values of K a step, in pieces that TMA copies at once.
+
+    Tensor cores read tiles of 8 rows by 128 bytes. TMA writes this layout, but only in whole tiles. Where it has to cut
+    at the edge of an array, it writes rows of 128 bytes, which is the same layout if the piece is no wider.
+    """
+
+    dtype: jnp.dtype
+    rows: int  # Rows of the tile: tile_m of a, tile_n of b.
+    tile_k: int  # Values of K a step.
+    transposed: bool  # It lies as (K, rows).
+    in_pieces: bool = True  # TMA copies pieces of 128 bytes across; False: the tile at once, which must not be cut.
+    narrow: bool = False  # The tile has fewer rows than the slot that it is copied to.
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of the tile of a step, as it lies."""
+        return (self.tile_k, self.rows) if self.transposed else (self.rows, self.tile_k)
+
+    @property
+    def swizzle(self) -> int:
+        return min(STEP_BYTES, self.tile[1] * self.dtype.itemsize)
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """Rows and columns of what TMA copies at once."""
+        return (self.tile[0], self.swizzle // self.dtype.itemsize) if self.in_pieces else self.tile
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """Row and column of each piece, counted in pieces."""
+        return list(itertools.product(*(range(t // p) for t, p in zip(self.tile, self.piece, strict=True))))
+
+    def smem(self, slots: int, interpreted: bool):
+        return swizzled(
+            (slots, *self.tile), self.dtype, self.piece if self.in_pieces else None, self.swizzle, interpreted
+        )
+
+    def views(self, smem, interpreted: bool):
+        return views(smem, self.piece if self.in_pieces else None, interpreted)
+
+    def at(self, row, k):
+        """Where the tile of rows from `row` and values from `k` begins, as the operand lies."""
+        return (k, row) if self.transposed else (row, k)
+
+    def copy(self, gmem, at, smem, filled, shared: str | None):
+        """Starts the copies of the tile that begins `at` into a slot; blocks along the axis `shared` do it together."""
+        rows, cols = self.piece
+        for i, j in self.pieces:
+            source = gmem.at[pl.ds(at[0] + i * rows, rows), pl.ds(at[1] + j * cols, cols)]
+            target = smem.at[i, j] if self.in_pieces else smem
+            if self.narrow:
+                target = target.at[pl.ds(0, rows)]
+            plgpu.copy_gmem_to_smem(source, target, filled, collective_axes=shared)
+
+    def part(self, smem, wg, rows: int):
+        """The `rows` of a slot's tile that warpgroup `wg` multiplies, which may be all of them, as (rows, K)."""
+        whole = rows == self.rows
+        mine = slice(None) if whole and not self.narrow else pl.ds(0 if whole else wg * rows, rows)
+        if not self.transposed:
+            return smem.at[0, 0, mine]
+        if self.in_pieces:  # A piece for each warpgroup, or one for both.
+            return smem.at[0, 0 if whole else wg].T
+        return smem.at[:, mine].T
+
+    def pad(self, x):
+        """`x` as TMA takes it: padded to whole tiles of the swizzle unless it is copied in pieces."""
+        return x if self.in_pieces else _mgpu.pad_to_tiles(x, _mgpu.SWIZZLE_TILE)
+
+
+def swizzled(shape, dtype, piece, swizzle: int, interpreted: bool):
+    """Shared memory for tiles as tensor cores read them, in pieces; and, if there are any, as TMA writes them.
+
+    The interpreter takes two descriptions for two memories, and cuts off everything: it gets the first alone.
+    """
+    if piece is not None:
+        shape = (*shape[:-2], shape[-2] // piece[0], shape[-1] // piece[1], *piece)
+    tile, transform = (8, swizzle // jnp.dtype(dtype).itemsize), plgpu.SwizzleTransform(swizzle)
+    tiled = plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform(tile), transform))
+    if piece is None or interpreted:
+        return tiled
+    return plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(transform,)))
+
+
+def views(smem, piece, interpreted: bool):
+    """(as tensor cores, as TMA sees it) of what `swizzled` described."""
+    return (smem, smem) if piece is None or interpreted else tuple(smem)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Which tiles of an (M, N) result a cluster computes, and in which order: index arithmetic alone."""
+
+    m: int
+    n: int
+    k: int
+    tile_k: int
+    config: Config
+    num_sms: int
+    is_tail: bool = False  # These are the narrower tiles of the last wave.
+
+    @property
+    def cluster_tile(self) -> tuple[int, int]:
+        """Rows and columns of o that a cluster computes at a time."""
+        c = self.config
+        return c.tile_m * c.cluster_m, c.tile_n * c.cluster_n
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Whole tiles of clusters along M and N."""
+        return tuple(-(-size // tile) for size, tile in zip((self.m, self.n), self.cluster_tile, strict=True))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of K of each tile and part. All parts have as many: beyond K lie zeros."""
+        return -(-self.k // (self.tile_k * self.config.split_k))
+
+    @property
+    def clusters(self) -> int:
+        """Clusters that the grid launches: as many as fit the GPU, or one a tile where parts of K are added up."""
+        c, total = self.config, math.prod(self.grid)
+        return total if c.split_k > 1 else min(total, resident(self.num_sms, c.cluster_m * c.cluster_n))
+
+    @property
+    def whole(self) -> int:
+        """Tiles of clusters that are computed whole: all, or with `tail_split` those of full waves."""
+        total = math.prod(self.grid)
+        return total if self.config.tail_split == 1 else total // self.clusters * self.clusters
+
+    @property
+    def count(self) -> int:
+        """Tiles of clusters, whole or narrow ones."""
+        return (math.prod(self.grid) - self.whole) * self.config.tail_split if self.is_tail else self.whole
+
+    def of_cluster(self, cluster):
+        """How many of these tiles cluster `cluster` computes."""
+        return _mgpu.div(self.count - cluster + self.clusters - 1, self.clusters)
+
+    def place(self, index, block_m, block_n):
+        """(row, column) in o where tile `index` begins, for block (block_m, block_n) of its cluster."""
+        c, split = self.config, self.config.tail_split if self.is_tail else 1
+        first = self.whole if self.is_tail else 0
+        i, j = plgpu.planar_snake(first + _mgpu.div(index, split), self.grid, c.grid_minor_dim, c.grid_tile_width)
+        narrow = 0 if split == 1 else _mgpu.rem(index, split) * (c.tile_n // split)
+        return (i * c.cluster_m + block_m) * c.tile_m, (j * c.cluster_n + block_n) * c.tile_n + narrow
+
+
+def resident(num_sms: int, size: int) -> int:
+    """Clusters of `size` blocks that run at the same time, one block an SM.
+
+    The blocks of a cluster share a GPC, whose SMs larger clusters do not divide: an H200 runs 30 clusters of four.
+    """
+    return max(1, (num_sms if size <= 2 else num_sms * 10 // 11) // size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Statics of one kernel: its tiles, its operands, and what becomes of its sums."""
+
+    tiles: Tiles
+    a: Operand
+    b: Operand
+    activation: object
+    out_dtype: jnp.dtype
+    interpreted: bool
+
+    @property
+    def config(self) -> Config:
+        return self.tiles.config
+
+    @property
+    def phases(self) -> list["Plan"]:
+        """The plan of whole tiles, and after it that of the narrower ones of the last wave, where there are any."""
+        tail = dataclasses.replace(self.tiles, is_tail=True)
+        if not tail.count:
+            return [self]
+        b = dataclasses.replace(self.b, rows=self.b.rows // self.config.tail_split, narrow=True)
+        return [self] * (self.tiles.whole > 0) + [dataclasses.replace(self, tiles=tail, b=b)]
+
+    @property
+    def compute_tile(self) -> tuple[int, int]:
+        """Rows and columns of o that one compute warpgroup accumulates."""
+        rows, cols = self.config.compute_tile
+        return rows, cols // self.config.tail_split if self.tiles.is_tail else cols
+
+    @property
+    def owners(self) -> int:
+        """Blocks of a cluster that add up a slice each of the parts' sums: as many as have whole pieces to store."""
+        cols, unit = self.compute_tile[1], 8 if self.config.swapped else 32 // self.out_dtype.itemsize
+        most = self.config.split_k if self.adds_parts else 1
+        return max((n for n in range(1, most + 1) if cols % n == 0 and cols // n % unit == 0), default=1)
+
+    @property
+    def adds_parts(self) -> bool:
+        """Whether the blocks of a cluster are parts of K, which they add up."""
+        return self.config.split_k > 1 and not self.config.second_kernel
+
+    @property
+    def slice_tile(self) -> tuple[int, int]:
+        """Rows and columns of what a compute warpgroup stores of a tile."""
+        rows, cols = self.compute_tile
+        return rows, cols // self.owners
+
+    @property
+    def store_piece(self) -> tuple[int, int]:
+        """Rows and columns of a piece of the tile on its way out: the most columns that divide it and are swizzled."""
+        cols = self.config.compute_tile[1] // self.owners // self.config.tail_split
+        if self.config.swapped:
+            return STORE_ROWS, max(width for width in (8, 16, 32, 64) if cols % width == 0)
+        widths = [swizzle // self.out_dtype.itemsize for swizzle in (32, 64, 128)]
+        return STORE_ROWS, max(width for width in widths if cols % width == 0)
+
+    @property
+    def store_pieces(self) -> list[tuple[int, int]]:
+        """Row and column of each piece of what a compute warpgroup stores of a tile."""
+        return list(
+            itertools.product(*(range(0, s, p) for s, p in zip(self.slice_tile, self.store_piece, strict=True)))
+        )
+
+    @property
+    def stores_directly(self) -> bool:
+        """Whether results go to o from registers: transposed ones of 32 bits cannot be transposed in shared memory."""
+        return self.config.swapped and self.out_dtype.itemsize == 4
+
+    def _scratch(self, num_stages: int) -> dict:
+        c, interpreted = self.config, self.interpreted
+        axes = tuple(axis for axis in (self.axis_m, self.axis_n) if axis)
+        freed = functools.partial(plgpu.ClusterBarrier, collective_axes=axes) if axes else plgpu.Barrier
+        scratch = dict(
+            a_smem=self.a.smem(num_stages, interpreted),
+            b_smem=self.b.smem(num_stages, interpreted),
+            filled=plgpu.Barrier(num_arrivals=len(self.a.pieces) + len(self.b.pieces), num_barriers=num_stages),
+            freed=freed(num_arrivals=COMPUTE, num_barriers=num_stages),
+        )
+        if not self.stores_directly:
+            piece = self.store_piece[:: -1 if c.swapped else 1]
+            swizzle = piece[1] * self.out_dtype.itemsize
+            scratch["o_smem"] = swizzled((COMPUTE, c.store_slots, *piece), self.out_dtype, piece, swizzle, interpreted)
+        if self.adds_parts:
+            piece = self.sums_piece
+            pieces = math.prod(size // p for size, p in zip(c.compute_tile, piece, strict=True))
+            scratch["sums_smem"] = swizzled((COMPUTE, pieces, *piece), jnp.float32, piece, 4 * piece[1], interpreted)
+            scratch["summed"] = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=COMPUTE)
+        return scratch
+
+    @property
+    def sums_piece(self) -> tuple[int, int]:
+        """Rows and columns of a piece of a part's sums on its way to memory."""
+        return STORE_ROWS, max(width for width in (8, 16, 32) if self.config.compute_tile[1] % width == 0)
+
+    @property
+    def axis_m(self) -> str | None:
+        """Name of the axis of a cluster's blocks along M, which share b's tile."""
+        return "block_m" if self.config.cluster_m > 1 else None
+
+    @property
+    def axis_n(self) -> str | None:
+        return "block_n" if self.config.cluster_n > 1 else None
+
+    def smem_bytes(self, num_stages: int) -> int:
+        """Shared memory of a block with a ring of `num_stages`; Mosaic aligns each array to 1024 bytes."""
+        total = 0
+        for ref in self._scratch(num_stages).values():
+            if isinstance(ref, plgpu.RefUnion):
+                ref = ref.refs[0]
+            if hasattr(ref, "num_barriers"):
+                total += 8 * math.prod(jax.tree.leaves(ref.num_barriers))
+            else:
+                total += -(-math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize // 1024) * 1024
+        return total
+
+    @property
+    def num_stages(self) -> int:
+        """Slots of the ring: those of the configuration, or as many as fit.
+
+        Raises:
+          ValueError: they do not fit.
+        """
+        c, fixed = self.config, self.smem_bytes(0)
+        slot = self.smem_bytes(1) - fixed
+        most = (_mgpu.SMEM_BYTES_MAX - fixed) // slot
+        wanted = c.num_stages or 2
+        if most < wanted:
+            raise ValueError(
+                f"num_stages={wanted} of {c.tile_m=}, {c.tile_n=} need {fixed + slot * wanted} bytes of shared memory, "
+                f"and a block has {_mgpu.SMEM_BYTES_MAX}: fewer stages, fewer store slots or smaller tiles"
+            )
+        return c.num_stages or min(most, STAGES_MAX)
+
+    @property
+    def scratch(self) -> dict:
+        return self._scratch(self.num_stages)
+
+    def num_tiles(self):
+        """How many tiles this block computes."""
+        return self.tiles.of_cluster(lax.axis_index("cluster"))
+
+    def place(self, tile):
+        """(row, column) in o where this block's `tile` begins."""
+        blocks = (lax.axis_index(axis) if axis else 0 for axis in (self.axis_m, self.axis_n))
+        return self.tiles.place(lax.axis_index("cluster") + tile * self.tiles.clusters, *blocks)
+
+    @property
+    def part(self):
+        """Which part of K this block sums."""
+        return 0 if self.config.split_k == 1 else lax.axis_index("part")
+
+    def place_of_warpgroup(self, tile):
+        """(row, column) in o of what this compute warpgroup accumulates of this block's `tile`."""
+        place, role = self.place(tile), lax.axis_index("role")
+        sizes = self.compute_tile
+        return tuple(
+            start + role * size if self.config.split_dim == dim else start
+            for dim, (start, size) in enumerate(zip(place, sizes, strict=True))
+        )
+
+
+# Roles ---------------------------------------------------------------------------------------------------------------
+
+
+def load(plan: Plan, ring: _mgpu.Ring, a_gmem, b_gmem, a_smem, b_smem):
+    """The memory warpgroup: all steps of all tiles of this block, as fast as slots are given back."""
+    steps, before = plan.tiles.num_steps, 0
+    for phase in plan.phases:
+
+        @pl.loop(0, phase.num_tiles())
+        def _(tile, phase=phase, before=before):
+            row, col = phase.place(tile)
+
+            @pl.loop(0, steps)
+            def _(step):
+                slot = ring.fill(before + tile * steps + step)
+                k = (phase.part * steps + step) * phase.tiles.tile_k
+                with jax.named_scope("load"):
+                    filled = ring.filled.at[slot]
+                    phase.a.copy(a_gmem, phase.a.at(row, k), a_smem.at[slot], filled, shared=phase.axis_n)
+                    phase.b.copy(b_gmem, phase.b.at(col, k), b_smem.at[slot], filled, shared=phase.axis_m)
+
+        before += phase.num_tiles() * steps
+
+    # No block leaves while another of its cluster may still arrive at its barriers.
+    ring.drain(before)
+
+
+def multiply(plan: Plan, ring: _mgpu.Ring, a_smem, b_smem, before, acc):
+    """The sums of this warpgroup's half of a tile, whose steps follow `before` others in the ring.
+
+    WGMMA is asynchronous: a slot is given back one step late.
+    """
+    steps, (rows, cols), role = plan.tiles.num_steps, plan.compute_tile, lax.axis_index("role")
+
+    @pl.loop(0, steps)
+    def _(step):
+        slot = ring.wait(before + step)
+        a, b = plan.a.part(a_smem.at[slot], role, rows), plan.b.part(b_smem.at[slot], role, cols)
+        with jax.named_scope("wgmma"):
+            plgpu.wgmma(acc, a, b.T)
+            plgpu.wgmma_wait(1)  # The product before has ended.
+        pl.when(step > 0)(lambda: ring.free(before + step - 1))
+
+    values = acc[...]  # Waits for the last product.
+    ring.free(before + steps - 1)
+    return values
+
+
+def compute(plan: Plan, multiply, store):
+    """A compute warpgroup: for each of its tiles, `store(plan, place, stored, multiply(plan, before, acc))`.
+
+    `before` counts the steps, and `stored` the pieces that this warpgroup has stored, of all its tiles before.
+    """
+    steps, before, stored = plan.tiles.num_steps, 0, 0
+    for phase in plan.phases:
+        pieces = len(phase.store_pieces)
+
+        @pl.loop(0, phase.num_tiles())
+        def _(tile, phase=phase, before=before, stored=stored, pieces=pieces):
+            acc = plgpu.ACC(phase.compute_tile, jnp.float32)
+            values = pl.run_scoped(functools.partial(multiply, phase, before + tile * steps), acc)
+            store(phase, phase.place_of_warpgroup(tile), stored + tile * pieces, values)
+
+        before, stored = before + phase.num_tiles() * steps, stored + phase.num_tiles() * pieces
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def add_parts(store, sums_gmem, sums_smem, summed, plan: Plan, place, stored, values):
+    """Stores this block's slice of the sums of all parts, added in the order of the parts."""
+    part, role, (rows, width) = lax.axis_index("part"), lax.axis_index("role"), plan.slice_tile
+    (row, col), (height, cols) = place, plan.sums_piece
+    sums_smem, sums_tma = views(sums_smem, (height, cols), plan.interpreted)
+    pieces = [(i, j) for i in range(0, values.shape[0], height) for j in range(0, values.shape[1], cols)]
+    for slot, (i, j) in enumerate(pieces):
+        sums_smem.at[role, slot, 0, 0][...] = values[i : i + height, j : j + cols]
+    plgpu.commit_smem()
+    for slot, (i, j) in enumerate(pieces):
+        target = sums_gmem.at[part, pl.ds(row + i, height), pl.ds(col + j, cols)]
+        plgpu.copy_smem_to_gmem(sums_tma.at[role, slot, 0, 0], target)
+    plgpu.wait_smem_to_gmem(0)  # The sums have reached memory.
+    plgpu.barrier_arrive(summed)
+    plgpu.barrier_wait(summed)
+
+    @pl.when(part < plan.owners)
+    def _():
+        where = pl.ds(row, rows), pl.ds(col + part * width, width)
+        slices = [sums_gmem.at[(p, *where)] for p in range(plan.config.split_k)]
+        load = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
+        store(plan, (row, col + part * width), stored, functools.reduce(jnp.add, map(load, slices)))
+
+
+def store(fused, o_gmem, o_smem, plan: Plan, place, stored, values):
+    """Finishes `values`, a warpgroup's share of a tile, and sends it piece after piece to its `place` in o."""
+    (row, col), (height, width), role = place, plan.store_piece, lax.axis_index("role")
+    if plan.config.second_kernel:
+        o_gmem = o_gmem.at[plan.part]
+    swapped, slots = plan.config.swapped, plan.config.store_slots
+    vectors = {(i, j): _load_vectors(plan, fused, row + i, col + j) for i, j in plan.store_pieces}  # All in flight.
+
+    def finish(i, j):
+        piece = scale_and_shift(values[i : i + height, j : j + width], vectors[i, j])
+        piece = plan.activation(piece).astype(plan.out_dtype)
+        return plgpu.layout_cast(piece, plgpu.Layout.WGMMA_TRANSPOSED) if swapped else piece
+
+    def target(i, j):
+        rows, cols = pl.ds(row + i, height), pl.ds(col + j, width)
+        return o_gmem.at[cols, rows] if swapped else o_gmem.at[rows, cols]
+
+    if plan.stores_directly:
+        for i, j in plan.store_pieces:
+            _mgpu.store(target(i, j).T, finish(i, j))
+        return
+    o_tiled, o_tma = views(o_smem, plan.store_piece, plan.interpreted)
+    for number, (i, j) in enumerate(plan.store_pieces):
+        slot = _mgpu.rem(stored + number, slots)
+        piece = o_tiled.at[role, slot, 0, 0]
+        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)  # TMA has read the piece that was in this slot.
+        (piece.T if swapped else piece)[...] = finish(i, j)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(o_tma.at[role, slot, 0, 0], target(i, j))
+
+
+def _load_vectors(plan: Plan, fused, row, col) -> dict:
+    """What is fused with the piece at `row` and `col` of what this kernel computes, in the shape of the piece."""
+
+    def load(name: str):
+        if name == "scale":
+            return fused[name][0]
+        axis = (0 if name == "row_scale" else 1) ^ plan.config.swapped
+        start, layout = (row, col)[axis], plgpu.Layout.WGMMA.reduce(1 - axis)
+        values = plgpu.load(fused[name].at[pl.ds(start, plan.store_piece[axis])], layout=layout, optimized=False)
+        return lax.broadcast_in_dim(values, plan.store_piece, [axis])
+
+    return {name: load(name) for name in fused}
+
+
+def scale_and_shift(product, fused: dict):
+    for name in ("scale", "row_scale", "col_scale"):
+        product = product * fused[name] if name in fused else product
+    return product + fused["bias"] if "bias" in fused else product
+
+
+def kernel(a_gmem, b_gmem, fused, o_gmem, sums_gmem=None, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem=None,
+           sums_smem=None, summed=None, multiply=multiply, **scratch):  # fmt: skip
+    """The kernel of all products of this family; `multiply` may bring `scratch` of its own."""
+    (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, plan.interpreted), plan.b.views(b_smem, plan.interpreted)
+    ring = _mgpu.Ring(filled, freed, plan.num_stages)
+
+    @pl.when(lax.axis_index("role") == MEMORY)
+    def _():
+        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+        load(plan, ring, a_gmem, b_gmem, a_tma, b_tma)
+
+    @pl.when(lax.axis_index("role") < COMPUTE)
+    def _():
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+
+        finish = functools.partial(store, fused, o_gmem, o_smem)
+        if plan.adds_parts:
+            finish = functools.partial(add_parts, finish, sums_gmem, sums_smem, summed)
+
+        def multiply_tile(plan, before, acc):
+            return multiply(plan, ring, a_smem, b_smem, before, acc, **scratch)
+
+        compute(plan, multiply_tile, finish)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "params", "multiply"))
+def fused_product(a, b, vectors: dict, *, plan: Plan, params, multiply=multiply):
+    """`activation(a @ b.T * scale * row_scale * col_scale + bias)`, of `a` and `b` as the plan's operands say.
+
+    `vectors` holds float32 "scale" (1,), "row_scale" (M,), "col_scale" (N,) and "bias" (N,), or some of them; with
+    `swapped`, M and N are those of o, which the tiles have exchanged.
+    """
+    c, t = plan.config, plan.tiles
+    swapped, activation, out_dtype = c.swapped, plan.activation, plan.out_dtype
+    tiles = t.cluster_tile[:: -1 if swapped else 1]  # Rows and columns of o that a cluster computes.
+    shape = (t.n, t.m) if swapped else (t.m, t.n)
+    if c.second_kernel:  # It also does what is fused, and transposes.
+        c = dataclasses.replace(c, swapped=False)
+        t = dataclasses.replace(t, config=c)
+        plan = dataclasses.replace(plan, tiles=t, activation=identity, out_dtype=jnp.dtype(jnp.float32))
+        fused, padded = {}, (c.split_k, *_mgpu.padded_shape((t.m, t.n), (1, 8)))
+    else:
+        piece = jax.ShapeDtypeStruct((math.prod(plan.store_piece),), jnp.float32)
+        plan = dataclasses.replace(plan, activation=_numerics.lowerable(plan.activation, piece))
+        per = dict(scale=1, row_scale=tiles[0], col_scale=tiles[1], bias=tiles[1])
+        fused = {name: _mgpu.pad_to_tiles(vector, (per[name],)) for name, vector in vectors.items()}
+        # Direct stores are not cut off at the edge. A row of o is a multiple of 16 bytes for TMA.
+        padded = _mgpu.padded_shape(shape, tiles if plan.stores_directly else (1, 8))
+    out_type = [jax.ShapeDtypeStruct(padded, plan.out_dtype)]
+    grid = dict(cluster=t.clusters)
+    cluster = {axis: size for axis, size in ((plan.axis_m, c.cluster_m), (plan.axis_n, c.cluster_n)) if axis}
+    if plan.adds_parts:
+        cluster = dict(part=c.split_k)
+        out_type.append(jax.ShapeDtypeStruct((c.split_k, *_mgpu.padded_shape((t.m, t.n), t.cluster_tile)), jnp.float32))
+    elif c.second_kernel:
+        grid["part"] = c.split_k
+    out, *_ = _mgpu.kernel(
+        functools.partial(kernel, plan=plan, multiply=multiply),
+        out_type=out_type,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        cluster=tuple(cluster.values()),
+        cluster_names=tuple(cluster),
+        num_threads=COMPUTE + 1,
+        thread_name="role",
+        scratch_types=plan.scratch,
+        compiler_params=params,
+    )(plan.a.pad(a), plan.b.pad(b), fused)
+    if not c.second_kernel:
+        return out[: shape[0], : shape[1]]
+    total = functools.reduce(jnp.add, out[:, : t.m, : t.n])  # One part after the other, in every run.
+    columns = {name: vector[:, None] if name == "row_scale" else vector for name, vector in vectors.items()}
+    total = scale_and_shift(total.T if swapped else total, columns)
+    return activation(total).astype(out_dtype)
+
+
+def identity(x):
+    return x
