@@ -1,29 +1,10 @@
-"""The pieces of every finished matrix product of this family: operands, tiles, roles, sums of parts of K, an epilogue.
-
-    o = activation(a @ b * scale * row_scale * col_scale + bias)
+"""What every finished matrix product of this family is cut into: operands, tiles, and the plan of a kernel.
 
 The kernel sees two operands, `a` of M rows and `b` of N rows, both along K; each may lie transposed, as (K, rows). A
 plain (K, N) matrix is therefore a transposed `b`. With `swapped` the caller has exchanged the two operands, and with
-them M and N: the tile is transposed on its way out, and nothing else in this file knows.
+them M and N; the tile is transposed on its way out (`roles.store`), and nothing else has to know.
 
-Role table: a persistent block on each SM, three warpgroups.
-
-    memory     one: starts the TMA copies of each step of K into the next slot of the ring, and runs ahead into the
-               next tile while the others compute or store
-    compute    two: each multiplies its half of the tile, then stores it, some pieces of 64 rows by 128 bytes at a time
-
-Barrier table:
-
-    barrier       arrivals                             who waits
-    filled[slot]  each copy of a's and b's tile        the compute warpgroups that read the slot
-    freed[slot]   those warpgroups, of all blocks      the memory warpgroup, before it refills the slot (multicast
-                  that the slot's data is sent to      writes the slots of several blocks)
-    summed        all compute warpgroups of the        each of them, before it adds the parts up
-                  cluster: their sums are in memory
-
-`split_k` blocks of one cluster share a tile: each sums its part of K and stores its sums, which stay in the L2 cache;
-then each block adds up a slice of the tile, in the order of the parts, so that runs are equal to the bit and no second
-kernel is launched.
+`roles.py` has the kernel, `cost.py` chooses the configuration.
 """
 
 import dataclasses
@@ -37,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _mgpu, _numerics
+from .. import _mgpu
 
 COMPUTE, MEMORY = 2, 2  # Compute warpgroups, and the index of the memory warpgroup, which follows them.
 STEP_BYTES = 128  # Bytes of each row along K in a step: the widest swizzle.
@@ -433,224 +414,26 @@ class Plan:
         )
 
 
-# Roles ---------------------------------------------------------------------------------------------------------------
+def is_cut(k: int, rows: int) -> bool:
+    """Whether TMA has to cut off tiles of an operand that lies as (K, rows)."""
+    return _mgpu.padded_shape((k, rows), _mgpu.SWIZZLE_TILE) != (k, rows)
 
 
-def load(plan: Plan, ring: _mgpu.Ring, a_gmem, b_gmem, a_smem, b_smem):
-    """The memory warpgroup: all steps of all tiles of this block, as fast as slots are given back."""
-    steps, before = plan.tiles.num_steps, 0
-    for phase in plan.phases:
-
-        @pl.loop(0, phase.num_tiles())
-        def _(tile, phase=phase, before=before):
-            row, col = phase.place(tile)
-
-            @pl.loop(0, steps)
-            def _(step):
-                slot = ring.fill(before + tile * steps + step)
-                k = (phase.part * steps + step) * phase.tiles.tile_k
-                with jax.named_scope("load"):
-                    filled = ring.filled.at[slot]
-                    phase.a.copy(a_gmem, phase.a.at(row, k), a_smem.at[slot], filled, shared=phase.axis_n)
-                    phase.b.copy(b_gmem, phase.b.at(col, k), b_smem.at[slot], filled, shared=phase.axis_m)
-
-        before += phase.num_tiles() * steps
-
-    # No block leaves while another of its cluster may still arrive at its barriers.
-    ring.drain(before)
-
-
-def multiply(plan: Plan, ring: _mgpu.Ring, a_smem, b_smem, before, acc):
-    """The sums of this warpgroup's half of a tile, whose steps follow `before` others in the ring.
-
-    WGMMA is asynchronous: a slot is given back one step late.
-    """
-    steps, (rows, cols), role = plan.tiles.num_steps, plan.compute_tile, lax.axis_index("role")
-
-    @pl.loop(0, steps)
-    def _(step):
-        slot = ring.wait(before + step)
-        a, b = plan.a.part(a_smem.at[slot], role, rows), plan.b.part(b_smem.at[slot], role, cols)
-        with jax.named_scope("wgmma"):
-            plgpu.wgmma(acc, a, b.T)
-            plgpu.wgmma_wait(1)  # The product before has ended.
-        pl.when(step > 0)(lambda: ring.free(before + step - 1))
-
-    values = acc[...]  # Waits for the last product.
-    ring.free(before + steps - 1)
-    return values
-
-
-def compute(plan: Plan, multiply, store):
-    """A compute warpgroup: for each of its tiles, `store(plan, place, stored, multiply(plan, before, acc))`.
-
-    `before` counts the steps, and `stored` the pieces that this warpgroup has stored, of all its tiles before.
-    """
-    steps, before, stored = plan.tiles.num_steps, 0, 0
-    for phase in plan.phases:
-        pieces = len(phase.store_pieces)
-
-        @pl.loop(0, phase.num_tiles())
-        def _(tile, phase=phase, before=before, stored=stored, pieces=pieces):
-            acc = plgpu.ACC(phase.compute_tile, jnp.float32)
-            values = pl.run_scoped(functools.partial(multiply, phase, before + tile * steps), acc)
-            store(phase, phase.place_of_warpgroup(tile), stored + tile * pieces, values)
-
-        before, stored = before + phase.num_tiles() * steps, stored + phase.num_tiles() * pieces
-
-    plgpu.wait_smem_to_gmem(0)
-
-
-def add_parts(store, sums_gmem, sums_smem, summed, plan: Plan, place, stored, values):
-    """Stores this block's slice of the sums of all parts, added in the order of the parts."""
-    part, role, (rows, width) = lax.axis_index("part"), lax.axis_index("role"), plan.slice_tile
-    (row, col), (height, cols) = place, plan.sums_piece
-    sums_smem, sums_tma = views(sums_smem, (height, cols), plan.interpreted)
-    pieces = [(i, j) for i in range(0, values.shape[0], height) for j in range(0, values.shape[1], cols)]
-    for slot, (i, j) in enumerate(pieces):
-        sums_smem.at[role, slot, 0, 0][...] = values[i : i + height, j : j + cols]
-    plgpu.commit_smem()
-    for slot, (i, j) in enumerate(pieces):
-        target = sums_gmem.at[part, pl.ds(row + i, height), pl.ds(col + j, cols)]
-        plgpu.copy_smem_to_gmem(sums_tma.at[role, slot, 0, 0], target)
-    plgpu.wait_smem_to_gmem(0)  # The sums have reached memory.
-    plgpu.barrier_arrive(summed)
-    plgpu.barrier_wait(summed)
-
-    @pl.when(part < plan.owners)
-    def _():
-        where = pl.ds(row, rows), pl.ds(col + part * width, width)
-        slices = [sums_gmem.at[(p, *where)] for p in range(plan.config.split_k)]
-        load = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
-        store(plan, (row, col + part * width), stored, functools.reduce(jnp.add, map(load, slices)))
-
-
-def store(fused, o_gmem, o_smem, plan: Plan, place, stored, values):
-    """Finishes `values`, a warpgroup's share of a tile, and sends it piece after piece to its `place` in o."""
-    (row, col), (height, width), role = place, plan.store_piece, lax.axis_index("role")
-    if plan.config.second_kernel:
-        o_gmem = o_gmem.at[plan.part]
-    swapped, slots = plan.config.swapped, plan.config.store_slots
-    vectors = {(i, j): _load_vectors(plan, fused, row + i, col + j) for i, j in plan.store_pieces}  # All in flight.
-
-    def finish(i, j):
-        piece = scale_and_shift(values[i : i + height, j : j + width], vectors[i, j])
-        piece = plan.activation(piece).astype(plan.out_dtype)
-        return plgpu.layout_cast(piece, plgpu.Layout.WGMMA_TRANSPOSED) if swapped else piece
-
-    def target(i, j):
-        rows, cols = pl.ds(row + i, height), pl.ds(col + j, width)
-        return o_gmem.at[cols, rows] if swapped else o_gmem.at[rows, cols]
-
-    if plan.stores_directly:
-        for i, j in plan.store_pieces:
-            _mgpu.store(target(i, j).T, finish(i, j))
-        return
-    o_tiled, o_tma = views(o_smem, plan.store_piece, plan.interpreted)
-    for number, (i, j) in enumerate(plan.store_pieces):
-        slot = _mgpu.rem(stored + number, slots)
-        piece = o_tiled.at[role, slot, 0, 0]
-        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)  # TMA has read the piece that was in this slot.
-        (piece.T if swapped else piece)[...] = finish(i, j)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(o_tma.at[role, slot, 0, 0], target(i, j))
-
-
-def _load_vectors(plan: Plan, fused, row, col) -> dict:
-    """What is fused with the piece at `row` and `col` of what this kernel computes, in the shape of the piece."""
-
-    def load(name: str):
-        if name == "scale":
-            return fused[name][0]
-        axis = (0 if name == "row_scale" else 1) ^ plan.config.swapped
-        start, layout = (row, col)[axis], plgpu.Layout.WGMMA.reduce(1 - axis)
-        values = plgpu.load(fused[name].at[pl.ds(start, plan.store_piece[axis])], layout=layout, optimized=False)
-        return lax.broadcast_in_dim(values, plan.store_piece, [axis])
-
-    return {name: load(name) for name in fused}
-
-
-def scale_and_shift(product, fused: dict):
-    for name in ("scale", "row_scale", "col_scale"):
-        product = product * fused[name] if name in fused else product
-    return product + fused["bias"] if "bias" in fused else product
-
-
-def kernel(a_gmem, b_gmem, fused, o_gmem, sums_gmem=None, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem=None,
-           sums_smem=None, summed=None, multiply=multiply, **scratch):  # fmt: skip
-    """The kernel of all products of this family; `multiply` may bring `scratch` of its own."""
-    (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, plan.interpreted), plan.b.views(b_smem, plan.interpreted)
-    ring = _mgpu.Ring(filled, freed, plan.num_stages)
-
-    @pl.when(lax.axis_index("role") == MEMORY)
-    def _():
-        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
-        load(plan, ring, a_gmem, b_gmem, a_tma, b_tma)
-
-    @pl.when(lax.axis_index("role") < COMPUTE)
-    def _():
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-
-        finish = functools.partial(store, fused, o_gmem, o_smem)
-        if plan.adds_parts:
-            finish = functools.partial(add_parts, finish, sums_gmem, sums_smem, summed)
-
-        def multiply_tile(plan, before, acc):
-            return multiply(plan, ring, a_smem, b_smem, before, acc, **scratch)
-
-        compute(plan, multiply_tile, finish)
-
-
-@functools.partial(jax.jit, static_argnames=("plan", "params", "multiply"))
-def fused_product(a, b, vectors: dict, *, plan: Plan, params, multiply=multiply):
-    """`activation(a @ b.T * scale * row_scale * col_scale + bias)`, of `a` and `b` as the plan's operands say.
-
-    `vectors` holds float32 "scale" (1,), "row_scale" (M,), "col_scale" (N,) and "bias" (N,), or some of them; with
-    `swapped`, M and N are those of o, which the tiles have exchanged.
-    """
-    c, t = plan.config, plan.tiles
-    swapped, activation, out_dtype = c.swapped, plan.activation, plan.out_dtype
-    tiles = t.cluster_tile[:: -1 if swapped else 1]  # Rows and columns of o that a cluster computes.
-    shape = (t.n, t.m) if swapped else (t.m, t.n)
-    if c.second_kernel:  # It also does what is fused, and transposes.
-        c = dataclasses.replace(c, swapped=False)
-        t = dataclasses.replace(t, config=c)
-        plan = dataclasses.replace(plan, tiles=t, activation=identity, out_dtype=jnp.dtype(jnp.float32))
-        fused, padded = {}, (c.split_k, *_mgpu.padded_shape((t.m, t.n), (1, 8)))
-    else:
-        piece = jax.ShapeDtypeStruct((math.prod(plan.store_piece),), jnp.float32)
-        plan = dataclasses.replace(plan, activation=_numerics.lowerable(plan.activation, piece))
-        per = dict(scale=1, row_scale=tiles[0], col_scale=tiles[1], bias=tiles[1])
-        fused = {name: _mgpu.pad_to_tiles(vector, (per[name],)) for name, vector in vectors.items()}
-        # Direct stores are not cut off at the edge. A row of o is a multiple of 16 bytes for TMA.
-        padded = _mgpu.padded_shape(shape, tiles if plan.stores_directly else (1, 8))
-    out_type = [jax.ShapeDtypeStruct(padded, plan.out_dtype)]
-    grid = dict(cluster=t.clusters)
-    cluster = {axis: size for axis, size in ((plan.axis_m, c.cluster_m), (plan.axis_n, c.cluster_n)) if axis}
-    if plan.adds_parts:
-        cluster = dict(part=c.split_k)
-        out_type.append(jax.ShapeDtypeStruct((c.split_k, *_mgpu.padded_shape((t.m, t.n), t.cluster_tile)), jnp.float32))
-    elif c.second_kernel:
-        grid["part"] = c.split_k
-    out, *_ = _mgpu.kernel(
-        functools.partial(kernel, plan=plan, multiply=multiply),
-        out_type=out_type,
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
-        cluster=tuple(cluster.values()),
-        cluster_names=tuple(cluster),
-        num_threads=COMPUTE + 1,
-        thread_name="role",
-        scratch_types=plan.scratch,
-        compiler_params=params,
-    )(plan.a.pad(a), plan.b.pad(b), fused)
-    if not c.second_kernel:
-        return out[: shape[0], : shape[1]]
-    total = functools.reduce(jnp.add, out[:, : t.m, : t.n])  # One part after the other, in every run.
-    columns = {name: vector[:, None] if name == "row_scale" else vector for name, vector in vectors.items()}
-    total = scale_and_shift(total.T if swapped else total, columns)
-    return activation(total).astype(out_dtype)
-
-
-def identity(x):
-    return x
+def plan_of(m, n, k, dtypes, transposed, activation, out_dtype, config: Config, num_sms=132,
+            interpreted=False) -> Plan:  # fmt: skip
+    """The plan of an (M, K) by (N, K) product; `dtypes` and `transposed` (it lies as (K, rows)) are of a and of b."""
+    if config.swapped:
+        (m, n), dtypes, transposed = (n, m), dtypes[::-1], transposed[::-1]
+    tile_k = STEP_BYTES // dtypes[0].itemsize
+    operands = []
+    for name, rows, tile, mine, dtype, lies_transposed in zip(
+        "ab", (m, n), (config.tile_m, config.tile_n), config.compute_tile, dtypes, transposed, strict=True
+    ):
+        in_pieces = not lies_transposed or (is_cut(k, rows) and mine == 64)
+        if lies_transposed and mine % 64:
+            raise ValueError(
+                f"tile_{'mn'[name == 'b']}={tile} leaves a warpgroup {mine} rows of an operand that lies as (K, rows): "
+                "must be a multiple of 64, the columns of the 128-byte swizzle"
+            )
+        operands.append(Operand(dtype, tile, tile_k, lies_transposed, in_pieces))
+    return Plan(Tiles(m, n, k, tile_k, config, num_sms), *operands, activation, out_dtype, interpreted)

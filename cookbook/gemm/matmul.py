@@ -6,7 +6,7 @@ Shapes: a (..., M, K), b (K, N), bias (N,), o (..., M, N); with `transpose_a` a 
 (N, K), read as they lie. a and b are both bfloat16 or both float16; sums are float32; o is bfloat16, float16 or
 float32. Rows of a and b must be multiples of 16 bytes, which TMA asks for.
 
-Role and barrier tables: `core.py`, which holds the kernel. This file says which operands, tiles and epilogue it gets.
+Role and barrier tables: `roles.py`, which holds the kernel. This file says which operands, tiles and epilogue it gets.
 
 What bounds its speed: the tensor cores, and the power that they may draw; for few rows or columns, memory. The tile,
 the parts of K and the order are those that `cost.py` predicts to be fastest.
@@ -25,7 +25,8 @@ import jax.numpy as jnp
 
 from .. import _mgpu, _numerics
 from . import core, cost
-from .core import Config, identity
+from .core import Config
+from .roles import fused_product, identity
 
 
 def matmul_reference(a, b, bias=None, activation=None):
@@ -33,31 +34,6 @@ def matmul_reference(a, b, bias=None, activation=None):
     product = jnp.matmul(a.astype(dtype), b.astype(dtype), precision="highest")
     product = product if bias is None else product + bias.astype(dtype)
     return _numerics.activation_fn("matmul_reference", activation)(product)
-
-
-def is_cut(k: int, rows: int) -> bool:
-    """Whether TMA has to cut off tiles of an operand that lies as (K, rows)."""
-    return _mgpu.padded_shape((k, rows), _mgpu.SWIZZLE_TILE) != (k, rows)
-
-
-def plan_of(m, n, k, dtypes, transposed, activation, out_dtype, config: Config, num_sms=132,
-            interpreted=False) -> core.Plan:  # fmt: skip
-    """The plan of an (M, K) by (N, K) product; `dtypes` and `transposed` (it lies as (K, rows)) are of a and of b."""
-    if config.swapped:
-        (m, n), dtypes, transposed = (n, m), dtypes[::-1], transposed[::-1]
-    tile_k = core.STEP_BYTES // dtypes[0].itemsize
-    operands = []
-    for name, rows, tile, mine, dtype, lies_transposed in zip(
-        "ab", (m, n), (config.tile_m, config.tile_n), config.compute_tile, dtypes, transposed, strict=True
-    ):
-        in_pieces = not lies_transposed or (is_cut(k, rows) and mine == 64)
-        if lies_transposed and mine % 64:
-            raise ValueError(
-                f"tile_{'mn'[name == 'b']}={tile} leaves a warpgroup {mine} rows of an operand that lies as (K, rows): "
-                "must be a multiple of 64, the columns of the 128-byte swizzle"
-            )
-        operands.append(core.Operand(dtype, tile, tile_k, lies_transposed, in_pieces))
-    return core.Plan(core.Tiles(m, n, k, tile_k, config, num_sms), *operands, activation, out_dtype, interpreted)
 
 
 def default_config(
@@ -90,13 +66,13 @@ def _forward(a, b, bias, options: Options):
     target = _mgpu.require_target("matmul")
     transposes = options.transpose_a, options.transpose_b
     config = options.config or default_config(m, n, k, a.dtype, options.out_dtype, *transposes, target.num_sms)
-    plan = plan_of(
+    plan = core.plan_of(
         m, n, k, (a.dtype, b.dtype), (options.transpose_a, not options.transpose_b), activation, options.out_dtype,
         config, target.num_sms, target.interpreted,
     )  # fmt: skip
     params = _mgpu.compiler_params(approx_math=options.out_dtype.itemsize == 2)
     vectors = {} if bias is None else dict(bias=bias.astype(jnp.float32))
-    return core.fused_product(*((b, a) if config.swapped else (a, b)), vectors, plan=plan, params=params)
+    return fused_product(*((b, a) if config.swapped else (a, b)), vectors, plan=plan, params=params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -1,4 +1,4 @@
-"""Matrix product of 8-bit floats, scaled: the kernel of `core.py` on the tensor cores' fp8 instructions.
+"""Matrix product of 8-bit floats, scaled: the kernel of `roles.py` on the tensor cores' fp8 instructions.
 
     o = (a * scale_a) @ (b * scale_b)
 
@@ -6,7 +6,7 @@ Shapes: a (M, K), b (K, N), or (N, K) with `transpose_b`, o (M, N). a and b are 
 own; scales are float32, one number or one for each row of a and each column of b; o is bfloat16, float16 or float32.
 Rows of a and, as it is read, of b must be multiples of 16 bytes, 16 values along K.
 
-Role and barrier tables: `core.py`. The scales are applied to the float32 sums, on their way out.
+Role and barrier tables: `roles.py`. The scales are applied to the float32 sums, on their way out.
 
 What bounds its speed: the tensor cores, twice as fast as with 16 bits. They add fp8 products with fewer bits than
 float32 has, whichever library asks them to.
@@ -21,9 +21,9 @@ import math
 import jax.numpy as jnp
 
 from .. import _mgpu
-from . import core, cost
-from .core import Config, identity
-from .matmul import plan_of
+from . import cost
+from .core import Config, plan_of
+from .roles import fused_product, identity
 
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 UNIT = 16  # Values of a row along K: TMA's 16 bytes.
@@ -109,7 +109,7 @@ def matmul_fp8(
     dtypes = a.dtype, b.dtype
     plan = plan_of(m, n, k, dtypes, (False, False), identity, out_dtype, config, target.num_sms, target.interpreted)
     operands = (a, b if transpose_b else b.T)[:: -1 if config.swapped else 1]
-    return core.fused_product(*operands, vectors, plan=plan, params=_mgpu.compiler_params())
+    return fused_product(*operands, vectors, plan=plan, params=_mgpu.compiler_params())
 
 
 matmul_fp8.Config = Config  # `cookbook.matmul_fp8` is this function, not its module.

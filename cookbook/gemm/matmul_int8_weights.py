@@ -6,10 +6,10 @@ Shapes: a (M, K), w_q (K, N), or (N, K) with `transpose_w`, scales (N,), o (M, N
 bfloat16, float16 or float32; sums are float32. Rows of a and w_q must be multiples of 16 bytes. 8-bit integers are
 exact in either 16-bit float, so that only the quantization itself errs.
 
-Role and barrier tables: `core.py`, where the operand `a` is w_q and the operand `b` is a. A compute warpgroup reads
-its rows of a step's weights into registers, converts them there to 16-bit floats, and multiplies them by a's tile, which
-the tensor core reads from shared memory; in the meantime it reads the weights of the next step. A slot is freed in the
-step that multiplied it, after `wgmma_wait(0)`, because the registers that hold its weights are written again.
+Role and barrier tables: `roles.py`, where the operand `a` is w_q and the operand `b` is a. A compute warpgroup reads
+its rows of a step's weights into registers, converts them there to 16-bit floats, and multiplies them by a's tile,
+which the tensor core reads from shared memory; in the meantime it reads the weights of the next step. A slot is freed
+in the step that multiplied it, after `wgmma_wait(0)`, because the registers with its weights are written again.
 
 What bounds its speed: with many rows of a the tensor cores, as in `matmul`; with few, the memory that the weights come
 from. Longer steps read longer rows at a time.
@@ -29,7 +29,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
 from . import core, cost
-from .core import COMPUTE, Operand, Tiles, identity
+from .core import COMPUTE, Operand, Tiles
+from .roles import fused_product, identity
 
 UNIT = 64  # Values of a row of a that are swizzled together: 128 bytes.
 
@@ -211,7 +212,7 @@ def matmul_int8_weights(a, w_q, scales, *, out_dtype=None, transpose_w=False, co
     )
     plan = Plan(tiles, *operands, identity, out_dtype, target.interpreted)
     vectors = dict(col_scale=scales.astype(jnp.float32))
-    return core.fused_product(
+    return fused_product(
         w_q if transpose_w else w_q.T, a, vectors, plan=plan, params=_mgpu.compiler_params(), multiply=multiply
     )
 
