@@ -41,8 +41,8 @@ class Config:
     grid_minor_dim: int = 0  # The dimension of the grid of tiles along which the snake runs: 0 for M, 1 for N.
     grid_tile_width: int = 8  # Tiles, or clusters, across the snake.
     split_k: int = 1  # Parts of K, each summed by a block of its own.
-    # Whether XLA adds the parts up after the kernel: one launch more, but the blocks of a tile need be no cluster, of
-    # which fewer run at the same time.
+    # Whether XLA adds the parts up after the kernel: one launch more, which is worth it for large tiles, whose sums
+    # take long from block to block.
     second_kernel: bool = False
     tail_split: int = 1  # Narrower tiles into which each tile of the last, partial wave is cut along N.
     store_slots: int = 2  # Pieces of o of each compute warpgroup that TMA may be storing at a time.
@@ -285,9 +285,14 @@ class Plan:
     @property
     def owners(self) -> int:
         """Blocks of a cluster that add up a slice each of the parts' sums: as many as have whole pieces to store."""
-        cols, unit = self.compute_tile[1], 8 if self.config.swapped else 32 // self.out_dtype.itemsize
+        cols, unit = self.compute_tile[1], 8 if self.swapped else 32 // self.out_dtype.itemsize
         most = self.config.split_k if self.adds_parts else 1
         return max((n for n in range(1, most + 1) if cols % n == 0 and cols // n % unit == 0), default=1)
+
+    @property
+    def swapped(self) -> bool:
+        """Whether tiles are transposed on their way out; parts of K are not, before they are added up by XLA."""
+        return self.config.swapped and not self.config.second_kernel
 
     @property
     def adds_parts(self) -> bool:
@@ -304,7 +309,7 @@ class Plan:
     def store_piece(self) -> tuple[int, int]:
         """Rows and columns of a piece of the tile on its way out: the most columns that divide it and are swizzled."""
         cols = self.config.compute_tile[1] // self.owners // self.config.tail_split
-        if self.config.swapped:
+        if self.swapped:
             return STORE_ROWS, max(width for width in (8, 16, 32, 64) if cols % width == 0)
         widths = [swizzle // self.out_dtype.itemsize for swizzle in (32, 64, 128)]
         return STORE_ROWS, max(width for width in widths if cols % width == 0)
@@ -319,7 +324,7 @@ class Plan:
     @property
     def stores_directly(self) -> bool:
         """Whether results go to o from registers: transposed ones of 32 bits cannot be transposed in shared memory."""
-        return self.config.swapped and self.out_dtype.itemsize == 4
+        return self.swapped and self.out_dtype.itemsize == 4
 
     def _scratch(self, num_stages: int) -> dict:
         c, interpreted = self.config, self.interpreted
@@ -332,20 +337,19 @@ class Plan:
             freed=freed(num_arrivals=COMPUTE, num_barriers=num_stages),
         )
         if not self.stores_directly:
-            piece = self.store_piece[:: -1 if c.swapped else 1]
+            piece = self.store_piece[:: -1 if self.swapped else 1]
             swizzle = piece[1] * self.out_dtype.itemsize
             scratch["o_smem"] = swizzled((COMPUTE, c.store_slots, *piece), self.out_dtype, piece, swizzle, interpreted)
-        if self.adds_parts:
-            piece = self.sums_piece
-            pieces = math.prod(size // p for size, p in zip(c.compute_tile, piece, strict=True))
-            scratch["sums_smem"] = swizzled((COMPUTE, pieces, *piece), jnp.float32, piece, 4 * piece[1], interpreted)
+        if (
+            self.adds_parts and interpreted
+        ):  # The interpreter has no stores to other blocks: they meet in global memory.
             scratch["summed"] = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=COMPUTE)
+        elif self.adds_parts:
+            rows, cols = self.slice_tile
+            swizzle = max(size for size in (32, 64, 128) if 4 * cols % size == 0)
+            scratch["sums_smem"] = swizzled((COMPUTE, c.split_k, rows, cols), jnp.float32, None, swizzle, interpreted)
+            scratch["summed"] = plgpu.Barrier(num_arrivals=c.split_k - 1, num_barriers=COMPUTE)
         return scratch
-
-    @property
-    def sums_piece(self) -> tuple[int, int]:
-        """Rows and columns of a piece of a part's sums on its way to memory."""
-        return STORE_ROWS, max(width for width in (8, 16, 32) if self.config.compute_tile[1] % width == 0)
 
     @property
     def axis_m(self) -> str | None:

@@ -15,6 +15,7 @@ from .core import SPLIT_K_MAX, STAGES_MAX, STEP_BYTES, Config, resident
 SMEM_FOR_RING = 194_000  # Bytes left for the ring beside the pieces on their way out.
 WIDTHS = (8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)  # Columns of a tile whose operand lies along K.
 SHAPES = ((64, 1), (128, 0), (256, 0))  # Rows of a tile, and which dimension of it the warpgroups divide.
+ROWS_FIRST = 1024  # Bytes of a row along K up to which the tiles of the same rows of o follow each other.
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
 
 
@@ -22,25 +23,25 @@ CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
 class Constants:
     """What one H200 was measured to need."""
 
-    start: float = 1.92  # us of a kernel before its first copy arrives, and after its last store.
-    tensor: float = 1.65  # Billion cycles a second, at which a step of 128 x 256 takes 1024.
-    copy_128: float = 104.0  # Bytes a cycle that an SM copies of rows that begin at multiples of 128 bytes,
-    copy_32: float = 62.0  # of 32 bytes,
-    copy_16: float = 34.0  # and of 16 bytes.
-    shared_copy: float = 0.545  # Share of a copy's time that is left when two blocks make it together.
-    step: float = 0.10  # us of a step that has nothing to do,
-    cluster_step: float = 0.07  # and in a cluster of several tiles as much more.
+    start: float = 1.925  # us of a kernel before its first copy arrives, and after its last store.
+    tensor: float = 1.636  # Billion cycles a second, at which a step of 128 x 256 takes 1024.
+    copy_128: float = 113.5  # Bytes a cycle that an SM copies of rows that begin at multiples of 128 bytes,
+    copy_32: float = 58.1  # of 32 bytes,
+    copy_16: float = 37.9  # and of 16 bytes.
+    shared_copy: float = 0.572  # Share of a copy's time that is left when two blocks make it together.
+    step: float = 0.096  # us of a step that has nothing to do,
+    cluster_step: float = 0.077  # and in a cluster of several tiles as much more.
     latency: float = 0.97  # us from the start of a copy to its arrival.
-    tile: float = 0.18  # us of each tile apart from its steps,
-    tile_values: float = 0.51  # for each 32,768 values of it as much more,
-    piece: float = 0.11  # and for each piece that a warpgroup stores.
-    parts: float = 0.53  # us to add up parts of K,
-    parts_values: float = 4.3  # and for each 16,384 values of a tile as much more.
+    tile: float = 0.202  # us of each tile apart from its steps,
+    tile_values: float = 0.508  # for each 32,768 values of it as much more,
+    piece: float = 0.124  # and for each piece that a warpgroup stores.
+    parts: float = 0.527  # us to add up parts of K,
+    parts_values: float = 8.2  # and for each 16,384 values that a block sends as much more.
     second_kernel: float = 2.2  # us of a kernel that adds them up instead.
-    read: float = 3.87  # TB/s of reads from HBM,
-    write_128: float = 3.28  # of writes of rows that begin at multiples of 128 bytes,
-    write_32: float = 2.94
-    write_16: float = 2.07
+    read: float = 3.68  # TB/s of reads from HBM,
+    write_128: float = 3.13  # of writes of rows that begin at multiples of 128 bytes,
+    write_32: float = 3.15
+    write_16: float = 2.04
 
 
 H200 = Constants()
@@ -96,13 +97,16 @@ def _of_tile(p: Problem, tile_m: int, split_dim: int, tile_n: int, swapped: bool
         return
     if any(p.cut(i) and mine != 64 for i, mine in enumerate((rows, cols))):
         return
-    base = Config(tile_m, tile_n, split_dim=split_dim, swapped=swapped)
+    # With a short K the stores take longest: tiles of the same rows of o follow each other, so that HBM's pages fill.
+    short = p.k * p.itemsizes[0] <= ROWS_FIRST
+    order = dict(grid_minor_dim=int(swapped), grid_tile_width=1) if short else {}
+    base = Config(tile_m, tile_n, split_dim=split_dim, swapped=swapped, **order)
     grid = -(-p.m // tile_m), -(-p.n // tile_n)
     tiles = math.prod(grid)
     for split_k in range(2, min(SPLIT_K_MAX, p.k // 128) + 1):
-        if tiles <= resident(p.num_sms, split_k):
+        if tiles <= resident(p.num_sms, split_k) and rows * cols <= 64 * 128:
             yield dataclasses.replace(base, split_k=split_k)
-        if not swapped and tiles * split_k <= p.num_sms and p.k >= 1024 * split_k:
+        if tiles * split_k <= p.num_sms:
             yield dataclasses.replace(base, split_k=split_k, second_kernel=True)
     for cluster_m, cluster_n in CLUSTERS:
         if grid[0] < cluster_m or grid[1] < cluster_n or (cluster_m * cluster_n > 1 and tiles < 24):
@@ -142,7 +146,8 @@ def _tile_time(config: Config, p: Problem, tile_n: int, c: Constants) -> float:
     tile_m, split_dim = config.tile_m, config.split_dim
     rows, cols = (tile_m, tile_n // 2) if split_dim else (tile_m // 2, tile_n)
     tile_k = STEP_BYTES // p.itemsizes[0]
-    sums = 4 * tile_m * config.tile_n if config.split_k > 1 and not config.second_kernel else 0
+    adds_parts = config.split_k > 1 and not config.second_kernel
+    sums = 4 * tile_m * config.tile_n if adds_parts else 0
     stages = min(STAGES_MAX, (SMEM_FOR_RING - sums) // ((tile_m + config.tile_n) * STEP_BYTES))
     if stages < 2:
         return math.inf
@@ -158,8 +163,8 @@ def _tile_time(config: Config, p: Problem, tile_n: int, c: Constants) -> float:
     values = tile_m * tile_n
     time = -(-p.k // (tile_k * config.split_k)) * step
     time += c.tile + c.tile_values * values / 32768 + c.piece * (rows // 64) * cols / width
-    if config.split_k > 1 and not config.second_kernel:
-        time += c.parts + c.parts_values * values / 16384
+    if adds_parts:
+        time += c.parts + c.parts_values * values * (1 - 1 / config.split_k) / 16384
     return time
 
 

@@ -50,10 +50,10 @@ class Config(core.Config):
 
     def check_tile(self):
         super().check_tile()
-        if self.split_dim != 0 or not self.swapped or self.tail_split != 1 or self.second_kernel:
+        if self.split_dim != 0 or not self.swapped or self.tail_split != 1:
             raise ValueError(
-                f"{self.split_dim=} must be 0, {self.swapped=} True, {self.tail_split=} 1 and {self.second_kernel=} "
-                "False: weights go through registers, a warpgroup's own rows of them"
+                f"{self.split_dim=} must be 0, {self.swapped=} True and {self.tail_split=} 1: weights go through "
+                "registers, a warpgroup's own rows of them"
             )
         if self.tile_k not in (64, 128, 256):
             raise ValueError(f"{self.tile_k=} must be 64, 128 or 256: the widths of the swizzle, or two of them")

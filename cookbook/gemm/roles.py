@@ -14,12 +14,12 @@ Barrier table:
     filled[slot]  each copy of a's and b's tile        the compute warpgroups that read the slot
     freed[slot]   those warpgroups, of all blocks      the memory warpgroup, before it refills the slot (multicast
                   that the slot's data is sent to      writes the slots of several blocks)
-    summed        all compute warpgroups of the        each of them, before it adds the parts up
-                  cluster: their sums are in memory
+    summed[wg]    compute warpgroup wg of the other    compute warpgroup wg, before it adds the parts up
+                  blocks of the cluster, with its sums
 
-`split_k` blocks of one cluster share a tile: each sums its part of K and stores its sums, which stay in the L2 cache;
-then each block adds up a slice of the tile, in the order of the parts, so that runs are equal to the bit and no second
-kernel is launched.
+`split_k` blocks of one cluster share a tile: each sums its part of K and sends slices of its sums to the others' shared
+memory; then each block adds up its slice of the tile, in the order of the parts, so that runs are equal to the bit and
+no second kernel is launched. With `second_kernel` the parts of large tiles go to memory, and XLA adds them up.
 """
 
 import dataclasses
@@ -109,25 +109,29 @@ def compute(plan: Plan, multiply, store):
 def add_parts(store, sums_gmem, sums_smem, summed, plan: Plan, place, stored, values):
     """Stores this block's slice of the sums of all parts, added in the order of the parts."""
     part, role, (rows, width) = lax.axis_index("part"), lax.axis_index("role"), plan.slice_tile
-    (row, col), (height, cols) = place, plan.sums_piece
-    sums_smem, sums_tma = views(sums_smem, (height, cols), plan.interpreted)
-    pieces = [(i, j) for i in range(0, values.shape[0], height) for j in range(0, values.shape[1], cols)]
-    for slot, (i, j) in enumerate(pieces):
-        sums_smem.at[role, slot, 0, 0][...] = values[i : i + height, j : j + cols]
-    plgpu.commit_smem()
-    for slot, (i, j) in enumerate(pieces):
-        target = sums_gmem.at[part, pl.ds(row + i, height), pl.ds(col + j, cols)]
-        plgpu.copy_smem_to_gmem(sums_tma.at[role, slot, 0, 0], target)
-    plgpu.wait_smem_to_gmem(0)  # The sums have reached memory.
-    plgpu.barrier_arrive(summed)
-    plgpu.barrier_wait(summed)
+    (row, col), parts = place, range(plan.config.split_k)
+    slices = [values[:, owner * width : (owner + 1) * width] for owner in range(plan.owners)]
+    if plan.interpreted:
+        sums_gmem[part, pl.ds(row, rows), pl.ds(col, values.shape[1])] = values
+        plgpu.barrier_arrive(summed)
+        plgpu.barrier_wait(summed)
+        sums_of = lambda p: sums_gmem.at[p, pl.ds(row, rows), pl.ds(col + part * width, width)]
+    else:
+        for owner, piece in enumerate(slices):
+            send = functools.partial(plgpu.async_store_smem, piece, sums_smem.at[role, part], summed.at[role])
+            pl.when(part != owner)(functools.partial(send, cluster_idx=jnp.int32(owner), cluster_dim="part"))
+        sums_of = lambda p: sums_smem.at[role, p]
 
     @pl.when(part < plan.owners)
     def _():
-        where = pl.ds(row, rows), pl.ds(col + part * width, width)
-        slices = [sums_gmem.at[(p, *where)] for p in range(plan.config.split_k)]
-        load = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=False)
-        store(plan, (row, col + part * width), stored, functools.reduce(jnp.add, map(load, slices)))
+        if not plan.interpreted:
+            plgpu.barrier_wait(summed.at[role])
+        mine, *others = slices
+        for owner, piece in enumerate(others, start=1):
+            mine = lax.cond(part == owner, lambda piece=piece: piece, lambda mine=mine: mine)
+        load = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=not plan.interpreted)
+        sums = [lax.cond(part == p, lambda mine=mine: mine, lambda p=p: load(sums_of(p))) for p in parts]
+        store(plan, (row, col + part * width), stored, functools.reduce(jnp.add, sums))
 
 
 def store(fused, o_gmem, o_smem, plan: Plan, place, stored, values):
@@ -135,7 +139,7 @@ def store(fused, o_gmem, o_smem, plan: Plan, place, stored, values):
     (row, col), (height, width), role = place, plan.store_piece, lax.axis_index("role")
     if plan.config.second_kernel:
         o_gmem = o_gmem.at[plan.part]
-    swapped, slots = plan.config.swapped, plan.config.store_slots
+    swapped, slots = plan.swapped, plan.config.store_slots
     vectors = {(i, j): _load_vectors(plan, fused, row + i, col + j) for i, j in plan.store_pieces}  # All in flight.
 
     def finish(i, j):
@@ -167,7 +171,7 @@ def _load_vectors(plan: Plan, fused, row, col) -> dict:
     def load(name: str):
         if name == "scale":
             return fused[name][0]
-        axis = (0 if name == "row_scale" else 1) ^ plan.config.swapped
+        axis = (0 if name == "row_scale" else 1) ^ plan.swapped
         start, layout = (row, col)[axis], plgpu.Layout.WGMMA.reduce(1 - axis)
         values = plgpu.load(fused[name].at[pl.ds(start, plan.store_piece[axis])], layout=layout, optimized=False)
         return lax.broadcast_in_dim(values, plan.store_piece, [axis])
@@ -218,9 +222,7 @@ def fused_product(a, b, vectors: dict, *, plan: Plan, params, multiply=multiply)
     tiles = t.cluster_tile[:: -1 if swapped else 1]  # Rows and columns of o that a cluster computes.
     shape = (t.n, t.m) if swapped else (t.m, t.n)
     if c.second_kernel:  # It also does what is fused, and transposes.
-        c = dataclasses.replace(c, swapped=False)
-        t = dataclasses.replace(t, config=c)
-        plan = dataclasses.replace(plan, tiles=t, activation=identity, out_dtype=jnp.dtype(jnp.float32))
+        plan = dataclasses.replace(plan, activation=identity, out_dtype=jnp.dtype(jnp.float32))
         fused, padded = {}, (c.split_k, *_mgpu.padded_shape((t.m, t.n), (1, 8)))
     else:
         piece = jax.ShapeDtypeStruct((math.prod(plan.store_piece),), jnp.float32)
@@ -230,13 +232,14 @@ def fused_product(a, b, vectors: dict, *, plan: Plan, params, multiply=multiply)
         # Direct stores are not cut off at the edge. A row of o is a multiple of 16 bytes for TMA.
         padded = _mgpu.padded_shape(shape, tiles if plan.stores_directly else (1, 8))
     out_type = [jax.ShapeDtypeStruct(padded, plan.out_dtype)]
-    grid = dict(cluster=t.clusters)
+    # Neighbouring blocks multiply the same part of K: their SMs need the same operands.
+    grid = (dict(part=c.split_k) if c.second_kernel else {}) | dict(cluster=t.clusters)
     cluster = {axis: size for axis, size in ((plan.axis_m, c.cluster_m), (plan.axis_n, c.cluster_n)) if axis}
     if plan.adds_parts:
         cluster = dict(part=c.split_k)
-        out_type.append(jax.ShapeDtypeStruct((c.split_k, *_mgpu.padded_shape((t.m, t.n), t.cluster_tile)), jnp.float32))
-    elif c.second_kernel:
-        grid["part"] = c.split_k
+        if plan.interpreted:
+            whole = _mgpu.padded_shape((t.m, t.n), t.cluster_tile)
+            out_type.append(jax.ShapeDtypeStruct((c.split_k, *whole), jnp.float32))
     out, *_ = _mgpu.kernel(
         functools.partial(kernel, plan=plan, multiply=multiply),
         out_type=out_type,
