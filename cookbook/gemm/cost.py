@@ -23,25 +23,25 @@ CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
 class Constants:
     """What one H200 was measured to need."""
 
-    start: float = 1.925  # us of a kernel before its first copy arrives, and after its last store.
-    tensor: float = 1.636  # Billion cycles a second, at which a step of 128 x 256 takes 1024.
-    copy_128: float = 113.5  # Bytes a cycle that an SM copies of rows that begin at multiples of 128 bytes,
-    copy_32: float = 58.1  # of 32 bytes,
-    copy_16: float = 37.9  # and of 16 bytes.
-    shared_copy: float = 0.572  # Share of a copy's time that is left when two blocks make it together.
-    step: float = 0.096  # us of a step that has nothing to do,
-    cluster_step: float = 0.077  # and in a cluster of several tiles as much more.
-    latency: float = 0.97  # us from the start of a copy to its arrival.
-    tile: float = 0.202  # us of each tile apart from its steps,
-    tile_values: float = 0.508  # for each 32,768 values of it as much more,
-    piece: float = 0.124  # and for each piece that a warpgroup stores.
-    parts: float = 0.527  # us to add up parts of K,
-    parts_values: float = 8.2  # and for each 16,384 values that a block sends as much more.
-    second_kernel: float = 2.2  # us of a kernel that adds them up instead.
-    read: float = 3.68  # TB/s of reads from HBM,
-    write_128: float = 3.13  # of writes of rows that begin at multiples of 128 bytes,
-    write_32: float = 3.15
-    write_16: float = 2.04
+    start: float = 1.86  # us of a kernel before its first copy arrives, and after its last store.
+    tensor: float = 1.63  # Billion cycles a second, at which a step of 128 x 256 takes 1024.
+    copy_128: float = 105.0  # Bytes a cycle that an SM copies of rows that begin at multiples of 128 bytes,
+    copy_32: float = 53.9  # of 32 bytes,
+    copy_16: float = 34.4  # and of 16 bytes.
+    shared_copy: float = 0.484  # Share of a copy's time that is left when two blocks make it together.
+    step: float = 0.109  # us of a step that has nothing to do,
+    cluster_step: float = 0.088  # and in a cluster of several tiles as much more.
+    latency: float = 1.01  # us from the start of a copy to its arrival.
+    tile: float = 0.184  # us of each tile apart from its steps,
+    tile_values: float = 0.417  # for each 32,768 values of it as much more,
+    piece: float = 0.127  # and for each piece that a warpgroup stores.
+    parts: float = 0.507  # us to add up parts of K,
+    parts_values: float = 14.3  # and for each 16,384 values that a block sends as much more.
+    second_kernel: float = 1.46  # us of a kernel that adds them up instead.
+    read: float = 4.38  # TB/s of reads from HBM,
+    write_128: float = 3.15  # of writes of rows that begin at multiples of 128 bytes,
+    write_32: float = 3.04
+    write_16: float = 1.98
 
 
 H200 = Constants()
@@ -138,7 +138,7 @@ def predict(config: Config, problem: Problem, c: Constants = H200) -> float:
     written = by_alignment(o * problem.n, c.write_128, c.write_32, c.write_16)
     memory = problem.k * (a * problem.m + b * problem.n) / c.read / 1e6 + o * problem.m * problem.n / written / 1e6
     parts = c.second_kernel + 4e-6 * config.split_k * p.m * p.n / c.read if config.second_kernel else 0.0
-    return c.start + parts + _longer(time, memory)
+    return c.start + parts + longer(time, memory)
 
 
 def _tile_time(config: Config, p: Problem, tile_n: int, c: Constants) -> float:
@@ -158,7 +158,7 @@ def _tile_time(config: Config, p: Problem, tile_n: int, c: Constants) -> float:
         for i, (size, blocks) in enumerate(((tile_m, config.cluster_n), (tile_n, config.cluster_m)))
     )
     idle = c.step + c.cluster_step * (config.cluster_m * config.cluster_n > 1)
-    step = _longer(cycles / c.tensor / 1e3, copied / 1.7e3, idle, c.latency / stages)
+    step = longer(cycles / c.tensor / 1e3, copied / 1.7e3, idle, c.latency / stages)
     width = next(width for width in (64, 32, 16, 8) if cols % width == 0)
     values = tile_m * tile_n
     time = -(-p.k // (tile_k * config.split_k)) * step
@@ -168,7 +168,7 @@ def _tile_time(config: Config, p: Problem, tile_n: int, c: Constants) -> float:
     return time
 
 
-def _longer(*times: float) -> float:
+def longer(*times: float) -> float:
     """The longest of times that overlap; where two are alike, neither hides all of the other."""
     return sum(time**4 for time in times) ** 0.25
 

@@ -20,6 +20,8 @@ tensor cores want weights with K along their rows: a plain w_q is transposed, at
 """
 
 import dataclasses
+import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -78,41 +80,42 @@ def default_config(m: int, n: int, k: int, num_sms: int = 132) -> Config:
 
 def _candidates(m: int, n: int, k: int, num_sms: int):
     widths = [width for width in cost.WIDTHS if width < 2 * m or width == 8]
-    for tile_m in (128, 256):
-        for tile_n in widths:
-            if tile_m * tile_n > 128 * 256 or tile_m >= 2 * max(n, 128):
-                continue
-            for tile_k in (64, 128, 256) if tile_n <= 64 else (64, 128):
-                tiles = pl.cdiv(n, tile_m) * pl.cdiv(m, tile_n)
-                for cluster_m in (1, 2) if tiles >= num_sms // 2 else (1,):
-                    yield Config(tile_m, tile_n, cluster_m=cluster_m, tile_k=tile_k)
-                for split_k in range(2, min(core.SPLIT_K_MAX, k // 512) + 1):
-                    if tiles <= core.resident(num_sms, split_k):
-                        yield Config(tile_m, tile_n, split_k=split_k, tile_k=tile_k)
+    for tile_m, tile_n in itertools.product((128, 256), widths):
+        if tile_m * tile_n > 128 * 256 or tile_m >= 2 * max(n, 128):
+            continue
+        tiles = pl.cdiv(n, tile_m) * pl.cdiv(m, tile_n)
+        for tile_k in (64, 128, 256) if tile_n <= 64 else (64, 128):
+            for cluster_m in (1, 2) if tiles >= num_sms // 2 else (1,):
+                yield Config(tile_m, tile_n, cluster_m=cluster_m, tile_k=tile_k)
+            for split_k in range(2, min(core.SPLIT_K_MAX, k // 512) + 1):
+                if tiles <= core.resident(num_sms, split_k) and tile_m * tile_n <= 128 * 128:
+                    yield Config(tile_m, tile_n, split_k=split_k, tile_k=tile_k)
+                if tiles * split_k <= num_sms:
+                    yield Config(tile_m, tile_n, split_k=split_k, tile_k=tile_k, second_kernel=True)
 
 
 def _predict(c: Config, m: int, n: int, k: int, num_sms: int) -> float:
-    """Microseconds, up to what all configurations have in common."""
-    fit = core.resident(num_sms, c.cluster_m * c.split_k)
+    """Microseconds of the product on one H200."""
+    h, adds_parts = cost.H200, c.split_k > 1 and not c.second_kernel
+    fit = core.resident(num_sms, c.cluster_m * c.split_k) if not c.second_kernel else num_sms // c.split_k
     waves = pl.cdiv(pl.cdiv(n, c.tile_m * c.cluster_m) * pl.cdiv(m, c.tile_n), fit)
-    steps = pl.cdiv(k, c.tile_k * c.split_k)
-    slot = (c.tile_m + 2 * c.tile_n) * c.tile_k
-    sums = 4 * c.tile_m * c.tile_n if c.split_k > 1 else 0
-    stages = min(core.STAGES_MAX, (cost.SMEM_FOR_RING - sums) // slot)
-    if stages < 2:
-        return float("inf")
-    convert = c.tile_m * c.tile_k / CONVERTED_A_CYCLE / 1.65e3
-    tensor = c.tile_m * c.tile_n * c.tile_k / 2048 / 1.65e3
-    copied = (c.tile_m + 2 * c.tile_n / c.cluster_m) * c.tile_k / 60 / 1.7e3
-    step = max(tensor + 0.4 * convert, convert, copied, 0.15, cost.H200.latency / stages)
     values = c.tile_m * c.tile_n
-    tile = steps * step + 0.4 + 0.9 * values / 32768
-    if c.split_k > 1:
-        tile += cost.H200.parts + cost.H200.parts_values * values / 16384
-    return cost._longer(waves * tile, (n * k + 2 * m * (n + k)) / cost.H200.read / 1e6)
+    stages = (cost.SMEM_FOR_RING - 4 * values * adds_parts) // ((c.tile_m + 2 * c.tile_n) * c.tile_k)
+    if stages < 2:
+        return math.inf
+    # Both warpgroups read and convert at about the same time, and then share the tensor cores.
+    convert = CONVERT_STEP + CONVERT * c.tile_m * c.tile_k / 16384
+    tensor = values * c.tile_k / 2048 / h.tensor / 1e3
+    step = max(math.hypot(convert, tensor), h.latency / min(stages, core.STAGES_MAX))
+    time = waves * (pl.cdiv(k, c.tile_k * c.split_k) * step + h.tile + 0.9 * values / 32768)
+    if adds_parts:
+        time += h.parts + h.parts_values * values * (1 - 1 / c.split_k) / 16384
+    elif c.second_kernel:
+        time += h.second_kernel + 8e-6 * c.split_k * m * n / h.read
+    return h.start + cost.longer(time, (n * k + 2 * m * (n + k)) / h.read / 1e6)
 
 
-CONVERTED_A_CYCLE = 64  # Weights that an SM converts in one cycle, about.
+CONVERT_STEP, CONVERT = 0.17, 0.38  # us of a step to read and convert its weights: of any, and more for each 16,384.
 
 
 def multiply(plan: Plan, ring: _mgpu.Ring, w_smem, a_smem, before, acc, wide_smem=None):
