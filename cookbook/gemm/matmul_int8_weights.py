@@ -20,7 +20,6 @@ tensor cores want weights with K along their rows: a plain w_q is transposed, at
 """
 
 import dataclasses
-import itertools
 import math
 
 import jax
@@ -80,18 +79,16 @@ def default_config(m: int, n: int, k: int, num_sms: int = 132) -> Config:
 
 def _candidates(m: int, n: int, k: int, num_sms: int):
     widths = [width for width in cost.WIDTHS if width < 2 * m or width == 8]
-    for tile_m, tile_n in itertools.product((128, 256), widths):
-        if tile_m * tile_n > 128 * 256 or tile_m >= 2 * max(n, 128):
-            continue
-        tiles = pl.cdiv(n, tile_m) * pl.cdiv(m, tile_n)
-        for tile_k in (64, 128, 256) if tile_n <= 64 else (64, 128):
+    for tile_n in widths:
+        tiles = pl.cdiv(n, 128) * pl.cdiv(m, tile_n)
+        for tile_k in (128, 256) if tile_n <= 32 else (64, 128) if tile_n <= 128 else (64,):
             for cluster_m in (1, 2) if tiles >= num_sms // 2 else (1,):
-                yield Config(tile_m, tile_n, cluster_m=cluster_m, tile_k=tile_k)
+                yield Config(128, tile_n, cluster_m=cluster_m, tile_k=tile_k)
             for split_k in range(2, min(core.SPLIT_K_MAX, k // 512) + 1):
-                if tiles <= core.resident(num_sms, split_k) and tile_m * tile_n <= 128 * 128:
-                    yield Config(tile_m, tile_n, split_k=split_k, tile_k=tile_k)
+                if tiles <= core.resident(num_sms, split_k) and tile_n <= 128:
+                    yield Config(128, tile_n, split_k=split_k, tile_k=tile_k)
                 if tiles * split_k <= num_sms:
-                    yield Config(tile_m, tile_n, split_k=split_k, tile_k=tile_k, second_kernel=True)
+                    yield Config(128, tile_n, split_k=split_k, tile_k=tile_k, second_kernel=True)
 
 
 def _predict(c: Config, m: int, n: int, k: int, num_sms: int) -> float:
