@@ -1,4 +1,4 @@
-"""Pallas kernels for Hopper GPUs: the index. Each kernel is one file; each chapter of the course builds one of them."""
+"""Pallas kernels for Hopper GPUs: the index. Each family is a folder that works on its own."""
 
 from cookbook.attn.attention import attention
 from cookbook.attn.paged_attention import merge_attention, paged_attention

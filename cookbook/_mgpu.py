@@ -212,6 +212,19 @@ def _vary(x, axes: frozenset):
     return jax.lax.pcast(x, tuple(sorted(missing, key=str)), to="varying") if missing else x
 
 
+def without_derivative(op: str, gradient):
+    """`gradient`, a function that launches a backward kernel, which refuses by name to be differentiated itself."""
+    once = jax.custom_jvp(gradient)
+
+    @once.defjvp
+    def refuse(primals, tangents):
+        raise ValueError(
+            f"cookbook.{op} has no second derivative: differentiate its reference (cookbook.{op}_reference) instead"
+        )
+
+    return once
+
+
 def as_array(op: str, name: str, x):
     """`x` as a JAX array, converted as `jnp.asarray` does.
 

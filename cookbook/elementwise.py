@@ -13,8 +13,10 @@ What bounds its speed: memory. Each input is read once and each output is writte
 The last block also does what is left over, in pieces of 128 elements, the last of them shifted back to end with the
 array; what it computes twice it stores twice, with the same value.
 
-Not supported: broadcasting between arguments, functions that mix elements, 64-bit types, differentiation (`fn` is
-plain `jnp`: differentiate that). Chapter: notebooks/01_elementwise.ipynb.
+The gradient is another such kernel, made of `jax.vjp` of `fn`; so is a gradient of it. Integers have none.
+
+Not supported: broadcasting between arguments, functions that mix elements, 64-bit types, forward-mode differentiation.
+Chapter: notebooks/01_elementwise.ipynb.
 """
 
 import dataclasses
@@ -23,6 +25,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -93,19 +96,21 @@ def _kernel(*refs, fn, num_inputs: int, n: int, tile: int, vec: int):
                 apply(jnp.minimum(n - left + i * 128, n - 128), 128, 1)
 
 
-@functools.partial(jax.jit, static_argnames=("fn", "treedef", "config", "params"))
-def _call(*leaves, fn, treedef, config: Config, params):
+@functools.partial(jax.jit, static_argnames=("fn", "config", "params"))
+def _call(leaves, fn, config: Config | None, params):
+    """The pytree of arrays that `fn(*leaves)` is."""
     shape, n = leaves[0].shape, math.prod(leaves[0].shape)
+    widest = max(leaf.dtype.itemsize for leaf in leaves)
+    config = config or default_config(n, widest)
     pad = max(0, 128 - n)  # A warpgroup has 128 threads: an array below that is padded.
     flat = [jnp.pad(leaf.reshape(-1), (0, pad)) if pad else leaf.reshape(-1) for leaf in leaves]
-    on_leaves = lambda *values: fn(*jax.tree.unflatten(treedef, values))
-    out_shape = jax.eval_shape(on_leaves, *flat)
+    out_shape = jax.eval_shape(fn, *flat)
     avals = [jax.ShapeDtypeStruct((config.tile,), _compute_dtype(leaf.dtype)) for leaf in flat]
-    kernel_fn = _numerics.lowerable(functools.wraps(fn)(lambda *values: jax.tree.leaves(on_leaves(*values))), *avals)
+    kernel_fn = _numerics.lowerable(functools.wraps(fn)(lambda *values: jax.tree.leaves(fn(*values))), *avals)
     outs = _mgpu.kernel(
         functools.partial(
             _kernel, fn=kernel_fn, num_inputs=len(flat), n=n + pad, tile=config.tile,
-            vec=math.gcd(16 // max(leaf.dtype.itemsize for leaf in flat), config.tile // 128),
+            vec=math.gcd(16 // widest, config.tile // 128),
         ),
         out_type=[jax.ShapeDtypeStruct((n + pad,), out.dtype) for out in jax.tree.leaves(out_shape)],
         grid=(max((n + pad) // config.tile, 1),),
@@ -115,15 +120,62 @@ def _call(*leaves, fn, treedef, config: Config, params):
     return jax.tree.unflatten(jax.tree.structure(out_shape), [out[:n].reshape(shape) for out in outs])
 
 
-def _run(op, fn, args, config):
-    leaves, treedef = jax.tree.flatten(args)
-    leaves = [jnp.asarray(leaf) for leaf in leaves]
+@functools.lru_cache(maxsize=1024)  # One function for each, so that `jit` finds its kernel again.
+def _of_leaves(fn, treedef):
+    return functools.wraps(fn)(lambda *leaves: fn(*jax.tree.unflatten(treedef, leaves)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _fused(op: str, fn, config: Config | None, leaves):
     _check(op, leaves)
     if leaves[0].size == 0:
-        return jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), jax.eval_shape(fn, *args))
+        return jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), jax.eval_shape(fn, *leaves))
     _mgpu.require_target(op)
-    config = config or default_config(leaves[0].size, max(leaf.dtype.itemsize for leaf in leaves))
-    return _call(*leaves, fn=fn, treedef=treedef, config=config, params=_mgpu.compiler_params())
+    return _call(leaves, fn, config, _mgpu.compiler_params())
+
+
+def _forward(op, fn, config, leaves):
+    return _fused(op, fn, config, leaves), leaves
+
+
+def _backward(op, fn, config, leaves, cotangents):
+    is_float = tuple(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves)
+    real = tuple(ct for ct in jax.tree.leaves(cotangents) if ct.dtype != jax.dtypes.float0)
+    gradients = iter(())
+    if any(is_float) and real:
+        gradients = iter(_fused(f"gradient of {op}", _vjp_of(fn, is_float), None, (*leaves, *real)))
+    no_gradient = lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0)
+    zero = lambda leaf, isf: next(gradients, jnp.zeros_like(leaf)) if isf else no_gradient(leaf)
+    return (tuple(map(zero, leaves, is_float)),)
+
+
+_fused.defvjp(_forward, _backward)
+
+
+@functools.lru_cache(maxsize=1024)
+def _vjp_of(fn, is_float: tuple[bool, ...]):
+    """The gradients of the floating-point leaves, element-wise as `fn` is: a function of leaves and cotangents."""
+
+    def gradients(*values):
+        leaves, cotangents = values[: len(is_float)], iter(values[len(is_float) :])
+
+        def of_floats(*floats):
+            floats = iter(floats)
+            mixed = [next(floats) if isf else leaf for leaf, isf in zip(leaves, is_float, strict=True)]
+            outs = jax.tree.leaves(fn(*mixed))
+            return [out for out in outs if jnp.issubdtype(out.dtype, jnp.floating)]
+
+        outs, pull = jax.vjp(of_floats, *(leaf for leaf, isf in zip(leaves, is_float, strict=True) if isf))
+        return pull([ct.astype(out.dtype) for out, ct in zip(outs, cotangents, strict=True)])
+
+    gradients.__name__ = f"gradient of {getattr(fn, '__name__', 'fn')}"
+    return gradients
+
+
+def _run(op, fn, args, config):
+    leaves, treedef = jax.tree.flatten(args)
+    leaves = [_mgpu.as_array(op, f"argument {i}", leaf) for i, leaf in enumerate(leaves)]
+    return _fused(op, _of_leaves(fn, treedef), config, _mgpu.alike(*leaves))
 
 
 def fuse(fn, *, config: Config | None = None):

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -18,6 +19,8 @@ from .. import _mgpu
 
 LANES = 32  # Threads in a warp.
 WARPGROUP = 128  # Threads in a warpgroup.
+ROWS_IN_FLIGHT = 4  # Loads of the leading-axis kernel before the first is used: 64 bytes a thread.
+ROWS_PER_BLOCK = 256  # A stretch: long enough that partial sums cost little, short enough to fill the GPU.
 UNROLLED_PIECES = 16  # Loads unrolled in one go. More of them (odd row lengths) cost seconds of compile time.
 
 
@@ -37,13 +40,13 @@ class Config:
 
 def default_config(rows: int, cols: int, itemsize: int, register_values: int = 96) -> Config:
     """The configuration for (rows, cols) values of `itemsize` bytes, measured on one NVIDIA H200 (chapter 3)."""
-    if cols >= 256 * math.gcd(cols, 16 // itemsize):  # Two loads a thread: worth the exchange between warps.
-        return Config(1, register_values)
     vec = _vec(cols, itemsize)
+    # A row stays within a warp, which needs no exchange, up to 16 loads and 128 bytes a thread.
+    if cols >= LANES * min(16 * vec, 128 // itemsize):
+        return Config(1, register_values)
     lanes = _lanes(cols, vec)
     rows_at_once = WARPGROUP // lanes  # A multiple of it: each thread of a warp has something to do.
-    loads = 2 if vec * itemsize == 16 else 3  # In flight, of each thread.
-    block_rows = rows_at_once * max(1, min(256 // rows_at_once, loads * lanes * vec // cols))
+    block_rows = rows_at_once * max(1, min(8, 16 * lanes // cols))  # 16 values a thread: more blocks cost their start.
     if rows < block_rows:
         block_rows = rows_at_once
     return Config(1 if rows < block_rows and cols >= WARPGROUP else block_rows, register_values)
@@ -138,18 +141,31 @@ class Plan:
             tiles, warp_dim, lane_dims = ((rows_at_once, piece), (rows_at_once // 4, piece), (self.vec,)), -5, (-3, -2)
         return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(warp_dim,), lane_dims=lane_dims, vector_dim=-1)
 
-    def for_each_tile(self, visit):
-        """Calls `visit(row)` with the first row of each tile of this block.
+    def tiles(self, num_blocks: int):
+        """How many tiles this block visits, and a function of 0, 1, ... that gives a tile and its first row.
 
-        That is one tile, and for the last block two if rows are left over: rows that two tiles share are stored by one
-        block, in order. By two blocks they would be a race.
+        Each `num_blocks`-th tile is this block's. If rows are left over, the block of the last tile visits one more:
+        rows that two tiles share are stored by one block, in order. By two blocks they would be a race.
         """
         block, block_rows = lax.axis_index("block"), self.config.block_rows
+        turns = 1 if num_blocks == self.num_blocks else (self.num_blocks - 1 - block) // num_blocks + 1
         if self.rows % block_rows == 0:
-            visit(block * block_rows)
+            return turns, lambda i: (block + i * num_blocks, (block + i * num_blocks) * block_rows)
+        turns += jnp.where(block == (self.num_blocks - 1) % num_blocks, 1, 0)
+
+        def tile(i):
+            index = jnp.minimum(block + i * num_blocks, self.num_blocks)
+            return index, jnp.minimum(index * block_rows, self.rows - block_rows)
+
+        return turns, tile
+
+    def for_each_tile(self, visit):
+        """Calls `visit(row)` with the first row of each tile of this block of `num_blocks`."""
+        turns, tile = self.tiles(self.num_blocks)
+        if isinstance(turns, int):
+            visit(tile(0)[1])
         else:
-            num_tiles = jnp.where(block == self.num_blocks - 1, 2, 1)
-            pl.loop(0, num_tiles)(lambda i: visit(jnp.minimum((block + i) * block_rows, self.rows - block_rows)))
+            pl.loop(0, turns)(lambda i: visit(tile(i)[1]))
 
     def starts(self, g):
         """For each piece of group `g`: the column where its turn is, and the column where it starts."""
@@ -185,6 +201,16 @@ class Plan:
             for piece, (turn, start) in zip(pieces, self.starts(g), strict=True)
         ]
 
+    def fresh_rows(self, value, tile, row):
+        """`value`, as `reduce` returns it, with zeros in the rows that an earlier tile holds already."""
+        if self.rows % self.config.block_rows == 0:
+            return value
+        index = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
+        return jnp.where(index >= tile * self.config.block_rows - row, value, 0.0)
+
+    def zeros(self):
+        return plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), self.layout)
+
     def per_row(self, value: float):
         """`value` as what `reduce` returns."""
         full = jnp.full(() if self.spread else self.shape, value, jnp.float32)
@@ -199,16 +225,103 @@ class Plan:
         return reduce(combined) if self.spread else lax.broadcast_in_dim(reduce(combined, axis=1), self.shape, [0])
 
 
+@dataclasses.dataclass(frozen=True)
+class LeadingPlan:
+    """Statics of one pass over the leading axis of (rows, cols): pieces of columns by stretches of rows."""
+
+    rows: int
+    cols: int
+    itemsize: int
+
+    @property
+    def vec(self) -> int:
+        return math.gcd(self.cols, 16 // self.itemsize, floor_power_of_2(max(self.cols // WARPGROUP, 1)))
+
+    @property
+    def piece(self) -> int:
+        return WARPGROUP * self.vec
+
+    @property
+    def num_pieces(self) -> int:
+        return self.cols // self.piece
+
+    @property
+    def num_stretches(self) -> int:
+        return pl.cdiv(self.rows, ROWS_PER_BLOCK)
+
+
+def _leading_kernel(*refs, plan: LeadingPlan):
+    *factors, o_gmem = refs
+    stretch, column = lax.axis_index("stretch"), lax.axis_index("column")
+    # The last piece is shifted back to end with the row. It would store the same sums as the piece before it, so it is
+    # that block, not another, that also takes this piece.
+    turns = 1 if plan.cols % plan.piece == 0 else jnp.where(column == plan.num_pieces - 1, 2, 1)
+    layout = plgpu.Layout.WG_STRIDED((plan.piece,), plan.vec)
+    first, rows = stretch * ROWS_PER_BLOCK, jnp.minimum(ROWS_PER_BLOCK, plan.rows - stretch * ROWS_PER_BLOCK)
+
+    @pl.loop(0, turns)
+    def _(turn):
+        columns = pl.ds(jnp.minimum((column + turn) * plan.piece, plan.cols - plan.piece), plan.piece)
+
+        def factor(x_gmem, row):
+            if x_gmem.ndim == 1:
+                return x_gmem[row]
+            return plgpu.load(x_gmem.at[row, columns], layout=layout, optimized=False).astype(jnp.float32)
+
+        product = lambda row: math.prod(factor(x_gmem, row) for x_gmem in factors)
+
+        def next_rows(i, total):
+            start = first + i * ROWS_IN_FLIGHT
+            return functools.reduce(jnp.add, [product(start + r) for r in range(ROWS_IN_FLIGHT)], total)
+
+        total = plgpu.layout_cast(jnp.zeros((plan.piece,), jnp.float32), layout)
+        total = lax.fori_loop(0, rows // ROWS_IN_FLIGHT, next_rows, total)
+        left = first + rows // ROWS_IN_FLIGHT * ROWS_IN_FLIGHT
+        total = lax.fori_loop(left, first + rows, lambda row, so_far: so_far + product(row), total)
+        _mgpu.store(o_gmem.at[stretch, columns], total.astype(o_gmem.dtype))
+
+
+def sum_leading(params, *factors):
+    """Float32 sums over the leading axis of the product of `factors`: (rows, cols) each, or (rows,) in float32.
+
+    Each pass leaves one row of partial sums for each stretch of rows. Atomic additions would take one kernel less, and
+    would sum in another order each time.
+    """
+    cols = factors[0].shape[1]
+    if cols < WARPGROUP:  # A thread for each column: narrow rows are put side by side, and their sums are summed last.
+        (x,), side = factors, pl.cdiv(WARPGROUP, cols)
+        folded = jnp.pad(x, ((0, -x.shape[0] % side), (0, 0))).reshape(-1, side * cols)
+        sums = sum_leading(params, folded).reshape(side, cols)
+        return sum_leading(params, jnp.pad(sums, ((0, 0), (0, WARPGROUP - cols))))[:cols]
+    while True:
+        plan = LeadingPlan(*factors[0].shape, factors[0].dtype.itemsize)
+        x = _mgpu.kernel(
+            functools.partial(_leading_kernel, plan=plan),
+            out_type=jax.ShapeDtypeStruct((plan.num_stretches, cols), jnp.float32),
+            grid=(plan.num_pieces, plan.num_stretches),  # CUDA allows 65535 but for the last.
+            grid_names=("column", "stretch"),
+            compiler_params=params,
+        )(*factors)
+        if plan.num_stretches == 1:
+            return x[0]
+        factors = (x,)
+
+
+def require_rows(op: str, name: str, x):
+    """`x` as a JAX array that the kernels over rows take."""
+    x = require_floats(op, name, x)
+    if x.shape[-1] > 65536:
+        raise ValueError(f"cookbook.{op}: {name} has rows of {x.shape[-1]}; at most 65536 were tested: split the row")
+    return x
+
+
 def require_floats(op: str, name: str, x):
-    if jnp.ndim(x) == 0:
+    x = _mgpu.as_array(op, name, x)
+    if x.ndim == 0:
         raise ValueError(f"cookbook.{op}: {name} is a scalar; it must have at least one axis")
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(f"cookbook.{op}: {name}.dtype is {x.dtype}; must be float32, bfloat16 or float16: cast it")
-
-
-def require_row_length(op: str, name: str, x):
-    if x.shape[-1] > 65536:
-        raise ValueError(f"cookbook.{op}: {name} has rows of {x.shape[-1]}; at most 65536 were tested: split the row")
+    return x
 
 
 def floor_power_of_2(n: int) -> int:

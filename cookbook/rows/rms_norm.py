@@ -9,8 +9,17 @@ Role table: one warpgroup a block does everything, as in `softmax`: it loads a r
 stores it. `scale` comes from the L1 cache: all rows share it. There are no barriers of ours. Rows of more than 12288
 values are read twice, the second time mostly from the L2 cache.
 
-What bounds its speed: memory (one read, one write). Rows whose length is no multiple of 16 bytes are loaded in smaller
-words and are slower. Not supported: other axes, rows longer than 65536, differentiation.
+Backward, with inverse = 1 / sqrt(mean_c(x**2) + eps):
+
+    dx[r, c] = dy[r, c] * scale[c] * inverse[r] - x[r, c] * inverse[r]**3 * mean_c(dy * scale * x)
+    dscale[c] = sum_r dy[r, c] * x[r, c] * inverse[r]
+
+A grid that stays makes both in one pass over x and dy: each block takes every so many rows and adds up its part of
+dscale in shared memory; a second, small kernel sums these parts, in the same order in every run. Rows that do not fit
+the registers are read twice, and the second kernel reads x and dy once more.
+
+What bounds its speed: memory (one read, one write; backward two reads). Rows whose length is no multiple of 16 bytes
+are loaded in smaller words and are slower. Not supported: other axes, rows longer than 65536, second derivatives.
 Chapter: notebooks/03_reductions.ipynb. Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
 """
 
@@ -20,10 +29,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
 from . import core
 from .core import Config, Plan, default_config
+
+BACKWARD_REGISTER_VALUES = 64  # Of x, and as many of dy and of scale. The sums for dscale are in shared memory.
+BLOCKS_PER_SM = 2  # Of the backward kernel: as many as its registers allow.
 
 
 def rms_norm_reference(x, scale, eps=1e-6):
@@ -74,6 +87,96 @@ def _call(x, scale, eps: float, config: Config | None, params):
     return out[: x.size // x.shape[-1], : x.shape[-1]].reshape(x.shape)
 
 
+def _backward_kernel(x_gmem, scale_gmem, dy_gmem, dx_gmem, more_gmem, sums_smem, *, plan: Plan, cols: int, eps: float):
+    """Each `num_blocks`-th tile. `more_gmem`: the sums for dscale, added up over the tiles of this block; or, if rows
+    do not fit the registers, the 1 / rms of each, from which a second kernel makes them."""
+    turns, tile = plan.tiles(lax.axis_size("block"))
+    load_sums = lambda p: plgpu.load(sums_smem.at[p], layout=plan.layout, optimized=False)
+
+    def statistics(row, g):
+        x, dy = plan.load(x_gmem, row, g), plan.load(dy_gmem, row, g)
+        scale = plan.load(scale_gmem, row, g)
+        products = [v * s * d for v, s, d in zip(x, scale, dy, strict=True)]
+        return x, dy, _sum_of_squares(plan, x, g), plan.reduce(jnp.add, jnp.sum, plan.fresh(products, g))
+
+    def finish(squares, products):
+        """1 / rms, and the factor of x in dx."""
+        inverse = lax.rsqrt(squares * (1.0 / cols) + eps)
+        return inverse, inverse * inverse * inverse * products * (1.0 / cols)
+
+    def store(row, g, x, dy, inverse, slope):
+        scale = plan.load(scale_gmem, row, g)
+        dx = [d * s * inverse - v * slope for v, s, d in zip(x, scale, dy, strict=True)]
+        plan.store(dx_gmem, row, g, dx)
+
+    def short_row(i):
+        index, row = tile(i)
+        x, dy, squares, products = statistics(row, 0)
+        inverse, slope = finish(squares, products)
+        store(row, 0, x, dy, inverse, slope)
+        counted = plan.fresh_rows(inverse, index, row)
+        for p, (v, d) in enumerate(zip(x, dy, strict=True)):
+            _mgpu.store(sums_smem.at[p], load_sums(p) + v * d * counted)
+
+    def long_row(i):
+        _, row = tile(i)
+        step = lambda g, so_far: jax.tree.map(jnp.add, so_far, statistics(row, g)[2:])
+        inverse, slope = finish(*lax.fori_loop(0, plan.num_groups, step, (plan.per_row(0.0), plan.per_row(0.0))))
+        again = lambda g: (plan.load(x_gmem, row, g), plan.load(dy_gmem, row, g))
+        pl.loop(0, plan.num_groups)(lambda g: store(row, g, *again(g), inverse, slope))
+        more_gmem[row] = inverse
+
+    if plan.num_groups > 1:
+        pl.loop(0, turns)(long_row)
+        return
+    for p in range(plan.group):  # Each thread reads what it wrote itself: there is nothing to wait for.
+        _mgpu.store(sums_smem.at[p], plan.zeros())
+    pl.loop(0, turns)(short_row)
+    first = lax.axis_index("block") * plan.config.block_rows
+    plan.store(more_gmem, first, 0, [load_sums(p) for p in range(plan.group)])
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "num_blocks", "params"))
+def _call_backward(x, scale, dy, eps: float, num_blocks: int, params):
+    """dx and dscale, which is summed in two stages: by each block over its rows, and then over the blocks."""
+    rows, dy_rows = core.as_rows(x, 0), core.as_rows(dy, 0)
+    config = default_config(*rows.shape, x.dtype.itemsize, BACKWARD_REGISTER_VALUES)
+    plan = Plan(*rows.shape, x.dtype.itemsize, config)
+    num_blocks, long = min(num_blocks, plan.num_blocks), plan.num_groups > 1
+    more_shape = (plan.rows,) if long else (num_blocks * config.block_rows, plan.cols)
+    dx, more = _mgpu.kernel(
+        functools.partial(_backward_kernel, plan=plan, cols=x.shape[-1], eps=eps),
+        out_type=[jax.ShapeDtypeStruct(rows.shape, x.dtype), jax.ShapeDtypeStruct(more_shape, jnp.float32)],
+        grid=(num_blocks,),
+        grid_names=("block",),
+        scratch_types=[plgpu.SMEM((1 if long else plan.group, *plan.shape), jnp.float32)],
+        compiler_params=params,
+    )(rows, jnp.pad(scale, (0, plan.cols - x.shape[-1])), dy_rows)
+    dscale = core.sum_leading(params, *((rows, dy_rows, more) if long else (more,)))
+    return (
+        dx[: x.size // x.shape[-1], : x.shape[-1]].reshape(x.shape),
+        dscale[: x.shape[-1]].astype(scale.dtype),
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _rms_norm(x, scale, eps, config):
+    return _call(x, scale, eps, config, _mgpu.compiler_params())
+
+
+def _forward(x, scale, eps, config):
+    return _rms_norm(x, scale, eps, config), (x, scale)
+
+
+def _backward(eps, config, operands, dy):
+    num_blocks = BLOCKS_PER_SM * _mgpu.require_target("rms_norm").num_sms
+    gradient = functools.partial(_call_backward, eps=eps, num_blocks=num_blocks, params=_mgpu.compiler_params())
+    return _mgpu.without_derivative("rms_norm", gradient)(*operands, dy)
+
+
+_rms_norm.defvjp(_forward, _backward)
+
+
 def rms_norm(x, scale, *, eps: float = 1e-6, config: Config | None = None):
     """RMS normalisation over the last axis.
 
@@ -89,15 +192,15 @@ def rms_norm(x, scale, *, eps: float = 1e-6, config: Config | None = None):
     Raises:
       ValueError: a rank, shape, dtype or row length is not supported; RuntimeError: no GPU.
     """
-    core.require_floats("rms_norm", "x", x)
-    core.require_row_length("rms_norm", "x", x)
-    core.require_floats("rms_norm", "scale", scale)
+    x = core.require_rows("rms_norm", "x", x)
+    scale = core.require_floats("rms_norm", "scale", scale)
     if scale.shape != x.shape[-1:]:
         raise ValueError(f"cookbook.rms_norm: {scale.shape=}; must be {x.shape[-1:]}, one value for each column of x")
+    eps = _mgpu.option("rms_norm", "eps", eps, float)
     if x.size == 0:
         return x
     _mgpu.require_target("rms_norm")
-    return _call(x, scale, float(eps), config, _mgpu.compiler_params())
+    return _rms_norm(*_mgpu.alike(x, scale), eps, config)
 
 
 rms_norm.Config = Config  # `cookbook.rms_norm` is this function, not its module.

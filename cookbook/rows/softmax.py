@@ -13,8 +13,11 @@ A row that does not fit the registers (more than 16384 values) is read twice: on
 with the online update of Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); and once, mostly
 from the L2 cache, to be stored.
 
-What bounds its speed: memory (one read, one write). Rows whose length is no multiple of 16 bytes are loaded in smaller
-words and are slower. Not supported: other axes (move the axis first), rows longer than 65536, differentiation.
+The backward kernel makes dx = p (dp - sum_c p dp) of p and dp alone, which it reads once.
+
+What bounds its speed: memory (one read, one write; backward two reads). Rows whose length is no multiple of 16 bytes
+are loaded in smaller words and are slower. Not supported: other axes (move the axis first), longer rows, second
+derivatives.
 Chapter: notebooks/03_reductions.ipynb.
 """
 
@@ -83,19 +86,62 @@ def _kernel(x_gmem, o_gmem, *, plan: Plan):
     plan.for_each_tile(functools.partial(one_row, x_gmem, o_gmem, plan))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "params"))
-def _call(x, config: Config | None, params):
-    rows = core.as_rows(x, fill=-jnp.inf)
-    config = config or default_config(*rows.shape, x.dtype.itemsize, REGISTER_VALUES)
-    plan = Plan(*rows.shape, x.dtype.itemsize, config)
+def _backward_kernel(y_gmem, dy_gmem, dx_gmem, *, plan: Plan):
+    def products(row, g):
+        y, dy = plan.load(y_gmem, row, g), plan.load(dy_gmem, row, g)
+        return y, dy, plan.reduce(jnp.add, jnp.sum, plan.fresh([p * d for p, d in zip(y, dy, strict=True)], g))
+
+    def put(row, g, y, dy, total):
+        plan.store(dx_gmem, row, g, [p * (d - total) for p, d in zip(y, dy, strict=True)])
+
+    def one_row(row):
+        if plan.num_groups == 1:
+            return put(row, 0, *products(row, 0))
+        total = lax.fori_loop(0, plan.num_groups, lambda g, so_far: so_far + products(row, g)[2], plan.per_row(0.0))
+        pl.loop(0, plan.num_groups)(lambda g: put(row, g, *products(row, g)[:2], total))
+
+    plan.for_each_tile(one_row)
+
+
+@functools.partial(jax.jit, static_argnames=("kernel", "padding", "config", "params"))
+def _call(kernel, padding: float, config: Config, params, *arrays):
+    """One more array of the shape of `arrays`, which `kernel` makes of them row by row."""
+    rows, x = [core.as_rows(array, padding) for array in arrays], arrays[0]
+    plan = Plan(*rows[0].shape, x.dtype.itemsize, config)
     out = _mgpu.kernel(
-        functools.partial(_kernel, plan=plan),
-        out_type=jax.ShapeDtypeStruct(rows.shape, x.dtype),
+        functools.partial(kernel, plan=plan),
+        out_type=jax.ShapeDtypeStruct(rows[0].shape, x.dtype),
         grid=(plan.num_blocks,),
         grid_names=("block",),
         compiler_params=params,
-    )(rows)
+    )(*rows)
     return out[: x.size // x.shape[-1], : x.shape[-1]].reshape(x.shape)
+
+
+def _default_config(x, register_values: int) -> Config:
+    return default_config(x.size // x.shape[-1], max(x.shape[-1], 2), x.dtype.itemsize, register_values)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _softmax(x, config):
+    # ex2.approx is good to 2**-22: far below the rounding of 16-bit results, not of float32.
+    params = _mgpu.compiler_params(approx_math=x.dtype.itemsize == 2)
+    return _call(_kernel, -jnp.inf, config or _default_config(x, REGISTER_VALUES), params, x)
+
+
+def _forward(x, config):
+    y = _softmax(x, config)
+    return y, y
+
+
+def _backward(config, y, dy):
+    _mgpu.require_target("softmax")
+    config = _default_config(y, REGISTER_VALUES // 2)  # Two arrays are in registers.
+    gradient = functools.partial(_call, _backward_kernel, 0.0, config, _mgpu.compiler_params())
+    return (_mgpu.without_derivative("softmax", gradient)(y, dy),)
+
+
+_softmax.defvjp(_forward, _backward)
 
 
 def softmax(x, *, config: Config | None = None):
@@ -111,13 +157,11 @@ def softmax(x, *, config: Config | None = None):
     Raises:
       ValueError: rank, dtype or row length is not supported; RuntimeError: no GPU.
     """
-    core.require_floats("softmax", "x", x)
-    core.require_row_length("softmax", "x", x)
+    x = core.require_rows("softmax", "x", x)
     if x.size == 0:
         return x
     _mgpu.require_target("softmax")
-    # ex2.approx is good to 2**-22: far below the rounding of 16-bit results, not of float32.
-    return _call(x, config, _mgpu.compiler_params(approx_math=x.dtype.itemsize == 2))
+    return _softmax(x, config)
 
 
 softmax.Config = Config  # `cookbook.softmax` is this function, not its module.

@@ -311,5 +311,5 @@ def rewritten(monkeypatch):
 def test_mutants_are_caught(run_only, rewritten, tile_n, old, new):
     """A slot refilled although nobody gave it back, or read before it is full; a piece written over one that leaves."""
     config = Config(tile_m=64, tile_n=tile_n, split_dim=1)
-    with pytest.raises(Exception, match="(?i)race|wait|phase"):
+    with pytest.raises(Exception, match=r"(?i)\brace|\bwait|\bphase"):
         lab.check(functools.partial(rewritten(old, new), config=config), reference, *operands(648, 640, 200))

@@ -168,7 +168,7 @@ def test_mutants_are_caught(run_only, monkeypatch, old, new):
     exec(compile(source.replace(old, new), copy.__name__, "exec"), copy.__dict__)
     config = Config(tile_m=64, tile_n=64, split_dim=2, tile_k=256) if "written" in old else SMALL
     small = copy.Config(**dataclasses.asdict(config))  # A class of the copy's own.
-    with pytest.raises(Exception, match="(?i)race|wait|phase|result|barrier"):
+    with pytest.raises(Exception, match=r"(?i)\brace|\bwait|\bphase|\bresult|\bbarrier"):
         check(72, 256, 400, fn=copy.matmul_int8_weights, config=small)
 
 

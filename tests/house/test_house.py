@@ -26,7 +26,7 @@ def pinned(lock: str) -> dict[str, str]:
 
 def make(*args: str) -> str:
     """What a user's `make *args` prints, even if these tests run under a `make test PYTHON=python3`."""
-    outer = {"MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "PYTHON", "VENV", "ARGS"}
+    outer = {"MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "PYTHON", "VENV", "ARGS", "ALL", "TIMES", "PATHS"}
     env = {name: value for name, value in os.environ.items() if name not in outer}
     return subprocess.run(["make", *args], cwd=ROOT, check=True, capture_output=True, text=True, env=env).stdout
 
@@ -47,6 +47,11 @@ def test_every_command_takes_a_python_as_it_is(target):
     assert "tools/setup.sh" in make("-n", target)
     plan = make("-n", target, "PYTHON=python3")
     assert "tools/setup.sh" not in plan and ".venv/bin" not in plan and "python3 " in plan
+
+
+def test_slow_tests_run_when_all_are_asked_for():
+    assert '-m "not slow"' in make("-n", "test") and "not slow" not in make("-n", "test", "ALL=1")
+    assert "times.py" not in make("-n", "test") and 'times.py "make run" ' in make("-n", "run", "TIMES=1")
 
 
 def test_locks_agree_and_carry_hashes_but_no_address():

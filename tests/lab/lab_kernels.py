@@ -147,3 +147,12 @@ def blackwell_matmul(a, b):
             plgpu.Barrier(orders_tensor_core=True),
         ],
     )(a, b)
+
+
+def out_of_bounds(x):
+    """Fails while it runs, not while it is traced: it reads outside of its input."""
+
+    def kernel(x_gmem, o_gmem):
+        o_gmem[0] = x_gmem[x_gmem[0, 0].astype(jnp.int32) + 1_000_000, 0]
+
+    return plgpu.kernel(kernel, out_type=jax.ShapeDtypeStruct((1,), x.dtype))(x)

@@ -4,22 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from lab_kernels import add_one, no_wait, num_sms_built_for
+from lab_kernels import add_one, no_wait, num_sms_built_for, out_of_bounds
 
 from cookbook import _mgpu, lab
 from cookbook.lab import interpreter
 
 X = jax.random.normal(jax.random.key(0), (128, 128))
-
-
-def broken(x):
-    """Fails while it runs, not while it is traced: it reads outside of its input."""
-
-    def kernel(x_gmem, o_gmem):
-        o_gmem[0] = x_gmem[x_gmem[0, 0].astype(jnp.int32) + 1_000_000, 0]
-
-    return plgpu.kernel(kernel, out_type=jax.ShapeDtypeStruct((1,), x.dtype))(x)
 
 
 def test_a_right_kernel_runs_without_races():
@@ -72,7 +62,7 @@ def test_race_detection_can_be_off():
 
 def test_the_interpreter_works_after_an_exception_in_a_kernel():
     with pytest.raises(Exception, match="(?i)out.of.bounds|callback"), lab.interpret():
-        jax.block_until_ready(broken(X))
+        jax.block_until_ready(out_of_bounds(X))
     with lab.interpret() as seen:
         np.testing.assert_array_equal(add_one(X), X + 1)
     assert not seen.races_found
