@@ -216,7 +216,7 @@ def test_warpgroups_find_the_registers_that_they_ask_for():
         )
         for count, registers in getattr(importlib.import_module(f"cookbook.attn.{module}"), name).items()
     ]
-    matmul = importlib.import_module("cookbook.gemm.matmul")
+    matmul = importlib.import_module("cookbook.gemm.core")
     shares.append(("matmul", 2, matmul.MEMORY_REGISTERS, matmul.COMPUTE_REGISTERS))
     for module, count, memory, compute in shares:
         at_start = 65_536 // (128 * (count + 1)) // 8 * 8
