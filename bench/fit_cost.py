@@ -23,7 +23,7 @@ def measured() -> list[tuple[cost.Problem, Config, float]]:
     """(problem, configuration, microseconds) of each measurement worth fitting."""
     data = results.load("matmul_configs", "h200")
     rows = []
-    for m, n, k, *values, us in data["rows"]:
+    for m, n, k, *values, us in data["times"]:
         fields = dict(zip(data["columns"][3:-1], values, strict=True))
         fields |= dict(second_kernel=bool(fields["second_kernel"]), swapped=bool(fields["swapped"]))
         rows.append((cost.Problem(m, n, k, (False, True)), Config(**fields), us))
