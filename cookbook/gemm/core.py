@@ -317,9 +317,8 @@ class Plan:
     @property
     def store_pieces(self) -> list[tuple[int, int]]:
         """Row and column of each piece of what a compute warpgroup stores of a tile."""
-        return list(
-            itertools.product(*(range(0, s, p) for s, p in zip(self.slice_tile, self.store_piece, strict=True)))
-        )
+        (rows, cols), (height, width) = self.slice_tile, self.store_piece
+        return list(itertools.product(range(0, rows, height), range(0, cols, width)))
 
     @property
     def stores_directly(self) -> bool:
@@ -340,9 +339,7 @@ class Plan:
             piece = self.store_piece[:: -1 if self.swapped else 1]
             swizzle = piece[1] * self.out_dtype.itemsize
             scratch["o_smem"] = swizzled((COMPUTE, c.store_slots, *piece), self.out_dtype, piece, swizzle, interpreted)
-        if (
-            self.adds_parts and interpreted
-        ):  # The interpreter has no stores to other blocks: they meet in global memory.
+        if self.adds_parts and interpreted:  # It has no stores to other blocks: they meet in global memory.
             scratch["summed"] = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=COMPUTE)
         elif self.adds_parts:
             rows, cols = self.slice_tile
@@ -440,4 +437,15 @@ def plan_of(m, n, k, dtypes, transposed, activation, out_dtype, config: Config, 
                 "must be a multiple of 64, the columns of the 128-byte swizzle"
             )
         operands.append(Operand(dtype, tile, tile_k, lies_transposed, in_pieces))
+    if config.tail_split > 1 and transposed[1]:
+        raise ValueError(
+            f"{config.tail_split=} cuts tiles of an operand that lies as (K, rows), which TMA copies whole: must be 1 "
+            "unless b is given as (N, K), or a plain one is `swapped`"
+        )
+    cols = config.compute_tile[1] // config.tail_split
+    if not config.swapped and cols % (32 // out_dtype.itemsize):
+        raise ValueError(
+            f"{config.tile_n=} leaves a warpgroup {cols} columns of {out_dtype.itemsize} bytes: must be a multiple of "
+            "32 bytes, the narrowest swizzle, unless the product is `swapped`"
+        )
     return Plan(Tiles(m, n, k, tile_k, config, num_sms), *operands, activation, out_dtype, interpreted)
