@@ -244,6 +244,12 @@ class Tiles:
         return (i * c.cluster_m + block_m) * c.tile_m, (j * c.cluster_n + block_n) * c.tile_n + narrow
 
 
+def owners(cols: int, parts: int, swapped: bool, itemsize: int) -> int:
+    """How many of `parts` blocks can add up a slice each of `cols` columns: each has whole pieces to store."""
+    unit = 8 if swapped else 32 // itemsize
+    return max((n for n in range(1, parts + 1) if cols % n == 0 and cols // n % unit == 0), default=1)
+
+
 def resident(num_sms: int, size: int) -> int:
     """Clusters of `size` blocks that run at the same time, one block an SM.
 
@@ -283,11 +289,16 @@ class Plan:
         return rows, cols // self.config.tail_split if self.tiles.is_tail else cols
 
     @property
+    def stored_dtype(self) -> jnp.dtype:
+        """What the kernel stores: its result, or sums that XLA has yet to add up."""
+        return jnp.dtype(jnp.float32) if self.config.second_kernel else self.out_dtype
+
+    @property
     def owners(self) -> int:
         """Blocks of a cluster that add up a slice each of the parts' sums: as many as have whole pieces to store."""
-        cols, unit = self.compute_tile[1], 8 if self.swapped else 32 // self.out_dtype.itemsize
-        most = self.config.split_k if self.adds_parts else 1
-        return max((n for n in range(1, most + 1) if cols % n == 0 and cols // n % unit == 0), default=1)
+        if not self.adds_parts:
+            return 1
+        return owners(self.compute_tile[1], self.config.split_k, self.swapped, self.stored_dtype.itemsize)
 
     @property
     def swapped(self) -> bool:
@@ -311,7 +322,7 @@ class Plan:
         cols = self.config.compute_tile[1] // self.owners // self.config.tail_split
         if self.swapped:
             return STORE_ROWS, max(width for width in (8, 16, 32, 64) if cols % width == 0)
-        widths = [swizzle // self.out_dtype.itemsize for swizzle in (32, 64, 128)]
+        widths = [swizzle // self.stored_dtype.itemsize for swizzle in (32, 64, 128)]
         return STORE_ROWS, max(width for width in widths if cols % width == 0)
 
     @property
@@ -323,7 +334,7 @@ class Plan:
     @property
     def stores_directly(self) -> bool:
         """Whether results go to o from registers: transposed ones of 32 bits cannot be transposed in shared memory."""
-        return self.swapped and self.out_dtype.itemsize == 4
+        return self.swapped and self.stored_dtype.itemsize == 4
 
     def _scratch(self, num_stages: int) -> dict:
         c, interpreted = self.config, self.interpreted
@@ -337,8 +348,10 @@ class Plan:
         )
         if not self.stores_directly:
             piece = self.store_piece[:: -1 if self.swapped else 1]
-            swizzle = piece[1] * self.out_dtype.itemsize
-            scratch["o_smem"] = swizzled((COMPUTE, c.store_slots, *piece), self.out_dtype, piece, swizzle, interpreted)
+            swizzle = piece[1] * self.stored_dtype.itemsize
+            scratch["o_smem"] = swizzled(
+                (COMPUTE, c.store_slots, *piece), self.stored_dtype, piece, swizzle, interpreted
+            )
         if self.adds_parts and interpreted:  # It has no stores to other blocks: they meet in global memory.
             scratch["summed"] = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=COMPUTE)
         elif self.adds_parts:
@@ -443,7 +456,7 @@ def plan_of(m, n, k, dtypes, transposed, activation, out_dtype, config: Config, 
             "unless b is given as (N, K), or a plain one is `swapped`"
         )
     cols = config.compute_tile[1] // config.tail_split
-    if not config.swapped and cols % (32 // out_dtype.itemsize):
+    if not config.swapped and not config.second_kernel and cols % (32 // out_dtype.itemsize):
         raise ValueError(
             f"{config.tile_n=} leaves a warpgroup {cols} columns of {out_dtype.itemsize} bytes: must be a multiple of "
             "32 bytes, the narrowest swizzle, unless the product is `swapped`"

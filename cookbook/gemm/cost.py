@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 
-from .core import SPLIT_K_MAX, STAGES_MAX, STEP_BYTES, Config, resident
+from .core import SPLIT_K_MAX, STAGES_MAX, STEP_BYTES, Config, owners, resident
 
 SMEM_FOR_RING = 194_000  # Bytes left for the ring beside the pieces on their way out.
 WIDTHS = (8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)  # Columns of a tile whose operand lies along K.
@@ -147,7 +147,9 @@ def _tile_time(config: Config, p: Problem, tile_n: int, c: Constants) -> float:
     rows, cols = (tile_m, tile_n // 2) if split_dim else (tile_m // 2, tile_n)
     tile_k = STEP_BYTES // p.itemsizes[0]
     adds_parts = config.split_k > 1 and not config.second_kernel
-    sums = 4 * tile_m * config.tile_n if adds_parts else 0
+    sums = 0
+    if adds_parts:  # Each block receives its slice of every part.
+        sums = 8 * rows * cols * config.split_k // owners(cols, config.split_k, config.swapped, p.itemsizes[2])
     stages = min(STAGES_MAX, (SMEM_FOR_RING - sums) // ((tile_m + config.tile_n) * STEP_BYTES))
     if stages < 2:
         return math.inf

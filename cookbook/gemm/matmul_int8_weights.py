@@ -97,7 +97,8 @@ def _predict(c: Config, m: int, n: int, k: int, num_sms: int) -> float:
     fit = core.resident(num_sms, c.cluster_m * c.split_k) if not c.second_kernel else num_sms // c.split_k
     waves = pl.cdiv(pl.cdiv(n, c.tile_m * c.cluster_m) * pl.cdiv(m, c.tile_n), fit)
     values = c.tile_m * c.tile_n
-    stages = (cost.SMEM_FOR_RING - 4 * values * adds_parts) // ((c.tile_m + 2 * c.tile_n) * c.tile_k)
+    received = 4 * values * c.split_k // core.owners(c.tile_n, c.split_k, True, 2) if adds_parts else 0
+    stages = (cost.SMEM_FOR_RING - received) // ((c.tile_m + 2 * c.tile_n) * c.tile_k)
     if stages < 2:
         return math.inf
     # Both warpgroups read and convert at about the same time, and then share the tensor cores.

@@ -144,7 +144,7 @@ def store(fused, o_gmem, o_smem, plan: Plan, place, stored, values):
 
     def finish(i, j):
         piece = scale_and_shift(values[i : i + height, j : j + width], vectors[i, j])
-        piece = plan.activation(piece).astype(plan.out_dtype)
+        piece = plan.activation(piece).astype(plan.stored_dtype)
         return plgpu.layout_cast(piece, plgpu.Layout.WGMMA_TRANSPOSED) if swapped else piece
 
     def target(i, j):
@@ -218,11 +218,11 @@ def fused_product(a, b, vectors: dict, *, plan: Plan, params, multiply=multiply)
     `swapped`, M and N are those of o, which the tiles have exchanged.
     """
     c, t = plan.config, plan.tiles
-    swapped, activation, out_dtype = c.swapped, plan.activation, plan.out_dtype
+    swapped, activation = c.swapped, plan.activation
     tiles = t.cluster_tile[:: -1 if swapped else 1]  # Rows and columns of o that a cluster computes.
     shape = (t.n, t.m) if swapped else (t.m, t.n)
     if c.second_kernel:  # It also does what is fused, and transposes.
-        plan = dataclasses.replace(plan, activation=identity, out_dtype=jnp.dtype(jnp.float32))
+        plan = dataclasses.replace(plan, activation=identity)
         fused, padded = {}, (c.split_k, *_mgpu.padded_shape((t.m, t.n), (1, 8)))
     else:
         piece = jax.ShapeDtypeStruct((math.prod(plan.store_piece),), jnp.float32)
@@ -231,7 +231,7 @@ def fused_product(a, b, vectors: dict, *, plan: Plan, params, multiply=multiply)
         fused = {name: _mgpu.pad_to_tiles(vector, (per[name],)) for name, vector in vectors.items()}
         # Direct stores are not cut off at the edge. A row of o is a multiple of 16 bytes for TMA.
         padded = _mgpu.padded_shape(shape, tiles if plan.stores_directly else (1, 8))
-    out_type = [jax.ShapeDtypeStruct(padded, plan.out_dtype)]
+    out_type = [jax.ShapeDtypeStruct(padded, plan.stored_dtype)]
     # Neighbouring blocks multiply the same part of K: their SMs need the same operands.
     grid = (dict(part=c.split_k) if c.second_kernel else {}) | dict(cluster=t.clusters)
     cluster = {axis: size for axis, size in ((plan.axis_m, c.cluster_m), (plan.axis_n, c.cluster_n)) if axis}
@@ -257,4 +257,4 @@ def fused_product(a, b, vectors: dict, *, plan: Plan, params, multiply=multiply)
     total = functools.reduce(jnp.add, out[:, : t.m, : t.n])  # One part after the other, in every run.
     columns = {name: vector[:, None] if name == "row_scale" else vector for name, vector in vectors.items()}
     total = scale_and_shift(total.T if swapped else total, columns)
-    return activation(total).astype(out_dtype)
+    return activation(total).astype(plan.out_dtype)
