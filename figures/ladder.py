@@ -1,9 +1,10 @@
-"""The course's climb on one problem, a bfloat16 product of 4096 x 4096 matrices: from the CUDA cores towards cuBLAS.
+"""The course's climb on one problem, a bfloat16 product of 4096 x 4096 matrices: from the CUDA cores to cuBLAS.
 
-Every bar was timed in one run of chapter 6. A figure that is not in results/ is drawn as not measured, one measured of
-code that has changed since is marked as stale.
+Each bar is read from results/, where a chapter or the benchmark has recorded it; the last one and cuBLAS were timed in
+one process. A figure that is not there is drawn as not measured, one measured of code that has changed since as stale.
 """
 
+import functools
 import json
 import pathlib
 
@@ -12,52 +13,57 @@ from cookbook.lab.source import notebook_hash
 from figures._draw import save
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-CHAPTER, SIZE = "06_pipelining", 4096  # M = N = K.
-RUNGS = (
-    ("matmul_blocked", "CUDA cores: cookbook.matmul_blocked"),
-    ("slots_1", "tensor cores: load, then multiply"),
-    ("slots_2", "load the next tile meanwhile"),
-    ("slots_4", "load three tiles ahead"),
-    ("slots_4_delay_1", "keep a product queued"),
-    ("slots_3_delay_1_shared", "two blocks on each SM"),
-    ("matmul_wgmma", "by hand: cookbook.matmul_wgmma"),
-    ("matmul_pipelined", "cookbook.matmul_pipelined"),
+SIZE = 4096  # M = N = K.
+RUNGS = (  # The problem, and what the rung adds, after the number of its chapter.
+    ("06_pipelining/matmul_blocked", "4  CUDA cores"),
+    ("06_pipelining/slots_1", "5  tensor cores: load, then multiply"),
+    ("06_pipelining/slots_2", "6  load the next tile meanwhile"),
+    ("06_pipelining/slots_4", "6  load three tiles ahead"),
+    ("06_pipelining/slots_4_delay_1", "6  keep a product queued"),
+    ("06_pipelining/matmul_pipelined", "6  two blocks on each SM"),
+    ("07_warp_specialization/late_4", "7  a warpgroup loads, two multiply"),
+    ("08_persistent_matmul/persistent_{size}", "8  blocks that stay, row by row"),
+    ("08_persistent_matmul/two_slots_{size}", "8  store while multiplying"),
+    ("08_persistent_matmul/snake_{size}", "8  tiles in a snake"),
 )
-PEERS = (("cublas", "cuBLAS (jnp.matmul)"),)
+PACKAGE, CUBLAS = ("matmul", "8  cookbook.matmul"), ("cublas", "cuBLAS (jnp.matmul)")
 
 
 def draw():
-    stale, changed = {problem for problem, _ in results.stale_list()}, _chapter_changed()
+    stale = set(results.stale_list())
     places, marked = set(), False
 
-    def bar(name, label, ours=True):
+    def bar(problem, label, impl="cookbook", ours=True):
         nonlocal marked
-        problem = f"{CHAPTER}/{name}"
-        row = results.read(problem)
+        row = results.read(problem, impl)
         if row is None or row["flops"] != 2 * SIZE**3:  # Never timed, or at another size.
             return label, float("nan")
         places.add("{}, JAX {jax}".format(results.where(row["provenance"]), **row["provenance"]))
-        # The chapter's own kernels use no module of the package: the notebook's hash speaks for them.
-        is_stale = problem in stale or (ours and changed and not row["provenance"].get("modules"))
+        chapter, known = problem.split("/")[0], row["provenance"].get("modules")
+        # A chapter's own kernel that uses no module of the package: the notebook's hash speaks for it.
+        is_stale = (problem, impl) in stale or (ours and not known and _chapter_changed(chapter))
         marked |= is_stale
         return label + " (stale)" * is_stale, row["flops"] / row["ms"] / 1e9
 
-    rungs, peers = [bar(*rung) for rung in RUNGS], [bar(*peer, ours=False) for peer in PEERS]
+    size = f"{SIZE}x{SIZE}x{SIZE}"
+    rungs = [bar(problem.format(size=size), label) for problem, label in RUNGS]
+    last, peer = (bar(f"matmul/{size}/bf16", label, impl, impl == PACKAGE[0]) for impl, label in (PACKAGE, CUBLAS))
     note = "; ".join(sorted(places)) or "not recorded yet"
     return plot.ladder(
-        rungs,
-        peers,
+        [*rungs, last],
+        [peer],
         bound=roofline.peak("bf16").value / 1e12,
         title=f"{SIZE} x {SIZE} x {SIZE}, bfloat16, on one NVIDIA H200",
         note=note
-        + "\nbound: the datasheet's peak; the percentages are of it"
-        + "; stale: the code has changed since" * marked,
+        + "\nchapter, then rung; percentages: of the bound, the datasheet's peak"
+        + "\nstale: the code has changed since" * marked,
     )
 
 
-def _chapter_changed() -> bool:
+@functools.cache
+def _chapter_changed(chapter: str) -> bool:
     """Whether the chapter's code is other than what was recorded."""
-    notebook = ROOT / "notebooks" / f"{CHAPTER}.ipynb"
+    notebook = ROOT / "notebooks" / f"{chapter}.ipynb"
     recorded = json.loads(notebook.read_text())["metadata"].get("recorded", {})
     return recorded.get("source") != notebook_hash(notebook)
 

@@ -21,9 +21,9 @@ SHARE_CASES = [
     (640, 384, (128, 128), 6, 4),
 ]
 
-# (name of the order, its function, blocks, cluster_dim) of exercise 2.
+# (name of the order, its function, blocks, (cluster_m, cluster_n)) of exercise 2.
 PANEL_CASES = [
-    (name, order, blocks, cluster_dim)
+    (name, order, blocks, cluster)
     for name, order in {
         "row by row, 32 columns": lambda i: (i // 32, i % 32),
         "strips of 8 rows": lambda i: (i % 8, i // 8),
@@ -31,7 +31,7 @@ PANEL_CASES = [
         "strips of 3 columns": lambda i: (i // 3, i % 3),
     }.items()
     for blocks in (12, 132)
-    for cluster_dim in (None, 0, 1)
+    for cluster in ((1, 1), (2, 1), (1, 2))
 ]
 
 # (m, n, k, tile, num_sms, add) of exercise 3.
@@ -64,10 +64,10 @@ def check_busy_share(answer) -> str:
 
 @checker
 def check_panels(answer) -> str:
-    """Exercise 2: `answer(order, blocks, cluster_dim)` is the pair of distinct panels and of panels handed out."""
+    """Exercise 2: `answer(order, blocks, cluster)` is the pair of distinct panels and of panels handed out."""
     given = {}
-    for i, (_, order, blocks, cluster_dim) in enumerate(PANEL_CASES):
-        got = answer(order, blocks, cluster_dim)
+    for i, (_, order, blocks, cluster) in enumerate(PANEL_CASES):
+        got = answer(order, blocks, cluster)
         if not isinstance(got, tuple | list) or len(got) != 2:
             raise NotYet(f"panels returns {got!r}; it must be a pair, (distinct, handed_out).")
         if None in tuple(got):
@@ -76,10 +76,10 @@ def check_panels(answer) -> str:
             raise NotYet(f"panels returns {got!r}; counts are ints.")
         given[i] = tuple(map(int, got))
     for which, text in enumerate(("distinct panels", "panels handed out")):
-        for i, (name, order, blocks, cluster_dim) in enumerate(PANEL_CASES):
-            if given[i][which] != (want := _panels(order, blocks, cluster_dim)[which]):
+        for i, (name, order, blocks, cluster) in enumerate(PANEL_CASES):
+            if given[i][which] != (want := _panels(order, blocks, cluster)[which]):
                 raise NotYet(
-                    f"{name}, {blocks} blocks, cluster_dim={cluster_dim}: {given[i][which]} {text}, and {want} is "
+                    f"{name}, {blocks} blocks, {cluster=}: {given[i][which]} {text}, and {want} is "
                     f"right. {_panels_hint(which, [given[i][which] for i in given])}"
                 )
     return "A cluster leaves what comes from HBM as it is, and takes a quarter off what L2 hands out."
@@ -134,27 +134,25 @@ def _share_hint(given: dict) -> str:
     return next(texts, "Count the tiles, then the waves, then divide.")
 
 
-def _wave(order, blocks: int, cluster_dim: int | None) -> list[tuple[int, int]]:
+def _wave(order, blocks: int, cluster: tuple[int, int]) -> list[tuple[int, int]]:
     """The tiles of the first wave."""
-    if cluster_dim is None:
-        return [order(i) for i in range(blocks)]
-    scale = (2, 1) if cluster_dim == 0 else (1, 2)
-    corners = [(order(i)[0] * scale[0], order(i)[1] * scale[1]) for i in range(blocks // 2)]
-    return [(row + b * (cluster_dim == 0), col + b * (cluster_dim == 1)) for row, col in corners for b in (0, 1)]
+    rows, cols = cluster
+    corners = [(order(i)[0] * rows, order(i)[1] * cols) for i in range(blocks // (rows * cols))]
+    return [(row + i, col + j) for row, col in corners for i in range(rows) for j in range(cols)]
 
 
-def _panels(order, blocks: int, cluster_dim: int | None) -> tuple[int, int]:
-    tiles = _wave(order, blocks, cluster_dim)
+def _panels(order, blocks: int, cluster: tuple[int, int]) -> tuple[int, int]:
+    tiles = _wave(order, blocks, cluster)
     distinct = len({row for row, _ in tiles}) + len({column for _, column in tiles})
-    return distinct, 2 * blocks if cluster_dim is None else 3 * (blocks // 2)
+    return distinct, 2 * blocks if cluster == (1, 1) else 3 * (blocks // 2)
 
 
 def _panels_hint(which: int, given: list[int]) -> str:
     tiles = [_wave(*case[1:]) for case in PANEL_CASES]
     orders = [[case[1](i) for i in range(case[2])] for case in PANEL_CASES]
-    halved = [order[: len(order) // 2] if case[3] is not None else order
+    halved = [order[: len(order) // 2] if case[3] != (1, 1) else order
               for order, case in zip(orders, PANEL_CASES, strict=True)]  # fmt: skip
-    crossed = [_wave(case[1], case[2], None if case[3] is None else 1 - case[3]) for case in PANEL_CASES]
+    crossed = [_wave(case[1], case[2], case[3][::-1]) for case in PANEL_CASES]
     count = lambda wave: len({row for row, _ in wave}) + len({column for _, column in wave})
     likely = (
         (
@@ -162,13 +160,13 @@ def _panels_hint(which: int, given: list[int]) -> str:
             ([2 * len(wave) for wave in tiles], "Tiles of the same row need the same panel of A: count it once."),
             ([count(wave) for wave in orders], "With clusters, order(i) is the place of cluster i, not of block i."),
             ([count(wave) for wave in halved], "With clusters, each place of the order stands for two tiles."),
-            ([count(wave) for wave in crossed], "cluster_dim 0 doubles the row, 1 the column."),
+            ([count(wave) for wave in crossed], "a cluster (2, 1) doubles the row, (1, 2) the column."),
         ),
         (
             ([2 * len(wave) for wave in tiles], "The two blocks of a cluster share one panel: it is handed out once."),
             ([count(wave) for wave in tiles], "L2 hands a panel to every block that asks, also if another had it."),
             (
-                [len(wave) * (1 if case[3] is not None else 2) for wave, case in zip(tiles, PANEL_CASES, strict=True)],
+                [len(wave) * (1 if case[3] != (1, 1) else 2) for wave, case in zip(tiles, PANEL_CASES, strict=True)],
                 "Only one of the two operands is shared: the blocks of a cluster still differ in the other.",
             ),
         ),
