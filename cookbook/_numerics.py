@@ -10,6 +10,7 @@ import math
 import jax
 import jax.extend
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -42,7 +43,7 @@ def lowerable(fn, *avals):
       *avals: `jax.ShapeDtypeStruct` of its arguments, all 1-D and of one length.
 
     Raises:
-      ValueError: `fn` is not element-wise, holds an array of its own, or uses an operation that no kernel can do.
+      ValueError: `fn` is not element-wise, holds an array or a traced number, or uses an operation that no kernel can do.
     """
     name = getattr(fn, "__name__", repr(fn))
     jaxpr, out_shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
@@ -51,6 +52,12 @@ def lowerable(fn, *avals):
             raise ValueError(
                 f"{name} holds an array of shape {jnp.shape(const)}: a kernel can not; make it an argument"
             )
+        if isinstance(const, jax.core.Tracer):
+            raise ValueError(
+                f"{name} holds a traced number, but it is compiled into the kernel: hold a Python number, or apply "
+                f"{name} to the kernel's result"
+            )
+    consts = [np.asarray(const)[()] for const in jaxpr.consts]
     for out in jax.tree.leaves(out_shape):
         if out.shape != avals[0].shape:
             raise ValueError(f"{name} is not element-wise: it made {out.shape} of {avals[0].shape}")
@@ -58,7 +65,7 @@ def lowerable(fn, *avals):
     treedef = jax.tree.structure(out_shape)
 
     def lowered(*args):
-        outs = _evaluate(jaxpr.jaxpr, jaxpr.consts, args, args[0].shape)
+        outs = _evaluate(jaxpr.jaxpr, consts, args, args[0].shape)
         return jax.tree.unflatten(treedef, [jnp.broadcast_to(out, args[0].shape) for out in outs])
 
     return lowered

@@ -307,6 +307,11 @@ class Plan:
         if self.config.swapped:
             return STORE_ROWS, max(width for width in (8, 16, 32, 64) if cols % width == 0)
         widths = [swizzle // self.out_dtype.itemsize for swizzle in (32, 64, 128)]
+        if cols % widths[0]:
+            raise ValueError(
+                f"tile_n={self.config.tile_n} leaves {cols} columns of {self.out_dtype} to store at once: must be a "
+                f"multiple of {widths[0]}, 32 bytes (or swapped=True)"
+            )
         return STORE_ROWS, max(width for width in widths if cols % width == 0)
 
     @property
@@ -434,6 +439,11 @@ def plan_of(m, n, k, dtypes, transposed, activation, out_dtype, config: Config, 
             raise ValueError(
                 f"tile_{'mn'[name == 'b']}={tile} leaves a warpgroup {mine} rows of an operand that lies as (K, rows): "
                 "must be a multiple of 64, the columns of the 128-byte swizzle"
+            )
+        if lies_transposed and name == "b" and config.tail_split > 1:
+            raise ValueError(
+                f"{config.tail_split=} makes tiles narrower along {'M' if config.swapped else 'N'}, and the operand "
+                "there lies as (K, rows), in tiles that cannot be: must be 1"
             )
         operands.append(Operand(dtype, tile, tile_k, lies_transposed, in_pieces))
     return Plan(Tiles(m, n, k, tile_k, config, num_sms), *operands, activation, out_dtype, interpreted)
