@@ -64,9 +64,10 @@ class Config(core.Config):
 class Plan(core.Plan):
     """The weights are operand `a`, and a is operand `b`."""
 
-    def _scratch(self, num_stages: int) -> dict:
-        scratch = super()._scratch(num_stages)
-        if self.interpreted:  # It wants both operands of WGMMA in shared memory.
+    @property
+    def scratch(self) -> dict:
+        scratch = super().scratch
+        if self.interpreted:  # It wants both operands of WGMMA in shared memory, of which it has any amount.
             wide = (COMPUTE, self.tiles.tile_k // UNIT, self.compute_tile[0], UNIT)
             scratch["wide_smem"] = core.swizzled(wide, self.b.dtype, None, core.STEP_BYTES, self.interpreted)
         return scratch

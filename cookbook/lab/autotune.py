@@ -48,9 +48,9 @@ def autotune(op, *args, configs, iterations: int = 10, refresh: bool = False, **
     """Times `op(*args, config=c, **kwargs)` for each `c` of `configs`; the fastest is `.best` of what it returns.
 
     Configurations are compiled in parallel and timed one at a time. One that fails, or whose result differs from that
-    of the op's own choice, is out. Each time goes to `results/<gpu>/configs.json` at once, so that an interrupted search
-    goes on where it was. Times of other code than the op has now are taken anew. The op does not read that file: call
-    it with `config=found.best`.
+    of the op's own choice, is out. Each time goes to `results/<gpu>/configs.json` at once: an interrupted search goes
+    on where it was. Times of other code than the op has now are taken anew. The op does not read that file: call it
+    with `config=found.best`.
 
     Without a GPU: the times in the file.
 

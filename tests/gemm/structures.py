@@ -30,3 +30,8 @@ STRUCTURES = {
     "swapped parts": ((40, 264, 200), False, Config(128, 40, split_k=3, swapped=True)),
     "swapped tail": ((104, 584, 72), False, Config(128, 96, tail_split=3, swapped=True)),
 }
+
+SLOW = {  # To interpret, while others differ from each in one thing alone.
+    "two stages", "snake along N", "tiles of 96", "tiles of 160", "clusters of 1 x 4", "eight parts", "tail of halves",
+    "swapped clusters", "swapped tiles of 24",
+}  # fmt: skip

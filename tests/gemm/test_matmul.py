@@ -1,6 +1,5 @@
-"""The matmul: every structure of its kernel, sizes on both sides of a tile, what it is fused with, and JAX around it."""
+"""The matmul: every structure of its kernel, sizes on both sides of a tile, what is fused with it, JAX around it."""
 
-import dataclasses
 import functools
 import importlib
 
@@ -11,7 +10,7 @@ import pytest
 
 from cookbook import lab
 from cookbook.gemm import cost, roles
-from tests.gemm.structures import SMALL, STRUCTURES
+from tests.gemm.structures import SLOW, SMALL, STRUCTURES
 
 module = importlib.import_module("cookbook.gemm.matmul")
 matmul, Config, reference = module.matmul, module.Config, module.matmul_reference
@@ -47,10 +46,17 @@ def test_any_size(m, n, k, dtype):
     check(m, n, k, dtype=dtype, gpu="h200")
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
+# A GPU's tanh is not XLA's to the last bits of float32.
+EPILOGUES = [("relu", None), (None, jnp.float32), (jnp.tanh, None), ("gelu", jnp.float32), ("silu", jnp.float16)]
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in STRUCTURES])
 def test_every_structure(name):
-    shape, transpose_b, config = STRUCTURES[name]
-    check(*shape, transpose_b=transpose_b, config=config)
+    """Each with a bias; activations and dtypes of the result take turns."""
+    (m, n, k), transpose_b, config = STRUCTURES[name]
+    activation, out_dtype = EPILOGUES[list(STRUCTURES).index(name) % len(EPILOGUES)]
+    check(m, n, k, vector(n, jnp.bfloat16), transpose_b=transpose_b, config=config, activation=activation,
+          out_dtype=out_dtype)  # fmt: skip
 
 
 @pytest.mark.slow
@@ -69,11 +75,12 @@ def test_configurations_that_may_be_chosen(seed):
           out_dtype=out_dtype)  # fmt: skip
 
 
-@pytest.mark.parametrize("transpose_a, transpose_b", [(True, False), (False, True), (True, True)])
-def test_transposed_operands(transpose_a, transpose_b):
-    """Rows that are no whole tiles of the swizzle, and others that are; along K too."""
-    check(136, 200, 72, transpose_a=transpose_a, transpose_b=transpose_b, gpu="h200")
-    check(128, 128, 192, transpose_a=transpose_a, transpose_b=transpose_b, config=Config(128, 128))
+@pytest.mark.parametrize(
+    "shape, transpose_b", [((136, 200, 72), False), ((136, 200, 72), True), ((128, 128, 192), True)]
+)
+def test_transposed_operands(shape, transpose_b):
+    """Sizes that are no whole tiles of the swizzle, which TMA cuts off or XLA pads, and others that are."""
+    check(*shape, transpose_a=True, transpose_b=transpose_b, config=Config(128, 128), gpu="h200")
 
 
 @pytest.mark.parametrize("transpose_a", [False, True])
@@ -104,32 +111,15 @@ def test_no_operand_is_copied(m, n, k, how, config):
 # Epilogue -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "activation, out_dtype, changes",
-    [
-        ("relu", jnp.float16, {}),
-        ("gelu", jnp.float32, dict(split_k=3)),
-        ("silu", jnp.float32, dict(split_k=2, second_kernel=True)),
-        # A GPU's tanh is not XLA's to the last bits of float32.
-        (jnp.tanh, jnp.bfloat16, dict(tail_split=2)),
-        (None, jnp.float32, dict(cluster_n=2)),
-        ("gelu", jnp.bfloat16, dict(swapped=True, split_k=2)),
-    ],
-)
-def test_bias_activation_and_out_dtype(activation, out_dtype, changes):
-    config = dataclasses.replace(SMALL, **changes)
-    check(200, 136, 392, vector(136, jnp.bfloat16), transpose_b=True, activation=activation, out_dtype=out_dtype,
-          config=config)  # fmt: skip
-
-
 def test_an_activation_holds_numbers_but_none_that_are_traced():
     a, b = operands(64, 64, 64)
     scaled = lambda s: functools.partial(matmul, activation=lambda x: x * s, config=SMALL)
     expected = lab.run(scaled(2.0), a, b)
     np.testing.assert_array_equal(lab.run(scaled(jnp.float32(2.0)), a, b), expected)
     for config in (SMALL, Config(64, 128, split_dim=1, split_k=2, second_kernel=True)):
-        scaled = lambda a, b, s, config=config: matmul(a, b, activation=lambda x: x * s, config=config)
-        for transformed in (jax.jit(scaled), jax.grad(lambda *args: scaled(*args).astype(jnp.float32).sum(), (0, 2))):
+        product = lambda a, b, s, config=config: matmul(a, b, activation=lambda x: x * s, config=config)
+        loss = lambda *args, product=product: product(*args).astype(jnp.float32).sum()
+        for transformed in (jax.jit(product), jax.grad(loss, (0, 2))):
             with pytest.raises(ValueError, match="holds a traced number"), lab.interpret():
                 transformed(a, b, jnp.float32(2.0))
 
@@ -210,18 +200,22 @@ def test_gradient_where_rows_of_o_are_not_aligned():
 small = functools.partial(matmul, config=SMALL)
 
 
-def test_jit_vmap_and_determinism():
-    a, b = (jnp.stack(x) for x in zip(*(operands(128, 72, 40) for _ in range(2)), strict=True))
-    runs = [lab.run(jax.vmap(small), a, b), lab.run(small, a[0], b[0])[None]]
-    assert all((run[0] == runs[0][0]).all() for run in runs) and (runs[0][0] == runs[0][1]).all()
+def close(out, wanted):
+    out, wanted = (np.asarray(x, np.float64) for x in (out, wanted))
+    assert out.shape == wanted.shape and np.linalg.norm(out - wanted) < 5e-3 * np.linalg.norm(wanted)
+
+
+def test_vmap_and_determinism():
+    a, b = (jnp.stack([x, x]) for x in operands(128, 72, 40))
+    out = lab.run(jax.vmap(small), a, b)
+    assert (out[0] == out[1]).all()
+    close(out[0], reference(a[0], b[0]))
 
 
 def test_leading_dimensions():
     a, b = operands(72, 40, 64)
     out = lab.run(small, a.reshape(2, 3, 12, 64), b)
-    assert out.shape == (2, 3, 12, 40)
-    wanted = np.asarray(reference(a, b), np.float64)
-    np.testing.assert_allclose(np.asarray(out, np.float64).reshape(72, 40), wanted, rtol=1e-2, atol=1e-1)
+    close(out, reference(a, b).reshape(2, 3, 12, 40))
 
 
 def test_shard_map_with_gradients():
@@ -229,12 +223,15 @@ def test_shard_map_with_gradients():
     mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
     rows, whole = jax.P("data"), jax.P()
     (a, b), bias = operands(64, 72, 40), vector(72)
-    product = jax.shard_map(lambda a, b, bias: small(a, b, bias=bias, activation="relu"), mesh=mesh,
-                            in_specs=(rows, whole, whole), out_specs=rows)  # fmt: skip
-    alone = lambda a, b, bias: small(a, b, bias=bias, activation="relu")
-    loss = lambda fn: jax.value_and_grad(lambda *args: fn(*args).astype(jnp.float32).sum(), argnums=(0, 1, 2))
-    ours, wanted = lab.run(loss(product), a, b, bias), lab.run(loss(alone), a, b, bias)
-    jax.tree.map(np.testing.assert_array_equal, ours, wanted)
+    product = jax.shard_map(functools.partial(small_with_bias, small), mesh=mesh, in_specs=(rows, whole, whole),
+                            out_specs=rows)  # fmt: skip
+    loss = lambda fn: jax.grad(lambda *args: fn(*args).astype(jnp.float32).sum(), argnums=(0, 1, 2))
+    plain = lambda a, b, bias: reference(a, b, bias)
+    jax.tree.map(close, lab.run(loss(product), a, b, bias), loss(plain)(a, b, bias))
+
+
+def small_with_bias(fn, a, b, bias):
+    return fn(a, b, bias=bias)
 
 
 def test_layers_in_a_scan_that_are_recomputed():
@@ -262,16 +259,11 @@ def test_compiles_under_x64_and_with_a_donated_operand():
 
 
 def test_options_of_any_scalar_type_and_lists():
-    a, b = operands(64, 8, 16)
-    bias = list(range(8))
-    wanted = lab.run(functools.partial(small, bias=jnp.arange(8.0)), a, b)
+    a, b = (np.asarray(x) for x in operands(64, 8, 16))  # NumPy's, with ml_dtypes' bfloat16.
+    wanted = reference(jnp.asarray(a), jnp.asarray(b), jnp.arange(8.0))
+    bias = [float(x) for x in range(8)]
     for flag in (np.bool_(True), jnp.array(True)):
-        out = lab.run(functools.partial(small, bias=[float(x) for x in bias], transpose_b=flag), a, b.T)
-        np.testing.assert_array_equal(out, wanted)
-    numpy = lambda x: np.asarray(x)  # Of ml_dtypes' bfloat16.
-    np.testing.assert_array_equal(
-        lab.run(lambda: small(numpy(a), numpy(b), bias=np.arange(8.0), out_dtype="bfloat16")), wanted
-    )
+        close(lab.run(functools.partial(small, bias=bias, transpose_b=flag, out_dtype="bfloat16"), a, b.T), wanted)
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------

@@ -43,26 +43,25 @@ def test_any_size(m, n, k):
 
 @pytest.mark.parametrize("a_dtype, b_dtype, transpose_b", [(E4M3, E5M2, True), (E5M2, E4M3, False)])
 def test_formats(a_dtype, b_dtype, transpose_b):
-    check(72, 136, 272, a_dtype, b_dtype, transpose_b=transpose_b, config=SMALL, gpu="h200")
+    check(72, 136, 272, a_dtype, b_dtype, scale_a=0.5, scale_b=3.0, transpose_b=transpose_b, config=SMALL, gpu="h200")
 
 
 @pytest.mark.parametrize(
     "kind, out_dtype, config",
     [
-        ("numbers", jnp.float32, SMALL),
         ("rows and a number", jnp.float16, Config(64, 128, split_dim=1, split_k=2)),
         ("rows and columns", jnp.float32, Config(64, 128, split_dim=1, split_k=2, second_kernel=True)),
         ("rows and columns", jnp.bfloat16, Config(128, 96, tail_split=2, cluster_n=2, swapped=True)),
-        ("rows and columns", jnp.float32, Config(128, 24, swapped=True, split_k=3)),
+        pytest.param("rows and columns", jnp.float32, Config(128, 24, swapped=True, split_k=3), marks=pytest.mark.slow),
     ],
 )
 def test_scales(kind, out_dtype, config):
-    of_rows, of_columns = scales(264, 136)
-    scale_a, scale_b = {"numbers": (0.5, 3.0), "rows and a number": (of_rows, 2.0),
+    of_rows, of_columns = scales(136, 136)
+    scale_a, scale_b = {"rows and a number": (of_rows, 2.0),
                         "rows and columns": (of_rows[:, None], of_columns[None])}[kind]  # fmt: skip
     # The tensor cores of a GPU add fp8 products with fewer bits than float32 has: 2e-4 was seen.
     tolerance = 1e-3 if out_dtype == jnp.float32 and lab.on_gpu() else None
-    check(264, 136, 400, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, config=config, tolerance=tolerance)
+    check(136, 136, 400, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, config=config, tolerance=tolerance)
 
 
 @pytest.mark.slow
@@ -81,13 +80,17 @@ def test_aligned_operands_need_no_copy():
 small = functools.partial(matmul_fp8, transpose_b=True, config=SMALL)
 
 
+def close(out, wanted):
+    out, wanted = (np.asarray(x, np.float64) for x in (out, wanted))
+    assert out.shape == wanted.shape and np.linalg.norm(out - wanted) < 5e-3 * np.linalg.norm(wanted)
+
+
 def test_vmap_and_determinism():
     """Scales that are arrays too: one number for each product of the batch."""
-    a, b = (jnp.stack(x) for x in zip(*(operands(72, 64, 144) for _ in range(2)), strict=True))
-    fn = lambda a, b, scale: small(a, b, scale_a=scale)
-    run = lab.run(jax.vmap(fn), a, b, jnp.array([1.0, 2.0]))
-    np.testing.assert_array_equal(run[1], 2 * run[0])
-    np.testing.assert_array_equal(lab.run(fn, a[0], b[0], 1.0), run[0])
+    a, b = (jnp.stack([x, x]) for x in operands(72, 64, 144))
+    out = lab.run(jax.vmap(lambda a, b, scale: small(a, b, scale_a=scale)), a, b, jnp.array([1.0, 2.0]))
+    np.testing.assert_array_equal(out[1], 2 * out[0])
+    close(out[0], reference(a[0], b[0].T, 1.0, 1.0))
 
 
 def test_shard_map():
@@ -96,7 +99,7 @@ def test_shard_map():
     of_rows, _ = scales(64, 72)
     fn = lambda a, b, scale: small(a, b, scale_a=scale)
     shared = jax.shard_map(fn, mesh=mesh, in_specs=(rows, whole, rows), out_specs=rows)
-    np.testing.assert_array_equal(lab.run(shared, a, b, of_rows), lab.run(fn, a, b, of_rows))
+    close(lab.run(shared, a, b, of_rows), reference(a, b.T, of_rows, 1.0))
 
 
 def test_compiles_under_x64():
@@ -109,9 +112,9 @@ def test_compiles_under_x64():
 
 def test_options_of_any_scalar_type_and_lists():
     a, b = operands(8, 4, 16)
-    wanted = lab.run(functools.partial(small, scale_b=jnp.arange(4.0)), a, b)
     how = dict(transpose_b=np.bool_(True), scale_a=np.float64(1.0), scale_b=[0.0, 1.0, 2.0, 3.0])
-    np.testing.assert_array_equal(lab.run(lambda: small(np.asarray(a), np.asarray(b), **how)), wanted)
+    out = lab.run(lambda: small(np.asarray(a), np.asarray(b), **how))
+    close(out, reference(a, b.T, 1.0, jnp.arange(4.0)))
 
 
 def test_nan_goes_where_it_should():

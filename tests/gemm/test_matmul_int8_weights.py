@@ -38,22 +38,16 @@ def test_any_size(m, n, k, transpose_w):
 
 
 def test_any_number_of_columns_of_transposed_weights():
-    """Rows of w_q are aligned, those of o are not."""
-    check(20, 77, 144, jnp.float16, config=SMALL)
-
-
-@pytest.mark.parametrize("out_dtype", [jnp.float16, jnp.float32])
-def test_dtypes(out_dtype):
-    check(72, 144, 144, out_dtype=out_dtype, config=SMALL)
+    """Rows of w_q are aligned, those of o are not; o has 32 bits."""
+    check(20, 77, 144, jnp.float16, out_dtype=jnp.float32, config=SMALL)
 
 
 # (M, N, K) and the configuration: ragged, and several tiles for each of four SMs.
 STRUCTURES = {
-    "default": ((300, 528, 272), Config(tile_n=256)),
     "two stages": ((136, 528, 400), Config(tile_n=64, num_stages=2, store_slots=4)),
-    "256 rows": ((72, 800, 272), Config(256, 128, store_slots=1)),
-    "long steps": ((136, 400, 528), Config(tile_n=64, tile_k=256, num_stages=3)),
-    "short steps": ((72, 272, 144), Config(tile_n=96, tile_k=64)),
+    "256 rows": ((72, 800, 272), Config(256, 96, store_slots=1)),
+    "long steps": ((136, 400, 528), Config(tile_n=64, tile_k=256, num_stages=3, grid_minor_dim=1)),
+    "short steps": ((300, 272, 144), Config(tile_n=256, tile_k=64)),
     "clusters of 2 x 2": ((200, 520, 272), Config(tile_n=64, cluster_m=2, cluster_n=2)),
     "clusters of 4 x 1": ((24, 1040, 144), Config(tile_n=16, cluster_m=4, tile_k=64)),
     "parts of 24 rows": ((40, 272, 272), Config(tile_n=24, split_k=3, num_stages=5)),
@@ -61,7 +55,10 @@ STRUCTURES = {
 }
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
+SLOW = {"two stages", "256 rows", "clusters of 2 x 2", "a part without a step"}  # Others differ from each in one thing.
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in STRUCTURES])
 def test_every_structure(name):
     shape, config = STRUCTURES[name]
     check(*shape, config=config)
@@ -77,7 +74,7 @@ def priced(monkeypatch):
     return plans
 
 
-CONFIGS = [config for _, config in STRUCTURES.values()] + [module.default_config(m, 2048, 4096) for m in (16, 128)]
+CONFIGS = [config for _, config in STRUCTURES.values()] + [module.default_config(m, 2048, 4096) for m in (16,)]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -105,18 +102,23 @@ def test_aligned_operands_need_no_copy():
 small = functools.partial(matmul_int8_weights, config=SMALL)
 
 
+def close(out, wanted):
+    out, wanted = (np.asarray(x, np.float64) for x in (out, wanted))
+    assert out.shape == wanted.shape and np.linalg.norm(out - wanted) < 5e-3 * np.linalg.norm(wanted)
+
+
 def test_vmap_and_determinism():
-    a, w, s = (jnp.stack(x) for x in zip(*(operands(72, 64, 144) for _ in range(2)), strict=True))
-    run = lab.run(jax.vmap(small), a, w, s)
-    np.testing.assert_array_equal(run[0], run[1])
-    np.testing.assert_array_equal(lab.run(small, a[0], w[0], s[0]), run[0])
+    operand = operands(72, 64, 144)
+    out = lab.run(jax.vmap(small), *(jnp.stack([x, x]) for x in operand))
+    np.testing.assert_array_equal(out[0], out[1])
+    close(out[0], module.matmul_int8_weights_reference(*operand))
 
 
 def test_shard_map():
     mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
-    (a, w, s), rows, whole = operands(64, 80, 144), jax.P("data"), jax.P()
+    operand, rows, whole = operands(64, 80, 144), jax.P("data"), jax.P()
     shared = jax.shard_map(small, mesh=mesh, in_specs=(rows, whole, whole), out_specs=rows)
-    np.testing.assert_array_equal(lab.run(shared, a, w, s), lab.run(small, a, w, s))
+    close(lab.run(shared, *operand), module.matmul_int8_weights_reference(*operand))
 
 
 def test_compiles_under_x64():
@@ -131,9 +133,8 @@ def test_compiles_under_x64():
 def test_options_of_any_scalar_type_and_lists():
     a, w, _ = operands(8, 16, 16)
     scales = [float(x) for x in range(16)]
-    wanted = lab.run(small, a, w, jnp.array(scales))
     out = lab.run(lambda: small(np.asarray(a), np.asarray(w).T, scales, transpose_w=np.bool_(True)))
-    np.testing.assert_array_equal(out, wanted)
+    close(out, module.matmul_int8_weights_reference(a, w, jnp.array(scales)))
 
 
 def test_nan_goes_where_it_should():

@@ -211,8 +211,8 @@ def test_warpgroups_find_the_registers_that_they_ask_for():
         )
         for count, registers in getattr(importlib.import_module(f"cookbook.attn.{module}"), name).items()
     ]
-    matmul = importlib.import_module("cookbook.gemm.matmul")
-    shares.append(("matmul", 2, matmul.MEMORY_REGISTERS, matmul.COMPUTE_REGISTERS))
+    core = importlib.import_module("cookbook.gemm.core")
+    shares.append(("gemm", core.COMPUTE, core.MEMORY_REGISTERS, core.COMPUTE_REGISTERS))
     for module, count, memory, compute in shares:
         at_start = 65_536 // (128 * (count + 1)) // 8 * 8
         assert memory + count * compute <= at_start * (count + 1), (module, count)
