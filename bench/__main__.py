@@ -30,7 +30,7 @@ def main() -> int:
         "op", nargs="?", help="only this op: " + ", ".join([*dict.fromkeys(case.op for case in CASES), "serving"])
     )
     parser.add_argument("--iterations", type=int, default=30)
-    parser.add_argument("--tune", action="store_true", help="first search each kernel's configurations, on a GPU")
+    parser.add_argument("--tune", action="store_true", help="first time more configurations of each kernel, on a GPU")
     args = parser.parse_args()
     cases = [case for case in CASES if args.op in (None, case.op)]
     if not cases and args.op != "serving":

@@ -13,11 +13,12 @@ import numpy as np
 import cookbook
 from cookbook import elementwise, lab
 from cookbook.attn import attention, paged_attention, varlen_attention
-from cookbook.gemm import matmul, matmul_fp8, matmul_int8_weights
+from cookbook.gemm import cost, matmul, matmul_fp8, matmul_int8_weights
 from cookbook.gemm.matmul_blocked import matmul_blocked_reference
 from cookbook.rows import reduce_sum, rms_norm, softmax
 
 LIBRARIES = ("xla", "cublas", "cudnn", "jax_f16", "tokamax")  # The peers that are not this project's own.
+TO_TUNE = 40  # Configurations that `--tune` times.
 BF16, E4M3 = jnp.bfloat16, jnp.float8_e4m3fn
 NAMES = {jnp.dtype(BF16): "bf16", jnp.dtype(jnp.float16): "f16", jnp.dtype(jnp.float32): "f32", jnp.dtype(E4M3): "fp8"}
 
@@ -50,7 +51,7 @@ class Case:
     dtypes: tuple | None = None  # Of the inputs, where they differ from `dtype`, which names the problem.
     derive: object = None  # Makes of these inputs one more, which only peers take.
     integers: tuple = ()  # Inputs behind the random ones that say where things lie: arrays of int32.
-    tune: object = None  # Searches the kernel's configurations for these inputs.
+    tune: object = None  # Times the configurations of the least predicted time for these inputs.
 
     @property
     def counts_flops(self) -> bool:
@@ -115,7 +116,10 @@ def _matmul(m, n, k, transpose_a=False, rungs=(), **kwargs):
     return Case("matmul", ((k, m) if transpose_a else (m, k), (k, n)), BF16, kernel, flip(matmul.matmul_reference),
                 peers, matmul.flops(m, n, k), matmul.bytes_moved(m, n, k), f"{m}x{n}x{k}" + "_ta" * transpose_a,
                 impl="matmul", target=Target("cublas", 0.95),
-                tune=lambda a, b: lab.autotune(cookbook.matmul, a, b, transpose_a=transpose_a), **kwargs)  # fmt: skip
+                tune=lambda a, b: lab.autotune(
+                    cookbook.matmul, a, b, transpose_a=transpose_a,
+                    configs=cost.ranked(cost.Problem(m, n, k, (transpose_a, True)), TO_TUNE)),
+                **kwargs)  # fmt: skip
 
 
 def _matmul_fp8(m, n, k, **kwargs):
@@ -124,7 +128,10 @@ def _matmul_fp8(m, n, k, **kwargs):
     return Case("matmul_fp8", ((m, k), (n, k)), E4M3, functools.partial(cookbook.matmul_fp8, transpose_b=True),
                 lambda a, b: matmul_fp8.matmul_fp8_reference(a, b.T, 1.0, 1.0), peers, matmul_fp8.flops(m, n, k),
                 matmul_fp8.bytes_moved(m, n, k), f"{m}x{n}x{k}", target=Target("cublas", 0.97),
-                tune=lambda a, b: lab.autotune(cookbook.matmul_fp8, a, b, transpose_b=True), **kwargs)  # fmt: skip
+                tune=lambda a, b: lab.autotune(
+                    cookbook.matmul_fp8, a, b, transpose_b=True,
+                    configs=cost.ranked(cost.Problem(m, n, k, (False, False), (1, 1, 2)), TO_TUNE)),
+                **kwargs)  # fmt: skip
 
 
 def _matmul_int8_weights(m, n, k, target, **kwargs):
@@ -140,7 +147,8 @@ def _matmul_int8_weights(m, n, k, target, **kwargs):
                 op.flops(m, n, k), op.bytes_moved(m, n, k), f"{m}x{n}x{k}", target=target,
                 dtypes=(BF16, jnp.int8, jnp.float32),
                 derive=lambda a, w_q, scales: (w_q.T * scales).astype(BF16),
-                tune=lambda *args: lab.autotune(cookbook.matmul_int8_weights, *args[:3], transpose_w=True),
+                tune=lambda *args: lab.autotune(
+                    cookbook.matmul_int8_weights, *args[:3], transpose_w=True, configs=op.ranked(m, n, k, TO_TUNE)),
                 **kwargs)  # fmt: skip
 
 

@@ -43,7 +43,8 @@ def lowerable(fn, *avals):
       *avals: `jax.ShapeDtypeStruct` of its arguments, all 1-D and of one length.
 
     Raises:
-      ValueError: `fn` is not element-wise, holds an array of its own, or uses an operation that no kernel can do.
+      ValueError: `fn` is not element-wise, holds an array or a traced number, or uses an operation that no kernel
+        can do.
     """
     name = getattr(fn, "__name__", repr(fn))
     try:

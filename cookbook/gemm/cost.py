@@ -91,7 +91,8 @@ def _of_tile(p: Problem, tile_m: int, split_dim: int, tile_n: int, swapped: bool
     """Configurations with this tile, of which the result fills more than half."""
     rows, cols = (tile_m, tile_n // 2) if split_dim else (tile_m // 2, tile_n)
     unit = 8 if swapped else 32
-    if cols % unit or rows * cols > 64 * 256 or tile_m >= 2 * max(p.m, 65) or (tile_n > 8 and tile_n >= 2 * p.n):
+    least = (64 if p.transposed[1] else unit) * (1 + split_dim)
+    if cols % unit or rows * cols > 64 * 256 or tile_m >= 2 * max(p.m, 65) or (tile_n > least and tile_n >= 2 * p.n):
         return
     if any(lies and mine % 64 for lies, mine in zip(p.transposed, (rows, cols), strict=True)):
         return
@@ -179,3 +180,8 @@ def longer(*times: float) -> float:
 def best(problem: Problem) -> Config:
     """The configuration of the least predicted time."""
     return min(candidates(problem), key=lambda config: predict(config, problem))
+
+
+def ranked(problem: Problem, count: int) -> list[Config]:
+    """The `count` configurations of the least predicted time, the best first: those that are worth timing."""
+    return sorted(candidates(problem), key=lambda config: predict(config, problem))[:count]

@@ -155,6 +155,8 @@ def matmul(
         bias = _mgpu.as_array("matmul", "bias", bias)
         if bias.shape != (n,) or not jnp.issubdtype(bias.dtype, jnp.floating):
             raise ValueError(f"cookbook.matmul: {bias.shape=}, {bias.dtype=}; must be ({n},), N, of a floating dtype")
+    if callable(activation):  # Refused here, whether or not this configuration applies it in the kernel.
+        _numerics.lowerable(activation, jax.ShapeDtypeStruct((8,), jnp.float32))
     activation = identity if activation is None else _numerics.activation_fn("matmul", activation)
     operands = (a, b) if bias is None else (a, b, bias)
     a, b, bias = (*_mgpu.alike(*operands), None)[:3]

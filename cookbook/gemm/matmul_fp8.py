@@ -62,7 +62,7 @@ def _check(a, b, transpose_b: bool) -> tuple[int, int, int]:
 
 def _scale(name: str, scale, size: int):
     """A scale as float32 (1,) or (size,)."""
-    scale = jnp.asarray(scale)
+    scale = _mgpu.as_array("matmul_fp8", name, scale)
     if not jnp.issubdtype(scale.dtype, jnp.floating) or scale.size not in (1, size) or scale.ndim > 2:
         raise ValueError(
             f"cookbook.matmul_fp8: {name} is {scale.dtype} {scale.shape}; must be one float, or {size} of them, one "
@@ -98,6 +98,8 @@ def matmul_fp8(
     Raises:
       ValueError: a rank, shape, dtype, scale or row length is not supported; RuntimeError: no GPU.
     """
+    a, b = (_mgpu.as_array("matmul_fp8", name, x) for name, x in (("a", a), ("b", b)))
+    transpose_b = _mgpu.option("matmul_fp8", "transpose_b", transpose_b, bool)
     out_dtype = jnp.dtype(out_dtype)
     _mgpu.require_float("matmul_fp8", out_dtype)
     m, n, k = _check(a, b, transpose_b)

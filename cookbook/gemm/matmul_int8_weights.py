@@ -20,6 +20,7 @@ tensor cores want weights with K along their rows: a plain w_q is transposed, at
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -64,17 +65,24 @@ class Config(core.Config):
 class Plan(core.Plan):
     """The weights are operand `a`, and a is operand `b`."""
 
-    def _scratch(self, num_stages: int) -> dict:
-        scratch = super()._scratch(num_stages)
-        if self.interpreted:  # It wants both operands of WGMMA in shared memory.
+    @property
+    def scratch(self) -> dict:
+        scratch = super().scratch
+        if self.interpreted:  # It wants both operands of WGMMA in shared memory, of which it has any amount.
             wide = (COMPUTE, self.tiles.tile_k // UNIT, self.compute_tile[0], UNIT)
             scratch["wide_smem"] = core.swizzled(wide, self.b.dtype, None, core.STEP_BYTES, self.interpreted)
         return scratch
 
 
+@functools.lru_cache(4096)
 def default_config(m: int, n: int, k: int, num_sms: int = 132) -> Config:
     """The configuration of the least predicted time for an (m, k) by (k, n) product."""
-    return min(_candidates(m, n, k, num_sms), key=lambda config: _predict(config, m, n, k, num_sms))
+    return ranked(m, n, k, 1, num_sms)[0]
+
+
+def ranked(m: int, n: int, k: int, count: int, num_sms: int = 132) -> list[Config]:
+    """The `count` configurations of the least predicted time, the best first: those that are worth timing."""
+    return sorted(_candidates(m, n, k, num_sms), key=lambda config: _predict(config, m, n, k, num_sms))[:count]
 
 
 def _candidates(m: int, n: int, k: int, num_sms: int):
@@ -194,6 +202,10 @@ def matmul_int8_weights(a, w_q, scales, *, out_dtype=None, transpose_w=False, co
     Raises:
       ValueError: a rank, shape, dtype or row length is not supported; RuntimeError: no GPU.
     """
+    a, w_q, scales = (
+        _mgpu.as_array("matmul_int8_weights", name, x) for name, x in (("a", a), ("w_q", w_q), ("scales", scales))
+    )
+    transpose_w = _mgpu.option("matmul_int8_weights", "transpose_w", transpose_w, bool)
     out_dtype = jnp.dtype(out_dtype or a.dtype)
     _mgpu.require_float("matmul_int8_weights", out_dtype)
     m, n, k = _check(a, w_q, scales, transpose_w)

@@ -1,4 +1,4 @@
-"""The fastest configuration of a kernel for a problem, found by timing all that its file lists."""
+"""The fastest configuration of a kernel for a problem, found by timing those that the caller lists."""
 
 import concurrent.futures
 import dataclasses
@@ -7,16 +7,14 @@ import inspect
 import json
 import math
 import os
-import sys
 
 import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from .. import _tuned
 from . import interpreter, results, source, timing
 
-TOPIC = _tuned.FILE.removesuffix(".json")
+TOPIC = "configs"  # Of `results/<gpu>/configs.json`.
 WRONG_ABOVE = 1e-2  # Relative distance from the result of the op's own choice: roundings to 16 bits are 2e-3.
 
 
@@ -46,38 +44,37 @@ class Tuning:
         return "\n".join(lines)
 
 
-def autotune(op, *args, iterations: int = 10, refresh: bool = False, **kwargs) -> Tuning:
-    """Times `op(*args, config=c, **kwargs)` for each `c` that the op lists, and keeps the best for this problem.
+def autotune(op, *args, configs, iterations: int = 10, refresh: bool = False, **kwargs) -> Tuning:
+    """Times `op(*args, config=c, **kwargs)` for each `c` of `configs`; the fastest is `.best` of what it returns.
 
-    The op's module says what to try (`configs(*args, **kwargs)`: nothing that does not fit in shared memory) and what
-    the problem is called (`problem(*args, **kwargs)`). Configurations are compiled in parallel and timed one at a time;
-    one whose result is not that of the op's own choice is out. Each time goes to `results/<gpu>/configs.json` at once:
-    interrupted, the search goes on where it was. Times of other code than the op has now are taken anew. Afterwards the
-    op takes the best one by itself where it is given no config.
+    Configurations are compiled in parallel and timed one at a time. One that fails, or whose result differs from that
+    of the op's own choice, is out. Each time goes to `results/<gpu>/configs.json` at once: an interrupted search goes
+    on where it was. Times of other code than the op has now are taken anew. The op does not read that file: call it
+    with `config=found.best`.
 
-    Without a GPU: what is in the file.
+    Without a GPU: the times in the file.
 
     Args:
-      op: a kernel of this package whose module has `configs` and `problem`.
-      *args, **kwargs: what to call it with.
+      op: a kernel of this package that takes `config`.
+      *args, **kwargs: its arguments, which name the problem.
+      configs: an iterable of configurations, such as `cost.ranked(problem, 40)`.
       iterations: timed calls of each configuration, of which the median counts.
       refresh: forget the times in the file.
 
     Raises:
-      ValueError: the op lists no configurations; RuntimeError: no GPU and nothing in the file, or all failed.
+      ValueError: `configs` is empty; RuntimeError: no GPU and nothing in the file, or all failed.
     """
-    op = inspect.unwrap(op)
-    module = sys.modules[op.__module__]
-    if not hasattr(module, "configs"):
-        raise ValueError(f"op = {op.__name__}: its module {module.__name__} has no configs(*args, **kwargs) to search")
-    problem = module.problem(*args, **kwargs)
+    op, configs = inspect.unwrap(op), list(dict.fromkeys(configs))
+    if not configs:
+        raise ValueError("configs is empty: pass the configurations to try, such as cost.ranked(problem, 40)")
+    config_type, problem = type(configs[0]), problem_name(*args, **kwargs)
     if not interpreter.on_gpu():
         entry = results.load(TOPIC, "h200").get(op.__name__, {}).get(problem)
         if entry is None or "best" not in entry:
             raise RuntimeError(
                 f"nothing was recorded for {op.__name__}, {problem}, and there is no Hopper GPU to time it on"
             )
-        return _tuning(op.__name__, problem, entry, module.Config, recorded=True)
+        return _tuning(op.__name__, problem, entry, config_type, recorded=True)
 
     gpu, code = results.this_gpu(), source.code_of(op)
     data = results.load(TOPIC, gpu)
@@ -86,9 +83,7 @@ def autotune(op, *args, iterations: int = 10, refresh: bool = False, **kwargs) -
         entry.clear()
         entry.update(code, trials=[])
     known = {json.dumps(trial["config"], sort_keys=True) for trial in entry["trials"]}
-    waiting = [
-        c for c in module.configs(*args, **kwargs) if json.dumps(dataclasses.asdict(c), sort_keys=True) not in known
-    ]
+    waiting = [c for c in configs if json.dumps(dataclasses.asdict(c), sort_keys=True) not in known]
     call = lambda config: functools.partial(op, config=config, **kwargs)
     wanted = op(*args, **kwargs) if waiting else None
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -108,10 +103,20 @@ def autotune(op, *args, iterations: int = 10, refresh: bool = False, **kwargs) -
     if "best" not in entry:
         raise RuntimeError(
             f"no configuration of {op.__name__} ran for {problem}; the first failure: {entry['trials'][0]['failure']}"
-            if entry["trials"]
-            else f"{module.__name__}.configs lists none for {problem}"
         )
-    return _tuning(op.__name__, problem, entry, module.Config)
+    return _tuning(op.__name__, problem, entry, config_type)
+
+
+def problem_name(*arrays, **options) -> str:
+    """The problem as the file names it: "bfloat16[64,512] bfloat16[32,512] transpose_b=True". False is left out."""
+    given = {name: value for name, value in sorted(options.items()) if value is not None and value is not False}
+    return " ".join([*map(_described, arrays), *(f"{name}={_described(value)}" for name, value in given.items())])
+
+
+def _described(value) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    return getattr(value, "__name__", str(value))
 
 
 def _compile(fn, args):

@@ -17,14 +17,13 @@ import subprocess
 import jax
 import jaxlib
 
-from .. import _tuned
 from . import interpreter
 from .source import changed, code_of
 from .toolchain import ToolchainMissing, tool
 
 __all__ = ["read", "recording", "rows", "stale", "stale_list", "topics", "value", "write"]
 
-ROOT = _tuned.ROOT
+ROOT = pathlib.Path(os.environ.get("COOKBOOK_RESULTS") or pathlib.Path(__file__).parents[2] / "results")
 
 
 def recording() -> bool:
@@ -43,7 +42,7 @@ def rows(topic: str, gpu: str = "h200") -> dict[str, dict[str, dict]]:
 
 
 def topics(gpu: str = "h200") -> list[str]:
-    return sorted(path.stem for path in (ROOT / gpu).glob("*.json"))
+    return sorted(file.stem for file in (ROOT / gpu).glob("*.json"))
 
 
 def write(
@@ -115,20 +114,20 @@ def stale_list(gpu: str = "h200") -> list[tuple[str, str]]:
 
 
 def read_timeline(problem: str, gpu: str = "h200") -> dict | None:
-    path = _timeline_path(problem, gpu)
-    return json.loads(gzip.decompress(path.read_bytes())) if path.exists() else None
+    file = _timeline_path(problem, gpu)
+    return json.loads(gzip.decompress(file.read_bytes())) if file.exists() else None
 
 
 def write_timeline(problem: str, data: dict, fn) -> None:
-    path = _timeline_path(problem, this_gpu())
-    path.parent.mkdir(parents=True, exist_ok=True)
+    file = _timeline_path(problem, this_gpu())
+    file.parent.mkdir(parents=True, exist_ok=True)
     data = data | dict(provenance=machine() | code_of(fn))
-    path.write_bytes(gzip.compress(json.dumps(data, sort_keys=True).encode(), mtime=0))  # Same data, same file.
+    file.write_bytes(gzip.compress(json.dumps(data, sort_keys=True).encode(), mtime=0))  # Same data, same file.
 
 
 def this_gpu() -> str:
     """The folder of this machine's GPU: "h200" for "NVIDIA H200"."""
-    return _tuned.gpu_name(jax.devices()[0].device_kind)
+    return jax.devices()[0].device_kind.lower().removeprefix("nvidia ").split()[0]
 
 
 @functools.cache
@@ -161,17 +160,22 @@ def _output(*command: str) -> str:
         return ""
 
 
+def path(topic: str, gpu: str) -> pathlib.Path:
+    """The file of a topic."""
+    return ROOT / gpu / f"{topic}.json"
+
+
 def load(topic: str, gpu: str) -> dict:
-    path = ROOT / gpu / f"{topic}.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    file = path(topic, gpu)
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def save(topic: str, gpu: str, data: dict) -> None:
-    path = ROOT / gpu / f"{topic}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
+    file = path(topic, gpu)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".tmp")
     unfinished.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
-    unfinished.replace(path)
+    unfinished.replace(file)
 
 
 def _timeline_path(problem: str, gpu: str) -> pathlib.Path:

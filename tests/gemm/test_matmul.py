@@ -1,10 +1,7 @@
-"""The warp-specialized matmul: every role structure, sizes on both sides of a tile, and what it is fused with."""
+"""The matmul: every structure of its kernel, sizes on both sides of a tile, what is fused with it, JAX around it."""
 
 import functools
 import importlib
-import inspect
-import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -12,114 +9,160 @@ import numpy as np
 import pytest
 
 from cookbook import lab
+from cookbook.gemm import cost, roles
+from tests.gemm.structures import SLOW, SMALL, STRUCTURES
 
 module = importlib.import_module("cookbook.gemm.matmul")
 matmul, Config, reference = module.matmul, module.Config, module.matmul_reference
-SMALL = Config(tile_m=64, tile_n=128, split_dim=1)  # The least that two warpgroups can share out.
 
 
 def operands(m, n, k, dtype=jnp.bfloat16, transpose_a=False, transpose_b=False):
+    """Random normal; means are shifted, so that a term dropped or counted twice shows."""
     rng = np.random.default_rng(m * n + k)
     a, b = (jnp.asarray(rng.normal(size=shape) + 0.1, dtype) for shape in ((m, k), (k, n)))
     return a.T if transpose_a else a, b.T if transpose_b else b
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("m, n, k", [(128, 256, 64), (1, 8, 8), (130, 136, 72), (257, 64, 40), (40, 520, 1032)])
-def test_any_size(m, n, k, dtype):
-    lab.check(matmul, reference, *operands(m, n, k, dtype))
+def vector(size, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(size).normal(size=size), dtype)
 
 
-@pytest.mark.parametrize("transpose_a, transpose_b", [(True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("m, n, k", [(128, 192, 128), (136, 72, 200)])
-def test_transposed_operands(m, n, k, transpose_a, transpose_b):
+def check(m, n, k, *vectors, dtype=jnp.bfloat16, transpose_a=False, transpose_b=False, activation=None, gpu=None,
+          fn=matmul, **kwargs):  # fmt: skip
+    """Not compiled by default: `test_core.py` compiles every structure."""
     how = dict(transpose_a=transpose_a, transpose_b=transpose_b)
-    flip = lambda a, b: reference(a.T if transpose_a else a, b.T if transpose_b else b)
-    lab.check(functools.partial(matmul, **how), flip, *operands(m, n, k, **how))
+    fn = functools.partial(fn, activation=activation, **how, **kwargs)
+    flip = lambda a, b, bias=None: reference(a.T if transpose_a else a, b.T if transpose_b else b, bias, activation)
+    with_bias = lambda a, b, bias=None: fn(a, b, bias=bias)
+    return lab.check(with_bias, flip, *operands(m, n, k, dtype, **how), *vectors, gpu=gpu)
+
+
+# Sizes, structures, operands ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("m, n, k, dtype", [(1, 8, 8, jnp.bfloat16), (257, 72, 40, jnp.float16),
+                                            (40, 520, 520, jnp.bfloat16)])  # fmt: skip
+def test_any_size(m, n, k, dtype):
+    check(m, n, k, dtype=dtype, gpu="h200")
+
+
+# A GPU's tanh is not XLA's to the last bits of float32.
+EPILOGUES = [("relu", None), (None, jnp.float32), (jnp.tanh, None), ("gelu", jnp.float32), ("silu", jnp.float16)]
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in STRUCTURES])
+def test_every_structure(name):
+    """Each with a bias; activations and dtypes of the result take turns."""
+    (m, n, k), transpose_b, config = STRUCTURES[name]
+    activation, out_dtype = EPILOGUES[list(STRUCTURES).index(name) % len(EPILOGUES)]
+    check(m, n, k, vector(n, jnp.bfloat16), transpose_b=transpose_b, config=config, activation=activation,
+          out_dtype=out_dtype)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_configurations_that_may_be_chosen(seed):
+    """Sizes, options and one of the candidates at random."""
+    rng = np.random.default_rng(seed)
+    transpose_a, transpose_b = (bool(flag) for flag in rng.integers(2, size=2))
+    m, n, k = (int(size) for size in rng.integers(1, (300, 400, 500)))
+    m, n, k = -(-m // 8) * 8 if transpose_a else m, n if transpose_b else -(-n // 8) * 8, -(-k // 8) * 8
+    out_dtype = (jnp.bfloat16, jnp.float32)[seed % 2]
+    itemsizes = 2, 2, jnp.dtype(out_dtype).itemsize
+    candidates = cost.candidates(cost.Problem(m, n, k, (transpose_a, not transpose_b), itemsizes, num_sms=4))
+    config = candidates[rng.integers(len(candidates))]
+    check(m, n, k, vector(n), transpose_a=transpose_a, transpose_b=transpose_b, activation="relu", config=config,
+          out_dtype=out_dtype)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "shape, transpose_b", [((136, 200, 72), False), ((136, 200, 72), True), ((128, 128, 192), True)]
+)
+def test_transposed_operands(shape, transpose_b):
+    """Sizes that are no whole tiles of the swizzle, which TMA cuts off or XLA pads, and others that are."""
+    check(*shape, transpose_a=True, transpose_b=transpose_b, config=Config(128, 128), gpu="h200")
 
 
 @pytest.mark.parametrize("transpose_a", [False, True])
 def test_operands_in_each_others_place(transpose_a):
-    """Bias and 32-bit results too; b is one that TMA cuts off, and so is a."""
-    bias = jnp.asarray(np.random.default_rng(0).normal(size=200), jnp.bfloat16)
-    a, b = operands(136, 200, 72, transpose_a=transpose_a)
-    flip = lambda a, b, bias: reference(a.T if transpose_a else a, b, bias, "relu")
-    for out_dtype in (jnp.bfloat16, jnp.float32):
-        fn = functools.partial(matmul, transpose_a=transpose_a, out_dtype=out_dtype, config=Config(swapped=True))
-        lab.check(lambda a, b, bias, fn=fn: fn(a, b, bias=bias, activation="relu"), flip, a, b, bias)
-
-
-def test_a_ragged_b_is_not_copied():
-    with lab.interpret():
-        jaxpr = str(jax.make_jaxpr(matmul)(*operands(648, 584, 200))).split("core_map")[0]
-    assert " pad[" not in jaxpr
-
-
-def test_rows_of_o_that_are_not_aligned():
-    """b is (N, K): its rows are aligned, those of o are not."""
-    lab.check(functools.partial(matmul, transpose_b=True), lambda a, b: reference(a, b.T),
-              *operands(70, 77, 72, transpose_b=True))  # fmt: skip
-
-
-@pytest.mark.parametrize("split_k", [1, 3])
-@pytest.mark.parametrize("activation", ["relu", "gelu", "silu", jnp.tanh, None])
-def test_bias_activation_and_out_dtype(activation, split_k):
-    bias = jnp.asarray(np.random.default_rng(0).normal(size=136), jnp.bfloat16)
-    config = Config(tile_m=64, tile_n=128, split_dim=1, split_k=split_k)
-    # A GPU's tanh is not XLA's to the last bits of float32.
-    out_dtype = jnp.bfloat16 if activation is jnp.tanh else jnp.float32
-    fn = functools.partial(matmul, activation=activation, out_dtype=out_dtype, config=config)
-    lab.check(lambda a, b, bias: fn(a, b, bias=bias), lambda a, b, bias: reference(a, b, bias, activation),
-              *operands(130, 136, 392), bias)  # fmt: skip
-
-
-CONFIGS = [
-    SMALL,
-    Config(),
-    Config(num_stages=2),
-    Config(tile_n=128, num_stages=6),  # More stages than steps.
-    Config(tile_n=128, num_stages=3, split_dim=1, grid_minor_dim=1, grid_tile_width=1),
-    Config(tile_m=256, tile_n=128, split_dim=1),
-    Config(cluster_dim=0),
-    Config(cluster_dim=1, grid_tile_width=2),
-    Config(tile_n=64, cluster_dim=0, num_stages=2),
-    Config(tile_m=64, tile_n=128, split_dim=1, split_k=2),
-    Config(tile_m=64, tile_n=128, split_dim=1, split_k=5, cluster_dim=1),  # The last part has no step of its own.
-    Config(num_stages=3, store_slots=3),  # Pieces of a tile in two lots, the second smaller.
-    Config(swapped=True),
-    Config(tile_n=128, num_stages=5, store_slots=1, cluster_dim=0, swapped=True),
-    Config(tile_n=64, split_k=2, swapped=True),
-]
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_every_role_structure(config):
-    """More tiles than blocks, so that slots and barriers go on from tile to tile; tails in all three dimensions."""
-    lab.check(functools.partial(matmul, config=config), reference, *operands(648, 584, 200))
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_shared_memory_is_as_priced(config):
-    avals = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 4096), (4096, 2048))]
-    compiled = lab.compile_for("h200", functools.partial(matmul, config=config), *avals)
-    assert config.smem_bytes <= compiled.smem_bytes <= config.smem_bytes + 1024 and compiled.spill_bytes == 0
+    """A bias, 32-bit results, which are stored from registers, and operands that TMA cuts off."""
+    config = Config(64 if transpose_a else 128, 128, split_dim=int(transpose_a), swapped=True)
+    check(136, 200, 72, vector(200), transpose_a=transpose_a, activation="relu", out_dtype=jnp.float32, config=config,
+          gpu="h200")  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "m, n, k", [(8192, 8192, 8192), (64, 8192, 8192), (512, 512, 32768), (1, 8, 8), (1000, 77, 5000)]
+    "m, n, k, how, config",
+    [
+        (128, 128, 64, dict(transpose_a=True), None),
+        (128, 128, 64, dict(transpose_b=True), None),
+        (130, 136, 72, dict(transpose_b=True), None),  # TMA cuts off rows along K, and o, at multiples of 16 bytes.
+        (648, 584, 200, dict(), Config(swapped=True)),
+        (648, 584, 200, dict(), None),
+        (648, 584, 200, dict(transpose_a=True), Config(64, 128, split_dim=1)),
+    ],
 )
-def test_default_config(m, n, k):
-    """Fits, and leaves no more parts of K idle than there are steps."""
-    config = module.default_config(m, n, k)
-    assert 1 <= config.split_k <= max(1, k // 64)
+def test_no_operand_is_copied(m, n, k, how, config):
+    with lab.interpret():
+        jaxpr = str(jax.make_jaxpr(functools.partial(matmul, config=config, **how))(*operands(m, n, k, **how)))
+    assert " transpose[" not in jaxpr and " pad[" not in jaxpr
 
 
-@pytest.mark.parametrize("transpose_a, transpose_b", [(False, False), (True, False), (False, True), (True, True)])
-def test_gradients(transpose_a, transpose_b):
+# Epilogue -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_activation_holds_numbers_but_none_that_are_traced():
+    a, b = operands(64, 64, 64)
+    scaled = lambda s: functools.partial(matmul, activation=lambda x: x * s, config=SMALL)
+    expected = lab.run(scaled(2.0), a, b)
+    np.testing.assert_array_equal(lab.run(scaled(jnp.float32(2.0)), a, b), expected)
+    for config in (SMALL, Config(64, 128, split_dim=1, split_k=2, second_kernel=True)):
+        product = lambda a, b, s, config=config: matmul(a, b, activation=lambda x: x * s, config=config)
+        loss = lambda *args, product=product: product(*args).astype(jnp.float32).sum()
+        for transformed in (jax.jit(product), jax.grad(loss, (0, 2))):
+            with pytest.raises(ValueError, match="holds a traced number"), lab.interpret():
+                transformed(a, b, jnp.float32(2.0))
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+def test_nan_and_infinity_go_where_they_should():
+    """Also those just beyond the end of a row, which a tail must not read."""
+    a, b = operands(72, 72, 72)
+    a, b = a.at[3, 5].set(jnp.nan).at[7, 1].set(jnp.inf), b.at[9, 11].set(-jnp.inf)
+    wanted = reference(a, b)
+    for config in (None, Config(64, 128, split_dim=1, split_k=2)):
+        out = lab.run(functools.partial(matmul, config=config), a, b)
+        np.testing.assert_array_equal(jnp.isnan(out), jnp.isnan(wanted))
+        np.testing.assert_array_equal(jnp.isinf(out), jnp.isinf(wanted))
+
+
+def test_huge_and_tiny_values():
+    """Two problems of one program, which is compiled once; float32 holds their sums, and so does bfloat16."""
+    a, b = operands(64, 64, 64)
+    out = lab.run(lambda x, y: [matmul(a * s, b * s, config=SMALL) for s in (x, y)], 1e18, 1e-15)
+    for result, scale in zip(out, (1e18, 1e-15), strict=True):
+        wanted = np.asarray(reference(a * scale, b * scale), np.float64)
+        assert np.linalg.norm(np.asarray(result, np.float64) - wanted) < 4e-3 * np.linalg.norm(wanted)
+
+
+def test_empty():
+    assert matmul(jnp.zeros((0, 8), jnp.bfloat16), jnp.zeros((8, 16), jnp.bfloat16)).shape == (0, 16)
+    assert matmul(jnp.zeros((2, 0, 8), jnp.bfloat16), jnp.zeros((8, 16), jnp.bfloat16)).shape == (2, 0, 16)
+    a, b = jnp.zeros((3, 0), jnp.float16), jnp.zeros((0, 8), jnp.float16)
+    np.testing.assert_array_equal(
+        matmul(a, b, bias=jnp.ones(8), activation=jnp.cos), jnp.full((3, 8), jnp.cos(1.0), jnp.float16)
+    )
+
+
+# Gradients ------------------------------------------------------------------------------------------------------------
+
+
+def require_gradients(transpose_a, transpose_b):
     how = dict(transpose_a=transpose_a, transpose_b=transpose_b)
     a, b = operands(72, 136, 64, **how)
-    bias, weights = (jnp.asarray(np.random.default_rng(1).normal(size=size), jnp.float32) for size in (136, (72, 136)))
-    weights = weights.astype(jnp.bfloat16).astype(jnp.float32)
+    bias, weights = vector(136), vector((72, 136), jnp.bfloat16).astype(jnp.float32)
 
     def grads(product):
         loss = lambda a, b, bias: jnp.sum(weights * product(a, b, bias).astype(jnp.float32))
@@ -134,6 +177,16 @@ def test_gradients(transpose_a, transpose_b):
         assert np.linalg.norm(ours_d - theirs_d) < 5e-3 * np.linalg.norm(theirs_d)
 
 
+def test_gradients():
+    require_gradients(False, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transpose_a, transpose_b", [(True, False), (False, True), (True, True)])
+def test_gradients_of_transposed_operands(transpose_a, transpose_b):
+    require_gradients(transpose_a, transpose_b)
+
+
 def test_gradient_where_rows_of_o_are_not_aligned():
     a, b = operands(16, 77, 64, transpose_b=True)
     d_a, d_b = lab.run(jax.grad(lambda a, b: matmul(a, b, transpose_b=True).astype(jnp.float32).sum(), (0, 1)), a, b)
@@ -142,60 +195,78 @@ def test_gradient_where_rows_of_o_are_not_aligned():
     np.testing.assert_allclose(np.asarray(d_b, np.float64), ones.T @ np.asarray(a, np.float64), rtol=1e-2, atol=1e-2)
 
 
-def test_no_copy_of_a_transposed_operand():
-    """The compiled program of aligned operands is the kernel and nothing else, transposed or not."""
-    for how in (dict(transpose_a=True), dict(transpose_b=True)):
-        a, b = operands(128, 128, 64, **how)
-        with lab.interpret():
-            jaxpr = jax.make_jaxpr(functools.partial(matmul, **how))(a, b)
-        names = str(jaxpr)
-        assert " transpose[" not in names.split("core_map")[0] and " pad[" not in names.split("core_map")[0]
+# At home in JAX -------------------------------------------------------------------------------------------------------
+
+small = functools.partial(matmul, config=SMALL)
 
 
-def test_ragged_k_and_n_need_no_copy():
-    """TMA cuts off rows along K, and rows of o, at any multiple of 16 bytes."""
-    with lab.interpret():
-        jaxpr = jax.make_jaxpr(functools.partial(matmul, transpose_b=True))(*operands(130, 136, 72, transpose_b=True))
-    assert " pad[" not in str(jaxpr).split("core_map")[0]
+def close(out, wanted):
+    out, wanted = (np.asarray(x, np.float64) for x in (out, wanted))
+    assert out.shape == wanted.shape and np.linalg.norm(out - wanted) < 5e-3 * np.linalg.norm(wanted)
 
 
-def test_jit_vmap_and_determinism():
-    a, b = (jnp.stack(x) for x in zip(*(operands(128, 72, 40) for _ in range(2)), strict=True))
-    fn = functools.partial(matmul, config=SMALL)
-    runs = [lab.run(jax.vmap(fn), a, b), lab.run(jax.jit(jax.vmap(fn)), a, b), lab.run(fn, a[0], b[0])[None]]
-    assert all((run[0] == runs[0][0]).all() for run in runs)
+def test_vmap_and_determinism():
+    a, b = (jnp.stack([x, x]) for x in operands(128, 72, 40))
+    out = lab.run(jax.vmap(small), a, b)
+    assert (out[0] == out[1]).all()
+    close(out[0], reference(a[0], b[0]))
 
 
-def test_shard_map():
+def test_leading_dimensions():
+    a, b = operands(72, 40, 64)
+    out = lab.run(small, a.reshape(2, 3, 12, 64), b)
+    close(out, reference(a, b).reshape(2, 3, 12, 40))
+
+
+def test_shard_map_with_gradients():
+    """b and the bias are whole on every device: their gradients are summed over the mesh."""
     mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
-    a, b = operands(64, 72, 40)
     rows, whole = jax.P("data"), jax.P()
-    fn = jax.shard_map(functools.partial(matmul, config=SMALL), mesh=mesh, in_specs=(rows, whole), out_specs=rows,
-                       check_vma=False)  # fmt: skip
-    np.testing.assert_array_equal(lab.run(fn, a, b), lab.run(functools.partial(matmul, config=SMALL), a, b))
+    (a, b), bias = operands(64, 72, 40), vector(72)
+    product = jax.shard_map(functools.partial(small_with_bias, small), mesh=mesh, in_specs=(rows, whole, whole),
+                            out_specs=rows)  # fmt: skip
+    loss = lambda fn: jax.grad(lambda *args: fn(*args).astype(jnp.float32).sum(), argnums=(0, 1, 2))
+    plain = lambda a, b, bias: reference(a, b, bias)
+    jax.tree.map(close, lab.run(loss(product), a, b, bias), loss(plain)(a, b, bias))
 
 
-def test_nan_and_infinity_go_where_they_should():
-    """Also those just beyond the end of a row, which a tail must not read."""
-    a, b = operands(72, 72, 72)
-    a, b = a.at[3, 5].set(jnp.nan).at[7, 1].set(jnp.inf), b.at[9, 11].set(-jnp.inf)
-    out, wanted = lab.run(matmul, a, b), reference(a, b)
-    np.testing.assert_array_equal(jnp.isnan(out), jnp.isnan(wanted))
-    np.testing.assert_array_equal(jnp.isinf(out), jnp.isinf(wanted))
+def small_with_bias(fn, a, b, bias):
+    return fn(a, b, bias=bias)
 
 
-def test_huge_and_tiny_values():
-    a, b = operands(64, 64, 64)
-    lab.check(matmul, reference, a * 1e18, b * 1e18)
-    lab.check(matmul, reference, a * 1e-15, b * 1e-15)
+def test_layers_in_a_scan_that_are_recomputed():
+    """By the compiler alone: interpreted kernels have effects, which JAX does not differentiate in `jax.checkpoint`."""
+
+    def loss(x, layers):
+        layer = jax.checkpoint(lambda x, w: (matmul(x, w), None))
+        return jax.lax.scan(layer, x, layers)[0].astype(jnp.float32).sum()
+
+    avals = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 256), (3, 256, 256))]
+    assert lab.compile_for("h200", jax.jit(jax.grad(loss, (0, 1))), *avals).spill_bytes == 0
 
 
-def test_empty():
-    assert matmul(jnp.zeros((0, 8), jnp.bfloat16), jnp.zeros((8, 16), jnp.bfloat16)).shape == (0, 16)
-    a, b = jnp.zeros((3, 0), jnp.float16), jnp.zeros((0, 8), jnp.float16)
-    np.testing.assert_array_equal(
-        matmul(a, b, bias=jnp.ones(8), activation=jnp.cos), jnp.full((3, 8), jnp.cos(1.0), jnp.float16)
-    )
+def test_compiles_under_x64_and_with_a_donated_operand():
+    """By the compiler alone: JAX's interpreter gives loops of 64-bit indices 32-bit ones, and fails."""
+    a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 256), (256, 256)))
+    with jax.enable_x64(True):
+        bias = jax.ShapeDtypeStruct((256,), jnp.float64)
+        for config in (None, SMALL, Config(tile_n=128, split_k=2), Config(tile_n=128, cluster_m=2)):
+            fn = lambda a, b, bias, config=config: matmul(a, b, bias=bias, config=config)
+            assert lab.compile_for("h200", fn, a, b, bias).spill_bytes == 0
+        gradient = jax.grad(lambda a, b: matmul(a, b).astype(jnp.float32).sum(), (0, 1))
+        assert lab.compile_for("h200", gradient, a, b)
+    assert lab.compile_for("h200", jax.jit(matmul, donate_argnums=0), a, b)
+
+
+def test_options_of_any_scalar_type_and_lists():
+    a, b = (np.asarray(x) for x in operands(64, 8, 16))  # NumPy's, with ml_dtypes' bfloat16.
+    wanted = reference(jnp.asarray(a), jnp.asarray(b), jnp.arange(8.0))
+    bias = [float(x) for x in range(8)]
+    for flag in (np.bool_(True), jnp.array(True)):
+        close(lab.run(functools.partial(small, bias=bias, transpose_b=flag, out_dtype="bfloat16"), a, b.T), wanted)
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
 
 
 def ones(*shape, dtype=jnp.bfloat16):
@@ -207,20 +278,26 @@ def ones(*shape, dtype=jnp.bfloat16):
     [
         (lambda: matmul(ones(8, 8), ones(16, 8)), "8 is not 16"),
         (lambda: matmul(ones(8, 9), ones(9, 8)), "pad it to 16"),
-        (lambda: matmul(ones(2, 8, 8), ones(8, 8)), "vmap"),
+        (lambda: matmul(ones(2, 8, 8), ones(2, 8, 8)), "vmap"),
+        (lambda: matmul(ones(2, 8, 8), ones(8, 8), transpose_a=True), "vmap"),
+        (lambda: matmul(ones(8), ones(8, 8)), "both must be matrices"),
         (lambda: matmul(ones(8, 8), ones(8, 8, dtype=jnp.float16)), "cast one"),
+        (lambda: matmul([["x"]], ones(8, 8)), "a is no array"),
         (lambda: matmul(ones(8, 8), ones(8, 8), bias=ones(16)), r"bias.shape=\(16,\).*must be \(8,\)"),
-        (lambda: matmul(ones(8, 8), ones(8, 8), bias=ones(8, dtype=jnp.int32)), "floating"),
+        (lambda: matmul(ones(8, 8), ones(8, 8), bias=[1] * 8), "floating"),
+        (lambda: matmul(ones(8, 8), ones(8, 8), bias=object()), "bias is no array"),
         (lambda: matmul(ones(8, 8), ones(8, 8), out_dtype=jnp.int8), "out_dtype"),
         (lambda: matmul(ones(8, 8), ones(8, 8), activation="gilu"), "gilu"),
-        (lambda: Config(tile_m=64), "has halved one"),
-        (lambda: Config(tile_n=96), "tile_n=96"),
-        (lambda: Config(tile_m=256, tile_n=256), "64 x 256"),
-        (lambda: Config(cluster_dim=2), "cluster_dim=2"),
-        (lambda: Config(num_stages=1), "num_stages=1"),
-        (lambda: Config(split_k=0), "split_k=0"),
-        (lambda: Config(store_slots=0), "store_slots=0"),
-        (lambda: Config(num_stages=5), "bytes of shared memory"),
+        (lambda: matmul(ones(8, 8), ones(8, 8), activation=jnp.cumsum), "not element-wise"),
+        (lambda: matmul(ones(8, 8), ones(8, 8), activation=lambda x: x * jnp.arange(8.0)), "holds an array|iota"),
+        (lambda: matmul(ones(8, 8), ones(8, 8), transpose_b="yes"), "transpose_b='yes'; must be one bool"),
+        (lambda: jax.jit(matmul_transposed)(ones(8, 8), ones(8, 8), True), "transpose_b is traced"),
+        (lambda: lab.run(functools.partial(matmul, config=Config(128, 96)), *operands(8, 8, 8)), "tile_n=96 leaves"),
+        (lambda: lab.run(functools.partial(matmul, config=Config(num_stages=9)), *operands(8, 8, 8)), "num_stages=9"),
+        (
+            lambda: lab.run(functools.partial(matmul, transpose_b=True, config=Config(128, 8)), *operands(8, 8, 8)),
+            "multiple of 16, 32 bytes",
+        ),
     ],
 )
 def test_errors_name_the_rule(fn, message):
@@ -228,88 +305,142 @@ def test_errors_name_the_rule(fn, message):
         fn()
 
 
-def test_wgmma_operands_live_long_enough(gpu):
-    """What the interpreter can not see: a slot refilled while a WGMMA still reads it. It shows in most runs."""
-    a, b = operands(4096, 4096, 4096)
-    wanted = reference(a, b)
-    for config in (
-        Config(),
-        Config(num_stages=2),
-        Config(cluster_dim=0),
-        Config(cluster_dim=1),
-        Config(split_k=3),
-        Config(swapped=True),
-    ):
-        fn = functools.partial(matmul, config=config, out_dtype=jnp.float32)
-        runs = [fn(a, b) for _ in range(10)]
-        assert float(jnp.abs(runs[0] - wanted).max()) < 1e-2
-        assert all((run == runs[0]).all() for run in runs)
+def matmul_transposed(a, b, transpose_b):
+    return matmul(a, b, transpose_b=transpose_b)
 
 
-def test_ragged_sizes_on_the_gpu(gpu):
-    """The two views of a narrow tile, and multicast, which the interpreter does not model."""
-    for m, n, k in ((4000, 3000, 5000), (1, 8, 8), (130, 1000, 72), (1000, 520, 200)):
-        for how in (dict(), dict(transpose_a=True), dict(transpose_b=True)):
-            if m % 8 and "transpose_a" in how:
-                continue  # Rows of a would not be aligned.
-            flip = lambda a, b, how=how: reference(
-                a.T if "transpose_a" in how else a, b.T if "transpose_b" in how else b
-            )
-            for config in (
-                None,
-                Config(),
-                Config(cluster_dim=0),
-                Config(cluster_dim=1),
-                Config(cluster_dim=0, swapped=True),
-            ):
-                kernel = functools.partial(matmul, config=config, **how)
-                lab.check(kernel, flip, *operands(m, n, k, **how), gpu=None)  # It is compiled to run.
+# Mutants --------------------------------------------------------------------------------------------------------------
+
+FULL = (520, 264, 200)  # Each of four blocks has several tiles, each tile several steps.
 
 
 def test_mutant_without_commit_smem_is_a_race(mutant):
-    mutant(module, "plgpu", commit_smem=lambda: None)
-    a, b = operands(64, 128, 64)
+    mutant(roles, "plgpu", commit_smem=lambda: None)
     with lab.interpret() as seen:
-        jax.block_until_ready(matmul(a, b, config=SMALL))
+        jax.block_until_ready(small(*operands(64, 128, 64)))
     assert seen.races_found
 
 
-@pytest.mark.parametrize("dim", ["rows", "steps"])
-def test_mutant_that_drops_the_tail_is_caught(mutant, dim):
-    """A last tile, or a last step of K, that is not full and is left out."""
-    mutant(module, "pl", cdiv=lambda a, b: max(a // b, 1))
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("filled", dict(wait=lambda self, count: self.slot(count))),
+        ("freed", dict(fill=lambda self, count: self.slot(count))),
+        ("freed twice", dict(free=lambda self, count: [self.__class__.free(self, count) for _ in range(2)])),
+        (None, dict()),
+    ],
+)
+def test_mutants_of_the_ring_are_caught(run_only, monkeypatch, found_if, name, changes):
+    """A slot read before it is full, refilled although nobody gave it back, given back twice."""
+    ring = roles._mgpu.Ring
+    mutated = type("Ring", (ring,), {key: value for key, value in changes.items()})
+    if name == "freed twice":
+        mutated.free = lambda self, count: [ring.free(self, count) for _ in range(2)]
+    monkeypatch.setattr(roles._mgpu, "Ring", mutated)
+    jax.clear_caches()
+    with found_if(name is not None):
+        check(*FULL, config=SMALL)
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("wait", ["store", "sums", "parts"])
+def test_mutants_that_do_not_wait_are_caught(run_only, mutant, wait):
+    """For a piece to have been read before its slot is written again; for sums to be in memory; for the other parts."""
+    config = Config(64, 256, split_dim=1, store_slots=1)
+    if wait == "store":
+        mutant(roles, "plgpu", wait_smem_to_gmem=lambda left, wait_read_only=False: None)
+    else:
+        config = Config(64, 128, split_dim=1, split_k=2)
+        change = dict(wait_smem_to_gmem=lambda *_, **__: None) if wait == "sums" else dict(barrier_wait=own_alone)
+        mutant(roles, "plgpu", **change)
+    with pytest.raises(Exception, match="(?i)race|wait|phase|result|NaN|barrier"):
+        check(130, 520, 200, config=config)
+
+
+def own_alone(barrier):
+    """In place of `plgpu.barrier_wait` in `roles.py`, where only `add_parts` waits itself."""
+
+
+@pytest.mark.parametrize("dim", ["rows", "columns", "steps", None])
+def test_mutants_that_drop_a_tail_are_caught(run_only, monkeypatch, found_if, dim):
+    """The last tile, or the last step of K, where it is not full."""
+    tiles = module.core.Tiles
+    if dim == "steps":
+        steps = property(lambda self: max(1, self.k // (self.tile_k * self.config.split_k)))
+        monkeypatch.setattr(tiles, "num_steps", steps)
+    elif dim:
+        at = ("rows", "columns").index(dim)
+        whole, size = tiles.grid, ("m", "n")[at]
+
+        def grid(self):
+            full = list(whole.fget(self))
+            full[at] = max(1, getattr(self, size) // self.cluster_tile[at])
+            return tuple(full)
+
+        monkeypatch.setattr(tiles, "grid", property(grid))
+    jax.clear_caches()
+    with found_if(dim is not None):
+        check(72, 136, 72, config=SMALL)
+    jax.clear_caches()
+
+
+def test_mutant_that_forgets_the_narrow_tiles_is_caught(run_only, monkeypatch):
+    monkeypatch.setattr(module.core.Plan, "phases", property(lambda self: [self]))
+    jax.clear_caches()
+    (m, n, k), transpose_b, config = STRUCTURES["tail of thirds"]
     with pytest.raises(lab.CheckError):
-        fn = functools.partial(matmul, config=SMALL)
-        lab.check(fn, reference, *(operands(72, 128, 64) if dim == "rows" else operands(64, 128, 72)))
+        check(m, n, k, transpose_b=transpose_b, config=config)
+    jax.clear_caches()
 
 
-@pytest.fixture
-def rewritten(monkeypatch):
-    """`rewritten(old, new)`: `matmul` of a copy of the module with this line changed."""
+# On a GPU: about 25 kernels in all ------------------------------------------------------------------------------------
 
-    def change(old: str, new: str):
-        source = inspect.getsource(module)
-        assert source.count(old) == 1
-        copy = types.ModuleType("mutant_of_matmul")
-        copy.__package__ = module.__package__
-        monkeypatch.setitem(sys.modules, copy.__name__, copy)
-        exec(compile(source.replace(old, new), copy.__name__, "exec"), copy.__dict__)
-        return copy.matmul
 
-    return change
+def on_gpu(config, m, n, k, runs, **how):
+    """Equal to the bit in `runs` runs, and right."""
+    a, b = operands(m, n, k, **how)
+    fn = jax.jit(functools.partial(matmul, config=config, out_dtype=jnp.float32, **how))
+    wanted = jax.jit(reference)(a.T if "transpose_a" in how else a, b.T if "transpose_b" in how else b)
+    outs = [fn(a, b) for _ in range(runs)]
+    assert float(jnp.linalg.norm(outs[0] - wanted) / jnp.linalg.norm(wanted)) < 1e-5, config
+    assert all((out == outs[0]).all() for out in outs), config
 
 
 @pytest.mark.parametrize(
-    "tile_n, old, new",
+    "config",
     [
-        (128, "pl.when(used)(lambda: plgpu.barrier_wait(freed.at[slot]))", "pass"),
-        (128, "plgpu.barrier_wait(filled.at[slot])", "pass"),
-        # Four pieces a tile, two at a time: with two, loads that come between hide the race from the interpreter.
-        (256, "plgpu.wait_smem_to_gmem(0, wait_read_only=True)", "pass"),
+        Config(),
+        Config(num_stages=2),
+        Config(cluster_m=2, cluster_n=2),
+        Config(cluster_n=4),
+        Config(128, 128, split_k=3),
+        Config(128, 192, split_dim=0, cluster_m=4, swapped=True),
+        Config(128, 192, swapped=True, tail_split=3),
     ],
+    ids=str,
 )
-def test_mutants_are_caught(run_only, rewritten, tile_n, old, new):
-    """A slot refilled although nobody gave it back, or read before it is full; a piece written over one that leaves."""
-    config = Config(tile_m=64, tile_n=tile_n, split_dim=1)
-    with pytest.raises(Exception, match=r"(?i)\brace|\bwait|\bphase"):
-        lab.check(functools.partial(rewritten(old, new), config=config), reference, *operands(648, 640, 200))
+def test_wgmma_operands_live_long_enough(gpu, config):
+    """What the interpreter can not see: a slot refilled while a WGMMA still reads it. It shows in most runs."""
+    on_gpu(config, 4096, 4096, 2048, runs=10)
+
+
+@pytest.mark.parametrize("config", [Config(128, 64, split_k=8), Config(128, 128, split_k=2)], ids=str)
+def test_parts_of_k_are_added_in_one_order(gpu, config):
+    """Clusters on all SMs; a block that read another's sums too early would add what was there before."""
+    on_gpu(config, 1024, 1024, 8192, runs=20)
+
+
+@pytest.mark.parametrize("how", [dict(), dict(transpose_a=True), dict(transpose_b=True)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 8, 8), (136, 1000, 72), (1000, 520, 200)])
+def test_ragged_sizes_on_the_gpu(gpu, shape, how):
+    """The two views of a narrow tile, and multicast, which the interpreter does not model."""
+    if shape[0] % 8 == 0 or "transpose_a" not in how:  # Otherwise rows of a would not be aligned.
+        on_gpu(None, *shape, runs=2, **how)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [Config(64, 128, split_dim=1, cluster_m=2, cluster_n=2), Config(128, 96, tail_split=3, swapped=True),
+     Config(128, 24, split_k=4, swapped=True)], ids=str)  # fmt: skip
+def test_ragged_structures_on_the_gpu(gpu, config):
+    on_gpu(config, 1000, 2504, 328, runs=2)

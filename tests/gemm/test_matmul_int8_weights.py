@@ -3,9 +3,6 @@
 import dataclasses
 import functools
 import importlib
-import inspect
-import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +10,7 @@ import numpy as np
 import pytest
 
 from cookbook import lab
+from cookbook.gemm import core
 
 module = importlib.import_module("cookbook.gemm.matmul_int8_weights")
 Config, matmul_int8_weights = module.Config, module.matmul_int8_weights
@@ -28,54 +26,59 @@ def operands(m, n, k, dtype=jnp.bfloat16, transpose_w=False):
     return jnp.asarray(rng.normal(size=(m, k)) + 0.1, dtype), jnp.asarray(w.T if transpose_w else w, jnp.int8), scales
 
 
-def check(m, n, k, dtype=jnp.bfloat16, transpose_w=False, fn=matmul_int8_weights, **kwargs):
+def check(m, n, k, dtype=jnp.bfloat16, transpose_w=True, gpu=None, **kwargs):
     flip = lambda a, w, s: module.matmul_int8_weights_reference(a, w.T if transpose_w else w, s)
-    fn = functools.partial(fn, transpose_w=transpose_w, **kwargs)
-    return lab.check(fn, flip, *operands(m, n, k, dtype, transpose_w))
+    fn = functools.partial(matmul_int8_weights, transpose_w=transpose_w, **kwargs)
+    return lab.check(fn, flip, *operands(m, n, k, dtype, transpose_w), gpu=gpu)
 
 
-@pytest.mark.parametrize("transpose_w", [False, True])
-@pytest.mark.parametrize("m, n, k", [(128, 256, 128), (1, 16, 16), (16, 1040, 528), (130, 80, 144)])
+@pytest.mark.parametrize("m, n, k, transpose_w", [(1, 16, 16, False), (130, 80, 144, False), (16, 1040, 272, True)])
 def test_any_size(m, n, k, transpose_w):
-    check(m, n, k, transpose_w=transpose_w)
+    check(m, n, k, transpose_w=transpose_w, gpu="h200")
 
 
-@pytest.mark.parametrize("out_dtype", [None, jnp.float16, jnp.float32])
-def test_dtypes(out_dtype):
-    check(72, 144, 144, jnp.float16, out_dtype=out_dtype, config=SMALL)
+def test_any_number_of_columns_of_transposed_weights():
+    """Rows of w_q are aligned, those of o are not; o has 32 bits."""
+    check(20, 77, 144, jnp.float16, out_dtype=jnp.float32, config=SMALL)
 
 
-@pytest.mark.parametrize("transpose_w", [False, True])
-@pytest.mark.parametrize(
-    "config",
-    [
-        Config(),
-        Config(num_stages=2, store_slots=2),
-        Config(cluster_dim=0),
-        Config(tile_n=128, cluster_dim=1, split_k=2, tile_k=128),
-        Config(tile_m=256, tile_n=128),
-        Config(tile_n=64, tile_k=256, num_stages=3),
-        Config(tile_m=64, tile_n=64, split_dim=2, tile_k=256),
-        Config(tile_n=24, split_dim=2, tile_k=256, cluster_dim=0, split_k=2, num_stages=3),
-        Config(tile_n=24, split_k=3, tile_k=128, num_stages=5),
-    ],
-    ids=str,
-)
-def test_every_kind_of_config(config, transpose_w):
-    m, n = (400, 784) if config.tile_n >= 128 else (136, 400)  # Ragged, and several tiles, but not too many.
-    check(m, n, 272, transpose_w=transpose_w, config=config)
+# (M, N, K) and the configuration: ragged, and several tiles for each of four SMs.
+STRUCTURES = {
+    "two stages": ((136, 528, 400), Config(tile_n=64, num_stages=2, store_slots=4)),
+    "256 rows": ((72, 800, 272), Config(256, 96, store_slots=1)),
+    "long steps": ((136, 400, 528), Config(tile_n=64, tile_k=256, num_stages=3, grid_minor_dim=1)),
+    "short steps": ((300, 272, 144), Config(tile_n=256, tile_k=64)),
+    "clusters of 2 x 2": ((200, 520, 272), Config(tile_n=64, cluster_m=2, cluster_n=2)),
+    "clusters of 4 x 1": ((24, 1040, 144), Config(tile_n=16, cluster_m=4, tile_k=64)),
+    "parts of 24 rows": ((40, 272, 272), Config(tile_n=24, split_k=3, num_stages=5)),
+    "a part without a step": ((8, 272, 528), Config(tile_n=8, split_k=8)),
+}
 
 
-CONFIGS = (
-    Config(),
-    SMALL,
-    *(module.default_config(m, 2048, 4096) for m in (16, 64, 128)),
-    Config(tile_n=64, tile_k=256, num_stages=3),
-)
+SLOW = {"two stages", "256 rows", "clusters of 2 x 2", "a part without a step"}  # Others differ from each in one thing.
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in STRUCTURES])
+def test_every_structure(name):
+    shape, config = STRUCTURES[name]
+    check(*shape, config=config)
+
+
+@pytest.fixture
+def priced(monkeypatch):
+    """The plans of the kernels that are launched in a test."""
+    plans = []
+    fused_product = lambda *args, plan, **kwargs: plans.append(plan) or module_fused_product(*args, plan=plan, **kwargs)
+    module_fused_product = module.fused_product
+    monkeypatch.setattr(module, "fused_product", fused_product)
+    return plans
+
+
+CONFIGS = [config for _, config in STRUCTURES.values()] + [module.default_config(m, 2048, 4096) for m in (16,)]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_what_the_compiler_makes_of_it(config):
+def test_what_the_compiler_makes_of_it(config, priced):
     """Shared memory is as priced; no spill; weights leave shared memory in whole words; products do not wait for one
     another, which ptxas would say."""
     avals = [
@@ -84,27 +87,63 @@ def test_what_the_compiler_makes_of_it(config):
     ]
     fn = functools.partial(matmul_int8_weights, config=config, transpose_w=True)
     compiled = lab.compile_for("h200", fn, *avals)
-    assert config.smem_bytes <= compiled.smem_bytes <= config.smem_bytes + 1024
+    nbytes = priced[0].smem_bytes(priced[0].num_stages)
+    assert nbytes <= compiled.smem_bytes <= nbytes + 1024
     assert compiled.spill_bytes == 0 and not compiled.remarks and "LDS.U8" not in compiled.sass
 
 
 def test_aligned_operands_need_no_copy():
     with lab.interpret():
         fn = functools.partial(matmul_int8_weights, transpose_w=True)
-        jaxpr = jax.make_jaxpr(fn)(*operands(128, 256, 128, transpose_w=True))
-    outside = {eqn.primitive.name for eqn in jaxpr.eqns[-1].params["jaxpr"].eqns}
-    assert outside and not outside & {"transpose", "pad", "copy"}
+        jaxpr = str(jax.make_jaxpr(fn)(*operands(128, 256, 128, transpose_w=True)))
+    assert " transpose[" not in jaxpr and " pad[" not in jaxpr
 
 
-def test_jit_vmap_and_determinism():
-    a, w, s = (jnp.stack(x) for x in zip(*(operands(72, 64, 144) for _ in range(2)), strict=True))
-    fn = functools.partial(matmul_int8_weights, config=SMALL)
-    runs = [
-        lab.run(jax.vmap(fn), a, w, s),
-        lab.run(jax.jit(jax.vmap(fn)), a, w, s),
-        lab.run(fn, a[0], w[0], s[0])[None],
-    ]
-    assert all((run[0] == runs[0][0]).all() for run in runs)
+small = functools.partial(matmul_int8_weights, config=SMALL)
+
+
+def close(out, wanted):
+    out, wanted = (np.asarray(x, np.float64) for x in (out, wanted))
+    assert out.shape == wanted.shape and np.linalg.norm(out - wanted) < 5e-3 * np.linalg.norm(wanted)
+
+
+def test_vmap_and_determinism():
+    operand = operands(72, 64, 144)
+    out = lab.run(jax.vmap(small), *(jnp.stack([x, x]) for x in operand))
+    np.testing.assert_array_equal(out[0], out[1])
+    close(out[0], module.matmul_int8_weights_reference(*operand))
+
+
+def test_shard_map():
+    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    operand, rows, whole = operands(64, 80, 144), jax.P("data"), jax.P()
+    shared = jax.shard_map(small, mesh=mesh, in_specs=(rows, whole, whole), out_specs=rows)
+    close(lab.run(shared, *operand), module.matmul_int8_weights_reference(*operand))
+
+
+def test_compiles_under_x64():
+    """By the compiler alone: JAX's interpreter gives loops of 64-bit indices 32-bit ones, and fails."""
+    avals = [jax.ShapeDtypeStruct(*x) for x in (((32, 512), jnp.bfloat16), ((512, 512), jnp.int8), ((512,), "float64"))]
+    with jax.enable_x64(True):
+        for config in (None, Config(tile_n=32, split_k=2)):
+            fn = functools.partial(matmul_int8_weights, transpose_w=True, config=config)
+            assert lab.compile_for("h200", fn, *avals).spill_bytes == 0
+
+
+def test_options_of_any_scalar_type_and_lists():
+    a, w, _ = operands(8, 16, 16)
+    scales = [float(x) for x in range(16)]
+    out = lab.run(lambda: small(np.asarray(a), np.asarray(w).T, scales, transpose_w=np.bool_(True)))
+    close(out, module.matmul_int8_weights_reference(a, w, jnp.array(scales)))
+
+
+def test_nan_goes_where_it_should():
+    """Not into columns that share a tile with an infinite scale, nor beyond the end of a row."""
+    a, w, s = operands(72, 80, 144)
+    a, s = a.at[3, 5].set(jnp.nan).at[70, 143].set(jnp.inf), s.at[11].set(jnp.inf)
+    out, wanted = lab.run(small, a, w, s), module.matmul_int8_weights_reference(a, w, s)
+    np.testing.assert_array_equal(jnp.isnan(out), jnp.isnan(wanted))
+    np.testing.assert_array_equal(jnp.isinf(out), jnp.isinf(wanted))
 
 
 def test_empty():
@@ -130,14 +169,18 @@ W, S = ones(16, 32, dtype=jnp.int8), ones(32, dtype=jnp.float32)
         (lambda: matmul_int8_weights(ones(8, 16), W.astype(jnp.bfloat16), S), "int8: cast"),
         (lambda: matmul_int8_weights(ones(8, 16), W, S[:3]), r"scales.shape=\(3,\).*must be \(32,\)"),
         (lambda: matmul_int8_weights(ones(8, 16), W, S, out_dtype=jnp.int8), "out_dtype"),
-        (lambda: matmul_int8_weights(ones(8, 16), W, S, config=module.MatmulConfig()), "of another kernel"),
-        (lambda: Config(tile_m=512), "tile_m=512 must leave 64 or 128"),
-        (lambda: Config(tile_m=64, tile_n=64, split_dim=2), "tile_k=64 must be 256"),
-        (lambda: Config(tile_n=72), "tile_n=72 must be a multiple"),
-        (lambda: Config(tile_m=256), "at most 128"),
+        (lambda: matmul_int8_weights(ones(8, 16), W, S, config=core.Config()), "of another kernel"),
+        (lambda: matmul_int8_weights(ones(8, 16), object(), S), "w_q is no array"),
+        (lambda: matmul_int8_weights(ones(8, 16), W, S, transpose_w="no"), "transpose_w='no'; must be one bool"),
+        (lambda: jax.jit(lambda t: matmul_int8_weights(ones(8, 16), W, S, transpose_w=t))(True), "is traced"),
+        (lambda: Config(tile_m=64), "tile_m=64.* leaves 32"),
+        (lambda: Config(tile_n=260), "tile_n=260"),
+        (lambda: Config(256, 256), "64 x 256"),
         (lambda: Config(tile_k=32), "tile_k=32"),
         (lambda: Config(split_dim=1), "split_dim=1"),
-        (lambda: Config(num_stages=9), "bytes of shared memory"),
+        (lambda: Config(swapped=False), "self.swapped=False True|self.swapped=False"),
+        (lambda: Config(tile_n=64, tail_split=2), "self.tail_split=2"),
+        (lambda: lab.run(functools.partial(small, config=Config(num_stages=9)), *operands(8, 16, 16)), "num_stages=9"),
     ],
 )
 def test_errors_name_the_rule(fn, message):
@@ -145,42 +188,36 @@ def test_errors_name_the_rule(fn, message):
         fn()
 
 
-@pytest.mark.parametrize(
-    "old, new",
-    [
-        ("        plgpu.barrier_wait(filled.at[slot(step)])\n", ""),
-        ("pl.ds(role * rows, rows)", "pl.ds(0, rows)"),
-        ("        plgpu.barrier_wait(written)\n", ""),
-        (
-            "vectors = w_q if transpose_w else w_q.T, dict(col_scale=",
-            "vectors = w_q if transpose_w else w_q.T, dict(bias=",
-        ),
-    ],
-)
-def test_mutants_are_caught(run_only, monkeypatch, old, new):
-    """Weights read before they arrive; the same weights for both warpgroups; sums read before they are there; a scale
-    that is added."""
-    source = inspect.getsource(module)
-    assert source.count(old) == 1
-    copy = types.ModuleType("mutant_of_matmul_int8_weights")
-    copy.__package__ = module.__package__
-    monkeypatch.setitem(sys.modules, copy.__name__, copy)
-    exec(compile(source.replace(old, new), copy.__name__, "exec"), copy.__dict__)
-    config = Config(tile_m=64, tile_n=64, split_dim=2, tile_k=256) if "written" in old else SMALL
-    small = copy.Config(**dataclasses.asdict(config))  # A class of the copy's own.
-    with pytest.raises(Exception, match=r"(?i)\brace|\bwait|\bphase|\bresult|\bbarrier"):
-        check(72, 256, 400, fn=copy.matmul_int8_weights, config=small)
+@pytest.mark.parametrize("mutation", ["wait", "rows", "scale", None])
+def test_mutants_are_caught(run_only, monkeypatch, found_if, mutation):
+    """Weights read before they arrive; the same weights for both warpgroups; a scale that is added."""
+    multiply = module.multiply
+    if mutation == "wait":
+        ring = module._mgpu.Ring
+        deaf = lambda plan, ring, *args, **scratch: multiply(plan, Deaf(**vars(ring)), *args, **scratch)
+        Deaf = type("Deaf", (ring,), dict(wait=lambda self, count: self.slot(count)))
+        monkeypatch.setattr(module, "multiply", deaf)
+    elif mutation == "rows":
+        monkeypatch.setattr(module.pl, "ds", lambda start, size: slice(0, size))
+    elif mutation == "scale":
+        fused_product = module.fused_product
+        as_bias = lambda *operands: operands[:2] + (dict(bias=operands[2]["col_scale"]),)
+        monkeypatch.setattr(module, "fused_product", lambda *args, **kwargs: fused_product(*as_bias(*args), **kwargs))
+    jax.clear_caches()
+    with found_if(mutation is not None):
+        check(72, 256, 400, config=SMALL)
+    jax.clear_caches()
 
 
-def test_registers_and_slots_live_long_enough(gpu):
+@pytest.mark.parametrize("m, n, k", [(4096, 4096, 4096), (16, 8192, 8192), (128, 8192, 8192)])
+def test_registers_and_slots_live_long_enough(gpu, m, n, k):
     """What the interpreter can not see: weights or a slot overwritten while a WGMMA still reads them."""
-    for m, n, k in ((4096, 8192, 4096), (16, 8192, 8192), (128, 8192, 8192)):
-        a, w, s = operands(m, n, k, transpose_w=True)
-        wanted = module.matmul_int8_weights_reference(a, w.T, s)
-        default = module.default_config(m, n, k)
-        for tile_k in (256,) if default.split_dim == 2 else (64, 128):  # Warpgroups that split K need 128 values each.
-            config = dataclasses.replace(default, tile_k=tile_k, num_stages=2)
-            fn = functools.partial(matmul_int8_weights, transpose_w=True, out_dtype=jnp.float32, config=config)
-            runs = [fn(a, w, s) for _ in range(10)]
-            assert float(jnp.linalg.norm(runs[0] - wanted) / jnp.linalg.norm(wanted)) < 1e-5
-            assert all((run == runs[0]).all() for run in runs)
+    a, w, s = operands(m, n, k, transpose_w=True)
+    wanted = module.matmul_int8_weights_reference(a, w.T, s)
+    default = module.default_config(m, n, k)
+    for tile_k in (64, 128):
+        config = dataclasses.replace(default, tile_k=tile_k, num_stages=2)
+        fn = jax.jit(functools.partial(matmul_int8_weights, transpose_w=True, out_dtype=jnp.float32, config=config))
+        runs = [fn(a, w, s) for _ in range(10)]
+        assert float(jnp.linalg.norm(runs[0] - wanted) / jnp.linalg.norm(wanted)) < 1e-5
+        assert all((run == runs[0]).all() for run in runs)

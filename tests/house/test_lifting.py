@@ -11,7 +11,6 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SHARED = ["_mgpu.py", "_numerics.py"]
-MORE = {"gemm": ["_tuned.py"]}  # It asks for tuned configurations itself.
 
 # Runs without site's .pth files, one of which leads to this checkout. `kernels` is no more than a folder.
 PROGRAM = """
@@ -76,7 +75,7 @@ def test_every_family_is_lifted():
 def test_a_family_works_on_its_own(family, tmp_path):
     for package in ("cookbook", "kernels"):
         (tmp_path / package).mkdir()
-        for path in [*SHARED, *MORE.get(family, [])]:
+        for path in SHARED:
             shutil.copy(ROOT / "cookbook" / path, tmp_path / package)
         source = ROOT / "cookbook" / family
         if source.is_dir():
