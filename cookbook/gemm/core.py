@@ -323,6 +323,11 @@ class Plan:
         if self.swapped:
             return STORE_ROWS, max(width for width in (8, 16, 32, 64) if cols % width == 0)
         widths = [swizzle // self.stored_dtype.itemsize for swizzle in (32, 64, 128)]
+        if cols % widths[0]:
+            raise ValueError(
+                f"tile_n={self.config.tile_n} leaves {cols} columns of {self.stored_dtype} to store at once: must be a "
+                f"multiple of {widths[0]}, 32 bytes (or swapped=True)"
+            )
         return STORE_ROWS, max(width for width in widths if cols % width == 0)
 
     @property
@@ -454,11 +459,5 @@ def plan_of(m, n, k, dtypes, transposed, activation, out_dtype, config: Config, 
         raise ValueError(
             f"{config.tail_split=} cuts tiles of an operand that lies as (K, rows), which TMA copies whole: must be 1 "
             "unless b is given as (N, K), or a plain one is `swapped`"
-        )
-    cols = config.compute_tile[1] // config.tail_split
-    if not config.swapped and not config.second_kernel and cols % (32 // out_dtype.itemsize):
-        raise ValueError(
-            f"{config.tile_n=} leaves a warpgroup {cols} columns of {out_dtype.itemsize} bytes: must be a multiple of "
-            "32 bytes, the narrowest swizzle, unless the product is `swapped`"
         )
     return Plan(Tiles(m, n, k, tile_k, config, num_sms), *operands, activation, out_dtype, interpreted)

@@ -108,28 +108,28 @@ def test_busy_share_skeleton():
     rejected(ex08.check_busy_share(skeleton("exercise-1")["busy_share"]), "write its body")
 
 
-@pytest.mark.parametrize("cluster_m", [1, 2])
-def test_busy_share_counts_as_the_package_does(cluster_m):
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_busy_share_counts_as_the_package_does(cluster):
     """The waves of the exercise are the turns of the package's busiest block."""
-    for m, n, tile, num_sms, cluster in ex08.SHARE_CASES:
-        if cluster != cluster_m or n % tile[1]:
-            continue
-        tiles = Tiles(m, n, 64, 64, Config(*tile, split_dim=0 if tile[0] == 128 else 1, cluster_m=cluster_m), num_sms)
+    cases = [case for case in ex08.SHARE_CASES if case[4] == cluster and case[1] % case[2][1] == 0]
+    assert cases
+    for m, n, tile, num_sms, _ in cases:
+        tiles = Tiles(m, n, 64, 64, Config(*tile, cluster_m=cluster), num_sms)
+        turns = math.ceil(tiles.count / tiles.clusters)
         rows, columns = sizes(m, n, tile)
-        turns = tiles.of_cluster(0)
         assert busy_share(m, n, tile, num_sms, cluster) == pytest.approx(rows * columns / (turns * num_sms))
 
 
 # Exercise 2
 
 
-def wave_of(order, blocks, cluster_dim):
-    if cluster_dim is None:
+def wave_of(order, blocks, cluster):
+    if cluster == (1, 1):
         return [order(i) for i in range(blocks)]
     wave = []
     for i in range(blocks):
         row, column = order(i // 2)
-        wave.append((2 * row + i % 2, column) if cluster_dim == 0 else (row, 2 * column + i % 2))
+        wave.append((2 * row + i % 2, column) if cluster == (2, 1) else (row, 2 * column + i % 2))
     return wave
 
 
@@ -137,15 +137,15 @@ def count(wave):
     return len({row for row, _ in wave}) + len({column for _, column in wave})
 
 
-def handed_out(blocks, cluster_dim):
-    return 2 * blocks if cluster_dim is None else 3 * blocks // 2
+def handed_out(blocks, cluster):
+    return 2 * blocks if cluster == (1, 1) else 3 * blocks // 2
 
 
-def panels(order, blocks, cluster_dim):
+def panels(order, blocks, cluster):
     """As a simulation: each read of a panel is noted with the cluster that it serves."""
     reads = set()
-    for i, (row, column) in enumerate(wave_of(order, blocks, cluster_dim)):
-        reader = i if cluster_dim is None else i // 2
+    for i, (row, column) in enumerate(wave_of(order, blocks, cluster)):
+        reader = i if cluster == (1, 1) else i // 2
         reads |= {("A", row, reader), ("B", column, reader)}
     return len({read[:2] for read in reads}), len(reads)
 
@@ -153,21 +153,21 @@ def panels(order, blocks, cluster_dim):
 def wrong_panels(distinct=None, out=None):
     """An answer that is right but for the count given."""
 
-    def answer(order, blocks, cluster_dim):
-        right = panels(order, blocks, cluster_dim)
-        wave = wave_of(order, blocks, cluster_dim)
-        first = right[0] if distinct is None else distinct(order, blocks, cluster_dim, wave)
-        return first, right[1] if out is None else out(blocks, cluster_dim, wave)
+    def answer(order, blocks, cluster):
+        right = panels(order, blocks, cluster)
+        wave = wave_of(order, blocks, cluster)
+        first = right[0] if distinct is None else distinct(order, blocks, cluster, wave)
+        return first, right[1] if out is None else out(blocks, cluster, wave)
 
     return answer
 
 
-def half_the_tiles(order, blocks, cluster_dim, wave):
-    return count([order(i) for i in range(blocks if cluster_dim is None else blocks // 2)])
+def half_the_tiles(order, blocks, cluster, wave):
+    return count([order(i) for i in range(blocks if cluster == (1, 1) else blocks // 2)])
 
 
-def the_other_dim(order, blocks, cluster_dim, wave):
-    return count(wave_of(order, blocks, None if cluster_dim is None else 1 - cluster_dim))
+def the_other_dim(order, blocks, cluster, wave):
+    return count(wave_of(order, blocks, cluster[::-1]))
 
 
 def test_panels_solution():
@@ -178,14 +178,14 @@ def test_panels_solution():
 @pytest.mark.parametrize(
     "wrong, said",
     [
-        (wrong_panels(lambda order, blocks, dim, wave: len(set(wave))), "Those are tiles"),
-        (wrong_panels(lambda order, blocks, dim, wave: 2 * blocks), "count it once"),
-        (wrong_panels(lambda order, blocks, dim, wave: count([order(i) for i in range(blocks)])), "not of block i"),
+        (wrong_panels(lambda order, blocks, cluster, wave: len(set(wave))), "Those are tiles"),
+        (wrong_panels(lambda order, blocks, cluster, wave: 2 * blocks), "count it once"),
+        (wrong_panels(lambda order, blocks, cluster, wave: count([order(i) for i in range(blocks)])), "not of block i"),
         (wrong_panels(half_the_tiles), "stands for two tiles"),
         (wrong_panels(the_other_dim), "doubles the row"),
-        (wrong_panels(out=lambda blocks, dim, wave: 2 * blocks), "handed out once"),
-        (wrong_panels(out=lambda blocks, dim, wave: count(wave)), "every block that asks"),
-        (wrong_panels(out=lambda blocks, dim, wave: 2 * blocks if dim is None else blocks), "Only one of the two"),
+        (wrong_panels(out=lambda blocks, cluster, wave: 2 * blocks), "handed out once"),
+        (wrong_panels(out=lambda blocks, cluster, wave: count(wave)), "every block that asks"),
+        (wrong_panels(out=lambda blocks, pair, wave: 2 * blocks if pair == (1, 1) else blocks), "Only one of the two"),
         (wrong_panels(lambda *case: 7), "Write down the tiles"),
         (lambda *case: (3.0, 4), "counts are ints"),
         (lambda *case: 3, "must be a pair"),
@@ -205,7 +205,7 @@ def test_panels_places_clusters_as_the_package_does():
     grid, clusters = (4, 6), 5
     for dim in (0, 1):
         order = lambda i: tuple(int(x) for x in plgpu.planar_snake(jnp.int32(i), grid, 1, grid[1]))
-        tiles = wave_of(order, 2 * clusters, dim)
+        tiles = wave_of(order, 2 * clusters, (2 - dim, 1 + dim))
         for cluster in range(clusters):
             first, second = tiles[2 * cluster : 2 * cluster + 2]
             assert second[dim] == first[dim] + 1 and first[dim] % 2 == 0 and first[1 - dim] == second[1 - dim]
