@@ -1,6 +1,7 @@
 """The configurations that `cookbook.lab.autotune` found, for the kernels that ask: `results/<gpu>/configs.json`.
 
-A kernel that is lifted out works without that file: it then chooses by shape.
+A kernel that is lifted out works without that file: it then chooses by shape. COOKBOOK_TUNED=0 in the environment makes
+it do so here.
 """
 
 import functools
@@ -32,7 +33,7 @@ def path(gpu: str) -> pathlib.Path:
 def tuned(op: str, device_kind: str, problem: str, config_type):
     """The best known `config_type` for a problem on this kind of GPU, or None."""
     file = path(gpu_name(device_kind))
-    if not file.exists():
+    if os.environ.get("COOKBOOK_TUNED") == "0" or not file.exists():
         return None
     entry = _read(file, file.stat().st_mtime_ns).get(op, {}).get(problem)
     try:
