@@ -53,8 +53,8 @@ site: $(READY)  ## Build the web site into build/site
 	@$(PYTHON) site/build.py $(ARGS)
 
 .PHONY: bench
-bench: $(READY)  ## Time the kernels and their peers on this GPU, into results/ (OP=softmax for one)
-	@$(PYTHON) -m bench $(OP) $(ARGS)
+bench: $(READY)  ## Time the kernels and their peers on this GPU, into results/ (OP=softmax for one; with SAMPLE=40 SEED=1, random problems of it)
+	@$(PYTHON) -m bench $(OP) $(if $(SAMPLE),--sample $(SAMPLE) --seed $(or $(SEED),1)) $(ARGS)
 
 .PHONY: record
 record: $(READY)  ## On a GPU: run the notebooks in place and record their outputs and results/ (NB=05 for one)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 import cookbook
-from bench import serving
+from bench import sample, serving
 from bench.problems import CASES, LIBRARIES, Case, mean_ratio, relative_error
 from cookbook import lab
 
@@ -31,7 +31,11 @@ def main() -> int:
     )
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--tune", action="store_true", help="first time more configurations of each kernel, on a GPU")
+    parser.add_argument("--sample", type=int, metavar="N", help="time N random problems of the op instead")
+    parser.add_argument("--seed", type=int, default=1, help="which random problems")
     args = parser.parse_args()
+    if args.sample:
+        return _sample(parser, args)
     cases = [case for case in CASES if args.op in (None, case.op)]
     if not cases and args.op != "serving":
         parser.error(f"no problem of {args.op!r}")
@@ -49,6 +53,16 @@ def main() -> int:
         serving.run()
     missed, unknown = verdicts.count(False), verdicts.count(None)
     print(f"{missed} target(s) missed" if missed else "every target reached" + " that is recorded" * (unknown > 0))
+    return 0
+
+
+def _sample(parser, args) -> int:
+    if args.op not in sample.SAMPLES:
+        parser.error(f"random problems are of one op: {', '.join(sample.SAMPLES)}")
+    if not lab.on_gpu():
+        print("No Hopper or newer GPU: these are the recorded figures.")
+    rows = sample.run(args.op, args.sample, args.seed, args.iterations)
+    print(sample.table(args.op, rows) if rows else f"no random problems of {args.op} are recorded")
     return 0
 
 

@@ -6,9 +6,8 @@ Shapes: x of any rank; the result lacks the axis and has the dtype of x: float32
 axis have up to 65536 values; the leading axis has any length.
 
 Role table, last axis: as in `softmax`, one warpgroup a block sums one or more rows in registers. Leading axis: a block
-adds up a stretch of rows for as many columns as its threads can load at once, four rows in flight; the partial sums of
-all stretches are summed the same way, until one is left. Atomic additions would take one kernel less, and would sum in
-another order each time. There are no barriers of ours.
+adds up a stretch of rows for a tile of columns, several rows side by side if they are narrow; a second kernel sums what
+the blocks of a tile leave. There are no barriers of ours.
 
 What bounds its speed: memory (one read). The gradient is a broadcast, and XLA's. Not supported: axes in between (move
 the axis first).
@@ -60,16 +59,16 @@ def _sum_last(x, config, params):
     return out[: math.prod(x.shape[:-1])].reshape(x.shape[:-1])
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "config", "params"))
-def _call(x, axis: int, config: Config | None, params):
+@functools.partial(jax.jit, static_argnames=("axis", "config", "num_sms", "params"))
+def _call(x, axis: int, config: Config | None, num_sms: int, params):
     if axis == x.ndim - 1:
         return _sum_last(x, config, params)
-    return core.sum_leading(params, x.reshape(x.shape[0], -1)).astype(x.dtype).reshape(x.shape[1:])
+    return core.sum_leading(num_sms, params, x.reshape(x.shape[0], -1)).astype(x.dtype).reshape(x.shape[1:])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _sum(x, axis, config):
-    return _call(x, axis, config, _mgpu.compiler_params())
+    return _call(x, axis, config, _mgpu.require_target("reduce_sum").num_sms, _mgpu.compiler_params())
 
 
 def _forward(x, axis, config):
@@ -105,7 +104,6 @@ def reduce_sum(x, axis: int, *, config: Config | None = None):
         axis, x = last, core.require_rows("reduce_sum", "x", x)
     if x.size == 0:
         return jnp.zeros(x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
-    _mgpu.require_target("reduce_sum")
     return _sum(x, axis, config)
 
 

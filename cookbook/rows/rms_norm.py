@@ -136,13 +136,13 @@ def _backward_kernel(x_gmem, scale_gmem, dy_gmem, dx_gmem, more_gmem, sums_smem,
     plan.store(more_gmem, first, 0, [load_sums(p) for p in range(plan.group)])
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "num_blocks", "params"))
-def _call_backward(x, scale, dy, eps: float, num_blocks: int, params):
+@functools.partial(jax.jit, static_argnames=("eps", "num_sms", "params"))
+def _call_backward(x, scale, dy, eps: float, num_sms: int, params):
     """dx and dscale, which is summed in two stages: by each block over its rows, and then over the blocks."""
     rows, dy_rows = core.as_rows(x, 0), core.as_rows(dy, 0)
     config = default_config(*rows.shape, x.dtype.itemsize, BACKWARD_REGISTER_VALUES)
     plan = Plan(*rows.shape, x.dtype.itemsize, config)
-    num_blocks, long = min(num_blocks, plan.num_blocks), plan.num_groups > 1
+    num_blocks, long = min(BLOCKS_PER_SM * num_sms, plan.num_blocks), plan.num_groups > 1
     more_shape = (plan.rows,) if long else (num_blocks * config.block_rows, plan.cols)
     dx, more = _mgpu.kernel(
         functools.partial(_backward_kernel, plan=plan, cols=x.shape[-1], eps=eps),
@@ -152,7 +152,7 @@ def _call_backward(x, scale, dy, eps: float, num_blocks: int, params):
         scratch_types=[plgpu.SMEM((1 if long else plan.group, *plan.shape), jnp.float32)],
         compiler_params=params,
     )(rows, jnp.pad(scale, (0, plan.cols - x.shape[-1])), dy_rows)
-    dscale = core.sum_leading(params, *((rows, dy_rows, more) if long else (more,)))
+    dscale = core.sum_leading(num_sms, params, *((rows, dy_rows, more) if long else (more,)))
     return (
         dx[: x.size // x.shape[-1], : x.shape[-1]].reshape(x.shape),
         dscale[: x.shape[-1]].astype(scale.dtype),
@@ -169,8 +169,8 @@ def _forward(x, scale, eps, config):
 
 
 def _backward(eps, config, operands, dy):
-    num_blocks = BLOCKS_PER_SM * _mgpu.require_target("rms_norm").num_sms
-    gradient = functools.partial(_call_backward, eps=eps, num_blocks=num_blocks, params=_mgpu.compiler_params())
+    num_sms = _mgpu.require_target("rms_norm").num_sms
+    gradient = functools.partial(_call_backward, eps=eps, num_sms=num_sms, params=_mgpu.compiler_params())
     return _mgpu.without_derivative("rms_norm", gradient)(*operands, dy)
 
 

@@ -37,7 +37,7 @@ cases = pytest.mark.parametrize(
 
 
 def gpu_of(shape):
-    return "h200" if shape in ((37, 999), (9, 5000), (300, 1000)) else None
+    return "h200" if shape in ((37, 999), (9, 5000), (301, 1001), (1000, 44)) else None
 
 
 def normal(seed, shape, dtype=jnp.float32, scale=1.0, shift=0.0):
@@ -70,10 +70,10 @@ def test_reduce_sum_last(shape, dtype):
 
 
 @pytest.mark.parametrize(
-    # Fewer, exactly and more rows than one stretch (256); narrow, odd and wide rows.
+    # Fewer rows than a tile has, one stretch and several; rows and columns left over; columns too few for a tile.
     "shape, dtype",
-    [((300, 1000), BF16), ((1, 1), F32), ((600, 7), BF16), ((5, 2, 130), F16), ((257, 129), F32), ((3, 3000), BF16),
-     ((256, 128), F32), ((9,), F32)],
+    [((301, 1001), BF16), ((1, 1), F32), ((600, 7), BF16), ((5, 2, 130), F16), ((1100, 15), F32), ((3, 3000), BF16),
+     ((1000, 44), BF16), ((9,), F32)],
     ids=IDS,
 )  # fmt: skip
 def test_reduce_sum_leading(shape, dtype):
@@ -179,6 +179,15 @@ def test_mutant_without_the_rescale_of_online_softmax(mutant, monkeypatch):
     monkeypatch.setattr(importlib.import_module("cookbook.rows.softmax"), "_merge", lambda a, b: (b[0], a[1] + b[1]))
     with pytest.raises(lab.CheckError, match="error"):
         lab.check(softmax, softmax_reference, normal(0, (2, 6001), scale=3), gpu=None)
+
+
+@pytest.mark.parametrize("cols", [15, 44, 80, 391, 2048, 4236, 8191, 8192, 65535])
+@pytest.mark.parametrize("rows", [1, 32, 1162, 948085])
+def test_leading_plans_cover_each_row_once(rows, cols):
+    plan = core.LeadingPlan(rows, cols, 132 * 8)
+    assert plan.num_tiles * plan.width <= cols < (plan.num_tiles + 1) * plan.width and cols % plan.vec == 0
+    assert (plan.num_stretches - 1) * plan.stretch < rows <= plan.num_stretches * plan.stretch
+    assert plan.num_stretches == 1 or plan.num_stretches * plan.num_tiles <= 132 * 8
 
 
 def test_mutant_that_leaves_rows_of_the_leading_axis(mutant):

@@ -1,0 +1,204 @@
+"""Problems drawn at random, each timed beside the library that one would use instead, in one process.
+
+The named problems of `bench.problems` are those that the kernels were shaped on; these are those that users have. No
+kernel looks a searched configuration up: each chooses by shape.
+"""
+
+import concurrent.futures
+import contextvars
+import dataclasses
+import functools
+import math
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import cookbook
+from bench import problems
+from cookbook import lab
+
+ERROR_MAX = 2e-2  # Of a 16-bit result against the peer's. The tests look closer.
+# At least: geometric mean, 10th percentile and worst of the peer's time over ours.
+LIKE_CUBLAS, BEYOND_XLA = (1.0, 0.92, 0.85), (1.1, 1.0, 0.95)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Random problems of one op."""
+
+    draw: object  # Makes one problem's sizes of a random generator.
+    accept: object  # Whether problems of these sizes are wanted.
+    case: object  # Makes a `problems.Case` of sizes.
+    target: tuple[float, float, float] | None
+
+    def problems(self, count: int, seed: int) -> list[tuple[int, ...]]:
+        """The sizes of `count` problems, the same for a seed on every machine."""
+        rng, found = np.random.default_rng(seed), []
+        while len(found) < count:
+            sizes = self.draw(rng)
+            if self.accept(*sizes):
+                found.append(sizes)
+        return found
+
+
+def _log_uniform(rng, low: int, high: int, size=None):
+    return np.exp(rng.uniform(math.log(low), math.log(high), size))
+
+
+def _multiple(x: float, of: int) -> int:
+    return max(of, round(x / of) * of)
+
+
+def _rows_and_cols(rng):
+    return round(_log_uniform(rng, 1, 10**6)), round(_log_uniform(rng, 1, 65536))
+
+
+def _product(rng, multiple: int):
+    m, n, k = _log_uniform(rng, 1, 16384, 3)
+    return max(1, round(m)), _multiple(n, multiple), _multiple(k, multiple)
+
+
+def _weights(rng):
+    return round(_log_uniform(rng, 1, 4096)), *(_multiple(x, 16) for x in _log_uniform(rng, 2048, 28672, 2))
+
+
+def _of_rows(case):
+    return Sample(_rows_and_cols, lambda rows, cols: 10**6 <= rows * cols <= 10**9, case, BEYOND_XLA)
+
+
+def _of_products(multiple: int, case):
+    draw = functools.partial(_product, multiple=multiple)
+    return Sample(draw, lambda m, n, k: 1e8 <= 2 * m * n * k <= 2e12, case, LIKE_CUBLAS)
+
+
+SAMPLES = {
+    "softmax": _of_rows(lambda rows, cols: problems._rows("softmax", problems.softmax, rows, cols, 1)),
+    "rms_norm": _of_rows(lambda rows, cols: problems._rows("rms_norm", problems.rms_norm, rows, cols, 2)),
+    "reduce_sum": _of_rows(functools.partial(problems._sum, axis=-1)),
+    "reduce_sum_leading": _of_rows(functools.partial(problems._sum, axis=0)),
+    "matmul": _of_products(8, problems._matmul),
+    "matmul_fp8": _of_products(16, problems._matmul_fp8),
+    # The target depends on the rows of `a`: see `_groups`.
+    "matmul_int8_weights": Sample(
+        _weights, lambda *_: True, functools.partial(problems._matmul_int8_weights, target=None), None
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One problem's times in milliseconds; NaN where there is none."""
+
+    sizes: tuple[int, ...]
+    ours: float
+    peers: dict[str, float]
+
+    @property
+    def peer(self) -> str:
+        return min(self.peers, key=self.peers.get)
+
+    @property
+    def ratio(self) -> float:
+        """The best peer's time over ours."""
+        return self.peers[self.peer] / self.ours
+
+
+def statistics(ratios) -> tuple[float, float, float]:
+    """Geometric mean, 10th percentile and worst."""
+    return float(np.exp(np.mean(np.log(ratios)))), float(np.percentile(ratios, 10)), float(np.min(ratios))
+
+
+def _groups(op: str, rows: list[Row]):
+    """(name, rows, target) of each set of problems with a target of its own."""
+    if op != "matmul_int8_weights":
+        return [("all", rows, SAMPLES[op].target)]
+    few, some = (lambda row: row.sizes[0] <= 64), (lambda row: 64 < row.sizes[0] <= 128)
+    many = lambda row: row.sizes[0] > 128
+    groups = [("up to 64 rows", few, 1.25), ("up to 128 rows", some, 1.15), ("more rows", many, 1.0)]
+    return [(name, [row for row in rows if which(row)], (least,) * 3) for name, which, least in groups]
+
+
+def table(op: str, rows: list[Row]) -> str:
+    """The problems by their ratio, worst first, and their statistics beside the targets."""
+    lines = [f"{op}: time of the best peer over ours, worst first"]
+    for row in sorted(rows, key=lambda row: row.ratio):
+        sizes = "x".join(map(str, row.sizes))
+        lines.append(f"{sizes:>20} {row.ours * 1e3:10.1f} us  {row.ratio:6.3f} of {row.peer}")
+    for name, group, target in _groups(op, rows):
+        if not group:
+            continue
+        figures = statistics([row.ratio for row in group])
+        reached = all(figure >= least for figure, least in zip(figures, target, strict=True))
+        said = ", ".join(
+            f"{what} {figure:.3f} ({least:.2f})"
+            for what, figure, least in zip(("geometric mean", "p10", "worst"), figures, target, strict=True)
+        )
+        lines.append(f"{op}, {name} ({len(group)}): {said}: target {'reached' if reached else 'MISSED'}")
+    return "\n".join(lines)
+
+
+def run(op: str, count: int, seed: int, iterations: int) -> list[Row]:
+    """Times the problems on a GPU and records them as the topic `sample_<op>`, in place of those that it held.
+
+    Without a GPU: those that it holds.
+    """
+    topic = f"sample_{op}"
+    if not lab.on_gpu():
+        return recorded(op)
+    if lab.results.recording():
+        lab.results.save(topic, lab.results.this_gpu(), {})
+    cases = [(sizes, SAMPLES[op].case(*sizes)) for sizes in SAMPLES[op].problems(count, seed)]
+    return [_time(topic, sizes, case, compiled, iterations) for (sizes, case), compiled in _compile_ahead(cases)]
+
+
+def recorded(op: str) -> list[Row]:
+    """The rows in `results/` of the topic `sample_<op>`."""
+    rows = []
+    for problem, impls in lab.results.rows(f"sample_{op}").items():
+        times = {impl: row["ms"] for impl, row in impls.items()}
+        rows.append(Row(tuple(map(int, problem.split("/")[1].split("x"))), times.pop("cookbook"), times))
+    return rows
+
+
+def _compile_ahead(cases):
+    """Compiles all programs on many threads; yields each case, in order, with its programs by name."""
+
+    def programs(case):
+        inputs = case.avals + ([] if case.derive is None else [jax.eval_shape(case.derive, *case.avals)])
+        out = jax.eval_shape(case.kernel, *inputs)
+        yield "inputs", case.inputs, ()
+        yield "error", _error, (out, out)
+        for impl, fn in ({"cookbook": case.kernel} | case.peers).items():
+            if impl in problems.LIBRARIES or impl == "cookbook":
+                yield impl, fn, inputs
+
+    def submit(pool, fn, avals):
+        job = lambda: jax.jit(lambda *args: fn(*args)).lower(*avals).compile()
+        return pool.submit(contextvars.copy_context().run, job)
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = [{name: submit(pool, fn, avals) for name, fn, avals in programs(case)} for _, case in cases]
+        for case, compiled in zip(cases, futures, strict=True):
+            yield case, {name: future.result() for name, future in compiled.items()}
+
+
+def _error(out, wanted):
+    """Frobenius distance over the norm of `wanted`."""
+    out, wanted = out.astype(jnp.float32), wanted.astype(jnp.float32)
+    return jnp.linalg.norm((out - wanted).ravel()) / jnp.linalg.norm(wanted.ravel())
+
+
+def _time(topic: str, sizes, case, compiled, iterations: int) -> Row:
+    args = jax.block_until_ready(compiled["inputs"]())
+    name, ours = f"{topic}/{'x'.join(map(str, sizes))}/bf16", compiled["cookbook"](*args)
+    times = {}
+    for impl in [impl for impl in compiled if impl not in ("inputs", "error")]:
+        fn, of = compiled[impl], getattr(cookbook, case.op) if impl == "cookbook" else False
+        if not (error := float(compiled["error"](ours, fn(*args)))) < ERROR_MAX:
+            raise ValueError(f"{name}: cookbook and {impl} differ by {error:.2g}")
+        measured = lab.measure(fn, *args, problem=name, impl=impl, iterations=iterations, flops=case.flops,
+                               nbytes=case.nbytes, of=of)  # fmt: skip
+        times[impl] = measured.median_ms
+    return Row(sizes, times.pop("cookbook"), times)

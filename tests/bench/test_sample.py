@@ -1,0 +1,104 @@
+"""Random problems: which they are, and what is said of their times."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import cookbook
+from bench import __main__ as bench
+from bench import sample
+from cookbook import lab
+
+
+@pytest.mark.parametrize("op", sample.SAMPLES)
+def test_problems_are_the_seeds_own_and_in_bounds(op):
+    drawn = sample.SAMPLES[op].problems(300, seed=1)
+    assert drawn[:20] == sample.SAMPLES[op].problems(20, seed=1) != sample.SAMPLES[op].problems(20, seed=2)
+    for sizes in drawn:
+        if op == "matmul_int8_weights":
+            m, n, k = sizes
+            assert 1 <= m <= 4096 and 2048 <= min(n, k) and max(n, k) <= 28672 and n % 16 == k % 16 == 0
+        elif op.startswith("matmul"):
+            m, n, k = sizes
+            multiple = 16 if op == "matmul_fp8" else 8
+            assert 1 <= min(sizes) and max(sizes) <= 16384 and n % multiple == k % multiple == 0
+            assert 1e8 <= 2 * m * n * k <= 2e12
+        else:
+            rows, cols = sizes
+            assert 1 <= rows <= 10**6 and 1 <= cols <= 65536 and 10**6 <= rows * cols <= 10**9
+
+
+def test_products_are_drawn_as_the_issue_says():
+    rng = np.random.default_rng(1)
+    while True:
+        m, n, k = np.exp(rng.uniform(0, np.log(16384), 3))
+        m, n, k = max(1, round(m)), max(8, round(n / 8) * 8), max(8, round(k / 8) * 8)
+        if 1e8 <= 2 * m * n * k <= 2e12:
+            break
+    assert sample.SAMPLES["matmul"].problems(1, seed=1) == [(m, n, k)]
+
+
+@pytest.mark.parametrize("op", sample.SAMPLES)
+def test_a_case_takes_the_inputs_that_it_draws(op):
+    case = sample.SAMPLES[op].case(*sample.SAMPLES[op].problems(1, seed=3)[0])
+    inputs = jax.eval_shape(case.inputs)
+    for peer in case.peers.values():
+        assert jax.eval_shape(peer, *inputs).shape == jax.eval_shape(case.reference, *inputs).shape
+
+
+def test_statistics():
+    assert sample.statistics([0.5, 2.0]) == pytest.approx((1.0, 0.65, 0.5))
+    geometric, p10, worst = sample.statistics(np.linspace(1.0, 2.0, 11))
+    assert (round(p10, 6), worst) == (1.1, 1.0) and 1.0 < geometric < 1.5
+
+
+def row(ours, peers, sizes=(10, 10, 10)):
+    return sample.Row(sizes, ours, peers)
+
+
+def test_table_is_sorted_and_compares_with_the_best_peer():
+    said = sample.table("softmax", [row(1.0, {"xla": 2.0, "cudnn": 1.5}, (7, 9)), row(2.0, {"xla": 2.0}, (3, 5))])
+    assert said.index("3x5") < said.index("7x9") and "1.500 of cudnn" in said
+    assert "geometric mean 1.225 (1.10), p10 1.050 (1.00), worst 1.000 (0.95): target reached" in said
+    assert "MISSED" in sample.table("softmax", [row(1.0, {"xla": 1.0})])
+
+
+def test_int8_weights_have_a_target_for_each_number_of_rows():
+    rows = [row(1.0, {"xla": ratio, "cublas": 9.0}, (m, 16, 16)) for m, ratio in ((64, 1.3), (65, 1.1), (129, 1.0))]
+    verdicts = [line.split()[-1] for line in sample.table("matmul_int8_weights", rows).splitlines()[-3:]]
+    assert verdicts == ["reached", "MISSED", "reached"]
+
+
+def test_without_a_gpu_the_recorded_sample_is_printed(no_gpu, results_folder, monkeypatch, capsys):
+    entry = lambda ms: dict(ms=ms, min_ms=ms, spread=0.0, flops=1, nbytes=1, provenance={})
+    rows = {"sample_softmax/3x5/bf16": {"cookbook": entry(1.0), "xla": entry(1.25)}}
+    lab.results.save("sample_softmax", "h200", dict(rows=rows))
+    monkeypatch.setattr("sys.argv", ["bench", "softmax", "--sample", "40"])
+    assert bench.main() == 0
+    assert "3x5" in (said := capsys.readouterr().out) and "1.250 of xla" in said
+
+
+def test_run_times_ours_and_the_peers_once_each(monkeypatch):
+    """With a kernel and a stopwatch that need no GPU."""
+    monkeypatch.setattr(lab, "on_gpu", lambda: True)
+    monkeypatch.setattr(cookbook, "softmax", jax.nn.softmax)
+    timed = []
+
+    def measure(fn, x, *, problem, impl, **_):
+        timed.append((problem, impl, fn(x).shape))
+        return lab.Measurement(problem, impl, 2.0 if impl == "xla" else 1.0)
+
+    monkeypatch.setattr(lab, "measure", measure)
+    small = dataclasses.replace(
+        sample.SAMPLES["softmax"], draw=lambda rng: (int(rng.integers(1, 9)), 5), accept=lambda *_: True
+    )
+    monkeypatch.setitem(sample.SAMPLES, "softmax", small)
+    rows = sample.run("softmax", 3, seed=1, iterations=1)
+    assert [row.sizes for row in rows] == small.problems(3, seed=1) and {row.ratio for row in rows} == {2.0}
+    problem = "sample_softmax/{}x{}/bf16".format(*rows[0].sizes)
+    assert timed[:2] == [(problem, "cookbook", rows[0].sizes), (problem, "xla", rows[0].sizes)] and len(timed) == 6
+    monkeypatch.setattr(cookbook, "softmax", lambda x: 1 - jax.nn.softmax(x))
+    with pytest.raises(ValueError, match="cookbook and xla differ"):
+        sample.run("softmax", 1, seed=1, iterations=1)
