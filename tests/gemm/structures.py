@@ -31,7 +31,7 @@ STRUCTURES = {
     "swapped tail": ((104, 584, 72), False, Config(128, 96, tail_split=3, swapped=True)),
 }
 
-SLOW = {  # To interpret, while others differ from each in one thing alone.
+SLOW = {  # Others differ from each of these in one thing alone.
     "two stages", "snake along N", "tiles of 96", "tiles of 160", "clusters of 1 x 4", "eight parts", "tail of halves",
     "swapped clusters", "swapped tiles of 24",
 }  # fmt: skip
