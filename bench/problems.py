@@ -100,6 +100,22 @@ def _rows(op, module, rows, cols, num_inputs, dtype=jnp.bfloat16, **kwargs):
     return Case(op, shapes, dtype, kernel, reference, peers, flops, nbytes, f"{rows}x{cols}", **kwargs)
 
 
+def _rows_backward(op, module, rows, cols, num_inputs, **kwargs):
+    """The gradients alone: of rms_norm by x and scale, of softmax by x with the forward pass that it needs."""
+    forward = {"cookbook": getattr(cookbook, op), "reference": getattr(module, f"{op}_reference")}
+    forward["xla"] = lambda x, *scale: forward["reference"](x, *scale).astype(x.dtype)
+
+    def gradient(impl):
+        exact = impl == "reference"
+        pull = lambda *args: jax.vjp(forward[impl], *args[:-1])[1](args[-1])
+        return (lambda *args: pull(*(x.astype(jnp.float32) for x in args))) if exact else pull
+
+    shapes = ((rows, cols), (cols,))[:num_inputs] + ((rows, cols),)
+    arrays = 3 if op == "rms_norm" else 5
+    return Case(f"{op}_backward", shapes, BF16, gradient("cookbook"), gradient("reference"), {"xla": gradient("xla")},
+                6 * rows * cols, arrays * rows * cols * 2, f"{rows}x{cols}", **kwargs)  # fmt: skip
+
+
 def _sum(rows, cols, axis, dtype=jnp.bfloat16, **kwargs):
     peers = {"xla": lambda x: jnp.sum(x, axis=axis)}
     nbytes = reduce_sum.bytes_moved(rows, cols, jnp.dtype(dtype).itemsize)
@@ -313,6 +329,8 @@ CASES = [
     *(_rows("softmax", softmax, *shape, 1, target=ABOVE_XLA) for shape in ROW_SHAPES),
     _rows("rms_norm", rms_norm, 16384, 8192, 2, target=Target("xla", rate=3.95), headline=True),
     *(_rows("rms_norm", rms_norm, *shape, 2, target=ABOVE_XLA) for shape in ROW_SHAPES),
+    _rows_backward("softmax", softmax, 16384, 8192, 1, target=ABOVE_XLA),
+    _rows_backward("rms_norm", rms_norm, 16384, 8192, 2, target=Target("xla", rate=3.6)),
     _sum(16384, 8192, -1),
     _sum(16384, 8192, 0),
     _matmul(4096, 4096, 4096, rungs=("matmul_pipelined", "matmul_wgmma"), headline=True),

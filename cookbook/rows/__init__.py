@@ -1,1 +1,1 @@
-"""Sums and norms of rows, one block or warp a row: `core` is the plan that they share."""
+"""Sums and norms of rows, one block or warp a row: `core` and `leading` are what they share."""

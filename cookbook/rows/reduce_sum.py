@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from .. import _mgpu
-from . import core
+from . import core, leading
 from .core import Config, Plan, default_config
 
 
@@ -63,7 +63,7 @@ def _sum_last(x, config, params):
 def _call(x, axis: int, config: Config | None, num_sms: int, params):
     if axis == x.ndim - 1:
         return _sum_last(x, config, params)
-    return core.sum_leading(num_sms, params, x.reshape(x.shape[0], -1)).astype(x.dtype).reshape(x.shape[1:])
+    return leading.sum_leading(num_sms, params, x.reshape(x.shape[0], -1)).astype(x.dtype).reshape(x.shape[1:])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

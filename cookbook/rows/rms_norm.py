@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
-from . import core
+from . import core, leading
 from .core import Config, Plan, default_config
 
 BACKWARD_REGISTER_VALUES = 64  # Of x, and as many of dy and of scale. The sums for dscale are in shared memory.
@@ -152,7 +152,7 @@ def _call_backward(x, scale, dy, eps: float, num_sms: int, params):
         scratch_types=[plgpu.SMEM((1 if long else plan.group, *plan.shape), jnp.float32)],
         compiler_params=params,
     )(rows, jnp.pad(scale, (0, plan.cols - x.shape[-1])), dy_rows)
-    dscale = core.sum_leading(num_sms, params, *((rows, dy_rows, more) if long else (more,)))
+    dscale = leading.sum_leading(num_sms, params, *((rows, dy_rows, more) if long else (more,)))
     return (
         dx[: x.size // x.shape[-1], : x.shape[-1]].reshape(x.shape),
         dscale[: x.shape[-1]].astype(scale.dtype),

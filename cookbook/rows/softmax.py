@@ -15,9 +15,9 @@ from the L2 cache, to be stored.
 
 The backward kernel makes dx = p (dp - sum_c p dp) of p and dp alone, which it reads once.
 
-What bounds its speed: memory (one read, one write; backward two reads). Rows whose length is no multiple of 16 bytes
-are loaded in smaller words and are slower. Not supported: other axes (move the axis first), longer rows, second
-derivatives.
+What bounds its speed: memory (one read, one write; backward two reads). Long rows whose length is no multiple of 16
+bytes are loaded from their first aligned column on (`core.RaggedPlan`); short ones, and those beyond the registers, in
+smaller words. Not supported: other axes (move the axis first), longer rows, second derivatives.
 Chapter: notebooks/03_reductions.ipynb.
 """
 
@@ -107,7 +107,10 @@ def _backward_kernel(y_gmem, dy_gmem, dx_gmem, *, plan: Plan):
 def _call(kernel, padding: float, config: Config, params, *arrays):
     """One more array of the shape of `arrays`, which `kernel` makes of them row by row."""
     rows, x = [core.as_rows(array, padding) for array in arrays], arrays[0]
-    plan = Plan(*rows[0].shape, x.dtype.itemsize, config)
+    plan, shape = Plan(*rows[0].shape, x.dtype.itemsize, config), rows[0].shape
+    ragged = core.RaggedPlan(*shape, x.dtype.itemsize, config)
+    if plan.num_groups > 1 and ragged.fits:  # Loads of odd rows are so many that they are not all in flight at once.
+        plan, rows = ragged, [array.reshape(-1) for array in rows]
     out = _mgpu.kernel(
         functools.partial(kernel, plan=plan),
         out_type=jax.ShapeDtypeStruct(rows[0].shape, x.dtype),
@@ -115,7 +118,7 @@ def _call(kernel, padding: float, config: Config, params, *arrays):
         grid_names=("block",),
         compiler_params=params,
     )(*rows)
-    return out[: x.size // x.shape[-1], : x.shape[-1]].reshape(x.shape)
+    return out.reshape(shape)[: x.size // x.shape[-1], : x.shape[-1]].reshape(x.shape)
 
 
 def _default_config(x, register_values: int) -> Config:

@@ -113,7 +113,7 @@ def sharded(op, x):
     return jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=spec)(x)
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", ["softmax", "reduce_sum leading", *map(slow, ("rms_norm", "reduce_sum"))])
 def test_gradients_under_shard_map(name):
     x = normal(0, (40, 40))
     loss = lambda op, x: jnp.sum(jnp.sin(sharded(op, x)))
@@ -164,7 +164,9 @@ def test_reduce_sum_has_every_derivative():
     np.testing.assert_allclose(got, wanted, rtol=1e-4)
 
 
-@pytest.mark.parametrize("eps", [1e-2, np.float64(1e-2), np.float32(1e-2), jnp.float32(1e-2), 0, np.array(1e-2)])
+@pytest.mark.parametrize(
+    "eps", [np.float64(1e-2), jnp.float32(1e-2), *map(slow, (1e-2, np.float32(1e-2), 0, np.array(1e-2)))]
+)
 def test_eps_as_any_scalar(eps):
     x, scale = normal(0, (4, 40)), normal(1, 40)
     out = lab.run(lambda x: rms_norm(x, scale, eps=eps), x)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cookbook import lab, reduce_sum, rms_norm, softmax
-from cookbook.rows import core
+from cookbook.rows import core, leading
 from cookbook.rows.rms_norm import rms_norm_reference
 from cookbook.rows.softmax import softmax_reference
 
@@ -26,7 +26,7 @@ CASES = [
 ]  # fmt: skip
 MORE_CASES = [
     ((5, 1), BF16), ((300, 8), F16), ((2, 100), BF16), ((37, 128), F32), ((21, 257), BF16), ((37, 1000), F32),
-    ((5, 1301), F16), ((9, 5000), F32), ((3, 16384), BF16), ((2, 6001), F32),
+    ((5, 1301), F16), ((9, 5000), F32), ((3, 16384), BF16), ((2, 6001), F32), ((1, 20003), BF16),
 ]  # fmt: skip
 IDS = lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else getattr(value, "__name__", None)
 
@@ -122,7 +122,29 @@ def test_row_plans_of_every_length():
             assert covered.all() and cols % plan.vec == 0
 
 
-@pytest.mark.parametrize("fn", [softmax, lambda x: rms_norm(x, x[0]), sums(-1)[0], sums(0)[0]])
+@pytest.mark.parametrize("cols", [2051, 5507, 8191, 12785])
+def test_ragged_rows_are_covered_once(cols, monkeypatch):
+    """Wherever a row begins: no column is missed, counted twice or outside the row, and long loads are aligned."""
+    plan = core.RaggedPlan(9, cols, 2, core.Config(1, 128))
+    assert plan.fits
+    for row in range(9):
+        monkeypatch.setattr(core.lax, "axis_index", lambda name, row=row: row)
+        counted = np.zeros(9 * cols, int)
+        for where, layout, low, high in plan._parts():
+            assert row * cols <= where.start and where.start + where.size <= (row + 1) * cols
+            assert where.start % (8 if layout == plan.layout else 1) == 0
+            counted[where.start + low : where.start + high] += 1
+        assert (counted[row * cols : (row + 1) * cols] == 1).all() and counted.sum() == cols
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: rms_norm(x, x[0]),
+        sums(0)[0],
+        *[pytest.param(fn, marks=pytest.mark.slow) for fn in (softmax, sums(-1)[0])],
+    ],
+)
 def test_jit_vmap_and_determinism(fn):
     x = normal(0, (2, 5, 300), jnp.bfloat16)
     runs = [lab.run(jax.jit(jax.vmap(fn)), x), lab.run(jax.vmap(fn), x), jnp.stack([lab.run(fn, one) for one in x])]
@@ -167,6 +189,12 @@ def test_mutant_that_sums_the_shared_columns_twice(name, mutant, monkeypatch):
         lab.check(*ROW_KERNELS[name], normal(0, (8, 999), jnp.bfloat16, 1, 1), gpu=None)
 
 
+def test_mutant_that_sums_the_ends_twice(mutant, monkeypatch):
+    monkeypatch.setattr(core.RaggedPlan, "fresh", lambda self, pieces, g: pieces)
+    with pytest.raises(lab.CheckError, match="error"):
+        lab.check(softmax, softmax_reference, normal(0, (2, 3001)), gpu=None)
+
+
 @pytest.mark.parametrize("name", ROW_KERNELS)
 def test_mutant_that_leaves_the_last_rows(name, mutant, monkeypatch):
     one_tile = lambda self, visit: visit(jax.lax.axis_index("block") * self.config.block_rows)
@@ -178,19 +206,19 @@ def test_mutant_that_leaves_the_last_rows(name, mutant, monkeypatch):
 def test_mutant_without_the_rescale_of_online_softmax(mutant, monkeypatch):
     monkeypatch.setattr(importlib.import_module("cookbook.rows.softmax"), "_merge", lambda a, b: (b[0], a[1] + b[1]))
     with pytest.raises(lab.CheckError, match="error"):
-        lab.check(softmax, softmax_reference, normal(0, (2, 6001), scale=3), gpu=None)
+        lab.check(softmax, softmax_reference, normal(0, (2, 16411), scale=3), gpu=None)
 
 
 @pytest.mark.parametrize("cols", [15, 44, 80, 391, 2048, 4236, 8191, 8192, 65535])
 @pytest.mark.parametrize("rows", [1, 32, 1162, 948085])
 def test_leading_plans_cover_each_row_once(rows, cols):
-    plan = core.LeadingPlan(rows, cols, 132 * 8)
+    plan = leading.LeadingPlan(rows, cols, 132 * 8)
     assert plan.num_tiles * plan.width <= cols < (plan.num_tiles + 1) * plan.width and cols % plan.vec == 0
     assert (plan.num_stretches - 1) * plan.stretch < rows <= plan.num_stretches * plan.stretch
     assert plan.num_stretches == 1 or plan.num_stretches * plan.num_tiles <= 132 * 8
 
 
 def test_mutant_that_leaves_rows_of_the_leading_axis(mutant):
-    mutant(core, "lax", fori_loop=lambda low, high, body, init: init)
+    mutant(leading, "lax", fori_loop=lambda low, high, body, init: init)
     with pytest.raises(lab.CheckError):
         lab.check(*sums(0), normal(0, (30, 256)), gpu=None)
