@@ -10,7 +10,6 @@ import os
 import sys
 import time
 
-os.environ.setdefault("COOKBOOK_RECORD", "1")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
@@ -34,6 +33,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, metavar="N", help="time N random problems of the op instead")
     parser.add_argument("--seed", type=int, default=1, help="which random problems")
     args = parser.parse_args()
+    os.environ.setdefault("COOKBOOK_RECORD", "1")
     if args.sample:
         return _sample(parser, args)
     cases = [case for case in CASES if args.op in (None, case.op)]

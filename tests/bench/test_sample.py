@@ -75,12 +75,13 @@ def test_without_a_gpu_the_recorded_sample_is_printed(no_gpu, results_folder, mo
     entry = lambda ms: dict(ms=ms, min_ms=ms, spread=0.0, flops=1, nbytes=1, provenance={})
     rows = {"sample_softmax/3x5/bf16": {"cookbook": entry(1.0), "xla": entry(1.25)}}
     lab.results.save("sample_softmax", "h200", dict(rows=rows))
+    monkeypatch.setenv("COOKBOOK_RECORD", "0")
     monkeypatch.setattr("sys.argv", ["bench", "softmax", "--sample", "40"])
     assert bench.main() == 0
     assert "3x5" in (said := capsys.readouterr().out) and "1.250 of xla" in said
 
 
-def test_run_times_ours_and_the_peers_once_each(monkeypatch):
+def test_run_times_ours_and_the_peers_once_each(results_folder, monkeypatch):
     """With a kernel and a stopwatch that need no GPU."""
     monkeypatch.setattr(lab, "on_gpu", lambda: True)
     monkeypatch.setattr(cookbook, "softmax", jax.nn.softmax)
