@@ -166,6 +166,32 @@ class Ring:
         pl.loop(first, count)(lambda i: plgpu.barrier_wait(self.freed.at[self.slot(i)]))
 
 
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """Which compute warpgroup may start its products: each passes the turn on to the next. Without barriers all may."""
+
+    barriers: Any  # One a warpgroup, the turn has come to it; or None.
+    num_wgs: int
+
+    def start(self, wg):
+        """Warpgroup 0 gives itself the first turn."""
+        if self.barriers is not None:
+            pl.when(wg == 0)(lambda: plgpu.barrier_arrive(self.barriers.at[0]))
+
+    def take(self, wg):
+        if self.barriers is not None:
+            plgpu.barrier_wait(self.barriers.at[wg])
+
+    def pass_on(self, wg):
+        if self.barriers is not None:
+            plgpu.barrier_arrive(self.barriers.at[rem(wg + 1, self.num_wgs)])
+
+    def drain(self, wg):
+        """At the end the last turn has come back to warpgroup 0, and nobody takes it."""
+        if self.barriers is not None:
+            pl.when(wg == 0)(lambda: plgpu.barrier_wait(self.barriers.at[0]))
+
+
 def compiler_params(**kwargs) -> plgpu.CompilerParams:
     """`plgpu.CompilerParams(**kwargs)`, with the in-kernel profiler on inside `profiling`."""
     return plgpu.CompilerParams(**kwargs, **(_profile.get() or {}))

@@ -295,7 +295,8 @@ def _kernel(
     @pl.when(role < c.compute_wgs)
     def _():
         plgpu.set_max_registers(compute_registers, action="increase")
-        pl.when((role == 0) & c.in_turns)(lambda: plgpu.barrier_arrive(turn.at[0]))
+        turns = _mgpu.Turns(turn if c.in_turns else None, c.compute_wgs)
+        turns.start(role)
 
         def one(i, tile, count):
             first_q = tile.first_q + role * WG_ROWS
@@ -303,7 +304,7 @@ def _kernel(
             ring = k_smem, v_smem, k_filled, v_filled, k_freed, v_freed
             free_query = lambda: plgpu.barrier_arrive(q_freed.at[role])
             early = (lambda: None) if c.out_over_query(plan.head_dim) else free_query
-            out, lse = compute(plan, tile, first_q, count, q_smem.at[role], ring, turn, masks, early)
+            out, lse = compute(plan, tile, first_q, count, q_smem.at[role], ring, turns, masks, early)
             out = out.astype(plan.dtype)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # Of the tile before.
             for p in range(plan.pieces):
@@ -318,7 +319,7 @@ def _kernel(
                 free_query()
 
         for_each_tile(one)
-        pl.when((role == 0) & c.in_turns)(lambda: plgpu.barrier_wait(turn.at[0]))  # The turn that nobody takes.
+        turns.drain(role)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -359,15 +360,12 @@ def _load(plan: Plan, q_gmem, q_smem, q_filled, q_freed, rings, i, tile: Tile, c
                 plgpu.copy_gmem_to_smem(gmem.at[tile.batch, rows, tile.kv_head], smem.at[slot], filled.at[slot])
 
 
-def compute(plan: Plan, tile: Tile, first_row, count, q_smem, ring, turn, masks, free_query):
+def compute(plan: Plan, tile: Tile, first_row, count, q_smem, ring, turns, masks, free_query):
     """A compute warpgroup: (out, lse) of its queries, in float32, 0 and -inf of those that see nothing. Also
     `varlen_attention`'s, with a plan and tiles of its own."""
-    c, role, shape = plan.config, lax.axis_index("role"), (WG_ROWS, plan.config.block_kv)
+    role, shape = lax.axis_index("role"), (WG_ROWS, plan.config.block_kv)
     k_smem, v_smem, k_filled, v_filled, k_freed, v_freed = ring
     slot = lambda step: slot_of(plan, count + step)
-    next_role = rem(role + 1, c.compute_wgs)
-    my_turn = lambda: plgpu.barrier_wait(turn.at[role]) if c.in_turns else None
-    pass_turn = lambda: plgpu.barrier_arrive(turn.at[next_role]) if c.in_turns else None
 
     # Steps of this warpgroup, of those of the tile, and those among them in which all of its queries see all keys.
     first, end = tile.blocks.seen(first_row, WG_ROWS)
@@ -380,8 +378,8 @@ def compute(plan: Plan, tile: Tile, first_row, count, q_smem, ring, turn, masks,
 
     def pass_by(step):
         """A step in which none of the queries sees a key."""
-        my_turn()
-        pass_turn()
+        turns.take(role)
+        turns.pass_on(role)
         for filled, freed in ((k_filled, k_freed), (v_filled, v_freed)):
             plgpu.barrier_wait(filled.at[slot(step)])
             plgpu.barrier_arrive(freed.at[slot(step)])
@@ -412,16 +410,16 @@ def compute(plan: Plan, tile: Tile, first_row, count, q_smem, ring, turn, masks,
 
     def first_logits(s_ref):
         plgpu.barrier_wait(k_filled.at[slot(start)])
-        my_turn()
+        turns.take(role)
         add_logits(s_ref, start)
-        pass_turn()
+        turns.pass_on(role)
         return s_ref[...]
 
     def step(step, carry, masked: bool):
         acc, m, total, p = carry
         plgpu.barrier_wait(k_filled.at[slot(step)])
         plgpu.barrier_wait(v_filled.at[slot(step - 1)])
-        my_turn()
+        turns.take(role)
 
         def products(s_ref, acc_ref):
             with jax.named_scope("wgmma"):
@@ -429,7 +427,7 @@ def compute(plan: Plan, tile: Tile, first_row, count, q_smem, ring, turn, masks,
                 if not plan.interpreted:
                     acc_ref[...] = acc
                     plgpu.wgmma(acc_ref, p, v_smem.at[slot(step - 1)])
-            pass_turn()
+            turns.pass_on(role)
             s = s_ref[...] if plan.interpreted else plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
             plgpu.barrier_arrive(k_freed.at[slot(step)])
             with jax.named_scope("softmax"):
@@ -462,15 +460,15 @@ def compute(plan: Plan, tile: Tile, first_row, count, q_smem, ring, turn, masks,
 
     acc, m, total, p = carry
     plgpu.barrier_wait(v_filled.at[slot(stop - 1)])
-    my_turn()
+    turns.take(role)
 
     def last(acc_ref):
         plgpu.wgmma(acc_ref, p, v_smem.at[slot(stop - 1)])
-        pass_turn()
+        turns.pass_on(role)
 
     if plan.interpreted:
         acc = interpreted_values(acc, p, stop - 1)
-        pass_turn()
+        turns.pass_on(role)
     else:
         acc = pl.run_state(last)(plgpu.ACC.init(acc))
     plgpu.barrier_arrive(v_freed.at[slot(stop - 1)])

@@ -314,7 +314,8 @@ def _kernel(
     @pl.when(role < c.compute_wgs)
     def _():
         plgpu.set_max_registers(compute_registers, action="increase")
-        pl.when((role == 0) & c.in_turns)(lambda: plgpu.barrier_arrive(turn.at[0]))
+        turns = _mgpu.Turns(turn if c.in_turns else None, c.compute_wgs)
+        turns.start(role)
 
         def one(i, tile, count, fetch):
             plgpu.barrier_wait(q_filled.at[role])
@@ -323,7 +324,7 @@ def _kernel(
             over_query = c.out_over_query(plan.head_dim)
             early = (lambda: None) if over_query else free_query
             first_row = role * plan.wg_queries * plan.heads
-            out, lse = compute(plan, tile, first_row, count, q_smem.at[role], ring, turn, {}, early)
+            out, lse = compute(plan, tile, first_row, count, q_smem.at[role], ring, turns, {}, early)
             found = fetch()
             out = out.astype(plan.dtype)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # Of the tile before.
@@ -338,7 +339,7 @@ def _kernel(
             return found
 
         for_each_tile(one)
-        pl.when((role == 0) & c.in_turns)(lambda: plgpu.barrier_wait(turn.at[0]))  # The turn that nobody takes.
+        turns.drain(role)
         plgpu.wait_smem_to_gmem(0)
 
 
