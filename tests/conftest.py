@@ -33,8 +33,8 @@ def pytest_xdist_make_scheduler(config, log):
 
     class ByTest(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            # The tests of serving share a trace that takes long to answer.
-            is_whole = ".ipynb::" in nodeid or "test_serving.py::" in nodeid
+            # The tests of serving share a trace that takes long to answer, those of the browser one site.
+            is_whole = any(part in nodeid for part in (".ipynb::", "test_serving.py::", "test_browser.py::"))
             return nodeid.split("::")[0] if is_whole else nodeid.split("[")[0]
 
     return ByTest(config, log)

@@ -58,7 +58,10 @@ def test_softmax(shape, dtype):
 @pytest.mark.parametrize("shape, dtype", SHAPES, ids=str)
 def test_rms_norm(shape, dtype):
     args = normal(0, shape, dtype, 2), 1 + normal(1, shape[-1:], BF16), normal(2, shape, dtype)
-    lab.check(pull(rms_norm), rms_norm_gradient, *args, gpu="h200" if shape == (37, 1000) else None)
+    # With a single column dx is what is left of two terms that all but cancel: float32 keeps few of its digits.
+    tolerance = (3e-2, None) if shape[-1] == 1 else None
+    gpu = "h200" if shape == (37, 1000) else None
+    lab.check(pull(rms_norm), rms_norm_gradient, *args, gpu=gpu, tolerance=tolerance)
 
 
 def test_softmax_gradient_is_that_of_jax():
