@@ -19,7 +19,7 @@ import cookbook
 from bench import problems
 from cookbook import lab
 
-ERROR_MAX = 2e-2  # Of a 16-bit result against the peer's. The tests look closer.
+ERROR_MAX = 2e-2  # Relative error of a 16-bit result against the peer's. The tests look closer.
 # At least: geometric mean, 10th percentile and worst of the peer's time over ours.
 LIKE_CUBLAS, BEYOND_XLA = (1.0, 0.92, 0.85), (1.1, 1.0, 0.95)
 

@@ -25,7 +25,7 @@ SWIZZLE_TILE = (8, 64)
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What the kernels traced now are built for."""
+    """The GPU that the kernels traced now are built for."""
 
     name: str  # For messages.
     num_sms: int  # A persistent grid has as many blocks, or a multiple.

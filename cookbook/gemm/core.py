@@ -1,4 +1,4 @@
-"""What every finished matrix product of this family is cut into: operands, tiles, and the plan of a kernel.
+"""The parts that every finished matrix product of this family is cut into: operands, tiles, the plan of a kernel.
 
 The kernel sees two operands, `a` of M rows and `b` of N rows, both along K; each may lie transposed, as (K, rows). A
 plain (K, N) matrix is therefore a transposed `b`. With `swapped` the caller has exchanged the two operands, and with
@@ -290,7 +290,7 @@ class Plan:
 
     @property
     def stored_dtype(self) -> jnp.dtype:
-        """What the kernel stores: its result, or sums that XLA has yet to add up."""
+        """Dtype of the values that the kernel stores: its result, or sums that XLA has yet to add up."""
         return jnp.dtype(jnp.float32) if self.config.second_kernel else self.out_dtype
 
     @property

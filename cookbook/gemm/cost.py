@@ -21,7 +21,7 @@ CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
-    """What one H200 was measured to need."""
+    """Times and rates of one H200."""
 
     start: float = 1.86  # us of a kernel before its first copy arrives, and after its last store.
     tensor: float = 1.63  # Billion cycles a second, at which a step of 128 x 256 takes 1024.

@@ -46,7 +46,7 @@ def default_config(
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `matmul` was asked for, beside its arrays."""
+    """The options of a call of `matmul`."""
 
     transpose_a: bool
     transpose_b: bool

@@ -166,7 +166,7 @@ def store(fused, o_gmem, o_smem, plan: Plan, place, stored, values):
 
 
 def _load_vectors(plan: Plan, fused, row, col) -> dict:
-    """What is fused with the piece at `row` and `col` of what this kernel computes, in the shape of the piece."""
+    """The vectors fused with the piece at `row` and `col` of the kernel's product, in the shape of the piece."""
 
     def load(name: str):
         if name == "scale":

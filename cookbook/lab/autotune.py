@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from . import interpreter, results, source, timing
 
-TOPIC = "configs"  # Of `results/<gpu>/configs.json`.
+TOPIC = "configs"  # `results/<gpu>/configs.json`.
 WRONG_ABOVE = 1e-2  # Relative distance from the result of the op's own choice: roundings to 16 bits are 2e-3.
 
 

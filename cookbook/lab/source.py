@@ -29,7 +29,7 @@ def notebook_hash(path: pathlib.Path) -> str:
 
 
 def code_of(fn) -> dict:
-    """What a figure of `fn` keeps of its code: `modules`, their hashes by name, and `code`, the hash of all else.
+    """The code that a figure of `fn` keeps: `modules`, their hashes by name, and `code`, the hash of all else.
 
     A function of the package counts with its module and what that imports, any other with the statement that defines it
     and those that bind what it uses. In a notebook, where functions are made in passing, the running cell counts in
@@ -121,7 +121,7 @@ def _bound(tree: ast.Module, path: pathlib.Path | None):
 
 
 def _names_of_ours(tree: ast.Module, path: pathlib.Path | None = None) -> set[str]:
-    """What `tree` imports, or takes from what it imports: "cookbook.softmax", "cookbook.gemm.matmul.Config"."""
+    """The names that `tree` imports, or takes from its imports: "cookbook.softmax", "cookbook.gemm.matmul.Config"."""
     bound = list(_bound(tree, path))
     sources, names = dict(bound), {source for _, source in bound}
     for node in ast.walk(tree):

@@ -256,7 +256,7 @@ class RaggedPlan(Plan):
         return 1
 
     def _parts(self):
-        """Of each piece: where it starts in memory, its layout, and the range of its values that are no other's."""
+        """Each piece: where it starts in memory, its layout, and the range of its values that are no other's."""
         row = lax.axis_index("block") * self.cols
         first = (row + self.vec - 1) // self.vec * self.vec  # So written, the compiler sees that it is aligned.
         (width,), ends = self.shape, plgpu.Layout.WG_STRIDED((WARPGROUP,), 1)
