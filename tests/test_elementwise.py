@@ -148,7 +148,7 @@ def test_a_slice_that_begins_anywhere():
 
 
 def test_gradient_of_pytrees():
-    """Of 16 and 32 bits, of an integer, and of a function with an integer result."""
+    """Gradients of 16 and 32 bits, of an integer, and of a function with an integer result."""
 
     def fn(params, x, i):
         y = params.weight * x + params.bias * i

@@ -22,7 +22,7 @@ from .. import _mgpu
 
 COMPUTE, MEMORY = 2, 2  # Compute warpgroups, and the index of the memory warpgroup, which follows them.
 STEP_BYTES = 128  # Bytes of each row along K in a step: the widest swizzle.
-STORE_ROWS, STORE_BYTES = 64, 128  # Largest piece of o on its way out: rows of one WGMMA, the widest swizzle.
+STORE_ROWS = 64  # Rows of a piece of o on its way out: those of one WGMMA.
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # Registers a thread; 128 threads each, 65,536 in all.
 SPLIT_K_MAX = 8  # Blocks that every Hopper GPU can put into one cluster.
 STAGES_MAX = 12  # More slots than this hide no more latency.

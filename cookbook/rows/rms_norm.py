@@ -35,8 +35,8 @@ from .. import _mgpu
 from . import core, leading
 from .core import Config, Plan, default_config
 
-BACKWARD_REGISTER_VALUES = 64  # Of x, and as many of dy and of scale. The sums for dscale are in shared memory.
-BLOCKS_PER_SM = 2  # Of the backward kernel: as many as its registers allow.
+BACKWARD_REGISTER_VALUES = 64  # Values of x, and as many of dy and of scale. The sums for dscale are in shared memory.
+BLOCKS_PER_SM = 2  # As many blocks of the backward kernel as its registers allow.
 
 
 def rms_norm_reference(x, scale, eps=1e-6):

@@ -423,7 +423,7 @@ def on_gpu(config, m, n, k, runs, **how):
     ids=str,
 )
 def test_wgmma_operands_live_long_enough(gpu, config):
-    """What the interpreter can not see: a slot refilled while a WGMMA still reads it. It shows in most runs."""
+    """The interpreter cannot see this: a slot refilled while a WGMMA still reads it. It shows in most runs."""
     on_gpu(config, 4096, 4096, 2048, runs=10)
 
 

@@ -132,7 +132,7 @@ def test_large_and_small_values_and_nan():
     expected = np.asarray(op.matmul_blocked_reference(a, b))
     np.testing.assert_array_equal(np.isfinite(out), np.isfinite(expected))
     finite = np.isfinite(expected)
-    sizes = np.abs(np.asarray(a, np.float64)) @ np.abs(np.asarray(b, np.float64))  # Of the terms of each sum.
+    sizes = np.abs(np.asarray(a, np.float64)) @ np.abs(np.asarray(b, np.float64))  # Sizes of each sum's terms.
     # A sum of 40 terms in float32 may be off by that many roundings of them; below 1e-37 there are no normal numbers.
     assert (np.abs(np.float64(out) - expected)[finite] <= 40 * 2.0**-24 * sizes[finite] + 1e-37).all()
     assert np.isnan(out[3]).all() and np.isfinite(out[:3]).all() and np.isinf(out[9]).all()

@@ -213,7 +213,7 @@ def test_mutants_are_caught(run_only, monkeypatch, mutant, found_if, mutation):
 
 @pytest.mark.parametrize("m, n, k", [(4096, 4096, 4096), (16, 8192, 8192), (128, 8192, 8192)])
 def test_registers_and_slots_live_long_enough(gpu, m, n, k):
-    """What the interpreter can not see: weights or a slot overwritten while a WGMMA still reads them."""
+    """The interpreter cannot see this: weights or a slot overwritten while a WGMMA still reads them."""
     a, w, s = operands(m, n, k, transpose_w=True)
     wanted = module.matmul_int8_weights_reference(a, w.T, s)
     default = module.default_config(m, n, k)

@@ -44,7 +44,7 @@ def op(monkeypatch, results_folder):
     timed = []
 
     def compile_op(fn, args):
-        fn(*args)  # What does not trace does not compile.
+        fn(*args)  # A function that does not trace does not compile.
         compiled = lambda *args: fn(*args)
         compiled.tile = fn.keywords["config"].tile
         return compiled
