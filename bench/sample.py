@@ -163,7 +163,10 @@ def recorded(op: str) -> list[Row]:
 
 
 def _compile_ahead(cases):
-    """Compiles all programs on many threads; yields each case, in order, with its programs by name."""
+    """Compiles all programs on many threads; yields each case, in order, with its programs by name.
+
+    Nothing is timed before all of them are compiled: to choose a library's kernel, XLA times some on the same GPU.
+    """
 
     def programs(case):
         inputs = case.avals + ([] if case.derive is None else [jax.eval_shape(case.derive, *case.avals)])
@@ -180,8 +183,8 @@ def _compile_ahead(cases):
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = [{name: submit(pool, fn, avals) for name, fn, avals in programs(case)} for _, case in cases]
-        for case, compiled in zip(cases, futures, strict=True):
-            yield case, {name: future.result() for name, future in compiled.items()}
+    for case, compiled in zip(cases, futures, strict=True):
+        yield case, {name: future.result() for name, future in compiled.items()}
 
 
 def _error(out, wanted):

@@ -39,8 +39,8 @@ def draw():
         if row is None or row["flops"] != 2 * SIZE**3:  # Never timed, or at another size.
             return label, float("nan")
         places.add("{}, JAX {jax}".format(results.where(row["provenance"]), **row["provenance"]))
-        chapter, known = problem.split("/")[0], row["provenance"].get("modules")
-        # A chapter's own kernel that uses no module of the package: the notebook's hash speaks for it.
+        chapter, known = problem.split("/")[0], row["provenance"].get("uses")
+        # A chapter's own kernel that uses nothing of the package: the notebook's hash speaks for it.
         is_stale = (problem, impl) in stale or (ours and not known and _chapter_changed(chapter))
         marked |= is_stale
         return label + " (stale)" * is_stale, row["flops"] / row["ms"] / 1e9

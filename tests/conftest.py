@@ -54,9 +54,10 @@ def _keep_first_cases(config, items):
 @pytest.fixture
 def no_gpu(monkeypatch):
     """`cookbook.lab` behaves as on a machine without a GPU."""
-    from cookbook.lab import interpreter
+    from cookbook import lab
 
-    monkeypatch.setattr(interpreter, "on_gpu", lambda: False)
+    monkeypatch.setattr(lab.interpreter, "on_gpu", lambda: False)
+    monkeypatch.setattr(lab, "on_gpu", lambda: False)
 
 
 @pytest.fixture

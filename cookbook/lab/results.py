@@ -103,7 +103,7 @@ def stale(problem: str, impl: str, fn, gpu: str = "h200") -> bool:
 
 
 def stale_list(gpu: str = "h200") -> list[tuple[str, str]]:
-    """(problem, impl) of every row measured of modules of this package that have changed since."""
+    """(problem, impl) of every row measured of code of this package that has changed since."""
     return [
         (problem, impl)
         for topic in topics(gpu)

@@ -1,8 +1,9 @@
 """The hashes that tie a figure, or a notebook's outputs, to the code that made them.
 
-Nothing is imported or looked into to find that code, only read. A module counts with all modules of the package that it
-imports, directly or through another; a notebook's cell with the statements that bind the names it uses, in cells before
-it. Comments, docstrings and layout do not count, nor does `cookbook.lab`, nor do libraries.
+Nothing is imported or looked into to find that code, only read. A statement counts with those that bind the names it
+uses: in its own file or notebook, and in the modules of the package that it imports from, and so on. A function that is
+added to a module therefore leaves the figures of the others alone. Comments, docstrings and layout do not count, nor
+does `cookbook.lab`, nor do libraries.
 """
 
 import ast
@@ -17,30 +18,33 @@ import sys
 import sysconfig
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
+OUTSIDE = ("", "")  # The home of what does not count.
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 
 
 def notebook_hash(path: pathlib.Path) -> str:
-    """Hash of a notebook's code and of the modules of the package that it uses."""
+    """Hash of a notebook's code and of what it uses of the package."""
     cells = json.loads(pathlib.Path(path).read_text())["cells"]
-    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    code = ast.Module([statement for source in sources for statement in _statements(source)], [])
-    return _digest([ast.unparse(code), *_hashes(_closure(_names_of_ours(code))).values()])
+    program = [s for cell in cells if cell["cell_type"] == "code" for s in _statements("".join(cell["source"]))]
+    _, names = _reached(program, range(len(program)))
+    return _digest([*map(_text, program), *_hashes(names).values()])
 
 
 def code_of(fn) -> dict:
-    """The code that a figure of `fn` keeps: `modules`, their hashes by name, and `code`, the hash of all else.
+    """The code that a figure of `fn` keeps: `uses`, hashes of what it uses of the package by name, and `code`, the hash
+    of all else.
 
-    A function of the package counts with its module and what that imports, any other with the statement that defines it
-    and those that bind what it uses. In a notebook, where functions are made in passing, the running cell counts in
-    place of that statement. A library's function has neither hash.
+    A function of the package is a name in `uses`; of any other the statement counts that defines it, with those that
+    bind what it uses. In a notebook, where functions are made in passing, the running cell counts in place of that
+    statement. A library's function has neither hash.
     """
     inner = _unwrapped(fn)
     if not hasattr(inner, "__code__") or _in_folder(inner, "lab"):
         return {}
     cells = getattr(sys.modules["__main__"], "In", None)  # IPython's: the cells run so far.
     if inner.__module__.startswith("cookbook.") and (fn is inner or not cells):
-        return dict(modules=_hashes(_closure({inner.__module__})))
+        name = inner.__qualname__.split(".")[0]  # A class counts with its methods, a module with its lambdas.
+        return dict(uses=_hashes({f"{inner.__module__}.{name}" if name.isidentifier() else inner.__module__}))
     if not inner.__module__.startswith("cookbook.") and any(part in inner.__code__.co_filename for part in _LIBRARIES):
         return {}
     if cells:
@@ -53,39 +57,73 @@ def code_of(fn) -> dict:
         start = [i for i, statement in enumerate(program) if _first_line(statement) <= line <= statement.end_lineno]
     else:
         return {}
-    reached = ast.Module(_reached(program, start), [])
-    code = sorted({ast.unparse(statement) for statement in reached.body})
-    return dict(code=_digest(code), modules=_hashes(_closure(_names_of_ours(reached))))
+    places, names = _reached(program, start)
+    return dict(code=_digest(sorted({_text(program[i]) for i in places})), uses=_hashes(names))
 
 
 def changed(provenance: dict, fn=None) -> bool:
-    """Whether a figure's code is another now: one of its modules, or, where `fn` is given, `fn` itself."""
-    known = provenance.get("modules", {})
+    """Whether a figure's code is another now: what it uses of the package, or, where `fn` is given, `fn` itself."""
+    known = provenance.get("uses", {})
     if _hashes(known) != known:
         return True
-    if fn is None or "source" in provenance or not provenance.keys() & {"code", "modules"}:
+    if fn is None or "source" in provenance or not provenance.keys() & {"code", "uses"}:
         return False  # Nobody knows: it is of other people's code, or older than this way to hash.
     now = code_of(fn)
-    return now.get("code") != provenance.get("code") or now.get("modules", {}).keys() != known.keys()
+    return now.get("code") != provenance.get("code") or now.get("uses", {}).keys() != known.keys()
 
 
-# Modules of the package ----------------------------------------------------------------------------------------------
+# Names of the package ------------------------------------------------------------------------------------------------
 
 
-def _closure(names: set[str]) -> set[str]:
-    """The modules with code that these names come from, and those that they import, directly or through another."""
-    found, waiting = set(), set(names)
+def _hashes(names) -> dict[str, str | None]:
+    """The hash of what each name, such as "cookbook.softmax", leads to, by where it is; None for one that is gone."""
+    hashes = {}
+    for name in sorted(names):
+        if (home := _home(name)) is None:
+            hashes[name] = None
+        elif home != OUTSIDE:
+            hashes[".".join(filter(None, home))] = _digest(_code(*home))
+    return hashes
+
+
+def _code(module: str, name: str) -> list[str]:
+    """All statements that `name` of a module leads to, or all of the module, each after the name of its module."""
+    found, seen, waiting = set(), set(), [(module, name)]
     while waiting:
-        module = _module_of(waiting.pop())
-        if module and module not in found:
-            found.add(module)
-            waiting |= _names_of_ours(_parsed(_path(module)), _path(module))
-    return {module for module in found if ast.unparse(_parsed(_path(module))) not in ("", "pass")}
+        if (home := waiting.pop()) in seen:
+            continue
+        seen.add(home)
+        module, name = home
+        program = _program(module)
+        start = _binding(program, name, len(program)) if name else range(len(program))
+        places, names = _reached(program, start, module)
+        found |= {f"{module}: {_text(program[i])}" for i in places}
+        waiting += {_home(name) for name in names} - {OUTSIDE, None}
+    return sorted(found)
 
 
-def _hashes(modules) -> dict[str, str | None]:
-    """The hash of each module, None for one that is not there."""
-    return {name: _digest([ast.unparse(_parsed(path))]) if (path := _path(name)) else None for name in sorted(modules)}
+def _home(name: str) -> tuple[str, str] | None:
+    """(module, name in it) that "cookbook.softmax" or "cookbook.gemm.matmul.Config" comes from.
+
+    The name is "" for a module as a whole. None: there is no such thing.
+    """
+    module, *parts = name.split(".")
+    if module != "cookbook" or not parts or parts[0] == "lab":
+        return OUTSIDE
+    while parts and _path(f"{module}.{parts[0]}"):
+        module, parts = f"{module}.{parts[0]}", parts[1:]
+    if not parts:
+        return module, ""
+    program = _program(module)
+    places = _binding(program, parts[0], len(program))
+    if not places:
+        return None
+    sources = dict(_imported(program[places[0]], module))
+    return _home(".".join([sources[parts[0]], *parts[1:]])) if parts[0] in sources else (module, parts[0])
+
+
+def _program(module: str) -> tuple[ast.stmt, ...]:
+    return _statements(_path(module).read_text())
 
 
 def _path(module: str) -> pathlib.Path | None:
@@ -93,63 +131,84 @@ def _path(module: str) -> pathlib.Path | None:
     return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.exists()), None)
 
 
-def _module_of(name: str) -> str | None:
-    """The module that `cookbook.softmax` or `cookbook.gemm.matmul.Config` comes from; None outside of the package."""
-    top, *parts = name.split(".")
-    if top != "cookbook" or not parts or parts[0] == "lab":
-        return None
-    for count in range(len(parts), 0, -1):
-        if _path(module := ".".join([top, *parts[:count]])):
-            return module
-    index = PACKAGE / "__init__.py"
-    return next((_module_of(source) for name, source in _bound(_parsed(index), index) if name == parts[0]), None)
-
-
-def _bound(tree: ast.Module, path: pathlib.Path | None):
-    """(name, "cookbook.gemm.matmul") of each name that an import in `tree`, the code of `path`, binds."""
-    for node in ast.walk(tree):
+def _imported(statement: ast.stmt, module: str | None):
+    """(name, "cookbook.gemm.matmul") of each name that an import in `statement`, of a module, binds to one of ours."""
+    for node in ast.walk(statement):
+        bound = []
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.asname or alias.name.split(".")[0], alias.name if alias.asname else alias.name.split(".")[0]
-                yield "", alias.name
+            top = lambda alias: alias.name.split(".")[0]  # All that a plain import of a submodule binds.
+            bound = [(x.asname or top(x), x.name if x.asname else top(x)) for x in node.names]
         elif isinstance(node, ast.ImportFrom):
             source = node.module or ""
-            if node.level and path:
-                folder = ["cookbook", *path.parent.relative_to(PACKAGE).parts]
-                source = ".".join(filter(None, [*folder[: len(folder) + 1 - node.level], source]))
-            yield from ((alias.asname or alias.name, f"{source}.{alias.name}") for alias in node.names)
+            if node.level and module:
+                is_folder = _path(module).name == "__init__.py"
+                folder = module.split(".")[: len(module.split(".")) + is_folder - node.level]
+                source = ".".join(filter(None, [*folder, source]))
+            bound = [(alias.asname or alias.name, f"{source}.{alias.name}") for alias in node.names]
+        yield from ((name, source) for name, source in bound if source.split(".")[0] == "cookbook")
 
 
-def _names_of_ours(tree: ast.Module, path: pathlib.Path | None = None) -> set[str]:
-    """The names that `tree` imports, or takes from its imports: "cookbook.softmax", "cookbook.gemm.matmul.Config"."""
-    bound = list(_bound(tree, path))
-    sources, names = dict(bound), {source for _, source in bound}
-    for node in ast.walk(tree):
-        chain = []
-        while isinstance(node, ast.Attribute):
-            chain.append(node.attr)
-            node = node.value
-        if chain and isinstance(node, ast.Name) and node.id in sources:
-            names.add(".".join([sources[node.id], *reversed(chain)]))
-    return names
+# Statements of a notebook, a file or a module ------------------------------------------------------------------------
 
 
-# Statements of a notebook or a file ----------------------------------------------------------------------------------
+def _reached(program, start, module: str | None = None) -> tuple[list[int], set[str]]:
+    """The places in `program` of the statements `start` and of those that bind the names they use, and so on; and the
+    names of the package that these statements use.
 
-
-def _reached(program: list[ast.stmt], start) -> list[ast.stmt]:
-    """The statements of `program` at the places `start`, and those that bind the names they use, and so on."""
-    names = [_names(ast.unparse(statement)) for statement in program]
-    found, waiting = set(), list(start)
+    An import of the package is no statement that counts: the names do.
+    """
+    found, ours, waiting = set(), set(), list(start)
     while waiting:
         if (place := waiting.pop()) in found:
             continue
         found.add(place)
-        _, at_once, later = names[place]
+        _, at_once, later = _names(_text(program[place]))
+        sources = {}
         for name in at_once | later:  # A function looks its names up when it is called: the last binding counts.
-            before = place if name in at_once else len(program)
-            waiting += [i for i in range(before) if name in names[i][0]][-1:]
-    return [program[i] for i in sorted(found)]
+            binding = _binding(program, name, place if name in at_once else len(program))
+            waiting += binding
+            for i in binding:
+                sources |= {bound: source for bound, source in _imported(program[i], module) if bound == name}
+        for root, *rest in _chains(_text(program[place])):
+            if root in sources:
+                ours.add(".".join([sources[root], *rest]))
+    return [i for i in sorted(found) if not any(_imported(program[i], module))], ours
+
+
+def _binding(program, name: str, before: int) -> list[int]:
+    """The places of the statement that binds `name` last `before` a place, and of those that then add to it."""
+    last = [i for i in range(before) if name in _names(_text(program[i]))[0]][-1:]
+    return last + [i for i in range(last[0] + 1, len(program)) if name == _adds_to(program[i])] if last else []
+
+
+def _adds_to(statement: ast.stmt) -> str | None:
+    """The function that `f.defvjp(...)` or `f.Config = Config` adds something to."""
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else statement
+    target = target.value.func if isinstance(target, ast.Expr) and isinstance(target.value, ast.Call) else target
+    is_attribute = isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name)
+    return target.value.id if is_attribute else None
+
+
+@functools.lru_cache(None)
+def _text(statement: ast.stmt) -> str:
+    return ast.unparse(statement)
+
+
+@functools.lru_cache(10_000)
+def _chains(code: str) -> list[list[str]]:
+    """["core", "Plan"] for each `core.Plan` in `code`, ["Plan"] for each `Plan`."""
+    nodes, found = list(ast.walk(ast.parse(code))), []
+    inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    for node in nodes:
+        if id(node) in inner:
+            continue
+        chain = []
+        while isinstance(node, ast.Attribute):
+            chain.append(node.attr)
+            node = node.value
+        if isinstance(node, ast.Name):
+            found.append([node.id, *reversed(chain)])
+    return found
 
 
 @functools.lru_cache(10_000)
@@ -199,15 +258,6 @@ def _in_folder(fn, folder: str) -> bool:
 
 def _first_line(statement: ast.stmt) -> int:
     return min([statement.lineno, *(decorator.lineno for decorator in getattr(statement, "decorator_list", ()))])
-
-
-def _parsed(path: pathlib.Path) -> ast.Module:
-    return _parsed_at(path, path.stat().st_mtime_ns)
-
-
-@functools.lru_cache(1000)
-def _parsed_at(path: pathlib.Path, _modified: int) -> ast.Module:
-    return _without_docstrings(ast.parse(path.read_text()))
 
 
 def _without_docstrings(tree: ast.Module) -> ast.Module:

@@ -101,21 +101,21 @@ def test_an_unknown_problem_gives_no_figure_and_no_exception(h200, no_gpu):
         assert math.isnan(found.tflops)
 
 
-def test_a_figure_of_a_kernel_is_stale_with_its_modules_alone(h200, no_gpu, monkeypatch):
+def test_a_figure_of_a_kernel_is_stale_with_its_own_code_alone(h200, no_gpu, monkeypatch):
     record(double, "softmax/64/f32")
     record(cookbook.softmax, "softmax/64/f32")
     measure = lambda: lab.measure(lambda x: cookbook.softmax(x), 1, problem="softmax/64/f32", of=cookbook.softmax)
     assert results.stale_list() == [] and not measure().stale
     known = source._hashes
     monkeypatch.setattr(
-        source, "_hashes", lambda names: known(names) | dict.fromkeys({"cookbook.rows.core"} & {*names})
+        source, "_hashes", lambda names: known(names) | dict.fromkeys({"cookbook.rows.softmax.softmax"} & {*names})
     )
     assert results.stale_list() == [("softmax/64/f32", "cookbook")] and measure().stale
 
 
-def test_what_was_recorded_of_modules_that_are_gone_is_stale_and_kept(h200, no_gpu):
+def test_what_was_recorded_of_code_that_is_gone_is_stale_and_kept(h200, no_gpu):
     row = record(double)
-    row["provenance"] |= dict(source="1", modules={"cookbook.double": "2"})
+    row["provenance"] |= dict(source="1", uses={"cookbook.double": "2"})
     results.save("double", "h200", dict(rows={"double/64/f32": dict(cookbook=row)}))
     assert results.stale_list() == [("double/64/f32", "cookbook")] and results.read("double/64/f32") == row
     assert lab.measure(double, 1, problem="double/64/f32").stale
