@@ -13,7 +13,7 @@ import math
 from .core import SPLIT_K_MAX, STAGES_MAX, STEP_BYTES, Config, owners, resident
 
 SMEM_FOR_RING = 194_000  # Bytes left for the ring beside the pieces on their way out.
-WIDTHS = (8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)  # Columns of a tile whose operand lies along K.
+WIDTHS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
 SHAPES = ((64, 1), (128, 0), (256, 0))  # Rows of a tile, and which dimension of it the warpgroups divide.
 ROWS_FIRST = 1024  # Bytes of a row along K up to which the tiles of the same rows of o follow each other.
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
@@ -23,25 +23,25 @@ CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
 class Constants:
     """Times and rates of one H200."""
 
-    start: float = 1.86  # us of a kernel before its first copy arrives, and after its last store.
-    tensor: float = 1.63  # Billion cycles a second, at which a step of 128 x 256 takes 1024.
-    copy_128: float = 105.0  # Bytes a cycle that an SM copies of rows that begin at multiples of 128 bytes,
-    copy_32: float = 53.9  # of 32 bytes,
-    copy_16: float = 34.4  # and of 16 bytes.
-    shared_copy: float = 0.484  # Share of a copy's time that is left when two blocks make it together.
-    step: float = 0.109  # us of a step that has nothing to do,
-    cluster_step: float = 0.088  # and in a cluster of several tiles as much more.
-    latency: float = 1.01  # us from the start of a copy to its arrival.
-    tile: float = 0.184  # us of each tile apart from its steps,
-    tile_values: float = 0.417  # for each 32,768 values of it as much more,
-    piece: float = 0.127  # and for each piece that a warpgroup stores.
-    parts: float = 0.507  # us to add up parts of K,
-    parts_values: float = 14.3  # and for each 16,384 values that a block sends as much more.
-    second_kernel: float = 1.46  # us of a kernel that adds them up instead.
-    read: float = 4.38  # TB/s of reads from HBM,
-    write_128: float = 3.15  # of writes of rows that begin at multiples of 128 bytes,
-    write_32: float = 3.04
-    write_16: float = 1.98
+    start: float = 1.85  # us of a kernel before its first copy arrives, and after its last store.
+    tensor: float = 1.59  # Billion cycles a second, at which a step of 128 x 256 takes 1024.
+    copy_128: float = 120.0  # Bytes a cycle that an SM copies of rows that begin at multiples of 128 bytes,
+    copy_32: float = 49.8  # of 32 bytes,
+    copy_16: float = 33.6  # and of 16 bytes.
+    shared_copy: float = 0.536  # Share of a copy's time that is left when two blocks make it together.
+    step: float = 0.0867  # us of a step that has nothing to do,
+    cluster_step: float = 0.09  # and in a cluster of several tiles as much more.
+    latency: float = 0.911  # us from the start of a copy to its arrival.
+    tile: float = 0.188  # us of each tile apart from its steps,
+    tile_values: float = 0.166  # for each 32,768 values of it as much more,
+    piece: float = 0.144  # and for each piece that a warpgroup stores.
+    parts: float = 0.422  # us to add up parts of K,
+    parts_values: float = 11.9  # and for each 16,384 values that a block sends as much more.
+    second_kernel: float = 1.76  # us of a kernel that adds them up instead.
+    read: float = 4.08  # TB/s of reads from HBM,
+    write_128: float = 3.08  # of writes of rows that begin at multiples of 128 bytes,
+    write_32: float = 3.19
+    write_16: float = 2.18
 
 
 H200 = Constants()

@@ -93,7 +93,7 @@ def _candidates(m: int, n: int, k: int, num_sms: int):
             for cluster_m in (1, 2) if tiles >= num_sms // 2 else (1,):
                 yield Config(128, tile_n, cluster_m=cluster_m, tile_k=tile_k)
             for split_k in range(2, min(core.SPLIT_K_MAX, k // 512) + 1):
-                if tiles <= core.resident(num_sms, split_k) and tile_n <= 128:
+                if tiles <= WAVES_OF_PARTS * core.resident(num_sms, split_k) and tile_n <= 128:
                     yield Config(128, tile_n, split_k=split_k, tile_k=tile_k)
                 if tiles * split_k <= num_sms:
                     yield Config(128, tile_n, split_k=split_k, tile_k=tile_k, second_kernel=True)
@@ -118,9 +118,11 @@ def _predict(c: Config, m: int, n: int, k: int, num_sms: int) -> float:
         time += h.parts + h.parts_values * values * (1 - 1 / c.split_k) / 16384
     elif c.second_kernel:
         time += h.second_kernel + 8e-6 * c.split_k * m * n / h.read
-    return h.start + cost.longer(time, (n * k + 2 * m * (n + k)) / h.read / 1e6)
+    start = h.start * (waves if c.split_k > 1 else 1)  # A block of parts computes one tile.
+    return start + cost.longer(time, (n * k + 2 * m * (n + k)) / h.read / 1e6)
 
 
+WAVES_OF_PARTS = 4  # Waves of clusters that add up parts of K, at most.
 CONVERT_STEP, CONVERT = 0.17, 0.38  # us of a step to read and convert its weights: of any, and more for each 16,384.
 
 
@@ -133,11 +135,11 @@ def multiply(plan: Plan, ring: _mgpu.Ring, w_smem, a_smem, before, acc, wide_sme
         """The weights of a step, 8 bits each."""
         ring.wait(before + step)
         pieces = [w_smem.at[slot(step), 0, j, pl.ds(role * rows, rows)] for _, j in plan.a.pieces]
-        return [plgpu.load(piece, layout=plgpu.Layout.WGMMA_UPCAST_2X) for piece in pieces]
+        return [plgpu.load(piece, layout=plgpu.Layout.WGMMA) for piece in pieces]
 
     def start(step, weights):
         with jax.named_scope("convert"):
-            wide = [plgpu.layout_cast(part.astype(plan.b.dtype), plgpu.Layout.WGMMA) for part in weights]
+            wide = [part.astype(plan.b.dtype) for part in weights]
             parts = [part[:, k : k + UNIT] for part in wide for k in range(0, part.shape[1], UNIT)]
             if plan.interpreted:
                 for i, part in enumerate(parts):
