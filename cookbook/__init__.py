@@ -12,6 +12,8 @@ from cookbook.gemm.matmul_fp8 import matmul_fp8
 from cookbook.gemm.matmul_int8_weights import matmul_int8_weights
 from cookbook.gemm.matmul_pipelined import matmul_pipelined
 from cookbook.gemm.matmul_wgmma import matmul_wgmma
+from cookbook.gemm.ragged_dot import ragged_dot
+from cookbook.gemm.ragged_dot_transposed import ragged_dot_transposed
 from cookbook.rows.reduce_sum import reduce_sum
 from cookbook.rows.rms_norm import rms_norm
 from cookbook.rows.softmax import softmax
@@ -28,6 +30,8 @@ __all__ = [
     "matmul_wgmma",
     "merge_attention",
     "paged_attention",
+    "ragged_dot",
+    "ragged_dot_transposed",
     "ragged_paged_attention",
     "reduce_sum",
     "rms_norm",

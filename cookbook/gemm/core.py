@@ -110,6 +110,7 @@ class Operand:
     transposed: bool  # It lies as (K, rows).
     in_pieces: bool = True  # TMA copies pieces of 128 bytes across; False: the tile at once, which must not be cut.
     narrow: bool = False  # The tile has fewer rows than the slot that it is copied to.
+    stacked: bool = False  # It is one of several matrices, along a leading axis; a tile's table says which.
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -162,9 +163,13 @@ class Operand:
             return smem.at[0, 0 if whole else wg].T
         return smem.at[:, mine].T
 
+    def block(self, smem, i):
+        """Block `i` of 64 columns of a slot's tile, which lies as (K, rows)."""
+        return smem.at[0, i] if self.in_pieces else smem.at[:, pl.ds(i * 64, 64)]
+
     def pad(self, x):
-        """`x` as TMA takes it: padded to whole tiles of the swizzle unless it is copied in pieces."""
-        return x if self.in_pieces else _mgpu.pad_to_tiles(x, _mgpu.SWIZZLE_TILE)
+        """`x` as TMA takes it: padded to whole tiles of the swizzle unless it is copied in pieces. Stacks never are."""
+        return x if self.in_pieces or self.stacked else _mgpu.pad_to_tiles(x, _mgpu.SWIZZLE_TILE)
 
 
 def swizzled(shape, dtype, piece, swizzle: int, interpreted: bool):
@@ -412,6 +417,27 @@ class Plan:
     def num_tiles(self):
         """How many tiles this block computes."""
         return self.tiles.of_cluster(lax.axis_index("cluster"))
+
+    def k(self, step):
+        """Where along K `step` of this block's part begins."""
+        return (self.part * self.tiles.num_steps + step) * self.tiles.tile_k
+
+    def matrix(self, operand: Operand, gmem):
+        """The matrix that the tile's `operand` is cut from."""
+        return gmem
+
+    def result(self, o_gmem):
+        """The matrix that the tile is stored to."""
+        return o_gmem.at[self.part] if self.config.second_kernel else o_gmem
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of o: with `swapped`, M and N are those of o, which the tiles have exchanged."""
+        return (self.tiles.n, self.tiles.m) if self.config.swapped else (self.tiles.m, self.tiles.n)
+
+    def send(self, piece_smem, o_gmem, row, col):
+        """Starts to store a piece of o that begins at `row` and `col` of the kernel's product."""
+        plgpu.copy_smem_to_gmem(piece_smem, o_gmem)
 
     def place(self, tile):
         """(row, column) in o where this block's `tile` begins."""

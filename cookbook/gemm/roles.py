@@ -41,40 +41,58 @@ def identity(x):
     return x
 
 
+def each_tile(phase: Plan, before, body):
+    """Calls `body(plan, tile, before)` for this block's tiles, where `before` counts the steps of those before it.
+
+    Returns the count after them. `plan` is that of the tile: the phase's, unless a table says more of each tile.
+    """
+    steps = phase.tiles.num_steps
+    if steps is not None:
+        pl.loop(0, phase.num_tiles())(lambda tile: body(phase, tile, before + tile * steps))
+        return before + phase.num_tiles() * steps
+
+    def look_up(tile, before):
+        plan = phase.look_up(tile)
+        body(plan, tile, before)
+        return before + plan.tiles.num_steps
+
+    return lax.fori_loop(0, phase.num_tiles(), look_up, before)
+
+
 def load(plan: Plan, ring: _mgpu.Ring, a_gmem, b_gmem, a_smem, b_smem):
     """The memory warpgroup: all steps of all tiles of this block, as fast as slots are given back."""
-    steps, before = plan.tiles.num_steps, 0
+
+    def load_tile(plan, tile, before):
+        row, col = plan.place(tile)
+
+        @pl.loop(0, plan.tiles.num_steps)
+        def _(step):
+            slot, k = ring.fill(before + step), plan.k(step)
+            with jax.named_scope("load"):
+                filled, (a, b) = ring.filled.at[slot], (plan.a, plan.b)
+                a.copy(plan.matrix(a, a_gmem), a.at(row, k), a_smem.at[slot], filled, shared=plan.axis_n)
+                b.copy(plan.matrix(b, b_gmem), b.at(col, k), b_smem.at[slot], filled, shared=plan.axis_m)
+
+    before = 0
     for phase in plan.phases:
-
-        @pl.loop(0, phase.num_tiles())
-        def _(tile, phase=phase, before=before):
-            row, col = phase.place(tile)
-
-            @pl.loop(0, steps)
-            def _(step):
-                slot = ring.fill(before + tile * steps + step)
-                k = (phase.part * steps + step) * phase.tiles.tile_k
-                with jax.named_scope("load"):
-                    filled = ring.filled.at[slot]
-                    phase.a.copy(a_gmem, phase.a.at(row, k), a_smem.at[slot], filled, shared=phase.axis_n)
-                    phase.b.copy(b_gmem, phase.b.at(col, k), b_smem.at[slot], filled, shared=phase.axis_m)
-
-        before += phase.num_tiles() * steps
+        before = each_tile(phase, before, load_tile)
 
     # No block leaves while another of its cluster may still arrive at its barriers.
     ring.drain(before)
 
 
-def multiply(plan: Plan, ring: _mgpu.Ring, a_smem, b_smem, before, acc):
+def multiply(plan: Plan, ring: _mgpu.Ring, a_smem, b_smem, before, acc, prepare=None):
     """The sums of this warpgroup's half of a tile, whose steps follow `before` others in the ring.
 
-    WGMMA is asynchronous: a slot is given back one step late.
+    WGMMA is asynchronous: a slot is given back one step late. `prepare(step, a, b)` may change a slot's tiles first.
     """
     steps, (rows, cols), role = plan.tiles.num_steps, plan.compute_tile, lax.axis_index("role")
 
     @pl.loop(0, steps)
     def _(step):
         slot = ring.wait(before + step)
+        if prepare is not None:
+            prepare(step, a_smem.at[slot], b_smem.at[slot])
         a, b = plan.a.part(a_smem.at[slot], role, rows), plan.b.part(b_smem.at[slot], role, cols)
         with jax.named_scope("wgmma"):
             plgpu.wgmma(acc, a, b.T)
@@ -82,7 +100,8 @@ def multiply(plan: Plan, ring: _mgpu.Ring, a_smem, b_smem, before, acc):
         pl.when(step > 0)(lambda: ring.free(before + step - 1))
 
     values = acc[...]  # Waits for the last product.
-    ring.free(before + steps - 1)
+    free = lambda: ring.free(before + steps - 1)
+    free() if isinstance(steps, int) else pl.when(steps > 0)(free)
     return values
 
 
@@ -91,17 +110,17 @@ def compute(plan: Plan, multiply, store):
 
     `before` counts the steps, and `stored` the pieces that this warpgroup has stored, of all its tiles before.
     """
-    steps, before, stored = plan.tiles.num_steps, 0, 0
+    before, stored = 0, 0
     for phase in plan.phases:
         pieces = len(phase.store_pieces)
 
-        @pl.loop(0, phase.num_tiles())
-        def _(tile, phase=phase, before=before, stored=stored, pieces=pieces):
-            acc = plgpu.ACC(phase.compute_tile, jnp.float32)
-            values = pl.run_scoped(functools.partial(multiply, phase, before + tile * steps), acc)
-            store(phase, phase.place_of_warpgroup(tile), stored + tile * pieces, values)
+        def compute_tile(plan, tile, before, stored=stored, pieces=pieces):
+            acc = plgpu.ACC(plan.compute_tile, jnp.float32)
+            values = pl.run_scoped(functools.partial(multiply, plan, before), acc)
+            store(plan, plan.place_of_warpgroup(tile), stored + tile * pieces, values)
 
-        before, stored = before + phase.num_tiles() * steps, stored + phase.num_tiles() * pieces
+        before = each_tile(phase, before, compute_tile)
+        stored += phase.num_tiles() * pieces
 
     plgpu.wait_smem_to_gmem(0)
 
@@ -137,8 +156,7 @@ def add_parts(store, sums_gmem, sums_smem, summed, plan: Plan, place, stored, va
 def store(fused, o_gmem, o_smem, plan: Plan, place, stored, values):
     """Finishes `values`, a warpgroup's share of a tile, and sends it piece after piece to its `place` in o."""
     (row, col), (height, width), role = place, plan.store_piece, lax.axis_index("role")
-    if plan.config.second_kernel:
-        o_gmem = o_gmem.at[plan.part]
+    o_gmem = plan.result(o_gmem)
     swapped, slots = plan.swapped, plan.config.store_slots
     vectors = {(i, j): _load_vectors(plan, fused, row + i, col + j) for i, j in plan.store_pieces}  # All in flight.
 
@@ -162,7 +180,7 @@ def store(fused, o_gmem, o_smem, plan: Plan, place, stored, values):
         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)  # TMA has read the piece that was in this slot.
         (piece.T if swapped else piece)[...] = finish(i, j)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(o_tma.at[role, slot, 0, 0], target(i, j))
+        plan.send(o_tma.at[role, slot, 0, 0], target(i, j), row + i, col + j)
 
 
 def _load_vectors(plan: Plan, fused, row, col) -> dict:
@@ -185,9 +203,10 @@ def scale_and_shift(product, fused: dict):
     return product + fused["bias"] if "bias" in fused else product
 
 
-def kernel(a_gmem, b_gmem, fused, o_gmem, sums_gmem=None, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem=None,
-           sums_smem=None, summed=None, multiply=multiply, **scratch):  # fmt: skip
+def kernel(a_gmem, b_gmem, fused, table, o_gmem, sums_gmem=None, *, plan: Plan, a_smem, b_smem, filled, freed,
+           o_smem=None, sums_smem=None, summed=None, multiply=multiply, **scratch):  # fmt: skip
     """The kernel of all products of this family; `multiply` may bring `scratch` of its own."""
+    plan = plan if table is None else plan.reading(table)
     (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, plan.interpreted), plan.b.views(b_smem, plan.interpreted)
     ring = _mgpu.Ring(filled, freed, plan.num_stages)
 
@@ -211,16 +230,16 @@ def kernel(a_gmem, b_gmem, fused, o_gmem, sums_gmem=None, *, plan: Plan, a_smem,
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "params", "multiply"))
-def fused_product(a, b, vectors: dict, *, plan: Plan, params, multiply=multiply):
+def fused_product(a, b, vectors: dict, table=None, *, plan: Plan, params, multiply=multiply):
     """`activation(a @ b.T * scale * row_scale * col_scale + bias)`, of `a` and `b` as the plan's operands say.
 
     `vectors` holds float32 "scale" (1,), "row_scale" (M,), "col_scale" (N,) and "bias" (N,), or some of them; with
-    `swapped`, M and N are those of o, which the tiles have exchanged.
+    `swapped`, M and N are those of o, which the tiles have exchanged. A plan of groups reads its tiles from `table`.
     """
     c, t = plan.config, plan.tiles
     swapped, activation = c.swapped, plan.activation
     tiles = t.cluster_tile[:: -1 if swapped else 1]  # Rows and columns of o that a cluster computes.
-    shape = (t.n, t.m) if swapped else (t.m, t.n)
+    shape = plan.out_shape
     if c.second_kernel:  # It also does what is fused, and transposes.
         plan = dataclasses.replace(plan, activation=identity)
         fused, padded = {}, (c.split_k, *_mgpu.padded_shape((t.m, t.n), (1, 8)))
@@ -230,7 +249,7 @@ def fused_product(a, b, vectors: dict, *, plan: Plan, params, multiply=multiply)
         per = dict(scale=1, row_scale=tiles[0], col_scale=tiles[1], bias=tiles[1])
         fused = {name: _mgpu.pad_to_tiles(vector, (per[name],)) for name, vector in vectors.items()}
         # Direct stores are not cut off at the edge. A row of o is a multiple of 16 bytes for TMA.
-        padded = _mgpu.padded_shape(shape, tiles if plan.stores_directly else (1, 8))
+        padded = *shape[:-2], *_mgpu.padded_shape(shape[-2:], tiles if plan.stores_directly else (1, 8))
     out_type = [jax.ShapeDtypeStruct(padded, plan.stored_dtype)]
     # Neighbouring blocks multiply the same part of K: their SMs need the same operands.
     grid = (dict(part=c.split_k) if c.second_kernel else {}) | dict(cluster=t.clusters)
@@ -251,9 +270,9 @@ def fused_product(a, b, vectors: dict, *, plan: Plan, params, multiply=multiply)
         thread_name="role",
         scratch_types=plan.scratch,
         compiler_params=params,
-    )(plan.a.pad(a), plan.b.pad(b), fused)
+    )(plan.a.pad(a), plan.b.pad(b), fused, table)
     if not c.second_kernel:
-        return out[: shape[0], : shape[1]]
+        return out[tuple(slice(size) for size in shape)]
     total = functools.reduce(jnp.add, out[:, : t.m, : t.n])  # One part after the other, in every run.
     columns = {name: vector[:, None] if name == "row_scale" else vector for name, vector in vectors.items()}
     total = scale_and_shift(total.T if swapped else total, columns)

@@ -1,0 +1,369 @@
+"""What the grouped products share: bounds of groups, the table of tiles, and the plan of a kernel that reads it.
+
+Rows of an (M, ...) array lie group after group; `group_sizes` says how many each has. Which tiles that makes is known
+on the device alone, so that XLA makes a table of them, a few hundred integers, and the kernel looks its tiles up.
+
+Sizes are clipped to [0, M] and their sums to M before anything is made of them: whatever they are, each row belongs to
+one group or to none, and no tile begins or ends outside of the array. `check_group_sizes` finds such sizes on the host.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .. import _mgpu
+from .core import COMPUTE, STEP_BYTES, Config, Operand, Plan, Tiles, is_cut, resident
+from .roles import identity
+
+
+class Table(NamedTuple):
+    """Integers that say of each entry to which group it belongs and which rows of that group it begins and ends at."""
+
+    count: Any  # (2,): entries of groups; and those that follow them, of rows that are zeros, too.
+    group: Any
+    start: Any
+    end: Any  # Where the group ends, also where that is beyond the entry's tile.
+
+
+def bounds(group_sizes, m: int, group_offset=None, count: int | None = None):
+    """(starts, ends) of all groups, or of `count` of them from `group_offset` on: (count,) int32 each.
+
+    A sum along a masked square is one small kernel; XLA's cumulative sum takes longer than a small product.
+    """
+    sizes = jnp.clip(group_sizes.astype(jnp.int32), 0, m)
+    g = jnp.arange(sizes.size, dtype=jnp.int32)
+    starts = jnp.where(g[None, :] < g[:, None], sizes[None, :], 0).sum(1, dtype=jnp.int32)
+    starts, ends = jnp.minimum(starts, m), jnp.minimum(starts + sizes, m)
+    if group_offset is None:
+        return starts, ends
+    at = jnp.reshape(group_offset, ()).astype(jnp.int32)  # Clipped by dynamic_slice, as sizes are here.
+    return tuple(lax.dynamic_slice(x, (at,), (count,)) for x in (starts, ends))
+
+
+def check_group_sizes(group_sizes, rows: int):
+    """Looks, on the host, for sizes that the kernels would clip.
+
+    Args:
+      group_sizes: (G,) integers, an array of NumPy's or a concrete one of JAX's.
+      rows: M, the rows that groups share out.
+
+    Raises:
+      ValueError: a size is negative, or a group reaches beyond the rows; the first such group is named.
+    """
+    sizes = np.asarray(group_sizes).astype(np.int64)
+    if (negative := np.flatnonzero(sizes < 0)).size:
+        raise ValueError(f"group_sizes[{negative[0]}] is {sizes[negative[0]]}; a group has 0 rows or more")
+    ends = np.cumsum(sizes)
+    if (beyond := np.flatnonzero(ends > rows)).size:
+        raise ValueError(
+            f"group_sizes[{beyond[0]}] is {sizes[beyond[0]]}: group {beyond[0]} ends at row {ends[beyond[0]]}, but there are "
+            f"{rows} rows"
+        )
+
+
+def check_groups(op: str, group_sizes, group_offset, rows: int, count: int | None):
+    """(group_sizes, group_offset) as arrays. `count` matrices have groups; None: as many as there are sizes.
+
+    Raises:
+      ValueError: a shape or dtype is not supported; or a size would be clipped, where that is known on the host.
+    """
+    if isinstance(group_sizes, np.ndarray | list | tuple):
+        check_group_sizes(group_sizes, rows)
+    sizes = _mgpu.as_array(op, "group_sizes", group_sizes)
+    if sizes.ndim != 1 or not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise ValueError(f"cookbook.{op}: {sizes.shape=}, {sizes.dtype=} of group_sizes; must be (G,) integers")
+    if count is not None and (sizes.size < count if group_offset is not None else sizes.size != count):
+        rule = f"at least {count}" if group_offset is not None else f"{count} (or say group_offset)"
+        raise ValueError(f"cookbook.{op}: group_sizes has {sizes.size} groups and there are {count} matrices: {rule}")
+    if rows * (sizes.size + 2) >= 2**31:
+        raise ValueError(f"cookbook.{op}: {rows} rows by {sizes.size} groups: their product must be below 2**31")
+    if group_offset is None:
+        return sizes, None
+    offset = _mgpu.as_array(op, "group_offset", group_offset)
+    if offset.size != 1 or not jnp.issubdtype(offset.dtype, jnp.integer):
+        raise ValueError(f"cookbook.{op}: {offset.shape=}, {offset.dtype=} of group_offset; must be one integer")
+    return sizes, offset.reshape(())
+
+
+def check_operands(op: str, lhs, rhs):
+    """Raises a ValueError unless both have one supported dtype and rows that TMA reads."""
+    if lhs.dtype not in (jnp.bfloat16, jnp.float16) or lhs.dtype != rhs.dtype:
+        raise ValueError(f"cookbook.{op}: {lhs.dtype=}, {rhs.dtype=}; must both be bfloat16 or both float16: cast one")
+    for name, cols in (("lhs", lhs.shape[-1]), ("rhs", rhs.shape[-1])):
+        if cols % 8:
+            raise ValueError(
+                f"cookbook.{op}: a row of {name} has {cols} values, {2 * cols} bytes; TMA needs a multiple of 16 bytes"
+                f": pad it to {-(-cols // 8) * 8} (jnp.pad, one copy of {name})"
+            )
+
+
+def row_entries(m: int, num_groups: int, tile: int) -> int:
+    """The most entries that `row_table` may need: each has a row, and all but two a group's last one are full."""
+    return min(m, (m + (num_groups + 2) * (tile - 1)) // tile)
+
+
+def row_table(starts, ends, m: int, tile: int) -> Table:
+    """An entry for each `tile` rows of each group, and then for those of the rows before and after all groups."""
+    num_groups = starts.size
+    starts, ends = (
+        jnp.concatenate([x, jnp.stack(rest)])
+        for x, rest in ((starts, (jnp.zeros_like(ends[-1]), ends[-1])), (ends, (starts[0], jnp.full_like(ends[-1], m))))
+    )
+    tiles = (ends - starts + tile - 1) // tile
+    g = jnp.arange(tiles.size, dtype=jnp.int32)
+    after = jnp.where(g[None, :] <= g[:, None], tiles[None, :], 0).sum(1, dtype=jnp.int32)
+    entry = jnp.arange(row_entries(m, num_groups, tile), dtype=jnp.int32)
+    group = (after[None, :] <= entry[:, None]).sum(1, dtype=jnp.int32)
+    at = jnp.minimum(group, num_groups + 1)
+    start = starts[at] + (entry - (after - tiles)[at]) * tile
+    return Table(after[jnp.array([num_groups - 1, num_groups + 1])], group, start, ends[at])
+
+
+def sum_table(starts, ends) -> Table:
+    """An entry for each group, the largest first."""
+    sizes, g = ends - starts, jnp.arange(starts.size, dtype=jnp.int32)
+    comes_before = (sizes[None, :] > sizes[:, None]) | ((sizes[None, :] == sizes[:, None]) & (g[None, :] < g[:, None]))
+    rank = comes_before.sum(1, dtype=jnp.int32)
+    order = jnp.where(rank[None, :] == g[:, None], g[None, :], 0).sum(1, dtype=jnp.int32)
+    return Table(jnp.full(2, starts.size, jnp.int32), order, starts[order], ends[order])
+
+
+class Entry(NamedTuple):
+    """What a table says of a tile, and the place of the tile in the kernel's product."""
+
+    group: Any
+    start: Any
+    end: Any
+    steps: Any
+    row: Any
+    col: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class RowTiles(Tiles):
+    """Tiles of an (M, N) result whose rows belong to groups: `axis` of the kernel's product is that of the rows."""
+
+    num_groups: int = 1
+    axis: int = 0
+    table: Table | None = None
+    entry: Entry | None = None
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """The most tiles of clusters along M and N that sizes may make necessary."""
+        grid = list(super().grid)
+        grid[self.axis] = row_entries((self.m, self.n)[self.axis], self.num_groups, self.cluster_tile[self.axis])
+        return tuple(grid)
+
+    @property
+    def num_steps(self):
+        """Steps of the tile that was looked up. None: each tile has its own."""
+        return None if self.entry is None else self.entry.steps
+
+    @property
+    def across(self) -> int:
+        """Tiles along the axis that is not that of the rows."""
+        return self.grid[1 - self.axis]
+
+    def of_cluster(self, cluster):
+        return _mgpu.div(self.table.count[1] * self.across - cluster + self.clusters - 1, self.clusters)
+
+    def look_up(self, index, block_m, block_n) -> "RowTiles":
+        c, filled = self.config, self.table.count[0]
+        grid = (filled, self.across)[:: -1 if self.axis else 1]
+        places = plgpu.planar_snake(index, grid, c.grid_minor_dim, c.grid_tile_width)
+        # Tiles of zeros, which take less long, come last.
+        rest = index - filled * self.across
+        i = jnp.where(rest < 0, places[self.axis], filled + _mgpu.div(rest, self.across))
+        j = jnp.where(rest < 0, places[1 - self.axis], _mgpu.rem(rest, self.across))
+        group, start, end = (x[i] for x in (self.table.group, self.table.start, self.table.end))
+        tile, size = (block_m * c.tile_m, block_n * c.tile_n), self.cluster_tile[1 - self.axis]
+        place = start + tile[self.axis], j * size + tile[1 - self.axis]
+        steps = jnp.where(group < self.num_groups, super().num_steps, 0)
+        return dataclasses.replace(self, entry=Entry(group, start, end, steps, *place[:: -1 if self.axis else 1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class SumTiles(Tiles):
+    """Tiles of (G, M, N) results, one a group, of which each is a sum along the group's rows.
+
+    The table has an entry for each group, the largest first: a block's tiles get shorter and shorter. Turn after turn
+    the blocks take theirs in opposite order, so that none gets the longer ones of all turns.
+    """
+
+    num_groups: int = 1
+    table: Table | None = None
+    entry: Entry | None = None
+
+    @property
+    def num_steps(self):
+        """Steps of the tile that was looked up. None: each tile has its own."""
+        return None if self.entry is None else self.entry.steps
+
+    @property
+    def clusters(self) -> int:
+        return min(self.count, resident(self.num_sms, self.config.cluster_m * self.config.cluster_n))
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.grid) * self.num_groups
+
+    def in_turn(self, turn, cluster):
+        """The number of `cluster` among those that take tiles of this turn."""
+        return jnp.where(_mgpu.rem(turn, 2) == 0, cluster, self.clusters - 1 - cluster)
+
+    def of_cluster(self, cluster):
+        turns, rest = divmod(self.count, self.clusters)
+        return turns + (self.in_turn(turns, cluster) < rest).astype(jnp.int32)
+
+    def look_up(self, index, block_m, block_n) -> "SumTiles":
+        c, tiles = self.config, math.prod(self.grid)
+        turn, cluster = _mgpu.div(index, self.clusters), _mgpu.rem(index, self.clusters)
+        index = turn * self.clusters + self.in_turn(turn, cluster)
+        number = _mgpu.div(index, tiles)
+        i, j = plgpu.planar_snake(_mgpu.rem(index, tiles), self.grid, c.grid_minor_dim, c.grid_tile_width)
+        group, start, end = (x[number] for x in (self.table.group, self.table.start, self.table.end))
+        steps = jnp.where(end > start, _mgpu.div(end - aligned(start) + self.tile_k - 1, self.tile_k), 0)
+        place = (i * c.cluster_m + block_m) * c.tile_m, (j * c.cluster_n + block_n) * c.tile_n
+        return dataclasses.replace(self, entry=Entry(group, start, end, steps, *place))
+
+
+def aligned(row):
+    """The row from which TMA reads whole tiles of the swizzle, which have 8 rows, at or before `row`."""
+    return pl.multiple_of(row & ~7, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupPlan(Plan):
+    """A plan whose tiles are looked up in a table."""
+
+    @property
+    def phases(self) -> list[Plan]:
+        return [self]
+
+    def reading(self, table: Table) -> "GroupPlan":
+        return dataclasses.replace(self, tiles=dataclasses.replace(self.tiles, table=table))
+
+    def look_up(self, tile) -> "GroupPlan":
+        """The plan of this block's `tile`."""
+        blocks = (lax.axis_index(axis) if axis else 0 for axis in (self.axis_m, self.axis_n))
+        index = lax.axis_index("cluster") + tile * self.tiles.clusters
+        return dataclasses.replace(self, tiles=self.tiles.look_up(index, *blocks))
+
+    def place(self, tile):
+        return self.tiles.entry.row, self.tiles.entry.col
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPlan(GroupPlan):
+    """The plan of products of groups of rows."""
+
+    def k(self, step):
+        return step * self.tiles.tile_k
+
+    def matrix(self, operand: Operand, gmem):
+        return gmem.at[self.tiles.entry.group] if operand.stacked else gmem
+
+    def send(self, piece_smem, o_gmem, row, col):
+        """A piece that is whole in its group goes out at once; of others their rows, in pieces of powers of two."""
+        rows, left = piece_smem.shape[0], self.tiles.entry.end - (row, col)[self.tiles.axis]
+
+        @pl.when(left >= rows)
+        def _():
+            plgpu.copy_smem_to_gmem(piece_smem, o_gmem)
+
+        @pl.when((left > 0) & (left < rows))
+        def _():
+            size = 1 << ((rows - 1).bit_length() - 1)
+            while size:
+                start = left & ~(2 * size - 1)  # The larger pieces come before.
+
+                @pl.when(left & size != 0)
+                def _(start=start, size=size):
+                    part = pl.ds(start, size)
+                    plgpu.copy_smem_to_gmem(piece_smem.at[part], o_gmem.at[part], commit_group=False)
+
+                size //= 2
+            plgpu.commit_smem_to_gmem_group()
+
+        # A slot is taken to be free once as many pieces have followed as there are others.
+        pl.when(left <= 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class SumPlan(GroupPlan):
+    """The plan of sums along the rows of each group."""
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return self.tiles.num_groups, self.tiles.m, self.tiles.n
+
+    def result(self, o_gmem):
+        return o_gmem.at[self.tiles.entry.group]
+
+    def k(self, step):
+        return aligned(self.tiles.entry.start) + step * self.tiles.tile_k
+
+    @property
+    def scratch(self) -> dict:
+        return super().scratch | dict(masked=plgpu.Barrier(num_arrivals=COMPUTE))
+
+
+def row_plan(m, n, k, num_groups, dtype, transpose_rhs, activation, out_dtype, config: Config, num_sms=132,
+             interpreted=False) -> RowPlan:  # fmt: skip
+    """The plan of (M, K) rows by (G, K, N) matrices, or (G, N, K) with `transpose_rhs`.
+
+    Raises:
+      ValueError: the kernel cannot work in tiles of this configuration, or not with these operands.
+    """
+    c, out_dtype = config, jnp.dtype(out_dtype)
+    if c.split_k != 1 or c.tail_split != 1:
+        raise ValueError(f"{c.split_k=} and {c.tail_split=} must be 1: how many tiles there are is known on the device")
+    if c.swapped and out_dtype.itemsize == 4:
+        raise ValueError(f"{c.swapped=} transposes results of 16 bits, not {out_dtype}: must be False")
+    tile_k, mine = STEP_BYTES // dtype.itemsize, c.compute_tile[0 if c.swapped else 1]
+    lies, cut = not transpose_rhs, not transpose_rhs and is_cut(k, n)
+    if lies and (mine % 64 or (cut and mine != 64)):
+        raise ValueError(
+            f"tile_{'m' if c.swapped else 'n'} leaves a warpgroup {mine} columns of rhs (G, K, N), {n=}: must be "
+            f"{'64, because N is no multiple of 64' if cut else 'a multiple of 64'} (or give rhs as (G, N, K))"
+        )
+    sides = [
+        Operand(dtype, c.tile_n if c.swapped else c.tile_m, tile_k, False),
+        Operand(dtype, c.tile_m if c.swapped else c.tile_n, tile_k, lies, cut or not lies, stacked=True),
+    ]
+    m_n = (n, m) if c.swapped else (m, n)
+    tiles = RowTiles(*m_n, k, tile_k, c, num_sms, num_groups=num_groups, axis=int(c.swapped))
+    plan = RowPlan(tiles, *sides[:: -1 if c.swapped else 1], activation, out_dtype, interpreted)
+    if not c.swapped and plan.store_piece[1] * out_dtype.itemsize != STEP_BYTES:
+        raise ValueError(
+            f"{c.tile_n=} must leave each warpgroup a multiple of {STEP_BYTES} bytes of a row of {out_dtype}: a row of "
+            "narrower pieces begins where TMA can read none"
+        )
+    return plan
+
+
+def sum_plan(m, n, rows, num_groups, dtype, out_dtype, config: Config, num_sms=132, interpreted=False) -> SumPlan:
+    """The plan of (rows, M) and (rows, N) to (G, M, N).
+
+    Raises:
+      ValueError: the kernel cannot work in tiles of this configuration, or not with these operands.
+    """
+    c = config
+    if c.split_k != 1 or c.tail_split != 1 or c.swapped:
+        raise ValueError(f"{c.split_k=} and {c.tail_split=} must be 1, and {c.swapped=} False, for sums along groups")
+    tile_k, operands = STEP_BYTES // dtype.itemsize, []
+    for name, size, tile, mine in zip("mn", (m, n), (c.tile_m, c.tile_n), c.compute_tile, strict=True):
+        cut = is_cut(rows, size)
+        if mine % 64 or (cut and mine != 64):
+            rule = "64, because the operand has no whole tiles of 8 rows by 64 columns" if cut else "a multiple of 64"
+            raise ValueError(f"tile_{name}={tile} leaves a warpgroup {mine} of {size} columns: must be {rule}")
+        operands.append(Operand(dtype, tile, tile_k, True, cut))
+    tiles = SumTiles(m, n, rows, tile_k, c, num_sms, num_groups=num_groups)
+    return SumPlan(tiles, *operands, identity, jnp.dtype(out_dtype), interpreted)

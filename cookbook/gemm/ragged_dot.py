@@ -1,0 +1,159 @@
+"""Product of groups of rows with a matrix each, as mixtures of experts need it: one kernel for all groups.
+
+    o[rows of group g] = lhs[rows of group g] @ rhs[g]
+
+Shapes: lhs (M, K), rhs (G, K, N), or (G, N, K) with `transpose_rhs`, group_sizes (G,) int32, o (M, N). Groups lie one
+after the other, from row 0; rows that belong to none are zeros. lhs and rhs are both bfloat16 or both float16; sums are
+float32; o is bfloat16, float16 or float32. Rows of lhs and rhs must be multiples of 16 bytes, which TMA asks for.
+
+Role and barrier tables: `roles.py`, which holds the kernel. A tile begins at a row of its group, any row, and reaches
+over the group's end if the group has no more rows: what it computes of the next group's rows is not stored. Whole
+pieces are stored at once, the last ones of a group as pieces of 32, 16, 8, 4, 2 and 1 rows, or some of them. Where
+tiles are is read from a table that XLA makes of the sizes (`groups.py`).
+
+What bounds its speed: the tensor cores; with few rows a group, the memory that the matrices come from. `swapped` then
+computes the transposed product, whose tiles may have as few as 8 rows of lhs.
+
+Not supported: batches (use `jax.vmap`), other dtypes. Chapter: 16. Sources: Gale et al., "MegaBlocks" (2022), for the
+grouped product; JAX's `ragged_dot_mgpu`, for the stores by powers of two.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .. import _mgpu
+from . import groups
+from .core import Config
+from .ragged_dot_transposed import ragged_dot_transposed
+from .roles import fused_product, identity
+
+
+def ragged_dot_reference(lhs, rhs, group_sizes, group_offset=0, transpose_rhs=False):
+    dtype = jnp.promote_types(lhs.dtype, jnp.float32)
+    lhs, rhs = lhs.astype(dtype), rhs.astype(dtype).mT if transpose_rhs else rhs.astype(dtype)
+    group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(lhs.shape[0]), side="right") - group_offset
+
+    def add_group(out, matrix):
+        number, out = out
+        product = jnp.matmul(lhs, matrix, precision="highest")
+        return (number + 1, jnp.where((group == number)[:, None], product, out)), None
+
+    zeros = jnp.zeros((lhs.shape[0], rhs.shape[2]), dtype)
+    return lax.scan(add_group, (jnp.int32(0), zeros), rhs)[0][1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of a call of `ragged_dot`."""
+
+    transpose_rhs: bool
+    out_dtype: jnp.dtype
+    config: Config | None
+
+
+def default_config(m, n, k, num_groups, out_dtype=jnp.bfloat16, transpose_rhs=False, num_sms=132) -> Config:
+    """The configuration of the least predicted time."""
+    return Config()
+
+
+def _forward(lhs, rhs, group_sizes, group_offset, options: Options):
+    (m, k), num_groups, transpose_rhs = lhs.shape, rhs.shape[0], options.transpose_rhs
+    n = rhs.shape[1 if transpose_rhs else 2]
+    if 0 in (m, n, k, num_groups):
+        return jnp.zeros((m, n), options.out_dtype)
+    target = _mgpu.require_target("ragged_dot")
+    config = options.config or default_config(m, n, k, num_groups, options.out_dtype, transpose_rhs, target.num_sms)
+    plan = groups.row_plan(
+        m, n, k, num_groups, lhs.dtype, transpose_rhs, identity, options.out_dtype, config, target.num_sms,
+        target.interpreted,
+    )  # fmt: skip
+    starts, ends = groups.bounds(group_sizes, m, group_offset, num_groups)
+    table = groups.row_table(starts, ends, m, plan.tiles.cluster_tile[plan.tiles.axis])
+    operands = (lhs, rhs)[:: -1 if config.swapped else 1]
+    return fused_product(*operands, {}, table, plan=plan, params=_mgpu.compiler_params())
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _ragged_dot(lhs, rhs, group_sizes, group_offset, options: Options):
+    return _forward(lhs, rhs, group_sizes, group_offset, options)
+
+
+def _ragged_dot_fwd(lhs, rhs, group_sizes, group_offset, options: Options):
+    return _forward(lhs, rhs, group_sizes, group_offset, options), (lhs, rhs, group_sizes, group_offset)
+
+
+def _ragged_dot_bwd(options: Options, residuals, d_out):
+    lhs, rhs, group_sizes, group_offset = residuals
+    d, transpose_rhs = d_out.astype(lhs.dtype), options.transpose_rhs
+    if short := -d.shape[1] % 8:  # rhs is (G, N, K): rows of d are no multiple of 16 bytes.
+        d, rhs_n = jnp.pad(d, ((0, 0), (0, short))), jnp.pad(rhs, ((0, 0), (0, short), (0, 0)))
+    else:
+        rhs_n = rhs
+    d_lhs = _forward(d, rhs_n, group_sizes, group_offset, Options(not transpose_rhs, lhs.dtype, None))
+    pair = (d, lhs) if transpose_rhs else (lhs, d)
+    d_rhs = ragged_dot_transposed(*pair, group_sizes, group_offset=group_offset, num_groups=rhs.shape[0])
+    return d_lhs, d_rhs[:, : rhs.shape[1]], None, None
+
+
+_ragged_dot.defvjp(_ragged_dot_fwd, _ragged_dot_bwd)
+
+
+def ragged_dot(
+    lhs, rhs, group_sizes, *, group_offset=None, transpose_rhs=False, preferred_element_type=None,
+    config: Config | None = None,
+):  # fmt: skip
+    """`lhs` times one matrix of `rhs` for each group of rows, with float32 sums, rounded once; the same in every run.
+
+    Args:
+      lhs: (M, K); bfloat16 or float16.
+      rhs: (G, K, N), or (G, N, K) with `transpose_rhs`; of the dtype of `lhs`.
+      group_sizes: (G,) integers: how many rows of lhs each group has. Rows beyond their sum belong to none. Sizes below
+        0 count as 0, and what goes beyond M is cut off (`cookbook.ragged_dot.check_group_sizes` finds both).
+      group_offset: None; or an integer, which may be traced, or an array of one: the group that rhs begins with.
+        group_sizes then has sizes of all groups, also of those that rhs has no matrix of, whose rows are zeros.
+      transpose_rhs: matrices are given transposed, and are read as they lie.
+      preferred_element_type: bfloat16, float16 or float32, the dtype of the result; None for the dtype of `lhs`.
+      config: tiles, stages, cluster and order; None for those of the least predicted time.
+
+    Returns:
+      (M, N); zeros in rows that belong to no group of rhs.
+
+    Raises:
+      ValueError: a rank, shape, dtype or row length is not supported; RuntimeError: no GPU.
+    """
+    op = "ragged_dot"
+    lhs, rhs = _mgpu.as_array(op, "lhs", lhs), _mgpu.as_array(op, "rhs", rhs)
+    transpose_rhs = _mgpu.option(op, "transpose_rhs", transpose_rhs, bool)
+    out_dtype = jnp.dtype(preferred_element_type or lhs.dtype)
+    _mgpu.require_float(op, out_dtype)
+    if lhs.ndim != 2 or rhs.ndim != 3:
+        raise ValueError(f"cookbook.{op}: {lhs.shape=}, {rhs.shape=}; must be (M, K) and a matrix for each group")
+    k = rhs.shape[2 if transpose_rhs else 1]
+    if lhs.shape[1] != k:
+        raise ValueError(
+            f"cookbook.{op}: {lhs.shape=} and {rhs.shape=} ({transpose_rhs=}) share no K: {lhs.shape[1]} is not {k}; "
+            "are matrices stored the other way round?"
+        )
+    groups.check_operands(op, lhs, rhs)
+    group_sizes, group_offset = groups.check_groups(op, group_sizes, group_offset, lhs.shape[0], rhs.shape[0])
+    operands = (lhs, rhs, group_sizes) if group_offset is None else (lhs, rhs, group_sizes, group_offset)
+    lhs, rhs, group_sizes, group_offset = (*_mgpu.alike(*operands), None)[:4]
+    return _ragged_dot(lhs, rhs, group_sizes, group_offset, Options(transpose_rhs, out_dtype, config))
+
+
+ragged_dot.Config = Config  # `cookbook.ragged_dot` is this function, not its module.
+ragged_dot.check_group_sizes = groups.check_group_sizes
+
+
+def flops(m: int, n: int, k: int) -> int:
+    """Operations for `m` rows that belong to groups."""
+    return 2 * m * n * k
+
+
+def bytes_moved(m: int, n: int, k: int, num_groups: int, itemsize: int = 2) -> int:
+    """Rows and the matrices of the `num_groups` groups that have rows read once, the result written once."""
+    return itemsize * (m * k + num_groups * k * n + m * n)
