@@ -62,8 +62,7 @@ def check_group_sizes(group_sizes, rows: int):
     ends = np.cumsum(sizes)
     if (beyond := np.flatnonzero(ends > rows)).size:
         raise ValueError(
-            f"group_sizes[{beyond[0]}] is {sizes[beyond[0]]}: group {beyond[0]} ends at row {ends[beyond[0]]}, but there are "
-            f"{rows} rows"
+            f"group_sizes[{beyond[0]}] is {sizes[beyond[0]]}: the group ends at row {ends[beyond[0]]} of {rows}"
         )
 
 
