@@ -42,7 +42,7 @@ def bounds(group_sizes, m: int, group_offset=None, count: int | None = None):
     starts, ends = jnp.minimum(starts, m), jnp.minimum(starts + sizes, m)
     if group_offset is None:
         return starts, ends
-    at = jnp.reshape(group_offset, ()).astype(jnp.int32)  # Clipped by dynamic_slice, as sizes are here.
+    at = jnp.clip(group_offset, 0, sizes.size - count)
     return tuple(lax.dynamic_slice(x, (at,), (count,)) for x in (starts, ends))
 
 

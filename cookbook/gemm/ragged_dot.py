@@ -57,7 +57,9 @@ class Options:
 
 def default_config(m, n, k, num_groups, out_dtype=jnp.bfloat16, transpose_rhs=False, num_sms=132) -> Config:
     """The configuration of the least predicted time."""
-    return Config()
+    if transpose_rhs or n % 64 == 0:
+        return Config()
+    return Config(256, 64) if jnp.dtype(out_dtype).itemsize == 4 else Config(swapped=True)
 
 
 def _forward(lhs, rhs, group_sizes, group_offset, options: Options):
