@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -43,7 +44,8 @@ def default_config(rows: int, cols: int, itemsize: int, register_values: int = 9
         return Config(1, register_values)
     lanes = _lanes(cols, vec)
     rows_at_once = WARPGROUP // lanes  # A multiple of it: each thread of a warp has something to do.
-    block_rows = rows_at_once * max(1, min(8, 16 * lanes // cols))  # 16 values a thread: more blocks cost their start.
+    # At least 16 values a thread: more blocks cost their start.
+    block_rows = rows_at_once * min(8, pl.cdiv(16 * lanes, cols))
     if rows < block_rows:
         block_rows = rows_at_once
     return Config(1 if rows < block_rows and cols >= WARPGROUP else block_rows, register_values)
@@ -268,8 +270,9 @@ class RaggedPlan(Plan):
         yield pl.ds(last, WARPGROUP), ends, first + self.inner - last, WARPGROUP
 
     def load(self, x_gmem, row, g):
+        begin = lax.axis_index("block") * self.cols if x_gmem.shape == (self.cols,) else 0  # All rows share these.
         load = lambda where, layout: plgpu.load(x_gmem.at[where], layout=layout, optimized=False).astype(jnp.float32)
-        return [load(where, layout) for where, layout, *_ in self._parts()]
+        return [load(pl.ds(where.start - begin, where.size), layout) for where, layout, *_ in self._parts()]
 
     def store(self, o_gmem, row, g, pieces):
         for piece, (where, *_) in zip(pieces, self._parts(), strict=True):
@@ -285,6 +288,26 @@ class RaggedPlan(Plan):
     def reduce(self, combine, reduce, pieces):
         *inner, head, tail = pieces
         return combine(reduce(functools.reduce(combine, inner)), reduce(combine(head, tail)))
+
+
+def plan_rows(rows: int, cols: int, itemsize: int, config: Config | None, register_values: int) -> Plan:
+    """The plan of a kernel over rows: of `config`, or chosen by shape."""
+    config = config or default_config(rows, cols, itemsize, register_values)
+    plan, ragged = (kind(rows, cols, itemsize, config) for kind in (Plan, RaggedPlan))
+    # Loads of odd rows are so many that they are not all in flight at once.
+    return ragged if plan.num_groups > 1 and ragged.fits else plan
+
+
+def launch(one_row, plan: Plan, out_type, params, arrays, shared=()):
+    """What `one_row(plan, *arrays, *shared, out, row)` makes of the rows of `arrays`, tile by tile."""
+    shape = out_type.shape
+    if isinstance(plan, RaggedPlan):
+        arrays, out_type = [x.reshape(-1) for x in arrays], jax.ShapeDtypeStruct((math.prod(shape),), out_type.dtype)
+    kernel = lambda *refs: plan.for_each_tile(functools.partial(one_row, plan, *refs))
+    call = _mgpu.kernel(
+        kernel, out_type=out_type, grid=(plan.num_blocks,), grid_names=("block",), compiler_params=params
+    )
+    return call(*arrays, *shared).reshape(shape)
 
 
 def require_rows(op: str, name: str, x):

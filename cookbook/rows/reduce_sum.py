@@ -5,9 +5,9 @@
 Shapes: x of any rank; the result lacks the axis and has the dtype of x: float32, bfloat16 or float16. Rows of the last
 axis have up to 65536 values; the leading axis has any length.
 
-Role table, last axis: as in `softmax`, one warpgroup a block sums one or more rows in registers. Leading axis: a block
-adds up a stretch of rows for a tile of columns, several rows side by side if they are narrow; a second kernel sums what
-the blocks of a tile leave. There are no barriers of ours.
+Role table, last axis: as in `softmax`, one warpgroup a block sums one or more rows in registers; there are no barriers
+of ours. Leading axis: `leading.py`, where the warpgroups of a block, and then the blocks of a cluster, add up what each
+has summed of a tile of columns; narrow matrices take a second kernel.
 
 What bounds its speed: memory (one read). The gradient is a broadcast, and XLA's. Not supported: axes in between (move
 the axis first).
@@ -24,51 +24,45 @@ from jax.experimental import pallas as pl
 
 from .. import _mgpu
 from . import core, leading
-from .core import Config, Plan, default_config
+from .core import Config, Plan
 
 
 def reduce_sum_reference(x, axis):
     return jnp.sum(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=axis)
 
 
-def _last_kernel(x_gmem, o_gmem, *, plan: Plan):
-    def visit(row):
-        def add_group(g, total):
-            return functools.reduce(jnp.add, plan.fresh(plan.load(x_gmem, row, g), g), total)
+def _sum_rows(plan: Plan, x_gmem, o_gmem, row):
+    def add_group(g, total):
+        return functools.reduce(jnp.add, plan.fresh(plan.load(x_gmem, row, g), g), total)
 
-        zeros = plan.zeros()
-        total = add_group(0, zeros) if plan.num_groups == 1 else lax.fori_loop(0, plan.num_groups, add_group, zeros)
-        if plan.spread:
-            o_gmem[row] = jnp.sum(total).astype(o_gmem.dtype)
-        else:
-            _mgpu.store(o_gmem.at[pl.ds(row, plan.config.block_rows)], jnp.sum(total, axis=1).astype(o_gmem.dtype))
-
-    plan.for_each_tile(visit)
+    if plan.spread and plan.num_groups == 1:
+        o_gmem[row] = plan.reduce(jnp.add, jnp.sum, plan.fresh(plan.load(x_gmem, row, 0), 0)).astype(o_gmem.dtype)
+        return
+    zeros = plan.zeros()
+    total = add_group(0, zeros) if plan.num_groups == 1 else lax.fori_loop(0, plan.num_groups, add_group, zeros)
+    if plan.spread:
+        o_gmem[row] = jnp.sum(total).astype(o_gmem.dtype)
+    else:
+        _mgpu.store(o_gmem.at[pl.ds(row, plan.config.block_rows)], jnp.sum(total, axis=1).astype(o_gmem.dtype))
 
 
 def _sum_last(x, config, params):
     rows = core.as_rows(x, fill=0)
-    plan = Plan(*rows.shape, x.dtype.itemsize, config or default_config(*rows.shape, x.dtype.itemsize))
-    out = _mgpu.kernel(
-        functools.partial(_last_kernel, plan=plan),
-        out_type=jax.ShapeDtypeStruct(rows.shape[:1], x.dtype),
-        grid=(plan.num_blocks,),
-        grid_names=("block",),
-        compiler_params=params,
-    )(rows)
+    plan = core.plan_rows(*rows.shape, x.dtype.itemsize, config, Config.register_values)
+    out = core.launch(_sum_rows, plan, jax.ShapeDtypeStruct(rows.shape[:1], x.dtype), params, [rows])
     return out[: math.prod(x.shape[:-1])].reshape(x.shape[:-1])
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "config", "num_sms", "params"))
-def _call(x, axis: int, config: Config | None, num_sms: int, params):
+@functools.partial(jax.jit, static_argnames=("axis", "config", "target", "params"))
+def _call(x, axis: int, config: Config | None, target: _mgpu.Target, params):
     if axis == x.ndim - 1:
         return _sum_last(x, config, params)
-    return leading.sum_leading(num_sms, params, x.reshape(x.shape[0], -1)).astype(x.dtype).reshape(x.shape[1:])
+    return leading.sum_leading(target, params, x.dtype, x.reshape(x.shape[0], -1)).reshape(x.shape[1:])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _sum(x, axis, config):
-    return _call(x, axis, config, _mgpu.require_target("reduce_sum").num_sms, _mgpu.compiler_params())
+    return _call(x, axis, config, _mgpu.require_target("reduce_sum"), _mgpu.compiler_params())
 
 
 def _forward(x, axis, config):

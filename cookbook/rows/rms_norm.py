@@ -18,8 +18,9 @@ A grid that stays makes both in one pass over x and dy: each block takes every s
 dscale in shared memory; a second, small kernel sums these parts, in the same order in every run. Rows that do not fit
 the registers are read twice, and the second kernel reads x and dy once more.
 
-What bounds its speed: memory (one read, one write; backward two reads). Rows whose length is no multiple of 16 bytes
-are loaded in smaller words and are slower. Not supported: other axes, rows longer than 65536, second derivatives.
+What bounds its speed: memory (one read, one write; backward two reads). Long rows whose length is no multiple of 16
+bytes are loaded from their first aligned column on (`core.RaggedPlan`); short ones, and those beyond the registers, in
+smaller words. Not supported: other axes, rows longer than 65536, second derivatives.
 Chapter: notebooks/03_reductions.ipynb. Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
 """
 
@@ -52,13 +53,13 @@ def _store(o_gmem, plan: Plan, row, g, x, scale, inverse):
     plan.store(o_gmem, row, g, [v * inverse * s for v, s in zip(x, scale, strict=True)])
 
 
-def _short_row(x_gmem, scale_gmem, o_gmem, plan: Plan, inverse_rms, row):
+def _short_row(plan: Plan, x_gmem, scale_gmem, o_gmem, row, inverse_rms):
     x = plan.load(x_gmem, row, 0)
     scale = plan.load(scale_gmem, row, 0)
     _store(o_gmem, plan, row, 0, x, scale, inverse_rms(_sum_of_squares(plan, x, 0)))
 
 
-def _long_row(x_gmem, scale_gmem, o_gmem, plan: Plan, inverse_rms, row):
+def _long_row(plan: Plan, x_gmem, scale_gmem, o_gmem, row, inverse_rms):
     add_group = lambda g, total: total + _sum_of_squares(plan, plan.load(x_gmem, row, g), g)
     inverse = inverse_rms(lax.fori_loop(0, plan.num_groups, add_group, plan.per_row(0.0)))
 
@@ -67,23 +68,18 @@ def _long_row(x_gmem, scale_gmem, o_gmem, plan: Plan, inverse_rms, row):
         _store(o_gmem, plan, row, g, plan.load(x_gmem, row, g), plan.load(scale_gmem, row, g), inverse)
 
 
-def _kernel(x_gmem, scale_gmem, o_gmem, *, plan: Plan, cols: int, eps: float):
+def _row(plan: Plan, *refs, cols: int, eps: float):
     one_row = _short_row if plan.num_groups == 1 else _long_row
-    inverse_rms = lambda squares: lax.rsqrt(squares * (1.0 / cols) + eps)
-    plan.for_each_tile(functools.partial(one_row, x_gmem, scale_gmem, o_gmem, plan, inverse_rms))
+    one_row(plan, *refs, inverse_rms=lambda squares: lax.rsqrt(squares * (1.0 / cols) + eps))
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "config", "params"))
 def _call(x, scale, eps: float, config: Config | None, params):
     rows = core.as_rows(x, fill=0)
-    plan = Plan(*rows.shape, x.dtype.itemsize, config or default_config(*rows.shape, x.dtype.itemsize))
-    out = _mgpu.kernel(
-        functools.partial(_kernel, plan=plan, cols=x.shape[-1], eps=eps),
-        out_type=jax.ShapeDtypeStruct(rows.shape, x.dtype),
-        grid=(plan.num_blocks,),
-        grid_names=("block",),
-        compiler_params=params,
-    )(rows, jnp.pad(scale, (0, rows.shape[1] - x.shape[-1])))
+    plan = core.plan_rows(*rows.shape, x.dtype.itemsize, config, Config.register_values)
+    one_row, out_type = functools.partial(_row, cols=x.shape[-1], eps=eps), jax.ShapeDtypeStruct(rows.shape, x.dtype)
+    scale = jnp.pad(scale, (0, rows.shape[1] - x.shape[-1]))
+    out = core.launch(one_row, plan, out_type, params, [rows], [scale])
     return out[: x.size // x.shape[-1], : x.shape[-1]].reshape(x.shape)
 
 
@@ -136,13 +132,13 @@ def _backward_kernel(x_gmem, scale_gmem, dy_gmem, dx_gmem, more_gmem, sums_smem,
     plan.store(more_gmem, first, 0, [load_sums(p) for p in range(plan.group)])
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "num_sms", "params"))
-def _call_backward(x, scale, dy, eps: float, num_sms: int, params):
+@functools.partial(jax.jit, static_argnames=("eps", "target", "params"))
+def _call_backward(x, scale, dy, eps: float, target: _mgpu.Target, params):
     """dx and dscale, which is summed in two stages: by each block over its rows, and then over the blocks."""
     rows, dy_rows = core.as_rows(x, 0), core.as_rows(dy, 0)
     config = default_config(*rows.shape, x.dtype.itemsize, BACKWARD_REGISTER_VALUES)
     plan = Plan(*rows.shape, x.dtype.itemsize, config)
-    num_blocks, long = min(BLOCKS_PER_SM * num_sms, plan.num_blocks), plan.num_groups > 1
+    num_blocks, long = min(BLOCKS_PER_SM * target.num_sms, plan.num_blocks), plan.num_groups > 1
     more_shape = (plan.rows,) if long else (num_blocks * config.block_rows, plan.cols)
     dx, more = _mgpu.kernel(
         functools.partial(_backward_kernel, plan=plan, cols=x.shape[-1], eps=eps),
@@ -152,10 +148,10 @@ def _call_backward(x, scale, dy, eps: float, num_sms: int, params):
         scratch_types=[plgpu.SMEM((1 if long else plan.group, *plan.shape), jnp.float32)],
         compiler_params=params,
     )(rows, jnp.pad(scale, (0, plan.cols - x.shape[-1])), dy_rows)
-    dscale = leading.sum_leading(num_sms, params, *((rows, dy_rows, more) if long else (more,)))
+    dscale = leading.sum_leading(target, params, scale.dtype, *((rows, dy_rows, more) if long else (more,)))
     return (
         dx[: x.size // x.shape[-1], : x.shape[-1]].reshape(x.shape),
-        dscale[: x.shape[-1]].astype(scale.dtype),
+        dscale[: x.shape[-1]],
     )
 
 
@@ -169,8 +165,8 @@ def _forward(x, scale, eps, config):
 
 
 def _backward(eps, config, operands, dy):
-    num_sms = _mgpu.require_target("rms_norm").num_sms
-    gradient = functools.partial(_call_backward, eps=eps, num_sms=num_sms, params=_mgpu.compiler_params())
+    target = _mgpu.require_target("rms_norm")
+    gradient = functools.partial(_call_backward, eps=eps, target=target, params=_mgpu.compiler_params())
     return _mgpu.without_derivative("rms_norm", gradient)(*operands, dy)
 
 

@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 
 from .. import _mgpu
 from . import core
-from .core import Config, Plan, default_config
+from .core import Config, Plan
 
 REGISTER_VALUES = 128  # Of a row, for each thread: softmax keeps the values and nothing beside them.
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -65,13 +65,13 @@ def _merge(a, b):
     return m_i, l_a * _exp(m_a, m_i) + l_b * _exp(m_b, m_i)
 
 
-def _short_row(x_gmem, o_gmem, plan: Plan, row):
+def _short_row(plan: Plan, x_gmem, o_gmem, row):
     _, l_i, p = _statistics(plan, x_gmem, row, 0)
     scale = 1.0 / l_i
     plan.store(o_gmem, row, 0, [v * scale for v in p])
 
 
-def _long_row(x_gmem, o_gmem, plan: Plan, row):
+def _long_row(plan: Plan, x_gmem, o_gmem, row):
     step = lambda g, so_far: _merge(so_far, _statistics(plan, x_gmem, row, g)[:2])
     m_i, l_i = lax.fori_loop(0, plan.num_groups, step, (plan.per_row(LOWEST), plan.per_row(0.0)))
     scale = 1.0 / l_i
@@ -81,55 +81,40 @@ def _long_row(x_gmem, o_gmem, plan: Plan, row):
         plan.store(o_gmem, row, g, [_exp(v, m_i) * scale for v in plan.load(x_gmem, row, g)])
 
 
-def _kernel(x_gmem, o_gmem, *, plan: Plan):
+def _row(plan: Plan, x_gmem, o_gmem, row):
     one_row = _short_row if plan.num_groups == 1 else _long_row
-    plan.for_each_tile(functools.partial(one_row, x_gmem, o_gmem, plan))
+    one_row(plan, x_gmem, o_gmem, row)
 
 
-def _backward_kernel(y_gmem, dy_gmem, dx_gmem, *, plan: Plan):
-    def products(row, g):
+def _backward_row(plan: Plan, y_gmem, dy_gmem, dx_gmem, row):
+    def products(g):
         y, dy = plan.load(y_gmem, row, g), plan.load(dy_gmem, row, g)
         return y, dy, plan.reduce(jnp.add, jnp.sum, plan.fresh([p * d for p, d in zip(y, dy, strict=True)], g))
 
-    def put(row, g, y, dy, total):
+    def put(g, y, dy, total):
         plan.store(dx_gmem, row, g, [p * (d - total) for p, d in zip(y, dy, strict=True)])
 
-    def one_row(row):
-        if plan.num_groups == 1:
-            return put(row, 0, *products(row, 0))
-        total = lax.fori_loop(0, plan.num_groups, lambda g, so_far: so_far + products(row, g)[2], plan.per_row(0.0))
-        pl.loop(0, plan.num_groups)(lambda g: put(row, g, *products(row, g)[:2], total))
-
-    plan.for_each_tile(one_row)
+    if plan.num_groups == 1:
+        return put(0, *products(0))
+    total = lax.fori_loop(0, plan.num_groups, lambda g, so_far: so_far + products(g)[2], plan.per_row(0.0))
+    pl.loop(0, plan.num_groups)(lambda g: put(g, *products(g)[:2], total))
 
 
-@functools.partial(jax.jit, static_argnames=("kernel", "padding", "config", "params"))
-def _call(kernel, padding: float, config: Config, params, *arrays):
-    """One more array of the shape of `arrays`, which `kernel` makes of them row by row."""
+@functools.partial(jax.jit, static_argnames=("one_row", "padding", "config", "register_values", "params"))
+def _call(one_row, padding: float, config: Config | None, register_values: int, params, *arrays):
+    """One more array of the shape of `arrays`, which `one_row` makes of them row by row."""
     rows, x = [core.as_rows(array, padding) for array in arrays], arrays[0]
-    plan, shape = Plan(*rows[0].shape, x.dtype.itemsize, config), rows[0].shape
-    ragged = core.RaggedPlan(*shape, x.dtype.itemsize, config)
-    if plan.num_groups > 1 and ragged.fits:  # Loads of odd rows are so many that they are not all in flight at once.
-        plan, rows = ragged, [array.reshape(-1) for array in rows]
-    out = _mgpu.kernel(
-        functools.partial(kernel, plan=plan),
-        out_type=jax.ShapeDtypeStruct(rows[0].shape, x.dtype),
-        grid=(plan.num_blocks,),
-        grid_names=("block",),
-        compiler_params=params,
-    )(*rows)
-    return out.reshape(shape)[: x.size // x.shape[-1], : x.shape[-1]].reshape(x.shape)
-
-
-def _default_config(x, register_values: int) -> Config:
-    return default_config(x.size // x.shape[-1], max(x.shape[-1], 2), x.dtype.itemsize, register_values)
+    shape = rows[0].shape
+    plan = core.plan_rows(*shape, x.dtype.itemsize, config, register_values)
+    out = core.launch(one_row, plan, jax.ShapeDtypeStruct(shape, x.dtype), params, rows)
+    return out[: x.size // x.shape[-1], : x.shape[-1]].reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _softmax(x, config):
     # ex2.approx is good to 2**-22: far below the rounding of 16-bit results, not of float32.
     params = _mgpu.compiler_params(approx_math=x.dtype.itemsize == 2)
-    return _call(_kernel, -jnp.inf, config or _default_config(x, REGISTER_VALUES), params, x)
+    return _call(_row, -jnp.inf, config, REGISTER_VALUES, params, x)
 
 
 def _forward(x, config):
@@ -139,8 +124,8 @@ def _forward(x, config):
 
 def _backward(config, y, dy):
     _mgpu.require_target("softmax")
-    config = _default_config(y, REGISTER_VALUES // 2)  # Two arrays are in registers.
-    gradient = functools.partial(_call, _backward_kernel, 0.0, config, _mgpu.compiler_params())
+    values = REGISTER_VALUES // 2  # Two arrays are in registers.
+    gradient = functools.partial(_call, _backward_row, 0.0, None, values, _mgpu.compiler_params())
     return (_mgpu.without_derivative("softmax", gradient)(y, dy),)
 
 

@@ -6,13 +6,14 @@ Row lengths around what decides how a row is laid out: 1 and 2 (padded), powers 
 
 import functools
 import importlib
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import lab, reduce_sum, rms_norm, softmax
+from cookbook import _mgpu, lab, reduce_sum, rms_norm, softmax
 from cookbook.rows import core, leading
 from cookbook.rows.rms_norm import rms_norm_reference
 from cookbook.rows.softmax import softmax_reference
@@ -28,6 +29,7 @@ MORE_CASES = [
     ((5, 1), BF16), ((300, 8), F16), ((2, 100), BF16), ((37, 128), F32), ((21, 257), BF16), ((37, 1000), F32),
     ((5, 1301), F16), ((9, 5000), F32), ((3, 16384), BF16), ((2, 6001), F32), ((1, 20003), BF16),
 ]  # fmt: skip
+H200 = _mgpu.Target("h200", 132)
 IDS = lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else getattr(value, "__name__", None)
 
 
@@ -211,11 +213,28 @@ def test_mutant_without_the_rescale_of_online_softmax(mutant, monkeypatch):
 
 @pytest.mark.parametrize("cols", [15, 44, 80, 391, 2048, 4236, 8191, 8192, 65535])
 @pytest.mark.parametrize("rows", [1, 32, 1162, 948085])
-def test_leading_plans_cover_each_row_once(rows, cols):
-    plan = leading.LeadingPlan(rows, cols, 132 * 8)
-    assert plan.num_tiles * plan.width <= cols < (plan.num_tiles + 1) * plan.width and cols % plan.vec == 0
-    assert (plan.num_stretches - 1) * plan.stretch < rows <= plan.num_stretches * plan.stretch
-    assert plan.num_stretches == 1 or plan.num_stretches * plan.num_tiles <= 132 * 8
+def test_leading_plans_cover_all_columns(rows, cols):
+    fold, plan = leading.choose(rows, cols, 2, H200, True)
+    assert plan.cols == fold * cols and rows - fold < plan.rows * fold <= rows
+    starts = [int(plan.columns(tile).start) for tile in range(plan.num_tiles)]
+    assert starts[0] == 0 and starts[-1] + plan.width == plan.cols and all(start % plan.vec == 0 for start in starts)
+    assert all(0 < b - a <= plan.width for a, b in itertools.pairwise(starts))
+    assert plan.stretches == 1 or plan.num_tiles * plan.stretches <= 3 * H200.num_sms
+    assert plan.stretches == 1 or plan.cluster == 1
+
+
+@pytest.mark.parametrize("way", ["cluster", *[pytest.param(way, marks=pytest.mark.slow) for way in ("once", "twice")]])
+@pytest.mark.parametrize("shape, dtype", [((301, 90), BF16), ((1100, 15), F32), ((530, 24), F16)], ids=IDS)
+def test_sums_over_the_leading_axis_by_each_way(shape, dtype, way, monkeypatch):
+    """By one kernel with clusters and without, and by two: each whatever the shape, with rows and columns left over."""
+    costs = dict(cluster=(-1e9, 1e10), once=(1e9, 1e10), twice=(1e9, -1e10))[way]
+    monkeypatch.setattr(leading, "CLUSTER_COST", costs[0])
+    monkeypatch.setattr(leading, "LAUNCH_COST", costs[1])
+    plans, launch = [], leading._launch
+    monkeypatch.setattr(leading, "_launch", lambda plan, *args: plans.append(plan) or launch(plan, *args))
+    jax.clear_caches()  # What was traced by other costs.
+    lab.check(*sums(0), normal(0, shape, dtype, 1, 0.1), gpu="h200" if shape[1] == 15 else None)
+    assert len(plans) // (1 + (shape[1] == 15)) == 1 + (way == "twice") and (plans[0].cluster > 1) == (way == "cluster")
 
 
 def test_mutant_that_leaves_rows_of_the_leading_axis(mutant):
