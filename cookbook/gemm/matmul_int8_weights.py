@@ -90,7 +90,7 @@ def _candidates(m: int, n: int, k: int, num_sms: int):
     for tile_n in widths:
         tiles = pl.cdiv(n, 128) * pl.cdiv(m, tile_n)
         for tile_k in (128, 256) if tile_n <= 32 else (64, 128) if tile_n <= 128 else (64,):
-            for cluster_m in (1, 2) if tiles >= num_sms // 2 else (1,):
+            for cluster_m in (2, 1) if tiles >= num_sms // 2 else (1,):
                 yield Config(128, tile_n, cluster_m=cluster_m, tile_k=tile_k)
             for split_k in range(2, min(core.SPLIT_K_MAX, k // 512) + 1):
                 if tiles <= WAVES_OF_PARTS * core.resident(num_sms, split_k) and tile_n <= 128:
@@ -109,10 +109,10 @@ def _predict(c: Config, m: int, n: int, k: int, num_sms: int) -> float:
     stages = (cost.SMEM_FOR_RING - received) // ((c.tile_m + 2 * c.tile_n) * c.tile_k)
     if stages < 2:
         return math.inf
-    # Both warpgroups read and convert at about the same time, and then share the tensor cores.
+    # One warpgroup converts while the other multiplies, at best.
     convert = CONVERT_STEP + CONVERT * c.tile_m * c.tile_k / 16384
     tensor = values * c.tile_k / 2048 / h.tensor / 1e3
-    step = max(math.hypot(convert, tensor), h.latency / min(stages, core.STAGES_MAX))
+    step = max(tensor, convert + tensor / 2, h.latency / min(stages, core.STAGES_MAX))
     time = waves * (pl.cdiv(k, c.tile_k * c.split_k) * step + h.tile + 0.9 * values / 32768)
     if adds_parts:
         time += h.parts + h.parts_values * values * (1 - 1 / c.split_k) / 16384
@@ -123,7 +123,7 @@ def _predict(c: Config, m: int, n: int, k: int, num_sms: int) -> float:
 
 
 WAVES_OF_PARTS = 4  # Waves of clusters that add up parts of K, at most.
-CONVERT_STEP, CONVERT = 0.17, 0.38  # us of a step to read and convert its weights: of any, and more for each 16,384.
+CONVERT_STEP, CONVERT = 0.05, 0.46  # us of a step to read and convert its weights: of any, and more for each 16,384.
 
 
 def multiply(plan: Plan, ring: _mgpu.Ring, w_smem, a_smem, before, acc, wide_smem=None):
