@@ -26,6 +26,7 @@ STORE_ROWS = 64  # Rows of a piece of o on its way out: those of one WGMMA.
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # Registers a thread; 128 threads each, 65,536 in all.
 SPLIT_K_MAX = 8  # Blocks that every Hopper GPU can put into one cluster.
 STAGES_MAX = 12  # More slots than this hide no more latency.
+RESIDENT = 132, 66, 39, 30, 22, 17, 15, 15  # Clusters of 1 to 8 blocks that an H200 runs at a time, as CUDA says.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,9 +259,9 @@ def owners(cols: int, parts: int, swapped: bool, itemsize: int) -> int:
 def resident(num_sms: int, size: int) -> int:
     """Clusters of `size` blocks that run at the same time, one block an SM.
 
-    The blocks of a cluster share a GPC, whose SMs larger clusters do not divide: an H200 runs 30 clusters of four.
+    The blocks of a cluster share a GPC, whose SMs most sizes do not divide.
     """
-    return max(1, (num_sms if size <= 2 else num_sms * 10 // 11) // size)
+    return max(1, num_sms * RESIDENT[size - 1] // 132)
 
 
 @dataclasses.dataclass(frozen=True)

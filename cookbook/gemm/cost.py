@@ -23,25 +23,25 @@ CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
 class Constants:
     """Times and rates of one H200."""
 
-    start: float = 1.85  # us of a kernel before its first copy arrives, and after its last store.
-    tensor: float = 1.59  # Billion cycles a second, at which a step of 128 x 256 takes 1024.
-    copy_128: float = 120.0  # Bytes a cycle that an SM copies of rows that begin at multiples of 128 bytes,
-    copy_32: float = 49.8  # of 32 bytes,
-    copy_16: float = 33.6  # and of 16 bytes.
-    shared_copy: float = 0.536  # Share of a copy's time that is left when two blocks make it together.
-    step: float = 0.0867  # us of a step that has nothing to do,
-    cluster_step: float = 0.09  # and in a cluster of several tiles as much more.
-    latency: float = 0.911  # us from the start of a copy to its arrival.
-    tile: float = 0.188  # us of each tile apart from its steps,
-    tile_values: float = 0.166  # for each 32,768 values of it as much more,
-    piece: float = 0.144  # and for each piece that a warpgroup stores.
-    parts: float = 0.422  # us to add up parts of K,
-    parts_values: float = 11.9  # and for each 16,384 values that a block sends as much more.
-    second_kernel: float = 1.76  # us of a kernel that adds them up instead.
-    read: float = 4.08  # TB/s of reads from HBM,
-    write_128: float = 3.08  # of writes of rows that begin at multiples of 128 bytes,
-    write_32: float = 3.19
-    write_16: float = 2.18
+    start: float = 2.02  # us of a kernel before its first copy arrives, and after its last store.
+    tensor: float = 1.61  # Billion cycles a second, at which a step of 128 x 256 takes 1024.
+    copy_128: float = 103.0  # Bytes a cycle that an SM copies of rows that begin at multiples of 128 bytes,
+    copy_32: float = 47.7  # of 32 bytes,
+    copy_16: float = 33.7  # and of 16 bytes.
+    shared_copy: float = 0.466  # Share of a copy's time that is left when two blocks make it together.
+    step: float = 0.0875  # us of a step that has nothing to do,
+    cluster_step: float = 0.0872  # and in a cluster of several tiles as much more.
+    latency: float = 1.05  # us from the start of a copy to its arrival.
+    tile: float = 0.195  # us of each tile apart from its steps,
+    tile_values: float = 0.196  # for each 32,768 values of it as much more,
+    piece: float = 0.119  # and for each piece that a warpgroup stores.
+    parts: float = 0.347  # us to add up parts of K,
+    parts_values: float = 6.95  # and for each 16,384 values that a block sends as much more.
+    second_kernel: float = 1.4  # us of a kernel that adds them up instead.
+    read: float = 4.21  # TB/s of reads from HBM,
+    write_128: float = 3.05  # of writes of rows that begin at multiples of 128 bytes,
+    write_32: float = 3.24
+    write_16: float = 2.2
 
 
 H200 = Constants()

@@ -115,7 +115,7 @@ def _predict(c: Config, m: int, n: int, k: int, num_sms: int) -> float:
     step = max(tensor, convert + tensor / 2, h.latency / min(stages, core.STAGES_MAX))
     time = waves * (pl.cdiv(k, c.tile_k * c.split_k) * step + h.tile + 0.9 * values / 32768)
     if adds_parts:
-        time += h.parts + h.parts_values * values * (1 - 1 / c.split_k) / 16384
+        time += h.parts + PARTS * values * (1 - 1 / c.split_k) / 16384
     elif c.second_kernel:
         time += h.second_kernel + 8e-6 * c.split_k * m * n / h.read
     start = h.start * (waves if c.split_k > 1 else 1)  # A block of parts computes one tile.
@@ -123,6 +123,7 @@ def _predict(c: Config, m: int, n: int, k: int, num_sms: int) -> float:
 
 
 WAVES_OF_PARTS = 4  # Waves of clusters that add up parts of K, at most.
+PARTS = 14.0  # us to add up parts of K, for each 16,384 values that a block sends.
 CONVERT_STEP, CONVERT = 0.05, 0.46  # us of a step to read and convert its weights: of any, and more for each 16,384.
 
 
