@@ -15,8 +15,9 @@ Backward, with inverse = 1 / sqrt(mean_c(x**2) + eps):
     dscale[c] = sum_r dy[r, c] * x[r, c] * inverse[r]
 
 A grid that stays makes both in one pass over x and dy: each block takes every so many rows and adds up its part of
-dscale in shared memory; a second, small kernel sums these parts, in the same order in every run. Rows that do not fit
-the registers are read twice, and the second kernel reads x and dy once more.
+dscale in shared memory; a second, small kernel sums these parts, in the same order in every run. While it works on a
+row, the next ones are on their way into a ring of shared memory, if rows are multiples of 16 bytes and fit. Rows that
+do not fit the registers are read twice, and the second kernel reads x and dy once more.
 
 What bounds its speed: memory (one read, one write; backward two reads). Long rows whose length is no multiple of 16
 bytes are loaded from their first aligned column on (`core.RaggedPlan`); short ones, and those beyond the registers, in
@@ -25,6 +26,7 @@ Chapter: notebooks/03_reductions.ipynb. Source: Zhang and Sennrich, "Root Mean S
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +40,7 @@ from .core import Config, Plan, default_config
 
 BACKWARD_REGISTER_VALUES = 64  # Values of x, and as many of dy and of scale. The sums for dscale are in shared memory.
 BLOCKS_PER_SM = 2  # As many blocks of the backward kernel as its registers allow.
+AHEAD_BYTES = 112_000  # Shared memory of each of these blocks.
 
 
 def rms_norm_reference(x, scale, eps=1e-6):
@@ -83,17 +86,43 @@ def _call(x, scale, eps: float, config: Config | None, params):
     return out[: x.size // x.shape[-1], : x.shape[-1]].reshape(x.shape)
 
 
-def _backward_kernel(x_gmem, scale_gmem, dy_gmem, dx_gmem, more_gmem, sums_smem, *, plan: Plan, cols: int, eps: float):
+def _rows_ahead(plan: Plan) -> int:
+    """Rows that are on their way into shared memory while a block works on another: at most two."""
+    row_bytes = plan.cols * plan.itemsize
+    fit = (AHEAD_BYTES - 4 * plan.group * math.prod(plan.shape)) // (2 * row_bytes)
+    return min(2, fit) if plan.spread and plan.num_groups == 1 and row_bytes % 16 == 0 and fit > 0 else 0
+
+
+def _backward_kernel(x_gmem, scale_gmem, dy_gmem, dx_gmem, more_gmem, *, plan: Plan, cols: int, eps: float, sums_smem,
+                     x_smem=None, dy_smem=None, filled=None, freed=None):  # fmt: skip
     """Each `num_blocks`-th tile. `more_gmem`: the sums for dscale, added up over the tiles of this block; or, if rows
-    do not fit the registers, the 1 / rms of each, from which a second kernel makes them."""
+    do not fit the registers, the 1 / rms of each, from which a second kernel makes them. Where rows are copied ahead, x
+    and dy are flat."""
     turns, tile = plan.tiles(lax.axis_size("block"))
     load_sums = lambda p: plgpu.load(sums_smem.at[p], layout=plan.layout, optimized=False)
+    ahead = _rows_ahead(plan)
+    ring, at = _mgpu.Ring(filled, freed, ahead), lambda smem, slot: smem.at[pl.ds(slot * plan.cols, plan.cols)]
 
-    def statistics(row, g):
-        x, dy = plan.load(x_gmem, row, g), plan.load(dy_gmem, row, g)
-        scale = plan.load(scale_gmem, row, g)
-        products = [v * s * d for v, s, d in zip(x, scale, dy, strict=True)]
-        return x, dy, _sum_of_squares(plan, x, g), plan.reduce(jnp.add, jnp.sum, plan.fresh(products, g))
+    def start(i):
+        """Starts the copies of the row of turn `i`."""
+        slot, (_, row) = ring.fill(i), tile(i)
+        for gmem, smem in ((x_gmem, x_smem), (dy_gmem, dy_smem)):
+            whole = gmem.at[pl.ds(row * plan.cols, plan.cols)]  # Inside the array, so that any length is one copy.
+            plgpu.copy_gmem_to_smem(whole, at(smem, slot), filled.at[slot], oob_mode=plgpu.OOBFillMode.UNDEFINED)
+
+    def load(i):
+        """x and dy of turn `i`."""
+        if not ahead:
+            return plan.load(x_gmem, tile(i)[1], 0), plan.load(dy_gmem, tile(i)[1], 0)
+        slot = ring.wait(i)
+        x, dy = (plan.load(at(smem, slot), 0, 0) for smem in (x_smem, dy_smem))
+        ring.free(i)
+        pl.when(i + ahead < turns)(lambda: start(i + ahead))
+        return x, dy
+
+    def statistics(x, dy, g, row):
+        products = [v * s * d for v, s, d in zip(x, plan.load(scale_gmem, row, g), dy, strict=True)]
+        return _sum_of_squares(plan, x, g), plan.reduce(jnp.add, jnp.sum, plan.fresh(products, g))
 
     def finish(squares, products):
         """1 / rms, and the factor of x in dx."""
@@ -106,9 +135,8 @@ def _backward_kernel(x_gmem, scale_gmem, dy_gmem, dx_gmem, more_gmem, sums_smem,
         plan.store(dx_gmem, row, g, dx)
 
     def short_row(i):
-        index, row = tile(i)
-        x, dy, squares, products = statistics(row, 0)
-        inverse, slope = finish(squares, products)
+        (index, row), (x, dy) = tile(i), load(i)
+        inverse, slope = finish(*statistics(x, dy, 0, row))
         store(row, 0, x, dy, inverse, slope)
         counted = plan.fresh_rows(inverse, index, row)
         for p, (v, d) in enumerate(zip(x, dy, strict=True)):
@@ -116,20 +144,33 @@ def _backward_kernel(x_gmem, scale_gmem, dy_gmem, dx_gmem, more_gmem, sums_smem,
 
     def long_row(i):
         _, row = tile(i)
-        step = lambda g, so_far: jax.tree.map(jnp.add, so_far, statistics(row, g)[2:])
+        both = lambda g: (plan.load(x_gmem, row, g), plan.load(dy_gmem, row, g))
+        step = lambda g, so_far: jax.tree.map(jnp.add, so_far, statistics(*both(g), g, row))
         inverse, slope = finish(*lax.fori_loop(0, plan.num_groups, step, (plan.per_row(0.0), plan.per_row(0.0))))
-        again = lambda g: (plan.load(x_gmem, row, g), plan.load(dy_gmem, row, g))
-        pl.loop(0, plan.num_groups)(lambda g: store(row, g, *again(g), inverse, slope))
+        pl.loop(0, plan.num_groups)(lambda g: store(row, g, *both(g), inverse, slope))
         more_gmem[row] = inverse
 
     if plan.num_groups > 1:
         pl.loop(0, turns)(long_row)
         return
+    for i in range(ahead):
+        pl.when(i < turns)(functools.partial(start, i))
     for p in range(plan.group):  # Each thread reads what it wrote itself: there is nothing to wait for.
         _mgpu.store(sums_smem.at[p], plan.zeros())
     pl.loop(0, turns)(short_row)
+    if ahead:
+        ring.drain(turns)
     first = lax.axis_index("block") * plan.config.block_rows
     plan.store(more_gmem, first, 0, [load_sums(p) for p in range(plan.group)])
+
+
+def _backward_scratch(plan: Plan, dtypes) -> dict:
+    sums = plgpu.SMEM((1 if plan.num_groups > 1 else plan.group, *plan.shape), jnp.float32)
+    if not (ahead := _rows_ahead(plan)):
+        return dict(sums_smem=sums)
+    x_smem, dy_smem = (plgpu.SMEM((ahead * plan.cols,), dtype) for dtype in dtypes)
+    filled, freed = (plgpu.Barrier(num_arrivals=n, num_barriers=ahead) for n in (2, 1))
+    return dict(sums_smem=sums, x_smem=x_smem, dy_smem=dy_smem, filled=filled, freed=freed)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "target", "params"))
@@ -139,15 +180,16 @@ def _call_backward(x, scale, dy, eps: float, target: _mgpu.Target, params):
     config = default_config(*rows.shape, x.dtype.itemsize, BACKWARD_REGISTER_VALUES)
     plan = Plan(*rows.shape, x.dtype.itemsize, config)
     num_blocks, long = min(BLOCKS_PER_SM * target.num_sms, plan.num_blocks), plan.num_groups > 1
+    flat = lambda x: x.reshape(-1) if _rows_ahead(plan) else x
     more_shape = (plan.rows,) if long else (num_blocks * config.block_rows, plan.cols)
     dx, more = _mgpu.kernel(
         functools.partial(_backward_kernel, plan=plan, cols=x.shape[-1], eps=eps),
         out_type=[jax.ShapeDtypeStruct(rows.shape, x.dtype), jax.ShapeDtypeStruct(more_shape, jnp.float32)],
         grid=(num_blocks,),
         grid_names=("block",),
-        scratch_types=[plgpu.SMEM((1 if long else plan.group, *plan.shape), jnp.float32)],
+        scratch_types=_backward_scratch(plan, (rows.dtype, dy_rows.dtype)),
         compiler_params=params,
-    )(rows, jnp.pad(scale, (0, plan.cols - x.shape[-1])), dy_rows)
+    )(flat(rows), jnp.pad(scale, (0, plan.cols - x.shape[-1])), flat(dy_rows))
     dscale = leading.sum_leading(target, params, scale.dtype, *((rows, dy_rows, more) if long else (more,)))
     return (
         dx[: x.size // x.shape[-1], : x.shape[-1]].reshape(x.shape),
