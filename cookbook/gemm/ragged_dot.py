@@ -1,8 +1,9 @@
 """Product of groups of rows with a matrix each, as mixtures of experts need it: one kernel for all groups.
 
-    o[rows of group g] = lhs[rows of group g] @ rhs[g]
+    o[rows of group g] = activation(lhs[rows of group g] @ rhs[g])
 
-Shapes: lhs (M, K), rhs (G, K, N), or (G, N, K) with `transpose_rhs`, group_sizes (G,) int32, o (M, N). Groups lie one
+Shapes: lhs (M, K), rhs (G, K, N), or (G, N, K) with `transpose_rhs`, group_sizes (G,) int32, o (M, N). With the
+activation "swiglu" rhs has 2N columns: those of the gate, then those of the up product (`gated.py`). Groups lie one
 after the other, from row 0; rows that belong to none are zeros. lhs and rhs are both bfloat16 or both float16; sums are
 float32; o is bfloat16, float16 or float32. Rows of lhs and rhs must be multiples of 16 bytes, which TMA asks for.
 
@@ -25,14 +26,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .. import _mgpu
-from . import groups
+from .. import _mgpu, _numerics
+from . import gated, groups
 from .core import Config
 from .ragged_dot_transposed import ragged_dot_transposed
-from .roles import fused_product, identity
+from .roles import fused_product, identity, multiply
 
 
-def ragged_dot_reference(lhs, rhs, group_sizes, group_offset=0, transpose_rhs=False):
+def ragged_dot_reference(lhs, rhs, group_sizes, group_offset=0, transpose_rhs=False, activation=None):
     dtype = jnp.promote_types(lhs.dtype, jnp.float32)
     lhs, rhs = lhs.astype(dtype), rhs.astype(dtype).mT if transpose_rhs else rhs.astype(dtype)
     group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(lhs.shape[0]), side="right") - group_offset
@@ -43,7 +44,12 @@ def ragged_dot_reference(lhs, rhs, group_sizes, group_offset=0, transpose_rhs=Fa
         return (number + 1, jnp.where((group == number)[:, None], product, out)), None
 
     zeros = jnp.zeros((lhs.shape[0], rhs.shape[2]), dtype)
-    return lax.scan(add_group, (jnp.int32(0), zeros), rhs)[0][1]
+    return _activation("ragged_dot_reference", activation)(lax.scan(add_group, (jnp.int32(0), zeros), rhs)[0][1])
+
+
+def _activation(op: str, activation):
+    """The function of the product that `activation` names."""
+    return gated.swiglu if activation == "swiglu" else _numerics.activation_fn(op, activation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +59,11 @@ class Options:
     transpose_rhs: bool
     out_dtype: jnp.dtype
     config: Config | None
+    activation: object = identity
+
+    @property
+    def is_gated(self) -> bool:
+        return self.activation is gated.swiglu
 
 
 def default_config(m, n, k, num_groups, out_dtype=jnp.bfloat16, transpose_rhs=False, num_sms=132) -> Config:
@@ -64,19 +75,23 @@ def default_config(m, n, k, num_groups, out_dtype=jnp.bfloat16, transpose_rhs=Fa
 
 def _forward(lhs, rhs, group_sizes, group_offset, options: Options):
     (m, k), num_groups, transpose_rhs = lhs.shape, rhs.shape[0], options.transpose_rhs
-    n = rhs.shape[1 if transpose_rhs else 2]
+    n = rhs.shape[1 if transpose_rhs else 2] // (2 if options.is_gated else 1)
     if 0 in (m, n, k, num_groups):
-        return jnp.zeros((m, n), options.out_dtype)
+        activation = identity if options.is_gated else options.activation
+        return activation(jnp.zeros((m, n), jnp.float32)).astype(options.out_dtype)
     target = _mgpu.require_target("ragged_dot")
     config = options.config or default_config(m, n, k, num_groups, options.out_dtype, transpose_rhs, target.num_sms)
     plan = groups.row_plan(
-        m, n, k, num_groups, lhs.dtype, transpose_rhs, identity, options.out_dtype, config, target.num_sms,
-        target.interpreted,
+        m, n, k, num_groups, lhs.dtype, transpose_rhs, identity if options.is_gated else options.activation,
+        options.out_dtype, config, target.num_sms, target.interpreted,
     )  # fmt: skip
+    plan = gated.gated(plan) if options.is_gated else plan
     starts, ends = groups.bounds(group_sizes, m, group_offset, num_groups)
     table = groups.row_table(starts, ends, m, plan.tiles.cluster_tile[plan.tiles.axis])
     operands = (lhs, rhs)[:: -1 if config.swapped else 1]
-    return fused_product(*operands, {}, table, plan=plan, params=_mgpu.compiler_params())
+    params = _mgpu.compiler_params(approx_math=options.activation is not identity and options.out_dtype.itemsize == 2)
+    how = gated.multiply if options.is_gated else multiply
+    return fused_product(*operands, {}, table, plan=plan, params=params, multiply=how)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -85,11 +100,19 @@ def _ragged_dot(lhs, rhs, group_sizes, group_offset, options: Options):
 
 
 def _ragged_dot_fwd(lhs, rhs, group_sizes, group_offset, options: Options):
-    return _forward(lhs, rhs, group_sizes, group_offset, options), (lhs, rhs, group_sizes, group_offset)
+    operands, activation = (lhs, rhs, group_sizes, group_offset), options.activation
+    if activation is identity:
+        return _forward(*operands, options), (*operands, None)
+    # The backward pass needs what the activation was applied to. To compute it again would cost a third of a step;
+    # `jax.checkpoint` does so where memory is short.
+    before = _forward(*operands, dataclasses.replace(options, activation=identity, out_dtype=lhs.dtype, config=None))
+    return activation(before.astype(jnp.float32)).astype(options.out_dtype), (*operands, before)
 
 
 def _ragged_dot_bwd(options: Options, residuals, d_out):
-    lhs, rhs, group_sizes, group_offset = residuals
+    lhs, rhs, group_sizes, group_offset, before = residuals
+    if before is not None:
+        (d_out,) = jax.vjp(options.activation, before.astype(jnp.float32))[1](d_out.astype(jnp.float32))
     d, transpose_rhs = d_out.astype(lhs.dtype), options.transpose_rhs
     if short := -d.shape[1] % 8:  # rhs is (G, N, K): rows of d are no multiple of 16 bytes.
         d, rhs_n = jnp.pad(d, ((0, 0), (0, short))), jnp.pad(rhs, ((0, 0), (0, short), (0, 0)))
@@ -105,10 +128,13 @@ _ragged_dot.defvjp(_ragged_dot_fwd, _ragged_dot_bwd)
 
 
 def ragged_dot(
-    lhs, rhs, group_sizes, *, group_offset=None, transpose_rhs=False, preferred_element_type=None,
+    lhs, rhs, group_sizes, *, group_offset=None, transpose_rhs=False, activation=None, preferred_element_type=None,
     config: Config | None = None,
 ):  # fmt: skip
     """`lhs` times one matrix of `rhs` for each group of rows, with float32 sums, rounded once; the same in every run.
+
+    Differentiable in lhs and rhs: gradients are grouped products too. Under differentiation an activation is applied
+    after the kernel, to the product in the dtype of lhs, which is kept; `jax.checkpoint` has it computed again instead.
 
     Args:
       lhs: (M, K); bfloat16 or float16.
@@ -118,11 +144,13 @@ def ragged_dot(
       group_offset: None; or an integer, which may be traced, or an array of one: the group that rhs begins with.
         group_sizes then has sizes of all groups, also of those that rhs has no matrix of, whose rows are zeros.
       transpose_rhs: matrices are given transposed, and are read as they lie.
+      activation: "swiglu": rhs has 2N columns, and the result is silu of the first N times the others; or "relu",
+        "gelu" (the tanh form), "silu", an element-wise function, or None.
       preferred_element_type: bfloat16, float16 or float32, the dtype of the result; None for the dtype of `lhs`.
       config: tiles, stages, cluster and order; None for those of the least predicted time.
 
     Returns:
-      (M, N); zeros in rows that belong to no group of rhs.
+      (M, N); the activation of zeros, which is zero for those with a name, in rows that belong to no group of rhs.
 
     Raises:
       ValueError: a rank, shape, dtype or row length is not supported; RuntimeError: no GPU.
@@ -141,10 +169,17 @@ def ragged_dot(
             "are matrices stored the other way round?"
         )
     groups.check_operands(op, lhs, rhs)
+    if activation == "swiglu" and rhs.shape[1 if transpose_rhs else 2] % 2:
+        raise ValueError(
+            f"cookbook.{op}: {rhs.shape=} with {activation=}: must have a column of the gate for each other"
+        )
+    if callable(activation):  # Refused here, whether or not the kernel is to apply it.
+        _numerics.lowerable(activation, jax.ShapeDtypeStruct((8,), jnp.float32))
+    activation = identity if activation is None else _activation(op, activation)
     group_sizes, group_offset = groups.check_groups(op, group_sizes, group_offset, lhs.shape[0], rhs.shape[0])
     operands = (lhs, rhs, group_sizes) if group_offset is None else (lhs, rhs, group_sizes, group_offset)
     lhs, rhs, group_sizes, group_offset = (*_mgpu.alike(*operands), None)[:4]
-    return _ragged_dot(lhs, rhs, group_sizes, group_offset, Options(transpose_rhs, out_dtype, config))
+    return _ragged_dot(lhs, rhs, group_sizes, group_offset, Options(transpose_rhs, out_dtype, config, activation))
 
 
 ragged_dot.Config = Config  # `cookbook.ragged_dot` is this function, not its module.

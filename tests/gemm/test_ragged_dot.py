@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from cookbook import lab
 from cookbook.gemm import groups
 from cookbook.gemm.core import Config
+from tests.gemm.ragged import floats, gradients, operands
 
 forward, transposed = (importlib.import_module(f"cookbook.gemm.{x}") for x in ("ragged_dot", "ragged_dot_transposed"))
 ragged_dot, ragged_dot_transposed = forward.ragged_dot, transposed.ragged_dot_transposed
@@ -27,21 +28,6 @@ SIZES = {
     "one group": [130],
     "ones": [1] * 9,
 }
-
-
-def floats(*shape, dtype=jnp.bfloat16, rows=None):
-    """Random normal, with a shifted mean; rows from `rows` on are NaN."""
-    x = np.random.default_rng(sum(shape)).normal(size=shape) + 0.1
-    if rows is not None:
-        x[rows:] = np.nan
-    return jnp.asarray(x, dtype)
-
-
-def operands(m, n, k, sizes, transpose_rhs=False, dtype=jnp.bfloat16, rows=None):
-    """`rows` NaN-free rows of lhs: by default those of groups, unless none is beyond them."""
-    rows = sum(sizes) if rows is None else rows
-    rhs = floats(len(sizes), n, k, dtype=dtype) if transpose_rhs else floats(len(sizes), k, n, dtype=dtype)
-    return floats(m, k, dtype=dtype, rows=rows), rhs, jnp.asarray(sizes, jnp.int32)
 
 
 def check(m, n, k, sizes, *, transpose_rhs=False, dtype=jnp.bfloat16, gpu=None, **kwargs):
@@ -233,12 +219,6 @@ def test_group_offset():
     lab.check(functools.partial(shard, fn=small), whole, *args, gpu=None)
 
 
-def loss(fn, weights, **how):
-    """The gradients of a sum of products with `weights`."""
-    product = lambda lhs, rhs, sizes: (fn(lhs, rhs, sizes, **how).astype(weights.dtype) * weights).sum()
-    return lambda lhs, rhs, sizes: jax.grad(product, (0, 1))(lhs, rhs, sizes)
-
-
 @pytest.mark.parametrize("n, transpose_rhs", [(128, False), (72, True), (75, True), (200, False)])
 def test_gradients(n, transpose_rhs):
     """Rows of no group get none; NaN there gets into none."""
@@ -246,13 +226,15 @@ def test_gradients(n, transpose_rhs):
     weights = jnp.asarray(np.random.default_rng(0).normal(size=(200, n)), jnp.float32)
     clean = lambda fn: lambda lhs, rhs, sizes: fn(jnp.nan_to_num(lhs), rhs, sizes)
     how = dict(transpose_rhs=transpose_rhs)
-    lab.check(loss(ragged_dot, weights, **how), clean(loss(reference, weights, **how)), lhs, rhs, sizes, gpu=None)
+    lab.check(
+        gradients(ragged_dot, weights, **how), clean(gradients(reference, weights, **how)), lhs, rhs, sizes, gpu=None
+    )
 
 
 def test_gradients_of_a_shard():
     lhs, rhs, sizes = operands(200, 64, 72, [33, 0, 64, 66], rows=200)
     weights = jnp.asarray(np.random.default_rng(0).normal(size=(200, 64)), jnp.float32)
-    grads = [loss(fn, weights, group_offset=1) for fn in (ragged_dot, reference)]
+    grads = [gradients(fn, weights, group_offset=1) for fn in (ragged_dot, reference)]
     lab.check(*grads, lhs, rhs[:2], sizes, gpu=None)
 
 
@@ -277,7 +259,7 @@ def test_shard_map_with_experts_sharded():
         return jax.shard_map(functools.partial(local, fn), mesh=mesh, in_specs=specs, out_specs=jax.P())
 
     weights = jnp.asarray(np.random.default_rng(0).normal(size=(130, 64)), jnp.float32)
-    found, wanted = lab.run(loss(product(ragged_dot), weights), lhs, rhs, sizes), loss(reference, weights)
+    found, wanted = lab.run(gradients(product(ragged_dot), weights), lhs, rhs, sizes), gradients(reference, weights)
     for x, y in zip(found, wanted(lhs, rhs, sizes), strict=True):
         x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
         assert np.linalg.norm(x - y) < 5e-3 * np.linalg.norm(y)

@@ -1,0 +1,112 @@
+"""Activations of grouped products, SwiGLU above all: structures, gradients, errors, mutants."""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cookbook import lab
+from cookbook.gemm import gated
+from cookbook.gemm.core import Config
+from tests.gemm.ragged import floats, gradients, operands
+
+module = importlib.import_module("cookbook.gemm.ragged_dot")
+ragged_dot, reference = module.ragged_dot, module.ragged_dot_reference
+SIZES = [33, 0, 129, 64, 7, 66]
+
+
+def check(m, n, k, sizes=SIZES, *, transpose_rhs=False, gpu=None, activation="swiglu", **kwargs):
+    how = dict(transpose_rhs=transpose_rhs, activation=activation)
+    args = operands(m, n, k, sizes, transpose_rhs)
+    lab.check(functools.partial(ragged_dot, **how, **kwargs), functools.partial(reference, **how), *args, gpu=gpu)
+
+
+# (M, N of o, K), whether rhs is given as (G, 2N, K), the configuration.
+STRUCTURES = {
+    "columns of both in one row of TMA": ((330, 64, 72), False, Config(128, 64)),
+    "wide": ((330, 192, 72), False, Config(128, 128)),
+    "columns that TMA cuts off": ((330, 100, 72), False, Config(256, 64)),
+    "an odd number of columns": ((330, 75, 72), True, Config(128, 64, num_stages=2)),
+    "swapped": ((330, 128, 136), False, Config(128, 24, swapped=True)),
+    "swapped clusters": ((330, 136, 72), True, Config(128, 32, swapped=True, cluster_m=2, cluster_n=2)),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_swiglu(name):
+    (m, n, k), transpose_rhs, config = STRUCTURES[name]
+    check(m, 2 * n, k, transpose_rhs=transpose_rhs, config=config, gpu="h200")
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu", jnp.tanh])
+def test_others(activation):
+    check(150, 64, 72, [33, 0, 65], activation=activation, config=Config(128, 64))
+
+
+@pytest.mark.parametrize("activation, transpose_rhs", [("swiglu", False), ("swiglu", True), ("gelu", False)])
+def test_gradients(activation, transpose_rhs):
+    lhs, rhs, sizes = operands(200, 128, 72, [33, 0, 64, 66], transpose_rhs)
+    cols = 64 if activation == "swiglu" else 128
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(200, cols)), jnp.float32)
+    how = dict(transpose_rhs=transpose_rhs, activation=activation)
+    clean = lambda lhs, *rest, **how: reference(jnp.nan_to_num(lhs), *rest, **how)
+    fns = gradients(ragged_dot, weights, **how), gradients(clean, weights, **how)
+    # Three roundings to 16 bits: of the product that is kept, of its gradient, and of the result.
+    lab.check(*fns, lhs, rhs, sizes, gpu=None, tolerance=4e-3)
+
+
+def test_a_shard():
+    lhs, rhs, sizes = operands(200, 128, 72, [33, 0, 64, 66], rows=200)
+    how = dict(activation="swiglu", group_offset=1)
+    fns = [functools.partial(fn, **how) for fn in (functools.partial(ragged_dot, config=Config(128, 64)), reference)]
+    lab.check(*fns, lhs, rhs[1:3], sizes, gpu=None)
+
+
+def test_an_empty_product():
+    out = ragged_dot(jnp.ones((8, 0), jnp.bfloat16), jnp.ones((1, 0, 16), jnp.bfloat16), [8], activation="swiglu")
+    assert out.shape == (8, 8) and not out.any()
+
+
+@pytest.mark.parametrize(
+    "cols, how, message",
+    [
+        (24, dict(config=Config(128, 256)), "at most 64 x 128 values of o"),
+        (11, dict(transpose_rhs=True), "a column of the gate for each other"),
+        (24, dict(activation="glu"), "activation='glu' is not known"),
+        (24, dict(activation=jnp.sort), "not element-wise"),
+    ],
+)
+def test_errors_name_the_rule(cols, how, message):
+    transpose_rhs = how.get("transpose_rhs", False)
+    with pytest.raises(ValueError, match=message):
+        lhs, rhs, sizes = operands(16, cols, 8, [16], transpose_rhs)
+        lab.run(functools.partial(ragged_dot, **dict(activation="swiglu") | how), lhs, rhs, sizes)
+
+
+@pytest.mark.parametrize("mutated", ["the same tile twice", "up and gate", "no product of a step", None])
+def test_mutants_of_the_pair_are_caught(run_only, monkeypatch, mutant, found_if, mutated):
+    if mutated == "the same tile twice":
+        monkeypatch.setattr(gated.Pair, "distance", property(lambda _: 0, lambda *_: None), raising=False)
+    elif mutated == "up and gate":
+        right = gated.Pair.part
+        monkeypatch.setattr(gated.Pair, "part", lambda *args: right(*args)[::-1])
+    elif mutated:
+        mutant(gated, "pl", loop=lambda first, last: gated.pl.__dict__["_namespace"].loop(first + 1, last))
+    jax.clear_caches()
+    with found_if(mutated is not None):
+        check(200, 256, 136, [33, 1, 65, 40], config=Config(128, 64))
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("config", [Config(128, 128), Config(128, 128, swapped=True), Config(128, 16, swapped=True)])
+def test_right_in_every_run_on_the_gpu(gpu, config):
+    rng = np.random.default_rng(0)
+    sizes = rng.multinomial(4000, rng.dirichlet(np.full(13, 0.5)))
+    args = floats(4096, 1024), floats(13, 1024, 1536), jnp.asarray(sizes, jnp.int32)
+    fn = jax.jit(functools.partial(ragged_dot, config=config, activation="swiglu"))
+    outs, wanted = [fn(*args) for _ in range(10)], jax.jit(functools.partial(reference, activation="swiglu"))(*args)
+    assert float(jnp.linalg.norm(outs[0] - wanted) / jnp.linalg.norm(wanted)) < 4e-3
+    assert all((out == outs[0]).all() for out in outs)
