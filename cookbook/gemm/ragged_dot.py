@@ -13,7 +13,7 @@ pieces are stored at once, the last ones of a group as pieces of 32, 16, 8, 4, 2
 tiles are is read from a table that XLA makes of the sizes (`groups.py`).
 
 What bounds its speed: the tensor cores; with few rows a group, the memory that the matrices come from. `swapped` then
-computes the transposed product, whose tiles may have as few as 8 rows of lhs.
+computes the transposed product, whose tiles may have as few as 8 rows of lhs. `group_cost.py` chooses the tiles.
 
 Not supported: batches (use `jax.vmap`), other dtypes. Chapter: 16. Sources: Gale et al., "MegaBlocks" (2022), for the
 grouped product; JAX's `ragged_dot_mgpu`, for the stores by powers of two.
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _mgpu, _numerics
-from . import gated, groups
+from . import gated, group_cost, groups
 from .core import Config
 from .ragged_dot_transposed import ragged_dot_transposed
 from .roles import fused_product, identity, multiply
@@ -66,11 +66,19 @@ class Options:
         return self.activation is gated.swiglu
 
 
-def default_config(m, n, k, num_groups, out_dtype=jnp.bfloat16, transpose_rhs=False, num_sms=132) -> Config:
-    """The configuration of the least predicted time."""
-    if transpose_rhs or n % 64 == 0:
-        return Config()
-    return Config(256, 64) if jnp.dtype(out_dtype).itemsize == 4 else Config(swapped=True)
+def default_config(
+    m, n, k, num_groups, dtype=jnp.bfloat16, out_dtype=None, transpose_rhs=False, is_gated=False, num_sms=132
+) -> Config:
+    """The configuration of the least predicted time for `n` columns of the result, if groups are alike."""
+    return group_cost.best(problem(m, n, k, num_groups, dtype, out_dtype, transpose_rhs, is_gated, num_sms))
+
+
+def problem(
+    m, n, k, num_groups, dtype=jnp.bfloat16, out_dtype=None, transpose_rhs=False, is_gated=False, num_sms=132
+) -> group_cost.Rows:
+    """The product as `group_cost.ranked` takes it, which says which configurations are worth timing."""
+    dtypes = jnp.dtype(dtype), jnp.dtype(out_dtype or dtype)
+    return group_cost.Rows(m, n, k, num_groups, transpose_rhs, *dtypes, is_gated, num_sms)
 
 
 def _forward(lhs, rhs, group_sizes, group_offset, options: Options):
@@ -80,7 +88,9 @@ def _forward(lhs, rhs, group_sizes, group_offset, options: Options):
         activation = identity if options.is_gated else options.activation
         return activation(jnp.zeros((m, n), jnp.float32)).astype(options.out_dtype)
     target = _mgpu.require_target("ragged_dot")
-    config = options.config or default_config(m, n, k, num_groups, options.out_dtype, transpose_rhs, target.num_sms)
+    config = options.config or default_config(
+        m, n, k, num_groups, lhs.dtype, options.out_dtype, transpose_rhs, options.is_gated, target.num_sms
+    )
     plan = groups.row_plan(
         m, n, k, num_groups, lhs.dtype, transpose_rhs, identity if options.is_gated else options.activation,
         options.out_dtype, config, target.num_sms, target.interpreted,

@@ -27,8 +27,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
-from . import groups, roles
-from .core import COMPUTE, Config, is_cut
+from . import group_cost, groups, roles
+from .core import COMPUTE, Config
 
 
 def ragged_dot_transposed_reference(lhs, rhs, group_sizes):
@@ -43,9 +43,14 @@ def ragged_dot_transposed_reference(lhs, rhs, group_sizes):
     return lax.map(lambda bounds: one(*bounds), (ends - group_sizes, ends))
 
 
-def default_config(m, k, n, num_groups, num_sms=132) -> Config:
-    """The configuration of the least predicted time."""
-    return Config(tile_n=64 if is_cut(m, n) else 256)
+def default_config(m, k, n, num_groups, dtype=jnp.bfloat16, out_dtype=None, num_sms=132) -> Config:
+    """The configuration of the least predicted time, if groups are alike."""
+    return group_cost.best(problem(m, k, n, num_groups, dtype, out_dtype, num_sms))
+
+
+def problem(m, k, n, num_groups, dtype=jnp.bfloat16, out_dtype=None, num_sms=132) -> group_cost.Sums:
+    """The sums as `group_cost.ranked` takes them, which says which configurations are worth timing."""
+    return group_cost.Sums(k, n, m, num_groups, jnp.dtype(dtype), jnp.dtype(out_dtype or dtype), num_sms)
 
 
 def _mask(plan: groups.SumPlan, masked, step, a_smem, b_smem):
@@ -112,7 +117,7 @@ def ragged_dot_transposed(
     if 0 in (m, k, n, count):
         return jnp.zeros((count, k, n), out_dtype)
     target = _mgpu.require_target(op)
-    config = config or default_config(m, k, n, count, target.num_sms)
+    config = config or default_config(m, k, n, count, lhs.dtype, out_dtype, target.num_sms)
     plan = groups.sum_plan(k, n, m, count, lhs.dtype, out_dtype, config, target.num_sms, target.interpreted)
     table = groups.sum_table(*groups.bounds(group_sizes, m, group_offset, count))
     return roles.fused_product(lhs, rhs, {}, table, plan=plan, params=_mgpu.compiler_params(), multiply=multiply)

@@ -73,7 +73,7 @@ def test_an_empty_product():
 @pytest.mark.parametrize(
     "cols, how, message",
     [
-        (24, dict(config=Config(128, 256)), "at most 64 x 128 values of o"),
+        (128, dict(config=Config(128, 256)), "at most 64 x 128 values of o"),
         (11, dict(transpose_rhs=True), "a column of the gate for each other"),
         (24, dict(activation="glu"), "activation='glu' is not known"),
         (24, dict(activation=jnp.sort), "not element-wise"),
