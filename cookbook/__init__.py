@@ -13,6 +13,8 @@ from cookbook.gemm.matmul_int8_weights import matmul_int8_weights
 from cookbook.gemm.matmul_pipelined import matmul_pipelined
 from cookbook.gemm.matmul_wgmma import matmul_wgmma
 from cookbook.gemm.ragged_dot import ragged_dot
+from cookbook.gemm.ragged_dot_fp8 import ragged_dot_fp8
+from cookbook.gemm.ragged_dot_int8_weights import ragged_dot_int8_weights
 from cookbook.gemm.ragged_dot_transposed import ragged_dot_transposed
 from cookbook.rows.reduce_sum import reduce_sum
 from cookbook.rows.rms_norm import rms_norm
@@ -31,6 +33,8 @@ __all__ = [
     "merge_attention",
     "paged_attention",
     "ragged_dot",
+    "ragged_dot_fp8",
+    "ragged_dot_int8_weights",
     "ragged_dot_transposed",
     "ragged_paged_attention",
     "reduce_sum",
