@@ -12,6 +12,7 @@ from cookbook.gemm.matmul_fp8 import matmul_fp8
 from cookbook.gemm.matmul_int8_weights import matmul_int8_weights
 from cookbook.gemm.matmul_pipelined import matmul_pipelined
 from cookbook.gemm.matmul_wgmma import matmul_wgmma
+from cookbook.gemm.moe import moe
 from cookbook.gemm.ragged_dot import ragged_dot
 from cookbook.gemm.ragged_dot_fp8 import ragged_dot_fp8
 from cookbook.gemm.ragged_dot_int8_weights import ragged_dot_int8_weights
@@ -31,6 +32,7 @@ __all__ = [
     "matmul_pipelined",
     "matmul_wgmma",
     "merge_attention",
+    "moe",
     "paged_attention",
     "ragged_dot",
     "ragged_dot_fp8",

@@ -1,0 +1,178 @@
+"""The mixture-of-experts layer: its routing as arithmetic, the layer, its gradients, shards, errors, mutants."""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cookbook import lab
+
+module = importlib.import_module("cookbook.gemm.moe")
+moe, reference = module.moe, module.moe_reference
+
+
+def normal(rng, *shape, scale=1.0):
+    return jnp.asarray(scale * rng.normal(size=shape), jnp.bfloat16)
+
+
+def operands(tokens=70, experts=6, hidden=72, inner=64):
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(tokens, experts)), jnp.float32)
+    gate_up, down = (normal(rng, experts, *s, scale=s[0] ** -0.5) for s in ((hidden, 2 * inner), (inner, hidden)))
+    return normal(rng, tokens, hidden), logits, gate_up, down
+
+
+# Routing --------------------------------------------------------------------------------------------------------------
+
+LOGITS = {
+    "random": np.random.default_rng(0).normal(size=(200, 16)),
+    "one block": np.random.default_rng(0).normal(size=(64, 5)),
+    "all the same": np.zeros((150, 8)),
+    "the same experts": np.zeros((130, 1)) + np.arange(9),
+    "not finite": np.where(np.random.default_rng(1).uniform(size=(100, 8)) < 0.3, np.nan, -np.inf),
+}
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 5])
+@pytest.mark.parametrize("name", LOGITS)
+def test_every_choice_has_a_row_of_its_expert(name, top_k):
+    logits = jnp.asarray(LOGITS[name], jnp.float32)
+    weights, rows, sources, sizes = map(np.asarray, module.route(logits, top_k))
+    experts = np.asarray(jax.lax.top_k(logits, top_k)[1])
+    np.testing.assert_array_equal(sizes, np.bincount(experts.ravel(), minlength=logits.shape[1]))
+    # Rows in the order of the experts, and of the tokens within each.
+    order = np.argsort(experts.ravel(), kind="stable")
+    np.testing.assert_array_equal(sources, order)
+    np.testing.assert_array_equal(rows.ravel()[order], np.arange(order.size))
+    if np.isfinite(LOGITS[name]).all():
+        np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_gradients_of_weights(renormalize):
+    logits = jnp.asarray(LOGITS["random"], jnp.float32)
+
+    def wanted(logits):
+        weights = jax.nn.softmax(logits)
+        chosen, experts = jax.lax.top_k(weights, 3)
+        return chosen / chosen.sum(1, keepdims=True) if renormalize else chosen
+
+    found = lambda logits: module.route(logits, 3, renormalize).weights
+    scale = jnp.asarray(np.random.default_rng(2).normal(size=(200, 3)), jnp.float32)
+    for value in (lambda fn: fn(logits), lambda fn: jax.grad(lambda x: (fn(x) * scale).sum())(logits)):
+        np.testing.assert_allclose(value(found), value(wanted), rtol=1e-5, atol=1e-6)
+
+
+# The layer ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("top_k, renormalize", [(2, True), (3, False)])
+def test_layer(top_k, renormalize):
+    how = dict(top_k=top_k, renormalize=renormalize)
+    # Inner values are rounded to 16 bits, and the rows that are summed.
+    fns = (functools.partial(fn, **how) for fn in (moe, reference))
+    lab.check(*fns, *operands(), tolerance=4e-3, gpu="h200" if renormalize else None)
+
+
+def test_leading_axes_and_an_expert_without_tokens():
+    x, logits, *weights = operands(12)
+    logits = logits.at[:, 2].set(-100)
+    out = lab.run(functools.partial(moe, top_k=2), x.reshape(3, 4, -1), logits.reshape(3, 4, -1), *weights)
+    wanted = reference(x, logits, *weights, 2)
+    np.testing.assert_allclose(np.asarray(out, np.float32).reshape(12, -1), wanted, atol=0.05)
+    assert moe(x[:0], logits[:0], *weights, top_k=2).shape == (0, 72)
+
+
+def gradients(fn, args):
+    scale = jnp.asarray(np.random.default_rng(1).normal(size=args[0].shape), jnp.float32)
+    return jax.grad(lambda *args: (fn(*args, top_k=2) * scale).sum(), (0, 1, 2, 3))
+
+
+def test_gradients():
+    args = operands()
+    # Roundings to 16 bits: of both products and of their gradients.
+    lab.check(*(gradients(fn, args) for fn in (moe, reference)), *args, tolerance=7e-3, gpu=None)
+
+
+def test_a_token_of_nan_stays_alone():
+    x, *rest = operands()
+    out = lab.run(functools.partial(moe, top_k=2), x.at[5].set(jnp.nan), *rest)
+    assert jnp.isnan(out[5]).all() and not jnp.isnan(jnp.delete(out, 5, axis=0)).any()
+
+
+def test_shard_map_with_experts_sharded():
+    """Gradients too; each device has some of the experts."""
+    mesh = jax.make_mesh((1,), ("expert",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    args = operands()
+
+    def local(x, logits, gate_up, down, top_k):
+        offset = jax.lax.axis_index("expert") * down.shape[0]
+        return jax.lax.psum(moe(x, logits, gate_up, down, top_k=top_k, group_offset=offset), "expert")
+
+    specs = jax.P(), jax.P(), jax.P("expert"), jax.P("expert")
+    sharded = lambda *args, top_k: jax.shard_map(
+        functools.partial(local, top_k=top_k), mesh=mesh, in_specs=specs, out_specs=jax.P()
+    )(*args)
+    found = lab.run(jax.jit(gradients(sharded, args)), *args)
+    for x, y in zip(found, gradients(reference, args)(*args), strict=True):
+        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        assert np.linalg.norm(x - y) < 1e-2 * np.linalg.norm(y)
+
+
+def test_shards_add_up():
+    x, logits, gate_up, down = operands()
+    shard = lambda fn, at: functools.partial(fn, top_k=3, group_offset=at)
+    whole = lambda fn: (
+        lambda x, logits, gate_up, down: tuple(
+            shard(fn, at)(x, logits, gate_up[at : at + 3], down[at : at + 3]) for at in (0, 3)
+        )
+    )
+    lab.check(whole(moe), whole(reference), x, logits, gate_up, down, tolerance=4e-3, gpu=None)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(x=jnp.ones((4, 16))), "cast them"),
+        (dict(router_logits=jnp.ones((3, 5))), r"must be \(4,\) \+ \(E,\)"),
+        (dict(w_gate_up=jnp.ones((5, 16, 24), jnp.bfloat16)), r"\(E, 16, 2I\)"),
+        (dict(router_logits=jnp.ones((4, 6))), "or say group_offset"),
+        (dict(router_logits=jnp.ones((4, 4)), group_offset=0), "4 experts and there are weights of 5"),
+        (dict(top_k=6), "from 1 to 5"),
+        (dict(top_k=1.5), "one int"),
+    ],
+)
+def test_errors_name_the_rule(change, message):
+    args = dict(x=jnp.ones((4, 16), jnp.bfloat16), router_logits=jnp.ones((4, 5)), top_k=2)
+    args |= dict(w_gate_up=jnp.ones((5, 16, 16), jnp.bfloat16), w_down=jnp.ones((5, 8, 16), jnp.bfloat16)) | change
+    with pytest.raises(ValueError, match=message):
+        moe(**args)
+
+
+@pytest.mark.parametrize("mutated", ["another row", "another token", "weights in order of experts", None])
+def test_mutants_of_the_routing_are_caught(run_only, monkeypatch, found_if, mutated):
+    right = module.route
+
+    def wrong(*args):
+        r = right(*args)
+        if mutated == "another row":
+            return r._replace(rows=jnp.roll(r.rows, 1, 0))
+        if mutated == "another token":
+            return r._replace(sources=jnp.roll(r.sources, 1))
+        return r._replace(weights=r.weights[:, ::-1]) if mutated else r
+
+    monkeypatch.setattr(module, "route", wrong)
+    with found_if(mutated is not None):
+        lab.check(functools.partial(moe, top_k=2), functools.partial(reference, top_k=2), *operands(), tolerance=4e-3)
+
+
+@pytest.mark.parametrize("tokens, experts, top_k", [(1000, 128, 8), (64, 128, 8), (4096, 8, 2)])
+def test_right_in_every_run_on_the_gpu(gpu, tokens, experts, top_k):
+    args = operands(tokens, experts, 512, 256)
+    fn = jax.jit(functools.partial(moe, top_k=top_k))
+    outs, wanted = [fn(*args) for _ in range(10)], jax.jit(functools.partial(reference, top_k=top_k))(*args)
+    assert float(jnp.linalg.norm(outs[0] - wanted) / jnp.linalg.norm(wanted)) < 5e-3
+    assert all((out == outs[0]).all() for out in outs)
