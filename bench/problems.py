@@ -2,9 +2,12 @@
 
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import itertools
 import math
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +16,22 @@ import numpy as np
 import cookbook
 from cookbook import elementwise, lab
 from cookbook.attn import attention, paged_attention, varlen_attention
-from cookbook.gemm import cost, matmul, matmul_fp8, matmul_int8_weights
+from cookbook.gemm import (
+    cost,
+    group_cost,
+    matmul,
+    matmul_fp8,
+    matmul_int8_weights,
+    moe,
+    ragged_dot,
+    ragged_dot_fp8,
+    ragged_dot_transposed,
+)
 from cookbook.gemm.matmul_blocked import matmul_blocked_reference
 from cookbook.rows import reduce_sum, rms_norm, softmax
 
-LIBRARIES = ("xla", "cublas", "cudnn", "jax_f16", "tokamax")  # The peers that are not this project's own.
+# The peers that are not this project's own.
+LIBRARIES = ("xla", "cublas", "cudnn", "jax_f16", "jax_mgpu", "jax_mgpu_64", "tokamax")
 TO_TUNE = 40  # Configurations that `--tune` times.
 BF16, E4M3 = jnp.bfloat16, jnp.float8_e4m3fn
 NAMES = {jnp.dtype(BF16): "bf16", jnp.dtype(jnp.float16): "f16", jnp.dtype(jnp.float32): "f32", jnp.dtype(E4M3): "fp8"}
@@ -52,11 +66,13 @@ class Case:
     derive: object = None  # Makes of these inputs one more, which only peers take.
     integers: tuple = ()  # Inputs behind the random ones that say where things lie: arrays of int32.
     tune: object = None  # Times the configurations of the least predicted time for these inputs.
+    parts: tuple = ()  # Peers that do a part of the work: their result is another.
+    reads_weights: bool = False  # A product of few rows, whose rate is that of reading its matrices.
 
     @property
     def counts_flops(self) -> bool:
         """Whether its rate is one of arithmetic, not of memory."""
-        return self.op.startswith(("matmul", "attention", "varlen", "ragged"))
+        return self.op.startswith(("matmul", "attention", "varlen", "ragged", "moe")) and not self.reads_weights
 
     @property
     def problem(self) -> str:
@@ -317,6 +333,133 @@ def _matmul_f32(m, n, k, **kwargs):
                 flops, nbytes, f"{m}x{n}x{k}", impl="matmul_blocked", **kwargs)  # fmt: skip
 
 
+def _of_jax(module: str):
+    """A module of JAX's own GPU kernels. For its `main` it imports JAX's test helpers; they import absl, which nothing
+    here needs."""
+    missing = "jax._src.test_util" not in sys.modules and not importlib.util.find_spec("absl")
+    if missing:
+        sys.modules["jax._src.test_util"] = types.ModuleType("test_util")
+    try:
+        return importlib.import_module(f"jax.experimental.pallas.ops.gpu.{module}")
+    finally:
+        if missing:
+            del sys.modules["jax._src.test_util"]
+
+
+def _ragged_dot_of_jax(block_m: int, n: int, transpose_rhs: bool, lhs, rhs, sizes):
+    """Tiles of `block_m` by 128 and four stages, which are the fastest of those that its own search tries."""
+    grid_block_n = next(width for width in (8, 4, 2, 1) if n % (128 * width) == 0)
+    return _of_jax("ragged_dot_mgpu").ragged_dot(
+        lhs, rhs, group_sizes=sizes, block_m=block_m, block_n=128, block_k=64, max_concurrent_steps=4,
+        grid_block_n=grid_block_n, transpose_rhs=transpose_rhs,
+    )  # fmt: skip
+
+
+def _ragged(m, n, k, sizes, transpose_rhs=False, target=None, **kwargs):
+    """XLA computes all rows by every matrix, and is left out where that takes long."""
+    sizes, touched = np.asarray(sizes, np.int32), int(np.count_nonzero(sizes))
+    g = len(sizes)
+    how = dict(transpose_rhs=transpose_rhs)
+    kernel = lambda lhs, rhs, sizes, plain=None: cookbook.ragged_dot(lhs, rhs, sizes, **how)
+    of_jax = lambda block_m: lambda lhs, rhs, sizes, *_: _ragged_dot_of_jax(block_m, n, transpose_rhs, lhs, rhs, sizes)
+    peers = {"jax_mgpu": of_jax(128), "jax_mgpu_64": of_jax(64)} if n % 128 == k % 64 == 0 else {}
+    if g <= 8 and not transpose_rhs:
+        peers["xla"] = jax.lax.ragged_dot
+    if transpose_rhs:
+        peers["ragged_dot"] = lambda lhs, rhs, sizes, plain: cookbook.ragged_dot(lhs, plain, sizes)
+    reads_weights = kwargs.get("reads_weights", False)
+    nbytes = 2 * touched * k * n if reads_weights else ragged_dot.bytes_moved(m, n, k, touched)
+    return Case("ragged_dot", ((m, k), (g, n, k) if transpose_rhs else (g, k, n)), BF16, kernel,
+                lambda lhs, rhs, sizes, plain=None: ragged_dot.ragged_dot_reference(lhs, rhs, sizes, **how), peers,
+                ragged_dot.flops(int(sizes.sum()), n, k), nbytes,
+                f"{m}x{n}x{k}_g{g}" + ("_skewed" if sizes.max() * g > 4 * m else "") + "_tb" * transpose_rhs,
+                target=target, integers=(sizes,), derive=(lambda lhs, rhs, sizes: rhs.mT) if transpose_rhs else None,
+                tune=lambda *args: lab.autotune(
+                    cookbook.ragged_dot, *args[:3], **how,
+                    configs=group_cost.ranked(ragged_dot.problem(m, n, k, g, **how), TO_TUNE)),
+                **kwargs)  # fmt: skip
+
+
+def _ragged_transposed(m, k, n, sizes, target=None, **kwargs):
+    sizes = np.asarray(sizes, np.int32)
+    g = len(sizes)
+    of_jax = lambda lhs, rhs, sizes: _of_jax("transposed_ragged_dot_mgpu").transposed_ragged_dot(
+        lhs, rhs, group_sizes=sizes, block_m=128, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=4
+    )
+    return Case("ragged_dot_transposed", ((m, k), (m, n)), BF16, cookbook.ragged_dot_transposed,
+                ragged_dot_transposed.ragged_dot_transposed_reference,
+                {"jax_mgpu": of_jax} if k % 128 == n % 512 == 0 else {},
+                ragged_dot_transposed.flops(int(sizes.sum()), n, k), ragged_dot_transposed.bytes_moved(m, n, k, g),
+                f"{m}x{k}x{n}_g{g}", target=target, integers=(sizes,),
+                tune=lambda *args: lab.autotune(
+                    cookbook.ragged_dot_transposed, *args,
+                    configs=group_cost.ranked(ragged_dot_transposed.problem(m, k, n, g), TO_TUNE)),
+                **kwargs)  # fmt: skip
+
+
+def _ragged_fp8(m, n, k, sizes, **kwargs):
+    """Scales of blocks of 128."""
+    sizes = np.asarray(sizes, np.int32)
+    g, how = len(sizes), dict(transpose_rhs=True)
+    shapes = (m, k), (g, n, k), (m, k // 128), (g, n // 128, k // 128)
+    return Case("ragged_dot_fp8", shapes, E4M3, functools.partial(cookbook.ragged_dot_fp8, **how),
+                functools.partial(ragged_dot_fp8.ragged_dot_fp8_reference, **how), {},
+                ragged_dot_fp8.flops(int(sizes.sum()), n, k), ragged_dot_fp8.bytes_moved(m, n, k, g),
+                f"{m}x{n}x{k}_g{g}", integers=(sizes,), dtypes=(E4M3, E4M3, jnp.float32, jnp.float32),
+                tune=lambda *args: lab.autotune(
+                    cookbook.ragged_dot_fp8, *args, **how,
+                    configs=ragged_dot_fp8.ranked(m, n, k, g, TO_TUNE, by_block=True)),
+                **kwargs)  # fmt: skip
+
+
+def _moe(tokens, experts, top_k, hidden, inner, **kwargs):
+    """`products`: both products alone, of rows that lie in order already. The rest is routing, permutation and sum."""
+    shapes = (tokens, hidden), (tokens, experts), (experts, hidden, 2 * inner), (experts, inner, hidden)
+
+    def ordered(x, logits, *_):
+        routing = moe.route(logits, top_k)
+        return x[routing.sources // top_k], routing.group_sizes
+
+    def products(x, logits, gate_up, down, of_rows):
+        rows, sizes = of_rows
+        return cookbook.ragged_dot(cookbook.ragged_dot(rows, gate_up, sizes, activation="swiglu"), down, sizes)
+
+    first = lambda fn: lambda x, logits, gate_up, down, of_rows=None: fn(x, logits, gate_up, down, top_k=top_k)
+    return Case("moe", shapes, BF16, first(cookbook.moe), first(moe.moe_reference), {"products": products},
+                moe.flops(tokens, top_k, hidden, inner), moe.bytes_moved(tokens, top_k, hidden, inner, experts),
+                f"{tokens}_top{top_k}of{experts}_{hidden}x{inner}", dtypes=(BF16, jnp.float32, BF16, BF16),
+                derive=ordered, parts=("products",), **kwargs)  # fmt: skip
+
+
+def cut_at_random(m: int, num_groups: int, seed: int = 0) -> np.ndarray:
+    """Sizes of groups between boundaries drawn at random."""
+    cuts = np.sort(np.random.default_rng(seed).integers(0, m, num_groups - 1))
+    return np.diff(np.concatenate([[0], cuts, [m]]))
+
+
+def skewed(m: int, num_groups: int, exponent: float, seed: int = 0) -> np.ndarray:
+    """Sizes of groups of which the i-th largest has about a share of 1 / i**exponent, in random order."""
+    rng = np.random.default_rng(seed)
+    share = np.arange(1, num_groups + 1) ** -float(exponent)
+    whole = np.floor(m * share / share.sum()).astype(np.int64)
+    whole[rng.choice(num_groups, m - whole.sum(), replace=False)] += 1
+    return rng.permutation(whole)
+
+
+def with_empty(sizes: np.ndarray, every: int) -> np.ndarray:
+    """Every `every`-th group's rows given to the one before it."""
+    sizes = sizes.copy()
+    sizes[every - 2 :: every] += sizes[every - 1 :: every]
+    sizes[every - 1 :: every] = 0
+    return sizes
+
+
+def routed(tokens: int, top_k: int, experts: int, seed: int = 0) -> np.ndarray:
+    """Sizes of groups where each token has `top_k` experts, drawn at random."""
+    rng = np.random.default_rng(seed)
+    return np.bincount(np.concatenate([rng.permutation(experts)[:top_k] for _ in range(tokens)]), minlength=experts)
+
+
 ROW_SHAPES = ((1048576, 128), (131072, 1000), (32768, 4096), (4096, 32768))
 ABOVE_XLA = Target("xla")
 MATMUL_SIZES = (  # M, N, K: many rows; few tiles; a short K; a long one; few rows; no multiples of a tile.
@@ -387,6 +530,21 @@ CASES += [
     _prefill("b16_s512to4096", PREFILL, Target(None, rate=535), headline=True),
     _prefill("b16_s2048", [2048] * 16, Target("attention", 0.95)),
     *(_prefill("b16_s512to4096", PREFILL, Target("varlen_attention", 0.95), page) for page in (16, 128)),
+]
+
+
+# Targets are those of the issue that brought the family: rates, or 0.95 of the same product with matrices as they lie.
+FEW_LARGE, MANY = cut_at_random(16384, 8), with_empty(skewed(65536, 128, 1.0), 16)
+CASES += [
+    _ragged(16384, 4096, 4096, FEW_LARGE, target=Target("jax_mgpu", 1.05, rate=720), headline=True),
+    _ragged(65536, 1536, 2048, MANY, target=Target("jax_mgpu", 1.05, rate=550), headline=True),
+    _ragged(16384, 4096, 4096, FEW_LARGE, transpose_rhs=True, target=Target("ragged_dot", 0.95)),
+    _ragged(65536, 2048, 1536, MANY, transpose_rhs=True, target=Target("ragged_dot", 0.95)),
+    _ragged(512, 1536, 4096, routed(64, 8, 128), target=Target(None, rate=3.6), reads_weights=True),
+    _ragged_transposed(131072, 4096, 1536, skewed(131072, 128, 1.0), Target(None, rate=600), headline=True),
+    _ragged_transposed(16384, 4096, 4096, FEW_LARGE, Target(None, rate=600)),
+    _ragged_fp8(32768, 4096, 7168, [8192] * 4, target=Target(None, rate=1000), headline=True),
+    _moe(8192, 128, 8, 2048, 768, target=Target("products", 0.8), headline=True),
 ]
 
 

@@ -22,6 +22,7 @@ from cookbook import lab
 ERROR_MAX = 2e-2  # Relative error of a 16-bit result against the peer's. The tests look closer.
 # At least: geometric mean, 10th percentile and worst of the peer's time over ours.
 LIKE_CUBLAS, BEYOND_XLA = (1.0, 0.92, 0.85), (1.1, 1.0, 0.95)
+LIKE_JAX = (1.05, 0.95, 0.95)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,17 @@ def _weights(rng):
     return round(_log_uniform(rng, 1, 4096)), *(_multiple(x, 16) for x in _log_uniform(rng, 2048, 28672, 2))
 
 
+def _groups_of_rows(rng):
+    """Rows, N, K, groups, and how skewed they are: 0 for equal groups, 100 for one that has all rows."""
+    m, g, (n, k) = _log_uniform(rng, 64, 131072), _log_uniform(rng, 1, 256), _log_uniform(rng, 512, 8192, 2)
+    return round(m), _multiple(n, 128), _multiple(k, 64), max(1, round(g)), int(rng.integers(0, 101))
+
+
+def _ragged(m, n, k, g, skew):
+    sizes = problems.skewed(m, g, skew / (100 - skew) if skew < 100 else 99, seed=skew)
+    return problems._ragged(m, n, k, sizes)
+
+
 def _of_rows(case):
     return Sample(_rows_and_cols, lambda rows, cols: 10**6 <= rows * cols <= 10**9, case, BEYOND_XLA)
 
@@ -83,6 +95,9 @@ SAMPLES = {
     # The target depends on the rows of `a`: see `_groups`.
     "matmul_int8_weights": Sample(
         _weights, lambda *_: True, functools.partial(problems._matmul_int8_weights, target=None), None
+    ),
+    "ragged_dot": Sample(
+        _groups_of_rows, lambda m, n, k, g, skew: 1e9 <= 2 * m * n * k <= 4e12 and g * n * k <= 4e9, _ragged, LIKE_JAX
     ),
 }
 

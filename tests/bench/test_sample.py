@@ -8,7 +8,7 @@ import pytest
 
 import cookbook
 from bench import __main__ as bench
-from bench import sample
+from bench import problems, sample
 from cookbook import lab
 
 
@@ -20,6 +20,9 @@ def test_problems_are_the_seeds_own_and_in_bounds(op):
         if op == "matmul_int8_weights":
             m, n, k = sizes
             assert 1 <= m <= 4096 and 2048 <= min(n, k) and max(n, k) <= 28672 and n % 16 == k % 16 == 0
+        elif op == "ragged_dot":
+            m, n, k, g, skew = sizes
+            assert 64 <= m <= 131072 and 1 <= g <= 256 and 0 <= skew <= 100 and n % 128 == k % 64 == 0
         elif op.startswith("matmul"):
             m, n, k = sizes
             multiple = 16 if op == "matmul_fp8" else 8
@@ -46,6 +49,14 @@ def test_a_case_takes_the_inputs_that_it_draws(op):
     inputs = jax.eval_shape(case.inputs)
     for peer in case.peers.values():
         assert jax.eval_shape(peer, *inputs).shape == jax.eval_shape(case.reference, *inputs).shape
+
+
+@pytest.mark.parametrize("m, g, exponent", [(100, 7, 0), (100, 7, 1.0), (3, 9, 2.0), (100, 256, 99), (64, 1, 0)])
+def test_skewed_groups_share_out_all_rows(m, g, exponent):
+    sizes = problems.skewed(m, g, exponent)
+    assert sizes.sum() == m and sizes.min() >= 0 and len(sizes) == g
+    assert exponent or sizes.max() - sizes.min() <= 1
+    assert exponent < 99 or sizes.max() == m
 
 
 def test_statistics():
@@ -103,3 +114,18 @@ def test_run_times_ours_and_the_peers_once_each(results_folder, monkeypatch):
     monkeypatch.setattr(cookbook, "softmax", lambda x: 1 - jax.nn.softmax(x))
     with pytest.raises(ValueError, match="cookbook and xla differ"):
         sample.run("softmax", 1, seed=1, iterations=1)
+
+
+GROUPED = [case for case in problems.CASES if case.op.startswith(("ragged_dot", "moe"))]
+
+
+@pytest.mark.parametrize("case", GROUPED, ids=lambda case: case.problem)
+def test_grouped_problems_have_peers_of_the_same_result(case):
+    inputs = jax.eval_shape(case.inputs)
+    with cookbook._mgpu.building_for(cookbook._mgpu.Target("H200", 132)):
+        # JAX's sums ask the device at hand for its SMs, and a CPU has no answer.
+        peers = {} if case.op == "ragged_dot_transposed" else case.peers
+        shapes = {impl: jax.eval_shape(fn, *inputs) for impl, fn in ({"ours": case.kernel} | peers).items()}
+    wanted = jax.eval_shape(case.reference, *inputs).shape
+    assert all(out.shape == wanted for impl, out in shapes.items() if impl not in case.parts)
+    assert case.target.peer is None or case.target.peer in case.peers
