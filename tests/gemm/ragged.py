@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 
 def floats(*shape, dtype=jnp.bfloat16, rows=None):
@@ -24,3 +25,8 @@ def gradients(fn, weights, **how):
     """The gradients of a sum of products with `weights`."""
     product = lambda lhs, rhs, sizes: (fn(lhs, rhs, sizes, **how).astype(weights.dtype) * weights).sum()
     return lambda lhs, rhs, sizes: jax.grad(product, (0, 1))(lhs, rhs, sizes)
+
+
+def slow(cases, names):
+    """`cases`, those with `names` left to `make test ALL=1`: another covers most of each."""
+    return [pytest.param(case, marks=pytest.mark.slow) if case in names else case for case in cases]

@@ -11,6 +11,7 @@ import pytest
 from cookbook import lab
 from cookbook.gemm import group_scales
 from cookbook.gemm.core import Config
+from tests.gemm.ragged import slow
 
 fp8, int8 = (importlib.import_module(f"cookbook.gemm.ragged_dot_{x}") for x in ("fp8", "int8_weights"))
 ragged_dot_fp8, ragged_dot_int8_weights = fp8.ragged_dot_fp8, int8.ragged_dot_int8_weights
@@ -58,7 +59,7 @@ STRUCTURES = {
 }
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize("name", slow(STRUCTURES, ["rows and columns, swapped"]))
 def test_fp8(name):
     *sizes, config = STRUCTURES[name]
     check(*sizes, config=config, gpu="h200")
@@ -92,7 +93,7 @@ def check_int8(n, k, transpose_rhs=True, *, config=None, gpu=None):
     "n, k, transpose_rhs, config",
     [
         (200, 400, True, int8.Config(128, 32)),
-        (264, 144, False, int8.Config(128, 16, cluster_m=2, tile_k=64)),
+        pytest.param(264, 144, False, int8.Config(128, 16, cluster_m=2, tile_k=64), marks=pytest.mark.slow),
         (136, 144, True, int8.Config(256, 64, tile_k=64)),
     ],
 )
