@@ -20,6 +20,7 @@ CHAPTERS = (
     ("13_paged_decode", "Paged decode", "one query, pages of keys", "memory"),
     ("14_ragged_prefill", "Ragged prefill", "sequences of any lengths", "compute"),
     ("15_serving", "Serving", "an engine made of kernels", "both"),
+    ("16_grouped_matmul", "Grouped matmul", "experts: a table of tiles", "both"),
 )
 COLOURS = {"memory": ORANGE, "compute": BLUE, "both": GREEN}
 

@@ -1,0 +1,189 @@
+"""Chapter 16's exercises: room for the table, copies of ragged ends, masked steps, and the store of a boundary tile."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from exercises.judge import NotYet, checker, normal, run_kernel
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ENTRIES = ((1000, 4, 128), (1024, 8, 128), (280, 5, 64), (5, 9, 64), (129, 2, 128), (64, 1, 64), (0, 3, 16))
+COPIES = (  # Sizes of groups, and the rows of a piece.
+    ((64, 128, 192), 64),
+    ((63,), 64),
+    ((70, 0, 130, 1, 63), 64),
+    ((70, 0, 130, 1, 63), 32),
+    ((5, 7, 1000, 31), 16),
+    ((0, 0), 64),
+)
+STEPS = ((0, 64), (0, 128), (64, 65), (70, 200), (8, 72), (7, 8), (70, 134), (3, 60), (45, 45), (71, 72), (129, 513))
+LEFT = (64, 200, 63, 37, 32, 8, 1, 0, -27)  # Rows of the group that are left, of a piece of 64.
+
+
+@checker
+def check_entries(answer) -> str:
+    """Exercise 1: `answer(m, num_groups, tile)` is the most entries that sizes of that many groups can need."""
+    given = {case: answer(*case) for case in ENTRIES}
+    for case, got in given.items():
+        _require_number("most_entries", case, got)
+        want = _most_entries(*case)
+        if got != want:
+            raise NotYet(f"most_entries{case} is {got}, and {want} is right. {_entries_hint(given, case)}")
+    return "No sizes need more, and some need as many."
+
+
+@checker
+def check_copies(answer) -> str:
+    """Exercise 2: `answer(sizes, piece)` is how many copies all groups need for one column of pieces."""
+    given = {case: answer(*case) for case in COPIES}
+    for case, got in given.items():
+        _require_number("copies", case, got)
+        want = _copies(*case)
+        if got != want:
+            raise NotYet(f"copies{case} is {got}, and {want} is right. {_copies_hint(given)}")
+    return "A whole piece is one copy; of the last one, as many as its rows have ones in binary."
+
+
+@checker
+def check_steps(answer) -> str:
+    """Exercise 3: `answer(start, end)` is (steps, masked) of the sum along these rows."""
+    given = {case: answer(*case) for case in STEPS}
+    for case, got in given.items():
+        if got is None:
+            raise NotYet("steps_of_group returns None: write its body.")
+        if not isinstance(got, tuple) or len(got) != 2:
+            raise NotYet(f"steps_of_group{case} is {got!r}; it must be a pair: steps, and masked ones.")
+        want = _steps(*case)
+        if tuple(int(x) for x in got) != want:
+            raise NotYet(f"steps_of_group{case} is {got}, and {want} is right. {_steps_hint(given)}")
+    return "Only the ends of a group are masked, and a step that is both counts once."
+
+
+@checker
+def check_store(answer) -> str:
+    """Exercise 4: `answer(piece_smem, o_gmem, left)` starts the copies of the first `left` rows of a piece."""
+    values = normal(16, (64, 64), jnp.bfloat16)
+    out = np.asarray(
+        run_kernel(lambda values, left: _store_pieces(answer, values, left), values, jnp.asarray(LEFT, jnp.int32)),
+        np.float32,
+    )
+    written = ~np.isnan(out)
+    if not written.any():
+        raise NotYet("nothing was stored yet: write the body of store_rows.")
+    for left, mine, found in zip(LEFT, written, out, strict=True):
+        rows = min(max(left, 0), 64)
+        if mine[rows:].any():
+            row = rows + int(np.argwhere(mine[rows:].any(1))[0, 0])
+            raise NotYet(f"left = {left}: row {row} was written, and it belongs to the next group.")
+        if not mine[:rows].all():
+            row = int(np.argwhere(~mine[:rows].all(1))[0, 0])
+            raise NotYet(f"left = {left}: row {row} was never written. Are there boxes for each bit of left?")
+        if (found[:rows] != np.asarray(values, np.float32)[:rows]).any():
+            raise NotYet(f"left = {left}: a row is in another row's place. A box begins in both memories at one row.")
+    return "Every row of the group is stored, and no other."
+
+
+def _store_pieces(answer, values, left):
+    """One piece for each number in `left`, from a block each; what is not stored stays NaN in the interpreter."""
+
+    def body(values_gmem, left_gmem, o_gmem, piece_smem, loaded):
+        case = lax.axis_index("case")
+        plgpu.copy_gmem_to_smem(values_gmem, piece_smem, loaded)
+        plgpu.barrier_wait(loaded)
+        answer(piece_smem, o_gmem.at[case], left_gmem[case])
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((left.size, *values.shape), values.dtype),
+        grid=(left.size,),
+        grid_names=("case",),
+        scratch_types=[plgpu.SMEM(values.shape, values.dtype), plgpu.Barrier()],
+    )(values, left)
+
+
+def _require_number(name, case, got):
+    if got is None:
+        raise NotYet(f"{name} returns None: write its body.")
+    if isinstance(got, bool) or not isinstance(got, int | float | np.integer | np.floating):
+        raise NotYet(f"{name}{case} is {got!r}; it must be a number.")
+
+
+def _most_entries(m, num_groups, tile):
+    # A row in each group, then whole tiles of what is left.
+    return min(m, (m + num_groups * (tile - 1)) // tile)
+
+
+def _entries_hint(given, case):
+    likely = (
+        (lambda m, g, tile: -(-m // tile), "Groups share no tile: each may have one that is not full."),
+        (lambda m, g, tile: m // tile + g, "Nearly. With m // tile whole tiles, can every group have one more?"),
+        (lambda m, g, tile: -(-m // tile) + g, "That is room enough, and more than any sizes need."),
+        (lambda m, g, tile: -(-m // tile) + g - 1, "Nearly. How many rows do the groups have that need an entry more?"),
+        (lambda m, g, tile: (m + g * (tile - 1)) // tile, "An entry has at least one row."),
+    )
+    for wrong, text in likely:
+        if all(wrong(*these) == got for these, got in given.items()):
+            return text
+    return "Give each group one row: what do the other rows add?"
+
+
+def _copies(sizes, piece):
+    return sum(size // piece + (size % piece).bit_count() for size in sizes)
+
+
+def _copies_hint(given):
+    likely = (
+        (lambda sizes, piece: sum(-(-size // piece) for size in sizes), "The last piece of a group is several copies."),
+        (lambda sizes, piece: sum(sizes), "A copy moves more than one row."),
+        (
+            lambda sizes, piece: sum(sizes) // piece + (sum(sizes) % piece).bit_count(),
+            "Pieces begin anew in every group.",
+        ),
+        (
+            lambda sizes, piece: sum(size.bit_count() for size in sizes),
+            "No box is larger than a piece: larger groups have several whole ones.",
+        ),
+        (lambda sizes, piece: sum(size // piece for size in sizes), "And the last pieces, which are not whole?"),
+    )
+    for wrong, text in likely:
+        if all(wrong(*case) == got for case, got in given.items()):
+            return text
+    return "Whole pieces, and then the rest in binary."
+
+
+def _steps(start, end, *, align=8, step=64):
+    if end <= start:
+        return 0, 0
+    first = start // align * align
+    steps = -(-(end - first) // step)
+    ends = {0} if first < start else set()
+    if first + steps * step > end:
+        ends |= {steps - 1}
+    return steps, len(ends)
+
+
+def _steps_hint(given):
+    def twice(start, end):
+        if end <= start:
+            return 0, 0
+        first, steps = start // 8 * 8, _steps(start, end)[0]
+        return steps, (first < start) + (first + steps * 64 > end)
+
+    likely = (
+        (lambda *case: _steps(*case, align=1), "The first step begins at a multiple of 8."),
+        (lambda *case: _steps(*case, align=64), "Tiles are found at multiples of 8 rows, not of 64."),
+        (twice, "A step that is both the first and the last counts once."),
+        (
+            lambda *case: (_steps(*case)[0], min(2, _steps(*case)[0])),
+            "An end that lies on a step's border needs no mask.",
+        ),
+        (
+            lambda start, end: (-(-(end - start // 8 * 8) // 64), _steps(start, end)[1]),
+            "A group without a row has none.",
+        ),
+    )
+    for wrong, text in likely:
+        if all(tuple(int(x) for x in wrong(*case)) == tuple(int(x) for x in got) for case, got in given.items()):
+            return text
+    return "Where does the first step begin, and where does the last one end?"

@@ -1,0 +1,233 @@
+"""The exercises of chapter 16: solutions are accepted; wrong answers and untouched skeletons are not."""
+
+import functools
+import itertools
+import sys
+
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tests.exercises.answers import NOTEBOOKS, accepted, rejected, skeletons
+
+sys.path.insert(0, str(NOTEBOOKS))
+
+from exercises import ex16  # noqa: E402
+
+skeleton = skeletons("16_grouped_matmul")
+
+
+# Exercise 1
+
+
+def most_entries(m, num_groups, tile):
+    return min(m, (m + num_groups * (tile - 1)) // tile)
+
+
+def in_steps(m, num_groups, tile):
+    if m <= num_groups:
+        return m
+    return num_groups + (m - num_groups) // tile
+
+
+@pytest.mark.parametrize("right", [most_entries, in_steps, lambda *case: np.int64(in_steps(*case))])
+def test_entries_solution(right):
+    accepted(ex16.check_entries(right))
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (lambda m, g, tile: -(-m // tile), "Groups share no tile"),
+        (lambda m, g, tile: m // tile + g, "can every group have one more"),
+        (lambda m, g, tile: -(-m // tile) + g, "more than any sizes need"),
+        (lambda m, g, tile: -(-m // tile) + g - 1, "an entry more"),
+        (lambda m, g, tile: (m + g * (tile - 1)) // tile, "at least one row"),
+        (lambda m, g, tile: m, "Give each group one row"),
+        (lambda m, g, tile: "many", "must be a number"),
+        (lambda m, g, tile: m / 0, "raised ZeroDivisionError"),
+    ],
+)
+def test_entries_wrong(wrong, said):
+    rejected(ex16.check_entries(wrong), said)
+
+
+def test_entries_skeleton():
+    rejected(ex16.check_entries(skeleton("exercise-1")["most_entries"]), "write its body")
+
+
+@pytest.mark.parametrize("m, num_groups, tile", [(7, 3, 2), (6, 2, 4), (2, 3, 4), (9, 3, 3), (0, 2, 4)])
+def test_entries_are_the_most_of_all_sizes(m, num_groups, tile):
+    sizes = (s for s in itertools.product(range(m + 1), repeat=num_groups) if sum(s) <= m)
+    assert max(sum(-(-size // tile) for size in s) for s in sizes) == ex16._most_entries(m, num_groups, tile)
+
+
+# Exercise 2
+
+
+def copies(sizes, piece):
+    return sum(size // piece + bin(size % piece).count("1") for size in sizes)
+
+
+def one_by_one(sizes, piece):
+    total = 0
+    for left in sizes:
+        while left:
+            left -= max(size for size in (2**i for i in range(piece.bit_length())) if size <= left)
+            total += 1
+    return total
+
+
+@pytest.mark.parametrize("right", [copies, one_by_one])
+def test_copies_solution(right):
+    accepted(ex16.check_copies(right))
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (lambda sizes, piece: sum(-(-size // piece) for size in sizes), "is several copies"),
+        (lambda sizes, piece: sum(sizes), "more than one row"),
+        (lambda sizes, piece: copies([sum(sizes)], piece), "begin anew"),
+        (lambda sizes, piece: sum(size.bit_count() for size in sizes), "larger than a piece"),
+        (lambda sizes, piece: sum(size // piece for size in sizes), "not whole"),
+        (lambda sizes, piece: copies(sizes, piece) + 1, "the rest in binary"),
+        (lambda sizes, piece: True, "must be a number"),
+        (lambda sizes, piece: sizes[99], "raised IndexError"),
+    ],
+)
+def test_copies_wrong(wrong, said):
+    rejected(ex16.check_copies(wrong), said)
+
+
+def test_copies_skeleton():
+    rejected(ex16.check_copies(skeleton("exercise-2")["copies"]), "write its body")
+
+
+# Exercise 3
+
+
+def steps_of_group(start, end, *, align=8):
+    if start == end:
+        return 0, 0
+    begin = start - start % align
+    steps = list(range(begin, end, 64))
+    return len(steps), sum(first < start or first + 64 > end for first in steps)
+
+
+def in_numpy(start, end):
+    return tuple(np.asarray(steps_of_group(start, end)))
+
+
+@pytest.mark.parametrize("right", [steps_of_group, in_numpy])
+def test_steps_solution(right):
+    accepted(ex16.check_steps(right))
+
+
+def counted_twice(start, end):
+    if start == end:
+        return 0, 0
+    begin, steps = start // 8 * 8, steps_of_group(start, end)[0]
+    return steps, (begin < start) + (begin + 64 * steps > end)
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (functools.partial(steps_of_group, align=1), "at a multiple of 8"),
+        (functools.partial(steps_of_group, align=64), "not of 64"),
+        (counted_twice, "counts once"),
+        (lambda *case: (steps_of_group(*case)[0], min(2, steps_of_group(*case)[0])), "needs no mask"),
+        (lambda start, end: (-(-(end - start // 8 * 8) // 64), steps_of_group(start, end)[1]), "without a row"),
+        (lambda start, end: (9, 9), "where does the last one end"),
+        (lambda start, end: 3, "must be a pair"),
+        (lambda start, end: (1, 2, 3), "must be a pair"),
+        (lambda start, end: start / 0, "raised ZeroDivisionError"),
+    ],
+)
+def test_steps_wrong(wrong, said):
+    rejected(ex16.check_steps(wrong), said)
+
+
+def test_steps_skeleton():
+    rejected(ex16.check_steps(skeleton("exercise-3")["steps_of_group"]), "write its body")
+
+
+# Exercise 4
+
+
+def store_rows(
+    piece_smem, o_gmem, left, sizes=(32, 16, 8, 4, 2, 1), first_of=lambda left, size: left & ~(2 * size - 1)
+):
+    pl.when(left >= 64)(lambda: plgpu.copy_smem_to_gmem(piece_smem, o_gmem))
+
+    @pl.when((left > 0) & (left < 64))
+    def _():
+        for size in sizes:
+
+            @pl.when(left & size != 0)
+            def _(size=size):
+                rows = pl.ds(first_of(left, size), size)
+                plgpu.copy_smem_to_gmem(piece_smem.at[rows], o_gmem.at[rows])
+
+
+def smallest_first(piece_smem, o_gmem, left):
+    return store_rows(piece_smem, o_gmem, left, first_of=lambda left, size: left & (size - 1))
+
+
+def of_negative_numbers_too(piece_smem, o_gmem, left):
+    """Without the question whether any row is left: a negative number has ones in binary."""
+    pl.when(left >= 64)(lambda: plgpu.copy_smem_to_gmem(piece_smem, o_gmem))
+
+    @pl.when(left < 64)
+    def _():
+        for size in (32, 16, 8, 4, 2, 1):
+
+            @pl.when(left & size != 0)
+            def _(size=size):
+                rows = pl.ds(left & 63 & ~(2 * size - 1), size)
+                plgpu.copy_smem_to_gmem(piece_smem.at[rows], o_gmem.at[rows])
+
+
+def swapped_places(piece_smem, o_gmem, left):
+    pl.when(left >= 64)(lambda: plgpu.copy_smem_to_gmem(piece_smem, o_gmem))
+
+    @pl.when((left > 0) & (left < 64))
+    def _():
+        for size in (32, 16, 8, 4, 2, 1):
+
+            @pl.when(left & size != 0)
+            def _(size=size):
+                rows = pl.ds(left & ~(2 * size - 1), size)
+                plgpu.copy_smem_to_gmem(piece_smem.at[pl.ds(0, size)], o_gmem.at[rows])
+
+
+def of_traced_size(piece_smem, o_gmem, left):
+    rows = pl.ds(0, left)
+    plgpu.copy_smem_to_gmem(piece_smem.at[rows], o_gmem.at[rows])
+
+
+@pytest.mark.parametrize("right", [store_rows, smallest_first])
+def test_store_solution(right):
+    accepted(ex16.check_store(right))
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (lambda piece, o, left: plgpu.copy_smem_to_gmem(piece, o), "left = 63: row 63 was written"),
+        (lambda piece, o, left: pl.when(left >= 64)(lambda: plgpu.copy_smem_to_gmem(piece, o)), "left = 63: row 0 was"),
+        (functools.partial(store_rows, sizes=(32, 16, 8, 4, 2)), "left = 63: row 62 was never"),
+        (of_negative_numbers_too, "left = -27: row 0 was written"),
+        (swapped_places, "another row's place"),
+        (of_traced_size, "can not be compiled"),
+        (lambda piece, o, left: 1 / 0, "can not be compiled for a GPU: ZeroDivisionError"),
+    ],
+)
+def test_store_wrong(wrong, said):
+    rejected(ex16.check_store(wrong), said)
+
+
+def test_store_skeleton():
+    rejected(ex16.check_store(skeleton("exercise-4")["store_rows"]), "write the body")
