@@ -49,8 +49,8 @@ def draw():
         reach = min(TILE, ROWS - first)
         box(ax, x, y, scale * reach - 0.02, 0.3, colour=colours[group], fill=0.0, linestyle=":", linewidth=0.8)
         box(ax, x, y, max(scale * mine - 0.02, 0.03), 0.3, colour=colours[group], fill=0.35, linewidth=0.8)
-        words(ax, x + (scale * mine / 2 if mine > 10 else 0.12), y + 0.15, str(number), size=8)
-    words(ax, left, 2.12, "dotted: rows that a tile computes too, and does not store; they are of the next group",
+        words(ax, x + (scale * mine / 2 if mine > 10 else scale * mine + 0.1), y + 0.15, str(number), size=8)
+    words(ax, left, 2.12, "dotted: rows that a tile computes too, and does not store: rows of later groups",
           size=7.5, ha="left", colour=SOFT)  # fmt: skip
 
     x, width = left + 0.1, 0.62
