@@ -77,13 +77,19 @@ def changed(provenance: dict, fn=None) -> bool:
 
 def _hashes(names) -> dict[str, str | None]:
     """The hash of what each name, such as "cookbook.softmax", leads to, by where it is; None for one that is gone."""
-    hashes = {}
-    for name in sorted(names):
-        if (home := _home(name)) is None:
-            hashes[name] = None
-        elif home != OUTSIDE:
-            hashes[".".join(filter(None, home))] = _digest(_code(*home))
-    return hashes
+    stats = ((path, path.stat()) for path in sorted(PACKAGE.rglob("*.py")))
+    now = tuple((path, stat.st_mtime_ns, stat.st_size) for path, stat in stats)
+    return {home: digest for home, digest in (_hash_of(name, now) for name in sorted(names)) if home}
+
+
+@functools.lru_cache(10_000)
+def _hash_of(name: str, _now) -> tuple[str, str | None]:
+    """Where `name` is ("" if it does not count) and its hash, with the package's files as they are `_now`."""
+    if (home := _home(name)) is None:
+        return name, None
+    if home == OUTSIDE:
+        return "", None
+    return ".".join(filter(None, home)), _digest(_code(*home))
 
 
 def _code(module: str, name: str) -> list[str]:

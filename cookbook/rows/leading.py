@@ -256,7 +256,7 @@ def sum_leading(target: _mgpu.Target, params, dtype, *factors):
         folded = [x.reshape(-1)[: whole * cols].reshape(-1, fold * cols)]
     if whole < rows:
         left = [([x], whole)] if cols >= COLS_MIN else [([x[whole:]], 0)]
-    sums = _launch(plan, params, jnp.float32, ([*folded], 0)).reshape(-1, cols)
+    sums = _launch(plan, params, jnp.float32, ([*folded], 0))[:, : fold * cols].reshape(-1, cols)
     last = _plan(len(sums), max(cols, COLS_MIN), 4, target, stretches=False)
     return _launch(last, params, dtype, ([sums], 0), *left)[0, :cols]
 
