@@ -9,9 +9,9 @@ bits and rounded once, at the end.
 Role table: one warpgroup a block loads a tile from global memory straight into registers, computes, and stores it.
 There are no barriers: nothing is shared, so shared memory would be a detour (chapter 1 measures it).
 
-What bounds its speed: memory. Each input is read once and each output is written once, 16 bytes a thread at a time.
-The last block also does what is left over, in pieces of 128 elements, the last of them shifted back to end with the
-array; what it computes twice it stores twice, with the same value.
+Bound by: memory. Each input is read once and each output is written once, 16 bytes a thread at a time. The last block
+also does what is left over, in pieces of 128 elements, the last of them shifted back to end with the array; what it
+computes twice it stores twice, with the same value.
 
 The gradient is another such kernel, made of `jax.vjp` of `fn`; so is a gradient of it. Integers have none.
 

@@ -1,7 +1,7 @@
-"""What the grouped products share: bounds of groups, the table of tiles, and the plan of a kernel that reads it.
+"""Shared parts of the grouped products: bounds of groups, the table of tiles, and the plan of a kernel that reads it.
 
-Rows of an (M, ...) array lie group after group; `group_sizes` says how many each has. Which tiles that makes is known
-on the device alone, so that XLA makes a table of them, a few hundred integers, and the kernel looks its tiles up.
+Rows of an (M, ...) array lie group after group; `group_sizes` says how many each has. The tiles that result are
+known only on the device, so XLA makes a table of them, a few hundred integers, and the kernel looks its tiles up.
 
 Sizes are clipped to [0, M] and their sums to M before anything is made of them: whatever they are, each row belongs to
 one group or to none, and no tile begins or ends outside of the array. `check_group_sizes` finds such sizes on the host.
@@ -23,12 +23,12 @@ from .roles import identity
 
 
 class Table(NamedTuple):
-    """Integers that say of each entry to which group it belongs and which rows of that group it begins and ends at."""
+    """Integers for each entry: its group, the row where the entry begins, and the row where its group ends."""
 
-    count: Any  # (2,): entries of groups; and those that follow them, of rows that are zeros, too.
+    count: Any  # (2,): the number of entries of groups; and of these with the entries of zero rows that follow.
     group: Any
     start: Any
-    end: Any  # Where the group ends, also where that is beyond the entry's tile.
+    end: Any  # The end of the group, even if that is beyond the entry's tile.
 
 
 def bounds(group_sizes, m: int, group_offset=None, count: int | None = None):
@@ -134,7 +134,7 @@ def sum_table(starts, ends) -> Table:
 
 
 class Entry(NamedTuple):
-    """What a table says of a tile, and the place of the tile in the kernel's product."""
+    """A tile's entry of the table, its number of steps, and its place in the kernel's product."""
 
     group: Any
     start: Any
@@ -177,7 +177,7 @@ class RowTiles(Tiles):
         c, filled = self.config, self.table.count[0]
         grid = (filled, self.across)[:: -1 if self.axis else 1]
         places = plgpu.planar_snake(index, grid, c.grid_minor_dim, c.grid_tile_width)
-        # Tiles of zeros, which take less long, come last.
+        # Tiles of zeros take less time, so they come last.
         rest = index - filled * self.across
         i = jnp.where(rest < 0, places[self.axis], filled + _mgpu.div(rest, self.across))
         j = jnp.where(rest < 0, places[1 - self.axis], _mgpu.rem(rest, self.across))

@@ -8,8 +8,8 @@ float32. Rows of a and b must be multiples of 16 bytes, which TMA asks for.
 
 Role and barrier tables: `roles.py`, which holds the kernel. This file says which operands, tiles and epilogue it gets.
 
-What bounds its speed: the tensor cores, and the power that they may draw; for few rows or columns, memory. The tile,
-the parts of K and the order are those that `cost.py` predicts to be fastest.
+Bound by: the tensor cores, and the power that they may draw; for few rows or columns, memory. The tile, the parts of K
+and the order are those that `cost.py` predicts to be fastest.
 
 Not supported: batches of b (use `jax.vmap`), other dtypes. A plain b whose N is no multiple of 64, or whose K is none
 of 8, is read as it lies with `swapped`; a transposed a of such a size costs a padded copy where its tile has more than

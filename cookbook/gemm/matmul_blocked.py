@@ -17,14 +17,13 @@ Barrier table:
     barrier       arrivals                          who waits
     filled[slot]  2: the copies of a's and b's tile  the warpgroup, before it reads the slot
 
-No barrier says that a slot is free: who refills it is who read it, and `commit_smem` ends the reading.
+No barrier says that a slot is free: the warpgroup that refills it has read it, and `commit_smem` ends the reading.
 
-What bounds its speed: the registers that multiply-adds read. A thread keeps 8 x 16 values of o; for each k it reads 8
-and 16 values from shared memory and does 128 multiply-adds with them, so nineteen instructions in twenty are
-multiply-adds. Each reads three registers, which lie in two banks; how many of them share a bank, and so take a second
-clock, is the compiler's choice. Two blocks share an SM, so that one computes while the other starts, waits or stores.
-16-bit operands are converted first, which costs more than their fewer bytes save: chapter 5 gives them to the tensor
-cores.
+Bound by: the registers that multiply-adds read. A thread keeps 8 x 16 values of o; for each k it reads 8 and 16 values
+from shared memory and does 128 multiply-adds with them, so nineteen instructions in twenty are multiply-adds. Each
+reads three registers, which lie in two banks; how many of them share a bank, and so take a second clock, is the
+compiler's choice. Two blocks share an SM, so that one computes while the other starts, waits or stores. 16-bit operands
+are converted first, which costs more than their fewer bytes save: chapter 5 gives them to the tensor cores.
 
 Not supported: batches (use `jax.vmap`), operands of two dtypes, differentiation, splitting K (a small o with a long K
 leaves SMs idle). Chapter: notebooks/04_blocked_matmul.ipynb. Source: the classic SGEMM of Volkov and Demmel,
@@ -44,9 +43,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _mgpu
 
 LANES_M, LANES_N, WARPS = 4, 8, 4  # A warp's threads stand 4 x 8 on the tile, a warpgroup's warps one above the other.
-ROWS = LANES_M * WARPS  # Of the tile, of which each thread has one.
+ROWS = LANES_M * WARPS  # A thread has every ROWS-th row of the tile.
 LOAD_BYTES = 16  # The widest load from shared memory.
-SMEM_ALIGNMENT = 1024  # Bytes, of every buffer in shared memory.
+SMEM_ALIGNMENT = 1024  # Bytes: each buffer in shared memory begins at a multiple of it.
 TILE_MAX = 128 * 128  # Values of o a block: 128 registers of each thread. More spill.
 
 
@@ -134,14 +133,14 @@ class Plan:
 
     @property
     def o_layout(self):
-        """Of a tile of o: every thread has runs of `vec` columns in every ROWS-th row."""
+        """Layout of a tile of o: every thread has runs of `vec` columns in every ROWS-th row."""
         cols = LANES_N * self.vec
         tiling = plgpu.Tiling(((ROWS, cols), (LANES_M, cols), (self.vec,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
     @property
     def a_layout(self):
-        """Of some columns of a: every thread has all columns of the rows that it has of o, as have LANES_N others."""
+        """Layout of some columns of a: a thread has all of them in its rows of o. LANES_N threads hold the same."""
         tiling = plgpu.Tiling(((ROWS, 1), (LANES_M, 1)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-2, plgpu.Replicated(LANES_N)), vector_dim=-1)
 
@@ -164,7 +163,7 @@ class Plan:
 
 
 def _load(plan: Plan, mi, ni, a_gmem, b_gmem, step, a_smem, b_smem, filled):
-    """Starts the copies of one step into its slot. What lies beyond an operand arrives as zeros."""
+    """Start the copies of one step into its slot. Elements outside an operand arrive as zeros."""
     c, slot = plan.config, lax.rem(step, plan.config.num_stages)
     m, n, k = (pl.ds(i * size, size) for i, size in ((mi, c.tile_m), (ni, c.tile_n), (step, c.tile_k)))
     with jax.named_scope("load"):
@@ -175,7 +174,7 @@ def _load(plan: Plan, mi, ni, a_gmem, b_gmem, step, a_smem, b_smem, filled):
 def _columns(plan: Plan, a_smem, slot, start):
     """Columns `start` to `start + vec` of a tile of a, each a (tile_m,) in the layout of o's rows.
 
-    A value in registers can not be indexed by column, but it can be summed over columns. The sum of one column and of
+    A value in registers cannot be indexed by column, but it can be summed over columns. The sum of one column and of
     zeros costs nothing: which columns are zeros is known when the kernel is compiled, and adding integer zeros folds.
     """
     a = plgpu.load(a_smem.at[slot, :, pl.ds(start, plan.vec)], layout=plan.a_layout, optimized=False)
@@ -208,8 +207,8 @@ def _store(plan: Plan, mi, ni, acc, o_gmem, o_smem):
     with jax.named_scope("store"):
         _mgpu.store(o_smem, acc.astype(o_smem.dtype))
         plgpu.commit_smem()
-        # Always the first; but a column that might be odd keeps JAX from swizzling o_smem, whose rows and columns TMA
-        # then takes in whole tiles only, which o need not have.
+        # This is always ni * tile_n. Written so that it might be odd, it keeps JAX from swizzling o_smem: TMA stores a
+        # swizzled buffer only in whole tiles, and the sides of o need not be multiples of these.
         first = jnp.minimum(ni * tile_n, plan.n | 1)
         plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[pl.ds(mi * tile_m, tile_m), pl.ds(first, tile_n)])
         plgpu.wait_smem_to_gmem(0)

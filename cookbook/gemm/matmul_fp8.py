@@ -8,8 +8,8 @@ Rows of a and, as it is read, of b must be multiples of 16 bytes, 16 values alon
 
 Role and barrier tables: `roles.py`. The scales are applied to the float32 sums, on their way out.
 
-What bounds its speed: the tensor cores, twice as fast as with 16 bits. They add fp8 products with fewer bits than
-float32 has, whichever library asks them to.
+Bound by: the tensor cores, twice as fast as with 16 bits. They add fp8 products with fewer bits than float32 has,
+whichever library asks them to.
 
 Not supported: scales of blocks along K; batches (use `jax.vmap`); differentiation. The tensor cores want both fp8
 operands with K along their rows: a plain b is transposed, at the cost of one copy; store weights as (N, K).
@@ -72,7 +72,7 @@ def _scale(name: str, scale, size: int):
 
 
 def _vectors(row_scale, col_scale) -> dict:
-    """What the kernel multiplies by: one number, where there is one for all rows or for all columns."""
+    """The kernel's scales, by row and by column; those of a single number are multiplied into one `scale`."""
     vectors = dict(row_scale=row_scale, col_scale=col_scale)
     single = [name for name, scale in vectors.items() if scale.size == 1]
     return vectors | (dict(scale=math.prod(vectors.pop(name) for name in single)) if single else {})

@@ -11,8 +11,8 @@ its rows of a step's weights into registers, converts them there to 16-bit float
 which the tensor core reads from shared memory; in the meantime it reads the weights of the next step. A slot is freed
 in the step that multiplied it, after `wgmma_wait(0)`, because the registers with its weights are written again.
 
-What bounds its speed: with many rows of a the tensor cores, as in `matmul`; with few, the memory that the weights come
-from. Longer steps read longer rows at a time.
+Bound by: the tensor cores with many rows of a, as in `matmul`; with few, the memory that the weights come from. Longer
+steps read longer rows at a time.
 
 Not supported: zero points, scales of groups along K, 4-bit weights; batches (use `jax.vmap`); differentiation. The
 tensor cores want weights with K along their rows: a plain w_q is transposed, at the cost of one copy; store weights as

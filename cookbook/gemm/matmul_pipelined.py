@@ -15,8 +15,8 @@ on it, the warpgroup waits for it. A slot is refilled `delay_release` steps afte
 asynchronous, and `wgmma_wait(delay_release)` leaves as many of them reading their operands. A delay shorter than that
 wait is a race that the interpreter can not see (chapter 6 shows it on the GPU).
 
-What bounds its speed: the tensor cores, when M, N and K are large. Tiles are visited in a snake `grid_tile_width` tiles
-wide, so that the blocks that run together find their operands in the L2 cache.
+Bound by: the tensor cores, when M, N and K are large. Tiles are visited in a snake `grid_tile_width` tiles wide, so
+that the blocks that run together find their operands in the L2 cache.
 
 Not supported: batches (use `jax.vmap`), other dtypes, differentiation. An operand or a result whose rows are no
 multiple of 8 or whose columns are no multiple of 64 is padded, at the cost of one copy of it: a TMA copy to or from

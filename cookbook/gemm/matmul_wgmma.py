@@ -17,10 +17,10 @@ Barrier table:
     barrier       arrivals                          who waits
     loaded[slot]  2: the copies of a's and b's tile  the warpgroup, before the WGMMA that reads the slot
 
-No barrier says that a slot is free: who refills it is who multiplied it, and `wgmma_wait` tells.
+No barrier says that a slot is free: the warpgroup that refills it multiplied it, and `wgmma_wait` tells.
 
-What bounds its speed: the tensor cores, as long as the loads keep up. Two blocks share an SM, so that one multiplies
-while the other starts or stores.
+Bound by: the tensor cores, as long as the loads keep up. Two blocks share an SM, so that one multiplies while the other
+starts or stores.
 
 Not supported: batches (use `jax.vmap`), other dtypes, differentiation, Blackwell (its tensor cores take other
 instructions). An operand or a result whose rows are no multiple of 8 or whose columns are no multiple of 64 is padded,
@@ -122,7 +122,7 @@ class Plan:
 
 
 def _load(plan: Plan, mi, ni, a_gmem, b_gmem, step, a_smem, b_smem, loaded):
-    """Starts the copies of one step into its slot. What lies beyond an operand arrives as zeros."""
+    """Start the copies of one step into its slot. Elements outside an operand arrive as zeros."""
     c, slot = plan.config, lax.rem(step, plan.config.num_stages)
     m, n, k = (pl.ds(i * size, size) for i, size in ((mi, c.tile_m), (ni, c.tile_n), (step, c.tile_k)))
     with jax.named_scope("load"):

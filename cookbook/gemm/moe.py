@@ -9,8 +9,8 @@ The products are `ragged_dot`'s; SwiGLU is in the epilogue of the first. Around 
 Rows are not sorted: the row of a token in its expert's group is how many earlier tokens chose the expert, which is
 counted within blocks of tokens and then over blocks. XLA's own cumulative sum takes longer.
 
-What bounds its speed: the products; for the rest, the memory that rows are copied to and from: each token's row is
-written top_k times, and as many rows of the result are read.
+Bound by: the products; for the rest, the memory that rows are copied to and from: each token's row is written top_k
+times, and as many rows of the result are read.
 
 Not supported: capacities (no token is dropped), biases, shared experts. Chapter: 16. Sources: Shazeer et al.,
 "Outrageously large neural networks" (2017); Gale et al., "MegaBlocks" (2022), for products without padding.
@@ -75,7 +75,7 @@ def route(router_logits, top_k: int, renormalize: bool = True) -> Routing:
 def _places(experts, num_experts: int):
     """(T, top_k) rows of each token with its `experts`, and the (E,) experts' numbers of rows.
 
-    A row is behind those of the experts before, of the blocks of tokens before, and of the tokens before in its block.
+    A row comes after those of earlier experts, of earlier blocks of tokens, and of earlier tokens in its block.
     """
     (tokens, top_k), expert = experts.shape, jnp.arange(num_experts, dtype=jnp.int32)
     blocks = -(-tokens // TOKENS)
@@ -96,7 +96,7 @@ def _take(x, index):
 
 
 def _sum_of_rows(y, weights, rows):
-    """Of each token's `rows` of y, the sum in float32, times `weights` if there are any. One fused loop."""
+    """Sum in float32 of each token's `rows` of y, times `weights` if there are any; one fused loop."""
     parts = [_take(y, rows[:, j]).astype(jnp.float32) for j in range(rows.shape[1])]
     parts = parts if weights is None else [weights[:, j, None] * part for j, part in enumerate(parts)]
     return functools.reduce(jnp.add, parts).astype(y.dtype)
@@ -171,7 +171,7 @@ def _check(x, router_logits, w_gate_up, w_down, top_k: int, group_offset):
 
 
 def moe(x, router_logits, w_gate_up, w_down, *, top_k, renormalize=True, group_offset=None):
-    """Sum of what the `top_k` experts of each token make of it, by their weights; the same to the bit in every run.
+    """Weighted sum of the outputs of each token's `top_k` experts; the same to the bit in every run.
 
     Differentiable in all four arrays. Under `jax.shard_map` with the experts sharded, each device has some of w_gate_up
     and w_down, and all of x and router_logits; it gives `group_offset` and gets the sum over its own experts, which
@@ -182,7 +182,7 @@ def moe(x, router_logits, w_gate_up, w_down, *, top_k, renormalize=True, group_o
       router_logits: (..., E), of a floating dtype.
       w_gate_up: (E, H, 2I): columns of the gate, then those of the up product; of the dtype of `x`.
       w_down: (E, I, H); of the dtype of `x`.
-      top_k: how many experts each token has. Of equal logits the first ones win.
+      top_k: how many experts each token has; among equal logits the first experts win.
       renormalize: weights are the softmax of the chosen logits; False: that of all logits.
       group_offset: None; or an integer, which may be traced: the expert that w_gate_up and w_down begin with.
 

@@ -12,8 +12,8 @@ over the group's end if the group has no more rows: what it computes of the next
 pieces are stored at once, the last ones of a group as pieces of 32, 16, 8, 4, 2 and 1 rows, or some of them. Where
 tiles are is read from a table that XLA makes of the sizes (`groups.py`).
 
-What bounds its speed: the tensor cores; with few rows a group, the memory that the matrices come from. `swapped` then
-computes the transposed product, whose tiles may have as few as 8 rows of lhs. `group_cost.py` chooses the tiles.
+Bound by: the tensor cores; with few rows a group, the memory that the matrices come from. `swapped` then computes the
+transposed product, whose tiles may have as few as 8 rows of lhs. `group_cost.py` chooses the tiles.
 
 Not supported: batches (use `jax.vmap`), other dtypes. Chapter: 16. Sources: Gale et al., "MegaBlocks" (2022), for the
 grouped product; JAX's `ragged_dot_mgpu`, for the stores by powers of two.

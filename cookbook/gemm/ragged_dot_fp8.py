@@ -14,8 +14,8 @@ Role and barrier tables: `roles.py`; tiles: `groups.py`; scales: `group_scales.p
 its sums are scaled and added to those of the steps before in float32 registers, so that a tile has at most 128x128
 values, half of those of a plain product.
 
-What bounds its speed: the tensor cores; with scales by block also the additions, which take a quarter of the products'
-time and overlap with those of the other warpgroup.
+Bound by: the tensor cores; with scales by block also the additions, which take a quarter of the products' time and
+overlap with those of the other warpgroup.
 
 Not supported: other sizes of blocks; batches (use `jax.vmap`); differentiation. The tensor cores want both operands
 with K along their rows: a plain rhs is transposed, at the cost of one copy; store weights as (G, N, K). Chapter: 16.

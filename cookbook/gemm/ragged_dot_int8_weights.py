@@ -9,7 +9,7 @@ multiples of 16 bytes. 8-bit integers are exact in either 16-bit float, so that 
 Role and barrier tables: `roles.py`; products: those of `matmul_int8_weights.py`; tiles: `groups.py`; scales:
 `group_scales.py`.
 
-What bounds its speed: with few rows a group the memory that the weights come from; with many the tensor cores.
+Bound by: the memory that the weights come from with few rows a group; with many, the tensor cores.
 
 Not supported: zero points, scales of groups along K, 4-bit weights; batches (use `jax.vmap`); differentiation. The
 tensor cores want weights with K along their rows: a plain rhs is transposed, at the cost of one copy; store weights as

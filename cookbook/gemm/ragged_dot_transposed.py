@@ -13,8 +13,8 @@ gets into a sum. Barrier table: that of `roles.py`, and
     barrier   arrivals                       who waits
     masked    both compute warpgroups        both, before they multiply a step in which they wrote zeros
 
-What bounds its speed: the tensor cores; with few rows a group, the memory that o goes to. Blocks take tiles of the
-largest groups first.
+Bound by: the tensor cores; with few rows a group, the memory that o goes to. Blocks take tiles of the largest groups
+first.
 
 Not supported: batches (use `jax.vmap`), other dtypes. Chapter: 16. Source: Gale et al., "MegaBlocks" (2022).
 """

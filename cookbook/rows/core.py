@@ -1,4 +1,4 @@
-"""What the kernels over the rows of a matrix share (reduce_sum, softmax, rms_norm): who holds which part of a row.
+"""Shared parts of the kernels over rows (reduce_sum, softmax, rms_norm): which thread holds which part of a row.
 
 One warpgroup is one block. It loads rows from global memory straight into registers, 16 bytes a thread at a time, works
 on them there, and stores the result. A long row is spread over all 128 threads; of short rows, each warp has its own.
@@ -43,8 +43,8 @@ def default_config(rows: int, cols: int, itemsize: int, register_values: int = 9
     if cols >= LANES * min(16 * vec, 128 // itemsize):
         return Config(1, register_values)
     lanes = _lanes(cols, vec)
-    rows_at_once = WARPGROUP // lanes  # A multiple of it: each thread of a warp has something to do.
-    # At least 16 values a thread: more blocks cost their start.
+    rows_at_once = WARPGROUP // lanes  # In multiples of it, each thread of a warp has something to do.
+    # At least 16 values a thread: smaller blocks are more blocks, and each costs its start.
     block_rows = rows_at_once * min(8, pl.cdiv(16 * lanes, cols))
     if rows < block_rows:
         block_rows = rows_at_once
@@ -94,7 +94,7 @@ class Plan:
 
     rows: int
     cols: int
-    itemsize: int  # Of a value in memory, in bytes.
+    itemsize: int  # Bytes of a value in memory.
     config: Config
 
     @property
@@ -233,8 +233,8 @@ class Plan:
 class RaggedPlan(Plan):
     """A row that begins anywhere in memory, in the registers of one warpgroup, by loads of 16 bytes all the same.
 
-    The pieces begin at the row's first aligned column. What they leave at either end is in the first or the last 128
-    columns, two pieces more, which are loaded in words of one column. Arrays are flat; block and row are one."""
+    The pieces begin at the row's first aligned column. The columns that they leave at either end are among the first
+    or the last 128, two more pieces, which are loaded in words of one column. Arrays are flat; a block is a row."""
 
     @property
     def vec(self) -> int:
@@ -260,7 +260,7 @@ class RaggedPlan(Plan):
     def _parts(self):
         """Each piece: where it starts in memory, its layout, and the range of its values that are no other's."""
         row = lax.axis_index("block") * self.cols
-        first = (row + self.vec - 1) // self.vec * self.vec  # So written, the compiler sees that it is aligned.
+        first = (row + self.vec - 1) // self.vec * self.vec  # Written so, the compiler sees that it is aligned.
         (width,), ends = self.shape, plgpu.Layout.WG_STRIDED((WARPGROUP,), 1)
         for turn in range(0, self.inner, width):
             start = min(turn, self.inner - width)
@@ -294,12 +294,12 @@ def plan_rows(rows: int, cols: int, itemsize: int, config: Config | None, regist
     """The plan of a kernel over rows: of `config`, or chosen by shape."""
     config = config or default_config(rows, cols, itemsize, register_values)
     plan, ragged = (kind(rows, cols, itemsize, config) for kind in (Plan, RaggedPlan))
-    # Loads of odd rows are so many that they are not all in flight at once.
+    # A row of odd length takes so many loads that not all are in flight at once.
     return ragged if plan.num_groups > 1 and ragged.fits else plan
 
 
 def launch(one_row, plan: Plan, out_type, params, arrays, shared=()):
-    """What `one_row(plan, *arrays, *shared, out, row)` makes of the rows of `arrays`, tile by tile."""
+    """Output of `one_row(plan, *arrays, *shared, out, row)`, called tile by tile for the rows of `arrays`."""
     shape = out_type.shape
     if isinstance(plan, RaggedPlan):
         arrays, out_type = [x.reshape(-1) for x in arrays], jax.ShapeDtypeStruct((math.prod(shape),), out_type.dtype)

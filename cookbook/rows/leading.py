@@ -9,8 +9,8 @@ in registers, and warpgroup 0 adds up the warpgroups. Then the first block of a 
                stored its sums in the first block's SMEM
 
 Both add in a fixed order, so runs are equal to the bit; atomic additions would not be. A matrix too narrow for that to
-fill the GPU takes two kernels. The first leaves sums of a stretch of rows each, of a matrix in which some rows lie side
-by side as one; the second sums these and the few rows that are left over.
+fill the GPU takes two kernels. The first views several rows side by side as one, and sums stretches of these; the
+second adds up its sums and the few rows that are left over.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _mgpu
 from . import core
 
-WARPGROUPS = 8  # Of a block.
+WARPGROUPS = 8  # Warpgroups of a block.
 CLUSTERS = 1, 2, 4, 8  # Blocks of a cluster; every Hopper GPU can put 8 into one.
 BYTES_IN_FLIGHT = 64  # Bytes of x that a thread loads before it adds, in at most 16 loads.
 COLS_MIN = 8  # A tile's threads share a row by halves. Fewer columns are padded, of sums or of a few rows.
 FOLDED_COLS_MAX = 4096  # Columns of a matrix of rows side by side.
-# What a block, a cluster and a second kernel cost beside their loads, in bytes that an SM could load in the meantime.
+# Costs of a block, a cluster and a second kernel beside their loads, in bytes that an SM could load in that time.
 BLOCK_COST, CLUSTER_COST, LAUNCH_COST = 20_000, 30_000, 100_000
 
 
@@ -43,7 +43,7 @@ class LeadingPlan:
 
     rows: int
     cols: int
-    itemsize: int  # Of a value in memory, in bytes.
+    itemsize: int  # Bytes of a value in memory.
     lanes: int = core.LANES
     cluster: int = 1  # Blocks that add their sums up in the first one's shared memory.
     stretches: int = 1  # Rows of sums that this pass leaves.
@@ -119,7 +119,7 @@ class LeadingPlan:
         return scratch
 
     def cost(self, num_sms: int) -> float:
-        """Bytes that the busiest SM loads, or could load in the time that else the choice costs."""
+        """Bytes that the busiest SM loads, or could load in the time that the plan costs beside its loads."""
         busiest = pl.cdiv(self.num_tiles * self.cluster * self.stretches, num_sms)
         loads = pl.cdiv(self.rows, self.cluster * self.stretches) * self.width * self.itemsize
         short = 1 + 16 / (self.width * self.itemsize)  # Runs of few bytes touch more 32-byte sectors than they fill.
@@ -145,7 +145,7 @@ def _sum_rows(refs, low: int, part, columns, plan: LeadingPlan, total):
         return functools.reduce(jnp.add, values, total)
 
     def add_last(turn, total):
-        """A turn beyond whose end the matrix may end: its loads are shifted back, and count what is new."""
+        """A turn in which the matrix may end: its loads are shifted back to stay inside, and only new rows count."""
         index = plgpu.broadcasted_iota(jnp.int32, plan.shape, 0, layout=plan.layout)
         wanted = [first + (turn * loads + i) * stride for i in range(loads)]
         shifted = [jnp.minimum(row, rows - at_once) for row in wanted]

@@ -9,8 +9,8 @@ Role table, last axis: as in `softmax`, one warpgroup a block sums one or more r
 of ours. Leading axis: `leading.py`, where the warpgroups of a block, and then the blocks of a cluster, add up what each
 has summed of a tile of columns; narrow matrices take a second kernel.
 
-What bounds its speed: memory (one read). The gradient is a broadcast, and XLA's. Not supported: axes in between (move
-the axis first).
+Bound by: memory (one read). The gradient is a broadcast, and XLA's. Not supported: axes in between (move the axis
+first).
 Chapter: notebooks/03_reductions.ipynb.
 """
 

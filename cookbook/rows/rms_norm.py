@@ -19,9 +19,9 @@ dscale in shared memory; a second, small kernel sums these parts, in the same or
 row, the next ones are on their way into a ring of shared memory, if rows are multiples of 16 bytes and fit. Rows that
 do not fit the registers are read twice, and the second kernel reads x and dy once more.
 
-What bounds its speed: memory (one read, one write; backward two reads). Long rows whose length is no multiple of 16
-bytes are loaded from their first aligned column on (`core.RaggedPlan`); short ones, and those beyond the registers, in
-smaller words. Not supported: other axes, rows longer than 65536, second derivatives.
+Bound by: memory (one read, one write; backward two reads). Long rows whose length is no multiple of 16 bytes are loaded
+from their first aligned column on (`core.RaggedPlan`); short ones, and those beyond the registers, in smaller words.
+Not supported: other axes, rows longer than 65536, second derivatives.
 Chapter: notebooks/03_reductions.ipynb. Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
 """
 

@@ -15,9 +15,9 @@ from the L2 cache, to be stored.
 
 The backward kernel makes dx = p (dp - sum_c p dp) of p and dp alone, which it reads once.
 
-What bounds its speed: memory (one read, one write; backward two reads). Long rows whose length is no multiple of 16
-bytes are loaded from their first aligned column on (`core.RaggedPlan`); short ones, and those beyond the registers, in
-smaller words. Not supported: other axes (move the axis first), longer rows, second derivatives.
+Bound by: memory (one read, one write; backward two reads). Long rows whose length is no multiple of 16 bytes are loaded
+from their first aligned column on (`core.RaggedPlan`); short ones, and those beyond the registers, in smaller words.
+Not supported: other axes (move the axis first), longer rows, second derivatives.
 Chapter: notebooks/03_reductions.ipynb.
 """
 
@@ -33,7 +33,7 @@ from .. import _mgpu
 from . import core
 from .core import Config, Plan
 
-REGISTER_VALUES = 128  # Of a row, for each thread: softmax keeps the values and nothing beside them.
+REGISTER_VALUES = 128  # Values of a row that a thread keeps; softmax keeps nothing beside them.
 LOWEST = float(jnp.finfo(jnp.float32).min)
 LOG2_E = math.log2(math.e)  # The GPU has an instruction for 2**x, none for e**x.
 
