@@ -13,7 +13,7 @@ Role table: one block a SM, which computes tile after tile of out, each some que
     compute    two or three, with the others' registers, each with 64 of the queries. In each step s = q kᵀ of a block
                and acc + p v of the block before are started together, so that nothing lies between them on the tensor
                cores; then the CUDA cores make the next p of s: its row's maximum, exponentials, their sum. (ptxas puts
-               the wait for p v before the exponentials; to keep it behind them was slower: another warpgroup's products
+               the wait for p v before the exponentials; to keep it after them was slower: another warpgroup's products
                fill that time)
 
 Barrier table:
@@ -33,8 +33,8 @@ for a warpgroup's are not computed; only those that it cuts are masked, element 
 beforehand, the long ones of a causal mask first, so that all SMs end at about the same time, and so that those computed
 at the same time share keys in the L2 cache.
 
-What bounds its speed: the tensor cores with heads of 128 and 256, and with heads of 64 the CUDA cores, which have as
-many exponentials for half of the products.
+Bound by: the tensor cores with heads of 128 and 256, and with heads of 64 the CUDA cores, which have as many
+exponentials for half of the products.
 
 Not supported: masks as arrays, biases, dropout. A value with rows of no multiple of 64, or a number of them that is no
 multiple of 8, is padded by a copy (TMA). Source: Shah et al., "FlashAttention-3" (2024).
@@ -157,7 +157,7 @@ class Plan:
 
     @property
     def pieces(self) -> int:
-        """Of a row of a head: 128 bytes each."""
+        """Pieces of a row of a head, 128 bytes each."""
         return pl.cdiv(self.head_dim, PIECE)
 
     @property
@@ -206,7 +206,7 @@ class Plan:
         return scratch if c.out_over_query(self.head_dim) else scratch | dict(o_smem=self.tiles(c.compute_wgs))
 
     def schedule(self, num_sms: int) -> np.ndarray:
-        """`dealt_out` tiles: of as many heads together as all blocks can be at, whose keys stay in the L2 cache."""
+        """Table of `dealt_out`: blocks work on as few heads at a time as they can, so that the L2 cache keeps the keys."""
         first_q = np.arange(self.num_q_blocks) * self.config.block_q
         first, end = self.blocks.seen(first_q, self.config.block_q)
         heads_together = max(1, round(num_sms / self.num_q_blocks))
@@ -215,17 +215,17 @@ class Plan:
             dealt_out(steps, self.batch * self.num_heads, heads_together * times, num_sms)
             for times in ((1, 2, 4) if len(set(steps)) > 1 else (1,))
         ]
-        # The fewer heads together the better they stay in the L2 cache: some more have to be worth half a percent.
+        # Fewer heads at a time stay in the L2 cache better: twice as many have to gain half a percent.
         return min((time * (1 + 0.005 * i), i, table) for i, (time, table) in enumerate(deals))[-1]
 
 
 @functools.lru_cache
 def dealt_out(steps: tuple[int, ...], num_heads: int, heads_together: int, num_blocks: int) -> tuple[float, np.ndarray]:
-    """When the last block is done, in steps, and which tiles each computes: a row each, int32, of how many they are,
-    their numbers, and zeros behind.
+    """(time, table): when the last block is done, in steps; and for each block an int32 row: how many tiles it has,
+    their numbers, and zeros after them.
 
-    Tile `head * len(steps) + i` takes `steps[i]`. The longest of every `heads_together` heads come first; each goes to
-    the block that is the first to be done with what it has.
+    Tile `head * len(steps) + i` takes `steps[i]`. Among every `heads_together` heads the longest tiles come first; each
+    tile goes to the block that is done with its tiles first.
     """
     heads, i = np.divmod(np.arange(num_heads * len(steps)), len(steps))
     order = np.lexsort((heads, -np.array(steps)[i], heads // heads_together))
@@ -268,13 +268,13 @@ def _kernel(
     memory_registers, compute_registers = REGISTERS[c.compute_wgs]
 
     def for_each_tile(body):
-        """`body(i, tile, count)` for the tiles of this block; `count` are the steps before. Returns those of all."""
+        """Call `body(i, tile, count)` for each tile of this block, after `count` steps. Return the steps of all."""
         block = lax.axis_index("block")
 
         def one(i, carry):
             number, count = carry
             tile = Tile(plan, number, masks)
-            number = table[block, i + 2]  # On its way meanwhile.
+            number = table[block, i + 2]  # In flight meanwhile.
             body(i, tile, count)
             return number, count + tile.steps
 
@@ -306,7 +306,7 @@ def _kernel(
             early = (lambda: None) if c.out_over_query(plan.head_dim) else free_query
             out, lse = compute(plan, tile, first_q, count, q_smem.at[role], ring, turns, masks, early)
             out = out.astype(plan.dtype)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # Of the tile before.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The previous tile's out has left o_smem.
             for p in range(plan.pieces):
                 o_smem[role, p] = out[:, p * PIECE : (p + 1) * PIECE]
             plgpu.commit_smem()
@@ -334,8 +334,8 @@ def _lane(plan: Plan, piece: int):
 
 
 def _load(plan: Plan, q_gmem, q_smem, q_filled, q_freed, rings, i, tile: Tile, count):
-    """The memory warpgroup: queries of a tile, and its blocks of keys and values, the last first, as fast as slots are
-    given back."""
+    """Memory warpgroup: copy a tile's queries, and its blocks of keys and values, the last block first, into slots as
+    they are freed."""
     c = plan.config
 
     def load_queries():
@@ -361,13 +361,13 @@ def _load(plan: Plan, q_gmem, q_smem, q_filled, q_freed, rings, i, tile: Tile, c
 
 
 def compute(plan: Plan, tile: Tile, first_row, count, q_smem, ring, turns, masks, free_query):
-    """A compute warpgroup: (out, lse) of its queries, in float32, 0 and -inf of those that see nothing. Also
-    `varlen_attention`'s, with a plan and tiles of its own."""
+    """(out, lse) of a compute warpgroup's queries in float32; 0 and -inf for a query that sees no key.
+    `varlen_attention` calls it too, with its own plan and tiles."""
     role, shape = lax.axis_index("role"), (WG_ROWS, plan.config.block_kv)
     k_smem, v_smem, k_filled, v_filled, k_freed, v_freed = ring
     slot = lambda step: slot_of(plan, count + step)
 
-    # Steps of this warpgroup, of those of the tile, and those among them in which all of its queries see all keys.
+    # This warpgroup's steps among the tile's, and those of them in which all of its queries see all keys.
     first, end = tile.blocks.seen(first_row, WG_ROWS)
     first = jnp.clip(first, tile.first, tile.end - 1)
     end = jnp.clip(end, first + 1, tile.end)
@@ -389,16 +389,16 @@ def compute(plan: Plan, tile: Tile, first_row, count, q_smem, ring, turns, masks
             plgpu.wgmma(s_ref, q_smem.at[p], k_smem.at[slot(step), p].T)
 
     def interpreted_values(acc, p, step):
-        """What stands in for WGMMA in the interpreter, which wants both of its operands in shared memory."""
+        """`acc` + p v for the interpreter, whose WGMMA wants both operands in shared memory."""
         acc = acc + jnp.dot(p, v_smem[slot(step)], preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # TMA may write again what has been read here.
+        plgpu.commit_smem()  # TMA may now overwrite the values that were read here.
         return acc
 
-    # What a logit is, in base 2, of what is kept of it. The largest is found before, so that this must be positive.
+    # Scale from a stored score to its base-2 logit. It must be positive: the maximum is taken before scaling.
     unit = LOG2E * (plan.scale if plan.soft_cap is None else plan.soft_cap)
 
     def softmax(s, m, total, step, masked: bool):
-        """(exponentials, what they have been shrunk by, m and total from now on)."""
+        """(exponentials, factor that brings earlier sums to the new maximum, new m, new total)."""
         s = s if plan.soft_cap is None else jnp.tanh(s * (plan.scale / plan.soft_cap))
         if masked:
             s = jnp.where(_mask(plan, tile, first_row, tile.end - 1 - step, shape, masks), s, -jnp.inf)
@@ -432,7 +432,7 @@ def compute(plan: Plan, tile: Tile, first_row, count, q_smem, ring, turns, masks
             plgpu.barrier_arrive(k_freed.at[slot(step)])
             with jax.named_scope("softmax"):
                 p_new, alpha, m_new, total_new = softmax(s, m, total, step, masked)
-            values = interpreted_values(acc, p, step - 1) if plan.interpreted else acc_ref[...]  # Waits for it.
+            values = interpreted_values(acc, p, step - 1) if plan.interpreted else acc_ref[...]  # Waits for p v.
             plgpu.barrier_arrive(v_freed.at[slot(step - 1)])
             # Nothing may write the registers of p before the product has ended.
             values, alpha, p_new = lax.optimization_barrier((values, alpha, p_new))
@@ -548,7 +548,7 @@ def _check(query, key, value, scale, local_window_size, logits_soft_cap, segment
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `attention` was asked for, beside its arrays."""
+    """Arguments of `attention` that are not arrays."""
 
     scale: float
     soft_cap: float | None
@@ -603,7 +603,7 @@ def attention(
 ):  # fmt: skip
     """Scaled dot-product attention, as `jax.nn.dot_product_attention`; the same to the bit in every run.
 
-    Differentiable in query, key and value, also through lse: kept are these, out and lse.
+    Differentiable in query, key and value, also through lse; these, out and lse are kept for the backward pass.
 
     Args:
       query: (B, T, N, H); bfloat16 or float16.
@@ -613,10 +613,10 @@ def attention(
       local_window_size: (left, right): query i sees keys i - left to i + right; None for a side without bound, one
         number for both.
       logits_soft_cap: c, so that logits become c tanh(logits / c).
-      segment_ids: (B, T) integers: a query sees keys with the same one alone. Blocks of keys between whose least and
-        largest id no query's lies are skipped: sequences packed one behind the other cost what they do apart. A value
-        that is NaN or infinite may reach queries of other segments, whose weight for it is 0; `varlen_attention` keeps
-        sequences apart.
+      segment_ids: (B, T) integers: a query sees only keys with its own id. A block of keys is skipped if no query's id
+        lies between the block's least and largest: sequences packed one after the other cost what they do apart. A
+        value that is NaN or infinite may reach queries of other segments, whose weight for it is 0; `varlen_attention`
+        keeps sequences apart.
       kv_segment_ids: (B, S) integers, of the keys; None for `segment_ids`.
       return_lse: also return the logarithms of the sums of exponentials.
       config: blocks, stages and warpgroups; None chooses by H.
@@ -640,7 +640,7 @@ attention.Config = Config  # `cookbook.attention` is this function, not its modu
 
 
 def flops(batch: int, num_q: int, num_kv: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
-    """Of the two products; half of them with a causal mask."""
+    """Floating-point operations of the two products; half as many with a causal mask."""
     return 4 * batch * num_heads * num_q * num_kv * head_dim // (2 if is_causal else 1)
 
 

@@ -4,7 +4,7 @@
     ds = p (do vᵀ - delta),  delta = sum(out do)         dk = scale dsᵀ q,  dq = scale ds k
 
 Shapes: those of `attention`; lse and delta (B, N, T), float32. With a soft cap ds is also multiplied by the derivative
-of tanh. A query that sees no key has lse = inf here, so that all its p are zero; so have those behind the last one.
+of tanh. A query that sees no key has lse = inf here, so that all its p are zero; so have those after the last one.
 
 Role table of both kernels: a block for each tile.
 
@@ -27,10 +27,10 @@ Barrier table:
 
 The sums of dq are still under way when the products of the next step start: a slot is given back one step later.
 
-What bounds its speed: the tensor cores, with seven products for the five that a single kernel needs; that would have to
-add up dq in memory, in an order that differs from run to run. These are the same to the bit in every run. With heads
-over 128 it is eleven products, because both warpgroups compute all of s and dp: splitting these is where to go on.
-Sizes of tiles, blocks and rings are properties of `Plan`; what limits them are the registers, which dk and dv fill.
+Bound by: the tensor cores, with seven products for the five that a single kernel needs; that would have to add up dq in
+memory, in an order that differs from run to run. These are the same to the bit in every run. With heads over 128 it is
+eleven products, because both warpgroups compute all of s and dp: splitting these is where to go on. Sizes of tiles,
+blocks and rings are properties of `Plan`; what limits them are the registers, which dk and dv fill.
 
 Not supported: what `attention` does not support. Operands with rows of no multiple of 64, or lengths of no multiple of
 8, are padded by copies (TMA). Source: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024).
@@ -48,14 +48,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _mgpu
 from .core import COLUMNS, LOG2E, PIECE, ROWS, Blocks, div, rem, segment_masks
 
-WG_ROWS = 64  # Of a compute warpgroup: the rows of a WGMMA.
+WG_ROWS = 64  # Rows of a compute warpgroup, which are those of a WGMMA.
 REGISTERS = {2: (24, 240), 3: (32, 160)}  # A thread of the memory and of the compute warpgroups, by how many these are.
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Statics of both kernels. `for_query` is dq's; else it is dk's and dv's. What a tile keeps are 64 rows for each
-    warpgroup of its own two operands (queries and do, or keys and values); it goes through blocks of the other two."""
+    """Statics of both kernels: dq's if `for_query`, else dk's and dv's. A tile keeps 64 rows for each warpgroup of its
+    own two operands (queries and do, or keys and values), and goes through blocks of the other two."""
 
     batch: int
     num_q: int
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Of what a tile keeps."""
+        """Rows that a tile keeps."""
         return WG_ROWS * (1 if self.splits_heads else self.compute_wgs)
 
     @property
@@ -102,7 +102,7 @@ class Plan:
         """Which blocks the rows of a tile go with."""
         if self.for_query:
             return Blocks(self.num_kv, self.block, self.left, self.right)
-        # Queries behind the last one need no mask: their p are zero.
+        # Queries after the last one need no mask: their p are zero.
         return Blocks(pl.cdiv(self.num_q, self.block) * self.block, self.block, self.right, self.left)
 
     @property
@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def num_tiles(self) -> int:
-        """Of a head."""
+        """Tiles of a head."""
         return pl.cdiv(self.num_q if self.for_query else self.num_kv, self.rows)
 
     @property
@@ -126,7 +126,7 @@ class Plan:
 
     @property
     def sum_columns(self) -> int:
-        """Of the sums of a compute warpgroup."""
+        """Columns of the sums of a compute warpgroup."""
         return self.head_dim // 2 if self.splits_heads else self.head_dim
 
     @property
@@ -170,7 +170,7 @@ class Tile:
             first = jnp.maximum(first, masks["first"][self.batch, tile])
             end = jnp.minimum(end, masks["end"][self.batch, tile])
         self.first, self.end = first, jnp.maximum(first, end)
-        self.blocks = self.end - self.first  # Of each head.
+        self.blocks = self.end - self.first  # Blocks of each head.
         self.heads = 1 if plan.for_query else plan.group
         self.steps = self.blocks * self.heads
 
@@ -218,7 +218,7 @@ def _kernel(
             plan, tile, [kept_smem.at[i, rows] for i in range(2)], ring_smem, vectors_gmem, vectors_smem, masks, filled,
             freed, slot, columns,
         )  # fmt: skip
-        if plan.splits_heads:  # The other one may still read.
+        if plan.splits_heads:  # The other warpgroup may still read.
             plgpu.barrier_arrive(done)
             plgpu.barrier_wait(done)
         for i, total in enumerate(sums):
@@ -272,7 +272,7 @@ def _compute(
             return sums
         # The interpreter wants both operands of WGMMA in shared memory.
         total = sums[i] + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # TMA may write again what has been read here.
+        plgpu.commit_smem()  # TMA may now overwrite the values that were read here.
         return [total if i == j else other for j, other in enumerate(sums)]
 
     def step(count, block, sums, masked: bool):
@@ -283,7 +283,7 @@ def _compute(
             now = sums
             plgpu.wgmma(s_ref, kept[0], ring_smem.at[0, slot(count)].T)
             plgpu.wgmma(dp_ref, kept[1], ring_smem.at[1, slot(count)].T)
-            s = wait(s_ref, 1)  # And for the sums of the step before.
+            s = wait(s_ref, 1)  # This also waits for the sums of the step before.
             if plan.runs_ahead and not plan.interpreted:
                 pl.when(count > 0)(lambda: plgpu.barrier_arrive(freed.at[slot(count - 1)]))
             s = s if plan.soft_cap is None else jnp.tanh(s * (plan.scale / plan.soft_cap))

@@ -1,4 +1,4 @@
-"""What kernels of attention share: which keys a query sees, block by block, and how rows of a head lie in memory."""
+"""Shared parts of the attention kernels: which keys a query sees, block by block, and how rows lie in memory."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-HEAD_DIMS = (64, 128, 256)  # With keys in pages, or packed.
+HEAD_DIMS = (64, 128, 256)  # Sizes of heads that kernels with packed or paged keys take.
 PIECE = 64  # Values of a row that are swizzled together, 128 bytes.
 LOG2E = math.log2(math.e)
 ROWS, COLUMNS = (plgpu.Layout.WGMMA.reduce(dim) for dim in (1, 0))  # One number for each row, or column, of a product.
@@ -23,12 +23,12 @@ def window(is_causal: bool, local_window_size) -> tuple[int | None, int | None]:
 
 
 def div(number, by: int):
-    """Of NumPy's numbers and of traced ones, of int32, that are at least 0."""
+    """Quotient, rounded down, of NumPy's or traced int32 numbers that are at least 0."""
     return lax.div(number, jnp.int32(by)) if isinstance(number, jax.Array) else number // by
 
 
 def rem(number, by: int):
-    """Likewise, of traced ones."""
+    """Remainder of the same numbers as `div` takes."""
     return lax.rem(number, jnp.int32(by))
 
 
@@ -38,8 +38,8 @@ def slot_of(plan, step):
 
 
 def page_of(block_tables, seq, column, num_pages: int):
-    """The page in a column of the block table, or in its last one. Of a number that is no page, the first one behind
-    the last: TMA reads zeros there, and an index of any size could come back into the array as others are added."""
+    """The page in a column of the block table, or in its last column if there are fewer. An id that is no page becomes
+    `num_pages`, where TMA reads zeros; a larger index could wrap around into the array as others are added to it."""
     page = block_tables[seq, jnp.minimum(column, block_tables.shape[1] - 1)]
     return jnp.where((page >= 0) & (page < num_pages), page, num_pages)
 
@@ -52,12 +52,12 @@ class Blocks:
     block_kv: int
     left: int | None  # Keys that a query sees before its own position; None for all.
     right: int | None
-    first_kv: int = 0  # Keys before it belong to somebody else.
+    first_kv: int = 0  # Keys before it belong to another sequence.
     first_q: int = 0  # The position of the first query, among the keys.
-    group: int = 1  # Rows, one behind the other, that are heads of the same query.
+    group: int = 1  # Neighbouring rows that are heads of the same query.
 
     def position(self, row):
-        """Of the query of a row, among the keys."""
+        """Position among the keys of the query in a row."""
         row = row if self.group == 1 else div(row, self.group)
         return row if isinstance(self.first_q, int) and self.first_q == 0 else self.first_q + row
 
@@ -93,7 +93,7 @@ class Blocks:
 
 
 def check_numbers(op: str, scale, logits_soft_cap, local_window_size) -> None:
-    """What attention asks of its numbers.
+    """Check the numbers that attention is given.
 
     Raises:
       ValueError: one is out of range.
@@ -110,22 +110,22 @@ def check_numbers(op: str, scale, logits_soft_cap, local_window_size) -> None:
 
 
 def row_tiles(shape: tuple[int, ...], dtype, interpreted: bool):
-    """Shared memory for rows in pieces, (..., pieces, rows, 64): as tensor cores read them, and as TMA writes them,
-    which cuts off at the edges of an array only what it takes for rows of 128 bytes. The interpreter gets the first."""
+    """Shared memory for rows in pieces, (..., pieces, rows, 64), in two views: tiled, for tensor cores; and as rows of
+    128 bytes, the only view in which TMA can cut off at the edges of an array. The interpreter gets the first."""
     swizzle = plgpu.SwizzleTransform(128)
     tiled = plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, PIECE)), swizzle))
     return tiled if interpreted else plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(swizzle,)))
 
 
 def views(smem, interpreted: bool):
-    """(as tensor cores, as TMA sees it) of what `row_tiles` described."""
+    """(tensor cores' view, TMA's view) of a buffer of `row_tiles`."""
     return (smem, smem) if interpreted else tuple(smem)
 
 
 def segment_masks(row_ids, column_ids, rows: int, block: int) -> dict:
-    """Segments for a kernel whose tiles have so many rows, and go through blocks of so many columns: both ids (B, ...),
-    as many as there are in whole tiles and blocks, and for each tile the "first" block and the "end" of those with ids
-    between the least and the largest of its rows."""
+    """Segments for a kernel with tiles of `rows` that go through blocks of `block` columns: the ids of "rows" and
+    "columns", padded to whole tiles and blocks; and for each tile the "first" block, and the "end" of the blocks, whose
+    range of ids meets that of its rows."""
     row_ids, column_ids = (
         jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, -ids.shape[1] % size)), mode="edge")
         for ids, size in ((row_ids, rows), (column_ids, block))

@@ -7,10 +7,10 @@ int32: page `block_tables[i, j]` holds tokens j page_size to (j + 1) page_size o
 `kv_lens[i]` count. out (num_seqs, N, H), lse (num_seqs, N). N is a multiple of K; the N / K query heads that share keys
 are the rows of one WGMMA, which has 64.
 
-A unit is a head of keys, with up to 64 of the query heads that read it. The blocks of keys of all sequences, one behind
-the other, are cut into equal parts, so that all end at the same time, whatever the lengths are: into as many as there
-can be if each unit of each part gets a SM of its own. So those that read other heads of the same pages do so at about
-the same time. What a part has of a sequence is a piece of work; a second kernel merges the pieces of each sequence.
+A unit is a KV head, with up to 64 of the query heads that read it. The blocks of keys of all sequences, one after the
+other, are cut into equal parts, so that all end at the same time, whatever the lengths are. There are as many parts as
+there can be if each unit of each part gets an SM of its own, so units that read other heads of the same pages do so at
+about the same time. A piece is the share of a part in one sequence; a second kernel merges the pieces of each sequence.
 
 Role table: one block a SM, for a unit of a part, which it computes piece after piece; the warpgroups are
 
@@ -23,16 +23,16 @@ Barrier table:
     barrier        arrivals                    who waits
     q_filled       copies of a piece's query   compute, before its first product
     q_freed        compute                     memory, before it copies the query of the next piece, which takes the
-                                               place of out of this one; its first blocks are on their way by then
+                                               place of out of this one; its first blocks are in flight by then
     filled[slot]   copies of the pages of a    compute, before s
                    block, keys and values
     freed[slot]    compute                     memory, before it refills the slot
 
-What bounds its speed: memory, of which each key and value is read once; once for each 64 heads of a larger group.
+Bound by: memory, of which each key and value is read once; once for each 64 heads of a larger group.
 
-Page ids and lengths: TMA reads zeros where an index is out of range, and any id that is becomes the first one behind
-the last page: no id can read elsewhere, and what is waited for always comes. A length is cut at what the block table
-holds. What lies behind it in a page is masked, and values there are overwritten with zeros: not even NaN gets out.
+Page ids and lengths: TMA reads zeros where an index is out of range, and any id that is becomes the first one after
+the last page: no id can read elsewhere, and every copy that is waited for arrives. A length is cut at what the block
+table holds. Keys after it in a page are masked, and values there are overwritten with zeros: not even NaN gets out.
 
 Not supported: pages of other sizes than 16, 32, 64, 128 and 256, heads of others than 64, 128 and 256, gradients.
 Sources: Kwon et al., "PagedAttention" (2023); Osama et al., "Stream-K" (2023), on equal parts.
@@ -63,10 +63,10 @@ from .core import (
     window,
 )
 
-QUERY_ROWS = 64  # Of a WGMMA: query heads that share keys, and rows that nobody looks at.
+QUERY_ROWS = 64  # Rows of a WGMMA: query heads that share keys, and padding, whose results are discarded.
 PAGE_SIZES = (16, 32, 64, 128, 256)
 COMPUTE, MEMORY = 0, 1  # Warpgroups by their role.
-PIECES_AT_ONCE = 8  # That are merged together.
+PIECES_AT_ONCE = 8  # Pieces that are merged together.
 
 
 def paged_attention_reference(
@@ -180,12 +180,12 @@ class Plan:
 
     @property
     def pieces(self) -> int:
-        """Of a row of a query: 128 bytes each."""
+        """Pieces of a row of a query, 128 bytes each."""
         return self.head_dim // PIECE
 
     @property
     def copies(self) -> int:
-        """Of keys, or of values, for a block."""
+        """Copies of keys, or of values, for a block."""
         return max(1, self.config.block_kv // self.page_size)
 
     @property
@@ -205,7 +205,7 @@ class Plan:
         )
 
     def length(self, kv_len):
-        """Cut at what the block table holds."""
+        """`kv_len`, cut at what the block table holds."""
         return jnp.clip(kv_len, 0, self.pages_per_seq * self.page_size)
 
     def blocks(self, kv_len):
@@ -226,8 +226,8 @@ class Plan:
 
 
 class Part:
-    """What a block of threads computes: `steps` blocks of keys, from block `begin` of `first_seq` on, in so many
-    `pieces`. `ends` are those of the sequences in the row of all blocks, and `seqs` the first sequence of each part."""
+    """Work of a block of threads: `steps` blocks of keys, from block `begin` of `first_seq` on, in so many `pieces`.
+    `ends` are those of the sequences in the row of all blocks, and `seqs` the first sequence of each part."""
 
     def __init__(self, plan: Plan, ends, seqs, kv_lens, part):
         starts, found, begins = [], [], []
@@ -242,7 +242,7 @@ class Part:
 
 
 class Piece:
-    """What a part has of a sequence: blocks `first` to `first + steps` of its keys."""
+    """Share of a part in one sequence: blocks `first` to `first + steps` of its keys."""
 
     def __init__(self, plan: Plan, kv_lens, seq, begin, remaining):
         self.seq = seq
@@ -260,7 +260,7 @@ def _kernel(
     q_smem, q_tma, o_smem = q_and_out if not plan.interpreted else (q_and_out[0], *q_and_out)
 
     def for_each_piece(body):
-        """`body(i, piece, count)` for the pieces of this part; `count` are the steps before. Returns those of all."""
+        """Call `body(i, piece, count)` for each piece of this part, after `count` steps. Return (steps, pieces)."""
         mine = Part(plan, ends, seqs, kv_lens, part)
 
         def one(i, count):
@@ -303,7 +303,7 @@ def _load(plan: Plan, block_tables, query, keys, values, filled, freed, i, piece
     c, (q_gmem, q_smem, q_filled, q_freed), unit = plan.config, query, lax.axis_index("unit")
     kv_head = div(unit, plan.chunks)
     head = kv_head * plan.group + rem(unit, plan.chunks) * plan.rows
-    tokens = min(plan.page_size, c.block_kv)  # Of a page that a copy takes.
+    tokens = min(plan.page_size, c.block_kv)  # Tokens that a copy takes from a page.
 
     def pages(step):
         """The pages that the copies of a block read."""
@@ -314,16 +314,16 @@ def _load(plan: Plan, block_tables, query, keys, values, filled, freed, i, piece
     def load_query():
         pl.when(i > 0)(lambda: plgpu.barrier_wait(q_freed))
         for p in range(plan.pieces):
-            # Heads behind those of the unit are copied too, as far as there are any: nobody looks at their rows.
+            # Heads after the unit's are copied too, as far as there are any; their results are discarded.
             source = q_gmem.at[piece.seq, pl.ds(head, QUERY_ROWS), pl.ds(p * PIECE, PIECE)]
             plgpu.copy_gmem_to_smem(source, q_smem.at[p], q_filled)
 
-    # Behind as many blocks as there are slots: the ring is full while the piece before is stored.
+    # The query comes after as many blocks as there are slots: the ring is full while the previous piece is stored.
     blocks_before_query = jnp.where(i == 0, 1, jnp.minimum(piece.steps, c.num_stages))
 
     def one(step, found):
         slot = slot_of(plan, count + step)
-        found_next = pages(step + 1)  # On their way while this one waits.
+        found_next = pages(step + 1)  # In flight while this one waits.
         pl.when(count + step >= c.num_stages)(lambda: plgpu.barrier_wait(freed.at[slot]))
         first = rem((piece.first + step) * c.block_kv, plan.page_size) if plan.copies == 1 else 0
         for j, page in enumerate(found):
@@ -340,7 +340,7 @@ def _compute(plan: Plan, q_smem, k_smem, v_smem, q_filled, filled, freed, piece:
     """The compute warpgroup: (out, lse) of a piece, in float32; base-2 logarithms."""
     c, shape = plan.config, (QUERY_ROWS, plan.config.block_kv)
     low = 0 if plan.left is None else jnp.maximum(piece.kv_len - 1 - plan.left, 0)  # The first token that is seen.
-    # What a logit is, in base 2, of what is kept of it. The largest is found before, so that this must be positive.
+    # Scale from a stored score to its base-2 logit. It must be positive: the maximum is taken before scaling.
     unit = LOG2E * (plan.scale if plan.soft_cap is None else plan.soft_cap)
     per_row = lambda numbers, shape: lax.broadcast_in_dim(numbers, shape, [0])
 
@@ -393,7 +393,7 @@ def _compute(plan: Plan, q_smem, k_smem, v_smem, q_filled, filled, freed, piece:
 
 
 def _clear(v_smem, first, end):
-    """Zeros in place of the values of a block before row `first` and from `end` on: there may be NaN."""
+    """Zero the values of a block before row `first` and from `end` on, which may be NaN."""
     rows, cols = v_smem.shape
     for r in range(0, rows, 64):
         for p in range(0, cols, PIECE):
@@ -449,7 +449,7 @@ def _merge(ends, kv_lens, part_gmem, part_lse_gmem, out_gmem, lse_gmem, *, plan:
 
 
 def _ends_and_seqs(plan: Plan, kv_lens):
-    """What `Part` takes: in two small kernels of XLA, once for all layers of a model under one `jax.jit`."""
+    """`ends` and `seqs` of `Part`, by two small kernels of XLA, once for all layers of a model under one `jax.jit`."""
     _, steps = plan.blocks(kv_lens)
     seq = jnp.arange(plan.num_seqs)
     ends = jnp.sum(jnp.where(seq <= seq[:, None], steps, 0), axis=1, dtype=jnp.int32)
@@ -486,7 +486,7 @@ def _decode(q, k_pages, v_pages, block_tables, kv_lens, *, plan: Plan, params):
         grid_names=("seq", "unit", "rows"),
         compiler_params=params,
     )(ends, kv_lens, part_out.reshape(num_pieces, plan.num_units, row), part_lse)
-    # Of rows that are stored for the sake of their number nothing is kept.
+    # Padding rows and heads; their results are discarded.
     of_heads = lambda x, *end: x.reshape(plan.num_seqs, plan.num_kv_heads, plan.chunks, plan.stored_rows, *end)[
         :, :, :, : plan.rows
     ].reshape(plan.num_seqs, plan.num_kv_heads, -1, *end)[:, :, : plan.group]
@@ -505,7 +505,7 @@ def _check(q, k_pages, v_pages, block_tables, kv_lens, scale, logits_soft_cap, l
 
 
 def check_cache(op: str, q, k_pages, v_pages, block_tables, kv_lens) -> None:
-    """What attention over pages asks of its operands, q (..., heads, head_dim) among them.
+    """Check the operands of attention over pages, q (..., heads, head_dim) among them.
 
     Raises:
       ValueError: a shape or dtype is not supported.
@@ -578,8 +578,8 @@ def paged_attention(
       q: (num_seqs, heads, head_dim), the queries of the last tokens; bfloat16 or float16; head_dim 64, 128 or 256.
       k_pages, v_pages: (num_pages, page_size, kv_heads, head_dim), of the dtype of `q`; page_size 16, 32, 64, 128 or
         256; kv_heads divides heads.
-      block_tables: (num_seqs, pages_per_seq), int32: the pages of each sequence, in order. What stands behind those
-        that `kv_lens` needs does not matter.
+      block_tables: (num_seqs, pages_per_seq), int32: the pages of each sequence, in order. Entries after those that
+        `kv_lens` needs do not matter.
       kv_lens: (num_seqs,), int32: tokens of each sequence, with the one that asks.
       scale: what logits are multiplied by; None for 1 / sqrt(head_dim).
       logits_soft_cap: c, so that logits become c tanh(logits / c).
@@ -618,7 +618,7 @@ paged_attention.check_block_tables = check_block_tables
 
 
 def flops(kv_lens, num_heads: int, head_dim: int) -> int:
-    """Of the two products, for sequences of these lengths."""
+    """Floating-point operations of the two products over sequences of these lengths."""
     return 4 * num_heads * head_dim * int(sum(kv_lens))
 
 

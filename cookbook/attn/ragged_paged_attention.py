@@ -68,12 +68,12 @@ def ragged_paged_attention(
     table holds: `cookbook.paged_attention.check_block_tables` looks for both.
 
     Args:
-      q: (T, heads, head_dim), the queries of the new tokens of all sequences, one behind the other; bfloat16 or
+      q: (T, heads, head_dim), the queries of the new tokens of all sequences, one after the other; bfloat16 or
         float16; head_dim 64, 128 or 256.
       k_pages, v_pages: (num_pages, page_size, kv_heads, head_dim), of the dtype of `q`, with the new tokens in them;
         page_size 16, 32, 64, 128 or 256; kv_heads divides heads.
-      block_tables: (num_seqs, pages_per_seq), int32: the pages of each sequence, in order. What stands behind those
-        that `kv_lens` needs does not matter.
+      block_tables: (num_seqs, pages_per_seq), int32: the pages of each sequence, in order. Entries after those that
+        `kv_lens` needs do not matter.
       kv_lens: (num_seqs,), int32: tokens of each sequence, with the new ones.
       cu_seqlens_q: (num_seqs + 1,), int32: where the new tokens of each sequence begin in `q`, and the last ones end.
       scale: what logits are multiplied by; None for 1 / sqrt(head_dim).
@@ -84,7 +84,7 @@ def ragged_paged_attention(
 
     Returns:
       (T, heads, head_dim), of the dtype of `q`; with `return_lse` also (T, heads), float32, natural logarithms. A token
-      that sees none, and a row of q behind the last sequence, gives zeros, and -inf.
+      that sees none, and a row of q after the last sequence, gives zeros, and -inf.
 
     Raises:
       ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.

@@ -5,9 +5,9 @@
 Shapes: q (T, N, H), the queries of sequence i being rows `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`; k and v (S, K, H),
 those of its keys being `cu_seqlens_kv[i]` to `cu_seqlens_kv[i + 1]`; or in pages (`ragged_paged_attention`). out
 (T, N, H), lse (T, N). N is a multiple of K. With `is_causal` the last query of a sequence sees all of its keys, the one
-before all but the last, and so on. Rows behind the last sequence give zeros.
+before all but the last, and so on. Rows after the last sequence give zeros.
 
-Role table: that of `attention`, whose compute role this is. What differs is what feeds it, and where results go:
+Role table: that of `attention`, whose compute role this is. Its operands and results lie elsewhere:
 
     memory     one, with few registers: copies queries and block after block of keys and values, which it finds at
                their rows of k and v, or page by page through the block table
@@ -16,12 +16,12 @@ Role table: that of `attention`, whose compute role this is. What differs is wha
 
 Barrier table: that of `attention`, and
 
-    v_landed   copies of a block        memory, before it puts zeros in place of what belongs to nobody or to somebody
-                                        else, and before it says v_filled in their stead
+    v_landed   copies of a block        memory, before it zeroes rows of other sequences or of none, and then arrives
+                                        at v_filled in place of the copies
 
-Blocks of threads take tiles of a few heads of keys at a time, so that L2 keeps what many tiles read; of these the
-longest first, dealt out to and fro, so that all end at about the same time. XLA makes the list of tiles in a few small
-kernels, once for all layers of a model under one `jax.jit`.
+Blocks of threads take the tiles of a few KV heads at a time, so that L2 keeps what many tiles read. The longest of
+these come first, dealt out to and fro, so that all blocks end at about the same time. XLA makes the list of tiles in a
+few small kernels, once for all layers of a model under one `jax.jit`.
 
 TMA finds rows of k and of q anywhere, but those of v, which tensor cores read by columns, only at multiples of 8. So
 the blocks of a sequence begin at the multiple of 8 before its first key, and what lies before is masked.
@@ -29,7 +29,7 @@ the blocks of a sequence begin at the multiple of 8 before its first key, and wh
 Page ids and lengths: as in `paged_attention`; starts of sequences are cut at T and S, and never go back. No row is
 written twice, or by two blocks.
 
-What bounds its speed: the tensor cores; with few queries for each sequence, memory.
+Bound by: the tensor cores; with few queries for each sequence, memory.
 
 Not supported: gradients (`attention` with segment_ids has them), heads of other sizes than 64, 128 and 256. If S is no
 multiple of 8, v is padded by a copy. Sources: Shah et al., "FlashAttention-3" (2024); Kwon et al., "PagedAttention"
@@ -61,11 +61,11 @@ from .core import (
     window,
 )
 
-ROW_UNIT = 8  # Of rows of v, at whose multiples TMA finds them.
-GROUP_BYTES = 32 * 2**20  # Of keys and values that are read at about the same time: L2 keeps them.
-OTHER_PLACE = 53  # By how many places a block moves on; no divisor of the number of blocks.
-# A thread of the memory and of the compute warpgroups, by how many these are. The first has more to hold with pages,
-# their ids, and with heads of 256.
+ROW_UNIT = 8  # TMA finds rows of v only at its multiples.
+GROUP_BYTES = 32 * 2**20  # Bytes of keys and values read at about the same time: L2 keeps them.
+OTHER_PLACE = 53  # Places that a block moves on every two waves; no divisor of the number of blocks.
+# Registers of a thread of the memory and of the compute warpgroups, by the number of the latter. The memory warpgroup
+# needs more with pages, whose ids it holds, and with heads of 256.
 REGISTERS = {2: (24, 240), 3: (32, 160)}
 REGISTERS_MEMORY = {2: (40, 232), 3: (32, 160)}
 
@@ -90,7 +90,7 @@ def varlen_attention_reference(
     s = jnp.where(seen, s, jnp.where(sees_any[..., None], -jnp.inf, 0.0))
     p = jnp.where(sees_any[..., None], jax.nn.softmax(s, axis=-1), 0.0)
     lse = jnp.where(sees_any, jax.nn.logsumexp(s, axis=-1), -jnp.inf)
-    # A value that nobody sees may be NaN.
+    # A value that no query sees may be NaN.
     v = jnp.where(seen.any((0, 1))[:, None, None], repeat(v), 0.0)
     return jnp.einsum("tns,snh->tnh", p, v, precision="highest"), lse
 
@@ -103,7 +103,7 @@ def default_config(head_dim: int) -> Config:
 
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """Where keys lie that are in pages."""
+    """Sizes of the cache's pages and of the block table."""
 
     num_pages: int
     page_size: int
@@ -128,13 +128,13 @@ class Plan:
     config: Config
     num_blocks: int
     interpreted: bool
-    # What else `compute` asks: there are no segments, and the last block of keys may be cut.
+    # For `compute`: there are no segments, and the last block of keys may be cut.
     has_segments: bool = False
     cuts_blocks: bool = True
 
     @property
     def pieces(self) -> int:
-        """Of a row of a head: 128 bytes each."""
+        """Pieces of a row of a head, 128 bytes each."""
         return self.head_dim // PIECE
 
     @property
@@ -154,12 +154,12 @@ class Plan:
 
     @property
     def chunks(self) -> int:
-        """Into which a group is cut that has more heads than a warpgroup has rows."""
+        """Parts of a group: several if it has more heads than a warpgroup has rows."""
         return pl.cdiv(self.group, WG_ROWS)
 
     @property
     def heads(self) -> int:
-        """Of a tile."""
+        """Query heads of a tile."""
         return pl.cdiv(self.group, self.chunks)
 
     @property
@@ -169,12 +169,12 @@ class Plan:
 
     @property
     def wg_queries(self) -> int:
-        """Of a compute warpgroup."""
+        """Queries of a compute warpgroup."""
         return WG_ROWS // self.heads
 
     @property
     def queries(self) -> int:
-        """Of a tile."""
+        """Queries of a tile."""
         return self.wg_queries * self.config.compute_wgs
 
     @property
@@ -184,12 +184,12 @@ class Plan:
 
     @property
     def max_tiles(self) -> int:
-        """For each unit; the rows behind the last sequence are one more."""
+        """Most tiles of a unit; the rows after the last sequence count as one sequence more."""
         return self.num_seqs + 1 + self.num_tokens // self.queries
 
     @property
     def tokens(self) -> int:
-        """Of a block that one copy takes."""
+        """Tokens of a block that one copy takes."""
         return min(self.pages.page_size, self.config.block_kv) if self.pages else self.config.block_kv
 
     @property
@@ -263,8 +263,8 @@ class Pieces:
 
 class CausalBlocks(Blocks):
     def mask(self, rows, kv_ids):
-        """A query sees no key behind its own position, where there is a key: no need to look where they end. Rows
-        behind the queries of a tile may see keys of others: nobody stores them."""
+        """As `Blocks.mask`, without looking where the keys end: a query sees none after its own position, which has a
+        key. Rows after the queries of a tile may see keys of other sequences; their results are not stored."""
         return (kv_ids >= self.first_kv) & (kv_ids <= self.position(rows))
 
 
@@ -285,8 +285,8 @@ def _kernel(
     memory_registers, compute_registers = (REGISTERS_MEMORY if needs_more else REGISTERS)[c.compute_wgs]
 
     def for_each_tile(body):
-        """`body(i, tile, count, fetch)` for the tiles of this block; `count` are the steps before. It returns what
-        `fetch()` gave it, the next tile's fields, on their way while it goes on. Returns the steps and tiles of all."""
+        """Call `body(i, tile, count, fetch)` for each tile of this block, after `count` steps. `body` returns the next
+        tile's fields, loaded by `fetch()`: they are in flight while it works. Return the number of steps and tiles."""
         block = lax.axis_index("block")
         row = lambda i: jnp.minimum(i * plan.num_blocks + block, table.shape[0] - 1)
         fields = lambda i: tuple(table[row(i), field] for field in range(len(FIELDS)))
@@ -327,7 +327,7 @@ def _kernel(
             out, lse = compute(plan, tile, first_row, count, q_smem.at[role], ring, turns, {}, early)
             found = fetch()
             out = out.astype(plan.dtype)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # Of the tile before.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The previous tile's out has left o_smem.
             for p in range(plan.pieces):
                 o_smem[role, p] = out[:, p * PIECE : (p + 1) * PIECE]
             plgpu.commit_smem()
@@ -344,7 +344,7 @@ def _kernel(
 
 
 def _store(plan: Plan, tile: Tile, o_smem, out_gmem):
-    """Copies the queries out that this warpgroup has, and not those behind them, which belong to the next sequence."""
+    """Copy this warpgroup's results to out, but not the rows after its queries: those are the next sequence's."""
     role = lax.axis_index("role")
     first = role * plan.wg_queries
     num = jnp.clip(tile.num_q - first, 0, plan.wg_queries)
@@ -383,21 +383,21 @@ def _store(plan: Plan, tile: Tile, o_smem, out_gmem):
 
 
 def _load(plan: Plan, block_tables, queries, keys, values, i, tile: Tile, count, fetch):
-    """The memory warpgroup: queries of a tile, and its blocks of keys and values, the last first, as fast as slots are
-    given back."""
+    """Memory warpgroup: copy a tile's queries, and its blocks of keys and values, the last block first, into slots as
+    they are freed. Return the next tile's fields."""
     c = plan.config
     k_gmem, k_smem, k_filled, k_freed = keys
     v_gmem, v_smem, v_eights, v_filled, v_landed, v_freed = values
 
     def sources(block):
-        """What the copies of a block take, of k and of v: each fills as many rows of the slot, one behind the other."""
+        """Indices that the copies of a block read in k and in v; each copy fills the next rows of the slot."""
         first = block * c.block_kv
         if not plan.pages:
             return [(pl.ds(pl.multiple_of(tile.source + first, ROW_UNIT), c.block_kv), tile.kv_head)]
         page_size, in_page = plan.pages.page_size, pl.multiple_of(rem(first, plan.pages.page_size), plan.tokens)
         columns = [div(first + j * plan.tokens, page_size) for j in range(plan.copies)]
         pages = [page_of(block_tables, tile.source, column, plan.pages.num_pages) for column in columns]
-        # All on their way at once, and none is waited for between two copies.
+        # The ids are all in flight at once, and none is waited for between two copies.
         rows = pl.ds(in_page if plan.copies == 1 else 0, plan.tokens)
         return [(page, rows, tile.kv_head) for page in pages]
 
@@ -417,7 +417,7 @@ def _load(plan: Plan, block_tables, queries, keys, values, i, tile: Tile, count,
     load_values = functools.partial(load_tiles, v_gmem, v_smem)
 
     def load_clean_values(slot, found, block):
-        """With zeros in rows of other sequences, and of none: there may be NaN."""
+        """Copy the values of a block, and zero the rows of other sequences or of none, which may be NaN."""
         load_values(slot, found, v_landed.at[0])
         plgpu.barrier_wait(v_landed.at[0])
         rows, first = v_smem if plan.interpreted else v_eights, block * c.block_kv
@@ -443,7 +443,7 @@ def _load(plan: Plan, block_tables, queries, keys, values, i, tile: Tile, count,
 
 
 def _load_queries(plan: Plan, queries, i, tile: Tile):
-    """Of each warpgroup its own; those behind the last of the tile are copied too, as far as there are any."""
+    """Copy each warpgroup's queries. Rows after the last query of the tile are copied too, as far as there are any."""
     q_gmem, q_smem, q_filled, q_freed = queries
     heads = pl.ds(tile.head, plan.heads)
     for wg in range(plan.config.compute_wgs):
@@ -463,7 +463,7 @@ def _load_queries(plan: Plan, queries, i, tile: Tile):
 
 
 def _clear(plan: Plan, values, first, end):
-    """Zeros in place of the rows of a block before `first` and from `end` on: a block's rows, or 8 together."""
+    """Zero the rows of a block before `first` and from `end` on. `values` has single rows, or 8 together."""
     if plan.interpreted:
         row = lax.broadcasted_iota(jnp.int32, values.shape, 0)
         values[...] = jnp.where((row >= first) & (row < end), values[...], 0)
@@ -499,11 +499,11 @@ def _tiles(plan: Plan, starts_q, kv_first, kv_lens):
     """(fields of the tiles, in the order in which `_deal` deals them out; how many each block takes; where rows of q
     find their lse).
 
-    Of each sequence are given the first row of its queries, and behind the last their end; where its keys begin (the
-    row of k, or 0 in pages), and how many they are.
+    `starts_q` has the first row of each sequence's queries, and the end of the last ones; `kv_first` the row of k where
+    each sequence's keys begin, or 0 in pages; `kv_lens` how many keys it has.
     """
     first_kv = rem(kv_first, ROW_UNIT)
-    # The rows behind the last sequence are one more, without keys.
+    # The rows after the last sequence count as one sequence more, without keys.
     starts = jnp.append(starts_q, plan.num_tokens)
     first_kv, source, kv_lens = (
         jnp.append(x, 0) for x in (first_kv, jnp.arange(plan.num_seqs) if plan.pages else kv_first - first_kv, kv_lens)
@@ -548,8 +548,8 @@ def _deal(plan: Plan, steps, num_rows, num_kv):
     wave, block = jnp.arange(size)[:, None], jnp.arange(plan.num_blocks)
 
     def dealt(wave):
-        """The numbers of the tiles that blocks take in a wave, from there and back in the next. Then each has another
-        place: differences of one step do not add up."""
+        """Number of the tile that each block takes in a wave; odd waves run backwards. Every two waves the blocks
+        change places, so that differences of one step do not add up."""
         place = (block - OTHER_PLACE * (wave // 2)) % plan.num_blocks
         return wave * plan.num_blocks + jnp.where(wave % 2 == 0, place, plan.num_blocks - 1 - place)
 
@@ -565,7 +565,7 @@ def _deal(plan: Plan, steps, num_rows, num_kv):
 
 
 def _lse_of_rows(plan: Plan, lse, starts, first_tiles):
-    """(T, N), of what tiles wrote."""
+    """The lse of each row and head, (T, N), gathered from what tiles wrote."""
     row, head = jnp.arange(plan.num_tokens)[:, None], jnp.arange(plan.num_heads)
     seq = jnp.minimum(jnp.searchsorted(starts[1:], row[:, 0], side="right", method="compare_all"), plan.num_seqs)[
         :, None
@@ -611,7 +611,7 @@ def _forward(q, k, v, block_tables, cu_seqlens_q, kv_where, *, plan: Plan, param
 
 def run(op, q, k, v, block_tables, cu_seqlens_q, kv_where, *, pages, is_causal, scale, local_window_size,
         logits_soft_cap, return_lse, config):  # fmt: skip
-    """What both functions do once their arguments are checked."""
+    """Run `varlen_attention` or `ragged_paged_attention`, whose arguments have been checked."""
     target = _mgpu.require_target(op)
     num_tokens, num_heads, head_dim = q.shape
     left, right = window(is_causal, local_window_size)
@@ -662,7 +662,7 @@ def varlen_attention(
     every run.
 
     Args:
-      q: (T, N, H), the queries of all sequences one behind the other; bfloat16 or float16; H is 64, 128 or 256.
+      q: (T, N, H), the queries of all sequences one after the other; bfloat16 or float16; H is 64, 128 or 256.
       k, v: (S, K, H), their keys and values, of the dtype of `q`; K divides N.
       cu_seqlens_q: (num_seqs + 1,), int32: where queries of each sequence begin in `q`, and where the last ones end.
       cu_seqlens_kv: (num_seqs + 1,), int32: the same of keys.
@@ -676,7 +676,7 @@ def varlen_attention(
 
     Returns:
       (T, N, H), of the dtype of `q`; with `return_lse` also (T, N), float32, natural logarithms. A query that sees no
-      key gives zeros, and -inf; so does a row of q behind the last sequence.
+      key gives zeros, and -inf; so does a row of q after the last sequence.
 
     Raises:
       ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
@@ -693,7 +693,7 @@ varlen_attention.Config = Config  # `cookbook.varlen_attention` is this function
 
 
 def flops(q_lens, kv_lens, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
-    """Of the two products, for sequences of these lengths; with a causal mask of what queries see."""
+    """Floating-point operations of the two products over these lengths; a causal mask leaves out pairs that it hides."""
     pairs = (q * (kv - (q - 1) / 2 if is_causal else kv) for q, kv in zip(q_lens, kv_lens, strict=True))
     return int(4 * num_heads * head_dim * sum(pairs))
 

@@ -13,8 +13,8 @@ Role table: one warpgroup a block takes a few tokens. It loads their slots, and 
 without waiting for the slots; then it stores each row where its slot says. No barrier orders data: nothing is shared,
 so shared memory would be a detour.
 
-What bounds its speed: memory (each new row is read once and written once); for few tokens, the latency of one load and
-one store. Rows of fewer than 1024 16-bit values are moved in words of less than 16 bytes a thread.
+Bound by: memory (each new row is read once and written once); for few tokens, the latency of one load and one store.
+Rows of fewer than 1024 16-bit values are moved in words of less than 16 bytes a thread.
 
 In place: the kernel writes to Refs. An array becomes one inside, and XLA copies it first unless it is donated, or was
 made in the same `jit` and is not used afterwards. A `jax.new_ref` of the caller's is never copied.
@@ -41,7 +41,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _mgpu
 
 WARPGROUP = 128  # Threads in a warpgroup.
-LOADS = 8  # Of k, and as many of v, that a thread has on their way: 64 registers at 16 bytes a load.
+LOADS = 8  # Loads of k that a thread has in flight, and as many of v: 64 registers at 16 bytes a load.
 
 
 def write_kv_reference(k_new, v_new, k_pages, v_pages, slot_mapping):
@@ -55,7 +55,7 @@ def write_kv_reference(k_new, v_new, k_pages, v_pages, slot_mapping):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    block_tokens: int  # Tokens a block. More: more loads on their way at a time. 1: few tokens spread over all SMs.
+    block_tokens: int  # Tokens a block. More: more loads in flight at a time. 1: few tokens spread over all SMs.
 
     def __post_init__(self):
         if not 1 <= self.block_tokens <= LOADS:
@@ -139,7 +139,7 @@ class Plan:
     num_tokens: int
     num_slots: int
     cols: int  # Values of a row: all heads of one token.
-    itemsize: int  # Of a value, in bytes.
+    itemsize: int  # Bytes of a value.
     block_tokens: int
 
     @property
@@ -148,7 +148,7 @@ class Plan:
 
     @property
     def groups(self) -> list[list[tuple[int, int]]]:
-        """The pieces of a row, in groups: what registers hold, of the rows of all tokens of the block, at a time."""
+        """The pieces of a row in groups: registers hold one group of the rows of all tokens of the block at a time."""
         all_pieces, size = pieces(self.cols, self.itemsize), LOADS // self.block_tokens
         return [all_pieces[i : i + size] for i in range(0, len(all_pieces), size)]
 
