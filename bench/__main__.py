@@ -20,7 +20,7 @@ from bench import sample, serving
 from bench.problems import CASES, LIBRARIES, Case, mean_ratio, relative_error
 from cookbook import lab
 
-ERROR_MAX = 1e-2  # Of a 16-bit result against float32: a rounding is 2e-3. The tests look closer.
+ERROR_MAX = 1e-2  # Largest error of a 16-bit result against float32: a rounding is 2e-3. Tests look closer.
 
 
 def main() -> int:
@@ -67,7 +67,7 @@ def _sample(parser, args) -> int:
 
 
 def _ceilings(iterations: int):
-    """What code that does nothing else reaches: the roofline's measured roof."""
+    """Measure the roofline's roof: the rates of a plain stream and of a plain product."""
     n, size = 2**29, 8192
     x, y = (jax.random.normal(jax.random.key(i), (n,), jnp.bfloat16) if lab.on_gpu() else None for i in (0, 1))
     lab.measure(jnp.add, x, y, problem="ceiling/stream", impl="xla", nbytes=6 * n, iterations=iterations)

@@ -39,10 +39,10 @@ NAMES = {jnp.dtype(BF16): "bf16", jnp.dtype(jnp.float16): "f16", jnp.dtype(jnp.f
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a kernel must reach: a rate, a multiple of a peer's rate, or both."""
+    """Goal of a kernel: a rate, a multiple of a peer's rate, or both."""
 
     peer: str | None
-    ratio: float = 1.0  # To the peer's rate.
+    ratio: float = 1.0  # Multiple of the peer's rate.
     rate: float | None = None  # In TB/s or TFLOP/s.
 
 
@@ -62,9 +62,9 @@ class Case:
     impl: str = "cookbook"
     target: Target | None = None
     headline: bool = False  # Whether the README shows it.
-    dtypes: tuple | None = None  # Of the inputs, where they differ from `dtype`, which names the problem.
+    dtypes: tuple | None = None  # The inputs' dtypes, if they differ from `dtype`, which names the problem.
     derive: object = None  # Makes of these inputs one more, which only peers take.
-    integers: tuple = ()  # Inputs behind the random ones that say where things lie: arrays of int32.
+    integers: tuple = ()  # Inputs after the random ones that say where things lie: arrays of int32.
     tune: object = None  # Times the configurations of the least predicted time for these inputs.
     parts: tuple = ()  # Peers that do a part of the work: their result is another.
     reads_weights: bool = False  # A product of few rows, whose rate is that of reading its matrices.
@@ -249,11 +249,11 @@ def _attention_by_head(q, k, v, **how):
     return jnp.moveaxis(out.reshape(q.shape[0], q.shape[2], q.shape[1], -1), 1, 2)
 
 
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # Of the model whose cache these kernels read.
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # Sizes of the model whose cache these kernels read.
 
 
 def _block_tables(lens, page_size):
-    """(block tables, number of pages): pages in random order, and 0 behind those that a length needs."""
+    """(block tables, number of pages): pages in random order, and 0 after those that a length needs."""
     pages = [-(-int(length) // page_size) for length in lens]
     order, tables = np.random.default_rng(0).permutation(sum(pages)), np.zeros((len(lens), max(pages)), np.int32)
     for table, mine in zip(tables, np.split(order, np.cumsum(pages)[:-1]), strict=True):
@@ -262,7 +262,7 @@ def _block_tables(lens, page_size):
 
 
 def _gathered(q, k_pages, v_pages, block_tables, kv_lens):
-    """What one writes without a kernel: XLA gathers the pages, and masks by the lengths."""
+    """Paged attention without a kernel: XLA gathers the pages, and masks by the lengths."""
     of = lambda pages: pages[block_tables].reshape(len(q), -1, *pages.shape[2:])
     return jax.nn.dot_product_attention(
         q[:, None], of(k_pages), of(v_pages), key_value_seq_lengths=kv_lens, implementation="xla"
@@ -490,8 +490,8 @@ CASES = [
 ]
 
 
-# What the fastest of FlashAttention-3 and -4, cuDNN, and JAX's and tokamax's kernels reached on one H200 on 2026-11-20:
-# its TFLOP/s over cuDNN's beside it, with heads of 256 its TFLOP/s; sequences of 4096 and 16384, full and causal.
+# Rates of the fastest of FlashAttention-3 and -4, cuDNN, and JAX's and tokamax's kernels on one H200 on 2026-11-20: its
+# TFLOP/s over cuDNN's beside it, with heads of 256 its TFLOP/s; sequences of 4096 and 16384, full and causal.
 ATTENTION_TARGETS = {
     64: (
         Target("cudnn", 498 / 483),
@@ -515,8 +515,8 @@ CASES += [
 ]
 
 
-# What FlashAttention-3 as vLLM ships it reads, in TB/s, or a little more; the rate of mixed lengths is to be 85 % of
-# that of equal ones. Prefill: its TFLOP/s, and 95 % of the rate of this package's own kernels without the ragged part.
+# Decode: the TB/s of FlashAttention-3 as vLLM ships it, or a little more; mixed lengths must reach 85 % of the rate of
+# equal ones. Prefill: its TFLOP/s, and 95 % of the rate of this package's own kernels without the ragged part.
 MIXED = np.minimum(np.random.default_rng(0).zipf(1.2, 128), 2**14)
 PREFILL = np.random.default_rng(0).integers(512, 4097, 16)
 for _page in (16, 128):

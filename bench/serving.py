@@ -42,7 +42,7 @@ TINY = Problem(
 def trace(num_requests: int, vocab_size: int, max_prompt: int, max_new_tokens: int, seed: int = 0) -> list[dict]:
     """Arguments of `Engine.submit` for requests of mixed lengths: many short, few long.
 
-    One third begins with one of two long texts, whose pages can be shared; one third has these behind a beginning of
+    One third begins with one of two long texts, whose pages can be shared; one third has these after a beginning of
     its own, so that they must not be; every tenth has the same prompt, of whole pages of 16. Every second request is
     sampled at a temperature; every fifth may stop early.
     """
@@ -68,7 +68,7 @@ def trace(num_requests: int, vocab_size: int, max_prompt: int, max_new_tokens: i
 
 
 def serve(problem: Problem, backend: str, params) -> dict:
-    """What serving the whole trace, submitted at once, gives: the second time, when all is compiled."""
+    """Figures of serving the whole trace, submitted at once; of the second time, when all is compiled."""
     requests = trace(problem.num_requests, problem.config.vocab_size, problem.max_prompt, problem.max_new_tokens)
     for _ in range(2):
         engine = Engine(
@@ -98,17 +98,17 @@ def serve(problem: Problem, backend: str, params) -> dict:
 
 
 def name(problem: Problem, backend: str) -> str:
-    """Under which a measurement is stored."""
+    """Name under which a measurement is stored."""
     return f"serving/llama-1b/{problem.num_requests}-requests/{backend}"
 
 
 def measured(problem: Problem, backend: str, params) -> dict | None:
-    """What `serve` gives on this GPU, with `params()`; what was recorded, where there is none."""
+    """Figures of `serve` on this GPU, with `params()`; the recorded ones, where there is no GPU."""
     return lab.results.value(name(problem, backend), lambda: serve(problem, backend, params()))
 
 
 def run() -> None:
-    """Serves the large trace on both backends and prints what that gives; what was recorded, where there is no GPU."""
+    """Serve the large trace on both backends and print the figures; the recorded ones, where there is no GPU."""
     params = functools.cache(lambda: init(LLAMA_1B.config))
     for backend in ("cookbook", "xla"):
         _print(backend, measured(LLAMA_1B, backend, params))

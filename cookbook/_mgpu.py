@@ -287,7 +287,7 @@ def padded_shape(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[int, ..
 
 
 def pad_to_tiles(x, tile: tuple[int, ...]):
-    """`x` with zeros behind each axis up to a multiple of its tile: a copy, unless it is one already."""
+    """`x` with zeros at the end of each axis up to a multiple of its tile: a copy, unless it is one already."""
     pads = [(0, full - size) for full, size in zip(padded_shape(x.shape, tile), x.shape, strict=True)]
     return jnp.pad(x, pads) if any(after for _, after in pads) else x
 

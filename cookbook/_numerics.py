@@ -1,8 +1,8 @@
 """Lets a kernel call any element-wise `jnp` function.
 
-Mosaic GPU lowers a part of `jax.lax`. Of what it leaves out, it rejects even `jax.nn.relu` (a `custom_jvp`) on JAX
-0.11.2. `lowerable(fn)` traces `fn`, opens up what is wrapped, and writes the missing operations in terms of those that
-there are; what it cannot write, and what is not element-wise, it names.
+Mosaic GPU lowers a part of `jax.lax`, and rejects the rest: on JAX 0.11.2 even `jax.nn.relu` (a `custom_jvp`).
+`lowerable(fn)` traces `fn`, opens up wrapped functions, and writes missing operations in terms of those that there are.
+Its errors name operations that it cannot write or that are not element-wise.
 """
 
 import math
@@ -101,9 +101,9 @@ def _evaluate(jaxpr, consts, args, shape):
             outs = _evaluate(inner.jaxpr, inner.consts, values, shape)
         elif (rule := _RULES.get(eqn.primitive.name)) is not None:
             outs = [rule(*(jnp.broadcast_to(value, shape) for value in values))]
-        elif eqn.primitive.name == "integer_pow" and eqn.params["y"] < 0:  # Mosaic GPU has positive powers alone.
+        elif eqn.primitive.name == "integer_pow" and eqn.params["y"] < 0:  # Mosaic GPU has only positive powers.
             outs = [1.0 / lax.integer_pow(values[0], -eqn.params["y"])]
-        elif eqn.primitive.name == "broadcast_in_dim":  # Of a scalar: nothing else passed `_require_elementwise`.
+        elif eqn.primitive.name == "broadcast_in_dim":  # A scalar's: `_require_elementwise` rejects others.
             outs = [jnp.broadcast_to(values[0], shape)]
         else:
             # Mosaic GPU refuses a wish for accuracy, which the gradient of erf has; its only exp is the accurate one.

@@ -15,7 +15,7 @@ from sphinx.cmd.build import main as sphinx_build
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE, OUTPUT = ROOT / "build" / "site-src", ROOT / "build" / "site"
-LINKED = ["cookbook", "bench", "figures", "results", "tests"]  # What notebooks may link to.
+LINKED = ["cookbook", "bench", "figures", "results", "tests"]  # Folders that notebooks may link to.
 
 
 def main() -> int:

@@ -59,7 +59,7 @@ def _topic(name: str) -> str:
 
 
 def _ours(name: str) -> set[str]:
-    """What this kernel may be called among the implementations of a problem."""
+    """Names that this kernel may have among the implementations of a problem."""
     return {"cookbook", name} if _topic(name) == name else {name}
 
 
@@ -79,7 +79,7 @@ def _figure(value: float) -> str:
 
 
 def _facts(name: str) -> dict[str, str]:
-    """What bounds the kernel, and what it costs, at the first problem of its kind."""
+    """The kernel's bound and its costs, at the first problem of its kind."""
     cases = [case for case in CASES if case.op == _topic(name)]
     if not cases:
         return {}

@@ -1,4 +1,4 @@
-"""What results/ holds, as text: rates, bounds, targets, and the page with every row."""
+"""Text of results/: rates, bounds, targets, and the page with every row."""
 
 import json
 import math
@@ -79,7 +79,7 @@ def stale_mark(stale: bool) -> str:
 
 
 def _where_measured() -> list[str]:
-    """What all measurements have in common, or what they differ in."""
+    """Facts of the machines and programs that measured."""
     by_problem = [impls for topic in results.topics(GPU) for impls in results.rows(topic, GPU).values()]
     origins = [row["provenance"] for impls in by_problem for row in impls.values()]
     if not origins:

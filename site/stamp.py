@@ -1,4 +1,4 @@
-"""What a page was verified on: a notebook's own record, or the newest measurement in results/."""
+"""Where and when a page was verified: a notebook's own record, or the newest measurement in results/."""
 
 import json
 from pathlib import Path

@@ -86,7 +86,7 @@ if [ -n "${JAX_VERSION:-}" ]; then
   # shellcheck disable=SC2086  # one requirement a word
   "${uv[@]}" pip install --quiet --python "$venv/bin/python" --no-deps $jax
 fi
-# What every interpreter of this environment starts with: the checkout on its path (no build needed), and, without a GPU,
+# Every interpreter of this environment starts with the checkout on its path (no build needed), and, without a GPU,
 # JAX on the CPU: its GPU plugin is there for compiling alone and would complain at each start.
 packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 {

@@ -206,7 +206,7 @@ class Plan:
         return scratch if c.out_over_query(self.head_dim) else scratch | dict(o_smem=self.tiles(c.compute_wgs))
 
     def schedule(self, num_sms: int) -> np.ndarray:
-        """Table of `dealt_out`: blocks work on as few heads at a time as they can, so that the L2 cache keeps the keys."""
+        """Table of `dealt_out`: blocks work on few heads at a time, so that the L2 cache keeps the heads' keys."""
         first_q = np.arange(self.num_q_blocks) * self.config.block_q
         first, end = self.blocks.seen(first_q, self.config.block_q)
         heads_together = max(1, round(num_sms / self.num_q_blocks))

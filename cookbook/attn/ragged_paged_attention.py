@@ -29,7 +29,7 @@ def ragged_paged_attention_reference(
     num_seqs, width = block_tables.shape
     length = width * k_pages.shape[1]
     there = ((block_tables >= 0) & (block_tables < len(k_pages)))[:, :, None, None, None]
-    # Each sequence gets the room of its table; the packed reference wants keys one behind the other, so they move up.
+    # Each sequence gets the room of its table; the packed reference wants keys one after the other, so they move up.
     lens = jnp.clip(kv_lens, 0, length)
     starts = jnp.append(0, jnp.cumsum(lens)).astype(jnp.int32)
     seq, token = jnp.divmod(jnp.arange(num_seqs * length), length)

@@ -693,7 +693,7 @@ varlen_attention.Config = Config  # `cookbook.varlen_attention` is this function
 
 
 def flops(q_lens, kv_lens, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
-    """Floating-point operations of the two products over these lengths; a causal mask leaves out pairs that it hides."""
+    """Floating-point operations of the two products over these lengths; a causal mask leaves out hidden pairs."""
     pairs = (q * (kv - (q - 1) / 2 if is_causal else kv) for q, kv in zip(q_lens, kv_lens, strict=True))
     return int(4 * num_heads * head_dim * sum(pairs))
 

@@ -66,7 +66,7 @@ def default_config(num_tokens: int, cols: int, itemsize: int) -> Config:
     """The configuration for `num_tokens` rows of `cols` values of `itemsize` bytes, worked out, not measured.
 
     Up to 2048 tokens, one a block: an SM holds 16 blocks of 128 threads and an H200 2112, so all start at once. Above,
-    four a block: latency is covered by about 25 KB of loads on their way on each SM (4.8 TB/s for 0.7 us over 132 SMs),
+    four a block: latency is covered by about 25 KB of loads in flight on each SM (4.8 TB/s for 0.7 us over 132 SMs),
     and 16 blocks with four rows of k and v have 32 KB at only 128 16-bit values a row. Long rows need no company.
     """
     return Config(4 if num_tokens > 2048 and 4 * len(pieces(cols, itemsize)) <= LOADS else 1)
@@ -169,7 +169,7 @@ def _is_slot(slot, num_slots: int):
 
 def _loads_first():
     """Waits for no copy, as there is none; but the compiler moves no load across it. It would move the rows' loads to
-    where they are used, behind the comparison of the slots: two latencies in place of one."""
+    where they are used, after the comparison of the slots: two latencies in place of one."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

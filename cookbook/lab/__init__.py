@@ -1,4 +1,4 @@
-"""What stands around a kernel: where it runs, whether it is right, what it compiles to, how fast it is, and why."""
+"""Tools around a kernel: where it runs, whether it is right, what it compiles to, how fast it is, and why."""
 
 from .._mgpu import compiler_params as compiler_params
 from . import plot as plot

@@ -20,7 +20,7 @@ WRONG_ABOVE = 1e-2  # Relative distance from the result of the op's own choice: 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What `autotune` found: `best`, and the milliseconds of every configuration tried (NaN: it failed, and why)."""
+    """Result of `autotune`: the `best` configuration, and milliseconds of each one tried (NaN: see `failures`)."""
 
     op: str
     problem: str

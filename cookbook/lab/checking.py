@@ -13,7 +13,7 @@ from .compiling import Compiled, compile_for, name_of
 from .toolchain import ToolchainMissing
 
 GPU_RUNS = 5  # A race that shows at all shows in a few runs: a WGMMA operand overwritten in flight, in 20 of 20.
-_WIDTH = 98  # Of the printed table.
+_WIDTH = 98  # Columns of the printed table.
 
 
 class CheckError(AssertionError):
@@ -22,7 +22,7 @@ class CheckError(AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One line of the table. `verdict` is "ok", "FAILED", or "-" for what says nothing of right and wrong."""
+    """One line of the table. `verdict` is "ok", "FAILED", or "-" for a fact that is neither right nor wrong."""
 
     name: str
     verdict: str
@@ -31,11 +31,11 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class CheckReport:
-    """What `check` found: `items` are the lines it printed."""
+    """Result of `check`: `items` are the lines that it printed."""
 
     name: str
     items: tuple[Item, ...]
-    output: object = dataclasses.field(repr=False)  # What the kernel returned; None where it did not run.
+    output: object = dataclasses.field(repr=False)  # The kernel's result; None where it did not run.
     compiled: Compiled | None = dataclasses.field(repr=False)
 
     @property
@@ -202,7 +202,7 @@ def _compare_leaf(out, exact: np.ndarray, rounded, tolerance) -> Item:
 
 
 def _compile(fn, args, gpu: str | None) -> tuple[list[Item], Compiled | None]:
-    """What the compiler says, one line a fact."""
+    """The compiler's facts, a line each, and the compiled kernel, if there is one."""
     if gpu is None:
         return [Item("compiles", "-", "not tried: gpu=None")], None
     try:

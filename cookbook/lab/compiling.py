@@ -19,21 +19,21 @@ from jaxlib.mlir import ir
 from .. import _mgpu
 from .toolchain import device, gpu_facts, tool
 
-_FOREIGN = {"h200": r"mosaic_gpu\.(tcgen05|tmem)", "b200": r"mosaic_gpu\.(wgmma)"}  # Operations of the other's.
+_FOREIGN = {"h200": r"mosaic_gpu\.(tcgen05|tmem)", "b200": r"mosaic_gpu\.(wgmma)"}  # Operations of the other GPU.
 _lock = threading.Lock()  # A compile borrows the process's environment and its standard output.
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a function's kernels (`kernels` has one such record for each, and none itself)."""
+    """Record of a function's compiled kernels; `kernels` has one such record for each, whose own `kernels` are ()."""
 
     gpu: str
     name: str
-    registers: int  # A thread; the most of any kernel. 255 is the limit.
+    registers: int  # Registers of a thread; the most of any kernel. 255 is the limit.
     spill_bytes: int  # Stored to local memory by each thread because registers ran out; the sum over the kernels.
-    smem_bytes: int  # Of one block, barriers included; the most of any kernel.
+    smem_bytes: int  # Bytes of a block, barriers included; the most of any kernel.
     compile_seconds: float  # From tracing to machine code, on this machine's CPU.
-    remarks: tuple[str, ...]  # What ptxas says on performance, such as WGMMAs that it had to serialize.
+    remarks: tuple[str, ...]  # Remarks of ptxas on performance, such as WGMMAs that it had to serialize.
     ptx: str = dataclasses.field(repr=False)
     cubin: bytes = dataclasses.field(repr=False)
     kernels: tuple["Compiled", ...] = dataclasses.field(default=(), repr=False)
@@ -106,7 +106,7 @@ def compile_for(gpu: str, fn, *args, name: str | None = None) -> Compiled:
 
 
 def name_of(fn) -> str:
-    """What to call a function in messages."""
+    """Name of a function for messages."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__name__", type(fn).__name__)

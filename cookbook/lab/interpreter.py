@@ -20,7 +20,7 @@ NUM_SMS = 4  # A persistent grid has this many blocks when interpreted: enough f
 
 
 class Interpreted:
-    """What `interpret()` yields: the races of every kernel that ran inside. Both wait for kernels still running."""
+    """Races of every kernel that ran inside `interpret()`. Both properties wait for kernels that still run."""
 
     def __init__(self):
         self._kernels: list[_Races] = []

@@ -144,7 +144,7 @@ def machine() -> dict:
 
 
 def _ptxas_version() -> str:
-    """Of the ptxas that Mosaic takes: PATH's, then the wheel's."""
+    """Version of the ptxas that Mosaic takes: PATH's, then the wheel's."""
     try:
         ptxas = shutil.which("ptxas") or tool("ptxas")
     except ToolchainMissing:

@@ -1,4 +1,4 @@
-"""What a GPU can do at best, and how near a kernel came."""
+"""Roofline: the best that a GPU can do, and how near a kernel came."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PEAKS: dict[str, dict[str, Peak]] = {
         "hbm": Peak(4.8e12, _H200),
     }
 }
-# What was reached by code that does nothing else, where it has been recorded: the problem, and the rate to take of it.
+# For each measured roof: the problem whose recorded rate it is, and the amount that the rate counts.
 _CEILINGS = {"hbm": ("ceiling/stream", "nbytes"), "bf16": ("ceiling/matmul/bf16", "flops")}
 _NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "float8": "fp8"}
 
@@ -99,7 +99,7 @@ def peak(kind, gpu: str = "h200") -> Peak:
 
 
 def ceiling(kind: str, gpu: str = "h200") -> Peak | None:
-    """What was measured of "hbm" (a stream of two reads and a write) or "bf16" (the library's product), or None."""
+    """Measured peak of "hbm" (a stream of two reads and a write) or "bf16" (the library's product), or None."""
     problem, rate = _CEILINGS.get(kind, ("", ""))
     best = max(
         (row[rate] / row["ms"] * 1e3 for row in results.rows("ceiling", gpu).get(problem, {}).values()), default=0

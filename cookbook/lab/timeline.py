@@ -1,4 +1,4 @@
-"""What each warpgroup did, when: the trace that a kernel writes of its own named scopes, as a figure."""
+"""Timeline of each warpgroup: the trace that a kernel writes of its own named scopes, as a figure."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _record(fn, args, events: int, blocks: int) -> dict:
     return {"lanes": lanes_of(chrome_trace, clock_ghz, blocks), "clock_ghz": clock_ghz}
 
 
-_SCOPES = ("wgmma", "load", "store", "convert", "wait")  # Of the same colour in every trace.
+_SCOPES = ("wgmma", "load", "store", "convert", "wait")  # They have the same colour in every trace.
 
 
 def _draw(ax: Axes, lanes: list[dict], roles: tuple[str, ...], title: str) -> None:

@@ -12,7 +12,7 @@ from jax.experimental import topologies
 
 from .. import _mgpu
 
-# What XLA must know of a chip that it cannot ask, from NVIDIA's datasheets and compute-capability tables.
+# Facts that XLA needs of a chip that it cannot ask, from NVIDIA's datasheets and compute-capability tables.
 # num_sms and compute capability shape the kernels; bandwidth, cache and clock only steer XLA's own fusions around them.
 GPUS = {
     "h200": dict(name="NVIDIA H200", major=9, num_sms=132, clock_ghz=1.98, l2=50 << 20, bandwidth=4.8e12, memory=141e9),

@@ -16,7 +16,7 @@ Backward, with inverse = 1 / sqrt(mean_c(x**2) + eps):
 
 A grid that stays makes both in one pass over x and dy: each block takes every so many rows and adds up its part of
 dscale in shared memory; a second, small kernel sums these parts, in the same order in every run. While it works on a
-row, the next ones are on their way into a ring of shared memory, if rows are multiples of 16 bytes and fit. Rows that
+row, the next ones are in flight to a ring of shared memory, if rows are multiples of 16 bytes and fit. Rows that
 do not fit the registers are read twice, and the second kernel reads x and dy once more.
 
 Bound by: memory (one read, one write; backward two reads). Long rows whose length is no multiple of 16 bytes are loaded
@@ -87,7 +87,7 @@ def _call(x, scale, eps: float, config: Config | None, params):
 
 
 def _rows_ahead(plan: Plan) -> int:
-    """Rows that are on their way into shared memory while a block works on another: at most two."""
+    """Rows that are in flight to shared memory while a block works on another: at most two."""
     row_bytes = plan.cols * plan.itemsize
     fit = (AHEAD_BYTES - 4 * plan.group * math.prod(plan.shape)) // (2 * row_bytes)
     return min(2, fit) if plan.spread and plan.num_groups == 1 and row_bytes % 16 == 0 and fit > 0 else 0

@@ -1,4 +1,4 @@
-"""What the decoder is built of, twice: this package's kernels, and plain XLA, to compare them with.
+"""The decoder's operations, twice: as this package's kernels, and as plain XLA, to compare them with.
 
 Both take the same arguments and give the same results, but for rounding:
 

@@ -1,8 +1,8 @@
 """The engine: requests go in, and step by step their tokens come out.
 
-It is a step ahead of its device: while one step is computed, the next is scheduled, packed and sent off behind it. Of
-tokens that are not known yet the batch says in which row of the step before they are sampled. A request that ends with
-a stop token is found out one step late, and what that step has computed for it is thrown away.
+It is a step ahead of its device: while one step is computed, the next is scheduled, packed and sent off after it. For a
+token that is not known yet, the batch has the row of the previous step in which it is sampled. A stop token is seen one
+step late, and the results of that step for its request are thrown away.
 """
 
 import dataclasses
@@ -23,16 +23,17 @@ TABLE_WIDTH_MIN = 16  # Pages of the narrowest block table: fewer widths are few
 
 @dataclasses.dataclass(frozen=True)
 class StepStats:
-    """What a step did."""
+    """Counts and time of a step."""
 
     decode: bool  # Whether it had one token of each sequence, so that none was a longer piece of a prompt.
-    num_tokens: int  # Computed.
+    num_tokens: int  # Tokens that were computed.
     num_sampled: int  # New tokens of requests.
     num_running: int
     num_waiting: int
     num_preemptions: int  # Since the step before.
     kv_utilization: float  # Share of the cache's pages that requests hold.
-    seconds: float  # To its tokens on the host, from those of the step before or its scheduling, whichever was later.
+    # Until the step's tokens are on the host, from its scheduling or the previous step's tokens, whichever is later.
+    seconds: float
 
     @property
     def tokens_per_second(self) -> float:
@@ -72,10 +73,10 @@ class Engine:
         self.pages = empty_pages(config, num_pages, page_size)
         self.stats: list[StepStats] = []
         self.ahead = ahead
-        self._launched: Launched | None = None  # The step that the device is at.
+        self._launched: Launched | None = None  # The step that the device computes now.
         self._sampled = jnp.zeros(max_seqs, jnp.int32)  # By the last step that was launched.
         self._latest = 0.0  # When the last tokens came.
-        self._num_preemptions = 0  # Those that `stats` has, or the step on its way.
+        self._num_preemptions = 0  # Those that `stats` has, or the step in flight.
 
     def submit(
         self, prompt: Sequence[int], max_new_tokens: int, *, temperature: float = 0.0, seed: int = 0,
@@ -157,7 +158,7 @@ class Engine:
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """A step on its way: what it computes, when its scheduling began, and what the books said then."""
+    """A step in flight: what it computes, when its scheduling began, and what the books said then."""
 
     chunks: list[Chunk]
     decode: bool
@@ -181,7 +182,7 @@ def pack(
     counts = ends - starts
     cu_seqlens_q = np.full(max_seqs + 1, counts.sum(), np.int32)
     cu_seqlens_q[: len(chunks) + 1] = np.append(0, counts.cumsum())
-    sequence = np.repeat(np.arange(len(chunks)), counts)  # Of each token.
+    sequence = np.repeat(np.arange(len(chunks)), counts)  # The sequence of each token.
     where = starts[sequence] + np.arange(len(sequence)) - cu_seqlens_q[sequence]
 
     num_tokens = max_seqs if decode else bucket(len(sequence), max_seqs)
@@ -203,7 +204,7 @@ def pack(
 
 
 def tokens_of(chunk: Chunk, rows: Mapping[Request, int] | None) -> list[int]:
-    """The tokens of a chunk, with what stands for the last if it is not known yet."""
+    """The tokens of a chunk, the last replaced by -1 minus its row if it is not known yet."""
     tokens = chunk.request.tokens[chunk.start : chunk.end]
     return tokens if len(tokens) == chunk.end - chunk.start else [*tokens, -1 - rows[chunk.request]]
 

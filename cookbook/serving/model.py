@@ -37,7 +37,7 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False  # Whether logits are products with the embeddings.
-    dtype: str = "bfloat16"  # Of weights and pages.
+    dtype: str = "bfloat16"  # dtype of weights and pages.
 
     def __post_init__(self):
         if self.num_attention_heads % self.num_key_value_heads:
@@ -135,7 +135,7 @@ def empty_pages(config: LlamaConfig, num_pages: int, page_size: int) -> list[tup
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """T tokens of R sequences, packed one behind the other, and padding behind them."""
+    """T tokens of R sequences, packed one after the other, and padding after them."""
 
     tokens: jax.Array  # (T,) int32.
     positions: jax.Array  # (T,) int32: where a token stands in its sequence, from 0 on.

@@ -1,4 +1,4 @@
-"""What the engine's tokens are compared with: one sequence at a time, token by token, a dense cache, all in float32."""
+"""Reference for the engine's tokens: one sequence at a time, token by token, a dense cache, all in float32."""
 
 import functools
 

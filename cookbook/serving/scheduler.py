@@ -28,13 +28,13 @@ class Request:
     stop_token: int | None = None
     # State.
     tokens: list[int] = dataclasses.field(init=False)  # The prompt, and what was generated.
-    pages: list[int] = dataclasses.field(default_factory=list, init=False)  # Of its first tokens; its block table.
-    keys: list[bytes] = dataclasses.field(default_factory=list, init=False)  # Of its full pages.
+    pages: list[int] = dataclasses.field(default_factory=list, init=False)  # Its block table, of its first tokens.
+    keys: list[bytes] = dataclasses.field(default_factory=list, init=False)  # Keys of its full pages.
     num_computed: int = dataclasses.field(default=0, init=False)  # Tokens that steps so far have put into `pages`.
     num_pending: int = dataclasses.field(default=0, init=False)  # Tokens that are sampled, and not in `tokens` yet.
     num_preempted: int = dataclasses.field(default=0, init=False)
     submitted: float = dataclasses.field(default=0.0, init=False)  # Seconds of a clock.
-    first_token: float | None = dataclasses.field(default=None, init=False)  # Likewise.
+    first_token: float | None = dataclasses.field(default=None, init=False)  # Seconds of that clock.
 
     def __post_init__(self):
         self.prompt = tuple(int(token) for token in self.prompt)
@@ -83,7 +83,7 @@ class Chunk:
 class Scheduler:
     """Decides on steps: `schedule()`, then `complete()` with the tokens that were sampled.
 
-    One more step may be scheduled before a step is completed. It is computed behind it, as it may use pages that the
+    One more step may be scheduled before a step is completed. It is computed after it, as it may use pages that the
     other has used.
     """
 
@@ -138,7 +138,7 @@ class Scheduler:
         while i < len(self.running):  # Preemption takes requests off its end.
             request = self.running[i]
             count = request.num_uncomputed
-            if count > 1:  # Those behind it that are decoding come first.
+            if count > 1:  # Those after it that are decoding come first.
                 count = min(count, budget - sum(other.num_uncomputed == 1 for other in self.running[i + 1 :]))
             if count > 0 and self._grow_by_force(request, count):
                 chunks.append(self._chunk(request, count))
