@@ -1,4 +1,4 @@
-"""What the drawings share: a canvas measured in inches, boxes, arrows and words on it."""
+"""Shared parts of the drawings: a canvas measured in inches, boxes, arrows and words on it."""
 
 import pathlib
 
@@ -9,7 +9,7 @@ BLUE, ORANGE, GREEN, PINK, SKY, RED = plot.COLOURS[:6]
 
 
 def canvas(width: float, height: float):
-    """Yields nothing: returns (figure, axes), one unit an inch, the origin at the lower left, no frame."""
+    """(figure, axes), one unit an inch, the origin at the lower left, no frame."""
     with plot.figure(width, height) as (fig, ax):
         fig.set_layout_engine("none")
         ax.set_position((0, 0, 1, 1))

@@ -1,12 +1,12 @@
-"""What a thread needs of a number for each query: queries along the rows of a tile, and along its columns."""
+"""Numbers for each query that a thread needs: queries along the rows of a tile, and along its columns."""
 
 import matplotlib.patches as patches
 
 from figures._draw import BLUE, ORANGE, PALE, SOFT, box, canvas, save, words
 
-SIDE = 0.17  # Of a cell.
-ROWS, COLUMNS = 16, 16  # Shown, of 64 each.
-LANE = 6  # Whose elements are shown.
+SIDE = 0.17  # Inches, of a cell.
+ROWS, COLUMNS = 16, 16  # Rows and columns that are shown, of 64 each.
+LANE = 6  # The lane whose elements are shown.
 
 
 def has(row: int, column: int) -> bool:

@@ -1,4 +1,4 @@
-"""What each of two compute warpgroups does with the blocks of its tile under a causal mask: three phases."""
+"""Phases of two compute warpgroups on the blocks of their tile under a causal mask: three each."""
 
 import matplotlib.patches as patches
 

@@ -5,7 +5,7 @@ import itertools
 from figures._draw import RED, SOFT, arrow, box, canvas, save, words
 from figures.groups_waste import COLOURS, SIZES, TILE
 
-ROWS = 280  # Of lhs; those after the last group belong to none.
+ROWS = 280  # Rows of lhs; those after the last group belong to none.
 
 
 def entries():

@@ -6,7 +6,7 @@ from cookbook.lab import plot
 from figures._draw import BLUE, GREEN, ORANGE, PINK, SKY, save
 
 SIZES, TILE, COLUMNS, SMS = (70, 0, 130, 1, 63), 64, 2, 4  # Rows of each group; rows of a tile; columns of tiles; SMs.
-COLOURS = BLUE, GREEN, ORANGE, PINK, SKY  # Of the groups.
+COLOURS = BLUE, GREEN, ORANGE, PINK, SKY  # Colours of the groups.
 
 
 def tiles_of(size: int) -> int:

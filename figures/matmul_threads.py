@@ -6,7 +6,7 @@ from cookbook.lab import plot
 from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, SOFT, arrow, canvas, save, words
 
 SIDE = 2.9  # Inches, of the tile of 128 x 128.
-ROWS, COLS, VEC = 16, 32, 4  # Of the pattern that repeats; values side by side that one thread holds.
+ROWS, COLS, VEC = 16, 32, 4  # Sizes of the pattern that repeats; values side by side that one thread holds.
 MINE = 10  # The thread that is picked out.
 
 

@@ -3,7 +3,7 @@
 from figures._draw import BLUE, GREEN, ORANGE, SOFT, arrow, box, canvas, save, words
 
 PAGE, PAGES = 16, 10
-ROW = (7, 2, 5)  # Of the block table.
+ROW = (7, 2, 5)  # A row of the block table.
 TOKEN = 37
 
 

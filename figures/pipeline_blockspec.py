@@ -1,4 +1,4 @@
-"""What two block specs say: the shape of a window, and where it stands at each step of the pipeline's grid."""
+"""Two block specs: the shape of a window, and where it stands at each step of the pipeline's grid."""
 
 from matplotlib.patches import Rectangle
 

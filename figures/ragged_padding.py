@@ -1,4 +1,4 @@
-"""Sequences of a batch: each padded to the longest, and packed one behind the other."""
+"""Sequences of a batch: each padded to the longest, and packed one after the other."""
 
 import itertools
 

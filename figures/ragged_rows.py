@@ -1,9 +1,9 @@
-"""What the 64 rows of a tile are: queries of one head, or fewer queries with all heads that read the same keys."""
+"""The 64 rows of a tile: queries of one head, or fewer queries with all heads that read the same keys."""
 
 from figures._draw import BLUE, GREEN, ORANGE, PINK, SOFT, box, canvas, save, words
 
 COLOURS = BLUE, ORANGE, PINK, GREEN
-ROWS = 16  # In place of 64.
+ROWS = 16  # Rows that are drawn, in place of 64.
 
 
 def tile(ax, x, y, used, width=0.42):

@@ -33,7 +33,7 @@ def schedule(steps: int, stages: int, *, late=0, queued=False, serial=False, loa
         issued = max(compute, load_end) + gap
         mma_start = max(issued, run[-1].mma_end if run else 0.0)
         run.append(Step(load_start, load_end, mma_start, mma_start + 1))
-        ended = run[step - 1].mma_end if step else 0.0  # Of the product before.
+        ended = run[step - 1].mma_end if step else 0.0  # The end of the previous product.
         compute = max(issued, ended) if queued else mma_start + 1
         freed[step - late] = compute
     return run

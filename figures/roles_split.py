@@ -1,4 +1,4 @@
-"""What two compute warpgroups read of a step's slot, if they share the tile by rows or by columns."""
+"""Parts of a step's slot that two compute warpgroups read, if they share the tile by rows or by columns."""
 
 from figures._draw import BLUE, GREEN, PINK, SOFT, box, canvas, save, words
 

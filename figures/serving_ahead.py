@@ -3,7 +3,7 @@
 from cookbook.lab import plot
 from figures._draw import BLUE, INK, ORANGE, save
 
-HOST, DEVICE, STEPS = 2.0, 2.6, 5  # What a step takes on the host, and on the device.
+HOST, DEVICE, STEPS = 2.0, 2.6, 5  # Time of a step on the host and on the device; steps drawn.
 
 
 def waiting() -> list[tuple[float, float]]:

@@ -7,7 +7,7 @@ ALONE, A_TOKEN = 1.0, 0.055  # Length of a step that decodes, and of a token of 
 
 
 def steps(chunks: list[int], count: int):
-    """(start, length, tokens of the prompt) of `count` steps, one behind the other, two before the prompt comes."""
+    """(start, length, tokens of the prompt) of `count` steps, one after the other, two before the prompt comes."""
     placed, at = [], 0.0
     for tokens in ([0, 0, *chunks] + [0] * count)[:count]:
         length = max(ALONE, 0.35 + A_TOKEN * tokens)

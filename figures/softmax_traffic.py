@@ -1,4 +1,4 @@
-"""What each softmax of chapter 3 asks of memory: an arrow for each pass over the row."""
+"""Memory traffic of each softmax of chapter 3: an arrow for each pass over the row."""
 
 import pathlib
 

@@ -3,7 +3,7 @@
 from cookbook.lab import plot
 from figures._draw import SOFT, box, canvas, save, words
 
-ELEMENTS = 32  # Of the tile's first; a cell is one element of 2 bytes.
+ELEMENTS = 32  # The first of the tile; a cell is one element of 2 bytes.
 
 
 def draw():

@@ -2,7 +2,7 @@
 
 from figures._draw import BLUE, GREEN, ORANGE, PINK, SOFT, box, canvas, save, words
 
-SIDE = 0.235  # Of a cell.
+SIDE = 0.235  # Inches, of a cell.
 SHOWN = {0: BLUE, 6: ORANGE, 13: GREEN, 31: PINK}  # Lanes in colour.
 
 

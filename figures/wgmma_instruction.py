@@ -2,7 +2,7 @@
 
 from figures._draw import BLUE, GREEN, ORANGE, SOFT, arrow, box, canvas, save, words
 
-LEFT, BOTTOM, WIDTH, HEIGHT = 1.75, 0.62, 2.9, 1.6  # Of the accumulator.
+LEFT, BOTTOM, WIDTH, HEIGHT = 1.75, 0.62, 2.9, 1.6  # Place and size of the accumulator.
 
 
 def draw():

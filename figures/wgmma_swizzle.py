@@ -1,4 +1,4 @@
-"""What a WGMMA reads of a (64, 64) tile of 16-bit values, and where swizzling by 128 bytes puts it."""
+"""The part of a (64, 64) tile of 16-bit values that a WGMMA reads, and where swizzling by 128 bytes puts it."""
 
 from figures._draw import BLUE, GREEN, ORANGE, PINK, SOFT, arrow, box, canvas, save, words
 

@@ -1,4 +1,4 @@
-"""What every test starts from."""
+"""Settings and fixtures of all tests."""
 
 import contextlib
 import os

@@ -20,7 +20,7 @@ SMALL = Config(block_kv=64, num_stages=2)
 
 
 def operands(kv_lens, heads=4, kv_heads=2, head_dim=64, page_size=16, width=None, dtype=jnp.bfloat16):
-    """Pages in random order; NaN in those that nobody uses and behind the lengths; ids there are out of range."""
+    """Pages in random order; NaN in those that nobody uses and after the lengths; ids there are out of range."""
     rng = np.random.default_rng(sum(kv_lens) + head_dim + page_size)
     width = width or max(1, -(-max(kv_lens) // page_size))
     num_pages = len(kv_lens) * width + 2

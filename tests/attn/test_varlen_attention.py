@@ -38,7 +38,7 @@ def packed(q_lens=Q_LENS, kv_lens=KV_LENS, heads=2, kv_heads=1, head_dim=64, dty
 
 
 def paged(q_lens=Q_LENS, kv_lens=KV_LENS, heads=2, kv_heads=1, head_dim=64, page_size=16, padding=5):
-    """Pages in random order; NaN in what nobody uses; ids out of range behind the lengths."""
+    """Pages in random order; NaN in what nobody uses; ids out of range after the lengths."""
     rng = np.random.default_rng(sum(q_lens) + head_dim + page_size)
     width = -(-max(kv_lens) // page_size) + 1
     num_pages = len(kv_lens) * width + 2
@@ -186,7 +186,7 @@ def test_each_tile_is_listed_once(heads, num_blocks):
     ]  # fmt: skip
     for unit in range(heads):
         rows = [tile["token"] + np.arange(tile["num_q"]) for tile in tiles if tile["unit"] == unit]
-        assert sorted(np.concatenate(rows)) == list(range(400))  # The 28 rows behind the last sequence too.
+        assert sorted(np.concatenate(rows)) == list(range(400))  # The 28 rows after the last sequence too.
     assert sum(counts) == len(tiles) and max(counts) - min(counts) <= 1
     assert all(tile["source"] % 8 == 0 and 0 <= tile["first_kv"] < 8 for tile in tiles)
 
@@ -230,7 +230,7 @@ def test_what_the_compiler_makes_of_it(head_dim, how):
     compiled = lab.compile_for("h200", functools.partial(varlen_attention, **how), q, kv, kv, cu, cu)
     need = module.default_config(head_dim).smem_bytes(head_dim) + 8
     assert need <= compiled.smem_bytes <= need + 2560 and not compiled.remarks
-    # Of the memory warpgroup, which has few registers, and numbers of a tile. Measured: 4, 60 and 84 bytes.
+    # The memory warpgroup, which has few registers, spills numbers of a tile. Measured: 4, 60 and 84 bytes.
     assert compiled.spill_bytes <= {64: 32, 128: 112, 256: 144}[head_dim]
 
 
@@ -239,7 +239,7 @@ def test_what_the_compiler_makes_of_pages(page_size):
     q, pages = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 32, 128), (2048, page_size, 8, 128)))
     ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((17, 512), (17,), (18,))]
     compiled = lab.compile_for("h200", ragged_paged_attention, q, pages, pages, *ints)
-    # Of the memory warpgroup, which keeps the ids of a block's pages: 72 with pages of 16 with JAX 0.11, 88 with 0.12.
+    # The memory warpgroup spills ids of a block's pages: with pages of 16, 72 bytes with JAX 0.11, 88 with 0.12.
     assert compiled.spill_bytes <= {16: 112, 128: 32}[page_size] and not compiled.remarks
 
 
@@ -298,7 +298,7 @@ def test_errors_name_the_rule(fn, message):
     ],
 )
 def test_mutants_are_caught(run_only, found_if, monkeypatch, name, old, new):
-    """Masks aligned at the start, rows of the next sequence written, NaN let in, waits that are missing, rows behind
+    """Masks aligned at the start, rows of the next sequence written, NaN let in, waits that are missing, rows after
     the last sequence forgotten, tiles forgotten, a neighbour's keys seen, a position for each head."""
     copies = {}
     for each in ("core", "attention", "varlen_attention"):
@@ -313,7 +313,7 @@ def test_mutants_are_caught(run_only, found_if, monkeypatch, name, old, new):
         exec(compile(source, copy.__name__, "exec"), copy.__dict__)
     monkeypatch.setattr(interpreter, "NUM_SMS", 2)
     args = packed([70, 30, 20], [83, 34, 130], heads=4, kv_heads=2)
-    args[2] = args[2].at[83:117].set(jnp.nan)  # Of the second sequence: so are its results, and no others.
+    args[2] = args[2].at[83:117].set(jnp.nan)  # The second sequence's, whose results are NaN; no others are.
     # Causal masks have a comparison of their own.
     how = dict(local_window_size=(100, 9)) if name == "core" else dict(is_causal=True)
     config = copies["attention"].Config(block_kv=64)

@@ -20,7 +20,7 @@ module = importlib.import_module("cookbook.attn.write_kv")
 ROOT = pathlib.Path(__file__).parents[2]
 Config, reference = module.Config, module.write_kv_reference
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # Of NaNs that signal.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # Signalling NaNs cause it.
 NO_SLOTS = (-1, np.iinfo(np.int32).min, np.iinfo(np.int32).max, -2)  # Beside the first one beyond the cache.
 
 
@@ -192,8 +192,8 @@ def test_refs_made_inside_a_jit_and_written_in_a_loop():
 
 
 def test_refs_stay_where_they_are():
-    """What `jit` hands to XLA: a Ref's first and last values have one buffer, and nothing but reshapes and the kernel
-    comes between."""
+    """In the program that `jit` hands to XLA, a Ref's first and last values have one buffer, and only reshapes and the
+    kernel come between."""
     args = operands(7, 9, 4, 3, 72)
     with module._mgpu.building_for(module._mgpu.Target("a GPU", 132)):
         traced = jax.jit(lambda *args: write_kv(*args)).trace(*refs(args))
@@ -360,7 +360,7 @@ def test_mutant_off_by_a_page(mutant, monkeypatch):
 
 @pytest.mark.parametrize("no_slot", [-1, 12])
 def test_mutant_that_does_not_skip(no_slot, mutant, monkeypatch):
-    """What has no slot it writes to the last one: outside the cache no test would see it."""
+    """It writes a token without a slot to the last slot: outside the cache no test would see it."""
     monkeypatch.setattr(module, "_is_slot", lambda slot, num_slots: (slot >= no_slot) & (slot <= max(no_slot, 11)))
     change_store(monkeypatch, lambda slot, num_slots: jnp.where((slot < 0) | (slot >= num_slots), num_slots - 1, slot))
     args = finite(1, 4, 3, 2, 64)

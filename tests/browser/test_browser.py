@@ -20,7 +20,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def _missing() -> str | None:
-    """What this machine lacks for these tests."""
+    """Programs and modules that these tests need and this machine lacks, in words; None if it has all."""
     modules = [name for name in ("websocket", "sphinx", "jupyterlab") if importlib.util.find_spec(name) is None]
     if modules:
         return f"not installed: {', '.join(modules)}"
@@ -136,7 +136,7 @@ def lab(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("lab") / "notebooks"
     shutil.copytree(ROOT / "notebooks", folder)
-    for path in folder.glob("*.ipynb"):  # What was recorded must not pass for what runs here.
+    for path in folder.glob("*.ipynb"):  # Recorded outputs must not pass for outputs of this run.
         notebook = nbformat.read(path, as_version=4)
         for cell in notebook.cells:
             if cell.cell_type == "code":

@@ -1,4 +1,4 @@
-"""What the tests of exercises ask of a checker's verdict, and the skeletons that learners start from."""
+"""Assertions on a checker's verdict, and the skeletons that learners start from."""
 
 import functools
 import json

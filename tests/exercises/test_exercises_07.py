@@ -157,7 +157,7 @@ def test_detective_skeleton():
 
 
 def test_detective_facts_tell_the_faults_apart(capsys):
-    """What each clue says is true of its own model, and of no other."""
+    """Each clue is true of its own model, and of no other."""
     runs = {name: ex07.model(**knobs) for name, knobs in ex07.FAULTS.items()}
     burst = {name: run[3].load_start < run[0].load_end for name, run in runs.items()}
     overlap = {name: run[1].load_start < run[0].mma_end for name, run in runs.items()}

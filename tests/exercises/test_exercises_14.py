@@ -43,7 +43,7 @@ def test_tiles_solutions(right):
 
 
 def tiles_of_rows(cu_q, queries):
-    """Of the array, without regard to sequences."""
+    """Tiles of the array, without regard to sequences."""
     first = np.arange(0, cu_q[-1], queries)
     return first, np.minimum(cu_q[-1] - first, queries)
 

@@ -152,7 +152,7 @@ def share_out(uncomputed, budget):
 
 
 def share_out_as_the_package(uncomputed, budget):
-    """With the tokens of those who decode behind it set aside for each."""
+    """With the tokens of requests that decode after it set aside for each."""
     counts = []
     for i, count in enumerate(uncomputed):
         counts.append(min(count, budget - sum(other == 1 for other in uncomputed[i + 1 :])))

@@ -92,7 +92,7 @@ def test_default_config_fills_the_gpu_and_grows_with_the_result():
 
 
 def test_nothing_but_multiply_adds():
-    """What makes it fast, read from the machine code: of the main loop, nineteen instructions in twenty."""
+    """Nineteen in twenty instructions of the main loop are multiply-adds, which makes it fast."""
     a = jax.ShapeDtypeStruct((4096, 4096), F32)
     sass = lab.compile_for("h200", op.matmul_blocked, a, a).sass.splitlines()
     places = [i for i, line in enumerate(sass) if "FFMA" in line]
@@ -103,7 +103,7 @@ def test_nothing_but_multiply_adds():
 
 
 def rounding_error(k: int) -> float:
-    """What a float32 sum of k random terms, added one after another, may err by, relative to the result.
+    """Largest relative error of a float32 sum of k random terms, added one after another.
 
     The roundings walk at random: 0.3 sqrt(k) units in the last place, on a GPU and in the interpreter, for k from 1024
     to 8192. A library that sums in several parts, as cuBLAS does where o is small, errs by less.
@@ -217,7 +217,7 @@ def test_too_much_shared_memory_is_an_error_before_launch():
 
 
 def test_the_tile_that_config_rejects_spills(monkeypatch):
-    """What `TILE_MAX` says of the compiler."""
+    """The compiler spills a tile that `TILE_MAX` rejects."""
     monkeypatch.setattr(op, "TILE_MAX", 128 * 192)
     a = jax.ShapeDtypeStruct((256, 256), F32)
     assert lab.compile_for("h200", functools.partial(op.matmul_blocked, config=op.Config(128, 192)), a, a).spill_bytes

@@ -132,7 +132,7 @@ def test_shared_memory_is_as_priced():
 
 
 def test_wgmma_operands_live_long_enough(gpu):
-    """What the interpreter can not see: a slot refilled while a WGMMA still reads it. It shows in most runs."""
+    """A slot refilled while a WGMMA still reads it, which the interpreter cannot see, shows in most runs."""
     a, b = operands(4096, 4096, 4096)
     wanted = reference(a, b)
     for num_stages in (1, 2, 3, 4):

@@ -184,7 +184,7 @@ def test_config_errors(config, message):
 
 
 def test_the_tile_that_config_rejects_spills(monkeypatch):
-    """What `TILE_MAX` says of the compiler."""
+    """The compiler spills a tile that `TILE_MAX` rejects."""
     monkeypatch.setattr(op, "TILE_MAX", 128 * 256)
     fn = functools.partial(op.matmul_wgmma, config=op.Config(128, 256, 64, 2))
     a = jax.ShapeDtypeStruct((256, 256), BF16)

@@ -25,7 +25,7 @@ def pinned(lock: str) -> dict[str, str]:
 
 
 def make(*args: str) -> str:
-    """What a user's `make *args` prints, even if these tests run under a `make test PYTHON=python3`."""
+    """Output of a user's `make *args`, even if these tests run under a `make test PYTHON=python3`."""
     outer = {"MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "PYTHON", "VENV", "ARGS"}
     env = {name: value for name, value in os.environ.items() if name not in outer}
     return subprocess.run(["make", *args], cwd=ROOT, check=True, capture_output=True, text=True, env=env).stdout
@@ -93,7 +93,7 @@ if [ "$1" = venv ]; then
 fi
 """
 DEAD_SHIM = '#!/bin/bash\necho "pyenv: $0: command not found" >&2\nexit 127\n'
-TOO_OLD = "#!/bin/bash\nexit 1\n"  # What the version test makes of a Python 3.11.
+TOO_OLD = "#!/bin/bash\nexit 1\n"  # It stands for a Python 3.11, which the version test rejects.
 WORKS = f'#!/bin/bash\nexec "{sys.executable}" "$@"\n'
 
 

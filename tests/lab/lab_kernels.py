@@ -7,7 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook import _mgpu, lab
 
-ROWS = 64  # Of one block.
+ROWS = 64  # Rows of a block.
 
 
 def add_one_reference(x):

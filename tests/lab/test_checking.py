@@ -65,7 +65,7 @@ def compare(out, exact, rounded, dtype):
 
 @pytest.mark.parametrize("dtype, floor", [("float32", 4 * 2**-23), ("float16", 2**-12), ("bfloat16", 2**-9)])
 def test_an_error_below_the_roundings_of_the_dtype_passes(dtype, floor):
-    """The reference has none. Of 1600 elements, 100 that are off by four times the limit make an error of the limit."""
+    """The reference has no error. If 100 of 1600 elements are off by four times the limit, the error is the limit."""
     exact = np.ones(1600)
     for count, passes in ((90, True), (110, False)):
         out = exact.copy()

@@ -104,7 +104,7 @@ def test_importing_lab_neither_starts_jax_nor_imports_matplotlib():
 
 
 def chrome_trace(blocks=2, warpgroups=3):
-    """What JAX writes of a kernel in which each warpgroup enters "role" and, inside, "copy" twice."""
+    """JAX's trace of a kernel in which each warpgroup enters "role" and, inside, "copy" twice."""
     spec = profiler.ProfilerSpec(32, "unused")
     role, copy = spec.intern_name("role"), spec.intern_name("copy")
     buffer = np.zeros((blocks, warpgroups, 32), np.uint32)

@@ -124,7 +124,7 @@ def test_what_was_recorded_of_code_that_is_gone_is_stale_and_kept(h200, no_gpu):
 def test_nothing_is_run_without_a_gpu(h200, no_gpu):
     record(None)
     found = lab.measure(lambda x: 1 / 0, None, problem="double/64/f32")
-    assert found.median_ms == 0.5 and not found.stale  # Of what code it was is not known.
+    assert found.median_ms == 0.5 and not found.stale  # The record does not say of which code it was.
     assert math.isnan(lab.first_call_seconds(lambda x: 1 / 0, None))
 
 

@@ -232,7 +232,7 @@ def test_sums_over_the_leading_axis_by_each_way(shape, dtype, way, monkeypatch):
     monkeypatch.setattr(leading, "LAUNCH_COST", costs[1])
     plans, launch = [], leading._launch
     monkeypatch.setattr(leading, "_launch", lambda plan, *args: plans.append(plan) or launch(plan, *args))
-    jax.clear_caches()  # What was traced by other costs.
+    jax.clear_caches()  # They may hold plans made by other costs.
     lab.check(*sums(0), normal(0, shape, dtype, 1, 0.1), gpu="h200" if shape[1] == 15 else None)
     assert len(plans) // (1 + (shape[1] == 15)) == 1 + (way == "twice") and (plans[0].cluster > 1) == (way == "cluster")
 
