@@ -6,8 +6,8 @@ import numpy as np
 from exercises.judge import NotYet, checker, normal, run_kernel
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-TILE, STAGES = (16, 256), 3  # Of exercise 1.
-SMEM_BYTES = 232_448  # That one block may use on Hopper.
+TILE, STAGES = (16, 256), 3  # Tile and slots of exercise 1.
+SMEM_BYTES = 232_448  # Shared memory that one block may use on Hopper.
 
 
 @checker

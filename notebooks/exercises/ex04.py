@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-TILE_M, TILE_N, TILE_K = 32, 64, 8  # Of the kernel of exercise 3.
+TILE_M, TILE_N, TILE_K = 32, 64, 8  # Tile of the kernel of exercise 3.
 # The layout of its accumulator: this chapter's, 16 rows x 32 columns at a time.
 LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((16, 32), (4, 32), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 

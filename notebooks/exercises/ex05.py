@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import jaxprs_in_params
 
-REGISTERS, THREADS, WIDEST = 255, 128, 256  # Of a thread; of a warpgroup; N of one WGMMA.
-NUM_STEPS = 11  # Of exercise 2.
+REGISTERS, THREADS, WIDEST = 255, 128, 256  # A thread's registers; a warpgroup's threads; the largest N of a WGMMA.
+NUM_STEPS = 11  # Steps of exercise 2.
 ROWS, FEATURES_IN, FEATURES_OUT = 64, 64, 128  # One step of exercise 3 and its tile.
 
 

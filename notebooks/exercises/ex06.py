@@ -12,7 +12,7 @@ CASES = [(*tile, blocks) for blocks in range(1, 6) for tile in _TILES]
 
 # Name: slots (max_concurrent_steps), delay_release, and the products that wgmma_wait leaves running.
 CONFIGURATIONS = {"A": (2, 0, 0), "B": (4, 1, 1), "C": (4, 1, 2), "D": (4, 2, 1)}
-STEP = 10  # Of which exercise 2 asks.
+STEP = 10  # The step that exercise 2 asks about.
 
 
 @checker

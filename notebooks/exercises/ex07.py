@@ -35,7 +35,7 @@ _TRACES = {1: "one copy at a time", 2: "one slot", 3: "two steps late"}
 
 # Exercise 3: rings on which the lines are tried.
 RINGS = ((6, 2), (7, 3), (2, 3), (4, 1))  # (steps, stages)
-_SIDE = 64  # Of the square tiles.
+_SIDE = 64  # Rows and columns of the square tiles.
 
 
 @checker
@@ -136,7 +136,7 @@ def check_detective(answer) -> str:
 
 
 class Ring:
-    """What the lines of exercise 3 are given: it writes down what they ask for."""
+    """Stand-in for the ring of exercise 3: it writes down the calls of the lines under test."""
 
     def __init__(self, steps: int, stages: int):
         self.steps, self.stages = steps, stages
@@ -237,7 +237,7 @@ def ring_kernel(a, b, *, program, steps: int, stages: int):
 
 
 def report(kernel, *args) -> str:
-    """What the interpreter, with race detection, says of a kernel that may be wrong but always ends."""
+    """Verdict of the interpreter, with race detection, on a kernel that may be wrong but always ends."""
     logging.disable(logging.ERROR)  # JAX logs a failing kernel's traceback; one sentence is enough here.
     seen, said = None, "nothing to report"
     try:
@@ -252,7 +252,7 @@ def report(kernel, *args) -> str:
 
 
 def _program(role, steps: int, stages: int) -> list:
-    """What `role` does in all steps."""
+    """Calls that `role` makes in all steps."""
     ring = Ring(steps, stages)
     for step in range(steps):
         role(ring, step)
@@ -272,7 +272,7 @@ class _Run:
 def _run(memory, compute, stages: int, *, compute_stops: bool = False) -> _Run:
     """Both go on until they have ended or wait. Waits only ask for counts that grow: the order does not matter."""
     run = _Run([0, 0], [0] * stages, [0] * stages, {})
-    waits = ({}, {})  # Of each role: (barrier, slot) -> how often it has waited there.
+    waits = ({}, {})  # For each role: (barrier, slot) -> how often it has waited there.
     arrivals = [0] * stages
     moved = True
     while moved:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from exercises.judge import NotYet, checker
 
-LARGEST = 127  # Of a symmetric int8; -128 has no partner, and is not used.
+LARGEST = 127  # The largest symmetric int8; -128 has no partner, and is not used.
 CASES = (  # K, N, peak in FLOP/s, bandwidth in byte/s.
     (8192, 8192, 989e12, 4.8e12),
     (4096, 14336, 989e12, 3.35e12),

@@ -175,7 +175,7 @@ def _judge_phases(given, first_q, wg, wgs, block_kv, left, where: str) -> None:
 
 
 def _makespan(steps, blocks: int) -> int:
-    """Of the longest tiles first, each to the block that is done first."""
+    """Steps until all blocks are done, if each block that is done takes the longest tile left."""
     done = [0] * blocks
     for n in sorted(steps, reverse=True):
         heapq.heapreplace(done, done[0] + n)

@@ -4,7 +4,7 @@ import numpy as np
 from exercises.judge import NotYet, checker
 
 HBM, TENSOR = 4.8e12, 989e12  # Bytes and operations a second.
-ROWS = 64  # Of a WGMMA.
+ROWS = 64  # Rows of a WGMMA.
 UNITS = [  # Blocks of each unit, and how many parts.
     ((5, 1, 7, 3), 4),
     ((5, 1, 7, 3), 5),

@@ -19,7 +19,7 @@ SECONDS = 30  # An interpreted kernel that takes longer waits for something that
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a checker returns; shown as the last line of a notebook cell."""
+    """Result of a checker, shown as the last line of a notebook cell."""
 
     passed: bool
     text: str
@@ -32,7 +32,7 @@ class Verdict:
 
 
 class NotYet(Exception):
-    """What is wrong with an answer, said to its author."""
+    """Raised with what is wrong with an answer, said to its author."""
 
 
 def checker(check):
@@ -99,7 +99,7 @@ def _interpreted(answer, args):
 
     logging.disable(logging.ERROR)  # JAX logs a failing kernel's traceback; one sentence is enough here.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True)
-    with contextlib.redirect_stdout(io.StringIO()):  # Of `interpret`, which prints the race that the verdict will name.
+    with contextlib.redirect_stdout(io.StringIO()):  # `interpret` prints the race; the verdict will name it.
         thread.start()
         thread.join(SECONDS)
     logging.disable(logging.NOTSET)
