@@ -66,9 +66,12 @@ def _weights(rng):
 
 
 def _groups_of_rows(rng):
-    """Rows, N, K, groups, and how skewed they are: 0 for equal groups, 100 for one that has all rows."""
+    """Rows, N, K, groups, and how skewed they are: 0 for equal groups, 100 for one that has all rows.
+
+    JAX's kernel needs a multiple of 8 rows; groups have any number of them.
+    """
     m, g, (n, k) = _log_uniform(rng, 64, 131072), _log_uniform(rng, 1, 256), _log_uniform(rng, 512, 8192, 2)
-    return round(m), _multiple(n, 128), _multiple(k, 64), max(1, round(g)), int(rng.integers(0, 101))
+    return _multiple(m, 8), _multiple(n, 128), _multiple(k, 64), max(1, round(g)), int(rng.integers(0, 101))
 
 
 def _ragged(m, n, k, g, skew):

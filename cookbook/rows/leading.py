@@ -89,13 +89,13 @@ class LeadingPlan:
         return core.lanes_layout(self.lanes, self.width, self.vec)
 
     @property
-    def side(self) -> int:
-        """Warpgroups whose sums lie side by side: stores to other blocks need 8 rows."""
+    def stacked(self) -> int:
+        """Warpgroups whose sums are stacked into one matrix: stores to other blocks need 8 rows."""
         return max(1, 8 // self.rows_at_once)
 
     @property
     def sums_shape(self) -> tuple[int, int]:
-        return self.side * self.rows_at_once, self.width
+        return self.stacked * self.rows_at_once, self.width
 
     @property
     def sums_layout(self):
@@ -108,7 +108,7 @@ class LeadingPlan:
     def scratch(self) -> dict:
         sums = functools.partial(plgpu.SMEM, dtype=jnp.float32)
         scratch = dict(
-            sums_smem=sums((self.warpgroups // self.side, *self.sums_shape)),
+            sums_smem=sums((self.warpgroups, *self.shape)),
             summed=plgpu.Barrier(num_arrivals=self.warpgroups),
         )
         if self.cluster > 1 and self.interpreted:  # It has no stores to other blocks: they meet in global memory.
@@ -170,8 +170,8 @@ def _kernel(sources, o_gmem, sums_gmem=None, *, lows, plan: LeadingPlan, sums_sm
         total = _sum_rows(refs, low, part, columns, plan, total)
 
     load = lambda ref: plgpu.load(ref, layout=plan.sums_layout, optimized=False)
-    at = pl.ds(_mgpu.rem(warpgroup, plan.side) * plan.rows_at_once, plan.rows_at_once)
-    _mgpu.store(sums_smem.at[_mgpu.div(warpgroup, plan.side), at], total)
+    # A whole matrix for each warpgroup: Mosaic swizzles rows of 128 bytes by 8, and does so wrongly in a part of 8 rows.
+    _mgpu.store(sums_smem.at[warpgroup], total)
     plgpu.barrier_arrive(summed)
 
     def finish(total):
@@ -188,7 +188,8 @@ def _kernel(sources, o_gmem, sums_gmem=None, *, lows, plan: LeadingPlan, sums_sm
     @pl.when(warpgroup == 0)
     def _():
         plgpu.barrier_wait(summed)
-        mine = functools.reduce(jnp.add, [load(sums_smem.at[i]) for i in range(plan.warpgroups // plan.side)])
+        sums = [load(sums_smem.at[i]) for i in range(plan.warpgroups)]
+        mine = jnp.concatenate([functools.reduce(jnp.add, sums[i :: plan.stacked]) for i in range(plan.stacked)])
         if plan.cluster == 1:
             return finish(mine)
         if plan.interpreted:
