@@ -17,6 +17,7 @@ from . import roles
 from .groups import RowPlan
 
 BLOCK = 128  # Values of K, and columns, that share a scale.
+IN_FLIGHT = 2  # Steps whose products a warpgroup has started before it adds the sums of the first.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +36,21 @@ class ScaledPlan(RowPlan):
         """The group whose scales the tile reads; those of rows of no group are not used, and must not be beyond all."""
         return jnp.minimum(self.tiles.entry.group, self.tiles.num_groups - 1)
 
-    def vector(self, ref, axis: int):
-        """The part of a vector (along `axis` of o) that belongs to the sums of this warpgroup."""
-        axis = axis ^ self.swapped
-        start, size = self.place_of_warpgroup(None)[axis], self.compute_tile[axis]
-        return plgpu.load(ref.at[pl.ds(start, size)], layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+    def row_scales(self, block):
+        """The scales of this warpgroup's rows for a block of K, which are in flight."""
+        start, ref = self.place_of_warpgroup(None)[self.tiles.axis], self.of_rows.at[block]
+        if self.swapped:
+            start, ref = start & ~1, ref.at[start & 1]
+        return self._vector(ref, start, self.tiles.axis)
+
+    def column_scales(self):
+        """The scales of this warpgroup's columns, which are in flight."""
+        axis = 1 - self.tiles.axis
+        return self._vector(self.of_matrices.at[self.group], self.place_of_warpgroup(None)[axis], axis)
+
+    def _vector(self, ref, start, axis: int):
+        ref = ref.at[pl.ds(start, self.compute_tile[axis])]
+        return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
 
     def spread(self, vector, axis: int):
         """`vector` in the shape of the sums."""
@@ -52,9 +63,14 @@ def scaled(config_plan: RowPlan) -> ScaledPlan:
 
 
 def row_scales(scales, plan: RowPlan):
-    """(M, blocks) as the kernel reads them: (blocks, M and a tile more)."""
-    size = plan.tiles.cluster_tile[plan.tiles.axis]
-    return jnp.pad(scales.astype(jnp.float32).T, ((0, 0), (0, size)))
+    """(M, blocks) as the kernel reads them: (blocks, M and a tile more).
+
+    With `swapped` rows lie along the columns of the sums, where a thread loads pairs, at multiples of 8 bytes. Groups
+    begin at any row, so there are two copies, (blocks, 2, ...), of which the second begins one row later.
+    """
+    m, size = len(scales), plan.tiles.cluster_tile[plan.tiles.axis]
+    padded = jnp.pad(scales.astype(jnp.float32).T, ((0, 0), (0, size + m % 2 + 1)))
+    return jnp.stack([padded[:, :-1], padded[:, 1:]], axis=1) if plan.swapped else padded
 
 
 def column_scales(scales, plan: RowPlan):
@@ -64,7 +80,7 @@ def column_scales(scales, plan: RowPlan):
 
 def multiply(plan: ScaledPlan, ring: _mgpu.Ring, a_smem, b_smem, before, acc):
     """As `roles.multiply`; then the sums times the scales of rows and of columns."""
-    row, column = plan.vector(plan.of_rows.at[0], 0), plan.vector(plan.of_matrices.at[plan.group], 1)  # In flight.
+    row, column = plan.row_scales(0), plan.column_scales()
     values = roles.multiply(plan, ring, a_smem, b_smem, before, acc)
     product = lambda: values * plan.spread(row, 0) * plan.spread(column, 1)
     return lax.cond(plan.tiles.num_steps > 0, product, lambda: values)  # Rows of no group are zeros: scales may be NaN.
@@ -73,32 +89,44 @@ def multiply(plan: ScaledPlan, ring: _mgpu.Ring, a_smem, b_smem, before, acc):
 def multiply_blocks(plan: ScaledPlan, ring: _mgpu.Ring, a_smem, b_smem, before, acc):
     """The sums over all steps of a step's sums, one block of K, times its scales.
 
-    The tensor cores add fp8 products with fewer bits than float32 has; here they add 128 of them, and then this
-    warpgroup adds the sums in float32, while the other's products keep the tensor cores busy. `acc` stays unused,
-    because each step begins with an empty accumulator.
+    The tensor cores add fp8 products with fewer bits than float32 has. Here they add 128 of them, and this warpgroup
+    adds these sums in float32. Meanwhile they multiply the next step, whose accumulator is another, or the other
+    warpgroup's. `acc` stays unused, because each step begins with an empty accumulator.
     """
-    steps, (rows, cols), role = plan.tiles.num_steps, plan.compute_tile, lax.axis_index("role")
+    steps, (rows, cols), role = pl.cdiv(plan.tiles.k, plan.tiles.tile_k), plan.compute_tile, lax.axis_index("role")
     of_matrix = plan.of_matrices.at[plan.group]
     first = plan.place_of_warpgroup(None)[0 if plan.swapped else 1]
     block = jnp.minimum(_mgpu.div(first, BLOCK), of_matrix.shape[0] - 1)
 
-    def scales(step):
-        return plan.vector(plan.of_rows.at[step], 0) * of_matrix[block, step]
+    def scales(first):
+        return [
+            plan.row_scales(k) * of_matrix[block, k]
+            for k in (jnp.minimum(first + i, steps - 1) for i in range(IN_FLIGHT))
+        ]
 
-    def body(step, carry):
-        sums, mine = carry
-        slot = ring.wait(before + step)
-        a, b = plan.a.part(a_smem.at[slot], role, rows), plan.b.part(b_smem.at[slot], role, cols)
-        following = scales(jnp.minimum(step + 1, steps - 1))  # They arrive while the tensor cores are busy.
+    def some_steps(first, count: int, sums, mine):
+        """`sums` and those of `count` steps, whose products are all started first; and the scales of the next steps."""
 
-        def products(acc):
-            with jax.named_scope("wgmma"):
-                plgpu.wgmma(acc, a, b.T)
-            return acc[...]
+        def products(*accs):
+            for i, acc in enumerate(accs):
+                slot = ring.wait(before + first + i)
+                a, b = plan.a.part(a_smem.at[slot], role, rows), plan.b.part(b_smem.at[slot], role, cols)
+                with jax.named_scope("wgmma"):
+                    plgpu.wgmma(acc, a, b.T)
+            following, total = scales(first + count), sums  # Scales arrive while the tensor cores are busy.
+            for i, acc in enumerate(accs):
+                step_sums = plgpu.wgmma_accumulator_load(acc, wait_n=count - 1 - i)
+                ring.free(before + first + i)
+                total = total + step_sums * plan.spread(mine[i], 0)
+            return total, following
 
-        partial = pl.run_scoped(products, plgpu.ACC(acc.shape))
-        ring.free(before + step)
-        return sums + partial * plan.spread(mine, 0), following
+        return pl.run_scoped(products, *[plgpu.ACC(acc.shape)] * count)
 
-    sums = plgpu.layout_cast(jnp.zeros(acc.shape, jnp.float32), plgpu.Layout.WGMMA)
-    return lax.fori_loop(0, steps, body, (sums, scales(0)))[0]
+    def all_steps():
+        turn = lambda i, carry: some_steps(i * IN_FLIGHT, IN_FLIGHT, *carry)
+        sums, mine = lax.fori_loop(0, steps // IN_FLIGHT, turn, (zeros(), scales(0)))
+        left = steps % IN_FLIGHT
+        return some_steps(steps - left, left, sums, mine)[0] if left else sums
+
+    zeros = lambda: plgpu.layout_cast(jnp.zeros(acc.shape, jnp.float32), plgpu.Layout.WGMMA)
+    return lax.cond(plan.tiles.num_steps > 0, all_steps, zeros)  # Rows of no group have no steps.

@@ -60,16 +60,33 @@ def route(router_logits, top_k: int, renormalize: bool = True) -> Routing:
     """The `top_k` experts of each token, by its (T, E) logits, and where their rows are."""
     logits = router_logits.astype(jnp.float32)
     tokens, num_experts = logits.shape
-    # Its values would do, too; but their gradient would add to the logits one by one.
-    experts = lax.top_k(lax.stop_gradient(logits), top_k)[1]
-    is_choice = experts[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)
-    chosen = jnp.where(is_choice, logits[:, None, :], 0).sum(-1)
+    chosen, experts = _top_k(logits, top_k)
     weights = jax.nn.softmax(chosen) if renormalize else jnp.exp(chosen - jax.nn.logsumexp(logits, -1, keepdims=True))
 
     rows, group_sizes = _places(experts, num_experts)
     copies = jnp.arange(tokens * top_k, dtype=jnp.int32)
     sources = jnp.zeros_like(copies).at[rows.ravel()].set(copies, mode="promise_in_bounds", unique_indices=True)
     return Routing(weights, rows, sources, group_sizes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _top_k(logits, top_k: int):
+    """The largest logits of each token, and whose they are. XLA's own gradient adds to the logits one by one."""
+    return tuple(lax.top_k(logits, top_k))
+
+
+def _top_k_fwd(logits, top_k: int):
+    chosen, experts = _top_k(logits, top_k)
+    return (chosen, experts), (experts, jnp.empty((0, logits.shape[1]), logits.dtype))
+
+
+def _top_k_bwd(top_k: int, residuals, gradients):
+    experts, like = residuals
+    is_choice = experts[:, :, None] == jnp.arange(like.shape[1], dtype=jnp.int32)
+    return (jnp.where(is_choice, gradients[0][:, :, None], 0).sum(1),)
+
+
+_top_k.defvjp(_top_k_fwd, _top_k_bwd)
 
 
 def _places(experts, num_experts: int):
@@ -104,8 +121,13 @@ def _sum_of_rows(y, weights, rows):
 
 @jax.custom_vjp
 def _permute(x, routing: Routing):
-    """Each row's token. The gradient gathers, too: adding rows to their token's would need atomic additions."""
-    return _take(x, lax.div(routing.sources, jnp.int32(routing.rows.shape[1])))
+    """Each row's token. The gradient gathers, too: adding rows to their token's would need atomic additions.
+
+    XLA's gather copies one element a thread: pairs of values make half as many copies of twice the bytes.
+    """
+    pairs = lax.bitcast_convert_type(x.reshape(len(x), -1, 2), jnp.uint32)
+    rows = _take(pairs, lax.div(routing.sources, jnp.int32(routing.rows.shape[1])))
+    return lax.bitcast_convert_type(rows, x.dtype).reshape(-1, x.shape[1])
 
 
 def _permute_fwd(x, routing: Routing):

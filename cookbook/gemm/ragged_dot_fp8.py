@@ -14,8 +14,8 @@ Role and barrier tables: `roles.py`; tiles: `groups.py`; scales: `group_scales.p
 its sums are scaled and added to those of the steps before in float32 registers, so that a tile has at most 128x128
 values, half of those of a plain product.
 
-Bound by: the tensor cores; with scales by block also the additions, which take a quarter of the products' time and
-overlap with those of the other warpgroup.
+Bound by: the tensor cores; with scales by block also the additions, which take a quarter of the products' time. They
+overlap with the products of the warpgroup's next step and of the other warpgroup.
 
 Not supported: other sizes of blocks; batches (use `jax.vmap`); differentiation. The tensor cores want both operands
 with K along their rows: a plain rhs is transposed, at the cost of one copy; store weights as (G, N, K). Chapter: 16.
@@ -34,6 +34,7 @@ from .ragged_dot import ragged_dot_reference
 from .roles import fused_product, identity
 
 DTYPE, UNIT = jnp.dtype(jnp.float8_e4m3fn), 16  # Values of a row along K: TMA's 16 bytes.
+REGISTER_VALUES = 200  # Of the registers of a thread, 232, those for sums and scales.
 
 
 def ragged_dot_fp8_reference(lhs, rhs, scale_lhs, scale_rhs, group_sizes, group_offset=0, transpose_rhs=False):
@@ -61,9 +62,12 @@ def ranked(m, n, k, num_groups, count, out_dtype=jnp.bfloat16, by_block=False, n
 
 
 def _fits_blocks(config: Config) -> bool:
-    """Whether a warpgroup has one block's columns, and registers for the sums of a step and those of all."""
+    """Whether a warpgroup has one block's columns, and registers for the sums of all steps and of those in flight."""
     (rows, cols), mine = config.compute_tile, config.compute_tile[0 if config.swapped else 1]
-    return rows * cols <= 64 * BLOCK and BLOCK % mine == 0
+    values = rows * cols * (1 + group_scales.IN_FLIGHT) // 128
+    # With `swapped` a thread also keeps scales of many rows, a quarter of the columns, for these steps and the next.
+    values += cols * group_scales.IN_FLIGHT // 2 if config.swapped else 0
+    return values <= REGISTER_VALUES and BLOCK % mine == 0
 
 
 def _check(op: str, lhs, rhs, scale_lhs, scale_rhs, transpose_rhs: bool):
@@ -137,7 +141,7 @@ def ragged_dot_fp8(
     if by_block and not _fits_blocks(config):
         raise ValueError(
             f"cookbook.{op}: {config.tile_m=} x {config.tile_n=}, {config.split_dim=}: with scales of blocks a "
-            "warpgroup has at most 64 x 128 values, and columns of o that divide 128"
+            "warpgroup has at most 64 x 128 values (64 x 80 with swapped), and columns of o that divide 128"
         )
     plan = group_scales.scaled(groups.row_plan(
         m, n, k, num_groups, DTYPE, True, identity, out_dtype, config, target.num_sms, target.interpreted

@@ -67,7 +67,7 @@ def ranked(m: int, n: int, k: int, num_groups: int, count: int, num_sms: int = 1
 
 def multiply(plan: Plan, ring: _mgpu.Ring, w_smem, lhs_smem, before, acc, wide_smem=None):
     """As `matmul_int8_weights.multiply`, for tiles that have steps; `acc` stays unused, because others have none."""
-    scale = plan.vector(plan.of_matrices.at[plan.group], 1)
+    scale = plan.column_scales()
     product = functools.partial(matmul_int8_weights.multiply, plan, ring, w_smem, lhs_smem, before, wide_smem=wide_smem)
 
     def some():

@@ -170,7 +170,7 @@ def _kernel(sources, o_gmem, sums_gmem=None, *, lows, plan: LeadingPlan, sums_sm
         total = _sum_rows(refs, low, part, columns, plan, total)
 
     load = lambda ref: plgpu.load(ref, layout=plan.sums_layout, optimized=False)
-    # A whole matrix for each warpgroup: Mosaic swizzles rows of 128 bytes by 8, and does so wrongly in a part of 8 rows.
+    # A whole matrix for each warpgroup: Mosaic swizzles 8 rows of 128 bytes, and gets a part of 8 rows wrong.
     _mgpu.store(sums_smem.at[warpgroup], total)
     plgpu.barrier_arrive(summed)
 

@@ -258,7 +258,7 @@ def test_a_mutant_that_means_the_same_passes(no_gpu, mutant):
     [
         ('plgpu.barrier_wait(ring["filled"].at[slot])', "pass", "runs"),  # The barrier overflows; see below.
         ("plgpu.commit_smem()  # No thread reads the slot any longer.", "pass", "races"),
-        ("plgpu.commit_smem()\n        # Always", "# Always", "races"),
+        ("plgpu.commit_smem()\n        # This is always", "# This is always", "races"),
         ("num_arrivals=2", "num_arrivals=1", "runs"),
         ("ahead = step + plan.config.num_stages", "ahead = step + plan.config.num_stages - 1", "runs"),
         ("return pl.cdiv(self.k, self.config.tile_k)", "return self.k // self.config.tile_k", "result"),

@@ -55,7 +55,7 @@ STRUCTURES = {
     "blocks": (192, 400, True, True, Config(128, 128)),
     "blocks of a plain rhs": (200, 272, False, True, Config(64, 128, split_dim=1, cluster_n=2)),
     "blocks, swapped": (200, 400, True, True, Config(128, 24, swapped=True)),
-    "blocks, two pieces of rows": (200, 272, True, True, Config(256, 64, swapped=True)),
+    "blocks, two pieces of rows": (200, 272, True, True, Config(256, 32, swapped=True)),
 }
 
 
