@@ -27,7 +27,7 @@ from .. import _mgpu
 from . import gated
 from .ragged_dot import ragged_dot
 
-TOKENS = 64  # A block of tokens: within it all choices are compared with each other, and then blocks with blocks.
+TOKENS = 128  # Tokens of a block: a product with a triangle counts within it, and then blocks are compared.
 
 
 def moe_reference(x, router_logits, w_gate_up, w_down, top_k, renormalize=True, group_offset=0):
@@ -92,20 +92,21 @@ _top_k.defvjp(_top_k_fwd, _top_k_bwd)
 def _places(experts, num_experts: int):
     """(T, top_k) rows of each token with its `experts`, and the (E,) experts' numbers of rows.
 
-    A row comes after those of earlier experts, of earlier blocks of tokens, and of earlier tokens in its block.
+    A row follows those of the experts before, of the blocks of tokens before, and of the tokens before in its block.
     """
     (tokens, top_k), expert = experts.shape, jnp.arange(num_experts, dtype=jnp.int32)
     blocks = -(-tokens // TOKENS)
-    here = jnp.pad(experts, ((0, blocks * TOKENS - tokens), (0, 0)), constant_values=-1).reshape(blocks, -1)
-    totals = (here[:, None, :] == expert[:, None]).sum(2, dtype=jnp.int32)  # (blocks, E)
+    here = jnp.pad(experts, ((0, blocks * TOKENS - tokens), (0, 0)), constant_values=-1)
+    is_choice = (here[:, :, None] == expert).any(1).reshape(blocks, TOKENS, num_experts).astype(jnp.bfloat16)
+    triangle = jnp.tri(TOKENS, dtype=jnp.bfloat16)  # Sums of zeros and ones are exact.
+    so_far = jnp.einsum("ts,bse->bte", triangle, is_choice, preferred_element_type=jnp.float32).astype(jnp.int32)
+    totals = so_far[:, -1]  # (blocks, E)
     sizes, block = totals.sum(0, dtype=jnp.int32), jnp.arange(blocks)
     starts = jnp.where(expert[None, :] < expert[:, None], sizes[None, :], 0).sum(1, dtype=jnp.int32)
     before = jnp.where((block[None, :] < block[:, None])[:, :, None], totals[None], 0).sum(1, dtype=jnp.int32)
-    number = jnp.arange(TOKENS * top_k, dtype=jnp.int32)
-    is_earlier = (here[:, None, :] == here[:, :, None]) & (number[None, :] < number[:, None])
-    in_block = is_earlier.sum(2, dtype=jnp.int32).reshape(-1, top_k)[:tokens]
-    block_of = (jnp.arange(tokens, dtype=jnp.int32) // TOKENS)[:, None]
-    return in_block + (starts + before).at[block_of, experts].get(mode="promise_in_bounds"), sizes
+    places = (so_far - 1 + (starts + before)[:, None]).reshape(-1, num_experts)
+    token = jnp.arange(tokens, dtype=jnp.int32)[:, None]
+    return places.at[token, experts].get(mode="promise_in_bounds"), sizes
 
 
 def _take(x, index):

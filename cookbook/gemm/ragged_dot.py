@@ -154,8 +154,8 @@ def ragged_dot(
       group_offset: None; or an integer, which may be traced, or an array of one: the group that rhs begins with.
         group_sizes then has sizes of all groups, also of those that rhs has no matrix of, whose rows are zeros.
       transpose_rhs: matrices are given transposed, and are read as they lie.
-      activation: "swiglu": rhs has 2N columns, and the result is silu of the first N times the others; or "relu",
-        "gelu" (the tanh form), "silu", an element-wise function, or None.
+      activation: "swiglu": rhs has 2N columns, and the result is silu of the first N times the others (N a multiple
+        of 8, unless rhs is transposed); or "relu", "gelu" (the tanh form), "silu", an element-wise function, or None.
       preferred_element_type: bfloat16, float16 or float32, the dtype of the result; None for the dtype of `lhs`.
       config: tiles, stages, cluster and order; None for those of the least predicted time.
 
@@ -182,6 +182,13 @@ def ragged_dot(
     if activation == "swiglu" and rhs.shape[1 if transpose_rhs else 2] % 2:
         raise ValueError(
             f"cookbook.{op}: {rhs.shape=} with {activation=}: must have a column of the gate for each other"
+        )
+    if activation == "swiglu" and not transpose_rhs and rhs.shape[2] % 16:
+        cols = rhs.shape[2] // 2
+        raise ValueError(
+            f"cookbook.{op}: columns of the up product begin at column {cols} of {rhs.shape=}; TMA copies from "
+            f"multiples of 16 bytes: pad the gate and the up product to {-(-cols // 8) * 8} columns each (jnp.pad), or "
+            "give rhs as (G, 2N, K) with transpose_rhs"
         )
     if callable(activation):  # Refused here, whether or not the kernel is to apply it.
         _numerics.lowerable(activation, jax.ShapeDtypeStruct((8,), jnp.float32))
