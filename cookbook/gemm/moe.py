@@ -6,8 +6,8 @@ Shapes: x (..., H), router_logits (..., E), w_gate_up (E, H, 2I): the columns of
 w_down (E, I, H), o (..., H). x and the weights are all bfloat16 or all float16; routing is float32.
 
 The products are `ragged_dot`'s; SwiGLU is in the epilogue of the first. Around them XLA runs a few small operations.
-Rows are not sorted: the row of a token in its expert's group is how many earlier tokens chose the expert, which is
-counted within blocks of tokens and then over blocks. XLA's own cumulative sum takes longer.
+Rows are not sorted: the row of a token in its expert's group is how many earlier tokens chose the expert. A product with
+a triangle counts them within blocks of tokens, and comparisons over blocks. XLA's own cumulative sum takes longer.
 
 Bound by: the products; for the rest, the memory that rows are copied to and from: each token's row is written top_k
 times, and as many rows of the result are read.
@@ -94,7 +94,7 @@ def _places(experts, num_experts: int):
 
     A row follows those of the experts before, of the blocks of tokens before, and of the tokens before in its block.
     """
-    (tokens, top_k), expert = experts.shape, jnp.arange(num_experts, dtype=jnp.int32)
+    tokens, expert = len(experts), jnp.arange(num_experts, dtype=jnp.int32)
     blocks = -(-tokens // TOKENS)
     here = jnp.pad(experts, ((0, blocks * TOKENS - tokens), (0, 0)), constant_values=-1)
     is_choice = (here[:, :, None] == expert).any(1).reshape(blocks, TOKENS, num_experts).astype(jnp.bfloat16)

@@ -74,8 +74,8 @@ def test_reduce_sum_last(shape, dtype):
 @pytest.mark.parametrize(
     # Fewer rows than a tile has, one stretch and several; rows and columns left over; columns too few for a tile.
     "shape, dtype",
-    [((301, 1001), BF16), ((40, 3783), BF16), ((1, 1), F32), ((600, 7), BF16), ((5, 2, 130), F16), ((1100, 15), F32), ((3, 3000), BF16),
-     ((1000, 44), BF16), ((9,), F32), ((3, 7), BF16)],
+    [((301, 1001), BF16), ((40, 3783), BF16), ((1, 1), F32), ((600, 7), BF16), ((5, 2, 130), F16), ((1100, 15), F32),
+     ((3, 3000), BF16), ((1000, 44), BF16), ((9,), F32), ((3, 7), BF16)],
     ids=IDS,
 )  # fmt: skip
 def test_reduce_sum_leading(shape, dtype):
