@@ -6,8 +6,8 @@ Shapes: x (..., H), router_logits (..., E), w_gate_up (E, H, 2I): the columns of
 w_down (E, I, H), o (..., H). x and the weights are all bfloat16 or all float16; routing is float32.
 
 The products are `ragged_dot`'s; SwiGLU is in the epilogue of the first. Around them XLA runs a few small operations.
-Rows are not sorted: the row of a token in its expert's group is how many earlier tokens chose the expert. A product with
-a triangle counts them within blocks of tokens, and comparisons over blocks. XLA's own cumulative sum takes longer.
+Rows are not sorted: the row of a token in its expert's group is how many earlier tokens chose the expert. A product
+with a triangle counts them within blocks of tokens, and comparisons over blocks. XLA's own cumulative sum takes longer.
 
 Bound by: the products; for the rest, the memory that rows are copied to and from: each token's row is written top_k
 times, and as many rows of the result are read.
