@@ -44,8 +44,9 @@ def default_config(rows: int, cols: int, itemsize: int, register_values: int = 9
         return Config(1, register_values)
     lanes = _lanes(cols, vec)
     rows_at_once = WARPGROUP // lanes  # In multiples of it, each thread of a warp has something to do.
-    # At least 16 values a thread: smaller blocks are more blocks, and each costs its start.
-    block_rows = rows_at_once * min(8, pl.cdiv(16 * lanes, cols))
+    # 16 values a thread, rounded up where a warp has a whole row: smaller blocks are more blocks, and each costs its start.
+    most = pl.cdiv(16 * lanes, cols) if lanes == LANES else max(1, 16 * lanes // cols)
+    block_rows = rows_at_once * min(8, most)
     if rows < block_rows:
         block_rows = rows_at_once
     return Config(1 if rows < block_rows and cols >= WARPGROUP else block_rows, register_values)
