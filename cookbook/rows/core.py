@@ -44,7 +44,7 @@ def default_config(rows: int, cols: int, itemsize: int, register_values: int = 9
         return Config(1, register_values)
     lanes = _lanes(cols, vec)
     rows_at_once = WARPGROUP // lanes  # In multiples of it, each thread of a warp has something to do.
-    # 16 values a thread, rounded up where a warp has a whole row: smaller blocks are more blocks, and each costs its start.
+    # 16 values a thread, rounded up where a warp has a whole row: more blocks are more starts.
     most = pl.cdiv(16 * lanes, cols) if lanes == LANES else max(1, 16 * lanes // cols)
     block_rows = rows_at_once * min(8, most)
     if rows < block_rows:
