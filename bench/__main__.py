@@ -5,8 +5,10 @@ each result is compared with the reference first.
 """
 
 import argparse
+import importlib.util
 import math
 import os
+import subprocess
 import sys
 import time
 
@@ -42,6 +44,8 @@ def main() -> int:
     if not lab.on_gpu():
         print("No Hopper or newer GPU: these are the recorded figures.")
     _ceilings(args.iterations)
+    if lab.on_gpu() and importlib.util.find_spec("torch") and any(case.op == "ragged_dot" for case in cases):
+        subprocess.run([sys.executable, "-m", "bench.torch_peers"], check=False)  # It says why, if it fails.
     verdicts = [_run(case, args.iterations, args.tune) for case in cases]
     if any(case.op == "matmul" for case in cases) and not math.isnan(mean := mean_ratio("matmul")):
         print(f"matmul: geometric mean of its rate over cublas's, as recorded: {mean:.3f}")
@@ -142,6 +146,10 @@ def _run(case: Case, iterations: int, tune: bool) -> bool | None:
         ratio = f"{row.median_ms / ours.median_ms:6.3f} x" if impl != case.impl else " " * 8
         seconds = f"   first call {first[impl]:.2f} s" if first.get(impl) else ""
         print(f"    {impl:18s}{row.median_ms:10.4f} ms{rate}{ratio}{seconds}")
+    if torch := lab.results.read(case.problem, "torch"):
+        print(
+            f"    {'torch':18s}{torch['ms']:10.4f} ms{'':24s}{torch['ms'] / ours.median_ms:6.3f} x   in another process"
+        )
     if case.target is None:
         return True
     rate = ours.tflops if case.counts_flops else ours.tbps

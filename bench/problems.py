@@ -355,6 +355,12 @@ def _ragged_dot_of_jax(block_m: int, n: int, transpose_rhs: bool, lhs, rhs, size
     )  # fmt: skip
 
 
+def _ragged_dot_of_tokamax(lhs, rhs, sizes, *_):
+    import tokamax  # Nothing else here needs it.
+
+    return tokamax.ragged_dot(lhs, rhs, sizes, implementation="mosaic")
+
+
 def _ragged(m, n, k, sizes, transpose_rhs=False, target=None, **kwargs):
     """XLA computes all rows by every matrix, and is left out where that takes long."""
     sizes, touched = np.asarray(sizes, np.int32), int(np.count_nonzero(sizes))
@@ -365,6 +371,8 @@ def _ragged(m, n, k, sizes, transpose_rhs=False, target=None, **kwargs):
     peers = {"jax_mgpu": of_jax(128), "jax_mgpu_64": of_jax(64)} if n % 128 == k % 64 == 0 else {}
     if g <= 8 and not transpose_rhs:
         peers["xla"] = jax.lax.ragged_dot
+    if importlib.util.find_spec("tokamax") and not transpose_rhs:
+        peers["tokamax"] = _ragged_dot_of_tokamax
     if transpose_rhs:
         peers["ragged_dot"] = lambda lhs, rhs, sizes, plain: cookbook.ragged_dot(lhs, plain, sizes)
     reads_weights = kwargs.get("reads_weights", False)

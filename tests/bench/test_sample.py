@@ -1,6 +1,7 @@
 """Random problems: which they are, and what is said of their times."""
 
 import dataclasses
+import sys
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 import cookbook
 from bench import __main__ as bench
-from bench import problems, sample
+from bench import problems, sample, torch_peers
 from cookbook import lab
 
 
@@ -129,3 +130,11 @@ def test_grouped_problems_have_peers_of_the_same_result(case):
     wanted = jax.eval_shape(case.reference, *inputs).shape
     assert all(out.shape == wanted for impl, out in shapes.items() if impl not in case.parts)
     assert case.target.peer is None or case.target.peer in case.peers
+
+
+def test_torch_is_timed_on_the_matrices_that_it_takes(monkeypatch):
+    timed = torch_peers.cases()
+    assert timed and all(case.op == "ragged_dot" and case.shapes[1][1] == case.shapes[0][1] for case in timed)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(SystemExit, match="torch is missing: install it"):
+        torch_peers.main()
