@@ -16,6 +16,25 @@ def pytest_addoption(parser):
     parser.addoption("--first-cases", action="store_true", help="run the first case of each parametrized test alone")
 
 
+def pytest_configure(config):
+    if config.pluginmanager.hasplugin("nbval"):
+        from nbval import kernel
+
+        kernel.start_new_kernel = started_again(kernel.start_new_kernel)
+
+
+def started_again(start, tries: int = 3):
+    """`start`, tried again: of two kernels that start at the same time and choose the same port, one never answers."""
+
+    def start_again(*args, **kwargs):
+        for _ in range(tries - 1):
+            with contextlib.suppress(RuntimeError):
+                return start(*args, **kwargs)
+        return start(*args, **kwargs)
+
+    return start_again
+
+
 def pytest_collection_modifyitems(config, items):
     if config.getoption("first_cases"):
         _keep_first_cases(config, items)

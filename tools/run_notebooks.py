@@ -146,20 +146,24 @@ papermill_engines.register("counted", _Counted)
 
 def _execute(path: pathlib.Path, output: pathlib.Path, parameters: dict, timeout: int, tick) -> str | None:
     """Returns what went wrong, or None."""
-    try:
-        papermill.execute_notebook(
-            str(path),
-            str(output),
-            parameters=parameters,
-            engine_name="counted",
-            tick=tick,
-            progress_bar=False,
-            execution_timeout=timeout,
-            extra_arguments=["--IPKernelApp.log_level=40"],  # A warning about encryption would break the progress bar.
-        )
-    except Exception as error:  # Whatever it was, the other notebooks still run.
-        return str(error)
-    return None
+    for left in (2, 1, 0):
+        try:
+            papermill.execute_notebook(
+                str(path),
+                str(output),
+                parameters=parameters,
+                engine_name="counted",
+                tick=tick,
+                progress_bar=False,
+                execution_timeout=timeout,
+                extra_arguments=["--IPKernelApp.log_level=40"],  # A warning about encryption would break the bar.
+            )
+        except Exception as error:  # Whatever it was, the other notebooks still run.
+            # Two kernels that start at the same time may choose the same port; then one of them never answers.
+            if "Kernel didn't respond" in str(error) and left:
+                continue
+            return str(error)
+        return None
 
 
 def _raise_for_unexpected_errors(

@@ -1,5 +1,6 @@
 """The house around the kernels: set-up, commands, locks, notebooks' form and what is rendered from results/."""
 
+import contextlib
 import importlib
 import os
 import pathlib
@@ -277,6 +278,33 @@ def test_run_passes_parameters_and_refuses_unknown_ones(runner):
         runner({}, "07")
     with pytest.raises(SystemExit, match="needs a Hopper"):
         runner({}, "00", "--record")
+
+
+class NoAnswer:
+    """Stands in for a function that starts a kernel, which does not answer the first `times` times."""
+
+    def __init__(self, start, times: int):
+        self.start, self.left = start, times
+
+    def __call__(self, *args, **kwargs):
+        self.left -= 1
+        if self.left >= 0:
+            raise RuntimeError("Kernel didn't respond in 60 seconds")
+        return self.start(*args, **kwargs)
+
+
+@pytest.mark.parametrize("times, answers", [(0, True), (2, True), (3, False)])
+def test_a_kernel_that_does_not_answer_is_started_again(runner, monkeypatch, times, answers):
+    """Where notebooks are tested, and where they are run."""
+    import papermill
+
+    from tests.conftest import started_again
+
+    monkeypatch.setattr(papermill, "execute_notebook", NoAnswer(papermill.execute_notebook, times))
+    assert runner({"00_a": ["n = 1"]}) == (not answers)
+    outcome = contextlib.nullcontext() if answers else pytest.raises(RuntimeError, match="didn't respond")
+    with outcome:
+        assert started_again(NoAnswer(lambda name: name, times))("kernel") == "kernel"
 
 
 # Rendered from results/ ----------------------------------------------------------------------------------------------
