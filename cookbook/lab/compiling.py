@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import math
 import os
 import pathlib
 import re
@@ -14,10 +15,12 @@ import threading
 import time
 
 import jax
+import numpy as np
 from jaxlib.mlir import ir
 
 from .. import _mgpu
 from .toolchain import device, gpu_facts, tool
+from .toolchain import devices as target_devices
 
 _FOREIGN = {"h200": r"mosaic_gpu\.(tcgen05|tmem)", "b200": r"mosaic_gpu\.(wgmma)"}  # Operations of the other GPU.
 _lock = threading.Lock()  # A compile borrows the process's environment and its standard output.
@@ -50,7 +53,7 @@ class Compiled:
             return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def compile_for(gpu: str, fn, *args, name: str | None = None) -> Compiled:
+def compile_for(gpu: str, fn, *args, name: str | None = None, devices: int | dict[str, int] | None = None) -> Compiled:
     """Compiles the Mosaic GPU kernels of `fn(*args)` for `gpu`, which this machine need not have.
 
     Args:
@@ -58,20 +61,26 @@ def compile_for(gpu: str, fn, *args, name: str | None = None) -> Compiled:
       fn: launches at least one `plgpu.kernel`.
       args: arrays or `jax.ShapeDtypeStruct`s, pytrees of them included; only shapes and dtypes count.
       name: what to call the record; by default `fn`'s name.
+      devices: GPUs of one host that run `fn` together: their number, on a mesh of one axis "x", or the size of each
+        axis by its name, such as dict(x=2, y=2). `fn` calls `jax.shard_map` without a mesh and gets this one, and
+        `args` are whole arrays, not shards. By default `fn` runs on one GPU, without a mesh.
 
     Raises:
-      ValueError: `gpu` is not known, `fn` launches no Mosaic GPU kernel, or a kernel asks for too much shared memory or
-        for the other GPU's tensor core.
+      ValueError: `gpu` is not known, `devices` names no mesh, `fn` launches no Mosaic GPU kernel, or a kernel asks for
+        too much shared memory or for the other GPU's tensor core.
       ToolchainMissing: the compile-only wheels are missing.
       RuntimeError: the compiler rejects a kernel (its message is included).
     """
     facts = gpu_facts(gpu)
     name = name or name_of(fn)
+    axes = _mesh_axes(devices)
     start = time.perf_counter()
     with _lock, tempfile.TemporaryDirectory() as directory:
         target = device(gpu)
         avals = jax.eval_shape(lambda *args: args, *args)
-        on_device = jax.sharding.SingleDeviceSharding(target)
+        on_device, mesh = jax.sharding.SingleDeviceSharding(target), contextlib.nullcontext()
+        if axes:
+            on_device, mesh = _replicated(gpu, axes)
         avals = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=on_device), avals)
 
         def lower():
@@ -79,6 +88,7 @@ def compile_for(gpu: str, fn, *args, name: str | None = None) -> Compiled:
                 _mgpu.building_for(_mgpu.Target(facts["name"], facts["num_sms"])),
                 # Gives Mosaic the architecture, and keeps what is traced for one GPU apart in JAX's caches.
                 jax.default_device(target),
+                mesh,
             ):
                 return jax.jit(lambda *args: fn(*args)).lower(*avals)
 
@@ -103,6 +113,26 @@ def compile_for(gpu: str, fn, *args, name: str | None = None) -> Compiled:
         cubin=b"",
         kernels=tuple(kernels),
     )
+
+
+def _mesh_axes(devices: int | dict[str, int] | None) -> dict[str, int]:
+    """Sizes of the mesh's axes by name; none for one GPU without a mesh."""
+    if devices is None:
+        return {}
+    axes = devices if isinstance(devices, dict) else {"x": devices}
+    if not axes or not all(type(size) is int and size >= 1 for size in axes.values()):
+        raise ValueError(
+            f"devices = {devices!r}; it must be a number of GPUs, 1 or more, or a dict of the mesh's axes with such "
+            "numbers: devices=4 or devices=dict(x=2, y=2)."
+        )
+    return axes
+
+
+def _replicated(gpu: str, axes: dict[str, int]):
+    """(The sharding of arrays that every device of a mesh with these axes has whole, that mesh as a context)."""
+    grid = np.array(target_devices(gpu, math.prod(axes.values()))).reshape(*axes.values())
+    mesh = jax.sharding.Mesh(grid, tuple(axes))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()), jax.set_mesh(mesh)
 
 
 def name_of(fn) -> str:

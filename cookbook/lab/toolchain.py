@@ -53,20 +53,27 @@ def gpu_facts(gpu: str) -> dict:
 @functools.cache
 def device(gpu: str) -> jax.Device:
     """A compile-only device of JAX's CUDA plugin. Raises ToolchainMissing."""
+    return devices(gpu, 1)[0]
+
+
+def devices(gpu: str, count: int) -> list[jax.Device]:
+    """Compile-only devices of JAX's CUDA plugin: `count` GPUs of one host. Raises ToolchainMissing."""
     if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         raise ToolchainMissing(
             f"compile_for({gpu!r}, ...) needs JAX's CUDA 13 plugin and NVIDIA's compiler. {_INSTALL}"
         )
     tool("ptxas")
     config = _TARGET_CONFIG.format(**gpu_facts(gpu), smem=_mgpu.SMEM_BYTES_MAX)
-    topology = functools.partial(topologies.get_topology_desc, platform="cuda", target_config=config, topology="1x1x1")
+    topology = functools.partial(
+        topologies.get_topology_desc, platform="cuda", target_config=config, topology=f"1x1x{count}"
+    )
     try:
-        return topology().devices[0]
+        return topology().devices
     except NotImplementedError:
         if _HAS_DRIVER:
             raise
         importlib.import_module("jax_plugins.xla_cuda13").initialize()  # JAX had tried before this module was imported.
-        return topology().devices[0]
+        return topology().devices
 
 
 @functools.cache

@@ -156,3 +156,17 @@ def out_of_bounds(x):
         o_gmem[0] = x_gmem[x_gmem[0, 0].astype(jnp.int32) + 1_000_000, 0]
 
     return plgpu.kernel(kernel, out_type=jax.ShapeDtypeStruct((1,), x.dtype))(x)
+
+
+def shifted(x, axis_name="x"):
+    """Inside `jax.shard_map`: the shard of the device before this one on the mesh's axis."""
+
+    def kernel(x_gmem, o_gmem, arrived):
+        count = jax.lax.axis_size(axis_name)
+        peer = {axis_name: jax.lax.rem(jax.lax.axis_index(axis_name) + 1, jnp.int32(count))}
+        plgpu.remote_ref(o_gmem, peer)[...] = x_gmem[...]
+        pl.semaphore_signal(arrived, device_id=peer)
+        pl.semaphore_wait(arrived)
+
+    out_type = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return _mgpu.kernel(kernel, out_type=out_type, scratch_types=[plgpu.SemaphoreType.REGULAR])(x)

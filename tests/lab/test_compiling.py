@@ -9,7 +9,7 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import pytest
-from lab_kernels import add_one, blackwell_matmul, matmul, num_sms_built_for
+from lab_kernels import add_one, blackwell_matmul, matmul, num_sms_built_for, shifted
 
 from cookbook import lab
 from cookbook.lab import toolchain
@@ -88,6 +88,39 @@ def test_output_still_goes_where_it_went(capfd):
     os.write(1, b"to one")
     os.write(2, b"to two")
     assert capfd.readouterr() == ("to one", "to two")
+
+
+SHARDED = jax.P("x")
+
+
+@pytest.mark.parametrize("devices", [2, 4, {"x": 2, "y": 2}, {"y": 2, "x": 4}], ids=str)
+def test_a_kernel_that_writes_to_another_gpu(devices):
+    fn = jax.shard_map(shifted, in_specs=SHARDED, out_specs=SHARDED)
+    compiled = lab.compile_for("h200", fn, X, devices=devices)
+    assert "red.release.sys" in compiled.ptx and "fence.acquire.sys" in compiled.ptx
+    assert compiled.spill_bytes == 0 and compiled.registers <= 255 and len(compiled.kernels) == 1
+
+
+def test_kernels_for_several_gpus_are_listed_beside_each_other():
+    fn = jax.shard_map(lambda x: shifted(shifted(x) + 1), in_specs=SHARDED, out_specs=SHARDED)
+    assert len(lab.compile_for("h200", fn, X, devices=2).kernels) == 2
+
+
+def test_no_mesh_is_left_behind():
+    fn = jax.shard_map(shifted, in_specs=SHARDED, out_specs=SHARDED)
+    before = jax.sharding.get_abstract_mesh()
+    lab.compile_for("h200", fn, X, devices=2)
+    assert jax.sharding.get_abstract_mesh() == before
+    with pytest.raises(ValueError, match="evenly divisible"):  # It raises inside of the mesh.
+        lab.compile_for("h200", fn, jax.ShapeDtypeStruct((127, 128), jnp.float32), devices=2)
+    assert jax.sharding.get_abstract_mesh() == before
+    assert lab.compile_for("h200", add_one, X).spill_bytes == 0
+
+
+@pytest.mark.parametrize("devices", [0, -1, 2.0, True, {}, {"x": 0}, "4"], ids=str)
+def test_devices_that_make_no_mesh_are_refused(devices):
+    with pytest.raises(ValueError, match=r"devices = .*; it must be a number of GPUs.*devices=4 or devices=dict"):
+        lab.compile_for("h200", add_one, X, devices=devices)
 
 
 def test_an_unknown_gpu_is_refused_by_name():
