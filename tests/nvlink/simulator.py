@@ -1,0 +1,132 @@
+"""Several GPUs that carry out a protocol, in a random order that the seed gives: processes, semaphores, buffers.
+
+A store to a peer starts and arrives later; in between its slot holds neither the old data nor the new. Stores arrive
+in any order. A semaphore is zeroed when its device is launched and may not be touched after the device has ended.
+"""
+
+import dataclasses
+import random
+
+from cookbook.nvlink.protocol import Flush, Read, Send, Signal, Wait
+
+
+class Fault(Exception):
+    """The protocol is wrong: the message begins with the kind of fault."""
+
+
+IN_FLIGHT = "in flight"
+
+
+@dataclasses.dataclass
+class Process:
+    """A role on a device."""
+
+    device: int
+    role: str
+    actions: list
+    speed: float
+    at: int = 0
+    sends: list = dataclasses.field(default_factory=list)  # Whether each send has arrived, in order.
+
+    @property
+    def done(self):
+        return self.at == len(self.actions)
+
+
+class Simulator:
+    """Runs `programs[d][role]`, a list of actions, to the end.
+
+    Args:
+      kept: buffers whose slots are results; all others must be read once before they are overwritten.
+      launch_together: XLA's barrier before the kernel. Without it each device begins at a time of its own.
+    """
+
+    def __init__(self, programs: list[dict[str, list]], *, seed: int, kept=(), launch_together=True):
+        self.random = random.Random(seed)
+        self.kept = kept
+        speed = lambda: 4.0 ** self.random.uniform(-2, 2)  # Some are 250 times as fast as others.
+        self.processes = [
+            Process(d, role, actions, speed()) for d, roles in enumerate(programs) for role, actions in roles.items()
+        ]
+        self.network = speed()
+        everyone = set(range(len(programs)))
+        self.launched = everyone if launch_together else set()
+        self.waiting_to_launch = everyone - self.launched
+        self.ended = set()
+        self.slots, self.unread, self.semaphores = {}, set(), {}
+        self.in_flight = []  # (process, index of the send, key of the slot, data)
+
+    def run(self) -> dict:
+        """What the slots hold in the end. Raises Fault."""
+        while not all(process.done for process in self.processes) or self.in_flight:
+            events = [(p.speed, self._step, p) for p in self.processes if self._may_step(p)]
+            events += [(self.network, self._arrive, store) for store in self.in_flight]
+            events += [(0.1, self._launch, d) for d in self.waiting_to_launch]
+            if not events:
+                stuck = [f"{p.role} on {p.device} at {p.actions[p.at]}" for p in self.processes if not p.done]
+                raise Fault(f"deadlock: {'; '.join(stuck)}")
+            _, event, argument = self.random.choices(events, [weight for weight, *_ in events])[0]
+            event(argument)
+        if self.unread:
+            raise Fault(f"never read: {sorted(self.unread)}")
+        return {key: self.slots[key] for key in self.slots if key[1] in self.kept}
+
+    def _launch(self, d):
+        self.waiting_to_launch.remove(d)
+        self.launched.add(d)
+
+    def _may_step(self, process):
+        if process.done or process.device not in self.launched:
+            return False
+        match process.actions[process.at]:
+            case Wait(semaphore, index, count):
+                return self.semaphores.get((process.device, semaphore, index), 0) >= count
+            case Flush(pending):
+                return all(process.sends[: len(process.sends) - pending])
+        return True
+
+    def _step(self, process):
+        action, d = process.actions[process.at], process.device
+        process.at += 1
+        match action:
+            case Send(to, buffer, slot, data):
+                self._require_alive(to, action)
+                if (to, buffer, slot) in self.unread or (buffer in self.kept and (to, buffer, slot) in self.slots):
+                    raise Fault(f"overwritten before it was read: {action}")
+                if self.slots.get((to, buffer, slot)) == IN_FLIGHT:
+                    raise Fault(f"overwritten before it was read, or even arrived: {action}")
+                self.slots[to, buffer, slot] = IN_FLIGHT
+                self.in_flight.append((process, len(process.sends), (to, buffer, slot), data))
+                process.sends.append(False)
+            case Signal(to, semaphore, index):
+                self._require_alive(to, action)
+                self.semaphores[to, semaphore, index] = self.semaphores.get((to, semaphore, index), 0) + 1
+            case Wait(semaphore, index, count):
+                self.semaphores[d, semaphore, index] -= count
+            case Read(buffer, slot, data):
+                if (found := self.slots.get((d, buffer, slot))) != data:
+                    raise Fault(f"read before it arrived: {action} on {d} finds {found}")
+                self.unread.discard((d, buffer, slot))
+        if all(p.done for p in self.processes if p.device == d):
+            self._end(d)
+
+    def _arrive(self, store):
+        process, index, key, data = store
+        self.in_flight.remove(store)
+        if key[0] in self.ended:
+            raise Fault(f"stored after the end of device {key[0]}: {data}")
+        self.slots[key], process.sends[index] = data, True
+        if key[1] not in self.kept:
+            self.unread.add(key)
+
+    def _end(self, d):
+        self.ended.add(d)
+        left = {key[1:]: value for key, value in self.semaphores.items() if key[0] == d and value}
+        if left:
+            raise Fault(f"signals left over on {d}: {left}")
+
+    def _require_alive(self, d, action):
+        if d not in self.launched:
+            raise Fault(f"before the launch of device {d}: {action}")
+        if d in self.ended:
+            raise Fault(f"after the end of device {d}: {action}")
