@@ -17,12 +17,15 @@ from cookbook.gemm.ragged_dot import ragged_dot
 from cookbook.gemm.ragged_dot_fp8 import ragged_dot_fp8
 from cookbook.gemm.ragged_dot_int8_weights import ragged_dot_int8_weights
 from cookbook.gemm.ragged_dot_transposed import ragged_dot_transposed
+from cookbook.nvlink.all_gather import all_gather
+from cookbook.nvlink.reduce_scatter import reduce_scatter
 from cookbook.rows.reduce_sum import reduce_sum
 from cookbook.rows.rms_norm import rms_norm
 from cookbook.rows.softmax import softmax
 
 __all__ = [
     "add",
+    "all_gather",
     "attention",
     "fuse",
     "matmul",
@@ -39,6 +42,7 @@ __all__ = [
     "ragged_dot_int8_weights",
     "ragged_dot_transposed",
     "ragged_paged_attention",
+    "reduce_scatter",
     "reduce_sum",
     "rms_norm",
     "softmax",

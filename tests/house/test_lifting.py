@@ -62,6 +62,13 @@ from kernels.attn.attention import attention
 x = jax.random.normal(jax.random.key(0), (1, 64, 1, 64), jnp.bfloat16)
 call, wanted = lambda: attention(x, x, x), jax.nn.dot_product_attention(x, x, x)
 """,
+    # On one device, since the interpreter has no semaphores.
+    "nvlink": """
+from kernels.nvlink.all_gather import all_gather
+x = jax.random.normal(jax.random.key(0), (8, 64))
+gather = jax.shard_map(lambda x: all_gather(x, "x"), mesh=jax.make_mesh((1,), ("x",)), out_specs=jax.P("x"))
+call, wanted = lambda: gather(x), x
+""",
 }
 
 
