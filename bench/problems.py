@@ -541,7 +541,7 @@ CASES += [
 ]
 
 
-# Targets are those of the issue that brought the family: rates, or 0.95 of the same product with matrices as they lie.
+# Targets are rates, or 0.95 of the rate of the same product with matrices as they lie.
 FEW_LARGE, MANY = cut_at_random(16384, 8), with_empty(skewed(65536, 128, 1.0), 16)
 CASES += [
     _ragged(16384, 4096, 4096, FEW_LARGE, target=Target("jax_mgpu", 1.05, rate=720), headline=True),

@@ -1,4 +1,4 @@
-"""Who waits: products and sums of equal, uneven and one-sided groups on six blocks, dealt out in two ways."""
+"""Blocks that wait: products and sums of equal, uneven and one-sided groups on six blocks, dealt out in two ways."""
 
 from matplotlib.patches import Rectangle
 

@@ -90,6 +90,24 @@ def check_groups(op: str, group_sizes, group_offset, rows: int, count: int | Non
     return sizes, offset.reshape(())
 
 
+def check_shapes(op: str, lhs, rhs, transpose_rhs: bool, unit: int = 1) -> tuple[int, int, int]:
+    """(M, N, K). Raises a ValueError unless both share K, which must be a multiple of `unit`."""
+    if lhs.ndim != 2 or rhs.ndim != 3:
+        raise ValueError(f"cookbook.{op}: {lhs.shape=}, {rhs.shape=}; must be (M, K) and a matrix for each group")
+    (m, k), (k_rhs, n) = lhs.shape, rhs.shape[:0:-1] if transpose_rhs else rhs.shape[1:]
+    if k != k_rhs:
+        raise ValueError(
+            f"cookbook.{op}: {lhs.shape=} and {rhs.shape=} ({transpose_rhs=}) share no K: {k} is not {k_rhs}; are "
+            "matrices stored the other way round?"
+        )
+    if k % unit:
+        raise ValueError(
+            f"cookbook.{op}: {k} values along K; TMA needs a multiple of 16 bytes: pad lhs and rhs to "
+            f"{-(-k // unit) * unit} (jnp.pad)"
+        )
+    return m, n, k
+
+
 def check_operands(op: str, lhs, rhs):
     """Raises a ValueError unless both have one supported dtype and rows that TMA reads."""
     if lhs.dtype not in (jnp.bfloat16, jnp.float16) or lhs.dtype != rhs.dtype:

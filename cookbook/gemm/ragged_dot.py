@@ -170,14 +170,7 @@ def ragged_dot(
     transpose_rhs = _mgpu.option(op, "transpose_rhs", transpose_rhs, bool)
     out_dtype = jnp.dtype(preferred_element_type or lhs.dtype)
     _mgpu.require_float(op, out_dtype)
-    if lhs.ndim != 2 or rhs.ndim != 3:
-        raise ValueError(f"cookbook.{op}: {lhs.shape=}, {rhs.shape=}; must be (M, K) and a matrix for each group")
-    k = rhs.shape[2 if transpose_rhs else 1]
-    if lhs.shape[1] != k:
-        raise ValueError(
-            f"cookbook.{op}: {lhs.shape=} and {rhs.shape=} ({transpose_rhs=}) share no K: {lhs.shape[1]} is not {k}; "
-            "are matrices stored the other way round?"
-        )
+    groups.check_shapes(op, lhs, rhs, transpose_rhs)
     groups.check_operands(op, lhs, rhs)
     if activation == "swiglu" and rhs.shape[1 if transpose_rhs else 2] % 2:
         raise ValueError(

@@ -34,7 +34,7 @@ from .ragged_dot import ragged_dot_reference
 from .roles import fused_product, identity
 
 DTYPE, UNIT = jnp.dtype(jnp.float8_e4m3fn), 16  # Values of a row along K: TMA's 16 bytes.
-REGISTER_VALUES = 200  # Of the registers of a thread, 232, those for sums and scales.
+REGISTER_VALUES = 200  # Registers that a thread, which has 232, can use for sums and scales.
 
 
 def ragged_dot_fp8_reference(lhs, rhs, scale_lhs, scale_rhs, group_sizes, group_offset=0, transpose_rhs=False):
@@ -72,21 +72,9 @@ def _fits_blocks(config: Config) -> bool:
 
 def _check(op: str, lhs, rhs, scale_lhs, scale_rhs, transpose_rhs: bool):
     """(M, N, K) and whether scales are of blocks."""
-    if lhs.ndim != 2 or rhs.ndim != 3:
-        raise ValueError(f"cookbook.{op}: {lhs.shape=}, {rhs.shape=}; must be (M, K) and a matrix for each group")
+    m, n, k = groups.check_shapes(op, lhs, rhs, transpose_rhs, UNIT)
     if lhs.dtype != DTYPE or rhs.dtype != DTYPE:
         raise ValueError(f"cookbook.{op}: {lhs.dtype=}, {rhs.dtype=}; both must be {DTYPE}: scale and cast them")
-    (m, k), (k_rhs, n) = lhs.shape, rhs.shape[:0:-1] if transpose_rhs else rhs.shape[1:]
-    if k != k_rhs:
-        raise ValueError(
-            f"cookbook.{op}: {lhs.shape=} and {rhs.shape=} ({transpose_rhs=}) share no K: {k} is not {k_rhs}; are "
-            "matrices stored the other way round?"
-        )
-    if k % UNIT:
-        raise ValueError(
-            f"cookbook.{op}: {k} values along K; TMA needs a multiple of 16 bytes: pad lhs and rhs to "
-            f"{-(-k // UNIT) * UNIT} (jnp.pad)"
-        )
     by_block, blocks = scale_rhs.ndim == 3, (-(-n // BLOCK), -(-k // BLOCK))
     wanted = rhs.shape[:1] + (blocks if transpose_rhs else blocks[::-1]) if by_block else (rhs.shape[0], n)
     fits = scale_lhs.shape == (m, blocks[1]) if by_block else scale_lhs.shape in ((m,), (m, 1))

@@ -78,21 +78,9 @@ def multiply(plan: Plan, ring: _mgpu.Ring, w_smem, lhs_smem, before, acc, wide_s
 
 
 def _check(op: str, lhs, rhs, scales, transpose_rhs: bool) -> tuple[int, int, int]:
-    if lhs.ndim != 2 or rhs.ndim != 3:
-        raise ValueError(f"cookbook.{op}: {lhs.shape=}, {rhs.shape=}; must be (M, K) and a matrix for each group")
+    m, n, k = groups.check_shapes(op, lhs, rhs, transpose_rhs, unit=16)
     if lhs.dtype not in (jnp.bfloat16, jnp.float16) or rhs.dtype != jnp.int8:
         raise ValueError(f"cookbook.{op}: {lhs.dtype=}, {rhs.dtype=}; must be bfloat16 or float16, and int8: cast them")
-    (m, k), (k_rhs, n) = lhs.shape, rhs.shape[:0:-1] if transpose_rhs else rhs.shape[1:]
-    if k != k_rhs:
-        raise ValueError(
-            f"cookbook.{op}: {lhs.shape=} and {rhs.shape=} ({transpose_rhs=}) share no K: {k} is not {k_rhs}; are "
-            "matrices stored the other way round?"
-        )
-    if k % 16:
-        raise ValueError(
-            f"cookbook.{op}: {k} values along K; TMA needs a multiple of 16 bytes: pad lhs and rhs to "
-            f"{-(-k // 16) * 16} (jnp.pad)"
-        )
     if scales.shape != (rhs.shape[0], n) or not jnp.issubdtype(scales.dtype, jnp.floating):
         raise ValueError(
             f"cookbook.{op}: {scales.shape=}, {scales.dtype=}; must be {(rhs.shape[0], n)}, one float for each column"

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -154,4 +153,4 @@ def _at(semaphore, index):
 
 def cost_bytes(shard, n: int) -> int:
     """Bytes of one device's NVLink, in each direction, that a gather or a scatter of such shards moves."""
-    return (n - 1) * math.prod(shard.shape) * jax.numpy.dtype(shard.dtype).itemsize
+    return (n - 1) * math.prod(shard.shape) * jnp.dtype(shard.dtype).itemsize

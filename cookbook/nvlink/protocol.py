@@ -27,7 +27,7 @@ class Send:
     peer: Any
     buffer: str
     slot: tuple  # Where in the buffer.
-    data: tuple  # What it is, for the reader and the simulator: (device it comes from, piece).
+    data: tuple  # Name of the data, for the reader and the simulator: (device it comes from, piece).
     when: Any = True  # Whether the action happens at all.
 
 

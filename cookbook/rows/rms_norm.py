@@ -6,8 +6,8 @@ Shapes: x (..., C) with C from 1 to 65536, scale (C,); the result has the shape 
 bfloat16 or float16, each its own. The arithmetic is float32.
 
 Role table: one warpgroup a block does everything, as in `softmax`: it loads a row into registers, reduces it once, and
-stores it. `scale` comes from the L1 cache: all rows share it. There are no barriers of ours. Rows of more than 12288
-values are read twice, the second time mostly from the L2 cache.
+stores it. `scale` comes from the L1 cache: all rows share it. The forward kernel has no barriers of ours. Rows of more
+than 12288 values are read twice, the second time mostly from the L2 cache.
 
 Backward, with inverse = 1 / sqrt(mean_c(x**2) + eps):
 
@@ -17,7 +17,11 @@ Backward, with inverse = 1 / sqrt(mean_c(x**2) + eps):
 A grid that stays makes both in one pass over x and dy: each block takes every so many rows and adds up its part of
 dscale in shared memory; a second, small kernel sums these parts, in the same order in every run. While it works on a
 row, the next ones are in flight to a ring of shared memory, if rows are multiples of 16 bytes and fit. Rows that
-do not fit the registers are read twice, and the second kernel reads x and dy once more.
+do not fit the registers are read twice, and the second kernel reads x and dy once more. The ring's barriers:
+
+    barrier       arrivals                              who waits
+    filled[slot]  two: the copies of x's and dy's row   the warpgroup, before it loads the row into registers
+    freed[slot]   the warpgroup, which has loaded it    the warpgroup, before it copies another row into the slot
 
 Bound by: memory (one read, one write; backward two reads). Long rows whose length is no multiple of 16 bytes are loaded
 from their first aligned column on (`core.RaggedPlan`); short ones, and those beyond the registers, in smaller words.

@@ -57,7 +57,7 @@ class Simulator:
         self.in_flight = []  # (process, index of the send, key of the slot, data)
 
     def run(self) -> dict:
-        """What the slots hold in the end. Raises Fault."""
+        """Contents of the result slots at the end. Raises Fault."""
         while not all(process.done for process in self.processes) or self.in_flight:
             events = [(p.speed, self._step, p) for p in self.processes if self._may_step(p)]
             events += [(self.network, self._arrive, store) for store in self.in_flight]

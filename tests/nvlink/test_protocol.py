@@ -150,7 +150,7 @@ def test_mutant_that_never_signals_is_found(name):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("kind", [Send, Signal])
 def test_mutant_with_a_wrong_neighbour_is_found(name, kind):
-    """What goes to the next device, or in the ring to the one before, goes to the device after it."""
+    """Sends or signals to the next device, or in the ring to the one before, go to the device after it."""
     right = programs(KINDS[name](4), 4)
     for d, roles in enumerate(right):
         neighbour = (d + (3 if name == "ring" else 1)) % 4
