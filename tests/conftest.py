@@ -7,6 +7,8 @@ import pytest
 
 # Before JAX is imported.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # Several test processes share a GPU's memory.
+if not os.environ.get("XLA_FLAGS"):  # References on a GPU are compiled once and run once: no search for their fastest.
+    os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # The compile-only wheels come without cuDNN.
 
 SECONDS = 300  # A kernel that deadlocks hangs for ever, in the interpreter and on a GPU.
@@ -43,6 +45,21 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.slow)
         if config.pluginmanager.hasplugin("timeout") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SECONDS))
+    items[:] = _with_notebooks_spread(items)
+
+
+def _with_notebooks_spread(items) -> list:
+    """The notebooks, the last and longest first, with as many tests after each: all at once fill a GPU's memory."""
+    cells, tests = {}, []
+    for item in items:
+        if item.path.suffix == ".ipynb":
+            cells.setdefault(item.path, []).append(item)
+        else:
+            tests.append(item)
+    share = -(-len(tests) // max(len(cells), 1))
+    starts = range(0, share * len(cells), share)
+    spread = [cells[path] + tests[i : i + share] for path, i in zip(sorted(cells, reverse=True), starts, strict=True)]
+    return [item for part in spread for item in part] or tests
 
 
 @pytest.hookimpl(optionalhook=True)
