@@ -73,7 +73,9 @@ def test_fp8_of_a_shard_in_float32():
         functools.partial(ragged_dot_fp8, **how, out_dtype=jnp.float32),
         functools.partial(fp8.ragged_dot_fp8_reference, **how),
     )
-    lab.check(*fns, lhs, rhs[2:5], of_lhs, of_rhs[2:5], sizes, gpu=None)
+    # Hopper's tensor cores keep fewer bits of a sum of 8-bit products than float32 has: 128 of them at a time here.
+    tolerance = 1e-3 if lab.on_gpu() else None
+    lab.check(*fns, lhs, rhs[2:5], of_lhs, of_rhs[2:5], sizes, tolerance=tolerance, gpu=None)
 
 
 def integers(n, k, transpose_rhs, sizes=SIZES):

@@ -193,14 +193,7 @@ def test_notebook_is_whole(path):
     assert ":::" not in "".join(cell.source for cell in notebook.cells), "JupyterLab shows ::: admonitions raw"
 
 
-# Chapters that were written when no GPU was at hand. Strict: whoever records one takes it from this list.
-NOT_YET_RECORDED = {"16_grouped_matmul"}
-not_yet = pytest.mark.xfail(strict=True, reason="written, and not yet recorded on a GPU")
-
-
-@pytest.mark.parametrize(
-    "path", [pytest.param(p, id=p.stem, marks=[not_yet] * (p.stem in NOT_YET_RECORDED)) for p in NOTEBOOKS]
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_was_recorded_on_a_gpu(path):
     recorded = nbformat.read(path, as_version=4).metadata.get("recorded", {})
     assert {"gpu", "driver", "jax", "date", "source"} <= recorded.keys()
