@@ -18,17 +18,18 @@ import jax
 import jax.numpy as jnp
 
 import cookbook
-from bench import sample, serving
+from bench import collectives, sample, serving
 from bench.problems import CASES, LIBRARIES, Case, mean_ratio, relative_error
 from cookbook import lab
 
+OTHERS = ("serving", *collectives.OPS)  # What is timed in a way of its own.
 ERROR_MAX = 1e-2  # Largest error of a 16-bit result against float32: a rounding is 2e-3. Tests look closer.
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "op", nargs="?", help="only this op: " + ", ".join([*dict.fromkeys(case.op for case in CASES), "serving"])
+        "op", nargs="?", help="only this op: " + ", ".join([*dict.fromkeys(case.op for case in CASES), *OTHERS])
     )
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--tune", action="store_true", help="first time more configurations of each kernel, on a GPU")
@@ -39,8 +40,10 @@ def main() -> int:
     if args.sample:
         return _sample(parser, args)
     cases = [case for case in CASES if args.op in (None, case.op)]
-    if not cases and args.op != "serving":
+    if not cases and args.op not in OTHERS:
         parser.error(f"no problem of {args.op!r}")
+    if args.op in collectives.OPS:
+        return _say(collectives.run(args.op, args.iterations))
     if not lab.on_gpu():
         print("No Hopper or newer GPU: these are the recorded figures.")
     _ceilings(args.iterations)
@@ -55,8 +58,15 @@ def main() -> int:
     if args.op in (None, "serving"):
         print("serving, Llama 3.2 1B's sizes")
         serving.run()
+    if args.op is None:
+        verdicts += collectives.run(None, args.iterations)
+    return _say(verdicts)
+
+
+def _say(verdicts: list[bool | None]) -> int:
     missed, unknown = verdicts.count(False), verdicts.count(None)
-    print(f"{missed} target(s) missed" if missed else "every target reached" + " that is recorded" * (unknown > 0))
+    if len(verdicts) > unknown:
+        print(f"{missed} target(s) missed" if missed else "every target reached" + " that is recorded" * (unknown > 0))
     return 0
 
 

@@ -18,6 +18,7 @@ from cookbook.gemm.ragged_dot_fp8 import ragged_dot_fp8
 from cookbook.gemm.ragged_dot_int8_weights import ragged_dot_int8_weights
 from cookbook.gemm.ragged_dot_transposed import ragged_dot_transposed
 from cookbook.nvlink.all_gather import all_gather
+from cookbook.nvlink.all_to_all import all_to_all
 from cookbook.nvlink.reduce_scatter import reduce_scatter
 from cookbook.rows.reduce_sum import reduce_sum
 from cookbook.rows.rms_norm import rms_norm
@@ -26,6 +27,7 @@ from cookbook.rows.softmax import softmax
 __all__ = [
     "add",
     "all_gather",
+    "all_to_all",
     "attention",
     "fuse",
     "matmul",

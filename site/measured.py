@@ -3,6 +3,7 @@
 import json
 import math
 
+from bench import collectives
 from bench.problems import CASES, Case, mean_ratio
 from cookbook.lab import results, roofline
 
@@ -10,14 +11,41 @@ GPU = "h200"
 
 
 def results_page() -> str:
-    """The targets, then every row of results/."""
-    page = ["# Results", "", *_where_measured(), "", "## Targets", "", *_targets_table(), "", *_first_calls(), ""]
-    stale = set(results.stale_list(GPU))
-    for topic in results.topics(GPU):
-        if not (rows := in_order(topic)):
+    """The targets, then every row of results/: of one GPU, then of hosts whose GPUs work together."""
+    page = ["# Results", "", *_where_measured(GPU), "", "## Targets", "", *_targets_table(), "", *_first_calls(), ""]
+    page += _topics(GPU, CASES, "##", rate_text, share_text)
+    for count in results.hosts(GPU):
+        page += _host(count)
+    return "\n".join(page)
+
+
+def _host(count: int) -> list[str]:
+    """What `count` GPUs of one host do together."""
+    gpu, cases = results.host(GPU, count), collectives.cases(count)
+    page = [f"## {count} GPUs of one host", "", *_where_measured(gpu), ""]
+    page += ["A kernel's time is its least on any of them: on the others it waits for the slowest. GB/s are those that "
+             "leave a GPU over NVLink.", ""]  # fmt: skip
+    if copy := results.stored(collectives.PEER_COPY, gpu):
+        page += [f"A plain copy between two of them runs at {copy['one_way']:.0f} GB/s, two at once in both directions "
+                 f"at {copy['both_ways']:.0f} GB/s each.", ""]  # fmt: skip
+    page += ["{.results}", "| | problem | measured | target |", "|---|---|---|---|"]
+    for case in cases:
+        rows = results.rows(case.op, gpu).get(case.problem, {})
+        reached = collectives.verdict(case, {impl: row["ms"] for impl, row in rows.items()}, copy)
+        if case.targets and reached is not None:
+            measured = link_rate_text(rows["cookbook"])
+            page.append(f"| {_verdict(reached)} | `{case.problem}` | {measured} | {collectives.wanted(case)} |")
+    return [*page, "", *_topics(gpu, cases, "###", link_rate_text, lambda problem, row: "")]
+
+
+def _topics(gpu: str, cases, heading: str, rate_of, share_of) -> list[str]:
+    """A table of each topic's rows."""
+    stale, page = set(results.stale_list(gpu)), []
+    for topic in results.topics(gpu):
+        if not (rows := in_order(topic, gpu, cases)):
             continue
         page += [
-            f"## {topic}",
+            f"{heading} {topic}",
             "",
             "{.results}",
             "| problem | kernel | time | rate | of the bound | spread | date |",
@@ -30,16 +58,16 @@ def results_page() -> str:
                     impl + stale_mark((problem, impl) in stale),
                     f"{row['ms']:.4g} ms",
                 ]
-                cells += [rate_text(row), share_text(problem, row), f"{row['spread']:.1%}", row["provenance"]["date"]]
+                cells += [rate_of(row), share_of(problem, row), f"{row['spread']:.1%}", row["provenance"]["date"]]
                 page.append(f"| {' | '.join(cells)} |")
         page.append("")
-    return "\n".join(page)
+    return page
 
 
-def in_order(topic: str) -> list[tuple[str, dict]]:
-    """(problem, its rows) of a topic, in the order of bench/problems.py."""
-    order = [case.problem for case in CASES]
-    rows = results.rows(topic, GPU)
+def in_order(topic: str, gpu: str = GPU, cases=CASES) -> list[tuple[str, dict]]:
+    """(problem, its rows) of a topic, in the order of `cases`."""
+    order = [case.problem for case in cases]
+    rows = results.rows(topic, gpu)
     return sorted(rows.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order))
 
 
@@ -74,17 +102,27 @@ def rate(row: dict) -> tuple[float, str]:
     return (row["nbytes"] / row["ms"] / 1e9 if row["nbytes"] else math.nan), "TB/s"
 
 
+def link_rate_text(row: dict) -> str:
+    """The rate of a kernel across GPUs: of each GPU's arithmetic, or of the bytes that leave it."""
+    return (
+        f"{row['flops'] / row['ms'] / 1e9:.0f} TFLOP/s a GPU"
+        if row["flops"]
+        else f"{row['nbytes'] / row['ms'] / 1e6:.0f} GB/s"
+    )
+
+
 def stale_mark(stale: bool) -> str:
     return ' <span class="stale" title="The code has changed since this was measured">stale</span>' if stale else ""
 
 
-def _where_measured() -> list[str]:
+def _where_measured(gpu: str) -> list[str]:
     """Facts of the machines and programs that measured."""
-    by_problem = [impls for topic in results.topics(GPU) for impls in results.rows(topic, GPU).values()]
+    by_problem = [impls for topic in results.topics(gpu) for impls in results.rows(topic, gpu).values()]
     origins = [row["provenance"] for impls in by_problem for row in impls.values()]
     if not origins:
         return ["Nothing has been measured yet: `make bench` on an H200 fills this page."]
     labels = {"gpu": "GPU", "driver": "driver", "jax": "JAX", "ptxas": "ptxas", "inputs": "inputs"}
+    origins = [o | dict(gpu=results.gpus(o)) for o in origins]
     facts = [f"{label}: {', '.join(sorted({str(o[key]) for o in origins}))}" for key, label in labels.items()]
     return [
         f"{'; '.join(facts)}. Times are CUPTI kernel times, medians of warm calls; the spread is the interquartile "

@@ -9,8 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "site")]
 
-from measured import GPU, rate_text  # noqa: E402
+from measured import GPU, link_rate_text, rate_text  # noqa: E402
 
+from bench import collectives  # noqa: E402
 from bench.problems import CASES, LIBRARIES  # noqa: E402
 from cookbook.lab import results  # noqa: E402
 
@@ -51,17 +52,24 @@ def _times() -> str:
 
 
 def _table() -> str:
-    stale = set(results.stale_list(GPU))
+    hosts = [(results.host(GPU, n), collectives.cases(n), link_rate_text) for n in results.hosts(GPU)]
+    return "".join(_headlines(*host) for host in [(GPU, CASES, rate_text), *hosts])
+
+
+def _headlines(gpu: str, cases, rate_of) -> str:
+    """The problems of `cases` that the README shows, as measured on `gpu`."""
+    stale = set(results.stale_list(gpu))
     dates, lines = collections.defaultdict(set), []
-    for case in CASES:
-        impls = results.rows(case.op, GPU).get(case.problem, {})
+    for case in cases:
+        impls = results.rows(case.op, gpu).get(case.problem, {})
         if not case.headline or case.impl not in impls:
             continue
         ours = impls[case.impl]
-        beside = "; ".join(f"{peer} {rate_text(impls[peer])}" for peer in LIBRARIES if peer in impls)
+        beside = "; ".join(f"{peer} {rate_of(impls[peer])}" for peer in LIBRARIES if peer in impls)
         mark = " (stale)" if (case.problem, case.impl) in stale else ""
-        lines.append(f"| `{case.problem}` | {rate_text(ours)}{mark} | {beside} |\n")
-        dates["{gpu}, JAX {jax}".format(**ours["provenance"])].add(ours["provenance"]["date"])
+        lines.append(f"| `{case.problem}` | {rate_of(ours)}{mark} | {beside} |\n")
+        origin = ours["provenance"]
+        dates[f"{results.gpus(origin)}, JAX {origin['jax']}"].add(origin["date"])
     if not lines:
         return ""
     origins = (f"{where}, {' and '.join(sorted(when))}" for where, when in sorted(dates.items()))

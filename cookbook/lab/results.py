@@ -2,6 +2,7 @@
 
 `results/<gpu>/<topic>.json` has `rows[problem][impl]` (the topic is what precedes the problem's first slash) and
 `values[name]`; `results/<gpu>/timelines/<problem>.json.gz` the traces of `lab.timeline`. Nothing else writes there.
+Where several GPUs of a host work together, <gpu> says how many: `h200x2`.
 """
 
 import datetime
@@ -45,8 +46,28 @@ def topics(gpu: str = "h200") -> list[str]:
     return sorted(file.stem for file in (ROOT / gpu).glob("*.json"))
 
 
+def host(gpu: str, devices: int) -> str:
+    """The folder of figures of `devices` GPUs that work together."""
+    return gpu if devices == 1 else f"{gpu}x{devices}"
+
+
+def hosts(gpu: str = "h200") -> list[int]:
+    """The numbers of GPUs of the hosts on which several worked together."""
+    return sorted(int(folder.name.removeprefix(f"{gpu}x")) for folder in ROOT.glob(f"{gpu}x[0-9]*"))
+
+
 def write(
-    problem: str, impl: str, *, ms: float, min_ms: float, spread: float, flops=None, nbytes=None, fn=None, **provenance
+    problem: str,
+    impl: str,
+    *,
+    ms: float,
+    min_ms: float,
+    spread: float,
+    flops=None,
+    nbytes=None,
+    fn=None,
+    devices: int = 1,
+    **provenance,
 ) -> dict:
     """Records a measurement made on this machine's GPU and returns its row.
 
@@ -56,33 +77,41 @@ def write(
       ms, min_ms, spread: median and least time, and interquartile range over median.
       flops, nbytes: of one call.
       fn: what was measured, whose code the row keeps the hashes of; None for other people's.
+      devices: how many GPUs of this host worked together.
       provenance: more of it, e.g. `inputs="random normal"`, `torch="2.11"`.
     """
     row = dict(ms=ms, min_ms=min_ms, spread=spread, flops=flops, nbytes=nbytes)
     row["provenance"] = machine() | dict(inputs="random normal") | provenance
     row["provenance"] |= code_of(fn)
-    topic, gpu = problem.split("/")[0], this_gpu()
+    topic, gpu = problem.split("/")[0], host(this_gpu(), devices)
     data = load(topic, gpu)
     data.setdefault("rows", {}).setdefault(problem, {})[impl] = row
     save(topic, gpu, data)
     return row
 
 
-def value(name: str, compute, gpu: str = "h200"):
+def value(name: str, compute, gpu: str = "h200", devices: int = 1):
     """A JSON-able value that only a GPU can give, e.g. `value("02_memory/bank_conflicts", measure_conflicts)`.
 
     On a GPU: `compute()`, which is also stored under COOKBOOK_RECORD=1. Elsewhere the stored value, or None.
-    `recorded(name)` says where a stored one comes from.
+    `recorded(name)` says where a stored one comes from. A value of several `devices` needs as many GPUs.
     """
     topic = name.split("/")[0]
-    if not interpreter.on_gpu():
-        return load(topic, gpu).get("values", {}).get(name, {}).get("value")
+    if not interpreter.on_gpu() or jax.device_count() < devices:
+        return stored(name, host(gpu, devices))
     result = json.loads(json.dumps(compute()))  # The same types and figures as will be read later.
     if recording():
-        data = load(topic, this_gpu())
-        data.setdefault("values", {})[name] = dict(value=result, provenance=machine() | code_of(compute))
-        save(topic, this_gpu(), data)
+        folder = host(this_gpu(), devices)
+        data = load(topic, folder)
+        provenance = machine() | (dict(gpus=devices) if devices > 1 else {}) | code_of(compute)
+        data.setdefault("values", {})[name] = dict(value=result, provenance=provenance)
+        save(topic, folder, data)
     return result
+
+
+def stored(name: str, gpu: str = "h200"):
+    """The stored value `name`, or None."""
+    return load(name.split("/")[0], gpu).get("values", {}).get(name, {}).get("value")
 
 
 def recorded(name: str, gpu: str = "h200") -> str:
@@ -92,8 +121,14 @@ def recorded(name: str, gpu: str = "h200") -> str:
 
 
 def where(provenance: dict) -> str:
-    """ "recorded on NVIDIA H200, 2026-11-20"."""
-    return f"recorded on {provenance['gpu']}, {provenance['date']}"
+    """ "recorded on NVIDIA H200, 2026-11-20", or "on 2 NVIDIA H200"."""
+    return f"recorded on {gpus(provenance)}, {provenance['date']}"
+
+
+def gpus(provenance: dict) -> str:
+    """ "NVIDIA H200", or "2 NVIDIA H200" where two worked together."""
+    count = provenance.get("gpus", 1)
+    return f"{count} {provenance['gpu']}" if count > 1 else provenance["gpu"]
 
 
 def stale(problem: str, impl: str, fn, gpu: str = "h200") -> bool:

@@ -63,6 +63,7 @@ def measure(
     nbytes: float | None = None,
     inputs: str = "random normal",
     of=None,
+    devices: int = 1,
 ) -> Measurement:
     """Kernel time of `fn(*args)`: median, least and spread of `iterations` warm calls.
 
@@ -77,18 +78,22 @@ def measure(
       flops, nbytes: floating-point operations and bytes of HBM traffic of one call, for the rates.
       inputs: what `args` hold, for the record.
       of: the kernel whose code is measured, where `fn` only calls it; False where it is other people's.
+      devices: GPUs of this host that run `fn` together. The time is that of one of them (`least_over_devices`), the
+        record's folder that of such hosts, and its provenance has `wall_ms`, the time from call to call. A host with
+        fewer GPUs shows the recorded figure.
     """
     if iterations < 1:
         raise ValueError(f"iterations = {iterations} must be at least 1")
     measured = fn if of is None else of or None
-    if fn is None or not interpreter.on_gpu():
-        return _recorded(measured, problem, impl, flops, nbytes)
-    times = np.array(_kernel_ms(fn, args, iterations))
+    if fn is None or not interpreter.on_gpu() or jax.device_count() < devices:
+        return _recorded(measured, problem, impl, flops, nbytes, results.host("h200", devices))
+    times = np.array(_kernel_ms(fn, args, iterations, devices))
     low, median, high = (float(x) for x in np.percentile(times, (25, 50, 75)))
     figures = dict(min_ms=float(times.min()), spread=(high - low) / median, flops=flops, nbytes=nbytes)
+    how = dict(gpus=devices, wall_ms=wall_ms(fn, args)) if devices > 1 else {}
     if problem and results.recording():
-        results.write(problem, impl, ms=median, fn=measured, inputs=inputs, **figures)
-    return Measurement(problem, impl, median, **figures, provenance=results.machine())
+        results.write(problem, impl, ms=median, fn=measured, inputs=inputs, devices=devices, **figures, **how)
+    return Measurement(problem, impl, median, **figures, provenance=results.machine() | how)
 
 
 def first_call_seconds(fn, *args) -> float:
@@ -105,12 +110,36 @@ def first_call_seconds(fn, *args) -> float:
     return time.perf_counter() - start
 
 
-def median_ms(fn, args, iterations: int) -> float:
-    """Median kernel time of `fn(*args)`, on a GPU; `fn` may be compiled."""
-    return float(np.median(_kernel_ms(fn, args, iterations)))
+def median_ms(fn, args, iterations: int, devices: int = 1) -> float:
+    """Median kernel time of `fn(*args)`, on a GPU or on several together; `fn` may be compiled."""
+    return float(np.median(_kernel_ms(fn, args, iterations, devices)))
 
 
-def _kernel_ms(fn, args, iterations: int) -> list[float]:
+def wall_ms(fn, args, calls: int = 10) -> float:
+    """Wall time from one call of `fn(*args)` to the next, launches and waiting included."""
+    jitted = fn if hasattr(fn, "lower") or isinstance(fn, jax.stages.Compiled) else jax.jit(fn)
+    jax.block_until_ready(jitted(*args))
+    start = time.perf_counter()
+    for _ in range(calls):
+        out = jitted(*args)
+    jax.block_until_ready(out)
+    return 1e3 * (time.perf_counter() - start) / calls
+
+
+def least_over_devices(kernels: list[tuple[str, float]], devices: int) -> float:
+    """The time of one call that `devices` GPUs run together: `kernels` has (name, time) of each kernel on each of them.
+
+    A kernel that communicates begins when its own GPU is ready, and waits for the slowest one. That is no work of its
+    own. So a kernel's time is the least of those on the devices; one that a call launches k times counts with its k
+    least times. Libraries' kernels wait in the same way, and are timed by the same rule.
+    """
+    by_name: dict[str, list[float]] = {}
+    for name, ms in kernels:
+        by_name.setdefault(name, []).append(ms)
+    return sum(sum(sorted(times)[: max(1, len(times) // devices)]) for times in by_name.values())
+
+
+def _kernel_ms(fn, args, iterations: int, devices: int = 1) -> list[float]:
     from jax.experimental.mosaic.gpu import profiler
 
     is_compiled = isinstance(fn, jax.stages.Compiled)
@@ -122,15 +151,19 @@ def _kernel_ms(fn, args, iterations: int) -> list[float]:
         jax.block_until_ready(jitted(*args))
     times: list[float] = []
     while len(times) < iterations:
-        _, ms = profiler.measure(jitted, iterations=at_once)(*args)
+        if devices > 1:  # The order of several devices' kernels differs from call to call.
+            _, kernels = profiler.measure(jitted, aggregate=False)(*args)
+            ms = kernels and least_over_devices(kernels, devices)
+        else:
+            _, ms = profiler.measure(jitted, iterations=at_once)(*args)
         if ms is None:
             raise RuntimeError(f"{getattr(fn, '__name__', fn)} launches no GPU kernel: there is nothing to time.")
         times += ms if isinstance(ms, list) else [ms]
     return times[:iterations]
 
 
-def _recorded(fn, problem: str | None, impl: str, flops, nbytes) -> Measurement:
-    row = results.read(problem, impl) if problem else None
+def _recorded(fn, problem: str | None, impl: str, flops, nbytes, gpu: str) -> Measurement:
+    row = results.read(problem, impl, gpu) if problem else None
     if row is None:
         return Measurement(problem, impl, math.nan, flops=flops, nbytes=nbytes)
     return Measurement(
@@ -142,6 +175,6 @@ def _recorded(fn, problem: str | None, impl: str, flops, nbytes) -> Measurement:
         row["flops"] if flops is None else flops,
         row["nbytes"] if nbytes is None else nbytes,
         recorded=True,
-        stale=results.stale(problem, impl, fn),
+        stale=results.stale(problem, impl, fn, gpu),
         provenance=row["provenance"],
     )

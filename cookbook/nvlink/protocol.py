@@ -181,6 +181,46 @@ class RingAllGather:
         ]
 
 
+@dataclasses.dataclass(frozen=True)
+class AllToAll:
+    """Every device pushes to each the rows that are for it, once it knows all sizes: they say where rows lie.
+
+    Role "send" copies to the peers, "keep" the rows that stay. No place is written twice, so no piece needs a signal.
+
+    | semaphore | signalled by | how often | waited for by |
+    |---|---|---|---|
+    | known[role] | each device: its sizes have arrived | n | each role, before it copies |
+    | arrived | each peer, when all its rows have arrived | n - 1 | the end of "send" |
+    """
+
+    n: int
+
+    def announce(self, d) -> list:
+        """The role "send": this device's sizes go to all, itself included. Equal sizes need no announcement."""
+        sends = [Send(p, "sizes", (d,), (d, "sizes")) for p in self._everybody(d)]
+        return [*sends, Flush(0), *[Signal(p, "known", role) for role in range(2) for p in self._everybody(d)]]
+
+    def learn(self, role) -> list:
+        """Role 0, "send", or 1, "keep"."""
+        return [Wait("known", role, count=self.n), *[Read("sizes", (q,), (q, "sizes")) for q in range(self.n)]]
+
+    def send(self, d, to, i) -> list:
+        """Piece `i` for device `to`, which may be `d` itself."""
+        return [Send(to, "out", (d, i), (d, to, i))]
+
+    def end(self, d) -> list:
+        """The end of "send"."""
+        signals = [Signal(peer(d, self.n, k), "arrived") for k in range(1, self.n)]
+        return [Flush(0), *signals, Wait("arrived", count=self.n - 1)]
+
+    def end_own(self) -> list:
+        """The end of "keep"."""
+        return [Flush(0)]
+
+    def _everybody(self, d) -> list:
+        return [peer(d, self.n, k) for k in [*range(1, self.n), 0]]
+
+
 def programs(protocol, d: int, num_rounds: int) -> dict[str, list]:
     """All actions of each role on device `d`, without those that do not happen: for the simulator and for reading."""
     n = protocol.n
@@ -193,6 +233,11 @@ def programs(protocol, d: int, num_rounds: int) -> dict[str, list]:
         case RingAllGather():
             each = lambda s: _rounds(protocol.num_blocks, lambda b: protocol.block(d, s, b))
             roles = {"multiply": _rounds(n, each)}
+        case AllToAll():
+            pieces = lambda to: _rounds(num_rounds, lambda i: protocol.send(d, to, i))
+            to_peers = [action for k in range(1, n) for action in pieces(peer(d, n, k))]
+            send = [*protocol.announce(d), *protocol.learn(0), *to_peers, *protocol.end(d)]
+            roles = {"send": send, "keep": [*protocol.learn(1), *pieces(d), *protocol.end_own()]}
     return {role: [action for action in actions if action.when] for role, actions in roles.items()}
 
 

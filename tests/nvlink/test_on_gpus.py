@@ -1,6 +1,7 @@
-"""All-gather and reduce-scatter on hosts with 2 and more GPUs. Elsewhere test_collectives.py compiles them."""
+"""The collectives on hosts with 2 and more GPUs. Elsewhere their own tests compile them."""
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 import cookbook
 from cookbook import lab
 from cookbook.nvlink.core import Config
+from tests.nvlink.test_all_to_all import KINDS, ROWS, by_reference, numbered, sizes_of
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 SHAPES = [(8, 128), (8, 1), (16, 1021), (64, 7, 5), (1024, 4096)]  # Shards.
@@ -93,3 +95,106 @@ def test_a_mesh_of_two_axes(op, axis):
     wanted = sharded(mesh, peers[op], axis=("a", "b"))(x)
     # XLA adds in another order: up to eight float32 additions of values near 1 differ by a few times 1e-7.
     np.testing.assert_allclose(np.asarray(ours), np.asarray(wanted), rtol=1e-5, atol=1e-5)
+
+
+# All-to-all -----------------------------------------------------------------------------------------------------------
+
+UNLIKE = Config(num_blocks=3, stage_bytes=16_384, num_stages=4)
+
+
+def put(mesh, x, axis="x"):
+    """`x`, one slice for each device, as the whole array."""
+    return jax.device_put(x.reshape(-1, *x.shape[2:]), jax.NamedSharding(mesh, jax.P(axis)))
+
+
+def poison(mesh, out, axis="x"):
+    """Leaves memory of the size of `out` full of NaN, which the next result is likely to lie in."""
+    where = jax.NamedSharding(mesh, jax.P(axis))
+    jax.block_until_ready(
+        [jax.jit(lambda: jnp.full(out.shape, jnp.nan, out.dtype), out_shardings=where)() for _ in "ab"]
+    )
+
+
+def exchange(mesh, axis="x", **how):
+    fn = lambda x, sizes: cookbook.all_to_all(x, axis, send_sizes=sizes, **how)
+    specs = jax.P(mesh.axis_names)
+    return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=(specs, specs), out_specs=(specs, specs)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("shape", [(8,), (16, 1), (24, 1021), (64, 7, 5), (1024, 4096)], ids=str)
+def test_all_to_all_of_equal_parts(mesh, shape, dtype):
+    ours = sharded(mesh, lambda x: cookbook.all_to_all(x, "x"))
+    wanted = sharded(mesh, lambda x: jax.lax.all_to_all(x, "x", 0, 0, tiled=True))
+    for seed in range(3):
+        x = random(mesh, shape, dtype, seed)
+        poison(mesh, x)
+        np.testing.assert_array_equal(np.asarray(ours(x)), np.asarray(wanted(x)))
+
+
+@pytest.mark.parametrize("config", [None, UNLIKE], ids=["default", "unlike"])
+@pytest.mark.parametrize("capacity, values", [(1, 8), (7, 264), (ROWS, 1021), (3 * ROWS, 7168)])
+def test_all_to_all_of_ragged_parts(mesh, capacity, values, config):
+    """The same compiled program for all kinds of sizes, one right after the other."""
+    n = mesh.size
+    fn, x = exchange(mesh, capacity=capacity, config=config), numbered(n, ROWS, values)
+    for kind in KINDS * 2:
+        sizes = sizes_of(kind, n).astype(np.int32)
+        wanted, counts = by_reference(jnp.asarray(x), jnp.asarray(sizes), capacity)
+        poison(mesh, jax.ShapeDtypeStruct((n * capacity, values), jnp.float32))
+        out, received = fn(put(mesh, x), put(mesh, sizes))
+        np.testing.assert_array_equal(np.asarray(out).reshape(wanted.shape), np.asarray(wanted), err_msg=kind)
+        np.testing.assert_array_equal(np.asarray(received).reshape(n, n), np.asarray(counts), err_msg=kind)
+
+
+@pytest.mark.parametrize("capacity", [7, ROWS, 8 * ROWS])
+def test_all_to_all_has_a_derivative(mesh, capacity):
+    n, values = mesh.size, 264
+    x, g = numbered(n, ROWS, values), numbered(n, capacity, values)
+    fn = exchange(mesh, capacity=capacity)
+    pull = jax.jit(lambda x, sizes, g: jax.vjp(lambda x: fn(x, sizes)[0], x)[1](g)[0])
+    for kind in KINDS:
+        sizes = sizes_of(kind, n).astype(np.int32)
+        wanted = jax.vjp(lambda x, s=sizes: by_reference(x, jnp.asarray(s), capacity)[0], jnp.asarray(x))[1](g)[0]
+        poison(mesh, jax.ShapeDtypeStruct((n * ROWS, values), jnp.float32))
+        out = pull(put(mesh, x), put(mesh, sizes), put(mesh, g))
+        np.testing.assert_array_equal(np.asarray(out).reshape(wanted.shape), np.asarray(wanted), err_msg=kind)
+
+
+def test_many_exchanges_in_a_scan_and_with_donation(mesh):
+    """What is sent to the others and sent back is what was there."""
+    n, rows, values = mesh.size, 256, 1024
+
+    def there_and_back(x, sizes):
+        out, received = cookbook.all_to_all(x, "x", send_sizes=sizes, capacity=n * rows)
+        return cookbook.all_to_all(out, "x", send_sizes=received, capacity=rows)[0]
+
+    def fn(x, sizes):
+        """Sizes that are others in each step."""
+        step = lambda carry, _: ((there_and_back(*carry), jnp.roll(carry[1], 1)), None)
+        return jax.lax.scan(step, (x, sizes), length=50)[0][0]
+
+    fn = jax.shard_map(fn, mesh=mesh, in_specs=(jax.P("x"), jax.P("x")), out_specs=jax.P("x"))
+    sizes = sizes_of("random", n, rows).astype(np.int32)
+    sizes[:, -1] += rows - sizes.sum(1)  # All rows are sent.
+    x = numbered(n, rows, values)
+    out, sizes, again = put(mesh, x), put(mesh, sizes), jax.jit(fn, donate_argnums=0)
+    for _ in range(20):
+        out = again(out, sizes)
+    np.testing.assert_array_equal(np.asarray(out).reshape(x.shape), x)
+
+
+@pytest.mark.parametrize("axis", ["a", "b", ("a", "b"), ("b", "a")], ids=str)
+def test_all_to_all_on_a_mesh_of_two_axes(axis):
+    if not lab.on_gpu() or jax.device_count() not in (4, 8):
+        pytest.skip("needs a host with 4 or 8 Hopper or newer GPUs")
+    mesh = jax.make_mesh((2, jax.device_count() // 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs, n = jax.P(("a", "b")), mesh.size if isinstance(axis, tuple) else mesh.shape[axis]
+    reference = importlib.import_module("cookbook.nvlink.all_to_all").all_to_all_reference
+    x = put(mesh, numbered(mesh.size, ROWS, 264), ("a", "b"))
+    sizes = np.resize(sizes_of("random", n), (mesh.size, n)).astype(np.int32)
+    fn = lambda x, sizes: reference(x, axis, send_sizes=sizes, capacity=ROWS)
+    wanted = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=(specs, specs), out_specs=(specs, specs)))
+    ours = exchange(mesh, axis, capacity=ROWS)(x, put(mesh, sizes, ("a", "b")))
+    for out, exact in zip(ours, wanted(x, put(mesh, sizes, ("a", "b"))), strict=True):
+        np.testing.assert_array_equal(np.asarray(out), np.asarray(exact))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from cookbook.nvlink import protocol
-from cookbook.nvlink.protocol import AllGather, Flush, ReduceScatter, RingAllGather, Send, Signal, Wait
+from cookbook.nvlink.protocol import AllGather, AllToAll, Flush, ReduceScatter, RingAllGather, Send, Signal, Wait
 from tests.nvlink.simulator import Fault, Simulator
 
 DEVICES = range(2, 9)
@@ -17,6 +17,7 @@ KINDS = {
     "all_gather": AllGather,
     "reduce_scatter": lambda n: ReduceScatter(n, num_slots=2),
     "ring": lambda n: RingAllGather(n, num_slots=min(2, n - 1), num_blocks=3),
+    "all_to_all": AllToAll,
 }
 
 
@@ -78,6 +79,8 @@ def test_a_kernel_sees_the_protocol_that_is_simulated():
         "end": lambda d, i: kinds[0].end_send(d, i),
         "gather": lambda d, i: [*AllGather(4).send(d, i), *AllGather(4).end(d)],
         "ring": lambda d, i: kinds[1].block(d, i, 1),
+        "announce": lambda d, i: [*AllToAll(4).announce(d), *AllToAll(4).learn(i)],
+        "exchange": lambda d, i: [*AllToAll(4).send(d, i, 3), *AllToAll(4).end(d)],
     }
     for role in roles.values():
         flat = lambda d, i, role=role: [list(vars(action).values()) for action in role(d, i)]
@@ -91,6 +94,23 @@ def test_a_kernel_sees_the_protocol_that_is_simulated():
 def test_too_few_slots_are_refused(make):
     with pytest.raises(ValueError, match="num_slots=1: must be"):
         make()
+
+
+@pytest.mark.parametrize("n", DEVICES)
+def test_all_to_all_brings_every_piece_to_the_device_that_it_is_for(n):
+    for out in simulate(programs(AllToAll(n), n), seeds=5):
+        assert out == {(p, "out", (d, i)): (d, p, i) for d in range(n) for p in range(n) for i in range(ROUNDS)}
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_all_to_all_of_equal_parts_needs_no_sizes(n):
+    """And any number of pieces for each device is right, with no signal but those of the end."""
+    kind, all_programs = AllToAll(n), []
+    for d in range(n):
+        pieces = lambda p, d=d: [a for i in range((d * p + 2 * p) % 4) for a in kind.send(d, p, i)]
+        to_peers = [a for k in range(1, n) for a in pieces((d + k) % n)]
+        all_programs.append({"send": [*to_peers, *kind.end(d)], "keep": [*pieces(d), *kind.end_own()]})
+    simulate(all_programs)
 
 
 # Mutants --------------------------------------------------------------------------------------------------------------
@@ -121,7 +141,9 @@ def late(semaphore):
     return change
 
 
-@pytest.mark.parametrize("name, semaphore", [("reduce_scatter", "arrived"), ("ring", "arrived")])
+@pytest.mark.parametrize(
+    "name, semaphore", [("reduce_scatter", "arrived"), ("ring", "arrived"), ("all_to_all", "known")]
+)
 @pytest.mark.parametrize("n", [2, 4])
 def test_mutant_that_does_not_wait_for_arrival_is_found(name, semaphore, n):
     found(changed(name, n, late(semaphore)), "read before it arrived")
@@ -180,6 +202,21 @@ def test_mutant_that_reuses_a_slot_a_round_early_is_found(name, n):
 @pytest.mark.parametrize("name", KINDS)
 def test_mutant_that_does_not_launch_together_is_found(name):
     found(programs(KINDS[name](3), 3), "before the launch", launch_together=False)
+
+
+def test_mutant_that_announces_its_sizes_to_one_role_alone_is_found():
+    change = lambda actions: [a for a in actions if not (isinstance(a, Signal) and a.index == 1)]
+    found(changed("all_to_all", 3, change), "deadlock", seeds=1)
+
+
+def test_mutant_that_copies_once_the_peers_of_the_pieces_are_known_is_found():
+    """Where a device's rows begin depends on all devices' sizes, not on those of the two alone."""
+
+    def change(actions):
+        fewer = lambda a: dataclasses.replace(a, count=2) if isinstance(a, Wait) and a.semaphore == "known" else a
+        return [fewer(a) for a in actions]
+
+    found(changed("all_to_all", 4, change), "read before it arrived|signals left over")
 
 
 def test_mutant_that_frees_a_slot_before_it_is_read_is_found():
