@@ -7,9 +7,9 @@ bfloat16, float16 or float32; sums are float32. Rows of a and w_q must be multip
 exact in either 16-bit float, so that only the quantization itself errs.
 
 Role and barrier tables: `roles.py`, where the operand `a` is w_q and the operand `b` is a. A compute warpgroup reads
-its rows of a step's weights into registers, converts them there to 16-bit floats, and multiplies them by a's tile,
-which the tensor core reads from shared memory; in the meantime it reads the weights of the next step. A slot is freed
-in the step that multiplied it, after `wgmma_wait(0)`, because the registers with its weights are written again.
+its rows of a step's weights into registers and converts them there to 16-bit floats, while the tensor cores multiply
+the weights of the step before, which are in other registers. It multiplies them by a's tile, which the tensor cores
+read from shared memory. A slot is freed when the products of its step have ended, and the next step's have begun.
 
 Bound by: the tensor cores with many rows of a, as in `matmul`; with few, the memory that the weights come from. Longer
 steps read longer rows at a time.
@@ -128,39 +128,46 @@ CONVERT_STEP, CONVERT = 0.05, 0.46  # us of a step to read and convert its weigh
 
 
 def multiply(plan: Plan, ring: _mgpu.Ring, w_smem, a_smem, before, acc, wide_smem=None):
-    """The sums of this warpgroup's half of a tile, whose steps follow `before` others in the ring."""
-    role, rows, last = lax.axis_index("role"), plan.compute_tile[0], plan.tiles.num_steps - 1
-    slot = lambda step: ring.slot(before + step)
+    """The sums of this warpgroup's half of a tile, whose steps follow `before` others in the ring.
 
-    def load(step):
-        """The weights of a step, 8 bits each."""
-        ring.wait(before + step)
-        pieces = [w_smem.at[slot(step), 0, j, pl.ds(role * rows, rows)] for _, j in plan.a.pieces]
-        return [plgpu.load(piece, layout=plgpu.Layout.WGMMA) for piece in pieces]
+    The products of a step are started before those of the step before have ended, and weights are converted while
+    products are in flight. A turn of the loop does two steps, because their weights need registers of their own.
+    """
+    tiles, role, rows = plan.tiles, lax.axis_index("role"), plan.compute_tile[0]
+    last = -(-tiles.k // (tiles.tile_k * plan.config.split_k)) - 1
 
-    def start(step, weights):
+    def convert(step):
+        """The weights of a step, as floats of 16 bits: UNIT values of K in each array."""
+        slot = ring.wait(before + step)
         with jax.named_scope("convert"):
-            wide = [part.astype(plan.b.dtype) for part in weights]
-            parts = [part[:, k : k + UNIT] for part in wide for k in range(0, part.shape[1], UNIT)]
-            if plan.interpreted:
-                for i, part in enumerate(parts):
-                    wide_smem[role, i] = part
-                plgpu.commit_smem()
-                parts = [wide_smem.at[role, i] for i in range(len(parts))]
+            pieces = [w_smem.at[slot, 0, j, pl.ds(role * rows, rows)] for _, j in plan.a.pieces]
+            wide = [plgpu.load(piece, layout=plgpu.Layout.WGMMA).astype(plan.b.dtype) for piece in pieces]
+            return [part[:, k : k + UNIT] for part in wide for k in range(0, part.shape[1], UNIT)]
+
+    def start(step, parts):
+        if plan.interpreted:
+            for i, part in enumerate(parts):
+                wide_smem[role, i] = part
+            plgpu.commit_smem()
+            parts = [wide_smem.at[role, i] for i in range(len(parts))]
         with jax.named_scope("wgmma"):
             for i, part in enumerate(parts):
-                plgpu.wgmma(acc, part, a_smem.at[slot(step), 0, i].T)
+                plgpu.wgmma(acc, part, a_smem.at[ring.slot(before + step), 0, i].T)
 
-    def body(step, weights):
-        start(step, weights)
-        weights = load(step + 1)  # While the tensor cores are busy.
-        plgpu.wgmma_wait(0)
-        ring.free(before + step)
-        return weights
+    def one_step(step, parts):
+        """Starts the products of `step`, ends those of the step before, and converts the next one's weights."""
+        start(step, parts)
+        plgpu.wgmma_wait(len(parts))
+        pl.when(step > 0)(lambda: ring.free(before + step - 1))
+        return convert(step + 1)
 
-    start(last, lax.fori_loop(0, last, body, load(0)))
+    parts = lax.fori_loop(0, last // 2, lambda i, parts: one_step(2 * i + 1, one_step(2 * i, parts)), convert(0))
+    if last % 2:
+        parts = one_step(last - 1, parts)
+    start(last, parts)
     values = acc[...]  # Waits for the last product.
-    ring.free(before + last)
+    for step in range(max(last - 1, 0), last + 1):
+        ring.free(before + step)
     return values
 
 
