@@ -72,7 +72,7 @@ def _headlines(gpu: str, cases, rate_of) -> str:
         dates[f"{results.gpus(origin)}, JAX {origin['jax']}"].add(origin["date"])
     if not lines:
         return ""
-    origins = (f"{where}, {' and '.join(sorted(when))}" for where, when in sorted(dates.items()))
+    origins = (f"{where}, {' to '.join(sorted({min(when), max(when)}))}" for where, when in sorted(dates.items()))
     header = f"| measured on {'; '.join(origins)} | cookbook | instead |\n|---|---|---|\n"
     return f"\n{header}{''.join(lines)}\n"
 
