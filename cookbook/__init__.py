@@ -18,7 +18,9 @@ from cookbook.gemm.ragged_dot_fp8 import ragged_dot_fp8
 from cookbook.gemm.ragged_dot_int8_weights import ragged_dot_int8_weights
 from cookbook.gemm.ragged_dot_transposed import ragged_dot_transposed
 from cookbook.nvlink.all_gather import all_gather
+from cookbook.nvlink.all_gather_matmul import all_gather_matmul
 from cookbook.nvlink.all_to_all import all_to_all
+from cookbook.nvlink.matmul_reduce_scatter import matmul_reduce_scatter
 from cookbook.nvlink.reduce_scatter import reduce_scatter
 from cookbook.rows.reduce_sum import reduce_sum
 from cookbook.rows.rms_norm import rms_norm
@@ -27,6 +29,7 @@ from cookbook.rows.softmax import softmax
 __all__ = [
     "add",
     "all_gather",
+    "all_gather_matmul",
     "all_to_all",
     "attention",
     "fuse",
@@ -35,6 +38,7 @@ __all__ = [
     "matmul_fp8",
     "matmul_int8_weights",
     "matmul_pipelined",
+    "matmul_reduce_scatter",
     "matmul_wgmma",
     "merge_attention",
     "moe",

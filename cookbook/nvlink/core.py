@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -13,6 +14,7 @@ from .protocol import Flush, Read, Send, Signal, Wait
 
 MAX_DEVICES = 8  # GPUs of one NVLink host.
 WIDTH = 256  # Columns of the matrix that a flat shard becomes: the most that TMA copies along one axis.
+GRID_NAMES = {"block", "wg", "cluster", "role", "block_m", "block_n"}  # Axes of the kernels of this family.
 ROW_MULTIPLE = 4  # So many rows give each thread of a warpgroup loads of 16 bytes, in every dtype.
 
 
@@ -86,6 +88,17 @@ def require_shards(op: str, x, axis_name):
         raise ValueError(f"cookbook.{op}: {x.dtype=}; must be float32, bfloat16 or float16: cast it")
     if x.ndim == 0:
         raise ValueError(f"cookbook.{op}: x is a scalar; it must have an axis to join: x[None]")
+    n = num_devices(op, axis_name)
+    return vary(x, axis_name), n
+
+
+def num_devices(op: str, axis_name) -> int:
+    """The number of devices on `axis_name`. Raises ValueError unless it names an axis of a mesh of one host."""
+    if taken := GRID_NAMES & {*jax.sharding.get_abstract_mesh().axis_names}:
+        raise ValueError(
+            f"cookbook.{op}: the mesh has an axis {sorted(taken)[0]!r}, and so has the kernel's grid: name the mesh's "
+            "axis differently"
+        )
     try:
         n = lax.axis_size(axis_name)
     except NameError as error:
@@ -98,16 +111,30 @@ def require_shards(op: str, x, axis_name):
             f"cookbook.{op}: {axis_name=} has {n} devices; at most {MAX_DEVICES}, the GPUs of one host: gather over a "
             "smaller axis first, and use jax.lax between hosts"
         )
-    return x, n
+    return n
+
+
+def vary(x, axis_name):
+    """`x`, which may be replicated over `axis_name`, in the type of an array of which each device has its own."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    missing = tuple(name for name in names if name not in jax.typeof(x).manual_axis_type.varying)
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def require_gpus(op: str, n: int) -> None:
     """Raises RuntimeError where the kernel cannot run: without a GPU, and interpreted, unless nothing is to be sent."""
-    if _mgpu.require_target(op).interpreted and n > 1:
-        raise RuntimeError(
-            f"cookbook.{op}: JAX's GPU interpreter has no semaphores. Run it on the GPUs of a host, or compile it "
-            f'without any: lab.compile_for("h200", fn, ..., devices={n}), where fn calls it inside jax.shard_map'
-        )
+    try:
+        if not _mgpu.require_target(op).interpreted or n == 1:
+            return
+        reason = "JAX's GPU interpreter has no semaphores"
+    except RuntimeError as error:
+        if n == 1:
+            raise
+        reason = str(error).partition(". ")[0]  # What follows is about the interpreter.
+    raise RuntimeError(
+        f"cookbook.{op}: {reason}. Run it on {n} GPUs of a host. To compile it without any, say `from cookbook import "
+        f'lab` and `lab.compile_for("h200", fn, ..., devices={n})`, where fn calls it inside jax.shard_map'
+    )
 
 
 def as_matrices(x, count: int):
@@ -136,7 +163,8 @@ def perform(actions, axis_name, semaphores: dict, send=None) -> None:
                 semaphore = _at(semaphores[action.semaphore], action.index)
                 pl.semaphore_signal(semaphore, device_id=device(action.peer))
             case Wait():
-                pl.semaphore_wait(_at(semaphores[action.semaphore], action.index), action.count)
+                semaphore = _at(semaphores[action.semaphore], action.index)
+                pl.semaphore_wait(semaphore, action.count, decrement=not action.keeps)
 
     for action in actions:
         if isinstance(action, Read) or action.when is False:  # The kernel reads where its sum needs the value.

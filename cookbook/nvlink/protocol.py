@@ -1,8 +1,8 @@
 """Protocols of the kernels across GPUs, as data: who sends what where, which signal announces it, who waits for it.
 
-A protocol gives a role's actions, in order, on device `d` of `n`. The kernels carry them out on traced integers, one
-block of a grid beside the others: block b of a device talks only to block b of its peers. The simulator of the tests
-carries them out on Python's, in many random orders.
+A protocol gives a role's actions, in order, on device `d` of `n`. The kernels carry them out on traced integers. Block
+b of a collective talks only to block b of its peers; those of a product share one set of semaphores. The simulator of
+the tests carries the actions out on Python's integers, in many random orders.
 
 The protocols rest on four rules of the machine:
 
@@ -11,13 +11,15 @@ The protocols rest on four rules of the machine:
 * A store to a peer has arrived once `Flush` says so. A signal alone does not wait for the stores before it.
 * A signal releases what its warpgroup stored and flushed before it. A wait acquires it.
 * A kernel that ends gives its buffers and its semaphores back. Nobody may store to them or signal them after that, so
-  a block ends only when all that its peers send to it has come, and it leaves its semaphores at zero.
+  a kernel ends only when all that its peers send to it has come.
 """
 
 import dataclasses
 from typing import Any
 
 from .. import _mgpu
+
+BLOCKS = 3  # Blocks of a product that `programs` describes.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +53,13 @@ class Signal:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """Waits until a semaphore of this device is at least `count`, and subtracts that."""
+    """Waits until a semaphore of this device is at least `count`, and subtracts that unless it `keeps` it."""
 
     semaphore: str
     index: Any = 0
     count: int = 1
     when: Any = True
+    keeps: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,44 +144,103 @@ class ReduceScatter:
 
 
 @dataclasses.dataclass(frozen=True)
-class RingAllGather:
-    """Shards go round a ring while they are multiplied: in step s a device has the shard of the s-th device after it.
+class GatherMatmul:
+    """Shards are pushed to every device while it multiplies those that it has: its own first, then the next device's.
 
-    It multiplies a block of rows and sends it on to the device before it, which needs that shard next. `num_slots`
-    slots of `ring` hold the shards that have come; n - 1 of them need no reuse.
+    In step s device d multiplies the shard of device d + s. So a sender serves the device before it first, and every
+    device receives from one peer at a time, in the order in which it needs the shards.
+
+    A round sends one piece of a block of rows, and each of `num_senders` senders sends its share of every block: blocks
+    arrive in the order in which they are multiplied. The signal of a round follows the sends of `lag` more rounds.
 
     | semaphore | signalled by | how often | waited for by |
     |---|---|---|---|
-    | arrived[slot, block] | the next device: a block of rows is in the slot | each use of the slot | the product |
-    | freed[slot, block] | the device before: it has read and sent the block | each use but the last | the send |
+    | arrived[s - 1, block] | each sender of device d + s: its share of a block of rows has arrived | 1 | "multiply" |
+
+    Many tiles wait for the same block of rows, so a wait leaves the count as it is.
     """
 
     n: int
-    num_slots: int
+    num_senders: int
     num_blocks: int  # Blocks of rows of a shard.
+    rounds: int  # Rounds in which the senders send a block.
+    lag: int
+    keeps_own: bool = False  # Whether a device also stores its own shard beside the others', last.
 
-    def __post_init__(self):
-        if not 1 <= self.num_slots <= max(1, self.n - 1) or (self.n > 2 and self.num_slots < 2):
-            raise ValueError(f"{self.num_slots=}: must be from 2 to {max(1, self.n - 1)}, the steps that receive")
+    @property
+    def num_rounds(self) -> int:
+        return (self.n - 1 + self.keeps_own) * self.num_blocks * self.rounds
 
-    def owner(self, d, s):
-        """The device whose shard device `d` multiplies in step `s`."""
-        return _mgpu.rem(d + s, self.n)
+    def owner(self, d, step):
+        """The device whose shard device `d` multiplies in step `step`."""
+        return peer(d, self.n, step)
 
-    def block(self, d, s, b) -> list:
-        """Step `s`, block of rows `b`: wait for it, multiply it, pass it on."""
-        held, sent = _mgpu.rem(s + self.num_slots - 1, self.num_slots), _mgpu.rem(s, self.num_slots)
-        to, data, passes_on = peer(d, self.n, self.n - 1), (self.owner(d, s), b), s < self.n - 1
-        return [
-            Wait("arrived", (held, b), when=s >= 1),
-            Read("ring", (held, b), data, when=s >= 1),
-            Wait("freed", (sent, b), when=passes_on & (s >= self.num_slots)),
-            Send(to, "ring", (sent, b), data, when=passes_on),
-            Flush(0, when=passes_on),
-            Signal(to, "arrived", (sent, b), when=passes_on),
-            # The slot was filled in step s - 1, and its next use is `num_slots` steps later.
-            Signal(peer(d, self.n, 1), "freed", (held, b), when=(s >= 1) & (s - 1 + self.num_slots < self.n - 1)),
+    def place(self, sender, i) -> tuple:
+        """(step in which it is multiplied, block of rows, piece of the block) that `sender` sends in round `i`."""
+        of_block = _mgpu.div(i, self.rounds)
+        step = 1 + _mgpu.div(of_block, self.num_blocks)
+        return step, _mgpu.rem(of_block, self.num_blocks), _mgpu.rem(i, self.rounds) * self.num_senders + sender
+
+    def send(self, d, sender, i) -> list:
+        """The role "send", round `i`."""
+        step, block, piece = self.place(sender, i)
+        to = peer(d, self.n, self.n - step)
+        return [Send(to, "gathered", (d, block, piece), (d, block, piece)), Flush(self.lag), *self._sent(d, i)]
+
+    def end_send(self, d) -> list:
+        last = range(max(0, self.num_rounds - self.lag), self.num_rounds)
+        return [Flush(0), *(signal for i in last for signal in self._sent(d, i + self.lag))]
+
+    def _sent(self, d, i) -> list:
+        """The signal of round `i - lag`, if that was the last one of its block."""
+        i = i - self.lag
+        step, block, _ = self.place(0, i)
+        is_last = (i >= 0) & (_mgpu.rem(i, self.rounds) == self.rounds - 1) & (step < self.n)
+        return [Signal(peer(d, self.n, self.n - step), "arrived", (step - 1, block), is_last)]
+
+    def multiply(self, d, step, block) -> list:
+        """The role "multiply": a tile of `block`'s rows, in step `step`."""
+        owner, is_sent = self.owner(d, step), step >= 1
+        pieces = [(owner, block, piece) for piece in range(self.rounds * self.num_senders)]
+        wait = Wait("arrived", (step - 1, block), self.num_senders, is_sent, keeps=True)
+        return [wait, *(Read("gathered", piece, piece, is_sent) for piece in pieces)]
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulScatter:
+    """Every device computes the tiles of all owners, its own last, and pushes those of the others to them.
+
+    In step s device d computes tiles of device d + 1 + s. An owner has a slot for each tile of each other device, so
+    that none is used twice; it adds to its own tile those of the devices after it, in their order.
+
+    | semaphore | signalled by | how often | waited for by |
+    |---|---|---|---|
+    | arrived[tile] | each other device: its part of the sum of the tile is in its slot | n - 1 | the tile's owner |
+    """
+
+    n: int
+
+    def owner(self, d, step):
+        """The device whose tiles device `d` computes in step `step`."""
+        return peer(d, self.n, step + 1)
+
+    def send(self, d, step, tile) -> list:
+        """A tile is computed. (The kernel sends it in several stores.)"""
+        owner = self.owner(d, step)
+        return [Send(owner, "parts", (self.n - 2 - step, tile), (d, owner, tile), step < self.n - 1)]
+
+    def sent(self, d, step, tile) -> list:
+        """Announces a tile, at a time when its stores have long ended."""
+        is_sent = step < self.n - 1
+        return [Flush(0, is_sent), Signal(self.owner(d, step), "arrived", tile, is_sent)]
+
+    def receive(self, d, step, tile) -> list:
+        """An own tile is computed, and the others' parts of its sum are to be added."""
+        is_own = step == self.n - 1
+        reads = [
+            Read("parts", (slot, tile), (peer(d, self.n, slot + 1), d, tile), is_own) for slot in range(self.n - 1)
         ]
+        return [Wait("arrived", tile, self.n - 1, is_own), *reads]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +284,10 @@ class AllToAll:
 
 
 def programs(protocol, d: int, num_rounds: int) -> dict[str, list]:
-    """All actions of each role on device `d`, without those that do not happen: for the simulator and for reading."""
+    """All actions of each role on device `d`, without those that do not happen: for the simulator and for reading.
+
+    `num_rounds` is the number of rounds of the collectives, and of tiles a shard of the products.
+    """
     n = protocol.n
     match protocol:
         case AllGather():
@@ -230,16 +295,35 @@ def programs(protocol, d: int, num_rounds: int) -> dict[str, list]:
         case ReduceScatter():
             send = [*_rounds(num_rounds, lambda i: protocol.send(d, i)), *protocol.end_send(d, num_rounds)]
             roles = {"send": send, "add": _rounds(num_rounds, lambda i: protocol.add(d, i, num_rounds))}
-        case RingAllGather():
-            each = lambda s: _rounds(protocol.num_blocks, lambda b: protocol.block(d, s, b))
-            roles = {"multiply": _rounds(n, each)}
         case AllToAll():
             pieces = lambda to: _rounds(num_rounds, lambda i: protocol.send(d, to, i))
             to_peers = [action for k in range(1, n) for action in pieces(peer(d, n, k))]
             send = [*protocol.announce(d), *protocol.learn(0), *to_peers, *protocol.end(d)]
             roles = {"send": send, "keep": [*protocol.learn(1), *pieces(d), *protocol.end_own()]}
+        case GatherMatmul():
+            send = lambda c: _rounds(protocol.num_rounds, lambda i: protocol.send(d, c, i)) + protocol.end_send(d)
+            multiply = lambda step, tile: protocol.multiply(d, step, tile % protocol.num_blocks)
+            roles = {f"send {c}": send(c) for c in range(protocol.num_senders)}
+            roles |= _blocks(n, num_rounds, lambda step, tile, before: multiply(step, tile))
+        case MatmulScatter():
+
+            def one_tile(step, tile, before):
+                announced = [] if before is None else protocol.sent(d, *before)
+                return [*announced, *protocol.receive(d, step, tile), *protocol.send(d, step, tile)]
+
+            roles = _blocks(n, num_rounds, one_tile, lambda before: protocol.sent(d, *before))
     return {role: [action for action in actions if action.when] for role, actions in roles.items()}
 
 
 def _rounds(count: int, actions) -> list:
     return [action for i in range(count) for action in actions(i)]
+
+
+def _blocks(n: int, num_tiles: int, one_tile, end=lambda before: []) -> dict[str, list]:
+    """Roles of as many blocks as share out the tiles of all steps; each knows the tile that it computed before."""
+    roles = {}
+    for block in range(BLOCKS):
+        mine = [divmod(number, num_tiles) for number in range(block, n * num_tiles, BLOCKS)]
+        actions = [one_tile(*tile, before) for before, tile in zip([None, *mine], mine, strict=False)]
+        roles[f"block {block}"] = sum([*actions, end(mine[-1]) if mine else []], [])
+    return roles

@@ -1,4 +1,7 @@
-"""A family is its folder and the two shared files: copied into an empty package, with nothing else, it works."""
+"""A family is its folder and the two shared files: copied into an empty package, with nothing else, it works.
+
+One family is built on another: nvlink's products are gemm's, so it is copied together with gemm.
+"""
 
 import json
 import os
@@ -11,6 +14,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SHARED = ["_mgpu.py", "_numerics.py"]
+BUILT_ON = {"nvlink": ["gemm"]}
 
 # Runs without site's .pth files, one of which leads to this checkout. `kernels` is no more than a folder.
 PROGRAM = """
@@ -64,10 +68,11 @@ call, wanted = lambda: attention(x, x, x), jax.nn.dot_product_attention(x, x, x)
 """,
     # On one device, since the interpreter has no semaphores.
     "nvlink": """
-from kernels.nvlink.all_gather import all_gather
-x = jax.random.normal(jax.random.key(0), (8, 64))
-gather = jax.shard_map(lambda x: all_gather(x, "x"), mesh=jax.make_mesh((1,), ("x",)), out_specs=jax.P("x"))
-call, wanted = lambda: gather(x), x
+from kernels.nvlink.all_gather_matmul import all_gather_matmul
+a, b = (jax.random.normal(jax.random.key(i), (64, 64), jnp.bfloat16) for i in (0, 1))
+product = lambda a, b: all_gather_matmul(a, b, "x")
+product = jax.shard_map(product, mesh=jax.make_mesh((1,), ("x",)), out_specs=jax.P("x"))
+call, wanted = lambda: product(a, b), a @ b
 """,
 }
 
@@ -84,11 +89,12 @@ def test_a_family_works_on_its_own(family, tmp_path):
         (tmp_path / package).mkdir()
         for path in SHARED:
             shutil.copy(ROOT / "cookbook" / path, tmp_path / package)
-        source = ROOT / "cookbook" / family
-        if source.is_dir():
-            shutil.copytree(source, tmp_path / package / family, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source.with_suffix(".py"), tmp_path / package)
+        for name in [family, *BUILT_ON.get(family, [])]:
+            source = ROOT / "cookbook" / name
+            if source.is_dir():
+                shutil.copytree(source, tmp_path / package / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source.with_suffix(".py"), tmp_path / package)
     (tmp_path / "cookbook" / "__init__.py").touch()
     paths = [path for path in sys.path if path and not pathlib.Path(path).is_relative_to(ROOT / "tests")]
     paths = [path for path in paths if not (pathlib.Path(path) / "cookbook").exists()]

@@ -1,7 +1,8 @@
 """Several GPUs that carry out a protocol, in a random order that the seed gives: processes, semaphores, buffers.
 
 A store to a peer starts and arrives later; in between its slot holds neither the old data nor the new. Stores arrive
-in any order. A semaphore is zeroed when its device is launched and may not be touched after the device has ended.
+in any order. A semaphore is zeroed when its device is launched and may not be touched after the device has ended. At
+the end it holds zero, or the count that waits waited for which keep it.
 """
 
 import dataclasses
@@ -53,7 +54,7 @@ class Simulator:
         self.launched = everyone if launch_together else set()
         self.waiting_to_launch = everyone - self.launched
         self.ended = set()
-        self.slots, self.unread, self.semaphores = {}, set(), {}
+        self.slots, self.unread, self.semaphores, self.held = {}, set(), {}, {}
         self.in_flight = []  # (process, index of the send, key of the slot, data)
 
     def run(self) -> dict:
@@ -101,6 +102,8 @@ class Simulator:
             case Signal(to, semaphore, index):
                 self._require_alive(to, action)
                 self.semaphores[to, semaphore, index] = self.semaphores.get((to, semaphore, index), 0) + 1
+            case Wait(semaphore, index, count, keeps=True):
+                self.held[d, semaphore, index] = count
             case Wait(semaphore, index, count):
                 self.semaphores[d, semaphore, index] -= count
             case Read(buffer, slot, data):
@@ -121,7 +124,8 @@ class Simulator:
 
     def _end(self, d):
         self.ended.add(d)
-        left = {key[1:]: value for key, value in self.semaphores.items() if key[0] == d and value}
+        mine = {key: value for key, value in self.semaphores.items() if key[0] == d}
+        left = {key[1:]: value for key, value in mine.items() if value != self.held.get(key, 0)}
         if left:
             raise Fault(f"signals left over on {d}: {left}")
 

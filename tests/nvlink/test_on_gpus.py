@@ -18,15 +18,6 @@ SHAPES = [(8, 128), (8, 1), (16, 1021), (64, 7, 5), (1024, 4096)]  # Shards.
 FEW_SLOTS = Config(num_blocks=3, stage_bytes=65_536, num_slots=2)
 
 
-@pytest.fixture(params=[2, 4, 8])
-def mesh(request):
-    if not lab.on_gpu() or jax.device_count() < request.param:
-        pytest.skip(f"needs {request.param} Hopper or newer GPUs")
-    if jax.device_count() > request.param:
-        pytest.skip("a kernel reaches the GPUs of a mesh of all devices: a larger case tests this host")
-    return jax.make_mesh((request.param,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-
-
 def sharded(mesh, fn, axis="x"):
     return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=jax.P(axis), out_specs=jax.P(axis)))
 

@@ -7,17 +7,28 @@ import jax.numpy as jnp
 import pytest
 
 from cookbook.nvlink import protocol
-from cookbook.nvlink.protocol import AllGather, AllToAll, Flush, ReduceScatter, RingAllGather, Send, Signal, Wait
+from cookbook.nvlink.protocol import (
+    AllGather,
+    AllToAll,
+    Flush,
+    GatherMatmul,
+    MatmulScatter,
+    ReduceScatter,
+    Send,
+    Signal,
+    Wait,
+)
 from tests.nvlink.simulator import Fault, Simulator
 
 DEVICES = range(2, 9)
-ROUNDS = 7
+ROUNDS = 8  # Of the collectives; tiles a shard of the products.
 SEEDS = 40
 KINDS = {
     "all_gather": AllGather,
     "reduce_scatter": lambda n: ReduceScatter(n, num_slots=2),
-    "ring": lambda n: RingAllGather(n, num_slots=min(2, n - 1), num_blocks=3),
     "all_to_all": AllToAll,
+    "gather_matmul": lambda n: GatherMatmul(n, num_senders=2, num_blocks=4, rounds=2, lag=3),
+    "matmul_scatter": MatmulScatter,
 }
 
 
@@ -44,9 +55,24 @@ def test_reduce_scatter_with_more_slots_or_fewer_rounds(num_slots, num_rounds):
     simulate(programs(ReduceScatter(3, num_slots), 3, num_rounds))
 
 
-@pytest.mark.parametrize("num_slots", [2, 3, 4])
-def test_a_ring_with_a_slot_for_every_step_or_fewer(num_slots):
-    simulate(programs(RingAllGather(5, num_slots, num_blocks=1), 5))
+@pytest.mark.parametrize(
+    "num_senders, num_blocks, rounds, lag", [(1, 1, 1, 8), (3, 2, 1, 1), (1, 4, 3, 0), (4, 2, 2, 2)]
+)
+@pytest.mark.parametrize("n", [2, 5])
+def test_gather_matmul_with_any_senders_blocks_and_lag(n, num_senders, num_blocks, rounds, lag):
+    simulate(programs(GatherMatmul(n, num_senders, num_blocks, rounds, lag), n), seeds=10)
+
+
+@pytest.mark.parametrize("n", DEVICES)
+def test_gather_matmul_may_keep_the_own_shard(n):
+    out = Simulator(programs(GatherMatmul(n, 2, 4, 1, 3, keeps_own=True), n), seed=n, kept=("gathered",)).run()
+    pieces = [(q, block, piece) for q in range(n) for block in range(4) for piece in range(2)]
+    assert out == {(d, "gathered", piece): piece for d in range(n) for piece in pieces}
+
+
+@pytest.mark.parametrize("num_tiles", [1, 2, 7])
+def test_matmul_scatter_with_more_tiles_than_blocks_or_fewer(num_tiles):
+    simulate(programs(MatmulScatter(4), 4, num_tiles))
 
 
 @pytest.mark.parametrize("n", DEVICES)
@@ -63,37 +89,51 @@ def test_reduce_scatter_adds_in_the_same_order_on_every_device(n):
 
 
 @pytest.mark.parametrize("n", DEVICES)
-def test_a_ring_multiplies_every_shard_once_its_own_first(n):
-    ring = RingAllGather(n, n - 1, num_blocks=1)
+def test_a_product_has_every_shard_once(n):
+    """Its own first where shards arrive, and last where tiles leave; no two devices send to one in the same step."""
+    gather, scatter = GatherMatmul(n, 1, 1, 1, 1), MatmulScatter(n)
     for d in range(n):
-        owners = [ring.owner(d, s) for s in range(n)]
-        assert owners[0] == d and sorted(owners) == list(range(n))
+        assert [gather.owner(d, step) for step in range(n)] == [(d + step) % n for step in range(n)]
+        assert sorted(scatter.owner(d, step) for step in range(n)) == list(range(n)) and scatter.owner(d, n - 1) == d
+    for step in range(n):
+        assert sorted(scatter.owner(d, step) for d in range(n)) == list(range(n))
+        senders = [gather.send(d, 0, max(step - 1, 0))[0].peer for d in range(n)]
+        assert sorted(senders) == list(range(n))
+
+
+@pytest.mark.parametrize("n", DEVICES)
+def test_matmul_scatter_adds_the_parts_of_the_devices_after_it_in_order(n):
+    for d in range(n):
+        reads = [a.data for a in MatmulScatter(n).receive(d, n - 1, 5) if hasattr(a, "data")]
+        assert reads == [((d + k) % n, d, 5) for k in range(1, n)]
 
 
 def test_a_kernel_sees_the_protocol_that_is_simulated():
     """With a traced device and a traced round the actions are the same: a kernel has no others."""
-    kinds = ReduceScatter(4, 3), RingAllGather(4, 2, num_blocks=2)
+    kinds = ReduceScatter(4, 3), GatherMatmul(4, 2, num_blocks=2, rounds=2, lag=1), MatmulScatter(4)
     roles = {
         "send": lambda d, i: kinds[0].send(d, i),
         "add": lambda d, i: kinds[0].add(d, i, 6),
         "end": lambda d, i: kinds[0].end_send(d, i),
         "gather": lambda d, i: [*AllGather(4).send(d, i), *AllGather(4).end(d)],
-        "ring": lambda d, i: kinds[1].block(d, i, 1),
         "announce": lambda d, i: [*AllToAll(4).announce(d), *AllToAll(4).learn(i)],
         "exchange": lambda d, i: [*AllToAll(4).send(d, i, 3), *AllToAll(4).end(d)],
+        "send shards": lambda d, i: [*kinds[1].send(d, 1, i), *kinds[1].end_send(d)],
+        "multiply": lambda d, i: kinds[1].multiply(d, i, 1),
+        "scatter": lambda d, i: [*kinds[2].sent(d, i, 1), *kinds[2].receive(d, i, 1), *kinds[2].send(d, i, 1)],
     }
+    numbers = lambda action: [x for x in jax.tree.leaves(list(vars(action).values())) if not isinstance(x, str)]
     for role in roles.values():
-        flat = lambda d, i, role=role: [list(vars(action).values()) for action in role(d, i)]
-        traced = jax.jit(lambda d, i, flat=flat: [x for x in jax.tree.leaves(flat(d, i)) if not isinstance(x, str)])
+        traced = jax.jit(lambda d, i, role=role: [(numbers(action), action.when) for action in role(d, i)])
         for d, i in ((0, 0), (3, 1), (2, 3)):
-            wanted = [x for x in jax.tree.leaves(flat(d, i)) if not isinstance(x, str)]
-            assert [int(x) for x in traced(jnp.int32(d), jnp.int32(i))] == [int(x) for x in wanted]
+            for action, (found, when) in zip(role(d, i), traced(jnp.int32(d), jnp.int32(i)), strict=True):
+                assert bool(when) == action.when
+                assert not when or [int(x) for x in found] == [int(x) for x in numbers(action)]
 
 
-@pytest.mark.parametrize("make", [lambda: ReduceScatter(4, 1), lambda: RingAllGather(4, 1, 1)])
-def test_too_few_slots_are_refused(make):
+def test_too_few_slots_are_refused():
     with pytest.raises(ValueError, match="num_slots=1: must be"):
-        make()
+        ReduceScatter(4, 1)
 
 
 @pytest.mark.parametrize("n", DEVICES)
@@ -142,16 +182,22 @@ def late(semaphore):
 
 
 @pytest.mark.parametrize(
-    "name, semaphore", [("reduce_scatter", "arrived"), ("ring", "arrived"), ("all_to_all", "known")]
+    "name, semaphore",
+    [
+        ("reduce_scatter", "arrived"),
+        ("all_to_all", "known"),
+        ("gather_matmul", "arrived"),
+        ("matmul_scatter", "arrived"),
+    ],
 )
 @pytest.mark.parametrize("n", [2, 4])
 def test_mutant_that_does_not_wait_for_arrival_is_found(name, semaphore, n):
     found(changed(name, n, late(semaphore)), "read before it arrived")
 
 
-@pytest.mark.parametrize("name, n", [("reduce_scatter", 2), ("reduce_scatter", 4), ("ring", 4), ("ring", 8)])
-def test_mutant_that_does_not_wait_for_a_free_slot_is_found(name, n):
-    found(changed(name, n, late("freed")), "overwritten|read before it arrived|deadlock")
+@pytest.mark.parametrize("n", [2, 4])
+def test_mutant_that_does_not_wait_for_a_free_slot_is_found(n):
+    found(changed("reduce_scatter", n, late("freed")), "overwritten|read before it arrived|deadlock")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -172,10 +218,10 @@ def test_mutant_that_never_signals_is_found(name):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("kind", [Send, Signal])
 def test_mutant_with_a_wrong_neighbour_is_found(name, kind):
-    """Sends or signals to the next device, or in the ring to the one before, go to the device after it."""
+    """Sends or signals to the next device go to the device after it."""
     right = programs(KINDS[name](4), 4)
     for d, roles in enumerate(right):
-        neighbour = (d + (3 if name == "ring" else 1)) % 4
+        neighbour = (d + 1) % 4
         is_wrong = lambda a, neighbour=neighbour: isinstance(a, kind) and a.peer == neighbour
         for role, actions in roles.items():
             swap = lambda a, to=(neighbour + 1) % 4: dataclasses.replace(a, peer=to)
@@ -183,20 +229,17 @@ def test_mutant_with_a_wrong_neighbour_is_found(name, kind):
     found(right, "read before|overwritten|deadlock|left over|after the end")
 
 
-@pytest.mark.parametrize("name, n", [("reduce_scatter", 2), ("reduce_scatter", 4), ("ring", 5), ("ring", 8)])
-def test_mutant_that_reuses_a_slot_a_round_early_is_found(name, n):
+@pytest.mark.parametrize("n", [2, 4])
+def test_mutant_that_reuses_a_slot_a_round_early_is_found(n):
     """The first wait for a free slot comes one use late, and all others with it."""
 
     def change(actions):
         waits = [k for k, a in enumerate(actions) if isinstance(a, Wait) and a.semaphore == "freed"]
-        per_round = n if name == "reduce_scatter" else 3
-        kept = waits[per_round:]
+        kept = waits[n:]
         early = {k: actions[previous] for k, previous in zip(kept, waits, strict=False)}
-        return [early.get(k, a) for k, a in enumerate(actions) if k not in waits[:per_round]] + [
-            actions[k] for k in waits[-per_round:]
-        ]
+        return [early.get(k, a) for k, a in enumerate(actions) if k not in waits[:n]] + [actions[k] for k in waits[-n:]]
 
-    found(changed(name, n, change), "overwritten|read before it arrived|deadlock")
+    found(changed("reduce_scatter", n, change), "overwritten|read before it arrived|deadlock")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -232,3 +275,23 @@ def test_mutant_that_frees_a_slot_before_it_is_read_is_found():
         return out
 
     found(changed("reduce_scatter", 3, change), "overwritten|read before it arrived")
+
+
+def test_mutant_whose_senders_announce_a_block_too_early_is_found():
+    """Each signal comes a round before the stores of its block have ended."""
+    early = lambda actions: [
+        dataclasses.replace(a, pending=a.pending + 1) if isinstance(a, Flush) else a for a in actions
+    ]
+    found(changed("gather_matmul", 3, early), "read before it arrived|stored after the end")
+
+
+def test_mutant_that_waits_for_one_of_several_senders_is_found():
+    one = lambda actions: [dataclasses.replace(a, count=1) if isinstance(a, Wait) else a for a in actions]
+    found(changed("gather_matmul", 3, one), "read before it arrived|left over|after the end")
+
+
+def test_mutant_that_sends_to_the_slot_of_another_device_is_found():
+    swap = lambda a: dataclasses.replace(a, slot=(1 - a.slot[0], a.slot[1])) if isinstance(a, Send) else a
+    mutant = programs(MatmulScatter(3), 3)
+    mutant[0] = {role: [swap(a) for a in actions] for role, actions in mutant[0].items()}
+    found(mutant, "overwritten|read before it arrived|never read")

@@ -1,0 +1,127 @@
+"""The products' kernels, interpreted, on one device that stands for two: numbers that no compile and no simulator see.
+
+The interpreter has neither semaphores nor peers. Here a store to the peer goes to the device's own buffer, and signals
+and waits are calls of Python. The operands are such that the peer would send the same.
+"""
+
+import collections
+import time
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from cookbook import _mgpu
+from cookbook.gemm import core as gemm
+from cookbook.nvlink import all_gather_matmul, core, matmul_core, matmul_reduce_scatter
+from tests.conftest import started_again
+
+N = 2
+THIS, PEER = range(N)
+
+
+class Instead(types.SimpleNamespace):
+    """A module of which some names are replaced."""
+
+    def __getattr__(self, name):
+        return getattr(self.module, name)
+
+
+@pytest.fixture
+def one_for_two(monkeypatch):
+    """Sets which device the code that is traced next runs on."""
+    counts, device = collections.Counter(), types.SimpleNamespace(index=THIS)
+
+    def signal(index, device_id):
+        io_callback(lambda *index: counts.update([tuple(map(int, index))]), None, *jax.tree.leaves(index), ordered=True)
+
+    def wait(index, count, decrement):
+        def until(*index):
+            deadline = time.monotonic() + 60
+            while counts[tuple(map(int, index))] < count:
+                assert time.monotonic() < deadline, f"nobody signals {index}"
+                time.sleep(0.001)
+
+        io_callback(until, None, *jax.tree.leaves(index), ordered=True)
+
+    in_kernel = lambda axis: jnp.int32(device.index) if axis == "x" else lax.axis_index(axis)
+    for module in (core, matmul_core, all_gather_matmul, matmul_reduce_scatter):
+        monkeypatch.setattr(module, "lax", Instead(module=lax, axis_index=in_kernel, axis_size=lambda axis: N))
+        fake = dict(get_global=lambda what: what, semaphore_signal=signal, semaphore_wait=wait)
+        monkeypatch.setattr(module, "pl", Instead(module=pl, **fake), raising=False)
+        fake = dict(remote_ref=lambda ref, device_id: ref)
+        monkeypatch.setattr(module, "plgpu", Instead(module=plgpu, **fake), raising=False)
+    monkeypatch.setattr(core, "_at", lambda semaphore, index: index)
+    plan_of, views = gemm.plan_of, gemm.Operand.views
+    monkeypatch.setattr(gemm, "plan_of", lambda *args: plan_of(*args, interpreted=True))
+    monkeypatch.setattr(gemm.Operand, "views", lambda operand, smem, _: views(operand, smem, True))
+    return device
+
+
+def operands(m, k, n, transpose_rhs=False):
+    lhs, rhs = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate([(m, k), (k, n)]))
+    exact = np.asarray(lhs, np.float64) @ np.asarray(rhs, np.float64)
+    return lhs, rhs.T if transpose_rhs else rhs, exact
+
+
+def close(got, wanted):
+    got = np.asarray(got, np.float64)
+    assert np.linalg.norm(got - wanted) <= 4e-3 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize(
+    "m, k, n, fields, transpose_rhs",
+    [
+        (128, 128, 128, dict(tile_m=128, tile_n=128), False),
+        (200, 72, 264, dict(tile_m=128, tile_n=128), False),
+        (100, 136, 128, dict(tile_m=128, tile_n=64), True),
+    ],
+    ids=str,
+)
+def test_matmul_reduce_scatter(one_for_two, m, k, n, fields, transpose_rhs):
+    """This device's part for the peer lands where the peer's part for it would."""
+    lhs, rhs, exact = operands(N * m, k, n, transpose_rhs)
+    config = matmul_reduce_scatter.Config(**fields)
+    with _mgpu.interpreting(num_sms=2):
+        run = lambda: matmul_reduce_scatter.scatter_product(lhs, rhs, "x", config, transpose_rhs=transpose_rhs)
+        close(started_again(run)(), exact[:m] + exact[m:])
+
+
+@pytest.mark.parametrize(
+    "m, k, n, fields, transpose_rhs",
+    [
+        (128, 512, 128, dict(tile_m=128, tile_n=128, num_senders=1), False),
+        (200, 72, 264, dict(tile_m=128, tile_n=128, num_senders=2), False),
+        (300, 600, 128, dict(tile_m=128, tile_n=64, num_senders=3), True),
+        (130, 264, 64, dict(tile_m=128, tile_n=64, num_senders=2, cluster_m=2), False),
+    ],
+    ids=str,
+)
+def test_all_gather_matmul(one_for_two, monkeypatch, m, k, n, fields, transpose_rhs):
+    """The senders are the peer's, which has the same rows."""
+    send, kernel = all_gather_matmul._send, all_gather_matmul._kernel
+
+    def send_of_the_peer(*args):
+        one_for_two.index = PEER
+        send(*args)
+        one_for_two.index = THIS
+
+    def kernel_with_one_view(*args, smem, **scratch):  # The interpreter takes two views for two memories.
+        _, as_tma, stages = smem
+        kernel(*args, smem=(as_tma, as_tma, stages), **scratch)
+
+    monkeypatch.setattr(all_gather_matmul, "_send", send_of_the_peer)
+    monkeypatch.setattr(all_gather_matmul, "_kernel", kernel_with_one_view)
+    lhs, rhs, exact = operands(m, k, n, transpose_rhs)
+    config = all_gather_matmul.Config(**fields)
+    with _mgpu.interpreting(num_sms=config.num_senders + 2):
+        run = lambda: all_gather_matmul.gather_product(lhs, rhs, "x", config, transpose_rhs=transpose_rhs)
+        out, gathered = started_again(run)()
+    close(out, np.concatenate([exact, exact]))
+    np.testing.assert_array_equal(np.asarray(gathered[m:]), np.asarray(lhs))
