@@ -7,9 +7,9 @@ bfloat16, float16 or float32; sums are float32. Rows of a and w_q must be multip
 exact in either 16-bit float, so that only the quantization itself errs.
 
 Role and barrier tables: `roles.py`, where the operand `a` is w_q and the operand `b` is a. A compute warpgroup reads
-its rows of a step's weights into registers and converts them there to 16-bit floats, while the tensor cores multiply
-the weights of the step before, which are in other registers. It multiplies them by a's tile, which the tensor cores
-read from shared memory. A slot is freed when the products of its step have ended, and the next step's have begun.
+its rows of a step's weights into registers, converts them there to 16-bit floats, and multiplies them by a's tile,
+which the tensor cores read from shared memory. Meanwhile it reads the weights of the next step, and with `overlap` also
+converts them. A slot is freed when the products of its step have ended: they read the registers and the slot till then.
 
 Bound by: the tensor cores with many rows of a, as in `matmul`; with few, the memory that the weights come from. Longer
 steps read longer rows at a time.
@@ -49,6 +49,7 @@ class Config(core.Config):
 
     swapped: bool = True
     tile_k: int = 128  # Values of K a step, and bytes of each row of weights.
+    overlap: bool = False  # Weights are converted while products of the step before run, which helps in a single wave.
 
     def check_tile(self):
         super().check_tile()
@@ -91,12 +92,14 @@ def _candidates(m: int, n: int, k: int, num_sms: int):
         tiles = pl.cdiv(n, 128) * pl.cdiv(m, tile_n)
         for tile_k in (128, 256) if tile_n <= 32 else (64, 128) if tile_n <= 128 else (64,):
             for cluster_m in (2, 1) if tiles >= num_sms // 2 else (1,):
-                yield Config(128, tile_n, cluster_m=cluster_m, tile_k=tile_k)
+                overlap = tiles <= num_sms and tile_n >= LEAST_OVERLAP
+                yield Config(128, tile_n, cluster_m=cluster_m, tile_k=tile_k, overlap=overlap)
             for split_k in range(2, min(core.SPLIT_K_MAX, k // 512) + 1):
                 if tiles <= WAVES_OF_PARTS * core.resident(num_sms, split_k) and tile_n <= 128:
                     yield Config(128, tile_n, split_k=split_k, tile_k=tile_k)
                 if tiles * split_k <= num_sms:
-                    yield Config(128, tile_n, split_k=split_k, tile_k=tile_k, second_kernel=True)
+                    parts = dict(split_k=split_k, second_kernel=True, overlap=tile_n >= LEAST_OVERLAP)
+                    yield Config(128, tile_n, tile_k=tile_k, **parts)
 
 
 def _predict(c: Config, m: int, n: int, k: int, num_sms: int) -> float:
@@ -122,26 +125,27 @@ def _predict(c: Config, m: int, n: int, k: int, num_sms: int) -> float:
     return start + cost.longer(time, (n * k + 2 * m * (n + k)) / h.read / 1e6)
 
 
+LEAST_OVERLAP = 128  # Rows of a tile from which on a product of one wave overlaps conversion with products.
 WAVES_OF_PARTS = 4  # Waves of clusters that add up parts of K, at most.
 PARTS = 14.0  # us to add up parts of K, for each 16,384 values that a block sends.
 CONVERT_STEP, CONVERT = 0.05, 0.46  # us of a step to read and convert its weights: of any, and more for each 16,384.
 
 
 def multiply(plan: Plan, ring: _mgpu.Ring, w_smem, a_smem, before, acc, wide_smem=None):
-    """The sums of this warpgroup's half of a tile, whose steps follow `before` others in the ring.
-
-    The products of a step are started before those of the step before have ended, and weights are converted while
-    products are in flight. A turn of the loop does two steps, because their weights need registers of their own.
-    """
+    """The sums of this warpgroup's half of a tile, whose steps follow `before` others in the ring."""
     tiles, role, rows = plan.tiles, lax.axis_index("role"), plan.compute_tile[0]
     last = -(-tiles.k // (tiles.tile_k * plan.config.split_k)) - 1
 
-    def convert(step):
-        """The weights of a step, as floats of 16 bits: UNIT values of K in each array."""
+    def load(step):
+        """The weights of a step, 8 bits each."""
         slot = ring.wait(before + step)
+        pieces = [w_smem.at[slot, 0, j, pl.ds(role * rows, rows)] for _, j in plan.a.pieces]
+        return [plgpu.load(piece, layout=plgpu.Layout.WGMMA) for piece in pieces]
+
+    def convert(weights):
+        """As floats of 16 bits, UNIT values of K in each array."""
         with jax.named_scope("convert"):
-            pieces = [w_smem.at[slot, 0, j, pl.ds(role * rows, rows)] for _, j in plan.a.pieces]
-            wide = [plgpu.load(piece, layout=plgpu.Layout.WGMMA).astype(plan.b.dtype) for piece in pieces]
+            wide = [part.astype(plan.b.dtype) for part in weights]
             return [part[:, k : k + UNIT] for part in wide for k in range(0, part.shape[1], UNIT)]
 
     def start(step, parts):
@@ -154,19 +158,31 @@ def multiply(plan: Plan, ring: _mgpu.Ring, w_smem, a_smem, before, acc, wide_sme
             for i, part in enumerate(parts):
                 plgpu.wgmma(acc, part, a_smem.at[ring.slot(before + step), 0, i].T)
 
-    def one_step(step, parts):
-        """Starts the products of `step`, ends those of the step before, and converts the next one's weights."""
-        start(step, parts)
-        plgpu.wgmma_wait(len(parts))
-        pl.when(step > 0)(lambda: ring.free(before + step - 1))
-        return convert(step + 1)
+    def in_turn():
+        def one_step(step, weights):
+            start(step, convert(weights))
+            weights = load(step + 1)
+            plgpu.wgmma_wait(0)
+            ring.free(before + step)
+            return weights
 
-    parts = lax.fori_loop(0, last // 2, lambda i, parts: one_step(2 * i + 1, one_step(2 * i, parts)), convert(0))
-    if last % 2:
-        parts = one_step(last - 1, parts)
-    start(last, parts)
+        start(last, convert(lax.fori_loop(0, last, one_step, load(0))))
+
+    def overlapped():
+        def one_step(step, parts):
+            start(step, parts)
+            plgpu.wgmma_wait(len(parts))  # The products of the step before have ended, and these go on.
+            pl.when(step > 0)(lambda: ring.free(before + step - 1))
+            return convert(load(step + 1))
+
+        # Two steps a turn, because the weights of each need registers of their own.
+        two_steps = lambda i, parts: one_step(2 * i + 1, one_step(2 * i, parts))
+        parts = lax.fori_loop(0, last // 2, two_steps, convert(load(0)))
+        start(last, one_step(last - 1, parts) if last % 2 else parts)
+
+    (overlapped if plan.config.overlap else in_turn)()
     values = acc[...]  # Waits for the last product.
-    for step in range(max(last - 1, 0), last + 1):
+    for step in range(max(last - 1, 0) if plan.config.overlap else last, last + 1):
         ring.free(before + step)
     return values
 

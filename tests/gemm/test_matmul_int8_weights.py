@@ -44,10 +44,12 @@ def test_any_number_of_columns_of_transposed_weights():
 
 # (M, N, K) and the configuration: ragged, and several tiles for each of four SMs.
 STRUCTURES = {
-    "two stages": ((136, 528, 400), Config(tile_n=64, num_stages=2, store_slots=4)),
+    "two stages": ((136, 528, 400), Config(tile_n=64, num_stages=2, store_slots=4, overlap=True)),
     "256 rows": ((72, 800, 272), Config(256, 96, store_slots=1)),
     "long steps": ((136, 400, 528), Config(tile_n=64, tile_k=256, num_stages=3, grid_minor_dim=1)),
-    "short steps": ((300, 272, 144), Config(tile_n=256, tile_k=64)),
+    "short steps": ((300, 272, 144), Config(tile_n=256, tile_k=64, overlap=True)),
+    "two steps, overlapped": ((72, 144, 144), Config(tile_n=32, overlap=True)),
+    "one step, overlapped": ((8, 144, 64), Config(tile_n=8, overlap=True)),
     "clusters of 2 x 2": ((200, 520, 272), Config(tile_n=64, cluster_m=2, cluster_n=2)),
     "clusters of 4 x 1": ((24, 1040, 144), Config(tile_n=16, cluster_m=4, tile_k=64)),
     "parts of 24 rows": ((40, 272, 272), Config(tile_n=24, split_k=3, num_stages=5)),
@@ -55,7 +57,13 @@ STRUCTURES = {
 }
 
 
-SLOW = {"two stages", "256 rows", "clusters of 2 x 2", "a part without a step"}  # Others differ from each in one thing.
+SLOW = {
+    "two stages",
+    "256 rows",
+    "clusters of 2 x 2",
+    "a part without a step",
+    "two steps, overlapped",
+}  # Others differ from each in one thing.
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in STRUCTURES])
