@@ -23,6 +23,13 @@ SMEM_BYTES_MAX = 232_448  # Shared memory that one block may use on Hopper and o
 SWIZZLE_TILE = (8, 64)
 
 
+# Axes of the kernels' grids, clusters and threads. JAX takes one for the axis of a mesh that has the same name.
+GRID_NAMES = frozenset(
+    "batch_index block block_m block_n cluster head_index part role rows seq_index stretch tile unit warpgroup wg"
+    .split()
+)  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
 class Target:
     """The GPU that the kernels traced now are built for."""
@@ -83,7 +90,13 @@ def require_target(op: str) -> Target:
 
     Raises:
       RuntimeError: there is neither a Hopper or newer GPU nor an `interpreting` or `building_for` context.
+      ValueError: the mesh of `jax.shard_map` has an axis of a name that kernels use.
     """
+    if taken := GRID_NAMES.intersection(jax.sharding.get_abstract_mesh().axis_names):
+        raise ValueError(
+            f"cookbook.{op}: the mesh has an axis {min(taken)!r}, for which JAX would take one of the kernel's grid: "
+            "name the mesh's axis differently"
+        )
     if (target := _target.get()) is not None:
         if target.interpreted != _is_interpreted():
             raise RuntimeError(

@@ -1,5 +1,8 @@
 """Where kernels run, without `cookbook.lab`, and what makes an op at home in JAX."""
 
+import pathlib
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,6 +79,29 @@ def test_gradients_under_shard_map(spec):
         dx, dy = pull(x + 1)
         np.testing.assert_array_equal(dx, y * (x + 1))
         np.testing.assert_array_equal(dy, x * (x + 1))
+
+
+@pytest.mark.parametrize("op", [cookbook.matmul, cookbook.softmax, cookbook.attention])
+def test_a_mesh_axis_named_like_a_kernels_own_is_refused(op):
+    """JAX would take the device's index for that of the block or the warpgroup, and say nothing."""
+    avals = [jax.ShapeDtypeStruct((2, 64, 2, 64) if op is cookbook.attention else (64, 64), jnp.bfloat16)] * 3
+    count, spec = {cookbook.matmul: (2, P()), cookbook.softmax: (1, P("role")), cookbook.attention: (3, P("role"))}[op]
+    fn = jax.shard_map(lambda *args: op(*args), in_specs=(spec,) * count, out_specs=spec)
+    with pytest.raises(ValueError, match="the mesh has an axis 'role'.*name the mesh's axis differently"):
+        lab.compile_for("h200", fn, *avals[:count], devices=dict(role=2))
+
+
+def test_names_of_kernels_axes_are_all_known():
+    """Those that are written where a kernel is launched, and those of a configuration's clusters."""
+    folder = pathlib.Path(_mgpu.__file__).parent
+    sources = [path.read_text() for path in folder.rglob("*.py") if "lab" not in path.parts]
+    found = {name for text in sources for name in re.findall(r'(?:lax\.axis_index\(|thread_name=)"(\w+)"', text)}
+    found |= {name for text in sources for names in re.findall(r"_names=\(([^)]*)\)", text)
+              for name in re.findall(r'"(\w+)"', names)}  # fmt: skip
+    found |= {
+        name for text in sources for name in re.findall(r'"(block_\w)"|dict\((part)=', text) for name in name if name
+    }
+    assert {"block", "role", "batch_index", "block_m", "part"} <= found <= _mgpu.GRID_NAMES
 
 
 def test_indices_have_32_bits_under_x64():

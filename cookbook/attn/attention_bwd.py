@@ -164,7 +164,7 @@ class Tile:
         if plan.for_query:
             # With a causal mask the last queries, and the first keys, have most to do.
             tile = plan.num_tiles - 1 - tile
-        self.batch, self.head, self.row = lax.axis_index("batch"), lax.axis_index("head"), tile * plan.rows
+        self.batch, self.head, self.row = lax.axis_index("batch_index"), lax.axis_index("head_index"), tile * plan.rows
         first, end = plan.blocks.seen(self.row, plan.rows)
         if plan.has_segments:
             first = jnp.maximum(first, masks["first"][self.batch, tile])
@@ -348,7 +348,7 @@ def _gradients(plan: Plan, kept, ring, vectors, segments, params):
         functools.partial(_kernel, plan=plan),
         out_type=[jax.ShapeDtypeStruct(kept[0].shape, plan.dtype)] * plan.num_sums,
         grid=(plan.batch, plan.num_heads if plan.for_query else plan.num_kv_heads, plan.num_tiles),
-        grid_names=("batch", "head", "tile"),
+        grid_names=("batch_index", "head_index", "tile"),
         num_threads=plan.compute_wgs + 1,
         thread_name="role",
         scratch_types=plan.scratch,

@@ -405,7 +405,7 @@ def _clear(v_smem, first, end):
 
 def _merge(ends, kv_lens, part_gmem, part_lse_gmem, out_gmem, lse_gmem, *, plan: Plan):
     """The second kernel: merges the pieces of a sequence, in their order."""
-    seq, unit, rows = lax.axis_index("seq"), lax.axis_index("unit"), plan.rows_at_once
+    seq, unit, rows = lax.axis_index("seq_index"), lax.axis_index("unit"), plan.rows_at_once
     first_row = lax.axis_index("rows") * rows
     shape = (rows * plan.head_dim,)
     (_, steps), num_blocks = plan.blocks(kv_lens[seq]), ends[plan.num_seqs - 1]
@@ -483,7 +483,7 @@ def _decode(q, k_pages, v_pages, block_tables, kv_lens, *, plan: Plan, params):
             jax.ShapeDtypeStruct((plan.num_seqs, plan.num_units, plan.stored_rows), jnp.float32),
         ],
         grid=(plan.num_seqs, plan.num_units, plan.stored_rows // plan.rows_at_once),
-        grid_names=("seq", "unit", "rows"),
+        grid_names=("seq_index", "unit", "rows"),
         compiler_params=params,
     )(ends, kv_lens, part_out.reshape(num_pieces, plan.num_units, row), part_lse)
     # Padding rows and heads; their results are discarded.

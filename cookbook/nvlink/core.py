@@ -14,7 +14,6 @@ from .protocol import Flush, Read, Send, Signal, Wait
 
 MAX_DEVICES = 8  # GPUs of one NVLink host.
 WIDTH = 256  # Columns of the matrix that a flat shard becomes: the most that TMA copies along one axis.
-GRID_NAMES = {"block", "wg", "cluster", "role", "block_m", "block_n"}  # Axes of the kernels of this family.
 ROW_MULTIPLE = 4  # So many rows give each thread of a warpgroup loads of 16 bytes, in every dtype.
 
 
@@ -94,11 +93,6 @@ def require_shards(op: str, x, axis_name):
 
 def num_devices(op: str, axis_name) -> int:
     """The number of devices on `axis_name`. Raises ValueError unless it names an axis of a mesh of one host."""
-    if taken := GRID_NAMES & {*jax.sharding.get_abstract_mesh().axis_names}:
-        raise ValueError(
-            f"cookbook.{op}: the mesh has an axis {sorted(taken)[0]!r}, and so has the kernel's grid: name the mesh's "
-            "axis differently"
-        )
     try:
         n = lax.axis_size(axis_name)
     except NameError as error:
