@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """`value` in FLOP/s, or in byte/s for "hbm"; and who says so."""
+    """`value` in FLOP/s, or in byte/s for "hbm" and "nvlink"; and who says so."""
 
     value: float
     source: str
@@ -34,6 +34,7 @@ PEAKS: dict[str, dict[str, Peak]] = {
         "f32": Peak(67e12, f"{_H200}; the CUDA cores"),
         "f64": Peak(67e12, f"{_H200}; the tensor cores"),
         "hbm": Peak(4.8e12, _H200),
+        "nvlink": Peak(450e9, f"{_H200}; each way, with all links of a GPU"),
     }
 }
 # For each measured roof: the problem whose recorded rate it is, and the amount that the rate counts.
@@ -87,7 +88,10 @@ class Comparison:
 
 
 def peak(kind, gpu: str = "h200") -> Peak:
-    """The datasheet's peak of a dtype ("bf16", `jnp.bfloat16`) or of "hbm". Raises ValueError naming what is known."""
+    """The datasheet's peak of a dtype ("bf16", `jnp.bfloat16`), of "hbm" or of "nvlink".
+
+    Raises ValueError naming what is known.
+    """
     if gpu not in PEAKS:
         raise ValueError(f"gpu = {gpu!r} has no peaks here; it must be one of {', '.join(map(repr, PEAKS))}.")
     name = kind if isinstance(kind, str) else np.dtype(kind).name

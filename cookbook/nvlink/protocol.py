@@ -1,8 +1,8 @@
 """Protocols of the kernels across GPUs, as data: who sends what where, which signal announces it, who waits for it.
 
 A protocol gives a role's actions, in order, on device `d` of `n`. The kernels carry them out on traced integers. Block
-b of a collective talks only to block b of its peers; those of a product share one set of semaphores. The simulator of
-the tests carries the actions out on Python's integers, in many random orders.
+b of a collective talks only to block b of its peers; those of a product share one set of semaphores. `simulator`
+carries the actions out on Python's integers, in many random orders.
 
 The protocols rest on four rules of the machine:
 

@@ -13,12 +13,13 @@ from cookbook.nvlink.protocol import (
     Flush,
     GatherMatmul,
     MatmulScatter,
+    Read,
     ReduceScatter,
     Send,
     Signal,
     Wait,
 )
-from tests.nvlink.simulator import Fault, Simulator
+from cookbook.nvlink.simulator import Fault, Simulator, find_fault
 
 DEVICES = range(2, 9)
 ROUNDS = 8  # Of the collectives; tiles a shard of the products.
@@ -295,3 +296,27 @@ def test_mutant_that_sends_to_the_slot_of_another_device_is_found():
     mutant = programs(MatmulScatter(3), 3)
     mutant[0] = {role: [swap(a) for a in actions] for role, actions in mutant[0].items()}
     found(mutant, "overwritten|read before it arrived|never read")
+
+
+# The simulator --------------------------------------------------------------------------------------------------------
+
+
+def test_the_shortest_faulty_run_is_found_with_its_history():
+    letter = [Send(1, "o", (0,), ("x",)), Signal(1, "arrived")], [Wait("arrived"), Read("o", (0,), ("x",))]
+    run = find_fault([{"sender": letter[0]}, {"receiver": letter[1]}])
+    assert str(run.fault).startswith("read before it arrived")
+    assert [type(event.action) for event in run.history] == [Send, Signal, Wait, Read]
+    flushed = [letter[0][0], Flush(0), letter[0][1]]
+    assert find_fault([{"sender": flushed}, {"receiver": letter[1]}]) is None
+
+
+def test_a_history_has_every_action_and_every_arrival_after_its_send():
+    all_programs = programs(ReduceScatter(2, 2), 2)
+    run = Simulator(all_programs, seed=0)
+    run.run()
+    actions = [action for roles in all_programs for actions in roles.values() for action in actions]
+    starts = [event for event in run.history if not event.arrives]
+    assert sorted(map(str, actions)) == sorted(str(event.action) for event in starts) and run.fault is None
+    for at, event in enumerate(run.history):
+        if event.arrives:
+            assert dataclasses.replace(event, arrives=False) in run.history[:at]

@@ -8,7 +8,7 @@ the end it holds zero, or the count that waits waited for which keep it.
 import dataclasses
 import random
 
-from cookbook.nvlink.protocol import Flush, Read, Send, Signal, Wait
+from .protocol import Flush, Read, Send, Signal, Wait
 
 
 class Fault(Exception):
@@ -16,6 +16,17 @@ class Fault(Exception):
 
 
 IN_FLIGHT = "in flight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """An action of a role, or the arrival of a store that it has started."""
+
+    device: int  # Of the role.
+    role: str
+    action: object
+    send: int | None = None  # The number of the store, among those of its role.
+    arrives: bool = False
 
 
 @dataclasses.dataclass
@@ -40,11 +51,16 @@ class Simulator:
     Args:
       kept: buffers whose slots are results; all others must be read once before they are overwritten.
       launch_together: XLA's barrier before the kernel. Without it each device begins at a time of its own.
+
+    Attributes:
+      history: events so far, in order. The last one is the fault, if there is one.
+      fault: the Fault that ended the run, or None.
     """
 
     def __init__(self, programs: list[dict[str, list]], *, seed: int, kept=(), launch_together=True):
         self.random = random.Random(seed)
         self.kept = kept
+        self.history, self.fault = [], None
         speed = lambda: 4.0 ** self.random.uniform(-2, 2)  # Some are 250 times as fast as others.
         self.processes = [
             Process(d, role, actions, speed()) for d, roles in enumerate(programs) for role, actions in roles.items()
@@ -55,10 +71,17 @@ class Simulator:
         self.waiting_to_launch = everyone - self.launched
         self.ended = set()
         self.slots, self.unread, self.semaphores, self.held = {}, set(), {}, {}
-        self.in_flight = []  # (process, index of the send, key of the slot, data)
+        self.in_flight = []  # (process, event of the send)
 
     def run(self) -> dict:
         """Contents of the result slots at the end. Raises Fault."""
+        try:
+            return self._run()
+        except Fault as fault:
+            self.fault = fault
+            raise
+
+    def _run(self) -> dict:
         while not all(process.done for process in self.processes) or self.in_flight:
             events = [(p.speed, self._step, p) for p in self.processes if self._may_step(p)]
             events += [(self.network, self._arrive, store) for store in self.in_flight]
@@ -89,6 +112,8 @@ class Simulator:
     def _step(self, process):
         action, d = process.actions[process.at], process.device
         process.at += 1
+        event = Event(d, process.role, action, len(process.sends) if isinstance(action, Send) else None)
+        self.history.append(event)
         match action:
             case Send(to, buffer, slot, data):
                 self._require_alive(to, action)
@@ -97,7 +122,7 @@ class Simulator:
                 if self.slots.get((to, buffer, slot)) == IN_FLIGHT:
                     raise Fault(f"overwritten before it was read, or even arrived: {action}")
                 self.slots[to, buffer, slot] = IN_FLIGHT
-                self.in_flight.append((process, len(process.sends), (to, buffer, slot), data))
+                self.in_flight.append((process, event))
                 process.sends.append(False)
             case Signal(to, semaphore, index):
                 self._require_alive(to, action)
@@ -114,12 +139,15 @@ class Simulator:
             self._end(d)
 
     def _arrive(self, store):
-        process, index, key, data = store
+        process, event = store
         self.in_flight.remove(store)
-        if key[0] in self.ended:
-            raise Fault(f"stored after the end of device {key[0]}: {data}")
-        self.slots[key], process.sends[index] = data, True
-        if key[1] not in self.kept:
+        self.history.append(dataclasses.replace(event, arrives=True))
+        action = event.action
+        if action.peer in self.ended:
+            raise Fault(f"stored after the end of device {action.peer}: {action.data}")
+        key = action.peer, action.buffer, action.slot
+        self.slots[key], process.sends[event.send] = action.data, True
+        if action.buffer not in self.kept:
             self.unread.add(key)
 
     def _end(self, d):
@@ -134,3 +162,15 @@ class Simulator:
             raise Fault(f"before the launch of device {d}: {action}")
         if d in self.ended:
             raise Fault(f"after the end of device {d}: {action}")
+
+
+def find_fault(programs: list[dict[str, list]], *, seeds=range(40), kept=("out",), **how) -> Simulator | None:
+    """The shortest of several random runs that end in a fault; None if no run does."""
+    faulty = []
+    for seed in seeds:
+        simulator = Simulator(programs, seed=seed, kept=kept, **how)
+        try:
+            simulator.run()
+        except Fault:
+            faulty.append(simulator)
+    return min(faulty, key=lambda simulator: len(simulator.history), default=None)
