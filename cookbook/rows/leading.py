@@ -36,6 +36,7 @@ CHUNK = core.WARPGROUP  # Columns that a warpgroup adds up at the end, one a thr
 CHUNK_LAYOUT = plgpu.Layout.WG_STRIDED((CHUNK,), 1)
 VALUES_MAX = 2**31 - 2**16  # Indices have 32 bits.
 UNROLLED_PLACES = 64  # Places of a column that are added up without a loop.
+SMEM_BYTES = _mgpu.SMEM_BYTES_MAX // 2  # Two blocks of an SM run at once.
 RESIDENT = 8  # Warpgroups that an SM runs at once, of 64 registers a thread.
 # Microseconds of a kernel, of a block and of a place that one of its columns is added up from, beside their loads.
 LAUNCH_US, BLOCK_US, PART_US = 1.2, 1.0, 0.004
@@ -98,9 +99,15 @@ class LeadingPlan:
         """Columns that the last tile shares with the one before."""
         return self.num_tiles * self.width - self.line
 
-    def column(self, tile):
-        """First column of a tile. The last tile is shifted back to end with the line."""
-        return jnp.minimum(tile * self.width, self.line - self.width)
+    def column(self, tile, unit: int = 1):
+        """First column of a tile, in units of so many. The last tile is shifted back to end with the line."""
+        return jnp.minimum(tile * (self.width // unit), (self.line - self.width) // unit)
+
+    def word(self, line, tile):
+        """Where a span for the tile of a line begins, in units of `vec` values: the compiler sees aligned loads."""
+        if self.slack:
+            return _mgpu.div(line * self.line + self.column(tile), self.vec)
+        return line * (self.line // self.vec) + self.column(tile, self.vec)
 
     @property
     def groups(self) -> int:
@@ -220,27 +227,24 @@ def _zeros(size: int, layout):
     return plgpu.layout_cast(jnp.zeros((size,), jnp.float32), layout)
 
 
-def _sum_lines(factors, first, column, window, plan: LeadingPlan):
+def _sum_lines(factors, first, tile, window, plan: LeadingPlan):
     """Sum of this warpgroup's windows of the lines `first`, `first + plan.stride` and so on."""
-    # Written so, the compiler sees that each load is aligned.
-    start = _mgpu.div(first * plan.line + column, plan.vec) * plan.vec + window * plan.window
-    step = plan.stride * plan.line
+    word = plan.word(first, tile) + window * core.WARPGROUP
+    step = plan.stride * plan.line // plan.vec
+    load = lambda word, line: _product(factors, word * plan.vec, line, plan.window, plan.layout)
+    value = lambda i: load(word + i * step, first + i * plan.stride)
 
-    product = functools.partial(_product, factors, size=plan.window, layout=plan.layout)
-    value = lambda i: product(start + i * step, first + i * plan.stride)
-
-    # All sums have this many loads, or one more.
-    whole, loads = plan.lines // plan.stride, plan.loads
+    whole, loads = plan.lines // plan.stride, plan.loads  # Each sum has `whole` loads, or one more.
     add = lambda turn, total: functools.reduce(jnp.add, [value(turn * loads + i) for i in range(loads)], total)
     total = lax.fori_loop(0, whole // loads, add, _zeros(plan.window, plan.layout))
     rest = [value(i) for i in range(whole // loads * loads, whole)]
     if plan.lines % plan.stride:
-        has_more = first + whole * plan.stride < plan.lines
-        # The others load the start of the matrix.
-        at, line = (jnp.where(has_more, place + whole * step, other) for place, step, other in (
-            (start, step, window * plan.window), (first, plan.stride, 0)))  # fmt: skip
-        at = _mgpu.div(at, plan.vec) * plan.vec
-        rest.append(jnp.where(jnp.full((plan.window,), has_more), product(at, line), 0.0))
+        has_more = first + whole * plan.stride < plan.lines  # The others load the start of the matrix.
+        last = load(
+            jnp.where(has_more, word + whole * step, window * core.WARPGROUP),
+            jnp.where(has_more, first + whole * plan.stride, 0),
+        )
+        rest.append(jnp.where(jnp.full((plan.window,), has_more), last, 0.0))
     return functools.reduce(jnp.add, rest, total)
 
 
@@ -260,7 +264,7 @@ def _kernel(factors, o_gmem, *, plan: LeadingPlan, sums_smem, summed):
 
     @pl.loop(0, plan.turns)
     def _(turn):
-        total = _sum_lines(factors, first_line(turn, group), column, window, plan)
+        total = _sum_lines(factors, first_line(turn, group), tile, window, plan)
         store((turn * plan.warpgroups + warpgroup) * plan.window, total)
 
     if plan.left:
@@ -343,7 +347,7 @@ def candidates(rows: int, cols: int, itemsize: int, target: _mgpu.Target, stretc
         side = _side(cols, vec, span, kept) if foldable else 1
         whole = LeadingPlan(rows, cols, itemsize, vec, windows, side, kept if side % kept == 0 else 1,
                             warpgroups=warpgroups, interpreted=target.interpreted)  # fmt: skip
-        if not foldable and whole.left > cols:
+        if 4 * whole.smem_values > SMEM_BYTES or (not foldable and whole.left > cols):
             continue
         if not stretches:
             yield whole

@@ -251,3 +251,15 @@ def test_mutant_that_leaves_rows_of_the_leading_axis(mutant):
     mutant(leading, "lax", fori_loop=lambda low, high, body, init: init)
     with pytest.raises(lab.CheckError):
         lab.check(*sums(0), normal(0, (30, 256)), gpu=None)
+
+
+def test_mutant_that_leaves_values_after_the_last_window(mutant, monkeypatch):
+    monkeypatch.setattr(leading.LeadingPlan, "left_parts", 0)
+    with pytest.raises(lab.CheckError):
+        lab.check(*sums(0), normal(0, (30, 257)), gpu=None)
+
+
+def test_mutant_that_begins_each_line_at_its_window(mutant, monkeypatch):
+    monkeypatch.setattr(leading.LeadingPlan, "slack", 0)
+    with pytest.raises(lab.CheckError):
+        lab.check(*sums(0), normal(0, (40, 3783), BF16), gpu=None)
