@@ -41,7 +41,8 @@ RESIDENT = 8  # Warpgroups that an SM runs at once, of 64 registers a thread.
 # Microseconds of a kernel, of a block and of a place that one of its columns is added up from, beside their loads.
 LAUNCH_US, BLOCK_US, PART_US = 1.2, 1.0, 0.004
 LATENCY_US = 1.0  # Of a load while many are in flight.
-SM_RATE, GPU_RATE = 70e3, 4.6e6  # Bytes that one SM, and all of them, load in a microsecond.
+SM_RATE, GPU_RATE = 50e3, 4.6e6  # Bytes that one SM, and all of them, load in a microsecond.
+LOADS = 400  # Loads of a warp that an SM issues in a microsecond, with what it does to their values.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +194,10 @@ class LeadingPlan:
         return self.spans * self.span + self.left_span + self.zeros + 2 * CHUNK
 
     @property
+    def fits(self) -> bool:
+        return 4 * self.smem_values <= SMEM_BYTES
+
+    @property
     def scratch(self) -> dict:
         return dict(
             sums_smem=plgpu.SMEM((self.smem_values,), jnp.float32),
@@ -208,7 +213,8 @@ class LeadingPlan:
         parts = (self.parts * self.spans + self.left_parts) * pl.cdiv(self.num_chunks, self.warpgroups)
 
         def wave(blocks):
-            rate = min(GPU_RATE, min(blocks, num_sms) * SM_RATE, blocks * in_flight / LATENCY_US)
+            sm_rate = min(SM_RATE, LOADS * core.LANES * self.vec * self.itemsize)
+            rate = min(GPU_RATE, min(blocks, num_sms) * sm_rate, blocks * in_flight / LATENCY_US)
             return BLOCK_US + parts * PART_US + blocks * block_bytes / rate
 
         at_once = num_sms * RESIDENT // self.warpgroups
@@ -347,7 +353,7 @@ def candidates(rows: int, cols: int, itemsize: int, target: _mgpu.Target, stretc
         side = _side(cols, vec, span, kept) if foldable else 1
         whole = LeadingPlan(rows, cols, itemsize, vec, windows, side, kept if side % kept == 0 else 1,
                             warpgroups=warpgroups, interpreted=target.interpreted)  # fmt: skip
-        if 4 * whole.smem_values > SMEM_BYTES or (not foldable and whole.left > cols):
+        if not foldable and whole.left > cols:
             continue
         if not stretches:
             yield whole
@@ -364,7 +370,7 @@ def choose(rows: int, cols: int, itemsize: int, target: _mgpu.Target, foldable: 
     plans = candidates(rows, cols, itemsize, target, False, foldable)
     if not once:
         plans = itertools.chain(plans, candidates(rows, cols, itemsize, target, True, foldable))
-    return min(plans, key=lambda plan: cost(plan, target))
+    return min((plan for plan in plans if plan.fits), key=lambda plan: cost(plan, target))
 
 
 def cost(plan: LeadingPlan, target: _mgpu.Target) -> float:
