@@ -7,7 +7,7 @@ axis have up to 65536 values; the leading axis has any length.
 
 Role table, last axis: as in `softmax`, one warpgroup a block sums one or more rows in registers; there are no barriers
 of ours. Leading axis: `leading.py`, where each warpgroup sums some rows of a tile of columns, and the warpgroups of a
-block add their sums up; matrices of few columns take a second kernel.
+block add their sums up; where columns are too few for all SMs, a second kernel adds up sums of stretches of rows.
 
 Bound by: memory (one read). The gradient is a broadcast, and XLA's. Not supported: axes in between (move the axis
 first).
