@@ -1,20 +1,24 @@
 """Sums over the leading axis of a matrix: reduce_sum's, and the second stage of rms_norm's gradient.
 
-Role table: a block of some warpgroups takes a tile of columns and every so many rows. Each warpgroup adds up its rows
-in registers, and warpgroup 0 adds up the warpgroups. Then the first block of a cluster adds up the others:
+The matrix is read as it lies in memory, whatever its row length. A warpgroup loads a *window* at once: neighbouring
+values, `vec` a thread. Its next window lies a whole number of rows and of `vec` values further on, so that a thread
+meets the same columns again, and loads of `vec` values stay aligned. Where rows are short, a window, or the windows of
+a block side by side, cover a *line*: one row or some. Where they are long, each block has a tile of columns.
 
     barrier    arrivals                                  who waits
-    summed     each warpgroup: its sums are in SMEM      warpgroup 0
-    received   each other block of the cluster: it has   warpgroup 0 of the first block
-               stored its sums in the first block's SMEM
+    summed     each warpgroup: its sums are in SMEM      each warpgroup
 
-Both add in a fixed order, so runs are equal to the bit; atomic additions would not be. A matrix too narrow for that to
-fill the GPU takes two kernels. The first views several rows side by side as one, and sums stretches of these; the
-second adds up its sums and the few rows that are left over.
+Then the warpgroups share out the columns of the block. For each, they add up what the windows hold of it. A window
+that does not fit between its row and the end of the matrix is not loaded: the values that are left over are loaded one
+a thread by the first block, and added last.
+
+All adds are in a fixed order, so runs are equal to the bit; atomic additions would not be. Where one kernel has too few
+blocks for the GPU, there are two: the first sums stretches of lines, the second adds up its sums.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -26,49 +30,102 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _mgpu
 from . import core
 
-WARPGROUPS = 8  # Warpgroups of a block.
-CLUSTERS = 1, 2, 4, 8  # Blocks of a cluster; every Hopper GPU can put 8 into one.
-BYTES_IN_FLIGHT = 64  # Bytes of x that a thread loads before it adds, in at most 16 loads.
-COLS_MIN = 8  # A tile's threads share a row by halves. Fewer columns are padded, of sums or of a few rows.
-FOLDED_COLS_MAX = 4096  # Columns of a matrix of rows side by side.
-# Costs of a block, a cluster and a second kernel beside their loads, in bytes that an SM could load in that time.
-BLOCK_COST, CLUSTER_COST, LAUNCH_COST = 20_000, 30_000, 100_000
+WARPGROUPS = 4  # Warpgroups of a block.
+BYTES_IN_FLIGHT = 128  # Bytes of x that a thread loads before it adds, in at most 16 loads.
+CHUNK = core.WARPGROUP  # Columns that a warpgroup adds up at the end, one a thread.
+CHUNK_LAYOUT = plgpu.Layout.WG_STRIDED((CHUNK,), 1)
+VALUES_MAX = 2**31 - 2**16  # Indices have 32 bits.
+UNROLLED_PLACES = 64  # Places of a column that are added up without a loop.
+# Microseconds of a kernel, of loads in flight together, and of a place that a column is added up from; fitted, as are
+# the rates, to the times of many plans on an H200.
+LAUNCH_US, LOADS_US, PLACE_US = 1.0, 0.31, 0.016
+CACHE_BYTES = 50e6  # A smaller matrix may be in the GPU's cache.
+# Bytes that the GPU loads in a microsecond beside all that: from its cache, from memory, and from memory in short runs.
+CACHE_RATE, MEMORY_RATE, SHORT_RATE = 8.4e6, 5.6e6, 5.0e6
 
 
 @dataclasses.dataclass(frozen=True)
 class LeadingPlan:
-    """Statics of one pass over the leading axis of (rows, cols): tiles of columns by blocks that share the rows.
-
-    In a tile, `lanes` threads share a row and `rows_at_once` rows are side by side in a warpgroup."""
+    """Statics of one pass over the leading axis of (rows, cols), which lies flat in memory."""
 
     rows: int
     cols: int
     itemsize: int  # Bytes of a value in memory.
-    lanes: int = core.LANES
-    cluster: int = 1  # Blocks that add their sums up in the first one's shared memory.
-    stretches: int = 1  # Rows of sums that this pass leaves.
+    vec: int = 1  # Neighbouring values that a thread loads at once.
+    windows: int = 1  # Warpgroups whose windows lie side by side.
+    side: int = 1  # Rows of a line.
+    kept: int = 1  # Rows side by side in the result: not all of a line's are added up here.
+    stretches: int = 1  # Blocks that share the lines of a tile; each leaves a row of sums.
     warpgroups: int = WARPGROUPS
     interpreted: bool = False
 
     @property
-    def vec(self) -> int:
-        return min(math.gcd(self.cols, 16 // self.itemsize), core.floor_power_of_2(self.cols // 2))
+    def line(self) -> int:
+        return self.side * self.cols
 
     @property
-    def rows_at_once(self) -> int:
-        return core.WARPGROUP // self.lanes
+    def window(self) -> int:
+        return core.WARPGROUP * self.vec
+
+    @property
+    def span(self) -> int:
+        """Values that windows side by side cover."""
+        return self.windows * self.window
+
+    @property
+    def slack(self) -> int:
+        """Values that a span may begin before its line or tile does, to be aligned."""
+        return self.vec if self.line % self.vec else 0
 
     @property
     def width(self) -> int:
-        return self.lanes * self.vec
+        """Columns of a tile of a line."""
+        return min(self.line, self.span - self.slack)
 
     @property
     def num_tiles(self) -> int:
-        return pl.cdiv(self.cols, self.width)
+        return pl.cdiv(self.line, self.width)
 
-    def columns(self, tile):
-        """The columns of a tile. The last tile is shifted back to end with the row."""
-        return pl.ds(jnp.minimum(tile * self.width, self.cols - self.width), self.width)
+    @property
+    def shared(self) -> int:
+        """Columns that the last tile shares with the one before."""
+        return self.num_tiles * self.width - self.line
+
+    def column(self, tile, unit: int = 1):
+        """First column of a tile, in units of so many. The last tile is shifted back to end with the line."""
+        return jnp.minimum(tile * (self.width // unit), (self.line - self.width) // unit)
+
+    def word(self, line, tile):
+        """Where a span for the tile of a line begins, in units of `vec` values: the compiler sees aligned loads."""
+        if self.slack:
+            return _mgpu.div(line * self.line + self.column(tile), self.vec)
+        return line * (self.line // self.vec) + self.column(tile, self.vec)
+
+    @property
+    def groups(self) -> int:
+        """Spans that a block loads at once."""
+        return self.warpgroups // self.windows
+
+    @property
+    def stride(self) -> int:
+        """Lines from one load of a thread to its next: a multiple of `vec` values."""
+        return self.groups * self.stretches
+
+    @property
+    def lines(self) -> int:
+        """Lines that are loaded in windows; those have to end inside the matrix."""
+        return max(0, (self.rows * self.cols - self.span - (self.line - self.width)) // self.line + 1)
+
+    @property
+    def left(self) -> int:
+        """Values after these lines."""
+        return self.rows * self.cols - self.lines * self.line
+
+    @property
+    def left_span(self) -> int:
+        """Values that cover those left over of a tile: as many for each thread of the block."""
+        unit = self.warpgroups * core.WARPGROUP
+        return pl.cdiv(self.span, unit) * unit if self.left else 0
 
     @property
     def loads(self) -> int:
@@ -76,210 +133,222 @@ class LeadingPlan:
         return min(16, BYTES_IN_FLIGHT // (self.vec * self.itemsize))
 
     @property
-    def stride(self) -> int:
-        """Rows from one load of a warpgroup to its next: all warpgroups that share a tile take turns."""
-        return self.rows_at_once * self.warpgroups * self.cluster * self.stretches
+    def left_rows(self) -> int:
+        """Rows of `cols` sums in the result; several take another pass."""
+        return self.stretches * self.kept
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows_at_once, self.width
+    def sums(self) -> int:
+        """Columns of the result that one block stores."""
+        return self.kept * self.cols if self.num_tiles == 1 else self.width
 
     @property
-    def layout(self):
-        return core.lanes_layout(self.lanes, self.width, self.vec)
+    def parts(self) -> int:
+        """Places of a span that hold one of the block's columns."""
+        return self.side // self.kept
 
     @property
-    def stacked(self) -> int:
-        """Warpgroups whose sums are stacked into one matrix: stores to other blocks need 8 rows."""
-        return max(1, 8 // self.rows_at_once)
+    def left_parts(self) -> int:
+        """The same of what is left over."""
+        return pl.cdiv(self.left, self.kept * self.cols) if self.num_tiles == 1 else 1
 
     @property
-    def sums_shape(self) -> tuple[int, int]:
-        return self.stacked * self.rows_at_once, self.width
+    def zeros(self) -> int:
+        """Zeros after the values left over, whose last part may be incomplete."""
+        return pl.cdiv(self.kept * self.cols, CHUNK) * CHUNK if self.kept > 1 else 0
 
     @property
-    def sums_layout(self):
-        """Layout of sums that are added up: stores to other blocks have at most 8 bytes."""
-        lanes = min(core.LANES, self.width)
-        vec = min(2, self.width // lanes)
-        return core.lanes_layout(lanes, lanes * vec, vec)
-
-    @property
-    def scratch(self) -> dict:
-        sums = functools.partial(plgpu.SMEM, dtype=jnp.float32)
-        scratch = dict(
-            sums_smem=sums((self.warpgroups, *self.shape)),
-            summed=plgpu.Barrier(num_arrivals=self.warpgroups),
-        )
-        if self.cluster > 1 and self.interpreted:  # It has no stores to other blocks: they meet in global memory.
-            scratch["received"] = plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=1)
-        elif self.cluster > 1:
-            scratch["received_smem"] = sums((self.cluster, *self.sums_shape))
-            scratch["received"] = plgpu.Barrier(num_arrivals=self.cluster - 1)
-        return scratch
-
-    def cost(self, num_sms: int) -> float:
-        """Bytes that the busiest SM loads, or could load in the time that the plan costs beside its loads."""
-        busiest = pl.cdiv(self.num_tiles * self.cluster * self.stretches, num_sms)
-        loads = pl.cdiv(self.rows, self.cluster * self.stretches) * self.width * self.itemsize
-        short = 1 + 16 / (self.width * self.itemsize)  # Runs of few bytes touch more 32-byte sectors than they fill.
-        return busiest * (loads * short + BLOCK_COST) + CLUSTER_COST * (self.cluster > 1)
+    def smem_values(self) -> int:
+        """Sums of spans, values left over, zeros, and two chunks: one that loads may end in, one of the result."""
+        return self.groups * self.span + self.left_span + self.zeros + 2 * CHUNK
 
 
-def _sum_rows(refs, low: int, part, columns, plan: LeadingPlan, total):
-    """`total` plus this warpgroup's part of the product of `refs`, from row `low` on."""
-    (rows, *_), at_once, stride, loads = refs[0].shape, plan.rows_at_once, plan.stride, plan.loads
-    first = low + part * at_once
-
-    def factor(x_gmem, row):
-        rows = pl.ds(row, at_once)
-        if x_gmem.ndim == 1:
-            each = plgpu.load(x_gmem.at[rows], layout=plan.layout.reduce(1), optimized=False)
-            return lax.broadcast_in_dim(each, plan.shape, [0])
-        return plgpu.load(x_gmem.at[rows, columns], layout=plan.layout, optimized=False).astype(jnp.float32)
-
-    product = lambda row: math.prod(factor(x_gmem, row) for x_gmem in refs)
-
-    def add_turn(turn, total):
-        values = [product(first + (turn * loads + i) * stride) for i in range(loads)]
-        return functools.reduce(jnp.add, values, total)
-
-    def add_last(turn, total):
-        """A turn in which the matrix may end: its loads are shifted back to stay inside, and only new rows count."""
-        index = plgpu.broadcasted_iota(jnp.int32, plan.shape, 0, layout=plan.layout)
-        wanted = [first + (turn * loads + i) * stride for i in range(loads)]
-        shifted = [jnp.minimum(row, rows - at_once) for row in wanted]
-        values = [product(row) for row in shifted]
-        fresh = [jnp.where(index >= w - s, v, 0.0) for w, s, v in zip(wanted, shifted, values, strict=True)]
-        return functools.reduce(jnp.add, fresh, total)
-
-    whole = _mgpu.div(jnp.maximum(rows - at_once - first + stride, 0), stride)  # Loads that end inside the matrix.
-    turns = _mgpu.div(whole, loads)
-    total = lax.fori_loop(0, turns, add_turn, total)
-    return lax.fori_loop(turns, turns + jnp.where(first + turns * loads * stride < rows, 1, 0), add_last, total)
+def _product(factors, start, line, size: int, layout):
+    """Product of `factors` from `start` on, in float32. A factor of one value a row is that of the row `line`."""
+    load = lambda x: plgpu.load(x.at[pl.ds(start, size)], layout=layout, optimized=False).astype(jnp.float32)
+    return math.prod(load(x) if x.shape == factors[0].shape else x[line] for x in factors)
 
 
-def _kernel(sources, o_gmem, sums_gmem=None, *, lows, plan: LeadingPlan, sums_smem, summed, received_smem=None,
-            received=None):  # fmt: skip
-    tile, stretch, block = (lax.axis_index(name) for name in ("tile", "stretch", "block"))
-    warpgroup = lax.axis_index("warpgroup")
-    part = (stretch * plan.cluster + block) * plan.warpgroups + warpgroup
-    columns = plan.columns(tile)
-    total = plgpu.layout_cast(jnp.zeros(plan.shape, jnp.float32), plan.layout)
-    for refs, low in zip(sources, lows, strict=True):
-        total = _sum_rows(refs, low, part, columns, plan, total)
+def _zeros(size: int, layout):
+    return plgpu.layout_cast(jnp.zeros((size,), jnp.float32), layout)
 
-    load = lambda ref: plgpu.load(ref, layout=plan.sums_layout, optimized=False)
-    # A whole matrix for each warpgroup: Mosaic swizzles 8 rows of 128 bytes, and gets a part of 8 rows wrong.
-    _mgpu.store(sums_smem.at[warpgroup], total)
+
+def _sum_lines(factors, first, tile, window, plan: LeadingPlan):
+    """Sum of this warpgroup's windows of the lines `first`, `first + plan.stride` and so on."""
+    word = plan.word(first, tile) + window * core.WARPGROUP
+    step, layout = plan.stride * plan.line // plan.vec, plgpu.Layout.WG_STRIDED((plan.window,), plan.vec)
+    load = lambda word, line: _product(factors, word * plan.vec, line, plan.window, layout)
+    value = lambda i: load(word + i * step, first + i * plan.stride)
+
+    whole, loads = plan.lines // plan.stride, plan.loads  # Each sum has `whole` loads, or one more.
+    add = lambda turn, total: functools.reduce(jnp.add, [value(turn * loads + i) for i in range(loads)], total)
+    total = lax.fori_loop(0, whole // loads, add, _zeros(plan.window, layout))
+    rest = [value(i) for i in range(whole // loads * loads, whole)]
+    if plan.lines % plan.stride:
+        has_more = first + whole * plan.stride < plan.lines  # The others load the start of the matrix.
+        at = jnp.where(has_more, word + whole * step, window * core.WARPGROUP)
+        last = load(at, jnp.where(has_more, first + whole * plan.stride, 0))
+        rest.append(jnp.where(jnp.full((plan.window,), has_more), last, 0.0))
+    return functools.reduce(jnp.add, rest, total)
+
+
+def _kernel(factors, o_gmem, *, plan: LeadingPlan, sums_smem, summed):
+    tile, stretch, warpgroup = (lax.axis_index(name) for name in ("tile", "stretch", "warpgroup"))
+    group, window = _mgpu.div(warpgroup, plan.windows), _mgpu.rem(warpgroup, plan.windows)
+    column = plan.column(tile)
+    first_line = lambda group: stretch * plan.groups + group
+    store = lambda at, value: _mgpu.store(sums_smem.at[pl.ds(at, *value.shape)], value)
+
+    left_smem = plan.groups * plan.span
+    mine, left_at = plan.left_span // plan.warpgroups, plan.lines * plan.line + column
+    left_start = jnp.minimum(left_at, plan.rows * plan.cols - plan.left_span)
+    if plan.left:  # Each warpgroup loads its share now and stores it later, so that none waits for it.
+        layout = plgpu.Layout.WG_STRIDED((mine,), 1)
+        left = _product(factors, left_start + warpgroup * mine, plan.rows - 1, mine, layout)
+
+    store(warpgroup * plan.window, _sum_lines(factors, first_line(group), tile, window, plan))
+    if plan.left:
+        index = plgpu.broadcasted_iota(jnp.int32, (mine,), 0, layout=layout) + warpgroup * mine
+        is_left = (index >= left_at - left_start) & (stretch == 0)
+        store(left_smem + warpgroup * mine, jnp.where(is_left, left, 0.0))
+
+    @pl.loop(warpgroup, plan.zeros // CHUNK, step=plan.warpgroups)
+    def _(i):
+        store(left_smem + plan.left_span + i * CHUNK, _zeros(CHUNK, CHUNK_LAYOUT))
+
     plgpu.barrier_arrive(summed)
+    plgpu.barrier_wait(summed)
 
-    def finish(total):
-        """Stores the sums. Columns that the last tile shares with the one before are stored by both, the same to the
-        bit; which the interpreter takes for a race, so that there the last tile stores the others alone."""
-        sums, others = jnp.sum(total, axis=0).astype(o_gmem.dtype), plan.num_tiles * plan.width - plan.cols
-        if not plan.interpreted or others == 0:
-            return _mgpu.store(o_gmem.at[stretch, columns], sums)
-        is_last = tile == plan.num_tiles - 1
-        pl.when(~is_last)(lambda: _mgpu.store(o_gmem.at[stretch, columns], sums))
-        rest = pl.ds(plan.cols - plan.width + others, plan.width - others)
-        pl.when(is_last)(lambda: _mgpu.store(o_gmem.at[stretch, rest], sums[others:]))
+    aligned = lambda group: _mgpu.rem(first_line(group) * plan.line + column, plan.vec) if plan.slack else 0
+    begins = [group * plan.span + aligned(group) for group in range(plan.groups)]  # The block's columns in each span.
+    skip = jnp.maximum(0, tile - plan.num_tiles + 2) * plan.shared
 
-    @pl.when(warpgroup == 0)
-    def _():
+    def add_up(chunk):
+        low = jnp.minimum(skip + chunk * CHUNK, max(0, plan.sums - CHUNK))
+
+        def add(begins, parts, total):
+            load = lambda at: plgpu.load(sums_smem.at[pl.ds(at, CHUNK)], layout=CHUNK_LAYOUT, optimized=False)
+            places = lambda part: [at + part * plan.kept * plan.cols + low for at in begins]
+            one_part = lambda part, total: functools.reduce(jnp.add, [load(at) for at in places(part)], total)
+            if parts * len(begins) > UNROLLED_PLACES:
+                return lax.fori_loop(0, parts, one_part, total)
+            return functools.reduce(lambda total, part: one_part(part, total), range(parts), total)
+
+        total = add(begins, plan.parts, _zeros(CHUNK, CHUNK_LAYOUT))
+        if plan.left:
+            total = add([left_smem + left_at - left_start], plan.left_parts, total)
+        if plan.sums < CHUNK:
+            return store(plan.smem_values - CHUNK, total)
+        new = jnp.minimum(CHUNK, plan.sums - skip - chunk * CHUNK)
+        _store(o_gmem.at[stretch], column + low, total.astype(o_gmem.dtype), new, plan)
+
+    @pl.loop(0, pl.cdiv(plan.sums, CHUNK * plan.warpgroups))
+    def _(i):
+        chunk = i * plan.warpgroups + warpgroup
+        pl.when(skip + chunk * CHUNK < plan.sums)(lambda: add_up(chunk))
+
+    if plan.sums < CHUNK:  # Fewer columns than a warpgroup has threads: one after the other.
+        plgpu.barrier_arrive(summed)
         plgpu.barrier_wait(summed)
-        sums = [load(sums_smem.at[i]) for i in range(plan.warpgroups)]
-        mine = jnp.concatenate([functools.reduce(jnp.add, sums[i :: plan.stacked]) for i in range(plan.stacked)])
-        if plan.cluster == 1:
-            return finish(mine)
-        if plan.interpreted:
-            sums_gmem[tile, block] = mine
-            plgpu.barrier_arrive(received)
-            plgpu.barrier_wait(received)
-        else:
-            send = functools.partial(plgpu.async_store_smem, mine, received_smem.at[block], received, optimized=False)
-            pl.when(block > 0)(functools.partial(send, cluster_idx=jnp.int32(0), cluster_dim="block"))
 
-        @pl.when(block == 0)
-        def _():
-            if not plan.interpreted:
-                plgpu.barrier_wait(received)
-            others = sums_gmem.at[tile] if plan.interpreted else received_smem
-            finish(functools.reduce(jnp.add, [load(others.at[b]) for b in range(1, plan.cluster)], mine))
+        @pl.loop(warpgroup, plan.sums, step=plan.warpgroups)
+        def _(i):
+            o_gmem[stretch, i] = sums_smem[plan.smem_values - CHUNK + i].astype(o_gmem.dtype)
 
 
-def _plan(rows: int, cols: int, itemsize: int, target: _mgpu.Target, stretches: bool) -> LeadingPlan:
-    """The cheapest plan of one pass; with `stretches`, of the first of two."""
-    whole = LeadingPlan(rows, cols, itemsize, interpreted=target.interpreted)
-    if target.interpreted:  # Its threads are few, and a cluster of large blocks would take all of them to wait.
-        whole = dataclasses.replace(whole, warpgroups=2)
-    lanes = [n for n in (2, 4, 8, 16, 32) if n * whole.vec <= cols]
-    plans = []
-    for n in [n for n in lanes if n * whole.vec * itemsize >= 32] or lanes[-1:]:
-        plan = dataclasses.replace(whole, lanes=n)
-        if stretches:
-            waves = {max(1, wave * target.num_sms // plan.num_tiles) for wave in (1, 2, 3)}
-            plans += [dataclasses.replace(plan, stretches=s) for s in waves]
-        else:
-            plans += [dataclasses.replace(plan, cluster=c) for c in CLUSTERS]
-    return min(plans, key=lambda plan: plan.cost(target.num_sms))
+def _store(o_gmem, column, sums, new, plan: LeadingPlan):
+    """Stores a chunk of sums, the last `new` of which no other chunk has. Others store the rest too, the same to the
+    bit; the interpreter takes that for a race, so that there the chunk stores the new ones alone."""
+    if not plan.interpreted:
+        return _mgpu.store(o_gmem.at[pl.ds(column, CHUNK)], sums)
+    for size in {CHUNK, *((columns - 1) % CHUNK + 1 for columns in (plan.sums, plan.sums - plan.shared))}:
+        old = CHUNK - size
+        pl.when(new == size)(lambda old=old, size=size: _mgpu.store(o_gmem.at[pl.ds(column + old, size)], sums[old:]))
 
 
-def _fold(rows: int, cols: int, itemsize: int) -> int:
-    """Rows to put side by side: loads of 16 bytes, in tiles of a warp's width that cover the folded row best."""
-    vec = 16 // itemsize
-    least, width = vec // math.gcd(cols, vec), core.LANES * vec
-    most = max(1, FOLDED_COLS_MAX // (least * cols))
-    folds = [least * n for n in range(1, most + 1) if least * n <= rows // 4]
-    return min(folds, key=lambda fold: pl.cdiv(fold * cols, width) * width / (fold * cols), default=1)
+def candidates(rows: int, cols: int, itemsize: int, target: _mgpu.Target, twice: bool, foldable: bool):
+    """Plans of the first of two kernels, or of the only one. Without `foldable` a line is one row."""
+    kept = pl.cdiv(CHUNK, cols) if twice else 1
+    warpgroups = 2 if target.interpreted else WARPGROUPS  # The interpreter has few threads.
+    for load_bytes, windows in itertools.product((4, 8, 16), (1, warpgroups)):
+        vec = load_bytes // itemsize
+        span = windows * core.WARPGROUP * vec
+        if windows > 1 and cols > span - vec:  # Only lines take several windows.
+            continue
+        side = span // cols  # Rows that a span holds wherever it begins: a multiple of those kept, where possible.
+        if side * cols % vec:
+            side = (span - vec) // cols
+        side = max(1, side // kept * kept) if foldable else 1
+        plan = LeadingPlan(rows, cols, itemsize, vec, windows, side, kept if side % kept == 0 else 1,
+                           warpgroups=warpgroups, interpreted=target.interpreted)  # fmt: skip
+        if not foldable and plan.left > cols:
+            continue
+        multiple = vec // math.gcd(vec, plan.groups * plan.line)  # Other numbers of stretches misalign loads.
+        most = [blocks // plan.num_tiles for blocks in (target.num_sms // 2, target.num_sms, 2 * target.num_sms)]
+        for stretches in [min(n, plan.lines // plan.groups) for n in most] if twice else [1]:
+            if stretches >= multiple:
+                yield dataclasses.replace(plan, stretches=stretches // multiple * multiple)
 
 
-def choose(rows: int, cols: int, itemsize: int, target: _mgpu.Target, foldable: bool) -> tuple[int, LeadingPlan]:
-    """Rows to put side by side, and the plan of the only or of the first kernel: whatever costs less."""
-    cost = lambda plan: plan.cost(target.num_sms)
-    fold = _fold(rows, cols, itemsize) if foldable else 1
-    once = _plan(rows, max(cols, COLS_MIN), itemsize, target, stretches=False)
-    twice = _plan(rows // fold, max(fold * cols, COLS_MIN), itemsize, target, stretches=True)
-    if twice.stretches * fold == 1 or (cost(once) <= cost(twice) + LAUNCH_COST and cols >= COLS_MIN):
-        return 1, once
-    return fold, twice
+def cost(plan: LeadingPlan, target: _mgpu.Target) -> float:
+    """Predicted microseconds of a plan, with the second kernel where it leaves several rows of sums."""
+    narrow = plan.vec * plan.itemsize <= 4  # Two blocks of wider loads lack registers to run on an SM at once.
+    waves = pl.cdiv(plan.num_tiles * plan.stretches, target.num_sms * (1 + narrow))
+    rounds = waves * pl.cdiv(pl.cdiv(plan.lines, plan.stride), plan.loads)
+    places = (plan.parts * plan.groups + plan.left_parts) * pl.cdiv(plan.sums, CHUNK * plan.warpgroups)
+    loaded = plan.lines * plan.num_tiles * plan.span * plan.itemsize
+    rate = CACHE_RATE if loaded < CACHE_BYTES else SHORT_RATE if narrow and plan.windows == 1 else MEMORY_RATE
+    us = LAUNCH_US + rounds * LOADS_US + places * PLACE_US + loaded / rate
+    return us if plan.left_rows == 1 else us + cost(choose(plan.left_rows, plan.cols, 4, target, once=True), target)
+
+
+@functools.lru_cache(maxsize=1024)
+def choose(rows: int, cols: int, itemsize: int, target: _mgpu.Target, foldable: bool = True, once: bool = False):
+    """The plan that costs least: of the only kernel, or unless it is `once` of the first of two."""
+    ways = [candidates(rows, cols, itemsize, target, twice, foldable) for twice in ([False] if once else [False, True])]
+    return min(itertools.chain(*ways), key=lambda plan: cost(plan, target))
 
 
 def sum_leading(target: _mgpu.Target, params, dtype, *factors):
-    """Sums over the leading axis of the product of `factors`, (rows, cols) each, or (rows,) in float32, as `dtype`."""
+    """Sums over the leading axis of the product of `factors`, (rows, cols) each, or (rows,) in float32, as `dtype`.
+
+    Matrices of several factors have at least 128 columns.
+    """
     rows, cols = factors[0].shape
-    fold, plan = choose(rows, cols, factors[0].dtype.itemsize, target, len(factors) == 1)
-    if fold * plan.stretches == 1:
-        return _launch(plan, params, dtype, ([*factors], 0))[0, :cols]
-    folded, left, whole = factors, [], rows // fold * fold
-    if fold > 1:
-        (x,) = factors
-        folded = [x.reshape(-1)[: whole * cols].reshape(-1, fold * cols)]
-    if whole < rows:
-        left = [([x], whole)] if cols >= COLS_MIN else [([x[whole:]], 0)]
-    sums = _launch(plan, params, jnp.float32, ([*folded], 0))[:, : fold * cols].reshape(-1, cols)
-    last = _plan(len(sums), max(cols, COLS_MIN), 4, target, stretches=False)
-    return _launch(last, params, dtype, ([sums], 0), *left)[0, :cols]
+    if rows * cols > VALUES_MAX:
+        at_once = VALUES_MAX // cols
+        parts = [[x[i : i + at_once] for x in factors] for i in range(0, rows, at_once)]
+        factors = [jnp.stack([sum_leading(target, params, jnp.float32, *part) for part in parts])]
+    itemsize = max(x.dtype.itemsize for x in factors if x.ndim == 2)
+    plan = choose(len(factors[0]), cols, itemsize, target, foldable=len(factors) == 1)
+    return sum_by(plan, target, params, dtype, factors)
 
 
-def _launch(plan: LeadingPlan, params, dtype, *sources):
-    """Sums of the rows of `sources`, each of them factors and the row that its sum begins at."""
-    least = plan.rows_at_once, plan.cols
-    pad = lambda x: jnp.pad(x, [(0, max(0, size - n)) for n, size in zip(x.shape, least[: x.ndim], strict=True)])
-    factors, lows = [[pad(x) for x in source] for source, _ in sources], [low for _, low in sources]
-    out_type = [jax.ShapeDtypeStruct((plan.stretches, plan.cols), dtype)]
-    if plan.interpreted and plan.cluster > 1:
-        out_type.append(jax.ShapeDtypeStruct((plan.num_tiles, plan.cluster, *plan.sums_shape), jnp.float32))
-    out, *_ = _mgpu.kernel(
-        functools.partial(_kernel, lows=lows, plan=plan),
-        out_type=out_type,
+def sum_by(plan: LeadingPlan, target: _mgpu.Target, params, dtype, factors):
+    """`sum_leading` by this plan."""
+    if plan.left_rows == 1:
+        return _launch(plan, params, dtype, factors)[0]
+    sums = _launch(plan, params, jnp.float32, factors).reshape(plan.left_rows, plan.cols)
+    return _launch(choose(*sums.shape, 4, target, once=True), params, dtype, [sums])[0]
+
+
+def _launch(plan: LeadingPlan, params, dtype, factors):
+    """Rows of sums, one for each stretch."""
+    unit = plan.warpgroups * core.WARPGROUP
+    least = pl.cdiv(pl.cdiv(plan.span, unit) * unit, plan.cols)  # Rows that any load fits into.
+    if plan.rows < least:
+        factors = [jnp.pad(x, [(0, least - plan.rows), (0, 0)][: x.ndim]) for x in factors]
+        plan = dataclasses.replace(plan, rows=least)
+    return _mgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=jax.ShapeDtypeStruct((plan.stretches, plan.kept * plan.cols), dtype),
         grid=(plan.stretches, plan.num_tiles),  # CUDA allows 65535 but for the last.
         grid_names=("stretch", "tile"),
-        cluster=(plan.cluster,),
-        cluster_names=("block",),
         num_threads=plan.warpgroups,
         thread_name="warpgroup",
-        scratch_types=plan.scratch,
-        compiler_params=dataclasses.replace(params, reduction_scratch_bytes=8 * core.WARPGROUP * plan.vec),
-    )(factors)
-    return out
+        scratch_types=dict(
+            sums_smem=plgpu.SMEM((plan.smem_values,), jnp.float32),
+            summed=plgpu.Barrier(num_arrivals=plan.warpgroups),
+        ),
+        compiler_params=params,
+    )([x.reshape(-1) for x in factors])

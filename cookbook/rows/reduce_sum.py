@@ -6,8 +6,8 @@ Shapes: x of any rank; the result lacks the axis and has the dtype of x: float32
 axis have up to 65536 values; the leading axis has any length.
 
 Role table, last axis: as in `softmax`, one warpgroup a block sums one or more rows in registers; there are no barriers
-of ours. Leading axis: `leading.py`, where the warpgroups of a block, and then the blocks of a cluster, add up what each
-has summed of a tile of columns; narrow matrices take a second kernel.
+of ours. Leading axis: `leading.py`, where each warpgroup sums some rows of a tile of columns, and the warpgroups of a
+block add their sums up; where columns are too few for all SMs, a second kernel adds up sums of stretches of rows.
 
 Bound by: memory (one read). The gradient is a broadcast, and XLA's. Not supported: axes in between (move the axis
 first).
