@@ -23,7 +23,7 @@ class Config:
 
     num_blocks: int = 16  # SMs that it uses. NVLink is full with few, and the others are free for other kernels.
     stage_bytes: int = 65_536  # Shared memory that one round of a block fills. Small ones pay more signals a byte.
-    num_stages: int = 3  # Rounds in shared memory: two whose stores are in flight, and one that loads.
+    num_stages: int = 3  # Rounds in shared memory: of copies, two whose stores are in flight, and one that loads.
 
     def __post_init__(self):
         if not 1 <= self.num_blocks <= 132:
