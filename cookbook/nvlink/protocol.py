@@ -172,6 +172,49 @@ class ReduceScatter:
 
 
 @dataclasses.dataclass(frozen=True)
+class PushedScatter:
+    """`ReduceScatter` by push, for comparison: no kernel here uses it. The owner adds up what all push to it.
+
+    A round sends one piece to each owner's `stage`, which has `num_slots` slots for each sender. A device sends to
+    itself as well, so that the addends come from one buffer and 0 + 1 + ... + (n - 1) is the order on every device.
+    The signals of a round follow the sends of the next, which keeps two rounds in flight.
+
+    | semaphore | signalled by | how often | waited for by |
+    |---|---|---|---|
+    | arrived[q] | device q, "send": a piece is in its slot | each round | "add" |
+    | freed[p] | device p, "add": a slot of this device there is read | each round but the last `num_slots` | "send" |
+    """
+
+    n: int
+    num_slots: int
+
+    def __post_init__(self):
+        if self.num_slots < 2:
+            raise ValueError(f"{self.num_slots=}: must be 2 or more, since two rounds are in flight")
+
+    def send(self, d, i) -> list:
+        """The role "send", round `i`."""
+        slot, peers = _mgpu.rem(i, self.num_slots), everybody(d, self.n)
+        credits = [Wait("freed", p, when=i >= self.num_slots) for p in peers]
+        sends = [Send(p, "stage", (d, slot), (d, p, i)) for p in peers]
+        return [*credits, *sends, Flush(self.n, when=i >= 1), *self._arrived(d, when=i >= 1)]
+
+    def end_send(self, d, num_rounds) -> list:
+        return [Flush(0), *self._arrived(d, when=num_rounds >= 1)]
+
+    def add(self, d, i, num_rounds) -> list:
+        """The role "add", round `i`."""
+        slot = _mgpu.rem(i, self.num_slots)
+        waits = [Wait("arrived", q) for q in range(self.n)]
+        reads = [Read("stage", (q, slot), (q, d, i)) for q in range(self.n)]
+        freed = [Signal(q, "freed", d, when=i + self.num_slots < num_rounds) for q in range(self.n)]
+        return [*waits, *reads, *freed]
+
+    def _arrived(self, d, when) -> list:
+        return [Signal(p, "arrived", d, when) for p in everybody(d, self.n)]
+
+
+@dataclasses.dataclass(frozen=True)
 class GatherMatmul:
     """Shards are pushed to every device while it multiplies those that it has: its own first, then the next device's.
 
@@ -288,6 +331,9 @@ def programs(protocol, d: int, num_rounds: int) -> dict[str, list]:
         case ReduceScatter():
             pull = _rounds(num_rounds, lambda i: [*protocol.load(d, i), *protocol.add(d, i)])
             roles = {"pull": [*pull, *protocol.end(d)]}
+        case PushedScatter():
+            send = [*_rounds(num_rounds, lambda i: protocol.send(d, i)), *protocol.end_send(d, num_rounds)]
+            roles = {"send": send, "add": _rounds(num_rounds, lambda i: protocol.add(d, i, num_rounds))}
         case GatherMatmul():
             send = lambda c: _rounds(protocol.num_rounds, lambda i: protocol.send(d, c, i)) + protocol.end_send(d)
             multiply = lambda step, tile: protocol.multiply(d, step, tile % protocol.num_blocks)

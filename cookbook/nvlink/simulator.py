@@ -148,8 +148,9 @@ class Simulator:
         process, event, key, data = copy
         self.in_flight.remove(copy)
         self.history.append(dataclasses.replace(event, arrives=True))
-        if ended := {event.action.peer, event.device} & self.ended:
-            raise Fault(f"copied after the end of device {min(ended)}: {data}")
+        if event.action.peer in self.ended:
+            copied = "stored" if isinstance(event.action, Send) else "loaded"
+            raise Fault(f"{copied} after the end of device {event.action.peer}: {data}")
         self.slots[key], process.copies[event.copy] = data, True
         if key[1] not in self.kept:
             self.unread.add(key)

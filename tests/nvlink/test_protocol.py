@@ -14,6 +14,7 @@ from cookbook.nvlink.protocol import (
     GatherMatmul,
     Load,
     MatmulScatter,
+    PushedScatter,
     Read,
     ReduceScatter,
     Send,
@@ -28,6 +29,7 @@ SEEDS = 40
 KINDS = {
     "all_gather": AllGather,
     "reduce_scatter": ReduceScatter,
+    "pushed_scatter": lambda n: PushedScatter(n, num_slots=2),
     "all_to_all": AllToAll,
     "gather_matmul": lambda n: GatherMatmul(n, num_senders=2, num_blocks=4, rounds=2, lag=3),
     "matmul_scatter": MatmulScatter,
@@ -55,6 +57,12 @@ def test_a_protocol_is_right_in_every_order(name, n):
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_to_all"])
 def test_a_collective_with_fewer_rounds(name, num_rounds):
     simulate(programs(KINDS[name](3), 3, num_rounds))
+
+
+@pytest.mark.parametrize("num_rounds", [0, 1, 2, 3])
+@pytest.mark.parametrize("num_slots", [2, 3, 5])
+def test_pushed_scatter_with_more_slots_or_fewer_rounds(num_slots, num_rounds):
+    simulate(programs(PushedScatter(3, num_slots), 3, num_rounds))
 
 
 @pytest.mark.parametrize(
@@ -115,6 +123,8 @@ def test_a_kernel_sees_the_protocol_that_is_simulated():
     kinds = ReduceScatter(4), GatherMatmul(4, 2, num_blocks=2, rounds=2, lag=1), MatmulScatter(4)
     roles = {
         "pull": lambda d, i: [*kinds[0].load(d, i), *kinds[0].add(d, i), *kinds[0].end(d)],
+        "push": lambda d, i: [*PushedScatter(4, 3).send(d, i), *PushedScatter(4, 3).end_send(d, i)],
+        "add": lambda d, i: PushedScatter(4, 3).add(d, i, 6),
         "gather": lambda d, i: [*AllGather(4).send(d, i, 3), *AllGather(4).end(d)],
         "announce": lambda d, i: [*AllToAll(4).announce(d), *AllToAll(4).learn(i)],
         "exchange": lambda d, i: [*AllToAll(4).send(d, i, 3), *AllToAll(4).end(d)],
@@ -129,6 +139,11 @@ def test_a_kernel_sees_the_protocol_that_is_simulated():
             for action, (found, when) in zip(role(d, i), traced(jnp.int32(d), jnp.int32(i)), strict=True):
                 assert bool(when) == action.when
                 assert not when or [int(x) for x in found] == [int(x) for x in numbers(action)]
+
+
+def test_too_few_slots_are_refused():
+    with pytest.raises(ValueError, match="num_slots=1: must be"):
+        PushedScatter(4, 1)
 
 
 @pytest.mark.parametrize("n", DEVICES)
@@ -179,6 +194,7 @@ def late(semaphore):
 @pytest.mark.parametrize(
     "name, semaphore",
     [
+        ("pushed_scatter", "arrived"),
         ("all_to_all", "known"),
         ("gather_matmul", "arrived"),
         ("matmul_scatter", "arrived"),
@@ -189,6 +205,11 @@ def test_mutant_that_does_not_wait_for_arrival_is_found(name, semaphore, n):
     found(changed(name, n, late(semaphore)), "read before it arrived")
 
 
+@pytest.mark.parametrize("n", [2, 4])
+def test_mutant_that_does_not_wait_for_a_free_slot_is_found(n):
+    found(changed("pushed_scatter", n, late("freed")), "overwritten|read before it arrived|deadlock")
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_mutant_that_ends_without_waiting_is_found(name):
     found(changed(name, 3, without(Wait)), "after the end|read before|signals left over|overwritten")
@@ -196,7 +217,7 @@ def test_mutant_that_ends_without_waiting_is_found(name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_mutant_that_signals_before_its_stores_have_arrived_is_found(name):
-    found(changed(name, 3, without(Flush)), "copied after the end|read before it arrived")
+    found(changed(name, 3, without(Flush)), "(stored|loaded) after the end|read before it arrived")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -217,6 +238,19 @@ def test_mutant_with_a_wrong_neighbour_is_found(name, kind):
             swap = lambda a, to=(neighbour + 1) % 4: dataclasses.replace(a, peer=to)
             roles[role] = [swap(a) if is_wrong(a) else a for a in actions]
     found(right, "read before|overwritten|deadlock|left over|after the end")
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_mutant_that_reuses_a_slot_a_round_early_is_found(n):
+    """The first wait for a free slot comes one use late, and all others with it."""
+
+    def change(actions):
+        waits = [k for k, a in enumerate(actions) if isinstance(a, Wait) and a.semaphore == "freed"]
+        kept = waits[n:]
+        early = {k: actions[previous] for k, previous in zip(kept, waits, strict=False)}
+        return [early.get(k, a) for k, a in enumerate(actions) if k not in waits[:n]] + [actions[k] for k in waits[-n:]]
+
+    found(changed("pushed_scatter", n, change), "overwritten|read before it arrived|deadlock")
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -246,12 +280,27 @@ def test_mutant_that_copies_once_the_peers_of_the_pieces_are_known_is_found():
     found(changed("all_to_all", 4, change), "read before it arrived|signals left over")
 
 
+def test_mutant_that_frees_a_slot_before_it_is_read_is_found():
+    def change(actions):
+        """Each round's signals go before its reads."""
+        out = []
+        for action in actions:
+            is_free = isinstance(action, Signal) and action.semaphore == "freed"
+            at = len(out)
+            while is_free and at and not isinstance(out[at - 1], Wait):
+                at -= 1
+            out.insert(at, action)
+        return out
+
+    found(changed("pushed_scatter", 3, change), "overwritten|read before it arrived")
+
+
 def test_mutant_whose_senders_announce_a_block_too_early_is_found():
     """Each signal comes a round before the stores of its block have ended."""
     early = lambda actions: [
         dataclasses.replace(a, pending=a.pending + 1) if isinstance(a, Flush) else a for a in actions
     ]
-    found(changed("gather_matmul", 3, early), "read before it arrived|copied after the end")
+    found(changed("gather_matmul", 3, early), "read before it arrived|(stored|loaded) after the end")
 
 
 def test_mutant_that_waits_for_one_of_several_senders_is_found():
@@ -279,7 +328,7 @@ def test_the_shortest_faulty_run_is_found_with_its_history():
 
 
 def test_a_history_has_every_action_and_every_arrival_after_its_send():
-    all_programs = programs(ReduceScatter(2, 2), 2)
+    all_programs = programs(PushedScatter(2, 2), 2)
     run = Simulator(all_programs, seed=0)
     run.run()
     actions = [action for roles in all_programs for actions in roles.values() for action in actions]
