@@ -2,7 +2,7 @@
 
 from cookbook.lab import plot
 from cookbook.nvlink import protocol
-from cookbook.nvlink.protocol import Flush, Read, ReduceScatter, Send, Signal, Wait
+from cookbook.nvlink.protocol import Flush, PushedScatter, Read, Send, Signal, Wait
 from cookbook.nvlink.simulator import find_fault
 from figures._draw import save
 
@@ -16,7 +16,7 @@ LOOKS = {  # Marker, colour and name of each kind of event.
 
 
 def draw(run=None, last: int = 26):
-    """The `last` events of `run`; by default of a reduce-scatter without flushes."""
+    """The `last` events of `run`; by default of a pushed reduce-scatter without flushes."""
     run = run or find_fault(_without_flushes())
     events = run.history[-last:]
     devices = sorted({p.device for p in run.processes})
@@ -30,12 +30,12 @@ def draw(run=None, last: int = 26):
             kind, y = type(event.action), rows[event.device, event.role]
             marker, colour, name = LOOKS[kind]
             if kind is Send and event.arrives:
-                at, start = started.pop((event.device, event.role, event.send), (-0.6, y))
+                at, start = started.pop((event.device, event.role, event.copy), (-0.6, y))
                 target = rows[event.action.peer, "memory"]
                 ax.annotate("", (x, target), (at, start), arrowprops=dict(arrowstyle="-|>", color=colour, lw=1.0))
                 continue
             if kind is Send:
-                started[event.device, event.role, event.send] = x, y
+                started[event.device, event.role, event.copy] = x, y
             if kind is Signal:
                 target = rows[event.action.peer, "memory"]
                 style = dict(arrowstyle="-|>", color=colour, lw=0.9, linestyle=":")
@@ -72,7 +72,7 @@ def _about(action) -> str:
 
 
 def _without_flushes():
-    programs = [protocol.programs(ReduceScatter(2, 2), d, 2) for d in range(2)]
+    programs = [protocol.programs(PushedScatter(2, 2), d, 2) for d in range(2)]
     return [{role: [a for a in acts if not isinstance(a, Flush)] for role, acts in p.items()} for p in programs]
 
 

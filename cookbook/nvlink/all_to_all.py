@@ -9,15 +9,14 @@ to each device, as experts need it: `jax.lax.ragged_all_to_all`, with the offset
 
 | warpgroup | does |
 |---|---|
-| 0, sends | sends its sizes to all; when all sizes are here, copies the peers' rows into their results, in pieces |
+| 0, sends | sends its sizes to all; when all sizes are here, copies the peers' rows into their results (`copies.py`) |
 | 1, keeps | copies the rows that stay on the device, and writes zeros into the rows that nobody sends |
 
 | barrier | arrives | count | waits |
 |---|---|---|---|
-| filled[wg, stage] | TMA: a piece is in shared memory | 1 | the warpgroup, before it stores the piece |
 | loaded | TMA: this device's sizes are in shared memory | 1 | warpgroup 0 |
 | known[wg] (semaphore) | each device's block of this number: its sizes have arrived | n | each warpgroup |
-| arrived (semaphore) | each peer's block of this number: its rows have arrived | n - 1 | the end of warpgroup 0 |
+| filled[wg, stage], arrived (semaphore) | as in `copies.py` | | |
 
 Every device knows all n x n sizes before it sends a row. So it knows where its rows begin in each result, and how many
 of them the result has room for. It sends no more than those: a result that is too small loses rows, and nothing is ever
@@ -38,10 +37,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
-from . import core, protocol, segments
+from . import copies, core, protocol, segments
 from .core import Config
 
-SENDS, KEEPS = range(2)  # Warpgroups.
 SIZES = 128  # Length of a vector of sizes as it is sent: the first n count.
 
 
@@ -168,14 +166,7 @@ def _launch(rows, sizes, plan: segments.Plan, axis_name, config, is_transposed: 
     """(result, everybody's sizes as each block got them). Without `sizes` all are equal, and none are exchanged."""
     units = (plan.rows if is_transposed else plan.capacity) * plan.parts
     out_type, operands = [jax.ShapeDtypeStruct((units, plan.width), rows.dtype)], [rows.reshape(-1, plan.width)]
-    row_bytes = plan.width * rows.dtype.itemsize
-    stage_units = _mgpu.padded_shape(plan.pieces[:1], (128 // math.gcd(128, row_bytes),))  # TMA's alignment of stages.
-    stages = (2, config.num_stages, *stage_units, plan.width)
-    scratch = dict(
-        stages=plgpu.SMEM(stages, rows.dtype),
-        filled=plgpu.Barrier(num_barriers=2 * config.num_stages),
-        arrived=plgpu.SemaphoreType.REGULAR,
-    )
+    scratch = copies.scratch(plan, config.num_stages, rows.dtype)
     if sizes is not None:
         out_type.append(jax.ShapeDtypeStruct((plan.num_blocks, plan.n, SIZES), jnp.int32))
         operands.append(jnp.pad(sizes, (0, SIZES - plan.n)))
@@ -196,86 +187,31 @@ def _launch(rows, sizes, plan: segments.Plan, axis_name, config, is_transposed: 
     return out.reshape(-1, plan.values), *gathered
 
 
-def _equal_kernel(plan, axis_name, is_transposed, x_gmem, o_gmem, *, stages, filled, arrived):
+def _equal_kernel(plan, axis_name, is_transposed, x_gmem, o_gmem, **scratch):
     size = plan.rows // plan.n
-    _exchange(plan, axis_name, is_transposed, lambda q, p: size, x_gmem, o_gmem, stages, filled, arrived)
+    routes = segments.routes(plan, lambda q, p: size, lax.axis_index(axis_name), is_transposed)
+    copies.push(plan, protocol.AllToAll(plan.n), axis_name, routes, x_gmem, o_gmem, **scratch)
 
 
 def _kernel(
-    plan, axis_name, is_transposed, x_gmem, own_gmem, o_gmem, sizes_gmem,
-    *, stages, filled, arrived, own_sizes, loaded, known,
-):  # fmt: skip
+    plan, axis_name, is_transposed, x_gmem, own_gmem, o_gmem, sizes_gmem, *, own_sizes, loaded, known, **scratch
+):
     d, block, wg = lax.axis_index(axis_name), lax.axis_index("block"), lax.axis_index("wg")
-    sizes_gmem, ends = sizes_gmem.at[block], protocol.AllToAll(plan.n)
+    sizes_gmem, roles = sizes_gmem.at[block], protocol.AllToAll(plan.n)
 
     def store(action, device_id):
         to = plgpu.remote_ref(sizes_gmem, device_id)
         plgpu.copy_smem_to_gmem(own_sizes, to.at[action.slot])
 
-    @pl.when(wg == SENDS)
+    @pl.when(wg == copies.SENDS)
     def _():
         plgpu.copy_gmem_to_smem(own_gmem, own_sizes, loaded)
         plgpu.barrier_wait(loaded)
-        core.perform(ends.announce(d), axis_name, dict(known=known), store)
+        core.perform(roles.announce(d), axis_name, dict(known=known), store)
 
-    core.perform(ends.learn(wg), axis_name, dict(known=known))
-    sizes = lambda q, p: sizes_gmem[q, p]
-    _exchange(plan, axis_name, is_transposed, sizes, x_gmem, o_gmem, stages, filled, arrived)
-
-
-def _exchange(plan, axis_name, is_transposed, sizes, x_gmem, o_gmem, stages, filled, arrived):
-    d, block, wg = lax.axis_index(axis_name), lax.axis_index("block"), lax.axis_index("wg")
-    ends = protocol.AllToAll(plan.n)
-    copy = functools.partial(_copy, plan, axis_name, x_gmem, o_gmem)
-    to_peers, own = segments.routes(plan, sizes, d, is_transposed)
-
-    @pl.when(wg == SENDS)
-    def _():
-        copy(plan.shares(to_peers, block), ends, d, stages.at[SENDS], filled, 0)
-        core.perform(ends.end(d), axis_name, dict(arrived=arrived))
-
-    @pl.when(wg == KEEPS)
-    def _():
-        copy(plan.shares(own, block), ends, d, stages.at[KEEPS], filled, stages.shape[1])
-        core.perform(ends.end_own(), axis_name, {})
-
-
-def _copy(plan, axis_name, x_gmem, o_gmem, shares, ends, d, stages, filled, first_barrier):
-    num_stages, num_rounds = stages.shape[0], shares.num_rounds
-
-    def each_size(size, do):
-        """`do(units)`, compiled for each size of a piece."""
-        for units in plan.pieces:
-            pl.when(size == units)(functools.partial(do, units))
-
-    def load(t):
-        stage, (_, source, _, size, _) = _mgpu.rem(t, num_stages), shares.piece(t)
-
-        def do(units):
-            to = stages.at[stage, pl.ds(0, units)]
-            plgpu.copy_gmem_to_smem(x_gmem.at[pl.ds(source, units)], to, filled.at[first_barrier + stage])
-
-        each_size(size, do)
-
-    def store(t):
-        stage, (peer, _, target, size, number) = _mgpu.rem(t, num_stages), shares.piece(t)
-        plgpu.barrier_wait(filled.at[first_barrier + stage])
-
-        def send(action, device_id):
-            out = plgpu.remote_ref(o_gmem, device_id)
-
-            def do(units):
-                plgpu.copy_smem_to_gmem(stages.at[stage, pl.ds(0, units)], out.at[pl.ds(target, units)])
-
-            each_size(size, do)
-
-        core.perform(ends.send(d, peer, number), axis_name, {}, send)
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # The stage of the round before is free.
-
-    @pl.loop(0, num_rounds + num_stages - 1)
-    def _(t):
-        pl.when(t >= num_stages - 1)(lambda: store(t - (num_stages - 1)))
-        pl.when(t < num_rounds)(lambda: load(t))
+    core.perform(roles.learn(wg), axis_name, dict(known=known))
+    routes = segments.routes(plan, lambda q, p: sizes_gmem[q, p], d, is_transposed)
+    copies.push(plan, roles, axis_name, routes, x_gmem, o_gmem, **scratch)
 
 
 def bytes_moved(x, n: int) -> int:

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
-from .protocol import Flush, Read, Send, Signal, Wait
+from .protocol import Flush, Load, Read, Send, Signal, Wait
 
 MAX_DEVICES = 8  # GPUs of one NVLink host.
 WIDTH = 256  # Columns of the matrix that a flat shard becomes: the most that TMA copies along one axis.
@@ -23,16 +23,13 @@ class Config:
 
     num_blocks: int = 16  # SMs that it uses. NVLink is full with few, and the others are free for other kernels.
     stage_bytes: int = 65_536  # Shared memory that one round of a block fills. Small ones pay more signals a byte.
-    num_stages: int = 3  # Rounds in shared memory: two whose stores are in flight, and one that loads.
-    num_slots: int = 4  # Pieces of each sender that a block of the receiver buffers (reduce_scatter).
+    num_stages: int = 3  # Rounds in shared memory: of copies, two whose stores are in flight, and one that loads.
 
     def __post_init__(self):
         if not 1 <= self.num_blocks <= 132:
             raise ValueError(f"{self.num_blocks=}: must be from 1 to 132, the SMs of an H200")
         if self.num_stages < 3:
             raise ValueError(f"{self.num_stages=}: must be 3 or more, since the stores of two rounds are in flight")
-        if self.num_slots < 2:
-            raise ValueError(f"{self.num_slots=}: must be 2 or more, since two rounds are in flight")
         if self.stage_bytes < 1 or self.num_stages * self.stage_bytes > _mgpu.SMEM_BYTES_MAX - 1024:
             raise ValueError(
                 f"{self.stage_bytes=}, {self.num_stages=}: their product must be at most "
@@ -143,14 +140,14 @@ def from_matrices(x, shape: tuple[int, ...]):
     return x.reshape(count, -1)[:, :size].reshape(shape)
 
 
-def perform(actions, axis_name, semaphores: dict, send=None) -> None:
-    """Carries out a protocol's actions in order. `send(action, device_id)` starts the copy of a `Send`."""
+def perform(actions, axis_name, semaphores: dict, copy=None) -> None:
+    """Carries out a protocol's actions in order. `copy(action, device_id)` starts the copy of a `Send` or `Load`."""
     device = lambda peer: {axis_name: jnp.int32(peer)}
 
     def do(action):
         match action:
-            case Send():
-                send(action, device(action.peer))
+            case Send() | Load():
+                copy(action, device(action.peer))
             case Flush():
                 plgpu.wait_smem_to_gmem(action.pending)
             case Signal():

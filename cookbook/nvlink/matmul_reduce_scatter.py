@@ -20,8 +20,9 @@ So runs are equal to the bit.
 | arrived[tile] (semaphore) | this warpgroup of each other device: its part of the tile is here | n - 1 | compute |
 | filled[slot], freed[slot] | as in `gemm/roles.py` | | |
 
-A warpgroup announces a tile in the middle of its next one, when the stores have ended: nobody waits for a store. The
-pieces of a whole tile fit into shared memory, so that NVLink carries them during the next tile's products.
+A warpgroup announces a tile late in its next one, when the stores have ended: nobody waits for a store. The two do so
+at different steps, so that one multiplies while the other waits for its signal to leave. The pieces of a whole tile fit
+into shared memory, so that NVLink carries them during the next tile's products.
 
 Bound by: the tensor cores, or by NVLink, which carries n - 1 shards each way. The derivative with respect to lhs is
 `all_gather_matmul`, and what it gathers serves the one with respect to rhs.
@@ -203,7 +204,7 @@ def _kernel(plan, lhs_gmem, rhs_gmem, o_gmem, parts_gmem, *, a_smem, b_smem, fil
             last = plan.entry.step * plan.tiles.per_shard + plan.entry.number - plan.tiles.clusters
 
             def prepare(step, a, b):
-                pl.when(step == plan.tiles.num_steps // 2)(lambda: _announce(plan, semaphores, last))
+                pl.when(step == _announce_step(plan))(lambda: _announce(plan, semaphores, last))
 
             return roles.multiply(plan, ring, a_smem, b_smem, before, acc, prepare)
 
@@ -213,6 +214,11 @@ def _kernel(plan, lhs_gmem, rhs_gmem, o_gmem, parts_gmem, *, a_smem, b_smem, fil
 
         roles.compute(plan, multiply, store)
         _announce(plan, semaphores, plan.index(plan.num_tiles() - 1))
+
+
+def _announce_step(plan):
+    """The step of a tile at which this warpgroup announces the tile before."""
+    return _mgpu.div((3 + lax.axis_index("role")) * plan.tiles.num_steps, 5)
 
 
 def _announce(plan, semaphores, index):
@@ -228,9 +234,12 @@ def _add_parts(plan, semaphores, place, values):
     core.perform(plan.protocol.receive(plan.device, entry.step, plan.tile(entry.number)), plan.axis_name, semaphores)
     rows, cols = (pl.ds(start, size) for start, size in zip(place, values.shape, strict=True))
 
+    # Loads of 8 bytes a thread fill whole sectors of the L2 cache, which the accumulator's own layout does not.
+    layout = plgpu.Layout.WGMMA if values.shape[1] % 16 else plgpu.Layout.WGMMA_UPCAST_2X
+
     def add(slot, values):
-        part = plgpu.load(plan.parts.at[slot, rows, cols], layout=plgpu.Layout.WGMMA, optimized=False)
-        return values + part.astype(jnp.float32)
+        part = plgpu.load(plan.parts.at[slot, rows, cols], layout=layout, optimized=False)
+        return values + plgpu.layout_cast(part, plgpu.Layout.WGMMA).astype(jnp.float32)
 
     return lax.fori_loop(0, jnp.where(entry.step == n - 1, n - 1, 0), add, values)
 

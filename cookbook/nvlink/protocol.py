@@ -7,11 +7,12 @@ carries the actions out on Python's integers, in many random orders.
 The protocols rest on four rules of the machine:
 
 * No device's block begins before every device is ready to launch: XLA has the devices wait for each other before a
-  kernel that uses peers' memory (`skip_device_barrier=False`). Outputs are allocated by then, and semaphores zero.
+  kernel that uses peers' memory (`skip_device_barrier=False`). Operands are written by then, outputs are allocated, and
+  semaphores are zero.
 * A store to a peer has arrived once `Flush` says so. A signal alone does not wait for the stores before it.
 * A signal releases what its warpgroup stored and flushed before it. A wait acquires it.
-* A kernel that ends gives its buffers and its semaphores back. Nobody may store to them or signal them after that, so
-  a kernel ends only when all that its peers send to it has come.
+* A kernel that ends gives its buffers and its semaphores back. Nobody may use them after that, so a kernel ends only
+  when all that its peers send to it has come, and when they have read all that they load from it.
 """
 
 import dataclasses
@@ -34,8 +35,19 @@ class Send:
 
 
 @dataclasses.dataclass(frozen=True)
+class Load:
+    """Starts to load a piece of data from a peer's operand into a buffer of this device."""
+
+    peer: Any
+    source: tuple  # Where in the operand. The data is called (peer, *source).
+    buffer: str
+    slot: tuple
+    when: Any = True
+
+
+@dataclasses.dataclass(frozen=True)
 class Flush:
-    """Waits until at most the `pending` latest sends of this role are still in flight."""
+    """Waits until at most the `pending` latest sends and loads of this role are still in flight."""
 
     pending: int
     when: Any = True
@@ -77,29 +89,91 @@ def peer(d, n: int, offset: int):
     return _mgpu.rem(d + offset, n)
 
 
+def everybody(d, n: int) -> list:
+    """All devices, in the order in which device `d` serves them: itself last."""
+    return [peer(d, n, k) for k in [*range(1, n), 0]]
+
+
 @dataclasses.dataclass(frozen=True)
 class AllGather:
-    """Every device pushes its shard to all. One role, "send": a round sends one piece of the shard to each device.
+    """Every device pushes its shard to all: role "send" to the peers, "keep" to the device's own result.
+
+    No place is written twice, so no piece needs a signal.
 
     | semaphore | signalled by | how often | waited for by |
     |---|---|---|---|
-    | arrived | each peer, when all its pieces have arrived | n - 1 | the end |
+    | arrived | each peer, when all its pieces have arrived | n - 1 | the end of "send" |
     """
 
     n: int
 
-    def send(self, d, i) -> list:
-        """Round `i`: the device's own output is served like the others', last."""
-        return [Send(peer(d, self.n, k), "out", (d, i), (d, i)) for k in [*range(1, self.n), 0]]
+    def send(self, d, to, i) -> list:
+        """Piece `i` for device `to`, which may be `d` itself."""
+        return [Send(to, "out", (d, i), (d, i))]
 
     def end(self, d) -> list:
+        """The end of "send"."""
         signals = [Signal(peer(d, self.n, k), "arrived") for k in range(1, self.n)]
         return [Flush(0), *signals, Wait("arrived", count=self.n - 1)]
+
+    def end_own(self) -> list:
+        """The end of "keep"."""
+        return [Flush(0)]
+
+
+@dataclasses.dataclass(frozen=True)
+class AllToAll(AllGather):
+    """Every device pushes to each the rows that are for it, once it knows all sizes: they say where rows lie.
+
+    | semaphore | signalled by | how often | waited for by |
+    |---|---|---|---|
+    | known[role] | each device: its sizes have arrived | n | each role, before it copies |
+    | arrived | as in `AllGather` | | |
+    """
+
+    def announce(self, d) -> list:
+        """The role "send": this device's sizes go to all, itself included. Equal sizes need no announcement."""
+        peers = everybody(d, self.n)
+        sends = [Send(p, "sizes", (d,), (d, "sizes")) for p in peers]
+        return [*sends, Flush(0), *[Signal(p, "known", role) for role in range(2) for p in peers]]
+
+    def learn(self, role) -> list:
+        """Role 0, "send", or 1, "keep"."""
+        return [Wait("known", role, count=self.n), *[Read("sizes", (q,), (q, "sizes")) for q in range(self.n)]]
+
+    def send(self, d, to, i) -> list:
+        return [Send(to, "out", (d, i), (d, to, i))]
 
 
 @dataclasses.dataclass(frozen=True)
 class ReduceScatter:
-    """Every device pushes to each owner what it adds to the owner's shard; the owner adds up in the devices' order.
+    """Every owner pulls from each device what that adds to the owner's shard, and adds up in the devices' order.
+
+    The operands lie in their places from the launch on, so no piece needs a signal, and nothing of a peer is written.
+
+    | semaphore | signalled by | how often | waited for by |
+    |---|---|---|---|
+    | read | each peer: it has loaded all that it needs from this device | n - 1 | the end |
+    """
+
+    n: int
+
+    def load(self, d, i) -> list:
+        """Round `i`."""
+        return [Load(p, (d, i), "stage", (p, i)) for p in everybody(d, self.n)]
+
+    def add(self, d, i) -> list:
+        """Round `i`, once its pieces have arrived."""
+        return [Flush(0), *[Read("stage", (q, i), (q, d, i)) for q in range(self.n)]]
+
+    def end(self, d) -> list:
+        """All rounds are added."""
+        return [*[Signal(peer(d, self.n, k), "read") for k in range(1, self.n)], Wait("read", count=self.n - 1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class PushedScatter:
+    """`ReduceScatter` by push, for comparison: no kernel here uses it. The owner adds up what all push to it.
 
     A round sends one piece to each owner's `stage`, which has `num_slots` slots for each sender. A device sends to
     itself as well, so that the addends come from one buffer and 0 + 1 + ... + (n - 1) is the order on every device.
@@ -120,7 +194,7 @@ class ReduceScatter:
 
     def send(self, d, i) -> list:
         """The role "send", round `i`."""
-        slot, peers = _mgpu.rem(i, self.num_slots), self._peers(d)
+        slot, peers = _mgpu.rem(i, self.num_slots), everybody(d, self.n)
         credits = [Wait("freed", p, when=i >= self.num_slots) for p in peers]
         sends = [Send(p, "stage", (d, slot), (d, p, i)) for p in peers]
         return [*credits, *sends, Flush(self.n, when=i >= 1), *self._arrived(d, when=i >= 1)]
@@ -136,11 +210,8 @@ class ReduceScatter:
         freed = [Signal(q, "freed", d, when=i + self.num_slots < num_rounds) for q in range(self.n)]
         return [*waits, *reads, *freed]
 
-    def _peers(self, d) -> list:
-        return [peer(d, self.n, k) for k in [*range(1, self.n), 0]]
-
     def _arrived(self, d, when) -> list:
-        return [Signal(p, "arrived", d, when) for p in self._peers(d)]
+        return [Signal(p, "arrived", d, when) for p in everybody(d, self.n)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,46 +314,6 @@ class MatmulScatter:
         return [Wait("arrived", tile, self.n - 1, is_own), *reads]
 
 
-@dataclasses.dataclass(frozen=True)
-class AllToAll:
-    """Every device pushes to each the rows that are for it, once it knows all sizes: they say where rows lie.
-
-    Role "send" copies to the peers, "keep" the rows that stay. No place is written twice, so no piece needs a signal.
-
-    | semaphore | signalled by | how often | waited for by |
-    |---|---|---|---|
-    | known[role] | each device: its sizes have arrived | n | each role, before it copies |
-    | arrived | each peer, when all its rows have arrived | n - 1 | the end of "send" |
-    """
-
-    n: int
-
-    def announce(self, d) -> list:
-        """The role "send": this device's sizes go to all, itself included. Equal sizes need no announcement."""
-        sends = [Send(p, "sizes", (d,), (d, "sizes")) for p in self._everybody(d)]
-        return [*sends, Flush(0), *[Signal(p, "known", role) for role in range(2) for p in self._everybody(d)]]
-
-    def learn(self, role) -> list:
-        """Role 0, "send", or 1, "keep"."""
-        return [Wait("known", role, count=self.n), *[Read("sizes", (q,), (q, "sizes")) for q in range(self.n)]]
-
-    def send(self, d, to, i) -> list:
-        """Piece `i` for device `to`, which may be `d` itself."""
-        return [Send(to, "out", (d, i), (d, to, i))]
-
-    def end(self, d) -> list:
-        """The end of "send"."""
-        signals = [Signal(peer(d, self.n, k), "arrived") for k in range(1, self.n)]
-        return [Flush(0), *signals, Wait("arrived", count=self.n - 1)]
-
-    def end_own(self) -> list:
-        """The end of "keep"."""
-        return [Flush(0)]
-
-    def _everybody(self, d) -> list:
-        return [peer(d, self.n, k) for k in [*range(1, self.n), 0]]
-
-
 def programs(protocol, d: int, num_rounds: int) -> dict[str, list]:
     """All actions of each role on device `d`, without those that do not happen: for the simulator and for reading.
 
@@ -290,16 +321,19 @@ def programs(protocol, d: int, num_rounds: int) -> dict[str, list]:
     """
     n = protocol.n
     match protocol:
-        case AllGather():
-            roles = {"send": [*_rounds(num_rounds, lambda i: protocol.send(d, i)), *protocol.end(d)]}
-        case ReduceScatter():
-            send = [*_rounds(num_rounds, lambda i: protocol.send(d, i)), *protocol.end_send(d, num_rounds)]
-            roles = {"send": send, "add": _rounds(num_rounds, lambda i: protocol.add(d, i, num_rounds))}
-        case AllToAll():
+        case AllGather():  # And AllToAll, which announces its sizes first.
+            learn = lambda role: protocol.learn(role) if isinstance(protocol, AllToAll) else []
             pieces = lambda to: _rounds(num_rounds, lambda i: protocol.send(d, to, i))
             to_peers = [action for k in range(1, n) for action in pieces(peer(d, n, k))]
-            send = [*protocol.announce(d), *protocol.learn(0), *to_peers, *protocol.end(d)]
-            roles = {"send": send, "keep": [*protocol.learn(1), *pieces(d), *protocol.end_own()]}
+            announced = protocol.announce(d) if isinstance(protocol, AllToAll) else []
+            send = [*announced, *learn(0), *to_peers, *protocol.end(d)]
+            roles = {"send": send, "keep": [*learn(1), *pieces(d), *protocol.end_own()]}
+        case ReduceScatter():
+            pull = _rounds(num_rounds, lambda i: [*protocol.load(d, i), *protocol.add(d, i)])
+            roles = {"pull": [*pull, *protocol.end(d)]}
+        case PushedScatter():
+            send = [*_rounds(num_rounds, lambda i: protocol.send(d, i)), *protocol.end_send(d, num_rounds)]
+            roles = {"send": send, "add": _rounds(num_rounds, lambda i: protocol.add(d, i, num_rounds))}
         case GatherMatmul():
             send = lambda c: _rounds(protocol.num_rounds, lambda i: protocol.send(d, c, i)) + protocol.end_send(d)
             multiply = lambda step, tile: protocol.multiply(d, step, tile % protocol.num_blocks)

@@ -1,4 +1,4 @@
-"""Reduce-scatter over NVLink: every device pushes to each owner what it adds to the owner's shard.
+"""Reduce-scatter over NVLink: every owner pulls from each device what that adds to its shard, by TMA.
 
     reduce_scatter(x, axis_name)    x: (n rows, ...), float32, bfloat16 or float16    ->    (rows, ...)
 
@@ -8,17 +8,20 @@ is equal to the bit in every run, and does not depend on the device that owns it
 
 | warpgroup | does |
 |---|---|
-| 0, sends | loads a piece for each owner into shared memory and stores it into a slot of the owner's buffer |
-| 1, adds | waits for a piece of each device, adds them in order, stores the sum, frees the slots |
+| 0, loads | loads a piece of each device's x, its own too, into a slot of a ring in shared memory |
+| 1 and 2, add | add the pieces in the devices' order and store the sum: each takes every other part of the slot |
 
 | barrier | arrives | count | waits |
 |---|---|---|---|
-| filled[stage] | TMA: the pieces of a round are in shared memory | 1 | warpgroup 0 |
-| arrived[q] (semaphore) | device q, warpgroup 0: a piece has arrived | 1 | warpgroup 1 |
-| freed[p] (semaphore) | device p, warpgroup 1: a slot of this device is read | 1 | warpgroup 0 |
+| filled[slot] | TMA: the pieces of a round are in shared memory | n | warpgroups 1 and 2 |
+| freed[slot] | warpgroups 1 and 2: the pieces are added | 2 | warpgroup 0, before it fills the slot again |
+| read (semaphore) | each peer's block of this number: it has read all that it adds | n - 1 | the end of warpgroup 0 |
 
-Blocks of the same number talk to each other. The buffer is small enough to stay in the L2 cache. A device sends to
-itself too, so that all addends come from one place. NVLink bounds the speed: n - 1 shards go out, and as many come in.
+An owner pulls: its TMA reads the peers' memory. XLA starts no device before all are ready, so x can be read at once.
+There is no buffer between devices, no signal for a piece, and no wait for a peer until the end. There a block waits for
+its peers, because x may be overwritten once the kernel has ended. A load from a peer takes several times as long as one
+from HBM, so most of the ring is in flight at any time. NVLink bounds the speed: n - 1 shards come in, and as many go
+out.
 
 Not supported: other axes than the leading one; several hosts; a derivative. Shards of no multiple of 1024 values are
 copied once to pad them.
@@ -36,8 +39,8 @@ from .. import _mgpu
 from . import core, protocol
 from .core import Config
 
-LOADED_BYTES = 32_768  # Addends that the adding warpgroup has in its registers at a time: 64 of them a thread.
-SENDS, ADDS = range(2)  # Warpgroups.
+LOADED_BYTES = 16_384  # Addends that an adding warpgroup has in its registers at a time: 32 of them a thread.
+LOADS, ADDERS = 0, 2  # The warpgroup that loads, and the number of those after it, which add.
 
 
 def reduce_scatter_reference(x, axis_name):
@@ -45,8 +48,8 @@ def reduce_scatter_reference(x, axis_name):
 
 
 def default_config() -> Config:
-    """The same for all shapes: it has not been searched."""
-    return Config()
+    """The same for all shapes: short rounds, many of them in flight."""
+    return Config(stage_bytes=32_768, num_stages=6)
 
 
 def reduce_scatter(x, axis_name, *, config: Config | None = None):
@@ -70,89 +73,76 @@ def reduce_scatter(x, axis_name, *, config: Config | None = None):
     core.require_gpus("reduce_scatter", n)
     if n == 1 or x.size == 0:
         return reduce_scatter_reference(x, axis_name)
-    shards = core.as_matrices(x, n)
-    config = config or default_config()
-    plan = core.plan(n, shards.shape[1], x.dtype, config, pieces_a_stage=n)
-    piece = (plan.piece_rows, core.WIDTH)
-    kernel = _mgpu.kernel(
-        functools.partial(_kernel, plan, axis_name, config),
-        out_type=(
-            jax.ShapeDtypeStruct(shards.shape[1:], x.dtype),
-            jax.ShapeDtypeStruct((plan.num_blocks, n, config.num_slots, *piece), x.dtype),
-        ),
-        grid=(plan.num_blocks,),
-        grid_names=("block",),
-        num_threads=2,
-        thread_name="wg",
-        scratch_types=dict(
-            stages=plgpu.SMEM((config.num_stages, n, *piece), x.dtype),
-            filled=plgpu.Barrier(num_barriers=config.num_stages),
-            arrived=plgpu.SemaphoreType.REGULAR((n,)),
-            freed=plgpu.SemaphoreType.REGULAR((n,)),
-        ),
-        compiler_params=_mgpu.compiler_params(),
-    )
-    out, _ = kernel(shards)
+    out = scatter(core.as_matrices(x, n), axis_name, config or default_config())
     return core.from_matrices(out[None], (x.shape[0] // n, *x.shape[1:]))
 
 
-def _kernel(plan, axis_name, config, x_gmem, o_gmem, slots_gmem, *, stages, filled, arrived, freed):
-    roles = protocol.ReduceScatter(plan.n, config.num_slots)
-    semaphores, wg = dict(arrived=arrived, freed=freed), lax.axis_index("wg")
-    slots_gmem = slots_gmem.at[lax.axis_index("block")]
-    pl.when(wg == SENDS)(lambda: _send(plan, roles, axis_name, x_gmem, slots_gmem, stages, filled, semaphores))
-    pl.when(wg == ADDS)(lambda: _add(plan, roles, axis_name, slots_gmem, o_gmem, semaphores))
+def scatter(shards, axis_name, config: Config):
+    """This device's matrix of the sum of all devices' (n, rows, WIDTH)."""
+    n, rows, _ = shards.shape
+    plan = core.plan(n, rows, shards.dtype, config, pieces_a_stage=n)
+    kernel = _mgpu.kernel(
+        functools.partial(_kernel, plan, axis_name),
+        out_type=jax.ShapeDtypeStruct(shards.shape[1:], shards.dtype),
+        grid=(plan.num_blocks,),
+        grid_names=("block",),
+        num_threads=1 + ADDERS,
+        thread_name="wg",
+        scratch_types=dict(
+            stages=plgpu.SMEM((config.num_stages, n, plan.piece_rows, core.WIDTH), shards.dtype),
+            filled=plgpu.Barrier(num_arrivals=n, num_barriers=config.num_stages),
+            freed=plgpu.Barrier(num_arrivals=ADDERS, num_barriers=config.num_stages),
+            read=plgpu.SemaphoreType.REGULAR,
+        ),
+        compiler_params=_mgpu.compiler_params(),
+    )
+    return kernel(shards)
 
 
-def _send(plan, roles, axis_name, x_gmem, slots_gmem, stages, filled, semaphores):
-    d, block = lax.axis_index(axis_name), lax.axis_index("block")
-    num_stages, num_rounds = stages.shape[0], plan.num_rounds(block)
-
-    def load(i):
-        stage = _mgpu.rem(i, num_stages)
-        plgpu.copy_gmem_to_smem(x_gmem.at[:, plan.piece(block, i)], stages.at[stage], filled.at[stage])
-
-    def store(stage, action, device_id):
-        plgpu.copy_smem_to_gmem(stages.at[stage, action.peer], plgpu.remote_ref(slots_gmem, device_id).at[action.slot])
-
-    def one_round(i):
-        stage = _mgpu.rem(i, num_stages)
-        plgpu.barrier_wait(filled.at[stage])
-        core.perform(roles.send(d, i), axis_name, semaphores, functools.partial(store, stage))
-        plgpu.wait_smem_to_gmem(plan.n, wait_read_only=True)  # The stage of the round before is free.
-        pl.when(i + num_stages - 1 < num_rounds)(lambda: load(i + num_stages - 1))
-
-    for i in range(num_stages - 1):
-        pl.when(i < num_rounds)(functools.partial(load, i))
-    pl.loop(0, num_rounds)(one_round)
-    core.perform(roles.end_send(d, num_rounds), axis_name, semaphores)
+def _kernel(plan, axis_name, x_gmem, o_gmem, *, stages, filled, freed, read):
+    ring, wg = _mgpu.Ring(filled, freed, stages.shape[0]), lax.axis_index("wg")
+    pl.when(wg == LOADS)(lambda: _load(plan, axis_name, ring, x_gmem, stages, read))
+    pl.when(wg > LOADS)(lambda: _add(plan, ring, stages, o_gmem))
 
 
-def _add(plan, roles, axis_name, slots_gmem, o_gmem, semaphores):
-    d, block = lax.axis_index(axis_name), lax.axis_index("block")
-    num_rounds, dtype = plan.num_rounds(block), o_gmem.dtype
+def _load(plan, axis_name, ring, x_gmem, stages, read):
+    d, block, roles = lax.axis_index(axis_name), lax.axis_index("block"), protocol.ReduceScatter(plan.n)
+    num_rounds = plan.num_rounds(block)
+
+    @pl.loop(0, num_rounds)
+    def _(i):
+        slot = ring.fill(i)
+
+        def load(action, device_id):
+            owner, i = action.source
+            piece = plgpu.remote_ref(x_gmem, device_id).at[owner, plan.piece(block, i)]
+            plgpu.copy_gmem_to_smem(piece, stages.at[slot, action.peer], ring.filled.at[slot])
+
+        core.perform(roles.load(d, i), axis_name, {}, load)
+
+    ring.drain(num_rounds)
+    core.perform(roles.end(d), axis_name, dict(read=read))
+
+
+def _add(plan, ring, stages, o_gmem):
+    block, wg, dtype = lax.axis_index("block"), lax.axis_index("wg"), o_gmem.dtype
     rows = _rows_at_once(plan, dtype)
     layout = plgpu.Layout.WG_STRIDED((rows, core.WIDTH), 16 // dtype.itemsize)
+    first, parts = wg - LOADS - 1, plan.piece_rows // rows
 
-    def one_round(i):
-        actions = roles.add(d, i, num_rounds)
-        is_read = [isinstance(action, protocol.Read) for action in actions]
-        first, last = is_read.index(True), len(is_read) - is_read[::-1].index(True)
-        core.perform(actions[:first], axis_name, semaphores)
-        start = plan.piece(block, i).start
+    @pl.loop(0, plan.num_rounds(block))
+    def _(i):
+        slot, start = ring.wait(i), plan.piece(block, i).start
 
-        @pl.loop(0, plan.piece_rows // rows)
-        def _(part):
-            load = lambda slot: slots_gmem.at[slot].at[pl.ds(part * rows, rows)]
-            addends = [plgpu.load(load(a.slot), layout=layout, optimized=False) for a in actions[first:last]]
-            total = functools.reduce(
-                lambda a, b: a + b.astype(jnp.float32), addends[1:], addends[0].astype(jnp.float32)
-            )
-            o_gmem[pl.ds(start + part * rows, rows)] = total.astype(dtype)
+        @pl.loop(0, _mgpu.div(parts - first + ADDERS - 1, ADDERS))
+        def _(k):
+            row = (first + k * ADDERS) * rows
+            load = lambda q: plgpu.load(stages.at[slot, q, pl.ds(row, rows)], layout=layout, optimized=False)
+            total = functools.reduce(jnp.add, [load(q).astype(jnp.float32) for q in range(plan.n)])
+            o_gmem[pl.ds(start + row, rows)] = total.astype(dtype)
 
-        core.perform(actions[last:], axis_name, semaphores)
-
-    pl.loop(0, num_rounds)(one_round)
+        plgpu.commit_smem()  # TMA may now overwrite the pieces that were read here.
+        ring.free(i)
 
 
 def _rows_at_once(plan, dtype) -> int:

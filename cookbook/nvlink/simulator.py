@@ -1,14 +1,15 @@
 """Several GPUs that carry out a protocol, in a random order that the seed gives: processes, semaphores, buffers.
 
-A store to a peer starts and arrives later; in between its slot holds neither the old data nor the new. Stores arrive
-in any order. A semaphore is zeroed when its device is launched and may not be touched after the device has ended. At
-the end it holds zero, or the count that waits waited for which keep it.
+A store to a peer starts and arrives later; in between its slot holds neither the old data nor the new. A load from a
+peer reads its operand when it arrives. Stores and loads arrive in any order. A semaphore is zeroed when its device is
+launched and may not be touched after the device has ended. At the end it holds zero, or the count that waits waited for
+which keep it.
 """
 
 import dataclasses
 import random
 
-from .protocol import Flush, Read, Send, Signal, Wait
+from .protocol import Flush, Load, Read, Send, Signal, Wait
 
 
 class Fault(Exception):
@@ -20,12 +21,12 @@ IN_FLIGHT = "in flight"
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """An action of a role, or the arrival of a store that it has started."""
+    """An action of a role, or the arrival of a copy that it has started."""
 
     device: int  # Of the role.
     role: str
     action: object
-    send: int | None = None  # The number of the store, among those of its role.
+    copy: int | None = None  # The number of the send or load, among those of its role.
     arrives: bool = False
 
 
@@ -38,7 +39,7 @@ class Process:
     actions: list
     speed: float
     at: int = 0
-    sends: list = dataclasses.field(default_factory=list)  # Whether each send has arrived, in order.
+    copies: list = dataclasses.field(default_factory=list)  # Whether each send or load has arrived, in order.
 
     @property
     def done(self):
@@ -71,7 +72,7 @@ class Simulator:
         self.waiting_to_launch = everyone - self.launched
         self.ended = set()
         self.slots, self.unread, self.semaphores, self.held = {}, set(), {}, {}
-        self.in_flight = []  # (process, event of the send)
+        self.in_flight = []  # (process, event of the copy, key of its slot, data)
 
     def run(self) -> dict:
         """Contents of the result slots at the end. Raises Fault."""
@@ -84,7 +85,7 @@ class Simulator:
     def _run(self) -> dict:
         while not all(process.done for process in self.processes) or self.in_flight:
             events = [(p.speed, self._step, p) for p in self.processes if self._may_step(p)]
-            events += [(self.network, self._arrive, store) for store in self.in_flight]
+            events += [(self.network, self._arrive, copy) for copy in self.in_flight]
             events += [(0.1, self._launch, d) for d in self.waiting_to_launch]
             if not events:
                 stuck = [f"{p.role} on {p.device} at {p.actions[p.at]}" for p in self.processes if not p.done]
@@ -106,24 +107,19 @@ class Simulator:
             case Wait(semaphore, index, count):
                 return self.semaphores.get((process.device, semaphore, index), 0) >= count
             case Flush(pending):
-                return all(process.sends[: len(process.sends) - pending])
+                return all(process.copies[: len(process.copies) - pending])
         return True
 
     def _step(self, process):
         action, d = process.actions[process.at], process.device
         process.at += 1
-        event = Event(d, process.role, action, len(process.sends) if isinstance(action, Send) else None)
+        event = Event(d, process.role, action, len(process.copies) if isinstance(action, Send | Load) else None)
         self.history.append(event)
         match action:
             case Send(to, buffer, slot, data):
-                self._require_alive(to, action)
-                if (to, buffer, slot) in self.unread or (buffer in self.kept and (to, buffer, slot) in self.slots):
-                    raise Fault(f"overwritten before it was read: {action}")
-                if self.slots.get((to, buffer, slot)) == IN_FLIGHT:
-                    raise Fault(f"overwritten before it was read, or even arrived: {action}")
-                self.slots[to, buffer, slot] = IN_FLIGHT
-                self.in_flight.append((process, event))
-                process.sends.append(False)
+                self._start(process, event, (to, buffer, slot), data)
+            case Load(owner, source, buffer, slot):
+                self._start(process, event, (d, buffer, slot), (owner, *source))
             case Signal(to, semaphore, index):
                 self._require_alive(to, action)
                 self.semaphores[to, semaphore, index] = self.semaphores.get((to, semaphore, index), 0) + 1
@@ -138,16 +134,25 @@ class Simulator:
         if all(p.done for p in self.processes if p.device == d):
             self._end(d)
 
-    def _arrive(self, store):
-        process, event = store
-        self.in_flight.remove(store)
+    def _start(self, process, event, key, data):
+        self._require_alive(event.action.peer, event.action)
+        if key in self.unread or (key[1] in self.kept and key in self.slots):
+            raise Fault(f"overwritten before it was read: {event.action}")
+        if self.slots.get(key) == IN_FLIGHT:
+            raise Fault(f"overwritten before it was read, or even arrived: {event.action}")
+        self.slots[key] = IN_FLIGHT
+        self.in_flight.append((process, event, key, data))
+        process.copies.append(False)
+
+    def _arrive(self, copy):
+        process, event, key, data = copy
+        self.in_flight.remove(copy)
         self.history.append(dataclasses.replace(event, arrives=True))
-        action = event.action
-        if action.peer in self.ended:
-            raise Fault(f"stored after the end of device {action.peer}: {action.data}")
-        key = action.peer, action.buffer, action.slot
-        self.slots[key], process.sends[event.send] = action.data, True
-        if action.buffer not in self.kept:
+        if event.action.peer in self.ended:
+            copied = "stored" if isinstance(event.action, Send) else "loaded"
+            raise Fault(f"{copied} after the end of device {event.action.peer}: {data}")
+        self.slots[key], process.copies[event.copy] = data, True
+        if key[1] not in self.kept:
             self.unread.add(key)
 
     def _end(self, d):

@@ -14,7 +14,7 @@ import pytest
 
 import cookbook
 from cookbook import lab
-from cookbook.nvlink import segments
+from cookbook.nvlink import copies, segments
 from cookbook.nvlink.core import Config
 
 op = importlib.import_module("cookbook.nvlink.all_to_all")
@@ -90,7 +90,7 @@ def copied(plan, x, sizes, is_transposed):
         shape = (n, plan.num_blocks, t.size)
         fields = [np.broadcast_to(np.asarray(field), shape)[t < num_rounds] for field in shares.piece(t)]
         found = [*zip(np.broadcast_to(d, shape)[t < num_rounds], *fields, strict=True)]
-        assert all((peer == d) == (wg == op.KEEPS) for d, peer, *_ in found)
+        assert all((peer == d) == (wg == copies.KEEPS) for d, peer, *_ in found)
         pieces += found
     for q, peer, source, target, size, _ in np.random.default_rng(0).permutation(pieces):
         assert size in plan.pieces and 0 <= target <= out.shape[1] - size and source >= 0

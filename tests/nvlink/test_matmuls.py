@@ -1,6 +1,6 @@
 """The products across GPUs: compiled for hosts with several GPUs, their order of tiles, what they refuse.
 
-Their protocols are simulated in test_protocol.py, and their numbers are checked in test_matmuls_interpreted.py.
+Their protocols are simulated in test_protocol.py, and their numbers are checked in test_interpreted.py.
 """
 
 import importlib

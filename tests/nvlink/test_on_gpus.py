@@ -15,7 +15,7 @@ from tests.nvlink.test_all_to_all import KINDS, ROWS, by_reference, numbered, si
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 SHAPES = [(8, 128), (8, 1), (16, 1021), (64, 7, 5), (1024, 4096)]  # Shards.
-FEW_SLOTS = Config(num_blocks=3, stage_bytes=65_536, num_slots=2)
+FEW_STAGES = Config(num_blocks=3, stage_bytes=65_536)
 
 
 def sharded(mesh, fn, axis="x"):
@@ -33,7 +33,7 @@ def added(x, n):
     return functools.reduce(np.add, others, first).astype(x.dtype)
 
 
-@pytest.mark.parametrize("config", [None, FEW_SLOTS], ids=["default", "few slots"])
+@pytest.mark.parametrize("config", [None, FEW_STAGES], ids=["default", "few stages"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_all_gather(mesh, shape, dtype, config):
@@ -45,7 +45,7 @@ def test_all_gather(mesh, shape, dtype, config):
             np.testing.assert_array_equal(out[d], np.asarray(x))
 
 
-@pytest.mark.parametrize("config", [None, FEW_SLOTS], ids=["default", "few slots"])
+@pytest.mark.parametrize("config", [None, FEW_STAGES], ids=["default", "few stages"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_reduce_scatter_is_equal_to_the_bit(mesh, shape, dtype, config):

@@ -12,7 +12,9 @@ from cookbook.nvlink.protocol import (
     AllToAll,
     Flush,
     GatherMatmul,
+    Load,
     MatmulScatter,
+    PushedScatter,
     Read,
     ReduceScatter,
     Send,
@@ -26,7 +28,8 @@ ROUNDS = 8  # Of the collectives; tiles a shard of the products.
 SEEDS = 40
 KINDS = {
     "all_gather": AllGather,
-    "reduce_scatter": lambda n: ReduceScatter(n, num_slots=2),
+    "reduce_scatter": ReduceScatter,
+    "pushed_scatter": lambda n: PushedScatter(n, num_slots=2),
     "all_to_all": AllToAll,
     "gather_matmul": lambda n: GatherMatmul(n, num_senders=2, num_blocks=4, rounds=2, lag=3),
     "matmul_scatter": MatmulScatter,
@@ -51,9 +54,15 @@ def test_a_protocol_is_right_in_every_order(name, n):
 
 
 @pytest.mark.parametrize("num_rounds", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_to_all"])
+def test_a_collective_with_fewer_rounds(name, num_rounds):
+    simulate(programs(KINDS[name](3), 3, num_rounds))
+
+
+@pytest.mark.parametrize("num_rounds", [0, 1, 2, 3])
 @pytest.mark.parametrize("num_slots", [2, 3, 5])
-def test_reduce_scatter_with_more_slots_or_fewer_rounds(num_slots, num_rounds):
-    simulate(programs(ReduceScatter(3, num_slots), 3, num_rounds))
+def test_pushed_scatter_with_more_slots_or_fewer_rounds(num_slots, num_rounds):
+    simulate(programs(PushedScatter(3, num_slots), 3, num_rounds))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +94,7 @@ def test_all_gather_gives_every_device_everything(n):
 @pytest.mark.parametrize("n", DEVICES)
 def test_reduce_scatter_adds_in_the_same_order_on_every_device(n):
     for d in range(n):
-        reads = [a.data for a in protocol.programs(ReduceScatter(n, 2), d, ROUNDS)["add"] if hasattr(a, "data")]
+        reads = [a.data for a in protocol.programs(ReduceScatter(n), d, ROUNDS)["pull"] if hasattr(a, "data")]
         assert reads == [(q, d, i) for i in range(ROUNDS) for q in range(n)]
 
 
@@ -111,12 +120,12 @@ def test_matmul_scatter_adds_the_parts_of_the_devices_after_it_in_order(n):
 
 def test_a_kernel_sees_the_protocol_that_is_simulated():
     """With a traced device and a traced round the actions are the same: a kernel has no others."""
-    kinds = ReduceScatter(4, 3), GatherMatmul(4, 2, num_blocks=2, rounds=2, lag=1), MatmulScatter(4)
+    kinds = ReduceScatter(4), GatherMatmul(4, 2, num_blocks=2, rounds=2, lag=1), MatmulScatter(4)
     roles = {
-        "send": lambda d, i: kinds[0].send(d, i),
-        "add": lambda d, i: kinds[0].add(d, i, 6),
-        "end": lambda d, i: kinds[0].end_send(d, i),
-        "gather": lambda d, i: [*AllGather(4).send(d, i), *AllGather(4).end(d)],
+        "pull": lambda d, i: [*kinds[0].load(d, i), *kinds[0].add(d, i), *kinds[0].end(d)],
+        "push": lambda d, i: [*PushedScatter(4, 3).send(d, i), *PushedScatter(4, 3).end_send(d, i)],
+        "add": lambda d, i: PushedScatter(4, 3).add(d, i, 6),
+        "gather": lambda d, i: [*AllGather(4).send(d, i, 3), *AllGather(4).end(d)],
         "announce": lambda d, i: [*AllToAll(4).announce(d), *AllToAll(4).learn(i)],
         "exchange": lambda d, i: [*AllToAll(4).send(d, i, 3), *AllToAll(4).end(d)],
         "send shards": lambda d, i: [*kinds[1].send(d, 1, i), *kinds[1].end_send(d)],
@@ -134,7 +143,7 @@ def test_a_kernel_sees_the_protocol_that_is_simulated():
 
 def test_too_few_slots_are_refused():
     with pytest.raises(ValueError, match="num_slots=1: must be"):
-        ReduceScatter(4, 1)
+        PushedScatter(4, 1)
 
 
 @pytest.mark.parametrize("n", DEVICES)
@@ -185,7 +194,7 @@ def late(semaphore):
 @pytest.mark.parametrize(
     "name, semaphore",
     [
-        ("reduce_scatter", "arrived"),
+        ("pushed_scatter", "arrived"),
         ("all_to_all", "known"),
         ("gather_matmul", "arrived"),
         ("matmul_scatter", "arrived"),
@@ -198,7 +207,7 @@ def test_mutant_that_does_not_wait_for_arrival_is_found(name, semaphore, n):
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_mutant_that_does_not_wait_for_a_free_slot_is_found(n):
-    found(changed("reduce_scatter", n, late("freed")), "overwritten|read before it arrived|deadlock")
+    found(changed("pushed_scatter", n, late("freed")), "overwritten|read before it arrived|deadlock")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -208,18 +217,19 @@ def test_mutant_that_ends_without_waiting_is_found(name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_mutant_that_signals_before_its_stores_have_arrived_is_found(name):
-    found(changed(name, 3, without(Flush)), "stored after the end|read before it arrived")
+    found(changed(name, 3, without(Flush)), "(stored|loaded) after the end|read before it arrived")
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_mutant_that_never_signals_is_found(name):
-    found(changed(name, 3, without(Signal, "arrived")), "deadlock", seeds=1)
+    last = "read" if name == "reduce_scatter" else "arrived"
+    found(changed(name, 3, without(Signal, last)), "deadlock", seeds=1)
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("kind", [Send, Signal])
+@pytest.mark.parametrize("kind", [(Send, Load), Signal])
 def test_mutant_with_a_wrong_neighbour_is_found(name, kind):
-    """Sends or signals to the next device go to the device after it."""
+    """Copies or signals to the next device go to the device after it."""
     right = programs(KINDS[name](4), 4)
     for d, roles in enumerate(right):
         neighbour = (d + 1) % 4
@@ -240,7 +250,14 @@ def test_mutant_that_reuses_a_slot_a_round_early_is_found(n):
         early = {k: actions[previous] for k, previous in zip(kept, waits, strict=False)}
         return [early.get(k, a) for k, a in enumerate(actions) if k not in waits[:n]] + [actions[k] for k in waits[-n:]]
 
-    found(changed("reduce_scatter", n, change), "overwritten|read before it arrived|deadlock")
+    found(changed("pushed_scatter", n, change), "overwritten|read before it arrived|deadlock")
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_mutant_that_says_it_has_read_before_its_loads_have_arrived_is_found(n):
+    """Each device signals at the beginning that its peers may end."""
+    early = lambda actions: sorted(actions, key=lambda a: not isinstance(a, Signal))
+    found(changed("reduce_scatter", n, early), "after the end")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -275,7 +292,7 @@ def test_mutant_that_frees_a_slot_before_it_is_read_is_found():
             out.insert(at, action)
         return out
 
-    found(changed("reduce_scatter", 3, change), "overwritten|read before it arrived")
+    found(changed("pushed_scatter", 3, change), "overwritten|read before it arrived")
 
 
 def test_mutant_whose_senders_announce_a_block_too_early_is_found():
@@ -283,7 +300,7 @@ def test_mutant_whose_senders_announce_a_block_too_early_is_found():
     early = lambda actions: [
         dataclasses.replace(a, pending=a.pending + 1) if isinstance(a, Flush) else a for a in actions
     ]
-    found(changed("gather_matmul", 3, early), "read before it arrived|stored after the end")
+    found(changed("gather_matmul", 3, early), "read before it arrived|(stored|loaded) after the end")
 
 
 def test_mutant_that_waits_for_one_of_several_senders_is_found():
@@ -311,7 +328,7 @@ def test_the_shortest_faulty_run_is_found_with_its_history():
 
 
 def test_a_history_has_every_action_and_every_arrival_after_its_send():
-    all_programs = programs(ReduceScatter(2, 2), 2)
+    all_programs = programs(PushedScatter(2, 2), 2)
     run = Simulator(all_programs, seed=0)
     run.run()
     actions = [action for roles in all_programs for actions in roles.values() for action in actions]

@@ -1,7 +1,7 @@
-"""The products' kernels, interpreted, on one device that stands for two: numbers that no compile and no simulator see.
+"""The kernels, interpreted, on one device that stands for two: numbers that no compile and no simulator see.
 
-The interpreter has neither semaphores nor peers. Here a store to the peer goes to the device's own buffer, and signals
-and waits are calls of Python. The operands are such that the peer would send the same.
+The interpreter has neither semaphores nor peers. Here a copy to or from the peer goes to the device's own buffer, and
+signals and waits are calls of Python. The operands are such that the peer would send the same.
 """
 
 import collections
@@ -17,9 +17,18 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import _mgpu
+from cookbook import _mgpu, lab
 from cookbook.gemm import core as gemm
-from cookbook.nvlink import all_gather_matmul, core, matmul_core, matmul_reduce_scatter
+from cookbook.nvlink import (
+    all_gather,
+    all_gather_matmul,
+    copies,
+    core,
+    matmul_core,
+    matmul_reduce_scatter,
+    reduce_scatter,
+)
+from cookbook.nvlink.core import Config
 from tests.conftest import started_again
 
 N = 2
@@ -51,17 +60,52 @@ def one_for_two(monkeypatch):
         io_callback(until, None, *jax.tree.leaves(index), ordered=True)
 
     in_kernel = lambda axis: jnp.int32(device.index) if axis == "x" else lax.axis_index(axis)
-    for module in (core, matmul_core, all_gather_matmul, matmul_reduce_scatter):
+    for module in (core, copies, all_gather, reduce_scatter, matmul_core, all_gather_matmul, matmul_reduce_scatter):
         monkeypatch.setattr(module, "lax", Instead(module=lax, axis_index=in_kernel, axis_size=lambda axis: N))
         fake = dict(get_global=lambda what: what, semaphore_signal=signal, semaphore_wait=wait)
         monkeypatch.setattr(module, "pl", Instead(module=pl, **fake), raising=False)
-        fake = dict(remote_ref=lambda ref, device_id: ref)
+        unused = types.SimpleNamespace(REGULAR=plgpu.SMEM((1,), jnp.int32))
+        unused = {} if module in (all_gather_matmul, matmul_reduce_scatter) else dict(SemaphoreType=unused)
+        fake = dict(remote_ref=lambda ref, device_id: ref, **unused)
         monkeypatch.setattr(module, "plgpu", Instead(module=plgpu, **fake), raising=False)
     monkeypatch.setattr(core, "_at", lambda semaphore, index: index)
     plan_of, views = gemm.plan_of, gemm.Operand.views
     monkeypatch.setattr(gemm, "plan_of", lambda *args: plan_of(*args, interpreted=True))
     monkeypatch.setattr(gemm.Operand, "views", lambda operand, smem, _: views(operand, smem, True))
     return device
+
+
+FEW = Config(num_blocks=3, stage_bytes=16_384, num_stages=3)
+
+
+@pytest.mark.parametrize("config", [FEW, all_gather.default_config()], ids=["few", "default"])
+@pytest.mark.parametrize("rows", [4, 20, 164])
+def test_all_gather(one_for_two, rows, config):
+    """What it sends to the peer lands where its own rows do."""
+    x = jax.random.normal(jax.random.key(rows), (rows, core.WIDTH), jnp.bfloat16)
+    one_for_two.index = PEER
+    with _mgpu.interpreting():
+        out = started_again(lambda: all_gather.gather(x, N, "x", config))()
+    np.testing.assert_array_equal(out[PEER], x)
+
+
+@pytest.mark.parametrize("config", [FEW, reduce_scatter.default_config()], ids=["few", "default"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("rows", [4, 20, 164])
+def test_reduce_scatter(one_for_two, rows, dtype, config):
+    x = jax.random.normal(jax.random.key(rows), (N, rows, core.WIDTH), dtype)
+    one_for_two.index = PEER
+    with _mgpu.interpreting():
+        out = started_again(lambda: reduce_scatter.scatter(x, "x", config))()
+    np.testing.assert_array_equal(out, x[PEER] + x[PEER])
+
+
+def test_the_ring_of_reduce_scatter_has_no_races(one_for_two):
+    """Where no pieces overlap: those are written twice, by two blocks, with the same values."""
+    x = jnp.ones((N, 192, core.WIDTH), jnp.bfloat16)
+    with lab.interpret() as seen:
+        jax.block_until_ready(reduce_scatter.scatter(x, "x", FEW))
+    assert not seen.races_found
 
 
 def operands(m, k, n, transpose_rhs=False):
