@@ -363,8 +363,9 @@ def test_mutants_of_the_mask_are_caught(run_only, monkeypatch, mutant, found_if,
         shorter = lambda *bounds: right(*bounds)._replace(end=right(*bounds).end - 1)
         monkeypatch.setattr(groups, "sum_table", shorter)
     jax.clear_caches()
-    with found_if(mutated is not None):
-        check_transposed(200, 128, 128, [33, 1, 65, 40], config=Config(128, 128))
+    with found_if(mutated is not None):  # Whether a barrier is missed depends on which thread is late: several chances.
+        for sizes in ([33, 1, 65, 40], [7, 70, 50, 60], [100, 3, 30, 20]):
+            check_transposed(200, 128, 128, sizes, config=Config(128, 128))
     jax.clear_caches()
 
 
