@@ -22,7 +22,7 @@ from bench import collectives, sample, serving
 from bench.problems import CASES, LIBRARIES, Case, mean_ratio, relative_error
 from cookbook import lab
 
-OTHERS = ("serving", *collectives.OPS)  # What is timed in a way of its own.
+OTHERS = ("serving", *collectives.OPS)  # Each is timed in a way of its own.
 ERROR_MAX = 1e-2  # Largest error of a 16-bit result against float32: a rounding is 2e-3. Tests look closer.
 
 

@@ -111,7 +111,7 @@ def _scatter(n, label, size):
         "cookbook": lambda x: cookbook.reduce_scatter(x, "x"),
         "xla": lambda x: jax.lax.psum_scatter(x, "x", tiled=True),
     }
-    rows = math.ceil(size / 2048 / n) * n  # Of one GPU.
+    rows = math.ceil(size / 2048 / n) * n  # One GPU's.
     nbytes = (n - 1) * (rows // n) * 2048
     return Collective(n, "reduce_scatter", label, (((n * rows, 1024), P("x")),), impls, nbytes,
                       headline=label == "64MB", targets=_like_xla(size))  # fmt: skip

@@ -55,7 +55,7 @@ def arrivals(problem: Problem, link=None, latency_us=1.0) -> np.ndarray:
 
 def schedule(problem: Problem, rung: Rung, *, flops=None, latency_us=1.0, **link):
     """(step, block of an SM, start, end) of each tile in µs, as blocks with fixed tiles reach them."""
-    flops = flops or roofline.peak("bf16").value  # Of all SMs.
+    flops = flops or roofline.peak("bf16").value  # All SMs together.
     tile_us = 2 * TILE[0] * TILE[1] * problem.k / (flops / NUM_SMS) * 1e6
     arrived, sms = arrivals(problem, latency_us=latency_us, **link), NUM_SMS - rung.senders
     per_shard = problem.row_blocks * problem.columns

@@ -20,7 +20,7 @@ def results_page() -> str:
 
 
 def _host(count: int) -> list[str]:
-    """What `count` GPUs of one host do together."""
+    """The rows of kernels that run on `count` GPUs of one host together."""
     gpu, cases = results.host(GPU, count), collectives.cases(count)
     page = [f"## {count} GPUs of one host", "", *_where_measured(gpu), ""]
     page += ["A kernel's time is its least on any of them: on the others it waits for the slowest. GB/s are those that "

@@ -12,8 +12,8 @@ A piece is loaded into shared memory once for each device, the first time from H
 NVLink bounds the speed: n - 1 shards go out, and as many come in. A block writes only to results; nothing needs a
 buffer, and no place is written twice with different values.
 
-Not supported: other axes than the leading one; several hosts; a derivative. A shard that is no multiple of 1024 values
-is copied once to pad it, and the result once more.
+The derivative is `reduce_scatter`. Not supported: other axes than the leading one; several hosts. A shard that is no
+multiple of 1024 values is copied once to pad it, and the result once more.
 """
 
 import functools
@@ -23,6 +23,7 @@ from jax import lax
 
 from .. import _mgpu
 from . import copies, core, protocol, segments
+from . import reduce_scatter as transposed
 from .core import Config
 
 
@@ -56,6 +57,7 @@ def all_gather(x, axis_name, *, config: Config | None = None):
     return core.from_matrices(out, shape)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gather(shard, n: int, axis_name, config: Config):
     """The shards of n devices, each a matrix."""
     rows, cut = shard.shape[0], core.plan(n, shard.shape[0], shard.dtype, config, pieces_a_stage=2)
@@ -71,6 +73,12 @@ def gather(shard, n: int, axis_name, config: Config):
         compiler_params=_mgpu.compiler_params(),
     )
     return kernel(shard).reshape(n, rows, core.WIDTH)
+
+
+gather.defvjp(
+    lambda shard, *how: (gather(shard, *how), None),
+    lambda n, axis_name, config, _, g: (transposed.scatter(g, axis_name, transposed.default_config()),),
+)
 
 
 def _kernel(plan, axis_name, x_gmem, o_gmem, **scratch):

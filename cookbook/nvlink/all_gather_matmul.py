@@ -52,8 +52,8 @@ PIECE = 64, 256  # Rows and columns of the shard that a sender copies at once.
 LAG = 8  # Pieces that a sender has stored since those that it announces: their stores have ended by then.
 STAGES_MAX = 8
 SENDERS = 2, 4, 8, 16  # Numbers of senders that a default configuration chooses from.
-SENDER_RATE = 60e3  # Bytes that one sender stores to a peer in a us,
-NVLINK_RATE = 380e3  # and that NVLink carries each way.
+# Assumed, not fitted: bytes that one sender stores to a peer in a us, and that NVLink carries each way.
+SENDER_RATE, NVLINK_RATE = 60e3, 380e3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,7 +294,7 @@ def _load(plan, ring, axis_name, lhs_gmem, gathered_gmem, rhs_gmem, a_smem, b_sm
 
 
 def flops(m: int, n: int, k: int, num_devices: int) -> int:
-    """Of one device."""
+    """Floating-point operations of one device."""
     return 2 * num_devices * m * n * k
 
 

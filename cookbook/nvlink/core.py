@@ -121,7 +121,7 @@ def require_gpus(op: str, n: int) -> None:
     except RuntimeError as error:
         if n == 1:
             raise
-        reason = str(error).partition(". ")[0]  # What follows is about the interpreter.
+        reason = str(error).partition(". ")[0]  # The rest is about the interpreter.
     raise RuntimeError(
         f"cookbook.{op}: {reason}. Run it on {n} GPUs of a host. To compile it without any, say `from cookbook import "
         f'lab` and `lab.compile_for("h200", fn, ..., devices={n})`, where fn calls it inside jax.shard_map'

@@ -245,7 +245,7 @@ def _add_parts(plan, semaphores, place, values):
 
 
 def flops(m: int, n: int, k: int) -> int:
-    """Of one device."""
+    """Floating-point operations of one device."""
     return 2 * m * n * k
 
 

@@ -23,8 +23,8 @@ its peers, because x may be overwritten once the kernel has ended. A load from a
 from HBM, so most of the ring is in flight at any time. NVLink bounds the speed: n - 1 shards come in, and as many go
 out.
 
-Not supported: other axes than the leading one; several hosts; a derivative. Shards of no multiple of 1024 values are
-copied once to pad them.
+The derivative is `all_gather`. Not supported: other axes than the leading one; several hosts. Shards of no multiple of
+1024 values are copied once to pad them.
 """
 
 import functools
@@ -36,6 +36,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
+from . import all_gather as transposed
 from . import core, protocol
 from .core import Config
 
@@ -77,6 +78,7 @@ def reduce_scatter(x, axis_name, *, config: Config | None = None):
     return core.from_matrices(out[None], (x.shape[0] // n, *x.shape[1:]))
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def scatter(shards, axis_name, config: Config):
     """This device's matrix of the sum of all devices' (n, rows, WIDTH)."""
     n, rows, _ = shards.shape
@@ -97,6 +99,12 @@ def scatter(shards, axis_name, config: Config):
         compiler_params=_mgpu.compiler_params(),
     )
     return kernel(shards)
+
+
+scatter.defvjp(
+    lambda shards, *how: (scatter(shards, *how), len(shards)),
+    lambda axis_name, config, n, g: (transposed.gather(g, n, axis_name, transposed.default_config()),),
+)
 
 
 def _kernel(plan, axis_name, x_gmem, o_gmem, *, stages, filled, freed, read):

@@ -27,7 +27,7 @@ class Plan:
     """Statics of an exchange. A row is cut into `parts` units of `width` values, and all is counted in units."""
 
     n: int  # Devices.
-    rows: int  # Of x.
+    rows: int  # Rows of x.
     capacity: int  # Rows of the result.
     width: int
     parts: int

@@ -23,7 +23,7 @@ IN_FLIGHT = "in flight"
 class Event:
     """An action of a role, or the arrival of a copy that it has started."""
 
-    device: int  # Of the role.
+    device: int  # The role's.
     role: str
     action: object
     copy: int | None = None  # The number of the send or load, among those of its role.

@@ -1,4 +1,4 @@
-"""What the tests on hosts with several GPUs share."""
+"""Fixtures and helpers of the tests on hosts with several GPUs."""
 
 import jax
 import pytest

@@ -25,7 +25,7 @@ KINDS = ["equal", "random", "skewed", "zeros", "to one", "from one", "negative",
 
 
 def sizes_of(kind, n, rows=ROWS):
-    """What each of `n` devices, a row of the matrix, asks to send to each."""
+    """Sizes that each of `n` devices, a row of the matrix, asks to send to each."""
     rng, every = np.random.default_rng(n), np.full((n, n), rows // n)
     if kind == "random":
         return np.diff(np.sort(rng.integers(0, rows + 1, (n, n))), prepend=0)
@@ -75,7 +75,7 @@ def test_the_reference_puts_rows_in_the_order_of_their_senders(n, kind, capacity
 
 
 def copied(plan, x, sizes, is_transposed):
-    """What the pieces of all blocks of all devices write, in a random order: into results that hold NaN before."""
+    """Results, which held NaN before, after the pieces of all blocks of all devices, in a random order."""
     n, by_size = plan.n, jnp.asarray(sizes)
     d, block = np.arange(n).reshape(n, 1, 1), np.arange(plan.num_blocks).reshape(1, -1, 1)
     result_rows, x_rows = (plan.rows, plan.capacity) if is_transposed else (plan.capacity, plan.rows)
@@ -211,7 +211,7 @@ def test_it_compiles_in_a_scan_and_with_its_derivatives():
 
 
 def test_arrays_that_all_devices_have_alike_compile():
-    """What comes back differs between devices all the same, and shard_map knows it."""
+    """The results differ between devices all the same, and shard_map knows it."""
     fn = jax.shard_map(ragged(), in_specs=jax.P(), out_specs=SHARDED)
     avals = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16), jax.ShapeDtypeStruct((2,), jnp.int32)
     assert lab.compile_for("h200", fn, *avals, devices=2).spill_bytes == 0

@@ -95,6 +95,15 @@ def test_shards_come_back_from_matrices(shape, count):
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_the_derivative_of_one_is_the_other(op):
+    """It compiles to the same program. Tests on hosts with several GPUs compare the values."""
+    fn = jax.shard_map(lambda x, g: jax.vjp(lambda x: OPS[op](x, "x"), x)[1](g)[0], in_specs=SHARDED, out_specs=SHARDED)
+    other, rows, result_rows = ("reduce_scatter", 12, 24) if op == "all_gather" else ("all_gather", 24, 12)
+    x, g = (jax.ShapeDtypeStruct((2 * size, 40), jnp.bfloat16) for size in (rows, result_rows))
+    assert lab.compile_for("h200", fn, x, g, devices=2).ptx == compiled(other, 2, (result_rows, 40)).ptx
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_a_dtype_or_a_scalar_is_refused(op):
     with pytest.raises(ValueError, match=f"cookbook.{op}: x.dtype.*must be float32, bfloat16 or float16: cast it"):
         compiled(op, 2, (64, 256), jnp.int32)

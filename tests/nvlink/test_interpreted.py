@@ -81,7 +81,7 @@ FEW = Config(num_blocks=3, stage_bytes=16_384, num_stages=3)
 @pytest.mark.parametrize("config", [FEW, all_gather.default_config()], ids=["few", "default"])
 @pytest.mark.parametrize("rows", [4, 20, 164])
 def test_all_gather(one_for_two, rows, config):
-    """What it sends to the peer lands where its own rows do."""
+    """Rows that it sends to the peer land where its own rows do."""
     x = jax.random.normal(jax.random.key(rows), (rows, core.WIDTH), jnp.bfloat16)
     one_for_two.index = PEER
     with _mgpu.interpreting():

@@ -24,7 +24,7 @@ from cookbook.nvlink.protocol import (
 from cookbook.nvlink.simulator import Fault, Simulator, find_fault
 
 DEVICES = range(2, 9)
-ROUNDS = 8  # Of the collectives; tiles a shard of the products.
+ROUNDS = 8  # Rounds of the collectives; tiles a shard of the products.
 SEEDS = 40
 KINDS = {
     "all_gather": AllGather,
