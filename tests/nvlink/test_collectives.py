@@ -96,11 +96,12 @@ def test_shards_come_back_from_matrices(shape, count):
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_derivative_of_one_is_the_other(op):
-    """It compiles to the same program. Tests on hosts with several GPUs compare the values."""
+    """It compiles to the same code. Tests on hosts with several GPUs compare the values."""
     fn = jax.shard_map(lambda x, g: jax.vjp(lambda x: OPS[op](x, "x"), x)[1](g)[0], in_specs=SHARDED, out_specs=SHARDED)
     other, rows, result_rows = ("reduce_scatter", 12, 24) if op == "all_gather" else ("all_gather", 24, 12)
     x, g = (jax.ShapeDtypeStruct((2 * size, 40), jnp.bfloat16) for size in (rows, result_rows))
-    assert lab.compile_for("h200", fn, x, g, devices=2).ptx == compiled(other, 2, (result_rows, 40)).ptx
+    code = lambda found: [line for line in found.ptx.splitlines() if line.startswith("\t") and line[1:2] != "."]
+    assert code(lab.compile_for("h200", fn, x, g, devices=2)) == code(compiled(other, 2, (result_rows, 40)))
 
 
 @pytest.mark.parametrize("op", OPS)
