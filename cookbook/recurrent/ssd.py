@@ -52,8 +52,9 @@ from . import core
 from .core import COLUMNS, PIECE, ROWS, Loader, Operand, Part, Sequences, Tiles
 from .ssd_state import CUM, DT, Plan, StateRole, states
 
+SQUARE = PIECE, PIECE
 STATE_DIMS = (64, 128, 256)
-REGISTERS = {2: (40, 232), 3: (32, 160)}  # A thread of the memory and of the other warpgroups, by how many these are.
+REGISTERS = {2: (56, 224), 3: (56, 152)}  # A thread of the memory and of the other warpgroups, by how many these are.
 LOG2E = math.log2(math.e)
 
 
@@ -183,25 +184,27 @@ def _kernel(
         for final_gmem in finals_gmem:
             core.store_state(final_gmem, (part.state, head), last)
 
-    @pl.when(role < outputs)
-    def _():
-        plgpu.set_max_registers(compute_registers, action="increase")
-        output = OutputRole(plan, scale, ring, states, x, b, c, rows_smem, columns_smem, state)
-        skip = None if d_gmem is None else d_gmem[plan.dt_head(head)]
+    for block in range(outputs):
 
-        @pl.loop(0, part.num_chunks)
-        def _(i):
-            values = output.chunk(i, skip).astype(plan.dtype)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The rows of the chunk before have left.
-            y.tiled[role, 0] = values
-            plgpu.commit_smem()
-            row = part.row(i) + role * PIECE
-            core.store_rows(
-                y, (role,), y_gmem, head, row, part.stop_row - row, pieces=1, is_ragged=plan.sequences.is_ragged,
-                interpreted=plan.interpreted,
-            )  # fmt: skip
+        @pl.when(role == block)
+        def _(block=block):
+            plgpu.set_max_registers(compute_registers, action="increase")
+            output = OutputRole(plan, scale, ring, states, x, b, c, rows_smem, columns_smem, state)
+            skip = None if d_gmem is None else d_gmem[plan.dt_head(head)]
 
-        plgpu.wait_smem_to_gmem(0)
+            @pl.loop(0, part.num_chunks)
+            def _(i):
+                values = output.chunk(i, skip, block).astype(plan.dtype)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The rows of the chunk before have left.
+                y.tiled[block, 0] = values
+                plgpu.commit_smem()
+                row = part.row(i) + block * PIECE
+                core.store_rows(
+                    y, (block,), y_gmem, head, row, part.stop_row - row, pieces=1,
+                    is_ragged=plan.sequences.is_ragged, interpreted=plan.interpreted,
+                )  # fmt: skip
+
+            plgpu.wait_smem_to_gmem(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,29 +222,30 @@ class OutputRole:
     columns: object
     state: Tiles
 
-    def chunk(self, i, skip):
-        """The rows' y in float32, `skip` times x included unless it is None."""
-        slot, first, pieces = self.ring.wait(i), lax.axis_index("role") * PIECE, range(self.plan.pieces)
-        rows, shape = pl.ds(first, PIECE), (PIECE, self.plan.chunk)
+    def chunk(self, i, skip, block: int):
+        """y in float32 of 64 rows, the `block`-th ones; `skip` times x is added unless it is None."""
+        slot, rows, pieces = self.ring.wait(i), pl.ds(block * PIECE, PIECE), range(self.plan.pieces)
+        cum = plgpu.load(self.rows.at[slot, CUM, rows], layout=ROWS, optimized=False)
 
         def products(pairs_ref, y_ref):
-            for p in pieces:
-                plgpu.wgmma(pairs_ref, self.c.tiled.at[slot, p, rows], self.b.tiled.at[slot, p].T)
+            self.add_pairs(pairs_ref, slot, rows, 0)
             state = self.states.wait(i)
             for p in pieces:
                 plgpu.wgmma(y_ref, self.c.tiled.at[slot, p, rows], self.state.tiled.at[state, p].T)
-            cum = plgpu.load(self.rows.at[slot, CUM, rows], layout=ROWS, optimized=False)
-            pairs = self.wait(pairs_ref, len(pieces))
-            weights = (pairs * self.decay(slot, cum, first, shape)).astype(self.plan.dtype)
-            y = self.wait(y_ref, 0) * lax.broadcast_in_dim(jnp.exp2(cum) * self.scale, (PIECE, PIECE), [0])
+            weights = self.wait(pairs_ref, len(pieces)) * self.decay(slot, cum, 0, is_last=block == 0)
+            y = self.wait(y_ref, 0) * lax.broadcast_in_dim(jnp.exp2(cum) * self.scale, SQUARE, [0])
             self.states.free(i)
-            if self.plan.interpreted:
-                return y + jnp.dot(weights, self.x.tiled[slot, 0], preferred_element_type=jnp.float32)
-            y_ref[...] = y
-            plgpu.wgmma(y_ref, weights, self.x.tiled.at[slot, 0])
-            return y_ref[...]
+            return self.add_values(y_ref, y, weights, slot, 0)
 
-        y = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32), plgpu.ACC((PIECE, PIECE), jnp.float32))
+        def more_products(pairs_ref, y_ref, y, column: int):
+            self.add_pairs(pairs_ref, slot, rows, column)
+            weights = self.wait(pairs_ref, 0) * self.decay(slot, cum, column, is_last=column == block)
+            return self.add_values(y_ref, y, weights, slot, column)
+
+        accs = [plgpu.ACC(SQUARE, jnp.float32)] * 2
+        y = pl.run_scoped(products, *accs)
+        for column in range(1, block + 1):
+            y = pl.run_scoped(functools.partial(more_products, y=y, column=column), *accs)
         if skip is not None:
             x = plgpu.load(self.x.tiled.at[slot, 0, rows], layout=plgpu.Layout.WGMMA)
             y = y + skip * x.astype(jnp.float32)
@@ -253,13 +257,31 @@ class OutputRole:
     def wait(self, ref, wait_n: int):
         return ref[...] if self.plan.interpreted else plgpu.wgmma_accumulator_load(ref, wait_n=wait_n)
 
-    def decay(self, slot, cum, first, shape):
-        """exp(cum[t] - cum[s]) dt[s] for rows t and columns s up to t, otherwise 0."""
-        column = lambda i: plgpu.load(self.columns.at[slot, i], layout=COLUMNS, optimized=False)
-        spread = lambda values, dim: lax.broadcast_in_dim(values, shape, [dim])
-        t, s = (plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1))
-        exponent = spread(cum, 0) - spread(column(CUM), 1)
-        return jnp.exp2(jnp.where(s <= t + first, exponent, -jnp.inf)) * spread(column(DT) * self.scale, 1)
+    def add_pairs(self, acc, slot, rows, column: int):
+        """`acc` + c bᵀ of `rows` and of the `column`-th 64 rows."""
+        for p in range(self.plan.pieces):
+            b = self.b.tiled.at[slot, p, pl.ds(column * PIECE, PIECE)]
+            plgpu.wgmma(acc, self.c.tiled.at[slot, p, rows], b.T)
+
+    def add_values(self, y_ref, y, weights, slot, column: int):
+        """`y` + `weights` x of the `column`-th 64 rows."""
+        weights, x = weights.astype(self.plan.dtype), self.x.tiled.at[slot, 0, pl.ds(column * PIECE, PIECE)]
+        if self.plan.interpreted:
+            return y + jnp.dot(weights, x[...], preferred_element_type=jnp.float32)
+        y_ref[...] = y
+        plgpu.wgmma(y_ref, weights, x)
+        return y_ref[...]
+
+    def decay(self, slot, cum, column: int, is_last: bool):
+        """exp(cum[t] - cum[s]) dt[s] for rows t and the `column`-th 64 rows s; if these `is_last` for s up to t alone."""
+        columns = pl.ds(column * PIECE, PIECE)
+        load = lambda i: plgpu.load(self.columns.at[slot, i, columns], layout=COLUMNS, optimized=False)
+        spread = lambda values, dim: lax.broadcast_in_dim(values, SQUARE, [dim])
+        exponent = spread(cum, 0) - spread(load(CUM), 1)
+        if is_last:
+            t, s = (plgpu.broadcasted_iota(jnp.int32, SQUARE, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1))
+            exponent = jnp.where(s <= t, exponent, -jnp.inf)
+        return jnp.exp2(exponent) * spread(load(DT) * self.scale, 1)
 
 
 def _vectors(sequences: Sequences, dt, a, cu_seqlens):
