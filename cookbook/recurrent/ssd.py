@@ -155,7 +155,7 @@ def _kernel(
     )
     outputs = plan.chunk // PIECE
     memory_registers, compute_registers = REGISTERS[1 + outputs]
-    ring, states = _mgpu.Ring(filled, freed, plan.num_stages), _mgpu.Ring(left, taken, plan.num_states)
+    ring, states = part.ring(filled, freed, plan.num_stages), part.ring(left, taken, plan.num_states)
 
     @pl.when(role == outputs + 1)
     def _():

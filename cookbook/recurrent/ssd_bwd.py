@@ -48,7 +48,8 @@ from .ssd_state import CUM, DT, Plan, StateRole, states
 SQUARE = PIECE, PIECE
 CHUNK = 64
 STATE, QUERY, KEY, MEMORY = range(4)  # Roles.
-REGISTERS = {3: (56, 152)}  # A thread of the memory and of the other warpgroups, by how many these are.
+# Registers of a thread of each role, by the pieces of a row of b; a block starts with 128 for each.
+REGISTERS = {1: (120, 152, 184, 56), 2: (120, 152, 184, 56), 4: (184, 136, 152, 40)}
 # Vectors that the kernel returns: row and key; the part of key that g makes; g times the state, summed over columns;
 # and dy . x.
 ROW_SUM, KEY_SUM, END_SUM, STATE_SUM, SKIP_SUM = range(5)
@@ -97,12 +98,16 @@ def _kernel(
         Tiles.views(smem, plan.interpreted)
         for smem in (x_smem, dy_smem, b_smem, c_smem, state_smem, g_smem, scaled_smem, out_smem)
     )
-    memory_registers, compute_registers = REGISTERS[3]
-    ring, lefts = _mgpu.Ring(filled, freed, plan.num_stages), _mgpu.Ring(left, taken, 1)
+
+    def take_registers(of_role: int):
+        number = REGISTERS[plan.pieces][of_role]
+        plgpu.set_max_registers(number, action="increase" if number > 128 else "decrease")
+
+    ring, lefts = part.ring(filled, freed, plan.num_stages), part.ring(left, taken, 1)
 
     @pl.when(role == MEMORY)
     def _():
-        plgpu.set_max_registers(memory_registers, action="decrease")
+        take_registers(MEMORY)
 
         def copy_more(chunk, slot, barrier):
             for smem in (rows_smem, columns_smem):
@@ -124,7 +129,7 @@ def _kernel(
 
     @pl.when(role == STATE)
     def _():
-        plgpu.set_max_registers(compute_registers, action="increase")
+        take_registers(STATE)
 
         def leave(i, values):
             slot = lefts.fill(i)
@@ -158,7 +163,7 @@ def _kernel(
 
     @pl.when(role == QUERY)
     def _():
-        plgpu.set_max_registers(compute_registers, action="increase")
+        take_registers(QUERY)
 
         @pl.loop(0, part.num_chunks)
         def _(i):
@@ -173,7 +178,7 @@ def _kernel(
 
     @pl.when(role == KEY)
     def _():
-        plgpu.set_max_registers(compute_registers, action="increase")
+        take_registers(KEY)
         skip = None if d_gmem is None else d_gmem[plan.dt_head(head)].astype(jnp.float32)
 
         @pl.loop(0, part.num_chunks)

@@ -129,7 +129,7 @@ def _kernel(
 ):  # fmt: skip
     role, head, part = lax.axis_index("role"), lax.axis_index("head_index"), Part.of_block(table, plan.chunk)
     x, b, scaled = (Tiles.views(smem, plan.interpreted) for smem in (x_smem, b_smem, scaled_smem))
-    ring = _mgpu.Ring(filled, freed, plan.num_stages)
+    ring = part.ring(filled, freed, plan.num_stages)
 
     @pl.when(role == 1)
     def _():
