@@ -79,8 +79,8 @@ class Sequences:
         return ends[:-1], ends[1:], _running(jnp.sum, chunks) - chunks
 
     def parts(self, cu_seqlens):
-        """Table of the parts, one a row, with `PART_FIELDS`, the longest packed ones first; and the sequence of each part
-        in the order of `state`.
+        """Table of the parts, one a row, with `PART_FIELDS`, the longest packed ones first; and the sequence of each
+        part in the order of `state`.
 
         An empty sequence has one part without chunks. The parts of a sequence come one after the other in `state`,
         which numbers them; rows of the table for which there is no part have the state `num_parts`.
@@ -180,8 +180,8 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class _OneSlot(_mgpu.Ring):
-    """A ring of one slot, whose number the compiler does not know. It would compute all addresses in the slot before the
-    loop over chunks, and spill them: 1.1 KB a thread in the backward kernel of SSD with N = 256."""
+    """A ring of one slot, whose number the compiler does not know. It would compute all addresses in the slot before
+    the loop over chunks, and spill them: 1.1 KB a thread in the backward kernel of SSD with N = 256."""
 
     zero: object
 
@@ -329,9 +329,13 @@ def load_state(gmem, index, pieces: int):
 
 
 def first_state(gmem, index, pieces: int):
-    """The state that a part starts from, or zeros if `gmem` is None; `gmem` has one for each part that is not padding."""
+    """The state that a part starts from: zeros if `gmem` is None, or if the part is padding, for which it has none."""
     zeros = [plgpu.layout_cast(jnp.zeros((PIECE, PIECE), jnp.float32), plgpu.Layout.WGMMA) for _ in range(pieces)]
-    return zeros if gmem is None else lax.cond(index[0] < gmem.shape[0], lambda: load_state(gmem, index, pieces), lambda: zeros)
+    return (
+        zeros
+        if gmem is None
+        else lax.cond(index[0] < gmem.shape[0], lambda: load_state(gmem, index, pieces), lambda: zeros)
+    )
 
 
 def store_state(gmem, index, state):
@@ -351,7 +355,9 @@ def combine(decay, states, seq, initial, reverse: bool = False):
     starts at its last part.
     """
     num_seqs = len(initial)
-    neighbour = jnp.pad(seq[1:], (0, 1), constant_values=-1) if reverse else jnp.pad(seq[:-1], (1, 0), constant_values=-1)
+    neighbour = (
+        jnp.pad(seq[1:], (0, 1), constant_values=-1) if reverse else jnp.pad(seq[:-1], (1, 0), constant_values=-1)
+    )
     given = jnp.pad(initial, ((0, 1), *((0, 0),) * 3))
 
     def step(carry, part):

@@ -2,9 +2,9 @@
 
     S[t] = exp(dt[t] a) S[t-1] + dt[t] x[t] b[t]ᵀ        y[t] = S[t] c[t] + d x[t]        for each head
 
-Shapes: x (B, T, H, P), dt (B, T, H), a and d (H,), b and c (B, T, G, N), y as x, states (B, H, P, N) in float32. Head h
-of x goes with head h // (H // G) of b and c. x, b and c are all bfloat16 or all float16; dt, a and d of any float dtype,
-dt at least 0 and a at most 0. P is a multiple of 64, N 64, 128 or 256. T and H are free.
+Shapes: x (B, T, H, P), dt (B, T, H), a and d (H,), b and c (B, T, G, N), y as x, states (B, H, P, N) in float32. Head
+h of x goes with head h // (H // G) of b and c. x, b and c are all bfloat16 or all float16; dt, a and d of any float
+dtype, dt at least 0 and a at most 0. P is a multiple of 64, N 64, 128 or 256. T and H are free.
 
 In a chunk of rows, with cum[t] the sum of dt a from the chunk's first row to t, the same is
 
@@ -29,8 +29,8 @@ Barrier table:
     left[slot]         state                         output, before y reads the state of its chunk
     taken[slot]        every output                  state, before it leaves another state in the slot
 
-Where sequences and heads do not fill the GPU, each sequence is cut into parts. A first kernel computes the states of all
-parts from zero, XLA combines them, and this kernel starts each part from its state: x and b are read twice.
+Where sequences and heads do not fill the GPU, each sequence is cut into parts. A first kernel computes the states of
+all parts from zero, XLA combines them, and this kernel starts each part from its state: x and b are read twice.
 
 Bound by: memory.
 
@@ -102,7 +102,12 @@ class Config:
         rows = self.chunk_size * (2 * (PIECE + 2 * state_dim) + 16)
         states = 2 * PIECE * state_dim
         own = 2 * self.chunk_size * 2 * PIECE
-        return self.num_stages * rows + self.num_states * states + own + 8 * (2 * self.num_stages + 2 * self.num_states + 1)
+        return (
+            self.num_stages * rows
+            + self.num_states * states
+            + own
+            + 8 * (2 * self.num_stages + 2 * self.num_states + 1)
+        )
 
 
 def default_config(state_dim: int, chunk_size: int | None = None) -> Config:
@@ -147,7 +152,8 @@ def _scratch(plan: Plan) -> dict:
 
 def _kernel(
     table, x_gmem, b_gmem, c_gmem, vectors_gmem, d_gmem, initial_gmem, y_gmem, *finals_gmem, plan: Plan, scale: float,
-    x_smem, b_smem, c_smem, rows_smem, columns_smem, state_smem, scaled_smem, y_smem, filled, freed, landed, left, taken,
+    x_smem, b_smem, c_smem, rows_smem, columns_smem, state_smem, scaled_smem, y_smem, filled, freed, landed, left,
+    taken,
 ):  # fmt: skip
     role, head, part = lax.axis_index("role"), lax.axis_index("head_index"), Part.of_block(table, plan.chunk)
     x, b, c, state, scaled, y = (
@@ -166,7 +172,11 @@ def _kernel(
             for smem in (rows_smem, columns_smem):
                 plgpu.copy_gmem_to_smem(vectors_gmem.at[dt_head, chunk], smem.at[slot], barrier)
 
-        operands = Operand(x_gmem, x, head, 1), Operand(b_gmem, b, group, plan.pieces), Operand(c_gmem, c, group, plan.pieces)
+        operands = (
+            Operand(x_gmem, x, head, 1),
+            Operand(b_gmem, b, group, plan.pieces),
+            Operand(c_gmem, c, group, plan.pieces),
+        )
         Loader(ring, landed, operands, copy_vectors, 2, plan.sequences.is_ragged, plan.interpreted).run(part)
 
     @pl.when(role == outputs)
@@ -275,7 +285,7 @@ class OutputRole:
         return y_ref[...]
 
     def decay(self, slot, cum, column: int, is_last: bool):
-        """exp(cum[t] - cum[s]) dt[s] for rows t and the `column`-th 64 rows s; if these `is_last` for s up to t alone."""
+        """exp(cum[t] - cum[s]) dt[s] for rows t and the `column`-th 64 rows s, if `is_last` for s up to t alone."""
         columns = pl.ds(column * PIECE, PIECE)
         load = lambda i: plgpu.load(self.columns.at[slot, i, columns], layout=COLUMNS, optimized=False)
         spread = lambda values, dim: lax.broadcast_in_dim(values, SQUARE, [dim])
@@ -343,36 +353,53 @@ def _backward(x, dt, a, b, c, d, initial, cu_seqlens, starts, dy, d_final, *, pl
     return dx, d_dt, da, db, dc, dd, None if initial is None else d_initial
 
 
-def _check(x, dt, a, b, c, d, initial_state, cu_seqlens) -> None:
-    op = "cookbook.ssd"
-    for name, m, axes in (("x", x, "B, T, H, P"), ("dt", dt, "B, T, H"), ("b", b, "B, T, G, N"), ("c", c, "B, T, G, N")):
-        if m.ndim != len(axes.split(", ")):
-            raise ValueError(f"{op}: {name}.shape = {m.shape}; must be ({axes})")
+def check(op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, chunk_size, config: Config | None, names=None):
+    """The configuration for these arguments, whose `names` may be others than those of `ssd`.
+
+    Raises:
+      ValueError: they do not fit each other, or no kernel takes them.
+    """
+    op, name_of = f"cookbook.{op}", lambda name: (names or {}).get(name, name)
+    for name, m in (("x", x), ("b", b), ("c", c)):
+        if m.ndim != 4:
+            raise ValueError(f"{op}: {name_of(name)}.shape = {m.shape}; must be (B, T, heads, values of a head)")
+        if m.dtype not in (jnp.bfloat16, jnp.float16) or m.dtype != x.dtype:
+            all_names = ", ".join(map(name_of, "xbc"))
+            raise ValueError(
+                f"{op}: {name_of(name)}.dtype = {m.dtype}; {all_names} must be all bfloat16 or all float16: cast them"
+            )
     (batch, length, heads, size), (*_, groups, state_dim) = x.shape, b.shape
     for name, m, shape in (
-        ("dt", dt, (batch, length, heads)), ("a", a, (heads,)), ("d", d, (heads,)),
-        ("b", b, (batch, length, groups, state_dim)), ("c", c, (batch, length, groups, state_dim)),
+        ("b", b, (batch, length, groups, state_dim)), ("c", c, b.shape), ("dt", dt, (batch, length, heads)),
+        ("a", a, (heads,)), ("d", d, (heads,)),
     ):  # fmt: skip
         if m is not None and m.shape != shape:
-            raise ValueError(f"{op}: {name}.shape = {m.shape}; must be {shape}, to go with {x.shape=} and {b.shape=}")
-    for name, m in (("x", x), ("b", b), ("c", c)):
-        if m.dtype not in (jnp.bfloat16, jnp.float16) or m.dtype != x.dtype:
-            raise ValueError(f"{op}: {name}.dtype = {m.dtype}; x, b and c must be all bfloat16 or all float16: cast them")
+            shapes = f"{name_of('x')}.shape = {x.shape} and {name_of('b')}.shape = {b.shape}"
+            raise ValueError(f"{op}: {name_of(name)}.shape = {m.shape}; must be {shape}, to go with {shapes}")
     for name, m in (("dt", dt), ("a", a), ("d", d)):
         if m is not None and not jnp.issubdtype(m.dtype, jnp.floating):
             raise ValueError(f"{op}: {name}.dtype = {m.dtype}; must be a floating-point dtype: cast it")
     if 0 in x.shape or groups == 0:
-        raise ValueError(f"{op}: {x.shape=}, {b.shape=}; no size may be 0")
+        raise ValueError(f"{op}: {name_of('x')}.shape = {x.shape}, {name_of('b')}.shape = {b.shape}; no size may be 0")
     if heads % groups:
-        raise ValueError(f"{op}: {heads} heads of x are no multiple of {groups} heads of b and c")
+        raise ValueError(f"{op}: {heads} heads of {name_of('x')} are no multiple of {groups} heads of {name_of('b')}")
     if size % PIECE or state_dim not in STATE_DIMS:
         raise ValueError(
-            f"{op}: heads of x have {size} values, those of b and c {state_dim}; must be a multiple of {PIECE}, and one "
-            f"of {STATE_DIMS}: pad with zeros (jnp.pad)"
+            f"{op}: heads of {name_of('x')} have {size} values, those of {name_of('b')} {state_dim}; must be a "
+            f"multiple of {PIECE}, and one of {STATE_DIMS}: pad with zeros (jnp.pad)"
         )
     core.check_packed(op, cu_seqlens, batch)
     num_seqs = batch if cu_seqlens is None else len(cu_seqlens) - 1
     core.check_state(op, "initial_state", initial_state, (num_seqs, heads, size, state_dim))
+    if chunk_size not in (None, *core.CHUNKS) or config and chunk_size not in (None, config.chunk_size):
+        raise ValueError(f"{op}: {chunk_size=} must be one of {core.CHUNKS}, and that of config, or None to choose")
+    config = config or default_config(state_dim, chunk_size)
+    if (need := config.smem_bytes(state_dim)) > _mgpu.SMEM_BYTES_MAX:
+        raise ValueError(
+            f"{op}: {config} needs {need} bytes of shared memory with {state_dim} values of {name_of('b')}, and a "
+            f"block has {_mgpu.SMEM_BYTES_MAX}: chunks of 64, or fewer stages"
+        )
+    return config
 
 
 def _plan(options: Options, x, b, cu_seqlens, target: _mgpu.Target) -> Plan:
@@ -420,13 +447,8 @@ _ssd.defvjp(_ssd_fwd, _ssd_bwd)
 
 def run(op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, config: Config, scale: float = 1.0):
     """(y, final states) of `ssd`, y but for the part of d times `scale`; for `linear_attention` too."""
-    (batch, length, heads, size), (groups, state_dim) = x.shape, b.shape[2:]
+    (batch, length, heads, size), state_dim = x.shape, b.shape[-1]
     num_seqs, split = (batch if cu_seqlens is None else len(cu_seqlens) - 1), size // PIECE
-    if (need := config.smem_bytes(state_dim)) > _mgpu.SMEM_BYTES_MAX:
-        raise ValueError(
-            f"cookbook.{op}: {config} needs {need} bytes of shared memory for N = {state_dim}, and a block has "
-            f"{_mgpu.SMEM_BYTES_MAX}: chunks of 64, or fewer stages"
-        )
     _mgpu.require_target(op)
     rows = lambda m: m.reshape(batch * length, *m.shape[2:])
     operands = x.reshape(batch * length, heads * split, PIECE), rows(dt), a, rows(b), rows(c), d
@@ -467,10 +489,7 @@ def ssd(
     x, dt, a, b, c, d, initial_state, cu_seqlens = (
         None if m is None else _mgpu.as_array("ssd", name, m) for name, m in arrays.items()
     )
-    _check(x, dt, a, b, c, d, initial_state, cu_seqlens)
-    config = config or default_config(b.shape[-1], chunk_size)
-    if chunk_size not in (None, config.chunk_size):
-        raise ValueError(f"cookbook.ssd: {chunk_size=} and {config=} differ: leave one out")
+    config = check("ssd", x, dt, a, b, c, d, initial_state, cu_seqlens, chunk_size, config)
     y, final = run("ssd", x, dt, a, b, c, d, initial_state, cu_seqlens, config)
     return (y, final) if return_final_state else y
 

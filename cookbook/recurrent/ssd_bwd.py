@@ -1,7 +1,7 @@
 """Gradients of SSD: chunks from the last one to the first, with the gradient of the state in registers.
 
-With S the state before a chunk, g the gradient of the state after it, cum as in `ssd`, and L[t, s] = exp(cum[t] - cum[s])
-for s <= t, otherwise 0:
+With S the state before a chunk, g the gradient of the state after it, cum as in `ssd`, and L[t, s] = 0 for s > t,
+otherwise exp(cum[t] - cum[s]):
 
     p = c bᵀ,  q = dy xᵀ
     dc = exp(cum) dy S + (L q dt) b
@@ -13,9 +13,9 @@ S comes from a kernel before, which writes the states of all chunks. The gradien
 
     dcum[t] = row[t] - dt[t] key[t],  ddt[t] = key[t],    where row[t] = c[t] . dc[t] and dt[t] key[t] = b[t] . db[t],
 
-and dcum of a chunk's last row has, beside that, the sum of g times the state after the chunk. `row` and `key` are summed
-in float32 from products of pairs before these are rounded, because they cancel: what each pair gives to one row it takes
-from another. The rest is XLA's, which differentiates the sums from dt a to cum.
+and dcum of a chunk's last row has, beside that, the sum of g times the state after the chunk. `row` and `key` are
+summed in float32 from products of pairs before these are rounded, because they cancel: what each pair gives to one row
+it takes from another. The rest is XLA's, which differentiates the sums from dt a to cum.
 
 Role table: as in `ssd`, one block for each head of each part.
 
@@ -119,7 +119,9 @@ def _kernel(
         group = plan.group(head)
         operands = [Operand(gmem, smem, head, 1) for gmem, smem in ((x_gmem, x), (dy_gmem, dy))]
         operands += [Operand(gmem, smem, group, plan.pieces) for gmem, smem in ((b_gmem, b), (c_gmem, c))]
-        load = Loader(ring, landed, tuple(operands), copy_more, 2 + plan.pieces, plan.sequences.is_ragged, plan.interpreted)
+        load = Loader(
+            ring, landed, tuple(operands), copy_more, 2 + plan.pieces, plan.sequences.is_ragged, plan.interpreted
+        )
         load.run(part, reverse=True)
 
     chunk_of = lambda i: part.num_chunks - 1 - i
@@ -143,7 +145,9 @@ def _kernel(
             store_sums(STATE_SUM, i, functools.reduce(jnp.add, products).sum(axis=1) * decay)
 
         first = core.first_state(given_gmem, (part.state, head), plan.pieces)
-        last = StateRole(plan, ring, dy, c, rows_smem, scaled, reverse=True, look=look).run(part.num_chunks, first, leave)
+        last = StateRole(plan, ring, dy, c, rows_smem, scaled, reverse=True, look=look).run(
+            part.num_chunks, first, leave
+        )
         lefts.drain(part.num_chunks)
         for first_gmem in firsts_gmem:
             core.store_state(first_gmem, (part.state, head), last)
