@@ -162,10 +162,10 @@ def _backward(x, dt, a, b, c, d, initial, cu_seqlens, starts, dy, d_final, *, pl
     vectors, of_vectors = jax.vjp(lambda dt, a: _vectors(sequences, dt, a, cu_seqlens), dt, a)
     table, seq = sequences.parts(cu_seqlens)
     dy = dy if scale == 1.0 else (dy.astype(jnp.float32) * scale).astype(dy.dtype)
-    has_rows = sequences.rows_of_chunks(cu_seqlens)[:, 0] < sequences.num_rows
+    is_row = sequences.rows_of_chunks(cu_seqlens) < sequences.num_rows
     decay = _decay_of_parts(plan, vectors, table)
     dx, db, dc, d_vectors, dd, d_initial = ssd_bwd.gradients(
-        plan, table, seq, has_rows, vectors, decay, x, b, c, d, starts, dy, d_final, params
+        plan, table, seq, is_row, vectors, decay, x, b, c, d, starts, dy, d_final, params
     )
     d_dt, da = of_vectors(d_vectors)
     return dx, d_dt, da, db, dc, dd, None if initial is None else d_initial
@@ -244,7 +244,8 @@ def _ssd(options: Options, operands, initial, cu_seqlens):
 
 
 def _ssd_fwd(options: Options, operands, initial, cu_seqlens):
-    y, final, starts = _run(options, operands, initial, cu_seqlens)
+    run = _mgpu.without_derivative("ssd", functools.partial(_run, options))
+    y, final, starts = run(operands, initial, cu_seqlens)
     return (y, final), (operands, initial, cu_seqlens, starts)
 
 
