@@ -75,7 +75,7 @@ class Sequences:
     def _places(self, starts):
         """(first row, end, first chunk) of each sequence, that of the rows after the last one included."""
         ends = jnp.append(starts, self.num_rows) if self.is_packed else starts
-        chunks = lax.div(jnp.diff(ends) + (self.chunk - 1), self.chunk)
+        chunks = div(jnp.diff(ends) + (self.chunk - 1), self.chunk)
         return ends[:-1], ends[1:], _running(jnp.sum, chunks) - chunks
 
     def parts(self, cu_seqlens):
@@ -87,7 +87,7 @@ class Sequences:
         """
         starts, ends, first_chunk = self._places(self.starts(cu_seqlens))
         size = self.part_rows or max(self.num_rows, 1)
-        counts = jnp.maximum(lax.div(ends - starts + (size - 1), size), 1)
+        counts = jnp.maximum(div(ends - starts + (size - 1), size), 1)
         last = _running(jnp.sum, counts)
         number = jnp.arange(self.num_parts, dtype=jnp.int32)
         seq = jnp.searchsorted(last, number, side="right", method="compare_all").astype(jnp.int32)
@@ -105,7 +105,7 @@ class Sequences:
     def sums_of_parts(self, values, table):
         """(num_parts, H): sums over the chunks of each part, in the order of `state`, of `values` (H, num_chunks)."""
         first_row, _, stop_row, first, state = table.T
-        chunk, last = jnp.arange(self.num_chunks), first + lax.div(stop_row - first_row + (self.chunk - 1), self.chunk)
+        chunk, last = jnp.arange(self.num_chunks), first + div(stop_row - first_row + (self.chunk - 1), self.chunk)
         mine = (chunk >= first[:, None]) & (chunk < last[:, None])
         sums = jnp.where(mine, values[:, None], 0.0).sum(-1).T
         return sums.at[state].set(sums, mode="drop") if self.is_packed else sums
@@ -331,11 +331,9 @@ def load_state(gmem, index, pieces: int):
 def first_state(gmem, index, pieces: int):
     """The state that a part starts from: zeros if `gmem` is None, or if the part is padding, for which it has none."""
     zeros = [plgpu.layout_cast(jnp.zeros((PIECE, PIECE), jnp.float32), plgpu.Layout.WGMMA) for _ in range(pieces)]
-    return (
-        zeros
-        if gmem is None
-        else lax.cond(index[0] < gmem.shape[0], lambda: load_state(gmem, index, pieces), lambda: zeros)
-    )
+    if gmem is None:
+        return zeros
+    return lax.cond(index[0] < gmem.shape[0], lambda: load_state(gmem, index, pieces), lambda: zeros)
 
 
 def store_state(gmem, index, state):

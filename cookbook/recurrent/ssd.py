@@ -34,7 +34,8 @@ all parts from zero, XLA combines them, and this kernel starts each part from it
 
 Bound by: memory.
 
-Not supported: second derivatives. Source: Dao and Gu, "Transformers are SSMs" (2024).
+Under `jax.shard_map`, with `check_vma=False`. Not supported: second derivatives.
+Source: Dao and Gu, "Transformers are SSMs" (2024).
 """
 
 import dataclasses
@@ -272,8 +273,6 @@ def run(op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, config: Config, s
     rows = lambda m: m.reshape(batch * length, *m.shape[2:])
     operands = x.reshape(batch * length, heads * split, PIECE), rows(dt), a, rows(b), rows(c), d
     initial = None if initial_state is None else core.as_states(initial_state, heads * split)
-    leaves, tree = jax.tree.flatten((operands, initial))
-    operands, initial = jax.tree.unflatten(tree, _mgpu.alike(*leaves))
     y, final = _ssd(Options(config, batch, split, scale), operands, initial, cu_seqlens)
     return y.reshape(x.shape), final.reshape(num_seqs, heads, size, state_dim)
 
