@@ -288,6 +288,8 @@ class MatmulScatter:
     | semaphore | signalled by | how often | waited for by |
     |---|---|---|---|
     | arrived[tile] | each other device: its part of the sum of the tile is in its slot | n - 1 | the tile's owner |
+
+    Both warpgroups of the owner wait for a tile, so a wait leaves the count as it is.
     """
 
     n: int
@@ -302,7 +304,7 @@ class MatmulScatter:
         return [Send(owner, "parts", (self.n - 2 - step, tile), (d, owner, tile), step < self.n - 1)]
 
     def sent(self, d, step, tile) -> list:
-        """Announces a tile, at a time when its stores have long ended."""
+        """Announces a tile."""
         is_sent = step < self.n - 1
         return [Flush(0, is_sent), Signal(self.owner(d, step), "arrived", tile, is_sent)]
 
@@ -312,7 +314,7 @@ class MatmulScatter:
         reads = [
             Read("parts", (slot, tile), (peer(d, self.n, slot + 1), d, tile), is_own) for slot in range(self.n - 1)
         ]
-        return [Wait("arrived", tile, self.n - 1, is_own), *reads]
+        return [Wait("arrived", tile, self.n - 1, is_own, keeps=True), *reads]
 
 
 def programs(protocol, d: int, num_rounds: int) -> dict[str, list]:

@@ -18,7 +18,7 @@ OPS = {
     "all_gather_matmul": (jax.P("x"), jax.P(None, "x"), jax.P(None, "x")),
     "matmul_reduce_scatter": (jax.P(None, "x"), jax.P("x"), jax.P("x")),
 }
-gather, scatter = (importlib.import_module(f"cookbook.nvlink.{name}") for name in OPS)
+gather = importlib.import_module("cookbook.nvlink.all_gather_matmul")
 each_op = pytest.mark.parametrize("op", OPS)
 
 
@@ -148,9 +148,6 @@ def test_senders_send_every_value_to_every_peer_once_in_the_block_that_is_announ
 def test_a_default_configuration_has_as_many_senders_as_the_product_hides():
     senders = [gather.default_config(2048, n, 4096, 4).num_senders for n in (16384, 4096, 512)]
     assert senders == sorted(senders) and senders[0] < senders[-1]  # A wide product takes as long as few need to send.
-    # A whole tile waits in shared memory for NVLink.
-    c = scatter.default_config(2048, 4096, 4096, 2)
-    assert c.store_slots * 64 * 64 == np.prod(c.compute_tile)
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
