@@ -53,12 +53,12 @@ from . import matmul_reduce_scatter as transposed
 from .all_gather import all_gather
 
 PIECE = 64, 256  # Rows and columns of the shard that a sender copies at once.
-LAG = 8  # Pieces that a sender has stored since those that it announces: their stores have ended by then.
+LAG = 2  # Pieces that a sender has stored since those that it announces: their stores have ended by then.
 STAGES_MAX = 8
 PARTS = 4  # Parts of K, which are announced one by one.
 SENDERS = 2, 4, 8, 16  # Numbers of senders that a default configuration chooses from.
-# Measured: bytes that one sender stores to a peer in a us, and that NVLink carries each way.
-SENDER_RATE, NVLINK_RATE = 40e3, 350e3
+# Bytes that one sender stores to a peer in a us beside products (15 to 40 were measured), and that NVLink carries.
+SENDER_RATE, NVLINK_RATE = 30e3, 350e3
 
 
 @dataclasses.dataclass(frozen=True)

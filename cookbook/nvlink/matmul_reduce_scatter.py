@@ -50,8 +50,6 @@ from . import all_gather_matmul as transposed
 from . import core, matmul_core, protocol
 from .matmul_core import Config
 
-LATE = 8  # A tile is announced before the last eighth of the next one's steps.
-
 
 @dataclasses.dataclass(frozen=True)
 class ScatterPlan(matmul_core.ShardPlan):
@@ -202,16 +200,18 @@ def _kernel(plan, lhs_gmem, rhs_gmem, o_gmem, parts_gmem, *, a_smem, b_smem, fil
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
         send = functools.partial(_send, plan, o_tma, o_gmem, staged)
         announce = functools.partial(_announce, plan, semaphores, emptied)
+        num_pieces = COMPUTE * len(plan.store_pieces)
 
         def after_step(tile, step, num_steps):
-            """During a tile the one before it is sent, once it is there, and announced, once it has arrived."""
-            sent = min(plan.num_stages, num_steps - 1)
-            pl.when((tile > 0) & (step == sent))(lambda: send(tile - 1))
-            announced = max(sent, num_steps - 1 - num_steps // LATE)
-            pl.when((tile > 0) & (step == announced))(lambda: announce(tile - 1))
+            """During a tile the one before it is sent, a few pieces a step, and announced, once all have arrived."""
+            first = min(plan.num_stages, num_steps - 1)  # When the slot of this tile's first step is filled again.
+            each = pl.cdiv(num_pieces, num_steps - first)
+            sent = (step - first) * each
+            pl.when((tile > 0) & (step >= first))(lambda: send(tile - 1, sent, jnp.minimum(sent + each, num_pieces)))
+            pl.when((tile > 0) & (step == num_steps - 1))(lambda: announce(tile - 1))
 
         roles.load(plan, ring, lhs_gmem, rhs_gmem, a_tma, b_tma, after_step)
-        send(plan.num_tiles() - 1)
+        send(plan.num_tiles() - 1, 0, num_pieces)
         announce(plan.num_tiles() - 1)
 
     @pl.when(lax.axis_index("role") < COMPUTE)
@@ -234,13 +234,13 @@ def _kernel(plan, lhs_gmem, rhs_gmem, o_gmem, parts_gmem, *, a_smem, b_smem, fil
         plgpu.barrier_wait(emptied)
 
 
-def _send(plan, o_smem, o_gmem, staged, tile):
-    """The memory warpgroup: starts the stores of all pieces of `tile`."""
+def _send(plan, o_smem, o_gmem, staged, tile, first, end):
+    """The memory warpgroup: starts the stores of pieces `first` to `end` of `tile`."""
     plan, (height, width) = plan.look_up(tile), plan.store_piece
     across = plan.compute_tile[1] // width  # Pieces of a warpgroup's share along N.
-    plgpu.barrier_wait(staged)
+    pl.when(first == 0)(lambda: plgpu.barrier_wait(staged))
 
-    @pl.loop(0, len(plan.store_pieces) * COMPUTE)
+    @pl.loop(first, end)
     def _(i):
         slot, role = _mgpu.div(i, COMPUTE), _mgpu.rem(i, COMPUTE)
         row, col = plan.place_of_warpgroup(tile, role)
