@@ -450,9 +450,9 @@ class Plan:
         """Which part of K this block sums."""
         return 0 if self.config.split_k == 1 else lax.axis_index("part")
 
-    def place_of_warpgroup(self, tile, role=None):
-        """(row, column) in o of what compute warpgroup `role`, by default this one, has of this block's `tile`."""
-        place, role = self.place(tile), lax.axis_index("role") if role is None else role
+    def place_of_warpgroup(self, tile):
+        """(row, column) in o of what this compute warpgroup accumulates of this block's `tile`."""
+        place, role = self.place(tile), lax.axis_index("role")
         sizes = self.compute_tile
         return tuple(
             start + role * size if self.config.split_dim == dim else start

@@ -59,11 +59,8 @@ def each_tile(phase: Plan, before, body):
     return lax.fori_loop(0, phase.num_tiles(), look_up, before)
 
 
-def load(plan: Plan, ring: _mgpu.Ring, a_gmem, b_gmem, a_smem, b_smem, after_step=None):
-    """The memory warpgroup: all steps of all tiles of this block, as fast as slots are given back.
-
-    `after_step(tile, step, num_steps)` may do more between the loads.
-    """
+def load(plan: Plan, ring: _mgpu.Ring, a_gmem, b_gmem, a_smem, b_smem):
+    """The memory warpgroup: all steps of all tiles of this block, as fast as slots are given back."""
 
     def load_tile(plan, tile, before):
         row, col = plan.place(tile)
@@ -75,8 +72,6 @@ def load(plan: Plan, ring: _mgpu.Ring, a_gmem, b_gmem, a_smem, b_smem, after_ste
                 filled, (a, b) = ring.filled.at[slot], (plan.a, plan.b)
                 a.copy(plan.matrix(a, a_gmem), a.at(row, k), a_smem.at[slot], filled, shared=plan.axis_n)
                 b.copy(plan.matrix(b, b_gmem), b.at(col, k), b_smem.at[slot], filled, shared=plan.axis_m)
-            if after_step is not None:
-                after_step(tile, step, plan.tiles.num_steps)
 
     before = 0
     for phase in plan.phases:

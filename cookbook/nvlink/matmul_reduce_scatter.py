@@ -83,8 +83,10 @@ class ScatterPlan(matmul_core.ShardPlan):
         staged, emptied = plgpu.Barrier(num_arrivals=COMPUTE), plgpu.Barrier()
         return super()._scratch(num_stages) | dict(staged=staged, emptied=emptied)
 
-    def matrix(self, operand, gmem):
-        return gmem.at[self.protocol.owner(self.device, self.entry.step)] if operand.stacked else gmem
+    @property
+    def owner(self):
+        """The device whose rows the tile has."""
+        return self.protocol.owner(self.device, self.entry.step)
 
     def send(self, piece_smem, o_gmem, row, col):
         """An own piece goes to `o_gmem`, and others to a slot of their owner."""
@@ -171,8 +173,7 @@ def scatter_product(lhs, rhs, axis_name, config: Config | None = None, *, transp
         ScatterPlan, m // num_devices, n, k, num_devices, lhs.dtype, transpose_rhs, c, num_sms, axis_name=axis_name
     )
     whole = dataclasses.replace(c, store_slots=len(plan.store_pieces))
-    tiles = dataclasses.replace(plan.tiles, config=whole)
-    plan = dataclasses.replace(plan, tiles=tiles, a=dataclasses.replace(plan.a, stacked=True))
+    plan = dataclasses.replace(plan, tiles=dataclasses.replace(plan.tiles, config=whole))
     kernel = _mgpu.kernel(
         functools.partial(_kernel, plan),
         out_type=[jax.ShapeDtypeStruct(shape, lhs.dtype) for shape in ((m // num_devices, n), plan.parts_shape)],
@@ -200,19 +201,7 @@ def _kernel(plan, lhs_gmem, rhs_gmem, o_gmem, parts_gmem, *, a_smem, b_smem, fil
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
         send = functools.partial(_send, plan, o_tma, o_gmem, staged)
         announce = functools.partial(_announce, plan, semaphores, emptied)
-        num_pieces = COMPUTE * len(plan.store_pieces)
-
-        def after_step(tile, step, num_steps):
-            """During a tile the one before it is sent, a few pieces a step, and announced, once all have arrived."""
-            first = min(plan.num_stages, num_steps - 1)  # When the slot of this tile's first step is filled again.
-            each = pl.cdiv(num_pieces, num_steps - first)
-            sent = (step - first) * each
-            pl.when((tile > 0) & (step >= first))(lambda: send(tile - 1, sent, jnp.minimum(sent + each, num_pieces)))
-            pl.when((tile > 0) & (step == num_steps - 1))(lambda: announce(tile - 1))
-
-        roles.load(plan, ring, lhs_gmem, rhs_gmem, a_tma, b_tma, after_step)
-        send(plan.num_tiles() - 1, 0, num_pieces)
-        announce(plan.num_tiles() - 1)
+        _load(plan, ring, lhs_gmem, rhs_gmem, a_tma, b_tma, send, announce)
 
     @pl.when(lax.axis_index("role") < COMPUTE)
     def _():
@@ -234,6 +223,32 @@ def _kernel(plan, lhs_gmem, rhs_gmem, o_gmem, parts_gmem, *, a_smem, b_smem, fil
         plgpu.barrier_wait(emptied)
 
 
+def _load(plan, ring, lhs_gmem, rhs_gmem, a_smem, b_smem, send, announce):
+    """The memory warpgroup: all steps of all tiles, as fast as slots are given back.
+
+    During a tile the one before it is sent, a few pieces a step, and announced, once all have arrived.
+    """
+    num_steps, num_pieces = pl.cdiv(plan.tiles.k, plan.tiles.tile_k), COMPUTE * len(plan.store_pieces)
+    first = min(plan.num_stages, num_steps - 1)  # By then the tile before is there: its last slots were given back.
+    each = pl.cdiv(num_pieces, num_steps - first)
+
+    def load_tile(plan, tile, before):
+        row, col = plan.place(tile)
+
+        @pl.loop(0, num_steps)
+        def _(step):
+            slot, k, sent = ring.fill(before + step), plan.k(step), (step - first) * each
+            a, b, filled = plan.a, plan.b, ring.filled.at[slot]
+            a.copy(lhs_gmem.at[plan.owner], a.at(row, k), a_smem.at[slot], filled, shared=plan.axis_n)
+            b.copy(rhs_gmem, b.at(col, k), b_smem.at[slot], filled, shared=plan.axis_m)
+            pl.when((tile > 0) & (step >= first))(lambda: send(tile - 1, sent, jnp.minimum(sent + each, num_pieces)))
+            pl.when((tile > 0) & (step == num_steps - 1))(lambda: announce(tile - 1))
+
+    ring.drain(roles.each_tile(plan, 0, load_tile))
+    send(plan.num_tiles() - 1, 0, num_pieces)
+    announce(plan.num_tiles() - 1)
+
+
 def _send(plan, o_smem, o_gmem, staged, tile, first, end):
     """The memory warpgroup: starts the stores of pieces `first` to `end` of `tile`."""
     plan, (height, width) = plan.look_up(tile), plan.store_piece
@@ -243,8 +258,9 @@ def _send(plan, o_smem, o_gmem, staged, tile, first, end):
     @pl.loop(first, end)
     def _(i):
         slot, role = _mgpu.div(i, COMPUTE), _mgpu.rem(i, COMPUTE)
-        row, col = plan.place_of_warpgroup(tile, role)
-        row, col = row + _mgpu.div(slot, across) * height, col + _mgpu.rem(slot, across) * width
+        (row, col), (rows, cols), dim = plan.place(tile), plan.compute_tile, plan.config.split_dim
+        row += (role * rows if dim == 0 else 0) + _mgpu.div(slot, across) * height
+        col += (role * cols if dim == 1 else 0) + _mgpu.rem(slot, across) * width
         plan.send(o_smem.at[role, slot, 0, 0], o_gmem, row, col)
 
 
