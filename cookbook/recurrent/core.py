@@ -154,11 +154,10 @@ def _running(reduce, x):
 
 
 def cumulative(values):
-    """Sums along the last axis up to each place, in float32: as one product with a triangle of ones, where XLA's scan
-    would take a kernel for each doubling."""
-    size = values.shape[-1]
-    triangle = jnp.tril(jnp.ones((size, size), values.dtype))
-    return jnp.einsum("...s,ts->...t", values, triangle, precision="highest")
+    """Sums of `values` (H, chunks, rows) up to each row, in float32: as one product with a triangle of ones, where
+    XLA's scan would take a kernel for each doubling."""
+    triangle = jnp.asarray(np.tri(values.shape[-1], dtype=np.float32))
+    return jnp.einsum("hcs,ts->hct", values, triangle, precision="highest")
 
 
 def part_rows(num_seqs: int, length: int, heads: int, num_sms: int, parts: int | None = None) -> int | None:
