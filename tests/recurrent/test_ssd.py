@@ -457,7 +457,7 @@ def test_mutants_are_caught(run_only, found_if, monkeypatch, name, old, new):
         ("ssd_bwd", "d_dt = of(KEY_SUM) + of(OWN_SUM) + of(END_SUM)", "d_dt = of(KEY_SUM) + of(END_SUM)"),
         ("ssd_bwd", "(of(STATE_SUM) + end)", "end"),
         ("ssd_bwd", "dx if skip is None else", "dx if True else"),
-        ("ssd_bwd", "slot = lefts.fill(i)", "slot = lefts.slot(i)"),
+        ("ssd_bwd", "slot = block.lefts.fill(i)", "slot = block.lefts.slot(i)"),
         ("ssd_state", "if self.reverse:", "if False:"),
     ],
 )
