@@ -608,9 +608,9 @@ CASES += [
 # The first in 0.25 ms.
 CASES += [
     _ssd(4, 8192, 32, 32, 64, 128, Target(None, rate=3.22), headline=True),
-    _ssd(1, 65536, 32, 32, 64, 128),
+    _ssd(1, 65536, 32, 32, 64, 128, Target("fla", 1 / 0.45)),
     _ssd(4, 8192, 80, 1, 64, 128),
-    _ssd(4, 8192, 32, 32, 64, 128, gradients=True),
+    _ssd(4, 8192, 32, 32, 64, 128, Target("fla", 1 / 0.6), gradients=True),
 ]
 
 
