@@ -1,0 +1,1 @@
+"""Linear attention and state-space models: kernels that keep a state, in chunks."""
