@@ -137,15 +137,11 @@ def product(pairs, interpreted: bool, acc=None):
         plgpu.commit_smem()  # TMA may now overwrite what was read here.
         return plgpu.layout_cast(acc, plgpu.Layout.WGMMA)
 
-    def add(ref):
+    def multiply(ref):
+        if acc is not None:
+            ref[...] = acc
         for a, b in pairs:
             plgpu.wgmma(ref, a, b)
-
-    if acc is not None:
-        return plgpu.layout_cast(pl.run_state(add)(plgpu.ACC.init(acc)), plgpu.Layout.WGMMA)
-
-    def multiply(ref):
-        add(ref)
         return plgpu.layout_cast(ref[...], plgpu.Layout.WGMMA)
 
     return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))

@@ -34,7 +34,7 @@ from .. import _mgpu
 from .delta_core import CHUNK, COLUMNS, PIECE, ROWS, TILED, load, product, row_tiles, spread, views
 
 SQUARE = (CHUNK, CHUNK)
-WARPGROUPS = 3  # Of a block, each with a chunk of its own, and a quarter of the registers of an SM.
+WARPGROUPS = 3  # Of a block, each with a chunk of its own, and a third of the registers of an SM.
 
 
 def inverse_of(minus_lower, d_smem, x_smem, interpreted: bool):
