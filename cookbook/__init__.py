@@ -22,6 +22,7 @@ from cookbook.nvlink.all_gather_matmul import all_gather_matmul
 from cookbook.nvlink.all_to_all import all_to_all
 from cookbook.nvlink.matmul_reduce_scatter import matmul_reduce_scatter
 from cookbook.nvlink.reduce_scatter import reduce_scatter
+from cookbook.recurrent.ssd import ssd
 from cookbook.rows.reduce_sum import reduce_sum
 from cookbook.rows.rms_norm import rms_norm
 from cookbook.rows.softmax import softmax
@@ -52,6 +53,7 @@ __all__ = [
     "reduce_sum",
     "rms_norm",
     "softmax",
+    "ssd",
     "varlen_attention",
     "write_kv",
 ]

@@ -1,1 +1,1 @@
-"""Linear attention and state-space models: kernels that keep a state, in chunks."""
+"""Recurrences over a sequence whose state is a matrix, computed chunk by chunk on tensor cores."""

@@ -1,0 +1,395 @@
+"""What the recurrent kernels share: packed sequences in chunks and parts, tiles of rows in shared memory, states.
+
+A *sequence* is a run of rows of the operands. It is cut into *chunks* of 64 or 128 rows, the last of which may be
+shorter, and into *parts*: runs of chunks that one block of threads goes through. Where sequences and heads fill the
+GPU, each sequence is one part. Otherwise it has several: their states are first computed from zero, and then combined.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .. import _mgpu
+from .._mgpu import div
+
+PIECE = 64  # Values of a row that are swizzled together, 128 bytes; and rows of a WGMMA.
+CHUNKS = (64, 128)  # Rows of a chunk.
+ROWS, COLUMNS = (plgpu.Layout.WGMMA.reduce(dim) for dim in (1, 0))  # One number for each row, or column, of a product.
+PART_FIELDS = ("first_row", "end_row", "stop_row", "first_chunk", "state")
+
+
+# Sequences, chunks and parts ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """How many rows and sequences there are, and how they are cut. Where packed ones begin is known on the GPU alone.
+
+    Rows after the last packed sequence count as one sequence more, which has no values: its results are zeros.
+    """
+
+    num_seqs: int
+    num_rows: int  # Of all sequences.
+    is_packed: bool  # Otherwise all have the same length.
+    chunk: int
+    part_rows: int | None = None  # A multiple of all of `CHUNKS`; None: each sequence is one part.
+
+    @property
+    def length(self) -> int:
+        """Rows of each sequence that is not packed."""
+        return self.num_rows // self.num_seqs
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether a chunk may have rows of another sequence, or of none."""
+        return self.is_packed or self.length % self.chunk != 0
+
+    @property
+    def num_chunks(self) -> int:
+        """Most chunks that there can be."""
+        if self.is_packed:
+            return self.num_seqs + 1 + self.num_rows // self.chunk
+        return self.num_seqs * pl.cdiv(self.length, self.chunk)
+
+    @property
+    def num_parts(self) -> int:
+        """Most parts that there can be."""
+        if self.part_rows is None:
+            return self.num_seqs + self.is_packed
+        if self.is_packed:
+            return self.num_seqs + 1 + self.num_rows // self.part_rows
+        return self.num_seqs * pl.cdiv(self.length, self.part_rows)
+
+    def starts(self, cu_seqlens):
+        """(num_seqs + 1,): the first row of each sequence and the end of the last, cut at the rows that there are. They
+        begin at 0 and never go back."""
+        if not self.is_packed:
+            return jnp.arange(self.num_seqs + 1, dtype=jnp.int32) * self.length
+        starts = jnp.clip(cu_seqlens.astype(jnp.int32), 0, self.num_rows).at[0].set(0)
+        return _running(jnp.max, starts)
+
+    def _places(self, starts):
+        """(first row, end, first chunk) of each sequence, that of the rows after the last one included."""
+        ends = jnp.append(starts, self.num_rows) if self.is_packed else starts
+        chunks = lax.div(jnp.diff(ends) + (self.chunk - 1), self.chunk)
+        return ends[:-1], ends[1:], _running(jnp.sum, chunks) - chunks
+
+    def parts(self, cu_seqlens):
+        """Table of the parts, one a row, with `PART_FIELDS`; and the sequence of each. The longest packed ones come first.
+
+        An empty sequence has one part without chunks. The parts of a sequence come one after the other in `state`,
+        which numbers them; rows of the table for which there is no part have the state `num_parts`.
+        """
+        starts, ends, first_chunk = self._places(self.starts(cu_seqlens))
+        size = self.part_rows or max(self.num_rows, 1)
+        counts = jnp.maximum(lax.div(ends - starts + (size - 1), size), 1)
+        last = _running(jnp.sum, counts)
+        number = jnp.arange(self.num_parts, dtype=jnp.int32)
+        seq = jnp.searchsorted(last, number, side="right", method="compare_all").astype(jnp.int32)
+        exists = seq < len(starts)
+        seq = jnp.minimum(seq, len(starts) - 1)
+        skip = (number - (last - counts)[seq]) * size
+        first = starts[seq] + skip
+        stop = jnp.where(exists, jnp.minimum(first + size, ends[seq]), first)
+        end = jnp.where(seq < self.num_seqs, stop, first)
+        state = jnp.where(exists, number, self.num_parts)
+        table = jnp.stack([first, end, stop, first_chunk[seq] + skip // self.chunk, state], axis=1)
+        order = jnp.argsort(first - stop, stable=True) if self.is_packed else slice(None)
+        return table[order], seq
+
+    def sums_of_parts(self, values, table):
+        """(num_parts, H): sums over the chunks of each part, in the order of `state`, of `values` (H, num_chunks)."""
+        first_row, _, stop_row, first, state = table.T
+        chunk, last = jnp.arange(self.num_chunks), first + lax.div(stop_row - first_row + (self.chunk - 1), self.chunk)
+        mine = (chunk >= first[:, None]) & (chunk < last[:, None])
+        sums = jnp.where(mine, values[:, None], 0.0).sum(-1).T
+        return sums.at[state].set(sums, mode="drop") if self.is_packed else sums
+
+    def rows_of_chunks(self, cu_seqlens):
+        """(num_chunks, chunk): the row of each place of a chunk, `num_rows` where it has none."""
+        starts, ends, first_chunk = self._places(self.starts(cu_seqlens))
+        chunk = jnp.arange(self.num_chunks, dtype=jnp.int32)
+        seq = jnp.searchsorted(first_chunk, chunk, side="right", method="compare_all").astype(jnp.int32) - 1
+        rows = (starts[seq] + (chunk - first_chunk[seq]) * self.chunk)[:, None] + jnp.arange(self.chunk)
+        is_row = (rows < ends[seq][:, None]) & (seq < self.num_seqs)[:, None]
+        return jnp.where(is_row, rows, self.num_rows)
+
+    def in_chunks(self, values, cu_seqlens):
+        """`values` (num_rows, H) as (H, num_chunks, chunk), zeros where a chunk has no row."""
+        if self.is_packed:
+            padded = jnp.pad(values, ((0, 1), (0, 0)))
+            return jnp.moveaxis(padded[self.rows_of_chunks(cu_seqlens)], 2, 0)
+        values = values.reshape(self.num_seqs, self.length, -1)
+        values = jnp.pad(values, ((0, 0), (0, -self.length % self.chunk), (0, 0)))
+        return values.reshape(self.num_chunks, self.chunk, -1).transpose(2, 0, 1)
+
+
+def _running(reduce, x):
+    """`reduce` of the first number, of the first two, and so on: all at once, which takes a fraction of the time of
+    XLA's scan. The numbers are at least 0."""
+    i = jnp.arange(x.shape[-1])
+    return reduce(jnp.where(i <= i[:, None], x[..., None, :], 0), axis=-1).astype(x.dtype)
+
+
+def part_rows(num_seqs: int, length: int, heads: int, num_sms: int, parts: int | None = None) -> int | None:
+    """How long a part is, None where sequences are not to be cut: into `parts`, by default as many as make a block for
+    each SM.
+
+    With parts the operands of the state are read twice, so one and a half parts a sequence gain nothing. A part has at
+    least 512 rows: memory idles while the first chunk is awaited.
+    """
+    unit = max(CHUNKS)
+    parts = parts or min(num_sms // (num_seqs * heads), length // 512)
+    return pl.cdiv(pl.cdiv(length, parts), unit) * unit if parts >= 2 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one block goes through, with head `head`. Rows from `end_row` to `stop_row` are results without operands."""
+
+    first_row: object
+    end_row: object
+    stop_row: object
+    first_chunk: object
+    state: object
+    chunk: int
+
+    @classmethod
+    def of_block(cls, table, chunk: int):
+        row = lax.axis_index("part")
+        return cls(*(table[row, field] for field in range(len(PART_FIELDS))), chunk)
+
+    @property
+    def num_chunks(self):
+        return div(self.stop_row - self.first_row + (self.chunk - 1), self.chunk)
+
+    def row(self, chunk):
+        return self.first_row + chunk * self.chunk
+
+
+# Shared memory --------------------------------------------------------------------------------------------------------
+
+
+def row_tiles(shape: tuple[int, ...], dtype, interpreted: bool):
+    """Shared memory for rows in pieces, (..., rows, 64), in three views: tiled, for tensor cores; as rows of 128 bytes,
+    the only view in which TMA finds any row and cuts off at the edges of an array; and 8 rows together, as they lie.
+    The interpreter gets the first."""
+    swizzle = plgpu.SwizzleTransform(128)
+    tiled = plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, PIECE)), swizzle))
+    if interpreted:
+        return tiled
+    eights = (*shape[:-2], shape[-2] // 8, 8 * PIECE)
+    return plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(swizzle,)), plgpu.SMEM(eights, dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The views of a buffer of `row_tiles`."""
+
+    tiled: object
+    rows: object
+    eights: object
+
+    @classmethod
+    def views(cls, smem, interpreted: bool):
+        return cls(smem, smem, smem) if interpreted else cls(*smem)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """Rows of an array (rows, heads, 64 * pieces) that a block reads: of one head, into slots of a ring."""
+
+    gmem: object
+    smem: Tiles
+    head: object
+    pieces: int
+
+    def copy(self, row, num_rows: int, slot, barrier):
+        for p in range(self.pieces):
+            source = self.gmem.at[pl.ds(row, num_rows), self.head, pl.ds(p * PIECE, PIECE)]
+            plgpu.copy_gmem_to_smem(source, self.smem.rows.at[slot, p], barrier)
+
+    def clear(self, slot, end, interpreted: bool):
+        """Zeros the rows from `end` on, which are of another sequence and may be NaN."""
+        for p in range(self.pieces):
+            _clear((self.smem.tiled if interpreted else self.smem.eights).at[slot, p], end, interpreted)
+
+
+def _clear(rows, end, interpreted: bool):
+    if interpreted:
+        row = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
+        rows[...] = jnp.where(row < end, rows[...], 0)
+        return
+
+    @pl.loop(div(end, 8), rows.shape[0])
+    def _(eight):  # Swizzling moves nothing out of its row of 128 bytes.
+        row = 8 * eight + div(plgpu.broadcasted_iota(jnp.int32, rows.shape[1:], 0), PIECE)
+        rows[eight] = jnp.where(row < end, rows[eight], jnp.zeros((), rows.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Loader:
+    """The memory warpgroup's part: fills the slots of a ring with the chunks of a part."""
+
+    ring: _mgpu.Ring
+    landed: object  # A barrier that the copies of a chunk arrive at which has rows of another sequence.
+    operands: tuple[Operand, ...]
+    copy_vectors: object  # `copy_vectors(chunk, slot, barrier)`: `num_vectors` copies.
+    num_vectors: int
+    is_ragged: bool
+    interpreted: bool
+
+    @property
+    def copies(self) -> int:
+        """Arrivals at `ring.filled` for a slot."""
+        return self.num_vectors + sum(operand.pieces for operand in self.operands)
+
+    def run(self, part: Part, reverse: bool = False):
+        """Loads all chunks of a part, the last one first if in `reverse`; returns when all slots were given back."""
+
+        @pl.loop(0, part.num_chunks)
+        def _(i):
+            self._load(part, i, part.num_chunks - 1 - i if reverse else i)
+
+        self.ring.drain(part.num_chunks)
+
+    def _load(self, part: Part, count, chunk):
+        slot = self.ring.fill(count)
+        filled, end = self.ring.filled.at[slot], part.end_row - part.row(chunk)
+
+        def copy(barrier):
+            for operand in self.operands:
+                operand.copy(part.row(chunk), part.chunk, slot, barrier)
+            self.copy_vectors(part.first_chunk + chunk, slot, barrier)
+
+        def copy_and_clear():
+            copy(self.landed.at[0])
+            plgpu.barrier_wait(self.landed.at[0])
+            for operand in self.operands:
+                operand.clear(slot, jnp.maximum(end, 0), self.interpreted)
+            plgpu.commit_smem()
+            for _ in range(self.copies):
+                plgpu.barrier_arrive(filled)
+
+        if not self.is_ragged:
+            copy(filled)
+            return
+        pl.when(end >= part.chunk)(lambda: copy(filled))
+        pl.when(end < part.chunk)(copy_and_clear)
+
+
+def store_rows(smem: Tiles, index, gmem, head, row, num_rows, *, pieces: int, is_ragged: bool, interpreted: bool):
+    """Sends the first `num_rows` of the 64 rows `smem[*index, piece]` to those of `gmem` from `row` on, by TMA."""
+
+    def copy(skip, size: int):
+        for p in range(pieces):
+            source = smem.rows.at[(*index, p, pl.ds(skip, size))]
+            plgpu.copy_smem_to_gmem(source, gmem.at[pl.ds(row + skip, size), head, pl.ds(p * PIECE, PIECE)])
+
+    if not is_ragged:
+        copy(0, PIECE)
+        return
+    pl.when(num_rows >= PIECE)(lambda: copy(0, PIECE))
+
+    @pl.when(num_rows < PIECE)
+    def _():
+        if interpreted:
+            pl.loop(0, num_rows)(lambda skip: copy(skip, 1))
+            return
+        num, skip = jnp.maximum(num_rows, 0), 0 * num_rows
+        for size in (32, 16, 8, 4, 2, 1):
+            pl.when((num & size) != 0)(lambda skip=skip, size=size: copy(skip, size))
+            skip = skip + (num & size)
+
+
+# States ---------------------------------------------------------------------------------------------------------------
+
+
+def load_state(gmem, index, pieces: int):
+    """A state (64, 64 * pieces) of float32 in registers, as a list of its pieces."""
+    at = lambda p: gmem.at[(*index, slice(None), pl.ds(p * PIECE, PIECE))]
+    return [plgpu.load(at(p), layout=plgpu.Layout.WGMMA, optimized=False) for p in range(pieces)]
+
+
+def first_state(gmem, index, pieces: int):
+    """The state that a part starts from, or zeros if `gmem` is None; `gmem` has one for each part that is not padding."""
+    zeros = [plgpu.layout_cast(jnp.zeros((PIECE, PIECE), jnp.float32), plgpu.Layout.WGMMA) for _ in range(pieces)]
+    return zeros if gmem is None else lax.cond(index[0] < gmem.shape[0], lambda: load_state(gmem, index, pieces), lambda: zeros)
+
+
+def store_state(gmem, index, state):
+    """Stores the state after a part, unless the part is padding, for which `gmem` has no place."""
+
+    @pl.when(index[0] < gmem.shape[0])
+    def _():
+        for p, piece in enumerate(state):
+            _mgpu.store(gmem.at[(*index, slice(None), pl.ds(p * PIECE, PIECE))], piece)
+
+
+def combine(decay, states, seq, initial, reverse: bool = False):
+    """(state at the start of each part, state at the end of each sequence's last part).
+
+    `decay` (parts, heads) is that of a whole part; `states` (parts, heads, P, N) are those at the ends of the parts
+    had they started from zero; `seq` the sequence of each part; `initial` (num_seqs, ...). In `reverse` each sequence
+    starts at its last part.
+    """
+    num_seqs = len(initial)
+    neighbour = jnp.pad(seq[1:], (0, 1), constant_values=-1) if reverse else jnp.pad(seq[:-1], (1, 0), constant_values=-1)
+    given = jnp.pad(initial, ((0, 1), *((0, 0),) * 3))
+
+    def step(carry, part):
+        before, ends = carry
+        decay, local, seq, is_first = part
+        start = jnp.where(is_first, given[seq], before)
+        end = decay[:, None, None] * start + local
+        return (end, ends.at[seq].set(end)), start
+
+    parts = decay, states, jnp.minimum(seq, num_seqs), seq != neighbour
+    zero = jnp.zeros(states.shape[1:], jnp.float32)
+    ends = jnp.zeros((num_seqs + 1, *states.shape[1:]), jnp.float32)
+    (_, ends), starts = lax.scan(step, (zero, ends), parts, reverse=reverse, unroll=min(16, len(seq)))
+    return starts, ends[:num_seqs]
+
+
+# Arguments ------------------------------------------------------------------------------------------------------------
+
+
+def check_packed(op: str, cu_seqlens, batch: int) -> None:
+    """Check `cu_seqlens`, for operands with this batch.
+
+    Raises:
+      ValueError: it does not fit them.
+    """
+    if cu_seqlens is None:
+        return
+    if batch != 1:
+        raise ValueError(f"{op}: cu_seqlens with a batch of {batch}; packed sequences lie in a batch of 1: reshape")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
+        raise ValueError(
+            f"{op}: {cu_seqlens.shape=}, {cu_seqlens.dtype=}; must be (num_seqs + 1,) integers: the first row of each "
+            "sequence, and the end of the last one"
+        )
+
+
+def check_state(op: str, name: str, state, shape: tuple[int, ...]) -> None:
+    """Check a state that a caller gives.
+
+    Raises:
+      ValueError: it is no float32 array of this shape.
+    """
+    if state is not None and (state.shape != shape or state.dtype != jnp.float32):
+        raise ValueError(f"{op}: {name} is {state.shape}, {state.dtype}; must be {shape}, float32")
+
+
+def as_states(states, heads: int):
+    """States (num_seqs, H, P, N) with heads of 64 values: (num_seqs, H * P / 64, 64, N). Nothing is moved."""
+    return states.reshape(len(states), heads, PIECE, states.shape[-1])
+
+
+def sizes(x: jax.Array) -> tuple[int, int, int]:
+    """(rows, heads, values of a head) of an array (B, T, H, P)."""
+    return x.shape[0] * x.shape[1], x.shape[2], x.shape[3]

@@ -1,0 +1,430 @@
+"""Mamba-2's recurrence, computed in chunks: SSD, the state-space dual, forward.
+
+    S[t] = exp(dt[t] a) S[t-1] + dt[t] x[t] b[t]ᵀ        y[t] = S[t] c[t] + d x[t]        for each head
+
+Shapes: x (B, T, H, P), dt (B, T, H), a and d (H,), b and c (B, T, G, N), y as x, states (B, H, P, N) in float32. Head h
+of x goes with head h // (H // G) of b and c. x, b and c are all bfloat16 or all float16; dt, a and d of any float dtype,
+dt at least 0 and a at most 0. P is a multiple of 64, N 64, 128 or 256. T and H are free.
+
+In a chunk of rows, with cum[t] the sum of dt a from the chunk's first row to t, the same is
+
+    y[t] = exp(cum[t]) S c[t] + sum over s <= t of exp(cum[t] - cum[s]) (c[t] . b[s]) dt[s] x[s]    S: before the chunk
+
+so that tensor cores do the work. XLA makes cum. Every exponent is at most 0, however strong the decay.
+
+Role table: one block for each head of each sequence, or of each part of one, which goes through its chunks in order.
+A head of more than 64 values is several, which share a, dt, b and c.
+
+    memory     one: copies x, b, c, dt and cum of chunk after chunk into the slots of a ring
+    state      one: has the state in registers, leaves it in 16 bits for each chunk, and adds the chunk to it
+    output     one for each 64 rows of a chunk: y, from the state that was left
+
+Barrier table:
+
+    barrier            arrivals                      who waits
+    filled[slot]       copies of a chunk             state and output, before they read it
+    freed[slot]        state, every output           memory, before it refills the slot
+    landed             copies of the last chunk of   memory, before it zeroes rows that are not the part's, and then
+                       a sequence                    arrives at filled in place of the copies
+    left[slot]         state                         output, before y reads the state of its chunk
+    taken[slot]        every output                  state, before it leaves another state in the slot
+
+Where sequences and heads do not fill the GPU, each sequence is cut into parts. A first kernel computes the states of all
+parts from zero, XLA combines them, and this kernel starts each part from its state: x and b are read twice.
+
+Bound by: memory.
+
+Not supported: second derivatives. Source: Dao and Gu, "Transformers are SSMs" (2024).
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .. import _mgpu
+from . import core
+from .core import COLUMNS, PIECE, ROWS, Loader, Operand, Part, Sequences, Tiles
+from .ssd_state import CUM, DT, Plan, StateRole, states
+
+SQUARE = PIECE, PIECE
+STATE_DIMS = (64, 128, 256)
+REGISTERS = {2: (56, 224), 3: (56, 152)}  # A thread of the memory and of the other warpgroups, by how many these are.
+LOG2E = math.log2(math.e)
+
+
+def ssd_reference(x, dt, a, b, c, *, d=None, initial_state=None, cu_seqlens=None):
+    """(y, final state) in at least float32, one token after the other."""
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    batch, length, heads, _ = x.shape
+    spread = lambda m: jnp.repeat(m, heads // m.shape[2], axis=2)
+    rows = [m.astype(dtype).reshape(-1, *m.shape[2:]) for m in (x, dt, spread(b), spread(c))]
+    starts = jnp.arange(batch + 1) * length if cu_seqlens is None else cu_seqlens
+    seq = jnp.searchsorted(starts[1:], jnp.arange(batch * length), side="right")  # The sequence of each row.
+    states = jnp.zeros((len(starts), *x.shape[2:], b.shape[3]), dtype)  # One more, of the rows after the last sequence.
+    states = states if initial_state is None else states.at[:-1].set(initial_state)
+
+    def token(states, row):
+        x, dt, b, c, seq = row
+        state = jnp.exp(dt * a)[:, None, None] * states[seq] + (dt[:, None] * x)[..., None] * b[:, None]
+        y = (state * c[:, None]).sum(-1) + (0 if d is None else d[:, None] * x)
+        return states.at[seq].set(state), jnp.where(seq < len(starts) - 1, y, 0)
+
+    states, y = lax.scan(token, states, (*rows, seq))
+    return y.reshape(x.shape), states[:-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    chunk_size: int = 64  # Rows that become one product. More: fewer states are made, and more products of pairs.
+    num_stages: int = 4  # Slots of the ring of chunks.
+    num_states: int = 2  # States that may be left before they are used.
+    parts: int | None = None  # Parts of a sequence; None: as many as fill the GPU.
+
+    def __post_init__(self):
+        if self.chunk_size not in core.CHUNKS:
+            raise ValueError(f"{self.chunk_size=} must be one of {core.CHUNKS} (rows of a WGMMA, and registers)")
+        if self.num_stages < 2 or self.num_states < 1:
+            raise ValueError(
+                f"{self.num_stages=} must be at least 2 (a chunk is loaded while another is used), {self.num_states=} "
+                "at least 1"
+            )
+        if self.parts is not None and self.parts < 1:
+            raise ValueError(f"{self.parts=} must be at least 1, or None")
+
+    def smem_bytes(self, state_dim: int) -> int:
+        """The rings of chunks and of states, w x, y, and the barriers."""
+        rows = self.chunk_size * (2 * (PIECE + 2 * state_dim) + 16)
+        states = 2 * PIECE * state_dim
+        own = 2 * self.chunk_size * 2 * PIECE
+        return self.num_stages * rows + self.num_states * states + own + 8 * (2 * self.num_stages + 2 * self.num_states + 1)
+
+
+def default_config(state_dim: int, chunk_size: int | None = None) -> Config:
+    """The configuration for states with this many columns: as many stages as shared memory has room for, up to 6."""
+    for num_states, num_stages in ((2, 6), (2, 5), (2, 4), (2, 3), (2, 2), (1, 2)):
+        config = Config(chunk_size or 64, num_stages, num_states)
+        if config.smem_bytes(state_dim) <= _mgpu.SMEM_BYTES_MAX:
+            return config
+    return config
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Arguments of `ssd` that are not arrays."""
+
+    config: Config
+    scale: float = 1.0  # Of y, but for the part of d: `linear_attention` has one.
+
+
+def _scratch(plan: Plan) -> dict:
+    barriers = lambda num, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=num)
+    outputs = plan.chunk // PIECE
+    copies = 2 + 1 + 2 * plan.pieces
+    return dict(
+        x_smem=plan.tiles(plan.num_stages, 1),
+        b_smem=plan.tiles(plan.num_stages, plan.pieces),
+        c_smem=plan.tiles(plan.num_stages, plan.pieces),
+        rows_smem=plan.vectors(),  # The vectors twice: JAX finds no layout for one buffer read along rows and columns.
+        columns_smem=plan.vectors(),
+        state_smem=plan.tiles(plan.num_states, plan.pieces, rows=PIECE),
+        scaled_smem=plan.tiles(),
+        y_smem=plan.tiles(outputs, 1, rows=PIECE),
+        filled=barriers(plan.num_stages, copies),
+        freed=barriers(plan.num_stages, 1 + outputs),
+        landed=barriers(1, copies),
+        left=barriers(plan.num_states),
+        taken=barriers(plan.num_states, outputs),
+    )
+
+
+def _kernel(
+    table, x_gmem, b_gmem, c_gmem, vectors_gmem, d_gmem, initial_gmem, y_gmem, *finals_gmem, plan: Plan, scale: float,
+    x_smem, b_smem, c_smem, rows_smem, columns_smem, state_smem, scaled_smem, y_smem, filled, freed, landed, left, taken,
+):  # fmt: skip
+    role, head, part = lax.axis_index("role"), lax.axis_index("head_index"), Part.of_block(table, plan.chunk)
+    x, b, c, state, scaled, y = (
+        Tiles.views(smem, plan.interpreted) for smem in (x_smem, b_smem, c_smem, state_smem, scaled_smem, y_smem)
+    )
+    outputs = plan.chunk // PIECE
+    memory_registers, compute_registers = REGISTERS[1 + outputs]
+    ring, states = _mgpu.Ring(filled, freed, plan.num_stages), _mgpu.Ring(left, taken, plan.num_states)
+
+    @pl.when(role == outputs + 1)
+    def _():
+        plgpu.set_max_registers(memory_registers, action="decrease")
+        group, dt_head = plan.group(head), plan.dt_head(head)
+
+        def copy_vectors(chunk, slot, barrier):
+            for smem in (rows_smem, columns_smem):
+                plgpu.copy_gmem_to_smem(vectors_gmem.at[dt_head, chunk], smem.at[slot], barrier)
+
+        operands = Operand(x_gmem, x, head, 1), Operand(b_gmem, b, group, plan.pieces), Operand(c_gmem, c, group, plan.pieces)
+        Loader(ring, landed, operands, copy_vectors, 2, plan.sequences.is_ragged, plan.interpreted).run(part)
+
+    @pl.when(role == outputs)
+    def _():
+        plgpu.set_max_registers(compute_registers, action="increase")
+        first = core.first_state(initial_gmem, (part.state, head), plan.pieces)
+
+        def leave(i, values):
+            slot = states.fill(i)
+            for p, piece in enumerate(values):
+                state.tiled[slot, p] = piece.astype(plan.dtype)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(left.at[slot])
+
+        last = StateRole(plan, ring, x, b, rows_smem, scaled).run(part.num_chunks, first, leave)
+        states.drain(part.num_chunks)
+        for final_gmem in finals_gmem:
+            core.store_state(final_gmem, (part.state, head), last)
+
+    for block in range(outputs):
+
+        @pl.when(role == block)
+        def _(block=block):
+            plgpu.set_max_registers(compute_registers, action="increase")
+            output = OutputRole(plan, scale, ring, states, x, b, c, rows_smem, columns_smem, state)
+            skip = None if d_gmem is None else d_gmem[plan.dt_head(head)]
+
+            @pl.loop(0, part.num_chunks)
+            def _(i):
+                values = output.chunk(i, skip, block).astype(plan.dtype)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The rows of the chunk before have left.
+                y.tiled[block, 0] = values
+                plgpu.commit_smem()
+                row = part.row(i) + block * PIECE
+                core.store_rows(
+                    y, (block,), y_gmem, head, row, part.stop_row - row, pieces=1,
+                    is_ragged=plan.sequences.is_ragged, interpreted=plan.interpreted,
+                )  # fmt: skip
+
+            plgpu.wait_smem_to_gmem(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputRole:
+    """A warpgroup that computes y of 64 rows of each chunk."""
+
+    plan: Plan
+    scale: float
+    ring: _mgpu.Ring
+    states: _mgpu.Ring
+    x: Tiles
+    b: Tiles
+    c: Tiles
+    rows: object  # `CUM` and `DT`, to be read along rows, and along columns.
+    columns: object
+    state: Tiles
+
+    def chunk(self, i, skip, block: int):
+        """y in float32 of 64 rows, the `block`-th ones; `skip` times x is added unless it is None."""
+        slot, rows, pieces = self.ring.wait(i), pl.ds(block * PIECE, PIECE), range(self.plan.pieces)
+        cum = plgpu.load(self.rows.at[slot, CUM, rows], layout=ROWS, optimized=False)
+
+        def products(pairs_ref, y_ref):
+            self.add_pairs(pairs_ref, slot, rows, 0)
+            state = self.states.wait(i)
+            for p in pieces:
+                plgpu.wgmma(y_ref, self.c.tiled.at[slot, p, rows], self.state.tiled.at[state, p].T)
+            weights = self.wait(pairs_ref, len(pieces)) * self.decay(slot, cum, 0, is_last=block == 0)
+            y = self.wait(y_ref, 0) * lax.broadcast_in_dim(jnp.exp2(cum) * self.scale, SQUARE, [0])
+            self.states.free(i)
+            return self.add_values(y_ref, y, weights, slot, 0)
+
+        def more_products(pairs_ref, y_ref, y, column: int):
+            self.add_pairs(pairs_ref, slot, rows, column)
+            weights = self.wait(pairs_ref, 0) * self.decay(slot, cum, column, is_last=column == block)
+            return self.add_values(y_ref, y, weights, slot, column)
+
+        accs = [plgpu.ACC(SQUARE, jnp.float32)] * 2
+        y = pl.run_scoped(products, *accs)
+        for column in range(1, block + 1):
+            y = pl.run_scoped(functools.partial(more_products, y=y, column=column), *accs)
+        if skip is not None:
+            x = plgpu.load(self.x.tiled.at[slot, 0, rows], layout=plgpu.Layout.WGMMA)
+            y = y + skip * x.astype(jnp.float32)
+        if self.plan.interpreted:
+            plgpu.commit_smem()  # TMA may now overwrite what was read here.
+        self.ring.free(i)
+        return y
+
+    def wait(self, ref, wait_n: int):
+        return ref[...] if self.plan.interpreted else plgpu.wgmma_accumulator_load(ref, wait_n=wait_n)
+
+    def add_pairs(self, acc, slot, rows, column: int):
+        """`acc` + c bᵀ of `rows` and of the `column`-th 64 rows."""
+        for p in range(self.plan.pieces):
+            b = self.b.tiled.at[slot, p, pl.ds(column * PIECE, PIECE)]
+            plgpu.wgmma(acc, self.c.tiled.at[slot, p, rows], b.T)
+
+    def add_values(self, y_ref, y, weights, slot, column: int):
+        """`y` + `weights` x of the `column`-th 64 rows."""
+        weights, x = weights.astype(self.plan.dtype), self.x.tiled.at[slot, 0, pl.ds(column * PIECE, PIECE)]
+        if self.plan.interpreted:
+            return y + jnp.dot(weights, x[...], preferred_element_type=jnp.float32)
+        y_ref[...] = y
+        plgpu.wgmma(y_ref, weights, x)
+        return y_ref[...]
+
+    def decay(self, slot, cum, column: int, is_last: bool):
+        """exp(cum[t] - cum[s]) dt[s] for rows t and the `column`-th 64 rows s; if these `is_last` for s up to t alone."""
+        columns = pl.ds(column * PIECE, PIECE)
+        load = lambda i: plgpu.load(self.columns.at[slot, i, columns], layout=COLUMNS, optimized=False)
+        spread = lambda values, dim: lax.broadcast_in_dim(values, SQUARE, [dim])
+        exponent = spread(cum, 0) - spread(load(CUM), 1)
+        if is_last:
+            t, s = (plgpu.broadcasted_iota(jnp.int32, SQUARE, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1))
+            exponent = jnp.where(s <= t, exponent, -jnp.inf)
+        return jnp.exp2(exponent) * spread(load(DT) * self.scale, 1)
+
+
+def _vectors(sequences: Sequences, dt, a, cu_seqlens):
+    """(H, num_chunks, 2, chunk): `CUM`, the sums of dt a up to each row of a chunk in units of log 2, and `DT`."""
+    dt = sequences.in_chunks(dt.astype(jnp.float32), cu_seqlens)
+    cum = jnp.cumsum(dt * (LOG2E * a.astype(jnp.float32))[:, None, None], axis=-1)
+    return jnp.stack([cum, dt], axis=2)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "scale", "params"))
+def _forward(x, dt, a, b, c, d, initial, cu_seqlens, *, plan: Plan, scale: float, params):
+    """(y, final states, the states that parts start from or None), of operands without a batch."""
+    sequences = plan.sequences
+    vectors = _vectors(sequences, dt, a, cu_seqlens)
+    table, seq = sequences.parts(cu_seqlens)
+    num_states, starts = sequences.num_seqs, initial
+    if sequences.part_rows is not None:
+        decay = jnp.exp2(sequences.sums_of_parts(vectors[:, :, CUM, -1], table))
+        local = states(plan, table, x, b, vectors, None, params)
+        given = jnp.zeros((num_states, *plan.state_shape[1:]), jnp.float32) if initial is None else initial
+        starts, final = core.combine(jnp.repeat(decay, plan.heads_per_dt, axis=1), local, seq, given)
+    out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
+    if sequences.part_rows is None:
+        out_type.append(jax.ShapeDtypeStruct((num_states, *plan.state_shape[1:]), jnp.float32))
+    outputs = plan.chunk // PIECE
+    y, *finals = _mgpu.kernel(
+        functools.partial(_kernel, plan=plan, scale=scale),
+        out_type=out_type,
+        grid=(sequences.num_parts, plan.num_heads),
+        grid_names=("part", "head_index"),
+        num_threads=outputs + 2,
+        thread_name="role",
+        scratch_types=_scratch(plan),
+        compiler_params=params,
+    )(table, x, b, c, vectors, d, starts)
+    return y, finals[0] if finals else final, starts
+
+
+def _check(x, dt, a, b, c, d, initial_state, cu_seqlens) -> None:
+    op = "cookbook.ssd"
+    for name, m, axes in (("x", x, "B, T, H, P"), ("dt", dt, "B, T, H"), ("b", b, "B, T, G, N"), ("c", c, "B, T, G, N")):
+        if m.ndim != len(axes.split(", ")):
+            raise ValueError(f"{op}: {name}.shape = {m.shape}; must be ({axes})")
+    (batch, length, heads, size), (*_, groups, state_dim) = x.shape, b.shape
+    for name, m, shape in (
+        ("dt", dt, (batch, length, heads)), ("a", a, (heads,)), ("d", d, (heads,)),
+        ("b", b, (batch, length, groups, state_dim)), ("c", c, (batch, length, groups, state_dim)),
+    ):  # fmt: skip
+        if m is not None and m.shape != shape:
+            raise ValueError(f"{op}: {name}.shape = {m.shape}; must be {shape}, to go with {x.shape=} and {b.shape=}")
+    for name, m in (("x", x), ("b", b), ("c", c)):
+        if m.dtype not in (jnp.bfloat16, jnp.float16) or m.dtype != x.dtype:
+            raise ValueError(f"{op}: {name}.dtype = {m.dtype}; x, b and c must be all bfloat16 or all float16: cast them")
+    for name, m in (("dt", dt), ("a", a), ("d", d)):
+        if m is not None and not jnp.issubdtype(m.dtype, jnp.floating):
+            raise ValueError(f"{op}: {name}.dtype = {m.dtype}; must be a floating-point dtype: cast it")
+    if 0 in x.shape or groups == 0:
+        raise ValueError(f"{op}: {x.shape=}, {b.shape=}; no size may be 0")
+    if heads % groups:
+        raise ValueError(f"{op}: {heads} heads of x are no multiple of {groups} heads of b and c")
+    if size % PIECE or state_dim not in STATE_DIMS:
+        raise ValueError(
+            f"{op}: heads of x have {size} values, those of b and c {state_dim}; must be a multiple of {PIECE}, and one "
+            f"of {STATE_DIMS}: pad with zeros (jnp.pad)"
+        )
+    core.check_packed(op, cu_seqlens, batch)
+    num_seqs = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    core.check_state(op, "initial_state", initial_state, (num_seqs, heads, size, state_dim))
+
+
+def _run(x, dt, a, b, c, d, initial_state, cu_seqlens, options: Options):
+    """(y, final state)."""
+    target = _mgpu.require_target("ssd")
+    (batch, length, heads, size), (groups, state_dim), config = x.shape, b.shape[2:], options.config
+    num_seqs, num_rows, split = (batch if cu_seqlens is None else len(cu_seqlens) - 1), batch * length, size // PIECE
+    if (need := config.smem_bytes(state_dim)) > _mgpu.SMEM_BYTES_MAX:
+        raise ValueError(
+            f"cookbook.ssd: {config} needs {need} bytes of shared memory for N = {state_dim}, and a block has "
+            f"{_mgpu.SMEM_BYTES_MAX}: chunks of 64, or fewer stages"
+        )
+    part_rows = core.part_rows(num_seqs, pl.cdiv(num_rows, num_seqs), heads * split, target.num_sms, config.parts)
+    sequences = Sequences(num_seqs, num_rows, cu_seqlens is not None, config.chunk_size, part_rows)
+    plan = Plan(
+        sequences, heads * split, groups, split, state_dim // PIECE, x.dtype, config.num_stages, config.num_states,
+        target.interpreted,
+    )  # fmt: skip
+    rows = lambda m: m.reshape(num_rows, *m.shape[2:])
+    y, final, _ = _forward(
+        x.reshape(num_rows, heads * split, PIECE), rows(dt), a, rows(b), rows(c),
+        None if d is None else d.astype(jnp.float32),
+        None if initial_state is None else core.as_states(initial_state, heads * split), cu_seqlens, plan=plan,
+        scale=options.scale, params=_mgpu.compiler_params(approx_math=True),
+    )  # fmt: skip
+    return y.reshape(x.shape), final.reshape(num_seqs, heads, size, state_dim)
+
+
+def ssd(
+    x, dt, a, b, c, *, d=None, chunk_size=None, initial_state=None, return_final_state=False, cu_seqlens=None,
+    config: Config | None = None,
+):  # fmt: skip
+    """Mamba-2's recurrence over a sequence; the same to the bit in every run.
+
+    Args:
+      x: (B, T, H, P), bfloat16 or float16; P is a multiple of 64.
+      dt: (B, T, H), at least 0: how far each token moves the state.
+      a: (H,), at most 0: a token lets exp(dt a) of the state stay.
+      b, c: (B, T, G, N), of the dtype of `x`; G divides H, and N is 64, 128 or 256.
+      d: (H,), how much of x is added to y; None for nothing.
+      chunk_size: rows that become one product, 64 or 128; None chooses.
+      initial_state: (B, H, P, N), float32; None for zeros.
+      return_final_state: also return the states after the last tokens.
+      cu_seqlens: (num_seqs + 1,), integers: where packed sequences begin in a batch of 1, and where the last one ends.
+        States then have num_seqs in the place of B. The first one begins at 0.
+      config: stages and parts; None chooses by N.
+
+    Returns:
+      y, of the shape and dtype of `x`, zeros after the last packed sequence; with `return_final_state` also the
+      states, (B, H, P, N) in float32.
+
+    Raises:
+      ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
+    """
+    arrays = dict(x=x, dt=dt, a=a, b=b, c=c, d=d, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    x, dt, a, b, c, d, initial_state, cu_seqlens = (
+        None if m is None else _mgpu.as_array("ssd", name, m) for name, m in arrays.items()
+    )
+    _check(x, dt, a, b, c, d, initial_state, cu_seqlens)
+    config = config or default_config(b.shape[-1], chunk_size)
+    if chunk_size not in (None, config.chunk_size):
+        raise ValueError(f"cookbook.ssd: {chunk_size=} and {config=} differ: leave one out")
+    y, final = _run(x, dt, a, b, c, d, initial_state, cu_seqlens, Options(config))
+    return (y, final) if return_final_state else y
+
+
+ssd.Config = Config  # `cookbook.ssd` is this function, not its module.
+
+
+def flops(rows: int, heads: int, head_dim: int, state_dim: int, chunk_size: int = 64) -> int:
+    """Floating-point operations of the four products of each chunk, pairs that the mask hides included."""
+    pairs = chunk_size * (state_dim + head_dim)
+    return 2 * rows * heads * (pairs + 2 * head_dim * state_dim)
+
+
+def bytes_moved(rows: int, heads: int, head_dim: int, groups: int, state_dim: int) -> int:
+    """x, y, b and c of 16 bits, and dt of 32, each once."""
+    return rows * (4 * heads * head_dim + 4 * groups * state_dim + 4 * heads)
