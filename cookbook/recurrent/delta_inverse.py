@@ -31,9 +31,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
-from .delta_core import CHUNK, COLUMNS, PIECE, ROWS, TILED, load, product, row_tiles, spread, views
+from .core import COLUMNS, PIECE, ROWS, Operand, Tiles, row_tiles
+from .delta_core import CHUNK, SQUARE, TILED, load, multiply, product, spread
 
-SQUARE = (CHUNK, CHUNK)
 WARPGROUPS = 3  # Of a block, each with a chunk of its own, and a third of the registers of an SM.
 
 
@@ -63,22 +63,18 @@ def inverse_of(minus_lower, d_smem, x_smem, interpreted: bool):
 def _kernel(first_rows, num_rows, k_gmem, of_rows, of_columns, o_gmem, *, interpreted, k_smem, filled, **scratch):
     wg, head = lax.axis_index("wg"), lax.axis_index("head_index")
     chunk = lax.axis_index("tile") * lax.axis_size("wg") + wg
-    k_smem, k_tma, _ = views(k_smem, interpreted)
-    pieces = k_smem.shape[1]
     key_head = _mgpu.div(head, lax.axis_size("head_index") // k_gmem.shape[1])
+    keys = Operand(k_gmem, Tiles.views(k_smem, interpreted), key_head, k_gmem.shape[2] // PIECE)
 
     @pl.when(chunk < first_rows.shape[0])
     def _():
-        rows = pl.ds(first_rows[chunk], CHUNK)
-        for p in range(pieces):
-            source = k_gmem.at[rows, key_head, pl.ds(p * PIECE, PIECE)]
-            plgpu.copy_gmem_to_smem(source, k_tma.at[wg, p], filled.at[wg])
+        keys.copy(first_rows[chunk], CHUNK, wg, filled.at[wg])
         vectors_of_rows = [load(vector.at[head, chunk], ROWS) for vector in of_rows]
         mine = {name: smem.at[wg] for name, smem in scratch.items()}
         for i, vector in enumerate(of_columns):
             plgpu.copy_gmem_to_smem(vector.at[head, chunk], mine["columns_smem"].at[i], filled.at[wg])
         plgpu.barrier_wait(filled.at[wg])
-        _invert(k_smem.at[wg], vectors_of_rows, num_rows[chunk], interpreted, **mine)
+        _invert(keys.smem.tiled.at[wg], vectors_of_rows, num_rows[chunk], interpreted, **mine)
         plgpu.copy_smem_to_gmem(mine["o_smem"], o_gmem.at[head, chunk])
         plgpu.wait_smem_to_gmem(0)
 
@@ -88,14 +84,10 @@ def _invert(k_smem, of_rows, num_rows, interpreted: bool, columns_smem, d_smem, 
     cum_rows, beta_rows = of_rows
     row, col = (plgpu.broadcasted_iota(jnp.int32, SQUARE, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1))
 
-    def multiply(ref):
-        for p in range(k_smem.shape[0]):
-            plgpu.wgmma(ref, k_smem.at[p], k_smem.at[p].T)
-        decay = jnp.exp(jnp.minimum(spread(cum_rows, 0) - spread(load(columns_smem.at[0], COLUMNS), 1), 0.0))
-        weights = spread(-beta_rows, 0) * decay * plgpu.layout_cast(ref[...], plgpu.Layout.WGMMA)
-        return jnp.where((row > col) & (row < num_rows), weights, 0.0).astype(jnp.float16)
-
-    minus_lower = pl.run_scoped(multiply, plgpu.ACC(SQUARE, jnp.float32))
+    keys = multiply([(k_smem.at[p], k_smem.at[p].T) for p in range(k_smem.shape[0])])
+    decay = jnp.exp(jnp.minimum(spread(cum_rows, 0) - spread(load(columns_smem.at[0], COLUMNS), 1), 0.0))
+    minus_lower = jnp.where((row > col) & (row < num_rows), spread(-beta_rows, 0) * decay * keys, 0.0)
+    minus_lower = minus_lower.astype(jnp.float16)
     inverse = inverse_of(minus_lower, d_smem, x_smem, interpreted)
     o_smem[...] = (inverse * spread(load(columns_smem.at[1], COLUMNS), 1)).astype(o_smem.dtype)
     plgpu.commit_smem()
