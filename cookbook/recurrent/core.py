@@ -79,7 +79,8 @@ class Sequences:
         return ends[:-1], ends[1:], _running(jnp.sum, chunks) - chunks
 
     def parts(self, cu_seqlens):
-        """Table of the parts, one a row, with `PART_FIELDS`; and the sequence of each. The longest packed ones come first.
+        """Table of the parts, one a row, with `PART_FIELDS`, the longest packed ones first; and the sequence of each part
+        in the order of `state`.
 
         An empty sequence has one part without chunks. The parts of a sequence come one after the other in `state`,
         which numbers them; rows of the table for which there is no part have the state `num_parts`.
@@ -99,7 +100,7 @@ class Sequences:
         state = jnp.where(exists, number, self.num_parts)
         table = jnp.stack([first, end, stop, first_chunk[seq] + skip // self.chunk, state], axis=1)
         order = jnp.argsort(first - stop, stable=True) if self.is_packed else slice(None)
-        return table[order], seq
+        return table[order], jnp.where(exists, seq, seq + 1)
 
     def sums_of_parts(self, values, table):
         """(num_parts, H): sums over the chunks of each part, in the order of `state`, of `values` (H, num_chunks)."""
@@ -282,13 +283,12 @@ class Loader:
         pl.when(end < part.chunk)(copy_and_clear)
 
 
-def store_rows(smem: Tiles, index, gmem, head, row, num_rows, *, pieces: int, is_ragged: bool, interpreted: bool):
-    """Sends the first `num_rows` of the 64 rows `smem[*index, piece]` to those of `gmem` from `row` on, by TMA."""
+def store_rows(smem: Tiles, slot: int, gmem, head, piece: int, row, num_rows, *, is_ragged: bool, interpreted: bool):
+    """Sends the first `num_rows` of the 64 rows in a slot to those of `gmem` from `row` on, of a head's `piece`."""
 
     def copy(skip, size: int):
-        for p in range(pieces):
-            source = smem.rows.at[(*index, p, pl.ds(skip, size))]
-            plgpu.copy_smem_to_gmem(source, gmem.at[pl.ds(row + skip, size), head, pl.ds(p * PIECE, PIECE)])
+        target = gmem.at[pl.ds(row + skip, size), head, pl.ds(piece * PIECE, PIECE)]
+        plgpu.copy_smem_to_gmem(smem.rows.at[slot, pl.ds(skip, size)], target)
 
     if not is_ragged:
         copy(0, PIECE)

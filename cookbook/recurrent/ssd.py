@@ -48,7 +48,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
-from . import core
+from . import core, ssd_bwd
 from .core import COLUMNS, PIECE, ROWS, Loader, Operand, Part, Sequences, Tiles
 from .ssd_state import CUM, DT, Plan, StateRole, states
 
@@ -119,7 +119,9 @@ class Options:
     """Arguments of `ssd` that are not arrays."""
 
     config: Config
-    scale: float = 1.0  # Of y, but for the part of d: `linear_attention` has one.
+    batch: int  # Sequences of equal length, if they are not packed.
+    heads_per_dt: int
+    scale: float  # Of y, but for the part of d: `linear_attention` has one.
 
 
 def _scratch(plan: Plan) -> dict:
@@ -134,7 +136,7 @@ def _scratch(plan: Plan) -> dict:
         columns_smem=plan.vectors(),
         state_smem=plan.tiles(plan.num_states, plan.pieces, rows=PIECE),
         scaled_smem=plan.tiles(),
-        y_smem=plan.tiles(outputs, 1, rows=PIECE),
+        y_smem=plan.tiles(outputs, rows=PIECE),
         filled=barriers(plan.num_stages, copies),
         freed=barriers(plan.num_stages, 1 + outputs),
         landed=barriers(1, copies),
@@ -190,18 +192,18 @@ def _kernel(
         def _(block=block):
             plgpu.set_max_registers(compute_registers, action="increase")
             output = OutputRole(plan, scale, ring, states, x, b, c, rows_smem, columns_smem, state)
-            skip = None if d_gmem is None else d_gmem[plan.dt_head(head)]
+            skip = None if d_gmem is None else d_gmem[plan.dt_head(head)].astype(jnp.float32)
 
             @pl.loop(0, part.num_chunks)
             def _(i):
                 values = output.chunk(i, skip, block).astype(plan.dtype)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The rows of the chunk before have left.
-                y.tiled[block, 0] = values
+                y.tiled[block] = values
                 plgpu.commit_smem()
                 row = part.row(i) + block * PIECE
                 core.store_rows(
-                    y, (block,), y_gmem, head, row, part.stop_row - row, pieces=1,
-                    is_ragged=plan.sequences.is_ragged, interpreted=plan.interpreted,
+                    y, block, y_gmem, head, 0, row, part.stop_row - row, is_ragged=plan.sequences.is_ragged,
+                    interpreted=plan.interpreted,
                 )  # fmt: skip
 
             plgpu.wait_smem_to_gmem(0)
@@ -297,27 +299,48 @@ def _forward(x, dt, a, b, c, d, initial, cu_seqlens, *, plan: Plan, scale: float
     sequences = plan.sequences
     vectors = _vectors(sequences, dt, a, cu_seqlens)
     table, seq = sequences.parts(cu_seqlens)
-    num_states, starts = sequences.num_seqs, initial
+    given, starts = jnp.zeros((sequences.num_seqs, *plan.state_shape[1:]), jnp.float32), initial
     if sequences.part_rows is not None:
-        decay = jnp.exp2(sequences.sums_of_parts(vectors[:, :, CUM, -1], table))
         local = states(plan, table, x, b, vectors, None, params)
-        given = jnp.zeros((num_states, *plan.state_shape[1:]), jnp.float32) if initial is None else initial
-        starts, final = core.combine(jnp.repeat(decay, plan.heads_per_dt, axis=1), local, seq, given)
+        starts, final = core.combine(
+            _decay_of_parts(plan, vectors, table), local, seq, given if initial is None else initial
+        )
     out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
     if sequences.part_rows is None:
-        out_type.append(jax.ShapeDtypeStruct((num_states, *plan.state_shape[1:]), jnp.float32))
-    outputs = plan.chunk // PIECE
+        out_type.append(jax.ShapeDtypeStruct(given.shape, jnp.float32))
     y, *finals = _mgpu.kernel(
         functools.partial(_kernel, plan=plan, scale=scale),
         out_type=out_type,
         grid=(sequences.num_parts, plan.num_heads),
         grid_names=("part", "head_index"),
-        num_threads=outputs + 2,
+        num_threads=plan.chunk // PIECE + 2,
         thread_name="role",
         scratch_types=_scratch(plan),
         compiler_params=params,
     )(table, x, b, c, vectors, d, starts)
     return y, finals[0] if finals else final, starts
+
+
+def _decay_of_parts(plan: Plan, vectors, table):
+    """(num_parts, H): what the parts let stay of the states that they start from."""
+    decay = jnp.exp2(plan.sequences.sums_of_parts(vectors[:, :, CUM, -1], table))
+    return jnp.repeat(decay, plan.heads_per_dt, axis=1)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "scale", "params"))
+def _backward(x, dt, a, b, c, d, initial, cu_seqlens, starts, dy, d_final, *, plan: Plan, scale: float, params):
+    """Gradients of `x` to `initial`."""
+    sequences = plan.sequences
+    vectors, of_vectors = jax.vjp(lambda dt, a: _vectors(sequences, dt, a, cu_seqlens), dt, a)
+    table, seq = sequences.parts(cu_seqlens)
+    dy = dy if scale == 1.0 else (dy.astype(jnp.float32) * scale).astype(dy.dtype)
+    has_rows = sequences.rows_of_chunks(cu_seqlens)[:, 0] < sequences.num_rows
+    decay = _decay_of_parts(plan, vectors, table)
+    dx, db, dc, d_vectors, dd, d_initial = ssd_bwd.gradients(
+        plan, table, seq, has_rows, vectors, decay, x, b, c, d, starts, dy, d_final, params
+    )
+    d_dt, da = of_vectors(d_vectors)
+    return dx, d_dt, da, db, dc, dd, None if initial is None else d_initial
 
 
 def _check(x, dt, a, b, c, d, initial_state, cu_seqlens) -> None:
@@ -352,29 +375,65 @@ def _check(x, dt, a, b, c, d, initial_state, cu_seqlens) -> None:
     core.check_state(op, "initial_state", initial_state, (num_seqs, heads, size, state_dim))
 
 
-def _run(x, dt, a, b, c, d, initial_state, cu_seqlens, options: Options):
-    """(y, final state)."""
-    target = _mgpu.require_target("ssd")
-    (batch, length, heads, size), (groups, state_dim), config = x.shape, b.shape[2:], options.config
-    num_seqs, num_rows, split = (batch if cu_seqlens is None else len(cu_seqlens) - 1), batch * length, size // PIECE
+def _plan(options: Options, x, b, cu_seqlens, target: _mgpu.Target) -> Plan:
+    """Of operands without a batch."""
+    c, num_rows, pieces = options.config, len(x), b.shape[-1] // PIECE
+    num_seqs = options.batch if cu_seqlens is None else len(cu_seqlens) - 1
+    length = pl.cdiv(num_rows, num_seqs)
+    part_rows = core.part_rows(num_seqs, length, x.shape[1], target.num_sms, c.parts)
+    sequences = Sequences(num_seqs, num_rows, cu_seqlens is not None, c.chunk_size, part_rows)
+    heads = x.shape[1], b.shape[1], options.heads_per_dt
+    return Plan(sequences, *heads, pieces, x.dtype, c.num_stages, c.num_states, target.interpreted)
+
+
+def _run(options: Options, operands, initial, cu_seqlens):
+    """(y, final states, the states that parts start from)."""
+    plan = _plan(options, operands[0], operands[3], cu_seqlens, _mgpu.require_target("ssd"))
+    params = _mgpu.compiler_params(approx_math=True)
+    return _forward(*operands, initial, cu_seqlens, plan=plan, scale=options.scale, params=params)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ssd(options: Options, operands, initial, cu_seqlens):
+    return _run(options, operands, initial, cu_seqlens)[:2]
+
+
+def _ssd_fwd(options: Options, operands, initial, cu_seqlens):
+    y, final, starts = _run(options, operands, initial, cu_seqlens)
+    return (y, final), (operands, initial, cu_seqlens, starts)
+
+
+def _ssd_bwd(options: Options, residuals, gradients):
+    operands, initial, cu_seqlens, starts = residuals
+    plan = _plan(options, operands[0], operands[3], cu_seqlens, _mgpu.require_target("ssd"))
+    sequences = dataclasses.replace(plan.sequences, chunk=ssd_bwd.CHUNK)
+    plan = dataclasses.replace(plan, sequences=sequences, num_stages=ssd_bwd.num_stages(plan.pieces))
+    params = _mgpu.compiler_params(approx_math=True)
+    gradient = functools.partial(_backward, plan=plan, scale=options.scale, params=params)
+    gradient = _mgpu.without_derivative("ssd", gradient)
+    *operand_gradients, d_initial = gradient(*operands, initial, cu_seqlens, starts, *gradients)
+    return tuple(operand_gradients), d_initial, None
+
+
+_ssd.defvjp(_ssd_fwd, _ssd_bwd)
+
+
+def run(op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, config: Config, scale: float = 1.0):
+    """(y, final states) of `ssd`, y but for the part of d times `scale`; for `linear_attention` too."""
+    (batch, length, heads, size), (groups, state_dim) = x.shape, b.shape[2:]
+    num_seqs, split = (batch if cu_seqlens is None else len(cu_seqlens) - 1), size // PIECE
     if (need := config.smem_bytes(state_dim)) > _mgpu.SMEM_BYTES_MAX:
         raise ValueError(
-            f"cookbook.ssd: {config} needs {need} bytes of shared memory for N = {state_dim}, and a block has "
+            f"cookbook.{op}: {config} needs {need} bytes of shared memory for N = {state_dim}, and a block has "
             f"{_mgpu.SMEM_BYTES_MAX}: chunks of 64, or fewer stages"
         )
-    part_rows = core.part_rows(num_seqs, pl.cdiv(num_rows, num_seqs), heads * split, target.num_sms, config.parts)
-    sequences = Sequences(num_seqs, num_rows, cu_seqlens is not None, config.chunk_size, part_rows)
-    plan = Plan(
-        sequences, heads * split, groups, split, state_dim // PIECE, x.dtype, config.num_stages, config.num_states,
-        target.interpreted,
-    )  # fmt: skip
-    rows = lambda m: m.reshape(num_rows, *m.shape[2:])
-    y, final, _ = _forward(
-        x.reshape(num_rows, heads * split, PIECE), rows(dt), a, rows(b), rows(c),
-        None if d is None else d.astype(jnp.float32),
-        None if initial_state is None else core.as_states(initial_state, heads * split), cu_seqlens, plan=plan,
-        scale=options.scale, params=_mgpu.compiler_params(approx_math=True),
-    )  # fmt: skip
+    _mgpu.require_target(op)
+    rows = lambda m: m.reshape(batch * length, *m.shape[2:])
+    operands = x.reshape(batch * length, heads * split, PIECE), rows(dt), a, rows(b), rows(c), d
+    initial = None if initial_state is None else core.as_states(initial_state, heads * split)
+    leaves, tree = jax.tree.flatten((operands, initial))
+    operands, initial = jax.tree.unflatten(tree, _mgpu.alike(*leaves))
+    y, final = _ssd(Options(config, batch, split, scale), operands, initial, cu_seqlens)
     return y.reshape(x.shape), final.reshape(num_seqs, heads, size, state_dim)
 
 
@@ -412,7 +471,7 @@ def ssd(
     config = config or default_config(b.shape[-1], chunk_size)
     if chunk_size not in (None, config.chunk_size):
         raise ValueError(f"cookbook.ssd: {chunk_size=} and {config=} differ: leave one out")
-    y, final = _run(x, dt, a, b, c, d, initial_state, cu_seqlens, Options(config))
+    y, final = run("ssd", x, dt, a, b, c, d, initial_state, cu_seqlens, config)
     return (y, final) if return_final_state else y
 
 

@@ -22,6 +22,7 @@ from .. import _mgpu
 from . import core
 from .core import PIECE, ROWS, Loader, Operand, Part, Sequences, Tiles
 
+STATES_BYTES = 160_000  # Shared memory of a block that makes states alone, for its ring.
 CUM, DT = range(2)  # The vectors of a chunk: sums of dt a in units of log 2, and dt.
 
 
@@ -73,6 +74,7 @@ class StateRole:
     vectors: object  # Of the ring: `CUM` and `DT` of the rows.
     scaled: Tiles  # Room for w x.
     reverse: bool = False
+    look: object = None  # Called with the number of a chunk, its slot, the state before it, and its decay.
 
     def weights(self, slot):
         """(w, decay of the whole chunk)."""
@@ -89,6 +91,8 @@ class StateRole:
             leave(i, state)
             slot = self.ring.wait(i)
             w, decay = self.weights(slot)
+            if self.look is not None:
+                self.look(i, slot, state, decay)
             x = plgpu.load(self.x.tiled.at[slot, 0], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
             x = x * lax.broadcast_in_dim(w, x.shape, [0])
             self.scaled.tiled[...] = x.astype(self.plan.dtype)
@@ -161,6 +165,8 @@ def states(plan: Plan, table, x, b, vectors, initial, params, *, reverse: bool =
     (num_chunks, H, 64, N) in the operands' dtype. Each part starts from `initial` (num_parts, H, 64, N), None for zeros.
     """
     barriers = lambda num, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=num)
+    stage = 2 * plan.chunk * PIECE * (1 + plan.pieces)
+    plan = dataclasses.replace(plan, num_stages=min(6, STATES_BYTES // stage))
     scratch = dict(
         x_smem=plan.tiles(plan.num_stages, 1),
         b_smem=plan.tiles(plan.num_stages, plan.pieces),
