@@ -17,8 +17,9 @@ Role table: a block goes through a part of a sequence with one column; its warpg
 Barrier table:
 
     barrier        arrivals                         who waits
-    filled[slot]   copies of a chunk                state, and the output warpgroup whose chunk it is
-    freed[slot]    state and that warpgroup         memory, before it refills the slot
+    filled[slot]   copies of a chunk                state, and the output warpgroups: also one whose chunk it is not, for
+                                                    a barrier counts on being waited for each time
+    freed[slot]    state and output warpgroups      memory, before it refills the slot
     landed         copies of a chunk that is cut    memory, before it zeroes the rows of other sequences, and arrives at
                                                     filled in place of the copies
     handed[slot]   state, which has stored u        the output warpgroup
@@ -96,7 +97,7 @@ class Plan:
             inverse_smem=tiled(self.num_stages),
             columns_smem=vectors,
             filled=barrier(self.num_stages, copies),
-            freed=barrier(self.num_stages, 1 + min(1, self.output_wgs)),
+            freed=barrier(self.num_stages, 1 + self.output_wgs),
             landed=barrier(1, copies),
         )
         if self.has_values:
@@ -207,9 +208,7 @@ def _outputs(plan: Plan, part: Part, column, ring: _mgpu.Ring, hand: _mgpu.Ring,
     """An output warpgroup: the results of every chunk, or of every second one."""
     row, col = (plgpu.broadcasted_iota(jnp.int32, SQUARE, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1))
 
-    @pl.loop(0, _mgpu.div(part.num_chunks - wg + (plan.output_wgs - 1), plan.output_wgs))
-    def _(turn):
-        i = turn * plan.output_wgs + wg
+    def outputs(i):
         slot = ring.wait(i)
         queries = [tiles["q"].tiled.at[slot, p] for p in range(plan.pieces)]
         weights = multiply([(query, tiles["k"].tiled.at[slot, p].T) for p, query in enumerate(queries)])
@@ -228,6 +227,18 @@ def _outputs(plan: Plan, part: Part, column, ring: _mgpu.Ring, hand: _mgpu.Ring,
             tiles["o"], wg, o_gmem, column, 0, part.row(i), part.stop_row - part.row(i),
             is_ragged=plan.sequences.is_ragged, interpreted=plan.interpreted,
         )  # fmt: skip
+
+    def pass_by(i):
+        ring.wait(i)
+        ring.free(i)
+
+    @pl.loop(0, _mgpu.div(part.num_chunks + (plan.output_wgs - 1), plan.output_wgs))
+    def _(turn):
+        mine = turn * plan.output_wgs + wg
+        if plan.output_wgs == 2:
+            other = mine + 1 - 2 * wg
+            pl.when(other < part.num_chunks)(lambda: pass_by(other))
+        pl.when(mine < part.num_chunks)(lambda: outputs(mine))
 
     plgpu.wait_smem_to_gmem(0)
 
