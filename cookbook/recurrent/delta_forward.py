@@ -25,8 +25,8 @@ Barrier table:
     handed[slot]   state, which has stored u        the output warpgroup
     taken[slot]    the output warpgroup             state, before it stores the next state
 
-Without an output warpgroup the kernel gives states alone: that after each part, or those before each chunk, with u,
-for the backward pass. Without values it gives the states that follow from a unit matrix: what a part does to any state.
+Without an output warpgroup the kernel gives states alone: that after each part, or for the backward pass those before
+all chunks. Without values it gives the states that follow from a unit matrix: what a part does to any state.
 
 Bound by: the latency of a chunk's three products in a row, where the heads of all sequences do not fill the GPU.
 """
@@ -64,17 +64,12 @@ class Plan:
     num_stages: int  # Slots of the ring.
     output_wgs: int
     has_values: bool
-    keeps_all: bool  # Whether the states before all chunks are results, and u.
+    keeps_all: bool  # Whether the states before all chunks are results.
     interpreted: bool
 
     @property
     def columns(self) -> int:
         return self.heads * self.columns_per_head
-
-    @property
-    def hands_over(self) -> bool:
-        """Whether states and u go through shared memory."""
-        return self.output_wgs > 0 or self.keeps_all
 
     @property
     def memory_role(self) -> int:
@@ -102,10 +97,11 @@ class Plan:
         )
         if self.has_values:
             scratch |= dict(v_smem=tiles(self.num_stages, 1))
-        if self.hands_over:
-            scratch |= dict(s_smem=tiled(HANDED_SLOTS, self.pieces), u_smem=tiled(HANDED_SLOTS))
+        if self.output_wgs or self.keeps_all:
+            scratch |= dict(s_smem=tiled(HANDED_SLOTS, self.pieces))
         if self.output_wgs:
             scratch |= dict(
+                u_smem=tiled(HANDED_SLOTS),
                 q_smem=tiles(self.num_stages, self.pieces),
                 rows_smem=vectors,
                 o_smem=tiles(self.output_wgs),
@@ -144,18 +140,21 @@ class State:
     tiles: dict
     smem: dict
 
-    def run(self, num_chunks, state, leave):
-        """The state after `num_chunks`. `leave(i, place)` is called when the state before chunk `i`, and u, are at
-        their `place` in shared memory."""
+    def run(self, num_chunks, state, keep):
+        """The state after `num_chunks`. `keep(i, piece, smem)` sends a piece of that before chunk `i` away, if it
+        `keeps_all`."""
 
         def step(i, state):
-            slot = self.ring.wait(i)
+            slot, place = self.ring.wait(i), _mgpu.rem(i, HANDED_SLOTS)
             u = self.changes(i, slot, [piece.astype(self.plan.dtype) for piece in state])
-            if self.plan.hands_over:
-                place = _mgpu.rem(i, HANDED_SLOTS)
+            if self.plan.output_wgs:
                 self.smem["u_smem"][place] = u.astype(self.plan.dtype)
                 plgpu.commit_smem()
-                leave(i, place)
+                plgpu.barrier_arrive(self.hand.filled.at[place])
+            elif self.plan.keeps_all:
+                plgpu.commit_smem()
+                for p in range(self.plan.pieces):
+                    keep(i, p, self.smem["s_smem"].at[place, p])
             last = self.smem["columns_smem"][slot, CHUNK - 1]
             to_end = jnp.exp(last - load(self.smem["columns_smem"].at[slot], COLUMNS))
             to_end, decay = (u * spread(to_end, 1)).astype(self.plan.dtype), jnp.exp(last)
@@ -174,8 +173,8 @@ class State:
         if self.plan.output_wgs:
             self.hand.fill(i)
         elif self.plan.keeps_all:
-            plgpu.wait_smem_to_gmem(1 + self.plan.pieces, wait_read_only=True)  # What was in these slots has left.
-        if self.plan.hands_over:
+            plgpu.wait_smem_to_gmem(self.plan.pieces, wait_read_only=True)  # The state in this slot has left.
+        if self.plan.output_wgs or self.plan.keeps_all:
             for p, piece in enumerate(state):
                 self.smem["s_smem"][_mgpu.rem(i, HANDED_SLOTS), p] = piece
 
@@ -254,18 +253,11 @@ def _kernel(table, gmem, initial_gmem, *outs, plan: Plan, filled, freed, landed,
     def _():
         plgpu.set_max_registers(registers[0], action="increase")
 
-        def leave(i, place):
-            if plan.output_wgs:
-                plgpu.barrier_arrive(handed.at[place])
-                return
-            of_chunk = lambda gmem: gmem.at[part.first_chunk + i, column]
-            for p in range(plan.pieces):
-                target = of_chunk(outs[0]).at[:, pl.ds(p * PIECE, PIECE)]
-                plgpu.copy_smem_to_gmem(smem["s_smem"].at[place, p], target)
-            plgpu.copy_smem_to_gmem(smem["u_smem"].at[place], of_chunk(outs[1]))
+        def keep(i, p, piece):
+            plgpu.copy_smem_to_gmem(piece, outs[0].at[part.first_chunk + i, column, :, pl.ds(p * PIECE, PIECE)])
 
         first = core.first_state(initial_gmem, (part.state, column), plan.pieces)
-        last = State(plan, ring, hand, tiles, smem).run(part.num_chunks, first, leave)
+        last = State(plan, ring, hand, tiles, smem).run(part.num_chunks, first, keep)
         if not plan.keeps_all:
             core.store_state(outs[0], (part.state, column), last)
         if plan.output_wgs:
@@ -287,18 +279,15 @@ def _kernel(table, gmem, initial_gmem, *outs, plan: Plan, filled, freed, landed,
 
 def run(plan: Plan, table, q, k, v, inverse, cum, initial, params):
     """The kernel's results: with output warpgroups the states after all parts that are no padding, and o; if it
-    `keeps_all` the states before all chunks, (chunks, columns, 64, N), and u transposed, (chunks, columns, 64, 64), in the
-    operands' dtype; otherwise the states after all parts. `initial` None stands for zeros."""
+    `keeps_all` the states before all chunks, (chunks, columns, 64, N), in the operands' dtype; otherwise the states after
+    all parts. `initial` None stands for zeros."""
     sequences, state = plan.sequences, (plan.columns, PIECE, plan.pieces * PIECE)
     num_states = sequences.num_parts if sequences.part_rows else sequences.num_seqs
     out_type = [jax.ShapeDtypeStruct((num_states, *state), jnp.float32)]
     if plan.output_wgs:
         out_type.append(jax.ShapeDtypeStruct(v.shape, plan.dtype))
     if plan.keeps_all:
-        out_type = [
-            jax.ShapeDtypeStruct((sequences.num_chunks, *shape), plan.dtype)
-            for shape in (state, (plan.columns, PIECE, CHUNK))
-        ]
+        out_type = [jax.ShapeDtypeStruct((sequences.num_chunks, *state), plan.dtype)]
     gmem = dict(q=q, k=k, v=v, inverse=inverse, columns=cum, rows=cum)  # JAX finds no layout for one array in two.
     return _mgpu.kernel(
         functools.partial(_kernel, plan=plan),
