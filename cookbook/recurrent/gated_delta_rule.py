@@ -36,7 +36,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from .. import _mgpu
-from . import core, delta_forward
+from . import core, delta_backward, delta_forward, delta_gradients
 from .core import PIECE, Sequences
 from .delta_core import CHUNK, cumulated
 from .delta_inverse import inverses
@@ -127,11 +127,16 @@ def _sequences(options: Options, v, cu_seqlens, batch: int, num_sms: int) -> Seq
 
 def _prepare(sequences: Sequences, k, g, beta, cu_seqlens, interpreted: bool, params):
     """(cum, inverses) of all chunks."""
-    cum = cumulated(sequences.in_chunks(g, cu_seqlens))
-    beta = sequences.in_chunks(beta, cu_seqlens)
+    cum = cumulated(sequences.in_chunks(g.astype(jnp.float32), cu_seqlens))
+    beta = sequences.in_chunks(beta.astype(jnp.float32), cu_seqlens)
+    places = _places(sequences, cu_seqlens)
+    return cum, inverses(*places, k, cum, beta, interpreted=interpreted, params=params)
+
+
+def _places(sequences: Sequences, cu_seqlens):
+    """(first row, number of rows) of all chunks."""
     rows = sequences.rows_of_chunks(cu_seqlens)
-    num_rows = (rows < sequences.num_rows).sum(1, dtype=jnp.int32)
-    return cum, inverses(rows[:, 0], num_rows, k, cum, beta, interpreted=interpreted, params=params)
+    return rows[:, 0], (rows < sequences.num_rows).sum(1, dtype=jnp.int32)
 
 
 def starts_of_parts(plan: delta_forward.Plan, table, seq, k, v, inverse, cum, initial, params):
@@ -166,7 +171,7 @@ def starts_of_parts(plan: delta_forward.Plan, table, seq, k, v, inverse, cum, in
 
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
 def _forward(q, k, v, g, beta, initial, cu_seqlens, *, plan: delta_forward.Plan, params):
-    """(o, final states), of operands without a batch, v in columns of 64."""
+    """(o, final states, (cum, inverses)), of operands without a batch, v in columns of 64."""
     sequences = plan.sequences
     cum, inverse = _prepare(sequences, k, g, beta, cu_seqlens, plan.interpreted, params)
     table, seq = sequences.parts(cu_seqlens)
@@ -174,27 +179,91 @@ def _forward(q, k, v, g, beta, initial, cu_seqlens, *, plan: delta_forward.Plan,
     if sequences.part_rows is not None:
         starts, final = starts_of_parts(plan, table, seq, k, v, inverse, cum, initial, params)
     states, o = delta_forward.run(plan, table, q, k, v, inverse, cum, starts, params)
-    return o, states if sequences.part_rows is None else final
+    return o, states if sequences.part_rows is None else final, (cum, inverse)
 
 
-def _run(q, k, v, g, beta, initial_state, cu_seqlens, options: Options):
-    """(o, final states)."""
+@functools.partial(jax.jit, static_argnames=("plan", "params"))
+def _backward(q, k, v, initial, cu_seqlens, cum, inverse, do, d_final, *, plan: delta_forward.Plan, params):
+    """(dq, dk, dv, dg, dbeta, d_initial), of operands without a batch, v and do in columns of 64."""
+    sequences = dataclasses.replace(plan.sequences, part_rows=None)
+    plan = dataclasses.replace(plan, sequences=sequences)
+    table, _ = sequences.parts(cu_seqlens)
+    keeps = dataclasses.replace(plan, output_wgs=0, keeps_all=True)
+    (states,) = delta_forward.run(keeps, table, None, k, v, inverse, cum, initial, params)
+    d_states, d_initial = delta_backward.run(plan, table, q, k, do, inverse, cum, d_final, params)
+    first_rows, num_rows = _places(sequences, cu_seqlens)
+    dq, dk, dv, vectors = delta_gradients.run(
+        plan, first_rows, num_rows, q, k, v, do, states, d_states, inverse, cum, params
+    )
+    of_key_heads = lambda x: x.reshape(len(x), plan.key_heads, -1, x.shape[2]).sum(2, dtype=jnp.float32)
+    dq, dk, dv = of_key_heads(dq).astype(q.dtype), of_key_heads(dk).astype(k.dtype), dv
+    dbeta, dcum, to_end, decayed = jnp.moveaxis(vectors.reshape(plan.heads, -1, *vectors.shape[1:]).sum(1), 2, 0)
+    last = to_end.sum(-1) + jnp.exp(cum[..., -1]) * decayed.sum(-1)
+    dg = cumulated(dcum[..., ::-1])[..., ::-1] + last[..., None]
+    dg, dbeta = (_in_rows(sequences, x, cu_seqlens) for x in (dg, dbeta))
+    if sequences.is_packed:  # Nothing is written for rows after the last sequence.
+        used = (jnp.arange(len(q)) < cu_seqlens[-1])[:, None, None]
+        dq, dk, dv = (jnp.where(used, x, jnp.zeros((), x.dtype)) for x in (dq, dk, dv))
+    return dq, dk, dv, dg, dbeta, d_initial
+
+
+def _in_rows(sequences: Sequences, x, cu_seqlens):
+    """(rows, heads) of `x` (heads, chunks, CHUNK); zeros for rows of no sequence."""
+    x = x.reshape(len(x), -1).T
+    if sequences.is_packed:
+        rows = sequences.rows_of_chunks(cu_seqlens).ravel()
+        return jnp.zeros((sequences.num_rows, x.shape[1])).at[rows].set(x, mode="drop")
+    return x.reshape(sequences.num_seqs, -1, x.shape[1])[:, : sequences.length].reshape(sequences.num_rows, -1)
+
+
+def _run(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
+    """((o, final states), what the backward pass needs of it)."""
     target = _mgpu.require_target("gated_delta_rule")
     (batch, length, heads, size), key_dim = v.shape, k.shape[3]
     rows = lambda x: x.reshape(batch * length, *x.shape[2:])
-    if (need := options.config.smem_bytes(key_dim)) > _mgpu.SMEM_BYTES_MAX:
-        raise ValueError(
-            f"cookbook.gated_delta_rule: {options.config} needs {need} bytes of shared memory for keys of {key_dim}, "
-            f"and a block has {_mgpu.SMEM_BYTES_MAX}: fewer stages"
-        )
     sequences = _sequences(options, rows(v), cu_seqlens, batch, target.num_sms)
     plan = _plan(options, rows(q), rows(v), sequences, target.interpreted)
     initial = None if initial_state is None else core.as_states(initial_state, plan.columns)
-    o, final = _forward(
+    o, final, kept = _forward(
         rows(q), rows(k), v.reshape(batch * length, plan.columns, PIECE), rows(g), rows(beta), initial, cu_seqlens,
         plan=plan, params=_mgpu.compiler_params(approx_math=True),
     )  # fmt: skip
-    return o.reshape(v.shape), final.reshape(sequences.num_seqs, heads, size, key_dim)
+    return (o.reshape(v.shape), final.reshape(sequences.num_seqs, heads, size, key_dim)), (plan, kept)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated_delta_rule(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
+    return _run(options, q, k, v, g, beta, initial_state, cu_seqlens)[0]
+
+
+def _gated_delta_rule_fwd(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
+    results, (_, kept) = _run(options, q, k, v, g, beta, initial_state, cu_seqlens)
+    return results, (q, k, v, g, beta, initial_state, cu_seqlens, kept)
+
+
+def _gated_delta_rule_bwd(options: Options, residuals, gradients):
+    target = _mgpu.require_target("gated_delta_rule")
+    params = _mgpu.compiler_params(approx_math=True)
+
+    def launch(q, k, v, g, beta, initial_state, cu_seqlens, kept, do, d_final):
+        rows = lambda x: x.reshape(-1, *x.shape[2:])
+        sequences = _sequences(options, rows(v), cu_seqlens, len(v), target.num_sms)
+        plan = _plan(options, rows(q), rows(v), sequences, target.interpreted)
+        columns = lambda x: x.reshape(-1, plan.columns, PIECE)
+        states = lambda x: None if x is None else core.as_states(x, plan.columns)
+        dq, dk, dv, dg, dbeta, d_initial = _backward(
+            rows(q), rows(k), columns(v), states(initial_state), cu_seqlens, *kept, columns(do.astype(v.dtype)),
+            states(d_final), plan=plan, params=params,
+        )  # fmt: skip
+        alike = lambda x, dx: dx.reshape(x.shape).astype(x.dtype)
+        pairs = (q, dq), (k, dk), (v, dv), (g, dg), (beta, dbeta)
+        d_initial = None if initial_state is None else alike(initial_state, d_initial)
+        return *(alike(*pair) for pair in pairs), d_initial
+
+    return *_mgpu.without_derivative("gated_delta_rule", launch)(*residuals, *gradients), None
+
+
+_gated_delta_rule.defvjp(_gated_delta_rule_fwd, _gated_delta_rule_bwd)
 
 
 def _check(q, k, v, g, beta, initial_state, cu_seqlens) -> None:
@@ -255,8 +324,14 @@ def gated_delta_rule(
     )
     _check(q, k, v, g, beta, initial_state, cu_seqlens)
     scale = q.shape[3] ** -0.5 if scale is None else _mgpu.option("gated_delta_rule", "scale", scale, float)
-    options = Options(scale, config or default_config(q.shape[3]))
-    o, final = _run(q, k, v, g, beta, initial_state, cu_seqlens, options)
+    config = config or default_config(q.shape[3])
+    if (need := config.smem_bytes(q.shape[3])) > _mgpu.SMEM_BYTES_MAX:
+        raise ValueError(
+            f"cookbook.gated_delta_rule: {config} needs {need} bytes of shared memory for keys of {q.shape[3]}, and a "
+            f"block has {_mgpu.SMEM_BYTES_MAX}: fewer stages"
+        )
+    _mgpu.require_target("gated_delta_rule")
+    o, final = _gated_delta_rule(Options(scale, config), q, k, v, g, beta, initial_state, cu_seqlens)
     return (o, final) if return_final_state else o
 
 
