@@ -12,17 +12,18 @@ So runs are equal to the bit.
 
 | warpgroup | does |
 |---|---|
-| memory | loads the steps of all tiles into the ring of slots (`gemm/roles.py`) |
-| compute, two | multiply; store the tile to its owner, or, of an own tile, add the others' parts and store the sum |
+| memory | loads the steps of all tiles into the ring of slots (`gemm/roles.py`); stores the tile before to its owner |
+| compute, two | multiply; of an own tile, add the others' parts; leave the tile in shared memory |
 
 | barrier | arrives | count | waits |
 |---|---|---|---|
-| arrived[tile] (semaphore) | this warpgroup of each other device: its part of the tile is here | n - 1 | compute |
+| arrived[tile] (semaphore) | each other device: its part of the tile is here | n - 1 | compute |
+| staged | each compute warpgroup: its share of a tile is in shared memory | 2 | memory, before it stores the tile |
+| emptied | memory: TMA has read the tile | 1 | compute, before it leaves the next one there |
 | filled[slot], freed[slot] | as in `gemm/roles.py` | | |
 
-A warpgroup announces a tile late in its next one, when the stores have ended: nobody waits for a store. The two do so
-at different steps, so that one multiplies while the other waits for its signal to leave. The pieces of a whole tile fit
-into shared memory, so that NVLink carries them during the next tile's products.
+When all SMs end their tiles at once, NVLink is busy for most of the next tile. So shared memory holds a whole tile, and
+the tensor cores wait neither for its stores nor for their arrival, which the memory warpgroup announces: it has time.
 
 Bound by: the tensor cores, or by NVLink, which carries n - 1 shards each way. The derivative with respect to lhs is
 `all_gather_matmul`, and what it gathers serves the one with respect to rhs.
@@ -41,14 +42,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
+from ..gemm import core as gemm
 from ..gemm import roles
 from ..gemm.core import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS
 from ..gemm.matmul import matmul
 from . import all_gather_matmul as transposed
 from . import core, matmul_core, protocol
 from .matmul_core import Config
-
-STAGES_MIN = 3  # Slots that the ring keeps beside the pieces of a whole tile.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,20 +71,27 @@ class ScatterPlan(matmul_core.ShardPlan):
     @property
     def semaphores(self) -> tuple[int, ...]:
         c = self.config
-        return self.tiles.per_shard, c.cluster_m * c.cluster_n, COMPUTE
+        return self.tiles.per_shard, c.cluster_m * c.cluster_n
 
-    def tile(self, number):
-        """Index of the semaphore of this warpgroup's share of tile `number` of a shard."""
+    @property
+    def tile(self) -> tuple:
+        """Index of the semaphore of this block's tile, and of the tile's slots in the protocol."""
         block_m, block_n = self.block_of_cluster
-        return number, block_m * self.config.cluster_n + block_n, lax.axis_index("role")
+        return self.entry.number, block_m * self.config.cluster_n + block_n
 
-    def matrix(self, operand, gmem):
-        return gmem.at[self.protocol.owner(self.device, self.entry.step)] if operand.stacked else gmem
+    def _scratch(self, num_stages: int) -> dict:
+        staged, emptied = plgpu.Barrier(num_arrivals=COMPUTE), plgpu.Barrier()
+        return super()._scratch(num_stages) | dict(staged=staged, emptied=emptied)
+
+    @property
+    def owner(self):
+        """The device whose rows the tile has."""
+        return self.protocol.owner(self.device, self.entry.step)
 
     def send(self, piece_smem, o_gmem, row, col):
         """An own piece goes to `o_gmem`, and others to a slot of their owner."""
         step, n = self.entry.step, self.tiles.num_shards
-        rows, cols = (pl.ds(start, size) for start, size in zip((row, col), piece_smem.shape, strict=True))
+        rows, cols = (pl.ds(start, size) for start, size in zip((row, col), self.store_piece, strict=True))
 
         def store(action, _):
             def copy(device_id):
@@ -93,8 +100,8 @@ class ScatterPlan(matmul_core.ShardPlan):
 
             matmul_core.to_peer(self.device, n, self.axis_name, action.peer, copy)
 
-        pl.when(step == n - 1)(lambda: plgpu.copy_smem_to_gmem(piece_smem, o_gmem))
-        core.perform(self.protocol.send(self.device, step, self.entry.number), self.axis_name, {}, store)
+        pl.when(step == n - 1)(lambda: plgpu.copy_smem_to_gmem(piece_smem, o_gmem.at[rows, cols]))
+        core.perform(self.protocol.send(self.device, step, self.tile), self.axis_name, {}, store)
 
 
 def matmul_reduce_scatter_reference(lhs, rhs, axis_name):
@@ -109,11 +116,7 @@ def default_config(
     """The configuration of the least predicted time for (M, K) by (K, N) matrices on each device."""
     shard = m // num_devices, n, k, num_devices
     found, _ = matmul_core.best(*shard, jnp.dtype(dtype).itemsize, transpose_rhs, num_sms)
-    config = Config(**dataclasses.asdict(found))
-    plan = matmul_core.plan_of(ScatterPlan, *shard, jnp.dtype(dtype), transpose_rhs, config, num_sms)
-    whole = dataclasses.replace(config, store_slots=len(plan.store_pieces))
-    plan = matmul_core.plan_of(ScatterPlan, *shard, jnp.dtype(dtype), transpose_rhs, whole, num_sms)
-    return whole if plan.smem_bytes(STAGES_MIN) <= _mgpu.SMEM_BYTES_MAX else config
+    return Config(**dataclasses.asdict(found))
 
 
 def matmul_reduce_scatter(lhs, rhs, axis_name, *, config: Config | None = None):
@@ -123,7 +126,7 @@ def matmul_reduce_scatter(lhs, rhs, axis_name, *, config: Config | None = None):
       lhs: (M, K). Rows of the result are shared out, in the order of the devices.
       rhs: (K, N).
       axis_name: a name of a mesh axis of `jax.shard_map`, or a tuple of names.
-      config: tiles of the product.
+      config: tiles of the product. Its `store_slots` are not read: a whole tile waits for NVLink.
 
     Raises:
       ValueError: a dtype, a shape or an axis that is not supported; the message says what to do.
@@ -169,7 +172,8 @@ def scatter_product(lhs, rhs, axis_name, config: Config | None = None, *, transp
     plan = matmul_core.plan_of(
         ScatterPlan, m // num_devices, n, k, num_devices, lhs.dtype, transpose_rhs, c, num_sms, axis_name=axis_name
     )
-    plan = dataclasses.replace(plan, a=dataclasses.replace(plan.a, stacked=True))
+    whole = dataclasses.replace(c, store_slots=len(plan.store_pieces))
+    plan = dataclasses.replace(plan, tiles=dataclasses.replace(plan.tiles, config=whole))
     kernel = _mgpu.kernel(
         functools.partial(_kernel, plan),
         out_type=[jax.ShapeDtypeStruct(shape, lhs.dtype) for shape in ((m // num_devices, n), plan.parts_shape)],
@@ -185,53 +189,94 @@ def scatter_product(lhs, rhs, axis_name, config: Config | None = None, *, transp
     return kernel(lhs.reshape(num_devices, -1, k), plan.b.pad(rhs))[0]
 
 
-def _kernel(plan, lhs_gmem, rhs_gmem, o_gmem, parts_gmem, *, a_smem, b_smem, filled, freed, o_smem):
+def _kernel(plan, lhs_gmem, rhs_gmem, o_gmem, parts_gmem, *, a_smem, b_smem, filled, freed, o_smem, staged, emptied):
     plan = dataclasses.replace(plan, device=lax.axis_index(plan.axis_name), parts=parts_gmem)
     (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, False), plan.b.views(b_smem, False)
+    o_smem, o_tma = gemm.views(o_smem, plan.store_piece, plan.interpreted)
     ring = _mgpu.Ring(filled, freed, plan.num_stages)
     semaphores = dict(arrived=pl.get_global(plgpu.SemaphoreType.REGULAR(plan.semaphores)))
 
     @pl.when(lax.axis_index("role") == MEMORY)
     def _():
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
-        roles.load(plan, ring, lhs_gmem, rhs_gmem, a_tma, b_tma)
+        send = functools.partial(_send, plan, o_tma, o_gmem, staged)
+        announce = functools.partial(_announce, plan, semaphores, emptied)
+        _load(plan, ring, lhs_gmem, rhs_gmem, a_tma, b_tma, send, announce)
 
     @pl.when(lax.axis_index("role") < COMPUTE)
     def _():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
 
         def multiply(plan, before, acc):
-            last = plan.entry.step * plan.tiles.per_shard + plan.entry.number - plan.tiles.clusters
-
-            def prepare(step, a, b):
-                pl.when(step == _announce_step(plan))(lambda: _announce(plan, semaphores, last))
-
-            return roles.multiply(plan, ring, a_smem, b_smem, before, acc, prepare)
+            return roles.multiply(plan, ring, a_smem, b_smem, before, acc)
 
         def store(plan, place, stored, values):
-            values = _add_parts(plan, semaphores, place, values)
-            roles.store({}, o_gmem, o_smem, plan, place, stored, values)
+            values, role = _add_parts(plan, semaphores, place, values), lax.axis_index("role")
+            pl.when(stored > 0)(lambda: plgpu.barrier_wait(emptied))
+            (height, width), pieces = plan.store_piece, plan.store_pieces
+            for slot, (i, j) in enumerate(pieces):
+                o_smem[role, slot, 0, 0] = values[i : i + height, j : j + width].astype(plan.out_dtype)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(staged)
 
         roles.compute(plan, multiply, store)
-        _announce(plan, semaphores, plan.index(plan.num_tiles() - 1))
+        plgpu.barrier_wait(emptied)
 
 
-def _announce_step(plan):
-    """The step of a tile at which this warpgroup announces the tile before."""
-    return _mgpu.div((3 + lax.axis_index("role")) * plan.tiles.num_steps, 5)
+def _load(plan, ring, lhs_gmem, rhs_gmem, a_smem, b_smem, send, announce):
+    """The memory warpgroup: all steps of all tiles, as fast as slots are given back.
+
+    During a tile the one before it is sent, a few pieces a step, and announced, once all have arrived.
+    """
+    num_steps, num_pieces = pl.cdiv(plan.tiles.k, plan.tiles.tile_k), COMPUTE * len(plan.store_pieces)
+    first = min(plan.num_stages, num_steps - 1)  # By then the tile before is there: its last slots were given back.
+    each = pl.cdiv(num_pieces, num_steps - first)
+
+    def load_tile(plan, tile, before):
+        row, col = plan.place(tile)
+
+        @pl.loop(0, num_steps)
+        def _(step):
+            slot, k, sent = ring.fill(before + step), plan.k(step), (step - first) * each
+            a, b, filled = plan.a, plan.b, ring.filled.at[slot]
+            a.copy(lhs_gmem.at[plan.owner], a.at(row, k), a_smem.at[slot], filled, shared=plan.axis_n)
+            b.copy(rhs_gmem, b.at(col, k), b_smem.at[slot], filled, shared=plan.axis_m)
+            pl.when((tile > 0) & (step >= first))(lambda: send(tile - 1, sent, jnp.minimum(sent + each, num_pieces)))
+            pl.when((tile > 0) & (step == num_steps - 1))(lambda: announce(tile - 1))
+
+    ring.drain(roles.each_tile(plan, 0, load_tile))
+    send(plan.num_tiles() - 1, 0, num_pieces)
+    announce(plan.num_tiles() - 1)
 
 
-def _announce(plan, semaphores, index):
-    """Tells the owner of tile `index`, if there is one, that this warpgroup's share of it has arrived."""
-    step, number = _mgpu.div(index, plan.tiles.per_shard), _mgpu.rem(index, plan.tiles.per_shard)
-    actions = plan.protocol.sent(plan.device, step, plan.tile(number))
-    pl.when(index >= 0)(lambda: core.perform(actions, plan.axis_name, semaphores))
+def _send(plan, o_smem, o_gmem, staged, tile, first, end):
+    """The memory warpgroup: starts the stores of pieces `first` to `end` of `tile`."""
+    plan, (height, width) = plan.look_up(tile), plan.store_piece
+    across = plan.compute_tile[1] // width  # Pieces of a warpgroup's share along N.
+    pl.when(first == 0)(lambda: plgpu.barrier_wait(staged))
+
+    @pl.loop(first, end)
+    def _(i):
+        slot, role = _mgpu.div(i, COMPUTE), _mgpu.rem(i, COMPUTE)
+        (row, col), (rows, cols), dim = plan.place(tile), plan.compute_tile, plan.config.split_dim
+        row += (role * rows if dim == 0 else 0) + _mgpu.div(slot, across) * height
+        col += (role * cols if dim == 1 else 0) + _mgpu.rem(slot, across) * width
+        plan.send(o_smem.at[role, slot, 0, 0], o_gmem, row, col)
+
+
+def _announce(plan, semaphores, emptied, tile):
+    """The memory warpgroup: once `tile` has arrived, makes room for the next one and tells the owner."""
+    plan = plan.look_up(tile)
+    plgpu.wait_smem_to_gmem(0)
+    plgpu.barrier_arrive(emptied)
+    actions = plan.protocol.sent(plan.device, plan.entry.step, plan.tile)
+    core.perform(actions, plan.axis_name, semaphores)
 
 
 def _add_parts(plan, semaphores, place, values):
     """`values`, to which an owner has added the parts of the other devices."""
     entry, n = plan.entry, plan.tiles.num_shards
-    core.perform(plan.protocol.receive(plan.device, entry.step, plan.tile(entry.number)), plan.axis_name, semaphores)
+    core.perform(plan.protocol.receive(plan.device, entry.step, plan.tile), plan.axis_name, semaphores)
     rows, cols = (pl.ds(start, size) for start, size in zip(place, values.shape, strict=True))
 
     # Loads of 8 bytes a thread fill whole sectors of the L2 cache, which the accumulator's own layout does not.
