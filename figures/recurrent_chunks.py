@@ -1,4 +1,4 @@
-"""The matrix of pairs in chunks: blocks on its diagonal are multiplied as pairs, all that lies before them is a state."""
+"""The matrix of pairs in chunks: pairs are multiplied on the diagonal alone; all that lies before is a state."""
 
 from figures._draw import BLUE, INK, ORANGE, PALE, SOFT, arrow, box, canvas, save, words
 

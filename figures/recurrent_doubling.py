@@ -1,4 +1,4 @@
-"""The inverse of a unit triangle by doubling: blocks on the diagonal are inverted first, then blocks twice their size."""
+"""The inverse of a unit triangle by doubling: small blocks on the diagonal first, then blocks twice as large."""
 
 from figures._draw import BLUE, ORANGE, PALE, SOFT, box, canvas, save, words
 

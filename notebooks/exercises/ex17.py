@@ -1,4 +1,4 @@
-"""Chapter 17's exercises: parts of a sequence combined, weights of pairs, one doubling, and a chunk's share of the state."""
+"""Chapter 17's exercises: parts combined, decays between tokens, one doubling, and a chunk added to the state."""
 
 import jax
 import jax.numpy as jnp
@@ -51,15 +51,16 @@ def check_weights(answer) -> str:
             raise NotYet("rows and columns are exchanged: row t, column s.")
         if np.isnan(got).any():
             raise NotYet(
-                f"cum ends at {cum[-1]:.0f}, and {np.isnan(got).sum()} of the weights are NaN. Where does an exponential "
-                "overflow, and what is infinity times zero?"
+                f"cum ends at {cum[-1]:.0f}, and {np.isnan(got).sum()} of the weights are NaN. Where does an "
+                "exponential overflow, and what is infinity times zero?"
             )
         if np.triu(got, 1).any():
             raise NotYet("a token sees tokens that come after it: mask them.")
         if not np.allclose(got, exact, atol=1e-4, rtol=1e-3):
             t, s = (int(i) for i in np.argwhere(~np.isclose(got, exact, atol=1e-4, rtol=1e-3))[0])
             raise NotYet(
-                f"cum ends at {cum[-1]:.3g}: the weight of t = {t}, s = {s} is {got[t, s]:.3g}; it must be {exact[t, s]:.3g}"
+                f"cum ends at {cum[-1]:.3g}: the weight of t = {t}, s = {s} is {got[t, s]:.3g}; it must be "
+                f"{exact[t, s]:.3g}"
             )
     return "No exponent is positive, so no decay is too strong."
 
