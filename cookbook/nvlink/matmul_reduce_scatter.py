@@ -12,12 +12,14 @@ So runs are equal to the bit.
 
 | warpgroup | does |
 |---|---|
-| memory | loads the steps of all tiles into the ring of slots (`gemm/roles.py`); stores the tile before to its owner |
-| compute, two | multiply; of an own tile, add the others' parts; leave the tile in shared memory |
+| memory | loads the steps of all tiles into the ring of slots (`gemm/roles.py`); stores the tile before to its owner; |
+| | loads the next device's part of an own tile |
+| compute, two | multiply; add the others' parts to an own tile; leave the tile in shared memory |
 
 | barrier | arrives | count | waits |
 |---|---|---|---|
-| arrived[tile] (semaphore) | each other device: its part of the tile is here | n - 1 | compute |
+| arrived[tile] (semaphore) | each other device: its part of the tile is here | n - 1 | memory, and compute if n > 2 |
+| fetched | each copy of a piece of the next device's part | pieces | compute, of an own tile |
 | staged | each compute warpgroup: its share of a tile is in shared memory | 2 | memory, before it stores the tile |
 | emptied | memory: TMA has read the tile | 1 | compute, before it leaves the next one there |
 | filled[slot], freed[slot] | as in `gemm/roles.py` | | |
@@ -80,28 +82,33 @@ class ScatterPlan(matmul_core.ShardPlan):
         return self.entry.number, block_m * self.config.cluster_n + block_n
 
     def _scratch(self, num_stages: int) -> dict:
-        staged, emptied = plgpu.Barrier(num_arrivals=COMPUTE), plgpu.Barrier()
-        return super()._scratch(num_stages) | dict(staged=staged, emptied=emptied)
+        barriers = dict(staged=COMPUTE, emptied=1, fetched=self.num_pieces)
+        barriers = {name: plgpu.Barrier(num_arrivals=count) for name, count in barriers.items()}
+        return super()._scratch(num_stages) | barriers
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of a tile that wait in shared memory, of both warpgroups."""
+        return COMPUTE * len(self.store_pieces)
+
+    @property
+    def is_own(self):
+        """Whether this device is the tile's owner."""
+        return self.entry.step == self.tiles.num_shards - 1
+
+    def piece(self, tile, i):
+        """(its place in shared memory, its rows and columns) of piece `i` of `tile`."""
+        (height, width), (rows, cols), dim = self.store_piece, self.compute_tile, self.config.split_dim
+        (row, col), across = self.place(tile), cols // width  # Pieces of a warpgroup's share along N.
+        slot, role = _mgpu.div(i, COMPUTE), _mgpu.rem(i, COMPUTE)
+        row += (role * rows if dim == 0 else 0) + _mgpu.div(slot, across) * height
+        col += (role * cols if dim == 1 else 0) + _mgpu.rem(slot, across) * width
+        return (role, slot, 0, 0), (pl.ds(row, height), pl.ds(col, width))
 
     @property
     def owner(self):
         """The device whose rows the tile has."""
         return self.protocol.owner(self.device, self.entry.step)
-
-    def send(self, piece_smem, o_gmem, row, col):
-        """An own piece goes to `o_gmem`, and others to a slot of their owner."""
-        step, n = self.entry.step, self.tiles.num_shards
-        rows, cols = (pl.ds(start, size) for start, size in zip((row, col), self.store_piece, strict=True))
-
-        def store(action, _):
-            def copy(device_id):
-                to = plgpu.remote_ref(self.parts, device_id).at[action.slot[0], rows, cols]
-                plgpu.copy_smem_to_gmem(piece_smem, to)
-
-            matmul_core.to_peer(self.device, n, self.axis_name, action.peer, copy)
-
-        pl.when(step == n - 1)(lambda: plgpu.copy_smem_to_gmem(piece_smem, o_gmem.at[rows, cols]))
-        core.perform(self.protocol.send(self.device, step, self.tile), self.axis_name, {}, store)
 
 
 def matmul_reduce_scatter_reference(lhs, rhs, axis_name):
@@ -189,7 +196,9 @@ def scatter_product(lhs, rhs, axis_name, config: Config | None = None, *, transp
     return kernel(lhs.reshape(num_devices, -1, k), plan.b.pad(rhs))[0]
 
 
-def _kernel(plan, lhs_gmem, rhs_gmem, o_gmem, parts_gmem, *, a_smem, b_smem, filled, freed, o_smem, staged, emptied):
+def _kernel(
+    plan, lhs_gmem, rhs_gmem, o_gmem, parts_gmem, *, a_smem, b_smem, filled, freed, o_smem, staged, emptied, fetched
+):
     plan = dataclasses.replace(plan, device=lax.axis_index(plan.axis_name), parts=parts_gmem)
     (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, False), plan.b.views(b_smem, False)
     o_smem, o_tma = gemm.views(o_smem, plan.store_piece, plan.interpreted)
@@ -201,7 +210,8 @@ def _kernel(plan, lhs_gmem, rhs_gmem, o_gmem, parts_gmem, *, a_smem, b_smem, fil
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
         send = functools.partial(_send, plan, o_tma, o_gmem, staged)
         announce = functools.partial(_announce, plan, semaphores, emptied)
-        _load(plan, ring, lhs_gmem, rhs_gmem, a_tma, b_tma, send, announce)
+        fetch = functools.partial(_fetch, semaphores, o_tma, fetched)
+        _load(plan, ring, lhs_gmem, rhs_gmem, a_tma, b_tma, send, announce, fetch)
 
     @pl.when(lax.axis_index("role") < COMPUTE)
     def _():
@@ -211,11 +221,14 @@ def _kernel(plan, lhs_gmem, rhs_gmem, o_gmem, parts_gmem, *, a_smem, b_smem, fil
             return roles.multiply(plan, ring, a_smem, b_smem, before, acc)
 
         def store(plan, place, stored, values):
-            values, role = _add_parts(plan, semaphores, place, values), lax.axis_index("role")
             pl.when(stored > 0)(lambda: plgpu.barrier_wait(emptied))
-            (height, width), pieces = plan.store_piece, plan.store_pieces
-            for slot, (i, j) in enumerate(pieces):
-                o_smem[role, slot, 0, 0] = values[i : i + height, j : j + width].astype(plan.out_dtype)
+            pl.when(plan.is_own)(lambda: plgpu.barrier_wait(fetched))
+            core.perform(_received(plan) if plan.tiles.num_shards > 2 else [], plan.axis_name, semaphores)
+            (height, width), mine = plan.store_piece, o_smem.at[lax.axis_index("role")]
+            for slot, (i, j) in enumerate(plan.store_pieces):
+                piece, smem = values[i : i + height, j : j + width], mine.at[slot, 0, 0]
+                add = functools.partial(_add_parts, plan, (place[0] + i, place[1] + j), smem, piece)
+                smem[...] = lax.cond(plan.is_own, add, lambda piece=piece: piece).astype(plan.out_dtype)
             plgpu.commit_smem()
             plgpu.barrier_arrive(staged)
 
@@ -223,14 +236,15 @@ def _kernel(plan, lhs_gmem, rhs_gmem, o_gmem, parts_gmem, *, a_smem, b_smem, fil
         plgpu.barrier_wait(emptied)
 
 
-def _load(plan, ring, lhs_gmem, rhs_gmem, a_smem, b_smem, send, announce):
+def _load(plan, ring, lhs_gmem, rhs_gmem, a_smem, b_smem, send, announce, fetch):
     """The memory warpgroup: all steps of all tiles, as fast as slots are given back.
 
-    During a tile the one before it is sent, a few pieces a step, and announced, once all have arrived.
+    During a tile the one before it is sent, a few pieces a step, and announced, once all have arrived. Then the others'
+    parts are waited for, since those who wait must have announced all that others wait for.
     """
-    num_steps, num_pieces = pl.cdiv(plan.tiles.k, plan.tiles.tile_k), COMPUTE * len(plan.store_pieces)
+    num_steps = pl.cdiv(plan.tiles.k, plan.tiles.tile_k)
     first = min(plan.num_stages, num_steps - 1)  # By then the tile before is there: its last slots were given back.
-    each = pl.cdiv(num_pieces, num_steps - first)
+    each = pl.cdiv(plan.num_pieces, num_steps - first)
 
     def load_tile(plan, tile, before):
         row, col = plan.place(tile)
@@ -241,27 +255,34 @@ def _load(plan, ring, lhs_gmem, rhs_gmem, a_smem, b_smem, send, announce):
             a, b, filled = plan.a, plan.b, ring.filled.at[slot]
             a.copy(lhs_gmem.at[plan.owner], a.at(row, k), a_smem.at[slot], filled, shared=plan.axis_n)
             b.copy(rhs_gmem, b.at(col, k), b_smem.at[slot], filled, shared=plan.axis_m)
-            pl.when((tile > 0) & (step >= first))(lambda: send(tile - 1, sent, jnp.minimum(sent + each, num_pieces)))
+            end = jnp.minimum(sent + each, plan.num_pieces)
+            pl.when((tile > 0) & (step >= first))(lambda: send(tile - 1, sent, end))
             pl.when((tile > 0) & (step == num_steps - 1))(lambda: announce(tile - 1))
 
+        pl.when(plan.is_own)(lambda: fetch(plan, tile))
+
     ring.drain(roles.each_tile(plan, 0, load_tile))
-    send(plan.num_tiles() - 1, 0, num_pieces)
+    send(plan.num_tiles() - 1, 0, plan.num_pieces)
     announce(plan.num_tiles() - 1)
 
 
 def _send(plan, o_smem, o_gmem, staged, tile, first, end):
     """The memory warpgroup: starts the stores of pieces `first` to `end` of `tile`."""
-    plan, (height, width) = plan.look_up(tile), plan.store_piece
-    across = plan.compute_tile[1] // width  # Pieces of a warpgroup's share along N.
+    plan = plan.look_up(tile)
     pl.when(first == 0)(lambda: plgpu.barrier_wait(staged))
 
-    @pl.loop(first, end)
-    def _(i):
-        slot, role = _mgpu.div(i, COMPUTE), _mgpu.rem(i, COMPUTE)
-        (row, col), (rows, cols), dim = plan.place(tile), plan.compute_tile, plan.config.split_dim
-        row += (role * rows if dim == 0 else 0) + _mgpu.div(slot, across) * height
-        col += (role * cols if dim == 1 else 0) + _mgpu.rem(slot, across) * width
-        plan.send(o_smem.at[role, slot, 0, 0], o_gmem, row, col)
+    def store(gmem):
+        @pl.loop(first, end)
+        def _(i):
+            at, (rows, cols) = plan.piece(tile, i)
+            plgpu.copy_smem_to_gmem(o_smem.at[at], gmem.at[rows, cols])
+
+    def store_to_peer(action, _):
+        store_to = lambda device_id: store(plgpu.remote_ref(plan.parts, device_id).at[action.slot[0]])
+        matmul_core.to_peer(plan.device, plan.tiles.num_shards, plan.axis_name, action.peer, store_to)
+
+    pl.when(plan.is_own)(lambda: store(o_gmem))
+    core.perform(plan.protocol.send(plan.device, plan.entry.step, plan.tile), plan.axis_name, {}, store_to_peer)
 
 
 def _announce(plan, semaphores, emptied, tile):
@@ -273,20 +294,31 @@ def _announce(plan, semaphores, emptied, tile):
     core.perform(actions, plan.axis_name, semaphores)
 
 
-def _add_parts(plan, semaphores, place, values):
-    """`values`, to which an owner has added the parts of the other devices."""
-    entry, n = plan.entry, plan.tiles.num_shards
-    core.perform(plan.protocol.receive(plan.device, entry.step, plan.tile), plan.axis_name, semaphores)
-    rows, cols = (pl.ds(start, size) for start, size in zip(place, values.shape, strict=True))
+def _received(plan) -> list:
+    """Waits, if the tile is an own one, for the others' parts."""
+    return plan.protocol.receive(plan.device, plan.entry.step, plan.tile)
 
+
+def _fetch(semaphores, o_smem, fetched, plan, tile):
+    """The memory warpgroup: loads the next device's part of an own tile to where the tile's sum will be left."""
+    core.perform(_received(plan), plan.axis_name, semaphores)
+
+    @pl.loop(0, plan.num_pieces)
+    def _(i):
+        at, (rows, cols) = plan.piece(tile, i)
+        plgpu.copy_gmem_to_smem(plan.parts.at[0, rows, cols], o_smem.at[at], fetched)
+
+
+def _add_parts(plan, place, fetched_smem, piece):
+    """An own `piece`, to which the parts of the other devices are added: the first lies in shared memory."""
+    rows, cols = (pl.ds(start, size) for start, size in zip(place, piece.shape, strict=True))
+    piece = piece + fetched_smem[...].astype(jnp.float32)
     # Loads of 8 bytes a thread fill whole sectors of the L2 cache, which the accumulator's own layout does not.
-    layout = plgpu.Layout.WGMMA if values.shape[1] % 16 else plgpu.Layout.WGMMA_UPCAST_2X
-
-    def add(slot, values):
+    layout = plgpu.Layout.WGMMA_UPCAST_2X
+    for slot in range(1, plan.tiles.num_shards - 1):
         part = plgpu.load(plan.parts.at[slot, rows, cols], layout=layout, optimized=False)
-        return values + plgpu.layout_cast(part, plgpu.Layout.WGMMA).astype(jnp.float32)
-
-    return lax.fori_loop(0, jnp.where(entry.step == n - 1, n - 1, 0), add, values)
+        piece = piece + plgpu.layout_cast(part, plgpu.Layout.WGMMA).astype(jnp.float32)
+    return piece
 
 
 def flops(m: int, n: int, k: int) -> int:

@@ -34,7 +34,8 @@ all parts from zero, XLA combines them, and this kernel starts each part from it
 
 Bound by: memory.
 
-Not supported: second derivatives. Source: Dao and Gu, "Transformers are SSMs" (2024).
+Under `jax.shard_map`, with `check_vma=False`. Not supported: second derivatives.
+Source: Dao and Gu, "Transformers are SSMs" (2024).
 """
 
 import dataclasses
@@ -129,7 +130,7 @@ class Options:
 def _vectors(sequences: Sequences, dt, a, cu_seqlens):
     """(H, num_chunks, 2, chunk): `CUM`, the sums of dt a up to each row of a chunk in units of log 2, and `DT`."""
     dt = sequences.in_chunks(dt.astype(jnp.float32), cu_seqlens)
-    cum = jnp.cumsum(dt * (LOG2E * a.astype(jnp.float32))[:, None, None], axis=-1)
+    cum = core.cumulative(dt) * (LOG2E * a.astype(jnp.float32))[:, None, None]
     return jnp.stack([cum, dt], axis=2)
 
 
@@ -272,8 +273,6 @@ def run(op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, config: Config, s
     rows = lambda m: m.reshape(batch * length, *m.shape[2:])
     operands = x.reshape(batch * length, heads * split, PIECE), rows(dt), a, rows(b), rows(c), d
     initial = None if initial_state is None else core.as_states(initial_state, heads * split)
-    leaves, tree = jax.tree.flatten((operands, initial))
-    operands, initial = jax.tree.unflatten(tree, _mgpu.alike(*leaves))
     y, final = _ssd(Options(config, batch, split, scale), operands, initial, cu_seqlens)
     return y.reshape(x.shape), final.reshape(num_seqs, heads, size, state_dim)
 

@@ -87,7 +87,7 @@ def test_chunks_are_the_recurrence(chunk):
         np.testing.assert_allclose(result, exact, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("at", [64, 100, slow(1)])
+@pytest.mark.parametrize("at", [64, slow(100), slow(1)])
 def test_a_sequence_may_be_split_anywhere(at):
     x, dt, a, b, c = operands(length=150)
     run = functools.partial(lab.run, functools.partial(ssd, return_final_state=True))
@@ -205,7 +205,7 @@ def check_gradients(*args, config=None, gpu=None, tolerance=2**-7, **how):
     "sizes",
     [
         dict(length=100, heads=2),
-        dict(length=70, batch=2, heads=2, groups=2, state_dim=128),
+        slow(dict(length=70, batch=2, heads=2, groups=2, state_dim=128)),
         slow(dict(length=128, head_dim=128, state_dim=256)),
         slow(dict(length=130, dtype=jnp.float16)),
     ],
@@ -215,7 +215,7 @@ def test_gradients(sizes):
     check_gradients(*operands(**sizes))
 
 
-@pytest.mark.parametrize("steps", [(1e-6, 1e-5), (20.0, 60.0), slow((1e-4, 50.0))], ids=str)
+@pytest.mark.parametrize("steps", [(20.0, 60.0), slow((1e-6, 1e-5)), slow((1e-4, 50.0))], ids=str)
 def test_gradients_of_decays(steps):
     """With strong decay the gradient of a is what is left of sums that all but cancel."""
     check_gradients(*operands(length=100, steps=steps))
@@ -230,10 +230,12 @@ def test_gradients_of_parts(how):
     check_gradients(*operands(length=1500), config=Config(parts=3), **how)
 
 
+@pytest.mark.slow
 def test_gradients_with_chunks_of_128():
     check_gradients(*operands(length=200), config=Config(128, 2, 1))
 
 
+@pytest.mark.slow
 def test_nan_stays_in_the_gradients_of_its_sequence():
     x, dt, a, b, c = operands(length=205)
     starts = jnp.asarray([0, 70, 141, 205], jnp.int32)
@@ -297,6 +299,27 @@ def test_jit_vmap_and_determinism():
     assert (runs[0] == runs[1]).all() and (several[0] == runs[0]).all() and not (several[1] == runs[0]).all()
 
 
+@pytest.mark.slow
+def test_shard_map():
+    """Sequences on each device their own, and the gradient of what they share summed by hand."""
+    x, dt, a, b, c = operands(length=70)
+    mesh = jax.make_mesh((1,), ("i",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
+    loss = lambda *args: (ssd(*args).astype(jnp.float32) ** 2).sum()
+    slopes = jax.grad(loss, argnums=(0, 2))
+    by_device = lambda *args: (lambda dx, da: (dx, jax.lax.psum(da, "i")))(*slopes(*args))
+    spec = jax.P("i")
+    specs = dict(in_specs=(spec, spec, jax.P(), spec, spec), out_specs=(spec, jax.P()))
+    got = lab.run(jax.shard_map(by_device, mesh=mesh, check_vma=False, **specs), x, dt, a, b, c)
+    jax.tree.map(np.testing.assert_array_equal, got, lab.run(slopes, x, dt, a, b, c))
+
+
+def test_compiles_under_x64():
+    args = avals(1, 1000, 2, 64, 1, 64)
+    with jax.enable_x64(True):
+        loss = lambda *args: ssd(*args, cu_seqlens=STARTS).astype(jnp.float32).sum()
+        assert len(lab.compile_for("h200", jax.grad(loss), *args).kernels) == 2
+
+
 def avals(batch, length, heads, head_dim, groups, state_dim):
     wide = jax.ShapeDtypeStruct((batch, length, groups, state_dim), BF16)
     x, dt, a = ((batch, length, heads, head_dim), BF16), ((batch, length, heads), jnp.float32), ((heads,), jnp.float32)
@@ -316,13 +339,13 @@ def test_what_the_compiler_makes_of_it(state_dim, config):
     assert compiled.spill_bytes == 0 and not compiled.remarks
 
 
-@pytest.mark.parametrize("state_dim, spills", [(128, 16), slow(64, 0), slow(256, 64)])
+@pytest.mark.parametrize("state_dim, spills", [(128, 16), slow(64, 0), slow(256, 80)])
 def test_what_the_compiler_makes_of_the_gradients(state_dim, spills):
     """What it spills are numbers that all warpgroups share, and with N = 256 a few of the state's warpgroup."""
     loss = lambda *args: ssd(*args).astype(jnp.float32).sum()
     compiled = lab.compile_for("h200", jax.grad(loss, (0, 1, 2, 3, 4)), *avals(4, 8192, 32, 64, 32, state_dim))
     need = ssd_bwd.smem_bytes(state_dim // 64, ssd_bwd.num_stages(state_dim // 64))
-    assert need <= compiled.smem_bytes <= need + 2048
+    assert need <= compiled.smem_bytes <= need + 4096
     assert compiled.spill_bytes <= spills and not compiled.remarks
 
 
@@ -402,8 +425,6 @@ def copies_with(monkeypatch, name, old, new):
         NOTHING,
         ("ssd_state", "[piece * decay for piece in state]", "state"),
         ("ssd_forward", "jnp.where(s <= t, exponent, -jnp.inf)", "jnp.where(s < t, exponent, -jnp.inf)"),
-        ("ssd_forward", "plgpu.barrier_arrive(left.at[slot])", "plgpu.barrier_arrive(left.at[slot]); slot = 0", ),
-        ("ssd_state", "self.ring.free(i)\n            return state", "return state"),
         ("ssd_forward", "slot = states.fill(i)", "slot = states.slot(i)"),
         ("core", "operand.clear(slot, jnp.maximum(end, 0), self.interpreted)", "pass"),
         ("core", "pl.when(num_rows >= PIECE)(lambda: copy(0, PIECE))", "copy(0, PIECE)"),
@@ -412,7 +433,7 @@ def copies_with(monkeypatch, name, old, new):
     ],
 )  # fmt: skip
 def test_mutants_are_caught(run_only, found_if, monkeypatch, name, old, new):
-    """A state not decayed, a mask off by one, waits and frees left out, neighbours' rows let in or overwritten."""
+    """A state not decayed, a mask off by one, waits left out, neighbours' rows let in or overwritten."""
     fn = copies_with(monkeypatch, name, old, new)
     x, dt, a, b, c = operands(length=1300)
     starts = jnp.asarray([0, 70, 141, 1300], jnp.int32)
@@ -421,8 +442,7 @@ def test_mutants_are_caught(run_only, found_if, monkeypatch, name, old, new):
     ours = lambda *args: fn.ssd(*args, cu_seqlens=starts, config=config)
     kept = lambda y: y.at[:, 70:141].set(0)
     of = lambda x, *rest: kept(reference(jnp.nan_to_num(x), *rest, cu_seqlens=starts)[0])
-    is_mutant = old != new and "; slot = 0" not in new  # That one is the same kernel.
-    with found_if(is_mutant):
+    with found_if(old != new):
         lab.check(lambda *args: kept(ours(*args)), of, x, dt, a, b, c, tolerance=2**-7)
 
 
@@ -435,7 +455,7 @@ def test_mutants_are_caught(run_only, found_if, monkeypatch, name, old, new):
         ("ssd_bwd", "d_dt = of(KEY_SUM) + of(OWN_SUM) + of(END_SUM)", "d_dt = of(KEY_SUM) + of(END_SUM)"),
         ("ssd_bwd", "(of(STATE_SUM) + end)", "end"),
         ("ssd_bwd", "dx if skip is None else", "dx if True else"),
-        ("ssd_bwd", "slot = lefts.fill(i)", "slot = lefts.slot(i)"),
+        ("ssd_bwd", "slot = block.lefts.fill(i)", "slot = block.lefts.slot(i)"),
         ("ssd_state", "if self.reverse:", "if False:"),
     ],
 )
