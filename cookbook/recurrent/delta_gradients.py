@@ -175,13 +175,19 @@ def _kernel(first_rows, num_rows, gmem, dq_gmem, dk_gmem, dv_gmem, vectors_gmem,
     for i, vector in enumerate((dbeta, dcum, to_end, decayed)):
         _mgpu.store(vectors_gmem.at[column, chunk, i], vector)
     plgpu.commit_smem()
-    results = [(dv_gmem, "v", 0, 0)]
-    results += [(out, name, p, p) for out, name in ((dq_gmem, "s"), (dk_gmem, "ds")) for p in range(plan.pieces)]
-    for out, name, index, p in results:
-        piece = Tiles(*(view.at[0] for view in (tiles[name].tiled, tiles[name].rows, tiles[name].eights)))
-        core.store_rows(
-            piece, index, out, column, p, row, num, is_ragged=plan.sequences.is_ragged, interpreted=plan.interpreted
-        )
+    results = [(dv_gmem, "v", 0)]
+    results += [(out, name, p) for out, name in ((dq_gmem, "s"), (dk_gmem, "ds")) for p in range(plan.pieces)]
+
+    def store(skip, size: int):
+        for out, name, p in results:
+            target = out.at[pl.ds(row + skip, size), column, pl.ds(p * PIECE, PIECE)]
+            plgpu.copy_smem_to_gmem(tiles[name].rows.at[0, p, pl.ds(skip, size)], target)
+
+    if plan.sequences.is_ragged:
+        pl.when(num >= CHUNK)(lambda: store(0, CHUNK))
+        pl.when(num < CHUNK)(lambda: pl.loop(0, num)(lambda skip: store(skip, 1)))
+    else:
+        store(0, CHUNK)
     plgpu.wait_smem_to_gmem(0)
 
 
