@@ -1,4 +1,4 @@
-"""Shared parts of the kernels of the gated delta rule: sums of decays, and products whose first operand is in registers."""
+"""Shared parts of the kernels of the gated delta rule: sums of decays, and products with an operand in registers."""
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,8 @@ def spread(values, dim: int, shape=SQUARE):
 
 
 def apart_in_square(combine=lax.sub, anew: bool = False):
-    """Row number less column number of a square, or both combined otherwise. `anew` has the compiler make it in this place,
-    where it has no registers to keep it in from an earlier one."""
+    """Row number less column number of a square, or both combined otherwise. `anew` has the compiler make it
+    here, where it has no registers to keep it in from an earlier place."""
     row, column = (plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout) for layout in (ROWS, COLUMNS))
     return combine(spread(lax.optimization_barrier(row) if anew else row, 0), spread(column, 1))
 

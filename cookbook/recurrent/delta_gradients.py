@@ -11,7 +11,8 @@ and from them, where x . y is the sum of products along a row,
     dv = dr,    dbeta = z . e,    dq = scale exp(cum) do s + p k,    dk = dk_plus + dk_minus
     dk_plus = -exp(cum) dr s - strict(d dr u^T) k,    p = scale tril(d do u^T)
     dk_minus = exp(cum[-1] - cum) u ds' + p^T q - strict(d dr u^T)^T k
-    dcum = q . dq + k . dk_plus - k . dk_minus,    and for cum[-1] also sum(k . (first term of dk_minus)) + decay s . ds'
+    dcum = q . dq + k . dk_plus - k . dk_minus,    and for cum[-1] also
+           sum(k . (first term of dk_minus)) + exp(cum[-1]) sum(s . ds')
 
 Shapes: those of `delta_forward` and `delta_backward`. dq and dk are made for each column, (rows, columns, N), in the
 operands' dtype; vectors (columns, chunks, 4, 64) float32 are dbeta, dcum and the two terms for cum[-1], by row.
@@ -92,7 +93,7 @@ def _corrections(plan: Plan, d: Decays, q, k, v, do, s, ds, inverse, r_smem, u_s
     u_smem[...] = half(multiply([(inverse, r_smem)]))
     plgpu.commit_smem()
     keys = [(k.at[p], k.at[p].T) for p in pieces]
-    error = product([(half(d.pairs(-multiply(keys), True)), u_smem)], plan.interpreted, r)
+    error = half(product([(half(d.pairs(-multiply(keys), True)), u_smem)], plan.interpreted, r))
     weights = multiply([(k.at[p], q.at[p].T) for p in pieces])
     weights = half(d.pairs(weights * plan.scale, False, transposed=True))
     du = d.to_end() * multiply([(k.at[p], ds.at[p].T) for p in pieces])
@@ -101,9 +102,10 @@ def _corrections(plan: Plan, d: Decays, q, k, v, do, s, ds, inverse, r_smem, u_s
     plgpu.commit_smem()
     v[...] = half(multiply([(inverse.T, r_smem)]))
     plgpu.commit_smem()
-    # The keys' product once more: there are no registers to keep it in.
+    # The keys' product once more, and du as it was stored: there are no registers to keep them in.
+    du = load(r_smem, plgpu.Layout.WGMMA).astype(jnp.float32)
     z = product([(half(d.pairs(-multiply(keys), True, transposed=True)), v)], plan.interpreted, du)
-    return (z * error).sum(axis=1)
+    return (z * error.astype(jnp.float32)).sum(axis=1)
 
 
 def _dot(x_smem, y):
@@ -112,8 +114,8 @@ def _dot(x_smem, y):
 
 
 def _gradients(plan: Plan, d: Decays, q, k, dr, do, s, ds, u, p, sums):
-    """`sums`, of dcum and its term for cum[-1], with piece `p` of the keys added; that of dk goes to the place of ds, that
-    of dq to that of s. The squares are made for each piece: there are no registers to keep them in."""
+    """`sums`, of dcum and its term for cum[-1], with piece `p` of the keys added; the pieces of dk and dq go to the
+    places of ds and s. The squares are made for each piece: there are no registers to keep them in."""
     dcum, to_end = sums
     half = lambda x: x.astype(plan.dtype)
     add = lambda acc, *pairs: product(list(pairs), plan.interpreted, acc)
@@ -166,12 +168,14 @@ def _kernel(first_rows, num_rows, gmem, dq_gmem, dk_gmem, dv_gmem, vectors_gmem,
     d = Decays(rows_smem, columns_smem)
     number, zero = range(plan.pieces), plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), ROWS)
     decayed = [_dot(s.at[p], load(ds.at[p], plgpu.Layout.WGMMA).astype(jnp.float32)) for p in number]
-    decayed = functools.reduce(jnp.add, decayed)
-    dbeta = _corrections(plan, d, q, k, v, do, s, ds, inverse_smem, r_smem, u_smem)
+    put = lambda i, vector: _mgpu.store(vectors_gmem.at[column, chunk, i], vector)
+    put(DECAYED, functools.reduce(jnp.add, decayed))
+    put(DBETA, _corrections(plan, d, q, k, v, do, s, ds, inverse_smem, r_smem, u_smem))
     gradients = functools.partial(_gradients, plan, d, q, k, v, do, s, ds, u_smem)
-    dcum, to_end = lax.fori_loop(0, plan.pieces, gradients, (zero, zero))
-    for i, vector in enumerate((dbeta, dcum, to_end, decayed)):
-        _mgpu.store(vectors_gmem.at[column, chunk, i], vector)
+    pieces = jnp.where(num > 0, plan.pieces, 0)  # A number that the compiler knows would merge the loop with the rest.
+    dcum, to_end = lax.fori_loop(0, pieces, gradients, (zero, zero))
+    put(DCUM, dcum)
+    put(TO_END, to_end)
     plgpu.commit_smem()
     results = [(dv_gmem, "v", 0)]
     results += [(out, name, p) for out, name in ((dq_gmem, "s"), (dk_gmem, "ds")) for p in range(plan.pieces)]

@@ -50,7 +50,8 @@ def chunked(q, k, v, g, beta, state, rounded=lambda x: x, scale=None):
         decay = jnp.exp(jnp.minimum(cum[:, :, None] - cum[:, None], 0))
         lower = jnp.tril(cb[:, :, None] * decay * product("thn,shn->hts", ck, ck), -1)
         unit = jnp.eye(len(cv), dtype=dtype)
-        inverse = rounded(jax.scipy.linalg.solve_triangular(unit + lower, jnp.broadcast_to(unit, lower.shape), lower=True))
+        units = jnp.broadcast_to(unit, lower.shape)
+        inverse = rounded(jax.scipy.linalg.solve_triangular(unit + lower, units, lower=True))
         u = rounded(product("hts,shp->htp", inverse, rounded(cb.T[..., None] * cv)))
         w = rounded(product("hts,shn->htn", inverse, rounded((cb * jnp.exp(cum)).T[..., None] * ck)))
         u = u - product("htn,hpn->htp", w, rounded(state))
@@ -91,8 +92,10 @@ def errors(args, got) -> list[float]:
 
 def check(op, args, *, gpu=None, **how):
     """`lab.check` of o and the final states, whose errors may be 1.5 times flash-linear-attention's."""
-    call = lambda op: lambda q, k, v, g, beta, state, cu: op(
-        q, k, v, g, beta, initial_state=state, cu_seqlens=cu, return_final_state=True, **how
+    call = lambda op: (
+        lambda q, k, v, g, beta, state, cu: op(
+            q, k, v, g, beta, initial_state=state, cu_seqlens=cu, return_final_state=True, **how
+        )
     )
     reference = lambda *args: gated_delta_rule_reference(
         *args[:5], initial_state=args[5], cu_seqlens=args[6], return_final_state=True, scale=how.get("scale")
