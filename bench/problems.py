@@ -28,6 +28,7 @@ from cookbook.gemm import (
     ragged_dot_transposed,
 )
 from cookbook.gemm.matmul_blocked import matmul_blocked_reference
+from cookbook.recurrent import ssd
 from cookbook.rows import reduce_sum, rms_norm, softmax
 
 # The peers that are not this project's own.
@@ -326,6 +327,54 @@ def _prefill(size, lens, target=None, page_size=None, **kwargs):
                 derive=lambda q, k, v, *_: (gather(k), gather(v)), **kwargs)  # fmt: skip
 
 
+def _ssd_by_chunks(x, dt, a, b, c, chunk=64):
+    """SSD without a kernel: XLA's products, a scan over the chunks, sums in float32."""
+    (batch, length, heads, size), f32 = x.shape, jnp.float32
+    spread = lambda m: jnp.repeat(m, heads // m.shape[2], axis=2)
+    cut = lambda m: jnp.moveaxis(m.reshape(batch, length // chunk, chunk, *m.shape[2:]), 1, 0)
+    product = functools.partial(jnp.einsum, preferred_element_type=f32)
+    dt, seen = dt.astype(f32), jnp.tril(jnp.ones((chunk, chunk), bool))[:, :, None]
+
+    def step(state, rows):
+        x, dt, cum, b, c = rows
+        decay = jnp.exp(jnp.where(seen, cum[:, :, None] - cum[:, None], -jnp.inf)) * dt[:, None]
+        pairs = (product("bthn,bshn->btsh", c, b) * decay).astype(x.dtype)
+        y = product("bthn,bhpn->bthp", c, state.astype(x.dtype)) * jnp.exp(cum)[..., None]
+        scaled = (x * (jnp.exp(cum[:, -1:] - cum) * dt)[..., None]).astype(x.dtype)
+        state = state * jnp.exp(cum[:, -1])[..., None, None] + product("bshp,bshn->bhpn", scaled, b)
+        return state, (y + product("btsh,bshp->bthp", pairs, x)).astype(x.dtype)
+
+    rows = cut(x), cut(dt), jnp.cumsum(cut(dt * a.astype(f32)), axis=2), cut(spread(b)), cut(spread(c))
+    _, y = jax.lax.scan(jax.checkpoint(step), jnp.zeros((batch, heads, size, b.shape[-1]), f32), rows)
+    return jnp.moveaxis(y, 0, 1).reshape(x.shape)
+
+
+def _ssd(batch, length, heads, groups, head_dim, state_dim, target=None, gradients=False, **kwargs):
+    """dt and a are made of normal numbers as Mamba-2's layers make them: dt from 0.001 to 0.1 or so."""
+    wide = (batch, length, groups, state_dim)
+    shapes = (batch, length, heads, head_dim), (batch, length, heads), (heads,), wide, wide
+
+    def of(fn):
+        call = lambda x, dt, a, b, c: fn(x, jax.nn.softplus(dt - 4.0), -jnp.exp(a), b, c)
+        loss = lambda *args: jnp.sum(jnp.square(call(*args).astype(jnp.float32)))
+        return jax.grad(loss, argnums=(0, 1, 2, 3, 4)) if gradients else call
+
+    def exact(x, dt, a, b, c):
+        """In float32; token by token, unless gradients would have to keep the state of each."""
+        if not gradients:
+            return ssd.ssd_reference(x, dt, a, b, c)[0]
+        with jax.default_matmul_precision("highest"):
+            return _ssd_by_chunks(x.astype(jnp.float32), dt, a, b.astype(jnp.float32), c.astype(jnp.float32))
+
+    sizes = (batch * length, heads, head_dim)
+    flops = ssd.flops(*sizes, state_dim) * (4 if gradients else 1)
+    nbytes = ssd.bytes_moved(*sizes, groups, state_dim) * (3 if gradients else 1)
+    size = f"b{batch}_t{length}_h{heads}_g{groups}_p{head_dim}_n{state_dim}" + ("_grad" if gradients else "")
+    return Case("ssd", shapes, BF16, of(cookbook.ssd), of(exact),
+                {"xla": of(_ssd_by_chunks)}, flops, nbytes, size, target=target,
+                dtypes=(BF16, jnp.float32, jnp.float32, BF16, BF16), **kwargs)  # fmt: skip
+
+
 def _matmul_f32(m, n, k, **kwargs):
     flops, nbytes = matmul.flops(m, n, k), matmul.bytes_moved(m, n, k, 4)
     peers = {"cublas": functools.partial(jnp.matmul, precision="highest")}
@@ -553,6 +602,15 @@ CASES += [
     _ragged_transposed(16384, 4096, 4096, FEW_LARGE, Target(None, rate=600)),
     _ragged_fp8(32768, 4096, 7168, [8192] * 4, target=Target(None, rate=1000), headline=True),
     _moe(8192, 128, 8, 2048, 768, target=Target("products", 0.8), headline=True),
+]
+
+
+# The first in 0.25 ms.
+CASES += [
+    _ssd(4, 8192, 32, 32, 64, 128, Target(None, rate=3.22), headline=True),
+    _ssd(1, 65536, 32, 32, 64, 128),
+    _ssd(4, 8192, 80, 1, 64, 128),
+    _ssd(4, 8192, 32, 32, 64, 128, gradients=True),
 ]
 
 

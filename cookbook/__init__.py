@@ -22,7 +22,9 @@ from cookbook.nvlink.all_gather_matmul import all_gather_matmul
 from cookbook.nvlink.all_to_all import all_to_all
 from cookbook.nvlink.matmul_reduce_scatter import matmul_reduce_scatter
 from cookbook.nvlink.reduce_scatter import reduce_scatter
+from cookbook.recurrent.linear_attention import linear_attention
 from cookbook.recurrent.ssd import ssd
+from cookbook.recurrent.ssd_step import ssd_step
 from cookbook.rows.reduce_sum import reduce_sum
 from cookbook.rows.rms_norm import rms_norm
 from cookbook.rows.softmax import softmax
@@ -34,6 +36,7 @@ __all__ = [
     "all_to_all",
     "attention",
     "fuse",
+    "linear_attention",
     "matmul",
     "matmul_blocked",
     "matmul_fp8",
@@ -54,6 +57,7 @@ __all__ = [
     "rms_norm",
     "softmax",
     "ssd",
+    "ssd_step",
     "varlen_attention",
     "write_kv",
 ]

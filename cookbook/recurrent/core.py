@@ -75,19 +75,19 @@ class Sequences:
     def _places(self, starts):
         """(first row, end, first chunk) of each sequence, that of the rows after the last one included."""
         ends = jnp.append(starts, self.num_rows) if self.is_packed else starts
-        chunks = lax.div(jnp.diff(ends) + (self.chunk - 1), self.chunk)
+        chunks = div(jnp.diff(ends) + (self.chunk - 1), self.chunk)
         return ends[:-1], ends[1:], _running(jnp.sum, chunks) - chunks
 
     def parts(self, cu_seqlens):
-        """Table of the parts, one a row, with `PART_FIELDS`, the longest packed ones first; and the sequence of each part
-        in the order of `state`.
+        """Table of the parts, one a row, with `PART_FIELDS`, the longest packed ones first; and the sequence of each
+        part in the order of `state`.
 
         An empty sequence has one part without chunks. The parts of a sequence come one after the other in `state`,
         which numbers them; rows of the table for which there is no part have the state `num_parts`.
         """
         starts, ends, first_chunk = self._places(self.starts(cu_seqlens))
         size = self.part_rows or max(self.num_rows, 1)
-        counts = jnp.maximum(lax.div(ends - starts + (size - 1), size), 1)
+        counts = jnp.maximum(div(ends - starts + (size - 1), size), 1)
         last = _running(jnp.sum, counts)
         number = jnp.arange(self.num_parts, dtype=jnp.int32)
         seq = jnp.searchsorted(last, number, side="right", method="compare_all").astype(jnp.int32)
@@ -105,7 +105,7 @@ class Sequences:
     def sums_of_parts(self, values, table):
         """(num_parts, H): sums over the chunks of each part, in the order of `state`, of `values` (H, num_chunks)."""
         first_row, _, stop_row, first, state = table.T
-        chunk, last = jnp.arange(self.num_chunks), first + lax.div(stop_row - first_row + (self.chunk - 1), self.chunk)
+        chunk, last = jnp.arange(self.num_chunks), first + div(stop_row - first_row + (self.chunk - 1), self.chunk)
         mine = (chunk >= first[:, None]) & (chunk < last[:, None])
         sums = jnp.where(mine, values[:, None], 0.0).sum(-1).T
         return sums.at[state].set(sums, mode="drop") if self.is_packed else sums
@@ -170,6 +170,23 @@ class Part:
 
     def row(self, chunk):
         return self.first_row + chunk * self.chunk
+
+    def ring(self, filled, freed, num_slots: int) -> _mgpu.Ring:
+        """A ring that this block goes round."""
+        if num_slots > 1:
+            return _mgpu.Ring(filled, freed, num_slots)
+        return _OneSlot(filled, freed, 1, zero=self.first_chunk & 2**30)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OneSlot(_mgpu.Ring):
+    """A ring of one slot, whose number the compiler does not know. It would compute all addresses in the slot before
+    the loop over chunks, and spill them: 1.1 KB a thread in the backward kernel of SSD with N = 256."""
+
+    zero: object
+
+    def slot(self, count):
+        return jnp.minimum(count, self.zero)
 
 
 # Shared memory --------------------------------------------------------------------------------------------------------
@@ -297,13 +314,9 @@ def store_rows(smem: Tiles, slot: int, gmem, head, piece: int, row, num_rows, *,
 
     @pl.when(num_rows < PIECE)
     def _():
-        if interpreted:
-            pl.loop(0, num_rows)(lambda skip: copy(skip, 1))
-            return
-        num, skip = jnp.maximum(num_rows, 0), 0 * num_rows
-        for size in (32, 16, 8, 4, 2, 1):
-            pl.when((num & size) != 0)(lambda skip=skip, size=size: copy(skip, size))
-            skip = skip + (num & size)
+        eights = 0 if interpreted else div(jnp.maximum(num_rows, 0), 8)
+        pl.loop(0, eights)(lambda i: copy(8 * i, 8))
+        pl.loop(8 * eights, num_rows)(lambda i: copy(i, 1))
 
 
 # States ---------------------------------------------------------------------------------------------------------------
@@ -316,9 +329,11 @@ def load_state(gmem, index, pieces: int):
 
 
 def first_state(gmem, index, pieces: int):
-    """The state that a part starts from, or zeros if `gmem` is None; `gmem` has one for each part that is not padding."""
+    """The state that a part starts from: zeros if `gmem` is None, or if the part is padding, for which it has none."""
     zeros = [plgpu.layout_cast(jnp.zeros((PIECE, PIECE), jnp.float32), plgpu.Layout.WGMMA) for _ in range(pieces)]
-    return zeros if gmem is None else lax.cond(index[0] < gmem.shape[0], lambda: load_state(gmem, index, pieces), lambda: zeros)
+    if gmem is None:
+        return zeros
+    return lax.cond(index[0] < gmem.shape[0], lambda: load_state(gmem, index, pieces), lambda: zeros)
 
 
 def store_state(gmem, index, state):
@@ -338,7 +353,9 @@ def combine(decay, states, seq, initial, reverse: bool = False):
     starts at its last part.
     """
     num_seqs = len(initial)
-    neighbour = jnp.pad(seq[1:], (0, 1), constant_values=-1) if reverse else jnp.pad(seq[:-1], (1, 0), constant_values=-1)
+    neighbour = (
+        jnp.pad(seq[1:], (0, 1), constant_values=-1) if reverse else jnp.pad(seq[:-1], (1, 0), constant_values=-1)
+    )
     given = jnp.pad(initial, ((0, 1), *((0, 0),) * 3))
 
     def step(carry, part):

@@ -2,9 +2,9 @@
 
     S[t] = exp(dt[t] a) S[t-1] + dt[t] x[t] b[t]ᵀ        y[t] = S[t] c[t] + d x[t]        for each head
 
-Shapes: x (B, T, H, P), dt (B, T, H), a and d (H,), b and c (B, T, G, N), y as x, states (B, H, P, N) in float32. Head h
-of x goes with head h // (H // G) of b and c. x, b and c are all bfloat16 or all float16; dt, a and d of any float dtype,
-dt at least 0 and a at most 0. P is a multiple of 64, N 64, 128 or 256. T and H are free.
+Shapes: x (B, T, H, P), dt (B, T, H), a and d (H,), b and c (B, T, G, N), y as x, states (B, H, P, N) in float32. Head
+h of x goes with head h // (H // G) of b and c. x, b and c are all bfloat16 or all float16; dt, a and d of any float
+dtype, dt at least 0 and a at most 0. P is a multiple of 64, N 64, 128 or 256. T and H are free.
 
 In a chunk of rows, with cum[t] the sum of dt a from the chunk's first row to t, the same is
 
@@ -29,12 +29,13 @@ Barrier table:
     left[slot]         state                         output, before y reads the state of its chunk
     taken[slot]        every output                  state, before it leaves another state in the slot
 
-Where sequences and heads do not fill the GPU, each sequence is cut into parts. A first kernel computes the states of all
-parts from zero, XLA combines them, and this kernel starts each part from its state: x and b are read twice.
+Where sequences and heads do not fill the GPU, each sequence is cut into parts. A first kernel computes the states of
+all parts from zero, XLA combines them, and this kernel starts each part from its state: x and b are read twice.
 
 Bound by: memory.
 
-Not supported: second derivatives. Source: Dao and Gu, "Transformers are SSMs" (2024).
+Under `jax.shard_map`, with `check_vma=False`. Not supported: second derivatives.
+Source: Dao and Gu, "Transformers are SSMs" (2024).
 """
 
 import dataclasses
@@ -45,16 +46,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
-from . import core, ssd_bwd
-from .core import COLUMNS, PIECE, ROWS, Loader, Operand, Part, Sequences, Tiles
-from .ssd_state import CUM, DT, Plan, StateRole, states
+from . import core, ssd_bwd, ssd_forward
+from .core import PIECE, Sequences
+from .ssd_state import CUM, Plan, states
 
-SQUARE = PIECE, PIECE
 STATE_DIMS = (64, 128, 256)
-REGISTERS = {2: (56, 224), 3: (56, 152)}  # A thread of the memory and of the other warpgroups, by how many these are.
 LOG2E = math.log2(math.e)
 
 
@@ -102,7 +100,12 @@ class Config:
         rows = self.chunk_size * (2 * (PIECE + 2 * state_dim) + 16)
         states = 2 * PIECE * state_dim
         own = 2 * self.chunk_size * 2 * PIECE
-        return self.num_stages * rows + self.num_states * states + own + 8 * (2 * self.num_stages + 2 * self.num_states + 1)
+        return (
+            self.num_stages * rows
+            + self.num_states * states
+            + own
+            + 8 * (2 * self.num_stages + 2 * self.num_states + 1)
+        )
 
 
 def default_config(state_dim: int, chunk_size: int | None = None) -> Config:
@@ -124,168 +127,6 @@ class Options:
     scale: float  # Of y, but for the part of d: `linear_attention` has one.
 
 
-def _scratch(plan: Plan) -> dict:
-    barriers = lambda num, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=num)
-    outputs = plan.chunk // PIECE
-    copies = 2 + 1 + 2 * plan.pieces
-    return dict(
-        x_smem=plan.tiles(plan.num_stages, 1),
-        b_smem=plan.tiles(plan.num_stages, plan.pieces),
-        c_smem=plan.tiles(plan.num_stages, plan.pieces),
-        rows_smem=plan.vectors(),  # The vectors twice: JAX finds no layout for one buffer read along rows and columns.
-        columns_smem=plan.vectors(),
-        state_smem=plan.tiles(plan.num_states, plan.pieces, rows=PIECE),
-        scaled_smem=plan.tiles(),
-        y_smem=plan.tiles(outputs, rows=PIECE),
-        filled=barriers(plan.num_stages, copies),
-        freed=barriers(plan.num_stages, 1 + outputs),
-        landed=barriers(1, copies),
-        left=barriers(plan.num_states),
-        taken=barriers(plan.num_states, outputs),
-    )
-
-
-def _kernel(
-    table, x_gmem, b_gmem, c_gmem, vectors_gmem, d_gmem, initial_gmem, y_gmem, *finals_gmem, plan: Plan, scale: float,
-    x_smem, b_smem, c_smem, rows_smem, columns_smem, state_smem, scaled_smem, y_smem, filled, freed, landed, left, taken,
-):  # fmt: skip
-    role, head, part = lax.axis_index("role"), lax.axis_index("head_index"), Part.of_block(table, plan.chunk)
-    x, b, c, state, scaled, y = (
-        Tiles.views(smem, plan.interpreted) for smem in (x_smem, b_smem, c_smem, state_smem, scaled_smem, y_smem)
-    )
-    outputs = plan.chunk // PIECE
-    memory_registers, compute_registers = REGISTERS[1 + outputs]
-    ring, states = _mgpu.Ring(filled, freed, plan.num_stages), _mgpu.Ring(left, taken, plan.num_states)
-
-    @pl.when(role == outputs + 1)
-    def _():
-        plgpu.set_max_registers(memory_registers, action="decrease")
-        group, dt_head = plan.group(head), plan.dt_head(head)
-
-        def copy_vectors(chunk, slot, barrier):
-            for smem in (rows_smem, columns_smem):
-                plgpu.copy_gmem_to_smem(vectors_gmem.at[dt_head, chunk], smem.at[slot], barrier)
-
-        operands = Operand(x_gmem, x, head, 1), Operand(b_gmem, b, group, plan.pieces), Operand(c_gmem, c, group, plan.pieces)
-        Loader(ring, landed, operands, copy_vectors, 2, plan.sequences.is_ragged, plan.interpreted).run(part)
-
-    @pl.when(role == outputs)
-    def _():
-        plgpu.set_max_registers(compute_registers, action="increase")
-        first = core.first_state(initial_gmem, (part.state, head), plan.pieces)
-
-        def leave(i, values):
-            slot = states.fill(i)
-            for p, piece in enumerate(values):
-                state.tiled[slot, p] = piece.astype(plan.dtype)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(left.at[slot])
-
-        last = StateRole(plan, ring, x, b, rows_smem, scaled).run(part.num_chunks, first, leave)
-        states.drain(part.num_chunks)
-        for final_gmem in finals_gmem:
-            core.store_state(final_gmem, (part.state, head), last)
-
-    for block in range(outputs):
-
-        @pl.when(role == block)
-        def _(block=block):
-            plgpu.set_max_registers(compute_registers, action="increase")
-            output = OutputRole(plan, scale, ring, states, x, b, c, rows_smem, columns_smem, state)
-            skip = None if d_gmem is None else d_gmem[plan.dt_head(head)].astype(jnp.float32)
-
-            @pl.loop(0, part.num_chunks)
-            def _(i):
-                values = output.chunk(i, skip, block).astype(plan.dtype)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The rows of the chunk before have left.
-                y.tiled[block] = values
-                plgpu.commit_smem()
-                row = part.row(i) + block * PIECE
-                core.store_rows(
-                    y, block, y_gmem, head, 0, row, part.stop_row - row, is_ragged=plan.sequences.is_ragged,
-                    interpreted=plan.interpreted,
-                )  # fmt: skip
-
-            plgpu.wait_smem_to_gmem(0)
-
-
-@dataclasses.dataclass(frozen=True)
-class OutputRole:
-    """A warpgroup that computes y of 64 rows of each chunk."""
-
-    plan: Plan
-    scale: float
-    ring: _mgpu.Ring
-    states: _mgpu.Ring
-    x: Tiles
-    b: Tiles
-    c: Tiles
-    rows: object  # `CUM` and `DT`, to be read along rows, and along columns.
-    columns: object
-    state: Tiles
-
-    def chunk(self, i, skip, block: int):
-        """y in float32 of 64 rows, the `block`-th ones; `skip` times x is added unless it is None."""
-        slot, rows, pieces = self.ring.wait(i), pl.ds(block * PIECE, PIECE), range(self.plan.pieces)
-        cum = plgpu.load(self.rows.at[slot, CUM, rows], layout=ROWS, optimized=False)
-
-        def products(pairs_ref, y_ref):
-            self.add_pairs(pairs_ref, slot, rows, 0)
-            state = self.states.wait(i)
-            for p in pieces:
-                plgpu.wgmma(y_ref, self.c.tiled.at[slot, p, rows], self.state.tiled.at[state, p].T)
-            weights = self.wait(pairs_ref, len(pieces)) * self.decay(slot, cum, 0, is_last=block == 0)
-            y = self.wait(y_ref, 0) * lax.broadcast_in_dim(jnp.exp2(cum) * self.scale, SQUARE, [0])
-            self.states.free(i)
-            return self.add_values(y_ref, y, weights, slot, 0)
-
-        def more_products(pairs_ref, y_ref, y, column: int):
-            self.add_pairs(pairs_ref, slot, rows, column)
-            weights = self.wait(pairs_ref, 0) * self.decay(slot, cum, column, is_last=column == block)
-            return self.add_values(y_ref, y, weights, slot, column)
-
-        accs = [plgpu.ACC(SQUARE, jnp.float32)] * 2
-        y = pl.run_scoped(products, *accs)
-        for column in range(1, block + 1):
-            y = pl.run_scoped(functools.partial(more_products, y=y, column=column), *accs)
-        if skip is not None:
-            x = plgpu.load(self.x.tiled.at[slot, 0, rows], layout=plgpu.Layout.WGMMA)
-            y = y + skip * x.astype(jnp.float32)
-        if self.plan.interpreted:
-            plgpu.commit_smem()  # TMA may now overwrite what was read here.
-        self.ring.free(i)
-        return y
-
-    def wait(self, ref, wait_n: int):
-        return ref[...] if self.plan.interpreted else plgpu.wgmma_accumulator_load(ref, wait_n=wait_n)
-
-    def add_pairs(self, acc, slot, rows, column: int):
-        """`acc` + c bᵀ of `rows` and of the `column`-th 64 rows."""
-        for p in range(self.plan.pieces):
-            b = self.b.tiled.at[slot, p, pl.ds(column * PIECE, PIECE)]
-            plgpu.wgmma(acc, self.c.tiled.at[slot, p, rows], b.T)
-
-    def add_values(self, y_ref, y, weights, slot, column: int):
-        """`y` + `weights` x of the `column`-th 64 rows."""
-        weights, x = weights.astype(self.plan.dtype), self.x.tiled.at[slot, 0, pl.ds(column * PIECE, PIECE)]
-        if self.plan.interpreted:
-            return y + jnp.dot(weights, x[...], preferred_element_type=jnp.float32)
-        y_ref[...] = y
-        plgpu.wgmma(y_ref, weights, x)
-        return y_ref[...]
-
-    def decay(self, slot, cum, column: int, is_last: bool):
-        """exp(cum[t] - cum[s]) dt[s] for rows t and the `column`-th 64 rows s; if these `is_last` for s up to t alone."""
-        columns = pl.ds(column * PIECE, PIECE)
-        load = lambda i: plgpu.load(self.columns.at[slot, i, columns], layout=COLUMNS, optimized=False)
-        spread = lambda values, dim: lax.broadcast_in_dim(values, SQUARE, [dim])
-        exponent = spread(cum, 0) - spread(load(CUM), 1)
-        if is_last:
-            t, s = (plgpu.broadcasted_iota(jnp.int32, SQUARE, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1))
-            exponent = jnp.where(s <= t, exponent, -jnp.inf)
-        return jnp.exp2(exponent) * spread(load(DT) * self.scale, 1)
-
-
 def _vectors(sequences: Sequences, dt, a, cu_seqlens):
     """(H, num_chunks, 2, chunk): `CUM`, the sums of dt a up to each row of a chunk in units of log 2, and `DT`."""
     dt = sequences.in_chunks(dt.astype(jnp.float32), cu_seqlens)
@@ -299,25 +140,13 @@ def _forward(x, dt, a, b, c, d, initial, cu_seqlens, *, plan: Plan, scale: float
     sequences = plan.sequences
     vectors = _vectors(sequences, dt, a, cu_seqlens)
     table, seq = sequences.parts(cu_seqlens)
-    given, starts = jnp.zeros((sequences.num_seqs, *plan.state_shape[1:]), jnp.float32), initial
+    starts = initial
     if sequences.part_rows is not None:
+        zeros = jnp.zeros((sequences.num_seqs, *plan.state_shape[1:]), jnp.float32)
         local = states(plan, table, x, b, vectors, None, params)
-        starts, final = core.combine(
-            _decay_of_parts(plan, vectors, table), local, seq, given if initial is None else initial
-        )
-    out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
-    if sequences.part_rows is None:
-        out_type.append(jax.ShapeDtypeStruct(given.shape, jnp.float32))
-    y, *finals = _mgpu.kernel(
-        functools.partial(_kernel, plan=plan, scale=scale),
-        out_type=out_type,
-        grid=(sequences.num_parts, plan.num_heads),
-        grid_names=("part", "head_index"),
-        num_threads=plan.chunk // PIECE + 2,
-        thread_name="role",
-        scratch_types=_scratch(plan),
-        compiler_params=params,
-    )(table, x, b, c, vectors, d, starts)
+        decay = _decay_of_parts(plan, vectors, table)
+        starts, final = core.combine(decay, local, seq, zeros if initial is None else initial)
+    y, *finals = ssd_forward.outputs(plan, scale, table, x, b, c, vectors, d, starts, params)
     return y, finals[0] if finals else final, starts
 
 
@@ -334,45 +163,62 @@ def _backward(x, dt, a, b, c, d, initial, cu_seqlens, starts, dy, d_final, *, pl
     vectors, of_vectors = jax.vjp(lambda dt, a: _vectors(sequences, dt, a, cu_seqlens), dt, a)
     table, seq = sequences.parts(cu_seqlens)
     dy = dy if scale == 1.0 else (dy.astype(jnp.float32) * scale).astype(dy.dtype)
-    has_rows = sequences.rows_of_chunks(cu_seqlens)[:, 0] < sequences.num_rows
+    is_row = sequences.rows_of_chunks(cu_seqlens) < sequences.num_rows
     decay = _decay_of_parts(plan, vectors, table)
     dx, db, dc, d_vectors, dd, d_initial = ssd_bwd.gradients(
-        plan, table, seq, has_rows, vectors, decay, x, b, c, d, starts, dy, d_final, params
+        plan, table, seq, is_row, vectors, decay, x, b, c, d, starts, dy, d_final, params
     )
     d_dt, da = of_vectors(d_vectors)
     return dx, d_dt, da, db, dc, dd, None if initial is None else d_initial
 
 
-def _check(x, dt, a, b, c, d, initial_state, cu_seqlens) -> None:
-    op = "cookbook.ssd"
-    for name, m, axes in (("x", x, "B, T, H, P"), ("dt", dt, "B, T, H"), ("b", b, "B, T, G, N"), ("c", c, "B, T, G, N")):
-        if m.ndim != len(axes.split(", ")):
-            raise ValueError(f"{op}: {name}.shape = {m.shape}; must be ({axes})")
+def check(op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, chunk_size, config: Config | None, names=None):
+    """The configuration for these arguments, whose `names` may be others than those of `ssd`.
+
+    Raises:
+      ValueError: they do not fit each other, or no kernel takes them.
+    """
+    op, name_of = f"cookbook.{op}", lambda name: (names or {}).get(name, name)
+    for name, m in (("x", x), ("b", b), ("c", c)):
+        if m.ndim != 4:
+            raise ValueError(f"{op}: {name_of(name)}.shape = {m.shape}; must be (B, T, heads, values of a head)")
+        if m.dtype not in (jnp.bfloat16, jnp.float16) or m.dtype != x.dtype:
+            all_names = ", ".join(map(name_of, "xbc"))
+            raise ValueError(
+                f"{op}: {name_of(name)}.dtype = {m.dtype}; {all_names} must be all bfloat16 or all float16: cast them"
+            )
     (batch, length, heads, size), (*_, groups, state_dim) = x.shape, b.shape
     for name, m, shape in (
-        ("dt", dt, (batch, length, heads)), ("a", a, (heads,)), ("d", d, (heads,)),
-        ("b", b, (batch, length, groups, state_dim)), ("c", c, (batch, length, groups, state_dim)),
+        ("b", b, (batch, length, groups, state_dim)), ("c", c, b.shape), ("dt", dt, (batch, length, heads)),
+        ("a", a, (heads,)), ("d", d, (heads,)),
     ):  # fmt: skip
         if m is not None and m.shape != shape:
-            raise ValueError(f"{op}: {name}.shape = {m.shape}; must be {shape}, to go with {x.shape=} and {b.shape=}")
-    for name, m in (("x", x), ("b", b), ("c", c)):
-        if m.dtype not in (jnp.bfloat16, jnp.float16) or m.dtype != x.dtype:
-            raise ValueError(f"{op}: {name}.dtype = {m.dtype}; x, b and c must be all bfloat16 or all float16: cast them")
+            shapes = f"{name_of('x')}.shape = {x.shape} and {name_of('b')}.shape = {b.shape}"
+            raise ValueError(f"{op}: {name_of(name)}.shape = {m.shape}; must be {shape}, to go with {shapes}")
     for name, m in (("dt", dt), ("a", a), ("d", d)):
         if m is not None and not jnp.issubdtype(m.dtype, jnp.floating):
             raise ValueError(f"{op}: {name}.dtype = {m.dtype}; must be a floating-point dtype: cast it")
     if 0 in x.shape or groups == 0:
-        raise ValueError(f"{op}: {x.shape=}, {b.shape=}; no size may be 0")
+        raise ValueError(f"{op}: {name_of('x')}.shape = {x.shape}, {name_of('b')}.shape = {b.shape}; no size may be 0")
     if heads % groups:
-        raise ValueError(f"{op}: {heads} heads of x are no multiple of {groups} heads of b and c")
+        raise ValueError(f"{op}: {heads} heads of {name_of('x')} are no multiple of {groups} heads of {name_of('b')}")
     if size % PIECE or state_dim not in STATE_DIMS:
         raise ValueError(
-            f"{op}: heads of x have {size} values, those of b and c {state_dim}; must be a multiple of {PIECE}, and one "
-            f"of {STATE_DIMS}: pad with zeros (jnp.pad)"
+            f"{op}: heads of {name_of('x')} have {size} values, those of {name_of('b')} {state_dim}; must be a "
+            f"multiple of {PIECE}, and one of {STATE_DIMS}: pad with zeros (jnp.pad)"
         )
     core.check_packed(op, cu_seqlens, batch)
     num_seqs = batch if cu_seqlens is None else len(cu_seqlens) - 1
     core.check_state(op, "initial_state", initial_state, (num_seqs, heads, size, state_dim))
+    if chunk_size not in (None, *core.CHUNKS) or config and chunk_size not in (None, config.chunk_size):
+        raise ValueError(f"{op}: {chunk_size=} must be one of {core.CHUNKS}, and that of config, or None to choose")
+    config = config or default_config(state_dim, chunk_size)
+    if (need := config.smem_bytes(state_dim)) > _mgpu.SMEM_BYTES_MAX:
+        raise ValueError(
+            f"{op}: {config} needs {need} bytes of shared memory with {state_dim} values of {name_of('b')}, and a "
+            f"block has {_mgpu.SMEM_BYTES_MAX}: chunks of 64, or fewer stages"
+        )
+    return config
 
 
 def _plan(options: Options, x, b, cu_seqlens, target: _mgpu.Target) -> Plan:
@@ -399,7 +245,8 @@ def _ssd(options: Options, operands, initial, cu_seqlens):
 
 
 def _ssd_fwd(options: Options, operands, initial, cu_seqlens):
-    y, final, starts = _run(options, operands, initial, cu_seqlens)
+    run = _mgpu.without_derivative("ssd", functools.partial(_run, options))
+    y, final, starts = run(operands, initial, cu_seqlens)
     return (y, final), (operands, initial, cu_seqlens, starts)
 
 
@@ -420,19 +267,12 @@ _ssd.defvjp(_ssd_fwd, _ssd_bwd)
 
 def run(op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, config: Config, scale: float = 1.0):
     """(y, final states) of `ssd`, y but for the part of d times `scale`; for `linear_attention` too."""
-    (batch, length, heads, size), (groups, state_dim) = x.shape, b.shape[2:]
+    (batch, length, heads, size), state_dim = x.shape, b.shape[-1]
     num_seqs, split = (batch if cu_seqlens is None else len(cu_seqlens) - 1), size // PIECE
-    if (need := config.smem_bytes(state_dim)) > _mgpu.SMEM_BYTES_MAX:
-        raise ValueError(
-            f"cookbook.{op}: {config} needs {need} bytes of shared memory for N = {state_dim}, and a block has "
-            f"{_mgpu.SMEM_BYTES_MAX}: chunks of 64, or fewer stages"
-        )
     _mgpu.require_target(op)
     rows = lambda m: m.reshape(batch * length, *m.shape[2:])
     operands = x.reshape(batch * length, heads * split, PIECE), rows(dt), a, rows(b), rows(c), d
     initial = None if initial_state is None else core.as_states(initial_state, heads * split)
-    leaves, tree = jax.tree.flatten((operands, initial))
-    operands, initial = jax.tree.unflatten(tree, _mgpu.alike(*leaves))
     y, final = _ssd(Options(config, batch, split, scale), operands, initial, cu_seqlens)
     return y.reshape(x.shape), final.reshape(num_seqs, heads, size, state_dim)
 
@@ -467,10 +307,7 @@ def ssd(
     x, dt, a, b, c, d, initial_state, cu_seqlens = (
         None if m is None else _mgpu.as_array("ssd", name, m) for name, m in arrays.items()
     )
-    _check(x, dt, a, b, c, d, initial_state, cu_seqlens)
-    config = config or default_config(b.shape[-1], chunk_size)
-    if chunk_size not in (None, config.chunk_size):
-        raise ValueError(f"cookbook.ssd: {chunk_size=} and {config=} differ: leave one out")
+    config = check("ssd", x, dt, a, b, c, d, initial_state, cu_seqlens, chunk_size, config)
     y, final = run("ssd", x, dt, a, b, c, d, initial_state, cu_seqlens, config)
     return (y, final) if return_final_state else y
 

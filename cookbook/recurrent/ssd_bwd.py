@@ -1,7 +1,7 @@
 """Gradients of SSD: chunks from the last one to the first, with the gradient of the state in registers.
 
-With S the state before a chunk, g the gradient of the state after it, cum as in `ssd`, and L[t, s] = exp(cum[t] - cum[s])
-for s <= t, otherwise 0:
+With S the state before a chunk, g the gradient of the state after it, cum as in `ssd`, and L[t, s] = 0 for s > t,
+otherwise exp(cum[t] - cum[s]):
 
     p = c bᵀ,  q = dy xᵀ
     dc = exp(cum) dy S + (L q dt) b
@@ -11,11 +11,12 @@ for s <= t, otherwise 0:
 
 S comes from a kernel before, which writes the states of all chunks. The gradients of dt and a come from those of cum:
 
-    dcum[t] = row[t] - dt[t] key[t],  ddt[t] = key[t],    where row[t] = c[t] . dc[t] and dt[t] key[t] = b[t] . db[t],
+    dcum[t] = c[t] . dc[t] - b[t] . db[t],    ddt[t] = b[t] . db[t] / dt[t]
 
-and dcum of a chunk's last row has, beside that, the sum of g times the state after the chunk. `row` and `key` are summed
-in float32 from products of pairs before these are rounded, because they cancel: what each pair gives to one row it takes
-from another. The rest is XLA's, which differentiates the sums from dt a to cum.
+and dcum of a chunk's last row has, beside that, the sum of g times the state after the chunk. What a pair gives to dcum
+of one row it takes from that of another, so these sums all but cancel. They are made in float32, before pairs are
+rounded; and a row's pair with itself, or the last row's with the state after the chunk, which do not depend on cum, are
+left out: with strong decay nothing else would be there. XLA differentiates the sums from dt a to cum.
 
 Role table: as in `ssd`, one block for each head of each part.
 
@@ -48,10 +49,11 @@ from .ssd_state import CUM, DT, Plan, StateRole, states
 SQUARE = PIECE, PIECE
 CHUNK = 64
 STATE, QUERY, KEY, MEMORY = range(4)  # Roles.
-REGISTERS = {3: (56, 152)}  # A thread of the memory and of the other warpgroups, by how many these are.
-# Vectors that the kernel returns: row and key; the part of key that g makes; g times the state, summed over columns;
-# and dy . x.
-ROW_SUM, KEY_SUM, END_SUM, STATE_SUM, SKIP_SUM = range(5)
+# Registers of a thread of each role, by the pieces of a row of b; a block starts with 128 for each.
+REGISTERS = {1: (120, 152, 184, 56), 2: (120, 152, 184, 56), 4: (184, 136, 152, 40)}
+# Vectors that the kernel returns: c . dc and b . db / dt from pairs of different rows; what a row's pair with itself
+# adds to both; what g adds to the second; g times the state, summed over columns; and dy . x.
+QUERY_SUM, KEY_SUM, OWN_SUM, END_SUM, STATE_SUM, SKIP_SUM = range(6)
 
 
 def smem_bytes(pieces: int, num_stages: int) -> int:
@@ -97,12 +99,16 @@ def _kernel(
         Tiles.views(smem, plan.interpreted)
         for smem in (x_smem, dy_smem, b_smem, c_smem, state_smem, g_smem, scaled_smem, out_smem)
     )
-    memory_registers, compute_registers = REGISTERS[3]
-    ring, lefts = _mgpu.Ring(filled, freed, plan.num_stages), _mgpu.Ring(left, taken, 1)
+
+    def take_registers(of_role: int):
+        number = REGISTERS[plan.pieces][of_role]
+        plgpu.set_max_registers(number, action="increase" if number > 128 else "decrease")
+
+    ring, lefts = part.ring(filled, freed, plan.num_stages), part.ring(left, taken, 1)
 
     @pl.when(role == MEMORY)
     def _():
-        plgpu.set_max_registers(memory_registers, action="decrease")
+        take_registers(MEMORY)
 
         def copy_more(chunk, slot, barrier):
             for smem in (rows_smem, columns_smem):
@@ -114,7 +120,9 @@ def _kernel(
         group = plan.group(head)
         operands = [Operand(gmem, smem, head, 1) for gmem, smem in ((x_gmem, x), (dy_gmem, dy))]
         operands += [Operand(gmem, smem, group, plan.pieces) for gmem, smem in ((b_gmem, b), (c_gmem, c))]
-        load = Loader(ring, landed, tuple(operands), copy_more, 2 + plan.pieces, plan.sequences.is_ragged, plan.interpreted)
+        load = Loader(
+            ring, landed, tuple(operands), copy_more, 2 + plan.pieces, plan.sequences.is_ragged, plan.interpreted
+        )
         load.run(part, reverse=True)
 
     chunk_of = lambda i: part.num_chunks - 1 - i
@@ -124,7 +132,7 @@ def _kernel(
 
     @pl.when(role == STATE)
     def _():
-        plgpu.set_max_registers(compute_registers, action="increase")
+        take_registers(STATE)
 
         def leave(i, values):
             slot = lefts.fill(i)
@@ -138,7 +146,9 @@ def _kernel(
             store_sums(STATE_SUM, i, functools.reduce(jnp.add, products).sum(axis=1) * decay)
 
         first = core.first_state(given_gmem, (part.state, head), plan.pieces)
-        last = StateRole(plan, ring, dy, c, rows_smem, scaled, reverse=True, look=look).run(part.num_chunks, first, leave)
+        last = StateRole(plan, ring, dy, c, rows_smem, scaled, reverse=True, look=look).run(
+            part.num_chunks, first, leave
+        )
         lefts.drain(part.num_chunks)
         for first_gmem in firsts_gmem:
             core.store_state(first_gmem, (part.state, head), last)
@@ -158,22 +168,21 @@ def _kernel(
 
     @pl.when(role == QUERY)
     def _():
-        plgpu.set_max_registers(compute_registers, action="increase")
+        take_registers(QUERY)
 
         @pl.loop(0, part.num_chunks)
         def _(i):
             slot = ring.wait(i)
             sums = _query(pairs, slot, state, functools.partial(send, i, 0, dc_gmem))
-            store_sums(ROW_SUM, i, sums[0])
-            if d_gmem is not None:
-                store_sums(SKIP_SUM, i, sums[1])
+            for which, values in zip((QUERY_SUM, OWN_SUM, SKIP_SUM), sums, strict=True):
+                store_sums(which, i, values)
             ring.free(i)
 
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(role == KEY)
     def _():
-        plgpu.set_max_registers(compute_registers, action="increase")
+        take_registers(KEY)
         skip = None if d_gmem is None else d_gmem[plan.dt_head(head)].astype(jnp.float32)
 
         @pl.loop(0, part.num_chunks)
@@ -192,6 +201,11 @@ def _kernel(
 
 def _load_tile(ref):
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+
+
+def _indices():
+    """(row, column) of each value of a tile."""
+    return [plgpu.broadcasted_iota(jnp.int32, SQUARE, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1)]
 
 
 def _spread(values, dim: int):
@@ -231,7 +245,7 @@ class Pairs:
     def decay(self, slot, by_query: bool):
         """L, or its transpose."""
         row, column = (_spread(self.vector(slot, CUM, layout), dim) for dim, layout in enumerate((ROWS, COLUMNS)))
-        i, j = (plgpu.broadcasted_iota(jnp.int32, SQUARE, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1))
+        i, j = _indices()
         seen, exponent = (j <= i, row - column) if by_query else (i <= j, column - row)
         return jnp.exp2(jnp.where(seen, exponent, -jnp.inf))
 
@@ -253,12 +267,12 @@ class Pairs:
 
 
 def _query(pairs: Pairs, slot, state: Tiles, send):
-    """(row, dy . x) of a chunk; dc goes out piece by piece."""
+    """The sums of a chunk's queries; dc goes out piece by piece."""
     p, q = pairs.products(slot, by_query=True)
-    i, j = (plgpu.broadcasted_iota(jnp.int32, SQUARE, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1))
-    skip = jnp.where(i == j, q, 0.0).sum(axis=1)
+    t, s = _indices()
+    own, skip = (jnp.where(t == s, m, 0.0).sum(axis=1) for m in (p * q, q))
     q = q * pairs.decay(slot, by_query=True) * _spread(pairs.vector(slot, DT, COLUMNS), 1)
-    row, weights = (p * q).sum(axis=1), q.astype(pairs.plan.dtype)
+    row, weights = jnp.where(t == s, 0.0, p * q).sum(axis=1), q.astype(pairs.plan.dtype)
     decay = jnp.exp2(pairs.vector(slot, CUM, ROWS))
     for piece in range(pairs.plan.pieces):
 
@@ -272,16 +286,16 @@ def _query(pairs: Pairs, slot, state: Tiles, send):
         send(piece, dc)
     if pairs.plan.interpreted:
         plgpu.commit_smem()  # TMA may now overwrite what was read here.
-    return row, skip
+    return row, own, skip
 
 
 def _key(pairs: Pairs, slot, skip, g: Tiles, wait, send_x, send_b):
-    """(key, its part that g makes) of a chunk; dx and db go out. `wait()` is the slot of g, once it is there."""
+    """The sums of a chunk's keys; dx and db go out. `wait()` is the slot of g, once it is there."""
     plan, pieces = pairs.plan, range(pairs.plan.pieces)
     p, q = pairs.products(slot, by_query=False)
     decay = pairs.decay(slot, by_query=False)
-    p = p * decay
-    key, p, q = (p * q).sum(axis=1), p.astype(plan.dtype), (q * decay).astype(plan.dtype)
+    p, (s, t) = p * decay, _indices()
+    key, p, q = jnp.where(t == s, 0.0, p * q).sum(axis=1), p.astype(plan.dtype), (q * decay).astype(plan.dtype)
     dt, cum = (pairs.vector(slot, which, ROWS) for which in (DT, CUM))
     to_end = jnp.exp2(pairs.rows[slot, CUM, plan.chunk - 1] - cum)
     at = wait()
@@ -301,12 +315,12 @@ def _key(pairs: Pairs, slot, skip, g: Tiles, wait, send_x, send_b):
         send_b(piece, db * _spread(dt, 0))
     if plan.interpreted:
         plgpu.commit_smem()  # TMA may now overwrite what was read here.
-    return key + end, end
+    return key, end
 
 
-def gradients(plan: Plan, table, seq, has_rows, vectors, decay, x, b, c, d, starts, dy, d_final, params):
+def gradients(plan: Plan, table, seq, is_row, vectors, decay, x, b, c, d, starts, dy, d_final, params):
     """(dx, db, dc, d_vectors, dd, d_initial), of operands without a batch; `starts` are the states that parts start
-    from and `decay` (num_parts, H) what they let stay of them; `has_rows` (num_chunks,) says which chunks there are."""
+    from and `decay` (num_parts, H) what they let stay of them; `is_row` (num_chunks, 64) which places have a row."""
     sequences, pieces = plan.sequences, plan.pieces
     chunk_states = states(plan, table, x, b, vectors, starts, params, keeps_all=True)
     if sequences.part_rows is not None:
@@ -316,7 +330,7 @@ def gradients(plan: Plan, table, seq, has_rows, vectors, decay, x, b, c, d, star
         given = d_final
     wide = jax.ShapeDtypeStruct((*x.shape[:2], pieces * PIECE), x.dtype)
     out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype), wide, wide]
-    out_type.append(jax.ShapeDtypeStruct((plan.num_heads, sequences.num_chunks, 5, CHUNK), jnp.float32))
+    out_type.append(jax.ShapeDtypeStruct((plan.num_heads, sequences.num_chunks, 6, CHUNK), jnp.float32))
     if sequences.part_rows is None:
         out_type.append(jax.ShapeDtypeStruct(d_final.shape, jnp.float32))
     dx, db, dc, sums, *firsts = _mgpu.kernel(
@@ -333,10 +347,13 @@ def gradients(plan: Plan, table, seq, has_rows, vectors, decay, x, b, c, d, star
         of_group = lambda m: m.reshape(len(m), plan.num_groups, -1, m.shape[-1])
         db, dc = (of_group(m).astype(jnp.float32).sum(axis=2).astype(m.dtype) for m in (db, dc))
     sums = sums.reshape(-1, plan.heads_per_dt, *sums.shape[1:]).sum(axis=1)
-    sums = jnp.where(has_rows[:, None, None], sums, 0.0)
-    dt = vectors[:, :, DT]
-    d_cum = sums[:, :, ROW_SUM] - dt * sums[:, :, KEY_SUM]
-    d_cum = d_cum.at[:, :, -1].add((sums[:, :, STATE_SUM] + dt * sums[:, :, END_SUM]).sum(axis=-1))
-    d_vectors = jnp.stack([math.log(2.0) * d_cum, sums[:, :, KEY_SUM]], axis=2)
+    sums = jnp.where(is_row[:, :1, None], sums, 0.0)  # Chunks that there are not were not written.
+    of = lambda which: sums[:, :, which]
+    dt, is_last = vectors[:, :, DT], is_row & ~jnp.pad(is_row[:, 1:], ((0, 0), (0, 1)))
+    end = dt * jnp.where(is_last, 0.0, of(END_SUM))
+    d_cum = of(QUERY_SUM) - dt * of(KEY_SUM) - end
+    d_cum = d_cum.at[:, :, -1].add((of(STATE_SUM) + end).sum(axis=-1))
+    d_dt = of(KEY_SUM) + of(OWN_SUM) + of(END_SUM)
+    d_vectors = jnp.stack([math.log(2.0) * d_cum, d_dt], axis=2)
     dd = None if d is None else sums[:, :, SKIP_SUM].sum(axis=(1, 2)).astype(d.dtype)
     return dx, db, dc, d_vectors, dd, firsts[0] if firsts else d_initial

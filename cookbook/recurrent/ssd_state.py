@@ -129,7 +129,7 @@ def _kernel(
 ):  # fmt: skip
     role, head, part = lax.axis_index("role"), lax.axis_index("head_index"), Part.of_block(table, plan.chunk)
     x, b, scaled = (Tiles.views(smem, plan.interpreted) for smem in (x_smem, b_smem, scaled_smem))
-    ring = _mgpu.Ring(filled, freed, plan.num_stages)
+    ring = part.ring(filled, freed, plan.num_stages)
 
     @pl.when(role == 1)
     def _():
@@ -162,7 +162,7 @@ def _kernel(
 
 def states(plan: Plan, table, x, b, vectors, initial, params, *, reverse: bool = False, keeps_all: bool = False):
     """The state after each part, (num_parts, H, 64, N) in float32; or if it `keeps_all` the one before each chunk,
-    (num_chunks, H, 64, N) in the operands' dtype. Each part starts from `initial` (num_parts, H, 64, N), None for zeros.
+    (num_chunks, H, 64, N) in the operands' dtype. Parts start from `initial` (num_parts, H, 64, N), None for zeros.
     """
     barriers = lambda num, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=num)
     stage = 2 * plan.chunk * PIECE * (1 + plan.pieces)

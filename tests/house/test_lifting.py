@@ -66,6 +66,12 @@ from kernels.attn.attention import attention
 x = jax.random.normal(jax.random.key(0), (1, 64, 1, 64), jnp.bfloat16)
 call, wanted = lambda: attention(x, x, x), jax.nn.dot_product_attention(x, x, x)
 """,
+    "recurrent": """
+from kernels.recurrent.linear_attention import linear_attention
+x = jax.random.normal(jax.random.key(0), (1, 64, 1, 64), jnp.bfloat16) / 4
+pairs = jnp.tril(x[0, :, 0] @ x[0, :, 0].T)
+call, wanted = lambda: linear_attention(x, x, x, scale=1.0), (pairs @ x[0, :, 0])[None, :, None]
+""",
     # On one device, since the interpreter has no semaphores.
     "nvlink": """
 from kernels.nvlink.all_gather_matmul import all_gather_matmul
