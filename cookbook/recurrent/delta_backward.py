@@ -1,4 +1,4 @@
-"""The gradient of the gated delta rule's state from chunk to chunk, the last one first: the serial half of its backward.
+"""The gradient of the gated delta rule's state, chunk by chunk from the last one: the serial half of its backward pass.
 
     du = scale w^T do + exp(cum[-1] - cum) k ds',    w = tril(exp(cum[t] - cum[s]) q k^T),    dr = inverse^T du
     ds = exp(cum[-1]) ds' + (scale exp(cum) do)^T q - (exp(cum) dr)^T k
@@ -147,7 +147,9 @@ def _step(plan: Plan, slot, place, kept, state, tiles: dict, smem: dict):
     return pl.run_scoped(advance, *[plgpu.ACC(SQUARE, jnp.float32)] * (1 + plan.pieces))
 
 
-def _kernel(table, gmem, initial_gmem, all_gmem, first_gmem, *, plan: Plan, filled, freed, landed, handed, taken, **smem):
+def _kernel(
+    table, gmem, initial_gmem, all_gmem, first_gmem, *, plan: Plan, filled, freed, landed, handed, taken, **smem
+):  # fmt: skip
     role, column, part = lax.axis_index("role"), lax.axis_index("head_index"), Part.of_block(table, CHUNK)
     tiles = {name: Tiles.views(smem[f"{name}_smem"], plan.interpreted) for name in ("q", "k", "do")}
     ring, hand = _mgpu.Ring(filled, freed, NUM_STAGES), _mgpu.Ring(handed, taken, HANDED_SLOTS)

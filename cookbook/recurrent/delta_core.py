@@ -1,4 +1,4 @@
-"""Shared parts of the kernels of the gated delta rule: sums of decays, and products whose first operand is in registers."""
+"""Shared parts of the kernels of the gated delta rule: sums of decays, and products with an operand in registers."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .core import PIECE
+from .core import COLUMNS, PIECE, ROWS
 
 CHUNK = 64  # Tokens of a chunk: the rows of a WGMMA.
 SQUARE = (CHUNK, CHUNK)
@@ -29,6 +29,13 @@ def load(ref, layout):
 def spread(values, dim: int, shape=SQUARE):
     """`values`, one for each row (`dim` 0) or column (1), as a matrix."""
     return plgpu.layout_cast(lax.broadcast_in_dim(values, shape, [dim]), plgpu.Layout.WGMMA)
+
+
+def apart_in_square(combine=lax.sub, anew: bool = False):
+    """Row number less column number of a square, or both combined otherwise. `anew` has the compiler make it
+    here, where it has no registers to keep it in from an earlier place."""
+    row, column = (plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout) for layout in (ROWS, COLUMNS))
+    return combine(spread(lax.optimization_barrier(row) if anew else row, 0), spread(column, 1))
 
 
 def product(pairs, interpreted: bool, acc=None):

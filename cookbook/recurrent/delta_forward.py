@@ -17,8 +17,8 @@ Role table: a block goes through a part of a sequence with one column; its warpg
 Barrier table:
 
     barrier        arrivals                         who waits
-    filled[slot]   copies of a chunk                state, and the output warpgroups: also one whose chunk it is not, for
-                                                    a barrier counts on being waited for each time
+    filled[slot]   copies of a chunk                state and the output warpgroups, also one whose chunk it is not:
+                                                    nobody may miss a phase of a barrier that it waits for
     freed[slot]    state and output warpgroups      memory, before it refills the slot
     landed         copies of a chunk that is cut    memory, before it zeroes the rows of other sequences, and arrives at
                                                     filled in place of the copies
@@ -279,8 +279,8 @@ def _kernel(table, gmem, initial_gmem, *outs, plan: Plan, filled, freed, landed,
 
 def run(plan: Plan, table, q, k, v, inverse, cum, initial, params):
     """The kernel's results: with output warpgroups the states after all parts that are no padding, and o; if it
-    `keeps_all` the states before all chunks, (chunks, columns, 64, N), in the operands' dtype; otherwise the states after
-    all parts. `initial` None stands for zeros."""
+    `keeps_all` the states before all chunks, (chunks, columns, 64, N), in the operands' dtype; otherwise the states
+    after all parts. `initial` None stands for zeros."""
     sequences, state = plan.sequences, (plan.columns, PIECE, plan.pieces * PIECE)
     num_states = sequences.num_parts if sequences.part_rows else sequences.num_seqs
     out_type = [jax.ShapeDtypeStruct((num_states, *state), jnp.float32)]

@@ -11,7 +11,8 @@ and from them, where x . y is the sum of products along a row,
     dv = dr,    dbeta = z . e,    dq = scale exp(cum) do s + p k,    dk = dk_plus + dk_minus
     dk_plus = -exp(cum) dr s - strict(d dr u^T) k,    p = scale tril(d do u^T)
     dk_minus = exp(cum[-1] - cum) u ds' + p^T q - strict(d dr u^T)^T k
-    dcum = q . dq + k . dk_plus - k . dk_minus,    and for cum[-1] also sum(k . (first term of dk_minus)) + decay s . ds'
+    dcum = q . dq + k . dk_plus - k . dk_minus,    and for cum[-1] also
+           sum(k . (first term of dk_minus)) + exp(cum[-1]) sum(s . ds')
 
 Shapes: those of `delta_forward` and `delta_backward`. dq and dk are made for each column, (rows, columns, N), in the
 operands' dtype; vectors (columns, chunks, 4, 64) float32 are dbeta, dcum and the two terms for cum[-1], by row.
@@ -39,7 +40,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _mgpu
 from . import core
 from .core import COLUMNS, PIECE, ROWS, Operand, Tiles
-from .delta_core import CHUNK, SQUARE, TILED, load, multiply, product, spread
+from .delta_core import CHUNK, SQUARE, TILED, apart_in_square, load, multiply, product, spread
 from .delta_forward import Plan
 
 DBETA, DCUM, TO_END, DECAYED = range(4)  # The vectors.
@@ -70,9 +71,9 @@ class Decays:
 
     def pairs(self, matrix, strict: bool, transposed: bool = False):
         """`matrix` times d where s < t, or s <= t, and 0 elsewhere; or all of it transposed."""
-        row, col = (plgpu.broadcasted_iota(jnp.int32, SQUARE, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1))
+        apart = apart_in_square()
         difference = spread(load(self.rows_smem, ROWS), 0) - spread(load(self.columns_smem, COLUMNS), 1)
-        difference, apart = (-difference, col - row) if transposed else (difference, row - col)
+        difference, apart = (-difference, -apart) if transposed else (difference, apart)
         return jnp.where(apart >= int(strict), matrix * jnp.exp(jnp.minimum(difference, 0.0)), 0.0)
 
     def from_start(self):
@@ -91,9 +92,8 @@ def _corrections(plan: Plan, d: Decays, q, k, v, do, s, ds, inverse, r_smem, u_s
     plgpu.commit_smem()
     u_smem[...] = half(multiply([(inverse, r_smem)]))
     plgpu.commit_smem()
-    keys = -multiply([(k.at[p], k.at[p].T) for p in pieces])
-    before, after = half(d.pairs(keys, True)), half(d.pairs(keys, True, transposed=True))
-    error = product([(before, u_smem)], plan.interpreted, r)
+    keys = [(k.at[p], k.at[p].T) for p in pieces]
+    error = half(product([(half(d.pairs(-multiply(keys), True)), u_smem)], plan.interpreted, r))
     weights = multiply([(k.at[p], q.at[p].T) for p in pieces])
     weights = half(d.pairs(weights * plan.scale, False, transposed=True))
     du = d.to_end() * multiply([(k.at[p], ds.at[p].T) for p in pieces])
@@ -102,42 +102,40 @@ def _corrections(plan: Plan, d: Decays, q, k, v, do, s, ds, inverse, r_smem, u_s
     plgpu.commit_smem()
     v[...] = half(multiply([(inverse.T, r_smem)]))
     plgpu.commit_smem()
-    return (product([(after, v)], plan.interpreted, du) * error).sum(axis=1)
+    # The keys' product once more, and du as it was stored: there are no registers to keep them in.
+    du = load(r_smem, plgpu.Layout.WGMMA).astype(jnp.float32)
+    z = product([(half(d.pairs(-multiply(keys), True, transposed=True)), v)], plan.interpreted, du)
+    return (z * error.astype(jnp.float32)).sum(axis=1)
 
 
-def _dots(xs, ys):
-    """x . y of rows in pieces, of which `xs` lie in shared memory."""
-    dots = [(load(x, plgpu.Layout.WGMMA).astype(jnp.float32) * y).sum(axis=1) for x, y in zip(xs, ys, strict=True)]
-    return functools.reduce(jnp.add, dots)
+def _dot(x_smem, y):
+    """x . y of rows."""
+    return (load(x_smem, plgpu.Layout.WGMMA).astype(jnp.float32) * y).sum(axis=1)
 
 
-def _gradients(plan: Plan, d: Decays, q, k, dr, do, s, ds, u):
-    """(dcum, its term for cum[-1]); dk goes to the place of ds, dq to that of s."""
-    half, pieces = lambda x: x.astype(plan.dtype), range(plan.pieces)
-    keys, queries = ([x.at[p] for p in pieces] for x in (k, q))
+def _gradients(plan: Plan, d: Decays, q, k, dr, do, s, ds, u, p, sums):
+    """`sums`, of dcum and its term for cum[-1], with piece `p` of the keys added; the pieces of dk and dq go to the
+    places of ds and s. The squares are made for each piece: there are no registers to keep them in."""
+    dcum, to_end = sums
+    half = lambda x: x.astype(plan.dtype)
     add = lambda acc, *pairs: product(list(pairs), plan.interpreted, acc)
 
-    minus = [d.to_end() * multiply([(u, ds.at[p])]) for p in pieces]
-    to_end = _dots(keys, minus)
-    outputs = half(d.pairs(multiply([(u, do.T)]) * plan.scale, False, transposed=True))
-    inner = half(d.pairs(-multiply([(u, dr.T)]), True, transposed=True))
-    minus = [add(x, (outputs, queries[p]), (inner, keys[p])) for p, x in enumerate(minus)]
-    dcum = -_dots(keys, minus)
-    for p, x in enumerate(minus):  # Half of dk waits in shared memory, in 32 bits there would be no room for it.
-        ds[p] = half(x)
+    def square(a, b, scale, strict, transposed=False):
+        return half(d.pairs(multiply([(a, b.T)]) * scale, strict, transposed))
 
-    inner = half(d.pairs(-multiply([(dr, u.T)]), True))
-    plus = [add(-d.from_start() * multiply([(dr, s.at[p])]), (inner, keys[p])) for p in pieces]
-    dcum += _dots(keys, plus)
-    for p, x in enumerate(plus):
-        ds[p] = half(load(ds.at[p], plgpu.Layout.WGMMA).astype(jnp.float32) + x)
+    minus = d.to_end() * multiply([(u, ds.at[p])])
+    to_end += _dot(k.at[p], minus)
+    minus = add(minus, (square(u, do, plan.scale, False, True), q.at[p]))
+    minus = add(minus, (square(u, dr, -1.0, True, True), k.at[p]))
+    plus = -d.from_start() * multiply([(dr, s.at[p])])
+    plus = add(plus, (square(dr, u, -1.0, True), k.at[p]))
+    dcum += _dot(k.at[p], plus - minus)
+    ds[p] = half(plus + minus)
 
-    outputs = half(d.pairs(multiply([(do, u.T)]) * plan.scale, False))
-    dq = [add(d.from_start() * plan.scale * multiply([(do, s.at[p])]), (outputs, keys[p])) for p in pieces]
-    dcum += _dots(queries, dq)
-    for p, x in enumerate(dq):
-        s[p] = half(x)
-    return dcum, to_end
+    dq = d.from_start() * plan.scale * multiply([(do, s.at[p])])
+    dq = add(dq, (square(do, u, plan.scale, False), k.at[p]))
+    s[p] = half(dq)
+    return dcum + _dot(q.at[p], dq), to_end
 
 
 def _kernel(first_rows, num_rows, gmem, dq_gmem, dk_gmem, dv_gmem, vectors_gmem, *, plan: Plan, inverse_smem, r_smem,
@@ -168,20 +166,30 @@ def _kernel(first_rows, num_rows, gmem, dq_gmem, dk_gmem, dv_gmem, vectors_gmem,
     q, k, s, ds = (tiles[name].tiled.at[0] for name in ("q", "k", "s", "ds"))
     v, do = (tiles[name].tiled.at[0, 0] for name in ("v", "do"))
     d = Decays(rows_smem, columns_smem)
-    decayed = _dots([s.at[p] for p in range(plan.pieces)],
-                    [load(ds.at[p], plgpu.Layout.WGMMA).astype(jnp.float32) for p in range(plan.pieces)])  # fmt: skip
-    dbeta = _corrections(plan, d, q, k, v, do, s, ds, inverse_smem, r_smem, u_smem)
-    dcum, to_end = _gradients(plan, d, q, k, v, do, s, ds, u_smem)
-    for i, vector in enumerate((dbeta, dcum, to_end, decayed)):
-        _mgpu.store(vectors_gmem.at[column, chunk, i], vector)
+    number, zero = range(plan.pieces), plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), ROWS)
+    decayed = [_dot(s.at[p], load(ds.at[p], plgpu.Layout.WGMMA).astype(jnp.float32)) for p in number]
+    put = lambda i, vector: _mgpu.store(vectors_gmem.at[column, chunk, i], vector)
+    put(DECAYED, functools.reduce(jnp.add, decayed))
+    put(DBETA, _corrections(plan, d, q, k, v, do, s, ds, inverse_smem, r_smem, u_smem))
+    gradients = functools.partial(_gradients, plan, d, q, k, v, do, s, ds, u_smem)
+    pieces = jnp.where(num > 0, plan.pieces, 0)  # A number that the compiler knows would merge the loop with the rest.
+    dcum, to_end = lax.fori_loop(0, pieces, gradients, (zero, zero))
+    put(DCUM, dcum)
+    put(TO_END, to_end)
     plgpu.commit_smem()
-    results = [(dv_gmem, "v", 0, 0)]
-    results += [(out, name, p, p) for out, name in ((dq_gmem, "s"), (dk_gmem, "ds")) for p in range(plan.pieces)]
-    for out, name, index, p in results:
-        piece = Tiles(*(view.at[0] for view in (tiles[name].tiled, tiles[name].rows, tiles[name].eights)))
-        core.store_rows(
-            piece, index, out, column, p, row, num, is_ragged=plan.sequences.is_ragged, interpreted=plan.interpreted
-        )
+    results = [(dv_gmem, "v", 0)]
+    results += [(out, name, p) for out, name in ((dq_gmem, "s"), (dk_gmem, "ds")) for p in range(plan.pieces)]
+
+    def store(skip, size: int):
+        for out, name, p in results:
+            target = out.at[pl.ds(row + skip, size), column, pl.ds(p * PIECE, PIECE)]
+            plgpu.copy_smem_to_gmem(tiles[name].rows.at[0, p, pl.ds(skip, size)], target)
+
+    if plan.sequences.is_ragged:
+        pl.when(num >= CHUNK)(lambda: store(0, CHUNK))
+        pl.when(num < CHUNK)(lambda: pl.loop(0, num)(lambda skip: store(skip, 1)))
+    else:
+        store(0, CHUNK)
     plgpu.wait_smem_to_gmem(0)
 
 

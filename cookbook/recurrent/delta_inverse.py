@@ -32,27 +32,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
 from .core import COLUMNS, PIECE, ROWS, Operand, Tiles, row_tiles
-from .delta_core import CHUNK, SQUARE, TILED, load, multiply, product, spread
+from .delta_core import CHUNK, SQUARE, TILED, apart_in_square, load, multiply, product, spread
 
 WARPGROUPS = 3  # Of a block, each with a chunk of its own, and a third of the registers of an SM.
 
 
 def inverse_of(minus_lower, d_smem, x_smem, interpreted: bool):
     """The inverse of 1 + lower, a strict triangle, from its negative in float16, in registers."""
-    row, zero = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROWS), jnp.zeros((), jnp.float16)
-    col = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=COLUMNS)
-
-    def apart():
-        """Row xor column: b up to 2 b for two tokens of neighbouring blocks of b, in one block of 2 b. The barrier has
-        the compiler make it anew in each step, for it has no registers to keep it in."""
-        return spread(lax.optimization_barrier(row), 0) ^ spread(col, 1)
-
-    distance = apart()
+    zero = jnp.zeros((), jnp.float16)
+    # Row xor column: b up to 2 b for two tokens of neighbouring blocks of b, in one block of 2 b.
+    distance = apart_in_square(jnp.bitwise_xor, anew=True)
     d = jnp.where(distance == 0, jnp.ones((), jnp.float16), jnp.where(distance == 1, minus_lower, zero))
     for block in (2, 4, 8, 16, 32):
         d_smem[...] = d
         plgpu.commit_smem()
-        distance = apart()
+        distance = apart_in_square(jnp.bitwise_xor, anew=True)
         between = jnp.where((distance >= block) & (distance < 2 * block), minus_lower, zero)
         x_smem[...] = product([(between, d_smem)], interpreted).astype(jnp.float16)
         plgpu.commit_smem()

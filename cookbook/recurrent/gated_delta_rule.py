@@ -2,13 +2,13 @@
 
     S_t = exp(g_t) S_{t-1} + beta_t (v_t - exp(g_t) S_{t-1} k_t) k_t^T,    o_t = scale S_t q_t
 
-Shapes: q and k (B, T, K, N); v and o (B, T, H, P); g and beta (B, T, H); states (B, H, P, N), float32. K divides H: value
-head h reads key head h // (H // K). q, k and v are all bfloat16 or all float16; N and P are 64 or 128. Keys should have
-norm 1 at most and beta lie between 0 and 1, or the recurrence itself grows.
+Shapes: q and k (B, T, K, N); v and o (B, T, H, P); g and beta (B, T, H); states (B, H, P, N), float32. K divides H:
+value head h reads key head h // (H // K). q, k and v are all bfloat16 or all float16; N and P are 64 or 128. Keys
+should have norm 1 at most, and beta lie between 0 and 1, or the recurrence itself grows.
 
-In a chunk of 64 tokens the corrections u = beta (v - ...) depend on each other by a triangle: (1 + lower) u = beta (v -
-exp(cum) k S), where lower[t, s] = beta[t] exp(cum[t] - cum[s]) k[t] . k[s] and cum is the sum of g within the chunk, made
-by XLA. No exponential of a positive number is ever taken. Two kernels, whose docstrings have their tables:
+In a chunk of 64 tokens the corrections u = beta (v - ...) depend on each other by a triangle: (1 + lower) u =
+beta (v - exp(cum) k S), where lower[t, s] = beta[t] exp(cum[t] - cum[s]) k[t] . k[s] and cum is the sum of g within the
+chunk, made by XLA. No exponential of a positive number is ever taken. Two kernels, whose docstrings have their tables:
 
     delta_inverse    the inverses of all chunks' triangles at once. Inside:
                      barrier filled (copies of keys and vectors; its warpgroup waits)
@@ -78,8 +78,8 @@ class Config:
     def __post_init__(self):
         if self.num_stages < 2 or self.output_wgs not in (1, 2):
             raise ValueError(
-                f"{self.num_stages=} must be at least 2 (a chunk is loaded while another is used), {self.output_wgs=} 1 "
-                "or 2 (registers)"
+                f"{self.num_stages=} must be at least 2 (a chunk is loaded while another is used), {self.output_wgs=} "
+                "1 or 2 (registers)"
             )
         if self.parts is not None and self.parts < 1:
             raise ValueError(f"{self.parts=} must be at least 1, or None")
@@ -272,7 +272,7 @@ def _check(q, k, v, g, beta, initial_state, cu_seqlens) -> None:
         if x.ndim != 4 or 0 in x.shape:
             raise ValueError(f"{op}: {name}.shape = {x.shape}; must be ({axes}), none of them 0")
         if x.dtype not in (jnp.bfloat16, jnp.float16) or x.dtype != q.dtype:
-            raise ValueError(f"{op}: {name}.dtype = {x.dtype}; q, k and v must be all bfloat16 or all float16: cast them")
+            raise ValueError(f"{op}: {name}.dtype = {x.dtype}; q, k, v must be all bfloat16 or all float16: cast them")
     if q.shape != k.shape or k.shape[:2] != v.shape[:2]:
         raise ValueError(
             f"{op}: {q.shape=}, {k.shape=}, {v.shape=}; q and k must have the same shape, and v their batch and length"
@@ -282,8 +282,8 @@ def _check(q, k, v, g, beta, initial_state, cu_seqlens) -> None:
         raise ValueError(f"{op}: {heads} heads of v are no multiple of {key_heads} heads of q and k")
     if key_dim not in HEAD_DIMS or size not in HEAD_DIMS:
         raise ValueError(
-            f"{op}: heads of q and k have {key_dim} values, those of v {size}; each must be one of {HEAD_DIMS}: pad with "
-            "zeros (jnp.pad)"
+            f"{op}: heads of q and k have {key_dim} values, those of v {size}; each must be one of {HEAD_DIMS}: pad "
+            "with zeros (jnp.pad)"
         )
     for name, x in (("g", g), ("beta", beta)):
         if x.shape != v.shape[:3] or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -339,7 +339,7 @@ gated_delta_rule.Config = Config  # `cookbook.gated_delta_rule` is this function
 
 
 def flops(rows: int, heads: int, key_dim: int, value_dim: int) -> int:
-    """Floating-point operations of a chunk's products: of keys with keys and queries, by the inverse, with the states."""
+    """Floating-point operations of a chunk's products: of keys with keys and queries, by the inverse, with states."""
     pairs = CHUNK * (2 * key_dim + 2 * value_dim)
     return 2 * rows * heads * (pairs + 3 * key_dim * value_dim)
 

@@ -2,8 +2,8 @@
 
     S = exp(g) S + beta (v - exp(g) S k) k^T,    o = scale S q
 
-Shapes: q and k (B, K, N); v and o (B, H, P); g and beta (B, H); state (B, H, P, N), float32, that of `gated_delta_rule`.
-K divides H: value head h reads key head h // (H // K). q, k and v are all bfloat16 or all float16; N and P are 64 or 128.
+Shapes: q and k (B, K, N); v and o (B, H, P); g and beta (B, H); state (B, H, P, N), float32, as of `gated_delta_rule`.
+K divides H: value head h reads key head h // (H // K). q, k and v are all bfloat16 or all float16, N and P 64 or 128.
 
 Role table: two blocks of one warpgroup on each SM, which stay. Each takes every so many tiles of 64 of a state's rows:
 it corrects one in registers, and writes it where it lay in shared memory, from where TMA stores it; the next tiles are
@@ -57,8 +57,8 @@ class Config:
     def __post_init__(self):
         if self.num_stages < 2 or not 1 <= self.blocks_per_sm <= 4:
             raise ValueError(
-                f"{self.num_stages=} must be at least 2 (a tile is loaded while another is used), {self.blocks_per_sm=} "
-                "1 to 4 (registers)"
+                f"{self.num_stages=} must be at least 2 (a tile is loaded while another is used), "
+                f"{self.blocks_per_sm=} 1 to 4 (registers)"
             )
 
     def smem_bytes(self, key_dim: int) -> int:
@@ -154,21 +154,21 @@ def _check(q, k, v, g, beta, state) -> None:
         if x.ndim != 3 or 0 in x.shape:
             raise ValueError(f"{op}: {name}.shape = {x.shape}; must be ({axes}), none of them 0")
         if x.dtype not in (jnp.bfloat16, jnp.float16) or x.dtype != q.dtype:
-            raise ValueError(f"{op}: {name}.dtype = {x.dtype}; q, k and v must be all bfloat16 or all float16: cast them")
+            raise ValueError(f"{op}: {name}.dtype = {x.dtype}; q, k, v must be all bfloat16 or all float16: cast them")
     (batch, heads, size), (key_heads, dim) = v.shape, k.shape[1:]
     if q.shape != k.shape or len(k) != batch or heads % key_heads:
         raise ValueError(
-            f"{op}: {q.shape=}, {k.shape=}, {v.shape=}; q and k must have the same shape, v their batch, and a multiple of "
-            "their heads"
+            f"{op}: {q.shape=}, {k.shape=}, {v.shape=}; q and k must have the same shape, v their batch, and a "
+            "multiple of their heads"
         )
     if dim not in HEAD_DIMS or size not in HEAD_DIMS:
         raise ValueError(
-            f"{op}: heads of q and k have {dim} values, those of v {size}; each must be one of {HEAD_DIMS}: pad with zeros "
-            "(jnp.pad)"
+            f"{op}: heads of q and k have {dim} values, those of v {size}; each must be one of {HEAD_DIMS}: pad with "
+            "zeros (jnp.pad)"
         )
     for name, x in (("g", g), ("beta", beta)):
         if x.shape != (batch, heads) or not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{op}: {name} is {x.shape}, {x.dtype}; must be {(batch, heads)}, of a floating-point dtype")
+            raise ValueError(f"{op}: {name} is {x.shape}, {x.dtype}; must be {(batch, heads)}, a floating-point one")
     if state.shape != (batch, heads, size, dim) or state.dtype != jnp.float32:
         raise ValueError(f"{op}: state is {state.shape}, {state.dtype}; must be {(batch, heads, size, dim)}, float32")
 

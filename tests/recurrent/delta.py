@@ -39,27 +39,36 @@ def chunked(q, k, v, g, beta, state, rounded=lambda x: x, scale=None):
     """(o, final state) of one sequence by chunks, in float32 or more; `rounded` is what becomes of numbers that
     flash-linear-attention keeps in 16 bits."""
     dtype = jnp.promote_types(v.dtype, jnp.float32)
-    heads, out, scale = v.shape[2], [], scale or q.shape[3] ** -0.5
+    heads, scale = v.shape[2], scale or q.shape[3] ** -0.5
     q, k, v, g, beta = (x[0].astype(dtype) for x in (q, k, v, g, beta))
     q, k = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (q, k))
     product = functools.partial(jnp.einsum, precision="highest")
-    state = state[0].astype(dtype)
-    for start in range(0, len(v), CHUNK):
-        tokens = slice(start, start + CHUNK)
-        cq, ck, cv, cb, cum = q[tokens], k[tokens], v[tokens], beta[tokens].T, jnp.cumsum(g[tokens].T, axis=1)
+
+    def step(state, tokens):
+        q, k, v, g, beta = tokens
+        beta, cum = beta.T, jnp.cumsum(g.T, axis=1)
         decay = jnp.exp(jnp.minimum(cum[:, :, None] - cum[:, None], 0))
-        lower = jnp.tril(cb[:, :, None] * decay * product("thn,shn->hts", ck, ck), -1)
-        unit = jnp.eye(len(cv), dtype=dtype)
-        inverse = rounded(jax.scipy.linalg.solve_triangular(unit + lower, jnp.broadcast_to(unit, lower.shape), lower=True))
-        u = rounded(product("hts,shp->htp", inverse, rounded(cb.T[..., None] * cv)))
-        w = rounded(product("hts,shn->htn", inverse, rounded((cb * jnp.exp(cum)).T[..., None] * ck)))
+        lower = jnp.tril(beta[:, :, None] * decay * product("thn,shn->hts", k, k), -1)
+        unit = jnp.eye(len(v), dtype=dtype)
+        units = jnp.broadcast_to(unit, lower.shape)
+        inverse = rounded(jax.scipy.linalg.solve_triangular(unit + lower, units, lower=True))
+        u = rounded(product("hts,shp->htp", inverse, rounded(beta.T[..., None] * v)))
+        w = rounded(product("hts,shn->htn", inverse, rounded((beta * jnp.exp(cum)).T[..., None] * k)))
         u = u - product("htn,hpn->htp", w, rounded(state))
-        weights = rounded(jnp.tril(decay * product("thn,shn->hts", cq, ck)))
-        from_state = jnp.exp(cum)[..., None] * product("thn,hpn->htp", cq, rounded(state))
-        out.append(jnp.moveaxis(scale * (from_state + product("hts,hsp->htp", weights, rounded(u))), 0, 1))
+        weights = rounded(jnp.tril(decay * product("thn,shn->hts", q, k)))
+        from_state = jnp.exp(cum)[..., None] * product("thn,hpn->htp", q, rounded(state))
+        out = jnp.moveaxis(scale * (from_state + product("hts,hsp->htp", weights, rounded(u))), 0, 1)
         to_end = rounded(jnp.exp(cum[:, -1:] - cum)[..., None] * u)
-        state = jnp.exp(cum[:, -1])[:, None, None] * state + product("htp,thn->hpn", to_end, ck)
-    return jnp.concatenate(out)[None], state[None]
+        return jnp.exp(cum[:, -1])[:, None, None] * state + product("htp,thn->hpn", to_end, k), out
+
+    tokens, whole = (q, k, v, g, beta), len(v) // CHUNK * CHUNK
+    chunks = jax.tree.map(lambda x: x[:whole].reshape(-1, CHUNK, *x.shape[1:]), tokens)
+    state, out = jax.lax.scan(step, state[0].astype(dtype), chunks)
+    out = out.reshape(whole, *v.shape[1:])
+    if whole < len(v):
+        state, last = step(state, jax.tree.map(lambda x: x[whole:], tokens))
+        out = jnp.concatenate([out, last])
+    return out[None], state[None]
 
 
 def sequences(q, k, v, g, beta, state, cu):
@@ -70,7 +79,7 @@ def sequences(q, k, v, g, beta, state, cu):
     return [[*(x[:, t] for x in (q, k, v, g, beta)), state[i : i + 1]] for i, t in enumerate(tokens)]
 
 
-def errors(args, got) -> list[float]:
+def errors(args) -> list[float]:
     """Relative errors of flash-linear-attention's arithmetic against float64: of o, and of the final states."""
     rounded = lambda x: x.astype(args[0].dtype).astype(x.dtype)
     pairs = []
@@ -91,11 +100,13 @@ def errors(args, got) -> list[float]:
 
 def check(op, args, *, gpu=None, **how):
     """`lab.check` of o and the final states, whose errors may be 1.5 times flash-linear-attention's."""
-    call = lambda op: lambda q, k, v, g, beta, state, cu: op(
-        q, k, v, g, beta, initial_state=state, cu_seqlens=cu, return_final_state=True, **how
+    call = lambda op: (
+        lambda q, k, v, g, beta, state, cu: op(
+            q, k, v, g, beta, initial_state=state, cu_seqlens=cu, return_final_state=True, **how
+        )
     )
     reference = lambda *args: gated_delta_rule_reference(
         *args[:5], initial_state=args[5], cu_seqlens=args[6], return_final_state=True, scale=how.get("scale")
     )
-    tolerance = tuple(1.5 * error for error in errors(args, None))
+    tolerance = tuple(1.5 * error for error in errors(args))
     return lab.check(call(op), reference, *args, tolerance=tolerance, gpu=gpu)
