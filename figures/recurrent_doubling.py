@@ -21,6 +21,10 @@ def draw():
         for i in range(0, SIZE, block):
             x, y = left + i * CELL - 0.01, bottom + (SIZE - i - block) * CELL - 0.01
             box(ax, x, y, block * CELL, block * CELL, colour=BLUE, fill=0.0, linewidth=1.3)
+            middle = CELL * block / 2
+            words(ax, x + middle, y + middle, "d" if block < SIZE else "", size=8.5, weight="bold")
+            if i % (2 * block):
+                words(ax, x - middle, y + middle, "e", size=8.5, weight="bold")
         words(ax, left + SIZE * CELL / 2, 2.8, f"blocks of {block}", size=9, weight="bold")
         text = "all of it" if block == SIZE else "d - d e d"
         words(ax, left + SIZE * CELL / 2, 0.5, text, size=8.5)
