@@ -50,7 +50,7 @@ SQUARE = PIECE, PIECE
 CHUNK = 64
 STATE, QUERY, KEY, MEMORY = range(4)  # Roles.
 # Registers of a thread of each role, by the pieces of a row of b; a block starts with 128 for each.
-REGISTERS = {1: (120, 152, 184, 56), 2: (120, 152, 184, 56), 4: (184, 136, 152, 40)}
+REGISTERS = {1: (120, 152, 184, 56), 2: (120, 152, 184, 56), 4: (176, 136, 160, 40)}
 # Vectors that the kernel returns: c . dc and b . db / dt from pairs of different rows; what a row's pair with itself
 # adds to both; what g adds to the second; g times the state, summed over columns; and dy . x.
 QUERY_SUM, KEY_SUM, OWN_SUM, END_SUM, STATE_SUM, SKIP_SUM = range(6)
