@@ -85,8 +85,8 @@ class Config:
             raise ValueError(f"{self.parts=} must be at least 1, or None")
 
     def smem_bytes(self, key_dim: int) -> int:
-        """The rings of chunks, and of states and u; o; two rings of vectors, which begin at multiples of 1024 bytes; and
-        the barriers."""
+        """The rings of chunks, and of states and u; o; two rings of vectors, which begin at a multiple of 1024;
+        and the barriers."""
         square, keys = 2 * CHUNK * PIECE, 2 * CHUNK * key_dim
         chunks = self.num_stages * (2 * keys + 2 * square)
         own = delta_forward.HANDED_SLOTS * (keys + square) + self.output_wgs * square

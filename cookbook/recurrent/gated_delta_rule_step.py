@@ -62,7 +62,7 @@ class Config:
             )
 
     def smem_bytes(self, key_dim: int) -> int:
-        """The tiles; q, k and v, each of which begins at a multiple of 1024 bytes; room for JAX's sums; the barriers."""
+        """The tiles; q, k and v, which begin at multiples of 1024 bytes; room for JAX's sums; the barriers."""
         tokens = (2 * self.num_stages * size for size in (key_dim, key_dim, PIECE))
         whole = sum(-(-size // 1024) * 1024 for size in tokens)
         return self.num_stages * (4 * PIECE * key_dim + 8) + whole + 2048
