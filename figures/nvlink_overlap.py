@@ -42,6 +42,7 @@ RUNGS = (
     Rung("overlap by shard"),
     Rung("overlap by block of rows", wait_for="block"),
     Rung("the pipeline kept alive", wait_for="block", alive=True),
+    Rung("sixteen senders", senders=16, wait_for="block", alive=True),
 )
 WIDE, NARROW = Problem(2, 1408, 4096, 4096), Problem(2, 15872, 2048, 1024)
 
@@ -82,7 +83,7 @@ def predicted_us(problem: Problem, rung: Rung, **how) -> float:
     return max(end for *_, end in schedule(problem, rung, **how))
 
 
-def draw(rungs=RUNGS, problem: Problem = NARROW, **how):
+def draw(rungs=RUNGS[:4], problem: Problem = NARROW, **how):
     """Two GPUs side by side; a pair of panels for each rung: what the link brings, and how many SMs multiply."""
     ends = [predicted_us(problem, rung, **how) for rung in rungs]
     grid = dict(nrows=2 * len(rungs), ncols=2, sharex=True, height_ratios=[0.22, 1] * len(rungs))

@@ -2,13 +2,15 @@
 
 Sizes of groups are known on the device alone. A product is predicted twice, for groups that are all alike and for a
 quarter of them that has all rows, and the prediction is the geometric mean: a configuration should do well for both.
-Each group loses half a tile at its end, and the kernel half a wave. Sums are predicted for groups that are all alike.
+Each group ends anywhere in its last tile. So the number of tiles is a random one, and with few groups nearly certain:
+whether they fill one wave or begin a second is worth knowing. Sums are predicted for groups that are all alike.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
+import statistics
 
 import jax.numpy as jnp
 
@@ -77,14 +79,16 @@ class Rows:
         tile = config.tile_m * config.cluster_m, config.tile_n * config.cluster_n
         rows, cols = tile[:: -1 if config.swapped else 1]
         with_rows = min(num_groups, self.m)
-        tiles = with_rows * max(1.0, self.m / with_rows / rows + 0.5) * -(-self.n // cols)
+        across, at_once = -(-self.n // cols), resident(self.num_sms, config.cluster_m * config.cluster_n)
+        tiles = with_rows * max(1.0, self.m / with_rows / rows + 0.5) * across
+        waves = _expected_waves(tiles / at_once, across * math.sqrt(with_rows / 12) / at_once)
         whole = _doubled(config) if self.is_gated else config
         fill = (whole.tile_m + whole.tile_n) * self.k * sizes[0] / FILL
         tile_time = cost.longer(_tile_time(whole, plain, c), fill) * (SWAPPED if config.swapped else 1.0)
         written = cost.by_alignment(sizes[2] * self.n, c.write_128, c.write_32, c.write_16)
         memory = sizes[0] * self.k * (self.m + with_rows * n) / c.read / 1e6
         memory += sizes[2] * self.m * self.n / written / 1e6
-        return c.start + cost.longer(_waves(tiles, config, self.num_sms) * tile_time, memory)
+        return c.start + cost.longer(waves * tile_time, memory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +131,13 @@ class Sums:
         memory = size * self.rows * (self.m + self.n) / c.read / 1e6
         memory += out * self.num_groups * self.m * self.n / written / 1e6
         return c.start + cost.longer(waves * _tile_time(config, one, c), memory)
+
+
+def _expected_waves(mean: float, deviation: float) -> float:
+    """The expected number of waves of tiles whose number is normally distributed, as multiples of a whole wave."""
+    full = statistics.NormalDist(mean, deviation)
+    lowest, highest = max(1, math.floor(mean - 5 * deviation)), math.ceil(mean + 5 * deviation)
+    return lowest + sum(1 - full.cdf(k) for k in range(lowest, highest))
 
 
 def _waves(tiles: float, config: Config, num_sms: int) -> float:

@@ -1,7 +1,9 @@
 """Shared parts of the grouped products: bounds of groups, the table of tiles, and the plan of a kernel that reads it.
 
 Rows of an (M, ...) array lie group after group; `group_sizes` says how many each has. The tiles that result are
-known only on the device, so XLA makes a table of them, a few hundred integers, and the kernel looks its tiles up.
+known only on the device, so XLA makes a table of them, a few hundred integers, and the kernel looks its tiles up. That
+takes XLA several launches, as long as a small product. So with few groups the kernel gets the sizes, and goes through
+them for each tile.
 
 Sizes are clipped to [0, M] and their sums to M before anything is made of them: whatever they are, each row belongs to
 one group or to none, and no tile begins or ends outside of the array. `check_group_sizes` finds such sizes on the host.
@@ -21,6 +23,9 @@ from .. import _mgpu
 from .core import COMPUTE, STEP_BYTES, Config, Operand, Plan, Tiles, is_cut, resident
 from .roles import identity
 
+# The most groups that the kernel goes through for each tile. With 16, the memory warpgroup spills registers.
+SCANNED_MAX = 12
+
 
 class Table(NamedTuple):
     """Integers for each entry: its group, the row where the entry begins, and the row where its group ends."""
@@ -29,6 +34,44 @@ class Table(NamedTuple):
     group: Any
     start: Any
     end: Any  # The end of the group, even if that is beyond the entry's tile.
+
+    def entry(self, number):
+        """(group, start, end)."""
+        return self.group[number], self.start[number], self.end[number]
+
+
+class Scan(NamedTuple):
+    """The entries of `row_table`, found in the sizes of all groups. Rows after the groups are one group more."""
+
+    count: Any  # As the table's.
+    sizes: Any  # (G,), as they were given: those that lie are clipped as `bounds` does it.
+    m: int
+    tile: int
+
+    @classmethod
+    def of(cls, sizes, m: int, tile: int) -> "Scan":
+        *_, (filled, _, _), (count, _, _) = cls(None, sizes, m, tile).groups()
+        return cls((filled, count), sizes, m, tile)
+
+    def groups(self):
+        """(how many entries come before it, start, end) of each group; then (how many there are, M, M)."""
+        before = start = 0
+        for group in range(self.sizes.shape[0] + 1):
+            size = jnp.clip(self.sizes[group], 0, self.m) if group < self.sizes.shape[0] else self.m
+            end = jnp.minimum(start + size, self.m)
+            yield before, start, end
+            before, start = before + _mgpu.div(end - start + self.tile - 1, self.tile), end
+        yield before, start, start
+
+    def entry(self, number):
+        """(group, start, end): the group is the last of those before which no more than `number` entries come."""
+        group = first = end = 0
+        for this, (before, start, stop) in enumerate([*self.groups()][:-1]):
+            is_reached = before <= number
+            group = jnp.where(is_reached, this, group)
+            first = jnp.where(is_reached, start - before * self.tile, first)
+            end = jnp.where(is_reached, stop, end)
+        return group, first + number * self.tile, end
 
 
 def bounds(group_sizes, m: int, group_offset=None, count: int | None = None):
@@ -148,7 +191,7 @@ def sum_table(starts, ends) -> Table:
     comes_before = (sizes[None, :] > sizes[:, None]) | ((sizes[None, :] == sizes[:, None]) & (g[None, :] < g[:, None]))
     rank = comes_before.sum(1, dtype=jnp.int32)
     order = jnp.where(rank[None, :] == g[:, None], g[None, :], 0).sum(1, dtype=jnp.int32)
-    return Table(jnp.full(2, starts.size, jnp.int32), order, starts[order], ends[order])
+    return Table(None, order, starts[order], ends[order])
 
 
 class Entry(NamedTuple):
@@ -168,15 +211,28 @@ class RowTiles(Tiles):
 
     num_groups: int = 1
     axis: int = 0
-    table: Table | None = None
+    table: Table | Scan | None = None
     entry: Entry | None = None
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """All rows, and those of an entry."""
+        return (self.m, self.n)[self.axis], self.cluster_tile[self.axis]
 
     @property
     def grid(self) -> tuple[int, int]:
         """The most tiles of clusters along M and N that sizes may make necessary."""
-        grid = list(super().grid)
-        grid[self.axis] = row_entries((self.m, self.n)[self.axis], self.num_groups, self.cluster_tile[self.axis])
+        grid, (m, tile) = list(super().grid), self.rows
+        grid[self.axis] = row_entries(m, self.num_groups, tile)
         return tuple(grid)
+
+    def table_of(self, group_sizes, group_offset=None):
+        """The operand in which the kernel finds its tiles: the sizes of few groups, else a table."""
+        m, tile = self.rows
+        if group_offset is None and self.num_groups <= SCANNED_MAX:
+            # Without the barrier XLA passes a slice of an array where it lies, and Mosaic asks for 256-byte alignment.
+            return lax.optimization_barrier(group_sizes.astype(jnp.int32))
+        return row_table(*bounds(group_sizes, m, group_offset, self.num_groups), m, tile)
 
     @property
     def num_steps(self):
@@ -199,7 +255,7 @@ class RowTiles(Tiles):
         rest = index - filled * self.across
         i = jnp.where(rest < 0, places[self.axis], filled + _mgpu.div(rest, self.across))
         j = jnp.where(rest < 0, places[1 - self.axis], _mgpu.rem(rest, self.across))
-        group, start, end = (x[i] for x in (self.table.group, self.table.start, self.table.end))
+        group, start, end = self.table.entry(i)
         tile, size = (block_m * c.tile_m, block_n * c.tile_n), self.cluster_tile[1 - self.axis]
         place = start + tile[self.axis], j * size + tile[1 - self.axis]
         steps = jnp.where(group < self.num_groups, super().num_steps, 0)
@@ -245,7 +301,7 @@ class SumTiles(Tiles):
         index = turn * self.clusters + self.in_turn(turn, cluster)
         number = _mgpu.div(index, tiles)
         i, j = plgpu.planar_snake(_mgpu.rem(index, tiles), self.grid, c.grid_minor_dim, c.grid_tile_width)
-        group, start, end = (x[number] for x in (self.table.group, self.table.start, self.table.end))
+        group, start, end = self.table.entry(number)
         steps = jnp.where(end > start, _mgpu.div(end - aligned(start) + self.tile_k - 1, self.tile_k), 0)
         place = (i * c.cluster_m + block_m) * c.tile_m, (j * c.cluster_n + block_n) * c.tile_n
         return dataclasses.replace(self, entry=Entry(group, start, end, steps, *place))
@@ -264,7 +320,7 @@ class GroupPlan(Plan):
     def phases(self) -> list[Plan]:
         return [self]
 
-    def reading(self, table: Table) -> "GroupPlan":
+    def reading(self, table: Table | Scan) -> "GroupPlan":
         return dataclasses.replace(self, tiles=dataclasses.replace(self.tiles, table=table))
 
     def look_up(self, tile) -> "GroupPlan":
@@ -280,6 +336,10 @@ class GroupPlan(Plan):
 @dataclasses.dataclass(frozen=True)
 class RowPlan(GroupPlan):
     """The plan of products of groups of rows."""
+
+    def reading(self, table) -> "RowPlan":
+        """This plan with what `table_of` made."""
+        return super().reading(table if isinstance(table, Table) else Scan.of(table, *self.tiles.rows))
 
     def k(self, step):
         return step * self.tiles.tile_k

@@ -10,7 +10,7 @@ float32; o is bfloat16, float16 or float32. Rows of lhs and rhs must be multiple
 Role and barrier tables: `roles.py`, which holds the kernel. A tile begins at a row of its group, any row, and reaches
 over the group's end if the group has no more rows: what it computes of the next group's rows is not stored. Whole
 pieces are stored at once, the last ones of a group as pieces of 32, 16, 8, 4, 2 and 1 rows, or some of them. Where
-tiles are is read from a table that XLA makes of the sizes (`groups.py`).
+tiles are is read from a table that XLA makes of the sizes, or found in the sizes of few groups (`groups.py`).
 
 Bound by: the tensor cores; with few rows a group, the memory that the matrices come from. `swapped` then computes the
 transposed product, whose tiles may have as few as 8 rows of lhs. `group_cost.py` chooses the tiles.
@@ -96,8 +96,7 @@ def _forward(lhs, rhs, group_sizes, group_offset, options: Options):
         options.out_dtype, config, target.num_sms, target.interpreted,
     )  # fmt: skip
     plan = gated.gated(plan) if options.is_gated else plan
-    starts, ends = groups.bounds(group_sizes, m, group_offset, num_groups)
-    table = groups.row_table(starts, ends, m, plan.tiles.cluster_tile[plan.tiles.axis])
+    table = plan.tiles.table_of(group_sizes, group_offset)
     operands = (lhs, rhs)[:: -1 if config.swapped else 1]
     params = _mgpu.compiler_params(approx_math=options.activation is not identity and options.out_dtype.itemsize == 2)
     how = gated.multiply if options.is_gated else multiply

@@ -137,17 +137,13 @@ def ragged_dot_fp8(
     if not transpose_rhs:
         rhs, scale_rhs = rhs.mT, scale_rhs.mT if by_block else scale_rhs
     table = (
-        groups.row_table(*groups.bounds(group_sizes, m, group_offset, num_groups), m, _rows_of(plan)),
+        plan.tiles.table_of(group_sizes, group_offset),
         group_scales.row_scales(scale_lhs.reshape(m, -1), plan),
         scale_rhs.astype(jnp.float32) if by_block else group_scales.column_scales(scale_rhs, plan),
     )
     operands, how = (lhs, rhs)[:: -1 if config.swapped else 1], group_scales
     multiply = how.multiply_blocks if by_block else how.multiply
     return fused_product(*operands, {}, table, plan=plan, params=_mgpu.compiler_params(), multiply=multiply)
-
-
-def _rows_of(plan: groups.RowPlan) -> int:
-    return plan.tiles.cluster_tile[plan.tiles.axis]
 
 
 ragged_dot_fp8.Config = Config  # `cookbook.ragged_dot_fp8` is this function, not its module.

@@ -131,8 +131,7 @@ def ragged_dot_int8_weights(
         core.Operand(lhs.dtype, config.tile_n, config.tile_k, False),
     )
     plan = Plan(tiles, *operands, identity, out_dtype, target.interpreted)
-    rows = groups.row_table(*groups.bounds(group_sizes, m, group_offset, num_groups), m, tiles.cluster_tile[1])
-    table = rows, None, group_scales.column_scales(scales, plan)
+    table = tiles.table_of(group_sizes, group_offset), None, group_scales.column_scales(scales, plan)
     return fused_product(
         rhs if transpose_rhs else rhs.mT, lhs, {}, table, plan=plan, params=_mgpu.compiler_params(), multiply=multiply
     )

@@ -130,13 +130,14 @@ def least_over_devices(kernels: list[tuple[str, float]], devices: int) -> float:
     """The time of one call that `devices` GPUs run together: `kernels` has (name, time) of each kernel on each of them.
 
     A kernel that communicates begins when its own GPU is ready, and waits for the slowest one. That is no work of its
-    own. So a kernel's time is the least of those on the devices; one that a call launches k times counts with its k
-    least times. Libraries' kernels wait in the same way, and are timed by the same rule.
+    own. So a kernel's time is the least of those on the devices. Nobody says which launch a time is of where a name
+    comes several times a device: sorted, each `devices` of them are taken for one launch's. Libraries' kernels wait in
+    the same way, and are timed by the same rule.
     """
     by_name: dict[str, list[float]] = {}
     for name, ms in kernels:
         by_name.setdefault(name, []).append(ms)
-    return sum(sum(sorted(times)[: max(1, len(times) // devices)]) for times in by_name.values())
+    return sum(sum(sorted(times)[::devices]) for times in by_name.values())
 
 
 def _kernel_ms(fn, args, iterations: int, devices: int = 1) -> list[float]:

@@ -11,14 +11,17 @@ SMs do no products: they send this device's shard to all others, in the order in
 | block | warpgroup | does |
 |---|---|---|
 | senders | 0 | loads pieces of the shard into shared memory, stores each into a peer's buffer |
-| the others | memory | waits for a tile's rows, then loads its steps into the ring of slots |
+| the others | memory | waits for a block of lhs, then loads its steps into the ring of slots |
 | | compute, two | multiply, and store the result (`gemm/roles.py`) |
 
 | barrier | arrives | count | waits |
 |---|---|---|---|
 | loaded[stage] | TMA: a piece is in shared memory | 1 | the sender, before it stores the piece |
-| arrived[step - 1, block] (semaphore) | each sender of the owner: its share of a block of rows is here | 1 | memory |
+| arrived[step - 1, block] (semaphore) | each sender of the owner: its share of a block is here | 1 | memory |
 | filled[slot], freed[slot] | as in `gemm/roles.py` | | |
+
+A block of lhs is the rows of a cluster's tiles by a part of K. All tiles of a wave begin at once, so their first parts
+of K are sent first, and the others arrive during the products.
 
 Senders are the grid's first blocks, which a GPU starts first, and wait for nobody: what a product waits for comes.
 
@@ -33,6 +36,7 @@ pass round a ring; here they are pushed, so that none waits for another device's
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -49,11 +53,12 @@ from . import matmul_reduce_scatter as transposed
 from .all_gather import all_gather
 
 PIECE = 64, 256  # Rows and columns of the shard that a sender copies at once.
-LAG = 8  # Pieces that a sender has stored since those that it announces: their stores have ended by then.
+LAG = 2  # Pieces that a sender has stored since those that it announces: their stores have ended by then.
 STAGES_MAX = 8
+PARTS = 4  # Parts of K, which are announced one by one.
 SENDERS = 2, 4, 8, 16  # Numbers of senders that a default configuration chooses from.
-# Assumed, not fitted: bytes that one sender stores to a peer in a us, and that NVLink carries each way.
-SENDER_RATE, NVLINK_RATE = 60e3, 380e3
+# Bytes that one sender stores to a peer in a us beside products (15 to 40 were measured), and that NVLink carries.
+SENDER_RATE, NVLINK_RATE = 30e3, 350e3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +80,26 @@ class GatherPlan(matmul_core.ShardPlan):
     keeps_own: bool = False  # Whether the buffer of shards gets this device's own too.
 
     @property
-    def block_rows(self) -> int:
-        """Rows of a shard that are announced together: those of a cluster's tiles."""
-        return self.tiles.cluster_tile[0]
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of a shard that are announced together: those of a cluster's tiles, and a part of K."""
+        k, width = self.tiles.k, PIECE[1]
+        return self.tiles.cluster_tile[0], pl.cdiv(pl.cdiv(k, min(PARTS, pl.cdiv(k, width))), width) * width
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Blocks of a shard along M and K."""
+        return self.tiles.shard_grid[0], pl.cdiv(self.tiles.k, self.block[1])
+
+    @property
+    def group(self) -> int:
+        """Blocks along M whose tiles are multiplied in turn, one after the other."""
+        c = self.config
+        return min(c.grid_tile_width, self.blocks[0]) if c.grid_minor_dim == 0 else 1
 
     @property
     def pieces(self) -> tuple[int, int]:
-        """Pieces of a block of rows along M and K."""
-        return pl.cdiv(self.block_rows, PIECE[0]), pl.cdiv(self.tiles.k, PIECE[1])
+        """Pieces of a block along M and K."""
+        return tuple(pl.cdiv(size, piece) for size, piece in zip(self.block, PIECE, strict=True))
 
     @property
     def num_senders(self) -> int:
@@ -90,17 +107,30 @@ class GatherPlan(matmul_core.ShardPlan):
 
     @property
     def protocol(self) -> protocol.GatherMatmul:
-        rows, cols = self.pieces
-        num_blocks, rounds = self.tiles.shard_grid[0], pl.cdiv(rows * cols, self.num_senders)
+        rounds = pl.cdiv(math.prod(self.pieces), self.num_senders)
+        num_blocks = math.prod(self.blocks)
         return protocol.GatherMatmul(self.tiles.num_shards, self.num_senders, num_blocks, rounds, LAG, self.keeps_own)
+
+    def number(self, row, part):
+        """The number, in the order of sending, of the block at `row` along M and `part` along K of a shard."""
+        (rows, parts), first = self.blocks, _mgpu.div(row, self.group) * self.group
+        return first * parts + part * jnp.minimum(self.group, rows - first) + row - first
+
+    def place_of(self, number) -> tuple:
+        """(row, part) of a block: a group's first parts of K come first."""
+        whole = self.group * self.blocks[1]
+        first = _mgpu.div(number, whole) * self.group
+        number, height = _mgpu.rem(number, whole), jnp.minimum(self.group, self.blocks[0] - first)
+        part = lax.div(number, height)
+        return first + number - part * height, part
 
     def source(self, sender, i):
         """(the step, rows and columns) of what `sender` sends in round `i`. Beyond a block's pieces there are none."""
-        step, block, piece = self.protocol.place(sender, i)
-        rows, cols = self.pieces
-        row = block * self.block_rows + _mgpu.div(piece, cols) * PIECE[0]
+        step, number, piece = self.protocol.place(sender, i)
+        (block_row, part), (rows, cols) = self.place_of(number), self.pieces
+        row = block_row * self.block[0] + _mgpu.div(piece, cols) * PIECE[0]
         row = jnp.where(piece < rows * cols, row, self.tiles.m)
-        return step, pl.ds(row, PIECE[0]), pl.ds(_mgpu.rem(piece, cols) * PIECE[1], PIECE[1])
+        return step, pl.ds(row, PIECE[0]), pl.ds(part * self.block[1] + _mgpu.rem(piece, cols) * PIECE[1], PIECE[1])
 
     def _scratch(self, num_stages: int) -> dict:
         return super()._scratch(num_stages) | dict(loaded=plgpu.Barrier(num_barriers=STAGES_MAX))
@@ -132,8 +162,8 @@ def default_config(
     def predicted(num_senders: int):
         config, time = matmul_core.best(m, n, k, num_devices, dtype.itemsize, transpose_rhs, num_sms - num_senders)
         sent = (num_devices - 1) * m * k * dtype.itemsize / min(num_senders * SENDER_RATE, NVLINK_RATE)
-        # The last shard is multiplied after it has come.
-        return max(time, sent + time / num_devices), num_senders, config
+        # The last part of K of the last shard is multiplied after it has come.
+        return max(time, sent + time / num_devices / PARTS), num_senders, config
 
     _, num_senders, config = min((predicted(count) for count in SENDERS), key=lambda found: found[:2])
     return Config(**dataclasses.asdict(config), num_senders=num_senders)
@@ -274,16 +304,21 @@ def _send(plan, axis_name, lhs_gmem, gathered_gmem, stages, loaded, arrived):
 
 
 def _load(plan, ring, axis_name, lhs_gmem, gathered_gmem, rhs_gmem, a_smem, b_smem, arrived):
-    """The memory warpgroup: all steps of this block's tiles, each as soon as its rows are here and a slot is free."""
+    """The memory warpgroup: all steps of its tiles, each as soon as its part of lhs is here and a slot is free."""
     d, gather = lax.axis_index(axis_name), plan.protocol
 
     def load_tile(plan, tile, before):
         step, _, row, col = plan.entry
-        core.perform(gather.multiply(d, step, _mgpu.div(row, plan.block_rows)), axis_name, dict(arrived=arrived))
-        others = gathered_gmem.at[gather.owner(d, step)]
+        (height, width), others = plan.block, gathered_gmem.at[gather.owner(d, step)]
+        steps = width // plan.tiles.tile_k  # Of a part of K.
 
         @pl.loop(0, plan.tiles.num_steps)
         def _(i):
+            @pl.when(_mgpu.rem(i, steps) == 0)
+            def _():
+                block = plan.number(_mgpu.div(row, height), _mgpu.div(i, steps))
+                core.perform(gather.multiply(d, step, block), axis_name, dict(arrived=arrived))
+
             slot, k = ring.fill(before + i), plan.k(i)
             copy_a = lambda gmem: plan.a.copy(gmem, (row, k), a_smem.at[slot], ring.filled.at[slot], plan.axis_n)
             pl.when(step == 0)(lambda: copy_a(lhs_gmem))

@@ -12,17 +12,20 @@ So runs are equal to the bit.
 
 | warpgroup | does |
 |---|---|
-| memory | loads the steps of all tiles into the ring of slots (`gemm/roles.py`) |
-| compute, two | multiply; store the tile to its owner, or, of an own tile, add the others' parts and store the sum |
+| memory | loads the steps of all tiles into the ring of slots (`gemm/roles.py`); stores the tile before to its owner; |
+| | loads the next device's part of an own tile |
+| compute, two | multiply; add the others' parts to an own tile; leave the tile in shared memory |
 
 | barrier | arrives | count | waits |
 |---|---|---|---|
-| arrived[tile] (semaphore) | this warpgroup of each other device: its part of the tile is here | n - 1 | compute |
+| arrived[tile] (semaphore) | each other device: its part of the tile is here | n - 1 | memory, and compute if n > 2 |
+| fetched | each copy of a piece of the next device's part | pieces | compute, of an own tile |
+| staged | each compute warpgroup: its share of a tile is in shared memory | 2 | memory, before it stores the tile |
+| emptied | memory: TMA has read the tile | 1 | compute, before it leaves the next one there |
 | filled[slot], freed[slot] | as in `gemm/roles.py` | | |
 
-A warpgroup announces a tile late in its next one, when the stores have ended: nobody waits for a store. The two do so
-at different steps, so that one multiplies while the other waits for its signal to leave. The pieces of a whole tile fit
-into shared memory, so that NVLink carries them during the next tile's products.
+When all SMs end their tiles at once, NVLink is busy for most of the next tile. So shared memory holds a whole tile, and
+the tensor cores wait neither for its stores nor for their arrival, which the memory warpgroup announces: it has time.
 
 Bound by: the tensor cores, or by NVLink, which carries n - 1 shards each way. The derivative with respect to lhs is
 `all_gather_matmul`, and what it gathers serves the one with respect to rhs.
@@ -41,14 +44,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
+from ..gemm import core as gemm
 from ..gemm import roles
 from ..gemm.core import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS
 from ..gemm.matmul import matmul
 from . import all_gather_matmul as transposed
 from . import core, matmul_core, protocol
 from .matmul_core import Config
-
-STAGES_MIN = 3  # Slots that the ring keeps beside the pieces of a whole tile.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,30 +73,42 @@ class ScatterPlan(matmul_core.ShardPlan):
     @property
     def semaphores(self) -> tuple[int, ...]:
         c = self.config
-        return self.tiles.per_shard, c.cluster_m * c.cluster_n, COMPUTE
+        return self.tiles.per_shard, c.cluster_m * c.cluster_n
 
-    def tile(self, number):
-        """Index of the semaphore of this warpgroup's share of tile `number` of a shard."""
+    @property
+    def tile(self) -> tuple:
+        """Index of the semaphore of this block's tile, and of the tile's slots in the protocol."""
         block_m, block_n = self.block_of_cluster
-        return number, block_m * self.config.cluster_n + block_n, lax.axis_index("role")
+        return self.entry.number, block_m * self.config.cluster_n + block_n
 
-    def matrix(self, operand, gmem):
-        return gmem.at[self.protocol.owner(self.device, self.entry.step)] if operand.stacked else gmem
+    def _scratch(self, num_stages: int) -> dict:
+        barriers = dict(staged=COMPUTE, emptied=1, fetched=self.num_pieces)
+        barriers = {name: plgpu.Barrier(num_arrivals=count) for name, count in barriers.items()}
+        return super()._scratch(num_stages) | barriers
 
-    def send(self, piece_smem, o_gmem, row, col):
-        """An own piece goes to `o_gmem`, and others to a slot of their owner."""
-        step, n = self.entry.step, self.tiles.num_shards
-        rows, cols = (pl.ds(start, size) for start, size in zip((row, col), piece_smem.shape, strict=True))
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of a tile that wait in shared memory, of both warpgroups."""
+        return COMPUTE * len(self.store_pieces)
 
-        def store(action, _):
-            def copy(device_id):
-                to = plgpu.remote_ref(self.parts, device_id).at[action.slot[0], rows, cols]
-                plgpu.copy_smem_to_gmem(piece_smem, to)
+    @property
+    def is_own(self):
+        """Whether this device is the tile's owner."""
+        return self.entry.step == self.tiles.num_shards - 1
 
-            matmul_core.to_peer(self.device, n, self.axis_name, action.peer, copy)
+    def piece(self, tile, i):
+        """(its place in shared memory, its rows and columns) of piece `i` of `tile`."""
+        (height, width), (rows, cols), dim = self.store_piece, self.compute_tile, self.config.split_dim
+        (row, col), across = self.place(tile), cols // width  # Pieces of a warpgroup's share along N.
+        slot, role = _mgpu.div(i, COMPUTE), _mgpu.rem(i, COMPUTE)
+        row += (role * rows if dim == 0 else 0) + _mgpu.div(slot, across) * height
+        col += (role * cols if dim == 1 else 0) + _mgpu.rem(slot, across) * width
+        return (role, slot, 0, 0), (pl.ds(row, height), pl.ds(col, width))
 
-        pl.when(step == n - 1)(lambda: plgpu.copy_smem_to_gmem(piece_smem, o_gmem))
-        core.perform(self.protocol.send(self.device, step, self.entry.number), self.axis_name, {}, store)
+    @property
+    def owner(self):
+        """The device whose rows the tile has."""
+        return self.protocol.owner(self.device, self.entry.step)
 
 
 def matmul_reduce_scatter_reference(lhs, rhs, axis_name):
@@ -109,11 +123,7 @@ def default_config(
     """The configuration of the least predicted time for (M, K) by (K, N) matrices on each device."""
     shard = m // num_devices, n, k, num_devices
     found, _ = matmul_core.best(*shard, jnp.dtype(dtype).itemsize, transpose_rhs, num_sms)
-    config = Config(**dataclasses.asdict(found))
-    plan = matmul_core.plan_of(ScatterPlan, *shard, jnp.dtype(dtype), transpose_rhs, config, num_sms)
-    whole = dataclasses.replace(config, store_slots=len(plan.store_pieces))
-    plan = matmul_core.plan_of(ScatterPlan, *shard, jnp.dtype(dtype), transpose_rhs, whole, num_sms)
-    return whole if plan.smem_bytes(STAGES_MIN) <= _mgpu.SMEM_BYTES_MAX else config
+    return Config(**dataclasses.asdict(found))
 
 
 def matmul_reduce_scatter(lhs, rhs, axis_name, *, config: Config | None = None):
@@ -123,7 +133,7 @@ def matmul_reduce_scatter(lhs, rhs, axis_name, *, config: Config | None = None):
       lhs: (M, K). Rows of the result are shared out, in the order of the devices.
       rhs: (K, N).
       axis_name: a name of a mesh axis of `jax.shard_map`, or a tuple of names.
-      config: tiles of the product.
+      config: tiles of the product. Its `store_slots` are not read: a whole tile waits for NVLink.
 
     Raises:
       ValueError: a dtype, a shape or an axis that is not supported; the message says what to do.
@@ -169,7 +179,8 @@ def scatter_product(lhs, rhs, axis_name, config: Config | None = None, *, transp
     plan = matmul_core.plan_of(
         ScatterPlan, m // num_devices, n, k, num_devices, lhs.dtype, transpose_rhs, c, num_sms, axis_name=axis_name
     )
-    plan = dataclasses.replace(plan, a=dataclasses.replace(plan.a, stacked=True))
+    whole = dataclasses.replace(c, store_slots=len(plan.store_pieces))
+    plan = dataclasses.replace(plan, tiles=dataclasses.replace(plan.tiles, config=whole))
     kernel = _mgpu.kernel(
         functools.partial(_kernel, plan),
         out_type=[jax.ShapeDtypeStruct(shape, lhs.dtype) for shape in ((m // num_devices, n), plan.parts_shape)],
@@ -185,63 +196,129 @@ def scatter_product(lhs, rhs, axis_name, config: Config | None = None, *, transp
     return kernel(lhs.reshape(num_devices, -1, k), plan.b.pad(rhs))[0]
 
 
-def _kernel(plan, lhs_gmem, rhs_gmem, o_gmem, parts_gmem, *, a_smem, b_smem, filled, freed, o_smem):
+def _kernel(
+    plan, lhs_gmem, rhs_gmem, o_gmem, parts_gmem, *, a_smem, b_smem, filled, freed, o_smem, staged, emptied, fetched
+):
     plan = dataclasses.replace(plan, device=lax.axis_index(plan.axis_name), parts=parts_gmem)
     (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, False), plan.b.views(b_smem, False)
+    o_smem, o_tma = gemm.views(o_smem, plan.store_piece, plan.interpreted)
     ring = _mgpu.Ring(filled, freed, plan.num_stages)
     semaphores = dict(arrived=pl.get_global(plgpu.SemaphoreType.REGULAR(plan.semaphores)))
 
     @pl.when(lax.axis_index("role") == MEMORY)
     def _():
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
-        roles.load(plan, ring, lhs_gmem, rhs_gmem, a_tma, b_tma)
+        send = functools.partial(_send, plan, o_tma, o_gmem, staged)
+        announce = functools.partial(_announce, plan, semaphores, emptied)
+        fetch = functools.partial(_fetch, semaphores, o_tma, fetched)
+        _load(plan, ring, lhs_gmem, rhs_gmem, a_tma, b_tma, send, announce, fetch)
 
     @pl.when(lax.axis_index("role") < COMPUTE)
     def _():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
 
         def multiply(plan, before, acc):
-            last = plan.entry.step * plan.tiles.per_shard + plan.entry.number - plan.tiles.clusters
-
-            def prepare(step, a, b):
-                pl.when(step == _announce_step(plan))(lambda: _announce(plan, semaphores, last))
-
-            return roles.multiply(plan, ring, a_smem, b_smem, before, acc, prepare)
+            return roles.multiply(plan, ring, a_smem, b_smem, before, acc)
 
         def store(plan, place, stored, values):
-            values = _add_parts(plan, semaphores, place, values)
-            roles.store({}, o_gmem, o_smem, plan, place, stored, values)
+            pl.when(stored > 0)(lambda: plgpu.barrier_wait(emptied))
+            pl.when(plan.is_own)(lambda: plgpu.barrier_wait(fetched))
+            core.perform(_received(plan) if plan.tiles.num_shards > 2 else [], plan.axis_name, semaphores)
+            (height, width), mine = plan.store_piece, o_smem.at[lax.axis_index("role")]
+            for slot, (i, j) in enumerate(plan.store_pieces):
+                piece, smem = values[i : i + height, j : j + width], mine.at[slot, 0, 0]
+                add = functools.partial(_add_parts, plan, (place[0] + i, place[1] + j), smem, piece)
+                smem[...] = lax.cond(plan.is_own, add, lambda piece=piece: piece).astype(plan.out_dtype)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(staged)
 
         roles.compute(plan, multiply, store)
-        _announce(plan, semaphores, plan.index(plan.num_tiles() - 1))
+        plgpu.barrier_wait(emptied)
 
 
-def _announce_step(plan):
-    """The step of a tile at which this warpgroup announces the tile before."""
-    return _mgpu.div((3 + lax.axis_index("role")) * plan.tiles.num_steps, 5)
+def _load(plan, ring, lhs_gmem, rhs_gmem, a_smem, b_smem, send, announce, fetch):
+    """The memory warpgroup: all steps of all tiles, as fast as slots are given back.
+
+    During a tile the one before it is sent, a few pieces a step, and announced, once all have arrived. Then the others'
+    parts are waited for, since those who wait must have announced all that others wait for.
+    """
+    num_steps = pl.cdiv(plan.tiles.k, plan.tiles.tile_k)
+    first = min(plan.num_stages, num_steps - 1)  # By then the tile before is there: its last slots were given back.
+    each = pl.cdiv(plan.num_pieces, num_steps - first)
+
+    def load_tile(plan, tile, before):
+        row, col = plan.place(tile)
+
+        @pl.loop(0, num_steps)
+        def _(step):
+            slot, k, sent = ring.fill(before + step), plan.k(step), (step - first) * each
+            a, b, filled = plan.a, plan.b, ring.filled.at[slot]
+            a.copy(lhs_gmem.at[plan.owner], a.at(row, k), a_smem.at[slot], filled, shared=plan.axis_n)
+            b.copy(rhs_gmem, b.at(col, k), b_smem.at[slot], filled, shared=plan.axis_m)
+            end = jnp.minimum(sent + each, plan.num_pieces)
+            pl.when((tile > 0) & (step >= first))(lambda: send(tile - 1, sent, end))
+            pl.when((tile > 0) & (step == num_steps - 1))(lambda: announce(tile - 1))
+
+        pl.when(plan.is_own)(lambda: fetch(plan, tile))
+
+    ring.drain(roles.each_tile(plan, 0, load_tile))
+    send(plan.num_tiles() - 1, 0, plan.num_pieces)
+    announce(plan.num_tiles() - 1)
 
 
-def _announce(plan, semaphores, index):
-    """Tells the owner of tile `index`, if there is one, that this warpgroup's share of it has arrived."""
-    step, number = _mgpu.div(index, plan.tiles.per_shard), _mgpu.rem(index, plan.tiles.per_shard)
-    actions = plan.protocol.sent(plan.device, step, plan.tile(number))
-    pl.when(index >= 0)(lambda: core.perform(actions, plan.axis_name, semaphores))
+def _send(plan, o_smem, o_gmem, staged, tile, first, end):
+    """The memory warpgroup: starts the stores of pieces `first` to `end` of `tile`."""
+    plan = plan.look_up(tile)
+    pl.when(first == 0)(lambda: plgpu.barrier_wait(staged))
+
+    def store(gmem):
+        @pl.loop(first, end)
+        def _(i):
+            at, (rows, cols) = plan.piece(tile, i)
+            plgpu.copy_smem_to_gmem(o_smem.at[at], gmem.at[rows, cols])
+
+    def store_to_peer(action, _):
+        store_to = lambda device_id: store(plgpu.remote_ref(plan.parts, device_id).at[action.slot[0]])
+        matmul_core.to_peer(plan.device, plan.tiles.num_shards, plan.axis_name, action.peer, store_to)
+
+    pl.when(plan.is_own)(lambda: store(o_gmem))
+    core.perform(plan.protocol.send(plan.device, plan.entry.step, plan.tile), plan.axis_name, {}, store_to_peer)
 
 
-def _add_parts(plan, semaphores, place, values):
-    """`values`, to which an owner has added the parts of the other devices."""
-    entry, n = plan.entry, plan.tiles.num_shards
-    core.perform(plan.protocol.receive(plan.device, entry.step, plan.tile(entry.number)), plan.axis_name, semaphores)
-    rows, cols = (pl.ds(start, size) for start, size in zip(place, values.shape, strict=True))
+def _announce(plan, semaphores, emptied, tile):
+    """The memory warpgroup: once `tile` has arrived, makes room for the next one and tells the owner."""
+    plan = plan.look_up(tile)
+    plgpu.wait_smem_to_gmem(0)
+    plgpu.barrier_arrive(emptied)
+    actions = plan.protocol.sent(plan.device, plan.entry.step, plan.tile)
+    core.perform(actions, plan.axis_name, semaphores)
 
+
+def _received(plan) -> list:
+    """Waits, if the tile is an own one, for the others' parts."""
+    return plan.protocol.receive(plan.device, plan.entry.step, plan.tile)
+
+
+def _fetch(semaphores, o_smem, fetched, plan, tile):
+    """The memory warpgroup: loads the next device's part of an own tile to where the tile's sum will be left."""
+    core.perform(_received(plan), plan.axis_name, semaphores)
+
+    @pl.loop(0, plan.num_pieces)
+    def _(i):
+        at, (rows, cols) = plan.piece(tile, i)
+        plgpu.copy_gmem_to_smem(plan.parts.at[0, rows, cols], o_smem.at[at], fetched)
+
+
+def _add_parts(plan, place, fetched_smem, piece):
+    """An own `piece`, to which the parts of the other devices are added: the first lies in shared memory."""
+    rows, cols = (pl.ds(start, size) for start, size in zip(place, piece.shape, strict=True))
+    piece = piece + fetched_smem[...].astype(jnp.float32)
     # Loads of 8 bytes a thread fill whole sectors of the L2 cache, which the accumulator's own layout does not.
-    layout = plgpu.Layout.WGMMA if values.shape[1] % 16 else plgpu.Layout.WGMMA_UPCAST_2X
-
-    def add(slot, values):
+    layout = plgpu.Layout.WGMMA_UPCAST_2X
+    for slot in range(1, plan.tiles.num_shards - 1):
         part = plgpu.load(plan.parts.at[slot, rows, cols], layout=layout, optimized=False)
-        return values + plgpu.layout_cast(part, plgpu.Layout.WGMMA).astype(jnp.float32)
-
-    return lax.fori_loop(0, jnp.where(entry.step == n - 1, n - 1, 0), add, values)
+        piece = piece + plgpu.layout_cast(part, plgpu.Layout.WGMMA).astype(jnp.float32)
+    return piece
 
 
 def flops(m: int, n: int, k: int) -> int:

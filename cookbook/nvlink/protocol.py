@@ -221,19 +221,20 @@ class GatherMatmul:
     In step s device d multiplies the shard of device d + s. So a sender serves the device before it first, and every
     device receives from one peer at a time, in the order in which it needs the shards.
 
-    A round sends one piece of a block of rows, and each of `num_senders` senders sends its share of every block: blocks
-    arrive in the order in which they are multiplied. The signal of a round follows the sends of `lag` more rounds.
+    A shard is cut into blocks. A round sends one piece of a block, and each of `num_senders` senders sends its share of
+    every block: blocks arrive in the order in which they are multiplied. The signal of a round follows the sends of
+    `lag` more rounds.
 
     | semaphore | signalled by | how often | waited for by |
     |---|---|---|---|
-    | arrived[s - 1, block] | each sender of device d + s: its share of a block of rows has arrived | 1 | "multiply" |
+    | arrived[s - 1, block] | each sender of device d + s: its share of a block has arrived | 1 | "multiply" |
 
-    Many tiles wait for the same block of rows, so a wait leaves the count as it is.
+    Many tiles wait for the same block, so a wait leaves the count as it is.
     """
 
     n: int
     num_senders: int
-    num_blocks: int  # Blocks of rows of a shard.
+    num_blocks: int  # Blocks of a shard.
     rounds: int  # Rounds in which the senders send a block.
     lag: int
     keeps_own: bool = False  # Whether a device also stores its own shard beside the others', last.
@@ -247,7 +248,7 @@ class GatherMatmul:
         return peer(d, self.n, step)
 
     def place(self, sender, i) -> tuple:
-        """(step in which it is multiplied, block of rows, piece of the block) that `sender` sends in round `i`."""
+        """(step in which it is multiplied, block, piece of the block) that `sender` sends in round `i`."""
         of_block = _mgpu.div(i, self.rounds)
         step = 1 + _mgpu.div(of_block, self.num_blocks)
         return step, _mgpu.rem(of_block, self.num_blocks), _mgpu.rem(i, self.rounds) * self.num_senders + sender
@@ -270,7 +271,7 @@ class GatherMatmul:
         return [Signal(peer(d, self.n, self.n - step), "arrived", (step - 1, block), is_last)]
 
     def multiply(self, d, step, block) -> list:
-        """The role "multiply": a tile of `block`'s rows, in step `step`."""
+        """The role "multiply": what of a tile needs `block`, in step `step`."""
         owner, is_sent = self.owner(d, step), step >= 1
         pieces = [(owner, block, piece) for piece in range(self.rounds * self.num_senders)]
         wait = Wait("arrived", (step - 1, block), self.num_senders, is_sent, keeps=True)
@@ -287,6 +288,8 @@ class MatmulScatter:
     | semaphore | signalled by | how often | waited for by |
     |---|---|---|---|
     | arrived[tile] | each other device: its part of the sum of the tile is in its slot | n - 1 | the tile's owner |
+
+    Both warpgroups of the owner wait for a tile, so a wait leaves the count as it is.
     """
 
     n: int
@@ -301,7 +304,7 @@ class MatmulScatter:
         return [Send(owner, "parts", (self.n - 2 - step, tile), (d, owner, tile), step < self.n - 1)]
 
     def sent(self, d, step, tile) -> list:
-        """Announces a tile, at a time when its stores have long ended."""
+        """Announces a tile."""
         is_sent = step < self.n - 1
         return [Flush(0, is_sent), Signal(self.owner(d, step), "arrived", tile, is_sent)]
 
@@ -311,7 +314,7 @@ class MatmulScatter:
         reads = [
             Read("parts", (slot, tile), (peer(d, self.n, slot + 1), d, tile), is_own) for slot in range(self.n - 1)
         ]
-        return [Wait("arrived", tile, self.n - 1, is_own), *reads]
+        return [Wait("arrived", tile, self.n - 1, is_own, keeps=True), *reads]
 
 
 def programs(protocol, d: int, num_rounds: int) -> dict[str, list]:

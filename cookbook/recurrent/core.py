@@ -9,6 +9,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -65,16 +66,14 @@ class Sequences:
         return self.num_seqs * pl.cdiv(self.length, self.part_rows)
 
     def starts(self, cu_seqlens):
-        """(num_seqs + 1,): the first row of each sequence and the end of the last, cut at the rows that there are. They
-        begin at 0 and never go back."""
-        if not self.is_packed:
-            return jnp.arange(self.num_seqs + 1, dtype=jnp.int32) * self.length
+        """(num_seqs + 1,): the first row of each packed sequence and the end of the last, cut at the rows that there
+        are. They begin at 0 and never go back."""
         starts = jnp.clip(cu_seqlens.astype(jnp.int32), 0, self.num_rows).at[0].set(0)
         return _running(jnp.max, starts)
 
     def _places(self, starts):
-        """(first row, end, first chunk) of each sequence, that of the rows after the last one included."""
-        ends = jnp.append(starts, self.num_rows) if self.is_packed else starts
+        """(first row, end, first chunk) of each packed sequence, that of the rows after the last one included."""
+        ends = jnp.append(starts, self.num_rows)
         chunks = div(jnp.diff(ends) + (self.chunk - 1), self.chunk)
         return ends[:-1], ends[1:], _running(jnp.sum, chunks) - chunks
 
@@ -85,6 +84,8 @@ class Sequences:
         An empty sequence has one part without chunks. The parts of a sequence come one after the other in `state`,
         which numbers them; rows of the table for which there is no part have the state `num_parts`.
         """
+        if not self.is_packed:
+            return self._equal_parts()
         starts, ends, first_chunk = self._places(self.starts(cu_seqlens))
         size = self.part_rows or max(self.num_rows, 1)
         counts = jnp.maximum(div(ends - starts + (size - 1), size), 1)
@@ -99,8 +100,18 @@ class Sequences:
         end = jnp.where(seq < self.num_seqs, stop, first)
         state = jnp.where(exists, number, self.num_parts)
         table = jnp.stack([first, end, stop, first_chunk[seq] + skip // self.chunk, state], axis=1)
-        order = jnp.argsort(first - stop, stable=True) if self.is_packed else slice(None)
-        return table[order], jnp.where(exists, seq, seq + 1)
+        return table[jnp.argsort(first - stop, stable=True)], jnp.where(exists, seq, seq + 1)
+
+    def _equal_parts(self):
+        """`parts` of sequences of one length, made on the host: constants, for which a GPU runs no kernels."""
+        size = self.part_rows or self.length
+        state = np.arange(self.num_parts)
+        seq, part = np.divmod(state, self.num_parts // self.num_seqs)
+        first = seq * self.length + part * size
+        end = np.minimum(first + size, (seq + 1) * self.length)
+        first_chunk = seq * pl.cdiv(self.length, self.chunk) + part * size // self.chunk
+        table = np.stack([first, end, end, first_chunk, state], axis=1)
+        return jnp.asarray(table, jnp.int32), jnp.asarray(seq, jnp.int32)
 
     def sums_of_parts(self, values, table):
         """(num_parts, H): sums over the chunks of each part, in the order of `state`, of `values` (H, num_chunks)."""
@@ -112,6 +123,12 @@ class Sequences:
 
     def rows_of_chunks(self, cu_seqlens):
         """(num_chunks, chunk): the row of each place of a chunk, `num_rows` where it has none."""
+        if not self.is_packed:
+            rows = np.pad(
+                np.arange(self.num_rows).reshape(self.num_seqs, -1), ((0, 0), (0, -self.length % self.chunk)),
+                constant_values=self.num_rows,
+            )  # fmt: skip
+            return jnp.asarray(rows.reshape(self.num_chunks, self.chunk), jnp.int32)
         starts, ends, first_chunk = self._places(self.starts(cu_seqlens))
         chunk = jnp.arange(self.num_chunks, dtype=jnp.int32)
         seq = jnp.searchsorted(first_chunk, chunk, side="right", method="compare_all").astype(jnp.int32) - 1
@@ -134,6 +151,13 @@ def _running(reduce, x):
     XLA's scan. The numbers are at least 0."""
     i = jnp.arange(x.shape[-1])
     return reduce(jnp.where(i <= i[:, None], x[..., None, :], 0), axis=-1).astype(x.dtype)
+
+
+def cumulative(values):
+    """Sums of `values` (H, chunks, rows) up to each row, in float32: as one product with a triangle of ones, where
+    XLA's scan would take a kernel for each doubling."""
+    triangle = jnp.asarray(np.tri(values.shape[-1], dtype=np.float32))
+    return jnp.einsum("hcs,ts->hct", values, triangle, precision="highest")
 
 
 def part_rows(num_seqs: int, length: int, heads: int, num_sms: int, parts: int | None = None) -> int | None:

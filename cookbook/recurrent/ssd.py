@@ -130,7 +130,7 @@ class Options:
 def _vectors(sequences: Sequences, dt, a, cu_seqlens):
     """(H, num_chunks, 2, chunk): `CUM`, the sums of dt a up to each row of a chunk in units of log 2, and `DT`."""
     dt = sequences.in_chunks(dt.astype(jnp.float32), cu_seqlens)
-    cum = jnp.cumsum(dt * (LOG2E * a.astype(jnp.float32))[:, None, None], axis=-1)
+    cum = core.cumulative(dt) * (LOG2E * a.astype(jnp.float32))[:, None, None]
     return jnp.stack([cum, dt], axis=2)
 
 

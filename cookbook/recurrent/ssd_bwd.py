@@ -50,7 +50,7 @@ SQUARE = PIECE, PIECE
 CHUNK = 64
 STATE, QUERY, KEY, MEMORY = range(4)  # Roles.
 # Registers of a thread of each role, by the pieces of a row of b; a block starts with 128 for each.
-REGISTERS = {1: (120, 152, 184, 56), 2: (120, 152, 184, 56), 4: (184, 136, 152, 40)}
+REGISTERS = {1: (120, 152, 184, 56), 2: (120, 152, 184, 56), 4: (176, 136, 160, 40)}
 # Vectors that the kernel returns: c . dc and b . db / dt from pairs of different rows; what a row's pair with itself
 # adds to both; what g adds to the second; g times the state, summed over columns; and dy . x.
 QUERY_SUM, KEY_SUM, OWN_SUM, END_SUM, STATE_SUM, SKIP_SUM = range(6)
@@ -91,138 +91,66 @@ def _scratch(plan: Plan) -> dict:
 
 def _kernel(
     table, x_gmem, dy_gmem, b_gmem, c_gmem, states_gmem, vectors_gmem, d_gmem, given_gmem, dx_gmem, db_gmem, dc_gmem,
-    sums_gmem, *firsts_gmem, plan: Plan, x_smem, dy_smem, b_smem, c_smem, state_smem, rows_smem, columns_smem, g_smem,
-    scaled_smem, out_smem, filled, freed, landed, left, taken,
+    sums_gmem, *firsts_gmem, plan: Plan, rows_smem, columns_smem, filled, freed, landed, left, taken, **tiles,
 ):  # fmt: skip
-    role, head, part = lax.axis_index("role"), lax.axis_index("head_index"), Part.of_block(table, plan.chunk)
-    x, dy, b, c, state, g, scaled, out = (
-        Tiles.views(smem, plan.interpreted)
-        for smem in (x_smem, dy_smem, b_smem, c_smem, state_smem, g_smem, scaled_smem, out_smem)
-    )
-
-    def take_registers(of_role: int):
-        number = REGISTERS[plan.pieces][of_role]
-        plgpu.set_max_registers(number, action="increase" if number > 128 else "decrease")
-
+    part, role = Part.of_block(table, plan.chunk), lax.axis_index("role")
     ring, lefts = part.ring(filled, freed, plan.num_stages), part.ring(left, taken, 1)
+    views = {name.removesuffix("_smem"): Tiles.views(smem, plan.interpreted) for name, smem in tiles.items()}
+    block = Block(plan, part, lax.axis_index("head_index"), ring, lefts, rows_smem, columns_smem, sums_gmem, **views)
+    roles = {
+        STATE: lambda: _carry(block, given_gmem, firsts_gmem),
+        QUERY: lambda: _queries(block, dc_gmem),
+        KEY: lambda: _keys(block, d_gmem, dx_gmem, db_gmem),
+        MEMORY: lambda: _load(block, landed, (x_gmem, dy_gmem), (b_gmem, c_gmem), states_gmem, vectors_gmem),
+    }
+    for number, run in roles.items():
 
-    @pl.when(role == MEMORY)
-    def _():
-        take_registers(MEMORY)
-
-        def copy_more(chunk, slot, barrier):
-            for smem in (rows_smem, columns_smem):
-                plgpu.copy_gmem_to_smem(vectors_gmem.at[plan.dt_head(head), chunk], smem.at[slot], barrier)
-            for p in range(plan.pieces):
-                source = states_gmem.at[chunk, head, :, pl.ds(p * PIECE, PIECE)]
-                plgpu.copy_gmem_to_smem(source, state.rows.at[slot, p], barrier)
-
-        group = plan.group(head)
-        operands = [Operand(gmem, smem, head, 1) for gmem, smem in ((x_gmem, x), (dy_gmem, dy))]
-        operands += [Operand(gmem, smem, group, plan.pieces) for gmem, smem in ((b_gmem, b), (c_gmem, c))]
-        load = Loader(
-            ring, landed, tuple(operands), copy_more, 2 + plan.pieces, plan.sequences.is_ragged, plan.interpreted
-        )
-        load.run(part, reverse=True)
-
-    chunk_of = lambda i: part.num_chunks - 1 - i
-
-    def store_sums(which: int, i, sums):
-        _mgpu.store(sums_gmem.at[head, part.first_chunk + chunk_of(i), which], sums)
-
-    @pl.when(role == STATE)
-    def _():
-        take_registers(STATE)
-
-        def leave(i, values):
-            slot = lefts.fill(i)
-            for p, piece in enumerate(values):
-                g.tiled[slot, p] = piece.astype(plan.dtype)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(left.at[slot])
-
-        def look(i, slot, values, decay):
-            products = [v * _load_tile(state.tiled.at[slot, p]) for p, v in enumerate(values)]
-            store_sums(STATE_SUM, i, functools.reduce(jnp.add, products).sum(axis=1) * decay)
-
-        first = core.first_state(given_gmem, (part.state, head), plan.pieces)
-        last = StateRole(plan, ring, dy, c, rows_smem, scaled, reverse=True, look=look).run(
-            part.num_chunks, first, leave
-        )
-        lefts.drain(part.num_chunks)
-        for first_gmem in firsts_gmem:
-            core.store_state(first_gmem, (part.state, head), last)
-
-    def send(i, number: int, gmem, piece: int, values):
-        """Stores a tile of a result, of which it is the `piece`-th one."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The tile before has left.
-        out.tiled[number] = values.astype(plan.dtype)
-        plgpu.commit_smem()
-        row = part.row(chunk_of(i))
-        core.store_rows(
-            out, number, gmem, head, piece, row, part.stop_row - row, is_ragged=plan.sequences.is_ragged,
-            interpreted=plan.interpreted,
-        )  # fmt: skip
-
-    pairs = Pairs(plan, x, dy, b, c, rows_smem, columns_smem)
-
-    @pl.when(role == QUERY)
-    def _():
-        take_registers(QUERY)
-
-        @pl.loop(0, part.num_chunks)
-        def _(i):
-            slot = ring.wait(i)
-            sums = _query(pairs, slot, state, functools.partial(send, i, 0, dc_gmem))
-            for which, values in zip((QUERY_SUM, OWN_SUM, SKIP_SUM), sums, strict=True):
-                store_sums(which, i, values)
-            ring.free(i)
-
-        plgpu.wait_smem_to_gmem(0)
-
-    @pl.when(role == KEY)
-    def _():
-        take_registers(KEY)
-        skip = None if d_gmem is None else d_gmem[plan.dt_head(head)].astype(jnp.float32)
-
-        @pl.loop(0, part.num_chunks)
-        def _(i):
-            slot = ring.wait(i)
-            wait = lambda: lefts.wait(i)
-            send_x, send_b = functools.partial(send, i, 1, dx_gmem, 0), functools.partial(send, i, 2, db_gmem)
-            sums = _key(pairs, slot, skip, g, wait, send_x, send_b)
-            lefts.free(i)
-            for which, values in zip((KEY_SUM, END_SUM), sums, strict=True):
-                store_sums(which, i, values)
-            ring.free(i)
-
-        plgpu.wait_smem_to_gmem(0)
-
-
-def _load_tile(ref):
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-
-
-def _indices():
-    """(row, column) of each value of a tile."""
-    return [plgpu.broadcasted_iota(jnp.int32, SQUARE, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1)]
-
-
-def _spread(values, dim: int):
-    return lax.broadcast_in_dim(values, SQUARE, [dim])
+        @pl.when(role == number)
+        def _(number=number, run=run):
+            registers = REGISTERS[plan.pieces][number]
+            plgpu.set_max_registers(registers, action="increase" if registers > 128 else "decrease")
+            run()
 
 
 @dataclasses.dataclass(frozen=True)
-class Pairs:
-    """Pairs of rows of a chunk, as both warpgroups compute them."""
+class Block:
+    """What the roles of a block share, and what query and key warpgroups do alike."""
 
     plan: Plan
-    x: Tiles
+    part: Part
+    head: object
+    ring: _mgpu.Ring
+    lefts: _mgpu.Ring  # Of g.
+    rows: object  # Vectors of the ring, to be read along rows, and along columns.
+    columns: object
+    sums_gmem: object
+    x: Tiles  # Of the ring, as are the next four.
     dy: Tiles
     b: Tiles
     c: Tiles
-    rows: object
-    columns: object
+    state: Tiles
+    g: Tiles
+    scaled: Tiles
+    out: Tiles
+
+    def chunk(self, i):
+        """The `i`-th chunk of the part, from the last one on."""
+        return self.part.num_chunks - 1 - i
+
+    def store_sums(self, i, sums: dict):
+        for which, values in sums.items():
+            _mgpu.store(self.sums_gmem.at[self.head, self.part.first_chunk + self.chunk(i), which], values)
+
+    def send(self, i, slot: int, gmem, piece: int, values):
+        """Stores a tile of a result, the `piece`-th of its rows, by way of a slot that is this warpgroup's."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The tile before has left.
+        self.out.tiled[slot] = values.astype(self.plan.dtype)
+        plgpu.commit_smem()
+        row = self.part.row(self.chunk(i))
+        core.store_rows(
+            self.out, slot, gmem, self.head, piece, row, self.part.stop_row - row,
+            is_ragged=self.plan.sequences.is_ragged, interpreted=self.plan.interpreted,
+        )  # fmt: skip
 
     def vector(self, slot, which: int, layout):
         smem = self.rows if layout == ROWS else self.columns
@@ -266,56 +194,138 @@ class Pairs:
         return pl.run_scoped(multiply, plgpu.ACC(SQUARE, jnp.float32))
 
 
-def _query(pairs: Pairs, slot, state: Tiles, send):
+def _load_tile(ref):
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+
+
+def _indices():
+    """(row, column) of each value of a tile."""
+    return [plgpu.broadcasted_iota(jnp.int32, SQUARE, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1)]
+
+
+def _spread(values, dim: int):
+    return lax.broadcast_in_dim(values, SQUARE, [dim])
+
+
+def _load(block: Block, landed, of_head, of_group, states_gmem, vectors_gmem):
+    """The memory warpgroup."""
+    plan, head = block.plan, block.head
+
+    def copy_more(chunk, slot, barrier):
+        for smem in (block.rows, block.columns):
+            plgpu.copy_gmem_to_smem(vectors_gmem.at[plan.dt_head(head), chunk], smem.at[slot], barrier)
+        for p in range(plan.pieces):
+            source = states_gmem.at[chunk, head, :, pl.ds(p * PIECE, PIECE)]
+            plgpu.copy_gmem_to_smem(source, block.state.rows.at[slot, p], barrier)
+
+    narrow = [Operand(gmem, smem, head, 1) for gmem, smem in zip(of_head, (block.x, block.dy), strict=True)]
+    group, tiles = plan.group(head), (block.b, block.c)
+    wide = [Operand(gmem, smem, group, plan.pieces) for gmem, smem in zip(of_group, tiles, strict=True)]
+    more = copy_more, 2 + plan.pieces
+    loader = Loader(block.ring, landed, (*narrow, *wide), *more, plan.sequences.is_ragged, plan.interpreted)
+    loader.run(block.part, reverse=True)
+
+
+def _carry(block: Block, given_gmem, firsts_gmem):
+    """The state's warpgroup, which has g."""
+    plan, part, index = block.plan, block.part, (block.part.state, block.head)
+
+    def leave(i, values):
+        slot = block.lefts.fill(i)
+        for p, piece in enumerate(values):
+            block.g.tiled[slot, p] = piece.astype(plan.dtype)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(block.lefts.filled.at[slot])
+
+    def look(i, slot, values, decay):
+        products = [v * _load_tile(block.state.tiled.at[slot, p]) for p, v in enumerate(values)]
+        block.store_sums(i, {STATE_SUM: functools.reduce(jnp.add, products).sum(axis=1) * decay})
+
+    role = StateRole(plan, block.ring, block.dy, block.c, block.rows, block.scaled, reverse=True, look=look)
+    last = role.run(part.num_chunks, core.first_state(given_gmem, index, plan.pieces), leave)
+    block.lefts.drain(part.num_chunks)
+    for first_gmem in firsts_gmem:
+        core.store_state(first_gmem, index, last)
+
+
+def _queries(block: Block, dc_gmem):
+    """The query warpgroup."""
+
+    @pl.loop(0, block.part.num_chunks)
+    def _(i):
+        slot = block.ring.wait(i)
+        block.store_sums(i, _query(block, i, slot, dc_gmem))
+        block.ring.free(i)
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _query(block: Block, i, slot, dc_gmem) -> dict:
     """The sums of a chunk's queries; dc goes out piece by piece."""
-    p, q = pairs.products(slot, by_query=True)
+    p, q = block.products(slot, by_query=True)
     t, s = _indices()
     own, skip = (jnp.where(t == s, m, 0.0).sum(axis=1) for m in (p * q, q))
-    q = q * pairs.decay(slot, by_query=True) * _spread(pairs.vector(slot, DT, COLUMNS), 1)
-    row, weights = jnp.where(t == s, 0.0, p * q).sum(axis=1), q.astype(pairs.plan.dtype)
-    decay = jnp.exp2(pairs.vector(slot, CUM, ROWS))
-    for piece in range(pairs.plan.pieces):
+    q = q * block.decay(slot, by_query=True) * _spread(block.vector(slot, DT, COLUMNS), 1)
+    query, weights = jnp.where(t == s, 0.0, p * q).sum(axis=1), q.astype(block.plan.dtype)
+    decay = jnp.exp2(block.vector(slot, CUM, ROWS))
+    for piece in range(block.plan.pieces):
 
         def between(values, piece=piece):
             values = values * _spread(decay, 0)
-            return values, (values * _load_tile(pairs.c.tiled.at[slot, piece])).sum(axis=1)
+            return values, (values * _load_tile(block.c.tiled.at[slot, piece])).sum(axis=1)
 
-        first = [(pairs.dy.tiled.at[slot, 0], state.tiled.at[slot, piece])]
-        dc, sums = pairs.sum_of(first, weights, pairs.b.tiled.at[slot, piece], between)
-        row = row + sums
-        send(piece, dc)
-    if pairs.plan.interpreted:
+        first = [(block.dy.tiled.at[slot, 0], block.state.tiled.at[slot, piece])]
+        dc, sums = block.sum_of(first, weights, block.b.tiled.at[slot, piece], between)
+        query = query + sums
+        block.send(i, 0, dc_gmem, piece, dc)
+    if block.plan.interpreted:
         plgpu.commit_smem()  # TMA may now overwrite what was read here.
-    return row, own, skip
+    return {QUERY_SUM: query, OWN_SUM: own, SKIP_SUM: skip}
 
 
-def _key(pairs: Pairs, slot, skip, g: Tiles, wait, send_x, send_b):
-    """The sums of a chunk's keys; dx and db go out. `wait()` is the slot of g, once it is there."""
-    plan, pieces = pairs.plan, range(pairs.plan.pieces)
-    p, q = pairs.products(slot, by_query=False)
-    decay = pairs.decay(slot, by_query=False)
+def _keys(block: Block, d_gmem, dx_gmem, db_gmem):
+    """The key warpgroup."""
+    skip = None if d_gmem is None else d_gmem[block.plan.dt_head(block.head)].astype(jnp.float32)
+
+    @pl.loop(0, block.part.num_chunks)
+    def _(i):
+        slot = block.ring.wait(i)
+        sums = _key(block, i, slot, skip, dx_gmem, db_gmem)
+        block.lefts.free(i)
+        block.store_sums(i, sums)
+        block.ring.free(i)
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _key(block: Block, i, slot, skip, dx_gmem, db_gmem) -> dict:
+    """The sums of a chunk's keys; dx and db go out."""
+    plan, pieces = block.plan, range(block.plan.pieces)
+    p, q = block.products(slot, by_query=False)
+    decay = block.decay(slot, by_query=False)
     p, (s, t) = p * decay, _indices()
     key, p, q = jnp.where(t == s, 0.0, p * q).sum(axis=1), p.astype(plan.dtype), (q * decay).astype(plan.dtype)
-    dt, cum = (pairs.vector(slot, which, ROWS) for which in (DT, CUM))
-    to_end = jnp.exp2(pairs.rows[slot, CUM, plan.chunk - 1] - cum)
-    at = wait()
+    dt, cum = (block.vector(slot, which, ROWS) for which in (DT, CUM))
+    to_end = jnp.exp2(block.rows[slot, CUM, plan.chunk - 1] - cum)
+    at = block.lefts.wait(i)
 
     def between(values):
         values = values * _spread(to_end, 0)
-        return values, (values * _load_tile(pairs.x.tiled.at[slot, 0])).sum(axis=1)
+        return values, (values * _load_tile(block.x.tiled.at[slot, 0])).sum(axis=1)
 
-    first = [(pairs.b.tiled.at[slot, piece], g.tiled.at[at, piece].T) for piece in pieces]
-    dx, end = pairs.sum_of(first, p, pairs.dy.tiled.at[slot, 0], between)
+    first = [(block.b.tiled.at[slot, piece], block.g.tiled.at[at, piece].T) for piece in pieces]
+    dx, end = block.sum_of(first, p, block.dy.tiled.at[slot, 0], between)
     dx = dx * _spread(dt, 0)
-    send_x(dx if skip is None else dx + skip * _load_tile(pairs.dy.tiled.at[slot, 0]))
+    dx = dx if skip is None else dx + skip * _load_tile(block.dy.tiled.at[slot, 0])
+    block.send(i, 1, dx_gmem, 0, dx)
     for piece in pieces:
-        first = [(pairs.x.tiled.at[slot, 0], g.tiled.at[at, piece])]
+        first = [(block.x.tiled.at[slot, 0], block.g.tiled.at[at, piece])]
         between = lambda values: (values * _spread(to_end, 0), ())
-        db, _ = pairs.sum_of(first, q, pairs.c.tiled.at[slot, piece], between)
-        send_b(piece, db * _spread(dt, 0))
+        db, _ = block.sum_of(first, q, block.c.tiled.at[slot, piece], between)
+        block.send(i, 2, db_gmem, piece, db * _spread(dt, 0))
     if plan.interpreted:
         plgpu.commit_smem()  # TMA may now overwrite what was read here.
-    return key, end
+    return {KEY_SUM: key, END_SUM: end}
 
 
 def gradients(plan: Plan, table, seq, is_row, vectors, decay, x, b, c, d, starts, dy, d_final, params):

@@ -54,18 +54,15 @@ def _kernel(
     @pl.when(role == outputs + 1)
     def _():
         plgpu.set_max_registers(memory_registers, action="decrease")
-        group, dt_head = plan.group(head), plan.dt_head(head)
+        group = plan.group(head)
+        wide = Operand(b_gmem, b, group, plan.pieces), Operand(c_gmem, c, group, plan.pieces)
 
         def copy_vectors(chunk, slot, barrier):
             for smem in (rows_smem, columns_smem):
-                plgpu.copy_gmem_to_smem(vectors_gmem.at[dt_head, chunk], smem.at[slot], barrier)
+                plgpu.copy_gmem_to_smem(vectors_gmem.at[plan.dt_head(head), chunk], smem.at[slot], barrier)
 
-        operands = (
-            Operand(x_gmem, x, head, 1),
-            Operand(b_gmem, b, group, plan.pieces),
-            Operand(c_gmem, c, group, plan.pieces),
-        )
-        Loader(ring, landed, operands, copy_vectors, 2, plan.sequences.is_ragged, plan.interpreted).run(part)
+        operands, is_ragged = (Operand(x_gmem, x, head, 1), *wide), plan.sequences.is_ragged
+        Loader(ring, landed, operands, copy_vectors, 2, is_ragged, plan.interpreted).run(part)
 
     @pl.when(role == outputs)
     def _():
@@ -84,27 +81,14 @@ def _kernel(
         for final_gmem in finals_gmem:
             store_state(final_gmem, (part.state, head), last)
 
+    output = OutputRole(plan, scale, ring, states, x, b, c, rows_smem, columns_smem, state, y)
     for block in range(outputs):
 
         @pl.when(role == block)
         def _(block=block):
             plgpu.set_max_registers(compute_registers, action="increase")
-            output = OutputRole(plan, scale, ring, states, x, b, c, rows_smem, columns_smem, state)
             skip = None if d_gmem is None else d_gmem[plan.dt_head(head)].astype(jnp.float32)
-
-            @pl.loop(0, part.num_chunks)
-            def _(i):
-                values = output.chunk(i, skip, block).astype(plan.dtype)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The rows of the chunk before have left.
-                y.tiled[block] = values
-                plgpu.commit_smem()
-                row = part.row(i) + block * PIECE
-                store_rows(
-                    y, block, y_gmem, head, 0, row, part.stop_row - row, is_ragged=plan.sequences.is_ragged,
-                    interpreted=plan.interpreted,
-                )  # fmt: skip
-
-            plgpu.wait_smem_to_gmem(0)
+            output.run(part, y_gmem, head, skip, block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +105,24 @@ class OutputRole:
     rows: object  # `CUM` and `DT`, to be read along rows, and along columns.
     columns: object
     state: Tiles
+    y: Tiles
+
+    def run(self, part: Part, y_gmem, head, skip, block: int):
+        """The `block`-th 64 rows of all chunks of a part."""
+
+        @pl.loop(0, part.num_chunks)
+        def _(i):
+            values = self.chunk(i, skip, block).astype(self.plan.dtype)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The rows of the chunk before have left.
+            self.y.tiled[block] = values
+            plgpu.commit_smem()
+            row = part.row(i) + block * PIECE
+            store_rows(
+                self.y, block, y_gmem, head, 0, row, part.stop_row - row, is_ragged=self.plan.sequences.is_ragged,
+                interpreted=self.plan.interpreted,
+            )  # fmt: skip
+
+        plgpu.wait_smem_to_gmem(0)
 
     def chunk(self, i, skip, block: int):
         """y in float32 of 64 rows, the `block`-th ones; `skip` times x is added unless it is None."""

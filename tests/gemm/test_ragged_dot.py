@@ -27,6 +27,7 @@ SIZES = {
     "none": [0, 0, 0],
     "one group": [130],
     "ones": [1] * 9,
+    "more than the kernel goes through": [0, 63, *[1] * groups.SCANNED_MAX],
 }
 
 
@@ -76,6 +77,44 @@ def test_every_row_belongs_to_one_entry_of_its_group(sizes, tile):
     for group, (start, end) in enumerate(zip(*clipped(sizes, m), strict=True)):
         wanted[start:end] = group
     np.testing.assert_array_equal(owner, wanted)
+
+
+def sizes_at_random(num_groups, m, count=40):
+    """Sizes that share out M rows, or fewer; some empty, and some that lie."""
+    rng = np.random.default_rng(num_groups)
+    for _ in range(count):
+        shares = rng.multinomial(rng.integers(0, m + 1), rng.dirichlet(np.full(num_groups, 0.5)))
+        lies = rng.choice([0, -1, 1, m, m + 1, -(2**31), 2**31 - 1], num_groups)
+        yield np.where(rng.random(num_groups) < rng.choice([0, 0.3, 1]), lies, shares).astype(np.int32)
+
+
+@pytest.mark.parametrize("num_groups, m, tile", [(1, 200, 64), (3, 1, 8), (5, 300, 24), (8, 2000, 256), (12, 77, 8)])
+def test_the_kernel_finds_the_entries_of_the_table(num_groups, m, tile):
+    """Rows before all groups, which the table provides for, are there only with `group_offset`."""
+    for sizes in sizes_at_random(num_groups, m):
+        table = groups.row_table(*groups.bounds(jnp.asarray(sizes), m), m, tile)
+        scan, count = groups.Scan.of(sizes, m, tile), int(table.count[1])
+        np.testing.assert_array_equal(scan.count, table.count)
+        group, *rows = scan.entry(np.arange(table.group.size))
+        np.testing.assert_array_equal(group[:count], np.minimum(table.group, num_groups)[:count])
+        np.testing.assert_array_equal([x[:count] for x in rows], [x[:count] for x in table[2:]])
+
+
+def test_few_groups_need_no_table():
+    tiles = lambda count: groups.RowTiles(64, 64, 64, 64, SMALL, 132, num_groups=count)
+    sizes = lambda count: jnp.ones(count, jnp.int8)
+    most = groups.SCANNED_MAX
+    assert tiles(most).table_of(sizes(most)).dtype == jnp.int32
+    for table in (tiles(most + 1).table_of(sizes(most + 1)), tiles(most).table_of(sizes(most), jnp.int32(0))):
+        assert isinstance(table, groups.Table)
+
+
+@pytest.mark.parametrize("config", [Config(), Config(256, 128), Config(128, 24, swapped=True)], ids=str)
+def test_few_groups_spill_no_registers(config):
+    count = groups.SCANNED_MAX
+    shapes = (4096, 512), (count, 512, 1024)
+    args = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes] + [jax.ShapeDtypeStruct((count,), jnp.int32)]
+    assert lab.compile_for("h200", functools.partial(ragged_dot, config=config), *args).spill_bytes == 0
 
 
 @pytest.mark.parametrize("offset", [-3, 0, 2, 3, 9])
@@ -337,7 +376,10 @@ def test_mutant_without_a_rung_is_caught(run_only, mutant, rung):
         check(200, 128, 72, [33, 0, 65, 58], config=SMALL)
 
 
-@pytest.mark.parametrize("field, value", [("group", -1), ("group", 1), ("start", 1), ("end", -1), ("end", 1)])
+MUTATED = [("group", -1), ("group", 1), ("start", 1), ("end", -1), ("end", 1)]
+
+
+@pytest.mark.parametrize("field, value", MUTATED)
 def test_mutants_of_the_table_are_caught(run_only, monkeypatch, field, value):
     right = groups.row_table
 
@@ -345,9 +387,25 @@ def test_mutants_of_the_table_are_caught(run_only, monkeypatch, field, value):
         table = right(starts, ends, m, tile)
         return table._replace(**{field: jnp.clip(getattr(table, field) + value, 0, m)})
 
+    monkeypatch.setattr(groups, "SCANNED_MAX", 0)
     monkeypatch.setattr(groups, "row_table", wrong)
     with pytest.raises(lab.CheckError):
         check(200, 128, 72, [33, 0, 65, 40], config=SMALL)
+
+
+@pytest.mark.parametrize("field, value", MUTATED)
+def test_mutants_of_what_the_kernel_finds_are_caught(run_only, monkeypatch, field, value):
+    right = groups.Scan.entry
+
+    def wrong(scan, number):
+        entry = groups.Table(None, *right(scan, number))
+        return entry._replace(**{field: jnp.clip(getattr(entry, field) + value, 0, scan.m)})[1:]
+
+    monkeypatch.setattr(groups.Scan, "entry", wrong)
+    jax.clear_caches()
+    with pytest.raises(lab.CheckError):
+        check(200, 128, 72, [33, 0, 65, 40], config=SMALL)
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize("mutated", ["no mask", "multiplied by zero", "no barrier", "last row", None])

@@ -16,7 +16,9 @@ def test_waiting_for_the_slowest_device_does_not_count():
 
 
 def test_a_kernel_that_a_call_launches_twice_counts_twice():
-    assert timing.least_over_devices([("gather", 5.0), ("gather", 3.0), ("gather", 4.0), ("gather", 3.5)], 2) == 6.5
+    assert timing.least_over_devices([("gather", 5.0), ("gather", 3.0), ("gather", 4.0), ("gather", 3.5)], 2) == 7.0
+    short_and_long = [("kernel", 2.0), ("kernel", 9.0), ("kernel", 9.5), ("kernel", 2.5)]
+    assert timing.least_over_devices(short_and_long, 2) == 11.0
 
 
 def test_a_kernel_of_some_devices_alone_counts():

@@ -339,13 +339,13 @@ def test_what_the_compiler_makes_of_it(state_dim, config):
     assert compiled.spill_bytes == 0 and not compiled.remarks
 
 
-@pytest.mark.parametrize("state_dim, spills", [(128, 16), slow(64, 0), slow(256, 64)])
+@pytest.mark.parametrize("state_dim, spills", [(128, 16), slow(64, 0), slow(256, 80)])
 def test_what_the_compiler_makes_of_the_gradients(state_dim, spills):
     """What it spills are numbers that all warpgroups share, and with N = 256 a few of the state's warpgroup."""
     loss = lambda *args: ssd(*args).astype(jnp.float32).sum()
     compiled = lab.compile_for("h200", jax.grad(loss, (0, 1, 2, 3, 4)), *avals(4, 8192, 32, 64, 32, state_dim))
     need = ssd_bwd.smem_bytes(state_dim // 64, ssd_bwd.num_stages(state_dim // 64))
-    assert need <= compiled.smem_bytes <= need + 2048
+    assert need <= compiled.smem_bytes <= need + 4096
     assert compiled.spill_bytes <= spills and not compiled.remarks
 
 
@@ -425,7 +425,6 @@ def copies_with(monkeypatch, name, old, new):
         NOTHING,
         ("ssd_state", "[piece * decay for piece in state]", "state"),
         ("ssd_forward", "jnp.where(s <= t, exponent, -jnp.inf)", "jnp.where(s < t, exponent, -jnp.inf)"),
-        ("ssd_forward", "plgpu.barrier_arrive(left.at[slot])", "plgpu.barrier_arrive(left.at[slot]); slot = 0", ),
         ("ssd_forward", "slot = states.fill(i)", "slot = states.slot(i)"),
         ("core", "operand.clear(slot, jnp.maximum(end, 0), self.interpreted)", "pass"),
         ("core", "pl.when(num_rows >= PIECE)(lambda: copy(0, PIECE))", "copy(0, PIECE)"),
@@ -434,7 +433,7 @@ def copies_with(monkeypatch, name, old, new):
     ],
 )  # fmt: skip
 def test_mutants_are_caught(run_only, found_if, monkeypatch, name, old, new):
-    """A state not decayed, a mask off by one, waits and frees left out, neighbours' rows let in or overwritten."""
+    """A state not decayed, a mask off by one, waits left out, neighbours' rows let in or overwritten."""
     fn = copies_with(monkeypatch, name, old, new)
     x, dt, a, b, c = operands(length=1300)
     starts = jnp.asarray([0, 70, 141, 1300], jnp.int32)
@@ -443,8 +442,7 @@ def test_mutants_are_caught(run_only, found_if, monkeypatch, name, old, new):
     ours = lambda *args: fn.ssd(*args, cu_seqlens=starts, config=config)
     kept = lambda y: y.at[:, 70:141].set(0)
     of = lambda x, *rest: kept(reference(jnp.nan_to_num(x), *rest, cu_seqlens=starts)[0])
-    is_mutant = old != new and "; slot = 0" not in new  # That one is the same kernel.
-    with found_if(is_mutant):
+    with found_if(old != new):
         lab.check(lambda *args: kept(ours(*args)), of, x, dt, a, b, c, tolerance=2**-7)
 
 
@@ -457,7 +455,7 @@ def test_mutants_are_caught(run_only, found_if, monkeypatch, name, old, new):
         ("ssd_bwd", "d_dt = of(KEY_SUM) + of(OWN_SUM) + of(END_SUM)", "d_dt = of(KEY_SUM) + of(END_SUM)"),
         ("ssd_bwd", "(of(STATE_SUM) + end)", "end"),
         ("ssd_bwd", "dx if skip is None else", "dx if True else"),
-        ("ssd_bwd", "slot = lefts.fill(i)", "slot = lefts.slot(i)"),
+        ("ssd_bwd", "slot = block.lefts.fill(i)", "slot = block.lefts.slot(i)"),
         ("ssd_state", "if self.reverse:", "if False:"),
     ],
 )
