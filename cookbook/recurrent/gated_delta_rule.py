@@ -85,11 +85,13 @@ class Config:
             raise ValueError(f"{self.parts=} must be at least 1, or None")
 
     def smem_bytes(self, key_dim: int) -> int:
-        """The rings of chunks, and of states and u, o, and the barriers."""
+        """The rings of chunks, and of states and u; o; two rings of vectors, which begin at a multiple of 1024;
+        and the barriers."""
         square, keys = 2 * CHUNK * PIECE, 2 * CHUNK * key_dim
-        slot = 2 * keys + 2 * square + 8 * CHUNK
+        chunks = self.num_stages * (2 * keys + 2 * square)
         own = delta_forward.HANDED_SLOTS * (keys + square) + self.output_wgs * square
-        return self.num_stages * slot + own + 8 * (2 * self.num_stages + 2 * delta_forward.HANDED_SLOTS + 1)
+        vectors = 2 * 1024 * pl.cdiv(4 * CHUNK * self.num_stages, 1024)
+        return chunks + own + vectors + 8 * (2 * self.num_stages + 2 * delta_forward.HANDED_SLOTS + 1)
 
 
 def default_config(key_dim: int) -> Config:
@@ -217,7 +219,7 @@ def _in_rows(sequences: Sequences, x, cu_seqlens):
 
 
 def _run(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
-    """((o, final states), what the backward pass needs of it)."""
+    """((o, final states), (cum, inverses))."""
     target = _mgpu.require_target("gated_delta_rule")
     (batch, length, heads, size), key_dim = v.shape, k.shape[3]
     rows = lambda x: x.reshape(batch * length, *x.shape[2:])
@@ -228,7 +230,7 @@ def _run(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
         rows(q), rows(k), v.reshape(batch * length, plan.columns, PIECE), rows(g), rows(beta), initial, cu_seqlens,
         plan=plan, params=_mgpu.compiler_params(approx_math=True),
     )  # fmt: skip
-    return (o.reshape(v.shape), final.reshape(sequences.num_seqs, heads, size, key_dim)), (plan, kept)
+    return (o.reshape(v.shape), final.reshape(sequences.num_seqs, heads, size, key_dim)), kept
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -237,7 +239,8 @@ def _gated_delta_rule(options: Options, q, k, v, g, beta, initial_state, cu_seql
 
 
 def _gated_delta_rule_fwd(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
-    results, (_, kept) = _run(options, q, k, v, g, beta, initial_state, cu_seqlens)
+    run = _mgpu.without_derivative("gated_delta_rule", functools.partial(_run, options))
+    results, kept = run(q, k, v, g, beta, initial_state, cu_seqlens)
     return results, (q, k, v, g, beta, initial_state, cu_seqlens, kept)
 
 
@@ -331,6 +334,7 @@ def gated_delta_rule(
             f"block has {_mgpu.SMEM_BYTES_MAX}: fewer stages"
         )
     _mgpu.require_target("gated_delta_rule")
+    q, k, v, g, beta = _mgpu.alike(q, k, v, g, beta)
     o, final = _gated_delta_rule(Options(scale, config), q, k, v, g, beta, initial_state, cu_seqlens)
     return (o, final) if return_final_state else o
 

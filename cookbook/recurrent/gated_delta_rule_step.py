@@ -62,8 +62,10 @@ class Config:
             )
 
     def smem_bytes(self, key_dim: int) -> int:
-        """The tiles, with q, k and v, and the barriers."""
-        return self.num_stages * (4 * PIECE * key_dim + 4 * key_dim + 2 * PIECE + 8)
+        """The tiles; q, k and v, which begin at multiples of 1024 bytes; room for JAX's sums; the barriers."""
+        tokens = (2 * self.num_stages * size for size in (key_dim, key_dim, PIECE))
+        whole = sum(-(-size // 1024) * 1024 for size in tokens)
+        return self.num_stages * (4 * PIECE * key_dim + 8) + whole + 2048
 
 
 def _kernel(q_gmem, k_gmem, v_gmem, g_gmem, beta_gmem, state_gmem, o_gmem, *, num_tiles: int, num_stages: int,
