@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 import cookbook
-from bench import collectives, sample, serving
+from bench import collectives, sample, serving, torch_peers
 from bench.problems import CASES, LIBRARIES, Case, mean_ratio, relative_error
 from cookbook import lab
 
@@ -47,8 +47,8 @@ def main() -> int:
     if not lab.on_gpu():
         print("No Hopper or newer GPU: these are the recorded figures.")
     _ceilings(args.iterations)
-    if lab.on_gpu() and importlib.util.find_spec("torch") and any(case.op == "ragged_dot" for case in cases):
-        subprocess.run([sys.executable, "-m", "bench.torch_peers"], check=False)  # It says why, if it fails.
+    if lab.on_gpu() and importlib.util.find_spec("torch") and torch_peers.cases(args.op):
+        subprocess.run([sys.executable, "-m", "bench.torch_peers", *[args.op] * (args.op is not None)], check=False)
     verdicts = [_run(case, args.iterations, args.tune) for case in cases]
     if any(case.op == "matmul" for case in cases) and not math.isnan(mean := mean_ratio("matmul")):
         print(f"matmul: geometric mean of its rate over cublas's, as recorded: {mean:.3f}")
@@ -156,15 +156,18 @@ def _run(case: Case, iterations: int, tune: bool) -> bool | None:
         ratio = f"{row.median_ms / ours.median_ms:6.3f} x" if impl != case.impl else " " * 8
         seconds = f"   first call {first[impl]:.2f} s" if first.get(impl) else ""
         print(f"    {impl:18s}{row.median_ms:10.4f} ms{rate}{ratio}{seconds}")
-    if torch := lab.results.read(case.problem, "torch"):
-        print(
-            f"    {'torch':18s}{torch['ms']:10.4f} ms{'':24s}{torch['ms'] / ours.median_ms:6.3f} x   in another process"
-        )
+    ms = {impl: row.median_ms for impl, row in rows.items()}
+    for impl in torch_peers.IMPLS:
+        if row := lab.results.read(case.problem, impl):
+            ms[impl] = row["ms"]
+            print(f"    {impl:18s}{ms[impl]:10.4f} ms{'':24s}{ms[impl] / ours.median_ms:6.3f} x   in another process")
     if case.target is None:
         return True
     rate = ours.tflops if case.counts_flops else ours.tbps
-    peer = case.target.peer
-    reached = peer is None or rows[peer].median_ms / ours.median_ms >= case.target.ratio
+    if (peer := case.target.peer) not in (None, *ms):
+        print(f"    {peer} is not recorded")
+        return None
+    reached = peer is None or ms[peer] / ours.median_ms >= case.target.ratio
     reached = reached and rate >= (case.target.rate or 0)
     print(f"    target {'reached' if reached else 'MISSED'}: {case.target}")
     return reached

@@ -32,7 +32,7 @@ from cookbook.recurrent import ssd
 from cookbook.rows import reduce_sum, rms_norm, softmax
 
 # The peers that are not this project's own.
-LIBRARIES = ("xla", "cublas", "cudnn", "jax_f16", "jax_mgpu", "jax_mgpu_64", "tokamax", "torch")
+LIBRARIES = ("xla", "cublas", "cudnn", "jax_f16", "jax_mgpu", "jax_mgpu_64", "tokamax", "torch", "fla")
 TO_TUNE = 40  # Configurations that `--tune` times.
 BF16, E4M3 = jnp.bfloat16, jnp.float8_e4m3fn
 NAMES = {jnp.dtype(BF16): "bf16", jnp.dtype(jnp.float16): "f16", jnp.dtype(jnp.float32): "f32", jnp.dtype(E4M3): "fp8"}
@@ -608,9 +608,9 @@ CASES += [
 # The first in 0.25 ms.
 CASES += [
     _ssd(4, 8192, 32, 32, 64, 128, Target(None, rate=3.22), headline=True),
-    _ssd(1, 65536, 32, 32, 64, 128),
+    _ssd(1, 65536, 32, 32, 64, 128, Target("fla", 1 / 0.45)),
     _ssd(4, 8192, 80, 1, 64, 128),
-    _ssd(4, 8192, 32, 32, 64, 128, gradients=True),
+    _ssd(4, 8192, 32, 32, 64, 128, Target("fla", 1 / 0.6), gradients=True),
 ]
 
 

@@ -1,7 +1,8 @@
-"""Times torch's grouped product on the named problems of `ragged_dot` and records it as the peer "torch".
+"""Times kernels of torch and of flash-linear-attention (fla) on the named problems, and records them as peers.
 
-`python -m bench ragged_dot` starts this in a process of its own, because torch and JAX bring CUDA libraries of their
-own. Times are those between two CUDA events, which is a few microseconds more than the kernel takes.
+`python -m bench OP` starts this in a process of its own, because torch and JAX bring CUDA libraries of their own. Times
+are those between two CUDA events, which is a few microseconds more than the kernels take. A library that is missing is
+said and left out: `pip install flash-linear-attention`.
 """
 
 import statistics
@@ -12,37 +13,79 @@ import numpy as np
 from bench.problems import CASES, Case, relative_error
 from cookbook import lab
 
-
-def cases() -> list[Case]:
-    """Problems of rows by matrices that lie as (G, K, N)."""
-    return [case for case in CASES if case.op == "ragged_dot" and case.derive is None]
+IMPLS = ("torch", "fla")
+CHECKED_ROWS = 128  # Of an operator with a state, whose recurrence is computed token by token.
 
 
-def main(iterations: int = 30) -> int:
+def cases(op: str | None = None) -> list[Case]:
+    """Problems of rows by matrices that lie as (G, K, N), and those of SSD with b and c for each head."""
+    products = [case for case in CASES if case.op == "ragged_dot" and case.derive is None]
+    states = [case for case in CASES if case.op == "ssd" and case.shapes[3][2] == case.shapes[0][2]]
+    return [case for case in products + states if op in (None, case.op)]
+
+
+def main(op: str | None = None, iterations: int = 30) -> int:
     try:
         import torch
     except ImportError:
         sys.exit("bench.torch_peers: torch is missing: install it, or leave this peer out")
     if not torch.cuda.is_available():
         sys.exit("bench.torch_peers: torch sees no GPU: this needs one")
-    for case in cases():
-        lhs, rhs = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in case.shapes)
-        (sizes,) = case.integers
-        offsets = torch.tensor(np.cumsum(sizes), device="cuda", dtype=torch.int32)
-        product = lambda lhs=lhs, rhs=rhs, offsets=offsets: torch.nn.functional.grouped_mm(lhs, rhs, offs=offsets)
-        out, largest = product(), int(np.argmax(sizes))
-        rows = slice(int(offsets[largest]) - int(sizes[largest]), int(offsets[largest]))
-        exact = (lhs[rows].float() @ rhs[largest].float()).cpu().numpy()
-        if not (error := relative_error(out[rows].float().cpu().numpy(), exact)) < 1e-2:
-            sys.exit(f"{case.problem}, torch: wrong by {error:.2g}, and so not timed")
-        times = _milliseconds(torch, product, iterations)
+    for case in cases(op):
+        prepare = {"ragged_dot": _grouped_product, "ssd": _simple_gla}[case.op]
+        try:
+            impl, version, call, error = prepare(torch, case)
+        except ImportError as missing:
+            print(f"{case.problem}: {missing}: left out")
+            continue
+        if not error < 1e-2:
+            sys.exit(f"{case.problem}, {impl}: wrong by {error:.2g}, and so not timed")
+        times = _milliseconds(torch, call, iterations)
         lower, _, upper = statistics.quantiles(times)
         row = dict(ms=statistics.median(times), min_ms=min(times), flops=case.flops, nbytes=case.nbytes)
         row["spread"] = (upper - lower) / row["ms"]
-        lab.results.write(case.problem, "torch", **row, torch=torch.__version__, timed_by="CUDA events")
-        print(f"{case.problem}, torch: {row['ms']:.4f} ms, {case.flops / row['ms'] / 1e9:.0f} TFLOP/s")
-        del lhs, rhs, out, product
+        lab.results.write(case.problem, impl, **row, **version, timed_by="CUDA events")
+        print(f"{case.problem}, {impl}: {row['ms']:.4f} ms, {case.flops / row['ms'] / 1e9:.0f} TFLOP/s")
     return 0
+
+
+def _grouped_product(torch, case):
+    """(name, versions, call, its error) of torch's product of groups."""
+    lhs, rhs = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in case.shapes)
+    (sizes,) = case.integers
+    offsets = torch.tensor(np.cumsum(sizes), device="cuda", dtype=torch.int32)
+    product = lambda: torch.nn.functional.grouped_mm(lhs, rhs, offs=offsets)
+    out, largest = product(), int(np.argmax(sizes))
+    rows = slice(int(offsets[largest]) - int(sizes[largest]), int(offsets[largest]))
+    exact = (lhs[rows].float() @ rhs[largest].float()).cpu().numpy()
+    error = relative_error(out[rows].float().cpu().numpy(), exact)
+    return "torch", dict(torch=torch.__version__), product, error
+
+
+def _simple_gla(torch, case):
+    """(name, versions, call, its error) of fla's linear attention with a decay for each head: q, k, v are c, b, dt x.
+
+    dt x and the logarithms of decays are made before, and not timed.
+    """
+    import fla
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    x, dt, a, b, c = (torch.randn(shape, device="cuda") for shape in case.shapes)
+    dt, a = torch.nn.functional.softplus(dt - 4.0), -torch.exp(a)
+    operands = [*(m.bfloat16() for m in (c, b, dt[..., None] * x)), dt * a]
+    forward = lambda: chunk_simple_gla(*operands, scale=1.0)[0]
+    q, k, v, g = (m[0, :CHECKED_ROWS].double() for m in operands)
+    state, wanted = torch.zeros(*v.shape[1:], q.shape[-1], device="cuda", dtype=torch.float64), []
+    for t in range(CHECKED_ROWS):
+        state = torch.exp(g[t])[:, None, None] * state + v[t][..., None] * k[t][:, None]
+        wanted.append((state * q[t][:, None]).sum(-1))
+    found = forward()[0, :CHECKED_ROWS].double().cpu().numpy()
+    error = relative_error(found, torch.stack(wanted).cpu().numpy())
+    call, d_out = forward, torch.randn_like(operands[2])
+    if case.size.endswith("_grad"):
+        operands = [m.requires_grad_() for m in operands]
+        call = lambda: torch.autograd.grad(forward(), operands, d_out)
+    return "fla", dict(torch=torch.__version__, fla=fla.__version__), call, error
 
 
 def _milliseconds(torch, fn, iterations: int) -> list[float]:
@@ -58,4 +101,4 @@ def _milliseconds(torch, fn, iterations: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))
