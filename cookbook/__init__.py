@@ -22,6 +22,8 @@ from cookbook.nvlink.all_gather_matmul import all_gather_matmul
 from cookbook.nvlink.all_to_all import all_to_all
 from cookbook.nvlink.matmul_reduce_scatter import matmul_reduce_scatter
 from cookbook.nvlink.reduce_scatter import reduce_scatter
+from cookbook.recurrent.gated_delta_rule import gated_delta_rule
+from cookbook.recurrent.gated_delta_rule_step import gated_delta_rule_step
 from cookbook.recurrent.linear_attention import linear_attention
 from cookbook.recurrent.ssd import ssd
 from cookbook.recurrent.ssd_step import ssd_step
@@ -36,6 +38,8 @@ __all__ = [
     "all_to_all",
     "attention",
     "fuse",
+    "gated_delta_rule",
+    "gated_delta_rule_step",
     "linear_attention",
     "matmul",
     "matmul_blocked",

@@ -21,6 +21,7 @@ CHAPTERS = (
     ("14_ragged_prefill", "Ragged prefill", "sequences of any lengths", "compute"),
     ("15_serving", "Serving", "an engine made of kernels", "both"),
     ("16_grouped_matmul", "Grouped matmul", "experts: a table of tiles", "both"),
+    ("17_linear_attention", "Linear attention", "chunks of a recurrence, a state", "memory"),
     ("18_nvlink", "Across GPUs", "stores to peers, signals", "both"),
 )
 COLOURS = {"memory": ORANGE, "compute": BLUE, "both": GREEN}

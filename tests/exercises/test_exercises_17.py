@@ -1,0 +1,182 @@
+"""The exercises of chapter 17: solutions are accepted; wrong answers and untouched skeletons are not."""
+
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tests.exercises.answers import NOTEBOOKS, accepted, rejected, skeletons
+
+sys.path.insert(0, str(NOTEBOOKS))
+
+from exercises import ex17  # noqa: E402
+
+skeleton = skeletons("17_linear_attention")
+
+
+# Exercise 1
+
+
+def combine(first, second):
+    (d0, s0), (d1, s1) = first, second
+    return d0 * d1, d1 * s0 + s1
+
+
+def combine_in_jax(first, second):
+    return tuple(jnp.asarray(x) for x in combine(first, second))
+
+
+@pytest.mark.parametrize("right", [combine, combine_in_jax])
+def test_combine_solution(right):
+    accepted(ex17.check_combine(right))
+
+
+def in_place(first, second):
+    first[1][:] = second[0] * first[1] + second[1]
+    return first[0] * second[0], first[1]
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (lambda first, second: (first[0] * second[0], first[1] + second[1]), "decays there"),
+        (lambda first, second: combine(second, first), "exchanged"),
+        (lambda first, second: (first[0] + second[0], combine(first, second)[1]), "the decay is wrong"),
+        (lambda first, second: (first[0] * second[0], second[0] * first[1]), "the state is wrong"),
+        (lambda first, second: (first[0] * second[0], 3.0), "has shape ()"),
+        (lambda first, second: 3.0, "must be a pair"),
+        (in_place, "state that it was given"),
+        (lambda first, second: 1 / 0, "raised ZeroDivisionError"),
+    ],
+)
+def test_combine_wrong(wrong, said):
+    rejected(ex17.check_combine(wrong), said)
+
+
+def test_combine_skeleton():
+    rejected(ex17.check_combine(skeleton("exercise-1")["combine"]), "write its body")
+
+
+# Exercise 2
+
+
+def decays(cum):
+    exponent = cum[:, None] - cum
+    return np.exp(np.where(np.tri(len(cum), dtype=bool), exponent, -np.inf))
+
+
+def cut_at_zero(cum):
+    return np.tril(np.exp(np.minimum(cum[:, None] - cum, 0)))
+
+
+@pytest.mark.parametrize("right", [decays, cut_at_zero])
+def test_weights_solution(right):
+    accepted(ex17.check_weights(right))
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (lambda cum: np.tri(16) * np.exp(cum[:, None] - cum), "are NaN"),
+        (lambda cum: np.tril(np.exp(cum)[:, None] * np.exp(-cum)), "are NaN"),
+        (lambda cum: np.exp(cum[:, None] - cum), "come after it"),
+        (lambda cum: np.exp(np.minimum(cum[:, None] - cum, 0)), "come after it"),
+        (lambda cum: decays(cum).T, "exchanged"),
+        (lambda cum: decays(2 * cum), "it must be"),
+        (lambda cum: cum, "has shape (16,)"),
+        (lambda cum: cum[99], "raised IndexError"),
+    ],
+)
+def test_weights_wrong(wrong, said):
+    rejected(ex17.check_weights(wrong), said)
+
+
+def test_weights_skeleton():
+    rejected(ex17.check_weights(skeleton("exercise-2")["decays"]), "write its body")
+
+
+# Exercise 3
+
+
+def between(size, block):
+    index = np.arange(size)
+    return (index[:, None] ^ index) // block == 1
+
+
+def double(d, lower, block):
+    e = np.where(between(len(d), block), lower, 0)
+    return d - d @ e @ d
+
+
+def block_by_block(d, lower, block):
+    d = d.copy()
+    for i in range(0, len(d), 2 * block):
+        above, below = slice(i, i + block), slice(i + block, i + 2 * block)
+        d[below, above] = -d[below, below] @ lower[below, above] @ d[above, above]
+    return d
+
+
+@pytest.mark.parametrize("right", [double, block_by_block])
+def test_double_solution(right):
+    accepted(ex17.check_double(right))
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (lambda d, lower, block: d, "nothing has changed"),
+        (lambda d, lower, block: 2 * d - double(d, lower, block), "a sign is wrong"),
+        (lambda d, lower, block: d - np.where(between(len(d), block), lower, 0), "on both sides"),
+        (lambda d, lower, block: d - d @ lower @ d, "mask it"),
+        (lambda d, lower, block: d @ d, "nothing has changed"),
+        (lambda d, lower, block: 3 * d, "not the inverse"),
+        (lambda d, lower, block: d[0], "has shape"),
+    ],
+)
+def test_double_wrong(wrong, said):
+    rejected(ex17.check_double(wrong), said)
+
+
+def test_double_skeleton():
+    rejected(ex17.check_double(skeleton("exercise-3")["double"]), "write its body")
+
+
+# Exercise 4
+
+
+def add_chunk(acc, k_smem, v_smem, w, scaled_smem, *, commits=True, weighs=True):
+    v = plgpu.load(v_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+    if weighs:
+        v = v * lax.broadcast_in_dim(w, v.shape, [0])
+    scaled_smem[...] = v.astype(scaled_smem.dtype)
+    if commits:
+        plgpu.commit_smem()
+    plgpu.wgmma(acc, scaled_smem.T, k_smem)
+
+
+def test_add_chunk_solution():
+    accepted(ex17.check_add_chunk(add_chunk))
+
+
+def not_transposed(acc, k_smem, v_smem, w, scaled_smem):
+    plgpu.wgmma(acc, v_smem, k_smem)
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (lambda *args: add_chunk(*args, commits=False), "commit what you have stored"),
+        (lambda *args: add_chunk(*args, weighs=False), "the weights are missing"),
+        (not_transposed, "the state after two chunks"),
+        (lambda *args: 1 / 0, "can not be compiled for a GPU: ZeroDivisionError"),
+    ],
+)
+def test_add_chunk_wrong(wrong, said):
+    rejected(ex17.check_add_chunk(wrong), said)
+
+
+def test_add_chunk_skeleton():
+    rejected(ex17.check_add_chunk(skeleton("exercise-4")["add_chunk"]), "write the body")

@@ -1,0 +1,354 @@
+"""The gated delta rule: chunks equal the recurrence, whatever the lengths, decays, parts and neighbours."""
+
+import functools
+import importlib
+import inspect
+import sys
+import types
+
+import delta
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from delta import check, problem
+
+from cookbook import gated_delta_rule, lab
+from cookbook.recurrent import core, delta_backward, delta_forward, delta_gradients, delta_inverse
+from cookbook.recurrent.core import Sequences
+
+module = importlib.import_module("cookbook.recurrent.gated_delta_rule")
+reference, Config = module.gated_delta_rule_reference, module.Config
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+NAMES = "q", "k", "v", "g", "beta", "initial_state"
+
+
+@pytest.mark.parametrize("length", [1, 64, 199, *map(slow, (63, 65))])
+def test_lengths(length):
+    check(gated_delta_rule, problem(length=length))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(heads=4, key_heads=2, key_dim=128, length=70),
+        dict(value_dim=128, batch=2, length=70, dtype=jnp.float16),
+        slow(dict(key_dim=128, value_dim=128, heads=3, length=130)),
+    ],
+    ids=str,
+)
+def test_sizes(sizes):
+    check(gated_delta_rule, problem(**sizes))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        dict(decay=0.0, correlated=0.95, beta=1.0),
+        dict(decay=20.0),
+        dict(beta=0.0),
+        slow(dict(decay=1e-5, correlated=0.5)),
+        slow(dict(decay=1.0, beta=1.0)),
+    ],
+    ids=str,
+)
+def test_decays_and_betas(how):
+    """No decay and keys that are nearly the same, states that are forgotten at once, corrections of none or all."""
+    check(gated_delta_rule, problem(length=140, **how))
+
+
+@pytest.mark.parametrize("config", [Config(2), Config(output_wgs=2), slow(Config(4, 2))], ids=str)
+def test_configs(config):
+    check(gated_delta_rule, problem(length=330), config=config, scale=0.3)
+
+
+def test_chunks_are_the_recurrence():
+    args = problem(length=200, heads=2, key_dim=128, seed=3)
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(np.asarray(x, np.float64)) for x in args[:6]]
+        wanted = reference(*exact[:5], initial_state=exact[5], return_final_state=True)
+        got = delta.chunked(*exact)
+        for ours, theirs in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-12)
+
+
+def test_no_drift():
+    """65536 tokens in float32, rounded where the kernel rounds, are as far from float64 at the end as at the start."""
+    args = problem(length=65536, decay=1e-4, seed=4)[:6]
+    rounded = lambda x: x.astype(jnp.bfloat16).astype(x.dtype)
+    with jax.enable_x64(True):
+        exact, _ = jax.jit(delta.chunked)(*(jnp.asarray(np.asarray(x, np.float64)) for x in args))
+    ours, _ = jax.jit(functools.partial(delta.chunked, rounded=rounded))(*args)
+    error = np.asarray(ours, np.float64)[0, :, 0] - np.asarray(exact)[0, :, 0]
+    first, last = (np.linalg.norm(error[rows]) for rows in (slice(2048, 4096), slice(-2048, None)))
+    assert last < 1.5 * first
+
+
+def run(*args, config=None):
+    q, k, v, g, beta, state, cu = args
+    how = dict(initial_state=state, cu_seqlens=cu, return_final_state=True, config=config)
+    return lab.run(functools.partial(gated_delta_rule, **how), q, k, v, g, beta)
+
+
+@pytest.mark.parametrize("at", [64, slow(100), slow(1)])
+def test_a_sequence_may_be_split_anywhere(at):
+    *tokens, state, cu = problem(length=150)
+    whole, final = run(*tokens, state, cu)
+    first, between = run(*(x[:, :at] for x in tokens), state, cu)
+    second, end = run(*(x[:, at:] for x in tokens), between, cu)
+    parts = jnp.concatenate([first, second], axis=1)
+    if at % delta.CHUNK == 0:
+        assert (parts == whole).all() and (end == final).all()
+    np.testing.assert_allclose(np.float32(parts), np.float32(whole), atol=2e-2)
+    np.testing.assert_allclose(end, final, atol=2e-2)
+
+
+@pytest.mark.parametrize("how", [dict(length=520), slow(dict(lens=[300, 3, 200]))], ids=str)
+def test_parts(how):
+    check(gated_delta_rule, problem(decay=0.002, **how), config=Config(parts=2))
+
+
+@pytest.mark.parametrize(
+    "shape, parts", [((1, 8192, 64), None), ((1, 32768, 8), 8), ((4, 8192, 64), None), ((1, 600, 1), None)]
+)
+def test_sequences_are_split_where_they_do_not_fill_the_gpu(shape, parts):
+    batch, length, heads = shape
+    v = jax.ShapeDtypeStruct((batch * length, heads, 128), jnp.bfloat16)
+    sequences = module._sequences(module.Options(1.0, Config()), v, None, batch, 132)
+    assert sequences.part_rows == (parts and length // parts)
+
+
+LENS = [70, 0, 1, 130]
+
+
+@pytest.mark.parametrize("config", [None, slow(Config(2, 2))], ids=str)
+def test_packed_sequences(config):
+    check(gated_delta_rule, problem(lens=LENS, heads=2, padding=5), config=config)
+
+
+def test_packed_sequences_are_those_alone():
+    args = problem(lens=[70, 64, 3])
+    out, final = run(*args)
+    for i, (start, end) in enumerate(((0, 70), (70, 134), (134, 137))):
+        alone = run(*(x[:, start:end] for x in args[:5]), args[5][i : i + 1], None)
+        assert (alone[0] == out[:, start:end]).all() and (alone[1] == final[i : i + 1]).all()
+
+
+@pytest.mark.parametrize("name", ["k", "v", slow("q"), slow("g"), slow("beta")])
+def test_nan_stays_in_its_sequence(name):
+    args = dict(zip((*NAMES, "cu"), problem(lens=[70, 33, 40]), strict=True))
+    wanted, states = run(*args.values())
+    args[name] = args[name].at[:, 70:103].set(jnp.nan)
+    out, final = run(*args.values())
+    for rows in (slice(0, 70), slice(103, None)):
+        assert (out[:, rows] == wanted[:, rows]).all()
+    assert jnp.isnan(out[:, 70:103]).any() and (final[::2] == states[::2]).all()
+
+
+# Gradients -----------------------------------------------------------------------------------------------------------
+
+
+def gradients(op, args, seed=7, **how):
+    """A function of the floating-point arguments: gradients of random sums of o and the final states by all of them."""
+    rng = np.random.default_rng(seed)
+    of_o, of_states = rng.normal(size=args[2].shape), rng.normal(size=args[5].shape)
+    if args[6] is not None:
+        of_o[:, int(args[6][-1]) :] = 0
+
+    def loss(q, k, v, g, beta, state):
+        results = op(q, k, v, g, beta, initial_state=state, cu_seqlens=args[6], return_final_state=True, **how)
+        return sum((x * jnp.asarray(w, jnp.promote_types(x.dtype, jnp.float32))).sum() for x, w in
+                   zip(results, (of_o, of_states), strict=True))  # fmt: skip
+
+    return jax.grad(loss, tuple(range(6)))
+
+
+def check_gradients(args, tolerance=2**-7, **how):
+    """Against float64. What flash-linear-attention rounds to 16 bits is rounded to 16 bits too, two products after one
+    another: an error of about 2**-8, or below 2**-7."""
+    ours = gradients(gated_delta_rule, args, **how)
+    clean = [jnp.nan_to_num(x) for x in args[:6]]
+    theirs = gradients(lambda *xs, **kw: reference(*xs, **kw), args, **{k: v for k, v in how.items() if k == "scale"})
+    got = lab.run(ours, *args[:6])
+    with jax.enable_x64(True):
+        exact = jax.jit(theirs)(*(jnp.asarray(np.asarray(x, np.float64)) for x in clean))
+    for name, ours, wanted in zip(NAMES, got, exact, strict=True):
+        ours, wanted = np.asarray(ours, np.float64), np.asarray(wanted)
+        error = np.linalg.norm(ours - wanted) / max(np.linalg.norm(wanted), 1e-30)
+        assert np.isfinite(ours).all() and error < tolerance, (name, error)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        dict(length=130, heads=2, key_dim=128),
+        dict(lens=[70, 0, 30], padding=5, value_dim=128),
+        slow(dict(length=64, batch=2, dtype=jnp.float16)),
+        slow(dict(length=100, beta=0.0)),
+        slow(dict(length=100, decay=0.0, correlated=0.9, beta=1.0)),
+    ],
+    ids=str,
+)
+def test_gradients(how):
+    check_gradients(problem(**how))
+
+
+@pytest.mark.slow
+def test_gradients_of_parts_and_a_scale():
+    check_gradients(problem(length=520, decay=0.002), config=Config(parts=2), scale=0.5)
+
+
+def test_there_is_no_second_derivative():
+    args = problem(length=10)
+    once = lambda v: gradients(gated_delta_rule, args)(*args[:2], v, *args[3:6])[2].astype(jnp.float32).sum()
+    with lab.interpret(), pytest.raises(ValueError, match="second derivative.*gated_delta_rule_reference"):
+        jax.grad(once)(args[2])
+
+
+# What the compiler makes of it ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "key_dim, config", [(128, None), (64, None), slow(128, Config(3, 2)), slow(128, Config(parts=2))]
+)
+def test_what_the_compiler_makes_of_it(key_dim, config):
+    args = problem(1, 8192 if config == Config(parts=2) else 256, 2, 4, key_dim, 128)
+    op = functools.partial(gated_delta_rule, config=config)
+    compiled = lab.compile_for("h200", op, *args[:5])
+    assert compiled.spill_bytes == 0 and not compiled.remarks
+    assert compiled.smem_bytes <= (config or module.default_config(key_dim)).smem_bytes(key_dim)
+
+
+@pytest.mark.parametrize("key_dim", [128, slow(64)])
+def test_what_the_compiler_makes_of_the_gradients(key_dim):
+    args = problem(1, 200, 1, 1, key_dim, 64)
+    compiled = lab.compile_for("h200", gradients(gated_delta_rule, args), *args[:6])
+    assert compiled.spill_bytes == 0
+    assert 2 * (compiled.kernels[-1].smem_bytes + 1024) <= 228 * 1024  # Two blocks of the last kernel share an SM.
+
+
+def test_warpgroups_find_the_registers_that_they_ask_for():
+    for outputs, (state, output, memory) in delta_forward.REGISTERS.items():
+        assert state + outputs * output + memory <= 512
+    assert sum(delta_backward.REGISTERS) <= 512
+
+
+def test_compiles_under_x64():
+    with jax.enable_x64(True):
+        args = problem(1, 100)
+        lab.compile_for("h200", gradients(gated_delta_rule, args), *args[:6])
+
+
+# Arguments -----------------------------------------------------------------------------------------------------------
+
+
+def changed(**changes):
+    args = dict(zip((*NAMES, "cu_seqlens"), problem(length=10, heads=2), strict=True))
+    for name, change in changes.items():
+        args[name] = change(args[name]) if callable(change) else change
+    return gated_delta_rule(**args)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: changed(q=lambda q: q[0]), r"q.shape = .*must be \(B, T, K, N\)"),
+        (lambda: changed(k=lambda k: k.astype(jnp.float16)), "all bfloat16 or all float16: cast them"),
+        (lambda: changed(v=lambda v: v[:, :5]), "v their batch and length"),
+        (lambda: changed(v=lambda v: v[..., :40]), r"each must be one of \(64, 128\): pad with zeros"),
+        (lambda: changed(g=lambda g: g[..., :1]), r"g is .*must be \(1, 10, 2\)"),
+        (lambda: changed(beta=lambda b: b.astype(jnp.int32)), "floating-point"),
+        (lambda: changed(initial_state=lambda s: s[..., :5]), "initial_state"),
+        (lambda: changed(cu_seqlens=jnp.zeros((), jnp.int32)), "cu_seqlens"),
+        (lambda: changed(scale="x"), "scale='x'"),
+        (lambda: changed(config=Config(9)), "bytes of shared memory"),
+        (lambda: Config(1), "at least 2"),
+        (lambda: Config(parts=0), "at least 1"),
+    ],
+)
+def test_bad_arguments_are_refused(call, message):
+    with lab.interpret(), pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_without_a_gpu_it_says_what_to_do(no_gpu):
+    with pytest.raises(RuntimeError, match="lab.interpret"):
+        changed()
+
+
+# Mutants -------------------------------------------------------------------------------------------------------------
+
+SOURCES = dict(core=core, delta_inverse=delta_inverse, delta_forward=delta_forward, delta_backward=delta_backward,
+               delta_gradients=delta_gradients, gated_delta_rule=module)  # fmt: skip
+
+
+def copies_with(monkeypatch, name: str, old: str, new: str):
+    """The module of the op, and those that it is made of, with `old` in the source of `name` replaced."""
+    assert old in inspect.getsource(SOURCES[name]), old
+    copies = {}
+    for each in SOURCES:
+        source = inspect.getsource(SOURCES[each])
+        copy = copies[each] = types.ModuleType(f"mutant_of_{each}")
+        copy.__package__ = "cookbook.recurrent"
+        monkeypatch.setitem(sys.modules, copy.__name__, copy)
+        source = source.replace(old, new) if each == name else source
+        for other in SOURCES:
+            source = source.replace(f"from .{other} import", f"from mutant_of_{other} import")
+        for line in ("core", "core, delta_backward, delta_forward, delta_gradients"):
+            aliases = ", ".join(f"mutant_of_{other} as {other}" for other in line.split(", "))
+            source = source.replace(f"from . import {line}\n", f"import {aliases}\n")
+        exec(compile(source, copy.__name__, "exec"), copy.__dict__)
+    return copies["gated_delta_rule"]
+
+
+NOTHING = ("core", "PIECE", "PIECE")
+
+
+@pytest.mark.parametrize(
+    "name, old, new",
+    [
+        NOTHING,
+        ("delta_forward", "self.plan.interpreted, piece * decay)", "self.plan.interpreted, piece)"),
+        ("delta_forward", "row >= col", "row > col"),
+        ("delta_inverse", "(2, 4, 8, 16, 32)", "(2, 4, 8, 16)"),
+        slow("delta_inverse", "(row > col) &", "(row > col + 1) &"),
+        slow("delta_forward", "self.hand.fill(i)", "pass"),
+        slow("core", "operand.clear(slot,", "(lambda *_: None)(slot,"),
+    ],
+)  # fmt: skip
+def test_mutants_are_caught(run_only, found_if, monkeypatch, name, old, new):
+    """A state not decayed, masks off by one, the inverse's last block left out, a wait, neighbours' rows."""
+    fn = copies_with(monkeypatch, name, old, new)
+    *tokens, state, _ = problem(length=270)
+    starts = jnp.asarray([0, 70, 130, 270], jnp.int32)
+    tokens = [x.at[:, 70:130].set(jnp.nan) for x in tokens]
+    kept = lambda o: o.at[:, 70:130].set(0)
+    ours = lambda *args: kept(fn.gated_delta_rule(*args, cu_seqlens=starts, config=fn.Config(2)))
+    of = lambda *args: kept(reference(*map(jnp.nan_to_num, args), cu_seqlens=starts))
+    with found_if(old != new):
+        lab.check(ours, of, *tokens, tolerance=2**-7)
+
+
+@pytest.mark.parametrize(
+    "name, old, new",
+    [
+        ("delta_backward", "product([(decayed, q.at[p]), (dr, k.at[p])], True, piece * decay)",
+         "product([(decayed, q.at[p]), (dr, k.at[p])], True, piece)"),
+        slow("delta_backward", "row >= col", "row > col"),
+        ("delta_gradients", "apart >= int(strict)", "apart >= 0"),
+        slow("delta_gradients", "dcum += _dot(k.at[p], plus - minus)", "dcum += _dot(k.at[p], plus)"),
+        slow("gated_delta_rule", "last = to_end.sum(-1) +", "last ="),
+    ],
+)  # fmt: skip
+def test_mutants_of_the_gradients_are_caught(monkeypatch, name, old, new):
+    fn = copies_with(monkeypatch, name, old, new)
+    monkeypatch.setitem(globals(), "gated_delta_rule", fn.gated_delta_rule)
+    with pytest.raises(AssertionError):
+        check_gradients(problem(length=130))
+
+
+def test_each_row_is_in_one_chunk():
+    sequences = Sequences(3, 150, True, delta.CHUNK)
+    first, num = (np.asarray(x) for x in module._places(sequences, jnp.asarray([0, 70, 70, 140])))
+    rows = [row + i for row, count in zip(first, num, strict=True) for i in range(count)]
+    assert sorted(rows) == list(range(140))
