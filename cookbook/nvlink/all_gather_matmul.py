@@ -55,7 +55,8 @@ from .all_gather import all_gather
 PIECE = 64, 256  # Rows and columns of the shard that a sender copies at once.
 LAG = 2  # Pieces that a sender has stored since those that it announces: their stores have ended by then.
 STAGES_MAX = 8
-PARTS = 4  # Parts of K, which are announced one by one.
+PARTS = 4  # The most parts of K that are announced one by one.
+PIECES_MIN = 4  # The fewest pieces of a block that each sender has, unless K is not cut.
 SENDERS = 2, 4, 8, 16  # Numbers of senders that a default configuration chooses from.
 # Bytes that one sender stores to a peer in a us beside products (15 to 40 were measured), and that NVLink carries.
 SENDER_RATE, NVLINK_RATE = 30e3, 350e3
@@ -81,9 +82,14 @@ class GatherPlan(matmul_core.ShardPlan):
 
     @property
     def block(self) -> tuple[int, int]:
-        """Rows and columns of a shard that are announced together: those of a cluster's tiles, and a part of K."""
-        k, width = self.tiles.k, PIECE[1]
-        return self.tiles.cluster_tile[0], pl.cdiv(pl.cdiv(k, min(PARTS, pl.cdiv(k, width))), width) * width
+        """Rows and columns of a shard that are announced together: those of a cluster's tiles, and a part of K.
+
+        Each sender has some pieces of a block, since a signal takes as long as a piece.
+        """
+        rows, (height, width) = self.tiles.cluster_tile[0], PIECE
+        across = pl.cdiv(self.tiles.k, width)
+        most = pl.cdiv(rows, height) * across // (PIECES_MIN * self.num_senders)
+        return rows, pl.cdiv(across, max(1, min(PARTS, most, across))) * width
 
     @property
     def blocks(self) -> tuple[int, int]:

@@ -140,7 +140,7 @@ def test_matmul_reduce_scatter(one_for_two, m, k, n, fields, transpose_rhs):
 @pytest.mark.parametrize(
     "m, k, n, fields, transpose_rhs",
     [
-        (128, 512, 128, dict(tile_m=128, tile_n=128, num_senders=1), False),
+        (200, 1000, 128, dict(tile_m=128, tile_n=128, num_senders=1), False),
         (200, 72, 264, dict(tile_m=128, tile_n=128, num_senders=2), False),
         (300, 600, 128, dict(tile_m=128, tile_n=64, num_senders=3), True),
         (130, 264, 64, dict(tile_m=128, tile_n=64, num_senders=2, cluster_m=2), False),
