@@ -5,8 +5,7 @@
 Shapes: k (rows, key heads, N), cum and beta (heads, chunks, 64) float32, inverse (heads, chunks, 64, 64) of the dtype
 of k. Rows and columns of tokens that a cut chunk does not have are zero.
 
-Role table: one warpgroup a block, which makes the inverses of one chunk for all value heads that share a key head. The
-product of the keys is theirs together.
+Role table: one warpgroup a block, which makes the inverse of one chunk for one value head.
 
 Barrier table:
 
@@ -27,14 +26,11 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
 from .core import COLUMNS, PIECE, ROWS, Operand, Tiles, row_tiles
 from .delta_core import CHUNK, SQUARE, TILED, apart_in_square, load, multiply, product, spread
-
-WARPGROUPS = 3  # Of a block, each with a chunk of its own, and a third of the registers of an SM.
 
 
 def inverse_of(minus_lower, d_smem, x_smem, interpreted: bool):
@@ -55,22 +51,18 @@ def inverse_of(minus_lower, d_smem, x_smem, interpreted: bool):
 
 
 def _kernel(first_rows, num_rows, k_gmem, of_rows, of_columns, o_gmem, *, interpreted, k_smem, filled, **scratch):
-    wg, head = lax.axis_index("wg"), lax.axis_index("head_index")
-    chunk = lax.axis_index("tile") * lax.axis_size("wg") + wg
+    chunk, head = lax.axis_index("tile"), lax.axis_index("head_index")
     key_head = _mgpu.div(head, lax.axis_size("head_index") // k_gmem.shape[1])
     keys = Operand(k_gmem, Tiles.views(k_smem, interpreted), key_head, k_gmem.shape[2] // PIECE)
 
-    @pl.when(chunk < first_rows.shape[0])
-    def _():
-        keys.copy(first_rows[chunk], CHUNK, wg, filled.at[wg])
-        vectors_of_rows = [load(vector.at[head, chunk], ROWS) for vector in of_rows]
-        mine = {name: smem.at[wg] for name, smem in scratch.items()}
-        for i, vector in enumerate(of_columns):
-            plgpu.copy_gmem_to_smem(vector.at[head, chunk], mine["columns_smem"].at[i], filled.at[wg])
-        plgpu.barrier_wait(filled.at[wg])
-        _invert(keys.smem.tiled.at[wg], vectors_of_rows, num_rows[chunk], interpreted, **mine)
-        plgpu.copy_smem_to_gmem(mine["o_smem"], o_gmem.at[head, chunk])
-        plgpu.wait_smem_to_gmem(0)
+    keys.copy(first_rows[chunk], CHUNK, 0, filled)
+    vectors_of_rows = [load(vector.at[head, chunk], ROWS) for vector in of_rows]
+    for i, vector in enumerate(of_columns):
+        plgpu.copy_gmem_to_smem(vector.at[head, chunk], scratch["columns_smem"].at[i], filled)
+    plgpu.barrier_wait(filled)
+    _invert(keys.smem.tiled.at[0], vectors_of_rows, num_rows[chunk], interpreted, **scratch)
+    plgpu.copy_smem_to_gmem(scratch["o_smem"], o_gmem.at[head, chunk])
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _invert(k_smem, of_rows, num_rows, interpreted: bool, columns_smem, d_smem, x_smem, o_smem):
@@ -92,21 +84,19 @@ def inverses(first_rows, num_rows, k, cum, beta, *, interpreted: bool, params):
     """`inverse` as the module's docstring says, of the chunks that begin at `first_rows` and have `num_rows`."""
     heads, chunks, _ = cum.shape
     pieces = k.shape[2] // PIECE
-    square = lambda dtype: plgpu.SMEM((WARPGROUPS, *SQUARE), dtype, **TILED)
+    square = lambda dtype: plgpu.SMEM(SQUARE, dtype, **TILED)
     return _mgpu.kernel(
         functools.partial(_kernel, interpreted=interpreted),
         out_type=jax.ShapeDtypeStruct((heads, chunks, *SQUARE), k.dtype),
-        grid=(pl.cdiv(chunks, WARPGROUPS), heads),
+        grid=(chunks, heads),
         grid_names=("tile", "head_index"),
-        num_threads=WARPGROUPS,
-        thread_name="wg",
         scratch_types=dict(
-            k_smem=row_tiles((WARPGROUPS, pieces, CHUNK, PIECE), k.dtype, interpreted),
-            columns_smem=plgpu.SMEM((WARPGROUPS, 2, CHUNK), jnp.float32),
+            k_smem=row_tiles((1, pieces, CHUNK, PIECE), k.dtype, interpreted),
+            columns_smem=plgpu.SMEM((2, CHUNK), jnp.float32),
             d_smem=square(jnp.float16),
             x_smem=square(jnp.float16),
             o_smem=square(k.dtype),
-            filled=plgpu.Barrier(num_arrivals=pieces + 2, num_barriers=WARPGROUPS),
+            filled=plgpu.Barrier(num_arrivals=pieces + 2),
         ),
         compiler_params=params,
     )(first_rows, num_rows, k, (cum, beta), (cum, beta))  # Twice: JAX finds no layout for one reference loaded in two.
