@@ -28,6 +28,7 @@ from cookbook.gemm import (
     ragged_dot_transposed,
 )
 from cookbook.gemm.matmul_blocked import matmul_blocked_reference
+from cookbook.recurrent import gated_delta_rule as delta_rule
 from cookbook.recurrent import ssd
 from cookbook.rows import reduce_sum, rms_norm, softmax
 
@@ -349,6 +350,60 @@ def _ssd_by_chunks(x, dt, a, b, c, chunk=64):
     return jnp.moveaxis(y, 0, 1).reshape(x.shape)
 
 
+def _delta_rule_by_chunks(q, k, v, g, beta, chunk=64):
+    """The gated delta rule without a kernel: XLA's products and triangular solver, a scan over the chunks."""
+    (batch, length, heads, size), f32 = v.shape, jnp.float32
+    q, k = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (q, k))
+    cut = lambda m: jnp.moveaxis(m.reshape(batch, length // chunk, chunk, heads, *m.shape[3:]), (1, 3), (0, 2))
+    product = functools.partial(jnp.einsum, preferred_element_type=f32)
+    rows, cols = jnp.arange(chunk)[:, None], jnp.arange(chunk)
+
+    def step(state, operands):
+        q, k, v, cum, beta = operands  # (batch, heads, chunk, ...)
+        decay = jnp.exp(jnp.where(rows >= cols, cum[..., :, None] - cum[..., None, :], -jnp.inf))
+        lower = jnp.where(rows > cols, beta[..., None] * decay * product("bhtn,bhsn->bhts", k, k), 0)
+        before = product("bhtn,bhpn->bhtp", k, state.astype(k.dtype)) * jnp.exp(cum)[..., None]
+        change = jax.scipy.linalg.solve_triangular(
+            lower + jnp.eye(chunk), beta[..., None] * (v - before), lower=True, unit_diagonal=True
+        )
+        pairs = (product("bhtn,bhsn->bhts", q, k) * decay).astype(v.dtype)
+        o = product("bhtn,bhpn->bhtp", q, state.astype(q.dtype)) * jnp.exp(cum)[..., None]
+        o = o + product("bhts,bhsp->bhtp", pairs, change.astype(v.dtype))
+        left = (change * jnp.exp(cum[..., -1:] - cum)[..., None]).astype(v.dtype)
+        state = state * jnp.exp(cum[..., -1])[..., None, None] + product("bhtp,bhtn->bhpn", left, k)
+        return state, (o * k.shape[-1] ** -0.5).astype(v.dtype)
+
+    operands = cut(q), cut(k), cut(v), jnp.cumsum(cut(g.astype(f32)), axis=-1), cut(beta.astype(f32))
+    _, o = jax.lax.scan(jax.checkpoint(step), jnp.zeros((batch, heads, size, k.shape[-1]), f32), operands)
+    return jnp.moveaxis(o, (0, 2), (1, 3)).reshape(v.shape)
+
+
+def _delta_rule(batch, length, key_heads, heads, target=None, gradients=False, dim=128, **kwargs):
+    """Decays near 1, and betas that keys of norm 1 would have from 0 to 1: normal keys have about `dim` ** 0.5."""
+    shapes = *[(batch, length, key_heads, dim)] * 2, (batch, length, heads, dim), *[(batch, length, heads)] * 2
+
+    def of(fn):
+        def call(q, k, v, g, beta):
+            return fn(q, k, v, -jax.nn.softplus(g - 4.0), jax.nn.sigmoid(beta) / (1.5 * dim))
+
+        loss = lambda *args: jnp.sum(jnp.square(call(*args).astype(jnp.float32)))
+        return jax.grad(loss, argnums=(0, 1, 2, 3, 4)) if gradients else call
+
+    def exact(q, k, v, g, beta):
+        """In float32; token by token, unless gradients would have to keep the state of each."""
+        if not gradients:
+            return delta_rule.gated_delta_rule_reference(q, k, v, g, beta)
+        with jax.default_matmul_precision("highest"):
+            return _delta_rule_by_chunks(*(x.astype(jnp.float32) for x in (q, k, v)), g, beta)
+
+    flops = delta_rule.flops(batch * length, heads, dim, dim) * (4 if gradients else 1)
+    nbytes = delta_rule.bytes_moved(batch * length, key_heads, heads, dim, dim) * (3 if gradients else 1)
+    size = f"b{batch}_t{length}_h{key_heads}_{heads}_d{dim}" + ("_grad" if gradients else "")
+    return Case("gated_delta_rule", shapes, BF16, of(cookbook.gated_delta_rule), of(exact),
+                {"xla": of(_delta_rule_by_chunks)}, flops, nbytes, size, target=target,
+                dtypes=(BF16, BF16, BF16, jnp.float32, jnp.float32), **kwargs)  # fmt: skip
+
+
 def _ssd(batch, length, heads, groups, head_dim, state_dim, target=None, gradients=False, **kwargs):
     """dt and a are made of normal numbers as Mamba-2's layers make them: dt from 0.001 to 0.1 or so."""
     wide = (batch, length, groups, state_dim)
@@ -611,6 +666,11 @@ CASES += [
     _ssd(1, 65536, 32, 32, 64, 128, Target("fla", 1 / 0.45)),
     _ssd(4, 8192, 80, 1, 64, 128),
     _ssd(4, 8192, 32, 32, 64, 128, Target("fla", 1 / 0.6), gradients=True),
+    # 0.45, 0.90 and 0.35 ms.
+    _delta_rule(1, 8192, 16, 64, Target(None, rate=0.755), headline=True),
+    _delta_rule(4, 8192, 16, 64, Target(None, rate=1.51)),
+    _delta_rule(1, 32768, 2, 8, Target(None, rate=0.485)),
+    _delta_rule(1, 8192, 16, 64, Target("fla", 1 / 0.6), gradients=True),
 ]
 
 

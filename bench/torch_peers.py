@@ -18,10 +18,13 @@ CHECKED_ROWS = 128  # Of an operator with a state, whose recurrence is computed 
 
 
 def cases(op: str | None = None) -> list[Case]:
-    """Problems of rows by matrices that lie as (G, K, N), and those of SSD with b and c for each head."""
-    products = [case for case in CASES if case.op == "ragged_dot" and case.derive is None]
-    states = [case for case in CASES if case.op == "ssd" and case.shapes[3][2] == case.shapes[0][2]]
-    return [case for case in products + states if op in (None, case.op)]
+    """Problems of rows by matrices that lie as (G, K, N), SSD with b and c for each head, the gated delta rule."""
+    takes = {
+        "ragged_dot": lambda case: case.derive is None,
+        "ssd": lambda case: case.shapes[3][2] == case.shapes[0][2],
+        "gated_delta_rule": lambda case: True,
+    }
+    return [case for case in CASES if op in (None, case.op) and case.op in takes and takes[case.op](case)]
 
 
 def main(op: str | None = None, iterations: int = 30) -> int:
@@ -32,7 +35,8 @@ def main(op: str | None = None, iterations: int = 30) -> int:
     if not torch.cuda.is_available():
         sys.exit("bench.torch_peers: torch sees no GPU: this needs one")
     for case in cases(op):
-        prepare = {"ragged_dot": _grouped_product, "ssd": _simple_gla}[case.op]
+        of_op = {"ragged_dot": _grouped_product, "ssd": _simple_gla, "gated_delta_rule": _gated_delta_rule}
+        prepare = of_op[case.op]
         try:
             impl, version, call, error = prepare(torch, case)
         except ImportError as missing:
@@ -71,24 +75,50 @@ def _simple_gla(torch, case):
 
     dt x and the logarithms of decays are made before, and not timed.
     """
-    import fla
     from fla.ops.simple_gla import chunk_simple_gla
 
     x, dt, a, b, c = (torch.randn(shape, device="cuda") for shape in case.shapes)
     dt, a = torch.nn.functional.softplus(dt - 4.0), -torch.exp(a)
     operands = [*(m.bfloat16() for m in (c, b, dt[..., None] * x)), dt * a]
-    forward = lambda: chunk_simple_gla(*operands, scale=1.0)[0]
-    q, k, v, g = (m[0, :CHECKED_ROWS].double() for m in operands)
+
+    def token(state, q, k, v, g):
+        return torch.exp(g)[:, None, None] * state + v[..., None] * k[:, None]
+
+    return _with_state(torch, case, lambda *args: chunk_simple_gla(*args, scale=1.0)[0], operands, token)
+
+
+def _gated_delta_rule(torch, case):
+    """(name, versions, call, its error) of fla's gated delta rule, on keys of norm 1."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    q, k, v, g, beta = (torch.randn(shape, device="cuda") for shape in case.shapes)
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    operands = [*(x.bfloat16() for x in (q, k, v)), -torch.nn.functional.softplus(g - 4.0), torch.sigmoid(beta)]
+
+    def token(state, q, k, v, g, beta):
+        state = torch.exp(g)[:, None, None] * state
+        change = beta[:, None] * (v - (state * k[:, None]).sum(-1))
+        return state + change[..., None] * k[:, None]
+
+    return _with_state(torch, case, lambda *args: chunk_gated_delta_rule(*args, scale=1.0)[0], operands, token)
+
+
+def _with_state(torch, case, forward, operands, token):
+    """(name, versions, call, its error) of one of fla's, whose state `token(state, q, k, v, ...)` changes."""
+    import fla
+
+    q, k, v, *rest = (m[0, :CHECKED_ROWS].double() for m in operands)
+    q, k = (m.repeat_interleave(v.shape[1] // m.shape[1], 1) for m in (q, k))
     state, wanted = torch.zeros(*v.shape[1:], q.shape[-1], device="cuda", dtype=torch.float64), []
     for t in range(CHECKED_ROWS):
-        state = torch.exp(g[t])[:, None, None] * state + v[t][..., None] * k[t][:, None]
+        state = token(state, q[t], k[t], v[t], *(m[t] for m in rest))
         wanted.append((state * q[t][:, None]).sum(-1))
-    found = forward()[0, :CHECKED_ROWS].double().cpu().numpy()
+    found = forward(*operands)[0, :CHECKED_ROWS].double().cpu().numpy()
     error = relative_error(found, torch.stack(wanted).cpu().numpy())
-    call, d_out = forward, torch.randn_like(operands[2])
+    call, d_out = lambda: forward(*operands), torch.randn_like(operands[2])
     if case.size.endswith("_grad"):
         operands = [m.requires_grad_() for m in operands]
-        call = lambda: torch.autograd.grad(forward(), operands, d_out)
+        call = lambda: torch.autograd.grad(forward(*operands), operands, d_out)
     return "fla", dict(torch=torch.__version__, fla=fla.__version__), call, error
 
 

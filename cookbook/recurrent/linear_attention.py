@@ -8,7 +8,7 @@ with key head n // (N // K). All are bfloat16 or all float16. P is a multiple of
 
 This is `ssd` with a = 0 and dt = 1, x = value, b = key and c = query: its roles, barriers, bounds and gradients.
 
-Source: Katharopoulos et al., "Transformers are RNNs" (2020).
+Chapter: notebooks/17_linear_attention.ipynb. Source: Katharopoulos et al., "Transformers are RNNs" (2020).
 """
 
 import jax.numpy as jnp

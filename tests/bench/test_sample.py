@@ -135,7 +135,7 @@ def test_grouped_problems_have_peers_of_the_same_result(case):
 def test_torch_is_timed_on_the_matrices_that_it_takes(monkeypatch):
     timed = torch_peers.cases("ragged_dot")
     assert timed and all(case.shapes[1][1] == case.shapes[0][1] for case in timed)
-    assert {case.op for case in torch_peers.cases()} == {"ragged_dot", "ssd"}
+    assert {case.op for case in torch_peers.cases()} == {"ragged_dot", "ssd", "gated_delta_rule"}
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(SystemExit, match="torch is missing: install it"):
         torch_peers.main()
