@@ -118,6 +118,37 @@ def require_target(op: str) -> Target:
     return Target(device.device_kind, device.core_count)
 
 
+# By the major number of compute capability: whose tensor cores these are, their instructions, a GPU to compile for.
+ARCHITECTURES = {9: ("Hopper", "WGMMA", "h200"), 10: ("data-centre Blackwell", "tcgen05", "b200")}
+OTHERS = {
+    9: "cookbook.blackwell.matmul or cookbook.blackwell.matmul_mxfp8",
+    10: "cookbook.matmul or cookbook.matmul_fp8",
+}
+SAME = {"matmul": "blackwell.matmul", "matmul_fp8": "blackwell.matmul_mxfp8"}  # Hopper's ops, and Blackwell's.
+
+
+def require_tensor_cores(op: str, major: int = 9) -> Target:
+    """`require_target(op)`, for an op on tensor cores that GPUs of compute capability `major` alone have.
+
+    Raises:
+      RuntimeError: as `require_target` does; or the GPU has other tensor cores.
+    """
+    gpu = jax.devices()[0] if jax.default_backend() == "gpu" else None
+    capability = int(float(gpu.compute_capability)) if gpu else 0
+    if _target.get() is not None or capability == major or (gpu is None and major == 9):
+        return require_target(op)
+    architecture, instructions, name = ARCHITECTURES[major]
+    found = f"{gpu.device_kind} has {gpu.compute_capability}" if gpu else "JAX sees no GPU"
+    other = (SAME if major == 9 else {b: a for a, b in SAME.items()}).get(op)
+    other = f"cookbook.{other}" if other else OTHERS[major]
+    raise RuntimeError(
+        f"cookbook.{op} is built on {instructions}, which {architecture} alone has (compute capability {major}.x), and "
+        f"{found}. "
+        + (f"For it there is {other}. " if capability in ARCHITECTURES else "")
+        + _how_to_interpret(op).replace("h200", name)
+    )
+
+
 def _how_to_interpret(op: str) -> str:
     if importlib.util.find_spec(f"{__package__}.lab") is None:  # The family was copied without it.
         return (

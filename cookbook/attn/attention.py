@@ -559,7 +559,7 @@ class Options:
 
 def _run(query, key, value, segments, options: Options):
     """(out, lse)."""
-    target = _mgpu.require_target("attention")
+    target = _mgpu.require_tensor_cores("attention")
     (batch, num_q, num_heads, head_dim), (_, num_kv, num_kv_heads, _) = query.shape, key.shape
     config = options.config or default_config(head_dim, (options.left, options.right) != (None, None))
     plan = Plan(
@@ -586,7 +586,7 @@ def _attention_fwd(query, key, value, segments, options: Options):
 
 
 def _attention_bwd(options: Options, residuals, gradients):
-    target = _mgpu.require_target("attention")
+    target = _mgpu.require_tensor_cores("attention")
     dq, dk, dv = attention_bwd.gradients(
         *residuals, *gradients, scale=options.scale, soft_cap=options.soft_cap, left=options.left, right=options.right,
         interpreted=target.interpreted, params=_mgpu.compiler_params(approx_math=True),

@@ -595,7 +595,7 @@ def paged_attention(
       ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
     """
     _check(q, k_pages, v_pages, block_tables, kv_lens, scale, logits_soft_cap, local_window_size)
-    target = _mgpu.require_target("paged_attention")
+    target = _mgpu.require_tensor_cores("paged_attention")
     (num_seqs, num_heads, head_dim), (num_pages, page_size, num_kv_heads, _) = q.shape, k_pages.shape
     config = config or default_config(head_dim)
     if (need := config.smem_bytes(head_dim)) > _mgpu.SMEM_BYTES_MAX:

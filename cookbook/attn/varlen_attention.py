@@ -612,7 +612,7 @@ def _forward(q, k, v, block_tables, cu_seqlens_q, kv_where, *, plan: Plan, param
 def run(op, q, k, v, block_tables, cu_seqlens_q, kv_where, *, pages, is_causal, scale, local_window_size,
         logits_soft_cap, return_lse, config):  # fmt: skip
     """Run `varlen_attention` or `ragged_paged_attention`, whose arguments have been checked."""
-    target = _mgpu.require_target(op)
+    target = _mgpu.require_tensor_cores(op)
     num_tokens, num_heads, head_dim = q.shape
     left, right = window(is_causal, local_window_size)
     config = config or default_config(head_dim)

@@ -63,7 +63,7 @@ def _forward(a, b, bias, options: Options):
     if k == 0:
         product = jnp.zeros((m, n), jnp.float32) + (0.0 if bias is None else bias.astype(jnp.float32))
         return activation(product).astype(options.out_dtype)
-    target = _mgpu.require_target("matmul")
+    target = _mgpu.require_tensor_cores("matmul")
     transposes = options.transpose_a, options.transpose_b
     config = options.config or default_config(m, n, k, a.dtype, options.out_dtype, *transposes, target.num_sms)
     plan = core.plan_of(

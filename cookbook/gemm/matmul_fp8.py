@@ -106,7 +106,7 @@ def matmul_fp8(
     vectors = _vectors(_scale("scale_a", scale_a, m), _scale("scale_b", scale_b, n))
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
-    target = _mgpu.require_target("matmul_fp8")
+    target = _mgpu.require_tensor_cores("matmul_fp8")
     config = config or default_config(m, n, k, out_dtype, target.num_sms)
     dtypes = a.dtype, b.dtype
     plan = plan_of(m, n, k, dtypes, (False, False), identity, out_dtype, config, target.num_sms, target.interpreted)

@@ -242,7 +242,7 @@ def matmul_int8_weights(a, w_q, scales, *, out_dtype=None, transpose_w=False, co
         )
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
-    target = _mgpu.require_target("matmul_int8_weights")
+    target = _mgpu.require_tensor_cores("matmul_int8_weights")
     config = config or default_config(m, n, k, target.num_sms)
     tiles = Tiles(n, m, k, config.tile_k, config, target.num_sms)
     operands = (

@@ -202,7 +202,7 @@ def matmul_pipelined(
         return jnp.zeros((m, n), out_dtype)
     if k == 0:
         return jnp.broadcast_to(activation(jnp.zeros((), jnp.float32)), (m, n)).astype(out_dtype)
-    _mgpu.require_target("matmul_pipelined")
+    _mgpu.require_tensor_cores("matmul_pipelined")
     return _call(
         a, b, m=m, n=n, k=k, transpose_a=transpose_a, transpose_b=transpose_b, activation=activation,
         out_dtype=out_dtype, config=config or default_config(m, n, k),

@@ -209,7 +209,7 @@ def matmul_wgmma(a, b, *, transpose_a=False, transpose_b=False, out_dtype=None, 
     m, n, k = _mgpu.matmul_sizes("matmul_wgmma", a, b, transpose_a, transpose_b)
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
-    _mgpu.require_target("matmul_wgmma")
+    _mgpu.require_tensor_cores("matmul_wgmma")
     plan = Plan(m, n, k, transpose_a, transpose_b, config or default_config(m, n, k))
     return _call(a, b, plan=plan, out_dtype=out_dtype, params=_mgpu.compiler_params())
 

@@ -87,7 +87,7 @@ def _forward(lhs, rhs, group_sizes, group_offset, options: Options):
     if 0 in (m, n, k, num_groups):
         activation = identity if options.is_gated else options.activation
         return activation(jnp.zeros((m, n), jnp.float32)).astype(options.out_dtype)
-    target = _mgpu.require_target("ragged_dot")
+    target = _mgpu.require_tensor_cores("ragged_dot")
     config = options.config or default_config(
         m, n, k, num_groups, lhs.dtype, options.out_dtype, transpose_rhs, options.is_gated, target.num_sms
     )

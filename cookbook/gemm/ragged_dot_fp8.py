@@ -124,7 +124,7 @@ def ragged_dot_fp8(
     group_sizes, group_offset = groups.check_groups(op, group_sizes, group_offset, m, num_groups)
     if 0 in (m, n, k, num_groups):
         return jnp.zeros((m, n), out_dtype)
-    target = _mgpu.require_target(op)
+    target = _mgpu.require_tensor_cores(op)
     config = config or default_config(m, n, k, num_groups, out_dtype, by_block, target.num_sms)
     if by_block and not _fits_blocks(config):
         raise ValueError(

@@ -123,7 +123,7 @@ def ragged_dot_int8_weights(
     group_sizes, group_offset = groups.check_groups(op, group_sizes, group_offset, m, num_groups)
     if 0 in (m, n, k, num_groups):
         return jnp.zeros((m, n), out_dtype)
-    target = _mgpu.require_target(op)
+    target = _mgpu.require_tensor_cores(op)
     config = config or default_config(m, n, k, num_groups, target.num_sms)
     tiles = groups.RowTiles(n, m, k, config.tile_k, config, target.num_sms, num_groups=num_groups, axis=1)
     operands = (

@@ -116,7 +116,7 @@ def ragged_dot_transposed(
     count = group_sizes.size if num_groups is None else num_groups
     if 0 in (m, k, n, count):
         return jnp.zeros((count, k, n), out_dtype)
-    target = _mgpu.require_target(op)
+    target = _mgpu.require_tensor_cores(op)
     config = config or default_config(m, k, n, count, lhs.dtype, out_dtype, target.num_sms)
     plan = groups.sum_plan(k, n, m, count, lhs.dtype, out_dtype, config, target.num_sms, target.interpreted)
     table = groups.sum_table(*groups.bounds(group_sizes, m, group_offset, count))

@@ -222,7 +222,7 @@ def gather_product(lhs, rhs, axis_name, config: Config | None = None, *, transpo
     if 0 in (m, n, k):
         shape, gathered = (num_devices * m, n), all_gather(lhs, axis_name)
         return _mgpu.alike(jnp.zeros(shape, lhs.dtype), gathered, rhs)[0], gathered
-    num_sms = _mgpu.require_target("all_gather_matmul").num_sms
+    num_sms = _mgpu.require_tensor_cores("all_gather_matmul").num_sms
     c = config or default_config(m, n, k, num_devices, lhs.dtype, transpose_rhs, num_sms)
     first = pl.cdiv(c.num_senders, c.cluster_m * c.cluster_n)
     left = num_sms - first * c.cluster_m * c.cluster_n

@@ -174,7 +174,7 @@ def scatter_product(lhs, rhs, axis_name, config: Config | None = None, *, transp
     (m, k), n, num_devices = lhs.shape, rhs.shape[0 if transpose_rhs else 1], lax.axis_size(axis_name)
     if 0 in (m, n, k):
         return _mgpu.alike(jnp.zeros((m // num_devices, n), lhs.dtype), lhs, rhs)[0]
-    num_sms = _mgpu.require_target("matmul_reduce_scatter").num_sms
+    num_sms = _mgpu.require_tensor_cores("matmul_reduce_scatter").num_sms
     c = config or default_config(m, n, k, num_devices, lhs.dtype, transpose_rhs, num_sms)
     plan = matmul_core.plan_of(
         ScatterPlan, m // num_devices, n, k, num_devices, lhs.dtype, transpose_rhs, c, num_sms, axis_name=axis_name
