@@ -24,6 +24,7 @@ class Peak:
 
 
 _H200 = "NVIDIA H200 datasheet (SXM), dense"
+_B200 = "NVIDIA HGX B200 datasheet, dense"  # It gives the rates of sparse products, of which dense ones are half.
 PEAKS: dict[str, dict[str, Peak]] = {
     "h200": {
         "fp8": Peak(1979e12, _H200),
@@ -35,7 +36,19 @@ PEAKS: dict[str, dict[str, Peak]] = {
         "f64": Peak(67e12, f"{_H200}; the tensor cores"),
         "hbm": Peak(4.8e12, _H200),
         "nvlink": Peak(450e9, f"{_H200}; each way, with all links of a GPU"),
-    }
+    },
+    "b200": {
+        "fp8": Peak(4500e12, _B200),  # MXFP8 too: scales cost no products.
+        "int8": Peak(4500e12, _B200),
+        "bf16": Peak(2250e12, _B200),
+        "f16": Peak(2250e12, _B200),
+        "tf32": Peak(1100e12, _B200),
+        "f32": Peak(75e12, f"{_B200}; the CUDA cores"),
+        "f64": Peak(37e12, _B200),
+        # The HGX B200 datasheet says 62 TB/s of 8 GPUs, that of the DGX B200 64: the higher one is the bound.
+        "hbm": Peak(8.0e12, "NVIDIA DGX B200 datasheet, an eighth of 64 TB/s"),
+        "nvlink": Peak(900e9, f"{_B200}; each way, with all links of a GPU"),
+    },
 }
 # For each measured roof: the problem whose recorded rate it is, and the amount that the rate counts.
 _CEILINGS = {"hbm": ("ceiling/stream", "nbytes"), "bf16": ("ceiling/matmul/bf16", "flops")}

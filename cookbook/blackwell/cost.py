@@ -1,0 +1,86 @@
+"""Which configuration of a product is predicted to be the fastest on a B200. Nobody here has measured one.
+
+The model has one term for each thing that can bound the kernel: the tensor cores, shared memory, copies into it, the
+stores of a tile, HBM. Rates of the tensor cores and of HBM are NVIDIA's figures. Those of copies and stores are assumed
+to be an H200's, to which the model of `cookbook.gemm.cost` was fitted.
+
+Shared memory is why a pair of blocks is expected to pay. A step of K is written to it once and read once. For 128 rows
+of a and 256 of b that takes 768 cycles at 128 bytes each, and the products take 512; in a pair each block holds 128 of
+those 256 rows, and both take 512.
+"""
+
+import dataclasses
+import functools
+import math
+
+from .core import SCALES, STEP_BYTES, TMEM_COLUMNS, Config
+
+WIDTHS = (32, 64, 96, 128, 160, 192, 224, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """Times and rates of one B200, none of them measured."""
+
+    clock: float = 1.85  # Billion cycles a second, at which 148 SMs have the dense rates of the datasheet.
+    products: float = 8192.0  # FLOP a cycle and SM of 16-bit products, and twice as many of 8 bits.
+    shared: float = 128.0  # Bytes a cycle that an SM reads from or writes to shared memory.
+    copy: float = 100.0  # Bytes a cycle that an SM copies into shared memory; an H200's.
+    start: float = 2.0  # us of a kernel before its first copy arrives, and after its last store; an H200's.
+    tile: float = 0.2  # us to store a tile,
+    tile_values: float = 0.4  # and for each 32,768 values of it as much more; an H200's.
+    hbm: float = 8.0  # TB/s.
+
+
+B200 = Constants()
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """An (M, K) by (K, N) product; `b_lies_plain` says that b lies as (K, N)."""
+
+    m: int
+    n: int
+    k: int
+    b_lies_plain: bool
+    itemsize: int  # Bytes of a value of a and b; 1 for MXFP8, with scales.
+    out_itemsize: int
+    num_sms: int = 148
+    one_cta: bool = False  # Only what the interpreter can run.
+
+
+def candidates(p: Problem) -> list[Config]:
+    """All configurations that are worth predicting."""
+    found = []
+    for two_ctas in (False,) if p.one_cta else (False, True):
+        for width in WIDTHS:
+            per_block = width // 2 if two_ctas else width
+            if per_block % (64 if p.b_lies_plain else 16) or width >= 2 * max(p.n, 64) or (two_ctas and p.m <= 128):
+                continue
+            scales = (1 + -(-width // 128)) * SCALES if p.itemsize == 1 else 0
+            accumulators = min(2, (TMEM_COLUMNS - scales) // width)
+            found.append(Config(tile_n=width, two_ctas=two_ctas, num_accumulators=accumulators))
+    return found
+
+
+def predict(config: Config, p: Problem, c: Constants = B200) -> float:
+    """Microseconds of the product on one B200, as predicted."""
+    blocks = config.cluster_m
+    tiles = -(-p.m // (config.tile_m * blocks)) * -(-p.n // config.tile_n)
+    steps = -(-p.k * p.itemsize // STEP_BYTES)
+    tile_k = STEP_BYTES // p.itemsize
+    products = 2 * config.tile_m * config.tile_n * tile_k / (c.products * 2 / p.itemsize)
+    nbytes = STEP_BYTES * (config.tile_m + config.tile_n // blocks)
+    sums = steps * max(products, 2 * nbytes / c.shared, nbytes / c.copy) / c.clock / 1e3
+    stored = c.tile + c.tile_values * config.tile_m * config.tile_n / 32768
+    waves = -(-tiles // (p.num_sms // blocks))
+    # With two accumulators only the last tile's stores are not hidden.
+    time = waves * max(sums, stored) + stored if config.num_accumulators == 2 else waves * (sums + stored)
+    nbytes = p.itemsize * p.k * (p.m + p.n) + p.out_itemsize * p.m * p.n
+    return c.start + max(time, nbytes / c.hbm / 1e6)
+
+
+@functools.lru_cache(4096)
+def best(p: Problem) -> Config:
+    """The configuration of the least predicted time; of equal ones, that of the larger tile."""
+    return min(candidates(p), key=lambda config: (predict(config, p), -math.prod((config.tile_n, config.cluster_m))))

@@ -1,0 +1,213 @@
+"""The kernel of Blackwell's matrix products: its roles and barriers.
+
+    o = activation(a @ b + bias)
+
+Role table: a block on each SM, or two blocks as a pair; 3 or 4 warpgroups.
+
+    load       one: starts the TMA copies of each step of K into the next slot of the ring
+    multiply   one: has a single thread issue tcgen05.mma, which reads shared memory and adds to tensor memory; in a
+               pair only that of the first block does, for both
+    store      one or two: load an accumulator from tensor memory piece after piece, and store it by TMA
+
+Each of the first two needs a single thread. They are warpgroups all the same, not warps of one: `plgpu.warp_map` joins
+its warps when it ends, and the loop over tiles that hardware hands out has to be outside it, so that the copies for
+the next tile would wait until the products of this one are issued.
+
+Barrier table:
+
+    barrier        arrivals                                who waits
+    filled[slot]   each copy of a's and b's tile, of both  multiply, before it reads the slot; in a pair the first
+                   blocks of a pair, at the first          block's
+    freed[slot]    the tensor cores, when they have read   load, before it refills the slot
+                   the slot; in a pair of both blocks
+    summed[acc]    the tensor cores, after a tile's last   store, before it loads the accumulator
+                   product
+    stored[acc]    the store warpgroups, of both blocks    multiply, before it sums another tile in that accumulator
+
+The interpreter runs one CTA with a static schedule. It has no collective or scaled MMA and no cluster launch control.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .. import _mgpu, _numerics
+from ..gemm.core import views
+from .core import LOAD, MULTIPLY, STORE, Plan
+
+
+def identity(x):
+    """No activation."""
+    return x
+
+
+def each_tile(plan: Plan, body):
+    """Calls `body(number, index)` for this cluster's tiles: how many came before, and which it is. Returns how many."""
+    if not plan.config.is_dynamic:
+        first = lax.axis_index("cluster")
+        count = plan.tiles.of_cluster(first)
+        pl.loop(0, count)(lambda number: body(number, first + number * plan.clusters))
+        return count
+    axes = () if plan.pair is None else (plan.pair,)
+
+    def one_more(info, carry):
+        body(info.local_index, info.index[0])
+        return carry + 1
+
+    loop = plgpu.dynamic_scheduling_loop(("cluster",), thread_axis="role", cluster_axes=axes, init_carry=jnp.int32(0))
+    return loop(one_more)
+
+
+def load(plan: Plan, ring: _mgpu.Ring, gmem, smem, number, index):
+    """The load warpgroup: all steps of a tile, as fast as slots are freed. `gmem` and `smem` hold both operands, and
+    scales after them where there are any."""
+    row, col = plan.tiles.place(index, 0, 0)  # The pair's: its copies are shared out between the blocks.
+
+    @pl.loop(0, plan.tiles.num_steps)
+    def _(step):
+        slot, k = ring.fill(number * plan.tiles.num_steps + step), step * plan.tiles.tile_k
+        filled = ring.filled.at[slot]
+        with jax.named_scope("load"):
+            copy(plan, plan.a, gmem[0], plan.a.at(row, k), smem[0].at[slot], filled)
+            copy(plan, plan.b, gmem[1], plan.b.at(col, k), smem[1].at[slot], filled)
+            if plan.scaled:
+                copy_scales(plan, gmem[2:], [ref.at[slot] for ref in smem[2:]], plan.scales_at(row, col), step, filled)
+
+
+def copy(plan: Plan, operand, gmem, at, smem, filled):
+    """Starts the copies of an operand's tile that begins `at`; in a pair each block gets its half of the rows."""
+    if plan.pair is None:
+        operand.copy(gmem, at, smem, filled, None)
+        return
+    axis = int(operand.transposed)  # Along which the rows lie.
+    half, (rows, cols) = plgpu.CopyPartition.PARTITIONED(axis), operand.piece
+    whole = (rows, 2 * cols) if axis else (2 * rows, cols)
+    for i, j in operand.pieces:
+        source = gmem.at[pl.ds(at[0] + i * rows, whole[0]), pl.ds(at[1] + j * cols, whole[1])]
+        target = smem.at[i, j] if operand.in_pieces else smem
+        plgpu.copy_gmem_to_smem(source, target, filled, collective_axes=plan.pair, leader_tracked=half)
+
+
+def copy_scales(plan: Plan, gmem, smem, units, step, filled):
+    """Starts the copies of a step's scales; each block of a pair gets those of its rows of a and all of b's."""
+    partition = plgpu.CopyPartition
+    counts = plan.config.cluster_m, plan.scale_rows[1] // 128
+    for source, target, unit, count, how in zip(
+        gmem, smem, units, counts, (partition.PARTITIONED(0), partition.REPLICATED), strict=True
+    ):
+        pair = {} if plan.pair is None else dict(collective_axes=plan.pair, leader_tracked=how)
+        plgpu.copy_gmem_to_smem(source.at[pl.ds(unit, count), pl.ds(step, 1)], target, filled, **pair)
+
+
+def multiply(plan: Plan, ring: _mgpu.Ring, smem, acc_tmem, scales_tmem, summed, stored, number):
+    """The multiply warpgroup: starts all products of a tile, into the accumulator whose turn it is."""
+    steps, accumulators = plan.tiles.num_steps, plan.config.num_accumulators
+    acc = _mgpu.rem(number, accumulators)
+    acc_tmem = acc_tmem.at[:, pl.ds(acc * plan.config.tile_n, plan.config.tile_n)]
+    pl.when(number >= accumulators)(lambda: plgpu.barrier_wait(stored.at[acc]))  # What it held before is in o.
+
+    def sum_up():
+        @pl.loop(0, steps)
+        def _(step):
+            slot = ring.wait(number * steps + step)
+            a, b = plan.a_tile(smem[0].at[slot]), plan.b_tile(smem[1].at[slot])
+            scales = {}
+            if plan.scaled:
+                for source, target in zip(smem[2:], scales_tmem, strict=True):  # In order with the products.
+                    plgpu.async_copy_scales_to_tmem(source.at[slot], target, collective_axis=plan.pair)
+                scales = dict(zip(("a_scale", "b_scale"), scales_tmem, strict=True))
+            with jax.named_scope("tcgen05"):
+                freed = ring.freed.at[slot]
+                plgpu.tcgen05_mma(acc_tmem, a, b, freed, accumulate=step > 0, collective_axis=plan.pair, **scales)
+
+        plgpu.tcgen05_commit_arrive(summed.at[acc], collective_axis=plan.pair)
+
+    # The first block of a pair multiplies for both.
+    sum_up() if plan.pair is None else pl.when(lax.axis_index(plan.pair) == 0)(sum_up)
+
+
+def store(plan: Plan, bias_gmem, o_gmem, o_smem, acc_tmem, summed, stored, number, index):
+    """A store warpgroup: its columns of a tile, from tensor memory through registers and shared memory into o."""
+    c, (rows, width), wg = plan.config, plan.store_piece, lax.axis_index("role") - STORE
+    (row, col), acc = plan.place(index), _mgpu.rem(number, c.num_accumulators)
+    pieces = c.tile_n // c.epilogue_wgs // width
+    o_tiled, o_tma = views(o_smem, plan.store_piece, plan.interpreted)
+    plgpu.barrier_wait(summed.at[acc])
+    for piece in range(pieces):
+        at = (wg * pieces + piece) * width
+        values = plgpu.async_load_tmem(acc_tmem.at[:, pl.ds(acc * c.tile_n + at, width)], layout=plgpu.Layout.TCGEN05)
+        if bias_gmem is not None:
+            layout = plgpu.Layout.TCGEN05.reduce(0)
+            bias = plgpu.load(bias_gmem.at[pl.ds(col + at, width)], layout=layout, optimized=False)
+            values += lax.broadcast_in_dim(bias, (rows, width), [1])
+        values = plan.activation(values).astype(plan.out_dtype)
+        slot = _mgpu.rem(number * pieces + piece, c.store_slots)
+        plgpu.wait_smem_to_gmem(c.store_slots - 1, wait_read_only=True)  # TMA has read what was in this slot.
+        o_tiled[wg, slot, 0, 0] = values
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(o_tma.at[wg, slot, 0, 0], o_gmem.at[pl.ds(row, rows), pl.ds(col + at, width)])
+    plgpu.wait_load_tmem()  # Otherwise the products of another tile could overwrite what is being loaded.
+    plgpu.barrier_arrive(stored.at[acc])
+
+
+def kernel(operands, bias_gmem, o_gmem, *, plan: Plan, a_smem, b_smem, o_smem, acc_tmem, filled, freed, summed, stored,
+           a_scales_smem=None, b_scales_smem=None, a_scales_tmem=None, b_scales_tmem=None):  # fmt: skip
+    """The kernel of all products of this family. `operands` holds a and b, and their scales after them."""
+    role, ring = lax.axis_index("role"), _mgpu.Ring(filled, freed, plan.num_stages)
+    (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, plan.interpreted), plan.b.views(b_smem, plan.interpreted)
+    scales_smem = (a_scales_smem, b_scales_smem) if plan.scaled else ()
+    scales_tmem = (a_scales_tmem, b_scales_tmem) if plan.scaled else ()
+
+    def tile(number, index):
+        @pl.when(role == LOAD)
+        def _():
+            load(plan, ring, operands, (a_tma, b_tma, *scales_smem), number, index)
+
+        @pl.when(role == MULTIPLY)
+        def _():
+            multiply(plan, ring, (a_smem, b_smem, *scales_smem), acc_tmem, scales_tmem, summed, stored, number)
+
+        @pl.when(role >= STORE)
+        def _():
+            store(plan, bias_gmem, o_gmem, o_smem, acc_tmem, summed, stored, number, index)
+
+    count = each_tile(plan, tile)
+
+    # No block leaves while tensor cores, or the other block of its pair, may still arrive at its barriers.
+    pl.when(role == LOAD)(lambda: ring.drain(count * plan.tiles.num_steps))
+
+    @pl.when(role == MULTIPLY)
+    def _():
+        last = plan.config.num_accumulators
+        first = jnp.maximum(count - last, 0)
+        pl.loop(first, count)(lambda number: plgpu.barrier_wait(stored.at[_mgpu.rem(number, last)]))
+
+    pl.when(role >= STORE)(lambda: plgpu.wait_smem_to_gmem(0))
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "params"))
+def product(operands, bias, *, plan: Plan, params):
+    """`activation(a @ b.T + bias)`, of `operands` as the plan's say; scales, in units of 128 rows, follow them."""
+    c, t = plan.config, plan.tiles
+    piece = jax.ShapeDtypeStruct((c.tile_m * plan.store_piece[1],), jnp.float32)
+    plan = dataclasses.replace(plan, activation=_numerics.lowerable(plan.activation, piece))
+    a, b, *scales = operands
+    bias = None if bias is None else _mgpu.pad_to_tiles(bias.astype(jnp.float32), (c.tile_n,))
+    out = _mgpu.kernel(
+        functools.partial(kernel, plan=plan),
+        out_type=jax.ShapeDtypeStruct(_mgpu.padded_shape((t.m, t.n), (1, 8)), plan.out_dtype),  # Rows for TMA.
+        grid=(plan.clusters,),
+        grid_names=("cluster",),
+        cluster=(2,) if c.two_ctas else (),
+        cluster_names=(plan.pair,) if c.two_ctas else (),
+        num_threads=STORE + c.epilogue_wgs,
+        thread_name="role",
+        scratch_types=plan.scratch,
+        compiler_params=params,
+    )((plan.a.pad(a), plan.b.pad(b), *scales), bias)
+    return out[:, : t.n]
