@@ -7,6 +7,7 @@ each result is compared with the reference first.
 import argparse
 import importlib.util
 import math
+import operator
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 
 import cookbook
 from bench import collectives, sample, serving, torch_peers
-from bench.problems import CASES, LIBRARIES, Case, mean_ratio, relative_error
+from bench.problems import CASES, LIBRARIES, Case, mean_ratio, relative_error, runnable
 from cookbook import lab
 
 OTHERS = ("serving", *collectives.OPS)  # Each is timed in a way of its own.
@@ -42,6 +43,9 @@ def main() -> int:
     cases = [case for case in CASES if args.op in (None, case.op)]
     if not cases and args.op not in OTHERS:
         parser.error(f"no problem of {args.op!r}")
+    if unable := [case for case in cases if not runnable(case)]:
+        print(f"This GPU has not the tensor cores of {', '.join(dict.fromkeys(case.op for case in unable))}.")
+        cases = [case for case in cases if runnable(case)]
     if args.op in collectives.OPS:
         return _say(collectives.run(args.op, args.iterations))
     if not lab.on_gpu():
@@ -114,6 +118,14 @@ def _print_dispatch(op: str, calls: int = 1000):
         print(f"{op}: a call takes the host {found['ours']:.0f} us, an XLA operation {found['xla']:.0f} us")
 
 
+def _function(name: str):
+    """The kernel by this name, such as "softmax" or "blackwell.matmul"; False for other people's."""
+    try:
+        return operator.attrgetter(name)(cookbook)
+    except AttributeError:
+        return False
+
+
 def _measure(*args, **kwargs):
     """`lab.measure` of each on a GPU that has had time to cool: long kernels reach the power it may draw."""
     if lab.on_gpu():
@@ -124,11 +136,13 @@ def _measure(*args, **kwargs):
 def _run(case: Case, iterations: int, tune: bool) -> bool | None:
     """Measures and prints one problem. Returns whether its target, if it has one, is reached; None if nobody knows."""
     inputs = jax.block_until_ready(case.inputs()) if lab.on_gpu() else [None] * len(case.avals)
-    impls = {case.impl: case.kernel} | case.peers
+    impls, gpu = {case.impl: case.kernel} | case.peers, case.gpu or "h200"
     if tune and case.tune and lab.on_gpu():
         print(case.tune(*inputs))
     first = {
-        impl: lab.results.value(f"first_call/{case.problem}/{impl}", lambda fn=fn: lab.first_call_seconds(fn, *inputs))
+        impl: lab.results.value(
+            f"first_call/{case.problem}/{impl}", lambda fn=fn: lab.first_call_seconds(fn, *inputs), gpu=gpu
+        )
         for impl, fn in impls.items()
         if impl not in LIBRARIES and case.headline  # It empties JAX's caches, so that all is compiled anew.
     }
@@ -143,7 +157,7 @@ def _run(case: Case, iterations: int, tune: bool) -> bool | None:
         del exact
     rows = {
         impl: _measure(fn, *inputs, problem=case.problem, impl=impl, iterations=iterations, flops=case.flops,
-                          nbytes=case.nbytes, of=getattr(cookbook, case.op if impl == "cookbook" else impl, False))
+                          nbytes=case.nbytes, of=_function(case.op if impl == "cookbook" else impl), gpu=gpu)
         for impl, fn in impls.items()
     }  # fmt: skip
     ours = rows[case.impl]

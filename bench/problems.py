@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import cookbook
-from cookbook import elementwise, lab
+from cookbook import _mgpu, blackwell, elementwise, lab
 from cookbook.attn import attention, paged_attention, varlen_attention
 from cookbook.gemm import (
     cost,
@@ -72,9 +72,20 @@ class Case:
     reads_weights: bool = False  # A product of few rows, whose rate is that of reading its matrices.
 
     @property
+    def gpu(self) -> str | None:
+        """The GPU whose tensor cores its kernel uses; None for a kernel that every newer one runs."""
+        if self.op.startswith("blackwell."):
+            return "b200"
+        any_gpu = self.op.startswith(("add", "softmax", "rms_norm", "reduce_sum")) or self.impl == "matmul_blocked"
+        return None if any_gpu else "h200"
+
+    @property
     def counts_flops(self) -> bool:
         """Whether its rate is one of arithmetic, not of memory."""
-        return self.op.startswith(("matmul", "attention", "varlen", "ragged", "moe")) and not self.reads_weights
+        return (
+            self.op.startswith(("matmul", "blackwell.", "attention", "varlen", "ragged", "moe"))
+            and not self.reads_weights
+        )
 
     @property
     def problem(self) -> str:
@@ -154,6 +165,27 @@ def _matmul(m, n, k, transpose_a=False, rungs=(), **kwargs):
                     cookbook.matmul, a, b, transpose_a=transpose_a,
                     configs=cost.ranked(cost.Problem(m, n, k, (transpose_a, True)), TO_TUNE)),
                 **kwargs)  # fmt: skip
+
+
+def _blackwell_matmul(m, n, k, **kwargs):
+    op = importlib.import_module("cookbook.blackwell.matmul")
+    return Case("blackwell.matmul", ((m, k), (k, n)), BF16, blackwell.matmul, op.matmul_reference,
+                {"cublas": jnp.matmul}, op.flops(m, n, k), op.bytes_moved(m, n, k), f"{m}x{n}x{k}",
+                **kwargs)  # fmt: skip
+
+
+def _blackwell_mxfp8(m, n, k, **kwargs):
+    """Scales from an eighth to eight, at random."""
+    op = importlib.import_module("cookbook.blackwell.matmul_mxfp8")
+    rng = np.random.default_rng(0)
+    scales = tuple(rng.integers(124, 131, (rows, k // 32), np.uint8).view(jnp.float8_e8m0fnu) for rows in (m, n))
+    in_order = lambda fn: lambda a, b, a_scales, b_scales: fn(a, a_scales, b, b_scales)
+    cudnn = lambda a, b, *scales: jax.nn.scaled_matmul(
+        a[None], b[None], *(x[None] for x in scales), preferred_element_type=BF16
+    )[0]
+    return Case("blackwell.matmul_mxfp8", ((m, k), (n, k)), E4M3, in_order(blackwell.matmul_mxfp8),
+                in_order(op.matmul_mxfp8_reference), {"cudnn": cudnn}, op.flops(m, n, k), op.bytes_moved(m, n, k),
+                f"{m}x{n}x{k}", integers=scales, **kwargs)  # fmt: skip
 
 
 def _matmul_fp8(m, n, k, **kwargs):
@@ -602,6 +634,12 @@ CASES = [
 ]
 
 
+# Without targets, because nobody here has a B200: compiled for it, never run, never timed.
+BLACKWELL_SIZES = ((4096, 4096, 4096), (8192, 8192, 8192), (16384, 4096, 4096), (128, 4096, 14336), (4000, 3000, 5000))
+CASES += [_blackwell_matmul(*size) for size in BLACKWELL_SIZES]
+CASES += [_blackwell_mxfp8(*size) for size in BLACKWELL_SIZES if size[2] % 32 == 0]
+
+
 # Rates of the fastest of FlashAttention-3 and -4, cuDNN, and JAX's and tokamax's kernels on one H200 on 2026-11-20: its
 # TFLOP/s over cuDNN's beside it, with heads of 256 its TFLOP/s; sequences of 4096 and 16384, full and causal.
 ATTENTION_TARGETS = {
@@ -672,6 +710,13 @@ CASES += [
     _delta_rule(1, 32768, 2, 8, Target(None, rate=0.485)),
     _delta_rule(1, 8192, 16, 64, Target("fla", 1 / 0.6), gradients=True),
 ]
+
+
+def runnable(case: Case) -> bool:
+    """Whether this machine's GPU has the tensor cores of the case's kernel; without a GPU nothing is run."""
+    if not lab.on_gpu() or case.gpu is None:
+        return True
+    return _mgpu.ARCHITECTURES.get(int(float(jax.devices()[0].compute_capability)), ("",))[-1] == case.gpu
 
 
 def mean_ratio(op: str, peer: str = "cublas", gpu: str = "h200") -> float:

@@ -1,5 +1,9 @@
-"""Pallas kernels for Hopper GPUs: the index. Each family is a folder that works on its own."""
+"""Pallas kernels for Hopper GPUs: the index. Each family is a folder that works on its own.
 
+Those for Blackwell have names of their own: `cookbook.blackwell.matmul`, `cookbook.blackwell.matmul_mxfp8`.
+"""
+
+from cookbook import blackwell as blackwell
 from cookbook.attn.attention import attention
 from cookbook.attn.paged_attention import merge_attention, paged_attention
 from cookbook.attn.ragged_paged_attention import ragged_paged_attention

@@ -53,7 +53,7 @@ def _times() -> str:
 
 def _table() -> str:
     hosts = [(results.host(GPU, n), collectives.cases(n), link_rate_text) for n in results.hosts(GPU)]
-    return "".join(_headlines(*host) for host in [(GPU, CASES, rate_text), *hosts])
+    return "".join(_headlines(*host) for host in [(GPU, CASES, rate_text), ("b200", CASES, rate_text), *hosts])
 
 
 def _headlines(gpu: str, cases, rate_of) -> str:

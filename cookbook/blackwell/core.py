@@ -199,6 +199,24 @@ class Plan:
         """(row, column) in o where this block's part of tile `index` begins."""
         return self.tiles.place(index, lax.axis_index(self.pair) if self.pair else 0, 0)
 
+    def accumulator(self, number):
+        """Which accumulator sums the tile that has `number` others of its cluster before it."""
+        return _mgpu.rem(number, self.config.num_accumulators)
+
+    def k(self, step):
+        """Where along K a step begins. Beyond K TMA fills in zeros."""
+        return step * self.tiles.tile_k
+
+    def source(self, operand: Operand, at, piece):
+        """(start, size) along both axes of what a copy of a piece reads, of the operand's tile that begins `at`.
+
+        A pair reads twice the rows, of which each block gets its half; the rows lie along axis `operand.transposed`.
+        """
+        sizes = list(operand.piece)
+        starts = [start + i * size for start, i, size in zip(at, piece, sizes, strict=True)]
+        sizes[operand.transposed] *= self.config.cluster_m
+        return list(zip(starts, sizes, strict=True))
+
     def a_tile(self, slot_smem):
         """A slot's tile of a, as (M, K)."""
         return slot_smem.T if self.a.transposed else slot_smem.at[0, 0]

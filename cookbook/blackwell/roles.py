@@ -70,7 +70,7 @@ def load(plan: Plan, ring: _mgpu.Ring, gmem, smem, number, index):
 
     @pl.loop(0, plan.tiles.num_steps)
     def _(step):
-        slot, k = ring.fill(number * plan.tiles.num_steps + step), step * plan.tiles.tile_k
+        slot, k = ring.fill(number * plan.tiles.num_steps + step), plan.k(step)
         filled = ring.filled.at[slot]
         with jax.named_scope("load"):
             copy(plan, plan.a, gmem[0], plan.a.at(row, k), smem[0].at[slot], filled)
@@ -81,16 +81,12 @@ def load(plan: Plan, ring: _mgpu.Ring, gmem, smem, number, index):
 
 def copy(plan: Plan, operand, gmem, at, smem, filled):
     """Starts the copies of an operand's tile that begins `at`; in a pair each block gets its half of the rows."""
-    if plan.pair is None:
-        operand.copy(gmem, at, smem, filled, None)
-        return
-    axis = int(operand.transposed)  # Along which the rows lie.
-    half, (rows, cols) = plgpu.CopyPartition.PARTITIONED(axis), operand.piece
-    whole = (rows, 2 * cols) if axis else (2 * rows, cols)
-    for i, j in operand.pieces:
-        source = gmem.at[pl.ds(at[0] + i * rows, whole[0]), pl.ds(at[1] + j * cols, whole[1])]
-        target = smem.at[i, j] if operand.in_pieces else smem
-        plgpu.copy_gmem_to_smem(source, target, filled, collective_axes=plan.pair, leader_tracked=half)
+    half = plgpu.CopyPartition.PARTITIONED(int(operand.transposed))
+    pair = {} if plan.pair is None else dict(collective_axes=plan.pair, leader_tracked=half)
+    for piece in operand.pieces:
+        rows, cols = plan.source(operand, at, piece)
+        target = smem.at[piece] if operand.in_pieces else smem
+        plgpu.copy_gmem_to_smem(gmem.at[pl.ds(*rows), pl.ds(*cols)], target, filled, **pair)
 
 
 def copy_scales(plan: Plan, gmem, smem, units, step, filled):
@@ -107,7 +103,7 @@ def copy_scales(plan: Plan, gmem, smem, units, step, filled):
 def multiply(plan: Plan, ring: _mgpu.Ring, smem, acc_tmem, scales_tmem, summed, stored, number):
     """The multiply warpgroup: starts all products of a tile, into the accumulator whose turn it is."""
     steps, accumulators = plan.tiles.num_steps, plan.config.num_accumulators
-    acc = _mgpu.rem(number, accumulators)
+    acc = plan.accumulator(number)
     acc_tmem = acc_tmem.at[:, pl.ds(acc * plan.config.tile_n, plan.config.tile_n)]
     pl.when(number >= accumulators)(lambda: plgpu.barrier_wait(stored.at[acc]))  # What it held before is in o.
 
@@ -134,7 +130,7 @@ def multiply(plan: Plan, ring: _mgpu.Ring, smem, acc_tmem, scales_tmem, summed, 
 def store(plan: Plan, bias_gmem, o_gmem, o_smem, acc_tmem, summed, stored, number, index):
     """A store warpgroup: its columns of a tile, from tensor memory through registers and shared memory into o."""
     c, (rows, width), wg = plan.config, plan.store_piece, lax.axis_index("role") - STORE
-    (row, col), acc = plan.place(index), _mgpu.rem(number, c.num_accumulators)
+    (row, col), acc = plan.place(index), plan.accumulator(number)
     pieces = c.tile_n // c.epilogue_wgs // width
     o_tiled, o_tma = views(o_smem, plan.store_piece, plan.interpreted)
     plgpu.barrier_wait(summed.at[acc])
@@ -185,7 +181,7 @@ def kernel(operands, bias_gmem, o_gmem, *, plan: Plan, a_smem, b_smem, o_smem, a
     def _():
         last = plan.config.num_accumulators
         first = jnp.maximum(count - last, 0)
-        pl.loop(first, count)(lambda number: plgpu.barrier_wait(stored.at[_mgpu.rem(number, last)]))
+        pl.loop(first, count)(lambda number: plgpu.barrier_wait(stored.at[plan.accumulator(number)]))
 
     pl.when(role >= STORE)(lambda: plgpu.wait_smem_to_gmem(0))
 

@@ -1,6 +1,6 @@
 """A family is its folder and the two shared files: copied into an empty package, with nothing else, it works.
 
-One family is built on another: nvlink's products are gemm's, so it is copied together with gemm.
+Two families are built on another: the products of nvlink and blackwell are gemm's, so they are copied with gemm.
 """
 
 import json
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SHARED = ["_mgpu.py", "_numerics.py"]
-BUILT_ON = {"nvlink": ["gemm"]}
+BUILT_ON = {"nvlink": ["gemm"], "blackwell": ["gemm"]}
 
 # Runs without site's .pth files, one of which leads to this checkout. `kernels` is no more than a folder.
 PROGRAM = """
@@ -71,6 +71,11 @@ from kernels.recurrent.linear_attention import linear_attention
 x = jax.random.normal(jax.random.key(0), (1, 64, 1, 64), jnp.bfloat16) / 4
 pairs = jnp.tril(x[0, :, 0] @ x[0, :, 0].T)
 call, wanted = lambda: linear_attention(x, x, x, scale=1.0), (pairs @ x[0, :, 0])[None, :, None]
+""",
+    "blackwell": """
+from kernels.blackwell import matmul
+a, b = (jax.random.normal(jax.random.key(i), (64, 64), jnp.bfloat16) for i in (0, 1))
+call, wanted = lambda: matmul(a, b), a @ b
 """,
     # On one device, since the interpreter has no semaphores.
     "nvlink": """
