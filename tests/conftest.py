@@ -137,6 +137,22 @@ def gpu():
 
 
 @pytest.fixture
+def pretend_gpu(monkeypatch):
+    """`pretend_gpu("NVIDIA B200", "10.0")`: to this project JAX seems to see this GPU, on which nothing can run."""
+    import jax
+
+    class Gpu:
+        def __init__(self, name: str, capability: str):
+            self.device_kind, self.compute_capability, self.core_count = name, capability, 148
+
+    def pretend(name: str, capability: str):
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "devices", lambda *_: [Gpu(name, capability)])
+
+    return pretend
+
+
+@pytest.fixture
 def mutant(monkeypatch):
     """`mutant(module, name, **changes)` breaks a kernel: the namespace `module.name` with some of its members changed.
 

@@ -42,24 +42,6 @@ def test_a_kernel_for_the_interpreter_is_interpreted():
         cookbook.matmul(A, B)
 
 
-class FakeGpu:
-    """Stands in for a GPU that this machine has not."""
-
-    def __init__(self, name: str, capability: str):
-        self.device_kind, self.compute_capability, self.core_count = name, capability, 148
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    """`machine("NVIDIA B200", "10.0")`: JAX sees this GPU."""
-
-    def have(*gpu):
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(jax, "devices", lambda *_: [FakeGpu(*gpu)])
-
-    return have
-
-
 HOPPER, BLACKWELL, AMPERE, CONSUMER = (
     ("NVIDIA H200", "9.0"), ("NVIDIA B200", "10.0"), ("NVIDIA A100", "8.0"), ("NVIDIA GeForce RTX 5090", "12.0")
 )  # fmt: skip
@@ -82,27 +64,27 @@ HOPPER, BLACKWELL, AMPERE, CONSUMER = (
         ("blackwell.matmul", 10, CONSUMER, r"5090 has 12.0\. Say .*\"b200\""),
     ],
 )
-def test_tensor_cores_of_another_gpu(machine, op, major, gpu, message):
-    machine(*gpu)
+def test_tensor_cores_of_another_gpu(pretend_gpu, op, major, gpu, message):
+    pretend_gpu(*gpu)
     with pytest.raises(RuntimeError, match=message):
         _mgpu.require_tensor_cores(op, major)
 
 
 @pytest.mark.parametrize("major, gpu", [(9, HOPPER), (10, BLACKWELL), (10, ("NVIDIA B300", "10.3"))])
-def test_a_gpu_with_the_right_tensor_cores(machine, major, gpu):
-    machine(*gpu)
+def test_a_gpu_with_the_right_tensor_cores(pretend_gpu, major, gpu):
+    pretend_gpu(*gpu)
     assert _mgpu.require_tensor_cores("matmul", major) == _mgpu.Target(gpu[0], 148)
 
 
 @pytest.mark.parametrize("op", [cookbook.matmul, cookbook.matmul_wgmma])
-def test_hoppers_kernels_refuse_a_blackwell(machine, op):
-    machine(*BLACKWELL)
+def test_hoppers_kernels_refuse_a_blackwell(pretend_gpu, op):
+    pretend_gpu(*BLACKWELL)
     with pytest.raises(RuntimeError, match="WGMMA, which Hopper alone has.*cookbook.blackwell"):
         op(A, B)
 
 
-def test_kernels_without_tensor_cores_run_on_any_newer_gpu(machine):
-    machine(*BLACKWELL)
+def test_kernels_without_tensor_cores_run_on_any_newer_gpu(pretend_gpu):
+    pretend_gpu(*BLACKWELL)
     assert _mgpu.require_target("softmax") == _mgpu.Target("NVIDIA B200", 148)
 
 

@@ -38,7 +38,7 @@ def vector(size, dtype=jnp.float32):
 
 def check(m, n, k, *vectors, dtype=jnp.bfloat16, transpose_a=False, transpose_b=False, activation=None, gpu=None,
           **kwargs):  # fmt: skip
-    """Interpreted, races found, beside float64. Not compiled by default: `test_compiled.py` compiles every structure."""
+    """Interpreted, races found, beside float64. Not compiled by default: `test_compiled.py` compiles all structures."""
     how = dict(transpose_a=transpose_a, transpose_b=transpose_b)
     fn = functools.partial(matmul, activation=activation, **how, **kwargs)
     flip = lambda a, b, bias=None: reference(a.T if transpose_a else a, b.T if transpose_b else b, bias, activation)
@@ -215,7 +215,7 @@ def test_on_a_hopper():
         lab.compile_for("h200", matmul, ONES, ONES)
 
 
-# Mutants: each must be found --------------------------------------------------------------------------------------------
+# Mutants: each must be found ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from lab_kernels import add_one
 from cookbook import lab
 from cookbook.lab import plot, results, roofline
 from cookbook.lab.timeline import lanes_of
+from cookbook.lab.toolchain import GPUS
 
 
 def measurement(ms, problem="matmul/4096x4096x4096/bf16", **kwargs):
@@ -25,7 +26,10 @@ def measurement(ms, problem="matmul/4096x4096x4096/bf16", **kwargs):
 
 
 def test_every_peak_has_its_source():
-    assert all(peak.value > 0 and "H200" in peak.source for peak in roofline.PEAKS["h200"].values())
+    for gpu, peaks in roofline.PEAKS.items():
+        assert all(peak.value > 0 and gpu.upper() in peak.source for peak in peaks.values())
+    assert roofline.PEAKS["h200"].keys() == roofline.PEAKS["b200"].keys() and roofline.PEAKS.keys() == GPUS.keys()
+    assert roofline.peak("hbm", "b200").value == GPUS["b200"]["bandwidth"]
 
 
 def test_a_matmul_is_bound_by_compute_and_a_softmax_by_memory():

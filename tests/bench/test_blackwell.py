@@ -1,0 +1,107 @@
+"""What `make bench` and `make record` would do on a B200, which nobody here has: as far as a pretended one goes."""
+
+import dataclasses
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from bench import __main__ as bench
+from bench import problems
+from cookbook import _mgpu, lab
+from cookbook.lab import results, roofline, timing
+from tests.house.test_house import ROOT
+
+B200, H200 = ("NVIDIA B200", "10.0"), ("NVIDIA H200", "9.0")
+CASES = [case for case in problems.CASES if case.op.startswith("blackwell.")]
+
+
+@pytest.fixture
+def b200(pretend_gpu, monkeypatch, results_folder):
+    """This process records as if on a B200, on which every kernel takes 0.5 ms."""
+    monkeypatch.setenv("COOKBOOK_RECORD", "1")
+    machine = dict(gpu="NVIDIA B200", driver="580.1", jax="0.11.2", jaxlib="0.11.2", ptxas="13.0", date="2026-11-23")
+    monkeypatch.setattr(results, "machine", lambda: machine)
+    monkeypatch.setattr(timing, "_kernel_ms", lambda fn, args, iterations, devices: [0.5] * iterations)
+    monkeypatch.setattr(bench.time, "sleep", lambda seconds: None)
+    pretend_gpu(*B200)
+    return results_folder
+
+
+def small(**changes):
+    """A problem whose kernel XLA stands in for: no B200 runs the real one here."""
+    case = problems._blackwell_matmul(256, 128, 64)
+    return dataclasses.replace(case, kernel=lambda a, b: jnp.matmul(a, b), **changes)
+
+
+def test_each_gpu_runs_the_problems_of_its_tensor_cores(pretend_gpu):
+    ops = lambda: {case.op for case in problems.CASES if problems.runnable(case)}
+    everything = ops()  # Without a GPU nothing is run, and everything is shown.
+    pretend_gpu(*B200)
+    on_b200 = ops()
+    pretend_gpu(*H200)
+    on_h200 = ops()
+    assert on_b200 | on_h200 == everything and {"softmax", "add", "matmul"} <= on_h200
+    assert on_b200 - on_h200 == {"blackwell.matmul", "blackwell.matmul_mxfp8"}
+    assert not {"attention", "matmul_fp8", "moe"} & on_b200 and {"softmax", "add"} <= on_b200
+
+
+def test_nothing_is_promised_of_a_b200():
+    assert CASES and all(case.target is None for case in CASES)
+    assert not (ROOT / "results" / "b200").exists(), "then the pages that say `never run, never timed` must change"
+
+
+def test_problems_trace():
+    """Kernel, reference and the peer that takes the same inputs agree on the result's shape and dtype."""
+    for case in CASES:
+        with _mgpu.building_for(_mgpu.Target("NVIDIA B200", 148)):
+            out = jax.eval_shape(case.kernel, *case.avals)
+        assert out.shape == jax.eval_shape(case.reference, *case.avals).shape and out.dtype == jnp.bfloat16
+        if "cublas" in case.peers:
+            assert jax.eval_shape(case.peers["cublas"], *case.avals) == out
+
+
+def test_inputs_of_mxfp8_are_finite():
+    case = problems._blackwell_mxfp8(64, 96, 128)
+    a, b, a_scales, b_scales = case.inputs()
+    assert (a_scales.shape, b_scales.shape) == ((64, 4), (96, 4)) and a_scales.dtype == jnp.float8_e8m0fnu
+    assert bool(jnp.isfinite(case.reference(a, b, a_scales, b_scales)).all())
+
+
+def test_figures_go_to_the_folder_of_the_b200_and_are_read_there(b200, monkeypatch, capsys):
+    case = small(headline=True)
+    assert results.this_gpu() == "b200" and bench._run(case, 3, tune=False) is True
+    row = results.read(case.problem, gpu="b200")
+    assert row["ms"] == 0.5 and row["provenance"]["gpu"] == "NVIDIA B200"
+    assert "cookbook.blackwell.matmul.matmul" in row["provenance"]["uses"]
+    assert results.read(case.problem, "cublas", gpu="b200")["ms"] == 0.5 and results.topics("h200") == []
+    monkeypatch.undo()
+    monkeypatch.setattr(results, "ROOT", b200)
+    monkeypatch.setattr(lab.interpreter, "on_gpu", lambda: False)
+    found = lab.measure(None, problem=case.problem, gpu="b200", of=False)
+    assert found.recorded and found.median_ms == 0.5 and "recorded on NVIDIA B200" in repr(found)
+    bound = roofline.bound(found.flops, found.nbytes, "bf16", "b200")
+    assert roofline.compare(found, gpu="b200").fraction == pytest.approx(bound.ms / 0.5)
+    for folder in ("tools", "site"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    import render_readme
+
+    assert "measured on NVIDIA B200, JAX 0.11.2, 2026-11-23" in render_readme._headlines(
+        "b200", [case], render_readme.rate_text
+    )
+
+
+def test_values_of_a_notebook_go_there_too(b200):
+    assert results.value("19_blackwell/tiles", lambda: 7) == 7
+    assert results.stored("19_blackwell/tiles", "b200") == 7 and results.stored("19_blackwell/tiles") is None
+
+
+def test_the_command_skips_what_the_gpu_has_not(pretend_gpu, monkeypatch, results_folder, capsys):
+    pretend_gpu(*H200)
+    ran = []
+    monkeypatch.setattr(bench, "_run", lambda case, *_: ran.append(case.op))
+    monkeypatch.setattr(bench, "_ceilings", lambda iterations: None)
+    monkeypatch.setattr(sys, "argv", ["bench", "blackwell.matmul"])
+    assert bench.main() == 0 and not ran
+    assert "This GPU has not the tensor cores of blackwell.matmul." in capsys.readouterr().out
