@@ -61,14 +61,14 @@ class Config:
             raise ValueError(f"{self.schedule=} must be one of {SCHEDULES}")
         if self.num_stages is not None and self.num_stages < 2:
             raise ValueError(f"{self.num_stages=} must be at least 2: one is filled while another is multiplied")
-        if self.epilogue_wgs not in (1, 2) or self.tile_n % self.epilogue_wgs:
-            raise ValueError(f"{self.epilogue_wgs=} must be 1 or 2: 4 warpgroups share the registers of an SM")
+        if self.epilogue_wgs not in (1, 2):
+            raise ValueError(f"{self.epilogue_wgs=} must be 1 or 2: with two others they share the registers of an SM")
         if self.grid_minor_dim not in (0, 1):
             raise ValueError(f"{self.grid_minor_dim=} must be 0 (M) or 1 (N)")
         if min(self.grid_tile_width, self.store_slots) < 1:
             raise ValueError(f"{self.grid_tile_width=} and {self.store_slots=} must be at least 1")
 
-    # What `Tiles` asks of a configuration.
+    # `Tiles` asks for these.
     cluster_n = split_k = tail_split = 1
 
     @property

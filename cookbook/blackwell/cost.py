@@ -63,17 +63,20 @@ def candidates(p: Problem) -> list[Config]:
     return found
 
 
+def step_times(config: Config, p: Problem, c: Constants = B200) -> dict[str, float]:
+    """Microseconds of a step of K by what could bound it: the longest does."""
+    products = 2 * config.tile_m * config.tile_n * (STEP_BYTES // p.itemsize) / (c.products * 2 / p.itemsize)
+    nbytes = STEP_BYTES * (config.tile_m + config.tile_n // config.cluster_m)
+    cycles = {"tensor cores": products, "shared memory": 2 * nbytes / c.shared, "copies": nbytes / c.copy}
+    return {name: count / c.clock / 1e3 for name, count in cycles.items()}
+
+
 def predict(config: Config, p: Problem, c: Constants = B200) -> float:
     """Microseconds of the product on one B200, as predicted."""
-    blocks = config.cluster_m
-    tiles = -(-p.m // (config.tile_m * blocks)) * -(-p.n // config.tile_n)
-    steps = -(-p.k * p.itemsize // STEP_BYTES)
-    tile_k = STEP_BYTES // p.itemsize
-    products = 2 * config.tile_m * config.tile_n * tile_k / (c.products * 2 / p.itemsize)
-    nbytes = STEP_BYTES * (config.tile_m + config.tile_n // blocks)
-    sums = steps * max(products, 2 * nbytes / c.shared, nbytes / c.copy) / c.clock / 1e3
+    tiles = -(-p.m // (config.tile_m * config.cluster_m)) * -(-p.n // config.tile_n)
+    sums = -(-p.k * p.itemsize // STEP_BYTES) * max(step_times(config, p, c).values())
     stored = c.tile + c.tile_values * config.tile_m * config.tile_n / 32768
-    waves = -(-tiles // (p.num_sms // blocks))
+    waves = -(-tiles // (p.num_sms // config.cluster_m))
     # With two accumulators only the last tile's stores are not hidden.
     time = waves * max(sums, stored) + stored if config.num_accumulators == 2 else waves * (sums + stored)
     nbytes = p.itemsize * p.k * (p.m + p.n) + p.out_itemsize * p.m * p.n

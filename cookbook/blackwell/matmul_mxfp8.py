@@ -78,7 +78,7 @@ def arrange(scales, tile: int):
     """Scales (rows, K / 32) as tcgen05.cp reads them, in units of 128 rows by the 4 scales of a step.
 
     A unit holds the scales of rows r, r + 32, r + 64 and r + 96 one after the other. Each `tile` rows begin a unit, so
-    that the scales of a tile are whole units. What is added, to rows and along K, are scales of 2**-127.
+    that the scales of a tile are whole units. Rows and steps are filled up with scales of 2**-127.
 
     Returns:
       (units, steps of K, 32, 16) of the dtype of `scales`.

@@ -38,7 +38,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu, _numerics
 from ..gemm.core import views
-from .core import LOAD, MULTIPLY, STORE, Plan
+from .core import LANES, LOAD, MULTIPLY, STORE, Plan
 
 
 def identity(x):
@@ -92,7 +92,7 @@ def copy(plan: Plan, operand, gmem, at, smem, filled):
 def copy_scales(plan: Plan, gmem, smem, units, step, filled):
     """Starts the copies of a step's scales; each block of a pair gets those of its rows of a and all of b's."""
     partition = plgpu.CopyPartition
-    counts = plan.config.cluster_m, plan.scale_rows[1] // 128
+    counts = plan.config.cluster_m, plan.scale_rows[1] // LANES
     for source, target, unit, count, how in zip(
         gmem, smem, units, counts, (partition.PARTITIONED(0), partition.REPLICATED), strict=True
     ):
@@ -105,7 +105,7 @@ def multiply(plan: Plan, ring: _mgpu.Ring, smem, acc_tmem, scales_tmem, summed, 
     steps, accumulators = plan.tiles.num_steps, plan.config.num_accumulators
     acc = plan.accumulator(number)
     acc_tmem = acc_tmem.at[:, pl.ds(acc * plan.config.tile_n, plan.config.tile_n)]
-    pl.when(number >= accumulators)(lambda: plgpu.barrier_wait(stored.at[acc]))  # What it held before is in o.
+    pl.when(number >= accumulators)(lambda: plgpu.barrier_wait(stored.at[acc]))  # Its last tile has left.
 
     def sum_up():
         @pl.loop(0, steps)
@@ -114,7 +114,8 @@ def multiply(plan: Plan, ring: _mgpu.Ring, smem, acc_tmem, scales_tmem, summed, 
             a, b = plan.a_tile(smem[0].at[slot]), plan.b_tile(smem[1].at[slot])
             scales = {}
             if plan.scaled:
-                for source, target in zip(smem[2:], scales_tmem, strict=True):  # In order with the products.
+                # The tensor cores copy and multiply in the order of issue: neither waits for the other.
+                for source, target in zip(smem[2:], scales_tmem, strict=True):
                     plgpu.async_copy_scales_to_tmem(source.at[slot], target, collective_axis=plan.pair)
                 scales = dict(zip(("a_scale", "b_scale"), scales_tmem, strict=True))
             with jax.named_scope("tcgen05"):

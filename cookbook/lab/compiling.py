@@ -271,7 +271,8 @@ def _smem_bytes(modules: list[str], name: str, gpu: str) -> list[tuple[str, int]
     for text in modules[1::2]:
         if foreign := re.search(_FOREIGN[gpu], text):
             raise ValueError(
-                f"{name} uses {foreign[1]}, which {gpu!r} has not: Hopper has wgmma, data-centre Blackwell tcgen05."
+                f"{name} uses {foreign[1]}, which {gpu!r} has not: Hopper has wgmma, data-centre Blackwell tcgen05 "
+                "(cookbook.blackwell has kernels for it)."
             )
         kernel = re.search(r"func\.func @(\S+)_mosaic_gpu\b", text)[1]
         found.append((kernel, int(re.search(r"dynamic_shared_memory_size %c(\d+)", text)[1])))

@@ -1,4 +1,4 @@
-"""What `make bench` and `make record` would do on a B200, which nobody here has: as far as a pretended one goes."""
+"""`make bench` and `make record` on a B200, which nobody here has: as far as a pretended one goes."""
 
 import dataclasses
 import sys

@@ -4,7 +4,7 @@ from cookbook.blackwell.core import Config
 
 SMALL = Config(tile_n=64, num_stages=2)
 
-# What the interpreter can run. (M, N, K), whether b is given as (N, K), and the configuration. Four SMs have more tiles
+# For the interpreter: (M, N, K), whether b is given as (N, K), and the configuration. Four SMs have more tiles
 # than blocks, so that slots, accumulators and pieces go on from tile to tile; there are tails in all three dimensions.
 STRUCTURES = {
     "small": ((392, 200, 136), False, SMALL),
@@ -18,7 +18,7 @@ STRUCTURES = {
 }
 SLOW = {"wide", "narrow", "snake along N", "more stages than steps"}  # Others differ from each in one thing alone.
 
-# What is compiled for a B200: every rung, with narrow and wide tiles.
+# For the compiler: every rung, with narrow and wide tiles.
 WIDTHS = (64, 128, 256)
 RUNGS = {
     "one CTA": {},

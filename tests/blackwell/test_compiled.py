@@ -111,3 +111,8 @@ def test_two_gpus_compile():
     """In a shard_map over a host's GPUs."""
     fn = lambda a, b: jax.shard_map(blackwell.matmul, in_specs=(jax.P("x"), jax.P()), out_specs=jax.P("x"))(a, b)
     assert lab.compile_for("b200", fn, aval(512, 256), aval(256, 512), devices=2).spill_bytes == 0
+
+
+def test_batches_of_mxfp8_compile():
+    operands = [aval(2, rows, width, dtype=dtype) for rows in (256, 384) for width, dtype in ((128, E4M3), (4, E8M0))]
+    assert lab.compile_for("b200", jax.vmap(blackwell.matmul_mxfp8), *operands).spill_bytes == 0

@@ -1,4 +1,4 @@
-"""Blackwell's matmul: what the interpreter can run, sizes on both sides of a tile, JAX around it."""
+"""Blackwell's matmul in the interpreter: one CTA, sizes on both sides of a tile, JAX around it."""
 
 import functools
 import importlib

@@ -1,4 +1,4 @@
-"""What the interpreter cannot run, as plain functions: which values the copies of a pair, hardware's order of tiles and
+"""Index arithmetic that the interpreter cannot run, as plain functions: which values the copies of a pair, hardware's order of tiles and
 the scales bring together. NumPy executes the plan and must find the product that the rungs that run find."""
 
 import random
@@ -188,6 +188,8 @@ def test_what_is_predicted():
 
     large = cost.Problem(8192, 8192, 8192, True, 2, 2)
     assert cost.best(large).two_ctas and cost.best(large).tile_n == 256
+    longest = lambda two_ctas: max((times := cost.step_times(Config(two_ctas=two_ctas), large)), key=times.get)
+    assert longest(False) == "shared memory" and longest(True) == "tensor cores"
     one = [config for config in cost.candidates(large) if not config.two_ctas]
     assert min(cost.predict(config, large) for config in one) > 1.3 * cost.predict(cost.best(large), large)
     assert not cost.best(cost.Problem(8192, 8192, 8192, True, 2, 2, one_cta=True)).two_ctas
