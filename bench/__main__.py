@@ -162,7 +162,8 @@ def _run(case: Case, iterations: int, tune: bool) -> bool | None:
     }  # fmt: skip
     ours = rows[case.impl]
     if math.isnan(ours.median_ms):
-        print(f"{case.problem}\n    not recorded")
+        why = ": compiled for a B200, never run or timed on one" if case.gpu == "b200" else ""
+        print(f"{case.problem}\n    not recorded{why}")
         return None
     print(case.problem)
     for impl, row in rows.items():

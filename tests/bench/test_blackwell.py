@@ -49,7 +49,6 @@ def test_each_gpu_runs_the_problems_of_its_tensor_cores(pretend_gpu):
 
 def test_nothing_is_promised_of_a_b200():
     assert CASES and all(case.target is None for case in CASES)
-    assert not (ROOT / "results" / "b200").exists(), "then the pages that say `never run, never timed` must change"
 
 
 def test_problems_trace():

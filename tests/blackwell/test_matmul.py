@@ -209,8 +209,16 @@ def test_without_a_gpu_or_the_interpreter():
         matmul(ONES, ONES)
 
 
-def test_on_a_hopper():
-    """Compiled for one: the error names what a Hopper lacks."""
+@pytest.mark.parametrize("op, instead", [("matmul", "matmul"), ("matmul_mxfp8", "matmul_fp8")])
+def test_on_a_hopper(pretend_gpu, op, instead):
+    values, scales = blackwell.quantize_mxfp8(ONES)
+    args = (ONES, ONES) if op == "matmul" else (values, scales, values, scales)
+    pretend_gpu("NVIDIA H200", "9.0")
+    with pytest.raises(RuntimeError, match=rf"H200 has 9.0\. For it there is cookbook.{instead}\. "):
+        getattr(blackwell, op)(*args)
+
+
+def test_compiled_for_a_hopper():
     with pytest.raises(ValueError, match="tcgen05|tmem"):
         lab.compile_for("h200", matmul, ONES, ONES)
 
@@ -268,7 +276,7 @@ def wait_for_writes_alone(left, wait_read_only=False, wait=plgpu.wait_smem_to_gm
 
 @pytest.mark.parametrize("name", ["wait_load_tmem", "commit_smem", "wait_smem_to_gmem", "tcgen05_commit_arrive", None])
 def test_mutants_that_do_not_wait_are_caught(run_only, mutant, found_if, name):
-    """Of these the commit is replaced by an arrival that waits for no product: what is stored is not yet summed."""
+    """The commit is replaced by an arrival that waits for no product: the sums are stored too early."""
     changed = dict.fromkeys(["wait_load_tmem", "commit_smem"], lambda: None)
     changed |= dict(wait_smem_to_gmem=wait_for_writes_alone)
     changed |= dict(tcgen05_commit_arrive=lambda barrier, collective_axis: plgpu.barrier_arrive(barrier))

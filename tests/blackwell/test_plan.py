@@ -1,5 +1,6 @@
-"""Index arithmetic that the interpreter cannot run, as plain functions: which values the copies of a pair, hardware's order of tiles and
-the scales bring together. NumPy executes the plan and must find the product that the rungs that run find."""
+"""Index arithmetic that the interpreter cannot run, as plain functions: which values the copies of a pair, hardware's
+order of tiles and the scales bring together. NumPy executes the plan, and must find the product that the rungs find
+that the interpreter can run."""
 
 import random
 
