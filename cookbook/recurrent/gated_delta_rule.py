@@ -220,7 +220,7 @@ def _in_rows(sequences: Sequences, x, cu_seqlens):
 
 def _run(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
     """((o, final states), (cum, inverses))."""
-    target = _mgpu.require_target("gated_delta_rule")
+    target = _mgpu.require_tensor_cores("gated_delta_rule")
     (batch, length, heads, size), key_dim = v.shape, k.shape[3]
     rows = lambda x: x.reshape(batch * length, *x.shape[2:])
     sequences = _sequences(options, rows(v), cu_seqlens, batch, target.num_sms)
@@ -245,7 +245,7 @@ def _gated_delta_rule_fwd(options: Options, q, k, v, g, beta, initial_state, cu_
 
 
 def _gated_delta_rule_bwd(options: Options, residuals, gradients):
-    target = _mgpu.require_target("gated_delta_rule")
+    target = _mgpu.require_tensor_cores("gated_delta_rule")
     params = _mgpu.compiler_params(approx_math=True)
 
     def launch(q, k, v, g, beta, initial_state, cu_seqlens, kept, do, d_final):
@@ -333,7 +333,7 @@ def gated_delta_rule(
             f"cookbook.gated_delta_rule: {config} needs {need} bytes of shared memory for keys of {q.shape[3]}, and a "
             f"block has {_mgpu.SMEM_BYTES_MAX}: fewer stages"
         )
-    _mgpu.require_target("gated_delta_rule")
+    _mgpu.require_tensor_cores("gated_delta_rule")
     q, k, v, g, beta = _mgpu.alike(q, k, v, g, beta)
     o, final = _gated_delta_rule(Options(scale, config), q, k, v, g, beta, initial_state, cu_seqlens)
     return (o, final) if return_final_state else o

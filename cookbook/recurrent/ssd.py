@@ -234,7 +234,7 @@ def _plan(options: Options, x, b, cu_seqlens, target: _mgpu.Target) -> Plan:
 
 def _run(options: Options, operands, initial, cu_seqlens):
     """(y, final states, the states that parts start from)."""
-    plan = _plan(options, operands[0], operands[3], cu_seqlens, _mgpu.require_target("ssd"))
+    plan = _plan(options, operands[0], operands[3], cu_seqlens, _mgpu.require_tensor_cores("ssd"))
     params = _mgpu.compiler_params(approx_math=True)
     return _forward(*operands, initial, cu_seqlens, plan=plan, scale=options.scale, params=params)
 
@@ -252,7 +252,7 @@ def _ssd_fwd(options: Options, operands, initial, cu_seqlens):
 
 def _ssd_bwd(options: Options, residuals, gradients):
     operands, initial, cu_seqlens, starts = residuals
-    plan = _plan(options, operands[0], operands[3], cu_seqlens, _mgpu.require_target("ssd"))
+    plan = _plan(options, operands[0], operands[3], cu_seqlens, _mgpu.require_tensor_cores("ssd"))
     sequences = dataclasses.replace(plan.sequences, chunk=ssd_bwd.CHUNK)
     plan = dataclasses.replace(plan, sequences=sequences, num_stages=ssd_bwd.num_stages(plan.pieces))
     params = _mgpu.compiler_params(approx_math=True)
@@ -269,7 +269,7 @@ def run(op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, config: Config, s
     """(y, final states) of `ssd`, y but for the part of d times `scale`; for `linear_attention` too."""
     (batch, length, heads, size), state_dim = x.shape, b.shape[-1]
     num_seqs, split = (batch if cu_seqlens is None else len(cu_seqlens) - 1), size // PIECE
-    _mgpu.require_target(op)
+    _mgpu.require_tensor_cores(op)
     rows = lambda m: m.reshape(batch * length, *m.shape[2:])
     operands = x.reshape(batch * length, heads * split, PIECE), rows(dt), a, rows(b), rows(c), d
     initial = None if initial_state is None else core.as_states(initial_state, heads * split)
