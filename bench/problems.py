@@ -76,8 +76,8 @@ class Case:
         """The GPU whose tensor cores its kernel uses; None for a kernel that every newer one runs."""
         if self.op.startswith("blackwell."):
             return "b200"
-        any_gpu = self.op.startswith(("add", "softmax", "rms_norm", "reduce_sum")) or self.impl == "matmul_blocked"
-        return None if any_gpu else "h200"
+        on_cuda_cores = self.op.startswith(("add", "softmax", "rms_norm", "reduce_sum")) or self.op.endswith("_step")
+        return None if on_cuda_cores or self.impl == "matmul_blocked" else "h200"
 
     @property
     def counts_flops(self) -> bool:
