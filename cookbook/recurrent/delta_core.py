@@ -31,11 +31,10 @@ def spread(values, dim: int, shape=SQUARE):
     return plgpu.layout_cast(lax.broadcast_in_dim(values, shape, [dim]), plgpu.Layout.WGMMA)
 
 
-def apart_in_square(combine=lax.sub, anew: bool = False):
-    """Row number less column number of a square, or both combined otherwise. `anew` has the compiler make it
-    here, where it has no registers to keep it in from an earlier place."""
+def apart_in_square():
+    """Row number less column number of a square."""
     row, column = (plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout) for layout in (ROWS, COLUMNS))
-    return combine(spread(lax.optimization_barrier(row) if anew else row, 0), spread(column, 1))
+    return spread(row, 0) - spread(column, 1)
 
 
 def product(pairs, interpreted: bool, acc=None):
