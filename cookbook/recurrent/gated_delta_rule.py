@@ -12,7 +12,8 @@ chunk, made by XLA. No exponential of a positive number is ever taken. Two kerne
 
     delta_inverse    the inverses of all chunks' triangles at once. Inside:
                      barrier filled (copies of keys and vectors; its warpgroup waits)
-    delta_forward    from chunk to chunk, a block for each 64 values of a head; roles state, output and memory
+    delta_forward    from chunk to chunk, a block for each 64 values of a head, or for each head where those are more
+                     than SMs; roles state, output and memory
 
 Role table and barrier table: there.
 
@@ -72,14 +73,15 @@ def gated_delta_rule_reference(
 @dataclasses.dataclass(frozen=True)
 class Config:
     num_stages: int = 3  # Slots of the ring of chunks.
-    output_wgs: int = 1  # Warpgroups for the results, beside the one for the states.
+    output_wgs: int = 1  # Warpgroups for the results, beside those for the states.
     parts: int | None = None  # Parts of a sequence; None: one, or as many as fill the GPU.
+    state_wgs: int = 1  # Columns of 64 values, all of one head, that a block goes through, with a warpgroup for each.
 
     def __post_init__(self):
-        if self.num_stages < 2 or self.output_wgs not in (1, 2):
+        if self.num_stages < 2 or (self.state_wgs, self.output_wgs) not in ((1, 1), (1, 2), (2, 1)):
             raise ValueError(
-                f"{self.num_stages=} must be at least 2 (a chunk is loaded while another is used), {self.output_wgs=} "
-                "1 or 2 (registers)"
+                f"{self.num_stages=} must be at least 2 (a chunk is loaded while another is used), and "
+                f"{(self.state_wgs, self.output_wgs)=} (1, 1), (1, 2) or (2, 1) (registers)"
             )
         if self.parts is not None and self.parts < 1:
             raise ValueError(f"{self.parts=} must be at least 1, or None")
@@ -88,14 +90,16 @@ class Config:
         """The rings of chunks, and of states and u; o; two rings of vectors, which begin at a multiple of 1024;
         and the barriers."""
         square, keys = 2 * CHUNK * PIECE, 2 * CHUNK * key_dim
-        chunks = self.num_stages * (2 * keys + 2 * square)
-        own = delta_forward.HANDED_SLOTS * (keys + square) + self.output_wgs * square
+        chunks = self.num_stages * (2 * keys + square + self.state_wgs * square)
+        own = self.state_wgs * (delta_forward.HANDED_SLOTS * (keys + square) + self.output_wgs * square)
         vectors = 2 * 1024 * pl.cdiv(4 * CHUNK * self.num_stages, 1024)
         return chunks + own + vectors + 8 * (2 * self.num_stages + 2 * delta_forward.HANDED_SLOTS + 1)
 
 
-def default_config(key_dim: int) -> Config:
-    """The configuration for keys of this size."""
+def default_config(key_dim: int, value_dim: int = 64, columns: int = 1, num_sms: int = 1) -> Config:
+    """The configuration for keys and values of these sizes, and `columns` of 64 values of all heads and sequences."""
+    if value_dim == 2 * PIECE and columns > num_sms:
+        return Config(num_stages=2 if key_dim > 64 else 3, state_wgs=2)
     return Config(num_stages=3 if key_dim > 64 else 4)
 
 
@@ -111,7 +115,7 @@ def _plan(options: Options, q, v, sequences: Sequences, interpreted: bool, **cha
     (key_heads, key_dim), (heads, size), c = q.shape[1:], v.shape[1:], options.config
     plan = delta_forward.Plan(
         sequences, key_heads, heads, key_dim // PIECE, size // PIECE, q.dtype, options.scale, c.num_stages,
-        c.output_wgs, has_values=True, keeps_all=False, interpreted=interpreted,
+        c.state_wgs, c.output_wgs, has_values=True, keeps_all=False, interpreted=interpreted,
     )  # fmt: skip
     return dataclasses.replace(plan, **changes)
 
@@ -141,36 +145,6 @@ def _places(sequences: Sequences, cu_seqlens):
     return rows[:, 0], (rows < sequences.num_rows).sum(1, dtype=jnp.int32)
 
 
-def starts_of_parts(plan: delta_forward.Plan, table, seq, k, v, inverse, cum, initial, params):
-    """(states at the starts of all parts, states at the ends of the sequences): two passes over all parts, and the
-    parts one after the other, whose states are multiplied by what the part does to any."""
-    sequences = plan.sequences
-    plan = dataclasses.replace(plan, output_wgs=0)
-    (local,) = delta_forward.run(plan, table, None, k, v, inverse, cum, None, params)
-    unit = jnp.eye(plan.pieces * PIECE, dtype=jnp.float32).reshape(plan.pieces, PIECE, -1)
-    unit = jnp.broadcast_to(unit, (sequences.num_parts, plan.heads, *unit.shape))
-    plan = dataclasses.replace(plan, columns_per_head=plan.pieces, has_values=False)
-    of_heads = lambda states: states.reshape(len(states), plan.heads, -1, states.shape[-1])
-    columns = unit.reshape(len(unit), plan.columns, *unit.shape[3:])
-    (transition,) = delta_forward.run(plan, table, None, k, None, inverse, cum, columns, params)
-    shape = local.shape[1:]
-    local, transition = of_heads(local), of_heads(transition)
-    given = jnp.zeros((sequences.num_seqs + 1, *local.shape[1:]), jnp.float32)
-    given = given if initial is None else given.at[:-1].set(of_heads(initial))
-
-    def step(carry, part):
-        before, ends = carry
-        local, transition, seq, is_first = part
-        start = jnp.where(is_first, given[seq], before)
-        end = jnp.einsum("hpn,hnm->hpm", start, transition, precision="highest") + local
-        return (end, ends.at[seq].set(end)), start
-
-    is_first = seq != jnp.pad(seq[:-1], (1, 0), constant_values=-1)
-    parts = local, transition, jnp.minimum(seq, sequences.num_seqs), is_first
-    (_, ends), starts = lax.scan(step, (given[0], given), parts, unroll=min(16, len(seq)))
-    return starts.reshape(-1, *shape), ends[:-1].reshape(-1, *shape)
-
-
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
 def _forward(q, k, v, g, beta, initial, cu_seqlens, *, plan: delta_forward.Plan, params):
     """(o, final states, (cum, inverses)), of operands without a batch, v in columns of 64."""
@@ -179,7 +153,7 @@ def _forward(q, k, v, g, beta, initial, cu_seqlens, *, plan: delta_forward.Plan,
     table, seq = sequences.parts(cu_seqlens)
     starts = initial
     if sequences.part_rows is not None:
-        starts, final = starts_of_parts(plan, table, seq, k, v, inverse, cum, initial, params)
+        starts, final = delta_forward.starts_of_parts(plan, table, seq, k, v, inverse, cum, initial, params)
     states, o = delta_forward.run(plan, table, q, k, v, inverse, cum, starts, params)
     return o, states if sequences.part_rows is None else final, (cum, inverse)
 
@@ -190,7 +164,7 @@ def _backward(q, k, v, initial, cu_seqlens, cum, inverse, do, d_final, *, plan: 
     sequences = dataclasses.replace(plan.sequences, part_rows=None)
     plan = dataclasses.replace(plan, sequences=sequences)
     table, _ = sequences.parts(cu_seqlens)
-    keeps = dataclasses.replace(plan, output_wgs=0, keeps_all=True)
+    keeps = dataclasses.replace(plan, state_wgs=1, output_wgs=0, keeps_all=True)
     (states,) = delta_forward.run(keeps, table, None, k, v, inverse, cum, initial, params)
     d_states, d_initial = delta_backward.run(plan, table, q, k, do, inverse, cum, d_final, params)
     first_rows, num_rows = _places(sequences, cu_seqlens)
@@ -312,7 +286,7 @@ def gated_delta_rule(
       return_final_state: also return the states after the last tokens.
       cu_seqlens: (num_seqs + 1,), integers: where packed sequences begin in a batch of 1, and where the last one ends.
         States then have num_seqs in the place of B. The first one begins at 0.
-      config: stages, warpgroups and parts; None chooses by N.
+      config: stages, warpgroups and parts; None chooses by the shapes.
 
     Returns:
       o, of the shape and dtype of `v`, zeros after the last packed sequence; with `return_final_state` also the
@@ -327,13 +301,20 @@ def gated_delta_rule(
     )
     _check(q, k, v, g, beta, initial_state, cu_seqlens)
     scale = q.shape[3] ** -0.5 if scale is None else _mgpu.option("gated_delta_rule", "scale", scale, float)
-    config = config or default_config(q.shape[3])
-    if (need := config.smem_bytes(q.shape[3])) > _mgpu.SMEM_BYTES_MAX:
+    target = _mgpu.require_tensor_cores("gated_delta_rule")
+    (batch, _, heads, size), dim = v.shape, q.shape[3]
+    num_seqs = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    config = config or default_config(dim, size, num_seqs * heads * size // PIECE, target.num_sms)
+    if size % (config.state_wgs * PIECE):
         raise ValueError(
-            f"cookbook.gated_delta_rule: {config} needs {need} bytes of shared memory for keys of {q.shape[3]}, and a "
+            f"cookbook.gated_delta_rule: {config} with heads of {size} values: a block's columns are of one head, so "
+            "state_wgs must be 1"
+        )
+    if (need := config.smem_bytes(dim)) > _mgpu.SMEM_BYTES_MAX:
+        raise ValueError(
+            f"cookbook.gated_delta_rule: {config} needs {need} bytes of shared memory for keys of {dim}, and a "
             f"block has {_mgpu.SMEM_BYTES_MAX}: fewer stages"
         )
-    _mgpu.require_tensor_cores("gated_delta_rule")
     q, k, v, g, beta = _mgpu.alike(q, k, v, g, beta)
     o, final = _gated_delta_rule(Options(scale, config), q, k, v, g, beta, initial_state, cu_seqlens)
     return (o, final) if return_final_state else o

@@ -1,5 +1,6 @@
 """The gated delta rule: chunks equal the recurrence, whatever the lengths, decays, parts and neighbours."""
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -60,6 +61,27 @@ def test_decays_and_betas(how):
 @pytest.mark.parametrize("config", [Config(2), Config(output_wgs=2), slow(Config(4, 2))], ids=str)
 def test_configs(config):
     check(gated_delta_rule, problem(length=330), config=config, scale=0.3)
+
+
+TWO = Config(num_stages=2, state_wgs=2)
+
+
+@pytest.mark.parametrize(
+    "how, config",
+    [
+        (dict(lens=[70, 0, 1], heads=1, key_dim=128, padding=5), TWO),
+        slow(dict(length=140, batch=2, heads=2), TWO),
+        slow(dict(length=520, decay=0.002), dataclasses.replace(TWO, parts=2)),
+    ],
+    ids=str,
+)
+def test_both_columns_of_a_head_in_a_block(how, config):
+    check(gated_delta_rule, problem(value_dim=128, **how), config=config)
+
+
+@pytest.mark.parametrize("sizes, state_wgs", [((128, 128, 132), 1), ((128, 128, 133), 2), ((64, 64, 200), 1)])
+def test_a_block_has_two_columns_where_there_are_more_than_sms(sizes, state_wgs):
+    assert module.default_config(*sizes, num_sms=132).state_wgs == state_wgs
 
 
 def test_chunks_are_the_recurrence():
@@ -215,7 +237,7 @@ def test_there_is_no_second_derivative():
 
 
 @pytest.mark.parametrize(
-    "key_dim, config", [(128, None), (64, None), slow(128, Config(3, 2)), slow(128, Config(parts=2))]
+    "key_dim, config", [(128, None), (64, None), (128, TWO), slow(128, Config(3, 2)), slow(128, Config(parts=2))]
 )
 def test_what_the_compiler_makes_of_it(key_dim, config):
     args = problem(1, 8192 if config == Config(parts=2) else 256, 2, 4, key_dim, 128)
@@ -234,8 +256,8 @@ def test_what_the_compiler_makes_of_the_gradients(key_dim):
 
 
 def test_warpgroups_find_the_registers_that_they_ask_for():
-    for outputs, (state, output, memory) in delta_forward.REGISTERS.items():
-        assert state + outputs * output + memory <= 512
+    for (states, outputs), (state, output, memory) in delta_forward.REGISTERS.items():
+        assert states * state + outputs * output + memory <= 512
     assert sum(delta_backward.REGISTERS) <= 512
 
 
@@ -269,6 +291,8 @@ def changed(**changes):
         (lambda: changed(scale="x"), "scale='x'"),
         (lambda: changed(config=Config(9)), "bytes of shared memory"),
         (lambda: Config(1), "at least 2"),
+        (lambda: Config(output_wgs=2, state_wgs=2), r"\(1, 1\), \(1, 2\) or \(2, 1\)"),
+        (lambda: changed(config=Config(state_wgs=2)), "state_wgs must be 1"),
         (lambda: Config(parts=0), "at least 1"),
     ],
 )
