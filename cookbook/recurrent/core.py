@@ -354,10 +354,12 @@ def load_state(gmem, index, pieces: int):
 
 def first_state(gmem, index, pieces: int):
     """The state that a part starts from: zeros if `gmem` is None, or if the part is padding, for which it has none."""
-    zeros = [plgpu.layout_cast(jnp.zeros((PIECE, PIECE), jnp.float32), plgpu.Layout.WGMMA) for _ in range(pieces)]
     if gmem is None:
-        return zeros
-    return lax.cond(index[0] < gmem.shape[0], lambda: load_state(gmem, index, pieces), lambda: zeros)
+        zero = plgpu.layout_cast(jnp.zeros((PIECE, PIECE), jnp.float32), plgpu.Layout.WGMMA)
+        return [zero] * pieces
+    first, last = index[0], gmem.shape[0] - 1
+    state = load_state(gmem, (jnp.minimum(first, last), *index[1:]), pieces)
+    return [jnp.where(lax.broadcast(first <= last, piece.shape), piece, 0.0) for piece in state]
 
 
 def store_state(gmem, index, state):

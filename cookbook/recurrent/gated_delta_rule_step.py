@@ -19,7 +19,8 @@ In place: the kernel writes to a Ref. An array becomes one inside, and XLA copie
 made in the same `jit` and is not used afterwards. A `jax.new_ref` of the caller's is never copied.
 
 Bound by: memory, each state being read and written once.
-Not supported: differentiation, several tokens at a time (`gated_delta_rule` with an initial state).
+Under `jax.shard_map`, with `check_vma=False`. Not supported: differentiation, several tokens at a time
+(`gated_delta_rule` with an initial state).
 Chapter: notebooks/17_linear_attention.ipynb. Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024).
 """
 

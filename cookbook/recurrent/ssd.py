@@ -34,7 +34,7 @@ all parts from zero, XLA combines them, and this kernel starts each part from it
 
 Bound by: memory.
 
-Under `jax.shard_map`, with `check_vma=False`. Not supported: second derivatives.
+Not supported: second derivatives.
 Source: Dao and Gu, "Transformers are SSMs" (2024).
 """
 
