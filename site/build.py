@@ -36,14 +36,18 @@ def main() -> int:
 
 
 class Chapter:
-    """One notebook of the course: `stem` (05_wgmma), `number`, `title`, first sentences (`summary`), and its `code`."""
+    """One notebook of the course: `stem` (05_wgmma), `number`, `title`, first sentences (`summary`), and its `code`.
+
+    The number of an appendix is a letter.
+    """
 
     def __init__(self, path: Path):
         cells = nbformat.read(path, as_version=4).cells
         text = next((cell.source for cell in cells if cell.cell_type == "markdown"), "")
         self.stem = path.stem
-        self.number = int(path.stem.split("_")[0])
-        self.title = re.sub(r"^#\s*(\d+[.:]?\s*)?", "", text.splitlines()[0]).split(":")[0] if text else path.stem
+        self.number = path.stem.split("_")[0].removeprefix("0")
+        start = rf"^#\s*((Appendix )?{self.number}[.:]?\s+)?"
+        self.title = re.sub(start, "", text.splitlines()[0]).split(":")[0] if text else path.stem
         paragraphs = [p for p in re.split(r"\n\s*\n", text) if not re.match(r"\s*[#>|!*<-]", p)]
         self.summary = re.match(r".{80,}?[.!?](?=\s|$)|.*", " ".join("".join(paragraphs[:1]).split()))[0]
         self.code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
