@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import errors
 import gallery
 import measured
 import nbformat
@@ -27,6 +28,7 @@ def main() -> int:
     _write("index.md", _index(chapters))
     _write("gallery.md", gallery.gallery_page(chapters))
     _write("results.md", measured.results_page())
+    _write("errors.md", errors.errors_page())
     _write("api.md", (ROOT / "site" / "api.md").read_text())
     shutil.rmtree(OUTPUT, ignore_errors=True)
     code = sphinx_build(["-q", "-W", "--keep-going", "-b", "html", "-c", str(ROOT / "site"), str(SOURCE), str(OUTPUT)])
@@ -67,7 +69,7 @@ def _index(chapters: list[Chapter]) -> str:
         f"![Rungs of the course against the vendor's library]({ladder.relative_to(ROOT)})" if ladder.exists() else ""
     )
     toctrees = _toctree("The course", [f"chapters/{chapter.stem}" for chapter in chapters])
-    toctrees += _toctree("The library", ["gallery", "results", "api"])
+    toctrees += _toctree("The library", ["gallery", "results", "errors", "api"])
     page = (ROOT / "site" / "index.md").read_text()
     return page.replace("<!-- ladder -->", figure).replace("<!-- chapters -->", "\n".join(cards)) + toctrees
 
