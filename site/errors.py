@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from cookbook.lab.explaining import ROWS
+from cookbook.lab.explaining import ROWS, as_code
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 
@@ -25,16 +25,13 @@ def errors_page() -> str:
 
 
 def _line(row) -> str:
-    message = f"[{_code(row.title)}](chapters/B_errors.ipynb#{_slug(row.title)})"
-    other = f"<br>JAX 0.11: {_code(row.before)}" if row.before and row.says else ""
+    title = row.title if row.symptom else as_code(row.title)
+    message = f"[{title}](chapters/B_errors.ipynb#{_slug(row.title)})"
+    other = f"<br>JAX 0.11: {as_code(row.before)}" if row.before and row.says else ""
     chapter = row.chapter
     if (NOTEBOOKS / f"{chapter}.ipynb").exists():
         chapter = f"[{chapter}](chapters/{chapter}.ipynb)"
     return f"| {message}{other} | {row.means} | {chapter} |"
-
-
-def _code(text: str) -> str:
-    return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
 def _slug(heading: str) -> str:

@@ -55,7 +55,7 @@ class Row:
         """How JAX's versions differ, in a sentence; "" if they do not."""
         if self.before is None:
             return ""
-        return f"JAX 0.11 says `{self.before}`" + ("." if self.says else "; JAX 0.12 accepts the code.")
+        return f"JAX 0.11 says {as_code(self.before)}" + ("." if self.says else "; JAX 0.12 accepts the code.")
 
     @property
     def chapter(self) -> str:
@@ -69,7 +69,13 @@ class Row:
 
     def markdown(self) -> str:
         """The text of its section in appendix B."""
-        return f"### ``{self.title}``\n\n" + " ".join(filter(None, (self.means, f"**Try:** {self.fix}", self.versions)))
+        heading = self.title if self.symptom else as_code(self.title)
+        return f"### {heading}\n\n" + " ".join(filter(None, (self.means, f"**Try:** {self.fix}", self.versions)))
+
+
+def as_code(text: str) -> str:
+    """`text` as code in Markdown, if it has backticks itself, too."""
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
 def _load() -> dict[str, Row]:
@@ -118,12 +124,12 @@ class Explanation:
         return "\n".join(fill(line) for line in (self.message, *lines) if line)
 
     def _repr_markdown_(self) -> str:
-        message = [f"``{self.message}``"] if self.message else []
+        message = [as_code(self.message)] if self.message else []
         return "\n\n".join(message + [*self._lines(lambda name: f"[{name}]({name}.ipynb)")])
 
 
 def explain(error: BaseException | str | None = None) -> Explanation:
-    """What an error of a kernel means and what to try. It raises nothing itself.
+    """Says what an error of a kernel means and what to try. Raises nothing itself.
 
     Args:
       error: an exception, whose causes are looked at too; or the text of one. By default the exception that is being
@@ -160,8 +166,9 @@ def raises(row_id: str):
         if found.row is not row or not _line(row.start_here, found.message):
             wanted = f"an error that begins with {row.start_here!r}" if row.start_here else "no error"
             raise CheckError(f"{row_id}: JAX {jax.__version__} should raise {wanted}; it raised:\n{found!r}") from error
-        line = re.sub(r"/\S*/site-packages/", "", found.message)
-        print(textwrap.shorten(line, 120, placeholder=" ..."))
+        name = type(error).__name__
+        line = found.message if found.message.startswith(name) else f"{name}: {found.message}"
+        print(textwrap.shorten(re.sub(r"/\S*/site-packages/", "", line), 120, placeholder=" ..."))
     else:
         if row.start_here:
             raise CheckError(f"{row_id}: no error was raised; JAX {jax.__version__} should say {row.start_here!r}.")
@@ -174,12 +181,12 @@ def _texts(error):
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         if not isinstance(error, BaseException):
-            yield str(error)
+            yield error if isinstance(error, str) else type(error).__name__
             return
         # JAX chains the stack of the user's code as a cause of its own.
         if type(error).__name__ != "JaxStackTraceBeforeTransformation":
             yield f"{type(error).__name__}{_message(error)}"
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _message(error: BaseException) -> str:
