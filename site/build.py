@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import errors
 import gallery
 import measured
 import nbformat
@@ -27,6 +28,7 @@ def main() -> int:
     _write("index.md", _index(chapters))
     _write("gallery.md", gallery.gallery_page(chapters))
     _write("results.md", measured.results_page())
+    _write("errors.md", errors.errors_page())
     _write("api.md", (ROOT / "site" / "api.md").read_text())
     shutil.rmtree(OUTPUT, ignore_errors=True)
     code = sphinx_build(["-q", "-W", "--keep-going", "-b", "html", "-c", str(ROOT / "site"), str(SOURCE), str(OUTPUT)])
@@ -36,14 +38,18 @@ def main() -> int:
 
 
 class Chapter:
-    """One notebook of the course: `stem` (05_wgmma), `number`, `title`, first sentences (`summary`), and its `code`."""
+    """One notebook of the course: `stem` (05_wgmma), `number`, `title`, first sentences (`summary`), and its `code`.
+
+    The number of an appendix is a letter.
+    """
 
     def __init__(self, path: Path):
         cells = nbformat.read(path, as_version=4).cells
         text = next((cell.source for cell in cells if cell.cell_type == "markdown"), "")
         self.stem = path.stem
-        self.number = int(path.stem.split("_")[0])
-        self.title = re.sub(r"^#\s*(\d+[.:]?\s*)?", "", text.splitlines()[0]).split(":")[0] if text else path.stem
+        self.number = path.stem.split("_")[0].removeprefix("0")
+        start = rf"^#\s*((Appendix )?{self.number}[.:]?\s+)?"
+        self.title = re.sub(start, "", text.splitlines()[0]).split(":")[0] if text else path.stem
         paragraphs = [p for p in re.split(r"\n\s*\n", text) if not re.match(r"\s*[#>|!*<-]", p)]
         self.summary = re.match(r".{80,}?[.!?](?=\s|$)|.*", " ".join("".join(paragraphs[:1]).split()))[0]
         self.code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
@@ -63,7 +69,7 @@ def _index(chapters: list[Chapter]) -> str:
         f"![Rungs of the course against the vendor's library]({ladder.relative_to(ROOT)})" if ladder.exists() else ""
     )
     toctrees = _toctree("The course", [f"chapters/{chapter.stem}" for chapter in chapters])
-    toctrees += _toctree("The library", ["gallery", "results", "api"])
+    toctrees += _toctree("The library", ["gallery", "results", "errors", "api"])
     page = (ROOT / "site" / "index.md").read_text()
     return page.replace("<!-- ladder -->", figure).replace("<!-- chapters -->", "\n".join(cards)) + toctrees
 

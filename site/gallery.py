@@ -71,9 +71,8 @@ def _summary(function) -> str:
 
 def _chapters_of(name: str, chapters):
     """The chapters that use the kernel, the last two of them: where it is built, and where it is last improved."""
-    return [
-        c for c in chapters if re.search(rf"\bcookbook(\.\w+)?\.{name}\b|from cookbook import .*\b{name}\b", c.code)
-    ][-2:]
+    use = re.compile(rf"\bcookbook(\.\w+)?\.{name}\b|from cookbook import .*\b{name}\b")
+    return [c for c in chapters if c.number.isdigit() and use.search(c.code)][-2:]
 
 
 def _figure(value: float) -> str:

@@ -57,12 +57,13 @@ def main() -> int:
         running = []
 
         def run(path: pathlib.Path) -> tuple[str, ...]:
-            running.append(path.stem[:2])
+            number = path.stem.split("_")[0]
+            running.append(number)
             bar.set_description(" ".join(running))
             started = time.monotonic()
             error = _execute(path, OUTPUT / path.name, parameters[path], args.timeout, bar.update)
             seconds = time.monotonic() - started
-            running.remove(path.stem[:2])
+            running.remove(number)
             bar.set_description(" ".join(running))
             if error:
                 tqdm.write(f"{path.stem}\n{error}", file=sys.stderr)
@@ -82,7 +83,7 @@ def main() -> int:
 
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("notebooks", nargs="*", help="which ones: a number such as 05, or a name; default: all")
+    parser.add_argument("notebooks", nargs="*", help="which ones: 05, B (an appendix), or a name; default: all")
     parser.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
     parser.add_argument("-j", "--jobs", type=int, help="how many at a time; default: one a core, on a GPU 1")
     parser.add_argument("--timeout", type=int, default=600, help="seconds that one cell may take")

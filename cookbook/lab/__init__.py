@@ -11,6 +11,9 @@ from .checking import CheckReport as CheckReport
 from .checking import check as check
 from .compiling import Compiled as Compiled
 from .compiling import compile_for as compile_for
+from .explaining import Explanation as Explanation
+from .explaining import explain as explain
+from .explaining import raises as raises
 from .interpreter import interpret as interpret
 from .interpreter import on_gpu as on_gpu
 from .interpreter import run as run

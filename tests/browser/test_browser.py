@@ -94,10 +94,11 @@ def test_landing_page_leads_to_every_chapter(page, site):
     page.wait(f"location.href == {links[0]!r}", "the first chapter")
 
 
-def test_search_finds_a_kernel(page, site):
+@pytest.mark.parametrize("words", ["softmax", "scratch must be provided when cross-warp reduction is required"])
+def test_search_finds_a_kernel_and_a_message(page, site, words):
     page.open(site + "index.html")
     page.evaluate(
-        "(form => { form.querySelector('input').value = 'softmax'; form.requestSubmit(); })"
+        f"(form => {{ form.querySelector('input').value = {words!r}; form.requestSubmit(); }})"
         "(document.querySelector('form.bd-search'))"
     )
     page.wait("document.querySelectorAll('#search-results li').length > 1", "search results")

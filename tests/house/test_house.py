@@ -183,7 +183,8 @@ def code_cells(path: pathlib.Path) -> list:
 def test_notebook_is_whole(path):
     """Its form: a title, one cell of parameters, every code cell executed, and nothing of papermill's left."""
     notebook = nbformat.read(path, as_version=4)
-    assert re.match(r"# .*\b" + str(int(path.stem[:2])) + r"\b", notebook.cells[0].source), "its title names its number"
+    number = path.stem.split("_")[0].removeprefix("0")  # An appendix has a letter.
+    assert re.match(rf"# .*\b{number}\b", notebook.cells[0].source), "its title names its number"
     cells = code_cells(path)
     assert ["parameters" in cell.metadata.get("tags", []) for cell in cells].count(True) == 1
     unexecuted = [cell.source for cell in cells if cell.execution_count is None]
@@ -193,7 +194,7 @@ def test_notebook_is_whole(path):
     assert ":::" not in "".join(cell.source for cell in notebook.cells), "JupyterLab shows ::: admonitions raw"
 
 
-NOT_YET_RECORDED = {"17_linear_attention"}  # Until a GPU has run it its outputs are those of a CPU.
+NOT_YET_RECORDED = {"17_linear_attention", "B_errors"}  # Until a GPU has run it its outputs are those of a CPU.
 
 
 @pytest.mark.parametrize(
