@@ -67,7 +67,7 @@ def compile_for(gpu: str, fn, *args, name: str | None = None, devices: int | dic
 
     Raises:
       ValueError: `gpu` is not known, `devices` names no mesh, `fn` launches no Mosaic GPU kernel, or a kernel asks for
-        too much shared memory or for the other GPU's tensor core.
+        too much shared memory, for the other GPU's tensor core, or for Lane semantics.
       ToolchainMissing: the compile-only wheels are missing.
       RuntimeError: the compiler rejects a kernel (its message is included).
     """
@@ -97,6 +97,11 @@ def compile_for(gpu: str, fn, *args, name: str | None = None, devices: int | dic
         if not calls:
             raise ValueError(f"{name} launches no Mosaic GPU kernel: there is nothing to compile for {gpu!r}.")
         smem_bytes = _smem_bytes(modules, name, gpu)
+        if not smem_bytes:
+            raise ValueError(
+                f"{name} has Lane semantics (plgpu.CompilerParams(lowering_semantics=...)), of which JAX does not tell "
+                "how much shared memory a kernel takes: use Warpgroup semantics, JAX's default, or jax.jit(...).lower."
+            )
         kernels = []
         for index in range(len(calls)):
             _keep_kernel(calls, index)

@@ -128,6 +128,17 @@ def test_an_unknown_gpu_is_refused_by_name():
         lab.compile_for("a100", add_one, X)
 
 
+def test_lane_semantics_are_refused_by_name():
+    lane = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+
+    def body(x, o):
+        o[...] = x[...] + 1
+
+    kernel = plgpu.kernel(body, out_type=jax.ShapeDtypeStruct((256,), jnp.float32), compiler_params=lane)
+    with pytest.raises(ValueError, match="has Lane semantics .*use Warpgroup semantics"):
+        lab.compile_for("h200", kernel, jax.ShapeDtypeStruct((256,), jnp.float32))
+
+
 def test_a_function_without_kernels_is_refused():
     with pytest.raises(ValueError, match="launches no Mosaic GPU kernel"):
         lab.compile_for("h200", lambda x: x + 1, X)
