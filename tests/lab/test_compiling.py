@@ -9,6 +9,7 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from lab_kernels import add_one, blackwell_matmul, matmul, num_sms_built_for, shifted
 
 from cookbook import lab
