@@ -151,15 +151,17 @@ def _run(case: Case, iterations: int, tune: bool) -> bool | None:
         for impl, fn in impls.items():
             if impl in case.parts:
                 continue
-            if not (error := relative_error(jax.jit(fn)(*inputs), exact)) < ERROR_MAX:
+            call, given = case.applied(fn, inputs)
+            if not (error := relative_error(jax.jit(call)(*given), exact)) < ERROR_MAX:
                 print(f"{case.problem}, {impl}: wrong by {error:.2g}, and so not timed")
                 return False
         del exact
-    rows = {
-        impl: _measure(fn, *inputs, problem=case.problem, impl=impl, iterations=iterations, flops=case.flops,
-                          nbytes=case.nbytes, of=_function(case.op if impl == "cookbook" else impl), gpu=gpu)
-        for impl, fn in impls.items()
-    }  # fmt: skip
+    rows = {}
+    for impl, fn in impls.items():
+        call, given = case.applied(fn, inputs) if lab.on_gpu() else (fn, inputs)
+        of = _function(case.op if impl == "cookbook" else impl)
+        rows[impl] = _measure(call, *given, problem=case.problem, impl=impl, iterations=iterations, flops=case.flops,
+                              nbytes=case.nbytes, of=of, gpu=gpu)  # fmt: skip
     ours = rows[case.impl]
     if math.isnan(ours.median_ms):
         why = ": compiled for a B200, never run or timed on one" if case.gpu == "b200" else ""

@@ -29,7 +29,8 @@ from cookbook.gemm import (
 )
 from cookbook.gemm.matmul_blocked import matmul_blocked_reference
 from cookbook.recurrent import gated_delta_rule as delta_rule
-from cookbook.recurrent import ssd
+from cookbook.recurrent import gated_delta_rule_step as delta_rule_step
+from cookbook.recurrent import ssd, ssd_step
 from cookbook.rows import reduce_sum, rms_norm, softmax
 
 # The peers that are not this project's own.
@@ -66,7 +67,8 @@ class Case:
     headline: bool = False  # Whether the README shows it.
     dtypes: tuple | None = None  # The inputs' dtypes, if they differ from `dtype`, which names the problem.
     derive: object = None  # Makes of these inputs one more, which only peers take.
-    integers: tuple = ()  # Inputs after the random ones that say where things lie: arrays of int32.
+    integers: tuple = ()  # Inputs after the random ones: arrays of int32 that say where things lie, or given values.
+    in_place: int | None = None  # Which input is changed. All but the reference take it last, as a `jax.Ref`.
     tune: object = None  # Times the configurations of the least predicted time for these inputs.
     parts: tuple = ()  # Peers that do a part of the work: their result is another.
     reads_weights: bool = False  # A product of few rows, whose rate is that of reading its matrices.
@@ -104,6 +106,14 @@ class Case:
         drawn = [_draw(key, aval.shape, aval.dtype) for key, aval in zip(keys, avals, strict=True)]
         drawn += [jnp.asarray(x) for x in self.integers]
         return drawn if self.derive is None else [*drawn, jax.jit(self.derive)(*drawn)]
+
+    def applied(self, fn, inputs):
+        """(function, its arguments): `fn` of the inputs, which holds a copy of the one that it changes."""
+        if self.in_place is None or fn is None:
+            return fn, inputs
+        others = list(inputs)
+        state = jax.new_ref(others.pop(self.in_place))
+        return (lambda *others: fn(*others, state)), others
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -462,6 +472,44 @@ def _ssd(batch, length, heads, groups, head_dim, state_dim, target=None, gradien
                 dtypes=(BF16, jnp.float32, jnp.float32, BF16, BF16), **kwargs)  # fmt: skip
 
 
+def _ssd_step(seqs, heads, groups, head_dim, state_dim, **kwargs):
+    """States of many sequences. dt and a are as Mamba-2's layers make them."""
+    rng, wide = np.random.default_rng(0), (seqs, groups, state_dim)
+    shapes = (seqs, heads, head_dim), wide, wide, (seqs, heads, head_dim, state_dim)
+    dt = rng.uniform(0.001, 0.1, (seqs, heads)).astype(np.float32)
+    a = -rng.uniform(1, 16, heads).astype(np.float32)
+
+    def by_xla(x, b, c, dt, a, state):
+        y, state[...] = ssd_step.ssd_step_reference(x, dt, a, b, c, state[...])
+        return y.astype(x.dtype)
+
+    return Case("ssd_step", shapes, BF16, lambda x, b, c, dt, a, state: cookbook.ssd_step(x, dt, a, b, c, state),
+                lambda x, b, c, state, dt, a: ssd_step.ssd_step_reference(x, dt, a, b, c, state)[0], {"xla": by_xla},
+                ssd_step.flops(seqs, heads, head_dim, state_dim),
+                ssd_step.bytes_moved(seqs, heads, head_dim, groups, state_dim),
+                f"b{seqs}_h{heads}_p{head_dim}_n{state_dim}", dtypes=(BF16, BF16, BF16, jnp.float32),
+                integers=(dt, a), in_place=3, **kwargs)  # fmt: skip
+
+
+def _delta_rule_step(seqs, key_heads, heads, dim=128, **kwargs):
+    """States of many sequences. Betas are those of keys of norm 1, where normal ones have about `dim` ** 0.5."""
+    rng, narrow = np.random.default_rng(0), (seqs, key_heads, dim)
+    shapes = narrow, narrow, (seqs, heads, dim), (seqs, heads, dim, dim)
+    g = -rng.uniform(0.0, 0.1, (seqs, heads)).astype(np.float32)
+    beta = rng.uniform(0.0, 1 / dim, (seqs, heads)).astype(np.float32)
+
+    def by_xla(q, k, v, g, beta, state):
+        o, state[...] = delta_rule_step.gated_delta_rule_step_reference(q, k, v, g, beta, state[...])
+        return o.astype(v.dtype)
+
+    return Case("gated_delta_rule_step", shapes, BF16, cookbook.gated_delta_rule_step,
+                lambda q, k, v, state, g, beta: delta_rule_step.gated_delta_rule_step_reference(
+                    q, k, v, g, beta, state)[0],
+                {"xla": by_xla}, delta_rule_step.flops(seqs, heads, dim, dim),
+                delta_rule_step.bytes_moved(seqs, key_heads, heads, dim, dim), f"b{seqs}_h{key_heads}_{heads}_d{dim}",
+                dtypes=(BF16, BF16, BF16, jnp.float32), integers=(g, beta), in_place=3, **kwargs)  # fmt: skip
+
+
 def _matmul_f32(m, n, k, **kwargs):
     flops, nbytes = matmul.flops(m, n, k), matmul.bytes_moved(m, n, k, 4)
     peers = {"cublas": functools.partial(jnp.matmul, precision="highest")}
@@ -709,6 +757,9 @@ CASES += [
     _delta_rule(4, 8192, 16, 64, Target(None, rate=1.51)),
     _delta_rule(1, 32768, 2, 8, Target(None, rate=0.485)),
     _delta_rule(1, 8192, 16, 64, Target("fla", 1 / 0.6), gradients=True),
+    # 0.85 of the rate of a stream.
+    _ssd_step(256, 32, 1, 64, 128, target=Target(None, rate=3.73)),
+    _delta_rule_step(256, 16, 64, target=Target(None, rate=3.73)),
 ]
 
 

@@ -79,6 +79,27 @@ def _ragged(m, n, k, g, skew):
     return problems._ragged(m, n, k, sizes)
 
 
+def _tokens(rng):
+    """Sequences, tokens of each, and heads. XLA's form, the peer, wants whole chunks of 64 tokens."""
+    seqs, tokens, heads = _log_uniform(rng, 1, 64), _log_uniform(rng, 64, 65536), _log_uniform(rng, 1, 64)
+    return max(1, round(seqs)), _multiple(tokens, 64), max(1, round(heads))
+
+
+def _state_space(rng):
+    seqs, tokens, heads = _tokens(rng)
+    groups = rng.choice([g for g in range(1, heads + 1) if heads % g == 0])
+    return seqs, tokens, heads, int(groups), int(rng.choice((64, 128))), int(rng.choice((64, 128, 256)))
+
+
+def _key_and_value_heads(rng):
+    seqs, tokens, key_heads = _tokens(rng)
+    return seqs, tokens, key_heads, key_heads * int(rng.choice((1, 2, 4))), int(rng.choice((64, 128)))
+
+
+def _fits(seqs, tokens, heads):
+    return 2**13 <= seqs * tokens * heads <= 2**22
+
+
 def _of_rows(case):
     return Sample(_rows_and_cols, lambda rows, cols: 10**6 <= rows * cols <= 10**9, case, BEYOND_XLA)
 
@@ -101,6 +122,13 @@ SAMPLES = {
     ),
     "ragged_dot": Sample(
         _groups_of_rows, lambda m, n, k, g, skew: 1e9 <= 2 * m * n * k <= 4e12 and g * n * k <= 4e9, _ragged, LIKE_JAX
+    ),
+    "ssd": Sample(_state_space, lambda *sizes: _fits(*sizes[:3]), problems._ssd, BEYOND_XLA),
+    "gated_delta_rule": Sample(
+        _key_and_value_heads,
+        lambda seqs, tokens, _, heads, dim: _fits(seqs, tokens, heads),
+        lambda *sizes: problems._delta_rule(*sizes[:-1], dim=sizes[-1]),
+        BEYOND_XLA,
     ),
 }
 

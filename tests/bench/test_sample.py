@@ -24,6 +24,14 @@ def test_problems_are_the_seeds_own_and_in_bounds(op):
         elif op == "ragged_dot":
             m, n, k, g, skew = sizes
             assert 64 <= m <= 131072 and 1 <= g <= 256 and 0 <= skew <= 100 and n % 128 == k % 64 == 0
+        elif op == "ssd":
+            seqs, tokens, heads, groups, head_dim, state_dim = sizes
+            assert heads % groups == 0 and head_dim in (64, 128) and state_dim in (64, 128, 256)
+            assert tokens % 64 == 0 and 2**13 <= seqs * tokens * heads <= 2**22
+        elif op == "gated_delta_rule":
+            seqs, tokens, key_heads, heads, dim = sizes
+            assert heads % key_heads == 0 and dim in (64, 128)
+            assert tokens % 64 == 0 and 2**13 <= seqs * tokens * heads <= 2**22
         elif op.startswith("matmul"):
             m, n, k = sizes
             multiple = 16 if op == "matmul_fp8" else 8
@@ -32,6 +40,21 @@ def test_problems_are_the_seeds_own_and_in_bounds(op):
         else:
             rows, cols = sizes
             assert 1 <= rows <= 10**6 and 1 <= cols <= 65536 and 10**6 <= rows * cols <= 10**9
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: problems._ssd_step(3, 2, 1, 64, 64), lambda: problems._delta_rule_step(3, 1, 2)]
+)
+def test_steps_change_a_state_in_place_and_equal_their_peers(make):
+    case = make()
+    inputs = case.inputs()
+    exact, before = jax.jit(case.reference)(*inputs), np.asarray(inputs[case.in_place])
+    for fn in (case.kernel, *case.peers.values()):
+        call, given = case.applied(fn, inputs)
+        with lab.interpret():
+            first, second = (jax.jit(call)(*given) for _ in range(2))
+        assert problems.relative_error(first, exact) < 5e-3 < problems.relative_error(second, exact)  # Of a new state.
+    np.testing.assert_array_equal(inputs[case.in_place], before)
 
 
 def test_products_are_drawn_as_the_issue_says():
