@@ -17,6 +17,9 @@ from .explaining import raises as raises
 from .interpreter import interpret as interpret
 from .interpreter import on_gpu as on_gpu
 from .interpreter import run as run
+from .showing import show_diff as show_diff
+from .showing import sources as sources
+from .showing import table as table
 from .timeline import timeline as timeline
 from .timing import Measurement as Measurement
 from .timing import first_call_seconds as first_call_seconds

@@ -1,5 +1,6 @@
 """Compile a kernel for a named GPU, on a machine that need not have one, and read what the compiler made of it."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -23,6 +24,7 @@ from .toolchain import device, gpu_facts, tool
 from .toolchain import devices as target_devices
 
 _FOREIGN = {"h200": r"mosaic_gpu\.(tcgen05|tmem)", "b200": r"mosaic_gpu\.(wgmma)"}  # Operations of the other GPU.
+SMEM_BYTES, REGISTERS, THREADS = 233_472, 65_536, 2_048  # What an SM has, on Hopper and on data-centre Blackwell.
 _lock = threading.Lock()  # A compile borrows the process's environment and its standard output.
 
 
@@ -51,6 +53,31 @@ class Compiled:
             path.write_bytes(self.cubin)
             command = [tool("nvdisasm"), "-c", "-ndf", path]
             return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    @property
+    def instructions(self) -> list[str]:
+        """The instructions of the machine code, predicates included, in their order; without what pads its end."""
+        lines = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?) *;", self.sass, re.M)
+        return [line for line in lines if not line.startswith("NOP")]
+
+    @property
+    def opcodes(self) -> collections.Counter[str]:
+        """How often each instruction occurs, by its name up to the first dot, such as HGMMA."""
+        return collections.Counter(re.sub(r"^@\S+\s+", "", line).split()[0].split(".")[0] for line in self.instructions)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block; the most of any kernel."""
+        return max(int(x) * int(y) * int(z) for x, y, z in re.findall(r"\.maxntid (\d+), (\d+), (\d+)", self.ptx))
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """Blocks that fit on an SM at the same time, by its registers and its shared memory.
+
+        Of each block CUDA takes 1,024 bytes of shared memory; registers are given to warps by 8 a thread.
+        """
+        by_smem = SMEM_BYTES // (self.smem_bytes + 1_024)
+        return min(by_smem, REGISTERS // (self.threads * 8 * -(-self.registers // 8)), THREADS // self.threads)
 
 
 def compile_for(gpu: str, fn, *args, name: str | None = None, devices: int | dict[str, int] | None = None) -> Compiled:

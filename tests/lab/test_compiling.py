@@ -1,6 +1,7 @@
 """Compiling for a GPU that this machine need not have."""
 
 import contextlib
+import dataclasses
 import os
 import subprocess
 import sys
@@ -127,6 +128,16 @@ def test_devices_that_make_no_mesh_are_refused(devices):
 def test_an_unknown_gpu_is_refused_by_name():
     with pytest.raises(ValueError, match="'a100' is not known; it must be one of 'h200', 'b200'"):
         lab.compile_for("a100", add_one, X)
+
+
+def test_instructions_and_blocks_that_fit():
+    compiled = lab.compile_for("h200", add_one, X)
+    assert compiled.threads == 128 and compiled.opcodes["EXIT"] >= 1
+    assert sum(compiled.opcodes.values()) == len(compiled.instructions) > 10
+    fits = lambda **how: dataclasses.replace(compiled, **how).blocks_per_sm
+    assert fits(registers=16, smem_bytes=0) == 16  # 2,048 threads.
+    assert fits(registers=129, smem_bytes=0) == 3  # 136 registers each.
+    assert fits(registers=16, smem_bytes=115_712) == 2 and fits(registers=16, smem_bytes=115_713) == 1
 
 
 def test_lane_semantics_are_refused_by_name():

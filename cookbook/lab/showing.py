@@ -1,0 +1,73 @@
+"""Text that the notebooks print: tables of figures, and the lines that a rung changes."""
+
+import dataclasses
+import difflib
+import functools
+import html
+import inspect
+import math
+
+from . import results
+
+
+def table(header, *rows, measured=()) -> None:
+    """Prints aligned columns, then where the figures come from.
+
+    Args:
+      header, rows: cells of any kind, as many in each; a NaN, which was never measured, is a dash.
+      measured: the `Measurement`s of the table. If the code of one has changed since, that is said too.
+    """
+    text = [["-" if "nan" in str(cell) else str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*text, strict=True)]
+    for row in text:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    if measured:
+        stale = " (STALE: the code has changed since)" if any(figure.stale for figure in _known(measured)) else ""
+        print(f"[{sources(measured) or 'no recorded figures, and no GPU to measure them'}]{stale}")
+
+
+def sources(measured) -> str:
+    """Where the figures of a table or a picture come from; empty if none of them is known."""
+    said = lambda figure: (
+        results.where(figure.provenance) if figure.recorded else (f"measured on {results.gpus(figure.provenance)}")
+    )
+    return "; ".join(sorted({said(figure) for figure in _known(measured)}))
+
+
+def _known(measured) -> list:
+    return [figure for figure in measured if not math.isnan(figure.median_ms)]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Diff:
+    """The difference of two functions' sources, as text and, in a notebook, in colour."""
+
+    lines: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines)
+
+    def _repr_html_(self) -> str:
+        colours = {"+": "#E3F3E6", "-": "#FBE4E4", "@": "#EEF1F6"}
+        grounds = (colours.get(line[:1], "transparent") for line in self.lines)
+        spans = (
+            f'<span style="display:block;background:{ground}">{html.escape(line) or " "}</span>'
+            for ground, line in zip(grounds, self.lines, strict=True)
+        )
+        return f'<pre style="line-height:1.35;color:#222;background:#FCFCFA">{"".join(spans)}</pre>'
+
+
+def show_diff(before, after, context: int = 2) -> Diff:
+    """The lines by which the function `after` differs from `before`, with `context` lines around each change.
+
+    Args:
+      before, after: functions, `functools.partial`s of them, or texts.
+    """
+
+    def source(fn) -> list[str]:
+        while isinstance(fn, functools.partial):
+            fn = fn.func
+        return (fn if isinstance(fn, str) else inspect.getsource(inspect.unwrap(fn))).splitlines()
+
+    lines = difflib.unified_diff(source(before), source(after), n=context, lineterm="")
+    return Diff(tuple(line for line in lines if not line.startswith(("---", "+++"))))

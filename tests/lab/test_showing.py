@@ -1,0 +1,61 @@
+"""Tables of figures, and what a rung changes."""
+
+import functools
+import math
+
+import pytest
+
+from cookbook import lab
+
+
+def figure(ms=1.0, **how):
+    return lab.Measurement("p/1x1/bf16", "cookbook", ms, provenance=dict(gpu="NVIDIA H200", date="2026-01-02"), **how)
+
+
+def before(x):
+    y = x + 1
+    return y
+
+
+def after(x):
+    y = x + 2
+    return y
+
+
+def test_columns_are_aligned_and_what_was_never_measured_is_a_dash(capsys):
+    lab.table(("tile", "us"), ("64x64", 12.5), (128, math.nan))
+    assert capsys.readouterr().out == " tile    us\n64x64  12.5\n  128     -\n"
+
+
+@pytest.mark.parametrize(
+    "figures, said",
+    [
+        ([figure()], "[measured on NVIDIA H200]"),
+        ([figure(recorded=True)], "[recorded on NVIDIA H200, 2026-01-02]"),
+        ([figure(recorded=True), figure(recorded=True, stale=True)], "02] (STALE: the code has changed since)"),
+        ([figure(), figure(recorded=True)], "[measured on NVIDIA H200; recorded on NVIDIA H200, 2026-01-02]"),
+        ([figure(math.nan, stale=True)], "[no recorded figures, and no GPU to measure them]"),
+    ],
+    ids=str,
+)
+def test_a_table_says_where_its_figures_come_from(capsys, figures, said):
+    lab.table(("a",), (1,), measured=figures)
+    assert capsys.readouterr().out.endswith(said + "\n")
+
+
+def test_a_row_that_is_too_short_is_refused():
+    with pytest.raises(ValueError, match="zip"):
+        lab.table(("a", "b"), (1,))
+
+
+def test_a_diff_has_the_lines_that_changed():
+    diff = lab.show_diff(before, functools.partial(after, 1))
+    changed = [line for line in repr(diff).splitlines() if line[0] in "+-"]
+    assert changed == ["-def before(x):", "-    y = x + 1", "+def after(x):", "+    y = x + 2"]
+    assert "return y" in repr(diff)
+    assert repr(lab.show_diff(before, before)) == ""
+
+
+def test_a_diff_in_a_notebook_shows_code_as_it_stands():
+    shown = lab.show_diff("a < b", "a > b")._repr_html_()
+    assert "-a &lt; b" in shown and "+a &gt; b" in shown and "<b" not in shown.replace("<br", "")
