@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import io
 import logging
+import re
 import threading
 
 import jax
@@ -63,13 +64,40 @@ def run_kernel(answer, *args):
     try:
         lowered = jax.jit(lambda *args: answer(*args)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     except Exception as error:
-        raise NotYet(f"it can not be compiled for a GPU: {_first_line(error)}") from error
+        if ready_made := re.match(r"(cookbook\.\w+)\S* is a GPU kernel", str(error)):
+            raise NotYet(
+                f"{ready_made[1]} is the package's kernel: write one of your own, with plgpu.kernel"
+            ) from error
+        raise NotYet(f"it cannot be compiled for a GPU: {_first_line(error)}") from error
     if "mosaic_gpu" not in lowered:
         raise NotYet("the answer must be a kernel: call plgpu.kernel")
+    if outside := _computed_outside(jax.make_jaxpr(lambda *args: answer(*args))(*args).jaxpr):
+        raise NotYet(f"{outside} is computed outside of the kernel, by XLA: the kernel must do all of the work")
     out, races = _interpreted(answer, args)
     if races:
         raise NotYet(f"there is a race: {races[0]}. On a GPU the result may differ from run to run.")
     return out
+
+
+KERNELS = {"core_map", "mpmd_map", "pallas_call", "run_state"}
+# Operations that change a shape, a view or a dtype, and compute nothing.
+MOVES = {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "slice", "squeeze", "transpose"}
+REFS = {"empty_ref", "freeze", "get", "new_ref", "ref_get", "ref_set", "swap"}
+
+
+def _computed_outside(jaxpr) -> str | None:
+    """The first operation beside kernels that computes something, if there is one."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in KERNELS | MOVES | REFS:
+            continue
+        called = [getattr(value, "jaxpr", value) for value in equation.params.values()]  # Of a jitted function, say.
+        called = [value for value in called if hasattr(value, "eqns")]
+        if not called:
+            return name
+        if outside := next(filter(None, map(_computed_outside, called)), None):
+            return outside
+    return None
 
 
 def require_close(out, exact, tolerance: float, what: str) -> None:

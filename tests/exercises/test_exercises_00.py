@@ -117,7 +117,7 @@ def test_axpy_that_is_not_written_to_its_end():
 
 def test_axpy_that_no_gpu_runs():
     sort = lambda a, x, y: element_wise(lambda x, y: jax.numpy.sort(a * x + y), x, y)
-    turned_down(ex00.check_axpy(sort), "can not be compiled for a GPU")
+    turned_down(ex00.check_axpy(sort), "cannot be compiled for a GPU")
 
 
 # Exercise 3: the race

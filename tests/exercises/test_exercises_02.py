@@ -88,7 +88,7 @@ def test_an_api_error_is_one_friendly_line():
     def answer(x_gmem, o_gmem, slots, arrived, num_tiles):
         plgpu.copy_gmem_to_smem(x_gmem, slots.at[0], arrived)
 
-    _turned_down(ex02.check_ring(answer), "can not be compiled")
+    _turned_down(ex02.check_ring(answer), "cannot be compiled")
 
 
 def test_right_degree_passes():

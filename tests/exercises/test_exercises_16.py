@@ -221,8 +221,8 @@ def test_store_solution(right):
         (functools.partial(store_rows, sizes=(32, 16, 8, 4, 2)), "left = 63: row 62 was never"),
         (of_negative_numbers_too, "left = -27: row 0 was written"),
         (swapped_places, "another row's place"),
-        (of_traced_size, "can not be compiled"),
-        (lambda piece, o, left: 1 / 0, "can not be compiled for a GPU: ZeroDivisionError"),
+        (of_traced_size, "cannot be compiled"),
+        (lambda piece, o, left: 1 / 0, "cannot be compiled for a GPU: ZeroDivisionError"),
     ],
 )
 def test_store_wrong(wrong, said):

@@ -171,7 +171,7 @@ def not_transposed(acc, k_smem, v_smem, w, scaled_smem):
         (lambda *args: add_chunk(*args, commits=False), "commit what you have stored"),
         (lambda *args: add_chunk(*args, weighs=False), "the weights are missing"),
         (not_transposed, "the state after two chunks"),
-        (lambda *args: 1 / 0, "can not be compiled for a GPU: ZeroDivisionError"),
+        (lambda *args: 1 / 0, "cannot be compiled for a GPU: ZeroDivisionError"),
     ],
 )
 def test_add_chunk_wrong(wrong, said):
