@@ -14,7 +14,7 @@ import numpy as np
 
 from cookbook import lab
 
-SECONDS = 30  # An interpreted kernel that takes longer waits for something that never comes.
+SECONDS = 30  # An interpreted kernel that takes longer loops for ever: a wait for ever is found at once.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ def require_close(out, exact, tolerance: float, what: str) -> None:
 
 
 def _interpreted(answer, args):
-    """(result, races). In a thread of its own, because nothing else can be done about a kernel that never ends."""
+    """(result, races). In a thread of its own, because nothing else can be done about a loop that never ends."""
     done = {}
 
     def run():
@@ -105,10 +105,12 @@ def _interpreted(answer, args):
     logging.disable(logging.NOTSET)
     if not done:
         raise NotYet(
-            f"the kernel has not ended after {SECONDS} s: it waits at a barrier for a copy that nobody starts. "
+            f"the kernel has not ended after {SECONDS} s: is there a loop that never ends? "
             "Restart the notebook's kernel (Kernel, Restart) before you go on."
         )
     if "error" in done:
+        if isinstance(done["error"], lab.Deadlock):
+            raise NotYet(f"the kernel would never end: {' '.join(str(done['error']).split())}")
         if "Out-of-bounds" in str(done["error"]):
             raise NotYet("the kernel reaches beyond the end of the array")
         raise NotYet(f"the kernel raised {_first_line(done['error'])}")
