@@ -167,7 +167,7 @@ class _Watch:
         self._lock, self._over = threading.Lock(), threading.Event()
         self._waiting, self._ended = {}, {}  # By thread of the cluster that runs, as are the arrivals.
         self._arrivals = collections.defaultdict(collections.Counter)  # By barrier: (who, at which line).
-        self._log = logging.getLogger("jax._src.callback")  # Shows a stack for every warpgroup that is woken to fail.
+        self._log = logging.getLogger("jax._src.callback")  # Shows a stack for each thread of a kernel that fails.
 
     def __enter__(self):
         barrier, memory = shared_memory.Barrier, shared_memory.GPUSharedMemory
@@ -182,14 +182,14 @@ class _Watch:
         ]
         for owner, name, original in self._originals:
             setattr(owner, name, _around(original, getattr(self, name)))
-        self._log.addFilter(self._is_news)
+        self._log.addFilter(_none)
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
 
     def __exit__(self, *_):
         self._over.set()
         self._thread.join()
-        self._log.removeFilter(self._is_news)
+        self._log.removeFilter(_none)
         for owner, name, original in self._originals:
             setattr(owner, name, original)
 
@@ -234,9 +234,6 @@ class _Watch:
                 _memory(now[0]).set_failed(Deadlock(self.report), top_level=False)  # Wakes those that wait: they raise.
                 return
 
-    def _is_news(self, record) -> bool:
-        return not self.report
-
     def _describe(self, waiting, ended) -> str:
         lines = ["every warpgroup waits, or has ended."]
         for _, (barrier, info) in sorted(waiting.items(), key=lambda item: str(item[0])):
@@ -249,6 +246,10 @@ class _Watch:
             )
         lines += [f"warpgroup {thread.warpgroup_id} has ended." for thread in sorted(ended, key=str)]
         return "\n  ".join(lines)
+
+
+def _none(record) -> bool:
+    return False
 
 
 def _around(original, method):

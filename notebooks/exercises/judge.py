@@ -113,7 +113,9 @@ def _interpreted(answer, args):
             raise NotYet(f"the kernel would never end: {' '.join(str(done['error']).split())}")
         if "Out-of-bounds" in str(done["error"]):
             raise NotYet("the kernel reaches beyond the end of the array")
-        raise NotYet(f"the kernel raised {_first_line(done['error'])}")
+        *_, cause = str(done["error"]).strip().splitlines() or [""]  # Before it, the interpreter's stack.
+        is_callback = "CpuCallback" in str(done["error"])
+        raise NotYet(f"the kernel raised {cause if is_callback else _first_line(done['error'])}")
     return done["out"], done["races"]
 
 
