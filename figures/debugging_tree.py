@@ -57,7 +57,7 @@ def draw():
             at = y + GAP / 2 + HEIGHT / 2
             arrow(ax, (1.6, middle), (3.08, at), colour)
             if finding:
-                words(ax, 2.38, at + (0.14 if at >= middle else -0.12), finding, size=8, colour=INK)
+                words(ax, 2.38, at + (0.14 if at > middle - 0.01 else -0.12), finding, size=8, colour=INK)
             box(ax, 3.1, at - HEIGHT / 2, 2.0, HEIGHT, first, colour, size=8.5)
             arrow(ax, (5.1, at), (5.58, at), colour)
             box(ax, 5.6, at - HEIGHT / 2, 1.95, HEIGHT, then, colour, fill=0.06, size=8.5)

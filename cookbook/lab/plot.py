@@ -135,7 +135,8 @@ def error_map(out, expected, *, tile: tuple[int, int], limit: float = 0.05, titl
     with figure(height=3.4, ncols=2) as (fig, (left, right)):
         fig.suptitle(f"{title}: {count}" if title else count, fontsize=11, fontweight="bold", x=0.01, ha="left")
         top = max(np.nanmax(error, initial=0.0), limit)
-        error_image(left, tiles, top, f"worst error of each tile of {tile[0]} x {tile[1]}")
+        error[error <= limit] = 0.0  # Rounding has a colour of its own, none.
+        error_image(left, np.where(wrong, tiles, 0.0), top, f"worst error of each tile of {tile[0]} x {tile[1]}")
         shown = error_image(right, error[rows, columns], top, f"tile ({i}, {j}): its elements")
         if tiles.size <= 64:
             left.hlines(np.arange(len(tiles) - 1) + 0.5, -0.5, tiles.shape[1] - 0.5, color=FAINT, linewidth=0.6)
