@@ -11,7 +11,7 @@ if not os.environ.get("XLA_FLAGS"):  # References on a GPU are compiled once and
     os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # The compile-only wheels come without cuDNN.
 
-SECONDS = 300  # A kernel that deadlocks hangs for ever, in the interpreter and on a GPU.
+SECONDS = 300  # A kernel that deadlocks hangs on a GPU, and a loop that never ends hangs anywhere.
 
 
 def pytest_addoption(parser):

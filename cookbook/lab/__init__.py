@@ -14,6 +14,7 @@ from .compiling import compile_for as compile_for
 from .explaining import Explanation as Explanation
 from .explaining import explain as explain
 from .explaining import raises as raises
+from .interpreter import Deadlock as Deadlock
 from .interpreter import interpret as interpret
 from .interpreter import on_gpu as on_gpu
 from .interpreter import run as run

@@ -81,7 +81,8 @@ def check(fn, reference, *args, tolerance: float | tuple | None = None, gpu: str
     Raises:
       CheckError: something failed; the table says what, and so does the message.
 
-    A kernel that deadlocks hangs for ever when interpreted, and this call with it: give cells and tests a timeout.
+    A kernel that deadlocks fails its check when interpreted; on a GPU it hangs, and this call with it: give cells and
+    tests a timeout.
     """
     items, out = _run(fn, args)
     if out is not None:
@@ -235,4 +236,4 @@ def _aval(leaf) -> str:
 def _brief(error: Exception) -> str:
     """The first lines of a message. JAX appends its stack to some; of an interpreted kernel it shows a stack first."""
     message = f"{type(error).__name__}: {str(error).strip()}"
-    return re.split(r"\n(?=\w+(?:Error|Exception): )", message)[-1][:400]
+    return re.split(r"\n(?=\w+(?:Error|Exception): )", message)[-1][:1000]

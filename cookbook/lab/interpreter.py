@@ -3,20 +3,26 @@
 Every private JAX name that this project needs is used here and nowhere else.
 """
 
+import collections
 import contextlib
 import io
 import linecache
+import logging
 import pathlib
 import re
 import threading
 
 import jax
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
 from .. import _mgpu
 
 _mgpu.allow_waiting_threads()  # Now: a notebook makes arrays, which starts the backend, before it interprets.
 NUM_SMS = 4  # A persistent grid has this many blocks when interpreted: enough for waves and tails, quick to run.
+
+
+class Deadlock(RuntimeError):
+    """Every warpgroup of an interpreted kernel waits or has ended: who waits, where, at which barrier."""
 
 
 class Interpreted:
@@ -48,8 +54,11 @@ def interpret(*, detect_races: bool = True):
     a line each, when the context ends. After an exception the interpreter is ready for the next kernel.
 
     Seen: races of barriers, TMA copies and warpgroups inside a block or a cluster. Not seen: the lifetime of WGMMA
-    operands (the interpreter multiplies at once), races between the blocks of a grid, wrong multicasts. A kernel that
-    deadlocks hangs for ever, and nothing in this process can end it: give cells and tests a timeout.
+    operands (the interpreter multiplies at once), races between the blocks of a grid, wrong multicasts.
+
+    Raises:
+      Deadlock: all warpgroups of a kernel wait at barriers, or have ended. A loop that never ends is not found: give
+        cells and tests a timeout.
     """
     with _interpret(detect_races) as seen:
         yield seen
@@ -85,12 +94,15 @@ def _interpret(detect_races: bool = True):
     seen = Interpreted()
     state_class = gpu_callbacks.GPURaceDetectionState
     gpu_callbacks.GPURaceDetectionState = seen._new_kernel  # JAX makes one for each kernel and keeps only the latest.
+    watch = _Watch()
     try:
-        with _mgpu.interpreting(num_sms=NUM_SMS, detect_races=detect_races):
+        with watch, _mgpu.interpreting(num_sms=NUM_SMS, detect_races=detect_races):
             yield seen
             jax.effects_barrier()
     except BaseException:
         gpu_callbacks.reset_gpu_interpret_mode_state()
+        if watch.report:
+            raise Deadlock(watch.report) from None
         raise
     finally:
         gpu_callbacks.GPURaceDetectionState = state_class
@@ -127,8 +139,148 @@ class _Races(gpu_callbacks.GPURaceDetectionState):
 
 def _describe(message: str) -> str:
     """JAX's message on a race, without addresses and clocks but with the source lines."""
-    accesses = []
-    for access, path, line in re.findall(r"^ *(read|write) of .*[, ]([^ ,]+):(\d+):\d+ \(", message, re.M):
-        place = f"line {line}" if "ipykernel" in path else f"{pathlib.Path(path).name}:{line}"
-        accesses.append(f"{access} at {place} `{linecache.getline(path, int(line)).strip()}`")
+    accesses = re.findall(r"^ *(read|write) of .*[, ]([^ ,]+:\d+:\d+ \()", message, re.M)
+    accesses = [f"{access} at {_place(place)}" for access, place in accesses]
     return " and ".join(accesses) + " are unordered" if len(accesses) == 2 else message.strip()
+
+
+def _place(summary: str) -> str:
+    """JAX's "path:line:column (function)" as a line and its text."""
+    if not (found := re.match(r"(.+?):(\d+):\d+ \(", summary)):
+        return "an unknown line"
+    path, line = found[1], int(found[2])
+    at = f"line {line}" if "ipykernel" in path else f"{pathlib.Path(path).name}:{line}"
+    return f"{at} `{linecache.getline(path, line).strip()}`"
+
+
+class _Watch:
+    """Ends a kernel whose warpgroups all wait at barriers or have ended; `report` says who waits, where, for whom.
+
+    A copy arrives at its barrier in the call that starts it, so nobody but a warpgroup could still come.
+    """
+
+    _LOOK = 0.25  # Seconds between two looks.
+    _WARPS = 40  # Looks without a change where warps wait: nothing tells how many of them are still at work.
+
+    def __init__(self):
+        self.report = ""
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._waiting, self._ended = {}, {}  # By thread of the cluster that runs, as are the arrivals.
+        self._arrivals = collections.defaultdict(collections.Counter)  # By barrier: (who, at which line).
+        self._log = logging.getLogger("jax._src.callback")  # Shows a stack for each thread of a kernel that fails.
+
+    def __enter__(self):
+        barrier, memory = shared_memory.Barrier, shared_memory.GPUSharedMemory
+        self._originals = [
+            (owner, name, getattr(owner, name))
+            for owner, name in (
+                (barrier, "wait"),
+                (barrier, "arrive"),
+                (memory, "kernel_thread_finished"),
+                (memory, "reset_per_cluster_state"),
+            )
+        ]
+        for owner, name, original in self._originals:
+            setattr(owner, name, _around(original, getattr(self, name)))
+        self._log.addFilter(_none)
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def __exit__(self, *_):
+        self._over.set()
+        self._thread.join()
+        self._log.removeFilter(_none)
+        for owner, name, original in self._originals:
+            setattr(owner, name, original)
+
+    # Called in place of the interpreter's methods of the same names.
+
+    def wait(self, original, barrier, thread, logging_info=None):
+        with self._lock:
+            self._waiting[thread] = barrier, logging_info
+        try:
+            return original(barrier, thread, logging_info)
+        finally:
+            with self._lock:
+                self._waiting.pop(thread, None)
+
+    def arrive(self, original, barrier, thread, clock=None, logging_info=None):
+        if logging_info:
+            with self._lock:
+                self._arrivals[id(barrier)][_name(logging_info), logging_info.get_source_info_str()] += 1
+        return original(barrier, thread, clock, logging_info)
+
+    def kernel_thread_finished(self, original, memory, thread):
+        with self._lock:
+            self._ended[thread] = memory
+        return original(memory, thread)
+
+    def reset_per_cluster_state(self, original, memory):
+        with self._lock:
+            self._ended.clear()
+            self._arrivals.clear()
+        return original(memory)
+
+    def _look(self):
+        before, alike = None, 0
+        while not self._over.wait(self._LOOK):
+            with self._lock:
+                now = dict(self._waiting), dict(self._ended)
+            alike = alike + 1 if now == before else 0
+            before = now
+            warps = any(isinstance(thread, shared_memory.Warp) for thread in now[0])
+            if now[0] and alike >= (self._WARPS if warps else 1) and _nobody_is_left(*now):
+                self.report = self._describe(*now)
+                _memory(now[0]).set_failed(Deadlock(self.report), top_level=False)  # Wakes those that wait: they raise.
+                return
+
+    def _describe(self, waiting, ended) -> str:
+        lines = ["every warpgroup waits, or has ended."]
+        for _, (barrier, info) in sorted(waiting.items(), key=lambda item: str(item[0])):
+            arrivals = self._arrivals[id(barrier)].items()
+            came = [f"{who} at {_place(line)}" + f" ({n} times)" * (n > 1) for (who, line), n in arrivals]
+            lines.append(
+                f"{_name(info)} waits at {_place(info.get_source_info_str())} for phase {barrier.phase} of "
+                f"{_which(barrier)}, which has {barrier.arrivals_count} of {barrier.num_arrivals} arrivals. "
+                + (f"Arrived so far: {'; '.join(came)}." if came else "Nobody has ever arrived there.")
+            )
+        lines += [f"warpgroup {thread.warpgroup_id} has ended." for thread in sorted(ended, key=str)]
+        return "\n  ".join(lines)
+
+
+def _none(record) -> bool:
+    return False
+
+
+def _around(original, method):
+    """A method that hands the original one to `method`."""
+    return lambda self, *args, **kwargs: method(original, self, *args, **kwargs)
+
+
+def _memory(waiting) -> shared_memory.GPUSharedMemory:
+    return next(iter(waiting.values()))[0].shared_memory
+
+
+def _nobody_is_left(waiting, ended) -> bool:
+    warpgroup = lambda thread: thread.warpgroup() if isinstance(thread, shared_memory.Warp) else thread
+    every = {warpgroup(thread) for thread in _memory(waiting).all_concurrent_threads}
+    return every <= {warpgroup(thread) for thread in (*waiting, *ended)}
+
+
+def _name(info) -> str:
+    """A warpgroup, with the place of its block in the grid."""
+    place = (*info.mesh_location.cluster_coords, *info.mesh_location.block_coords)
+    warp = f"warp {info.thread.warp_id} of " if isinstance(info.thread, shared_memory.Warp) else ""
+    block = f" of block {', '.join(map(str, place))}" if place else ""
+    return f"{warp}warpgroup {info.thread.warpgroup_id}{block}"
+
+
+def _which(barrier) -> str:
+    """A barrier's place among those of its block."""
+    allocated = sorted(barrier.shared_memory.mem.items(), key=lambda item: (item[0].block_id, item[0].buffer_id))
+    block = [key.block_id for key, allocation in allocated if allocation is barrier]
+    ours = [a for key, a in allocated if isinstance(a, shared_memory.Barrier) and [key.block_id] == block]
+    places = [i for i, allocation in enumerate(ours) if allocation is barrier]
+    return (
+        f"barrier {places[0]} of {len(ours)} (in the order of scratch_types)" if places else "a barrier of the cluster"
+    )

@@ -6,6 +6,7 @@ import contextlib
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 from cycler import cycler
 
 if TYPE_CHECKING:  # matplotlib takes most of a second to import: only who draws waits for it.
@@ -101,6 +102,68 @@ def ladder(
         ax.set_xlabel(unit + (f"\n{note}" if note else ""), loc="left")
         ax.set_title(title)
     return fig
+
+
+def error_map(out, expected, *, tile: tuple[int, int], limit: float = 0.05, title: str = "") -> Figure:
+    """Where `out` differs from `expected`: on the left the worst error of each tile, on the right the elements of one.
+
+    Errors are shares of the root mean square of `expected`; NaN in `out` alone is black. The right panel has the first
+    tile that is wrong, in the order of rows: a pattern inside of it tells more than its place.
+
+    Args:
+      out, expected: matrices of one shape.
+      tile: rows and columns that one block computes, or what else is taken as a unit.
+      limit: an element is wrong if its error is larger.
+      title: of the figure, before the count of wrong tiles.
+
+    Raises:
+      ValueError: the shapes differ or are no matrices', or `tile` is not two positive numbers.
+    """
+    out, expected = np.asarray(out, np.float64), np.asarray(expected, np.float64)
+    if out.ndim != 2 or out.shape != expected.shape:
+        raise ValueError(f"error_map: {out.shape=}, {expected.shape=}; must be two matrices of one shape: reshape them")
+    if len(tile) != 2 or min(tile) < 1:
+        raise ValueError(f"error_map: {tile=}; must be the rows and columns of a tile, both at least 1")
+    error = np.abs(out - expected) / (np.sqrt(np.nanmean(expected**2)) or 1.0)
+    error[np.isnan(out) & np.isnan(expected) | (out == expected)] = 0.0  # Infinities too are equal to themselves.
+    starts = [range(0, size, step) for size, step in zip(out.shape, tile, strict=True)]
+    tiles = np.array([[error[i : i + tile[0], j : j + tile[1]].max() for j in starts[1]] for i in starts[0]])
+    wrong = ~(tiles <= limit)  # Of NaN too: `max` keeps it.
+    i, j = (int(at) for at in np.argwhere(wrong)[0]) if wrong.any() else (0, 0)
+    rows, columns = (slice(at * step, (at + 1) * step) for at, step in ((i, tile[0]), (j, tile[1])))
+    count = f"{wrong.sum()} of {wrong.size} tiles are wrong"
+    with figure(height=3.4, ncols=2) as (fig, (left, right)):
+        fig.suptitle(f"{title}: {count}" if title else count, fontsize=11, fontweight="bold", x=0.01, ha="left")
+        top = max(np.nanmax(error, initial=0.0), limit)
+        error[error <= limit] = 0.0  # Rounding has a colour of its own, none.
+        error_image(left, np.where(wrong, tiles, 0.0), top, f"worst error of each tile of {tile[0]} x {tile[1]}")
+        shown = error_image(right, error[rows, columns], top, f"tile ({i}, {j}): its elements")
+        if tiles.size <= 64:
+            left.hlines(np.arange(len(tiles) - 1) + 0.5, -0.5, tiles.shape[1] - 0.5, color=FAINT, linewidth=0.6)
+            left.vlines(np.arange(tiles.shape[1] - 1) + 0.5, -0.5, len(tiles) - 0.5, color=FAINT, linewidth=0.6)
+            for (row, column), value in np.ndenumerate(tiles):
+                if wrong[row, column]:
+                    text, colour = (f"{value:.2g}", INK) if value < top / 2 else (f"{value:.2g}", CARD)
+                    left.text(column, row, text, ha="center", va="center", fontsize=8, color=colour)
+        fig.colorbar(shown, ax=right, label="share of the RMS; black: NaN", shrink=0.9)
+    return fig
+
+
+def error_image(ax, values, top: float, title: str):
+    """Errors from 0, which looks like the card, to `top`."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    colours = LinearSegmentedColormap.from_list("errors", [CARD, COLOURS[1], BOUND, "#6B2F00"])
+    colours = colours.with_extremes(bad="#000000")
+    ax.set_title(title, fontsize=9, fontweight="normal")
+    ax.spines[["right", "top"]].set_visible(True)
+    ax.grid(visible=False)
+    for axis, size in ((ax.yaxis, values.shape[0]), (ax.xaxis, values.shape[1])):
+        axis.set_ticks(range(0, size, 1 << max(0, (size - 1) // 8).bit_length()))  # Powers of two, as tiles are cut.
+    aspect = "equal" if max(values.shape) <= 4 * min(values.shape) else "auto"
+    return ax.imshow(
+        np.ma.masked_invalid(values), cmap=colours, vmin=0, vmax=top, aspect=aspect, interpolation="nearest"
+    )
 
 
 def _figure_text(value: float) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 
 from cookbook import lab
 
-SECONDS = 30  # An interpreted kernel that takes longer waits for something that never comes.
+SECONDS = 30  # An interpreted kernel that takes longer loops for ever: a wait for ever is found at once.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ def require_close(out, exact, tolerance: float, what: str) -> None:
 
 
 def _interpreted(answer, args):
-    """(result, races). In a thread of its own, because nothing else can be done about a kernel that never ends."""
+    """(result, races). In a thread of its own, because nothing else can be done about a loop that never ends."""
     done = {}
 
     def run():
@@ -133,13 +133,17 @@ def _interpreted(answer, args):
     logging.disable(logging.NOTSET)
     if not done:
         raise NotYet(
-            f"the kernel has not ended after {SECONDS} s: it waits at a barrier for a copy that nobody starts. "
+            f"the kernel has not ended after {SECONDS} s: is there a loop that never ends? "
             "Restart the notebook's kernel (Kernel, Restart) before you go on."
         )
     if "error" in done:
+        if isinstance(done["error"], lab.Deadlock):
+            raise NotYet(f"the kernel would never end: {' '.join(str(done['error']).split())}")
         if "Out-of-bounds" in str(done["error"]):
             raise NotYet("the kernel reaches beyond the end of the array")
-        raise NotYet(f"the kernel raised {_first_line(done['error'])}")
+        *_, cause = str(done["error"]).strip().splitlines() or [""]  # Before it, the interpreter's stack.
+        is_callback = "CpuCallback" in str(done["error"])
+        raise NotYet(f"the kernel raised {cause if is_callback else _first_line(done['error'])}")
     return done["out"], done["races"]
 
 

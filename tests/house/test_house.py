@@ -194,7 +194,8 @@ def test_notebook_is_whole(path):
     assert ":::" not in "".join(cell.source for cell in notebook.cells), "JupyterLab shows ::: admonitions raw"
 
 
-NOT_YET_RECORDED = {"17_linear_attention", "B_errors"}  # Until a GPU has run it its outputs are those of a CPU.
+# Until a GPU has run it its outputs are those of a CPU.
+NOT_YET_RECORDED = {"17_linear_attention", "20_debugging", "A_migration", "B_errors"}
 
 
 @pytest.mark.parametrize(

@@ -189,3 +189,59 @@ def test_a_kernel_is_traced_on_a_gpu(gpu, results_folder, monkeypatch):
     assert all(duration >= 0 for lane in trace["lanes"] for _, _, duration, _ in lane["spans"])
     with pytest.raises(ValueError, match="wrote no trace"):
         lab.timeline(lambda x: x + 1, jnp.ones(8), problem="add_one/none")
+
+
+# Map of errors
+
+
+def test_an_error_map_counts_and_places_wrong_tiles():
+    expected = np.random.default_rng(0).standard_normal((256, 192))
+    out = expected.copy()
+    out[70, 130] += 1.0
+    out[200:210, 5] = np.nan
+    fig = plot.error_map(out, expected, tile=(64, 64), title="a kernel")
+    assert fig.get_suptitle() == "a kernel: 2 of 12 tiles are wrong"
+    tiles, elements = (axes.images[0].get_array() for axes in fig.axes[:2])
+    assert tiles.shape == (4, 3) and np.argwhere(tiles.mask).tolist() == [[3, 0]]
+    assert np.argwhere(tiles.filled(0) > 0.05).tolist() == [[1, 2]]
+    assert fig.axes[1].get_title(loc="left") == "tile (1, 2): its elements"
+    assert np.argwhere(elements.filled(0) > 0.05).tolist() == [[6, 2]]
+    assert [text.get_text() for text in fig.axes[0].texts] == [f"{tiles[1, 2]:.2g}", "nan"]
+
+
+def test_an_error_map_of_a_right_result():
+    expected = np.array([[np.nan, np.inf], [1.0, -2.0]])
+    fig = plot.error_map(expected.copy(), expected, tile=(1, 2))
+    assert fig.get_suptitle() == "0 of 2 tiles are wrong"
+    close = plot.error_map(expected[1:] * 1.01, expected[1:], tile=(1, 1))
+    assert close.get_suptitle() == "0 of 2 tiles are wrong"
+    assert (
+        plot.error_map(expected[1:] * 1.01, expected[1:], tile=(1, 1), limit=1e-3).get_suptitle().startswith("2 of 2")
+    )
+
+
+def test_tiles_that_are_cut_are_tiles():
+    expected = np.ones((100, 70))
+    out = expected.copy()
+    out[99, 69] = 0.0
+    tiles = plot.error_map(out, expected, tile=(64, 64)).axes[0].images[0].get_array()
+    assert tiles.shape == (2, 2) and np.argwhere(tiles > 0).tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize(
+    "out, expected, tile, said",
+    [
+        (
+            np.ones((4, 4)),
+            np.ones((4, 5)),
+            (2, 2),
+            r"out.shape=\(4, 4\), expected.shape=\(4, 5\); must be two matrices",
+        ),
+        (np.ones(4), np.ones(4), (2, 2), "must be two matrices"),
+        (np.ones((4, 4)), np.ones((4, 4)), (0, 2), r"tile=\(0, 2\); must be the rows and columns"),
+        (np.ones((4, 4)), np.ones((4, 4)), (2,), "must be the rows and columns"),
+    ],
+)
+def test_an_error_map_refuses(out, expected, tile, said):
+    with pytest.raises(ValueError, match=said):
+        plot.error_map(out, expected, tile=tile)

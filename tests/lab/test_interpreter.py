@@ -4,6 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from lab_kernels import add_one, no_wait, num_sms_built_for, out_of_bounds
 
 from cookbook import _mgpu, lab
@@ -52,6 +55,111 @@ def test_one_line_is_printed_of_a_race_whatever_jax_prints(capfd):
     with lab.interpret():
         add_one(X)
     assert capfd.readouterr() == ("", "")
+
+
+# Deadlocks -----------------------------------------------------------------------------------------------------------
+
+
+def two_roles(x, *, freed_steps=4, grid=(1,)):
+    """A copy: warpgroup 1 brings four tiles through two slots, of which warpgroup 0 frees the first `freed_steps`.
+
+    In block 0 it frees them all.
+    """
+
+    def body(x_gmem, o_gmem, x_smem, filled, freed):
+        wg, freed_here = lax.axis_index("wg"), jnp.where(lax.axis_index("block") == 0, 4, freed_steps)
+
+        @pl.when(wg == 1)
+        def _():
+            @pl.loop(0, 4)
+            def _(i):
+                slot = lax.rem(i, 2)
+                pl.when(i >= 2)(lambda: plgpu.barrier_wait(freed.at[slot]))
+                plgpu.copy_gmem_to_smem(x_gmem.at[pl.ds(i * 32, 32)], x_smem.at[slot], filled.at[slot])
+
+            pl.loop(2, 4)(lambda i: plgpu.barrier_wait(freed.at[lax.rem(i, 2)]))
+
+        @pl.when(wg == 0)
+        def _():
+            @pl.loop(0, 4)
+            def _(i):
+                slot = lax.rem(i, 2)
+                plgpu.barrier_wait(filled.at[slot])
+                o_gmem[pl.ds(i * 32, 32)] = x_smem[slot]
+                plgpu.commit_smem()
+                pl.when(i < freed_here)(lambda: plgpu.barrier_arrive(freed.at[slot]))
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=grid,
+        grid_names=("block",),
+        num_threads=2,
+        thread_name="wg",
+        scratch_types=[plgpu.SMEM((2, 32, 128), x.dtype), *2 * [plgpu.Barrier(num_barriers=2)]],
+    )(x)
+
+
+@pytest.mark.parametrize("detect_races", [True, False])
+def test_a_deadlock_is_ended_and_says_who_waits_where(detect_races, capfd):
+    with pytest.raises(lab.Deadlock) as found, lab.interpret(detect_races=detect_races):
+        jax.block_until_ready(two_roles(X, freed_steps=1, grid=(2,)))
+    first, compute, memory = str(found.value).splitlines()
+    assert first == "every warpgroup waits, or has ended."
+    assert "warpgroup 0 of block 1 waits at test_interpreter.py:" in compute
+    assert "`plgpu.barrier_wait(filled.at[slot])` for phase 1 of barrier 1 of 4" in compute
+    assert "0 of 1 arrivals. Arrived so far: warpgroup 1 of block 1 at test_interpreter.py:" in compute
+    assert "warpgroup 1 of block 1 waits" in memory and "barrier_wait(freed.at[slot]))`" in memory
+    assert "for phase 0 of barrier 3 of 4" in memory and memory.endswith("Nobody has ever arrived there.")
+    assert capfd.readouterr() == ("", ""), "JAX logs a stack for each warpgroup"
+    with lab.interpret() as seen:
+        np.testing.assert_array_equal(two_roles(X), X)
+    assert not seen.races_found
+
+
+def one_waits(x, barrier, **launch):
+    """A warpgroup, or a block of a cluster, waits at a barrier of two arrivals, at which only the other one arrives."""
+
+    def body(x_gmem, o_gmem, barrier):
+        is_first = lax.axis_index("member") == 0
+        pl.when(is_first)(lambda: plgpu.barrier_wait(barrier))
+        pl.when(jnp.logical_not(is_first))(lambda: plgpu.barrier_arrive(barrier))
+        o_gmem[...] = x_gmem[...]
+
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return plgpu.kernel(body, out_type=out, scratch_types=[barrier], **launch)(x)
+
+
+@pytest.mark.parametrize(
+    "barrier, launch, said",
+    [
+        (
+            plgpu.Barrier(num_arrivals=2),
+            dict(num_threads=2, thread_name="member"),
+            "has 1 of 2 arrivals. Arrived so far: warpgroup 1 at .*\n *warpgroup 1 has ended.",
+        ),
+        (
+            plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=1),
+            dict(cluster=(2,), cluster_names=("member",)),
+            "warpgroup 0 of block 0 waits at .* of a barrier of the cluster, which has 1 of 2 arrivals",
+        ),
+    ],
+)
+def test_a_warpgroup_that_has_ended_comes_no_more(barrier, launch, said):
+    with pytest.raises(lab.Deadlock, match=said), lab.interpret():
+        jax.block_until_ready(one_waits(X, barrier, **launch))
+
+
+def test_a_slow_warpgroup_is_no_deadlock(monkeypatch):
+    monkeypatch.setattr(interpreter._Watch, "_LOOK", 1e-4)
+    for _ in range(3):
+        with lab.interpret():
+            np.testing.assert_array_equal(two_roles(X), X)
+
+
+def test_check_names_a_deadlock(no_gpu, capsys):
+    with pytest.raises(lab.CheckError, match="runs: Deadlock: every warpgroup waits"):
+        lab.check(lambda x: two_roles(x, freed_steps=0, grid=(2,)), lambda x: x, X, gpu=None)
 
 
 def test_race_detection_can_be_off():
