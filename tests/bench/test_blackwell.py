@@ -77,7 +77,7 @@ def test_figures_go_to_the_folder_of_the_b200_and_are_read_there(b200, monkeypat
     assert results.read(case.problem, "cublas", gpu="b200")["ms"] == 0.5 and results.topics("h200") == []
     monkeypatch.undo()
     monkeypatch.setattr(results, "ROOT", b200)
-    monkeypatch.setattr(lab.interpreter, "on_gpu", lambda: False)
+    monkeypatch.setattr(lab.interpreter, "on_gpu", lambda *_: False)
     found = lab.measure(None, problem=case.problem, gpu="b200", of=False)
     assert found.recorded and found.median_ms == 0.5 and "recorded on NVIDIA B200" in repr(found)
     bound = roofline.bound(found.flops, found.nbytes, "bf16", "b200")
