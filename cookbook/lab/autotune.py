@@ -44,9 +44,7 @@ class Tuning:
         return "\n".join(lines)
 
 
-def autotune(
-    op, *args, configs, iterations: int = 10, refresh: bool = False, gpu: str = "h200", **kwargs
-) -> Tuning:
+def autotune(op, *args, configs, iterations: int = 10, refresh: bool = False, gpu: str = "h200", **kwargs) -> Tuning:
     """Times `op(*args, config=c, **kwargs)` for each `c` of `configs`; the fastest is `.best` of what it returns.
 
     Configurations are compiled in parallel and timed one at a time. One that fails, or whose result differs from that
@@ -74,9 +72,7 @@ def autotune(
     if not interpreter.on_gpu(gpu):
         entry = results.load(TOPIC, gpu).get(op.__name__, {}).get(problem)
         if entry is None or "best" not in entry:
-            raise RuntimeError(
-                f"nothing was recorded for {op.__name__}, {problem}, and there is no GPU to time it on"
-            )
+            raise RuntimeError(f"nothing was recorded for {op.__name__}, {problem}, and there is no GPU to time it on")
         return _tuning(op.__name__, problem, entry, config_type, recorded=True)
 
     gpu, code = results.this_gpu(), source.code_of(op)
