@@ -28,10 +28,16 @@ def aval(*shape, dtype=BF16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def tmem_allocated(ptx) -> int:
+    """Columns of tensor memory that a block allocates."""
+    register = re.search(r"tcgen05\.alloc\S* \[%r\d+\], (%r\d+);", ptx)[1]
+    return int(re.search(rf"mov\.b32 \t{register}, (\d+);", ptx)[1])
+
+
 def verify(compiled, plan):
     """The compiled kernel is what the plan says, and uses the instructions of its rung and no other's."""
     assert compiled.spill_bytes == 0 and compiled.registers <= 65_536 // (128 * (2 + plan.config.epilogue_wgs))
-    assert plan.tmem_columns <= TMEM_COLUMNS
+    assert plan.tmem_columns <= tmem_allocated(compiled.ptx) <= TMEM_COLUMNS
     priced = plan.smem_bytes(plan.num_stages)
     assert priced - 1088 <= compiled.smem_bytes <= priced <= SMEM_BYTES_MAX
     assert "tcgen05.mma" in compiled.ptx and "wgmma" not in compiled.ptx and "tcgen05.ld" in compiled.ptx
