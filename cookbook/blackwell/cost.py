@@ -86,4 +86,21 @@ def predict(config: Config, p: Problem, c: Constants = B200) -> float:
 @functools.lru_cache(4096)
 def best(p: Problem) -> Config:
     """The configuration of the least predicted time; of equal ones, that of the larger tile."""
-    return min(candidates(p), key=lambda config: (predict(config, p), -math.prod((config.tile_n, config.cluster_m))))
+    return ranked(p)[0]
+
+
+def ranked(p: Problem) -> list[Config]:
+    """All candidates, that of the least predicted time first."""
+    key = lambda config: (predict(config, p), -math.prod((config.tile_n, config.cluster_m)))
+    return sorted(candidates(p), key=key)
+
+
+def to_try(p: Problem, count: int = 8) -> list[Config]:
+    """Configurations worth timing on a B200: the `count` of the least predicted time, and each with what the model
+    does not know: tiles handed out by launch control, two warpgroups that store."""
+    found = []
+    for config in ranked(p)[:count]:
+        found += [config, dataclasses.replace(config, schedule="dynamic")]
+        if config.tile_n >= 64:
+            found.append(dataclasses.replace(config, epilogue_wgs=2))
+    return found
