@@ -226,6 +226,14 @@ def test_notebooks_show_the_table_once(capsys):
     assert report._ipython_display_() is None and capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("gpu, where", [("b200", "the GPU interpreter"), ("h200", "cpu"), (None, "cpu")])
+def test_a_kernel_for_a_newer_gpu_than_this_is_interpreted(monkeypatch, gpu, where):
+    """An H200 is pretended, on which XLA's addition stands for the kernel."""
+    monkeypatch.setattr(checking.interpreter, "on_gpu", lambda gpu="h200": gpu == "h200")
+    items, _ = checking._run(lambda x: x + 1, [X], gpu)
+    assert items[0].verdict == "ok" and where in items[0].text
+
+
 def test_on_a_gpu(monkeypatch):
     monkeypatch.undo()
     if not lab.on_gpu():
