@@ -21,7 +21,7 @@ def schedule(dynamic: bool, tiles: int = TILES, times=TIMES):
 def draw():
     cases = (
         (False, "from the start: block b has the tiles b, b + 4, b + 8 ...; the slow SM decides"),
-        (True, "launch control: whoever has done a tile cancels the launch of the next block, and does its tile"),
+        (True, "launch control: a block that has done a tile cancels the launch of the next one, and does its tile"),
     )
     with plot.figure(height=4.3, nrows=2, sharex=True) as (fig, axes):
         for ax, (dynamic, title) in zip(axes, cases, strict=True):
