@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 import cookbook
 from bench import collectives, sample, serving, torch_peers
-from bench.problems import CASES, LIBRARIES, Case, mean_ratio, relative_error, runnable
+from bench.problems import CASES, LIBRARIES, Case, has_tensor_cores, mean_ratio, relative_error, runnable
 from cookbook import lab
 
 OTHERS = ("serving", *collectives.OPS)  # Each is timed in a way of its own.
@@ -51,18 +51,19 @@ def main() -> int:
     if not lab.on_gpu():
         print("No Hopper or newer GPU: these are the recorded figures.")
     _ceilings(args.iterations)
-    if lab.on_gpu() and importlib.util.find_spec("torch") and torch_peers.cases(args.op):
+    is_hopper = has_tensor_cores("h200")  # What follows is built on WGMMA, or beside kernels that are.
+    if lab.on_gpu() and is_hopper and importlib.util.find_spec("torch") and torch_peers.cases(args.op):
         subprocess.run([sys.executable, "-m", "bench.torch_peers", *[args.op] * (args.op is not None)], check=False)
     verdicts = [_run(case, args.iterations, args.tune) for case in cases]
     if any(case.op == "matmul" for case in cases) and not math.isnan(mean := mean_ratio("matmul")):
         print(f"matmul: geometric mean of its rate over cublas's, as recorded: {mean:.3f}")
     for op in ("paged_attention", "ragged_paged_attention"):
-        if args.op in (None, op):
+        if is_hopper and args.op in (None, op):
             _print_dispatch(op)
-    if args.op in (None, "serving"):
+    if is_hopper and args.op in (None, "serving"):
         print("serving, Llama 3.2 1B's sizes")
         serving.run()
-    if args.op is None:
+    if is_hopper and args.op is None:
         verdicts += collectives.run(None, args.iterations)
     return _say(verdicts)
 
@@ -175,7 +176,7 @@ def _run(case: Case, iterations: int, tune: bool) -> bool | None:
         print(f"    {impl:18s}{row.median_ms:10.4f} ms{rate}{ratio}{seconds}")
     ms = {impl: row.median_ms for impl, row in rows.items()}
     for impl in torch_peers.IMPLS:
-        if row := lab.results.read(case.problem, impl):
+        if row := lab.results.read(case.problem, impl, gpu):
             ms[impl] = row["ms"]
             print(f"    {impl:18s}{ms[impl]:10.4f} ms{'':24s}{ms[impl] / ours.median_ms:6.3f} x   in another process")
     if case.target is None:

@@ -16,6 +16,7 @@ import numpy as np
 import cookbook
 from cookbook import _mgpu, blackwell, elementwise, lab
 from cookbook.attn import attention, paged_attention, varlen_attention
+from cookbook.blackwell import cost as blackwell_cost
 from cookbook.gemm import (
     cost,
     group_cost,
@@ -181,6 +182,9 @@ def _blackwell_matmul(m, n, k, **kwargs):
     op = importlib.import_module("cookbook.blackwell.matmul")
     return Case("blackwell.matmul", ((m, k), (k, n)), BF16, blackwell.matmul, op.matmul_reference,
                 {"cublas": jnp.matmul}, op.flops(m, n, k), op.bytes_moved(m, n, k), f"{m}x{n}x{k}",
+                tune=lambda a, b: lab.autotune(
+                    blackwell.matmul, a, b, gpu="b200",
+                    configs=blackwell_cost.to_try(blackwell_cost.Problem(m, n, k, True, 2, 2))),
                 **kwargs)  # fmt: skip
 
 
@@ -195,7 +199,11 @@ def _blackwell_mxfp8(m, n, k, **kwargs):
     )[0]
     return Case("blackwell.matmul_mxfp8", ((m, k), (n, k)), E4M3, in_order(blackwell.matmul_mxfp8),
                 in_order(op.matmul_mxfp8_reference), {"cudnn": cudnn}, op.flops(m, n, k), op.bytes_moved(m, n, k),
-                f"{m}x{n}x{k}", integers=scales, **kwargs)  # fmt: skip
+                f"{m}x{n}x{k}", integers=scales,
+                tune=lambda a, b, *scales: lab.autotune(
+                    blackwell.matmul_mxfp8, a, scales[0], b, scales[1], gpu="b200",
+                    configs=blackwell_cost.to_try(blackwell_cost.Problem(m, n, k, False, 1, 2))),
+                **kwargs)  # fmt: skip
 
 
 def _matmul_fp8(m, n, k, **kwargs):
@@ -765,9 +773,14 @@ CASES += [
 
 def runnable(case: Case) -> bool:
     """Whether this machine's GPU has the tensor cores of the case's kernel; without a GPU nothing is run."""
-    if not lab.on_gpu() or case.gpu is None:
+    return case.gpu is None or has_tensor_cores(case.gpu)
+
+
+def has_tensor_cores(gpu: str) -> bool:
+    """Whether this machine's GPU has those of `gpu`, or there is none."""
+    if not lab.on_gpu():
         return True
-    return _mgpu.ARCHITECTURES.get(int(float(jax.devices()[0].compute_capability)), ("",))[-1] == case.gpu
+    return _mgpu.ARCHITECTURES.get(int(float(jax.devices()[0].compute_capability)), ("",))[-1] == gpu
 
 
 def mean_ratio(op: str, peer: str = "cublas", gpu: str = "h200") -> float:

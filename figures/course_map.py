@@ -23,6 +23,7 @@ CHAPTERS = (
     ("16_grouped_matmul", "Grouped matmul", "experts: a table of tiles", "both"),
     ("17_linear_attention", "Linear attention", "chunks of a recurrence, a state", "memory"),
     ("18_nvlink", "Across GPUs", "stores to peers, signals", "both"),
+    ("19_blackwell", "Blackwell", "tensor memory, pairs, launch control", "compute"),
     ("20_debugging", "Debugging", "from a symptom to the line", "both"),
 )
 COLOURS = {"memory": ORANGE, "compute": BLUE, "both": GREEN}

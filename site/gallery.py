@@ -16,8 +16,9 @@ def gallery_page(chapters) -> str:
     page = [
         "# Gallery",
         "",
-        "Every finished kernel. A full bar is the roofline bound of an H200 by its datasheet; registers, spills and "
-        "shared memory are the compiler's, at the first problem shown, and need no GPU to find out.",
+        "Every finished kernel. A full bar is the roofline bound of an H200 by its datasheet; for the kernels of "
+        "`blackwell`, which nobody has measured yet, it will be a B200's. Registers, spills and shared memory are the "
+        "compiler's, at the first problem shown, and need no GPU to find out.",
         "",
     ]
     for name, function in _kernels():
@@ -30,11 +31,14 @@ def _kernels():
     for name, value in vars(cookbook).items():
         if inspect.isfunction(inspect.unwrap(value)) and not name.endswith("_reference") and not name.startswith("_"):
             yield name, inspect.unwrap(value)
+    for name in cookbook.blackwell.__all__:
+        if hasattr(value := getattr(cookbook.blackwell, name), "Config"):
+            yield f"blackwell.{name}", value
 
 
 def _kernel_section(name: str, function, chapters) -> list[str]:
     module = inspect.getmodule(function)
-    problems = {p: impls for p, impls in in_order(_topic(name)) if _ours(name) & impls.keys()}
+    problems = {p: impls for p, impls in in_order(_topic(name), _gpu(name)) if _ours(name) & impls.keys()}
     links = [f'<a class="source" href="_modules/{module.__name__.replace(".", "/")}.html">Source</a>']
     links.append(f'<a href="api.html#cookbook.{name}">Reference</a>')
     links += [
@@ -49,9 +53,18 @@ def _kernel_section(name: str, function, chapters) -> list[str]:
         "",
         f'<p class="links">{" ".join(links)}</p>',
         f'<dl class="facts simple">{"".join(cells)}</dl>',
-        *_bars(name, problems),
+        *(_bars(name, problems) or _why_no_bars(name)),
         "",
     ]
+
+
+def _gpu(name: str) -> str:
+    """The GPU that the kernel is measured on."""
+    return "b200" if name.startswith("blackwell.") else GPU
+
+
+def _why_no_bars(name: str) -> list[str]:
+    return ["Compiled for a B200 and interpreted; never run, never timed."] if _gpu(name) == "b200" else []
 
 
 def _topic(name: str) -> str:
@@ -71,8 +84,10 @@ def _summary(function) -> str:
 
 def _chapters_of(name: str, chapters):
     """The chapters that use the kernel, the last two of them: where it is built, and where it is last improved."""
-    use = re.compile(rf"\bcookbook(\.\w+)?\.{name}\b|from cookbook import .*\b{name}\b")
-    return [c for c in chapters if c.number.isdigit() and use.search(c.code)][-2:]
+    used = rf"\bcookbook(\.\w+)?\.{name}\b|from cookbook import .*\b{name}\b"
+    if name.startswith("blackwell."):
+        used = rf"\b{re.escape(name)}\b"
+    return [c for c in chapters if c.number.isdigit() and re.search(used, c.code)][-2:]
 
 
 def _figure(value: float) -> str:
@@ -86,10 +101,10 @@ def _facts(name: str) -> dict[str, str]:
         return {}
     case = next((case for case in cases if case.impl == name), cases[0])
     kernel = case.kernel if name in (case.op, case.impl) else getattr(cookbook, name)
-    least = roofline.bound(case.flops, case.nbytes, case.dtype, GPU)
+    least = roofline.bound(case.flops, case.nbytes, case.dtype, _gpu(name))
     facts = {"Bound by": f"{least.limited_by}, {_figure(least.intensity)} FLOP a byte"}
     try:
-        compiled = compile_for(GPU, kernel, *case.avals)
+        compiled = compile_for(_gpu(name), kernel, *case.avals)
     except ToolchainMissing:
         return facts
     return facts | {
@@ -100,16 +115,16 @@ def _facts(name: str) -> dict[str, str]:
 
 
 def _bars(name: str, problems: dict) -> list[str]:
-    stale = set(results.stale_list(GPU))
-    lines = []
+    gpu, lines = _gpu(name), []
+    stale = set(results.stale_list(gpu))
     for problem, impls in problems.items():
         lines.append(f'<span class="problem">{html.escape(problem)}</span>')
         for impl, row in sorted(impls.items(), key=lambda item: item[1]["ms"]):
             ours = " ours" if impl in _ours(name) else ""
-            share = bound(problem, row).ms / row["ms"]
+            share = bound(problem, row, gpu).ms / row["ms"]
             lines.append(
                 f'<span class="name{ours}">{html.escape(impl)}{stale_mark((problem, impl) in stale)}</span>'
                 f'<span class="track"><i style="width:{min(share, 1):.1%}"></i></span>'
-                f'<span class="value">{rate_text(row)} <small>{share_text(problem, row)}</small></span>'
+                f'<span class="value">{rate_text(row)} <small>{share_text(problem, row, gpu)}</small></span>'
             )
     return ['<div class="bars">', *lines, "</div>"] if lines else []

@@ -1,5 +1,6 @@
 """Text of results/: rates, bounds, targets, and the page with every row."""
 
+import functools
 import json
 import math
 
@@ -16,7 +17,19 @@ def results_page() -> str:
     page += _topics(GPU, CASES, "##", rate_text, share_text)
     for count in results.hosts(GPU):
         page += _host(count)
-    return "\n".join(page)
+    return "\n".join(page + _blackwell())
+
+
+def _blackwell() -> list[str]:
+    """The rows of kernels that a B200 alone runs."""
+    page = ["## B200", ""]
+    if not results.topics("b200"):
+        page += ["Nothing has been measured: the kernels of `cookbook.blackwell` are compiled for a B200 and "
+                 "interpreted, and nobody here has one. `make bench OP=blackwell.matmul` on a B200 fills this page, "
+                 "`make record NB=19` the chapter."]  # fmt: skip
+        return [*page, ""]
+    share = functools.partial(share_text, gpu="b200")
+    return [*page, *_where_measured("b200"), "", *_topics("b200", CASES, "###", rate_text, share)]
 
 
 def _host(count: int) -> list[str]:
@@ -71,9 +84,9 @@ def in_order(topic: str, gpu: str = GPU, cases=CASES) -> list[tuple[str, dict]]:
     return sorted(rows.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order))
 
 
-def bound(problem: str, row: dict) -> roofline.Bound:
+def bound(problem: str, row: dict, gpu: str = GPU) -> roofline.Bound:
     """The roofline bound of a row, at the dtype that ends the problem's name."""
-    return roofline.bound(row["flops"] or 0, row["nbytes"] or 0, _dtype(problem) or "bf16", GPU)
+    return roofline.bound(row["flops"] or 0, row["nbytes"] or 0, _dtype(problem) or "bf16", gpu)
 
 
 def _dtype(problem: str) -> str | None:
@@ -81,11 +94,11 @@ def _dtype(problem: str) -> str | None:
     return dtype if dtype in roofline.PEAKS[GPU] else None
 
 
-def share_text(problem: str, row: dict) -> str:
+def share_text(problem: str, row: dict, gpu: str = GPU) -> str:
     """How near the bound: "86%". Nothing where the bound is another: of a dtype that the name lacks, or not of HBM."""
     if not (row["flops"] or row["nbytes"]):
         return ""
-    least = bound(problem, row)
+    least = bound(problem, row, gpu)
     known = least.limited_by == "memory" or _dtype(problem)
     return f"{least.ms / row['ms']:.0%}" if known and least.ms <= row["ms"] else ""
 

@@ -92,8 +92,8 @@ def no_gpu(monkeypatch):
     """`cookbook.lab` behaves as on a machine without a GPU."""
     from cookbook import lab
 
-    monkeypatch.setattr(lab.interpreter, "on_gpu", lambda: False)
-    monkeypatch.setattr(lab, "on_gpu", lambda: False)
+    monkeypatch.setattr(lab.interpreter, "on_gpu", lambda *_: False)
+    monkeypatch.setattr(lab, "on_gpu", lambda *_: False)
 
 
 @pytest.fixture

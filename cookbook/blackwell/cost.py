@@ -6,7 +6,8 @@ to be an H200's, to which the model of `cookbook.gemm.cost` was fitted.
 
 Shared memory is why a pair of blocks is expected to pay. A step of K is written to it once and read once. For 128 rows
 of a and 256 of b that takes 768 cycles at 128 bytes each, and the products take 512; in a pair each block holds 128 of
-those 256 rows, and both take 512.
+those 256 rows, and both take 512. Power is left out: pairs of JAX's tutorial, and the libraries, stay well below this
+bound on normal inputs (chapter 19), so the model orders configurations better than it predicts their times.
 """
 
 import dataclasses
@@ -86,4 +87,21 @@ def predict(config: Config, p: Problem, c: Constants = B200) -> float:
 @functools.lru_cache(4096)
 def best(p: Problem) -> Config:
     """The configuration of the least predicted time; of equal ones, that of the larger tile."""
-    return min(candidates(p), key=lambda config: (predict(config, p), -math.prod((config.tile_n, config.cluster_m))))
+    return ranked(p)[0]
+
+
+def ranked(p: Problem) -> list[Config]:
+    """All candidates, that of the least predicted time first."""
+    key = lambda config: (predict(config, p), -math.prod((config.tile_n, config.cluster_m)))
+    return sorted(candidates(p), key=key)
+
+
+def to_try(p: Problem, count: int = 8) -> list[Config]:
+    """Configurations worth timing on a B200: the `count` of the least predicted time, and each with what the model
+    does not know: tiles handed out by launch control, two warpgroups that store."""
+    found = []
+    for config in ranked(p)[:count]:
+        found += [config, dataclasses.replace(config, schedule="dynamic")]
+        if config.tile_n >= 64:
+            found.append(dataclasses.replace(config, epilogue_wgs=2))
+    return found

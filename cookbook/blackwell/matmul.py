@@ -11,9 +11,12 @@ Role and barrier tables: `roles.py`, which holds the kernel. This file says whic
 Bound by: the tensor cores, and before them by the copies into shared memory, which a pair of blocks halves for b. This
 is predicted (`cost.py`): the kernel is compiled for a B200 and interpreted; it was never run or timed on one.
 
-Not supported: batches of b (use `jax.vmap`), other dtypes; tiles of fewer than 128 rows and parts of K, so that few
-rows of a leave tensor cores idle. A plain b whose N is no multiple of 64, or whose K is none of 8, costs a padded copy,
-and so does such a transposed a: store b as (N, K). The interpreter runs one CTA with a static schedule.
+Not supported: batches of b (use `jax.vmap`), other dtypes; tiles of fewer than 128 rows, so that few rows of a leave
+tensor cores idle; and parts of K, so that a small o with a long K leaves SMs idle. For few rows of a ask for the
+transposed product, `matmul(b, a, transpose_a=True, transpose_b=True).T`, whose tiles can be 16 columns wide. A plain b
+whose N is no multiple of 64, or whose K is none of 8, costs a padded copy, and so does such a transposed a: store b as
+(N, K). The interpreter runs one CTA with a static schedule.
+Chapter: notebooks/19_blackwell.ipynb.
 Sources: NVIDIA's PTX ISA on tcgen05 and clusterlaunchcontrol; CUTLASS's documents on Blackwell, for the ideas.
 """
 

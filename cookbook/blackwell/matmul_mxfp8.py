@@ -12,10 +12,14 @@ read them from tensor memory, where the multiply warpgroup has a step's scales c
 Bound by: the tensor cores, twice as fast as with 16 bits. This is predicted (`cost.py`): the kernel is compiled for a
 B200; it was never run or timed on one. JAX's interpreter has no scaled MMA.
 
-Not supported: a b that lies as (K, N), other formats (MXFP4, NVFP4, e5m2), batches (use `jax.vmap`), differentiation.
+Not supported: a b that lies as (K, N), other formats (MXFP4, NVFP4, e5m2), batches (use `jax.vmap`), differentiation;
+tiles of fewer than 128 rows and parts of K (for a few rows of a, exchange the operands: the result is transposed then).
 Scales are rearranged by XLA, one copy of a thirty-second of the operands, into the order that tcgen05.cp reads.
+Chapter: notebooks/19_blackwell.ipynb.
 Source: the OCP Microscaling Formats specification, version 1.0 (2023); NVIDIA's PTX ISA on tcgen05.mma.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +124,7 @@ def matmul_mxfp8(a, a_scales, b, b_scales, *, bias=None, activation=None, out_dt
                  config: Config | None = None):  # fmt: skip
     """`activation((a * a_scales) @ (b * b_scales).T + bias)` of MXFP8 operands, with float32 sums, rounded once.
 
-    Compiled for a B200; never run or timed on one. JAX's interpreter cannot run it.
+    Compiled for a B200; never run or timed on one. JAX's interpreter cannot run it. It has no gradient.
 
     Args:
       a: (M, K); float8_e4m3fn.
@@ -136,8 +140,8 @@ def matmul_mxfp8(a, a_scales, b, b_scales, *, bias=None, activation=None, out_dt
       (M, N) of `out_dtype`.
 
     Raises:
-      ValueError: a rank, shape, dtype, activation or configuration is not supported; RuntimeError: no data-centre
-        Blackwell GPU.
+      ValueError: a rank, shape, dtype, activation or configuration is not supported, or a gradient is asked for;
+        RuntimeError: no data-centre Blackwell GPU.
     """
     named = dict(a=a, a_scales=a_scales, b=b, b_scales=b_scales)
     a, a_scales, b, b_scales = (_mgpu.as_array(OP, name, x) for name, x in named.items())
@@ -161,7 +165,20 @@ def matmul_mxfp8(a, a_scales, b, b_scales, *, bias=None, activation=None, out_dt
     config = config or default_config(m, n, k, out_dtype, target.num_sms)
     plan = plan_of(m, n, k, E4M3, (False, False), activation, out_dtype, config, target, scaled=True)
     operands = a, b, arrange(a_scales, config.tile_m), arrange(b_scales, config.tile_n)
-    return product(operands, bias, plan=plan, params=_mgpu.compiler_params(approx_math=out_dtype.itemsize == 2))
+    return _without_gradient(operands, bias, plan, _mgpu.compiler_params(approx_math=out_dtype.itemsize == 2))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _without_gradient(operands, bias, plan, params):
+    return product(operands, bias, plan=plan, params=params)
+
+
+@_without_gradient.defjvp
+def _refuse(plan, params, primals, tangents):
+    raise ValueError(
+        f"cookbook.{OP} has no gradient, which for 8-bit operands would be no 8-bit number: differentiate "
+        f"cookbook.blackwell.matmul of 16-bit operands, or cookbook.{OP}_reference"
+    )
 
 
 matmul_mxfp8.Config = Config  # `cookbook.blackwell.matmul_mxfp8` is this function, not its module.

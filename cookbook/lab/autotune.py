@@ -44,7 +44,7 @@ class Tuning:
         return "\n".join(lines)
 
 
-def autotune(op, *args, configs, iterations: int = 10, refresh: bool = False, **kwargs) -> Tuning:
+def autotune(op, *args, configs, iterations: int = 10, refresh: bool = False, gpu: str = "h200", **kwargs) -> Tuning:
     """Times `op(*args, config=c, **kwargs)` for each `c` of `configs`; the fastest is `.best` of what it returns.
 
     Configurations are compiled in parallel and timed one at a time. One that fails, or whose result differs from that
@@ -52,7 +52,7 @@ def autotune(op, *args, configs, iterations: int = 10, refresh: bool = False, **
     on where it was. Times of other code than the op has now are taken anew. The op does not read that file: call it
     with `config=found.best`.
 
-    Without a GPU: the times in the file.
+    Without a GPU as new as `gpu`: the times in its file.
 
     Args:
       op: a kernel of this package that takes `config`.
@@ -60,6 +60,7 @@ def autotune(op, *args, configs, iterations: int = 10, refresh: bool = False, **
       configs: an iterable of configurations, such as `cost.ranked(problem, 40)`.
       iterations: timed calls of each configuration, of which the median counts.
       refresh: forget the times in the file.
+      gpu: the GPU whose tensor cores the op needs, "h200" or "b200".
 
     Raises:
       ValueError: `configs` is empty; RuntimeError: no GPU and nothing in the file, or all failed.
@@ -68,12 +69,10 @@ def autotune(op, *args, configs, iterations: int = 10, refresh: bool = False, **
     if not configs:
         raise ValueError("configs is empty: pass the configurations to try, such as cost.ranked(problem, 40)")
     config_type, problem = type(configs[0]), problem_name(*args, **kwargs)
-    if not interpreter.on_gpu():
-        entry = results.load(TOPIC, "h200").get(op.__name__, {}).get(problem)
+    if not interpreter.on_gpu(gpu):
+        entry = results.load(TOPIC, gpu).get(op.__name__, {}).get(problem)
         if entry is None or "best" not in entry:
-            raise RuntimeError(
-                f"nothing was recorded for {op.__name__}, {problem}, and there is no Hopper GPU to time it on"
-            )
+            raise RuntimeError(f"nothing was recorded for {op.__name__}, {problem}, and there is no GPU to time it on")
         return _tuning(op.__name__, problem, entry, config_type, recorded=True)
 
     gpu, code = results.this_gpu(), source.code_of(op)

@@ -61,8 +61,8 @@ class CheckReport:
 def check(fn, reference, *args, tolerance: float | tuple | None = None, gpu: str | None = "h200") -> CheckReport:
     """Runs `fn(*args)`, compares it with `reference(*args)` at float64, and compiles it; prints a table.
 
-    It runs on the GPU where there is one, otherwise in the interpreter, with outputs that start as NaN (on a GPU: in
-    memory freed full of NaN, which the allocator is likely, not certain, to hand out again).
+    It runs on the GPU where there is one, no older than `gpu`, otherwise in the interpreter, with outputs that start as
+    NaN (on a GPU: in memory freed full of NaN, which the allocator is likely, not certain, to hand out again).
 
     The error of each output is its relative Frobenius distance from the float64 reference. It may be 1.5 times that of
     the reference computed at the arguments' own dtypes and rounded to the output's, and never needs to be less than a
@@ -84,12 +84,14 @@ def check(fn, reference, *args, tolerance: float | tuple | None = None, gpu: str
     A kernel that deadlocks fails its check when interpreted; on a GPU it hangs, and this call with it: give cells and
     tests a timeout.
     """
-    items, out = _run(fn, args)
+    items, out = _run(fn, args, gpu)
     if out is not None:
         items += _compare(out, reference, args, tolerance)
     compile_items, compiled = _compile(fn, args, gpu)
     items += compile_items
-    unseen = "" if interpreter.on_gpu() else "whether WGMMA's operands have arrived, and how long it reads them; "
+    unseen = "whether WGMMA's operands have arrived, and how long it reads them; "
+    if gpu == "b200" or interpreter.on_gpu():  # The interpreter does see that of tcgen05.
+        unseen = ""
     items.append(Item("not seen", "-", unseen + "races between the blocks of a grid; wrong multicasts; other shapes"))
     leaves = ", ".join(_aval(leaf) for leaf in jax.tree.leaves(args))
     report = CheckReport(f"{name_of(fn)}({leaves})", tuple(items), out, compiled)
@@ -99,11 +101,12 @@ def check(fn, reference, *args, tolerance: float | tuple | None = None, gpu: str
     return report
 
 
-def _run(fn, args) -> tuple[list[Item], object]:
+def _run(fn, args, gpu: str | None = None) -> tuple[list[Item], object]:
     """Runs the kernel. Returns what to say of that and of races, and the output, None if there is none."""
     jitted = jax.jit(lambda *args: fn(*args))  # A jit of its own: nothing traced earlier, for another place, is reused.
+    is_on_gpu = interpreter.on_gpu(gpu or "h200")
     try:
-        if interpreter.on_gpu():
+        if is_on_gpu:
             # Compiled first: what compiling allocates could take the poisoned memory from the outputs.
             compiled = jitted.lower(*args).compile()
             outs = [_run_poisoned(compiled, args) for _ in range(GPU_RUNS)]
@@ -115,7 +118,7 @@ def _run(fn, args) -> tuple[list[Item], object]:
     except Exception as error:
         return [Item("runs", "FAILED", _brief(error))], None
     items = [Item("runs", "ok", where)]
-    if interpreter.on_gpu():
+    if is_on_gpu:
         if all(_bits(out) == _bits(outs[0]) for out in outs[1:]):  # As those of a race may be.
             items.append(Item("races", "-", f"not checked, which the interpreter does; {GPU_RUNS} equal runs"))
         else:

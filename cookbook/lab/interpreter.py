@@ -16,6 +16,7 @@ import jax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
 from .. import _mgpu
+from .toolchain import gpu_facts
 
 _mgpu.allow_waiting_threads()  # Now: a notebook makes arrays, which starts the backend, before it interprets.
 NUM_SMS = 4  # A persistent grid has this many blocks when interpreted: enough for waves and tails, quick to run.
@@ -66,9 +67,10 @@ def interpret(*, detect_races: bool = True):
         print(f"race: {race}")
 
 
-def on_gpu() -> bool:
-    """Whether JAX's default device is a Hopper or newer GPU, where kernels run as they are."""
-    return jax.default_backend() == "gpu" and float(jax.devices()[0].compute_capability) >= 9.0
+def on_gpu(gpu: str = "h200") -> bool:
+    """Whether JAX's default device is a GPU as new as `gpu`, or newer: by default, where kernels run as they are."""
+    major = gpu_facts(gpu)["major"]
+    return jax.default_backend() == "gpu" and float(jax.devices()[0].compute_capability) >= major
 
 
 def run(fn, *args):

@@ -93,11 +93,12 @@ def write(
 def value(name: str, compute, gpu: str = "h200", devices: int = 1):
     """A JSON-able value that only a GPU can give, e.g. `value("02_memory/bank_conflicts", measure_conflicts)`.
 
-    On a GPU: `compute()`, which is also stored under COOKBOOK_RECORD=1. Elsewhere the stored value, or None.
+    On a GPU as new as `gpu`: `compute()`, which is also stored under COOKBOOK_RECORD=1. Elsewhere the stored value, or
+    None.
     `recorded(name)` says where a stored one comes from. A value of several `devices` needs as many GPUs.
     """
     topic = name.split("/")[0]
-    if not interpreter.on_gpu() or jax.device_count() < devices:
+    if not interpreter.on_gpu(gpu) or jax.device_count() < devices:
         return stored(name, host(gpu, devices))
     result = json.loads(json.dumps(compute()))  # The same types and figures as will be read later.
     if recording():

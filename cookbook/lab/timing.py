@@ -82,12 +82,12 @@ def measure(
       devices: GPUs of this host that run `fn` together. The time is that of one of them (`least_over_devices`), the
         record's folder that of such hosts, and its provenance has `wall_ms`, the time from call to call. A host with
         fewer GPUs shows the recorded figure.
-      gpu: whose recorded figure is wanted, where nothing is run.
+      gpu: whose recorded figure is wanted, where nothing is run: also on a GPU that is older.
     """
     if iterations < 1:
         raise ValueError(f"iterations = {iterations} must be at least 1")
     measured = fn if of is None else of or None
-    if fn is None or not interpreter.on_gpu() or jax.device_count() < devices:
+    if fn is None or not interpreter.on_gpu(gpu) or jax.device_count() < devices:
         return _recorded(measured, problem, impl, flops, nbytes, results.host(gpu, devices))
     times = np.array(_kernel_ms(fn, args, iterations, devices))
     low, median, high = (float(x) for x in np.percentile(times, (25, 50, 75)))

@@ -2,14 +2,17 @@
 
 import dataclasses
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
+import nbformat
 import pytest
 
 from bench import __main__ as bench
 from bench import problems
 from cookbook import _mgpu, lab
+from cookbook.blackwell import cost as blackwell_cost
 from cookbook.lab import results, roofline, timing
 from tests.house.test_house import ROOT
 
@@ -77,7 +80,7 @@ def test_figures_go_to_the_folder_of_the_b200_and_are_read_there(b200, monkeypat
     assert results.read(case.problem, "cublas", gpu="b200")["ms"] == 0.5 and results.topics("h200") == []
     monkeypatch.undo()
     monkeypatch.setattr(results, "ROOT", b200)
-    monkeypatch.setattr(lab.interpreter, "on_gpu", lambda: False)
+    monkeypatch.setattr(lab.interpreter, "on_gpu", lambda *_: False)
     found = lab.measure(None, problem=case.problem, gpu="b200", of=False)
     assert found.recorded and found.median_ms == 0.5 and "recorded on NVIDIA B200" in repr(found)
     bound = roofline.bound(found.flops, found.nbytes, "bf16", "b200")
@@ -94,6 +97,86 @@ def test_figures_go_to_the_folder_of_the_b200_and_are_read_there(b200, monkeypat
 def test_values_of_a_notebook_go_there_too(b200):
     assert results.value("19_blackwell/tiles", lambda: 7) == 7
     assert results.stored("19_blackwell/tiles", "b200") == 7 and results.stored("19_blackwell/tiles") is None
+
+
+@pytest.mark.parametrize("gpu, is_hopper", [(B200, False), (H200, True)])
+def test_everything_runs_what_the_gpu_has(pretend_gpu, monkeypatch, results_folder, gpu, is_hopper):
+    """`make bench` without OP: the engine, and kernels across GPUs, are Hopper's."""
+    pretend_gpu(*gpu)
+    ran = set()
+    monkeypatch.setattr(bench, "_run", lambda case, *_: ran.add(case.op))
+    monkeypatch.setattr(bench, "_ceilings", lambda iterations: None)
+    monkeypatch.setattr(bench, "_print_dispatch", ran.add)
+    monkeypatch.setattr(bench.serving, "run", lambda: ran.add("serving"))
+    monkeypatch.setattr(bench.collectives, "run", lambda *_: ran.add("collectives") or [])
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    assert bench.main() == 0
+    assert ({"serving", "collectives", "paged_attention", "matmul"} <= ran) == is_hopper
+    assert ("blackwell.matmul" in ran) != is_hopper and "softmax" in ran
+
+
+def test_configurations_are_timed_and_read(b200, monkeypatch):
+    """`lab.autotune`, with XLA in place of a kernel that cannot run here."""
+
+    def matmul(a, b, config=None):
+        return a @ b
+
+    problem = blackwell_cost.Problem(64, 64, 64, True, 2, 2)
+    configs, x = blackwell_cost.to_try(problem, 2), jnp.ones((64, 64))
+    found = lab.autotune(matmul, x, x, configs=configs, gpu="b200")
+    assert found.ms == 0.5 and len(found.trials) == len(configs) and not found.failures
+    monkeypatch.undo()
+    monkeypatch.setattr(results, "ROOT", b200)
+    monkeypatch.setattr(lab.interpreter, "on_gpu", lambda *_: False)
+    read = lab.autotune(matmul, x, x, configs=configs, gpu="b200")
+    assert read.recorded and read.best == found.best
+    with pytest.raises(RuntimeError, match="nothing was recorded for matmul"):
+        lab.autotune(matmul, x, x, configs=configs)
+
+
+def test_an_older_gpu_shows_what_was_recorded_on_a_b200(b200, pretend_gpu):
+    """On an H200 nothing of a B200 is run: not timed, and checked in the interpreter."""
+    results.write("19_blackwell/x", "cookbook", ms=0.25, min_ms=0.25, spread=0.0)
+    pretend_gpu(*H200)
+    assert lab.on_gpu() and not lab.on_gpu("b200")
+    found = lab.measure(lambda: 1 / 0, problem="19_blackwell/x", gpu="b200")
+    assert found.recorded and found.median_ms == 0.25
+    assert results.value("19_blackwell/y", lambda: 1 / 0, gpu="b200") is None
+
+
+def test_the_chapter_measures_its_rungs_on_a_b200(b200, monkeypatch, capsys):
+    """Its cells, as `make record NB=19` would run them there; the compiler, which needs no B200, is left out."""
+    nothing = types.SimpleNamespace(registers=0, spill_bytes=0, smem_bytes=0, ptx="")
+    monkeypatch.setattr(lab, "compile_for", lambda *args, **kwargs: nothing)
+    monkeypatch.setattr(results, "code_of", lambda fn: {})  # These cells lie in no notebook that runs.
+    monkeypatch.syspath_prepend(str(ROOT / "notebooks"))
+    cells = {cell.id: cell.source for cell in nbformat.read(ROOT / "notebooks/19_blackwell.ipynb", as_version=4).cells}
+    names = {}
+    for cell in ("parameters", "setup", "step", "bound", "instruments", "one", "predict", "ring", "roles",
+                 "persistent", "pair", "launch", "ladder"):  # fmt: skip
+        exec(cells[cell], names)
+        names["timing_size"] = 256  # The operands are made, and nothing multiplies them.
+        names |= dict.fromkeys(("changed_lines", "facts", "predict"), lambda *_: None)
+    assert names["a_big"].shape == (256, 256) and hasattr(names["a_big"], "devices")
+    rows = results.rows("19_blackwell", "b200")
+    assert len(rows) == len(names["RUNGS"]) + 1 == len(names["KERNELS"]) + 1
+    assert {row["cookbook"]["ms"] for problem, row in rows.items() if "cublas" not in problem} == {0.5}
+    assert rows["19_blackwell/cublas"]["cublas"]["ms"] == 0.5 and results.topics("h200") == []
+    shown = capsys.readouterr().out
+    assert shown.rstrip().endswith("[measured on NVIDIA B200]") and shown.count(" 500 ") == len(rows)
+
+
+def test_the_results_page_has_a_section_of_the_b200(b200, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "site"))
+    import measured
+
+    assert "Nothing has been measured" in "\n".join(measured._blackwell())
+    case = CASES[0]
+    results.write(case.problem, "cookbook", ms=0.1, min_ms=0.1, spread=0.0, flops=case.flops, nbytes=case.nbytes)
+    page = "\n".join(measured._blackwell())
+    share = roofline.bound(case.flops, case.nbytes, "bf16", "b200").ms / 0.1
+    assert f"### {case.op}" in page and f"{share:.0%}" in page and "NVIDIA B200" in page
 
 
 def test_the_command_skips_what_the_gpu_has_not(pretend_gpu, monkeypatch, results_folder, capsys):

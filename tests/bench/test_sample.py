@@ -118,7 +118,7 @@ def test_without_a_gpu_the_recorded_sample_is_printed(no_gpu, results_folder, mo
 
 def test_run_times_ours_and_the_peers_once_each(results_folder, monkeypatch):
     """With a kernel and a stopwatch that need no GPU."""
-    monkeypatch.setattr(lab, "on_gpu", lambda: True)
+    monkeypatch.setattr(lab, "on_gpu", lambda *_: True)
     monkeypatch.setattr(cookbook, "softmax", jax.nn.softmax)
     timed = []
 

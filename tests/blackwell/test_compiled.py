@@ -9,7 +9,7 @@ import pytest
 
 from cookbook import blackwell, lab
 from cookbook._mgpu import SMEM_BYTES_MAX, Target
-from cookbook.blackwell import core
+from cookbook.blackwell import core, cost
 from cookbook.blackwell.core import TMEM_COLUMNS, Config
 from cookbook.blackwell.roles import identity
 from tests.blackwell.grid import RUNGS, STRUCTURES, WIDTHS, of_rung
@@ -28,10 +28,16 @@ def aval(*shape, dtype=BF16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def tmem_allocated(ptx) -> int:
+    """Columns of tensor memory that a block allocates."""
+    register = re.search(r"tcgen05\.alloc\S* \[%r\d+\], (%r\d+);", ptx)[1]
+    return int(re.search(rf"mov\.b32 \t{register}, (\d+);", ptx)[1])
+
+
 def verify(compiled, plan):
     """The compiled kernel is what the plan says, and uses the instructions of its rung and no other's."""
     assert compiled.spill_bytes == 0 and compiled.registers <= 65_536 // (128 * (2 + plan.config.epilogue_wgs))
-    assert plan.tmem_columns <= TMEM_COLUMNS
+    assert plan.tmem_columns <= tmem_allocated(compiled.ptx) <= TMEM_COLUMNS
     priced = plan.smem_bytes(plan.num_stages)
     assert priced - 1088 <= compiled.smem_bytes <= priced <= SMEM_BYTES_MAX
     assert "tcgen05.mma" in compiled.ptx and "wgmma" not in compiled.ptx and "tcgen05.ld" in compiled.ptx
@@ -105,6 +111,34 @@ def test_the_default_of_every_kind_of_problem(shape):
         aval(*shape, dtype=dtype) for rows in (m, n) for shape, dtype in (((rows, k), E4M3), ((rows, k // 32), E8M0))
     ]
     assert lab.compile_for("b200", blackwell.matmul_mxfp8, *operands).spill_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size, itemsize", [((4096, 4096, 4096), 2), ((4096, 4096, 4096), 1), ((130, 1000, 992), 2)])
+def test_configurations_worth_timing_compile(size, itemsize):
+    """Those that `lab.autotune` would be given on a B200, which only the compiler can try here."""
+    m, n, k = size
+    configs = cost.to_try(cost.Problem(m, n, k, itemsize == 2, itemsize, 2), 4)
+    assert len(configs) == len(set(configs)) > 8
+    dtypes = (E4M3, E8M0) if itemsize == 1 else (BF16,)
+    op = blackwell.matmul_mxfp8 if itemsize == 1 else blackwell.matmul
+    shapes = [((rows, width), dtype) for rows in (m, n) for dtype, width in zip(dtypes, (k, k // 32), strict=False)]
+    if itemsize == 2:
+        shapes[1] = ((k, n), BF16)
+    for config in configs:
+        compiled = lab.compile_for(
+            "b200", functools.partial(op, config=config), *(aval(*s, dtype=d) for s, d in shapes)
+        )
+        assert compiled.spill_bytes == 0, config
+
+
+@pytest.mark.parametrize("how", [dict(), dict(transpose_b=True)], ids=str)
+def test_gradients_compile(how):
+    """Forward, and the two products of the backward pass, as pairs of blocks."""
+    b = aval(520, 1032) if not how else aval(1032, 520)
+    loss = lambda a, b, bias: blackwell.matmul(a, b, bias=bias, activation="gelu", **how).astype(F32).sum()
+    compiled = lab.compile_for("b200", jax.grad(loss, (0, 1, 2)), aval(520, 520), b, aval(1032, dtype=F32))
+    assert compiled.spill_bytes == 0 and len(compiled.kernels) == 3 and "tcgen05.mma" in compiled.ptx
 
 
 def test_two_gpus_compile():

@@ -8,6 +8,7 @@ import pytest
 from cookbook import blackwell, lab
 from cookbook.blackwell import matmul_mxfp8, quantize_mxfp8
 from cookbook.blackwell.core import Config
+from tests.blackwell.grid import RUNGS, of_rung
 
 E4M3, E8M0 = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
 
@@ -106,6 +107,22 @@ A, S = jnp.ones((8, 64), E4M3), jnp.ones((8, 2), E8M0)
 def test_errors_name_the_rule(fn, message):
     with pytest.raises(ValueError, match=message):
         fn()
+
+
+def test_a_gradient_is_refused_by_name():
+    loss = lambda bias: matmul_mxfp8(A, S, A, S, bias=bias, out_dtype=jnp.float32).sum()
+    with pytest.raises(ValueError, match="no gradient.*cookbook.blackwell.matmul of 16-bit"):
+        lab.compile_for("b200", jax.grad(loss), jax.ShapeDtypeStruct((8,), jnp.float32))
+
+
+@pytest.mark.parametrize("size", [(300, 200, 96), (130, 520, 1056), (1, 8, 32)])
+@pytest.mark.parametrize("rung", RUNGS)
+def test_every_rung_runs(blackwell_gpu, rung, size):
+    """On a B200 alone: no interpreter has scaled MMA. Against float64, five equal runs."""
+    (a, a_scales), (b, b_scales) = (quantize_mxfp8(rows(count, size[2], seed=count)) for count in size[:2])
+    bias = jnp.linspace(-1, 1, size[1])
+    fn = lambda *args: matmul_mxfp8(*args[:4], bias=args[4], config=of_rung(rung, 128))
+    lab.check(fn, blackwell.matmul_mxfp8_reference, a, a_scales, b, b_scales, bias, gpu="b200")
 
 
 def test_what_the_interpreter_lacks_is_said_by_name():

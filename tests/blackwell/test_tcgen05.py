@@ -12,17 +12,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from cookbook import blackwell, lab
 from cookbook.blackwell import core, roles
 from cookbook.blackwell.core import Config
-from tests.blackwell.grid import SLOW, SMALL, STRUCTURES
+from tests.blackwell.grid import RUNGS, SLOW, SMALL, STRUCTURES, of_rung
 
 module = importlib.import_module("cookbook.blackwell.matmul")
 matmul, reference = blackwell.matmul, module.matmul_reference
 
 
 @pytest.fixture(autouse=True)
-def interpreted(no_gpu):
-    """No GPU here or elsewhere that this course is tested on runs these kernels."""
+def on_a_blackwell_or_interpreted(request):
+    """On a B200 these kernels run as they are; nobody has tried."""
+    if lab.on_gpu("b200"):
+        return
     if jax.default_backend() == "gpu":
-        pytest.skip("runs in the interpreter alone: this machine's GPU is no Blackwell")
+        pytest.skip("this machine's GPU is no Blackwell: a machine without any interprets these kernels")
+    request.getfixturevalue("no_gpu")
 
 
 def operands(m, n, k, dtype=jnp.bfloat16, transpose_a=False, transpose_b=False):
@@ -65,6 +68,24 @@ def test_every_structure(name):
     activation, out_dtype = EPILOGUES[list(STRUCTURES).index(name) % len(EPILOGUES)]
     check(m, n, k, vector(n, jnp.bfloat16), transpose_b=transpose_b, config=config, activation=activation,
           out_dtype=out_dtype)  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [64, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rung", RUNGS)
+def test_every_rung(rung, width):
+    """More tiles than SMs, here or on a B200, with tails; the interpreter takes the rungs that it can run."""
+    config, is_here = of_rung(rung, width), lab.on_gpu("b200")
+    if not is_here and (config.two_ctas or config.is_dynamic):
+        pytest.skip("JAX's interpreter has no collective MMA and no cluster launch control")
+    check(*((4008, 3080, 520) if is_here else (392, 2 * width + 72, 136)), config=config, transpose_b=True)
+
+
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_few_rows_as_the_transposed_product(transpose_b):
+    """As the docstring says: tiles as narrow as 16 columns."""
+    a, b = operands(12, 264, 136, transpose_b=transpose_b)
+    swapped = lambda a, b: matmul(b, a, transpose_a=not transpose_b, transpose_b=True, config=Config(tile_n=16)).T
+    lab.check(swapped, lambda a, b: reference(a, b.T if transpose_b else b), a, b, gpu="b200")
 
 
 @pytest.mark.parametrize("shape, transpose_b", [((136, 200, 72), False), ((128, 128, 192), True)])
@@ -204,6 +225,7 @@ def test_what_the_interpreter_lacks_is_said_by_name(config, message):
         matmul(ONES, ONES, config=config)
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="says what to do without one")
 def test_without_a_gpu_or_the_interpreter():
     with pytest.raises(RuntimeError, match=r'JAX sees no GPU.*lab.interpret.*compile_for\("b200", cookbook.blackwell'):
         matmul(ONES, ONES)

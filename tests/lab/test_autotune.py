@@ -39,7 +39,7 @@ autotune = functools.partial(lab.autotune, configs=CONFIGS)
 @pytest.fixture
 def op(monkeypatch, results_folder):
     """`scale`, with a GPU that is not there; `timed` lists the tiles that were timed."""
-    monkeypatch.setattr(interpreter, "on_gpu", lambda: True)
+    monkeypatch.setattr(interpreter, "on_gpu", lambda *_: True)
     monkeypatch.setattr(results, "this_gpu", lambda: "h200")
     timed = []
 
@@ -115,7 +115,7 @@ def test_times_of_other_code_are_taken_anew(op):
 
 def test_without_a_gpu_it_tells_what_was_recorded(op, monkeypatch):
     autotune(op, X)
-    monkeypatch.setattr(interpreter, "on_gpu", lambda: False)
+    monkeypatch.setattr(interpreter, "on_gpu", lambda *_: False)
     found = autotune(op, X)
     assert found.recorded and found.best == Config(8) and "[recorded]" in repr(found)
     with pytest.raises(RuntimeError, match=r"nothing was recorded for scale, float32\[3\]"):

@@ -101,7 +101,7 @@ def test_equal_runs_on_a_gpu_say_nothing_of_races(monkeypatch, equal):
     runs = iter(range(100))
     value = lambda x: x + (0 if equal else next(runs))
     fn = lambda x: jax.pure_callback(value, jax.ShapeDtypeStruct((4,), jnp.float32), x)
-    monkeypatch.setattr(checking.interpreter, "on_gpu", lambda: True)
+    monkeypatch.setattr(checking.interpreter, "on_gpu", lambda *_: True)
     items, _ = checking._run(fn, [np.zeros(4, np.float32)])
     races = items[-1]
     assert races.name == "races" and races.verdict == ("-" if equal else "FAILED")
@@ -224,6 +224,14 @@ def test_notebooks_show_the_table_once(capsys):
     report = lab.check(add_one, add_one_reference, X)
     capsys.readouterr()
     assert report._ipython_display_() is None and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("gpu, where", [("b200", "the GPU interpreter"), ("h200", "cpu"), (None, "cpu")])
+def test_a_kernel_for_a_newer_gpu_than_this_is_interpreted(monkeypatch, gpu, where):
+    """An H200 is pretended, on which XLA's addition stands for the kernel."""
+    monkeypatch.setattr(checking.interpreter, "on_gpu", lambda gpu="h200": gpu == "h200")
+    items, _ = checking._run(lambda x: x + 1, [X], gpu)
+    assert items[0].verdict == "ok" and where in items[0].text
 
 
 def test_on_a_gpu(monkeypatch):

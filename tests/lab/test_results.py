@@ -59,10 +59,10 @@ def test_nothing_recorded_is_nothing(h200):
 
 
 def test_values_are_computed_on_a_gpu_and_read_elsewhere(h200, monkeypatch):
-    monkeypatch.setattr(interpreter, "on_gpu", lambda: True)
+    monkeypatch.setattr(interpreter, "on_gpu", lambda *_: True)
     monkeypatch.setenv("COOKBOOK_RECORD", "1")
     assert results.value("02_memory/conflicts", lambda: {"1": [1.0, 2.0]}) == {"1": [1.0, 2.0]}
-    monkeypatch.setattr(interpreter, "on_gpu", lambda: False)
+    monkeypatch.setattr(interpreter, "on_gpu", lambda *_: False)
     assert results.value("02_memory/conflicts", lambda: 1 / 0) == {"1": [1.0, 2.0]}
     assert results.recorded("02_memory/conflicts") == "recorded on NVIDIA H200, 2026-11-20"
     assert results.value("02_memory/unknown", lambda: 1 / 0) is None
@@ -70,7 +70,7 @@ def test_values_are_computed_on_a_gpu_and_read_elsewhere(h200, monkeypatch):
 
 
 def test_a_value_is_stored_only_when_recording(h200, monkeypatch):
-    monkeypatch.setattr(interpreter, "on_gpu", lambda: True)
+    monkeypatch.setattr(interpreter, "on_gpu", lambda *_: True)
     monkeypatch.delenv("COOKBOOK_RECORD", raising=False)
     assert results.value("02_memory/conflicts", lambda: 7) == 7
     assert not h200.exists()

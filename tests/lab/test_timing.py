@@ -40,7 +40,7 @@ def test_figures_of_hosts_lie_in_folders_of_their_own(monkeypatch, results_folde
 
 
 def test_a_host_with_fewer_gpus_shows_the_recorded_figure(monkeypatch, results_folder):
-    monkeypatch.setattr(lab.interpreter, "on_gpu", lambda: True)
+    monkeypatch.setattr(lab.interpreter, "on_gpu", lambda *_: True)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert math.isnan(lab.measure(lambda: 1 / 0, problem="all_gather/64MB/bf16", devices=2).median_ms)
     assert results.value("nvlink/peer_copy", lambda: 1 / 0, devices=2) is None
