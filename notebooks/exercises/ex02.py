@@ -33,7 +33,7 @@ def check_ring(answer) -> str:
         try:
             out = run_kernel(ring, x)
         except NotYet as problem:
-            if "Traceback" not in str(problem):
+            if "copy_smem_to_gmem read-side operations" not in str(problem):
                 raise
             raise NotYet("the kernel ends before its last copies to GMEM do: wait for all of them.") from problem
         wrong = (np.asarray(out) != np.asarray(-x)).reshape(num_tiles, -1).any(axis=1)

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import ctypes
 import dataclasses
 import functools
 import io
@@ -15,7 +16,7 @@ import numpy as np
 
 from cookbook import lab
 
-SECONDS = 30  # An interpreted kernel that takes longer loops for ever: a wait for ever is found at once.
+SECONDS = 20  # An answer that takes longer loops for ever: a wait for ever is found at once.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,19 +37,48 @@ class NotYet(Exception):
     """Raised with what is wrong with an answer, said to its author."""
 
 
+class OutOfTime(BaseException):
+    """Raised in the thread of an answer that does not end. No `except Exception` of the answer catches it."""
+
+
 def checker(check):
     """Makes `check(answer)`, which returns praise or raises, return a Verdict whatever the answer does."""
 
     @functools.wraps(check)
     def judged(answer) -> Verdict:
+        name = getattr(answer, "__name__", "it")
+
+        def judge() -> Verdict:
+            try:
+                return Verdict(True, check(answer))
+            except NotYet as problem:
+                return Verdict(False, str(problem))
+            except Exception as error:  # The answer is anybody's code.
+                return Verdict(False, f"{name} raised {_first_line(error)}")
+
         try:
-            return Verdict(True, check(answer))
-        except NotYet as problem:
-            return Verdict(False, str(problem))
-        except Exception as error:  # The answer is anybody's code.
-            return Verdict(False, f"{getattr(answer, '__name__', 'it')} raised {_first_line(error)}")
+            return _in_time(judge)
+        except OutOfTime:
+            return Verdict(False, f"{name} has not ended after {SECONDS} s: is there a loop that never ends?")
 
     return judged
+
+
+def _in_time(fn):
+    """`fn()`, in a thread of its own that is stopped after `SECONDS`. Raises OutOfTime."""
+    done = []
+
+    def run():
+        with contextlib.suppress(OutOfTime):
+            done.append(fn())
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    if not done:  # The interpreter raises it at the thread's next line of Python; what waits in C goes on.
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(OutOfTime))
+        raise OutOfTime
+    return done[0]
 
 
 def normal(seed: int, shape, dtype=np.float32):
@@ -114,37 +144,22 @@ def require_close(out, exact, tolerance: float, what: str) -> None:
 
 
 def _interpreted(answer, args):
-    """(result, races). In a thread of its own, because nothing else can be done about a loop that never ends."""
-    done = {}
-
-    def run():
-        try:
-            with lab.interpret() as seen:
-                out = jax.block_until_ready(answer(*args))
-            done.update(out=out, races=seen.races)
-        except Exception as error:
-            done["error"] = error
-
+    """(result, races)."""
     logging.disable(logging.ERROR)  # JAX logs a failing kernel's traceback; one sentence is enough here.
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True)
-    with contextlib.redirect_stdout(io.StringIO()):  # `interpret` prints the race; the verdict will name it.
-        thread.start()
-        thread.join(SECONDS)
-    logging.disable(logging.NOTSET)
-    if not done:
-        raise NotYet(
-            f"the kernel has not ended after {SECONDS} s: is there a loop that never ends? "
-            "Restart the notebook's kernel (Kernel, Restart) before you go on."
-        )
-    if "error" in done:
-        if isinstance(done["error"], lab.Deadlock):
-            raise NotYet(f"the kernel would never end: {' '.join(str(done['error']).split())}")
-        if "Out-of-bounds" in str(done["error"]):
-            raise NotYet("the kernel reaches beyond the end of the array")
-        *_, cause = str(done["error"]).strip().splitlines() or [""]  # Before it, the interpreter's stack.
-        is_callback = "CpuCallback" in str(done["error"])
-        raise NotYet(f"the kernel raised {cause if is_callback else _first_line(done['error'])}")
-    return done["out"], done["races"]
+    try:
+        # `interpret` prints the race; the verdict will name it.
+        with contextlib.redirect_stdout(io.StringIO()), lab.interpret() as seen:
+            return jax.block_until_ready(answer(*args)), seen.races
+    except lab.Deadlock as error:
+        raise NotYet(f"the kernel would never end: {' '.join(str(error).split())}") from error
+    except Exception as error:
+        if "Out-of-bounds" in str(error):
+            raise NotYet("the kernel reaches beyond the end of the array") from error
+        *_, cause = str(error).strip().splitlines() or [""]  # Before it, the interpreter's stack.
+        is_callback = "CpuCallback" in str(error)
+        raise NotYet(f"the kernel raised {cause if is_callback else _first_line(error)}") from error
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _first(wrong) -> tuple[int, ...]:

@@ -1,5 +1,8 @@
 """The judge's own rules: the kernel does all of the work."""
 
+import threading
+import time
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -61,3 +64,23 @@ def test_shapes_and_dtypes_may_change_outside(answer):
 )
 def test_what_launches_no_kernel_of_its_own_is_no_answer(answer, said):
     turned_down(doubled(answer), said)
+
+
+def loop(x):
+    while True:
+        pass
+
+
+def test_code_that_never_ends_is_stopped(monkeypatch):
+    monkeypatch.setattr(judge, "SECONDS", 1)
+    before = threading.active_count()
+    turned_down(doubled(loop), "loop has not ended after 1 s: is there a loop that never ends?")
+    time.sleep(0.5)
+    assert threading.active_count() == before, "the answer's thread is still there"
+
+
+def test_a_right_answer_after_one_that_never_ends(monkeypatch):
+    with monkeypatch.context() as short:
+        short.setattr(judge, "SECONDS", 1)
+        turned_down(doubled(loop), "has not ended")
+    assert doubled(lambda x: kernel(x, lambda x: 2 * x))
