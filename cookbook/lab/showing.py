@@ -48,7 +48,7 @@ class Diff:
         return "\n".join(self.lines)
 
     def _repr_html_(self) -> str:
-        colours = {"+": "#E3F3E6", "-": "#FBE4E4", "@": "#EEF1F6"}
+        colours = {"+": "#E3F3E6", "-": "#FBE4E4", ".": "#EEF1F6"}
         grounds = (colours.get(line[:1], "transparent") for line in self.lines)
         spans = (
             f'<span style="display:block;background:{ground}">{html.escape(line) or " "}</span>'
@@ -60,6 +60,8 @@ class Diff:
 def show_diff(before, after, context: int = 2) -> Diff:
     """The lines by which the function `after` differs from `before`, with `context` lines around each change.
 
+    Lines that are only indented differently count as the same.
+
     Args:
       before, after: functions, `functools.partial`s of them, or texts.
     """
@@ -69,5 +71,14 @@ def show_diff(before, after, context: int = 2) -> Diff:
             fn = fn.func
         return (fn if isinstance(fn, str) else inspect.getsource(inspect.unwrap(fn))).splitlines()
 
-    lines = difflib.unified_diff(source(before), source(after), n=context, lineterm="")
-    return Diff(tuple(line for line in lines if not line.startswith(("---", "+++"))))
+    old, new = source(before), source(after)
+    matcher = difflib.SequenceMatcher(None, [line.strip() for line in old], [line.strip() for line in new], False)
+    lines: list[str] = []
+    for group in matcher.get_grouped_opcodes(context):
+        lines += ["..."] if lines else []
+        for tag, i, i_end, j, j_end in group:
+            if tag == "equal":
+                lines += [f"  {line}" for line in new[j:j_end]]
+            else:
+                lines += [f"- {line}" for line in old[i:i_end]] + [f"+ {line}" for line in new[j:j_end]]
+    return Diff(tuple(lines))

@@ -51,11 +51,29 @@ def test_a_row_that_is_too_short_is_refused():
 def test_a_diff_has_the_lines_that_changed():
     diff = lab.show_diff(before, functools.partial(after, 1))
     changed = [line for line in repr(diff).splitlines() if line[0] in "+-"]
-    assert changed == ["-def before(x):", "-    y = x + 1", "+def after(x):", "+    y = x + 2"]
+    assert changed == ["- def before(x):", "-     y = x + 1", "+ def after(x):", "+     y = x + 2"]
     assert "return y" in repr(diff)
     assert repr(lab.show_diff(before, before)) == ""
 
 
+def test_a_diff_leaves_out_what_is_far_from_a_change_and_indentation():
+    lines = [f"line {i}" for i in range(20)]
+    changed = ["    " + line for line in lines]
+    changed[3], changed[15] = "x", "y"
+    shown = repr(lab.show_diff("\n".join(lines), "\n".join(changed), context=1)).splitlines()
+    assert shown == [
+        "      line 2",
+        "- line 3",
+        "+ x",
+        "      line 4",
+        "...",
+        "      line 14",
+        "- line 15",
+        "+ y",
+        "      line 16",
+    ]
+
+
 def test_a_diff_in_a_notebook_shows_code_as_it_stands():
     shown = lab.show_diff("a < b", "a > b")._repr_html_()
-    assert "-a &lt; b" in shown and "+a &gt; b" in shown and "<b" not in shown.replace("<br", "")
+    assert "- a &lt; b" in shown and "+ a &gt; b" in shown and "<b" not in shown.replace("<br", "")
