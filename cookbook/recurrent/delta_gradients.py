@@ -93,7 +93,8 @@ def _corrections(plan: Plan, d: Decays, q, k, v, do, s, ds, inverse, r_smem, u_s
     u_smem[...] = half(multiply([(inverse, r_smem)]))
     plgpu.commit_smem()
     keys = [(k.at[p], k.at[p].T) for p in pieces]
-    error = half(product([(half(d.pairs(-multiply(keys), True)), u_smem)], plan.interpreted, r))
+    # The sign is that of rounded numbers: if sums get one, ptxas lets no two WGMMAs overlap.
+    error = half(product([(-half(d.pairs(multiply(keys), True)), u_smem)], plan.interpreted, r))
     weights = multiply([(k.at[p], q.at[p].T) for p in pieces])
     weights = half(d.pairs(weights * plan.scale, False, transposed=True))
     du = d.to_end() * multiply([(k.at[p], ds.at[p].T) for p in pieces])
@@ -104,7 +105,7 @@ def _corrections(plan: Plan, d: Decays, q, k, v, do, s, ds, inverse, r_smem, u_s
     plgpu.commit_smem()
     # The keys' product once more, and du as it was stored: there are no registers to keep them in.
     du = load(r_smem, plgpu.Layout.WGMMA).astype(jnp.float32)
-    z = product([(half(d.pairs(-multiply(keys), True, transposed=True)), v)], plan.interpreted, du)
+    z = product([(-half(d.pairs(multiply(keys), True, transposed=True)), v)], plan.interpreted, du)
     return (z * error.astype(jnp.float32)).sum(axis=1)
 
 
@@ -120,20 +121,20 @@ def _gradients(plan: Plan, d: Decays, q, k, dr, do, s, ds, u, p, sums):
     half = lambda x: x.astype(plan.dtype)
     add = lambda acc, *pairs: product(list(pairs), plan.interpreted, acc)
 
-    def square(a, b, scale, strict, transposed=False):
-        return half(d.pairs(multiply([(a, b.T)]) * scale, strict, transposed))
+    def square(a, b, strict, transposed=False):
+        return half(d.pairs(multiply([(a, b.T)]) * (1.0 if strict else plan.scale), strict, transposed))
 
     minus = d.to_end() * multiply([(u, ds.at[p])])
     to_end += _dot(k.at[p], minus)
-    minus = add(minus, (square(u, do, plan.scale, False, True), q.at[p]))
-    minus = add(minus, (square(u, dr, -1.0, True, True), k.at[p]))
+    minus = add(minus, (square(u, do, False, True), q.at[p]))
+    minus = add(minus, (-square(u, dr, True, True), k.at[p]))
     plus = -d.from_start() * multiply([(dr, s.at[p])])
-    plus = add(plus, (square(dr, u, -1.0, True), k.at[p]))
+    plus = add(plus, (-square(dr, u, True), k.at[p]))
     dcum += _dot(k.at[p], plus - minus)
     ds[p] = half(plus + minus)
 
     dq = d.from_start() * plan.scale * multiply([(do, s.at[p])])
-    dq = add(dq, (square(do, u, plan.scale, False), k.at[p]))
+    dq = add(dq, (square(do, u, False), k.at[p]))
     s[p] = half(dq)
     return dcum + _dot(q.at[p], dq), to_end
 

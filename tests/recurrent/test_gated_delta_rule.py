@@ -262,7 +262,7 @@ def test_what_the_compiler_makes_of_it(key_dim, config):
 def test_what_the_compiler_makes_of_the_gradients(key_dim):
     args = problem(1, 200, 1, 1, key_dim, 64)
     compiled = lab.compile_for("h200", gradients(gated_delta_rule, args), *args[:6])
-    assert compiled.spill_bytes == 0
+    assert compiled.spill_bytes == 0 and not compiled.remarks
     assert 2 * (compiled.kernels[-1].smem_bytes + 1024) <= 228 * 1024  # Two blocks of the last kernel share an SM.
 
 
