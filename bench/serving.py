@@ -61,7 +61,7 @@ def trace(num_requests: int, vocab_size: int, max_prompt: int, max_new_tokens: i
                 max_new_tokens=length(max_new_tokens),
                 temperature=0.8 if i % 2 else 0.0,
                 seed=i,
-                stop_token=int(rng.integers(vocab_size)) if i % 5 == 0 else None,
+                stop_tokens=(int(rng.integers(vocab_size)),) if i % 5 == 0 else (),
             )
         )
     return requests
@@ -80,7 +80,7 @@ def serve(problem: Problem, backend: str, params) -> dict:
         engine.run()
         seconds = time.perf_counter() - start
     first = [request.time_to_first_token for request in served]
-    steps = engine.stats
+    steps = list(engine.stats)
     return dict(
         seconds=seconds,
         new_tokens=sum(step.num_sampled for step in steps),

@@ -3,7 +3,7 @@
 Both take the same arguments and give the same results, but for rounding:
 
     cookbook    this package's kernels, on a GPU or inside `cookbook.lab.interpret()`; 16-bit weights and pages, heads
-                of 64, 128 or 256, pages of 16 tokens or more
+                of 64, 128 or 256, pages of 16, 32, 64, 128 or 256 tokens
     xla         products and reductions as XLA makes them, and attention on gathered pages: the keys and values of each
                 token's whole block table are copied together, and masked; any device and float dtype
 """
@@ -16,8 +16,11 @@ import jax
 import jax.numpy as jnp
 
 import cookbook
+from cookbook.attn.paged_attention import HEAD_DIMS, PAGE_SIZES
 from cookbook.attn.write_kv import write_kv_reference
+from cookbook.gemm.moe import route
 from cookbook.rows.rms_norm import rms_norm_reference
+from cookbook.serving.config import LlamaConfig
 
 ROWS_AT_ONCE = 16  # Tokens of a mixed step whose gathered keys and values are in memory together.
 
@@ -28,6 +31,7 @@ class Backend(NamedTuple):
     matmul: Callable
     rms_norm: Callable
     swiglu: Callable
+    moe: Callable
     write_kv: Callable
     paged_attention: Callable
     ragged_paged_attention: Callable
@@ -41,14 +45,29 @@ def backend(name: str) -> Backend:
     """
     if name == "cookbook":
         return Backend(
-            cookbook.matmul, cookbook.rms_norm, cookbook.fuse(_swiglu), cookbook.write_kv, cookbook.paged_attention,
-            cookbook.ragged_paged_attention,
+            cookbook.matmul, cookbook.rms_norm, cookbook.fuse(_swiglu), cookbook.moe, cookbook.write_kv,
+            cookbook.paged_attention, cookbook.ragged_paged_attention,
         )  # fmt: skip
     if name == "xla":
         return Backend(
-            _matmul, rms_norm_reference, _swiglu, write_kv_reference, _paged_attention, _ragged_paged_attention
+            _matmul, rms_norm_reference, _swiglu, _moe, write_kv_reference, _paged_attention, _ragged_paged_attention
         )
     raise ValueError(f'backend = {name!r}; must be "cookbook" or "xla"')
+
+
+def check(name: str, config: LlamaConfig, page_size: int) -> None:
+    """Raises a ValueError if a backend cannot compute a model of these sizes, or there is no such backend."""
+    backend(name)
+    if name == "cookbook":
+        for what, value, supported in (
+            ("config.dtype", config.dtype, ("bfloat16", "float16")), ("config.head_dim", config.head_dim, HEAD_DIMS),
+            ("page_size", page_size, PAGE_SIZES),
+        ):  # fmt: skip
+            if value not in supported:
+                raise ValueError(
+                    f"{what} = {value!r}; must be one of {', '.join(map(str, supported))} for the kernels: change it, "
+                    'or take backend="xla"'
+                )
 
 
 def _swiglu(gate, up):
@@ -63,6 +82,17 @@ def _matmul(a, b, *, transpose_b=False, out_dtype=None):
     return out.astype(out_dtype or a.dtype)
 
 
+def _moe(x, router_logits, w_gate_up, w_down, *, top_k, renormalize):
+    """As `cookbook.moe`, with XLA's grouped products."""
+    routing = route(router_logits, top_k, renormalize)
+    product = lambda a, b: jax.lax.ragged_dot(
+        a, b, routing.group_sizes, precision="highest", preferred_element_type=jnp.float32
+    )  # fmt: skip
+    gate, up = jnp.split(product(x[routing.sources // top_k], w_gate_up), 2, axis=1)
+    out = product((jax.nn.silu(gate) * up).astype(x.dtype), w_down)
+    return jnp.sum(routing.weights[:, :, None] * out[routing.rows], axis=1).astype(x.dtype)
+
+
 def _paged_attention(q, k_pages, v_pages, block_tables, kv_lens):
     """As `cookbook.paged_attention`: a query a sequence."""
     num_rows, num_heads, head_dim = q.shape
@@ -73,6 +103,7 @@ def _paged_attention(q, k_pages, v_pages, block_tables, kv_lens):
     s = product("rkgh,rskh->rkgs", q, k) * head_dim**-0.5
     seen = (jnp.arange(k.shape[1]) < kv_lens[:, None])[:, None, None]
     p = jnp.where(seen, jax.nn.softmax(jnp.where(seen, s, -jnp.inf), axis=-1), 0.0)
+    v = jnp.where(seen[:, 0, 0, :, None, None], v, 0)  # Behind its tokens a row sees other requests' values: 0 * NaN.
     return product("rkgs,rskh->rkgh", p.astype(v.dtype), v).astype(v.dtype).reshape(num_rows, num_heads, head_dim)
 
 

@@ -3,42 +3,58 @@
 It is a step ahead of its device: while one step is computed, the next is scheduled, packed and sent off after it. For a
 token that is not known yet, the batch has the row of the previous step in which it is sampled. A stop token is seen one
 step late, and the results of that step for its request are thrown away.
+
+What an exception leaves behind, wherever it comes from, a `KeyboardInterrupt` included:
+
+    where                                    what happens to
+    before a step is launched, or in that    the step: it is taken back, and the engine is as before
+    while the host waits, and it is an       the wait: the step is still in flight, and the next `step` waits for it
+    interrupt
+    while the host waits, and it is an       the steps in flight and the cache: they are lost. Requests keep the tokens
+    error of the device; or half-way         that are known, and compute the others again: the same ones, as they depend
+    through the books                        on nothing but the request
+
+No request fails by that, and the next `step` goes on. A step that fails each time raises each time, until `cancel` or
+`reset` takes away what it fails of. A request fails alone, with `Request.error`, if its logits are not finite.
 """
 
-import dataclasses
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cookbook.serving.backends import backend as backend_of
-from cookbook.serving.model import Batch, LlamaConfig, empty_pages, step
+from cookbook.serving import backends
+from cookbook.serving.config import LlamaConfig, check_params
+from cookbook.serving.model import empty_pages
 from cookbook.serving.pages import PageAllocator
-from cookbook.serving.scheduler import Chunk, Request, Scheduler
+from cookbook.serving.request import Chunk, Logprobs, Output, Request, output_since
+from cookbook.serving.sampling import Sampled
+from cookbook.serving.scheduler import Scheduler
+from cookbook.serving.stats import Stats, StepStats
+from cookbook.serving.step import pack, padding, shapes, step
 
-TABLE_WIDTH_MIN = 16  # Pages of the narrowest block table: fewer widths are fewer compilations.
+
+class Launched(NamedTuple):
+    """A step in flight: what it computes, when its scheduling began, and what the books said then."""
+
+    chunks: list[Chunk]
+    decode: bool
+    sampled: Sampled
+    start: float
+    num_preemptions: int
+    num_held: int
 
 
-@dataclasses.dataclass(frozen=True)
-class StepStats:
-    """Counts and time of a step."""
+class Device(NamedTuple):
+    """What is on the device. A launch replaces it as a whole: a step is launched with all that it changes, or not."""
 
-    decode: bool  # Whether it had one token of each sequence, so that none was a longer piece of a prompt.
-    num_tokens: int  # Tokens that were computed.
-    num_sampled: int  # New tokens of requests.
-    num_running: int
-    num_waiting: int
-    num_preemptions: int  # Since the step before.
-    kv_utilization: float  # Share of the cache's pages that requests hold.
-    # Until the step's tokens are on the host, from its scheduling or the previous step's tokens, whichever is later.
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens of requests, a second."""
-        return self.num_sampled / self.seconds
+    pages: list
+    tokens: jax.Array  # The last ones that were sampled.
+    in_flight: tuple[Launched, ...]  # The oldest first.
 
 
 class Engine:
@@ -51,166 +67,256 @@ class Engine:
       page_size: tokens a page.
       max_seqs: sequences of a step.
       max_tokens_per_step: tokens of a step; at least `max_seqs`.
+      max_seq_len: tokens of the longest request, new ones included; None: as many as the model and the cache allow.
+        `warmup` compiles less if there are fewer.
       backend: "cookbook" for this package's kernels, "xla" for plain XLA.
       ahead: whether a step is scheduled and sent off while the one before is computed.
 
-    `allocator` and `scheduler` keep the books; `stats` has one `StepStats` a step.
+    `allocator` and `scheduler` keep the books; `stats` has the figures of the steps.
 
     Raises:
-      ValueError: a size does not fit another, or there is no such backend.
+      ValueError: a size does not fit another, a parameter not the config, or there is no such backend.
     """
 
     def __init__(
         self, config: LlamaConfig, params, *, num_pages: int, page_size: int = 16, max_seqs: int = 64,
-        max_tokens_per_step: int = 512, backend: str = "cookbook", ahead: bool = True,
+        max_tokens_per_step: int = 512, max_seq_len: int | None = None, backend: str = "cookbook", ahead: bool = True,
     ):  # fmt: skip
-        self.config = config
-        self.params = params
-        self.backend = backend
-        backend_of(backend)
+        backends.check(backend, config, page_size)
+        check_params(config, params)
+        self.config, self.params, self.backend, self.ahead = config, params, backend, ahead
         self.allocator = PageAllocator(num_pages, page_size)
         self.scheduler = Scheduler(self.allocator, max_seqs=max_seqs, max_tokens_per_step=max_tokens_per_step)
-        self.pages = empty_pages(config, num_pages, page_size)
-        self.stats: list[StepStats] = []
-        self.ahead = ahead
-        self._launched: Launched | None = None  # The step that the device computes now.
-        self._sampled = jnp.zeros(max_seqs, jnp.int32)  # By the last step that was launched.
+        most = min(num_pages * page_size, config.max_position_embeddings or num_pages * page_size)
+        self.max_seq_len = most if max_seq_len is None else max_seq_len
+        if not 1 <= self.max_seq_len <= most:
+            raise ValueError(f"Engine: {max_seq_len=} must be from 1 to {most}, which the model and the cache allow")
+        self.stats = Stats()
+        self._news: dict[Request, int] = {}  # Requests to tell of, and how many tokens they had when last told of.
         self._latest = 0.0  # When the last tokens came.
-        self._num_preemptions = 0  # Those that `stats` has, or the step in flight.
+        self._num_preemptions = 0  # Those that `stats` has, or a step in flight.
+        self._device = self._new_device()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every request has ended and was told of."""
+        in_flight = self._device is None or self._device.in_flight  # None: a restart was interrupted.
+        return not (self.scheduler.running or self.scheduler.waiting or in_flight or self._news)
 
     def submit(
-        self, prompt: Sequence[int], max_new_tokens: int, *, temperature: float = 0.0, seed: int = 0,
-        stop_token: int | None = None,
+        self, prompt: Sequence[int], max_new_tokens: int, *, temperature: float = 0.0, seed: int | None = None,
+        stop_tokens: Sequence[int] | None = None, top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0,
+        logprobs: int | None = None,
     ) -> Request:  # fmt: skip
-        """Queues a request, to be read when `step` or `run` has worked on it.
+        """Queues a request, to be read when `step`, `stream` or `run` has worked on it.
 
         Args:
-          prompt: tokens, at least one.
-          max_new_tokens: how many to generate at most.
-          temperature: what logits are divided by before one is drawn by its probability; 0 takes the largest.
-          seed: of the draws; with the same one, the same prompt has the same tokens, whatever else is served.
-          stop_token: the request ends with it.
+          stop_tokens: None for those of the config. For all others see `Request`.
 
         Raises:
-          ValueError: a token is outside of the vocabulary, a number out of range, or the request larger than the cache.
+          ValueError: a token is outside of the vocabulary, a number out of range, or the request larger than the cache
+            or `max_seq_len`.
         """
-        if any(not 0 <= token < self.config.vocab_size for token in prompt):
-            raise ValueError(f"submit: the prompt has a token outside of 0 to {self.config.vocab_size - 1}")
-        if not temperature >= 0.0 or not 0 <= seed < 2**32:
-            raise ValueError(f"submit: {temperature=} must be at least 0, {seed=} in 0 to 2**32 - 1")
-        request = Request(tuple(prompt), max_new_tokens, temperature, seed, stop_token)
-        request.submitted = time.perf_counter()
+        self._repair()
+        stop_tokens = self.config.eos_token_ids if stop_tokens is None else stop_tokens
+        request = Request(
+            prompt, max_new_tokens, temperature, seed, stop_tokens, top_k, top_p, min_p, logprobs
+        )  # fmt: skip
+        for name, tokens in (("prompt", request.prompt), ("stop_tokens", request.stop_tokens)):
+            for token in tokens:
+                if not 0 <= token < self.config.vocab_size:
+                    raise ValueError(
+                        f"submit: {name} has the token {token}, outside of 0 to {self.config.vocab_size - 1}"
+                    )
+        # The last token is sampled and never computed.
+        if (places := len(request.prompt) + request.max_new_tokens - 1) > self.max_seq_len:
+            raise ValueError(
+                f"submit: a prompt of {len(request.prompt)} tokens and {max_new_tokens=} need {places} places; "
+                f"max_seq_len is {self.max_seq_len}: ask for fewer tokens, or give the engine more"
+            )
         self.scheduler.submit(request)
         return request
 
-    def step(self) -> list[Request]:
+    def cancel(self, request: Request) -> bool:
+        """Ends a request now; the next `step` tells of it. Returns whether it had not ended before.
+
+        Raises:
+          ValueError: it was never submitted here.
+        """
+        self._repair()
+        if request in self.scheduler:
+            self._news.setdefault(request, len(request.tokens))
+        return self.scheduler.cancel(request)
+
+    def reset(self) -> None:
+        """Cancels all requests, without telling of them, and forgets cached pages and figures."""
+        for request in (*self.scheduler.running, *self.scheduler.waiting):
+            request.is_cancelled = True
+        self._news, self.stats = {}, Stats()
+        self._restart()
+
+    def step(self) -> list[Output]:
         """Sends off a step, if there is anything to do, and waits for the one before, or with `ahead` off for itself.
-        Returns the requests that are finished by that."""
-        before, self._launched = self._launched, self._launch()
-        if before is None and not self.ahead:
-            before, self._launched = self._launched, None
-        return self._complete(before) if before else []
+        Returns what is new: of each request that has new tokens or has ended, once.
+
+        If it raises, this docstring's module says what is left; what would have been told is told by the next step.
+        """
+        self._repair()
+        is_launched = len(self._device.in_flight) <= self.ahead and self._launch()
+        if len(self._device.in_flight) > (self.ahead if is_launched else 0):
+            self._complete()
+        outputs = [output_since(request, count) for request, count in self._news.items()]
+        outputs = [output for output in outputs if output.tokens or output.finish_reason]
+        self._news = {}
+        return outputs
+
+    def stream(self) -> Iterator[Output]:
+        """Steps until every request has ended, those included that come while it runs; gives what is new at once."""
+        while not self.is_idle:
+            yield from self.step()
 
     def run(self) -> list[Request]:
-        """Steps until every request is finished; returns those, as they finished."""
-        done = []
-        while self.scheduler.running or self.scheduler.waiting or self._launched:
-            done += self.step()
-        return done
+        """Steps until every request has ended; returns those, as they ended."""
+        return [output.request for output in self.stream() if output.finish_reason]
 
-    def _launch(self) -> "Launched | None":
-        start = time.perf_counter()
-        chunks = self.scheduler.schedule()
-        if not chunks:
-            return None
+    def warmup(self) -> int:
+        """Compiles every program that a step may need, and runs each once. Returns the number of shapes of steps.
+
+        Raises:
+          RuntimeError: there are requests.
+        """
+        self._repair()
+        if not self.is_idle:
+            raise RuntimeError("Engine.warmup: there are requests; call it before the first one, or after a reset()")
+        s = self.scheduler
+        found = shapes(s.max_seqs, s.max_tokens_per_step, -(-self.max_seq_len // self.allocator.page_size))
+        for i, (num_tokens, width, decode) in enumerate(found):
+            batch = padding(num_tokens, width, s.max_seqs)
+            for temperature, top_k in ((0, 1), (1, 2**31 - 1), (1, 1)) if i == 0 else ((0, 1),):
+                batch.temperatures[:], batch.top_ks[:] = temperature, top_k
+                for logprobs in (False, True) if i == 0 else (False,):
+                    with self._repairing():
+                        sampled, pages = self._step(batch, decode, logprobs)
+                        self._device = Device(pages, sampled.tokens, ())
+                    jax.device_get((sampled.tokens, sampled.logprobs))
+        return len(found)
+
+    def check(self) -> None:
+        """Compares the allocator's books with the requests. Raises RuntimeError if they differ."""
+        self.scheduler.check()
+
+    def _step(self, batch, decode: bool, logprobs: bool):
+        return step(
+            self.config, self.params, self._device.pages, batch, self._device.tokens, backend=self.backend,
+            decode=decode, logprobs=logprobs,
+        )  # fmt: skip
+
+    def _launch(self) -> bool:
+        """Schedules a step and sends it off. Returns whether there was anything to do."""
+        start, scheduler = time.perf_counter(), self.scheduler
+        with self._repairing():
+            before, plan = self._device, scheduler.before
+            try:
+                chunks = scheduler.schedule()
+                if chunks:
+                    self._device = self._sent_off(chunks, start)
+            except BaseException:
+                if self._device is before and scheduler.before is not plan and not scheduler.is_broken:
+                    scheduler.unschedule()
+                raise
+        return bool(chunks)
+
+    def _sent_off(self, chunks: list[Chunk], start: float) -> Device:
+        """What is on the device after the launch of a step."""
+        before = self._device.in_flight
         decode = all(chunk.end - chunk.start == 1 for chunk in chunks)
-        rows = {chunk.request: i for i, chunk in enumerate(self._launched.chunks)} if self._launched else {}
+        rows = {chunk.request: i for i, chunk in enumerate(before[-1].chunks)} if before else {}
         batch = pack(chunks, self.allocator.page_size, self.scheduler.max_seqs, decode, rows)
-        self._sampled, _, self.pages = step(
-            self.config, self.params, self.pages, batch, self._sampled, backend=self.backend, decode=decode
-        )
-        before, self._num_preemptions = self._num_preemptions, self.scheduler.num_preemptions
-        preemptions = self._num_preemptions - before
-        return Launched(chunks, decode, self._sampled, start, preemptions, self.allocator.num_held)
+        logprobs = any(chunk.request.logprobs is not None for chunk in chunks)
+        preemptions, held = self.scheduler.num_preemptions, self.allocator.num_held
+        sampled, pages = self._step(batch, decode, logprobs)
+        sampled = sampled._replace(scores=None)  # Not for the host.
+        return Device(pages, sampled.tokens, (*before, Launched(chunks, decode, sampled, start, preemptions, held)))
 
-    def _complete(self, launched: "Launched") -> list[Request]:
-        """Waits for the tokens of a step."""
-        chunks, sampled = launched.chunks, np.asarray(launched.sampled)[: len(launched.chunks)]
+    def _complete(self) -> None:
+        """Waits for the tokens of the oldest step in flight, and enters them into the books."""
+        launched, *later = self._device.in_flight
+        try:
+            tokens, _, logprobs = jax.device_get(launched.sampled)
+        except Exception:  # An error of the device; an interrupt is none, and leaves the step in flight.
+            self._restart()
+            raise
+        try:
+            self._enter(launched, tokens, logprobs)
+            self._device = self._device._replace(in_flight=tuple(later))
+        except BaseException:  # Books half-way, or a step that is entered and still in flight.
+            self._restart()
+            raise
+
+    def _enter(self, launched: Launched, tokens: np.ndarray, logprobs) -> None:
         before, self._latest = self._latest, time.perf_counter()
-        new = [chunk.request for chunk in chunks if chunk.samples and not chunk.request.finished]
-        for request in new:
-            if request.first_token is None:
-                request.first_token = self._latest
-        self.stats.append(
+        chunks, tokens = launched.chunks, np.where(tokens < self.config.vocab_size, tokens, -1)[: len(launched.chunks)]
+        num_sampled = 0
+        for i, (chunk, token) in enumerate(zip(chunks, tokens, strict=True)):
+            request = chunk.request
+            if request.finished or (not chunk.samples and token >= 0):
+                continue
+            self._news.setdefault(request, len(request.tokens))
+            if token >= 0:
+                num_sampled += 1
+                request.first_token = self._latest if request.first_token is None else request.first_token
+                if request.logprobs is not None:
+                    del request.logprobs_of[len(request.tokens) - len(request.prompt) :]
+                    request.logprobs_of.append(logprobs_of_row(logprobs, i, request.logprobs))
+        done = self.scheduler.complete(chunks, tokens)
+        preemptions, self._num_preemptions = self._num_preemptions, launched.num_preemptions
+        self.stats.add_step(
             StepStats(
                 decode=launched.decode,
                 num_tokens=sum(chunk.end - chunk.start for chunk in chunks),
-                num_sampled=len(new),
+                num_sampled=num_sampled,
                 num_running=len(self.scheduler.running),
                 num_waiting=len(self.scheduler.waiting),
-                num_preemptions=launched.num_preemptions,
+                num_preemptions=launched.num_preemptions - preemptions,
                 kv_utilization=launched.num_held / self.allocator.num_pages,
                 seconds=self._latest - max(before, launched.start),
             )
         )
-        return self.scheduler.complete(chunks, sampled)
+        for request in done:
+            self.stats.add_finished(request)
+
+    @contextlib.contextmanager
+    def _repairing(self):
+        try:
+            yield
+        except BaseException:
+            self._repair()
+            raise
+
+    def _repair(self) -> None:
+        """Starts again if an exception left the books half-changed, or took the pages along with a step."""
+        device, scheduler = self._device, self.scheduler
+        if (
+            device is None
+            or scheduler.is_broken
+            or scheduler.num_open != len(device.in_flight)
+            or any(x.is_deleted() for x in jax.tree.leaves(device.pages))
+        ):
+            self._restart()
+
+    def _restart(self) -> None:
+        """An empty cache and nothing in flight: all that has not ended waits, with the tokens that it has."""
+        self._device = None  # Its memory is free before there is a new one.
+        self.scheduler.restart()
+        self._num_preemptions = self.scheduler.num_preemptions
+        self._device = self._new_device()
+
+    def _new_device(self) -> Device:
+        pages = empty_pages(self.config, self.allocator.num_pages, self.allocator.page_size)
+        return Device(pages, jnp.zeros(self.scheduler.max_seqs, jnp.int32), ())
 
 
-@dataclasses.dataclass(frozen=True)
-class Launched:
-    """A step in flight: what it computes, when its scheduling began, and what the books said then."""
-
-    chunks: list[Chunk]
-    decode: bool
-    sampled: jax.Array
-    start: float
-    num_preemptions: int
-    num_held: int
-
-
-def pack(
-    chunks: Sequence[Chunk], page_size: int, max_seqs: int, decode: bool, rows: Mapping[Request, int] | None = None
-) -> Batch:
-    """The arrays of a step, NumPy's, in one of few shapes, so that few are compiled.
-
-    Rows of sequences are `max_seqs`. Tokens are as many in a step that decodes alone, the token of sequence i in row i,
-    and otherwise `max_seqs` times a power of two. Block tables are 16 pages wide, or a larger power of two. A token
-    that is not known yet is -1 minus its request's row in the step before, which `rows` has.
-    """
-    requests = [chunk.request for chunk in chunks]
-    starts, ends = (np.array([getattr(chunk, name) for chunk in chunks]) for name in ("start", "end"))
-    counts = ends - starts
-    cu_seqlens_q = np.full(max_seqs + 1, counts.sum(), np.int32)
-    cu_seqlens_q[: len(chunks) + 1] = np.append(0, counts.cumsum())
-    sequence = np.repeat(np.arange(len(chunks)), counts)  # The sequence of each token.
-    where = starts[sequence] + np.arange(len(sequence)) - cu_seqlens_q[sequence]
-
-    num_tokens = max_seqs if decode else bucket(len(sequence), max_seqs)
-    width = bucket(max(len(request.pages) for request in requests), TABLE_WIDTH_MIN)
-    tokens, positions = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.int32)
-    slot_mapping = np.full(num_tokens, -1, np.int32)
-    block_tables = np.zeros((max_seqs, width), np.int32)
-    kv_lens, seeds = np.zeros(max_seqs, np.int32), np.zeros(max_seqs, np.uint32)
-    temperatures = np.zeros(max_seqs, np.float32)
-    for i, request in enumerate(requests):
-        block_tables[i, : len(request.pages)] = request.pages
-    tokens[: len(where)] = [token for chunk in chunks for token in tokens_of(chunk, rows)]
-    positions[: len(where)] = where
-    slot_mapping[: len(where)] = block_tables[sequence, where // page_size] * page_size + where % page_size
-    kv_lens[: len(chunks)] = ends
-    temperatures[: len(chunks)] = [request.temperature for request in requests]
-    seeds[: len(chunks)] = [request.seed for request in requests]
-    return Batch(tokens, positions, slot_mapping, block_tables, kv_lens, cu_seqlens_q, temperatures, seeds)
-
-
-def tokens_of(chunk: Chunk, rows: Mapping[Request, int] | None) -> list[int]:
-    """The tokens of a chunk, the last replaced by -1 minus its row if it is not known yet."""
-    tokens = chunk.request.tokens[chunk.start : chunk.end]
-    return tokens if len(tokens) == chunk.end - chunk.start else [*tokens, -1 - rows[chunk.request]]
-
-
-def bucket(count: int, least: int) -> int:
-    """`least` times the smallest power of two that gives at least `count`."""
-    while least < count:
-        least *= 2
-    return least
+def logprobs_of_row(found, row: int, count: int) -> Logprobs:
+    """The log probabilities of a step's row, with the `count` most probable tokens."""
+    chosen, top, tokens = (array[row] for array in found)
+    return Logprobs(float(chosen), dict(zip(tokens[:count].tolist(), top[:count].tolist(), strict=True)))

@@ -10,7 +10,7 @@ Source: Kwon et al., "Efficient Memory Management for Large Language Model Servi
 import array
 import collections
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 def extend_keys(keys: list[bytes], tokens: Sequence[int], page_size: int) -> None:
@@ -30,6 +30,8 @@ class PageAllocator:
 
     A page is in one of three states: held (by one sequence or several), cached (by none, but its tokens are known and
     a later sequence may share them), or free.
+
+    `begin` opens a transaction: `rollback` takes back everything since then, `commit` keeps it.
     """
 
     def __init__(self, num_pages: int, page_size: int):
@@ -37,11 +39,34 @@ class PageAllocator:
             raise ValueError(f"PageAllocator: {num_pages=} and {page_size=} must be at least 1")
         self.num_pages = num_pages
         self.page_size = page_size
-        self._references = [0] * num_pages
-        self._free = list(reversed(range(num_pages)))  # The last is the next.
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all holders and all contents: every page is free."""
+        self._references = [0] * self.num_pages
+        self._free = list(reversed(range(self.num_pages)))  # The last is the next.
         self._cached: collections.OrderedDict[int, None] = collections.OrderedDict()  # The oldest first.
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+        self._undo: list[Callable] | None = None  # Inverses of what a transaction has done so far.
+
+    def begin(self) -> None:
+        """Opens a transaction, in place of one that is open."""
+        self._undo = []
+
+    def commit(self) -> None:
+        """Ends the transaction and keeps what it did."""
+        self._undo = None
+
+    def rollback(self) -> None:
+        """Ends the transaction and takes back what it did.
+
+        The pages, their references and their contents are then as at `begin`. Cached pages that were shared since then
+        are forgotten later than they would have been.
+        """
+        while self._undo:
+            self._undo.pop()()
+        self._undo = None
 
     @property
     def num_available(self) -> int:
@@ -76,6 +101,7 @@ class PageAllocator:
             self._cached.pop(page, None)
             self._references[page] += 1
             pages.append(page)
+            self._log(lambda page=page: self._drop(page))
         return pages
 
     def publish(self, page: int, key: bytes) -> None:
@@ -93,6 +119,16 @@ class PageAllocator:
         if key not in self._page_of:
             self._page_of[key] = page
             self._key_of[page] = key
+            self._log(lambda: (self._page_of.pop(key), self._key_of.pop(page)))
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Says that the contents of `keys` are not to be shared any more. Not for use within a transaction."""
+        for key in keys:
+            if (page := self._page_of.pop(key, None)) is not None:
+                del self._key_of[page]
+                if page in self._cached:
+                    del self._cached[page]
+                    self._free.append(page)
 
     def release(self, pages: Sequence[int]) -> None:
         """Takes one reference off each of a sequence's `pages`.
@@ -109,12 +145,8 @@ class PageAllocator:
                     "reference(s): release each page once for each time that allocate or share gave it"
                 )
         for page in reversed(pages):
-            self._references[page] -= 1
-            if self._references[page] == 0:
-                if page in self._key_of:
-                    self._cached[page] = None
-                else:
-                    self._free.append(page)
+            self._drop(page)
+            self._log(lambda page=page: self._hold_again(page))
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """Compares the books with the pages of all `holders`, one sequence of pages each.
@@ -134,14 +166,44 @@ class PageAllocator:
         if self._page_of != {key: page for page, key in self._key_of.items()}:
             raise RuntimeError("keys and pages do not belong to each other one by one")
 
+    def _drop(self, page: int) -> None:
+        self._references[page] -= 1
+        if self._references[page] == 0:
+            if page in self._key_of:
+                self._cached[page] = None
+            else:
+                self._free.append(page)
+
+    def _hold_again(self, page: int) -> None:
+        """The inverse of `_drop`, directly after it: the page is the last of the cached ones, or of the free ones."""
+        if self._references[page] == 0:
+            if page in self._key_of:
+                del self._cached[page]
+            else:
+                self._free.pop()
+        self._references[page] += 1
+
     def _take(self) -> int:
         if self._free:
             page = self._free.pop()
+            self._log(lambda: self._drop(page))
         else:
             page, _ = self._cached.popitem(last=False)
-            del self._page_of[self._key_of.pop(page)]
+            key = self._key_of.pop(page)
+            del self._page_of[key]
+            self._log(lambda: self._put_back(page, key))
         self._references[page] = 1
         return page
+
+    def _put_back(self, page: int, key: bytes) -> None:
+        """The inverse of taking a cached page: it is the oldest again."""
+        self._page_of[key], self._key_of[page] = page, key
+        self._drop(page)
+        self._cached.move_to_end(page, last=False)
+
+    def _log(self, inverse: Callable) -> None:
+        if self._undo is not None:
+            self._undo.append(inverse)
 
     def _known(self, page: int) -> int:
         if not 0 <= page < self.num_pages:

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cookbook.serving.model import LlamaConfig, rotate
+from cookbook.serving.config import LlamaConfig
+from cookbook.serving.model import rotate
+from cookbook.serving.request import Request
 from cookbook.serving.sampling import scores
-from cookbook.serving.scheduler import Request
 
 
 def generate(config: LlamaConfig, params, request: Request, max_seq_len: int) -> tuple[list[int], np.ndarray]:
@@ -23,14 +24,18 @@ def generate(config: LlamaConfig, params, request: Request, max_seq_len: int) ->
       largest differ by less than rounding moves them, another implementation may rightly choose the other token.
 
     Raises:
-      ValueError: the cache is too short.
+      ValueError: the cache is too short, or the model one that this reference does not have.
     """
+    if config.qk_norm or config.num_experts:
+        raise ValueError(f"generate: {config}; must have neither norms of heads nor experts, which are not in here")
+    if request.top_k or request.top_p < 1 or request.min_p:
+        raise ValueError("generate: top_k, top_p and min_p are not in here; must be None, 1 and 0")
     num_prompt, most = len(request.prompt), len(request.prompt) + request.max_new_tokens
     if most > max_seq_len:
         raise ValueError(f"generate: {max_seq_len=} must be at least {most}, the tokens of the prompt and the new ones")
     tokens = np.zeros(max_seq_len, np.int32)
     tokens[:num_prompt] = request.prompt
-    stop = -1 if request.stop_token is None else request.stop_token
+    stop = np.isin(np.arange(config.vocab_size), list(request.stop_tokens))
     options = np.float32([request.temperature]), np.uint32([request.seed])
     end, tokens, chosen_of = jax.device_get(_decode(config, params, tokens, num_prompt, most, stop, *options))
     return tokens[num_prompt:end].tolist(), chosen_of[num_prompt:end]
@@ -49,7 +54,7 @@ def _decode(config: LlamaConfig, params, tokens, num_prompt, most, stop, tempera
         noisy = scores(logits[None], temperature, seed, position[None])[0]
         best, is_new = jnp.argmax(noisy), position >= num_prompt
         tokens = tokens.at[position].set(jnp.where(is_new, best, tokens[position]))
-        return position, is_new & (best == stop), tokens, chosen_of.at[position].set(noisy), cache
+        return position, is_new & stop[best], tokens, chosen_of.at[position].set(noisy), cache
 
     more = lambda state: (state[0] < most - 1) & ~state[1]
     chosen_of = jnp.zeros((tokens.size, config.vocab_size))
@@ -66,7 +71,8 @@ def _logits(config: LlamaConfig, params, cache, token, position):
             weight = lambda name, i=i: params[f"model.layers.{i}.{name}.weight"]
             y = _norm(config, x, weight("input_layernorm"))
             q, k, v = ((weight(f"self_attn.{name}_proj") @ y).reshape(-1, config.head_dim) for name in "qkv")
-            q, k = (rotate(part[None], jnp.reshape(position, 1), config.rope_theta)[0] for part in (q, k))
+            rope = config.rope_theta, config.rope_scaling
+            q, k = (rotate(part[None], jnp.reshape(position, 1), *rope)[0] for part in (q, k))
             cache = cache.at[i, :, position].set(jnp.stack([k, v]))
             k, v = (jnp.repeat(part, q.shape[0] // k.shape[0], axis=1) for part in cache[i])
             s = jnp.einsum("nh,snh->ns", q, k) * config.head_dim**-0.5

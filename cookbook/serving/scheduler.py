@@ -6,78 +6,30 @@ that arrived last gives up its pages, and computes their tokens again later. So 
 wait, the first to arrive can always go on, and since it fits into the cache alone, every request ends.
 
 A step may be scheduled before the tokens of the one before are known: how many they are is known, and where they go.
+A page can be shared from the moment at which a step that fills it is scheduled, by requests of the same step too: steps
+are computed in their order, and within a step keys and values are written before they are read.
 
-No arrays are in here. Sources: Yu et al., "Orca" (2022); Agrawal et al., "Sarathi-Serve" (2024).
+Faults: `unschedule` takes a schedule back. A method that is left by an exception half-way leaves `is_broken` set, and
+`restart` makes the books anew, from the requests alone. No arrays are in here.
+
+Sources: Yu et al., "Orca" (2022); Agrawal et al., "Sarathi-Serve" (2024).
 """
 
 import collections
-import dataclasses
+import contextlib
+import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from cookbook.serving.pages import PageAllocator, extend_keys
+from cookbook.serving.request import Chunk, Request
 
 
-@dataclasses.dataclass(eq=False)
-class Request:
-    """A prompt and what was generated for it; the engine's to change, its user's to read."""
+class Before(NamedTuple):
+    """The books as a schedule found them: running requests with (pages, their number, tokens computed, pending)."""
 
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-    temperature: float = 0.0
-    seed: int = 0
-    stop_token: int | None = None
-    # State.
-    tokens: list[int] = dataclasses.field(init=False)  # The prompt, and what was generated.
-    pages: list[int] = dataclasses.field(default_factory=list, init=False)  # Its block table, of its first tokens.
-    keys: list[bytes] = dataclasses.field(default_factory=list, init=False)  # Keys of its full pages.
-    num_computed: int = dataclasses.field(default=0, init=False)  # Tokens that steps so far have put into `pages`.
-    num_pending: int = dataclasses.field(default=0, init=False)  # Tokens that are sampled, and not in `tokens` yet.
-    num_preempted: int = dataclasses.field(default=0, init=False)
-    submitted: float = dataclasses.field(default=0.0, init=False)  # Seconds of a clock.
-    first_token: float | None = dataclasses.field(default=None, init=False)  # Seconds of that clock.
-
-    def __post_init__(self):
-        self.prompt = tuple(int(token) for token in self.prompt)
-        self.tokens = list(self.prompt)
-
-    @property
-    def generated(self) -> list[int]:
-        """The new tokens so far, a stop token included."""
-        return self.tokens[len(self.prompt) :]
-
-    @property
-    def finished(self) -> bool:
-        new = len(self.tokens) - len(self.prompt)
-        return new >= self.max_new_tokens or (new > 0 and self.tokens[-1] == self.stop_token)
-
-    @property
-    def num_tokens(self) -> int:
-        """Those in `tokens`, and those that are pending."""
-        return len(self.tokens) + self.num_pending
-
-    @property
-    def num_uncomputed(self) -> int:
-        """Tokens that are to be computed before the next can be sampled: 1 while it is decoding, 0 at the end."""
-        is_wanted = self.num_tokens < len(self.prompt) + self.max_new_tokens
-        return self.num_tokens - self.num_computed if is_wanted else 0
-
-    @property
-    def time_to_first_token(self) -> float | None:
-        """Seconds from submission on; None until then."""
-        return None if self.first_token is None else self.first_token - self.submitted
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """Tokens `start` to `end` of a request, which one step computes."""
-
-    request: Request
-    start: int
-    end: int
-    samples: bool = dataclasses.field(init=False)  # Whether it ends with the last token: the next one is sampled.
-
-    def __post_init__(self):
-        object.__setattr__(self, "samples", self.end == self.request.num_tokens)
+    running: list[tuple[Request, list[int], int, int, int, int]]
+    counts: tuple[int, int, int]
 
 
 class Scheduler:
@@ -100,19 +52,23 @@ class Scheduler:
         self.waiting: collections.deque[Request] = collections.deque()
         self.num_preemptions = 0
         self.num_shared_pages = 0  # Times that a page was shared instead of computed.
-        self._num_open = 0  # Steps that are scheduled and not completed.
+        self.is_broken = False  # Whether an exception left the books half-changed: `restart` is next.
+        self.before: Before | None = None  # What `unschedule` goes back to.
+        self.num_open = 0  # Steps that are scheduled and not completed.
+        self._requests: dict[Request, None] = {}  # Those that wait or run, in the order of arrival.
+
+    def __contains__(self, request: Request) -> bool:
+        """Whether a request waits or runs."""
+        return request in self._requests
 
     def submit(self, request: Request) -> None:
         """Queues a request.
 
         Raises:
-          ValueError: it is empty, or could never fit into the cache.
+          ValueError: it was submitted before, or could never fit into the cache.
         """
-        if not request.prompt or request.max_new_tokens < 1:
-            raise ValueError(
-                f"submit: a prompt of {len(request.prompt)} tokens, max_new_tokens = {request.max_new_tokens}; "
-                "both must be at least 1"
-            )
+        if request.submitted is not None:
+            raise ValueError("submit: the request was submitted before; make a new Request")
         most = len(request.prompt) + request.max_new_tokens - 1  # The last token is sampled and never computed.
         if self._pages_for(most) > self.allocator.num_pages:
             raise ValueError(
@@ -120,7 +76,10 @@ class Scheduler:
                 f"{self._pages_for(most)} pages of {self.allocator.page_size} tokens, and the cache has "
                 f"{self.allocator.num_pages}: ask for fewer tokens, or give the engine more pages"
             )
-        self.waiting.append(request)
+        with self._changing():
+            self._requests[request] = None
+            self.waiting.append(request)
+            request.submitted = time.perf_counter()
 
     def schedule(self) -> list[Chunk]:
         """The next step's chunks, in the order of arrival; their pages are allocated. Empty if there is nothing to do.
@@ -130,13 +89,126 @@ class Scheduler:
         Raises:
           RuntimeError: two steps are scheduled and not completed.
         """
-        if self._num_open == 2:
+        if self.num_open == 2:
             raise RuntimeError("Scheduler.schedule: two steps wait for complete(), which must come before a third")
+        with self._changing():
+            self.before = self._books()
+            self.allocator.begin()
+            chunks = self._chunks()
+            self.num_open += bool(chunks)
+        return chunks
+
+    def unschedule(self) -> None:
+        """Takes back the last `schedule`, after which nothing else was done: the books are as they were before it.
+
+        Raises:
+          RuntimeError: there is none to take back.
+        """
+        if self.before is None:
+            raise RuntimeError("Scheduler.unschedule: must come directly after a schedule()")
+        with self._changing():
+            running, counts = self.before
+            self.allocator.rollback()
+            while len(self.running) > len(running):  # All that run arrived before all that wait, then as now.
+                request = self.running.pop()
+                request.pages, request.num_computed, request.num_pending = [], 0, 0
+                self.waiting.appendleft(request)
+            while len(self.running) < len(running):
+                self.running.append(self.waiting.popleft())
+            for request, pages, num_pages, *numbers in running:
+                del pages[num_pages:]
+                request.pages = pages
+                request.num_computed, request.num_pending, request.num_preempted = numbers
+            self.num_preemptions, self.num_shared_pages, self.num_open = counts
+            self.before = None
+
+    def complete(self, chunks: Sequence[Chunk], sampled: Sequence[int]) -> list[Request]:
+        """Takes note that `chunks` are computed and `sampled[i]` came after the last token of chunk i (it is ignored
+        for a chunk that does not sample). Returns the requests that are finished by that; their pages are released.
+
+        A negative `sampled[i]` says that the logits were not finite: the request fails, and nobody shares its pages.
+
+        Steps are completed in the order in which they were scheduled.
+        """
+        done = []
+        with self._changing():
+            self.before = None
+            self.allocator.commit()
+            self.num_open -= bool(chunks)
+            for chunk, token in zip(chunks, sampled, strict=True):
+                request = chunk.request
+                request.num_pending -= chunk.samples
+                if request.finished:  # With a stop token, which was not known when this chunk was scheduled.
+                    continue
+                if token < 0:
+                    self.allocator.forget(request.keys[chunk.start // self.allocator.page_size :])
+                    request.error = FloatingPointError(f"the logits after token {chunk.end - 1} are not finite")
+                else:
+                    self._publish(chunk)
+                    request.tokens += [int(token)] * chunk.samples
+                if request.finished:
+                    self._remove(request)
+                    done.append(request)
+        return done
+
+    def cancel(self, request: Request) -> bool:
+        """Ends a request now. Returns whether it had not ended before.
+
+        Raises:
+          ValueError: it was never submitted here.
+        """
+        if request not in self:
+            if not request.finished:
+                raise ValueError("cancel: the request was not submitted here; submit it first")
+            return False
+        with self._changing():
+            self.before = None
+            self.allocator.commit()
+            request.is_cancelled = True
+            self._remove(request)
+        return True
+
+    def restart(self) -> None:
+        """Makes the books anew from the requests and their tokens: all pages are free, and whoever has not ended waits.
+
+        Steps that are scheduled and not completed are forgotten.
+        """
+        with self._changing():
+            self.allocator.clear()
+            self._requests = {request: None for request in self._requests if not request.finished}
+            for request in self._requests:
+                request.pages, request.num_computed, request.num_pending = [], 0, 0
+            self.running, self.waiting = [], collections.deque(self._requests)
+            self.before, self.num_open = None, 0
+
+    def check(self) -> None:
+        """Compares the allocator's books with the requests.
+
+        Raises:
+          RuntimeError: they differ.
+        """
+        self.allocator.check(request.pages for request in [*self.running, *self.waiting])
+
+    @contextlib.contextmanager
+    def _changing(self):
+        """The books are broken until the end of its `with`, if that is reached."""
+        self.is_broken = True
+        yield
+        self.is_broken = False
+
+    def _books(self) -> Before:
+        return Before(
+            [(r, r.pages, len(r.pages), r.num_computed, r.num_pending, r.num_preempted) for r in self.running],
+            (self.num_preemptions, self.num_shared_pages, self.num_open),
+        )
+
+    def _chunks(self) -> list[Chunk]:
         chunks: list[Chunk] = []
         budget, preemptions = self.max_tokens_per_step, self.num_preemptions
         i = 0
         while i < len(self.running):  # Preemption takes requests off its end.
             request = self.running[i]
+            self._share(request)
             count = request.num_uncomputed
             if count > 1:  # Those after it that are decoding come first.
                 count = min(count, budget - sum(other.num_uncomputed == 1 for other in self.running[i + 1 :]))
@@ -150,63 +222,52 @@ class Scheduler:
                 break
             chunks.append(chunk)
             budget -= chunk.end - chunk.start
-        self._num_open += bool(chunks)
         return chunks
-
-    def complete(self, chunks: Sequence[Chunk], sampled: Sequence[int]) -> list[Request]:
-        """Takes note that `chunks` are computed and `sampled[i]` came after the last token of chunk i (it is ignored
-        for a chunk that does not sample). Returns the requests that are finished by that; their pages are released.
-
-        Steps are completed in the order in which they were scheduled.
-        """
-        done = []
-        page_size = self.allocator.page_size
-        self._num_open -= bool(chunks)
-        for chunk, token in zip(chunks, sampled, strict=True):
-            request = chunk.request
-            request.num_pending -= chunk.samples
-            if request.finished:  # With a stop token, which was not known when this chunk was scheduled.
-                continue
-            extend_keys(request.keys, request.tokens, page_size)
-            if request.pages:  # It has none if it was preempted since.
-                for i in range(chunk.start // page_size, chunk.end // page_size):
-                    self.allocator.publish(request.pages[i], request.keys[i])
-            if chunk.samples:
-                request.tokens.append(int(token))
-            if request.finished:
-                self._release(request)
-                (self.running if request in self.running else self.waiting).remove(request)
-                done.append(request)
-        return done
-
-    def check(self) -> None:
-        """Compares the allocator's books with the requests.
-
-        Raises:
-          RuntimeError: they differ.
-        """
-        self.allocator.check(request.pages for request in [*self.running, *self.waiting])
 
     def _admit(self, budget: int) -> Chunk | None:
         """The first chunk of the first request that waits, which then runs; None if it has to wait for pages."""
-        request = self.waiting[0]
-        extend_keys(request.keys, request.tokens, self.allocator.page_size)
-        # Its last token is computed in any case: the logits of the next one come of it.
-        request.pages = self.allocator.share(request.keys[: (len(request.tokens) - 1) // self.allocator.page_size])
-        request.num_computed = len(request.pages) * self.allocator.page_size
+        request, shared = self.waiting[0], self.num_shared_pages
+        self._share(request)
         count = min(request.num_uncomputed, budget)
         if not self._grow(request, count):
             self._release(request)
+            self.num_shared_pages = shared
             return None
-        self.num_shared_pages += request.num_computed // self.allocator.page_size
         self.running.append(self.waiting.popleft())
         return self._chunk(request, count)
+
+    def _share(self, request: Request) -> None:
+        """Takes the pages that have the request's next tokens already, if there are any."""
+        page_size, first = self.allocator.page_size, len(request.pages)
+        # Its last token is computed in any case: the logits of the next one come of it.
+        last = (len(request.tokens) - 1) // page_size
+        if first < last and request.num_computed == first * page_size:
+            extend_keys(request.keys, request.tokens, page_size)
+            pages = self.allocator.share(request.keys[first:last])
+            request.pages += pages
+            request.num_computed += len(pages) * page_size
+            self.num_shared_pages += len(pages)
 
     def _chunk(self, request: Request, count: int) -> Chunk:
         chunk = Chunk(request, request.num_computed, request.num_computed + count)
         request.num_computed = chunk.end
         request.num_pending += chunk.samples
+        self._publish(chunk)
         return chunk
+
+    def _publish(self, chunk: Chunk) -> None:
+        """Offers the pages that a chunk fills, as far as their tokens are known."""
+        request, page_size = chunk.request, self.allocator.page_size
+        extend_keys(request.keys, request.tokens, page_size)
+        if request.pages is chunk.pages:  # Or it was preempted since, and that page is another's.
+            for i in range(chunk.start // page_size, min(chunk.end // page_size, len(request.keys))):
+                self.allocator.publish(request.pages[i], request.keys[i])
+
+    def _remove(self, request: Request) -> None:
+        """Takes a request that has ended off the books."""
+        self._release(request)
+        (self.running if request in self.running else self.waiting).remove(request)
+        del self._requests[request]
 
     def _grow(self, request: Request, count: int) -> bool:
         """Allocates pages for `count` more tokens of a request. Returns whether there were enough."""

@@ -1,0 +1,188 @@
+"""A request, the part of it that a step computes, and what a step says about it."""
+
+import dataclasses
+import math
+import operator
+import secrets
+from collections.abc import Collection, Mapping
+
+MAX_LOGPROBS = 20  # Tokens whose log probabilities can be asked for, besides that of the chosen one.
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A prompt, how to go on from it, and what was generated so far.
+
+    Args:
+      prompt: tokens, at least one.
+      max_new_tokens: how many to generate at most.
+      temperature: what logits are divided by before a token is drawn by its probability; 0 takes the largest.
+      seed: of the draws, from 0 to 2**32 - 1: with the same one, the same prompt has the same tokens, whatever else is
+        served. None draws one, which `seed` has afterwards.
+      stop_tokens: the request ends with the first of these that is generated.
+      top_k: tokens are drawn from the `top_k` most probable ones, and those equal to the last of them; None: from all.
+      top_p: after that, from the fewest most probable tokens that have this share of the probability together.
+      min_p: after that, from those that have at least `min_p` times the probability of the most probable one.
+      logprobs: None; or how many of the most probable tokens have their log probabilities recorded, beside the token
+        that was chosen. They are those of the model: no temperature, nothing cut off.
+
+    These cannot be changed afterwards. What follows them is the engine's to change, its user's to read.
+
+    Raises:
+      ValueError: an argument is out of range.
+    """
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    temperature: float = 0.0
+    seed: int | None = None
+    stop_tokens: Collection[int] = frozenset()
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    logprobs: int | None = None
+    # State.
+    tokens: list[int] = dataclasses.field(init=False)  # The prompt, and what was generated.
+    logprobs_of: list["Logprobs"] = dataclasses.field(default_factory=list, init=False)  # Of each generated token.
+    error: Exception | None = dataclasses.field(default=None, init=False)  # Why the engine gave it up.
+    is_cancelled: bool = dataclasses.field(default=False, init=False)
+    pages: list[int] = dataclasses.field(default_factory=list, init=False)  # Its block table, of its first tokens.
+    keys: list[bytes] = dataclasses.field(default_factory=list, init=False)  # Keys of its full pages.
+    num_computed: int = dataclasses.field(default=0, init=False)  # Tokens that steps so far have put into `pages`.
+    num_pending: int = dataclasses.field(default=0, init=False)  # Tokens that are sampled, and not in `tokens` yet.
+    num_preempted: int = dataclasses.field(default=0, init=False)
+    submitted: float | None = dataclasses.field(default=None, init=False)  # Seconds of a clock.
+    first_token: float | None = dataclasses.field(default=None, init=False)  # Seconds of that clock.
+
+    def __post_init__(self):
+        _check(self)
+        fixed = dict(
+            prompt=tuple(map(operator.index, self.prompt)),
+            seed=secrets.randbits(32) if self.seed is None else self.seed,
+            stop_tokens=frozenset(map(operator.index, self.stop_tokens)),
+        )
+        for name, value in fixed.items():
+            object.__setattr__(self, name, value)
+        self.tokens = list(self.prompt)
+
+    def __setattr__(self, name, value):
+        if name in OPTIONS and hasattr(self, "tokens"):
+            raise AttributeError(
+                f"Request.{name} cannot be changed to {value!r}: make a new Request, or cancel this one"
+            )
+        object.__setattr__(self, name, value)
+
+    @property
+    def generated(self) -> list[int]:
+        """The new tokens so far, a stop token included."""
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def finish_reason(self) -> str | None:
+        """ "stop" (by a stop token), "length", "error" or "cancelled"; None while the request goes on."""
+        new = len(self.tokens) - len(self.prompt)
+        if self.error is not None:
+            return "error"
+        if new > 0 and self.tokens[-1] in self.stop_tokens:
+            return "stop"
+        if new >= self.max_new_tokens:
+            return "length"
+        return "cancelled" if self.is_cancelled else None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Those in `tokens`, and those that are pending."""
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens that are to be computed before the next can be sampled: 1 while it is decoding, 0 at the end."""
+        is_wanted = self.num_tokens < len(self.prompt) + self.max_new_tokens
+        return self.num_tokens - self.num_computed if is_wanted else 0
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from submission on; None until then."""
+        return None if None in (self.first_token, self.submitted) else self.first_token - self.submitted
+
+
+OPTIONS = frozenset(field.name for field in dataclasses.fields(Request) if field.init)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Tokens `start` to `end` of a request, which one step computes."""
+
+    request: Request
+    start: int
+    end: int
+    samples: bool = dataclasses.field(init=False)  # Whether it ends with the last token: the next one is sampled.
+    pages: list[int] = dataclasses.field(init=False)  # The request's list, which is another one once it is preempted.
+
+    def __post_init__(self):
+        object.__setattr__(self, "samples", self.end == self.request.num_tokens)
+        object.__setattr__(self, "pages", self.request.pages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Logprobs:
+    """Natural logarithms of probabilities, where one token was chosen."""
+
+    chosen: float
+    top: Mapping[int, float]  # Of the most probable tokens, the first being the most probable.
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """News about a request: what came since the step that told of it before."""
+
+    request: Request
+    tokens: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] | None  # One a token, if the request asks for them.
+    finish_reason: str | None  # As `Request.finish_reason`.
+
+
+def output_since(request: Request, count: int) -> Output:
+    """The news about a request that had `count` tokens, prompt included, when it was told of before."""
+    first, last = count - len(request.prompt), len(request.tokens) - len(request.prompt)
+    logprobs = None if request.logprobs is None else tuple(request.logprobs_of[first:last])
+    return Output(request, tuple(request.tokens[count:]), logprobs, request.finish_reason)
+
+
+def _check(request: Request) -> None:
+    """Raises a ValueError for the first option that is not supported."""
+
+    def is_whole(value) -> bool:
+        return hasattr(value, "__index__") and not isinstance(value, bool)
+
+    def is_number(value) -> bool:
+        return isinstance(value, int | float) or hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0
+
+    def require(name: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ValueError(f"Request: {name} = {getattr(request, name)!r}; must be {rule}")
+
+    for name in ("prompt", "stop_tokens"):
+        value = getattr(request, name)
+        is_list = hasattr(value, "__iter__") and not isinstance(value, str | bytes | Mapping)
+        require(name, is_list, "a collection of tokens, such as {2}")
+        require(name, all(map(is_whole, value)), "made of whole numbers: tokens")
+    require("prompt", len(request.prompt) > 0, "at least one token")
+    require("max_new_tokens", is_whole(request.max_new_tokens) and request.max_new_tokens >= 1, "at least 1")
+    for name, rule, most in (
+        ("temperature", "a finite number from 0 on", math.inf), ("top_p", "above 0 and at most 1", 1.0),
+        ("min_p", "from 0 to 1", 1.0),
+    ):  # fmt: skip
+        value = getattr(request, name)
+        require(name, is_number(value) and 0 <= value <= most and math.isfinite(value), rule)
+    require("top_p", request.top_p > 0, "above 0 and at most 1")
+    for name, least, most, rule in (
+        ("seed", 0, 2**32 - 1, "None or from 0 to 2**32 - 1"), ("top_k", 1, 2**31 - 1, "None or at least 1"),
+        ("logprobs", 0, MAX_LOGPROBS, f"None or from 0 to {MAX_LOGPROBS}"),
+    ):  # fmt: skip
+        value = getattr(request, name)
+        require(name, value is None or is_whole(value) and least <= value <= most, rule)

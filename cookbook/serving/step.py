@@ -1,0 +1,138 @@
+"""One step on the device: its requests' chunks as arrays, the model, and sampling."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cookbook.serving.config import LlamaConfig
+from cookbook.serving.model import Batch, forward
+from cookbook.serving.request import Chunk, Request
+from cookbook.serving.sampling import Options, Sampled, sample
+
+TABLE_WIDTH_MIN = 16  # Pages of the narrowest block table: fewer widths are fewer compilations.
+ALL_TOKENS = 2**31 - 1  # The top_k that cuts nothing off.
+
+
+def pack(
+    chunks: Sequence[Chunk], page_size: int, max_seqs: int, decode: bool, rows: Mapping[Request, int] | None = None
+) -> Batch:
+    """The arrays of a step, NumPy's, in one of few shapes, so that few are compiled.
+
+    Rows of sequences are `max_seqs`. Tokens are as many in a step that decodes alone, the token of sequence i in row i,
+    and otherwise `max_seqs` times a power of two. Block tables are 16 pages wide, or a larger power of two. A token
+    that is not known yet is -1 minus its request's row in the step before, which `rows` has.
+    """
+    requests = [chunk.request for chunk in chunks]
+    starts, ends = (np.array([getattr(chunk, name) for chunk in chunks]) for name in ("start", "end"))
+    counts = ends - starts
+    sequence = np.repeat(np.arange(len(chunks)), counts)  # The sequence of each token.
+    num_tokens = max_seqs if decode else bucket(len(sequence), max_seqs)
+    batch = padding(num_tokens, bucket(max(len(request.pages) for request in requests), TABLE_WIDTH_MIN), max_seqs)
+    batch.cu_seqlens_q[:] = counts.sum()
+    batch.cu_seqlens_q[: len(chunks) + 1] = np.append(0, counts.cumsum())
+    where = starts[sequence] + np.arange(len(sequence)) - batch.cu_seqlens_q[sequence]
+    for i, request in enumerate(requests):
+        batch.block_tables[i, : len(request.pages)] = request.pages
+    batch.tokens[: len(where)] = [token for chunk in chunks for token in tokens_of(chunk, rows)]
+    batch.positions[: len(where)] = where
+    slots = batch.block_tables[sequence, where // page_size] * page_size + where % page_size
+    batch.slot_mapping[: len(where)] = slots
+    batch.kv_lens[: len(chunks)] = ends
+    for array, name in ((batch.temperatures, "temperature"), (batch.seeds, "seed"), (batch.top_ps, "top_p"),
+                        (batch.min_ps, "min_p")):  # fmt: skip
+        array[: len(chunks)] = [getattr(request, name) for request in requests]
+    batch.top_ks[: len(chunks)] = [request.top_k or ALL_TOKENS for request in requests]
+    return batch
+
+
+def padding(num_tokens: int, width: int, max_seqs: int) -> Batch:
+    """A batch of no sequences, whose step writes to no page."""
+    zeros = lambda *shape, dtype=np.int32: np.zeros(shape, dtype)
+    return Batch(
+        tokens=zeros(num_tokens), positions=zeros(num_tokens), slot_mapping=np.full(num_tokens, -1, np.int32),
+        block_tables=zeros(max_seqs, width), kv_lens=zeros(max_seqs), cu_seqlens_q=zeros(max_seqs + 1),
+        temperatures=zeros(max_seqs, dtype=np.float32), seeds=zeros(max_seqs, dtype=np.uint32),
+        top_ks=np.full(max_seqs, ALL_TOKENS, np.int32), top_ps=np.ones(max_seqs, np.float32),
+        min_ps=zeros(max_seqs, dtype=np.float32),
+    )  # fmt: skip
+
+
+def shapes(max_seqs: int, max_tokens: int, max_pages: int) -> list[tuple[int, int, bool]]:
+    """(tokens, width of the block tables, decode) of every batch that `pack` makes, with chunks of up to `max_tokens`
+    tokens together, of sequences of up to `max_pages` pages."""
+    doubled = lambda least, most: itertools.takewhile(
+        lambda n: n < 2 * most, (least * 2**i for i in itertools.count())
+    )  # fmt: skip
+    tokens = [(max_seqs, True), *((count, False) for count in doubled(max_seqs, max_tokens))]
+    return [(count, width, decode) for width in doubled(TABLE_WIDTH_MIN, max_pages) for count, decode in tokens]
+
+
+def tokens_of(chunk: Chunk, rows: Mapping[Request, int] | None) -> list[int]:
+    """The tokens of a chunk, the last replaced by -1 minus its row if it is not known yet."""
+    tokens = chunk.request.tokens[chunk.start : chunk.end]
+    return tokens if len(tokens) == chunk.end - chunk.start else [*tokens, -1 - rows[chunk.request]]
+
+
+def bucket(count: int, least: int) -> int:
+    """`least` times the smallest power of two that gives at least `count`."""
+    while least < count:
+        least *= 2
+    return least
+
+
+def step(
+    config: LlamaConfig, params, pages, batch: Batch, previous=None, *, backend: str, decode: bool,
+    logprobs: bool = False,
+) -> tuple[Sampled, list]:  # fmt: skip
+    """`forward`, and sampling.
+
+    Args:
+      batch: of NumPy's arrays, which go to the device as one: each transfer costs the host as much, however small.
+      previous: the next tokens of the step before, (R,) int32: a token -1 - i of the batch stands for the i-th of them.
+        So a step can begin before the host knows them. None if the batch has no such token.
+      logprobs: whether log probabilities are wanted.
+
+    Returns:
+      The next token of each sequence; and the pages, in place of those given.
+    """
+    arrays, tree = jax.tree.flatten(batch)
+    layout = tuple((array.shape, array.dtype) for array in arrays)
+    starts = _starts(layout)
+    packed = np.zeros(starts[-1], np.int32)
+    for start, array in zip(starts, arrays, strict=False):
+        packed[start : start + array.size] = array.ravel().view(np.int32)
+    logits, options, pages = _forward(
+        config, params, pages, packed, previous, tree=tree, layout=layout, backend=backend, decode=decode
+    )
+    draws = batch.temperatures > 0
+    cuts = draws & ((batch.top_ks < ALL_TOKENS) | (batch.top_ps < 1) | (batch.min_ps > 0))
+    return sample(logits, options, draws=bool(draws.any()), cuts=bool(cuts.any()), logprobs=logprobs), pages
+
+
+def _starts(layout) -> list[int]:
+    """Where arrays begin in one of int32, and the last ends: at multiples of 256 bytes, as a kernel wants its operands,
+    for XLA gives it a part as it lies."""
+    return [0, *itertools.accumulate(-(-math.prod(shape) // 64) * 64 for shape, _ in layout)]
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "tree", "layout", "backend", "decode"), donate_argnames=("pages",)
+)
+def _forward(config: LlamaConfig, params, pages, packed, previous, *, tree, layout, backend: str, decode: bool):
+    part = lambda start, shape, dtype: packed[start : start + math.prod(shape)].view(dtype).reshape(shape)
+    batch = jax.tree.unflatten(tree, [part(start, *of) for start, of in zip(_starts(layout), layout, strict=False)])
+    if previous is not None:
+        # A token that was not sampled is -1; its request has failed, and any token will do.
+        known = jnp.maximum(previous[jnp.maximum(-1 - batch.tokens, 0)], 0)
+        batch = dataclasses.replace(batch, tokens=jnp.where(batch.tokens < 0, known, batch.tokens))
+    logits, pages = forward(config, params, pages, batch, backend=backend, decode=decode)
+    options = Options(
+        batch.temperatures, batch.seeds, batch.kv_lens, batch.top_ks, batch.top_ps, batch.min_ps
+    )  # fmt: skip
+    return logits, options, pages

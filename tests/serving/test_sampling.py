@@ -1,0 +1,110 @@
+"""Sampling: what is cut off and what is drawn, against sorting in NumPy; equal for a row whoever else is there."""
+
+import jax
+import numpy as np
+import pytest
+
+from cookbook.serving.sampling import Options, keep_probable, sample
+from cookbook.serving.step import ALL_TOKENS
+
+VOCAB = 50
+
+
+def cut_by_sorting(logits, temperature, top_k, top_p, min_p) -> np.ndarray:
+    """Which tokens stay, in float64; ties as in `Request`."""
+    x = np.float64(logits) / (temperature or 1.0)
+    kept = x >= np.sort(x)[::-1][min(top_k, len(x)) - 1]
+    p = np.where(kept, np.exp(x - x.max()), 0.0)
+    p /= p.sum()
+    order = np.argsort(-p)
+    count = np.searchsorted(np.cumsum(p[order]), top_p) + 1 if top_p < 1 else len(p)
+    kept &= p >= p[order[min(count, len(p)) - 1]]
+    return kept & (p >= min_p * p.max())
+
+
+def options_of(rows: list[tuple], seed: int = 0) -> Options:
+    """Of rows of (temperature, top_k, top_p, min_p)."""
+    temperatures, top_ks, top_ps, min_ps = zip(*rows, strict=True)
+    seeds, positions = np.arange(len(rows), dtype=np.uint32) + np.uint32(seed), np.full(len(rows), 7, np.int32)
+    return Options(
+        np.float32(temperatures), seeds, positions, np.int32(top_ks), np.float32(top_ps), np.float32(min_ps)
+    )  # fmt: skip
+
+
+def kept_of(logits, options: Options) -> np.ndarray:
+    chosen = options.temperatures, options.top_ks, options.top_ps, options.min_ps
+    return np.isfinite(np.asarray(jax.jit(keep_probable)(logits, *chosen)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_cut_off_is_what_sorting_cuts_off(seed):
+    rng, rows = np.random.default_rng(seed), []
+    for _ in range(200):
+        row = [0.3, 1.0, 2.0], [1, 2, 7, 50, ALL_TOKENS], [0.1, 0.5, 0.95, 1], [0, 0.05, 0.5, 1]
+        rows.append(tuple(rng.choice(values) for values in row))
+    logits = np.float32(rng.normal(size=(len(rows), VOCAB)) * rng.choice([0.1, 1, 10], (len(rows), 1)))
+    expected = [cut_by_sorting(row, *of) for row, of in zip(logits, rows, strict=True)]
+    kept = kept_of(logits, options_of(rows))
+    np.testing.assert_array_equal(kept, expected)
+    assert 1 <= kept.sum(axis=1).min() and len({*kept.sum(axis=1)}) > 10
+
+
+@pytest.mark.parametrize(
+    "logits, row, kept",
+    [
+        ([3, 1, 3, 0], (1, 1, 1.0, 0.0), [0, 2]),  # Equal ones stay together.
+        ([-5, -1, -3, -4], (1, 2, 1.0, 0.0), [1, 2]),  # Negative floats have another order of bits.
+        ([-1, 0.0, -0.0, 1], (1, 2, 1.0, 0.0), [1, 2, 3]),
+        (np.log([0.5, 0.3, 0.15, 0.05]), (1, 4, 0.8, 0.0), [0, 1]),
+        (np.log([0.5, 0.3, 0.15, 0.05]), (1, 4, 0.81, 0.0), [0, 1, 2]),
+        (np.log([0.5, 0.3, 0.15, 0.05]), (1, 3, 0.84, 0.0), [0, 1]),  # Of the three that top_k left, 0.84 is two.
+        (np.log([0.5, 0.3, 0.15, 0.05]), (1, 4, 1.0, 0.2), [0, 1, 2]),
+        ([0, -200, -300, 1], (1, 4, 1.0, 0.0), [0, 1, 2, 3]),  # A share of 1 keeps what float32 has as 0, too.
+        ([0, 1, 2, 3], (0, 1, 0.1, 1.0), [0, 1, 2, 3]),  # Greedy: nothing to cut off.
+    ],
+)
+def test_a_few_by_hand(logits, row, kept):
+    assert np.flatnonzero(kept_of(np.float32([logits]), options_of([row]))[0]).tolist() == kept
+
+
+def sampled(logits, rows, seed=0, **kwargs):
+    flags = dict(draws=True, cuts=True, logprobs=False) | kwargs
+    return sample(np.float32(logits), options_of(rows, seed), **flags)
+
+
+def test_draws_follow_what_is_left_of_the_probabilities():
+    count, logits = 4000, np.float32([2.0, 1.0, 0.0, -1.0, -2.0])
+    tokens = np.asarray(sampled(np.tile(logits, (count, 1)), [(0.7, 3, 1.0, 0.0)] * count).tokens)
+    p = np.exp(logits[:3] / 0.7) / np.exp(logits[:3] / 0.7).sum()
+    frequency = np.bincount(tokens, minlength=5) / count
+    assert (frequency[3:] == 0).all() and (abs(frequency[:3] - p) < 4 * np.sqrt(p * (1 - p) / count)).all()
+
+
+def test_rows_that_need_less_have_the_same_tokens_beside_rows_that_need_more():
+    """A greedy row in a batch that draws, and a row that cuts nothing off in one that does."""
+    logits = np.random.default_rng(0).normal(size=(4, VOCAB))
+    plain = [(0.0, ALL_TOKENS, 1.0, 0.0), (0.9, ALL_TOKENS, 1.0, 0.0)]
+    mixed = sampled(logits, [*plain, (0.5, 3, 1.0, 0.0), (1.0, 50, 0.5, 0.0)]).tokens
+    assert mixed[0] == sampled(logits[:2], plain, draws=False, cuts=False).tokens[0] == logits[0].argmax()
+    assert (mixed[:2] == sampled(logits[:2], plain, cuts=False).tokens).all()
+
+
+def test_greedy_draws_no_noise():
+    """No random number is in the program of a batch that is greedy throughout, nor in others' what they do not need."""
+    arguments = np.zeros((2, VOCAB), np.float32), options_of([(0.0, ALL_TOKENS, 1.0, 0.0)] * 2)
+    text = lambda **flags: sample.lower(*arguments, **flags).as_text()
+    assert "threefry" not in text(draws=False, cuts=False, logprobs=False)
+    assert "threefry" in text(draws=True, cuts=False, logprobs=False)
+    assert "while" not in text(draws=False, cuts=False, logprobs=True)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("row", [(0.0, ALL_TOKENS, 1.0, 0.0), (1.0, 3, 0.9, 0.1)])
+def test_logits_that_are_not_finite_have_no_token(bad, row):
+    logits = np.random.default_rng(0).normal(size=(3, VOCAB))
+    good = sampled(logits, [row] * 3).tokens
+    logits[1, 20] = bad
+    tokens = sampled(logits, [row] * 3).tokens
+    assert tokens[1] == -1 and tokens[0] == good[0] >= 0 and tokens[2] == good[2]
+    logits[1] = -np.inf
+    assert sampled(logits, [row] * 3).tokens[1] == -1
