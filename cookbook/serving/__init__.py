@@ -1,5 +1,7 @@
 """A small serving engine with continuous batching over a paged cache, built from this package's kernels: the index."""
 
+from cookbook.serving.checkpoint import load as load
+from cookbook.serving.checkpoint import save as save
 from cookbook.serving.config import LlamaConfig as LlamaConfig
 from cookbook.serving.config import RopeScaling as RopeScaling
 from cookbook.serving.config import init as init

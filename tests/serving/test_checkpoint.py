@@ -1,0 +1,249 @@
+"""Checkpoints of each architecture: logits are those of NumPy in float64, and of transformers where it is installed."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_models
+import pytest
+from safetensors.numpy import save_file
+
+from cookbook import lab
+from cookbook.serving import Engine, LlamaConfig, load, save
+from cookbook.serving.checkpoint import config_of
+from cookbook.serving.model import empty_pages, forward
+from cookbook.serving.request import Chunk, Request
+from cookbook.serving.step import pack
+
+SIZES = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=64, max_position_embeddings=256, rms_norm_eps=1e-5, dtype="float32",
+)  # fmt: skip
+LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+PLAIN = dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0))
+RAW = dict(
+    llama=dict(model_type="llama", rope_theta=10000.0),
+    llama3=dict(
+        model_type="llama", rope_theta=500000.0, rope_scaling=dict(rope_type="llama3", **LLAMA3), eos_token_id=[5, 7],
+        tie_word_embeddings=True, hidden_act="silu", attention_bias=False, torch_dtype="float32",
+    ),
+    qwen3=dict(
+        model_type="qwen3", use_sliding_window=False, sliding_window=4096, layer_types=["full_attention"] * 2, **PLAIN
+    ),
+    mixtral=dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=None, **PLAIN),
+    qwen3_moe=dict(
+        model_type="qwen3_moe", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=True,
+        decoder_sparse_step=1, mlp_only_layers=[], **PLAIN,
+    ),
+    qwen3_moe_plain=dict(
+        model_type="qwen3_moe", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=False,
+        **PLAIN,
+    ),
+)  # fmt: skip
+
+
+def tensors_of(raw: dict, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random tensors under the names of an architecture's checkpoints, written down here anew."""
+    rng, d, vocab = np.random.default_rng(seed), raw["hidden_size"], raw["vocab_size"]
+    heads, kv, dim = raw["num_attention_heads"], raw["num_key_value_heads"], raw["head_dim"]
+    moe = raw["model_type"] in ("mixtral", "qwen3_moe")
+    inner = raw.get("moe_intermediate_size", raw["intermediate_size"])
+    shapes = {"model.embed_tokens": (vocab, d), "model.norm": (d,)}
+    shapes |= {} if raw.get("tie_word_embeddings") else {"lm_head": (vocab, d)}
+    for i in range(raw["num_hidden_layers"]):
+        layer = {"input_layernorm": (d,), "post_attention_layernorm": (d,)}
+        layer |= {f"self_attn.{name}_proj": (n * dim, d) for name, n in (("q", heads), ("k", kv), ("v", kv))}
+        layer |= {"self_attn.o_proj": (d, heads * dim)}
+        if "qwen3" in raw["model_type"]:
+            layer |= {"self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,)}
+        block = "block_sparse_moe" if raw["model_type"] == "mixtral" else "mlp"
+        names = ("w1", "w3", "w2") if raw["model_type"] == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+        count = raw.get("num_local_experts", raw.get("num_experts"))
+        products = dict(zip(names, ((inner, d), (inner, d), (d, inner)), strict=True))
+        for each in [f"{block}.experts.{e}" for e in range(count)] if moe else ["mlp"]:
+            layer |= {f"{each}.{name}": shape for name, shape in products.items()}
+        layer |= {f"{block}.gate": (count, d)} if moe else {}
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    draw = lambda shape: rng.normal(1, 0.2, shape) if len(shape) == 1 else rng.normal(0, 0.15, shape)
+    return {f"{name}.weight": draw(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def written(folder, name: str, changes: dict | None = None, drop=()) -> dict:
+    """Writes a checkpoint in three files; returns its tensors."""
+    raw = {key: value for key, value in (SIZES | RAW[name]).items() if key not in drop} | (changes or {})
+    tensors = tensors_of(SIZES | RAW[name])
+    (folder / "config.json").write_text(json.dumps(raw))
+    for i in range(3):
+        part = {key: tensors[key] for key in sorted(tensors)[i::3]}
+        save_file(part, str(folder / f"model-0000{i + 1}-of-00003.safetensors"))
+    return tensors
+
+
+@functools.partial(jax.jit, static_argnames=("config", "backend"))
+def last_logits(config: LlamaConfig, params, batch, backend: str):
+    return forward(config, params, empty_pages(config, 8, 16), batch, backend=backend, decode=False)[0]
+
+
+def ours(config: LlamaConfig, params, tokens, backend: str = "xla") -> np.ndarray:
+    """The logits after the last token."""
+    request = Request(tokens, 1)
+    request.pages = list(range(7, -1, -1))
+    return np.asarray(last_logits(config, params, pack([Chunk(request, 0, len(tokens))], 16, 2, False), backend)[0])
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_logits_are_numpys(tmp_path, name):
+    written(tmp_path, name)
+    config, params = load(tmp_path)
+    tokens = np.random.default_rng(1).integers(0, 96, 60)
+    expected = numpy_models.logits(tmp_path, tokens)
+    for length in (1, 33, 60):
+        error = np.abs(ours(config, params, tokens[:length]) - expected[length - 1]).max()
+        assert error < 2e-5 * np.abs(expected).max()  # float32: some 20 times its rounding.
+    assert config.eos_token_ids == ((5, 7) if name == "llama3" else ())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "mixtral", "qwen3_moe"])
+def test_kernels_compute_each_architecture(tmp_path, name):
+    """In bfloat16: the kernels' logits are as near to float64 as XLA's are, but for a factor of 1.5."""
+    written(tmp_path, name, dict(num_hidden_layers=1))
+    for file in tmp_path.glob("*.safetensors"):
+        kept = {key: value for key, value in numpy_models.load_file(str(file)).items() if "layers.1." not in key}
+        save_file(kept, str(file))
+    config, params = load(tmp_path, dtype="bfloat16")
+    tokens = np.random.default_rng(1).integers(0, 96, 5)
+    expected = numpy_models.logits(tmp_path, tokens)[-1]
+    kernels, xla = (
+        np.linalg.norm(lab.run(ours, config, params, tokens, name) - expected) for name in ("cookbook", "xla")
+    )
+    assert kernels < 1.5 * xla < 0.1 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("name", ["LlamaFor", "Qwen3For", "MixtralFor", "Qwen3MoeFor"])
+def test_logits_are_those_of_transformers(tmp_path, name):
+    reason = "compares with transformers and torch, which are not installed here: pip install transformers torch"
+    transformers = pytest.importorskip("transformers", reason=reason)
+    torch = pytest.importorskip("torch", reason=reason)
+    options = dict(
+        LlamaFor=dict(
+            rope_parameters=dict(rope_type="llama3", rope_theta=500000.0, **LLAMA3), tie_word_embeddings=True
+        ),
+        Qwen3For={},
+        MixtralFor=dict(num_local_experts=4, num_experts_per_tok=2),
+        Qwen3MoeFor=dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=True),
+    )[name]
+    sizes = {key: value for key, value in SIZES.items() if key != "dtype"}
+    torch.manual_seed(0)
+    config = getattr(transformers, name.replace("For", "Config"))(**sizes, **options)
+    model = getattr(transformers, f"{name}CausalLM")(config).eval().float()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, *((1, 0.2) if p.dim() == 1 else (0, 0.15)))
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    tokens = np.random.default_rng(1).integers(0, 96, 60)
+    with torch.no_grad():
+        expected = model(torch.tensor(tokens[None])).logits[0].numpy()
+    config, params = load(tmp_path)
+    for length in (1, 33, 60):
+        np.testing.assert_allclose(ours(config, params, tokens[:length]), expected[length - 1], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_a_model_survives_the_file(tmp_path, name):
+    written(tmp_path, name)
+    config, params = load(tmp_path)
+    save(config, params, tmp_path / "again")
+    again, same = load(tmp_path / "again")
+    assert again == config and same.keys() == params.keys() and all((same[key] == params[key]).all() for key in params)
+    tensors = numpy_models.load_file(str(tmp_path / "again" / "model.safetensors"))
+    assert tensors.keys() == tensors_of(SIZES | RAW[name]).keys()
+
+
+def test_an_engine_serves_a_checkpoint_and_ends_with_its_stop_tokens(tmp_path):
+    written(tmp_path, "mixtral")
+    config, params = load(tmp_path)
+    engine = lambda config: Engine(config, params, num_pages=16, max_seqs=4, max_tokens_per_step=8, backend="xla")
+    alone = engine(config)
+    request = alone.submit(range(20), 6)
+    alone.run()
+    sequence = list(range(20))
+    for token in request.generated:
+        assert token == np.argmax(numpy_models.logits(tmp_path, sequence)[-1])
+        sequence.append(token)
+    ending = engine(dataclasses.replace(config, eos_token_ids=(request.generated[2], 95)))
+    again = ending.submit(range(20), 6)
+    ending.run()
+    assert again.generated == request.generated[: request.generated.index(request.generated[2]) + 1]
+    assert again.finish_reason == "stop"
+
+
+def test_weights_take_a_dtype_and_a_head_that_is_tied_is_left(tmp_path):
+    tensors = written(tmp_path, "llama3")
+    save_file({"lm_head.weight": tensors["model.embed_tokens.weight"]}, str(tmp_path / "z.safetensors"))
+    config, params = load(tmp_path, dtype="bfloat16")
+    assert {str(value.dtype) for value in params.values()} == {"bfloat16"} and "lm_head.weight" not in params
+    value = tensors["model.layers.1.self_attn.q_proj.weight"]
+    assert (params["model.layers.1.self_attn.q_proj.weight"] == jnp.asarray(value, jnp.bfloat16)).all()
+
+
+@pytest.mark.parametrize(
+    "name, changes, drop, message",
+    [
+        ("llama", dict(attention_bias=True), (), "attention_bias = True is not supported"),
+        ("llama", dict(hidden_act="gelu"), (), "hidden_act = 'gelu' is not supported; must be 'silu'"),
+        ("llama", dict(partial_rotary_factor=0.5), (), "partial_rotary_factor = 0.5 is a key that is not known"),
+        ("llama", dict(num_local_experts=4), (), "num_local_experts = 4 is a key that is not known for llama"),
+        ("llama", dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), (), "rope_type = 'yarn'"),
+        ("llama", dict(rope_scaling=dict(type="linear", factor=4.0)), (), "rope_type = 'linear'"),
+        ("llama", dict(model_type="gemma3"), (), "model_type = 'gemma3'"),
+        ("llama", dict(quantization_config={}), (), "quantization_config"),
+        ("llama", {}, ("hidden_size",), "lacks hidden_size"),
+        ("qwen3", {}, ("head_dim",), "lacks head_dim"),
+        ("qwen3", dict(rope_parameters={}), (), "lacks rope_theta"),
+        ("qwen3", dict(use_sliding_window=True), (), "use_sliding_window = True is not supported"),
+        ("qwen3", dict(layer_types=["sliding_attention"] * 2), (), "layer_types has 'sliding_attention'"),
+        ("mixtral", dict(sliding_window=4096), (), "sliding_window = 4096 is not supported"),
+        ("mixtral", {}, ("num_local_experts",), "lacks num_local_experts"),
+        ("qwen3_moe", dict(decoder_sparse_step=2), (), "decoder_sparse_step = 2 is not supported"),
+        ("qwen3_moe", dict(mlp_only_layers=[0]), (), r"mlp_only_layers = \[0\] is not supported"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(name, changes, drop, message):
+    with pytest.raises(ValueError, match=message):
+        config_of({key: value for key, value in (SIZES | RAW[name] | changes).items() if key not in drop})
+
+
+@pytest.mark.parametrize(
+    "name, extra, missing, message",
+    [
+        ("llama", "model.layers.0.self_attn.q_proj.bias", None, "1 unknown parameter.*q_proj.bias"),
+        ("llama", "model.layers.0.self_attn.q_norm.weight", None, "1 unknown parameter.*q_norm"),
+        ("llama", None, "model.layers.1.input_layernorm.weight", "lacks 1 parameter.*model.layers.1.input_layernorm"),
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.4.w1.weight", None, "unknown.*experts.4.w1"),
+        ("mixtral", None, "model.layers.1.block_sparse_moe.experts.3.w2.weight", "lacks .*experts.3.w2"),
+        ("qwen3_moe", None, "model.layers.1.mlp.gate.weight", "lacks model.layers.1.mlp.gate.weight"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tmp_path, name, extra, missing, message):
+    tensors = written(tmp_path, name)
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    tensors |= {extra: np.zeros(3, np.float32)} if extra else {}
+    save_file({key: value for key, value in tensors.items() if key != missing}, str(tmp_path / "a.safetensors"))
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+def test_files_that_do_not_fit_are_named(tmp_path):
+    with pytest.raises(ValueError, match="must be a folder with config.json"):
+        load(tmp_path)
+    tensors = written(tmp_path, "llama", dict(vocab_size=128))
+    with pytest.raises(ValueError, match=r"embed_tokens.weight is \(96, 64\).* must be \(128, 64\)|lm_head"):
+        load(tmp_path)
+    name = sorted(tensors)[0]
+    save_file({name: tensors[name]}, str(tmp_path / "z.safetensors"))
+    with pytest.raises(ValueError, match=f"{name} is in z.safetensors and in a file before"):
+        load(tmp_path)
