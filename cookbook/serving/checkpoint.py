@@ -130,7 +130,7 @@ def config_of(raw: dict, dtype: str | None = None) -> LlamaConfig:
     sizes = {}
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                  "rms_norm_eps", *(() if model_type == "llama" else ("num_key_value_heads", "head_dim"))):  # fmt: skip
-        if raw.get(name) is None:  # What it would be then, depends on the version that wrote the file.
+        if raw.get(name) is None:  # Its default depends on the version that wrote the file.
             raise ValueError(f"config.json: lacks {name}")
         sizes[name] = raw[name]
     heads = sizes["num_attention_heads"]

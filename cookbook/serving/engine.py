@@ -50,7 +50,7 @@ class Launched(NamedTuple):
 
 
 class Device(NamedTuple):
-    """What is on the device. A launch replaces it as a whole: a step is launched with all that it changes, or not."""
+    """Arrays on the device, replaced as a whole: a step is launched with all that it changes, or not at all."""
 
     pages: list
     tokens: jax.Array  # The last ones that were sampled.
@@ -227,7 +227,7 @@ class Engine:
         return bool(chunks)
 
     def _sent_off(self, chunks: list[Chunk], start: float) -> Device:
-        """What is on the device after the launch of a step."""
+        """The arrays on the device after the launch of a step."""
         before = self._device.in_flight
         decode = all(chunk.end - chunk.start == 1 for chunk in chunks)
         rows = {chunk.request: i for i, chunk in enumerate(before[-1].chunks)} if before else {}

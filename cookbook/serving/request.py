@@ -43,7 +43,9 @@ class Request:
     logprobs: int | None = None
     # State.
     tokens: list[int] = dataclasses.field(init=False)  # The prompt, and what was generated.
-    logprobs_of: list["Logprobs"] = dataclasses.field(default_factory=list, init=False)  # Of each generated token.
+    logprobs_of: list["Logprobs"] = dataclasses.field(
+        default_factory=list, init=False
+    )  # One a generated token, if wanted.
     error: Exception | None = dataclasses.field(default=None, init=False)  # Why the engine gave it up.
     is_cancelled: bool = dataclasses.field(default=False, init=False)
     pages: list[int] = dataclasses.field(default_factory=list, init=False)  # Its block table, of its first tokens.
@@ -133,7 +135,7 @@ class Logprobs:
     """Natural logarithms of probabilities, where one token was chosen."""
 
     chosen: float
-    top: Mapping[int, float]  # Of the most probable tokens, the first being the most probable.
+    top: Mapping[int, float]  # The most probable tokens, the best first.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ class Options(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What a step sampled, for each of R sequences."""
+    """The result of a step, for each of R sequences."""
 
     tokens: jax.Array  # (R,) int32; -1 where the logits are not finite.
     scores: jax.Array  # (R, V) float32, of which each token has the largest.

@@ -53,7 +53,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_shared_pages = 0  # Times that a page was shared instead of computed.
         self.is_broken = False  # Whether an exception left the books half-changed: `restart` is next.
-        self.before: Before | None = None  # What `unschedule` goes back to.
+        self.before: Before | None = None  # The state that `unschedule` goes back to.
         self.num_open = 0  # Steps that are scheduled and not completed.
         self._requests: dict[Request, None] = {}  # Those that wait or run, in the order of arrival.
 

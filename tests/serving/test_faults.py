@@ -13,6 +13,7 @@ import sys
 import numpy as np
 import pytest
 
+from cookbook import lab
 from cookbook.serving import Engine, LlamaConfig, init
 from cookbook.serving.sampling import Sampled
 
@@ -210,7 +211,7 @@ def serve_with_faults(device, seed: int, ahead: bool) -> dict:
     return seen
 
 
-SCHEDULES = 60  # Of each kind here; 250 of each, 500 in all, in the slow ones.
+SCHEDULES = 60  # With `ahead` and without it; the slow tests bring each to 250.
 
 
 def serve_all(device, seeds, ahead: bool):
@@ -229,3 +230,57 @@ def test_a_fault_anywhere_leaves_right_tokens(device, ahead):
 @pytest.mark.parametrize("ahead", [True, False])
 def test_a_fault_anywhere_leaves_right_tokens_in_all_schedules(device, ahead):
     serve_all(device, range(SCHEDULES, 250), ahead)
+
+
+# The same with real models, on both backends ------------------------------------------------------------------------
+
+
+def serve_between_faults(config: LlamaConfig, backend: str, faults: random.Random | None, ahead: bool, count: int):
+    """The tokens of some requests, with faults about every second step; None: without."""
+    engine = Engine(
+        config, init(config), num_pages=5, page_size=16, max_seqs=2, max_tokens_per_step=16, backend=backend,
+        ahead=ahead,
+    )  # fmt: skip
+    requests = [engine.submit(range(i // 2, 20), 4, temperature=i % 2, seed=i) for i in range(count)]
+    step, device_get, seen = engine_module.step, engine_module.jax.device_get, []
+
+    def failing(fn, when: str):
+        def call(*args, **kwargs):
+            kind = faults.choice(["before", "after", None, None, None]) if len(seen) < 4 * count else None
+            out = fn(*args, **kwargs) if kind != "before" else None
+            if kind:
+                seen.append((when, kind))
+                raise DeviceFault(f"{kind} the {when}")
+            return out
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        if faults:
+            patch.setattr(engine_module, "step", failing(step, "launch"))
+            patch.setattr(engine_module.jax, "device_get", failing(device_get, "wait"))
+        while not engine.is_idle:
+            try:
+                engine.step()
+            except DeviceFault:
+                pass
+            engine.check()
+    assert engine.allocator.num_held == 0 and all(request.finish_reason == "length" for request in requests)
+    return [request.generated for request in requests], set(seen)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize(
+    "backend, count, seeds",
+    [("xla", 5, range(4)), pytest.param("cookbook", 2, range(1), marks=pytest.mark.slow)],
+)
+def test_faults_change_no_token_of_a_real_model(backend, count, seeds, ahead):
+    config = LlamaConfig(61, 128, 128, 1, 2, 1, 64, dtype="bfloat16")
+    serve = lambda *args: lab.run(serve_between_faults, config, backend, *args, ahead, count)
+    expected, _ = serve(None)
+    seen = set()
+    for seed in seeds:
+        tokens, faults = serve(random.Random(seed))
+        assert tokens == expected
+        seen |= faults
+    assert len(seen) == 4 or len(seeds) == 1 <= len(seen)

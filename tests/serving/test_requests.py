@@ -1,4 +1,4 @@
-"""What an engine's user relies on: news, cancelling, resets, warm-up, options, errors; each request for itself."""
+"""An engine as its user sees it: news, cancelling, resets, warm-up, options, errors; each request for itself."""
 
 import dataclasses
 import functools
@@ -182,7 +182,7 @@ def test_a_requests_nan_stays_its_own(poison, ahead, experts):
 @pytest.mark.slow
 def test_a_requests_nan_stays_its_own_on_the_kernels():
     config = dataclasses.replace(CONFIG, num_hidden_layers=1, dtype="bfloat16")
-    lab.run(served_beside_a_bad_one, config, "cookbook", np.nan, num_pages=6, max_seqs=4)
+    lab.run(functools.partial(served_beside_a_bad_one, num_pages=6, max_seqs=4), config, "cookbook", np.nan)
 
 
 @pytest.mark.parametrize("token", [-5, 256, 2**31 - 1])

@@ -23,7 +23,7 @@ def cut_by_sorting(logits, temperature, top_k, top_p, min_p) -> np.ndarray:
 
 
 def options_of(rows: list[tuple], seed: int = 0) -> Options:
-    """Of rows of (temperature, top_k, top_p, min_p)."""
+    """Options from rows of (temperature, top_k, top_p, min_p)."""
     temperatures, top_ks, top_ps, min_ps = zip(*rows, strict=True)
     seeds, positions = np.arange(len(rows), dtype=np.uint32) + np.uint32(seed), np.full(len(rows), 7, np.int32)
     return Options(
@@ -57,7 +57,7 @@ def test_what_is_cut_off_is_what_sorting_cuts_off(seed):
         ([-1, 0.0, -0.0, 1], (1, 2, 1.0, 0.0), [1, 2, 3]),
         (np.log([0.5, 0.3, 0.15, 0.05]), (1, 4, 0.8, 0.0), [0, 1]),
         (np.log([0.5, 0.3, 0.15, 0.05]), (1, 4, 0.81, 0.0), [0, 1, 2]),
-        (np.log([0.5, 0.3, 0.15, 0.05]), (1, 3, 0.84, 0.0), [0, 1]),  # Of the three that top_k left, 0.84 is two.
+        (np.log([0.5, 0.3, 0.15, 0.05]), (1, 3, 0.84, 0.0), [0, 1]),  # After top_k has left three, two have 0.84.
         (np.log([0.5, 0.3, 0.15, 0.05]), (1, 4, 1.0, 0.2), [0, 1, 2]),
         ([0, -200, -300, 1], (1, 4, 1.0, 0.0), [0, 1, 2, 3]),  # A share of 1 keeps what float32 has as 0, too.
         ([0, 1, 2, 3], (0, 1, 0.1, 1.0), [0, 1, 2, 3]),  # Greedy: nothing to cut off.
