@@ -246,12 +246,9 @@ class Engine:
         except Exception:  # An error of the device; an interrupt is none, and leaves the step in flight.
             self._restart()
             raise
-        try:
+        with self._repairing():  # The step is entered and not in flight any more, or all starts again.
             self._enter(launched, tokens, logprobs)
             self._device = self._device._replace(in_flight=tuple(later))
-        except BaseException:  # Books half-way, or a step that is entered and still in flight.
-            self._restart()
-            raise
 
     def _enter(self, launched: Launched, tokens: np.ndarray, logprobs) -> None:
         before, self._latest = self._latest, time.perf_counter()
@@ -266,8 +263,8 @@ class Engine:
                 num_sampled += 1
                 request.first_token = self._latest if request.first_token is None else request.first_token
                 if request.logprobs is not None:
-                    del request.logprobs_of[len(request.tokens) - len(request.prompt) :]
-                    request.logprobs_of.append(logprobs_of_row(logprobs, i, request.logprobs))
+                    new = logprobs_of_row(logprobs, i, request.logprobs)
+                    request.recorded[len(request.generated) :] = [new]
         done = self.scheduler.complete(chunks, tokens)
         preemptions, self._num_preemptions = self._num_preemptions, launched.num_preemptions
         self.stats.add_step(

@@ -43,9 +43,7 @@ class Request:
     logprobs: int | None = None
     # State.
     tokens: list[int] = dataclasses.field(init=False)  # The prompt, and what was generated.
-    logprobs_of: list["Logprobs"] = dataclasses.field(
-        default_factory=list, init=False
-    )  # One a generated token, if wanted.
+    recorded: list["Logprobs"] = dataclasses.field(default_factory=list, init=False)  # For `logprobs_of`.
     error: Exception | None = dataclasses.field(default=None, init=False)  # Why the engine gave it up.
     is_cancelled: bool = dataclasses.field(default=False, init=False)
     pages: list[int] = dataclasses.field(default_factory=list, init=False)  # Its block table, of its first tokens.
@@ -78,6 +76,11 @@ class Request:
     def generated(self) -> list[int]:
         """The new tokens so far, a stop token included."""
         return self.tokens[len(self.prompt) :]
+
+    @property
+    def logprobs_of(self) -> list["Logprobs"]:
+        """The log probabilities of each of the new tokens, if they are wanted."""
+        return self.recorded[: len(self.generated)]  # A fault may have left one without its token.
 
     @property
     def finish_reason(self) -> str | None:
@@ -151,7 +154,7 @@ class Output:
 def output_since(request: Request, count: int) -> Output:
     """The news about a request that had `count` tokens, prompt included, when it was told of before."""
     first, last = count - len(request.prompt), len(request.tokens) - len(request.prompt)
-    logprobs = None if request.logprobs is None else tuple(request.logprobs_of[first:last])
+    logprobs = None if request.logprobs is None else tuple(request.recorded[first:last])
     return Output(request, tuple(request.tokens[count:]), logprobs, request.finish_reason)
 
 

@@ -208,7 +208,6 @@ class Scheduler:
         i = 0
         while i < len(self.running):  # Preemption takes requests off its end.
             request = self.running[i]
-            self._share(request)
             count = request.num_uncomputed
             if count > 1:  # Those after it that are decoding come first.
                 count = min(count, budget - sum(other.num_uncomputed == 1 for other in self.running[i + 1 :]))
@@ -226,27 +225,18 @@ class Scheduler:
 
     def _admit(self, budget: int) -> Chunk | None:
         """The first chunk of the first request that waits, which then runs; None if it has to wait for pages."""
-        request, shared = self.waiting[0], self.num_shared_pages
-        self._share(request)
+        request, page_size = self.waiting[0], self.allocator.page_size
+        extend_keys(request.keys, request.tokens, page_size)
+        # Its last token is computed in any case: the logits of the next one come of it.
+        request.pages = self.allocator.share(request.keys[: (len(request.tokens) - 1) // page_size])
+        request.num_computed = len(request.pages) * page_size
         count = min(request.num_uncomputed, budget)
         if not self._grow(request, count):
             self._release(request)
-            self.num_shared_pages = shared
             return None
+        self.num_shared_pages += request.num_computed // page_size
         self.running.append(self.waiting.popleft())
         return self._chunk(request, count)
-
-    def _share(self, request: Request) -> None:
-        """Takes the pages that have the request's next tokens already, if there are any."""
-        page_size, first = self.allocator.page_size, len(request.pages)
-        # Its last token is computed in any case: the logits of the next one come of it.
-        last = (len(request.tokens) - 1) // page_size
-        if first < last and request.num_computed == first * page_size:
-            extend_keys(request.keys, request.tokens, page_size)
-            pages = self.allocator.share(request.keys[first:last])
-            request.pages += pages
-            request.num_computed += len(pages) * page_size
-            self.num_shared_pages += len(pages)
 
     def _chunk(self, request: Request, count: int) -> Chunk:
         chunk = Chunk(request, request.num_computed, request.num_computed + count)

@@ -128,8 +128,8 @@ def _forward(config: LlamaConfig, params, pages, packed, previous, *, tree, layo
     part = lambda start, shape, dtype: packed[start : start + math.prod(shape)].view(dtype).reshape(shape)
     batch = jax.tree.unflatten(tree, [part(start, *of) for start, of in zip(_starts(layout), layout, strict=False)])
     if previous is not None:
-        # A token that was not sampled is -1; its request has failed, and any token will do.
-        known = jnp.maximum(previous[jnp.maximum(-1 - batch.tokens, 0)], 0)
+        # Where there was none to sample it is -1, a token like others: its request has failed.
+        known = previous[jnp.maximum(-1 - batch.tokens, 0)]
         batch = dataclasses.replace(batch, tokens=jnp.where(batch.tokens < 0, known, batch.tokens))
     logits, pages = forward(config, params, pages, batch, backend=backend, decode=decode)
     options = Options(

@@ -94,7 +94,8 @@ class FakeDevice:
             # Pages that are not this sequence's give another token, and not an error: as on a device.
             tokens[i] = next_token(read[:, 0]) if (read[:, 1] == where).all() else -2
         sampled = LaterFault() if fault == "wait" else tokens
-        return Sampled(sampled, None, None), Pages(slots)
+        found = (tokens, tokens[:, None], tokens[:, None]) if logprobs else None
+        return Sampled(sampled, None, found), Pages(slots)
 
 
 @pytest.fixture
@@ -168,7 +169,8 @@ def serve_with_faults(device, seed: int, ahead: bool) -> dict:
     while len(requests) < 10 or not engine.is_idle:
         if len(requests) < 10 and rng.random() < 0.5:
             prompt = [rng.randrange(2) for _ in range(rng.randint(1, 12))]
-            requests.append(engine.submit(prompt, rng.randint(1, 8), stop_tokens={rng.randrange(CONFIG.vocab_size)}))
+            stop_tokens, logprobs = {rng.randrange(CONFIG.vocab_size)}, rng.choice([None, 0])
+            requests.append(engine.submit(prompt, rng.randint(1, 8), stop_tokens=stop_tokens, logprobs=logprobs))
             told[requests[-1]] = []
         if requests and rng.random() < 0.05:
             victim = rng.choice(requests)
@@ -206,6 +208,7 @@ def serve_with_faults(device, seed: int, ahead: bool) -> dict:
         right = expected(request)
         assert request.error is None and ends[request] == request.finish_reason
         assert told[request] == request.generated
+        assert request.logprobs is None or [found.chosen for found in request.logprobs_of] == request.generated
         assert request.tokens == right[: len(request.tokens)]
         assert request.tokens == right or request in cancelled
     return seen

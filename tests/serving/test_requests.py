@@ -91,6 +91,7 @@ def test_a_reset_leaves_nothing():
     engine = engine_of()
     requests = [engine.submit(range(20), 9) for _ in range(3)]
     engine.step()
+    engine.cancel(requests[0])
     engine.reset()
     assert engine.is_idle and engine.step() == [] and len(engine.stats) == 0 and engine.allocator.num_held == 0
     assert {request.finish_reason for request in requests} == {"cancelled"}
@@ -276,6 +277,40 @@ def test_a_failed_schedule_is_taken_back():
     assert scheduler.allocator.num_held == 0 and not scheduler.running and len(scheduler.waiting) == 1
     again = scheduler.schedule()
     assert [(chunk.start, chunk.end) for chunk in first] == [(chunk.start, chunk.end) for chunk in again] == [(0, 6)]
+
+
+def test_a_rollback_leaves_the_oldest_page_the_oldest():
+    allocator = PageAllocator(3, 1)
+    pages = allocator.allocate(3)
+    for page in pages:
+        allocator.publish(page, bytes([page]))
+    allocator.release(pages)
+    before = list(allocator._cached), dict(allocator._page_of)
+    allocator.begin()
+    held = allocator.allocate(2)
+    allocator.publish(held[0], b"new")
+    allocator.release(held)
+    allocator.rollback()
+    allocator.check([])
+    assert (list(allocator._cached), allocator._page_of) == before
+
+
+def test_a_page_that_is_computed_again_is_not_shared_before_it_is_full():
+    """A request is preempted while its step is in flight, and comes back in pieces before that is completed."""
+    scheduler = Scheduler(PageAllocator(3, 4), max_seqs=2, max_tokens_per_step=8)
+    short, long = Request([1], 3), Request(range(6), 4)
+    scheduler.submit(short)
+    scheduler.submit(long)
+    steps = [scheduler.schedule()]
+    for _ in range(2):  # The token in the last place of `long`'s second page is not known when its step is scheduled.
+        steps.append(scheduler.schedule())
+        scheduler.complete(steps.pop(0), [7, 7])
+    assert scheduler.schedule() == [] and long.num_preempted == 1
+    scheduler.max_tokens_per_step = 2
+    ((chunk,), open_step) = scheduler.schedule(), steps.pop()
+    assert (chunk.request, chunk.start, chunk.end) == (long, 4, 6)
+    scheduler.complete(open_step, [7, 7])
+    assert len(long.keys) == 2 and len(scheduler.allocator.share(long.keys)) == 1
 
 
 def test_what_is_preempted_with_a_step_open_comes_back_later_or_whole():
