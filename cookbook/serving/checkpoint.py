@@ -128,9 +128,13 @@ def config_of(raw: dict, dtype: str | None = None) -> LlamaConfig:
     if other := set(raw.get("layer_types") or ()) - {"full_attention"}:
         raise ValueError(f"config.json: layer_types has {min(other)!r}, not supported; must all be 'full_attention'")
     sizes = {}
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                 "rms_norm_eps", *(() if model_type == "llama" else ("num_key_value_heads", "head_dim"))):  # fmt: skip
-        if raw.get(name) is None:  # Its default depends on the version that wrote the file.
+    # Their defaults depend on the architecture, and on the version that wrote the file.
+    required = {
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps",
+        *(["num_key_value_heads"] if model_type != "llama" else []), *(["head_dim"] if "qwen3" in model_type else []),
+    }  # fmt: skip
+    for name in sorted(required):
+        if raw.get(name) is None:
             raise ValueError(f"config.json: lacks {name}")
         sizes[name] = raw[name]
     heads = sizes["num_attention_heads"]

@@ -62,15 +62,8 @@ class Request:
             stop_tokens=frozenset(map(operator.index, self.stop_tokens)),
         )
         for name, value in fixed.items():
-            object.__setattr__(self, name, value)
+            setattr(self, f"_{name}", value)
         self.tokens = list(self.prompt)
-
-    def __setattr__(self, name, value):
-        if name in OPTIONS and hasattr(self, "tokens"):
-            raise AttributeError(
-                f"Request.{name} cannot be changed to {value!r}: make a new Request, or cancel this one"
-            )
-        object.__setattr__(self, name, value)
 
     @property
     def generated(self) -> list[int]:
@@ -115,7 +108,22 @@ class Request:
         return None if None in (self.first_token, self.submitted) else self.first_token - self.submitted
 
 
-OPTIONS = frozenset(field.name for field in dataclasses.fields(Request) if field.init)
+def _fixed(name: str) -> property:
+    """An attribute that can be set once."""
+
+    def set_once(request: Request, value) -> None:
+        if hasattr(request, f"_{name}"):
+            raise AttributeError(
+                f"Request.{name} cannot be changed to {value!r}: make a new Request, or cancel this one"
+            )
+        setattr(request, f"_{name}", value)
+
+    return property(operator.attrgetter(f"_{name}"), set_once)  # Steps read options often: no Python in between.
+
+
+for _field in dataclasses.fields(Request):
+    if _field.init:
+        setattr(Request, _field.name, _fixed(_field.name))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +181,9 @@ def _check(request: Request) -> None:
 
     for name in ("prompt", "stop_tokens"):
         value = getattr(request, name)
-        is_list = hasattr(value, "__iter__") and not isinstance(value, str | bytes | Mapping)
+        is_list = (
+            hasattr(value, "__len__") and hasattr(value, "__iter__") and not isinstance(value, str | bytes | Mapping)
+        )
         require(name, is_list, "a collection of tokens, such as {2}")
         require(name, all(map(is_whole, value)), "made of whole numbers: tokens")
     require("prompt", len(request.prompt) > 0, "at least one token")

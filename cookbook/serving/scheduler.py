@@ -248,9 +248,10 @@ class Scheduler:
     def _publish(self, chunk: Chunk) -> None:
         """Offers the pages that a chunk fills, as far as their tokens are known."""
         request, page_size = chunk.request, self.allocator.page_size
-        extend_keys(request.keys, request.tokens, page_size)
-        if request.pages is chunk.pages:  # Or it was preempted since, and that page is another's.
-            for i in range(chunk.start // page_size, min(chunk.end // page_size, len(request.keys))):
+        first, last = chunk.start // page_size, chunk.end // page_size
+        if first < last and request.pages is chunk.pages:  # Or it was preempted since, and its pages are another's.
+            extend_keys(request.keys, request.tokens, page_size)
+            for i in range(first, min(last, len(request.keys))):
                 self.allocator.publish(request.pages[i], request.keys[i])
 
     def _remove(self, request: Request) -> None:

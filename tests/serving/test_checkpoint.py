@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from cookbook import lab
-from cookbook.serving import Engine, LlamaConfig, load, save
+from cookbook.serving import Engine, LlamaConfig, RopeScaling, load, save
 from cookbook.serving.checkpoint import config_of
 from cookbook.serving.model import empty_pages, forward
 from cookbook.serving.request import Chunk, Request
@@ -187,6 +187,35 @@ def test_weights_take_a_dtype_and_a_head_that_is_tied_is_left(tmp_path):
     assert {str(value.dtype) for value in params.values()} == {"bfloat16"} and "lm_head.weight" not in params
     value = tensors["model.layers.1.self_attn.q_proj.weight"]
     assert (params["model.layers.1.self_attn.q_proj.weight"] == jnp.asarray(value, jnp.bfloat16)).all()
+
+
+def test_a_config_as_transformers_4_wrote_it():
+    """Llama 3.2 1B's, and that of Mixtral 8x7B, which has no head_dim."""
+    llama = dict(
+        architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=128000,
+        eos_token_id=128001, head_dim=64, hidden_act="silu", hidden_size=2048, initializer_range=0.02,
+        intermediate_size=8192, max_position_embeddings=131072, mlp_bias=False, model_type="llama",
+        num_attention_heads=32, num_hidden_layers=16, num_key_value_heads=8, pretraining_tp=1, rms_norm_eps=1e-05,
+        rope_scaling=dict(
+            factor=32.0, high_freq_factor=4.0, low_freq_factor=1.0, original_max_position_embeddings=8192,
+            rope_type="llama3",
+        ), rope_theta=500000.0, tie_word_embeddings=True, torch_dtype="bfloat16", transformers_version="4.45.0.dev0",
+        use_cache=True, vocab_size=128256,
+    )  # fmt: skip
+    assert config_of(llama) == LlamaConfig(
+        128256, 2048, 8192, 16, 32, 8, 64, 500000.0, 1e-5, True, "bfloat16", RopeScaling(32.0, 1.0, 4.0, 8192),
+        max_position_embeddings=131072, eos_token_ids=(128001,),
+    )  # fmt: skip
+    mixtral = dict(
+        architectures=["MixtralForCausalLM"], attention_dropout=0.0, bos_token_id=1, eos_token_id=2, hidden_act="silu",
+        hidden_size=4096, initializer_range=0.02, intermediate_size=14336, max_position_embeddings=32768,
+        model_type="mixtral", num_attention_heads=32, num_experts_per_tok=2, num_hidden_layers=32,
+        num_key_value_heads=8, num_local_experts=8, output_router_logits=False, rms_norm_eps=1e-05,
+        rope_theta=1000000.0, router_aux_loss_coef=0.02, sliding_window=None, tie_word_embeddings=False,
+        torch_dtype="bfloat16", transformers_version="4.36.0.dev0", use_cache=True, vocab_size=32000,
+    )  # fmt: skip
+    config = config_of(mixtral)
+    assert (config.head_dim, config.num_experts, config.num_experts_per_tok, config.norm_topk_prob) == (128, 8, 2, True)
 
 
 @pytest.mark.parametrize(
