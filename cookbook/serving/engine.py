@@ -21,7 +21,6 @@ No request fails by that, and the next `step` goes on. A step that fails each ti
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,30 +30,10 @@ from cookbook.serving import backends
 from cookbook.serving.config import LlamaConfig, check_params
 from cookbook.serving.model import empty_pages
 from cookbook.serving.pages import PageAllocator
-from cookbook.serving.request import Chunk, Logprobs, Output, Request, output_since
-from cookbook.serving.sampling import Sampled
+from cookbook.serving.request import Chunk, Output, Request, logprobs_of_row, output_since
 from cookbook.serving.scheduler import Scheduler
 from cookbook.serving.stats import Stats, StepStats
-from cookbook.serving.step import pack, padding, shapes, step
-
-
-class Launched(NamedTuple):
-    """A step in flight: what it computes, when its scheduling began, and what the books said then."""
-
-    chunks: list[Chunk]
-    decode: bool
-    sampled: Sampled
-    start: float
-    num_preemptions: int
-    num_held: int
-
-
-class Device(NamedTuple):
-    """Arrays on the device, replaced as a whole: a step is launched with all that it changes, or not at all."""
-
-    pages: list
-    tokens: jax.Array  # The last ones that were sampled.
-    in_flight: tuple[Launched, ...]  # The oldest first.
+from cookbook.serving.step import Device, Launched, pack, padding, shapes, step
 
 
 class Engine:
@@ -311,9 +290,3 @@ class Engine:
     def _new_device(self) -> Device:
         pages = empty_pages(self.config, self.allocator.num_pages, self.allocator.page_size)
         return Device(pages, jnp.zeros(self.scheduler.max_seqs, jnp.int32), ())
-
-
-def logprobs_of_row(found, row: int, count: int) -> Logprobs:
-    """The log probabilities of a step's row, with the `count` most probable tokens."""
-    chosen, top, tokens = (array[row] for array in found)
-    return Logprobs(float(chosen), dict(zip(tokens[:count].tolist(), top[:count].tolist(), strict=True)))

@@ -166,6 +166,12 @@ def output_since(request: Request, count: int) -> Output:
     return Output(request, tuple(request.tokens[count:]), logprobs, request.finish_reason)
 
 
+def logprobs_of_row(found, row: int, count: int) -> Logprobs:
+    """The log probabilities of a step's row (see `Sampled.logprobs`), with the `count` most probable tokens."""
+    chosen, top, tokens = (array[row] for array in found)
+    return Logprobs(float(chosen), dict(zip(tokens[:count].tolist(), top[:count].tolist(), strict=True)))
+
+
 def _check(request: Request) -> None:
     """Raises a ValueError for the first option that is not supported."""
 

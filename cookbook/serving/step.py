@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,25 @@ from cookbook.serving.sampling import Options, Sampled, sample
 
 TABLE_WIDTH_MIN = 16  # Pages of the narrowest block table: fewer widths are fewer compilations.
 ALL_TOKENS = 2**31 - 1  # The top_k that cuts nothing off.
+
+
+class Launched(NamedTuple):
+    """A step in flight: what it computes, when its scheduling began, and what the books said then."""
+
+    chunks: list[Chunk]
+    decode: bool
+    sampled: Sampled
+    start: float
+    num_preemptions: int
+    num_held: int
+
+
+class Device(NamedTuple):
+    """Arrays on the device, replaced as a whole: a step is launched with all that it changes, or not at all."""
+
+    pages: list
+    tokens: jax.Array  # The last ones that were sampled.
+    in_flight: tuple[Launched, ...]  # The oldest first.
 
 
 def pack(
