@@ -199,7 +199,7 @@ class _Watch:
 
     def wait(self, original, barrier, thread, logging_info=None):
         with self._lock:
-            self._waiting[thread] = barrier, logging_info
+            self._waiting[thread] = barrier, logging_info, _observed(barrier, thread)
         try:
             return original(barrier, thread, logging_info)
         finally:
@@ -231,14 +231,17 @@ class _Watch:
             alike = alike + 1 if now == before else 0
             before = now
             warps = any(isinstance(thread, shared_memory.Warp) for thread in now[0])
-            if now[0] and alike >= (self._WARPS if warps else 1) and _nobody_is_left(*now):
+            is_over = now[0] and alike >= (self._WARPS if warps else 1) and _nobody_is_left(*now)
+            with self._lock:
+                is_over = is_over and _all_are_blocked(now[0]) and self._waiting == now[0]
+            if is_over:
                 self.report = self._describe(*now)
                 _memory(now[0]).set_failed(Deadlock(self.report), top_level=False)  # Wakes those that wait: they raise.
                 return
 
     def _describe(self, waiting, ended) -> str:
         lines = ["every warpgroup waits, or has ended."]
-        for _, (barrier, info) in sorted(waiting.items(), key=lambda item: str(item[0])):
+        for _, (barrier, info, _) in sorted(waiting.items(), key=lambda item: str(item[0])):
             arrivals = self._arrivals[id(barrier)].items()
             came = [f"{who} at {_place(line)}" + f" ({n} times)" * (n > 1) for (who, line), n in arrivals]
             lines.append(
@@ -267,6 +270,21 @@ def _nobody_is_left(waiting, ended) -> bool:
     warpgroup = lambda thread: thread.warpgroup() if isinstance(thread, shared_memory.Warp) else thread
     every = {warpgroup(thread) for thread in _memory(waiting).all_concurrent_threads}
     return every <= {warpgroup(thread) for thread in (*waiting, *ended)}
+
+
+def _observed(barrier, thread) -> int:
+    """How many phases of the barrier the thread has seen. A warp has seen those of its warpgroup."""
+    seen = barrier.last_observed_phase_by_thread
+    return seen.get(thread, seen.get(thread.warpgroup(), 0) if isinstance(thread, shared_memory.Warp) else 0)
+
+
+def _all_are_blocked(waiting) -> bool:
+    """Whether each waits for a phase that is not complete. Others may only be slow to go on, on a busy machine."""
+    for thread, (barrier, _, observed) in waiting.items():
+        with barrier.cv:
+            if not observed == _observed(barrier, thread) == barrier.phase:
+                return False
+    return True
 
 
 def _name(info) -> str:
