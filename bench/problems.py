@@ -100,6 +100,14 @@ class Case:
         drawn = [jax.ShapeDtypeStruct(*aval) for aval in zip(self.shapes, dtypes, strict=True)]
         return drawn + [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.integers]
 
+    @property
+    def kernel_avals(self) -> list[jax.ShapeDtypeStruct]:
+        """What the kernel takes, without what only peers do: the input that it changes comes last."""
+        avals = self.avals
+        if self.in_place is not None:
+            avals.append(avals.pop(self.in_place))
+        return avals
+
     def inputs(self, seed: int = 0):
         """Random inputs, each its own, and the integers."""
         keys = jax.random.split(jax.random.key(seed), len(self.shapes))

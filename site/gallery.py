@@ -104,7 +104,7 @@ def _facts(name: str) -> dict[str, str]:
     least = roofline.bound(case.flops, case.nbytes, case.dtype, _gpu(name))
     facts = {"Bound by": f"{least.limited_by}, {_figure(least.intensity)} FLOP a byte"}
     try:
-        compiled = compile_for(_gpu(name), kernel, *case.avals)
+        compiled = compile_for(_gpu(name), kernel, *case.kernel_avals)
     except ToolchainMissing:
         return facts
     return facts | {
