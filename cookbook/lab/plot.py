@@ -124,7 +124,8 @@ def error_map(out, expected, *, tile: tuple[int, int], limit: float = 0.05, titl
         raise ValueError(f"error_map: {out.shape=}, {expected.shape=}; must be two matrices of one shape: reshape them")
     if len(tile) != 2 or min(tile) < 1:
         raise ValueError(f"error_map: {tile=}; must be the rows and columns of a tile, both at least 1")
-    error = np.abs(out - expected) / (np.sqrt(np.nanmean(expected**2)) or 1.0)
+    with np.errstate(invalid="ignore"):  # Infinity less infinity.
+        error = np.abs(out - expected) / (np.sqrt(np.nanmean(expected**2)) or 1.0)
     error[np.isnan(out) & np.isnan(expected) | (out == expected)] = 0.0  # Infinities too are equal to themselves.
     starts = [range(0, size, step) for size, step in zip(out.shape, tile, strict=True)]
     tiles = np.array([[error[i : i + tile[0], j : j + tile[1]].max() for j in starts[1]] for i in starts[0]])
