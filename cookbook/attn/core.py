@@ -1,4 +1,8 @@
-"""Shared parts of the attention kernels: which keys a query sees, block by block, and how rows lie in memory."""
+"""The parts that all attention kernels use: which keys a query sees, block by block, and how rows lie in memory.
+
+`tiles.py` has tiles of values, `steps.py` the steps of a compute warpgroup, `checks.py` what is asked of arguments,
+`pages.py` the cache's pages.
+"""
 
 import dataclasses
 import math
@@ -7,12 +11,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-HEAD_DIMS = (64, 128, 256)  # Sizes of heads that kernels with packed or paged keys take.
+from .. import _mgpu
+
+HEAD_DIMS = (64, 128, 256)  # Sizes of heads that the backward kernels compute with.
+SERVED_HEAD_DIMS = (64, 80, 96, 128, 192, 256)  # Those that kernels with packed or paged keys take.
+TILE_ROWS = 8  # Rows that are swizzled together.
 PIECE = 64  # Values of a row that are swizzled together, 128 bytes.
+WG_ROWS = 64  # Rows of a compute warpgroup: those of a WGMMA.
 LOG2E = math.log2(math.e)
+E4M3 = jnp.float8_e4m3fn
 ROWS, COLUMNS = (plgpu.Layout.WGMMA.reduce(dim) for dim in (1, 0))  # One number for each row, or column, of a product.
+TILED = dict(transforms=(plgpu.TilingTransform((8, PIECE)), plgpu.SwizzleTransform(128)))
+# Registers of a thread of the memory and of the compute warpgroups, by the number of the latter. A memory warpgroup
+# that holds ids of pages, or the sizes of tiles of heads of 256, needs more.
+REGISTERS = {2: (24, 240), 3: (32, 160)}
+REGISTERS_MEMORY = {2: (40, 232), 3: (32, 160)}
 
 
 def window(is_causal: bool, local_window_size) -> tuple[int | None, int | None]:
@@ -32,16 +48,70 @@ def rem(number, by: int):
     return lax.rem(number, jnp.int32(by))
 
 
-def slot_of(plan, step):
-    """The slot of a ring that a step uses, where `step` counts from the first one of the block of threads."""
-    return rem(step, plan.config.num_stages)
+def per_row(numbers, shape):
+    """A number for each row, repeated along it; a single number stays one."""
+    return numbers if jnp.ndim(numbers) == 0 else lax.broadcast_in_dim(numbers, shape, [0])
 
 
-def page_of(block_tables, seq, column, num_pages: int):
-    """The page in a column of the block table, or in its last column if there are fewer. An id that is no page becomes
-    `num_pages`, where TMA reads zeros; a larger index could wrap around into the array as others are added to it."""
-    page = block_tables[seq, jnp.minimum(column, block_tables.shape[1] - 1)]
-    return jnp.where((page >= 0) & (page < num_pages), page, num_pages)
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Statics of every kernel here: its heads, and what becomes of their logits."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: jnp.dtype
+    scale: float
+    soft_cap: float | None
+    left: int | None  # Keys that a query sees before its own position; None for all.
+    right: int | None
+    interpreted: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads that share keys."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def piece(self) -> int:
+        """Values of a row of a head that are swizzled together."""
+        return PIECE
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a row of a head."""
+        return pl.cdiv(self.head_dim, self.piece)
+
+    @property
+    def width(self) -> int:
+        """Columns of a head in shared memory: whole pieces."""
+        return self.pieces * PIECE
+
+    @property
+    def whole_pieces(self) -> bool:
+        return self.width == self.head_dim
+
+    @property
+    def has_window(self) -> bool:
+        """Whether there are keys that some queries see and others do not, wherever sequences end."""
+        return (self.left, self.right) != (None, None)
+
+    def scored(self, s, scale=1.0):
+        """(stored scores of products, their `unit`), of operands that have still to be scaled: by one number, or by one
+        for each row."""
+        scale = scale * self.scale
+        if self.soft_cap is None:
+            return s, LOG2E * scale
+        return jnp.tanh(s * per_row(scale / self.soft_cap, s.shape)), self.unit
+
+    @property
+    def unit(self) -> float:
+        """Scale from a stored score to its base-2 logit. It is positive: maxima are taken before scaling."""
+        return LOG2E * (self.scale if self.soft_cap is None else self.soft_cap)
+
+    def capped(self, s):
+        """Stored scores of products: as they are, or with a soft cap their tanh."""
+        return s if self.soft_cap is None else jnp.tanh(s * (self.scale / self.soft_cap))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,35 +161,25 @@ class Blocks:
         seen = seen if self.left is None else seen & (kv_ids >= q_ids - self.left)
         return seen if self.right is None else seen & (kv_ids <= q_ids + self.right)
 
+    def mask_of(self, first_row, block):
+        """`mask` of a warpgroup's rows from `first_row` on and the keys of a block, as its products are laid out."""
+        ids = [plgpu.broadcasted_iota(jnp.int32, self.shape, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1)]
+        return self.mask(ids[0] + first_row, ids[1] + block * self.block_kv)
 
-def check_numbers(op: str, scale, logits_soft_cap, local_window_size) -> None:
-    """Check the numbers that attention is given.
-
-    Raises:
-      ValueError: one is out of range.
-    """
-    for name, number in (("scale", scale), ("logits_soft_cap", logits_soft_cap)):
-        if number is not None and not number > 0:
-            raise ValueError(f"{op}: {name} = {number} must be above 0")
-    sizes = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
-    is_size = lambda size: size is None or (isinstance(size, int | np.integer) and size >= 0)
-    if len(sizes) != 2 or not all(map(is_size, sizes)):
-        raise ValueError(
-            f"{op}: {local_window_size=} must be a number of keys, at least 0, or a tuple (before, after), None for all"
-        )
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the products of a warpgroup's rows and a block."""
+        return WG_ROWS, self.block_kv
 
 
-def row_tiles(shape: tuple[int, ...], dtype, interpreted: bool):
-    """Shared memory for rows in pieces, (..., pieces, rows, 64), in two views: tiled, for tensor cores; and as rows of
-    128 bytes, the only view in which TMA can cut off at the edges of an array. The interpreter gets the first."""
-    swizzle = plgpu.SwizzleTransform(128)
-    tiled = plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, PIECE)), swizzle))
-    return tiled if interpreted else plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(swizzle,)))
+@dataclasses.dataclass(frozen=True)
+class Cuts:
+    """Which of the blocks that a warpgroup's rows see may be cut by a mask: only those are masked."""
 
-
-def views(smem, interpreted: bool):
-    """(tensor cores' view, TMA's view) of a buffer of `row_tiles`."""
-    return (smem, smem) if interpreted else tuple(smem)
+    any: bool  # There are such blocks.
+    first: bool  # Some at the start.
+    last: bool  # More than one at the end.
+    all: bool = False
 
 
 def segment_masks(row_ids, column_ids, rows: int, block: int) -> dict:
@@ -135,3 +195,151 @@ def segment_masks(row_ids, column_ids, rows: int, block: int) -> dict:
     meet = (of_tile.min(-1) <= of_block.max(-1)) & (of_block.min(-1) <= of_tile.max(-1))
     end = jnp.where(meet, jnp.arange(1, meet.shape[2] + 1, dtype=jnp.int32), 0).max(-1)
     return dict(rows=row_ids, columns=column_ids, first=jnp.argmax(meet, -1).astype(jnp.int32), end=end)
+
+
+def same_segment(masks: dict, batch, first_row, first_column, shape):
+    """Whether rows and columns, from these on, have the same id; of `segment_masks`."""
+    load = lambda ids, start, size, layout: plgpu.load(
+        ids.at[batch, pl.ds(start, size)], layout=layout, optimized=False
+    )
+    row_ids = load(masks["rows"], first_row, shape[0], ROWS)
+    column_ids = load(masks["columns"], first_column, shape[1], COLUMNS)
+    return per_row(row_ids, shape) == lax.broadcast_in_dim(column_ids, shape, [1])
+
+
+def row_sinks(sinks, unit):
+    """Base-2 logits of the sinks of a warpgroup's rows. `sinks` has those of each unit's rows; None for none."""
+    return None if sinks is None else plgpu.load(sinks.at[unit], layout=ROWS, optimized=False)
+
+
+# Shared memory --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    block_kv: int = 128  # Keys and values of a step.
+    num_stages: int = 2  # Slots of each of the two rings; a power of two costs the least arithmetic.
+    compute_wgs: int = 2  # Compute warpgroups, with 64 rows each.
+    in_turns: bool = True  # Whether compute warpgroups start their products in turns.
+
+    def __post_init__(self):
+        if self.block_kv % 64 or not 64 <= self.block_kv <= 256:
+            raise ValueError(f"{self.block_kv=} must be a multiple of 64 up to 256 (TMA)")
+        if self.num_stages < 2 or self.compute_wgs not in REGISTERS:
+            raise ValueError(
+                f"{self.num_stages=} must be at least 2 (a block is loaded while another is used), "
+                f"{self.compute_wgs=} one of {list(REGISTERS)}"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return WG_ROWS * self.compute_wgs
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """The queries, out, both rings, and the barriers."""
+        row, barriers = 2 * pl.cdiv(head_dim, PIECE) * PIECE, 4 * self.num_stages + 3 * self.compute_wgs
+        queries = self.rows * (1 if self.out_over_query(head_dim) else 2)
+        return (queries + 2 * self.num_stages * self.block_kv) * row + 8 * barriers
+
+    def out_over_query(self, head_dim: int) -> bool:
+        """Whether out takes the place of the queries on its way out: where shared memory has no room for both."""
+        return head_dim > 128
+
+
+def tiling(piece: int, dtype) -> tuple:
+    """Transforms of shared memory that tensor cores read, whose rows are `piece` values long."""
+    return plgpu.TilingTransform((8, piece)), plgpu.SwizzleTransform(piece * jnp.dtype(dtype).itemsize)
+
+
+def row_tiles(shape: tuple[int, ...], dtype, interpreted: bool):
+    """Shared memory for rows in pieces, (..., pieces, rows, piece), in two views: tiled, for tensor cores; and as rows
+    of a piece each, of 128 bytes or fewer, the only view in which TMA can cut off at the edges of an array. The
+    interpreter gets the first."""
+    transforms = tiling(shape[-1], dtype)
+    tiled = plgpu.SMEM(shape, dtype, transforms=transforms)
+    swizzled = plgpu.SMEM(shape, dtype, transforms=transforms[1:])
+    return tiled if interpreted else plgpu.RefUnion(tiled, swizzled)
+
+
+def views(smem, interpreted: bool):
+    """(tensor cores' view, TMA's view) of a buffer of `row_tiles`."""
+    return (smem, smem) if interpreted else tuple(smem)
+
+
+def barriers(num: int, arrivals: int = 1):
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=num)
+
+
+def scratch(problem: Problem, c: Config, smem: dict, q_copies: int, k_copies: int, v_copies: int) -> dict:
+    """Scratch of a kernel whose rows stay while blocks of keys and values come through two rings: its own `smem` (of
+    keys and values at least), and barriers for so many copies of a warpgroup's queries and of a block."""
+    wgs, stages = c.compute_wgs, c.num_stages
+    tiles = row_tiles((wgs, problem.pieces, WG_ROWS, problem.piece), problem.dtype, problem.interpreted)
+    found = dict(q_smem=tiles) | smem
+    found |= dict(
+        q_filled=barriers(wgs, q_copies),
+        k_filled=barriers(stages, k_copies),
+        v_filled=barriers(stages, v_copies),
+        q_freed=barriers(wgs),
+        k_freed=barriers(stages, wgs),
+        v_freed=barriers(stages, wgs),
+        turn=barriers(wgs),
+    )
+    return found if c.out_over_query(problem.head_dim) else found | dict(o_smem=tiles)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """The scratch of `scratch`, as the roles use it. `q`, `k`, `v` and `o` are as tensor cores see them, `_tma` as TMA
+    does."""
+
+    q: object  # (warpgroups, pieces, 64, 64)
+    q_tma: object
+    q_filled: object  # A barrier a warpgroup: the copies of its queries have arrived.
+    q_freed: object  # A barrier a warpgroup: it is done with them.
+    k: object  # (slots, pieces, block_kv, 64), or rows of whole heads, (slots, block_kv, head_dim).
+    k_tma: object
+    v: object  # (slots, block_kv, width)
+    v_tma: object  # (slots, block_kv / 8, pieces, 8, 64)
+    v_rows: object  # (slots, block_kv / 8, 8 width), for `clear`.
+    keys: _mgpu.Ring
+    values: _mgpu.Ring
+    turns: _mgpu.Turns
+    o: object  # As q, whose place it takes where `out_over_query`.
+    o_tma: object
+    frees_early: bool  # Whether queries are done with before out is stored.
+
+    @classmethod
+    def of(cls, problem: Problem, c: Config, *, q_smem, k_smem, v_smem, q_filled, k_filled, v_filled, q_freed, k_freed,
+           v_freed, turn, o_smem=None):  # fmt: skip
+        # A RefUnion is a row of bytes until it is unpacked.
+        both = lambda smem: tuple(smem) if len(smem.shape) == 1 else (smem, smem)
+        (q, q_tma), (k, k_tma), (v, *v_views) = map(both, (q_smem, k_smem, v_smem))
+        rings = _mgpu.Ring(k_filled, k_freed, c.num_stages), _mgpu.Ring(v_filled, v_freed, c.num_stages)
+        turns = _mgpu.Turns(turn if c.in_turns else None, c.compute_wgs)
+        o_views = (q, q_tma) if o_smem is None else both(o_smem)
+        return cls(
+            q, q_tma, q_filled, q_freed, k, k_tma, v, v_views[0], v_views[-1], *rings, turns, *o_views,
+            frees_early=o_smem is not None,
+        )  # fmt: skip
+
+    def key_piece(self, slot, piece: int):
+        """64 columns of the keys in a slot."""
+        return self.k.at[slot, piece] if len(self.k.shape) == 4 else self.k.at[slot, :, pl.ds(piece * PIECE, PIECE)]
+
+    def free_query(self, wg):
+        plgpu.barrier_arrive(self.q_freed.at[wg])
+
+    def drain(self, count):
+        """The memory warpgroup, after `count` steps: the last slots are given back too."""
+        self.keys.drain(count)
+        self.values.drain(count)
+
+    def round_out(self, wg, out):
+        """Puts a warpgroup's results, rounded, where TMA may take them from."""
+        out = out.astype(self.o.dtype)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The previous tile's have left.
+        for p in range(self.o.shape[1]):
+            self.o[wg, p] = out[:, p * PIECE : (p + 1) * PIECE]
+        plgpu.commit_smem()

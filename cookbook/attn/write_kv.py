@@ -4,10 +4,19 @@
 
 Shapes: k_new, v_new (T, H, D); k_pages, v_pages (P, page_size, H, D), vLLM's layout; slot_mapping (T,) int32. D is a
 multiple of 8 and H * D at most 65536; the rest is free. bfloat16, float16 or float32, one dtype for all four: bits are
-moved, not values, so a NaN stays the NaN that it was.
+moved, not values, so a NaN stays the NaN that it was. Or the cache is float8_e4m3fn: rows are divided by their heads'
+scales, cut at 448, the largest number, and rounded.
 
 A slot below 0 (padding) or beyond the cache is skipped: each store stands under a comparison of its slot with both
 bounds, so no address is made of such a slot. The row of k_new and v_new is read all the same.
+
+Other names of the arguments:
+
+    here           flash-attn (with_kvcache)  vLLM (reshape_and_cache_flash)  FlashInfer (append_paged_kv_cache)
+    k_new, v_new   k, v                       key, value                      append_key, append_value
+    k_pages        k_cache                    key_cache                       paged_kv_cache[0], "NHD"
+    v_pages        v_cache                    value_cache                     paged_kv_cache[1], "NHD"
+    slot_mapping   cache_seqlens              slot_mapping                    batch_indices, positions, kv_indices
 
 Role table: one warpgroup a block takes a few tokens. It loads their slots, and their rows straight into registers
 without waiting for the slots; then it stores each row where its slot says. No barrier orders data: nothing is shared,
@@ -23,7 +32,7 @@ Slots should be distinct. Which of two tokens with one slot wins is undefined, a
 depends on the order in which blocks run, and for the later one to win each block would have to read all slots.
 `cookbook.write_kv.check_slots` finds such tokens, on the host.
 
-Under `jax.shard_map`, with `check_vma=False`. Not supported: tokens and cache of different dtypes, 8-bit caches,
+Under `jax.shard_map`, with `check_vma=False`. Not supported: tokens and cache of different dtypes of 16 or 32 bits,
 differentiation, `jax.vmap`.
 Source: `reshape_and_cache_flash` of vLLM.
 """
@@ -39,18 +48,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
+from . import checks
+from .core import E4M3
+from .pages_fp8 import page_scales
 
 WARPGROUP = 128  # Threads in a warpgroup.
+E4M3_MAX = 448.0
 LOADS = 8  # Loads of k that a thread has in flight, and as many of v: 64 registers at 16 bytes a load.
 
 
-def write_kv_reference(k_new, v_new, k_pages, v_pages, slot_mapping):
-    def write(new, pages):
+def write_kv_reference(k_new, v_new, k_pages, v_pages, slot_mapping, *, k_scale=1.0, v_scale=1.0):
+    def write(new, pages, scale):
+        if pages.dtype == E4M3:
+            new = new.astype(jnp.float32) / jnp.reshape(jnp.asarray(scale, jnp.float32), (-1, 1))
+            new = jnp.clip(new, -E4M3_MAX, E4M3_MAX).astype(E4M3)
         slots = pages.reshape(-1, *pages.shape[2:])
         where = jnp.where(slot_mapping < 0, len(slots), slot_mapping)  # JAX would count a negative one from the end.
         return slots.at[where].set(new, mode="drop").reshape(pages.shape)
 
-    return write(k_new, k_pages), write(v_new, v_pages)
+    return write(k_new, k_pages, k_scale), write(v_new, v_pages, v_scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +133,11 @@ def _check(k_new, v_new, k_pages, v_pages, slot_mapping):
     ):
         if x.shape != shape:
             raise ValueError(f"{op}: {name} has shape {x.shape}; must be {shape}, to go with {k_new.shape=}")
-    for name, x in dict(k_new=k_new, v_new=v_new, **caches).items():
+    narrow = k_pages.dtype == E4M3 == v_pages.dtype
+    for name, x in dict(k_new=k_new, v_new=v_new, **({} if narrow else caches)).items():
         if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             raise ValueError(f"{op}: {name}.dtype is {x.dtype}; must be bfloat16, float16 or float32: cast it")
-        if x.dtype != k_pages.dtype:
+        if x.dtype != (k_new if narrow else k_pages).dtype:
             raise ValueError(f"{op}: {name}.dtype is {x.dtype} and {k_pages.dtype=}; must be the same: cast {name}")
     if slot_mapping.dtype != jnp.int32:
         raise ValueError(f"{op}: {slot_mapping.dtype=}; must be int32: cast it")
@@ -153,6 +170,13 @@ class Plan:
         return [all_pieces[i : i + size] for i in range(0, len(all_pieces), size)]
 
 
+def _rounded(values, scales):
+    """Values as the cache has them."""
+    wide = [value.astype(jnp.float32) / scale for value, scale in zip(values, scales, strict=True)]
+    # Without it a GPU would cut at the end of e4m3, too, and the interpreter make NaN of what is beyond.
+    return [jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(E4M3) for x in wide]
+
+
 def _load(new_gmem, token, group):
     at = lambda start, length: new_gmem.at[token, pl.ds(start, length)]
     return [plgpu.load(at(*piece), layout=_layout(piece[1]), optimized=False) for piece in group]
@@ -173,24 +197,28 @@ def _loads_first():
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _kernel(k_new_gmem, v_new_gmem, slots_gmem, k_pages_gmem, v_pages_gmem, *, plan: Plan):
+def _kernel(k_new_gmem, v_new_gmem, slots_gmem, *scales_and_pages, plan: Plan):
+    *scales_gmem, k_pages_gmem, v_pages_gmem = scales_and_pages
     first = lax.axis_index("block") * plan.block_tokens
     # Where the last block has fewer tokens, it takes the last one again: the same threads store the same bits.
     tokens = [jnp.minimum(first + i, plan.num_tokens - 1) for i in range(plan.block_tokens)]
     slots = [slots_gmem[token] for token in tokens]
     for group in plan.groups:
         rows = [(_load(k_new_gmem, token, group), _load(v_new_gmem, token, group)) for token in tokens]
+        scales = [_load(scale, 0, group) for scale in scales_gmem]
         _loads_first()
         for slot, (k, v) in zip(slots, rows, strict=True):
 
             @pl.when(_is_slot(slot, plan.num_slots))
-            def _(slot=slot, k=k, v=v, group=group):
+            def _(slot=slot, k=k, v=v, group=group, scales=scales):
+                if scales:
+                    k, v = _rounded(k, scales[0]), _rounded(v, scales[1])
                 _store(k_pages_gmem, slot, group, k)
                 _store(v_pages_gmem, slot, group, v)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "params"))
-def _call(k_new, v_new, k_pages, v_pages, slot_mapping, config: Config | None, params):
+def _call(k_new, v_new, k_pages, v_pages, slot_mapping, scales: tuple, config: Config | None, params):
     """From arrays to arrays. The reshapes join neighbouring axes, which moves nothing."""
     num_tokens, cols, itemsize = len(k_new), k_new.shape[1] * k_new.shape[2], k_new.dtype.itemsize
     config = config or default_config(num_tokens, cols, itemsize)
@@ -201,25 +229,32 @@ def _call(k_new, v_new, k_pages, v_pages, slot_mapping, config: Config | None, p
         grid=(plan.num_blocks,),
         grid_names=("block",),
         compiler_params=params,
-    )(k_new.reshape(-1, cols), v_new.reshape(-1, cols), slot_mapping, k_slots, v_slots)
+    )(
+        k_new.reshape(-1, cols), v_new.reshape(-1, cols), slot_mapping,
+        *[jnp.repeat(scale, k_new.shape[2])[None] for scale in scales], k_slots, v_slots,
+    )  # fmt: skip
     return jax.freeze(k_slots).reshape(k_pages.shape), jax.freeze(v_slots).reshape(v_pages.shape)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "params"))
-def _call_on_refs(k_new, v_new, k_pages, v_pages, slot_mapping, config: Config | None, params):
+def _call_on_refs(k_new, v_new, k_pages, v_pages, slot_mapping, scales: tuple, config: Config | None, params):
     """Inside `jit` a Ref is the value that it has at the time, and XLA gives all its values one buffer: no copies."""
-    k_pages[...], v_pages[...] = _call(k_new, v_new, k_pages[...], v_pages[...], slot_mapping, config, params)
+    caches = k_pages[...], v_pages[...]
+    k_pages[...], v_pages[...] = _call(k_new, v_new, *caches, slot_mapping, scales, config, params)
 
 
-def write_kv(k_new, v_new, k_pages, v_pages, slot_mapping, *, config: Config | None = None):
+def write_kv(k_new, v_new, k_pages, v_pages, slot_mapping, *, k_scale=None, v_scale=None, config: Config | None = None):
     """Writes the keys and values of new tokens into a paged cache, in place: `reshape_and_cache_flash` of vLLM.
 
     Args:
       k_new, v_new: (T, H, D) bfloat16, float16 or float32, D a multiple of 8 and H * D at most 65536.
-      k_pages, v_pages: (P, page_size, H, D) of the same dtype; both arrays, or both Refs (`jax.new_ref`).
+      k_pages, v_pages: (P, page_size, H, D) of the same dtype, or of float8_e4m3fn; both arrays, or both Refs
+        (`jax.new_ref`).
       slot_mapping: (T,) int32, for each token page * page_size + offset. A token with a negative slot (padding), or one
         beyond the cache, is skipped. Slots should be distinct: of two tokens with one slot it is undefined which is
         written, or parts of both (`cookbook.write_kv.check_slots` looks, on the host).
+      k_scale, v_scale: with pages of float8_e4m3fn, by what rows are divided before they are cut at 448 and rounded: a
+        float above 0, or (H,) of them; None for 1. A NaN stays one.
       config: tokens a block; None chooses by shape.
 
     Returns:
@@ -229,13 +264,21 @@ def write_kv(k_new, v_new, k_pages, v_pages, slot_mapping, *, config: Config | N
     Raises:
       ValueError: a rank, shape or dtype is not supported, or one cache alone is a Ref; RuntimeError: no GPU.
     """
+    k_new, v_new, slot_mapping = checks.arrays("write_kv", k_new=k_new, v_new=v_new, slot_mapping=slot_mapping)
+    by_ref = isinstance(k_pages, jax.Ref) or isinstance(v_pages, jax.Ref)
+    if not by_ref:
+        k_pages, v_pages = checks.arrays("write_kv", k_pages=k_pages, v_pages=v_pages)
     _check(k_new, v_new, k_pages, v_pages, slot_mapping)
-    by_ref = isinstance(k_pages, jax.Ref)
+    scales = page_scales("write_kv", k_pages, k_scale, v_scale)
     if 0 in (*k_new.shape, *k_pages.shape):
         return None if by_ref else (k_pages, v_pages)
     _mgpu.require_target("write_kv")
+    refuse = functools.partial(_mgpu.without_gradient, "write_kv", "k_pages.at[page, offset].set(k_new)")
+    k_new, v_new = refuse(k_new, v_new)
+    if not by_ref:
+        k_pages, v_pages = refuse(k_pages, v_pages)
     call = _call_on_refs if by_ref else _call
-    return call(k_new, v_new, k_pages, v_pages, slot_mapping, config, _mgpu.compiler_params())
+    return call(k_new, v_new, k_pages, v_pages, slot_mapping, scales, config, _mgpu.compiler_params())
 
 
 def check_slots(slot_mapping, num_slots: int):
@@ -269,6 +312,7 @@ def check_slots(slot_mapping, num_slots: int):
 write_kv.Config, write_kv.check_slots = Config, check_slots  # `cookbook.write_kv` is that function, not its module.
 
 
-def bytes_moved(num_tokens: int, num_kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Each new row of k and of v is read once and written once; slots are read once."""
-    return num_tokens * (4 * num_kv_heads * head_dim * itemsize + 4)
+def bytes_moved(num_tokens: int, num_kv_heads: int, head_dim: int, itemsize: int, page_itemsize: int = 0) -> int:
+    """Each new row of k and of v is read once and written once, in `page_itemsize` bytes a value if they are fewer;
+    slots are read once."""
+    return num_tokens * (2 * num_kv_heads * head_dim * (itemsize + (page_itemsize or itemsize)) + 4)

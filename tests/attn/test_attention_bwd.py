@@ -2,9 +2,6 @@
 
 import functools
 import importlib
-import inspect
-import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +10,10 @@ import pytest
 from test_attention import MASKS, operands
 
 from cookbook import lab
+from cookbook.attn.core import Problem
 
 forward = importlib.import_module("cookbook.attn.attention")
-module = importlib.import_module("cookbook.attn.attention_bwd")
+kernel = importlib.import_module("cookbook.attn.bwd_kernel")
 attention, reference = forward.attention, forward.attention_reference
 # Weights and their gradients are rounded to the operands' dtype before they are multiplied, as tensor cores want it,
 # and so is the result: two errors of at most half a unit in the last place, where the reference rounds once.
@@ -36,10 +34,10 @@ def check(*args, fn=attention, seed=0, peaked=1, gpu=None, **kwargs):
     query, key, value = args
     (batch, num_q, heads, _), rng = query.shape, np.random.default_rng(seed)
     d_out = jnp.asarray(rng.normal(size=query.shape) + 0.2, query.dtype)
-    d_lse = jnp.asarray(rng.normal(size=(batch, heads, num_q)), jnp.float32)
-    config = kwargs.pop("config", None)
+    d_lse = jnp.asarray(rng.normal(size=(batch, num_q, heads)), jnp.float32)
+    options = {name: kwargs.pop(name) for name in ("config", "deterministic") if name in kwargs}
     return lab.check(
-        functools.partial(gradients, functools.partial(fn, return_lse=True, config=config), **kwargs),
+        functools.partial(gradients, functools.partial(fn, return_lse=True, **options), **kwargs),
         functools.partial(gradients, reference, **kwargs),
         query, key, value, d_out, d_lse, tolerance=peaked * TOLERANCE[query.dtype], gpu=gpu,
     )  # fmt: skip
@@ -123,30 +121,17 @@ def test_jit_vmap_checkpoint_and_determinism():
             np.testing.assert_array_equal(a, b)
 
 
-def test_shard_map():
-    """Over the batch, as data parallelism does it."""
-    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
-    args = operands(40, 50, batch=2)
-    grad = jax.grad(lambda q, k, v: attention(q, k, v).astype(jnp.float32).sum(), argnums=(0, 1, 2))
-    spec = jax.P("data")
-    fn = jax.shard_map(grad, mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec,) * 3, check_vma=False)
-    for a, b in zip(lab.run(fn, *args), lab.run(grad, *args), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("right", [None, 0])
 @pytest.mark.parametrize("for_query", [True, False])
 def test_what_the_compiler_makes_of_it(head_dim, right, for_query):
     """No product waits for another, which ptxas would say, and next to nothing is spilled."""
-    plan = module.Plan(
-        1, 4096, 4096, 8, 8, head_dim, jnp.dtype(jnp.bfloat16), 1.0, None, None, right, False, for_query, False
-    )
+    problem = Problem(8, 8, head_dim, jnp.dtype(jnp.bfloat16), 1.0, None, None, right, interpreted=False)
+    plan = kernel.Plan(problem, 1, 4096, 4096, has_segments=False, for_query=for_query)
     x = jax.ShapeDtypeStruct((1, 4096, 8, head_dim), jnp.bfloat16)
     vector = jax.ShapeDtypeStruct((1, 8, 4096), jnp.float32)
-    fn = lambda a, b, c, d, lse, delta: module._gradients(
-        plan, (a, b), (c, d), (lse, delta), (), module._mgpu.compiler_params(approx_math=True)
-    )
+    params = kernel._mgpu.compiler_params(approx_math=True)
+    fn = lambda a, b, c, d, lse, delta: kernel.launch(plan, params, (a, b), (c, d), (lse, delta), ())
     compiled = lab.compile_for("h200", fn, x, x, x, x, vector, vector)
     assert not compiled.remarks
     # dk and dv fill the registers: of a tile's numbers some are spilled, and with a causal mask more, in its own loop.
@@ -154,30 +139,28 @@ def test_what_the_compiler_makes_of_it(head_dim, right, for_query):
 
 
 @pytest.mark.parametrize(
-    "old, new",
+    "name, old, new",
     [
-        ("", ""),  # Nothing is wrong, and nothing is found.
-        ('"btnh,btnh->bnt", out, d_out', '"btnh,btnh->bnt", d_out, d_out'),
-        ("preferred_element_type=jnp.float32) - d_lse", "preferred_element_type=jnp.float32)"),
-        ("ds = ds if plan.soft_cap is None else ds * (1.0 - s * s)", "ds = ds"),
-        ("self.block, self.right, self.left)", "self.block, self.left, self.right)"),
-        ("now = add(now, 0, ds.astype(plan.dtype), 0, count)", "now = add(now, 0, ds.astype(plan.dtype), 1, count)"),
-        ("        plgpu.barrier_wait(filled.at[slot(count)])\n", ""),
-        ("self.head * plan.group + i", "self.head * plan.group"),
+        ("attention_bwd", "", ""),  # Nothing is wrong, and nothing is found.
+        ("attention_bwd", '"btnh,btnh->bnt", out, d_out', '"btnh,btnh->bnt", d_out, d_out'),
+        ("attention_bwd", "preferred_element_type=jnp.float32) - d_lse", "preferred_element_type=jnp.float32)"),
+        ("bwd_steps", "ds = ds if problem.soft_cap is None else ds * (1.0 - s * s)", "ds = ds"),
+        ("bwd_kernel", "self.block, right, left)", "self.block, left, right)"),
+        (
+            "bwd_steps",
+            "add(now, 0, ds.astype(problem.dtype), 0, count)",
+            "add(now, 0, ds.astype(problem.dtype), 1, count)",
+        ),
+        ("bwd_steps", "slot = smem.ring.wait(count)", "slot = smem.ring.slot(count)"),
+        ("bwd_kernel", "self.head * plan.problem.group + i", "self.head * plan.problem.group"),
     ],
 )
-def test_mutants_are_caught(run_only, found_if, monkeypatch, old, new):
+def test_mutants_are_caught(run_only, found_if, mutant_of, name, old, new):
     """delta of the wrong tensor, a forgotten gradient of lse, a soft cap without its
     derivative, blocks of the wrong queries, dk from the wrong operand, a missing wait, one head for all of a group."""
-    source = inspect.getsource(module)
-    assert old == new or source.count(old) == 1
-    copy = types.ModuleType("mutant_of_attention_bwd")
-    copy.__package__ = module.__package__
-    monkeypatch.setitem(sys.modules, copy.__name__, copy)
-    exec(compile(source.replace(old, new), copy.__name__, "exec"), copy.__dict__)
-    monkeypatch.setattr(forward, "attention_bwd", copy)
+    mutant = mutant_of(name, old, new)("attention").attention
     with found_if(old != new):
-        check(*operands(130, 100), local_window_size=(40, 0), logits_soft_cap=3.0)
+        check(*operands(130, 100), fn=mutant, local_window_size=(40, 0), logits_soft_cap=3.0)
 
 
 # Batch, queries, keys, query heads, key heads, head_dim: of the tests of JAX's own kernel for Hopper, and such as

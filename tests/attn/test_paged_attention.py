@@ -2,9 +2,6 @@
 
 import functools
 import importlib
-import inspect
-import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +9,9 @@ import numpy as np
 import pytest
 
 from cookbook import _mgpu, lab, merge_attention, paged_attention
+from cookbook.attn import decode_parts
+from cookbook.attn.core import SERVED_HEAD_DIMS, Problem
+from cookbook.attn.pages import PAGE_SIZES, Pages
 from cookbook.lab import interpreter
 
 module = importlib.import_module("cookbook.attn.paged_attention")
@@ -45,7 +45,7 @@ def check(*args, fn=paged_attention, config=SMALL, gpu=None, **kwargs):
     return lab.check(fn, functools.partial(reference, **kwargs), *args, tolerance=tolerance, gpu=gpu)
 
 
-@pytest.mark.parametrize("page_size", module.PAGE_SIZES)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_lengths_and_page_sizes(page_size):
     """None, one, a page and one less and more, a block and one less and more, all that the table holds."""
     lens = [0, 1, page_size - 1, page_size, page_size + 1, 63, 64, 65, 320 - 320 % page_size]
@@ -65,7 +65,13 @@ def test_groups_of_heads(heads, kv_heads):
 
 @pytest.mark.parametrize(
     "head_dim, config, dtype",
-    [(64, None, jnp.float16), (128, None, jnp.bfloat16), (256, None, jnp.bfloat16)],
+    [
+        (64, None, jnp.float16),
+        (80, None, jnp.bfloat16),
+        (128, None, jnp.bfloat16),
+        (256, None, jnp.bfloat16),
+        *(pytest.param(size, None, jnp.bfloat16, marks=pytest.mark.slow) for size in (96, 192)),
+    ],
 )
 def test_head_dims_and_dtypes(head_dim, config, dtype):
     check(*operands([150, 100], heads=3, kv_heads=1, head_dim=head_dim, dtype=dtype), config=config)
@@ -103,14 +109,13 @@ def test_every_block_has_its_part(num_sms, kv_heads, num_parts):
     kernel computes of them is what the first was given."""
     lens = [1, 700, 3, 64, 0, 129, 250]
     q, k_pages, _, tables, kv_lens = operands(lens, heads=2 * kv_heads, kv_heads=kv_heads)
-    plan = module.Plan(
-        *q.shape[:2], k_pages.shape[2], q.shape[2], k_pages.shape[0], k_pages.shape[1], tables.shape[1], q.dtype, 1.0,
-        None, None, SMALL, num_sms, interpreted=True,
-    )  # fmt: skip
+    problem = Problem(2 * kv_heads, kv_heads, 64, q.dtype, 1.0, None, None, 0, interpreted=True)
+    pages = Pages(*k_pages.shape[:2], tables.shape[1], SMALL.block_kv)
+    plan = decode_parts.Plan(problem, len(q), pages, SMALL, num_sms)
     assert plan.num_parts == num_parts
     blocks = np.maximum(-(-np.array(lens) // 64), 1)
     seq_starts, taken = np.cumsum(blocks) - blocks, []
-    parts = [module.Part(plan, *module._ends_and_seqs(plan, kv_lens), kv_lens, p) for p in range(num_parts)]
+    parts = [decode_parts.Part(plan, *decode_parts.ends_and_seqs(plan, kv_lens), kv_lens, p) for p in range(num_parts)]
     for number, part in enumerate(parts):
         first, begin, steps, pieces = (int(x) for x in (part.first_seq, part.begin, part.steps, part.pieces))
         taken += [number] * steps
@@ -120,6 +125,14 @@ def test_every_block_has_its_part(num_sms, kv_heads, num_parts):
             assert seq_starts[last] < len(taken) <= seq_starts[last] + blocks[last]
     assert len(taken) == blocks.sum() and max(np.bincount(taken, minlength=num_parts)) - len(taken) // num_parts <= 1
     assert [int(plan.part_of(jnp.int32(block), jnp.int32(len(taken)))) for block in range(len(taken))] == taken
+
+
+def test_more_pieces_than_are_merged_at_once(monkeypatch):
+    """13 SMs take a sequence in as many pieces; the later keys' logits are the largest, so that sums are rescaled."""
+    monkeypatch.setattr(interpreter, "NUM_SMS", 13)
+    args = operands([700, 70], heads=2, kv_heads=1)
+    args[1] = args[1].at[args[3][0, args[3].shape[1] // 2 :]].multiply(4.0)
+    check(*args)
 
 
 def test_pages_may_be_shared():
@@ -180,7 +193,7 @@ def test_jit_vmap_and_determinism():
     assert (runs[0] == runs[1]).all() and (several[0] == runs[0]).all() and not (several[1] == runs[0]).all()
 
 
-@pytest.mark.parametrize("head_dim", module.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", SERVED_HEAD_DIMS)
 @pytest.mark.parametrize("page_size", [16, 128])
 def test_what_the_compiler_makes_of_it(head_dim, page_size):
     pages = jax.ShapeDtypeStruct((2048, page_size, 8, head_dim), jnp.bfloat16)
@@ -231,39 +244,29 @@ def test_configs_are_checked():
 
 
 @pytest.mark.parametrize(
-    "old, new",
+    "name, old, new",
     [
-        ("", ""),  # Nothing is wrong, and nothing is found.
-        ("(token < piece.kv_len)", "(token <= piece.kv_len)"),
-        ("            _clear(v_smem.at[slot], low - first, piece.kv_len - first)\n", ""),
-        ("page_of(block_tables, piece.seq, ", "page_of(block_tables, lax.div(piece.seq, jnp.int32(2)), "),
-        ("acc = acc * of_rows(alpha)", "acc = acc"),
-        ("[jnp.exp2(each[r] - shift[r]) for r in range(rows)]", "[jnp.exp2(0 * each[r]) for r in range(rows)]"),
-        ("acc, p = acc * per_row(alpha, acc.shape), p", "acc, p = acc, p"),
-        (
-            "page_of(block_tables, piece.seq, column, plan.num_pages)",
-            "jnp.maximum(block_tables[piece.seq, jnp.minimum(column, plan.pages_per_seq - 1)], 0)",
-        ),
-        ("        pl.when(count + step >= c.num_stages)(lambda: plgpu.barrier_wait(freed.at[slot]))\n", ""),
-        ("        pl.when(i > 0)(lambda: plgpu.barrier_wait(q_freed))\n", ""),
-        (
-            "        last = lambda step: plgpu.barrier_wait(freed.at[slot_of(plan, step)])",
-            "        last = lambda step: None",
-        ),
-        ("out_gmem.at[piece.seq + part, unit])", "out_gmem.at[piece.seq, unit])"),
+        ("decode", "", ""),  # Nothing is wrong, and nothing is found.
+        ("decode", "(token < piece.kv_len)", "(token <= piece.kv_len)"),
+        ("decode", "clear(problem, self.v_rows.at[slot], *seen)", "pass"),
+        ("decode", "of_block(block_tables, piece.seq, ", "of_block(block_tables, lax.div(piece.seq, jnp.int32(2)), "),
+        ("merge", "acc = acc * of_rows(alpha)", "acc = acc"),
+        ("merge", "l_i[r] * alpha[r] + ", "l_i[r] + "),
+        ("merge", "[jnp.exp2(lse[r] - shift[r]) for r in range(rows)]", "[jnp.exp2(0 * lse[r]) for r in range(rows)]"),
+        ("decode", "acc * per_row(alpha, acc.shape)", "acc"),
+        ("pages", "return jnp.where((page >= 0) & (page < num_pages), page, num_pages)", "return jnp.maximum(page, 0)"),
+        ("decode", "slot = smem.ring.fill(before + step)", "slot = smem.ring.slot(before + step)"),
+        ("decode", "        pl.when(i > 0)(lambda: plgpu.barrier_wait(smem.q_freed))\n", ""),
+        ("decode", "    smem.ring.drain(count)\n", ""),
+        ("decode", "where = piece.seq + part, unit", "where = piece.seq, unit"),
     ],
 )
-def test_mutants_are_caught(run_only, found_if, monkeypatch, old, new):
+def test_mutants_are_caught(run_only, found_if, mutant_of, monkeypatch, name, old, new):
     """A mask off by one, NaN let in, a stale row of the table, sums merged or scaled wrongly, an id let through, waits
     that are missing, pieces in each other's place."""
-    source = inspect.getsource(module)
-    assert old == new or source.count(old) == 1
-    mutant = types.ModuleType("mutant")
-    mutant.__package__ = module.__package__
-    monkeypatch.setitem(sys.modules, "mutant", mutant)
-    exec(compile(source.replace(old, new), "mutant", "exec"), mutant.__dict__)
+    mutant = mutant_of(name, old, new)("paged_attention")
     # To be merged wrongly a sequence needs more pieces than are merged at once. The last keys have the largest logits.
-    merges = "of_rows" in old or "each[r]" in old
+    merges = name == "merge"
     monkeypatch.setattr(interpreter, "NUM_SMS", 13 if merges else 3)
     args = operands([700 if merges else 300, 70, 0], heads=2, kv_heads=1)
     args[3] = args[3].at[1, 1].set(-7)

@@ -3,17 +3,18 @@ touched, decode tokens beside chunks of prompts."""
 
 import functools
 import importlib
-import inspect
-import sys
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_attention import pads
 
 from cookbook import lab, paged_attention, ragged_paged_attention, varlen_attention
+from cookbook.attn import packed as kernel
+from cookbook.attn import packed_plan, packed_tiles
 from cookbook.attn.attention import Config, attention
+from cookbook.attn.core import SERVED_HEAD_DIMS, Problem
 from cookbook.lab import interpreter
 
 module = importlib.import_module("cookbook.attn.varlen_attention")
@@ -94,14 +95,21 @@ def test_groups_of_heads(heads, kv_heads):
     "head_dim, config, dtype",
     [
         (64, None, jnp.float16),
+        (80, None, jnp.bfloat16),
         (256, None, jnp.bfloat16),
-        pytest.param(128, None, jnp.bfloat16, marks=pytest.mark.slow),
+        *(pytest.param(size, None, jnp.bfloat16, marks=pytest.mark.slow) for size in (96, 128, 192)),
         (64, Config(64, 3, 3), jnp.bfloat16),
     ],
 )
 def test_head_dims_and_configs(head_dim, config, dtype):
     args = packed([50, 30], [90, 130], heads=2, kv_heads=1, head_dim=head_dim, dtype=dtype)
     check(*args, is_causal=True, config=config, gpu="h200" if head_dim == 64 else None)
+
+
+@pytest.mark.parametrize("head_dim", [80, *(pytest.param(size, marks=pytest.mark.slow) for size in (96, 192))])
+def test_head_dims_in_pages(head_dim):
+    args = paged([9, 12], [20, 70], heads=4, kv_heads=2, head_dim=head_dim)
+    check(*args, fn=ragged_paged_attention, config=None, gpu="h200")
 
 
 @pytest.mark.parametrize("page_size", [16, 256, pytest.param(64, marks=pytest.mark.slow)])
@@ -172,16 +180,18 @@ def test_starts_out_of_range_are_cut():
     np.testing.assert_array_equal(lab.run(fn, q, k, v, wrong_q, wrong_kv), lab.run(fn, q, k, v, right_q, right_kv))
 
 
+def problem(heads, kv_heads, head_dim):
+    return Problem(heads, kv_heads, head_dim, jnp.dtype(jnp.bfloat16), 1.0, None, None, 0, interpreted=True)
+
+
 @pytest.mark.parametrize("heads, num_blocks", [(2, 3), (8, 132), (1, 16)])
 def test_each_tile_is_listed_once(heads, num_blocks):
     q_lens, kv_lens = np.array([300, 0, 7, 64, 1]), np.array([300, 5, 700, 64, 0])
-    plan = module.Plan(
-        400, 5, 4 * heads, heads, 64, jnp.bfloat16, 1.0, None, None, 0, None, SMALL, num_blocks, interpreted=True
-    )  # fmt: skip
+    plan = packed_plan.Plan(problem(4 * heads, heads, 64), 400, 5, None, SMALL, num_blocks)
     starts = cumulative(kv_lens)
-    table, counts, _ = module._tiles(plan, cumulative(q_lens), starts[:-1], jnp.diff(starts))
+    table, counts, _ = packed_tiles.table(plan, cumulative(q_lens), starts[:-1], jnp.diff(starts))
     tiles = [
-        dict(zip(module.FIELDS, np.asarray(table)[i * num_blocks + block], strict=True))
+        dict(zip(packed_tiles.FIELDS, np.asarray(table)[i * num_blocks + block], strict=True))
         for block, count in enumerate(np.asarray(counts)) for i in range(count)
     ]  # fmt: skip
     for unit in range(heads):
@@ -199,12 +209,9 @@ def test_work_is_dealt_out_evenly(lens, units):
     """No block of threads has 2.5 % more steps than the mean, which is less than one long tile of the first problem;
     and units take turns whose keys L2 cannot hold."""
     steps = np.concatenate([-(-np.arange(32, n + 32, 32) // 128) for n in lens])
-    plan = module.Plan(
-        sum(lens), len(lens), 4 * units, units, 128, jnp.bfloat16, 1.0, None, None, 0, None, Config(), 132,
-        interpreted=True,
-    )  # fmt: skip
+    plan = packed_plan.Plan(problem(4 * units, units, 128), sum(lens), len(lens), None, Config(), 132)
     padded = jnp.asarray(np.pad(steps, (0, plan.max_tiles - len(steps))), jnp.int32)
-    row, unit, counts = map(np.asarray, module._deal(plan, padded, jnp.int32(len(steps)), jnp.int32(sum(lens))))
+    row, unit, counts = map(np.asarray, packed_tiles.deal(plan, padded, jnp.int32(len(steps)), jnp.int32(sum(lens))))
     dealt = [np.arange(count) * 132 + block for block, count in enumerate(counts)]
     assert sorted(zip(*((x[np.concatenate(dealt)]).tolist() for x in (row, unit)), strict=True)) == [
         (i, j) for i in range(len(steps)) for j in range(units)
@@ -222,16 +229,22 @@ def test_jit_vmap_and_determinism():
     assert (runs[0] == runs[1]).all() and (several[0] == runs[0]).all() and not (several[1] == runs[0]).all()
 
 
-@pytest.mark.parametrize("head_dim", module.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", SERVED_HEAD_DIMS)
 @pytest.mark.parametrize("how", [dict(), dict(is_causal=True)], ids=str)
 def test_what_the_compiler_makes_of_it(head_dim, how):
     q, kv = (jax.ShapeDtypeStruct((8192, heads, head_dim), jnp.bfloat16) for heads in (16, 4))
     cu = jax.ShapeDtypeStruct((17,), jnp.int32)
     compiled = lab.compile_for("h200", functools.partial(varlen_attention, **how), q, kv, kv, cu, cu)
-    need = module.default_config(head_dim).smem_bytes(head_dim) + 8
+    need = kernel.default_config(head_dim).smem_bytes(head_dim) + 8
     assert need <= compiled.smem_bytes <= need + 2560 and not compiled.remarks
-    # The memory warpgroup, which has few registers, spills numbers of a tile. Measured: 4, 60 and 84 bytes.
-    assert compiled.spill_bytes <= {64: 32, 128: 112, 256: 144}[head_dim]
+    # The memory warpgroup, which has few registers, spills numbers of a tile.
+    assert compiled.spill_bytes <= {64: 32}.get(head_dim, 112 if head_dim <= 128 else 144)
+
+
+def test_keys_of_any_number_are_not_copied():
+    """To a whole number of TMA's tiles, that is."""
+    q, kv = (jax.ShapeDtypeStruct((4095, heads, 128), jnp.bfloat16) for heads in (16, 4))
+    assert not pads(varlen_attention, q, kv, kv, *[jax.ShapeDtypeStruct((17,), jnp.int32)] * 2)
 
 
 @pytest.mark.parametrize("page_size", [16, 128])
@@ -273,51 +286,40 @@ def test_errors_name_the_rule(fn, message):
 @pytest.mark.parametrize(
     "name, old, new",
     [
-        ("varlen_attention", "", ""),  # Nothing is wrong, and nothing is found.
+        ("packed", "", ""),  # Nothing is wrong, and nothing is found.
         ("core", "", ""),
-        ("varlen_attention", "first_q = num_kv - q_lens[seq] + first", "first_q = first_kv + first"),
-        ("varlen_attention", "num_q=jnp.clip(q_lens[seq] - first, 0, plan.queries)", "num_q=plan.queries + 0 * first"),
-        ("varlen_attention", "        _clear(plan, rows.at[slot], tile.first_kv - first, tile.num_kv - first)\n", ""),
-        ("varlen_attention", "(block * c.block_kv < tile.first_kv) | ", "(block < 0) | "),
-        ("varlen_attention", "        plgpu.barrier_wait(v_landed.at[0])\n", ""),
-        ("varlen_attention", "        pl.when(i > 0)(lambda wg=wg: plgpu.barrier_wait(q_freed.at[wg]))\n", ""),
+        ("packed_tiles", "first_q = num_kv - q_len + first", "first_q = first_kv + first"),
+        ("packed_tiles", "num_q=jnp.clip(q_len - first, 0, plan.queries)", "num_q=plan.queries + 0 * first"),
         (
-            "varlen_attention",
+            "packed_load",
+            "clear(self.plan.problem, self.shared.v_rows.at[slot], tile.first_kv - first, tile.num_kv - first)",
+            "pass",
+        ),
+        ("packed", "(block * block_kv < tile.first_kv) | ", "(block < 0) | "),
+        ("packed_load", "        plgpu.barrier_wait(self.v_landed.at[0])\n", ""),
+        ("packed_load", "pl.when(i > 0)(lambda wg=wg: plgpu.barrier_wait(self.shared.q_freed.at[wg]))", "pass"),
+        (
+            "packed_tiles",
             "starts = jnp.append(starts_q, plan.num_tokens)",
             "starts = jnp.append(starts_q, starts_q[-1])",
         ),
-        ("varlen_attention", "num_tiles = dealt(wave), num_rows * plan.units", "num_tiles = dealt(wave), num_rows"),
-        (
-            "varlen_attention",
-            "(kv_ids >= self.first_kv) & (kv_ids <= self.position(rows))",
-            "kv_ids <= self.position(rows)",
-        ),
+        ("packed_tiles", "num_tiles = dealt(wave), num_rows * plan.units", "num_tiles = dealt(wave), num_rows"),
+        ("packed_plan", "(kv_ids >= self.first_kv) & (kv_ids <= self.position(rows))", "kv_ids <= self.position(rows)"),
         ("core", "seen = seen & (kv_ids >= self.first_kv)", "seen = seen & (kv_ids >= 0)"),
         ("core", "row if self.group == 1 else div(row, self.group)", "row"),
         ("core", "return seen if self.right is None else seen & (kv_ids <= q_ids + self.right)", "return seen"),
     ],
 )
-def test_mutants_are_caught(run_only, found_if, monkeypatch, name, old, new):
+def test_mutants_are_caught(run_only, found_if, mutant_of, monkeypatch, name, old, new):
     """Masks aligned at the start, rows of the next sequence written, NaN let in, waits that are missing, rows after
     the last sequence forgotten, tiles forgotten, a neighbour's keys seen, a position for each head."""
-    copies = {}
-    for each in ("core", "attention", "varlen_attention"):
-        source = inspect.getsource(importlib.import_module(f"cookbook.attn.{each}"))
-        assert each != name or old == new or source.count(old) == 1
-        copy = copies[each] = types.ModuleType(f"mutant_of_{each}")
-        copy.__package__ = "cookbook.attn"
-        monkeypatch.setitem(sys.modules, copy.__name__, copy)
-        source = source.replace(old, new) if each == name else source
-        for other in ("core", "attention"):
-            source = source.replace(f"from .{other} import", f"from mutant_of_{other} import")
-        exec(compile(source, copy.__name__, "exec"), copy.__dict__)
+    mutant = mutant_of(name, old, new)("varlen_attention")
     monkeypatch.setattr(interpreter, "NUM_SMS", 2)
     args = packed([70, 30, 20], [83, 34, 130], heads=4, kv_heads=2)
     args[2] = args[2].at[83:117].set(jnp.nan)  # The second sequence's, whose results are NaN; no others are.
     # Causal masks have a comparison of their own.
     how = dict(local_window_size=(100, 9)) if name == "core" else dict(is_causal=True)
-    config = copies["attention"].Config(block_kv=64)
-    fn = functools.partial(copies["varlen_attention"].varlen_attention, config=config, return_lse=True, **how)
+    fn = functools.partial(mutant.varlen_attention, config=mutant.Config(block_kv=64), return_lse=True, **how)
 
     def of(q, k, v, *cu):
         out, lse = reference(q, k, jnp.nan_to_num(v), *cu, **how)

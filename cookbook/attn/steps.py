@@ -1,0 +1,221 @@
+"""The compute warpgroup of a forward kernel, in the steps that chapter 11 builds.
+
+    p = exp2(s unit - m_i),   acc = acc alpha + p v,   l_i = l_i alpha + sum p,   alpha = exp2(m_old - m_i)
+
+A warpgroup keeps 64 rows of queries, and goes through the blocks of keys and values that its tile sees, the last block
+first. `m_i` is the largest base-2 logit of each row so far, `l_i` the sum of its exponentials, `acc` that of its
+values, not yet divided; `p` has the weights of the last block, which has still to be multiplied by its values.
+
+An op describes its rows by:
+
+    plan    problem  core.Problem: heads, and what becomes of the logits
+            config   core.Config: blocks, slots, warpgroups
+            cuts     core.Cuts: which blocks a mask may cut
+    tile    first, end, steps  the blocks of keys that its rows see, at least one; and how many they are
+            blocks             core.Blocks: which keys each of the rows sees
+            mask(row, block)   which keys of a block the 64 rows from `row` on see, as `Blocks.mask_of`
+    shared  core.Shared: where queries, keys and values arrive, in which turns products start
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .core import PIECE, ROWS, WG_ROWS, Shared, per_row
+
+
+def softmax_step(s, m_i, l_i, unit, masked: bool, octaves: float = 0.0):
+    """A block's weights, in float32, and what becomes of the rest: (p, alpha, m_i, l_i). `unit` is a number, or one for
+    each row. Weights, and with them sums, are 2 ** octaves times as large."""
+    m_new = jnp.maximum(m_i, s.max(axis=1) * unit)
+    shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
+    p = jnp.exp2(
+        s * per_row(unit, s.shape) - per_row(shift - octaves, s.shape)
+    )  # One multiply-add and one exponential each.
+    alpha = jnp.exp2(m_i - shift)
+    return p, alpha, m_new, l_i * alpha + p.sum(axis=1)
+
+
+def add_product(acc, p, v_smem, interpreted: bool, queued=lambda: None):
+    """acc + p v, with p from registers; calls `queued` when the product has been started."""
+    if interpreted:  # It wants both operands of WGMMA in shared memory.
+        acc = acc + jnp.dot(p, v_smem[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # TMA may now overwrite the values that were read here.
+        queued()
+        return acc
+
+    def multiply(acc_ref):
+        plgpu.wgmma(acc_ref, p, v_smem)
+        queued()
+
+    return pl.run_state(multiply)(plgpu.ACC.init(acc))
+
+
+def nothing_seen(columns: int, sinks=None):
+    """(acc, m_i, l_i) before the first block, laid out as the products are. A sink, a base-2 logit for each row, counts
+    as a key whose value is zero."""
+    m_i, l_i = (plgpu.layout_cast(jnp.full((WG_ROWS,), x, jnp.float32), ROWS) for x in (-jnp.inf, 0.0))
+    if sinks is not None:
+        m_i, l_i = sinks, l_i + 1.0
+    return plgpu.layout_cast(jnp.zeros((WG_ROWS, columns), jnp.float32), plgpu.Layout.WGMMA), m_i, l_i
+
+
+def finish(acc, m_i, l_i, value_scale=1.0):
+    """(out, lse_log2), float32; 0 and -inf for a row that sees no key."""
+    sees_any = l_i != 0  # NaN stays NaN.
+    out = acc * per_row(jnp.where(sees_any, value_scale / l_i, 0.0), acc.shape)
+    return out, jnp.where(sees_any, m_i + jnp.log2(jnp.where(sees_any, l_i, 1.0)), -jnp.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The tile of a compute warpgroup, and what it has at hand. Step i takes block `tile.end - 1 - i`."""
+
+    plan: object
+    tile: object
+    shared: Shared
+    wg: object  # Its number.
+    first_row: object  # The first of its rows, as `tile.blocks` counts them.
+    before: object  # Steps of earlier tiles.
+    sinks: object = None  # Base-2 logits, one for each row.
+    logit_scale: object = 1.0  # From products of what is stored to those of what it stands for; above 0.
+    value_scale: object = 1.0  # The same of values.
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the products with a block of keys."""
+        return WG_ROWS, self.plan.config.block_kv
+
+    def values(self, step):
+        return self.shared.v.at[self.shared.values.slot(self.before + step)]
+
+    def queue_logits(self, s_ref, slot):
+        """Starts q kᵀ."""
+        for p in range(self.plan.problem.pieces):
+            plgpu.wgmma(s_ref, self.shared.q.at[self.wg, p], self.shared.key_piece(slot, p).T)
+
+    def softmax(self, s, m_i, l_i, step, masked: bool, octaves: float = 0.0):
+        s, unit = self.plan.problem.scored(s, self.logit_scale)
+        if masked:
+            s = jnp.where(self.tile.mask(self.first_row, self.tile.end - 1 - step), s, -jnp.inf)
+        return softmax_step(s, m_i, l_i, unit, masked, octaves)
+
+    def phases(self):
+        """(start, whole_start, whole_stop, stop): the steps whose blocks one of the rows sees, and those of them whose
+        keys all of the rows see, beginning with the second step."""
+        tile, blocks = self.tile, self.tile.blocks
+        first, end = blocks.seen(self.first_row, WG_ROWS)
+        first = jnp.clip(first, tile.first, tile.end - 1)
+        end = jnp.clip(end, first + 1, tile.end)
+        whole = (end, end) if self.plan.cuts.all else blocks.whole(self.first_row, WG_ROWS, first, end)
+        start, stop = tile.end - end, tile.end - first
+        whole_start = jnp.maximum(tile.end - whole[1], start + 1)
+        return start, whole_start, jnp.maximum(tile.end - whole[0], whole_start), stop
+
+
+def pass_by(work: Work, step):
+    """A step in which none of the rows sees a key: the turn and the slots are passed on."""
+    work.shared.turns.take(work.wg)
+    work.shared.turns.pass_on(work.wg)
+    for ring in (work.shared.keys, work.shared.values):
+        ring.wait(work.before + step)
+        ring.free(work.before + step)
+
+
+def first_step(work: Work, step):
+    """(acc, m_i, l_i, p) after the first block that the rows see."""
+    keys, turns = work.shared.keys, work.shared.turns
+
+    def logits(s_ref):
+        slot = keys.wait(work.before + step)
+        turns.take(work.wg)
+        work.queue_logits(s_ref, slot)
+        turns.pass_on(work.wg)
+        return s_ref[...]
+
+    s = pl.run_scoped(logits, plgpu.ACC(work.shape, jnp.float32))
+    keys.free(work.before + step)
+    acc, m_i, l_i = nothing_seen(work.plan.problem.pieces * PIECE, work.sinks)
+    p, _, m_i, l_i = work.softmax(s, m_i, l_i, step, work.plan.cuts.any)
+    return acc, m_i, l_i, p.astype(work.plan.problem.dtype)
+
+
+def overlapped_step(work: Work, masked: bool, step, carry):
+    """q kᵀ of this block and p v of the block before are started together; the softmax runs while p v does."""
+    acc, m_i, l_i, p = carry
+    count, interpreted, turns = work.before + step, work.plan.problem.interpreted, work.shared.turns
+    slot = work.shared.keys.wait(count)
+    work.shared.values.wait(count - 1)
+    turns.take(work.wg)
+
+    def products(s_ref, acc_ref):
+        with jax.named_scope("wgmma"):
+            work.queue_logits(s_ref, slot)
+            if not interpreted:
+                acc_ref[...] = acc
+                plgpu.wgmma(acc_ref, p, work.values(step - 1))
+        turns.pass_on(work.wg)
+        s = s_ref[...] if interpreted else plgpu.wgmma_accumulator_load(s_ref, wait_n=1)  # p v may still run.
+        work.shared.keys.free(count)
+        with jax.named_scope("softmax"):
+            p_new, alpha, m_new, l_new = work.softmax(s, m_i, l_i, step, masked)
+        sums = add_product(acc, p, work.values(step - 1), True) if interpreted else acc_ref[...]  # Waits for p v.
+        work.shared.values.free(count - 1)
+        # Nothing may write the registers of p before the product has ended.
+        sums, alpha, p_new = lax.optimization_barrier((sums, alpha, p_new))
+        return sums * per_row(alpha, sums.shape), m_new, l_new, p_new.astype(p.dtype)
+
+    return pl.run_scoped(products, plgpu.ACC(work.shape, jnp.float32), plgpu.ACC(acc.shape, jnp.float32))
+
+
+def last_step(work: Work, step, carry):
+    """(acc, m_i, l_i) with the values of the last block, whose weights `carry` has."""
+    acc, m_i, l_i, p = carry
+    turns, values = work.shared.turns, work.shared.values
+    values.wait(work.before + step)
+    turns.take(work.wg)
+    acc = add_product(acc, p, work.values(step), work.plan.problem.interpreted, queued=lambda: turns.pass_on(work.wg))
+    values.free(work.before + step)
+    return acc, m_i, l_i
+
+
+def middle_steps(work: Work, overlapped_step, carry, start, whole_start, whole_stop, stop):
+    """The steps after the first: with masked blocks from `start` on, whole ones, and masked ones up to `stop`. Those at
+    both ends share one loop, which is compiled once."""
+    cuts = work.plan.cuts
+    loop = lambda first, end, carry, masked: lax.fori_loop(
+        first, end, functools.partial(overlapped_step, work, masked), carry
+    )
+    if cuts.all:
+        return loop(start, stop, carry, True)
+    if not cuts.first:
+        carry = loop(start, whole_start, carry, True) if cuts.last else carry
+        return loop(whole_start, whole_stop, carry, False)
+
+    def one_end(i, carry):
+        now = lambda at_the_end, at_the_start: jnp.where(i == 0, at_the_end, at_the_start)
+        middle = now(whole_start, stop)
+        carry = loop(now(start, whole_stop), middle, carry, True)
+        return loop(middle, now(whole_stop, stop), carry, False)
+
+    return lax.fori_loop(0, 2, one_end, carry)
+
+
+def attend(work: Work, first_step=first_step, overlapped_step=overlapped_step, last_step=last_step):
+    """(out, lse_log2) of a compute warpgroup's rows, in float32; 0 and -inf for a row that sees no key."""
+    start, whole_start, whole_stop, stop = work.phases()
+    if work.plan.problem.has_window:
+        pl.loop(0, start)(functools.partial(pass_by, work))
+    carry = first_step(work, start)
+    carry = middle_steps(work, overlapped_step, carry, start + 1, whole_start, whole_stop, stop)
+    if work.shared.frees_early:
+        work.shared.free_query(work.wg)
+    sums = last_step(work, stop - 1, carry)
+    if work.plan.problem.has_window:
+        pl.loop(stop, work.tile.steps)(functools.partial(pass_by, work))
+    return finish(*sums, work.value_scale)

@@ -1,0 +1,69 @@
+"""Values in shared memory in tiles of 8 rows and 64 columns, which TMA copies alone or as whole blocks."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .core import PIECE, TILE_ROWS, TILED, Problem, div, rem
+
+
+def value_tiles(stages: int, block_kv: int, problem: Problem):
+    """Shared memory for values, (slots, block_kv, width), in tiles of 8 rows and 64 columns, as tensor cores read them;
+    also with each tile alone, (slots, block_kv / 8, pieces, 8, 64), the only view in which TMA can cut them off at the
+    edges of an array; and as (slots, block_kv / 8, 8 width), for `clear`. The interpreter gets the first."""
+    tiled = plgpu.SMEM((stages, block_kv, problem.width), problem.dtype, **TILED)
+    alone = (stages, block_kv // TILE_ROWS, problem.pieces, TILE_ROWS, PIECE)
+    swizzled = plgpu.SMEM(alone, problem.dtype, transforms=TILED["transforms"][1:])
+    eights = plgpu.SMEM((stages, block_kv // TILE_ROWS, TILE_ROWS * problem.width), problem.dtype)
+    return tiled if problem.interpreted else plgpu.RefUnion(tiled, swizzled, eights)
+
+
+def lane(problem: Problem, piece: int, size: int | None = None):
+    """Values of a head that a piece holds, of `size` or as many as are swizzled together. Pallas lets only a traced
+    start go beyond the edge."""
+    size = size or problem.piece
+    start = piece * size
+    return pl.ds(start if start + size <= problem.head_dim else start + 0 * lax.axis_index("role"), size)
+
+
+def copy_tiles(problem: Problem, source, smem, tiles, first: int, num: int, filled):
+    """Copies rows `first` to `first + num` of a slot of `value_tiles`, whose views are `smem` and `tiles`, one tile at
+    a time: `source(row, rows, piece)` are so many of them from `row` on, and a piece of their columns."""
+    rows = num if problem.interpreted else TILE_ROWS
+
+    @pl.loop(0, num // rows)
+    def _(i):
+        for p in range(problem.pieces):
+            if problem.interpreted:
+                target = smem.at[pl.ds(first, num), pl.ds(p * PIECE, PIECE)]
+            else:
+                target = tiles.at[first // TILE_ROWS + i, p]
+            plgpu.copy_gmem_to_smem(source(i * rows, rows, p), target, filled)
+
+
+def copies_of_tiles(problem: Problem, num: int) -> int:
+    """How many copies `copy_tiles` makes of `num` rows."""
+    return problem.pieces * (1 if problem.interpreted else num // TILE_ROWS)
+
+
+def clear(problem: Problem, values, first, end):
+    """Zeroes the rows of a slot of `value_tiles` before `first` and from `end` on. `values` has 8 rows together, or
+    single ones in the interpreter."""
+    if problem.interpreted:
+        row = lax.broadcasted_iota(jnp.int32, values.shape, 0)
+        values[...] = jnp.where((row >= first) & (row < end), values[...], 0)
+        plgpu.commit_smem()
+        return
+
+    def clear_eight(eight):
+        # Rows of 8 lie together in pieces of 128 bytes, and swizzling moves nothing out of its row.
+        place = plgpu.broadcasted_iota(jnp.int32, values.shape[1:], 0)
+        row = TILE_ROWS * eight + rem(div(place, PIECE), TILE_ROWS)
+        values[eight] = jnp.where((row >= first) & (row < end), values[eight], jnp.zeros((), problem.dtype))
+
+    num = values.shape[0]
+    stop = jnp.clip(div(first + TILE_ROWS - 1, TILE_ROWS), 0, num)
+    pl.loop(0, stop)(clear_eight)
+    pl.loop(jnp.clip(div(jnp.maximum(end, 0), TILE_ROWS), stop, num), num)(clear_eight)
+    plgpu.commit_smem()

@@ -1,0 +1,188 @@
+"""Gradients of attention by the one kernel that also adds up dq."""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_attention import operands
+from test_attention_bwd import OTHERS, attention, check
+
+from cookbook import _mgpu, lab
+from cookbook.attn import bwd_fused
+from cookbook.attn.core import Problem
+
+module = importlib.import_module("cookbook.attn.attention_bwd")
+check = functools.partial(check, deterministic=False)
+
+
+# Queries, keys, query heads, key heads, head_dim, batch: more than one tile of 128 keys and block of queries, or less.
+@pytest.mark.parametrize(
+    "shape, mask",
+    [
+        ((140, 150, 4, 2, 64, 2), dict(is_causal=True)),
+        ((70, 140, 2, 1, 128), dict(local_window_size=(40, 10))),
+        ((140, 64, 2, 1, 72), dict(logits_soft_cap=3.0, local_window_size=(70, None))),
+        pytest.param((130, 256, 3, 1, 128), dict(), marks=pytest.mark.slow),
+        pytest.param((100, 77), dict(is_causal=True, local_window_size=(50, 9)), marks=pytest.mark.slow),
+        pytest.param((40, 300), dict(local_window_size=17), marks=pytest.mark.slow),
+        pytest.param((200, 40), dict(local_window_size=(5, 0)), marks=pytest.mark.slow),  # Some see nothing.
+    ],
+    ids=str,
+)
+def test_masks(shape, mask):
+    check(*operands(*shape), **mask)
+
+
+def test_segments_and_float16():
+    args = operands(103, 140, batch=2, dtype=jnp.float16)
+    rng = np.random.default_rng(0)
+    ids = [jnp.asarray(np.sort(rng.integers(0, 4, x.shape[:2]), axis=1), jnp.int32) for x in args[:2]]
+    check(*args, segment_ids=ids[0], kv_segment_ids=ids[1], peaked=2)
+
+
+def test_rows_of_a_tile_that_are_no_keys():
+    """Their logits are 0 and all others far below: without a mask their weights would be infinite, and dq NaN."""
+    query, key, value = (jnp.abs(x) for x in operands(70, 90))
+    check(20 * query, -20 * key, value, peaked=4)
+
+
+def test_heads_over_128_have_two_kernels():
+    assert bwd_fused.default_config(256) is None
+    check(*operands(70, 70, head_dim=256))
+
+
+def plan_of(head_dim, right, group, config=None, num_q=4096, num_kv=4096):
+    problem = Problem(8, 8 // group, head_dim, jnp.dtype(jnp.bfloat16), 1.0, None, None, right, interpreted=False)
+    config = config or bwd_fused.default_config(head_dim)
+    return module.Plan(problem, 1, num_q, num_kv, has_segments=False, for_query=False, config=config)
+
+
+def gradients_by(config, args):
+    """(dq, dk, dv) by the kernels that `config` names, all with the same results of the forward pass."""
+    (batch, num_q, heads, head_dim), kv_heads = args[0].shape, args[1].shape[2]
+    interpreted, params = not lab.on_gpu(), _mgpu.compiler_params(approx_math=True)
+    problem = Problem(heads, kv_heads, head_dim, args[0].dtype, 0.1, None, None, None, interpreted)
+    out, lse = attention(*args, scale=0.1, return_lse=True)
+    return module.gradients(
+        *args, (), out, lse.swapaxes(1, 2), args[0], jnp.zeros((batch, heads, num_q)), problem=problem, params=params,
+        config=config,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [bwd_fused.Config(staggered=True, num_stages=3)], ids=str)
+def test_other_configurations(config):
+    """Three tiles, which start at three different blocks: the same to rounding as by two kernels."""
+    args = operands(140, 300, head_dim=128)
+    both = lab.run(lambda *args: (gradients_by(config, args), gradients_by(None, args)), *args)
+    for a, b in zip(*both, strict=True):
+        error = jnp.linalg.norm((a.astype(jnp.float32) - b.astype(jnp.float32)).ravel())
+        assert error <= 2**-9 * jnp.linalg.norm(b.astype(jnp.float32).ravel())
+
+
+def test_jit_and_vmap():
+    args = operands(40, 50, batch=2)
+    fn = functools.partial(attention, is_causal=True, deterministic=False)
+    grad = jax.grad(lambda q, k, v: fn(q, k, v).astype(jnp.float32).sum(), argnums=(0, 1, 2))
+    alone = lab.run(jax.jit(grad), *args)
+    mapped = lab.run(jax.vmap(grad, in_axes=(0, None, 0)), args[0][None], args[1], args[2][None])
+    for a, b in zip(alone, mapped, strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), b[0].astype(jnp.float32), rtol=2**-7, atol=1e-3)
+
+
+def test_shard_map():
+    """Queries over the mesh, keys and values on all of it: JAX sums their gradients, with its check on."""
+    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    spec, args = jax.P("data"), operands(40, 50)
+    loss = lambda q, k, v: attention(q, k, v, deterministic=False).astype(jnp.float32).sum()
+    total = lambda *args: jax.lax.psum(loss(*args), "data")
+    shared = jax.shard_map(total, mesh=mesh, in_specs=(spec, jax.P(), jax.P()), out_specs=jax.P())
+    results = (lab.run(jax.grad(fn, (0, 1, 2)), *args) for fn in (shared, loss))
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "head_dim, config, message",
+    [
+        (64, dict(runs_ahead=True), "too few registers for head_dim=64"),
+        (256, dict(), "a block has"),
+        (128, dict(num_stages=4), "needs .* bytes of shared memory"),
+    ],
+)
+def test_configurations_that_do_not_fit(head_dim, config, message):
+    plan = plan_of(head_dim, None, 1, bwd_fused.Config(**config))
+    with pytest.raises(ValueError, match=message):
+        plan.config.check(head_dim, plan.smem_bytes)
+
+
+def test_one_stage_is_refused():
+    with pytest.raises(ValueError, match=r"self.num_stages=1 must be at least 2"):
+        bwd_fused.Config(num_stages=1)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("right", [None, 0])
+@pytest.mark.parametrize("group", [1, 4])
+def test_what_the_compiler_makes_of_it(head_dim, right, group):
+    """No product waits for another, which ptxas would say; one loop has the five products, in all their pieces, and the
+    last dq follows it."""
+    plan = plan_of(head_dim, right, group)
+    query, key = (jax.ShapeDtypeStruct((1, 4096, heads, head_dim), jnp.bfloat16) for heads in (8, 8 // group))
+    vector = jax.ShapeDtypeStruct((1, 8, 4096), jnp.float32)
+    params = _mgpu.compiler_params(approx_math=True)
+    fn = lambda k, v, q, do, lse, delta: module._in_one_kernel(plan, params, (k, v), (q, do), (lse, delta), ())
+    compiled = lab.compile_for("h200", fn, key, key, query, query, vector, vector)
+    assert not compiled.remarks and compiled.smem_bytes == plan.smem_bytes
+    of_heads, of_queries, of_keys = head_dim // 16, plan.block // 16, plan.rows // 16
+    assert compiled.opcodes["HGMMA"] == 2 * of_heads + 2 * of_queries + 2 * of_keys
+    assert sum("UTMAREDG" in line for line in compiled.instructions) == 2
+    # dk, dv and two blocks of logits fill the registers. Those of a mask are spilled, which only its blocks load again.
+    assert compiled.spill_bytes <= (64 if right is None else 512)
+
+
+@pytest.mark.parametrize(
+    "name, old, new",
+    [
+        ("bwd_fused", "", ""),  # Nothing is wrong, and nothing is found.
+        ("bwd_fused", "ds_before = work.exchange.wait(count)", "ds_before = work.exchange.slot(count)"),
+        ("bwd_fused", "ds_smem[work.exchange.slot(count + 1), ", "ds_smem[work.exchange.slot(count), "),
+        ("bwd_fused", "lambda: _add_dq(work, dq, before)", "lambda: [_add_dq(work, dq, before) for _ in range(2)][0]"),
+        ("bwd_fused", "    plgpu.wait_smem_to_gmem(0, wait_read_only=not interpreted)", "    pass"),
+        ("bwd_fused", "place + 2 * plan.num_blocks", "place"),
+        ("bwd_fused", "pl.when(tile.steps > 0)(lambda: _add_dq", "pl.when(tile.steps > 9)(lambda: _add_dq"),
+        ("attention_bwd", "zeros = jnp.zeros(", "zeros = jnp.ones("),
+        ("bwd_kernel", "self.adds_query and self.num_kv % self.rows != 0", "False"),
+    ],
+)
+def test_mutants_are_caught(run_only, found_if, mutant_of, name, old, new):
+    """A missing wait for dsᵀ, dsᵀ in the wrong slot, dq added twice, a share that the next one overwrites, the wrong
+    head of a group, the last dq forgotten, dq added to what is not zero, rows that are no keys."""
+    mutant = mutant_of(name, old, new)("attention").attention
+    query, key, value = operands(140, 150)
+    with found_if(old != new):
+        check(40 * jnp.abs(query), -jnp.abs(key), value, fn=mutant, peaked=4)
+
+
+@pytest.mark.skipif(not lab.on_gpu(), reason="what several blocks add in memory at once is seen on a GPU alone")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", [shape for shape in OTHERS if shape[-1] <= 128], ids=str)
+def test_no_less_exact_than_by_two_kernels(shape, is_causal):
+    """Twenty runs: dk and dv are the same in all, dq to the rounding of its sums."""
+    batch, num_q, num_kv, heads, kv_heads, head_dim = shape
+    args = operands(num_q, num_kv, heads, kv_heads, head_dim, batch)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def grads(deterministic, *args):
+        out, vjp = jax.vjp(functools.partial(attention, is_causal=is_causal, deterministic=deterministic), *args)
+        return [x.astype(jnp.float32) for x in vjp(jnp.cos(args[0]).astype(out.dtype))]
+
+    expected, first = grads(True, *args), grads(False, *args)
+    for _ in range(20):
+        dq, *others = grads(False, *args)
+        for got, before in zip(others, first[1:], strict=True):
+            np.testing.assert_array_equal(got, before)
+        for got, want in zip((dq, *others), expected, strict=True):
+            assert jnp.linalg.norm((got - want).ravel()) <= 2**-8 * jnp.linalg.norm(want.ravel())

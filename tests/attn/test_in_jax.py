@@ -1,0 +1,191 @@
+"""The family at home in JAX: numbers and arrays of any kind, 64 bits, meshes, gradients that are refused by name."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_attention import SMALL, operands
+
+from cookbook import attention, lab, paged_attention, ragged_paged_attention, varlen_attention, write_kv
+
+STARTS, LENS, TABLES, SLOTS = [0, 5, 12], [20, 7], [[3, 0], [1, 2]], [4, -1, 16, 2, 0]
+OPS = dict(
+    attention=attention,
+    varlen_attention=lambda q, k, v, **how: varlen_attention(q[0], k[0], v[0], STARTS, STARTS, **how),
+    paged_attention=lambda q, k, v, **how: paged_attention(q[0, :2], pages(k), pages(v), TABLES, LENS, **how),
+    ragged_paged_attention=lambda q, k, v, **how: ragged_paged_attention(
+        q[0], pages(k), pages(v), TABLES, LENS, STARTS, **how
+    ),
+    write_kv=lambda q, k, v: write_kv(k[0, :5], v[0, :5], pages(k), pages(v), SLOTS),
+)
+ATTENTIONS = [name for name in OPS if name != "write_kv"]
+
+
+def pages(x):
+    return x[0, :64].reshape(4, 16, *x.shape[2:])
+
+
+def equal(got, wanted):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# Numbers and arrays ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_numbers_of_any_kind(name):
+    args = operands(70, 70)
+    run = lambda **how: lab.run(functools.partial(OPS[name], **how), *args)
+    equal(
+        run(scale=np.float32(0.5), logits_soft_cap=jnp.float32(3), local_window_size=np.int64(9)),
+        run(scale=0.5, logits_soft_cap=3.0, local_window_size=9),
+    )
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("number", ["scale", "logits_soft_cap", "local_window_size"])
+def test_traced_numbers_are_refused_by_name(name, number):
+    with pytest.raises(ValueError, match=f"cookbook.{name}: {number} is traced"):
+        jax.jit(lambda x: OPS[name](*operands(70, 70), **{number: x}))(1)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_numpys_arrays(name):
+    """`STARTS` and the like are lists in each case."""
+    args = operands(70, 70)
+    equal(lab.run(OPS[name], *map(np.asarray, args)), lab.run(OPS[name], *args))
+
+
+def test_lists():
+    zeros = np.zeros((1, 2, 1, 8)).tolist()
+    for call in (lambda: attention(zeros, zeros, zeros), lambda: attention("q", zeros, zeros)):
+        with pytest.raises(ValueError, match=r"cookbook.attention: query(.dtype = float32| is no array)"):
+            call()
+
+
+# Segments -------------------------------------------------------------------------------------------------------------
+
+
+def ids(*numbers, dtype=np.int64):
+    """Two segments of 30 and 40 rows, or keys."""
+    return np.repeat(np.array(numbers, dtype), (30, 40))[None]
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize(
+    "rows, keys",
+    [
+        (ids(0, 2**40), None),
+        (ids(2**40, 0), ids(2**40, 0)),
+        (ids(-1, 1), ids(-1, 1, dtype=np.int8)),
+        (ids(0, 2**32 - 1, dtype=np.uint32), None),
+        (ids(0, 2**32 - 1, dtype=np.uint32), ids(0, 2**32 - 1)),
+        (ids(5, 2**63, dtype=np.uint64), None),
+    ],
+    ids=lambda x: "" if x is None else f"{x.dtype}_{x[0, -1]}",
+)
+def test_segments_of_any_integers(x64, rows, keys):
+    args = operands(70, 70)
+    wanted = lab.run(functools.partial(attention, segment_ids=ids(0, 1, dtype=np.int32), config=SMALL), *args)
+    with jax.enable_x64(x64):  # The kernel is interpreted outside: JAX's interpreter knows no 64-bit loops.
+        rows, keys = module_ids(rows, rows if keys is None else keys)
+    equal(lab.run(functools.partial(attention, segment_ids=rows, kv_segment_ids=keys, config=SMALL), *args), wanted)
+
+
+def module_ids(rows, keys):
+    from cookbook.attn import checks
+
+    return checks.segment_ids("attention", rows, keys, rows.shape, keys.shape)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_segments_in_jax_arrays(x64):
+    """Under jit too, where their numbers are not known, and those of JAX's that queries and keys do not share."""
+    with jax.enable_x64(x64):
+        small, wide = jnp.asarray(ids(1, 2), jnp.int8), jnp.asarray(ids(1, 2), jnp.uint32)
+        for fn in (module_ids, jax.jit(module_ids)):
+            rows, keys = fn(small, wide)
+            assert rows.dtype == keys.dtype == jnp.int32
+            equal(rows[:, :, None] == keys[:, None], ids(0, 1)[:, :, None] == ids(0, 1)[:, None])
+
+
+def test_segments_without_a_common_dtype():
+    with pytest.raises(ValueError, match="cookbook.attention: segment ids of uint64 and int64 share no integers: cast"):
+        module_ids(ids(0, 2**63, dtype=np.uint64), ids(0, 2**40))
+
+
+# 64 bits, meshes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_compiles_under_x64(name):
+    """By the compiler alone: JAX's interpreter gives loops of 64-bit indices 32-bit ones, and fails."""
+    x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    how = {} if name == "write_kv" else dict(scale=np.float64(0.5))
+    with jax.enable_x64(True):
+        assert lab.compile_for("h200", functools.partial(OPS[name], **how), x, x, x)
+
+
+def test_gradients_compile_under_x64():
+    x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    segments = jax.ShapeDtypeStruct((1, 128), jnp.int64)
+    loss = lambda q, k, v, segments: attention(q, k, v, segment_ids=segments).astype(jnp.float32).sum()
+    with jax.enable_x64(True):
+        assert lab.compile_for("h200", jax.grad(loss, (0, 1, 2)), x, x, x, segments)
+
+
+def mesh():
+    return jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+
+
+def test_gradients_under_shard_map():
+    """Queries over the mesh, keys and values on all of it: JAX sums their gradients, with its check on."""
+    spec = jax.P("data")
+    args = operands(40, 50)
+    loss = lambda q, k, v: attention(q, k, v).astype(jnp.float32).sum()
+    total = lambda *args: jax.lax.psum(loss(*args), "data")
+    shared = jax.shard_map(total, mesh=mesh(), in_specs=(spec, jax.P(), jax.P()), out_specs=jax.P())
+    equal(lab.run(jax.grad(shared, (0, 1, 2)), *args), lab.run(jax.grad(loss, (0, 1, 2)), *args))
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_shard_map(name):
+    """Over the heads, as tensor parallelism does it."""
+    args, spec = operands(70, 70, heads=2, kv_heads=2), jax.P(None, None, "data")
+    out = spec if name == "attention" else jax.P(None, "data")
+    fn = jax.shard_map(OPS[name], mesh=mesh(), in_specs=(spec,) * 3, out_specs=out)
+    equal(lab.run(fn, *args), lab.run(OPS[name], *args))
+
+
+# Gradients that are refused -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, argument",
+    [(name, i) for name in OPS for i in range(3) if name != "attention" and (name, i) != ("write_kv", 0)],
+)
+def test_gradients_are_refused_by_name(name, argument):
+    loss = lambda *args: sum(out.astype(jnp.float32).sum() for out in jax.tree.leaves(OPS[name](*args)))
+    for fn in (loss, jax.jit(loss)):
+        with pytest.raises(ValueError, match=f"cookbook.{name} has no gradient: differentiate"), lab.interpret():
+            jax.grad(fn, argument)(*operands(70, 70))
+
+
+def test_gradients_of_write_kv_to_refs_are_refused_by_name():
+    def loss(k):
+        refs = [jax.new_ref(pages(k)) for _ in range(2)]
+        write_kv(k[0, :5], k[0, :5], *refs, SLOTS)
+        return refs[0][...].astype(jnp.float32).sum()
+
+    with pytest.raises(ValueError, match="cookbook.write_kv has no gradient"), lab.interpret():
+        jax.grad(loss)(operands(70, 70)[1])
+
+
+def test_second_derivatives_are_refused_by_name():
+    q, k, v = operands(20, 30)
+    slope = jax.grad(lambda q: jnp.sum(attention(q, k, v).astype(jnp.float32) ** 2))
+    with pytest.raises(ValueError, match="cookbook.attention has no second derivative"), lab.interpret():
+        jax.grad(lambda q: jnp.sum(slope(q).astype(jnp.float32) ** 2))(q)
