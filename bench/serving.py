@@ -5,12 +5,20 @@
 
 import dataclasses
 import functools
+import math
 import time
 
+import jax
 import numpy as np
 
 from cookbook import lab
 from cookbook.serving import Engine, LlamaConfig, init
+from cookbook.serving.model import empty_pages
+from cookbook.serving.request import Chunk, Request
+from cookbook.serving.sampling import sample
+from cookbook.serving.step import model_step, pack, padding, starts_of
+from cookbook.serving.step import step as run_step
+from cookbook.serving.weights import prepared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +33,7 @@ class Problem:
     max_seqs: int
     max_tokens_per_step: int
     page_size: int = 16
+    model: str = "llama-1b"  # In the names of results.
 
 
 # Sizes of Llama 3.2 1B, with random weights: what they are changes no time. The longest request has 1024 tokens; the
@@ -32,6 +41,13 @@ class Problem:
 LLAMA_1B = Problem(
     LlamaConfig(128_256, 2048, 8192, 16, 32, 8, 64, rope_theta=500_000.0, tie_word_embeddings=True),
     num_requests=384, max_prompt=384, max_new_tokens=352, num_pages=512, max_seqs=64, max_tokens_per_step=512,
+)  # fmt: skip
+# A layer of Qwen3-30B-A3B: 128 experts, of which each token has 8. Logits are no part of it: a small vocabulary.
+MOE_LAYER = Problem(
+    LlamaConfig(2048, 2048, 768, 1, 32, 4, 128, rope_theta=1_000_000.0, qk_norm=True, num_experts=128,
+                num_experts_per_tok=8),
+    num_requests=64, max_prompt=256, max_new_tokens=256, num_pages=4096, max_seqs=64, max_tokens_per_step=512,
+    model="qwen3-moe-layer",
 )  # fmt: skip
 TINY = Problem(
     LlamaConfig(256, 128, 256, 2, 4, 2, 64, dtype="float32"),
@@ -97,9 +113,78 @@ def serve(problem: Problem, backend: str, params) -> dict:
     )
 
 
+def decode_bound(problem: Problem, length: int, weights: str | None = None) -> lab.roofline.Bound:
+    """The roofline bound of a step in which `max_seqs` sequences of `length` tokens decode.
+
+    Each matrix is read once; of experts, those that at least one token is expected to have, if all are as likely.
+    """
+    config, tokens = problem.config, problem.max_seqs
+    routed = config.num_experts_per_tok / config.num_experts if config.num_experts else 0.0
+    itemsize = 1 if weights == "int8" else np.dtype(config.dtype).itemsize
+    flops = nbytes = 0.0
+    for name, shape in config.shapes.items():
+        size, is_experts = math.prod(shape), len(shape) == 3
+        if len(shape) == 1 or (name == "model.embed_tokens.weight" and not config.tie_word_embeddings):
+            continue
+        flops += 2 * size * tokens * (routed if is_experts else 1)
+        nbytes += itemsize * size * (1 - (1 - routed) ** tokens if is_experts else 1)
+    flops += 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * tokens * length
+    return lab.roofline.bound(flops, nbytes + config.page_bytes_per_token * tokens * (length + 1), "bf16")
+
+
+def decode_step(problem: Problem, params, length: int = 320, count: int = 40, **how) -> dict:
+    """Milliseconds of a step in which `max_seqs` sequences decode: waited for each time; and sent off in a row.
+
+    Args:
+      how: options of `Engine`, such as `backend`, `weights` and `compiler_options`.
+    """
+    engine = Engine(problem.config, params, num_pages=problem.num_pages, page_size=problem.page_size,
+                    max_seqs=problem.max_seqs, max_tokens_per_step=problem.max_tokens_per_step, **how)  # fmt: skip
+    chunks = []
+    for i in range(problem.max_seqs):
+        request = Request(tuple(range(length)), 8)
+        request.pages = [(7 * i + j) % problem.num_pages for j in range(-(-length // problem.page_size))]
+        chunks.append(Chunk(request, length - 1, length))
+    batch = pack(chunks, problem.page_size, problem.max_seqs, True)
+    took, pages = {}, engine._device.pages
+    for name in ("compiled", "waited for each time", "sent off in a row"):
+        start = time.perf_counter()
+        for _ in range(count):
+            sampled, pages = run_step(
+                problem.config, engine.weights, pages, batch, engine._device.tokens, backend=engine.backend,
+                decode=True, compiler_options=engine.compiler_options,
+            )  # fmt: skip
+            if name != "sent off in a row":
+                jax.block_until_ready(sampled)
+        jax.block_until_ready(sampled)
+        took[name] = 1e3 * (time.perf_counter() - start) / count
+    return took
+
+
+def step_name(problem: Problem, variant: str = "cookbook") -> str:
+    """Name under which the times of `decode_step` are stored."""
+    return f"serving/{problem.model}/decode-{problem.max_seqs}/{variant}"
+
+
+def decode_launches(config: LlamaConfig, max_seqs: int, weights: str | None = None) -> list[lab.Launch]:
+    """The launches of a step on an H200 in which `max_seqs` sequences decode, greedily; counted without a GPU."""
+    params = {name: jax.ShapeDtypeStruct(shape, config.dtype) for name, shape in config.shapes.items()}
+    params = jax.eval_shape(functools.partial(prepared, config, kind=weights), params)
+    pages = jax.eval_shape(lambda: empty_pages(config, 512, 16))
+    arrays, tree = jax.tree.flatten(padding(max_seqs, 64, max_seqs))
+    layout = tuple((array.shape, array.dtype) for array in arrays)
+    packed, previous = (jax.ShapeDtypeStruct((n,), np.int32) for n in (starts_of(layout)[-1], max_seqs))
+    how = dict(tree=tree, layout=layout, backend="cookbook", decode=True)
+    model = functools.partial(model_step, config, **how)
+    logits = jax.ShapeDtypeStruct((max_seqs, config.vocab_size), np.float32)
+    greedy = lambda logits: sample(logits, None, draws=False, cuts=False, logprobs=False)
+    of_model = lab.launches("h200", model, params, pages, packed, previous, donate_argnums=1)
+    return of_model + lab.launches("h200", greedy, logits)
+
+
 def name(problem: Problem, backend: str) -> str:
     """Name under which a measurement is stored."""
-    return f"serving/llama-1b/{problem.num_requests}-requests/{backend}"
+    return f"serving/{problem.model}/{problem.num_requests}-requests/{backend}"
 
 
 def measured(problem: Problem, backend: str, params) -> dict | None:
@@ -112,6 +197,16 @@ def run() -> None:
     params = functools.cache(lambda: init(LLAMA_1B.config))
     for backend in ("cookbook", "xla"):
         _print(backend, measured(LLAMA_1B, backend, params))
+    for problem, weights in ((LLAMA_1B, None), (LLAMA_1B, "int8"), (MOE_LAYER, None)):
+        bound = decode_bound(problem, 320, weights)
+        print(f"a step of {problem.model} that decodes, weights {weights or problem.config.dtype}: {bound}")
+        of_problem = params if problem is LLAMA_1B else functools.partial(init, problem.config)
+        compute = functools.partial(_decode_step, problem, of_problem, weights)
+        _print("ms", lab.results.value(step_name(problem, weights or "cookbook"), compute))
+
+
+def _decode_step(problem: Problem, params, weights: str | None) -> dict:
+    return decode_step(problem, params(), weights=weights)
 
 
 def _print(backend: str, figures: dict | None):

@@ -16,23 +16,28 @@ import jax
 import jax.numpy as jnp
 
 import cookbook
-from cookbook.attn.paged_attention import HEAD_DIMS, PAGE_SIZES
-from cookbook.attn.write_kv import write_kv_reference
+from cookbook.attn.core import HEAD_DIMS
+from cookbook.attn.pages import PAGE_SIZES
+from cookbook.attn.rope_write_kv import rope_write_kv_reference
 from cookbook.gemm.moe import route
 from cookbook.rows.rms_norm import rms_norm_reference
 from cookbook.serving.config import LlamaConfig
+from cookbook.serving.weights import Int8
 
 ROWS_AT_ONCE = 16  # Tokens of a mixed step whose gathered keys and values are in memory together.
+# Rows up to which SwiGLU is in the epilogue of its product. With more, the tile that its two accumulators leave is too
+# small, and XLA's fusion after a plain product is predicted to be faster.
+GATED_ROWS = 128
 
 
 class Backend(NamedTuple):
     """The functions of a backend, with the arguments and results of this package's kernels."""
 
-    matmul: Callable
+    linear: Callable  # (rows, weight, out_dtype): the product with a weight of (outputs, inputs), which may be Int8.
+    gated: Callable  # (rows, weight): silu of the first half of the product, times the other half.
     rms_norm: Callable
-    swiglu: Callable
     moe: Callable
-    write_kv: Callable
+    rope_write_kv: Callable
     paged_attention: Callable
     ragged_paged_attention: Callable
 
@@ -45,12 +50,12 @@ def backend(name: str) -> Backend:
     """
     if name == "cookbook":
         return Backend(
-            cookbook.matmul, cookbook.rms_norm, cookbook.fuse(_swiglu), cookbook.moe, cookbook.write_kv,
+            _kernel_linear, _kernel_gated, cookbook.rms_norm, cookbook.moe, cookbook.rope_write_kv,
             cookbook.paged_attention, cookbook.ragged_paged_attention,
         )  # fmt: skip
     if name == "xla":
         return Backend(
-            _matmul, rms_norm_reference, _swiglu, _moe, write_kv_reference, _paged_attention, _ragged_paged_attention
+            _linear, _gated, _rms_norm, _moe, rope_write_kv_reference, _paged_attention, _ragged_paged_attention
         )
     raise ValueError(f'backend = {name!r}; must be "cookbook" or "xla"')
 
@@ -70,16 +75,43 @@ def check(name: str, config: LlamaConfig, page_size: int) -> None:
                 )
 
 
-def _swiglu(gate, up):
-    """silu(gate) * up, each in float32, rounded once."""
-    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+def _swiglu(both, dtype):
+    """silu(gate) * up of the columns of the gate and then of the up product, in float32, rounded once."""
+    gate, up = jnp.split(both.astype(jnp.float32), 2, axis=1)
+    return (jax.nn.silu(gate) * up).astype(dtype)
 
 
-def _matmul(a, b, *, transpose_b=False, out_dtype=None):
+def _kernel_linear(x, weight, out_dtype):
+    if isinstance(weight, Int8):
+        return cookbook.matmul_int8_weights(x, weight.values, weight.scales, transpose_w=True, out_dtype=out_dtype)
+    return cookbook.matmul(x, weight, transpose_b=True, out_dtype=out_dtype)
+
+
+def _kernel_gated(x, weight):
+    if len(x) > GATED_ROWS or isinstance(weight, Int8):
+        return _swiglu(_kernel_linear(x, weight, x.dtype), x.dtype)
+    # A grouped product of a single group: its epilogue has SwiGLU.
+    sizes = jnp.full(1, len(x), jnp.int32)
+    return cookbook.ragged_dot(x, weight[None], sizes, transpose_rhs=True, activation="swiglu")
+
+
+def _linear(x, weight, out_dtype):
+    values, scales = weight if isinstance(weight, Int8) else (weight, None)
     out = jax.lax.dot_general(
-        a, b, (((1,), (1 if transpose_b else 0,)), ((), ())), precision="highest", preferred_element_type=jnp.float32
+        x, values.astype(x.dtype), (((1,), (1,)), ((), ())), precision="highest", preferred_element_type=jnp.float32
     )
-    return out.astype(out_dtype or a.dtype)
+    return (out if scales is None else out * scales).astype(out_dtype)
+
+
+def _gated(x, weight):
+    return _swiglu(_linear(x, weight, jnp.float32), x.dtype)
+
+
+def _rms_norm(x, scale, *, eps, out_dtype, residual=None):
+    if residual is None:
+        return rms_norm_reference(x, scale, eps).astype(out_dtype)
+    y, total = rms_norm_reference(x, scale, eps, residual)
+    return y.astype(out_dtype), total.astype(residual.dtype)
 
 
 def _moe(x, router_logits, w_gate_up, w_down, *, top_k, renormalize):

@@ -4,7 +4,7 @@ It is a step ahead of its device: while one step is computed, the next is schedu
 token that is not known yet, the batch has the row of the previous step in which it is sampled. A stop token is seen one
 step late, and the results of that step for its request are thrown away.
 
-What an exception leaves behind, wherever it comes from, a `KeyboardInterrupt` included:
+State after an exception, wherever it comes from, a `KeyboardInterrupt` included:
 
     where                                    what happens to
     before a step is launched, or in that    the step: it is taken back, and the engine is as before
@@ -20,7 +20,7 @@ No request fails by that, and the next `step` goes on. A step that fails each ti
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from cookbook.serving.request import Chunk, Output, Request, logprobs_of_row, ou
 from cookbook.serving.scheduler import Scheduler
 from cookbook.serving.stats import Stats, StepStats
 from cookbook.serving.step import Device, Launched, pack, padding, shapes, step
+from cookbook.serving.weights import prepared
 
 
 class Engine:
@@ -41,7 +42,7 @@ class Engine:
 
     Args:
       config: the model's sizes.
-      params: its parameters, of `init` or `load`.
+      params: its parameters, of `init` or `load`. The engine keeps them joined, which are copies of most: drop yours.
       num_pages: of the cache, in each layer; with `LlamaConfig.page_bytes_per_token` bytes a token.
       page_size: tokens a page.
       max_seqs: sequences of a step.
@@ -49,6 +50,10 @@ class Engine:
       max_seq_len: tokens of the longest request, new ones included; None: as many as the model and the cache allow.
         `warmup` compiles less if there are fewer.
       backend: "cookbook" for this package's kernels, "xla" for plain XLA.
+      weights: None for weights as they are, "int8" for all matrices in 8 bits, each output channel with a scale.
+      compiler_options: XLA's, for the program of the model. XLA records the kernels of a step, this package's included,
+        as command buffers (CUDA graphs); `xla_gpu_enable_command_buffer="INVALID"` turns that off,
+        `xla_cmd_buffer_trace_cache_size` says for how many sets of addresses a recording is kept.
       ahead: whether a step is scheduled and sent off while the one before is computed.
 
     `allocator` and `scheduler` keep the books; `stats` has the figures of the steps.
@@ -59,11 +64,14 @@ class Engine:
 
     def __init__(
         self, config: LlamaConfig, params, *, num_pages: int, page_size: int = 16, max_seqs: int = 64,
-        max_tokens_per_step: int = 512, max_seq_len: int | None = None, backend: str = "cookbook", ahead: bool = True,
+        max_tokens_per_step: int = 512, max_seq_len: int | None = None, backend: str = "cookbook",
+        weights: str | None = None, compiler_options: Mapping[str, object] | None = None, ahead: bool = True,
     ):  # fmt: skip
         backends.check(backend, config, page_size)
         check_params(config, params)
-        self.config, self.params, self.backend, self.ahead = config, params, backend, ahead
+        self.config, self.backend, self.ahead = config, backend, ahead
+        self.weights = prepared(config, params, weights)
+        self.compiler_options = _checked(compiler_options or {})
         self.allocator = PageAllocator(num_pages, page_size)
         self.scheduler = Scheduler(self.allocator, max_seqs=max_seqs, max_tokens_per_step=max_tokens_per_step)
         most = min(num_pages * page_size, config.max_position_embeddings or num_pages * page_size)
@@ -186,8 +194,8 @@ class Engine:
 
     def _step(self, batch, decode: bool, logprobs: bool):
         return step(
-            self.config, self.params, self._device.pages, batch, self._device.tokens, backend=self.backend,
-            decode=decode, logprobs=logprobs,
+            self.config, self.weights, self._device.pages, batch, self._device.tokens, backend=self.backend,
+            decode=decode, logprobs=logprobs, compiler_options=self.compiler_options,
         )  # fmt: skip
 
     def _launch(self) -> bool:
@@ -214,7 +222,6 @@ class Engine:
         logprobs = any(chunk.request.logprobs is not None for chunk in chunks)
         preemptions, held = self.scheduler.num_preemptions, self.allocator.num_held
         sampled, pages = self._step(batch, decode, logprobs)
-        sampled = sampled._replace(scores=None)  # Not for the host.
         return Device(pages, sampled.tokens, (*before, Launched(chunks, decode, sampled, start, preemptions, held)))
 
     def _complete(self) -> None:
@@ -290,3 +297,16 @@ class Engine:
     def _new_device(self) -> Device:
         pages = empty_pages(self.config, self.allocator.num_pages, self.allocator.page_size)
         return Device(pages, jnp.zeros(self.scheduler.max_seqs, jnp.int32), ())
+
+
+def _checked(compiler_options: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
+    """The options as `step` takes them.
+
+    Raises:
+      ValueError: XLA refuses one.
+    """
+    try:
+        jax.jit(lambda: 0, compiler_options=dict(compiler_options)).lower().compile()
+    except Exception as error:
+        raise ValueError(f"Engine: {compiler_options=}: {error}; must be options that XLA knows") from error
+    return tuple(sorted(compiler_options.items()))

@@ -6,13 +6,20 @@ Qwen3-MoE), Llama 3's rotary frequencies.
 Parameters are a flat dict. A weight is (outputs, inputs), under its name in Hugging Face's checkpoints:
 `model.layers.0.self_attn.q_proj.weight` is the first layer's of queries. Experts' weights are joined and (experts,
 inputs, outputs), as `cookbook.moe` takes them. Weights, activations that are multiplied by them, and pages are of
-`LlamaConfig.dtype`; the residual stream, normalisation and logits are float32.
+`LlamaConfig.dtype`; the residual stream, normalisation and logits are float32. `forward` takes them as
+`weights.prepared` gives them: joined, and in 8 bits if wanted.
+
+A layer of a step that decodes is as few kernels as there are points where all tokens, or all of a row, have to meet:
+
+    norm (adds the residual)  ->  product q, k, v  ->  rotation and write to the pages  ->  attention, and its merge
+    ->  product o  ->  norm (adds the residual)  ->  product gate, up with SwiGLU  ->  product down
 
 Not supported: biases, windows of attention.
 Source: Touvron et al., "LLaMA: Open and Efficient Foundation Language Models" (2023).
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +27,7 @@ import numpy as np
 
 from cookbook.serving.backends import backend as backend_of
 from cookbook.serving.config import LlamaConfig, RopeScaling
+from cookbook.serving.weights import rows_of
 
 
 def empty_pages(config: LlamaConfig, num_pages: int, page_size: int) -> list[tuple[jax.Array, jax.Array]]:
@@ -46,8 +54,22 @@ class Batch:
     min_ps: jax.Array  # (R,) float32.
 
 
+def angles(positions, head_dim: int, theta: float, scaling: RopeScaling | None = None):
+    """cos and sin, (T, head_dim / 2) float32 each, of the angles position / theta**(2 i / head_dim).
+
+    Args:
+      positions: (T,).
+      scaling: changes the angles a token.
+    """
+    half = head_dim // 2
+    frequencies = theta ** (-np.arange(half) / half)
+    frequencies = np.float32(scaling.scaled(frequencies) if scaling else frequencies)
+    turned = positions[:, None] * frequencies
+    return jnp.cos(turned), jnp.sin(turned)
+
+
 def rotate(x, positions, theta: float, scaling: RopeScaling | None = None):
-    """Rotary positions: value i and i + H / 2 of a head are turned by the angle position / theta**(2 i / H).
+    """Rotary positions: values i and i + H / 2 of a head are turned by the i-th of its token's `angles`.
 
     Args:
       x: (T, heads, H).
@@ -57,20 +79,16 @@ def rotate(x, positions, theta: float, scaling: RopeScaling | None = None):
     Returns:
       float32.
     """
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-np.arange(half) / half)
-    frequencies = np.float32(scaling.scaled(frequencies) if scaling else frequencies)
-    angles = positions[:, None, None] * frequencies
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = (part[:, None] for part in angles(positions, x.shape[-1], theta, scaling))
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def forward(config: LlamaConfig, params, pages, batch: Batch, *, backend: str, decode: bool):
+def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, decode: bool):
     """The logits after the last token of each sequence of the batch.
 
     Args:
-      params: of `init` or `load`.
+      weights: of `prepared`.
       pages: of `empty_pages`.
       backend: "cookbook" or "xla".
       decode: whether each sequence has one token in the batch, and T = R.
@@ -78,37 +96,39 @@ def forward(config: LlamaConfig, params, pages, batch: Batch, *, backend: str, d
     Returns:
       (R, vocab_size) float32, undefined where a sequence has no token; and the pages with the batch's tokens written.
     """
-    ops, dtype = backend_of(backend), jnp.dtype(config.dtype)
-    norm = lambda x, name: ops.rms_norm(x, params[f"{name}.weight"], eps=config.rms_norm_eps).astype(dtype)
-    linear = lambda x, name, out=dtype: ops.matmul(x, params[f"{name}.weight"], transpose_b=True, out_dtype=out)
-    heads = lambda x: x.reshape(x.shape[0], -1, config.head_dim)
-    turned = lambda x: rotate(x, batch.positions, config.rope_theta, config.rope_scaling).astype(dtype)
-    norm_heads = lambda x, name: norm(x.reshape(-1, config.head_dim), name).reshape(x.shape) if config.qk_norm else x
+    ops, dtype, rows = backend_of(backend), jnp.dtype(config.dtype), batch.tokens.shape[0]
+    weight = lambda name: weights[f"{name}.weight"]
+    linear = lambda x, name, out=dtype: ops.linear(x, weight(name), out)
+    attend = ops.paged_attention if decode else ops.ragged_paged_attention
+    where = batch.block_tables, batch.kv_lens, *(() if decode else (batch.cu_seqlens_q,))
+    turns = angles(batch.positions, config.head_dim, config.rope_theta, config.rope_scaling)
 
-    x = params["model.embed_tokens.weight"][batch.tokens].astype(jnp.float32)
-    pages = list(pages)
+    def normed(x, added, name):
+        """The norm of x + added, and that sum: the residual, which stays float32."""
+        norm = functools.partial(ops.rms_norm, scale=weight(name), eps=config.rms_norm_eps, out_dtype=dtype)
+        return (norm(x), x) if added is None else norm(added, residual=x)
+
+    x, added, pages = rows_of(weight("model.embed_tokens"), batch.tokens), None, list(pages)
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
-        y = norm(x, f"{layer}.input_layernorm")
-        q, k = (heads(linear(y, f"{layer}.self_attn.{name}_proj")) for name in "qk")
-        q, k = (turned(norm_heads(x, f"{layer}.self_attn.{name}_norm")) for x, name in ((q, "q"), (k, "k")))
-        v = heads(linear(y, f"{layer}.self_attn.v_proj"))
-        pages[i] = ops.write_kv(k, v, *pages[i], batch.slot_mapping)
-        if decode:
-            out = ops.paged_attention(q, *pages[i], batch.block_tables, batch.kv_lens)
-        else:
-            out = ops.ragged_paged_attention(q, *pages[i], batch.block_tables, batch.kv_lens, batch.cu_seqlens_q)
-        x = x + linear(out.reshape(x.shape[0], -1), f"{layer}.self_attn.o_proj", jnp.float32)
-        y = norm(x, f"{layer}.post_attention_layernorm")
+        y, x = normed(x, added, f"{layer}.input_layernorm")
+        qkv = linear(y, f"{layer}.self_attn.qkv_proj").reshape(rows, -1, config.head_dim)
+        norms = {f"{name}_norm": weight(f"{layer}.self_attn.{name}_norm") for name in "qk" if config.qk_norm}
+        q, *pages[i] = ops.rope_write_kv(qkv, *turns, *pages[i], batch.slot_mapping, eps=config.rms_norm_eps, **norms)
+        out = attend(q, *pages[i], *where)
+        added = linear(out.reshape(rows, -1), f"{layer}.self_attn.o_proj", jnp.float32)
+        y, x = normed(x, added, f"{layer}.post_attention_layernorm")
         if config.num_experts:
-            experts = (params[f"{layer}.mlp.experts.{name}_proj.weight"] for name in ("gate_up", "down"))
+            experts = (weight(f"{layer}.mlp.experts.{name}_proj") for name in ("gate_up", "down"))
             router_logits = linear(y, f"{layer}.mlp.gate", jnp.float32)
-            x = x + ops.moe(
+            added = ops.moe(
                 y, router_logits, *experts, top_k=config.num_experts_per_tok, renormalize=config.norm_topk_prob
             )
         else:
-            gated = ops.swiglu(linear(y, f"{layer}.mlp.gate_proj"), linear(y, f"{layer}.mlp.up_proj"))
-            x = x + linear(gated, f"{layer}.mlp.down_proj", jnp.float32)
-    last = x if decode else x[jnp.maximum(batch.cu_seqlens_q[1:] - 1, 0)]
+            added = linear(ops.gated(y, weight(f"{layer}.mlp.gate_up_proj")), f"{layer}.mlp.down_proj", jnp.float32)
+    if not decode:
+        last = jnp.maximum(batch.cu_seqlens_q[1:] - 1, 0)
+        x, added = x[last], added[last]
+    y, _ = normed(x, added, "model.norm")
     head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-    return linear(norm(last, "model.norm"), head, jnp.float32), pages
+    return linear(y, head, jnp.float32), [tuple(of_layer) for of_layer in pages]

@@ -26,7 +26,7 @@ class Request:
       logprobs: None; or how many of the most probable tokens have their log probabilities recorded, beside the token
         that was chosen. They are those of the model: no temperature, nothing cut off.
 
-    These cannot be changed afterwards. What follows them is the engine's to change, its user's to read.
+    These cannot be changed afterwards. The fields after them are changed by the engine and read by its user.
 
     Raises:
       ValueError: an argument is out of range.

@@ -24,7 +24,7 @@ class Sampled(NamedTuple):
     """The result of a step, for each of R sequences."""
 
     tokens: jax.Array  # (R,) int32; -1 where the logits are not finite.
-    scores: jax.Array  # (R, V) float32, of which each token has the largest.
+    scores: jax.Array | None  # (R, V) float32, of which each token has the largest.
     logprobs: tuple | None  # (R,) of the tokens; (R, n) of the most probable tokens, and (R, n) which these are.
 
 
@@ -83,8 +83,8 @@ def _least(x, weights, wanted):
     return jnp.min(jnp.where(order >= least[:, None], x, jnp.inf), axis=-1, keepdims=True)
 
 
-@functools.partial(jax.jit, static_argnames=("draws", "cuts", "logprobs"))
-def sample(logits, options: Options, *, draws: bool, cuts: bool, logprobs: bool) -> Sampled:
+@functools.partial(jax.jit, static_argnames=("draws", "cuts", "logprobs", "scored"))
+def sample(logits, options: Options, *, draws: bool, cuts: bool, logprobs: bool, scored: bool = False) -> Sampled:
     """The next token of each sequence, by its logits.
 
     Args:
@@ -92,6 +92,7 @@ def sample(logits, options: Options, *, draws: bool, cuts: bool, logprobs: bool)
       draws: whether there is a temperature above 0; without one no noise is drawn.
       cuts: whether there is a `top_k`, `top_p` or `min_p` that cuts tokens off.
       logprobs: whether log probabilities are wanted.
+      scored: whether the scores are wanted, which are as large as the logits.
     """
     noisy = logits
     if cuts:
@@ -105,4 +106,4 @@ def sample(logits, options: Options, *, draws: bool, cuts: bool, logprobs: bool)
         every = jax.nn.log_softmax(logits)
         found = of_best(every), *jax.lax.top_k(every, min(MAX_LOGPROBS, logits.shape[1]))
     is_finite = jnp.isfinite(jnp.max(logits, axis=-1))  # A NaN is the largest.
-    return Sampled(jnp.where(is_finite, best, -1), noisy, found)
+    return Sampled(jnp.where(is_finite, best, -1), noisy if scored else None, found)

@@ -1,4 +1,4 @@
-"""Who computes which tokens in the next step: continuous batching, chunked prefill, preemption by recomputation.
+"""Choice of the tokens that the next step computes: continuous batching, chunked prefill, preemption by recomputation.
 
 Requests are served in the order of their arrival. A step has a budget of tokens: every request that is decoding gets
 its one token, and prompts, in chunks, share what is left. When a request needs a page and none is available, the one
@@ -215,7 +215,7 @@ class Scheduler:
                 chunks.append(self._chunk(request, count))
                 budget -= count
             i += 1
-        # Who was preempted now would come back at once, and be preempted again.
+        # A request preempted now would come back at once and be preempted again.
         while self.num_preemptions == preemptions and budget and self.waiting and len(self.running) < self.max_seqs:
             if (chunk := self._admit(budget)) is None:
                 break

@@ -17,6 +17,7 @@ from cookbook.serving.request import Chunk, Request
 from cookbook.serving.sampling import Options, Sampled, sample
 
 TABLE_WIDTH_MIN = 16  # Pages of the narrowest block table: fewer widths are fewer compilations.
+OF_SEQUENCES = 7  # The last fields of a batch, from `kv_lens` on: a value or one more for each sequence.
 ALL_TOKENS = 2**31 - 1  # The top_k that cuts nothing off.
 
 
@@ -107,52 +108,71 @@ def bucket(count: int, least: int) -> int:
 
 
 def step(
-    config: LlamaConfig, params, pages, batch: Batch, previous=None, *, backend: str, decode: bool,
-    logprobs: bool = False,
+    config: LlamaConfig, weights, pages, batch: Batch, previous=None, *, backend: str, decode: bool,
+    logprobs: bool = False, scored: bool = False, compiler_options: tuple[tuple[str, object], ...] = (),
 ) -> tuple[Sampled, list]:  # fmt: skip
     """`forward`, and sampling.
 
     Args:
+      weights: of `prepared`.
       batch: of NumPy's arrays, which go to the device as one: each transfer costs the host as much, however small.
       previous: the next tokens of the step before, (R,) int32: a token -1 - i of the batch stands for the i-th of them.
         So a step can begin before the host knows them. None if the batch has no such token.
       logprobs: whether log probabilities are wanted.
+      scored: whether the scores that tokens are chosen by are wanted.
+      compiler_options: XLA's, for the program of the model, by name.
 
     Returns:
       The next token of each sequence; and the pages, in place of those given.
     """
     arrays, tree = jax.tree.flatten(batch)
     layout = tuple((array.shape, array.dtype) for array in arrays)
-    starts = _starts(layout)
+    starts = starts_of(layout)
     packed = np.zeros(starts[-1], np.int32)
     for start, array in zip(starts, arrays, strict=False):
         packed[start : start + array.size] = array.ravel().view(np.int32)
-    logits, options, pages = _forward(
-        config, params, pages, packed, previous, tree=tree, layout=layout, backend=backend, decode=decode
+    logits, tail, pages = _program(compiler_options)(
+        config, weights, pages, packed, previous, tree=tree, layout=layout, backend=backend, decode=decode
     )
     draws = batch.temperatures > 0
     cuts = draws & ((batch.top_ks < ALL_TOKENS) | (batch.top_ps < 1) | (batch.min_ps > 0))
-    return sample(logits, options, draws=bool(draws.any()), cuts=bool(cuts.any()), logprobs=logprobs), pages
+    how = dict(draws=bool(draws.any()), cuts=bool(cuts.any()), logprobs=logprobs, scored=scored)
+    return _sample(logits, tail, layout=layout[-OF_SEQUENCES:], **how), pages
 
 
-def _starts(layout) -> list[int]:
+def starts_of(layout) -> list[int]:
     """Where arrays begin in one of int32, and the last ends: at multiples of 256 bytes, as a kernel wants its operands,
     for XLA gives it a part as it lies."""
     return [0, *itertools.accumulate(-(-math.prod(shape) // 64) * 64 for shape, _ in layout)]
 
 
-@functools.partial(
-    jax.jit, static_argnames=("config", "tree", "layout", "backend", "decode"), donate_argnames=("pages",)
-)
-def _forward(config: LlamaConfig, params, pages, packed, previous, *, tree, layout, backend: str, decode: bool):
-    part = lambda start, shape, dtype: packed[start : start + math.prod(shape)].view(dtype).reshape(shape)
-    batch = jax.tree.unflatten(tree, [part(start, *of) for start, of in zip(_starts(layout), layout, strict=False)])
+@functools.cache
+def _program(compiler_options: tuple[tuple[str, object], ...]):
+    """`model_step`, compiled with these options."""
+    return jax.jit(
+        model_step, static_argnames=("config", "tree", "layout", "backend", "decode"), donate_argnames=("pages",),
+        compiler_options=dict(compiler_options) or None,
+    )  # fmt: skip
+
+
+def model_step(config: LlamaConfig, weights, pages, packed, previous, *, tree, layout, backend: str, decode: bool):
+    """The model's part of a step: logits, the end of `packed` from which sampling reads, the pages."""
+    batch = jax.tree.unflatten(tree, _parts(packed, layout))
     if previous is not None:
         # Where there was none to sample it is -1, a token like others: its request has failed.
         known = previous[jnp.maximum(-1 - batch.tokens, 0)]
         batch = dataclasses.replace(batch, tokens=jnp.where(batch.tokens < 0, known, batch.tokens))
-    logits, pages = forward(config, params, pages, batch, backend=backend, decode=decode)
-    options = Options(
-        batch.temperatures, batch.seeds, batch.kv_lens, batch.top_ks, batch.top_ps, batch.min_ps
-    )  # fmt: skip
-    return logits, options, pages
+    logits, pages = forward(config, weights, pages, batch, backend=backend, decode=decode)
+    # One slice for sampling, whose program then depends on no shape of the rest.
+    return logits, packed[starts_of(layout)[-1 - OF_SEQUENCES] :], pages
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "draws", "cuts", "logprobs", "scored"))
+def _sample(logits, tail, *, layout, **how) -> Sampled:
+    kv_lens, _, temperatures, seeds, *cuts = _parts(tail, layout)
+    return sample(logits, Options(temperatures, seeds, kv_lens, *cuts), **how)
+
+
+def _parts(packed, layout) -> list[jax.Array]:
+    part = lambda start, shape, dtype: packed[start : start + math.prod(shape)].view(dtype).reshape(shape)
+    return [part(start, *of) for start, of in zip(starts_of(layout), layout, strict=False)]

@@ -17,6 +17,7 @@ from cookbook.serving.checkpoint import config_of
 from cookbook.serving.model import empty_pages, forward
 from cookbook.serving.request import Chunk, Request
 from cookbook.serving.step import pack
+from cookbook.serving.weights import prepared
 
 SIZES = dict(
     vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -84,7 +85,9 @@ def written(folder, name: str, changes: dict | None = None, drop=()) -> dict:
 
 @functools.partial(jax.jit, static_argnames=("config", "backend"))
 def last_logits(config: LlamaConfig, params, batch, backend: str):
-    return forward(config, params, empty_pages(config, 8, 16), batch, backend=backend, decode=False)[0]
+    return forward(config, prepared(config, params), empty_pages(config, 8, 16), batch, backend=backend, decode=False)[
+        0
+    ]
 
 
 def ours(config: LlamaConfig, params, tokens, backend: str = "xla") -> np.ndarray:

@@ -75,7 +75,7 @@ class FakeDevice:
         self.num_caches += 1
         return Pages(np.full((num_pages * page_size, 2), -1))
 
-    def step(self, config, params, pages, batch, previous, *, backend, decode, logprobs):
+    def step(self, config, params, pages, batch, previous, *, backend, decode, logprobs, **_):
         fault, self.fault = self.fault, None
         if fault == "launch":
             raise DeviceFault("out of memory")

@@ -60,7 +60,7 @@ def test_logprobs_are_the_models():
     engine.run()
     for i, found in enumerate(request.logprobs_of):
         prompt = request.tokens[: 3 + i]
-        _, scores = generate(CONFIG, engine.params, Request(prompt, 1), 16)
+        _, scores = generate(CONFIG, PARAMS(CONFIG), Request(prompt, 1), 16)
         logprobs = np.float64(scores[0]) - np.log(np.exp(np.float64(scores[0])).sum())
         assert abs(found.chosen - logprobs[request.generated[i]]) < 1e-4
         best = np.argsort(-logprobs)[:3]
@@ -84,7 +84,7 @@ def test_a_request_that_is_cancelled_ends_and_gives_its_pages_back(steps):
     ends = {output.request: output.finish_reason for output in outputs if output.finish_reason}
     assert ends == {cancelled: "cancelled", others[0]: "length", others[1]: "length"}
     for request in others:
-        assert request.generated == generate(CONFIG, engine.params, request, 64)[0]
+        assert request.generated == generate(CONFIG, PARAMS(CONFIG), request, 64)[0]
 
 
 def test_a_reset_leaves_nothing():
@@ -97,7 +97,7 @@ def test_a_reset_leaves_nothing():
     assert {request.finish_reason for request in requests} == {"cancelled"}
     again = engine.submit(range(20), 9)
     assert engine.scheduler.num_shared_pages == 0 or not engine.allocator._page_of
-    assert engine.run() == [again] and again.generated == generate(CONFIG, engine.params, again, 64)[0]
+    assert engine.run() == [again] and again.generated == generate(CONFIG, PARAMS(CONFIG), again, 64)[0]
 
 
 def test_warm_up_compiles_all_that_a_mixed_trace_needs():
@@ -201,7 +201,7 @@ def test_a_token_outside_of_the_vocabulary_fails_its_request_alone(monkeypatch, 
     assert [output.request for output in engine.step() if output.finish_reason] == [bad]
     monkeypatch.undo()
     engine.run()
-    assert bad.finish_reason == "error" and good.generated == generate(CONFIG, engine.params, good, 16)[0]
+    assert bad.finish_reason == "error" and good.generated == generate(CONFIG, PARAMS(CONFIG), good, 16)[0]
 
 
 def test_pages_of_a_request_that_failed_are_not_shared():
@@ -223,7 +223,7 @@ def test_equal_prompts_of_one_batch_share_pages():
     engine.step()
     assert engine.scheduler.num_shared_pages == 5 * 3 and engine.allocator.num_held == 3 + 6
     engine.run()
-    expected = generate(CONFIG, engine.params, requests[0], 64)[0]
+    expected = generate(CONFIG, PARAMS(CONFIG), requests[0], 64)[0]
     assert all(request.generated == expected for request in requests)
 
 
@@ -233,7 +233,7 @@ def test_a_prompt_in_chunks_takes_pages_that_another_one_computes():
     engine.run()
     assert sum(step.num_tokens for step in engine.stats) < 61 + 61 - 2 * 16
     for request in requests:
-        assert request.generated == generate(CONFIG, engine.params, request, 64)[0]
+        assert request.generated == generate(CONFIG, PARAMS(CONFIG), request, 64)[0]
 
 
 def test_requests_without_a_seed_differ_and_their_seed_repeats_them():

@@ -242,7 +242,7 @@ def recorded(monkeypatch) -> dict:
     step, complete = module.step, Scheduler.complete
 
     def recording_step(*args, **kwargs):
-        sampled, pages = step(*args, **kwargs)
+        sampled, pages = step(*args, **kwargs, scored=True)
         launched.append(np.asarray(sampled.scores))
         return sampled, pages
 
@@ -376,9 +376,10 @@ def test_attention_of_the_two_backends_has_one_result_for_decoding_and_for_chunk
 def test_a_request_that_just_fits_is_served():
     """It needs every page, and the last of its tokens needs none; with embeddings that give the logits too."""
     config = dataclasses.replace(CONFIG, tie_word_embeddings=True)
-    engine = Engine(config, init(config), **SIZES | dict(num_pages=2), backend="xla")
+    params = init(config)
+    engine = Engine(config, params, **SIZES | dict(num_pages=2), backend="xla")
     (request,) = served(engine, [dict(prompt=[1] * 30, max_new_tokens=3)])
-    assert request.generated == generate(config, engine.params, request, MAX_SEQ_LEN)[0]
+    assert request.generated == generate(config, params, request, MAX_SEQ_LEN)[0]
     with pytest.raises(ValueError, match="need 33 places; max_seq_len is 32"):
         engine.submit([1] * 30, 4)
 
@@ -465,7 +466,7 @@ def test_what_is_no_mutant_passes(trace, copied):
         ),
         ("scheduler", "self.running if request in self.running else self.waiting", "self.running"),
         ("step", "previous[jnp.maximum(-1 - batch.tokens, 0)]", "previous[0]"),
-        ("step", "batch.seeds, batch.kv_lens", "batch.seeds, jnp.arange(batch.seeds.size)"),
+        ("step", "seeds, kv_lens, *cuts", "seeds, jnp.arange(seeds.size), *cuts"),
         ("model", "batch.cu_seqlens_q[1:] - 1", "batch.cu_seqlens_q[:-1]"),
         ("backends", "kv_lens[sequence] - behind", "kv_lens[sequence]"),
         ("sampling", "jax.random.key(seed), position", "jax.random.key(0), position"),

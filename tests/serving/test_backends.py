@@ -1,0 +1,120 @@
+"""A step's logits on the kernels and on XLA: joined weights, weights of 8 bits, norms of heads, experts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import tiny_model
+from cookbook import lab
+from cookbook.serving import Engine, LlamaConfig, init
+from cookbook.serving.model import empty_pages, forward
+from cookbook.serving.step import padding
+from cookbook.serving.weights import Int8, prepared, quantised
+
+TINY = LlamaConfig(256, 128, 256, 1, 4, 2, 64)
+QWEN = dataclasses.replace(TINY, qk_norm=True, tie_word_embeddings=True)
+EXPERTS = dataclasses.replace(QWEN, intermediate_size=64, num_experts=128, num_experts_per_tok=8)
+
+
+def decoded(config: LlamaConfig, weights, backend: str) -> tuple[np.ndarray, list]:
+    """Logits and pages of a step in which a sequence of 20 tokens, one of 3 and an empty one decode."""
+    batch, pages = padding(4, 16, 4), empty_pages(config, 4, 16)
+    pages = jax.tree.map(lambda x: jnp.asarray(np.random.default_rng(0).normal(size=x.shape), x.dtype), pages)
+    batch.tokens[:], batch.positions[:] = (7, 200, 0, 0), (19, 2, 0, 0)
+    batch.block_tables[:2, :2], batch.kv_lens[:2] = ((2, 1), (3, 0)), (20, 3)
+    batch.slot_mapping[:2] = 16 + 3, 3 * 16 + 2
+    logits, pages = lab.run(lambda *args: forward(config, *args, backend=backend, decode=True), weights, pages, batch)
+    return np.asarray(logits[:2]), pages
+
+
+@pytest.mark.parametrize(
+    "config, kind",
+    [(QWEN, None), (TINY, "int8"), pytest.param(EXPERTS, None, marks=pytest.mark.slow)],
+    ids=["norms of heads", "int8", "128 experts"],
+)
+def test_the_kernels_give_the_logits_of_xla(config, kind):
+    weights = prepared(config, init(config), kind)
+    (ours, our_pages), (theirs, their_pages) = (decoded(config, weights, name) for name in ("cookbook", "xla"))
+    assert np.linalg.norm(ours - theirs) < 0.02 * np.linalg.norm(theirs)
+    for one, other in zip(jax.tree.leaves(our_pages), jax.tree.leaves(their_pages), strict=True):
+        np.testing.assert_allclose(np.float32(one), np.float32(other), atol=0.05)
+
+
+def test_experts_in_the_engine():
+    """128 experts, 8 of them a token: a request in company has the tokens that it has alone."""
+    config = dataclasses.replace(EXPERTS, dtype="float32")
+    params = init(config)
+    serve = lambda prompts: [
+        request.generated
+        for engine in [Engine(config, params, num_pages=8, max_seqs=2, max_tokens_per_step=16, backend="xla")]
+        for request in [engine.submit(prompt, 3) for prompt in prompts]
+        if engine.run() is not None
+    ]
+    together = serve([[5, 17, 200], [9, 2]])
+    assert together == [*serve([[5, 17, 200]]), *serve([[9, 2]])] and len(together[0]) == 3
+
+
+def test_joined_weights_are_what_they_are_made_of():
+    params = init(TINY)
+    weights = prepared(TINY, params)
+    part = lambda name: params[f"model.layers.0.{name}_proj.weight"]
+    np.testing.assert_array_equal(
+        weights["model.layers.0.self_attn.qkv_proj.weight"],
+        jnp.concatenate([part(f"self_attn.{name}") for name in "qkv"]),
+    )
+    assert weights["model.layers.0.mlp.gate_up_proj.weight"].shape == (512, 128)
+    assert set(params) == set(TINY.shapes) and not any("q_proj" in name or "up_proj." in name[:30] for name in weights)
+
+
+# Weights in 8 bits ----------------------------------------------------------------------------------------------------
+
+
+def test_a_quantised_weight_is_off_by_half_a_step_at_most():
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=(5, 40)), jnp.bfloat16).at[3].set(0)
+    values, scales = quantised(weight)
+    assert values.dtype == jnp.int8 and (jnp.abs(values).max(axis=1) == jnp.array([127, 127, 127, 0, 127])).all()
+    error = jnp.abs(values * scales[:, None] - weight.astype(jnp.float32))
+    assert (error <= scales[:, None] * 0.501).all() and np.isfinite(np.asarray(scales)).all()
+
+
+def test_all_matrices_are_quantised_and_nothing_else():
+    for name, weight in prepared(TINY, init(TINY), "int8").items():
+        assert isinstance(weight, Int8) == (name[-11:-7] != "norm"), name
+
+
+def test_perplexity_stays():
+    """Of a model that is trained on the spot: random weights would not tell. 16 bits move it by less than 0.2 %."""
+    params, texts = tiny_model.trained(), tiny_model.texts(16, 50, seed=5)
+    exact = tiny_model.perplexity(tiny_model.CONFIG, params, texts)
+    assert abs(exact - np.exp(tiny_model.loss(params, texts))) < 1e-3 * exact < 4e-3, "it is not trained"
+    in_8_bits = tiny_model.perplexity(tiny_model.CONFIG, params, texts, weights="int8")
+    assert abs(in_8_bits / exact - 1) < 0.01 and in_8_bits != exact
+
+
+def test_a_mutant_with_one_scale_for_all_outputs_is_caught(monkeypatch):
+    params, texts = tiny_model.trained(), tiny_model.texts(16, 50, seed=5)
+    name = "model.layers.0.mlp.down_proj.weight"
+    params = params | {name: params[name].at[0].set(params[name][0] * 1e3)}  # An outlier, whose output is no other's.
+    exact = tiny_model.perplexity(tiny_model.CONFIG, params, texts)
+    one_scale = lambda weight: Int8(
+        jnp.round(weight / (scale := jnp.abs(weight).max() / 127)).astype(jnp.int8), jnp.full(len(weight), scale)
+    )
+    assert abs(tiny_model.perplexity(tiny_model.CONFIG, params, texts, weights="int8") / exact - 1) < 0.02
+    monkeypatch.setattr("cookbook.serving.weights.quantised", one_scale)
+    assert abs(tiny_model.perplexity(tiny_model.CONFIG, params, texts, weights="int8") / exact - 1) > 0.02
+
+
+@pytest.mark.parametrize(
+    "config, how, message",
+    [
+        (TINY, dict(weights="int4"), "weights = 'int4'; must be None or \"int8\""),
+        (EXPERTS, dict(weights="int8"), "with 128 experts; must be None"),
+        (TINY, dict(compiler_options=dict(xla_no_such_option=1)), "No such compile option.*must be options that XLA"),
+    ],
+)
+def test_errors_name_the_rule(config, how, message):
+    with pytest.raises(ValueError, match=message):
+        Engine(config, init(config), num_pages=4, backend="xla", **how)
