@@ -5,8 +5,11 @@ Those for Blackwell have names of their own: `cookbook.blackwell.matmul`, `cookb
 
 from cookbook import blackwell as blackwell
 from cookbook.attn.attention import attention
-from cookbook.attn.paged_attention import merge_attention, paged_attention
+from cookbook.attn.attention_fp8 import attention_fp8
+from cookbook.attn.merge import merge_attention
+from cookbook.attn.paged_attention import paged_attention
 from cookbook.attn.ragged_paged_attention import ragged_paged_attention
+from cookbook.attn.rope_write_kv import rope_write_kv
 from cookbook.attn.varlen_attention import varlen_attention
 from cookbook.attn.write_kv import write_kv
 from cookbook.elementwise import add, fuse
@@ -41,6 +44,7 @@ __all__ = [
     "all_gather_matmul",
     "all_to_all",
     "attention",
+    "attention_fp8",
     "fuse",
     "gated_delta_rule",
     "gated_delta_rule_step",
@@ -63,6 +67,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_sum",
     "rms_norm",
+    "rope_write_kv",
     "softmax",
     "ssd",
     "ssd_step",

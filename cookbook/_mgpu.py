@@ -288,13 +288,23 @@ def _vary(x, axes: frozenset):
 
 def without_derivative(op: str, gradient):
     """`gradient`, a function that launches a backward kernel, which refuses by name to be differentiated itself."""
-    once = jax.custom_jvp(gradient)
+    message = f"cookbook.{op} has no second derivative: differentiate {op}_reference, of the same module, instead"
+    return _refusing_derivatives(gradient, message)
+
+
+def without_gradient(op: str, instead: str, *arrays):
+    """`arrays`, by which JAX refuses to differentiate what comes next: an op without a gradient passes its operands
+    through this first, and is named."""
+    message = f"cookbook.{op} has no gradient: differentiate {instead} instead"
+    return _refusing_derivatives(lambda *arrays: arrays, message)(*arrays)
+
+
+def _refusing_derivatives(fn, message: str):
+    once = jax.custom_jvp(fn)
 
     @once.defjvp
     def refuse(primals, tangents):
-        raise ValueError(
-            f"cookbook.{op} has no second derivative: differentiate its reference (cookbook.{op}_reference) instead"
-        )
+        raise ValueError(message)
 
     return once
 

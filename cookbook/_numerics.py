@@ -89,7 +89,7 @@ def _require_elementwise(name, jaxpr, shape):
         if shapes or op in _MIX_ELEMENTS or op.startswith(("reduce_", "arg", "cum")) and op != "reduce_precision":
             raise ValueError(f"{name} is not element-wise: {op} mixes elements; use it outside the kernel")
         if op in _NO_RULE:
-            raise ValueError(f"{name} uses {op}, which Mosaic GPU can not lower and this package has no formula for")
+            raise ValueError(f"{name} uses {op}, which Mosaic GPU cannot lower and this package has no formula for")
 
 
 def _evaluate(jaxpr, consts, args, shape):

@@ -7,11 +7,11 @@ bfloat16, float16, and the integers of 8, 16 and 32 bits, mixed as `fn` mixes th
 bits and rounded once, at the end.
 
 Role table: one warpgroup a block loads a tile from global memory straight into registers, computes, and stores it.
-There are no barriers: nothing is shared, so shared memory would be a detour (chapter 1 measures it).
+There are no barriers: nothing is shared, so shared memory would be a detour (chapter 2 measures it).
 
 Bound by: memory. Each input is read once and each output is written once, 16 bytes a thread at a time. The last block
-also does what is left over, in pieces of 128 elements, the last of them shifted back to end with the array; what it
-computes twice it stores twice, with the same value.
+also does the tail, in pieces of 128 elements, the last of them shifted back to end with the array. Elements that it
+computes twice it stores twice, in no order; inputs and outputs are different arrays, so both stores write one value.
 
 The gradient is another such kernel, made of `jax.vjp` of `fn`; so is a gradient of it. Integers have none.
 

@@ -85,8 +85,10 @@ def bounds(group_sizes, m: int, group_offset=None, count: int | None = None):
     starts, ends = jnp.minimum(starts, m), jnp.minimum(starts + sizes, m)
     if group_offset is None:
         return starts, ends
-    at = jnp.clip(group_offset, 0, sizes.size - count)
-    return tuple(lax.dynamic_slice(x, (at,), (count,)) for x in (starts, ends))
+    # Groups before the first one and after the last one have no rows.
+    around = jnp.zeros(count, jnp.int32), jnp.full(count, ends[-1])
+    at = jnp.clip(group_offset, -count, sizes.size) + count
+    return tuple(lax.dynamic_slice(jnp.concatenate([around[0], x, around[1]]), (at,), (count,)) for x in (starts, ends))
 
 
 def check_group_sizes(group_sizes, rows: int):

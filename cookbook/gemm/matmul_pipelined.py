@@ -13,7 +13,7 @@ one's epilogue runs while the other multiplies.
 Barrier table: one barrier for each of `num_stages` slots, made by `emit_pipeline`; the two TMA copies of a slot arrive
 on it, the warpgroup waits for it. A slot is refilled `delay_release` steps after it was multiplied: WGMMA is
 asynchronous, and `wgmma_wait(delay_release)` leaves as many of them reading their operands. A delay shorter than that
-wait is a race that the interpreter can not see (chapter 6 shows it on the GPU).
+wait is a race that the interpreter cannot see (chapter 6 shows it on the GPU).
 
 Bound by: the tensor cores, when M, N and K are large. Tiles are visited in a snake `grid_tile_width` tiles wide, so
 that the blocks that run together find their operands in the L2 cache.

@@ -205,7 +205,7 @@ def moe(x, router_logits, w_gate_up, w_down, *, top_k, renormalize=True, group_o
       router_logits: (..., E), of a floating dtype.
       w_gate_up: (E, H, 2I): columns of the gate, then those of the up product; of the dtype of `x`.
       w_down: (E, I, H); of the dtype of `x`.
-      top_k: how many experts each token has; among equal logits the first experts win.
+      top_k: how many experts each token has; among equal logits the first experts win, and -0.0 is below 0.0.
       renormalize: weights are the softmax of the chosen logits; False: that of all logits.
       group_offset: None; or an integer, which may be traced: the expert that w_gate_up and w_down begin with.
 

@@ -152,6 +152,7 @@ def ragged_dot(
         0 count as 0, and what goes beyond M is cut off (`cookbook.ragged_dot.check_group_sizes` finds both).
       group_offset: None; or an integer, which may be traced, or an array of one: the group that rhs begins with.
         group_sizes then has sizes of all groups, also of those that rhs has no matrix of, whose rows are zeros.
+        Matrices that begin before the first group, or reach beyond the last one, have no rows there.
       transpose_rhs: matrices are given transposed, and are read as they lie.
       activation: "swiglu": rhs has 2N columns, and the result is silu of the first N times the others (N a multiple
         of 8, unless rhs is transposed); or "relu", "gelu" (the tanh form), "silu", an element-wise function, or None.

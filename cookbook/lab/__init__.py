@@ -18,9 +18,13 @@ from .interpreter import Deadlock as Deadlock
 from .interpreter import interpret as interpret
 from .interpreter import on_gpu as on_gpu
 from .interpreter import run as run
+from .launching import Launch as Launch
+from .launching import launches as launches
+from .showing import guess as guess
 from .showing import show_diff as show_diff
 from .showing import sources as sources
 from .showing import table as table
+from .timeline import step_clocks as step_clocks
 from .timeline import timeline as timeline
 from .timing import Measurement as Measurement
 from .timing import first_call_seconds as first_call_seconds

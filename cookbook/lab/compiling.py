@@ -24,7 +24,7 @@ from .toolchain import device, gpu_facts, tool
 from .toolchain import devices as target_devices
 
 _FOREIGN = {"h200": r"mosaic_gpu\.(tcgen05|tmem)", "b200": r"mosaic_gpu\.(wgmma)"}  # Operations of the other GPU.
-SMEM_BYTES, REGISTERS, THREADS = 233_472, 65_536, 2_048  # What an SM has, on Hopper and on data-centre Blackwell.
+SMEM_BYTES, REGISTERS, THREADS = 233_472, 65_536, 2_048  # An SM of Hopper and of data-centre Blackwell.
 _lock = threading.Lock()  # A compile borrows the process's environment and its standard output.
 
 
@@ -74,7 +74,7 @@ class Compiled:
     def blocks_per_sm(self) -> int:
         """Blocks that fit on an SM at the same time, by its registers and its shared memory.
 
-        Of each block CUDA takes 1,024 bytes of shared memory; registers are given to warps by 8 a thread.
+        CUDA keeps 1,024 bytes of shared memory for each block, and gives registers to warps by 8 a thread.
         """
         by_smem = SMEM_BYTES // (self.smem_bytes + 1_024)
         return min(by_smem, REGISTERS // (self.threads * 8 * -(-self.registers // 8)), THREADS // self.threads)

@@ -176,7 +176,7 @@ def raises(row_id: str):
 
 
 def _texts(error):
-    """The text of an error, with its name, and of each of its causes. Of one without a message: where it was raised."""
+    """Name and text of an error and of each of its causes, or the place where one without a text was raised."""
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

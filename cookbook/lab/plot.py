@@ -129,7 +129,7 @@ def error_map(out, expected, *, tile: tuple[int, int], limit: float = 0.05, titl
     error[np.isnan(out) & np.isnan(expected) | (out == expected)] = 0.0  # Infinities too are equal to themselves.
     starts = [range(0, size, step) for size, step in zip(out.shape, tile, strict=True)]
     tiles = np.array([[error[i : i + tile[0], j : j + tile[1]].max() for j in starts[1]] for i in starts[0]])
-    wrong = ~(tiles <= limit)  # Of NaN too: `max` keeps it.
+    wrong = ~(tiles <= limit)  # True of NaN too: `max` keeps it.
     i, j = (int(at) for at in np.argwhere(wrong)[0]) if wrong.any() else (0, 0)
     rows, columns = (slice(at * step, (at + 1) * step) for at, step in ((i, tile[0]), (j, tile[1])))
     count = f"{wrong.sum()} of {wrong.size} tiles are wrong"

@@ -164,8 +164,10 @@ def figure(points=(), dtype="bf16", gpu: str = "h200") -> Figure:
         ax.plot(x, np.minimum(roof, slope * x) / 1e12, color=plot.INK, label="datasheet")
         stream, product = ceiling("hbm", gpu), ceiling("bf16", gpu) if roof == peak("bf16", gpu).value else None
         if stream or product:
-            reached = np.minimum((product or peak(dtype, gpu)).value, (stream or peak("hbm", gpu)).value * x) / 1e12
-            ax.plot(x, reached, color=plot.BOUND, linestyle="--", label="measured ceilings")
+            reached = np.minimum(product.value if product else math.inf, stream.value * x if stream else math.inf)
+            of = "s" if stream and product else " of HBM" if stream else " of arithmetic"
+            reached = np.where(reached <= roof, reached, math.nan) / 1e12  # Only what was measured.
+            ax.plot(x, reached, color=plot.BOUND, linestyle="--", label=f"measured ceiling{of}")
         for i, (label, flops, nbytes, ms) in enumerate(points):
             colour = plot.COLOURS[i % len(plot.COLOURS)]
             ax.plot(flops / nbytes, flops / ms / 1e9, "o", color=colour, markersize=7, label=label)

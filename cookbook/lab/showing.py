@@ -1,4 +1,4 @@
-"""Text that the notebooks print: tables of figures, and the lines that a rung changes."""
+"""Text that the notebooks print: tables of figures, guesses, and the lines that a rung changes."""
 
 import dataclasses
 import difflib
@@ -36,6 +36,34 @@ def sources(measured) -> str:
 
 def _known(measured) -> list:
     return [figure for figure in measured if not math.isnan(figure.median_ms)]
+
+
+def guess(mine: float | None, found: float, unit: str) -> None:
+    """Prints a reader's guess beside the figure that it was about.
+
+    Args:
+      mine: the guess, such as the notebook's `my_guess`; None while there is none.
+      found: the bound, prediction or measurement; NaN where it is not known.
+      unit: of both figures.
+
+    Raises:
+      ValueError: `mine` is neither None nor a number from 0 on.
+    """
+    if mine is None:
+        print("your guess: none yet; set my_guess and run again")
+        return
+    if not isinstance(mine, int | float) or not mine >= 0:
+        raise ValueError(f"my_guess = {mine!r}; must be a number of {unit} that is not negative, or None")
+    side = "high" if mine > found else "low"
+    if math.isnan(found):
+        verdict = "there is no figure yet to compare it with"
+    elif abs(mine - found) <= 0.1 * found:
+        verdict = f"within 10% of {found:.3g} {unit}"
+    elif mine and found:
+        verdict = f"{max(mine / found, found / mine):.2g} times too {side} for {found:.3g} {unit}"
+    else:
+        verdict = f"too {side} for {found:.3g} {unit}"
+    print(f"your guess: {mine:.3g} {unit}, {verdict}")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import tempfile
 from typing import TYPE_CHECKING
 
 import jax
+import numpy as np
 
 from .. import _mgpu
 from . import interpreter, plot, results, source
@@ -64,6 +66,16 @@ def timeline(
     return fig
 
 
+def step_clocks(problem: str, scope: str, gpu: str = "h200") -> float:
+    """Median SM clocks from one `scope` to the next in the first lane that has it; NaN without a stored trace."""
+    trace = results.read_timeline(problem, gpu) or {"lanes": []}
+    for lane in trace["lanes"]:
+        starts = [start for name, start, *_ in lane["spans"] if name == scope]
+        if len(starts) > 1:
+            return float(np.median(np.diff(starts))) * 1e3 * trace["clock_ghz"]
+    return math.nan
+
+
 def lanes_of(chrome_trace: dict, clock_ghz: float, blocks: int) -> list[dict]:
     """The lanes of JAX's Chrome trace: {"block", "warpgroup", "spans": [[name, start, duration, depth], ...]} in µs.
 
@@ -110,13 +122,13 @@ def _record(fn, args, events: int, blocks: int) -> dict:
     return {"lanes": lanes_of(chrome_trace, clock_ghz, blocks), "clock_ghz": clock_ghz}
 
 
-_SCOPES = ("wgmma", "load", "store", "convert", "wait")  # They have the same colour in every trace.
+_SCOPES = ("wgmma", "load", "store", "convert", "wait", "softmax", "turn")  # They have the same colour in every trace.
 
 
 def _draw(ax: Axes, lanes: list[dict], roles: tuple[str, ...], title: str) -> None:
     names = list(dict.fromkeys(name for lane in lanes for name, *_ in lane["spans"] if name != "Init"))  # Mosaic's own.
     colours = {name: colour for name, colour in zip(_SCOPES, plot.COLOURS, strict=False) if name in names}
-    free = [colour for colour in plot.COLOURS if colour not in colours.values()]
+    free = [colour for colour in plot.COLOURS if colour not in colours.values()] or plot.COLOURS
     others = [name for name in names if name not in _SCOPES]
     colours |= {name: free[i % len(free)] for i, name in enumerate(others)}
     for y, lane in enumerate(lanes):

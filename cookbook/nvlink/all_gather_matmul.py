@@ -316,7 +316,7 @@ def _load(plan, ring, axis_name, lhs_gmem, gathered_gmem, rhs_gmem, a_smem, b_sm
     def load_tile(plan, tile, before):
         step, _, row, col = plan.entry
         (height, width), others = plan.block, gathered_gmem.at[gather.owner(d, step)]
-        steps = width // plan.tiles.tile_k  # Of a part of K.
+        steps = width // plan.tiles.tile_k  # In a part of K.
 
         @pl.loop(0, plan.tiles.num_steps)
         def _(i):

@@ -1,4 +1,4 @@
-"""What the recurrent kernels share: packed sequences in chunks and parts, tiles of rows in shared memory, states.
+"""Shared by the recurrent kernels: packed sequences in chunks and parts, tiles of rows in shared memory, states.
 
 A *sequence* is a run of rows of the operands. It is cut into *chunks* of 64 or 128 rows, the last of which may be
 shorter, and into *parts*: runs of chunks that one block of threads goes through. Where sequences and heads fill the
@@ -34,7 +34,7 @@ class Sequences:
     """
 
     num_seqs: int
-    num_rows: int  # Of all sequences.
+    num_rows: int  # All sequences together.
     is_packed: bool  # Otherwise all have the same length.
     chunk: int
     part_rows: int | None = None  # A multiple of all of `CHUNKS`; None: each sequence is one part.
@@ -174,7 +174,7 @@ def part_rows(num_seqs: int, length: int, heads: int, num_sms: int, parts: int |
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one block goes through, with head `head`. Rows from `end_row` to `stop_row` are results without operands."""
+    """The rows of one block, of head `head`. Rows from `end_row` to `stop_row` are results without operands."""
 
     first_row: object
     end_row: object

@@ -39,7 +39,7 @@ from .core import COLUMNS, PIECE, ROWS, Loader, Operand, Part, Tiles
 from .delta_core import CHUNK, SQUARE, TILED, load, multiply, product, spread
 from .delta_forward import Plan
 
-REGISTERS = 232, 168, 40  # Of a thread of the state, weights and memory warpgroups.
+REGISTERS = 232, 168, 40  # A thread of the state, weights and memory warpgroups.
 HANDED_SLOTS, NUM_VECTORS, NUM_STAGES = 2, 3, 3
 
 

@@ -135,7 +135,7 @@ class State:
     """A state warpgroup."""
 
     plan: Plan
-    column: object  # Of those of the block.
+    column: object  # Index among the columns of the block.
     ring: _mgpu.Ring
     hand: _mgpu.Ring | None
     tiles: dict

@@ -6,7 +6,7 @@ Shapes: k (rows, key heads, N), cum and beta (heads, chunks, 64) float32, invers
 of k. Rows and columns of tokens that a cut chunk does not have are zero.
 
 Role table: one warpgroup a block, which makes the inverses of one chunk for up to four value heads of a key head, one
-after the other. What these heads share waits in shared memory: the products of keys with keys, and masks.
+after the other. The products of keys with keys and the masks are the same for these heads and stay in shared memory.
 
 Barrier table:
 
@@ -44,7 +44,7 @@ from .delta_core import CHUNK, SQUARE, TILED, load, multiply, spread
 HEADS = 4  # Value heads that a block goes through at most.
 BLOCKS = 400  # Blocks that fill a GPU. With fewer a block has fewer heads.
 WIDTH = 16  # Columns that are multiplied apart from others: the least depth of a WGMMA.
-NUMBERS = range(CHUNK // WIDTH)  # Of blocks of so many columns.
+NUMBERS = range(CHUNK // WIDTH)  # Blocks of that many columns.
 LOG2_E = math.log2(math.e)
 
 

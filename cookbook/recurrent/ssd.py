@@ -124,7 +124,7 @@ class Options:
     config: Config
     batch: int  # Sequences of equal length, if they are not packed.
     heads_per_dt: int
-    scale: float  # Of y, but for the part of d: `linear_attention` has one.
+    scale: float  # Factor of y without the part of d; `linear_attention` has one.
 
 
 def _vectors(sequences: Sequences, dt, a, cu_seqlens):
@@ -222,7 +222,7 @@ def check(op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, chunk_size, con
 
 
 def _plan(options: Options, x, b, cu_seqlens, target: _mgpu.Target) -> Plan:
-    """Of operands without a batch."""
+    """The op on operands without a batch."""
     c, num_rows, pieces = options.config, len(x), b.shape[-1] // PIECE
     num_seqs = options.batch if cu_seqlens is None else len(cu_seqlens) - 1
     length = pl.cdiv(num_rows, num_seqs)
@@ -289,7 +289,7 @@ def ssd(
       a: (H,), at most 0: a token lets exp(dt a) of the state stay.
       b, c: (B, T, G, N), of the dtype of `x`; G divides H, and N is 64, 128 or 256.
       d: (H,), how much of x is added to y; None for nothing.
-      chunk_size: rows that become one product, 64 or 128; None chooses.
+      chunk_size: rows that become one product, 64 or 128 (N at most 128); None chooses.
       initial_state: (B, H, P, N), float32; None for zeros.
       return_final_state: also return the states after the last tokens.
       cu_seqlens: (num_seqs + 1,), integers: where packed sequences begin in a batch of 1, and where the last one ends.

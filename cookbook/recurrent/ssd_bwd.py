@@ -13,10 +13,10 @@ S comes from a kernel before, which writes the states of all chunks. The gradien
 
     dcum[t] = c[t] . dc[t] - b[t] . db[t],    ddt[t] = b[t] . db[t] / dt[t]
 
-and dcum of a chunk's last row has, beside that, the sum of g times the state after the chunk. What a pair gives to dcum
-of one row it takes from that of another, so these sums all but cancel. They are made in float32, before pairs are
-rounded; and a row's pair with itself, or the last row's with the state after the chunk, which do not depend on cum, are
-left out: with strong decay nothing else would be there. XLA differentiates the sums from dt a to cum.
+and dcum of a chunk's last row has, beside that, the sum of g times the state after the chunk. A pair of rows adds to
+dcum of one what it subtracts from dcum of the other, so these sums all but cancel. They are made in float32, before
+pairs are rounded; and a row's pair with itself, or the last row's with the state after the chunk, which do not depend
+on cum, are left out: with strong decay nothing else would be there. XLA differentiates the sums from dt a to cum.
 
 Role table: as in `ssd`, one block for each head of each part.
 
@@ -114,17 +114,17 @@ def _kernel(
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What the roles of a block share, and what query and key warpgroups do alike."""
+    """State that the roles of a block share, and the steps that query and key warpgroups have in common."""
 
     plan: Plan
     part: Part
     head: object
     ring: _mgpu.Ring
-    lefts: _mgpu.Ring  # Of g.
+    lefts: _mgpu.Ring  # Slots of g.
     rows: object  # Vectors of the ring, to be read along rows, and along columns.
     columns: object
     sums_gmem: object
-    x: Tiles  # Of the ring, as are the next four.
+    x: Tiles  # In the ring, as the next four.
     dy: Tiles
     b: Tiles
     c: Tiles

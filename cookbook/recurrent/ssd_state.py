@@ -69,9 +69,9 @@ class StateRole:
 
     plan: Plan
     ring: _mgpu.Ring
-    x: Tiles  # Of the ring.
+    x: Tiles  # In the ring.
     b: Tiles
-    vectors: object  # Of the ring: `CUM` and `DT` of the rows.
+    vectors: object  # In the ring: `CUM` and `DT` of the rows.
     scaled: Tiles  # Room for w x.
     reverse: bool = False
     look: object = None  # Called with the number of a chunk, its slot, the state before it, and its decay.

@@ -62,14 +62,15 @@ def _lanes(cols: int, vec: int) -> int:
     return min(LANES, floor_power_of_2(cols // vec))
 
 
-def as_rows(x, fill):
+def as_rows(x, fill, itemsize: int | None = None):
     """`x` as a matrix whose rows are the last axis: (rows, cols), with a lone column or a handful of rows padded.
 
-    A thread's share of a row is found by halving, which ends at two columns and at four rows.
+    A thread's share of a row is found by halving, which ends at two columns and at four rows. `itemsize` is that of the
+    array that the plan is made for, if it is not `x`.
     """
     x = x.reshape(-1, x.shape[-1])
     rows, cols = x.shape
-    config = default_config(rows, max(cols, 2), x.dtype.itemsize)
+    config = default_config(rows, max(cols, 2), itemsize or x.dtype.itemsize)
     pad_rows, pad_cols = max(0, config.block_rows - rows), max(0, 2 - cols)
     return jnp.pad(x, ((0, pad_rows), (0, pad_cols)), constant_values=fill) if pad_rows or pad_cols else x
 
@@ -300,15 +301,19 @@ def plan_rows(rows: int, cols: int, itemsize: int, config: Config | None, regist
 
 
 def launch(one_row, plan: Plan, out_type, params, arrays, shared=()):
-    """Output of `one_row(plan, *arrays, *shared, out, row)`, called tile by tile for the rows of `arrays`."""
-    shape = out_type.shape
+    """Output of `one_row(plan, *arrays, *shared, out, row)`, called tile by tile for the rows of `arrays`.
+
+    `out_type` may be a tuple; then `one_row` gets as many outputs, and as many are returned.
+    """
+    stored = out_type
     if isinstance(plan, RaggedPlan):
-        arrays, out_type = [x.reshape(-1) for x in arrays], jax.ShapeDtypeStruct((math.prod(shape),), out_type.dtype)
-    kernel = lambda *refs: plan.for_each_tile(functools.partial(one_row, plan, *refs))
-    call = _mgpu.kernel(
-        kernel, out_type=out_type, grid=(plan.num_blocks,), grid_names=("block",), compiler_params=params
-    )
-    return call(*arrays, *shared).reshape(shape)
+        arrays = [x.reshape(-1) for x in arrays]
+        stored = jax.tree.map(lambda out: jax.ShapeDtypeStruct((math.prod(out.shape),), out.dtype), out_type)
+    function = one_row.func if isinstance(one_row, functools.partial) else one_row
+    # Profilers show the kernel by the name of what it does with a row.
+    kernel = functools.wraps(function)(lambda *refs: plan.for_each_tile(functools.partial(one_row, plan, *refs)))
+    call = _mgpu.kernel(kernel, out_type=stored, grid=(plan.num_blocks,), grid_names=("block",), compiler_params=params)
+    return jax.tree.map(lambda out, like: out.reshape(like.shape), call(*arrays, *shared), out_type)
 
 
 def require_rows(op: str, name: str, x):

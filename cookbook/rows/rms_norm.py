@@ -2,8 +2,12 @@
 
     y[r, c] = x[r, c] / sqrt(mean_c(x[r, c]**2) + eps) * scale[c]
 
-Shapes: x (..., C) with C from 1 to 65536, scale (C,); the result has the shape and dtype of x. x and scale are float32,
-bfloat16 or float16, each its own. The arithmetic is float32.
+or, with a residual, of the sum that goes on as the next residual:
+
+    total = residual + x,    y[r, c] = total[r, c] / sqrt(mean_c(total[r, c]**2) + eps) * scale[c]
+
+Shapes: x and residual (..., C) with C from 1 to 65536, scale (C,); y and total have the shape of x. All are float32,
+bfloat16 or float16, each its own; total is of the residual's dtype. The arithmetic is float32.
 
 Role table: one warpgroup a block does everything, as in `softmax`: it loads a row into registers, reduces it once, and
 stores it. `scale` comes from the L1 cache: all rows share it. The forward kernel has no barriers of ours. Rows of more
@@ -44,50 +48,67 @@ from .core import Config, Plan, default_config
 
 BACKWARD_REGISTER_VALUES = 64  # Values of x, and as many of dy and of scale. The sums for dscale are in shared memory.
 BLOCKS_PER_SM = 2  # As many blocks of the backward kernel as its registers allow.
+SUM_REGISTER_VALUES = 64  # With a residual, whose loads take registers beside those of x.
 AHEAD_BYTES = 112_000  # Shared memory of each of these blocks.
 
 
-def rms_norm_reference(x, scale, eps=1e-6):
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale.astype(x.dtype)
+def rms_norm_reference(x, scale, eps=1e-6, residual=None):
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    total = x.astype(dtype) if residual is None else residual.astype(dtype) + x.astype(dtype)
+    y = total * lax.rsqrt(jnp.mean(total * total, axis=-1, keepdims=True) + eps) * scale.astype(dtype)
+    return y if residual is None else (y, total)
 
 
 def _sum_of_squares(plan: Plan, pieces, g):
     return plan.reduce(jnp.add, jnp.sum, plan.fresh([v * v for v in pieces], g))
 
 
-def _store(o_gmem, plan: Plan, row, g, x, scale, inverse):
-    plan.store(o_gmem, row, g, [v * inverse * s for v, s in zip(x, scale, strict=True)])
+def _load(plan: Plan, arrays, row, g):
+    """The pieces of a row of x; with a residual, of the sum of both."""
+    return [functools.reduce(jnp.add, pieces) for pieces in zip(*(plan.load(x, row, g) for x in arrays), strict=True)]
 
 
-def _short_row(plan: Plan, x_gmem, scale_gmem, o_gmem, row, inverse_rms):
-    x = plan.load(x_gmem, row, 0)
+def _store(plan: Plan, outs, row, g, x, scale, inverse):
+    plan.store(outs[0], row, g, [v * inverse * s for v, s in zip(x, scale, strict=True)])
+    for total_gmem in outs[1:]:
+        plan.store(total_gmem, row, g, x)
+
+
+def _short_row(plan: Plan, arrays, scale_gmem, outs, row, inverse_rms):
+    x = _load(plan, arrays, row, 0)
     scale = plan.load(scale_gmem, row, 0)
-    _store(o_gmem, plan, row, 0, x, scale, inverse_rms(_sum_of_squares(plan, x, 0)))
+    _store(plan, outs, row, 0, x, scale, inverse_rms(_sum_of_squares(plan, x, 0)))
 
 
-def _long_row(plan: Plan, x_gmem, scale_gmem, o_gmem, row, inverse_rms):
-    add_group = lambda g, total: total + _sum_of_squares(plan, plan.load(x_gmem, row, g), g)
+def _long_row(plan: Plan, arrays, scale_gmem, outs, row, inverse_rms):
+    add_group = lambda g, so_far: so_far + _sum_of_squares(plan, _load(plan, arrays, row, g), g)
     inverse = inverse_rms(lax.fori_loop(0, plan.num_groups, add_group, plan.per_row(0.0)))
 
     @pl.loop(0, plan.num_groups)
     def _(g):
-        _store(o_gmem, plan, row, g, plan.load(x_gmem, row, g), plan.load(scale_gmem, row, g), inverse)
+        _store(plan, outs, row, g, _load(plan, arrays, row, g), plan.load(scale_gmem, row, g), inverse)
 
 
-def _row(plan: Plan, *refs, cols: int, eps: float):
+def _row(plan: Plan, *refs, cols: int, eps: float, num_arrays: int):
+    """`refs`: the arrays whose sum is normalised, the scale, the outputs; and the row."""
+    arrays, scale_gmem, (*outs, row) = refs[:num_arrays], refs[num_arrays], refs[num_arrays + 1 :]
     one_row = _short_row if plan.num_groups == 1 else _long_row
-    one_row(plan, *refs, inverse_rms=lambda squares: lax.rsqrt(squares * (1.0 / cols) + eps))
+    inverse_rms = lambda squares: lax.rsqrt(squares * (1.0 / cols) + eps)
+    one_row(plan, arrays, scale_gmem, outs, row, inverse_rms=inverse_rms)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "config", "params"))
-def _call(x, scale, eps: float, config: Config | None, params):
-    rows = core.as_rows(x, fill=0)
-    plan = core.plan_rows(*rows.shape, x.dtype.itemsize, config, Config.register_values)
-    one_row, out_type = functools.partial(_row, cols=x.shape[-1], eps=eps), jax.ShapeDtypeStruct(rows.shape, x.dtype)
-    scale = jnp.pad(scale, (0, rows.shape[1] - x.shape[-1]))
-    out = core.launch(one_row, plan, out_type, params, [rows], [scale])
-    return out[: x.size // x.shape[-1], : x.shape[-1]].reshape(x.shape)
+@functools.partial(jax.jit, static_argnames=("eps", "out_dtype", "config", "params"))
+def _call(arrays, scale, eps: float, out_dtype, config: Config | None, params):
+    """y; and with two `arrays`, x and the residual, their sum."""
+    x, *residual = arrays
+    rows = [core.as_rows(array, 0, x.dtype.itemsize) for array in arrays]
+    values = Config.register_values if not residual else SUM_REGISTER_VALUES
+    plan = core.plan_rows(*rows[0].shape, x.dtype.itemsize, config, values)
+    one_row = functools.partial(_row, cols=x.shape[-1], eps=eps, num_arrays=len(arrays))
+    out_types = tuple(jax.ShapeDtypeStruct(rows[0].shape, t) for t in (out_dtype, *(r.dtype for r in residual)))
+    scale = jnp.pad(scale, (0, rows[0].shape[1] - x.shape[-1]))
+    outs = core.launch(one_row, plan, out_types, params, rows, [scale])
+    return tuple(out[: x.size // x.shape[-1], : x.shape[-1]].reshape(x.shape) for out in outs)
 
 
 def _rows_ahead(plan: Plan) -> int:
@@ -201,35 +222,44 @@ def _call_backward(x, scale, dy, eps: float, target: _mgpu.Target, params):
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _rms_norm(x, scale, eps, config):
-    return _call(x, scale, eps, config, _mgpu.compiler_params())
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _rms_norm(arrays, scale, eps, out_dtype, config):
+    return _call(arrays, scale, eps, out_dtype, config, _mgpu.compiler_params())
 
 
-def _forward(x, scale, eps, config):
-    return _rms_norm(x, scale, eps, config), (x, scale)
+def _forward(arrays, scale, eps, out_dtype, config):
+    outs = _rms_norm(arrays, scale, eps, out_dtype, config)
+    # With a residual the sum is what was normalised. Empty arrays bring the dtypes of both along.
+    return outs, ((arrays[0] if len(arrays) == 1 else outs[1]), scale, [jnp.empty(0, x.dtype) for x in arrays])
 
 
-def _backward(eps, config, operands, dy):
+def _backward(eps, out_dtype, config, kept, gradients):
+    total, scale, likes = kept
+    dy, *d_total = gradients
     target = _mgpu.require_target("rms_norm")
     gradient = functools.partial(_call_backward, eps=eps, target=target, params=_mgpu.compiler_params())
-    return _mgpu.without_derivative("rms_norm", gradient)(*operands, dy)
+    dx, dscale = _mgpu.without_derivative("rms_norm", gradient)(total, scale, dy.astype(total.dtype))
+    dx = dx + d_total[0] if d_total else dx
+    return tuple(dx.astype(like.dtype) for like in likes), dscale
 
 
 _rms_norm.defvjp(_forward, _backward)
 
 
-def rms_norm(x, scale, *, eps: float = 1e-6, config: Config | None = None):
-    """RMS normalisation over the last axis.
+def rms_norm(x, scale, *, residual=None, eps: float = 1e-6, out_dtype=None, config: Config | None = None):
+    """RMS normalisation over the last axis, of x or of `residual + x`.
 
     Args:
       x: (..., C) float32, bfloat16 or float16, 1 <= C <= 65536.
       scale: (C,), of any of these dtypes.
+      residual: of the shape of `x` and any of these dtypes; or None.
       eps: added to the mean of squares.
+      out_dtype: any of these dtypes, that of y; None for that of `x`.
       config: rows a block; None chooses by shape.
 
     Returns:
-      (..., C), of the dtype of `x`.
+      y, (..., C) of `out_dtype`; with a residual also `residual + x`, of the residual's dtype, as a second result. y is
+      computed of the sum before it is rounded.
 
     Raises:
       ValueError: a rank, shape, dtype or row length is not supported; RuntimeError: no GPU.
@@ -238,11 +268,18 @@ def rms_norm(x, scale, *, eps: float = 1e-6, config: Config | None = None):
     scale = core.require_floats("rms_norm", "scale", scale)
     if scale.shape != x.shape[-1:]:
         raise ValueError(f"cookbook.rms_norm: {scale.shape=}; must be {x.shape[-1:]}, one value for each column of x")
+    arrays = [x] if residual is None else [x, core.require_floats("rms_norm", "residual", residual)]
+    if arrays[-1].shape != x.shape:
+        raise ValueError(f"cookbook.rms_norm: {residual.shape=}; must be {x.shape}, the shape of x")
     eps = _mgpu.option("rms_norm", "eps", eps, float)
+    out_dtype = jnp.dtype(out_dtype or x.dtype)
+    _mgpu.require_float("rms_norm", out_dtype)
     if x.size == 0:
-        return x
+        return x.astype(out_dtype) if residual is None else (x.astype(out_dtype), arrays[1])
     _mgpu.require_target("rms_norm")
-    return _rms_norm(*_mgpu.alike(x, scale), eps, config)
+    *arrays, scale = _mgpu.alike(*arrays, scale)
+    y, *total = _rms_norm(tuple(arrays), scale, eps, out_dtype, config)
+    return (y, *total) if total else y
 
 
 rms_norm.Config = Config  # `cookbook.rms_norm` is this function, not its module.
@@ -254,4 +291,5 @@ def flops(rows: int, cols: int) -> int:
 
 
 def bytes_moved(rows: int, cols: int, itemsize: int) -> int:
+    """x read and y written, without a residual."""
     return 2 * rows * cols * itemsize

@@ -117,13 +117,15 @@ def test_few_groups_spill_no_registers(config):
     assert lab.compile_for("h200", functools.partial(ragged_dot, config=config), *args).spill_bytes == 0
 
 
-@pytest.mark.parametrize("offset", [-3, 0, 2, 3, 9])
+@pytest.mark.parametrize("offset", [-(2**31), -3, -1, 0, 2, 3, 4, 9, 2**31 - 1])
 def test_a_shard_has_its_groups_alone(offset):
-    """Rows before its groups are zeros too. An offset beyond the groups is clipped."""
+    """Rows before its groups are zeros too. Groups that do not exist, before the first or after the last, are empty."""
     sizes, m, count = [40, 0, 70, 30, 20], 200, 2
     starts, ends = groups.bounds(jnp.asarray(sizes, jnp.int32), m, jnp.int32(offset), count)
-    at = min(max(offset, 0), len(sizes) - count)
-    np.testing.assert_array_equal((starts, ends), [x[at : at + count] for x in clipped(sizes, m)])
+    edges = [0, *clipped(sizes, m)[1]]
+    edge = lambda group: edges[min(max(group, 0), len(sizes))]
+    np.testing.assert_array_equal(starts, [edge(offset + i) for i in range(count)])
+    np.testing.assert_array_equal(ends, [edge(offset + i + 1) for i in range(count)])
     table = jax.tree.map(np.asarray, groups.row_table(starts, ends, m, 64))
     zeros = np.concatenate([np.arange(s, min(s + 64, e)) for g, s, e in zip(*table[1:], strict=True) if g >= count])
     outside = [row for row in range(m) if not starts[0] <= row < ends[-1]]

@@ -73,7 +73,7 @@ def test_measured_ceilings_come_from_the_results(results_folder, monkeypatch):
     results.write("ceiling/stream", "XLA", ms=1.0, min_ms=1.0, spread=0.0, nbytes=4.38e9)
     assert roofline.ceiling("hbm").value == pytest.approx(4.38e12)
     labels = [line.get_label() for line in roofline.figure([measurement(0.2)]).axes[0].lines]
-    assert labels == ["datasheet", "measured ceilings", "matmul/4096x4096x4096/bf16, cookbook"]
+    assert labels == ["datasheet", "measured ceiling of HBM", "matmul/4096x4096x4096/bf16, cookbook"]
 
 
 def test_the_roofline_leaves_out_what_was_not_measured(results_folder):
@@ -171,6 +171,17 @@ def test_a_trace_can_be_drawn_into_given_axes(results_folder, no_gpu, monkeypatc
     with plot.figure(ncols=2) as (fig, (left, right)):
         assert lab.timeline(add_one, None, problem="06_pipelining/x", ax=right) is fig
     assert right.collections and not left.collections
+
+
+def test_clocks_of_a_step_are_the_median_of_a_stored_trace(results_folder, monkeypatch):
+    monkeypatch.setattr(results, "machine", lambda: dict(gpu="NVIDIA H200", date="2026-11-20"))
+    monkeypatch.setattr(results, "this_gpu", lambda: "h200")
+    wait, work = [["wait", 0.0, 0.1, 0]], [["work", start, 0.5, 0] for start in (0.0, 1.0, 3.0, 4.5)]
+    lanes = [{"block": 0, "warpgroup": i, "spans": spans} for i, spans in enumerate((wait, work))]
+    results.write_timeline("06_pipelining/x", {"lanes": lanes, "clock_ghz": 2.0}, add_one)
+    assert lab.step_clocks("06_pipelining/x", "work") == pytest.approx(3000)
+    assert math.isnan(lab.step_clocks("06_pipelining/x", "wait"))
+    assert math.isnan(lab.step_clocks("06_pipelining/unknown", "work"))
 
 
 def test_no_trace_is_said_in_the_figure(results_folder, no_gpu):

@@ -77,3 +77,27 @@ def test_a_diff_leaves_out_what_is_far_from_a_change_and_indentation():
 def test_a_diff_in_a_notebook_shows_code_as_it_stands():
     shown = lab.show_diff("a < b", "a > b")._repr_html_()
     assert "- a &lt; b" in shown and "+ a &gt; b" in shown and "<b" not in shown.replace("<br", "")
+
+
+@pytest.mark.parametrize(
+    "mine, found, said",
+    [
+        (None, 2.0, "your guess: none yet; set my_guess and run again"),
+        (2.1, 2.0, "your guess: 2.1 ms, within 10% of 2 ms"),
+        (1, 2.0, "your guess: 1 ms, 2 times too low for 2 ms"),
+        (6.0, 2.0, "your guess: 6 ms, 3 times too high for 2 ms"),
+        (0, 0, "your guess: 0 ms, within 10% of 0 ms"),
+        (0, 2.0, "your guess: 0 ms, too low for 2 ms"),
+        (3, 0.0, "your guess: 3 ms, too high for 0 ms"),
+        (6.0, math.nan, "your guess: 6 ms, there is no figure yet to compare it with"),
+    ],
+)
+def test_a_guess_stands_beside_the_figure(capsys, mine, found, said):
+    lab.guess(mine, found, "ms")
+    assert capsys.readouterr().out == said + "\n"
+
+
+@pytest.mark.parametrize("mine", ["2 ms", -1.0, math.nan])
+def test_a_guess_is_a_number(mine):
+    with pytest.raises(ValueError, match="my_guess = .*; must be a number of ms"):
+        lab.guess(mine, 2.0, "ms")

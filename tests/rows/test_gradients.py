@@ -64,6 +64,24 @@ def test_rms_norm(shape, dtype):
     lab.check(pull(rms_norm), rms_norm_gradient, *args, gpu=gpu, tolerance=tolerance)
 
 
+@pytest.mark.parametrize("dtype, out_dtype", [(F32, BF16), slow(BF16, F32)], ids=str)
+def test_rms_norm_of_a_sum(dtype, out_dtype):
+    """Both terms get the gradient of the sum; with no gradient of the sum itself as well."""
+    x, residual, scale = normal(0, (37, 300), dtype, 2), normal(1, (37, 300)), 1 + normal(2, 300, BF16)
+    fn = lambda x, residual, scale: rms_norm(x, scale, residual=residual, out_dtype=out_dtype)
+    reference = lambda x, residual, scale: rms_norm_reference(x, scale, residual=residual)
+    dy, d_total = normal(3, x.shape, out_dtype), normal(4, x.shape)
+    got = lab.run(lambda *args: jax.vjp(fn, *args)[1]((dy, d_total)), x, residual, scale)
+    wide = [a.astype(F32) for a in (x, residual, scale)]
+    wanted = jax.vjp(reference, *wide)[1]((dy.astype(F32), d_total))
+    for ours, theirs, like in zip(got, wanted, (x, residual, scale), strict=True):
+        assert ours.dtype == like.dtype
+        error = jnp.linalg.norm((ours.astype(F32) - theirs).ravel()) / jnp.linalg.norm(theirs.ravel())
+        assert error < (1e-5 if like.dtype == F32 else 5e-3)
+    dx = lab.run(jax.grad(lambda x: jnp.sum(fn(x, residual, scale)[0].astype(F32))), x)
+    assert dx.shape == x.shape
+
+
 def test_softmax_gradient_is_that_of_jax():
     """And not just that of the formula above."""
     x, dy = normal(0, (9, 300)), normal(1, (9, 300))

@@ -57,6 +57,52 @@ def test_rms_norm(shape, dtype):
     lab.check(rms_norm, rms_norm_reference, x, scale, gpu=gpu_of(shape))
 
 
+RESIDUAL_CASES = [  # Shape, dtypes of x, of the residual and of the result.
+    ((64, 2048), F32, F32, BF16), ((37, 999), BF16, F32, BF16), ((9, 5000), F32, F16, F16), ((3, 2), F16, F32, F32),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ((2, 6001), BF16, F32, BF16), ((2, 6001), F32, BF16, F32), ((1, 1), BF16, BF16, BF16),
+        ((2, 3, 300), F32, F32, F32), ((1, 20003), BF16, F32, F32), ((131, 128), F16, F16, F32),
+    )),
+]  # fmt: skip
+
+
+def with_residual(x, residual, scale, *, out_dtype=None):
+    return rms_norm(x, scale, residual=residual, out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("shape, dtype, residual_dtype, out_dtype", RESIDUAL_CASES, ids=IDS)
+def test_rms_norm_of_a_sum(shape, dtype, residual_dtype, out_dtype):
+    x, residual = normal(0, shape, dtype, 2, 0.5), normal(1, shape, residual_dtype, 3)
+    reference = lambda x, residual, scale: rms_norm_reference(x, scale, residual=residual)
+    lab.check(
+        functools.partial(with_residual, out_dtype=out_dtype), reference, x, residual, normal(2, shape[-1:], F32, 1, 1),
+        gpu="h200" if shape[0] in (9, 64) else None,
+    )  # fmt: skip
+    y, total = jax.eval_shape(lambda *args: reference(*args), x, residual, normal(2, shape[-1:]))
+    assert y.shape == total.shape == shape
+
+
+def test_rms_norm_of_a_sum_adds_as_jax_does():
+    """The next residual is the sum to the bit; and a row's NaN stays in its row."""
+    x, residual, scale = normal(0, (5, 300), F32), normal(1, (5, 300), F32), normal(2, 300)
+    x = x.at[3, 7].set(jnp.nan)
+    y, total = lab.run(with_residual, x, residual, scale)
+    np.testing.assert_array_equal(total, residual + x)
+    assert np.isnan(y[3]).all() and np.isfinite(np.delete(y, 3, 0)).all()
+
+
+def test_mutants_of_the_sum_are_caught(mutant, monkeypatch):
+    module = importlib.import_module("cookbook.rows.rms_norm")
+    args = normal(0, (8, 999), BF16), normal(1, (8, 999), F32), normal(2, 999)
+    reference = lambda x, residual, scale: rms_norm_reference(x, scale, residual=residual)
+    only = lambda which: lambda plan, arrays, row, g: plan.load(arrays[which], row, g)
+    for mutation in (only(0), only(1), lambda plan, arrays, row, g: plan.load(arrays[0], 0, g)):
+        monkeypatch.setattr(module, "_load", mutation)
+        jax.clear_caches()
+        with pytest.raises(lab.CheckError, match="error"):
+            lab.check(with_residual, reference, *args, gpu=None)
+
+
 def test_rms_norm_with_16_bit_scale_and_eps():
     x, scale = normal(0, (9, 300), jnp.bfloat16, 1e-3), normal(1, 300, jnp.float16)
     lab.check(lambda x, s: rms_norm(x, s, eps=1e-2), lambda x, s: rms_norm_reference(x, s, 1e-2), x, scale)
@@ -168,6 +214,8 @@ def test_empty():
         (lambda: softmax(jnp.zeros((1, 65537))), "65537"),
         (lambda: rms_norm(jnp.ones((3, 4)), jnp.ones(3)), r"\(4,\)"),
         (lambda: rms_norm(jnp.ones((3, 4)), jnp.ones(4, jnp.int8)), "int8"),
+        (lambda: rms_norm(jnp.ones((3, 4)), jnp.ones(4), residual=jnp.ones(4)), r"residual.shape=\(4,\)"),
+        (lambda: rms_norm(jnp.ones((3, 4)), jnp.ones(4), out_dtype=jnp.int8), "out_dtype"),
         (lambda: reduce_sum(jnp.ones((3, 4, 5)), 1), "axis=1"),
         (lambda: core.Config(block_rows=6), "block_rows=6"),
     ],
