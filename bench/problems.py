@@ -15,7 +15,7 @@ import numpy as np
 
 import cookbook
 from cookbook import _mgpu, blackwell, elementwise, lab
-from cookbook.attn import attention, paged_attention, varlen_attention
+from cookbook.attn import attention, attention_fp8, paged_attention, varlen_attention
 from cookbook.blackwell import cost as blackwell_cost
 from cookbook.gemm import (
     cost,
@@ -72,6 +72,7 @@ class Case:
     in_place: int | None = None  # Which input is changed. All but the reference take it last, as a `jax.Ref`.
     tune: object = None  # Times the configurations of the least predicted time for these inputs.
     parts: tuple = ()  # Peers that do a part of the work: their result is another.
+    error_max: float | None = None  # Relative error that rounding explains, where it is more than ERROR_MAX.
     reads_weights: bool = False  # A product of few rows, whose rate is that of reading its matrices.
 
     @property
@@ -102,7 +103,7 @@ class Case:
 
     @property
     def kernel_avals(self) -> list[jax.ShapeDtypeStruct]:
-        """What the kernel takes, without what only peers do: the input that it changes comes last."""
+        """The kernel's arguments, without those of peers alone: the input that it changes comes last."""
         avals = self.avals
         if self.in_place is not None:
             avals.append(avals.pop(self.in_place))
@@ -146,6 +147,21 @@ def _rows(op, module, rows, cols, num_inputs, dtype=jnp.bfloat16, **kwargs):
     shapes = ((rows, cols), (cols,))[:num_inputs]
     flops, nbytes = module.flops(rows, cols), module.bytes_moved(rows, cols, jnp.dtype(dtype).itemsize)
     return Case(op, shapes, dtype, kernel, reference, peers, flops, nbytes, f"{rows}x{cols}", **kwargs)
+
+
+def _rms_norm_of_sum(rows, cols, **kwargs):
+    """As in a decoder: a float32 residual, to which a float32 product is added; the result is of 16 bits."""
+    reference = lambda x, residual, scale: rms_norm.rms_norm_reference(x, scale, residual=residual)
+
+    def as_ours(x, residual, scale):
+        y, total = reference(x, residual, scale)
+        return y.astype(BF16), total
+
+    kernel = lambda x, residual, scale: cookbook.rms_norm(x, scale, residual=residual, out_dtype=BF16)
+    shapes, f32 = ((rows, cols), (rows, cols), (cols,)), jnp.float32
+    # x and the residual are read, the sum and y are written.
+    return Case("rms_norm", shapes, BF16, kernel, reference, {"xla": as_ours}, rms_norm.flops(rows, cols),
+                rows * cols * (3 * 4 + 2), f"{rows}x{cols}_residual", dtypes=(f32, f32, BF16), **kwargs)  # fmt: skip
 
 
 def _rows_backward(op, module, rows, cols, num_inputs, **kwargs):
@@ -294,6 +310,31 @@ def _attention_of_tokamax(is_causal, q, k, v, halves=None):
     return tokamax.dot_product_attention(q, k, v, is_causal=is_causal, implementation="mosaic")
 
 
+def _attention_fp8(head_dim, seq, is_causal, target, **kwargs):
+    """Descales of 1. cuDNN rounds its result to 8 bits too."""
+    batch, heads, how = 16384 // seq, 2048 // head_dim, dict(is_causal=is_causal)
+    ones = dict.fromkeys(("q_descale", "k_descale", "v_descale"), 1.0)
+    shapes = ((batch, seq, heads, head_dim),) * 3
+    sizes = batch, seq, seq, heads
+    return Case("attention_fp8", shapes, E4M3, functools.partial(cookbook.attention_fp8, **ones, **how),
+                lambda *args: _attention_by_head(*(x.astype(jnp.float32) for x in args), **how),
+                {"cudnn": functools.partial(_attention_fp8_of_cudnn, is_causal)},
+                attention_fp8.flops(*sizes, head_dim, is_causal), attention_fp8.bytes_moved(*sizes, heads, head_dim),
+                f"hd{head_dim}_b{batch}_s{seq}_h{heads}_" + ("causal" if is_causal else "full"), target=target,
+                parts=("cudnn",), error_max=0.04, **kwargs)  # fmt: skip
+
+
+def _attention_fp8_of_cudnn(is_causal, q, k, v):
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn  # JAX has no public name for it.
+
+    scales = dict.fromkeys(cudnn.fp8_params_keys, jnp.ones((1, 1, 1, 1), jnp.float32))
+    mask = cudnn.MaskType.CAUSAL if is_causal else cudnn.MaskType.NO_MASK
+    out, *_ = cudnn.dot_product_attention(
+        q, k, v, fp8_params=scales, scale=q.shape[3] ** -0.5, mask_type=mask, use_fp8=True
+    )
+    return out
+
+
 def _with_gradients(fn):
     """The gradients of the sum of squares of what `fn` returns: its own gradient is not the same everywhere."""
     loss = lambda q, k, v: jnp.sum(jnp.square(fn(q, k, v).astype(jnp.float32)))
@@ -329,7 +370,8 @@ def _gathered(q, k_pages, v_pages, block_tables, kv_lens):
     )[:, 0]
 
 
-def _decode(size, lens, page_size, target=None, **kwargs):
+def _decode(size, lens, page_size, target=None, is_fp8=False, **kwargs):
+    """Pages of 8 bits stand beside pages of 16 with the same numbers."""
     lens = np.asarray(lens, np.int32)
     tables, num_pages = _block_tables(lens, page_size)
     cache = (num_pages, page_size, KV_HEADS, HEAD_DIM)
@@ -337,10 +379,16 @@ def _decode(size, lens, page_size, target=None, **kwargs):
         lambda x: paged_attention.paged_attention_reference(x[0][None], k, v, x[1][None], x[2][None])[0][0],
         (q, tables, lens),
     )
-    return Case("paged_attention", ((len(lens), HEADS, HEAD_DIM), cache, cache), BF16, cookbook.paged_attention,
-                reference, {"xla": _gathered}, paged_attention.flops(lens, HEADS, HEAD_DIM),
-                paged_attention.bytes_moved(lens, KV_HEADS, HEAD_DIM), f"{size}_page{page_size}", target=target,
-                integers=(tables, lens), **kwargs)  # fmt: skip
+    peers, dtype = {"xla": _gathered}, BF16
+    if is_fp8:
+        peers = {"paged_attention": lambda q, k, v, *rest: cookbook.paged_attention(q, *rest[2], *rest[:2])}
+        dtype, kwargs["derive"] = E4M3, lambda q, k, v, *_: (k.astype(BF16), v.astype(BF16))
+    return Case("paged_attention", ((len(lens), HEADS, HEAD_DIM), cache, cache), dtype,
+                lambda *args: cookbook.paged_attention(*args[:5]), lambda *args: reference(*args[:5]), peers,
+                paged_attention.flops(lens, HEADS, HEAD_DIM),
+                paged_attention.bytes_moved(lens, KV_HEADS, HEAD_DIM, jnp.dtype(dtype).itemsize),
+                f"{size}_page{page_size}", target=target, integers=(tables, lens), dtypes=(BF16, dtype, dtype),
+                **kwargs)  # fmt: skip
 
 
 def _cumulative(lens):
@@ -680,6 +728,8 @@ CASES = [
     *(_rows("softmax", softmax, *shape, 1, target=ABOVE_XLA) for shape in ROW_SHAPES),
     _rows("rms_norm", rms_norm, 16384, 8192, 2, target=Target("xla", rate=3.95), headline=True),
     *(_rows("rms_norm", rms_norm, *shape, 2, target=ABOVE_XLA) for shape in ROW_SHAPES),
+    _rms_norm_of_sum(16384, 8192, target=ABOVE_XLA),
+    _rms_norm_of_sum(64, 2048),
     _rows_backward("softmax", softmax, 16384, 8192, 1, target=ABOVE_XLA),
     _rows_backward("rms_norm", rms_norm, 16384, 8192, 2, target=Target("xla", rate=3.6)),
     _sum(16384, 8192, -1),
@@ -729,6 +779,14 @@ CASES += [
 ]
 
 
+# Rates asked for with heads of 128 and the longer sequence, and cuDNN's.
+CASES += [
+    *(_attention_fp8(128, 16384, cut, Target("cudnn", rate=rate)) for cut, rate in ((False, 1000), (True, 950))),
+    *(_attention_fp8(128, 4096, cut, Target("cudnn")) for cut in (False, True)),
+    *(_attention_fp8(head_dim, 16384, cut, None) for head_dim in (64, 256) for cut in (False, True)),
+]
+
+
 # Decode: the TB/s of FlashAttention-3 as vLLM ships it, or a little more; mixed lengths must reach 85 % of the rate of
 # equal ones. Prefill: its TFLOP/s, and 95 % of the rate of this package's own kernels without the ragged part.
 MIXED = np.minimum(np.random.default_rng(0).zipf(1.2, 128), 2**14)
@@ -739,6 +797,9 @@ for _page in (16, 128):
         _decode("b8_s8192", [8192] * 8, _page, Target(None, rate=3.4)),
         _decode("b1_s32768", [32768], _page, Target(None, rate=2.7)),
         _decode("b128_mixed", MIXED, _page, Target(None, rate=0.85 * 4.35)),
+        # 0.9 of the bytes a second that pages of 16 bits are read with: half the bytes in 1 / 1.8 of the time.
+        _decode("b64_s8192", [8192] * 64, _page, Target("paged_attention", 1.8), is_fp8=True),
+        _decode("b8_s8192", [8192] * 8, _page, Target("paged_attention", 1.8), is_fp8=True),
     ]
 CASES += [
     _prefill("b16_s512to4096", PREFILL, Target(None, rate=535), headline=True),

@@ -14,7 +14,7 @@ from bench.problems import CASES, Case, relative_error
 from cookbook import lab
 
 IMPLS = ("torch", "fla")
-CHECKED_ROWS = 128  # Of an operator with a state, whose recurrence is computed token by token.
+CHECKED_ROWS = 128  # Rows checked of an operator with a state, whose recurrence is computed token by token.
 
 
 def cases(op: str | None = None) -> list[Case]:
