@@ -1,0 +1,173 @@
+"""`matmul`, the rungs that lead to it, and the products of 8-bit operands."""
+
+import jax.numpy as jnp
+import numpy as np
+
+import cookbook
+from cookbook.gemm import cost
+
+from .cases import Draw, Op, Values
+from .elementwise import FLOATS, activate
+
+HALVES = ("bfloat16", "float16")
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+KINDS = ("normal", "normal", "huge", "tiny", "nan", "inf")
+TMA = "TMA needs a multiple of 16 bytes"
+
+
+def slack(a, b, reach: float = 1.0, share: float = 1e-5):
+    """How far float32 sums of products may be off, and what `reach` makes of it."""
+    finite = lambda x: np.abs(np.where(np.isfinite(x), x, 0.0))
+    return share * reach * (finite(a) @ finite(b))
+
+
+def sizes(draw: Draw, unit: int = 8) -> dict:
+    """M, N and K. Rows in memory have to be of `unit` values; some are not, and are refused."""
+    of = lambda most: draw.size(most, unit if draw.sometimes(0.95) else 1, large=8)
+    return dict(m=of(150), n=of(150), k=of(200))
+
+
+def oriented(x, transposed: bool):
+    """A matrix that is stored as its transpose."""
+    return np.ascontiguousarray(x.T) if transposed else x
+
+
+def as_given(case: dict) -> tuple:
+    """Shapes of a and b as they are given."""
+    a, b = (case["m"], case["k"]), (case["k"], case["n"])
+    return (a[::-1] if case.get("transpose_a") else a), (b[::-1] if case.get("transpose_b") else b)
+
+
+def rows_of_bytes(case: dict) -> str | None:
+    """The rule of TMA: rows of operands are multiples of 16 bytes."""
+    itemsize = jnp.dtype(case["dtype"]).itemsize
+    return TMA if any(cols * itemsize % 16 for _, cols in as_given(case)) else None
+
+
+def operands(case: dict, values: Values) -> dict:
+    shape_a, shape_b = as_given(case)
+    given = dict(a=values(shape_a, case["dtype"], case["values"]), b=values(shape_b, case["dtype"]))
+    if case.get("bias"):
+        given["bias"] = values((case["n"],), case["bias"])
+    return given
+
+
+def draw_matmul(draw: Draw) -> dict:
+    case = sizes(draw) | dict(
+        dtype=draw.choice(*HALVES), values=draw.choice(*KINDS), out_dtype=draw.choice(None, *FLOATS),
+        transpose_a=draw.sometimes(), transpose_b=draw.sometimes(),
+        activation=draw.choice(None, None, "relu", "gelu", "silu"), bias=draw.choice(None, None, *FLOATS),
+        rank=draw.choice(None, None, draw.number(0, 40)),
+    )  # fmt: skip
+    case["grad"] = case["values"] == "normal" and not rows_of_bytes(case) and draw.sometimes(0.2)
+    return case
+
+
+def call_matmul(case, a, b, bias=None):
+    config, m, n, k = None, case["m"], case["n"], case["k"]
+    if case["rank"] is not None and 0 not in (m, n, k) and not case["grad"]:
+        itemsizes = a.dtype.itemsize, a.dtype.itemsize, jnp.dtype(case["out_dtype"] or a.dtype).itemsize
+        problem = cost.Problem(m, n, k, (case["transpose_a"], not case["transpose_b"]), itemsizes, 132)
+        ranked = cost.ranked(problem, case["rank"] + 1)
+        config = ranked[min(case["rank"], len(ranked) - 1)]
+    how = {name: case[name] for name in ("out_dtype", "transpose_a", "transpose_b", "activation")}
+    return (cookbook.matmul(a, b, bias=bias, config=config, **how),)
+
+
+def matmul_reference(case, a, b, bias=None):
+    a, b = oriented(a, case.get("transpose_a")), oriented(b, case.get("transpose_b"))
+    before = a @ b if bias is None else a @ b + bias
+    out, reach = activate(case.get("activation"), before)
+    error = slack(a, b, reach)
+    if case.get("activation") in ("silu", "gelu"):  # Of approximate instructions, where results are 16-bit.
+        error = error + (2.0**-9 if case["out_dtype"] != "float32" else 1e-6) * np.abs(before)
+    return [(out, error)]
+
+
+def draw_rung(draw: Draw) -> dict:
+    return sizes(draw) | dict(
+        dtype=draw.choice(*HALVES), values=draw.choice(*KINDS), out_dtype=draw.choice(None, *FLOATS),
+        transpose_a=draw.sometimes(), transpose_b=draw.sometimes(),
+    )  # fmt: skip
+
+
+def draw_pipelined(draw: Draw) -> dict:
+    return draw_rung(draw) | dict(activation=draw.choice(None, "relu", "gelu", "silu"))
+
+
+def draw_blocked(draw: Draw) -> dict:
+    return sizes(draw) | dict(dtype=draw.choice(*FLOATS), values=draw.choice(*KINDS))
+
+
+def rung(op):
+    names = ("out_dtype", "transpose_a", "transpose_b", "activation")
+    return lambda case, a, b: (op(a, b, **{name: case[name] for name in names if name in case}),)
+
+
+# Operands of 8 bits --------------------------------------------------------------------------------------------------
+
+
+def draw_fp8(draw: Draw) -> dict:
+    return sizes(draw, 16) | dict(
+        dtypes=[draw.choice(*FP8), draw.choice(*FP8)], scales=[draw.choice("one", "each"), draw.choice("one", "each")],
+        transpose_b=draw.sometimes(0.7), out_dtype=draw.choice(*FLOATS),
+    )  # fmt: skip
+
+
+def fp8_arrays(case: dict, values: Values) -> dict:
+    shape_a, shape_b = as_given(case)
+    a, b = (values(shape, dtype) for shape, dtype in zip((shape_a, shape_b), case["dtypes"], strict=True))
+    counts = [n if kind == "each" else 1 for kind, n in zip(case["scales"], (case["m"], case["n"]), strict=True)]
+    scale_a, scale_b = (np.abs(values((count,), scale=0.1)) for count in counts)
+    return dict(a=a, b=b, scale_a=scale_a, scale_b=scale_b)
+
+
+def call_fp8(case, a, b, scale_a, scale_b):
+    how = dict(out_dtype=case["out_dtype"], transpose_b=case["transpose_b"])
+    return (cookbook.matmul_fp8(a, b, scale_a=scale_a, scale_b=scale_b, **how),)
+
+
+def fp8_reference(case, a, b, scale_a, scale_b):
+    b = oriented(b, case["transpose_b"])
+    scale = scale_a.reshape(-1, 1) * scale_b
+    return [(a @ b * scale, slack(a, b, share=1e-3) * scale)]  # Tensor cores add such products with fewer bits.
+
+
+def draw_int8(draw: Draw) -> dict:
+    return sizes(draw, 16) | dict(
+        dtype=draw.choice(*HALVES), scales=draw.choice(*FLOATS), transpose_b=draw.sometimes(0.7),
+        out_dtype=draw.choice(None, *FLOATS), values=draw.choice("normal", "normal", "huge", "nan"),
+    )  # fmt: skip
+
+
+def int8_arrays(case: dict, values: Values) -> dict:
+    shape_a, shape_b = as_given(case)
+    scales = values((case["n"],), case["scales"], scale=0.01)
+    return dict(a=values(shape_a, case["dtype"], case["values"]), w_q=values(shape_b, "int8", "huge"), scales=scales)
+
+
+def int8_rule(case: dict) -> str | None:
+    (_, cols_a), (_, cols_b) = as_given(case)
+    return TMA if cols_a % 8 or cols_b % 16 else None
+
+
+def call_int8(case, a, w_q, scales):
+    how = dict(out_dtype=case["out_dtype"], transpose_w=case["transpose_b"])
+    return (cookbook.matmul_int8_weights(a, w_q, scales, **how),)
+
+
+def int8_reference(case, a, w_q, scales):
+    w = oriented(w_q, case["transpose_b"]).astype(np.float64)
+    return [(a @ w * scales, slack(a, w) * np.abs(scales))]
+
+
+OPS = {
+    "matmul": Op(draw_matmul, operands, call_matmul, matmul_reference, rows_of_bytes, ("a", "b", "bias")),
+    "matmul_blocked": Op(draw_blocked, operands, rung(cookbook.matmul_blocked), matmul_reference, rows_of_bytes),
+    "matmul_pipelined": Op(draw_pipelined, operands, rung(cookbook.matmul_pipelined), matmul_reference, rows_of_bytes),
+    "matmul_wgmma": Op(draw_rung, operands, rung(cookbook.matmul_wgmma), matmul_reference, rows_of_bytes),
+    "matmul_fp8": Op(
+        draw_fp8, fp8_arrays, call_fp8, fp8_reference, lambda case: TMA if case["k"] % 16 else None
+    ),
+    "matmul_int8_weights": Op(draw_int8, int8_arrays, call_int8, int8_reference, int8_rule),
+}  # fmt: skip

@@ -1,0 +1,106 @@
+"""Cases of a seed in several processes, and the report. A case that does not end in time costs its process."""
+
+import collections
+import json
+import multiprocessing
+import multiprocessing.connection
+import time
+
+import numpy as np
+
+from cookbook import lab
+
+from .cases import Draw, run, text
+from .ops import OPS
+
+
+def again(line: str) -> str | None:
+    op, _, case = line.partition(" ")
+    return run(OPS[op], json.loads(case))
+
+
+def drawn(ops: list[str], seed: int, index: int, share: float = 1.0) -> tuple[str, dict]:
+    """Case `index` of a seed: its op, and the case, with sizes up to this share of the usual ones."""
+    draw = Draw(np.random.default_rng([seed, index]), lab.on_gpu(), share)
+    op = ops[index % len(ops)]
+    case = OPS[op].draw(draw) | dict(view=draw.choice(None, None, "slice", "transpose"))
+    return op, case | dict(seed=draw.number(0, 10**6))
+
+
+def work(connection, ops: list[str], seed: int, indices: range):
+    """A process: runs the cases of these indices, and sends each before it starts and its fault after it."""
+    for index in indices:
+        op, case = drawn(ops, seed, index)
+        connection.send(("starts", index, op, text(op, case)))
+        connection.send(("ended", index, op, run(OPS[op], case)))
+
+
+class Worker:
+    """A process and what it does now. It is started again after the case that it did not survive."""
+
+    def __init__(self, number: int, args, ops):
+        self.number, self.args, self.ops, self.process = number, args, ops, None
+        self.start(number)
+
+    def start(self, index: int):
+        self.connection, theirs = multiprocessing.Pipe(duplex=False)
+        indices = range(index, self.args.cases, self.args.workers)
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=work, args=(theirs, self.ops, self.args.seed, indices), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        self.index, self.op, self.line, self.since = index, None, None, time.monotonic()
+
+    def stop(self):
+        self.process.kill()
+        self.process.join()
+
+
+def sweep(args) -> int:
+    ops = args.ops.split(",") if args.ops else list(OPS)
+    counts, failed, until = collections.Counter(), [], time.monotonic() + args.seconds
+    workers = [Worker(number, args, ops) for number in range(args.workers)]
+
+    def ended(worker, fault: str | None):
+        counts[worker.op, "refused" if fault == "refused" else "failed" if fault else "right"] += 1
+        if fault not in (None, "refused"):
+            failed.append(worker.line)
+            print(f"{fault}\n  make fuzz CASE='{worker.line}'", flush=True)
+
+    while workers and time.monotonic() < until:
+        ready = multiprocessing.connection.wait([worker.connection for worker in workers], timeout=1)
+        for worker in list(workers):
+            if worker.connection in ready:
+                try:
+                    event, worker.index, worker.op, said = worker.connection.recv()
+                except EOFError:
+                    worker.process.join()
+                    if worker.line is None:
+                        raise SystemExit("a process ended before its first case") from None
+                    if worker.process.exitcode == 0:
+                        workers.remove(worker)
+                    else:
+                        ended(worker, f"its process ended with {worker.process.exitcode}")
+                        worker.start(worker.index + args.workers)
+                    continue
+                if event == "starts":
+                    worker.line, worker.since = said, time.monotonic()
+                else:
+                    ended(worker, said)
+            elif time.monotonic() - worker.since > args.limit:
+                worker.stop()
+                ended(worker, f"no end after {args.limit:.0f} s")
+                worker.start(worker.index + args.workers)
+    for worker in workers:
+        worker.stop()
+    return report(ops, counts, failed, args)
+
+
+def report(ops, counts, failed, args) -> int:
+    width = max(map(len, ops))
+    print(f"{'op':{width}}  right  refused  failed")
+    for op in ops:
+        print(f"{op:{width}}  {counts[op, 'right']:5}  {counts[op, 'refused']:7}  {counts[op, 'failed']:6}")
+    print(f"{sum(counts.values())} cases of seed {args.seed}, {len(failed)} failed")
+    return bool(failed)
