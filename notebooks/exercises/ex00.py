@@ -5,9 +5,12 @@ import math
 import jax
 import numpy as np
 
+import cookbook
 from cookbook.lab import roofline
 
-from .judge import NotYet, checker, normal, require_close, run_kernel
+from .judge import NotYet, checker, normal, require_close, run_kernel, speed
+
+TIMED = (jax.ShapeDtypeStruct((8192,), "float32"),) * 2  # One warpgroup holds them in its registers.
 
 
 @checker
@@ -28,7 +31,7 @@ def check_least_time(answer):
             )
         if limit != bound.limited_by:
             raise NotYet(f"{name} is bound by {bound.limited_by}, not by {limit!r}")
-    return "The longer of the two times is the bound; its name tells what to improve."
+    return "The longer of the two times is the bound, and its name tells you which one to shorten."
 
 
 @checker
@@ -39,7 +42,22 @@ def check_axpy(answer):
         out = run_kernel(lambda x, y, a=a: answer(a, x, y), x, y)
         exact = a * np.asarray(x, np.float64) + np.asarray(y, np.float64)
         require_close(out, exact, 1e-6, f"a = {a}, float32{list(shape)}")
-    return "One kernel, two inputs, every element."
+    ours = cookbook.fuse(lambda x, y: 2.5 * x + y)
+    return "One kernel, two inputs, every element." + speed(lambda x, y: answer(2.5, x, y), ours, *TIMED)
+
+
+@checker
+def check_sum_and_product(answer):
+    """`answer(x, y)` is a kernel that returns (x + y, x * y)."""
+    x, y = normal(7, (256,)), normal(8, (256,))
+    outs = run_kernel(answer, x, y)
+    if not isinstance(outs, tuple | list) or len(outs) != 2:
+        raise NotYet("it must return two arrays, the sum and the product")
+    x64, y64 = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    for name, out, exact in zip(("sum", "product"), outs, (x64 + y64, x64 * y64), strict=True):
+        require_close(out, exact, 1e-6, f"the {name}")
+    ours = cookbook.fuse(lambda x, y: (x + y, x * y))
+    return "Inputs first, outputs in the order of out_type." + speed(answer, ours, *TIMED)
 
 
 @checker
@@ -50,4 +68,4 @@ def check_patient_sum(answer):
     if str(jax.make_jaxpr(answer)(x, y)).count("copy_gmem_to_smem") < 2:
         raise NotYet("both inputs must still be copied to shared memory: keep the copies and add what is missing")
     require_close(out, np.asarray(x, np.float64) + np.asarray(y, np.float64), 1e-6, "float32[8, 128]")
-    return "Each copy is waited for before its target is read."
+    return "The kernel waits for each copy before it reads its target." + speed(answer, cookbook.add, x, y)

@@ -3,12 +3,27 @@
 import math
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+import cookbook
 from cookbook import lab
 
-from .judge import NotYet, checker, normal, require_close, run_kernel
+from .judge import NotYet, checker, normal, require_close, run_kernel, speed
+
+TIMED = jax.ShapeDtypeStruct((2**26,), jnp.bfloat16)
+
+
+@checker
+def check_lines_of_a_warp(answer):
+    """`answer(nbytes, stride)` returns how many lines of 128 bytes the 32 threads of a warp touch."""
+    for nbytes, stride in ((2, 2), (4, 4), (16, 16), (16, 0), (4, 12), (8, 64), (4, 128), (16, 144), (16, 8192)):
+        want, got = len({i * stride // 128 for i in range(32)}), answer(nbytes, stride)
+        if got != want:
+            last = 31 * stride + nbytes - 1
+            raise NotYet(f"{nbytes} bytes every {stride} bytes, the last at {last}: {want} lines, not {got!r}")
+    return "Threads next to each other, bytes next to each other: few lines."
 
 
 @checker
@@ -22,7 +37,7 @@ def check_gain_of_fusing(answer):
                 f"{num_inputs} inputs, {num_kernels} kernels: {apart} arrays cross HBM apart and {fused} fused, "
                 f"so {apart / fused:.3f} times, not {gain:.3f}"
             )
-    return "The arithmetic does not appear in it: that is what being bound by memory means."
+    return "The arithmetic does not occur in the formula, because memory is the bound."
 
 
 @checker
@@ -41,14 +56,15 @@ def check_swiglu(answer):
             raise NotYet(
                 f"its error is {error:.1e}, more than one rounding makes: compute in float32, round at the end"
             )
-    return "Right in float32, rounded once" + _require_wide_loads(answer, gate, up)
+    praise = "Right in float32, rounded once" + _require_wide_loads(answer, gate, up)
+    return praise + speed(answer, cookbook.fuse(lambda gate, up: jax.nn.silu(gate) * up), TIMED, TIMED)
 
 
 def _require_wide_loads(answer, *args) -> str:
     try:
         ptx = lab.compile_for("h200", answer, *args).ptx
     except lab.ToolchainMissing:
-        return "; how wide it loads was not looked at, for want of a compiler."
+        return "; the width of its loads was not checked, because no compiler is installed."
     loads = re.findall(r"\b(ld\.global(?:\.\w+)*?(?:\.v(\d))?\.[a-z](\d+))\b", ptx)
     narrow = [op for op, count, bits in loads if int(count or 1) * int(bits) < 128]
     if narrow:
@@ -66,4 +82,6 @@ def check_relu_of_any_length(answer):
         except NotYet as problem:
             raise NotYet(f"length {n}: {problem}") from None
         require_close(out, np.maximum(np.asarray(x, np.float64), 0), 0, f"length {n}")
-    return "Every element is written, and nothing beyond the end is touched."
+    odd = jax.ShapeDtypeStruct((TIMED.size - 1,), TIMED.dtype)
+    praise = "Every element is written, and nothing beyond the end is touched."
+    return praise + speed(answer, cookbook.fuse(jax.nn.relu), odd)

@@ -1,18 +1,37 @@
-"""The checkers of the exercises of chapter 2."""
+"""Checkers of the exercises of chapter 2."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, run_kernel
+from exercises.judge import NotYet, checker, normal, require_close, run_kernel, speed
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-TILE, STAGES = (16, 256), 3  # Tile and slots of exercise 1.
+import cookbook
+
+TILE, STAGES = (16, 256), 3  # Tile and slots of the racy ring.
 SMEM_BYTES = 232_448  # Shared memory that one block may use on Hopper.
 
 
 @checker
+def check_sum_by_tma(answer) -> str:
+    """`answer(x, y)` is a kernel that adds two bfloat16 arrays by way of SMEM, with one barrier for both copies."""
+    x, y = (normal(seed, (32, 128), jnp.bfloat16) for seed in (5, 6))
+    try:
+        out = run_kernel(answer, x, y)
+    except NotYet as problem:
+        if "no threads observed" not in str(problem):
+            raise
+        raise NotYet("the barrier flips twice and one wait sees one flip: it must expect two arrivals") from problem
+    if str(jax.make_jaxpr(answer)(x, y)).count("copy_gmem_to_smem") < 2:
+        raise NotYet("both inputs must still be copied to shared memory: keep the copies and add what is missing")
+    require_close(out, np.asarray(x, np.float64) + np.asarray(y, np.float64), 2**-8, "bf16[32, 128]")
+    praise = "Two arrivals, one flip, and the TMA sees the sums."
+    return praise + speed(answer, cookbook.add, x, y)
+
+
+@checker
 def check_ring(answer) -> str:
-    """Exercise 1: `answer(x_gmem, o_gmem, slots, arrived, num_tiles)` negates its tiles, without a race.
+    """`answer(x_gmem, o_gmem, slots, arrived, num_tiles)` negates its tiles, without a race.
 
     It is the body of a kernel of one warpgroup: `x_gmem` and `o_gmem` are (16 * num_tiles, 256) in bfloat16, `slots`
     is SMEM of (3, 16, 256), `arrived` three barriers of one arrival each.
@@ -42,12 +61,15 @@ def check_ring(answer) -> str:
             raise NotYet(
                 f"with {num_tiles} tiles, the result is wrong in tile {tiles}: never written, or of other data?"
             )
-    return "every access to a slot is ordered, whatever the speed of the copies."
+    praise = "Every access to a slot is ordered, whatever the speed of the copies."
+    return praise + speed(
+        ring, cookbook.fuse(jnp.negative), jax.ShapeDtypeStruct((1024 * TILE[0], TILE[1]), jnp.bfloat16)
+    )
 
 
 @checker
 def check_conflict_degree(answer) -> str:
-    """Exercise 2: `answer(pitch_bytes)` is how many turns a warp takes to read a column of 4-byte elements.
+    """`answer(pitch_bytes)` is how many turns a warp takes to read a column of 4-byte elements.
 
     Lane i reads 4 bytes at `i * pitch_bytes`, a multiple of 4; shared memory has 32 banks of 4 bytes.
     """
@@ -56,30 +78,36 @@ def check_conflict_degree(answer) -> str:
         if (got := answer(pitch)) != want:
             raise NotYet(f"at {pitch} bytes a row it gives {got!r}: write down the banks of lanes 0, 1, 2, 3, ...")
     best = min(int(np.bincount(np.arange(32) * (pitch // 4) % 32).max()) for pitch in range(16, 4096, 16))
-    return f"and TMA's rule of 16 bytes means that padding alone gets such a column down to {best} turns, not to 1."
+    return f"TMA copies rows of a multiple of 16 bytes, so padding alone gets such a column to {best} turns, not to 1."
 
 
 @checker
 def check_num_stages(answer) -> str:
-    """Exercise 3: `answer(bytes_per_second, latency_s, num_sms, tile_bytes)` is the least depth of a ring that hides
-    the latency, with one block an SM; or as many slots as fit into shared memory, if those are too few."""
+    """`answer(bytes_per_second, round_s, num_sms, tile_bytes, lag)` is the least number of slots of a ring.
+
+    They keep enough loads in flight, with one block an SM; or they are as many as fit into shared memory.
+    """
     for case, hint in (
-        ((2.0e12, 1.0e-6, 125, 16_000), "as many bytes in flight as Little's law asks for are enough"),
-        ((2.1e12, 1.0e-6, 125, 16_000), "part of a slot holds no tile: round to the side that hides the latency"),
-        ((2.4e12, 0.8e-6, 132, 8192), "bytes in flight of one SM, over bytes of one slot"),
-        ((4.8e12, 1.1e-6, 148, 4096), "bytes in flight of one SM, over bytes of one slot"),
-        ((2.4e12, 0.9e-6, 132, 65536), "one slot may be enough"),
-        ((8.0e12, 2.0e-6, 16, 32768), f"the {SMEM_BYTES:,} bytes of shared memory hold only so many slots"),
+        ((2.0e12, 1.0e-6, 125, 16_000, 0), "exactly the bytes of Little's law are enough"),
+        ((2.1e12, 1.0e-6, 125, 16_000, 0), "part of a tile cannot be in flight: round up"),
+        ((2.1e12, 1.0e-6, 125, 16_000, 1), "a ring that refills one tile late has one load less than slots"),
+        ((2.4e12, 0.8e-6, 132, 8192, 2), "bytes in flight of one SM, over bytes of one tile, and the lag"),
+        ((4.8e12, 1.1e-6, 148, 4096, 1), "bytes in flight of one SM, over bytes of one tile, and the lag"),
+        ((2.4e12, 0.9e-6, 132, 65536, 0), "one load may be enough"),
+        ((8.0e12, 2.0e-6, 16, 32768, 1), f"the {SMEM_BYTES:,} bytes of shared memory hold only so many slots"),
     ):
         if (got := answer(*case)) != (want := _num_stages(*case)):
-            rate, latency, num_sms, tile_bytes = case
-            problem = f"for {rate / 1e12} TB/s, {latency * 1e6:.1f} µs, {num_sms} SMs and slots of {tile_bytes:,} bytes"
+            rate, seconds, num_sms, tile_bytes, lag = case
+            problem = (
+                f"for {rate / 1e12} TB/s, rounds of {seconds * 1e6:.1f} µs, {num_sms} SMs, tiles of {tile_bytes:,}"
+            )
+            problem += f" bytes and a lag of {lag}"
             if not isinstance(got, int | float):
                 raise NotYet(f"{problem} it gives {got!r}, not a number")
             raise NotYet(f"{problem} it gives {got}, too {'few' if got < want else 'many'}. Hint: {hint}.")
-    return "the ring is as deep as the latency asks, and no deeper."
+    return "As many loads in flight as the round asks for, and the slots that the lag keeps."
 
 
-def _num_stages(bytes_per_second, latency_s, num_sms, tile_bytes) -> int:
-    in_flight = round(bytes_per_second * latency_s / num_sms)  # Rounded: 1e-6 is no binary number.
-    return min(max(1, -(-in_flight // tile_bytes)), SMEM_BYTES // tile_bytes)
+def _num_stages(bytes_per_second, round_s, num_sms, tile_bytes, lag) -> int:
+    in_flight = round(bytes_per_second * round_s / num_sms)  # Rounded, because 1e-6 is not a binary number.
+    return min(max(1, -(-in_flight // tile_bytes)) + lag, SMEM_BYTES // tile_bytes)

@@ -1,16 +1,41 @@
-"""The checkers of the exercises of chapter 3."""
+"""Checkers of the exercises of chapter 3."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, require_close, run_kernel
+from exercises.judge import NotYet, checker, normal, require_close, run_kernel, speed
+
+import cookbook
 
 LOWEST = np.finfo(np.float32).min
+TIMED = jax.ShapeDtypeStruct((16384, 8192), jnp.bfloat16)
+
+
+@checker
+def check_log_softmax(answer) -> str:
+    """Exercise 1: `answer(x)` is a kernel, the logarithm of the softmax over the last axis of (rows, cols)."""
+    x = normal(2, (3, 1024))
+    out = run_kernel(answer, x)
+    if out.shape == x.shape and np.allclose(out, jax.nn.softmax(x), atol=1e-5):
+        raise NotYet("this is softmax still; the logarithm of p / l is wanted")
+    require_close(out, _log_softmax(x), 1e-5, "with normal logits")
+    out = run_kernel(answer, 100 * x)
+    if np.isinf(out).any():
+        raise NotYet(
+            "with logits of several hundred there are infinities: an exponential was 0 before its logarithm was taken. "
+            "Only l needs a logarithm, because log(exp(x - m) / l) = (x - m) - log(l)"
+        )
+    require_close(out, _log_softmax(100 * x), 1e-5, "with logits of several hundred")
+    x = normal(3, (2, 2048), jnp.bfloat16)
+    require_close(run_kernel(answer, x), _log_softmax(x), 1e-2, "with bfloat16")
+    return "no exponential stands between a logit and its result." + speed(answer, cookbook.softmax, TIMED)
 
 
 @checker
 def check_merge(answer) -> str:
-    """Exercise 1: `answer(a, b)` is the state of a row, from the states (m, l, acc) of its two parts."""
+    """Exercise 2: `answer(a, b)` is the state of a row, from the states (m, l, acc) of its two parts."""
     logits, values = np.sort(4 * np.asarray(normal(0, 24))), np.asarray(normal(1, (24, 5)))
     masked = np.full(24, -np.inf, np.float32)
     for what, row, cut in (
@@ -41,28 +66,25 @@ def check_merge(answer) -> str:
 
 
 @checker
-def check_log_softmax(answer) -> str:
-    """Exercise 2: `answer(x)` is a kernel, the logarithm of the softmax over the last axis of (rows, cols)."""
-    x = normal(2, (3, 1024))
-    out = run_kernel(answer, x)
-    if out.shape == x.shape and np.allclose(out, jax.nn.softmax(x), atol=1e-5):
-        raise NotYet("this is softmax still; the logarithm of p / l is wanted")
-    require_close(out, _log_softmax(x), 1e-5, "with normal logits")
-    out = run_kernel(answer, 100 * x)
-    if np.isinf(out).any():
-        raise NotYet(
-            "with logits of several hundred there are infinities: an exponential was 0 before its logarithm was taken. "
-            "Only l needs a logarithm, because log(exp(x - m) / l) = (x - m) - log(l)"
-        )
-    require_close(out, _log_softmax(100 * x), 1e-5, "with logits of several hundred")
-    x = normal(3, (2, 2048), jnp.bfloat16)
-    require_close(run_kernel(answer, x), _log_softmax(x), 1e-2, "with bfloat16")
-    return "no exponential stands between a logit and its result."
+def check_any_length(answer) -> str:
+    """Exercise 3: `answer(x)` is a kernel, the softmax over the last axis of (rows, cols) for any cols from 128."""
+    for cols, dtype in ((1000, jnp.float32), (1024, jnp.bfloat16), (333, jnp.float32)):
+        x = normal(5, (2, cols), dtype)
+        out, exact = run_kernel(answer, x), np.exp(_log_softmax(x))
+        if out.shape == x.shape and not np.isnan(out).any():
+            share = np.asarray(out, np.float64)[0] / exact[0]
+            if np.ptp(share) < 1e-2 < abs(share[0] - 1):
+                raise NotYet(
+                    f"with rows of {cols}, each result of row 0 is {share[0]:.3f} times what it must be: l is wrong. "
+                    "Some columns are counted twice, or not at all"
+                )
+        require_close(out, exact, 1e-5 if dtype == jnp.float32 else 1e-2, f"with rows of {cols}")
+    return "each column is counted once, however many threads store it." + speed(answer, cookbook.softmax, TIMED)
 
 
 @checker
 def check_layer_norm(answer) -> str:
-    """Exercise 3: `answer(x)` is a kernel, (x - mean) / sqrt(variance + 1e-6) over the last axis of (rows, cols)."""
+    """Exercise 4: `answer(x)` is a kernel, (x - mean) / sqrt(variance + 1e-6) over the last axis of (rows, cols)."""
     x = normal(4, (3, 1024))
     require_close(run_kernel(answer, 2 * x + 0.5), _layer_norm(2 * x + 0.5), 1e-5, "with values around 0.5")
     out = run_kernel(answer, jnp.full((2, 1024), 0.25))
@@ -76,7 +98,9 @@ def check_layer_norm(answer) -> str:
             "there, the mean of squares and the square of the mean agree in their first seven digits, and float32 "
             "has no more. Their difference is noise, negative now and then. Subtract the mean first"
         )
-    return "the second pass over registers costs two instructions a value, and no byte of memory."
+    rms_norm = functools.partial(cookbook.rms_norm, scale=jnp.ones(TIMED.shape[1], jnp.bfloat16))
+    praise = "the second pass over registers costs two instructions a value, and no byte of memory."
+    return praise + speed(answer, rms_norm, TIMED)
 
 
 def _state(logits, values):

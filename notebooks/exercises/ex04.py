@@ -1,16 +1,18 @@
-"""The checkers of the exercises of chapter 4."""
+"""Checkers of the exercises of chapter 4."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, require_close, run_kernel
+from exercises.judge import NotYet, checker, normal, require_close, run_kernel, speed
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-TILE_M, TILE_N, TILE_K = 32, 64, 8  # Tile of the kernel of exercise 3.
+import cookbook
+
+TILE_M, TILE_N, TILE_K = 32, 64, 8  # Tile of the kernel of exercise 4.
 # The layout of its accumulator: this chapter's, 16 rows x 32 columns at a time.
 LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((16, 32), (4, 32), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
@@ -41,8 +43,18 @@ def _traffic(m, n, k, tile_m, tile_n, itemsize) -> int:
 
 
 @checker
+def check_ring(answer) -> str:
+    """Exercise 2: `answer(a, b)` is a kernel, a @ b through a ring of slots that are refilled in time."""
+    a, b = normal(3, (128, 48)), normal(4, (48, 128))
+    out = run_kernel(answer, a, b)
+    require_close(out, np.asarray(a, np.float64) @ np.asarray(b, np.float64), 1e-4, "128 x 128, K = 48")
+    size = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    return "a slot is refilled after all four warps have read it." + speed(answer, cookbook.matmul_blocked, size, size)
+
+
+@checker
 def check_tile_of(answer) -> str:
-    """Exercise 2: `answer(block, tiles_m, tiles_n, width)` is the (row, column) of the tile that `block` computes."""
+    """Exercise 3: `answer(block, tiles_m, tiles_n, width)` is the (row, column) of the tile that `block` computes."""
     for tiles_m, tiles_n, width in ((3, 4, 2), (4, 6, 3), (5, 2, 2), (3, 7, 3), (4, 3, 8), (2, 5, 1)):
         where = f"{tiles_m} x {tiles_n} tiles, bands of {width}"
         want = _tile_order(tiles_m, tiles_n, width)
@@ -66,7 +78,7 @@ def _tile_order(tiles_m, tiles_n, width):
 
 @checker
 def check_epilogue(answer) -> str:
-    """Exercise 3: `answer(acc, bias_gmem, cols, layout)` makes relu(acc + bias) of the accumulator of a tile.
+    """Exercise 4: `answer(acc, bias_gmem, cols, layout)` makes relu(acc + bias) of the accumulator of a tile.
 
     acc is (32, 64) in `layout`, bias_gmem (N,) float32, cols the columns of the tile.
     """
@@ -84,7 +96,7 @@ def check_epilogue(answer) -> str:
         if out.shape == wrong.shape and np.abs(out - wrong).max() < 1e-3:
             raise NotYet(text)
     require_close(out, np.maximum(product + bias, 0), 1e-4, "64 x 128, K = 16")
-    return "the bias rides along in registers: two arrays of M x N did not cross memory for it."
+    return "the bias was added in registers: no array of M x N crossed memory for it."
 
 
 def _matmul_with(epilogue, a, b, bias):

@@ -1,23 +1,50 @@
-"""The checkers of the exercises of chapter 5."""
+"""Checkers of the exercises of chapter 5."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, require_close, run_kernel
+from exercises.judge import NotYet, checker, normal, require_close, run_kernel, speed
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import jaxprs_in_params
 
+import cookbook
+
 REGISTERS, THREADS, WIDEST = 255, 128, 256  # A thread's registers; a warpgroup's threads; the largest N of a WGMMA.
-NUM_STEPS = 11  # Steps of exercise 2.
+NUM_STEPS = 11  # Steps of exercise 4.
 ROWS, FEATURES_IN, FEATURES_OUT = 64, 64, 128  # One step of exercise 3 and its tile.
 
 
 @checker
+def check_split_k(answer) -> str:
+    """Exercise 1: `answer(a, b, splits)` is a kernel, (splits, 64, 64) float32 parts whose sum is a @ b."""
+    for num_steps, splits in ((4, 2), (5, 3)):
+        a, b = normal(11, (64, 64 * num_steps), jnp.bfloat16), normal(12, (64 * num_steps, 64), jnp.bfloat16)
+        kernel = functools.partial(answer, splits=splits)
+        out = np.asarray(run_kernel(kernel, a, b), np.float64)
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        what = f"{num_steps} steps, {splits} splits"
+        if out.shape != (splits, 64, 64):
+            raise NotYet(f"{what}: the result has shape {out.shape}; it must be {(splits, 64, 64)}")
+        for part in range(splits):
+            if np.isnan(out[part]).any():
+                raise NotYet(f"{what}: part {part} was not written; each block stores its own part")
+            if np.allclose(out[part], a @ b, atol=1e-3):
+                raise NotYet(f"{what}: part {part} is the whole product; each block sums its own steps only")
+            if not out[part].any():
+                raise NotYet(f"{what}: part {part} is zero; give every block a step")
+        require_close(out.sum(axis=0), a @ b, 1e-4, f"{what}, the sum of the parts")
+    long = 64 * 64 * 132
+    avals = jax.ShapeDtypeStruct((64, long), jnp.bfloat16), jax.ShapeDtypeStruct((long, 64), jnp.bfloat16)
+    ratio = speed(functools.partial(answer, splits=132), cookbook.matmul_wgmma, *avals)
+    return "many SMs share one tile, each with its own steps." + ratio
+
+
+@checker
 def check_widest_tile(answer) -> str:
-    """Exercise 1: `answer(tile_m, spare)` is the widest tile_n that leaves `spare` registers of each thread free."""
+    """Exercise 2: `answer(tile_m, spare)` is the widest tile_n that leaves `spare` registers of each thread free."""
     for tile_m, spare in ((128, 56), (64, 56), (192, 56), (256, 56), (128, 24), (64, 200)):
         fits = [n for n in range(8, WIDEST + 1, 8) if tile_m * n <= (REGISTERS - spare) * THREADS]
         want, got, case = fits[-1], answer(tile_m, spare), f"tile_m = {tile_m} with {spare} registers to spare"
@@ -40,7 +67,7 @@ def check_widest_tile(answer) -> str:
 
 @checker
 def check_refill(answer) -> str:
-    """Exercise 2: `answer(step, num_slots, in_flight)` is (step to load, slot to load it into)."""
+    """Exercise 4: `answer(step, num_slots, in_flight)` is (step to load, slot to load it into)."""
     for num_slots, in_flight in ((2, 0), (3, 0), (2, 1), (3, 1), (4, 1), (4, 2), (5, 3)):
         _run_ring(answer, num_slots, in_flight)
     return "every step finds its tiles, and no copy lands in a slot that is still read."

@@ -1,7 +1,11 @@
-"""Chapter 6's exercises: the depth of a ring, the rule of `delay_release`, and an index map."""
+"""Chapter 6's exercises: the rule of `delay_release`, the depth of a ring, and two kernels with `emit_pipeline`."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker
+from exercises.judge import NotYet, checker, normal, require_close, run_kernel, speed
+
+import cookbook
 
 SMEM_OF_AN_SM = 233_472  # Bytes of shared memory of one SM of an H200.
 RESERVED = 1_024  # Bytes that CUDA keeps for itself for each block on the SM.
@@ -12,12 +16,12 @@ CASES = [(*tile, blocks) for blocks in range(1, 6) for tile in _TILES]
 
 # Name: slots (max_concurrent_steps), delay_release, and the products that wgmma_wait leaves running.
 CONFIGURATIONS = {"A": (2, 0, 0), "B": (4, 1, 1), "C": (4, 1, 2), "D": (4, 2, 1)}
-STEP = 10  # The step that exercise 2 asks about.
+STEP = 10  # The step that exercise 1 asks about.
 
 
 @checker
 def check_stages(answer) -> str:
-    """Exercise 1: `answer(tile_m, tile_n, tile_k, blocks)` is the depth of the deepest ring with which `blocks` blocks
+    """Exercise 2: `answer(tile_m, tile_n, tile_k, blocks)` is the depth of the deepest ring with which `blocks` blocks
     fit on an SM, or 0."""
     given = {case: answer(*case) for case in CASES}
     for case, got in given.items():
@@ -32,7 +36,7 @@ def check_stages(answer) -> str:
 
 @checker
 def check_wrong_release(answer) -> str:
-    """Exercise 2: `answer` is the name of the one wrong configuration, and the step whose product may still read the
+    """Exercise 1: `answer` is the name of the one wrong configuration, and the step whose product may still read the
     slot that is refilled when STEP has ended."""
     if not isinstance(answer, tuple) or len(answer) != 2 or None in answer:
         raise NotYet('answer with a pair: the name of a configuration and a step, such as ("A", 3).')
@@ -41,7 +45,7 @@ def check_wrong_release(answer) -> str:
         raise NotYet(f"{name!r} is no configuration; there are {', '.join(CONFIGURATIONS)}.")
     slots, delay_release, wait = CONFIGURATIONS[name]
     if wait <= delay_release:
-        running = f"only the last {wait} may still run" if wait else "no product runs any more"
+        running = f"only the last {wait} may still run" if wait else "no product runs"
         refilled = f"that of the step {delay_release} before" if delay_release else "its own"
         raise NotYet(
             f"{name} is right: when a step ends, {running}, and the slot that is refilled is {refilled}. Look for "
@@ -56,28 +60,48 @@ def check_wrong_release(answer) -> str:
 
 
 @checker
-def check_index_map(answer) -> str:
-    """Exercise 3: `answer(mi, tile_m, tile_k)` is the block shape and the index map of A stored as (K, M)."""
-    for tile_m, tile_k in ((128, 64), (64, 128)):
-        stored = np.random.default_rng(6).standard_normal((4 * tile_k, 3 * tile_m))
-        for mi in range(3):
-            block_shape, index_map = answer(mi, tile_m, tile_k)
-            if block_shape is None or index_map is None:
-                raise NotYet("there is no block shape or no index map yet: fill in both.")
-            if not callable(index_map):
-                raise NotYet(f"index_map is {index_map!r}; it must be a function of ki.")
-            if tuple(block_shape) != (tile_k, tile_m):
-                raise NotYet(
-                    f"for tile_m={tile_m} and tile_k={tile_k} the block shape is {tuple(block_shape)}; the array is "
-                    "stored as (K, M), and so is its window."
-                )
-            for ki in range(4):
-                _require_window(index_map(ki), ki, mi, stored, (tile_k, tile_m))
-    return "The kernel can read the operand as it lies."
+def check_gated(answer) -> str:
+    """Exercise 3: `answer(a, gate, up)` is silu(a @ gate) * (a @ up)."""
+    a, gate, up = (
+        normal(seed, shape, jnp.bfloat16) for seed, shape in ((1, (128, 192)), (2, (192, 128)), (3, (192, 128)))
+    )
+    out = np.asarray(run_kernel(answer, a, gate, up), np.float64)
+    a, gate, up = (np.asarray(x, np.float64) for x in (a, gate, up))
+    by_gate, by_up = a @ gate, a @ up
+    silu = lambda x: x / (1 + np.exp(-x))
+    likely = (
+        (by_gate, "that is a @ gate alone: the pipeline must load `up` too, and a second accumulator sum its product"),
+        (silu(by_gate) * by_gate, "`gate` stands in both products: the third window is that of `up`"),
+        (silu(by_up) * by_gate, "silu belongs to the product with `gate`, not to that with `up`"),
+        (by_gate * by_up, "the two products are multiplied without silu"),
+        (by_gate + by_up, "both products are in one accumulator: each needs its own"),
+    )
+    for wrong, text in likely:
+        if out.shape == wrong.shape and np.allclose(out, wrong, rtol=0.02, atol=0.02 * np.sqrt(np.mean(wrong**2))):
+            raise NotYet(text + ".")
+    require_close(out, silu(by_gate) * by_up, 0.02, "silu(a @ gate) * (a @ up)")
+    return "A is loaded once for both products, and neither of them ever crosses HBM."
+
+
+@checker
+def check_transposed_a(answer) -> str:
+    """Exercise 4: `answer(a, b)` is a.T @ b, for a stored as (K, M)."""
+    for k, m, n in ((128, 128, 128), (192, 256, 128)):
+        a, b = normal(4, (k, m), jnp.bfloat16), normal(5, (k, n), jnp.bfloat16)
+        out = run_kernel(answer, a, b)
+        exact = np.asarray(a, np.float64).T @ np.asarray(b, np.float64)
+        if k == m and np.allclose(
+            np.asarray(out, np.float64), np.asarray(a, np.float64) @ np.asarray(b, np.float64), atol=1
+        ):
+            raise NotYet("that is a @ b: the kernel reads its operand as if it were stored as (M, K).")
+        require_close(out, exact, 0.02, f"a of {k} x {m}")
+    large = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    ours = lambda a, b: cookbook.matmul_pipelined(a, b, transpose_a=True)
+    return "The kernel reads the operand as it lies." + speed(answer, ours, large, large)
 
 
 def _stages(tile_m, tile_n, tile_k, blocks, *, reserved=RESERVED, barrier=BARRIER, of_b=True, output=True) -> int:
-    """The right answer of exercise 1, and with other keywords the likely wrong ones."""
+    """The right answer of exercise 2, and with other keywords the likely wrong ones."""
     budget = SMEM_OF_AN_SM // blocks - reserved
     slot = ITEMSIZE * (tile_m + tile_n * of_b) * tile_k
     stages = max(budget, 0) // (slot + barrier)
@@ -96,16 +120,3 @@ def _hint(given: dict) -> str:
     )
     texts = (text for wrong, text in likely if all(wrong(case) == got for case, got in given.items()))
     return next(texts, "Count the bytes of one slot first, and what else a block needs.")
-
-
-def _require_window(index, ki: int, mi: int, stored: np.ndarray, block_shape: tuple[int, int]) -> None:
-    """Raises NotYet if the window at `index` is not that of step `ki` and tile `mi`."""
-    if not isinstance(index, tuple | list) or len(index) != 2:
-        raise NotYet(f"index_map({ki}) is {index!r}; it must be a pair, one index for each side of the array.")
-    start = [int(i) * size for i, size in zip(index, block_shape, strict=True)]
-    if any(at + size > side for at, size, side in zip(start, block_shape, stored.shape, strict=True)):
-        raise NotYet(f"for mi={mi} index_map({ki}) is {index}, beyond the array: it counts windows, not elements.")
-    window = stored[start[0] : start[0] + block_shape[0], start[1] : start[1] + block_shape[1]]
-    tile_k, tile_m = block_shape
-    if not np.array_equal(window, stored[ki * tile_k : (ki + 1) * tile_k, mi * tile_m : (mi + 1) * tile_m]):
-        raise NotYet(f"for mi={mi} index_map({ki}) is {index}: not the window of step {ki} of K and tile {mi} of M.")

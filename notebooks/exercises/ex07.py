@@ -1,4 +1,4 @@
-"""Chapter 7's exercises: a plan of registers, three faults read from their traces, and the barriers of a ring."""
+"""Chapter 7's exercises: the barriers of a ring, a kernel to mend, a plan of registers, and three traces."""
 
 import contextlib
 import dataclasses
@@ -15,17 +15,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import cookbook
 from cookbook import lab
-from figures import roles_schedule
+from figures.warp_specialization import roles_schedule
 
-# Exercise 1: (registers of the memory warpgroup, of each compute warpgroup, compute warpgroups).
+# Exercise 3: (registers of the memory warpgroup, of each compute warpgroup, compute warpgroups).
 PLANS = (
     (40, 232, 2), (24, 240, 2), (32, 160, 3), (24, 160, 3), (24, 112, 4), (40, 104, 4), (48, 224, 2),
     (40, 240, 2), (32, 240, 2), (40, 236, 2), (30, 232, 2), (16, 240, 2), (24, 256, 2), (40, 168, 3), (40, 160, 3),
     (176, 160, 2), (80, 104, 4), (40, 160, 2), (136, 120, 3), (24, 152, 3), (56, 112, 4), (24, 128, 4), (104, 248, 2),
 )  # fmt: skip
 
-# Exercise 2: what is wrong, and in which trace.
+# Exercise 4: what is wrong, and in which trace.
 FAULTS = {
     "one slot": dict(stages=1),
     "two steps late": dict(stages=4, late=2),
@@ -33,14 +34,14 @@ FAULTS = {
 }
 _TRACES = {1: "one copy at a time", 2: "one slot", 3: "two steps late"}
 
-# Exercise 3: rings on which the lines are tried.
+# Exercise 1: rings on which the lines are tried.
 RINGS = ((6, 2), (7, 3), (2, 3), (4, 1))  # (steps, stages)
 _SIDE = 64  # Rows and columns of the square tiles.
 
 
 @checker
 def check_registers(answer) -> str:
-    """Exercise 1: `answer(memory, compute, num_compute_wgs)` tells whether the plan may run."""
+    """Exercise 3: `answer(memory, compute, num_compute_wgs)` tells whether the plan may run."""
     given = {plan: answer(*plan) for plan in PLANS}
     for plan, got in given.items():
         if got is None:
@@ -58,7 +59,7 @@ def launch_registers(num_compute_wgs: int) -> int:
 
 
 def may_run(memory, compute, num_compute_wgs, *, pool=True, eights=True, least=True, direction=True) -> bool:
-    """The right answer of exercise 1, and with other keywords the likely wrong ones."""
+    """The right answer of exercise 3, and with other keywords the likely wrong ones."""
     launch = launch_registers(num_compute_wgs)
     total = launch * (num_compute_wgs + 1) if pool else 512
     return (
@@ -89,7 +90,7 @@ def _hint(given: dict) -> str:
 
 
 def suspect(trace: int) -> dict:
-    """The knobs of the kernel behind a trace of exercise 2."""
+    """The knobs of the kernel of a trace of exercise 4."""
     return FAULTS[_TRACES[trace]]
 
 
@@ -99,7 +100,7 @@ def model(steps: int = 8, **knobs) -> list:
 
 
 def facts(steps: int = 8) -> None:
-    """Prints what a model of each kernel of exercise 2 does."""
+    """Prints what a model of each kernel of exercise 4 does."""
     for trace in _TRACES:
         run = model(steps, **suspect(trace))
         row = lambda name, times: print(f"  {name:<20}" + " ".join(f"{time:5.1f}" for time in times))
@@ -112,7 +113,7 @@ def facts(steps: int = 8) -> None:
 
 @checker
 def check_detective(answer) -> str:
-    """Exercise 2: `answer` names the fault of each trace."""
+    """Exercise 4: `answer` names the fault of each trace."""
     if not isinstance(answer, dict) or set(answer) != set(_TRACES) or None in answer.values():
         raise NotYet(f"name the fault of each of the traces 1, 2 and 3; there are {', '.join(map(repr, FAULTS))}.")
     for name in answer.values():
@@ -121,10 +122,10 @@ def check_detective(answer) -> str:
     if len(set(answer.values())) < len(_TRACES):
         raise NotYet("each trace has a fault of its own.")
     clues = {
-        "one slot": "with one slot, no copy is ever under way while a product runs.",
+        "one slot": "with one slot, no copy is ever in flight while a product runs.",
         "two steps late": "a slot that comes back late is missed only when it is needed again: the first copies all "
         "start at once.",
-        "one copy at a time": "a memory warpgroup that waits for each copy never has two steps' copies under way.",
+        "one copy at a time": "a memory warpgroup that waits for each copy never has two steps' copies in flight.",
     }
     for trace, name in answer.items():
         if name != _TRACES[trace]:
@@ -132,11 +133,11 @@ def check_detective(answer) -> str:
     return "One look at when copies start, and at what they wait for, tells the three apart."
 
 
-# Exercise 3 ----------------------------------------------------------------------------------------------------------
+# Exercise 1 ----------------------------------------------------------------------------------------------------------
 
 
 class Ring:
-    """Stand-in for the ring of exercise 3: it writes down the calls of the lines under test."""
+    """Stand-in for the ring of exercise 1: it writes down the calls of the lines under test."""
 
     def __init__(self, steps: int, stages: int):
         self.steps, self.stages = steps, stages
@@ -166,7 +167,7 @@ class Ring:
 
 @checker
 def check_ring(answer) -> str:
-    """Exercise 3: `answer` is (memory, compute), each called with a Ring and a step."""
+    """Exercise 1: `answer` is (memory, compute), each called with a Ring and a step."""
     memory, compute = answer
     programs = {}
     for steps, stages in RINGS:
@@ -182,6 +183,17 @@ def check_ring(answer) -> str:
         out = judge.run_kernel(functools.partial(ring_kernel, program=program, steps=steps, stages=stages), a, b)
         judge.require_close(out, np.asarray(a, np.float64) @ np.asarray(b, np.float64), 1e-2, "the product")
     return "Every slot is read after it is filled, and filled again after it is read; nobody waits for ever."
+
+
+@checker
+def check_mended(answer) -> str:
+    """Exercise 2: `answer(a, b)` is a @ b, by a memory warpgroup and two that multiply."""
+    for m, k, n in ((128, 384, 128), (128, 320, 256)):
+        a, b = judge.normal(3, (m, k), jnp.bfloat16), judge.normal(4, (k, n), jnp.bfloat16)
+        out = judge.run_kernel(answer, a, b)
+        judge.require_close(out, np.asarray(a, np.float64) @ np.asarray(b, np.float64), 0.02, f"{m} x {k} x {n}")
+    large = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    return "Two readers, one writer, and each waits for its turn." + judge.speed(answer, cookbook.matmul, large, large)
 
 
 def ring_kernel(a, b, *, program, steps: int, stages: int):

@@ -1,11 +1,14 @@
-"""Chapter 8's exercises: the busy share of the SMs, what L2 reads and hands out, and the choice of a split of K."""
+"""Chapter 8's exercises: the busy share of the SMs, a persistent kernel, a multicast, and a split of K."""
 
+import functools
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker
+from exercises.judge import NotYet, checker, normal, require_close, run_kernel, speed
 
-TILE_K = 64  # Values of K in a step.
+import cookbook
 
 # (m, n, tile, num_sms, cluster) of exercise 1.
 SHARE_CASES = [
@@ -19,32 +22,6 @@ SHARE_CASES = [
     (2048, 2048, (128, 128), 133, 2),
     (129, 64, (128, 64), 6, 2),
     (640, 384, (128, 128), 6, 4),
-]
-
-# (name of the order, its function, blocks, (cluster_m, cluster_n)) of exercise 2.
-PANEL_CASES = [
-    (name, order, blocks, cluster)
-    for name, order in {
-        "row by row, 32 columns": lambda i: (i // 32, i % 32),
-        "strips of 8 rows": lambda i: (i % 8, i // 8),
-        "a single column": lambda i: (i, 0),
-        "strips of 3 columns": lambda i: (i // 3, i % 3),
-    }.items()
-    for blocks in (12, 132)
-    for cluster in ((1, 1), (2, 1), (1, 2))
-]
-
-# (m, n, k, tile, num_sms, add) of exercise 3.
-SPLIT_CASES = [
-    (512, 512, 32768, (128, 128), 132, 1.0),
-    (512, 512, 32768, (128, 128), 132, 30.0),
-    (4096, 4096, 4096, (128, 256), 132, 2.0),
-    (4096, 4352, 4096, (128, 256), 132, 2.0),
-    (128, 256, 1000, (128, 256), 132, 0.5),
-    (128, 256, 1000, (128, 256), 132, 0.0),
-    (384, 500, 5000, (128, 128), 40, 1.5),
-    (100, 100, 64, (128, 128), 132, 1.0),
-    (1024, 1280, 8192, (128, 256), 132, 3.0),
 ]
 
 
@@ -63,44 +40,86 @@ def check_busy_share(answer) -> str:
 
 
 @checker
-def check_panels(answer) -> str:
-    """Exercise 2: `answer(order, blocks, cluster)` is the pair of distinct panels and of panels handed out."""
-    given = {}
-    for i, (_, order, blocks, cluster) in enumerate(PANEL_CASES):
-        got = answer(order, blocks, cluster)
-        if not isinstance(got, tuple | list) or len(got) != 2:
-            raise NotYet(f"panels returns {got!r}; it must be a pair, (distinct, handed_out).")
-        if None in tuple(got):
-            raise NotYet("there is no count yet: fill in both.")
-        if not all(isinstance(count, int | np.integer) and not isinstance(count, bool) for count in got):
-            raise NotYet(f"panels returns {got!r}; counts are ints.")
-        given[i] = tuple(map(int, got))
-    for which, text in enumerate(("distinct panels", "panels handed out")):
-        for i, (name, order, blocks, cluster) in enumerate(PANEL_CASES):
-            if given[i][which] != (want := _panels(order, blocks, cluster)[which]):
-                raise NotYet(
-                    f"{name}, {blocks} blocks, {cluster=}: {given[i][which]} {text}, and {want} is "
-                    f"right. {_panels_hint(which, [given[i][which] for i in given])}"
-                )
-    return "A cluster leaves what comes from HBM as it is, and takes a quarter off what L2 hands out."
+def check_persistent(answer) -> str:
+    """Exercise 2: `answer(a, b, blocks)` is a @ b, computed by a grid of that many blocks."""
+    for shape, blocks in (((128, 192, 384), 4), ((192, 128, 128), 2)):
+        a, b = normal(1, shape[:2], jnp.bfloat16), normal(2, shape[1:], jnp.bfloat16)
+        fn = functools.partial(answer, blocks=blocks)
+        if (grid := _grid(fn, a, b)) != blocks:
+            raise NotYet(f"for blocks={blocks} the kernel launches {grid} blocks: it must be a grid of {blocks}")
+        out = run_kernel(fn, a, b)
+        exact = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+        require_close(out, exact, 0.02, f"{shape} on {blocks} blocks")
+    large = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    ours = functools.partial(answer, blocks=132)
+    return "Each block takes every tile that is its own." + speed(ours, cookbook.matmul, large, large)
+
+
+@checker
+def check_multicast(answer) -> str:
+    """Exercise 3: `answer(cluster, row, col, block)` lists the copies of one step: (operand, panel, shared)."""
+    for cluster in ((2, 1), (1, 2)):
+        for row, col in ((0, 0), (3, 5)):
+            places = [
+                (row * cluster[0] + i, col * cluster[1] + j) for i in range(cluster[0]) for j in range(cluster[1])
+            ]
+            _require_multicast(cluster, places, [_copies(answer(cluster, row, col, block)) for block in (0, 1)])
+    return "Both blocks name the same panel in the copy that they share, and only in that."
 
 
 @checker
 def check_split(answer) -> str:
-    """Exercise 3: `answer(m, n, k, tile, num_sms, add)` is the split with the least predicted time."""
-    given = {case: answer(*case) for case in SPLIT_CASES}
-    for case, got in given.items():
-        if got is None:
-            raise NotYet("choose_split returns None: write its body.")
-        if not isinstance(got, int | np.integer) or isinstance(got, bool):
-            raise NotYet(f"choose_split{case} is {got!r}; a number of parts is an int.")
-        steps = -(-case[2] // TILE_K)
-        if not 1 <= got <= steps:
-            raise NotYet(f"choose_split{case} is {got}; it must be from 1 to the number of steps, {steps}.")
-        if got != (want := _split(*case)):
-            times = f"{got} takes {_steps(*case, got):g} steps, {want} takes {_steps(*case, want):g}"
-            raise NotYet(f"choose_split{case}: {times}. {_split_hint(given)}")
-    return "You split where SMs idle, and no further than the sum of the parts allows."
+    """Exercise 4: `answer(a, b, split)` holds the sums over each part of K."""
+    for (m, k, n), split in (((64, 384, 256), 3), ((128, 256, 128), 2)):
+        a, b = normal(3, (m, k), jnp.bfloat16), normal(4, (k, n), jnp.bfloat16)
+        out = run_kernel(functools.partial(answer, split=split), a, b)
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        exact = np.einsum("msk,skn->smn", a.reshape(m, split, -1), b.reshape(split, -1, n))
+        if out.shape == exact.shape and np.allclose(out, exact[:1], atol=0.1):
+            raise NotYet("every part is the sum over the first part of K: the slices of K must move with the part")
+        if out.shape == exact.shape and np.allclose(out[0], a @ b, atol=0.1):
+            raise NotYet("part 0 is the sum over all of K: each part has its own share of the steps")
+        require_close(out, exact, 1e-3, f"({m}, {k}, {n}) in {split} parts")
+    return "More blocks than tiles, and an order of the sum that is yours to fix."
+
+
+def _grid(fn, *args) -> int | None:
+    """Number of blocks of the kernel that `fn` launches, None if it launches none."""
+    pending = [jax.make_jaxpr(lambda *args: fn(*args))(*args).jaxpr]
+    while pending:
+        for equation in pending.pop().eqns:
+            if meshes := equation.params.get("meshes"):
+                return math.prod(meshes[0].grid)
+            pending += [j for v in equation.params.values() if hasattr(j := getattr(v, "jaxpr", v), "eqns")]
+    return None
+
+
+def _copies(given) -> dict:
+    """Operand -> (panel, shared)."""
+    if not isinstance(given, list | tuple) or any(not isinstance(c, list | tuple) or len(c) != 3 for c in given):
+        raise NotYet(f"copies returns {given!r}; it must be a list of (operand, panel, shared)")
+    if sorted(operand for operand, _, _ in given) != ["a", "b"]:
+        raise NotYet("a step has two copies, one of each operand")
+    return {operand: (int(panel), bool(shared)) for operand, panel, shared in given}
+
+
+def _require_multicast(cluster, places, by_block) -> None:
+    """Raises NotYet unless both blocks receive their own tiles, and share one copy."""
+    for i, operand in enumerate("ab"):
+        kinds = [copies[operand][1] for copies in by_block]
+        if kinds[0] != kinds[1]:
+            raise NotYet(f"cluster {cluster}: only one block calls the collective copy of {operand}: a deadlock")
+        for block in (0, 1):
+            senders = (0, 1) if kinds[0] else (block, block)  # Of the first half of the panel, and of the second.
+            received = tuple(by_block[sender][operand][0] for sender in senders)
+            if received != (places[block][i],) * 2:
+                got = "half of panel {} and half of panel {}".format(*received) if kinds[0] else f"panel {received[0]}"
+                raise NotYet(
+                    f"cluster {cluster}: block {block} computes tile {places[block]}, and receives {got} of "
+                    f"{operand.upper()}; it needs panel {places[block][i]}"
+                )
+    if not any(shared for _, shared in by_block[0].values()):
+        raise NotYet(f"cluster {cluster}: nothing is shared: L2 hands out as much as without a cluster")
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -132,76 +151,3 @@ def _share_hint(given: dict) -> str:
         if all(math.isclose(wrong(*case), got, rel_tol=1e-6) for case, got in given.items() if got is not None)
     )
     return next(texts, "Count the tiles, then the waves, then divide.")
-
-
-def _wave(order, blocks: int, cluster: tuple[int, int]) -> list[tuple[int, int]]:
-    """The tiles of the first wave."""
-    rows, cols = cluster
-    corners = [(order(i)[0] * rows, order(i)[1] * cols) for i in range(blocks // (rows * cols))]
-    return [(row + i, col + j) for row, col in corners for i in range(rows) for j in range(cols)]
-
-
-def _panels(order, blocks: int, cluster: tuple[int, int]) -> tuple[int, int]:
-    tiles = _wave(order, blocks, cluster)
-    distinct = len({row for row, _ in tiles}) + len({column for _, column in tiles})
-    return distinct, 2 * blocks if cluster == (1, 1) else 3 * (blocks // 2)
-
-
-def _panels_hint(which: int, given: list[int]) -> str:
-    tiles = [_wave(*case[1:]) for case in PANEL_CASES]
-    orders = [[case[1](i) for i in range(case[2])] for case in PANEL_CASES]
-    halved = [order[: len(order) // 2] if case[3] != (1, 1) else order
-              for order, case in zip(orders, PANEL_CASES, strict=True)]  # fmt: skip
-    crossed = [_wave(case[1], case[2], case[3][::-1]) for case in PANEL_CASES]
-    count = lambda wave: len({row for row, _ in wave}) + len({column for _, column in wave})
-    likely = (
-        (
-            ([len(set(wave)) for wave in tiles], "Those are tiles. Tiles of the same row share a panel of A."),
-            ([2 * len(wave) for wave in tiles], "Tiles of the same row need the same panel of A: count it once."),
-            ([count(wave) for wave in orders], "With clusters, order(i) is the place of cluster i, not of block i."),
-            ([count(wave) for wave in halved], "With clusters, each place of the order stands for two tiles."),
-            ([count(wave) for wave in crossed], "a cluster (2, 1) doubles the row, (1, 2) the column."),
-        ),
-        (
-            ([2 * len(wave) for wave in tiles], "The two blocks of a cluster share one panel: it is handed out once."),
-            ([count(wave) for wave in tiles], "L2 hands a panel to every block that asks, also if another had it."),
-            (
-                [len(wave) * (1 if case[3] != (1, 1) else 2) for wave, case in zip(tiles, PANEL_CASES, strict=True)],
-                "Only one of the two operands is shared: the blocks of a cluster still differ in the other.",
-            ),
-        ),
-    )
-    return next((text for wrong, text in likely[which] if wrong == given), "Write down the tiles of the wave first.")
-
-
-def _steps(m, n, k, tile, num_sms, add, split, *, waves=True, steps_up=True) -> float:
-    """The time of the model of exercise 3, in steps."""
-    blocks = _cdiv(m, tile[0]) * _cdiv(n, tile[1]) * split
-    steps = _cdiv(k, TILE_K)
-    part = _cdiv(steps, split) if steps_up else steps / split
-    return (_cdiv(blocks, num_sms) if waves else 1) * part + (add * split if split > 1 else 0)
-
-
-def _split(*case, last=False, add=None, **how) -> int:
-    """The right answer of exercise 3, and with other keywords the likely wrong ones."""
-    *shape, cost = case
-    add = cost if add is None else add
-    splits = range(1, _cdiv(case[2], TILE_K) + 1)
-    return min(splits, key=lambda split: (_steps(*shape, add, split, **how), -split if last else split))
-
-
-def _split_hint(given: dict) -> str:
-    def fill(m, n, k, tile, num_sms, add):
-        tiles = _cdiv(m, tile[0]) * _cdiv(n, tile[1])
-        return max(1, min(num_sms // tiles, _cdiv(k, TILE_K)))
-
-    likely = (
-        (lambda *case: 1, "A split of 1 leaves SMs idle where tiles are few."),
-        (fill, "Filling the SMs is not all: adding the parts has a price, and a second wave may be worth it."),
-        (lambda *case: _split(*case, add=0.0), "Adding the parts costs `add` steps each."),
-        (lambda *case: _split(*case, waves=False), "More blocks than SMs run in waves, one after the other."),
-        (lambda *case: _split(*case, steps_up=False), "A part has a whole number of steps: the longest decides."),
-        (lambda *case: _split(*case, last=True), "Of several equal ones, the smallest."),
-    )
-    texts = (text for wrong, text in likely if all(wrong(*case) == got for case, got in given.items()))
-    return next(texts, "Compute the time of every split, and take the least.")

@@ -1,10 +1,10 @@
-"""Chapter 9's exercises: int8 quantization of weights, the crossover of the roofline, and the choice of a format."""
+"""Chapter 9's exercises: the crossover, quantized weights, a format, scales along K, dequantized weights."""
 
 import math
 
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker
+from exercises.judge import NotYet, checker, normal, require_close, run_kernel
 
 LARGEST = 127  # The largest symmetric int8; -128 has no partner, and is not used.
 CASES = (  # K, N, peak in FLOP/s, bandwidth in byte/s.
@@ -21,7 +21,7 @@ MARGIN = 1.05  # A dearer format must be better by more than this.
 
 @checker
 def check_quantise(answer) -> str:
-    """Exercise 1: `answer(w)` returns the int8 values (K, N) and the scales (N,) of a float32 weight matrix (K, N)."""
+    """`answer(w)` returns the int8 values (K, N) and the scales (N,) of a float32 weight matrix (K, N)."""
     for name, w in _weights().items():
         given = answer(jnp.asarray(w))
         if given is None or (isinstance(given, tuple) and None in [x if x is None else 0 for x in given]):
@@ -34,7 +34,7 @@ def check_quantise(answer) -> str:
 
 @checker
 def check_crossover(answer) -> str:
-    """Exercise 2: `answer(k, n, peak, bandwidth)` is the largest M whose product with int8 weights is memory-bound."""
+    """`answer(k, n, peak, bandwidth)` is the largest M whose product with int8 weights is memory-bound."""
     given = {case: answer(*case) for case in CASES}
     for case, got in given.items():
         if got is None:
@@ -49,8 +49,8 @@ def check_crossover(answer) -> str:
 
 @checker
 def check_formats(answer) -> str:
-    """Exercise 3: `answer` names for each pair of operands the format and scales of the least error; the cheaper one
-    where the errors are within 5 %."""
+    """`answer` names for each pair of operands the format and scales of the least error; the cheaper one where the
+    errors are within 5 %."""
     if not isinstance(answer, dict) or set(answer) != set(PAIRS):
         raise NotYet(f"answer with a dict that has a format for each of {', '.join(PAIRS)}.")
     if None in answer.values():
@@ -69,8 +69,69 @@ def check_formats(answer) -> str:
     return "Scales take care of what differs from row to row, exponents of what differs inside of one."
 
 
+@checker
+def check_block_scales(answer) -> str:
+    """`answer(a, b, scale_a, scale_b)` is a kernel: a @ b.T of fp8, with scales for every 128 values of K."""
+    for steps in (1, 3):
+        a, b, scale_a, scale_b = _with_block_scales(steps)
+        out = run_kernel(answer, a, b, scale_a, scale_b)
+        exact = _block_scaled(a, b, scale_a, scale_b)
+        require_close(out, exact, 2e-2, f"K = {128 * steps}: {_likely_scales(out, a, b, scale_a, scale_b)}")
+    return "Each step's sums get its scales, and the float32 total loses nothing that the tensor core cuts off."
+
+
+def _with_block_scales(steps: int):
+    a, b = (normal(seed, (rows, 128 * steps), jnp.float8_e4m3fn) for seed, rows in ((1, 128), (2, 64)))
+    sizes = np.random.default_rng(3)
+    scale_a, scale_b = (jnp.asarray(np.exp2(sizes.uniform(-4, 4, (steps, rows))), jnp.float32) for rows in (128, 64))
+    return a, b, scale_a, scale_b
+
+
+def _block_scaled(a, b, scale_a, scale_b):
+    """The exact product in float64."""
+    a, b, scale_a, scale_b = (np.asarray(x, np.float64) for x in (a, b, scale_a, scale_b))
+    parts = (slice(128 * step, 128 * step + 128) for step in range(len(scale_a)))
+    return sum(a[:, ks] * rows[:, None] @ (b[:, ks] * columns[:, None]).T
+               for ks, rows, columns in zip(parts, scale_a, scale_b, strict=True))  # fmt: skip
+
+
+def _likely_scales(out, a, b, scale_a, scale_b) -> str:
+    """Names the mistake that explains a result."""
+    ones_a, ones_b = jnp.ones_like(scale_a), jnp.ones_like(scale_b)
+    first_a, first_b = (jnp.broadcast_to(scale[:1], scale.shape) for scale in (scale_a, scale_b))
+    likely = {
+        "no scale was applied": (ones_a, ones_b),
+        "the scales of a alone were applied": (scale_a, ones_b),
+        "the scales of b alone were applied": (ones_a, scale_b),
+        "the first step's scales were applied to all steps": (first_a, first_b),
+    }
+    for said, scales in likely.items():
+        wrong = _block_scaled(a, b, *scales)
+        if np.linalg.norm(np.asarray(out, np.float64) - wrong) < 0.02 * np.linalg.norm(wrong):
+            if len(scale_a) > 1 or "first" not in said:
+                return said
+    return "compare with the sum over steps of scaled products"
+
+
+@checker
+def check_dequantise(answer) -> str:
+    """`answer(w_q, scales)` is a kernel: int8 (K, N) times the scales of the columns, rounded once to bfloat16."""
+    for k, n in ((64, 128), (128, 384)):
+        w_q = jnp.asarray(np.random.default_rng(k).integers(-127, 128, (k, n)), jnp.int8)
+        scales = jnp.asarray(np.exp2(np.random.default_rng(n).uniform(-9, 1, n)), jnp.float32)
+        out = run_kernel(answer, w_q, scales)
+        if out.dtype != jnp.bfloat16:
+            raise NotYet(f"the result is {out.dtype}; it must be bfloat16")
+        exact = np.asarray(w_q, np.float64) * np.asarray(scales, np.float64)
+        require_close(out, exact, 5e-2, f"int8[{k},{n}]")
+        once = np.asarray(jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16), np.float64)
+        if (twice := np.asarray(out, np.float64) != once).any():
+            raise NotYet(f"{twice.mean():.0%} of the values were rounded twice: multiply in float32, then convert")
+    return "One scale a column, one rounding."
+
+
 def operands(seed: int = 9) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Exercise 3's pairs: random normal; a's rows of sizes from 2^-16 to 2^16; channels from 2^-12 to 2^12 in a, whose
+    """Pairs of operands: random normal; a's rows of sizes from 2^-16 to 2^16; channels from 2^-12 to 2^12 in a, whose
     partners in b undo it."""
     rng = np.random.default_rng(seed)
     a, b = rng.standard_normal((192, 384)), rng.standard_normal((384, 160))
@@ -147,7 +208,7 @@ def _require_quantised(name: str, w, w_q, scales) -> None:
 
 
 def _largest_m(k, n, peak, bandwidth, *, weight_bytes=1, row_bytes=2, flops=2):
-    """The right answer of exercise 2, and with other keywords the likely wrong ones."""
+    """The crossover, and with other keywords the likely wrong ones."""
     # flops * m * k * n / peak <= (weight_bytes * k * n + row_bytes * m * (k + n)) / bandwidth
     a_row = flops * k * n * bandwidth / peak - row_bytes * (k + n)
     return math.inf if a_row <= 0 else math.floor(weight_bytes * k * n / a_row)

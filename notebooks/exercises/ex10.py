@@ -1,12 +1,17 @@
-"""Chapter 10's exercises: a step of the online softmax, the merge of two partial results, and a window's blocks."""
+"""Chapter 10's exercises: a lazy step, the merge of two results, sinks, a window's blocks, and copies that race."""
 
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from exercises import judge
 from exercises.judge import NotYet, checker
 
+import cookbook
+
 BLOCK_Q = 64  # Queries of a block.
+SLACK = 8.0  # Exercise 1.
 WINDOWS = [  # block_kv, num_kv, left: a window of less than a block, of a few, of exactly some, of everything.
     (block_kv, 1024, left) for block_kv, left in itertools.product((64, 128), (0, 1, 40, 64, 127, 191, 192, 300, 2000))
 ]
@@ -14,21 +19,38 @@ WINDOWS = [  # block_kv, num_kv, left: a window of less than a block, of a few, 
 
 @checker
 def check_step(answer) -> str:
-    """Exercise 1: `answer(m, l, acc, x, v)` is the state (m, l, acc) after a block with logits `x`, in base 2."""
+    """Exercise 1: `answer(m, l, acc, x, v, slack)` is the state (m, l, acc) after a block with base-2 logits `x`; `m`
+    moves only if a logit exceeds it by more than `slack`."""
     for name, x, v in _logits():
         state = np.full(x.shape[1], -np.inf), np.zeros(x.shape[1]), np.zeros((x.shape[1], v.shape[2]))
         for block in range(len(x)):
+            before, where = state[0], f"{name}, after block {block}"
             with np.errstate(all="ignore"):
-                state = answer(*(part.copy() for part in state), x[block].copy(), v[block].copy())
+                state = answer(*(part.copy() for part in state), x[block].copy(), v[block].copy(), SLACK)
             if state is None or (isinstance(state, tuple) and any(part is None for part in state)):
-                raise NotYet("step returns None: write its body, and return m, l and acc.")
+                raise NotYet("lazy_step returns None: write its body, and return m, l and acc.")
             state = tuple(np.asarray(part, np.float64) for part in state)
             shapes = [part.shape for part in state]
             wanted = [x.shape[1:2], x.shape[1:2], (x.shape[1], v.shape[2])]
             if shapes != wanted:
                 raise NotYet(f"the shapes of (m, l, acc) are {shapes}; they must stay {wanted}.")
-            _judge_state(state, x[: block + 1], v[: block + 1], f"{name}, after block {block}", block)
-    return "Whatever comes in, in whatever order, it never overflows, and rows that see nothing stay empty."
+            _judge_state(state, x[: block + 1], v[: block + 1], where, block)
+            _judge_moves(before, state[0], x[block].max(axis=1), where)
+    return "It scales only when it must, never overflows, and rows that see nothing stay empty."
+
+
+def _judge_moves(before, after, top, where: str) -> None:
+    """Raises NotYet unless `m` moved in the rows, and only in those, whose largest logit is too far above it."""
+    must = (top > before + SLACK) & ~np.isneginf(top)
+    near = lambda x, y: np.isclose(x, y, rtol=1e-6, atol=1e-3) | (x == y)
+    if (wrong := ~must & ~near(after, before)).any():
+        row = int(np.argmax(wrong))
+        raise NotYet(
+            f"{where}, m of row {row} moves from {before[row]:.1f} to {after[row]:.1f}; no logit exceeds it by more "
+            f"than slack = {SLACK:g}, so it must stay."
+        )
+    if (must & ~near(after, top)).any():
+        raise NotYet(f"{where}, a logit exceeds m by more than slack, and m is not the largest logit after it.")
 
 
 @checker
@@ -59,8 +81,57 @@ def check_merge(answer) -> str:
 
 
 @checker
+def check_sinks(answer) -> str:
+    """Exercise 3: `answer(q, k, v, sinks)` is (out, lse), with one more logit for each head, whose value is zero."""
+    q, k, v = (judge.normal(seed, (1, length, 2, 64), jnp.bfloat16) for seed, length in ((1, 64), (2, 256), (3, 256)))
+    for sinks in ((0.5, 3.0), (-4.0, 20.0)):
+        out, lse = judge.run_kernel(answer, q, k, v, jnp.asarray(sinks, jnp.float32))
+        exact_out, exact_lse = _attention(q, k, v, np.asarray(sinks))
+        if np.isnan(np.asarray(lse)).any():
+            raise NotYet(f"sinks {sinks}: there is a NaN: with a sink, m is finite and l positive from the start.")
+        if np.allclose(lse, _attention(q, k, v, np.full(2, -np.inf))[1], atol=1e-3):
+            raise NotYet(f"sinks {sinks}: lse is that of attention without sinks: change m_i and l_i before the loop.")
+        if np.allclose(lse, _attention(q, k, v, np.asarray(sinks) / np.log2(np.e))[1], atol=1e-3):
+            raise NotYet(f"sinks {sinks}: the sink is a natural logit, and m_i has base 2: multiply it by LOG2E.")
+        judge.require_close(lse, exact_lse, 1e-3, f"sinks {sinks}, lse")
+        judge.require_close(out, exact_out, 0.02, f"sinks {sinks}, out")
+    large = [jax.ShapeDtypeStruct((1, 4096, 16, 128), jnp.bfloat16)] * 3 + [jax.ShapeDtypeStruct((16,), jnp.float32)]
+    package = lambda q, k, v, sinks: cookbook.attention(q, k, v, sinks=sinks)
+    return "A sink costs nothing: it is where the sums begin." + judge.speed(answer, package, *large)
+
+
+@checker
+def check_mended(answer) -> str:
+    """Exercise 5: `answer(q, k, v)` is (out, lse), by a kernel that starts the next block's copies early."""
+    q, k, v = (judge.normal(seed, (1, length, 1, 64), jnp.bfloat16) for seed, length in ((4, 64), (5, 384), (6, 384)))
+    try:
+        out, lse = judge.run_kernel(answer, q, k, v)
+    except NotYet as problem:
+        if "only observed barrier" in str(problem):
+            raise NotYet("a copy is left that nobody waits for: there is no block after the last one.") from None
+        raise
+    exact_out, exact_lse = _attention(q, k, v, np.full(1, -np.inf))
+    judge.require_close(lse, exact_lse, 1e-3, "lse")
+    judge.require_close(out, exact_out, 0.02, "out")
+    large = [jax.ShapeDtypeStruct((1, 4096, 16, 128), jnp.bfloat16)] * 3
+    return "Each copy starts as soon as its slot is free, and not before." + judge.speed(
+        answer, cookbook.attention, *large
+    )
+
+
+def _attention(q, k, v, sinks):
+    """(out, lse) in float64; `sinks` has a logit for each head, or -inf."""
+    q, k, v = (np.asarray(x, np.float64).swapaxes(1, 2) for x in (q, k, v))
+    s = q @ k.swapaxes(2, 3) / np.sqrt(q.shape[-1])
+    m = np.maximum(s.max(axis=-1), sinks[:, None])
+    p = np.exp(s - m[..., None])
+    total = p.sum(axis=-1) + np.exp(sinks[:, None] - m)
+    return (p @ v / total[..., None]).swapaxes(1, 2), m + np.log(total)
+
+
+@checker
 def check_ranges(answer) -> str:
-    """Exercise 3: `answer(first_q, block_kv, num_kv, left)` gives the parts, (first, end, masked), that 64 queries from
+    """Exercise 4: `answer(first_q, block_kv, num_kv, left)` gives the parts, (first, end, masked), that 64 queries from
     `first_q` on compute when query i sees keys i - left to i."""
     for block_kv, num_kv, left in WINDOWS:
         for first_q in range(0, num_kv, BLOCK_Q):
@@ -139,7 +210,7 @@ def _judge_merge(out, lse, parts, name: str) -> None:
     exact_out, exact_lse = _merged(*parts)
     if out.shape != exact_out.shape or lse.shape != exact_lse.shape:
         raise NotYet(f"out and lse have shapes {out.shape} and {lse.shape}; they must keep those of the parts.")
-    close = lambda x, y: np.allclose(x, y, rtol=1e-4, atol=1e-4)  # Who computes in float32 is right too.
+    close = lambda x, y: np.allclose(x, y, rtol=1e-4, atol=1e-4)  # An answer in float32 is right too.
     if close(out, exact_out) and close(lse, exact_lse):
         return
     if np.isnan(out).any() or np.isnan(lse).any():

@@ -1,12 +1,17 @@
-"""Chapter 11's exercises: the turns of compute warpgroups, the phases of a window, and how tiles are dealt out."""
+"""Chapter 11's exercises: the compute warpgroup, its turns, how tiles are dealt out, the phases of a window."""
 
 import collections
 import heapq
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from exercises import judge
 from exercises.ex07 import report as report  # The notebook asks it about a kernel that does not drain its turns.
 from exercises.judge import NotYet, checker
+
+import cookbook
 
 WG_ROWS = 64  # Queries of a compute warpgroup.
 TURNS = [  # Steps of a tile, and how many of them each warpgroup computes.
@@ -21,8 +26,41 @@ WINDOWS = list(itertools.product((2, 3), (64, 128), (0, 1, 63, 64, 130, 200, 500
 
 
 @checker
+def check_compute(answer) -> str:
+    """Exercise 1: `answer(q, k, v)` is (out, lse), by a memory and two compute warpgroups."""
+    return "Two readers for each byte that is loaded." + _judge_attention(answer)
+
+
+@checker
+def check_mended(answer) -> str:
+    """Exercise 3: `answer(q, k, v)` is (out, lse), by two compute warpgroups that take turns."""
+    return "One turn, given once, taken by each in its time, and drained." + _judge_attention(answer)
+
+
+def _judge_attention(answer) -> str:
+    """Raises NotYet unless `answer(q, k, v)` is a kernel of attention; returns what a GPU says of its speed."""
+    q, k, v = (judge.normal(seed, (1, length, 1, 64), jnp.bfloat16) for seed, length in ((1, 128), (2, 256), (3, 256)))
+    try:
+        out, lse = judge.run_kernel(answer, q, k, v)
+    except NotYet as problem:
+        if "only observed barrier" in str(problem):
+            raise NotYet("a barrier has a completion that nobody waits for: is the last turn drained?") from None
+        raise
+    if np.isnan(np.asarray(out)).any():
+        raise NotYet("out has a NaN: do m_i, l_i and acc change in each step?")
+    s = np.asarray(q, np.float64)[0, :, 0] @ np.asarray(k, np.float64)[0, :, 0].T / 8
+    p = np.exp(s - s.max(axis=1, keepdims=True))
+    exact_lse = s.max(axis=1) + np.log(p.sum(axis=1))
+    judge.require_close(lse, exact_lse[None, None], 1e-3, "lse")
+    exact_out = p / p.sum(axis=1, keepdims=True) @ np.asarray(v, np.float64)[0, :, 0]
+    judge.require_close(out, exact_out[None, :, None], 0.02, "out")
+    large = jax.ShapeDtypeStruct((4, 4096, 16, 128), jnp.bfloat16)
+    return judge.speed(answer, cookbook.attention, large, large, large)
+
+
+@checker
 def check_turns(answer) -> str:
-    """Exercise 1: `answer(wg, wgs, own, total)` lists ("wait", i), ("arrive", i), ("products",) of a warpgroup."""
+    """Exercise 2: `answer(wg, wgs, own, total)` lists ("wait", i), ("arrive", i), ("products",) of a warpgroup."""
     for total, own in TURNS:
         wgs = len(own)
         where = f"with {total} steps, of which the warpgroups compute {own}"
@@ -36,12 +74,12 @@ def check_turns(answer) -> str:
                 )
         for order in itertools.permutations(range(wgs)):
             _run(programs, order, where)
-    return "One turn goes round, everybody gets it as often as he is given it, and in the end nobody holds it."
+    return "One turn goes round, every warpgroup gets it in its order, and in the end nobody holds it."
 
 
 @checker
 def check_phases(answer) -> str:
-    """Exercise 2: `answer(first_q, wg, wgs, block_kv, left)` counts a warpgroup's steps: passed by, masked, whole,
+    """Exercise 5: `answer(first_q, wg, wgs, block_kv, left)` counts a warpgroup's steps: passed by, masked, whole,
     masked, passed by, when query i sees keys i - left to i."""
     for wgs, block_kv, left in WINDOWS:
         for first_q in range(0, 6 * WG_ROWS * wgs, WG_ROWS * wgs):
@@ -53,7 +91,7 @@ def check_phases(answer) -> str:
 
 @checker
 def check_deal(answer) -> str:
-    """Exercise 3: `answer(steps, blocks)` lists for each block the tiles that it computes; `steps` of each tile."""
+    """Exercise 4: `answer(steps, blocks)` lists for each block the tiles that it computes; `steps` of each tile."""
     causal = [i + 1 for _ in range(64) for i in range(32)]
     cases = {
         "equal tiles": ([32] * 500, 132),
@@ -82,7 +120,7 @@ def check_deal(answer) -> str:
                 f"{name}: the last block is done after {longest} steps; {good} are possible. Which tiles should come "
                 "first, and which block should get the next one?"
             )
-    return "Whoever is free takes the longest tile that is left: no block ends much later than the others."
+    return "The block that is free takes the longest tile that is left: none ends much later than the others."
 
 
 def _program(given, wg: int, wgs: int, where: str) -> list[tuple]:

@@ -1,4 +1,4 @@
-"""Chapter 12's exercises: delta, a number for each column of a tile, and the queries that see some keys."""
+"""Chapter 12's exercises: delta, its kernel, a number for each column of a tile, and the queries that see some keys."""
 
 import itertools
 
@@ -20,7 +20,7 @@ WINDOWS = [  # block, num_q, left, right: less than a block, several, exactly so
 
 @checker
 def check_delta(answer) -> str:
-    """Exercise 1: `answer(q, k, v, out, do, lse, d_lse)` is sum(out * do) - d_lse, (B, N, T)."""
+    """`answer(q, k, v, out, do, lse, d_lse)` is sum(out * do) - d_lse, (B, N, T)."""
     rng = np.random.default_rng(12)
     q, k, v, out, do = rng.standard_normal((5, 2, 6, 3, 4))
     lse, d_lse = rng.standard_normal((2, 2, 3, 6))
@@ -54,7 +54,7 @@ def check_delta(answer) -> str:
 
 @checker
 def check_weights(answer) -> str:
-    """Exercise 2: `answer(s_ref, lse_ref, bias_ref)` is exp2(s + bias of its row - lse of its column)."""
+    """`answer(s_ref, lse_ref, bias_ref)` is exp2(s + bias of its row - lse of its column)."""
     for queries in (64, 128):
         s, lse, bias = normal(1, (TILE, queries)), normal(2, (queries,)), normal(3, (TILE,))
         lse = lse.at[5].set(jnp.inf)  # This query sees nothing.
@@ -80,7 +80,7 @@ def check_weights(answer) -> str:
 
 @checker
 def check_query_blocks(answer) -> str:
-    """Exercise 3: `answer(first_k, block, num_q, left, right)` is (first, end) of the blocks of queries that see one of
+    """`answer(first_k, block, num_q, left, right)` is (first, end) of the blocks of queries that see one of
     the 64 keys from `first_k` on."""
     for block, num_q, left, right in WINDOWS:
         for first_k in range(0, 640, TILE):
@@ -101,6 +101,22 @@ def check_query_blocks(answer) -> str:
             "or jnp.clip in place of max, min, int or if."
         ) from error
     return "Left and right, exchanged: a key is seen by queries j - right to j + left."
+
+
+@checker
+def check_delta_kernel(answer) -> str:
+    """`answer(out, do)` is a kernel: the dot products of the rows of out and do (T, 128), bfloat16, in float32."""
+    for tokens in (64, 192):
+        out, do = (normal(seed, (tokens, 128), jnp.bfloat16) for seed in (1, 2))
+        found = run_kernel(answer, out, do)
+        if found.dtype != jnp.float32:
+            raise NotYet(f"delta is {found.dtype}; it must be float32")
+        exact = (np.asarray(out, np.float64) * np.asarray(do, np.float64)).sum(axis=1)
+        require_close(found, exact, 0.1, f"{tokens} rows")
+        error = np.linalg.norm(np.asarray(found, np.float64) - exact) / np.linalg.norm(exact)
+        if error > 1e-5:
+            raise NotYet(f"its error is {error:.1e}: multiply and add in float32")
+    return "Each row is read once and gives one number."
 
 
 def _in_kernel(answer):

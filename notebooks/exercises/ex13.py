@@ -1,7 +1,8 @@
-"""Chapter 13's exercises: slots of tokens, what bounds a step, a part of all blocks, and the merge of pieces."""
+"""Chapter 13's exercises: slots of tokens, what bounds a step, pages in order, a part of all blocks, and a merge."""
 
+import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker
+from exercises.judge import NotYet, checker, normal, require_close, run_kernel
 
 HBM, TENSOR = 4.8e12, 989e12  # Bytes and operations a second.
 ROWS = 64  # Rows of a WGMMA.
@@ -55,7 +56,7 @@ def check_times(answer) -> str:
                 f"the answer is {given!r}; it must be two numbers: µs of memory, µs of tensor cores."
             ) from error
         _judge_times(memory, tensor, lens, heads, kv_heads, head_dim)
-    return "A unit's 64 rows cost the same whoever looks at them, and still less than its keys and values."
+    return "A unit's 64 rows cost the same for every group, and still less than its keys and values."
 
 
 @checker
@@ -76,19 +77,40 @@ def check_part(answer) -> str:
 
 
 @checker
+def check_in_order(answer) -> str:
+    """Exercise 3: `answer(pages, block_tables)` holds each sequence's tokens in one piece, KV head by KV head."""
+    for page_size, columns in ((16, 4), (32, 2), (64, 1)):
+        pages = normal(page_size, (9, page_size, 2, 64), jnp.bfloat16)
+        tables = np.random.default_rng(page_size).permutation(9)[: 2 * columns].reshape(2, columns).astype(np.int32)
+        out = run_kernel(answer, pages, jnp.asarray(tables))
+        exact = np.asarray(pages, np.float32)[tables].reshape(2, -1, 2, 64).swapaxes(1, 2)
+        if out.shape == exact.shape:
+            _judge_order(np.asarray(out, np.float32), exact, page_size)
+        require_close(out, exact, 0, f"with pages of {page_size} tokens")
+    return "Each copy looks up its own page, and begins at its own row of it."
+
+
+@checker
 def check_merge(answer) -> str:
-    """Exercise 4: `answer(outs, lses)` is (out, lse), from those of any number of pieces."""
+    """Exercise 5: `answer(outs, lses)` is (out, lse), from those of any number of pieces."""
     for name, outs, lses in _pieces():
-        with np.errstate(all="ignore"):
-            given = answer(outs.copy(), lses.copy())
-        if given is None or (isinstance(given, tuple) and any(part is None for part in given)):
-            raise NotYet("merge_pieces returns None: write its body, and return out and lse.")
-        try:
-            out, lse = (np.asarray(part, np.float64) for part in given)
-        except (TypeError, ValueError) as error:
-            raise NotYet(f"{name}: the answer must be (out, lse).") from error
+        given = run_kernel(answer, *(jnp.asarray(x, jnp.float32) for x in (outs, lses)))
+        if not isinstance(given, tuple) or len(given) != 2:
+            raise NotYet(f"{name}: the answer must be (out, lse).")
+        out, lse = (np.asarray(part, np.float64) for part in given)
         _judge_merge(out, lse, outs, lses, name)
-    return "Pieces may be as many as you like, and empty ones count for nothing."
+    return "All weights are known before the first value is read, and empty pieces count for nothing."
+
+
+def _judge_order(out, exact, page_size: int) -> None:
+    """Raises NotYet for the likely mistakes, 32 tokens a block of threads."""
+    tokens = min(page_size, 32)
+    first_half, second_half = out[:, :, :tokens], out[:, :, tokens : 2 * tokens]
+    if (first_half == exact[:, :, :tokens]).all() and (second_half == first_half).all():
+        if page_size < 32:
+            raise NotYet(f"with pages of {page_size} tokens, a page is copied twice: each copy has its own position")
+        if page_size > 32:
+            raise NotYet(f"with pages of {page_size} tokens, every block of threads copies the page's first rows")
 
 
 def _judge_slots(given, tables, seqs, positions, page_size: int) -> None:
@@ -190,19 +212,11 @@ def _judge_parts(parts, blocks, where: str) -> None:
 def _pieces():
     """(name, outs (pieces, rows, head_dim), lses (pieces, rows)), float64."""
     rng = np.random.default_rng(13)
-    for name, count, level in (
-        ("one piece", 1, 0.0),
-        ("two pieces", 2, 0.0),
-        ("five pieces", 5, 0.0),
-        ("large logits", 4, 900.0),
-        ("small logits", 4, -900.0),
-    ):
-        yield name, rng.standard_normal((count, 6, 8)), level + rng.standard_normal((count, 6))
-    outs, lses = rng.standard_normal((4, 6, 8)), rng.standard_normal((4, 6))
-    lses[0, 1] = lses[2, 1] = lses[1:, 2] = lses[:3, 3] = -np.inf
+    outs, lses = rng.standard_normal((4, 4, 128)), rng.standard_normal((4, 4))
+    yield "large and small logits", outs, lses + np.array([900.0, -900.0, 90.0, 0.0])
+    yield "three pieces", rng.standard_normal((3, 4, 128)), rng.standard_normal((3, 4))
+    lses[0, 1] = lses[2, 1] = lses[1:, 2] = lses[:3, 3] = lses[:, 0] = -np.inf
     yield "pieces of which some see nothing", np.where(np.isneginf(lses)[..., None], 0.0, outs), lses
-    lses[:, 4] = -np.inf
-    yield "a row that sees nothing in any piece", np.where(np.isneginf(lses)[..., None], 0.0, outs), lses
 
 
 def _judge_merge(out, lse, outs, lses, name: str) -> None:
@@ -217,7 +231,7 @@ def _judge_merge(out, lse, outs, lses, name: str) -> None:
             f"{name}: out and lse have shapes {out.shape} and {lse.shape}; they must be {exact.shape} and "
             f"{exact_lse.shape}: the pieces' axis is gone."
         )
-    close = lambda x, y: np.allclose(x, y, rtol=1e-4, atol=1e-4)  # Who computes in float32 is right too.
+    close = lambda x, y: np.allclose(x, y, rtol=1e-4, atol=1e-4)  # An answer in float32 is right too.
     if close(out, exact) and close(lse, exact_lse):
         return
     if np.isnan(out).any() or np.isnan(lse).any():

@@ -1,9 +1,11 @@
-"""Chapter 14's exercises: tiles of a batch, boxes of queries, the keys that a query sees, and who computes what."""
+"""Chapter 14's exercises: keys that a query sees, tiles of a batch, a neighbour's NaN, ragged stores, and a deal."""
 
+import functools
 import itertools
 
+import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker
+from exercises.judge import NotYet, checker, normal, require_close, run_kernel
 
 BATCHES = [  # Lengths of queries, and queries of a tile.
     ((100, 1, 37, 64), 64),
@@ -22,7 +24,7 @@ DEALS = [(1, 5), (4, 16), (4, 18), (3, 20), (5, 3), (4, 4), (4, 0), (7, 30)]  # 
 
 @checker
 def check_tiles(answer) -> str:
-    """Exercise 1: `answer(cu_q, queries)` is (first rows, numbers of queries) of the tiles, sequence after sequence."""
+    """Exercise 2: `answer(cu_q, queries)` is (first rows, numbers of queries) of the tiles, sequence after sequence."""
     for lengths, queries in BATCHES:
         where = f"for lengths {lengths} and {queries} queries a tile"
         cu_q = np.append(0, np.cumsum(lengths))
@@ -39,39 +41,40 @@ def check_tiles(answer) -> str:
 
 
 @checker
-def check_boxes(answer) -> str:
-    """Exercise 2: `answer(num)` lists (first, size) of boxes that have each query below `num` once."""
-    for num in range(1, 64):
-        given = answer(num)
-        if given is None:
-            raise NotYet("boxes returns None: write its body.")
-        try:
-            given = [(int(first), int(size)) for first, size in given]
-        except (TypeError, ValueError) as error:
-            raise NotYet(f"for {num} queries, the answer is {given!r}; it must be a list of (first, size).") from error
-        sizes = [size for _, size in given]
-        if odd := [size for size in sizes if size not in (1, 2, 4, 8, 16, 32)]:
-            raise NotYet(f"for {num} queries, there is a box of {odd[0]}; sizes are 32, 16, 8, 4, 2 and 1.")
-        times = np.zeros(128, int)
-        for first, size in given:
-            if first < 0:
-                raise NotYet(f"for {num} queries, a box begins at {first}.")
-            times[first : first + size] += 1
-        if times[num:].any():
-            query = num + int(np.argmax(times[num:] > 0))
-            raise NotYet(f"for {num} queries, query {query} is stored, and it belongs to the next sequence.")
-        if (times[:num] == 0).any():
-            raise NotYet(f"for {num} queries, query {int(np.argmin(times[:num]))} is in no box.")
-        if (times[:num] > 1).any():
-            raise NotYet(f"for {num} queries, query {int(np.argmax(times[:num]))} is in two boxes.")
-        if len(set(sizes)) < len(sizes):
-            raise NotYet(f"for {num} queries, the sizes are {sizes}: each may be used once, so six copies will do.")
-    return "The number of queries, written in binary, is the list of boxes."
+def check_sums(answer) -> str:
+    """Exercise 3: `answer(v, weights, cu_kv)` are the weighted sums of the rows of each sequence."""
+    cu_kv = np.array([0, 5, 13, 13, 22], np.int32)
+    for poisoned in ((), (4,), (22, 23)):
+        v = np.array(normal(14, (24, 128)))
+        v[list(poisoned)] = np.nan
+        weights = normal(15, (24,))
+        out = np.asarray(run_kernel(answer, jnp.asarray(v), weights, jnp.asarray(cu_kv)))
+        parts = [slice(start, end) for start, end in itertools.pairwise(cu_kv)]
+        exact = np.array([np.asarray(weights, np.float64)[part] @ v[part] for part in parts])
+        if out.shape == exact.shape and (np.isnan(out) & ~np.isnan(exact)).any():
+            seq = int(np.argmax((np.isnan(out) & ~np.isnan(exact)).any(axis=1)))
+            raise NotYet(f"row {poisoned[0]} holds NaN, and so does the sum of sequence {seq}, which ends elsewhere")
+        require_close(out, exact, 1e-4, f"with NaN in rows {list(poisoned)}" if poisoned else "without any NaN")
+    return "Zeros take the place of the products, so no NaN is multiplied."
+
+
+@checker
+def check_store(answer) -> str:
+    """Exercise 4: `answer(x, tokens, nums, num_rows)` stores the first `nums` rows of each tile from `tokens` on."""
+    for lengths, seed in (((16, 3, 9, 15, 1), 0), ((1, 2, 4, 8, 7, 16), 1)):
+        order = np.random.default_rng(seed).permutation(len(lengths))
+        nums, tokens = np.array(lengths, np.int32)[order], (np.cumsum(lengths) - lengths).astype(np.int32)[order]
+        x, num_rows = normal(seed, (len(lengths), 16, 128)), sum(lengths) + 16
+        given = run_kernel(functools.partial(answer, num_rows=num_rows), x, jnp.asarray(tokens), jnp.asarray(nums))
+        out = np.asarray(given)[: sum(lengths)]
+        exact = np.concatenate([np.asarray(x[tile])[: nums[tile]] for tile in np.argsort(order)])
+        require_close(out, exact, 0, f"tiles of {lengths} rows")
+    return "The number of rows, written in binary, is the list of boxes."
 
 
 @checker
 def check_keys(answer) -> str:
-    """Exercise 3: `answer(t, i, cu_q, cu_kv, left)` is (first, end) of the rows of k that a query sees."""
+    """Exercise 1: `answer(t, i, cu_q, cu_kv, left)` is (first, end) of the rows of k that a query sees."""
     for (q_lens, kv_lens), left in itertools.product(SEQUENCES, (0, 1, 3, 100)):
         cu_q, cu_kv = (np.append(0, np.cumsum(lens)) for lens in (q_lens, kv_lens))
         for i, (num_q, num_kv) in enumerate(zip(q_lens, kv_lens, strict=True)):
@@ -93,7 +96,7 @@ def check_keys(answer) -> str:
 
 @checker
 def check_deal(answer) -> str:
-    """Exercise 4: `answer(block, blocks, total)` lists the numbers of the tiles of a block, dealt out to and fro."""
+    """Exercise 5: `answer(block, blocks, total)` lists the numbers of the tiles of a block, dealt out to and fro."""
     for blocks, total in DEALS:
         where = f"for {total} tiles and {blocks} blocks"
         dealt = []
@@ -106,7 +109,7 @@ def check_deal(answer) -> str:
             except (TypeError, ValueError) as error:
                 raise NotYet(f"{where}, block {block} gets {given!r}; it must be a list of numbers.") from error
         _judge_deal(dealt, blocks, total, where)
-    return "A rule of arithmetic alone: each block knows its tiles without asking anybody."
+    return "A rule of arithmetic alone: each block knows its tiles without any communication."
 
 
 def _judge_tiles(given: list[tuple[int, int]], cu_q, queries: int, where: str):
@@ -157,7 +160,7 @@ def _judge_keys(first: int, end: int, t: int, num_q: int, num_kv: int, start: in
     if any(row < start for row in given):
         raise NotYet(f"{where}, row {first} belongs to the sequence before.")
     if any(row >= start + num_kv for row in given):
-        raise NotYet(f"{where}, row {end - 1} belongs to the sequence behind.")
+        raise NotYet(f"{where}, row {end - 1} belongs to the sequence after it.")
     raise NotYet(f"{where}, it sees rows {seen[0]} to {seen[-1]}, not {first} to {end - 1}.")
 
 
@@ -165,9 +168,9 @@ def _judge_deal(dealt: list[list[int]], blocks: int, total: int, where: str):
     """Raises NotYet unless tile after tile goes to the blocks, to and fro."""
     every = [number for mine in dealt for number in mine]
     if over := [number for number in every if not 0 <= number < total]:
-        raise NotYet(f"{where}, somebody computes tile {over[0]}, and there is none.")
+        raise NotYet(f"{where}, tile {over[0]} is computed, and there is none.")
     if missing := set(range(total)) - set(every):
-        raise NotYet(f"{where}, nobody computes tile {min(missing)}.")
+        raise NotYet(f"{where}, no block computes tile {min(missing)}.")
     if len(every) > total:
         twice = next(number for number in every if every.count(number) > 1)
         raise NotYet(f"{where}, tile {twice} is computed twice.")

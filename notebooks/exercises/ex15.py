@@ -1,4 +1,4 @@
-"""Chapter 15's exercises: when pages run out, the slot of a new token, a step under a budget, letting go of pages."""
+"""Chapter 15's exercises: when pages run out, slots, a step under a budget, shared pages, a scheduler to repair."""
 
 import copy
 
@@ -210,3 +210,103 @@ def _refuses(answer, pages, references, free):
     except Exception as error:
         raise NotYet(f"{where}, {times}: raise ValueError, not {type(error).__name__}.") from error
     raise NotYet(f"{where}, {times}: it must raise ValueError.")
+
+
+# Exercise 5: a scheduler to repair ------------------------------------------------------------------------------------
+
+TRACES = (  # Pages, tokens a page, budget, (prompt, new tokens) of the requests in the order of arrival.
+    (4, 4, 8, ((5, 3), (3, 4))),
+    (4, 4, 6, ((6, 9), (5, 4), (3, 3))),
+    (6, 2, 5, ((3, 8), (4, 7), (2, 9), (5, 2))),
+    (8, 4, 12, ((10, 12), (9, 14), (3, 20), (12, 3), (1, 18), (6, 6))),
+    (5, 3, 7, ((4, 10), (4, 10), (4, 10), (4, 10))),
+)
+STEPS_MOST = 400  # The longest of these traces takes a right scheduler fewer than 60 steps.
+
+
+class Asked:
+    """A request of an exercise: how many tokens it has, how many of them are computed, and its pages."""
+
+    def __init__(self, number: int, prompt: int, wanted: int):
+        self.number, self.tokens, self.left = number, prompt, wanted
+        self.computed, self.pages = 0, []
+
+    def __repr__(self):
+        return f"request {self.number}"
+
+
+@checker
+def check_scheduler(answer) -> str:
+    """Exercise 5: `answer(num_pages, page_size, budget)` is a scheduler, which serves whole traces here."""
+    for num_pages, page_size, budget, lengths in TRACES:
+        requests = [Asked(i, *pair) for i, pair in enumerate(lengths)]
+        scheduler = answer(num_pages, page_size, budget)
+        for request in requests:
+            scheduler.submit(request)
+        where = f"With {num_pages} pages of {page_size} tokens, a budget of {budget} and {len(requests)} requests"
+        cache = {}  # What each place of the pages holds: (request, token).
+        for step in range(STEPS_MOST):
+            if not any(request.left for request in requests):
+                break
+            _serve_step(scheduler, requests, cache, num_pages, page_size, budget, f"{where}, in step {step}")
+        if late := [request for request in requests if request.left]:
+            raise NotYet(f"{where}, {late[0]} has not ended after {STEPS_MOST} steps: who may lose its pages?")
+    return "The last to arrive gives way, forgets what it lost, and is the first to come back: so all of them end."
+
+
+def _serve_step(scheduler, requests, cache, num_pages: int, page_size: int, budget: int, where: str) -> None:
+    """Runs one step of a scheduler, and raises NotYet for the first promise that it breaks."""
+    chunks = [(request, int(count)) for request, count in scheduler.schedule()]
+    _require_books(requests, scheduler.free, num_pages, page_size, chunks, where)
+    if not chunks:
+        raise NotYet(f"{where}, nothing is computed, and requests wait.")
+    if sum(count for _, count in chunks) > budget:
+        raise NotYet(f"{where}, {sum(count for _, count in chunks)} tokens are more than the budget.")
+    numbers = [request.number for request, _ in chunks]
+    if len(set(numbers)) < len(numbers):
+        raise NotYet(f"{where}, {requests[max(numbers, key=numbers.count)]} takes part twice.")
+    first_waiting = min((request.number for request in requests if request.left and not request.pages), default=None)
+    if first_waiting is not None and max(numbers) > first_waiting:
+        raise NotYet(
+            f"{where}, {requests[first_waiting]} waits without pages, and {requests[max(numbers)]}, which arrived "
+            "later, is served: whoever gave up its pages comes back first."
+        )
+    for request, count in chunks:
+        for i in range(request.computed):
+            place = request.pages[i // page_size], i % page_size
+            if cache.get(place) != (request.number, i):
+                raise NotYet(
+                    f"{where}, {request} counts token {i} as computed, and page {place[0]} does not hold it: it gave "
+                    "its pages up."
+                )
+        for i in range(request.computed, request.computed + count):
+            cache[request.pages[i // page_size], i % page_size] = request.number, i
+        request.computed += count
+    for request, _ in chunks:
+        if request.computed == request.tokens:  # The logits of its last token give the next one.
+            request.tokens, request.left = request.tokens + 1, request.left - 1
+            if not request.left:
+                scheduler.finish(request)
+
+
+def _require_books(requests, free, num_pages: int, page_size: int, chunks, where: str) -> None:
+    """Raises NotYet unless each page is free or held once, and each chunk has its pages."""
+    held = [page for request in requests for page in request.pages]
+    for request, count in chunks:
+        if request not in requests or not request.left:
+            raise NotYet(f"{where}, {request} takes part, which has ended.")
+        if not 1 <= count <= request.tokens - request.computed:
+            raise NotYet(
+                f"{where}, {request} computes {count} tokens; it has {request.tokens - request.computed} to compute."
+            )
+        if (need := -(-(request.computed + count) // page_size)) > len(request.pages):
+            raise NotYet(
+                f"{where}, {request} computes up to token {request.computed + count}, which takes {need} pages, and "
+                f"has {len(request.pages)}."
+            )
+    pages = sorted([*held, *free])
+    if twice := sorted({page for page in pages if pages.count(page) > 1}):
+        holders = [request for request in requests if twice[0] in request.pages]
+        raise NotYet(f"{where}, page {twice[0]} is in two hands: {', '.join(map(str, holders)) or 'free twice'}.")
+    if len(pages) < num_pages:
+        raise NotYet(f"{where}, {num_pages - len(pages)} page(s) are neither held nor free: they are lost.")

@@ -1,4 +1,4 @@
-"""Chapter 16's exercises: room for the table, copies of ragged ends, masked steps, and the store of a boundary tile."""
+"""Chapter 16's exercises: the table's room, copies, masked steps, a boundary tile's store, and its groups."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ LEFT = (64, 200, 63, 37, 32, 8, 1, 0, -27)  # Rows of the group that are left, o
 
 @checker
 def check_entries(answer) -> str:
-    """Exercise 1: `answer(m, num_groups, tile)` is the most entries that sizes of that many groups can need."""
+    """`answer(m, num_groups, tile)` is the most entries that sizes of that many groups can need."""
     given = {case: answer(*case) for case in ENTRIES}
     for case, got in given.items():
         _require_number("most_entries", case, got)
@@ -34,7 +34,7 @@ def check_entries(answer) -> str:
 
 @checker
 def check_copies(answer) -> str:
-    """Exercise 2: `answer(sizes, piece)` is how many copies all groups need for one column of pieces."""
+    """`answer(sizes, piece)` is how many copies all groups need for one column of pieces."""
     given = {case: answer(*case) for case in COPIES}
     for case, got in given.items():
         _require_number("copies", case, got)
@@ -46,7 +46,7 @@ def check_copies(answer) -> str:
 
 @checker
 def check_steps(answer) -> str:
-    """Exercise 3: `answer(start, end)` is (steps, masked) of the sum along these rows."""
+    """`answer(start, end)` is (steps, masked) of the sum along these rows."""
     given = {case: answer(*case) for case in STEPS}
     for case, got in given.items():
         if got is None:
@@ -61,7 +61,7 @@ def check_steps(answer) -> str:
 
 @checker
 def check_store(answer) -> str:
-    """Exercise 4: `answer(piece_smem, o_gmem, left)` starts the copies of the first `left` rows of a piece."""
+    """`answer(piece_smem, o_gmem, left)` starts the copies of the first `left` rows of a piece."""
     values = normal(16, (64, 64), jnp.bfloat16)
     out = np.asarray(
         run_kernel(lambda values, left: _store_pieces(answer, values, left), values, jnp.asarray(LEFT, jnp.int32)),
@@ -81,6 +81,23 @@ def check_store(answer) -> str:
         if (found[:rows] != np.asarray(values, np.float32)[:rows]).any():
             raise NotYet(f"left = {left}: a row is in another row's place. A box begins in both memories at one row.")
     return "Every row of the group is stored, and no other."
+
+
+@checker
+def check_bias(answer) -> str:
+    """`answer(x, bias, ends)` is a kernel: each row of x plus the bias of its group."""
+    for sizes in ((64, 128), (70, 0, 58), (0, 1, 190, 1), (10, 20, 30, 4)):
+        ends = np.cumsum(sizes)
+        x, bias = normal(1, (ends[-1], 128)), normal(2, (len(sizes), 128))
+        out = np.asarray(run_kernel(answer, x, bias, jnp.asarray(ends, jnp.int32)))
+        exact = np.asarray(x, np.float64) + np.repeat(np.asarray(bias, np.float64), sizes, axis=0)
+        wrong = np.flatnonzero((np.abs(out - exact) > 1e-3).any(axis=1) | np.isnan(out).any(axis=1))
+        if len(wrong):
+            group = int(np.searchsorted(ends, wrong[0], side="right"))
+            raise NotYet(
+                f"groups of {sizes} rows: row {wrong[0]}, of group {group}, is wrong, and {len(wrong) - 1} more"
+            )
+    return "Each row has the bias of its own group, wherever the tile begins."
 
 
 def _store_pieces(answer, values, left):

@@ -1,4 +1,4 @@
-"""Chapter 17's exercises: parts combined, decays between tokens, one doubling, and a chunk added to the state."""
+"""Chapter 17's exercises: parts combined, decays, one doubling, a chunk added to the state, and one token."""
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +8,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)
-P, N, CHUNK = 64, 128, 64  # Of exercise 4.
+P, N, CHUNK = 64, 128, 64  # Sizes of the kernels' state, and of a chunk.
 
 
 @checker
 def check_combine(answer) -> str:
-    """Exercise 1: `answer(first, second)`, of pairs (decay, state), is the pair of both parts one after the other."""
+    """`answer(first, second)`, of pairs (decay, state), is the pair of both parts one after the other."""
     rng = np.random.default_rng(17)
     parts = [(float(np.exp(-rng.exponential())), rng.standard_normal((3, 2))) for _ in range(4)]
     given = [(decay, state.copy()) for decay, state in parts]
@@ -32,7 +32,7 @@ def check_combine(answer) -> str:
 
 @checker
 def check_weights(answer) -> str:
-    """Exercise 2: `answer(cum)` is exp(cum[t] - cum[s]) for s up to t, and 0 elsewhere, however strong the decay."""
+    """`answer(cum)` is exp(cum[t] - cum[s]) for s up to t, and 0 elsewhere, however strong the decay."""
     rng = np.random.default_rng(17)
     for strength, dtype in ((0.05, np.float32), (30.0, np.float32), (400.0, np.float32)):
         cum = -np.cumsum(strength * rng.uniform(size=16)).astype(dtype)
@@ -67,7 +67,7 @@ def check_weights(answer) -> str:
 
 @checker
 def check_double(answer) -> str:
-    """Exercise 3: `answer(d, lower, block)` is one step of doubling."""
+    """`answer(d, lower, block)` is one step of doubling."""
     rng = np.random.default_rng(17)
     for size in (4, 16):
         lower = np.tril(rng.standard_normal((size, size)), -1)
@@ -87,7 +87,7 @@ def check_double(answer) -> str:
 
 @checker
 def check_add_chunk(answer) -> str:
-    """Exercise 4: `answer(acc, k_smem, v_smem, w, scaled_smem)` adds a chunk to the state in `acc`."""
+    """`answer(acc, k_smem, v_smem, w, scaled_smem)` adds a chunk to the state in `acc`."""
     k, v = normal(17, (2, CHUNK, N), jnp.bfloat16), normal(18, (2, CHUNK, P), jnp.bfloat16)
     w = jnp.asarray(np.random.default_rng(19).uniform(0.1, 1.0, (2, CHUNK)), jnp.float32)
     events = []
@@ -138,6 +138,32 @@ def _chunks(answer, k, v, w):
 
 
 _commit, _wgmma = plgpu.commit_smem, plgpu.wgmma
+
+
+@checker
+def check_token_step(answer) -> str:
+    """`answer(state, q, k, v, decay)` is a kernel: the state after one token, and its output."""
+    state, q, k, v = (normal(seed, shape) for seed, shape in enumerate(((P, N), N, N, P)))
+    decay = jnp.asarray([0.25], jnp.float32)
+    found = run_kernel(answer, state, q, k, v, decay)
+    if not isinstance(found, list | tuple) or len(found) != 2:
+        raise NotYet("the kernel must return a pair: the state after the token, and the output")
+    before, q, k, v = (np.asarray(x, np.float64) for x in (state, q, k, v))
+    after = 0.25 * before + np.outer(v, k)
+    require_close(found[0], after, 1e-4, "the state" + _step_hint(found[0], before, k, v))
+    if np.allclose(found[1], before @ q, rtol=1e-3, atol=1e-3):
+        raise NotYet("the output reads the state before the token; it must read the state after it")
+    require_close(found[1], after @ q, 1e-3, "the output")
+    return "One token: every number of the state is read once and written once, which is all that its time consists of."
+
+
+def _step_hint(got, before, k, v) -> str:
+    likely = (
+        (before + np.outer(v, k), ", which does not decay"),
+        (0.25 * (before + np.outer(v, k)), ", which decays after the token instead of before it"),
+        (before + v[:, None], ", without the key"),
+    )
+    return next((said for wrong, said in likely if np.allclose(got, wrong, atol=1e-4)), "")
 
 
 class _recorded:

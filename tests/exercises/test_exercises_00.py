@@ -1,6 +1,5 @@
-"""Chapter 0's exercises: right answers pass, wrong ones and the untouched skeletons are turned down in our words."""
+"""Chapter 0's exercises: right answers pass, and each likely mistake is turned down in our words."""
 
-import json
 import pathlib
 import sys
 
@@ -13,7 +12,7 @@ from cookbook.lab import roofline
 NOTEBOOKS = pathlib.Path(__file__).parents[2] / "notebooks"
 sys.path.insert(0, str(NOTEBOOKS))
 
-from exercises import ex00  # noqa: E402
+from exercises import ex00, judge  # noqa: E402
 
 PEAKS = roofline.PEAKS["h200"]
 
@@ -23,18 +22,7 @@ def turned_down(verdict, said: str):
     assert repr(verdict).startswith("Not yet: ") and said in verdict.text, verdict
 
 
-def untouched(cell_id: str):
-    """The verdict on a skeleton as the notebook has it."""
-    cells = json.loads((NOTEBOOKS / "00_start_here.ipynb").read_text())["cells"]
-    sources = {cell["id"]: "".join(cell["source"]) for cell in cells}
-    skeleton, _, call = sources[cell_id].rstrip().rpartition("\n")
-    names = {"peaks": PEAKS}
-    for source in (sources["imports"], sources["exercises"], skeleton):
-        exec(source, names)
-    return eval(call, names)
-
-
-# Exercise 1: the least time
+# The least time
 
 
 def least_time(flops, nbytes, combine=max, peak="bf16", label=lambda compute, memory: compute > memory):
@@ -69,7 +57,7 @@ def test_least_time_of_no_kind():
     turned_down(ex00.check_least_time(lambda flops, nbytes: None), "raised TypeError")
 
 
-# Exercise 2: a x + y
+# a x + y
 
 
 def element_wise(compute, *arrays):
@@ -119,7 +107,53 @@ def test_axpy_that_no_gpu_runs():
     turned_down(ex00.check_axpy(sort), "cannot be compiled for a GPU")
 
 
-# Exercise 3: the race
+def test_answers_that_never_end(monkeypatch):
+    monkeypatch.setattr(judge, "SECONDS", 2)
+
+    def loops(a, x, y):
+        while True:
+            pass
+
+    turned_down(ex00.check_axpy(loops), "has not ended after 2 s")
+
+
+# The sum and the product
+
+
+def two_outputs(x, y, order=(0, 1, 2, 3), outputs=2, compute=lambda x, y: (x + y, x * y)):
+    def body(*refs):
+        x_gmem, y_gmem, sum_gmem, product_gmem = (refs[i] for i in order)
+        sum_gmem[...], product_gmem[...] = compute(x_gmem[...], y_gmem[...])
+
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return plgpu.kernel(body, out_type=(out,) * outputs if outputs > 1 else out)(x, y)
+
+
+def test_sum_and_product():
+    assert ex00.check_sum_and_product(two_outputs)
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (dict(outputs=1), "cannot be compiled for a GPU"),
+        (dict(order=(2, 3, 0, 1)), "never written"),  # Outputs first.
+        (dict(order=(0, 1, 3, 2)), "the sum: element"),
+        (dict(compute=lambda x, y: (x + y, x - y)), "the product: element"),
+    ],
+)
+def test_wrong_sum_and_product(wrong, said):
+    turned_down(ex00.check_sum_and_product(lambda x, y: two_outputs(x, y, **wrong)), said)
+
+
+def test_sum_and_product_outside_of_the_kernel():
+    outside = lambda x, y: (element_wise(lambda x, y: x + y, x, y), x * y)
+    turned_down(ex00.check_sum_and_product(outside), "mul is computed outside of the kernel")
+    alone = lambda x, y: element_wise(lambda x, y: x + y, x, y)
+    turned_down(ex00.check_sum_and_product(alone), "must return two arrays")
+
+
+# The race
 
 
 def sum_by_smem(x, y, waits=(0, 1), wait_before=(), combine=lambda x, y: x + y):
@@ -166,19 +200,7 @@ def test_sum_that_waits_for_ever():
     assert ex00.check_patient_sum(sum_by_smem), "a right answer after a deadlock"
 
 
-@pytest.mark.parametrize(
-    "cell_id, said",
-    [
-        ("exercise-1-cell", "takes at least"),
-        ("exercise-2-cell", "it must be"),
-        ("exercise-3-cell", "race: read"),
-    ],
-)
-def test_untouched_skeletons(cell_id, said):
-    turned_down(untouched(cell_id), said)
-
-
 def test_the_map_has_every_chapter():
-    from figures.course_map import CHAPTERS
+    from figures.start_here.course_map import CHAPTERS
 
     assert {path.stem for path in NOTEBOOKS.glob("[0-9]*.ipynb")} <= {name for name, *_ in CHAPTERS}

@@ -1,7 +1,6 @@
-"""Chapter 4's exercises: right answers pass, wrong ones and the untouched skeletons are turned down in our words."""
+"""Chapter 4's exercises: right answers pass, and wrong ones are turned down with what is wrong."""
 
 import json
-import math
 import pathlib
 import sys
 
@@ -13,9 +12,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 NOTEBOOKS = pathlib.Path(__file__).parents[2] / "notebooks"
-sys.path.insert(0, str(NOTEBOOKS))
+sys.path[:0] = [str(NOTEBOOKS), str(NOTEBOOKS.parent / "tools")]
 
-from exercises import ex04  # noqa: E402
+from exercises import ex04, judge  # noqa: E402
+from skeletons import exercises  # noqa: E402
 
 
 def up(x, unit):
@@ -127,17 +127,54 @@ def test_wrong_epilogues_are_turned_down(answer, said):
     _turned_down(ex04.check_epilogue(answer), said)
 
 
+@pytest.fixture(scope="module")
+def ring() -> dict:
+    """Names of the cells that exercise 2 needs, and its solution as text."""
+    path = NOTEBOOKS / "04_blocked_matmul.ipynb"
+    sources = {cell["id"]: "".join(cell["source"]) for cell in json.loads(path.read_text())["cells"]}
+    names: dict = {}
+    for cell in ("setup", "parameters", "arrays", "layout"):
+        exec(sources[cell], names)
+    found = {exercise.id: exercise for exercise in exercises(NOTEBOOKS / "solutions" / "04_blocked_matmul.py")}
+    return names | {"solution": found["exercise-ring"].solution.rpartition("\n")[0]}
+
+
+MULTIPLY = "acc = multiply(acc, a_smem.at[slot], b_smem.at[slot], layout)"
+REFILL = "pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages))"
+COMMIT = "plgpu.commit_smem()"
+
+
 @pytest.mark.parametrize(
-    "name, function", [("traffic", "traffic_of"), ("tile_of", "banded_tile"), ("epilogue", "epilogue")]
+    "lines, said",
+    [
+        ((COMMIT, REFILL, MULTIPLY), "race"),
+        ((COMMIT, MULTIPLY, REFILL), "race"),
+        ((MULTIPLY, REFILL, COMMIT), "race"),
+        ((MULTIPLY, COMMIT), "never end"),
+        ((COMMIT, REFILL), "element"),
+    ],
 )
-def test_untouched_skeletons_are_turned_down(name, function):
-    cells = json.loads((NOTEBOOKS / "04_blocked_matmul.ipynb").read_text())["cells"]
-    (cell,) = [cell for cell in cells if cell["id"] == f"exercise-{name.replace('_', '-')}"]
-    namespace = dict(pl=pl, plgpu=plgpu, lax=lax, jnp=jnp, math=math, ex04=ex04)
-    exec("".join(cell["source"]), namespace)
-    verdict = getattr(ex04, f"check_{name}")(namespace[function])
-    _turned_down(verdict)
-    assert "Error" not in verdict.text
+def test_wrong_rings_are_turned_down(ring, lines, said):
+    right = f"{MULTIPLY}\n            {COMMIT}\n            {REFILL}"
+    assert right in ring["solution"]
+    exec(ring["solution"].replace(right, "\n            ".join(lines)), ring)
+    _turned_down(ex04.check_ring(ring["mended_ring"]), said)
+
+
+def test_a_product_computed_outside_of_the_kernel_is_turned_down(ring):
+    exec(ring["solution"], ring)
+    _turned_down(ex04.check_ring(lambda a, b: ring["mended_ring"](a, b) * 0 + a @ b), "outside of the kernel")
+
+
+def forever(*args):
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("check", [ex04.check_traffic, ex04.check_ring, ex04.check_tile_of, ex04.check_epilogue])
+def test_an_answer_that_never_ends_is_turned_down(monkeypatch, check):
+    monkeypatch.setattr(judge, "SECONDS", 0.5)
+    _turned_down(check(forever), "has not ended")
 
 
 def _turned_down(verdict, said: str = ""):

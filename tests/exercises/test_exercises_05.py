@@ -1,4 +1,4 @@
-"""Chapter 5's exercises: right answers pass, wrong ones and the untouched skeletons are turned down in our words."""
+"""Chapter 5's exercises: right answers pass, and wrong ones are turned down with what is wrong."""
 
 import json
 import pathlib
@@ -9,9 +9,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 NOTEBOOKS = pathlib.Path(__file__).parents[2] / "notebooks"
-sys.path.insert(0, str(NOTEBOOKS))
+sys.path[:0] = [str(NOTEBOOKS), str(NOTEBOOKS.parent / "tools")]
 
-from exercises import ex05  # noqa: E402
+from exercises import ex05, judge  # noqa: E402
+from skeletons import exercises  # noqa: E402
 
 
 def turned_down(verdict, said: str = ""):
@@ -20,7 +21,7 @@ def turned_down(verdict, said: str = ""):
     assert "Traceback" not in verdict.text
 
 
-# Exercise 1
+# The widest tile
 
 
 def widest_tile(tile_m, spare):
@@ -44,7 +45,7 @@ def test_widest_tile(wrong, said):
     turned_down(ex05.check_widest_tile(wrong), said)
 
 
-# Exercise 2
+# A free slot
 
 
 def refill(step, num_slots, in_flight):
@@ -73,7 +74,7 @@ def test_refill(wrong, said):
     turned_down(ex05.check_refill(wrong), said)
 
 
-# Exercise 3
+# The gradient of a weight
 
 
 def weight_gradient(wait=True, ended=0, turn=True, steps=0, load_first=True):
@@ -128,17 +129,57 @@ def test_weight_gradient_wrong(wrong, said):
     turned_down(ex05.check_weight_gradient(wrong), said)
 
 
-# The skeletons, as they stand in the notebook
+# Split K
 
 
-def test_skeletons_are_turned_down():
-    cells = json.loads((NOTEBOOKS / "05_wgmma.ipynb").read_text())["cells"]
-    sources = [
-        "".join(cell["source"]) for cell in cells if cell["id"].startswith("exercise-") and cell["cell_type"] == "code"
-    ]
-    assert len(sources) == 3
-    for source in sources:
-        names = dict(ex05=ex05, pl=pl, plgpu=plgpu)
-        define, call = source.rsplit("\n", 1)
-        exec(define, names)
-        turned_down(eval(call, names))
+@pytest.fixture(scope="module")
+def split_k() -> tuple[dict, str]:
+    """Names of the cells that the exercise needs, and its solution as text."""
+    path = NOTEBOOKS / "05_wgmma.ipynb"
+    sources = {cell["id"]: "".join(cell["source"]) for cell in json.loads(path.read_text())["cells"]}
+    (exercise,) = (found for found in exercises(NOTEBOOKS / "solutions" / "05_wgmma.py") if found.id == "exercise-1")
+    names: dict = {}
+    for cell in exercise.needs:
+        exec(sources[cell], names)
+    return names, exercise.solution.rpartition("\n")[0]
+
+
+@pytest.mark.parametrize(
+    "right, wrong, said",
+    [
+        ("o_gmem.at[split]", "o_gmem.at[0]", "race"),
+        ("split * num_steps // splits, (split + 1) * num_steps // splits", "0, num_steps", "is the whole product"),
+        (
+            "split * num_steps // splits, (split + 1) * num_steps // splits",
+            "split * (num_steps // splits), (split + 1) * (num_steps // splits)",
+            "5 steps, 3 splits, the sum",
+        ),
+        ("split * num_steps // splits, (split + 1)", "(split + 1) * num_steps // splits, (split + 1)", "is zero"),
+        ("plgpu.barrier_wait(loaded)", "pass", ""),
+    ],
+)
+def test_wrong_splits_are_turned_down(split_k, right, wrong, said):
+    names, solution = split_k
+    assert right in solution
+    exec(solution.replace(right, wrong), names)
+    turned_down(ex05.check_split_k(names["split_k"]), said)
+
+
+def test_a_sum_of_the_parts_outside_of_the_kernel_is_turned_down(split_k):
+    names, solution = split_k
+    exec(solution, names)
+    answer = lambda a, b, splits: names["split_k"](a, b, splits).sum(axis=0)
+    turned_down(ex05.check_split_k(answer), "outside of the kernel")
+
+
+def forever(*args, **kwargs):
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    "check", [ex05.check_split_k, ex05.check_widest_tile, ex05.check_weight_gradient, ex05.check_refill]
+)
+def test_an_answer_that_never_ends_is_turned_down(monkeypatch, check):
+    monkeypatch.setattr(judge, "SECONDS", 0.5)
+    turned_down(check(forever), "has not ended")

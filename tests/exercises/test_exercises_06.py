@@ -9,16 +9,14 @@ import pytest
 
 from cookbook import lab
 from cookbook.gemm.matmul_pipelined import Config, matmul_pipelined
-from tests.exercises.answers import NOTEBOOKS, accepted, rejected, skeletons
+from tests.exercises.answers import NOTEBOOKS, rejected
+from tests.exercises.test_solutions import mistaken
 
 sys.path.insert(0, str(NOTEBOOKS))
 
-from exercises import ex06  # noqa: E402
+from exercises import ex06, judge  # noqa: E402
 
-skeleton = skeletons("06_pipelining")
-
-
-# Exercise 1
+# Exercise 2
 
 
 def stages_for(tile_m, tile_n, tile_k, blocks):
@@ -57,10 +55,6 @@ def raises(*args):
     raise KeyError("tile")
 
 
-def test_stages_solution():
-    accepted(ex06.check_stages(stages_for))
-
-
 @pytest.mark.parametrize(
     "wrong, said",
     [
@@ -78,10 +72,6 @@ def test_stages_wrong(wrong, said):
     rejected(ex06.check_stages(wrong), said)
 
 
-def test_stages_skeleton():
-    rejected(ex06.check_stages(skeleton("exercise-1")["stages_for"]), "write its body")
-
-
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("tile", [(128, 128), (128, 192)])
 def test_stages_prices_as_the_compiler_does(tile, stages):
@@ -96,11 +86,7 @@ def test_stages_prices_as_the_compiler_does(tile, stages):
     assert compiled.smem_bytes == max(ring, ex06.ITEMSIZE * tile[0] * tile[1]) + ex06.BARRIER * stages
 
 
-# Exercise 2
-
-
-def test_wrong_release_solution():
-    accepted(ex06.check_wrong_release(("C", 9)))
+# Exercise 1
 
 
 @pytest.mark.parametrize(
@@ -125,33 +111,35 @@ def test_wrong_release_has_one_answer():
     assert [name for name, (_, delay, wait) in ex06.CONFIGURATIONS.items() if wait > delay] == ["C"]
 
 
-def test_wrong_release_skeleton():
-    rejected(ex06.check_wrong_release(skeleton("exercise-2")["answer"]), "a pair")
-
-
-# Exercise 3
-
-
-def test_index_map_solution():
-    accepted(ex06.check_index_map(lambda mi, tile_m, tile_k: ((tile_k, tile_m), lambda ki: (ki, mi))))
+# Exercises 3 and 4, kernels: the solutions with one mistake.
 
 
 @pytest.mark.parametrize(
-    "wrong, said",
+    "right, wrong, said",
     [
-        (lambda mi, tile_m, tile_k: ((tile_m, tile_k), lambda ki: (mi, ki)), "block shape"),
-        (lambda mi, tile_m, tile_k: ((tile_k, tile_m), lambda ki: (mi, ki)), "not the window of step"),
-        (lambda mi, tile_m, tile_k: ((tile_k, tile_m), lambda ki: (ki * tile_k, mi * tile_m)), "counts windows"),
-        (lambda mi, tile_m, tile_k: ((tile_k, tile_m), lambda ki: (ki, 0)), "not the window of step"),
-        (lambda mi, tile_m, tile_k: ((tile_k, tile_m), lambda ki: ki), "must be a pair"),
-        (lambda mi, tile_m, tile_k: ((tile_k, tile_m), lambda ki: (ki, mi, 0)), "must be a pair"),
-        (lambda mi, tile_m, tile_k: ((tile_k, tile_m), (0, mi)), "must be a function of ki"),
-        (lambda mi, tile_m, tile_k: None, "raised TypeError"),
+        ("wgmma(acc_up, a_smem, up_smem)", "wgmma(acc_up, a_smem, gate_smem)", "`gate` stands in both"),
+        ("(a_gmem, gate_gmem, up_gmem)\n", "(a_gmem, up_gmem, gate_gmem)\n", "silu belongs to the product with `gate`"),
+        ("jax.nn.silu(acc_gate[...])", "acc_gate[...]", "without silu"),
+        ("jax.nn.silu(acc_gate[...]) * acc_up[...]", "acc_gate[...] + acc_up[...]", "one accumulator"),
+        ("[a_spec, b_spec, b_spec]", "[a_spec, b_spec]", "cannot be compiled"),
     ],
 )
-def test_index_map_wrong(wrong, said):
-    rejected(ex06.check_index_map(wrong), said)
+def test_gated_wrong(right, wrong, said):
+    rejected(mistaken("06_pipelining", "exercise-gated", right, wrong), said)
 
 
-def test_index_map_skeleton():
-    rejected(ex06.check_index_map(skeleton("exercise-3")["transposed_a"]), "fill in both")
+@pytest.mark.parametrize(
+    "right, wrong, said",
+    [
+        ("(tile_k, tile_m), lambda ki: (ki, mi)", "(tile_k, tile_m), lambda ki: (mi, ki)", "a of 128 x 128"),
+        ("lambda ki: (ki, mi)", "lambda ki: (ki * tile_k, mi * tile_m)", "a of 128 x 128"),
+        ("wgmma(acc, a_smem.T, b_smem)", "wgmma(acc, a_smem, b_smem)", "cannot be compiled"),
+        ("return launch(body, (a.shape[1], b.shape[1]), tile)(a, b)", "return jnp.matmul(a.T, b)", "must be a kernel"),
+        ("tile)(a, b)", "tile)(a.T.T * 1, b)", "outside of the kernel"),
+        ("def body(", "while True:\n        steps += 1\n\n    def body(", "has not ended"),
+    ],
+)
+def test_transposed_a_wrong(right, wrong, said, monkeypatch):
+    if "while True" in wrong:
+        monkeypatch.setattr(judge, "SECONDS", 1)
+    rejected(mistaken("06_pipelining", "exercise-3", right, wrong), said)

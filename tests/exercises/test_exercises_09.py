@@ -3,20 +3,21 @@
 import math
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tests.exercises.answers import NOTEBOOKS, accepted, rejected, skeletons
+from tests.exercises.answers import NOTEBOOKS, accepted, rejected
 
 sys.path.insert(0, str(NOTEBOOKS))
 
 from exercises import ex09  # noqa: E402
 
-skeleton = skeletons("09_low_precision")
-
-
-# Exercise 1
+# The crossover and quantized weights
 
 
 def quantise(w, *, xp=jnp, largest=127, axis=0, measure=lambda w: abs(w), rounded=True):
@@ -106,13 +107,6 @@ def test_quantise_wrong(wrong, said):
     rejected(ex09.check_quantise(wrong), said)
 
 
-def test_quantise_skeleton():
-    rejected(ex09.check_quantise(skeleton("exercise-1")["quantise_columns"]), "write its body")
-
-
-# Exercise 2
-
-
 def largest_m(k, n, peak, bandwidth, weight_bytes=1, row_bytes=2, flops=2):
     a_row = flops * k * n / peak - row_bytes * (k + n) / bandwidth
     return math.floor(weight_bytes * k * n / bandwidth / a_row) if a_row > 0 else math.inf
@@ -152,16 +146,12 @@ def test_crossover_wrong(wrong, said):
     rejected(ex09.check_crossover(wrong), said)
 
 
-def test_crossover_skeleton():
-    rejected(ex09.check_crossover(skeleton("exercise-2")["largest_m"]), "write its body")
-
-
 def test_crossover_cases_lie_on_both_sides():
     found = [ex09._largest_m(*case) for case in ex09.CASES]
     assert math.inf in found and len(set(found)) == len(found)
 
 
-# Exercise 3
+# The choice of a format
 
 TENSOR, ROW, E5M2 = ex09.FORMATS
 RIGHT = dict(plain=TENSOR, rows=ROW, channels=E5M2)
@@ -190,10 +180,6 @@ def test_formats_wrong(wrong, said):
     rejected(ex09.check_formats(wrong), said)
 
 
-def test_formats_skeleton():
-    rejected(ex09.check_formats(skeleton("exercise-3")["answer"]), "name a format")
-
-
 def test_formats_are_far_apart():
     """The right answers hang on no random seed, and are three different ones."""
     for seed in range(4):
@@ -203,3 +189,92 @@ def test_formats_are_far_apart():
         errors = ex09.format_errors(*pair)
         others = [errors[f] for f in ex09.FORMATS if f != RIGHT[name] and not (name == "plain" and f == ROW)]
         assert min(others) > 1.5 * errors[RIGHT[name]]
+
+
+# Scales along K
+
+
+def block_scaled(a, b, scale_a, scale_b, step_of=lambda step: step, use_a=True, use_b=True):
+    tile = 128, 64
+
+    def along(axis, vector):
+        value = plgpu.load(vector, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+        return lax.broadcast_in_dim(value, tile, [axis])
+
+    def body(a_gmem, b_gmem, scale_a_gmem, scale_b_gmem, o_gmem, a_smem, b_smem, o_smem, filled):
+        def scaled(step, total):
+            ks = pl.ds(step * 128, 128)
+            plgpu.copy_gmem_to_smem(a_gmem.at[:, ks], a_smem, filled)
+            plgpu.copy_gmem_to_smem(b_gmem.at[:, ks], b_smem, filled)
+            plgpu.barrier_wait(filled)
+
+            def multiply(acc):
+                plgpu.wgmma(acc, a_smem, b_smem.T)
+                return acc[...]
+
+            sums = pl.run_scoped(multiply, plgpu.ACC(tile, jnp.float32))
+            if use_a:
+                sums *= along(0, scale_a_gmem.at[step_of(step)])
+            if use_b:
+                sums *= along(1, scale_b_gmem.at[step_of(step)])
+            return total + sums
+
+        zeros = plgpu.layout_cast(jnp.zeros(tile, jnp.float32), plgpu.Layout.WGMMA)
+        o_smem[...] = lax.fori_loop(0, a.shape[1] // 128, scaled, zeros).astype(o_smem.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(o_smem, o_gmem)
+        plgpu.wait_smem_to_gmem(0)
+
+    out_type = jax.ShapeDtypeStruct(tile, jnp.bfloat16)
+    scratch = [plgpu.SMEM((128, 128), a.dtype), plgpu.SMEM((64, 128), b.dtype), plgpu.SMEM(tile, jnp.bfloat16)]
+    scratch += [plgpu.Barrier(num_arrivals=2)]
+    return plgpu.kernel(body, out_type=out_type, scratch_types=scratch)(a, b, scale_a, scale_b)
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (dict(use_a=False, use_b=False), "no scale was applied"),
+        (dict(use_b=False), "the scales of a alone"),
+        (dict(use_a=False), "the scales of b alone"),
+        (dict(step_of=lambda step: 0), "the first step's scales"),
+    ],
+)
+def test_block_scales_wrong(wrong, said):
+    rejected(ex09.check_block_scales(lambda *args: block_scaled(*args, **wrong)), said)
+
+
+# Dequantized weights
+
+
+def dequantise(w_q, scales, axis=1, early=False, out_dtype=jnp.bfloat16):
+    shape = 64, 128
+
+    def body(w_gmem, scales_gmem, o_gmem):
+        rows, columns = (pl.ds(lax.axis_index(name) * size, size) for name, size in zip("rc", shape, strict=True))
+        values = plgpu.load(w_gmem.at[rows, columns], layout=plgpu.Layout.WGMMA, optimized=False)
+        vector = scales_gmem.at[columns if axis == 1 else rows]
+        scale = plgpu.load(vector, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+        scale = lax.broadcast_in_dim(scale, shape, [axis])
+        if early:
+            scale = scale.astype(jnp.bfloat16)
+        o_gmem[rows, columns] = (values.astype(scale.dtype) * scale).astype(out_dtype)
+
+    grid = dict(grid=(w_q.shape[0] // 64, w_q.shape[1] // 128), grid_names=("r", "c"))
+    return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(w_q.shape, out_dtype), **grid)(w_q, scales)
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (dict(axis=0), "it must be"),
+        (dict(early=True), "rounded twice"),
+        (dict(out_dtype=jnp.float32), "must be bfloat16"),
+    ],
+)
+def test_dequantise_wrong(wrong, said):
+    rejected(ex09.check_dequantise(lambda *args: dequantise(*args, **wrong)), said)
+
+
+def test_dequantise_outside_of_a_kernel():
+    rejected(ex09.check_dequantise(lambda w_q, scales: (w_q * scales).astype(jnp.bfloat16)), "must be a kernel")

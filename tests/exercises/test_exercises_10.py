@@ -2,24 +2,26 @@
 
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.exercises.answers import NOTEBOOKS, accepted, rejected, skeletons
+from tests.exercises.answers import NOTEBOOKS, accepted, rejected
+from tests.exercises.test_solutions import mistaken
 
 sys.path.insert(0, str(NOTEBOOKS))
 
 from exercises import ex10  # noqa: E402
 
-skeleton = skeletons("10_online_softmax")
-
-
 # Exercise 1
 
 
-def step(m_i, l_i, acc, x, v, *, scale_l=True, scale_acc=True, guard=True, exp=np.exp2, running=True, divided=False):
-    m_new = np.maximum(m_i, x.max(axis=1)) if running else x.max(axis=1)
+def step(
+    m_i, l_i, acc, x, v, slack, *, scale_l=True, scale_acc=True, guard=True, exp=np.exp2, running=True, divided=False
+):
+    top = np.maximum(m_i, x.max(axis=1)) if running else x.max(axis=1)
+    m_new = np.where(top > m_i + slack, top, m_i) if running else top
     shift = np.where(np.isneginf(m_new), 0.0, m_new) if guard else m_new
     p = exp(x - shift[:, None])
     alpha = exp(m_i - shift)
@@ -28,18 +30,11 @@ def step(m_i, l_i, acc, x, v, *, scale_l=True, scale_acc=True, guard=True, exp=n
     return m_new, l_new, acc + (p / p.sum(axis=1, keepdims=True) if divided else p) @ v
 
 
-def step_with_a_floor(m, l_i, acc, x, v):
-    """As chapter 3 did it: the largest logit is never below the lowest float."""
-    m_new = np.maximum(np.maximum(m, x.max(axis=1)), float(np.finfo(np.float32).min))
-    p, alpha = np.exp2(x - m_new[:, None]), np.exp2(m - m_new)
-    return m_new, l_i * alpha + p.sum(axis=1), acc * alpha[:, None] + p @ v
-
-
-def step_by_merging(m, l_i, acc, x, v):
+def step_by_merging(m, l_i, acc, x, v, slack):
     """In place, and from the block's own sums."""
     own = x.max(axis=1)
     p = np.exp2(x - np.where(np.isneginf(own), 0.0, own)[:, None])
-    top = np.maximum(m, own)
+    top = np.where(own > m + slack, own, m)
     safe = np.where(np.isneginf(top), 0.0, top)
     acc *= np.exp2(m - safe)[:, None]
     acc += np.exp2(own - safe)[:, None] * (p @ v)
@@ -47,10 +42,10 @@ def step_by_merging(m, l_i, acc, x, v):
 
 
 def step_in_float32(*args):
-    return step(*(arg.astype(np.float32) for arg in args))
+    return step(*(np.asarray(arg, np.float32) for arg in args))
 
 
-@pytest.mark.parametrize("right", [step, step_with_a_floor, step_by_merging, step_in_float32])
+@pytest.mark.parametrize("right", [step, step_by_merging, step_in_float32])
 def test_step_solutions(right):
     accepted(ex10.check_step(right))
 
@@ -66,11 +61,13 @@ def knob(**wrong):
         (knob(scale_acc=False), "what acc held"),
         (knob(guard=False), "-inf - -inf"),
         (knob(exp=np.exp), "is the base 2"),
-        (knob(running=False), "infinite"),
+        (knob(running=False), "it must stay"),
         (knob(divided=True), "not yet divided"),
-        (lambda m, l_i, acc, x, v: (m, l_i + np.exp2(x).sum(1), acc + np.exp2(x) @ v), "m + log2(l)"),
-        (lambda m, l_i, acc, x, v: (m[:, None], l_i, acc), "shapes"),
-        (lambda m, l_i, acc, x, v: None, "write its body"),
+        (lambda m, l_i, acc, x, v, slack: (m, l_i + np.exp2(x).sum(1), acc + np.exp2(x) @ v), "m + log2(l)"),
+        (lambda *args: step(*args[:5], 0.0), "it must stay"),
+        (lambda *args: step(*args[:5], 16.0), "by more than slack"),
+        (lambda m, l_i, acc, x, v, slack: (m[:, None], l_i, acc), "shapes"),
+        (lambda *args: None, "write its body"),
         (lambda m, l_i: None, "raised TypeError"),
     ],
 )
@@ -81,14 +78,10 @@ def test_step_wrong(wrong, said):
 def test_step_that_fills_empty_rows():
     """-inf replaced by a number on both sides: a masked key then has the weight 1."""
 
-    def filled(m, l_i, acc, x, v):
-        return step(m, l_i, acc, np.maximum(x, -1e30), v)
+    def filled(m, l_i, acc, x, v, slack):
+        return step(m, l_i, acc, np.maximum(x, -1e30), v, slack)
 
     rejected(ex10.check_step(filled), "has a sum")
-
-
-def test_step_skeleton():
-    rejected(ex10.check_step(skeleton("exercise-1")["step"]), "write its body")
 
 
 # Exercise 2
@@ -154,11 +147,7 @@ def test_merge_wrong(wrong, said):
     rejected(ex10.check_merge(wrong), said)
 
 
-def test_merge_skeleton():
-    rejected(ex10.check_merge(skeleton("exercise-2")["merge"]), "write its body")
-
-
-# Exercise 3
+# Exercise 4
 
 
 def window_ranges(first_q, block_kv, num_kv, left, *, xp=jnp, seen_from=0, whole_from=63, whole_to=1, clip=True):
@@ -209,5 +198,43 @@ def test_ranges_wrong(wrong, said):
     rejected(ex10.check_ranges(wrong), said)
 
 
-def test_ranges_skeleton():
-    rejected(ex10.check_ranges(skeleton("exercise-3")["window_ranges"]), "write its body")
+# Exercises 3 and 5
+
+
+@pytest.mark.parametrize(
+    "right, wrong, said",
+    [
+        ("l_i = l_i + 1.0", "pass", "lse"),
+        ("sink * LOG2E", "sink", "has base 2"),
+        ("l_i = l_i + 1.0", "acc = acc + 1.0\n        l_i = l_i + 1.0", "out"),
+    ],
+)
+def test_sinks_wrong(right, wrong, said):
+    rejected(mistaken("10_online_softmax", "exercise-sinks", right, wrong), said)
+
+
+def test_sinks_outside_of_the_kernel():
+    rejected(
+        ex10.check_sinks(lambda q, k, v, sinks: (jax.nn.dot_product_attention(q, k, v), sinks)), "must be a kernel"
+    )
+
+
+KEYS = "s = logits(q_smem, k_smem)", "load(block + 1, k_gmem, k_smem, k_loaded)"
+VALUES = (
+    "acc = add_product(acc, p, v_smem, interpreted())",
+    "load(block + 1, v_gmem, v_smem, v_loaded)",
+)
+NEXT = "\n            "  # Between two lines of a step.
+
+
+@pytest.mark.parametrize(
+    "right, wrong, said",
+    [
+        (NEXT.join(KEYS), NEXT.join(reversed(KEYS)), "lse"),
+        (NEXT.join(VALUES), NEXT.join(reversed(VALUES)), "race"),
+        (VALUES[1], "pass", "never end"),
+        ("block < num_blocks", "block <= num_blocks", "nobody waits for"),
+    ],
+)
+def test_mended_wrong(right, wrong, said):
+    rejected(mistaken("10_online_softmax", "exercise-mend", right, wrong), said)

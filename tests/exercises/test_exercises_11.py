@@ -5,16 +5,14 @@ import sys
 
 import pytest
 
-from tests.exercises.answers import NOTEBOOKS, accepted, rejected, skeletons
+from tests.exercises.answers import NOTEBOOKS, accepted, rejected
+from tests.exercises.test_solutions import mistaken
 
 sys.path.insert(0, str(NOTEBOOKS))
 
 from exercises import ex11  # noqa: E402
 
-skeleton = skeletons("11_flash_attention")
-
-
-# Exercise 1
+# Exercise 2
 
 
 def turns(wg, wgs, own, total, *, first=True, drain=True, by=True, last=True, after=None, wait=True, everybody=False):
@@ -66,11 +64,7 @@ def test_turns_wrong(wrong, said):
     rejected(ex11.check_turns(wrong), said)
 
 
-def test_turns_skeleton():
-    rejected(ex11.check_turns(skeleton("exercise-1")["turns"]), "write its body")
-
-
-# Exercise 2
+# Exercise 5
 
 
 def seen(first, num, block_kv, left):
@@ -114,11 +108,7 @@ def test_phases_wrong(wrong, said):
     rejected(ex11.check_phases(wrong), said)
 
 
-def test_phases_skeleton():
-    rejected(ex11.check_phases(skeleton("exercise-2")["phases"]), "write its body")
-
-
-# Exercise 3
+# Exercise 4
 
 
 def deal(steps, blocks, *, longest_first=True):
@@ -151,5 +141,29 @@ def test_deal_wrong(wrong, said):
     rejected(ex11.check_deal(wrong), said)
 
 
-def test_deal_skeleton():
-    rejected(ex11.check_deal(skeleton("exercise-3")["deal_out"]), "write its body")
+# Exercises 1 and 3
+
+
+VALUES = (
+    "acc = add_product(acc, p, v_smem.at[slot], interpreted())",
+    "values.free(step)",
+)
+NEXT = "\n                "  # Between two lines of a step.
+
+
+@pytest.mark.parametrize(
+    "cell, right, wrong, said",
+    [
+        ("exercise-compute", "values.free(step)", "pass", "never end"),
+        ("exercise-compute", "acc = acc * per_row(alpha, acc.shape)", "pass", "out"),
+        ("exercise-mend", "turns.start(role)", "pass", "never end"),
+        ("exercise-mend", "turns.drain(role)", "pass", "is the last turn drained"),
+        ("exercise-mend", NEXT.join(VALUES), NEXT.join(reversed(VALUES)), "race"),
+    ],
+)
+def test_kernels_wrong(cell, right, wrong, said):
+    rejected(mistaken("11_flash_attention", cell, right, wrong), said)
+
+
+def test_attention_outside_of_a_kernel():
+    rejected(ex11.check_compute(lambda q, k, v: (q, q[..., 0])), "must be a kernel")

@@ -1,18 +1,16 @@
-"""The exercises of chapter 13: solutions are accepted; wrong answers and untouched skeletons are not."""
+"""The exercises of chapter 13: other right answers are accepted, and each wrong one is told its mistake."""
 
 import sys
 
 import numpy as np
 import pytest
 
-from tests.exercises.answers import NOTEBOOKS, accepted, rejected, skeletons
+from tests.exercises.answers import NOTEBOOKS, accepted, rejected
+from tests.exercises.test_solutions import mistaken
 
 sys.path.insert(0, str(NOTEBOOKS))
 
-from exercises import ex13  # noqa: E402
-
-skeleton = skeletons("13_paged_decode")
-
+from exercises import ex13, judge  # noqa: E402
 
 # Exercise 1
 
@@ -61,10 +59,6 @@ def test_slots_wrong(wrong, said):
     rejected(ex13.check_slots(wrong), said)
 
 
-def test_slots_skeleton():
-    rejected(ex13.check_slots(skeleton("exercise-1")["slot_mapping"]), "write its body")
-
-
 # Exercise 2
 
 
@@ -107,11 +101,7 @@ def test_times_wrong(wrong, said):
     rejected(ex13.check_times(wrong), said)
 
 
-def test_times_skeleton():
-    rejected(ex13.check_times(skeleton("exercise-2")["times"]), "write its body")
-
-
-# Exercise 3
+# Exercise 4
 
 
 def part_by_running_sums(part, num_parts, blocks):
@@ -190,75 +180,46 @@ def test_part_wrong(wrong, said):
     rejected(ex13.check_part(wrong), said)
 
 
-def test_part_skeleton():
-    rejected(ex13.check_part(skeleton("exercise-3")["part"]), "write its body")
-
-
-# Exercise 4
-
-
-def merge(outs, lses):
-    top = lses.max(axis=0)
-    weights = np.exp(lses - np.where(np.isneginf(top), 0.0, top))
-    total = weights.sum(axis=0)
-    out = (weights[..., None] * outs).sum(axis=0) / np.where(total > 0, total, 1.0)[:, None]
-    return out, np.where(total > 0, top + np.log(np.where(total > 0, total, 1.0)), -np.inf)
-
-
-def merge_in_pairs(outs, lses):
-    out, lse = outs[0], lses[0]
-    for other, its_lse in zip(outs[1:], lses[1:], strict=True):
-        both = np.logaddexp(lse, its_lse)
-        safe = np.where(np.isneginf(both), 0.0, both)
-        out = out * np.exp(lse - safe)[:, None] + other * np.exp(its_lse - safe)[:, None]
-        lse = both
-    return out, lse
-
-
-def merge_in_float32(outs, lses):
-    return merge(outs.astype(np.float32), lses.astype(np.float32))
-
-
-@pytest.mark.parametrize("right", [merge, merge_in_pairs, merge_in_float32])
-def test_merge_solutions(right):
-    accepted(ex13.check_merge(right))
-
-
-def merge_overflows(outs, lses):
-    weights = np.exp(lses)
-    return (weights[..., None] * outs).sum(0) / weights.sum(0)[:, None], np.log(weights.sum(0))
-
-
-def merge_unguarded(outs, lses):
-    lse = np.logaddexp.reduce(lses, axis=0)
-    return (np.exp(lses - lse)[..., None] * outs).sum(0), lse
-
-
-def merge_base_2(outs, lses):
-    lse = np.logaddexp2.reduce(lses, axis=0)
-    return (np.exp2(lses - np.where(np.isneginf(lse), 0.0, lse))[..., None] * outs).sum(0), lse
+# Exercise 3
 
 
 @pytest.mark.parametrize(
-    "wrong, said",
+    "right, wrong, said",
     [
-        (lambda outs, lses: (outs.mean(0), merge(outs, lses)[1]), "not the same weight"),
-        (lambda outs, lses: (outs.sum(0), merge(outs, lses)[1]), "weigh them"),
-        (lambda outs, lses: (merge(outs, lses)[0], lses.max(0)), "the largest lse is not all"),
-        (lambda outs, lses: (outs[0], merge(outs, lses)[1]), "lse is right, out is not"),
-        (lambda outs, lses: (merge(outs, lses)[0], lses.sum(0)), "the natural logarithm"),
-        (lambda outs, lses: (merge(outs, lses)[0][None], merge(outs, lses)[1]), "axis is gone"),
-        (lambda outs, lses: outs[0, 0, 0], "must be (out, lse)"),
-        (merge_overflows, "Subtract the largest"),
-        (merge_unguarded, "all pieces are empty"),
-        (merge_base_2, "natural logarithm"),
-        (lambda outs, lses: None, "write its body"),
-        (lambda outs, lses: (None, None), "write its body"),
+        ("block * block_kv + i * tokens", "block * block_kv", "a page is copied twice"),
+        ("pl.ds(lax.rem(position, jnp.int32(page_size)), tokens)", "pl.ds(0, tokens)", "the page's first rows"),
+        ("tables_gmem[seq, lax", "tables_gmem[0, lax", "it must be"),
+        ("num_arrivals=copies", "num_arrivals=1", ""),
+        ("num_arrivals=copies", "num_arrivals=2 * copies", "never end"),
+        ("        plgpu.barrier_wait(loaded)\n", "", "race"),
+        ("    )(block_tables, pages)", "    )(block_tables, pages) * 1", "outside of the kernel"),
+        ("    _, page_size", "    while True: pass\n    _, page_size", "has not ended"),
     ],
 )
-def test_merge_wrong(wrong, said):
-    rejected(ex13.check_merge(wrong), said)
+def test_in_order_wrong(right, wrong, said, monkeypatch):
+    """Where nothing is said: the interpreter names the barrier that completes more often than it is waited for."""
+    if "while" in wrong:
+        monkeypatch.setattr(judge, "SECONDS", 1)
+    rejected(mistaken("13_paged_decode", "exercise-pages", right, wrong), said)
 
 
-def test_merge_skeleton():
-    rejected(ex13.check_merge(skeleton("exercise-4")["merge_pieces"]), "write its body")
+# Exercise 5
+
+
+@pytest.mark.parametrize(
+    "right, wrong, said",
+    [
+        ("jnp.exp(lses_gmem[piece, row] - shift)", "jnp.exp(lses_gmem[piece, row])", "Subtract the largest"),
+        ("jnp.exp(lses_gmem[piece, row] - shift)", "jnp.float32(1.0)", "lse"),
+        ("acc * jnp.where(total > 0, 1 / total, 0.0)", "acc", "lse is right, out is not"),
+        ("acc * jnp.where(total > 0, 1 / total, 0.0)", "acc / total", "all pieces are empty"),
+        ("shift + jnp.log(total)", "top", "the largest lse is not all"),
+        ("shift + jnp.log(total)", "jnp.log(total)", "the natural logarithm"),
+        ("    )(outs, lses)", "    )(outs + 0, lses)", "outside of the kernel"),
+        ("    num_pieces, rows", "    while True: pass\n    num_pieces, rows", "has not ended"),
+    ],
+)
+def test_merge_wrong(right, wrong, said, monkeypatch):
+    if "while" in wrong:
+        monkeypatch.setattr(judge, "SECONDS", 1)
+    rejected(mistaken("13_paged_decode", "exercise-merge", right, wrong), said)

@@ -1,4 +1,4 @@
-"""The exercises of chapter 14: solutions are accepted; wrong answers and untouched skeletons are not."""
+"""The exercises of chapter 14: other right answers are accepted, and each wrong one is told its mistake."""
 
 import itertools
 import sys
@@ -6,16 +6,14 @@ import sys
 import numpy as np
 import pytest
 
-from tests.exercises.answers import NOTEBOOKS, accepted, rejected, skeletons
+from tests.exercises.answers import NOTEBOOKS, accepted, rejected
+from tests.exercises.test_solutions import mistaken
 
 sys.path.insert(0, str(NOTEBOOKS))
 
-from exercises import ex14  # noqa: E402
+from exercises import ex14, judge  # noqa: E402
 
-skeleton = skeletons("14_ragged_prefill")
-
-
-# Exercise 1
+# Exercise 2
 
 
 def tiles(cu_q, queries, side="right"):
@@ -92,51 +90,7 @@ def test_tiles_wrong(wrong, said):
     rejected(ex14.check_tiles(wrong), said)
 
 
-# Exercise 2
-
-
-def boxes(num):
-    found, first = [], 0
-    for size in (32, 16, 8, 4, 2, 1):
-        if num & size:
-            found.append((first, size))
-            first += size
-    return found
-
-
-def boxes_small_first(num):
-    found, first = [], 0
-    for size in (1, 2, 4, 8, 16, 32):
-        if num & size:
-            found.append((first, size))
-            first += size
-    return found
-
-
-@pytest.mark.parametrize("right", [boxes, boxes_small_first])
-def test_boxes_solutions(right):
-    accepted(ex14.check_boxes(right))
-
-
-@pytest.mark.parametrize(
-    "wrong, said",
-    [
-        (lambda num: [(0, num)], "there is a box of 3"),
-        (lambda num: [(i, 1) for i in range(num)], "each may be used once"),
-        (lambda num: [(0, 32), (32, 32)], "belongs to the next sequence"),
-        (lambda num: [(0, size) for _, size in boxes(num)], "is in no box"),
-        (lambda num: boxes(num)[:1], "is in no box"),
-        (lambda num: [*boxes(num), (0, 1)], "is in two boxes"),
-        (lambda num: [(first - 1, size) for first, size in boxes(num)], "begins at -1"),
-        (lambda num: [size for _, size in boxes(num)], "a list of (first, size)"),
-        (lambda num: None, "write its body"),
-    ],
-)
-def test_boxes_wrong(wrong, said):
-    rejected(ex14.check_boxes(wrong), said)
-
-
-# Exercise 3
+# Exercise 1
 
 
 def keys(t, i, cu_q, cu_kv, left, *, at_end=True, clip=True, rows=True, bound=True):
@@ -161,7 +115,7 @@ def test_keys_solutions(right):
     accepted(ex14.check_keys(right))
 
 
-def keys_one_behind(t, i, cu_q, cu_kv, left):
+def keys_one_after(t, i, cu_q, cu_kv, left):
     """One more, for the last query alone."""
     first, end = keys(t, i, cu_q, cu_kv, left)
     return first, end + (t == cu_q[i + 1] - cu_q[i] - 1)
@@ -185,7 +139,7 @@ def with_knobs(**wrong):
         (with_knobs(rows=False), "rows of k are asked for"),
         (with_knobs(bound=False), "it sees nothing"),
         (lambda t, i, q, kv, left: keys(t + 1, i, q, kv, left), "it sees rows 0 to 0, not 1 to 1"),
-        (keys_one_behind, "belongs to the sequence behind"),
+        (keys_one_after, "belongs to the sequence after it"),
         (keys_one_before, "belongs to the sequence before"),
         (lambda t, i, q, kv, left: keys(t, i, q, kv, left + 1), "it sees rows"),
         (lambda t, i, q, kv, left: (kv[i], kv[i + 1]), "rows"),
@@ -197,7 +151,7 @@ def test_keys_wrong(wrong, said):
     rejected(ex14.check_keys(wrong), said)
 
 
-# Exercise 4
+# Exercise 5
 
 
 def deal(block, blocks, total, *, to_and_fro=True, short=True):
@@ -222,7 +176,7 @@ def test_deal_solutions(right):
     "wrong, said",
     [
         (lambda *args: deal(*args, to_and_fro=False), "one direction"),
-        (lambda *args: deal(*args, short=False), "nobody computes"),
+        (lambda *args: deal(*args, short=False), "no block computes"),
         (lambda b, n, total: deal(b, n, n * -(-total // n)), "there is none"),
         (lambda b, n, total: deal(b, n, total)[::-1], "in another order"),
         (lambda b, n, total: list(range(total)), "computed twice"),
@@ -235,14 +189,42 @@ def test_deal_wrong(wrong, said):
     rejected(ex14.check_deal(wrong), said)
 
 
+# Exercises 3 and 4
+
+
 @pytest.mark.parametrize(
-    "cell, name, check",
+    "right, wrong, said",
     [
-        ("exercise-1", "tiles_of", ex14.check_tiles),
-        ("exercise-2", "boxes", ex14.check_boxes),
-        ("exercise-3", "keys_of", ex14.check_keys),
-        ("exercise-4", "my_tiles", ex14.check_deal),
+        (
+            "jnp.where(is_mine, weight * value, jnp.zeros_like(value))",
+            "jnp.where(is_mine, jnp.full(value.shape, weight), jnp.zeros_like(value)) * value",
+            "row 4 holds NaN",
+        ),
+        ("weight * value, jnp.zeros_like(value))", "weight, jnp.zeros_like(value)) * value", "row 4 holds NaN"),
+        ("jnp.where(is_mine, weight * value, jnp.zeros_like(value))", "weight * value", "element"),
+        ("(row >= first) & (row < end)", "row >= first", "element"),
+        ("    )(cu_kv, v, weights)", "    )(cu_kv, v * 1, weights)", "outside of the kernel"),
+        ("    def body", "    while True: pass\n    def body", "has not ended"),
     ],
 )
-def test_skeletons(cell, name, check):
-    rejected(check(skeleton(cell)[name]), "write its body")
+def test_sums_wrong(right, wrong, said, monkeypatch):
+    if "while" in wrong:
+        monkeypatch.setattr(judge, "SECONDS", 1)
+    rejected(mistaken("14_ragged_prefill", "exercise-nan", right, wrong), said)
+
+
+@pytest.mark.parametrize(
+    "right, wrong, said",
+    [
+        ("first + (num & size), size // 2", "first, size // 2", ""),
+        ("pl.when((num & size) != 0)", "pl.when(num >= size)", ""),
+        ("first, size = 0 * num, queries", "first, size = 0 * num, queries // 2", "element"),
+        ("    )(tokens, nums, x)", "    )(tokens + 0, nums, x)", "outside of the kernel"),
+        ("size // 2\n", "size\n", "has not ended"),
+    ],
+)
+def test_store_wrong(right, wrong, said, monkeypatch):
+    """Where nothing is said: a race or a wrong element, whichever the interpreter meets first."""
+    if right.startswith("size"):
+        monkeypatch.setattr(judge, "SECONDS", 2)
+    rejected(mistaken("14_ragged_prefill", "exercise-store", right, wrong), said)

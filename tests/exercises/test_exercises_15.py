@@ -13,7 +13,7 @@ from exercises import ex15  # noqa: E402
 skeleton = skeletons("15_serving")
 
 
-# Exercise 1
+# When do the pages run out?
 
 
 def steps_that_fit(lengths, num_pages, page_size):
@@ -59,11 +59,7 @@ def test_steps_wrong(wrong, said):
     rejected(ex15.check_steps_that_fit(wrong), said)
 
 
-def test_steps_skeleton():
-    rejected(ex15.check_steps_that_fit(skeleton("exercise-1")["steps_that_fit"]), "write its body")
-
-
-# Exercise 2
+# The slot of a new token
 
 
 def next_slot(
@@ -134,11 +130,7 @@ def test_slot_wrong(wrong, said):
     rejected(ex15.check_next_slot(wrong), said)
 
 
-def test_slot_skeleton():
-    rejected(ex15.check_next_slot(skeleton("exercise-2")["next_slot"]), "write its body")
-
-
-# Exercise 3
+# A step under a budget
 
 
 def share_out(uncomputed, budget):
@@ -223,11 +215,7 @@ def test_budget_wrong(wrong, said):
     rejected(ex15.check_share_out(wrong), said)
 
 
-def test_budget_skeleton():
-    rejected(ex15.check_share_out(skeleton("exercise-3")["share_out"]), "write its body")
-
-
-# Exercise 4
+# Letting go of shared pages
 
 
 def let_go(pages, references, free, *, check=True, early=False, count=True, tail=True, always=False, never=False):
@@ -296,5 +284,112 @@ def test_let_go_wrong(wrong, said):
     rejected(ex15.check_let_go(wrong), said)
 
 
-def test_let_go_skeleton():
-    rejected(ex15.check_let_go(skeleton("exercise-4")["let_go"]), "write its body")
+# A scheduler to repair
+
+Broken = skeleton("exercise-5")["Repaired"]
+
+
+class Repaired(Broken):
+    loses, forgets, comes_back = -1, True, 0
+
+    def grow(self, request, count):
+        while not self.take_pages(request, count):
+            loser = self.running.pop(self.loses)
+            self.free += loser.pages
+            loser.pages = []
+            if self.forgets:
+                loser.computed = 0
+            self.waiting.insert(self.comes_back if self.comes_back is not None else len(self.waiting), loser)
+            if loser is request:
+                return False
+        return True
+
+
+class RepairedByFilter(Broken):
+    """Another right one: it asks who is last by the order of arrival, and keeps the waiting sorted."""
+
+    def grow(self, request, count):
+        while not self.take_pages(request, count):
+            loser = max(self.running, key=lambda other: other.number)
+            self.running.remove(loser)
+            self.free, loser.pages, loser.computed = self.free + loser.pages, [], 0
+            self.waiting = sorted([*self.waiting, loser], key=lambda other: other.number)
+            if loser is request:
+                return False
+        return True
+
+
+@pytest.mark.parametrize("right", [Repaired, RepairedByFilter])
+def test_scheduler_solutions(right):
+    accepted(ex15.check_scheduler(right))
+
+
+def repaired(**changes):
+    """The right scheduler with some members changed."""
+    return type("Repaired", (Repaired,), changes)
+
+
+def schedule_nothing(self):
+    return []
+
+
+def schedule_all(self):
+    return [(request, request.tokens - request.computed) for request in self.running + self.waiting]
+
+
+def forget_pages(self, request):
+    self.running.remove(request)
+    request.pages = []
+
+
+def keep_pages(self, request):
+    self.running.remove(request)
+    self.free += request.pages
+
+
+def take_one_page_less(self, request, count):
+    return Repaired.take_pages(self, request, max(count - 1, 0))
+
+
+def over_budget(self):
+    self.budget, budget = 10 * self.budget, self.budget
+    chunks = Repaired.schedule(self)
+    self.budget = budget
+    return chunks
+
+
+def twice(self):
+    chunks = Repaired.schedule(self)
+    return [(request, count) for request, count in chunks for _ in range(1 + (count == 1))]
+
+
+def for_ever(self):
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (repaired(forgets=False), "it gave its pages up"),
+        (repaired(comes_back=None), "comes back first"),
+        (repaired(loses=0), "takes part twice"),
+        (repaired(schedule=schedule_nothing), "nothing is computed"),
+        (repaired(schedule=schedule_all), "and has 0"),
+        (repaired(schedule=over_budget), "more than the budget"),
+        (repaired(schedule=twice), "takes part twice"),
+        (repaired(schedule=lambda self: [(request, 0) for request in self.waiting]), "computes 0 tokens"),
+        (repaired(schedule=lambda self: None), "raised TypeError"),
+        (repaired(finish=forget_pages), "they are lost"),
+        (repaired(finish=keep_pages), "in two hands"),
+        (repaired(take_pages=take_one_page_less), "which takes"),
+        (lambda *sizes: None, "raised AttributeError"),
+    ],
+)
+def test_scheduler_wrong(wrong, said):
+    rejected(ex15.check_scheduler(wrong), said)
+
+
+def test_a_scheduler_that_never_ends(monkeypatch):
+    monkeypatch.setattr(sys.modules["exercises.judge"], "SECONDS", 0.5)
+    rejected(ex15.check_scheduler(repaired(schedule=for_ever)), "is there a loop that never ends")

@@ -2,22 +2,20 @@
 
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tests.exercises.answers import NOTEBOOKS, accepted, rejected, skeletons
+from tests.exercises.answers import NOTEBOOKS, accepted, rejected
 
 sys.path.insert(0, str(NOTEBOOKS))
 
 from exercises import ex17  # noqa: E402
 
-skeleton = skeletons("17_linear_attention")
-
-
-# Exercise 1
+# Parts combined
 
 
 def combine(first, second):
@@ -56,11 +54,7 @@ def test_combine_wrong(wrong, said):
     rejected(ex17.check_combine(wrong), said)
 
 
-def test_combine_skeleton():
-    rejected(ex17.check_combine(skeleton("exercise-1")["combine"]), "write its body")
-
-
-# Exercise 2
+# Decays
 
 
 def decays(cum):
@@ -94,11 +88,7 @@ def test_weights_wrong(wrong, said):
     rejected(ex17.check_weights(wrong), said)
 
 
-def test_weights_skeleton():
-    rejected(ex17.check_weights(skeleton("exercise-2")["decays"]), "write its body")
-
-
-# Exercise 3
+# Doubling
 
 
 def between(size, block):
@@ -140,11 +130,7 @@ def test_double_wrong(wrong, said):
     rejected(ex17.check_double(wrong), said)
 
 
-def test_double_skeleton():
-    rejected(ex17.check_double(skeleton("exercise-3")["double"]), "write its body")
-
-
-# Exercise 4
+# A chunk added
 
 
 def add_chunk(acc, k_smem, v_smem, w, scaled_smem, *, commits=True, weighs=True):
@@ -178,5 +164,39 @@ def test_add_chunk_wrong(wrong, said):
     rejected(ex17.check_add_chunk(wrong), said)
 
 
-def test_add_chunk_skeleton():
-    rejected(ex17.check_add_chunk(skeleton("exercise-4")["add_chunk"]), "write the body")
+# One token
+
+
+def token_step(state, q, k, v, decay, *, late=False, decays=True, reads_before=False, key=True):
+    def body(state_gmem, q_gmem, k_gmem, v_gmem, decay_gmem, after_gmem, y_gmem):
+        before = plgpu.load(state_gmem, layout=plgpu.Layout.WGMMA, optimized=False)
+
+        def along(ref, dim):
+            layout = plgpu.Layout.WGMMA.reduce(1 - dim)
+            return lax.broadcast_in_dim(plgpu.load(ref, layout=layout, optimized=False), before.shape, [dim])
+
+        g = decay_gmem[0] if decays else 1.0
+        added = along(v_gmem, 0) * along(k_gmem, 1) if key else along(v_gmem, 0)
+        after = g * (before + added) if late else g * before + added
+        after_gmem[...] = after
+        y_gmem[...] = ((before if reads_before else after) * along(q_gmem, 1)).sum(axis=1)
+
+    out_type = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (state.shape, v.shape)]
+    return plgpu.kernel(body, out_type=out_type)(state, q, k, v, decay)
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (dict(decays=False), "does not decay"),
+        (dict(late=True), "decays after the token"),
+        (dict(key=False, decays=False), "without the key"),
+        (dict(reads_before=True), "reads the state before the token"),
+    ],
+)
+def test_token_step_wrong(wrong, said):
+    rejected(ex17.check_token_step(lambda *args: token_step(*args, **wrong)), said)
+
+
+def test_token_step_outside_of_a_kernel():
+    rejected(ex17.check_token_step(lambda s, q, k, v, g: (s, s @ q)), "must be a kernel")

@@ -13,16 +13,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook import blackwell, lab
 from cookbook.blackwell.core import Config
-from tests.exercises.answers import NOTEBOOKS, accepted, rejected, skeletons
+from tests.exercises.answers import NOTEBOOKS, accepted, rejected
 
 sys.path.insert(0, str(NOTEBOOKS))
 
 from exercises import ex19  # noqa: E402
 
-skeleton = skeletons("19_blackwell")
-
-
-# Exercise 1
+# Columns
 
 
 def columns(tile_n, accumulators, scaled, *, least=32, most=512, power=True):
@@ -52,10 +49,6 @@ def test_columns_wrong(wrong, said):
     rejected(ex19.check_columns(wrong), said)
 
 
-def test_columns_skeleton():
-    rejected(ex19.check_columns(skeleton("exercise-1")["columns"]), "write its body")
-
-
 @pytest.mark.parametrize("tile_n, accumulators", [(64, 1), (96, 2), (192, 2), (16, 1)])
 def test_columns_are_those_that_are_allocated(tile_n, accumulators):
     from tests.blackwell.test_compiled import tmem_allocated
@@ -69,7 +62,7 @@ def test_columns_are_those_that_are_allocated(tile_n, accumulators):
         assert tmem_allocated(compiled.ptx) == ex19._columns(tile_n, accumulators, is_scaled)
 
 
-# Exercise 2
+# Halves
 
 
 def held(row, col, tile_n, half):
@@ -101,11 +94,7 @@ def test_held_wrong(wrong, said):
     rejected(ex19.check_held(wrong), said)
 
 
-def test_held_skeleton():
-    rejected(ex19.check_held(skeleton("exercise-2")["held"]), "write its body")
-
-
-# Exercise 3
+# Multiply, in turn
 
 
 def multiply(ring, a_smem, b_smem, acc_tmem, summed, stored, turn, steps, *, waits=True, reads=True, clears=True,
@@ -157,11 +146,7 @@ def test_multiply_wrong(wrong, said):
     assert not verdict and any(text in verdict.text for text in (said, "race", "phase")), verdict
 
 
-def test_multiply_skeleton():
-    rejected(ex19.check_multiply(skeleton("exercise-3")["multiply"]), "write the body")
-
-
-# Exercise 4
+# Store, fused
 
 
 def store_squares(acc_tmem, o_smem, o_gmem, *, loaded=True, read=True, commits=True, square=True):
@@ -208,11 +193,7 @@ def test_store_wrong(wrong, said):
     rejected(ex19.check_store(wrong), said)
 
 
-def test_store_skeleton():
-    rejected(ex19.check_store(skeleton("exercise-4")["store_squares"]), "write the body")
-
-
-# Exercise 5
+# A scale
 
 
 def exponent(block):
@@ -242,10 +223,6 @@ def test_exponent_solution(right):
 )
 def test_exponent_wrong(wrong, said):
     rejected(ex19.check_exponent(wrong), said)
-
-
-def test_exponent_skeleton():
-    rejected(ex19.check_exponent(skeleton("exercise-5")["exponent"]), "write its body")
 
 
 def test_exponents_are_those_of_the_package():

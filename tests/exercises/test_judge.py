@@ -2,6 +2,7 @@
 
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -84,3 +85,18 @@ def test_a_right_answer_after_one_that_never_ends(monkeypatch):
         short.setattr(judge, "SECONDS", 1)
         turned_down(doubled(loop), "has not ended")
     assert doubled(lambda x: kernel(x, lambda x: 2 * x))
+
+
+def test_speed_is_said_on_a_gpu_alone(monkeypatch):
+    aval = jax.ShapeDtypeStruct((256,), jnp.float32)
+    assert judge.speed(None, None, aval) == ""
+    taken = iter((0.5, 0.25))  # Milliseconds: the answer's first, then the package's.
+
+    def measure(fn, *args):
+        assert (fn(*args) == 2 * args[0]).all()
+        return types.SimpleNamespace(median_ms=next(taken))
+
+    monkeypatch.setattr(judge.lab, "on_gpu", lambda: True)
+    monkeypatch.setattr(judge.lab, "measure", measure)
+    said = judge.speed(lambda x: 2 * x, lambda x: x + x, aval)
+    assert said == " On this GPU it takes 0.5 ms; the package's kernel takes 0.25 ms."

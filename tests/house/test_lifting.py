@@ -3,6 +3,7 @@
 Two families are built on another: the products of nvlink and blackwell are gemm's, so they are copied with gemm.
 """
 
+import ast
 import json
 import os
 import pathlib
@@ -92,6 +93,28 @@ def test_every_family_is_lifted():
     folders = {path.parent.name for path in (ROOT / "cookbook").glob("*/__init__.py")} - {"lab", "serving"}
     files = {path.stem for path in (ROOT / "cookbook").glob("[a-z]*.py")}
     assert USES.keys() == folders | files
+
+
+def imports(path: pathlib.Path) -> set[str]:
+    """Modules of its own folder that a file needs, directly or not."""
+    found, left = set(), [path]
+    while left:
+        for node in ast.walk(ast.parse(left.pop().read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
+                names = {node.module} if node.module else {alias.name for alias in node.names}
+                left += [path.with_name(f"{name}.py") for name in names - found]
+                found |= names
+    return found
+
+
+def test_an_op_of_attention_brings_no_other():
+    """Serving lifts attention over pages without the backward pass, or any other op."""
+    folder = ROOT / "cookbook" / "attn"
+    ops = {"attention", "attention_fp8", "paged_attention", "ragged_paged_attention", "varlen_attention", "write_kv"}
+    for op in ops:
+        needed = imports(folder / f"{op}.py")
+        assert not needed & ops, (op, needed)
+        assert ("attention_bwd" in needed) == (op == "attention"), (op, needed)
 
 
 @pytest.mark.parametrize("family", USES)

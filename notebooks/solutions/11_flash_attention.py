@@ -1,0 +1,222 @@
+"""Solutions of chapter 11's exercises; how to read the marks: tools/skeletons.py."""
+
+
+# %% exercise-compute needs: parameters setup parts ring steps kernel
+def two_warpgroups(q, k, v, block_kv=64):
+    unit, num_steps = LOG2E / math.sqrt(q.shape[3]), k.shape[1] // block_kv
+
+    def body(
+        q_gmem, k_gmem, v_gmem, o_gmem, lse_gmem, *, q_smem, k_smem, v_smem, o_smem, q_filled, k_filled, v_filled,
+        k_freed, v_freed, **_,
+    ):  # fmt: skip
+        role, batch, head, q_block = (
+            lax.axis_index(name) for name in ("role", "batch", "head", "q_block")
+        )
+        keys, values = Ring(k_filled, k_freed, 2), Ring(v_filled, v_freed, 2)
+        rows = lambda wg: pl.ds((q_block * 2 + wg) * WG_ROWS, WG_ROWS)
+
+        @pl.when(role == 2)
+        def memory():
+            for wg in range(2):
+                plgpu.copy_gmem_to_smem(
+                    q_gmem.at[batch, rows(wg), head], q_smem.at[wg], q_filled.at[wg]
+                )
+
+            @pl.loop(0, num_steps)
+            def _(step):
+                block = pl.ds(step * block_kv, block_kv)
+                for ring, gmem, smem in (
+                    (keys, k_gmem, k_smem),
+                    (values, v_gmem, v_smem),
+                ):
+                    slot = ring.fill(step)
+                    plgpu.copy_gmem_to_smem(
+                        gmem.at[batch, block, head], smem.at[slot], ring.filled.at[slot]
+                    )
+
+            keys.drain(num_steps), values.drain(num_steps)
+
+        @pl.when(role < 2)
+        def compute():
+            plgpu.barrier_wait(q_filled.at[role])
+
+            def logits(slot):
+                return Work(
+                    Shared(q_smem, k_smem, v_smem, keys, values, Turns(None, 2)),
+                    role,
+                    unit,
+                ).logits(slot)
+
+            def step(step, carry):
+                acc, m_i, l_i = carry
+                #: pass  # Your lines.
+                # BEGIN SOLUTION
+                s = logits(keys.wait(step))
+                keys.free(step)
+                p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, unit, False)
+                slot = values.wait(step)
+                acc = acc * per_row(alpha, acc.shape)
+                acc = add_product(
+                    acc, p.astype(v.dtype), v_smem.at[slot], interpreted()
+                )
+                values.free(step)
+                # END SOLUTION
+                return acc, m_i, l_i
+
+            sums = lax.fori_loop(0, num_steps, step, nothing_seen(q.shape[3]))
+            store(
+                *finish(*sums),
+                o_smem.at[role],
+                o_gmem.at[batch, rows(role), head],
+                lse_gmem.at[batch, head, rows(role)],
+            )
+            plgpu.wait_smem_to_gmem(0)
+
+    grid = dict(batch=q.shape[0], head=q.shape[2], q_block=q.shape[1] // 128)
+    return launch(body, q, grid, wgs=2, block_kv=block_kv, slots=2)(q, k, v)
+
+
+ex11.check_compute(two_warpgroups)
+
+
+# %% exercise-1 needs: parameters setup
+def turns(wg, wgs, own, total):
+    #: return None  # Your code: a list such as [("wait", wg), ("products",), ...]
+    # BEGIN SOLUTION
+    after = (wg + 1) % wgs
+    lines = [("arrive", 0)] if wg == 0 else []
+    lines += [("wait", wg), ("arrive", after)] * (total - own)
+    lines += [("wait", wg), ("products",), ("arrive", after)] * (own + 1)
+    return lines + ([("wait", 0)] if wg == 0 else [])
+    # END SOLUTION
+
+
+ex11.check_turns(turns)
+
+
+# %% exercise-mend needs: parameters setup parts ring steps kernel
+def mended(q, k, v, block_kv=64):
+    unit, num_steps = LOG2E / math.sqrt(q.shape[3]), k.shape[1] // block_kv
+
+    def body(
+        q_gmem, k_gmem, v_gmem, o_gmem, lse_gmem, *, q_smem, k_smem, v_smem, o_smem, q_filled, k_filled, v_filled,
+        k_freed, v_freed, turn, **_,
+    ):  # fmt: skip
+        role, batch, head, q_block = (
+            lax.axis_index(name) for name in ("role", "batch", "head", "q_block")
+        )
+        keys, values, turns = (
+            Ring(k_filled, k_freed, 2),
+            Ring(v_filled, v_freed, 2),
+            Turns(turn, 2),
+        )
+        rows = lambda wg: pl.ds((q_block * 2 + wg) * WG_ROWS, WG_ROWS)
+
+        @pl.when(role == 2)
+        def memory():
+            for wg in range(2):
+                plgpu.copy_gmem_to_smem(
+                    q_gmem.at[batch, rows(wg), head], q_smem.at[wg], q_filled.at[wg]
+                )
+
+            @pl.loop(0, num_steps)
+            def _(step):
+                block = pl.ds(step * block_kv, block_kv)
+                for ring, gmem, smem in (
+                    (keys, k_gmem, k_smem),
+                    (values, v_gmem, v_smem),
+                ):
+                    slot = ring.fill(step)
+                    plgpu.copy_gmem_to_smem(
+                        gmem.at[batch, block, head], smem.at[slot], ring.filled.at[slot]
+                    )
+
+            keys.drain(num_steps), values.drain(num_steps)
+
+        @pl.when(role < 2)
+        def compute():
+            #: # Place 1.
+            # BEGIN SOLUTION
+            turns.start(role)
+            # END SOLUTION
+            plgpu.barrier_wait(q_filled.at[role])
+            work = Work(Shared(q_smem, k_smem, v_smem, keys, values, turns), role, unit)
+
+            def step(step, carry):
+                acc, m_i, l_i = carry
+                slot = keys.wait(step)
+                turns.take(role)
+                s = work.logits(slot)  # Passes the turn on.
+                keys.free(step)
+                p, alpha, m_i, l_i = work.softmax(s, m_i, l_i)
+                slot = values.wait(step)
+                #: values.free(step)  # Place 2.
+                acc, p = acc * per_row(alpha, acc.shape), p.astype(v.dtype)
+                acc = add_product(acc, p, v_smem.at[slot], interpreted())
+                # BEGIN SOLUTION
+                values.free(step)
+                # END SOLUTION
+                return acc, m_i, l_i
+
+            sums = lax.fori_loop(0, num_steps, step, nothing_seen(q.shape[3]))
+            store(
+                *finish(*sums),
+                o_smem.at[role],
+                o_gmem.at[batch, rows(role), head],
+                lse_gmem.at[batch, head, rows(role)],
+            )
+            #: # Place 3.
+            # BEGIN SOLUTION
+            turns.drain(role)
+            # END SOLUTION
+            plgpu.wait_smem_to_gmem(0)
+
+    grid = dict(batch=q.shape[0], head=q.shape[2], q_block=q.shape[1] // 128)
+    return launch(body, q, grid, wgs=2, block_kv=block_kv, slots=2)(q, k, v)
+
+
+ex11.check_mended(mended)
+
+
+# %% exercise-3 needs: parameters setup
+def deal_out(steps, blocks):
+    #: return None  # Your code.
+    # BEGIN SOLUTION
+    rows, done = [[] for _ in range(blocks)], [0] * blocks
+    for tile in sorted(range(len(steps)), key=lambda tile: -steps[tile]):
+        block = min(range(blocks), key=done.__getitem__)
+        rows[block].append(tile)
+        done[block] += steps[tile]
+    return rows
+    # END SOLUTION
+
+
+ex11.check_deal(deal_out)
+
+
+# %% exercise-2 needs: parameters setup
+def phases(first_q, wg, wgs, block_kv, left):
+    #: return None  # Your code. For a start: my_first_q = first_q + 64 * wg
+    # BEGIN SOLUTION
+    seen = lambda first, num: (
+        max(first - left, 0) // block_kv,
+        -(-(first + num) // block_kv),
+    )
+    my_first_q = first_q + 64 * wg
+    tile_first, tile_end = seen(first_q, 64 * wgs)
+    first, end = seen(my_first_q, 64)
+    whole_end = max((my_first_q + 1) // block_kv, first)
+    whole_first = min(
+        max(-(-max(my_first_q + 63 - left, 0) // block_kv), first), whole_end
+    )
+    return (
+        tile_end - end,
+        end - whole_end,
+        whole_end - whole_first,
+        whole_first - first,
+        first - tile_first,
+    )
+    # END SOLUTION
+
+
+ex11.check_phases(phases)

@@ -1,0 +1,83 @@
+"""Solutions of chapter 17's exercises; how to read the marks: tools/skeletons.py."""
+
+
+# %% exercise-4 needs: parameters setup
+def add_chunk(acc, k_smem, v_smem, w, scaled_smem):
+    #: pass  # Your code. For a start: plgpu.wgmma(acc, v_smem.T, k_smem)
+    # BEGIN SOLUTION
+    values = plgpu.load(v_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+    scaled_smem[...] = (values * lax.broadcast_in_dim(w, values.shape, [0])).astype(
+        scaled_smem.dtype
+    )
+    plgpu.commit_smem()  # The tensor core does not see a thread's stores before.
+    plgpu.wgmma(acc, scaled_smem.T, k_smem)
+    # END SOLUTION
+
+
+ex17.check_add_chunk(add_chunk)
+
+
+# %% exercise-2 needs: parameters setup
+def decays(cum):
+    #: return None  # Your code.
+    # BEGIN SOLUTION
+    is_past = np.tri(len(cum), dtype=bool)
+    return np.exp(np.where(is_past, cum[:, None] - cum, -np.inf))
+    # END SOLUTION
+
+
+ex17.check_weights(decays)
+
+
+# %% exercise-1 needs: parameters setup
+def combine(first, second):
+    #: return None  # Your code.
+    # BEGIN SOLUTION
+    (first_decay, first_state), (second_decay, second_state) = first, second
+    return first_decay * second_decay, second_decay * first_state + second_state
+    # END SOLUTION
+
+
+ex17.check_combine(combine)
+
+
+# %% exercise-3 needs: parameters setup
+def double(d, lower, block):
+    #: return None  # Your code. np.arange(len(d)) // block says in which block a row is.
+    # BEGIN SOLUTION
+    block_of = np.arange(len(d)) // block
+    joins = block_of[:, None] ^ block_of == 1
+    e = np.where(joins, lower, 0)
+    return d - d @ e @ d
+    # END SOLUTION
+
+
+ex17.check_double(double)
+
+
+# %% exercise-5 needs: parameters setup parts
+def token_step(state, q, k, v, decay):
+    """(state after the token, its output (64,)): state (64, 128), q, k (128,), v (64,),
+    decay (1,), all float32."""
+
+    def body(state_gmem, q_gmem, k_gmem, v_gmem, decay_gmem, after_gmem, y_gmem):
+        s = plgpu.load(state_gmem, layout=plgpu.Layout.WGMMA, optimized=False)
+        of_row = lambda ref: lax.broadcast_in_dim(vector(ref, ROWS), s.shape, [0])
+        of_column = lambda ref: lax.broadcast_in_dim(vector(ref, COLUMNS), s.shape, [1])
+        #: s = s + of_row(v_gmem)  # Your code: the decay, and the key.
+        #: _mgpu.store(after_gmem, s)
+        #: # Your code: the query.
+        #: _mgpu.store(y_gmem, (s * of_column(k_gmem)).sum(axis=1))
+        # BEGIN SOLUTION
+        s = decay_gmem[0] * s + of_row(v_gmem) * of_column(k_gmem)
+        _mgpu.store(after_gmem, s)
+        _mgpu.store(y_gmem, (s * of_column(q_gmem)).sum(axis=1))
+        # END SOLUTION
+
+    out_type = [
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (state.shape, v.shape)
+    ]
+    return _mgpu.kernel(body, out_type=out_type)(state, q, k, v, decay)
+
+
+ex17.check_token_step(token_step)
