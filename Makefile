@@ -52,6 +52,12 @@ lab: $(READY)  ## Open the notebooks in JupyterLab
 site: $(READY)  ## Build the web site into build/site
 	@$(PYTHON) site/build.py $(ARGS)
 
+# A command line's CASE is in the environment as it is, quotes and all.
+.PHONY: fuzz
+fuzz: export OMP_NUM_THREADS ?= 1
+fuzz: $(READY)  ## Compare random problems of every op with NumPy (SECONDS=300 SEED=1 WORKERS=4 OPS=matmul,softmax; CASE='...' runs one again)
+	@$(PYTHON) -m fuzz $(if $(CASE),"$$CASE",--seconds $(or $(SECONDS),60) --seed $(or $(SEED),1) --workers $(WORKERS) $(if $(OPS),--ops $(OPS))) $(ARGS)
+
 .PHONY: bench
 bench: $(READY)  ## Time the kernels and their peers on this GPU, into results/ (OP=softmax for one; with SAMPLE=40 SEED=1, random problems of it)
 	@$(PYTHON) -m bench $(OP) $(if $(SAMPLE),--sample $(SAMPLE) --seed $(or $(SEED),1)) $(ARGS)
@@ -62,7 +68,7 @@ record: $(READY)  ## On a GPU: run the notebooks in place and record their outpu
 
 .PHONY: figures
 figures: $(READY)  ## Draw figures/*.svg and the README's numbers again from results/
-	@set -e; for script in figures/[a-z]*.py; do $(PYTHON) $$script; done; $(PYTHON) tools/render_readme.py
+	@set -e; for script in figures/[a-z]*.py figures/*/[a-z]*.py; do $(PYTHON) $$script; done; $(PYTHON) tools/render_readme.py
 
 .PHONY: wheelhouse
 wheelhouse: $(READY)  ## Collect the wheels that a GPU host without a network needs beside JAX into build/wheelhouse

@@ -12,9 +12,14 @@ import errors
 import gallery
 import measured
 import nbformat
+import samples
 from sphinx.cmd.build import main as sphinx_build
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tools"))
+
+import skeletons  # noqa: E402
+
 SOURCE, OUTPUT = ROOT / "build" / "site-src", ROOT / "build" / "site"
 LINKED = ["cookbook", "bench", "figures", "results", "tests"]  # Folders that notebooks may link to.
 
@@ -25,13 +30,17 @@ def main() -> int:
     for name in LINKED:
         (SOURCE / name).symlink_to(ROOT / name)
     chapters = [Chapter(path) for path in sorted((SOURCE / "chapters").glob("*.ipynb"))]
+    for path in (SOURCE / "chapters").glob("*.ipynb"):
+        _fold(path)
     _write("index.md", _index(chapters))
     _write("gallery.md", gallery.gallery_page(chapters))
-    _write("results.md", measured.results_page())
+    _write("results.md", measured.results_page(samples.samples_section(SOURCE / "samples.svg")))
     _write("errors.md", errors.errors_page())
     _write("api.md", (ROOT / "site" / "api.md").read_text())
     shutil.rmtree(OUTPUT, ignore_errors=True)
     code = sphinx_build(["-q", "-W", "--keep-going", "-b", "html", "-c", str(ROOT / "site"), str(SOURCE), str(OUTPUT)])
+    for path in (ROOT / "notebooks").glob("*.ipynb"):  # To be downloaded as they are, without solutions.
+        shutil.copy(path, OUTPUT / "_sources" / "chapters")
     if not code:
         print(f"The site is in {OUTPUT.relative_to(ROOT)}. To look at it: python3 -m http.server -d build/site")
     return code
@@ -51,8 +60,28 @@ class Chapter:
         start = rf"^#\s*((Appendix )?{self.number}[.:]?\s+)?"
         self.title = re.sub(start, "", text.splitlines()[0]).split(":")[0] if text else path.stem
         paragraphs = [p for p in re.split(r"\n\s*\n", text) if not re.match(r"\s*[#>|!*<-]", p)]
-        self.summary = re.match(r".{80,}?[.!?](?=\s|$)|.*", " ".join("".join(paragraphs[:1]).split()))[0]
+        prose = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join("".join(paragraphs[:1]).split()))  # Without links.
+        self.summary = re.match(r".{80,}?[.!?](?=\s|$)|.*", prose)[0]
         self.code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+
+
+def _fold(path: Path) -> None:
+    """Fold what a chapter's reader should not see at once: results after a guess, and solutions of exercises."""
+    notebook = nbformat.read(path, as_version=4)
+    solutions = skeletons.SOLUTIONS / f"{path.stem}.py"
+    solved = (
+        {exercise.id: exercise.solution for exercise in skeletons.exercises(solutions)} if solutions.exists() else {}
+    )
+    cells = []
+    for cell in notebook.cells:
+        cells.append(cell)
+        if cell.cell_type == "code" and re.search(r"\bmy_guess\b(?! *=)", cell.source):
+            cell.metadata["tags"] = [*cell.metadata.get("tags", []), "hide-output"]
+        if cell.id in solved:
+            text = f"<details><summary>Solution</summary>\n\n```python\n{solved[cell.id]}\n```\n\n</details>"
+            cells.append(nbformat.v4.new_markdown_cell(text, id=f"{cell.id}-solution"))
+    notebook.cells = cells
+    nbformat.write(notebook, path)
 
 
 def _index(chapters: list[Chapter]) -> str:
@@ -69,7 +98,7 @@ def _index(chapters: list[Chapter]) -> str:
         f"![Rungs of the course against the vendor's library]({ladder.relative_to(ROOT)})" if ladder.exists() else ""
     )
     toctrees = _toctree("The course", [f"chapters/{chapter.stem}" for chapter in chapters])
-    toctrees += _toctree("The library", ["gallery", "results", "errors", "api"])
+    toctrees += _toctree("The library", ["gallery", "results", "errors", "api", "chapters/glossary"])
     page = (ROOT / "site" / "index.md").read_text()
     return page.replace("<!-- ladder -->", figure).replace("<!-- chapters -->", "\n".join(cards)) + toctrees
 

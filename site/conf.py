@@ -13,7 +13,15 @@ project = "Pallas kernel cookbook"
 html_title = project
 author = "The authors of the cookbook"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["cookbook", "bench", "figures", "results", "tests"]  # Linked to, not read as pages.
+exclude_patterns = [
+    "cookbook",
+    "bench",
+    "figures",
+    "results",
+    "tests",
+    "chapters/exercises",
+    "chapters/solutions",
+]  # Linked to, not read as pages.
 
 # Notebooks: shown as they were recorded, never run here.
 nb_execution_mode = "off"
@@ -51,8 +59,8 @@ html_theme_options = {
     "toc_title": "On this page",
     "search_bar_text": "Search the course",
     "footer_content_items": ["stamp.html"],
-    "pygments_light_style": "tango",
-    "pygments_dark_style": "github-dark",
+    "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "github-dark-high-contrast",
 }
 
 

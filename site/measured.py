@@ -11,9 +11,10 @@ from cookbook.lab import results, roofline
 GPU = "h200"
 
 
-def results_page() -> str:
-    """The targets, then every row of results/: of one GPU, then of hosts whose GPUs work together."""
-    page = ["# Results", "", *_where_measured(GPU), "", "## Targets", "", *_targets_table(), "", *_first_calls(), ""]
+def results_page(samples: list[str] = ()) -> str:
+    """The targets, `samples`, then every row of results/: of one GPU, then of hosts whose GPUs work together."""
+    page = ["# Results", "", *_where_measured(GPU), "", "## Targets", "", *_targets_table(), "", *samples]
+    page += [*_first_calls(), ""]
     page += _topics(GPU, CASES, "##", rate_text, share_text)
     for count in results.hosts(GPU):
         page += _host(count)
