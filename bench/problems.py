@@ -297,6 +297,21 @@ def _attention(head_dim, seq, is_causal, target, kv_heads=None, gradients=False,
                 derive=scaled if "jax_f16" in peers else None, **kwargs)  # fmt: skip
 
 
+def _attention_of(batch, seq, heads, kv_heads, head_dim, is_causal, gradients):
+    """Any sizes, beside cuDNN; forward and backward with `gradients`."""
+    kernel = functools.partial(cookbook.attention, is_causal=is_causal)
+    cudnn = functools.partial(jax.nn.dot_product_attention, is_causal=is_causal, implementation="cudnn")
+    reference = functools.partial(_attention_by_head, is_causal=is_causal)
+    flops = attention.flops(batch, seq, seq, heads, head_dim, is_causal)
+    nbytes = attention.bytes_moved(batch, seq, seq, heads, kv_heads, head_dim) * (3 if gradients else 1)
+    if gradients:
+        flops, kernel, cudnn, reference = flops * 7 // 2, *map(_with_gradients, (kernel, cudnn, reference))
+    kv = batch, seq, kv_heads, head_dim
+    size = f"b{batch}_s{seq}_h{heads}_kv{kv_heads}_hd{head_dim}" + "_causal" * is_causal + "_grad" * gradients
+    shapes = (batch, seq, heads, head_dim), kv, kv
+    return Case("attention", shapes, BF16, kernel, reference, {"cudnn": cudnn}, flops, nbytes, size)
+
+
 def _attention_of_jax(is_causal, q, k, v, halves):
     from jax.experimental.pallas.ops.gpu import attention_mgpu  # It imports absl, which nothing else here needs.
 

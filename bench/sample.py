@@ -96,6 +96,26 @@ def _key_and_value_heads(rng):
     return seqs, tokens, key_heads, key_heads * int(rng.choice((1, 2, 4))), int(rng.choice((64, 128)))
 
 
+def _attention_heads(rng):
+    """Sequences, tokens of each, heads, heads of keys, their size, and whether each query sees only keys before it.
+
+    cuDNN has gradients for an even number of tokens."""
+    tokens, heads = _multiple(_log_uniform(rng, 256, 32768), 2), round(_log_uniform(rng, 1, 64))
+    kv_heads = int(rng.choice([h for h in range(1, heads + 1) if heads % h == 0]))
+    seqs = max(1, round(_log_uniform(rng, 1, 64)))
+    return seqs, tokens, heads, kv_heads, int(rng.choice((64, 128))), int(rng.integers(2))
+
+
+def _attention(seqs, tokens, heads, kv_heads, head_dim, is_causal, gradients: bool):
+    sizes = seqs, tokens, heads
+    return problems._attention_of(*sizes, kv_heads, head_dim, is_causal=bool(is_causal), gradients=gradients)
+
+
+def _of_attention(gradients: bool, target):
+    accept = lambda seqs, tokens, heads, *_: 1e10 <= 4 * seqs * heads * tokens**2 * 64 and seqs * tokens * heads <= 2**20
+    return Sample(_attention_heads, accept, functools.partial(_attention, gradients=gradients), target)
+
+
 def _fits(seqs, tokens, heads):
     return 2**13 <= seqs * tokens * heads <= 2**22
 
@@ -123,6 +143,8 @@ SAMPLES = {
     "ragged_dot": Sample(
         _groups_of_rows, lambda m, n, k, g, skew: 1e9 <= 2 * m * n * k <= 4e12 and g * n * k <= 4e9, _ragged, LIKE_JAX
     ),
+    "attention": _of_attention(False, (1.05, 0.95, 0.95)),
+    "attention_backward": _of_attention(True, (1.0, 0.93, 0.93)),
     "ssd": Sample(_state_space, lambda *sizes: _fits(*sizes[:3]), problems._ssd, BEYOND_XLA),
     "gated_delta_rule": Sample(
         _key_and_value_heads,
@@ -234,9 +256,13 @@ def _compile_ahead(cases):
 
 
 def _error(out, wanted):
-    """Frobenius distance over the norm of `wanted`."""
-    out, wanted = out.astype(jnp.float32), wanted.astype(jnp.float32)
-    return jnp.linalg.norm((out - wanted).ravel()) / jnp.linalg.norm(wanted.ravel())
+    """Frobenius distance over the norm of `wanted`; the largest, if they are tuples of arrays."""
+
+    def of_array(out, wanted):
+        out, wanted = out.astype(jnp.float32), wanted.astype(jnp.float32)
+        return jnp.linalg.norm((out - wanted).ravel()) / jnp.linalg.norm(wanted.ravel())
+
+    return jnp.stack(jax.tree.leaves(jax.tree.map(of_array, out, wanted))).max()
 
 
 def _time(topic: str, sizes, case, compiled, iterations: int) -> Row:

@@ -267,6 +267,17 @@ def kernel(body, **kwargs):
     return run
 
 
+def apart(arrays):
+    """`arrays`, a pytree of operands or results of a kernel that changes one in place: XLA computes them outside its
+    call.
+
+    XLA calls a kernel on a slice as it lies in its array, and lets it write a result where `dynamic_update_slice` puts
+    it. For such a call it forgets which operand is changed in place: the kernel then writes into the array that was
+    sliced, and the result is memory that nobody wrote.
+    """
+    return lax.optimization_barrier(arrays)
+
+
 def alike(*arrays):
     """`arrays`, each made to vary over every mesh axis of `jax.shard_map` over which one of them varies.
 

@@ -46,7 +46,7 @@ def _add_up(plan: Plan, params, kept, ring, vectors, segments):
         refs[1][...], refs[2][...] = launch(plan, params, kept, ring, vectors, segments, refs[0])
 
     # JAX's kernels take no Ref that varies over a mesh's axis, as dq does nevertheless.
-    dq, dk, dv = add_up((zeros, *_mgpu.alike(*map(jnp.zeros_like, kept), query)[:2]))
+    dq, dk, dv = _mgpu.apart(add_up(_mgpu.apart((zeros, *_mgpu.alike(*map(jnp.zeros_like, kept), query)[:2]))))
     dq = _mgpu.alike(dq, query)[0].reshape(*tiles, *heads, *shares, WG_ROWS, PIECE)
     dq = dq.sum(axis=0) if problem.interpreted else dq
     dq = dq.transpose(0, 2, 3, 5, 1, 4, 6).reshape(plan.batch, -1, problem.num_heads, problem.head_dim)

@@ -188,7 +188,8 @@ def _call(qkv, cos, sin, k_pages, v_pages, slot_mapping, norms, eps: float, para
     heads = lambda first, count: Heads(first, count, head_dim // 2, qkv.dtype.itemsize)
     slots = k_pages.shape[0] * k_pages.shape[1]
     plan = Plan(slots, heads(0, num_q), heads(num_q, num_kv), heads(num_q + num_kv, num_kv), eps)
-    k_slots, v_slots = (jax.new_ref(pages.reshape(slots, num_kv, head_dim)) for pages in (k_pages, v_pages))
+    by_slot = _mgpu.apart([pages.reshape(slots, num_kv, head_dim) for pages in (k_pages, v_pages)])
+    k_slots, v_slots = map(jax.new_ref, by_slot)
     q = _mgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=jax.ShapeDtypeStruct((num_tokens, num_q, head_dim), qkv.dtype),
@@ -196,7 +197,8 @@ def _call(qkv, cos, sin, k_pages, v_pages, slot_mapping, norms, eps: float, para
         grid_names=("block",),
         compiler_params=params,
     )(qkv, cos, sin, slot_mapping, norms, k_slots, v_slots)
-    return q, jax.freeze(k_slots).reshape(k_pages.shape), jax.freeze(v_slots).reshape(v_pages.shape)
+    q, k_slots, v_slots = _mgpu.apart((q, jax.freeze(k_slots), jax.freeze(v_slots)))
+    return q, k_slots.reshape(k_pages.shape), v_slots.reshape(v_pages.shape)
 
 
 def _check(qkv, cos, sin, k_pages, v_pages, slot_mapping, norms):

@@ -223,7 +223,7 @@ def _call(k_new, v_new, k_pages, v_pages, slot_mapping, scales: tuple, config: C
     num_tokens, cols, itemsize = len(k_new), k_new.shape[1] * k_new.shape[2], k_new.dtype.itemsize
     config = config or default_config(num_tokens, cols, itemsize)
     plan = Plan(num_tokens, k_pages.shape[0] * k_pages.shape[1], cols, itemsize, config.block_tokens)
-    k_slots, v_slots = (jax.new_ref(pages.reshape(-1, cols)) for pages in (k_pages, v_pages))
+    k_slots, v_slots = (jax.new_ref(_mgpu.apart(pages.reshape(-1, cols))) for pages in (k_pages, v_pages))
     plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         grid=(plan.num_blocks,),
@@ -233,7 +233,8 @@ def _call(k_new, v_new, k_pages, v_pages, slot_mapping, scales: tuple, config: C
         k_new.reshape(-1, cols), v_new.reshape(-1, cols), slot_mapping,
         *[jnp.repeat(scale, k_new.shape[2])[None] for scale in scales], k_slots, v_slots,
     )  # fmt: skip
-    return jax.freeze(k_slots).reshape(k_pages.shape), jax.freeze(v_slots).reshape(v_pages.shape)
+    k_slots, v_slots = _mgpu.apart((jax.freeze(k_slots), jax.freeze(v_slots)))
+    return k_slots.reshape(k_pages.shape), v_slots.reshape(v_pages.shape)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "params"))

@@ -125,7 +125,7 @@ def _call(q, k, v, g, beta, state, *, scale: float, config: Config, num_sms: int
     """From arrays to arrays. The reshapes join neighbouring axes, which moves nothing."""
     (batch, heads, size), dim = v.shape, k.shape[2]
     columns, stages = heads * size // PIECE, config.num_stages
-    rows = jax.new_ref(state.reshape(-1, dim))
+    rows = jax.new_ref(_mgpu.apart(state.reshape(-1, dim)))
     transforms = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
     o = _mgpu.kernel(
         functools.partial(_kernel, num_tiles=batch * columns, num_stages=stages, scale=scale),
@@ -141,7 +141,8 @@ def _call(q, k, v, g, beta, state, *, scale: float, config: Config, num_sms: int
         ),
         compiler_params=params,
     )(q, k, v.reshape(batch, columns, PIECE), g.astype(jnp.float32), beta.astype(jnp.float32), rows)
-    return o.reshape(v.shape), jax.freeze(rows).reshape(state.shape)
+    o, rows = _mgpu.apart((o, jax.freeze(rows)))
+    return o.reshape(v.shape), rows.reshape(state.shape)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "config", "num_sms", "params"))

@@ -124,7 +124,7 @@ def _kernel(x_gmem, dt_gmem, a_gmem, b_gmem, c_gmem, d_gmem, state_gmem, y_gmem,
 def _call(x, dt, a, b, c, d, state, config: Config, params):
     """(y, state), from arrays to arrays."""
     (_, heads, size), (_, groups, state_dim) = x.shape, b.shape
-    plan, state = Plan(heads, groups, size, state_dim, config), jax.new_ref(state)
+    plan, state = Plan(heads, groups, size, state_dim, config), jax.new_ref(_mgpu.apart(state))
     y = _mgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
@@ -132,7 +132,7 @@ def _call(x, dt, a, b, c, d, state, config: Config, params):
         grid_names=("seq_index", "head_index"),
         compiler_params=params,
     )(x, dt, a, b, c, d, state)
-    return y, jax.freeze(state)
+    return _mgpu.apart((y, jax.freeze(state)))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "params"))
