@@ -112,7 +112,9 @@ def _attention(seqs, tokens, heads, kv_heads, head_dim, is_causal, gradients: bo
 
 
 def _of_attention(gradients: bool, target):
-    accept = lambda seqs, tokens, heads, *_: 1e10 <= 4 * seqs * heads * tokens**2 * 64 and seqs * tokens * heads <= 2**20
+    accept = lambda seqs, tokens, heads, *_: (
+        1e10 <= 4 * seqs * heads * tokens**2 * 64 and seqs * tokens * heads <= 2**20
+    )
     return Sample(_attention_heads, accept, functools.partial(_attention, gradients=gradients), target)
 
 

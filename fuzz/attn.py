@@ -11,9 +11,13 @@ from .cases import Draw, Op, Values
 from .gemm import HALVES
 
 DIMS = (64, 128, 256)
+# By the dtype that weights are rounded to: the share that a weight may be off by, and the share that a sum of products
+# may be off by. Tensor cores keep fewer bits of sums of 8-bit floats.
+ROUNDING = {"bfloat16": (2.0**-7, 1e-5), "float16": (2.0**-10, 1e-5), "float8_e4m3fn": (2.0**-4, 2.0**-11)}
+LEAST = 2.0**-18  # Weights of 8 bits are multiples of twice this number; those of 16 bits of far less.
 
 
-def attend(q, k, v, seen, sink, scale, cap, is_bfloat16):
+def attend(q, k, v, seen, sink, scale, cap, dtype):
     """(out, slack), (lse, slack) of queries (T, H), keys and values (S, H), seen (T, S). A sink is one more logit."""
     products = scale * (q @ k.T)
     logits = products if cap is None else cap * np.tanh(products / cap)
@@ -25,8 +29,11 @@ def attend(q, k, v, seen, sink, scale, cap, is_bfloat16):
     p = np.divide(p, total, out=np.zeros_like(p), where=total > 0)
     values = np.where(seen.any(0)[:, None], v, 0.0)  # NaN in values that no query sees counts for nothing.
     size = np.where(seen, scale * (np.abs(q) @ np.abs(k.T)), 0).max(1, keepdims=True, initial=0)
-    off = 1e-5 * size + (0 if cap is None else cap * 2.0**-10)
-    error = (2.0 ** (-7 if is_bfloat16 else -10) + np.expm1(np.minimum(2 * off, 10))) * (p @ np.abs(values))
+    of_weights, of_sums = ROUNDING[dtype]
+    off = of_sums * size + (0 if cap is None else cap * 2.0**-10)
+    error = (of_weights + np.expm1(np.minimum(2 * off, 10))) * (p @ np.abs(values))
+    if dtype == "float8_e4m3fn":
+        error += LEAST * (seen @ np.abs(values))
     lse = (top + np.log(np.where(total > 0, total, 1)))[:, 0]
     return (p @ values, error), (lse, 1e-4 + 2 * off[:, 0] + 1e-6 * np.abs(np.where(np.isfinite(lse), lse, 0)))
 
@@ -36,7 +43,7 @@ def all_heads(case, q, k, v, seen, sinks):
     group = q.shape[1] // k.shape[1]
     scale = case["scale"] if case["scale"] is not None else 1 / math.sqrt(q.shape[2])
     heads = [
-        attend(q[:, n], k[:, n // group], v[:, n // group], seen, sink, scale, case["cap"], case["dtype"] == "bfloat16")
+        attend(q[:, n], k[:, n // group], v[:, n // group], seen, sink, scale, case["cap"], case["dtype"])
         for n, sink in enumerate(np.full(q.shape[1], -np.inf) if sinks is None else sinks)
     ]
     return [tuple(np.stack([head[i][j] for head in heads], 1) for j in (0, 1)) for i in (0, 1)]
@@ -118,6 +125,34 @@ def attention_reference(case, query, key, value, segment_ids=None, kv_segment_id
         batches.append(all_heads(case, query[i], key[i], value[i], seen & same, sinks))
     results = [tuple(np.stack([batch[i][j] for batch in batches]) for j in (0, 1)) for i in (0, 1)]
     return results if case["lse"] else results[:1]
+
+
+def draw_fp8(draw: Draw) -> dict:
+    case = draw_attention(draw)
+    for name in ("sinks", "segments", "grad", "values"):
+        del case[name]
+    return case | dict(dim=draw.choice(*DIMS), dtype="float8_e4m3fn", out_dtype=draw.choice(*HALVES),
+                       descales=draw.choice("one", "each"))  # fmt: skip
+
+
+def fp8_arrays(case: dict, values: Values) -> dict:
+    (b, t, s, h), dtype = (case[name] for name in ("batch", "q", "kv", "dim")), case["dtype"]
+    kv = b, s, case["kv_heads"], h
+    shape = () if case["descales"] == "one" else kv[::2]
+    descales = {f"{name}_descale": values.rng.uniform(0.25, 2, shape).astype(np.float32) for name in "qkv"}
+    return dict(q=values((b, t, case["heads"], h), dtype), k=values(kv, dtype), v=values(kv, dtype), **descales)
+
+
+def call_fp8(case, **arrays):
+    return outputs(case, cookbook.attention_fp8(**arrays, **how(case, "is_causal", "out_dtype")))
+
+
+def fp8_reference(case, q, k, v, **descales):
+    def times(name, x):
+        each = np.broadcast_to(descales[f"{name}_descale"], (x.shape[0], case["kv_heads"]))
+        return x * np.repeat(each, x.shape[2] // case["kv_heads"], axis=1)[:, None, :, None]
+
+    return attention_reference(case, times("q", q), times("k", k), times("v", v))
 
 
 # Packed ---------------------------------------------------------------------------------------------------------------
@@ -376,6 +411,7 @@ OPS = {
         draw_attention, attention_arrays, call_attention, attention_reference,
         gradients=("query", "key", "value", "sinks"),
     ),
+    "attention_fp8": Op(draw_fp8, fp8_arrays, call_fp8, fp8_reference),
     "varlen_attention": Op(draw_varlen, varlen_arrays, call_varlen, varlen_reference),
     "paged_attention": Op(draw_pages, paged_arrays, call_paged, paged_reference),
     "ragged_paged_attention": Op(draw_ragged, ragged_arrays, call_ragged, ragged_reference),

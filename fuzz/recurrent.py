@@ -47,8 +47,9 @@ def finish(case, values, given, state_shape) -> dict:
     return given
 
 
-def scan(case, step, given, heads, initial_state, size_p, size_n):
-    """(o, states) of `step(S, size, batch, row, head) -> S, size, o, size of o`, from token to token."""
+def scan(case, step, given, heads, initial_state, size_p, size_n, size_of=np.abs):
+    """(o, states) of `step(S, size, batch, row, head) -> S, size, o, size of o`, from token to token. `size_of` is the
+    size of the first state."""
     o, o_slack = np.zeros((case["batch"], case["rows"], heads, size_p)), 0.0
     o_slack = np.zeros_like(o)
     shape = (len(ends(case)), heads, size_p, size_n)
@@ -56,7 +57,7 @@ def scan(case, step, given, heads, initial_state, size_p, size_n):
     for i, (batch, begin, end) in enumerate(ends(case)):
         for head in range(heads):
             state = np.zeros(shape[2:]) if initial_state is None else initial_state[i, head]
-            size = np.abs(state)
+            size = size_of(state)
             for row in range(begin, end):
                 state, size, o[batch, row, head], o_slack[batch, row, head] = step(state, size, batch, row, head)
             states[i, head], slacks[i, head] = state, size
@@ -199,6 +200,11 @@ def call_delta(case, q, k, v, g, beta, **how):
     return out if case["final"] else (out,)
 
 
+def norms(state):
+    """The norm of each row, in all its columns."""
+    return np.broadcast_to(np.linalg.norm(state, axis=1, keepdims=True), state.shape)
+
+
 def delta_step(case, state, size, q, k, v, g, beta):
     """(state, size, o, size of o): sizes are norms of rows, since corrections depend on all of a row."""
     scale = case["n"] ** -0.5 if case["scale"] is None else case["scale"]
@@ -214,13 +220,12 @@ def delta_step(case, state, size, q, k, v, g, beta):
 
 def delta_reference(case, q, k, v, g, beta, initial_state=None, cu_seqlens=None):
     share = case["heads"] // case["groups"]
-    start = lambda size: np.broadcast_to(np.linalg.norm(size, axis=1, keepdims=True), size.shape)
 
     def step(state, size, i, t, h):
         numbers = q[i, t, h // share], k[i, t, h // share], v[i, t, h], g[i, t, h], beta[i, t, h]
-        return delta_step(case, state, start(size), *numbers)
+        return delta_step(case, state, size, *numbers)
 
-    return scan(case, step, v, case["heads"], initial_state, case["p"], case["n"])
+    return scan(case, step, v, case["heads"], initial_state, case["p"], case["n"], norms)
 
 
 def draw_delta_step(draw: Draw) -> dict:
@@ -241,9 +246,8 @@ def call_delta_step(case, **arrays):
 def delta_step_reference(case, q, k, v, g, beta, state):
     share, results = case["heads"] // case["groups"], []
     for i, h in np.ndindex(*v.shape[:2]):
-        size = np.linalg.norm(state[i, h], axis=1, keepdims=True) + np.zeros_like(state[i, h])
         numbers = q[i, h // share], k[i, h // share], v[i, h], g[i, h], beta[i, h]
-        results.append(delta_step(case, state[i, h], size, *numbers))
+        results.append(delta_step(case, state[i, h], norms(state[i, h]), *numbers))
     new, size, o, o_size = (np.stack(x).reshape(*v.shape[:2], *x[0].shape) for x in zip(*results, strict=True))
     return [(o, 1e-4 * o_size), (new, 1e-4 * size)]
 

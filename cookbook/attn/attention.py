@@ -138,10 +138,13 @@ def _attention_fwd(query, key, value, sinks, segments, options: Options):
 
 def _attention_bwd(options: Options, residuals, gradients):
     query, key, value, sinks, *results = residuals
-    problem = _problem(query, key, options, _mgpu.require_tensor_cores("attention").interpreted)
+    target = _mgpu.require_tensor_cores("attention")
+    problem = _problem(query, key, options, target.interpreted)
     params = _mgpu.compiler_params(approx_math=True)
     config = None if options.deterministic else bwd_fused.default_config(problem.head_dim)
-    launch = functools.partial(attention_bwd.gradients, problem=problem, params=params, config=config)
+    launch = functools.partial(
+        attention_bwd.gradients, problem=problem, num_sms=target.num_sms, params=params, config=config
+    )
     launch = _mgpu.without_derivative("attention", launch)
     d_sinks = None if sinks is None else _sinks_gradient(sinks, *results[1:], *gradients)
     return *launch(query, key, value, *results, *gradients), d_sinks, None

@@ -41,12 +41,14 @@ def _add_up(plan: Plan, params, kept, ring, vectors, segments):
     tiles = (plan.num_tiles,) if problem.interpreted else ()
     zeros = jnp.zeros((*tiles, 2 * math.prod(heads), WG_ROWS, PIECE), jnp.float32)
 
+    each = [jnp.zeros((*x.shape[:2], plan.num_heads, x.shape[3]), x.dtype) for x in kept]
+
     @pl.run_state
     def add_up(refs):
         refs[1][...], refs[2][...] = launch(plan, params, kept, ring, vectors, segments, refs[0])
 
     # JAX's kernels take no Ref that varies over a mesh's axis, as dq does nevertheless.
-    dq, dk, dv = _mgpu.apart(add_up(_mgpu.apart((zeros, *_mgpu.alike(*map(jnp.zeros_like, kept), query)[:2]))))
+    dq, dk, dv = _mgpu.apart(add_up(_mgpu.apart((zeros, *_mgpu.alike(*each, query)[:2]))))
     dq = _mgpu.alike(dq, query)[0].reshape(*tiles, *heads, *shares, WG_ROWS, PIECE)
     dq = dq.sum(axis=0) if problem.interpreted else dq
     dq = dq.transpose(0, 2, 3, 5, 1, 4, 6).reshape(plan.batch, -1, problem.num_heads, problem.head_dim)
@@ -68,11 +70,21 @@ def _in_one_kernel(plan: Plan, params, *arrays):
     return run(*arrays)
 
 
-@functools.partial(jax.jit, static_argnames=("problem", "params", "config"))
-def gradients(query, key, value, segments, out, lse, d_out, d_lse, *, problem: Problem, params, config=None):
+def _parts(plan: Plan, num_sms: int) -> int:
+    """How often a group of query heads is divided: as little as gives each SM two blocks."""
+    blocks = plan.batch * plan.num_heads * plan.num_tiles
+    group = plan.problem.group
+    return next((n for n in range(1, group) if group % n == 0 and n * blocks >= 2 * num_sms), group)
+
+
+@functools.partial(jax.jit, static_argnames=("problem", "num_sms", "params", "config"))
+def gradients(
+    query, key, value, segments, out, lse, d_out, d_lse, *, problem: Problem, num_sms: int = 0, params, config=None
+):
     """(dq, dk, dv) of `attention`, whose results were `out` and `lse`, for the gradients of both.
 
-    lse and its gradient are (B, N, T); `segments` is () or (segment_ids, kv_segment_ids). With a `config`, a
+    Where blocks would be fewer than two for each of `num_sms`, more of them share the query heads of a group. lse and
+    its gradient are (B, N, T); `segments` is () or (segment_ids, kv_segment_ids). With a `config`, a
     `bwd_fused.Config`, one kernel makes all three, and dq is not the same to the bit in every run.
     """
     (batch, num_q, _, head_dim), num_kv = query.shape, key.shape[1]
@@ -86,11 +98,15 @@ def gradients(query, key, value, segments, out, lse, d_out, d_lse, *, problem: P
     vectors = jnp.pad(lse, rows, constant_values=jnp.inf), jnp.pad(delta, rows)
     problem = dataclasses.replace(problem, head_dim=width)
     plan = functools.partial(Plan, problem, batch, num_q, num_kv, bool(segments))
+    of_keys = plan(for_query=False, config=config)
+    of_keys = dataclasses.replace(of_keys, parts=_parts(of_keys, num_sms))
     if config is None:
         (dq,) = launch(plan(for_query=True), params, (q, do), (k, v), vectors, segments)
-        dk, dv = launch(plan(for_query=False), params, (k, v), (q, do), vectors, segments[::-1])
+        dk, dv = launch(of_keys, params, (k, v), (q, do), vectors, segments[::-1])
     else:
-        plan = plan(for_query=False, config=config)
-        plan.config.check(width, plan.smem_bytes)
-        dq, dk, dv = _in_one_kernel(plan, params, (k, v), (q, do), vectors, segments[::-1])
+        of_keys.config.check(width, of_keys.smem_bytes)
+        dq, dk, dv = _in_one_kernel(of_keys, params, (k, v), (q, do), vectors, segments[::-1])
+    if of_keys.parts > 1:
+        join = lambda x: x.reshape(*x.shape[:2], -1, of_keys.parts, width).sum(axis=3, dtype=jnp.float32)
+        dk, dv = (join(x).astype(x.dtype) for x in (dk, dv))
     return tuple(dx[:, : x.shape[1], :, :head_dim] for dx, x in zip((dq, dk, dv), (query, key, value), strict=True))

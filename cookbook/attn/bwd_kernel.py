@@ -41,6 +41,7 @@ from . import bwd_fused, bwd_steps, core
 from .bwd_steps import Smem, Work
 from .core import PIECE, REGISTERS, TILED, WG_ROWS, Blocks, Cuts, Problem, div
 
+CACHED = 2**25  # Bytes that blocks may share in the L2 cache, which has 50 MB.
 TILED_FLOAT32 = dict(transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)))
 
 
@@ -56,6 +57,9 @@ class Plan:
     has_segments: bool
     for_query: bool
     config: bwd_fused.Config | None = None  # If given, dk's and dv's kernel also adds up dq.
+    parts: int = (
+        1  # Parts of a group of query heads, each of which has a dk and a dv: more blocks, where keys have few.
+    )
 
     @property
     def splits_heads(self) -> bool:
@@ -83,6 +87,24 @@ class Plan:
             return self.config.num_stages
         step = 4 * self.block * self.problem.head_dim
         return min(4, (_mgpu.SMEM_BYTES_MAX - 4096 - 4 * self.rows * self.problem.head_dim) // step)
+
+    @property
+    def group(self) -> int:
+        """Query heads that a tile of keys goes through."""
+        return self.problem.group // self.parts
+
+    @property
+    def num_heads(self) -> int:
+        """Heads that have a row of tiles: of queries, or of keys, once for each part."""
+        return self.problem.num_heads if self.for_query else self.problem.num_kv_heads * self.parts
+
+    @property
+    def heaviest_first(self) -> bool:
+        """Whether the first tiles of all heads, which have most to do, start before the second ones. Where the cache
+        does not hold what all heads go through, the tiles of a head start together, and share it."""
+        heads = self.problem.num_kv_heads if self.for_query else self.problem.num_heads
+        nbytes = 4 * self.batch * heads * self.num_blocks * self.block * self.problem.head_dim
+        return self.problem.has_window and nbytes <= CACHED
 
     @property
     def blocks(self) -> Blocks:
@@ -183,7 +205,7 @@ class Tile:
             end = jnp.minimum(end, masks["end"][self.batch, tile])
         self.first, self.end = first, jnp.maximum(first, end)
         self.blocks = self.end - self.first  # Blocks of each head.
-        self.heads = 1 if plan.for_query else plan.problem.group
+        self.heads = 1 if plan.for_query else plan.group
         self.steps, self.masks = self.blocks * self.heads, masks
         # Blocks before the one it starts with.
         self.shift = div(tile * self.blocks, plan.num_tiles) if plan.is_staggered else 0
@@ -199,7 +221,7 @@ class Tile:
 
     def other_head(self, plan: Plan, i):
         """The head of the blocks of the `i`-th of `heads`."""
-        return div(self.head, plan.problem.group) if plan.for_query else self.head * plan.problem.group + i
+        return div(self.head, plan.problem.group) if plan.for_query else self.head * plan.group + i
 
 
 def _kernel(kept_gmem, ring_gmem, vectors_gmem, masks, dq_gmem, *outs, plan: Plan, filled, freed, **smem):
@@ -221,7 +243,7 @@ def _kernel(kept_gmem, ring_gmem, vectors_gmem, masks, dq_gmem, *outs, plan: Pla
 def _load(plan: Plan, tile: Tile, smem: Smem, kept_gmem, ring_gmem, vectors_gmem):
     """The memory warpgroup: what the tile keeps, then block after block of what it goes through."""
     for i, gmem in enumerate(kept_gmem):
-        rows = gmem.at[tile.batch, pl.ds(tile.row, plan.rows), tile.head]
+        rows = gmem.at[tile.batch, pl.ds(tile.row, plan.rows), div(tile.head, plan.parts)]
         plgpu.copy_gmem_to_smem(rows, smem.kept_smem.at[i], smem.kept)
 
     @pl.loop(0, tile.steps)
@@ -270,14 +292,18 @@ def _compute(plan: Plan, tile: Tile, smem: Smem, wg, vectors_gmem, dq_gmem, outs
 
 
 def launch(plan: Plan, params, kept, ring, vectors, segments, dq=None):
-    """dq, or (dk, dv), with as many rows and columns as the operands that are kept. `dq` is a Ref to add dq to."""
+    """dq, or (dk, dv) of each part, with as many rows and columns as the operands that are kept. `dq` is a Ref to add
+    dq to."""
     masks = core.segment_masks(*segments, plan.rows, plan.block) if segments else {}
-    heads = plan.problem.num_heads if plan.for_query else plan.problem.num_kv_heads
+    grid = dict(batch_index=plan.batch, head_index=plan.num_heads, tile=plan.num_tiles)
+    order = ("tile", "batch_index", "head_index") if plan.heaviest_first else tuple(grid)
+    batch, rows, _, columns = kept[0].shape
+    shape = batch, rows, plan.num_heads, columns
     return _mgpu.kernel(
         functools.partial(_kernel, plan=plan),
-        out_type=[jax.ShapeDtypeStruct(kept[0].shape, plan.problem.dtype)] * plan.num_sums,
-        grid=(plan.batch, heads, plan.num_tiles),
-        grid_names=("batch_index", "head_index", "tile"),
+        out_type=[jax.ShapeDtypeStruct(shape, plan.problem.dtype)] * plan.num_sums,
+        grid=tuple(grid[name] for name in order),
+        grid_names=order,
         num_threads=plan.compute_wgs + 1,
         thread_name="role",
         scratch_types=plan.scratch,

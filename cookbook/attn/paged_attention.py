@@ -41,7 +41,7 @@ from . import checks, decode, decode_fp8, references
 from .core import Problem
 from .decode_parts import Config
 from .merge import merge_pieces
-from .pages import Pages, check_block_tables, check_cache
+from .pages import Pages, at_least_two, check_block_tables, check_cache
 from .pages_fp8 import page_scales
 
 
@@ -119,6 +119,7 @@ def paged_attention(
     need = config.smem_bytes_fp8(head_dim) if scales else config.smem_bytes(head_dim)
     checks.check_smem(op, config, need, head_dim)
     problem = Problem(num_heads, num_kv_heads, head_dim, q.dtype, **how, interpreted=target.interpreted)
+    k_pages, v_pages = map(at_least_two, (k_pages, v_pages))
     pages = Pages(*k_pages.shape[:2], block_tables.shape[1], config.block_kv)
     of = decode_fp8 if scales else decode
     plan = of.Plan(problem, num_seqs, pages, config, target.num_sms)

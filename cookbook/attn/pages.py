@@ -57,6 +57,12 @@ def page_of(block_tables, seq, column, num_pages: int):
     return jnp.where((page >= 0) & (page < num_pages), page, num_pages)
 
 
+def at_least_two(pages):
+    """`pages`, with one of zeros behind a page that is alone: a copy leaves out an axis of length 1, and with it the
+    index that lies beyond it. TMA's boxes have five axes, and heads of 256 need them for other things."""
+    return pages if pages.shape[0] > 1 else jnp.pad(pages, ((0, 1), *[(0, 0)] * 3))
+
+
 def check_cache(op: str, q, k_pages, v_pages, block_tables, kv_lens) -> None:
     """Check the operands of attention over pages, q (..., heads, head_dim) among them.
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from . import checks, packed, packed_fp8, references
 from .core import Config
-from .pages import check_cache
+from .pages import at_least_two, check_cache
 from .pages_fp8 import page_scales
 
 
@@ -105,9 +105,8 @@ def ragged_paged_attention(
     how = checks.options(op, q.shape[2], True, scale, logits_soft_cap, local_window_size)
     scales = page_scales(op, k_pages, k_scale, v_scale)
     return (packed_fp8 if scales else packed).run(
-        op, q, k_pages, v_pages, cu_seqlens_q, kv_lens, block_tables, *scales, sinks=sinks, how=how,
-        return_lse=return_lse,
-        config=config,
+        op, q, *map(at_least_two, (k_pages, v_pages)), cu_seqlens_q, kv_lens, block_tables, *scales, sinks=sinks,
+        how=how, return_lse=return_lse, config=config,
     )  # fmt: skip
 
 

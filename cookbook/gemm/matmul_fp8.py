@@ -54,8 +54,8 @@ def _check(a, b, transpose_b: bool) -> tuple[int, int, int]:
         )
     if k % UNIT:
         raise ValueError(
-            f"{op}: K is {k}, {k} bytes of a row; TMA needs a multiple of {UNIT}: pad both to {-(-k // UNIT) * UNIT} "
-            "along K (jnp.pad)"
+            f"{op}: K is {k}, {k} bytes of a row; TMA needs a multiple of {UNIT} bytes: pad both to "
+            f"{-(-k // UNIT) * UNIT} along K (jnp.pad)"
         )
     return m, n, k
 
