@@ -104,7 +104,7 @@ class Options:
     left: int | None
     right: int | None
     config: Config | None
-    deterministic: bool
+    deterministic: bool | None
 
 
 def _problem(query, key, options: Options, interpreted: bool) -> Problem:
@@ -141,7 +141,10 @@ def _attention_bwd(options: Options, residuals, gradients):
     target = _mgpu.require_tensor_cores("attention")
     problem = _problem(query, key, options, target.interpreted)
     params = _mgpu.compiler_params(approx_math=True)
-    config = None if options.deterministic else bwd_fused.default_config(problem.head_dim)
+    in_one = not options.deterministic
+    if options.deterministic is None:  # Few steps do not make up for the sums that start as zeros and end as rounded.
+        in_one = problem.head_dim > 64 or query.shape[1] >= 2048
+    config = bwd_fused.default_config(problem.head_dim) if in_one else None
     launch = functools.partial(
         attention_bwd.gradients, problem=problem, num_sms=target.num_sms, params=params, config=config
     )
@@ -163,9 +166,10 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 def attention(
     query, key, value, *, scale=None, is_causal=False, local_window_size=None, logits_soft_cap=None, segment_ids=None,
-    kv_segment_ids=None, sinks=None, return_lse=False, deterministic=True, config: Config | None = None,
+    kv_segment_ids=None, sinks=None, return_lse=False, deterministic=None, config: Config | None = None,
 ):  # fmt: skip
-    """Scaled dot-product attention, as `jax.nn.dot_product_attention`. Its results are the same in every run.
+    """Scaled dot-product attention, as `jax.nn.dot_product_attention`. Its results are the same in every run; gradients
+    are if they are asked to.
 
     Differentiable in query, key, value and sinks, also through lse; these, out and lse are kept for the backward pass.
 
@@ -184,9 +188,10 @@ def attention(
       kv_segment_ids: (B, S) integers, of the keys; None for `segment_ids`.
       sinks: (N,), floats: a logit of each head that counts as one key more, whose value is zero.
       return_lse: also return the logarithms of the sums of exponentials.
-      deterministic: whether gradients, too, are the same to the bit in every run. If not, one kernel with five products
-        takes the place of two with seven; it adds up the gradient of `query` in float32 in memory, in an order that
-        differs from run to run. `results/` has the time of both. With heads over 128 gradients are always the same.
+      deterministic: True: gradients, too, are the same to the bit in every run, by two kernels with seven products.
+        False: by one kernel with five, which adds up the gradient of `query` in float32 in memory, in an order that
+        differs from run to run. None: False, but for heads up to 64 with fewer than 2048 queries, where two kernels are
+        faster. With heads over 128 gradients are always the same.
       config: blocks, stages and warpgroups; None chooses by H.
 
     Returns:
@@ -202,7 +207,8 @@ def attention(
     segments = _segments(query, key, segment_ids, kv_segment_ids)
     operands, tree = jax.tree.flatten((query, key, value, checks.sinks("attention", sinks, query.shape[2]), segments))
     operands = jax.tree.unflatten(tree, _mgpu.alike(*operands))
-    deterministic = _mgpu.option("attention", "deterministic", deterministic, bool)
+    if deterministic is not None:
+        deterministic = _mgpu.option("attention", "deterministic", deterministic, bool)
     out, lse = _attention(*operands, Options(**how, config=config, deterministic=deterministic))
     return (out, lse.swapaxes(1, 2)) if return_lse else out
 

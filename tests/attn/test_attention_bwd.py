@@ -13,6 +13,7 @@ from cookbook import lab
 from cookbook.attn.core import Problem
 
 forward = importlib.import_module("cookbook.attn.attention")
+module = importlib.import_module("cookbook.attn.attention_bwd")
 kernel = importlib.import_module("cookbook.attn.bwd_kernel")
 attention, reference = forward.attention, forward.attention_reference
 # Weights and their gradients are rounded to the operands' dtype before they are multiplied, as tensor cores want it,
@@ -35,7 +36,7 @@ def check(*args, fn=attention, seed=0, peaked=1, gpu=None, **kwargs):
     (batch, num_q, heads, _), rng = query.shape, np.random.default_rng(seed)
     d_out = jnp.asarray(rng.normal(size=query.shape) + 0.2, query.dtype)
     d_lse = jnp.asarray(rng.normal(size=(batch, num_q, heads)), jnp.float32)
-    options = {name: kwargs.pop(name) for name in ("config", "deterministic") if name in kwargs}
+    options = dict(deterministic=kwargs.pop("deterministic", True), config=kwargs.pop("config", None))
     return lab.check(
         functools.partial(gradients, functools.partial(fn, return_lse=True, **options), **kwargs),
         functools.partial(gradients, reference, **kwargs),
@@ -73,7 +74,26 @@ def test_head_dims(head_dim):
 
 @pytest.mark.parametrize("heads, kv_heads, batch", [(4, 2, 2), pytest.param(3, 1, 1, marks=pytest.mark.slow)])
 def test_groups_of_heads(heads, kv_heads, batch):
-    check(*operands(70, 50, heads, kv_heads, batch=batch), is_causal=True)
+    """In the first case a block of keys goes through all heads of its group; in the second each head has a block."""
+    check(*operands(70, 150, heads, kv_heads, batch=batch), is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "batch, kv_heads, num_kv, parts",
+    [(1, 1, 300, 12), (1, 2, 500, 12), (2, 2, 4096, 3), (4, 2, 4096, 2), (8, 2, 4096, 1)],
+)
+def test_few_keys_are_shared_by_more_blocks(batch, kv_heads, num_kv, parts):
+    """Least divisors of a group of 12 that give each of 132 SMs two blocks of 128 keys, or all 12."""
+    problem = Problem(12 * kv_heads, kv_heads, 64, jnp.dtype(jnp.bfloat16), 1.0, None, None, 0, interpreted=False)
+    plan = kernel.Plan(problem, batch, 4096, num_kv, has_segments=False, for_query=False)
+    assert module._parts(plan, 132) == parts
+
+
+@pytest.mark.parametrize("head_dim, length, kernels", [(64, 2040, 2), (64, 2048, 1), (128, 512, 1), (192, 4096, 2)])
+def test_the_default_is_the_faster(head_dim, length, kernels):
+    x = jax.ShapeDtypeStruct((1, length, 2, head_dim), jnp.bfloat16)
+    grads = jax.grad(lambda *args: attention(*args).astype(jnp.float32).sum(), argnums=(0, 1, 2))
+    assert sum(launch.is_kernel for launch in lab.launches("h200", grads, x, x, x)) == 1 + kernels
 
 
 def test_float16_and_scale():
@@ -107,7 +127,7 @@ def test_queries_that_see_nothing():
 def test_jit_vmap_checkpoint_and_determinism():
     args = operands(40, 50, batch=2)
     loss = lambda fn: lambda q, k, v: fn(q, k, v).astype(jnp.float32).sum()
-    fn = functools.partial(attention, is_causal=True)
+    fn = functools.partial(attention, is_causal=True, deterministic=True)
     grad = jax.grad(loss(fn), argnums=(0, 1, 2))
     runs = [
         lab.run(grad, *args),
@@ -152,15 +172,19 @@ def test_what_the_compiler_makes_of_it(head_dim, right, for_query):
             "add(now, 0, ds.astype(problem.dtype), 1, count)",
         ),
         ("bwd_steps", "slot = smem.ring.wait(count)", "slot = smem.ring.slot(count)"),
-        ("bwd_kernel", "self.head * plan.problem.group + i", "self.head * plan.problem.group"),
+        ("bwd_kernel", "self.head * plan.group + i", "self.head * plan.group"),
+        ("bwd_kernel", "div(tile.head, plan.parts)]", "tile.head]"),
+        ("attention_bwd", "-1, of_keys.parts, width)", "of_keys.parts, -1, width).swapaxes(2, 3)"),
     ],
 )
 def test_mutants_are_caught(run_only, found_if, mutant_of, name, old, new):
     """delta of the wrong tensor, a forgotten gradient of lse, a soft cap without its
-    derivative, blocks of the wrong queries, dk from the wrong operand, a missing wait, one head for all of a group."""
+    derivative, blocks of the wrong queries, dk from the wrong operand, a missing wait, one head for all of a group,
+    keys and sums of the wrong head where blocks share a group."""
     mutant = mutant_of(name, old, new)("attention").attention
+    args = operands(130, 150, batch=4) if "group + i" in old else operands(130, 100, 4, 2)
     with found_if(old != new):
-        check(*operands(130, 100), fn=mutant, local_window_size=(40, 0), logits_soft_cap=3.0)
+        check(*args, fn=mutant, local_window_size=(40, 0), logits_soft_cap=3.0)
 
 
 # Batch, queries, keys, query heads, key heads, head_dim: of the tests of JAX's own kernel for Hopper, and such as

@@ -161,7 +161,7 @@ def test_mutants_are_caught(run_only, found_if, mutant_of, name, old, new):
     """A missing wait for dsᵀ, dsᵀ in the wrong slot, dq added twice, a share that the next one overwrites, the wrong
     head of a group, the last dq forgotten, dq added to what is not zero, rows that are no keys."""
     mutant = mutant_of(name, old, new)("attention").attention
-    query, key, value = operands(140, 150)
+    query, key, value = operands(140, 150, batch=4 if "plan.num_blocks" in old else 1)
     with found_if(old != new):
         check(40 * jnp.abs(query), -jnp.abs(key), value, fn=mutant, peaked=4)
 
