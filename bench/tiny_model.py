@@ -73,7 +73,10 @@ def trained(steps: int = 400, rate: float = 4e-3) -> dict[str, jax.Array]:
     return params
 
 
-def perplexity(config: LlamaConfig, params, tokens, *, weights: str | None = None, backend: str = "xla") -> float:
+def perplexity(
+    config: LlamaConfig, params, tokens, *, weights: str | None = None, kv_cache_dtype: str | None = None,
+    backend: str = "xla",
+) -> float:  # fmt: skip
     """exp of the mean negative log probability of texts (count, length), each token after the first two; by steps that
     decode, token by token over a paged cache, as the engine runs them."""
     (count, length), each = tokens.shape, -(-tokens.shape[1] // PAGE)
@@ -82,7 +85,7 @@ def perplexity(config: LlamaConfig, params, tokens, *, weights: str | None = Non
     batch = padding(count, each, count)
     batch.block_tables[:] = np.arange(count * each).reshape(count, each)
     run = jax.jit(functools.partial(forward, config, backend=backend, decode=True), donate_argnums=1)
-    pages, total = empty_pages(config, count * each, PAGE), 0.0
+    pages, total = empty_pages(config, count * each, PAGE, kv_cache_dtype), 0.0
     for i in range(length - 1):
         batch.tokens[:], batch.positions[:], batch.kv_lens[:] = tokens[:, i], i, i + 1
         batch.slot_mapping[:] = batch.block_tables[:, i // PAGE] * PAGE + i % PAGE

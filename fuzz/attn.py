@@ -227,7 +227,25 @@ def draw_pages(draw: Draw) -> dict:
     return draw_options(draw, 0, 20, [9, 3]) | draw_heads(draw) | dict(
         dim=draw.choice(*DIMS), page_size=size, num_pages=num_pages, pages_per_seq=per_seq, kv_lens=lens.tolist(),
         ids=draw.choice("valid", "valid", "hostile"), unowned=draw.choice("normal", "nan", "nan"), is_causal=True,
-    )  # fmt: skip
+    ) | draw_cache(draw)  # fmt: skip
+
+
+def draw_cache(draw: Draw) -> dict:
+    """Pages of the operands' dtype; or of 8-bit floats, with scales, beside queries of bfloat16."""
+    scales = draw.choice(None, None, "none", "one", "each")
+    return {} if scales is None else dict(dtype="bfloat16", scales=scales)
+
+
+def cache_dtype(case) -> str:
+    return "float8_e4m3fn" if "scales" in case else case["dtype"]
+
+
+def with_scales(case, values: Values, given: dict) -> dict:
+    shapes = dict(one=(), each=(case.get("kv_heads", case["heads"]),))
+    if case.get("scales") not in shapes:
+        return given
+    scale = lambda: values.rng.uniform(0.02, 2, shapes[case["scales"]]).astype(np.float32)
+    return given | dict(k_scale=scale(), v_scale=scale())
 
 
 def lengths(case) -> np.ndarray:
@@ -238,7 +256,7 @@ def page_arrays(case: dict, values: Values) -> dict:
     """Pages that no sequence reads, and rows of its last page beyond its length, hold NaN if `unowned` says so."""
     pages, size = case["num_pages"], case["page_size"]
     shape, tables = (pages, size, case["kv_heads"], case["dim"]), (len(case["kv_lens"]), case["pages_per_seq"])
-    k, v = values(shape, case["dtype"], case["values"]), values(shape, case["dtype"])
+    k, v = values(shape, cache_dtype(case), case["values"]), values(shape, cache_dtype(case))
     ids = values.rng.integers(0, pages, tables)
     if case["ids"] == "hostile":
         wrong = values.rng.random(tables) < 0.3
@@ -251,11 +269,13 @@ def page_arrays(case: dict, values: Values) -> dict:
     if case["unowned"] == "nan":
         k[~owned], v[~owned] = math.nan, math.nan
     lens = np.asarray(case["kv_lens"], np.int32)
-    return dict(k_pages=k, v_pages=v, block_tables=ids.astype(np.int32), kv_lens=lens)
+    return with_scales(case, values, dict(k_pages=k, v_pages=v, block_tables=ids.astype(np.int32), kv_lens=lens))
 
 
-def gathered(case, k_pages, v_pages, block_tables):
+def gathered(case, k_pages, v_pages, block_tables, k_scale=1.0, v_scale=1.0):
     """Keys and values of each sequence. A page that is not there is zeros."""
+
+    k_pages, v_pages = k_pages * np.reshape(k_scale, (-1, 1)), v_pages * np.reshape(v_scale, (-1, 1))
 
     def rows(pages, table, length):
         exists = (table >= 0) & (table < len(pages))
@@ -280,8 +300,8 @@ def call_paged(case, **arrays):
     return outputs(case, cookbook.paged_attention(**arrays, **how(case)))
 
 
-def paged_reference(case, q, k_pages, v_pages, block_tables, kv_lens, sinks=None):
-    keys = gathered(case, k_pages, v_pages, block_tables)
+def paged_reference(case, q, k_pages, v_pages, block_tables, kv_lens, sinks=None, **scales):
+    keys = gathered(case, k_pages, v_pages, block_tables, **scales)
     return packed(decode_case(case), q, np.arange(len(q) + 1), keys.__getitem__, sinks)
 
 
@@ -301,8 +321,8 @@ def call_ragged(case, **arrays):
     return outputs(case, cookbook.ragged_paged_attention(**arrays, **how(case)))
 
 
-def ragged_reference(case, q, k_pages, v_pages, block_tables, kv_lens, cu_seqlens_q, sinks=None):
-    keys = gathered(case, k_pages, v_pages, block_tables)
+def ragged_reference(case, q, k_pages, v_pages, block_tables, kv_lens, cu_seqlens_q, sinks=None, **scales):
+    keys = gathered(case, k_pages, v_pages, block_tables, **scales)
     return packed(decode_case(case), q, whole(cu_seqlens_q, len(q)), keys.__getitem__, sinks)
 
 
@@ -314,7 +334,7 @@ def draw_write(draw: Draw) -> dict:
         tokens=draw.size(80), pages=draw.number(1, 9), page_size=draw.choice(1, 7, 16, 32), heads=draw.number(1, 8),
         dim=draw.size(128, 8, 0, 1), dtype=draw.choice("float32", *HALVES), hostile=draw.sometimes(),
         values=draw.choice("normal", "nan"),
-    )  # fmt: skip
+    ) | draw_cache(draw)  # fmt: skip
 
 
 def slots(case: dict, values: Values) -> np.ndarray:
@@ -330,7 +350,8 @@ def slots(case: dict, values: Values) -> np.ndarray:
 
 def caches(case: dict, values: Values) -> dict:
     shape = case["pages"], case["page_size"], case["heads"], case["dim"]
-    return {name: values(shape, case["dtype"], case["values"]) for name in ("k_pages", "v_pages")}
+    found = {name: values(shape, cache_dtype(case), case["values"]) for name in ("k_pages", "v_pages")}
+    return with_scales(case, values, found)
 
 
 def written(new, pages, slot_mapping):
@@ -347,9 +368,22 @@ def write_arrays(case: dict, values: Values) -> dict:
     return dict(k_new=k_new, v_new=v_new, **caches(case, values), slot_mapping=slots(case, values))
 
 
-def write_reference(case, k_new, v_new, k_pages, v_pages, slot_mapping):
-    pairs = (k_new, k_pages), (v_new, v_pages)
-    return [(written(*pair, slot_mapping), 0.0) for pair in pairs]
+def as_in_cache(case, new, off=0.0, scale=1.0):
+    """Rows as the cache has them, and by how much they may be off, which were off by `off`: in 8 bits by a rounding,
+    which `compare` allows for, and by half of the smallest number."""
+    if "scales" not in case:
+        return new, off
+    scale = np.reshape(scale, (-1, 1))
+    return np.clip(new / scale, -448, 448), 2.0**-10 + 1.2 * off / scale + 1e-6 * np.abs(new / scale)
+
+
+def write_reference(case, k_new, v_new, k_pages, v_pages, slot_mapping, k_scale=1.0, v_scale=1.0):
+    results = []
+    for new, pages, scale in ((k_new, k_pages, k_scale), (v_new, v_pages, v_scale)):
+        new, off = as_in_cache(case, new, scale=scale)
+        off = written(off + np.zeros_like(new), np.zeros_like(pages), slot_mapping)
+        results.append((written(new, pages, slot_mapping), off))
+    return results
 
 
 def draw_rope(draw: Draw) -> dict:
@@ -374,7 +408,9 @@ def call_rope(case, **arrays):
     return jax.tree.leaves(cookbook.rope_write_kv(**arrays, **(dict(eps=case["norm"]) if case["norm"] else {})))
 
 
-def rope_reference(case, qkv, cos, sin, k_pages, v_pages, slot_mapping, q_norm=None, k_norm=None):
+def rope_reference(
+    case, qkv, cos, sin, k_pages, v_pages, slot_mapping, q_norm=None, k_norm=None, k_scale=1.0, v_scale=1.0
+):
     def rotated(x, norm):
         if norm is not None:
             x = x / np.sqrt(np.mean(x * x, -1, keepdims=True) + case["norm"]) * norm
@@ -384,9 +420,12 @@ def rope_reference(case, qkv, cos, sin, k_pages, v_pages, slot_mapping, q_norm=N
 
     n, h = case["queries"], case["heads"]
     (q, q_off), (k, k_off) = rotated(qkv[:, :n], q_norm), rotated(qkv[:, n : n + h], k_norm)
-    k_off = written(k_off, np.zeros_like(k_pages), slot_mapping)
-    new_pages = [written(*pair, slot_mapping) for pair in ((k, k_pages), (qkv[:, n + h :], v_pages))]
-    return [(q, q_off), (new_pages[0], k_off), (new_pages[1], 0.0)]
+    results = [(q, q_off)]
+    news = as_in_cache(case, k, k_off, k_scale), as_in_cache(case, qkv[:, n + h :], 0.0, v_scale)
+    for (new, off), pages in zip(news, (k_pages, v_pages), strict=True):
+        off = written(off + np.zeros_like(new), np.zeros_like(pages), slot_mapping)
+        results.append((written(new, pages, slot_mapping), off))
+    return results
 
 
 def draw_merge(draw: Draw) -> dict:

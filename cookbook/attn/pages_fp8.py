@@ -1,4 +1,4 @@
-"""Pages of 8-bit floats: their scales, and how kernels widen them."""
+"""Pages of 8-bit floats: their scales, and how kernels round to them and widen them."""
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -6,6 +6,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
 from .core import E4M3
+
+E4M3_MAX = 448.0
 
 
 def page_scales(op: str, k_pages, k_scale, v_scale) -> tuple:
@@ -32,6 +34,13 @@ def head_scale(op: str, name: str, scale, num_heads: int):
             "head"
         )
     return jnp.broadcast_to(scale.astype(jnp.float32), (num_heads,))
+
+
+def rounded(values, scales):
+    """Values as the cache has them."""
+    wide = [value.astype(jnp.float32) / scale for value, scale in zip(values, scales, strict=True)]
+    # Without it a GPU would cut at the end of e4m3, too, and the interpreter make NaN of what is beyond.
+    return [jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(E4M3) for x in wide]
 
 
 def widen(narrow, wide, seen=None, rows: int = 64):

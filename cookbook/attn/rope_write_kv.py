@@ -7,12 +7,14 @@
     rotated(x)[i] = x[i] * cos[t, i] - x[i + D/2] * sin[t, i]        for i < D/2, of each head
     rotated(x)[i + D/2] = x[i + D/2] * cos[t, i] + x[i] * sin[t, i]
 
-with slot = slot_mapping[t], place slot % page_size of page slot // page_size. With `q_norm` and `k_norm` the heads of
+with slot = slot_mapping[t], place slot % page_size of page slot // page_size. Rows of pages of 8-bit floats are divided
+by a scale of their head, cut at 448 and rounded to e4m3. With `q_norm` and `k_norm` the heads of
 queries and keys are first divided by the root of their mean square and multiplied by these, as in Qwen3.
 
 Shapes: qkv (T, N_q + 2 H, D), as one product with joined weights gives it; cos, sin (T, D/2) float32; k_pages, v_pages
 (P, page_size, H, D); slot_mapping (T,) int32; q_norm, k_norm (D,); q (T, N_q, D). D is 64, 128 or 256; qkv and pages
-are all bfloat16, float16 or float32. The arithmetic is float32, rounded once; values are moved bit by bit.
+are all bfloat16, float16 or float32, or pages are float8_e4m3fn. The arithmetic is float32, rounded once, to what pages
+hold; values are moved bit by bit to pages of their dtype.
 
 Role table: one warpgroup a block does everything for one token. It loads its slot and all its heads straight into
 registers, the two halves of a head in one thread, and stores what it made of them. No barrier orders data: nothing is
@@ -23,7 +25,7 @@ Bound by: memory (each value is read once and written once); for few tokens, the
 In place: an array of pages becomes a Ref inside, and XLA copies it first unless it is donated, or was made in the same
 `jit` and is not used afterwards. Slots should be distinct (`cookbook.write_kv.check_slots`).
 
-Not supported: rotation of neighbouring pairs or of a part of a head, 8-bit caches, differentiation, `jax.vmap`.
+Not supported: rotation of neighbouring pairs or of a part of a head, differentiation, `jax.vmap`.
 Chapter: notebooks/15_serving.ipynb. Source: Su et al., "RoFormer" (2021); halves of a head as Hugging Face pairs them.
 """
 
@@ -37,29 +39,37 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
+from .core import E4M3
+from .pages_fp8 import page_scales, rounded
 
 LANES, WARPS = 32, 4  # Threads of a warp, and warps of a warpgroup.
 HEAD_DIMS = 64, 128, 256
 VALUES_MAX = 32768  # Values of a token: 256 a thread.
 
 
-def rope_write_kv_reference(qkv, cos, sin, k_pages, v_pages, slot_mapping, q_norm=None, k_norm=None, eps=1e-6):
+def rope_write_kv_reference(
+    qkv, cos, sin, k_pages, v_pages, slot_mapping, *, k_scale=None, v_scale=None, q_norm=None, k_norm=None, eps=1e-6
+):
     def rotated(x, norm):
         x = x.astype(jnp.float32)
         if norm is not None:
             x = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * norm.astype(jnp.float32)
         a, b = jnp.split(x, 2, axis=-1)
         c, s = cos[:, None], sin[:, None]
-        return jnp.concatenate([a * c - b * s, b * c + a * s], axis=-1).astype(qkv.dtype)
+        return jnp.concatenate([a * c - b * s, b * c + a * s], axis=-1)
 
-    def write(new, pages):
+    def write(new, pages, scale):
+        if pages.dtype == E4M3:
+            scale = jnp.reshape(jnp.asarray(1.0 if scale is None else scale, jnp.float32), (-1, 1))
+            new = jnp.clip(new.astype(jnp.float32) / scale, -448, 448)
         slots = pages.reshape(-1, *pages.shape[2:])
         where = jnp.where(slot_mapping < 0, len(slots), slot_mapping)  # JAX would count a negative one from the end.
-        return slots.at[where].set(new, mode="drop").reshape(pages.shape)
+        return slots.at[where].set(new.astype(pages.dtype), mode="drop").reshape(pages.shape)
 
     num_kv = k_pages.shape[2]
     q, k, v = jnp.split(qkv, (qkv.shape[1] - 2 * num_kv, qkv.shape[1] - num_kv), axis=1)
-    return rotated(q, q_norm), write(rotated(k, k_norm), k_pages), write(v, v_pages)
+    k_pages, v_pages = write(rotated(k, k_norm), k_pages, k_scale), write(v, v_pages, v_scale)
+    return rotated(q, q_norm).astype(qkv.dtype), k_pages, v_pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +136,18 @@ class Heads:
         values = plgpu.load(values_gmem, layout=self.layout.reduce(0), optimized=False)
         return lax.broadcast_in_dim(values.astype(jnp.float32), self.shape, [1])
 
+    def divided(self, pieces, scales_gmem):
+        """Pieces as pages of 8-bit floats have them; `scales_gmem` has a number for each head."""
+
+        def of_piece(start, halves):
+            scales = plgpu.load(
+                scales_gmem.at[pl.ds(start, self.rows)], layout=self.layout.reduce(1), optimized=False
+            )  # fmt: skip
+            scales = lax.broadcast_in_dim(scales, self.shape, [0])
+            return rounded(halves, [scales] * 2)
+
+        return [of_piece(start, halves) for start, halves in zip(self.starts, pieces, strict=True)]
+
     def store(self, out_gmem, row, pieces):
         for start, halves in zip(self.starts, pieces, strict=True):
             for part, value in enumerate(halves):
@@ -162,7 +184,7 @@ def _rotated(heads: Heads, pieces, cos_gmem, sin_gmem, norm_gmem, eps: float):
     return [(a * cos - b * sin, b * cos + a * sin) for a, b in pieces]
 
 
-def _kernel(qkv_gmem, cos_gmem, sin_gmem, slots_gmem, norms, k_pages_gmem, v_pages_gmem, q_gmem, *, plan: Plan):
+def _kernel(qkv_gmem, cos_gmem, sin_gmem, slots_gmem, norms, scales, k_pages_gmem, v_pages_gmem, q_gmem, *, plan: Plan):
     token = lax.axis_index("block")
     slot = slots_gmem[token]
     q, k, v = (heads.load(qkv_gmem, token) for heads in (plan.q, plan.k, plan.v))
@@ -171,6 +193,8 @@ def _kernel(qkv_gmem, cos_gmem, sin_gmem, slots_gmem, norms, k_pages_gmem, v_pag
     q_norm, k_norm = norms or (None, None)
     angles = cos_gmem.at[token], sin_gmem.at[token]
     k = _rotated(plan.k, k, *angles, k_norm, plan.eps)
+    if scales:
+        k, v = plan.k.divided(k, scales[0]), plan.v.divided(v, scales[1])
 
     @pl.when((slot >= 0) & (slot < plan.num_slots))
     def _():
@@ -181,7 +205,7 @@ def _kernel(qkv_gmem, cos_gmem, sin_gmem, slots_gmem, norms, k_pages_gmem, v_pag
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "params"))
-def _call(qkv, cos, sin, k_pages, v_pages, slot_mapping, norms, eps: float, params):
+def _call(qkv, cos, sin, k_pages, v_pages, slot_mapping, norms, scales, eps: float, params):
     num_tokens, num_heads, head_dim = qkv.shape
     num_kv = k_pages.shape[2]
     num_q = num_heads - 2 * num_kv
@@ -196,7 +220,7 @@ def _call(qkv, cos, sin, k_pages, v_pages, slot_mapping, norms, eps: float, para
         grid=(num_tokens,),
         grid_names=("block",),
         compiler_params=params,
-    )(qkv, cos, sin, slot_mapping, norms, k_slots, v_slots)
+    )(qkv, cos, sin, slot_mapping, norms, scales, k_slots, v_slots)
     q, k_slots, v_slots = _mgpu.apart((q, jax.freeze(k_slots), jax.freeze(v_slots)))
     return q, k_slots.reshape(k_pages.shape), v_slots.reshape(v_pages.shape)
 
@@ -228,7 +252,8 @@ def _check(qkv, cos, sin, k_pages, v_pages, slot_mapping, norms):
         if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             raise ValueError(f"{op}: {name}.dtype is {x.dtype}; must be bfloat16, float16 or float32: cast it")
     for name, x, dtype in (
-        ("k_pages", k_pages, qkv.dtype), ("v_pages", v_pages, qkv.dtype), ("cos", cos, jnp.float32),
+        ("k_pages", k_pages, E4M3 if v_pages.dtype == E4M3 else qkv.dtype),
+        ("v_pages", v_pages, E4M3 if k_pages.dtype == E4M3 else qkv.dtype), ("cos", cos, jnp.float32),
         ("sin", sin, jnp.float32), ("slot_mapping", slot_mapping, jnp.int32),
     ):  # fmt: skip
         if x.dtype != dtype:
@@ -237,14 +262,19 @@ def _check(qkv, cos, sin, k_pages, v_pages, slot_mapping, norms):
         raise ValueError(f"{op}: {k_pages.shape=} has 2**31 slots or more, beyond int32: use fewer pages")
 
 
-def rope_write_kv(qkv, cos, sin, k_pages, v_pages, slot_mapping, *, q_norm=None, k_norm=None, eps: float = 1e-6):
+def rope_write_kv(
+    qkv, cos, sin, k_pages, v_pages, slot_mapping, *, k_scale=None, v_scale=None, q_norm=None, k_norm=None,
+    eps: float = 1e-6,
+):  # fmt: skip
     """Rotates queries and keys by their tokens' positions, and writes keys and values into a paged cache, in place.
 
     Args:
       qkv: (T, N_q + 2 H, D) bfloat16, float16 or float32: heads of queries, of keys, of values. D is 64, 128 or 256.
       cos, sin: (T, D/2) float32: of the angles of each token's position.
-      k_pages, v_pages: (P, page_size, H, D), of the dtype of `qkv`.
+      k_pages, v_pages: (P, page_size, H, D), of the dtype of `qkv`, or float8_e4m3fn.
       slot_mapping: (T,) int32, for each token page * page_size + offset; others are skipped, as in `write_kv`.
+      k_scale, v_scale: with pages of float8_e4m3fn, by what rows are divided before they are cut at 448 and rounded: a
+        float above 0, or (H,) of them; None for 1. A NaN stays one.
       q_norm, k_norm: (D,) of any of these dtypes: scales of the heads' RMS normalisation before; or None, both of them.
       eps: added to the mean of squares.
 
@@ -264,14 +294,15 @@ def rope_write_kv(qkv, cos, sin, k_pages, v_pages, slot_mapping, *, q_norm=None,
     norms = {name: _mgpu.as_array("rope_write_kv", name, x) for name, x in norms.items()}
     eps = _mgpu.option("rope_write_kv", "eps", eps, float)
     _check(*arrays, norms)
+    scales = page_scales("rope_write_kv", arrays[3], k_scale, v_scale)
     if 0 in (*arrays[0].shape, *arrays[3].shape):
         return (jnp.zeros_like(arrays[0][:, : arrays[0].shape[1] - 2 * arrays[3].shape[2]]), *arrays[3:5])
     _mgpu.require_target("rope_write_kv")
     arrays[:5] = _mgpu.without_gradient("rope_write_kv", "rope_write_kv_reference, of the same module,", *arrays[:5])
     call = functools.partial(_call, eps=eps, params=_mgpu.compiler_params())
-    return call(*arrays, tuple(norms.values()))
+    return call(*arrays, tuple(norms.values()), scales)
 
 
 def bytes_moved(num_tokens: int, num_q_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Each value of qkv is read and written once; angles and slots are read once."""
+    """Each value of qkv is read and written once, with pages of its dtype; angles and slots are read once."""
     return num_tokens * ((num_q_heads + 2 * num_kv_heads) * 2 * head_dim * itemsize + 4 * head_dim + 4)

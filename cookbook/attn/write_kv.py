@@ -50,10 +50,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _mgpu
 from . import checks
 from .core import E4M3
-from .pages_fp8 import page_scales
+from .pages_fp8 import E4M3_MAX, page_scales, rounded
 
 WARPGROUP = 128  # Threads in a warpgroup.
-E4M3_MAX = 448.0
 LOADS = 8  # Loads of k that a thread has in flight, and as many of v: 64 registers at 16 bytes a load.
 
 
@@ -170,13 +169,6 @@ class Plan:
         return [all_pieces[i : i + size] for i in range(0, len(all_pieces), size)]
 
 
-def _rounded(values, scales):
-    """Values as the cache has them."""
-    wide = [value.astype(jnp.float32) / scale for value, scale in zip(values, scales, strict=True)]
-    # Without it a GPU would cut at the end of e4m3, too, and the interpreter make NaN of what is beyond.
-    return [jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(E4M3) for x in wide]
-
-
 def _load(new_gmem, token, group):
     at = lambda start, length: new_gmem.at[token, pl.ds(start, length)]
     return [plgpu.load(at(*piece), layout=_layout(piece[1]), optimized=False) for piece in group]
@@ -212,7 +204,7 @@ def _kernel(k_new_gmem, v_new_gmem, slots_gmem, *scales_and_pages, plan: Plan):
             @pl.when(_is_slot(slot, plan.num_slots))
             def _(slot=slot, k=k, v=v, group=group, scales=scales):
                 if scales:
-                    k, v = _rounded(k, scales[0]), _rounded(v, scales[1])
+                    k, v = rounded(k, scales[0]), rounded(v, scales[1])
                 _store(k_pages_gmem, slot, group, k)
                 _store(v_pages_gmem, slot, group, v)
 

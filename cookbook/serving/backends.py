@@ -2,8 +2,8 @@
 
 Both take the same arguments and give the same results, but for rounding:
 
-    cookbook    this package's kernels, on a GPU or inside `cookbook.lab.interpret()`; 16-bit weights and pages, heads
-                of 64, 128 or 256, pages of 16, 32, 64, 128 or 256 tokens
+    cookbook    this package's kernels, on a GPU or inside `cookbook.lab.interpret()`; 16-bit weights, pages of these
+                or with bfloat16 of e4m3, heads of 64, 128 or 256, pages of 16, 32, 64, 128 or 256 tokens
     xla         products and reductions as XLA makes them, and attention on gathered pages: the keys and values of each
                 token's whole block table are copied together, and masked; any device and float dtype
 """
@@ -60,12 +60,15 @@ def backend(name: str) -> Backend:
     raise ValueError(f'backend = {name!r}; must be "cookbook" or "xla"')
 
 
-def check(name: str, config: LlamaConfig, page_size: int) -> None:
-    """Raises a ValueError if a backend cannot compute a model of these sizes, or there is no such backend."""
+def check(name: str, config: LlamaConfig, page_size: int, kv_cache_dtype: str | None = None) -> None:
+    """Raises a ValueError if a backend cannot compute a model of these sizes, or there is no such backend or cache."""
     backend(name)
+    if kv_cache_dtype not in (None, "fp8"):
+        raise ValueError(f'{kv_cache_dtype=}; must be None or "fp8"')
     if name == "cookbook":
+        dtypes = ("bfloat16", "float16") if kv_cache_dtype is None else ("bfloat16",)
         for what, value, supported in (
-            ("config.dtype", config.dtype, ("bfloat16", "float16")), ("config.head_dim", config.head_dim, HEAD_DIMS),
+            ("config.dtype", config.dtype, dtypes), ("config.head_dim", config.head_dim, HEAD_DIMS),
             ("page_size", page_size, PAGE_SIZES),
         ):  # fmt: skip
             if value not in supported:
@@ -129,7 +132,8 @@ def _paged_attention(q, k_pages, v_pages, block_tables, kv_lens):
     """As `cookbook.paged_attention`: a query a sequence."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_pages.shape[2]
-    k, v = (pages[block_tables].reshape(num_rows, -1, num_kv_heads, head_dim) for pages in (k_pages, v_pages))
+    gathered = lambda pages: pages[block_tables].reshape(num_rows, -1, num_kv_heads, head_dim).astype(q.dtype)
+    k, v = gathered(k_pages), gathered(v_pages)
     q = q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     product = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
     s = product("rkgh,rskh->rkgs", q, k) * head_dim**-0.5

@@ -43,7 +43,8 @@ class Engine:
     Args:
       config: the model's sizes.
       params: its parameters, of `init` or `load`. The engine keeps them joined, which are copies of most: drop yours.
-      num_pages: of the cache, in each layer; with `LlamaConfig.page_bytes_per_token` bytes a token.
+      num_pages: of the cache, in each layer; with `LlamaConfig.page_bytes_per_token` bytes a token, or a byte a value
+        in 8 bits.
       page_size: tokens a page.
       max_seqs: sequences of a step.
       max_tokens_per_step: tokens of a step; at least `max_seqs`.
@@ -51,6 +52,8 @@ class Engine:
         `warmup` compiles less if there are fewer.
       backend: "cookbook" for this package's kernels, "xla" for plain XLA.
       weights: None for weights as they are, "int8" for all matrices in 8 bits, each output channel with a scale.
+      kv_cache_dtype: None for keys and values of the model's dtype; "fp8" for e4m3, cut at 448, as vLLM has them
+        without scales in the checkpoint.
       compiler_options: XLA's, for the program of the model. XLA records the kernels of a step, this package's included,
         as command buffers (CUDA graphs); `xla_gpu_enable_command_buffer="INVALID"` turns that off,
         `xla_cmd_buffer_trace_cache_size` says for how many sets of addresses a recording is kept.
@@ -65,12 +68,13 @@ class Engine:
     def __init__(
         self, config: LlamaConfig, params, *, num_pages: int, page_size: int = 16, max_seqs: int = 64,
         max_tokens_per_step: int = 512, max_seq_len: int | None = None, backend: str = "cookbook",
-        weights: str | None = None, compiler_options: Mapping[str, object] | None = None, ahead: bool = True,
+        weights: str | None = None, kv_cache_dtype: str | None = None,
+        compiler_options: Mapping[str, object] | None = None, ahead: bool = True,
     ):  # fmt: skip
-        backends.check(backend, config, page_size)
+        backends.check(backend, config, page_size, kv_cache_dtype)
         check_params(config, params)
         self.config, self.backend, self.ahead = config, backend, ahead
-        self.weights = prepared(config, params, weights)
+        self.weights, self.kv_cache_dtype = prepared(config, params, weights), kv_cache_dtype
         self.compiler_options = _checked(compiler_options or {})
         self.allocator = PageAllocator(num_pages, page_size)
         self.scheduler = Scheduler(self.allocator, max_seqs=max_seqs, max_tokens_per_step=max_tokens_per_step)
@@ -295,7 +299,8 @@ class Engine:
         self._device = self._new_device()
 
     def _new_device(self) -> Device:
-        pages = empty_pages(self.config, self.allocator.num_pages, self.allocator.page_size)
+        sizes = self.allocator.num_pages, self.allocator.page_size
+        pages = empty_pages(self.config, *sizes, self.kv_cache_dtype)
         return Device(pages, jnp.zeros(self.scheduler.max_seqs, jnp.int32), ())
 
 

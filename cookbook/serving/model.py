@@ -6,8 +6,8 @@ Qwen3-MoE), Llama 3's rotary frequencies.
 Parameters are a flat dict. A weight is (outputs, inputs), under its name in Hugging Face's checkpoints:
 `model.layers.0.self_attn.q_proj.weight` is the first layer's of queries. Experts' weights are joined and (experts,
 inputs, outputs), as `cookbook.moe` takes them. Weights, activations that are multiplied by them, and pages are of
-`LlamaConfig.dtype`; the residual stream, normalisation and logits are float32. `forward` takes them as
-`weights.prepared` gives them: joined, and in 8 bits if wanted.
+`LlamaConfig.dtype`, pages also of float8_e4m3fn; the residual stream, normalisation and logits are float32. `forward`
+takes them as `weights.prepared` gives them: joined, and in 8 bits if wanted.
 
 A layer of a step that decodes is as few kernels as there are points where all tokens, or all of a row, have to meet:
 
@@ -30,10 +30,14 @@ from cookbook.serving.config import LlamaConfig, RopeScaling
 from cookbook.serving.weights import rows_of
 
 
-def empty_pages(config: LlamaConfig, num_pages: int, page_size: int) -> list[tuple[jax.Array, jax.Array]]:
-    """(k_pages, v_pages) of each layer: (num_pages, page_size, num_key_value_heads, head_dim) each, zeros."""
+def empty_pages(
+    config: LlamaConfig, num_pages: int, page_size: int, kv_cache_dtype: str | None = None
+) -> list[tuple[jax.Array, jax.Array]]:
+    """(k_pages, v_pages) of each layer: (num_pages, page_size, num_key_value_heads, head_dim) each, zeros; of
+    float8_e4m3fn if `kv_cache_dtype` is "fp8"."""
     shape = num_pages, page_size, config.num_key_value_heads, config.head_dim
-    return [tuple(jnp.zeros(shape, config.dtype) for _ in "kv") for _ in range(config.num_hidden_layers)]
+    dtype = jnp.float8_e4m3fn if kv_cache_dtype == "fp8" else config.dtype
+    return [tuple(jnp.zeros(shape, dtype) for _ in "kv") for _ in range(config.num_hidden_layers)]
 
 
 @jax.tree_util.register_dataclass

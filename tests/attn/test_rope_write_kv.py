@@ -63,6 +63,26 @@ def test_shapes(tokens, num_q, num_kv, head_dim, dtype, norms):
     assert report.compiled is None or report.compiled.spill_bytes == 0
 
 
+@pytest.mark.parametrize("num_q, num_kv, head_dim, dtype, norms", [(5, 3, 64, BF16, True), (4, 5, 128, F32, False)])
+def test_pages_of_8_bit_floats(num_q, num_kv, head_dim, dtype, norms):
+    """A scale for each head; what lies beyond 448 of it is cut there, and a NaN stays one."""
+    (qkv, cos, sin, pages, _, slots), norms = operands(6, num_q, num_kv, head_dim, dtype, norms)
+    rng = np.random.default_rng(0)
+    scales = [jnp.asarray(rng.permutation(np.geomspace(0.002, 0.3, num_kv)), F32) for _ in "kv"]
+    slots[0] = 7  # The row of the NaN is written.
+    qkv = qkv.at[0, -1, 3].set(jnp.nan)
+    zeros = jnp.zeros(pages.shape, jnp.float8_e4m3fn)
+    fixed = lambda fn: lambda *args: fn(*args[:-2], k_scale=args[-2], v_scale=args[-1], **norms)
+    args = (qkv, cos, sin, zeros, zeros, slots, *scales)
+    got, wanted = lab.run(fixed(rope_write_kv), *args), jax.jit(fixed(reference))(*args)
+    for x, y in zip(got[1:], wanted[1:], strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+    np.testing.assert_allclose(np.asarray(got[0], np.float32), np.asarray(wanted[0], np.float32), rtol=2**-7, atol=1e-3)
+    v = np.asarray(got[2], np.float32)
+    assert np.isnan(v[7 // PAGE_SIZE, 7 % PAGE_SIZE, -1, 3]) and np.isnan(v).sum() == 1 and np.nanmax(v) == 448
+    assert lab.compile_for("h200", fixed(rope_write_kv), *args).spill_bytes == 0
+
+
 def test_the_reference_turns_complex_numbers():
     """As the paper has it, with a head's halves as real and imaginary parts."""
     (qkv, cos, sin, *rest), _ = operands(4, 3, 2, 64, F32)

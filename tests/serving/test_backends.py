@@ -19,9 +19,9 @@ QWEN = dataclasses.replace(TINY, qk_norm=True, tie_word_embeddings=True)
 EXPERTS = dataclasses.replace(QWEN, intermediate_size=64, num_experts=128, num_experts_per_tok=8)
 
 
-def decoded(config: LlamaConfig, weights, backend: str) -> tuple[np.ndarray, list]:
+def decoded(config: LlamaConfig, weights, backend: str, kv_cache_dtype=None) -> tuple[np.ndarray, list]:
     """Logits and pages of a step in which a sequence of 20 tokens, one of 3 and an empty one decode."""
-    batch, pages = padding(4, 16, 4), empty_pages(config, 4, 16)
+    batch, pages = padding(4, 16, 4), empty_pages(config, 4, 16, kv_cache_dtype)
     pages = jax.tree.map(lambda x: jnp.asarray(np.random.default_rng(0).normal(size=x.shape), x.dtype), pages)
     batch.tokens[:], batch.positions[:] = (7, 200, 0, 0), (19, 2, 0, 0)
     batch.block_tables[:2, :2], batch.kv_lens[:2] = ((2, 1), (3, 0)), (20, 3)
@@ -31,13 +31,13 @@ def decoded(config: LlamaConfig, weights, backend: str) -> tuple[np.ndarray, lis
 
 
 @pytest.mark.parametrize(
-    "config, kind",
-    [(QWEN, None), (TINY, "int8"), pytest.param(EXPERTS, None, marks=pytest.mark.slow)],
-    ids=["norms of heads", "int8", "128 experts"],
+    "config, kind, cache",
+    [(QWEN, None, "fp8"), (TINY, "int8", None), pytest.param(EXPERTS, None, None, marks=pytest.mark.slow)],
+    ids=["norms of heads, fp8", "int8", "128 experts"],
 )
-def test_the_kernels_give_the_logits_of_xla(config, kind):
+def test_the_kernels_give_the_logits_of_xla(config, kind, cache):
     weights = prepared(config, init(config), kind)
-    (ours, our_pages), (theirs, their_pages) = (decoded(config, weights, name) for name in ("cookbook", "xla"))
+    (ours, our_pages), (theirs, their_pages) = (decoded(config, weights, name, cache) for name in ("cookbook", "xla"))
     assert np.linalg.norm(ours - theirs) < 0.02 * np.linalg.norm(theirs)
     for one, other in zip(jax.tree.leaves(our_pages), jax.tree.leaves(their_pages), strict=True):
         np.testing.assert_allclose(np.float32(one), np.float32(other), atol=0.05)
@@ -92,6 +92,8 @@ def test_perplexity_stays():
     assert abs(exact - np.exp(tiny_model.loss(params, texts))) < 1e-3 * exact < 4e-3, "it is not trained"
     in_8_bits = tiny_model.perplexity(tiny_model.CONFIG, params, texts, weights="int8")
     assert abs(in_8_bits / exact - 1) < 0.01 and in_8_bits != exact
+    cache_in_8_bits = tiny_model.perplexity(tiny_model.CONFIG, params, texts, kv_cache_dtype="fp8")
+    assert abs(cache_in_8_bits / exact - 1) < 0.01 and cache_in_8_bits != exact
 
 
 def test_a_mutant_with_one_scale_for_all_outputs_is_caught(monkeypatch):
@@ -111,6 +113,7 @@ def test_a_mutant_with_one_scale_for_all_outputs_is_caught(monkeypatch):
     "config, how, message",
     [
         (TINY, dict(weights="int4"), "weights = 'int4'; must be None or \"int8\""),
+        (TINY, dict(kv_cache_dtype="int8"), "kv_cache_dtype='int8'; must be None or \"fp8\""),
         (EXPERTS, dict(weights="int8"), "with 128 experts; must be None"),
         (TINY, dict(compiler_options=dict(xla_no_such_option=1)), "No such compile option.*must be options that XLA"),
     ],

@@ -71,7 +71,7 @@ class FakeDevice:
         self.fault: str | None = None  # In the next launch.
         self.num_caches = 0
 
-    def empty_pages(self, config, num_pages, page_size):
+    def empty_pages(self, config, num_pages, page_size, kv_cache_dtype):
         self.num_caches += 1
         return Pages(np.full((num_pages * page_size, 2), -1))
 
