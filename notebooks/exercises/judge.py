@@ -75,10 +75,20 @@ def _in_time(fn):
     thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True)
     thread.start()
     thread.join(SECONDS)
-    if not done:  # The interpreter raises it at the thread's next line of Python; what waits in C goes on.
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(OutOfTime))
+    if not done:
+        _stop(thread)
         raise OutOfTime
     return done[0]
+
+
+def _stop(thread, tries: int = 30):
+    """Raises OutOfTime at the thread's next line of Python, until it ends: in a callback of JAX's C++ an exception is
+    lost, and the loop would go on for as long as the process. What waits in C goes on."""
+    for _ in range(tries):
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(OutOfTime))
+        thread.join(0.1)
+        if not thread.is_alive():
+            return
 
 
 def normal(seed: int, shape, dtype=np.float32):
