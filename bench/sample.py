@@ -97,7 +97,7 @@ def _key_and_value_heads(rng):
 
 
 def _attention_heads(rng):
-    """Sequences, tokens of each, heads, heads of keys, their size, and whether each query sees only keys before it.
+    """Sequences, tokens of each, heads, KV heads, their size, and whether each query sees only keys before it.
 
     cuDNN has gradients for an even number of tokens."""
     tokens, heads = _multiple(_log_uniform(rng, 256, 32768), 2), round(_log_uniform(rng, 1, 64))

@@ -100,6 +100,7 @@ def draw_attention(draw: Draw) -> dict:
         dim=draw.choice(*DIMS, draw.size(256, 8, 0, 1)), is_causal=draw.sometimes(), segments=draw.choice(0, 0, 3),
     )  # fmt: skip
     case["grad"] = case["values"] == "normal" and draw.sometimes(0.15)
+    case["deterministic"] = draw.choice(None, True, False)  # Which kernels have the gradients.
     return case
 
 
@@ -114,7 +115,7 @@ def attention_arrays(case: dict, values: Values) -> dict:
 
 
 def call_attention(case, query, key, value, **arrays):
-    return outputs(case, cookbook.attention(query, key, value, **arrays, **how(case, "is_causal")))
+    return outputs(case, cookbook.attention(query, key, value, **arrays, **how(case, "is_causal", "deterministic")))
 
 
 def attention_reference(case, query, key, value, segment_ids=None, kv_segment_ids=None, sinks=None):
@@ -129,7 +130,7 @@ def attention_reference(case, query, key, value, segment_ids=None, kv_segment_id
 
 def draw_fp8(draw: Draw) -> dict:
     case = draw_attention(draw)
-    for name in ("sinks", "segments", "grad", "values"):
+    for name in ("sinks", "segments", "grad", "deterministic", "values"):
         del case[name]
     return case | dict(dim=draw.choice(*DIMS), dtype="float8_e4m3fn", out_dtype=draw.choice(*HALVES),
                        descales=draw.choice("one", "each"))  # fmt: skip

@@ -5,7 +5,9 @@
 """
 
 import dataclasses
+import functools
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -153,13 +155,16 @@ class Blocks:
         return start, jnp.clip(div(stop, self.block_kv), start, end)
 
     def mask(self, rows, kv_ids):
-        """Whether the query of each row sees each key."""
-        seen = kv_ids < self.num_kv
+        """Whether the query of each row sees each key of a block that some row sees."""
+        q_ids, tests = self.position(rows), []
         if not (isinstance(self.first_kv, int) and self.first_kv == 0):
-            seen = seen & (kv_ids >= self.first_kv)
-        q_ids = self.position(rows)
-        seen = seen if self.left is None else seen & (kv_ids >= q_ids - self.left)
-        return seen if self.right is None else seen & (kv_ids <= q_ids + self.right)
+            tests.append(kv_ids >= self.first_kv)
+        if self.left is not None:
+            tests.append(kv_ids >= q_ids - self.left)
+        if self.right is not None:
+            tests.append(kv_ids <= q_ids + self.right)
+        ends_with_block = isinstance(self.num_kv, int) and self.num_kv % self.block_kv == 0
+        return functools.reduce(operator.and_, tests + [kv_ids < self.num_kv] * (not tests or not ends_with_block))
 
     def mask_of(self, first_row, block):
         """`mask` of a warpgroup's rows from `first_row` on and the keys of a block, as its products are laid out."""

@@ -279,7 +279,7 @@ def test_errors_name_the_rule(fn, message):
         ("attention", "", ""),  # Nothing is wrong, and nothing is found.
         ("core", "kv_ids <= q_ids + self.right)", "kv_ids < q_ids + self.right)"),
         ("core", "kv_ids >= q_ids - self.left)", "kv_ids > q_ids - self.left)"),
-        ("core", "seen = kv_ids < self.num_kv\n", "seen = kv_ids >= 0\n"),
+        ("core", "[kv_ids < self.num_kv]", "[kv_ids >= 0]"),
         ("core", "return left, (0 if", "return left and left + 1, (0 if"),
         ("steps", "return sums * per_row(alpha, sums.shape),", "return sums,"),
         ("steps", "l_i * alpha + p.sum(axis=1)", "l_i + p.sum(axis=1)"),
