@@ -24,9 +24,9 @@ def test_every_public_op_is_fuzzed():
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("index", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))])
+@pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_cases_are_right(index, op):
-    _, case = drawn([op], SEED, index, share=0.2)
+    _, case = drawn([op], SEED, index, share=0.1)
     assert run(OPS[op], case) in (None, "refused"), text(op, case)
 
 
