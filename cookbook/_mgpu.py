@@ -278,6 +278,20 @@ def apart(arrays):
     return lax.optimization_barrier(arrays)
 
 
+def ref_of(op: str, array):
+    """A Ref of `array`, for a kernel that changes it in place.
+
+    Raises:
+      ValueError: the array varies over an axis of a mesh, inside a `jax.shard_map` that checks that.
+    """
+    if axes := _varying(array):
+        raise ValueError(
+            f"cookbook.{op} changes an array in place, and JAX's kernels take no Ref that varies over an axis of a "
+            f"mesh, as this does over {', '.join(sorted(map(str, axes)))}: call jax.shard_map with check_vma=False"
+        )
+    return jax.new_ref(apart(array))
+
+
 def alike(*arrays):
     """`arrays`, each made to vary over every mesh axis of `jax.shard_map` over which one of them varies.
 

@@ -212,8 +212,8 @@ def _call(qkv, cos, sin, k_pages, v_pages, slot_mapping, norms, scales, eps: flo
     heads = lambda first, count: Heads(first, count, head_dim // 2, qkv.dtype.itemsize)
     slots = k_pages.shape[0] * k_pages.shape[1]
     plan = Plan(slots, heads(0, num_q), heads(num_q, num_kv), heads(num_q + num_kv, num_kv), eps)
-    by_slot = _mgpu.apart([pages.reshape(slots, num_kv, head_dim) for pages in (k_pages, v_pages)])
-    k_slots, v_slots = map(jax.new_ref, by_slot)
+    by_slot = [pages.reshape(slots, num_kv, head_dim) for pages in (k_pages, v_pages)]
+    k_slots, v_slots = (_mgpu.ref_of("rope_write_kv", pages) for pages in by_slot)
     q = _mgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=jax.ShapeDtypeStruct((num_tokens, num_q, head_dim), qkv.dtype),
@@ -283,7 +283,8 @@ def rope_write_kv(
       XLA copies both caches first.
 
     Raises:
-      ValueError: a rank, shape or dtype is not supported, or one norm is given alone; RuntimeError: no GPU.
+      ValueError: a rank, shape or dtype is not supported, one norm is given alone, or pages vary over a mesh that
+        `jax.shard_map` checks (give it check_vma=False); RuntimeError: no GPU.
     """
     names = ("qkv", "cos", "sin", "k_pages", "v_pages", "slot_mapping")
     arrays = (qkv, cos, sin, k_pages, v_pages, slot_mapping)

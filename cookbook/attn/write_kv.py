@@ -215,7 +215,7 @@ def _call(k_new, v_new, k_pages, v_pages, slot_mapping, scales: tuple, config: C
     num_tokens, cols, itemsize = len(k_new), k_new.shape[1] * k_new.shape[2], k_new.dtype.itemsize
     config = config or default_config(num_tokens, cols, itemsize)
     plan = Plan(num_tokens, k_pages.shape[0] * k_pages.shape[1], cols, itemsize, config.block_tokens)
-    k_slots, v_slots = (jax.new_ref(_mgpu.apart(pages.reshape(-1, cols))) for pages in (k_pages, v_pages))
+    k_slots, v_slots = (_mgpu.ref_of("write_kv", pages.reshape(-1, cols)) for pages in (k_pages, v_pages))
     plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         grid=(plan.num_blocks,),
@@ -255,7 +255,8 @@ def write_kv(k_new, v_new, k_pages, v_pages, slot_mapping, *, k_scale=None, v_sc
       Refs: None, and the Refs are written; nothing is copied.
 
     Raises:
-      ValueError: a rank, shape or dtype is not supported, or one cache alone is a Ref; RuntimeError: no GPU.
+      ValueError: a rank, shape or dtype is not supported, one cache alone is a Ref, or caches vary over a mesh that
+        `jax.shard_map` checks (give it check_vma=False); RuntimeError: no GPU.
     """
     k_new, v_new, slot_mapping = checks.arrays("write_kv", k_new=k_new, v_new=v_new, slot_mapping=slot_mapping)
     by_ref = isinstance(k_pages, jax.Ref) or isinstance(v_pages, jax.Ref)

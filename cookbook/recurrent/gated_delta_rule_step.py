@@ -125,7 +125,7 @@ def _call(q, k, v, g, beta, state, *, scale: float, config: Config, num_sms: int
     """From arrays to arrays. The reshapes join neighbouring axes, which moves nothing."""
     (batch, heads, size), dim = v.shape, k.shape[2]
     columns, stages = heads * size // PIECE, config.num_stages
-    rows = jax.new_ref(_mgpu.apart(state.reshape(-1, dim)))
+    rows = _mgpu.ref_of("gated_delta_rule_step", state.reshape(-1, dim))
     transforms = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
     o = _mgpu.kernel(
         functools.partial(_kernel, num_tiles=batch * columns, num_stages=stages, scale=scale),
@@ -194,7 +194,8 @@ def gated_delta_rule_step(q, k, v, g, beta, state, *, scale: float | None = None
       first. With a Ref: o alone, and the Ref is written; nothing is copied.
 
     Raises:
-      ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
+      ValueError: a shape, dtype or number is not supported, or the state varies over a mesh that `jax.shard_map` checks
+        (give it check_vma=False); RuntimeError: no GPU.
     """
     _check(q, k, v, g, beta, state)
     op, dim = "gated_delta_rule_step", q.shape[2]

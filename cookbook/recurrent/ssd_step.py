@@ -124,7 +124,7 @@ def _kernel(x_gmem, dt_gmem, a_gmem, b_gmem, c_gmem, d_gmem, state_gmem, y_gmem,
 def _call(x, dt, a, b, c, d, state, config: Config, params):
     """(y, state), from arrays to arrays."""
     (_, heads, size), (_, groups, state_dim) = x.shape, b.shape
-    plan, state = Plan(heads, groups, size, state_dim, config), jax.new_ref(_mgpu.apart(state))
+    plan, state = Plan(heads, groups, size, state_dim, config), _mgpu.ref_of("ssd_step", state)
     y = _mgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
@@ -185,7 +185,8 @@ def ssd_step(x, dt, a, b, c, state, *, d=None, config: Config | None = None):
       first. With a Ref: y alone, and the Ref is written; nothing is copied.
 
     Raises:
-      ValueError: a shape or dtype is not supported; RuntimeError: no GPU.
+      ValueError: a shape or dtype is not supported, or the state varies over a mesh that `jax.shard_map` checks
+        (give it check_vma=False); RuntimeError: no GPU.
     """
     by_ref = isinstance(state, jax.Ref)
     arrays = dict(x=x, dt=dt, a=a, b=b, c=c, d=d, state=None if by_ref else state)

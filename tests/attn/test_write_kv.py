@@ -210,6 +210,8 @@ def test_shard_map():
     args, new, cache = operands(5, 4, 3, 2, 64), jax.P(None, "model"), jax.P(None, None, "model")
     specs = dict(in_specs=(new, new, cache, cache, jax.P()), out_specs=(cache, cache))
     assert_written(lab.run(jax.shard_map(write_kv, mesh=mesh, check_vma=False, **specs), *args), args)
+    with pytest.raises(ValueError, match="no Ref that varies over .* model: call jax.shard_map with check_vma=False"):
+        lab.run(jax.shard_map(write_kv, mesh=mesh, **specs), *args)
 
 
 # Plan and machine code -----------------------------------------------------------------------------------------------
