@@ -13,7 +13,7 @@ from cookbook import lab
 from cookbook.lab import checking
 
 F32 = 2.0**-23
-STEP = 2.0**-10  # Of a central difference, as a share of the values' size.
+STEP = 2.0**-10  # Half the width of a central difference, as a share of the values' size.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ def operands(op: Op, case: dict) -> dict:
 
 
 def run(op: Op, case: dict) -> str | None:
-    """What is wrong with a case; None if nothing is, "refused" if its ValueError is one that a rule demands."""
+    """The fault of a case, in words; None if nothing is, "refused" if its ValueError is one that a rule demands."""
     given = operands(op, case)
     call, given_as = _seen_through(op, case, given)
     rule = op.refuses(case)
@@ -163,7 +163,7 @@ def _twice(call, arrays):
 
 
 def compare(out: np.ndarray, exact: np.ndarray, slack) -> str | None:
-    """What is wrong with `out`, which may be off by a rounding and by `slack`."""
+    """The fault of `out`, in words, or None. It may be off by a rounding and by `slack`."""
     if out.shape != exact.shape:
         return f"shape {out.shape} in place of {exact.shape}"
     if not jnp.issubdtype(out.dtype, jnp.floating):

@@ -79,7 +79,7 @@ def matmul_reference(case, a, b, bias=None):
     before = a @ b if bias is None else a @ b + bias
     out, reach = activate(case.get("activation"), before)
     error = slack(a, b, reach)
-    if case.get("activation") in ("silu", "gelu"):  # Of approximate instructions, where results are 16-bit.
+    if case.get("activation") in ("silu", "gelu"):  # 16-bit results come from approximate instructions.
         error = error + (2.0**-9 if case["out_dtype"] != "float32" else 1e-6) * np.abs(before)
     return [(out, error)]
 

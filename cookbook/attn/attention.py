@@ -95,6 +95,10 @@ def _segments(query, key, segment_ids, kv_segment_ids) -> tuple:
     return checks.segment_ids("attention", segment_ids, kv_segment_ids, query.shape[:2], key.shape[:2])
 
 
+# Queries from which on heads up to 64 have the one backward kernel. On an H200 two were faster with 916, one with 4096.
+ONE_KERNEL_FROM = 2048
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Arguments of `attention` that are not arrays."""
@@ -143,7 +147,7 @@ def _attention_bwd(options: Options, residuals, gradients):
     params = _mgpu.compiler_params(approx_math=True)
     in_one = not options.deterministic
     if options.deterministic is None:  # Few steps do not make up for the sums that start as zeros and end as rounded.
-        in_one = problem.head_dim > 64 or query.shape[1] >= 2048
+        in_one = problem.head_dim > 64 or query.shape[1] >= ONE_KERNEL_FROM
     config = bwd_fused.default_config(problem.head_dim) if in_one else None
     launch = functools.partial(
         attention_bwd.gradients, problem=problem, num_sms=target.num_sms, params=params, config=config
@@ -169,7 +173,7 @@ def attention(
     kv_segment_ids=None, sinks=None, return_lse=False, deterministic=None, config: Config | None = None,
 ):  # fmt: skip
     """Scaled dot-product attention, as `jax.nn.dot_product_attention`. Its results are the same in every run; gradients
-    are if they are asked to.
+    are with `deterministic=True`.
 
     Differentiable in query, key, value and sinks, also through lse; these, out and lse are kept for the backward pass.
 
@@ -190,8 +194,8 @@ def attention(
       return_lse: also return the logarithms of the sums of exponentials.
       deterministic: True: gradients, too, are the same to the bit in every run, by two kernels with seven products.
         False: by one kernel with five, which adds up the gradient of `query` in float32 in memory, in an order that
-        differs from run to run. None: False, but for heads up to 64 with fewer than 2048 queries, where two kernels are
-        faster. With heads over 128 gradients are always the same.
+        differs from run to run. None: False, but True for heads up to 64 with few queries (`ONE_KERNEL_FROM`),
+        where two kernels were measured faster. With heads over 128 gradients are always the same.
       config: blocks, stages and warpgroups; None chooses by H.
 
     Returns:

@@ -4,11 +4,11 @@ Role table: a block for each tile.
 
     memory     one, with few registers: copies what a tile keeps, then step by step what it goes through
     compute    two, or three for dq of heads of 64. For dk and dv each keeps 64 keys and values, and goes through blocks
-               of queries of all heads of its group, with pᵀ and dsᵀ in registers: keys along rows, queries along
-               columns, so that lse and delta are one number for each column. For dq each keeps 64 queries and do, and
-               goes through blocks of keys and values, with p and ds in registers, and lse and delta one number for each
-               row. With heads over 128 both have the same 64 rows, and each half of the columns of the sums. With a
-               `bwd_fused.Config` those of dk and dv also add up dq, in memory
+               of queries of the heads of its group, all or one of the `parts` of them, with pᵀ and dsᵀ in registers:
+               keys along rows, queries along columns, so that lse and delta are one number for each column. For dq
+               each keeps 64 queries and do, and goes through blocks of keys and values, with p and ds in registers, and
+               lse and delta one number for each row. With heads over 128 both have the same 64 rows, and each half of
+               the columns of the sums. With a `bwd_fused.Config` those of dk and dv also add up dq, in memory
 
 Barrier table:
 
@@ -57,9 +57,8 @@ class Plan:
     has_segments: bool
     for_query: bool
     config: bwd_fused.Config | None = None  # If given, dk's and dv's kernel also adds up dq.
-    parts: int = (
-        1  # Parts of a group of query heads, each of which has a dk and a dv: more blocks, where keys have few.
-    )
+    # Parts of a group of query heads, each with a block, and a dk and a dv, rounded, of its own: more blocks.
+    parts: int = 1
 
     @property
     def splits_heads(self) -> bool:

@@ -110,7 +110,7 @@ def _require_multicast(cluster, places, by_block) -> None:
         if kinds[0] != kinds[1]:
             raise NotYet(f"cluster {cluster}: only one block calls the collective copy of {operand}: a deadlock")
         for block in (0, 1):
-            senders = (0, 1) if kinds[0] else (block, block)  # Of the first half of the panel, and of the second.
+            senders = (0, 1) if kinds[0] else (block, block)  # One sends the panel's first half, one its second.
             received = tuple(by_block[sender][operand][0] for sender in senders)
             if received != (places[block][i],) * 2:
                 got = "half of panel {} and half of panel {}".format(*received) if kinds[0] else f"panel {received[0]}"

@@ -32,7 +32,7 @@ def check_delta(answer) -> str:
     exact = sums(out, do) - d_lse
     if given.shape != exact.shape:
         raise NotYet(f"delta has the shape {given.shape}; it must be (B, N, T), here {exact.shape}: heads come first.")
-    close = lambda x: np.allclose(given, x, rtol=1e-4, atol=1e-4)  # Who computes in float32 is right too.
+    close = lambda x: np.allclose(given, x, rtol=1e-4, atol=1e-4)  # An answer in float32 is right too.
     if close(exact):
         return "One number for each query, and no key has been touched."
     if np.isnan(given).any() or np.isinf(given).any():

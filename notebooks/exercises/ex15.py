@@ -244,7 +244,7 @@ def check_scheduler(answer) -> str:
         for request in requests:
             scheduler.submit(request)
         where = f"With {num_pages} pages of {page_size} tokens, a budget of {budget} and {len(requests)} requests"
-        cache = {}  # What each place of the pages holds: (request, token).
+        cache = {}  # Each place of the pages: the (request, token) that it holds.
         for step in range(STEPS_MOST):
             if not any(request.left for request in requests):
                 break

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from exercises.judge import NotYet, checker, normal, require_close, run_kernel
 
-EVIDENCE = dict(tile=(64, 64), tile_k=32, wrong=(2, 1), missing=5, twice=3)  # What exercise 5 is about.
+EVIDENCE = dict(tile=(64, 64), tile_k=32, wrong=(2, 1), missing=5, twice=3)  # The case of exercise 5.
 _SIZES = (256, 192, 256)  # M, N and K of the evidence.
 
 

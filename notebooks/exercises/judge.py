@@ -83,7 +83,7 @@ def _in_time(fn):
 
 def _stop(thread, tries: int = 30):
     """Raises OutOfTime at the thread's next line of Python, until it ends: in a callback of JAX's C++ an exception is
-    lost, and the loop would go on for as long as the process. What waits in C goes on."""
+    lost, and the loop would go on for as long as the process. A thread that waits in C goes on."""
     for _ in range(tries):
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(OutOfTime))
         thread.join(0.1)
@@ -150,7 +150,7 @@ def _computed_outside(jaxpr) -> str | None:
         name = equation.primitive.name
         if name in KERNELS | MOVES | REFS:
             continue
-        called = [getattr(value, "jaxpr", value) for value in equation.params.values()]  # Of a jitted function, say.
+        called = [getattr(value, "jaxpr", value) for value in equation.params.values()]  # As a jitted function has.
         called = [value for value in called if hasattr(value, "eqns")]
         if not called:
             return name

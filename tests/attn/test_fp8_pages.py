@@ -142,7 +142,7 @@ def test_what_is_beyond_the_end_is_cut():
 
 
 def test_written_and_decoded():
-    """What `write_kv` writes with scales, `paged_attention` reads with them: attention of the tokens themselves."""
+    """`paged_attention` reads the rows that `write_kv` wrote, both with scales: attention of the tokens themselves."""
     rng = np.random.default_rng(0)
     k, v = (jnp.asarray(rng.normal(size=(40, 2, 64)) * size, jnp.bfloat16) for size in (1.0, 30.0))
     q = jnp.asarray(rng.normal(size=(1, 4, 64)), jnp.bfloat16)

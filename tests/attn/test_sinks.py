@@ -16,7 +16,7 @@ from cookbook.lab import interpreter
 
 
 def sinks(num_heads):
-    """Of the size of logits: none takes all, and none takes nothing."""
+    """They have the size of logits: none takes all, and none takes nothing."""
     return jnp.asarray(2 * np.random.default_rng(0).normal(size=num_heads) + 1, jnp.float32)
 
 

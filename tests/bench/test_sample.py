@@ -57,7 +57,9 @@ def test_steps_change_a_state_in_place_and_equal_their_peers(make):
         call, given = case.applied(fn, inputs)
         with lab.interpret():
             first, second = (jax.jit(call)(*given) for _ in range(2))
-        assert problems.relative_error(first, exact) < 5e-3 < problems.relative_error(second, exact)  # Of a new state.
+        assert (
+            problems.relative_error(first, exact) < 5e-3 < problems.relative_error(second, exact)
+        )  # It has a new state.
     np.testing.assert_array_equal(inputs[case.in_place], before)
 
 

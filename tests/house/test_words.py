@@ -31,7 +31,7 @@ FORBIDDEN = {
 
 
 def faults(text: str) -> list[str]:
-    """What is wrong with a paragraph, code spans and formulas left out."""
+    """The faults of a paragraph, code spans and formulas left out."""
     text = re.sub(r"```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$\n]*\$|https?://\S+", "x", text, flags=re.S)
     paragraphs = [
         " ".join(part.split()).lstrip("#>*-|0123456789. ") for part in re.split(r"\n\s*\n|\n(?=[#>|*-])", text)
@@ -92,7 +92,8 @@ def test_every_term_of_the_glossary_names_its_chapter():
     assert set(TERMS.values()) <= numbers
 
 
-FILES = [path for folder in ("cookbook", "bench", "tools", "site", "figures") for path in (ROOT / folder).rglob("*.py")]
+FOLDERS = "cookbook", "bench", "tools", "site", "figures", "fuzz", "tests", "notebooks/exercises", "notebooks/solutions"
+FILES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 
 
 @pytest.mark.parametrize("path", sorted(FILES), ids=lambda path: str(path.relative_to(ROOT)))

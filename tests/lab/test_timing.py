@@ -1,4 +1,4 @@
-"""Times of kernels that several GPUs run together. What one GPU measures is tested in test_results.py."""
+"""Times of kernels that several GPUs run together. Those of one GPU are tested in test_results.py."""
 
 import math
 

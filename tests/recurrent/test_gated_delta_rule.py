@@ -186,7 +186,7 @@ def gradients(op, args, seed=7, **how):
 
 
 def check_gradients(args, tolerance=2**-7, **how):
-    """Against float64. What flash-linear-attention rounds to 16 bits is rounded to 16 bits too, two products after one
+    """Against float64. The same numbers are rounded to 16 bits as in flash-linear-attention, two products after one
     another: an error of about 2**-8, or below 2**-7."""
     ours = gradients(gated_delta_rule, args, **how)
     clean = [jnp.nan_to_num(x) for x in args[:6]]
@@ -244,7 +244,7 @@ def test_there_is_no_second_derivative():
         jax.grad(once)(args[2])
 
 
-# What the compiler makes of it ---------------------------------------------------------------------------------------
+# The machine code ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

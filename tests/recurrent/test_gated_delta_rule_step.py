@@ -98,7 +98,7 @@ def test_bad_arguments_are_refused(call, message):
 
 @pytest.mark.parametrize("changes", [{}, dict(wait_smem_to_gmem=lambda n, **_: n or plgpu.wait_smem_to_gmem(0))])
 def test_a_mutant_is_caught(run_only, found_if, mutant, changes):
-    """The slot of a tile that is still on its way to memory is refilled."""
+    """The slot of a tile whose copy to memory is in flight is refilled."""
     mutant(module, "plgpu", **changes)
     with found_if(changes):
         lab.check(gated_delta_rule_step, reference, *operands(batch=20))  # Five turns of a block, in three slots.

@@ -340,7 +340,7 @@ def test_what_the_compiler_makes_of_it(state_dim, config):
 
 @pytest.mark.parametrize("state_dim, spills", [(128, 16), slow(64, 0), slow(256, 80)])
 def test_what_the_compiler_makes_of_the_gradients(state_dim, spills):
-    """What it spills are numbers that all warpgroups share, and with N = 256 a few of the state's warpgroup."""
+    """Numbers that all warpgroups share are spilled, and with N = 256 a few of the state's warpgroup."""
     loss = lambda *args: ssd(*args).astype(jnp.float32).sum()
     compiled = lab.compile_for("h200", jax.grad(loss, (0, 1, 2, 3, 4)), *avals(4, 8192, 32, 64, 32, state_dim))
     need = ssd_bwd.smem_bytes(state_dim // 64, ssd_bwd.num_stages(state_dim // 64))

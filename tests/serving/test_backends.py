@@ -86,7 +86,8 @@ def test_all_matrices_are_quantised_and_nothing_else():
 
 
 def test_perplexity_stays():
-    """Of a model that is trained on the spot: random weights would not tell. 16 bits move it by less than 0.2 %."""
+    """The perplexity of a model that is trained on the spot: random weights would not tell. The limit of 1 % lets
+    a rounding to 8 bits pass; the mutant below, with one scale for all, moves it by more than 2 %."""
     params, texts = tiny_model.trained(), tiny_model.texts(16, 50, seed=5)
     exact = tiny_model.perplexity(tiny_model.CONFIG, params, texts)
     assert abs(exact - np.exp(tiny_model.loss(params, texts))) < 1e-3 * exact < 4e-3, "it is not trained"
