@@ -30,3 +30,4 @@ from .timing import Measurement as Measurement
 from .timing import first_call_seconds as first_call_seconds
 from .timing import measure as measure
 from .toolchain import ToolchainMissing as ToolchainMissing
+from .turns import alone as alone

@@ -20,7 +20,7 @@ import numpy as np
 from jaxlib.mlir import ir
 
 from .. import _mgpu
-from .toolchain import device, gpu_facts, tool
+from .toolchain import claim_architecture, device, gpu_facts, tool
 from .toolchain import devices as target_devices
 
 _FOREIGN = {"h200": r"mosaic_gpu\.(tcgen05|tmem)", "b200": r"mosaic_gpu\.(wgmma)"}  # Operations of the other GPU.
@@ -101,6 +101,8 @@ def compile_for(gpu: str, fn, *args, name: str | None = None, devices: int | dic
     facts = gpu_facts(gpu)
     name = name or name_of(fn)
     axes = _mesh_axes(devices)
+    with _lock:
+        claim_architecture()
     start = time.perf_counter()
     with _lock, tempfile.TemporaryDirectory() as directory:
         target = device(gpu)
@@ -192,8 +194,8 @@ def _kernel_calls(module: ir.Module) -> list[tuple[ir.Operation, ir.Attribute, d
 def _keep_kernel(calls: list[tuple[ir.Operation, ir.Attribute, dict[str, ir.Attribute]]], index: int) -> None:
     """Leaves the Mosaic kernel `calls[index]`, under a hash of its own, and makes the others plain allocations.
 
-    One at a time, because a process can pass only one architecture to ptxas (the first that it compiled for): for any
-    other, Mosaic stops after the PTX of its first kernel. The hash, because JAX 0.12 knows a compiled kernel again by
+    One at a time, because for any architecture but the one that `claim_architecture` chose, Mosaic stops after the PTX
+    of its first kernel. The hash, because JAX 0.12 knows a compiled kernel again by
     it, and then has nothing to tell.
     """
     for i, (op, target, config) in enumerate(calls):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 
 from .. import _mgpu
-from .toolchain import device, gpu_facts
+from .toolchain import claim_architecture, device, gpu_facts
 
 # Instructions that launch nothing: they name arguments, results and parts of them.
 _NAMES = {"parameter", "get-tuple-element", "bitcast", "constant", "tuple", "after-all", "opt-barrier"}
@@ -23,10 +23,9 @@ class Launch(NamedTuple):
 def launches(gpu: str, fn, *args, donate_argnums=()) -> list[Launch]:
     """The launches of one run of `fn(*args)`, compiled whole for `gpu`, in their order; a loop counts as one.
 
-    A process can compile Mosaic kernels for one GPU alone, so that `gpu` must be the same in all its calls.
-
     Args:
-      gpu: "h200" or "b200", which this machine need not have.
+      gpu: "h200" or "b200": this machine's GPU, and "h200" where there is none. A process can compile whole programs
+        for one GPU alone.
       args: arrays or `jax.ShapeDtypeStruct`s, pytrees of them included; only shapes and dtypes count.
       donate_argnums: as of `jax.jit`.
 
@@ -34,6 +33,7 @@ def launches(gpu: str, fn, *args, donate_argnums=()) -> list[Launch]:
       ValueError: `gpu` is not known. ToolchainMissing: the compile-only wheels are missing.
     """
     facts, target = gpu_facts(gpu), device(gpu)
+    claim_architecture()
     where = jax.sharding.SingleDeviceSharding(target)
     avals = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), jax.eval_shape(lambda *args: args, *args)

@@ -21,6 +21,7 @@ import jaxlib
 from . import interpreter
 from .source import changed, code_of
 from .toolchain import ToolchainMissing, tool
+from .turns import alone
 
 __all__ = ["read", "recording", "rows", "stale", "stale_list", "topics", "value", "write"]
 
@@ -84,9 +85,10 @@ def write(
     row["provenance"] = machine() | dict(inputs="random normal") | provenance
     row["provenance"] |= code_of(fn)
     topic, gpu = problem.split("/")[0], host(this_gpu(), devices)
-    data = load(topic, gpu)
-    data.setdefault("rows", {}).setdefault(problem, {})[impl] = row
-    save(topic, gpu, data)
+    with alone():  # The file may be another process's too.
+        data = load(topic, gpu)
+        data.setdefault("rows", {}).setdefault(problem, {})[impl] = row
+        save(topic, gpu, data)
     return row
 
 
@@ -103,10 +105,11 @@ def value(name: str, compute, gpu: str = "h200", devices: int = 1):
     result = json.loads(json.dumps(compute()))  # The same types and figures as will be read later.
     if recording():
         folder = host(this_gpu(), devices)
-        data = load(topic, folder)
         provenance = machine() | (dict(gpus=devices) if devices > 1 else {}) | code_of(compute)
-        data.setdefault("values", {})[name] = dict(value=result, provenance=provenance)
-        save(topic, folder, data)
+        with alone():
+            data = load(topic, folder)
+            data.setdefault("values", {})[name] = dict(value=result, provenance=provenance)
+            save(topic, folder, data)
     return result
 
 

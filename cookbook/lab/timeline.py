@@ -15,6 +15,7 @@ from .. import _mgpu
 from . import interpreter, plot, results, source
 from .compiling import name_of
 from .toolchain import GPUS
+from .turns import alone
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,7 +109,7 @@ def lanes_of(chrome_trace: dict, clock_ghz: float, blocks: int) -> list[dict]:
 
 def _record(fn, args, events: int, blocks: int) -> dict:
     with tempfile.TemporaryDirectory() as directory:
-        with _mgpu.profiling(directory, events), _traced_into(directory):
+        with alone(), _mgpu.profiling(directory, events), _traced_into(directory):
             jax.block_until_ready(jax.jit(lambda *args: fn(*args))(*args))
             jax.effects_barrier()  # The trace is written by a callback.
         files = sorted(pathlib.Path(directory).glob("*-trace.json"), key=lambda path: path.stat().st_mtime_ns)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from . import interpreter, results
+from .turns import alone
 
 _OUTPUT_BYTES_MAX = 8e9  # Outputs alive at once while measuring.
 
@@ -150,18 +151,20 @@ def _kernel_ms(fn, args, iterations: int, devices: int = 1) -> list[float]:
     outputs = jax.tree.leaves(fn.out_info if is_compiled else jax.eval_shape(jitted, *args))
     at_once = int(_OUTPUT_BYTES_MAX // max(1, sum(out.size * out.dtype.itemsize for out in outputs)))
     at_once = min(max(at_once, 1), iterations)
-    for _ in range(3):  # Clocks and caches settle.
-        jax.block_until_ready(jitted(*args))
-    times: list[float] = []
-    while len(times) < iterations:
-        if devices > 1:  # The order of several devices' kernels differs from call to call.
-            _, kernels = profiler.measure(jitted, aggregate=False)(*args)
-            ms = kernels and least_over_devices(kernels, devices)
-        else:
-            _, ms = profiler.measure(jitted, iterations=at_once)(*args)
-        if ms is None:
-            raise RuntimeError(f"{getattr(fn, '__name__', fn)} launches no GPU kernel: there is nothing to time.")
-        times += ms if isinstance(ms, list) else [ms]
+    jax.block_until_ready(jitted(*args))  # Compiled while other processes measure.
+    with alone():
+        for _ in range(3):  # Clocks and caches settle.
+            jax.block_until_ready(jitted(*args))
+        times: list[float] = []
+        while len(times) < iterations:
+            if devices > 1:  # The order of several devices' kernels differs from call to call.
+                _, kernels = profiler.measure(jitted, aggregate=False)(*args)
+                ms = kernels and least_over_devices(kernels, devices)
+            else:
+                _, ms = profiler.measure(jitted, iterations=at_once)(*args)
+            if ms is None:
+                raise RuntimeError(f"{getattr(fn, '__name__', fn)} launches no GPU kernel: there is nothing to time.")
+            times += ms if isinstance(ms, list) else [ms]
     return times[:iterations]
 
 

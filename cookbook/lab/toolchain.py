@@ -8,7 +8,9 @@ import pathlib
 import shutil
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import topologies
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
 
@@ -74,6 +76,19 @@ def devices(gpu: str, count: int) -> list[jax.Device]:
             raise
         importlib.import_module("jax_plugins.xla_cuda13").initialize()  # JAX had tried before this module was imported.
         return topology().devices
+
+
+@functools.cache
+def claim_architecture() -> None:
+    """Compiles a small kernel for this machine's GPU, or for an H200 where there is none.
+
+    Mosaic passes one architecture alone to ptxas, the first of a process: after one of another GPU, this machine's own
+    kernels would not compile. Raises ToolchainMissing.
+    """
+    on = jax.devices()[0] if jax.default_backend() == "gpu" else device("h200")
+    out = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=jax.sharding.SingleDeviceSharding(on))
+    with jax.default_device(on):
+        jax.jit(plgpu.kernel(lambda out: None, out_type=out)).lower().compile()
 
 
 @functools.cache
