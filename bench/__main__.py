@@ -5,7 +5,6 @@ each result is compared with the reference first.
 """
 
 import argparse
-import contextlib
 import importlib.util
 import math
 import operator
@@ -139,10 +138,10 @@ def _run(case: Case, iterations: int, tune: bool) -> bool | None:
     """Measures and prints one problem. Returns whether its target, if it has one, is reached; None if nobody knows."""
     if lab.on_gpu() and not case.headline and case.in_place is None:  # While other processes measure.
         jax.jit(case.kernel).lower(*case.kernel_avals).compile()
-    with lab.alone() if lab.on_gpu() else contextlib.nullcontext():
-        return _timed(case, iterations, tune)
+    return _timed(case, iterations, tune)
 
 
+@lab.alone()
 def _timed(case: Case, iterations: int, tune: bool) -> bool | None:
     inputs = jax.block_until_ready(case.inputs()) if lab.on_gpu() else [None] * len(case.avals)
     impls, gpu = {case.impl: case.kernel} | case.peers, case.gpu or "h200"

@@ -220,9 +220,7 @@ def run(op: str, count: int, seed: int, iterations: int) -> list[Row]:
     if lab.results.recording():
         lab.results.save(topic, lab.results.this_gpu(), {})
     cases = [(sizes, SAMPLES[op].case(*sizes)) for sizes in SAMPLES[op].problems(count, seed)]
-    compiled = list(_compile_ahead(cases))
-    with lab.alone():
-        return [_time(topic, *case, programs, iterations) for case, programs in zip(cases, compiled, strict=True)]
+    return [_time(topic, sizes, case, compiled, iterations) for (sizes, case), compiled in _compile_ahead(cases)]
 
 
 def recorded(op: str) -> list[Row]:
@@ -235,7 +233,7 @@ def recorded(op: str) -> list[Row]:
 
 
 def _compile_ahead(cases):
-    """Compiles all programs on many threads; yields those of each case, in order, by name.
+    """Compiles all programs on many threads; yields each case, in order, with its programs by name.
 
     Nothing is timed before all of them are compiled: to choose a library's kernel, XLA times some on the same GPU.
     """
@@ -255,8 +253,8 @@ def _compile_ahead(cases):
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = [{name: submit(pool, fn, avals) for name, fn, avals in programs(case)} for _, case in cases]
-    for compiled in futures:
-        yield {name: future.result() for name, future in compiled.items()}
+    for case, compiled in zip(cases, futures, strict=True):
+        yield case, {name: future.result() for name, future in compiled.items()}
 
 
 def _error(out, wanted):
@@ -269,6 +267,7 @@ def _error(out, wanted):
     return jnp.stack(jax.tree.leaves(jax.tree.map(of_array, out, wanted))).max()
 
 
+@lab.alone()
 def _time(topic: str, sizes, case, compiled, iterations: int) -> Row:
     args = jax.block_until_ready(compiled["inputs"]())
     name, ours = f"{topic}/{'x'.join(map(str, sizes))}/bf16", compiled["cookbook"](*args)

@@ -1,7 +1,7 @@
 """Runs the course: every notebook through papermill into build/notebooks/, then a table of what ran where.
 
-Each notebook has a process of its own. As many run at a time as there are cores; on a GPU one by default: of more, one
-alone measures at a time, but a cell that computes may slow another notebook's measurement.
+Each notebook has a process of its own. As many run at a time as there are cores; on a GPU one by default. Of more, one
+measures while the others are stopped, and all share the GPU's memory.
 
 `--record`, on a GPU, writes the executed notebooks back in place with the stamp that the site shows. `make run` and
 `make record` call this script; neither stops at a notebook that fails.
@@ -16,6 +16,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import time
 
 import nbformat
@@ -49,6 +50,8 @@ def main() -> int:
             sys.exit("make record: this needs a Hopper or newer GPU, and JAX sees none.")
         os.environ["COOKBOOK_RECORD"] = "1"
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if machine["on_gpu"] and jobs > 1:
+        os.environ["COOKBOOK_TURNS"] = tempfile.mkdtemp(prefix="cookbook-turns-")
     parameters = {path: _parameters(path, args.parameter) for path in paths}
 
     OUTPUT.mkdir(parents=True, exist_ok=True)
@@ -68,13 +71,14 @@ def main() -> int:
             bar.set_description(" ".join(running))
             if error:
                 tqdm.write(f"{path.stem}\n{error}", file=sys.stderr)
+                _resume()
             elif args.record:
                 _write_back(OUTPUT / path.name, path, machine)
             state = "FAILED" if error else "ok"
             tqdm.write(f"{path.stem}  {seconds:.0f} s  {state}")
             return path.stem, _cells(OUTPUT / path.name), f"{seconds:.1f}", where, state
 
-        rows = list(pool.map(run, paths))
+        rows = list(pool.map(run, reversed(paths)))[::-1]  # The last are the longest.
     _print_table(("notebook", "cells", "seconds", "where it ran", ""), rows)
     failed = [row[0] for row in rows if row[-1] == "FAILED"]
     if failed:
@@ -186,6 +190,14 @@ def _cells(path: pathlib.Path) -> str:
         return "0"
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     return f"{sum(cell.execution_count is not None for cell in cells)}/{len(cells)}"
+
+
+def _resume() -> None:
+    """Lets the other notebooks go on: this one may have ended while it measured alone."""
+    if "COOKBOOK_TURNS" in os.environ:
+        from cookbook.lab import turns
+
+        turns.resume()
 
 
 def _write_back(executed: pathlib.Path, path: pathlib.Path, machine: dict) -> None:

@@ -114,7 +114,7 @@ def _home(name: str) -> tuple[str, str] | None:
     The name is "" for a module as a whole. None: there is no such thing.
     """
     module, *parts = name.split(".")
-    if module != "cookbook" or not parts or parts[0] == "lab":
+    if module != "cookbook" or not parts or parts[0] == "lab" or parts[-1].startswith("__"):  # Such as `__file__`.
         return OUTSIDE
     while parts and _path(f"{module}.{parts[0]}"):
         module, parts = f"{module}.{parts[0]}", parts[1:]

@@ -1,26 +1,76 @@
-"""Turns of processes that share a GPU."""
+"""Turns of processes that share a GPU, such as notebooks that are recorded at the same time.
+
+COOKBOOK_TURNS names a folder for them: each process has a file there, named by its number. One that measures locks the
+folder, stops the others, and lets them go on afterwards. Without the variable a process has nobody to wait for.
+"""
 
 import contextlib
 import os
 import pathlib
-import tempfile
+import signal
+import time
 
+import jax
+import jax.numpy as jnp
+
+IDLE_SECONDS = 1e-3  # Within which an idle GPU answers; one that computes for others takes a time slice or more.
 _held = False  # Whether this process is inside `alone`.
+
+
+def _folder() -> pathlib.Path | None:
+    return pathlib.Path(os.environ["COOKBOOK_TURNS"]) if os.environ.get("COOKBOOK_TURNS") else None
+
+
+def register() -> None:
+    """Makes this process one of those that are stopped while another measures."""
+    if folder := _folder():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / str(os.getpid())).touch()
 
 
 @contextlib.contextmanager
 def alone():
-    """Processes of one user enter it one at a time: each would slow the kernels that another times on the same GPU."""
+    """One process at a time is in here, and the others that take turns stand still: for whatever is timed."""
     global _held
-    if _held:
+    if _held or _folder() is None:
         yield
         return
     import fcntl  # Not on Windows, where JAX has no GPU.
 
-    with open(pathlib.Path(tempfile.gettempdir(), f"pallas-cookbook-{os.getuid()}.lock"), "w") as file:
+    register()
+    with open(_folder() / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # Until the file is closed.
         _held = True
         try:
+            _signal_others(signal.SIGSTOP)
+            _wait_until_idle()
             yield
         finally:
             _held = False
+            _signal_others(signal.SIGCONT)
+
+
+def resume() -> None:
+    """Lets all go on, after one that was killed while it measured."""
+    _signal_others(signal.SIGCONT)
+
+
+def _signal_others(number: int) -> None:
+    for path in _folder().iterdir():
+        if path.name.isdigit() and int(path.name) != os.getpid():
+            try:
+                os.kill(int(path.name), number)
+            except ProcessLookupError:  # It has ended.
+                path.unlink(missing_ok=True)
+
+
+def _wait_until_idle(seconds: float = 2.0) -> None:
+    """Waits for what the others had launched, until this GPU answers at once several times in a row."""
+    x, times, deadline = jnp.zeros(()), [1.0], time.perf_counter() + seconds
+    while max(times[-5:]) > IDLE_SECONDS and time.perf_counter() < deadline:
+        start = time.perf_counter()
+        jax.block_until_ready(x + 1)
+        times.append(time.perf_counter() - start)
+
+
+register()

@@ -33,6 +33,25 @@ def test_both_gpus_in_one_process_in_turn():
         assert compiled.gpu == gpu
 
 
+FIRST = """
+import jax, jax.numpy as jnp
+from lab_kernels import add_one
+from cookbook import lab
+
+x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+assert ".target sm_100a" in lab.compile_for("b200", add_one, x).ptx
+print([launch.is_kernel for launch in lab.launches("h200", add_one, x)])
+if lab.on_gpu():
+    assert (add_one(jnp.zeros((128, 128))) == 1).all()
+"""
+
+
+def test_a_process_that_begins_with_another_gpu_still_compiles_whole_programs():
+    environment = os.environ | dict(PYTHONPATH=os.pathsep.join(sys.path))
+    done = subprocess.run([sys.executable, "-c", FIRST], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[True]", done.stderr[-2000:]
+
+
 def test_each_gpu_has_its_own_tensor_core():
     a = jax.ShapeDtypeStruct((128, 128), jnp.float16)
     compiled = lab.compile_for("b200", blackwell_matmul, a, a)

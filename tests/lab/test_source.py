@@ -105,6 +105,13 @@ def test_a_notebooks_hash(package, tmp_path):
         assert notebook(tmp_path, *cells) != known, change
 
 
+def test_a_modules_own_names_do_not_count(package, tmp_path):
+    cells = "import cookbook\nfrom cookbook import dot", "print(cookbook.__file__, dot(1))"
+    assert notebook(tmp_path, *cells)
+    _, names = source._reached([s for cell in cells for s in source._statements(cell)], range(3))
+    assert "cookbook.__file__" in names and source._hashes(names).keys() == {"cookbook.gemm.dot.dot"}
+
+
 def test_a_name_that_is_gone_changes_what_was_recorded_of_it(package):
     known = source._hashes({"cookbook.dot", "cookbook.gemm.core.cut"})
     assert known.keys() == {"cookbook.gemm.dot.dot", "cookbook.gemm.core.cut"} and not source.changed(dict(uses=known))
