@@ -33,7 +33,7 @@ from cookbook.serving.pages import PageAllocator
 from cookbook.serving.request import Chunk, Output, Request, logprobs_of_row, output_since
 from cookbook.serving.scheduler import Scheduler
 from cookbook.serving.stats import Stats, StepStats
-from cookbook.serving.step import Device, Launched, pack, padding, shapes, step
+from cookbook.serving.step import Device, Launched, compile_steps, pack, padding, shapes, step
 from cookbook.serving.weights import prepared
 
 
@@ -171,7 +171,8 @@ class Engine:
         return [output.request for output in self.stream() if output.finish_reason]
 
     def warmup(self) -> int:
-        """Compiles every program that a step may need, and runs each once. Returns the number of shapes of steps.
+        """Compiles every program that a step may need, several at a time, and runs each once. Returns the number of
+        shapes of steps.
 
         Raises:
           RuntimeError: there are requests.
@@ -181,6 +182,11 @@ class Engine:
             raise RuntimeError("Engine.warmup: there are requests; call it before the first one, or after a reset()")
         s = self.scheduler
         found = shapes(s.max_seqs, s.max_tokens_per_step, -(-self.max_seq_len // self.allocator.page_size))
+        if self.backend == "xla" or jax.default_backend() == "gpu":  # The interpreter serves one thread alone.
+            compile_steps(
+                self.config, self.weights, self._device.pages, self._device.tokens, s.max_seqs, found,
+                backend=self.backend, compiler_options=self.compiler_options,
+            )  # fmt: skip
         for i, (num_tokens, width, decode) in enumerate(found):
             batch = padding(num_tokens, width, s.max_seqs)
             for temperature, top_k in ((0, 1), (1, 2**31 - 1), (1, 1)) if i == 0 else ((0, 1),):
@@ -242,11 +248,12 @@ class Engine:
 
     def _enter(self, launched: Launched, tokens: np.ndarray, logprobs) -> None:
         before, self._latest = self._latest, time.perf_counter()
-        chunks, tokens = launched.chunks, np.where(tokens < self.config.vocab_size, tokens, -1)[: len(launched.chunks)]
+        chunks, tokens = launched.chunks, np.where(tokens < self.config.vocab_size, tokens, -1).tolist()
+        tokens = tokens[: len(chunks)]
         num_sampled = 0
         for i, (chunk, token) in enumerate(zip(chunks, tokens, strict=True)):
             request = chunk.request
-            if request.finished or (not chunk.samples and token >= 0):
+            if request not in self.scheduler or (not chunk.samples and token >= 0):  # It may have ended before.
                 continue
             self._news.setdefault(request, len(request.tokens))
             if token >= 0:

@@ -5,6 +5,7 @@ import math
 import operator
 import secrets
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 MAX_LOGPROBS = 20  # Tokens whose log probabilities can be asked for, besides that of the chosen one.
 
@@ -78,13 +79,13 @@ class Request:
     @property
     def finish_reason(self) -> str | None:
         """ "stop" (by a stop token), "length", "error" or "cancelled"; None while the request goes on."""
-        new = len(self.tokens) - len(self.prompt)
         if self.error is not None:
             return "error"
-        if new > 0 and self.tokens[-1] in self.stop_tokens:
-            return "stop"
-        if new >= self.max_new_tokens:
-            return "length"
+        if (new := len(self.tokens) - len(self.prompt)) > 0:
+            if self.tokens[-1] in self.stop_tokens:
+                return "stop"
+            if new >= self.max_new_tokens:
+                return "length"
         return "cancelled" if self.is_cancelled else None
 
     @property
@@ -126,19 +127,15 @@ for _field in dataclasses.fields(Request):
         setattr(Request, _field.name, _fixed(_field.name))
 
 
-@dataclasses.dataclass(frozen=True)
 class Chunk:
     """Tokens `start` to `end` of a request, which one step computes."""
 
-    request: Request
-    start: int
-    end: int
-    samples: bool = dataclasses.field(init=False)  # Whether it ends with the last token: the next one is sampled.
-    pages: list[int] = dataclasses.field(init=False)  # The request's list, which is another one once it is preempted.
+    __slots__ = ("request", "start", "end", "samples", "pages")
 
-    def __post_init__(self):
-        object.__setattr__(self, "samples", self.end == self.request.num_tokens)
-        object.__setattr__(self, "pages", self.request.pages)
+    def __init__(self, request: Request, start: int, end: int):
+        self.request, self.start, self.end = request, start, end
+        self.samples = end == request.num_tokens  # Whether it ends with the last token: the next one is sampled.
+        self.pages = request.pages  # The request's list, which is another one once it is preempted.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,8 +146,7 @@ class Logprobs:
     top: Mapping[int, float]  # The most probable tokens, the best first.
 
 
-@dataclasses.dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """News about a request: what came since the step that told of it before."""
 
     request: Request

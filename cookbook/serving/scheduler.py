@@ -138,14 +138,15 @@ class Scheduler:
             for chunk, token in zip(chunks, sampled, strict=True):
                 request = chunk.request
                 request.num_pending -= chunk.samples
-                if request.finished:  # With a stop token, which was not known when this chunk was scheduled.
+                if request not in self._requests:  # It ended with a stop token, which was not known then.
                     continue
                 if token < 0:
                     self.allocator.forget(request.keys[chunk.start // self.allocator.page_size :])
                     request.error = FloatingPointError(f"the logits after token {chunk.end - 1} are not finite")
                 else:
                     self._publish(chunk)
-                    request.tokens += [int(token)] * chunk.samples
+                    if chunk.samples:
+                        request.tokens.append(int(token))
                 if request.finished:
                     self._remove(request)
                     done.append(request)
@@ -262,7 +263,8 @@ class Scheduler:
 
     def _grow(self, request: Request, count: int) -> bool:
         """Allocates pages for `count` more tokens of a request. Returns whether there were enough."""
-        pages = self.allocator.allocate(self._pages_for(request.num_computed + count) - len(request.pages))
+        missing = self._pages_for(request.num_computed + count) - len(request.pages)
+        pages = self.allocator.allocate(missing) if missing else []
         request.pages += pages or []
         return pages is not None
 

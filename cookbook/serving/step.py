@@ -1,9 +1,11 @@
 """One step on the device: its requests' chunks as arrays, the model, and sampling."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -50,25 +52,27 @@ def pack(
     that is not known yet is -1 minus its request's row in the step before, which `rows` has.
     """
     requests = [chunk.request for chunk in chunks]
-    starts, ends = (np.array([getattr(chunk, name) for chunk in chunks]) for name in ("start", "end"))
-    counts = ends - starts
+    starts, ends = np.array([(chunk.start, chunk.end) for chunk in chunks]).T
+    counts, num_pages = ends - starts, np.array([len(request.pages) for request in requests])
     sequence = np.repeat(np.arange(len(chunks)), counts)  # The sequence of each token.
     num_tokens = max_seqs if decode else bucket(len(sequence), max_seqs)
-    batch = padding(num_tokens, bucket(max(len(request.pages) for request in requests), TABLE_WIDTH_MIN), max_seqs)
+    batch = padding(num_tokens, bucket(num_pages.max(), TABLE_WIDTH_MIN), max_seqs)
     batch.cu_seqlens_q[:] = counts.sum()
     batch.cu_seqlens_q[: len(chunks) + 1] = np.append(0, counts.cumsum())
     where = starts[sequence] + np.arange(len(sequence)) - batch.cu_seqlens_q[sequence]
-    for i, request in enumerate(requests):
-        batch.block_tables[i, : len(request.pages)] = request.pages
+    pages = itertools.chain.from_iterable(request.pages for request in requests)
+    is_page = np.arange(batch.block_tables.shape[1]) < num_pages[:, None]
+    batch.block_tables[: len(chunks)][is_page] = np.fromiter(pages, np.int32, num_pages.sum())
     batch.tokens[: len(where)] = [token for chunk in chunks for token in tokens_of(chunk, rows)]
     batch.positions[: len(where)] = where
     slots = batch.block_tables[sequence, where // page_size] * page_size + where % page_size
     batch.slot_mapping[: len(where)] = slots
     batch.kv_lens[: len(chunks)] = ends
-    for array, name in ((batch.temperatures, "temperature"), (batch.seeds, "seed"), (batch.top_ps, "top_p"),
-                        (batch.min_ps, "min_p")):  # fmt: skip
-        array[: len(chunks)] = [getattr(request, name) for request in requests]
+    batch.temperatures[: len(chunks)] = [request.temperature for request in requests]
+    batch.seeds[: len(chunks)] = [request.seed for request in requests]
     batch.top_ks[: len(chunks)] = [request.top_k or ALL_TOKENS for request in requests]
+    batch.top_ps[: len(chunks)] = [request.top_p for request in requests]
+    batch.min_ps[: len(chunks)] = [request.min_p for request in requests]
     return batch
 
 
@@ -125,19 +129,41 @@ def step(
     Returns:
       The next token of each sequence; and the pages, in place of those given.
     """
+    packed, form = _joined(batch)
+    logits, tail, pages = _program(compiler_options)(
+        config, weights, pages, packed, previous, **form, backend=backend, decode=decode
+    )
+    draws = batch.temperatures > 0
+    cuts = draws & ((batch.top_ks < ALL_TOKENS) | (batch.top_ps < 1) | (batch.min_ps > 0))
+    how = dict(draws=bool(draws.any()), cuts=bool(cuts.any()), logprobs=logprobs, scored=scored)
+    return _sample(logits, tail, layout=form["layout"][-OF_SEQUENCES:], **how), pages
+
+
+def compile_steps(
+    config: LlamaConfig, weights, pages, previous, max_seqs: int, sizes: Sequence[tuple[int, int, bool]], *,
+    backend: str, compiler_options: tuple[tuple[str, object], ...] = (),
+) -> None:  # fmt: skip
+    """Compiles the programs that `step` needs of the model for these sizes, of `shapes`; several at a time."""
+    program = _program(compiler_options)
+
+    def compile_one(size):
+        num_tokens, width, decode = size
+        packed, form = _joined(padding(num_tokens, width, max_seqs))
+        program.lower(config, weights, pages, packed, previous, **form, backend=backend, decode=decode).compile()
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, sizes))
+
+
+def _joined(batch: Batch) -> tuple[np.ndarray, dict]:
+    """The arrays of a batch in one; and how `model_step` takes it apart."""
     arrays, tree = jax.tree.flatten(batch)
     layout = tuple((array.shape, array.dtype) for array in arrays)
     starts = starts_of(layout)
     packed = np.zeros(starts[-1], np.int32)
     for start, array in zip(starts, arrays, strict=False):
         packed[start : start + array.size] = array.ravel().view(np.int32)
-    logits, tail, pages = _program(compiler_options)(
-        config, weights, pages, packed, previous, tree=tree, layout=layout, backend=backend, decode=decode
-    )
-    draws = batch.temperatures > 0
-    cuts = draws & ((batch.top_ks < ALL_TOKENS) | (batch.top_ps < 1) | (batch.min_ps > 0))
-    how = dict(draws=bool(draws.any()), cuts=bool(cuts.any()), logprobs=logprobs, scored=scored)
-    return _sample(logits, tail, layout=layout[-OF_SEQUENCES:], **how), pages
+    return packed, dict(tree=tree, layout=layout)
 
 
 def starts_of(layout) -> list[int]:
