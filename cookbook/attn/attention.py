@@ -23,8 +23,9 @@ Other names of the arguments, and of lse:
 Bound by: the tensor cores with heads of 128 and 256, and with heads of 64 the CUDA cores, which have as many
 exponentials for half of the products.
 
-Not supported: masks as arrays, biases, dropout. If H is no multiple of 64, or S none of 8, TMA copies values in tiles
-of 8 rows, and the backward pass pads its operands by copies. Source: Shah et al., "FlashAttention-3" (2024).
+Not supported: masks as arrays, biases, dropout. If H is no multiple of 64, or S none of 8, values are padded by a copy,
+or with few queries come in tiles of 8 rows; the backward pass pads its operands by copies. Source: Shah et al.,
+"FlashAttention-3" (2024).
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _mgpu
-from . import attention_bwd, bwd_fused, checks, dense, references
+from . import attention_bwd, bwd_fused, checks, dense, references, tiles
 from .core import Config, Problem
 
 
@@ -124,7 +125,9 @@ def _run(query, key, value, sinks, segments, options: Options):
     problem = _problem(query, key, options, target.interpreted)
     config = options.config or default_config(problem.head_dim, problem.has_window)
     checks.check_smem("attention", config, config.smem_bytes(problem.head_dim), problem.head_dim)
-    plan = dense.Plan(problem, query.shape[0], query.shape[1], key.shape[1], bool(segments), config)
+    (batch, num_q), num_kv = query.shape[:2], key.shape[1]
+    copies_tiles = tiles.by_tile(problem, num_kv, num_q)
+    plan = dense.Plan(problem, batch, num_q, num_kv, bool(segments), config, copies_tiles=copies_tiles)
     params = _mgpu.compiler_params(approx_math=True)
     return dense.forward(query, key, value, sinks, segments, plan=plan, num_sms=target.num_sms, params=params)
 

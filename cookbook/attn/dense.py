@@ -54,6 +54,8 @@ class Plan:
     num_kv: int
     has_segments: bool
     config: Config
+    # Whether values are copied tile by tile. TMA cuts blocks of them off at the edges of whole tiles alone.
+    copies_tiles: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def blocks(self) -> Blocks:
@@ -82,11 +84,6 @@ class Plan:
         )
         v_copies = tiles.copies_of_tiles(p, c.block_kv) if self.copies_tiles else 1
         return core.scratch(p, c, smem, q_copies=p.pieces, k_copies=p.pieces, v_copies=v_copies)
-
-    @property
-    def copies_tiles(self) -> bool:
-        """Whether values are copied tile by tile: TMA cuts whole blocks off at the edges of whole tiles alone."""
-        return self.num_kv % core.TILE_ROWS != 0 or not self.problem.whole_pieces
 
     def schedule(self, num_sms: int) -> np.ndarray:
         first, end = self.blocks.seen(np.arange(self.num_q_blocks) * self.config.rows, self.config.rows)
@@ -232,6 +229,7 @@ def forward(query, key, value, sinks, segments, *, plan: Plan, num_sms: int, par
     c, table = plan.config, plan.schedule(num_sms)
     masks = core.segment_masks(*segments, c.rows, c.block_kv) if segments else {}
     key, value = _kept_apart(key, value) if segments else (key, value)
+    value = value if plan.copies_tiles else tiles.padded(plan.problem, value, 1)
     sinks = None if sinks is None else jnp.broadcast_to(sinks[:, None] * LOG2E, (len(sinks), WG_ROWS))
     lse_shape = (plan.batch, plan.problem.num_heads, plan.num_q_blocks * c.rows)
     out, lse = _mgpu.kernel(

@@ -34,7 +34,7 @@ from .packed_plan import Plan, Tile
 from .packed_tiles import FIELDS
 from .pages import Pages
 from .steps import Work, attend
-from .tiles import lane
+from .tiles import by_tile, lane, padded
 
 
 def _kernel(
@@ -175,6 +175,7 @@ def forward(
     else:
         kv_starts = packed_tiles.starts_of(kv_where, len(k))
         kv_first, kv_lens = kv_starts[:-1], kv_starts[1:] - kv_starts[:-1]
+        v = v if plan.copies_tiles else padded(plan.problem, v, 0)
     starts_q = packed_tiles.starts_of(cu_seqlens_q, len(q))
     table, num_tiles, places = packed_tiles.table(plan, starts_q, kv_first, kv_lens)
     sinks = None if sinks is None else sinks[plan.row_heads] * LOG2E
@@ -209,7 +210,9 @@ def run(op: str, q, k, v, cu_seqlens_q, kv_where, block_tables=None, *scales, si
     config = config or default_config(head_dim)
     problem = Problem(num_heads, k.shape[-2], head_dim, q.dtype, **how, interpreted=target.interpreted)
     pages = None if block_tables is None else Pages(*k.shape[:2], block_tables.shape[1], config.block_kv)
-    copies_tiles = not problem.whole_pieces or (pages is None and len(k) % TILE_ROWS != 0)
+    copies_tiles = not problem.whole_pieces  # As tiles lie in pages, which nothing pads.
+    if pages is None:
+        copies_tiles = by_tile(problem, len(k), num_tokens // max(len(cu_seqlens_q) - 1, 1))
     plan = plan_type(problem, num_tokens, len(cu_seqlens_q) - 1, pages, config, target.num_sms, copies_tiles)
     checks.check_smem(op, config, plan.smem_bytes, head_dim)
     params = _mgpu.compiler_params(approx_math=True)

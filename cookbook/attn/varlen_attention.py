@@ -21,8 +21,8 @@ Other names of the arguments; `attention.py` has those of its own arguments:
 Bound by: the tensor cores; with few queries for each sequence, memory.
 
 Not supported: gradients (`attention` with segment_ids has them), heads of other sizes than 64, 80, 96, 128, 192 and
-256. If S is no multiple of 8, or H none of 64, TMA copies v in tiles of 8 rows. Sources: Shah et al.,
-"FlashAttention-3" (2024).
+256. If S is no multiple of 8, or H none of 64, v is padded by a copy, or with few queries a sequence comes in tiles of
+8 rows. Sources: Shah et al., "FlashAttention-3" (2024).
 """
 
 import jax.numpy as jnp

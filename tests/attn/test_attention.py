@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cookbook import _mgpu, lab
-from cookbook.attn import core, schedule
+from cookbook.attn import core, schedule, tiles
 
 module = importlib.import_module("cookbook.attn.attention")
 attention, Config, reference = module.attention, module.Config, module.attention_reference
@@ -227,11 +227,20 @@ def pads(fn, *avals) -> bool:
         return " pad[" in str(jax.make_jaxpr(fn)(*avals))
 
 
-@pytest.mark.parametrize("head_dim", [72, 128])
-def test_values_are_not_padded_by_a_copy(head_dim):
-    """Not even one position less than whole tiles, or heads of no whole piece."""
-    x = jax.ShapeDtypeStruct((1, 4095, 4, head_dim), jnp.bfloat16)
-    assert not pads(attention, x, x, x) and pads(lambda x: jnp.pad(x, 1), x)
+@pytest.mark.parametrize("num_q, num_kv, head_dim, is_padded", [
+    (1000, 4095, 128, False), (1000, 4096, 72, False), (4095, 4095, 128, True), (4096, 4096, 72, True),
+    (4095, 4096, 128, False),
+])  # fmt: skip
+def test_values_are_padded_by_a_copy_for_many_queries_alone(num_q, num_kv, head_dim, is_padded):
+    q, kv = (jax.ShapeDtypeStruct((1, num, 4, head_dim), jnp.bfloat16) for num in (num_q, num_kv))
+    assert pads(attention, q, kv, kv) == is_padded
+
+
+@pytest.mark.parametrize("mask", MASKS[1:3], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_padded_values(mask, head_dim, monkeypatch):
+    monkeypatch.setattr(tiles, "PADDED_FROM", 0)
+    check(*operands(150, 77, head_dim=head_dim), gpu="h200", **mask)
 
 
 def some(*shape, dtype=jnp.bfloat16):

@@ -12,7 +12,7 @@ from test_attention import pads
 
 from cookbook import lab, paged_attention, ragged_paged_attention, varlen_attention
 from cookbook.attn import packed as kernel
-from cookbook.attn import packed_plan, packed_tiles
+from cookbook.attn import packed_plan, packed_tiles, tiles
 from cookbook.attn.attention import Config, attention
 from cookbook.attn.core import SERVED_HEAD_DIMS, Problem
 from cookbook.lab import interpreter
@@ -241,10 +241,17 @@ def test_what_the_compiler_makes_of_it(head_dim, how):
     assert compiled.spill_bytes <= {64: 32}.get(head_dim, 112 if head_dim <= 128 else 144)
 
 
-def test_keys_of_any_number_are_not_copied():
-    """To a whole number of TMA's tiles, that is."""
+@pytest.mark.parametrize("num_seqs, is_padded", [(16, False), (2, True)])
+def test_values_are_padded_by_a_copy_for_many_queries_alone(num_seqs, is_padded):
     q, kv = (jax.ShapeDtypeStruct((4095, heads, 128), jnp.bfloat16) for heads in (16, 4))
-    assert not pads(varlen_attention, q, kv, kv, *[jax.ShapeDtypeStruct((17,), jnp.int32)] * 2)
+    assert pads(varlen_attention, q, kv, kv, *[jax.ShapeDtypeStruct((num_seqs + 1,), jnp.int32)] * 2) == is_padded
+
+
+def test_padded_values(monkeypatch):
+    """NaN behind the last sequence included."""
+    monkeypatch.setattr(tiles, "PADDED_FROM", 0)
+    for head_dim in (64, 80):
+        check(*packed(head_dim=head_dim), is_causal=True, gpu="h200")
 
 
 @pytest.mark.parametrize("page_size", [16, 128])
