@@ -236,11 +236,10 @@ def test_values_are_padded_by_a_copy_for_many_queries_alone(num_q, num_kv, head_
     assert pads(attention, q, kv, kv) == is_padded
 
 
-@pytest.mark.parametrize("mask", MASKS[1:3], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 72])
-def test_padded_values(mask, head_dim, monkeypatch):
+@pytest.mark.parametrize("head_dim, mask", [(64, MASKS[2]), (72, MASKS[1])], ids=str)
+def test_padded_values(head_dim, mask, monkeypatch):
     monkeypatch.setattr(tiles, "PADDED_FROM", 0)
-    check(*operands(150, 77, head_dim=head_dim), gpu="h200", **mask)
+    check(*operands(150, 77, head_dim=head_dim), **mask)
 
 
 def some(*shape, dtype=jnp.bfloat16):
