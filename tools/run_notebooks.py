@@ -1,7 +1,7 @@
 """Runs the course: every notebook through papermill into build/notebooks/, then a table of what ran where.
 
-Each notebook has a process of its own. As many run at a time as there are cores; on a GPU one by default. Of more, one
-measures while the others are stopped, and all share the GPU's memory.
+Each notebook has a process of its own. As many run at a time as there are cores; on a GPU one by default. Where there
+are more, one measures while the others are stopped, and all share the GPU's memory.
 
 `--record`, on a GPU, writes the executed notebooks back in place with the stamp that the site shows. `make run` and
 `make record` call this script; neither stops at a notebook that fails.
