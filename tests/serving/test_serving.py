@@ -451,7 +451,8 @@ def test_what_is_no_mutant_passes(trace, copied):
         ("scheduler", "min(last, len(request.keys))", "min(len(request.keys), len(request.pages))"),
         ("scheduler", "            self._release(victim)\n", "            victim.pages, victim.num_computed = [], 0\n"),
         ("scheduler", "victim = self.running.pop()", "victim = self.running.pop(0)"),
-        ("step", ": len(request.pages)] = request.pages", ": len(request.pages)] = sorted(request.pages)"),
+        ("step", "from_iterable(request.pages for", "from_iterable(sorted(request.pages) for"),
+        ("step", "< num_pages[:, None]", "< num_pages.max()"),
         ("step", "starts[sequence] + np.arange", "np.arange"),
         ("step", "-1 - rows[chunk.request]", "-1"),
         (
@@ -461,8 +462,8 @@ def test_what_is_no_mutant_passes(trace, copied):
         ),
         (
             "scheduler",
-            "                if request.finished:  # With a stop",
-            "                if False:  # With a stop",
+            "                if request not in self._requests:  # It ended",
+            "                if False:  # It ended",
         ),
         ("scheduler", "self.running if request in self.running else self.waiting", "self.running"),
         ("step", "previous[jnp.maximum(-1 - batch.tokens, 0)]", "previous[0]"),
