@@ -210,7 +210,7 @@ def run(op: str, q, k, v, cu_seqlens_q, kv_where, block_tables=None, *scales, si
     config = config or default_config(head_dim)
     problem = Problem(num_heads, k.shape[-2], head_dim, q.dtype, **how, interpreted=target.interpreted)
     pages = None if block_tables is None else Pages(*k.shape[:2], block_tables.shape[1], config.block_kv)
-    copies_tiles = not problem.whole_pieces  # As tiles lie in pages, which nothing pads.
+    copies_tiles = not problem.whole_pieces  # For pages, which are never padded.
     if pages is None:
         copies_tiles = by_tile(problem, len(k), num_tokens // max(len(cu_seqlens_q) - 1, 1))
     plan = plan_type(problem, num_tokens, len(cu_seqlens_q) - 1, pages, config, target.num_sms, copies_tiles)

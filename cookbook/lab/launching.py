@@ -30,10 +30,15 @@ def launches(gpu: str, fn, *args, donate_argnums=()) -> list[Launch]:
       donate_argnums: as of `jax.jit`.
 
     Raises:
-      ValueError: `gpu` is not known. ToolchainMissing: the compile-only wheels are missing.
+      ValueError: `gpu` is not known, or another than this process compiles for. ToolchainMissing: the compile-only
+        wheels are missing.
     """
     facts, target = gpu_facts(gpu), device(gpu)
-    claim_architecture()
+    if (here := claim_architecture()) != facts["major"]:
+        raise ValueError(
+            f"gpu = {gpu!r} has compute capability {facts['major']}, and this process compiles whole programs for {here}, "
+            "as this machine's GPU or, without one, an H200 has: lab.compile_for compiles kernels alone, for any GPU."
+        )
     where = jax.sharding.SingleDeviceSharding(target)
     avals = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), jax.eval_shape(lambda *args: args, *args)

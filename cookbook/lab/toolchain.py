@@ -79,16 +79,17 @@ def devices(gpu: str, count: int) -> list[jax.Device]:
 
 
 @functools.cache
-def claim_architecture() -> None:
+def claim_architecture() -> int:
     """Compiles a small kernel for this machine's GPU, or for an H200 where there is none.
 
     Mosaic passes one architecture alone to ptxas, the first of a process: after one of another GPU, this machine's own
-    kernels would not compile. Raises ToolchainMissing.
+    kernels would not compile. Returns its major compute capability. Raises ToolchainMissing.
     """
     on = jax.devices()[0] if jax.default_backend() == "gpu" else device("h200")
     out = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=jax.sharding.SingleDeviceSharding(on))
     with jax.default_device(on):
         jax.jit(plgpu.kernel(lambda out: None, out_type=out)).lower().compile()
+    return int(float(on.compute_capability))
 
 
 @functools.cache

@@ -65,7 +65,8 @@ def _signal_others(number: int) -> None:
 
 
 def _wait_until_idle(seconds: float = 2.0) -> None:
-    """Waits for what the others had launched, until this GPU answers at once several times in a row."""
+    """Waits for the kernels that others had launched: until the GPU answers at once several times in a row, at most for
+    `seconds`. The spread of a measurement shows if that was too short."""
     x, times, deadline = jnp.zeros(()), [1.0], time.perf_counter() + seconds
     while max(times[-5:]) > IDLE_SECONDS and time.perf_counter() < deadline:
         start = time.perf_counter()

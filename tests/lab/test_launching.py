@@ -1,5 +1,9 @@
 """The launches of a program, read from the text in which XLA has scheduled it."""
 
+import jax.numpy as jnp
+import pytest
+
+from cookbook import lab
 from cookbook.lab.launching import Launch, _of
 
 TEXT = """HloModule jit_f, is_scheduled=true
@@ -33,3 +37,9 @@ def test_kernels_are_told_from_xlas_and_names_launch_nothing():
         Launch("rms_norm_row", True), Launch("roles_kernel", True), Launch("loop_negate_fusion", False),
         Launch("copy", False),
     ]  # fmt: skip
+
+
+def test_another_gpu_than_the_process_compiles_for_is_refused():
+    other = "h200" if lab.on_gpu("b200") else "b200"
+    with pytest.raises(ValueError, match=f"gpu = '{other}' has compute capability .* lab.compile_for"):
+        lab.launches(other, jnp.add, jnp.ones(8), jnp.ones(8))

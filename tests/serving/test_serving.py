@@ -452,7 +452,6 @@ def test_what_is_no_mutant_passes(trace, copied):
         ("scheduler", "            self._release(victim)\n", "            victim.pages, victim.num_computed = [], 0\n"),
         ("scheduler", "victim = self.running.pop()", "victim = self.running.pop(0)"),
         ("step", "from_iterable(request.pages for", "from_iterable(sorted(request.pages) for"),
-        ("step", "< num_pages[:, None]", "< num_pages.max()"),
         ("step", "starts[sequence] + np.arange", "np.arange"),
         ("step", "-1 - rows[chunk.request]", "-1"),
         (
