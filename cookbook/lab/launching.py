@@ -36,7 +36,7 @@ def launches(gpu: str, fn, *args, donate_argnums=()) -> list[Launch]:
     facts, target = gpu_facts(gpu), device(gpu)
     if (here := claim_architecture()) != facts["major"]:
         raise ValueError(
-            f"gpu = {gpu!r} has compute capability {facts['major']}, and this process compiles whole programs for {here}, "
+            f"gpu = {gpu!r} has compute capability {facts['major']}; this process compiles whole programs for {here}, "
             "as this machine's GPU or, without one, an H200 has: lab.compile_for compiles kernels alone, for any GPU."
         )
     where = jax.sharding.SingleDeviceSharding(target)
