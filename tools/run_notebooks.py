@@ -51,7 +51,7 @@ def main() -> int:
         os.environ["COOKBOOK_RECORD"] = "1"
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if machine["on_gpu"] and jobs > 1:
-        os.environ["COOKBOOK_TURNS"] = tempfile.mkdtemp(prefix="cookbook-turns-")
+        os.environ.setdefault("COOKBOOK_TURNS", tempfile.mkdtemp(prefix="cookbook-turns-"))
     parameters = {path: _parameters(path, args.parameter) for path in paths}
 
     OUTPUT.mkdir(parents=True, exist_ok=True)
