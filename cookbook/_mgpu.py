@@ -320,6 +320,8 @@ def without_derivative(op: str, gradient):
 def without_gradient(op: str, instead: str, *arrays):
     """`arrays`, by which JAX refuses to differentiate what comes next: an op without a gradient passes its operands
     through this first, and is named."""
+    if not any(isinstance(array, jax.core.Tracer) for array in arrays):  # Nothing is differentiated: for quick calls.
+        return arrays
     message = f"cookbook.{op} has no gradient: differentiate {instead} instead"
     return _refusing_derivatives(lambda *arrays: arrays, message)(*arrays)
 
@@ -340,6 +342,8 @@ def as_array(op: str, name: str, x):
     Raises:
       ValueError: JAX can make no array of it.
     """
+    if isinstance(x, jax.Array):
+        return x
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError, OverflowError) as error:

@@ -3,7 +3,7 @@
 Nothing is imported or looked into to find that code, only read. A statement counts with those that bind the names it
 uses: in its own file or notebook, and in the modules of the package that it imports from, and so on. A function that is
 added to a module therefore leaves the figures of the others alone. Comments, docstrings and layout do not count, nor
-does `cookbook.lab`, nor do libraries.
+do `cookbook.lab`, libraries, and `ON_THE_HOST`.
 """
 
 import ast
@@ -19,6 +19,8 @@ import sysconfig
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 OUTSIDE = ("", "")  # The home of what does not count.
+# They hand arguments on before anything is launched: no kernel, and so no figure of one, changes with them.
+ON_THE_HOST = {("cookbook._mgpu", "as_array"), ("cookbook._mgpu", "without_gradient")}
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 
 
@@ -120,6 +122,8 @@ def _home(name: str) -> tuple[str, str] | None:
         module, parts = f"{module}.{parts[0]}", parts[1:]
     if not parts:
         return module, ""
+    if (module, parts[0]) in ON_THE_HOST:
+        return OUTSIDE
     program = _program(module)
     places = _binding(program, parts[0], len(program))
     if not places:

@@ -194,18 +194,7 @@ def test_notebook_is_whole(path):
     assert ":::" not in "".join(cell.source for cell in notebook.cells), "JupyterLab shows ::: admonitions raw"
 
 
-# Until a GPU has run it its outputs are those of a CPU.
-NOT_YET_RECORDED = {"17_linear_attention", "19_blackwell", "20_debugging", "21_lifting", "A_migration", "B_errors"}
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=pytest.mark.xfail(strict=True) if path.stem in NOT_YET_RECORDED else ())
-        for path in NOTEBOOKS
-    ],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_was_recorded_on_a_gpu(path):
     recorded = nbformat.read(path, as_version=4).metadata.get("recorded", {})
     assert {"gpu", "driver", "jax", "date", "source"} <= recorded.keys()

@@ -106,6 +106,8 @@ def test_equal_runs_on_a_gpu_say_nothing_of_races(monkeypatch, equal):
     races = items[-1]
     assert races.name == "races" and races.verdict == ("-" if equal else "FAILED")
     assert ("not checked" in races.text and "5 equal runs" in races.text) if equal else "5 runs" in races.text
+    items, _ = checking._run(fn, [np.zeros(4, np.float32)], is_ordered=False)
+    assert items[-1].verdict == "-" and ("5 equal runs" if equal else "5 runs differ") in items[-1].text
 
 
 def test_a_matmul_passes_at_half_precision():

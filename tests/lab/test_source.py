@@ -219,3 +219,10 @@ def test_in_a_notebook_the_running_cell_counts(monkeypatch):
     assert code(*cells, "n = 3", "measure(fn, 3)") != known
     assert code(*cells, "measure(fn, 4)") != known
     assert source.code_of(cookbook.softmax).keys() == {"uses"}
+
+
+def test_functions_that_hand_arguments_on_do_not_count():
+    for module, name in source.ON_THE_HOST:
+        program = source._program(module)
+        assert source._binding(program, name, len(program)), "it is there"
+        assert source._hashes({f"{module}.{name}"}) == {}
