@@ -48,7 +48,7 @@ def draw():
     size = f"{SIZE}x{SIZE}x{SIZE}"
     rungs = [bar(problem.format(size=size), label) for problem, label in RUNGS]
     last, peer = (bar(f"matmul/{size}/bf16", label, impl, impl == PACKAGE[0]) for impl, label in (PACKAGE, CUBLAS))
-    note = "; ".join(sorted(places)) or "not recorded yet"
+    note = "\n".join(sorted(places)) or "not recorded yet"
     return plot.ladder(
         [*rungs, last],
         [peer],

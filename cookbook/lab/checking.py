@@ -128,7 +128,7 @@ def _run(fn, args, gpu: str | None = None, is_ordered: bool = True) -> tuple[lis
         elif is_ordered:
             items.append(Item("races", "FAILED", f"{GPU_RUNS} runs of the same input differ"))
         else:
-            items.append(Item("races", "-", f"not checked, which the interpreter does; {GPU_RUNS} runs differ, as said"))
+            items.append(Item("races", "-", f"not checked, which the interpreter does; {GPU_RUNS} runs differ"))
     elif seen.races_found:
         items += [Item("races", "FAILED", race) for race in seen.races]
     else:
