@@ -136,7 +136,10 @@ def _step(work: Work, vector, sums, count, block, before):
         s = problem.capped(wait(s_ref, 1))  # This also waits for dk of the step before.
         if plan.runs_ahead:
             pl.when(count > 0)(lambda: smem.ring.free(count - 1))
-        p = work.masked(jnp.exp2(s * problem.unit - work.spread(vector(0, count))), block)
+        logarithms = s * problem.unit - work.spread(vector(0, count))
+        if plan.ends_in_tile:
+            logarithms += lax.broadcast_in_dim(work.beyond, work.shape, [0])
+        p = work.masked(jnp.exp2(logarithms), block)
         now = work.add(sums, 1, p.astype(problem.dtype), 1, count)
         ds = p * (wait(dp_ref, 1) - work.spread(vector(1, count)))
         ds = (ds if problem.soft_cap is None else ds * (1.0 - s * s)).astype(problem.dtype)

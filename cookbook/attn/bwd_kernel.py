@@ -117,7 +117,7 @@ class Plan:
     @property
     def cuts(self) -> Cuts:
         blocks = self.blocks
-        last = blocks.right is not None or blocks.num_kv % self.block != 0 or self.ends_in_tile
+        last = blocks.right is not None or blocks.num_kv % self.block != 0
         return Cuts(any=True, first=blocks.left is not None or self.has_segments, last=last, all=self.has_segments)
 
     @property
@@ -214,8 +214,6 @@ class Tile:
         seen, shape = plan.blocks.mask_of(first_row, block), plan.blocks.shape
         if plan.has_segments:
             seen &= core.same_segment(self.masks, self.batch, first_row, block * shape[1], shape)
-        if plan.ends_in_tile:
-            seen &= plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) < plan.num_kv - first_row
         return seen
 
     def other_head(self, plan: Plan, i):

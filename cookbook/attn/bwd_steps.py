@@ -60,6 +60,12 @@ class Work:
         """lse or delta, repeated along rows, or columns."""
         return lax.broadcast_in_dim(numbers, self.shape, [0 if self.plan.for_query else 1])
 
+    @property
+    def beyond(self):
+        """-inf for each row that is no key, 0 for the others: without a branch, which would take registers."""
+        rows = plgpu.broadcasted_iota(jnp.int32, (WG_ROWS,), 0, layout=ROWS)
+        return jnp.where(rows < self.plan.num_kv - self.first_row, 0.0, -jnp.inf)
+
     def vectors(self, gmem):
         """Function of a step and 0 for lse, 1 for delta: those of the rows, or of the columns of the step's block."""
         load = lambda ref, layout: plgpu.load(ref, layout=layout, optimized=False)
@@ -88,8 +94,6 @@ class Work:
         start, stop = self.plan.blocks.whole(self.first_row, WG_ROWS, tile.first, tile.end)
         if self.plan.cuts.all:
             return tile.end, tile.end
-        if self.plan.ends_in_tile:
-            stop = jnp.where(self.first_row + WG_ROWS > self.plan.num_kv, start, stop)
         return start, stop
 
     def masked(self, p, block):
