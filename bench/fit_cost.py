@@ -43,10 +43,11 @@ def score(constants: cost.Constants, rows) -> tuple[float, float, float]:
     best, preferred, errors, weights = _best(rows), {}, [], []
     for problem, config, us in rows:
         predicted = cost.predict(config, problem, constants)
-        preferred[problem] = min(preferred.get(problem, (math.inf, us)), (predicted, us))
+        # Of configurations that the model cannot tell apart it may choose any: the slowest one counts.
+        preferred[problem] = min(preferred.get(problem, (math.inf, -us)), (predicted, -us))
         errors.append(abs(math.log(predicted / us)))
         weights.append((best[problem] / us) ** 2)
-    regret = float(np.mean([math.log(us / best[problem]) for problem, (_, us) in preferred.items()]))
+    regret = float(np.mean([math.log(-us / best[problem]) for problem, (_, us) in preferred.items()]))
     return regret + 0.3 * float(np.mean(np.multiply(weights, errors))), float(np.median(errors)), regret
 
 

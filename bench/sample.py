@@ -217,10 +217,23 @@ def run(op: str, count: int, seed: int, iterations: int) -> list[Row]:
     topic = f"sample_{op}"
     if not lab.on_gpu():
         return recorded(op)
-    if lab.results.recording():
-        lab.results.save(topic, lab.results.this_gpu(), {})
     cases = [(sizes, SAMPLES[op].case(*sizes)) for sizes in SAMPLES[op].problems(count, seed)]
-    return [_time(topic, sizes, case, compiled, iterations) for (sizes, case), compiled in _compile_ahead(cases)]
+    rows = [_time(topic, sizes, case, compiled, iterations) for (sizes, case), compiled in _compile_ahead(cases)]
+    if lab.results.recording():
+        _keep(topic, {_name(topic, row.sizes): {"cookbook", *row.peers} for row in rows})
+    return rows
+
+
+def _keep(topic: str, measured: dict[str, set[str]]) -> None:
+    """Drops the other rows of the topic, once all problems are measured: a run that is interrupted loses none."""
+    gpu = lab.results.this_gpu()
+    rows = lab.results.load(topic, gpu)["rows"]
+    kept = {name: {impl: rows[name][impl] for impl in sorted(impls)} for name, impls in sorted(measured.items())}
+    lab.results.save(topic, gpu, {"rows": kept})
+
+
+def _name(topic: str, sizes: tuple[int, ...]) -> str:
+    return f"{topic}/{'x'.join(map(str, sizes))}/bf16"
 
 
 def recorded(op: str) -> list[Row]:
@@ -270,7 +283,7 @@ def _error(out, wanted):
 @lab.alone()
 def _time(topic: str, sizes, case, compiled, iterations: int) -> Row:
     args = jax.block_until_ready(compiled["inputs"]())
-    name, ours = f"{topic}/{'x'.join(map(str, sizes))}/bf16", compiled["cookbook"](*args)
+    name, ours = _name(topic, sizes), compiled["cookbook"](*args)
     times = {}
     for impl in [impl for impl in compiled if impl not in ("inputs", "error")]:
         fn, of = compiled[impl], getattr(cookbook, case.op) if impl == "cookbook" else False

@@ -130,10 +130,19 @@ def test_run_times_ours_and_the_peers_once_each(results_folder, monkeypatch):
     """With a kernel and a stopwatch that need no GPU."""
     monkeypatch.setattr(lab, "on_gpu", lambda *_: True)
     monkeypatch.setattr(cookbook, "softmax", jax.nn.softmax)
-    timed = []
+    monkeypatch.setenv("COOKBOOK_RECORD", "1")
+    timed, topic, gpu = [], "sample_softmax", lab.results.this_gpu()
+
+    def record(problem, impl):
+        data = lab.results.load(topic, gpu) or {"rows": {}}
+        data["rows"].setdefault(problem, {})[impl] = {}
+        lab.results.save(topic, gpu, data)
+
+    record("sample_softmax/4x4/bf16", "cookbook")
 
     def measure(fn, x, *, problem, impl, **_):
         timed.append((problem, impl, fn(x).shape))
+        record(problem, impl)
         return lab.Measurement(problem, impl, 2.0 if impl == "xla" else 1.0)
 
     monkeypatch.setattr(lab, "measure", measure)
@@ -145,9 +154,13 @@ def test_run_times_ours_and_the_peers_once_each(results_folder, monkeypatch):
     assert [row.sizes for row in rows] == small.problems(3, seed=1) and {row.ratio for row in rows} == {2.0}
     problem = "sample_softmax/{}x{}/bf16".format(*rows[0].sizes)
     assert timed[:2] == [(problem, "cookbook", rows[0].sizes), (problem, "xla", rows[0].sizes)] and len(timed) == 6
+    recorded = lab.results.load(topic, gpu)
+    assert recorded["rows"].keys() == {problem for problem, *_ in timed}, "the sample before is gone"
     monkeypatch.setattr(cookbook, "softmax", lambda x: 1 - jax.nn.softmax(x))
     with pytest.raises(ValueError, match="cookbook and xla differ"):
-        sample.run("softmax", 1, seed=1, iterations=1)
+        sample.run("softmax", 1, seed=2, iterations=1)
+    kept = lab.results.load(topic, gpu)["rows"]
+    assert recorded["rows"].keys() <= kept.keys(), "a run that is interrupted loses nothing"
 
 
 GROUPED = [case for case in problems.CASES if case.op.startswith(("ragged_dot", "moe"))]
