@@ -71,7 +71,6 @@ def main() -> int:
             bar.set_description(" ".join(running))
             if error:
                 tqdm.write(f"{path.stem}\n{error}", file=sys.stderr)
-                _resume()
             elif args.record:
                 _write_back(OUTPUT / path.name, path, machine)
             state = "FAILED" if error else "ok"
@@ -190,14 +189,6 @@ def _cells(path: pathlib.Path) -> str:
         return "0"
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     return f"{sum(cell.execution_count is not None for cell in cells)}/{len(cells)}"
-
-
-def _resume() -> None:
-    """Lets the other notebooks go on: this one may have ended while it measured alone."""
-    if "COOKBOOK_TURNS" in os.environ:
-        from cookbook.lab import turns
-
-        turns.resume()
 
 
 def _write_back(executed: pathlib.Path, path: pathlib.Path, machine: dict) -> None:

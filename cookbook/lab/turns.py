@@ -1,13 +1,16 @@
 """Turns of processes that share a GPU, such as notebooks that are recorded at the same time.
 
 COOKBOOK_TURNS names a folder for them: each process has a file there, named by its number. One that measures locks the
-folder, stops the others, and lets them go on afterwards. Without the variable a process has nobody to wait for.
+folder, stops the others, and lets them go on afterwards; if it is killed before that, its guard does. Without the
+variable a process has nobody to wait for.
 """
 
 import contextlib
 import os
 import pathlib
 import signal
+import subprocess
+import sys
 import time
 
 import jax
@@ -15,6 +18,19 @@ import jax.numpy as jnp
 
 IDLE_SECONDS = 1e-3  # Within which an idle GPU answers; one that computes for others takes a time slice or more.
 _held = False  # Whether this process is inside `alone`.
+_guard = None  # A process that outlives this one.
+GUARD = """
+import fcntl, os, pathlib, signal, sys
+folder = pathlib.Path(sys.argv[1])
+sys.stdin.read()  # It ends with the process at the other end of the pipe.
+with open(folder / "lock", "w") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)  # Nobody measures.
+    for path in folder.glob("[0-9]*"):
+        try:
+            os.kill(int(path.name), signal.SIGCONT)
+        except ProcessLookupError:
+            pass
+"""
 
 
 def _folder() -> pathlib.Path | None:
@@ -23,9 +39,13 @@ def _folder() -> pathlib.Path | None:
 
 def register() -> None:
     """Makes this process one of those that are stopped while another measures."""
+    global _guard
     if folder := _folder():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / str(os.getpid())).touch()
+        if _guard is None:
+            command = [sys.executable, "-c", GUARD, str(folder)]
+            _guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 @contextlib.contextmanager
@@ -48,11 +68,6 @@ def alone():
         finally:
             _held = False
             _signal_others(signal.SIGCONT)
-
-
-def resume() -> None:
-    """Lets all go on, after one that was killed while it measured."""
-    _signal_others(signal.SIGCONT)
 
 
 def _signal_others(number: int) -> None:

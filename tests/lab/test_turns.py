@@ -1,8 +1,10 @@
 """Processes that share a GPU measure one at a time, and the others stand still."""
 
 import os
+import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -44,6 +46,39 @@ def test_while_one_is_alone_the_others_do_nothing(tmp_path):
         )
         inside = {"enters": name, "leaves": None}.get(what, inside)
     assert notes.read_text().count("leaves") == 6
+
+
+KILLED = """
+import sys, time
+from cookbook import lab
+
+with lab.alone():
+    print("alone", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_one_that_is_killed_while_it_measures_stops_nobody(tmp_path):
+    environment = os.environ | dict(COOKBOOK_TURNS=str(tmp_path))
+    other = subprocess.Popen([sys.executable, "-c", "import time\nwhile True: time.sleep(0.01)"])
+    (tmp_path / str(other.pid)).touch()
+    try:
+        killed = subprocess.Popen([sys.executable, "-c", KILLED], env=environment, stdout=subprocess.PIPE)
+        assert killed.stdout.readline() == b"alone\n" and _state(other.pid) == "T"
+        killed.kill()
+        killed.wait()
+        end = time.monotonic() + 60
+        while _state(other.pid) == "T" and time.monotonic() < end:
+            time.sleep(0.01)
+        assert _state(other.pid) != "T"
+    finally:
+        other.kill()
+        other.wait()
+
+
+def _state(pid: int) -> str:
+    """A letter: T of a process that is stopped."""
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_without_the_variable_nobody_waits(monkeypatch):
