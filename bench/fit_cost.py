@@ -43,7 +43,7 @@ def score(constants: cost.Constants, rows) -> tuple[float, float, float]:
     best, preferred, errors, weights = _best(rows), {}, [], []
     for problem, config, us in rows:
         predicted = cost.predict(config, problem, constants)
-        # Of configurations that the model cannot tell apart it may choose any: the slowest one counts.
+        # The model may choose any of the configurations that it predicts as equal: the slowest one counts.
         preferred[problem] = min(preferred.get(problem, (math.inf, -us)), (predicted, -us))
         errors.append(abs(math.log(predicted / us)))
         weights.append((best[problem] / us) ** 2)
