@@ -39,7 +39,8 @@ class Constants:
     parts_values: float = 6.95  # and for each 16,384 values that a block sends as much more.
     second_kernel: float = 1.4  # us of a kernel that adds them up instead.
     read: float = 4.21  # TB/s of reads from HBM,
-    write_128: float = 3.05  # of writes of rows that begin at multiples of 128 bytes,
+    read_again: float = 0.1  # with as much more time for an operand that several clusters read,
+    write_128: float = 3.05  # and TB/s of writes of rows that begin at multiples of 128 bytes,
     write_32: float = 3.24
     write_16: float = 2.2
 
@@ -127,7 +128,8 @@ def predict(config: Config, problem: Problem, c: Constants = H200) -> float:
     fit = resident(p.num_sms, config.cluster_m * config.cluster_n * (1 if config.second_kernel else config.split_k))
     if config.second_kernel:
         fit //= config.split_k
-    clusters = -(-p.m // (config.tile_m * config.cluster_m)) * -(-p.n // (config.tile_n * config.cluster_n))
+    grid = -(-p.m // (config.tile_m * config.cluster_m)), -(-p.n // (config.tile_n * config.cluster_n))
+    clusters = math.prod(grid)
     if config.tail_split == 1:
         time = -(-clusters // fit) * _tile_time(config, p, config.tile_n, c)
     else:
@@ -135,9 +137,12 @@ def predict(config: Config, problem: Problem, c: Constants = H200) -> float:
         narrow = -(-rest * config.tail_split // fit)
         time = whole * _tile_time(config, p, config.tile_n, c)
         time += narrow * _tile_time(config, p, config.tile_n // config.tail_split, c)
-    a, b, o = problem.itemsizes
+    a, b, o = p.itemsizes
+    read = p.k * sum(
+        size * (1 + c.read_again * (readers > 1)) for size, readers in zip((a * p.m, b * p.n), grid[::-1], strict=True)
+    )
     written = by_alignment(o * problem.n, c.write_128, c.write_32, c.write_16)
-    memory = problem.k * (a * problem.m + b * problem.n) / c.read / 1e6 + o * problem.m * problem.n / written / 1e6
+    memory = read / c.read / 1e6 + o * p.m * p.n / written / 1e6
     parts = c.second_kernel + 4e-6 * config.split_k * p.m * p.n / c.read if config.second_kernel else 0.0
     return c.start + parts + longer(time, memory)
 
