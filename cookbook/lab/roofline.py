@@ -23,20 +23,28 @@ class Peak:
     source: str
 
 
-_H200 = "NVIDIA H200 datasheet (SXM), dense"
 _B200 = "NVIDIA HGX B200 datasheet, dense"  # It gives the rates of sparse products, of which dense ones are half.
+
+
+def _hopper(name: str, hbm: float) -> dict[str, Peak]:
+    """The peaks of a Hopper in an SXM module; the memory is all in which an H100 and an H200 differ."""
+    source = f"NVIDIA {name} datasheet (SXM), dense"
+    return {
+        "fp8": Peak(1979e12, source),
+        "int8": Peak(1979e12, source),
+        "bf16": Peak(989e12, source),
+        "f16": Peak(989e12, source),
+        "tf32": Peak(494e12, source),
+        "f32": Peak(67e12, f"{source}; the CUDA cores"),
+        "f64": Peak(67e12, f"{source}; the tensor cores"),
+        "hbm": Peak(hbm, source),
+        "nvlink": Peak(450e9, f"{source}; each way, with all links of a GPU"),
+    }
+
+
 PEAKS: dict[str, dict[str, Peak]] = {
-    "h200": {
-        "fp8": Peak(1979e12, _H200),
-        "int8": Peak(1979e12, _H200),
-        "bf16": Peak(989e12, _H200),
-        "f16": Peak(989e12, _H200),
-        "tf32": Peak(494e12, _H200),
-        "f32": Peak(67e12, f"{_H200}; the CUDA cores"),
-        "f64": Peak(67e12, f"{_H200}; the tensor cores"),
-        "hbm": Peak(4.8e12, _H200),
-        "nvlink": Peak(450e9, f"{_H200}; each way, with all links of a GPU"),
-    },
+    "h200": _hopper("H200", 4.8e12),
+    "h100": _hopper("H100", 3.35e12),
     "b200": {
         "fp8": Peak(4500e12, _B200),  # MXFP8 too: scales cost no products.
         "int8": Peak(4500e12, _B200),
@@ -100,11 +108,17 @@ class Comparison:
         )
 
 
-def peak(kind, gpu: str = "h200") -> Peak:
+def _known(gpu: str | None) -> str:
+    """`gpu`, or for None this machine's; the H200 where that is none of `PEAKS`."""
+    return gpu or (results.this_gpu() if results.this_gpu() in PEAKS else "h200")
+
+
+def peak(kind, gpu: str | None = None) -> Peak:
     """The datasheet's peak of a dtype ("bf16", `jnp.bfloat16`), of "hbm" or of "nvlink".
 
     Raises ValueError naming what is known.
     """
+    gpu = _known(gpu)
     if gpu not in PEAKS:
         raise ValueError(f"gpu = {gpu!r} has no peaks here; it must be one of {', '.join(map(repr, PEAKS))}.")
     name = kind if isinstance(kind, str) else np.dtype(kind).name
@@ -115,30 +129,32 @@ def peak(kind, gpu: str = "h200") -> Peak:
     return PEAKS[gpu][name]
 
 
-def ceiling(kind: str, gpu: str = "h200") -> Peak | None:
+def ceiling(kind: str, gpu: str | None = None) -> Peak | None:
     """Measured peak of "hbm" (a stream of two reads and a write) or "bf16" (the library's product), or None."""
     problem, rate = _CEILINGS.get(kind, ("", ""))
     best = max(
-        (row[rate] / row["ms"] * 1e3 for row in results.rows("ceiling", gpu).get(problem, {}).values()), default=0
+        (row[rate] / row["ms"] * 1e3 for row in results.rows("ceiling", _known(gpu)).get(problem, {}).values()),
+        default=0,
     )
     return Peak(best, f"measured, {problem}") if best else None
 
 
-def bound(flops: float, nbytes: float, dtype="bf16", gpu: str = "h200") -> Bound:
+def bound(flops: float, nbytes: float, dtype="bf16", gpu: str | None = None) -> Bound:
     """The roofline bound by the datasheet's peaks.
 
     Args:
       flops: floating-point operations, at the rate of `dtype` ("bf16": the tensor cores, "f32": the CUDA cores).
       nbytes: bytes that must cross HBM: each input read once, each output written once.
+      gpu: of `PEAKS`; None: this machine's, or the H200 where there is none of them.
     """
     if flops < 0 or nbytes < 0 or flops + nbytes == 0:
         raise ValueError(f"flops = {flops} and nbytes = {nbytes} must not be negative, nor both zero.")
     compute, memory = flops / peak(dtype, gpu).value, nbytes / peak("hbm", gpu).value
     limit = "compute" if compute > memory else "memory"
-    return Bound(max(compute, memory), limit, compute, memory, flops / nbytes if nbytes else math.inf, gpu)
+    return Bound(max(compute, memory), limit, compute, memory, flops / nbytes if nbytes else math.inf, _known(gpu))
 
 
-def compare(measurement: Measurement, dtype=None, gpu: str = "h200") -> Comparison:
+def compare(measurement: Measurement, dtype=None, gpu: str | None = None) -> Comparison:
     """Predicted against measured. The dtype is the last part of the problem's name ("softmax/16384x8192/bf16")."""
     if measurement.flops is None and measurement.nbytes is None:
         raise ValueError(f"measurement = {measurement!r} has neither flops nor nbytes: give them to lab.measure.")
@@ -146,7 +162,7 @@ def compare(measurement: Measurement, dtype=None, gpu: str = "h200") -> Comparis
     return Comparison(measurement, bound(measurement.flops or 0, measurement.nbytes or 0, dtype, gpu))
 
 
-def figure(points=(), dtype="bf16", gpu: str = "h200") -> Figure:
+def figure(points=(), dtype="bf16", gpu: str | None = None) -> Figure:
     """The roofline with measurements on it.
 
     Args:
@@ -172,6 +188,6 @@ def figure(points=(), dtype="bf16", gpu: str = "h200") -> Figure:
             colour = plot.COLOURS[i % len(plot.COLOURS)]
             ax.plot(flops / nbytes, flops / ms / 1e9, "o", color=colour, markersize=7, label=label)
         ax.set(xscale="log", yscale="log", xlabel="FLOP a byte of HBM traffic", ylabel="TFLOP/s")
-        ax.set_title(f"Roofline of {gpu.upper()}, {dtype if isinstance(dtype, str) else np.dtype(dtype).name}")
+        ax.set_title(f"Roofline of {_known(gpu).upper()}, {dtype if isinstance(dtype, str) else np.dtype(dtype).name}")
         ax.legend(loc="lower right")
     return fig
