@@ -17,8 +17,10 @@ ROUNDING = {"bfloat16": (2.0**-7, 1e-5), "float16": (2.0**-10, 1e-5), "float8_e4
 LEAST = 2.0**-18  # Weights of 8 bits are multiples of twice this number; those of 16 bits of far less.
 
 
-def attend(q, k, v, seen, sink, scale, cap, dtype):
-    """(out, slack), (lse, slack) of queries (T, H), keys and values (S, H), seen (T, S). A sink is one more logit."""
+def attend(q, k, v, seen, sink, scale, cap, dtype, dtype_k):
+    """(out, slack), (lse, slack) of queries (T, H), keys and values (S, H), seen (T, S). A sink is one more logit.
+
+    Products with keys of `dtype_k` are as exact as the tensor cores' of that dtype."""
     products = scale * (q @ k.T)
     logits = products if cap is None else cap * np.tanh(products / cap)
     logits = np.where(seen, logits, -np.inf)
@@ -29,7 +31,7 @@ def attend(q, k, v, seen, sink, scale, cap, dtype):
     p = np.divide(p, total, out=np.zeros_like(p), where=total > 0)
     values = np.where(seen.any(0)[:, None], v, 0.0)  # NaN in values that no query sees counts for nothing.
     size = np.where(seen, scale * (np.abs(q) @ np.abs(k.T)), 0).max(1, keepdims=True, initial=0)
-    of_weights, of_sums = ROUNDING[dtype]
+    of_weights, of_sums = ROUNDING[dtype][0], ROUNDING[dtype_k][1]
     off = of_sums * size + (0 if cap is None else cap * 2.0**-10)
     error = (of_weights + np.expm1(np.minimum(2 * off, 10))) * (p @ np.abs(values))
     if dtype == "float8_e4m3fn":
@@ -42,8 +44,9 @@ def all_heads(case, q, k, v, seen, sinks):
     """The same of (T, N, H), (S, K, H), (N,): query head n reads key head n // (N // K)."""
     group = q.shape[1] // k.shape[1]
     scale = case["scale"] if case["scale"] is not None else 1 / math.sqrt(q.shape[2])
+    how = case["cap"], case["dtype"], cache_dtype(case)
     heads = [
-        attend(q[:, n], k[:, n // group], v[:, n // group], seen, sink, scale, case["cap"], case["dtype"])
+        attend(q[:, n], k[:, n // group], v[:, n // group], seen, sink, scale, *how)
         for n, sink in enumerate(np.full(q.shape[1], -np.inf) if sinks is None else sinks)
     ]
     return [tuple(np.stack([head[i][j] for head in heads], 1) for j in (0, 1)) for i in (0, 1)]

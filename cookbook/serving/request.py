@@ -100,8 +100,8 @@ class Request:
     @property
     def num_uncomputed(self) -> int:
         """Tokens that are to be computed before the next can be sampled: 1 while it is decoding, 0 at the end."""
-        is_wanted = self.num_tokens < len(self.prompt) + self.max_new_tokens
-        return self.num_tokens - self.num_computed if is_wanted else 0
+        num_tokens = self.num_tokens
+        return num_tokens - self.num_computed if num_tokens < len(self.prompt) + self.max_new_tokens else 0
 
     @property
     def time_to_first_token(self) -> float | None:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -52,11 +53,11 @@ def pack(
     that is not known yet is -1 minus its request's row in the step before, which `rows` has.
     """
     requests = [chunk.request for chunk in chunks]
-    starts, ends = np.array([(chunk.start, chunk.end) for chunk in chunks]).T
+    starts, ends = (np.fromiter(map(of, chunks), np.int32, len(chunks)) for of in (_START, _END))
     counts, num_pages = ends - starts, np.array([len(request.pages) for request in requests])
     sequence = np.repeat(np.arange(len(chunks)), counts)  # The sequence of each token.
     num_tokens = max_seqs if decode else bucket(len(sequence), max_seqs)
-    batch = padding(num_tokens, bucket(num_pages.max(), TABLE_WIDTH_MIN), max_seqs)
+    batch = padding(num_tokens, bucket(num_pages.max(), TABLE_WIDTH_MIN), max_seqs, _options(tuple(requests), max_seqs))
     batch.cu_seqlens_q[:] = counts.sum()
     batch.cu_seqlens_q[: len(chunks) + 1] = np.append(0, counts.cumsum())
     where = starts[sequence] + np.arange(len(sequence)) - batch.cu_seqlens_q[sequence]
@@ -68,23 +69,38 @@ def pack(
     slots = batch.block_tables[sequence, where // page_size] * page_size + where % page_size
     batch.slot_mapping[: len(where)] = slots
     batch.kv_lens[: len(chunks)] = ends
-    batch.temperatures[: len(chunks)] = [request.temperature for request in requests]
-    batch.seeds[: len(chunks)] = [request.seed for request in requests]
-    batch.top_ks[: len(chunks)] = [request.top_k or ALL_TOKENS for request in requests]
-    batch.top_ps[: len(chunks)] = [request.top_p for request in requests]
-    batch.min_ps[: len(chunks)] = [request.min_p for request in requests]
     return batch
 
 
-def padding(num_tokens: int, width: int, max_seqs: int) -> Batch:
-    """A batch of no sequences, whose step writes to no page."""
+_START, _END = operator.attrgetter("start"), operator.attrgetter("end")
+
+
+@functools.lru_cache(maxsize=2)  # The requests of a step are mostly those of the one before.
+def _options(requests: tuple[Request, ...], max_seqs: int) -> dict[str, np.ndarray]:
+    """How tokens of these requests are drawn: the last fields of a batch, which cannot be written to."""
+    fields = dict(
+        temperatures=(np.float32, 0, [request.temperature for request in requests]),
+        seeds=(np.uint32, 0, [request.seed for request in requests]),
+        top_ks=(np.int32, ALL_TOKENS, [request.top_k or ALL_TOKENS for request in requests]),
+        top_ps=(np.float32, 1, [request.top_p for request in requests]),
+        min_ps=(np.float32, 0, [request.min_p for request in requests]),
+    )
+    options = {}
+    for name, (dtype, default, values) in fields.items():
+        options[name] = np.full(max_seqs, default, dtype)
+        options[name][: len(values)] = values
+        options[name].setflags(write=False)
+    return options
+
+
+def padding(num_tokens: int, width: int, max_seqs: int, options: Mapping[str, np.ndarray] | None = None) -> Batch:
+    """A batch of no sequences, whose step writes to no page. Its last fields are `options`, if these are given."""
     zeros = lambda *shape, dtype=np.int32: np.zeros(shape, dtype)
+    if options is None:
+        options = {name: array.copy() for name, array in _options((), max_seqs).items()}
     return Batch(
         tokens=zeros(num_tokens), positions=zeros(num_tokens), slot_mapping=np.full(num_tokens, -1, np.int32),
-        block_tables=zeros(max_seqs, width), kv_lens=zeros(max_seqs), cu_seqlens_q=zeros(max_seqs + 1),
-        temperatures=zeros(max_seqs, dtype=np.float32), seeds=zeros(max_seqs, dtype=np.uint32),
-        top_ks=np.full(max_seqs, ALL_TOKENS, np.int32), top_ps=np.ones(max_seqs, np.float32),
-        min_ps=zeros(max_seqs, dtype=np.float32),
+        block_tables=zeros(max_seqs, width), kv_lens=zeros(max_seqs), cu_seqlens_q=zeros(max_seqs + 1), **options,
     )  # fmt: skip
 
 
@@ -136,7 +152,10 @@ def step(
     draws = batch.temperatures > 0
     cuts = draws & ((batch.top_ks < ALL_TOKENS) | (batch.top_ps < 1) | (batch.min_ps > 0))
     how = dict(draws=bool(draws.any()), cuts=bool(cuts.any()), logprobs=logprobs, scored=scored)
-    return _sample(logits, tail, layout=form["layout"][-OF_SEQUENCES:], **how), pages
+    sampled = _sample(logits, tail, layout=form["layout"][-OF_SEQUENCES:], **how)
+    for array in jax.tree.leaves((sampled.tokens, sampled.logprobs)):
+        array.copy_to_host_async()  # They are on their way before anybody waits for them.
+    return sampled, pages
 
 
 def compile_steps(
@@ -174,10 +193,14 @@ def starts_of(layout) -> list[int]:
 
 @functools.cache
 def _program(compiler_options: tuple[tuple[str, object], ...]):
-    """`model_step`, compiled with these options."""
+    """`model_step`, compiled with these options.
+
+    The arrays of a step lie at one of few sets of addresses, as buffers are freed and taken again. A command buffer
+    records its kernels anew for a set that it does not know; XLA by itself remembers 16 for each kernel.
+    """
     return jax.jit(
         model_step, static_argnames=("config", "tree", "layout", "backend", "decode"), donate_argnames=("pages",),
-        compiler_options=dict(compiler_options) or None,
+        compiler_options=dict(xla_cmd_buffer_trace_cache_size=64) | dict(compiler_options),
     )  # fmt: skip
 
 

@@ -111,8 +111,9 @@ def test_reference(is_causal, window):
     )
     mask = np.array([[sees(i, j) for j in range(30)] for i in range(30)])
     out, _ = reference(query, key, value, is_causal=is_causal, local_window_size=window)
-    wanted = jax.nn.dot_product_attention(query, key, value, mask=jnp.asarray(mask)[None, None])
-    np.testing.assert_allclose(out, wanted, atol=1e-5)  # float32 at JAX's default precision.
+    with jax.default_matmul_precision("highest"):  # By default a GPU rounds the operands to TF32.
+        wanted = jax.nn.dot_product_attention(query, key, value, mask=jnp.asarray(mask)[None, None])
+    np.testing.assert_allclose(out, wanted, atol=1e-5)  # The roundings of float32.
 
 
 @pytest.mark.parametrize(
