@@ -53,7 +53,7 @@ def draw():
         [*rungs, last],
         [peer],
         bound=roofline.peak("bf16").value / 1e12,
-        title=f"{SIZE} x {SIZE} x {SIZE}, bfloat16, on one NVIDIA H200",
+        title=f"{SIZE} x {SIZE} x {SIZE}, bfloat16, on one Hopper GPU",
         note=note
         + "\nchapter, then rung; percentages: of the bound, the datasheet's peak"
         + "\nstale: the code has changed since" * marked,

@@ -16,9 +16,9 @@ def gallery_page(chapters) -> str:
     page = [
         "# Gallery",
         "",
-        "Every finished kernel. A full bar is the roofline bound of an H200 by its datasheet; for the kernels of "
-        "`blackwell`, which nobody has measured yet, it will be a B200's. Registers, spills and shared memory are the "
-        "compiler's, at the first problem shown, and need no GPU to find out.",
+        "Every finished kernel. A full bar is the roofline bound of the GPU that it ran on, an H200 or an H100, by its "
+        "datasheet; for the kernels of `blackwell`, which nobody has measured yet, it will be a B200's. Registers, "
+        "spills and shared memory are the compiler's, at the first problem shown, and need no GPU to find out.",
         "",
     ]
     for name, function in _kernels():
@@ -121,10 +121,10 @@ def _bars(name: str, problems: dict) -> list[str]:
         lines.append(f'<span class="problem">{html.escape(problem)}</span>')
         for impl, row in sorted(impls.items(), key=lambda item: item[1]["ms"]):
             ours = " ours" if impl in _ours(name) else ""
-            share = bound(problem, row, gpu).ms / row["ms"]
+            share = bound(problem, row).ms / row["ms"]
             lines.append(
                 f'<span class="name{ours}">{html.escape(impl)}{stale_mark((problem, impl) in stale)}</span>'
                 f'<span class="track"><i style="width:{min(share, 1):.1%}"></i></span>'
-                f'<span class="value">{rate_text(row)} <small>{share_text(problem, row, gpu)}</small></span>'
+                f'<span class="value">{rate_text(row)} <small>{share_text(problem, row)}</small></span>'
             )
     return ['<div class="bars">', *lines, "</div>"] if lines else []

@@ -1,7 +1,5 @@
 """Text of results/: rates, bounds, targets, and the page with every row."""
 
-import functools
-import json
 import math
 
 from bench import collectives
@@ -29,8 +27,7 @@ def _blackwell() -> list[str]:
                  "interpreted, and nobody here has one. `make bench OP=blackwell.matmul` on a B200 fills this page, "
                  "`make record NB=19` the chapter."]  # fmt: skip
         return [*page, ""]
-    share = functools.partial(share_text, gpu="b200")
-    return [*page, *_where_measured("b200"), "", *_topics("b200", CASES, "###", rate_text, share)]
+    return [*page, *_where_measured("b200"), "", *_topics("b200", CASES, "###", rate_text, share_text)]
 
 
 def _host(count: int) -> list[str]:
@@ -62,9 +59,9 @@ def _topics(gpu: str, cases, heading: str, rate_of, share_of) -> list[str]:
             f"{heading} {topic}",
             "",
             "{.results}",
-            "| problem | kernel | time | rate | of the bound | spread | date |",
+            "| problem | kernel | time | rate | of the bound | spread | date | GPU |",
         ]
-        page += ["|---|---|--:|--:|--:|--:|---|"]
+        page += ["|---|---|--:|--:|--:|--:|---|---|"]
         for problem, impls in rows:
             for impl, row in sorted(impls.items(), key=lambda item: item[1]["ms"]):
                 cells = [
@@ -73,6 +70,7 @@ def _topics(gpu: str, cases, heading: str, rate_of, share_of) -> list[str]:
                     f"{row['ms']:.4g} ms",
                 ]
                 cells += [rate_of(row), share_of(problem, row), f"{row['spread']:.1%}", row["provenance"]["date"]]
+                cells.append(where_mark(row))
                 page.append(f"| {' | '.join(cells)} |")
         page.append("")
     return page
@@ -85,8 +83,9 @@ def in_order(topic: str, gpu: str = GPU, cases=CASES) -> list[tuple[str, dict]]:
     return sorted(rows.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order))
 
 
-def bound(problem: str, row: dict, gpu: str = GPU) -> roofline.Bound:
-    """The roofline bound of a row, at the dtype that ends the problem's name."""
+def bound(problem: str, row: dict) -> roofline.Bound:
+    """The roofline bound of a row on the GPU where it was measured, at the dtype that ends the problem's name."""
+    gpu = results.gpu_of(row["provenance"]["gpu"])
     return roofline.bound(row["flops"] or 0, row["nbytes"] or 0, _dtype(problem) or "bf16", gpu)
 
 
@@ -95,11 +94,11 @@ def _dtype(problem: str) -> str | None:
     return dtype if dtype in roofline.PEAKS[GPU] else None
 
 
-def share_text(problem: str, row: dict, gpu: str = GPU) -> str:
+def share_text(problem: str, row: dict) -> str:
     """How near the bound: "86%". Nothing where the bound is another: of a dtype that the name lacks, or not of HBM."""
     if not (row["flops"] or row["nbytes"]):
         return ""
-    least = bound(problem, row, gpu)
+    least = bound(problem, row)
     known = least.limited_by == "memory" or _dtype(problem)
     return f"{least.ms / row['ms']:.0%}" if known and least.ms <= row["ms"] else ""
 
@@ -123,6 +122,11 @@ def link_rate_text(row: dict) -> str:
     return f"{row['nbytes'] / row['ms'] / 1e6:.0f} GB/s" if row["nbytes"] else ""
 
 
+def where_mark(row: dict) -> str:
+    """The GPU of a row, as "H100"."""
+    return results.gpu_of(row["provenance"]["gpu"]).upper()
+
+
 def stale_mark(stale: bool) -> str:
     return ' <span class="stale" title="The code has changed since this was measured">stale</span>' if stale else ""
 
@@ -144,22 +148,22 @@ def _where_measured(gpu: str) -> list[str]:
 
 def _targets_table() -> list[str]:
     stale = set(results.stale_list(GPU))
-    lines = ["{.results}", "| | problem | measured | target |", "|---|---|---|---|"]
+    lines = ["{.results}", "| | problem | measured | target | GPU |", "|---|---|---|---|---|"]
     for case in CASES:
         if case.target:
             rows = results.rows(case.op, GPU).get(case.problem, {})
             measured, verdict = judge(case, rows)
             measured += stale_mark((case.problem, case.impl) in stale)
-            lines.append(f"| {verdict} | `{case.problem}` | {measured} | {_wanted(case)} |")
+            where = where_mark(rows[case.impl]) if verdict else ""
+            lines.append(f"| {verdict} | `{case.problem}` | {measured} | {_wanted(case)} | {where} |")
     if not math.isnan(mean := mean_ratio("matmul", gpu=GPU)):
-        lines.append(f"| {_verdict(mean >= 1)} | `matmul`, geometric mean | {mean:.3f} × cublas | cublas's rate |")
+        lines.append(f"| {_verdict(mean >= 1)} | `matmul`, geometric mean | {mean:.3f} × cublas | cublas's rate | |")
     return lines
 
 
 def _first_calls() -> list[str]:
     """Seconds that each kernel takes the first time, from tracing to the result."""
-    path = results.ROOT / GPU / "first_call.json"
-    values = json.loads(path.read_text())["values"] if path.exists() else {}
+    values = results.values("first_call", GPU)
     if not values:
         return []
     lines = ["## First call", "", "Tracing and compiling included; the target is 2 s.", "", "{.results}"]

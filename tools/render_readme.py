@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "site")]
 
-from measured import GPU, link_rate_text, rate_text  # noqa: E402
+from measured import GPU, link_rate_text, rate_text, where_mark  # noqa: E402
 
 from bench import collectives  # noqa: E402
 from bench.problems import CASES, LIBRARIES  # noqa: E402
@@ -67,13 +67,13 @@ def _headlines(gpu: str, cases, rate_of) -> str:
         ours = impls[case.impl]
         beside = "; ".join(f"{peer} {rate_of(impls[peer])}" for peer in LIBRARIES if peer in impls)
         mark = " (stale)" if (case.problem, case.impl) in stale else ""
-        lines.append(f"| `{case.problem}` | {rate_of(ours)}{mark} | {beside} |\n")
+        lines.append(f"| `{case.problem}` | {rate_of(ours)}{mark} | {beside} | {where_mark(ours)} |\n")
         origin = ours["provenance"]
         dates[f"{results.gpus(origin)}, JAX {origin['jax']}"].add(origin["date"])
     if not lines:
         return ""
     origins = (f"{where}, {' to '.join(sorted({min(when), max(when)}))}" for where, when in sorted(dates.items()))
-    header = f"| measured on {'; '.join(origins)} | cookbook | instead |\n|---|---|---|\n"
+    header = f"| measured on {'; '.join(origins)} | cookbook | instead | GPU |\n|---|---|---|---|\n"
     return f"\n{header}{''.join(lines)}\n"
 
 

@@ -3,6 +3,9 @@
 `results/<gpu>/<topic>.json` has `rows[problem][impl]` (the topic is what precedes the problem's first slash) and
 `values[name]`; `results/<gpu>/timelines/<problem>.json.gz` the traces of `lab.timeline`. Nothing else writes there.
 Where several GPUs of a host work together, <gpu> says how many: `h200x2`.
+
+Hoppers run the same code: whoever asks for figures of the "h200" gets those of the "h100" for problems that were
+measured there alone. Each row says in its provenance where it was measured.
 """
 
 import datetime
@@ -40,11 +43,26 @@ def read(problem: str, impl: str = "cookbook", gpu: str = "h200") -> dict | None
 
 def rows(topic: str, gpu: str = "h200") -> dict[str, dict[str, dict]]:
     """Every row of a topic ("softmax", "05_wgmma"), by problem and implementation; empty if nothing was recorded."""
-    return load(topic, gpu).get("rows", {})
+    return _found(topic, gpu, "rows")
+
+
+def values(topic: str, gpu: str = "h200") -> dict[str, dict]:
+    """Every value of a topic, by its name, with its provenance; empty if none was recorded."""
+    return _found(topic, gpu, "values")
 
 
 def topics(gpu: str = "h200") -> list[str]:
-    return sorted(file.stem for file in (ROOT / gpu).glob("*.json"))
+    return sorted({file.stem for folder in folders(gpu) for file in (ROOT / folder).glob("*.json")})
+
+
+def folders(gpu: str) -> list[str]:
+    """The folders of figures of this GPU, and after it of those that run the same code."""
+    return [gpu, gpu.replace("h200", "h100")] if gpu.startswith("h200") else [gpu]
+
+
+def _found(topic: str, gpu: str, kind: str) -> dict:
+    """ "rows" or "values" of a topic, each of the first of `folders` that has it."""
+    return {name: x for folder in folders(gpu)[::-1] for name, x in load(topic, folder).get(kind, {}).items()}
 
 
 def host(gpu: str, devices: int) -> str:
@@ -54,7 +72,8 @@ def host(gpu: str, devices: int) -> str:
 
 def hosts(gpu: str = "h200") -> list[int]:
     """The numbers of GPUs of the hosts on which several worked together."""
-    return sorted(int(folder.name.removeprefix(f"{gpu}x")) for folder in ROOT.glob(f"{gpu}x[0-9]*"))
+    found = (folder for name in folders(gpu) for folder in ROOT.glob(f"{name}x[0-9]*"))
+    return sorted({int(folder.name.rpartition("x")[2]) for folder in found})
 
 
 def write(
@@ -115,12 +134,12 @@ def value(name: str, compute, gpu: str = "h200", devices: int = 1):
 
 def stored(name: str, gpu: str = "h200"):
     """The stored value `name`, or None."""
-    return load(name.split("/")[0], gpu).get("values", {}).get(name, {}).get("value")
+    return values(name.split("/")[0], gpu).get(name, {}).get("value")
 
 
 def recorded(name: str, gpu: str = "h200") -> str:
     """Where the value `name` was recorded, for a caption."""
-    entry = load(name.split("/")[0], gpu).get("values", {}).get(name)
+    entry = values(name.split("/")[0], gpu).get(name)
     return where(entry["provenance"]) if entry else f"no recorded value for {name}"
 
 
@@ -153,8 +172,8 @@ def stale_list(gpu: str = "h200") -> list[tuple[str, str]]:
 
 
 def read_timeline(problem: str, gpu: str = "h200") -> dict | None:
-    file = _timeline_path(problem, gpu)
-    return json.loads(gzip.decompress(file.read_bytes())) if file.exists() else None
+    found = [file for folder in folders(gpu) if (file := _timeline_path(problem, folder)).exists()]
+    return json.loads(gzip.decompress(found[0].read_bytes())) if found else None
 
 
 def write_timeline(problem: str, data: dict, fn) -> None:
@@ -165,8 +184,13 @@ def write_timeline(problem: str, data: dict, fn) -> None:
 
 
 def this_gpu() -> str:
-    """The folder of this machine's GPU: "h200" for "NVIDIA H200"."""
-    return jax.devices()[0].device_kind.lower().removeprefix("nvidia ").split()[0]
+    """The folder of this machine's GPU."""
+    return gpu_of(jax.devices()[0].device_kind)
+
+
+def gpu_of(device_kind: str) -> str:
+    """The folder of a GPU: "h200" for "NVIDIA H200"."""
+    return device_kind.lower().removeprefix("nvidia ").split()[0]
 
 
 @functools.cache

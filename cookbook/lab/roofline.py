@@ -155,10 +155,15 @@ def bound(flops: float, nbytes: float, dtype="bf16", gpu: str | None = None) -> 
 
 
 def compare(measurement: Measurement, dtype=None, gpu: str | None = None) -> Comparison:
-    """Predicted against measured. The dtype is the last part of the problem's name ("softmax/16384x8192/bf16")."""
+    """Predicted against measured, on the GPU where it was measured if none is named.
+
+    The dtype is the last part of the problem's name ("softmax/16384x8192/bf16").
+    """
     if measurement.flops is None and measurement.nbytes is None:
         raise ValueError(f"measurement = {measurement!r} has neither flops nor nbytes: give them to lab.measure.")
     dtype = dtype or (measurement.problem or "").split("/")[-1]
+    if gpu is None and measurement.recorded:
+        gpu = results.gpu_of(measurement.provenance["gpu"])
     return Comparison(measurement, bound(measurement.flops or 0, measurement.nbytes or 0, dtype, gpu))
 
 
