@@ -154,7 +154,7 @@ def step(
     how = dict(draws=bool(draws.any()), cuts=bool(cuts.any()), logprobs=logprobs, scored=scored)
     sampled = _sample(logits, tail, layout=form["layout"][-OF_SEQUENCES:], **how)
     for array in jax.tree.leaves((sampled.tokens, sampled.logprobs)):
-        array.copy_to_host_async()  # They are on their way before anybody waits for them.
+        array.copy_to_host_async()  # The copy begins when the step ends, and not when somebody waits for it.
     return sampled, pages
 
 

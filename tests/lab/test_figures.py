@@ -1,5 +1,6 @@
 """Roofline, ladder and timeline: the numbers in them, and that the same data draws the same file."""
 
+import functools
 import io
 import json
 import math
@@ -28,8 +29,19 @@ def measurement(ms, problem="matmul/4096x4096x4096/bf16", **kwargs):
 def test_every_peak_has_its_source():
     for gpu, peaks in roofline.PEAKS.items():
         assert all(peak.value > 0 and gpu.upper() in peak.source for peak in peaks.values())
-    assert roofline.PEAKS["h200"].keys() == roofline.PEAKS["b200"].keys() and roofline.PEAKS.keys() == GPUS.keys()
-    assert roofline.peak("hbm", "b200").value == GPUS["b200"]["bandwidth"]
+        assert peaks.keys() == roofline.PEAKS["h200"].keys()
+    for gpu, facts in GPUS.items():
+        assert roofline.peak("hbm", gpu).value == facts["bandwidth"]
+
+
+def test_a_recorded_figure_is_compared_with_the_bound_of_its_gpu():
+    figure = functools.partial(lab.Measurement, "add/1/bf16", "cookbook", nbytes=3.35e9, recorded=True)
+    bounds = [
+        roofline.compare(figure(median_ms=2.0, provenance=dict(gpu=name, date="2026-11-25"))).bound
+        for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
+    ]
+    assert [bound.gpu for bound in bounds] == ["h100", "h200"]
+    assert [bound.ms for bound in bounds] == pytest.approx([1.0, 3.35 / 4.8])
 
 
 def test_a_matmul_is_bound_by_compute_and_a_softmax_by_memory():

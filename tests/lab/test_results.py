@@ -45,6 +45,23 @@ def test_a_row_survives_the_round_trip(h200):
     assert results.topics() == ["double"]
 
 
+def test_an_h100_stands_in_for_what_it_alone_has_measured(monkeypatch, h200):
+    record(double, "double/64/f32")
+    monkeypatch.setattr(results, "machine", lambda: H200 | dict(gpu="NVIDIA H100 80GB HBM3"))
+    monkeypatch.setattr(results, "this_gpu", lambda: "h100")
+    for problem in ("double/64/f32", "double/128/f32", "triple/64/f32"):
+        record(double, problem, impl="xla")
+    results.write_timeline("triple/trace", dict(lanes=[]), double)
+    results.write("all_gather/64KB/bf16", "xla", devices=2, ms=0.5, min_ms=0.4, spread=0.01)
+    rows = results.rows("double")
+    assert rows["double/64/f32"].keys() == {"cookbook"}  # Figures that stand beside each other are of one GPU.
+    assert results.gpu_of(rows["double/128/f32"]["xla"]["provenance"]["gpu"]) == "h100"
+    assert results.topics() == ["double", "triple"] and results.topics("h100") == ["double", "triple"]
+    assert results.read_timeline("triple/trace")["lanes"] == []
+    assert results.hosts() == [2] and results.rows("all_gather", "h200x2").keys() == {"all_gather/64KB/bf16"}
+    assert results.rows("double", "b200") == {} and results.hosts("b200") == []
+
+
 def test_a_file_has_the_documented_form(h200):
     record(double)
     text = (h200 / "double.json").read_text()
