@@ -1,7 +1,10 @@
 """The gallery: each kernel, what bounds it, what it costs, and how fast it is beside its peers."""
 
+import concurrent.futures
+import functools
 import html
 import inspect
+import os
 import re
 
 from measured import GPU, bound, in_order, rate_text, share_text, stale_mark
@@ -21,8 +24,10 @@ def gallery_page(chapters) -> str:
         "spills and shared memory are the compiler's, at the first problem shown, and need no GPU to find out.",
         "",
     ]
-    for name, function in _kernels():
-        page += _kernel_section(name, function, chapters)
+    kernels = dict(_kernels())
+    with concurrent.futures.ProcessPoolExecutor(min(os.cpu_count(), 8)) as pool:  # A kernel compiles in 1 to 5 s.
+        for (name, function), facts in zip(kernels.items(), pool.map(_facts, kernels), strict=True):
+            page += _kernel_section(name, function, facts, chapters)
     return "\n".join(page)
 
 
@@ -36,7 +41,7 @@ def _kernels():
             yield f"blackwell.{name}", value
 
 
-def _kernel_section(name: str, function, chapters) -> list[str]:
+def _kernel_section(name: str, function, facts: dict[str, str], chapters) -> list[str]:
     module = inspect.getmodule(function)
     problems = {p: impls for p, impls in in_order(_topic(name), _gpu(name)) if _ours(name) & impls.keys()}
     links = [f'<a class="source" href="_modules/{module.__name__.replace(".", "/")}.html">Source</a>']
@@ -44,7 +49,6 @@ def _kernel_section(name: str, function, chapters) -> list[str]:
     links += [
         f'<a href="chapters/{c.stem}.html">Chapter {c.number}: {c.title}</a>' for c in _chapters_of(name, chapters)
     ]
-    facts = _facts(name)
     cells = [f"<div><dt>{title}</dt><dd>{html.escape(text)}</dd></div>" for title, text in facts.items()]
     return [
         f"## {name}",
@@ -114,9 +118,15 @@ def _facts(name: str) -> dict[str, str]:
     }
 
 
+@functools.cache
+def _stale_rows(gpu: str) -> set[tuple[str, str]]:
+    """(problem, implementation) of each stale row."""
+    return set(results.stale_list(gpu))
+
+
 def _bars(name: str, problems: dict) -> list[str]:
     gpu, lines = _gpu(name), []
-    stale = set(results.stale_list(gpu))
+    stale = _stale_rows(gpu)
     for problem, impls in problems.items():
         lines.append(f'<span class="problem">{html.escape(problem)}</span>')
         for impl, row in sorted(impls.items(), key=lambda item: item[1]["ms"]):

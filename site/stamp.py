@@ -1,5 +1,6 @@
 """Where and when a page was verified: a notebook's own record, or the newest measurement in results/."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -16,6 +17,7 @@ def stamp_of(notebook: Path | None) -> dict | None:
     return recorded and recorded | {"stale": recorded["source"] != notebook_hash(notebook)}
 
 
+@functools.cache
 def newest_measurement() -> dict | None:
     """The provenance of the newest row of results/."""
     rows = [row for path in (ROOT / "results").glob("*/*.json") for row in all_rows(path)]

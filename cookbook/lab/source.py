@@ -66,7 +66,7 @@ def code_of(fn) -> dict:
 def changed(provenance: dict, fn=None) -> bool:
     """Whether a figure's code is another now: what it uses of the package, or, where `fn` is given, `fn` itself."""
     known = provenance.get("uses", {})
-    if _hashes(known) != known:
+    if known and _hashes(known) != known:
         return True
     if fn is None or "source" in provenance or not provenance.keys() & {"code", "uses"}:
         return False  # Nobody knows: it is of other people's code, or older than this way to hash.
@@ -79,7 +79,8 @@ def changed(provenance: dict, fn=None) -> bool:
 
 def _hashes(names) -> dict[str, str | None]:
     """The hash of what each name, such as "cookbook.softmax", leads to, by where it is; None for one that is gone."""
-    stats = ((path, path.stat()) for path in sorted(PACKAGE.rglob("*.py")))
+    paths = (os.path.join(folder, file) for folder, _, files in os.walk(PACKAGE) for file in files)
+    stats = ((path, os.stat(path)) for path in sorted(paths) if path.endswith(".py"))
     now = tuple((path, stat.st_mtime_ns, stat.st_size) for path, stat in stats)
     return {home: digest for home, digest in (_hash_of(name, now) for name in sorted(names)) if home}
 
@@ -143,6 +144,8 @@ def _path(module: str) -> pathlib.Path | None:
 
 def _imported(statement: ast.stmt, module: str | None):
     """(name, "cookbook.gemm.matmul") of each name that an import in `statement`, of a module, binds to one of ours."""
+    if "import" not in _text(statement):
+        return
     for node in ast.walk(statement):
         bound = []
         if isinstance(node, ast.Import):
@@ -187,10 +190,11 @@ def _reached(program, start, module: str | None = None) -> tuple[list[int], set[
 
 def _binding(program, name: str, before: int) -> list[int]:
     """The places of the statement that binds `name` last `before` a place, and of those that then add to it."""
-    last = [i for i in range(before) if name in _names(_text(program[i]))[0]][-1:]
-    return last + [i for i in range(last[0] + 1, len(program)) if name == _adds_to(program[i])] if last else []
+    last = next((i for i in reversed(range(before)) if name in _names(_text(program[i]))[0]), None)
+    return [] if last is None else [last, *(i for i in range(last + 1, len(program)) if name == _adds_to(program[i]))]
 
 
+@functools.lru_cache(None)
 def _adds_to(statement: ast.stmt) -> str | None:
     """The function that `f.defvjp(...)` or `f.Config = Config` adds something to."""
     target = statement.targets[0] if isinstance(statement, ast.Assign) else statement
