@@ -37,8 +37,8 @@ def _host(count: int) -> list[str]:
     page += ["A kernel's time is its least on any of them: on the others it waits for the slowest. GB/s are those that "
              "leave a GPU over NVLink.", ""]  # fmt: skip
     if copy := results.stored(collectives.PEER_COPY, gpu):
-        page += [f"A plain copy between two of them runs at {copy['one_way']:.0f} GB/s, two at once in both directions "
-                 f"at {copy['both_ways']:.0f} GB/s each.", ""]  # fmt: skip
+        page += [f"Plain copies between two of them, in both directions at once, run at {copy['both_ways']:.0f} GB/s "
+                 "each.", ""]  # fmt: skip
     page += ["{.results}", "| | problem | measured | target |", "|---|---|---|---|"]
     for case in cases:
         rows = results.rows(case.op, gpu).get(case.problem, {})
@@ -148,16 +148,16 @@ def _where_measured(gpu: str) -> list[str]:
 
 def _targets_table() -> list[str]:
     stale = set(results.stale_list(GPU))
-    lines = ["{.results}", "| | problem | measured | target | GPU |", "|---|---|---|---|---|"]
+    lines = ["{.results}", "| | problem | measured | target |", "|---|---|---|---|"]
     for case in CASES:
         if case.target:
             rows = results.rows(case.op, GPU).get(case.problem, {})
             measured, verdict = judge(case, rows)
             measured += stale_mark((case.problem, case.impl) in stale)
-            where = where_mark(rows[case.impl]) if verdict else ""
-            lines.append(f"| {verdict} | `{case.problem}` | {measured} | {_wanted(case)} | {where} |")
+            measured += f" on {where_mark(rows[case.impl])}" if verdict else ""
+            lines.append(f"| {verdict} | `{case.problem}` | {measured} | {_wanted(case)} |")
     if not math.isnan(mean := mean_ratio("matmul", gpu=GPU)):
-        lines.append(f"| {_verdict(mean >= 1)} | `matmul`, geometric mean | {mean:.3f} × cublas | cublas's rate | |")
+        lines.append(f"| {_verdict(mean >= 1)} | `matmul`, geometric mean | {mean:.3f} × cublas | cublas's rate |")
     return lines
 
 

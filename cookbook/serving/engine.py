@@ -56,7 +56,7 @@ class Engine:
         without scales in the checkpoint.
       compiler_options: XLA's, for the program of the model. XLA records the kernels of a step, this package's included,
         as command buffers (CUDA graphs); `xla_gpu_enable_command_buffer="INVALID"` turns that off,
-        `xla_cmd_buffer_trace_cache_size` says for how many sets of addresses a recording is kept.
+        `xla_cmd_buffer_trace_cache_size` (64) says for how many sets of addresses a recording is kept.
       ahead: whether a step is scheduled and sent off while the one before is computed.
 
     `allocator` and `scheduler` keep the books; `stats` has the figures of the steps.

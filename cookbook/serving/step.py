@@ -75,7 +75,7 @@ def pack(
 _START, _END = operator.attrgetter("start"), operator.attrgetter("end")
 
 
-@functools.lru_cache(maxsize=2)  # The requests of a step are mostly those of the one before.
+@functools.lru_cache(maxsize=2)  # The requests of a step are mostly those of the one before. It keeps these alive.
 def _options(requests: tuple[Request, ...], max_seqs: int) -> dict[str, np.ndarray]:
     """How tokens of these requests are drawn: the last fields of a batch, which cannot be written to."""
     fields = dict(
@@ -196,7 +196,7 @@ def _program(compiler_options: tuple[tuple[str, object], ...]):
     """`model_step`, compiled with these options.
 
     The arrays of a step lie at one of few sets of addresses, as buffers are freed and taken again. A command buffer
-    records its kernels anew for a set that it does not know; XLA by itself remembers 16 for each kernel.
+    records its kernels anew for a set that it does not know, and XLA by itself remembers fewer.
     """
     return jax.jit(
         model_step, static_argnames=("config", "tree", "layout", "backend", "decode"), donate_argnames=("pages",),
