@@ -36,7 +36,7 @@ run: export OMP_NUM_THREADS ?= 1
 run: $(READY)  ## Run the course into build/notebooks (NB=05 for one notebook; ARGS="-p n 8192" for its parameters)
 	@$(TIMED) $(PYTHON) tools/run_notebooks.py $(NB) $(ARGS)
 
-# tests/conftest.py shares them out: all cells of a notebook to one worker.
+# conftest.py shares them out: all cells of a notebook to one worker.
 # On a GPU a cell of chapter 15 serves the large trace, for which a dozen programs of eleven kernels each are compiled.
 PYTEST = -n $(WORKERS) --nbval-lax --nbval-current-env --nbval-cell-timeout=$(if $(GPU),300,120)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -109,7 +110,8 @@ class Comparison:
 
 
 def _known(gpu: str | None) -> str:
-    """`gpu`, or for None this machine's; the H200 where that is none of `PEAKS`."""
+    """`gpu`, or for None that of COOKBOOK_GPU, or this machine's; the H200 where that is none of `PEAKS`."""
+    gpu = gpu or os.environ.get("COOKBOOK_GPU")
     return gpu or (results.this_gpu() if results.this_gpu() in PEAKS else "h200")
 
 
@@ -145,7 +147,8 @@ def bound(flops: float, nbytes: float, dtype="bf16", gpu: str | None = None) -> 
     Args:
       flops: floating-point operations, at the rate of `dtype` ("bf16": the tensor cores, "f32": the CUDA cores).
       nbytes: bytes that must cross HBM: each input read once, each output written once.
-      gpu: of `PEAKS`; None: this machine's, or the H200 where there is none of them.
+      gpu: of `PEAKS`; None: that of the environment's COOKBOOK_GPU ("h100"), or this machine's, or the H200 where
+        there is none of them.
     """
     if flops < 0 or nbytes < 0 or flops + nbytes == 0:
         raise ValueError(f"flops = {flops} and nbytes = {nbytes} must not be negative, nor both zero.")

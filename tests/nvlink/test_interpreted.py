@@ -17,6 +17,7 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from conftest import started_again
 from cookbook import _mgpu, lab
 from cookbook.gemm import core as gemm
 from cookbook.nvlink import (
@@ -29,7 +30,6 @@ from cookbook.nvlink import (
     reduce_scatter,
 )
 from cookbook.nvlink.core import Config
-from tests.conftest import started_again
 
 N = 2
 THIS, PEER = range(N)

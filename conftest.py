@@ -1,4 +1,4 @@
-"""Settings and fixtures of all tests."""
+"""Settings and fixtures of all tests, those in notebooks included."""
 
 import contextlib
 import os
@@ -48,17 +48,30 @@ def pytest_collection_modifyitems(config, items):
     items[:] = _with_notebooks_spread(items)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """A notebook's kernel, which its first cell starts, prints the bounds of the GPU that the notebook is of."""
+    if hasattr(item.parent, "nb"):
+        recorded = item.parent.nb.metadata.get("recorded", {})
+        os.environ["COOKBOOK_GPU"] = recorded.get("gpu", "h200").lower().removeprefix("nvidia ").split()[0]
+    else:
+        os.environ.pop("COOKBOOK_GPU", None)
+
+
 def _with_notebooks_spread(items) -> list:
-    """The notebooks, the last and longest first, with as many tests after each: all at once fill a GPU's memory."""
+    """The notebooks, the longest first, with as many tests after each: all at once fill a GPU's memory.
+
+    The last ones are longer, and on a GPU nothing takes as long as that which serves a trace."""
     cells, tests = {}, []
     for item in items:
         if item.path.suffix == ".ipynb":
             cells.setdefault(item.path, []).append(item)
         else:
             tests.append(item)
-    share = -(-len(tests) // max(len(cells), 1))
+    share = max(1, -(-len(tests) // max(len(cells), 1)))
+    longest_first = sorted(cells, key=lambda path: (path.stem == "15_serving", path), reverse=True)
     starts = range(0, share * len(cells), share)
-    spread = [cells[path] + tests[i : i + share] for path, i in zip(sorted(cells, reverse=True), starts, strict=True)]
+    spread = [cells[path] + tests[i : i + share] for path, i in zip(longest_first, starts, strict=True)]
     return [item for part in spread for item in part] or tests
 
 
