@@ -5,6 +5,8 @@ import os
 
 import pytest
 
+from tests.starting import started_again
+
 # Before JAX is imported.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # Several test processes share a GPU's memory.
 if not os.environ.get("XLA_FLAGS"):  # References on a GPU are compiled once and run once: no search for their fastest.
@@ -23,18 +25,6 @@ def pytest_configure(config):
         from nbval import kernel
 
         kernel.start_new_kernel = started_again(kernel.start_new_kernel)
-
-
-def started_again(start, tries: int = 3):
-    """`start`, tried again: of two kernels that start at the same time and choose the same port, one never answers."""
-
-    def start_again(*args, **kwargs):
-        for _ in range(tries - 1):
-            with contextlib.suppress(RuntimeError):
-                return start(*args, **kwargs)
-        return start(*args, **kwargs)
-
-    return start_again
 
 
 def pytest_collection_modifyitems(config, items):

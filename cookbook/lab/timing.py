@@ -10,7 +10,7 @@ import numpy as np
 from . import interpreter, results
 from .turns import alone
 
-_OUTPUT_BYTES_MAX = 8e9  # Outputs alive at once while measuring.
+_OUTPUT_BYTES_MAX = 2e9  # Outputs alive at once while measuring: other processes may share the GPU.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -284,7 +284,7 @@ def test_a_kernel_that_does_not_answer_is_started_again(runner, monkeypatch, tim
     """Where notebooks are tested, and where they are run."""
     import papermill
 
-    from conftest import started_again
+    from tests.starting import started_again
 
     monkeypatch.setattr(papermill, "execute_notebook", NoAnswer(papermill.execute_notebook, times))
     assert runner({"00_a": ["n = 1"]}) == (not answers)

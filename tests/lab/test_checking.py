@@ -228,12 +228,12 @@ def test_notebooks_show_the_table_once(capsys):
     assert report._ipython_display_() is None and capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("gpu, where", [("b200", "the GPU interpreter"), ("h200", "cpu"), (None, "cpu")])
+@pytest.mark.parametrize("gpu, where", [("b200", "the GPU interpreter"), ("h200", None), (None, None)])
 def test_a_kernel_for_a_newer_gpu_than_this_is_interpreted(monkeypatch, gpu, where):
     """An H200 is pretended, on which XLA's addition stands for the kernel."""
     monkeypatch.setattr(checking.interpreter, "on_gpu", lambda gpu="h200": gpu == "h200")
     items, _ = checking._run(lambda x: x + 1, [X], gpu)
-    assert items[0].verdict == "ok" and where in items[0].text
+    assert items[0].verdict == "ok" and (where or jax.devices()[0].device_kind) in items[0].text
 
 
 def test_on_a_gpu(monkeypatch):

@@ -23,6 +23,12 @@ def measurement(ms, problem="matmul/4096x4096x4096/bf16", **kwargs):
     return lab.Measurement(problem, "cookbook", ms, flops=2 * 4096**3, nbytes=3 * 2 * 4096**2, **kwargs)
 
 
+@pytest.fixture(autouse=True)
+def of_an_h200(monkeypatch):
+    """Bounds are an H200's, whatever GPU this machine has."""
+    monkeypatch.setenv("COOKBOOK_GPU", "h200")
+
+
 # Roofline
 
 
@@ -55,6 +61,15 @@ def test_a_matmul_is_bound_by_compute_and_a_softmax_by_memory():
 @pytest.mark.parametrize("dtype, name", [(jnp.bfloat16, "bf16"), (jnp.float8_e4m3fn, "fp8"), ("float32", "f32")])
 def test_dtypes_have_peaks(dtype, name):
     assert roofline.peak(dtype) == roofline.PEAKS["h200"][name]
+
+
+def test_bounds_are_of_the_gpu_that_the_environment_names(monkeypatch):
+    assert roofline.bound(1, 1).gpu == "h200"
+    monkeypatch.setenv("COOKBOOK_GPU", "b200")
+    assert roofline.bound(1, 1).gpu == "b200" and roofline.bound(1, 1, gpu="h100").gpu == "h100"
+    monkeypatch.setenv("COOKBOOK_GPU", "a100")
+    with pytest.raises(ValueError, match="'a100' has no peaks here"):
+        roofline.bound(1, 1)
 
 
 def test_unknown_names_are_refused():

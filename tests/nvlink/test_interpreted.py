@@ -17,7 +17,6 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from conftest import started_again
 from cookbook import _mgpu, lab
 from cookbook.gemm import core as gemm
 from cookbook.nvlink import (
@@ -30,6 +29,7 @@ from cookbook.nvlink import (
     reduce_scatter,
 )
 from cookbook.nvlink.core import Config
+from tests.starting import started_again
 
 N = 2
 THIS, PEER = range(N)
