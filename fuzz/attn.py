@@ -14,7 +14,7 @@ DIMS = (64, 128, 256)
 # By the dtype that weights are rounded to: the share that a weight may be off by, and the share that a sum of products
 # may be off by. Tensor cores keep fewer bits of sums of 8-bit floats.
 ROUNDING = {"bfloat16": (2.0**-7, 1e-5), "float16": (2.0**-10, 1e-5), "float8_e4m3fn": (2.0**-4, 2.0**-11)}
-LEAST = 2.0**-18  # Weights of 8 bits are multiples of twice this number; those of 16 bits of far less.
+LEAST = {"float8_e4m3fn": 2.0**-18, "float16": 2.0**-25}  # Weights of these dtypes are multiples of twice this number.
 
 
 def attend(q, k, v, seen, sink, scale, cap, dtype, dtype_k):
@@ -34,8 +34,7 @@ def attend(q, k, v, seen, sink, scale, cap, dtype, dtype_k):
     of_weights, of_sums = ROUNDING[dtype][0], ROUNDING[dtype_k][1]
     off = of_sums * size + (0 if cap is None else cap * 2.0**-10)
     error = (of_weights + np.expm1(np.minimum(2 * off, 10))) * (p @ np.abs(values))
-    if dtype == "float8_e4m3fn":
-        error += LEAST * (seen @ np.abs(values))
+    error += LEAST.get(dtype, 0.0) * (seen @ np.abs(values))
     lse = (top + np.log(np.where(total > 0, total, 1)))[:, 0]
     return (p @ values, error), (lse, 1e-4 + 2 * off[:, 0] + 1e-6 * np.abs(np.where(np.isfinite(lse), lse, 0)))
 

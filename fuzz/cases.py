@@ -132,7 +132,7 @@ def _seen_through(op: Op, case: dict, given: dict):
     def hidden(x):
         if view == "slice" and lead(x):
             return np.concatenate([x[:1]] * lead(x) + [x])
-        return np.ascontiguousarray(x.T) if view == "transpose" else x
+        return x.T.copy() if view == "transpose" else x
 
     def shown(name, x):
         if view == "slice" and lead(given[name]):

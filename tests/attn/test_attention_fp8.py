@@ -63,7 +63,7 @@ def test_more_keys_than_queries(mask):
     [
         (64, Config(block_kv=96)),  # Blocks that are no multiple of 64, so that a causal mask cuts two.
         (128, Config(block_kv=160, num_stages=3, in_turns=False)),
-        (128, Config(block_kv=256, compute_wgs=3, overlap=False)),
+        (128, Config(block_kv=192, compute_wgs=3, overlap=False)),
         (256, None),
         (256, Config(block_kv=96, overlap=False)),
     ],

@@ -98,6 +98,7 @@ def test_a_right_answer_after_one_that_never_ends(monkeypatch):
 
 def test_speed_is_said_on_a_gpu_alone(monkeypatch):
     aval = jax.ShapeDtypeStruct((256,), jnp.float32)
+    monkeypatch.setattr(judge.lab, "on_gpu", lambda: False)
     assert judge.speed(None, None, aval) == ""
     taken = iter((0.5, 0.25))  # Milliseconds: the answer's first, then the package's.
 

@@ -389,6 +389,8 @@ def test_bad_arguments_are_refused(call, message):
 
 
 def test_without_a_gpu_it_says_what_to_do(no_gpu):
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is a GPU")
     with pytest.raises(RuntimeError, match="lab.interpret"):
         ssd(X, DT, A, B, C)
 
