@@ -50,6 +50,7 @@ def main() -> int:
             sys.exit("make record: this needs a Hopper or newer GPU, and JAX sees none.")
         os.environ["COOKBOOK_RECORD"] = "1"
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings about its timers are no output of a chapter.
     if machine["on_gpu"] and jobs > 1 and "COOKBOOK_TURNS" not in os.environ:  # It may take turns with other processes.
         os.environ["COOKBOOK_TURNS"] = tempfile.mkdtemp(prefix="cookbook-turns-")
     parameters = {path: _parameters(path, args.parameter) for path in paths}
