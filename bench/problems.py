@@ -751,7 +751,7 @@ CASES = [
     _sum(16384, 8192, 0),
     _matmul(4096, 4096, 4096, rungs=("matmul_pipelined", "matmul_wgmma"), headline=True),
     _matmul(8192, 8192, 8192, rungs=("matmul_pipelined",), headline=True),
-    _matmul(2048, 2048, 2048, rungs=("matmul_pipelined",)),
+    _matmul(2048, 2048, 2048, rungs=("matmul_pipelined", "matmul_wgmma")),
     _matmul(4096, 8192, 4096, rungs=("matmul_pipelined",)),
     *(_matmul(*size) for size in MATMUL_SIZES),
     _matmul(4096, 4096, 4096, transpose_a=True),
