@@ -17,7 +17,9 @@ SECONDS = 300  # A kernel that deadlocks hangs on a GPU, and a loop that never e
 
 
 def pytest_addoption(parser):
-    parser.addoption("--first-cases", action="store_true", help="run the first case of each parametrized test alone")
+    parser.addoption(
+        "--first-cases", action="store_true", help="run the first cases alone: of a file, of each test of lab"
+    )
 
 
 def pytest_configure(config):
@@ -79,15 +81,21 @@ def pytest_xdist_make_scheduler(config, log):
     return ByTest(config, log)
 
 
+FIRST = 3  # Tests of a file.
+
+
 def _keep_first_cases(config, items):
-    seen, dropped = set(), []
-    for item in items[:]:
-        case = (item.path, getattr(item, "originalname", None))
-        if case[1] and case in seen:
-            items.remove(item)
-            dropped.append(item)
-        seen.add(case)
-    config.hook.pytest_deselected(items=dropped)
+    """Keeps the first case of the first tests of each file and of those of the compiler, of each test of lab, and
+    notebooks whole."""
+    kept, names = [], {}
+    for item in items:
+        name, of_file = getattr(item, "originalname", None), names.setdefault(item.path, {})
+        is_wanted = len(of_file) < FIRST or "compile" in str(name) or item.path.parent.name == "lab"
+        if name is None or (name not in of_file and is_wanted):
+            kept.append(item)
+        of_file[name] = True
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
 
 
 @pytest.fixture
