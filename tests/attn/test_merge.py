@@ -58,7 +58,7 @@ def result(name: str, part: int):
     return lab.run(OPS[name], q, *(x[:, keys] for x in kv))
 
 
-@pytest.mark.parametrize("a, b", itertools.product(OPS, OPS))
+@pytest.mark.parametrize("a, b", list(itertools.product(OPS, OPS)))
 def test_parts_of_every_op_merge_with_those_of_every_other(a, b):
     out, lse = merge_attention(*result(a, 0), *result(b, 1))
     assert out.shape == (NUM_SEQS, HEADS, HEAD_DIM) and lse.shape == out.shape[:-1]
