@@ -137,7 +137,7 @@ def test_the_keyboard_reaches_the_text_and_opens_a_hint(page):
     page.keyboard.press("Tab")
     assert "Skip to main content" in page.evaluate("document.activeElement.innerText")
     page.keyboard.press("Enter")
-    assert page.url.endswith("#main-content")
+    page.wait_for_url(lambda url: url.endswith("#main-content"))
     for _ in range(500):
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.matches('details > summary')"):
