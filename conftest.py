@@ -44,8 +44,9 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtest_setup(item):
     """A notebook's kernel, which its first cell starts, prints the bounds of the GPU that the notebook is of."""
     if hasattr(item.parent, "nb"):
-        recorded = item.parent.nb.metadata.get("recorded", {})
-        os.environ["COOKBOOK_GPU"] = recorded.get("gpu", "h200").lower().removeprefix("nvidia ").split()[0]
+        from cookbook.lab import results
+
+        os.environ["COOKBOOK_GPU"] = results.gpu_of(item.parent.nb.metadata.get("recorded", {}).get("gpu", "h200"))
     else:
         os.environ.pop("COOKBOOK_GPU", None)
 
@@ -89,11 +90,11 @@ def _keep_first_cases(config, items):
     notebooks whole."""
     kept, names = [], {}
     for item in items:
-        name, of_file = getattr(item, "originalname", None), names.setdefault(item.path, {})
+        name, of_file = getattr(item, "originalname", None), names.setdefault(item.path, set())
         is_wanted = len(of_file) < FIRST or "compile" in str(name) or item.path.parent.name == "lab"
         if name is None or (name not in of_file and is_wanted):
             kept.append(item)
-        of_file[name] = True
+        of_file.add(name)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
 

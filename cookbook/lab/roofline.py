@@ -122,7 +122,9 @@ def peak(kind, gpu: str | None = None) -> Peak:
     """
     gpu = _known(gpu)
     if gpu not in PEAKS:
-        raise ValueError(f"gpu = {gpu!r} has no peaks here; it must be one of {', '.join(map(repr, PEAKS))}.")
+        raise ValueError(
+            f"gpu = {gpu!r} has no peaks here; it, or COOKBOOK_GPU, must be one of {', '.join(map(repr, PEAKS))}."
+        )
     name = kind if isinstance(kind, str) else np.dtype(kind).name
     name = _NAMES.get(name, "fp8" if name.startswith("float8") else name)
     if name not in PEAKS[gpu]:

@@ -16,8 +16,7 @@ ragged = importlib.import_module("cookbook.attn.ragged_paged_attention")
 writing = importlib.import_module("cookbook.attn.write_kv")
 E4M3 = jnp.float8_e4m3fn
 SMALL = decode.Config(block_kv=64)
-# A GPU's tensor cores keep 13 bits of sums of products of 8-bit floats: a logit of 20 may be off by a hundredth.
-OF_OUT, OF_LSE = (1e-2, 2.0**-12) if lab.on_gpu() else (None, 2e-6)
+OF_LSE = 2.0**-12 if lab.on_gpu() else 2e-6  # A GPU's tensor cores keep 13 bits of sums of products of 8-bit floats.
 
 
 def paged(q_lens, kv_lens, heads=4, kv_heads=2, head_dim=64, page_size=16):
@@ -39,12 +38,11 @@ def paged(q_lens, kv_lens, heads=4, kv_heads=2, head_dim=64, page_size=16):
     return [*args, jnp.asarray(kv_lens, jnp.int32), *scales]
 
 
-def check(q, k_pages, v_pages, tables, kv_lens, k_scale, v_scale, fn=paged_attention, config=SMALL, gpu=None, **how):
+def check(*args, fn=paged_attention, config=SMALL, gpu=None, of_out=None, **how):
     call = lambda fn, *args, **more: fn(*args[:-2], k_scale=args[-2], v_scale=args[-1], **how, **more)
     kernel = functools.partial(call, fn, config=config, return_lse=True)
-    args = q, k_pages, v_pages, tables, kv_lens, k_scale, v_scale
     # Queries as two terms are exact beside bfloat16's rounding of weights and out.
-    tolerance = (OF_OUT, OF_LSE)
+    tolerance = (of_out, OF_LSE)
     return lab.check(kernel, functools.partial(call, decode.paged_attention_reference), *args, tolerance=tolerance,
                      gpu=gpu)  # fmt: skip
 
@@ -58,7 +56,9 @@ def test_decode_of_lengths_and_page_sizes(page_size):
 
 @pytest.mark.parametrize("head_dim, heads", [(64, 71), (128, 3), (256, 3)])
 def test_decode_of_head_dims_and_groups(head_dim, heads):
-    check(*paged([1, 1], [150, 100], heads=heads, kv_heads=1, head_dim=head_dim), config=None)
+    # Sums over 256 values lose the most bits on a GPU, and its weights with them: 6.5e-3 was measured.
+    of_out = 1e-2 if lab.on_gpu() and head_dim == 256 else None
+    check(*paged([1, 1], [150, 100], heads=heads, kv_heads=1, head_dim=head_dim), config=None, of_out=of_out)
 
 
 @pytest.mark.parametrize("how", [dict(local_window_size=70), dict(logits_soft_cap=3.0, scale=2.0)], ids=str)
