@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import zlib
 
 import pytest
 
@@ -54,18 +55,30 @@ def pytest_runtest_setup(item):
 def _with_notebooks_spread(items) -> list:
     """The notebooks, the longest first, with as many tests after each: all at once fill a GPU's memory.
 
-    The last ones are longer, and on a GPU nothing takes as long as that which serves a trace."""
+    The last ones are longer, and on a GPU nothing takes as long as that which serves a trace. Tests stay together with
+    others of their file, and files are in an order that has quick and slow ones anywhere; the last fifth of the tests
+    comes after all notebooks. Files that one worker runs come first."""
     cells, tests = {}, []
     for item in items:
         if item.path.suffix == ".ipynb":
             cells.setdefault(item.path, []).append(item)
         else:
             tests.append(item)
-    share = max(1, -(-len(tests) // max(len(cells), 1)))
+    if not cells:
+        return tests
+    tests.sort(key=lambda item: (not _is_whole(item.nodeid), zlib.crc32(item.nodeid.split("::")[0].encode())))
+    share = max(1, int(0.8 * len(tests) / len(cells)))
     longest_first = sorted(cells, key=lambda path: (path.stem == "15_serving", path), reverse=True)
-    starts = range(0, share * len(cells), share)
-    spread = [cells[path] + tests[i : i + share] for path, i in zip(longest_first, starts, strict=True)]
-    return [item for part in spread for item in part] or tests
+    spread = []
+    for i, path in enumerate(longest_first):
+        spread += cells[path] + tests[i * share : (i + 1) * share]
+    return spread + tests[len(cells) * share :]
+
+
+def _is_whole(nodeid: str) -> bool:
+    """Whether one worker runs the file: the tests of serving share a trace that takes long to answer, those of the
+    browser one site."""
+    return any(part in nodeid for part in (".ipynb::", "test_serving.py::", "test_browser.py::"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -75,10 +88,9 @@ def pytest_xdist_make_scheduler(config, log):
 
     class ByTest(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            # The tests of serving share a trace that takes long to answer, those of the browser one site.
-            is_whole = any(part in nodeid for part in (".ipynb::", "test_serving.py::", "test_browser.py::"))
-            return nodeid.split("::")[0] if is_whole else nodeid.split("[")[0]
+            return nodeid.split("::")[0] if _is_whole(nodeid) else nodeid.split("[")[0]
 
+    config.option.loadscopereorder = False  # It would have all notebooks first, which have the most cells.
     return ByTest(config, log)
 
 
