@@ -134,11 +134,10 @@ def decode_bound(problem: Problem, length: int, weights: str | None = None) -> l
     return lab.roofline.bound(flops, nbytes + config.page_bytes_per_token * tokens * (length + 1), "bf16")
 
 
-def decode_step(problem: Problem, params, length: int = 320, count: int = 40, **how) -> dict:
-    """Milliseconds of a step in which `max_seqs` sequences decode: waited for each time; and sent off in a row.
+def _decoding(problem: Problem, params, length: int, **how):
+    """A function that sends off a step in which `max_seqs` sequences of `length` tokens decode, and gives its tokens.
 
-    Args:
-      how: options of `Engine`, such as `backend`, `weights` and `compiler_options`.
+    `how` are options of `Engine`.
     """
     engine = Engine(problem.config, params, num_pages=problem.num_pages, page_size=problem.page_size,
                     max_seqs=problem.max_seqs, max_tokens_per_step=problem.max_tokens_per_step, **how)  # fmt: skip
@@ -150,23 +149,60 @@ def decode_step(problem: Problem, params, length: int = 320, count: int = 40, **
     batch = pack(chunks, problem.page_size, problem.max_seqs, True)
     pages = engine._device.pages
 
-    def milliseconds(calls: int, waits: bool) -> float:
+    def send():
         nonlocal pages
+        sampled, pages = run_step(
+            problem.config, engine.weights, pages, batch, engine._device.tokens, backend=engine.backend,
+            decode=True, compiler_options=engine.compiler_options,
+        )  # fmt: skip
+        return sampled.tokens
+
+    return send
+
+
+def decode_step(problem: Problem, params, length: int = 320, count: int = 40, **how) -> dict:
+    """Milliseconds of a step in which `max_seqs` sequences decode: waited for each time; and sent off in a row.
+
+    Args:
+      how: options of `Engine`, such as `backend`, `weights` and `compiler_options`.
+    """
+    send = _decoding(problem, params, length, **how)
+
+    def milliseconds(calls: int, waits: bool) -> float:
         start = time.perf_counter()
         for _ in range(calls):
-            sampled, pages = run_step(
-                problem.config, engine.weights, pages, batch, engine._device.tokens, backend=engine.backend,
-                decode=True, compiler_options=engine.compiler_options,
-            )  # fmt: skip
+            tokens = send()
             if waits:
-                jax.block_until_ready(sampled)
-        jax.block_until_ready(sampled)
+                jax.block_until_ready(tokens)
+        jax.block_until_ready(tokens)
         return 1e3 * (time.perf_counter() - start) / calls
 
     milliseconds(3, True)  # Compiles.
     milliseconds(count, False)  # XLA records a command buffer for each set of addresses that steps in a row lie at.
     with lab.alone():
         return {"waited for each time": milliseconds(count, True), "sent off in a row": milliseconds(count, False)}
+
+
+def decode_kernels(problem: Problem, params, length: int = 320, **how) -> dict[str, dict]:
+    """Launches and milliseconds of the kernels of a step that decodes, by their names, as CUPTI sees them."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    send = _decoding(problem, params, length, **how)
+    for _ in range(3):
+        jax.block_until_ready(send())
+    cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext  # `profiler.measure` compiles what it is given as one program.
+    with lab.alone():
+        cupti._cupti_init()
+        try:
+            jax.block_until_ready(send())
+        finally:
+            launched = cupti._cupti_get_timings(True)
+    kernels: dict[str, dict] = {}
+    for name, ms in launched:
+        kernel = kernels.setdefault(name, dict(launches=0, ms=0.0))
+        kernel["launches"] += 1
+        kernel["ms"] += ms
+    return kernels
 
 
 def step_name(problem: Problem, variant: str = "cookbook") -> str:
@@ -209,12 +245,15 @@ def run() -> None:
         bound = decode_bound(problem, 320, weights)
         print(f"a step of {problem.model} that decodes, weights {weights or problem.config.dtype}: {bound}")
         of_problem = params if problem is LLAMA_1B else functools.partial(init, problem.config)
-        compute = functools.partial(_decode_step, problem, of_problem, weights)
-        _print("ms", lab.results.value(step_name(problem, weights or "cookbook"), compute))
+        name = step_name(problem, weights or "cookbook")
+        _print("ms", lab.results.value(name, functools.partial(_of_params, decode_step, problem, of_problem, weights)))
+        kernels = functools.partial(_of_params, decode_kernels, problem, of_problem, weights)
+        kernels = lab.results.value(f"{name}/kernels", kernels)
+        _print("ms of kernels", kernels and {kernel: figures["ms"] for kernel, figures in kernels.items()})
 
 
-def _decode_step(problem: Problem, params, weights: str | None) -> dict:
-    return decode_step(problem, params(), weights=weights)
+def _of_params(measure, problem: Problem, params, weights: str | None) -> dict:
+    return measure(problem, params(), weights=weights)
 
 
 def _print(backend: str, figures: dict | None):
