@@ -13,7 +13,7 @@ GPU = $(shell nvidia-smi -L 2>/dev/null | head -1)
 # more: with 5, as 16 workers had on an H100, tests ran out of memory.
 GPU_MB = $$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -1)
 GPU_WORKERS = n=$(GPU_MB); echo $$((n < 100000 ? n / 10000 + 1 : 10))
-WORKERS ?= $(if $(GPU),$(shell $(GPU_WORKERS)),$(shell n=$$(nproc); echo $$((n < 8 ? n : 8))))
+WORKERS ?= $(if $(GPU),$(shell $(GPU_WORKERS)),$(shell n=$$(env -u OMP_NUM_THREADS nproc); echo $$((n < 8 ? n : 8))))
 # Interpreted kernels and references run once: XLA compiles them quickly rather than well.
 QUICK_XLA = --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 

@@ -111,6 +111,21 @@ def _keep_first_cases(config, items):
     items[:] = kept
 
 
+FAMILIES = ("attn", "gemm", "nvlink", "recurrent", "rows")
+
+
+@pytest.fixture(autouse=True)
+def compiles_in_full_runs_alone(request, monkeypatch):
+    """`lab.check` only runs the cases of families, but in `make test ALL=1` without a GPU: to compile each for an H200
+    takes almost as long. All families have tests of what the compiler makes of their kernels, and a GPU compiles what
+    it runs."""
+    from cookbook import lab
+    from cookbook.lab import checking
+
+    if request.path.parent.name in FAMILIES and (request.config.option.markexpr == "not slow" or lab.on_gpu()):
+        monkeypatch.setattr(checking, "_compile", lambda fn, args, gpu: ([], None))
+
+
 @pytest.fixture
 def no_gpu(monkeypatch):
     """`cookbook.lab` behaves as on a machine without a GPU."""

@@ -85,7 +85,9 @@ def test_dtypes(dtype, out_dtype):
 )
 def test_configs(config):
     """Every slot is used more than once, none spills, and the shared memory is as priced."""
-    compiled = check(op.matmul_wgmma, 256, 256, config.tile_k * 5, config=config, out_dtype=F32, gpu="h200").compiled
+    shape, how = (256, 256, config.tile_k * 5), dict(config=config, out_dtype=F32)
+    check(op.matmul_wgmma, *shape, **how)
+    compiled = lab.compile_for("h200", functools.partial(op.matmul_wgmma, **how), *operands(*shape))
     assert compiled.spill_bytes == 0 and compiled.remarks == ()
     assert compiled.smem_bytes == config.smem_bytes
 
