@@ -136,6 +136,15 @@ def no_gpu(monkeypatch):
 
 
 @pytest.fixture
+def on_cpu():
+    """For arithmetic of indices, each operation of which would be a kernel on a GPU."""
+    import jax
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+@pytest.fixture
 def run_only(monkeypatch, request):
     """`lab.check` runs a kernel in the interpreter and does not compile it: for mutants, which running finds."""
     from cookbook import lab

@@ -80,6 +80,7 @@ def operands(m, n, k, transposed):
 SIZES = [(300, 200, 136), (128, 77, 64), (1, 8, 8), (513, 600, 200)]
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("transposed", [(False, False), (True, True), (False, True)])
 @pytest.mark.parametrize("two_ctas", [False, True])
 @pytest.mark.parametrize("shape", SIZES)
@@ -89,6 +90,7 @@ def test_a_pair_multiplies_what_one_cta_does(shape, two_ctas, transposed):
     np.testing.assert_allclose(execute(p, a, b), wanted, atol=1e-9)
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("two_ctas", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_tiles_in_any_order(seed, two_ctas):

@@ -88,6 +88,7 @@ def sizes_at_random(num_groups, m, count=40):
         yield np.where(rng.random(num_groups) < rng.choice([0, 0.3, 1]), lies, shares).astype(np.int32)
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("num_groups, m, tile", [(1, 200, 64), (3, 1, 8), (5, 300, 24), (8, 2000, 256), (12, 77, 8)])
 def test_the_kernel_finds_the_entries_of_the_table(num_groups, m, tile):
     """Rows before all groups, which the table provides for, are there only with `group_offset`."""

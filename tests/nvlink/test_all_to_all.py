@@ -57,6 +57,7 @@ def numbered(n, rows, values):
 # Where rows go --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("capacity", [0, 7, ROWS, 8 * ROWS])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [2, 3, 8])
@@ -103,6 +104,7 @@ CASES += [(3, kind, capacity, 520) for kind in ("random", "skewed") for capacity
 CASES += [(n, "random", ROWS, 8) for n in range(2, 9)]
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("n, kind, capacity, values", CASES, ids=str)
 def test_pieces_write_every_row_of_the_results_and_of_the_way_back(n, kind, capacity, values):
     config = Config(num_blocks=3, stage_bytes=16_384)

@@ -64,6 +64,7 @@ def test_it_compiles_in_a_scan_and_one_after_the_other():
 # Plans ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("n", range(2, 9))
 @pytest.mark.parametrize("rows", [4, 8, 64, 100, 1000, 65_536])
 @pytest.mark.parametrize("pieces_a_stage", [1, "n"])

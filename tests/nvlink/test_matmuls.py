@@ -101,6 +101,7 @@ def plan(kind, m, n, k, num_shards, config, **fields):
     return matmul_core.plan_of(kind, m, n, k, num_shards, jnp.dtype(jnp.bfloat16), False, config, 128, **fields)
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("num_shards", [2, 3, 8])
 @pytest.mark.parametrize("m, n, k", SHAPES)
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def simulate(programs, seeds=SEEDS, **kwargs):
 # The protocols as they are --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("n", DEVICES)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_protocol_is_right_in_every_order(name, n):
