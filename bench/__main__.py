@@ -182,7 +182,7 @@ def _timed(case: Case, iterations: int, tune: bool) -> bool | None:
         seconds = f"   first call {first[impl]:.2f} s" if first.get(impl) else ""
         print(f"    {impl:18s}{row.median_ms:10.4f} ms{rate}{ratio}{seconds}")
     ms = {impl: row.median_ms for impl, row in rows.items()}
-    for impl in torch_peers.IMPLS:  # Of the same GPU.
+    for impl in torch_peers.IMPLS:  # Measured on the same GPU.
         if row := lab.results.read(case.problem, impl, lab.results.this_gpu() if lab.on_gpu() else gpu):
             ms[impl] = row["ms"]
             print(f"    {impl:18s}{ms[impl]:10.4f} ms{'':24s}{ms[impl] / ours.median_ms:6.3f} x   in another process")

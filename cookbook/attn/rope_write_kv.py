@@ -26,7 +26,7 @@ In place: an array of pages becomes a Ref inside, and XLA copies it first unless
 `jit` and is not used afterwards. Slots should be distinct (`cookbook.write_kv.check_slots`).
 
 Not supported: rotation of neighbouring pairs or of a part of a head, differentiation, `jax.vmap`.
-Chapter: notebooks/15_serving.ipynb. Source: Su et al., "RoFormer" (2021); halves of a head as Hugging Face pairs them.
+Chapter: notebooks/22_decode_step.ipynb. Source: Su et al., "RoFormer" (2021); Hugging Face's halves of a head.
 """
 
 import dataclasses

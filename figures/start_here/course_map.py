@@ -26,6 +26,7 @@ CHAPTERS = (
     ("19_blackwell", "Blackwell", "tensor memory, pairs, launch control", "compute"),
     ("20_debugging", "Debugging", "from a symptom to the faulty line", "both"),
     ("21_lifting", "Lifting", "out of the course, into your program", "both"),
+    ("22_decode_step", "A decode step", "fewer launches, the bytes that are left", "both"),
 )
 COLOURS = {"memory": ORANGE, "compute": BLUE, "both": GREEN}
 

@@ -1,0 +1,247 @@
+"""Chapter 22's exercises: a norm with its residual, a rotation to mend, gate and up in one tile, a step's time."""
+
+import functools
+import numbers
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from exercises.judge import NotYet, checker, normal, require_close, run_kernel, speed
+
+import cookbook
+
+EPS = 1e-6
+TILES = ((8, 2), (64, 16), (96, 8), (24, 12), (64, 64), (256, 32))  # Rows of each matrix, and of a piece.
+STEPS = (  # weight_bytes, token_bytes, sequences, length, layers, launches, once, rate, us.
+    (2_500_000_000, 32_768, 64, 320, 16, 19, 3, 3.35e12, 3.5),
+    (16_000_000_000, 131_072, 32, 1000, 32, 9, 3, 4.8e12, 2.0),
+    (1_000_000_000, 8192, 1, 50, 12, 22, 5, 2.0e12, 5.0),
+    (16_000_000_000, 131_072, 256, 4000, 32, 11, 0, 3.35e12, 1.5),
+)
+
+
+# Exercise 1: a norm with its residual ---------------------------------------------------------------------------------
+
+
+@checker
+def check_added_norm(answer) -> str:
+    """`answer(x, residual, scale)` is a kernel: the norm of residual + x in bfloat16, and the sum in float32."""
+    x, residual, scale = normal(1, (3, 1024)), 2 * normal(2, (3, 1024)) + 0.5, normal(3, (1024,), jnp.bfloat16)
+    y, total = _pair(run_kernel(answer, x, residual, scale))
+    _judge_norm(y, x, residual, scale)
+    _judge_total(total, x, residual)
+    zero = jnp.zeros((2, 1024))
+    y, _ = _pair(run_kernel(answer, zero, zero, scale))
+    if np.isnan(np.asarray(y, np.float32)).any():
+        raise NotYet("a row of zeros gives NaN: eps belongs under the root, beside the mean of squares.")
+    praise = "The sum stays in registers between the addition and the norm: it is read by nobody and written once."
+    ours = lambda x, residual, scale: cookbook.rms_norm(x, scale, residual=residual, out_dtype=jnp.bfloat16)
+    of_size = jax.ShapeDtypeStruct((8192, 2048), jnp.float32)
+    return praise + speed(answer, ours, of_size, of_size, jax.ShapeDtypeStruct((2048,), jnp.bfloat16))
+
+
+def _pair(found):
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise NotYet("it must return two arrays: the norm, and the sum.")
+    if [array.dtype for array in found] != [jnp.bfloat16, jnp.float32]:
+        raise NotYet(f"its results are {found[0].dtype} and {found[1].dtype}: the norm is bfloat16, the sum float32.")
+    return found
+
+
+def _normed(total, scale=1.0, *, of=None, mean=np.mean, eps=EPS):
+    """The norm of rows; `of` has the rows whose squares count, if these are others."""
+    of = total if of is None else of
+    return total / np.sqrt(mean(of * of, axis=-1, keepdims=True) + eps) * scale
+
+
+def _judge_norm(y, *args):
+    x, residual, scale = (np.asarray(array, np.float64) for array in args)
+    total, y = residual + x, np.asarray(y, np.float64)
+    likely = (
+        (_normed(x, scale), "this is the norm of x alone: add the residual before the squares."),
+        (_normed(total, scale, of=x), "the root is that of x alone: the squares must be those of the sum."),
+        (_normed(total), "the columns are not multiplied by scale."),
+        (
+            _normed(total, scale, mean=np.sum),
+            "that is the root of the sum of squares: divide by the number of columns.",
+        ),
+        (residual + _normed(x, scale), "x is normalised, and the residual added after it: add first."),
+        (total * scale, "the sum is scaled and not divided by the root of its mean square."),
+    )
+    for wrong, hint in likely:
+        if y.shape == wrong.shape and np.allclose(y, wrong, rtol=1e-2, atol=1e-2):
+            raise NotYet(hint)
+    require_close(y, _normed(total, scale), 1e-2, "the norm")
+
+
+def _judge_total(found, *args):
+    x, residual = (np.asarray(array, np.float64) for array in args)
+    found, exact = np.asarray(found, np.float64), residual + x
+    if np.isnan(found).all():
+        raise NotYet("the sum was never stored: the next norm adds to it. Write it to total_gmem.")
+    if np.allclose(found, x):
+        raise NotYet("total_gmem has x alone: it must have residual + x.")
+    if np.allclose(found, exact, rtol=2**-8) and not np.allclose(found, exact, rtol=1e-5, atol=1e-5):
+        raise NotYet("the sum was rounded before it was stored. It goes on from layer to layer: keep it in float32.")
+    require_close(found, exact, 1e-6, "the sum")
+
+
+# Exercise 2: a rotation to mend ---------------------------------------------------------------------------------------
+
+
+@checker
+def check_turned(answer) -> str:
+    """`answer(q, cos, sin)` is a kernel: each head of q turned by the angles of its token."""
+    for seed, shape in ((4, (128, 3, 64)), (5, (64, 2, 128))):
+        q = normal(seed, shape, jnp.bfloat16)
+        positions = np.random.default_rng(seed).integers(0, 500, shape[0])  # Each token is of another sequence.
+        half = shape[2] // 2
+        angles = positions[:, None] * 1000.0 ** (-np.arange(half) / half)
+        cos, sin = (jnp.asarray(of(angles), jnp.float32) for of in (np.cos, np.sin))
+        try:
+            out = run_kernel(answer, q, cos, sin)
+        except NotYet as problem:
+            if "copy_smem_to_gmem read-side operations" not in str(problem):
+                raise
+            raise NotYet("the kernel ends before its copies to GMEM do: wait for all of them.") from problem
+        _judge_turned(out, q, cos, sin)
+    return "Both halves are read before either is replaced, and TMA copies what the threads have committed."
+
+
+def _judge_turned(out, *args):
+    if out.shape != args[0].shape:
+        raise NotYet(f"the result has shape {out.shape}; it must be that of q, {args[0].shape}.")
+    q, cos, sin = (np.asarray(array, np.float64) for array in args)
+    out, (a, b), c, s = np.asarray(out, np.float64), np.split(q, 2, axis=2), cos[:, None], sin[:, None]
+    join = lambda *halves: np.concatenate(halves, axis=2)
+    first, second = a * c - b * s, b * c + a * s
+    even, odd = q[..., ::2], q[..., 1::2]
+    neighbours = np.stack([even * c - odd * s, odd * c + even * s], axis=-1).reshape(q.shape)
+    likely = (
+        (join(first, b * c + first * s), "the second half is made of the first half that was turned already: both "
+         "halves need the values that were loaded"),
+        (join(a * c + b * s, b * c - a * s), "each pair is turned the wrong way: which product has the minus?"),
+        (join(a * c + b * s, second), "the first half adds the product that it must subtract"),
+        (join(first, b * c - a * s), "the second half subtracts the product that it must add"),
+        (join(second, first), "the two halves are in each other's place"),
+        (join(a * c - a * s, b * c + b * s), "a value meets itself: its partner is in the other half"),
+        (neighbours, "neighbouring values are paired; the partner of value i is value i + D / 2"),
+        (q, "nothing is turned"),
+    )  # fmt: skip
+    for wrong, hint in likely:
+        if np.allclose(out, wrong, rtol=2**-6, atol=2**-6):
+            raise NotYet(f"with heads of {q.shape[2]}, {hint}.")
+    require_close(out, join(first, second), 2**-6, f"with heads of {q.shape[2]}")
+
+
+# Exercise 3: gate and up in one tile ----------------------------------------------------------------------------------
+
+
+@checker
+def check_source_row(answer) -> str:
+    """`answer(row, hidden, piece)` is the row of the joined weight that lies at `row` of the reordered one."""
+    given = {(hidden, piece): [answer(row, hidden, piece) for row in range(2 * hidden)] for hidden, piece in TILES}
+    for (hidden, piece), rows in given.items():
+        where = f"with hidden = {hidden} and piece = {piece}"
+        for row, got in enumerate(rows):
+            if got is None:
+                raise NotYet("source_row returns None: write its body.")
+            if isinstance(got, bool) or not isinstance(got, numbers.Integral | np.integer):
+                raise NotYet(f"{where}, row {row} is {got!r}; it must be a whole number.")
+        exact = [_source_row(row, hidden, piece) for row in range(2 * hidden)]
+        wrong = [row for row, (got, want) in enumerate(zip(rows, exact, strict=True)) if got != want]
+        if wrong:
+            row = wrong[0]
+            raise NotYet(f"{where}, row {row} is row {rows[row]}, and {exact[row]} is right. {_rows_hint(given)}")
+    return "A value of the gate and its partner are in one tile, `piece` columns apart: one thread can have both."
+
+
+def _source_row(row: int, hidden: int, piece: int) -> int:
+    tile, place = divmod(row, 2 * piece)
+    return place // piece * hidden + tile * piece + place % piece
+
+
+def _rows_hint(given) -> str:
+    def to(row, hidden, piece):
+        which, i = divmod(row, hidden)
+        return i // piece * 2 * piece + which * piece + i % piece
+
+    likely = (
+        (lambda row, hidden, piece: row, "That is the joined weight as it is: its first tile is of the gate alone."),
+        (lambda row, hidden, piece: row % 2 * hidden + row // 2, "Rows of the two take turns one by one: it must be "
+         "`piece` of the gate, then `piece` of up."),
+        (lambda row, hidden, piece: row // piece % 2 * hidden + row % piece, "Every tile has the rows of the first: "
+         "where do those of this tile begin?"),
+        (lambda row, hidden, piece: row // (2 * piece) * piece + row % piece, "Both halves of a tile are rows of the "
+         "gate: those of up begin at `hidden`."),
+        (lambda row, hidden, piece: (_source_row(row, hidden, piece) + hidden) % (2 * hidden), "A tile begins with the "
+         "gate, and the partners come after it."),
+        (lambda row, hidden, piece: row // piece % 2 * hidden + row // (2 * piece) * 2 * piece + row % piece,
+         "A tile has 2 * piece rows, but only `piece` of each matrix: so the next tile goes on after `piece` of them."),
+        (to, "That is the other direction: the place to which a row of the joined weight goes."),
+    )  # fmt: skip
+    for wrong, text in likely:
+        if all(wrong(row, *case) == got for case, rows in given.items() for row, got in enumerate(rows)):
+            return text
+    return "Which tile is it in, at which place of the tile, and is that place of the gate or of up?"
+
+
+# Exercise 4: the time of a step ---------------------------------------------------------------------------------------
+
+
+@checker
+def check_step(answer) -> str:
+    """`answer(weight_bytes, token_bytes, sequences, length, layers, launches, once, rate, us)` is a step's ms."""
+    given = {case: answer(*case) for case in STEPS}
+    for case, got in given.items():
+        if got is None:
+            raise NotYet("step_milliseconds returns None: write its body.")
+        if isinstance(got, bool) or not isinstance(got, numbers.Real):
+            raise NotYet(f"step_milliseconds{case} is {got!r}; it must be a number.")
+        want = _step(*case)
+        if not np.isclose(got, want, rtol=1e-9):
+            raise NotYet(f"step_milliseconds{case} is {got:.6g}, and {want:.6g} is right. {_step_hint(given)}")
+    return "Bytes over the bandwidth, and launches times their cost: the whole formula of a step that decodes."
+
+
+def _step(
+    weight_bytes, token_bytes, sequences, length, layers, launches, once, rate, us, *, weight_reads=1, tokens=None,
+    count=None, join=sum, unit=1e3,
+):  # fmt: skip
+    """Milliseconds of a step; every keyword spoils it."""
+    tokens = sequences * (length + 1) if tokens is None else tokens
+    nbytes = weight_reads * weight_bytes + token_bytes * tokens
+    count = layers * launches + once if count is None else count
+    return unit * join((nbytes / rate, 1e-6 * us * count))
+
+
+def _step_hint(given) -> str:
+    def with_(**of_case):
+        """The step with keywords that depend on the case."""
+
+        def step(*case):
+            names = dict(zip(("sequences", "length", "layers", "launches", "once"), case[2:7], strict=True))
+            return _step(*case, **{key: of(**names) for key, of in of_case.items()})
+
+        return step
+
+    likely = (
+        (with_(tokens=lambda sequences, length, **_: sequences * length), "Each sequence also writes the keys and "
+         "values of its new token."),
+        (with_(tokens=lambda length, **_: length + 1), "Each sequence has keys and values of its own."),
+        (with_(tokens=lambda sequences, **_: sequences), "Attention reads the keys and values of all tokens so far."),
+        (with_(tokens=lambda **_: 0), "Attention reads keys and values as well."),
+        (with_(weight_reads=lambda sequences, **_: sequences), "Sequences share the weights: a step reads them once."),
+        (with_(count=lambda launches, once, **_: launches + once), "Each layer has that many launches."),
+        (with_(count=lambda layers, launches, once, **_: layers * (launches + once)), "Some launches are made once a "
+         "step, not in each layer."),
+        (with_(count=lambda layers, launches, **_: layers * launches), "Those that a step has once cost as much."),
+        (with_(count=lambda **_: 0), "That is the bound: launches cost time as well."),
+        (functools.partial(_step, join=max), "The two do not overlap in this formula: add them."),
+        (functools.partial(_step, unit=1.0), "That is in seconds."),
+        (functools.partial(_step, unit=1e6), "That is in microseconds."),
+    )  # fmt: skip
+    for wrong, text in likely:
+        if all(np.isclose(wrong(*case), got, rtol=1e-9) for case, got in given.items()):
+            return text
+    return "Count the bytes, count the launches, and mind the units: bytes a second, microseconds."
