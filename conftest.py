@@ -1,5 +1,6 @@
 """Settings and fixtures of all tests, those in notebooks included."""
 
+import collections
 import contextlib
 import os
 import zlib
@@ -14,6 +15,8 @@ if not os.environ.get("XLA_FLAGS"):  # References on a GPU are compiled once and
     os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # The compile-only wheels come without cuDNN.
 
+FAMILIES = ("attn", "gemm", "nvlink", "recurrent", "rows")  # Folders of tests.
+QUICK_CASES = 2  # Of a family's test; `make test` leaves the others to ALL=1.
 SECONDS = 300  # A kernel that deadlocks hangs on a GPU, and a loop that never ends hangs anywhere.
 
 
@@ -33,9 +36,14 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     if config.getoption("first_cases"):
         _keep_first_cases(config, items)
+    cases = collections.Counter()
     for item in items:
         if "mutant" in item.name:  # They test the tests.
             item.add_marker(pytest.mark.slow)
+        if item.path.parent.name in (*FAMILIES, "blackwell") and item.get_closest_marker("slow") is None:
+            cases[item.path, item.originalname] += 1
+            if cases[item.path, item.originalname] > QUICK_CASES:
+                item.add_marker(pytest.mark.slow)
         if config.pluginmanager.hasplugin("timeout") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SECONDS))
     items[:] = _with_notebooks_spread(items)
@@ -111,18 +119,17 @@ def _keep_first_cases(config, items):
     items[:] = kept
 
 
-FAMILIES = ("attn", "gemm", "nvlink", "recurrent", "rows")
-
-
 @pytest.fixture(autouse=True)
-def compiles_in_full_runs_alone(request, monkeypatch):
-    """`lab.check` only runs the cases of families, but in `make test ALL=1` without a GPU: to compile each for an H200
-    takes almost as long. All families have tests of what the compiler makes of their kernels, and a GPU compiles what
-    it runs."""
+def compiles_quick_cases_in_full_runs(request, monkeypatch):
+    """`lab.check` only runs the cases of families, but for the quick ones in `make test ALL=1` without a GPU.
+
+    To compile each for an H200 takes almost as long. All families have tests of what the compiler makes of their
+    kernels, and a GPU compiles what it runs."""
     from cookbook import lab
     from cookbook.lab import checking
 
-    if request.path.parent.name in FAMILIES and (request.config.option.markexpr == "not slow" or lab.on_gpu()):
+    is_quick_case = request.config.option.markexpr != "not slow" and request.node.get_closest_marker("slow") is None
+    if request.path.parent.name in FAMILIES and (lab.on_gpu() or not is_quick_case):
         monkeypatch.setattr(checking, "_compile", lambda fn, args, gpu: ([], None))
 
 
