@@ -9,6 +9,7 @@ VENV ?= .venv
 PYTHON ?= $(VENV)/bin/python
 READY := $(if $(filter $(VENV)/bin/python,$(PYTHON)),setup)
 GPU = $(shell nvidia-smi -L 2>/dev/null | head -1)
+# Without a GPU there is a worker for each core: nproc alone would say what OMP_NUM_THREADS does.
 # On a GPU host the workers share one GPU, and mostly compile. A worker takes up to 2 GB. It is given 8 GB of the GPU or
 # more: with 5, as 16 workers had on an H100, tests ran out of memory.
 GPU_MB = $$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -1)

@@ -16,7 +16,7 @@ if not os.environ.get("XLA_FLAGS"):  # References on a GPU are compiled once and
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # The compile-only wheels come without cuDNN.
 
 FAMILIES = ("attn", "gemm", "nvlink", "recurrent", "rows")  # Folders of tests.
-QUICK_CASES = 2  # Of a family's test; `make test` leaves the others to ALL=1.
+QUICK_CASES = 2  # The cases of a family's test that `make test` runs; ALL=1 runs all.
 SECONDS = 300  # A kernel that deadlocks hangs on a GPU, and a loop that never ends hangs anywhere.
 
 
@@ -119,6 +119,11 @@ def _keep_first_cases(config, items):
     items[:] = kept
 
 
+def _compile_nothing(fn, args, gpu):
+    """In place of what `lab.check` compiles with."""
+    return [], None
+
+
 @pytest.fixture(autouse=True)
 def compiles_quick_cases_in_full_runs(request, monkeypatch):
     """`lab.check` only runs the cases of families, but for the quick ones in `make test ALL=1` without a GPU.
@@ -130,7 +135,7 @@ def compiles_quick_cases_in_full_runs(request, monkeypatch):
 
     is_quick_case = request.config.option.markexpr != "not slow" and request.node.get_closest_marker("slow") is None
     if request.path.parent.name in FAMILIES and (lab.on_gpu() or not is_quick_case):
-        monkeypatch.setattr(checking, "_compile", lambda fn, args, gpu: ([], None))
+        monkeypatch.setattr(checking, "_compile", _compile_nothing)
 
 
 @pytest.fixture
@@ -160,7 +165,7 @@ def run_only(monkeypatch, request):
     if lab.on_gpu():
         pytest.skip("runs in the interpreter alone, which finds the same on a machine without a GPU")
     request.getfixturevalue("no_gpu")
-    monkeypatch.setattr(checking, "_compile", lambda fn, args, gpu: ([], None))
+    monkeypatch.setattr(checking, "_compile", _compile_nothing)
 
 
 @pytest.fixture
