@@ -116,6 +116,9 @@ class OutputRole:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The rows of the chunk before have left.
             self.y.tiled[block] = values
             plgpu.commit_smem()
+            # `skip` read x as other loads do, not as WGMMA does: before the fence they may still wait for the WGMMAs of
+            # the state's warpgroup, longer than TMA takes to overwrite what they read.
+            self.ring.free(i)
             row = part.row(i) + block * PIECE
             store_rows(
                 self.y, block, y_gmem, head, 0, row, part.stop_row - row, is_ragged=self.plan.sequences.is_ragged,
@@ -151,9 +154,6 @@ class OutputRole:
         if skip is not None:
             x = plgpu.load(self.x.tiled.at[slot, 0, rows], layout=plgpu.Layout.WGMMA)
             y = y + skip * x.astype(jnp.float32)
-        if self.plan.interpreted:
-            plgpu.commit_smem()  # TMA may now overwrite what was read here.
-        self.ring.free(i)
         return y
 
     def wait(self, ref, wait_n: int):

@@ -79,3 +79,17 @@ def test_ssd_of_random_sizes(gpu, seed):
     out, final = jax.jit(functools.partial(ssd, return_final_state=True, **how))(*args)
     exact, exact_final = jax.jit(functools.partial(ssd_module.ssd_reference, **how))(*args)
     assert error(out, exact) < 2**-7 and error(final, exact_final) < 2**-7
+
+
+@pytest.mark.parametrize("state_dim", [128, 256])
+def test_x_is_read_before_the_chunk_after_next_takes_its_place(gpu, state_dim):
+    """A state of 256 columns leaves two slots for chunks, and its products keep other loads waiting."""
+    args = operands(2, 576, 4, 64, 2, state_dim)
+    d, initial, *_ = more(args[0], args[3])
+    run = jax.jit(functools.partial(ssd, d=d, initial_state=initial, return_final_state=True))
+    out, final = run(*args)
+    exact, _ = jax.jit(functools.partial(ssd_module.ssd_reference, d=d, initial_state=initial))(*args)
+    assert error(out, exact) < 2**-7
+    for _ in range(50):
+        again = run(*args)
+        assert (again[0] == out).all() and (again[1] == final).all()
