@@ -100,8 +100,9 @@ def _kernel_gated(x, weight):
 
 def _linear(x, weight, out_dtype):
     values, scales = weight if isinstance(weight, Int8) else (weight, None)
+    sums = jnp.promote_types(x.dtype, jnp.float32)
     out = jax.lax.dot_general(
-        x, values.astype(x.dtype), (((1,), (1,)), ((), ())), precision="highest", preferred_element_type=jnp.float32
+        x, values.astype(x.dtype), (((1,), (1,)), ((), ())), precision="highest", preferred_element_type=sums
     )
     return (out if scales is None else out * scales).astype(out_dtype)
 

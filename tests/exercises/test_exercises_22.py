@@ -38,15 +38,15 @@ def test_an_answer_that_never_ends_is_turned_down(monkeypatch, check):
 
 # A norm with its residual
 
-LAYOUT = plgpu.Layout.WG_STRIDED((1024,), 4)
-
 
 def added_norm(x, residual, scale, *, dtypes=(jnp.bfloat16, jnp.float32)):
     """Another right one: other loads, the root by a division, the sum stored first."""
 
+    layout = plgpu.Layout.WG_STRIDED((x.shape[1],), 4)
+
     def kernel(x_gmem, residual_gmem, scale_gmem, y_gmem, total_gmem):
         row = lax.axis_index("row")
-        read = lambda ref: plgpu.load(ref, layout=LAYOUT, optimized=False).astype(jnp.float32)
+        read = lambda ref: plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
         total = read(residual_gmem.at[row]) + read(x_gmem.at[row])
         total_gmem[row] = total.astype(total_gmem.dtype)
         root = jnp.sqrt(jnp.sum(total * total * (1 / total.size)) + 1e-6)
