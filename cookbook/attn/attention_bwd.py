@@ -31,6 +31,9 @@ from . import core
 from .bwd_kernel import Plan, launch
 from .core import LOG2E, PIECE, WG_ROWS, Problem
 
+IN_FLIGHT = 48e6  # Bytes of heads that blocks go through at a time, at most: an L2 cache has 50 MB.
+WAVE_FILLED = 0.85  # Share of SMs, over all waves of equal blocks, that makes up for no more parts, by measurement.
+
 
 def _add_up(plan: Plan, params, kept, ring, vectors, segments):
     """(dq, dk, dv)"""
@@ -71,26 +74,38 @@ def _in_one_kernel(plan: Plan, params, *arrays):
 
 
 def _parts(plan: Plan, num_sms: int) -> int:
-    """How often a group of query heads is divided: as little as gives each SM two blocks."""
-    blocks = plan.batch * plan.num_heads * plan.num_tiles
-    group = plan.problem.group
-    return next((n for n in range(1, group) if group % n == 0 and n * blocks >= 2 * num_sms), group)
+    """Into how many parts a group of query heads is divided: as few as keep the SMs busy.
+
+    Where all blocks have as much to do, they are to fill their last wave well. Otherwise there are two for each SM, and
+    no more heads in flight than the L2 cache holds: in time the blocks of a group, and of the next one, are in
+    different heads.
+    """
+    problem, blocks = plan.problem, plan.batch * plan.num_heads * plan.num_tiles
+    divisors = [n for n in range(1, problem.group + 1) if problem.group % n == 0]
+    if (problem.left is None) == (problem.right is None):
+        filled = lambda n: n * blocks / (pl.cdiv(n * blocks, num_sms) * num_sms)
+        return next((n for n in divisors if filled(n) >= WAVE_FILLED), max(divisors, key=filled))
+    # Of queries and do, and of the sums of dq.
+    head_bytes = plan.num_blocks * plan.block * problem.head_dim * (8 if plan.adds_query else 4)
+    in_flight = head_bytes * (num_sms / plan.num_tiles + 1)  # With one head of each group.
+    fits = lambda n: n * blocks >= 2 * num_sms and problem.group // n * in_flight <= IN_FLIGHT
+    return next(filter(fits, divisors), problem.group)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "num_sms", "params", "config"))
 def gradients(
-    query, key, value, segments, out, lse, d_out, d_lse, *, problem: Problem, num_sms: int = 0, params, config=None
+    query, key, value, segments, out, lse, d_out, d_lse, *, problem: Problem, num_sms: int = 1, params, config=None
 ):
     """(dq, dk, dv) of `attention`, whose results were `out` and `lse`, for the gradients of both.
 
-    Where blocks would be fewer than two for each of `num_sms`, more of them share the query heads of a group. lse and
-    its gradient are (B, N, T); `segments` is () or (segment_ids, kv_segment_ids). With a `config`, a
-    `bwd_fused.Config`, one kernel makes all three, and dq is not the same to the bit in every run.
+    More blocks share the query heads of a group where that keeps `num_sms` SMs busier. lse and its gradient are
+    (B, N, T); `segments` is () or (segment_ids, kv_segment_ids). With a `config`, a `bwd_fused.Config`, one kernel makes
+    all three, and dq is not the same to the bit in every run.
     """
     (batch, num_q, _, head_dim), num_kv = query.shape, key.shape[1]
     width = next(width for width in core.HEAD_DIMS if head_dim <= width)
-    pad = lambda x: jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, width - head_dim)))
-    q, k, v, do = (pad(x) for x in (query, key, value, d_out.astype(query.dtype)))
+    pad = lambda x, rows, columns: jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, columns))) if rows + columns else x
+    q, k, v, do = (pad(x, 0, width - head_dim) for x in (query, key, value, d_out.astype(query.dtype)))
     delta = jnp.einsum("btnh,btnh->bnt", out, d_out, preferred_element_type=jnp.float32) - d_lse
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2E)
     # The two kernels take 192 queries at a time. In the one TMA gives zeros after the last query, whose do is zero too.
@@ -100,12 +115,15 @@ def gradients(
     plan = functools.partial(Plan, problem, batch, num_q, num_kv, bool(segments))
     of_keys = plan(for_query=False, config=config)
     of_keys = dataclasses.replace(of_keys, parts=_parts(of_keys, num_sms))
+    fit = lambda width, arrays: tuple(x if width == PIECE else pad(x, -x.shape[1] % 8, 0) for x in arrays)
+    operands = lambda plan, kept, ring: (fit(plan.kept_width, kept), fit(plan.ring_width, ring), vectors)
     if config is None:
-        (dq,) = launch(plan(for_query=True), params, (q, do), (k, v), vectors, segments)
-        dk, dv = launch(of_keys, params, (k, v), (q, do), vectors, segments[::-1])
+        of_queries = plan(for_query=True)
+        (dq,) = launch(of_queries, params, *operands(of_queries, (q, do), (k, v)), segments)
+        dk, dv = launch(of_keys, params, *operands(of_keys, (k, v), (q, do)), segments[::-1])
     else:
         of_keys.config.check(width, of_keys.smem_bytes)
-        dq, dk, dv = _in_one_kernel(of_keys, params, (k, v), (q, do), vectors, segments[::-1])
+        dq, dk, dv = _in_one_kernel(of_keys, params, *operands(of_keys, (k, v), (q, do)), segments[::-1])
     if of_keys.parts > 1:
         join = lambda x: x.reshape(*x.shape[:2], -1, of_keys.parts, width).sum(axis=3, dtype=jnp.float32)
         dk, dv = (join(x).astype(x.dtype) for x in (dk, dv))

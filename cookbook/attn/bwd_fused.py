@@ -131,9 +131,9 @@ def _step(work: Work, vector, sums, count, block, before):
 
     def products(s_ref, dp_ref, dq_ref):
         wait = lambda ref, n: ref[...] if problem.interpreted else plgpu.wgmma_accumulator_load(ref, wait_n=n)
-        plgpu.wgmma(s_ref, work.kept[0], smem.ring_smem.at[0, slot].T)
-        plgpu.wgmma(dp_ref, work.kept[1], smem.ring_smem.at[1, slot].T)
-        s = problem.capped(wait(s_ref, 1))  # This also waits for dk of the step before.
+        work.queue(s_ref, 0, slot)
+        work.queue(dp_ref, 1, slot)
+        s = problem.capped(wait(s_ref, len(plan.kept_columns)))  # This also waits for dk of the step before.
         if plan.runs_ahead:
             pl.when(count > 0)(lambda: smem.ring.free(count - 1))
         logarithms = s * problem.unit - work.spread(vector(0, count))
@@ -167,8 +167,9 @@ def _publish(work: Work, number):
 def _queue_dq(work: Work, dq_ref, slot):
     """Starts this warpgroup's share of ds k: all queries and half of the columns, or with heads of 64 half of these."""
     half, whole = pl.ds(work.wg * WG_ROWS, WG_ROWS), slice(None)
-    queries, columns = (half, whole) if work.plan.block > WG_ROWS else (whole, half)
-    plgpu.wgmma(dq_ref, work.smem.ds_smem.at[slot, :, queries].T, work.smem.kept_smem.at[0, :, columns])
+    queries, column = (half, 0) if work.plan.block > WG_ROWS else (whole, work.wg * PIECE)
+    keys = work.smem.kept_smem.at[(0, *work.plan.kept_at(column, PIECE))]
+    plgpu.wgmma(dq_ref, work.smem.ds_smem.at[slot, :, queries].T, keys)
 
 
 def _add_dq(work: Work, dq, place):

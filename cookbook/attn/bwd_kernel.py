@@ -41,7 +41,7 @@ from . import bwd_fused, bwd_steps, core
 from .bwd_steps import Smem, Work
 from .core import PIECE, REGISTERS, TILED, WG_ROWS, Blocks, Cuts, Problem, div
 
-CACHED = 2**25  # Bytes that blocks may share in the L2 cache, which has 50 MB.
+CACHED = 2**26  # Bytes that blocks may share in the L2 cache: somewhat more than the 50 MB that it has, by measurement.
 TILED_FLOAT32 = dict(transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)))
 
 
@@ -160,12 +160,47 @@ class Plan:
         return runs_ahead and not self.problem.interpreted
 
     @property
-    def scratch(self) -> dict:
+    def ring_width(self) -> int:
+        """Values of the rows of a tile in shared memory, in the ring: of rows of 64 TMA copies any number, of wider
+        ones multiples of 8. Sums of all columns want whole heads."""
+        return self.problem.head_dim
+
+    @property
+    def kept_width(self) -> int:
+        """The same of what a tile keeps. Products of whole heads have more registers to spare. Yet keys and values that
+        are as many as queries are not to be copied, nor their gradients."""
+        any_rows = (self.num_q if self.for_query else self.num_kv) % 8 != 0 and self.problem.group == 1
+        return PIECE if any_rows else self.problem.head_dim
+
+    @property
+    def kept_columns(self) -> list:
+        """Those of each piece of a head that a tile keeps."""
+        return [pl.ds(i, self.kept_width) for i in range(0, self.problem.head_dim, self.kept_width)]
+
+    def kept_at(self, column, width: int) -> tuple:
+        """Index of `width` columns of all rows, which are of one piece."""
+        if self.kept_width == self.problem.head_dim:
+            return 0, slice(None), pl.ds(column, width)
+        return div(column, PIECE), slice(None), slice(None)
+
+    def tiles(self, *shape: int):
+        """Shared memory for tiles of rows; for rows of 64 in both views of `core.row_tiles`."""
         p = self.problem
+        return (
+            core.row_tiles(shape, p.dtype, p.interpreted) if shape[-1] == PIECE else plgpu.SMEM(shape, p.dtype, **TILED)
+        )
+
+    def views(self, smem, width: int):
+        """(tensor cores' view, TMA's view) of a buffer of `tiles`."""
+        return core.views(smem, self.problem.interpreted or width > PIECE)
+
+    @property
+    def scratch(self) -> dict:
+        p, pieces = self.problem, len(self.kept_columns)
         scratch = dict(
-            kept_smem=plgpu.SMEM((2, self.rows, p.head_dim), p.dtype, **TILED),
-            ring_smem=plgpu.SMEM((2, self.num_stages, self.block, p.head_dim), p.dtype, **TILED),
-            kept=plgpu.Barrier(num_arrivals=2),
+            kept_smem=self.tiles(2, pieces, self.rows, self.kept_width),
+            ring_smem=self.tiles(2, self.num_stages, self.block, self.ring_width),
+            kept=plgpu.Barrier(num_arrivals=2 * pieces),
             filled=core.barriers(self.num_stages, 2 if self.for_query else 4),
             freed=core.barriers(self.num_stages, self.compute_wgs),
         )
@@ -221,9 +256,12 @@ class Tile:
         return div(self.head, plan.problem.group) if plan.for_query else self.head * plan.group + i
 
 
-def _kernel(kept_gmem, ring_gmem, vectors_gmem, masks, dq_gmem, *outs, plan: Plan, filled, freed, **smem):
+def _kernel(
+    kept_gmem, ring_gmem, vectors_gmem, masks, dq_gmem, *outs, plan: Plan, kept_smem, ring_smem, filled, freed, **smem
+):  # fmt: skip
     wg, tile = lax.axis_index("role"), Tile(plan, masks)
-    smem = Smem(ring=_mgpu.Ring(filled, freed, plan.num_stages), **smem)
+    views = *plan.views(kept_smem, plan.kept_width), *plan.views(ring_smem, plan.ring_width)
+    smem = Smem(*views, ring=_mgpu.Ring(filled, freed, plan.num_stages), **smem)
     memory_registers, compute_registers = REGISTERS[plan.compute_wgs]
 
     @pl.when(wg == plan.compute_wgs)
@@ -240,8 +278,9 @@ def _kernel(kept_gmem, ring_gmem, vectors_gmem, masks, dq_gmem, *outs, plan: Pla
 def _load(plan: Plan, tile: Tile, smem: Smem, kept_gmem, ring_gmem, vectors_gmem):
     """The memory warpgroup: what the tile keeps, then block after block of what it goes through."""
     for i, gmem in enumerate(kept_gmem):
-        rows = gmem.at[tile.batch, pl.ds(tile.row, plan.rows), div(tile.head, plan.parts)]
-        plgpu.copy_gmem_to_smem(rows, smem.kept_smem.at[i], smem.kept)
+        for p, columns in enumerate(plan.kept_columns):
+            source = gmem.at[tile.batch, pl.ds(tile.row, plan.rows), div(tile.head, plan.parts), columns]
+            plgpu.copy_gmem_to_smem(source, smem.kept_tma.at[i, p], smem.kept)
 
     @pl.loop(0, tile.steps)
     def _(count):
@@ -250,7 +289,7 @@ def _load(plan: Plan, tile: Tile, smem: Smem, kept_gmem, ring_gmem, vectors_gmem
         slot = smem.ring.fill(count)
         filled = smem.ring.filled.at[slot]
         for i, gmem in enumerate(ring_gmem):
-            plgpu.copy_gmem_to_smem(gmem.at[tile.batch, block, head], smem.ring_smem.at[i, slot], filled)
+            plgpu.copy_gmem_to_smem(gmem.at[tile.batch, block, head], smem.ring_tma.at[i, slot], filled)
         if not plan.for_query:
             for i, gmem in enumerate(vectors_gmem):
                 plgpu.copy_gmem_to_smem(gmem.at[tile.batch, head, block], smem.vectors_smem.at[i, slot], filled)
@@ -261,10 +300,11 @@ def _load(plan: Plan, tile: Tile, smem: Smem, kept_gmem, ring_gmem, vectors_gmem
 def _compute(plan: Plan, tile: Tile, smem: Smem, wg, vectors_gmem, dq_gmem, outs):
     """A compute warpgroup: the sums of its rows, which take the place of what the tile kept on their way out."""
     first = 0 if plan.splits_heads else wg * WG_ROWS
-    columns = pl.ds(wg * plan.sum_columns if plan.splits_heads else 0, plan.sum_columns)
+    first_column = wg * plan.sum_columns if plan.splits_heads else 0
     plgpu.barrier_wait(smem.kept)
-    kept = [smem.kept_smem.at[i, pl.ds(first, WG_ROWS)] for i in range(2)]
-    work = Work(plan, tile, smem, kept, columns, tile.row + first, wg, dq_gmem)
+    rows = pl.ds(first, WG_ROWS)
+    kept = [smem.kept_smem.at[i, :, rows] for i in range(2)]
+    work = Work(plan, tile, smem, kept, pl.ds(first_column, plan.sum_columns), tile.row + first, wg, dq_gmem)
     sums = (bwd_fused if plan.adds_query else bwd_steps).sums_of_tile(work, vectors_gmem)
 
     def meet():
@@ -274,7 +314,10 @@ def _compute(plan: Plan, tile: Tile, smem: Smem, wg, vectors_gmem, dq_gmem, outs
     if plan.splits_heads or plan.adds_query:
         meet()  # The other warpgroup may still read.
     for i, total in enumerate(sums):
-        kept[i][:, columns] = (total * (plan.problem.scale if i == 0 else 1.0)).astype(plan.problem.dtype)
+        total = (total * (plan.problem.scale if i == 0 else 1.0)).astype(plan.problem.dtype)
+        width = min(plan.kept_width, plan.sum_columns)
+        for column in range(0, plan.sum_columns, width):
+            kept[i][plan.kept_at(first_column + column, width)] = total[:, column : column + width]
     plgpu.commit_smem()
     if plan.splits_heads:
         meet()  # Both halves of the columns are there.
@@ -282,8 +325,9 @@ def _compute(plan: Plan, tile: Tile, smem: Smem, wg, vectors_gmem, dq_gmem, outs
     @pl.when((wg == 0) | (not plan.splits_heads))
     def _():
         for i, out in enumerate(outs):
-            target = out.at[tile.batch, pl.ds(tile.row + first, WG_ROWS), tile.head]
-            plgpu.copy_smem_to_gmem(kept[i], target)
+            for p, columns in enumerate(plan.kept_columns):
+                target = out.at[tile.batch, pl.ds(tile.row + first, WG_ROWS), tile.head, columns]
+                plgpu.copy_smem_to_gmem(smem.kept_tma.at[i, p, rows], target)
 
     plgpu.wait_smem_to_gmem(0)
 

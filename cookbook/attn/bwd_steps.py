@@ -22,8 +22,10 @@ from .core import COLUMNS, ROWS, WG_ROWS
 class Smem:
     """Shared memory of a block, and its barriers."""
 
-    kept_smem: object  # (2, rows, head_dim)
-    ring_smem: object  # (2, slots, block, head_dim)
+    kept_smem: object  # (2, pieces, rows, their width), as tensor cores see it, and as TMA does.
+    kept_tma: object
+    ring_smem: object  # (2, slots, block, head_dim), likewise.
+    ring_tma: object
     kept: object  # A barrier: what the tile keeps has arrived.
     ring: _mgpu.Ring
     vectors_smem: object = None  # (2, slots, block): lse and delta of the columns.
@@ -40,7 +42,7 @@ class Work:
     plan: object
     tile: object
     smem: Smem
-    kept: list  # The rows that it keeps, of both operands.
+    kept: list  # The rows that it keeps, of both operands, (pieces, 64, their width).
     columns: object  # Columns of its sums, among those of the operands.
     first_row: object
     wg: object  # Its number.
@@ -75,6 +77,11 @@ class Work:
         place = self.tile.batch, self.tile.head, pl.ds(self.first_row, WG_ROWS)
         of_rows = [load(ref.at[place], ROWS) for ref in gmem]
         return lambda i, count: of_rows[i]
+
+    def queue(self, ref, i: int, slot):
+        """Starts `ref` = kept[i] ring[i]ᵀ: a product for each piece of a head."""
+        for p, columns in enumerate(self.plan.kept_columns):
+            plgpu.wgmma(ref, self.kept[i].at[p], self.smem.ring_smem.at[i, slot, :, columns].T)
 
     def add(self, sums, i: int, weights, operand: int, count):
         """`sums[i] += weights @ operand`, which goes on while the next products start."""
@@ -120,9 +127,9 @@ def step(work: Work, vector, sums, count, block, masked: bool):
     def products(s_ref, dp_ref):
         wait = lambda ref, n: ref[...] if problem.interpreted else plgpu.wgmma_accumulator_load(ref, wait_n=n)
         now = sums
-        plgpu.wgmma(s_ref, work.kept[0], smem.ring_smem.at[0, slot].T)
-        plgpu.wgmma(dp_ref, work.kept[1], smem.ring_smem.at[1, slot].T)
-        s = wait(s_ref, 1)  # This also waits for the sums of the step before.
+        work.queue(s_ref, 0, slot)
+        work.queue(dp_ref, 1, slot)
+        s = wait(s_ref, len(plan.kept_columns))  # This also waits for the sums of the step before.
         if plan.runs_ahead:
             pl.when(count > 0)(lambda: smem.ring.free(count - 1))
         s = problem.capped(s)

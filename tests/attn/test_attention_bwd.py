@@ -67,9 +67,13 @@ def test_more_keys_than_queries(mask):
     check(*operands(40, 140), **mask)
 
 
-@pytest.mark.parametrize("head_dim", [72, 256, pytest.param(128, marks=pytest.mark.slow)])
-def test_head_dims(head_dim):
-    check(*operands(70, 100, head_dim=head_dim), is_causal=True, gpu="h200")
+@pytest.mark.parametrize(
+    "head_dim, kv_heads",
+    [(72, 1), (256, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(128, 2), (256, 1)])],
+)
+def test_head_dims(head_dim, kv_heads):
+    """With as many heads of keys as of queries pieces of heads over 64 lie apart."""
+    check(*operands(70, 100, head_dim=head_dim, kv_heads=kv_heads), is_causal=True, gpu="h200")
 
 
 @pytest.mark.parametrize("heads, kv_heads, batch", [(4, 2, 2), pytest.param(3, 1, 1, marks=pytest.mark.slow)])
@@ -78,14 +82,25 @@ def test_groups_of_heads(heads, kv_heads, batch):
     check(*operands(70, 150, heads, kv_heads, batch=batch), is_causal=True)
 
 
+CAUSAL, FULL, NARROW = (None, 0), (None, None), (99, 0)
+
+
 @pytest.mark.parametrize(
-    "batch, kv_heads, num_kv, parts",
-    [(1, 1, 300, 12), (1, 2, 500, 12), (2, 2, 4096, 3), (4, 2, 4096, 2), (8, 2, 4096, 1)],
-)
-def test_few_keys_are_shared_by_more_blocks(batch, kv_heads, num_kv, parts):
-    """Least divisors of a group of 12 that give each of 132 SMs two blocks of 128 keys, or all 12."""
-    problem = Problem(12 * kv_heads, kv_heads, 64, jnp.dtype(jnp.bfloat16), 1.0, None, None, 0, interpreted=False)
-    plan = kernel.Plan(problem, batch, 4096, num_kv, has_segments=False, for_query=False)
+    "batch, kv_heads, num_q, num_kv, window, parts",
+    [
+        (1, 1, 4096, 300, CAUSAL, 12), (1, 2, 4096, 500, CAUSAL, 12), (2, 2, 2048, 4096, CAUSAL, 3),
+        (4, 2, 2048, 4096, CAUSAL, 2), (8, 2, 2048, 4096, CAUSAL, 1),
+        (8, 2, 4096, 4096, CAUSAL, 2), (8, 2, 16384, 16384, CAUSAL, 3), (1, 2, 2**18, 2**18, CAUSAL, 12),
+        (8, 2, 16384, 16384, FULL, 1), (8, 2, 16384, 16384, NARROW, 1), (2, 2, 2048, 4096, FULL, 1),
+        (5, 1, 4096, 7300, FULL, 2), (1, 1, 4096, 256, FULL, 12),
+    ],
+)  # fmt: skip
+def test_more_blocks_share_few_keys_or_many_queries(batch, kv_heads, num_q, num_kv, window, parts):
+    """Least divisors of a group of 12. With a causal mask they give each of 132 SMs two blocks of 128 keys, and leave
+    no more heads in flight than the L2 cache holds; or they are all 12. Else blocks have as much to do, and the
+    divisors fill 0.85 of the SMs, over all waves, or as many as any."""
+    problem = Problem(12 * kv_heads, kv_heads, 64, jnp.dtype(jnp.bfloat16), 1.0, None, *window, interpreted=False)
+    plan = kernel.Plan(problem, batch, num_q, num_kv, has_segments=False, for_query=False)
     assert module._parts(plan, 132) == parts
 
 
@@ -94,6 +109,15 @@ def test_the_default_is_the_faster(head_dim, length, kernels):
     x = jax.ShapeDtypeStruct((1, length, 2, head_dim), jnp.bfloat16)
     grads = jax.grad(lambda *args: attention(*args).astype(jnp.float32).sum(), argnums=(0, 1, 2))
     assert sum(launch.is_kernel for launch in lab.launches("h200", grads, x, x, x)) == 1 + kernels
+
+
+def test_odd_lengths_are_not_copied():
+    def launches(length: int) -> list[str]:
+        x = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16)
+        grads = jax.grad(lambda *args: attention(*args).astype(jnp.float32).sum(), argnums=(0, 1, 2))
+        return [launch.name for launch in lab.launches("h200", grads, x, x, x)]
+
+    assert launches(1021) == launches(1024)
 
 
 def test_float16_and_scale():
@@ -173,7 +197,7 @@ def test_what_the_compiler_makes_of_it(head_dim, right, for_query):
         ),
         ("bwd_steps", "slot = smem.ring.wait(count)", "slot = smem.ring.slot(count)"),
         ("bwd_kernel", "self.head * plan.group + i", "self.head * plan.group"),
-        ("bwd_kernel", "div(tile.head, plan.parts)]", "tile.head]"),
+        ("bwd_kernel", "div(tile.head, plan.parts)", "tile.head"),
         ("attention_bwd", "-1, of_keys.parts, width)", "of_keys.parts, -1, width).swapaxes(2, 3)"),
     ],
 )

@@ -75,10 +75,10 @@ def gradients_by(config, args):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("config", [bwd_fused.Config(staggered=True, num_stages=3)], ids=str)
-def test_other_configurations(config):
+@pytest.mark.parametrize("kv_heads", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_another_configuration(kv_heads):
     """Three tiles, which start at three different blocks: the same to rounding as by two kernels."""
-    args = operands(140, 300, head_dim=128)
+    args, config = operands(140, 300, head_dim=128, kv_heads=kv_heads), bwd_fused.Config(staggered=True, num_stages=3)
     both = lab.run(lambda *args: (gradients_by(config, args), gradients_by(None, args)), *args)
     for a, b in zip(*both, strict=True):
         error = jnp.linalg.norm((a.astype(jnp.float32) - b.astype(jnp.float32)).ravel())
