@@ -85,7 +85,7 @@ def _parts(plan: Plan, num_sms: int) -> int:
     if (problem.left is None) == (problem.right is None):
         filled = lambda n: n * blocks / (pl.cdiv(n * blocks, num_sms) * num_sms)
         return next((n for n in divisors if filled(n) >= WAVE_FILLED), max(divisors, key=filled))
-    # Of queries and do, and of the sums of dq.
+    # Queries, do, and the sums of dq.
     head_bytes = plan.num_blocks * plan.block * problem.head_dim * (8 if plan.adds_query else 4)
     in_flight = head_bytes * (num_sms / plan.num_tiles + 1)  # With one head of each group.
     fits = lambda n: n * blocks >= 2 * num_sms and problem.group // n * in_flight <= IN_FLIGHT

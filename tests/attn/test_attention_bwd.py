@@ -72,7 +72,7 @@ def test_more_keys_than_queries(mask):
     [(72, 1), (256, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(128, 2), (256, 1)])],
 )
 def test_head_dims(head_dim, kv_heads):
-    """With as many heads of keys as of queries pieces of heads over 64 lie apart."""
+    """With as many KV heads as query heads, pieces of heads over 64 lie apart."""
     check(*operands(70, 100, head_dim=head_dim, kv_heads=kv_heads), is_causal=True, gpu="h200")
 
 
