@@ -91,12 +91,14 @@ def _is_whole(nodeid: str) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Gives a worker all cells of a notebook, which share a kernel, or all cases of a test."""
+    """Gives a worker all cells of a notebook, which share a kernel, all cases of a test, or a chapter's exercises."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByTest(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            return nodeid.split("::")[0] if _is_whole(nodeid) else nodeid.split("[")[0]
+            if _is_whole(nodeid):
+                return nodeid.split("::")[0]
+            return nodeid.split("-" if "test_solutions.py::" in nodeid else "[")[0]
 
     config.option.loadscopereorder = False  # It would have all notebooks first, which have the most cells.
     return ByTest(config, log)
