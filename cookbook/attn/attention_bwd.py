@@ -99,8 +99,8 @@ def gradients(
     """(dq, dk, dv) of `attention`, whose results were `out` and `lse`, for the gradients of both.
 
     More blocks share the query heads of a group where that keeps `num_sms` SMs busier. lse and its gradient are
-    (B, N, T); `segments` is () or (segment_ids, kv_segment_ids). With a `config`, a `bwd_fused.Config`, one kernel makes
-    all three, and dq is not the same to the bit in every run.
+    (B, N, T); `segments` is () or (segment_ids, kv_segment_ids). With a `config`, a `bwd_fused.Config`, one kernel
+    makes all three, and dq is not the same to the bit in every run.
     """
     (batch, num_q, _, head_dim), num_kv = query.shape, key.shape[1]
     width = next(width for width in core.HEAD_DIMS if head_dim <= width)

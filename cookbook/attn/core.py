@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 import operator
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -227,13 +228,19 @@ class Config:
     compute_wgs: int = 2  # Compute warpgroups, with 64 rows each.
     in_turns: bool = True  # Whether compute warpgroups start their products in turns.
 
+    block_unit: ClassVar[int] = 64
+
     def __post_init__(self):
-        if self.block_kv % 64 or not 64 <= self.block_kv <= 256:
-            raise ValueError(f"{self.block_kv=} must be a multiple of 64 up to 256 (TMA)")
         if self.num_stages < 2 or self.compute_wgs not in REGISTERS:
             raise ValueError(
                 f"{self.num_stages=} must be at least 2 (a block is loaded while another is used), "
                 f"{self.compute_wgs=} one of {list(REGISTERS)}"
+            )
+        most = 192 if self.compute_wgs > 2 else 256
+        if self.block_kv % self.block_unit or not 64 <= self.block_kv <= most:
+            raise ValueError(
+                f"{self.block_kv=} must be a multiple of {self.block_unit} (keys that TMA and tensor cores take), from "
+                f"64 to {most} (what registers hold, with {self.compute_wgs=})"
             )
 
     @property

@@ -14,6 +14,7 @@ Roles and barriers are those of `dense.py`. The compute warpgroup's steps differ
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -34,16 +35,7 @@ from .transpose_fp8 import transposed
 class Config(core.Config):
     overlap: bool = True  # Whether q kᵀ and p v of the block before run together, which takes registers for both.
 
-    def __post_init__(self):
-        if self.block_kv % 32 or not 64 <= self.block_kv <= 256:
-            raise ValueError(
-                f"{self.block_kv=} must be a multiple of 32 from 64 to 256: an 8-bit product takes 32 keys"
-            )
-        if self.num_stages < 2 or self.compute_wgs not in REGISTERS:
-            raise ValueError(
-                f"{self.num_stages=} must be at least 2 (a block is loaded while another is used), "
-                f"{self.compute_wgs=} one of {list(REGISTERS)}"
-            )
+    block_unit: ClassVar[int] = 32
 
     @property
     def value_piece(self) -> int:

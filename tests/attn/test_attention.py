@@ -274,6 +274,7 @@ GOOD = some(1, 8, 2, 64)
             "give kv_segment_ids",
         ),
         (lambda: Config(block_kv=96), "block_kv=96"),
+        (lambda: Config(block_kv=256, compute_wgs=3), "block_kv=256 .* from 64 to 192"),
         (lambda: Config(num_stages=1), "num_stages=1"),
     ],
 )
