@@ -161,14 +161,14 @@ class Plan:
 
     @property
     def ring_width(self) -> int:
-        """Values of the rows of a tile in shared memory, in the ring: of rows of 64 TMA copies any number, of wider
-        ones multiples of 8. Sums of all columns want whole heads."""
+        """Values of a row of a block in the ring. TMA copies any number of rows of 64 values, and multiples of 8 wider
+        ones; but sums of all columns want whole heads."""
         return self.problem.head_dim
 
     @property
     def kept_width(self) -> int:
-        """The same of what a tile keeps. Products of whole heads have more registers to spare. Yet keys and values that
-        are as many as queries are not to be copied, nor their gradients."""
+        """Values of a row of what a tile keeps, in one of its pieces. Products of whole heads need fewer registers. But
+        keys and values that are as many as the queries are not to be padded, nor are their gradients to be cut."""
         any_rows = (self.num_q if self.for_query else self.num_kv) % 8 != 0 and self.problem.group == 1
         return PIECE if any_rows else self.problem.head_dim
 
@@ -185,10 +185,9 @@ class Plan:
 
     def tiles(self, *shape: int):
         """Shared memory for tiles of rows; for rows of 64 in both views of `core.row_tiles`."""
-        p = self.problem
-        return (
-            core.row_tiles(shape, p.dtype, p.interpreted) if shape[-1] == PIECE else plgpu.SMEM(shape, p.dtype, **TILED)
-        )
+        if shape[-1] > PIECE:
+            return plgpu.SMEM(shape, self.problem.dtype, **TILED)
+        return core.row_tiles(shape, self.problem.dtype, self.problem.interpreted)
 
     def views(self, smem, width: int):
         """(tensor cores' view, TMA's view) of a buffer of `tiles`."""
