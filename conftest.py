@@ -1,6 +1,5 @@
 """Settings and fixtures of all tests, those in notebooks included."""
 
-import collections
 import contextlib
 import os
 import zlib
@@ -16,7 +15,7 @@ if not os.environ.get("XLA_FLAGS"):  # References on a GPU are compiled once and
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # The compile-only wheels come without cuDNN.
 
 FAMILIES = ("attn", "gemm", "nvlink", "recurrent", "rows")  # Folders of tests.
-QUICK_CASES = 2  # The cases of a family's test that `make test` runs; ALL=1 runs all.
+QUICK = (*FAMILIES, "blackwell", "exercises", "serving")  # Those of whose tests `make test` runs the first case alone.
 SECONDS = 300  # A kernel that deadlocks hangs on a GPU, and a loop that never ends hangs anywhere.
 
 
@@ -36,14 +35,15 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     if config.getoption("first_cases"):
         _keep_first_cases(config, items)
-    cases = collections.Counter()
+    seen = set()
     for item in items:
         if "mutant" in item.name:  # They test the tests.
             item.add_marker(pytest.mark.slow)
-        if item.path.parent.name in (*FAMILIES, "blackwell") and item.get_closest_marker("slow") is None:
-            cases[item.path, item.originalname] += 1
-            if cases[item.path, item.originalname] > QUICK_CASES:
+        if item.path.parent.name in QUICK and item.get_closest_marker("slow") is None:
+            test = item.path, item.originalname
+            if test in seen and item.path.name != "test_solutions.py":  # Every exercise has a solution of its own.
                 item.add_marker(pytest.mark.slow)
+            seen.add(test)
         if config.pluginmanager.hasplugin("timeout") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SECONDS))
     items[:] = _with_notebooks_spread(items)
@@ -104,7 +104,7 @@ def pytest_xdist_make_scheduler(config, log):
     return ByTest(config, log)
 
 
-FIRST = 3  # Tests of a file.
+FIRST = 2  # Tests of a file.
 
 
 def _keep_first_cases(config, items):
@@ -127,16 +127,16 @@ def _compile_nothing(fn, args, gpu):
 
 
 @pytest.fixture(autouse=True)
-def compiles_quick_cases_in_full_runs(request, monkeypatch):
-    """`lab.check` only runs the cases of families, but for the quick ones in `make test ALL=1` without a GPU.
+def compiles_first_cases_in_full_runs(request, monkeypatch):
+    """`lab.check` only runs the cases of families, but for the first of each test in `make test ALL=1` without a GPU.
 
     To compile each for an H200 takes almost as long. All families have tests of what the compiler makes of their
     kernels, and a GPU compiles what it runs."""
     from cookbook import lab
     from cookbook.lab import checking
 
-    is_quick_case = request.config.option.markexpr != "not slow" and request.node.get_closest_marker("slow") is None
-    if request.path.parent.name in FAMILIES and (lab.on_gpu() or not is_quick_case):
+    is_first_case = request.config.option.markexpr != "not slow" and request.node.get_closest_marker("slow") is None
+    if request.path.parent.name in FAMILIES and (lab.on_gpu() or not is_first_case):
         monkeypatch.setattr(checking, "_compile", _compile_nothing)
 
 

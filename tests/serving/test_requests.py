@@ -144,7 +144,7 @@ def test_stats_are_bounded_and_have_percentiles():
 # Each request for itself ---------------------------------------------------------------------------------------------
 
 
-def served_beside_a_bad_one(config: LlamaConfig, backend: str, poison: float, **kwargs):
+def served_beside_a_bad_one(config: LlamaConfig, backend: str, poison: float, num_tokens: int = 3, **kwargs):
     """Requests, of which one has a token with a poisoned embedding; each good one has what it has without that one."""
     params = dict(PARAMS(config))
     name = "model.embed_tokens.weight"
@@ -152,7 +152,7 @@ def served_beside_a_bad_one(config: LlamaConfig, backend: str, poison: float, **
     prompts = [[1, 2, 3], [4, 5, 77, 6], [7] * 18]
     serve = lambda params, prompts: [
         (engine := engine_of(config, params, backend=backend, **kwargs)),
-        [engine.submit(prompt, 3, temperature=0.5 * i, seed=i) for i, prompt in enumerate(prompts)],
+        [engine.submit(prompt, num_tokens, temperature=0.5 * i, seed=i) for i, prompt in enumerate(prompts)],
         engine.run(),
         engine.check(),
     ]
@@ -162,10 +162,10 @@ def served_beside_a_bad_one(config: LlamaConfig, backend: str, poison: float, **
     assert "after token 3 are not finite" in str(bad.error)
     assert first.generated == like_first.generated and last.generated == like_last.generated
     # Pages that had a NaN serve whoever comes next.
-    again = [engine.submit([8] * 20, 3, seed=5) for _ in range(4)]
+    again = [engine.submit([8] * 20, num_tokens, seed=5) for _ in range(4)]
     engine.run()
     alone = engine_of(config, backend=backend, **kwargs)
-    expected = alone.submit([8] * 20, 3, seed=5)
+    expected = alone.submit([8] * 20, num_tokens, seed=5)
     alone.run()
     assert all(request.generated == expected.generated for request in again)
     assert engine.allocator.num_held == 0
@@ -183,7 +183,7 @@ def test_a_requests_nan_stays_its_own(poison, ahead, experts):
 @pytest.mark.slow
 def test_a_requests_nan_stays_its_own_on_the_kernels():
     config = dataclasses.replace(CONFIG, num_hidden_layers=1, dtype="bfloat16")
-    lab.run(functools.partial(served_beside_a_bad_one, num_pages=6, max_seqs=4), config, "cookbook", np.nan)
+    lab.run(functools.partial(served_beside_a_bad_one, num_pages=6, max_seqs=4), config, "cookbook", np.nan, 2)
 
 
 @pytest.mark.parametrize("token", [-5, 256, 2**31 - 1])
