@@ -124,6 +124,7 @@ def test_float16_and_scale():
     check(*operands(64, 100, dtype=jnp.float16), scale=0.7, peaked=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mask", [dict(local_window_size=(60, 5)), pytest.param(dict(), marks=pytest.mark.slow)], ids=str
 )
@@ -148,6 +149,7 @@ def test_queries_that_see_nothing():
     assert (dq[:, 60:] == 0).all() and (dq[:, :40] != 0).any() and jnp.isfinite(dq).all()
 
 
+@pytest.mark.slow
 def test_jit_vmap_checkpoint_and_determinism():
     args = operands(40, 50, batch=2)
     loss = lambda fn: lambda q, k, v: fn(q, k, v).astype(jnp.float32).sum()

@@ -85,6 +85,7 @@ def test_another_configuration(kv_heads):
         assert error <= 2**-9 * jnp.linalg.norm(b.astype(jnp.float32).ravel())
 
 
+@pytest.mark.slow
 def test_jit_and_vmap():
     args = operands(40, 50, batch=2)
     fn = functools.partial(attention, is_causal=True, deterministic=False)
@@ -95,6 +96,7 @@ def test_jit_and_vmap():
         np.testing.assert_allclose(a.astype(jnp.float32), b[0].astype(jnp.float32), rtol=2**-7, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_shard_map():
     """Queries over the mesh, keys and values on all of it: JAX sums their gradients, with its check on."""
     mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])

@@ -30,6 +30,7 @@ def test_attention(how):
         np.testing.assert_allclose(lse[0, 90:], np.tile(sinks(2), (60, 1)), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads, kv_heads", [(6, 2), (71, 1)])
 def test_packed_and_paged(heads, kv_heads):
     """Groups whose heads do not fill the rows of a warpgroup, and one with more heads than that has rows."""
@@ -44,6 +45,7 @@ def test_a_sink_counts_once_in_a_sequence_of_many_pieces(monkeypatch):
     decode.check(*decode.operands([700, 70], heads=2, kv_heads=1), sinks=sinks(2))
 
 
+@pytest.mark.slow
 def test_no_sinks_are_sinks_of_minus_infinity():
     none = jnp.full((2,), -jnp.inf)
     for op, args in (
@@ -79,6 +81,7 @@ def check_gradients(fn=attention, gpu=None, **how):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [dict(is_causal=True), dict(local_window_size=(5, 0), logits_soft_cap=3.0)])
 def test_gradients(how):
     check_gradients(gpu="h200", **how)

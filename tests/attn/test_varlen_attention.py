@@ -106,6 +106,7 @@ def test_head_dims_and_configs(head_dim, config, dtype):
     check(*args, is_causal=True, config=config, gpu="h200" if head_dim == 64 else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [80, *(pytest.param(size, marks=pytest.mark.slow) for size in (96, 192))])
 def test_head_dims_in_pages(head_dim):
     args = paged([9, 12], [20, 70], heads=4, kv_heads=2, head_dim=head_dim)
@@ -142,6 +143,7 @@ def test_ids_out_of_range_read_zeros():
     check(*args[:3], args[3].at[0, :2].set(wrong[:2]).at[1, 1].set(wrong[2]), *args[4:], fn=ragged_paged_attention)
 
 
+@pytest.mark.slow
 def test_one_token_each_is_decode():
     """The kernel of single tokens gives the same, but for the rounding of sums in another order."""
     args = paged([1, 1, 1], [70, 1, 33], padding=0)
@@ -151,6 +153,7 @@ def test_one_token_each_is_decode():
     np.testing.assert_allclose(several.astype(jnp.float32), single.astype(jnp.float32), atol=2**-8, rtol=2**-7)
 
 
+@pytest.mark.slow
 def test_one_sequence_is_attention():
     args = packed([150], [150], padding=0)
     fn = functools.partial(attention, is_causal=True, config=SMALL)
@@ -221,6 +224,7 @@ def test_work_is_dealt_out_evenly(lens, units):
     assert len(set(unit[: 2 * 132])) <= 2
 
 
+@pytest.mark.slow
 def test_jit_vmap_and_determinism():
     args = packed([20, 3], [33, 40])
     fn = functools.partial(varlen_attention, is_causal=True, config=SMALL)

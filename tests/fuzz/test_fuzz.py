@@ -105,6 +105,7 @@ def fuzz(*args: str):
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 def test_the_command_counts_cases_and_a_case_without_an_end_fails():
     code, said = fuzz("--ops", "merge_attention", "--cases", "3")
     assert code == 0 and re.search(r"merge_attention +3 +0 +0\n3 cases of seed 1, 0 failed", said), said

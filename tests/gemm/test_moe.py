@@ -103,6 +103,7 @@ def test_a_token_of_nan_stays_alone():
     assert jnp.isnan(out[5]).all() and not jnp.isnan(jnp.delete(out, 5, axis=0)).any()
 
 
+@pytest.mark.slow
 def test_shard_map_with_experts_sharded():
     """Gradients too; each device has some of the experts."""
     mesh = jax.make_mesh((1,), ("expert",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])

@@ -66,6 +66,7 @@ def test_configs(config):
 TWO = Config(num_stages=2, state_wgs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how, config",
     [
@@ -265,6 +266,7 @@ def test_what_the_compiler_makes_of_it(key_dim, config):
     assert compiled.smem_bytes <= (config or module.default_config(key_dim)).smem_bytes(key_dim)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key_dim", [128, slow(64)])
 def test_what_the_compiler_makes_of_the_gradients(key_dim):
     args = problem(1, 200, 1, 1, key_dim, 64)
@@ -279,6 +281,7 @@ def test_warpgroups_find_the_registers_that_they_ask_for():
     assert sum(delta_backward.REGISTERS) <= 512
 
 
+@pytest.mark.slow
 def test_compiles_under_x64():
     with jax.enable_x64(True):
         args = problem(1, 100)

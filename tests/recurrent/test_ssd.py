@@ -225,6 +225,7 @@ def test_gradients_of_packed_sequences():
     check_gradients(*operands(length=300), cu_seqlens=STARTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [dict(), slow(dict(cu_seqlens=jnp.asarray([0, 300, 1300, 1490])))], ids=str)
 def test_gradients_of_parts(how):
     check_gradients(*operands(length=1500), config=Config(parts=3), **how)

@@ -30,6 +30,7 @@ def decoded(config: LlamaConfig, weights, backend: str, kv_cache_dtype=None) -> 
     return np.asarray(logits[:2]), pages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config, kind, cache",
     [(QWEN, None, "fp8"), (TINY, "int8", None), pytest.param(EXPERTS, None, None, marks=pytest.mark.slow)],
@@ -85,6 +86,7 @@ def test_all_matrices_are_quantised_and_nothing_else():
         assert isinstance(weight, Int8) == (name[-11:-7] != "norm"), name
 
 
+@pytest.mark.slow
 def test_perplexity_stays():
     """The perplexity of a model that is trained on the spot: random weights would not tell. The limit of 1 % lets
     a rounding to 8 bits pass; the mutant below, with one scale for all, moves it by more than 2 %."""

@@ -19,6 +19,7 @@ def launches(config, weights=None) -> list[lab.Launch]:
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 def test_a_layer_is_nine_launches_and_a_step_little_more():
     """All of a layer are kernels of this package: nothing is cast, added, sliced or copied between them. Besides them,
     a step has embeddings, angles, the attention's table, the last norm, logits, what sampling reads, and sampling."""

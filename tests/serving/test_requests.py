@@ -100,6 +100,7 @@ def test_a_reset_leaves_nothing():
     assert engine.run() == [again] and again.generated == generate(CONFIG, PARAMS(CONFIG), again, 64)[0]
 
 
+@pytest.mark.slow
 def test_warm_up_compiles_all_that_a_mixed_trace_needs():
     config = dataclasses.replace(CONFIG, num_hidden_layers=1, vocab_size=200)
     compiled = []

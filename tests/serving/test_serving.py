@@ -300,6 +300,7 @@ def decided(config: LlamaConfig, requests: list[dict], least_gap: float) -> Trac
     return Trace(trace.params, *map(list, zip(*kept, strict=True)))
 
 
+@pytest.mark.slow
 def test_engine_in_bfloat16(monkeypatch):
     """The same with 16-bit weights and pages, for tokens that do not hang on their rounding."""
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
