@@ -36,6 +36,7 @@ def test_masks(shape, mask):
     check(*operands(*shape), **mask)
 
 
+@pytest.mark.slow
 def test_segments_and_float16():
     args = operands(103, 140, batch=2, dtype=jnp.float16)
     rng = np.random.default_rng(0)

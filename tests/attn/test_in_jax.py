@@ -129,6 +129,7 @@ def test_compiles_under_x64(name):
         assert lab.compile_for("h200", functools.partial(OPS[name], **how), x, x, x)
 
 
+@pytest.mark.slow
 def test_gradients_compile_under_x64():
     x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
     segments = jax.ShapeDtypeStruct((1, 128), jnp.int64)

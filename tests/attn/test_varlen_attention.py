@@ -129,6 +129,7 @@ def test_pages_with_windows_and_soft_caps(how):
     check(*paged([70, 5, 40], [70, 100, 0]), fn=ragged_paged_attention, gpu="h200", **how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", [Config(64, 4), Config(128, 2), pytest.param(Config(64, 2), marks=pytest.mark.slow)], ids=str
 )

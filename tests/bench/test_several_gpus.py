@@ -37,6 +37,7 @@ def test_all_implementations_of_a_problem_return_the_same(n):
         assert case.targets.keys() <= {*case.impls, "rate", "peer_copy"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", [op for op in collectives.OPS if hasattr(cookbook, op)])
 def test_kernels_compile_as_they_are_timed(op):
     case = next(case for case in some(collectives.cases(4)) if case.op == op)

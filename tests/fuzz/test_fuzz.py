@@ -23,8 +23,9 @@ def test_every_public_op_is_fuzzed():
     assert OPS.keys() == set(cookbook.__all__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("index", [0, 1])
 def test_cases_are_right(index, op):
     _, case = drawn([op], SEED, index, share=0.1)
     assert run(OPS[op], case) in (None, "refused"), text(op, case)

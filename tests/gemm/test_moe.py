@@ -91,6 +91,7 @@ def gradients(fn, args):
     return jax.grad(lambda *args: (fn(*args, top_k=2) * scale).sum(), (0, 1, 2, 3))
 
 
+@pytest.mark.slow
 def test_gradients():
     args = operands()
     # Roundings to 16 bits: of both products and of their gradients.

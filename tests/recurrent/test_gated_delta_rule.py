@@ -150,6 +150,7 @@ def test_sequences_are_split_where_they_do_not_fill_the_gpu(shape, parts):
 LENS = [70, 0, 1, 130]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [None, slow(Config(2, 2))], ids=str)
 def test_packed_sequences(config):
     check(gated_delta_rule, problem(lens=LENS, heads=2, padding=5), config=config)

@@ -221,6 +221,7 @@ def test_gradients_of_decays(steps):
     check_gradients(*operands(length=100, steps=steps))
 
 
+@pytest.mark.slow
 def test_gradients_of_packed_sequences():
     check_gradients(*operands(length=300), cu_seqlens=STARTS)
 
