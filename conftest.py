@@ -35,18 +35,25 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     if config.getoption("first_cases"):
         _keep_first_cases(config, items)
-    seen = set()
+    first = {}  # Of each test the first case that is not slow, if there is one.
     for item in items:
         if "mutant" in item.name:  # They test the tests.
             item.add_marker(pytest.mark.slow)
-        if item.path.parent.name in QUICK and item.get_closest_marker("slow") is None:
-            test = item.path, item.originalname
-            if test in seen and item.path.name != "test_solutions.py":  # Every exercise has a solution of its own.
-                item.add_marker(pytest.mark.slow)
-            seen.add(test)
+        before = first.setdefault(_test_of(item), item)
+        if before.get_closest_marker("slow") and not item.get_closest_marker("slow"):
+            first[_test_of(item)] = item
+    for item in items:
+        item.is_first_case = first[_test_of(item)] is item
+        # Every exercise has a solution of its own.
+        if item.path.parent.name in QUICK and not item.is_first_case and item.path.name != "test_solutions.py":
+            item.add_marker(pytest.mark.slow)
         if config.pluginmanager.hasplugin("timeout") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SECONDS))
     items[:] = _with_notebooks_spread(items)
+
+
+def _test_of(item) -> tuple:
+    return item.path, getattr(item, "originalname", None)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -135,8 +142,8 @@ def compiles_first_cases_in_full_runs(request, monkeypatch):
     from cookbook import lab
     from cookbook.lab import checking
 
-    is_first_case = request.config.option.markexpr != "not slow" and request.node.get_closest_marker("slow") is None
-    if request.path.parent.name in FAMILIES and (lab.on_gpu() or not is_first_case):
+    is_compiled = request.config.option.markexpr != "not slow" and request.node.is_first_case
+    if request.path.parent.name in FAMILIES and (lab.on_gpu() or not is_compiled):
         monkeypatch.setattr(checking, "_compile", _compile_nothing)
 
 

@@ -228,7 +228,7 @@ class Config:
     compute_wgs: int = 2  # Compute warpgroups, with 64 rows each.
     in_turns: bool = True  # Whether compute warpgroups start their products in turns.
 
-    block_unit: ClassVar[int] = 64
+    block_unit: ClassVar[int] = 64  # `block_kv` is a multiple of it.
 
     def __post_init__(self):
         if self.num_stages < 2 or self.compute_wgs not in REGISTERS:
