@@ -51,8 +51,11 @@ def main() -> int:
         os.environ["COOKBOOK_RECORD"] = "1"
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings about its timers are no output of a chapter.
-    if machine["on_gpu"] and jobs > 1 and "COOKBOOK_TURNS" not in os.environ:  # It may take turns with other processes.
-        os.environ["COOKBOOK_TURNS"] = tempfile.mkdtemp(prefix="cookbook-turns-")
+    if machine["on_gpu"] and jobs > 1:
+        if "COOKBOOK_TURNS" not in os.environ:  # It may take turns with other processes.
+            os.environ["COOKBOOK_TURNS"] = tempfile.mkdtemp(prefix="cookbook-turns-")
+        # JAX doubles what it holds each time; the last time it would take all that is left.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     parameters = {path: _parameters(path, args.parameter) for path in paths}
 
     OUTPUT.mkdir(parents=True, exist_ok=True)
