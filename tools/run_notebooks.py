@@ -203,6 +203,8 @@ def _write_back(executed: pathlib.Path, path: pathlib.Path, machine: dict) -> No
     for cell in notebook.cells:
         for key in ("papermill", "execution"):
             cell.metadata.pop(key, None)
+        if cell.cell_type == "code":  # Libraries' logs are no output of a chapter.
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     facts = {key: machine[key] for key in ("gpu", "driver", "jax", "date")}
     notebook.metadata["recorded"] = facts | {"source": notebook_hash(path)}
     nbformat.write(notebook, path)

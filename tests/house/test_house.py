@@ -181,7 +181,7 @@ def code_cells(path: pathlib.Path) -> list:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_is_whole(path):
-    """Its form: a title, one cell of parameters, every code cell executed, and nothing of papermill's left."""
+    """Its form: a title, one cell of parameters, every code cell executed, and nothing left of papermill or of logs."""
     notebook = nbformat.read(path, as_version=4)
     number = path.stem.split("_")[0].removeprefix("0")  # An appendix has a letter.
     assert re.match(rf"# .*\b{number}\b", notebook.cells[0].source), "its title names its number"
@@ -191,6 +191,7 @@ def test_notebook_is_whole(path):
     assert not unexecuted, "nbval passes a cell that was never executed"
     assert "papermill" not in notebook.metadata
     assert not any({"papermill", "execution"} & cell.metadata.keys() for cell in notebook.cells)
+    assert not [cell.source for cell in cells if any(output.get("name") == "stderr" for output in cell.outputs)]
     assert ":::" not in "".join(cell.source for cell in notebook.cells), "JupyterLab shows ::: admonitions raw"
 
 
