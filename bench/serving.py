@@ -141,9 +141,9 @@ def _decoding(problem: Problem, params, length: int, **how):
     """
     engine = Engine(problem.config, params, num_pages=problem.num_pages, page_size=problem.page_size,
                     max_seqs=problem.max_seqs, max_tokens_per_step=problem.max_tokens_per_step, **how)  # fmt: skip
-    chunks = []
+    chunks, rng = [], np.random.default_rng(0)  # Equal tokens would all have the same experts.
     for i in range(problem.max_seqs):
-        request = Request(tuple(range(length)), 8)
+        request = Request(tuple(rng.integers(problem.config.vocab_size, size=length).tolist()), 8)
         request.pages = [(7 * i + j) % problem.num_pages for j in range(-(-length // problem.page_size))]
         chunks.append(Chunk(request, length - 1, length))
     batch = pack(chunks, problem.page_size, problem.max_seqs, True)
