@@ -66,6 +66,32 @@ class Compiled:
         return collections.Counter(re.sub(r"^@\S+\s+", "", line).split()[0].split(".")[0] for line in self.instructions)
 
     @property
+    def early_arrivals(self) -> list[str]:
+        """Arrivals at a barrier that do not wait for loads from shared memory before them: each, and its last load.
+
+        If such a load reads the slot that the arrival gives back, TMA may overwrite it first. A use of what was loaded
+        waits for it, and so does `plgpu.commit_smem()`. Whether the load is from that slot, only the kernel's source
+        tells. The machine code is read in its order, past branches.
+        """
+        if self.kernels:
+            return [arrival for kernel in self.kernels for arrival in kernel.early_arrivals]
+        found, loading = [], []  # Loads that nothing has waited for, the earliest first, and their registers.
+        for line in self.instructions:
+            opcode, _, operands = re.sub(r"^@\S+\s+", "", line).partition(" ")
+            registers, is_load = [int(number) for number in re.findall(r"\bR(\d+)", operands)], opcode.startswith("LDS")
+            arrived = [i for i, (_, into) in enumerate(loading, 1) if into & set(registers[is_load:])]
+            if opcode.startswith(("FENCE", "MEMBAR", "DEPBAR")):
+                loading = []
+            elif arrived:  # Loads arrive in their order.
+                loading = loading[arrived[-1] :]
+            if is_load and registers:
+                size = 4 if opcode.endswith(("128", ".4")) else 2 if opcode.endswith(("64", ".2")) else 1
+                loading.append((line, set(range(registers[0], registers[0] + size))))
+            elif opcode.startswith("SYNCS.ARRIVE") and "A1T0" in opcode and loading:
+                found.append(f"{line}, after {loading[-1][0]}")
+        return found
+
+    @property
     def threads(self) -> int:
         """Threads of a block; the most of any kernel."""
         return max(int(x) * int(y) * int(z) for x, y, z in re.findall(r"\.maxntid (\d+), (\d+), (\d+)", self.ptx))

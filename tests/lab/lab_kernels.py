@@ -170,3 +170,45 @@ def shifted(x, axis_name="x"):
 
     out_type = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return _mgpu.kernel(kernel, out_type=out_type, scratch_types=[plgpu.SemaphoreType.REGULAR])(x)
+
+
+def sum_of_tiles(x, *, fence: bool):
+    """The sum of x[i], of shape (n, 64, 128): a memory warpgroup copies them to two slots, which the other gives back
+    right after it has loaded a tile; with `fence` when the tile has arrived."""
+
+    def kernel(x_gmem, o_gmem, x_smem, filled, freed):
+        ring, num, wg = _mgpu.Ring(filled, freed, 2), x.shape[0], jax.lax.axis_index("wg")
+
+        @pl.when(wg == 1)
+        def _():
+            @pl.loop(0, num)
+            def _(i):
+                slot = ring.fill(i)
+                plgpu.copy_gmem_to_smem(x_gmem.at[i], x_smem.at[slot], filled.at[slot])
+
+            ring.drain(num)
+
+        @pl.when(wg == 0)
+        def _():
+            def add(i, total):
+                tile = plgpu.load(x_smem.at[ring.wait(i)], layout=plgpu.Layout.WGMMA)
+                if fence:
+                    plgpu.commit_smem()
+                ring.free(i)
+                return total + tile
+
+            zeros = plgpu.layout_cast(jnp.zeros(x.shape[1:], x.dtype), plgpu.Layout.WGMMA)
+            o_gmem[...] = jax.lax.fori_loop(0, num, add, zeros)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
+        num_threads=2,
+        thread_name="wg",
+        scratch_types=[
+            plgpu.SMEM((2, *x.shape[1:]), x.dtype),
+            plgpu.Barrier(num_barriers=2),
+            plgpu.Barrier(num_barriers=2),
+        ],
+        compiler_params=lab.compiler_params(),
+    )(x)

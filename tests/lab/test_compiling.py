@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from lab_kernels import add_one, blackwell_matmul, matmul, num_sms_built_for, shifted
+from lab_kernels import add_one, blackwell_matmul, matmul, num_sms_built_for, shifted, sum_of_tiles
 
 from cookbook import lab
 from cookbook.lab import toolchain
@@ -147,6 +148,15 @@ def test_devices_that_make_no_mesh_are_refused(devices):
 def test_an_unknown_gpu_is_refused_by_name():
     with pytest.raises(ValueError, match="'a100' is not known; it must be one of 'h200', 'b200'"):
         lab.compile_for("a100", add_one, X)
+
+
+def test_arrivals_that_do_not_wait_for_loads_are_found():
+    tiles = jax.ShapeDtypeStruct((5, 64, 128), jnp.float32)
+    found = {fence: lab.compile_for("h200", functools.partial(sum_of_tiles, fence=fence), tiles) for fence in (0, 1)}
+    (arrival,) = found[False].early_arrivals
+    assert arrival.startswith("SYNCS.ARRIVE") and ", after LDS" in arrival
+    assert found[True].early_arrivals == []
+    assert dataclasses.replace(found[True], kernels=tuple(found.values())).early_arrivals == [arrival]
 
 
 def test_instructions_and_blocks_that_fit():
