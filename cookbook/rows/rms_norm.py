@@ -203,6 +203,7 @@ def _backward_scratch(plan: Plan, dtypes) -> dict:
 def _call_backward(x, scale, dy, eps: float, target: _mgpu.Target, params):
     """dx and dscale, which is summed in two stages: by each block over its rows, and then over the blocks."""
     rows, dy_rows = core.as_rows(x, 0), core.as_rows(dy, 0)
+    rows = rows.at[x.size // x.shape[-1] :].set(1)  # If eps is 0, the 1 / rms of added zeros would be infinite.
     config = default_config(*rows.shape, x.dtype.itemsize, BACKWARD_REGISTER_VALUES)
     plan = Plan(*rows.shape, x.dtype.itemsize, config)
     num_blocks, long = min(BLOCKS_PER_SM * target.num_sms, plan.num_blocks), plan.num_groups > 1

@@ -64,6 +64,16 @@ def test_rms_norm(shape, dtype):
     lab.check(pull(rms_norm), rms_norm_gradient, *args, gpu=gpu, tolerance=tolerance)
 
 
+def test_rms_norm_of_a_few_rows_without_eps():
+    """Rows that are added to fill a block have no part in the gradient of scale."""
+    x, scale, dy = normal(0, (2, 8)), normal(1, 8), normal(2, (2, 8))
+    got = lab.run(
+        lambda *args: jax.vjp(lambda x, scale: rms_norm(x, scale, eps=0.0), *args[:2])[1](args[2]), x, scale, dy
+    )
+    wanted = jax.vjp(lambda x, scale: rms_norm_reference(x, scale, 0.0), x, scale)[1](dy)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, wanted)
+
+
 @pytest.mark.parametrize("dtype, out_dtype", [(F32, BF16), slow(BF16, F32)], ids=str)
 def test_rms_norm_of_a_sum(dtype, out_dtype):
     """Both terms get the gradient of the sum; with no gradient of the sum itself as well."""
