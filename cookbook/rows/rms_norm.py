@@ -141,7 +141,7 @@ def _backward_kernel(x_gmem, scale_gmem, dy_gmem, dx_gmem, more_gmem, *, plan: P
             return plan.load(x_gmem, tile(i)[1], 0), plan.load(dy_gmem, tile(i)[1], 0)
         slot = ring.wait(i)
         x, dy = (plan.load(at(smem, slot), 0, 0) for smem in (x_smem, dy_smem))
-        plgpu.commit_smem()  # Without it loads may still be on their way when TMA overwrites the slot.
+        plgpu.commit_smem()  # Without it TMA may overwrite the slot while loads from it are in flight.
         ring.free(i)
         pl.when(i + ahead < turns)(lambda: start(i + ahead))
         return x, dy

@@ -11,7 +11,7 @@ from cookbook import lab
 with_d = lambda x, dt, a, b, c: cookbook.ssd(x, dt, a, b, c, d=a)
 PROBLEMS = {case.op: (case, case.kernel) for case in CASES}  # The last one of each op; and one that had such a race.
 PROBLEMS |= {"ssd with d": (_ssd(4, 8192, 32, 1, 64, 256), with_d)}
-# Arrivals while loads of another slot are on their way: the next step's weights; the sums of decays of a chunk, whose
+# Arrivals while loads of another slot are in flight: the next step's weights; the sums of decays of a chunk, whose
 # slot is given back later.
 OTHERS = {"matmul_int8_weights": 1, "ssd with d": 1}
 

@@ -1,4 +1,4 @@
-"""What the engine's benchmark times."""
+"""The work that the benchmark of the engine times."""
 
 import types
 
