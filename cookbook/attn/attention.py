@@ -127,7 +127,7 @@ def _run(query, key, value, sinks, segments, options: Options):
     config = options.config or default_config(problem.head_dim, problem.has_window)
     checks.check_smem("attention", config, config.smem_bytes(problem.head_dim), problem.head_dim)
     (batch, num_q), num_kv = query.shape[:2], key.shape[1]
-    copies_tiles = tiles.by_tile(problem, num_kv, num_q)
+    copies_tiles = problem.pieces > 1 and tiles.by_tile(problem, num_kv, num_q)
     plan = dense.Plan(problem, batch, num_q, num_kv, bool(segments), config, copies_tiles=copies_tiles)
     params = _mgpu.compiler_params(approx_math=True)
     return dense.forward(query, key, value, sinks, segments, plan=plan, num_sms=target.num_sms, params=params)

@@ -66,6 +66,11 @@ class Plan:
         return pl.cdiv(self.num_q, self.config.rows)
 
     @property
+    def values_as_rows(self) -> bool:
+        """Whether values are copied as keys are: rows of a single piece, which TMA cuts off at any edge."""
+        return self.problem.pieces == 1
+
+    @property
     def cuts(self) -> Cuts:
         left, right, segments = self.problem.left, self.problem.right, self.has_segments
         return Cuts(
@@ -78,10 +83,9 @@ class Plan:
     @property
     def scratch(self) -> dict:
         p, c = self.problem, self.config
-        smem = dict(
-            k_smem=core.row_tiles((c.num_stages, p.pieces, c.block_kv, PIECE), p.dtype, p.interpreted),
-            v_smem=tiles.value_tiles(c.num_stages, c.block_kv, p),
-        )
+        rows = lambda *shape: core.row_tiles((c.num_stages, *shape), p.dtype, p.interpreted)
+        values = rows(c.block_kv, PIECE) if self.values_as_rows else tiles.value_tiles(c.num_stages, c.block_kv, p)
+        smem = dict(k_smem=rows(p.pieces, c.block_kv, PIECE), v_smem=values)
         v_copies = tiles.copies_of_tiles(p, c.block_kv) if self.copies_tiles else 1
         return core.scratch(p, c, smem, q_copies=p.pieces, k_copies=p.pieces, v_copies=v_copies)
 
@@ -146,11 +150,15 @@ def _each_tile(plan: Plan, table, masks: dict, body):
 def _load_values(plan: Plan, v_gmem, shared: Shared, tile: Tile, first, slot):
     """Starts the copies of a block of values, from position `first` on."""
     rows, filled = plan.config.block_kv, shared.values.filled.at[slot]
+    lane = functools.partial(tiles.lane, plan.problem)
+    if plan.values_as_rows:
+        source = v_gmem.at[tile.batch, pl.ds(first, rows), tile.kv_head, lane(0)]
+        plgpu.copy_gmem_to_smem(source, shared.v_tma.at[slot], filled)
+        return
     if not plan.copies_tiles:
         source = v_gmem.at[tile.batch, pl.ds(first, rows), tile.kv_head]
         plgpu.copy_gmem_to_smem(source, shared.v.at[slot], filled)
         return
-    lane = functools.partial(tiles.lane, plan.problem)
     source = lambda row, num, p: v_gmem.at[tile.batch, pl.ds(first + row, num), tile.kv_head, lane(p)]
     tiles.copy_tiles(plan.problem, source, shared.v.at[slot], shared.v_tma.at[slot], 0, rows, filled)
 
@@ -229,7 +237,7 @@ def forward(query, key, value, sinks, segments, *, plan: Plan, num_sms: int, par
     c, table = plan.config, plan.schedule(num_sms)
     masks = core.segment_masks(*segments, c.rows, c.block_kv) if segments else {}
     key, value = _kept_apart(key, value) if segments else (key, value)
-    value = value if plan.copies_tiles else tiles.padded(plan.problem, value, 1)
+    value = value if plan.copies_tiles or plan.values_as_rows else tiles.padded(plan.problem, value, 1)
     sinks = None if sinks is None else jnp.broadcast_to(sinks[:, None] * LOG2E, (len(sinks), WG_ROWS))
     lse_shape = (plan.batch, plan.problem.num_heads, plan.num_q_blocks * c.rows)
     out, lse = _mgpu.kernel(

@@ -230,7 +230,7 @@ def pads(fn, *avals) -> bool:
 
 @pytest.mark.parametrize("num_q, num_kv, head_dim, is_padded", [
     (1000, 4095, 128, False), (1000, 4096, 72, False), (4095, 4095, 128, True), (4096, 4096, 72, True),
-    (4095, 4096, 128, False),
+    (4095, 4096, 128, False), (4095, 4095, 64, False), (4095, 4095, 40, False),
 ])  # fmt: skip
 def test_values_are_padded_by_a_copy_for_many_queries_alone(num_q, num_kv, head_dim, is_padded):
     q, kv = (jax.ShapeDtypeStruct((1, num, 4, head_dim), jnp.bfloat16) for num in (num_q, num_kv))
