@@ -53,7 +53,9 @@ def attention_reference(
 
 
 def default_config(head_dim: int, is_cut: bool = True) -> Config:
-    """The configuration for heads of this size, with a causal mask or a window if it `is_cut`."""
+    """The configuration for heads of this size, with a causal mask or a window if it `is_cut`; for heads up to 64
+    `attention` takes two compute warpgroups in place of three where that is faster (`_fitted`).
+    """
     if head_dim <= 64:
         return Config(num_stages=4, compute_wgs=3)
     if head_dim <= 128:
@@ -99,6 +101,9 @@ def _segments(query, key, segment_ids, kv_segment_ids) -> tuple:
 # Queries from which on heads up to 64 have the one backward kernel. An estimate between two measured sizes on an H200:
 # with 916 queries two kernels were faster, with 4096 the one.
 ONE_KERNEL_FROM = 2048
+# Time of a step of two compute warpgroups beside one of three, with heads of 64. An estimate, not measured: between
+# 2 / 3, if exponentials bound both, and 0.92, if the chain of a warpgroup does.
+NARROW_STEP = 0.85
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +125,15 @@ def _problem(query, key, options: Options, interpreted: bool) -> Problem:
     )  # fmt: skip
 
 
+def _fitted(plan: dense.Plan, num_sms: int) -> dense.Plan:
+    """`plan`, of the default configuration. Tiles of three warpgroups may leave SMs idle, or few queries to the last
+    tile: two take its place if they are done earlier."""
+    if plan.config.compute_wgs == 2:
+        return plan
+    narrow = dataclasses.replace(plan, config=dataclasses.replace(plan.config, compute_wgs=2))
+    return narrow if NARROW_STEP * narrow.time(num_sms) < plan.time(num_sms) else plan
+
+
 def _run(query, key, value, sinks, segments, options: Options):
     """(out, lse), lse as the kernel writes it: (batch, heads, positions)."""
     target = _mgpu.require_tensor_cores("attention")
@@ -129,6 +143,7 @@ def _run(query, key, value, sinks, segments, options: Options):
     (batch, num_q), num_kv = query.shape[:2], key.shape[1]
     copies_tiles = problem.pieces > 1 and tiles.by_tile(problem, num_kv, num_q)
     plan = dense.Plan(problem, batch, num_q, num_kv, bool(segments), config, copies_tiles=copies_tiles)
+    plan = plan if options.config else _fitted(plan, target.num_sms)
     params = _mgpu.compiler_params(approx_math=True)
     return dense.forward(query, key, value, sinks, segments, plan=plan, num_sms=target.num_sms, params=params)
 
@@ -200,7 +215,7 @@ def attention(
         False: by one kernel with five, which adds up the gradient of `query` in float32 in memory, in an order that
         differs from run to run. None: False, but True for heads up to 64 with few queries (`ONE_KERNEL_FROM`),
         where two kernels were measured faster. With heads over 128 gradients are always the same.
-      config: blocks, stages and warpgroups; None chooses by H.
+      config: blocks, stages and warpgroups; None chooses by the problem.
 
     Returns:
       (B, T, N, H), of the dtype of `query`; with `return_lse` also (B, T, N), float32, natural logarithms. A query that

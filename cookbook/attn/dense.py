@@ -89,9 +89,18 @@ class Plan:
         v_copies = tiles.copies_of_tiles(p, c.block_kv) if self.copies_tiles else 1
         return core.scratch(p, c, smem, q_copies=p.pieces, k_copies=p.pieces, v_copies=v_copies)
 
-    def schedule(self, num_sms: int) -> np.ndarray:
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Steps of each tile of a head."""
         first, end = self.blocks.seen(np.arange(self.num_q_blocks) * self.config.rows, self.config.rows)
-        return schedule.table(tuple(map(int, end - first)), self.batch * self.problem.num_heads, num_sms)
+        return tuple(map(int, end - first))
+
+    def time(self, num_sms: int) -> float:
+        """How long the tiles take, in steps."""
+        return schedule.time(self.steps, self.batch * self.problem.num_heads, num_sms)
+
+    def schedule(self, num_sms: int) -> np.ndarray:
+        return schedule.table(self.steps, self.batch * self.problem.num_heads, num_sms)[1]
 
 
 class Tile:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cookbook import _mgpu, lab
-from cookbook.attn import core, schedule, tiles
+from cookbook.attn import core, dense, schedule, tiles
 
 module = importlib.import_module("cookbook.attn.attention")
 attention, Config, reference = module.attention, module.Config, module.attention_reference
@@ -212,7 +212,7 @@ def test_causal_output_of_a_prefix_is_the_prefix_of_the_output():
 )
 def test_what_the_compiler_makes_of_it(head_dim, mask):
     """Shared memory is as priced, nothing is spilled, and no product waits for another, which ptxas would say."""
-    shape = jax.ShapeDtypeStruct((1, 4096, 4, head_dim), jnp.bfloat16)
+    shape = jax.ShapeDtypeStruct((4, 4096, 32, head_dim), jnp.bfloat16)
     compiled = lab.compile_for("h200", functools.partial(attention, **mask), shape, shape, shape)
     need = module.default_config(head_dim).smem_bytes(head_dim)
     assert need <= compiled.smem_bytes <= need + 2048 and not compiled.remarks
@@ -220,6 +220,21 @@ def test_what_the_compiler_makes_of_it(head_dim, mask):
     # suffice; with heads of 256 some numbers of a tile are spilled, outside of its loops.
     most = 320 if "local_window_size" in mask else 64 if head_dim == 256 else 0
     assert compiled.spill_bytes <= most
+
+
+@pytest.mark.parametrize(
+    "batch, length, heads, is_causal, wgs",
+    [
+        (8, 2950, 1, True, 2),
+        (1, 6172, 2, False, 2),
+        (4, 4096, 32, True, 3),
+        (3, 16030, 12, True, 3),
+    ],
+)
+def test_two_warpgroups_where_three_leave_sms_idle(batch, length, heads, is_causal, wgs):
+    problem = core.Problem(heads, heads, 64, jnp.bfloat16, 1.0, None, None, 0 if is_causal else None, False)
+    plan = dense.Plan(problem, batch, length, length, False, module.default_config(64, is_causal))
+    assert plan.config.compute_wgs == 3 and module._fitted(plan, 132).config.compute_wgs == wgs
 
 
 def pads(fn, *avals) -> bool:
