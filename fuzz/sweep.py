@@ -13,6 +13,9 @@ from cookbook import lab
 from .cases import Draw, run, text
 from .ops import OPS
 
+# Cases of a process. Code that JAX compiles stays in memory, in maps of its own, of which Linux gives a process 65,530.
+CASES_EACH = 200
+
 
 def again(line: str) -> str | None:
     op, _, case = line.partition(" ")
@@ -36,7 +39,7 @@ def work(connection, ops: list[str], seed: int, indices: range):
 
 
 class Worker:
-    """A process and what it does now. It is started again after the case that it did not survive."""
+    """A process and what it does now. Another takes its place after `CASES_EACH`, or a case that it did not survive."""
 
     def __init__(self, number: int, args, ops):
         self.number, self.args, self.ops, self.process = number, args, ops, None
@@ -44,7 +47,8 @@ class Worker:
 
     def start(self, index: int):
         self.connection, theirs = multiprocessing.Pipe(duplex=False)
-        indices = range(index, self.args.cases, self.args.workers)
+        end = min(self.args.cases, index + CASES_EACH * self.args.workers)
+        indices = range(index, end, self.args.workers)
         self.process = multiprocessing.get_context("spawn").Process(
             target=work, args=(theirs, self.ops, self.args.seed, indices), daemon=True
         )
@@ -78,13 +82,14 @@ def sweep(args) -> int:
                     event, worker.index, worker.op, said = worker.connection.recv()
                 except EOFError:
                     worker.process.join()
-                    if worker.process.exitcode == 0:
-                        workers.remove(worker)
-                    elif worker.line is None:
+                    if worker.line is None and worker.index < args.cases:
                         raise SystemExit("a process ended before its first case") from None
-                    else:
+                    if worker.process.exitcode != 0:
                         ended(worker, f"its process ended with {worker.process.exitcode}")
+                    if worker.index + args.workers < args.cases:
                         worker.start(worker.index + args.workers)
+                    else:
+                        workers.remove(worker)
                     continue
                 if event == "starts":
                     worker.line, worker.since = said, time.monotonic()

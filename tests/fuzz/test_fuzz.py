@@ -1,5 +1,6 @@
 """The fuzzer: it covers every op, finds what is broken, and its lines run again. Some cases of each op pass."""
 
+import argparse
 import dataclasses
 import json
 import re
@@ -12,6 +13,7 @@ import pytest
 from jax import lax
 
 import cookbook
+from fuzz import sweep
 from fuzz.cases import Draw, compare, run, text
 from fuzz.ops import OPS
 from fuzz.sweep import again, drawn
@@ -114,3 +116,14 @@ def test_the_command_counts_cases_and_a_case_without_an_end_fails():
     (line,) = re.findall("make fuzz CASE='(.*)'", said)
     assert code == 1 and "no end after" in said
     assert fuzz(line) == (0, "right\n")
+
+
+@pytest.mark.slow
+def test_a_process_is_renewed_before_its_memory_is_full(monkeypatch, capsys):
+    started = []
+    start = sweep.Worker.start
+    monkeypatch.setattr(sweep.Worker, "start", lambda worker, index: (started.append(index), start(worker, index)))
+    monkeypatch.setattr(sweep, "CASES_EACH", 2)
+    args = argparse.Namespace(ops="merge_attention", cases=5, seconds=200, seed=1, workers=2, limit=240)
+    assert sweep.sweep(args) == 0 and sorted(started) == [0, 1, 4]
+    assert "5 cases of seed 1, 0 failed" in capsys.readouterr().out
