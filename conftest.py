@@ -17,7 +17,8 @@ if not os.environ.get("XLA_FLAGS"):  # References on a GPU are compiled once and
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # The compile-only wheels come without cuDNN.
 
 FAMILIES = ("attn", "gemm", "nvlink", "recurrent", "rows")  # Folders of tests.
-QUICK = (*FAMILIES, "bench", "blackwell", "exercises", "serving")  # Those of whose tests `make test` runs the first case alone.
+# Folders of whose tests `make test` runs the first case alone.
+QUICK = (*FAMILIES, "bench", "blackwell", "exercises", "serving")
 SECONDS = 300  # A kernel that deadlocks hangs on a GPU, and a loop that never ends hangs anywhere.
 
 
