@@ -1,5 +1,6 @@
 """The work that the benchmark of the engine times."""
 
+import dataclasses
 import types
 
 from bench import serving
@@ -19,3 +20,13 @@ def test_sequences_that_decode_have_tokens_of_their_own(monkeypatch):
     serving._decoding(problem, init(problem.config), length=8, backend="xla")()
     tokens = batches[0].tokens[: problem.max_seqs]
     assert len(set(tokens.tolist())) > problem.max_seqs // 2
+
+
+def test_kernels_of_a_step_are_listed(gpu):
+    config = dataclasses.replace(serving.TINY.config, dtype="bfloat16")
+    problem = dataclasses.replace(serving.TINY, config=config)
+    kernels = serving.decode_kernels(problem, init(config), length=8)
+    assert (
+        sum(kernel["launches"] for name, kernel in kernels.items() if "decode_kernel" in name) == 2
+    )  # A layer's each.
+    assert all(kernel["ms"] > 0 for kernel in kernels.values())
