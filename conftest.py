@@ -38,7 +38,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     if config.getoption("first_cases"):
         _keep_first_cases(config, items)
-    first = {}  # Of each test the first case that is not slow, if there is one.
+    first = {}  # The first case of each test that is not slow, if there is one.
     for item in items:
         if "mutant" in item.name:  # They test the tests.
             item.add_marker(pytest.mark.slow)

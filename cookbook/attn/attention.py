@@ -23,9 +23,9 @@ Other names of the arguments, and of lse:
 Bound by: the tensor cores with heads of 128 and 256, and with heads of 64 the CUDA cores, which have as many
 exponentials for half of the products.
 
-Not supported: masks as arrays, biases, dropout. If H is no multiple of 64, or S none of 8, values are padded by a copy,
-or with few queries come in tiles of 8 rows; the backward pass pads its operands by copies. Source: Shah et al.,
-"FlashAttention-3" (2024).
+Not supported: masks as arrays, biases, dropout. If H is over 64, and no multiple of it or S none of 8, values are
+padded by a copy, or with few queries come in tiles of 8 rows; the backward pass pads its operands by copies. Source:
+Shah et al., "FlashAttention-3" (2024).
 """
 
 import dataclasses
