@@ -5,9 +5,10 @@
 Shapes: x (..., H), router_logits (..., E), w_gate_up (E, H, 2I): the columns of the gate, then those of the up product,
 w_down (E, I, H), o (..., H). x and the weights are all bfloat16 or all float16; routing is float32.
 
-The products are `ragged_dot`'s; SwiGLU is in the epilogue of the first. Around them XLA runs a few small operations.
-Rows are not sorted: the row of a token in its expert's group is how many earlier tokens chose the expert. A product
-with a triangle counts them within blocks of tokens, and comparisons over blocks. XLA's own cumulative sum takes longer.
+The products are `ragged_dot`'s; SwiGLU is in the epilogue of the first. `copy_rows` brings the tokens to their experts.
+Around them XLA runs a few small operations. Rows are not sorted: the row of a token in its expert's group is how many
+earlier tokens chose the expert. A product with a triangle counts them within blocks of tokens, and comparisons over
+blocks. XLA's own cumulative sum takes longer.
 
 Bound by: the products; for the rest, the memory that rows are copied to and from: each token's row is written top_k
 times, and as many rows of the result are read.
@@ -25,6 +26,7 @@ from jax import lax
 
 from .. import _mgpu
 from . import gated
+from .copy_rows import copy_rows
 from .ragged_dot import ragged_dot
 
 TOKENS = 128  # Tokens of a block: a product with a triangle counts within it, and then blocks are compared.
@@ -122,13 +124,8 @@ def _sum_of_rows(y, weights, rows):
 
 @jax.custom_vjp
 def _permute(x, routing: Routing):
-    """Each row's token. The gradient gathers, too: adding rows to their token's would need atomic additions.
-
-    XLA's gather copies one element a thread: pairs of values make half as many copies of twice the bytes.
-    """
-    pairs = lax.bitcast_convert_type(x.reshape(len(x), -1, 2), jnp.uint32)
-    rows = _take(pairs, lax.div(routing.sources, jnp.int32(routing.rows.shape[1])))
-    return lax.bitcast_convert_type(rows, x.dtype).reshape(-1, x.shape[1])
+    """Each row's token. The gradient gathers: adding rows to their token's would need atomic additions."""
+    return copy_rows(x, routing.rows, params=_mgpu.compiler_params())
 
 
 def _permute_fwd(x, routing: Routing):
