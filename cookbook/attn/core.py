@@ -227,6 +227,8 @@ class Config:
     num_stages: int = 2  # Slots of each of the two rings; a power of two costs the least arithmetic.
     compute_wgs: int = 2  # Compute warpgroups, with 64 rows each.
     in_turns: bool = True  # Whether compute warpgroups start their products in turns.
+    # Whether a thread adds up the weights that it has itself, in registers of its own, and others' only at the end.
+    sums_by_thread: bool = True
 
     block_unit: ClassVar[int] = 64  # `block_kv` is a multiple of it.
 

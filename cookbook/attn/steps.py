@@ -4,7 +4,8 @@
 
 A warpgroup keeps 64 rows of queries, and goes through the blocks of keys and values that its tile sees, the last block
 first. `m_i` is the largest base-2 logit of each row so far, `l_i` the sum of its exponentials, `acc` that of its
-values, not yet divided; `p` has the weights of the last block, which has still to be multiplied by its values.
+values, not yet divided; `p` has the weights of the last block, which has still to be multiplied by its values. With
+`Config.sums_by_thread` no thread needs another's weights before `finish` adds them up.
 
 An op describes its rows by:
 
@@ -28,17 +29,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .core import PIECE, ROWS, WG_ROWS, Shared, per_row
 
+SUMS = 8  # Columns of the smallest product: of each such eight a thread has two neighbours.
+
 
 def softmax_step(s, m_i, l_i, unit, masked: bool, octaves: float = 0.0):
     """A block's weights, in float32, and what becomes of the rest: (p, alpha, m_i, l_i). `unit` is a number, or one for
-    each row. Weights, and with them sums, are 2 ** octaves times as large."""
+    each row. Weights, and with them sums, are 2 ** octaves times as large. `l_i` is one sum for each row, or, (rows,
+    SUMS), `SUMS` of them."""
     m_new = jnp.maximum(m_i, s.max(axis=1) * unit)
     shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
     p = jnp.exp2(
         s * per_row(unit, s.shape) - per_row(shift - octaves, s.shape)
     )  # One multiply-add and one exponential each.
     alpha = jnp.exp2(m_i - shift)
-    return p, alpha, m_new, l_i * alpha + p.sum(axis=1)
+    if l_i.ndim == 1:
+        return p, alpha, m_new, l_i * alpha + p.sum(axis=1)
+    parts = [p[:, i : i + SUMS] for i in range(0, p.shape[1], SUMS)]
+    return p, alpha, m_new, l_i * per_row(alpha, l_i.shape) + functools.reduce(jnp.add, parts)
 
 
 def add_product(acc, p, v_smem, interpreted: bool, queued=lambda: None):
@@ -56,17 +63,22 @@ def add_product(acc, p, v_smem, interpreted: bool, queued=lambda: None):
     return pl.run_state(multiply)(plgpu.ACC.init(acc))
 
 
-def nothing_seen(columns: int, sinks=None):
+def nothing_seen(columns: int, sinks=None, by_thread: bool = False):
     """(acc, m_i, l_i) before the first block, laid out as the products are. A sink, a base-2 logit for each row, counts
-    as a key whose value is zero."""
-    m_i, l_i = (plgpu.layout_cast(jnp.full((WG_ROWS,), x, jnp.float32), ROWS) for x in (-jnp.inf, 0.0))
-    if sinks is not None:
-        m_i, l_i = sinks, l_i + 1.0
-    return plgpu.layout_cast(jnp.zeros((WG_ROWS, columns), jnp.float32), plgpu.Layout.WGMMA), m_i, l_i
+    as a key whose value is zero. `by_thread`: a row of `l_i` has `SUMS` sums, each of every eighth weight."""
+    full = lambda shape, x, layout: plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout)
+    m_i = full((WG_ROWS,), -jnp.inf, ROWS) if sinks is None else sinks
+    weight = 0.0 if sinks is None else 1.0
+    if by_thread:
+        l_i = full((WG_ROWS, SUMS), weight / SUMS, plgpu.Layout.WGMMA)
+    else:
+        l_i = full((WG_ROWS,), weight, ROWS)
+    return full((WG_ROWS, columns), 0.0, plgpu.Layout.WGMMA), m_i, l_i
 
 
 def finish(acc, m_i, l_i, value_scale=1.0):
     """(out, lse_log2), float32; 0 and -inf for a row that sees no key."""
+    l_i = l_i if l_i.ndim == 1 else l_i.sum(axis=1)
     sees_any = l_i != 0  # NaN stays NaN.
     out = acc * per_row(jnp.where(sees_any, value_scale / l_i, 0.0), acc.shape)
     return out, jnp.where(sees_any, m_i + jnp.log2(jnp.where(sees_any, l_i, 1.0)), -jnp.inf)
@@ -98,6 +110,9 @@ class Work:
         """Starts q kᵀ."""
         for p in range(self.plan.problem.pieces):
             plgpu.wgmma(s_ref, self.shared.q.at[self.wg, p], self.shared.key_piece(slot, p).T)
+
+    def nothing_seen(self, columns: int):
+        return nothing_seen(columns, self.sinks, self.plan.config.sums_by_thread)
 
     def softmax(self, s, m_i, l_i, step, masked: bool, octaves: float = 0.0):
         s, unit = self.plan.problem.scored(s, self.logit_scale)
@@ -140,7 +155,7 @@ def first_step(work: Work, step):
 
     s = pl.run_scoped(logits, plgpu.ACC(work.shape, jnp.float32))
     keys.free(work.before + step)
-    acc, m_i, l_i = nothing_seen(work.plan.problem.pieces * PIECE, work.sinks)
+    acc, m_i, l_i = work.nothing_seen(work.plan.problem.pieces * PIECE)
     p, _, m_i, l_i = work.softmax(s, m_i, l_i, step, work.plan.cuts.any)
     return acc, m_i, l_i, p.astype(work.plan.problem.dtype)
 

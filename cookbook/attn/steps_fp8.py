@@ -93,7 +93,7 @@ def first_step(work: Work, step):
     work.shared.keys.wait(work.before + step)
     work.shared.turns.take(work.wg)
     s = work.logits(step)
-    acc, m_i, l_i = steps.nothing_seen(min(PART, head_dim))
+    acc, m_i, l_i = work.nothing_seen(min(PART, head_dim))
     p, alpha, m_i, l_i = work.softmax(s, m_i, l_i, step, work.plan.cuts.any, OCTAVES)
     return (acc,) * pl.cdiv(head_dim, PART), alpha, m_i, l_i, as_operand(p, work.plan.problem.interpreted)
 

@@ -159,7 +159,9 @@ def test_mutants_that_let_values_out(mutant_of, old, new):
     assert not values_stay_in_their_segments(mutant_of("dense", old, new)("attention").attention)
 
 
-@pytest.mark.parametrize("config", [Config(), Config(64, 3, 2, in_turns=False), Config(64, 4, 3)], ids=str)
+@pytest.mark.parametrize(
+    "config", [Config(), Config(64, 3, 2, in_turns=False), Config(64, 4, 3, sums_by_thread=False)], ids=str
+)
 def test_configs(config):
     check(*operands(450, 200), config=config, is_causal=True)
 
@@ -308,6 +310,7 @@ def test_errors_name_the_rule(fn, message):
         ("core", "return left, (0 if", "return left and left + 1, (0 if"),
         ("steps", "return sums * per_row(alpha, sums.shape),", "return sums,"),
         ("steps", "l_i * alpha + p.sum(axis=1)", "l_i + p.sum(axis=1)"),
+        ("steps", "l_i * per_row(alpha, l_i.shape) + ", "l_i + "),
         ("steps", "shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new", "shift = m_new"),
         ("steps", "slot = keys.wait(work.before + step)", "slot = keys.slot(work.before + step)"),
         ("dense", "        plgpu.barrier_wait(shared.q_filled.at[wg])\n", ""),
@@ -328,4 +331,5 @@ def test_mutants_are_caught(run_only, found_if, mutant_of, name, old, new):
     not drained, a wrong base."""
     mutant = mutant_of(name, old, new)("attention")
     with found_if(old != new):
-        check(*operands(330, 190), fn=mutant.attention, config=mutant.Config(block_kv=64), local_window_size=(100, 0))
+        config = mutant.Config(block_kv=64, sums_by_thread="p.sum(axis=1)" not in old)
+        check(*operands(330, 190), fn=mutant.attention, config=config, local_window_size=(100, 0))

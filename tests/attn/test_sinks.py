@@ -123,7 +123,7 @@ def test_errors_name_the_rule(name, wrong, message):
 
 MUTANTS = [
     ("attention", "steps", "", ""),  # Nothing is wrong, and nothing is found.
-    ("attention", "steps", "m_i, l_i = sinks, l_i + 1.0", "m_i, l_i = sinks, l_i"),
+    ("attention", "steps", "weight = 0.0 if sinks is None else 1.0", "weight = 0.0"),
     ("attention", "dense", "sinks[:, None] * LOG2E", "sinks[:, None]"),
     ("attention", "dense", "core.row_sinks(sinks, tile.head)", "core.row_sinks(sinks, tile.kv_head)"),
     ("gradients", "attention", "", ""),
