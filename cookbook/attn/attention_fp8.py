@@ -42,11 +42,14 @@ def attention_fp8_reference(
     return references.attend(q, k, v, seen, scale, logits_soft_cap)
 
 
-def default_config(head_dim: int) -> Config:
-    """The configuration for heads of this size, worked out, not measured."""
+def default_config(head_dim: int, is_cut: bool) -> Config:
+    """The configuration for heads of this size, with a causal mask or a window if it `is_cut`: the fastest of some
+    twenty with 16384 positions on an H200."""
     if head_dim <= 64:
-        return Config(num_stages=4)
-    return Config(num_stages=4) if head_dim <= 128 else Config(block_kv=64, overlap=False)
+        return Config(num_stages=4, compute_wgs=3, in_turns=False)
+    if head_dim <= 128:
+        return Config(block_kv=256, overlap=False) if is_cut else Config(compute_wgs=3, overlap=False)
+    return Config(block_kv=96 if is_cut else 128, overlap=False)
 
 
 def _check(q, k, v) -> None:
@@ -94,7 +97,7 @@ def attention_fp8(
       logits_soft_cap: c, so that logits become c tanh(logits / c).
       return_lse: also return the logarithms of the sums of exponentials.
       out_dtype: bfloat16 or float16.
-      config: blocks, stages and warpgroups; None chooses by H.
+      config: blocks, stages and warpgroups; None chooses by H and by whether there is a mask.
 
     Returns:
       (B, T, N, H), of `out_dtype`; with `return_lse` also (B, T, N), float32, natural logarithms. A query that sees no
@@ -113,9 +116,9 @@ def attention_fp8(
     if out_dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(f"cookbook.{op}: {out_dtype=}; must be bfloat16 or float16")
     target = _mgpu.require_tensor_cores(op)
-    config = config or default_config(q.shape[3])
-    dense_fp8.check_config(op, config, q.shape[3])
     problem = Problem(q.shape[2], k.shape[2], q.shape[3], q.dtype, **how, interpreted=target.interpreted)
+    config = config or default_config(q.shape[3], problem.has_window)
+    dense_fp8.check_config(op, config, q.shape[3])
     plan = Plan(problem, q.shape[0], q.shape[1], k.shape[1], False, config, out_dtype)
     operands = _mgpu.without_gradient(op, "cookbook.attention", q, k, v, *descales)
     params = _mgpu.compiler_params(approx_math=True)

@@ -183,17 +183,19 @@ def test_keys_change_places_as_registers_are_renamed():
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_what_the_compiler_makes_of_it(head_dim, is_causal):
     """Shared memory is as priced, no product waits for another, and no weight is moved between threads: shuffles are
-    those of rows' maxima and sums alone."""
+    those of rows' maxima and last sums alone."""
     shape, one = jax.ShapeDtypeStruct((1, 4096, 4, head_dim), E4M3), jax.ShapeDtypeStruct((), jnp.float32)
     fn = lambda q, k, v, a, b, c: attention_fp8(q, k, v, q_descale=a, k_descale=b, v_descale=c, is_causal=is_causal)
     compiled = lab.compile_for("h200", fn, *[shape] * 3, *[one] * 3)
-    need = module.default_config(head_dim).smem_bytes(head_dim)
+    need = module.default_config(head_dim, is_causal).smem_bytes(head_dim)
     assert need <= compiled.smem_bytes <= need + 2048 and not compiled.remarks
-    # Outside of the loops over blocks some numbers of a tile are spilled.
-    assert compiled.spill_bytes <= (256 if head_dim == 256 else 8)
+    # A mask's column numbers, and with heads of 256 a tile's numbers, are spilled outside of the loops over blocks.
+    most = 512 if is_causal and head_dim == 256 else 192 if is_causal or head_dim == 256 else 32
+    assert compiled.spill_bytes <= most
     steps = 4 if is_causal else 3  # First, masked, whole, last: each with a softmax but the last.
     (attends,) = [kernel for kernel in compiled.kernels if kernel.opcodes["QGMMA"]]
-    assert attends.opcodes["SHFL"] <= 8 * steps and attends.opcodes["PRMT"] <= 16
+    assert attends.opcodes["SHFL"] <= 4 * steps + 4  # Two rows' maxima in each step, and in the end their sums.
+    assert attends.opcodes["PRMT"] <= (64 if is_causal else 16)  # With a mask weights that are spilled are packed anew.
 
 
 def some(*shape, dtype=E4M3):
