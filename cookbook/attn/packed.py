@@ -198,7 +198,7 @@ def forward(
 def default_config(head_dim: int) -> Config:
     """The configuration for heads of this size. A third warpgroup for heads of 64 costs more than it gains where tiles
     are short."""
-    return Config(in_turns=True) if head_dim <= 128 else Config(block_kv=64, in_turns=False)
+    return Config() if head_dim <= 128 else Config(block_kv=64, in_turns=False, sums_by_thread=False)
 
 
 def run(op: str, q, k, v, cu_seqlens_q, kv_where, block_tables=None, *scales, sinks, how: dict, return_lse, config,
