@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import pathlib
@@ -81,15 +82,15 @@ def lanes_of(chrome_trace: dict, clock_ghz: float, blocks: int) -> list[dict]:
     """The lanes of JAX's Chrome trace: {"block", "warpgroup", "spans": [[name, start, duration, depth], ...]} in µs.
 
     JAX numbers the trace's threads through blocks and warpgroups, from 1, gives each block its SM as process, and adds
-    SM cycles to a start in nanoseconds.
+    SM cycles to a start in nanoseconds. Neighbouring blocks may share an SM, but not all of them do.
     """
     threads: dict[int, list[dict]] = {}
     for event in chrome_trace["traceEvents"]:
         threads.setdefault(event["tid"], []).append(event)
     if not threads:
         return []
-    first_sm = threads[min(threads)][0]["pid"]
-    warpgroups = min((tid for tid in threads if threads[tid][0]["pid"] != first_sm), default=max(threads) + 1) - 1
+    sms = [threads[tid][0]["pid"] for tid in sorted(threads)]
+    warpgroups = math.gcd(*(len(list(same)) for _, same in itertools.groupby(sms)))
     kept = {tid: events for tid, events in sorted(threads.items()) if (tid - 1) // warpgroups < blocks}
     zero = min(events[0]["ts"] for events in kept.values())
     lanes = []

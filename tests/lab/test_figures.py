@@ -134,7 +134,7 @@ def test_importing_lab_neither_starts_jax_nor_imports_matplotlib():
 # Timeline
 
 
-def chrome_trace(blocks=2, warpgroups=3):
+def chrome_trace(blocks=2, warpgroups=3, sms=(7, 8)):
     """JAX's trace of a kernel in which each warpgroup enters "role" and, inside, "copy" twice."""
     spec = profiler.ProfilerSpec(32, "unused")
     role, copy = spec.intern_name("role"), spec.intern_name("copy")
@@ -143,7 +143,7 @@ def chrome_trace(blocks=2, warpgroups=3):
         clock = np.array([0, 198, 396, 594, 792, 990])
         tags = [role, copy, copy | spec.EXIT, copy, copy | spec.EXIT, role | spec.EXIT]
         entries = np.stack([tags, clock], axis=1).ravel()
-        buffer[block, wg, :3] = 1000 + 100 * block + 10 * wg, 7 + block, len(entries)
+        buffer[block, wg, :3] = 1000 + 100 * block + 10 * wg, sms[block], len(entries)
         buffer[block, wg, 3 : 3 + len(entries)] = entries
     file = io.StringIO()
     spec.dump(buffer, file, grid=(blocks, 1, 1), block=(128 * warpgroups, 1, 1))
@@ -160,6 +160,11 @@ def test_a_trace_becomes_one_lane_a_warpgroup():
     assert copy_at == pytest.approx([0.11, 0.1, 1], abs=0.04)
     assert len(lanes_of(chrome_trace(), 1.98, blocks=2)) == 6
     assert lanes_of({"traceEvents": []}, 1.98, 1) == []
+
+
+def test_neighbouring_blocks_may_share_an_sm():
+    lanes = lanes_of(chrome_trace(blocks=3, warpgroups=2, sms=(7, 7, 8)), clock_ghz=1.98, blocks=2)
+    assert [(lane["block"], lane["warpgroup"]) for lane in lanes] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def record(monkeypatch):
