@@ -39,7 +39,7 @@ def _times() -> str:
     recorded = [json.loads(path.read_text()) for path in sorted(results.ROOT.glob("*/times.json"))]
     columns = {}
     for command, entry in ((name, times[name]) for times in recorded for name in times):
-        where = "CPU" if entry["gpu"] == "cpu" else entry["gpu"]
+        where = "CPU" if entry["gpu"] == "cpu" else results.gpus(entry)
         columns.setdefault(f"{where}, {entry['cores']} cores", {})[command] = max(1, -(-entry["seconds"] // 60))
     if not columns:
         return ""

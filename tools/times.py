@@ -12,11 +12,13 @@ import time
 # Asked in a process of its own, after the command: this one must hold no GPU memory.
 WRITE = """
 import json, sys
+import jax
 from cookbook.lab import results
 name, entry = json.loads(sys.argv[1])
-gpu = results.this_gpu()
-entry |= {key: results.machine()[key] for key in ("gpu", "jax", "date")}
-results.save("times", gpu, results.load("times", gpu) | {name: entry})
+gpus = jax.device_count()
+where = results.host(results.this_gpu(), gpus)
+entry |= {key: results.machine()[key] for key in ("gpu", "jax", "date")} | (dict(gpus=gpus) if gpus > 1 else {})
+results.save("times", where, results.load("times", where) | {name: entry})
 """
 
 

@@ -311,10 +311,13 @@ def test_readme_shows_how_long_commands_take(results_folder):
     assert render_readme._times() == ""
     entry = dict(seconds=371, cores=2, gpu="cpu", jax="0.11.2", date="2026-11-22")
     results.save("times", "cpu", {"make run": entry})
-    results.save("times", "h200", {"make test ALL=1": entry | dict(gpu="NVIDIA H200", cores=16, seconds=480)})
+    on_gpus = entry | dict(gpu="NVIDIA H200", cores=16, seconds=480)
+    results.save("times", "h200", {"make test ALL=1": on_gpus})
+    results.save("times", "h200x2", {"make test ALL=1": on_gpus | dict(gpus=2, seconds=418)})
     assert render_readme._times() == (
-        "\nOnce set up, the commands take:\n\n| | CPU, 2 cores | NVIDIA H200, 16 cores |\n|---|---|---|\n"
-        "| `make run` | 7 min |  |\n| `make test ALL=1` |  | 8 min |\n\n"
+        "\nOnce set up, the commands take:\n\n"
+        "| | CPU, 2 cores | NVIDIA H200, 16 cores | 2 NVIDIA H200, 16 cores |\n|---|---|---|---|\n"
+        "| `make run` | 7 min |  |  |\n| `make test ALL=1` |  | 8 min | 7 min |\n\n"
     )
 
 
