@@ -5,6 +5,7 @@ Every private JAX name that this project needs is used here and nowhere else.
 
 import collections
 import contextlib
+import functools
 import io
 import linecache
 import logging
@@ -13,6 +14,8 @@ import re
 import threading
 
 import jax
+import numpy as np
+from jax._src import callback as callbacks
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
 from .. import _mgpu
@@ -94,8 +97,9 @@ def run(fn, *args):
 @contextlib.contextmanager
 def _interpret(detect_races: bool = True):
     seen = Interpreted()
-    state_class = gpu_callbacks.GPURaceDetectionState
+    state_class, calls_back = gpu_callbacks.GPURaceDetectionState, callbacks.io_callback_impl
     gpu_callbacks.GPURaceDetectionState = seen._new_kernel  # JAX makes one for each kernel and keeps only the latest.
+    callbacks.io_callback_impl = functools.partial(_call_back, calls_back)
     watch = _Watch()
     try:
         with watch, _mgpu.interpreting(num_sms=NUM_SMS, detect_races=detect_races):
@@ -107,7 +111,18 @@ def _interpret(detect_races: bool = True):
             raise Deadlock(watch.report) from None
         raise
     finally:
-        gpu_callbacks.GPURaceDetectionState = state_class
+        gpu_callbacks.GPURaceDetectionState, callbacks.io_callback_impl = state_class, calls_back
+
+
+def _call_back(original, *args, callback, **kwargs):
+    """Calls the interpreter back, at each of a kernel's operations, with numbers and NumPy's arrays. JAX would make all
+    of them JAX's first, which takes as long as the rest."""
+    fn = callback.callback_func
+    if getattr(fn, "func", fn).__module__.startswith(gpu_callbacks.__package__):
+        # XLA takes the arrays' memory back afterwards.
+        plain = (x.item() if x.ndim == 0 and x.dtype.kind in "iu" else np.array(x) for x in map(np.asarray, args))
+        args, callback = (), functools.partial(callback, *plain)
+    return original(*args, callback=callback, **kwargs)
 
 
 class _Races(gpu_callbacks.GPURaceDetectionState):
