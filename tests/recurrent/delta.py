@@ -1,9 +1,6 @@
 """Problems of the gated delta rule for its tests, and the arithmetic of flash-linear-attention, whose errors are the
 yardstick: the same chunks, with its roundings to 16 bits."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -36,38 +33,26 @@ def problem(batch=1, length=100, key_heads=1, heads=1, key_dim=64, value_dim=64,
 
 
 def chunked(q, k, v, g, beta, state, rounded=lambda x: x, scale=None):
-    """(o, final state) of one sequence by chunks, in float32 or more; `rounded` is what becomes of numbers that
-    flash-linear-attention keeps in 16 bits."""
-    dtype = jnp.promote_types(v.dtype, jnp.float32)
+    """(o, final state) of one sequence by chunks, in float32, or float64 where v is; NumPy's. `rounded` is what becomes
+    of numbers that flash-linear-attention keeps in 16 bits."""
+    dtype = np.float64 if v.dtype == np.float64 else np.float32
     heads, scale = v.shape[2], scale or q.shape[3] ** -0.5
-    q, k, v, g, beta = (x[0].astype(dtype) for x in (q, k, v, g, beta))
-    q, k = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (q, k))
-    product = functools.partial(jnp.einsum, precision="highest")
-
-    def step(state, tokens):
-        q, k, v, g, beta = tokens
-        beta, cum = beta.T, jnp.cumsum(g.T, axis=1)
-        decay = jnp.exp(jnp.minimum(cum[:, :, None] - cum[:, None], 0))
-        lower = jnp.tril(beta[:, :, None] * decay * product("thn,shn->hts", k, k), -1)
-        unit = jnp.eye(len(v), dtype=dtype)
-        units = jnp.broadcast_to(unit, lower.shape)
-        inverse = rounded(jax.scipy.linalg.solve_triangular(unit + lower, units, lower=True))
-        u = rounded(product("hts,shp->htp", inverse, rounded(beta.T[..., None] * v)))
-        w = rounded(product("hts,shn->htn", inverse, rounded((beta * jnp.exp(cum)).T[..., None] * k)))
-        u = u - product("htn,hpn->htp", w, rounded(state))
-        weights = rounded(jnp.tril(decay * product("thn,shn->hts", q, k)))
-        from_state = jnp.exp(cum)[..., None] * product("thn,hpn->htp", q, rounded(state))
-        out = jnp.moveaxis(scale * (from_state + product("hts,hsp->htp", weights, rounded(u))), 0, 1)
-        to_end = rounded(jnp.exp(cum[:, -1:] - cum)[..., None] * u)
-        return jnp.exp(cum[:, -1])[:, None, None] * state + product("htp,thn->hpn", to_end, k), out
-
-    tokens, whole = (q, k, v, g, beta), len(v) // CHUNK * CHUNK
-    chunks = jax.tree.map(lambda x: x[:whole].reshape(-1, CHUNK, *x.shape[1:]), tokens)
-    state, out = jax.lax.scan(step, state[0].astype(dtype), chunks)
-    out = out.reshape(whole, *v.shape[1:])
-    if whole < len(v):
-        state, last = step(state, jax.tree.map(lambda x: x[whole:], tokens))
-        out = jnp.concatenate([out, last])
+    q, k, v, g, beta = (np.asarray(x)[0].astype(dtype) for x in (q, k, v, g, beta))
+    q, k = (np.repeat(x, heads // x.shape[1], axis=1) for x in (q, k))
+    state, out = np.asarray(state)[0].astype(dtype), np.empty_like(v)
+    for first in range(0, len(v), CHUNK):
+        tokens = slice(first, first + CHUNK)
+        q_c, k_c, v_c = (x[tokens].swapaxes(0, 1) for x in (q, k, v))  # (heads, tokens, columns)
+        betas, cum = beta[tokens].T[..., None], np.cumsum(g[tokens].T, axis=1, dtype=dtype)[..., None]
+        decay = np.exp(np.minimum(cum - cum.swapaxes(1, 2), 0))
+        lower = np.tril(betas * decay * (k_c @ k_c.swapaxes(1, 2)), -1)
+        inverse = rounded(np.linalg.inv(np.eye(lower.shape[1], dtype=dtype) + lower))
+        u, w = (rounded(inverse @ rounded(x)) for x in (betas * v_c, betas * np.exp(cum) * k_c))
+        u = u - w @ rounded(state).swapaxes(1, 2)
+        weights = rounded(np.tril(decay * (q_c @ k_c.swapaxes(1, 2))))
+        from_state = np.exp(cum) * (q_c @ rounded(state).swapaxes(1, 2))
+        out[tokens] = (scale * (from_state + weights @ rounded(u))).swapaxes(0, 1)
+        state = np.exp(cum[:, -1:]) * state + rounded(np.exp(cum[:, -1:] - cum) * u).swapaxes(1, 2) @ k_c
     return out[None], state[None]
 
 
@@ -86,8 +71,7 @@ def errors(args) -> list[float]:
     for one in sequences(*args):
         if one[0].shape[1] == 0:
             continue
-        with jax.enable_x64(True):
-            exact = chunked(*(jnp.asarray(np.asarray(x, np.float64)) for x in one))
+        exact = chunked(*(np.asarray(x, np.float64) for x in one))
         o, state = chunked(*one, rounded=rounded)
         pairs.append([(o.astype(one[2].dtype), exact[0]), (state, exact[1])])
     flat = lambda arrays: np.concatenate([np.asarray(x, np.float64).ravel() for x in arrays])

@@ -90,7 +90,7 @@ def test_chunks_are_the_recurrence():
     with jax.enable_x64(True):
         exact = [jnp.asarray(np.asarray(x, np.float64)) for x in args[:6]]
         wanted = reference(*exact[:5], initial_state=exact[5], return_final_state=True)
-        got = delta.chunked(*exact)
+        got = delta.chunked(*map(np.asarray, exact))
         for ours, theirs in zip(got, wanted, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-12)
 
@@ -99,10 +99,9 @@ def test_no_drift():
     """65536 tokens in float32, rounded where the kernel rounds, are as far from float64 at the end as at the start."""
     args = problem(length=65536, decay=1e-4, seed=4)[:6]
     rounded = lambda x: x.astype(jnp.bfloat16).astype(x.dtype)
-    with jax.enable_x64(True):
-        exact, _ = jax.jit(delta.chunked)(*(jnp.asarray(np.asarray(x, np.float64)) for x in args))
-    ours, _ = jax.jit(functools.partial(delta.chunked, rounded=rounded))(*args)
-    error = np.asarray(ours, np.float64)[0, :, 0] - np.asarray(exact)[0, :, 0]
+    exact, _ = delta.chunked(*(np.asarray(x, np.float64) for x in args))
+    ours, _ = delta.chunked(*args, rounded=rounded)
+    error = (ours - exact)[0, :, 0]
     first, last = (np.linalg.norm(error[rows]) for rows in (slice(2048, 4096), slice(-2048, None)))
     assert last < 1.5 * first
 
