@@ -213,3 +213,20 @@ def test_on_a_gpu_the_kernel_itself_runs(gpu):
     np.testing.assert_array_equal(lab.run(add_one, X), X + 1)
     with lab.interpret():
         np.testing.assert_array_equal(add_one(X), X + 1)
+
+
+def test_other_callbacks_get_what_jax_gives_them():
+    from jax.experimental import io_callback
+
+    seen = []
+
+    @jax.jit
+    def told(x):
+        io_callback(lambda *args: seen.append(args), None, x, x.sum())
+        return x + 1
+
+    told(jnp.arange(3))
+    jax.effects_barrier()
+    with lab.interpret():
+        told(jnp.arange(3))
+    assert [[type(arg) for arg in args] for args in seen[1:]] == [[type(arg) for arg in seen[0]]]
