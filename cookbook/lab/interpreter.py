@@ -118,7 +118,7 @@ def _call_back(original, *args, callback, **kwargs):
     """Calls the interpreter back, at each of a kernel's operations, with numbers and NumPy's arrays. JAX would make all
     of them JAX's first, which takes as long as the rest."""
     fn = callback.callback_func
-    if getattr(fn, "func", fn).__module__.startswith(gpu_callbacks.__package__):
+    if str(getattr(fn, "func", fn).__module__).startswith(gpu_callbacks.__package__):  # None of a list's append.
         # XLA takes the arrays' memory back afterwards.
         plain = (x.item() if x.ndim == 0 and x.dtype.kind in "iu" else np.array(x) for x in map(np.asarray, args))
         args, callback = (), functools.partial(callback, *plain)
