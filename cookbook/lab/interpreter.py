@@ -114,15 +114,20 @@ def _interpret(detect_races: bool = True):
         gpu_callbacks.GPURaceDetectionState, callbacks.io_callback_impl = state_class, calls_back
 
 
-def _call_back(original, *args, callback, **kwargs):
+def _call_back(original, *args, callback, result_avals, **kwargs):
     """Calls the interpreter back, at each of a kernel's operations, with numbers and NumPy's arrays. JAX would make all
     of them JAX's first, which takes as long as the rest."""
-    fn = callback.callback_func
-    if str(getattr(fn, "func", fn).__module__).startswith(gpu_callbacks.__package__):  # None of a list's append.
+
+    def call():
         # XLA takes the arrays' memory back afterwards.
         plain = (x.item() if x.ndim == 0 and x.dtype.kind in "iu" else np.array(x) for x in map(np.asarray, args))
-        args, callback = (), functools.partial(callback, *plain)
-    return original(*args, callback=callback, **kwargs)
+        found = zip(callback(*plain), result_avals, strict=True)
+        return [np.asarray(x, aval.dtype) if isinstance(x, int) else x for x, aval in found]
+
+    fn = callback.callback_func
+    if str(getattr(fn, "func", fn).__module__).startswith(gpu_callbacks.__package__):  # None of a list's append.
+        return original(callback=call, result_avals=result_avals, **kwargs)
+    return original(*args, callback=callback, result_avals=result_avals, **kwargs)
 
 
 class _Races(gpu_callbacks.GPURaceDetectionState):
