@@ -28,4 +28,5 @@ def test_compiled():
     x, places = jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((8192, 8), jnp.int32)
     fn = lambda x, places: copy_rows(x, places, params=_mgpu.compiler_params())
     compiled = lab.compile_for("h200", fn, x, places)
-    assert compiled.spill_bytes == 0 and compiled.blocks_per_sm >= 6
+    assert compiled.spill_bytes == 0
+    assert compiled.blocks_per_sm >= 6  # Others copy while one waits for its rows.

@@ -169,10 +169,12 @@ def test_mutants_of_the_routing_are_caught(run_only, monkeypatch, found_if, muta
     monkeypatch.setattr(module, "route", wrong)
     with found_if(mutated is not None):
         args = operands()
-        made = (functools.partial(fn, top_k=2) for fn in (moe, reference))
-        if mutated == "another token":  # Gradients alone ask whose a row is.
-            made = (gradients(fn, args) for fn in (moe, reference))
-        lab.check(*made, *args, tolerance=7e-3, gpu=None)
+        made, tolerance = (functools.partial(fn, top_k=2) for fn in (moe, reference)), 4e-3
+        if (
+            mutated == "another token"
+        ):  # Gradients alone ask whose a row is; their roundings are those of test_gradients.
+            made, tolerance = (gradients(fn, args) for fn in (moe, reference)), 7e-3
+        lab.check(*made, *args, tolerance=tolerance, gpu=None)
 
 
 @pytest.mark.parametrize("tokens, experts, top_k", [(1000, 128, 8), (64, 128, 8), (4096, 8, 2)])
