@@ -5,7 +5,9 @@
 
 import dataclasses
 import functools
+import glob
 import math
+import tempfile
 import time
 
 import jax
@@ -106,6 +108,7 @@ def serve(problem: Problem, backend: str, params) -> dict:
         computed_tokens_per_second=sum(step.num_tokens for step in steps) / seconds,
         steps=len(steps),
         decode_step_ms=1e3 * float(np.median([step.seconds for step in steps if step.decode])),
+        decode_wait_ms=1e3 * float(np.median([step.waited for step in steps if step.decode])),
         mixed_step_ms=1e3 * float(np.median([step.seconds for step in steps if not step.decode])),
         kv_utilization=float(np.mean([step.kv_utilization for step in steps])),
         time_to_first_token_p50=float(np.median(first)),
@@ -205,6 +208,57 @@ def decode_kernels(problem: Problem, params, length: int = 320, **how) -> dict[s
     return kernels
 
 
+# Parts of the call that sends off a step, by the names that XLA's spans begin with. These are no API: it may find none.
+SAMPLING = "sampling"
+SPANS = {
+    "launch of the graph": ("cuGraphLaunch",),
+    "each kernel made ready": ("Thunks::Prepare", "Thunks::Initialize"),
+    "buffers and events": ("CommonPjRtLoadedExecutable::ExecuteHelperOnSingleDevice",),
+    "arguments and results": ("PjitFunction(model_step)",),
+    SAMPLING: ("PjitFunction(_sample)",),
+}
+
+
+def decode_host(problem: Problem, params, length: int = 320, count: int = 20, **how) -> dict[str, float]:
+    """Microseconds of the host for the call that sends off a step that decodes, each step waited for: each part of
+    `SPANS` without those inside of it, and the whole. Sampling is a program of its own, and one part."""
+    send = _decoding(problem, params, length, **how)
+    for _ in range(40):  # Compiles; XLA records its command buffers.
+        jax.block_until_ready(send())
+    options = jax.profiler.ProfileOptions()
+    options.device_tracer_level = options.python_tracer_level = 0
+    calls = []
+    with tempfile.TemporaryDirectory() as folder, lab.alone():
+        with jax.profiler.trace(folder, profiler_options=options):
+            for _ in range(count):
+                start = time.perf_counter()
+                tokens = send()
+                calls.append(1e6 * (time.perf_counter() - start))
+                jax.block_until_ready(tokens)
+        (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        planes = jax.profiler.ProfileData.from_file(path).planes
+    lines = [list(line.events) for plane in planes for line in plane.lines]
+    (events,) = [line for line in lines if any(event.name == "PjitFunction(model_step)" for event in line)]
+    return {**times_of_parts(events, count), "the whole call": float(np.median(calls))}
+
+
+def times_of_parts(events, count: int) -> dict[str, float]:
+    """Microseconds of each part of `SPANS`, of `count` calls; `events` are the spans of one thread."""
+    part_of = lambda name: next((part for part, begins in SPANS.items() if name.startswith(begins)), None)
+    times, around = dict.fromkeys(SPANS, 0.0), []  # (end, part) of the spans around the next one.
+    for event in sorted(events, key=lambda event: (event.start_ns, -event.duration_ns)):
+        start, duration, name = event.start_ns, event.duration_ns, event.name
+        while around and around[-1][0] <= start:
+            around.pop()
+        if (part := part_of(name)) is None or (around and around[-1][1] == SAMPLING):
+            continue
+        if around:
+            times[around[-1][1]] -= duration
+        times[part] += duration
+        around.append((start + duration, part))
+    return {part: ns / count / 1e3 for part, ns in times.items()}
+
+
 def step_name(problem: Problem, variant: str = "cookbook") -> str:
     """Name under which the times of `decode_step` are stored."""
     return f"serving/{problem.model}/decode-{problem.max_seqs}/{variant}"
@@ -250,6 +304,8 @@ def run() -> None:
         kernels = functools.partial(_of_params, decode_kernels, problem, of_problem, weights)
         kernels = lab.results.value(f"{name}/kernels", kernels)
         _print("ms of kernels", kernels and {kernel: figures["ms"] for kernel, figures in kernels.items()})
+    host = functools.partial(_of_params, decode_host, LLAMA_1B, params, None)
+    _print("us of the host", lab.results.value(f"{step_name(LLAMA_1B)}/host", host))
 
 
 def _of_params(measure, problem: Problem, params, weights: str | None) -> dict:

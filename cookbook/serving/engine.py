@@ -237,16 +237,17 @@ class Engine:
     def _complete(self) -> None:
         """Waits for the tokens of the oldest step in flight, and enters them into the books."""
         launched, *later = self._device.in_flight
+        start = time.perf_counter()
         try:
             tokens, _, logprobs = jax.device_get(launched.sampled)
         except Exception:  # An error of the device; an interrupt is none, and leaves the step in flight.
             self._restart()
             raise
         with self._repairing():  # The step is entered and not in flight any more, or all starts again.
-            self._enter(launched, tokens, logprobs)
+            self._enter(launched, tokens, logprobs, time.perf_counter() - start)
             self._device = self._device._replace(in_flight=tuple(later))
 
-    def _enter(self, launched: Launched, tokens: np.ndarray, logprobs) -> None:
+    def _enter(self, launched: Launched, tokens: np.ndarray, logprobs, waited: float) -> None:
         before, self._latest = self._latest, time.perf_counter()
         chunks, tokens = launched.chunks, np.where(tokens < self.config.vocab_size, tokens, -1).tolist()
         tokens = tokens[: len(chunks)]
@@ -274,6 +275,7 @@ class Engine:
                 num_preemptions=launched.num_preemptions - preemptions,
                 kv_utilization=launched.num_held / self.allocator.num_pages,
                 seconds=self._latest - max(before, launched.start),
+                waited=waited,
             )
         )
         for request in done:

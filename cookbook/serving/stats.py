@@ -25,6 +25,7 @@ class StepStats:
     kv_utilization: float  # Share of the cache's pages that requests hold.
     # Until the step's tokens are on the host, from its scheduling or the previous step's tokens, whichever is later.
     seconds: float
+    waited: float  # Seconds of it in which the host waited for the device; near 0 where the host is the slower one.
 
     @property
     def tokens_per_second(self) -> float:

@@ -36,6 +36,7 @@ def test_steps_tell_every_token_once_and_the_end_last(ahead):
     for output in engine.stream():
         told[output.request].append(output)
     assert engine.is_idle and engine.step() == []
+    assert all(0 <= step.waited <= step.seconds for step in engine.stats)
     for request, outputs in told.items():
         assert [token for output in outputs for token in output.tokens] == request.generated
         assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + ["length"]
@@ -128,7 +129,7 @@ def test_warm_up_compiles_all_that_a_mixed_trace_needs():
 def test_stats_are_bounded_and_have_percentiles():
     stats = Stats()
     for i in range(KEPT + 10):
-        stats.add_step(StepStats(i % 2 == 0, 2, 1, 1, 0, 0, 0.5, float(i)))
+        stats.add_step(StepStats(i % 2 == 0, 2, 1, 1, 0, 0, 0.5, float(i), 0.0))
     assert len(stats) == KEPT and stats.num_steps == KEPT + 10 and stats.num_tokens == 2 * (KEPT + 10)
     seconds = [step.seconds for step in stats if step.decode]
     assert stats.percentiles()["decode_step"]["p90"] == np.percentile(seconds, 90)
