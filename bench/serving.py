@@ -226,7 +226,7 @@ def decode_host(problem: Problem, params, length: int = 320, count: int = 20, **
     for _ in range(40):  # Compiles; XLA records its command buffers.
         jax.block_until_ready(send())
     options = jax.profiler.ProfileOptions()
-    options.device_tracer_level = options.python_tracer_level = 0
+    options.python_tracer_level = 0
     calls = []
     with tempfile.TemporaryDirectory() as folder, lab.alone():
         with jax.profiler.trace(folder, profiler_options=options):
