@@ -20,7 +20,8 @@ LEAST = {"float8_e4m3fn": 2.0**-18, "float16": 2.0**-25}  # Weights of these dty
 def attend(q, k, v, seen, sink, scale, cap, dtype, dtype_k):
     """(out, slack), (lse, slack) of queries (T, H), keys and values (S, H), seen (T, S). A sink is one more logit.
 
-    Products with keys of `dtype_k` are as exact as the tensor cores' of that dtype."""
+    Products with keys of `dtype_k` are as exact as the tensor cores' of that dtype. With values of 8 bits the weights of
+    16-bit queries are float16."""
     products = scale * (q @ k.T)
     logits = products if cap is None else cap * np.tanh(products / cap)
     logits = np.where(seen, logits, -np.inf)
@@ -34,7 +35,8 @@ def attend(q, k, v, seen, sink, scale, cap, dtype, dtype_k):
     of_weights, of_sums = ROUNDING[dtype][0], ROUNDING[dtype_k][1]
     off = of_sums * size + (0 if cap is None else cap * 2.0**-10)
     error = (of_weights + np.expm1(np.minimum(2 * off, 10))) * (p @ np.abs(values))
-    error += LEAST.get(dtype, 0.0) * (seen @ np.abs(values))
+    weights = "float16" if dtype != dtype_k else dtype
+    error += LEAST.get(weights, 0.0) * (seen @ np.abs(values))
     lse = (top + np.log(np.where(total > 0, total, 1)))[:, 0]
     return (p @ values, error), (lse, 1e-4 + 2 * off[:, 0] + 1e-6 * np.abs(np.where(np.isfinite(lse), lse, 0)))
 

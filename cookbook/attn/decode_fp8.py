@@ -4,7 +4,8 @@ Keys go to the tensor cores as they are. The other operand of an 8-bit product h
 8 significant ones where e4m3 has 4; so the query is the sum of two terms in e4m3, each times the same power of two, by
 which its row's largest number comes near the end of e4m3. Both products go to the same sums.
 
-Values would have to lie transposed for 8-bit products. They become float16, which holds every e4m3 exactly:
+Values would have to lie transposed for 8-bit products. They become float16, which holds every e4m3 exactly. The weights
+are float16, too: one below 2**-25 of the largest so far is zero.
 
     convert    one: values of block after block, from the ring into one of two slots of 16 bits; rows that nobody sees,
                which may be NaN, become zeros
