@@ -20,8 +20,8 @@ LEAST = {"float8_e4m3fn": 2.0**-18, "float16": 2.0**-25}  # Weights of these dty
 def attend(q, k, v, seen, sink, scale, cap, dtype, dtype_k):
     """(out, slack), (lse, slack) of queries (T, H), keys and values (S, H), seen (T, S). A sink is one more logit.
 
-    Products with keys of `dtype_k` are as exact as the tensor cores' of that dtype. With values of 8 bits the weights of
-    16-bit queries are float16."""
+    Products with keys of `dtype_k` are as exact as the tensor cores' of that dtype. Weights of queries of 16 bits are
+    float16 where values have 8."""
     products = scale * (q @ k.T)
     logits = products if cap is None else cap * np.tanh(products / cap)
     logits = np.where(seen, logits, -np.inf)
