@@ -17,7 +17,6 @@ from cookbook import lab
 from cookbook.serving import Engine, LlamaConfig, init
 from cookbook.serving.model import empty_pages
 from cookbook.serving.request import Chunk, Request
-from cookbook.serving.sampling import sample
 from cookbook.serving.step import model_step, pack, padding, starts_of
 from cookbook.serving.step import step as run_step
 from cookbook.serving.weights import prepared
@@ -209,19 +208,17 @@ def decode_kernels(problem: Problem, params, length: int = 320, **how) -> dict[s
 
 
 # Parts of the call that sends off a step, by the names that XLA's spans begin with. These are no API: it may find none.
-SAMPLING = "sampling"
 SPANS = {
     "launch of the graph": ("cuGraphLaunch",),
     "each kernel made ready": ("Thunks::Prepare", "Thunks::Initialize"),
     "buffers and events": ("CommonPjRtLoadedExecutable::ExecuteHelperOnSingleDevice",),
     "arguments and results": ("PjitFunction(model_step)",),
-    SAMPLING: ("PjitFunction(_sample)",),
 }
 
 
 def decode_host(problem: Problem, params, length: int = 320, count: int = 20, **how) -> dict[str, float]:
     """Microseconds of the host for the call that sends off a step that decodes, each step waited for: each part of
-    `SPANS` without those inside of it, and the whole. Sampling is a program of its own, and one part."""
+    `SPANS` without those inside of it, and the whole."""
     send = _decoding(problem, params, length, **how)
     for _ in range(40):  # Compiles; XLA records its command buffers.
         jax.block_until_ready(send())
@@ -250,7 +247,7 @@ def times_of_parts(events, count: int) -> dict[str, float]:
         start, duration, name = event.start_ns, event.duration_ns, event.name
         while around and around[-1][0] <= start:
             around.pop()
-        if (part := part_of(name)) is None or (around and around[-1][1] == SAMPLING):
+        if (part := part_of(name)) is None:
             continue
         if around:
             times[around[-1][1]] -= duration
@@ -272,12 +269,9 @@ def decode_launches(config: LlamaConfig, max_seqs: int, weights: str | None = No
     arrays, tree = jax.tree.flatten(padding(max_seqs, 64, max_seqs))
     layout = tuple((array.shape, array.dtype) for array in arrays)
     packed, previous = (jax.ShapeDtypeStruct((n,), np.int32) for n in (starts_of(layout)[-1], max_seqs))
-    how = dict(tree=tree, layout=layout, backend="cookbook", decode=True)
+    how = dict(tree=tree, layout=layout, backend="cookbook", decode=True, draws=False)
     model = functools.partial(model_step, config, **how)
-    logits = jax.ShapeDtypeStruct((max_seqs, config.vocab_size), np.float32)
-    greedy = lambda logits: sample(logits, None, draws=False, cuts=False, logprobs=False)
-    of_model = lab.launches("h200", model, params, pages, packed, previous, donate_argnums=1)
-    return of_model + lab.launches("h200", greedy, logits)
+    return lab.launches("h200", model, params, pages, packed, previous, donate_argnums=1)
 
 
 def name(problem: Problem, backend: str) -> str:

@@ -33,7 +33,7 @@ from cookbook.serving.pages import PageAllocator
 from cookbook.serving.request import Chunk, Output, Request, logprobs_of_row, output_since
 from cookbook.serving.scheduler import Scheduler
 from cookbook.serving.stats import Stats, StepStats
-from cookbook.serving.step import Device, Launched, compile_steps, pack, padding, shapes, step
+from cookbook.serving.step import ALL_TOKENS, Device, Launched, compile_steps, pack, padding, shapes, step
 from cookbook.serving.weights import prepared
 
 
@@ -189,7 +189,7 @@ class Engine:
             )  # fmt: skip
         for i, (num_tokens, width, decode) in enumerate(found):
             batch = padding(num_tokens, width, s.max_seqs)
-            for temperature, top_k in ((0, 1), (1, 2**31 - 1), (1, 1)) if i == 0 else ((0, 1),):
+            for temperature, top_k in ((0, 1), (1, ALL_TOKENS), *([(1, 1)] if i == 0 else [])):
                 batch.temperatures[:], batch.top_ks[:] = temperature, top_k
                 for logprobs in (False, True) if i == 0 else (False,):
                     with self._repairing():

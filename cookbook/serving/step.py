@@ -22,6 +22,7 @@ from cookbook.serving.sampling import Options, Sampled, sample
 TABLE_WIDTH_MIN = 16  # Pages of the narrowest block table: fewer widths are fewer compilations.
 OF_SEQUENCES = 7  # The last fields of a batch, from `kv_lens` on: a value or one more for each sequence.
 ALL_TOKENS = 2**31 - 1  # The top_k that cuts nothing off.
+PLAIN = dict(cuts=False, logprobs=False, scored=False)  # Options of `sample`.
 
 
 class Launched(NamedTuple):
@@ -146,13 +147,16 @@ def step(
       The next token of each sequence; and the pages, in place of those given.
     """
     packed, form = _joined(batch)
-    logits, tail, pages = _program(compiler_options)(
-        config, weights, pages, packed, previous, **form, backend=backend, decode=decode
-    )
     draws = batch.temperatures > 0
     cuts = draws & ((batch.top_ks < ALL_TOKENS) | (batch.top_ps < 1) | (batch.min_ps > 0))
     how = dict(draws=bool(draws.any()), cuts=bool(cuts.any()), logprobs=logprobs, scored=scored)
-    sampled = _sample(logits, tail, layout=form["layout"][-OF_SEQUENCES:], **how)
+    samples = decode and not (how["cuts"] or logprobs or scored)
+    sampled, tail, pages = _program(compiler_options)(
+        config, weights, pages, packed, previous, **form, backend=backend, decode=decode,
+        draws=how["draws"] if samples else None,
+    )  # fmt: skip
+    if not samples:
+        sampled = _sample(sampled, tail, layout=form["layout"][-OF_SEQUENCES:], **how)
     for array in jax.tree.leaves((sampled.tokens, sampled.logprobs)):
         array.copy_to_host_async()  # The copy begins when the step ends, and not when somebody waits for it.
     return sampled, pages
@@ -165,13 +169,15 @@ def compile_steps(
     """Compiles the programs that `step` needs of the model for these sizes, of `shapes`; several at a time."""
     program = _program(compiler_options)
 
-    def compile_one(size):
+    def compile_one(size, draws):
         num_tokens, width, decode = size
         packed, form = _joined(padding(num_tokens, width, max_seqs))
-        program.lower(config, weights, pages, packed, previous, **form, backend=backend, decode=decode).compile()
+        how = dict(form, backend=backend, decode=decode, draws=draws)
+        program.lower(config, weights, pages, packed, previous, **how).compile()
 
+    programs = [(size, draws) for size in sizes for draws in ((None, False, True) if size[2] else (None,))]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, sizes))
+        list(pool.map(compile_one, *zip(*programs, strict=True)))
 
 
 def _joined(batch: Batch) -> tuple[np.ndarray, dict]:
@@ -199,13 +205,22 @@ def _program(compiler_options: tuple[tuple[str, object], ...]):
     records its kernels anew for a set that it does not know, and XLA by itself remembers fewer.
     """
     return jax.jit(
-        model_step, static_argnames=("config", "tree", "layout", "backend", "decode"), donate_argnames=("pages",),
-        compiler_options=dict(xla_cmd_buffer_trace_cache_size=64) | dict(compiler_options),
+        model_step, static_argnames=("config", "tree", "layout", "backend", "decode", "draws"),
+        donate_argnames=("pages",), compiler_options=dict(xla_cmd_buffer_trace_cache_size=64) | dict(compiler_options),
     )  # fmt: skip
 
 
-def model_step(config: LlamaConfig, weights, pages, packed, previous, *, tree, layout, backend: str, decode: bool):
-    """The model's part of a step: logits, the end of `packed` from which sampling reads, the pages."""
+def model_step(
+    config: LlamaConfig, weights, pages, packed, previous, *, tree, layout, backend: str, decode: bool,
+    draws: bool | None,
+):  # fmt: skip
+    """A step, with plain sampling; or with `draws` None the model's part of it: logits, the end of `packed` from which
+    `_sample` reads, the pages.
+
+    Sampling is a program of its own where a step has more than one token of a sequence or wants more than tokens: a
+    program for each shape and each way to sample would be many. Most steps have no use for it, and the host sends off
+    one program in less time than two.
+    """
     batch = jax.tree.unflatten(tree, _parts(packed, layout))
     if previous is not None:
         # Where there was none to sample it is -1, a token like others: its request has failed.
@@ -213,7 +228,10 @@ def model_step(config: LlamaConfig, weights, pages, packed, previous, *, tree, l
         batch = dataclasses.replace(batch, tokens=jnp.where(batch.tokens < 0, known, batch.tokens))
     logits, pages = forward(config, weights, pages, batch, backend=backend, decode=decode)
     # One slice for sampling, whose program then depends on no shape of the rest.
-    return logits, packed[starts_of(layout)[-1 - OF_SEQUENCES] :], pages
+    tail = packed[starts_of(layout)[-1 - OF_SEQUENCES] :]
+    if draws is None:
+        return logits, tail, pages
+    return _sample(logits, tail, layout=layout[-OF_SEQUENCES:], **PLAIN, draws=draws), None, pages
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "draws", "cuts", "logprobs", "scored"))

@@ -9,9 +9,10 @@ import pytest
 
 from bench import tiny_model
 from cookbook import lab
-from cookbook.serving import Engine, LlamaConfig, init
+from cookbook.serving import Engine, LlamaConfig, Request, init
 from cookbook.serving.model import empty_pages, forward
-from cookbook.serving.step import padding
+from cookbook.serving.request import Chunk
+from cookbook.serving.step import pack, padding, step
 from cookbook.serving.weights import Int8, prepared, quantised
 
 TINY = LlamaConfig(256, 128, 256, 1, 4, 2, 64)
@@ -124,3 +125,23 @@ def test_a_mutant_with_one_scale_for_all_outputs_is_caught(monkeypatch):
 def test_errors_name_the_rule(config, how, message):
     with pytest.raises(ValueError, match=message):
         Engine(config, init(config), num_pages=4, backend="xla", **how)
+
+
+def test_sampling_in_the_program_of_a_step_is_sampling_after_it():
+    """A step that decodes samples itself, unless it is asked for scores or log probabilities as well."""
+    config = dataclasses.replace(TINY, dtype="float32")
+    weights = prepared(config, init(config))
+    chunks = [
+        Chunk(request, 2, 3) for request in (Request((5, 6, 7 + i), 4, temperature=i % 2, seed=i) for i in range(6))
+    ]
+    for i, chunk in enumerate(chunks):
+        chunk.request.pages.append(i)
+    for some in (chunks, chunks[::2]):  # With draws and without.
+        batch = pack(some, 16, 6, True)
+        tokens = [
+            step(config, weights, empty_pages(config, 8, 16), batch, backend="xla", decode=True, **how)[
+                0
+            ].tokens.tolist()
+            for how in ({}, dict(scored=True), dict(logprobs=True))
+        ]
+        assert tokens[0] == tokens[1] == tokens[2] and len(set(tokens[0][: len(some)])) > 1
