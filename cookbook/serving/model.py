@@ -32,12 +32,13 @@ from cookbook.serving.weights import rows_of
 
 def empty_pages(
     config: LlamaConfig, num_pages: int, page_size: int, kv_cache_dtype: str | None = None
-) -> list[tuple[jax.Array, jax.Array]]:
-    """(k_pages, v_pages) of each layer: (num_pages, page_size, num_key_value_heads, head_dim) each, zeros; of
-    float8_e4m3fn if `kv_cache_dtype` is "fp8"."""
-    shape = num_pages, page_size, config.num_key_value_heads, config.head_dim
+) -> tuple[jax.Array, jax.Array]:
+    """(k_pages, v_pages): (layers, num_pages, page_size, num_key_value_heads, head_dim) each, zeros; of float8_e4m3fn
+    if `kv_cache_dtype` is "fp8". The host hands over each array in each step, so that two cost less than two a layer.
+    """
+    shape = config.num_hidden_layers, num_pages, page_size, config.num_key_value_heads, config.head_dim
     dtype = jnp.float8_e4m3fn if kv_cache_dtype == "fp8" else config.dtype
-    return [tuple(jnp.zeros(shape, dtype) for _ in "kv") for _ in range(config.num_hidden_layers)]
+    return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -104,7 +105,11 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
     weight = lambda name: weights[f"{name}.weight"]
     linear = lambda x, name, out=dtype: ops.linear(x, weight(name), out)
     attend = ops.paged_attention if decode else ops.ragged_paged_attention
-    where = batch.block_tables, batch.kv_lens, *(() if decode else (batch.cu_seqlens_q,))
+    lens = batch.kv_lens, *(() if decode else (batch.cu_seqlens_q,))
+    shape, layers = pages[0].shape, np.arange(config.num_hidden_layers, dtype=np.int32)
+    pages = [x.reshape(-1, *shape[2:]) for x in pages]  # One layer's after the other's.
+    block_tables = batch.block_tables + layers[:, None, None] * shape[1]
+    slots = jnp.where(batch.slot_mapping < 0, -1, batch.slot_mapping + layers[:, None] * (shape[1] * shape[2]))
     turns = angles(batch.positions, config.head_dim, config.rope_theta, config.rope_scaling)
 
     def normed(x, added, name):
@@ -112,14 +117,14 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
         norm = functools.partial(ops.rms_norm, scale=weight(name), eps=config.rms_norm_eps, out_dtype=dtype)
         return (norm(x), x) if added is None else norm(added, residual=x)
 
-    x, added, pages = rows_of(weight("model.embed_tokens"), batch.tokens), None, list(pages)
+    x, added = rows_of(weight("model.embed_tokens"), batch.tokens), None
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
         y, x = normed(x, added, f"{layer}.input_layernorm")
         qkv = linear(y, f"{layer}.self_attn.qkv_proj").reshape(rows, -1, config.head_dim)
         norms = {f"{name}_norm": weight(f"{layer}.self_attn.{name}_norm") for name in "qk" if config.qk_norm}
-        q, *pages[i] = ops.rope_write_kv(qkv, *turns, *pages[i], batch.slot_mapping, eps=config.rms_norm_eps, **norms)
-        out = attend(q, *pages[i], *where)
+        q, *pages = ops.rope_write_kv(qkv, *turns, *pages, slots[i], eps=config.rms_norm_eps, **norms)
+        out = attend(q, *pages, block_tables[i], *lens)
         added = linear(out.reshape(rows, -1), f"{layer}.self_attn.o_proj", jnp.float32)
         y, x = normed(x, added, f"{layer}.post_attention_layernorm")
         if config.num_experts:
@@ -135,4 +140,4 @@ def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, 
         x, added = x[last], added[last]
     y, _ = normed(x, added, "model.norm")
     head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-    return linear(y, head, jnp.float32), [tuple(of_layer) for of_layer in pages]
+    return linear(y, head, jnp.float32), tuple(x.reshape(shape) for x in pages)
