@@ -20,10 +20,14 @@ QWEN = dataclasses.replace(TINY, qk_norm=True, tie_word_embeddings=True)
 EXPERTS = dataclasses.replace(QWEN, intermediate_size=64, num_experts=128, num_experts_per_tok=8)
 
 
+def random_pages(config: LlamaConfig, kv_cache_dtype=None):
+    pages = empty_pages(config, 4, 16, kv_cache_dtype)
+    return jax.tree.map(lambda x: jnp.asarray(np.random.default_rng(0).normal(size=x.shape), x.dtype), pages)
+
+
 def decoded(config: LlamaConfig, weights, backend: str, kv_cache_dtype=None) -> tuple[np.ndarray, list]:
     """Logits and pages of a step in which a sequence of 20 tokens, one of 3 and an empty one decode."""
-    batch, pages = padding(4, 16, 4), empty_pages(config, 4, 16, kv_cache_dtype)
-    pages = jax.tree.map(lambda x: jnp.asarray(np.random.default_rng(0).normal(size=x.shape), x.dtype), pages)
+    batch, pages = padding(4, 16, 4), random_pages(config, kv_cache_dtype)
     batch.tokens[:], batch.positions[:] = (7, 200, 0, 0), (19, 2, 0, 0)
     batch.block_tables[:2, :2], batch.kv_lens[:2] = ((2, 1), (3, 0)), (20, 3)
     batch.slot_mapping[:2] = 16 + 3, 3 * 16 + 2
@@ -34,15 +38,29 @@ def decoded(config: LlamaConfig, weights, backend: str, kv_cache_dtype=None) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config, kind, cache",
-    [(QWEN, None, "fp8"), (TINY, "int8", None), pytest.param(EXPERTS, None, None, marks=pytest.mark.slow)],
-    ids=["norms of heads, fp8", "int8", "128 experts"],
+    [
+        (dataclasses.replace(QWEN, num_hidden_layers=2), None, "fp8"),
+        (TINY, "int8", None),
+        pytest.param(EXPERTS, None, None, marks=pytest.mark.slow),
+    ],
+    ids=["two layers, norms of heads, fp8", "int8", "128 experts"],
 )
 def test_the_kernels_give_the_logits_of_xla(config, kind, cache):
     weights = prepared(config, init(config), kind)
     (ours, our_pages), (theirs, their_pages) = (decoded(config, weights, name, cache) for name in ("cookbook", "xla"))
     assert np.linalg.norm(ours - theirs) < 0.02 * np.linalg.norm(theirs)
     for one, other in zip(jax.tree.leaves(our_pages), jax.tree.leaves(their_pages), strict=True):
-        np.testing.assert_allclose(np.float32(one), np.float32(other), atol=0.05)
+        # Beside the middle of two numbers of e4m3 the backends may round to either, up to 1/8 apart.
+        np.testing.assert_allclose(np.float32(one), np.float32(other), atol=0.05, rtol=0.13 if cache == "fp8" else 0)
+
+
+def test_each_layer_writes_its_own_slots_and_no_others():
+    """A slot of a token in each layer; padding, whose slot is -1, has none."""
+    config = dataclasses.replace(TINY, dtype="float32", num_hidden_layers=3)
+    _, written = decoded(config, prepared(config, init(config)), "xla")
+    for before, pages in zip(random_pages(config), written, strict=True):
+        slots = np.argwhere((np.asarray(pages) != before).any((3, 4)))
+        assert slots.tolist() == [[layer, page, row] for layer in range(3) for page, row in ((1, 3), (3, 2))]
 
 
 def test_experts_in_the_engine():

@@ -469,6 +469,7 @@ def test_what_is_no_mutant_passes(trace, copied):
         ("step", "previous[jnp.maximum(-1 - batch.tokens, 0)]", "previous[0]"),
         ("step", "seeds, kv_lens, *cuts", "seeds, jnp.arange(seeds.size), *cuts"),
         ("model", "batch.cu_seqlens_q[1:] - 1", "batch.cu_seqlens_q[:-1]"),
+        ("model", "batch.block_tables + layers", "batch.block_tables + 0 * layers"),
         ("backends", "kv_lens[sequence] - behind", "kv_lens[sequence]"),
         ("sampling", "jax.random.key(seed), position", "jax.random.key(0), position"),
         ("step", "np.full(num_tokens, -1, np.int32)", "np.zeros(num_tokens, np.int32)"),
