@@ -65,7 +65,8 @@ def route(router_logits, top_k: int, renormalize: bool = True) -> Routing:
     chosen, experts = _top_k(logits, top_k)
     weights = jax.nn.softmax(chosen) if renormalize else jnp.exp(chosen - jax.nn.logsumexp(logits, -1, keepdims=True))
 
-    rows, group_sizes = _places(experts, num_experts)
+    # Without a barrier XLA finds each row again for each value that is read of it.
+    rows, group_sizes = lax.optimization_barrier(_places(experts, num_experts))
     copies = jnp.arange(tokens * top_k, dtype=jnp.int32)
     sources = jnp.zeros_like(copies).at[rows.ravel()].set(copies, mode="promise_in_bounds", unique_indices=True)
     return Routing(weights, rows, sources, group_sizes)
