@@ -8,7 +8,7 @@ w_down (E, I, H), o (..., H). x and the weights are all bfloat16 or all float16;
 The products are `ragged_dot`'s; SwiGLU is in the epilogue of the first. `copy_rows` brings the tokens to their experts.
 Around them XLA runs a few small operations. Rows are not sorted: the row of a token in its expert's group is how many
 earlier tokens chose the expert. A product with a triangle counts them within blocks of tokens, and comparisons over
-blocks. XLA's own cumulative sum takes longer.
+blocks; of few rows, comparisons alone. XLA's own cumulative sum takes longer.
 
 Bound by: the products; for the rest, the memory that rows are copied to and from: each token's row is written top_k
 times, and as many rows of the result are read.
@@ -29,6 +29,7 @@ from . import gated
 from .copy_rows import copy_rows
 from .ragged_dot import ragged_dot
 
+FEW = 1024  # Rows that are all compared with each other.
 TOKENS = 128  # Tokens of a block: a product with a triangle counts within it, and then blocks are compared.
 
 
@@ -65,8 +66,9 @@ def route(router_logits, top_k: int, renormalize: bool = True) -> Routing:
     chosen, experts = _top_k(logits, top_k)
     weights = jax.nn.softmax(chosen) if renormalize else jnp.exp(chosen - jax.nn.logsumexp(logits, -1, keepdims=True))
 
+    places = _places_of_few if experts.size <= FEW else _places
     # Without a barrier XLA finds each row again for each value that is read of it.
-    rows, group_sizes = lax.optimization_barrier(_places(experts, num_experts))
+    rows, group_sizes = lax.optimization_barrier(places(experts, num_experts))
     copies = jnp.arange(tokens * top_k, dtype=jnp.int32)
     sources = jnp.zeros_like(copies).at[rows.ravel()].set(copies, mode="promise_in_bounds", unique_indices=True)
     return Routing(weights, rows, sources, group_sizes)
@@ -110,6 +112,14 @@ def _places(experts, num_experts: int):
     places = (so_far - 1 + (starts + before)[:, None]).reshape(-1, num_experts)
     token = jnp.arange(tokens, dtype=jnp.int32)[:, None]
     return places.at[token, experts].get(mode="promise_in_bounds"), sizes
+
+
+def _places_of_few(experts, num_experts: int):
+    """As `_places`, by comparing all rows with each other."""
+    row = experts.ravel() * experts.size + jnp.arange(experts.size, dtype=jnp.int32)  # By experts, then by tokens.
+    is_before = row[None, :] < row[:, None]
+    is_in = experts.ravel() == jnp.arange(num_experts, dtype=jnp.int32)[:, None]
+    return is_before.sum(1, dtype=jnp.int32).reshape(experts.shape), is_in.sum(1, dtype=jnp.int32)
 
 
 def _take(x, index):

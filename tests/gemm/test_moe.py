@@ -38,7 +38,9 @@ LOGITS = {
 
 @pytest.mark.parametrize("top_k", [1, 3, 5])
 @pytest.mark.parametrize("name", LOGITS)
-def test_every_choice_has_a_row_of_its_expert(name, top_k):
+@pytest.mark.parametrize("few", [0, 10**4], ids=("many", "few"))
+def test_every_choice_has_a_row_of_its_expert(monkeypatch, few, name, top_k):
+    monkeypatch.setattr(module, "FEW", few)  # Rows are counted in blocks of tokens, or all compared.
     logits = jnp.asarray(LOGITS[name], jnp.float32)
     weights, rows, sources, sizes = map(np.asarray, module.route(logits, top_k))
     experts = np.asarray(jax.lax.top_k(logits, top_k)[1])
