@@ -30,10 +30,16 @@ SCANNED_MAX = 12
 class Table(NamedTuple):
     """Integers for each entry: its group, the row where the entry begins, and the row where its group ends."""
 
-    count: Any  # (2,): the number of entries of groups; and of these with the entries of zero rows that follow.
+    after: Any  # (G + 2,): how many entries there are up to the end of each group, and of the rows of zeros.
     group: Any
     start: Any
     end: Any  # The end of the group, even if that is beyond the entry's tile.
+
+    @property
+    def count(self):
+        """The number of entries of groups; and of these with the entries of zero rows that follow."""
+        (groups_and_zeros,) = self.after.shape
+        return self.after[groups_and_zeros - 3], self.after[groups_and_zeros - 1]
 
     def entry(self, number):
         """(group, start, end)."""
@@ -184,7 +190,7 @@ def row_table(starts, ends, m: int, tile: int) -> Table:
     group = (after[None, :] <= entry[:, None]).sum(1, dtype=jnp.int32)
     at = jnp.minimum(group, num_groups + 1)
     start = starts[at] + (entry - (after - tiles)[at]) * tile
-    return Table(after[jnp.array([num_groups - 1, num_groups + 1])], group, start, ends[at])
+    return Table(after, group, start, ends[at])
 
 
 def sum_table(starts, ends) -> Table:
