@@ -45,7 +45,7 @@ def attention_fp8_reference(
 def default_config(head_dim: int, is_cut: bool) -> Config:
     """The configuration for heads of this size, with a causal mask or a window if it `is_cut`: the fastest of those
     tried on an H200, with 16384 positions, and heads of 128 with 4096 too. For heads of 64 one serves both: without a
-    mask, 192 keys a block were 3 % faster, and spilled."""
+    mask, 192 keys a block were a little faster, and spilled."""
     if head_dim <= 64:
         return Config(num_stages=4, compute_wgs=3, in_turns=False)
     if head_dim <= 128:

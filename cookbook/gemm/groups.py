@@ -38,8 +38,8 @@ class Table(NamedTuple):
     @property
     def count(self):
         """The number of entries of groups; and of these with the entries of zero rows that follow."""
-        (groups_and_zeros,) = self.after.shape
-        return self.after[groups_and_zeros - 3], self.after[groups_and_zeros - 1]
+        size = self.after.shape[0]  # A Ref takes no index from its end.
+        return self.after[size - 3], self.after[size - 1]
 
     def entry(self, number):
         """(group, start, end)."""

@@ -22,7 +22,6 @@ from cookbook.serving.sampling import Options, Sampled, sample
 TABLE_WIDTH_MIN = 16  # Pages of the narrowest block table: fewer widths are fewer compilations.
 OF_SEQUENCES = 7  # The last fields of a batch, from `kv_lens` on: a value or one more for each sequence.
 ALL_TOKENS = 2**31 - 1  # The top_k that cuts nothing off.
-PLAIN = dict(cuts=False, logprobs=False, scored=False)  # Options of `sample`.
 
 
 class Launched(NamedTuple):
@@ -151,12 +150,11 @@ def step(
     cuts = draws & ((batch.top_ks < ALL_TOKENS) | (batch.top_ps < 1) | (batch.min_ps > 0))
     how = dict(draws=bool(draws.any()), cuts=bool(cuts.any()), logprobs=logprobs, scored=scored)
     samples = decode and not (how["cuts"] or logprobs or scored)
-    sampled, tail, pages = _program(compiler_options)(
+    result, tail, pages = _program(compiler_options)(
         config, weights, pages, packed, previous, **form, backend=backend, decode=decode,
         draws=how["draws"] if samples else None,
     )  # fmt: skip
-    if not samples:
-        sampled = _sample(sampled, tail, layout=form["layout"][-OF_SEQUENCES:], **how)
+    sampled = result if samples else _sample(result, tail, layout=form["layout"][-OF_SEQUENCES:], **how)
     for array in jax.tree.leaves((sampled.tokens, sampled.logprobs)):
         array.copy_to_host_async()  # The copy begins when the step ends, and not when somebody waits for it.
     return sampled, pages
@@ -231,7 +229,8 @@ def model_step(
     tail = packed[starts_of(layout)[-1 - OF_SEQUENCES] :]
     if draws is None:
         return logits, tail, pages
-    return _sample(logits, tail, layout=layout[-OF_SEQUENCES:], **PLAIN, draws=draws), None, pages
+    how = dict(draws=draws, cuts=False, logprobs=False)
+    return _sample(logits, tail, layout=layout[-OF_SEQUENCES:], **how), None, pages
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "draws", "cuts", "logprobs", "scored"))

@@ -51,4 +51,4 @@ def test_the_host_of_a_step_is_timed():
     problem = serving.TINY
     times = serving.decode_host(problem, init(problem.config), length=8, count=3, backend="xla")
     whole = times.pop("the whole call")
-    assert 0 < sum(times.values()) < 2 * whole and times["arguments and results"] > 0
+    assert 0 < sum(times.values()) < whole and times["arguments and results"] > 0

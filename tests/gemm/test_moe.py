@@ -172,9 +172,8 @@ def test_mutants_of_the_routing_are_caught(run_only, monkeypatch, found_if, muta
     with found_if(mutated is not None):
         args = operands()
         made, tolerance = (functools.partial(fn, top_k=2) for fn in (moe, reference)), 4e-3
-        if (
-            mutated == "another token"
-        ):  # Gradients alone ask whose a row is; their roundings are those of test_gradients.
+        # Gradients alone ask whose a row is; their roundings are those of test_gradients.
+        if mutated == "another token":
             made, tolerance = (gradients(fn, args) for fn in (moe, reference)), 7e-3
         lab.check(*made, *args, tolerance=tolerance, gpu=None)
 

@@ -155,11 +155,10 @@ def test_sampling_in_the_program_of_a_step_is_sampling_after_it():
     for i, chunk in enumerate(chunks):
         chunk.request.pages.append(i)
     for some in (chunks, chunks[::2]):  # With draws and without.
-        batch = pack(some, 16, 6, True)
-        tokens = [
-            step(config, weights, empty_pages(config, 8, 16), batch, backend="xla", decode=True, **how)[
-                0
-            ].tokens.tolist()
-            for how in ({}, dict(scored=True), dict(logprobs=True))
-        ]
+        args = config, weights, empty_pages(config, 8, 16), pack(some, 16, 6, True)
+        tokens = []
+        for how in ({}, dict(scored=True), dict(logprobs=True)):
+            sampled, pages = step(*args, backend="xla", decode=True, **how)
+            args = *args[:2], pages, args[3]
+            tokens.append(sampled.tokens.tolist())
         assert tokens[0] == tokens[1] == tokens[2] and len(set(tokens[0][: len(some)])) > 1
