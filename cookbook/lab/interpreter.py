@@ -9,6 +9,7 @@ import functools
 import io
 import linecache
 import logging
+import math
 import pathlib
 import re
 import threading
@@ -16,7 +17,7 @@ import threading
 import jax
 import numpy as np
 from jax._src import callback as callbacks
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
 
 from .. import _mgpu
 from .toolchain import gpu_facts
@@ -57,8 +58,9 @@ def interpret(*, detect_races: bool = True):
     Yields an `Interpreted`: its `races_found` and `races` are readable inside and afterwards. Races are also printed,
     a line each, when the context ends. After an exception the interpreter is ready for the next kernel.
 
-    Seen: races of barriers, TMA copies and warpgroups inside a block or a cluster. Not seen: the lifetime of WGMMA
-    operands (the interpreter multiplies at once), races between the blocks of a grid, wrong multicasts.
+    Seen: races of barriers, TMA copies and warpgroups inside a block or a cluster; a block that leaves a multicast out.
+    Not seen: the lifetime of WGMMA operands (the interpreter multiplies at once), races between the blocks of a grid,
+    other wrong multicasts.
 
     Raises:
       Deadlock: all warpgroups of a kernel wait at barriers, or have ended. A loop that never ends is not found: give
@@ -125,7 +127,8 @@ def _call_back(original, *args, callback, result_avals, **kwargs):
         return [np.asarray(x, aval.dtype) if isinstance(x, int) else x for x, aval in found]
 
     fn = callback.callback_func
-    if str(getattr(fn, "func", fn).__module__).startswith(gpu_callbacks.__package__):  # None of a list's append.
+    module = str(getattr(fn, "func", fn).__module__)  # None of a list's append.
+    if module == __name__ or module.startswith(gpu_callbacks.__package__):
         return original(callback=call, result_avals=result_avals, **kwargs)
     return original(*args, callback=callback, result_avals=result_avals, **kwargs)
 
@@ -175,12 +178,42 @@ def _place(summary: str) -> str:
     return f"{at} `{linecache.getline(path, line).strip()}`"
 
 
+class _Meeting:
+    """Where warpgroups of several blocks wait until all have started a multicast that they share.
+
+    The interpreter gives each block a copy of its own. On a GPU a block's data comes from all of them, so that none of
+    them can run ahead of another by more than the ring. To `_Watch` this is a barrier; no clock of races passes it.
+    """
+
+    def __init__(self, memory, size: int, is_aborted: bool):
+        self.shared_memory, self.num_arrivals, self.is_aborted = memory, size, is_aborted
+        self.cv, self.phase, self.arrivals_count = threading.Condition(), 0, 0
+        self.last_observed_phase_by_thread = {}
+
+    def wait(self, thread, _logging_info):
+        with self.cv:
+            phase = self.phase
+            self.arrivals_count += 1
+            if self.arrivals_count == self.num_arrivals:
+                self.phase, self.arrivals_count = phase + 1, 0
+                self.cv.notify_all()
+            self.cv.wait_for(lambda: self.phase > phase or self.is_aborted)
+            self.last_observed_phase_by_thread[thread] = phase + 1
+        self.shared_memory.check_failed()
+
+    def abort(self):
+        with self.cv:
+            self.is_aborted = True
+            self.cv.notify_all()
+
+
 class _Watch:
     """Ends a kernel whose warpgroups all wait at barriers or have ended; `report` says who waits, where, for whom.
 
     A copy arrives at its barrier in the call that starts it, so nobody but a warpgroup could still come.
     """
 
+    latest: "_Watch"
     _LOOK = 0.25  # Seconds between two looks.
     _WARPS = 40  # Looks without a change where warps wait: nothing tells how many of them are still at work.
 
@@ -189,9 +222,12 @@ class _Watch:
         self._lock, self._over = threading.Lock(), threading.Event()
         self._waiting, self._ended = {}, {}  # By thread of the cluster that runs, as are the arrivals.
         self._arrivals = collections.defaultdict(collections.Counter)  # By barrier: (who, at which line).
+        self._meetings = {}  # By who meets: the multicast's axes, a block's place along the others, its warpgroup.
+        self._failed = None  # The memory of a kernel that failed.
         self._log = logging.getLogger("jax._src.callback")  # Shows a stack for each thread of a kernel that fails.
 
     def __enter__(self):
+        _Watch.latest = self
         barrier, memory = shared_memory.Barrier, shared_memory.GPUSharedMemory
         self._originals = [
             (owner, name, getattr(owner, name))
@@ -200,6 +236,8 @@ class _Watch:
                 (barrier, "arrive"),
                 (memory, "kernel_thread_finished"),
                 (memory, "reset_per_cluster_state"),
+                (memory, "_abort_waiters"),
+                (jaxpr_interpret.JaxprInterpreter, "_interpret_copy_gmem_to_smem_p"),
             )
         ]
         for owner, name, original in self._originals:
@@ -241,7 +279,38 @@ class _Watch:
         with self._lock:
             self._ended.clear()
             self._arrivals.clear()
+            self._meetings.clear()
         return original(memory)
+
+    def _abort_waiters(self, original, memory):
+        with self._lock:
+            self._failed = memory
+            for meeting in self._meetings.values():
+                meeting.abort()
+        return original(memory)
+
+    def _interpret_copy_gmem_to_smem_p(self, original, interpreter, eqn, token, get_invals):
+        if eqn.params["collective_axes"] and eqn.params["leader_tracked"] is None:
+            shared = interpreter.are_thread_cluster_axes_collective(eqn.params["collective_axes"])[:-1]
+            size = math.prod(dim for dim, together in zip(interpreter.cluster_dims, shared, strict=True) if together)
+            token = callbacks.io_callback(
+                functools.partial(_meet, shared=shared, size=size, source_info=eqn.source_info),
+                gpu_callbacks.TOKEN_SHAPE_DTYPE,
+                token=token,
+                mesh_location=interpreter.mesh_location,
+                thread=interpreter.thread,
+            )
+        return original(interpreter, eqn, token, get_invals)
+
+    def meet(self, mesh_location, thread, shared, size, source_info):
+        info = shared_memory.GPULoggingInfo(mesh_location, thread, source_info)
+        rest = (int(at) for at, together in zip(mesh_location.block_coords, shared, strict=True) if not together)
+        key = shared, *rest, thread.device_id, thread.warpgroup_id, getattr(thread, "warp_id", None)
+        with self._lock:
+            memory = gpu_callbacks._get_shared_memory()
+            meeting = self._meetings.setdefault(key, _Meeting(memory, size, is_aborted=memory is self._failed))
+            self._arrivals[id(meeting)][_name(info), info.get_source_info_str()] += 1
+        self.wait(_Meeting.wait, meeting, thread, info)
 
     def _look(self):
         before, alike = None, 0
@@ -271,6 +340,11 @@ class _Watch:
             )
         lines += [f"warpgroup {thread.warpgroup_id} has ended." for thread in sorted(ended, key=str)]
         return "\n  ".join(lines)
+
+
+def _meet(*, token, **multicast):
+    _Watch.latest.meet(**multicast)  # A kernel may have been traced under another.
+    return token
 
 
 def _none(record) -> bool:
@@ -317,6 +391,8 @@ def _name(info) -> str:
 
 def _which(barrier) -> str:
     """A barrier's place among those of its block."""
+    if isinstance(barrier, _Meeting):
+        return "a multicast that it shares with other blocks"
     allocated = sorted(barrier.shared_memory.mem.items(), key=lambda item: (item[0].block_id, item[0].buffer_id))
     block = [key.block_id for key, allocation in allocated if allocation is barrier]
     ours = [a for key, a in allocated if isinstance(a, shared_memory.Barrier) and [key.block_id] == block]

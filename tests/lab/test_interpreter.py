@@ -1,5 +1,7 @@
 """Where kernels run: the interpreter's races and recovery, on either JAX version."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -148,6 +150,68 @@ def one_waits(x, barrier, **launch):
 def test_a_warpgroup_that_has_ended_comes_no_more(barrier, launch, said):
     with pytest.raises(lab.Deadlock, match=said), lab.interpret():
         jax.block_until_ready(one_waits(X, barrier, **launch))
+
+
+def multicasts(x):
+    """Blocks of a cluster read x through a slot, by multicast along both axes: four times, block 3 x[0, 0] times."""
+
+    def body(x_gmem, o_gmem, first_smem, second_smem, filled, freed):
+        block = 2 * lax.axis_index("m") + lax.axis_index("n")
+        rounds = jnp.where(block == 3, x_gmem[0, 0].astype(jnp.int32), 4)
+
+        @pl.when(lax.axis_index("role") == 0)
+        def _():
+            @pl.loop(0, rounds)
+            def _(i):
+                pl.when(i > 0)(lambda: plgpu.barrier_wait(freed))
+                plgpu.copy_gmem_to_smem(x_gmem, first_smem, filled, collective_axes="m")
+                plgpu.copy_gmem_to_smem(x_gmem, second_smem, filled, collective_axes="n")
+
+            plgpu.barrier_wait(freed)
+
+        @pl.when(lax.axis_index("role") == 1)
+        def _():
+            @pl.loop(0, rounds)
+            def _(_):
+                plgpu.barrier_wait(filled)
+                o_gmem[block] = first_smem[...] + second_smem[...]
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(freed)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((4, *x.shape), x.dtype),
+        scratch_types=[plgpu.SMEM(x.shape, x.dtype)] * 2
+        + [plgpu.Barrier(num_arrivals=2), plgpu.ClusterBarrier(collective_axes=("m", "n"), num_arrivals=1)],
+        cluster=(2, 2),
+        cluster_names=("m", "n"),
+        num_threads=2,
+        thread_name="role",
+    )(x)
+
+
+def test_a_block_waits_for_the_slow_one_whose_data_it_gets(monkeypatch):
+    """Its neighbour's neighbour: nothing but the data keeps the others of a cluster of 2 x 2 from running ahead."""
+    arrive = interpreter._Watch.arrive
+
+    def late(self, original, barrier, thread, *rest):
+        time.sleep(0.02 * ((thread.block_id, thread.warpgroup_id) == (2, 1)))
+        return arrive(self, original, barrier, thread, *rest)
+
+    monkeypatch.setattr(interpreter._Watch, "arrive", late)
+    x = X.at[0, 0].set(4)
+    with lab.interpret() as seen:
+        np.testing.assert_array_equal(multicasts(x), jnp.stack([2 * x] * 4))
+    assert not seen.races_found
+
+
+def test_a_block_that_leaves_a_multicast_out_is_a_deadlock():
+    said = "warpgroup 0 of block 0, 1 waits at .*copy_gmem_to_smem.* which has 1 of 2 arrivals"
+    launch = jax.jit(multicasts)  # Traced once.
+    with lab.interpret():
+        jax.block_until_ready(launch(X.at[0, 0].set(4)))
+    with pytest.raises(lab.Deadlock, match=said), lab.interpret():
+        jax.block_until_ready(launch(X.at[0, 0].set(3)))
 
 
 def test_a_slow_warpgroup_is_no_deadlock(monkeypatch):
