@@ -4,6 +4,9 @@ It is a step ahead of its device: while one step is computed, the next is schedu
 token that is not known yet, the batch has the row of the previous step in which it is sampled. A stop token is seen one
 step late, and the results of that step for its request are thrown away.
 
+Steps that only decode go off several at a time, in one program, where no request could join in between: the host then
+takes less time for each than the device. A stop token is seen as many steps later.
+
 State after an exception, wherever it comes from, a `KeyboardInterrupt` included:
 
     where                                    what happens to
@@ -31,9 +34,21 @@ from cookbook.serving.config import LlamaConfig, check_params
 from cookbook.serving.model import empty_pages
 from cookbook.serving.pages import PageAllocator
 from cookbook.serving.request import Chunk, Output, Request, logprobs_of_row, output_since
+from cookbook.serving.sampling import Sampled
 from cookbook.serving.scheduler import Scheduler
 from cookbook.serving.stats import Stats, StepStats
-from cookbook.serving.step import ALL_TOKENS, Device, Launched, compile_steps, pack, padding, shapes, step
+from cookbook.serving.step import (
+    ALL_TOKENS,
+    Device,
+    Launched,
+    compile_steps,
+    pack,
+    padding,
+    rows_of,
+    shapes,
+    step,
+    steps_in_a_row,
+)
 from cookbook.serving.weights import prepared
 
 
@@ -58,6 +73,8 @@ class Engine:
         as command buffers (CUDA graphs); `xla_gpu_enable_command_buffer="INVALID"` turns that off,
         `xla_cmd_buffer_trace_cache_size` (64) says for how many sets of addresses a recording is kept.
       ahead: whether a step is scheduled and sent off while the one before is computed.
+      num_scheduler_steps: how many steps that decode are sent off at once, at most; a power of two. With more, tokens
+        come in larger groups, a request that is submitted meanwhile waits longer, and `warmup` compiles more.
 
     `allocator` and `scheduler` keep the books; `stats` has the figures of the steps.
 
@@ -69,11 +86,13 @@ class Engine:
         self, config: LlamaConfig, params, *, num_pages: int, page_size: int = 16, max_seqs: int = 64,
         max_tokens_per_step: int = 512, max_seq_len: int | None = None, backend: str = "cookbook",
         weights: str | None = None, kv_cache_dtype: str | None = None,
-        compiler_options: Mapping[str, object] | None = None, ahead: bool = True,
+        compiler_options: Mapping[str, object] | None = None, ahead: bool = True, num_scheduler_steps: int = 4,
     ):  # fmt: skip
         backends.check(backend, config, page_size, kv_cache_dtype)
         check_params(config, params)
-        self.config, self.backend, self.ahead = config, backend, ahead
+        if num_scheduler_steps < 1 or num_scheduler_steps & (num_scheduler_steps - 1):
+            raise ValueError(f"Engine: {num_scheduler_steps=} must be a power of two, such as 1 or 4")
+        self.config, self.backend, self.ahead, self.num_scheduler_steps = config, backend, ahead, num_scheduler_steps
         self.weights, self.kv_cache_dtype = prepared(config, params, weights), kv_cache_dtype
         self.compiler_options = _checked(compiler_options or {})
         self.allocator = PageAllocator(num_pages, page_size)
@@ -147,8 +166,8 @@ class Engine:
         self._restart()
 
     def step(self) -> list[Output]:
-        """Sends off a step, if there is anything to do, and waits for the one before, or with `ahead` off for itself.
-        Returns what is new: of each request that has new tokens or has ended, once.
+        """Sends off a step, or several that decode, if there is anything to do, and waits for those before, or with
+        `ahead` off for these. Returns what is new: of each request that has new tokens or has ended, once.
 
         If it raises, this docstring's module says what is left; what would have been told is told by the next step.
         """
@@ -180,12 +199,12 @@ class Engine:
         self._repair()
         if not self.is_idle:
             raise RuntimeError("Engine.warmup: there are requests; call it before the first one, or after a reset()")
-        s = self.scheduler
+        s, counts = self.scheduler, [2**i for i in range(1, self.num_scheduler_steps.bit_length())]
         found = shapes(s.max_seqs, s.max_tokens_per_step, -(-self.max_seq_len // self.allocator.page_size))
         if self.backend == "xla" or jax.default_backend() == "gpu":  # The interpreter serves one thread alone.
             compile_steps(
                 self.config, self.weights, self._device.pages, self._device.tokens, s.max_seqs, found,
-                backend=self.backend, compiler_options=self.compiler_options,
+                backend=self.backend, counts=counts, compiler_options=self.compiler_options,
             )  # fmt: skip
         for i, (num_tokens, width, decode) in enumerate(found):
             batch = padding(num_tokens, width, s.max_seqs)
@@ -196,6 +215,11 @@ class Engine:
                         sampled, pages = self._step(batch, decode, logprobs)
                         self._device = Device(pages, sampled.tokens, ())
                     jax.device_get((sampled.tokens, sampled.logprobs))
+                for count in counts if decode and (temperature == 0 or top_k == ALL_TOKENS) else ():
+                    with self._repairing():
+                        tokens, last, pages = self._steps(batch, count)
+                        self._device = Device(pages, last, ())
+                    jax.device_get(tokens)
         return len(found)
 
     def check(self) -> None:
@@ -208,34 +232,47 @@ class Engine:
             decode=decode, logprobs=logprobs, compiler_options=self.compiler_options,
         )  # fmt: skip
 
+    def _steps(self, batch, count: int):
+        return steps_in_a_row(
+            self.config, self.weights, self._device.pages, batch, self._device.tokens, count=count,
+            backend=self.backend, compiler_options=self.compiler_options,
+        )  # fmt: skip
+
     def _launch(self) -> bool:
-        """Schedules a step and sends it off. Returns whether there was anything to do."""
+        """Schedules a step, or several, and sends them off. Returns whether there was anything to do."""
         start, scheduler = time.perf_counter(), self.scheduler
         with self._repairing():
             before, plan = self._device, scheduler.before
             try:
-                chunks = scheduler.schedule()
-                if chunks:
-                    self._device = self._sent_off(chunks, start)
+                steps = scheduler.schedule_steps(self.num_scheduler_steps)
+                if steps:
+                    self._device = self._sent_off(steps, start)
             except BaseException:
                 if self._device is before and scheduler.before is not plan and not scheduler.is_broken:
                     scheduler.unschedule()
                 raise
-        return bool(chunks)
+        return bool(steps)
 
-    def _sent_off(self, chunks: list[Chunk], start: float) -> Device:
-        """The arrays on the device after the launch of a step."""
-        before = self._device.in_flight
+    def _sent_off(self, steps: list[list[Chunk]], start: float) -> Device:
+        """The arrays on the device after the launch of these steps."""
+        before, chunks = self._device.in_flight, steps[0]
         decode = all(chunk.end - chunk.start == 1 for chunk in chunks)
-        rows = {chunk.request: i for i, chunk in enumerate(before[-1].chunks)} if before else {}
-        batch = pack(chunks, self.allocator.page_size, self.scheduler.max_seqs, decode, rows)
-        logprobs = any(chunk.request.logprobs is not None for chunk in chunks)
+        batch = pack(
+            chunks, self.allocator.page_size, self.scheduler.max_seqs, decode, rows_of(before[-1]) if before else {}
+        )
         preemptions, held = self.scheduler.num_preemptions, self.allocator.num_held
-        sampled, pages = self._step(batch, decode, logprobs)
-        return Device(pages, sampled.tokens, (*before, Launched(chunks, decode, sampled, start, preemptions, held)))
+        if len(steps) == 1:
+            sampled, pages = self._step(batch, decode, any(chunk.request.logprobs is not None for chunk in chunks))
+            last = sampled.tokens
+        else:
+            ends = {chunk.request: chunk.end for chunks in steps for chunk in chunks}
+            batch.kv_lens[: len(ends)] = list(ends.values())
+            tokens, last, pages = self._steps(batch, len(steps))
+            sampled = Sampled(tokens, None, None)
+        return Device(pages, last, (*before, Launched(steps, decode, sampled, start, preemptions, held)))
 
     def _complete(self) -> None:
-        """Waits for the tokens of the oldest step in flight, and enters them into the books."""
+        """Waits for the tokens of the oldest steps in flight, and enters them into the books."""
         launched, *later = self._device.in_flight
         start = time.perf_counter()
         try:
@@ -243,14 +280,22 @@ class Engine:
         except Exception:  # An error of the device; an interrupt is none, and leaves the step in flight.
             self._restart()
             raise
-        with self._repairing():  # The step is entered and not in flight any more, or all starts again.
+        with self._repairing():  # The steps are entered and not in flight any more, or all starts again.
             self._enter(launched, tokens, logprobs, time.perf_counter() - start)
             self._device = self._device._replace(in_flight=tuple(later))
 
     def _enter(self, launched: Launched, tokens: np.ndarray, logprobs, waited: float) -> None:
         before, self._latest = self._latest, time.perf_counter()
-        chunks, tokens = launched.chunks, np.where(tokens < self.config.vocab_size, tokens, -1).tolist()
-        tokens = tokens[: len(chunks)]
+        seconds, count = self._latest - max(before, launched.start), len(launched.steps)
+        tokens, rows = (
+            np.where(tokens < self.config.vocab_size, tokens, -1).reshape(count, -1).tolist(),
+            rows_of(launched),
+        )
+        for chunks, row in zip(launched.steps, tokens, strict=True):
+            new = [row[rows[chunk.request]] for chunk in chunks]
+            self._enter_step(launched, chunks, new, logprobs, seconds / count, waited / count)
+
+    def _enter_step(self, launched: Launched, chunks, tokens: list[int], logprobs, seconds: float, waited: float):
         num_sampled = 0
         for i, (chunk, token) in enumerate(zip(chunks, tokens, strict=True)):
             request = chunk.request
@@ -274,7 +319,7 @@ class Engine:
                 num_waiting=len(self.scheduler.waiting),
                 num_preemptions=launched.num_preemptions - preemptions,
                 kv_utilization=launched.num_held / self.allocator.num_pages,
-                seconds=self._latest - max(before, launched.start),
+                seconds=seconds,
                 waited=waited,
             )
         )
@@ -295,7 +340,7 @@ class Engine:
         if (
             device is None
             or scheduler.is_broken
-            or scheduler.num_open != len(device.in_flight)
+            or scheduler.num_open != sum(len(launched.steps) for launched in device.in_flight)
             or jax.tree.leaves(device.pages)[0].is_deleted()  # A step takes all of them or none.
         ):
             self._restart()

@@ -98,10 +98,20 @@ class Request:
         return len(self.tokens) + self.num_pending
 
     @property
+    def num_left(self) -> int:
+        """New tokens that are not sampled yet, unless a stop token comes before."""
+        return len(self.prompt) + self.max_new_tokens - self.num_tokens
+
+    @property
     def num_uncomputed(self) -> int:
         """Tokens that are to be computed before the next can be sampled: 1 while it is decoding, 0 at the end."""
-        num_tokens = self.num_tokens
-        return num_tokens - self.num_computed if num_tokens < len(self.prompt) + self.max_new_tokens else 0
+        return self.num_tokens - self.num_computed if self.num_left > 0 else 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its tokens are drawn from all, or are the largest, and nothing else is wanted."""
+        is_cut = self.top_k is not None or self.top_p < 1 or self.min_p > 0
+        return self.logprobs is None and not (is_cut and self.temperature > 0)
 
     @property
     def time_to_first_token(self) -> float | None:

@@ -6,6 +6,7 @@ that arrived last gives up its pages, and computes their tokens again later. So 
 wait, the first to arrive can always go on, and since it fits into the cache alone, every request ends.
 
 A step may be scheduled before the tokens of the one before are known: how many they are is known, and where they go.
+Several that only decode may therefore be scheduled at once, for the device to compute them in a row.
 A page can be shared from the moment at which a step that fills it is scheduled, by requests of the same step too: steps
 are computed in their order, and within a step keys and values are written before they are read.
 
@@ -29,14 +30,14 @@ class Before(NamedTuple):
     """The books as a schedule found them: running requests with (pages, their number, tokens computed, pending)."""
 
     running: list[tuple[Request, list[int], int, int, int, int]]
-    counts: tuple[int, int, int]
+    counts: tuple[int, int, tuple[int, ...]]
 
 
 class Scheduler:
     """Decides on steps: `schedule()`, then `complete()` with the tokens that were sampled.
 
-    One more step may be scheduled before a step is completed. It is computed after it, as it may use pages that the
-    other has used.
+    One more step, or several at once, may be scheduled before those of the schedule before are completed. They are
+    computed after these, as they may use pages that these have used.
     """
 
     def __init__(self, allocator: PageAllocator, *, max_seqs: int, max_tokens_per_step: int):
@@ -54,12 +55,17 @@ class Scheduler:
         self.num_shared_pages = 0  # Times that a page was shared instead of computed.
         self.is_broken = False  # Whether an exception left the books half-changed: `restart` is next.
         self.before: Before | None = None  # The state that `unschedule` goes back to.
-        self.num_open = 0  # Steps that are scheduled and not completed.
+        self._open: list[int] = []  # Steps of each schedule that are not completed.
         self._requests: dict[Request, None] = {}  # Those that wait or run, in the order of arrival.
 
     def __contains__(self, request: Request) -> bool:
         """Whether a request waits or runs."""
         return request in self._requests
+
+    @property
+    def num_open(self) -> int:
+        """Steps that are scheduled and not completed."""
+        return sum(self._open)
 
     def submit(self, request: Request) -> None:
         """Queues a request.
@@ -87,16 +93,26 @@ class Scheduler:
         At most `max_seqs` chunks, of at most `max_tokens_per_step` tokens together.
 
         Raises:
-          RuntimeError: two steps are scheduled and not completed.
+          RuntimeError: steps of two schedules are not completed.
         """
-        if self.num_open == 2:
+        return next(iter(self.schedule_steps(1)), [])
+
+    def schedule_steps(self, most: int) -> list[list[Chunk]]:
+        """As `schedule`, the chunks of up to `most` steps, of a power of two. Each step is completed on its own.
+
+        They are several if the first only decodes, with plain sampling, and no request could join before the last: none
+        waits, or all that run go on, by what is known. All have pages without a preemption.
+        """
+        if len(self._open) == 2:
             raise RuntimeError("Scheduler.schedule: two steps wait for complete(), which must come before a third")
         with self._changing():
             self.before = self._books()
             self.allocator.begin()
-            chunks = self._chunks()
-            self.num_open += bool(chunks)
-        return chunks
+            steps = [chunks] if (chunks := self._chunks()) else []
+            for _ in range(self._repeats(chunks, most)):
+                steps.append([self._chunk(request, 1) for request in self.running if request.num_left > 0])
+            self._open += [len(steps)] if steps else []
+        return steps
 
     def unschedule(self) -> None:
         """Takes back the last `schedule`, after which nothing else was done: the books are as they were before it.
@@ -119,7 +135,7 @@ class Scheduler:
                 del pages[num_pages:]
                 request.pages = pages
                 request.num_computed, request.num_pending, request.num_preempted = numbers
-            self.num_preemptions, self.num_shared_pages, self.num_open = counts
+            self.num_preemptions, self.num_shared_pages, self._open = *counts[:2], list(counts[2])
             self.before = None
 
     def complete(self, chunks: Sequence[Chunk], sampled: Sequence[int]) -> list[Request]:
@@ -134,7 +150,9 @@ class Scheduler:
         with self._changing():
             self.before = None
             self.allocator.commit()
-            self.num_open -= bool(chunks)
+            if chunks:
+                self._open[0] -= 1
+                self._open = self._open[self._open[0] == 0 :]
             for chunk, token in zip(chunks, sampled, strict=True):
                 request = chunk.request
                 request.num_pending -= chunk.samples
@@ -180,7 +198,7 @@ class Scheduler:
             for request in self._requests:
                 request.pages, request.num_computed, request.num_pending = [], 0, 0
             self.running, self.waiting = [], collections.deque(self._requests)
-            self.before, self.num_open = None, 0
+            self.before, self._open = None, []
 
     def check(self) -> None:
         """Compares the allocator's books with the requests.
@@ -200,7 +218,7 @@ class Scheduler:
     def _books(self) -> Before:
         return Before(
             [(r, r.pages, len(r.pages), r.num_computed, r.num_pending, r.num_preempted) for r in self.running],
-            (self.num_preemptions, self.num_shared_pages, self.num_open),
+            (self.num_preemptions, self.num_shared_pages, tuple(self._open)),
         )
 
     def _chunks(self) -> list[Chunk]:
@@ -223,6 +241,29 @@ class Scheduler:
             chunks.append(chunk)
             budget -= chunk.end - chunk.start
         return chunks
+
+    def _repeats(self, chunks: list[Chunk], most: int) -> int:
+        """How many steps like that of `chunks`, which is scheduled, follow it: they are a power of two with it. They
+        have pages then."""
+        running, waits = self.running, bool(self.waiting)
+        if most == 1 or not all(chunk.end - chunk.start == chunk.samples for chunk in chunks):
+            return 0
+        if not all(request.is_plain and request.num_uncomputed <= 1 for request in running):
+            return 0
+        left = [request.num_left for request in running]
+        count = 1 << min(most, 1 + (min if waits else max)(left, default=0)).bit_length() - 1
+        while count > 1 and self._missing(count - 1) > self.allocator.num_available:
+            count //= 2
+        for request in running:
+            self._grow(request, min(request.num_left, count - 1))
+        return count - 1
+
+    def _missing(self, count: int) -> int:
+        """Pages that all running requests lack for `count` more tokens each, or for as many as they have left."""
+        return sum(
+            self._pages_for(request.num_computed + min(request.num_left, count)) - len(request.pages)
+            for request in self.running
+        )
 
     def _admit(self, budget: int) -> Chunk | None:
         """The first chunk of the first request that waits, which then runs; None if it has to wait for pages."""

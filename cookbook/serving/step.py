@@ -1,8 +1,9 @@
-"""One step on the device: its requests' chunks as arrays, the model, and sampling."""
+"""Steps on the device: their requests' chunks as arrays, the model, and sampling."""
 
 import concurrent.futures
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 import operator
@@ -25,14 +26,22 @@ ALL_TOKENS = 2**31 - 1  # The top_k that cuts nothing off.
 
 
 class Launched(NamedTuple):
-    """A step in flight: what it computes, when its scheduling began, and what the books said then."""
+    """Steps in flight, of one program: what they compute, when their scheduling began, and what the books said then.
 
-    chunks: list[Chunk]
+    The rows of all are those of the first.
+    """
+
+    steps: list[list[Chunk]]
     decode: bool
     sampled: Sampled
     start: float
     num_preemptions: int
     num_held: int
+
+
+def rows_of(launched: Launched) -> dict[Request, int]:
+    """The row of each request in the arrays of these steps."""
+    return {chunk.request: i for i, chunk in enumerate(launched.steps[0])}
 
 
 class Device(NamedTuple):
@@ -150,7 +159,7 @@ def step(
     cuts = draws & ((batch.top_ks < ALL_TOKENS) | (batch.top_ps < 1) | (batch.min_ps > 0))
     how = dict(draws=bool(draws.any()), cuts=bool(cuts.any()), logprobs=logprobs, scored=scored)
     samples = decode and not (how["cuts"] or logprobs or scored)
-    result, tail, pages = _program(compiler_options)(
+    result, tail, pages = _program(compiler_options, model_step)(
         config, weights, pages, packed, previous, **form, backend=backend, decode=decode,
         draws=how["draws"] if samples else None,
     )  # fmt: skip
@@ -160,22 +169,51 @@ def step(
     return sampled, pages
 
 
+def steps_in_a_row(
+    config: LlamaConfig, weights, pages, batch: Batch, previous, *, count: int, backend: str,
+    compiler_options: tuple[tuple[str, object], ...] = (),
+) -> tuple[jax.Array, jax.Array, tuple]:  # fmt: skip
+    """`count` steps in one program, which the host sends off once. They only decode, and sample plainly.
+
+    Args:
+      batch: of the first step, but for `kv_lens`, which are those of each sequence's last one. A sequence that ends
+        before the others keeps its row.
+
+    Returns:
+      The next tokens of each step, (count, R) int32; those of the last, for `previous`; and the pages.
+    """
+    packed, form = _joined(batch)
+    draws = bool((batch.temperatures > 0).any())
+    tokens, last, pages = _program(compiler_options, decode_steps)(
+        config, weights, pages, packed, previous, **form, backend=backend, draws=draws, count=count
+    )  # fmt: skip
+    tokens.copy_to_host_async()
+    return tokens, last, pages
+
+
 def compile_steps(
     config: LlamaConfig, weights, pages, previous, max_seqs: int, sizes: Sequence[tuple[int, int, bool]], *,
-    backend: str, compiler_options: tuple[tuple[str, object], ...] = (),
+    backend: str, counts: Sequence[int] = (), compiler_options: tuple[tuple[str, object], ...] = (),
 ) -> None:  # fmt: skip
-    """Compiles the programs that `step` needs of the model for these sizes, of `shapes`; several at a time."""
-    program = _program(compiler_options)
+    """Compiles the programs that `step` needs of the model for these sizes, of `shapes`, and `steps_in_a_row` for these
+    numbers of steps; several at a time."""
 
-    def compile_one(size, draws):
-        num_tokens, width, decode = size
+    def compile_one(fn, size, **how):
+        num_tokens, width, _ = size
         packed, form = _joined(padding(num_tokens, width, max_seqs))
-        how = dict(form, backend=backend, decode=decode, draws=draws)
-        program.lower(config, weights, pages, packed, previous, **how).compile()
+        _program(compiler_options, fn).lower(
+            config, weights, pages, packed, previous, **form, **how, backend=backend
+        ).compile()
 
-    programs = [(size, draws) for size in sizes for draws in ((None, False, True) if size[2] else (None,))]
+    programs = []
+    for size in sizes:
+        decode = size[-1]
+        programs += [(model_step, size, dict(decode=decode, draws=None))]
+        for draws in (False, True) if decode else ():
+            programs += [(model_step, size, dict(decode=True, draws=draws))]
+            programs += [(decode_steps, size, dict(draws=draws, count=count)) for count in counts]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, *zip(*programs, strict=True)))
+        list(pool.map(lambda program: compile_one(*program[:2], **program[2]), programs))
 
 
 def _joined(batch: Batch) -> tuple[np.ndarray, dict]:
@@ -196,14 +234,14 @@ def starts_of(layout) -> list[int]:
 
 
 @functools.cache
-def _program(compiler_options: tuple[tuple[str, object], ...]):
-    """`model_step`, compiled with these options.
+def _program(compiler_options: tuple[tuple[str, object], ...], fn):
+    """`model_step` or `decode_steps`, compiled with these options.
 
     The arrays of a step lie at one of few sets of addresses, as buffers are freed and taken again. A command buffer
     records its kernels anew for a set that it does not know, and XLA by itself remembers fewer.
     """
     return jax.jit(
-        model_step, static_argnames=("config", "tree", "layout", "backend", "decode", "draws"),
+        fn, static_argnames=("config", *inspect.getfullargspec(fn).kwonlyargs),
         donate_argnames=("pages",), compiler_options=dict(xla_cmd_buffer_trace_cache_size=64) | dict(compiler_options),
     )  # fmt: skip
 
@@ -221,9 +259,7 @@ def model_step(
     """
     batch = jax.tree.unflatten(tree, _parts(packed, layout))
     if previous is not None:
-        # Where there was none to sample it is -1, a token like others: its request has failed.
-        known = previous[jnp.maximum(-1 - batch.tokens, 0)]
-        batch = dataclasses.replace(batch, tokens=jnp.where(batch.tokens < 0, known, batch.tokens))
+        batch = dataclasses.replace(batch, tokens=_known(batch.tokens, previous))
     logits, pages = forward(config, weights, pages, batch, backend=backend, decode=decode)
     # One slice for sampling, whose program then depends on no shape of the rest.
     tail = packed[starts_of(layout)[-1 - OF_SEQUENCES] :]
@@ -231,6 +267,36 @@ def model_step(
         return logits, tail, pages
     how = dict(draws=draws, cuts=False, logprobs=False)
     return _sample(logits, tail, layout=layout[-OF_SEQUENCES:], **how), None, pages
+
+
+def decode_steps(
+    config: LlamaConfig, weights, pages, packed, previous, *, tree, layout, backend: str, draws: bool, count: int
+):
+    """The program of `steps_in_a_row`: a loop, so that the host prepares its kernels once."""
+    first, page_size = jax.tree.unflatten(tree, _parts(packed, layout)), pages[0].shape[2]
+
+    def body(carry, _):
+        pages, tokens, step = carry
+        positions = first.positions + step
+        page = jnp.take_along_axis(first.block_tables, positions[:, None] // page_size, axis=1, mode="clip")[:, 0]
+        batch = dataclasses.replace(
+            first, tokens=tokens, positions=positions, kv_lens=jnp.minimum(positions + 1, first.kv_lens),
+            slot_mapping=jnp.where(positions < first.kv_lens, page * page_size + positions % page_size, -1),
+        )  # fmt: skip
+        logits, pages = forward(config, weights, pages, batch, backend=backend, decode=True)
+        options = Options(batch.temperatures, batch.seeds, batch.kv_lens, batch.top_ks, batch.top_ps, batch.min_ps)
+        tokens = sample(logits, options, draws=draws, cuts=False, logprobs=False).tokens
+        return (pages, tokens, step + 1), tokens
+
+    start = pages, _known(first.tokens, previous), jnp.int32(0)
+    (pages, last, _), tokens = jax.lax.scan(body, start, length=count)
+    return tokens, last, pages
+
+
+def _known(tokens, previous):
+    """`tokens`, those included that are -1 minus the row of one of `previous`. Where there was none to sample it is -1,
+    a token like others: its request has failed."""
+    return jnp.where(tokens < 0, previous[jnp.maximum(-1 - tokens, 0)], tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "draws", "cuts", "logprobs", "scored"))

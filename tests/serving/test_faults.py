@@ -65,17 +65,39 @@ def next_token(tokens) -> int:
 
 
 class FakeDevice:
-    """In place of `step`: reads a sequence's tokens out of the pages, and fails where it is told to."""
+    """In place of `step` and `steps_in_a_row`: reads a sequence's tokens out of the pages, and fails where it is told
+    to."""
 
     def __init__(self):
         self.fault: str | None = None  # In the next launch.
-        self.num_caches = 0
+        self.num_caches = self.num_several = 0
 
     def empty_pages(self, config, num_pages, page_size, kv_cache_dtype):
         self.num_caches += 1
         return Pages(np.full((num_pages * page_size, 2), -1))
 
     def step(self, config, params, pages, batch, previous, *, backend, decode, logprobs, **_):
+        tokens, later, pages = self.launch(pages, batch, previous)
+        return Sampled(later or tokens, None, (tokens, tokens[:, None], tokens[:, None]) if logprobs else None), pages
+
+    def steps_in_a_row(self, config, params, pages, batch, previous, *, count, **_):
+        self.num_several += 1
+        lens, start, all_tokens = batch.kv_lens, batch.positions, []
+        for i in range(count):
+            where = np.minimum(start + i, lens - 1)
+            page = batch.block_tables[np.arange(len(lens)), np.maximum(where, 0) // PAGE]
+            now = dataclasses.replace(
+                batch, positions=where, kv_lens=where + 1, tokens=batch.tokens if i == 0 else -1 - np.arange(len(lens)),
+                slot_mapping=np.where(start + i < lens, page * PAGE + where % PAGE, -1),
+            )  # fmt: skip
+            tokens, later, pages = self.launch(pages, now, previous)
+            previous, all_tokens = tokens, [*all_tokens, tokens]
+            if later:
+                return later, tokens, pages
+        return np.stack(all_tokens), tokens, pages
+
+    def launch(self, pages, batch, previous):
+        """The tokens of a step; what stands for them if whoever waits is to hear of a fault; the new pages."""
         fault, self.fault = self.fault, None
         if fault == "launch":
             raise DeviceFault("out of memory")
@@ -93,15 +115,14 @@ class FakeDevice:
             read = slots[batch.block_tables[i, where // PAGE] * PAGE + where % PAGE]
             # Pages that are not this sequence's give another token, and not an error: as on a device.
             tokens[i] = next_token(read[:, 0]) if (read[:, 1] == where).all() else -2
-        sampled = LaterFault() if fault == "wait" else tokens
-        found = (tokens, tokens[:, None], tokens[:, None]) if logprobs else None
-        return Sampled(sampled, None, found), Pages(slots)
+        return tokens, LaterFault() if fault == "wait" else None, Pages(slots)
 
 
 @pytest.fixture
 def device(monkeypatch):
     fake = FakeDevice()
     monkeypatch.setattr(engine_module, "step", fake.step)
+    monkeypatch.setattr(engine_module, "steps_in_a_row", fake.steps_in_a_row)
     monkeypatch.setattr(engine_module, "empty_pages", fake.empty_pages)
     monkeypatch.setattr(engine_module.jax, "device_get", fake_device_get)
     monkeypatch.setattr(engine_module.jnp, "zeros", np.zeros)
@@ -158,18 +179,18 @@ def books(engine, requests):
 
 def serve_with_faults(device, seed: int, ahead: bool) -> dict:
     """Random requests, cancellations and faults. Returns what came to pass."""
-    rng, device.num_caches = random.Random(seed), 0
+    rng, device.num_caches, device.num_several = random.Random(seed), 0, 0
     max_seqs = rng.randint(1, 4)
     engine = Engine(
         CONFIG, PARAMS, num_pages=rng.randint(5, 12), page_size=PAGE, max_seqs=max_seqs, backend="xla", ahead=ahead,
-        max_tokens_per_step=max_seqs + rng.randint(0, 12),
+        max_tokens_per_step=max_seqs + rng.randint(0, 12), num_scheduler_steps=rng.choice([1, 2, 4]),
     )  # fmt: skip
     requests, told, ends, seen = [], {}, {}, dict(faults=0, taken_back=0)
     steps, cancelled = 0, set()
     while len(requests) < 10 or not engine.is_idle:
         if len(requests) < 10 and rng.random() < 0.5:
             prompt = [rng.randrange(2) for _ in range(rng.randint(1, 12))]
-            stop_tokens, logprobs = {rng.randrange(CONFIG.vocab_size)}, rng.choice([None, 0])
+            stop_tokens, logprobs = {rng.randrange(CONFIG.vocab_size)}, rng.choice([None, None, None, 0])
             requests.append(engine.submit(prompt, rng.randint(1, 8), stop_tokens=stop_tokens, logprobs=logprobs))
             told[requests[-1]] = []
         if requests and rng.random() < 0.05:
@@ -203,7 +224,7 @@ def serve_with_faults(device, seed: int, ahead: bool) -> dict:
         assert steps < 3000, "it never ends"
     engine.check()
     assert engine.allocator.num_held == 0
-    seen["lost"] = device.num_caches - 1
+    seen |= dict(lost=device.num_caches - 1, several=device.num_several)
     for request in requests:
         right = expected(request)
         assert request.error is None and ends[request] == request.finish_reason
@@ -214,13 +235,24 @@ def serve_with_faults(device, seed: int, ahead: bool) -> dict:
     return seen
 
 
+def test_a_request_that_fails_between_steps_of_one_program(device, monkeypatch):
+    """It keeps the tokens before; those after it are thrown away, and the other request has all of its own."""
+    right = next_token
+    monkeypatch.setitem(globals(), "next_token", lambda text: -1 if len(text) == 6 and text[0] == 1 else right(text))
+    engine = Engine(CONFIG, PARAMS, num_pages=12, page_size=PAGE, max_seqs=2, backend="xla")
+    bad, good = engine.submit([1, 2, 3], 12), engine.submit([2, 3, 4], 12)
+    engine.run()
+    assert device.num_several and bad.finish_reason == "error" and len(bad.generated) == 3
+    assert good.tokens == expected(good) and "after token 5 are not finite" in str(bad.error)
+
+
 SCHEDULES = 60  # With `ahead` and without it; the slow tests bring each to 250.
 
 
 def serve_all(device, seeds, ahead: bool):
     seen = [serve_with_faults(device, seed, ahead) for seed in seeds]
     assert sum(each["faults"] for each in seen) > 5 * len(seen)
-    assert sum(each["lost"] for each in seen) > len(seen)
+    assert sum(each["lost"] for each in seen) > len(seen) and sum(each["several"] for each in seen) > len(seen)
     assert sum(each["taken_back"] for each in seen) > len(seen)
 
 
@@ -261,6 +293,7 @@ def serve_between_faults(config: LlamaConfig, backend: str, faults: random.Rando
     with pytest.MonkeyPatch.context() as patch:
         if faults:
             patch.setattr(engine_module, "step", failing(step, "launch"))
+            patch.setattr(engine_module, "steps_in_a_row", failing(engine_module.steps_in_a_row, "launch"))
             patch.setattr(engine_module.jax, "device_get", failing(device_get, "wait"))
         while not engine.is_idle:
             try:

@@ -97,8 +97,9 @@ def test_cached_pages_go_the_oldest_first_and_tails_before_heads():
 
 
 def schedule_at_random(module, seed: int):
-    """Random requests, whose tokens are random too; returns how often one was preempted. With every second seed a step
-    is scheduled before the one before is completed, and requests may end with a stop token.
+    """Random requests, whose tokens are random too; returns how often one was preempted, and how often several steps
+    were scheduled at once. With every second seed steps are scheduled before those before are completed, and requests
+    may end with a stop token.
 
     `cache` has, for each slot, the tokens that its keys and values were computed of: all up to that place; `texts` the
     tokens of each request, which the device knows and the scheduler is told of later.
@@ -115,43 +116,52 @@ def schedule_at_random(module, seed: int):
     ]
     order = {request: i for i, request in enumerate(requests)}
     texts = {request: list(request.prompt) for request in requests}
-    to_submit, done, cache, launched = collections.deque(requests), [], {}, collections.deque()
+    to_submit, done, cache, launched, several = collections.deque(requests), [], {}, collections.deque(), 0
     for _ in range(3000):
         while to_submit and rng.integers(2):
             scheduler.submit(to_submit.popleft())
         decoding = {request for request in scheduler.running if request.num_uncomputed == 1}
-        chunks = scheduler.schedule()
+        steps = scheduler.schedule_steps(int(rng.choice([1, 2, 4]))) or [[]]
         scheduler.check()
+        several += len(steps) > 1
+        chunks = steps[0]
         served = [chunk.request for chunk in chunks]
         assert sum(chunk.end - chunk.start for chunk in chunks) <= budget and len(set(served)) == len(chunks)
         assert len(scheduler.running) <= max_seqs and set(served) <= set(scheduler.running)
         assert decoding & set(scheduler.running) <= set(served), "a request that decodes waited"
         arrived = [order[request] for request in (*scheduler.running, *scheduler.waiting)]
         assert arrived == sorted(arrived), "one overtook another"
-        written = collections.Counter()
-        slot = lambda request, i: (request.pages[i // 4], i % 4)
-        for chunk in chunks:  # Keys and values are written before any are read, as in each layer of a step.
-            request, text = chunk.request, texts[chunk.request]
-            assert chunk.start < chunk.end <= 4 * len(request.pages) and chunk.samples == (chunk.end == len(text))
-            where = {slot(request, i): text[: i + 1] for i in range(chunk.start, chunk.end)}
-            written.update({page for page, _ in where})
-            for page in {page for page, _ in where}:
-                is_full = 4 * request.pages.index(page) + 4 <= chunk.end
-                assert is_full or scheduler.allocator.references(page) == 1, "a page is shared that is not full"
-            cache |= where
-        for chunk in chunks:
-            request, text = chunk.request, texts[chunk.request]
-            for i in range(chunk.start):
-                assert cache.get(slot(request, i)) == text[: i + 1], "a page holds other tokens"
-        assert all(times == 1 for times in written.values()), "two write to one page"
-        sampled = rng.integers(0, 2, len(chunks))
-        for chunk, token in zip(chunks, sampled, strict=True):
-            texts[chunk.request] += [int(token)] * chunk.samples
-        launched.append((chunks, sampled))
-        assert chunks or launched[0][0] or not (scheduler.running or scheduler.waiting)
+        launched.append([])
+        for chunks in steps:
+            assert len(steps) in (1, 2, 4) and (len(steps) == 1 or all(c.end - c.start == c.samples for c in chunks))
+            assert chunks is steps[0] or {c.request for c in chunks} <= set(served), "one joined in between"
+            if scheduler.waiting:
+                assert {c.request for c in chunks} == set(served), "a seat was left empty while one waited"
+            written = collections.Counter()
+            slot = lambda request, i: (request.pages[i // 4], i % 4)
+            for chunk in chunks:  # Keys and values are written before any are read, as in each layer of a step.
+                request, text = chunk.request, texts[chunk.request]
+                assert chunk.start < chunk.end <= 4 * len(request.pages) and chunk.samples == (chunk.end == len(text))
+                where = {slot(request, i): text[: i + 1] for i in range(chunk.start, chunk.end)}
+                written.update({page for page, _ in where})
+                for page in {page for page, _ in where}:
+                    is_full = 4 * request.pages.index(page) + 4 <= chunk.end
+                    assert is_full or scheduler.allocator.references(page) == 1, "a page is shared that is not full"
+                cache |= where
+            for chunk in chunks:
+                request, text = chunk.request, texts[chunk.request]
+                for i in range(chunk.start):
+                    assert cache.get(slot(request, i)) == text[: i + 1], "a page holds other tokens"
+            assert all(times == 1 for times in written.values()), "two write to one page"
+            sampled = rng.integers(0, 2, len(chunks))
+            for chunk, token in zip(chunks, sampled, strict=True):
+                texts[chunk.request] += [int(token)] * chunk.samples
+            launched[-1].append((chunks, sampled))
+        assert steps[0] or launched[0][0][0] or not (scheduler.running or scheduler.waiting)
         while len(launched) > ahead:
-            done += scheduler.complete(*launched.popleft())
-            scheduler.check()
+            for step in launched.popleft():
+                done += scheduler.complete(*step)
+                scheduler.check()
         if len(done) == len(requests):
             break
     assert set(done) == set(requests) and len(done) == len(requests)
@@ -160,15 +170,14 @@ def schedule_at_random(module, seed: int):
         assert len(request.generated) == request.max_new_tokens or request.tokens[-1] in request.stop_tokens
     scheduler.check()
     assert scheduler.allocator.num_held == 0
-    return scheduler.num_preemptions
+    return scheduler.num_preemptions, several
 
 
 def test_scheduler_keeps_its_promises():
     """Budget, order, no page written by two or while shared, every request ends."""
-    preemptions = [
-        schedule_at_random(importlib.import_module("cookbook.serving.scheduler"), seed) for seed in range(200)
-    ]
-    assert all(sum(count > 0 for count in preemptions[ahead::2]) >= 30 for ahead in (0, 1))
+    counts = [schedule_at_random(importlib.import_module("cookbook.serving.scheduler"), seed) for seed in range(200)]
+    for ahead in (0, 1):
+        assert sum(count > 0 for count, _ in counts[ahead::2]) >= 30 and sum(n for _, n in counts[ahead::2]) >= 200
 
 
 def test_at_most_one_step_ahead():
@@ -237,7 +246,9 @@ def served(engine: Engine, requests: list[dict]) -> list[Request]:
 
 
 def recorded(monkeypatch) -> dict:
-    """Filled, from here on, with the scores that the engine chose from, by request and place of the new token."""
+    """Filled, from here on, with the scores that the engine chose from, by request and place of the new token.
+
+    Its steps go off one at a time."""
     module, scores, launched = importlib.import_module("cookbook.serving.engine"), {}, collections.deque()
     step, complete = module.step, Scheduler.complete
 
@@ -271,7 +282,8 @@ def assert_served_as_answered(requests: list[Request], trace: Trace, scores: dic
 @pytest.mark.parametrize("ahead", [True, False])
 def test_engine_gives_the_references_tokens(trace, monkeypatch, ahead):
     """300 requests under preemption and with shared prefixes, greedy and sampled, in float32."""
-    engine, scores = Engine(CONFIG, trace.params, **SIZES, backend="xla", ahead=ahead), recorded(monkeypatch)
+    scores = recorded(monkeypatch)
+    engine = Engine(CONFIG, trace.params, **SIZES, backend="xla", ahead=ahead, num_scheduler_steps=1)
     requests = served(engine, trace.requests)
     assert_served_as_answered(requests, trace, scores)
     assert sum(request.num_preempted > 0 for request in requests) >= 20
@@ -284,6 +296,52 @@ def test_engine_gives_the_references_tokens(trace, monkeypatch, ahead):
     assert max(step.kv_utilization for step in stats) == 1.0 and all(step.tokens_per_second >= 0 for step in stats)
     assert {step.decode for step in stats} == {True, False}
     assert all(0 < request.time_to_first_token < 300 for request in requests)
+
+
+@pytest.fixture
+def several(monkeypatch) -> list[int]:
+    """Filled, from here on, with the numbers of steps that go off at once, where there are several."""
+    module, counts = importlib.import_module("cookbook.serving.engine"), []
+    original = module.steps_in_a_row
+
+    def counting(*args, count, **kwargs):
+        counts.append(count)
+        return original(*args, count=count, **kwargs)
+
+    monkeypatch.setattr(module, "steps_in_a_row", counting)
+    return counts
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_several_steps_in_one_program_give_the_references_tokens(trace, several, ahead):
+    engine = Engine(CONFIG, trace.params, **SIZES, backend="xla", ahead=ahead)
+    requests = served(engine, trace.requests[:150])
+    assert [request.generated for request in requests] == trace.tokens[:150]
+    assert several.count(2) >= 5 and several.count(4) >= 5
+    assert len(engine.stats) - sum(several) + len(several) < 0.9 * len(engine.stats)
+
+
+def test_several_steps_in_one_program_on_the_kernels(several):
+    """Pages are equal to the bit with those of one step after the other: one sequence ends early, one is sampled."""
+    config = dataclasses.replace(CONFIG, dtype="bfloat16", num_hidden_layers=2)
+    params, found = init(config), []
+    requests = [
+        dict(prompt=[3, 5], max_new_tokens=3),
+        dict(prompt=range(14), max_new_tokens=6, temperature=1.0, seed=7),
+    ]
+    for count in (1, 4):
+        engine = Engine(config, params, **SIZES | dict(max_seqs=2), backend="cookbook", num_scheduler_steps=count)
+        tokens = [request.generated for request in lab.run(served, engine, requests)]
+        found.append((tokens, [np.asarray(pages).view(np.uint16) for pages in engine._device.pages]))
+    assert several and set(several) <= {2, 4} and found[0][0] == found[1][0]
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("count", [0, 3, -1])
+def test_steps_at_once_are_a_power_of_two(count):
+    with pytest.raises(ValueError, match="num_scheduler_steps=.* must be a power of two"):
+        Engine(CONFIG, init(CONFIG), **SIZES, backend="xla", num_scheduler_steps=count)
 
 
 BF16_GAP = 0.06  # Weights and pages of bfloat16 move scores, whose deviation is 1, by 0.02.
@@ -306,7 +364,8 @@ def test_engine_in_bfloat16(monkeypatch):
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
     trace = decided(config, bench.trace(150, config.vocab_size, max_prompt=60, max_new_tokens=20), BF16_GAP)
     assert len(trace.requests) > 100 and sum(map(len, trace.tokens)) > 250
-    engine, scores = Engine(config, trace.params, **SIZES | dict(num_pages=12), backend="xla"), recorded(monkeypatch)
+    sizes, scores = SIZES | dict(num_pages=12, num_scheduler_steps=1), recorded(monkeypatch)
+    engine = Engine(config, trace.params, **sizes, backend="xla")
     requests = served(engine, trace.requests)
     assert_served_as_answered(requests, trace, scores)
     assert sum(request.num_preempted > 0 for request in requests) >= 5
@@ -321,7 +380,8 @@ def test_engine_on_the_kernels(monkeypatch):
     else:
         requests = bench.trace(3, config.vocab_size, max_prompt=40, max_new_tokens=3)
     trace, scores = decided(config, requests, BF16_GAP), recorded(monkeypatch)
-    engine = Engine(config, trace.params, **SIZES | ({} if on_gpu else dict(max_seqs=2)), backend="cookbook")
+    sizes = SIZES | dict(num_scheduler_steps=1) | ({} if on_gpu else dict(max_seqs=2))
+    engine = Engine(config, trace.params, **sizes, backend="cookbook")
     requests = lab.run(served, engine, trace.requests)
     assert_served_as_answered(requests, trace, scores)
     assert {step.decode for step in engine.stats} == {True, False}
@@ -430,7 +490,7 @@ def try_out(copies: dict[str, types.ModuleType], trace: Trace):
     if "pages" in copies:
         use_at_random(copies["pages"], 0)
     if "scheduler" in copies:
-        for seed in range(10):
+        for seed in range(40):
             schedule_at_random(copies["scheduler"], seed)
     engine = copies["engine"].Engine(CONFIG, trace.params, **SIZES, backend="xla")
     assert [request.generated for request in served(engine, trace.requests[:45])] == trace.tokens[:45], "other tokens"
@@ -466,7 +526,15 @@ def test_what_is_no_mutant_passes(trace, copied):
             "                if False:  # It ended",
         ),
         ("scheduler", "self.running if request in self.running else self.waiting", "self.running"),
-        ("step", "previous[jnp.maximum(-1 - batch.tokens, 0)]", "previous[0]"),
+        ("scheduler", "(min if waits else max)", "max"),
+        ("scheduler", "self._missing(count - 1) > self", "0 > self"),
+        ("scheduler", "== chunk.samples for chunk", "== 1 or True for chunk"),
+        ("step", "previous[jnp.maximum(-1 - tokens, 0)]", "previous[0]"),
+        ("step", "positions = first.positions + step", "positions = first.positions"),
+        ("step", "jnp.minimum(positions + 1, first.kv_lens)", "first.kv_lens"),
+        ("step", "page * page_size + positions % page_size, -1)", "page * page_size + positions % page_size, 0)"),
+        ("engine", "[row[rows[chunk.request]] for chunk in chunks]", "row[: len(chunks)]"),
+        ("engine", "list(ends.values())", "[chunk.end for chunk in chunks]"),
         ("step", "seeds, kv_lens, *cuts", "seeds, jnp.arange(seeds.size), *cuts"),
         ("model", "batch.cu_seqlens_q[1:] - 1", "batch.cu_seqlens_q[:-1]"),
         ("model", "batch.block_tables + layers", "batch.block_tables + 0 * layers"),
