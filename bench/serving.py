@@ -17,7 +17,7 @@ from cookbook import lab
 from cookbook.serving import Engine, LlamaConfig, init
 from cookbook.serving.model import empty_pages
 from cookbook.serving.request import Chunk, Request
-from cookbook.serving.step import model_step, pack, padding, starts_of
+from cookbook.serving.step import model_step, pack, padding, starts_of, steps_in_a_row
 from cookbook.serving.step import step as run_step
 from cookbook.serving.weights import prepared
 
@@ -136,8 +136,13 @@ def decode_bound(problem: Problem, length: int, weights: str | None = None) -> l
     return lab.roofline.bound(flops, nbytes + config.page_bytes_per_token * tokens * (length + 1), "bf16")
 
 
-def _decoding(problem: Problem, params, length: int, **how):
+AT_ONCE = 4  # Steps of a program, where several go off at once: the engine's default.
+
+
+def _decoding(problem: Problem, params, length: int, num_steps: int, **how):
     """A function that sends off a step in which `max_seqs` sequences of `length` tokens decode, and gives its tokens.
+
+    With more than one in `num_steps` it is one program of so many steps, the last of which has that length.
 
     `how` are options of `Engine`.
     """
@@ -147,30 +152,34 @@ def _decoding(problem: Problem, params, length: int, **how):
     for i in range(problem.max_seqs):
         request = Request(tuple(rng.integers(problem.config.vocab_size, size=length).tolist()), 8)
         request.pages = [(7 * i + j) % problem.num_pages for j in range(-(-length // problem.page_size))]
-        chunks.append(Chunk(request, length - 1, length))
+        chunks.append(Chunk(request, length - num_steps, length - num_steps + 1))
     batch = pack(chunks, problem.page_size, problem.max_seqs, True)
     pages = engine._device.pages
 
     def send():
         nonlocal pages
-        sampled, pages = run_step(
-            problem.config, engine.weights, pages, batch, engine._device.tokens, backend=engine.backend,
-            decode=True, compiler_options=engine.compiler_options,
-        )  # fmt: skip
+        args, how = (problem.config, engine.weights, pages, batch, engine._device.tokens), dict(backend=engine.backend)
+        how["compiler_options"] = engine.compiler_options
+        if num_steps > 1:
+            tokens, _, pages = steps_in_a_row(*args, count=num_steps, **how)
+            return tokens
+        sampled, pages = run_step(*args, decode=True, **how)
         return sampled.tokens
 
+    batch.kv_lens[:] = length
     return send
 
 
 def decode_step(problem: Problem, params, length: int = 320, count: int = 40, **how) -> dict:
-    """Milliseconds of a step in which `max_seqs` sequences decode: waited for each time; and sent off in a row.
+    """Milliseconds of a step in which `max_seqs` sequences decode: waited for each time; sent off in a row; and in a
+    row, `AT_ONCE` steps in each program.
 
     Args:
       how: options of `Engine`, such as `backend`, `weights` and `compiler_options`.
     """
-    send = _decoding(problem, params, length, **how)
+    send, send_several = (_decoding(problem, params, length, num_steps, **how) for num_steps in (1, AT_ONCE))
 
-    def milliseconds(calls: int, waits: bool) -> float:
+    def milliseconds(send, calls: int, waits: bool) -> float:
         start = time.perf_counter()
         for _ in range(calls):
             tokens = send()
@@ -179,17 +188,22 @@ def decode_step(problem: Problem, params, length: int = 320, count: int = 40, **
         jax.block_until_ready(tokens)
         return 1e3 * (time.perf_counter() - start) / calls
 
-    milliseconds(3, True)  # Compiles.
-    milliseconds(count, False)  # XLA records a command buffer for each set of addresses that steps in a row lie at.
+    for each in (send, send_several):
+        milliseconds(each, 3, True)  # Compiles.
+        milliseconds(each, count, False)  # XLA records a command buffer for each set of addresses that steps lie at.
     with lab.alone():
-        return {"waited for each time": milliseconds(count, True), "sent off in a row": milliseconds(count, False)}
+        return {
+            "waited for each time": milliseconds(send, count, True),
+            "sent off in a row": milliseconds(send, count, False),
+            "several in a program": milliseconds(send_several, count // AT_ONCE, False) / AT_ONCE,
+        }
 
 
 def decode_kernels(problem: Problem, params, length: int = 320, **how) -> dict[str, dict]:
     """Launches and milliseconds of the kernels of a step that decodes, by their names, as CUPTI sees them."""
     from jax.experimental.mosaic.gpu import profiler
 
-    send = _decoding(problem, params, length, **how)
+    send = _decoding(problem, params, length, 1, **how)
     for _ in range(3):
         jax.block_until_ready(send())
     cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext  # `profiler.measure` compiles what it is given as one program.
@@ -212,14 +226,16 @@ SPANS = {
     "launch of the graph": ("cuGraphLaunch",),
     "each kernel made ready": ("Thunks::Prepare", "Thunks::Initialize"),
     "buffers and events": ("CommonPjRtLoadedExecutable::ExecuteHelperOnSingleDevice",),
-    "arguments and results": ("PjitFunction(model_step)",),
+    "arguments and results": ("PjitFunction(",),
 }
 
 
-def decode_host(problem: Problem, params, length: int = 320, count: int = 20, **how) -> dict[str, float]:
-    """Microseconds of the host for the call that sends off a step that decodes, each step waited for: each part of
-    `SPANS` without those inside of it, and the whole; means of `count` calls."""
-    send = _decoding(problem, params, length, **how)
+def decode_host(
+    problem: Problem, params, length: int = 320, count: int = 20, num_steps: int = 1, **how
+) -> dict[str, float]:
+    """Microseconds of the host, for each of `num_steps` that decode and that one call sends off: each part of `SPANS`
+    without those inside of it, and the whole call. Means of `count` calls, each of which is waited for."""
+    send = _decoding(problem, params, length, num_steps, **how)
     for _ in range(40):  # Compiles; XLA records its command buffers.
         jax.block_until_ready(send())
     options = jax.profiler.ProfileOptions()
@@ -235,7 +251,9 @@ def decode_host(problem: Problem, params, length: int = 320, count: int = 20, **
         (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
         planes = jax.profiler.ProfileData.from_file(path).planes
     lines = [list(line.events) for plane in planes for line in plane.lines]
-    (events,) = [line for line in lines if any(event.name == "PjitFunction(model_step)" for event in line)]
+    program = "PjitFunction(decode_steps)" if num_steps > 1 else "PjitFunction(model_step)"
+    (events,) = [line for line in lines if any(event.name == program for event in line)]
+    count *= num_steps
     return {**times_of_parts(events, count), "the whole call": 1e6 * seconds / count}
 
 
@@ -259,6 +277,11 @@ def times_of_parts(events, count: int) -> dict[str, float]:
 def step_name(problem: Problem, variant: str = "cookbook") -> str:
     """Name under which the times of `decode_step` are stored."""
     return f"serving/{problem.model}/decode-{problem.max_seqs}/{variant}"
+
+
+def host_name(problem: Problem, num_steps: int) -> str:
+    """Name under which the times of `decode_host` are stored."""
+    return step_name(problem) + "/host" + (f"_of_{num_steps}" if num_steps > 1 else "")
 
 
 def decode_launches(config: LlamaConfig, max_seqs: int, weights: str | None = None) -> list[lab.Launch]:
@@ -298,8 +321,11 @@ def run() -> None:
         kernels = functools.partial(_of_params, decode_kernels, problem, of_problem, weights)
         kernels = lab.results.value(f"{name}/kernels", kernels)
         _print("ms of kernels", kernels and {kernel: figures["ms"] for kernel, figures in kernels.items()})
-    host = functools.partial(_of_params, decode_host, LLAMA_1B, params, None)
-    _print("us of the host", lab.results.value(f"{step_name(LLAMA_1B)}/host", host))
+    for num_steps in (1, AT_ONCE):
+        host = functools.partial(
+            _of_params, functools.partial(decode_host, num_steps=num_steps), LLAMA_1B, params, None
+        )
+        _print(f"us of the host, {num_steps} in a program", lab.results.value(host_name(LLAMA_1B, num_steps), host))
 
 
 def _of_params(measure, problem: Problem, params, weights: str | None) -> dict:

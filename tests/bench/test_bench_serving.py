@@ -3,6 +3,8 @@
 import dataclasses
 import types
 
+import pytest
+
 from bench import serving
 from cookbook.serving import init
 
@@ -17,7 +19,7 @@ def test_sequences_that_decode_have_tokens_of_their_own(monkeypatch):
 
     monkeypatch.setattr(serving, "run_step", step)
     problem = serving.TINY
-    serving._decoding(problem, init(problem.config), length=8, backend="xla")()
+    serving._decoding(problem, init(problem.config), length=8, num_steps=1, backend="xla")()
     tokens = batches[0].tokens[: problem.max_seqs]
     assert len(set(tokens.tolist())) > problem.max_seqs // 2
 
@@ -47,8 +49,15 @@ def test_spans_of_the_host_are_parted():
     assert times == dict(zip(serving.SPANS, (us / 2 for us in expected), strict=True))
 
 
-def test_the_host_of_a_step_is_timed():
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_the_host_of_a_step_is_timed(num_steps):
     problem = serving.TINY
-    times = serving.decode_host(problem, init(problem.config), length=8, count=3, backend="xla")
+    times = serving.decode_host(problem, init(problem.config), 8, count=3, num_steps=num_steps, backend="xla")
     whole = times.pop("the whole call")
     assert 0 < sum(times.values()) < whole and times["arguments and results"] > 0
+
+
+def test_a_step_that_decodes_is_timed_alone_and_with_others():
+    times = serving.decode_step(serving.TINY, init(serving.TINY.config), 8, count=8, backend="xla")
+    assert set(times) == {"waited for each time", "sent off in a row", "several in a program"}
+    assert all(0 < ms < 1e3 for ms in times.values())

@@ -321,6 +321,7 @@ def test_several_steps_in_one_program_give_the_references_tokens(trace, several,
     assert len(engine.stats) - sum(several) + len(several) < 0.9 * len(engine.stats)
 
 
+@pytest.mark.slow
 def test_several_steps_in_one_program_on_the_kernels(several):
     """Pages are equal to the bit with those of one step after the other: one sequence ends early, one is sampled."""
     config = dataclasses.replace(CONFIG, dtype="bfloat16", num_hidden_layers=2)
