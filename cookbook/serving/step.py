@@ -272,12 +272,15 @@ def model_step(
 def decode_steps(
     config: LlamaConfig, weights, pages, packed, previous, *, tree, layout, backend: str, draws: bool, count: int
 ):
-    """The program of `steps_in_a_row`: a loop, so that the host prepares its kernels once."""
+    """The program of `steps_in_a_row`: a loop, whose kernels the host prepares once and XLA records as one graph.
+
+    `lax.scan` would store each step's tokens by an asynchronous copy, which keeps the body out of a graph.
+    """
     first, page_size = jax.tree.unflatten(tree, _parts(packed, layout)), pages[0].shape[2]
 
-    def body(carry, _):
-        pages, tokens, step = carry
-        positions = first.positions + step
+    def body(step, carry):
+        pages, tokens, found = carry
+        positions = first.positions + step.astype(jnp.int32)
         page = jnp.take_along_axis(first.block_tables, positions[:, None] // page_size, axis=1, mode="clip")[:, 0]
         batch = dataclasses.replace(
             first, tokens=tokens, positions=positions, kv_lens=jnp.minimum(positions + 1, first.kv_lens),
@@ -286,10 +289,10 @@ def decode_steps(
         logits, pages = forward(config, weights, pages, batch, backend=backend, decode=True)
         options = Options(batch.temperatures, batch.seeds, batch.kv_lens, batch.top_ks, batch.top_ps, batch.min_ps)
         tokens = sample(logits, options, draws=draws, cuts=False, logprobs=False).tokens
-        return (pages, tokens, step + 1), tokens
+        return pages, tokens, jnp.where(jnp.arange(count)[:, None] == step, tokens, found)
 
-    start = pages, _known(first.tokens, previous), jnp.int32(0)
-    (pages, last, _), tokens = jax.lax.scan(body, start, length=count)
+    start = pages, _known(first.tokens, previous), jnp.zeros((count, len(first.kv_lens)), jnp.int32)
+    pages, last, tokens = jax.lax.fori_loop(0, count, body, start)
     return tokens, last, pages
 
 

@@ -531,7 +531,7 @@ def test_what_is_no_mutant_passes(trace, copied):
         ("scheduler", "self._missing(count - 1) > self", "0 > self"),
         ("scheduler", "== chunk.samples for chunk", "== 1 or True for chunk"),
         ("step", "previous[jnp.maximum(-1 - tokens, 0)]", "previous[0]"),
-        ("step", "positions = first.positions + step", "positions = first.positions"),
+        ("step", "first.positions + step.astype(jnp.int32)", "first.positions"),
         ("step", "jnp.minimum(positions + 1, first.kv_lens)", "first.kv_lens"),
         ("step", "page * page_size + positions % page_size, -1)", "page * page_size + positions % page_size, 0)"),
         ("engine", "[row[rows[chunk.request]] for chunk in chunks]", "row[: len(chunks)]"),
