@@ -117,7 +117,7 @@ def shapes(max_seqs: int, max_tokens: int, max_pages: int) -> list[tuple[int, in
     """(tokens, width of the block tables, decode) of every batch that `pack` makes, with chunks of up to `max_tokens`
     tokens together, of sequences of up to `max_pages` pages."""
     doubled = lambda least, most: itertools.takewhile(
-        lambda n: n < 2 * most, (least * 2**i for i in itertools.count())
+        lambda n: n < 2 * max(most, least), (least * 2**i for i in itertools.count())
     )  # fmt: skip
     tokens = [(max_seqs, True), *((count, False) for count in doubled(max_seqs, max_tokens))]
     return [(count, width, decode) for width in doubled(TABLE_WIDTH_MIN, max_pages) for count, decode in tokens]

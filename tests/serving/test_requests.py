@@ -102,14 +102,15 @@ def test_a_reset_leaves_nothing():
 
 
 @pytest.mark.slow
-def test_warm_up_compiles_all_that_a_mixed_trace_needs():
-    config = dataclasses.replace(CONFIG, num_hidden_layers=1, vocab_size=200)
+@pytest.mark.parametrize("longest, widths", [(320, 2), (40, 1)])
+def test_warm_up_compiles_all_that_a_mixed_trace_needs(longest, widths):
+    config = dataclasses.replace(CONFIG, num_hidden_layers=1, vocab_size=200 + widths)  # New programs.
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_, **kwargs: compiled.append(name) if name.endswith("backend_compile_duration") else None
     )
-    engine = engine_of(config, num_pages=40, max_seq_len=320, max_seqs=4, max_tokens_per_step=12)
-    assert engine.warmup() == len(shapes(4, 12, 20)) == 2 * 4
+    engine = engine_of(config, num_pages=40, max_seq_len=longest, max_seqs=4, max_tokens_per_step=12)
+    assert engine.warmup() == len(shapes(4, 12, longest // 16)) == widths * 4
     assert compiled and engine.is_idle and len(engine.stats) == 0
     compiled.clear()
     rng = np.random.default_rng(0)
@@ -118,7 +119,7 @@ def test_warm_up_compiles_all_that_a_mixed_trace_needs():
             rng.integers(0, 200, rng.integers(1, 30)), int(rng.integers(1, 9)), temperature=i % 3 / 2,
             top_k=5 if i % 4 == 0 else None, logprobs=2 if i % 5 == 0 else None,
         )  # fmt: skip
-    engine.submit(rng.integers(0, 200, 300), 3)  # Needs the wider block table.
+    engine.submit(rng.integers(0, 200, longest - 20), 3)  # Needs the widest block table.
     engine.run()
     assert not compiled, f"{len(compiled)} programs were compiled after the warm-up"
     engine.submit([1], 1)
