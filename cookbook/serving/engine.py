@@ -287,15 +287,15 @@ class Engine:
     def _enter(self, launched: Launched, tokens: np.ndarray, logprobs, waited: float) -> None:
         before, self._latest = self._latest, time.perf_counter()
         seconds, count = self._latest - max(before, launched.start), len(launched.steps)
-        tokens, rows = (
-            np.where(tokens < self.config.vocab_size, tokens, -1).reshape(count, -1).tolist(),
-            rows_of(launched),
-        )
+        tokens = np.where(tokens < self.config.vocab_size, tokens, -1).reshape(count, -1).tolist()
+        rows = rows_of(launched)
         for chunks, row in zip(launched.steps, tokens, strict=True):
             new = [row[rows[chunk.request]] for chunk in chunks]
             self._enter_step(launched, chunks, new, logprobs, seconds / count, waited / count)
 
-    def _enter_step(self, launched: Launched, chunks, tokens: list[int], logprobs, seconds: float, waited: float):
+    def _enter_step(
+        self, launched: Launched, chunks: list[Chunk], tokens: list[int], logprobs, seconds: float, waited: float
+    ) -> None:
         num_sampled = 0
         for i, (chunk, token) in enumerate(zip(chunks, tokens, strict=True)):
             request = chunk.request

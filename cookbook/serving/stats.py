@@ -23,7 +23,8 @@ class StepStats:
     num_waiting: int
     num_preemptions: int  # Since the step before.
     kv_utilization: float  # Share of the cache's pages that requests hold.
-    # Until the step's tokens are on the host, from its scheduling or the previous step's tokens, whichever is later.
+    # Until the step's tokens are on the host, from its scheduling or the previous step's tokens, whichever is later;
+    # steps of one program have equal shares.
     seconds: float
     waited: float  # Seconds of it in which the host waited for the device; near 0 where the host is the slower one.
 
