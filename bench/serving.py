@@ -17,7 +17,7 @@ from cookbook import lab
 from cookbook.serving import Engine, LlamaConfig, init
 from cookbook.serving.model import empty_pages
 from cookbook.serving.request import Chunk, Request
-from cookbook.serving.step import model_step, pack, padding, starts_of, steps_in_a_row
+from cookbook.serving.step import decode_steps, model_step, pack, padding, starts_of
 from cookbook.serving.step import step as run_step
 from cookbook.serving.weights import prepared
 
@@ -136,7 +136,7 @@ def decode_bound(problem: Problem, length: int, weights: str | None = None) -> l
     return lab.roofline.bound(flops, nbytes + config.page_bytes_per_token * tokens * (length + 1), "bf16")
 
 
-AT_ONCE = 4  # Steps of a program, where several go off at once: the engine's default.
+STEPS_A_PROGRAM = 4  # Steps of a program, where several go off at once: the engine's default.
 
 
 def _decoding(problem: Problem, params, length: int, num_steps: int, **how):
@@ -158,12 +158,12 @@ def _decoding(problem: Problem, params, length: int, num_steps: int, **how):
 
     def send():
         nonlocal pages
-        args, how = (problem.config, engine.weights, pages, batch, engine._device.tokens), dict(backend=engine.backend)
-        how["compiler_options"] = engine.compiler_options
+        args = problem.config, engine.weights, pages, batch, engine._device.tokens
+        options = dict(backend=engine.backend, compiler_options=engine.compiler_options)
         if num_steps > 1:
-            tokens, _, pages = steps_in_a_row(*args, count=num_steps, **how)
+            tokens, _, pages = decode_steps(*args, count=num_steps, **options)
             return tokens
-        sampled, pages = run_step(*args, decode=True, **how)
+        sampled, pages = run_step(*args, decode=True, **options)
         return sampled.tokens
 
     batch.kv_lens[:] = length
@@ -172,12 +172,12 @@ def _decoding(problem: Problem, params, length: int, num_steps: int, **how):
 
 def decode_step(problem: Problem, params, length: int = 320, count: int = 40, **how) -> dict:
     """Milliseconds of a step in which `max_seqs` sequences decode: waited for each time; sent off in a row; and in a
-    row, `AT_ONCE` steps in each program.
+    row, `STEPS_A_PROGRAM` steps in each program.
 
     Args:
       how: options of `Engine`, such as `backend`, `weights` and `compiler_options`.
     """
-    send, send_several = (_decoding(problem, params, length, num_steps, **how) for num_steps in (1, AT_ONCE))
+    send, send_several = (_decoding(problem, params, length, num_steps, **how) for num_steps in (1, STEPS_A_PROGRAM))
 
     def milliseconds(send, calls: int, waits: bool) -> float:
         start = time.perf_counter()
@@ -195,7 +195,7 @@ def decode_step(problem: Problem, params, length: int = 320, count: int = 40, **
         return {
             "waited for each time": milliseconds(send, count, True),
             "sent off in a row": milliseconds(send, count, False),
-            "several in a program": milliseconds(send_several, count // AT_ONCE, False) / AT_ONCE,
+            "several in a program": milliseconds(send_several, count // STEPS_A_PROGRAM, False) / STEPS_A_PROGRAM,
         }
 
 
@@ -251,10 +251,10 @@ def decode_host(
         (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
         planes = jax.profiler.ProfileData.from_file(path).planes
     lines = [list(line.events) for plane in planes for line in plane.lines]
-    program = "PjitFunction(decode_steps)" if num_steps > 1 else "PjitFunction(model_step)"
+    program = "PjitFunction(decode_program)" if num_steps > 1 else "PjitFunction(model_step)"
     (events,) = [line for line in lines if any(event.name == program for event in line)]
-    count *= num_steps
-    return {**times_of_parts(events, count), "the whole call": 1e6 * seconds / count}
+    steps = count * num_steps
+    return {**times_of_parts(events, steps), "the whole call": 1e6 * seconds / steps}
 
 
 def times_of_parts(events, count: int) -> dict[str, float]:
@@ -321,7 +321,7 @@ def run() -> None:
         kernels = functools.partial(_of_params, decode_kernels, problem, of_problem, weights)
         kernels = lab.results.value(f"{name}/kernels", kernels)
         _print("ms of kernels", kernels and {kernel: figures["ms"] for kernel, figures in kernels.items()})
-    for num_steps in (1, AT_ONCE):
+    for num_steps in (1, STEPS_A_PROGRAM):
         host = functools.partial(
             _of_params, functools.partial(decode_host, num_steps=num_steps), LLAMA_1B, params, None
         )

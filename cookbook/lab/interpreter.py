@@ -58,7 +58,8 @@ def interpret(*, detect_races: bool = True):
     Yields an `Interpreted`: its `races_found` and `races` are readable inside and afterwards. Races are also printed,
     a line each, when the context ends. After an exception the interpreter is ready for the next kernel.
 
-    Seen: races of barriers, TMA copies and warpgroups inside a block or a cluster; a block that leaves a multicast out.
+    Seen: races of barriers, TMA copies and warpgroups inside a block or a cluster; a block that leaves a multicast out,
+    since a block waits there until all that share it have come.
     Not seen: the lifetime of WGMMA operands (the interpreter multiplies at once), races between the blocks of a grid,
     other wrong multicasts.
 
@@ -179,10 +180,11 @@ def _place(summary: str) -> str:
 
 
 class _Meeting:
-    """Where warpgroups of several blocks wait until all have started a multicast that they share.
+    """Where warpgroups of several blocks wait until all have come to a multicast that they share.
 
     The interpreter gives each block a copy of its own. On a GPU a block's data comes from all of them, so that none of
-    them can run ahead of another by more than the ring. To `_Watch` this is a barrier; no clock of races passes it.
+    them can run ahead of another by more than the ring. There the data is waited for, here the start already. To
+    `_Watch` this is a barrier; no clock of races passes it.
     """
 
     def __init__(self, memory, size: int, is_aborted: bool):
@@ -190,13 +192,16 @@ class _Meeting:
         self.cv, self.phase, self.arrivals_count = threading.Condition(), 0, 0
         self.last_observed_phase_by_thread = {}
 
-    def wait(self, thread, _logging_info):
+    def arrive(self):
         with self.cv:
-            phase = self.phase
             self.arrivals_count += 1
             if self.arrivals_count == self.num_arrivals:
-                self.phase, self.arrivals_count = phase + 1, 0
+                self.phase, self.arrivals_count = self.phase + 1, 0
                 self.cv.notify_all()
+
+    def wait(self, thread, _logging_info):
+        with self.cv:
+            phase = self.last_observed_phase_by_thread.get(thread, 0)
             self.cv.wait_for(lambda: self.phase > phase or self.is_aborted)
             self.last_observed_phase_by_thread[thread] = phase + 1
         self.shared_memory.check_failed()
@@ -250,6 +255,12 @@ class _Watch:
         self._over.set()
         self._thread.join()
         self._log.removeFilter(_none)
+        self._waiting, self._ended, self._meetings, self._failed = (
+            {},
+            {},
+            {},
+            None,
+        )  # `latest` keeps no kernel's memory.
         for owner, name, original in self._originals:
             setattr(owner, name, original)
 
@@ -310,6 +321,7 @@ class _Watch:
             memory = gpu_callbacks._get_shared_memory()
             meeting = self._meetings.setdefault(key, _Meeting(memory, size, is_aborted=memory is self._failed))
             self._arrivals[id(meeting)][_name(info), info.get_source_info_str()] += 1
+            meeting.arrive()
         self.wait(_Meeting.wait, meeting, thread, info)
 
     def _look(self):

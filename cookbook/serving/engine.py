@@ -4,8 +4,9 @@ It is a step ahead of its device: while one step is computed, the next is schedu
 token that is not known yet, the batch has the row of the previous step in which it is sampled. A stop token is seen one
 step late, and the results of that step for its request are thrown away.
 
-Steps that only decode go off several at a time, in one program, where no request could join in between: the host then
-takes less time for each than the device. A stop token is seen as many steps later.
+Steps that only decode go off several at a time, in one program, where no request that waits could join in between: the
+host then does most of its work once for all of them. A stop token is seen when all of them are done, and with `ahead`
+those sent off meanwhile.
 
 State after an exception, wherever it comes from, a `KeyboardInterrupt` included:
 
@@ -42,12 +43,12 @@ from cookbook.serving.step import (
     Device,
     Launched,
     compile_steps,
+    decode_steps,
     pack,
     padding,
     rows_of,
     shapes,
     step,
-    steps_in_a_row,
 )
 from cookbook.serving.weights import prepared
 
@@ -74,7 +75,8 @@ class Engine:
         `xla_cmd_buffer_trace_cache_size` (64) says for how many sets of addresses a recording is kept.
       ahead: whether a step is scheduled and sent off while the one before is computed.
       num_scheduler_steps: how many steps that decode are sent off at once, at most; a power of two. With more, tokens
-        come in larger groups, a request that is submitted meanwhile waits longer, and `warmup` compiles more.
+        come in larger groups, a request that is submitted meanwhile waits longer, more is computed in vain after a stop
+        token, and `warmup` compiles more.
 
     `allocator` and `scheduler` keep the books; `stats` has the figures of the steps.
 
@@ -233,7 +235,7 @@ class Engine:
         )  # fmt: skip
 
     def _steps(self, batch, count: int):
-        return steps_in_a_row(
+        return decode_steps(
             self.config, self.weights, self._device.pages, batch, self._device.tokens, count=count,
             backend=self.backend, compiler_options=self.compiler_options,
         )  # fmt: skip

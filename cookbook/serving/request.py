@@ -109,7 +109,7 @@ class Request:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its tokens are drawn from all, or are the largest, and nothing else is wanted."""
+        """Whether each token is the most probable one or drawn from all, without its log probability."""
         is_cut = self.top_k is not None or self.top_p < 1 or self.min_p > 0
         return self.logprobs is None and not (is_cut and self.temperature > 0)
 

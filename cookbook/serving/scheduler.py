@@ -93,23 +93,24 @@ class Scheduler:
         At most `max_seqs` chunks, of at most `max_tokens_per_step` tokens together.
 
         Raises:
-          RuntimeError: steps of two schedules are not completed.
+          RuntimeError: two schedules are not completed.
         """
         return next(iter(self.schedule_steps(1)), [])
 
     def schedule_steps(self, most: int) -> list[list[Chunk]]:
         """As `schedule`, the chunks of up to `most` steps, of a power of two. Each step is completed on its own.
 
-        They are several if the first only decodes, with plain sampling, and no request could join before the last: none
-        waits, or all that run go on, by what is known. All have pages without a preemption.
+        They are several if the first only decodes, with plain sampling, and no place is known to become free before the
+        last for a request that waits. All have pages without a preemption.
         """
         if len(self._open) == 2:
-            raise RuntimeError("Scheduler.schedule: two steps wait for complete(), which must come before a third")
+            raise RuntimeError("Scheduler.schedule: two schedules wait for complete(), which must come before a third")
         with self._changing():
             self.before = self._books()
             self.allocator.begin()
             steps = [chunks] if (chunks := self._chunks()) else []
-            for _ in range(self._repeats(chunks, most)):
+            # A request preempted now may come back a step later.
+            for _ in range(self._repeats(chunks, most) if self.num_preemptions == self.before.counts[0] else 0):
                 steps.append([self._chunk(request, 1) for request in self.running if request.num_left > 0])
             self._open += [len(steps)] if steps else []
         return steps
@@ -236,6 +237,8 @@ class Scheduler:
             i += 1
         # A request preempted now would come back at once and be preempted again.
         while self.num_preemptions == preemptions and budget and self.waiting and len(self.running) < self.max_seqs:
+            if self.waiting[0].num_pending > 1:  # Preempted, its tokens on their way; a chunk can have one of these.
+                break
             if (chunk := self._admit(budget)) is None:
                 break
             chunks.append(chunk)
@@ -243,15 +246,16 @@ class Scheduler:
         return chunks
 
     def _repeats(self, chunks: list[Chunk], most: int) -> int:
-        """How many steps like that of `chunks`, which is scheduled, follow it: they are a power of two with it. They
-        have pages then."""
+        """The number of steps to schedule after that of `chunks`, with which they are a power of two; allocates their
+        pages."""
         running, waits = self.running, bool(self.waiting)
         if most == 1 or not all(chunk.end - chunk.start == chunk.samples for chunk in chunks):
             return 0
         if not all(request.is_plain and request.num_uncomputed <= 1 for request in running):
             return 0
         left = [request.num_left for request in running]
-        count = 1 << min(most, 1 + (min if waits else max)(left, default=0)).bit_length() - 1
+        longest = min(most, 1 + (min if waits else max)(left, default=0))
+        count = 2 ** (longest.bit_length() - 1)
         while count > 1 and self._missing(count - 1) > self.allocator.num_available:
             count //= 2
         for request in running:

@@ -169,7 +169,7 @@ def step(
     return sampled, pages
 
 
-def steps_in_a_row(
+def decode_steps(
     config: LlamaConfig, weights, pages, batch: Batch, previous, *, count: int, backend: str,
     compiler_options: tuple[tuple[str, object], ...] = (),
 ) -> tuple[jax.Array, jax.Array, tuple]:  # fmt: skip
@@ -184,7 +184,7 @@ def steps_in_a_row(
     """
     packed, form = _joined(batch)
     draws = bool((batch.temperatures > 0).any())
-    tokens, last, pages = _program(compiler_options, decode_steps)(
+    tokens, last, pages = _program(compiler_options, decode_program)(
         config, weights, pages, packed, previous, **form, backend=backend, draws=draws, count=count
     )  # fmt: skip
     tokens.copy_to_host_async()
@@ -195,7 +195,7 @@ def compile_steps(
     config: LlamaConfig, weights, pages, previous, max_seqs: int, sizes: Sequence[tuple[int, int, bool]], *,
     backend: str, counts: Sequence[int] = (), compiler_options: tuple[tuple[str, object], ...] = (),
 ) -> None:  # fmt: skip
-    """Compiles the programs that `step` needs of the model for these sizes, of `shapes`, and `steps_in_a_row` for these
+    """Compiles the programs that `step` needs of the model for these sizes, of `shapes`, and `decode_steps` for these
     numbers of steps; several at a time."""
 
     def compile_one(fn, size, **how):
@@ -211,7 +211,7 @@ def compile_steps(
         programs += [(model_step, size, dict(decode=decode, draws=None))]
         for draws in (False, True) if decode else ():
             programs += [(model_step, size, dict(decode=True, draws=draws))]
-            programs += [(decode_steps, size, dict(draws=draws, count=count)) for count in counts]
+            programs += [(decode_program, size, dict(draws=draws, count=count)) for count in counts]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda program: compile_one(*program[:2], **program[2]), programs))
 
@@ -235,7 +235,7 @@ def starts_of(layout) -> list[int]:
 
 @functools.cache
 def _program(compiler_options: tuple[tuple[str, object], ...], fn):
-    """`model_step` or `decode_steps`, compiled with these options.
+    """`model_step` or `decode_program`, compiled with these options.
 
     The arrays of a step lie at one of few sets of addresses, as buffers are freed and taken again. A command buffer
     records its kernels anew for a set that it does not know, and XLA by itself remembers fewer.
@@ -269,12 +269,12 @@ def model_step(
     return _sample(logits, tail, layout=layout[-OF_SEQUENCES:], **how), None, pages
 
 
-def decode_steps(
+def decode_program(
     config: LlamaConfig, weights, pages, packed, previous, *, tree, layout, backend: str, draws: bool, count: int
 ):
-    """The program of `steps_in_a_row`: a loop, whose kernels the host prepares once and XLA records as one graph.
+    """The program of `decode_steps`: a loop, whose kernels the host prepares once and XLA records as one graph.
 
-    `lax.scan` would store each step's tokens by an asynchronous copy, which keeps the body out of a graph.
+    A scan's stacked results would be stored by an asynchronous copy, which keeps the body out of a graph.
     """
     first, page_size = jax.tree.unflatten(tree, _parts(packed, layout)), pages[0].shape[2]
 

@@ -65,7 +65,7 @@ def next_token(tokens) -> int:
 
 
 class FakeDevice:
-    """In place of `step` and `steps_in_a_row`: reads a sequence's tokens out of the pages, and fails where it is told
+    """In place of `step` and `decode_steps`: reads a sequence's tokens out of the pages, and fails where it is told
     to."""
 
     def __init__(self):
@@ -80,7 +80,7 @@ class FakeDevice:
         tokens, later, pages = self.launch(pages, batch, previous)
         return Sampled(later or tokens, None, (tokens, tokens[:, None], tokens[:, None]) if logprobs else None), pages
 
-    def steps_in_a_row(self, config, params, pages, batch, previous, *, count, **_):
+    def decode_steps(self, config, params, pages, batch, previous, *, count, **_):
         self.num_several += 1
         lens, start, all_tokens = batch.kv_lens, batch.positions, []
         for i in range(count):
@@ -97,7 +97,7 @@ class FakeDevice:
         return np.stack(all_tokens), tokens, pages
 
     def launch(self, pages, batch, previous):
-        """The tokens of a step; what stands for them if whoever waits is to hear of a fault; the new pages."""
+        """The tokens of a step; what stands for them if waiting for them is to fail, or None; the new pages."""
         fault, self.fault = self.fault, None
         if fault == "launch":
             raise DeviceFault("out of memory")
@@ -122,7 +122,7 @@ class FakeDevice:
 def device(monkeypatch):
     fake = FakeDevice()
     monkeypatch.setattr(engine_module, "step", fake.step)
-    monkeypatch.setattr(engine_module, "steps_in_a_row", fake.steps_in_a_row)
+    monkeypatch.setattr(engine_module, "decode_steps", fake.decode_steps)
     monkeypatch.setattr(engine_module, "empty_pages", fake.empty_pages)
     monkeypatch.setattr(engine_module.jax, "device_get", fake_device_get)
     monkeypatch.setattr(engine_module.jnp, "zeros", np.zeros)
@@ -235,6 +235,67 @@ def serve_with_faults(device, seed: int, ahead: bool) -> dict:
     return seen
 
 
+@pytest.mark.parametrize("num_scheduler_steps", [1, 4])
+def test_interrupts_while_the_host_waits(device, monkeypatch, num_scheduler_steps):
+    """The steps stay in flight, and the next `step` may schedule before it waits for them again: requests that were
+    preempted since have tokens that are not known yet."""
+    rng = random.Random(0)
+
+    def interrupted(sampled):
+        if rng.random() < 0.3:
+            raise Fault
+        return fake_device_get(sampled)
+
+    monkeypatch.setattr(engine_module.jax, "device_get", interrupted)
+    preempted = 0
+    for _ in range(150):
+        max_seqs = rng.randint(1, 4)
+        engine = Engine(
+            CONFIG, PARAMS, num_pages=rng.randint(5, 12), page_size=PAGE, max_seqs=max_seqs, backend="xla",
+            max_tokens_per_step=max_seqs + rng.randint(0, 12), num_scheduler_steps=num_scheduler_steps,
+        )  # fmt: skip
+        requests, cancelled = [], set()
+        while len(requests) < 10 or not engine.is_idle:
+            if len(requests) < 10 and rng.random() < 0.5:
+                prompt = [rng.randrange(2) for _ in range(rng.randint(1, 12))]
+                requests.append(engine.submit(prompt, rng.randint(1, 8), stop_tokens={rng.randrange(61)}))
+            if requests and rng.random() < 0.08:
+                engine.cancel(victim := rng.choice(requests))
+                cancelled.add(victim)
+            try:
+                engine.step()
+            except Fault:
+                pass
+            engine.check()
+        preempted += engine.scheduler.num_preemptions
+        for request in requests:
+            right = expected(request)
+            assert request.tokens == right[: len(request.tokens)] and request.num_pending == 0
+            assert request.tokens == right or request in cancelled
+    assert preempted > 50
+
+
+def test_a_request_preempted_with_several_tokens_on_their_way(device, monkeypatch):
+    """It may run again only when they are known: a batch can have one token that is not."""
+    engine = Engine(CONFIG, PARAMS, num_pages=4, page_size=PAGE, max_seqs=2, max_tokens_per_step=16, backend="xla")
+    first, second, interrupts = engine.submit([1], 6), engine.submit([9, 10], 8), []
+
+    def interrupted(sampled):
+        if not interrupts and any(request.num_pending > 1 for request in engine.scheduler.waiting):
+            interrupts.append(engine.cancel(first))
+            raise Fault
+        return fake_device_get(sampled)
+
+    monkeypatch.setattr(engine_module.jax, "device_get", interrupted)
+    while not engine.is_idle:
+        try:
+            engine.step()
+        except Fault:
+            pass
+        engine.check()
+    assert interrupts == [True] and second.tokens == expected(second)
+
+
 def test_a_request_that_fails_between_steps_of_one_program(device, monkeypatch):
     """It keeps the tokens before; those after it are thrown away, and the other request has all of its own."""
     right = next_token
@@ -293,7 +354,7 @@ def serve_between_faults(config: LlamaConfig, backend: str, faults: random.Rando
     with pytest.MonkeyPatch.context() as patch:
         if faults:
             patch.setattr(engine_module, "step", failing(step, "launch"))
-            patch.setattr(engine_module, "steps_in_a_row", failing(engine_module.steps_in_a_row, "launch"))
+            patch.setattr(engine_module, "decode_steps", failing(engine_module.decode_steps, "launch"))
             patch.setattr(engine_module.jax, "device_get", failing(device_get, "wait"))
         while not engine.is_idle:
             try:

@@ -121,6 +121,10 @@ def test_warm_up_compiles_all_that_a_mixed_trace_needs(longest, widths):
         )  # fmt: skip
     engine.submit(rng.integers(0, 200, longest - 20), 3)  # Needs the widest block table.
     engine.run()
+    for temperature in (0.0, 1.0):  # Alone, so that several steps go off at once.
+        for prompt in ([1], rng.integers(0, 200, longest - 20)):
+            engine.submit(prompt, 9, temperature=temperature)
+            engine.run()
     assert not compiled, f"{len(compiled)} programs were compiled after the warm-up"
     engine.submit([1], 1)
     with pytest.raises(RuntimeError, match="there are requests"):

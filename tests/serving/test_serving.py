@@ -185,7 +185,7 @@ def test_at_most_one_step_ahead():
     scheduler.submit(Request((1, 2, 3), 1))
     scheduler.schedule()
     scheduler.schedule()
-    with pytest.raises(RuntimeError, match="two steps wait"):
+    with pytest.raises(RuntimeError, match="two schedules wait"):
         scheduler.schedule()
 
 
@@ -302,13 +302,13 @@ def test_engine_gives_the_references_tokens(trace, monkeypatch, ahead):
 def several(monkeypatch) -> list[int]:
     """Filled, from here on, with the numbers of steps that go off at once, where there are several."""
     module, counts = importlib.import_module("cookbook.serving.engine"), []
-    original = module.steps_in_a_row
+    original = module.decode_steps
 
     def counting(*args, count, **kwargs):
         counts.append(count)
         return original(*args, count=count, **kwargs)
 
-    monkeypatch.setattr(module, "steps_in_a_row", counting)
+    monkeypatch.setattr(module, "decode_steps", counting)
     return counts
 
 
