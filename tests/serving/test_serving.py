@@ -318,7 +318,6 @@ def test_several_steps_in_one_program_give_the_references_tokens(trace, several,
     requests = served(engine, trace.requests[:150])
     assert [request.generated for request in requests] == trace.tokens[:150]
     assert several.count(2) >= 5 and several.count(4) >= 5
-    assert len(engine.stats) - sum(several) + len(several) < 0.9 * len(engine.stats)
 
 
 @pytest.mark.slow
