@@ -237,7 +237,7 @@ class Scheduler:
             i += 1
         # A request preempted now would come back at once and be preempted again.
         while self.num_preemptions == preemptions and budget and self.waiting and len(self.running) < self.max_seqs:
-            if self.waiting[0].num_pending > 1:  # Preempted, its tokens on their way; a chunk can have one of these.
+            if self.waiting[0].num_pending > 1:  # Preempted, with tokens in flight: a chunk can have one of these.
                 break
             if (chunk := self._admit(budget)) is None:
                 break
