@@ -272,7 +272,7 @@ def model_step(
 def decode_program(
     config: LlamaConfig, weights, pages, packed, previous, *, tree, layout, backend: str, draws: bool, count: int
 ):
-    """The program of `decode_steps`: a loop, whose kernels the host prepares once and XLA records as one graph.
+    """The program of `decode_steps`: a loop, whose kernels the host prepares once and XLA can record as one graph.
 
     A scan's stacked results would be stored by an asynchronous copy, which keeps the body out of a graph.
     """
