@@ -136,7 +136,7 @@ def decode_bound(problem: Problem, length: int, weights: str | None = None) -> l
     return lab.roofline.bound(flops, nbytes + config.page_bytes_per_token * tokens * (length + 1), "bf16")
 
 
-STEPS_A_PROGRAM = 4  # Steps of a program, where several go off at once: the engine's default.
+STEPS_A_PROGRAM = Engine.__init__.__kwdefaults__["num_scheduler_steps"]  # Where several steps go off at once.
 
 
 def _decoding(problem: Problem, params, length: int, num_steps: int, **how):

@@ -92,7 +92,8 @@ class Engine:
     ):  # fmt: skip
         backends.check(backend, config, page_size, kv_cache_dtype)
         check_params(config, params)
-        if num_scheduler_steps < 1 or num_scheduler_steps & (num_scheduler_steps - 1):
+        count = num_scheduler_steps
+        if not hasattr(count, "__index__") or count < 1 or count & (count - 1):
             raise ValueError(f"Engine: {num_scheduler_steps=} must be a power of two, such as 1 or 4")
         self.config, self.backend, self.ahead, self.num_scheduler_steps = config, backend, ahead, num_scheduler_steps
         self.weights, self.kv_cache_dtype = prepared(config, params, weights), kv_cache_dtype

@@ -258,7 +258,9 @@ def test_interrupts_while_the_host_waits(device, monkeypatch, num_scheduler_step
         while len(requests) < 10 or not engine.is_idle:
             if len(requests) < 10 and rng.random() < 0.5:
                 prompt = [rng.randrange(2) for _ in range(rng.randint(1, 12))]
-                requests.append(engine.submit(prompt, rng.randint(1, 8), stop_tokens={rng.randrange(61)}))
+                requests.append(
+                    engine.submit(prompt, rng.randint(1, 8), stop_tokens={rng.randrange(CONFIG.vocab_size)})
+                )
             if requests and rng.random() < 0.08:
                 engine.cancel(victim := rng.choice(requests))
                 cancelled.add(victim)

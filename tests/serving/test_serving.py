@@ -338,7 +338,7 @@ def test_several_steps_in_one_program_on_the_kernels(several):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("count", [0, 3, -1])
+@pytest.mark.parametrize("count", [0, 3, -1, 2.0, "4", None])
 def test_steps_at_once_are_a_power_of_two(count):
     with pytest.raises(ValueError, match="num_scheduler_steps=.* must be a power of two"):
         Engine(CONFIG, init(CONFIG), **SIZES, backend="xla", num_scheduler_steps=count)
