@@ -2,7 +2,8 @@
 
 `decode_parts.py` says what a unit, a part and a piece are; `merge.py` has the kernel that merges pieces.
 
-Role table: one block a SM, for a unit of a part, which it computes piece after piece; the warpgroups are
+Role table: one block a SM, for a unit of a part, which it computes piece after piece, or of two parts side by side;
+the warpgroups are, for each part,
 
     memory     one: copies the query of a piece, and the pages of block after block, which it finds through the block
                table, into the slots of a ring
@@ -37,7 +38,8 @@ from .decode_parts import Part, Piece, Plan, ends_and_seqs
 from .steps import add_product, finish, nothing_seen, softmax_step
 from .tiles import clear, copy_tiles, lane
 
-COMPUTE, MEMORY = 0, 1  # Warpgroups by their role.
+COMPUTE, MEMORY = 0, 1  # Warpgroups by their role, of each pair.
+REGISTERS = 208, 40  # Of a thread, by role, if a block has two pairs.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,25 +93,36 @@ class Smem:
 
 
 def _kernel(
-    ends, seqs, kv_lens, block_tables, q_gmem, k_gmem, v_gmem, out_gmem, lse_gmem, *, plan: Plan, q_and_out, k_smem,
-    v_smem, q_filled, q_freed, filled, freed,
+    ends, seqs, kv_lens, block_tables, q_gmem, k_gmem, v_gmem, out_gmem, lse_gmem, *, plan: Plan, pairs: list[dict]
 ):  # fmt: skip
-    role, part = lax.axis_index("role"), lax.axis_index("part")
+    role, several = lax.axis_index("role"), len(pairs) > 1
+    for i, scratch in enumerate(pairs):
+        part = lax.axis_index("part") * len(pairs) + i
+        smem = _smem(plan, **scratch)
+        each_piece = functools.partial(
+            _each_piece, plan, kv_lens, functools.partial(Part, plan, ends, seqs, kv_lens, part)
+        )
+
+        @pl.when(role == 2 * i + COMPUTE)
+        def _():
+            if several:  # By itself each thread of a block that is full has 128.
+                plgpu.set_max_registers(REGISTERS[COMPUTE], action="increase")
+            _compute(plan, part, each_piece, smem, out_gmem, lse_gmem)
+
+        @pl.when(role == 2 * i + MEMORY)
+        def _():
+            if several:
+                plgpu.set_max_registers(REGISTERS[MEMORY], action="decrease")
+            _load(plan, each_piece, smem, block_tables, q_gmem, k_gmem, v_gmem)
+
+
+def _smem(plan: Plan, q_and_out, k_smem, v_smem, q_filled, q_freed, filled, freed) -> Smem:
     query = q_and_out if not plan.problem.interpreted else (q_and_out[0], *q_and_out)
     # A RefUnion is a row of bytes until it is unpacked.
     keys = tuple(k_smem) if len(k_smem.shape) == 1 else (k_smem,) * 2
     values = (v_smem,) * 3 if plan.problem.interpreted else tuple(v_smem)
     ring = _mgpu.Ring(filled, freed, plan.config.num_stages)
-    smem = Smem(*query, *keys, *values, q_filled, q_freed, ring)
-    each_piece = functools.partial(_each_piece, plan, kv_lens, lambda: Part(plan, ends, seqs, kv_lens, part))
-
-    @pl.when(role == COMPUTE)
-    def _():
-        _compute(plan, each_piece, smem, out_gmem, lse_gmem)
-
-    @pl.when(role == MEMORY)
-    def _():
-        _load(plan, each_piece, smem, block_tables, q_gmem, k_gmem, v_gmem)
+    return Smem(*query, *keys, *values, q_filled, q_freed, ring)
 
 
 def _each_piece(plan: Plan, kv_lens, part, body):
@@ -171,9 +184,9 @@ def _load(plan: Plan, each_piece, smem: Smem, block_tables, q_gmem, k_gmem, v_gm
     pl.when(num_pieces > 0)(lambda: plgpu.barrier_wait(smem.q_freed))
 
 
-def _compute(plan: Plan, each_piece, smem: Smem, out_gmem, lse_gmem):
+def _compute(plan: Plan, part, each_piece, smem: Smem, out_gmem, lse_gmem):
     """The compute warpgroup: out and lse of every piece, in float32; base-2 logarithms."""
-    part, unit = lax.axis_index("part"), lax.axis_index("unit")
+    unit = lax.axis_index("unit")
 
     def compute_piece(i, piece: Piece, before):
         plgpu.barrier_wait(smem.q_filled)
@@ -240,9 +253,9 @@ def pieces(q, k_pages, v_pages, block_tables, kv_lens, *scales, plan: Plan, para
             jax.ShapeDtypeStruct((plan.num_pieces, plan.num_units, plan.stored_rows, plan.problem.width), jnp.float32),
             jax.ShapeDtypeStruct((plan.num_pieces, plan.num_units, WG_ROWS), jnp.float32),
         ],
-        grid=(plan.num_parts, plan.num_units),
+        grid=(plan.num_parts // plan.config.num_pairs, plan.num_units),
         grid_names=("part", "unit"),
-        num_threads=roles,
+        num_threads=roles * plan.config.num_pairs,
         thread_name="role",
         scratch_types=plan.scratch,
         compiler_params=params,

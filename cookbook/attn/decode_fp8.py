@@ -64,7 +64,7 @@ class Plan(decode_parts.Plan):
         p, c, copies = self.problem, self.config, 2 * self.pages.copies
         narrow = dict(transforms=core.tiling(self.piece, E4M3))
         ring = plgpu.SMEM((c.num_stages, c.block_kv, p.head_dim), E4M3, **narrow)
-        return super().scratch | dict(
+        return self.pair_scratch | dict(
             k_smem=ring,
             v_smem=ring,
             terms_smem=plgpu.SMEM((TERMS, p.head_dim // self.piece, WG_ROWS, self.piece), E4M3, **narrow),
@@ -172,7 +172,7 @@ def _kernel(
     @pl.when(role == COMPUTE)
     def _():
         plgpu.set_max_registers(registers[COMPUTE], action="increase")
-        decode._compute(plan, each_piece, smem(0, scales()), out_gmem, lse_gmem)
+        decode._compute(plan, part, each_piece, smem(0, scales()), out_gmem, lse_gmem)
 
     if plan.compute_wgs == 2:
 

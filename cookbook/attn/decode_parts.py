@@ -2,9 +2,9 @@
 
 A unit is a KV head, with up to 64 of the query heads that read it. The blocks of keys of all sequences, one after the
 other, are cut into equal parts, so that all end at the same time, whatever the lengths are. There are as many parts as
-there can be if each unit of each part gets an SM of its own, so units that read other heads of the same pages do so at
-about the same time. A piece is the share of a part in one sequence; a second kernel merges the pieces of each sequence
-(`merge.py`).
+there can be if each unit of each part gets an SM of its own, or half of one, so units that read other heads of the same
+pages do so at about the same time. A piece is the share of a part in one sequence; a second kernel merges the pieces of
+each sequence (`merge.py`).
 """
 
 import dataclasses
@@ -25,18 +25,20 @@ from .tiles import copies_of_tiles, value_tiles
 class Config:
     block_kv: int = 128  # Tokens of a step.
     num_stages: int = 2  # Slots of the ring.
+    num_pairs: int = 1  # Parts that a block computes side by side, each with warpgroups and a ring of its own.
 
     def __post_init__(self):
-        if self.block_kv not in (64, 128) or self.num_stages < 2:
+        if self.block_kv not in (64, 128) or self.num_stages < 2 or self.num_pairs not in (1, 2):
             raise ValueError(
                 f"{self.block_kv=} must be 64 or 128 (tokens that tensor cores take at once), {self.num_stages=} at "
-                "least 2 (a block is loaded while another is used)"
+                f"least 2 (a block is loaded while another is used), {self.num_pairs=} 1 or 2"
             )
 
     def smem_bytes(self, head_dim: int) -> int:
         """Out in float32, in whose place the query lies before; the ring; and the barriers."""
         width = pl.cdiv(head_dim, PIECE) * PIECE
-        return (4 * WG_ROWS + 4 * self.num_stages * self.block_kv) * width + 8 * (2 * self.num_stages + 2)
+        pair = (4 * WG_ROWS + 4 * self.num_stages * self.block_kv) * width + 8 * (2 * self.num_stages + 2)
+        return self.num_pairs * pair
 
     def smem_bytes_fp8(self, head_dim: int) -> int:
         """The same with pages of 8 bits; and the query in two terms, two blocks of wide values, and their barriers."""
@@ -87,7 +89,7 @@ class Plan:
 
     @property
     def num_parts(self) -> int:
-        return max(1, self.num_sms // self.num_units)
+        return max(1, self.num_sms // self.num_units) * self.config.num_pairs
 
     @property
     def num_pieces(self) -> int:
@@ -96,6 +98,10 @@ class Plan:
 
     @property
     def scratch(self) -> dict:
+        return dict(pairs=[self.pair_scratch] * self.config.num_pairs)
+
+    @property
+    def pair_scratch(self) -> dict:
         p, c = self.problem, self.config
         ring = plgpu.SMEM((c.num_stages, c.block_kv, p.width), p.dtype, **TILED)
         copies = 2 * self.pages.copies

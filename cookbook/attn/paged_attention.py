@@ -58,9 +58,10 @@ def paged_attention_reference(
 
 
 def default_config(head_dim: int, is_fp8: bool = False) -> Config:
-    """The configuration for heads of this size; of pages of 8 bits more are in flight."""
+    """The configuration for heads of this size; of pages of 8 bits more are in flight. Two small parts a block keep its
+    SM busy while one of them waits for its next piece."""
     if head_dim <= 64:
-        return Config(num_stages=6 if is_fp8 else 4)
+        return Config(num_stages=6) if is_fp8 else Config(block_kv=64, num_stages=3, num_pairs=2)
     return Config(num_stages=3 if is_fp8 else 2) if head_dim <= 128 else Config(block_kv=64)
 
 
@@ -116,6 +117,8 @@ def paged_attention(
     scales = page_scales(op, k_pages, k_scale, v_scale)
     target = _mgpu.require_tensor_cores(op)
     config = config or default_config(head_dim, bool(scales))
+    if scales and config.num_pairs > 1:
+        raise ValueError(f"{op}: {config.num_pairs=}; must be 1 with pages of 8 bits: leave it out")
     need = config.smem_bytes_fp8(head_dim) if scales else config.smem_bytes(head_dim)
     checks.check_smem(op, config, need, head_dim)
     problem = Problem(num_heads, num_kv_heads, head_dim, q.dtype, **how, interpreted=target.interpreted)

@@ -200,6 +200,10 @@ NEW, SLOTS = jnp.ones((1, 2, 64), jnp.bfloat16), jnp.zeros(1, jnp.int32)
             "bytes of shared memory",
         ),
         (
+            lambda: paged_attention(Q, CACHE, CACHE, TABLES, LENS, config=decode.Config(64, 2, num_pairs=2)),
+            "num_pairs=2; must be 1 with pages of 8 bits",
+        ),
+        (
             lambda: ragged_paged_attention(Q, WIDE, WIDE, TABLES, LENS, jnp.arange(2, dtype=jnp.int32), v_scale=1.0),
             "v_scale is for pages",
         ),

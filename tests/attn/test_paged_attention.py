@@ -97,6 +97,11 @@ def test_sizes_of_an_earlier_attempt(block_kv, num_stages):
     check(*operands([300, 100], head_dim=128), config=Config(block_kv, num_stages), gpu="h200")
 
 
+@pytest.mark.parametrize("lens", [[300, 100, 0, 64, 65], [1]])
+def test_two_parts_of_a_block(lens):
+    check(*operands(lens), config=Config(64, 2, num_pairs=2), gpu="h200" if len(lens) > 1 else None)
+
+
 @pytest.mark.parametrize("block_kv, num_stages", [(64, 8), (128, 4)])
 def test_sizes_that_do_not_fit_are_refused_before_launch(block_kv, num_stages):
     with pytest.raises(ValueError, match="bytes of shared memory .* fewer stages or smaller blocks"):
