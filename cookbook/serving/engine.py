@@ -4,9 +4,9 @@ It is a step ahead of its device: while one step is computed, the next is schedu
 token that is not known yet, the batch has the row of the previous step in which it is sampled. A stop token is seen one
 step late, and the results of that step for its request are thrown away.
 
-Steps that only decode go off several at a time, in one program, where no request that waits could join in between: the
-host then does most of its work once for all of them. A stop token is seen when all of them are done, and with `ahead`
-those sent off meanwhile.
+Steps that only decode go off several at a time, in one program, and a request that waits joins after them: the host
+then does most of its work once for all of them. A stop token is seen when all of them are done, and with `ahead` those
+sent off meanwhile.
 
 State after an exception, wherever it comes from, a `KeyboardInterrupt` included:
 

@@ -1,12 +1,14 @@
 """Choice of the tokens that the next step computes: continuous batching, chunked prefill, preemption by recomputation.
 
 Requests are served in the order of their arrival. A step has a budget of tokens: every request that is decoding gets
-its one token, and prompts, in chunks, share what is left. When a request needs a page and none is available, the one
-that arrived last gives up its pages, and computes their tokens again later. So all that run arrived before all that
-wait, the first to arrive can always go on, and since it fits into the cache alone, every request ends.
+its one token, and prompts, in chunks, share what is left. A request joins when there are pages for all of its tokens,
+and some are left for those that run. When one needs a page and none is available, the one that arrived last gives up its
+pages, and computes their tokens again later. So all that run arrived before all that wait, the first to arrive can
+always go on, and since it fits into the cache alone, every request ends.
 
 A step may be scheduled before the tokens of the one before are known: how many they are is known, and where they go.
-Several that only decode may therefore be scheduled at once, for the device to compute them in a row.
+Several that only decode may therefore be scheduled at once, for the device to compute them in a row; a request that
+waits joins after them.
 A page can be shared from the moment at which a step that fills it is scheduled, by requests of the same step too: steps
 are computed in their order, and within a step keys and values are written before they are read.
 
@@ -24,6 +26,9 @@ from typing import NamedTuple
 
 from cookbook.serving.pages import PageAllocator, extend_keys
 from cookbook.serving.request import Chunk, Request
+
+
+SPARE = 1 / 64  # Of all pages, when a request joins others. With less, more are preempted soon after.
 
 
 class Before(NamedTuple):
@@ -100,8 +105,7 @@ class Scheduler:
     def schedule_steps(self, most: int) -> list[list[Chunk]]:
         """As `schedule`, the chunks of up to `most` steps, of a power of two. Each step is completed on its own.
 
-        They are several if the first only decodes, with plain sampling, and no place is known to become free before the
-        last for a request that waits. All have pages without a preemption.
+        They are several if the first only decodes, with plain sampling. All have pages without a preemption.
         """
         if len(self._open) == 2:
             raise RuntimeError("Scheduler.schedule: two schedules wait for complete(), which must come before a third")
@@ -248,13 +252,12 @@ class Scheduler:
     def _repeats(self, chunks: list[Chunk], most: int) -> int:
         """The number of steps to schedule after that of `chunks`, with which they are a power of two; allocates their
         pages."""
-        running, waits = self.running, bool(self.waiting)
+        running = self.running
         if most == 1 or not all(chunk.end - chunk.start == chunk.samples for chunk in chunks):
             return 0
         if not all(request.is_plain and request.num_uncomputed <= 1 for request in running):
             return 0
-        left = [request.num_left for request in running]
-        longest = min(most, 1 + (min if waits else max)(left, default=0))
+        longest = min(most, 1 + max((request.num_left for request in running), default=0))
         count = 2 ** (longest.bit_length() - 1)
         while count > 1 and self._missing(count - 1) > self.allocator.num_available:
             count //= 2
@@ -276,10 +279,13 @@ class Scheduler:
         # Its last token is computed in any case: the logits of the next one come of it.
         request.pages = self.allocator.share(request.keys[: (len(request.tokens) - 1) // page_size])
         request.num_computed = len(request.pages) * page_size
-        count = min(request.num_uncomputed, budget)
-        if not self._grow(request, count):
+        missing = self._pages_for(request.num_computed + request.num_uncomputed) - len(request.pages)
+        spare = int(SPARE * self.allocator.num_pages) if self.running else 0
+        if self.allocator.num_available < missing + spare:
             self._release(request)
             return None
+        count = min(request.num_uncomputed, budget)
+        self._grow(request, count)
         self.num_shared_pages += request.num_computed // page_size
         self.running.append(self.waiting.popleft())
         return self._chunk(request, count)
