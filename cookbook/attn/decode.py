@@ -95,25 +95,24 @@ class Smem:
 def _kernel(
     ends, seqs, kv_lens, block_tables, q_gmem, k_gmem, v_gmem, out_gmem, lse_gmem, *, plan: Plan, pairs: list[dict]
 ):  # fmt: skip
-    role, several = lax.axis_index("role"), len(pairs) > 1
     for i, scratch in enumerate(pairs):
         part = lax.axis_index("part") * len(pairs) + i
         smem = _smem(plan, **scratch)
         each_piece = functools.partial(
             _each_piece, plan, kv_lens, functools.partial(Part, plan, ends, seqs, kv_lens, part)
         )
+        compute = functools.partial(_compute, plan, part, each_piece, smem, out_gmem, lse_gmem)
+        load = functools.partial(_load, plan, each_piece, smem, block_tables, q_gmem, k_gmem, v_gmem)
+        for role, action, work in (COMPUTE, "increase", compute), (MEMORY, "decrease", load):
+            mine = lax.axis_index("role") == 2 * i + role
+            pl.when(mine)(functools.partial(_with_registers, len(pairs) > 1, role, action, work))
 
-        @pl.when(role == 2 * i + COMPUTE)
-        def _():
-            if several:  # By itself each thread of a block that is full has 128.
-                plgpu.set_max_registers(REGISTERS[COMPUTE], action="increase")
-            _compute(plan, part, each_piece, smem, out_gmem, lse_gmem)
 
-        @pl.when(role == 2 * i + MEMORY)
-        def _():
-            if several:
-                plgpu.set_max_registers(REGISTERS[MEMORY], action="decrease")
-            _load(plan, each_piece, smem, block_tables, q_gmem, k_gmem, v_gmem)
+def _with_registers(several: bool, role: int, action: str, work):
+    """`work()`, with the registers of its role: by itself, each thread of a block of two pairs has 128."""
+    if several:
+        plgpu.set_max_registers(REGISTERS[role], action=action)
+    work()
 
 
 def _smem(plan: Plan, q_and_out, k_smem, v_smem, q_filled, q_freed, filled, freed) -> Smem:

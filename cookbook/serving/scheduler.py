@@ -2,15 +2,15 @@
 
 Requests are served in the order of their arrival. A step has a budget of tokens: every request that is decoding gets
 its one token, and prompts, in chunks, share what is left. A request joins when there are pages for all of its tokens,
-and some are left for those that run. When one needs a page and none is available, the one that arrived last gives up its
-pages, and computes their tokens again later. So all that run arrived before all that wait, the first to arrive can
+and some are left for those that run. When one needs a page and none is available, the one that arrived last gives up
+its pages, and computes their tokens again later. So all that run arrived before all that wait, the first to arrive can
 always go on, and since it fits into the cache alone, every request ends.
 
 A step may be scheduled before the tokens of the one before are known: how many they are is known, and where they go.
 Several that only decode may therefore be scheduled at once, for the device to compute them in a row; a request that
-waits joins after them.
-A page can be shared from the moment at which a step that fills it is scheduled, by requests of the same step too: steps
-are computed in their order, and within a step keys and values are written before they are read.
+waits joins after them. A page can be shared from the moment at which a step that fills it is scheduled, by requests of
+the same step too: steps are computed in their order, and within a step keys and values are written before they are
+read.
 
 Faults: `unschedule` takes a schedule back. A method that is left by an exception half-way leaves `is_broken` set, and
 `restart` makes the books anew, from the requests alone. No arrays are in here.
@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 from cookbook.serving.pages import PageAllocator, extend_keys
 from cookbook.serving.request import Chunk, Request
-
 
 SPARE = 1 / 64  # Of all pages, when a request joins others. With less, more are preempted soon after.
 
