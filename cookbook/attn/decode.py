@@ -39,7 +39,7 @@ from .steps import add_product, finish, nothing_seen, softmax_step
 from .tiles import clear, copy_tiles, lane
 
 COMPUTE, MEMORY = 0, 1  # Warpgroups by their role, of each pair.
-REGISTERS = 208, 40  # Of a thread, by role, if a block has two pairs.
+REGISTERS = 208, 40  # A thread's, by role, if a block has two pairs.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from cookbook.serving.pages import PageAllocator, extend_keys
 from cookbook.serving.request import Chunk, Request
 
-SPARE = 1 / 64  # Of all pages, when a request joins others. With less, more are preempted soon after.
+SPARE = 1 / 64  # The share of pages that stay free when a request joins others. With less, more are preempted.
 
 
 class Before(NamedTuple):
