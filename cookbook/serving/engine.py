@@ -307,7 +307,8 @@ class Engine:
             self._news.setdefault(request, len(request.tokens))
             if token >= 0:
                 num_sampled += 1
-                request.first_token = self._latest if request.first_token is None else request.first_token
+                if request.first_token is None:
+                    request.first_token = self._latest
                 if request.logprobs is not None:
                     new = logprobs_of_row(logprobs, i, request.logprobs)
                     request.recorded[len(request.generated) :] = [new]

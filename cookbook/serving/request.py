@@ -1,6 +1,7 @@
 """A request, the part of it that a step computes, and what a step says about it."""
 
 import dataclasses
+import functools
 import math
 import operator
 import secrets
@@ -65,6 +66,7 @@ class Request:
         for name, value in fixed.items():
             setattr(self, f"_{name}", value)
         self.tokens = list(self.prompt)
+        self._num_tokens_max = len(self.prompt) + self.max_new_tokens
 
     @property
     def generated(self) -> list[int]:
@@ -90,7 +92,8 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return self.finish_reason is not None
+        is_last = self.tokens[-1] in self.stop_tokens or len(self.tokens) >= self._num_tokens_max
+        return (is_last and len(self.tokens) > len(self.prompt)) or self.is_cancelled or self.error is not None
 
     @property
     def num_tokens(self) -> int:
@@ -100,14 +103,15 @@ class Request:
     @property
     def num_left(self) -> int:
         """New tokens that are not sampled yet, unless a stop token comes before."""
-        return len(self.prompt) + self.max_new_tokens - self.num_tokens
+        return self._num_tokens_max - len(self.tokens) - self.num_pending
 
     @property
     def num_uncomputed(self) -> int:
         """Tokens that are to be computed before the next can be sampled: 1 while it is decoding, 0 at the end."""
-        return self.num_tokens - self.num_computed if self.num_left > 0 else 0
+        num_tokens = len(self.tokens) + self.num_pending
+        return num_tokens - self.num_computed if num_tokens < self._num_tokens_max else 0
 
-    @property
+    @functools.cached_property
     def is_plain(self) -> bool:
         """Whether each token is the most probable one or drawn from all, without its log probability."""
         is_cut = self.top_k is not None or self.top_p < 1 or self.min_p > 0

@@ -166,7 +166,8 @@ class Scheduler:
                     self.allocator.forget(request.keys[chunk.start // self.allocator.page_size :])
                     request.error = FloatingPointError(f"the logits after token {chunk.end - 1} are not finite")
                 else:
-                    self._publish(chunk)
+                    if chunk.end % self.allocator.page_size < chunk.end - chunk.start:
+                        self._publish(chunk)
                     if chunk.samples:
                         request.tokens.append(int(token))
                 if request.finished:
@@ -293,14 +294,15 @@ class Scheduler:
         chunk = Chunk(request, request.num_computed, request.num_computed + count)
         request.num_computed = chunk.end
         request.num_pending += chunk.samples
-        self._publish(chunk)
+        if chunk.end % self.allocator.page_size < count:  # It fills a page.
+            self._publish(chunk)
         return chunk
 
     def _publish(self, chunk: Chunk) -> None:
-        """Offers the pages that a chunk fills, as far as their tokens are known."""
+        """Offers the pages that a chunk fills, of which there is one at least, as far as their tokens are known."""
         request, page_size = chunk.request, self.allocator.page_size
         first, last = chunk.start // page_size, chunk.end // page_size
-        if first < last and request.pages is chunk.pages:  # Or it was preempted since, and its pages are another's.
+        if request.pages is chunk.pages:  # Or it was preempted since, and its pages are another's.
             extend_keys(request.keys, request.tokens, page_size)
             for i in range(first, min(last, len(request.keys))):
                 self.allocator.publish(request.pages[i], request.keys[i])

@@ -526,8 +526,8 @@ def test_what_is_no_mutant_passes(trace, copied):
         ("step", "-1 - rows[chunk.request]", "-1"),
         (
             "scheduler",
-            " and request.pages is chunk.pages:  # Or it",
-            ":  # Or it",
+            "if request.pages is chunk.pages:  # Or it",
+            "if True:  # Or it",
         ),
         (
             "scheduler",
