@@ -73,6 +73,9 @@ def measure(
     `results/` for `problem`. Without one nothing is run: the figure recorded for `problem` and `impl` is returned,
     marked `recorded`, and `stale` if it was measured of other code than `fn` is now; NaN if there is none.
 
+    On a GPU not after `jax.profiler.trace` in the same process: JAX's own use of CUPTI then ends the process ("activity
+    records were dropped"). Measure first, or trace in another process.
+
     Args:
       fn: a function of JAX arrays; None for a peer that JAX cannot run, whose recorded figure is wanted.
       problem: the problem's name in `results/`, such as "softmax/16384x8192/bf16".

@@ -51,8 +51,7 @@ def test_spans_of_the_host_are_parted():
 
 @pytest.mark.parametrize("num_steps", [1, 4])
 def test_the_host_of_a_step_is_timed(num_steps):
-    problem = serving.TINY
-    times = serving.decode_host(problem, init(problem.config), 8, count=3, num_steps=num_steps, backend="xla")
+    times = serving.decode_host(serving.TINY, 8, count=3, num_steps=num_steps, backend="xla")
     whole = times.pop("the whole call")
     assert 0 < sum(times.values()) < whole and times["arguments and results"] > 0
 
