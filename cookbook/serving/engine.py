@@ -247,32 +247,31 @@ class Engine:
         with self._repairing():
             before, plan = self._device, scheduler.before
             try:
-                steps = scheduler.schedule_steps(self.num_scheduler_steps)
-                if steps:
-                    self._device = self._sent_off(steps, start)
+                chunks, num_steps = scheduler.schedule_steps(self.num_scheduler_steps)
+                if chunks:
+                    self._device = self._sent_off(chunks, num_steps, start)
             except BaseException:
                 if self._device is before and scheduler.before is not plan and not scheduler.is_broken:
                     scheduler.unschedule()
                 raise
-        return bool(steps)
+        return bool(chunks)
 
-    def _sent_off(self, steps: list[list[Chunk]], start: float) -> Device:
+    def _sent_off(self, chunks: list[Chunk], num_steps: int, start: float) -> Device:
         """The arrays on the device after the launch of these steps."""
-        before, chunks = self._device.in_flight, steps[0]
-        decode = all(chunk.end - chunk.start == 1 for chunk in chunks)
+        before = self._device.in_flight
+        decode = num_steps > 1 or all(chunk.end - chunk.start == 1 for chunk in chunks)
         batch = pack(
             chunks, self.allocator.page_size, self.scheduler.max_seqs, decode, rows_of(before[-1]) if before else {}
         )
         preemptions, held = self.scheduler.num_preemptions, self.allocator.num_held
-        if len(steps) == 1:
+        if num_steps == 1:
             sampled, pages = self._step(batch, decode, any(chunk.request.logprobs is not None for chunk in chunks))
             last = sampled.tokens
         else:
-            ends = {chunk.request: chunk.end for chunks in steps for chunk in chunks}
-            batch.kv_lens[: len(ends)] = list(ends.values())
-            tokens, last, pages = self._steps(batch, len(steps))
+            tokens, last, pages = self._steps(batch, num_steps)
             sampled = Sampled(tokens, None, None)
-        return Device(pages, last, (*before, Launched(steps, decode, sampled, start, preemptions, held)))
+        launched = Launched(chunks, num_steps, decode, sampled, start, preemptions, held)
+        return Device(pages, last, (*before, launched))
 
     def _complete(self) -> None:
         """Waits for the tokens of the oldest steps in flight, and enters them into the books."""
@@ -289,46 +288,41 @@ class Engine:
 
     def _enter(self, launched: Launched, tokens: np.ndarray, logprobs, waited: float) -> None:
         before, self._latest = self._latest, time.perf_counter()
-        seconds, count = self._latest - max(before, launched.start), len(launched.steps)
+        seconds, count = self._latest - max(before, launched.start), launched.num_steps
         tokens = np.where(tokens < self.config.vocab_size, tokens, -1).reshape(count, -1).tolist()
-        rows = rows_of(launched)
-        for chunks, row in zip(launched.steps, tokens, strict=True):
-            new = [row[rows[chunk.request]] for chunk in chunks]
-            self._enter_step(launched, chunks, new, logprobs, seconds / count, waited / count)
-
-    def _enter_step(
-        self, launched: Launched, chunks: list[Chunk], tokens: list[int], logprobs, seconds: float, waited: float
-    ) -> None:
-        num_sampled = 0
-        for i, (chunk, token) in enumerate(zip(chunks, tokens, strict=True)):
+        known = [(i, chunk) for i, chunk in enumerate(launched.chunks) if chunk.request in self.scheduler]
+        lengths = [len(chunk.request.tokens) for _, chunk in known]
+        for (i, chunk), length in zip(known, lengths, strict=True):
             request = chunk.request
-            if request not in self.scheduler or (not chunk.samples and token >= 0):  # It may have ended before.
-                continue
-            self._news.setdefault(request, len(request.tokens))
-            if token >= 0:
-                num_sampled += 1
-                if request.first_token is None:
-                    request.first_token = self._latest
+            self._news.setdefault(request, length)
+            if chunk.num_sampled and tokens[0][i] >= 0:
+                request.first_token = self._latest if request.first_token is None else request.first_token
                 if request.logprobs is not None:
-                    new = logprobs_of_row(logprobs, i, request.logprobs)
-                    request.recorded[len(request.generated) :] = [new]
-        done = self.scheduler.complete(chunks, tokens)
-        preemptions, self._num_preemptions = self._num_preemptions, launched.num_preemptions
-        self.stats.add_step(
-            StepStats(
-                decode=launched.decode,
-                num_tokens=sum(chunk.end - chunk.start for chunk in chunks),
-                num_sampled=num_sampled,
-                num_running=len(self.scheduler.running),
-                num_waiting=len(self.scheduler.waiting),
-                num_preemptions=launched.num_preemptions - preemptions,
-                kv_utilization=launched.num_held / self.allocator.num_pages,
-                seconds=seconds,
-                waited=waited,
-            )
-        )
+                    request.recorded[len(request.generated) :] = [logprobs_of_row(logprobs, i, request.logprobs)]
+        done = self.scheduler.complete(launched.chunks, *tokens)
+        new = [len(chunk.request.tokens) - length for (_, chunk), length in zip(known, lengths, strict=True)]
+        self._add_steps(launched, new, seconds / count, waited / count)
         for request in done:
             self.stats.add_finished(request)
+
+    def _add_steps(self, launched: Launched, new: list[int], seconds: float, waited: float) -> None:
+        """The figures of the steps of a program, of whose requests some have so many `new` tokens."""
+        counts = [chunk.end - chunk.start for chunk in launched.chunks]
+        for i in range(launched.num_steps):
+            preemptions, self._num_preemptions = self._num_preemptions, launched.num_preemptions
+            self.stats.add_step(
+                StepStats(
+                    decode=launched.decode,
+                    num_tokens=sum(counts) if launched.num_steps == 1 else sum(count > i for count in counts),
+                    num_sampled=sum(count > i for count in new),
+                    num_running=len(self.scheduler.running),
+                    num_waiting=len(self.scheduler.waiting),
+                    num_preemptions=launched.num_preemptions - preemptions,
+                    kv_utilization=launched.num_held / self.allocator.num_pages,
+                    seconds=seconds,
+                    waited=waited,
+                )
+            )
 
     @contextlib.contextmanager
     def _repairing(self):
@@ -344,7 +338,7 @@ class Engine:
         if (
             device is None
             or scheduler.is_broken
-            or scheduler.num_open != sum(len(launched.steps) for launched in device.in_flight)
+            or scheduler.num_open != len(device.in_flight)
             or jax.tree.leaves(device.pages)[0].is_deleted()  # A step takes all of them or none.
         ):
             self._restart()

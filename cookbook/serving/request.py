@@ -142,13 +142,14 @@ for _field in dataclasses.fields(Request):
 
 
 class Chunk:
-    """Tokens `start` to `end` of a request, which one step computes."""
+    """Tokens `start` to `end` of a request, which one step computes, or several steps one each."""
 
-    __slots__ = ("request", "start", "end", "samples", "pages")
+    __slots__ = ("request", "start", "end", "num_sampled", "pages")
 
     def __init__(self, request: Request, start: int, end: int):
         self.request, self.start, self.end = request, start, end
-        self.samples = end == request.num_tokens  # Whether it ends with the last token: the next one is sampled.
+        # The next token is sampled of the last one that there is, and if the chunk goes on after it, of each.
+        self.num_sampled = max(0, end - request.num_tokens + 1)
         self.pages = request.pages  # The request's list, which is another one once it is preempted.
 
 

@@ -34,14 +34,14 @@ class Before(NamedTuple):
     """The books as a schedule found them: running requests with (pages, their number, tokens computed, pending)."""
 
     running: list[tuple[Request, list[int], int, int, int, int]]
-    counts: tuple[int, int, tuple[int, ...]]
+    counts: tuple[int, int, int]
 
 
 class Scheduler:
     """Decides on steps: `schedule()`, then `complete()` with the tokens that were sampled.
 
-    One more step, or several at once, may be scheduled before those of the schedule before are completed. They are
-    computed after these, as they may use pages that these have used.
+    One more step, or several at once, may be scheduled before the schedule before is completed. They are computed after
+    its steps, as they may use pages that these have used.
     """
 
     def __init__(self, allocator: PageAllocator, *, max_seqs: int, max_tokens_per_step: int):
@@ -59,17 +59,12 @@ class Scheduler:
         self.num_shared_pages = 0  # Times that a page was shared instead of computed.
         self.is_broken = False  # Whether an exception left the books half-changed: `restart` is next.
         self.before: Before | None = None  # The state that `unschedule` goes back to.
-        self._open: list[int] = []  # Steps of each schedule that are not completed.
+        self.num_open = 0  # Schedules that are not completed.
         self._requests: dict[Request, None] = {}  # Those that wait or run, in the order of arrival.
 
     def __contains__(self, request: Request) -> bool:
         """Whether a request waits or runs."""
         return request in self._requests
-
-    @property
-    def num_open(self) -> int:
-        """Steps that are scheduled and not completed."""
-        return sum(self._open)
 
     def submit(self, request: Request) -> None:
         """Queues a request.
@@ -99,24 +94,26 @@ class Scheduler:
         Raises:
           RuntimeError: two schedules are not completed.
         """
-        return next(iter(self.schedule_steps(1)), [])
+        return self.schedule_steps(1)[0]
 
-    def schedule_steps(self, most: int) -> list[list[Chunk]]:
-        """As `schedule`, the chunks of up to `most` steps, of a power of two. Each step is completed on its own.
+    def schedule_steps(self, most: int) -> tuple[list[Chunk], int]:
+        """As `schedule`, the chunks of up to `most` steps; and how many these are, a power of two.
 
-        They are several if the first only decodes, with plain sampling. All have pages without a preemption.
+        They are several if the first only decodes, with plain sampling, and all have pages without a preemption. Each
+        chunk then has a token a step. A request that ends before the others is in the first steps only.
         """
-        if len(self._open) == 2:
+        if self.num_open == 2:
             raise RuntimeError("Scheduler.schedule: two schedules wait for complete(), which must come before a third")
         with self._changing():
             self.before = self._books()
             self.allocator.begin()
-            steps = [chunks] if (chunks := self._chunks()) else []
-            # A request preempted now may come back a step later.
-            for _ in range(self._repeats(chunks, most) if self.num_preemptions == self.before.counts[0] else 0):
-                steps.append([self._chunk(request, 1) for request in self.running if request.num_left > 0])
-            self._open += [len(steps)] if steps else []
-        return steps
+            chunks, count = self._chunks(), 1
+            if self.num_preemptions == self.before.counts[0]:  # A request preempted now may come back a step later.
+                count = self._num_steps(chunks, most)
+                for chunk in chunks if count > 1 else ():
+                    self._lengthen(chunk, min(chunk.request.num_left, count - 1))
+            self.num_open += bool(chunks)
+        return chunks, count
 
     def unschedule(self) -> None:
         """Takes back the last `schedule`, after which nothing else was done: the books are as they were before it.
@@ -139,37 +136,36 @@ class Scheduler:
                 del pages[num_pages:]
                 request.pages = pages
                 request.num_computed, request.num_pending, request.num_preempted = numbers
-            self.num_preemptions, self.num_shared_pages, self._open = *counts[:2], list(counts[2])
+            self.num_preemptions, self.num_shared_pages, self.num_open = counts
             self.before = None
 
-    def complete(self, chunks: Sequence[Chunk], sampled: Sequence[int]) -> list[Request]:
-        """Takes note that `chunks` are computed and `sampled[i]` came after the last token of chunk i (it is ignored
-        for a chunk that does not sample). Returns the requests that are finished by that; their pages are released.
+    def complete(self, chunks: Sequence[Chunk], *sampled: Sequence[int]) -> list[Request]:
+        """Takes note that `chunks` are computed, and that `sampled[j][i]` came after chunk i in the j-th of their steps
+        (it is ignored where none was to be sampled). Returns the requests that are finished by that; their pages are
+        released.
 
-        A negative `sampled[i]` says that the logits were not finite: the request fails, and nobody shares its pages.
+        A negative one says that the logits were not finite: the request fails, and nobody shares its pages.
 
-        Steps are completed in the order in which they were scheduled.
+        Schedules are completed in their order.
         """
         done = []
         with self._changing():
             self.before = None
             self.allocator.commit()
-            if chunks:
-                self._open[0] -= 1
-                self._open = self._open[self._open[0] == 0 :]
-            for chunk, token in zip(chunks, sampled, strict=True):
-                request = chunk.request
-                request.num_pending -= chunk.samples
+            self.num_open -= bool(chunks)
+            for i, chunk in enumerate(chunks):
+                request, num_sampled = chunk.request, chunk.num_sampled
+                request.num_pending -= num_sampled
                 if request not in self._requests:  # It ended with a stop token, which was not known then.
                     continue
-                if token < 0:
-                    self.allocator.forget(request.keys[chunk.start // self.allocator.page_size :])
-                    request.error = FloatingPointError(f"the logits after token {chunk.end - 1} are not finite")
-                else:
-                    if chunk.end % self.allocator.page_size < chunk.end - chunk.start:
-                        self._publish(chunk)
-                    if chunk.samples:
+                for step in range(num_sampled or 1):
+                    if (token := sampled[step][i]) < 0:
+                        self._fail(chunk, step)
+                    elif num_sampled:
                         request.tokens.append(int(token))
+                    if request.finished:
+                        break
+                self._publish(chunk)
                 if request.finished:
                     self._remove(request)
                     done.append(request)
@@ -203,7 +199,7 @@ class Scheduler:
             for request in self._requests:
                 request.pages, request.num_computed, request.num_pending = [], 0, 0
             self.running, self.waiting = [], collections.deque(self._requests)
-            self.before, self._open = None, []
+            self.before, self.num_open = None, 0
 
     def check(self) -> None:
         """Compares the allocator's books with the requests.
@@ -223,7 +219,7 @@ class Scheduler:
     def _books(self) -> Before:
         return Before(
             [(r, r.pages, len(r.pages), r.num_computed, r.num_pending, r.num_preempted) for r in self.running],
-            (self.num_preemptions, self.num_shared_pages, tuple(self._open)),
+            (self.num_preemptions, self.num_shared_pages, self.num_open),
         )
 
     def _chunks(self) -> list[Chunk]:
@@ -249,21 +245,20 @@ class Scheduler:
             budget -= chunk.end - chunk.start
         return chunks
 
-    def _repeats(self, chunks: list[Chunk], most: int) -> int:
-        """The number of steps to schedule after that of `chunks`, with which they are a power of two; allocates their
-        pages."""
+    def _num_steps(self, chunks: list[Chunk], most: int) -> int:
+        """The number of steps to schedule at once, that of `chunks` included; allocates the pages of all."""
         running = self.running
-        if most == 1 or not all(chunk.end - chunk.start == chunk.samples for chunk in chunks):
-            return 0
+        if most == 1 or not all(chunk.end - chunk.start == chunk.num_sampled for chunk in chunks):
+            return 1
         if not all(request.is_plain and request.num_uncomputed <= 1 for request in running):
-            return 0
+            return 1
         longest = min(most, 1 + max((request.num_left for request in running), default=0))
         count = 2 ** (longest.bit_length() - 1)
         while count > 1 and self._missing(count - 1) > self.allocator.num_available:
             count //= 2
         for request in running:
             self._grow(request, min(request.num_left, count - 1))
-        return count - 1
+        return count
 
     def _missing(self, count: int) -> int:
         """Pages that all running requests lack for `count` more tokens each, or for as many as they have left."""
@@ -293,14 +288,29 @@ class Scheduler:
     def _chunk(self, request: Request, count: int) -> Chunk:
         chunk = Chunk(request, request.num_computed, request.num_computed + count)
         request.num_computed = chunk.end
-        request.num_pending += chunk.samples
-        if chunk.end % self.allocator.page_size < count:  # It fills a page.
-            self._publish(chunk)
+        request.num_pending += chunk.num_sampled
+        self._publish(chunk)
         return chunk
 
+    def _lengthen(self, chunk: Chunk, count: int) -> None:
+        """Adds `count` tokens that are not sampled yet, for which there are pages."""
+        chunk.end += count
+        chunk.num_sampled += count
+        chunk.request.num_computed += count
+        chunk.request.num_pending += count
+
+    def _fail(self, chunk: Chunk, step: int) -> None:
+        """Takes note that the logits of this step of a chunk are not finite."""
+        request = chunk.request
+        self.allocator.forget(request.keys[(chunk.start + step) // self.allocator.page_size :])
+        last = chunk.end - max(chunk.num_sampled, 1) + step
+        request.error = FloatingPointError(f"the logits after token {last} are not finite")
+
     def _publish(self, chunk: Chunk) -> None:
-        """Offers the pages that a chunk fills, of which there is one at least, as far as their tokens are known."""
+        """Offers the pages that a chunk fills, as far as their tokens are known."""
         request, page_size = chunk.request, self.allocator.page_size
+        if chunk.end % page_size >= chunk.end - chunk.start or request.error is not None:
+            return
         first, last = chunk.start // page_size, chunk.end // page_size
         if request.pages is chunk.pages:  # Or it was preempted since, and its pages are another's.
             extend_keys(request.keys, request.tokens, page_size)

@@ -26,12 +26,10 @@ ALL_TOKENS = 2**31 - 1  # The top_k that cuts nothing off.
 
 
 class Launched(NamedTuple):
-    """Steps in flight, of one program: what they compute, when their scheduling began, and what the books said then.
+    """A program in flight: what its steps compute, when their scheduling began, and what the books said then."""
 
-    The rows of all are those of the first.
-    """
-
-    steps: list[list[Chunk]]
+    chunks: list[Chunk]
+    num_steps: int
     decode: bool
     sampled: Sampled
     start: float
@@ -40,8 +38,8 @@ class Launched(NamedTuple):
 
 
 def rows_of(launched: Launched) -> dict[Request, int]:
-    """The row of each request in the arrays of these steps."""
-    return {chunk.request: i for i, chunk in enumerate(launched.steps[0])}
+    """The row of each request in the arrays of a program."""
+    return {chunk.request: i for i, chunk in enumerate(launched.chunks)}
 
 
 class Device(NamedTuple):
@@ -59,11 +57,13 @@ def pack(
 
     Rows of sequences are `max_seqs`. Tokens are as many in a step that decodes alone, the token of sequence i in row i,
     and otherwise `max_seqs` times a power of two. Block tables are 16 pages wide, or a larger power of two. A token
-    that is not known yet is -1 minus its request's row in the step before, which `rows` has.
+    that is not known yet is -1 minus its request's row in the step before, which `rows` has. A batch that decodes has
+    the first token of each chunk, and in `kv_lens` the ends of all (see `decode_steps`).
     """
     requests = [chunk.request for chunk in chunks]
     starts, ends = (np.fromiter(map(of, chunks), np.int32, len(chunks)) for of in (_START, _END))
-    counts, num_pages = ends - starts, np.array([len(request.pages) for request in requests])
+    counts = np.ones_like(starts) if decode else ends - starts
+    num_pages = np.array([len(request.pages) for request in requests])
     sequence = np.repeat(np.arange(len(chunks)), counts)  # The sequence of each token.
     num_tokens = max_seqs if decode else bucket(len(sequence), max_seqs)
     batch = padding(num_tokens, bucket(num_pages.max(), TABLE_WIDTH_MIN), max_seqs, _options(tuple(requests), max_seqs))
@@ -73,7 +73,8 @@ def pack(
     pages = itertools.chain.from_iterable(request.pages for request in requests)
     is_page = np.arange(batch.block_tables.shape[1]) < num_pages[:, None]
     batch.block_tables[: len(chunks)][is_page] = np.fromiter(pages, np.int32, num_pages.sum())
-    batch.tokens[: len(where)] = [token for chunk in chunks for token in tokens_of(chunk, rows)]
+    tokens = itertools.chain.from_iterable(map(tokens_of, chunks, counts.tolist(), itertools.repeat(rows)))
+    batch.tokens[: len(where)] = np.fromiter(tokens, np.int32, len(where))
     batch.positions[: len(where)] = where
     slots = batch.block_tables[sequence, where // page_size] * page_size + where % page_size
     batch.slot_mapping[: len(where)] = slots
@@ -123,10 +124,10 @@ def shapes(max_seqs: int, max_tokens: int, max_pages: int) -> list[tuple[int, in
     return [(count, width, decode) for width in doubled(TABLE_WIDTH_MIN, max_pages) for count, decode in tokens]
 
 
-def tokens_of(chunk: Chunk, rows: Mapping[Request, int] | None) -> list[int]:
-    """The tokens of a chunk, the last replaced by -1 minus its row if it is not known yet."""
-    tokens = chunk.request.tokens[chunk.start : chunk.end]
-    return tokens if len(tokens) == chunk.end - chunk.start else [*tokens, -1 - rows[chunk.request]]
+def tokens_of(chunk: Chunk, count: int, rows: Mapping[Request, int] | None) -> list[int]:
+    """The first `count` tokens of a chunk, the last replaced by -1 minus its row if it is not known yet."""
+    tokens = chunk.request.tokens[chunk.start : chunk.start + count]
+    return tokens if len(tokens) == count else [*tokens, -1 - rows[chunk.request]]
 
 
 def bucket(count: int, least: int) -> int:

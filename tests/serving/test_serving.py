@@ -121,51 +121,54 @@ def schedule_at_random(module, seed: int):
         while to_submit and rng.integers(2):
             scheduler.submit(to_submit.popleft())
         decoding = {request for request in scheduler.running if request.num_uncomputed == 1}
-        steps = scheduler.schedule_steps(int(rng.choice([1, 2, 4]))) or [[]]
+        chunks, count = scheduler.schedule_steps(int(rng.choice([1, 2, 4])))
         scheduler.check()
-        several += len(steps) > 1
-        chunks = steps[0]
+        several += count > 1
         served = [chunk.request for chunk in chunks]
-        assert sum(chunk.end - chunk.start for chunk in chunks) <= budget and len(set(served)) == len(chunks)
+        assert sum(chunk.end - chunk.start for chunk in chunks) <= budget * count and len(set(served)) == len(chunks)
+        assert count in (1, 2, 4) and (count == 1 or all(c.end - c.start == c.num_sampled <= count for c in chunks))
         assert len(scheduler.running) <= max_seqs and set(served) <= set(scheduler.running)
         assert decoding & set(scheduler.running) <= set(served), "a request that decodes waited"
         arrived = [order[request] for request in (*scheduler.running, *scheduler.waiting)]
         assert arrived == sorted(arrived), "one overtook another"
-        launched.append([])
-        for chunks in steps:
-            assert len(steps) in (1, 2, 4) and (len(steps) == 1 or all(c.end - c.start == c.samples for c in chunks))
-            assert chunks is steps[0] or {c.request for c in chunks} <= set(served), "one joined in between"
+        launched.append((chunks, []))
+        for step in range(count):
             written = collections.Counter()
             slot = lambda request, i: (request.pages[i // 4], i % 4)
-            for chunk in chunks:  # Keys and values are written before any are read, as in each layer of a step.
-                request, text = chunk.request, texts[chunk.request]
-                assert chunk.start < chunk.end <= 4 * len(request.pages) and chunk.samples == (chunk.end == len(text))
-                where = {slot(request, i): text[: i + 1] for i in range(chunk.start, chunk.end)}
+            parts = [(chunk.request, chunk.start, chunk.end) for chunk in chunks]
+            if count > 1:
+                parts = [(r, start + step, start + step + 1) for r, start, end in parts if start + step < end]
+            for request, start, end in parts:  # Keys and values are written before any are read, as in a layer.
+                text = texts[request]
+                assert start < end <= 4 * len(request.pages) and (count == 1 or end == len(text))
+                where = {slot(request, i): text[: i + 1] for i in range(start, end)}
                 written.update({page for page, _ in where})
                 for page in {page for page, _ in where}:
-                    is_full = 4 * request.pages.index(page) + 4 <= chunk.end
+                    is_full = 4 * request.pages.index(page) + 4 <= end
                     assert is_full or scheduler.allocator.references(page) == 1, "a page is shared that is not full"
                 cache |= where
-            for chunk in chunks:
-                request, text = chunk.request, texts[chunk.request]
-                for i in range(chunk.start):
-                    assert cache.get(slot(request, i)) == text[: i + 1], "a page holds other tokens"
+            for request, start, _ in parts:
+                for i in range(start):
+                    assert cache.get(slot(request, i)) == texts[request][: i + 1], "a page holds other tokens"
             assert all(times == 1 for times in written.values()), "two write to one page"
             sampled = rng.integers(0, 2, len(chunks))
-            for chunk, token in zip(chunks, sampled, strict=True):
-                texts[chunk.request] += [int(token)] * chunk.samples
-            launched[-1].append((chunks, sampled))
-        assert steps[0] or launched[0][0][0] or not (scheduler.running or scheduler.waiting)
+            for i, chunk in enumerate(chunks):
+                samples = chunk.num_sampled > step if count > 1 else chunk.end == len(texts[chunk.request])
+                assert count > 1 or samples == chunk.num_sampled
+                texts[chunk.request] += [int(sampled[i])] * samples
+            launched[-1][1].append(sampled)
+        assert chunks or launched[0][0] or not (scheduler.running or scheduler.waiting)
         while len(launched) > ahead:
-            for step in launched.popleft():
-                done += scheduler.complete(*step)
-                scheduler.check()
+            chunks, sampled = launched.popleft()
+            done += scheduler.complete(chunks, *sampled)
+            scheduler.check()
         if len(done) == len(requests):
             break
     assert set(done) == set(requests) and len(done) == len(requests)
     for request in requests:
         assert request.tokens == texts[request][: len(request.tokens)] and request.finished
         assert len(request.generated) == request.max_new_tokens or request.tokens[-1] in request.stop_tokens
+        assert not request.stop_tokens & set(request.generated[:-1]), "it went on after a stop token"
     scheduler.check()
     assert scheduler.allocator.num_held == 0
     return scheduler.num_preemptions, several
@@ -268,7 +271,7 @@ def recorded(monkeypatch) -> dict:
 
     def recording_complete(self, chunks, sampled):
         rows = zip(chunks, launched.popleft(), strict=False)
-        scores.update({(chunk.request, chunk.end): row for chunk, row in rows if chunk.samples})
+        scores.update({(chunk.request, chunk.end): row for chunk, row in rows if chunk.num_sampled})
         return complete(self, chunks, sampled)
 
     monkeypatch.setattr(module, "step", recording_step)
@@ -535,15 +538,18 @@ def test_what_is_no_mutant_passes(trace, copied):
             "                if False:  # It ended",
         ),
         ("scheduler", "self.running if request in self.running else self.waiting", "self.running"),
-        ("scheduler", " for request in self.running if request.num_left > 0]", " for request in self.running]"),
+        ("scheduler", "min(chunk.request.num_left, count - 1)", "count - 1"),
         ("scheduler", "self._missing(count - 1) > self", "0 > self"),
-        ("scheduler", "== chunk.samples for chunk", "== 1 or True for chunk"),
+        ("scheduler", "== chunk.num_sampled for chunk", "== 1 or True for chunk"),
+        ("scheduler", "range(num_sampled or 1)", "range(1)"),
+        ("scheduler", "                    if request.finished:\n                        break\n", ""),
+        ("scheduler", "chunk.request.num_pending += count", "pass"),
         ("step", "previous[jnp.maximum(-1 - tokens, 0)]", "previous[0]"),
         ("step", "first.positions + step.astype(jnp.int32)", "first.positions"),
         ("step", "jnp.minimum(positions + 1, first.kv_lens)", "first.kv_lens"),
         ("step", "page * page_size + positions % page_size, -1)", "page * page_size + positions % page_size, 0)"),
-        ("engine", "[row[rows[chunk.request]] for chunk in chunks]", "row[: len(chunks)]"),
-        ("engine", "list(ends.values())", "[chunk.end for chunk in chunks]"),
+        ("step", "batch.kv_lens[: len(chunks)] = ends", "batch.kv_lens[: len(chunks)] = starts + 1"),
+        ("step", "np.ones_like(starts) if decode else ends - starts", "ends - starts"),
         ("step", "seeds, kv_lens, *cuts", "seeds, jnp.arange(seeds.size), *cuts"),
         ("model", "batch.cu_seqlens_q[1:] - 1", "batch.cu_seqlens_q[:-1]"),
         ("model", "batch.block_tables + layers", "batch.block_tables + 0 * layers"),
