@@ -18,6 +18,7 @@ import numpy as np
 
 from cookbook import lab
 from cookbook.serving import Engine, LlamaConfig, init
+from cookbook.serving.backends import TABLE_WIDTHS_MIN
 from cookbook.serving.model import empty_pages
 from cookbook.serving.request import Chunk, Request
 from cookbook.serving.step import decode_steps, model_step, pack, padding, starts_of
@@ -156,7 +157,8 @@ def _decoding(problem: Problem, params, length: int, num_steps: int, **how):
         request = Request(tuple(rng.integers(problem.config.vocab_size, size=length).tolist()), 8)
         request.pages = [(7 * i + j) % problem.num_pages for j in range(-(-length // problem.page_size))]
         chunks.append(Chunk(request, length - num_steps, length - num_steps + 1))
-    batch = pack(chunks, problem.page_size, problem.max_seqs, True)
+    width_min = TABLE_WIDTHS_MIN[engine.backend]
+    batch = pack(chunks, problem.page_size, problem.max_seqs, True, width_min=width_min)
     pages = engine._device.pages
 
     def send():

@@ -28,6 +28,9 @@ ROWS_AT_ONCE = 16  # Tokens of a mixed step whose gathered keys and values are i
 # Rows up to which SwiGLU is in the epilogue of its product. With more, the tile that its two accumulators leave is too
 # small, and XLA's fusion after a plain product is predicted to be faster.
 GATED_ROWS = 128
+# Pages of the narrowest block table: fewer widths are fewer compilations. A kernel reads a table as far as its sequence
+# goes, and XLA gathers all of it.
+TABLE_WIDTHS_MIN = dict(cookbook=64, xla=16)
 
 
 class Backend(NamedTuple):

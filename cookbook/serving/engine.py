@@ -203,7 +203,8 @@ class Engine:
         if not self.is_idle:
             raise RuntimeError("Engine.warmup: there are requests; call it before the first one, or after a reset()")
         s, counts = self.scheduler, [2**i for i in range(1, self.num_scheduler_steps.bit_length())]
-        found = shapes(s.max_seqs, s.max_tokens_per_step, -(-self.max_seq_len // self.allocator.page_size))
+        max_pages = -(-self.max_seq_len // self.allocator.page_size)
+        found = shapes(s.max_seqs, s.max_tokens_per_step, max_pages, backends.TABLE_WIDTHS_MIN[self.backend])
         if self.backend == "xla" or jax.default_backend() == "gpu":  # The interpreter serves one thread alone.
             compile_steps(
                 self.config, self.weights, self._device.pages, self._device.tokens, s.max_seqs, found,
@@ -261,8 +262,9 @@ class Engine:
         before = self._device.in_flight
         decode = num_steps > 1 or all(chunk.end - chunk.start == 1 for chunk in chunks)
         batch = pack(
-            chunks, self.allocator.page_size, self.scheduler.max_seqs, decode, rows_of(before[-1]) if before else {}
-        )
+            chunks, self.allocator.page_size, self.scheduler.max_seqs, decode, rows_of(before[-1]) if before else {},
+            width_min=backends.TABLE_WIDTHS_MIN[self.backend],
+        )  # fmt: skip
         preemptions, held = self.scheduler.num_preemptions, self.allocator.num_held
         if num_steps == 1:
             sampled, pages = self._step(batch, decode, any(chunk.request.logprobs is not None for chunk in chunks))

@@ -20,7 +20,6 @@ from cookbook.serving.model import Batch, forward
 from cookbook.serving.request import Chunk, Request
 from cookbook.serving.sampling import Options, Sampled, sample
 
-TABLE_WIDTH_MIN = 16  # Pages of the narrowest block table: fewer widths are fewer compilations.
 OF_SEQUENCES = 7  # The last fields of a batch, from `kv_lens` on: a value or one more for each sequence.
 ALL_TOKENS = 2**31 - 1  # The top_k that cuts nothing off.
 
@@ -51,14 +50,15 @@ class Device(NamedTuple):
 
 
 def pack(
-    chunks: Sequence[Chunk], page_size: int, max_seqs: int, decode: bool, rows: Mapping[Request, int] | None = None
-) -> Batch:
+    chunks: Sequence[Chunk], page_size: int, max_seqs: int, decode: bool, rows: Mapping[Request, int] | None = None, *,
+    width_min: int = 16,
+) -> Batch:  # fmt: skip
     """The arrays of a step, NumPy's, in one of few shapes, so that few are compiled.
 
     Rows of sequences are `max_seqs`. Tokens are as many in a step that decodes alone, the token of sequence i in row i,
-    and otherwise `max_seqs` times a power of two. Block tables are 16 pages wide, or a larger power of two. A token
-    that is not known yet is -1 minus its request's row in the step before, which `rows` has. A batch that decodes has
-    the first token of each chunk, and in `kv_lens` the ends of all (see `decode_steps`).
+    and otherwise `max_seqs` times a power of two. Block tables have `width_min` pages, or that times a power of two. A
+    token that is not known yet is -1 minus its request's row in the step before, which `rows` has. A batch that decodes
+    has the first token of each chunk, and in `kv_lens` the ends of all (see `decode_steps`).
     """
     requests = [chunk.request for chunk in chunks]
     starts, ends = (np.fromiter(map(of, chunks), np.int32, len(chunks)) for of in (_START, _END))
@@ -66,7 +66,7 @@ def pack(
     num_pages = np.array([len(request.pages) for request in requests])
     sequence = np.repeat(np.arange(len(chunks)), counts)  # The sequence of each token.
     num_tokens = max_seqs if decode else bucket(len(sequence), max_seqs)
-    batch = padding(num_tokens, bucket(num_pages.max(), TABLE_WIDTH_MIN), max_seqs, _options(tuple(requests), max_seqs))
+    batch = padding(num_tokens, bucket(num_pages.max(), width_min), max_seqs, _options(tuple(requests), max_seqs))
     batch.cu_seqlens_q[:] = counts.sum()
     batch.cu_seqlens_q[: len(chunks) + 1] = np.append(0, counts.cumsum())
     where = starts[sequence] + np.arange(len(sequence)) - batch.cu_seqlens_q[sequence]
@@ -114,14 +114,14 @@ def padding(num_tokens: int, width: int, max_seqs: int, options: Mapping[str, np
     )  # fmt: skip
 
 
-def shapes(max_seqs: int, max_tokens: int, max_pages: int) -> list[tuple[int, int, bool]]:
+def shapes(max_seqs: int, max_tokens: int, max_pages: int, width_min: int = 16) -> list[tuple[int, int, bool]]:
     """(tokens, width of the block tables, decode) of every batch that `pack` makes, with chunks of up to `max_tokens`
     tokens together, of sequences of up to `max_pages` pages."""
     doubled = lambda least, most: itertools.takewhile(
         lambda n: n < 2 * max(most, least), (least * 2**i for i in itertools.count())
     )  # fmt: skip
     tokens = [(max_seqs, True), *((count, False) for count in doubled(max_seqs, max_tokens))]
-    return [(count, width, decode) for width in doubled(TABLE_WIDTH_MIN, max_pages) for count, decode in tokens]
+    return [(count, width, decode) for width in doubled(width_min, max_pages) for count, decode in tokens]
 
 
 def tokens_of(chunk: Chunk, count: int, rows: Mapping[Request, int] | None) -> list[int]:

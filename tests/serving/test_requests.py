@@ -101,6 +101,21 @@ def test_a_reset_leaves_nothing():
     assert engine.run() == [again] and again.generated == generate(CONFIG, PARAMS(CONFIG), again, 64)[0]
 
 
+@pytest.mark.parametrize("backend, width", [("xla", 16), ("cookbook", 64)])
+def test_block_tables_of_kernels_have_few_widths(backend, width, monkeypatch):
+    def fail(*args, **how):
+        raise RuntimeError(f"{args[3].block_tables.shape[1]} pages wide")
+
+    monkeypatch.setattr(importlib.import_module("cookbook.serving.engine"), "step", fail)
+    config = dataclasses.replace(CONFIG, dtype="bfloat16")
+    engine = engine_of(config, backend=backend)
+    engine.submit(range(20), 1)
+    with pytest.raises(RuntimeError, match=f"{width} pages wide"):
+        engine.step()
+    for pages, more in ((1, 1), (width, 1), (width + 1, 2), (3 * width, 3)):
+        assert len({found for _, found, _ in shapes(4, 12, pages, width)}) == more
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("longest, widths", [(320, 2), (40, 1)])
 def test_warm_up_compiles_all_that_a_mixed_trace_needs(longest, widths):
