@@ -9,7 +9,7 @@ the warpgroups are, for each part,
                table, into the slots of a ring
     compute    one: s = q kᵀ, softmax and p v of block after block; then out and lse of the piece
 
-Barrier table:
+Barrier table, of each part:
 
     barrier        arrivals                    who waits
     q_filled       copies of a piece's query   compute, before its first product

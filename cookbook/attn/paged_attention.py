@@ -58,8 +58,8 @@ def paged_attention_reference(
 
 
 def default_config(head_dim: int, is_fp8: bool = False) -> Config:
-    """The configuration for heads of this size; of pages of 8 bits more are in flight. Two small parts a block keep its
-    SM busy while one of them waits for its next piece."""
+    """The configuration for heads of this size; of pages of 8 bits more are in flight. With small heads a
+    block has two parts, one of which can compute while the other waits."""
     if head_dim <= 64:
         return Config(num_stages=6) if is_fp8 else Config(block_kv=64, num_stages=3, num_pairs=2)
     return Config(num_stages=3 if is_fp8 else 2) if head_dim <= 128 else Config(block_kv=64)
@@ -98,7 +98,7 @@ def paged_attention(
       k_scale, v_scale: with pages of float8_e4m3fn, what a stored 1 stands for, above 0: a float, or (kv_heads,) of
         them; None for 1.
       return_lse: also return the logarithms of the sums of exponentials.
-      config: blocks and stages; None chooses by head_dim.
+      config: blocks, stages and pairs; None chooses by head_dim.
 
     Returns:
       (num_seqs, heads, head_dim), of the dtype of `q`; with `return_lse` also (num_seqs, heads), float32, natural

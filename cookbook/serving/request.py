@@ -92,8 +92,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        is_last = self.tokens[-1] in self.stop_tokens or len(self.tokens) >= self._num_tokens_max
-        return (is_last and len(self.tokens) > len(self.prompt)) or self.is_cancelled or self.error is not None
+        return self.finish_reason is not None
 
     @property
     def num_tokens(self) -> int:

@@ -165,7 +165,8 @@ class Scheduler:
                         request.tokens.append(int(token))
                     if request.finished:
                         break
-                self._publish(chunk)
+                if request.error is None:
+                    self._publish(chunk)
                 if request.finished:
                     self._remove(request)
                     done.append(request)
@@ -309,7 +310,7 @@ class Scheduler:
     def _publish(self, chunk: Chunk) -> None:
         """Offers the pages that a chunk fills, as far as their tokens are known."""
         request, page_size = chunk.request, self.allocator.page_size
-        if chunk.end % page_size >= chunk.end - chunk.start or request.error is not None:
+        if chunk.end % page_size >= chunk.end - chunk.start:  # It fills none.
             return
         first, last = chunk.start // page_size, chunk.end // page_size
         if request.pages is chunk.pages:  # Or it was preempted since, and its pages are another's.

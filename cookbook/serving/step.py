@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cookbook.serving.backends import TABLE_WIDTHS_MIN
 from cookbook.serving.config import LlamaConfig
 from cookbook.serving.model import Batch, forward
 from cookbook.serving.request import Chunk, Request
@@ -51,7 +52,7 @@ class Device(NamedTuple):
 
 def pack(
     chunks: Sequence[Chunk], page_size: int, max_seqs: int, decode: bool, rows: Mapping[Request, int] | None = None, *,
-    width_min: int = 16,
+    width_min: int = TABLE_WIDTHS_MIN["xla"],
 ) -> Batch:  # fmt: skip
     """The arrays of a step, NumPy's, in one of few shapes, so that few are compiled.
 
@@ -114,9 +115,11 @@ def padding(num_tokens: int, width: int, max_seqs: int, options: Mapping[str, np
     )  # fmt: skip
 
 
-def shapes(max_seqs: int, max_tokens: int, max_pages: int, width_min: int = 16) -> list[tuple[int, int, bool]]:
+def shapes(
+    max_seqs: int, max_tokens: int, max_pages: int, width_min: int = TABLE_WIDTHS_MIN["xla"]
+) -> list[tuple[int, int, bool]]:
     """(tokens, width of the block tables, decode) of every batch that `pack` makes, with chunks of up to `max_tokens`
-    tokens together, of sequences of up to `max_pages` pages."""
+    tokens together, of sequences of up to `max_pages` pages, and tables of at least `width_min`."""
     doubled = lambda least, most: itertools.takewhile(
         lambda n: n < 2 * max(most, least), (least * 2**i for i in itertools.count())
     )  # fmt: skip
