@@ -36,11 +36,14 @@ def main() -> int:
     parser.add_argument("--tune", action="store_true", help="first time more configurations of each kernel, on a GPU")
     parser.add_argument("--sample", type=int, metavar="N", help="time N random problems of the op instead")
     parser.add_argument("--seed", type=int, default=1, help="which random problems")
+    parser.add_argument("--stale", action="store_true", help="time only what was recorded of code that has changed")
     args = parser.parse_args()
     os.environ.setdefault("COOKBOOK_RECORD", "1")
     if args.sample:
         return _sample(parser, args)
     cases = [case for case in CASES if args.op in (None, case.op)]
+    if args.stale:
+        return _again(cases, args)
     if not cases and args.op not in OTHERS:
         parser.error(f"no problem of {args.op!r}")
     if unable := [case for case in cases if not runnable(case)]:
@@ -83,6 +86,16 @@ def _sample(parser, args) -> int:
     rows = sample.run(args.op, args.sample, args.seed, args.iterations)
     print(sample.table(args.op, rows) if rows else f"no random problems of {args.op} are recorded")
     return 0
+
+
+def _again(cases: list[Case], args) -> int:
+    """Times the problems, named and random ones, that have a stale row; the notebooks' own are `make record`'s."""
+    stale = {problem for problem, _ in lab.results.stale_list()}
+    verdicts = [_run(case, args.iterations, tune=False) for case in cases if case.problem in stale and runnable(case)]
+    for op in sorted({problem.split("/")[0].removeprefix("sample_") for problem in stale if "sample_" in problem}):
+        if args.op in (None, op):
+            print(sample.table(op, sample.run(op, len(sample.recorded(op)), args.seed, args.iterations)))
+    return _say(verdicts)
 
 
 def _ceilings(iterations: int):

@@ -1,7 +1,8 @@
 """Runs the course: every notebook through papermill into build/notebooks/, then a table of what ran where.
 
-Each notebook has a process of its own. As many run at a time as there are cores; on a GPU one by default. Where there
-are more, one measures while the others are stopped, and all share the GPU's memory.
+Each notebook has a process of its own. As many run at a time as there are cores; on a GPU host one on each GPU by
+default. Where a GPU has more, one measures while the others are stopped, and all share its memory. The chapters across
+GPUs come last, each alone with all of them.
 
 `--record`, on a GPU, writes the executed notebooks back in place with the stamp that the site shows. `make run` and
 `make record` call this script; neither stops at a notebook that fails.
@@ -14,6 +15,7 @@ import copy
 import json
 import os
 import pathlib
+import queue
 import subprocess
 import sys
 import tempfile
@@ -22,12 +24,17 @@ import time
 import nbformat
 import papermill
 import papermill.execute
+from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, papermill_engines
+from papermill.log import logger
 from tqdm import tqdm
+
+from tools.gpus import visible_gpus
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 OUTPUT = ROOT / "build" / "notebooks"
+ACROSS_GPUS = "18"  # Chapters that measure all GPUs of the host together.
 
 # Asked in a process of its own: this one must not hold GPU memory while the notebooks run.
 PROBE = """
@@ -40,9 +47,15 @@ print(json.dumps(lab.results.machine() | {"on_gpu": lab.on_gpu()}))
 def main() -> int:
     args = _parse_args()
     paths = _select(args.notebooks)
+    if args.stale:
+        paths = [path for path in paths if _is_stale(path)]
+        if not paths:
+            print("no recorded outputs are stale")
+            return 0
     machine = _probe()
     where = machine["gpu"] if machine["on_gpu"] else "CPU, interpreted"
-    jobs = min(len(paths), args.jobs or (1 if machine["on_gpu"] else len(os.sched_getaffinity(0))))
+    gpus = visible_gpus() if machine["on_gpu"] else []
+    jobs = min(len(paths), args.jobs or len(gpus or os.sched_getaffinity(0)))
     at_a_time = f", {jobs} at a time" if jobs > 1 else ""
     print(f"{len(paths)} notebook{'s' * (len(paths) > 1)} on {where}, JAX {machine['jax']}{at_a_time}", flush=True)
     if args.record:
@@ -51,11 +64,7 @@ def main() -> int:
         os.environ["COOKBOOK_RECORD"] = "1"
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings about its timers are no output of a chapter.
-    if machine["on_gpu"] and jobs > 1:
-        if "COOKBOOK_TURNS" not in os.environ:  # It may take turns with other processes.
-            os.environ["COOKBOOK_TURNS"] = tempfile.mkdtemp(prefix="cookbook-turns-")
-        # JAX doubles what it holds each time; the last time it would take all that is left.
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    free = _places(gpus, jobs)
     parameters = {path: _parameters(path, args.parameter) for path in paths}
 
     OUTPUT.mkdir(parents=True, exist_ok=True)
@@ -65,12 +74,13 @@ def main() -> int:
         running = []
 
         def run(path: pathlib.Path) -> tuple[str, ...]:
-            number = path.stem.split("_")[0]
+            number, place = path.stem.split("_")[0], free.get()
             running.append(number)
             bar.set_description(" ".join(running))
             started = time.monotonic()
-            error = _execute(path, OUTPUT / path.name, parameters[path], args.timeout, bar.update)
+            error = _execute(path, OUTPUT / path.name, parameters[path], args.timeout, bar.update, place)
             seconds = time.monotonic() - started
+            free.put(place)
             running.remove(number)
             bar.set_description(" ".join(running))
             if error:
@@ -81,7 +91,11 @@ def main() -> int:
             tqdm.write(f"{path.stem}  {seconds:.0f} s  {state}")
             return path.stem, _cells(OUTPUT / path.name), f"{seconds:.1f}", where, state
 
-        rows = list(pool.map(run, reversed(paths)))[::-1]  # The last are the longest.
+        alone = [path for path in paths if len(gpus) > 1 and path.name.startswith(ACROSS_GPUS)]
+        rows = list(pool.map(run, [path for path in reversed(paths) if path not in alone]))  # The last are the longest.
+        free = _places([",".join(gpus)], 1)
+        rows += [run(path) for path in alone]
+        rows.sort()
     _print_table(("notebook", "cells", "seconds", "where it ran", ""), rows)
     failed = [row[0] for row in rows if row[-1] == "FAILED"]
     if failed:
@@ -93,7 +107,8 @@ def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("notebooks", nargs="*", help="which ones: 05, B (an appendix), or a name; default: all")
     parser.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
-    parser.add_argument("-j", "--jobs", type=int, help="how many at a time; default: one a core, on a GPU 1")
+    parser.add_argument("-j", "--jobs", type=int, help="how many at a time; default: one a core, or one a GPU")
+    parser.add_argument("--stale", action="store_true", help="only those whose recorded outputs are of other code")
     parser.add_argument("--timeout", type=int, default=600, help="seconds that one cell may take")
     parser.add_argument("--record", action="store_true", help="write outputs and stamp into notebooks/; needs a GPU")
     args = parser.parse_args()
@@ -111,6 +126,29 @@ def _select(names: list[str]) -> list[pathlib.Path]:
         if not any(path.name.startswith(name) for path in every):
             sys.exit(f"make run: no notebook starts with {name!r}. There are: {', '.join(p.stem for p in every)}.")
     return [path for path in every if not names or any(path.name.startswith(name) for name in names)]
+
+
+def _is_stale(path: pathlib.Path) -> bool:
+    from cookbook.lab.source import notebook_hash  # It takes JAX seconds to be imported.
+
+    recorded = nbformat.read(path, as_version=4).metadata.get("recorded", {})
+    return recorded.get("source") != notebook_hash(path)
+
+
+def _places(gpus: list[str], jobs: int) -> queue.SimpleQueue:
+    """For each of `jobs` notebooks at a time what its environment has beyond this process's: a GPU, and the folder in
+    which those on that GPU take turns."""
+    places = queue.SimpleQueue()
+    shared = {gpu: {"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus} or {"": {}}
+    if len(gpus) and jobs > len(gpus):
+        for gpu, place in shared.items():  # COOKBOOK_TURNS: it may take turns with other processes.
+            folder = os.environ.get("COOKBOOK_TURNS") or tempfile.mkdtemp(prefix="cookbook-turns-")
+            place["COOKBOOK_TURNS"] = os.path.join(folder, gpu) if len(gpus) > 1 else folder
+            # JAX doubles what it holds each time; the last time it would take all that is left.
+            place["XLA_PYTHON_CLIENT_MEM_FRACTION"] = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    for i in range(jobs):
+        places.put(list(shared.values())[i % len(shared)])
+    return places
 
 
 def _parameters(path: pathlib.Path, given: list[list[str]]) -> dict:
@@ -140,18 +178,22 @@ def _probe() -> dict:
 
 
 class _Counted(NBClientEngine):
-    """papermill's engine, which also calls `tick` after each cell: papermill's own progress bar knows one notebook."""
+    """papermill's engine, for several notebooks at a time: each kernel has an environment of its own, and `tick` is
+    called after each cell, for papermill's progress bar knows one notebook."""
 
     @classmethod
-    def execute_managed_notebook(cls, nb_man, kernel_name, *, tick, **kwargs):
+    def execute_managed_notebook(cls, nb_man, kernel_name, *, tick, env, execution_timeout, extra_arguments, **_):
         complete, nb_man.cell_complete = nb_man.cell_complete, lambda *args, **kw: (complete(*args, **kw), tick())
-        return super().execute_managed_notebook(nb_man, kernel_name, **kwargs)
+        client = PapermillNotebookClient(
+            nb_man, kernel_name=kernel_name, timeout=execution_timeout, extra_arguments=extra_arguments, log=logger
+        )
+        return client.execute(env=env)
 
 
 papermill_engines.register("counted", _Counted)
 
 
-def _execute(path: pathlib.Path, output: pathlib.Path, parameters: dict, timeout: int, tick) -> str | None:
+def _execute(path: pathlib.Path, output: pathlib.Path, parameters: dict, timeout: int, tick, place: dict) -> str | None:
     """Returns what went wrong, or None."""
     for left in (2, 1, 0):
         try:
@@ -161,6 +203,7 @@ def _execute(path: pathlib.Path, output: pathlib.Path, parameters: dict, timeout
                 parameters=parameters,
                 engine_name="counted",
                 tick=tick,
+                env=os.environ | place,
                 progress_bar=False,
                 execution_timeout=timeout,
                 extra_arguments=["--IPKernelApp.log_level=40"],  # A warning about encryption would break the bar.

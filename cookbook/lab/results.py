@@ -8,6 +8,7 @@ Hoppers run the same code: whoever asks for figures of the "h200" gets those of 
 measured there alone. Each row says in its provenance where it was measured.
 """
 
+import contextlib
 import datetime
 import functools
 import gzip
@@ -104,7 +105,7 @@ def write(
     row["provenance"] = machine() | dict(inputs="random normal") | provenance
     row["provenance"] |= code_of(fn)
     topic, gpu = problem.split("/")[0], host(this_gpu(), devices)
-    with alone():  # The file may be another process's too.
+    with alone(), _locked(gpu):
         data = load(topic, gpu)
         data.setdefault("rows", {}).setdefault(problem, {})[impl] = row
         save(topic, gpu, data)
@@ -125,7 +126,7 @@ def value(name: str, compute, gpu: str = "h200", devices: int = 1):
     if recording():
         folder = host(this_gpu(), devices)
         provenance = machine() | (dict(gpus=devices) if devices > 1 else {}) | code_of(compute)
-        with alone():
+        with alone(), _locked(folder):
             data = load(topic, folder)
             data.setdefault("values", {})[name] = dict(value=result, provenance=provenance)
             save(topic, folder, data)
@@ -231,6 +232,23 @@ def path(topic: str, gpu: str) -> pathlib.Path:
 def load(topic: str, gpu: str) -> dict:
     file = path(topic, gpu)
     return json.loads(file.read_text()) if file.exists() else {}
+
+
+@contextlib.contextmanager
+def _locked(gpu: str):
+    """One process at a time reads a file of this folder and writes it again, those on other GPUs included.
+
+    Only inside `alone`: nobody stops a process that holds the folder.
+    """
+    import fcntl  # Not on Windows, where JAX has no GPU.
+
+    (ROOT / gpu).mkdir(parents=True, exist_ok=True)
+    folder = os.open(ROOT / gpu, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def save(topic: str, gpu: str, data: dict) -> None:

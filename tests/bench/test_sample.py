@@ -185,3 +185,20 @@ def test_torch_is_timed_on_the_matrices_that_it_takes(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(SystemExit, match="torch is missing: install it"):
         torch_peers.main()
+
+
+def test_what_is_stale_is_timed_again_and_nothing_else(no_gpu, results_folder, monkeypatch, capsys):
+    entry = lambda ms, **provenance: dict(ms=ms, min_ms=ms, spread=0.0, flops=1, nbytes=1, provenance=provenance)
+    fresh = lab.results.code_of(cookbook.softmax) | dict(gpu="NVIDIA H200", date="2026-11-23")
+    old = fresh | dict(uses={"cookbook.rows.softmax.softmax": "of other code"})
+    wide, long = "softmax/16384x8192/bf16", "softmax/4096x32768/bf16"
+    rows = {wide: {"cookbook": entry(1.0, **fresh)}, long: {"cookbook": entry(1.0, **old)}}
+    lab.results.save("softmax", "h200", dict(rows=rows))
+    sampled = {"sample_softmax/3x5/bf16": {"cookbook": entry(1.0, **old), "xla": entry(1.25)}}
+    lab.results.save("sample_softmax", "h200", dict(rows=sampled))
+    monkeypatch.setenv("COOKBOOK_RECORD", "0")
+    for op, shown in (([], {long, "3x5"}), (["softmax"], {long, "3x5"}), (["rms_norm"], set())):
+        monkeypatch.setattr("sys.argv", ["bench", *op, "--stale"])
+        assert bench.main() == 0
+        said = capsys.readouterr().out
+        assert {text for text in (wide, long, "3x5") if text in said} == shown

@@ -257,6 +257,49 @@ def test_run_takes_as_many_notebooks_at_a_time_as_asked(runner, tmp_path, capfd)
         runner({}, "--record", "--jobs", "2")
 
 
+def test_run_gives_each_notebook_a_gpu_and_chapters_across_gpus_all(runner, tmp_path, monkeypatch):
+    import run_notebooks
+
+    monkeypatch.setattr(run_notebooks, "_probe", lambda: {"gpu": "NVIDIA H200", "jax": "0", "on_gpu": True})
+    monkeypatch.setattr(run_notebooks, "visible_gpus", lambda: ["2", "5"])
+    monkeypatch.delenv("COOKBOOK_TURNS", raising=False)
+    say = "import os, pathlib\n"
+    say += "line = ' '.join(os.environ.get(x, '') for x in ('CUDA_VISIBLE_DEVICES', 'COOKBOOK_TURNS'))\n"
+    say += "pathlib.Path({me!r}).write_text(line)\n"
+    say += "import time\nwhile not pathlib.Path({other!r}).exists(): time.sleep(0.1)"
+    notebooks = {f"0{i}": ["n = 1", say.format(me=f"{i}.txt", other=f"{1 - i}.txt")] for i in (0, 1)}
+    notebooks["18_across"] = ["n = 1", say.format(me="18.txt", other="0.txt")]
+    said = lambda: [(tmp_path / f"{name}.txt").read_text() for name in ("0", "1", "18")]
+    assert runner(notebooks, "--timeout", "60") == 0
+    assert said() in (["2 ", "5 ", "2,5 "], ["5 ", "2 ", "2,5 "])
+    assert runner({}, "--jobs", "4", "--timeout", "60") == 0
+    turns = {line.split()[0]: line.split()[1:] for line in said()}
+    assert turns.keys() == {"2", "5", "2,5"} and turns["2,5"] == [] and turns["2"] != turns["5"] != []
+
+
+@pytest.mark.parametrize("given, gpus", [("3,1", ["3", "1"]), ("0", ["0"]), ("", [])])
+def test_visible_gpus_are_those_of_the_environment(monkeypatch, given, gpus):
+    from tools.gpus import visible_gpus
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert visible_gpus() == gpus
+
+
+def test_run_takes_those_whose_recording_is_stale(runner, tmp_path, capfd):
+    from cookbook.lab.source import notebook_hash
+
+    assert runner({"00_a": ["n = 1"], "01_b": ["n = 2"]}) == 0
+    for stem, source in (("00_a", "n = 1"), ("01_b", "n = 3")):
+        notebook = nbformat.read(tmp_path / f"{stem}.ipynb", as_version=4)
+        notebook.metadata["recorded"] = {"source": notebook_hash(tmp_path / f"{stem}.ipynb")}
+        notebook.cells[0].source = source
+        nbformat.write(notebook, tmp_path / f"{stem}.ipynb")
+    capfd.readouterr()
+    assert runner({}, "--stale") == 0 and runner({}, "--stale", "00") == 0
+    output = capfd.readouterr().out
+    assert output.count("01_b") == 2 and "00_a" not in output and "no recorded outputs are stale" in output
+
+
 def test_run_passes_parameters_and_refuses_unknown_ones(runner):
     assert runner({"00_a": ["n = 1", "assert n == 2"]}, "00", "-p", "n", "2") == 0
     with pytest.raises(SystemExit, match="no parameter 'k'; it has: n"):

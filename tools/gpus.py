@@ -1,0 +1,11 @@
+"""The GPUs of this host, without JAX: it reads which ones it may see as it starts."""
+
+import os
+import pathlib
+
+
+def visible_gpus() -> list[str]:
+    """CUDA's names of the GPUs that a process of this one would see; none on a machine without."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
+    return [str(i) for i, _ in enumerate(pathlib.Path("/dev").glob("nvidia[0-9]*"))]
