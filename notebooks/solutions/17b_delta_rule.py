@@ -84,8 +84,8 @@ def next_state(state, k, v, beta, inverse):
     """The state (64, 128) after a chunk, float32 like beta (64,). k (64, 128), v and
     inverse (64, 64) are bfloat16."""
 
-    def body(state_gmem, k_gmem, v_gmem, beta_gmem, inverse_gmem, o_gmem,
-             k_smem, v_smem, inverse_smem, s_smem, errors_smem, u_smem, loaded):  # fmt: skip
+    def body(state_gmem, k_gmem, v_gmem, beta_gmem, inverse_gmem, o_gmem, k_smem,
+             v_smem, inverse_smem, s_smem, errors_smem, u_smem, loaded):  # fmt: skip
         plgpu.copy_gmem_to_smem(k_gmem, k_smem, loaded)
         plgpu.copy_gmem_to_smem(v_gmem, v_smem, loaded)
         plgpu.copy_gmem_to_smem(inverse_gmem, inverse_smem, loaded)
