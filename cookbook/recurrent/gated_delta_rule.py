@@ -25,7 +25,7 @@ The backward pass (`delta_bwd`) makes the states before all chunks again.
 
 Bound by: the latency of a chunk, about four products in a row, with as many blocks as SMs; otherwise the tensor cores.
 Not supported: infinite g, normalisation of q and k, second derivatives.
-Chapter: notebooks/17_linear_attention.ipynb. Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024).
+Chapter: notebooks/17b_delta_rule.ipynb. Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024).
 """
 
 import dataclasses

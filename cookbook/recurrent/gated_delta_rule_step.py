@@ -21,7 +21,7 @@ made in the same `jit` and is not used afterwards. A `jax.new_ref` of the caller
 Bound by: memory, each state being read and written once.
 Under `jax.shard_map`, with `check_vma=False`. Not supported: differentiation, several tokens at a time
 (`gated_delta_rule` with an initial state).
-Chapter: notebooks/17_linear_attention.ipynb. Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024).
+Chapter: notebooks/17b_delta_rule.ipynb. Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024).
 """
 
 import dataclasses

@@ -16,7 +16,7 @@ In place: the kernel writes to a Ref. An array becomes one inside, and XLA copie
 made in the same `jit` and is not used afterwards. A `jax.new_ref` of the caller's is never copied.
 
 Under `jax.shard_map`, with `check_vma=False`. Not supported: differentiation (`ssd` has it), `jax.vmap`.
-Chapter: notebooks/17_linear_attention.ipynb.
+Chapter: notebooks/17b_delta_rule.ipynb.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Chapter 17's exercises: parts combined, decays, one doubling, a chunk added to the state, and one token."""
+"""Chapter 17's exercises: a chunk added to the state, decays, one token, and parts combined."""
 
 import jax
 import jax.numpy as jnp
@@ -63,26 +63,6 @@ def check_weights(answer) -> str:
                 f"{exact[t, s]:.3g}"
             )
     return "No exponent is positive, so no decay is too strong."
-
-
-@checker
-def check_double(answer) -> str:
-    """`answer(d, lower, block)` is one step of doubling."""
-    rng = np.random.default_rng(17)
-    for size in (4, 16):
-        lower = np.tril(rng.standard_normal((size, size)), -1)
-        d, block = np.eye(size), 1
-        while block < size:
-            got = answer(d.copy(), lower.copy(), block)
-            if got is None:
-                raise NotYet("double returns None: write its body.")
-            got, wanted = np.asarray(got, np.float64), _doubled(lower, 2 * block)
-            if got.shape != wanted.shape:
-                raise NotYet(f"the result has shape {got.shape}; it must be {wanted.shape}")
-            if not np.allclose(got, wanted):
-                raise NotYet(f"size {size}, blocks of {block}: {_double_hint(got, wanted, d, lower, block)}")
-            d, block = wanted, 2 * block
-    return "Two products a step, and as many steps as the size has bits."
 
 
 @checker
@@ -204,30 +184,3 @@ def _require_pair(got, wanted, parts):
         if np.allclose(state, d0 * s1 + s0):
             raise NotYet("the parts are exchanged: the first one comes before the second one.")
         raise NotYet("the state is wrong: the first part's, after the second part, and the second part's own.")
-
-
-def _doubled(lower, block):
-    """The inverses of blocks on the diagonal."""
-    size = len(lower)
-    out = np.zeros_like(lower)
-    for i in range(0, size, block):
-        mine = slice(i, i + block)
-        out[mine, mine] = np.linalg.inv(np.eye(block) + lower[mine, mine])
-    return out
-
-
-def _double_hint(got, wanted, d, lower, block):
-    index = np.arange(len(lower)) // block
-    e = np.where((index[:, None] == index + 1) & (index[:, None] % 2 == 1), lower, 0.0)
-    wide = np.where(index[:, None] == index + 1, lower, 0.0)
-    likely = (
-        (d, "nothing has changed."),
-        (d + d @ e @ d, "a sign is wrong."),
-        (d - e, "e is multiplied by the inverses on both sides."),
-        (d - d @ wide @ d, "e also has what lies between blocks that do not become one: mask it."),
-        (d - d @ lower @ d, "e is a part of lower alone: mask it."),
-    )
-    for wrong, text in likely:
-        if np.allclose(got, wrong) and not np.allclose(wrong, wanted):
-            return text
-    return "it is not the inverse of the blocks on the diagonal."

@@ -29,32 +29,6 @@ def decays(cum):
 ex17.check_weights(decays)
 
 
-# %% exercise-1 needs: parameters setup
-def combine(first, second):
-    #: return None  # Your code.
-    # BEGIN SOLUTION
-    (first_decay, first_state), (second_decay, second_state) = first, second
-    return first_decay * second_decay, second_decay * first_state + second_state
-    # END SOLUTION
-
-
-ex17.check_combine(combine)
-
-
-# %% exercise-3 needs: parameters setup
-def double(d, lower, block):
-    #: return None  # Your code. np.arange(len(d)) // block says in which block a row is.
-    # BEGIN SOLUTION
-    block_of = np.arange(len(d)) // block
-    joins = block_of[:, None] ^ block_of == 1
-    e = np.where(joins, lower, 0)
-    return d - d @ e @ d
-    # END SOLUTION
-
-
-ex17.check_double(double)
-
-
 # %% exercise-5 needs: parameters setup parts
 def token_step(state, q, k, v, decay):
     """(state after the token, its output (64,)): state (64, 128), q, k (128,), v (64,),
@@ -81,3 +55,15 @@ def token_step(state, q, k, v, decay):
 
 
 ex17.check_token_step(token_step)
+
+
+# %% exercise-1 needs: parameters setup
+def combine(first, second):
+    #: return None  # Your code.
+    # BEGIN SOLUTION
+    (first_decay, first_state), (second_decay, second_state) = first, second
+    return first_decay * second_decay, second_decay * first_state + second_state
+    # END SOLUTION
+
+
+ex17.check_combine(combine)

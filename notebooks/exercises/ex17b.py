@@ -1,0 +1,259 @@
+"""Chapter 17b's exercises: errors written token by token, a triangle to mend, one doubling, and a chunk's new state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from exercises.judge import NotYet, checker, normal, require_close, run_kernel
+from jax.extend.core import Var, jaxprs_in_params
+
+P, N, CHUNK = 64, 128, 64  # Sizes of the kernels' state, and of a chunk.
+TOKENS = 6
+
+
+# Exercise 1: errors written token by token ----------------------------------------------------------------------------
+
+
+@checker
+def check_write_errors(answer) -> str:
+    """`answer(q, k, v, beta)` is a kernel: the outputs of the delta rule, one token after the other."""
+    q, k, v = normal(1, (TOKENS, N)), _unit(normal(2, (TOKENS, N))), normal(3, (TOKENS, P))
+    k = k.at[3].set(k[1]).at[5].set(0.8 * k[0] + 0.6 * k[4])  # One key comes again, and one is alike two others.
+    beta = jnp.asarray(np.random.default_rng(4).uniform(0.3, 0.9, TOKENS), jnp.float32)
+    found = np.asarray(run_kernel(answer, q, k, v, beta), np.float64)
+    args = [np.asarray(x, np.float64) for x in (q, k, v, beta)]
+    for change, text in (
+        (lambda s, q, k, v, beta: beta * v, "the value is written as it is: read what the state has for the key first"),
+        (lambda s, q, k, v, beta: v - s @ k, "the whole error is written; beta says which part of it"),
+        (lambda s, q, k, v, beta: beta * v - s @ k, "beta is a factor of the error, not of the value alone"),
+        (lambda s, q, k, v, beta: v - beta * (s @ k), "beta is a factor of the error, not of what was read alone"),
+        (lambda s, q, k, v, beta: beta * (v + s @ k), "what was read must be subtracted; here it is added"),
+        (lambda s, q, k, v, beta: -beta * (v - s @ k), "the sign of the error is the other one"),
+        (lambda s, q, k, v, beta: beta * (v - s @ q), "the query was read for; the error is that of the key"),
+    ):  # fmt: skip
+        if np.allclose(found, _delta(*args, change), rtol=1e-3, atol=1e-3):
+            raise NotYet(f"{text}.")
+    if np.allclose(found, _delta(*args, late=False), rtol=1e-3, atol=1e-3):
+        raise NotYet("the output reads the state before the token; it must read the state after it.")
+    require_close(found, _delta(*args), 1e-3, "the outputs")
+    return "A key that comes again finds its old value, and only the difference is written."
+
+
+def _delta(q, k, v, beta, change=lambda s, q, k, v, beta: beta * (v - s @ k), late=True):
+    """The outputs where a token writes `change`."""
+    state, out = np.zeros((P, N)), []
+    for row in zip(q, k, v, beta, strict=True):
+        after = state + np.outer(change(state, *row), row[1])
+        out.append((after if late else state) @ row[0])
+        state = after
+    return np.stack(out)
+
+
+# Exercise 2: the triangle ---------------------------------------------------------------------------------------------
+
+
+@checker
+def check_lower(answer) -> str:
+    """`answer(k, beta, cum)` is a kernel: beta[t] exp(cum[t] - cum[s]) k[t] . k[s] for s < t, and 0 elsewhere."""
+    rng = np.random.default_rng(17)
+    k = _unit(normal(5, (CHUNK, N)) + 0.1 * normal(6, (N,))).astype(jnp.bfloat16)
+    beta = jnp.asarray(rng.uniform(0.1, 1.0, CHUNK), jnp.float32)
+    mild = -0.05 * rng.uniform(size=CHUNK)
+    forgets = np.where(np.arange(CHUNK) % 9 == 4, -200.0, mild)
+    for name, g in (("mild decays", mild), ("tokens that forget everything", forgets)):
+        cum = jnp.asarray(np.cumsum(g), jnp.float32)
+        found = np.asarray(run_kernel(answer, k, beta, cum), np.float64)
+        if found.shape != (CHUNK, CHUNK):
+            raise NotYet(f"the result has shape {found.shape}; it must be (64, 64)")
+        _judge_lower(found, *(np.asarray(x, np.float64) for x in (k, beta, cum)), name)
+    _require_finite(jax.make_jaxpr(lambda *args: answer(*args))(k, beta, cum).jaxpr)
+    return "A token corrects what earlier ones have written, with its own beta, and no exponent is positive."
+
+
+def _judge_lower(found, k, beta, cum, name):
+    pairs = np.tril(k @ k.T * np.exp(np.minimum(cum[:, None] - cum, 0)))
+    exact, tail = np.tril(beta[:, None] * pairs, -1), f", with {name}."
+    if np.isnan(found).any():
+        raise NotYet(
+            f"{np.isnan(found).sum()} numbers are NaN{tail} Above the diagonal the exponent is positive, and infinity "
+            "times 0 is NaN: mask the exponent, not the exponential."
+        )
+    if np.triu(found, 1).any():
+        raise NotYet(f"there are numbers above the diagonal{tail} A token knows none that come later.")
+    has_diagonal = np.abs(np.diag(found)).max() > 1e-3
+    for values, text in (
+        (beta[None] * pairs, "beta is that of the column s. A token corrects with its own: that of the row t"),
+        (pairs, "beta is missing"),
+        (beta[:, None] * np.tril(k @ k.T), "the decay is missing"),
+    ):
+        if np.allclose(found, np.tril(values, 0 if has_diagonal else -1), rtol=1e-3, atol=1e-4):
+            raise NotYet(f"{text}{tail}")
+    if has_diagonal:
+        raise NotYet(f"the diagonal is not zero{tail} A token's own u is not among those that it has to subtract.")
+    if np.allclose(found, -exact, rtol=1e-3, atol=1e-4):
+        raise NotYet(f"the sign is the other one{tail} The inverse is that of 1 + L.")
+    require_close(found, exact, 5e-3, name)
+
+
+def _require_finite(jaxpr) -> None:
+    """Raises NotYet if an exponential without a bound is multiplied by a mask.
+
+    Read off the program, because XLA makes a selection of such a product, which a GPU's kernel does not.
+    """
+    kinds = {}  # Variable: what is known of it.
+    for equation in jaxpr.eqns:
+        name, mine = equation.primitive.name, {kinds.get(x) for x in equation.invars if isinstance(x, Var)}
+        called = equation.params.get("name", "")
+        if name in ("select_n", "min", "clamp") or "where" in called or "clip" in called:
+            kind = "bounded"
+        elif name == "convert_element_type" and equation.invars[0].aval.dtype == bool:
+            kind = "mask"
+        elif name in ("exp", "exp2"):
+            kind = "bounded" if "bounded" in mine else "unbounded"
+        elif name == "mul" and {"mask", "unbounded"} <= mine:
+            raise NotYet(
+                "the result is right here, where XLA makes a selection of a product with a mask. On a GPU the "
+                "exponential is infinite above the diagonal, and infinity times 0 is NaN: mask the exponent."
+            )
+        else:
+            kind = next((kind for kind in ("unbounded", "bounded", "mask") if kind in mine), None)
+        kinds |= dict.fromkeys(equation.outvars, kind)
+        for inner in jaxprs_in_params(equation.params):
+            _require_finite(inner)
+
+
+# Exercise 3: one doubling ---------------------------------------------------------------------------------------------
+
+
+@checker
+def check_double(answer) -> str:
+    """`answer(d, lower, block)` is one step of doubling."""
+    rng = np.random.default_rng(17)
+    for size in (4, 16):
+        lower = np.tril(rng.standard_normal((size, size)), -1)
+        d, block = np.eye(size), 1
+        while block < size:
+            got = answer(d.copy(), lower.copy(), block)
+            if got is None:
+                raise NotYet("double returns None: write its body.")
+            got, wanted = np.asarray(got, np.float64), _doubled(lower, 2 * block)
+            if got.shape != wanted.shape:
+                raise NotYet(f"the result has shape {got.shape}; it must be {wanted.shape}")
+            if not np.allclose(got, wanted):
+                raise NotYet(f"size {size}, blocks of {block}: {_double_hint(got, wanted, d, lower, block)}")
+            d, block = wanted, 2 * block
+    return "Two products a step, and as many steps as the size has bits."
+
+
+def _doubled(lower, block):
+    """The inverses of blocks on the diagonal."""
+    size = len(lower)
+    out = np.zeros_like(lower)
+    for i in range(0, size, block):
+        mine = slice(i, i + block)
+        out[mine, mine] = np.linalg.inv(np.eye(block) + lower[mine, mine])
+    return out
+
+
+def _double_hint(got, wanted, d, lower, block):
+    index = np.arange(len(lower)) // block
+    e = np.where((index[:, None] == index + 1) & (index[:, None] % 2 == 1), lower, 0.0)
+    wide = np.where(index[:, None] == index + 1, lower, 0.0)
+    likely = (
+        (d, "nothing has changed."),
+        (d + d @ e @ d, "a sign is wrong."),
+        (d - e, "e is multiplied by the inverses on both sides."),
+        (d - d @ wide @ d, "e also has what lies between blocks that do not become one: mask it."),
+        (d - d @ lower @ d, "e is a part of lower alone: mask it."),
+    )
+    for wrong, text in likely:
+        if np.allclose(got, wrong) and not np.allclose(wrong, wanted):
+            return text
+    return "it is not the inverse of the blocks on the diagonal."
+
+
+# Exercise 4: the state after a chunk ----------------------------------------------------------------------------------
+
+
+@checker
+def check_next_state(answer) -> str:
+    """`answer(state, k, v, beta, inverse)` is a kernel: the state after a chunk."""
+    rng = np.random.default_rng(17)
+    state, v = 0.5 * normal(7, (P, N)), normal(8, (CHUNK, P), jnp.bfloat16)
+    k = _unit(normal(9, (CHUNK, N)) + normal(10, (N,))).astype(jnp.bfloat16)  # Keys that are alike.
+    beta = jnp.asarray(rng.uniform(0.2, 1.0, CHUNK), jnp.float32)
+    wide = [np.asarray(x, np.float64) for x in (state, k, v, beta)]
+    lower = np.tril(wide[3][:, None] * (wide[1] @ wide[1].T), -1)
+    inverse = jnp.asarray(np.linalg.inv(np.eye(CHUNK) + lower), jnp.bfloat16)
+    args = state, k, v, beta, inverse
+    out = np.asarray(run_kernel(answer, *args), np.float64)
+    exact = _next(*wide, np.asarray(inverse, np.float64))
+    if out.shape != exact.shape:
+        raise NotYet(f"the result has shape {out.shape}; it must be {exact.shape}")
+    for wrong, text in _wrong_states(*wide, np.asarray(inverse, np.float64)):
+        if _error(out, wrong) < 0.02 < _error(exact, wrong):
+            raise NotYet(f"{text}.")
+    if not _error(out, exact) < 0.02:  # The state, the errors and u are rounded to bfloat16.
+        require_close(out, exact, 0.05, "the state after the chunk")
+        raise NotYet("the state after the chunk is near the right one, but not as near as roundings explain.")
+    _require_commits(jax.make_jaxpr(lambda *args: answer(*args))(*args).jaxpr)
+    return "Three products in a row, each of which needs the one before: this is the chain from chunk to chunk."
+
+
+def _next(state, k, v, beta, inverse, sign=1.0):
+    u = inverse @ (beta[:, None] * (v - sign * k @ state.T))
+    return state + u.T @ k
+
+
+def _wrong_states(state, k, v, beta, inverse):
+    """(what comes of a likely mistake, what to say of it)."""
+    one, column = np.eye(CHUNK), beta[:, None]
+    return (
+        (_next(state, k, v, beta, one, sign=0.0), "it is still a state that adds. Subtract what the old state has for "
+         "each key, and then let the inverse settle what the tokens of the chunk do to each other"),
+        (_next(state, k, v, beta, inverse, sign=0.0), "the old state is not read: subtract K Sᵀ from the values"),
+        (_next(state, k, v, beta, one), "the inverse is missing: each token corrects the state before the chunk, and "
+         "none sees what the others of its chunk write"),
+        (_next(state, k, v, beta, inverse, sign=-1.0), "K Sᵀ is added to the values; it must be subtracted"),
+        (_next(state, k, v, beta, inverse.T), "the inverse is transposed: rows are the tokens that correct"),
+        (_next(state, k, v, np.ones(CHUNK), inverse), "beta is missing"),
+        (state + (column * (inverse @ (v - k @ state.T))).T @ k, "beta comes before the inverse, which has the factors "
+         "of all tokens but the last one in it already"),
+        (state + (inverse @ (column * v - k @ state.T)).T @ k, "beta is a factor of the whole error, not of v alone"),
+        (_next(state, k, v, beta, inverse) - state, "the old state is lost: the chunk adds to it"),
+        (state, "nothing is added to the state"),
+    )  # fmt: skip
+
+
+def _error(out, exact) -> float:
+    return np.linalg.norm(out - exact) / np.linalg.norm(exact)
+
+
+def _require_commits(jaxpr) -> None:
+    """Raises NotYet if a WGMMA may read shared memory before the threads' stores to it.
+
+    Read off the program, because the interpreter's WGMMA sees a store at once.
+    """
+    is_stored = False
+    for name in _events(jaxpr):
+        if name == "swap":
+            is_stored = True
+        elif name == "commit_smem":
+            is_stored = False
+        elif name == "wgmma_ref" and is_stored:
+            raise NotYet(
+                "the result is right here, where WGMMA sees a store at once. On a GPU it may read what was in the tile "
+                "before: commit what you have stored before each product."
+            )
+
+
+def _events(jaxpr):
+    """The names of the operations in the order of the program."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for inner in jaxprs_in_params(equation.params):
+            yield from _events(inner)
+
+
+def _unit(x):
+    """`x` with rows of norm 1."""
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
