@@ -1,6 +1,6 @@
-"""Chapter 18's exercises: bytes of an all-reduce, places of ragged parts, a barrier among devices, and a chain of them.
+"""Chapter 18's exercises: a barrier among devices, a chain of them, bytes of an all-reduce, and places of ragged parts.
 
-The last two are protocols. The simulator of `cookbook.nvlink` runs them in random orders.
+The first two are protocols. The simulator of `cookbook.nvlink` runs them in random orders.
 """
 
 from exercises.judge import NotYet, checker
@@ -20,7 +20,7 @@ ACTIONS = (Send, Flush, Signal, Wait, Read)
 
 @checker
 def check_bytes(answer) -> str:
-    """Exercise 1: `answer(n, nbytes)` is how many bytes leave each device in an all-reduce."""
+    """Exercise 3: `answer(n, nbytes)` is how many bytes leave each device in an all-reduce."""
     given = {case: answer(*case) for case in BYTES}
     for case, got in given.items():
         if got is None:
@@ -34,7 +34,7 @@ def check_bytes(answer) -> str:
 
 @checker
 def check_places(answer) -> str:
-    """Exercise 2: `answer(sizes, d)` has (first row in the sender's array, first row in the result) for each device."""
+    """Exercise 4: `answer(sizes, d)` has (first row in the sender's array, first row in the result) for each device."""
     for sizes in SIZES:
         for d in range(len(sizes)):
             got = answer([list(line) for line in sizes], d)
@@ -54,7 +54,7 @@ def check_places(answer) -> str:
 
 @checker
 def check_meet(answer) -> str:
-    """Exercise 3: `answer(d, n)` lists the actions of a barrier, which is used again and again."""
+    """Exercise 1: `answer(d, n)` lists the actions of a barrier, which is used again and again."""
     for n in (2, 3, 5):
         meets = [_actions("meet", answer(d, n), f"({d}, {n})") for d in range(n)]
         for d, actions in enumerate(meets):
@@ -69,7 +69,7 @@ def check_meet(answer) -> str:
 
 @checker
 def check_chain(answer) -> str:
-    """Exercise 4: `answer(d, n, i, rounds)` lists the actions of one device of a chain in one round."""
+    """Exercise 2: `answer(d, n, i, rounds)` lists the actions of one device of a chain in one round."""
     for n, rounds in ((2, 1), (2, 3), (3, 5), (4, 6)):
         programs = []
         for d in range(n):

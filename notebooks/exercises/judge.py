@@ -98,8 +98,10 @@ def normal(seed: int, shape, dtype=np.float32):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-def run_kernel(answer, *args):
+def run_kernel(answer, *args, stand_ins=contextlib.nullcontext):
     """The result of `answer(*args)`, interpreted with race detection.
+
+    `stand_ins()` is a context in which it is interpreted: it puts something in the place of what the interpreter lacks.
 
     Raises NotYet if it launches no kernel, if a GPU's compiler would refuse it, if it races, fails or never ends.
     """
@@ -116,7 +118,8 @@ def run_kernel(answer, *args):
         raise NotYet("the answer must be a kernel: call plgpu.kernel")
     if outside := _computed_outside(jax.make_jaxpr(lambda *args: answer(*args))(*args).jaxpr):
         raise NotYet(f"{outside} is computed outside of the kernel, by XLA: the kernel must do all of the work")
-    out, races = _interpreted(answer, args)
+    with stand_ins():
+        out, races = _interpreted(answer, args)
     if races:
         raise NotYet(f"there is a race: {races[0]}. On a GPU the result may differ from run to run.")
     return out

@@ -1,0 +1,433 @@
+"""Chapter 18b's exercises: what finer waits gain, a tile's wait, how many senders, and tiles that go to their owners.
+
+Two are kernels, run on one device of a host. The interpreter has neither peers nor semaphores, so the checker plays the
+other devices: rows arrive at the last moment, when the kernel waits for them. Rows that it does not wait for are NaN.
+"""
+
+import contextlib
+import functools
+import math
+import unittest.mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from exercises.judge import NotYet, checker, normal, require_close, run_kernel
+from jax.experimental import io_callback
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from cookbook import lab
+from figures.overlap.overlap_model import NARROW, WIDE, Problem
+
+TILE = 64  # Rows of a tile of the kernels.
+# Exercise 1: (devices, µs of the product, µs of the gather, pieces of a shard).
+TIMES = ((2, 100, 40, 1), (2, 100, 100, 1), (2, 100, 100, 50), (2, 40, 100, 4), (4, 90, 120, 1), (4, 90, 120, 3),
+         (8, 70, 70, 8), (3, 10, 0, 2))  # fmt: skip
+# Exercise 3: (problem, bytes a second of one sender).
+SENT = ((WIDE, 20e9), (NARROW, 20e9), (Problem(4, 15872, 4096, 512), 50e9), (Problem(2, 1408, 4096, 2048), 50e9),
+        (Problem(2, 4096, 4096, 1024), 20e9), (Problem(2, 4096, 4096, 14336), 15e9))  # fmt: skip
+CHOICES = 4, 8, 16, 32
+SHARDS = ((2, 1, 1), (3, 1, 2), (4, 2, 4))  # Exercise 2: (devices, the kernel's device, senders of each).
+SUMS = ((2, 0), (4, 1))  # Exercise 4: (devices, the kernel's device).
+
+
+@checker
+def check_overlapped(answer) -> str:
+    """Exercise 1: `answer(n, product_us, gather_us, pieces)` is when the product of all shards ends."""
+    given = {case: answer(*case) for case in TIMES}
+    for case, got in given.items():
+        if got is None:
+            raise NotYet("overlapped_us returns None: write its body.")
+        if isinstance(got, bool) or not hasattr(got, "__float__"):
+            raise NotYet(f"overlapped_us{case} is {got!r}; it must be a number.")
+        if abs(float(got) - _overlapped(*case)) > 1e-6 * _overlapped(*case):
+            raise NotYet(f"overlapped_us{case} is {got:g}, and {_overlapped(*case):g} is right. {_time_hint(given)}")
+    one, many = (_overlapped(2, 100, 100, pieces) for pieces in (1, 50))
+    return f"Two GPUs, 100 µs of each: {one:g} µs with whole shards, {many:g} µs with fifty pieces, and 100 at best."
+
+
+@checker
+def check_product(answer) -> str:
+    """Exercise 2: `answer(lhs, rhs, d, n, senders)` is (n, m, cols), all shards times rhs, computed on device d."""
+    for n, d, senders in SHARDS:
+        shards, rhs = normal(n, (n, 2 * TILE, 64), jnp.bfloat16), normal(d, (64, 2 * TILE), jnp.bfloat16)
+        peers = Senders(shards, d, senders)
+        kernel = lambda lhs, rhs, d=d, n=n, senders=senders: answer(lhs, rhs, d, n, senders)
+        out = run_kernel(kernel, shards[d], rhs, stand_ins=peers.play)
+        what = f"on device {d} of {n}, with {senders} sender{'s' * (senders > 1)} each"
+        exact = np.asarray(shards, np.float64) @ np.asarray(rhs, np.float64)
+        peers.judge(out, exact, what)
+        require_close(out, exact, 0.01, what)
+    return "The own shard first, and no tile waits for more rows than it needs."
+
+
+@checker
+def check_senders(answer) -> str:
+    """Exercise 3: `answer(problem, rate, choices)` is the number of senders of the least predicted time."""
+    given = [answer(problem, rate, CHOICES) for problem, rate in SENT]
+    for (problem, rate), got in zip(SENT, given, strict=True):
+        if got is None:
+            raise NotYet("senders_for returns None: write its body.")
+        if got not in CHOICES:
+            raise NotYet(f"senders_for({problem}, ...) is {got!r}; it must be one of the choices {CHOICES}.")
+        if got != (want := _senders(problem, rate)):
+            raise NotYet(
+                f"senders_for({problem}, rate={rate:.0f}) is {got}, and {want} is right. {_senders_hint(given)}"
+            )
+    wide, narrow = given[:2]
+    return f"At 20 GB/s of a sender, wide takes {wide} and narrow takes {narrow}: no number is right for both."
+
+
+@checker
+def check_summed(answer) -> str:
+    """Exercise 4: `answer(lhs, rhs, d, n)` is (m, 64), device d's rows of the sum. It sends the others their tiles."""
+    for n, d in SUMS:
+        rng = np.random.default_rng(n)
+        lhs, rhs = (jnp.asarray(rng.integers(-9, 9, shape) / 8, jnp.bfloat16) for shape in ((n, 128, 64), (64, 64)))
+        large = 2.0**18 * rng.standard_normal((128, 64))
+        parts = [large, -large, *rng.standard_normal((n, 128, 64))][: n - 1]  # In another order the sum differs.
+        peers = Owners(np.asarray(jnp.asarray(np.array(parts), jnp.bfloat16)), d)
+        kernel = lambda lhs, rhs, n=n, d=d: answer(lhs, rhs, d, n)
+        with peers.lowered():
+            out = run_kernel(kernel, lhs, rhs, stand_ins=peers.play)
+        products = np.asarray(lhs, np.float32) @ np.asarray(rhs, np.float32)  # Exact: few bits of each value are set.
+        peers.judge(out, products, f"on device {d} of {n}")
+    return "Every tile is sent to its owner before anybody waits, and the sum has one order and one rounding."
+
+
+# The other devices ----------------------------------------------------------------------------------------------------
+
+
+class Semaphore:
+    """Stands for a semaphore, or for one of an array of them."""
+
+    def __init__(self, index=()):
+        self.index = index
+
+    @property
+    def at(self):
+        return self
+
+    def __getitem__(self, index):
+        return Semaphore((*self.index, *(index if isinstance(index, tuple) else (index,))))
+
+
+class Host:
+    """Stands for the other devices of a host while a kernel is interpreted: what they send, and when."""
+
+    counts: tuple  # Shape of the semaphores.
+    most: int  # How many signals each of them gets.
+
+    def __init__(self):
+        self.fault, self.left = "", np.full(self.counts, self.most)
+        self.arrived = np.zeros(self.counts, int)
+
+    @contextlib.contextmanager
+    def play(self):
+        """A kernel that is traced inside meets this host in the place of peers."""
+        of_pl, of_plgpu = self._stand_ins()
+        with unittest.mock.patch.multiple(pl, **of_pl), unittest.mock.patch.multiple(plgpu, **of_plgpu):
+            yield
+
+    def _stand_ins(self):
+        """Functions by name that replace those of `pl`, and those of `plgpu`."""
+        return (
+            dict(get_global=lambda what: Semaphore(), semaphore_wait=self._wait),
+            dict(kernel=functools.partial(self._kernel, plgpu.kernel)),
+        )
+
+    def _kernel(self, real, body, **how):
+        first = -len(how["scratch_types"]) - 2
+
+        def in_a_host(*refs):
+            self.out, self.buffer = refs[first : first + 2]
+            body(*refs)
+
+        return real(in_a_host, **how)
+
+    def _wait(self, semaphore, value=1, *, decrement=True):
+        index = [jnp.int32(i) for i in semaphore.index]
+        come = functools.partial(self._come, decrement)
+        aval = jax.ShapeDtypeStruct(self.rows_shape, jnp.bfloat16)
+        rows = io_callback(come, aval, jnp.int32(value), self.out[...], *index, ordered=True)
+        self._put(rows, *index)
+
+    def _come(self, decrement, count, out, *index):
+        """The rows that are there when a wait for `count` ends, and no others."""
+        index, count = tuple(int(i) for i in index), int(count)
+        if len(index) != len(self.counts) or not all(0 <= i < n for i, n in zip(index, self.counts, strict=False)):
+            self.fault = self.fault or f"it waits for arrived{list(index)}, which nobody signals, for ever"
+            return np.full(self.rows_shape, np.nan, jnp.bfloat16)
+        if count > self.left[index]:
+            again = ", which another wait has taken away: it needs decrement=False" * (count <= self.most)
+            self.fault = self.fault or (
+                f"it waits for ever until arrived{list(index)} is {count}: {self.most} signals come{again}"
+            )
+        self._look(np.asarray(out, np.float32), index)
+        self.left[index] -= count * decrement
+        self.arrived[index] = max(self.arrived[index], count)
+        return self._rows(index)
+
+
+class Senders(Host):
+    """The devices that push their shards to device `d`, block of rows by block of rows, each with some `senders`."""
+
+    def __init__(self, shards, d, senders):
+        self.shards, self.d, self.most = np.asarray(shards), d, senders
+        self.n, self.blocks = len(shards), shards.shape[1] // TILE
+        self.counts, self.rows_shape = (self.n - 1, self.blocks), (TILE, shards.shape[2])
+        self.order = np.random.default_rng(senders).permutation(senders)  # In which they are done.
+        self.waits = []  # (step, block) and what was computed by then, of each first wait.
+        super().__init__()
+
+    def _owner(self, step):
+        return (self.d + step) % self.n
+
+    def _look(self, out, index):
+        if not self.arrived[index]:
+            is_done = ~np.isnan(out.reshape(self.n, self.blocks, -1)).any(-1)
+            self.waits.append((index[0] + 1, index[1], [list(is_done[self._owner(s)]) for s in range(self.n)]))
+
+    def _rows(self, index):
+        step, block = index
+        rows = self.shards[self._owner(step + 1), block * TILE : (block + 1) * TILE].copy()
+        columns = np.arange(rows.shape[1]) // (rows.shape[1] // self.most)  # Which sender's they are.
+        rows[:, np.isin(columns, self.order[self.arrived[index] :])] = np.nan
+        return rows
+
+    def _put(self, rows, step, block):
+        self.buffer[jax.lax.rem(self.d + step + 1, self.n), pl.ds(block * TILE, TILE)] = rows
+
+    def judge(self, out, exact, what):
+        if self.fault:
+            raise NotYet(f"{what}: {self.fault}.")
+        if out.shape != exact.shape:
+            raise NotYet(f"{what}: the result has shape {out.shape}; it must be {exact.shape}")
+        unset = np.isnan(np.asarray(out, np.float32)).reshape(self.n, self.blocks, -1).any(-1)
+        if unset[self.d].any():
+            raise NotYet(
+                f"{what}: the rows of its own shard are missing. Nobody sends a device its own rows: they are in lhs."
+            )
+        for step in range(1, self.n):
+            for block in range(self.blocks):
+                if unset[self._owner(step), block]:
+                    self._refuse(step, block, what)
+        self._judge_order(what)
+
+    def _refuse(self, step, block, what):
+        count, rows = self.arrived[step - 1, block], f"block {block} of the shard of device {self._owner(step)}"
+        if count >= self.most:
+            raise NotYet(f"{what}: it reads {rows} before it waits for arrived[{step - 1}, {block}].")
+        if count:
+            raise NotYet(
+                f"{what}: it reads {rows} when arrived[{step - 1}, {block}] is {count}: the rows of "
+                f"{self.most - count} of {self.most} senders are not there yet."
+            )
+        raise NotYet(
+            f"{what}: it reads {rows}, and has not waited for arrived[{step - 1}, {block}]: the rows may not be there."
+        )
+
+    def _judge_order(self, what):
+        for step, block, done in self.waits:
+            if not all(done[0]):
+                raise NotYet(
+                    f"{what}: the result is right, but it waits for rows of device {self._owner(step)} before its own "
+                    "shard is multiplied. Those rows are there from the start: take them first."
+                )
+            earlier = [(s, b) for s in range(1, step + 1) for b in range(self.blocks) if (s, b) < (step, block)]
+            missing = [(s, b) for s, b in earlier if not done[s][b]]
+            known = [(s, b) for s, b, _ in self.waits]
+            if missing and missing[0] in known[: known.index((step, block))]:
+                raise NotYet(
+                    f"{what}: the result is right, but a tile of block {missing[0][1]} of device "
+                    f"{self._owner(missing[0][0])} waits for block {block} of device {self._owner(step)}, too. "
+                    "It needs only its own rows."
+                )
+            if missing:
+                s, b = missing[0]
+                raise NotYet(
+                    f"{what}: the result is right, but it waits for block {block} of device {self._owner(step)} "
+                    f"first, and block {b} of device {self._owner(s)} arrives before. In step s the shard of device "
+                    "d + s arrives."
+                )
+
+
+class Owners(Host):
+    """The devices that send their parts of the sums of device `d`, and that wait for its part of theirs."""
+
+    def __init__(self, parts, d):
+        self.parts, self.d, self.n = parts, d, len(parts) + 1
+        self.most, self.counts, self.rows_shape = self.n - 1, (parts.shape[1] // TILE,), (self.n - 1, TILE, 64)
+        self.order = np.random.default_rng(d).permutation(self.n - 1)  # In which parts arrive.
+        self.sent, self.signals, self.early = {}, [], None
+        super().__init__()
+
+    @staticmethod
+    def lowered():
+        """A kernel that is traced inside for a GPU takes itself for its peers: a mesh of one device has no others."""
+        real = pl.semaphore_signal
+        stack = contextlib.ExitStack()
+        stack.enter_context(unittest.mock.patch.object(plgpu, "remote_ref", lambda ref, device_id: ref))
+        signal = lambda semaphore, inc=1, *, device_id=None: real(semaphore, inc)
+        stack.enter_context(unittest.mock.patch.object(pl, "semaphore_signal", signal))
+        return stack
+
+    def _kernel(self, real, body, **how):
+        out, parts = how["out_type"]
+        outbox = jax.ShapeDtypeStruct((self.n, *parts.shape), parts.dtype)
+        first = -len(how["scratch_types"]) - 3
+
+        def in_a_host(*refs):
+            self.out, self.buffer, self.outbox = refs[first : first + 3]
+            body(*refs[: first + 2], *refs[first + 3 :])
+
+        run = real(in_a_host, **how | dict(out_type=[out, parts, outbox]))
+        return lambda *args: run(*args)[:2]
+
+    def _stand_ins(self):
+        of_pl, of_plgpu = super()._stand_ins()
+        return of_pl | dict(semaphore_signal=self._signal), of_plgpu | dict(remote_ref=self._remote)
+
+    def _look(self, out, index):
+        told = sum(tile == index[0] for _, tile in self.signals)
+        if told < self.n - 1 and self.early is None:
+            self.early = index[0], told
+
+    def _rows(self, index):
+        rows = self.parts[:, index[0] * TILE : (index[0] + 1) * TILE].copy()
+        rows[self.order[self.arrived[index] :]] = np.nan
+        return rows
+
+    def _put(self, rows, tile):
+        for slot in range(self.n - 1):
+            self.buffer[slot, pl.ds(tile * TILE, TILE)] = rows[slot]
+
+    def _signal(self, semaphore, inc=1, *, device_id=None, **_):
+        owner = jnp.int32(device_id["x"] if device_id else self.d)
+        io_callback(self._told, None, owner, self.outbox[owner], *map(jnp.int32, semaphore.index), ordered=True)
+
+    def _told(self, owner, sent, tile):
+        self.signals.append((int(owner), int(tile)))
+        self.sent[int(owner)] = np.array(sent, np.float32)
+
+    def _remote(self, ref, device_id, *_):
+        return self.outbox.at[device_id["x"]]
+
+    def judge(self, out, products, what):
+        if self.fault:
+            raise NotYet(f"{what}: {self.fault}.")
+        wanted = sorted((owner, tile) for owner in range(self.n) if owner != self.d for tile in range(*self.counts))
+        if sorted(self.signals) != wanted:
+            raise NotYet(
+                f"{what}: it signals (owner, tile) {sorted(self.signals)}; it must signal each of {wanted} once."
+            )
+        if self.early:
+            raise NotYet(
+                f"{what}: it waits for the others' parts of tile {self.early[0]} when it has sent its own part of that "
+                f"tile to {self.early[1]} of {self.n - 1} owners. All devices do so: then all wait, and none sends."
+            )
+        for owner in range(self.n):
+            if owner != self.d:
+                part = np.asarray(jnp.asarray(products[owner], jnp.bfloat16), np.float64)
+                slot = (self.d - owner - 1) % self.n
+                require_close(self.sent[owner][slot], part, 0, f"{what}: the part for device {owner}")
+        self._judge_sum(np.asarray(out, np.float32), products[self.d], what)
+
+    def _judge_sum(self, out, own, what):
+        rounded = lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
+        parts = self.parts.astype(np.float32)
+        in_order = lambda addends, each=lambda x: x: functools.reduce(lambda a, b: each(a + b), addends)
+        if out.shape != own.shape:
+            raise NotYet(f"{what}: the result has shape {out.shape}; it must be {own.shape}")
+        if np.isnan(out).any():
+            count = self.arrived.min()
+            raise NotYet(
+                f"{what}: it reads parts that have not arrived: it waited for {count} of {self.n - 1} signals."
+            )
+        if (out == rounded(in_order([own, *parts]))).all():
+            return
+        likely = (
+            ([own], None, "That is the device's own part alone: the others' parts are not added."),
+            ([rounded(own), *parts], None, "Its own part was rounded before the sum: keep it in float32."),
+            ([own, *parts[::-1]], None, "The parts are added in another order: slot 0 comes first."),
+            ([*parts, own], None, "The own part comes first: then the parts are added to it, slot by slot."),
+            ([own, *parts], rounded, "The sum is rounded after every addition: keep it in float32 and round once."),
+            ([own, in_order(list(parts))], None, "The parts are added to each other first: add each one to the sum."),
+        )
+        for addends, each, text in likely:
+            if (out == rounded(in_order(addends, *([each] if each else [])))).all():
+                raise NotYet(f"{what}: {text}")
+        exact = rounded(in_order([own, *parts])).astype(np.float64)
+        require_close(out, exact, 0, what)
+
+
+# Right answers, and what is wrong with others -------------------------------------------------------------------------
+
+
+def _overlapped(n, product_us, gather_us, pieces):
+    now = product_us / n
+    for i in range(1, (n - 1) * pieces + 1):
+        now = max(now, gather_us * i / ((n - 1) * pieces)) + product_us / n / pieces
+    return now
+
+
+def _time_hint(given):
+    def whole(n, product_us, gather_us, pieces):
+        return _overlapped(n, product_us, gather_us, 1)
+
+    def at_once(n, product_us, gather_us, pieces):  # A piece is there when it starts to arrive.
+        now = product_us / n
+        for i in range((n - 1) * pieces):
+            now = max(now, gather_us * i / ((n - 1) * pieces)) + product_us / n / pieces
+        return now
+
+    def others_last(n, product_us, gather_us, pieces):  # The own shard is multiplied after the first piece is there.
+        now = 0
+        for i in range(1, (n - 1) * pieces + 1):
+            now = max(now, gather_us * i / ((n - 1) * pieces)) + product_us / n / pieces
+        return now + product_us / n
+
+    def idle(n, product_us, gather_us, pieces):  # Every piece waits, as if nothing was multiplied meanwhile.
+        return gather_us + product_us / n / pieces
+
+    likely = (
+        (lambda n, p, g, i: p + g, "That is one after the other: the own shard needs no gather."),
+        (lambda n, p, g, i: max(p, g), "Nearly: the last piece must be multiplied after it has arrived."),
+        (whole, "The wait is for a whole shard: a piece can start when it is there."),
+        (at_once, "A piece can start when all of it is there: piece i, from 1, arrives at i / ((n - 1) pieces)."),
+        (others_last, "The own shard is there from the start: multiply it first."),
+        (idle, "A piece may also wait for the product of the piece before it: take the later of the two."),
+    )
+    for wrong, text in likely:
+        if all(abs(wrong(*case) - float(got)) < 1e-6 for case, got in given.items()):
+            return text
+    return "A piece starts when it is there and the product before it is over: the later of the two."
+
+
+def _senders(problem, rate, gather=True, product=True, cut=True, tail=True):
+    """The number of senders of the least time; the switches leave a part of it out."""
+    link, peak = lab.roofline.peak("nvlink").value, lab.roofline.peak("bf16").value
+    tiles = problem.n * problem.row_blocks * problem.columns
+    tile_s = 2 * 128 * 256 * problem.k / (peak / 132)
+
+    def seconds(senders):
+        sent = (problem.n - 1) * problem.m * problem.k * 2
+        arrive = sent / (min(link, senders * rate) if cut else senders * rate)
+        waves = tiles / (132 - senders)
+        return max(arrive * gather, (math.ceil(waves) if tail else waves) * tile_s * product)
+
+    return min(CHOICES, key=lambda senders: (seconds(senders), senders))
+
+
+def _senders_hint(given):
+    likely = (
+        (dict(gather=False), "That is best for the product alone: the gather must end, too."),
+        (dict(product=False), "That is best for the gather alone: senders' SMs do not multiply."),
+        (dict(tail=False), "A wave that is not full takes as long as a full one: round up."),
+        (dict(cut=False), "No number of senders stores faster than the link."),
+    )
+    for wrong, text in likely:
+        if given == [_senders(*case, **wrong) for case in SENT]:
+            return text
+    return "Predict both times for each choice: the longer one counts. Of equal choices take the fewest senders."
