@@ -38,7 +38,7 @@ run: $(READY)  ## Run the course into build/notebooks (NB=05 for one notebook; A
 	@$(TIMED) $(PYTHON) tools/run_notebooks.py $(NB) $(ARGS)
 
 # conftest.py shares them out: all cells of a notebook to one worker.
-# On a GPU a cell of chapter 15 serves the large trace, for which a dozen programs of eleven kernels each are compiled.
+# On a GPU a cell of chapters 15 and 15b serves the large trace, for which a dozen programs of eleven kernels each are compiled.
 PYTEST = -n $(WORKERS) --nbval-lax --nbval-current-env --nbval-cell-timeout=$(if $(GPU),300,120)
 
 .PHONY: test

@@ -79,9 +79,9 @@ def pytest_runtest_setup(item):
 def _with_notebooks_spread(items) -> list:
     """The notebooks, the longest first, with as many tests after each: all at once fill a GPU's memory.
 
-    The last ones are longer, and on a GPU nothing takes as long as that which serves a trace. Tests stay together with
-    others of their file, and files are in an order that has quick and slow ones anywhere; the last fifth of the tests
-    comes after all notebooks. Files that one worker runs come first."""
+    The last ones are longer, and on a GPU nothing takes as long as the two that serve a large trace. Tests stay
+    together with others of their file, and files are in an order that has quick and slow ones anywhere; the last fifth
+    of the tests comes after all notebooks. Files that one worker runs come first."""
     cells, tests = {}, []
     for item in items:
         if item.path.suffix == ".ipynb":
@@ -92,7 +92,7 @@ def _with_notebooks_spread(items) -> list:
         return tests
     tests.sort(key=lambda item: (not _is_whole(item.nodeid), zlib.crc32(item.nodeid.split("::")[0].encode())))
     share = max(1, int(0.8 * len(tests) / len(cells)))
-    longest_first = sorted(cells, key=lambda path: (path.stem == "15_serving", path), reverse=True)
+    longest_first = sorted(cells, key=lambda path: (path.stem in ("15_serving", "15b_engine"), path), reverse=True)
     spread = []
     for i, path in enumerate(longest_first):
         spread += cells[path] + tests[i * share : (i + 1) * share]

@@ -1,24 +1,10 @@
-"""Chapter 15's exercises: when pages run out, slots, a step under a budget, shared pages, a scheduler to repair."""
+"""Chapter 15's exercises: slots, a scheduler to repair, shared pages, a step under a budget."""
 
 import copy
 
 import numpy as np
 from exercises.judge import NotYet, checker
 
-FITS = [  # lengths, num_pages, page_size: on a page's edge, in its middle, alone, many, with room to spare.
-    ([16], 1, 16),
-    ([15], 1, 16),
-    ([1], 1, 16),
-    ([16, 16], 3, 16),
-    ([15, 16], 3, 16),
-    ([3, 7, 12], 8, 4),
-    ([5, 5, 5, 5], 11, 4),
-    ([30, 2, 17], 5, 16),
-    ([30, 2, 17], 9, 16),
-    ([100], 100, 16),
-    ([1, 2, 3, 4, 5, 6, 7, 8], 12, 8),
-    ([1], 3, 1),
-]
 STEPS = [  # uncomputed, budget.
     ([1, 1, 1], 3),
     ([1, 1, 1], 8),
@@ -37,46 +23,8 @@ STEPS = [  # uncomputed, budget.
 
 
 @checker
-def check_steps_that_fit(answer) -> str:
-    """Exercise 1: `answer(lengths, num_pages, page_size)` is how many steps all sequences can take."""
-    for lengths, num_pages, page_size in FITS:
-        where = f"for lengths = {lengths}, num_pages = {num_pages}, page_size = {page_size}"
-        given = answer(list(lengths), num_pages, page_size)
-        if given is None:
-            raise NotYet("steps_that_fit returns None: write its body.")
-        try:
-            given = int(given)
-        except (TypeError, ValueError) as error:
-            raise NotYet(f"{where}, the answer is {given!r}; it must be a number.") from error
-        need = lambda steps, lengths=lengths, size=page_size: sum(-(-(n + steps) // size) for n in lengths)
-        exact = 0
-        while need(exact + 1) <= num_pages:
-            exact += 1
-        if given == exact:
-            continue
-        slots = (num_pages * page_size - sum(lengths)) // len(lengths)
-        free = num_pages - need(0)
-        for wrong, hint in (
-            (exact + 1, "that step is the first that does not fit: how many go by before it?"),
-            (
-                slots,
-                "the free slots, shared out. But a page belongs to one sequence, and the rest of it to nobody else.",
-            ),
-            (free * page_size // len(lengths), "those are the pages left; the last page of a sequence has room too."),
-            (min(-n % page_size for n in lengths), "that is until someone needs a page; the pool may still have some."),
-        ):
-            if given == wrong:
-                raise NotYet(f"{where}, the answer is {given}: {hint}")
-        what = f"after {given} steps the sequences need {need(given)} pages" if given > exact else (
-            f"even {exact} steps fit, with {need(exact)} pages"
-        )  # fmt: skip
-        raise NotYet(f"{where}, the answer is {given}, and {what}.")
-    return "Each sequence rounds up for itself. In the next step somebody is preempted."
-
-
-@checker
 def check_next_slot(answer) -> str:
-    """Exercise 2: `answer(pages, num_computed, free, page_size)` is the next token's slot; it may take a page."""
+    """Exercise 1: `answer(pages, num_computed, free, page_size)` is the next token's slot; it may take a page."""
     cases = (
         ([7, 2], 20, [5, 9], 16),
         ([7, 2], 32, [5, 9], 16),
@@ -123,7 +71,7 @@ def check_next_slot(answer) -> str:
 
 @checker
 def check_share_out(answer) -> str:
-    """Exercise 3: `answer(uncomputed, budget)` is how many tokens of each request the next step computes."""
+    """Exercise 4: `answer(uncomputed, budget)` is how many tokens of each request the next step computes."""
     for uncomputed, budget in STEPS:
         where = f"for uncomputed = {uncomputed}, budget = {budget}"
         given = answer(list(uncomputed), budget)
@@ -152,7 +100,7 @@ def check_share_out(answer) -> str:
 
 @checker
 def check_let_go(answer) -> str:
-    """Exercise 4: `answer(pages, references, free)` takes a reference off each page, or changes nothing."""
+    """Exercise 3: `answer(pages, references, free)` takes a reference off each page, or changes nothing."""
     cases = (
         ([0, 1, 2], [1, 1, 1, 0], [3]),
         ([0, 1, 2], [2, 2, 1, 0], [3]),
@@ -212,7 +160,7 @@ def _refuses(answer, pages, references, free):
     raise NotYet(f"{where}, {times}: it must raise ValueError.")
 
 
-# Exercise 5: a scheduler to repair ------------------------------------------------------------------------------------
+# Exercise 2: a scheduler to repair ------------------------------------------------------------------------------------
 
 TRACES = (  # Pages, tokens a page, budget, (prompt, new tokens) of the requests in the order of arrival.
     (4, 4, 8, ((5, 3), (3, 4))),
@@ -237,7 +185,7 @@ class Asked:
 
 @checker
 def check_scheduler(answer) -> str:
-    """Exercise 5: `answer(num_pages, page_size, budget)` is a scheduler, which serves whole traces here."""
+    """Exercise 2: `answer(num_pages, page_size, budget)` is a scheduler, which serves whole traces here."""
     for num_pages, page_size, budget, lengths in TRACES:
         requests = [Asked(i, *pair) for i, pair in enumerate(lengths)]
         scheduler = answer(num_pages, page_size, budget)

@@ -17,20 +17,6 @@ def next_slot(pages, num_computed, free, page_size):
 ex15.check_next_slot(next_slot)
 
 
-# %% exercise-1 needs: parameters setup
-def steps_that_fit(lengths, num_pages, page_size):
-    #: return None  # Your code.
-    # BEGIN SOLUTION
-    steps = 0
-    while sum(-(-(length + steps + 1) // page_size) for length in lengths) <= num_pages:
-        steps += 1
-    return steps
-    # END SOLUTION
-
-
-ex15.check_steps_that_fit(steps_that_fit)
-
-
 # %% exercise-5 needs: parameters setup
 class Repaired:
     """Each step: whoever runs goes on, in the order of arrival; then those that wait

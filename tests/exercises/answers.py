@@ -16,7 +16,7 @@ def _skeleton(notebook: str, cell_id: str) -> dict:
     cells = json.loads((NOTEBOOKS / f"{notebook}.ipynb").read_text())["cells"]
     source = "".join(next(cell["source"] for cell in cells if cell["id"] == cell_id))
     names = {}
-    exec(source[: source.index(f"ex{notebook[:2]}.")], names)
+    exec(source[: source.index(f"ex{notebook.split('_')[0]}.")], names)
     return names
 
 

@@ -13,52 +13,6 @@ from exercises import ex15  # noqa: E402
 skeleton = skeletons("15_serving")
 
 
-# When do the pages run out?
-
-
-def steps_that_fit(lengths, num_pages, page_size):
-    steps = 0
-    while sum(-(-(length + steps + 1) // page_size) for length in lengths) <= num_pages:
-        steps += 1
-    return steps
-
-
-def steps_by_simulation(lengths, num_pages, page_size):
-    pages = [(length + page_size - 1) // page_size for length in lengths]
-    lengths, free, steps = list(lengths), num_pages - sum(pages), 0
-    while True:
-        for i, length in enumerate(lengths):
-            if length == pages[i] * page_size:
-                if not free:
-                    return steps
-                free, pages[i] = free - 1, pages[i] + 1
-            lengths[i] += 1
-        steps += 1
-
-
-@pytest.mark.parametrize("right", [steps_that_fit, steps_by_simulation])
-def test_steps_solutions(right):
-    accepted(ex15.check_steps_that_fit(right))
-
-
-@pytest.mark.parametrize(
-    "wrong, said",
-    [
-        (lambda *args: steps_that_fit(*args) + 1, "the first that does not fit"),
-        (lambda n, pages, size: (pages * size - sum(n)) // len(n), "shared out"),
-        (lambda n, pages, size: (pages - sum(-(-x // size) for x in n)) * size // len(n), "has room too"),
-        (lambda n, pages, size: min(-x % size for x in n), "until someone needs a page"),
-        (lambda *args: steps_that_fit(*args) - (steps_that_fit(*args) > 20), "steps fit"),
-        (lambda *args: steps_that_fit(*args) + 40, "the sequences need"),
-        (lambda *args: "many", "it must be a number"),
-        (lambda *args: None, "write its body"),
-        (lambda lengths: 0, "raised TypeError"),
-    ],
-)
-def test_steps_wrong(wrong, said):
-    rejected(ex15.check_steps_that_fit(wrong), said)
-
-
 # The slot of a new token
 
 

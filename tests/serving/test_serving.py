@@ -384,7 +384,7 @@ def test_engine_in_bfloat16(monkeypatch):
     assert sum(request.num_preempted > 0 for request in requests) >= 5
 
 
-@pytest.mark.slow  # Chapter 15 serves two requests on the kernels.
+@pytest.mark.slow  # Chapter 15b serves two requests on the kernels.
 def test_engine_on_the_kernels(monkeypatch):
     """A prompt in two chunks beside one that decodes; on a GPU all of what XLA is tested with."""
     config = dataclasses.replace(CONFIG, dtype="bfloat16", num_hidden_layers=1)
