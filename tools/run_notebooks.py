@@ -120,12 +120,16 @@ def _parse_args() -> argparse.Namespace:
 
 
 def _select(names: list[str]) -> list[pathlib.Path]:
-    """The notebooks whose file names start with one of `names`, in the order of the course."""
+    """The notebooks with these numbers, or whose file names start so, in the order of the course."""
     every = sorted(NOTEBOOKS.glob("*.ipynb"))
+    chosen = set()
     for name in names:
-        if not any(path.name.startswith(name) for path in every):
+        numbered = [path for path in every if path.stem.split("_")[0] == name]  # "16", and not "16b".
+        found = numbered or [path for path in every if path.name.startswith(name)]
+        if not found:
             sys.exit(f"make run: no notebook starts with {name!r}. There are: {', '.join(p.stem for p in every)}.")
-    return [path for path in every if not names or any(path.name.startswith(name) for name in names)]
+        chosen.update(found)
+    return [path for path in every if not names or path in chosen]
 
 
 def _is_stale(path: pathlib.Path) -> bool:

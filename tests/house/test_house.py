@@ -300,6 +300,14 @@ def test_run_takes_those_whose_recording_is_stale(runner, tmp_path, capfd):
     assert output.count("01_b") == 2 and "00_a" not in output and "no recorded outputs are stale" in output
 
 
+@pytest.mark.parametrize("name, stems", [("16", ["16_a"]), ("16b", ["16b_b"]), ("1", ["16_a", "16b_b", "17_c"])])
+def test_run_takes_a_chapter_by_its_number(runner, capfd, name, stems):
+    every = ["16_a", "16b_b", "17_c"]
+    assert runner({stem: ["n = 1"] for stem in every}, name) == 0
+    output = capfd.readouterr().out
+    assert [stem for stem in every if stem in output] == stems
+
+
 def test_run_passes_parameters_and_refuses_unknown_ones(runner):
     assert runner({"00_a": ["n = 1", "assert n == 2"]}, "00", "-p", "n", "2") == 0
     with pytest.raises(SystemExit, match="no parameter 'k'; it has: n"):
