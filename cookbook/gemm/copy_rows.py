@@ -5,7 +5,7 @@ Shapes: x (T, C), 16-bit; places (T, J) int32, a permutation of the T J rows of 
 A block takes some neighbouring rows. TMA brings them to shared memory, and takes each from there to its places: the
 threads only read where those are. XLA's gather copies an element a thread, and reads a row from L2 for each copy.
 
-Bound by: memory: x is read once, out written once. Chapter: 16, the permutation of a layer of experts.
+Bound by: memory: x is read once, out written once. Chapter: 16b, the permutation of a layer of experts.
 """
 
 import functools

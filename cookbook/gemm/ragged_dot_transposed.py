@@ -16,7 +16,7 @@ gets into a sum. Barrier table: that of `roles.py`, and
 Bound by: the tensor cores; with few rows a group, the memory that o goes to. Blocks take tiles of the largest groups
 first.
 
-Not supported: batches (use `jax.vmap`), other dtypes. Chapter: 16. Source: Gale et al., "MegaBlocks" (2022).
+Not supported: batches (use `jax.vmap`), other dtypes. Chapter: 16b. Source: Gale et al., "MegaBlocks" (2022).
 """
 
 import functools

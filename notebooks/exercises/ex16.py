@@ -1,4 +1,4 @@
-"""Chapter 16's exercises: the table's room, copies, masked steps, a boundary tile's store, and its groups."""
+"""Chapter 16's exercises: the table's room, copies, a boundary tile's store, and its groups."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ COPIES = (  # Sizes of groups, and the rows of a piece.
     ((5, 7, 1000, 31), 16),
     ((0, 0), 64),
 )
-STEPS = ((0, 64), (0, 128), (64, 65), (70, 200), (8, 72), (7, 8), (70, 134), (3, 60), (45, 45), (71, 72), (129, 513))
 LEFT = (64, 200, 63, 37, 32, 8, 1, 0, -27)  # Rows of the group that are left, of a piece of 64.
 
 
@@ -42,21 +41,6 @@ def check_copies(answer) -> str:
         if got != want:
             raise NotYet(f"copies{case} is {got}, and {want} is right. {_copies_hint(given)}")
     return "A whole piece is one copy; of the last one, as many as its rows have ones in binary."
-
-
-@checker
-def check_steps(answer) -> str:
-    """`answer(start, end)` is (steps, masked) of the sum along these rows."""
-    given = {case: answer(*case) for case in STEPS}
-    for case, got in given.items():
-        if got is None:
-            raise NotYet("steps_of_group returns None: write its body.")
-        if not isinstance(got, tuple) or len(got) != 2:
-            raise NotYet(f"steps_of_group{case} is {got!r}; it must be a pair: steps, and masked ones.")
-        want = _steps(*case)
-        if tuple(int(x) for x in got) != want:
-            raise NotYet(f"steps_of_group{case} is {got}, and {want} is right. {_steps_hint(given)}")
-    return "Only the ends of a group are masked, and a step that is both counts once."
 
 
 @checker
@@ -167,40 +151,3 @@ def _copies_hint(given):
         if all(wrong(*case) == got for case, got in given.items()):
             return text
     return "Whole pieces, and then the rest in binary."
-
-
-def _steps(start, end, *, align=8, step=64):
-    if end <= start:
-        return 0, 0
-    first = start // align * align
-    steps = -(-(end - first) // step)
-    ends = {0} if first < start else set()
-    if first + steps * step > end:
-        ends |= {steps - 1}
-    return steps, len(ends)
-
-
-def _steps_hint(given):
-    def twice(start, end):
-        if end <= start:
-            return 0, 0
-        first, steps = start // 8 * 8, _steps(start, end)[0]
-        return steps, (first < start) + (first + steps * 64 > end)
-
-    likely = (
-        (lambda *case: _steps(*case, align=1), "The first step begins at a multiple of 8."),
-        (lambda *case: _steps(*case, align=64), "Tiles are found at multiples of 8 rows, not of 64."),
-        (twice, "A step that is both the first and the last counts once."),
-        (
-            lambda *case: (_steps(*case)[0], min(2, _steps(*case)[0])),
-            "An end that lies on a step's border needs no mask.",
-        ),
-        (
-            lambda start, end: (-(-(end - start // 8 * 8) // 64), _steps(start, end)[1]),
-            "A group without a row has none.",
-        ),
-    )
-    for wrong, text in likely:
-        if all(tuple(int(x) for x in wrong(*case)) == tuple(int(x) for x in got) for case, got in given.items()):
-            return text
-    return "Where does the first step begin, and where does the last one end?"

@@ -92,17 +92,3 @@ def add_bias(x, bias, ends):
 
 
 ex16.check_bias(add_bias)
-
-
-# %% exercise-3 needs: parameters setup
-def steps_of_group(start, end):
-    #: return None  # Your code: two numbers.
-    # BEGIN SOLUTION
-    if start == end:
-        return 0, 0
-    begins = range(start - start % 8, end, 64)
-    return len(begins), sum(begin < start or begin + 64 > end for begin in begins)
-    # END SOLUTION
-
-
-ex16.check_steps(steps_of_group)

@@ -97,51 +97,6 @@ def test_copies_wrong(wrong, said):
     rejected(ex16.check_copies(wrong), said)
 
 
-# Masked steps
-
-
-def steps_of_group(start, end, *, align=8):
-    if start == end:
-        return 0, 0
-    begin = start - start % align
-    steps = list(range(begin, end, 64))
-    return len(steps), sum(first < start or first + 64 > end for first in steps)
-
-
-def in_numpy(start, end):
-    return tuple(np.asarray(steps_of_group(start, end)))
-
-
-@pytest.mark.parametrize("right", [steps_of_group, in_numpy])
-def test_steps_solution(right):
-    accepted(ex16.check_steps(right))
-
-
-def counted_twice(start, end):
-    if start == end:
-        return 0, 0
-    begin, steps = start // 8 * 8, steps_of_group(start, end)[0]
-    return steps, (begin < start) + (begin + 64 * steps > end)
-
-
-@pytest.mark.parametrize(
-    "wrong, said",
-    [
-        (functools.partial(steps_of_group, align=1), "at a multiple of 8"),
-        (functools.partial(steps_of_group, align=64), "not of 64"),
-        (counted_twice, "counts once"),
-        (lambda *case: (steps_of_group(*case)[0], min(2, steps_of_group(*case)[0])), "needs no mask"),
-        (lambda start, end: (-(-(end - start // 8 * 8) // 64), steps_of_group(start, end)[1]), "without a row"),
-        (lambda start, end: (9, 9), "where does the last one end"),
-        (lambda start, end: 3, "must be a pair"),
-        (lambda start, end: (1, 2, 3), "must be a pair"),
-        (lambda start, end: start / 0, "raised ZeroDivisionError"),
-    ],
-)
-def test_steps_wrong(wrong, said):
-    rejected(ex16.check_steps(wrong), said)
-
-
 # The store of a boundary tile
 
 

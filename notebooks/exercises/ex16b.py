@@ -1,0 +1,211 @@
+"""Chapter 16b's exercises: masked steps, zeros in shared memory, exchanged operands, and rows that are combined."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from exercises.judge import NotYet, checker, normal, require_close, run_kernel
+from jax.extend.core import jaxprs_in_params
+
+STEPS = ((0, 64), (0, 128), (64, 65), (70, 200), (8, 72), (7, 8), (70, 134), (3, 60), (45, 45), (71, 72), (129, 513))
+GROUPS = ((70, 0, 58, 1, 100), (5, 3, 130))  # Sizes.
+ROWS = 320  # The last of them belong to no group.
+# An array, one of its rows, and a value there: the first or the last step of another group also holds this row.
+POISONS = (("lhs", 70, np.nan), ("rhs", 66, np.nan), ("lhs", 128, np.inf), ("rhs", 230, np.nan))
+WIDE, NARROW = 128, 8  # Columns of each matrix of exercise 3, and rows of each group.
+
+
+@checker
+def check_steps(answer) -> str:
+    """`answer(start, end)` is (steps, masked) of the sum along these rows."""
+    given = {case: answer(*case) for case in STEPS}
+    for case, got in given.items():
+        if got is None:
+            raise NotYet("steps_of_group returns None: write its body.")
+        if not isinstance(got, tuple) or len(got) != 2:
+            raise NotYet(f"steps_of_group{case} is {got!r}; it must be a pair: steps, and masked ones.")
+        want = _steps(*case)
+        if tuple(int(x) for x in got) != want:
+            raise NotYet(f"steps_of_group{case} is {got}, and {want} is right. {_steps_hint(given)}")
+    return "Only the ends of a group are masked, and a step that is both counts once."
+
+
+@checker
+def check_zeros(answer) -> str:
+    """`answer(lhs, rhs, ends)` is a kernel: lhs.T @ rhs of each group's rows, whatever stands in the rows of others."""
+    for sizes in GROUPS:
+        ends = np.cumsum(sizes)
+        lhs, rhs = (normal(seed, (ROWS, 64), jnp.bfloat16) for seed in (1, 2))
+        found = _sums(answer, lhs, rhs, ends)
+        for group, (mine, exact) in enumerate(zip(found, _exact_sums(lhs, rhs, ends), strict=True)):
+            what = f"groups of {sizes} rows, all values finite: the sum of group {group}"
+            require_close(mine, exact, 2e-3, what)
+    sizes, ends = GROUPS[0], np.cumsum(GROUPS[0])
+    for name, row, value in POISONS:
+        arrays = {array: normal(seed, (ROWS, 64), jnp.bfloat16) for seed, array in enumerate(("lhs", "rhs"))}
+        arrays[name] = arrays[name].at[row, 17].set(value)
+        _judge_poisoned(_sums(answer, **arrays, ends=ends), _exact_sums(**arrays, ends=ends), name, row, value, ends)
+    return "A neighbour's rows are zeros, in both operands, whatever stood there."
+
+
+def _sums(answer, lhs, rhs, ends):
+    try:
+        out = np.asarray(run_kernel(answer, lhs, rhs, jnp.asarray(ends, jnp.int32)), np.float64)
+    except NotYet as problem:
+        if "there is a race" in str(problem):
+            raise NotYet(
+                "there is a race in shared memory. Tensor cores and TMA see what threads have written only after "
+                "plgpu.commit_smem(): is it between the zeros and the product?"
+            ) from problem
+        raise
+    if out.shape != (len(ends), 64, 64):
+        raise NotYet(f"the result has shape {out.shape}; it must be {(len(ends), 64, 64)}")
+    return out
+
+
+def _exact_sums(lhs, rhs, ends):
+    lhs, rhs = (np.asarray(x, np.float64) for x in (lhs, rhs))
+    with np.errstate(invalid="ignore"):
+        return [lhs[a:b].T @ rhs[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _judge_poisoned(found, exact, name, row, value, ends):
+    owner = int(np.searchsorted(ends, row, side="right"))
+    whose = f"group {owner}" if owner < len(ends) else "no group"
+    what = f"{'infinity' if np.isinf(value) else 'NaN'} in row {row} of {name}, which belongs to {whose}"
+    for group, (mine, wanted) in enumerate(zip(found, exact, strict=True)):
+        is_finite = np.isfinite(wanted)
+        if not np.isfinite(mine[is_finite]).all():
+            raise NotYet(f"{what}, has reached the sum of group {group}. {_leak_hint(name)}")
+        if np.isfinite(mine[~is_finite]).any():
+            raise NotYet(f"{what}, is gone from the sum of group {group}: only neighbours' rows become zeros.")
+        require_close(
+            np.where(is_finite, mine, 0), np.where(is_finite, wanted, 0), 2e-3, f"{what}: the sum of group {group}"
+        )
+
+
+def _leak_hint(name):
+    if name == "lhs":
+        return "0 times NaN is NaN: write zeros over a neighbour's rows."
+    return "The rows of rhs are factors too."
+
+
+@checker
+def check_exchange(answer) -> str:
+    """`answer(x, w)` is a kernel: x[g] @ w[g] for 8 rows a group, with an accumulator of no more than 128 x 8."""
+    for num_groups, k in ((3, 128), (2, 192)):
+        x, w = (
+            normal(seed, (num_groups, *shape), jnp.bfloat16)
+            for seed, shape in enumerate(((NARROW, k), (k, WIDE)), start=k)
+        )
+        try:
+            out = run_kernel(answer, x, w)
+        except NotYet as problem:
+            if "mosaic_gpu.wgmma" in str(problem):
+                raise NotYet(
+                    "the compiler refuses the product. WGMMA takes 64 rows or more of its first operand, and the "
+                    "accumulator has as many rows; x[g] has 8"
+                ) from problem
+            raise
+        what = f"{num_groups} groups, K = {k}"
+        exact = np.einsum("gmk,gkn->gmn", *(np.asarray(array, np.float64) for array in (x, w)))
+        if out.shape == (num_groups, WIDE, NARROW):
+            raise NotYet(f"{what}: the result has shape {out.shape}, which is transposed: exchange its last two axes")
+        require_close(out, exact, 2e-3, what)
+        sums = _sums_of_products(jax.make_jaxpr(lambda *args: answer(*args))(x, w).jaxpr)
+        if not sums:
+            raise NotYet("the tensor cores have nothing to do: multiply with plgpu.wgmma")
+        if max(sums) > WIDE * NARROW:
+            raise NotYet(f"an accumulator has {max(sums)} values, and a group has {WIDE * NARROW} results: do not pad")
+    return "The columns of the matrix are the rows of the tile, and none of them is computed in vain."
+
+
+def _sums_of_products(jaxpr) -> list[int]:
+    """How many sums each WGMMA of the program adds to."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name.startswith("wgmma") and "wait" not in equation.primitive.name:
+            found.append(equation.invars[0].aval.size)
+        for inner in jaxprs_in_params(equation.params):
+            found += _sums_of_products(inner)
+    return found
+
+
+@checker
+def check_combine(answer) -> str:
+    """`answer(y, weights, rows)` is a kernel: each token's rows of y, weighted, added in float32 and rounded once."""
+    for tokens, top_k in ((5, 2), (6, 8)):
+        rng = np.random.default_rng(top_k)
+        y = normal(top_k, (tokens * top_k, 512), jnp.bfloat16)
+        weights = jnp.asarray(rng.dirichlet(np.ones(top_k), tokens), jnp.float32)
+        rows = jnp.asarray(rng.permutation(tokens * top_k).reshape(tokens, top_k), jnp.int32)
+        out = run_kernel(answer, y, weights, rows)
+        what = f"{tokens} tokens, top-{top_k}"
+        if out.dtype != jnp.bfloat16:
+            raise NotYet(f"{what}: the result is {out.dtype}; it must be bfloat16")
+        exact = _combined(y, weights, rows)
+        if out.shape == exact.shape and (said := _combine_hint(np.asarray(out, np.float64), y, weights, rows)):
+            raise NotYet(f"{what}: {said}")
+        # One rounding to bfloat16 moves a value by 2^-8 of it at most.
+        require_close(out, exact, 4e-3, f"{what} (sums in float32, one rounding)")
+    return "The rows are gathered, and added in the same order in every run."
+
+
+def _combined(y, weights, rows):
+    y, weights, rows = np.asarray(y, np.float64), np.asarray(weights, np.float64), np.asarray(rows)
+    return (weights[:, :, None] * y[rows]).sum(1)
+
+
+def _combine_hint(out, y, weights, rows):
+    """Names the mistake that explains a result."""
+    in_order = jnp.arange(rows.size).reshape(rows.shape)
+    likely = {
+        "these are rows of y as they lie: rows[t, j] says where a token's rows are.": (weights, in_order),
+        "these are rows of y as they lie, without weights: rows[t, j] says where.": (jnp.ones_like(weights), in_order),
+        "the rows are added without their weights.": (jnp.ones_like(weights), rows),
+        "only each token's first row counts.": (weights[:, :1], rows[:, :1]),
+        "only each token's first row counts, without its weight.": (jnp.ones_like(weights[:, :1]), rows[:, :1]),
+        "each token's rows have one weight, its first.": (jnp.broadcast_to(weights[:, :1], rows.shape), rows),
+    }
+    for said, (scale, places) in likely.items():
+        wrong = _combined(y, scale, places)
+        if np.linalg.norm(out - wrong) < 0.02 * np.linalg.norm(wrong):
+            return said
+    first = np.asarray(y, np.float64)[: len(rows)]
+    return "these are the first rows of y: write the body." if np.allclose(out, first) else None
+
+
+def _steps(start, end, *, align=8, step=64):
+    if end <= start:
+        return 0, 0
+    first = start // align * align
+    steps = -(-(end - first) // step)
+    ends = {0} if first < start else set()
+    if first + steps * step > end:
+        ends |= {steps - 1}
+    return steps, len(ends)
+
+
+def _steps_hint(given):
+    def twice(start, end):
+        if end <= start:
+            return 0, 0
+        first, steps = start // 8 * 8, _steps(start, end)[0]
+        return steps, (first < start) + (first + steps * 64 > end)
+
+    likely = (
+        (lambda *case: _steps(*case, align=1), "The first step begins at a multiple of 8."),
+        (lambda *case: _steps(*case, align=64), "Tiles are found at multiples of 8 rows, not of 64."),
+        (twice, "A step that is both the first and the last counts once."),
+        (
+            lambda *case: (_steps(*case)[0], min(2, _steps(*case)[0])),
+            "An end that lies on a step's border needs no mask.",
+        ),
+        (
+            lambda start, end: (-(-(end - start // 8 * 8) // 64), _steps(start, end)[1]),
+            "A group without a row has none.",
+        ),
+    )
+    for wrong, text in likely:
+        if all(tuple(int(x) for x in wrong(*case)) == tuple(int(x) for x in got) for case, got in given.items()):
+            return text
+    return "Where does the first step begin, and where does the last one end?"

@@ -1,0 +1,155 @@
+"""Solutions of chapter 16b's exercises; how to read the marks: tools/skeletons.py."""
+
+
+# %% exercise-3 needs: parameters setup
+def steps_of_group(start, end):
+    #: return None  # Your code: two numbers.
+    # BEGIN SOLUTION
+    if start == end:
+        return 0, 0
+    begins = range(start - start % 8, end, 64)
+    return len(begins), sum(begin < start or begin + 64 > end for begin in begins)
+    # END SOLUTION
+
+
+ex16b.check_steps(steps_of_group)
+
+
+# %% exercise-zeros needs: parameters setup
+def group_sums(lhs, rhs, ends):
+    """lhs.T @ rhs of each group's rows, (G, 64, 64) float32: lhs, rhs (M, 64) bfloat16;
+    ends (G,), the row after each group."""
+
+    def body(lhs_gmem, rhs_gmem, ends_gmem, o_gmem, lhs_smem, rhs_smem, filled):
+        group = lax.axis_index("group")
+        start = jnp.where(group > 0, ends_gmem[jnp.maximum(group - 1, 0)], 0)
+        end, first = ends_gmem[group], aligned(start)  # A multiple of 8.
+        steps = jnp.where(end > start, pl.cdiv(end - first, 64), 0)
+        row = plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=plgpu.Layout.WGMMA)
+
+        def multiply(acc):
+            @pl.loop(0, steps)
+            def _(step):
+                begin = first + step * 64
+                rows = pl.ds(begin, 64)
+                plgpu.copy_gmem_to_smem(lhs_gmem.at[rows], lhs_smem, filled)
+                plgpu.copy_gmem_to_smem(rhs_gmem.at[rows], rhs_smem, filled)
+                plgpu.barrier_wait(filled)
+                inside = (begin + row >= start) & (begin + row < end)
+                #: values = plgpu.load(lhs_smem, layout=plgpu.Layout.WGMMA)
+                #: lhs_smem[...] = values * inside.astype(values.dtype)
+                #: plgpu.commit_smem()
+                # BEGIN SOLUTION
+                for smem in (lhs_smem, rhs_smem):
+                    values = plgpu.load(smem, layout=plgpu.Layout.WGMMA)
+                    smem[...] = jnp.where(inside, values, jnp.zeros_like(values))
+                plgpu.commit_smem()
+                # END SOLUTION
+                plgpu.wgmma(acc, lhs_smem.T, rhs_smem)
+                plgpu.wgmma_wait(0)
+
+            return acc[...]
+
+        o_gmem[group] = pl.run_scoped(multiply, plgpu.ACC((64, 64), jnp.float32))
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((ends.size, 64, 64), jnp.float32),
+        grid=(ends.size,),
+        grid_names=("group",),
+        scratch_types=[
+            smem_tile(64, 64),
+            smem_tile(64, 64),
+            plgpu.Barrier(num_arrivals=2),
+        ],
+    )(lhs, rhs, ends)
+
+
+ex16b.check_zeros(group_sums)
+
+
+# %% exercise-exchange needs: parameters setup
+def few_rows(x, w):
+    """x[g] @ w[g] of each group, (G, 8, 128) float32: x (G, 8, K), w (G, K, 128),
+    bfloat16."""
+    num_groups, _, k = x.shape
+
+    def body(x_gmem, w_gmem, o_gmem, x_smem, w_smem, filled):
+        group = lax.axis_index("group")
+
+        def multiply(acc):
+            @pl.loop(0, k // 64)
+            def _(step):
+                ks = pl.ds(step * 64, 64)
+                plgpu.copy_gmem_to_smem(x_gmem.at[group, :, ks], x_smem, filled)
+                plgpu.copy_gmem_to_smem(w_gmem.at[group, ks], w_smem, filled)
+                plgpu.barrier_wait(filled)
+                #: plgpu.wgmma(acc, x_smem, w_smem)
+                # BEGIN SOLUTION
+                plgpu.wgmma(acc, w_smem.T, x_smem.T)
+                # END SOLUTION
+                plgpu.wgmma_wait(0)
+
+            return acc[...]
+
+        #: o_gmem[group] = pl.run_scoped(multiply, plgpu.ACC((8, 128), jnp.float32))
+        # BEGIN SOLUTION
+        o_gmem[group] = pl.run_scoped(multiply, plgpu.ACC((128, 8), jnp.float32))
+        # END SOLUTION
+
+    out = plgpu.kernel(
+        body,
+        #: out_type=jax.ShapeDtypeStruct((num_groups, 8, 128), jnp.float32),
+        # BEGIN SOLUTION
+        out_type=jax.ShapeDtypeStruct((num_groups, 128, 8), jnp.float32),
+        # END SOLUTION
+        grid=(num_groups,),
+        grid_names=("group",),
+        scratch_types=[
+            smem_tile(8, 64),
+            smem_tile(64, 128),
+            plgpu.Barrier(num_arrivals=2),
+        ],
+    )(x, w)
+    #: return out
+    # BEGIN SOLUTION
+    return out.swapaxes(1, 2)
+    # END SOLUTION
+
+
+ex16b.check_exchange(few_rows)
+
+
+# %% exercise-combine needs: parameters setup
+def combined(y, weights, rows):
+    """Each token's rows of y, weighted and added up, (T, C) bfloat16: y (T * top_k, C)
+    bfloat16; weights (T, top_k) float32, rows (T, top_k) int32."""
+    tokens, top_k = rows.shape
+    columns = y.shape[1]
+
+    def load(ref):
+        """A row in float32, 4 neighbours for each thread at a time."""
+        layout = plgpu.Layout.WG_STRIDED((columns,), 4)
+        return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+
+    def body(y_gmem, weights_gmem, rows_gmem, o_gmem):
+        token = lax.axis_index("token")
+        #: # Your code. So far: the first rows of y, as they lie.
+        #: o_gmem[token] = load(y_gmem.at[token]).astype(o_gmem.dtype)
+        # BEGIN SOLUTION
+        total = sum(
+            weights_gmem[token, j] * load(y_gmem.at[rows_gmem[token, j]])
+            for j in range(top_k)
+        )
+        o_gmem[token] = total.astype(o_gmem.dtype)
+        # END SOLUTION
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((tokens, columns), y.dtype),
+        grid=(tokens,),
+        grid_names=("token",),
+    )(y, weights, rows)
+
+
+ex16b.check_combine(combined)
