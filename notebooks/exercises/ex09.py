@@ -1,21 +1,22 @@
-"""Chapter 9's exercises: the crossover, quantized weights, a format, scales along K, dequantized weights."""
-
-import math
+"""Chapter 9's exercises: quantized weights, a format, a result in fp8, an adder of few bits, scales along K."""
 
 import jax.numpy as jnp
 import numpy as np
 from exercises.judge import NotYet, checker, normal, require_close, run_kernel
 
 LARGEST = 127  # The largest symmetric int8; -128 has no partner, and is not used.
-CASES = (  # K, N, peak in FLOP/s, bandwidth in byte/s.
-    (8192, 8192, 989e12, 4.8e12),
-    (4096, 14336, 989e12, 3.35e12),
-    (5120, 5120, 312e12, 2.0e12),
-    (1024, 512, 2250e12, 8.0e12),
-    (256, 128, 989e12, 4.8e12),  # So small that the rows themselves are the traffic: never bound by compute.
-)
 PAIRS = ("plain", "rows", "channels")
 FORMATS = ("e4m3 per tensor", "e4m3 per row and column", "e5m2 per tensor")  # From the cheapest.
+E4M3, E4M3_MAX = jnp.float8_e4m3fn, 448.0
+FEW = 0.005  # Where a float32 sum lies next to the middle of two values of e4m3, it may be rounded to the other.
+SUMS = (  # Terms, and the bits of the adder.
+    (np.array([1.0] + 15 * [2.0**-13]), 14),
+    (np.array([1.0] + 15 * [2.0**-14]), 14),
+    (np.array([1.5, 2.0**-7 + 2.0**-9, -(2.0**-6) - 2.0**-9, 3 * 2.0**-8]), 8),
+    (np.array([-6.0, 0.3, 0.7, -0.9, 5.1]), 5),
+    (np.random.default_rng(1).standard_normal(33) * np.exp2(np.random.default_rng(2).uniform(-4, 4, 33)), 10),
+    (np.array([1.5] + 15 * [1.75 * 2.0**-7]), 8),
+)
 MARGIN = 1.05  # A dearer format must be better by more than this.
 
 
@@ -30,21 +31,6 @@ def check_quantise(answer) -> str:
             raise NotYet("quantise_columns must return a pair: the int8 values and the scales.")
         _require_quantised(name, w, *map(np.asarray, given))
     return "Every value is within half a step of its column, zero columns and extremes included."
-
-
-@checker
-def check_crossover(answer) -> str:
-    """`answer(k, n, peak, bandwidth)` is the largest M whose product with int8 weights is memory-bound."""
-    given = {case: answer(*case) for case in CASES}
-    for case, got in given.items():
-        if got is None:
-            raise NotYet("largest_m returns None: write its body.")
-        if isinstance(got, bool) or not isinstance(got, int | float | np.integer | np.floating):
-            raise NotYet(f"largest_m{case} is {got!r}; it must be a number.")
-        want = _largest_m(*case)
-        if got != want:
-            raise NotYet(f"largest_m{case} is {got}, and {want} is right. {_hint(given)}")
-    return "Up to there, only the bytes of the weights count."
 
 
 @checker
@@ -67,6 +53,137 @@ def check_formats(answer) -> str:
                 "is large beside what, and which scale or exponent sees it?"
             )
     return "Scales take care of what differs from row to row, exponents of what differs inside of one."
+
+
+@checker
+def check_fp8_result(answer) -> str:
+    """`answer(a, b, scale_a, scale_b, scale_o)` is a kernel: a @ b.T of fp8, scaled and cut, in fp8."""
+    for steps in (1, 3):
+        args = _with_scales(steps)
+        out = run_kernel(answer, *args)
+        if out.shape != (64, 128) or out.dtype != E4M3:
+            raise NotYet(f"the result is {out.dtype} {out.shape}; it must be float8_e4m3fn (64, 128)")
+        _require_fp8(np.asarray(out, np.float64), *args)
+    return "Scaled in float32, cut at the end of the format, rounded once."
+
+
+def _with_scales(steps: int):
+    """Operands, and a scale of the result that is too small for a few results of either sign."""
+    a, b = (normal(seed, (rows, 128 * steps), E4M3) for seed, rows in ((5, 64), (6, 128)))
+    sizes = np.random.default_rng(7)
+    scale_a, scale_b = (jnp.asarray(np.exp2(sizes.uniform(-2, 2, rows)), jnp.float32) for rows in (64, 128))
+    usual = np.quantile(np.abs(_products(a, b, scale_a, scale_b)), 0.97)
+    return a, b, scale_a, scale_b, jnp.asarray([usual / E4M3_MAX], jnp.float32)
+
+
+def _products(a, b, scale_a=1, scale_b=1):
+    """The exact products in float64."""
+    a, b, scale_a, scale_b = (np.asarray(x, np.float64) for x in (a, b, scale_a, scale_b))
+    return a @ b.T * scale_a[..., None] * scale_b
+
+
+def _require_fp8(out, a, b, scale_a, scale_b, scale_o) -> None:
+    """Raises NotYet with the mistake that explains the result, if it is not the right one."""
+    scale = float(scale_o[0])
+    exact = _products(a, b, scale_a, scale_b) / scale
+    if np.isnan(out).all():
+        raise NotYet("every value is NaN: was the result written?")
+    if (unknown := np.isnan(out)).any():
+        sign = "too large" if (exact[unknown] > 0).any() else "too small: cut them at -448, too"
+        raise NotYet(
+            f"{unknown.sum()} values are NaN, and e4m3 has no infinity: before the conversion they were {sign}"
+        )
+    if _differ(out, exact) < FEW:
+        return
+    likely = {
+        "no scale was applied": _products(a, b),
+        "scale_b was not applied": _products(a, b, scale_a) / scale,
+        "scale_a was not applied": _products(a, b, 1, scale_b) / scale,
+        "the result was not divided by scale_o": exact * scale,
+        "divide by scale_o: a stored value times the scale is the result": exact * scale * scale,
+    }
+    for said, values in likely.items():
+        if _differ(out, values) < FEW:
+            raise NotYet(said)
+    if np.abs(out).max() < E4M3_MAX:
+        raise NotYet(f"the largest result is {np.abs(out).max():g}; some must be cut at {E4M3_MAX:g}, where e4m3 ends")
+    wrong = np.argwhere(out != _fp8(exact))[0]
+    raise NotYet(f"element {tuple(map(int, wrong))} is {out[tuple(wrong)]:g}; it must be {_fp8(exact)[tuple(wrong)]:g}")
+
+
+def _fp8(values):
+    return np.clip(values, -E4M3_MAX, E4M3_MAX).astype(E4M3).astype(np.float64)
+
+
+def _differ(out, values) -> float:
+    """The share of results that are not `values`, cut and rounded. Float32 sums may round a few otherwise."""
+    return float((out != _fp8(values)).mean())
+
+
+@checker
+def check_cut_sum(answer) -> str:
+    """`answer(terms, bits)` is the sum of an adder that cuts off what does not fit into `bits` beside the largest."""
+    given = []
+    for terms, bits in SUMS:
+        got = answer(terms.copy(), bits)
+        if got is None:
+            raise NotYet("cut_sum returns None: write its body.")
+        if np.shape(got) != () or not np.issubdtype(np.asarray(got).dtype, np.number):
+            raise NotYet(f"cut_sum returns {got!r}; it must be a number.")
+        given.append(float(got))
+    for (terms, bits), got in zip(SUMS, given, strict=True):
+        if got != (want := _cut_sum(terms, bits)):
+            raise NotYet(
+                f"the sum of {_shown(terms)} with {bits} bits is {want:.10g}; yours is {got:.10g}. {_cut(given)}"
+            )
+    lost = {name: _lost(answer, terms) for name, terms in _many_terms().items()}
+    return (
+        f"Your adder, with 14 bits and 32 products at a time, loses {lost['one sign']:.1%} of a sum of 4,096 positive "
+        f"products. With both signs it misses by {lost['both signs']:.1%} of the usual size of such a sum."
+    )
+
+
+def _shown(terms) -> str:
+    text = ", ".join(f"{term:.6g}" for term in terms[:4])
+    return f"[{text}{', ...' if len(terms) > 4 else ''}]"
+
+
+def _cut_sum(terms, bits, *, cut=np.trunc, shift=0, size=lambda terms: np.abs(terms).max(), first=False):
+    """The sum, and with other keywords the likely wrong ones."""
+    top = size(terms)
+    unit = 2.0 ** (np.frexp(top)[1] - bits + shift)
+    return float(cut(terms.sum() / unit) * unit if first else (cut(terms / unit) * unit).sum())
+
+
+def _cut(given: list) -> str:
+    """Names the likely mistake that explains all answers."""
+    likely = (
+        (dict(cut=lambda x: x), "Nothing was cut off."),
+        (dict(cut=np.floor), "Cut towards zero: negative terms lose their last bits as positive ones do."),
+        (dict(cut=np.rint), "The bits are cut off, not rounded."),
+        (dict(first=True), "Each term is cut before the addition, not the sum after it."),
+        (dict(shift=1), "One bit fewer was kept: beside 1, 14 bits reach down to 2^-13."),
+        (dict(shift=-1), "One bit more was kept: beside 1, 14 bits reach down to 2^-13."),
+        (dict(size=np.max), "The largest term is the one of the largest absolute value."),
+    )
+    for keywords, text in likely:
+        if all(_cut_sum(*case, **keywords) == got for case, got in zip(SUMS, given, strict=True)):
+            return text
+    return "The exponent of the largest term gives the last bit that fits: its unit. Cut every term to units, then add."
+
+
+def _many_terms() -> dict[str, np.ndarray]:
+    """4,096 products of e4m3 values."""
+    left, right = (np.asarray(normal(seed, 4096, E4M3), np.float64) for seed in (8, 9))
+    return {"one sign": np.abs(left * right), "both signs": left * right}
+
+
+def _lost(add, terms) -> float:
+    total = 0.0
+    for first in range(0, len(terms), 32):
+        total = float(add(np.append(terms[first : first + 32], total), 14))
+    exact = terms.sum()
+    return abs(total - exact) / (exact if (terms >= 0).all() else np.linalg.norm(terms))
 
 
 @checker
@@ -111,23 +228,6 @@ def _likely_scales(out, a, b, scale_a, scale_b) -> str:
             if len(scale_a) > 1 or "first" not in said:
                 return said
     return "compare with the sum over steps of scaled products"
-
-
-@checker
-def check_dequantise(answer) -> str:
-    """`answer(w_q, scales)` is a kernel: int8 (K, N) times the scales of the columns, rounded once to bfloat16."""
-    for k, n in ((64, 128), (128, 384)):
-        w_q = jnp.asarray(np.random.default_rng(k).integers(-127, 128, (k, n)), jnp.int8)
-        scales = jnp.asarray(np.exp2(np.random.default_rng(n).uniform(-9, 1, n)), jnp.float32)
-        out = run_kernel(answer, w_q, scales)
-        if out.dtype != jnp.bfloat16:
-            raise NotYet(f"the result is {out.dtype}; it must be bfloat16")
-        exact = np.asarray(w_q, np.float64) * np.asarray(scales, np.float64)
-        require_close(out, exact, 5e-2, f"int8[{k},{n}]")
-        once = np.asarray(jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16), np.float64)
-        if (twice := np.asarray(out, np.float64) != once).any():
-            raise NotYet(f"{twice.mean():.0%} of the values were rounded twice: multiply in float32, then convert")
-    return "One scale a column, one rounding."
 
 
 def operands(seed: int = 9) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -205,26 +305,3 @@ def _require_quantised(name: str, w, w_q, scales) -> None:
             f"{name}: column {at} reaches {largest[at]:.4g}, so that a step of {largest[at] / LARGEST:.3g} is enough; "
             f"yours is {step[at]:.3g}."
         )
-
-
-def _largest_m(k, n, peak, bandwidth, *, weight_bytes=1, row_bytes=2, flops=2):
-    """The crossover, and with other keywords the likely wrong ones."""
-    # flops * m * k * n / peak <= (weight_bytes * k * n + row_bytes * m * (k + n)) / bandwidth
-    a_row = flops * k * n * bandwidth / peak - row_bytes * (k + n)
-    return math.inf if a_row <= 0 else math.floor(weight_bytes * k * n / a_row)
-
-
-def _hint(given: dict) -> str:
-    """Names the likely mistake that explains all answers."""
-    likely = (
-        (dict(weight_bytes=2), "A weight is one byte."),
-        (dict(row_bytes=0), "The rows of a and of the result cross memory too, 2 bytes a value."),
-        (dict(row_bytes=1), "A value of a and of the result is 2 bytes."),
-        (dict(flops=1), "A multiplication and an addition for each weight and row: 2 operations."),
-    )
-    for keywords, text in likely:
-        if all(_largest_m(*case, **keywords) == got for case, got in given.items()):
-            return text
-    if all(math.isinf(_largest_m(*case)) or abs(got - _largest_m(*case)) <= 1 for case, got in given.items()):
-        return "Nearly: round down to a whole number of rows; where no M is bound by compute, it is math.inf."
-    return "Set the time of the operations equal to the time of all bytes, and solve for M; math.inf if none is."

@@ -1,12 +1,12 @@
 """The exercises of chapter 9: solutions are accepted; wrong answers and untouched skeletons are not."""
 
-import math
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_solutions as course
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -17,7 +17,15 @@ sys.path.insert(0, str(NOTEBOOKS))
 
 from exercises import ex09  # noqa: E402
 
-# The crossover and quantized weights
+STEM = "09_low_precision"
+
+
+def exercise(name: str) -> course.course.Exercise:
+    """The exercise of this name, with its skeleton and its solution."""
+    return next(part for part in course.course.exercises(course.course.SOLUTIONS / f"{STEM}.py") if part.id == name)
+
+
+# Quantized weights
 
 
 def quantise(w, *, xp=jnp, largest=127, axis=0, measure=lambda w: abs(w), rounded=True):
@@ -105,50 +113,6 @@ def test_quantise_solution(right):
 )
 def test_quantise_wrong(wrong, said):
     rejected(ex09.check_quantise(wrong), said)
-
-
-def largest_m(k, n, peak, bandwidth, weight_bytes=1, row_bytes=2, flops=2):
-    a_row = flops * k * n / peak - row_bytes * (k + n) / bandwidth
-    return math.floor(weight_bytes * k * n / bandwidth / a_row) if a_row > 0 else math.inf
-
-
-def solved_by_search(k, n, peak, bandwidth):
-    memory_bound = lambda m: 2 * m * k * n / peak <= (k * n + 2 * m * (k + n)) / bandwidth
-    if memory_bound(10**9):
-        return float("inf")
-    low, high = 0, 10**9
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if memory_bound(middle) else (low, middle)
-    return low
-
-
-@pytest.mark.parametrize("right", [largest_m, solved_by_search, lambda *case: float(largest_m(*case))])
-def test_crossover_solution(right):
-    accepted(ex09.check_crossover(right))
-
-
-@pytest.mark.parametrize(
-    "wrong, said",
-    [
-        (lambda *case: largest_m(*case, weight_bytes=2), "one byte"),
-        (lambda *case: largest_m(*case, row_bytes=0), "cross memory too"),
-        (lambda *case: largest_m(*case, row_bytes=1), "of the result is 2 bytes"),
-        (lambda *case: largest_m(*case, flops=1), "2 operations"),
-        (lambda *case: largest_m(*case) + 1, "round down"),
-        (lambda *case: min(largest_m(*case), 10**9) + 0.5, "round down"),
-        (lambda k, n, peak, bandwidth: 103, "solve for M"),
-        (lambda k, n, peak, bandwidth: "many", "must be a number"),
-        (lambda k, n, peak, bandwidth: k / 0, "raised ZeroDivisionError"),
-    ],
-)
-def test_crossover_wrong(wrong, said):
-    rejected(ex09.check_crossover(wrong), said)
-
-
-def test_crossover_cases_lie_on_both_sides():
-    found = [ex09._largest_m(*case) for case in ex09.CASES]
-    assert math.inf in found and len(set(found)) == len(found)
 
 
 # The choice of a format
@@ -244,37 +208,92 @@ def test_block_scales_wrong(wrong, said):
     rejected(ex09.check_block_scales(lambda *args: block_scaled(*args, **wrong)), said)
 
 
-# Dequantized weights
-
-
-def dequantise(w_q, scales, axis=1, early=False, out_dtype=jnp.bfloat16):
-    shape = 64, 128
-
-    def body(w_gmem, scales_gmem, o_gmem):
-        rows, columns = (pl.ds(lax.axis_index(name) * size, size) for name, size in zip("rc", shape, strict=True))
-        values = plgpu.load(w_gmem.at[rows, columns], layout=plgpu.Layout.WGMMA, optimized=False)
-        vector = scales_gmem.at[columns if axis == 1 else rows]
-        scale = plgpu.load(vector, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
-        scale = lax.broadcast_in_dim(scale, shape, [axis])
-        if early:
-            scale = scale.astype(jnp.bfloat16)
-        o_gmem[rows, columns] = (values.astype(scale.dtype) * scale).astype(out_dtype)
-
-    grid = dict(grid=(w_q.shape[0] // 64, w_q.shape[1] // 128), grid_names=("r", "c"))
-    return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(w_q.shape, out_dtype), **grid)(w_q, scales)
+# A result in fp8
 
 
 @pytest.mark.parametrize(
-    "wrong, said",
+    "right, wrong, said",
     [
-        (dict(axis=0), "it must be"),
-        (dict(early=True), "rounded twice"),
-        (dict(out_dtype=jnp.float32), "must be bfloat16"),
+        ("along(0, scale_a_gmem, tile) * ", "", "scale_a was not applied"),
+        (" * along(1, scale_b_gmem, tile)", "", "scale_b was not applied"),
+        ("values / scale_o_gmem[0]", "values", "was not divided by scale_o"),
+        ("values / scale_o_gmem[0]", "values * scale_o_gmem[0]", "divide by scale_o"),
+        ("jnp.clip(values / scale_o_gmem[0], -448.0, 448.0)", "values / scale_o_gmem[0]", "too large"),
+        ("jnp.clip(values / scale_o_gmem[0], -448.0,", "jnp.minimum(values / scale_o_gmem[0],", "at -448"),
+        ("values / scale_o_gmem[0], -448.0, 448.0)", "values, -448.0, 448.0) / scale_o_gmem[0]", "too large"),
+        ("-448.0, 448.0", "-240.0, 240.0", "where e4m3 ends"),
+        ("scale_o_gmem[0], -", "scale_o_gmem[0] + 1.0, -", "it must be"),
+        ("write_tile(values, o_smem, o_gmem)", "pass", "was the result written?"),
+        ("SMEM(tile, E4M3)", "SMEM(tile, E5M2)", "Not yet"),
     ],
 )
-def test_dequantise_wrong(wrong, said):
-    rejected(ex09.check_dequantise(lambda *args: dequantise(*args, **wrong)), said)
+def test_fp8_result_wrong(right, wrong, said):
+    verdict = course.mistaken(STEM, "exercise-3", right, wrong)
+    assert not verdict and said in repr(verdict), verdict
 
 
-def test_dequantise_outside_of_a_kernel():
-    rejected(ex09.check_dequantise(lambda w_q, scales: (w_q * scales).astype(jnp.bfloat16)), "must be a kernel")
+def test_fp8_result_without_any_scale():
+    part = exercise("exercise-3")
+    rejected(course.verdict(STEM, part, part.skeleton), "no scale was applied")
+
+
+@pytest.mark.parametrize(
+    "right, as_well",
+    [
+        ("jnp.clip(values / scale_o_gmem[0], -448.0, 448.0)",
+         "jnp.maximum(jnp.minimum(values * (1 / scale_o_gmem[0]), 448.0), -448.0)"),
+        ("along(0, scale_a_gmem, tile) * along(1, scale_b_gmem, tile)",
+         "along(1, scale_b_gmem, tile)\n        values *= along(0, scale_a_gmem, tile)"),
+    ],
+)  # fmt: skip
+def test_fp8_result_written_otherwise(right, as_well):
+    accepted(course.mistaken(STEM, "exercise-3", right, as_well))
+
+
+def test_fp8_result_outside_of_a_kernel():
+    def outside(a, b, scale_a, scale_b, scale_o):
+        sums = a.astype(jnp.float32) @ b.astype(jnp.float32).T
+        return jnp.clip(sums * scale_a[:, None] * scale_b / scale_o, -448, 448).astype(a.dtype)
+
+    rejected(ex09.check_fp8_result(outside), "must be a kernel")
+
+
+# An adder of few bits
+
+
+def cut_sum(terms, bits):
+    """By integers, one term after the other."""
+    _, exponent = np.frexp(max(abs(term) for term in terms))
+    total = 0
+    for term in terms:
+        total += int(np.ldexp(term, int(bits - exponent)))  # Python's int cuts towards zero.
+    return np.ldexp(float(total), int(exponent - bits))
+
+
+def test_cut_sum_written_otherwise():
+    accepted(ex09.check_cut_sum(cut_sum))
+
+
+@pytest.mark.parametrize(
+    "right, wrong, said",
+    [
+        ("np.trunc(terms / unit)", "np.floor(terms / unit)", "towards zero"),
+        ("np.trunc(terms / unit)", "np.rint(terms / unit)", "not rounded"),
+        ("np.trunc(terms / unit)", "(terms / unit)", "Nothing was cut off"),
+        ("(np.trunc(terms / unit) * unit).sum()", "np.trunc(terms.sum() / unit) * unit", "before the addition"),
+        ("top + 1 - bits", "top - bits", "One bit more"),
+        ("top + 1 - bits", "top + 2 - bits", "One bit fewer"),
+        ("np.floor(np.log2", "np.ceil(np.log2", "gives the last bit that fits"),
+        ("np.abs(terms).max()", "terms.max()", "largest absolute value"),
+        (" * unit).sum()", ").sum()", "gives the last bit that fits"),
+        (".sum()", "", "must be a number"),
+    ],
+)
+def test_cut_sum_wrong(right, wrong, said):
+    rejected(course.mistaken(STEM, "exercise-4", right, wrong), said)
+
+
+def test_cases_of_the_adder_tell_mistakes_apart():
+    wrong = dict(cut=np.floor), dict(cut=np.rint), dict(first=True), dict(shift=1), dict(shift=-1), dict(size=np.max)
+    sums = [tuple(ex09._cut_sum(*case, **keywords) for case in ex09.SUMS) for keywords in ({}, *wrong)]
+    assert len(set(sums)) == len(sums)

@@ -1,0 +1,158 @@
+"""Chapter 9b's exercises: the crossover, dequantized weights, float16 from a byte, exchanged operands."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from exercises.judge import NotYet, checker, normal, require_close, run_kernel
+
+CASES = (  # K, N, peak in FLOP/s, bandwidth in byte/s.
+    (8192, 8192, 989e12, 4.8e12),
+    (4096, 14336, 989e12, 3.35e12),
+    (5120, 5120, 312e12, 2.0e12),
+    (1024, 512, 2250e12, 8.0e12),
+    (256, 128, 989e12, 4.8e12),  # So small that the rows themselves are the traffic: never bound by compute.
+)
+A_TILE = 64  # Rows of WGMMA's first operand.
+
+
+@checker
+def check_crossover(answer) -> str:
+    """`answer(k, n, peak, bandwidth)` is the largest M whose product with int8 weights is memory-bound."""
+    given = {case: answer(*case) for case in CASES}
+    for case, got in given.items():
+        if got is None:
+            raise NotYet("largest_m returns None: write its body.")
+        if isinstance(got, bool) or not isinstance(got, int | float | np.integer | np.floating):
+            raise NotYet(f"largest_m{case} is {got!r}; it must be a number.")
+        want = _largest_m(*case)
+        if got != want:
+            raise NotYet(f"largest_m{case} is {got}, and {want} is right. {_hint(given)}")
+    return "Up to there, only the bytes of the weights count."
+
+
+@checker
+def check_dequantise(answer) -> str:
+    """`answer(w_q, scales)` is a kernel: int8 (K, N) times the scales of the columns, rounded once to bfloat16."""
+    for k, n in ((64, 128), (128, 384)):
+        w_q = jnp.asarray(np.random.default_rng(k).integers(-127, 128, (k, n)), jnp.int8)
+        scales = jnp.asarray(np.exp2(np.random.default_rng(n).uniform(-9, 1, n)), jnp.float32)
+        out = run_kernel(answer, w_q, scales)
+        if out.dtype != jnp.bfloat16:
+            raise NotYet(f"the result is {out.dtype}; it must be bfloat16")
+        exact = np.asarray(w_q, np.float64) * np.asarray(scales, np.float64)
+        require_close(out, exact, 5e-2, f"int8[{k},{n}]")
+        once = np.asarray(jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16), np.float64)
+        if (twice := np.asarray(out, np.float64) != once).any():
+            raise NotYet(f"{twice.mean():.0%} of the values were rounded twice: multiply in float32, then convert")
+    return "One scale a column, one rounding."
+
+
+@checker
+def check_half(answer) -> str:
+    """`answer(w_q)` is a kernel: int8 (K, N) as float16, made from bits: no integer is converted to a float."""
+    for k, n in ((64, 128), (192, 64)):
+        rng = np.random.default_rng(k)
+        every = rng.permutation(np.resize(np.arange(-128, 128), k * n))
+        w_q = jnp.asarray(every.reshape(k, n), jnp.int8)
+        out = run_kernel(answer, w_q)
+        if out.shape != w_q.shape or out.dtype != jnp.float16:
+            raise NotYet(f"the result is {out.dtype} {out.shape}; it must be float16 {w_q.shape}")
+        if any(_is_conversion(equation) for equation in _equations(jax.make_jaxpr(lambda w: answer(w))(w_q).jaxpr)):
+            raise NotYet("integers are converted to floats by astype: place the bits, and subtract a float")
+        _require_values(np.asarray(out, np.float64), np.asarray(w_q, np.float64))
+    return "All 256 integers, by two operations on bits and one subtraction."
+
+
+def _require_values(out, exact) -> None:
+    """Raises NotYet with the mistake that explains the result, if it is not `exact`."""
+    wrong, negative = out != exact, exact < 0
+    if not wrong.any():
+        return
+    off = np.where(np.isfinite(out), out - exact, np.nan)
+    if np.isnan(out).all():
+        raise NotYet("every value is NaN: was the result written, and are the exponent's bits those of 1024?")
+    if (off == off.flat[0]).all():
+        raise NotYet(
+            f"every value is {off.flat[0]:g} too large: the byte with its top bit flipped is 128 + the integer"
+        )
+    if np.ptp(off[negative]) == np.ptp(off[~negative]) == 0 and off[negative][0] - off[~negative][0] == 256:
+        raise NotYet("negative integers come out 256 larger than others: the byte was read without a sign. Flip a bit")
+    if not wrong[~negative].any():
+        raise NotYet("only negative integers are wrong: their int16 has ones in its upper byte. Cut them off: & 0xFF")
+    at = tuple(int(i) for i in np.argwhere(wrong)[0])
+    raise NotYet(f"{exact[at]:g} became {out[at]:g}. Which float has the bits that you place, and what is its unit?")
+
+
+@checker
+def check_few_rows(answer) -> str:
+    """`answer(a, w_t, scales)` is a kernel: a @ w_t.T * scales of few rows, the weights WGMMA's first operand."""
+    for rows, k, n in ((8, 192, 128), (24, 128, 64)):
+        a = normal(rows, (rows, k), jnp.bfloat16)
+        w_t = jnp.asarray(np.random.default_rng(k).integers(-127, 128, (n, k)), jnp.int8)
+        scales = jnp.asarray(np.exp2(np.random.default_rng(n).uniform(-3, 3, n)), jnp.float32)
+        _require_full_tiles(answer, rows, a, w_t, scales)
+        out = run_kernel(answer, a, w_t, scales)
+        sums = np.asarray(a, np.float64) @ np.asarray(w_t, np.float64).T
+        exact = sums * np.asarray(scales, np.float64)
+        if out.shape == sums.shape and np.linalg.norm(np.asarray(out, np.float64) - sums) < 1e-2 * np.linalg.norm(sums):
+            raise NotYet("the sums are right, and the scales were not applied to them")
+        require_close(out, exact, 3e-2, f"{rows} rows, K = {k}, N = {n}")
+    return f"Tiles of 8 and of 24 rows are full; as A's rows they would fill {8 / A_TILE:.0%} and {24 / A_TILE:.0%}."
+
+
+def _require_full_tiles(answer, rows: int, *args) -> None:
+    """Raises NotYet if the sums of a product have another shape than (columns, rows)."""
+    equations = _equations(jax.make_jaxpr(lambda *args: answer(*args))(*args).jaxpr)
+    for tile in (eqn.invars[0].aval.shape for eqn in equations if eqn.primitive.name == "wgmma_ref"):
+        if tile[0] % A_TILE:
+            raise NotYet(
+                f"a product of {rows} rows has sums of shape {tile}, and a GPU's compiler refuses it: WGMMA's first "
+                f"operand has {A_TILE} rows or a multiple. Which operand has as many?"
+            )
+        if tile[-1] != rows:
+            raise NotYet(
+                f"a product of {rows} rows has sums of shape {tile}, so most of it is multiplied in vain. Make the "
+                "weights the first operand: sums of shape (columns, rows)"
+            )
+
+
+def _equations(jaxpr):
+    """Every equation of a jaxpr and of those inside of it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
+                yield from _equations(inner)
+
+
+def _is_conversion(equation) -> bool:
+    """Whether integers become floats of the same value."""
+    if equation.primitive.name != "convert_element_type":
+        return False
+    dtype = equation.invars[0].aval.dtype
+    return jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(equation.params["new_dtype"], jnp.floating)
+
+
+def _largest_m(k, n, peak, bandwidth, *, weight_bytes=1, row_bytes=2, flops=2):
+    """The crossover, and with other keywords the likely wrong ones."""
+    # flops * m * k * n / peak <= (weight_bytes * k * n + row_bytes * m * (k + n)) / bandwidth
+    a_row = flops * k * n * bandwidth / peak - row_bytes * (k + n)
+    return math.inf if a_row <= 0 else math.floor(weight_bytes * k * n / a_row)
+
+
+def _hint(given: dict) -> str:
+    """Names the likely mistake that explains all answers."""
+    likely = (
+        (dict(weight_bytes=2), "A weight is one byte."),
+        (dict(row_bytes=0), "The rows of a and of the result cross memory too, 2 bytes a value."),
+        (dict(row_bytes=1), "A value of a and of the result is 2 bytes."),
+        (dict(flops=1), "A multiplication and an addition for each weight and row: 2 operations."),
+    )
+    for keywords, text in likely:
+        if all(_largest_m(*case, **keywords) == got for case, got in given.items()):
+            return text
+    if all(math.isinf(_largest_m(*case)) or abs(got - _largest_m(*case)) <= 1 for case, got in given.items()):
+        return "Nearly: round down to a whole number of rows; where no M is bound by compute, it is math.inf."
+    return "Set the time of the operations equal to the time of all bytes, and solve for M; math.inf if none is."
