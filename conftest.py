@@ -53,8 +53,7 @@ def pytest_collection_modifyitems(config, items):
             first[_test_of(item)] = item
     for item in items:
         item.is_first_case = first[_test_of(item)] is item
-        # Every exercise has a solution of its own.
-        if item.path.parent.name in QUICK and not item.is_first_case and item.path.name != "test_solutions.py":
+        if item.path.parent.name in QUICK and not item.is_first_case:
             item.add_marker(pytest.mark.slow)
         if config.pluginmanager.hasplugin("timeout") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SECONDS))
@@ -62,7 +61,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _test_of(item) -> tuple:
-    return item.path, getattr(item, "originalname", None)
+    """What has a first case: a test, or of those of all chapters' exercises, a chapter's."""
+    of_chapters = item.path.name == "test_solutions.py" and hasattr(item, "callspec")
+    return item.path, getattr(item, "originalname", None), of_chapters and item.callspec.params.get("stem")
 
 
 @pytest.hookimpl(tryfirst=True)

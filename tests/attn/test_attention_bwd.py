@@ -111,6 +111,7 @@ def test_the_default_is_the_faster(head_dim, length, kernels):
     assert sum(launch.is_kernel for launch in lab.launches("h200", grads, x, x, x)) == 1 + kernels
 
 
+@pytest.mark.slow
 def test_odd_lengths_are_not_copied():
     def launches(length: int) -> list[str]:
         x = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16)

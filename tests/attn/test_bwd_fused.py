@@ -76,6 +76,7 @@ def gradients_by(config, args):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_another_configuration(kv_heads):
     """Three tiles, which start at three different blocks: the same to rounding as by two kernels."""

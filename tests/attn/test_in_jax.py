@@ -142,6 +142,7 @@ def mesh():
     return jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
 
 
+@pytest.mark.slow
 def test_gradients_under_shard_map():
     """Queries over the mesh, keys and values on all of it: JAX sums their gradients, with its check on."""
     spec = jax.P("data")

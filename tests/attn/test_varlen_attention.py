@@ -250,6 +250,7 @@ def test_values_are_padded_by_a_copy_for_many_queries_alone(num_seqs, is_padded)
     assert pads(varlen_attention, q, kv, kv, *[jax.ShapeDtypeStruct((num_seqs + 1,), jnp.int32)] * 2) == is_padded
 
 
+@pytest.mark.slow
 def test_padded_values(monkeypatch):
     """NaN behind the last sequence included."""
     monkeypatch.setattr(tiles, "PADDED_FROM", 0)

@@ -23,10 +23,11 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 NEEDED = ("playwright", "axe_playwright_python", "sphinx", "jupyterlab")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None] + ["chromium"] * (CHROMIUM is None)
 
-# CI must not pass without a browser; a learner's machine or a GPU host may do so.
-pytestmark = pytest.mark.skipif(
-    bool(MISSING) and not os.environ.get("CI"), reason=f"not installed: {', '.join(MISSING)}"
-)
+pytestmark = [
+    pytest.mark.slow,  # The site takes a minute to build.
+    # CI must not pass without a browser; a learner's machine or a GPU host may do so.
+    pytest.mark.skipif(bool(MISSING) and not os.environ.get("CI"), reason=f"not installed: {', '.join(MISSING)}"),
+]
 
 
 @pytest.fixture(scope="module")

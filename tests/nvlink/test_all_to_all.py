@@ -196,6 +196,7 @@ def test_a_mesh_of_several_axes_compiles(axis, n):
     assert compiled(n, (64, 256), axis=axis, devices=dict(y=2, x=4)).spill_bytes == 0
 
 
+@pytest.mark.slow
 def test_it_compiles_in_a_scan_and_with_its_derivatives():
     there = lambda x, sizes: ragged(96)(x, sizes)[0]
 

@@ -155,6 +155,7 @@ def test_packed_sequences(config):
     check(gated_delta_rule, problem(lens=LENS, heads=2, padding=5), config=config)
 
 
+@pytest.mark.slow
 def test_packed_sequences_are_those_alone():
     args = exact_sums(*problem(lens=[70, 64, 3]))
     in_one = functools.partial(run, config=Config(parts=1))  # A GPU divides what is short, and adds in another order.

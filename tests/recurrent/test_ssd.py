@@ -314,6 +314,7 @@ def test_shard_map():
     jax.tree.map(np.testing.assert_array_equal, got, lab.run(slopes, x, dt, a, b, c))
 
 
+@pytest.mark.slow
 def test_compiles_under_x64():
     args = avals(1, 1000, 2, 64, 1, 64)
     with jax.enable_x64(True):

@@ -165,6 +165,7 @@ def test_a_model_survives_the_file(tmp_path, name):
     assert tensors.keys() == tensors_of(SIZES | RAW[name]).keys()
 
 
+@pytest.mark.slow
 def test_an_engine_serves_a_checkpoint_and_ends_with_its_stop_tokens(tmp_path):
     written(tmp_path, "mixtral")
     config, params = load(tmp_path)

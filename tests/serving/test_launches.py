@@ -31,6 +31,7 @@ def test_a_layer_is_nine_launches_and_a_step_little_more():
     assert len(two) - 2 * 9 <= 11, two
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config, weights, most", [(SHORT, "int8", 24), (bench.MOE_LAYER.config, None, 31)], ids=("int8", "experts")
 )

@@ -325,6 +325,7 @@ def several(monkeypatch) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [True, False])
 def test_several_steps_in_one_program_give_the_references_tokens(trace, several, ahead):
     engine = Engine(CONFIG, trace.params, **SIZES, backend="xla", ahead=ahead)
