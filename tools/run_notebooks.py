@@ -54,7 +54,7 @@ def main() -> int:
             return 0
     machine = _probe()
     where = machine["gpu"] if machine["on_gpu"] else "CPU, interpreted"
-    gpus = visible_gpus() if machine["on_gpu"] else []
+    gpus = (visible_gpus() or ["0"]) if machine["on_gpu"] else []
     jobs = min(len(paths), args.jobs or len(gpus or os.sched_getaffinity(0)))
     at_a_time = f", {jobs} at a time" if jobs > 1 else ""
     print(f"{len(paths)} notebook{'s' * (len(paths) > 1)} on {where}, JAX {machine['jax']}{at_a_time}", flush=True)

@@ -189,6 +189,7 @@ def test_weights_sum_to_one_and_order_of_keys_is_free():
     np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=2**-7, rtol=2**-7)
 
 
+@pytest.mark.slow
 def test_jit_vmap_and_determinism():
     q, k, v = operands(40, 50, batch=2)
     fn = functools.partial(attention, config=SMALL, is_causal=True)

@@ -60,6 +60,7 @@ def test_masks(mask):
     check(*operands(100, 77), gpu="h200" if "logits_soft_cap" in mask else None, **mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mask", [dict(local_window_size=(40, 10)), pytest.param(dict(is_causal=True), marks=pytest.mark.slow)], ids=str
 )
@@ -67,6 +68,7 @@ def test_more_keys_than_queries(mask):
     check(*operands(40, 140), **mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "head_dim, kv_heads",
     [(72, 1), (256, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(128, 2), (256, 1)])],
@@ -76,6 +78,7 @@ def test_head_dims(head_dim, kv_heads):
     check(*operands(70, 100, head_dim=head_dim, kv_heads=kv_heads), is_causal=True, gpu="h200")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads, kv_heads, batch", [(4, 2, 2), pytest.param(3, 1, 1, marks=pytest.mark.slow)])
 def test_groups_of_heads(heads, kv_heads, batch):
     """In the first case a block of keys goes through all heads of its group; in the second each head has a block."""
@@ -121,6 +124,7 @@ def test_odd_lengths_are_not_copied():
     assert launches(1021) == launches(1024)
 
 
+@pytest.mark.slow
 def test_float16_and_scale():
     check(*operands(64, 100, dtype=jnp.float16), scale=0.7, peaked=2)
 
@@ -134,12 +138,14 @@ def test_segments(mask):
     check(*args, segment_ids=ids[0], kv_segment_ids=ids[1], gpu="h200", **mask)
 
 
+@pytest.mark.slow
 def test_large_logits():
     """Weights of 0 and 1 alone: no infinity on the way, also in the rows that fill up a block."""
     query, key, value = operands(70, 90)
     check(40 * query, key, value, is_causal=True, peaked=2)
 
 
+@pytest.mark.slow
 def test_queries_that_see_nothing():
     """Their gradient is zero, and nothing of them reaches another."""
     query, key, value = operands(200, 40)

@@ -44,6 +44,7 @@ def test_segments_and_float16():
     check(*args, segment_ids=ids[0], kv_segment_ids=ids[1], peaked=2)
 
 
+@pytest.mark.slow
 def test_rows_of_a_tile_that_are_no_keys():
     """Their logits are 0 and all others far below: without -inf their weights would be infinite, and dq NaN. A branch
     for them would take registers from every step."""
@@ -53,6 +54,7 @@ def test_rows_of_a_tile_that_are_no_keys():
     assert plan.ends_in_tile and not (plan.cuts.first or plan.cuts.last or plan.cuts.all)
 
 
+@pytest.mark.slow
 def test_heads_over_128_have_two_kernels():
     assert bwd_fused.default_config(256) is None
     check(*operands(70, 70, head_dim=256))

@@ -54,6 +54,7 @@ def test_decode_of_lengths_and_page_sizes(page_size):
     assert (out[0] == 0).all() and jnp.isneginf(lse[0]).all() and jnp.isfinite(lse[1:]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim, heads", [(64, 71), (128, 3), (256, 3)])
 def test_decode_of_head_dims_and_groups(head_dim, heads):
     # Sums over 256 values lose the most bits on a GPU, and its weights with them: 6.5e-3 was measured.
@@ -61,6 +62,7 @@ def test_decode_of_head_dims_and_groups(head_dim, heads):
     check(*paged([1, 1], [150, 100], heads=heads, kv_heads=1, head_dim=head_dim), config=None, of_out=of_out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [dict(local_window_size=70), dict(logits_soft_cap=3.0, scale=2.0)], ids=str)
 def test_decode_with_windows_soft_caps_and_scales(how):
     check(*paged([1] * 5, [200, 70, 71, 0, 1]), **how)

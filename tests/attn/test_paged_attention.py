@@ -132,6 +132,7 @@ def test_every_block_has_its_part(num_sms, kv_heads, num_parts):
     assert [int(plan.part_of(jnp.int32(block), jnp.int32(len(taken)))) for block in range(len(taken))] == taken
 
 
+@pytest.mark.slow
 def test_more_pieces_than_are_merged_at_once(monkeypatch):
     """13 SMs take a sequence in as many pieces; the later keys' logits are the largest, so that sums are rescaled."""
     monkeypatch.setattr(interpreter, "NUM_SMS", 13)
@@ -190,6 +191,7 @@ def test_merge_attention():
     assert (empty[0] == 0).all() and jnp.isneginf(empty[1]).all()
 
 
+@pytest.mark.slow
 def test_jit_vmap_and_determinism():
     args = operands([90, 10])
     fn = functools.partial(paged_attention, config=SMALL)

@@ -87,6 +87,7 @@ def test_gradients(how):
     check_gradients(gpu="h200", **how)
 
 
+@pytest.mark.slow
 def test_no_sink_and_no_key_have_no_gradient():
     """Queries of segment 1 see no key; the first head has no sink."""
     q, k, v = dense.operands(40, 24)

@@ -83,6 +83,7 @@ def test_masks_and_lengths(how):
     assert (out[109:149] == 0).all() and jnp.isneginf(lse[109:149]).all()  # Queries of a sequence without keys.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "heads, kv_heads", [(2, 2), (71, 1), *(pytest.param(heads, 1, marks=pytest.mark.slow) for heads in (3, 16, 130))]
 )
@@ -118,12 +119,14 @@ def test_pages(page_size):
     check(*paged(page_size=page_size), fn=ragged_paged_attention, gpu="h200" if page_size != 16 else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [128, pytest.param(16, marks=pytest.mark.slow)])
 def test_pages_with_the_default_configuration(page_size):
     args = paged([50, 1, 0, 5], [150, 100, 7, 3], heads=2, kv_heads=1, head_dim=128, page_size=page_size)
     check(*args, fn=ragged_paged_attention, config=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [dict(local_window_size=40), dict(logits_soft_cap=3.0, scale=0.5)], ids=str)
 def test_pages_with_windows_and_soft_caps(how):
     check(*paged([70, 5, 40], [70, 100, 0]), fn=ragged_paged_attention, gpu="h200", **how)

@@ -49,6 +49,7 @@ def test_spans_of_the_host_are_parted():
     assert times == dict(zip(serving.SPANS, (us / 2 for us in expected), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [1, 4])
 def test_the_host_of_a_step_is_timed(num_steps):
     times = serving.decode_host(serving.TINY, 8, count=3, num_steps=num_steps, backend="xla")

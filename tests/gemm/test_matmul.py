@@ -219,6 +219,7 @@ def test_leading_dimensions():
     close(out, reference(a, b).reshape(2, 3, 12, 40))
 
 
+@pytest.mark.slow
 def test_shard_map_with_gradients():
     """b and the bias are whole on every device: their gradients are summed over the mesh."""
     mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])

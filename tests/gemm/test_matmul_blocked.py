@@ -145,6 +145,7 @@ def test_empty():
         assert out.shape == (m, n) and not out.any()
 
 
+@pytest.mark.slow
 def test_jit_and_vmap():
     a, b = operands(33, 68, 40)
     a3, b3 = jnp.stack([a, 2 * a, -a]), jnp.stack([b, b, 3 * b])

@@ -79,6 +79,7 @@ def test_layer(top_k, renormalize):
     lab.check(*fns, *operands(), tolerance=4e-3, gpu="h200" if renormalize else None)
 
 
+@pytest.mark.slow
 def test_leading_axes_and_an_expert_without_tokens():
     x, logits, *weights = operands(12)
     logits = logits.at[:, 2].set(-100)
@@ -100,6 +101,7 @@ def test_gradients():
     lab.check(*(gradients(fn, args) for fn in (moe, reference)), *args, tolerance=7e-3, gpu=None)
 
 
+@pytest.mark.slow
 def test_a_token_of_nan_stays_alone():
     x, *rest = operands()
     out = lab.run(functools.partial(moe, top_k=2), x.at[5].set(jnp.nan), *rest)
@@ -126,6 +128,7 @@ def test_shard_map_with_experts_sharded():
         assert np.linalg.norm(x - y) < 1e-2 * np.linalg.norm(y)
 
 
+@pytest.mark.slow
 def test_shards_add_up():
     x, logits, gate_up, down = operands()
     shard = lambda fn, at: functools.partial(fn, top_k=3, group_offset=at)

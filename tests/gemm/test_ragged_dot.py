@@ -187,6 +187,7 @@ def test_every_structure(name):
     check(m, n, k, [33, 0, 129, 64, 7, 66], transpose_rhs=transpose_rhs, config=config, gpu="h200")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, out", [(jnp.float16, None), (jnp.bfloat16, jnp.float32), (jnp.float16, jnp.bfloat16)])
 def test_dtypes(dtype, out):
     check(150, 128, 72, [33, 0, 65], dtype=dtype, config=Config(128, 64), preferred_element_type=out)
@@ -277,6 +278,7 @@ def test_gradients(case):
     )
 
 
+@pytest.mark.slow
 def test_gradients_of_a_shard():
     lhs, rhs, sizes = operands(200, 64, 72, [33, 0, 64, 66], rows=200)
     weights = jnp.asarray(np.random.default_rng(0).normal(size=(200, 64)), jnp.float32)
@@ -291,6 +293,7 @@ def test_vmap_and_determinism():
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out[0], reference(*args))), atol=0.2)
 
 
+@pytest.mark.slow
 def test_shard_map_with_experts_sharded():
     """Each device has some of the matrices, and all rows: partial results are summed over the mesh."""
     mesh = jax.make_mesh((1,), ("expert",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])

@@ -75,6 +75,7 @@ def test_a_mesh_of_several_axes_compiles(op, axis, n):
     assert compiled(op, n, 256, 256, 256, axis=axis, devices=dict(y=2, x=4)).spill_bytes == 0
 
 
+@pytest.mark.slow
 @each_op
 def test_the_derivative_of_one_is_the_other(op):
     code = compiled(op, 2, 512, 256, 384, grad=True)

@@ -117,6 +117,7 @@ def run(*args, config=None):
     return lab.run(functools.partial(gated_delta_rule, **how), q, k, v, g, beta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [64, slow(100), slow(1)])
 def test_a_sequence_may_be_split_anywhere(at):
     *tokens, state, cu = exact_sums(*problem(length=150))
@@ -131,6 +132,7 @@ def test_a_sequence_may_be_split_anywhere(at):
     np.testing.assert_allclose(end, final, atol=2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [dict(length=520), slow(dict(lens=[300, 3, 200]))], ids=str)
 def test_parts(how):
     check(gated_delta_rule, problem(decay=0.002, **how), config=Config(parts=2))

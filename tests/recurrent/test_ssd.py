@@ -129,6 +129,7 @@ def test_packed_sequences(config):
     assert (y[0, 290:] == 0).all() and (final[1] == initial[1]).all()
 
 
+@pytest.mark.slow
 def test_packed_sequences_are_those_alone():
     x, dt, a, b, c = operands(length=235)
     packed = lab.run(functools.partial(ssd, cu_seqlens=STARTS[:5]), x, dt, a, b, c)
@@ -215,6 +216,7 @@ def test_gradients(sizes):
     check_gradients(*operands(**sizes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [(20.0, 60.0), slow((1e-6, 1e-5)), slow((1e-4, 50.0))], ids=str)
 def test_gradients_of_decays(steps):
     """With strong decay the gradient of a is what is left of sums that all but cancel."""
@@ -282,6 +284,7 @@ def test_linear_attention_is_a_masked_product():
     assert error(got[0, :, 0], wanted) < 2**-8
 
 
+@pytest.mark.slow
 def test_gradients_of_linear_attention():
     value, _, _, key, query = operands(length=100)
     loss = lambda fn: lambda q, k, v: (fn(q, k, v, scale=0.5).astype(jnp.float32) ** 2).sum()

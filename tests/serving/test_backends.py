@@ -54,6 +54,7 @@ def test_the_kernels_give_the_logits_of_xla(config, kind, cache):
         np.testing.assert_allclose(np.float32(one), np.float32(other), atol=0.05, rtol=0.13 if cache == "fp8" else 0)
 
 
+@pytest.mark.slow
 def test_each_layer_writes_its_own_slots_and_no_others():
     """A slot of a token in each layer; padding, whose slot is -1, has none."""
     config = dataclasses.replace(TINY, dtype="float32", num_hidden_layers=3)
@@ -63,6 +64,7 @@ def test_each_layer_writes_its_own_slots_and_no_others():
         assert slots.tolist() == [[layer, page, row] for layer in range(3) for page, row in ((1, 3), (3, 2))]
 
 
+@pytest.mark.slow
 def test_experts_in_the_engine():
     """128 experts, 8 of them a token: a request in company has the tokens that it has alone."""
     config = dataclasses.replace(EXPERTS, dtype="float32")

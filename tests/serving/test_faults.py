@@ -368,6 +368,7 @@ def serve_between_faults(config: LlamaConfig, backend: str, faults: random.Rando
     return [request.generated for request in requests], set(seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize(
     "backend, count, seeds",

@@ -70,6 +70,7 @@ def test_logprobs_are_the_models():
     assert len(request.logprobs_of) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", range(5))
 def test_a_request_that_is_cancelled_ends_and_gives_its_pages_back(steps):
     engine = engine_of(num_pages=6)
@@ -258,6 +259,7 @@ def test_a_prompt_in_chunks_takes_pages_that_another_one_computes():
         assert request.generated == generate(CONFIG, PARAMS(CONFIG), request, 64)[0]
 
 
+@pytest.mark.slow
 def test_requests_without_a_seed_differ_and_their_seed_repeats_them():
     engine = engine_of()
     requests = [engine.submit([1, 2, 3], 8, temperature=2.0) for _ in range(3)]

@@ -459,6 +459,7 @@ def test_a_request_that_just_fits_is_served():
         engine.submit([1] * 30, 4)
 
 
+@pytest.mark.slow
 def test_bench_serves_a_tiny_trace():
     figures = bench.serve(bench.TINY, "xla", init(bench.TINY.config))
     assert figures["tokens_per_second"] > 0 and figures["shared_pages"] > 0
