@@ -12,7 +12,7 @@ GPU = $(shell nvidia-smi -L 2>/dev/null | head -1)
 # Without a GPU there is a worker for each core: nproc alone would say what OMP_NUM_THREADS does.
 # On a GPU host several workers share a GPU, and mostly compile. A worker takes up to 2 GB. It is given 8 GB of a GPU or
 # more: with 5, as 16 workers had on an H100, tests ran out of memory.
-GPU_MB = nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits
+GPU_MB = nvidia-smi $(if $(CUDA_VISIBLE_DEVICES),--id=$(CUDA_VISIBLE_DEVICES)) --query-gpu=memory.total --format=csv,noheader,nounits
 GPU_WORKERS = $(GPU_MB) | awk '{ n += $$1 < 100000 ? int($$1 / 10000) + 1 : 10 } END { print n }'
 WORKERS ?= $(if $(GPU),$(shell $(GPU_WORKERS)),$(shell n=$$(env -u OMP_NUM_THREADS nproc); echo $$((n < 8 ? n : 8))))
 # Interpreted kernels and references run once: XLA compiles them quickly rather than well.

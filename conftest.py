@@ -7,17 +7,14 @@ import zlib
 import pytest
 
 from tests.starting import started_again
-from tools.gpus import visible_gpus
+from tools.gpus import in_turn
 
 # Before JAX is imported.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # Several test processes share a GPU's memory.
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     # JAX doubles what it holds each time, and would take all that is left.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")
-    # Each worker sees all GPUs of the host, in an order of its own: most tests take the first.
-    if len(gpus := visible_gpus()) > 1:
-        first = int(worker.removeprefix("gw")) % len(gpus)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
+    os.environ |= in_turn(int(worker.removeprefix("gw")))
 if not os.environ.get("XLA_FLAGS"):  # References on a GPU are compiled once and run once: no search for their fastest.
     os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # The compile-only wheels come without cuDNN.

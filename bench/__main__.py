@@ -42,10 +42,10 @@ def main() -> int:
     if args.sample:
         return _sample(parser, args)
     cases = [case for case in CASES if args.op in (None, case.op)]
-    if args.stale:
-        return _again(cases, args)
     if not cases and args.op not in OTHERS:
         parser.error(f"no problem of {args.op!r}")
+    if args.stale:
+        return _again(cases, args)
     if unable := [case for case in cases if not runnable(case)]:
         print(f"This GPU has not the tensor cores of {', '.join(dict.fromkeys(case.op for case in unable))}.")
         cases = [case for case in cases if runnable(case)]
@@ -90,11 +90,22 @@ def _sample(parser, args) -> int:
 
 def _again(cases: list[Case], args) -> int:
     """Times the problems, named and random ones, that have a stale row; the notebooks' own are `make record`'s."""
-    stale = {problem for problem, _ in lab.results.stale_list()}
+    folders = {"h200"}  # With those of an H100 that it has not.
+    if lab.on_gpu():
+        folders |= {lab.results.this_gpu(), lab.results.host(lab.results.this_gpu(), jax.device_count())}
+    stale = {problem for folder in folders for problem, _ in lab.results.stale_list(folder)}
+    ops = {problem.split("/")[0] for problem in stale}
     verdicts = [_run(case, args.iterations, tune=False) for case in cases if case.problem in stale and runnable(case)]
-    for op in sorted({problem.split("/")[0].removeprefix("sample_") for problem in stale if "sample_" in problem}):
-        if args.op in (None, op):
-            print(sample.table(op, sample.run(op, len(sample.recorded(op)), args.seed, args.iterations)))
+    for op in collectives.OPS:
+        if op in ops and args.op in (None, op):
+            verdicts += collectives.run(op, args.iterations)
+    for op in sample.SAMPLES:
+        if f"sample_{op}" in ops and args.op in (None, op):
+            sizes = sorted(row.sizes for row in sample.recorded(op))
+            if sizes != sorted(sample.SAMPLES[op].problems(len(sizes), args.seed)):
+                print(f"the {len(sizes)} random problems of {op} are not those of --seed {args.seed}: nothing is timed")
+                continue
+            print(sample.table(op, sample.run(op, len(sizes), args.seed, args.iterations)))
     return _say(verdicts)
 
 

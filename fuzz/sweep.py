@@ -4,11 +4,14 @@ import collections
 import json
 import multiprocessing
 import multiprocessing.connection
+import os
 import time
+from unittest import mock
 
 import numpy as np
 
 from cookbook import lab
+from tools.gpus import in_turn
 
 from .cases import Draw, run, text
 from .ops import OPS
@@ -52,7 +55,8 @@ class Worker:
         self.process = multiprocessing.get_context("spawn").Process(
             target=work, args=(theirs, self.ops, self.args.seed, indices), daemon=True
         )
-        self.process.start()
+        with mock.patch.dict(os.environ, in_turn(self.number)):  # It starts with the environment of this moment.
+            self.process.start()
         theirs.close()
         self.index, self.op, self.line, self.since = index, None, None, time.monotonic()
 

@@ -9,3 +9,12 @@ def visible_gpus() -> list[str]:
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
     return [str(i) for i, _ in enumerate(pathlib.Path("/dev").glob("nvidia[0-9]*"))]
+
+
+def in_turn(number: int) -> dict[str, str]:
+    """Variables for the environment of the `number`-th of several processes, which share the host's GPUs: each sees all,
+    in an order of its own, because most code takes the first. None on a host with one GPU at most."""
+    if len(gpus := visible_gpus()) < 2:
+        return {}
+    first = number % len(gpus)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first:] + gpus[:first])}

@@ -144,10 +144,12 @@ def _places(gpus: list[str], jobs: int) -> queue.SimpleQueue:
     which those on that GPU take turns."""
     places = queue.SimpleQueue()
     shared = {gpu: {"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus} or {"": {}}
-    if len(gpus) and jobs > len(gpus):
-        for gpu, place in shared.items():  # COOKBOOK_TURNS: it may take turns with other processes.
-            folder = os.environ.get("COOKBOOK_TURNS") or tempfile.mkdtemp(prefix="cookbook-turns-")
-            place["COOKBOOK_TURNS"] = os.path.join(folder, gpu) if len(gpus) > 1 else folder
+    given = os.environ.get("COOKBOOK_TURNS")  # It may take turns with other processes.
+    if gpus and (given or jobs > len(gpus)):
+        for gpu, place in shared.items():
+            folder = given or tempfile.mkdtemp(prefix="cookbook-turns-")
+            # Not the number alone: in a folder of turns, numbers are processes.
+            place["COOKBOOK_TURNS"] = os.path.join(folder, f"gpu-{gpu}") if len(gpus) > 1 else folder
             # JAX doubles what it holds each time; the last time it would take all that is left.
             place["XLA_PYTHON_CLIENT_MEM_FRACTION"] = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     for i in range(jobs):

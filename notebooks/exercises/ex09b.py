@@ -29,7 +29,7 @@ def check_crossover(answer) -> str:
         want = _largest_m(*case)
         if got != want:
             raise NotYet(f"largest_m{case} is {got}, and {want} is right. {_hint(given)}")
-    return "Up to there, only the bytes of the weights count."
+    return "Up to there, memory is the bound."
 
 
 @checker
@@ -62,7 +62,7 @@ def check_half(answer) -> str:
         if any(_is_conversion(equation) for equation in _equations(jax.make_jaxpr(lambda w: answer(w))(w_q).jaxpr)):
             raise NotYet("integers are converted to floats by astype: place the bits, and subtract a float")
         _require_values(np.asarray(out, np.float64), np.asarray(w_q, np.float64))
-    return "All 256 integers, by two operations on bits and one subtraction."
+    return "All 256 integers, by operations on bits and one subtraction."
 
 
 def _require_values(out, exact) -> None:

@@ -12,17 +12,6 @@ def most_entries(m, num_groups, tile):
 ex16.check_entries(most_entries)
 
 
-# %% exercise-2 needs: parameters setup
-def copies(sizes, piece):
-    #: return None  # Your code.
-    # BEGIN SOLUTION
-    return sum(size // piece + (size % piece).bit_count() for size in sizes)
-    # END SOLUTION
-
-
-ex16.check_copies(copies)
-
-
 # %% exercise-4 needs: parameters setup
 def store_rows(piece_smem, o_gmem, left):
     #: # Your code. For a start: pl.when(left >= 64)(lambda:
@@ -44,6 +33,17 @@ def store_rows(piece_smem, o_gmem, left):
 
 
 ex16.check_store(store_rows)
+
+
+# %% exercise-2 needs: parameters setup
+def copies(sizes, piece):
+    #: return None  # Your code.
+    # BEGIN SOLUTION
+    return sum(size // piece + (size % piece).bit_count() for size in sizes)
+    # END SOLUTION
+
+
+ex16.check_copies(copies)
 
 
 # %% exercise-5 needs: parameters setup

@@ -194,11 +194,18 @@ def test_what_is_stale_is_timed_again_and_nothing_else(no_gpu, results_folder, m
     wide, long = "softmax/16384x8192/bf16", "softmax/4096x32768/bf16"
     rows = {wide: {"cookbook": entry(1.0, **fresh)}, long: {"cookbook": entry(1.0, **old)}}
     lab.results.save("softmax", "h200", dict(rows=rows))
-    sampled = {"sample_softmax/3x5/bf16": {"cookbook": entry(1.0, **old), "xla": entry(1.25)}}
+    sizes = "{}x{}".format(*sample.SAMPLES["softmax"].problems(1, seed=1)[0])
+    sampled = {f"sample_softmax/{sizes}/bf16": {"cookbook": entry(1.0, **old), "xla": entry(1.25)}}
     lab.results.save("sample_softmax", "h200", dict(rows=sampled))
     monkeypatch.setenv("COOKBOOK_RECORD", "0")
-    for op, shown in (([], {long, "3x5"}), (["softmax"], {long, "3x5"}), (["rms_norm"], set())):
-        monkeypatch.setattr("sys.argv", ["bench", *op, "--stale"])
+
+    def said(*options):
+        monkeypatch.setattr("sys.argv", ["bench", *options, "--stale"])
         assert bench.main() == 0
-        said = capsys.readouterr().out
-        assert {text for text in (wide, long, "3x5") if text in said} == shown
+        return capsys.readouterr().out
+
+    for op, shown in (([], {long, sizes}), (["softmax"], {long, sizes}), (["rms_norm"], set())):
+        assert {text for text in (wide, long, sizes) if text in said(*op)} == shown
+    assert "1 random problems of softmax are not those of --seed 2" in said("--seed", "2")
+    with pytest.raises(SystemExit):
+        said("sofmax")

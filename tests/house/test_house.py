@@ -275,14 +275,20 @@ def test_run_gives_each_notebook_a_gpu_and_chapters_across_gpus_all(runner, tmp_
     places = run_notebooks._places(["2", "5"], 3)
     first, second, third = (places.get() for _ in range(3))
     assert first == third and first["COOKBOOK_TURNS"] != second["COOKBOOK_TURNS"]
+    monkeypatch.setenv("COOKBOOK_TURNS", str(tmp_path))
+    assert run_notebooks._places(["2", "5"], 2).get()["COOKBOOK_TURNS"] == str(tmp_path / "gpu-2")
+    assert run_notebooks._places(["2"], 1).get()["COOKBOOK_TURNS"] == str(tmp_path)
+    assert run_notebooks._places([], 2).get() == {}
 
 
 @pytest.mark.parametrize("given, gpus", [("3,1", ["3", "1"]), ("0", ["0"]), ("", [])])
 def test_visible_gpus_are_those_of_the_environment(monkeypatch, given, gpus):
-    from tools.gpus import visible_gpus
+    from tools.gpus import in_turn, visible_gpus
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     assert visible_gpus() == gpus
+    turned = [{"CUDA_VISIBLE_DEVICES": order} for order in ("3,1", "1,3", "3,1")]
+    assert [in_turn(number) for number in range(3)] == (turned if len(gpus) > 1 else [{}] * 3)
 
 
 def test_run_takes_those_whose_recording_is_stale(runner, tmp_path, capfd):
