@@ -12,8 +12,8 @@ def visible_gpus() -> list[str]:
 
 
 def in_turn(number: int) -> dict[str, str]:
-    """Variables for the environment of the `number`-th of several processes, which share the host's GPUs: each sees all,
-    in an order of its own, because most code takes the first. None on a host with one GPU at most."""
+    """Variables for the `number`-th of several processes that share the GPUs: each sees all, in an order of its
+    own, because most code takes the first. None on a host with one GPU at most."""
     if len(gpus := visible_gpus()) < 2:
         return {}
     first = number % len(gpus)
