@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _test_of(item) -> tuple:
-    """What has a first case: a test, or of those of all chapters' exercises, a chapter's."""
+    """Key of the cases of which one is the first: those of a test, or of a chapter in a test of all exercises."""
     of_chapters = item.path.name == "test_solutions.py" and hasattr(item, "callspec")
     return item.path, getattr(item, "originalname", None), of_chapters and item.callspec.params.get("stem")
 

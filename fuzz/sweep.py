@@ -6,7 +6,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import time
-from unittest import mock
 
 import numpy as np
 
@@ -35,6 +34,7 @@ def drawn(ops: list[str], seed: int, index: int, share: float = 1.0) -> tuple[st
 
 def work(connection, ops: list[str], seed: int, indices: range):
     """A process: runs the cases of these indices, and sends each before it starts and its fault after it."""
+    os.environ |= in_turn(indices.start)  # Before its first array: JAX looks for GPUs then.
     for index in indices:
         op, case = drawn(ops, seed, index)
         connection.send(("starts", index, op, text(op, case)))
@@ -55,8 +55,7 @@ class Worker:
         self.process = multiprocessing.get_context("spawn").Process(
             target=work, args=(theirs, self.ops, self.args.seed, indices), daemon=True
         )
-        with mock.patch.dict(os.environ, in_turn(self.number)):  # It starts with the environment of this moment.
-            self.process.start()
+        self.process.start()
         theirs.close()
         self.index, self.op, self.line, self.since = index, None, None, time.monotonic()
 

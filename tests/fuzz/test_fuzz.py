@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -127,3 +128,9 @@ def test_a_process_is_renewed_before_its_memory_is_full(monkeypatch, capsys):
     args = argparse.Namespace(ops="merge_attention", cases=5, seconds=200, seed=1, workers=2, limit=240)
     assert sweep.sweep(args) == 0 and sorted(started) == [0, 1, 4]
     assert "5 cases of seed 1, 0 failed" in capsys.readouterr().out
+
+
+def test_processes_share_the_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    sweep.work(None, [], 1, range(1, 1, 2))  # No case.
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"
