@@ -46,7 +46,18 @@ test: export OMP_NUM_THREADS ?= 1
 test: $(READY)  ## Check the style, test the kernels, run every notebook (ALL=1 for all tests; ARGS="-k softmax" for some)
 	@$(PYTHON) -m ruff check --quiet .
 	@$(PYTHON) -m ruff format --check --quiet . || { echo "Run: $(PYTHON) -m ruff format ."; exit 1; }
-	@$(TIMED) $(PYTHON) -m pytest $(PYTEST) $(if $(ALL),,-m "not slow") $(ARGS) $(or $(PATHS),tests notebooks)
+	@$(TIMED) $(MAKE) --no-print-directory _pytest
+
+# Each worker sees one GPU. Where a host has several, the tests that need them run once more: a few processes, for each
+# kernel waits for all GPUs, which serve the processes in turn. Pytest ends with 5 if ARGS choose none of them.
+GPUS = $(shell $(GPU_MB) 2>/dev/null | wc -l)
+.PHONY: _pytest
+_pytest:
+	@$(PYTHON) -m pytest $(PYTEST) $(if $(ALL),,-m "not slow") $(ARGS) $(or $(PATHS),tests notebooks); first=$$?; \
+	if [ $(GPUS) -gt 1 ]; then \
+	  COOKBOOK_ALL_GPUS=1 $(PYTHON) -m pytest -n 4 -m "several_gpus$(if $(ALL),, and not slow)" $(ARGS) $(or $(PATHS),tests); \
+	  second=$$?; [ $$second -eq 5 ] || [ $$first -ne 0 ] || first=$$second; \
+	fi; exit $$first
 
 .PHONY: lab
 lab: $(READY)  ## Open the notebooks in JupyterLab

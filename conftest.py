@@ -7,14 +7,15 @@ import zlib
 import pytest
 
 from tests.starting import started_again
-from tools.gpus import in_turn
+from tools.gpus import one_of
 
 # Before JAX is imported.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # Several test processes share a GPU's memory.
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     # JAX doubles what it holds each time, and would take all that is left.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")
-    os.environ |= in_turn(int(worker.removeprefix("gw")))
+    if not os.environ.get("COOKBOOK_ALL_GPUS"):  # Set for the tests that need several.
+        os.environ |= one_of(int(worker.removeprefix("gw")))
 if not os.environ.get("XLA_FLAGS"):  # References on a GPU are compiled once and run once: no search for their fastest.
     os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # The compile-only wheels come without cuDNN.
@@ -36,6 +37,27 @@ def pytest_configure(config):
         from nbval import kernel
 
         kernel.start_new_kernel = started_again(kernel.start_new_kernel)
+
+
+def pytest_sessionstart(session):
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter and not hasattr(session.config, "workerinput"):
+        session.config.pluginmanager.register(_Failures(reporter))
+
+
+class _Failures:
+    """Names each failure when it happens: a long run may be cut off before its end."""
+
+    def __init__(self, reporter):
+        self.reporter = reporter
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            said = [line for line in (crash.message if crash else report.longreprtext).splitlines() if line.strip()]
+            self.reporter.ensure_newline()
+            self.reporter.write_line(f"{report.nodeid}: {said[0][:200] if said else report.when}")
 
 
 def pytest_collection_modifyitems(config, items):

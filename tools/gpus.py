@@ -11,6 +11,13 @@ def visible_gpus() -> list[str]:
     return [str(i) for i, _ in enumerate(pathlib.Path("/dev").glob("nvidia[0-9]*"))]
 
 
+def one_of(number: int) -> dict[str, str]:
+    """Variables for the `number`-th of several processes that share the GPUs, if it is to see one alone: JAX takes
+    memory on every GPU that it sees. None on a host with one GPU at most."""
+    gpus = visible_gpus()
+    return {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if len(gpus) > 1 else {}
+
+
 def in_turn(number: int) -> dict[str, str]:
     """Variables for the `number`-th of several processes that share the GPUs: each sees all, in an order of its
     own, because most code takes the first. None on a host with one GPU at most."""

@@ -283,12 +283,24 @@ def test_run_gives_each_notebook_a_gpu_and_chapters_across_gpus_all(runner, tmp_
 
 @pytest.mark.parametrize("given, gpus", [("3,1", ["3", "1"]), ("0", ["0"]), ("", [])])
 def test_visible_gpus_are_those_of_the_environment(monkeypatch, given, gpus):
-    from tools.gpus import in_turn, visible_gpus
+    from tools.gpus import in_turn, one_of, visible_gpus
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     assert visible_gpus() == gpus
     turned = [{"CUDA_VISIBLE_DEVICES": order} for order in ("3,1", "1,3", "3,1")]
     assert [in_turn(number) for number in range(3)] == (turned if len(gpus) > 1 else [{}] * 3)
+    one = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in ("3", "1", "3")]
+    assert [one_of(number) for number in range(3)] == (one if len(gpus) > 1 else [{}] * 3)
+
+
+def test_a_failure_is_named_when_it_happens(tmp_path):
+    """A run that is cut off has said by then what failed."""
+    (tmp_path / "test_two.py").write_text("def test_a():\n    assert 1 == 2\n\n\ndef test_b():\n    pass\n")
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-n", "2", "test_two.py"]
+    environ = os.environ | dict(PYTHONPATH=str(ROOT))
+    said = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True).stdout
+    at_once, _, later = said.partition("= FAILURES =")
+    assert "test_two.py::test_a: assert 1 == 2" in at_once and "1 failed, 1 passed" in later
 
 
 def test_run_takes_those_whose_recording_is_stale(runner, tmp_path, capfd):

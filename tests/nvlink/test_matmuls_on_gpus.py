@@ -8,6 +8,7 @@ import pytest
 import cookbook
 from cookbook import lab
 
+pytestmark = pytest.mark.several_gpus
 PRODUCTS = {
     "all_gather_matmul": (jax.P("x"), jax.P(None, "x"), jax.P(None, "x")),
     "matmul_reduce_scatter": (jax.P(None, "x"), jax.P("x"), jax.P("x")),

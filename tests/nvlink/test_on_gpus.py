@@ -13,6 +13,7 @@ from cookbook import lab
 from cookbook.nvlink.core import Config
 from tests.nvlink.test_all_to_all import KINDS, ROWS, by_reference, numbered, sizes_of
 
+pytestmark = pytest.mark.several_gpus
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 SHAPES = [(8, 128), (8, 1), (16, 1021), (64, 7, 5), (1024, 4096)]  # Shards.
 FEW_STAGES = Config(num_blocks=3, stage_bytes=65_536)
