@@ -37,8 +37,8 @@ def _host(count: int) -> list[str]:
     page += ["A kernel's time is its least on any of them: on the others it waits for the slowest. GB/s are those that "
              "leave a GPU over NVLink.", ""]  # fmt: skip
     if copy := results.stored(collectives.PEER_COPY, gpu):
-        page += [f"Plain copies between two of them, in both directions at once, run at {copy['both_ways']:.0f} GB/s "
-                 "each.", ""]  # fmt: skip
+        page += [f"Plain copies from each of them to the next, all at once, run at {copy['both_ways']:.0f} GB/s each.",
+                 ""]  # fmt: skip
     page += ["{.results}", "| | problem | measured | target |", "|---|---|---|---|"]
     for case in cases:
         rows = results.rows(case.op, gpu).get(case.problem, {})

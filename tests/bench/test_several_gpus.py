@@ -106,7 +106,7 @@ def test_without_several_gpus_it_says_so(monkeypatch, capsys, results_folder, no
 def test_without_several_gpus_it_prints_what_is_recorded(monkeypatch, capsys, figures):
     said = run(monkeypatch, capsys, "all_gather")
     assert "here is none: these are the recorded figures." in said and "reduce_scatter" not in said
-    assert "2 GPUs: copies between two, in both directions at once, run at 380 GB/s each" in said
+    assert "2 GPUs: copies to the next one, all at the same time, run at 380 GB/s each" in said
     ms = 2**26 / 370e6
     assert (
         "all_gather/64MB/bf16, 2 GPUs\n"
@@ -161,6 +161,7 @@ def test_a_peer_that_fails_or_is_wrong_is_said_and_not_timed(monkeypatch, capsys
     assert collectives._print(case, rows, None) is True
 
 
+@pytest.mark.several_gpus
 @pytest.mark.parametrize("n", [2, 4])
 def test_times_on_a_host_with_several_gpus(n, gpu, results_folder, monkeypatch):
     if jax.device_count() != n:
