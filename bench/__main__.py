@@ -89,7 +89,8 @@ def _sample(parser, args) -> int:
 
 
 def _again(cases: list[Case], args) -> int:
-    """Times the problems, named and random ones, that have a stale row; the notebooks' own are `make record`'s."""
+    """Times the problems, named and random ones, that have a stale row, and serving if a value of it is stale; the
+    notebooks' own are `make record`'s."""
     folders = {"h200"}  # With those of an H100 that it has not.
     if lab.on_gpu():
         folders |= {lab.results.this_gpu(), lab.results.host(lab.results.this_gpu(), jax.device_count())}
@@ -106,6 +107,8 @@ def _again(cases: list[Case], args) -> int:
                 print(f"the {len(sizes)} random problems of {op} are not those of --seed {args.seed}: nothing is timed")
                 continue
             print(sample.table(op, sample.run(op, len(sizes), args.seed, args.iterations)))
+    if "serving" in ops and args.op in (None, "serving"):
+        serving.run()
     return _say(verdicts)
 
 

@@ -5,7 +5,7 @@
 Where several GPUs of a host work together, <gpu> says how many: `h200x2`.
 
 Hoppers run the same code: whoever asks for figures of the "h200" gets those of the "h100" for problems that were
-measured there alone. Each row says in its provenance where it was measured.
+measured there alone, and on an H100 those of the "h100" first. Each row says in its provenance where it was measured.
 """
 
 import contextlib
@@ -57,8 +57,12 @@ def topics(gpu: str = "h200") -> list[str]:
 
 
 def folders(gpu: str) -> list[str]:
-    """The folders of figures of this GPU, and after it of those that run the same code."""
-    return [gpu, gpu.replace("h200", "h100")] if gpu.startswith("h200") else [gpu]
+    """The folders of figures of this GPU, and after it of those that run the same code. The one at hand comes first."""
+    if not gpu.startswith("h200"):
+        return [gpu]
+    found = [gpu, gpu.replace("h200", "h100")]
+    here = os.environ.get("COOKBOOK_GPU") or (this_gpu() if interpreter.on_gpu() else "h200")
+    return found[::-1] if here == "h100" else found
 
 
 def _found(topic: str, gpu: str, kind: str) -> dict:
@@ -162,14 +166,14 @@ def stale(problem: str, impl: str, fn, gpu: str = "h200") -> bool:
 
 
 def stale_list(gpu: str = "h200") -> list[tuple[str, str]]:
-    """(problem, impl) of every row measured of code of this package that has changed since."""
-    return [
-        (problem, impl)
-        for topic in topics(gpu)
-        for problem, impls in rows(topic, gpu).items()
-        for impl, row in impls.items()
-        if changed(row["provenance"])
-    ]
+    """(problem, impl) of every row measured of code of this package that has changed since, and (name, "") of every
+    such value."""
+    found = []
+    for topic in topics(gpu):
+        entries = [(p, impl, row) for p, impls in rows(topic, gpu).items() for impl, row in impls.items()]
+        entries += [(name, "", entry) for name, entry in values(topic, gpu).items()]
+        found += [(name, impl) for name, impl, entry in entries if changed(entry["provenance"])]
+    return found
 
 
 def read_timeline(problem: str, gpu: str = "h200") -> dict | None:

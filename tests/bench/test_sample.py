@@ -207,5 +207,8 @@ def test_what_is_stale_is_timed_again_and_nothing_else(no_gpu, results_folder, m
     for op, shown in (([], {long, sizes}), (["softmax"], {long, sizes}), (["rms_norm"], set())):
         assert {text for text in (wide, long, sizes) if text in said(*op)} == shown
     assert "1 random problems of softmax are not those of --seed 2" in said("--seed", "2")
+    assert "that decodes" not in said()
+    lab.results.save("serving", "h200", dict(values={"serving/a": dict(value=1, provenance=old)}))
+    assert "that decodes" in said() and "that decodes" in said("serving") and "that decodes" not in said("softmax")
     with pytest.raises(SystemExit):
         said("sofmax")

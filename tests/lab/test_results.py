@@ -57,6 +57,10 @@ def test_an_h100_stands_in_for_what_it_alone_has_measured(monkeypatch, h200):
     assert rows["double/64/f32"].keys() == {"cookbook"}  # Figures that stand beside each other are of one GPU.
     assert results.gpu_of(rows["double/128/f32"]["xla"]["provenance"]["gpu"]) == "h100"
     assert results.topics() == ["double", "triple"] and results.topics("h100") == ["double", "triple"]
+    with monkeypatch.context() as on_an_h100:
+        on_an_h100.setenv("COOKBOOK_GPU", "h100")
+        assert results.rows("double")["double/64/f32"].keys() == {"xla"}
+        assert results.folders("h200x2") == ["h100x2", "h200x2"] and results.folders("b200") == ["b200"]
     assert results.read_timeline("triple/trace")["lanes"] == []
     assert results.hosts() == [2] and results.rows("all_gather", "h200x2").keys() == {"all_gather/64KB/bf16"}
     assert results.rows("double", "b200") == {} and results.hosts("b200") == []
@@ -128,6 +132,16 @@ def test_a_figure_of_a_kernel_is_stale_with_its_own_code_alone(h200, no_gpu, mon
         source, "_hashes", lambda names: known(names) | dict.fromkeys({"cookbook.rows.softmax.softmax"} & {*names})
     )
     assert results.stale_list() == [("softmax/64/f32", "cookbook")] and measure().stale
+
+
+def test_a_value_of_code_that_has_changed_is_stale_too(h200, no_gpu):
+    record(double)
+    data = results.load("double", "h200")
+    row = data["rows"]["double/64/f32"]["cookbook"]
+    of_today, gone = (row["provenance"] | dict(uses=uses) for uses in ({}, {"cookbook.double": "2"}))
+    data["values"] = {"double/a": dict(value=1, provenance=of_today), "double/b": dict(value=2, provenance=gone)}
+    results.save("double", "h200", data)
+    assert results.stale_list() == [("double/b", "")]
 
 
 def test_what_was_recorded_of_code_that_is_gone_is_stale_and_kept(h200, no_gpu):
