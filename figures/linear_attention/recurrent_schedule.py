@@ -80,7 +80,7 @@ def draw(n: int = 128, p: int = 64, wait: float = 100.0):
             each = (("state",), ("output",)) if apart else (("state", "output"),)
             took = max(chain(n, p, roles, wait) for roles in each) * US
             title = "two warpgroups, the state ahead" if apart else "one warpgroup, one step after the other"
-            ax.set_title(f"{title}: a chunk each {took:.2f} µs", fontsize=9)
+            ax.set_title(f"{title}: {took:.2f} µs of work for a chunk", fontsize=9)
         axes[-1].set_xlim(0, 3.5 * memory * US)
         list_of = lambda role: ", ".join(f"{i} {x}" for i, x in enumerate(names, 1) if cycles(n, p)[x][0] == role)
         axes[-1].set_xlabel(
