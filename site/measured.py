@@ -39,7 +39,7 @@ def _host(count: int) -> list[str]:
     if copy := results.stored(collectives.PEER_COPY, gpu):
         page += [f"Plain copies from each of them to the next, all at once, run at {copy['both_ways']:.0f} GB/s each.",
                  ""]  # fmt: skip
-    page += ["{.results}", "| | problem | measured | target |", "|---|---|---|---|"]
+    page += ["{.results .targets}", "| | problem | measured | target |", "|---|---|---|---|"]
     for case in cases:
         rows = results.rows(case.op, gpu).get(case.problem, {})
         reached = collectives.verdict(case, {impl: row["ms"] for impl, row in rows.items()}, copy)
@@ -148,7 +148,7 @@ def _where_measured(gpu: str) -> list[str]:
 
 def _targets_table() -> list[str]:
     stale = set(results.stale_list(GPU))
-    lines = ["{.results}", "| | problem | measured | target |", "|---|---|---|---|"]
+    lines = ["{.results .targets}", "| | problem | measured | target |", "|---|---|---|---|"]
     for case in CASES:
         if case.target:
             rows = results.rows(case.op, GPU).get(case.problem, {})
