@@ -40,7 +40,7 @@ def test_bare_make_lists_every_command():
     assert listed == TARGETS
     assert {"run", "test", "lab", "site", "bench", "record", "figures", "wheelhouse", "help", "clean"} <= set(listed)
     phony = re.findall(r"^\.PHONY: (\S+)", (ROOT / "Makefile").read_text(), re.M)
-    assert set(phony) - {"setup"} == set(TARGETS)
+    assert set(phony) - {"setup", "_pytest"} == set(TARGETS)  # Parts of others.
 
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if target not in ("help", "clean")])
