@@ -1,5 +1,6 @@
-"""The ops across GPUs. Without several of them the mesh has one device: the interpreter has no semaphores, so what is
-sent is not seen here (tests/nvlink/test_protocol.py simulates that), but shapes, padding, sizes and products are.
+"""The ops across GPUs. On a host with several, a sweep of these ops alone has a mesh of all GPUs. In other sweeps a
+process sees one GPU, and the mesh has one device, as without a GPU: the interpreter has no semaphores, so what is sent
+is not seen (tests/nvlink/test_protocol.py simulates that), but shapes, padding, sizes and products are.
 """
 
 import jax

@@ -10,8 +10,9 @@ import time
 import numpy as np
 
 from cookbook import lab
-from tools.gpus import in_turn
+from tools.gpus import in_turn, one_of
 
+from . import nvlink
 from .cases import Draw, run, text
 from .ops import OPS
 
@@ -34,7 +35,8 @@ def drawn(ops: list[str], seed: int, index: int, share: float = 1.0) -> tuple[st
 
 def work(connection, ops: list[str], seed: int, indices: range):
     """A process: runs the cases of these indices, and sends each before it starts and its fault after it."""
-    os.environ |= in_turn(indices.start)  # Before its first array: JAX looks for GPUs then.
+    # Before its first array: JAX looks for GPUs then. Only ops across GPUs alone are given all of them.
+    os.environ |= (in_turn if nvlink.OPS.keys() >= {*ops} else one_of)(indices.start)
     for index in indices:
         op, case = drawn(ops, seed, index)
         connection.send(("starts", index, op, text(op, case)))

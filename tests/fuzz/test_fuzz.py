@@ -131,6 +131,7 @@ def test_a_process_is_renewed_before_its_memory_is_full(monkeypatch, capsys):
 
 
 def test_processes_share_the_gpus(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    sweep.work(None, [], 1, range(1, 1, 2))  # No case.
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"
+    for ops, seen in ((["all_gather"], "1,0"), (["all_gather", "softmax"], "1")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+        sweep.work(None, ops, 1, range(1, 1, 2))  # No case.
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
