@@ -1,4 +1,4 @@
-"""The compute warpgroup of a forward kernel, in the steps that chapter 11 builds.
+"""The compute warpgroup of a forward kernel, in the steps that chapters 11 and 11b build.
 
     p = exp2(s unit - m_i),   acc = acc alpha + p v,   l_i = l_i alpha + sum p,   alpha = exp2(m_old - m_i)
 

@@ -17,6 +17,7 @@ CHAPTERS = (
     ("09b_int8_weights", "Weights of 8 bits", "few rows: int8, converted in registers", "memory"),
     ("10_online_softmax", "Online softmax", "attention in one pass", "compute"),
     ("11_flash_attention", "FlashAttention-3", "products and exponentials at once", "compute"),
+    ("11b_attention_tiles", "Tiles and masks", "tile after tile; masks, KV heads, odd lengths", "compute"),
     ("12_flash_attention_backward", "Gradients", "recompute instead of storing", "compute"),
     ("13_paged_decode", "Paged decode", "one query, pages of keys", "memory"),
     ("14_ragged_prefill", "Ragged prefill", "sequences of any lengths", "compute"),

@@ -1,7 +1,5 @@
-"""Chapter 11's exercises: the compute warpgroup, its turns, how tiles are dealt out, the phases of a window."""
+"""Chapter 11's exercises: the compute warpgroup, a schedule of turns, their barriers, and a kernel to mend."""
 
-import collections
-import heapq
 import itertools
 
 import jax
@@ -22,7 +20,8 @@ TURNS = [  # Steps of a tile, and how many of them each warpgroup computes.
     (6, (6, 6, 6)),
     (6, (4, 5, 6)),
 ]
-WINDOWS = list(itertools.product((2, 3), (64, 128), (0, 1, 63, 64, 130, 200, 500, 5000)))  # wgs, block_kv, left.
+# Warpgroups, steps, cycles of a step's products, cycles of its softmax.
+SCHEDULES = ((1, 3, 5, 2), (2, 4, 2, 3), (2, 5, 4, 3), (3, 4, 2, 1), (3, 3, 2, 7), (2, 6, 1024, 1280))
 
 
 @checker
@@ -33,7 +32,7 @@ def check_compute(answer) -> str:
 
 @checker
 def check_mended(answer) -> str:
-    """Exercise 3: `answer(q, k, v)` is (out, lse), by two compute warpgroups that take turns."""
+    """Exercise 4: `answer(q, k, v)` is (out, lse), by two compute warpgroups that take turns."""
     return "One turn, given once, taken by each in its time, and drained." + _judge_attention(answer)
 
 
@@ -59,8 +58,67 @@ def _judge_attention(answer) -> str:
 
 
 @checker
+def check_schedule(answer) -> str:
+    """Exercise 2: `answer(wgs, steps, products, softmax)` lists for each warpgroup when the products of each of its
+    steps start."""
+    given = {case: answer(*case) for case in SCHEDULES}
+    for case, got in given.items():
+        if got is None:
+            raise NotYet("starts returns None: write its body.")
+        wgs, steps, *_ = case
+        found = _numbers(got)
+        if found is None or found.shape != (wgs, steps):
+            raise NotYet(
+                f"starts{case} is {str(got)[:80]}; it must be a list of {steps} times for each of {wgs} warpgroups."
+            )
+        want = _starts(*case)
+        if not np.array_equal(found, want):
+            step, wg = (int(i) for i in np.argwhere((found != want).T)[0])
+            raise NotYet(
+                f"starts{case}: the products of step {step} of warpgroup {wg} start at {found[wg, step]:g}; they must "
+                f"start at {want[wg, step]:g}. {_schedule_hint(given)}"
+            )
+    return (
+        "In the end a step takes wgs * products or products + softmax, whichever is more: the tensor cores limit it, "
+        "or a warpgroup's own chain."
+    )
+
+
+def _starts(wgs, steps, products, softmax, *, shared=True, chain=True, pass_late=False):
+    free, ready = 0, [0] * wgs  # When the tensor cores are free, and when each warpgroup wants them.
+    found = np.zeros((wgs, steps))
+    for step, wg in itertools.product(range(steps), range(wgs)):
+        found[wg, step] = at = max(free if shared else 0, ready[wg] if chain else 0)
+        free = at + products + (softmax if pass_late else 0)
+        ready[wg] = at + products + softmax
+    return found
+
+
+def _schedule_hint(given) -> str:
+    """Names the mistake that explains the answers."""
+    likely = {
+        "The tensor cores are free only when the products before have ended.": dict(shared=False),
+        "A warpgroup starts its next products after its own softmax.": dict(chain=False),
+        "The tensor cores do not wait for a softmax: the next warpgroup's products follow at once.": dict(
+            pass_late=True
+        ),
+    }
+    for said, wrong in likely.items():
+        if all(np.array_equal(_numbers(got), _starts(*case, **wrong)) for case, got in given.items()):
+            return said
+    return "Two times must have passed: the end of the products before, and that of the warpgroup's own softmax."
+
+
+def _numbers(given):
+    try:
+        return np.asarray(given, np.float64)
+    except (TypeError, ValueError):
+        return None
+
+
+@checker
 def check_turns(answer) -> str:
-    """Exercise 2: `answer(wg, wgs, own, total)` lists ("wait", i), ("arrive", i), ("products",) of a warpgroup."""
+    """Exercise 3: `answer(wg, wgs, own, total)` lists ("wait", i), ("arrive", i), ("products",) of a warpgroup."""
     for total, own in TURNS:
         wgs = len(own)
         where = f"with {total} steps, of which the warpgroups compute {own}"
@@ -75,52 +133,6 @@ def check_turns(answer) -> str:
         for order in itertools.permutations(range(wgs)):
             _run(programs, order, where)
     return "One turn goes round, every warpgroup gets it in its order, and in the end nobody holds it."
-
-
-@checker
-def check_phases(answer) -> str:
-    """Exercise 5: `answer(first_q, wg, wgs, block_kv, left)` counts a warpgroup's steps: passed by, masked, whole,
-    masked, passed by, when query i sees keys i - left to i."""
-    for wgs, block_kv, left in WINDOWS:
-        for first_q in range(0, 6 * WG_ROWS * wgs, WG_ROWS * wgs):
-            for wg in range(wgs):
-                where = f"for first_q = {first_q}, wg = {wg} of {wgs}, block_kv = {block_kv}, left = {left}"
-                _judge_phases(answer(first_q, wg, wgs, block_kv, left), first_q, wg, wgs, block_kv, left, where)
-    return "Each warpgroup goes through every block of the tile, and works for none of them in vain."
-
-
-@checker
-def check_deal(answer) -> str:
-    """Exercise 4: `answer(steps, blocks)` lists for each block the tiles that it computes; `steps` of each tile."""
-    causal = [i + 1 for _ in range(64) for i in range(32)]
-    cases = {
-        "equal tiles": ([32] * 500, 132),
-        "causal tiles": (causal, 132),
-        "one long tile": ([1] * 40 + [9], 6),
-        "fewer tiles than blocks": ([3, 1, 2], 5),
-    }
-    for name, (steps, blocks) in cases.items():
-        given = answer(list(steps), blocks)
-        if given is None:
-            raise NotYet("deal_out returns None: write its body.")
-        try:
-            rows = [[int(tile) for tile in row] for row in given]
-        except TypeError as error:
-            raise NotYet("deal_out must return a list of lists of tiles, one for each block.") from error
-        if len(rows) != blocks:
-            raise NotYet(f"{name}: there are {len(rows)} lists for {blocks} blocks; one without a tile is [].")
-        times = collections.Counter(itertools.chain.from_iterable(rows))
-        if wrong := [tile for tile in range(len(steps)) if times[tile] != 1]:
-            raise NotYet(f"{name}: tile {wrong[0]} is computed {times[wrong[0]]} times; once is right.")
-        if outside := [tile for tile in times if not 0 <= tile < len(steps)]:
-            raise NotYet(f"{name}: there is no tile {outside[0]}.")
-        longest, good = max(sum(steps[tile] for tile in row) for row in rows), _makespan(steps, blocks)
-        if longest > 1.02 * good:
-            raise NotYet(
-                f"{name}: the last block is done after {longest} steps; {good} are possible. Which tiles should come "
-                "first, and which block should get the next one?"
-            )
-    return "The block that is free takes the longest tile that is left: none ends much later than the others."
 
 
 def _program(given, wg: int, wgs: int, where: str) -> list[tuple]:
@@ -181,40 +193,3 @@ def _run(programs, order, where: str) -> None:
     for wg in range(wgs):
         if completed[wg] != observed[wg]:
             raise NotYet(f"{where}, in the end a turn is left at barrier {wg}, and nobody takes it: drain it.")
-
-
-def _judge_phases(given, first_q, wg, wgs, block_kv, left, where: str) -> None:
-    if given is None:
-        raise NotYet("phases returns None: write its body.")
-    try:
-        counts = [int(count) for count in given]
-    except (TypeError, ValueError) as error:
-        raise NotYet(f"{where}, the answer is {given!r}; it must be five numbers of steps.") from error
-    if len(counts) != 5 or min(counts) < 0:
-        raise NotYet(f"{where}, the answer is {tuple(counts)}; it must be five numbers of steps, none below 0.")
-    queries = first_q + np.arange(WG_ROWS * wgs)[:, None]
-    kinds = []
-    for block in reversed(range((first_q + WG_ROWS * wgs + block_kv - 1) // block_kv)):
-        keys = block * block_kv + np.arange(block_kv)
-        sees = (keys <= queries) & (keys >= queries - left)
-        if sees.any():
-            mine = sees[wg * WG_ROWS : (wg + 1) * WG_ROWS]
-            kinds.append("whole" if mine.all() else "masked" if mine.any() else "passed by")
-    says = [
-        kind
-        for kind, n in zip(("passed by", "masked", "whole", "masked", "passed by"), counts, strict=True)
-        for _ in range(n)
-    ]
-    if len(says) != len(kinds):
-        raise NotYet(f"{where}, these are {len(says)} steps; the tile has {len(kinds)}, for all of its warpgroups.")
-    for step, (said, is_so) in enumerate(zip(says, kinds, strict=True)):
-        if said != is_so:
-            raise NotYet(f"{where}, step {step}, counted from the last block, is {said}; it must be {is_so}.")
-
-
-def _makespan(steps, blocks: int) -> int:
-    """Steps until all blocks are done, if each block that is done takes the longest tile left."""
-    done = [0] * blocks
-    for n in sorted(steps, reverse=True):
-        heapq.heapreplace(done, done[0] + n)
-    return max(done)

@@ -1,8 +1,10 @@
 """The exercises of chapter 11: solutions are accepted; wrong answers and untouched skeletons are not."""
 
-import heapq
+import functools
+import itertools
 import sys
 
+import numpy as np
 import pytest
 
 from tests.exercises.answers import NOTEBOOKS, accepted, rejected
@@ -10,9 +12,55 @@ from tests.exercises.test_solutions import mistaken
 
 sys.path.insert(0, str(NOTEBOOKS))
 
-from exercises import ex11  # noqa: E402
+from exercises import ex11, judge  # noqa: E402
 
 # Exercise 2
+
+
+def starts(wgs, steps, products, softmax, *, shared=True, chain=True, late=0, other=False):
+    """Differs from the solution: turn by turn, in one list."""
+    found, ends = [], []
+    for turn in range(wgs * steps):
+        before = ends[-1] + late * softmax if ends and shared else 0
+        own = ends[turn - wgs] + softmax if turn >= wgs and chain else 0
+        found.append(max(before, own))
+        ends.append(found[-1] + products)
+    return (
+        [found[wg::wgs] for wg in range(wgs)] if not other else [found[i * wgs : (i + 1) * wgs] for i in range(steps)]
+    )
+
+
+def starts_in_numpy(wgs, steps, products, softmax):
+    """The round takes as long as its products, or as the chain of a warpgroup."""
+    around = max(wgs * products, products + softmax)
+    return around * np.arange(steps) + products * np.arange(wgs)[:, None]
+
+
+@pytest.mark.parametrize("right", [starts, starts_in_numpy])
+def test_schedule_solutions(right):
+    accepted(ex11.check_schedule(right))
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (functools.partial(starts, shared=False), "free only when the products before have ended"),
+        (functools.partial(starts, chain=False), "after its own softmax"),
+        (functools.partial(starts, late=1), "do not wait for a softmax"),
+        (functools.partial(starts, other=True), "a list of 3 times"),
+        (lambda *args: starts_in_numpy(*args) + 1, "they must start at 0"),
+        (lambda wgs, steps, *_: [[0] * steps] * wgs, "Two times must have passed"),
+        (lambda wgs, steps, *_: itertools.repeat(0), "a list of 3 times"),
+        (lambda wgs, steps, *_: [["a"] * steps] * wgs, "a list of 3 times"),
+        (lambda *args: None, "write its body"),
+        (lambda wgs, *_: wgs / 0, "raised ZeroDivisionError"),
+    ],
+)
+def test_schedule_wrong(wrong, said):
+    rejected(ex11.check_schedule(wrong), said)
+
+
+# Exercise 3
 
 
 def turns(wg, wgs, own, total, *, first=True, drain=True, by=True, last=True, after=None, wait=True, everybody=False):
@@ -64,85 +112,7 @@ def test_turns_wrong(wrong, said):
     rejected(ex11.check_turns(wrong), said)
 
 
-# Exercise 5
-
-
-def seen(first, num, block_kv, left):
-    return max(first - left, 0) // block_kv, -(-(first + num) // block_kv)
-
-
-def phases(first_q, wg, wgs, block_kv, left, *, tile=True, whole_from=63, whole_to=1, clip=True):
-    mine = first_q + 64 * wg
-    start, end = seen(first_q, 64 * wgs, block_kv, left) if tile else seen(mine, 64, block_kv, left)
-    first, last = seen(mine, 64, block_kv, left)
-    whole_first = -(-max(mine + whole_from - left, 0) // block_kv)
-    whole_end = (mine + whole_to) // block_kv
-    if clip:
-        whole_end = max(whole_end, first)
-        whole_first = min(max(whole_first, first), whole_end)
-    return end - last, last - whole_end, whole_end - whole_first, whole_first - first, first - start
-
-
-def with_knobs(**wrong):
-    return lambda *args: phases(*args, **wrong)
-
-
-def test_phases_solution():
-    accepted(ex11.check_phases(phases))
-
-
-@pytest.mark.parametrize(
-    "wrong, said",
-    [
-        (with_knobs(tile=False), "for all of its warpgroups"),
-        (with_knobs(whole_from=0), "it must be masked"),
-        (with_knobs(whole_to=64), "it must be masked"),
-        (with_knobs(clip=False), "none below 0"),
-        (lambda *args: phases(*args)[::-1], "counted from the last block"),
-        (lambda *args: (0, 1, 2), "five numbers"),
-        (lambda *args: 5, "five numbers"),
-        (lambda *args: None, "write its body"),
-    ],
-)
-def test_phases_wrong(wrong, said):
-    rejected(ex11.check_phases(wrong), said)
-
-
-# Exercise 4
-
-
-def deal(steps, blocks, *, longest_first=True):
-    done, rows = [(0, block) for block in range(blocks)], [[] for _ in range(blocks)]
-    for tile in sorted(range(len(steps)), key=lambda tile: -steps[tile] * longest_first):
-        time, block = heapq.heappop(done)
-        rows[block].append(tile)
-        heapq.heappush(done, (time + steps[tile], block))
-    return rows
-
-
-def test_deal_solution():
-    accepted(ex11.check_deal(deal))
-
-
-@pytest.mark.parametrize(
-    "wrong, said",
-    [
-        (lambda steps, blocks: deal(steps, blocks, longest_first=False), "are possible"),
-        (lambda steps, blocks: [list(range(b, len(steps), blocks)) for b in range(blocks)], "are possible"),
-        (lambda steps, blocks: deal(steps[:-1], blocks), "0 times"),
-        (lambda steps, blocks: [row + [0] for row in deal(steps, blocks)], "times; once"),
-        (lambda steps, blocks: [row + [len(steps)] for row in deal(steps, blocks)], "there is no tile"),
-        (lambda steps, blocks: [row for row in deal(steps, blocks) if row], "one without a tile"),
-        (lambda steps, blocks: [0, 1], "a list of lists"),
-        (lambda steps, blocks: None, "write its body"),
-    ],
-)
-def test_deal_wrong(wrong, said):
-    rejected(ex11.check_deal(wrong), said)
-
-
-# Exercises 1 and 3
-
+# Exercises 1 and 4
 
 VALUES = (
     "acc = add_product(acc, p, v_smem.at[slot], interpreted())",
@@ -167,3 +137,14 @@ def test_kernels_wrong(cell, right, wrong, said):
 
 def test_attention_outside_of_a_kernel():
     rejected(ex11.check_compute(lambda q, k, v: (q, q[..., 0])), "must be a kernel")
+
+
+def forever(*args):
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("check", [ex11.check_compute, ex11.check_schedule, ex11.check_turns, ex11.check_mended])
+def test_an_answer_that_never_ends(check, monkeypatch):
+    monkeypatch.setattr(judge, "SECONDS", 0.5)
+    rejected(check(forever), "has not ended")
