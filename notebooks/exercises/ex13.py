@@ -1,4 +1,4 @@
-"""Chapter 13's exercises: slots of tokens, what bounds a step, pages in order, a part of all blocks, and a merge."""
+"""Chapter 13's exercises: slots of tokens, what bounds a step, pages in order, and the tokens at the end."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,15 +6,7 @@ from exercises.judge import NotYet, checker, normal, require_close, run_kernel
 
 HBM, TENSOR = 4.8e12, 989e12  # Bytes and operations a second.
 ROWS = 64  # Rows of a WGMMA.
-UNITS = [  # Blocks of each unit, and how many parts.
-    ((5, 1, 7, 3), 4),
-    ((5, 1, 7, 3), 5),
-    ((5, 1, 7, 3), 1),
-    ((1, 1, 1, 1, 1, 1, 1), 3),
-    ((40,), 7),
-    ((2, 30, 1, 1, 9), 6),
-    ((3, 3, 3, 3), 4),
-]
+PAGE, BLOCK, COLUMNS = 16, 64, 12  # Tokens of a page and of a block; pages of exercise 4's sequence.
 
 
 @checker
@@ -60,23 +52,6 @@ def check_times(answer) -> str:
 
 
 @checker
-def check_part(answer) -> str:
-    """Exercise 3: `answer(part, num_parts, blocks)` is (first unit, first block in it, how many blocks) of a part."""
-    for blocks, num_parts in UNITS:
-        parts = []
-        for part in range(num_parts):
-            given = answer(part, num_parts, np.array(blocks))
-            if given is None:
-                raise NotYet("part returns None: write its body, and return unit, block and steps.")
-            try:
-                parts.append(tuple(int(x) for x in given))
-            except (TypeError, ValueError) as error:
-                raise NotYet(f"the answer is {given!r}; it must be (unit, block, steps).") from error
-        _judge_parts(parts, blocks, f"for {num_parts} parts of units with {list(blocks)} blocks")
-    return "Every block is in one part, and no part has two blocks more than another."
-
-
-@checker
 def check_in_order(answer) -> str:
     """Exercise 3: `answer(pages, block_tables)` holds each sequence's tokens in one piece, KV head by KV head."""
     for page_size, columns in ((16, 4), (32, 2), (64, 1)):
@@ -91,15 +66,23 @@ def check_in_order(answer) -> str:
 
 
 @checker
-def check_merge(answer) -> str:
-    """Exercise 5: `answer(outs, lses)` is (out, lse), from those of any number of pieces."""
-    for name, outs, lses in _pieces():
-        given = run_kernel(answer, *(jnp.asarray(x, jnp.float32) for x in (outs, lses)))
+def check_tail(answer) -> str:
+    """Exercise 4: `answer(q, k_pages, v_pages, pages, kv_len)` is (out, lse) of a unit, whose length is any number."""
+    q = normal(1, (ROWS, 64), jnp.bfloat16)
+    k, v = (normal(seed, (COLUMNS + 3, PAGE, 64), jnp.bfloat16) for seed in (2, 3))
+    pages = np.random.default_rng(4).permutation(COLUMNS + 3)[:COLUMNS].astype(np.int32)
+    for kv_len in (150, 40, 192):
+        given = run_kernel(answer, q, k, v, jnp.asarray(pages), jnp.asarray([kv_len], jnp.int32))
         if not isinstance(given, tuple) or len(given) != 2:
-            raise NotYet(f"{name}: the answer must be (out, lse).")
+            raise NotYet("the answer must be (out, lse).")
         out, lse = (np.asarray(part, np.float64) for part in given)
-        _judge_merge(out, lse, outs, lses, name)
-    return "All weights are known before the first value is read, and empty pieces count for nothing."
+        keys, values = (np.asarray(x, np.float64)[pages].reshape(-1, 64) for x in (k, v))
+        s = np.asarray(q, np.float64) @ keys.T / 8
+        _judge_tail(lse, s, kv_len)
+        weights = np.exp(s[:, :kv_len] - _lse(s[:, :kv_len])[:, None])
+        require_close(lse, _lse(s[:, :kv_len]), 1e-3, f"{kv_len} tokens, lse")
+        require_close(out, weights @ values[:kv_len], 0.02, f"{kv_len} tokens, out")
+    return "The last block is loaded too, and only its tokens before the end count."
 
 
 def _judge_order(out, exact, page_size: int) -> None:
@@ -111,6 +94,30 @@ def _judge_order(out, exact, page_size: int) -> None:
             raise NotYet(f"with pages of {page_size} tokens, a page is copied twice: each copy has its own position")
         if page_size > 32:
             raise NotYet(f"with pages of {page_size} tokens, every block of threads copies the page's first rows")
+
+
+def _judge_tail(lse, s, kv_len: int) -> None:
+    """Raises NotYet for the likely mistakes, by the tokens that `lse` counts; `s` has the logits of all columns."""
+    if lse.shape != s.shape[:1]:
+        raise NotYet(f"lse has the shape {lse.shape}; it must be {s.shape[:1]}")
+    whole, loaded = kv_len // BLOCK * BLOCK, -(-kv_len // BLOCK) * BLOCK
+    zeros = np.where(np.arange(s.shape[1]) < kv_len, s, 0.0)[:, :loaded]
+    by_block = s[:, np.arange(s.shape[1]) % BLOCK < kv_len % BLOCK]
+    for counted, said in (
+        (s[:, :whole], "the tokens after the last whole block do not count: round the number of blocks up"),
+        (s[:, :loaded], "tokens after the end count: column i of a block is token block * block_kv + i"),
+        (zeros, "a masked logit of 0 has a weight, exp(0) = 1: it must be -inf"),
+        (s[:, : kv_len + 1], "one token too many counts: the last one is kv_len - 1"),
+        (s[:, : kv_len - 1], "one token too few counts: the last one is kv_len - 1"),
+        (by_block, "every block is cut like the last one: only the last one has an end in it"),
+    ):
+        is_other = counted.shape[1] and not np.allclose(_lse(counted), _lse(s[:, :kv_len]), atol=1e-2)
+        if is_other and np.allclose(lse, _lse(counted), atol=2e-3):
+            raise NotYet(f"{kv_len} tokens: {said}")
+
+
+def _lse(s):
+    return np.logaddexp.reduce(s, axis=1)
 
 
 def _judge_slots(given, tables, seqs, positions, page_size: int) -> None:
@@ -176,76 +183,3 @@ def _judge_times(memory: float, tensor: float, lens, heads: int, kv_heads: int, 
             if close(tensor, wrong) and not close(useful, exact):
                 raise NotYet(f"tensor cores: {hint}")
         raise NotYet(f"{where}, the tensor cores take {exact:.4g} µs (64 rows for each unit), and not {tensor:.4g}.")
-
-
-def _judge_parts(parts, blocks, where: str) -> None:
-    """Raises NotYet unless the parts are equal and follow each other."""
-    ends = np.cumsum(blocks)
-    steps = [part[2] for part in parts]
-    if min(steps) < 0:
-        raise NotYet(f"{where}, part {int(np.argmin(steps))} has {min(steps)} blocks.")
-    if sum(steps) != ends[-1]:
-        raise NotYet(f"{where}, all parts together have {sum(steps)} blocks of {ends[-1]}.")
-    if max(steps) - min(steps) > 1:
-        raise NotYet(f"{where}, the parts have {steps} blocks: they may differ by one.")
-    start = 0
-    for part, (unit, block, count) in enumerate(parts):
-        if count == 0:
-            continue
-        if not 0 <= unit < len(blocks):
-            raise NotYet(f"{where}, part {part} begins in unit {unit}; there are units 0 to {len(blocks) - 1}.")
-        if not 0 <= block < blocks[unit]:
-            hint = " It counts from the start of its unit, not of the row." if block == start and unit else ""
-            hint = " A part that begins where a unit ends begins in the next." if block == blocks[unit] else hint
-            raise NotYet(
-                f"{where}, part {part} begins with block {block} of unit {unit}, which has {blocks[unit]}.{hint}"
-            )
-        if ends[unit] - blocks[unit] + block != start:
-            right = int(np.searchsorted(ends, start, side="right"))
-            raise NotYet(
-                f"{where}, part {part} begins with block {block} of unit {unit}; the parts before end before block "
-                f"{start - ends[right] + blocks[right]} of unit {right}."
-            )
-        start += count
-
-
-def _pieces():
-    """(name, outs (pieces, rows, head_dim), lses (pieces, rows)), float64."""
-    rng = np.random.default_rng(13)
-    outs, lses = rng.standard_normal((4, 4, 128)), rng.standard_normal((4, 4))
-    yield "large and small logits", outs, lses + np.array([900.0, -900.0, 90.0, 0.0])
-    yield "three pieces", rng.standard_normal((3, 4, 128)), rng.standard_normal((3, 4))
-    lses[0, 1] = lses[2, 1] = lses[1:, 2] = lses[:3, 3] = lses[:, 0] = -np.inf
-    yield "pieces of which some see nothing", np.where(np.isneginf(lses)[..., None], 0.0, outs), lses
-
-
-def _judge_merge(out, lse, outs, lses, name: str) -> None:
-    top = lses.max(axis=0)
-    weights = np.exp(lses - np.where(np.isneginf(top), 0.0, top))
-    total = weights.sum(axis=0)
-    with np.errstate(divide="ignore"):
-        exact_lse = np.where(np.isneginf(top), 0.0, top) + np.log(total)
-    exact = np.einsum("pr,prh->rh", weights, outs) / np.where(total > 0, total, 1.0)[:, None]
-    if out.shape != exact.shape or lse.shape != exact_lse.shape:
-        raise NotYet(
-            f"{name}: out and lse have shapes {out.shape} and {lse.shape}; they must be {exact.shape} and "
-            f"{exact_lse.shape}: the pieces' axis is gone."
-        )
-    close = lambda x, y: np.allclose(x, y, rtol=1e-4, atol=1e-4)  # An answer in float32 is right too.
-    if close(out, exact) and close(lse, exact_lse):
-        return
-    if np.isnan(out).any() or np.isnan(lse).any():
-        if np.isneginf(exact_lse).any():
-            raise NotYet(f"{name}: there is a NaN. Where all pieces are empty, out must be 0 and lse -inf.")
-        raise NotYet(f"{name}: there is a NaN. Does exp(lse) overflow, or become 0? Subtract the largest lse first.")
-    if not np.isfinite(lse[np.isfinite(exact_lse)]).all():
-        raise NotYet(f"{name}: lse is infinite. Subtract the largest lse first.")
-    if close(lse, exact_lse) and close(out, outs.mean(axis=0)):
-        raise NotYet(f"{name}: pieces have not the same weight: one may hold nearly all of the sum.")
-    if close(lse, exact_lse) and close(out, outs.sum(axis=0)):
-        raise NotYet(f"{name}: each piece is divided by its own sum already: weigh them.")
-    if close(lse, top):
-        raise NotYet(f"{name}: the sums of exponentials add up; the largest lse is not all.")
-    if close(lse, exact_lse):
-        raise NotYet(f"{name}: lse is right, out is not. A piece's weight is exp(its lse), as a share of all.")
-    raise NotYet(f"{name}: lse must be the natural logarithm of the sum of all exp(lse).")

@@ -73,58 +73,61 @@ def in_order(pages, block_tables, block_kv=32):
 ex13.check_in_order(in_order)
 
 
-# %% exercise-3 needs: parameters setup
-def part(part, num_parts, blocks):
-    #: return None  # Your code: (unit, block, steps)
-    # BEGIN SOLUTION
-    ends = np.cumsum(blocks)
-    start, stop = part * ends[-1] // num_parts, (part + 1) * ends[-1] // num_parts
-    unit = min(np.searchsorted(ends, start, side="right"), len(blocks) - 1)
-    return unit, start - (ends[unit] - blocks[unit]), stop - start
-    # END SOLUTION
+# %% exercise-tail needs: parameters setup softmax
+def one_unit(q, k_pages, v_pages, pages, kv_len, block_kv=64):
+    """(out, lse) of one unit, float32: q (64, head_dim); k_pages, v_pages (num_pages,
+    page_size, head_dim); pages, its row of the block table; kv_len (1,)."""
+    (_, page_size, head_dim), unit = k_pages.shape, LOG2E / math.sqrt(q.shape[1])
+    copies = block_kv // page_size  # As many for keys as for values.
 
+    def body(q_gmem, k_gmem, v_gmem, pages_gmem, len_gmem, o_gmem, lse_gmem, *,
+             q_smem, k_smem, v_smem, q_filled, filled):  # fmt: skip
+        plgpu.copy_gmem_to_smem(q_gmem, q_smem, q_filled)
+        plgpu.barrier_wait(q_filled)
+        kv_len = len_gmem[0]
 
-ex13.check_part(part)
-
-
-# %% exercise-merge needs: parameters setup
-def merge_in_two_passes(outs, lses):
-    num_pieces, rows, head_dim = outs.shape
-
-    def body(outs_gmem, lses_gmem, out_gmem, lse_gmem):
-        row = lax.axis_index("row")
-        largest = lambda piece, top: jnp.maximum(top, lses_gmem[piece, row])
-        top = lax.fori_loop(0, num_pieces, largest, jnp.float32(-jnp.inf))
-        # BEGIN SOLUTION
-        shift = jnp.where(top == -jnp.inf, 0.0, top)
-        # END SOLUTION
-
-        def add(piece, state):
-            acc, total = state
-            #: weight = jnp.float32(1.0)
+        def step(block, state):
+            for i in range(copies):
+                page = pages_gmem[block * copies + i]
+                rows = pl.ds(i * page_size, page_size)
+                plgpu.copy_gmem_to_smem(k_gmem.at[page], k_smem.at[rows], filled)
+                plgpu.copy_gmem_to_smem(v_gmem.at[page], v_smem.at[rows], filled)
+            plgpu.barrier_wait(filled)
+            s = logits(q_smem, k_smem)
+            token = plgpu.broadcasted_iota(
+                jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA
+            )
+            #: s = jnp.where(token < kv_len, s, 0.0)  # Place 1.
             # BEGIN SOLUTION
-            weight = jnp.exp(lses_gmem[piece, row] - shift)
+            s = jnp.where(block * block_kv + token < kv_len, s, -jnp.inf)
             # END SOLUTION
-            return acc + weight * outs_gmem[piece, row], total + weight
+            (m_i, l_i, acc), p = update(state, s, unit)
+            acc = attn_steps.add_product(acc, p.astype(q.dtype), v_smem, interpreted())
+            return m_i, l_i, acc
 
-        nothing = jnp.zeros((head_dim,), jnp.float32), jnp.float32(0.0)
-        acc, total = lax.fori_loop(0, num_pieces, add, nothing)
-        #: out_gmem[row] = acc
-        #: lse_gmem[row] = top
+        #: num_steps = lax.div(kv_len, jnp.int32(block_kv))  # Place 2.
         # BEGIN SOLUTION
-        out_gmem[row] = acc * jnp.where(total > 0, 1 / total, 0.0)
-        lse_gmem[row] = jnp.where(total > 0, shift + jnp.log(total), -jnp.inf)
+        num_steps = lax.div(kv_len + (block_kv - 1), jnp.int32(block_kv))
         # END SOLUTION
+        m_i, l_i, acc = lax.fori_loop(0, num_steps, step, nothing_seen(head_dim))
+        _mgpu.store(o_gmem, acc / per_row(l_i, acc.shape))
+        _mgpu.store(lse_gmem, (m_i + jnp.log2(l_i)) / LOG2E)
 
     return plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((rows, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((rows,), jnp.float32),
+            jax.ShapeDtypeStruct(q.shape, jnp.float32),
+            jax.ShapeDtypeStruct(q.shape[:1], jnp.float32),
         ),
-        grid=(rows,),
-        grid_names=("row",),
-    )(outs, lses)
+        scratch_types=dict(
+            q_smem=plgpu.SMEM(q.shape, q.dtype),
+            k_smem=plgpu.SMEM((block_kv, head_dim), q.dtype),
+            v_smem=plgpu.SMEM((block_kv, head_dim), q.dtype),
+            q_filled=plgpu.Barrier(),
+            filled=plgpu.Barrier(num_arrivals=2 * copies),
+        ),
+        compiler_params=lab.compiler_params(approx_math=True),
+    )(q, k_pages, v_pages, pages, kv_len)
 
 
-ex13.check_merge(merge_in_two_passes)
+ex13.check_tail(one_unit)

@@ -1,10 +1,20 @@
 """The exercises of chapter 13: other right answers are accepted, and each wrong one is told its mistake."""
 
+import math
 import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from cookbook import _mgpu, lab
+from cookbook._mgpu import _is_interpreted as interpreted
+from cookbook.attn import steps
+from cookbook.attn.core import per_row
 from tests.exercises.answers import NOTEBOOKS, accepted, rejected
 from tests.exercises.test_solutions import mistaken
 
@@ -101,85 +111,6 @@ def test_times_wrong(wrong, said):
     rejected(ex13.check_times(wrong), said)
 
 
-# Exercise 4
-
-
-def part_by_running_sums(part, num_parts, blocks):
-    """As the chapter's kernel has it: the long parts are spread over all."""
-    ends = np.cumsum(blocks)
-    start, stop = part * ends[-1] // num_parts, (part + 1) * ends[-1] // num_parts
-    unit = min(np.searchsorted(ends, start, side="right"), len(blocks) - 1)
-    return unit, start - (ends[unit] - blocks[unit]), stop - start
-
-
-def part_by_counting(part, num_parts, blocks):
-    """As the package has it: the long parts come first."""
-    share, extra = divmod(int(sum(blocks)), num_parts)
-    start, unit = part * share + min(part, extra), 0
-    while unit < len(blocks) - 1 and start >= blocks[unit]:
-        start, unit = start - blocks[unit], unit + 1
-    return unit, start, share + (part < extra)
-
-
-@pytest.mark.parametrize("right", [part_by_running_sums, part_by_counting])
-def test_part_solutions(right):
-    accepted(ex13.check_part(right))
-
-
-def whole_units(part, num_parts, blocks):
-    return part % len(blocks), 0, blocks[part % len(blocks)]
-
-
-def rest_in_the_last(part, num_parts, blocks):
-    share = sum(blocks) // num_parts
-    unit, block, _ = part_by_counting(0, 1, blocks)
-    ends = np.cumsum(blocks)
-    unit = min(np.searchsorted(ends, part * share, side="right"), len(blocks) - 1)
-    steps = share if part < num_parts - 1 else sum(blocks) - share * (num_parts - 1)
-    return unit, part * share - (ends[unit] - blocks[unit]), steps
-
-
-def rounded_up(part, num_parts, blocks):
-    share = -(-sum(blocks) // num_parts)
-    unit, block, _ = rest_in_the_last(part, num_parts, blocks)
-    return unit, block, min(share, sum(blocks) - part * share)
-
-
-def from_the_row(part, num_parts, blocks):
-    unit, _, steps = part_by_running_sums(part, num_parts, blocks)
-    return unit, part * sum(blocks) // num_parts, steps
-
-
-def side_left(part, num_parts, blocks):
-    ends = np.cumsum(blocks)
-    start, stop = part * ends[-1] // num_parts, (part + 1) * ends[-1] // num_parts
-    unit = np.searchsorted(ends, start)
-    return unit, start - (ends[unit] - blocks[unit]), stop - start
-
-
-def always_the_first(part, num_parts, blocks):
-    return 0, 0, part_by_running_sums(part, num_parts, blocks)[2]
-
-
-@pytest.mark.parametrize(
-    "wrong, said",
-    [
-        (rest_in_the_last, "they may differ by one"),
-        (rounded_up, "blocks"),
-        (from_the_row, "counts from the start of its unit"),
-        (side_left, "begins in the next"),
-        (always_the_first, "the parts before end before"),
-        (whole_units, "blocks"),
-        (lambda p, n, b: (*part_by_counting(p, n, b)[:2], 1), "all parts together"),
-        (lambda p, n, b: (len(b), 0, part_by_counting(p, n, b)[2]), "there are units 0 to 3"),
-        (lambda p, n, b: 3, "it must be (unit, block, steps)"),
-        (lambda *args: None, "write its body"),
-    ],
-)
-def test_part_wrong(wrong, said):
-    rejected(ex13.check_part(wrong), said)
-
-
 # Exercise 3
 
 
@@ -203,23 +134,90 @@ def test_in_order_wrong(right, wrong, said, monkeypatch):
     rejected(mistaken("13_paged_decode", "exercise-pages", right, wrong), said)
 
 
-# Exercise 5
+# Exercise 4
+
+
+def one_unit(q, k_pages, v_pages, pages, kv_len):
+    """Differs from the solution: from the last block to the first, and each product is masked by its position."""
+    head_dim = q.shape[1]
+    unit = math.log2(math.e) / math.sqrt(head_dim)
+
+    def body(q_gmem, k_gmem, v_gmem, pages_gmem, len_gmem, o_gmem, lse_gmem, q_smem, k_smem, v_smem, q_filled, filled):
+        plgpu.copy_gmem_to_smem(q_gmem, q_smem, q_filled)
+        plgpu.barrier_wait(q_filled)
+        kv_len = len_gmem[0]
+        blocks = lax.div(kv_len + 63, jnp.int32(64))
+
+        def step(i, state):
+            first = (blocks - 1 - i) * 64
+            for row in range(0, 64, 16):
+                page = pages_gmem[lax.div(first + row, jnp.int32(16))]
+                for gmem, smem in ((k_gmem, k_smem), (v_gmem, v_smem)):
+                    plgpu.copy_gmem_to_smem(gmem.at[page], smem.at[pl.ds(row, 16)], filled)
+            plgpu.barrier_wait(filled)
+
+            def multiply(s):
+                plgpu.wgmma(s, q_smem, k_smem.T)
+                return s[...]
+
+            s = pl.run_scoped(multiply, plgpu.ACC((64, 64), jnp.float32))
+            position = first + plgpu.broadcasted_iota(jnp.int32, (64, 64), 1, layout=plgpu.Layout.WGMMA)
+            s = jnp.where(position >= kv_len, -jnp.inf, s)
+            acc, m_i, l_i = state
+            p, alpha, m_i, l_i = steps.softmax_step(s, m_i, l_i, unit, masked=True)
+            acc = steps.add_product(acc * per_row(alpha, acc.shape), p.astype(q.dtype), v_smem, interpreted())
+            return acc, m_i, l_i
+
+        out, lse_log2 = steps.finish(*lax.fori_loop(0, blocks, step, steps.nothing_seen(head_dim)))
+        _mgpu.store(o_gmem, out)
+        _mgpu.store(lse_gmem, lse_log2 * math.log(2))
+
+    return plgpu.kernel(
+        body,
+        out_type=(jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct(q.shape[:1], jnp.float32)),
+        scratch_types=[
+            *[plgpu.SMEM((64, head_dim), q.dtype)] * 3,
+            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=8),
+        ],
+        compiler_params=lab.compiler_params(approx_math=True),
+    )(q, k_pages, v_pages, pages, kv_len)
+
+
+def test_tail_solution():
+    accepted(ex13.check_tail(one_unit))
+
+
+def by_xla(q, k_pages, v_pages, pages, kv_len):
+    k, v = (x[pages].reshape(-1, q.shape[1]).astype(jnp.float32) for x in (k_pages, v_pages))
+    s = jnp.where(jnp.arange(len(k)) < kv_len, q.astype(jnp.float32) @ k.T / 8, -jnp.inf)
+    return jax.nn.softmax(s) @ v, jax.nn.logsumexp(s, axis=1)
+
+
+def test_tail_by_xla():
+    rejected(ex13.check_tail(by_xla), "must be a kernel")
+
+
+MASK, STEPS = "jnp.where(block * block_kv + token < kv_len, s, -jnp.inf)", "lax.div(kv_len + (block_kv - 1), "
 
 
 @pytest.mark.parametrize(
     "right, wrong, said",
     [
-        ("jnp.exp(lses_gmem[piece, row] - shift)", "jnp.exp(lses_gmem[piece, row])", "Subtract the largest"),
-        ("jnp.exp(lses_gmem[piece, row] - shift)", "jnp.float32(1.0)", "lse"),
-        ("acc * jnp.where(total > 0, 1 / total, 0.0)", "acc", "lse is right, out is not"),
-        ("acc * jnp.where(total > 0, 1 / total, 0.0)", "acc / total", "all pieces are empty"),
-        ("shift + jnp.log(total)", "top", "the largest lse is not all"),
-        ("shift + jnp.log(total)", "jnp.log(total)", "the natural logarithm"),
-        ("    )(outs, lses)", "    )(outs + 0, lses)", "outside of the kernel"),
-        ("    num_pieces, rows", "    while True: pass\n    num_pieces, rows", "has not ended"),
+        (STEPS, "lax.div(kv_len, ", "round the number of blocks up"),
+        (MASK, "jnp.where(token < kv_len, s, -jnp.inf)", "column i of a block is token block * block_kv + i"),
+        (MASK, "s", "tokens after the end count"),
+        (MASK, MASK.replace("-jnp.inf", "0.0"), "exp(0) = 1"),
+        (MASK, MASK.replace("<", "<="), "one token too many"),
+        (MASK, MASK.replace("kv_len", "kv_len - 1"), "one token too few"),
+        (MASK, "jnp.where(token < lax.rem(kv_len, jnp.int32(block_kv)), s, -jnp.inf)", "cut like the last one"),
+        (STEPS, "lax.div(kv_len + block_kv, ", "reaches beyond the end"),
+        ("    )(q, k_pages, v_pages, pages, kv_len)", "    )(q * 1, k_pages, v_pages, pages, kv_len)", "outside"),
+        ("            plgpu.barrier_wait(filled)\n", "", "no threads observed"),
+        ("    copies = block_kv", "    while True: pass\n    copies = block_kv", "has not ended"),
     ],
 )
-def test_merge_wrong(right, wrong, said, monkeypatch):
+def test_tail_wrong(right, wrong, said, monkeypatch):
     if "while" in wrong:
         monkeypatch.setattr(judge, "SECONDS", 1)
-    rejected(mistaken("13_paged_decode", "exercise-merge", right, wrong), said)
+    rejected(mistaken("13_paged_decode", "exercise-tail", right, wrong), said)

@@ -1,0 +1,130 @@
+"""Solutions of chapter 13b's exercises; how to read the marks: tools/skeletons.py."""
+
+
+# %% exercise-part needs: parameters setup
+def part(part, num_parts, blocks):
+    #: return None  # Your code: (unit, block, steps)
+    # BEGIN SOLUTION
+    ends = np.cumsum(blocks)
+    start, stop = part * ends[-1] // num_parts, (part + 1) * ends[-1] // num_parts
+    unit = min(np.searchsorted(ends, start, side="right"), len(blocks) - 1)
+    return unit, start - (ends[unit] - blocks[unit]), stop - start
+    # END SOLUTION
+
+
+ex13b.check_part(part)
+
+
+# %% exercise-merge needs: parameters setup
+def merge_in_two_passes(outs, lses):
+    num_pieces, rows, head_dim = outs.shape
+
+    def body(outs_gmem, lses_gmem, out_gmem, lse_gmem):
+        row = lax.axis_index("row")
+        largest = lambda piece, top: jnp.maximum(top, lses_gmem[piece, row])
+        top = lax.fori_loop(0, num_pieces, largest, jnp.float32(-jnp.inf))
+        # BEGIN SOLUTION
+        shift = jnp.where(top == -jnp.inf, 0.0, top)
+        # END SOLUTION
+
+        def add(piece, state):
+            acc, total = state
+            #: weight = jnp.float32(1.0)
+            # BEGIN SOLUTION
+            weight = jnp.exp(lses_gmem[piece, row] - shift)
+            # END SOLUTION
+            return acc + weight * outs_gmem[piece, row], total + weight
+
+        nothing = jnp.zeros((head_dim,), jnp.float32), jnp.float32(0.0)
+        acc, total = lax.fori_loop(0, num_pieces, add, nothing)
+        #: out_gmem[row] = acc
+        #: lse_gmem[row] = top
+        # BEGIN SOLUTION
+        out_gmem[row] = acc * jnp.where(total > 0, 1 / total, 0.0)
+        lse_gmem[row] = jnp.where(total > 0, shift + jnp.log(total), -jnp.inf)
+        # END SOLUTION
+
+    return plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((rows, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+        ),
+        grid=(rows,),
+        grid_names=("row",),
+    )(outs, lses)
+
+
+ex13b.check_merge(merge_in_two_passes)
+
+
+# %% exercise-last-block needs: parameters setup
+def last_block(p, v, seen):
+    """p v, (64, 64) float32: p (64, 64), the weights of a sequence's last block, 0 from
+    column `seen` on; v (64, 64), its values, bfloat16; seen (1,)."""
+
+    def body(p_gmem, v_gmem, seen_gmem, o_gmem, p_smem, v_smem, filled):
+        plgpu.copy_gmem_to_smem(p_gmem, p_smem, filled)
+        plgpu.copy_gmem_to_smem(v_gmem, v_smem, filled)
+        plgpu.barrier_wait(filled)
+        seen = seen_gmem[0]
+        row = plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=plgpu.Layout.WGMMA)
+        values = plgpu.load(v_smem, layout=plgpu.Layout.WGMMA)
+        #: v_smem[...] = values * (row < seen).astype(values.dtype)
+        # BEGIN SOLUTION
+        v_smem[...] = jnp.where(row < seen, values, jnp.zeros_like(values))
+        plgpu.commit_smem()
+        # END SOLUTION
+
+        def multiply(acc):
+            plgpu.wgmma(acc, p_smem, v_smem)
+            return acc[...]  # Waits for the product.
+
+        o_gmem[...] = pl.run_scoped(multiply, plgpu.ACC((64, 64), jnp.float32))
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((64, 64), jnp.float32),
+        scratch_types=[
+            plgpu.SMEM((64, 64), p.dtype),
+            plgpu.SMEM((64, 64), v.dtype),
+            plgpu.Barrier(num_arrivals=2),
+        ],
+    )(p, v, seen)
+
+
+ex13b.check_last_block(last_block)
+
+
+# %% exercise-ids needs: parameters setup
+def tokens_of(pages, ids):
+    """The pages of a row of the block table, one after the other, (columns * page_size,
+    head_dim): pages (num_pages, page_size, head_dim), ids (columns,). An id that is no
+    page counts as a page of zeros."""
+    (num_pages, page_size, head_dim), columns = pages.shape, len(ids)
+
+    def body(pages_gmem, ids_gmem, o_gmem, smem, filled):
+        for column in range(columns):
+            page = ids_gmem[column]
+            #: page = jnp.clip(page, 0, num_pages - 1)
+            # BEGIN SOLUTION
+            page = jnp.where((page >= 0) & (page < num_pages), page, num_pages)
+            # END SOLUTION
+            rows = pl.ds(column * page_size, page_size)
+            plgpu.copy_gmem_to_smem(pages_gmem.at[page], smem.at[rows], filled)
+        plgpu.barrier_wait(filled)
+        plgpu.copy_smem_to_gmem(smem, o_gmem)
+        plgpu.wait_smem_to_gmem(0)
+
+    shape = columns * page_size, head_dim
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(shape, pages.dtype),
+        scratch_types=[
+            plgpu.SMEM(shape, pages.dtype),
+            plgpu.Barrier(num_arrivals=columns),
+        ],
+    )(pages, ids)
+
+
+ex13b.check_ids(tokens_of)
