@@ -1,6 +1,6 @@
-"""Chapter 14's exercises: keys that a query sees, tiles of a batch, a neighbour's NaN, ragged stores, and a deal."""
+"""Chapter 14's exercises: keys that a query sees, tiles of a batch, the mask of a tile, and a neighbour's NaN."""
 
-import functools
+import collections
 import itertools
 
 import jax.numpy as jnp
@@ -19,57 +19,31 @@ SEQUENCES = [  # Queries and keys of each sequence.
     ((1, 0, 7), (1, 3, 7)),
     ((6, 2), (0, 9)),
 ]
-DEALS = [(1, 5), (4, 16), (4, 18), (3, 20), (5, 3), (4, 4), (4, 0), (7, 30)]  # Blocks, tiles.
-
-
-@checker
-def check_tiles(answer) -> str:
-    """Exercise 2: `answer(cu_q, queries)` is (first rows, numbers of queries) of the tiles, sequence after sequence."""
-    for lengths, queries in BATCHES:
-        where = f"for lengths {lengths} and {queries} queries a tile"
-        cu_q = np.append(0, np.cumsum(lengths))
-        given = answer(cu_q.copy(), queries)
-        if given is None:
-            raise NotYet("tiles_of returns None: write its body.")
-        try:
-            rows, nums = (np.asarray(x).astype(int).tolist() for x in given)
-            given = list(zip(rows, nums, strict=True))
-        except (TypeError, ValueError) as error:
-            raise NotYet(f"{where}, the answer must be two arrays with one entry for each tile.") from error
-        _judge_tiles(given, cu_q, queries, where)
-    return "No tile reaches over a border, and every query has one."
-
-
-@checker
-def check_sums(answer) -> str:
-    """Exercise 3: `answer(v, weights, cu_kv)` are the weighted sums of the rows of each sequence."""
-    cu_kv = np.array([0, 5, 13, 13, 22], np.int32)
-    for poisoned in ((), (4,), (22, 23)):
-        v = np.array(normal(14, (24, 128)))
-        v[list(poisoned)] = np.nan
-        weights = normal(15, (24,))
-        out = np.asarray(run_kernel(answer, jnp.asarray(v), weights, jnp.asarray(cu_kv)))
-        parts = [slice(start, end) for start, end in itertools.pairwise(cu_kv)]
-        exact = np.array([np.asarray(weights, np.float64)[part] @ v[part] for part in parts])
-        if out.shape == exact.shape and (np.isnan(out) & ~np.isnan(exact)).any():
-            seq = int(np.argmax((np.isnan(out) & ~np.isnan(exact)).any(axis=1)))
-            raise NotYet(f"row {poisoned[0]} holds NaN, and so does the sum of sequence {seq}, which ends elsewhere")
-        require_close(out, exact, 1e-4, f"with NaN in rows {list(poisoned)}" if poisoned else "without any NaN")
-    return "Zeros take the place of the products, so no NaN is multiplied."
-
-
-@checker
-def check_store(answer) -> str:
-    """Exercise 4: `answer(x, tokens, nums, num_rows)` stores the first `nums` rows of each tile from `tokens` on."""
-    for lengths, seed in (((16, 3, 9, 15, 1), 0), ((1, 2, 4, 8, 7, 16), 1)):
-        order = np.random.default_rng(seed).permutation(len(lengths))
-        nums, tokens = np.array(lengths, np.int32)[order], (np.cumsum(lengths) - lengths).astype(np.int32)[order]
-        x, num_rows = normal(seed, (len(lengths), 16, 128)), sum(lengths) + 16
-        given = run_kernel(functools.partial(answer, num_rows=num_rows), x, jnp.asarray(tokens), jnp.asarray(nums))
-        out = np.asarray(given)[: sum(lengths)]
-        exact = np.concatenate([np.asarray(x[tile])[: nums[tile]] for tile in np.argsort(order)])
-        require_close(out, exact, 0, f"tiles of {lengths} rows")
-    return "The number of rows, written in binary, is the list of boxes."
+# Queries and keys of each sequence: no key of these begins at a multiple of 8 but the first of all.
+MASKED = (((70, 1, 20), (70, 90, 150)), ((3, 0, 64, 30), (13, 5, 64, 20)))
+Tile = collections.namedtuple("Tile", "token num_q source first_kv num_kv first_q")
+# Whether a row of a tile sees a key; and other rules, each with what is wrong with it.
+SEES = lambda row, key, t: (key >= t.first_kv) & (key < t.num_kv) & (key <= t.first_q + row)
+MASKS = {
+    "this is the mask of a sequence that begins at row 0 of k and has no past. A row's position is first_q + row.": (
+        lambda row, key, t: key <= row
+    ),
+    "the mask is aligned at the starts: the last query must see the last key. A row's position is first_q + row.": (
+        lambda row, key, t: (key >= t.first_kv) & (key <= t.first_kv + row) & (key < t.num_kv)
+    ),
+    "the keys before first_kv belong to the sequence before.": (
+        lambda row, key, t: (key < t.num_kv) & (key <= t.first_q + row)
+    ),
+    "first_q already counts from source, as first_kv does: do not add the two.": (
+        lambda row, key, t: (key >= t.first_kv) & (key < t.num_kv) & (key <= t.first_kv + t.first_q + row)
+    ),
+    "a query sees the key at its own position, too.": (
+        lambda row, key, t: (key >= t.first_kv) & (key < t.num_kv) & (key < t.first_q + row)
+    ),
+    "every row sees all keys of the sequence; a query must not see keys after its own position.": (
+        lambda row, key, t: (key >= t.first_kv) & (key < t.num_kv) & (row >= 0)
+    ),
+}
 
 
 @checker
@@ -95,21 +69,81 @@ def check_keys(answer) -> str:
 
 
 @checker
-def check_deal(answer) -> str:
-    """Exercise 5: `answer(block, blocks, total)` lists the numbers of the tiles of a block, dealt out to and fro."""
-    for blocks, total in DEALS:
-        where = f"for {total} tiles and {blocks} blocks"
-        dealt = []
-        for block in range(blocks):
-            given = answer(block, blocks, total)
-            if given is None:
-                raise NotYet("my_tiles returns None: write its body.")
-            try:
-                dealt.append([int(number) for number in given])
-            except (TypeError, ValueError) as error:
-                raise NotYet(f"{where}, block {block} gets {given!r}; it must be a list of numbers.") from error
-        _judge_deal(dealt, blocks, total, where)
-    return "A rule of arithmetic alone: each block knows its tiles without any communication."
+def check_tiles(answer) -> str:
+    """Exercise 2: `answer(cu_q, queries)` is (first rows, numbers of queries) of the tiles, sequence after sequence."""
+    for lengths, queries in BATCHES:
+        where = f"for lengths {lengths} and {queries} queries a tile"
+        cu_q = np.append(0, np.cumsum(lengths))
+        given = answer(cu_q.copy(), queries)
+        if given is None:
+            raise NotYet("tiles_of returns None: write its body.")
+        try:
+            rows, nums = (np.asarray(x).astype(int).tolist() for x in given)
+            given = list(zip(rows, nums, strict=True))
+        except (TypeError, ValueError) as error:
+            raise NotYet(f"{where}, the answer must be two arrays with one entry for each tile.") from error
+        _judge_tiles(given, cu_q, queries, where)
+    return "No tile reaches over a border, and every query has one."
+
+
+@checker
+def check_mask(answer) -> str:
+    """Exercise 3: `answer(v, listed)` are the sums of the values that each row of each tile sees."""
+    for q_lens, kv_lens in MASKED:
+        listed = _list(q_lens, kv_lens)
+        v = normal(sum(kv_lens), (sum(kv_lens) // 8 * 8 + 128, 64), jnp.bfloat16)
+        out = np.asarray(run_kernel(answer, v, jnp.asarray(listed)), np.float64)
+        shape = (len(listed), 64, 64)
+        if out.shape != shape:
+            raise NotYet(f"the result has shape {out.shape}; it must be {shape}")
+        for n, tile in enumerate(listed):
+            fields = ", ".join(f"{name} {x}" for name, x in zip(Tile._fields, tile, strict=True))
+            where = f"sequences of {q_lens} queries and {kv_lens} keys, tile {n} ({fields})"
+            num_q, exact = tile[1], _seen_sums(v, tile, SEES)
+            if said := _mask_hint(out[n], v, tile, exact):
+                raise NotYet(f"{where}: {said}")
+            require_close(out[n, :num_q], exact[:num_q], 2e-3, where)
+    return "Two tests a logit, in the coordinates of the list; and the end of the keys for rows that are no queries."
+
+
+@checker
+def check_sums(answer) -> str:
+    """Exercise 4: `answer(v, weights, cu_kv)` are the weighted sums of the rows of each sequence."""
+    cu_kv = np.array([0, 5, 13, 13, 22], np.int32)
+    for poisoned in ((), (4,), (22, 23)):
+        v = np.array(normal(14, (24, 128)))
+        v[list(poisoned)] = np.nan
+        weights = normal(15, (24,))
+        out = np.asarray(run_kernel(answer, jnp.asarray(v), weights, jnp.asarray(cu_kv)))
+        parts = [slice(start, end) for start, end in itertools.pairwise(cu_kv)]
+        exact = np.array([np.asarray(weights, np.float64)[part] @ v[part] for part in parts])
+        if out.shape == exact.shape and (np.isnan(out) & ~np.isnan(exact)).any():
+            seq = int(np.argmax((np.isnan(out) & ~np.isnan(exact)).any(axis=1)))
+            raise NotYet(f"row {poisoned[0]} holds NaN, and so does the sum of sequence {seq}, which ends elsewhere")
+        require_close(out, exact, 1e-4, f"with NaN in rows {list(poisoned)}" if poisoned else "without any NaN")
+    return "Zeros take the place of the products, so no NaN is multiplied."
+
+
+def _judge_keys(first: int, end: int, t: int, num_q: int, num_kv: int, start: int, left: int, where: str):
+    """Raises NotYet unless the query sees the rows from `first` to `end`."""
+    position = num_kv - num_q + t
+    seen = [start + j for j in range(num_kv) if position - left <= j <= position]
+    if end < first:
+        raise NotYet(f"{where}, the end, {end}, lies before the first, {first}: where nothing is seen they are equal.")
+    given = list(range(first, end))
+    if given == seen:
+        return
+    if not seen:
+        raise NotYet(f"{where}, it sees nothing, and rows {first} to {end - 1} are given.")
+    if [row + start for row in given] == seen:
+        raise NotYet(f"{where}, the answer counts keys of the sequence; rows of k are asked for.")
+    if given == [start + j for j in range(num_kv) if t - left <= j <= t]:
+        raise NotYet(f"{where}, the answer is aligned at the starts; the last query sees the last key.")
+    if any(row < start for row in given):
+        raise NotYet(f"{where}, row {first} belongs to the sequence before.")
+    if any(row >= start + num_kv for row in given):
+        raise NotYet(f"{where}, row {end - 1} belongs to the sequence after it.")
+    raise NotYet(f"{where}, it sees rows {seen[0]} to {seen[-1]}, not {first} to {end - 1}.")
 
 
 def _judge_tiles(given: list[tuple[int, int]], cu_q, queries: int, where: str):
@@ -142,47 +176,28 @@ def _judge_tiles(given: list[tuple[int, int]], cu_q, queries: int, where: str):
     )
 
 
-def _judge_keys(first: int, end: int, t: int, num_q: int, num_kv: int, start: int, left: int, where: str):
-    """Raises NotYet unless the query sees the rows from `first` to `end`."""
-    position = num_kv - num_q + t
-    seen = [start + j for j in range(num_kv) if position - left <= j <= position]
-    if end < first:
-        raise NotYet(f"{where}, the end, {end}, lies before the first, {first}: where nothing is seen they are equal.")
-    given = list(range(first, end))
-    if given == seen:
-        return
-    if not seen:
-        raise NotYet(f"{where}, it sees nothing, and rows {first} to {end - 1} are given.")
-    if [row + start for row in given] == seen:
-        raise NotYet(f"{where}, the answer counts keys of the sequence; rows of k are asked for.")
-    if given == [start + j for j in range(num_kv) if t - left <= j <= t]:
-        raise NotYet(f"{where}, the answer is aligned at the starts; the last query sees the last key.")
-    if any(row < start for row in given):
-        raise NotYet(f"{where}, row {first} belongs to the sequence before.")
-    if any(row >= start + num_kv for row in given):
-        raise NotYet(f"{where}, row {end - 1} belongs to the sequence after it.")
-    raise NotYet(f"{where}, it sees rows {seen[0]} to {seen[-1]}, not {first} to {end - 1}.")
+def _list(q_lens, kv_lens):
+    """The list of tiles of 64 queries, with the fields of `Tile`."""
+    cu_q, cu_kv = (np.append(0, np.cumsum(lens)) for lens in (q_lens, kv_lens))
+    found = []
+    for i, (num_q, num_kv) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        before = cu_kv[i] % 8
+        for first in range(0, num_q, 64):
+            size, end = min(64, num_q - first), before + num_kv
+            found.append((cu_q[i] + first, size, cu_kv[i] - before, before, end, end - num_q + first))
+    return np.array(found, np.int32)
 
 
-def _judge_deal(dealt: list[list[int]], blocks: int, total: int, where: str):
-    """Raises NotYet unless tile after tile goes to the blocks, to and fro."""
-    every = [number for mine in dealt for number in mine]
-    if over := [number for number in every if not 0 <= number < total]:
-        raise NotYet(f"{where}, tile {over[0]} is computed, and there is none.")
-    if missing := set(range(total)) - set(every):
-        raise NotYet(f"{where}, no block computes tile {min(missing)}.")
-    if len(every) > total:
-        twice = next(number for number in every if every.count(number) > 1)
-        raise NotYet(f"{where}, tile {twice} is computed twice.")
-    for block, mine in enumerate(dealt):
-        wanted = [
-            number
-            for wave in range(-(-total // blocks))
-            if (number := wave * blocks + (blocks - 1 - block if wave % 2 else block)) < total
-        ]
-        if mine == list(range(block, total, blocks)) and mine != wanted:
-            raise NotYet(f"{where}, block {block} gets {mine}: that is one direction, every wave like the first.")
-        if sorted(mine) == wanted and mine != wanted:
-            raise NotYet(f"{where}, block {block} gets {mine}: the right tiles, in another order.")
-        if mine != wanted:
-            raise NotYet(f"{where}, block {block} gets {mine}; it must be {wanted}.")
+def _seen_sums(v, tile, sees):
+    """The sums of the values of a tile's rows, if row `row` sees key `key` where `sees(row, key, tile)`."""
+    t = Tile(*tile)
+    row, key = np.arange(64)[:, None], np.arange(-(-t.num_kv // 64) * 64)
+    return sees(row, key, t) @ np.asarray(v, np.float64)[t.source + key]
+
+
+def _mask_hint(out, v, tile, exact):
+    """Names the mistake that explains the sums of a tile."""
+    close = lambda wanted: np.allclose(out[: tile[1]], wanted[: tile[1]], rtol=2e-3, atol=2e-3)
+    if close(exact):
+        return None
+    return next((said for said, sees in MASKS.items() if close(_seen_sums(v, tile, sees))), None)

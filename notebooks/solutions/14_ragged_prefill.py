@@ -33,6 +33,51 @@ def tiles_of(cu_q, queries):
 ex14.check_tiles(tiles_of)
 
 
+# %% exercise-mask needs: parameters setup
+def seen_sums(v, listed):
+    """The sums of the values that each row of each tile sees, (tiles, 64, 64) float32:
+    v (rows, 64) bfloat16, listed (tiles, 6) int32, with the six fields of each tile."""
+
+    def body(v_gmem, listed_gmem, out_gmem, v_smem, p_smem, loaded):
+        n = lax.axis_index("tile")
+        _, _, source, first_kv, num_kv, first_q = (listed_gmem[n, i] for i in range(6))
+        row, column = (
+            plgpu.broadcasted_iota(jnp.int32, (64, 64), dim, layout=plgpu.Layout.WGMMA)
+            for dim in (0, 1)
+        )
+
+        def add(acc):
+            @pl.loop(0, lax.div(num_kv + 63, jnp.int32(64)))
+            def _(block):
+                begin = pl.multiple_of(source + block * 64, 8)
+                plgpu.copy_gmem_to_smem(v_gmem.at[pl.ds(begin, 64)], v_smem, loaded)
+                plgpu.barrier_wait(loaded)
+                key = block * 64 + column
+                #: is_seen = key <= row
+                # BEGIN SOLUTION
+                is_seen = (key >= first_kv) & (key < num_kv) & (key <= first_q + row)
+                # END SOLUTION
+                p_smem[...] = is_seen.astype(p_smem.dtype)
+                plgpu.commit_smem()
+                plgpu.wgmma(acc, p_smem, v_smem)
+                plgpu.wgmma_wait(0)
+
+            return acc[...]
+
+        out_gmem[n] = pl.run_scoped(add, plgpu.ACC((64, 64), jnp.float32))
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((len(listed), 64, 64), jnp.float32),
+        grid=(len(listed),),
+        grid_names=("tile",),
+        scratch_types=[smem_tile(64, 64), smem_tile(64, 64), plgpu.Barrier()],
+    )(v, listed)
+
+
+ex14.check_mask(seen_sums)
+
+
 # %% exercise-nan needs: parameters setup
 def weighted_sums(v, weights, cu_kv):
     def body(cu_kv_gmem, v_gmem, weights_gmem, out_gmem):
@@ -66,55 +111,3 @@ def weighted_sums(v, weights, cu_kv):
 
 
 ex14.check_sums(weighted_sums)
-
-
-# %% exercise-store needs: parameters setup
-def store_tiles(x, tokens, nums, num_rows):
-    _, queries, width = x.shape
-
-    def body(tokens_gmem, nums_gmem, x_gmem, out_gmem, smem, loaded):
-        tile = lax.axis_index("tile")
-        token, num = tokens_gmem[tile], nums_gmem[tile]
-        plgpu.copy_gmem_to_smem(x_gmem.at[tile], smem, loaded)
-        plgpu.barrier_wait(loaded)
-
-        def copy(first, size):
-            plgpu.copy_smem_to_gmem(
-                smem.at[pl.ds(first, size)], out_gmem.at[pl.ds(token + first, size)]
-            )
-
-        first, size = 0 * num, queries
-        #: copy(first, size)
-        # BEGIN SOLUTION
-        while size:
-            pl.when((num & size) != 0)(functools.partial(copy, first, size))
-            first, size = first + (num & size), size // 2
-        # END SOLUTION
-        plgpu.wait_smem_to_gmem(0)
-
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((num_rows, width), x.dtype),
-        grid=(len(tokens),),
-        grid_names=("tile",),
-        scratch_types=[plgpu.SMEM((queries, width), x.dtype), plgpu.Barrier()],
-    )(tokens, nums, x)
-
-
-ex14.check_store(store_tiles)
-
-
-# %% exercise-4 needs: parameters setup
-def my_tiles(block, blocks, total):
-    #: return None  # Your code: a list of numbers.
-    # BEGIN SOLUTION
-    waves = -(-total // blocks)
-    numbers = [
-        wave * blocks + (blocks - 1 - block if wave % 2 else block)
-        for wave in range(waves)
-    ]
-    return [number for number in numbers if number < total]
-    # END SOLUTION
-
-
-ex14.check_deal(my_tiles)

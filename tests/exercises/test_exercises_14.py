@@ -1,10 +1,16 @@
 """The exercises of chapter 14: other right answers are accepted, and each wrong one is told its mistake."""
 
+import functools
 import itertools
 import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tests.exercises.answers import NOTEBOOKS, accepted, rejected
 from tests.exercises.test_solutions import mistaken
@@ -12,6 +18,7 @@ from tests.exercises.test_solutions import mistaken
 sys.path.insert(0, str(NOTEBOOKS))
 
 from exercises import ex14, judge  # noqa: E402
+from exercises.ex14 import SEES  # noqa: E402
 
 # Exercise 2
 
@@ -151,45 +158,92 @@ def test_keys_wrong(wrong, said):
     rejected(ex14.check_keys(wrong), said)
 
 
-# Exercise 5
+# Exercise 3
 
 
-def deal(block, blocks, total, *, to_and_fro=True, short=True):
-    waves = -(-total // blocks) if short else total // blocks
-    place = lambda wave: blocks - 1 - block if to_and_fro and wave % 2 else block
-    numbers = [wave * blocks + place(wave) for wave in range(waves)]
-    return [number for number in numbers if number < total]
+def seen_sums(v, listed, *, sees=SEES, late=0):
+    """Differs from the solution: the mask is chosen by `jnp.where`, the values are multiplied where a tile has any, and
+    blocks are counted from the block of the first key on."""
+
+    def body(v_gmem, listed_gmem, out_gmem, v_smem, p_smem, loaded):
+        n = lax.axis_index("tile")
+        tile = ex14.Tile(*(listed_gmem[n, i] for i in range(6)))
+        row, column = (
+            plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (64, 64), dim), plgpu.Layout.WGMMA) for dim in (0, 1)
+        )
+
+        def add(acc):
+            @pl.loop(lax.div(tile.first_kv, jnp.int32(64)) + late, pl.cdiv(tile.num_kv, 64))
+            def _(block):
+                begin = pl.multiple_of(tile.source + block * 64, 8)
+                plgpu.copy_gmem_to_smem(v_gmem.at[pl.ds(begin, 64)], v_smem, loaded)
+                plgpu.barrier_wait(loaded)
+                one = jnp.ones((64, 64), v.dtype)
+                one = plgpu.layout_cast(one, plgpu.Layout.WGMMA)
+                p_smem[...] = jnp.where(sees(row, block * 64 + column, tile), one, jnp.zeros_like(one))
+                plgpu.commit_smem()
+                plgpu.wgmma(acc, p_smem, v_smem)
+                plgpu.wgmma_wait(0)
+
+            return acc[...]
+
+        out_gmem[n] = pl.run_scoped(add, plgpu.ACC((64, 64), jnp.float32))
+
+    smem = plgpu.SMEM((64, 64), v.dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((len(listed), 64, 64), jnp.float32),
+        grid=(len(listed),),
+        grid_names=("tile",),
+        scratch_types=[smem, smem, plgpu.Barrier()],
+    )(v, listed)
 
 
-def deal_by_division(block, blocks, total):
-    waves, rest = divmod(total, blocks)
-    place = lambda i: block if i % 2 == 0 else blocks - 1 - block
-    return [i * blocks + place(i) for i in range(waves + (place(waves) < rest))]
+def without_the_end(row, key, t):
+    """A causal query never looks beyond the end."""
+    return (key >= t.first_kv) & (key <= t.first_q + row)
 
 
-@pytest.mark.parametrize("right", [deal, deal_by_division])
-def test_deal_solutions(right):
-    accepted(ex14.check_deal(right))
+@pytest.mark.parametrize("sees", [SEES, without_the_end])
+def test_mask_solutions(sees):
+    accepted(ex14.check_mask(functools.partial(seen_sums, sees=sees)))
+
+
+@pytest.mark.parametrize(
+    "right, wrong, said",
+    [
+        ("(key >= first_kv) & (key < num_kv) & (key <= first_q + row)", "key <= row", "has no past"),
+        ("(key <= first_q + row)", "(key <= first_kv + row)", "position is first_q + row"),
+        ("(key >= first_kv) & ", "", "belong to the sequence before"),
+        ("first_q + row", "first_kv + first_q + row", "do not add the two"),
+        ("key <= first_q", "key < first_q", "at its own position, too"),
+        (" & (key <= first_q + row)", "", "must not see keys after its own"),
+        (" & (key < num_kv) & ", " | ", "element"),
+        ("block * 64 + column", "column", "element"),
+        ("    )(v, listed)", "    )(v * 1, listed)", "outside of the kernel"),
+        ("    def body", "    while True: pass\n    def body", "has not ended"),
+    ],
+)
+def test_mask_wrong(right, wrong, said, monkeypatch):
+    if "while" in wrong:
+        monkeypatch.setattr(judge, "SECONDS", 1)
+    rejected(mistaken("14_ragged_prefill", "exercise-mask", right, wrong), said)
 
 
 @pytest.mark.parametrize(
     "wrong, said",
     [
-        (lambda *args: deal(*args, to_and_fro=False), "one direction"),
-        (lambda *args: deal(*args, short=False), "no block computes"),
-        (lambda b, n, total: deal(b, n, n * -(-total // n)), "there is none"),
-        (lambda b, n, total: deal(b, n, total)[::-1], "in another order"),
-        (lambda b, n, total: list(range(total)), "computed twice"),
-        (lambda b, n, total: deal(n - 1 - b, n, total), "it must be"),
-        (lambda b, n, total: 3, "a list of numbers"),
-        (lambda b, n, total: None, "write its body"),
+        (lambda v, listed: seen_sums(v, listed, late=1), "element"),
+        (lambda v, listed: seen_sums(v, listed)[1:], "the result has shape"),
+        (lambda v, listed: jnp.zeros((len(listed), 64, 64)), "must be a kernel"),
+        (lambda v, listed: None, ""),
     ],
 )
-def test_deal_wrong(wrong, said):
-    rejected(ex14.check_deal(wrong), said)
+def test_mask_otherwise_wrong(wrong, said):
+    rejected(ex14.check_mask(wrong), said)
 
 
-# Exercises 3 and 4
+# Exercise 4
 
 
 @pytest.mark.parametrize(
@@ -211,20 +265,3 @@ def test_sums_wrong(right, wrong, said, monkeypatch):
     if "while" in wrong:
         monkeypatch.setattr(judge, "SECONDS", 1)
     rejected(mistaken("14_ragged_prefill", "exercise-nan", right, wrong), said)
-
-
-@pytest.mark.parametrize(
-    "right, wrong, said",
-    [
-        ("first + (num & size), size // 2", "first, size // 2", ""),
-        ("pl.when((num & size) != 0)", "pl.when(num >= size)", ""),
-        ("first, size = 0 * num, queries", "first, size = 0 * num, queries // 2", "element"),
-        ("    )(tokens, nums, x)", "    )(tokens + 0, nums, x)", "outside of the kernel"),
-        ("size // 2\n", "size\n", "has not ended"),
-    ],
-)
-def test_store_wrong(right, wrong, said, monkeypatch):
-    """Where nothing is said: a race or a wrong element, whichever the interpreter meets first."""
-    if right.startswith("size"):
-        monkeypatch.setattr(judge, "SECONDS", 2)
-    rejected(mistaken("14_ragged_prefill", "exercise-store", right, wrong), said)
