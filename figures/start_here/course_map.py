@@ -20,13 +20,9 @@ CHAPTERS = (
     ("11b_attention_tiles", "Tiles and masks", "tile after tile; masks, KV heads, odd lengths", "compute"),
     ("12_flash_attention_backward", "Gradients", "recompute instead of storing", "compute"),
     ("13_paged_decode", "Paged decode", "one query, pages of keys", "memory"),
-<<<<<<< HEAD
     ("13b_equal_parts", "Equal parts", "blocks shared out equally; dirty pages, wrong ids", "memory"),
-    ("14_ragged_prefill", "Ragged prefill", "sequences of any lengths", "compute"),
-=======
     ("14_ragged_prefill", "Ragged prefill", "sequences of any lengths: a list of tiles", "compute"),
     ("14b_ragged_kernel", "Ragged kernel", "shared heads, the longest first, one launch", "compute"),
->>>>>>> split-14
     ("15_serving", "Serving", "a scheduler: batches, pages, prefixes, chunks", "both"),
     ("15b_engine", "The engine", "a step ahead; faults are taken back", "both"),
     ("16_grouped_matmul", "Grouped matmul", "experts: a table of tiles", "compute"),
