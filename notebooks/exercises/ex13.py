@@ -153,16 +153,19 @@ def _judge_times(memory: float, tensor: float, lens, heads: int, kv_heads: int, 
     tokens = sum(lens)
     nbytes, operations = 4 * kv_heads * head_dim * tokens, 4 * ROWS * kv_heads * head_dim * tokens
     close = lambda x, y: np.isclose(x, y, rtol=1e-3)
-    where = f"for {heads} heads, {kv_heads} of keys, head_dim = {head_dim}, {tokens} tokens"
+    where = f"for {heads} query heads, {kv_heads} KV heads, head_dim = {head_dim}, {tokens} tokens"
     exact = 1e6 * nbytes / HBM
     if not close(memory, exact):
         for wrong, hint in (
             (exact / 1e6, "that is in seconds; it must be µs."),
             (exact / 1e3, "that is in ms; it must be µs."),
             (exact / 2, "there are keys and there are values, and each number has 2 bytes."),
-            (exact * heads / kv_heads, "the cache has heads of keys, and a group of query heads reads them together."),
+            (
+                exact * heads / kv_heads,
+                "the cache has KV heads only, and a group of query heads reads its KV head once.",
+            ),
             (exact * max(lens) * len(lens) / tokens, "no sequence reads more than its own tokens: the sum of kv_lens."),
-            (exact / 2 * heads / kv_heads, "keys and values, 2 bytes each, of the heads of keys."),
+            (exact / 2 * heads / kv_heads, "count keys and values, 2 bytes a number, for the KV heads only."),
         ):
             if close(memory, wrong):
                 raise NotYet(f"memory: {hint}")

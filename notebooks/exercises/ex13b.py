@@ -14,6 +14,7 @@ UNITS = [  # Blocks of each unit, and how many parts.
     ((40,), 7),
     ((2, 30, 1, 1, 9), 6),
     ((3, 3, 3, 3), 4),
+    ((2, 1), 5),
 ]
 SIDE = 64  # Tokens of a block, rows of a WGMMA, and head_dim, in exercise 3.
 

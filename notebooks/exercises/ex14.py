@@ -103,7 +103,7 @@ def check_mask(answer) -> str:
             if said := _mask_hint(out[n], v, tile, exact):
                 raise NotYet(f"{where}: {said}")
             require_close(out[n, :num_q], exact[:num_q], 2e-3, where)
-    return "Two tests a logit, in the coordinates of the list; and the end of the keys for rows that are no queries."
+    return "All in the coordinates of the list. The end of the keys matters only for rows that are no queries."
 
 
 @checker
@@ -119,7 +119,9 @@ def check_sums(answer) -> str:
         exact = np.array([np.asarray(weights, np.float64)[part] @ v[part] for part in parts])
         if out.shape == exact.shape and (np.isnan(out) & ~np.isnan(exact)).any():
             seq = int(np.argmax((np.isnan(out) & ~np.isnan(exact)).any(axis=1)))
-            raise NotYet(f"row {poisoned[0]} holds NaN, and so does the sum of sequence {seq}, which ends elsewhere")
+            raise NotYet(
+                f"row {poisoned[0]} holds NaN, and so does the sum of sequence {seq}, to which that row does not belong"
+            )
         require_close(out, exact, 1e-4, f"with NaN in rows {list(poisoned)}" if poisoned else "without any NaN")
     return "Zeros take the place of the products, so no NaN is multiplied."
 

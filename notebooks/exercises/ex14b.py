@@ -28,7 +28,10 @@ def check_spoilt(answer) -> str:
             except (TypeError, ValueError) as error:
                 raise NotYet(f"{where}, the answer is {given!r}; it must be a list of rows.") from error
             _judge_spoilt(given, tokens, nums, order, rows, sum(lengths), where)
-    return "In the order of the list every tile repairs what the one before has spoilt; in other orders nobody does."
+    return (
+        "In the order of the list each tile repairs what the tiles before it have spoilt. "
+        "In other orders some rows stay spoilt."
+    )
 
 
 @checker

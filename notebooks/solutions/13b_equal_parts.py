@@ -7,7 +7,7 @@ def part(part, num_parts, blocks):
     # BEGIN SOLUTION
     ends = np.cumsum(blocks)
     start, stop = part * ends[-1] // num_parts, (part + 1) * ends[-1] // num_parts
-    unit = min(np.searchsorted(ends, start, side="right"), len(blocks) - 1)
+    unit = np.searchsorted(ends, start, side="right")
     return unit, start - (ends[unit] - blocks[unit]), stop - start
     # END SOLUTION
 

@@ -98,7 +98,7 @@ def with_all_heads(lens, heads, kv_heads, head_dim):
         (knob(total=lambda lens: max(lens) * len(lens)), "its own tokens"),
         (knob(unit=1.0), "in seconds"),
         (knob(unit=1e3), "in ms"),
-        (with_all_heads, "a group of query heads reads them together"),
+        (with_all_heads, "a group of query heads reads its KV head once"),
         (lambda lens, n, k, h: (times(lens, n, k, h)[0], times(lens, n, n, h)[1]), "one unit"),
         (lambda lens, n, k, h: times(lens, n, k, h, rows=n // k), "multiply all 64"),
         (knob(rows=128), "the tensor cores take"),
