@@ -168,7 +168,6 @@ GO_ON = "do the counts go on too, in both roles"
         ("plgpu.barrier_arrive(q_freed.at[0])", "pass", "never end"),
         ("pl.when(i > 0)(lambda: plgpu.barrier_wait(q_freed.at[0]))", "pass", GO_ON),
         ("all_steps(work, 0, num_steps)", "all_steps(work, 1, num_steps)", GO_ON),
-        ("rem(number, q_blocks)", "rem(number, heads)", "of queries 128 to 191"),
         (BEFORE, "before = tile", "NameError"),
     ],
 )
