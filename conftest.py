@@ -55,9 +55,10 @@ class _Failures:
     def pytest_runtest_logreport(self, report):
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
-            said = [line for line in (crash.message if crash else report.longreprtext).splitlines() if line.strip()]
+            # A notebook's cell has no such thing, and its traceback ends with what was raised.
+            text = crash.message.partition("\n")[0] if crash else report.longreprtext.rstrip().rpartition("\n")[2]
             self.reporter.ensure_newline()
-            self.reporter.write_line(f"{report.nodeid}: {said[0][:200] if said else report.when}")
+            self.reporter.write_line(f"{report.nodeid}: {text[:200] or report.when}")
 
 
 def pytest_collection_modifyitems(config, items):
