@@ -51,11 +51,12 @@ test: $(READY)  ## Check the style, test the kernels, run every notebook (ALL=1 
 # Each worker sees one GPU. Where a host has several, the tests that need them run once more: a few processes, for each
 # kernel waits for all GPUs, which serve the processes in turn. Pytest ends with 5 if ARGS choose none of them.
 GPUS = $(shell $(GPU_MB) 2>/dev/null | wc -l)
+ACROSS = $(if $(PATHS),$(filter-out notebooks% %.ipynb,$(PATHS)),tests)
 .PHONY: _pytest
 _pytest:
 	@$(PYTHON) -m pytest $(PYTEST) $(if $(ALL),,-m "not slow") $(ARGS) $(or $(PATHS),tests notebooks); first=$$?; \
-	if [ $(GPUS) -gt 1 ]; then \
-	  COOKBOOK_ALL_GPUS=1 $(PYTHON) -m pytest -n 4 -m "several_gpus$(if $(ALL),, and not slow)" $(ARGS) $(or $(PATHS),tests); \
+	if [ $(GPUS) -gt 1 ] && [ -n "$(ACROSS)" ]; then \
+	  COOKBOOK_ALL_GPUS=1 $(PYTHON) -m pytest -n 4 -m "several_gpus$(if $(ALL),, and not slow)" $(ARGS) $(ACROSS); \
 	  second=$$?; [ $$second -eq 5 ] || [ $$first -ne 0 ] || first=$$second; \
 	fi; exit $$first
 

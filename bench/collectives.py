@@ -219,7 +219,7 @@ def _peer_copy(nbytes: int = 2**30, copies: int = 8) -> dict[str, float]:
     """GB/s of XLA's copies from every GPU to the next one, which run at the same time: each GPU sends and receives.
 
     `jax.device_put` between GPUs may go through the host's memory; `jax.lax.ppermute` takes NVLink, if all take part:
-    on a host with 4 GPUs a swap of two alone ran at a tenth of the rate.
+    on a host with 4 GPUs a swap of two alone was far slower.
     """
     n = jax.device_count()
     mesh = jax.make_mesh((n,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
