@@ -65,6 +65,7 @@ lab: $(READY)  ## Open the notebooks in JupyterLab
 	@$(PYTHON) -m jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
 
 .PHONY: site
+site: export COOKBOOK_GPU ?= h200
 site: $(READY)  ## Build the web site into build/site
 	@$(PYTHON) site/build.py $(ARGS)
 
@@ -82,7 +83,9 @@ bench: $(READY)  ## Time the kernels and their peers on this GPU, into results/ 
 record: $(READY)  ## On a GPU: run the notebooks in place and record their outputs and results/ (NB=05 for one)
 	@$(PYTHON) tools/run_notebooks.py --record $(NB) $(ARGS)
 
+# The same figures on each machine.
 .PHONY: figures
+figures: export COOKBOOK_GPU ?= h200
 figures: $(READY)  ## Draw figures/*.svg and the README's numbers again from results/
 	@set -e; for script in figures/[a-z]*.py figures/*/[a-z]*.py; do $(PYTHON) $$script; done; $(PYTHON) tools/render_readme.py
 

@@ -27,7 +27,7 @@ def pinned(lock: str) -> dict[str, str]:
 
 def make(*args: str) -> str:
     """Output of a user's `make *args`, even if these tests run under a `make test PYTHON=python3`."""
-    outer = {"MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "PYTHON", "VENV", "ARGS"}
+    outer = {"MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "PYTHON", "VENV", "ARGS", "ALL", "TIMES"}
     env = {name: value for name, value in os.environ.items() if name not in outer}
     return subprocess.run(["make", *args], cwd=ROOT, check=True, capture_output=True, text=True, env=env).stdout
 

@@ -68,15 +68,18 @@ def test_a_product_in_clusters(mesh, op, fields):
     assert error(out, np.asarray(a, np.float64) @ np.asarray(b, np.float64)) < 5e-3
 
 
-def two_layers(gathers, scatters):
-    return lambda x, w: (scatters(gathers(x, w), w.T) / 512).astype(x.dtype)
+def two_layers(gathers, scatters, n):
+    """x @ w @ w.T over the number of columns of w on all devices, which is about x."""
+    return lambda x, w: (scatters(gathers(x, w), w.T) / (512 * n)).astype(x.dtype)
 
 
 def test_products_in_a_scan_and_donated(mesh):
     ours = two_layers(
-        lambda a, b: cookbook.all_gather_matmul(a, b, "x"), lambda a, b: cookbook.matmul_reduce_scatter(a, b, "x")
+        lambda a, b: cookbook.all_gather_matmul(a, b, "x"),
+        lambda a, b: cookbook.matmul_reduce_scatter(a, b, "x"),
+        mesh.size,
     )
-    xlas = two_layers(*PEERS.values())
+    xlas = two_layers(*PEERS.values(), mesh.size)
     x, w = operands(mesh, "all_gather_matmul", 512, 512, 512)
     results = []
     for layers in (ours, xlas):
