@@ -1,7 +1,7 @@
 """The course's climb on one problem, a bfloat16 product of 4096 x 4096 matrices: from the CUDA cores to cuBLAS.
 
-Each bar is read from results/, where a chapter or the benchmark has recorded it; the last one and cuBLAS were timed in
-one process. A figure that is not there is drawn as not measured, one measured of code that has changed since as stale.
+Each bar is read from results/, where a chapter has recorded it; those of chapter 8 were timed in one process, cuBLAS
+too. A figure that is not there is drawn as not measured, one measured of code that has changed since as stale.
 """
 
 import functools
@@ -25,32 +25,32 @@ RUNGS = (  # The problem, and what the rung adds, after the number of its chapte
     ("08_persistent_matmul/persistent_{size}", "8  blocks that stay, row by row"),
     ("08_persistent_matmul/two_slots_{size}", "8  store while multiplying"),
     ("08_persistent_matmul/snake_{size}", "8  tiles in a snake"),
+    ("08_persistent_matmul/matmul_{size}", "8  cookbook.matmul"),
 )
-PACKAGE, CUBLAS = ("matmul", "8  cookbook.matmul"), ("cublas", "cuBLAS (jnp.matmul)")
+CUBLAS = "08_persistent_matmul/cublas_{size}", "cuBLAS (jnp.matmul)"
 
 
 def draw():
     stale = set(results.stale_list())
     places, marked = set(), False
 
-    def bar(problem, label, impl="cookbook", ours=True):
+    def bar(problem, label, ours=True):
         nonlocal marked
-        row = results.read(problem, impl)
+        problem = problem.format(size=f"{SIZE}x{SIZE}x{SIZE}")
+        row = results.read(problem)
         if row is None or row["flops"] != 2 * SIZE**3:  # Never timed, or at another size.
             return label, float("nan")
         places.add("{}, JAX {jax}".format(results.where(row["provenance"]), **row["provenance"]))
         chapter, known = problem.split("/")[0], row["provenance"].get("uses")
         # A chapter's own kernel that uses nothing of the package: the notebook's hash speaks for it.
-        is_stale = (problem, impl) in stale or (ours and not known and _chapter_changed(chapter))
+        is_stale = (problem, "cookbook") in stale or (ours and not known and _chapter_changed(chapter))
         marked |= is_stale
         return label + " (stale)" * is_stale, row["flops"] / row["ms"] / 1e9
 
-    size = f"{SIZE}x{SIZE}x{SIZE}"
-    rungs = [bar(problem.format(size=size), label) for problem, label in RUNGS]
-    last, peer = (bar(f"matmul/{size}/bf16", label, impl, impl == PACKAGE[0]) for impl, label in (PACKAGE, CUBLAS))
+    rungs, peer = [bar(*rung) for rung in RUNGS], bar(*CUBLAS, ours=False)
     note = "\n".join(sorted(places)) or "not recorded yet"
     return plot.ladder(
-        [*rungs, last],
+        rungs,
         [peer],
         bound=roofline.peak("bf16").value / 1e12,
         title=f"{SIZE} x {SIZE} x {SIZE}, bfloat16, on one Hopper GPU",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import textwrap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -99,7 +100,8 @@ def ladder(
         ax.set_xlim(0, 1.16 * reach)
         ax.grid(axis="y", visible=False)
         ax.tick_params(axis="y", length=0)
-        ax.set_xlabel(unit + (f"\n{note}" if note else ""), loc="left")
+        small_print = [line for part in note.splitlines() for line in textwrap.wrap(part, 74)]
+        ax.set_xlabel("\n".join([unit, *small_print]), loc="left")
         ax.set_title(title)
     return fig
 

@@ -27,11 +27,14 @@ def table(header, *rows, measured=()) -> None:
 
 
 def sources(measured) -> str:
-    """Where the figures of a table or a picture come from; empty if none of them is known."""
-    said = lambda figure: (
-        results.where(figure.provenance) if figure.recorded else (f"measured on {results.gpus(figure.provenance)}")
-    )
-    return "; ".join(sorted({said(figure) for figure in _known(measured)}))
+    """Where the figures of a table or a picture come from; empty if none of them is known. For each GPU the first and
+    the last day: "measured on NVIDIA H100; recorded on NVIDIA H200, 2026-11-20 to 2026-11-22"."""
+    days: dict[str, set[str]] = {}
+    for figure in _known(measured):
+        gpus = results.gpus(figure.provenance)
+        how = f"recorded on {gpus}, " if figure.recorded else f"measured on {gpus}"
+        days.setdefault(how, set()).add(figure.provenance["date"] if figure.recorded else "")
+    return "; ".join(how + " to ".join(sorted({min(when), max(when)})) for how, when in sorted(days.items()))
 
 
 def _known(measured) -> list:

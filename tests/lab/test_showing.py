@@ -8,8 +8,8 @@ import pytest
 from cookbook import lab
 
 
-def figure(ms=1.0, **how):
-    return lab.Measurement("p/1x1/bf16", "cookbook", ms, provenance=dict(gpu="NVIDIA H200", date="2026-01-02"), **how)
+def figure(ms=1.0, gpu="NVIDIA H200", day="02", **how):
+    return lab.Measurement("p/1x1/bf16", "cookbook", ms, provenance=dict(gpu=gpu, date=f"2026-01-{day}"), **how)
 
 
 def before(x):
@@ -34,6 +34,10 @@ def test_columns_are_aligned_and_what_was_never_measured_is_a_dash(capsys):
         ([figure(recorded=True)], "[recorded on NVIDIA H200, 2026-01-02]"),
         ([figure(recorded=True), figure(recorded=True, stale=True)], "02] (STALE: the code has changed since)"),
         ([figure(), figure(recorded=True)], "[measured on NVIDIA H200; recorded on NVIDIA H200, 2026-01-02]"),
+        (
+            [figure(recorded=True, day=day) for day in ("04", "03", "09")] + [figure(recorded=True, gpu="NVIDIA H100")],
+            "[recorded on NVIDIA H100, 2026-01-02; recorded on NVIDIA H200, 2026-01-03 to 2026-01-09]",
+        ),
         ([figure(math.nan, stale=True)], "[no recorded figures, and no GPU to measure them]"),
     ],
     ids=str,
