@@ -11,7 +11,7 @@ bfloat16 or float16, each its own; total is of the residual's dtype. The arithme
 
 Role table: one warpgroup a block does everything, as in `softmax`: it loads a row into registers, reduces it once, and
 stores it. `scale` comes from the L1 cache: all rows share it. The forward kernel has no barriers of ours. Rows of more
-than 12288 values are read twice, the second time mostly from the L2 cache.
+than 12288 values are read twice, both times from HBM: all blocks' rows are more than the L2 cache keeps.
 
 Backward, with inverse = 1 / sqrt(mean_c(x**2) + eps):
 

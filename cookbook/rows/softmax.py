@@ -10,8 +10,8 @@ registers, reduces it twice, and stores it. There are no barriers of ours: `jnp.
 spread over four warps exchange four numbers through shared memory, and synchronise the warpgroup themselves.
 
 A row that does not fit the registers (more than 16384 values) is read twice: once for its statistics, group by group
-with the online update of Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); and once, mostly
-from the L2 cache, to be stored.
+with the online update of Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); and once more to
+be stored. All blocks' rows together are more than the L2 cache keeps until then.
 
 The backward kernel makes dx = p (dp - sum_c p dp) of p and dp alone, which it reads once.
 
