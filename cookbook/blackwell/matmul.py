@@ -16,7 +16,7 @@ tensor cores idle; and parts of K, so that a small o with a long K leaves SMs id
 transposed product, `matmul(b, a, transpose_a=True, transpose_b=True).T`, whose tiles can be 16 columns wide. A plain b
 whose N is no multiple of 64, or whose K is none of 8, costs a padded copy, and so does such a transposed a: store b as
 (N, K). The interpreter runs one CTA with a static schedule.
-Chapter: notebooks/19_blackwell.ipynb.
+Chapters: notebooks/19_blackwell.ipynb, notebooks/19b_pairs.ipynb.
 Sources: NVIDIA's PTX ISA on tcgen05 and clusterlaunchcontrol; CUTLASS's documents on Blackwell, for the ideas.
 """
 

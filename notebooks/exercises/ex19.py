@@ -1,6 +1,7 @@
-"""Chapter 19's exercises: columns of tensor memory, halves of a pair, two warpgroups of a kernel, a scale of MXFP8."""
+"""Chapter 19's exercises: a commit that comes too early, when tiles start, and two warpgroups of a kernel."""
 
-import math
+import contextlib
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook._mgpu import Ring, rem
 
-COLUMNS = (
-    (256, 2, False), (256, 2, True), (256, 1, True), (192, 2, True), (240, 2, True), (248, 2, True), (128, 2, False),
-    (128, 2, True), (64, 1, False), (64, 1, True), (16, 1, False), (16, 2, True), (160, 3, False), (176, 3, False),
-)  # fmt: skip
-PLACES = ((0, 0, 256), (256, 512, 256), (768, 192, 64), (1280, 96, 96))  # (row, col, tile_n)
-BLOCKS = (
-    (1.0,), (448.0,), (449.0,), (224.0, -3.0), (225.0,), (-500.0, 2.0), (0.01, 1e-5), (1e30, -3.0), (7.0, -7.5),
-    (3.5,), (3.6,), (0.0, 1e-3), (255.0,), (256.0,),
-)  # fmt: skip
+# (tiles, accumulators, time of a tile's products, time of its store).
+SCHEDULES = ((5, 1, 3, 1), (5, 2, 3, 1), (6, 2, 2, 2), (6, 2, 1, 3), (7, 3, 1, 2), (3, 4, 1, 2), (1, 2, 4, 1))
 
 # Exercises 3 and 4: the kernel's tile, its slots and accumulators, and tiles, all of one block.
 SIDE, TILE_K, STAGES, ACCUMULATORS, TILES, STEPS = 128, 64, 2, 3, 5, 2
@@ -28,37 +22,41 @@ LOAD, MULTIPLY, STORE = 0, 1, 2
 
 
 @checker
-def check_columns(answer) -> str:
-    """Exercise 1: `answer(tile_n, accumulators, scaled)` is the number of columns that are allocated, or None."""
-    given = {case: answer(*case) for case in COLUMNS}
-    if not any(given.values()):
-        raise NotYet("columns returns 0 for all: write its body.")
-    for case, got in given.items():
-        if got is not None and (isinstance(got, bool) or not isinstance(got, int | np.integer)):
-            raise NotYet(f"columns{case} is {got!r}; it must be a whole number, or None.")
-        if got != (want := _columns(*case)):
-            raise NotYet(f"columns{case} is {got}, and {want} is right. {_columns_hint(given)}")
-    return "So two accumulators of 256 columns leave no room for scales."
+def check_commit(answer) -> str:
+    """Exercise 1: `answer(a, b)` is a @ b, summed in two halves whose products share one barrier."""
+    a, b = normal(11, (SIDE, 3 * TILE_K), jnp.bfloat16), normal(12, (3 * TILE_K, SIDE), jnp.bfloat16)
+    _require_calls(answer, a, b, tcgen05_mma="nothing is multiplied: keep both products of the step.",
+                   async_load="nothing is loaded from tensor memory: keep the last lines.")  # fmt: skip
+    try:
+        out = run_kernel(answer, a, b, stand_ins=_commits_of_their_own)
+    except NotYet as problem:
+        raise NotYet(_commit_hint(str(problem))) from problem
+    require_close(out, np.asarray(a, np.float64) @ np.asarray(b, np.float64), 1e-2, "the product")
+    return "One arrival for each step, after both products, and one wait for each arrival."
 
 
 @checker
-def check_held(answer) -> str:
-    """Exercise 2: `answer(row, col, tile_n, half)` has three slices: rows of A, columns of B, columns of o."""
-    for place in PLACES:
-        for half in range(2):
-            got = answer(*place, half)
-            if got is None:
-                raise NotYet("held returns None: write its body.")
-            if not isinstance(got, tuple | list) or [type(part) for part in got] != [slice] * 3:
-                raise NotYet(f"held{(*place, half)} is {got!r}; it must be three slices.")
-            want = _held(*place, half)
-            for name, mine, right in zip(("rows of A", "columns of B", "columns of o"), got, want, strict=True):
-                if (mine.start, mine.stop) != (right.start, right.stop):
-                    raise NotYet(
-                        f"held{(*place, half)}: the {name} are {mine.start} to {mine.stop}, and {right.start} to "
-                        f"{right.stop} is right. {_HELD_HINTS[name]}"
-                    )
-    return "Own rows, half of B, and sums of all columns: that is where the bytes are saved."
+def check_starts(answer) -> str:
+    """Exercise 2: `answer(tiles, accumulators, multiply, store)` lists when the products of each tile start."""
+    given = {}
+    for case in SCHEDULES:
+        got = answer(*case)
+        if got is None:
+            raise NotYet("starts returns None: write its body.")
+        try:
+            given[case] = [float(time) for time in got]
+        except (TypeError, ValueError) as error:
+            raise NotYet(f"starts{case} is {got!r}; it must be a list of times.") from error
+        if len(given[case]) != case[0]:
+            raise NotYet(f"starts{case} has {len(given[case])} times; there are {case[0]} tiles.")
+    for case, got in given.items():
+        if got != (want := [float(time) for time in _starts(*case)]):
+            tile = next(i for i, (mine, right) in enumerate(zip(got, want, strict=True)) if mine != right)
+            raise NotYet(
+                f"starts{case}: the products of tile {tile} start at {got[tile]:g}, and {want[tile]:g} is right. "
+                f"{_starts_hint(given)}"
+            )
+    return "Where a store takes longer than a tile's products, more accumulators only put off the wait."
 
 
 @checker
@@ -83,81 +81,56 @@ def check_store(answer) -> str:
     return "Squared on the way out, while the tensor cores go on."
 
 
-@checker
-def check_exponent(answer) -> str:
-    """Exercise 5: `answer(block)` is the exponent of the block's scale."""
-    given = {}
-    for values in BLOCKS:
-        block = np.zeros(32, np.float32)
-        block[: len(values)] = values
-        given[values] = got = answer(block)
-        if got is None:
-            raise NotYet("exponent returns None: write its body.")
-        if isinstance(got, bool) or not hasattr(got, "__float__") or float(got) != int(got):
-            raise NotYet(f"for a block with {values} it is {got!r}; it must be a whole number.")
-    for values, got in given.items():
-        if int(got) != (want := _exponent(values)):
-            reached = max(map(abs, values)) / 2.0 ** int(got)
-            hint = (
-                f"its largest value becomes {reached:.5g}, and e4m3 ends at 448: it saturates."
-                if reached > 448
-                else f"its largest value becomes {reached:.5g}, and half the scale would do."
-            )
-            raise NotYet(f"for a block with {values} it is {int(got)}, and {want} is right: {hint}")
-    return "Nothing saturates, and no bit is given away."
+def _commit_hint(problem: str) -> str:
+    """A kernel's fault in its waits and commits, from the interpreter's `problem`."""
+    if "deallocated" in problem or "async_load_tmem" in problem:
+        return "The sums are loaded before the last products have ended: nobody waits for the last arrival at `freed`."
+    if "no threads observed" in problem:
+        return "The tensor cores arrive at `freed` again before anybody has waited for the arrival before."
+    if "race" in problem:
+        return (
+            "A commit tells of the products that were started before it, and of no other. A slot is filled again while "
+            f"a product reads it: {problem}"
+        )
+    return f"Each arrival at `freed` is waited for once: {problem}" if "never end" in problem else problem
 
 
-def _columns(tile_n, accumulators, scaled):
-    scales = 4 + 4 * math.ceil(tile_n / 128) if scaled else 0
-    allocated = 32
-    while allocated < accumulators * tile_n + scales:
-        allocated *= 2
-    return allocated if allocated <= 512 else None
+@contextlib.contextmanager
+def _commits_of_their_own():
+    """A barrier in a product's own line becomes a commit after it. On a GPU it is one; the interpreter has the barrier
+    tell of that product alone."""
+    multiply = plgpu.tcgen05_mma
+
+    def mma(acc, a, b, barrier=None, **how):
+        multiply(acc, a, b, **how)
+        if barrier is not None:
+            plgpu.tcgen05_commit_arrive(barrier)
+
+    with unittest.mock.patch.object(plgpu, "tcgen05_mma", mma):
+        yield
 
 
-def _columns_hint(given):
-    def plainly(tile_n, accumulators, scaled):
-        total = accumulators * tile_n + (4 + 4 * math.ceil(tile_n / 128) if scaled else 0)
-        return total if total <= 512 else None
+def _starts(tiles, accumulators, multiply, store, *, waits=True, in_turn=True):
+    starts, stored = [], []
+    for tile in range(tiles):
+        start = starts[-1] + multiply if starts else 0
+        if waits and tile >= accumulators:
+            start = max(start, stored[tile - accumulators])
+        starts.append(start)
+        stored.append(max(start + multiply, stored[-1] if stored and in_turn else 0) + store)
+    return starts
 
-    def unscaled(tile_n, accumulators, scaled):
-        return _columns(tile_n, accumulators, False)
 
-    def unlimited(tile_n, accumulators, scaled):
-        scales = 4 + 4 * math.ceil(tile_n / 128) if scaled else 0
-        return max(32, 2 ** math.ceil(math.log2(accumulators * tile_n + scales)))
-
+def _starts_hint(given):
     likely = (
-        (plainly, "It allocates powers of two, from 32 on."),
-        (unscaled, "Scales take columns as well."),
-        (unlimited, "There are 512 columns."),
+        (lambda *case: _starts(*case, waits=False), "Its accumulator is one that an earlier tile has to leave first."),
+        (lambda *case: _starts(*case, in_turn=False), "One warpgroup stores, one tile after the other."),
+        (lambda tiles, _, *times: _starts(tiles, 1, *times), "The tile before it may be in another accumulator."),
     )
     for wrong, text in likely:
-        if all(wrong(*case) == got for case, got in given.items()):
+        if all([float(time) for time in wrong(*case)] == got for case, got in given.items()):
             return text
-    return "Add up sums and scales, round up to a power of two, and compare with 512."
-
-
-_HELD_HINTS = {
-    "rows of A": "Each block has 128 rows of its own.",
-    "columns of B": "Each block holds half of the columns, block 0 the first.",
-    "columns of o": "A block multiplies its rows with both halves of B.",
-}
-
-
-def _held(row, col, tile_n, half):
-    return (
-        slice(row + half * 128, row + (half + 1) * 128),
-        slice(col + half * tile_n // 2, col + (half + 1) * tile_n // 2),
-        slice(col, col + tile_n),
-    )
-
-
-def _exponent(values):
-    exponent = -200
-    while max(map(abs, np.float32(values))) > 448 * 2.0**exponent:
-        exponent += 1
-    return exponent
+    return "It waits for the products of the tile before, and for the store of the tile whose accumulator it gets."
 
 
 def _products(a, b):

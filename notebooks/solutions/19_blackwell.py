@@ -1,7 +1,79 @@
 """Solutions of chapter 19's exercises; how to read the marks: tools/skeletons.py."""
 
 
-# %% exercise-3 needs: parameters setup
+# %% exercise-commit needs: parameters setup
+def in_two_halves(a, b):
+    """a @ b: a (128, K), b (K, 128), bfloat16. The sums are kept in two halves, of 64
+    columns each."""
+
+    def body(a_gmem, b_gmem, o_gmem, a_smem, b_smem, o_smem, acc_tmem, filled, freed):
+        halves = [pl.ds(0, 64), pl.ds(64, 64)]
+        left, right = (acc_tmem.at[:, half] for half in halves)
+
+        @pl.loop(0, a.shape[1] // 64)
+        def _(step):
+            pl.when(step > 0)(lambda: plgpu.barrier_wait(freed))
+            ks = pl.ds(step * 64, 64)
+            plgpu.copy_gmem_to_smem(a_gmem.at[:, ks], a_smem, filled)
+            for i, half in enumerate(halves):
+                plgpu.copy_gmem_to_smem(b_gmem.at[ks, half], b_smem.at[i], filled)
+            plgpu.barrier_wait(filled)
+            plgpu.tcgen05_mma(left, a_smem, b_smem.at[0], accumulate=step > 0)
+            #: plgpu.tcgen05_commit_arrive(freed)
+            plgpu.tcgen05_mma(right, a_smem, b_smem.at[1], accumulate=step > 0)
+            # BEGIN SOLUTION
+            plgpu.tcgen05_commit_arrive(freed)
+            # END SOLUTION
+
+        # BEGIN SOLUTION
+        plgpu.barrier_wait(freed)  # The products of the last step have ended.
+        # END SOLUTION
+        for half in halves:
+            sums = plgpu.async_load_tmem(
+                acc_tmem.at[:, half], layout=plgpu.Layout.TCGEN05
+            )
+            o_smem[...] = sums.astype(o_smem.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[:, half])
+            plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_load_tmem()
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((128, 128), a.dtype),
+        scratch_types=[
+            plgpu.SMEM((128, 64), a.dtype),
+            plgpu.SMEM((2, 64, 64), b.dtype),
+            plgpu.SMEM((128, 64), a.dtype),
+            plgpu.TMEM((128, 128), jnp.float32),
+            plgpu.Barrier(num_arrivals=3),  # filled
+            plgpu.Barrier(orders_tensor_core=True),  # freed
+        ],
+    )(a, b)
+
+
+ex19.check_commit(in_two_halves)
+
+
+# %% exercise-starts needs: parameters setup
+def starts(tiles, accumulators, multiply, store):
+    #: return None  # Your code: a list of times.
+    # BEGIN SOLUTION
+    begun, stored = [], []
+    for tile in range(tiles):
+        start = begun[-1] + multiply if begun else 0
+        if tile >= accumulators:
+            start = max(start, stored[tile - accumulators])
+        begun.append(start)
+        stored.append(max(start + multiply, stored[-1] if stored else 0) + store)
+    return begun
+    # END SOLUTION
+
+
+ex19.check_starts(starts)
+
+
+# %% exercise-multiply needs: parameters setup
 def multiply(ring, a_smem, b_smem, acc_tmem, summed, stored, turn, steps):
     #: # Your code. For a start: slot = ring.wait(turn * steps + step), in a loop over the
     #: # steps.
@@ -29,47 +101,7 @@ def multiply(ring, a_smem, b_smem, acc_tmem, summed, stored, turn, steps):
 ex19.check_multiply(multiply)
 
 
-# %% exercise-2 needs: parameters setup
-def held(row, col, tile_n, half):
-    #: return None  # Your code: three slices.
-    # BEGIN SOLUTION
-    first_row, first_col, cols = row + 128 * half, col + tile_n // 2 * half, tile_n // 2
-    return (
-        slice(first_row, first_row + 128),
-        slice(first_col, first_col + cols),
-        slice(col, col + tile_n),
-    )
-    # END SOLUTION
-
-
-ex19.check_held(held)
-
-
-# %% exercise-5 needs: parameters setup
-def exponent(block):
-    #: return None  # Your code.
-    # BEGIN SOLUTION
-    return math.ceil(math.log2(float(np.abs(block).max()) / 448))
-    # END SOLUTION
-
-
-ex19.check_exponent(exponent)
-
-
-# %% exercise-1 needs: parameters setup
-def columns(tile_n, accumulators, scaled):
-    #: return 0  # Your code.
-    # BEGIN SOLUTION
-    total = tile_n * accumulators + (4 * (1 + math.ceil(tile_n / 128)) if scaled else 0)
-    allocated = max(32, 2 ** math.ceil(math.log2(total)))
-    return allocated if allocated <= 512 else None
-    # END SOLUTION
-
-
-ex19.check_columns(columns)
-
-
-# %% exercise-4 needs: parameters setup
+# %% exercise-store needs: parameters setup
 def store_squares(acc_tmem, o_smem, o_gmem):
     #: # Your code. For a start: plgpu.async_load_tmem(acc_tmem.at[:, pl.ds(0, 64)],
     #: # layout=plgpu.Layout.TCGEN05).

@@ -1,6 +1,7 @@
 """`make bench` and `make record` on a B200, which nobody here has: as far as a pretended one goes."""
 
 import dataclasses
+import re
 import sys
 import types
 
@@ -147,27 +148,53 @@ def test_an_older_gpu_shows_what_was_recorded_on_a_b200(b200, pretend_gpu):
     assert results.value("19_blackwell/y", lambda: 1 / 0, gpu="b200") is None
 
 
-def test_the_chapter_measures_its_rungs_on_a_b200(b200, monkeypatch, capsys):
-    """Its cells, as `make record NB=19` would run them there; the compiler, which needs no B200, is left out."""
+BEFORE = "parameters", "setup"  # Cells that make the operands.
+CHAPTERS = {
+    "19_blackwell": (*BEFORE, "step", "bound", "instruments", "one", "predict", "ring", "roles", "persistent",
+                     "ladder"),
+    "19b_pairs": (*BEFORE, "count", "instruments", "rung-4", "pair", "launch", "ladder"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stem", CHAPTERS)
+def test_a_chapter_measures_its_rungs_on_a_b200(b200, monkeypatch, capsys, stem):
+    """Its cells, as `make record` would run them there; the compiler, which needs no B200, is left out."""
     nothing = types.SimpleNamespace(registers=0, spill_bytes=0, smem_bytes=0, ptx="")
     monkeypatch.setattr(lab, "compile_for", lambda *args, **kwargs: nothing)
     monkeypatch.setattr(results, "code_of", lambda fn: {})  # These cells lie in no notebook that runs.
     monkeypatch.setattr(lab, "show_diff", lambda *_: None)
     monkeypatch.syspath_prepend(str(ROOT / "notebooks"))
-    cells = {cell.id: cell.source for cell in nbformat.read(ROOT / "notebooks/19_blackwell.ipynb", as_version=4).cells}
-    names = {}
-    for cell in ("parameters", "setup", "step", "bound", "instruments", "one", "predict", "ring", "roles",
-                 "persistent", "pair", "launch", "ladder"):  # fmt: skip
+    notebook = nbformat.read(ROOT / f"notebooks/{stem}.ipynb", as_version=4)
+    cells, names = {cell.id: cell.source for cell in notebook.cells}, {}
+    for cell in CHAPTERS[stem]:
         exec(cells[cell], names)
         names["timing_size"] = 256  # The operands are made, and nothing multiplies them.
         names |= dict.fromkeys(("facts", "predict"), lambda *_: None)
     assert names["a_big"].shape == (256, 256) and hasattr(names["a_big"], "devices")
-    rows = results.rows("19_blackwell", "b200")
-    assert len(rows) == len(names["RUNGS"]) + 1 == len(names["KERNELS"]) + 1
+    rows, kernels = results.rows(stem, "b200"), names["KERNELS"]
+    assert len(rows) == len(kernels) + (stem == "19b_pairs") and kernels.keys() <= names["RUNGS"].keys()
     assert {row["cookbook"]["ms"] for problem, row in rows.items() if "cublas" not in problem} == {0.5}
-    assert rows["19_blackwell/cublas"]["cublas"]["ms"] == 0.5 and results.topics("h200") == []
+    assert results.topics("b200") == [stem] and results.topics("h200") == []
+    if stem == "19b_pairs":
+        assert rows["19b_pairs/cublas"]["cublas"]["ms"] == 0.5
     shown = capsys.readouterr().out
     assert shown.rstrip().endswith("[measured on NVIDIA B200]") and shown.count(" 500 ") == len(rows)
+
+
+def test_the_second_chapter_shows_the_rungs_of_the_first(b200):
+    for name in ("1_one_slot", "2_a_ring", "3_roles", "4_one_accumulator", "4_two_accumulators"):
+        results.write(f"19_blackwell/{name}", "cookbook", ms=0.25, min_ms=0.25, spread=0.0)
+    cell = next(
+        cell.source
+        for cell in nbformat.read(ROOT / "notebooks/19b_pairs.ipynb", as_version=4).cells
+        if cell.id == "ladder"
+    )
+    names = dict(re=re, lab=lab, flops=1.0)
+    exec(cell[cell.index("def problem_of") : cell.index("def timed")], names)
+    exec(cell[cell.index("def recorded") : cell.index("def where")], names)
+    first = nbformat.read(ROOT / "notebooks/19_blackwell.ipynb", as_version=4).cells
+    rungs = re.findall(r'"(\d: [\w ]+)":', next(c.source for c in first if c.id == "ladder"))
+    assert len(rungs) == 5 and {names["recorded"](name).median_ms for name in rungs} == {0.25}
 
 
 def test_the_results_page_has_a_section_of_the_b200(b200, monkeypatch):

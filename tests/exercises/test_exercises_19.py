@@ -1,7 +1,6 @@
 """The exercises of chapter 19: solutions are accepted; wrong answers and untouched skeletons are not."""
 
 import functools
-import math
 import sys
 
 import jax
@@ -11,87 +10,128 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import blackwell, lab
-from cookbook.blackwell.core import Config
+from figures.blackwell import blackwell_turns
 from tests.exercises.answers import NOTEBOOKS, accepted, rejected
+from tests.exercises.test_solutions import mistaken
 
 sys.path.insert(0, str(NOTEBOOKS))
 
-from exercises import ex19  # noqa: E402
+from exercises import ex19, judge  # noqa: E402
 
-# Columns
-
-
-def columns(tile_n, accumulators, scaled, *, least=32, most=512, power=True):
-    total = tile_n * accumulators + (4 * (1 + -(-tile_n // 128)) if scaled else 0)
-    total = max(least, 2 ** math.ceil(math.log2(total)) if power else total)
-    return total if total <= most else None
+# A commit too early
 
 
-@pytest.mark.parametrize("right", [columns, lambda *case: (found := columns(*case)) and np.int64(found)])
-def test_columns_solution(right):
-    accepted(ex19.check_columns(right))
+def in_two_halves(a, b):
+    """Differs from the solution: a barrier in a product's own line, and each step waits for its products."""
+
+    def body(a_gmem, b_gmem, o_gmem, a_smem, b_smem, o_smem, acc_tmem, filled, freed):
+        for step in range(a.shape[1] // 64):
+            ks = pl.ds(step * 64, 64)
+            plgpu.copy_gmem_to_smem(a_gmem.at[:, ks], a_smem, filled)
+            for i in range(2):
+                plgpu.copy_gmem_to_smem(b_gmem.at[ks, pl.ds(64 * i, 64)], b_smem.at[i], filled)
+            plgpu.barrier_wait(filled)
+            plgpu.tcgen05_mma(acc_tmem.at[:, pl.ds(0, 64)], a_smem, b_smem.at[0], accumulate=step > 0)
+            plgpu.tcgen05_mma(acc_tmem.at[:, pl.ds(64, 64)], a_smem, b_smem.at[1], freed, accumulate=step > 0)
+            plgpu.barrier_wait(freed)
+        o_smem[...] = plgpu.async_load_tmem(acc_tmem, layout=plgpu.Layout.TCGEN05).astype(o_smem.dtype)
+        plgpu.wait_load_tmem()
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(o_smem, o_gmem)
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((128, 128), a.dtype),
+        scratch_types=[
+            plgpu.SMEM((128, 64), a.dtype),
+            plgpu.SMEM((2, 64, 64), b.dtype),
+            plgpu.SMEM((128, 128), a.dtype),
+            plgpu.TMEM((128, 128), jnp.float32),
+            plgpu.Barrier(num_arrivals=3),
+            plgpu.Barrier(orders_tensor_core=True),
+        ],
+    )(a, b)
+
+
+def test_commit_solution():
+    accepted(ex19.check_commit(in_two_halves))
+
+
+COMMIT = "            plgpu.tcgen05_commit_arrive(freed)\n"
+SECOND = "            plgpu.tcgen05_mma(right, a_smem, b_smem.at[1], accumulate=step > 0)\n"
+LAST = "        plgpu.barrier_wait(freed)  # The products of the last step have ended.\n"
 
 
 @pytest.mark.parametrize(
-    "wrong, said",
+    "right, wrong, said",
     [
-        (functools.partial(columns, power=False, least=0), "powers of two"),
-        (functools.partial(columns, most=1024), "There are 512"),
-        (lambda n, acc, scaled: columns(n, acc, False), "Scales take columns"),
-        (functools.partial(columns, least=0), "Add up sums and scales"),
-        (lambda *case: 512, "Add up sums and scales"),
-        (lambda *case: "many", "must be a whole number"),
-        (lambda n, acc, scaled: n / 0, "raised ZeroDivisionError"),
+        (SECOND + "            " + COMMIT.strip() + "\n", COMMIT + SECOND, "A commit tells of the products"),
+        (LAST, "", "before the last products have ended"),
+        ("            pl.when(step > 0)(lambda: plgpu.barrier_wait(freed))\n", "", "before anybody has waited"),
+        (COMMIT, COMMIT + COMMIT, "before anybody has waited"),
+        (COMMIT, "", "never end"),
+        (SECOND, "", "the product"),
+        ("b_smem.at[1], accumulate=step > 0", "b_smem.at[1], accumulate=True", "the product"),
+        ("    )(a, b)", "    )(a, b + 0)", "outside of the kernel"),
+        ("    def body(", "    while True: pass\n    def body(", "has not ended"),
     ],
-)
-def test_columns_wrong(wrong, said):
-    rejected(ex19.check_columns(wrong), said)
+)  # fmt: skip
+def test_commit_wrong(right, wrong, said, monkeypatch):
+    if "while" in wrong:
+        monkeypatch.setattr(judge, "SECONDS", 1)
+    rejected(mistaken("19_blackwell", "exercise-commit", right, wrong), said)
 
 
-@pytest.mark.parametrize("tile_n, accumulators", [(64, 1), (96, 2), (192, 2), (16, 1)])
-def test_columns_are_those_that_are_allocated(tile_n, accumulators):
-    from tests.blackwell.test_compiled import tmem_allocated
-
-    config, aval = Config(tile_n=tile_n, num_accumulators=accumulators), jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
-    fn = functools.partial(blackwell.matmul, config=config, transpose_b=True)
-    plain = lab.compile_for("b200", fn, aval, aval)
-    mx = [jax.ShapeDtypeStruct((512, 256), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((512, 8), jnp.float8_e8m0fnu)]
-    scaled = lab.compile_for("b200", functools.partial(blackwell.matmul_mxfp8, config=config), *mx, *mx)
-    for compiled, is_scaled in ((plain, False), (scaled, True)):
-        assert tmem_allocated(compiled.ptx) == ex19._columns(tile_n, accumulators, is_scaled)
+def test_commit_by_xla():
+    rejected(ex19.check_commit(lambda a, b: a @ b), "nothing is multiplied")
 
 
-# Halves
+# When tiles start
 
 
-def held(row, col, tile_n, half):
-    cols = tile_n // 2
-    return (
-        slice(row + 128 * half, row + 128 * half + 128),
-        slice(col + cols * half, col + cols * half + cols),
-        slice(col, col + tile_n),
-    )
+def by_events(tiles, accumulators, multiply, store):
+    """In another way: a tile's times from those of all tiles before it."""
+
+    @functools.cache
+    def start(tile):
+        if tile == 0:
+            return 0.0
+        free = stored(tile - accumulators) if tile >= accumulators else 0.0
+        return max(start(tile - 1) + multiply, free)
+
+    @functools.cache
+    def stored(tile):
+        return max(start(tile) + multiply, stored(tile - 1) if tile else 0.0) + store
+
+    return np.array([start(tile) for tile in range(tiles)])
 
 
-@pytest.mark.parametrize("right", [held, lambda *case: list(held(*case))])
-def test_held_solution(right):
-    accepted(ex19.check_held(right))
+def by_the_figure(tiles, accumulators, multiply, store):
+    return [start for start, *_ in blackwell_turns.schedule(accumulators, tiles, multiply, store)]
+
+
+@pytest.mark.parametrize("right", [by_events, by_the_figure])
+def test_starts_solution(right):
+    accepted(ex19.check_starts(right))
 
 
 @pytest.mark.parametrize(
     "wrong, said",
     [
-        (lambda row, col, n, half: held(row, col, n, 0), "128 rows of its own"),
-        (lambda row, col, n, half: (held(row, col, n, half)[0], *[slice(col, col + n)] * 2), "half of the columns"),
-        (lambda *case: (*held(*case)[:2], held(*case)[1]), "with both halves of B"),
-        (lambda *case: held(*case)[:2], "must be three slices"),
-        (lambda *case: 3, "must be three slices"),
+        (functools.partial(ex19._starts, waits=False), "an earlier tile has to leave first"),
+        (functools.partial(ex19._starts, in_turn=False), "One warpgroup stores"),
+        (lambda tiles, acc, *times: ex19._starts(tiles, 1, *times), "may be in another accumulator"),
+        (lambda tiles, acc, *times: ex19._starts(tiles, acc + 1, *times), "It waits for the products"),
+        (lambda tiles, acc, multiply, store: [i * (multiply + store) for i in range(tiles)], "may be in another"),
+        (lambda *case: [0], "there are 5 tiles"),
+        (lambda *case: 3, "must be a list of times"),
+        (lambda *case: None, "write its body"),
         (lambda *case: 1 / 0, "raised ZeroDivisionError"),
     ],
 )
-def test_held_wrong(wrong, said):
-    rejected(ex19.check_held(wrong), said)
+def test_starts_wrong(wrong, said):
+    rejected(ex19.check_starts(wrong), said)
 
 
 # Multiply, in turn
@@ -191,42 +231,3 @@ def test_store_solution(right):
 )
 def test_store_wrong(wrong, said):
     rejected(ex19.check_store(wrong), said)
-
-
-# A scale
-
-
-def exponent(block):
-    fraction, power = np.frexp(np.abs(block).max())
-    return power - 9 if fraction <= 0.875 else power - 8
-
-
-def by_logarithm(block):
-    return math.ceil(math.log2(float(np.abs(block).max()) / 448))
-
-
-@pytest.mark.parametrize("right", [exponent, by_logarithm])
-def test_exponent_solution(right):
-    accepted(ex19.check_exponent(right))
-
-
-@pytest.mark.parametrize(
-    "wrong, said",
-    [
-        (lambda block: math.floor(math.log2(np.abs(block).max())) - 8, "it saturates"),
-        (lambda block: math.floor(math.log2(np.abs(block).max())) - 7, "half the scale would do"),
-        (lambda block: math.ceil(math.log2(max(block.max(), 1e-9) / 448)), "it saturates"),
-        (lambda block: math.log2(np.abs(block).max() / 448), "must be a whole number"),
-        (lambda block: "small", "must be a whole number"),
-        (lambda block: block[99], "raised IndexError"),
-    ],
-)
-def test_exponent_wrong(wrong, said):
-    rejected(ex19.check_exponent(wrong), said)
-
-
-def test_exponents_are_those_of_the_package():
-    for values in ex19.BLOCKS:
-        block = jnp.zeros(32).at[: len(values)].set(jnp.asarray(values))
-        _, scales = blackwell.quantize_mxfp8(block)
-        assert float(scales[0]) == 2.0 ** ex19._exponent(values)
