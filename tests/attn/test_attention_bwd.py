@@ -173,8 +173,7 @@ def test_jit_vmap_checkpoint_and_determinism():
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("right", [None, 0])
-@pytest.mark.parametrize("for_query", [True, False])
+@pytest.mark.parametrize("right, for_query", [(None, True), (0, False)])
 def test_what_the_compiler_makes_of_it(head_dim, right, for_query):
     """No product waits for another, which ptxas would say, and next to nothing is spilled."""
     problem = Problem(8, 8, head_dim, jnp.dtype(jnp.bfloat16), 1.0, None, None, right, interpreted=False)

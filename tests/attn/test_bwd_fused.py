@@ -133,8 +133,7 @@ def test_one_stage_is_refused():
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("right", [None, 0])
-@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("right, group", [(None, 4), (0, 1)])
 def test_what_the_compiler_makes_of_it(head_dim, right, group):
     """No product waits for another, which ptxas would say; one loop has the five products, in all their pieces, and the
     last dq follows it."""

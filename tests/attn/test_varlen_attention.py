@@ -236,8 +236,8 @@ def test_jit_vmap_and_determinism():
 
 
 @pytest.mark.parametrize("head_dim", SERVED_HEAD_DIMS)
-@pytest.mark.parametrize("how", [dict(), dict(is_causal=True)], ids=str)
-def test_what_the_compiler_makes_of_it(head_dim, how):
+def test_what_the_compiler_makes_of_it(head_dim):
+    how = dict(is_causal=SERVED_HEAD_DIMS.index(head_dim) % 2 == 1)  # Either mask with small heads and with large ones.
     q, kv = (jax.ShapeDtypeStruct((8192, heads, head_dim), jnp.bfloat16) for heads in (16, 4))
     cu = jax.ShapeDtypeStruct((17,), jnp.int32)
     compiled = lab.compile_for("h200", functools.partial(varlen_attention, **how), q, kv, kv, cu, cu)
