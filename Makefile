@@ -64,6 +64,7 @@ _pytest:
 lab: $(READY)  ## Open the notebooks in JupyterLab
 	@$(PYTHON) -m jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
 
+# The site and the figures show the same on each machine.
 .PHONY: site
 site: export COOKBOOK_GPU ?= h200
 site: $(READY)  ## Build the web site into build/site
@@ -83,7 +84,6 @@ bench: $(READY)  ## Time the kernels and their peers on this GPU, into results/ 
 record: $(READY)  ## On a GPU: run the notebooks in place and record their outputs and results/ (NB=05 for one)
 	@$(PYTHON) tools/run_notebooks.py --record $(NB) $(ARGS)
 
-# The same figures on each machine.
 .PHONY: figures
 figures: export COOKBOOK_GPU ?= h200
 figures: $(READY)  ## Draw figures/*.svg and the README's numbers again from results/

@@ -11,7 +11,7 @@ bfloat16 or float16, each its own; total is of the residual's dtype. The arithme
 
 Role table: one warpgroup a block does everything, as in `softmax`: it loads a row into registers, reduces it once, and
 stores it. `scale` comes from the L1 cache: all rows share it. The forward kernel has no barriers of ours. Rows of more
-than 12288 values are read twice, both times from HBM: all blocks' rows are more than the L2 cache keeps.
+than 12288 values are read twice; of many such rows, which the L2 cache cannot keep, both times from HBM.
 
 Backward, with inverse = 1 / sqrt(mean_c(x**2) + eps):
 

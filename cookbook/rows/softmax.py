@@ -11,7 +11,7 @@ spread over four warps exchange four numbers through shared memory, and synchron
 
 A row that does not fit the registers (more than 16384 values) is read twice: once for its statistics, group by group
 with the online update of Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); and once more to
-be stored. All blocks' rows together are more than the L2 cache keeps until then.
+be stored. The L2 cache cannot keep many such rows, which are then read from HBM twice.
 
 The backward kernel makes dx = p (dp - sum_c p dp) of p and dp alone, which it reads once.
 
