@@ -148,7 +148,8 @@ def compile_for(gpu: str, fn, *args, name: str | None = None, devices: int | dic
                 return jax.jit(lambda *args: fn(*args)).lower(*avals)
 
         lowered, modules = _lower_aloud(lower)
-        calls = _kernel_calls(lowered.compiler_ir())
+        module = lowered.compiler_ir()
+        calls = _kernel_calls(module)
         if not calls:
             raise ValueError(f"{name} launches no Mosaic GPU kernel: there is nothing to compile for {gpu!r}.")
         smem_bytes = _smem_bytes(modules, name, gpu)
@@ -158,6 +159,9 @@ def compile_for(gpu: str, fn, *args, name: str | None = None, devices: int | dic
                 "how much shared memory a kernel takes: use Warpgroup semantics, JAX's default, or jax.jit(...).lower."
             )
         kernels = []
+        with module.context:
+            (main,) = (op for op in module.body if ir.StringAttr(op.attributes["sym_name"]).value == "main")
+            _allocate_operands(main.regions[0].blocks[0].operations[-1])
         for index in range(len(calls)):
             _keep_kernel(calls, index)
             kernels.append(_assemble(gpu, _ptx(lowered, index, name, directory), smem_bytes, start, directory))
@@ -218,20 +222,34 @@ def _kernel_calls(module: ir.Module) -> list[tuple[ir.Operation, ir.Attribute, d
 
 
 def _keep_kernel(calls: list[tuple[ir.Operation, ir.Attribute, dict[str, ir.Attribute]]], index: int) -> None:
-    """Leaves the Mosaic kernel `calls[index]`, under a hash of its own, and makes the others plain allocations.
+    """Leaves the Mosaic kernel `calls[index]`, under a hash of its own, and nothing else that XLA would compile.
 
     One at a time, because for any architecture but the one that `claim_architecture` chose, Mosaic stops after the PTX
-    of its first kernel. The hash, because JAX 0.12 knows a compiled kernel again by
-    it, and then has nothing to tell.
+    of its first kernel. The other kernels become plain allocations, and so do its operands and the program's results:
+    what computed or read them is dead code. The hash, because JAX 0.12 knows a compiled kernel again by it, and then
+    has nothing to tell.
     """
     for i, (op, target, config) in enumerate(calls):
         with op.context:
             if i == index:
                 config = config | {"kernel_hash": ir.StringAttr.get(os.urandom(32))}
+                op.attributes["has_side_effect"] = ir.BoolAttr.get(True)
+                _allocate_operands(op)
             else:
                 target, config = ir.StringAttr.get("AllocateBuffer"), {}
+                op.attributes["has_side_effect"] = ir.BoolAttr.get(False)
             op.attributes["call_target_name"] = target
             op.attributes["mhlo.backend_config"] = ir.DictAttr.get(config)
+
+
+def _allocate_operands(op: ir.Operation) -> None:
+    """Replaces each operand by an allocation of its type."""
+    api_version = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 2)
+    attributes = dict(call_target_name=ir.StringAttr.get("AllocateBuffer"), api_version=api_version)
+    for i, operand in enumerate(list(op.operands)):
+        with ir.InsertionPoint(op), op.location:
+            new = ir.Operation.create("stablehlo.custom_call", [operand.type], attributes=attributes)
+        op.operands[i] = new.result
 
 
 def _ptx(lowered, index: int, name: str, directory: str) -> str:
