@@ -10,13 +10,13 @@ SMs do no products: they send this device's shard to all others, in the order in
 
 | block | warpgroup | does |
 |---|---|---|
-| senders | 0 | loads pieces of the shard into shared memory, stores each into a peer's buffer |
+| senders | 0 | loads pieces of the shard into shared memory, stores the rows of each into a peer's buffer |
 | the others | memory | waits for a block of lhs, then loads its steps into the ring of slots |
 | | compute, two | multiply, and store the result (`gemm/roles.py`) |
 
 | barrier | arrives | count | waits |
 |---|---|---|---|
-| loaded[stage] | TMA: a piece is in shared memory | 1 | the sender, before it stores the piece |
+| loaded[stage] | TMA: a row of a piece is in shared memory | 16 | the sender, before it stores the piece |
 | arrived[step - 1, block] (semaphore) | each sender of the owner: its share of a block is here | 1 | memory |
 | filled[slot], freed[slot] | as in `gemm/roles.py` | | |
 
@@ -52,7 +52,7 @@ from . import core, matmul_core, protocol
 from . import matmul_reduce_scatter as transposed
 from .all_gather import all_gather
 
-PIECE = 64, 256  # Rows and columns of the shard that a sender copies at once.
+PIECE = 16, 1024  # Rows and columns of the shard that a sender copies at once, row by row.
 LAG = 2  # Pieces that a sender has stored since those that it announces: their stores have ended by then.
 STAGES_MAX = 8
 PARTS = 4  # The most parts of K that are announced one by one.
@@ -130,16 +130,30 @@ class GatherPlan(matmul_core.ShardPlan):
         part = lax.div(number, height)
         return first + number - part * height, part
 
+    @property
+    def last_col(self) -> int:
+        """Where the last pieces along K begin, which may be narrower."""
+        return (self.tiles.k - 1) // PIECE[1] * PIECE[1]
+
     def source(self, sender, i):
-        """(the step, rows and columns) of what `sender` sends in round `i`. Beyond a block's pieces there are none."""
-        step, number, piece = self.protocol.place(sender, i)
+        """(the row and the column) where the piece begins that `sender` sends in round `i`: row M if there is none."""
+        _, number, piece = self.protocol.place(sender, i)
         (block_row, part), (rows, cols) = self.place_of(number), self.pieces
         row = block_row * self.block[0] + _mgpu.div(piece, cols) * PIECE[0]
-        row = jnp.where(piece < rows * cols, row, self.tiles.m)
-        return step, pl.ds(row, PIECE[0]), pl.ds(part * self.block[1] + _mgpu.rem(piece, cols) * PIECE[1], PIECE[1])
+        col = part * self.block[1] + _mgpu.rem(piece, cols) * PIECE[1]
+        exists = (piece < rows * cols) & (col <= self.last_col)
+        return jnp.where(exists, row, self.tiles.m), jnp.minimum(col, self.last_col)
+
+    def each_width(self, col, do):
+        """`do(width)` for the piece that begins at column `col`: compiled for whole pieces and for the last ones."""
+        last = self.tiles.k - self.last_col
+        if self.last_col:
+            pl.when(col < self.last_col)(lambda: do(PIECE[1]))
+        pl.when(col == self.last_col)(lambda: do(last))
 
     def _scratch(self, num_stages: int) -> dict:
-        return super()._scratch(num_stages) | dict(loaded=plgpu.Barrier(num_barriers=STAGES_MAX))
+        loaded = plgpu.Barrier(num_arrivals=PIECE[0], num_barriers=STAGES_MAX)
+        return super()._scratch(num_stages) | dict(loaded=loaded)
 
     @property
     def scratch(self) -> dict:
@@ -282,18 +296,29 @@ def _send(plan, axis_name, lhs_gmem, gathered_gmem, stages, loaded, arrived):
     sender = (lax.axis_index("cluster") * plan.config.cluster_m + block_m) * plan.config.cluster_n + block_n
 
     def load(i):
-        stage, (_, rows, cols) = _mgpu.rem(i, num_stages), plan.source(sender, i)
-        plgpu.copy_gmem_to_smem(lhs_gmem.at[rows, cols], stages.at[stage], loaded.at[stage])
+        stage, (row, col) = _mgpu.rem(i, num_stages), plan.source(sender, i)
 
-    def store(i, action, _):
-        stage, (step, rows, cols) = stages.at[_mgpu.rem(i, num_stages)], plan.source(sender, i)
+        def copy(width):
+            @pl.loop(0, PIECE[0])
+            def _(r):  # Rows that are not there are loaded as well: their arrivals count.
+                source = lhs_gmem.at[jnp.minimum(row + r, plan.tiles.m - 1), pl.ds(col, width)]
+                to, whole = stages.at[stage, r, pl.ds(0, width)], plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+                plgpu.copy_gmem_to_smem(source, to, loaded.at[stage], oob_mode=whole)
 
-        def copy(device_id):
-            plgpu.copy_smem_to_gmem(stage, plgpu.remote_ref(gathered_gmem, device_id).at[d, rows, cols])
+        plan.each_width(col, copy)
 
-        matmul_core.to_peer(d, gather.n, axis_name, action.peer, copy)
-        if gather.keeps_own:
-            pl.when(step == gather.n)(lambda: plgpu.copy_smem_to_gmem(stage, gathered_gmem.at[d, rows, cols]))
+    def store(i, _, device_id):
+        stage, (row, col) = _mgpu.rem(i, num_stages), plan.source(sender, i)
+        theirs = plgpu.remote_ref(gathered_gmem, device_id).at[d]
+
+        def copy(width):
+            @pl.loop(0, jnp.minimum(plan.tiles.m - row, PIECE[0]))
+            def _(r):
+                source, to = stages.at[stage, r, pl.ds(0, width)], theirs.at[row + r, pl.ds(col, width)]
+                plgpu.copy_smem_to_gmem(source, to, commit_group=False)
+
+        plan.each_width(col, copy)
+        plgpu.commit_smem_to_gmem_group()
 
     @pl.loop(0, num_stages - 1)
     def _(i):

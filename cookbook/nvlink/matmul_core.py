@@ -7,9 +7,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
@@ -151,13 +149,3 @@ def require_operands(op: str, lhs, rhs, axis_name):
         )
     n = core.num_devices(op, axis_name)
     return *_mgpu.alike(core.vary(lhs, axis_name), rhs), n
-
-
-def to_peer(d, n: int, axis_name, peer, copy) -> None:
-    """Starts `copy(device_id)` for a peer that is known at run time only.
-
-    TMA's descriptors are made on the host, one for each peer, so each peer has a copy of its own in the code.
-    """
-    for offset in range(1, n):
-        device_id = {axis_name: jnp.int32(_mgpu.rem(d + offset, n))}
-        pl.when(_mgpu.rem(peer - d + n, n) == offset)(functools.partial(copy, device_id))

@@ -14,12 +14,13 @@ So runs are equal to the bit.
 |---|---|
 | memory | loads the steps of all tiles into the ring of slots (`gemm/roles.py`); stores the tile before to its owner; |
 | | loads the next device's part of an own tile |
-| compute, two | multiply; add the others' parts to an own tile; leave the tile in shared memory |
+| compute, two | multiply; add the others' parts to an own tile, loading the further ones; |
+| | leave the tile in shared memory |
 
 | barrier | arrives | count | waits |
 |---|---|---|---|
 | arrived[tile] (semaphore) | each other device: its part of the tile is here | n - 1 | memory, and compute if n > 2 |
-| fetched | each copy of a piece of the next device's part | pieces | compute, of an own tile |
+| fetched[wg] | each copy of a piece of a part | pieces | the compute warpgroup, of an own tile |
 | staged | each compute warpgroup: its share of a tile is in shared memory | 2 | memory, before it stores the tile |
 | emptied | memory: TMA has read the tile | 1 | compute, before it leaves the next one there |
 | filled[slot], freed[slot] | as in `gemm/roles.py` | | |
@@ -35,6 +36,7 @@ Not supported: several hosts; batches; results of another dtype.
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -44,7 +46,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
-from ..gemm import core as gemm
 from ..gemm import roles
 from ..gemm.core import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS
 from ..gemm.matmul import matmul
@@ -59,7 +60,7 @@ class ScatterPlan(matmul_core.ShardPlan):
 
     axis_name: Any = None
     device: Any = None
-    parts: Any = None  # The buffer for the others' parts: (n - 1, rows, columns), in whole tiles.
+    parts: Any = None  # The buffer for the others' parts.
 
     @property
     def protocol(self) -> protocol.MatmulScatter:
@@ -67,8 +68,9 @@ class ScatterPlan(matmul_core.ShardPlan):
 
     @property
     def parts_shape(self) -> tuple[int, ...]:
-        t = self.tiles
-        return (t.num_shards - 1, *_mgpu.padded_shape((t.m, t.n), t.cluster_tile))
+        """For each other device and tile, the pieces as they lie in shared memory, swizzled."""
+        pieces = (COMPUTE, len(self.store_pieces), *self.store_piece)
+        return (self.tiles.num_shards - 1, math.prod(self.semaphores), *pieces)
 
     @property
     def semaphores(self) -> tuple[int, ...]:
@@ -82,9 +84,15 @@ class ScatterPlan(matmul_core.ShardPlan):
         return self.entry.number, block_m * self.config.cluster_n + block_n
 
     def _scratch(self, num_stages: int) -> dict:
-        barriers = dict(staged=COMPUTE, emptied=1, fetched=self.num_pieces)
-        barriers = {name: plgpu.Barrier(num_arrivals=count) for name, count in barriers.items()}
-        return super()._scratch(num_stages) | barriers
+        scratch = super()._scratch(num_stages) | dict(
+            staged=plgpu.Barrier(num_arrivals=COMPUTE),
+            emptied=plgpu.Barrier(),
+            fetched=plgpu.Barrier(num_arrivals=len(self.store_pieces), num_barriers=COMPUTE),
+        )
+        if not self.interpreted:  # The third view is of the bytes as they are.
+            views = scratch["o_smem"].refs
+            scratch["o_smem"] = plgpu.RefUnion(*views, plgpu.SMEM(views[0].shape, self.out_dtype))
+        return scratch
 
     @property
     def num_pieces(self) -> int:
@@ -96,14 +104,24 @@ class ScatterPlan(matmul_core.ShardPlan):
         """Whether this device is the tile's owner."""
         return self.entry.step == self.tiles.num_shards - 1
 
-    def piece(self, tile, i):
-        """(its place in shared memory, its rows and columns) of piece `i` of `tile`."""
+    @property
+    def number(self):
+        """The number of this block's tile among those of a shard."""
+        number, block = self.tile
+        return number * self.semaphores[1] + block
+
+    def piece(self, i) -> tuple:
+        """The place of piece `i` of a tile in shared memory."""
+        return _mgpu.rem(i, COMPUTE), _mgpu.div(i, COMPUTE), 0, 0
+
+    def target(self, tile, i) -> tuple:
+        """Rows and columns of piece `i` of `tile`."""
         (height, width), (rows, cols), dim = self.store_piece, self.compute_tile, self.config.split_dim
         (row, col), across = self.place(tile), cols // width  # Pieces of a warpgroup's share along N.
-        slot, role = _mgpu.div(i, COMPUTE), _mgpu.rem(i, COMPUTE)
+        role, slot, *_ = self.piece(i)
         row += (role * rows if dim == 0 else 0) + _mgpu.div(slot, across) * height
         col += (role * cols if dim == 1 else 0) + _mgpu.rem(slot, across) * width
-        return (role, slot, 0, 0), (pl.ds(row, height), pl.ds(col, width))
+        return pl.ds(row, height), pl.ds(col, width)
 
     @property
     def owner(self):
@@ -201,16 +219,16 @@ def _kernel(
 ):
     plan = dataclasses.replace(plan, device=lax.axis_index(plan.axis_name), parts=parts_gmem)
     (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, False), plan.b.views(b_smem, False)
-    o_smem, o_tma = gemm.views(o_smem, plan.store_piece, plan.interpreted)
+    o_smem, o_tma, o_bytes = [o_smem] * 3 if plan.interpreted else o_smem
     ring = _mgpu.Ring(filled, freed, plan.num_stages)
     semaphores = dict(arrived=pl.get_global(plgpu.SemaphoreType.REGULAR(plan.semaphores)))
 
     @pl.when(lax.axis_index("role") == MEMORY)
     def _():
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
-        send = functools.partial(_send, plan, o_tma, o_gmem, staged)
+        send = functools.partial(_send, plan, o_tma, o_bytes, o_gmem, staged)
         announce = functools.partial(_announce, plan, semaphores, emptied)
-        fetch = functools.partial(_fetch, semaphores, o_tma, fetched)
+        fetch = functools.partial(_fetch_first, semaphores, o_bytes, fetched)
         _load(plan, ring, lhs_gmem, rhs_gmem, a_tma, b_tma, send, announce, fetch)
 
     @pl.when(lax.axis_index("role") < COMPUTE)
@@ -222,13 +240,12 @@ def _kernel(
 
         def store(plan, place, stored, values):
             pl.when(stored > 0)(lambda: plgpu.barrier_wait(emptied))
-            pl.when(plan.is_own)(lambda: plgpu.barrier_wait(fetched))
             core.perform(_received(plan) if plan.tiles.num_shards > 2 else [], plan.axis_name, semaphores)
             (height, width), mine = plan.store_piece, o_smem.at[lax.axis_index("role")]
-            for slot, (i, j) in enumerate(plan.store_pieces):
-                piece, smem = values[i : i + height, j : j + width], mine.at[slot, 0, 0]
-                add = functools.partial(_add_parts, plan, (place[0] + i, place[1] + j), smem, piece)
-                smem[...] = lax.cond(plan.is_own, add, lambda piece=piece: piece).astype(plan.out_dtype)
+            pieces = [values[i : i + height, j : j + width] for i, j in plan.store_pieces]
+            add = functools.partial(_add_parts, plan, mine, o_bytes, fetched)
+            for slot, piece in enumerate(lax.cond(plan.is_own, add, list, pieces)):
+                mine.at[slot, 0, 0][...] = piece.astype(plan.out_dtype)
             plgpu.commit_smem()
             plgpu.barrier_arrive(staged)
 
@@ -259,29 +276,28 @@ def _load(plan, ring, lhs_gmem, rhs_gmem, a_smem, b_smem, send, announce, fetch)
             pl.when((tile > 0) & (step >= first))(lambda: send(tile - 1, sent, end))
             pl.when((tile > 0) & (step == num_steps - 1))(lambda: announce(tile - 1))
 
-        pl.when(plan.is_own)(lambda: fetch(plan, tile))
+        pl.when(plan.is_own)(lambda: fetch(plan))
 
     ring.drain(roles.each_tile(plan, 0, load_tile))
     send(plan.num_tiles() - 1, 0, plan.num_pieces)
     announce(plan.num_tiles() - 1)
 
 
-def _send(plan, o_smem, o_gmem, staged, tile, first, end):
+def _send(plan, o_smem, bytes_smem, o_gmem, staged, tile, first, end):
     """The memory warpgroup: starts the stores of pieces `first` to `end` of `tile`."""
     plan = plan.look_up(tile)
     pl.when(first == 0)(lambda: plgpu.barrier_wait(staged))
 
-    def store(gmem):
+    def store(target):
         @pl.loop(first, end)
         def _(i):
-            at, (rows, cols) = plan.piece(tile, i)
-            plgpu.copy_smem_to_gmem(o_smem.at[at], gmem.at[rows, cols])
+            plgpu.copy_smem_to_gmem(*target(i))
 
-    def store_to_peer(action, _):
-        store_to = lambda device_id: store(plgpu.remote_ref(plan.parts, device_id).at[action.slot[0]])
-        matmul_core.to_peer(plan.device, plan.tiles.num_shards, plan.axis_name, action.peer, store_to)
+    def store_to_peer(action, device_id):
+        theirs = plgpu.remote_ref(plan.parts, device_id).at[action.slot[0], plan.number]
+        store(lambda i: (bytes_smem.at[plan.piece(i)], theirs.at[plan.piece(i)[:2]]))
 
-    pl.when(plan.is_own)(lambda: store(o_gmem))
+    pl.when(plan.is_own)(lambda: store(lambda i: (o_smem.at[plan.piece(i)], o_gmem.at[plan.target(tile, i)])))
     core.perform(plan.protocol.send(plan.device, plan.entry.step, plan.tile), plan.axis_name, {}, store_to_peer)
 
 
@@ -299,26 +315,38 @@ def _received(plan) -> list:
     return plan.protocol.receive(plan.device, plan.entry.step, plan.tile)
 
 
-def _fetch(semaphores, o_smem, fetched, plan, tile):
+def _fetch_first(semaphores, bytes_smem, fetched, plan):
     """The memory warpgroup: loads the next device's part of an own tile to where the tile's sum will be left."""
     core.perform(_received(plan), plan.axis_name, semaphores)
+    for role in range(COMPUTE):
+        _fetch(plan, bytes_smem, fetched, role, 0)
 
-    @pl.loop(0, plan.num_pieces)
+
+def _fetch(plan, bytes_smem, fetched, role, part):
+    """Loads what warpgroup `role` adds of a part."""
+    whole = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+
+    @pl.loop(0, len(plan.store_pieces))
     def _(i):
-        at, (rows, cols) = plan.piece(tile, i)
-        plgpu.copy_gmem_to_smem(plan.parts.at[0, rows, cols], o_smem.at[at], fetched)
+        piece, to = plan.parts.at[part, plan.number, role, i], bytes_smem.at[role, i, 0, 0]
+        plgpu.copy_gmem_to_smem(piece, to, fetched.at[role], oob_mode=whole)
 
 
-def _add_parts(plan, place, fetched_smem, piece):
-    """An own `piece`, to which the parts of the other devices are added: the first lies in shared memory."""
-    rows, cols = (pl.ds(start, size) for start, size in zip(place, piece.shape, strict=True))
-    piece = piece + fetched_smem[...].astype(jnp.float32)
-    # Loads of 8 bytes a thread fill whole sectors of the L2 cache, which the accumulator's own layout does not.
-    layout = plgpu.Layout.WGMMA_UPCAST_2X
-    for slot in range(1, plan.tiles.num_shards - 1):
-        part = plgpu.load(plan.parts.at[slot, rows, cols], layout=layout, optimized=False)
-        piece = piece + plgpu.layout_cast(part, plgpu.Layout.WGMMA).astype(jnp.float32)
-    return piece
+def _add_parts(plan, smem, bytes_smem, fetched, pieces) -> list:
+    """A warpgroup's `pieces` of an own tile and those of the other devices, added one part after the other."""
+    role = lax.axis_index("role")
+
+    def add(pieces):
+        plgpu.barrier_wait(fetched.at[role])
+        return [piece + smem.at[slot, 0, 0][...].astype(jnp.float32) for slot, piece in enumerate(pieces)]
+
+    def add_and_fetch(part, pieces):
+        pieces = add(pieces)
+        plgpu.commit_smem()  # TMA may now overwrite what was read here.
+        _fetch(plan, bytes_smem, fetched, role, part + 1)
+        return pieces
+
+    return add(lax.fori_loop(0, plan.tiles.num_shards - 2, add_and_fetch, pieces))
 
 
 def flops(m: int, n: int, k: int) -> int:

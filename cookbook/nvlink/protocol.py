@@ -4,11 +4,15 @@ A protocol gives a role's actions, in order, on device `d` of `n`. The kernels c
 b of a collective talks only to block b of its peers; those of a product share one set of semaphores. `simulator`
 carries the actions out on Python's integers, in many random orders.
 
-The protocols rest on four rules of the machine:
+The protocols rest on five rules of the machine:
 
 * No device's block begins before every device is ready to launch: XLA has the devices wait for each other before a
   kernel that uses peers' memory (`skip_device_barrier=False`). Operands are written by then, outputs are allocated, and
   semaphores are zero.
+* A kernel learns its peers' addresses when it runs, and so do its copies of contiguous bytes. A descriptor of TMA gets
+  them when it is written: when the host launches the kernel, or records it in a CUDA graph. XLA records a program again
+  when the device's own buffers have moved, but not when a peer's have. So every copy to or from a peer is of contiguous
+  bytes, without a descriptor.
 * A store to a peer has arrived once `Flush` says so. A signal alone does not wait for the stores before it.
 * A signal releases what its warpgroup stored and flushed before it. A wait acquires it.
 * A kernel that ends gives its buffers and its semaphores back. Nobody may use them after that, so a kernel ends only

@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from jax.experimental.mosaic.gpu.launch_context import LaunchContext
 
 from cookbook import lab
 
@@ -13,3 +14,16 @@ def mesh(request):
     if jax.device_count() > request.param:
         pytest.skip("a larger case tests this host")
     return jax.make_mesh((request.param,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+@pytest.fixture
+def described_peers(monkeypatch):
+    """The peers whose addresses TMA's descriptors get in what is compiled next: see the rules in protocol.py."""
+    peers, original = [], LaunchContext._recompute_peer_id
+
+    def seen(self, peer, *args, **kwargs):
+        peers.append(peer)
+        return original(self, peer, *args, **kwargs)
+
+    monkeypatch.setattr(LaunchContext, "_recompute_peer_id", seen)
+    return peers

@@ -176,8 +176,9 @@ def compiled_equal(n, shape, dtype=jnp.bfloat16, **how):
 @pytest.mark.parametrize("n", [2, 4, 8])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("build", [compiled, compiled_equal])
-def test_it_compiles_without_spills_or_multicast(build, n, dtype):
+def test_it_compiles_without_spills_or_multicast(build, n, dtype, described_peers):
     code = build(n, (4096, 7168), dtype)
+    assert not described_peers
     assert code.spill_bytes == 0 and code.registers <= 168 and code.remarks == ()
     assert "multimem" not in code.ptx and "red.release.sys" in code.ptx and "fence.acquire.sys" in code.ptx
     assert "cp.async.bulk.global.shared" in code.ptx  # Stores to peers are in bulk, not word by word.

@@ -38,14 +38,18 @@ def test_it_compiles_without_spills_or_multicast(op, n, dtype):
     code = compiled(op, n, (n * 512, 1024), dtype)
     assert code.spill_bytes == 0 and code.registers <= 168 and code.remarks == ()
     assert "multimem" not in code.ptx and "red.release.sys" in code.ptx and "fence.acquire.sys" in code.ptx
-    # Copies from peers and to them are TMA's, not word by word.
-    assert ("cp.async.bulk.global.shared" if op == "all_gather" else "cp.async.bulk.tensor") in code.ptx
+    # Copies from peers and to them are TMA's, not word by word, and to addresses that the kernel reads when it runs.
+    copies = {"all_gather": "cp.async.bulk.global.shared", "reduce_scatter": "cp.async.bulk.shared::cta.global"}
+    others = {"all_gather": "cp.async.bulk.tensor.2d.global", "reduce_scatter": "cp.async.bulk.tensor"}
+    assert copies[op] in code.ptx and others[op] not in code.ptx
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", [(4,), (4, 1), (12, 7, 5), (4, 1023), (400, 1021)], ids=str)
-def test_shapes_that_need_padding_compile(op, shape):
-    assert compiled(op, 4, shape).spill_bytes == 0
+def test_shapes_that_need_padding_compile_and_no_descriptor_of_tma_has_the_address_of_a_peer(
+    op, shape, described_peers
+):
+    assert compiled(op, 4, shape).spill_bytes == 0 and not described_peers
 
 
 @pytest.mark.parametrize("op", OPS)

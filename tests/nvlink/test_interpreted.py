@@ -44,8 +44,8 @@ class Instead(types.SimpleNamespace):
 
 @pytest.fixture
 def one_for_two(monkeypatch):
-    """Sets which device the code that is traced next runs on."""
-    counts, device = collections.Counter(), types.SimpleNamespace(index=THIS)
+    """Sets which device the code that is traced next runs on, and how many there are."""
+    counts, device = collections.Counter(), types.SimpleNamespace(index=THIS, count=N)
 
     def signal(index, device_id):
         io_callback(lambda *index: counts.update([tuple(map(int, index))]), None, *jax.tree.leaves(index), ordered=True)
@@ -60,8 +60,9 @@ def one_for_two(monkeypatch):
         io_callback(until, None, *jax.tree.leaves(index), ordered=True)
 
     in_kernel = lambda axis: jnp.int32(device.index) if axis == "x" else lax.axis_index(axis)
+    size = lambda axis: device.count
     for module in (core, copies, all_gather, reduce_scatter, matmul_core, all_gather_matmul, matmul_reduce_scatter):
-        monkeypatch.setattr(module, "lax", Instead(module=lax, axis_index=in_kernel, axis_size=lambda axis: N))
+        monkeypatch.setattr(module, "lax", Instead(module=lax, axis_index=in_kernel, axis_size=size))
         fake = dict(get_global=lambda what: what, semaphore_signal=signal, semaphore_wait=wait)
         monkeypatch.setattr(module, "pl", Instead(module=pl, **fake), raising=False)
         unused = types.SimpleNamespace(REGULAR=plgpu.SMEM((1,), jnp.int32))
@@ -120,27 +121,28 @@ def close(got, wanted):
 
 
 @pytest.mark.parametrize(
-    "m, k, n, fields, transpose_rhs",
+    "count, m, k, n, fields, transpose_rhs",
     [
-        (128, 128, 128, dict(tile_m=128, tile_n=128), False),
-        (200, 72, 264, dict(tile_m=128, tile_n=128), False),
-        (100, 136, 128, dict(tile_m=128, tile_n=64), True),
+        (2, 128, 128, 128, dict(tile_m=128, tile_n=128), False),
+        (2, 200, 72, 264, dict(tile_m=128, tile_n=128), False),
+        (3, 100, 136, 128, dict(tile_m=128, tile_n=64), True),
     ],
     ids=str,
 )
-def test_matmul_reduce_scatter(one_for_two, m, k, n, fields, transpose_rhs):
-    """This device's part for the peer lands where the peer's part for it would."""
-    lhs, rhs, exact = operands(N * m, k, n, transpose_rhs)
+def test_matmul_reduce_scatter(one_for_two, count, m, k, n, fields, transpose_rhs):
+    """This device's part for each peer lands where a part of that peer would."""
+    one_for_two.count = count
+    lhs, rhs, exact = operands(count * m, k, n, transpose_rhs)
     config = matmul_reduce_scatter.Config(**fields)
     with _mgpu.interpreting(num_sms=2):
         run = lambda: matmul_reduce_scatter.scatter_product(lhs, rhs, "x", config, transpose_rhs=transpose_rhs)
-        close(started_again(run)(), exact[:m] + exact[m:])
+        close(started_again(run)(), exact.reshape(count, m, n).sum(0))
 
 
 @pytest.mark.parametrize(
     "m, k, n, fields, transpose_rhs",
     [
-        (200, 1000, 128, dict(tile_m=128, tile_n=128, num_senders=1), False),
+        (200, 1032, 128, dict(tile_m=128, tile_n=128, num_senders=1), False),
         (200, 72, 264, dict(tile_m=128, tile_n=128, num_senders=2), False),
         (300, 600, 128, dict(tile_m=128, tile_n=64, num_senders=3), True),
         (130, 264, 64, dict(tile_m=128, tile_n=64, num_senders=2, cluster_m=2), False),

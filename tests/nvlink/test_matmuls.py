@@ -83,6 +83,12 @@ def test_the_derivative_of_one_is_the_other(op):
     assert len(code.kernels) == (3 if op == "all_gather_matmul" else 2) and code.spill_bytes == 0
 
 
+@each_op
+@pytest.mark.parametrize("m, k, cols", [(1024, 4096, 4096), (264, 1000, 520)], ids=str)
+def test_no_descriptor_of_tma_has_the_address_of_a_peer(described_peers, op, m, k, cols):
+    assert compiled(op, 4, m, k, cols).spill_bytes == 0 and not described_peers
+
+
 def test_one_after_the_other_in_a_scan():
     def once(x, _):
         y = cookbook.all_gather_matmul(x, jnp.ones((256, 128), x.dtype), "x")
@@ -129,17 +135,13 @@ def test_senders_send_every_value_to_every_peer_once_in_the_block_that_is_announ
     p = plan(gather.GatherPlan, m, n, k, 3, c, first_cluster=-(-num_senders // cluster_m))
     seen = np.zeros((3, m, k), int)
     height, width = gather.PIECE
-
-    def source(sender, i):
-        step, rows, cols = p.source(sender, i)
-        return step, rows.start, cols.start, p.protocol.place(sender, i)[1]
-
+    source = lambda sender, i: (*p.protocol.place(sender, i)[:2], *p.source(sender, i))
     for sender in range(p.num_senders):
         sources = jax.vmap(lambda i, sender=sender: source(sender, i))(jnp.arange(p.protocol.num_rounds))
-        for step, row, col, block in zip(*map(np.asarray, sources), strict=True):
+        for step, block, row, col in zip(*map(np.asarray, sources), strict=True):
             seen[step, row : row + height, col : col + width] += 1
             (block_row, part), (rows, cols) = map(int, p.place_of(int(block))), p.block
-            assert part * cols <= col <= (part + 1) * cols - width
+            assert row >= m or part * cols <= col <= (part + 1) * cols - width
             assert row >= m or block_row * rows <= row <= (block_row + 1) * rows - height
     assert (seen[1:] == 1).all() and not seen[0].any()
     places = [tuple(map(int, p.place_of(number))) for number in range(p.protocol.num_blocks)]

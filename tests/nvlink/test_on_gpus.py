@@ -82,6 +82,44 @@ def test_many_calls_in_a_row_and_in_a_scan(mesh):
     np.testing.assert_array_equal(np.asarray(out), np.asarray(x))
 
 
+def _products(x):
+    """Both products: x @ w @ w.T for a w of 256 columns on each device."""
+    w = x[:, :256]
+    y = cookbook.all_gather_matmul(x, w, "x")
+    return (cookbook.matmul_reduce_scatter(y, w.T, "x") / (256 * jax.lax.axis_size("x"))).astype(x.dtype)
+
+
+# Each gives an array like x, to which every device has contributed.
+PROGRAMS = {
+    "all_gather": lambda x: cookbook.all_gather(x, "x").reshape(-1, *x.shape).astype(jnp.float32).mean(0),
+    "reduce_scatter": lambda x: cookbook.reduce_scatter(jnp.concatenate([x] * jax.lax.axis_size("x")), "x"),
+    "all_to_all": lambda x: cookbook.all_to_all(x, "x"),
+    "products": _products,
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_buffers_of_one_device_may_move(mesh, program):
+    """XLA records several kernels as a CUDA graph, and records them again when this device's buffers have moved. When a
+    peer's have moved, it does not: a kernel that was recorded with their addresses would go on using the old ones."""
+
+    def several(x):
+        for _ in range(4):
+            x = (PROGRAMS[program](x) * 0.5 + x).astype(x.dtype)
+        return x
+
+    x = random(mesh, (512, 512), jnp.bfloat16)
+    fn = sharded(mesh, several).lower(x).compile()
+    wanted = [np.asarray(fn(x)) for _ in range(3)][-1]
+    for device in mesh.devices.flat:
+        # Where this device's temporary buffers lay, now other arrays lie.
+        size = fn.memory_analysis().temp_size_in_bytes
+        taken = [jax.device_put(np.zeros(size, np.int8), device) for _ in range(3)]
+        for _ in range(3):
+            np.testing.assert_array_equal(np.asarray(fn(x)), wanted)
+        assert all((np.asarray(array) == 0).all() for array in taken)
+
+
 @pytest.mark.parametrize("axis", ["a", "b", ("a", "b"), ("b", "a")], ids=str)
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
 def test_a_mesh_of_two_axes(op, axis):
