@@ -85,7 +85,7 @@ def test_masks_and_lengths(how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "heads, kv_heads", [(2, 2), (71, 1), *(pytest.param(heads, 1, marks=pytest.mark.slow) for heads in (3, 16, 130))]
+    "heads, kv_heads", [(2, 2), (71, 1), *(pytest.param(heads, 1, marks=pytest.mark.slow) for heads in (3, 130))]
 )
 def test_groups_of_heads(heads, kv_heads):
     """As many queries have room in a tile as 64 rows hold, up to one with a part of its heads."""
@@ -108,7 +108,7 @@ def test_head_dims_and_configs(head_dim, config, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [80, 96, 192])
+@pytest.mark.parametrize("head_dim", [80, 192])
 def test_head_dims_in_pages(head_dim):
     args = paged([9, 12], [20, 70], heads=4, kv_heads=2, head_dim=head_dim)
     check(*args, fn=ragged_paged_attention, config=None, gpu="h200")
@@ -133,7 +133,7 @@ def test_pages_with_windows_and_soft_caps(how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [Config(64, 4), Config(128, 2), Config(64, 2)], ids=str)
+@pytest.mark.parametrize("config", [Config(64, 4), Config(128, 2)], ids=str)
 def test_sizes_of_an_earlier_attempt(config):
     """Blocks of 128 query rows, of keys, and stages, at which an earlier kernel did not compile: right."""
     check(*paged([40, 1], [100, 140], head_dim=128), fn=ragged_paged_attention, config=config, gpu="h200")

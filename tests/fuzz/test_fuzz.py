@@ -28,9 +28,8 @@ def test_every_public_op_is_fuzzed():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("index", [0, 1])
-def test_cases_are_right(index, op):
-    _, case = drawn([op], SEED, index, share=0.1)
+def test_a_case_is_right(op):
+    _, case = drawn([op], SEED, 0, share=0.1)
     assert run(OPS[op], case) in (None, "refused"), text(op, case)
 
 

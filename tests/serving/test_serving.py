@@ -337,7 +337,7 @@ def test_several_steps_in_one_program_give_the_references_tokens(trace, several,
 @pytest.mark.slow
 def test_several_steps_in_one_program_on_the_kernels(several):
     """Pages are equal to the bit with those of one step after the other: one sequence ends early, one is sampled."""
-    config = dataclasses.replace(CONFIG, dtype="bfloat16", num_hidden_layers=2)
+    config = dataclasses.replace(CONFIG, dtype="bfloat16", num_hidden_layers=1)
     params, found = init(config), []
     requests = [
         dict(prompt=[3, 5], max_new_tokens=3),
