@@ -10,13 +10,13 @@ SMs do no products: they send this device's shard to all others, in the order in
 
 | block | warpgroup | does |
 |---|---|---|
-| senders | 0 | loads pieces of the shard into shared memory, stores the rows of each into a peer's buffer |
+| senders | 0 | loads pieces of the shard into shared memory, stores each into a peer's buffer |
 | the others | memory | waits for a block of lhs, then loads its steps into the ring of slots |
 | | compute, two | multiply, and store the result (`gemm/roles.py`) |
 
 | barrier | arrives | count | waits |
 |---|---|---|---|
-| loaded[stage] | TMA: a row of a piece is in shared memory | 16 | the sender, before it stores the piece |
+| loaded[stage] | TMA: each copy of a piece into shared memory | copies | the sender, before it stores the piece |
 | arrived[step - 1, block] (semaphore) | each sender of the owner: its share of a block is here | 1 | memory |
 | filled[slot], freed[slot] | as in `gemm/roles.py` | | |
 
@@ -52,7 +52,8 @@ from . import core, matmul_core, protocol
 from . import matmul_reduce_scatter as transposed
 from .all_gather import all_gather
 
-PIECE = 16, 1024  # Rows and columns of the shard that a sender copies at once, row by row.
+PIECE = 16_384  # The most values of the shard that a sender copies at once.
+WIDTH_MIN = 1024  # The fewest columns of a part of K: a copy of each row costs as much as a larger one.
 LAG = 2  # Pieces that a sender has stored since those that it announces: their stores have ended by then.
 STAGES_MAX = 8
 PARTS = 4  # The most parts of K that are announced one by one.
@@ -84,12 +85,13 @@ class GatherPlan(matmul_core.ShardPlan):
     def block(self) -> tuple[int, int]:
         """Rows and columns of a shard that are announced together: those of a cluster's tiles, and a part of K.
 
-        Each sender has some pieces of a block, since a signal takes as long as a piece.
+        Each sender has some pieces of a block, since a signal takes as long as a piece. Whole rows are contiguous, so a
+        piece of them is one copy; a piece of a part has a copy for each row.
         """
-        rows, (height, width) = self.tiles.cluster_tile[0], PIECE
-        across = pl.cdiv(self.tiles.k, width)
-        most = pl.cdiv(rows, height) * across // (PIECES_MIN * self.num_senders)
-        return rows, pl.cdiv(across, max(1, min(PARTS, most, across))) * width
+        rows, k = self.tiles.cluster_tile[0], self.tiles.k
+        most = min(PARTS, rows * k // (PIECE * PIECES_MIN * self.num_senders), pl.cdiv(k, WIDTH_MIN))
+        parts = max(1, most, pl.cdiv(k, PIECE))
+        return rows, k if parts == 1 else _mgpu.padded_shape((pl.cdiv(k, parts),), (self.tiles.tile_k,))[0]
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -103,9 +105,11 @@ class GatherPlan(matmul_core.ShardPlan):
         return min(c.grid_tile_width, self.blocks[0]) if c.grid_minor_dim == 0 else 1
 
     @property
-    def pieces(self) -> tuple[int, int]:
-        """Pieces of a block along M and K."""
-        return tuple(pl.cdiv(size, piece) for size, piece in zip(self.block, PIECE, strict=True))
+    def piece(self) -> tuple[int, int]:
+        """Rows and columns of a block that a sender copies at once."""
+        rows, width = self.block
+        fits = [count for count in range(1, rows + 1) if rows % count == 0 and count * width <= PIECE]
+        return min(max(fits, default=1), self.tiles.m), width
 
     @property
     def num_senders(self) -> int:
@@ -113,7 +117,7 @@ class GatherPlan(matmul_core.ShardPlan):
 
     @property
     def protocol(self) -> protocol.GatherMatmul:
-        rounds = pl.cdiv(math.prod(self.pieces), self.num_senders)
+        rounds = pl.cdiv(pl.cdiv(self.block[0], self.piece[0]), self.num_senders)
         num_blocks = math.prod(self.blocks)
         return protocol.GatherMatmul(self.tiles.num_shards, self.num_senders, num_blocks, rounds, LAG, self.keeps_own)
 
@@ -130,29 +134,37 @@ class GatherPlan(matmul_core.ShardPlan):
         part = lax.div(number, height)
         return first + number - part * height, part
 
-    @property
-    def last_col(self) -> int:
-        """Where the last pieces along K begin, which may be narrower."""
-        return (self.tiles.k - 1) // PIECE[1] * PIECE[1]
-
     def source(self, sender, i):
-        """(the row and the column) where the piece begins that `sender` sends in round `i`: row M if there is none."""
-        _, number, piece = self.protocol.place(sender, i)
-        (block_row, part), (rows, cols) = self.place_of(number), self.pieces
-        row = block_row * self.block[0] + _mgpu.div(piece, cols) * PIECE[0]
-        col = part * self.block[1] + _mgpu.rem(piece, cols) * PIECE[1]
-        exists = (piece < rows * cols) & (col <= self.last_col)
-        return jnp.where(exists, row, self.tiles.m), jnp.minimum(col, self.last_col)
+        """(whether there is one, its first row, its part of K) of the piece that `sender` sends in round `i`.
 
-    def each_width(self, col, do):
-        """`do(width)` for the piece that begins at column `col`: compiled for whole pieces and for the last ones."""
-        last = self.tiles.k - self.last_col
-        if self.last_col:
-            pl.when(col < self.last_col)(lambda: do(PIECE[1]))
-        pl.when(col == self.last_col)(lambda: do(last))
+        The last piece of a shard is shifted back to end with it. Rows that it shares with the one before are sent
+        twice, with the same values both times.
+        """
+        _, number, piece = self.protocol.place(sender, i)
+        (block_row, part), offset = self.place_of(number), piece * self.piece[0]
+        row = block_row * self.block[0] + offset
+        exists = (offset < self.block[0]) & (row < self.tiles.m)
+        return exists, jnp.minimum(row, self.tiles.m - self.piece[0]), part
+
+    def each_copy(self, part, copy):
+        """`copy(rows, columns)` for each contiguous run of a piece, compiled for whole parts of K and for the last."""
+        (rows, width), parts = self.piece, self.blocks[1]
+        if parts == 1:
+            return copy(slice(None), pl.ds(0, width))
+        last = self.tiles.k - (parts - 1) * width
+        by_row = lambda width: pl.loop(0, rows)(lambda r: copy(r, pl.ds(0, width)))
+        pl.when(part < parts - 1)(lambda: by_row(width))
+        pl.when(part == parts - 1)(lambda: by_row(last))
+
+    def at(self, row, part, rows, cols) -> tuple:
+        """Where in a shard `rows` and columns of a piece lie that begins at `row` of `part`."""
+        start = row if isinstance(rows, slice) else row + rows
+        rows = pl.ds(start, self.piece[0]) if isinstance(rows, slice) else start
+        return rows, pl.ds(part * self.block[1], cols.size)
 
     def _scratch(self, num_stages: int) -> dict:
-        loaded = plgpu.Barrier(num_arrivals=PIECE[0], num_barriers=STAGES_MAX)
+        copies = self.piece[0] if self.blocks[1] > 1 else 1
+        loaded = plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES_MAX)
         return super()._scratch(num_stages) | dict(loaded=loaded)
 
     @property
@@ -162,8 +174,8 @@ class GatherPlan(matmul_core.ShardPlan):
         slots = [scratch.pop("a_smem"), scratch.pop("b_smem")]
         views = zip(*(ref.refs if isinstance(ref, plgpu.RefUnion) else (ref, ref) for ref in slots), strict=True)
         ring_bytes = self.num_stages * (self.smem_bytes(1) - self.smem_bytes(0))
-        piece_bytes = PIECE[0] * PIECE[1] * self.a.dtype.itemsize
-        stages = plgpu.SMEM((min(STAGES_MAX, ring_bytes // piece_bytes), *PIECE), self.a.dtype)
+        piece_bytes = math.prod(self.piece) * self.a.dtype.itemsize
+        stages = plgpu.SMEM((min(STAGES_MAX, ring_bytes // piece_bytes), *self.piece), self.a.dtype)
         return scratch | dict(smem=plgpu.RefUnion(*map(list, views), stages))
 
 
@@ -296,28 +308,24 @@ def _send(plan, axis_name, lhs_gmem, gathered_gmem, stages, loaded, arrived):
     sender = (lax.axis_index("cluster") * plan.config.cluster_m + block_m) * plan.config.cluster_n + block_n
 
     def load(i):
-        stage, (row, col) = _mgpu.rem(i, num_stages), plan.source(sender, i)
+        stage, (_, row, part) = _mgpu.rem(i, num_stages), plan.source(sender, i)
+        whole = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
-        def copy(width):
-            @pl.loop(0, PIECE[0])
-            def _(r):  # Rows that are not there are loaded as well: their arrivals count.
-                source = lhs_gmem.at[jnp.minimum(row + r, plan.tiles.m - 1), pl.ds(col, width)]
-                to, whole = stages.at[stage, r, pl.ds(0, width)], plgpu.OOBFillMode.PROMISE_IN_BOUNDS
-                plgpu.copy_gmem_to_smem(source, to, loaded.at[stage], oob_mode=whole)
+        def copy(rows, cols):
+            source = lhs_gmem.at[plan.at(row, part, rows, cols)]
+            plgpu.copy_gmem_to_smem(source, stages.at[stage, rows, cols], loaded.at[stage], oob_mode=whole)
 
-        plan.each_width(col, copy)
+        plan.each_copy(part, copy)
 
     def store(i, _, device_id):
-        stage, (row, col) = _mgpu.rem(i, num_stages), plan.source(sender, i)
+        stage, (exists, row, part) = _mgpu.rem(i, num_stages), plan.source(sender, i)
         theirs = plgpu.remote_ref(gathered_gmem, device_id).at[d]
 
-        def copy(width):
-            @pl.loop(0, jnp.minimum(plan.tiles.m - row, PIECE[0]))
-            def _(r):
-                source, to = stages.at[stage, r, pl.ds(0, width)], theirs.at[row + r, pl.ds(col, width)]
-                plgpu.copy_smem_to_gmem(source, to, commit_group=False)
+        def copy(rows, cols):
+            to = theirs.at[plan.at(row, part, rows, cols)]
+            plgpu.copy_smem_to_gmem(stages.at[stage, rows, cols], to, commit_group=False)
 
-        plan.each_width(col, copy)
+        pl.when(exists)(lambda: plan.each_copy(part, copy))
         plgpu.commit_smem_to_gmem_group()
 
     @pl.loop(0, num_stages - 1)
@@ -341,7 +349,7 @@ def _load(plan, ring, axis_name, lhs_gmem, gathered_gmem, rhs_gmem, a_smem, b_sm
     def load_tile(plan, tile, before):
         step, _, row, col = plan.entry
         (height, width), others = plan.block, gathered_gmem.at[gather.owner(d, step)]
-        steps = width // plan.tiles.tile_k  # In a part of K.
+        steps = pl.cdiv(width, plan.tiles.tile_k)  # In a part of K.
 
         @pl.loop(0, plan.tiles.num_steps)
         def _(i):
