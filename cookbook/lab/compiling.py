@@ -148,8 +148,7 @@ def compile_for(gpu: str, fn, *args, name: str | None = None, devices: int | dic
                 return jax.jit(lambda *args: fn(*args)).lower(*avals)
 
         lowered, modules = _lower_aloud(lower)
-        module = lowered.compiler_ir()
-        calls = _kernel_calls(module)
+        calls = _kernel_calls(lowered.compiler_ir())
         if not calls:
             raise ValueError(f"{name} launches no Mosaic GPU kernel: there is nothing to compile for {gpu!r}.")
         smem_bytes = _smem_bytes(modules, name, gpu)
@@ -159,9 +158,7 @@ def compile_for(gpu: str, fn, *args, name: str | None = None, devices: int | dic
                 "how much shared memory a kernel takes: use Warpgroup semantics, JAX's default, or jax.jit(...).lower."
             )
         kernels = []
-        with module.context:
-            (main,) = (op for op in module.body if ir.StringAttr(op.attributes["sym_name"]).value == "main")
-            _allocate_operands(main.regions[0].blocks[0].operations[-1])
+        _drop_results(lowered.compiler_ir())
         for index in range(len(calls)):
             _keep_kernel(calls, index)
             kernels.append(_assemble(gpu, _ptx(lowered, index, name, directory), smem_bytes, start, directory))
@@ -221,13 +218,19 @@ def _kernel_calls(module: ir.Module) -> list[tuple[ir.Operation, ir.Attribute, d
     return found
 
 
+def _drop_results(module: ir.Module) -> None:
+    """Makes the results of the program plain allocations, so that what computes them is dead code."""
+    with module.context:
+        (main,) = (op for op in module.body if ir.StringAttr(op.attributes["sym_name"]).value == "main")
+        _allocate_operands(main.regions[0].blocks[0].operations[-1])
+
+
 def _keep_kernel(calls: list[tuple[ir.Operation, ir.Attribute, dict[str, ir.Attribute]]], index: int) -> None:
     """Leaves the Mosaic kernel `calls[index]`, under a hash of its own, and nothing else that XLA would compile.
 
     One at a time, because for any architecture but the one that `claim_architecture` chose, Mosaic stops after the PTX
-    of its first kernel. The other kernels become plain allocations, and so do its operands and the program's results:
-    what computed or read them is dead code. The hash, because JAX 0.12 knows a compiled kernel again by it, and then
-    has nothing to tell.
+    of its first kernel. The other kernels become plain allocations, and so do its operands: what computed them is dead
+    code. The hash, because JAX 0.12 knows a compiled kernel again by it, and then has nothing to tell.
     """
     for i, (op, target, config) in enumerate(calls):
         with op.context:

@@ -146,21 +146,21 @@ class GatherPlan(matmul_core.ShardPlan):
         exists = (offset < self.block[0]) & (row < self.tiles.m)
         return exists, jnp.minimum(row, self.tiles.m - self.piece[0]), part
 
-    def each_copy(self, part, copy):
-        """`copy(rows, columns)` for each contiguous run of a piece, compiled for whole parts of K and for the last."""
-        (rows, width), parts = self.piece, self.blocks[1]
+    def each_copy(self, row, part, copy):
+        """`copy(its place in the piece, in the shard)` for each contiguous run of the piece at `row` of `part`.
+
+        Rows are compiled for whole parts of K and for the last one, which may be narrower.
+        """
+        (height, width), parts = self.piece, self.blocks[1]
         if parts == 1:
-            return copy(slice(None), pl.ds(0, width))
+            return copy((pl.ds(0, height),), (pl.ds(row, height),))
         last = self.tiles.k - (parts - 1) * width
-        by_row = lambda width: pl.loop(0, rows)(lambda r: copy(r, pl.ds(0, width)))
+
+        def by_row(size):
+            pl.loop(0, height)(lambda r: copy((r, pl.ds(0, size)), (row + r, pl.ds(part * width, size))))
+
         pl.when(part < parts - 1)(lambda: by_row(width))
         pl.when(part == parts - 1)(lambda: by_row(last))
-
-    def at(self, row, part, rows, cols) -> tuple:
-        """Where in a shard `rows` and columns of a piece lie that begins at `row` of `part`."""
-        start = row if isinstance(rows, slice) else row + rows
-        rows = pl.ds(start, self.piece[0]) if isinstance(rows, slice) else start
-        return rows, pl.ds(part * self.block[1], cols.size)
 
     def _scratch(self, num_stages: int) -> dict:
         copies = self.piece[0] if self.blocks[1] > 1 else 1
@@ -175,7 +175,14 @@ class GatherPlan(matmul_core.ShardPlan):
         views = zip(*(ref.refs if isinstance(ref, plgpu.RefUnion) else (ref, ref) for ref in slots), strict=True)
         ring_bytes = self.num_stages * (self.smem_bytes(1) - self.smem_bytes(0))
         piece_bytes = math.prod(self.piece) * self.a.dtype.itemsize
-        stages = plgpu.SMEM((min(STAGES_MAX, ring_bytes // piece_bytes), *self.piece), self.a.dtype)
+        count = min(STAGES_MAX, ring_bytes // piece_bytes)
+        if count < 2:  # A piece that is loaded while the one before is stored.
+            raise ValueError(
+                f"cookbook.all_gather_matmul: {self.num_stages} stages of {self.config.tile_m=}, {self.config.tile_n=} "
+                f"are {ring_bytes} bytes, in which a sender has no room for two pieces of {piece_bytes}: more stages "
+                "or larger tiles"
+            )
+        stages = plgpu.SMEM((count, *self.piece), self.a.dtype)
         return scratch | dict(smem=plgpu.RefUnion(*map(list, views), stages))
 
 
@@ -309,23 +316,14 @@ def _send(plan, axis_name, lhs_gmem, gathered_gmem, stages, loaded, arrived):
 
     def load(i):
         stage, (_, row, part) = _mgpu.rem(i, num_stages), plan.source(sender, i)
-        whole = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
-
-        def copy(rows, cols):
-            source = lhs_gmem.at[plan.at(row, part, rows, cols)]
-            plgpu.copy_gmem_to_smem(source, stages.at[stage, rows, cols], loaded.at[stage], oob_mode=whole)
-
-        plan.each_copy(part, copy)
+        copy = lambda at, source: core.load_bytes(lhs_gmem.at[source], stages.at[stage, *at], loaded.at[stage])
+        plan.each_copy(row, part, copy)
 
     def store(i, _, device_id):
         stage, (exists, row, part) = _mgpu.rem(i, num_stages), plan.source(sender, i)
         theirs = plgpu.remote_ref(gathered_gmem, device_id).at[d]
-
-        def copy(rows, cols):
-            to = theirs.at[plan.at(row, part, rows, cols)]
-            plgpu.copy_smem_to_gmem(stages.at[stage, rows, cols], to, commit_group=False)
-
-        pl.when(exists)(lambda: plan.each_copy(part, copy))
+        copy = lambda at, to: plgpu.copy_smem_to_gmem(stages.at[stage, *at], theirs.at[to], commit_group=False)
+        pl.when(exists)(lambda: plan.each_copy(row, part, copy))
         plgpu.commit_smem_to_gmem_group()
 
     @pl.loop(0, num_stages - 1)

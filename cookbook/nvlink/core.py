@@ -140,6 +140,11 @@ def from_matrices(x, shape: tuple[int, ...]):
     return x.reshape(count, -1)[:, :size].reshape(shape)
 
 
+def load_bytes(source, to, barrier) -> None:
+    """Starts to load contiguous values, all of which exist: a copy without a descriptor, as `protocol.py` asks for."""
+    plgpu.copy_gmem_to_smem(source, to, barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+
 def perform(actions, axis_name, semaphores: dict, copy=None) -> None:
     """Carries out a protocol's actions in order. `copy(action, device_id)` starts the copy of a `Send` or `Load`."""
     device = lambda peer: {axis_name: jnp.int32(peer)}

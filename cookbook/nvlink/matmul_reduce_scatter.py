@@ -324,12 +324,11 @@ def _fetch_first(semaphores, bytes_smem, fetched, plan):
 
 def _fetch(plan, bytes_smem, fetched, role, part):
     """Loads what warpgroup `role` adds of a part."""
-    whole = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
     @pl.loop(0, len(plan.store_pieces))
     def _(i):
-        piece, to = plan.parts.at[part, plan.number, role, i], bytes_smem.at[role, i, 0, 0]
-        plgpu.copy_gmem_to_smem(piece, to, fetched.at[role], oob_mode=whole)
+        piece = plan.parts.at[part, plan.number, role, i]
+        core.load_bytes(piece, bytes_smem.at[role, i, 0, 0], fetched.at[role])
 
 
 def _add_parts(plan, smem, bytes_smem, fetched, pieces) -> list:

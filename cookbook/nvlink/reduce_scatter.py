@@ -124,8 +124,7 @@ def _load(plan, axis_name, ring, x_gmem, stages, read):
         def load(action, device_id):
             owner, i = action.source
             piece = plgpu.remote_ref(x_gmem, device_id).at[owner, plan.piece(block, i)]
-            to, whole = stages.at[slot, action.peer], plgpu.OOBFillMode.PROMISE_IN_BOUNDS
-            plgpu.copy_gmem_to_smem(piece, to, ring.filled.at[slot], oob_mode=whole)
+            core.load_bytes(piece, stages.at[slot, action.peer], ring.filled.at[slot])
 
         core.perform(roles.load(d, i), axis_name, {}, load)
 

@@ -202,6 +202,13 @@ def test_a_config_that_cuts_shards_differently_is_refused(op, fields):
         getattr(cookbook, op).Config(**fields)
 
 
+def test_a_ring_without_room_for_two_pieces_of_a_sender_is_refused():
+    """With one stage a sender would wait for a piece that nobody loads."""
+    config = gather.Config(tile_m=128, tile_n=64, num_stages=2)
+    with pytest.raises(ValueError, match="no room for two pieces of 32768: more stages or larger tiles"):
+        compiled("all_gather_matmul", 2, 256, 4096, 256, config=config)
+
+
 def test_a_config_without_senders_is_refused():
     with pytest.raises(ValueError, match="self.num_senders=0: must be from 1 to 64"):
         gather.Config(num_senders=0)
