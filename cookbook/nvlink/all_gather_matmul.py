@@ -16,12 +16,12 @@ SMs do no products: they send this device's shard to all others, in the order in
 
 | barrier | arrives | count | waits |
 |---|---|---|---|
-| loaded[stage] | TMA: each copy of a piece into shared memory | copies | the sender, before it stores the piece |
+| loaded[stage] | TMA: a piece is in shared memory | 1 | the sender, before it stores the piece |
 | arrived[step - 1, block] (semaphore) | each sender of the owner: its share of a block is here | 1 | memory |
 | filled[slot], freed[slot] | as in `gemm/roles.py` | | |
 
-A block of lhs is the rows of a cluster's tiles by a part of K. All tiles of a wave begin at once, so their first parts
-of K are sent first, and the others arrive during the products.
+A block of lhs is the rows of a cluster's tiles. Whole rows are contiguous, so a piece of them is one copy without a
+descriptor, as `protocol.py` asks for.
 
 Senders are the grid's first blocks, which a GPU starts first, and wait for nobody: what a product waits for comes.
 
@@ -53,11 +53,8 @@ from . import matmul_reduce_scatter as transposed
 from .all_gather import all_gather
 
 PIECE = 16_384  # The most values of the shard that a sender copies at once.
-WIDTH_MIN = 1024  # The fewest columns of a part of K: a copy of each row costs as much as a larger one.
 LAG = 2  # Pieces that a sender has stored since those that it announces: their stores have ended by then.
 STAGES_MAX = 8
-PARTS = 4  # The most parts of K that are announced one by one.
-PIECES_MIN = 4  # The fewest pieces of a block that each sender has, unless K is not cut.
 SENDERS = 2, 4, 8, 16  # Numbers of senders that a default configuration chooses from.
 # Bytes that one sender stores to a peer in a us beside products (15 to 40 were measured), and that NVLink carries.
 SENDER_RATE, NVLINK_RATE = 30e3, 350e3
@@ -82,34 +79,16 @@ class GatherPlan(matmul_core.ShardPlan):
     keeps_own: bool = False  # Whether the buffer of shards gets this device's own too.
 
     @property
-    def block(self) -> tuple[int, int]:
-        """Rows and columns of a shard that are announced together: those of a cluster's tiles, and a part of K.
-
-        Each sender has some pieces of a block, since a signal takes as long as a piece. Whole rows are contiguous, so a
-        piece of them is one copy; a piece of a part has a copy for each row.
-        """
-        rows, k = self.tiles.cluster_tile[0], self.tiles.k
-        most = min(PARTS, rows * k // (PIECE * PIECES_MIN * self.num_senders), pl.cdiv(k, WIDTH_MIN))
-        parts = max(1, most, pl.cdiv(k, PIECE))
-        return rows, k if parts == 1 else _mgpu.padded_shape((pl.cdiv(k, parts),), (self.tiles.tile_k,))[0]
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """Blocks of a shard along M and K."""
-        return self.tiles.shard_grid[0], pl.cdiv(self.tiles.k, self.block[1])
-
-    @property
-    def group(self) -> int:
-        """Blocks along M whose tiles are multiplied in turn, one after the other."""
-        c = self.config
-        return min(c.grid_tile_width, self.blocks[0]) if c.grid_minor_dim == 0 else 1
+    def rows(self) -> int:
+        """Rows of a block, which are announced together: those of a cluster's tiles."""
+        return self.tiles.cluster_tile[0]
 
     @property
     def piece(self) -> tuple[int, int]:
-        """Rows and columns of a block that a sender copies at once."""
-        rows, width = self.block
-        fits = [count for count in range(1, rows + 1) if rows % count == 0 and count * width <= PIECE]
-        return min(max(fits, default=1), self.tiles.m), width
+        """Rows and columns of a block that a sender copies at once: whole rows, or a part of one that is too long."""
+        k = self.tiles.k
+        fits = [count for count in range(1, self.rows + 1) if self.rows % count == 0 and count * k <= PIECE]
+        return min(max(fits, default=1), self.tiles.m), min(k, PIECE)
 
     @property
     def num_senders(self) -> int:
@@ -117,55 +96,28 @@ class GatherPlan(matmul_core.ShardPlan):
 
     @property
     def protocol(self) -> protocol.GatherMatmul:
-        rounds = pl.cdiv(pl.cdiv(self.block[0], self.piece[0]), self.num_senders)
-        num_blocks = math.prod(self.blocks)
+        height, width = self.piece
+        rounds = pl.cdiv(pl.cdiv(self.rows, height) * pl.cdiv(self.tiles.k, width), self.num_senders)
+        num_blocks = self.tiles.shard_grid[0]
         return protocol.GatherMatmul(self.tiles.num_shards, self.num_senders, num_blocks, rounds, LAG, self.keeps_own)
 
-    def number(self, row, part):
-        """The number, in the order of sending, of the block at `row` along M and `part` along K of a shard."""
-        (rows, parts), first = self.blocks, _mgpu.div(row, self.group) * self.group
-        return first * parts + part * jnp.minimum(self.group, rows - first) + row - first
+    def source(self, sender, i) -> tuple:
+        """(whether there is one, its place in the shard) of the piece that `sender` sends in round `i`.
 
-    def place_of(self, number) -> tuple:
-        """(row, part) of a block: a group's first parts of K come first."""
-        whole = self.group * self.blocks[1]
-        first = _mgpu.div(number, whole) * self.group
-        number, height = _mgpu.rem(number, whole), jnp.minimum(self.group, self.blocks[0] - first)
-        part = lax.div(number, height)
-        return first + number - part * height, part
-
-    def source(self, sender, i):
-        """(whether there is one, its first row, its part of K) of the piece that `sender` sends in round `i`.
-
-        The last piece of a shard is shifted back to end with it. Rows that it shares with the one before are sent
-        twice, with the same values both times.
+        The last piece of a shard is shifted back to end with it, and the last one of a long row to end with the row.
+        Values that it shares with the one before are sent twice, the same both times.
         """
-        _, number, piece = self.protocol.place(sender, i)
-        (block_row, part), offset = self.place_of(number), piece * self.piece[0]
-        row = block_row * self.block[0] + offset
-        exists = (offset < self.block[0]) & (row < self.tiles.m)
-        return exists, jnp.minimum(row, self.tiles.m - self.piece[0]), part
-
-    def each_copy(self, row, part, copy):
-        """`copy(its place in the piece, in the shard)` for each contiguous run of the piece at `row` of `part`.
-
-        Rows are compiled for whole parts of K and for the last one, which may be narrower.
-        """
-        (height, width), parts = self.piece, self.blocks[1]
-        if parts == 1:
-            return copy((pl.ds(0, height),), (pl.ds(row, height),))
-        last = self.tiles.k - (parts - 1) * width
-
-        def by_row(size):
-            pl.loop(0, height)(lambda r: copy((r, pl.ds(0, size)), (row + r, pl.ds(part * width, size))))
-
-        pl.when(part < parts - 1)(lambda: by_row(width))
-        pl.when(part == parts - 1)(lambda: by_row(last))
+        (height, width), (m, k) = self.piece, (self.tiles.m, self.tiles.k)
+        _, block, piece = self.protocol.place(sender, i)
+        across = pl.cdiv(k, width)
+        offset = _mgpu.div(piece, across) * height
+        row, col = block * self.rows + offset, _mgpu.rem(piece, across) * width
+        exists = (offset < self.rows) & (row < m)
+        place = pl.ds(jnp.minimum(row, m - height), height), pl.ds(jnp.minimum(col, k - width), width)
+        return exists, place
 
     def _scratch(self, num_stages: int) -> dict:
-        copies = self.piece[0] if self.blocks[1] > 1 else 1
-        loaded = plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES_MAX)
-        return super()._scratch(num_stages) | dict(loaded=loaded)
+        return super()._scratch(num_stages) | dict(loaded=plgpu.Barrier(num_barriers=STAGES_MAX))
 
     @property
     def scratch(self) -> dict:
@@ -201,8 +153,9 @@ def default_config(
     def predicted(num_senders: int):
         config, time = matmul_core.best(m, n, k, num_devices, dtype.itemsize, transpose_rhs, num_sms - num_senders)
         sent = (num_devices - 1) * m * k * dtype.itemsize / min(num_senders * SENDER_RATE, NVLINK_RATE)
-        # The last part of K of the last shard is multiplied after it has come.
-        return max(time, sent + time / num_devices / PARTS), num_senders, config
+        # The last block of the last shard is multiplied after it has come.
+        blocks = num_devices * pl.cdiv(m, config.tile_m * config.cluster_m)
+        return max(time, sent + time / blocks), num_senders, config
 
     _, num_senders, config = min((predicted(count) for count in SENDERS), key=lambda found: found[:2])
     return Config(**dataclasses.asdict(config), num_senders=num_senders)
@@ -315,15 +268,13 @@ def _send(plan, axis_name, lhs_gmem, gathered_gmem, stages, loaded, arrived):
     sender = (lax.axis_index("cluster") * plan.config.cluster_m + block_m) * plan.config.cluster_n + block_n
 
     def load(i):
-        stage, (_, row, part) = _mgpu.rem(i, num_stages), plan.source(sender, i)
-        copy = lambda at, source: core.load_bytes(lhs_gmem.at[source], stages.at[stage, *at], loaded.at[stage])
-        plan.each_copy(row, part, copy)
+        stage, (_, place) = _mgpu.rem(i, num_stages), plan.source(sender, i)
+        core.load_bytes(lhs_gmem.at[place], stages.at[stage], loaded.at[stage])
 
     def store(i, _, device_id):
-        stage, (exists, row, part) = _mgpu.rem(i, num_stages), plan.source(sender, i)
-        theirs = plgpu.remote_ref(gathered_gmem, device_id).at[d]
-        copy = lambda at, to: plgpu.copy_smem_to_gmem(stages.at[stage, *at], theirs.at[to], commit_group=False)
-        pl.when(exists)(lambda: plan.each_copy(row, part, copy))
+        stage, (exists, place) = _mgpu.rem(i, num_stages), plan.source(sender, i)
+        theirs = plgpu.remote_ref(gathered_gmem, device_id).at[d, *place]
+        pl.when(exists)(lambda: plgpu.copy_smem_to_gmem(stages.at[stage], theirs, commit_group=False))
         plgpu.commit_smem_to_gmem_group()
 
     @pl.loop(0, num_stages - 1)
@@ -341,21 +292,16 @@ def _send(plan, axis_name, lhs_gmem, gathered_gmem, stages, loaded, arrived):
 
 
 def _load(plan, ring, axis_name, lhs_gmem, gathered_gmem, rhs_gmem, a_smem, b_smem, arrived):
-    """The memory warpgroup: all steps of its tiles, each as soon as its part of lhs is here and a slot is free."""
+    """The memory warpgroup: all steps of its tiles, once their rows of lhs are here, each when a slot is free."""
     d, gather = lax.axis_index(axis_name), plan.protocol
 
     def load_tile(plan, tile, before):
         step, _, row, col = plan.entry
-        (height, width), others = plan.block, gathered_gmem.at[gather.owner(d, step)]
-        steps = pl.cdiv(width, plan.tiles.tile_k)  # In a part of K.
+        others, block = gathered_gmem.at[gather.owner(d, step)], _mgpu.div(row, plan.rows)
+        core.perform(gather.multiply(d, step, block), axis_name, dict(arrived=arrived))
 
         @pl.loop(0, plan.tiles.num_steps)
         def _(i):
-            @pl.when(_mgpu.rem(i, steps) == 0)
-            def _():
-                block = plan.number(_mgpu.div(row, height), _mgpu.div(i, steps))
-                core.perform(gather.multiply(d, step, block), axis_name, dict(arrived=arrived))
-
             slot, k = ring.fill(before + i), plan.k(i)
             copy_a = lambda gmem: plan.a.copy(gmem, (row, k), a_smem.at[slot], ring.filled.at[slot], plan.axis_n)
             pl.when(step == 0)(lambda: copy_a(lhs_gmem))

@@ -140,17 +140,19 @@ def test_matmul_reduce_scatter(one_for_two, count, m, k, n, fields, transpose_rh
 
 
 @pytest.mark.parametrize(
-    "m, k, n, fields, transpose_rhs",
+    "m, k, n, fields, piece, transpose_rhs",
     [
-        (200, 1032, 128, dict(tile_m=128, tile_n=128, num_senders=1), False),
-        (200, 72, 264, dict(tile_m=128, tile_n=128, num_senders=2), False),
-        (300, 600, 128, dict(tile_m=128, tile_n=64, num_senders=3), True),
-        (130, 264, 64, dict(tile_m=128, tile_n=64, num_senders=2, cluster_m=2), False),
+        (200, 1032, 128, dict(tile_m=128, tile_n=128, num_senders=1), 16_384, False),
+        (200, 72, 264, dict(tile_m=128, tile_n=128, num_senders=2), 16_384, False),
+        (300, 600, 128, dict(tile_m=128, tile_n=64, num_senders=3), 16_384, True),
+        (130, 264, 64, dict(tile_m=128, tile_n=64, num_senders=2, cluster_m=2), 16_384, False),
+        (130, 264, 64, dict(tile_m=128, tile_n=64, num_senders=2), 200, False),  # A row is two pieces.
     ],
     ids=str,
 )
-def test_all_gather_matmul(one_for_two, monkeypatch, m, k, n, fields, transpose_rhs):
+def test_all_gather_matmul(one_for_two, monkeypatch, m, k, n, fields, piece, transpose_rhs):
     """The senders are the peer's, which has the same rows."""
+    monkeypatch.setattr(all_gather_matmul, "PIECE", piece)
     send, kernel = all_gather_matmul._send, all_gather_matmul._kernel
 
     def send_of_the_peer(*args):
