@@ -148,7 +148,7 @@ def test_senders_send_every_value_to_every_peer_once_in_the_block_that_is_announ
             if exists:
                 seen[step, row : row + height, col : col + width] += 1
                 assert row + height > block * rows and row < (block + 1) * rows
-    # What is before the end may be sent twice.
+    # Values before the end may be sent twice.
     assert (seen[1:] >= 1).all() and (seen[1:, : m - height, : k - width] <= 1).all() and not seen[0].any()
 
 
