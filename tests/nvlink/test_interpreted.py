@@ -164,6 +164,19 @@ def test_all_gather_matmul(one_for_two, monkeypatch, m, k, n, fields, piece, tra
         _, as_tma, stages = smem
         kernel(*args, smem=(as_tma, as_tma, stages), **scratch)
 
+    entries, waits = [], []
+    look_up, multiply = all_gather_matmul.GatherPlan.look_up, all_gather_matmul.protocol.GatherMatmul.multiply
+
+    def look_up_and_note(plan, tile):
+        entries.append((found := look_up(plan, tile)).entry)
+        return found
+
+    def multiply_and_note(gather, d, step, block):
+        io_callback(lambda *wait: waits.append(tuple(map(int, wait))), None, entries[-1].row, block, ordered=True)
+        return multiply(gather, d, step, block)
+
+    monkeypatch.setattr(all_gather_matmul.GatherPlan, "look_up", look_up_and_note)
+    monkeypatch.setattr(all_gather_matmul.protocol.GatherMatmul, "multiply", multiply_and_note)
     monkeypatch.setattr(all_gather_matmul, "_send", send_of_the_peer)
     monkeypatch.setattr(all_gather_matmul, "_kernel", kernel_with_one_view)
     lhs, rhs, exact = operands(m, k, n, transpose_rhs)
@@ -172,4 +185,7 @@ def test_all_gather_matmul(one_for_two, monkeypatch, m, k, n, fields, piece, tra
         run = lambda: all_gather_matmul.gather_product(lhs, rhs, "x", config, transpose_rhs=transpose_rhs)
         out, gathered = started_again(run)()
     close(out, np.concatenate([exact, exact]))
+    # All rows are here before the first tile: only a GPU would notice a wait for another block.
+    rows = config.tile_m * config.cluster_m
+    assert {row for row, _ in waits} >= set(range(0, m, rows)) and all(block == row // rows for row, block in waits)
     np.testing.assert_array_equal(np.asarray(gathered[m:]), np.asarray(lhs))
