@@ -88,7 +88,7 @@ def paged_attention(
         128, 192 or 256.
       k_pages, v_pages: (num_pages, page_size, kv_heads, head_dim), of the dtype of `q`, or float8_e4m3fn with a
         bfloat16 `q` and head_dim 64, 128 or 256; page_size 16, 32, 64, 128 or 256; kv_heads divides heads.
-      block_tables: (num_seqs, pages_per_seq), int32: the pages of each sequence, in order. The rest does not matter.
+      block_tables: (num_seqs, pages_per_seq), int32: a sequence's pages, in order; beyond `kv_lens` any number will do.
       kv_lens: (num_seqs,), int32: tokens of each sequence, with the one that asks.
       scale: what logits are multiplied by; None for 1 / sqrt(head_dim).
       logits_soft_cap: c, so that logits become c tanh(logits / c).

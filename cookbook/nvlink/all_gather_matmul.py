@@ -25,7 +25,8 @@ descriptor, as `protocol.py` asks for.
 
 Senders are the grid's first blocks, which a GPU starts first, and wait for nobody: what a product waits for comes.
 
-Bound by: the tensor cores of the SMs that multiply, or by NVLink, which carries n - 1 shards each way. The derivative
+Bound by: the tensor cores of the SMs that multiply, or by NVLink, which carries n - 1 shards each way. Where the tiles
+of all rows of a shard begin at once, they wait for its last block: a few senders may be too slow. The derivative
 with respect to lhs is `matmul_reduce_scatter`; the one with respect to rhs gathers lhs again, so that no device keeps
 the shards of all until then.
 
