@@ -14,6 +14,7 @@ first).
 Chapter: notebooks/03_reductions.ipynb.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -21,14 +22,84 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
 from . import core, leading
 from .core import Config, Plan
 
+VALUES = 8  # Values of a short row that a thread adds up, or more, before the threads of the row exchange any.
+VALUES_IN_FLIGHT = 32  # The most values that it loads at once, of one row or of several.
+LANES_MIN = 2  # JAX has no layout for fewer threads a row.
+BLOCKS_AN_SM = 16  # An SM's 2048 threads are those of 16 warpgroups.
+
 
 def reduce_sum_reference(x, axis):
     return jnp.sum(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortPlan(Plan):
+    """Short rows. No row is stored, so that threads need not lie side by side along it: few of them share a row, and
+    each adds up some values before they exchange any."""
+
+    @property
+    def lanes(self) -> int:
+        lanes = min(super().lanes, core.floor_power_of_2(max(LANES_MIN, self.cols // VALUES)))
+        while self.config.block_rows % (core.WARPGROUP // lanes):
+            lanes *= 2
+        return lanes
+
+    def rows_a_block(self, num_sms: int) -> int:
+        """As few rows as let all blocks run at once, if they are not too many for the registers."""
+        rows_at_once = core.WARPGROUP // self.lanes
+        wanted = pl.cdiv(self.rows, rows_at_once * BLOCKS_AN_SM * num_sms)
+        return rows_at_once * max(1, min(wanted, 8, VALUES_IN_FLIGHT * self.lanes // self.cols))
+
+
+@dataclasses.dataclass(frozen=True)
+class LongPlan(core.RaggedPlan):
+    """A row that begins anywhere in memory and is too long for the registers: they hold a group of its pieces."""
+
+    @property
+    def num_groups(self) -> int:
+        return pl.cdiv(self.num_pieces, core.UNROLLED_PIECES)
+
+    def load(self, x_gmem, row, g):
+        """The pieces of group `g`, with zeros in the columns that an earlier piece holds already."""
+        unit, last = self.vec, self.inner // self.vec - core.WARPGROUP  # Counted so, the compiler sees aligned loads.
+        first = _mgpu.div(row * self.cols + unit - 1, unit)
+        turns = [(g * self.group + i) * core.WARPGROUP for i in range(self.group)]
+        starts = [jnp.minimum(turn, last) for turn in turns]
+        pieces = [_load(x_gmem, pl.ds((first + start) * unit, *self.shape), self.layout) for start in starts]
+        column = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
+        shared = [(turn - start) * unit for turn, start in zip(turns, starts, strict=True)]
+        return [jnp.where(column >= some, piece, 0.0) for piece, some in zip(pieces, shared, strict=True)]
+
+    def ends(self, x_gmem):
+        """The columns before and after all pieces."""
+        *_, head, tail = self._parts()
+        column = plgpu.broadcasted_iota(jnp.int32, (core.WARPGROUP,), 0, layout=head[1])
+        only = lambda where, layout, low, high: jnp.where(
+            (column >= low) & (column < high), _load(x_gmem, where, layout), 0.0
+        )
+        return only(*head) + only(*tail)
+
+
+def _load(x_gmem, where, layout):
+    return plgpu.load(x_gmem.at[where], layout=layout, optimized=False).astype(jnp.float32)
+
+
+def plan_of(rows: int, cols: int, itemsize: int, config: Config | None, num_sms: int) -> Plan:
+    plan = core.plan_rows(rows, cols, itemsize, config, Config.register_values)
+    if plan.spread:
+        too_long = plan.num_groups > 1 and cols * itemsize % 16  # For loads of 16 bytes that all stay in registers.
+        return LongPlan(rows, cols, itemsize, plan.config) if too_long else plan
+    if config is not None:
+        return ShortPlan(rows, cols, itemsize, config)
+    short = ShortPlan(rows, cols, itemsize, Config(core.WARPGROUP))
+    block_rows = short.rows_a_block(num_sms)
+    return dataclasses.replace(short, config=Config(block_rows)) if block_rows <= rows else plan
 
 
 def _sum_rows(plan: Plan, x_gmem, o_gmem, row):
@@ -46,17 +117,25 @@ def _sum_rows(plan: Plan, x_gmem, o_gmem, row):
         _mgpu.store(o_gmem.at[pl.ds(row, plan.config.block_rows)], jnp.sum(total, axis=1).astype(o_gmem.dtype))
 
 
-def _sum_last(x, config, params):
+def _sum_long_rows(plan: LongPlan, x_gmem, o_gmem, row):
+    add_group = lambda g, total: functools.reduce(jnp.add, plan.load(x_gmem, row, g), total)
+    ends = plan.ends(x_gmem)  # In flight while the groups are added.
+    total = lax.fori_loop(0, plan.num_groups, add_group, plan.zeros())
+    o_gmem[row] = (jnp.sum(total) + jnp.sum(ends)).astype(o_gmem.dtype)
+
+
+def _sum_last(x, config, target, params):
     rows = core.as_rows(x, fill=0)
-    plan = core.plan_rows(*rows.shape, x.dtype.itemsize, config, Config.register_values)
-    out = core.launch(_sum_rows, plan, jax.ShapeDtypeStruct(rows.shape[:1], x.dtype), params, [rows])
+    plan = plan_of(*rows.shape, x.dtype.itemsize, config, target.num_sms)
+    sum_rows = _sum_long_rows if isinstance(plan, LongPlan) else _sum_rows
+    out = core.launch(sum_rows, plan, jax.ShapeDtypeStruct(rows.shape[:1], x.dtype), params, [rows])
     return out[: math.prod(x.shape[:-1])].reshape(x.shape[:-1])
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "config", "target", "params"))
 def _call(x, axis: int, config: Config | None, target: _mgpu.Target, params):
     if axis == x.ndim - 1:
-        return _sum_last(x, config, params)
+        return _sum_last(x, config, target, params)
     return leading.sum_leading(target, params, x.dtype, x.reshape(x.shape[0], -1)).reshape(x.shape[1:])
 
 

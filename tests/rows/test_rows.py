@@ -118,6 +118,37 @@ def test_reduce_sum_last(shape, dtype):
 
 
 @pytest.mark.parametrize(
+    "shape, dtype",
+    # Long rows that begin anywhere: one group of pieces, and several. Short ones: one row a thread, and more.
+    [((9, 12801), BF16), ((300, 23), F16), ((2200, 15), BF16), ((3, 16387), F32), ((70, 136), F16),
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+         ((17, 37835), F16), ((2, 65535), F32), ((1100, 3), F32), ((6, 12795), BF16), ((150, 101), BF16)))],
+    ids=IDS,
+)  # fmt: skip
+def test_every_value_is_added_once(shape, dtype):
+    """Rows of zeros with up to 200 ones, at both ends among them: their sums are exact in every dtype."""
+    x = np.random.default_rng(0).random(shape) < min(0.5, 100 / shape[1])
+    x[:, 0], x[:, -1] = True, True
+    with _mgpu.interpreting(num_sms=1):
+        got = lab.run(lambda x: reduce_sum(x, -1), jnp.asarray(x, dtype))
+    np.testing.assert_array_equal(np.asarray(got, np.int64), x.sum(axis=1))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(where=lambda condition, value, other: value),  # Columns that two pieces share are added twice.
+        dict(minimum=lambda turn, last: jnp.minimum(turn, last - 64)),  # The last piece ends too early.
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_mutants_of_long_sums_are_caught(mutant, changes):
+    mutant(reduce_sum_module, "jnp", **changes)
+    with pytest.raises(AssertionError):
+        test_every_value_is_added_once((9, 12801), BF16)
+
+
+@pytest.mark.parametrize(
     # Fewer rows than a tile has, one stretch and several; rows and columns left over; columns too few for a tile.
     "shape, dtype",
     [((301, 1001), BF16), ((40, 3783), BF16), ((1, 1), F32), ((600, 7), BF16), ((5, 2, 130), F16), ((1100, 15), F32),
