@@ -6,8 +6,9 @@ to be an H200's, to which the model of `cookbook.gemm.cost` was fitted.
 
 Shared memory is why a pair of blocks is expected to pay. A step of K is written to it once and read once. For 128 rows
 of a and 256 of b that takes 768 cycles at 128 bytes each, and the products take 512; in a pair each block holds 128 of
-those 256 rows, and both take 512. Power is left out: pairs of JAX's tutorial, and the libraries, stay well below this
-bound on normal inputs (chapter 19b), so the model orders configurations better than it predicts their times.
+those 256 rows, and both take 512. The count is weak: on Hopper, tiles that it rules out run at full rate (chapter 7).
+Power is left out: pairs of JAX's tutorial, and the libraries, stay well below this bound on normal inputs (chapter
+19b), so the model orders configurations better than it predicts their times.
 """
 
 import dataclasses

@@ -6,8 +6,9 @@ Shapes: x of any rank; the result lacks the axis and has the dtype of x: float32
 axis have up to 65536 values; the leading axis has any length.
 
 Role table, last axis: as in `softmax`, one warpgroup a block sums one or more rows in registers; there are no barriers
-of ours. Leading axis: `leading.py`, where each warpgroup sums some rows of a tile of columns, and the warpgroups of a
-block add their sums up; where columns are too few for all SMs, a second kernel adds up sums of stretches of rows.
+of ours. Fewer threads than there share a short row, and a row too long for the registers is read once. Leading axis:
+`leading.py`, where each warpgroup sums some rows of a tile of columns, and the warpgroups of a block add their sums up;
+where columns are too few for all SMs, a second kernel adds up sums of stretches of rows.
 
 Bound by: memory (one read). The gradient is a broadcast, and XLA's. Not supported: axes in between (move the axis
 first).
@@ -28,8 +29,8 @@ from .. import _mgpu
 from . import core, leading
 from .core import Config, Plan
 
-VALUES = 8  # Values of a short row that a thread adds up, or more, before the threads of the row exchange any.
-VALUES_IN_FLIGHT = 32  # The most values that it loads at once, of one row or of several.
+VALUES = 8  # A thread adds up at least so many values of a short row before it exchanges any with others.
+VALUES_IN_FLIGHT = 32  # The most values of short rows, one or several, that a thread loads at once.
 LANES_MIN = 2  # JAX has no layout for fewer threads a row.
 BLOCKS_AN_SM = 16  # An SM's 2048 threads are those of 16 warpgroups.
 
@@ -91,6 +92,7 @@ def _load(x_gmem, where, layout):
 
 
 def plan_of(rows: int, cols: int, itemsize: int, config: Config | None, num_sms: int) -> Plan:
+    """The plan of the sums of rows: of `config`, or chosen by shape and by the number of SMs to fill."""
     plan = core.plan_rows(rows, cols, itemsize, config, Config.register_values)
     if plan.spread:
         too_long = plan.num_groups > 1 and cols * itemsize % 16  # For loads of 16 bytes that all stay in registers.
