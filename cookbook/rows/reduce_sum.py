@@ -46,10 +46,7 @@ class ShortPlan(Plan):
 
     @property
     def lanes(self) -> int:
-        lanes = min(super().lanes, core.floor_power_of_2(max(LANES_MIN, self.cols // VALUES)))
-        while self.config.block_rows % (core.WARPGROUP // lanes):
-            lanes *= 2
-        return lanes
+        return min(super().lanes, core.floor_power_of_2(max(LANES_MIN, self.cols // VALUES)))
 
     def rows_a_block(self, num_sms: int) -> int:
         """As few rows as let all blocks run at once, if they are not too many for the registers."""
@@ -92,13 +89,13 @@ def _load(x_gmem, where, layout):
 
 
 def plan_of(rows: int, cols: int, itemsize: int, config: Config | None, num_sms: int) -> Plan:
-    """The plan of the sums of rows: of `config`, or chosen by shape and by the number of SMs to fill."""
+    """The plan of the sums of rows: that of `core` for a `config`; otherwise chosen by shape and number of SMs."""
     plan = core.plan_rows(rows, cols, itemsize, config, Config.register_values)
+    if config is not None:
+        return plan
     if plan.spread:
         too_long = plan.num_groups > 1 and cols * itemsize % 16  # For loads of 16 bytes that all stay in registers.
         return LongPlan(rows, cols, itemsize, plan.config) if too_long else plan
-    if config is not None:
-        return ShortPlan(rows, cols, itemsize, config)
     short = ShortPlan(rows, cols, itemsize, Config(core.WARPGROUP))
     block_rows = short.rows_a_block(num_sms)
     return dataclasses.replace(short, config=Config(block_rows)) if block_rows <= rows else plan

@@ -125,13 +125,50 @@ def test_reduce_sum_last(shape, dtype):
          ((17, 37835), F16), ((2, 65535), F32), ((1100, 3), F32), ((6, 12795), BF16), ((150, 101), BF16)))],
     ids=IDS,
 )  # fmt: skip
-def test_every_value_is_added_once(shape, dtype):
+def test_every_value_is_added_once(shape, dtype, config=None):
     """Rows of zeros with up to 200 ones, at both ends among them: their sums are exact in every dtype."""
     x = np.random.default_rng(0).random(shape) < min(0.5, 100 / shape[1])
     x[:, 0], x[:, -1] = True, True
-    with _mgpu.interpreting(num_sms=1):
-        got = lab.run(lambda x: reduce_sum(x, -1), jnp.asarray(x, dtype))
+    got = lab.run(lambda x: reduce_sum(x, -1, config=config), jnp.asarray(x, dtype))
     np.testing.assert_array_equal(np.asarray(got, np.int64), x.sum(axis=1))
+
+
+def test_sums_of_several_rows_a_thread(monkeypatch):
+    """As where rows are too many for all blocks to run at once: tens of thousands, too many to interpret."""
+    several = lambda plan, num_sms: 3 * core.WARPGROUP // plan.lanes
+    monkeypatch.setattr(reduce_sum_module.ShortPlan, "rows_a_block", several)
+    test_every_value_is_added_once((1001, 15), BF16)
+
+
+@pytest.mark.parametrize(
+    "shape, config",
+    [
+        ((13, 520), core.Config(1)),
+        ((13, 520), core.Config(8)),
+        ((3, 1025), core.Config(1, 8)),
+        ((70, 7), core.Config(64)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sums_by_a_configuration_of_the_caller(shape, config):
+    test_every_value_is_added_once(shape, BF16, config)
+
+
+def test_plans_of_sums_of_every_length():
+    """Pieces lie in their row, tiles have whole warps, and all blocks run at once or a thread has enough to load."""
+    m = reduce_sum_module
+    for rows, cols in itertools.product((1, 40, 5000, 10**6), [*range(2, 3000), 12801, 65535]):
+        plan = m.plan_of(rows, cols, 2, None, 132)
+        if isinstance(plan, m.LongPlan):
+            assert plan.inner >= plan.shape[0] and cols - plan.inner < 2 * plan.vec
+        elif isinstance(plan, m.ShortPlan):
+            at_once = core.WARPGROUP // plan.lanes
+            turns = plan.config.block_rows // at_once
+            assert plan.shape[1] <= cols and plan.config.block_rows == turns * at_once <= rows
+            full = turns == 8 or (turns + 1) * cols > m.VALUES_IN_FLIGHT * plan.lanes
+            assert full or rows <= plan.config.block_rows * m.BLOCKS_AN_SM * 132
+    assert isinstance(m.plan_of(10, 37835, 2, None, 132), m.LongPlan)
+    assert isinstance(m.plan_of(5000, 23, 2, None, 132), m.ShortPlan)
 
 
 @pytest.mark.parametrize(
