@@ -20,6 +20,8 @@ from .. import _mgpu
 LANES = 32  # Threads in a warp.
 WARPGROUP = 128  # Threads in a warpgroup.
 UNROLLED_PIECES = 16  # Loads unrolled in one go. More of them (odd row lengths) cost seconds of compile time.
+SECTOR_BYTES = 32  # What memory hands out at once.
+FEW_ROWS = 12 * 132  # Rows so few that a warp each leaves an H100 with too few loads in flight.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,19 +39,21 @@ class Config:
 
 
 def default_config(rows: int, cols: int, itemsize: int, register_values: int = 96) -> Config:
-    """The configuration for (rows, cols) values of `itemsize` bytes, measured on one NVIDIA H200 (chapter 3)."""
+    """The configuration for (rows, cols) values of `itemsize` bytes, chosen by measurement (chapter 3)."""
     vec = _vec(cols, itemsize)
-    # A row stays within a warp, which needs no exchange, up to 16 loads and 128 bytes a thread.
-    if cols >= LANES * min(16 * vec, 128 // itemsize):
+    # A row stays within a warp, which needs no exchange, up to 16 loads and 128 bytes a thread; of few rows, 24 values.
+    is_long = cols >= LANES * min(16 * vec, 128 // itemsize, 24 if rows < FEW_ROWS else cols)
+    if is_long or (rows < WARPGROUP // _lanes(cols, vec, itemsize) and cols >= WARPGROUP):
         return Config(1, register_values)
-    lanes = _lanes(cols, vec)
+    return Config(short_block_rows(rows, cols, itemsize), register_values)
+
+
+def short_block_rows(rows: int, cols: int, itemsize: int, values: int = 10, most: int = 4, blocks: int = 16 * 132):
+    """Rows of a block that has them within its warps: about so many `values` a thread, of at most so many rows, and as
+    few as let so many `blocks` run at once. An H100's 132 SMs hold 16 blocks each."""
+    lanes = _lanes(cols, _vec(cols, itemsize), itemsize)
     rows_at_once = WARPGROUP // lanes  # In multiples of it, each thread of a warp has something to do.
-    # 16 values a thread, rounded up where a warp has a whole row: more blocks are more starts.
-    most = pl.cdiv(16 * lanes, cols) if lanes == LANES else max(1, 16 * lanes // cols)
-    block_rows = rows_at_once * min(8, most)
-    if rows < block_rows:
-        block_rows = rows_at_once
-    return Config(1 if rows < block_rows and cols >= WARPGROUP else block_rows, register_values)
+    return rows_at_once * max(1, min(most, round(values * lanes / cols), pl.cdiv(rows, rows_at_once * blocks)))
 
 
 def _vec(cols: int, itemsize: int) -> int:
@@ -58,8 +62,13 @@ def _vec(cols: int, itemsize: int) -> int:
     return min(math.gcd(cols, vec if cols >= LANES * vec else vec // 2), floor_power_of_2(cols // 2))
 
 
-def _lanes(cols: int, vec: int) -> int:
-    return min(LANES, floor_power_of_2(cols // vec))
+def _lanes(cols: int, vec: int, itemsize: int) -> int:
+    """Threads of a warp that share a row: fewer than could, where the last of their pieces would be shared mostly."""
+    lanes = min(LANES, floor_power_of_2(cols // vec))
+    covered = lambda: pl.cdiv(cols, lanes * vec) * lanes * vec
+    while covered() > 1.5 * cols and lanes // 2 * vec * itemsize >= SECTOR_BYTES:
+        lanes //= 2
+    return lanes
 
 
 def as_rows(x, fill, itemsize: int | None = None):
@@ -113,7 +122,7 @@ class Plan:
     @property
     def lanes(self) -> int:
         """Threads that share a row."""
-        return WARPGROUP if self.spread else _lanes(self.cols, self.vec)
+        return WARPGROUP if self.spread else _lanes(self.cols, self.vec, self.itemsize)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -259,9 +268,22 @@ class RaggedPlan(Plan):
     def num_groups(self) -> int:
         return 1
 
-    def _parts(self):
-        """Each piece: where it starts in memory, its layout, and the range of its values that are no other's."""
+    @property
+    def pitch(self) -> int:
+        """Columns a row of what `shift` returns."""
+        return pl.cdiv(self.cols, self.vec) * self.vec + self.vec
+
+    def shift(self, shared):
+        """Values that all rows share, (cols,), as (vec, pitch), flat. Row r begins r columns late: one is aligned as
+        the block's row is."""
+        return jnp.concatenate([jnp.pad(shared, (r, self.pitch - self.cols - r)) for r in range(self.vec)])
+
+    def _parts(self, late: bool = False):
+        """Each piece: where it starts in memory, its layout, and the range of its values that are no other's.
+
+        `late`: where it starts in what `shift` returns."""
         row = lax.axis_index("block") * self.cols
+        row = _mgpu.rem(row, self.vec) * (self.pitch + 1) if late else row
         first = (row + self.vec - 1) // self.vec * self.vec  # Written so, the compiler sees that it is aligned.
         (width,), ends = self.shape, plgpu.Layout.WG_STRIDED((WARPGROUP,), 1)
         for turn in range(0, self.inner, width):
@@ -272,9 +294,9 @@ class RaggedPlan(Plan):
         yield pl.ds(last, WARPGROUP), ends, first + self.inner - last, WARPGROUP
 
     def load(self, x_gmem, row, g):
-        begin = lax.axis_index("block") * self.cols if x_gmem.shape == (self.cols,) else 0  # All rows share these.
+        parts = self._parts(late=x_gmem.shape == (self.vec * self.pitch,))
         load = lambda where, layout: plgpu.load(x_gmem.at[where], layout=layout, optimized=False).astype(jnp.float32)
-        return [load(pl.ds(where.start - begin, where.size), layout) for where, layout, *_ in self._parts()]
+        return [load(where, layout) for where, layout, *_ in parts]
 
     def store(self, o_gmem, row, g, pieces):
         for piece, (where, *_) in zip(pieces, self._parts(), strict=True):
@@ -294,20 +316,35 @@ class RaggedPlan(Plan):
 
 def plan_rows(rows: int, cols: int, itemsize: int, config: Config | None, register_values: int) -> Plan:
     """The plan of a kernel over rows: of `config`, or chosen by shape."""
+    if config is not None:
+        _require_fit(rows, cols, itemsize, config)
     config = config or default_config(rows, cols, itemsize, register_values)
     plan, ragged = (kind(rows, cols, itemsize, config) for kind in (Plan, RaggedPlan))
     # A row of odd length takes so many loads that not all are in flight at once.
     return ragged if plan.num_groups > 1 and ragged.fits else plan
 
 
+def _require_fit(rows: int, cols: int, itemsize: int, config: Config):
+    """Refuses a caller's configuration that rows of this length, or so few, do not have."""
+    block_rows, rows_at_once = config.block_rows, WARPGROUP // _lanes(cols, _vec(cols, itemsize), itemsize)
+    if block_rows == 1:
+        if cols < WARPGROUP:
+            raise ValueError(f"{block_rows=}: rows of {cols} are shorter than {WARPGROUP}; take {rows_at_once} or more")
+    elif block_rows % rows_at_once:
+        raise ValueError(f"{block_rows=}: for rows of {cols} it must be a multiple of {rows_at_once}")
+    elif block_rows > rows:
+        raise ValueError(f"{block_rows=}: there are {rows} rows; take at most as many, or leave config out")
+
+
 def launch(one_row, plan: Plan, out_type, params, arrays, shared=()):
     """Output of `one_row(plan, *arrays, *shared, out, row)`, called tile by tile for the rows of `arrays`.
 
-    `out_type` may be a tuple; then `one_row` gets as many outputs, and as many are returned.
+    `shared`: arrays of one value for each column. `out_type` may be a tuple; then `one_row` gets as many outputs, and
+    as many are returned.
     """
     stored = out_type
     if isinstance(plan, RaggedPlan):
-        arrays = [x.reshape(-1) for x in arrays]
+        arrays, shared = [x.reshape(-1) for x in arrays], [plan.shift(x) for x in shared]
         stored = jax.tree.map(lambda out: jax.ShapeDtypeStruct((math.prod(out.shape),), out.dtype), out_type)
     function = one_row.func if isinstance(one_row, functools.partial) else one_row
     # Profilers show the kernel by the name of what it does with a row.

@@ -205,8 +205,11 @@ def _call_backward(x, scale, dy, eps: float, target: _mgpu.Target, params):
     rows, dy_rows = core.as_rows(x, 0), core.as_rows(dy, 0)
     rows = rows.at[x.size // x.shape[-1] :].set(1)  # If eps is 0, the 1 / rms of added zeros would be infinite.
     config = default_config(*rows.shape, x.dtype.itemsize, BACKWARD_REGISTER_VALUES)
+    blocks = BLOCKS_PER_SM * target.num_sms
+    if config.block_rows > 1:  # Few blocks stay, which need more rows at once than many.
+        config = Config(core.short_block_rows(*rows.shape, x.dtype.itemsize, 16, 8, blocks), BACKWARD_REGISTER_VALUES)
     plan = Plan(*rows.shape, x.dtype.itemsize, config)
-    num_blocks, long = min(BLOCKS_PER_SM * target.num_sms, plan.num_blocks), plan.num_groups > 1
+    num_blocks, long = min(blocks, plan.num_blocks), plan.num_groups > 1
     flat = lambda x: x.reshape(-1) if _rows_ahead(plan) else x
     more_shape = (plan.rows,) if long else (num_blocks * config.block_rows, plan.cols)
     dx, more = _mgpu.kernel(

@@ -228,8 +228,8 @@ def test_more_rows_than_tiles_and_a_given_config():
 def test_row_plans_of_every_length():
     """Each column is covered, by pieces in bounds; a thread reads aligned words. Cheap, so every length up to 3000."""
     for itemsize in (2, 4):
-        for cols in [*range(2, 3000), 8191, 8192, 32768, 65535, 65536]:
-            plan = core.Plan(4096, cols, itemsize, core.default_config(4096, cols, itemsize))
+        for rows, cols in itertools.product((4096, 9), [*range(2, 3000), 8191, 8192, 32768, 65535, 65536]):
+            plan = core.Plan(rows, cols, itemsize, core.default_config(rows, cols, itemsize))
             covered = np.zeros(cols, bool)
             for g in range(plan.num_groups):
                 for turn, start in plan.starts(g):
@@ -251,6 +251,13 @@ def test_ragged_rows_are_covered_once(cols, monkeypatch):
             assert where.start % (8 if layout == plan.layout else 1) == 0
             counted[where.start + low : where.start + high] += 1
         assert (counted[row * cols : (row + 1) * cols] == 1).all() and counted.sum() == cols
+        # What all rows share is loaded from the same columns, and as long words.
+        shifted = np.asarray(plan.shift(jnp.arange(cols)))
+        for (where, layout, *_), (late, *_) in zip(plan._parts(), plan._parts(late=True), strict=True):
+            np.testing.assert_array_equal(
+                shifted[late.start :][: late.size], np.arange(late.size) + where.start - row * cols
+            )
+            assert late.start % (8 if layout == plan.layout else 1) == 0
 
 
 @pytest.mark.parametrize(
@@ -274,6 +281,10 @@ def test_empty():
     np.testing.assert_array_equal(reduce_sum(jnp.zeros((0, 4)), 0), jnp.zeros(4))
 
 
+def configured(op, cols: int, block_rows: int, *args):
+    return lab.run(functools.partial(op, config=core.Config(block_rows)), jnp.ones((64, cols), jnp.bfloat16), *args)
+
+
 @pytest.mark.parametrize(
     "fn, message",
     [
@@ -286,6 +297,10 @@ def test_empty():
         (lambda: rms_norm(jnp.ones((3, 4)), jnp.ones(4), out_dtype=jnp.int8), "out_dtype"),
         (lambda: reduce_sum(jnp.ones((3, 4, 5)), 1), "axis=1"),
         (lambda: core.Config(block_rows=6), "block_rows=6"),
+        (lambda: configured(softmax, 23, 4), "block_rows=4: for rows of 23 it must be a multiple of 8"),
+        (lambda: configured(rms_norm, 23, 1, jnp.ones(23)), "block_rows=1: rows of 23 are shorter than 128"),
+        (lambda: configured(reduce_sum, 23, 4, -1), "block_rows=4"),
+        (lambda: configured(softmax, 200, 96), "block_rows=96: there are 64 rows"),
     ],
 )
 def test_errors_name_the_rule(fn, message):
