@@ -20,7 +20,7 @@ from .. import _mgpu
 LANES = 32  # Threads in a warp.
 WARPGROUP = 128  # Threads in a warpgroup.
 UNROLLED_PIECES = 16  # Loads unrolled in one go. More of them (odd row lengths) cost seconds of compile time.
-SECTOR_BYTES = 32  # What memory hands out at once.
+SIDE_BYTES = 8  # The least of a row that threads side by side load at once.
 FEW_ROWS = 12 * 132  # Rows so few that a warp each leaves an H100 with too few loads in flight.
 
 
@@ -38,11 +38,11 @@ class Config:
             raise ValueError(f"{self.register_values=}: must be from 8 to 192; a thread has 255 registers")
 
 
-def default_config(rows: int, cols: int, itemsize: int, register_values: int = 96) -> Config:
+def default_config(rows: int, cols: int, itemsize: int, register_values: int = 96, few_rows: int = FEW_ROWS) -> Config:
     """The configuration for (rows, cols) values of `itemsize` bytes, chosen by measurement (chapter 3)."""
     vec = _vec(cols, itemsize)
     # A row stays within a warp, which needs no exchange, up to 16 loads and 128 bytes a thread; of few rows, 24 values.
-    is_long = cols >= LANES * min(16 * vec, 128 // itemsize, 24 if rows < FEW_ROWS else cols)
+    is_long = cols >= LANES * min(16 * vec, 128 // itemsize, 24 if rows < few_rows else cols)
     if is_long or (rows < WARPGROUP // _lanes(cols, vec, itemsize) and cols >= WARPGROUP):
         return Config(1, register_values)
     return Config(short_block_rows(rows, cols, itemsize), register_values)
@@ -66,7 +66,7 @@ def _lanes(cols: int, vec: int, itemsize: int) -> int:
     """Threads of a warp that share a row: fewer than could, where the last of their pieces would be shared mostly."""
     lanes = min(LANES, floor_power_of_2(cols // vec))
     covered = lambda: pl.cdiv(cols, lanes * vec) * lanes * vec
-    while covered() > 1.5 * cols and lanes // 2 * vec * itemsize >= SECTOR_BYTES:
+    while covered() > 1.25 * cols and lanes // 2 * vec * itemsize >= SIDE_BYTES:
         lanes //= 2
     return lanes
 
@@ -160,7 +160,7 @@ class Plan:
         """How many tiles this block visits, and a function of 0, 1, ... that gives a tile and its first row.
 
         Each `num_blocks`-th tile is this block's. If rows are left over, the block of the last tile visits one more:
-        rows that two tiles share are stored by one block, in order. By two blocks they would be a race.
+        rows that two tiles share are stored by one block, twice the same to the bit.
         """
         block, block_rows = lax.axis_index("block"), self.config.block_rows
         turns = 1 if num_blocks == self.num_blocks else (self.num_blocks - 1 - block) // num_blocks + 1
@@ -315,10 +315,13 @@ class RaggedPlan(Plan):
 
 
 def plan_rows(rows: int, cols: int, itemsize: int, config: Config | None, register_values: int) -> Plan:
-    """The plan of a kernel over rows: of `config`, or chosen by shape."""
+    """The plan of a kernel over rows: by a caller's `config`, which may not fit, or chosen by shape."""
     if config is not None:
         _require_fit(rows, cols, itemsize, config)
-    config = config or default_config(rows, cols, itemsize, register_values)
+    return plan_by(config or default_config(rows, cols, itemsize, register_values), rows, cols, itemsize)
+
+
+def plan_by(config: Config, rows: int, cols: int, itemsize: int) -> Plan:
     plan, ragged = (kind(rows, cols, itemsize, config) for kind in (Plan, RaggedPlan))
     # A row of odd length takes so many loads that not all are in flight at once.
     return ragged if plan.num_groups > 1 and ragged.fits else plan
@@ -346,6 +349,9 @@ def launch(one_row, plan: Plan, out_type, params, arrays, shared=()):
     if isinstance(plan, RaggedPlan):
         arrays, shared = [x.reshape(-1) for x in arrays], [plan.shift(x) for x in shared]
         stored = jax.tree.map(lambda out: jax.ShapeDtypeStruct((math.prod(out.shape),), out.dtype), out_type)
+    # JAX puts barriers around each store, for kernels that read what they have stored. None of these does. Without
+    # barriers each warp goes on with its own rows, which is faster, most of all for short ones.
+    params = dataclasses.replace(params, unsafe_no_auto_barriers=True)
     function = one_row.func if isinstance(one_row, functools.partial) else one_row
     # Profilers show the kernel by the name of what it does with a row.
     kernel = functools.wraps(function)(lambda *refs: plan.for_each_tile(functools.partial(one_row, plan, *refs)))

@@ -90,9 +90,10 @@ def _load(x_gmem, where, layout):
 
 def plan_of(rows: int, cols: int, itemsize: int, config: Config | None, num_sms: int) -> Plan:
     """The plan of the sums of rows: that of `core` for a `config`; otherwise chosen by shape and number of SMs."""
-    plan = core.plan_rows(rows, cols, itemsize, config, Config.register_values)
     if config is not None:
-        return plan
+        return core.plan_rows(rows, cols, itemsize, config, Config.register_values)
+    # A warp that stores nothing of its row has enough loads in flight, however few the rows are.
+    plan = core.plan_by(core.default_config(rows, cols, itemsize, few_rows=0), rows, cols, itemsize)
     if plan.spread:
         too_long = plan.num_groups > 1 and cols * itemsize % 16  # For loads of 16 bytes that all stay in registers.
         return LongPlan(rows, cols, itemsize, plan.config) if too_long else plan

@@ -220,8 +220,8 @@ def test_huge_and_tiny_rows(cols):
 
 
 def test_more_rows_than_tiles_and_a_given_config():
-    x = normal(0, (4 * 3 + 1, 520), jnp.bfloat16)
-    for block_rows in (1, 4, 8):
+    x = normal(0, (8 * 2 + 1, 520), jnp.bfloat16)
+    for block_rows in (1, 8):
         lab.check(functools.partial(softmax, config=core.Config(block_rows)), softmax_reference, x, gpu=None)
 
 
@@ -297,7 +297,7 @@ def configured(op, cols: int, block_rows: int, *args):
         (lambda: rms_norm(jnp.ones((3, 4)), jnp.ones(4), out_dtype=jnp.int8), "out_dtype"),
         (lambda: reduce_sum(jnp.ones((3, 4, 5)), 1), "axis=1"),
         (lambda: core.Config(block_rows=6), "block_rows=6"),
-        (lambda: configured(softmax, 23, 4), "block_rows=4: for rows of 23 it must be a multiple of 8"),
+        (lambda: configured(softmax, 23, 4), "block_rows=4: for rows of 23 it must be a multiple of 16"),
         (lambda: configured(rms_norm, 23, 1, jnp.ones(23)), "block_rows=1: rows of 23 are shorter than 128"),
         (lambda: configured(reduce_sum, 23, 4, -1), "block_rows=4"),
         (lambda: configured(softmax, 200, 96), "block_rows=96: there are 64 rows"),
