@@ -251,7 +251,7 @@ def test_ragged_rows_are_covered_once(cols, monkeypatch):
             assert where.start % (8 if layout == plan.layout else 1) == 0
             counted[where.start + low : where.start + high] += 1
         assert (counted[row * cols : (row + 1) * cols] == 1).all() and counted.sum() == cols
-        # What all rows share is loaded from the same columns, and as long words.
+        # Values that all rows share are loaded from the same columns, in words as long.
         shifted = np.asarray(plan.shift(jnp.arange(cols)))
         for (where, layout, *_), (late, *_) in zip(plan._parts(), plan._parts(late=True), strict=True):
             np.testing.assert_array_equal(
