@@ -508,7 +508,9 @@ def try_out(copies: dict[str, types.ModuleType], trace: Trace):
         for seed in range(40):
             schedule_at_random(copies["scheduler"], seed)
     engine = copies["engine"].Engine(CONFIG, trace.params, **SIZES, backend="xla")
-    assert [request.generated for request in served(engine, trace.requests[:45])] == trace.tokens[:45], "other tokens"
+    for first, end in ((0, 6), (6, 45)):  # The few find most mutants, and sooner.
+        tokens = [request.generated for request in served(engine, trace.requests[first:end])]
+        assert tokens == trace.tokens[first:end], "other tokens"
 
 
 def test_what_is_no_mutant_passes(trace, copied):
