@@ -63,7 +63,7 @@ def _vec(cols: int, itemsize: int) -> int:
 
 
 def _lanes(cols: int, vec: int, itemsize: int) -> int:
-    """Threads of a warp that share a row: fewer than could, where the last piece would repeat much of the one before."""
+    """Threads of a warp that share a row: fewer, where the last piece would repeat much of the one before."""
     lanes = min(LANES, floor_power_of_2(cols // vec))
     covered = lambda: pl.cdiv(cols, lanes * vec) * lanes * vec
     while covered() > 1.25 * cols and lanes // 2 * vec * itemsize >= SIDE_BYTES:
