@@ -167,7 +167,7 @@ def reduce_sum(x, axis: int, *, config: Config | None = None):
       The sum, without the axis, in the dtype of `x`; the additions are in float32, in the same order in every run.
 
     Raises:
-      ValueError: the rank, dtype or axis is not supported; RuntimeError: no GPU.
+      ValueError: the rank, dtype or axis is not supported, or `config` does not fit the shape; RuntimeError: no GPU.
     """
     x = core.require_floats("reduce_sum", "x", x)
     axis, last = _mgpu.option("reduce_sum", "axis", axis, int), x.ndim - 1

@@ -10,8 +10,9 @@ Shapes: x and residual (..., C) with C from 1 to 65536, scale (C,); y and total 
 bfloat16 or float16, each its own; total is of the residual's dtype. The arithmetic is float32.
 
 Role table: one warpgroup a block does everything, as in `softmax`: it loads a row into registers, reduces it once, and
-stores it. `scale` comes from the L1 cache: all rows share it. The forward kernel has no barriers of ours. Rows of more
-than 12288 values are read twice; of many such rows, which the L2 cache cannot keep, both times from HBM.
+stores it. `scale` comes from the L1 cache: all rows share it. (A long row that begins anywhere in memory takes it from
+a copy that is aligned in the same way: `core.RaggedPlan.shift`.) The forward kernel has no barriers of ours. Rows of
+more than 12288 values are read twice; of many such rows, which the L2 cache cannot keep, both times from HBM.
 
 Backward, with inverse = 1 / sqrt(mean_c(x**2) + eps):
 
@@ -206,7 +207,8 @@ def _call_backward(x, scale, dy, eps: float, target: _mgpu.Target, params):
     rows = rows.at[x.size // x.shape[-1] :].set(1)  # If eps is 0, the 1 / rms of added zeros would be infinite.
     config = default_config(*rows.shape, x.dtype.itemsize, BACKWARD_REGISTER_VALUES)
     blocks = BLOCKS_PER_SM * target.num_sms
-    if config.block_rows > 1:  # Few blocks stay, which need more rows at once than many.
+    # Few blocks stay, which need more rows at once than many: 16 values a thread, from 8 rows.
+    if config.block_rows > 1:
         config = Config(core.short_block_rows(*rows.shape, x.dtype.itemsize, 16, 8, blocks), BACKWARD_REGISTER_VALUES)
     plan = Plan(*rows.shape, x.dtype.itemsize, config)
     num_blocks, long = min(blocks, plan.num_blocks), plan.num_groups > 1
@@ -260,14 +262,15 @@ def rms_norm(x, scale, *, residual=None, eps: float = 1e-6, out_dtype=None, conf
       residual: of the shape of `x` and any of these dtypes; or None.
       eps: added to the mean of squares.
       out_dtype: any of these dtypes, that of y; None for that of `x`.
-      config: rows a block; None chooses by shape.
+      config: rows a block, a multiple that the row length sets; None chooses by shape.
 
     Returns:
       y, (..., C) of `out_dtype`; with a residual also `residual + x`, of the residual's dtype, as a second result. y is
       computed of the sum before it is rounded.
 
     Raises:
-      ValueError: a rank, shape, dtype or row length is not supported; RuntimeError: no GPU.
+      ValueError: a rank, shape, dtype or row length is not supported, or `config` does not fit the shape;
+        RuntimeError: no GPU.
     """
     x = core.require_rows("rms_norm", "x", x)
     scale = core.require_floats("rms_norm", "scale", scale)

@@ -137,13 +137,13 @@ def softmax(x, *, config: Config | None = None):
 
     Args:
       x: (..., C) float32, bfloat16 or float16, 1 <= C <= 65536.
-      config: rows a block; None chooses by shape.
+      config: rows a block, a multiple that the row length sets; None chooses by shape.
 
     Returns:
       (..., C), of the dtype of `x`.
 
     Raises:
-      ValueError: rank, dtype or row length is not supported; RuntimeError: no GPU.
+      ValueError: rank, dtype or row length is not supported, or `config` does not fit the shape; RuntimeError: no GPU.
     """
     x = core.require_rows("softmax", "x", x)
     if x.size == 0:
