@@ -81,7 +81,7 @@ class Config:
 
 
 def default_config(m: int, n: int, k: int) -> Config:
-    """The configuration for an (m, k) by (k, n) product, measured on one NVIDIA H200 (chapter 6)."""
+    """The configuration for an (m, k) by (k, n) product, as measured in chapter 6."""
     tiles = lambda tile_m, tile_n: pl.cdiv(m, tile_m) * pl.cdiv(n, tile_n)
     if tiles(128, 192) >= 16 * 132:  # Sixteen waves on 132 SMs: the last, partly empty one weighs little.
         return Config(tile_n=192, num_stages=4, grid_tile_width=16)

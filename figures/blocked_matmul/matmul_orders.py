@@ -11,7 +11,7 @@ from matplotlib.colors import ListedColormap
 from cookbook.lab import plot
 from figures._draw import save
 
-TILES, TOGETHER = 64, 264  # Tiles along each side; blocks that run at once: two on each of an H200's 132 SMs.
+TILES, TOGETHER = 64, 264  # Tiles along each side; blocks that run at once: two on each SM of an H100 or H200.
 WIDTHS = (1, 16)
 
 

@@ -4,7 +4,7 @@ from cookbook.lab import plot
 from cookbook.lab.roofline import peak
 from figures._draw import save
 
-NUM_SMS = 132  # An H200 has as many.
+NUM_SMS = 132  # On an H100 and on an H200.
 TENSOR, SFU, LANES, SMEM_BYTES = 4096, 16, 128, 128  # Operations, exponentials, instructions and bytes in a cycle.
 CLOCK = peak("bf16").value / NUM_SMS / TENSOR  # Hz, at which the data sheet counts.
 SM_BYTES = peak("hbm").value / NUM_SMS / CLOCK  # Bytes that HBM gives one SM in a cycle.

@@ -4,7 +4,7 @@ from cookbook.lab import plot
 from figures._draw import save
 from figures.pipelining.pipeline_order import tiles
 
-GRID, WAVE = (64, 32), 132  # 8192 x 8192 in tiles of 128 x 256; one block on each SM of an H200.
+GRID, WAVE = (64, 32), 132  # 8192 x 8192 in tiles of 128 x 256; one block on each SM of an H100 or H200.
 TILE = (128, 256)
 WAVES = 6  # Drawn.
 ORDERS = ((1, 32, "row by row"), (0, 8, "snake, 8 rows"), (0, 16, "snake, 16 rows"))

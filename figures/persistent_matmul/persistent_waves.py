@@ -8,7 +8,7 @@ from cookbook.lab import plot
 from figures._draw import save
 
 SMS, TILES = 6, 15  # SMs and tiles of the small picture.
-NUM_SMS = 132  # SMs of an H200.
+NUM_SMS = 132  # On an H100 and on an H200.
 # Sizes of o in tiles of 128 x 256, and where their text stands.
 MARKED = ((128, "2048 x 2048", (200, 0.25)), (512, "4096 x 4096", (420, 0.45)), (544, "4096 x 4352", (650, 0.45)))
 

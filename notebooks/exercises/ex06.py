@@ -7,7 +7,7 @@ from exercises.judge import NotYet, checker, normal, require_close, run_kernel, 
 
 import cookbook
 
-SMEM_OF_AN_SM = 233_472  # Bytes of shared memory of one SM of an H200.
+SMEM_OF_AN_SM = 233_472  # Bytes of shared memory of one SM of an H100 or H200.
 RESERVED = 1_024  # Bytes that CUDA keeps for itself for each block on the SM.
 BARRIER = 8  # Bytes of one barrier; a ring has one for each slot.
 ITEMSIZE = 2  # Bytes of a bfloat16.
