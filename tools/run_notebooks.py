@@ -1,11 +1,12 @@
 """Runs the course: every notebook through papermill into build/notebooks/, then a table of what ran where.
 
 Each notebook has a process of its own. As many run at a time as there are cores; on a GPU host one on each GPU by
-default. Where a GPU has more, one measures while the others are stopped, and all share its memory. The chapters across
-GPUs come last, each alone with all of them.
+default. Where a GPU has more, one measures while the others are stopped, and all share its memory; one that fails so
+runs once more with a GPU to itself. The chapters across GPUs come last, each alone with all of them.
 
-`--record`, on a GPU, writes the executed notebooks back in place with the stamp that the site shows. `make run` and
-`make record` call this script; neither stops at a notebook that fails.
+`--record`, on a GPU, writes the executed notebooks back in place with the stamp that the site shows; a chapter that
+shows figures of others starts after these. `make run` and `make record` call this script; neither stops at a notebook
+that fails.
 """
 
 import argparse
@@ -71,9 +72,11 @@ def main() -> int:
     os.chdir(NOTEBOOKS)  # Kernels start here. The whole process has one folder, so no thread may choose another.
     total = sum(len(nbformat.read(path, as_version=4).cells) for path in paths)
     with tqdm(total=total, unit="cell") as bar, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        running = []
+        running, futures = [], {}
+        quoted = _quoted(paths) if args.record else {path: [] for path in paths}
 
         def run(path: pathlib.Path) -> tuple[str, ...]:
+            concurrent.futures.wait([futures[earlier] for earlier in quoted[path] if earlier in futures])
             number, place = path.stem.split("_")[0], free.get()
             running.append(number)
             bar.set_description(" ".join(running))
@@ -92,10 +95,16 @@ def main() -> int:
             return path.stem, _cells(OUTPUT / path.name), f"{seconds:.1f}", where, state
 
         alone = [path for path in paths if len(gpus) > 1 and path.name.startswith(ACROSS_GPUS)]
-        rows = list(pool.map(run, [path for path in reversed(paths) if path not in alone]))  # The last are the longest.
+        for path in _after_those_quoted(reversed(paths), quoted):  # The last are the longest.
+            if path not in alone:
+                futures[path] = pool.submit(run, path)
+        rows = {path: future.result() for path, future in futures.items()}
+        free = _places(gpus[:1], 1)
+        again = [path for path, row in rows.items() if row[-1] == "FAILED" and jobs > len(gpus) > 0]
+        bar.total += sum(len(nbformat.read(path, as_version=4).cells) for path in again)
+        rows |= {path: run(path) for path in again}
         free = _places([",".join(gpus)], 1)
-        rows += [run(path) for path in alone]
-        rows.sort()
+        rows = sorted([*rows.values(), *map(run, alone)])
     _print_table(("notebook", "cells", "seconds", "where it ran", ""), rows)
     failed = [row[0] for row in rows if row[-1] == "FAILED"]
     if failed:
@@ -130,6 +139,21 @@ def _select(names: list[str]) -> list[pathlib.Path]:
             sys.exit(f"make run: no notebook starts with {name!r}. There are: {', '.join(p.stem for p in every)}.")
         chosen.update(found)
     return [path for path in every if not names or path in chosen]
+
+
+def _quoted(paths: list[pathlib.Path]) -> dict[pathlib.Path, list[pathlib.Path]]:
+    """For each notebook the others that its code names, as it does to read a figure of "06_pipelining/load_only"."""
+    cells = {path: nbformat.read(path, as_version=4).cells for path in paths}
+    code = {path: "\n".join(c.source for c in cells[path] if c.cell_type == "code") for path in paths}
+    return {path: [x for x in paths if x != path and x.stem in code[path]] for path in paths}
+
+
+def _after_those_quoted(paths, quoted: dict[pathlib.Path, list[pathlib.Path]]) -> list[pathlib.Path]:
+    """The notebooks in this order, but each after those that it quotes. Chapters quote earlier ones alone."""
+    order = {}
+    for path in paths:
+        order |= dict.fromkeys([*_after_those_quoted(quoted[path], quoted), path])
+    return list(order)
 
 
 def _is_stale(path: pathlib.Path) -> bool:

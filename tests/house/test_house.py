@@ -281,6 +281,38 @@ def test_run_gives_each_notebook_a_gpu_and_chapters_across_gpus_all(runner, tmp_
     assert run_notebooks._places([], 2).get() == {}
 
 
+def test_a_notebook_that_fails_beside_others_has_a_gpu_to_itself_in_the_end(runner, tmp_path, monkeypatch, capfd):
+    import run_notebooks
+
+    monkeypatch.setattr(run_notebooks, "_probe", lambda: {"gpu": "NVIDIA H200", "jax": "0", "on_gpu": True})
+    monkeypatch.setattr(run_notebooks, "visible_gpus", lambda: ["2"])
+    monkeypatch.delenv("COOKBOOK_TURNS", raising=False)
+    alone = "import os\nassert 'XLA_PYTHON_CLIENT_MEM_FRACTION' not in os.environ"
+    notebooks = {"00_a": ["n = 1"], "01_large": ["n = 1", alone], "02_wrong": ["n = 1", "assert n == 2"]}
+    assert runner(notebooks, "--jobs", "3") == 1
+    output = capfd.readouterr().out
+    table = output.partition("notebook  ")[2]
+    assert re.search(r"01_large +2/2 .*ok", table) and re.search(r"02_wrong +2/2 .*FAILED", table)
+    assert [output.count(f"{stem}  ") for stem in notebooks] == [2, 3, 3]  # Once in the table.
+
+
+def test_a_recorded_chapter_comes_after_those_whose_figures_it_shows(runner, tmp_path, monkeypatch):
+    import run_notebooks
+
+    monkeypatch.setattr(
+        run_notebooks,
+        "_probe",
+        lambda: {"gpu": "NVIDIA H200", "driver": "0", "jax": "0", "date": "2026-01-01"} | {"on_gpu": True},
+    )
+    monkeypatch.setattr(run_notebooks, "visible_gpus", lambda: ["0"])
+    monkeypatch.setenv("COOKBOOK_RECORD", "1")  # The runner sets it: this takes it away again.
+    say = "import pathlib, time\ntime.sleep({0})\nwith open('order.txt', 'a') as file: file.write({1!r})"
+    notebooks = {"00_a": ["n = 1", say.format(1, "a")], "01_b": ["'00_a/one'", say.format(0, "b")]}
+    notebooks["02_c"] = ["'01_b/one'", say.format(0, "c")]
+    assert runner(notebooks, "--record", "--jobs", "3") == 0
+    assert (tmp_path / "order.txt").read_text() == "abc"
+
+
 @pytest.mark.parametrize("given, gpus", [("3,1", ["3", "1"]), ("0", ["0"]), ("", [])])
 def test_visible_gpus_are_those_of_the_environment(monkeypatch, given, gpus):
     from tools.gpus import in_turn, one_of, visible_gpus
