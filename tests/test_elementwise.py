@@ -9,12 +9,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from cookbook import add, elementwise, fuse, lab
+from tests.arrays import array
 
 LENGTHS = (1, 5, 127, 128, 129, 1000, 1024, 1025, 3001)
 
 
 def normal(seed, shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return array(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 @pytest.mark.parametrize("n", LENGTHS)
@@ -108,20 +109,20 @@ def test_gradient_of_any_jnp_function():
      ("sinh", [0.0, 100.0, -100.0]), ("isfinite", [jnp.nan, jnp.inf, 1.0])],
 )  # fmt: skip
 def test_special_values(name, x):
-    x = jnp.array(x, jnp.float32)
+    x = array(x, jnp.float32)
     np.testing.assert_allclose(lab.run(fuse(FUNCTIONS[name]), x), FUNCTIONS[name](x), rtol=1e-6)
 
 
 def test_fuse_of_power_and_remainder_signs():
-    x = jnp.array([-2.0, -2.0, -2.0, 0.0, 2.0, 3.0], jnp.float32)
-    y = jnp.array([3.0, 2.0, 0.5, 0.0, -1.0, jnp.inf], jnp.float32)
+    x = array([-2.0, -2.0, -2.0, 0.0, 2.0, 3.0], jnp.float32)
+    y = array([3.0, 2.0, 0.5, 0.0, -1.0, jnp.inf], jnp.float32)
     np.testing.assert_allclose(lab.run(fuse(jnp.power), x, y), jnp.power(x, y), rtol=1e-6)
     np.testing.assert_allclose(lab.run(fuse(jax.lax.rem), x, y + 1.5), jax.lax.rem(x, y + 1.5), rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.int32])
 def test_integers(dtype):
-    x = jnp.asarray(np.random.default_rng(0).integers(0, 50, 200), dtype)
+    x = array(np.random.default_rng(0).integers(0, 50, 200), dtype)
     np.testing.assert_array_equal(lab.run(add, x, x), x + x)
 
 

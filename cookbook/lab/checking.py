@@ -139,10 +139,10 @@ def _run(fn, args, gpu: str | None = None, is_ordered: bool = True) -> tuple[lis
 def _run_poisoned(compiled, args):
     """Runs where memory just freed is full of NaN, so that an output left unwritten shows."""
     poison = [
-        jnp.full(leaf.shape, jnp.nan if jnp.issubdtype(leaf.dtype, jnp.inexact) else 85, leaf.dtype)
+        np.full(leaf.shape, np.nan if jnp.issubdtype(leaf.dtype, jnp.inexact) else 85, leaf.dtype)
         for leaf in jax.tree.leaves(compiled.out_info)
     ]
-    jax.block_until_ready(poison)
+    poison = jax.block_until_ready(jax.device_put(poison))  # Filled on the host: there nothing is compiled.
     del poison
     return jax.block_until_ready(compiled(*args))
 
@@ -182,8 +182,9 @@ def _compare_leaf(out, exact: np.ndarray, rounded, tolerance) -> Item:
         if wrong.any():
             return Item("result", "FAILED", f"{name}: {wrong.sum()} elements differ, {_first(wrong, out, exact)}")
         return Item("result", "ok", f"{name} equals the reference")
-    out, rounded = np.asarray(out, np.float64), np.asarray(jnp.asarray(rounded).astype(dtype), np.float64)
-    shown = np.asarray(jnp.asarray(exact, jnp.float32).astype(dtype), np.float64)  # With the infinities of overflow.
+    with np.errstate(over="ignore", invalid="ignore"):  # Too large a value is infinite in `shown`.
+        rounded, shown = np.asarray(rounded).astype(dtype), exact.astype(np.float32).astype(dtype)
+    out, rounded, shown = (np.asarray(x, np.float64) for x in (out, rounded, shown))
     wrong = ~((np.isfinite(out) & np.isfinite(shown)) | (out == shown) | (np.isnan(out) & np.isnan(shown)))
     if wrong.any():
         unduly = wrong & np.isfinite(shown)
@@ -230,7 +231,7 @@ def _compile(fn, args, gpu: str | None) -> tuple[list[Item], Compiled | None]:
 
 
 def _to_float64(leaf):
-    return jnp.asarray(np.asarray(leaf, np.float64)) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else leaf
+    return jax.device_put(np.asarray(leaf, np.float64)) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else leaf
 
 
 def _first(wrong: np.ndarray, out, exact) -> str:

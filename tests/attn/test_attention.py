@@ -10,6 +10,7 @@ import pytest
 
 from cookbook import _mgpu, lab
 from cookbook.attn import core, dense, schedule, tiles
+from tests.arrays import array
 
 module = importlib.import_module("cookbook.attn.attention")
 attention, Config, reference = module.attention, module.Config, module.attention_reference
@@ -19,7 +20,7 @@ SMALL = Config(block_kv=64)
 def operands(num_q, num_kv, heads=2, kv_heads=1, head_dim=64, batch=1, dtype=jnp.bfloat16):
     rng = np.random.default_rng(num_q * num_kv + head_dim)
     shapes = (batch, num_q, heads, head_dim), *((batch, num_kv, kv_heads, head_dim),) * 2
-    return [jnp.asarray(rng.normal(size=shape) + 0.1, dtype) for shape in shapes]
+    return [array(rng.normal(size=shape) + 0.1, dtype) for shape in shapes]
 
 
 def check(*args, fn=attention, config=SMALL, gpu=None, **kwargs):
@@ -125,7 +126,7 @@ def test_segments(mask):
     """Packed sequences, of which some have no keys."""
     args = operands(153, 140, batch=2)
     rng = np.random.default_rng(0)
-    ids = [jnp.asarray(np.sort(rng.integers(0, 5, x.shape[:2]), axis=1), jnp.int32) for x in args[:2]]
+    ids = [array(np.sort(rng.integers(0, 5, x.shape[:2]), axis=1), jnp.int32) for x in args[:2]]
     check(*args, segment_ids=ids[0], kv_segment_ids=jnp.where(ids[1] == 2, 3, ids[1]), gpu="h200", **mask)
 
 

@@ -11,6 +11,7 @@ from test_attention import MASKS, operands
 
 from cookbook import lab
 from cookbook.attn.core import Problem
+from tests.arrays import array
 
 forward = importlib.import_module("cookbook.attn.attention")
 module = importlib.import_module("cookbook.attn.attention_bwd")
@@ -34,8 +35,8 @@ def check(*args, fn=attention, seed=0, peaked=1, gpu=None, **kwargs):
     """
     query, key, value = args
     (batch, num_q, heads, _), rng = query.shape, np.random.default_rng(seed)
-    d_out = jnp.asarray(rng.normal(size=query.shape) + 0.2, query.dtype)
-    d_lse = jnp.asarray(rng.normal(size=(batch, num_q, heads)), jnp.float32)
+    d_out = array(rng.normal(size=query.shape) + 0.2, query.dtype)
+    d_lse = array(rng.normal(size=(batch, num_q, heads)), jnp.float32)
     options = dict(deterministic=kwargs.pop("deterministic", True), config=kwargs.pop("config", None))
     return lab.check(
         functools.partial(gradients, functools.partial(fn, return_lse=True, **options), **kwargs),
@@ -134,7 +135,7 @@ def test_float16_and_scale():
 def test_segments(mask):
     args = operands(103, 140, batch=2)
     rng = np.random.default_rng(0)
-    ids = [jnp.asarray(np.sort(rng.integers(0, 4, x.shape[:2]), axis=1), jnp.int32) for x in args[:2]]
+    ids = [array(np.sort(rng.integers(0, 4, x.shape[:2]), axis=1), jnp.int32) for x in args[:2]]
     check(*args, segment_ids=ids[0], kv_segment_ids=ids[1], gpu="h200", **mask)
 
 

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook import _mgpu, lab
 from cookbook.attn import core, steps_fp8, transpose_fp8
+from tests.arrays import array
 
 module = importlib.import_module("cookbook.attn.attention_fp8")
 attention_fp8, Config, reference = module.attention_fp8, module.Config, module.attention_fp8_reference
@@ -26,8 +27,8 @@ DESCALES = ("q_descale", "k_descale", "v_descale")
 def operands(num_q, num_kv, heads=2, kv_heads=1, head_dim=64, batch=1):
     rng = np.random.default_rng(num_q * num_kv + head_dim)
     shapes = (batch, num_q, heads, head_dim), *((batch, num_kv, kv_heads, head_dim),) * 2
-    descales = [jnp.asarray(rng.uniform(0.5, 2, (batch, kv_heads)), jnp.float32) for _ in DESCALES]
-    return [*(jnp.asarray(rng.normal(size=shape) + 0.1, E4M3) for shape in shapes), *descales]
+    descales = [array(rng.uniform(0.5, 2, (batch, kv_heads)), jnp.float32) for _ in DESCALES]
+    return [*(array(rng.normal(size=shape) + 0.1, E4M3) for shape in shapes), *descales]
 
 
 def check(*args, fn=attention_fp8, config=SMALL, gpu=None, tolerance=TOLERANCE, **kwargs):
@@ -103,7 +104,7 @@ def small_weights():
     """One key with a logit 8 above those of 300 others, whose weights together are a tenth."""
     q, k, v = (np.zeros((1, n, 1, 64)) for n in (64, 301, 301))
     q[..., 0], k[:, 0, :, 0], v[:, 1:] = 8.0, 8.0, 1.0
-    return [*(jnp.asarray(x, E4M3) for x in (q, k, v)), *[jnp.ones((1, 1), jnp.float32)] * 3]
+    return [*(array(x, E4M3) for x in (q, k, v)), *[jnp.ones((1, 1), jnp.float32)] * 3]
 
 
 def test_small_weights_are_not_lost():
@@ -117,7 +118,7 @@ def test_rounding_costs_little_beside_that_of_the_operands(seed):
     rng = np.random.default_rng(seed)
     exact = [rng.normal(size=(1, n, 1, 128)) * scale for n, scale in ((128, 1.0), (512, 3.0), (512, 0.2))]
     descales = [np.float32(np.abs(x).max() / 448) for x in exact]
-    rounded = [jnp.asarray(x / d, E4M3) for x, d in zip(exact, descales, strict=True)]
+    rounded = [array(x / d, E4M3) for x, d in zip(exact, descales, strict=True)]
     ones = dict.fromkeys(DESCALES, 1.0)
     scales = dict(zip(DESCALES, descales, strict=True))
     with jax.enable_x64():
@@ -169,7 +170,7 @@ def test_keys_change_places_as_registers_are_renamed():
     column.ravel()[wide] = renamed % 64  # Which column of s each column of the operand has.
     assert (column == column[0]).all()
     bits = np.arange(64)[:, None] >> np.arange(64) & 1  # A key's number, a bit in each column of its value.
-    value, how = jnp.asarray(bits[None, :, None], E4M3), dict(interpreted=not lab.on_gpu())
+    value, how = array(bits[None, :, None], E4M3), dict(interpreted=not lab.on_gpu())
     out = lab.run(lambda v: transpose_fp8.transposed(v, params=_mgpu.compiler_params(), **how), value)
     found = (np.asarray(out, np.int64)[0, 0, :6] << np.arange(6)[:, None]).sum(0)
     np.testing.assert_array_equal(found[:64], column[0])

@@ -13,6 +13,7 @@ from test_attention_bwd import OTHERS, attention, check
 from cookbook import _mgpu, lab
 from cookbook.attn import bwd_fused
 from cookbook.attn.core import Problem
+from tests.arrays import array
 
 module = importlib.import_module("cookbook.attn.attention_bwd")
 check = functools.partial(check, deterministic=False)
@@ -40,7 +41,7 @@ def test_masks(shape, mask):
 def test_segments_and_float16():
     args = operands(103, 140, batch=2, dtype=jnp.float16)
     rng = np.random.default_rng(0)
-    ids = [jnp.asarray(np.sort(rng.integers(0, 4, x.shape[:2]), axis=1), jnp.int32) for x in args[:2]]
+    ids = [array(np.sort(rng.integers(0, 4, x.shape[:2]), axis=1), jnp.int32) for x in args[:2]]
     check(*args, segment_ids=ids[0], kv_segment_ids=ids[1], peaked=2)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from cookbook import lab, paged_attention, ragged_paged_attention, write_kv
 from cookbook.attn import decode_fp8
+from tests.arrays import array
 
 decode = importlib.import_module("cookbook.attn.paged_attention")
 ragged = importlib.import_module("cookbook.attn.ragged_paged_attention")
@@ -33,9 +34,9 @@ def paged(q_lens, kv_lens, heads=4, kv_heads=2, head_dim=64, page_size=16):
         used[table[position // page_size], position % page_size] = True
         table[-(-length // page_size) :] = rng.choice([-1, num_pages, 2**31 - 1, -(2**31)])
     kv[:, ~used] = np.nan
-    scales = [jnp.asarray(rng.uniform(0.5, 2, kv_heads), jnp.float32) for _ in range(2)]
-    args = jnp.asarray(q, jnp.bfloat16), *(jnp.asarray(x, E4M3) for x in kv), jnp.asarray(tables, jnp.int32)
-    return [*args, jnp.asarray(kv_lens, jnp.int32), *scales]
+    scales = [array(rng.uniform(0.5, 2, kv_heads), jnp.float32) for _ in range(2)]
+    args = array(q, jnp.bfloat16), *(array(x, E4M3) for x in kv), array(tables, jnp.int32)
+    return [*args, array(kv_lens, jnp.int32), *scales]
 
 
 def check(*args, fn=paged_attention, config=SMALL, gpu=None, of_out=None, **how):
@@ -71,13 +72,13 @@ def test_decode_with_windows_soft_caps_and_scales(how):
 def test_terms_of_a_query_are_the_query():
     """Rows of all sizes, zero among them: what `scales` splits in the kernel, split here by the same arithmetic."""
     q = np.random.default_rng(0).normal(size=(64, 64)) * 2.0 ** np.arange(-40, 24)[:, None]
-    q = np.asarray(jnp.asarray(q, jnp.bfloat16), np.float32)
+    q = np.asarray(array(q, jnp.bfloat16), np.float32)
     q[3] = 0
     octave = np.round(np.log2(np.maximum(np.abs(q).max(1), 2.0**-100)))[:, None]
     left, terms = q * np.exp2(decode_fp8.NEAR_END - octave), 0
     assert np.abs(left).max() < 448
     for _ in range(decode_fp8.TERMS):
-        rounded = np.asarray(jnp.asarray(left, E4M3), np.float32)
+        rounded = np.asarray(array(left, E4M3), np.float32)
         left, terms = left - rounded, terms + rounded
     error = np.abs(terms * np.exp2(octave - decode_fp8.NEAR_END) - q)
     assert (error <= 2.0**-17 * np.abs(q).max(1, keepdims=True)).all()
@@ -85,7 +86,7 @@ def test_terms_of_a_query_are_the_query():
 
 def check_ragged(q_lens, args, fn=ragged_paged_attention, config=None, **how):
     *args, k_scale, v_scale = args
-    args = [*args, jnp.asarray(np.append(0, np.cumsum(q_lens)), jnp.int32), k_scale, v_scale]
+    args = [*args, array(np.append(0, np.cumsum(q_lens)), jnp.int32), k_scale, v_scale]
     call = lambda fn, *args, **more: fn(*args[:-2], k_scale=args[-2], v_scale=args[-1], **how, **more)
     kernel = functools.partial(call, fn, config=config, return_lse=True)
     reference = functools.partial(call, ragged.ragged_paged_attention_reference)
@@ -110,9 +111,9 @@ def test_mixed_batches(page_size, head_dim, how):
 def written(dtype, scale, heads=3, head_dim=64, new=None):
     rng = np.random.default_rng(heads)
     new = rng.normal(size=(2, 7, heads, head_dim)) * 100 if new is None else new
-    pages = jnp.asarray(rng.normal(size=(2, 4, 16, heads, head_dim)), E4M3)
-    slots = jnp.asarray([5, 63, -1, 17, 64, 0, 2**31 - 1], jnp.int32)
-    args = *jnp.asarray(new, dtype), *pages, slots
+    pages = array(rng.normal(size=(2, 4, 16, heads, head_dim)), E4M3)
+    slots = array([5, 63, -1, 17, 64, 0, 2**31 - 1], jnp.int32)
+    args = *array(new, dtype), *pages, slots
     scales = dict(k_scale=scale, v_scale=2 * scale)
     return args, scales, lab.run(functools.partial(write_kv, **scales), *args)
 
@@ -148,13 +149,13 @@ def test_what_is_beyond_the_end_is_cut():
 def test_written_and_decoded():
     """`paged_attention` reads the rows that `write_kv` wrote, both with scales: attention of the tokens themselves."""
     rng = np.random.default_rng(0)
-    k, v = (jnp.asarray(rng.normal(size=(40, 2, 64)) * size, jnp.bfloat16) for size in (1.0, 30.0))
-    q = jnp.asarray(rng.normal(size=(1, 4, 64)), jnp.bfloat16)
+    k, v = (array(rng.normal(size=(40, 2, 64)) * size, jnp.bfloat16) for size in (1.0, 30.0))
+    q = array(rng.normal(size=(1, 4, 64)), jnp.bfloat16)
     scales = dict(k_scale=jnp.asarray([0.01, 0.02]), v_scale=0.25)
 
     def decoded(q, k, v):
         pages = write_kv(k, v, *jnp.zeros((2, 4, 16, 2, 64), E4M3), jnp.arange(40, dtype=jnp.int32), **scales)
-        tables, lens = jnp.arange(4, dtype=jnp.int32)[None], jnp.asarray([40], jnp.int32)
+        tables, lens = jnp.arange(4, dtype=jnp.int32)[None], array([40], jnp.int32)
         return paged_attention(q, *pages, tables, lens, **scales)
 
     out = lab.run(decoded, q, k, v)

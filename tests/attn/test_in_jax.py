@@ -9,6 +9,7 @@ import pytest
 from test_attention import SMALL, operands
 
 from cookbook import attention, lab, paged_attention, ragged_paged_attention, varlen_attention, write_kv
+from tests.arrays import array
 
 STARTS, LENS, TABLES, SLOTS = [0, 5, 12], [20, 7], [[3, 0], [1, 2]], [4, -1, 16, 2, 0]
 OPS = dict(
@@ -105,7 +106,7 @@ def module_ids(rows, keys):
 def test_segments_in_jax_arrays(x64):
     """Under jit too, where their numbers are not known, and those of JAX's that queries and keys do not share."""
     with jax.enable_x64(x64):
-        small, wide = jnp.asarray(ids(1, 2), jnp.int8), jnp.asarray(ids(1, 2), jnp.uint32)
+        small, wide = array(ids(1, 2), jnp.int8), array(ids(1, 2), jnp.uint32)
         for fn in (module_ids, jax.jit(module_ids)):
             rows, keys = fn(small, wide)
             assert rows.dtype == keys.dtype == jnp.int32

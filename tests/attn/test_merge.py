@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cookbook import attention, lab, merge_attention, paged_attention, ragged_paged_attention, varlen_attention
+from tests.arrays import array
 
 HALF, PAGE, NUM_SEQS, HEADS, KV_HEADS, HEAD_DIM = 48, 16, 3, 4, 2, 64  # Tokens of a half; one query a sequence.
 
@@ -15,7 +16,7 @@ HALF, PAGE, NUM_SEQS, HEADS, KV_HEADS, HEAD_DIM = 48, 16, 3, 4, 2, 64  # Tokens 
 def operands():
     rng = np.random.default_rng(0)
     shapes = (NUM_SEQS, HEADS, HEAD_DIM), *((NUM_SEQS, 2 * HALF, KV_HEADS, HEAD_DIM),) * 2
-    return [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
+    return [array(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
 
 
 def starts(length):

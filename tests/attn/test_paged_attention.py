@@ -13,6 +13,7 @@ from cookbook.attn import decode_parts
 from cookbook.attn.core import SERVED_HEAD_DIMS, Problem
 from cookbook.attn.pages import PAGE_SIZES, Pages
 from cookbook.lab import interpreter
+from tests.arrays import array
 
 module = importlib.import_module("cookbook.attn.paged_attention")
 Config, reference = module.Config, module.paged_attention_reference
@@ -33,8 +34,8 @@ def operands(kv_lens, heads=4, kv_heads=2, head_dim=64, page_size=16, width=None
         used[table[position // page_size], position % page_size] = True
         table[-(-length // page_size) :] = rng.choice([-1, num_pages, 2**31 - 1, -(2**31)])
     caches[:, ~used] = np.nan
-    floats = [jnp.asarray(x, dtype) for x in (q, *caches)]
-    return [*floats, jnp.asarray(tables, jnp.int32), jnp.asarray(kv_lens, jnp.int32)]
+    floats = [array(x, dtype) for x in (q, *caches)]
+    return [*floats, array(tables, jnp.int32), array(kv_lens, jnp.int32)]
 
 
 def check(*args, fn=paged_attention, config=SMALL, gpu=None, **kwargs):
@@ -151,14 +152,14 @@ def test_pages_may_be_shared():
 def test_ids_out_of_range_read_zeros():
     """Below the length: pages of zeros, whatever the id."""
     args = operands([100, 100, 100])
-    wrong = jnp.asarray([-1, -(2**31), 2**31 - 1, 2**27, args[1].shape[0]], jnp.int32)
+    wrong = array([-1, -(2**31), 2**31 - 1, 2**27, args[1].shape[0]], jnp.int32)
     check(*args[:3], args[3].at[0, 2].set(wrong[0]).at[1, :2].set(wrong[1:3]).at[2, 4:6].set(wrong[3:]), args[4])
 
 
 def test_lengths_out_of_range_are_cut():
     args = operands([96, 40])
     whole = lab.run(paged_attention, *args)
-    cut = lab.run(paged_attention, *args[:4], jnp.asarray([2**31 - 1, -5], jnp.int32))
+    cut = lab.run(paged_attention, *args[:4], array([2**31 - 1, -5], jnp.int32))
     np.testing.assert_array_equal(cut[0], whole[0])
     assert (cut[1] == 0).all()
 

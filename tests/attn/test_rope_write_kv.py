@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cookbook import lab, rope_write_kv
+from tests.arrays import array
 
 module = importlib.import_module("cookbook.attn.rope_write_kv")
 reference = module.rope_write_kv_reference
@@ -19,8 +20,8 @@ slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
 def operands(tokens, num_q, num_kv, head_dim, dtype=BF16, norms=False):
     """Arguments, and norms if wanted. Pages are NaN; every third token is padding, one is beyond the cache."""
     rng = np.random.default_rng(tokens + num_q + head_dim)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
-    angles = jnp.asarray(rng.uniform(0, 7, (tokens, head_dim // 2)), F32)
+    normal = lambda *shape: array(rng.normal(size=shape), dtype)
+    angles = array(rng.uniform(0, 7, (tokens, head_dim // 2)), F32)
     slots = rng.permutation(PAGES * PAGE_SIZE)[:tokens].astype(np.int32)
     slots[1::3] = -1
     slots[2::7] = PAGES * PAGE_SIZE
@@ -68,7 +69,7 @@ def test_pages_of_8_bit_floats(num_q, num_kv, head_dim, dtype, norms):
     """A scale for each head; what lies beyond 448 of it is cut there, and a NaN stays one."""
     (qkv, cos, sin, pages, _, slots), norms = operands(6, num_q, num_kv, head_dim, dtype, norms)
     rng = np.random.default_rng(0)
-    scales = [jnp.asarray(rng.permutation(np.geomspace(0.002, 0.3, num_kv)), F32) for _ in "kv"]
+    scales = [array(rng.permutation(np.geomspace(0.002, 0.3, num_kv)), F32) for _ in "kv"]
     slots[0] = place = min(set(range(PAGES * PAGE_SIZE)) - set(slots.tolist()))  # The row of the NaN is written.
     qkv = qkv.at[0, -1, 3].set(jnp.nan)
     zeros = jnp.zeros(pages.shape, jnp.float8_e4m3fn)

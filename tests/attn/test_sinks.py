@@ -13,11 +13,12 @@ import test_varlen_attention as packed
 
 from cookbook import attention, lab, paged_attention, ragged_paged_attention, varlen_attention
 from cookbook.lab import interpreter
+from tests.arrays import array
 
 
 def sinks(num_heads):
     """They have the size of logits: none takes all, and none takes nothing."""
-    return jnp.asarray(2 * np.random.default_rng(0).normal(size=num_heads) + 1, jnp.float32)
+    return array(2 * np.random.default_rng(0).normal(size=num_heads) + 1, jnp.float32)
 
 
 @pytest.mark.parametrize("how", [dict(), dict(is_causal=True, logits_soft_cap=3.0), dict(local_window_size=(5, 0))])
@@ -73,8 +74,8 @@ def gradients(fn, *args, **kwargs):
 def check_gradients(fn=attention, gpu=None, **how):
     query, key, value = dense.operands(100, 77, heads=4, kv_heads=2)
     rng = np.random.default_rng(1)
-    d_out = jnp.asarray(rng.normal(size=query.shape) + 0.2, query.dtype)
-    d_lse = jnp.asarray(rng.normal(size=query.shape[:3]), jnp.float32)
+    d_out = array(rng.normal(size=query.shape) + 0.2, query.dtype)
+    d_lse = array(rng.normal(size=query.shape[:3]), jnp.float32)
     return lab.check(
         functools.partial(gradients, fn, **how), functools.partial(gradients, dense.reference, **how),
         query, key, value, sinks(4), d_out, d_lse, tolerance=backward.TOLERANCE[query.dtype], gpu=gpu,

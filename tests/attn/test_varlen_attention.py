@@ -16,6 +16,7 @@ from cookbook.attn import packed_plan, packed_tiles, tiles
 from cookbook.attn.attention import Config, attention
 from cookbook.attn.core import SERVED_HEAD_DIMS, Problem
 from cookbook.lab import interpreter
+from tests.arrays import array
 
 module = importlib.import_module("cookbook.attn.varlen_attention")
 reference = module.varlen_attention_reference
@@ -26,7 +27,7 @@ Q_LENS, KV_LENS = [70, 1, 0, 33, 5, 40], [70, 100, 7, 50, 3, 0]
 
 
 def cumulative(lens):
-    return jnp.asarray(np.cumsum([0, *lens]), jnp.int32)
+    return array(np.cumsum([0, *lens]), jnp.int32)
 
 
 def packed(q_lens=Q_LENS, kv_lens=KV_LENS, heads=2, kv_heads=1, head_dim=64, dtype=jnp.bfloat16, padding=5):
@@ -35,7 +36,7 @@ def packed(q_lens=Q_LENS, kv_lens=KV_LENS, heads=2, kv_heads=1, head_dim=64, dty
     q = rng.normal(size=(sum(q_lens) + padding, heads, head_dim))
     kv = rng.normal(size=(2, sum(kv_lens) + padding, kv_heads, head_dim)) + 0.1
     q[sum(q_lens) :], kv[:, sum(kv_lens) :] = np.nan, np.nan
-    return [*(jnp.asarray(x, dtype) for x in (q, *kv)), cumulative(q_lens), cumulative(kv_lens)]
+    return [*(array(x, dtype) for x in (q, *kv)), cumulative(q_lens), cumulative(kv_lens)]
 
 
 def paged(q_lens=Q_LENS, kv_lens=KV_LENS, heads=2, kv_heads=1, head_dim=64, page_size=16, padding=5):
@@ -52,8 +53,8 @@ def paged(q_lens=Q_LENS, kv_lens=KV_LENS, heads=2, kv_heads=1, head_dim=64, page
         used[table[position // page_size], position % page_size] = True
         table[-(-length // page_size) :] = rng.choice([-1, num_pages, 2**31 - 1, -(2**31)])
     kv[:, ~used] = np.nan
-    floats = [jnp.asarray(x, jnp.bfloat16) for x in (q, *kv)]
-    return [*floats, jnp.asarray(tables, jnp.int32), jnp.asarray(kv_lens, jnp.int32), cumulative(q_lens)]
+    floats = [array(x, jnp.bfloat16) for x in (q, *kv)]
+    return [*floats, array(tables, jnp.int32), array(kv_lens, jnp.int32), cumulative(q_lens)]
 
 
 def check(*args, fn=varlen_attention, config=SMALL, gpu=None, **how):
@@ -141,7 +142,7 @@ def test_sizes_of_an_earlier_attempt(config):
 
 def test_ids_out_of_range_read_zeros():
     args = paged([20, 30], [60, 30])
-    wrong = jnp.asarray([-1, 2**31 - 1, args[1].shape[0]], jnp.int32)
+    wrong = array([-1, 2**31 - 1, args[1].shape[0]], jnp.int32)
     check(*args[:3], args[3].at[0, :2].set(wrong[:2]).at[1, 1].set(wrong[2]), *args[4:], fn=ragged_paged_attention)
 
 
@@ -179,8 +180,8 @@ def test_nan_stays_in_its_sequence():
 def test_starts_out_of_range_are_cut():
     """Starts beyond the end, or that go back, leave no row written twice: as if they stood where the last one did."""
     q, k, v, cu_q, cu_kv = packed([20, 21, 22], [33, 34, 35], padding=0)
-    wrong_q, wrong_kv = jnp.asarray([0, 20, 5, 10**9], jnp.int32), jnp.asarray([-3, 33, 40, 2**31 - 1], jnp.int32)
-    right_q, right_kv = jnp.asarray([0, 20, 20, 63], jnp.int32), jnp.asarray([0, 33, 40, 102], jnp.int32)
+    wrong_q, wrong_kv = array([0, 20, 5, 10**9], jnp.int32), array([-3, 33, 40, 2**31 - 1], jnp.int32)
+    right_q, right_kv = array([0, 20, 20, 63], jnp.int32), array([0, 33, 40, 102], jnp.int32)
     fn = functools.partial(varlen_attention, config=SMALL)
     np.testing.assert_array_equal(lab.run(fn, q, k, v, wrong_q, wrong_kv), lab.run(fn, q, k, v, right_q, right_kv))
 
@@ -215,7 +216,7 @@ def test_work_is_dealt_out_evenly(lens, units):
     and units take turns whose keys L2 cannot hold."""
     steps = np.concatenate([-(-np.arange(32, n + 32, 32) // 128) for n in lens])
     plan = packed_plan.Plan(problem(4 * units, units, 128), sum(lens), len(lens), None, Config(), 132)
-    padded = jnp.asarray(np.pad(steps, (0, plan.max_tiles - len(steps))), jnp.int32)
+    padded = array(np.pad(steps, (0, plan.max_tiles - len(steps))), jnp.int32)
     row, unit, counts = map(np.asarray, packed_tiles.deal(plan, padded, jnp.int32(len(steps)), jnp.int32(sum(lens))))
     dealt = [np.arange(count) * 132 + block for block, count in enumerate(counts)]
     assert sorted(zip(*((x[np.concatenate(dealt)]).tolist() for x in (row, unit)), strict=True)) == [
@@ -269,7 +270,7 @@ def test_what_the_compiler_makes_of_pages(page_size):
     assert compiled.spill_bytes <= {16: 112, 128: 32}[page_size] and not compiled.remarks
 
 
-Q, KV, CU = jnp.ones((8, 4, 64), jnp.bfloat16), jnp.ones((9, 2, 64), jnp.bfloat16), jnp.asarray([0, 3, 8], jnp.int32)
+Q, KV, CU = jnp.ones((8, 4, 64), jnp.bfloat16), jnp.ones((9, 2, 64), jnp.bfloat16), array([0, 3, 8], jnp.int32)
 PAGES, TABLES = jnp.ones((3, 16, 2, 64), jnp.bfloat16), jnp.ones((2, 3), jnp.int32)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from cookbook import lab, write_kv
+from tests.arrays import array
 
 module = importlib.import_module("cookbook.attn.write_kv")
 ROOT = pathlib.Path(__file__).parents[2]
@@ -315,7 +316,7 @@ def test_too_many_slots_for_int32():
 
 
 def test_slots_that_are_right():
-    module.check_slots(jnp.array([-1, 7, 0, -1, -5, 3], jnp.int32), 8)
+    module.check_slots(array([-1, 7, 0, -1, -5, 3], jnp.int32), 8)
     module.check_slots(np.array([], np.int64), 8)
 
 
@@ -344,7 +345,7 @@ def finite(*shape, **kwargs):
     """Operands without NaN, as people have them: what is wrong with them must show as well."""
     args = operands(*shape, **kwargs)
     rng = np.random.default_rng(0)
-    return [*(jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in args[:4]), args[4]]
+    return [*(array(rng.normal(size=x.shape), x.dtype) for x in args[:4]), args[4]]
 
 
 def change_store(monkeypatch, change):
@@ -366,7 +367,7 @@ def test_mutant_that_does_not_skip(no_slot, mutant, monkeypatch):
     monkeypatch.setattr(module, "_is_slot", lambda slot, num_slots: (slot >= no_slot) & (slot <= max(no_slot, 11)))
     change_store(monkeypatch, lambda slot, num_slots: jnp.where((slot < 0) | (slot >= num_slots), num_slots - 1, slot))
     args = finite(1, 4, 3, 2, 64)
-    args[4] = jnp.array([no_slot], jnp.int32)
+    args[4] = array([no_slot], jnp.int32)
     with pytest.raises(lab.CheckError, match="result"):
         lab.check(write_kv, reference, *args)
 

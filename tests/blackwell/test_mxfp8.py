@@ -8,6 +8,7 @@ import pytest
 from cookbook import blackwell, lab
 from cookbook.blackwell import matmul_mxfp8, quantize_mxfp8
 from cookbook.blackwell.core import Config
+from tests.arrays import array
 from tests.blackwell.grid import RUNGS, of_rung
 
 E4M3, E8M0 = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
@@ -20,9 +21,7 @@ def exact(x, scales):
 def rows(count, k, dtype=jnp.float32, seed=0):
     """Random normal rows whose blocks of 32 differ by many powers of two."""
     rng = np.random.default_rng(seed)
-    return jnp.asarray(
-        rng.normal(size=(count, k)) * np.exp2(rng.integers(-30, 30, (count, k // 32))).repeat(32, 1), dtype
-    )
+    return array(rng.normal(size=(count, k)) * np.exp2(rng.integers(-30, 30, (count, k // 32))).repeat(32, 1), dtype)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -74,7 +73,7 @@ def test_the_reference_is_the_product():
 
 
 def test_a_quantized_product_is_near_the_product():
-    x, y = (jnp.asarray(np.random.default_rng(count).normal(size=(count, 256)), jnp.float32) for count in (64, 72))
+    x, y = (array(np.random.default_rng(count).normal(size=(count, 256)), jnp.float32) for count in (64, 72))
     out, wanted = blackwell.matmul_mxfp8_reference(*quantize_mxfp8(x), *quantize_mxfp8(y)), x @ y.T
     assert 1e-3 < jnp.linalg.norm(out - wanted) / jnp.linalg.norm(wanted) < 5e-2
 

@@ -7,6 +7,7 @@ import pytest
 
 from cookbook import _mgpu, lab
 from cookbook.gemm.copy_rows import copy_rows
+from tests.arrays import array
 
 
 @pytest.mark.parametrize(
@@ -16,7 +17,7 @@ from cookbook.gemm.copy_rows import copy_rows
 )  # fmt: skip
 def test_every_row_is_at_its_places(tokens, cols, copies, dtype):
     rng = np.random.default_rng(tokens)
-    x = jnp.asarray(rng.standard_normal((tokens, cols)), dtype).at[0, :2].set(jnp.array([jnp.nan, -0.0], dtype))
+    x = array(rng.standard_normal((tokens, cols)), dtype).at[0, :2].set(array([jnp.nan, -0.0], dtype))
     places = rng.permutation(tokens * copies).reshape(tokens, copies).astype(np.int32)
     out = lab.run(lambda x, places: copy_rows(x, places, params=_mgpu.compiler_params()), x, jnp.asarray(places))
     expected = np.zeros((tokens * copies, cols), np.uint16)

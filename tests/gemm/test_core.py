@@ -13,6 +13,7 @@ from cookbook.gemm import core
 from cookbook.gemm.core import Config, plan_of
 from cookbook.gemm.matmul import matmul
 from cookbook.gemm.roles import identity
+from tests.arrays import array
 from tests.gemm.structures import SLOW, SMALL, STRUCTURES
 
 BF16, F32, FP8 = (jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn))
@@ -46,7 +47,7 @@ def places(phase):
     index, block_m, block_n, role = (
         x.ravel() for x in np.meshgrid(indices, range(c.cluster_m), range(c.cluster_n), range(core.COMPUTE))
     )
-    place = jax.jit(jax.vmap(tiles.place))(*(jnp.asarray(x, jnp.int32) for x in (index, block_m, block_n)))
+    place = jax.jit(jax.vmap(tiles.place))(*(array(x, jnp.int32) for x in (index, block_m, block_n)))
     starts = [np.asarray(x) for x in place]
     starts[c.split_dim] = starts[c.split_dim] + role * phase.compute_tile[c.split_dim]
     return starts

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook import lab
 from cookbook.gemm import cost, roles
+from tests.arrays import array
 from tests.gemm.structures import SLOW, SMALL, STRUCTURES
 
 module = importlib.import_module("cookbook.gemm.matmul")
@@ -20,12 +21,12 @@ matmul, Config, reference = module.matmul, module.Config, module.matmul_referenc
 def operands(m, n, k, dtype=jnp.bfloat16, transpose_a=False, transpose_b=False):
     """Random normal; means are shifted, so that a term dropped or counted twice shows."""
     rng = np.random.default_rng(m * n + k)
-    a, b = (jnp.asarray(rng.normal(size=shape) + 0.1, dtype) for shape in ((m, k), (k, n)))
+    a, b = (array(rng.normal(size=shape) + 0.1, dtype) for shape in ((m, k), (k, n)))
     return a.T if transpose_a else a, b.T if transpose_b else b
 
 
 def vector(size, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(size).normal(size=size), dtype)
+    return array(np.random.default_rng(size).normal(size=size), dtype)
 
 
 def check(m, n, k, *vectors, dtype=jnp.bfloat16, transpose_a=False, transpose_b=False, activation=None, gpu=None,

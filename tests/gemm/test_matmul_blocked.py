@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cookbook import lab
+from tests.arrays import array
 
 op = importlib.import_module("cookbook.gemm.matmul_blocked")  # `cookbook.matmul_blocked` may be the function.
 
@@ -21,9 +22,8 @@ SMALL = op.Config(16, 64, 8, 2)  # Quick to interpret, and a small product has s
 
 def operands(m, n, k, dtype=F32, seed=0):
     """Random normal; the mean of one is shifted, so that a term dropped or counted twice shows."""
-    key_a, key_b = jax.random.split(jax.random.key(seed))
-    a = jax.random.normal(key_a, (m, k)) + 0.25
-    return a.astype(dtype), jax.random.normal(key_b, (k, n)).astype(dtype)
+    rng = np.random.default_rng(seed)
+    return array(rng.normal(size=(m, k)) + 0.25, dtype), array(rng.normal(size=(k, n)), dtype)
 
 
 def check(fn, m, n, k, dtype=F32, seed=0, gpu=None, **kwargs):

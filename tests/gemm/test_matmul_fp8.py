@@ -10,6 +10,7 @@ import pytest
 
 from cookbook import lab
 from cookbook.gemm import roles
+from tests.arrays import array
 from tests.gemm.structures import SMALL
 
 module = importlib.import_module("cookbook.gemm.matmul_fp8")
@@ -20,13 +21,13 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 def operands(m, n, k, a_dtype=E4M3, b_dtype=E4M3, transpose_b=True):
     """Random normal; means are shifted, so that a term dropped or counted twice shows."""
     rng = np.random.default_rng(m * n + k)
-    a, b = (jnp.asarray(rng.normal(size=shape) + 0.25, jnp.float32) for shape in ((m, k), (k, n)))
+    a, b = (array(rng.normal(size=shape) + 0.25, jnp.float32) for shape in ((m, k), (k, n)))
     return a.astype(a_dtype), (b.T if transpose_b else b).astype(b_dtype)
 
 
 def scales(m, n):
     rng = np.random.default_rng(m + n)
-    return (jnp.asarray(np.exp(rng.normal(size=size)), jnp.float32) for size in (m, n))
+    return (array(np.exp(rng.normal(size=size)), jnp.float32) for size in (m, n))
 
 
 def check(m, n, k, a_dtype=E4M3, b_dtype=E4M3, scale_a=1.0, scale_b=1.0, transpose_b=True, tolerance=None, gpu=None,

@@ -11,6 +11,7 @@ import pytest
 
 from cookbook import lab
 from cookbook.gemm import core
+from tests.arrays import array
 
 module = importlib.import_module("cookbook.gemm.matmul_int8_weights")
 Config, matmul_int8_weights = module.Config, module.matmul_int8_weights
@@ -22,8 +23,8 @@ def operands(m, n, k, dtype=jnp.bfloat16, transpose_w=False):
     rng = np.random.default_rng(m * n + k)
     w = rng.integers(-128, 128, size=(k, n))
     w[0, :2] = -128, 127
-    scales = jnp.asarray(np.exp(rng.normal(size=n)) / 100, jnp.float32)
-    return jnp.asarray(rng.normal(size=(m, k)) + 0.1, dtype), jnp.asarray(w.T if transpose_w else w, jnp.int8), scales
+    scales = array(np.exp(rng.normal(size=n)) / 100, jnp.float32)
+    return array(rng.normal(size=(m, k)) + 0.1, dtype), array(w.T if transpose_w else w, jnp.int8), scales
 
 
 def check(m, n, k, dtype=jnp.bfloat16, transpose_w=True, gpu=None, **kwargs):

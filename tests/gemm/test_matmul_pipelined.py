@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cookbook import lab, matmul_pipelined
+from tests.arrays import array
 
 module = importlib.import_module("cookbook.gemm.matmul_pipelined")
 Config, reference = module.Config, module.matmul_reference
@@ -17,7 +18,7 @@ SMALL = Config(tile_m=64, tile_n=64)
 
 def operands(m, n, k, dtype=jnp.bfloat16, transpose_a=False, transpose_b=False):
     rng = np.random.default_rng(m * n + k)
-    a, b = (jnp.asarray(rng.normal(size=shape) + 0.1, dtype) for shape in ((m, k), (k, n)))
+    a, b = (array(rng.normal(size=shape) + 0.1, dtype) for shape in ((m, k), (k, n)))
     return a.T if transpose_a else a, b.T if transpose_b else b
 
 

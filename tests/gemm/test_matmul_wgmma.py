@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cookbook import lab
+from tests.arrays import array
 
 op = importlib.import_module("cookbook.gemm.matmul_wgmma")  # `cookbook.matmul_wgmma` is the function.
 
@@ -20,9 +21,9 @@ BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 
 def operands(m, n, k, dtype=BF16, transpose_a=False, transpose_b=False, seed=0):
     """Random normal; the mean of one is shifted, so that a term dropped or counted twice shows."""
-    key_a, key_b = jax.random.split(jax.random.key(seed))
-    a = jax.random.normal(key_a, (k, m) if transpose_a else (m, k)) + 0.25
-    return a.astype(dtype), jax.random.normal(key_b, (n, k) if transpose_b else (k, n)).astype(dtype)
+    rng = np.random.default_rng(seed)
+    a, b = (rng.normal(size=size) for size in ((k, m) if transpose_a else (m, k), (n, k) if transpose_b else (k, n)))
+    return array(a + 0.25, dtype), array(b, dtype)
 
 
 def check(fn, m, n, k, dtype=BF16, transpose_a=False, transpose_b=False, seed=0, gpu=None, **kwargs):

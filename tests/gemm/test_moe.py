@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 
 from cookbook import lab
+from tests.arrays import array
 
 module = importlib.import_module("cookbook.gemm.moe")
 moe, reference = module.moe, module.moe_reference
 
 
 def normal(rng, *shape, scale=1.0):
-    return jnp.asarray(scale * rng.normal(size=shape), jnp.bfloat16)
+    return array(scale * rng.normal(size=shape), jnp.bfloat16)
 
 
 def operands(tokens=70, experts=6, hidden=72, inner=64):
     rng = np.random.default_rng(0)
-    logits = jnp.asarray(rng.normal(size=(tokens, experts)), jnp.float32)
+    logits = array(rng.normal(size=(tokens, experts)), jnp.float32)
     gate_up, down = (normal(rng, experts, *s, scale=s[0] ** -0.5) for s in ((hidden, 2 * inner), (inner, hidden)))
     return normal(rng, tokens, hidden), logits, gate_up, down
 
@@ -41,7 +42,7 @@ LOGITS = {
 @pytest.mark.parametrize("few", [0, 10**4], ids=("many", "few"))
 def test_every_choice_has_a_row_of_its_expert(monkeypatch, few, name, top_k):
     monkeypatch.setattr(module, "FEW", few)  # Rows are counted in blocks of tokens, or all compared.
-    logits = jnp.asarray(LOGITS[name], jnp.float32)
+    logits = array(LOGITS[name], jnp.float32)
     weights, rows, sources, sizes = map(np.asarray, module.route(logits, top_k))
     experts = np.asarray(jax.lax.top_k(logits, top_k)[1])
     np.testing.assert_array_equal(sizes, np.bincount(experts.ravel(), minlength=logits.shape[1]))
@@ -55,7 +56,7 @@ def test_every_choice_has_a_row_of_its_expert(monkeypatch, few, name, top_k):
 
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_gradients_of_weights(renormalize):
-    logits = jnp.asarray(LOGITS["random"], jnp.float32)
+    logits = array(LOGITS["random"], jnp.float32)
 
     def wanted(logits):
         weights = jax.nn.softmax(logits)
@@ -63,7 +64,7 @@ def test_gradients_of_weights(renormalize):
         return chosen / chosen.sum(1, keepdims=True) if renormalize else chosen
 
     found = lambda logits: module.route(logits, 3, renormalize).weights
-    scale = jnp.asarray(np.random.default_rng(2).normal(size=(200, 3)), jnp.float32)
+    scale = array(np.random.default_rng(2).normal(size=(200, 3)), jnp.float32)
     for value in (lambda fn: fn(logits), lambda fn: jax.grad(lambda x: (fn(x) * scale).sum())(logits)):
         np.testing.assert_allclose(value(found), value(wanted), rtol=1e-5, atol=1e-6)
 
@@ -90,7 +91,7 @@ def test_leading_axes_and_an_expert_without_tokens():
 
 
 def gradients(fn, args):
-    scale = jnp.asarray(np.random.default_rng(1).normal(size=args[0].shape), jnp.float32)
+    scale = array(np.random.default_rng(1).normal(size=args[0].shape), jnp.float32)
     return jax.grad(lambda *args: (fn(*args, top_k=2) * scale).sum(), (0, 1, 2, 3))
 
 

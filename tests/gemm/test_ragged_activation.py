@@ -11,6 +11,7 @@ import pytest
 from cookbook import lab
 from cookbook.gemm import gated
 from cookbook.gemm.core import Config
+from tests.arrays import array
 from tests.gemm.ragged import floats, gradients, operands, slow
 
 module = importlib.import_module("cookbook.gemm.ragged_dot")
@@ -50,7 +51,7 @@ def test_others(activation):
 def test_gradients(activation, transpose_rhs):
     lhs, rhs, sizes = operands(200, 128, 72, [33, 0, 64, 66], transpose_rhs)
     cols = 64 if activation == "swiglu" else 128
-    weights = jnp.asarray(np.random.default_rng(0).normal(size=(200, cols)), jnp.float32)
+    weights = array(np.random.default_rng(0).normal(size=(200, cols)), jnp.float32)
     how = dict(transpose_rhs=transpose_rhs, activation=activation)
     clean = lambda lhs, *rest, **how: reference(jnp.nan_to_num(lhs), *rest, **how)
     fns = gradients(ragged_dot, weights, **how), gradients(clean, weights, **how)
@@ -106,7 +107,7 @@ def test_mutants_of_the_pair_are_caught(run_only, monkeypatch, mutant, found_if,
 def test_right_in_every_run_on_the_gpu(gpu, config):
     rng = np.random.default_rng(0)
     sizes = rng.multinomial(4000, rng.dirichlet(np.full(13, 0.5)))
-    args = floats(4096, 1024), floats(13, 1024, 1536), jnp.asarray(sizes, jnp.int32)
+    args = floats(4096, 1024), floats(13, 1024, 1536), array(sizes, jnp.int32)
     fn = jax.jit(functools.partial(ragged_dot, config=config, activation="swiglu"))
     outs, wanted = [fn(*args) for _ in range(10)], jax.jit(functools.partial(reference, activation="swiglu"))(*args)
     assert float(jnp.linalg.norm(outs[0] - wanted) / jnp.linalg.norm(wanted)) < 4e-3

@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from cookbook import lab
 from cookbook.gemm import groups
 from cookbook.gemm.core import Config
+from tests.arrays import array
 from tests.gemm.ragged import floats, gradients, operands, slow
 
 forward, transposed = (importlib.import_module(f"cookbook.gemm.{x}") for x in ("ragged_dot", "ragged_dot_transposed"))
@@ -40,7 +41,7 @@ def check(m, n, k, sizes, *, transpose_rhs=False, dtype=jnp.bfloat16, gpu=None, 
 def check_transposed(m, k, n, sizes, *, dtype=jnp.bfloat16, gpu=None, **kwargs):
     lhs, rhs = (floats(m, cols, dtype=dtype, rows=sum(sizes)) for cols in (k, n))
     fn = functools.partial(ragged_dot_transposed, **kwargs)
-    return lab.check(fn, transposed_reference, lhs, rhs, jnp.asarray(sizes, jnp.int32), gpu=gpu)
+    return lab.check(fn, transposed_reference, lhs, rhs, array(sizes, jnp.int32), gpu=gpu)
 
 
 # The table ------------------------------------------------------------------------------------------------------------
@@ -59,7 +60,7 @@ HOSTILE = [[10, -5, 2**31 - 1, 2**31 - 1, 7], [-(2**31)] * 3, [300, 1, 1], [0, 0
 @pytest.mark.parametrize("tile", [8, 64, 256])
 def test_every_row_belongs_to_one_entry_of_its_group(sizes, tile):
     m = 200 if min(sizes) < 0 or sum(sizes) > 400 else max(200, sum(sizes))
-    starts, ends = groups.bounds(jnp.asarray(sizes, jnp.int32), m)
+    starts, ends = groups.bounds(array(sizes, jnp.int32), m)
     np.testing.assert_array_equal((starts, ends), clipped(sizes, m))
     table = jax.tree.map(np.asarray, groups.row_table(starts, ends, m, tile))
     assert 0 <= table.count[0] <= table.count[1] <= table.group.size
@@ -122,7 +123,7 @@ def test_few_groups_spill_no_registers(config):
 def test_a_shard_has_its_groups_alone(offset):
     """Rows before its groups are zeros too. Groups that do not exist, before the first or after the last, are empty."""
     sizes, m, count = [40, 0, 70, 30, 20], 200, 2
-    starts, ends = groups.bounds(jnp.asarray(sizes, jnp.int32), m, jnp.int32(offset), count)
+    starts, ends = groups.bounds(array(sizes, jnp.int32), m, jnp.int32(offset), count)
     edges = [0, *clipped(sizes, m)[1]]
     edge = lambda group: edges[min(max(group, 0), len(sizes))]
     np.testing.assert_array_equal(starts, [edge(offset + i) for i in range(count)])
@@ -136,7 +137,7 @@ def test_a_shard_has_its_groups_alone(offset):
 @pytest.mark.parametrize("num_sms", [4, 7, 132])
 def test_every_tile_of_every_group_is_summed_once(num_sms):
     plan = groups.sum_plan(320, 512, 640, 5, jnp.dtype(jnp.bfloat16), jnp.bfloat16, Config(128, 128), num_sms)
-    sizes = jnp.asarray([100, 0, 300, 40, 200], jnp.int32)
+    sizes = array([100, 0, 300, 40, 200], jnp.int32)
     table = groups.sum_table(*groups.bounds(sizes, 640))
     assert [int(sizes[g]) for g in table.group] == [300, 200, 100, 40, 0]
     tiles = plan.reading(table).tiles
@@ -226,11 +227,11 @@ def test_empty_arrays(shape):
 def test_sizes_that_lie_are_clipped(sizes):
     m = 200
     starts, ends = clipped(sizes, m)
-    honest = jnp.asarray(ends - starts, jnp.int32)
+    honest = array(ends - starts, jnp.int32)
     lhs, rhs, _ = operands(m, 128, 72, [40] * len(sizes), rows=m)
     for fn, args in ((ragged_dot, (lhs, rhs)), (ragged_dot_transposed, (lhs, lhs))):
         small = functools.partial(fn, config=Config(128, 64))
-        out = lab.run(small, *args, jnp.asarray(sizes, jnp.int32))
+        out = lab.run(small, *args, array(sizes, jnp.int32))
         assert (out == lab.run(small, *args, honest)).all()
 
 
@@ -270,7 +271,7 @@ def test_gradients(case):
     """Rows of no group get none; NaN there gets into none."""
     n, transpose_rhs = case
     lhs, rhs, sizes = operands(200, n, 72, [33, 0, 64, 66], transpose_rhs)
-    weights = jnp.asarray(np.random.default_rng(0).normal(size=(200, n)), jnp.float32)
+    weights = array(np.random.default_rng(0).normal(size=(200, n)), jnp.float32)
     clean = lambda fn: lambda lhs, rhs, sizes: fn(jnp.nan_to_num(lhs), rhs, sizes)
     how = dict(transpose_rhs=transpose_rhs)
     lab.check(
@@ -281,7 +282,7 @@ def test_gradients(case):
 @pytest.mark.slow
 def test_gradients_of_a_shard():
     lhs, rhs, sizes = operands(200, 64, 72, [33, 0, 64, 66], rows=200)
-    weights = jnp.asarray(np.random.default_rng(0).normal(size=(200, 64)), jnp.float32)
+    weights = array(np.random.default_rng(0).normal(size=(200, 64)), jnp.float32)
     grads = [gradients(fn, weights, group_offset=1) for fn in (ragged_dot, reference)]
     lab.check(*grads, lhs, rhs[:2], sizes, gpu=None)
 
@@ -307,7 +308,7 @@ def test_shard_map_with_experts_sharded():
         specs = jax.P(), jax.P("expert"), jax.P()
         return jax.shard_map(functools.partial(local, fn), mesh=mesh, in_specs=specs, out_specs=jax.P())
 
-    weights = jnp.asarray(np.random.default_rng(0).normal(size=(130, 64)), jnp.float32)
+    weights = array(np.random.default_rng(0).normal(size=(130, 64)), jnp.float32)
     found = lab.run(jax.jit(gradients(product(ragged_dot), weights)), lhs, rhs, sizes)
     wanted = gradients(reference, weights)
     for x, y in zip(found, wanted(lhs, rhs, sizes), strict=True):
@@ -474,4 +475,4 @@ def test_sums_are_right_in_every_run_on_the_gpu(gpu, config):
     sizes = rng.multinomial(4000, rng.dirichlet(np.full(13, 0.5)))
     lhs, rhs = (floats(4096, cols, rows=4000) for cols in (512, 768))
     fn = jax.jit(functools.partial(ragged_dot_transposed, config=config, preferred_element_type=jnp.float32))
-    on_gpu(fn, jax.jit(transposed_reference), lhs, rhs, jnp.asarray(sizes, jnp.int32))
+    on_gpu(fn, jax.jit(transposed_reference), lhs, rhs, array(sizes, jnp.int32))

@@ -11,6 +11,7 @@ import pytest
 from cookbook import lab
 from cookbook.gemm import group_scales
 from cookbook.gemm.core import Config
+from tests.arrays import array
 from tests.gemm.ragged import slow
 
 fp8, int8 = (importlib.import_module(f"cookbook.gemm.ragged_dot_{x}") for x in ("fp8", "int8_weights"))
@@ -23,7 +24,7 @@ def scales(rng, *shape, rows=None):
     x = rng.uniform(0.5, 2, size=shape)
     if rows is not None:
         x[rows:] = np.nan
-    return jnp.asarray(x, jnp.float32)
+    return array(x, jnp.float32)
 
 
 def matrices(rng, num_groups, n, k, transpose_rhs):
@@ -33,11 +34,11 @@ def matrices(rng, num_groups, n, k, transpose_rhs):
 def operands(n, k, transpose_rhs, by_block, sizes=SIZES):
     rng, rows, num_groups = np.random.default_rng(n + k), sum(sizes), len(sizes)
     m, blocks = rows + POISON, (-(-n // 128), -(-k // 128))
-    lhs = jnp.asarray(rng.normal(size=(m, k)) + 0.1, jnp.float32).astype(E4M3).at[rows:].set(jnp.nan)
-    rhs = jnp.asarray(matrices(rng, num_groups, n, k, transpose_rhs), jnp.float32).astype(E4M3)
+    lhs = array(rng.normal(size=(m, k)) + 0.1, jnp.float32).astype(E4M3).at[rows:].set(jnp.nan)
+    rhs = array(matrices(rng, num_groups, n, k, transpose_rhs), jnp.float32).astype(E4M3)
     of_lhs = scales(rng, m, *((blocks[1],) if by_block else ()), rows=rows)
     of_rhs = scales(rng, num_groups, *((blocks if transpose_rhs else blocks[::-1]) if by_block else (n,)))
-    return lhs, rhs, of_lhs, of_rhs, jnp.asarray(sizes, jnp.int32)
+    return lhs, rhs, of_lhs, of_rhs, array(sizes, jnp.int32)
 
 
 def check(n, k, transpose_rhs=True, by_block=True, *, config, gpu=None, **how):
@@ -80,9 +81,9 @@ def test_fp8_of_a_shard_in_float32():
 
 def integers(n, k, transpose_rhs, sizes=SIZES):
     rng, rows, num_groups = np.random.default_rng(n + k), sum(sizes), len(sizes)
-    lhs = jnp.asarray(rng.normal(size=(rows + POISON, k)) + 0.1, jnp.bfloat16).at[rows:].set(jnp.nan)
+    lhs = array(rng.normal(size=(rows + POISON, k)) + 0.1, jnp.bfloat16).at[rows:].set(jnp.nan)
     rhs = rng.integers(-128, 128, size=(num_groups, n, k) if transpose_rhs else (num_groups, k, n))
-    return lhs, jnp.asarray(rhs, jnp.int8), scales(rng, num_groups, n), jnp.asarray(sizes, jnp.int32)
+    return lhs, array(rhs, jnp.int8), scales(rng, num_groups, n), array(sizes, jnp.int32)
 
 
 def check_int8(n, k, transpose_rhs=True, *, config=None, gpu=None):

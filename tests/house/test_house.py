@@ -286,7 +286,8 @@ def test_a_notebook_that_fails_beside_others_has_a_gpu_to_itself_in_the_end(runn
 
     monkeypatch.setattr(run_notebooks, "_probe", lambda: {"gpu": "NVIDIA H200", "jax": "0", "on_gpu": True})
     monkeypatch.setattr(run_notebooks, "visible_gpus", lambda: ["2"])
-    monkeypatch.delenv("COOKBOOK_TURNS", raising=False)
+    for variable in ("COOKBOOK_TURNS", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(variable, raising=False)
     alone = "import os\nassert 'XLA_PYTHON_CLIENT_MEM_FRACTION' not in os.environ"
     notebooks = {"00_a": ["n = 1"], "01_large": ["n = 1", alone], "02_wrong": ["n = 1", "assert n == 2"]}
     assert runner(notebooks, "--jobs", "3") == 1
@@ -299,11 +300,8 @@ def test_a_notebook_that_fails_beside_others_has_a_gpu_to_itself_in_the_end(runn
 def test_a_recorded_chapter_comes_after_those_whose_figures_it_shows(runner, tmp_path, monkeypatch):
     import run_notebooks
 
-    monkeypatch.setattr(
-        run_notebooks,
-        "_probe",
-        lambda: {"gpu": "NVIDIA H200", "driver": "0", "jax": "0", "date": "2026-01-01"} | {"on_gpu": True},
-    )
+    machine = dict(gpu="NVIDIA H200", driver="0", jax="0", date="2026-01-01", on_gpu=True)
+    monkeypatch.setattr(run_notebooks, "_probe", lambda: machine)
     monkeypatch.setattr(run_notebooks, "visible_gpus", lambda: ["0"])
     monkeypatch.setenv("COOKBOOK_RECORD", "1")  # The runner sets it: this takes it away again.
     say = "import pathlib, time\ntime.sleep({0})\nwith open('order.txt', 'a') as file: file.write({1!r})"

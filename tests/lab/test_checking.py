@@ -8,6 +8,7 @@ from lab_kernels import add_one, add_one_reference, half_written, matmul, no_wai
 
 from cookbook import lab
 from cookbook.lab import checking
+from tests.arrays import array
 
 X = jax.random.normal(jax.random.key(0), (128, 128))
 
@@ -59,7 +60,7 @@ def test_the_table():
 
 def compare(out, exact, rounded, dtype):
     """The line that `check` prints of these results, whose values are those of `dtype`."""
-    item = checking._compare_leaf(jnp.asarray(out, dtype), np.asarray(exact, np.float64), jnp.asarray(rounded), None)
+    item = checking._compare_leaf(array(out, dtype), np.asarray(exact, np.float64), jnp.asarray(rounded), None)
     return item.verdict, item.text
 
 

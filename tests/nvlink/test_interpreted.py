@@ -29,6 +29,7 @@ from cookbook.nvlink import (
     reduce_scatter,
 )
 from cookbook.nvlink.core import Config
+from tests.arrays import array
 from tests.starting import started_again
 
 N = 2
@@ -83,7 +84,7 @@ FEW = Config(num_blocks=3, stage_bytes=16_384, num_stages=3)
 @pytest.mark.parametrize("rows", [4, 20, 164])
 def test_all_gather(one_for_two, rows, config):
     """Rows that it sends to the peer land where its own rows do."""
-    x = jax.random.normal(jax.random.key(rows), (rows, core.WIDTH), jnp.bfloat16)
+    x = array(np.random.default_rng(rows).normal(size=(rows, core.WIDTH)), jnp.bfloat16)
     one_for_two.index = PEER
     with _mgpu.interpreting():
         out = started_again(lambda: all_gather.gather(x, N, "x", config))()
@@ -94,7 +95,7 @@ def test_all_gather(one_for_two, rows, config):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("rows", [4, 20, 164])
 def test_reduce_scatter(one_for_two, rows, dtype, config):
-    x = jax.random.normal(jax.random.key(rows), (N, rows, core.WIDTH), dtype)
+    x = array(np.random.default_rng(rows).normal(size=(N, rows, core.WIDTH)), dtype)
     one_for_two.index = PEER
     with _mgpu.interpreting():
         out = started_again(lambda: reduce_scatter.scatter(x, "x", config))()
@@ -110,7 +111,8 @@ def test_the_ring_of_reduce_scatter_has_no_races(one_for_two):
 
 
 def operands(m, k, n, transpose_rhs=False):
-    lhs, rhs = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate([(m, k), (k, n)]))
+    rng = np.random.default_rng(m + n)
+    lhs, rhs = (array(rng.normal(size=shape), jnp.bfloat16) for shape in ((m, k), (k, n)))
     exact = np.asarray(lhs, np.float64) @ np.asarray(rhs, np.float64)
     return lhs, rhs.T if transpose_rhs else rhs, exact
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from cookbook import lab
 from cookbook.recurrent.gated_delta_rule import gated_delta_rule_reference
+from tests.arrays import array
 
 CHUNK = 64
 
@@ -28,8 +29,8 @@ def problem(batch=1, length=100, key_heads=1, heads=1, key_dim=64, value_dim=64,
     if padding:
         for x in (q, k, v, g, beta):
             x[:, -padding:] = np.nan
-    arrays = [jnp.asarray(x, dtype) for x in (q, k, v)] + [jnp.asarray(x, jnp.float32) for x in (g, beta, state)]
-    return *arrays, None if lens is None else jnp.asarray(np.cumsum([0, *lens]), jnp.int32)
+    arrays = [array(x, dtype) for x in (q, k, v)] + [array(x, jnp.float32) for x in (g, beta, state)]
+    return *arrays, None if lens is None else array(np.cumsum([0, *lens]), jnp.int32)
 
 
 def chunked(q, k, v, g, beta, state, rounded=lambda x: x, scale=None):

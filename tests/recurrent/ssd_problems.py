@@ -3,16 +3,18 @@
 import jax.numpy as jnp
 import numpy as np
 
+from tests.arrays import array
+
 BF16 = jnp.bfloat16
 
 
 def operands(batch=1, length=100, heads=1, head_dim=64, groups=1, state_dim=64, dtype=BF16, steps=(0.01, 1.0), seed=0):
     """x, dt, a, b, c. `steps`: between which dt lies, in any order of magnitude."""
     rng = np.random.default_rng(seed + length + heads)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape) + 0.1, dtype)
-    dt = jnp.asarray(np.exp(rng.uniform(*np.log(steps), size=(batch, length, heads))), jnp.float32)
-    a = -jnp.asarray(rng.uniform(0.1, 2.0, size=heads), jnp.float32)
-    b, c = (normal(batch, length, groups, state_dim) / 8 for _ in range(2))
+    normal = lambda *shape, scale=1.0: array((rng.normal(size=shape) + 0.1) * scale, dtype)
+    dt = array(np.exp(rng.uniform(*np.log(steps), size=(batch, length, heads))), jnp.float32)
+    a = array(-rng.uniform(0.1, 2.0, size=heads), jnp.float32)
+    b, c = (normal(batch, length, groups, state_dim, scale=1 / 8) for _ in range(2))
     return normal(batch, length, heads, head_dim), dt, a, b, c
 
 
@@ -22,8 +24,8 @@ def more(x, b, num_seqs=None, seed=9):
     shape = num_seqs or len(x), *x.shape[2:], b.shape[3]
     d, initial, dy, d_final = (rng.normal(size=s) for s in (x.shape[2:3], shape, x.shape, shape))
     return (
-        jnp.asarray(d, jnp.float32), jnp.asarray(initial / 8, jnp.float32), jnp.asarray(dy, x.dtype),
-        jnp.asarray(d_final / 8, jnp.float32),
+        array(d, jnp.float32), array(initial / 8, jnp.float32), array(dy, x.dtype),
+        array(d_final / 8, jnp.float32),
     )  # fmt: skip
 
 

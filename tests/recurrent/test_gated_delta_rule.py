@@ -17,6 +17,7 @@ from delta import check, problem
 from cookbook import gated_delta_rule, lab
 from cookbook.recurrent import core, delta_backward, delta_forward, delta_gradients, delta_inverse
 from cookbook.recurrent.core import Sequences
+from tests.arrays import array
 
 module = importlib.import_module("cookbook.recurrent.gated_delta_rule")
 reference, Config = module.gated_delta_rule_reference, module.Config
@@ -190,7 +191,7 @@ def gradients(op, args, seed=7, **how):
 
     def loss(q, k, v, g, beta, state):
         results = op(q, k, v, g, beta, initial_state=state, cu_seqlens=args[6], return_final_state=True, **how)
-        return sum((x * jnp.asarray(w, jnp.promote_types(x.dtype, jnp.float32))).sum() for x, w in
+        return sum((x * array(w, jnp.promote_types(x.dtype, jnp.float32))).sum() for x, w in
                    zip(results, (of_o, of_states), strict=True))  # fmt: skip
 
     return jax.grad(loss, tuple(range(6)))
@@ -377,7 +378,7 @@ def test_mutants_are_caught(run_only, found_if, monkeypatch, name, old, new):
     """A state not decayed, masks off by one, the inverse's last block left out, a wait, neighbours' rows."""
     fn = copies_with(monkeypatch, name, old, new)
     *tokens, state, _ = problem(length=270)
-    starts = jnp.asarray([0, 70, 130, 270], jnp.int32)
+    starts = array([0, 70, 130, 270], jnp.int32)
     tokens = [x.at[:, 70:130].set(jnp.nan) for x in tokens]
     kept = lambda o: o.at[:, 70:130].set(0)
     ours = lambda *args: kept(fn.gated_delta_rule(*args, cu_seqlens=starts, config=fn.Config(2)))

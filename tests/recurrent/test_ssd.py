@@ -15,6 +15,7 @@ from ssd_problems import BF16, chunked, error, more, operands
 from cookbook import lab, linear_attention, ssd
 from cookbook.recurrent import core, ssd_bwd, ssd_forward
 from cookbook.recurrent.linear_attention import linear_attention_reference
+from tests.arrays import array
 
 module = importlib.import_module("cookbook.recurrent.ssd")
 reference, Config = module.ssd_reference, module.Config
@@ -81,7 +82,7 @@ def test_the_error_is_that_of_the_same_arithmetic():
 def test_chunks_are_the_recurrence(chunk):
     x, dt, a, b, c = operands(length=150)
     with jax.enable_x64():
-        wanted = reference(*(jnp.asarray(m, jnp.float64) for m in (x, dt, a, b, c)))
+        wanted = reference(*(array(m, jnp.float64) for m in (x, dt, a, b, c)))
     got = chunked(x[0, :, 0], dt[0, :, 0], a[0], b[0, :, 0], c[0, :, 0], chunk)
     for result, exact in zip(got, (wanted[0][0, :, 0], wanted[1][0, 0]), strict=True):
         np.testing.assert_allclose(result, exact, rtol=1e-9, atol=1e-12)
@@ -117,7 +118,7 @@ def test_sequences_are_cut_where_they_do_not_fill_the_gpu(shape, parts):
 
 # Packed sequences -----------------------------------------------------------------------------------------------------
 
-STARTS = jnp.asarray([0, 100, 100, 171, 235, 290], jnp.int32)  # One is empty, one a whole chunk; rows after the last.
+STARTS = array([0, 100, 100, 171, 235, 290], jnp.int32)  # One is empty, one a whole chunk; rows after the last.
 
 
 @pytest.mark.parametrize("config", [None, Config(128, 2, 1), slow(Config(parts=2))], ids=str)
@@ -142,7 +143,7 @@ def test_nan_stays_in_its_sequence():
     """In all operands of the second of three, whose rows the chunks of the first and of the third touch; and in the
     rows after the last."""
     args = operands(length=235)
-    starts = jnp.asarray([0, 70, 141, 205], jnp.int32)
+    starts = array([0, 70, 141, 205], jnp.int32)
     spoil = lambda m: m if m.ndim == 1 else m.at[:, 70:141].set(jnp.nan).at[:, 205:].set(jnp.nan)
     fn = functools.partial(ssd, cu_seqlens=starts, return_final_state=True)
     (y, state), (spoiled, spoiled_state) = lab.run(fn, *args), lab.run(fn, *map(spoil, args))
@@ -154,7 +155,7 @@ def test_nan_stays_in_its_sequence():
 
 def test_starts_out_of_range_are_cut():
     args = operands(length=150)
-    wrong, right = (jnp.asarray(starts, jnp.int32) for starts in ([-3, 70, 40, 10**9], [0, 70, 70, 150]))
+    wrong, right = (array(starts, jnp.int32) for starts in ([-3, 70, 40, 10**9], [0, 70, 70, 150]))
     run = lambda starts: lab.run(functools.partial(ssd, cu_seqlens=starts), *args)
     np.testing.assert_array_equal(run(wrong), run(right))
 
@@ -242,7 +243,7 @@ def test_gradients_with_chunks_of_128():
 @pytest.mark.slow
 def test_nan_stays_in_the_gradients_of_its_sequence():
     x, dt, a, b, c = operands(length=205)
-    starts = jnp.asarray([0, 70, 141, 205], jnp.int32)
+    starts = array([0, 70, 141, 205], jnp.int32)
     spoil = lambda m: m.at[:, 70:141].set(jnp.nan)
 
     def gradient(x, dt, b, c):
@@ -443,7 +444,7 @@ def test_mutants_are_caught(run_only, found_if, monkeypatch, name, old, new):
     """A state not decayed, a mask off by one, waits left out, neighbours' rows let in or overwritten."""
     fn = copies_with(monkeypatch, name, old, new)
     x, dt, a, b, c = operands(length=1300)
-    starts = jnp.asarray([0, 70, 141, 1300], jnp.int32)
+    starts = array([0, 70, 141, 1300], jnp.int32)
     x = x.at[:, 70:141].set(jnp.nan)
     config = fn.Config(num_stages=2, num_states=1, parts=2)
     ours = lambda *args: fn.ssd(*args, cu_seqlens=starts, config=config)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cookbook import lab, ssd, ssd_step
+from tests.arrays import array
 
 module = importlib.import_module("cookbook.recurrent.ssd_step")
 reference, Config = module.ssd_step_reference, module.Config
@@ -18,7 +19,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 def operands(batch=2, heads=2, head_dim=64, groups=1, state_dim=128, dtype=jnp.bfloat16, seed=0):
     """x, dt, a, b, c, the state and d."""
     rng = np.random.default_rng(seed)
-    normal = lambda *shape, dtype=jnp.float32: jnp.asarray(rng.normal(size=shape) + 0.1, dtype)
+    normal = lambda *shape, dtype=jnp.float32: array(rng.normal(size=shape) + 0.1, dtype)
     x, b, c = (normal(batch, n, size, dtype=dtype) for n, size in ((heads, head_dim), *[(groups, state_dim)] * 2))
     dt, a = jnp.abs(normal(batch, heads)), -jnp.abs(normal(heads))
     return x, dt, a, b, c, normal(batch, heads, head_dim, state_dim), normal(heads)
@@ -50,9 +51,9 @@ def test_configs(values):
 def test_steps_are_the_sequence():
     """Five tokens after 70 equal 75 at once."""
     rng = np.random.default_rng(1)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+    normal = lambda *shape: array(rng.normal(size=shape), jnp.bfloat16)
     x, b, c, a = normal(1, 75, 1, 64), normal(1, 75, 1, 64) / 8, normal(1, 75, 1, 64) / 8, -jnp.ones(1)
-    dt = jnp.asarray(rng.uniform(0.01, 0.5, size=(1, 75, 1)), jnp.float32)
+    dt = array(rng.uniform(0.01, 0.5, size=(1, 75, 1)), jnp.float32)
     wanted, final = lab.run(functools.partial(ssd, return_final_state=True), x, dt, a, b, c)
     _, state = lab.run(
         functools.partial(ssd, return_final_state=True), *(m[:, :70] for m in (x, dt)), a, b[:, :70], c[:, :70]

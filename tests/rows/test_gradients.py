@@ -13,6 +13,7 @@ from cookbook.rows import core
 from cookbook.rows.reduce_sum import reduce_sum_reference
 from cookbook.rows.rms_norm import rms_norm_reference
 from cookbook.rows.softmax import softmax_reference
+from tests.arrays import array
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 # More rows than blocks (8 on the interpreter's 4 SMs) and rows left over; padded, narrow, odd; spread over a warpgroup;
@@ -29,7 +30,7 @@ SHAPES = [
 
 
 def normal(seed, shape, dtype=F32, scale=1.0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale, dtype)
+    return array(np.random.default_rng(seed).normal(size=shape) * scale, dtype)
 
 
 def pull(fn):

@@ -17,6 +17,7 @@ from cookbook import _mgpu, lab, reduce_sum, rms_norm, softmax
 from cookbook.rows import core, leading
 from cookbook.rows.rms_norm import rms_norm_reference
 from cookbook.rows.softmax import softmax_reference
+from tests.arrays import array
 
 reduce_sum_module = importlib.import_module("cookbook.rows.reduce_sum")
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -43,7 +44,7 @@ def gpu_of(shape):
 
 
 def normal(seed, shape, dtype=jnp.float32, scale=1.0, shift=0.0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale + shift, dtype)
+    return array(np.random.default_rng(seed).normal(size=shape) * scale + shift, dtype)
 
 
 @cases
@@ -129,7 +130,7 @@ def test_every_value_is_added_once(shape, dtype, config=None):
     """Rows of zeros with up to 200 ones, at both ends among them: their sums are exact in every dtype."""
     x = np.random.default_rng(0).random(shape) < min(0.5, 100 / shape[1])
     x[:, 0], x[:, -1] = True, True
-    got = lab.run(lambda x: reduce_sum(x, -1, config=config), jnp.asarray(x, dtype))
+    got = lab.run(lambda x: reduce_sum(x, -1, config=config), array(x, dtype))
     np.testing.assert_array_equal(np.asarray(got, np.int64), x.sum(axis=1))
 
 

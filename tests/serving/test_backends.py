@@ -14,6 +14,7 @@ from cookbook.serving.model import empty_pages, forward
 from cookbook.serving.request import Chunk
 from cookbook.serving.step import pack, padding, step
 from cookbook.serving.weights import Int8, prepared, quantised
+from tests.arrays import array
 
 TINY = LlamaConfig(256, 128, 256, 1, 4, 2, 64)
 QWEN = dataclasses.replace(TINY, qk_norm=True, tie_word_embeddings=True)
@@ -22,7 +23,7 @@ EXPERTS = dataclasses.replace(QWEN, intermediate_size=64, num_experts=128, num_e
 
 def random_pages(config: LlamaConfig, kv_cache_dtype=None):
     pages = empty_pages(config, 4, 16, kv_cache_dtype)
-    return jax.tree.map(lambda x: jnp.asarray(np.random.default_rng(0).normal(size=x.shape), x.dtype), pages)
+    return jax.tree.map(lambda x: array(np.random.default_rng(0).normal(size=x.shape), x.dtype), pages)
 
 
 def decoded(config: LlamaConfig, weights, backend: str, kv_cache_dtype=None) -> tuple[np.ndarray, list]:
@@ -95,7 +96,7 @@ def test_joined_weights_are_what_they_are_made_of():
 
 
 def test_a_quantised_weight_is_off_by_half_a_step_at_most():
-    weight = jnp.asarray(np.random.default_rng(0).normal(size=(5, 40)), jnp.bfloat16).at[3].set(0)
+    weight = array(np.random.default_rng(0).normal(size=(5, 40)), jnp.bfloat16).at[3].set(0)
     values, scales = quantised(weight)
     assert values.dtype == jnp.int8 and (jnp.abs(values).max(axis=1) == jnp.array([127, 127, 127, 0, 127])).all()
     error = jnp.abs(values * scales[:, None] - weight.astype(jnp.float32))

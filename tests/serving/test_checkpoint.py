@@ -18,6 +18,7 @@ from cookbook.serving.model import empty_pages, forward
 from cookbook.serving.request import Chunk, Request
 from cookbook.serving.step import pack
 from cookbook.serving.weights import prepared
+from tests.arrays import array
 
 SIZES = dict(
     vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -190,7 +191,7 @@ def test_weights_take_a_dtype_and_a_head_that_is_tied_is_left(tmp_path):
     config, params = load(tmp_path, dtype="bfloat16")
     assert {str(value.dtype) for value in params.values()} == {"bfloat16"} and "lm_head.weight" not in params
     value = tensors["model.layers.1.self_attn.q_proj.weight"]
-    assert (params["model.layers.1.self_attn.q_proj.weight"] == jnp.asarray(value, jnp.bfloat16)).all()
+    assert (params["model.layers.1.self_attn.q_proj.weight"] == array(value, jnp.bfloat16)).all()
 
 
 def test_a_config_as_transformers_4_wrote_it():

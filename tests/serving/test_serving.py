@@ -18,6 +18,7 @@ from cookbook.serving.backends import backend
 from cookbook.serving.model import rotate
 from cookbook.serving.pages import extend_keys
 from cookbook.serving.reference import generate
+from tests.arrays import array
 
 CONFIG = LlamaConfig(256, 128, 256, 2, 4, 2, 64, dtype="float32")
 SIZES = dict(num_pages=24, page_size=16, max_seqs=8, max_tokens_per_step=32)  # Fewer pages than 8 requests need.
@@ -436,7 +437,7 @@ def test_a_request_alone_has_the_tokens_that_it_has_in_company(trace):
 def test_attention_of_the_two_backends_has_one_result_for_decoding_and_for_chunks():
     """Decoding is a chunk of one token; a sequence of no tokens and padding give zeros."""
     rng, xla = np.random.default_rng(0), backend("xla")
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    draw = lambda *shape: array(rng.normal(size=shape), jnp.float32)
     q, pages = draw(4, 4, 64), (draw(9, 16, 2, 64), draw(9, 16, 2, 64))
     tables, kv_lens = jnp.asarray(rng.permutation(9)[:8].reshape(4, 2)), jnp.array([17, 0, 32, 1])
     decoded = xla.paged_attention(q, *pages, tables, kv_lens)
