@@ -32,6 +32,9 @@ help:  ## List these commands
 # TIMES=1 writes how long a command took into results/, from where the README's table is rendered.
 TIMED = $(if $(TIMES),$(PYTHON) tools/times.py "make $@$(if $(ALL), ALL=1)")
 
+# Without a GPU a chapter shows figures and bounds of the GPU on which all chapters were recorded.
+run lab: export COOKBOOK_GPU ?= $(if $(GPU),,h100)
+
 .PHONY: run
 run: export OMP_NUM_THREADS ?= 1
 run: $(READY)  ## Run the course into build/notebooks (NB=05 for one notebook; ARGS="-p n 8192" for its parameters)

@@ -30,6 +30,7 @@ from .turns import alone
 __all__ = ["read", "recording", "rows", "stale", "stale_list", "topics", "value", "write"]
 
 ROOT = pathlib.Path(os.environ.get("COOKBOOK_RESULTS") or pathlib.Path(__file__).parents[2] / "results")
+_codes: dict[tuple[str, str], list[dict]] = {}  # Code by row written here: two cells may time one kernel.
 
 
 def recording() -> bool:
@@ -107,7 +108,11 @@ def write(
     """
     row = dict(ms=ms, min_ms=min_ms, spread=spread, flops=flops, nbytes=nbytes)
     row["provenance"] = machine() | dict(inputs="random normal") | provenance
-    row["provenance"] |= code_of(fn)
+    row["provenance"] |= (code := code_of(fn))
+    codes = _codes.setdefault((problem, impl), [])
+    if others := [other for other in codes if other != code]:
+        row["provenance"]["also"] = others
+    codes += [code] if code not in codes else []
     topic, gpu = problem.split("/")[0], host(this_gpu(), devices)
     with alone(), _locked(gpu):
         data = load(topic, gpu)

@@ -70,8 +70,8 @@ def changed(provenance: dict, fn=None) -> bool:
         return True
     if fn is None or "source" in provenance or not provenance.keys() & {"code", "uses"}:
         return False  # Nobody knows: it is of other people's code, or older than this way to hash.
-    now = code_of(fn)
-    return now.get("code") != provenance.get("code") or now.get("uses", {}).keys() != known.keys()
+    what = lambda code: (code.get("code"), code.get("uses", {}).keys())
+    return what(code_of(fn)) not in map(what, (provenance, *provenance.get("also", ())))
 
 
 # Names of the package ------------------------------------------------------------------------------------------------

@@ -115,6 +115,15 @@ def test_a_stale_figure_says_so(h200, no_gpu):
     assert found.stale and "STALE" in repr(found)
 
 
+def test_a_figure_that_two_cells_took_is_stale_in_neither(h200, no_gpu, monkeypatch):
+    monkeypatch.setattr(results, "_codes", {})
+    triple = lambda x: x * 3
+    for fn in (double, triple, double):
+        record(fn)
+    found = [lab.measure(fn, jnp.ones(64), problem="double/64/f32") for fn in (double, triple, record)]
+    assert [figure.stale for figure in found] == [False, False, True]
+
+
 def test_an_unknown_problem_gives_no_figure_and_no_exception(h200, no_gpu):
     for problem in ("double/128/f32", None):
         found = lab.measure(double, jnp.ones(64), problem=problem)
