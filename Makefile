@@ -32,8 +32,9 @@ help:  ## List these commands
 # TIMES=1 writes how long a command took into results/, from where the README's table is rendered.
 TIMED = $(if $(TIMES),$(PYTHON) tools/times.py "make $@$(if $(ALL), ALL=1)")
 
-# Without a GPU a chapter shows figures and bounds of the GPU on which all chapters were recorded.
-run lab: export COOKBOOK_GPU ?= $(if $(GPU),,h100)
+# Without a GPU chapters show figures and bounds of the GPU on which the first, as most of them, was recorded.
+RECORDED_ON = sed -n 's/.*"gpu": "NVIDIA \([A-Z0-9]*\).*/\1/p' notebooks/00_start_here.ipynb | tr A-Z a-z
+run lab: export COOKBOOK_GPU ?= $(if $(GPU),,$(shell $(RECORDED_ON)))
 
 .PHONY: run
 run: export OMP_NUM_THREADS ?= 1

@@ -4,7 +4,6 @@ import jax
 import numpy as np
 
 
-def array(values, dtype=None) -> jax.Array:
-    """`values`, on the device. `jnp.asarray` does the same by a program that is compiled for each shape and dtype: in
-    tests, whose shapes are many and small, that took longer than all that they compute."""
+def array(values, dtype) -> jax.Array:
+    """`values`, on the device. `jnp.asarray` compiles a program for each shape, and most tests use one once."""
     return jax.device_put(np.asarray(values, dtype))

@@ -2,7 +2,8 @@
 
 Each notebook has a process of its own. As many run at a time as there are cores; on a GPU host one on each GPU by
 default. Where a GPU has more, one measures while the others are stopped, and all share its memory; one that fails so
-runs once more with a GPU to itself. The chapters across GPUs come last, each alone with all of them.
+runs once more with a GPU to itself, and after it those that quote it. The chapters across GPUs come last, each alone
+with all of them.
 
 `--record`, on a GPU, writes the executed notebooks back in place with the stamp that the site shows; a chapter that
 shows figures of others starts after these. `make run` and `make record` call this script; neither stops at a notebook
@@ -100,7 +101,10 @@ def main() -> int:
                 futures[path] = pool.submit(run, path)
         rows = {path: future.result() for path, future in futures.items()}
         free = _places(gpus[:1], 1)
-        again = [path for path, row in rows.items() if row[-1] == "FAILED" and jobs > len(gpus) > 0]
+        again = []
+        for path, row in rows.items() if jobs > len(gpus) > 0 else ():
+            if row[-1] == "FAILED" or set(again) & set(quoted[path]):
+                again.append(path)
         bar.total += sum(len(nbformat.read(path, as_version=4).cells) for path in again)
         rows |= {path: run(path) for path in again}
         free = _places([",".join(gpus)], 1)
@@ -142,14 +146,14 @@ def _select(names: list[str]) -> list[pathlib.Path]:
 
 
 def _quoted(paths: list[pathlib.Path]) -> dict[pathlib.Path, list[pathlib.Path]]:
-    """For each notebook the others that its code names, as it does to read a figure of "06_pipelining/load_only"."""
+    """For each notebook the earlier ones that its code names, as it does to read a figure of "06_pipelining/load"."""
     cells = {path: nbformat.read(path, as_version=4).cells for path in paths}
     code = {path: "\n".join(c.source for c in cells[path] if c.cell_type == "code") for path in paths}
-    return {path: [x for x in paths if x != path and x.stem in code[path]] for path in paths}
+    return {path: [x for x in paths[:i] if x.stem in code[path]] for i, path in enumerate(paths)}
 
 
 def _after_those_quoted(paths, quoted: dict[pathlib.Path, list[pathlib.Path]]) -> list[pathlib.Path]:
-    """The notebooks in this order, but each after those that it quotes. Chapters quote earlier ones alone."""
+    """The notebooks in this order, but each after those that it quotes."""
     order = {}
     for path in paths:
         order |= dict.fromkeys([*_after_those_quoted(quoted[path], quoted), path])

@@ -112,7 +112,8 @@ def write(
     codes = _codes.setdefault((problem, impl), [])
     if others := [other for other in codes if other != code]:
         row["provenance"]["also"] = others
-    codes += [code] if code not in codes else []
+    if code not in codes:
+        codes.append(code)
     topic, gpu = problem.split("/")[0], host(this_gpu(), devices)
     with alone(), _locked(gpu):
         data = load(topic, gpu)

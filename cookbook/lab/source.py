@@ -64,7 +64,10 @@ def code_of(fn) -> dict:
 
 
 def changed(provenance: dict, fn=None) -> bool:
-    """Whether a figure's code is another now: what it uses of the package, or, where `fn` is given, `fn` itself."""
+    """Whether a figure's code is another now: what it uses of the package, or, where `fn` is given, `fn` itself.
+
+    Under "also" a figure has the code of other calls that took it in the same process.
+    """
     known = provenance.get("uses", {})
     if known and _hashes(known) != known:
         return True

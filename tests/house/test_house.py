@@ -297,18 +297,22 @@ def test_a_notebook_that_fails_beside_others_has_a_gpu_to_itself_in_the_end(runn
     assert [output.count(f"{stem}  ") for stem in notebooks] == [2, 3, 3]  # Once in the table.
 
 
-def test_a_recorded_chapter_comes_after_those_whose_figures_it_shows(runner, tmp_path, monkeypatch):
+@pytest.mark.parametrize("needs, order", [("True", "abc"), ("'XLA_PYTHON_CLIENT_MEM_FRACTION' not in E", "bcabc")])
+def test_a_recorded_chapter_comes_after_those_whose_figures_it_shows(runner, tmp_path, monkeypatch, needs, order):
+    """Also where the first fails beside others and succeeds alone."""
     import run_notebooks
 
     machine = dict(gpu="NVIDIA H200", driver="0", jax="0", date="2026-01-01", on_gpu=True)
     monkeypatch.setattr(run_notebooks, "_probe", lambda: machine)
     monkeypatch.setattr(run_notebooks, "visible_gpus", lambda: ["0"])
     monkeypatch.setenv("COOKBOOK_RECORD", "1")  # The runner sets it: this takes it away again.
-    say = "import pathlib, time\ntime.sleep({0})\nwith open('order.txt', 'a') as file: file.write({1!r})"
-    notebooks = {"00_a": ["n = 1", say.format(1, "a")], "01_b": ["'00_a/one'", say.format(0, "b")]}
-    notebooks["02_c"] = ["'01_b/one'", say.format(0, "c")]
+    for variable in ("COOKBOOK_TURNS", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(variable, raising=False)
+    say = "import time\ntime.sleep({0})\nwith open('order.txt', 'a') as file: file.write({1!r})"
+    notebooks = {"00_a": [f"from os import environ as E\nassert {needs}", say.format(1, "a")]}
+    notebooks |= {"01_b": ["'00_a/one'", say.format(0, "b")], "02_c": ["'01_b/one'", say.format(0, "c")]}
     assert runner(notebooks, "--record", "--jobs", "3") == 0
-    assert (tmp_path / "order.txt").read_text() == "abc"
+    assert (tmp_path / "order.txt").read_text() == order
 
 
 @pytest.mark.parametrize("given, gpus", [("3,1", ["3", "1"]), ("0", ["0"]), ("", [])])
