@@ -10,10 +10,10 @@ PYTHON ?= $(VENV)/bin/python
 READY := $(if $(filter $(VENV)/bin/python,$(PYTHON)),setup)
 GPU = $(shell nvidia-smi -L 2>/dev/null | head -1)
 # Without a GPU there is a worker for each core: nproc alone would say what OMP_NUM_THREADS does.
-# On a GPU host several workers share a GPU, and mostly compile. A worker takes up to 2 GB. It is given 8 GB of a GPU or
-# more: with 5, as 16 workers had on an H100, tests ran out of memory.
+# On a GPU host up to twelve workers share a GPU, and mostly compile. A worker takes up to 2 GB. It is given 6.5 GB of a
+# GPU or more: with 5, as 16 workers had on an H100, tests ran out of memory.
 GPU_MB = nvidia-smi $(if $(CUDA_VISIBLE_DEVICES),--id=$(CUDA_VISIBLE_DEVICES)) --query-gpu=memory.total --format=csv,noheader,nounits
-GPU_WORKERS = $(GPU_MB) | awk '{ n += $$1 < 100000 ? int($$1 / 10000) + 1 : 10 } END { print n }'
+GPU_WORKERS = $(GPU_MB) | awk '{ n += $$1 < 78000 ? int($$1 / 6500) : 12 } END { print n }'
 WORKERS ?= $(if $(GPU),$(shell $(GPU_WORKERS)),$(shell n=$$(env -u OMP_NUM_THREADS nproc); echo $$((n < 8 ? n : 8))))
 # Interpreted kernels and references run once: XLA compiles them quickly rather than well.
 QUICK_XLA = --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
@@ -42,8 +42,7 @@ run: $(READY)  ## Run the course into build/notebooks (NB=05 for one notebook; A
 	@$(TIMED) $(PYTHON) tools/run_notebooks.py $(NB) $(ARGS)
 
 # conftest.py shares them out: all cells of a notebook to one worker.
-# On a GPU a cell of chapters 15 and 15b serves the large trace, for which a dozen programs of eleven kernels each are compiled.
-PYTEST = -n $(WORKERS) --nbval-lax --nbval-current-env --nbval-cell-timeout=$(if $(GPU),300,120)
+PYTEST = -n $(WORKERS) --nbval-lax --nbval-current-env --nbval-cell-timeout=120
 
 .PHONY: test
 test: export OMP_NUM_THREADS ?= 1

@@ -16,8 +16,9 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.4")
     if not os.environ.get("COOKBOOK_ALL_GPUS"):  # Set for the tests that need several.
         os.environ |= one_of(int(worker.removeprefix("gw")))
-if not os.environ.get("XLA_FLAGS"):  # References on a GPU are compiled once and run once: no search for their fastest.
-    os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
+if not os.environ.get("XLA_FLAGS"):  # References are compiled once and run once: compiled quickly rather than well.
+    gpu = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+    os.environ["XLA_FLAGS"] = gpu + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # The compile-only wheels come without cuDNN.
 
 FAMILIES = ("attn", "gemm", "nvlink", "recurrent", "rows")  # Folders of tests.
@@ -61,6 +62,15 @@ class _Failures:
             self.reporter.write_line(f"{report.nodeid}: {text[:200] or report.when}")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """What test modules compute when they are imported, the CPU computes: each worker imports all of them."""
+    import jax
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        return (yield)
+
+
 def pytest_collection_modifyitems(config, items):
     if config.getoption("first_cases"):
         _keep_first_cases(config, items)
@@ -88,22 +98,24 @@ def _test_of(item) -> tuple:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """A notebook's kernel, which its first cell starts, prints the bounds of the GPU that the notebook is of. Tests
-    find the same figures and bounds on each machine."""
+    """A notebook's kernel, which its first cell starts, prints the bounds of the GPU that the notebook is of. It shows
+    recorded figures: a GPU that tests share gives none. Tests find the same figures and bounds on each machine."""
     gpu = "h200"
+    os.environ.pop("COOKBOOK_MEASURE", None)
     if hasattr(item.parent, "nb"):
         from cookbook.lab import results
 
         gpu = results.gpu_of(item.parent.nb.metadata.get("recorded", {}).get("gpu", gpu))
+        os.environ["COOKBOOK_MEASURE"] = "0"
     os.environ["COOKBOOK_GPU"] = gpu
 
 
 def _with_notebooks_spread(items) -> list:
     """The notebooks, the longest first, with as many tests after each: all at once fill a GPU's memory.
 
-    The last ones are longer, and on a GPU nothing takes as long as the two that serve a large trace. Tests stay
-    together with others of their file, and files are in an order that has quick and slow ones anywhere; the last fifth
-    of the tests comes after all notebooks. Files that one worker runs come first."""
+    The last ones are longer. Tests stay together with others of their file, and files are in an order that has quick
+    and slow ones anywhere; the last fifth of the tests comes after all notebooks. Files that one worker runs come
+    first."""
     cells, tests = {}, []
     for item in items:
         if item.path.suffix == ".ipynb":
@@ -114,9 +126,8 @@ def _with_notebooks_spread(items) -> list:
         return tests
     tests.sort(key=lambda item: (not _is_whole(item.nodeid), zlib.crc32(item.nodeid.split("::")[0].encode())))
     share = max(1, int(0.8 * len(tests) / len(cells)))
-    longest_first = sorted(cells, key=lambda path: (path.stem in ("15_serving", "15b_engine"), path), reverse=True)
     spread = []
-    for i, path in enumerate(longest_first):
+    for i, path in enumerate(sorted(cells, reverse=True)):
         spread += cells[path] + tests[i * share : (i + 1) * share]
     return spread + tests[len(cells) * share :]
 
@@ -188,12 +199,15 @@ def no_gpu(monkeypatch):
 
 
 @pytest.fixture
-def on_cpu():
-    """For arithmetic of indices, each operation of which would be a kernel on a GPU."""
+def on_cpu(request):
+    """For what launches no kernels of this package, such as models in XLA and arithmetic of indices: XLA compiles
+    sooner for a CPU. In a file of such tests, one that does launch kernels is marked `kernels`."""
     import jax
 
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
+    if not request.node.get_closest_marker("kernels"):
+        jax.config.update("jax_default_device", jax.devices("cpu")[0])  # For the threads of an engine too.
+    yield
+    jax.config.update("jax_default_device", None)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """One call that says whether a kernel is right, and what that verdict does not cover."""
 
+import contextlib
 import dataclasses
 import re
 
@@ -13,6 +14,7 @@ from .compiling import Compiled, compile_for, name_of
 from .toolchain import ToolchainMissing
 
 GPU_RUNS = 5  # A race that shows at all shows in a few runs: a WGMMA operand overwritten in flight, in 20 of 20.
+ON_CPU_MAX = 2**18  # Elements of the largest argument whose reference the CPU computes.
 _WIDTH = 98  # Columns of the printed table.
 
 
@@ -69,7 +71,8 @@ def check(
     The error of each output is its relative Frobenius distance from the float64 reference. It may be 1.5 times that of
     the reference computed at the arguments' own dtypes and rounded to the output's, and never needs to be less than a
     quarter of the output dtype's epsilon or 4 of float32's. No element may be off by more than ten times that share of
-    the largest. Integers must be equal. NaN and infinities must be where the reference has them.
+    the largest. Integers must be equal. NaN and infinities must be where the reference has them. The CPU computes the
+    references of small arguments, on a GPU host too.
 
     Args:
       fn: launches at least one `plgpu.kernel`.
@@ -166,7 +169,11 @@ def _compare(out, reference, args, tolerance) -> list[Item]:
 
 
 def _compute(reference, args):
-    """`reference(*args)`, compiled as a whole, which is quicker than each operation by itself."""
+    """`reference(*args)`, compiled as a whole, which is quicker than each operation by itself. The CPU computes a small
+    one: XLA compiles sooner for it."""
+    if jax.default_backend() == "gpu" and all(np.size(leaf) <= ON_CPU_MAX for leaf in jax.tree.leaves(args)):
+        with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may name the GPU alone.
+            args = jax.device_put(args, jax.devices("cpu")[0])
     try:
         return jax.jit(reference)(*args)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):

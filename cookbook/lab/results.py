@@ -27,7 +27,7 @@ from .source import changed, code_of
 from .toolchain import ToolchainMissing, tool
 from .turns import alone
 
-__all__ = ["read", "recording", "rows", "stale", "stale_list", "topics", "value", "write"]
+__all__ = ["measuring", "read", "recording", "rows", "stale", "stale_list", "topics", "value", "write"]
 
 ROOT = pathlib.Path(os.environ.get("COOKBOOK_RESULTS") or pathlib.Path(__file__).parents[2] / "results")
 _codes: dict[tuple[str, str], list[dict]] = {}  # Code by row written here: two cells may time one kernel.
@@ -36,6 +36,12 @@ _codes: dict[tuple[str, str], list[dict]] = {}  # Code by row written here: two 
 def recording() -> bool:
     """Whether measurements are to be written: COOKBOOK_RECORD=1 is set."""
     return os.environ.get("COOKBOOK_RECORD") == "1"
+
+
+def measuring(gpu: str = "h200", devices: int = 1) -> bool:
+    """Whether figures are taken here: there are `devices` GPUs as new as `gpu`, and not COOKBOOK_MEASURE=0, which tests
+    set: they share a GPU, so the times that they take are no figures."""
+    return os.environ.get("COOKBOOK_MEASURE") != "0" and interpreter.on_gpu(gpu) and jax.device_count() >= devices
 
 
 def read(problem: str, impl: str = "cookbook", gpu: str = "h200") -> dict | None:
@@ -125,12 +131,12 @@ def write(
 def value(name: str, compute, gpu: str = "h200", devices: int = 1):
     """A JSON-able value that only a GPU can give, e.g. `value("02_memory/bank_conflicts", measure_conflicts)`.
 
-    On a GPU as new as `gpu`: `compute()`, which is also stored under COOKBOOK_RECORD=1. Elsewhere the stored value, or
-    None.
-    `recorded(name)` says where a stored one comes from. A value of several `devices` needs as many GPUs.
+    Where figures are taken (`measuring`): `compute()`, which is also stored under COOKBOOK_RECORD=1. Elsewhere the
+    stored value, or None. `recorded(name)` says where a stored one comes from. A value of several `devices` needs as
+    many GPUs.
     """
     topic = name.split("/")[0]
-    if not interpreter.on_gpu(gpu) or jax.device_count() < devices:
+    if not measuring(gpu, devices):
         return stored(name, host(gpu, devices))
     result = json.loads(json.dumps(compute()))  # The same types and figures as will be read later.
     if recording():

@@ -7,7 +7,7 @@ import time
 import jax
 import numpy as np
 
-from . import interpreter, results
+from . import results
 from .turns import alone
 
 _OUTPUT_BYTES_MAX = 2e9  # Outputs alive at once while measuring: other processes may share the GPU.
@@ -70,8 +70,9 @@ def measure(
     """Kernel time of `fn(*args)`: median, least and spread of `iterations` warm calls.
 
     On a GPU: the sum of CUPTI's times of the kernels of a call, and under COOKBOOK_RECORD=1 the figure is written to
-    `results/` for `problem`. Without one nothing is run: the figure recorded for `problem` and `impl` is returned,
-    marked `recorded`, and `stale` if it was measured of other code than `fn` is now; NaN if there is none.
+    `results/` for `problem`. Without one, or under COOKBOOK_MEASURE=0, nothing is run: the figure recorded for
+    `problem` and `impl` is returned, marked `recorded`, and `stale` if it was measured of other code than `fn` is now;
+    NaN if there is none.
 
     On a GPU not after `jax.profiler.trace` in the same process: JAX's own use of CUPTI then ends the process ("activity
     records were dropped"). Measure first, or trace in another process.
@@ -91,7 +92,7 @@ def measure(
     if iterations < 1:
         raise ValueError(f"iterations = {iterations} must be at least 1")
     measured = fn if of is None else of or None
-    if fn is None or not interpreter.on_gpu(gpu) or jax.device_count() < devices:
+    if fn is None or not results.measuring(gpu, devices):
         return _recorded(measured, problem, impl, flops, nbytes, results.host(gpu, devices))
     times = np.array(_kernel_ms(fn, args, iterations, devices))
     low, median, high = (float(x) for x in np.percentile(times, (25, 50, 75)))
@@ -103,12 +104,12 @@ def measure(
 
 
 def first_call_seconds(fn, *args) -> float:
-    """Wall time of the first call of `fn(*args)`, tracing and compiling included. NaN without a GPU.
+    """Wall time of the first call of `fn(*args)`, tracing and compiling included. NaN where no figures are taken.
 
     JAX's caches are emptied first. JAX 0.12 keeps Mosaic kernels compiled all the same: there, call it in a process
     that has not run `fn`.
     """
-    if not interpreter.on_gpu():
+    if not results.measuring():
         return math.nan
     jax.clear_caches()
     start = time.perf_counter()

@@ -109,6 +109,7 @@ def test_sizes_that_do_not_fit_are_refused_before_launch(block_kv, num_stages):
         lab.run(functools.partial(paged_attention, config=Config(block_kv, num_stages)), *operands([9], head_dim=128))
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("num_sms, kv_heads, num_parts", [(1, 2, 1), (4, 2, 2), (7, 1, 7), (132, 8, 16), (132, 1, 132)])
 def test_every_block_has_its_part(num_sms, kv_heads, num_parts):
     """Parts of equal length take all blocks in their order, whatever the lengths of sequences are, and what the second

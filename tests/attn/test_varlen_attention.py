@@ -190,6 +190,7 @@ def problem(heads, kv_heads, head_dim):
     return Problem(heads, kv_heads, head_dim, jnp.dtype(jnp.bfloat16), 1.0, None, None, 0, interpreted=True)
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("heads, num_blocks", [(2, 3), (8, 132), (1, 16)])
 def test_each_tile_is_listed_once(heads, num_blocks):
     q_lens, kv_lens = np.array([300, 0, 7, 64, 1]), np.array([300, 5, 700, 64, 0])
@@ -207,6 +208,7 @@ def test_each_tile_is_listed_once(heads, num_blocks):
     assert all(tile["source"] % 8 == 0 and 0 <= tile["first_kv"] < 8 for tile in tiles)
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
     "lens, units",
     [([2048] * 16, 8), ([4000, 3100, 900, 2500, 600] * 3, 8), ([2048] * 16, 32), ([16384] * 10, 2)],  # The last sorts.

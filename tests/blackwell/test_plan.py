@@ -105,6 +105,7 @@ def test_tiles_in_any_order(seed, two_ctas):
     np.testing.assert_allclose(execute(p, a, b, order), wanted, atol=1e-9)
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("broken", ["halves", "k", None])
 def test_mutants_of_the_plan_are_caught(monkeypatch, broken):
     """Each block of a pair with the other's half of b, and a step of K read twice."""
@@ -135,6 +136,7 @@ def read_as_the_tensor_cores_do(unit):
     return np.array([[unit[r % 32, 4 * (r // 32) + s] for s in range(4)] for r in range(128)])
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("width, two_ctas", [(192, False), (64, True), (224, True)])
 @pytest.mark.parametrize("shape", [(300, 500, 416), (1, 8, 32)])
 def test_scales_meet_their_values(shape, width, two_ctas):

@@ -56,6 +56,7 @@ def clipped(sizes, m):
 HOSTILE = [[10, -5, 2**31 - 1, 2**31 - 1, 7], [-(2**31)] * 3, [300, 1, 1], [0, 0, 201]]
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("sizes", [*SIZES.values(), *HOSTILE], ids=str)
 @pytest.mark.parametrize("tile", [8, 64, 256])
 def test_every_row_belongs_to_one_entry_of_its_group(sizes, tile):
@@ -102,6 +103,7 @@ def test_the_kernel_finds_the_entries_of_the_table(num_groups, m, tile):
         np.testing.assert_array_equal([x[:count] for x in rows], [x[:count] for x in table[2:]])
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_few_groups_need_no_table():
     tiles = lambda count: groups.RowTiles(64, 64, 64, 64, SMALL, 132, num_groups=count)
     sizes = lambda count: jnp.ones(count, jnp.int8)
@@ -134,6 +136,7 @@ def test_a_shard_has_its_groups_alone(offset):
     assert set(outside) == {*zeros.tolist()} - {x for x in zeros.tolist() if starts[0] <= x < ends[-1]}
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("num_sms", [4, 7, 132])
 def test_every_tile_of_every_group_is_summed_once(num_sms):
     plan = groups.sum_plan(320, 512, 640, 5, jnp.dtype(jnp.bfloat16), jnp.bfloat16, Config(128, 128), num_sms)

@@ -237,6 +237,15 @@ def test_a_kernel_for_a_newer_gpu_than_this_is_interpreted(monkeypatch, gpu, whe
     assert items[0].verdict == "ok" and (where or jax.devices()[0].device_kind) in items[0].text
 
 
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="without a GPU the CPU computes all")
+@pytest.mark.parametrize("size, platform", [(checking.ON_CPU_MAX, "cpu"), (checking.ON_CPU_MAX + 1, "gpu")])
+def test_the_cpu_computes_small_references(size, platform):
+    x, offset = jnp.ones(size), jnp.float32(2)
+    assert {device.platform for device in x.devices() | offset.devices()} == {"gpu"}
+    (device,) = checking._compute(lambda x: x + offset, [x]).devices()
+    assert device.platform == platform
+
+
 def test_on_a_gpu(monkeypatch):
     monkeypatch.undo()
     if not lab.on_gpu():

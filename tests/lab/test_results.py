@@ -97,6 +97,19 @@ def test_a_value_is_stored_only_when_recording(h200, monkeypatch):
     assert not h200.exists()
 
 
+@pytest.mark.parametrize("measure, wanted", [("0", {"1": 2.0}), ("1", 7)])
+def test_a_gpu_that_tests_share_gives_no_figures(h200, monkeypatch, measure, wanted):
+    monkeypatch.setattr(interpreter, "on_gpu", lambda *_: True)
+    monkeypatch.setenv("COOKBOOK_RECORD", "1")
+    assert results.value("02_memory/conflicts", lambda: {"1": 2.0}) == {"1": 2.0}
+    record(double)
+    monkeypatch.setenv("COOKBOOK_MEASURE", measure)
+    monkeypatch.setattr(lab.timing, "_kernel_ms", lambda *_: [7.0])
+    assert results.value("02_memory/conflicts", lambda: 7) == wanted
+    found = lab.measure(double, jnp.ones(64), problem="double/64/f32")
+    assert (found.median_ms, found.recorded) == ((0.5, True) if measure == "0" else (7.0, False))
+
+
 # Measurements without a GPU
 
 

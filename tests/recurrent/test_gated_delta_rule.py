@@ -405,6 +405,7 @@ def test_mutants_of_the_gradients_are_caught(run_only, monkeypatch, name, old, n
         check_gradients(problem(length=130))
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_each_row_is_in_one_chunk():
     sequences = Sequences(3, 150, True, delta.CHUNK)
     first, num = (np.asarray(x) for x in module._places(sequences, jnp.asarray([0, 70, 70, 140])))

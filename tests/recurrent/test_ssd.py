@@ -160,6 +160,7 @@ def test_starts_out_of_range_are_cut():
     np.testing.assert_array_equal(run(wrong), run(right))
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("part_rows", [None, 128, 256])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_each_row_is_in_one_part(is_packed, part_rows):

@@ -36,6 +36,7 @@ def decoded(config: LlamaConfig, weights, backend: str, kv_cache_dtype=None) -> 
     return np.asarray(logits[:2]), pages
 
 
+@pytest.mark.kernels
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config, kind, cache",

@@ -110,6 +110,7 @@ def test_logits_are_numpys(tmp_path, name):
     assert config.eos_token_ids == ((5, 7) if name == "llama3" else ())
 
 
+@pytest.mark.kernels
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "mixtral", "qwen3_moe"])
 def test_kernels_compute_each_architecture(tmp_path, name):

@@ -372,7 +372,7 @@ def serve_between_faults(config: LlamaConfig, backend: str, faults: random.Rando
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize(
     "backend, count, seeds",
-    [("xla", 5, range(4)), pytest.param("cookbook", 2, range(1), marks=pytest.mark.slow)],
+    [("xla", 5, range(4)), pytest.param("cookbook", 2, range(1), marks=(pytest.mark.slow, pytest.mark.kernels))],
 )
 def test_faults_change_no_token_of_a_real_model(backend, count, seeds, ahead):
     config = LlamaConfig(61, 128, 128, 1, 2, 1, 64, dtype="bfloat16")

@@ -203,6 +203,7 @@ def test_a_requests_nan_stays_its_own(poison, ahead, experts):
     served_beside_a_bad_one(config, "xla", poison, num_pages=6, ahead=ahead)
 
 
+@pytest.mark.kernels
 @pytest.mark.slow
 def test_a_requests_nan_stays_its_own_on_the_kernels():
     config = dataclasses.replace(CONFIG, num_hidden_layers=1, dtype="bfloat16")

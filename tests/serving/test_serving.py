@@ -335,6 +335,7 @@ def test_several_steps_in_one_program_give_the_references_tokens(trace, several,
     assert several.count(2) >= 5 and several.count(4) >= 5
 
 
+@pytest.mark.kernels
 @pytest.mark.slow
 def test_several_steps_in_one_program_on_the_kernels(several):
     """Pages are equal to the bit with those of one step after the other: one sequence ends early, one is sampled."""
@@ -386,6 +387,7 @@ def test_engine_in_bfloat16(monkeypatch):
     assert sum(request.num_preempted > 0 for request in requests) >= 5
 
 
+@pytest.mark.kernels
 @pytest.mark.slow  # Chapter 15b serves two requests on the kernels.
 def test_engine_on_the_kernels(monkeypatch):
     """A prompt in two chunks beside one that decodes; on a GPU all of what XLA is tested with."""

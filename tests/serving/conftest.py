@@ -1,0 +1,6 @@
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def models_on_the_cpu(on_cpu):
+    """But for tests marked `kernels`."""
