@@ -67,6 +67,9 @@ def pytest_collection(session):
     """What test modules compute when they are imported, the CPU computes: each worker imports all of them."""
     import jax
 
+    from cookbook import _mgpu
+
+    _mgpu.allow_waiting_threads()  # Before JAX starts a backend.
     with jax.default_device(jax.devices("cpu")[0]):
         return (yield)
 
