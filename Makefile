@@ -13,7 +13,7 @@ GPU = $(shell nvidia-smi -L 2>/dev/null | head -1)
 # On a GPU host up to twelve workers share a GPU, and mostly compile. A worker takes up to 2 GB. It is given 6.5 GB of a
 # GPU or more: with 5, as 16 workers had on an H100, tests ran out of memory.
 GPU_MB = nvidia-smi $(if $(CUDA_VISIBLE_DEVICES),--id=$(CUDA_VISIBLE_DEVICES)) --query-gpu=memory.total --format=csv,noheader,nounits
-GPU_WORKERS = $(GPU_MB) | awk '{ n += $$1 < 78000 ? int($$1 / 6500) : 12 } END { print n }'
+GPU_WORKERS = $(GPU_MB) | awk '{ n += $$1 < 78000 ? int($$1 / 6500) : 12 } END { print n ? n : 1 }'
 WORKERS ?= $(if $(GPU),$(shell $(GPU_WORKERS)),$(shell n=$$(env -u OMP_NUM_THREADS nproc); echo $$((n < 8 ? n : 8))))
 # Interpreted kernels and references run once: XLA compiles them quickly rather than well.
 QUICK_XLA = --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true

@@ -17,8 +17,10 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     if not os.environ.get("COOKBOOK_ALL_GPUS"):  # Set for the tests that need several.
         os.environ |= one_of(int(worker.removeprefix("gw")))
 if not os.environ.get("XLA_FLAGS"):  # References are compiled once and run once: compiled quickly rather than well.
-    gpu = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
-    os.environ["XLA_FLAGS"] = gpu + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    os.environ["XLA_FLAGS"] = (
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+        "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+    )
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # The compile-only wheels come without cuDNN.
 
 FAMILIES = ("attn", "gemm", "nvlink", "recurrent", "rows")  # Folders of tests.
@@ -64,7 +66,7 @@ class _Failures:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session):
-    """What test modules compute when they are imported, the CPU computes: each worker imports all of them."""
+    """The CPU computes what test modules compute when they are imported: each worker imports all of them."""
     import jax
 
     from cookbook import _mgpu

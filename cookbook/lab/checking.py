@@ -172,8 +172,10 @@ def _compute(reference, args):
     """`reference(*args)`, compiled as a whole, which is quicker than each operation by itself. The CPU computes a small
     one: XLA compiles sooner for it."""
     if jax.default_backend() == "gpu" and all(np.size(leaf) <= ON_CPU_MAX for leaf in jax.tree.leaves(args)):
+        cpus = []
         with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may name the GPU alone.
-            args = jax.device_put(args, jax.devices("cpu")[0])
+            cpus = jax.devices("cpu")
+        args = jax.device_put(args, cpus[0]) if cpus else args
     try:
         return jax.jit(reference)(*args)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
