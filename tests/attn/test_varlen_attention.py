@@ -196,10 +196,12 @@ def test_each_tile_is_listed_once(heads, num_blocks):
     q_lens, kv_lens = np.array([300, 0, 7, 64, 1]), np.array([300, 5, 700, 64, 0])
     plan = packed_plan.Plan(problem(4 * heads, heads, 64), 400, 5, None, SMALL, num_blocks)
     starts = cumulative(kv_lens)
-    table, counts, _ = packed_tiles.table(plan, cumulative(q_lens), starts[:-1], jnp.diff(starts))
+    tabulate = jax.jit(functools.partial(packed_tiles.table, plan))
+    table, counts, _ = tabulate(cumulative(q_lens), starts[:-1], jnp.diff(starts))
+    table, counts = np.asarray(table), np.asarray(counts)
     tiles = [
-        dict(zip(packed_tiles.FIELDS, np.asarray(table)[i * num_blocks + block], strict=True))
-        for block, count in enumerate(np.asarray(counts)) for i in range(count)
+        dict(zip(packed_tiles.FIELDS, table[i * num_blocks + block], strict=True))
+        for block, count in enumerate(counts) for i in range(count)
     ]  # fmt: skip
     for unit in range(heads):
         rows = [tile["token"] + np.arange(tile["num_q"]) for tile in tiles if tile["unit"] == unit]
@@ -219,7 +221,9 @@ def test_work_is_dealt_out_evenly(lens, units):
     steps = np.concatenate([-(-np.arange(32, n + 32, 32) // 128) for n in lens])
     plan = packed_plan.Plan(problem(4 * units, units, 128), sum(lens), len(lens), None, Config(), 132)
     padded = array(np.pad(steps, (0, plan.max_tiles - len(steps))), jnp.int32)
-    row, unit, counts = map(np.asarray, packed_tiles.deal(plan, padded, jnp.int32(len(steps)), jnp.int32(sum(lens))))
+    row, unit, counts = map(
+        np.asarray, jax.jit(functools.partial(packed_tiles.deal, plan))(padded, len(steps), sum(lens))
+    )
     dealt = [np.arange(count) * 132 + block for block, count in enumerate(counts)]
     assert sorted(zip(*((x[np.concatenate(dealt)]).tolist() for x in (row, unit)), strict=True)) == [
         (i, j) for i in range(len(steps)) for j in range(units)

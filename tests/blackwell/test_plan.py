@@ -4,6 +4,7 @@ that the interpreter can run."""
 
 import random
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -48,11 +49,12 @@ def execute(p, a, b, order=None, apply_scales=lambda a, b, *where: (a, b)):
     `order` says which cluster has which tiles, in which order; by default those of the static schedule.
     """
     t, c = p.tiles, p.config
+    place = jax.jit(t.place)
     order = order or [range(i, t.count, t.clusters) for i in range(t.clusters)]
     out = np.full((t.m + 2 * c.tile_m * 2, t.n + c.tile_n), np.nan)
     for indices in order:
         for index in indices:
-            row, col = (int(x) for x in t.place(index, 0, 0))
+            row, col = map(int, place(index, 0, 0))
             acc = np.zeros(t.cluster_tile)
             for step in range(t.num_steps):
                 k = p.k(step)
@@ -64,7 +66,7 @@ def execute(p, a, b, order=None, apply_scales=lambda a, b, *where: (a, b)):
                 step_a, step_b = apply_scales(*(np.concatenate(half) for half in halves), row, col, step)
                 acc += step_a @ step_b.T
             for block in range(c.cluster_m):
-                i, j = (int(x) for x in t.place(index, block, 0))
+                i, j = map(int, place(index, block, 0))
                 mine = out[i : i + c.tile_m, j : j + c.tile_n]
                 assert np.isnan(mine).all(), "stored twice"
                 mine[:] = acc[block * c.tile_m :][: c.tile_m]

@@ -53,6 +53,13 @@ def clipped(sizes, m):
     return np.concatenate([[0], ends[:-1]]), ends
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def tabulated(sizes, m, tile):
+    """(first rows, ends, table) of groups."""
+    starts, ends = groups.bounds(sizes, m)
+    return starts, ends, groups.row_table(starts, ends, m, tile)
+
+
 HOSTILE = [[10, -5, 2**31 - 1, 2**31 - 1, 7], [-(2**31)] * 3, [300, 1, 1], [0, 0, 201]]
 
 
@@ -61,9 +68,8 @@ HOSTILE = [[10, -5, 2**31 - 1, 2**31 - 1, 7], [-(2**31)] * 3, [300, 1, 1], [0, 0
 @pytest.mark.parametrize("tile", [8, 64, 256])
 def test_every_row_belongs_to_one_entry_of_its_group(sizes, tile):
     m = 200 if min(sizes) < 0 or sum(sizes) > 400 else max(200, sum(sizes))
-    starts, ends = groups.bounds(array(sizes, jnp.int32), m)
+    starts, ends, table = jax.tree.map(np.asarray, tabulated(array(sizes, jnp.int32), m, tile))
     np.testing.assert_array_equal((starts, ends), clipped(sizes, m))
-    table = jax.tree.map(np.asarray, groups.row_table(starts, ends, m, tile))
     assert 0 <= table.count[0] <= table.count[1] <= table.group.size
     owner = np.full(m, -1)
     for number, (group, start, end) in enumerate(zip(*table[1:], strict=True)):
@@ -94,11 +100,17 @@ def sizes_at_random(num_groups, m, count=40):
 @pytest.mark.parametrize("num_groups, m, tile", [(1, 200, 64), (3, 1, 8), (5, 300, 24), (8, 2000, 256), (12, 77, 8)])
 def test_the_kernel_finds_the_entries_of_the_table(num_groups, m, tile):
     """Rows before all groups, which the table provides for, are there only with `group_offset`."""
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def scan(sizes, num_entries):
+        scan = groups.Scan.of(sizes, m, tile)
+        return scan.count, scan.entry(jnp.arange(num_entries))
+
     for sizes in sizes_at_random(num_groups, m):
-        table = groups.row_table(*groups.bounds(jnp.asarray(sizes), m), m, tile)
-        scan, count = groups.Scan.of(sizes, m, tile), int(table.count[1])
-        np.testing.assert_array_equal(scan.count, table.count)
-        group, *rows = scan.entry(np.arange(table.group.size))
+        _, _, table = jax.tree.map(np.asarray, tabulated(sizes, m, tile))
+        scanned, (group, *rows) = scan(sizes, table.group.size)
+        count = table.count[1]
+        np.testing.assert_array_equal(scanned, table.count)
         np.testing.assert_array_equal(group[:count], np.minimum(table.group, num_groups)[:count])
         np.testing.assert_array_equal([x[:count] for x in rows], [x[:count] for x in table[2:]])
 
@@ -144,10 +156,11 @@ def test_every_tile_of_every_group_is_summed_once(num_sms):
     table = groups.sum_table(*groups.bounds(sizes, 640))
     assert [int(sizes[g]) for g in table.group] == [300, 200, 100, 40, 0]
     tiles = plan.reading(table).tiles
+    turns, look_up = jax.jit(tiles.of_cluster), jax.jit(lambda index: tiles.look_up(index, 0, 0).entry)
     seen = []
     for cluster in range(tiles.clusters):
-        for turn in range(int(tiles.of_cluster(jnp.int32(cluster)))):
-            entry = tiles.look_up(jnp.int32(turn * tiles.clusters + cluster), 0, 0).entry
+        for turn in range(int(turns(cluster))):
+            entry = look_up(turn * tiles.clusters + cluster)
             seen.append(tuple(int(x) for x in (entry.group, entry.row, entry.col)))
             first = int(entry.start) // 8 * 8
             assert int(entry.steps) == (-(-(int(entry.end) - first) // 64) if entry.end > entry.start else 0)

@@ -44,10 +44,17 @@ def sizes_of(kind, n, rows=ROWS):
     return every * 0 if kind == "none left" else every
 
 
+@functools.partial(jax.jit, static_argnames="capacity")
 def by_reference(x, sizes, capacity):
     """The reference on all devices, each a slice of these arrays."""
     one = lambda x, sizes: op.all_to_all_reference(x, "x", send_sizes=sizes, capacity=capacity)
     return jax.vmap(one, axis_name="x")(x, sizes)
+
+
+@functools.partial(jax.jit, static_argnames="capacity")
+def of_reference(x, sizes, capacity, g):
+    """The gradients of x on all devices, of those of the results."""
+    return jax.vjp(lambda x: by_reference(x, sizes, capacity)[0], x)[1](g)[0]
 
 
 def numbered(n, rows, values):
@@ -75,22 +82,32 @@ def test_the_reference_puts_rows_in_the_order_of_their_senders(n, kind, capacity
         assert received[d].sum() == min(capacity, sum(map(len, sent)))
 
 
+ROUNDS_MAX = 128  # No block has more in these tests.
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "is_transposed"))
+def pieces_of(plan, sizes, is_transposed):
+    """For each warpgroup, of all devices, blocks and rounds: whether there is such a round, and its piece."""
+    d, block, t = np.ix_(range(plan.n), range(plan.num_blocks), range(ROUNDS_MAX))
+    found = []
+    for role in segments.routes(plan, lambda q, p: sizes[q, p], d, is_transposed):
+        shares = plan.shares(role, block)
+        found.append((shares.num_rounds, jnp.broadcast_arrays(t < shares.num_rounds, d, *shares.piece(t))))
+    return found
+
+
 def copied(plan, x, sizes, is_transposed):
     """Results, which held NaN before, after the pieces of all blocks of all devices, in a random order."""
-    n, by_size = plan.n, jnp.asarray(sizes)
-    d, block = np.arange(n).reshape(n, 1, 1), np.arange(plan.num_blocks).reshape(1, -1, 1)
+    n = plan.n
     result_rows, x_rows = (plan.rows, plan.capacity) if is_transposed else (plan.capacity, plan.rows)
     out = np.full((n, result_rows * plan.parts, plan.width), np.nan, np.float32)
     units = x.reshape(n, x_rows * plan.parts, plan.width)
     units = np.concatenate([units, np.zeros_like(out)], axis=1)  # TMA finds zeros beyond an array's end.
     pieces = []
-    for wg, role in enumerate(segments.routes(plan, lambda q, p: by_size[q, p], d, is_transposed)):
-        shares = plan.shares(role, block)
-        num_rounds = np.broadcast_to(np.asarray(shares.num_rounds), (n, plan.num_blocks, 1))
-        t = np.arange(num_rounds.max(initial=1)).reshape(1, 1, -1)
-        shape = (n, plan.num_blocks, t.size)
-        fields = [np.broadcast_to(np.asarray(field), shape)[t < num_rounds] for field in shares.piece(t)]
-        found = [*zip(np.broadcast_to(d, shape)[t < num_rounds], *fields, strict=True)]
+    for wg, (num_rounds, found) in enumerate(pieces_of(plan, jnp.asarray(sizes), is_transposed)):
+        assert np.max(num_rounds) <= ROUNDS_MAX
+        exists, *fields = map(np.asarray, found)
+        found = [*zip(*(field[exists] for field in fields), strict=True)]
         assert all((peer == d) == (wg == copies.KEEPS) for d, peer, *_ in found)
         pieces += found
     for q, peer, source, target, size, _ in np.random.default_rng(0).permutation(pieces):
@@ -99,6 +116,7 @@ def copied(plan, x, sizes, is_transposed):
     return out.reshape(n, result_rows, -1)
 
 
+cut = jax.jit(segments.cut, static_argnames="room")
 CASES = [*((n, kind, 2 * ROWS, 24) for n in (2, 8) for kind in KINDS)]
 CASES += [(3, kind, capacity, 520) for kind in ("random", "skewed") for capacity in (1, 7, ROWS, 1000)]
 CASES += [(n, "random", ROWS, 8) for n in (4, 5, 6, 7)]  # 2, 3 and 8 are above.
@@ -111,16 +129,16 @@ def test_pieces_write_every_row_of_the_results_and_of_the_way_back(n, kind, capa
     plan = segments.plan(n, ROWS, capacity, values, jnp.dtype(jnp.float32), config)
     assert plan.values == values
     x, asked = numbered(n, ROWS, values), jnp.asarray(sizes_of(kind, n))
-    sizes = np.array([segments.cut(row, ROWS) for row in asked])
+    sizes = np.array([cut(row, ROWS) for row in asked])
     out, received = by_reference(jnp.asarray(x), asked, capacity)
     np.testing.assert_array_equal(copied(plan, x, sizes, False), out)
     for d in range(n):
-        np.testing.assert_array_equal(received[d], segments.cut(jnp.asarray(sizes[:, d]), capacity))
-    pull = jax.vjp(lambda x: by_reference(x, asked, capacity)[0], jnp.asarray(x))[1]
+        np.testing.assert_array_equal(received[d], cut(jnp.asarray(sizes[:, d]), capacity))
     g = numbered(n, capacity, values)
-    np.testing.assert_array_equal(copied(plan, g, sizes, True), pull(jnp.asarray(g))[0])
+    np.testing.assert_array_equal(copied(plan, g, sizes, True), of_reference(x, asked, capacity, g))
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("n", [2, 4, 7])
 def test_pieces_of_equal_parts_write_what_lax_writes(n):
     plan = segments.plan(n, 6 * n, 6 * n, 264, jnp.dtype(jnp.float32), Config(num_blocks=4))
@@ -258,8 +276,8 @@ def test_without_a_gpu_it_says_what_to_do():
 @pytest.mark.parametrize("rows, capacity", [(6, None), (6, 2), (6, 9), (0, 3), (6, 0)])
 def test_one_device_keeps_its_rows(rows, capacity):
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    shard = functools.partial(jax.shard_map, mesh=mesh, in_specs=SHARDED, out_specs=SHARDED)
-    x = jnp.arange(rows * 3.0).reshape(rows, 3) + 1
+    shard = lambda fn: jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=SHARDED, out_specs=SHARDED))
+    x = jnp.asarray(np.arange(rows * 3.0, dtype=np.float32).reshape(rows, 3) + 1)
     with lab.interpret():
         out, received = shard(lambda x: ragged(capacity)(x, [4]))(x)
         np.testing.assert_array_equal(shard(lambda x: cookbook.all_to_all(x, "x"))(x), x)

@@ -3,7 +3,6 @@
 Their protocols are simulated in test_protocol.py, and their numbers are checked in test_interpreted.py.
 """
 
-import functools
 import importlib
 
 import jax
@@ -120,14 +119,15 @@ def test_every_value_of_every_shard_is_in_one_tile(m, n, k, num_shards, fields):
     tiles = plan(matmul_core.ShardPlan, m, n, k, num_shards, c).tiles
     seen = np.zeros((num_shards, m, n), int)
     for block_m, block_n in np.ndindex(c.cluster_m, c.cluster_n):
-        look_up = jax.vmap(lambda index, at=(block_m, block_n): tiles.look_up(index, *at).entry)
-        entries = [np.asarray(x) for x in look_up(jnp.arange(tiles.count))]
+        look_up = jax.jit(jax.vmap(lambda index, at=(block_m, block_n): tiles.look_up(index, *at).entry))
+        entries = [np.asarray(x) for x in look_up(np.arange(tiles.count))]
         for step, _, row, col in zip(*entries, strict=True):
             seen[step, row : row + c.tile_m, col : col + c.tile_n] += 1
         assert (np.diff(entries[0]) >= 0).all()
     assert (seen == 1).all()
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("num_senders", [1, 3, 4])
 @pytest.mark.parametrize("m, n, k", SHAPES)
 @pytest.mark.parametrize("cluster_m", [1, 2])
@@ -141,8 +141,9 @@ def test_senders_send_every_value_to_every_peer_once_in_the_block_that_is_announ
         exists, (row, col) = p.source(sender, i)
         return *p.protocol.place(sender, i)[:2], exists, row.start, col.start
 
+    each_round = jax.jit(jax.vmap(source, in_axes=(None, 0)))
     for sender in range(p.num_senders):
-        sources = jax.vmap(functools.partial(source, sender))(jnp.arange(p.protocol.num_rounds))
+        sources = each_round(sender, np.arange(p.protocol.num_rounds))
         for step, block, exists, row, col in zip(*map(np.asarray, sources), strict=True):
             assert 0 <= row <= m - height and 0 <= col <= k - width
             if exists:
