@@ -281,7 +281,9 @@ def ssd(
     x, dt, a, b, c, *, d=None, chunk_size=None, initial_state=None, return_final_state=False, cu_seqlens=None,
     config: Config | None = None,
 ):  # fmt: skip
-    """Mamba-2's recurrence over a sequence; the same to the bit in every run.
+    """Mamba-2's recurrence over a sequence; the same to the bit in every run of a compiled program.
+
+    Compiled again, or for another length, XLA may sum dt in another order.
 
     Args:
       x: (B, T, H, P), bfloat16 or float16; P is a multiple of 64.
