@@ -274,7 +274,9 @@ def gated_delta_rule(
     q, k, v, g, beta, *, scale: float | None = None, initial_state=None, return_final_state: bool = False,
     cu_seqlens=None, config: Config | None = None,
 ):  # fmt: skip
-    """The gated delta rule over a sequence; the same to the bit in every run.
+    """The gated delta rule over a sequence; the same to the bit in every run of a compiled program.
+
+    Compiled again, or for another length, XLA may sum g in another order.
 
     Args:
       q, k: (B, T, K, N), bfloat16 or float16; N is 64 or 128. Keys of norm 1 keep the state bounded.
