@@ -276,7 +276,7 @@ def gated_delta_rule(
 ):  # fmt: skip
     """The gated delta rule over a sequence; the same to the bit in every run of a compiled program.
 
-    Compiled again, or for another length, XLA may sum g in another order.
+    XLA may sum g in another order when it compiles again, or for another length.
 
     Args:
       q, k: (B, T, K, N), bfloat16 or float16; N is 64 or 128. Keys of norm 1 keep the state bounded.

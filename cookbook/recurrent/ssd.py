@@ -283,7 +283,7 @@ def ssd(
 ):  # fmt: skip
     """Mamba-2's recurrence over a sequence; the same to the bit in every run of a compiled program.
 
-    Compiled again, or for another length, XLA may sum dt in another order.
+    XLA may sum dt in another order when it compiles again, or for another length.
 
     Args:
       x: (B, T, H, P), bfloat16 or float16; P is a multiple of 64.

@@ -89,7 +89,7 @@ def test_chunks_are_the_recurrence(chunk):
 
 
 def of_few_bits(dt):
-    """Steps whose sums are exact. In what order XLA's product adds those of a chunk depends on how many there are."""
+    """Steps whose sums are exact, in any order: that of XLA's product depends on the number of chunks."""
     return array(np.ceil(np.asarray(dt) * 2**8) / 2**8, jnp.float32)
 
 
