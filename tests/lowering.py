@@ -1,0 +1,13 @@
+"""Lowering for an H200 without a GPU: Mosaic's layout inference says there which plans the compiler refuses."""
+
+import jax
+
+from cookbook import _mgpu
+
+H200 = _mgpu.Target("h200", num_sms=132)
+
+
+def lowered(fn, *avals):
+    """`fn` of arrays like `avals` (`jax.ShapeDtypeStruct`), lowered for an H200. Raises what Mosaic raises."""
+    with _mgpu.building_for(H200):
+        return jax.jit(lambda *args: fn(*args)).trace(*avals).lower(lowering_platforms=("cuda",))
