@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib.util
 import os
+import reprlib
 from typing import Any
 
 import jax
@@ -340,32 +341,87 @@ def as_array(op: str, name: str, x):
     """`x` as a JAX array, converted as `jnp.asarray` does.
 
     Raises:
-      ValueError: JAX can make no array of it.
+      ValueError: JAX can make no array of it; it is a Ref; it is sharded over an explicit axis of a mesh.
     """
+    if isinstance(x, jax.Ref):
+        raise ValueError(f"cookbook.{op}: {name} is a Ref; must be an array: pass {name}[...]")
     if isinstance(x, jax.Array):
+        require_local(op, name, x)
         return x
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"cookbook.{op}: {name} is no array: {error}") from error
+        raise ValueError(
+            f"cookbook.{op}: {name}={reprlib.repr(x)}; must be an array ({error}): pass one, or numbers in lists of "
+            "equal lengths"
+        ) from error
+
+
+def require_local(op: str, name: str, x):
+    """Returns nothing. `as_array` does this; an op says it of a Ref.
+
+    Raises:
+      ValueError: `x` is sharded over an explicit axis of a mesh. JAX would let the kernel read a shard as if it were
+        the whole array.
+    """
+    spec = jax.typeof(x).sharding.spec
+    if any(spec):
+        axes = [axis for entry in spec if entry for axis in (entry if isinstance(entry, tuple) else (entry,))]
+        raise ValueError(
+            f"cookbook.{op}: {name} is sharded over {' and '.join(map(repr, axes))}: call it inside jax.shard_map"
+        )
+
+
+def require_config(op: str, config, kind: type):
+    """`config`, an instance of the op's `kind`, or None, which has the op choose.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    if config is None or isinstance(config, kind):
+        return config
+    ours = f"cookbook.{op}.Config"
+    raise ValueError(
+        f"cookbook.{op}: config={reprlib.repr(config)}; must be a {ours}: pass {ours}(...), or None to have one chosen"
+    )
+
+
+_NUMBERS = {np.bool_: bool, np.integer: int, np.floating: float}  # JAX's kinds of dtypes, in Python.
+_HOW_TO_PASS = {bool: "pass True or False", int: "pass a whole number", float: "pass a number"}
 
 
 def option(op: str, name: str, value, kind: type):
     """`value`, a Python, NumPy or JAX scalar, as the Python `kind` (bool, int or float) that a kernel is compiled for.
 
     Raises:
-      ValueError: it is traced, or no such scalar.
+      ValueError: it is traced, no such scalar, or not finite in float32.
     """
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
             f"cookbook.{op}: {name} is traced, but it is compiled into the kernel: pass a Python {kind.__name__}, or "
             f"name it in static_argnames of jax.jit"
         )
-    dtypes = {bool: [np.bool_], int: [np.integer], float: [np.integer, np.floating]}[kind]
-    array = np.asarray(value)
-    if array.ndim == 0 and any(jnp.issubdtype(array.dtype, dtype) for dtype in dtypes):
-        return kind(array[()])
-    raise ValueError(f"cookbook.{op}: {name}={value!r}; must be one {kind.__name__}")
+    number = _number(value)
+    wanted = type(number) is kind or (type(number) is int and kind is float)
+    if not wanted:
+        is_whole = type(number) is float and kind is int and number.is_integer()
+        fix = f"pass {int(number)}" if is_whole else _HOW_TO_PASS[kind]
+        raise ValueError(f"cookbook.{op}: {name}={reprlib.repr(value)}; must be one {kind.__name__}: {fix}")
+    if kind is float and not abs(number) <= float(jnp.finfo(jnp.float32).max):
+        raise ValueError(f"cookbook.{op}: {name}={number}; must be finite in float32: leave it out for the default")
+    return kind(number)
+
+
+def _number(value):
+    """`value`, a scalar of Python, NumPy or JAX, as Python's bool, int or float; another as it is."""
+    if type(value) in _NUMBERS.values():
+        return value
+    try:
+        array = np.asarray(value)
+    except ValueError:  # Lists of different lengths.
+        return value
+    kinds = [kind for dtype, kind in _NUMBERS.items() if jnp.issubdtype(array.dtype, dtype)]
+    return kinds[0](array[()]) if kinds and array.ndim == 0 else value
 
 
 def padded_shape(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[int, ...]:

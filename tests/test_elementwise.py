@@ -219,7 +219,7 @@ def test_what_a_function_holds():
 def test_array_likes():
     np.testing.assert_array_equal(lab.run(lambda: add(np.float32([1, 2]), jnp.array([3.0, 4.0]))), [4.0, 6.0])
     assert lab.run(lambda: add(1.0, 2)) == 3.0
-    with pytest.raises(ValueError, match="cookbook.add: argument 1 is no array"):
+    with pytest.raises(ValueError, match="cookbook.add: argument 1=.*must be an array"):
         add(jnp.ones(3), "three")
 
 

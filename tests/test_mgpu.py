@@ -165,11 +165,27 @@ def test_integer_options(value):
 
 
 @pytest.mark.parametrize(
-    "value, kind",
-    [(2.5, int), (True, int), (1, bool), ("2", float), (None, float), (1j, float), ([2.0], float), (np.ones(1), float)],
+    "value, kind, fix",
+    [
+        (2.5, int, "n=2.5; must be one int: pass a whole number"),
+        (64.0, int, "n=64.0; must be one int: pass 64"),
+        (np.float32(64), int, "must be one int: pass 64"),
+        (True, int, "n=True; must be one int: pass a whole number"),
+        (1, bool, "n=1; must be one bool: pass True or False"),
+        ("2", float, "n='2'; must be one float: pass a number"),
+        (None, float, "n=None; must be one float: pass a number"),
+        (1j, float, "must be one float"),
+        ([2.0], float, "must be one float"),
+        ([[2.0], [1.0, 2.0]], float, "must be one float"),
+        (np.ones(1), float, "must be one float"),
+        (float("inf"), float, "n=inf; must be finite in float32: leave it out for the default"),
+        (np.float32("nan"), float, "n=nan; must be finite"),
+        (1e39, float, "must be finite in float32"),
+        (10**400, float, "must be finite in float32"),
+    ],
 )
-def test_options_of_another_kind(value, kind):
-    with pytest.raises(ValueError, match=f"cookbook.op: n=.*must be one {kind.__name__}"):
+def test_options_of_another_kind(value, kind, fix):
+    with pytest.raises(ValueError, match="cookbook.op: .*" + re.escape(fix)):
         _mgpu.option("op", "n", value, kind)
 
 
@@ -179,6 +195,8 @@ def test_other_options():
         == 0.1
         == round(_mgpu.option("op", "n", jnp.float32(0.1), float), 6)
     )
+    assert _mgpu.option("op", "n", jnp.bfloat16(0.5), float) == 0.5
+    assert _mgpu.option("op", "n", 2**70, int) == 2**70
     assert _mgpu.option("op", "n", jnp.array(True), bool) is True
     with pytest.raises(ValueError, match="cookbook.op: n is traced.*static_argnames"):
         jax.jit(lambda n: _mgpu.option("op", "n", n, float))(0.5)
@@ -187,6 +205,31 @@ def test_other_options():
 def test_array_likes():
     assert _mgpu.as_array("op", "x", [[1.0, 2.0]]).shape == (1, 2)
     assert _mgpu.as_array("op", "x", np.float32(3)).dtype == jnp.float32
-    for no_array in (None, "1", {}, [[1], [2, 3]], 2**70):
-        with pytest.raises(ValueError, match="cookbook.op: x is no array"):
+    for no_array in (None, "1", {}, [[1], [2, 3]], 2**70, [None]):
+        with pytest.raises(ValueError, match="cookbook.op: x=.*; must be an array .*: pass one, or numbers"):
             _mgpu.as_array("op", "x", no_array)
+    with pytest.raises(ValueError, match=r"cookbook.op: x is a Ref; must be an array: pass x\[...\]"):
+        jax.jit(lambda x: _mgpu.as_array("op", "x", jax.new_ref(x)))(1.0)
+
+
+def test_configs():
+    config = cookbook.softmax.Config(1)
+    assert _mgpu.require_config("softmax", config, cookbook.softmax.Config) is config
+    assert _mgpu.require_config("softmax", None, cookbook.softmax.Config) is None
+    for other in (4, dict(tile_rows=1), cookbook.add.Config(), cookbook.softmax.Config):
+        with pytest.raises(ValueError, match=r"config=.*; must be a cookbook.softmax.Config: pass cookbook.softmax"):
+            _mgpu.require_config("softmax", other, cookbook.softmax.Config)
+
+
+def test_arrays_over_an_explicit_axis_are_refused():
+    """JAX names refs and axes that the user has not; a kernel of a GPU would read a shard as if it were all."""
+    mesh = jax.sharding.AbstractMesh((2, 3), ("d", "e"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    read = lambda x: _mgpu.as_array("op", "x", x)
+    with jax.sharding.use_abstract_mesh(mesh):
+        for spec, over in ((P("d"), "'d'"), (P(None, "e"), "'e'"), (P(("d", "e")), "'d' and 'e'")):
+            x = jax.ShapeDtypeStruct((6, 6), jnp.float32, sharding=jax.NamedSharding(mesh, spec))
+            with pytest.raises(
+                ValueError, match=f"^cookbook.op: x is sharded over {over}: call it inside jax.shard_map"
+            ):
+                jax.eval_shape(read, x)
+            assert jax.eval_shape(jax.shard_map(read, in_specs=spec, out_specs=spec), x).shape == (6, 6)

@@ -63,7 +63,7 @@ def test_numpys_arrays(name):
 def test_lists():
     zeros = np.zeros((1, 2, 1, 8)).tolist()
     for call in (lambda: attention(zeros, zeros, zeros), lambda: attention("q", zeros, zeros)):
-        with pytest.raises(ValueError, match=r"cookbook.attention: query(.dtype = float32| is no array)"):
+        with pytest.raises(ValueError, match=r"cookbook.attention: query(.dtype = float32|=.*must be an array)"):
             call()
 
 

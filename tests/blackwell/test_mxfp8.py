@@ -98,7 +98,7 @@ A, S = jnp.ones((8, 64), E4M3), jnp.ones((8, 2), E8M0)
         (lambda: matmul_mxfp8(A, S, A, jnp.ones((8, 2))), r"b_scales is float32 \(8, 2\)"),
         (lambda: matmul_mxfp8(A, S, A, S, bias=jnp.ones(3)), r"must be \(8,\), N"),
         (lambda: matmul_mxfp8(A, S, A, S, out_dtype=E4M3), "out_dtype"),
-        (lambda: matmul_mxfp8(A, S, A, object()), "b_scales is no array"),
+        (lambda: matmul_mxfp8(A, S, A, object()), "b_scales=.*; must be an array"),
         (lambda: quantize_mxfp8(jnp.ones((2, 40))), "multiple of 32.*jnp.pad"),
         (lambda: quantize_mxfp8(jnp.ones((2, 64), jnp.int8)), "floating dtype"),
     ],

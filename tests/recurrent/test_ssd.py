@@ -390,7 +390,7 @@ X, DT, A, B, C = operands(length=4, heads=2)
         (lambda: ssd(X, DT, A, B, C, initial_state=jnp.ones((1, 2, 64, 64), BF16)), "initial_state is"),
         (lambda: ssd(X, DT, A, B, C, cu_seqlens=jnp.asarray([0])), "num_seqs \\+ 1"),
         (lambda: ssd(*operands(batch=2, length=4), cu_seqlens=STARTS), "batch of 2"),
-        (lambda: ssd("x", DT, A, B, C), "x is no array"),
+        (lambda: ssd("x", DT, A, B, C), "x=.x.; must be an array"),
         (lambda: linear_attention(C, B, X[..., :32]), "heads of value have 32"),
         (lambda: linear_attention(C[0], B, X), "query.shape"),
         (lambda: Config(chunk_size=96), "chunk_size=96"),

@@ -104,7 +104,7 @@ X, DT, A, B, C, STATE, D = operands()
         (lambda: ssd_step(X.astype(jnp.int32), DT, A, B, C, STATE), "x.dtype = int32"),
         (lambda: ssd_step(X[..., :4], DT, A, B, C, STATE[:, :, :4]), "multiple of 8"),
         (lambda: ssd_step(X, DT, A, *(jnp.repeat(m, 3, 1) for m in (B, C)), STATE), "no multiple of 3"),
-        (lambda: ssd_step("x", DT, A, B, C, STATE), "x is no array"),
+        (lambda: ssd_step("x", DT, A, B, C, STATE), "x=.x.; must be an array"),
         (lambda: Config(12), "tile_values=12"),
     ],
 )

@@ -217,8 +217,8 @@ def test_array_likes_and_options():
 @pytest.mark.parametrize(
     "fn, message",
     [
-        (lambda: softmax(None), "cookbook.softmax: x is no array"),
-        (lambda: rms_norm(jnp.ones(4), "s"), "cookbook.rms_norm: scale is no array"),
+        (lambda: softmax(None), "cookbook.softmax: x=None; must be an array"),
+        (lambda: rms_norm(jnp.ones(4), "s"), "cookbook.rms_norm: scale=.s.; must be an array"),
         (lambda: rms_norm(jnp.ones(4), jnp.ones(4), eps="small"), "eps='small'"),
         (lambda: jax.jit(lambda e: rms_norm(jnp.ones(4), jnp.ones(4), eps=e))(0.1), "rms_norm: eps is traced"),
         (lambda: jax.jit(lambda a: reduce_sum(jnp.ones(4), a))(0), "reduce_sum: axis is traced"),
