@@ -98,6 +98,12 @@ def normal(seed: int, shape, dtype=np.float32):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
+def drawn(make, times: int = 8) -> list:
+    """Cases that nobody knows beforehand, each from `make(rng)`: a constant, or a table of the others, is wrong there."""
+    rng = np.random.default_rng()
+    return [make(rng) for _ in range(times)]
+
+
 def run_kernel(answer, *args, stand_ins=contextlib.nullcontext):
     """The result of `answer(*args)`, interpreted with race detection.
 
