@@ -99,7 +99,7 @@ def normal(seed: int, shape, dtype=np.float32):
 
 
 def drawn(make, times: int = 8) -> list:
-    """Cases that nobody knows beforehand, each from `make(rng)`: a constant, or a table of the others, is wrong there."""
+    """Cases that nobody knows beforehand, from `make(rng)`: a constant or a table of the others is wrong there."""
     rng = np.random.default_rng()
     return [make(rng) for _ in range(times)]
 
