@@ -247,15 +247,16 @@ def kernel(body, **kwargs):
 
     Its results vary over the mesh axes of `jax.shard_map` over which an operand varies: `shard_map` checks that, and
     JAX's kernels say nothing about it. Indices in `body` are 32-bit integers under `jax_enable_x64` too:
-    otherwise those of loops would have 64 bits, those of blocks 32, and JAX divides none by the other. Profilers show
-    a kernel by the name of its module, and of its function.
+    otherwise those of loops would have 64 bits, those of blocks 32, and JAX divides none by the other. `body` is traced
+    under `jax_disable_jit` too: a loop of Python's would slice a Ref at numbers, beyond its end at a tail. Profilers
+    show a kernel by the name of its module, and of its function.
     """
     function = body
     while isinstance(function, functools.partial):
         function = function.func
 
     def body_of_32_bits(*refs, **scratch):
-        with jax.enable_x64(False):
+        with jax.enable_x64(False), jax.disable_jit(False):
             return body(*refs, **scratch)
 
     body_of_32_bits.__name__ = f"{function.__module__.rpartition('.')[2].strip('_')}_{function.__name__.strip('_')}"
