@@ -10,15 +10,17 @@ import numpy as np
 import cookbook
 from cookbook import lab
 
-from .judge import NotYet, checker, normal, require_close, run_kernel, speed
+from .judge import NotYet, checker, drawn, normal, require_close, run_kernel, speed
 
 TIMED = jax.ShapeDtypeStruct((2**26,), jnp.bfloat16)
+WARPS = ((2, 2), (4, 4), (16, 16), (16, 0), (4, 12), (8, 64), (4, 128), (16, 144), (16, 8192))  # nbytes, stride.
+CHAINS = ((2, 1), (1, 2), (2, 2), (3, 4), (5, 7))  # Inputs, kernels.
 
 
 @checker
 def check_lines_of_a_warp(answer):
     """`answer(nbytes, stride)` returns how many lines of 128 bytes the 32 threads of a warp touch."""
-    for nbytes, stride in ((2, 2), (4, 4), (16, 16), (16, 0), (4, 12), (8, 64), (4, 128), (16, 144), (16, 8192)):
+    for nbytes, stride in (*WARPS, *drawn(_warp)):
         want, got = len({i * stride // 128 for i in range(32)}), answer(nbytes, stride)
         if got != want:
             last = 31 * stride + nbytes - 1
@@ -26,10 +28,15 @@ def check_lines_of_a_warp(answer):
     return "Threads next to each other, bytes next to each other: few lines."
 
 
+def _warp(rng):
+    nbytes = int(2 ** rng.integers(1, 5))
+    return nbytes, nbytes * int(rng.integers(0, 20))
+
+
 @checker
 def check_gain_of_fusing(answer):
     """`answer(num_inputs, num_kernels)` returns how many times faster one fused kernel is, if memory bounds it."""
-    for num_inputs, num_kernels in ((2, 1), (1, 2), (2, 2), (3, 4), (5, 7)):
+    for num_inputs, num_kernels in (*CHAINS, *drawn(lambda rng: rng.integers(1, 30, 2).tolist())):
         apart, fused = num_inputs + 1 + 2 * (num_kernels - 1), num_inputs + 1
         gain = answer(num_inputs, num_kernels)
         if not math.isclose(gain, apart / fused, rel_tol=1e-9):

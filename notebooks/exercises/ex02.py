@@ -3,13 +3,23 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, require_close, run_kernel, speed
+from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel, speed
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import cookbook
 
 TILE, STAGES = (16, 256), 3  # Tile and slots of the racy ring.
 SMEM_BYTES = 232_448  # Shared memory that one block may use on Hopper.
+PITCHES = (4, 8, 12, 16, 24, 80, 96, 128, 132, 144, 192, 256, 260, 512, 1024, 4100)
+RINGS = (  # Arguments of `num_stages`, and a hint.
+    ((2.0e12, 1.0e-6, 125, 16_000, 0), "exactly the bytes of Little's law are enough"),
+    ((2.1e12, 1.0e-6, 125, 16_000, 0), "part of a tile cannot be in flight: round up"),
+    ((2.1e12, 1.0e-6, 125, 16_000, 1), "a ring that refills one tile late has one load less than slots"),
+    ((2.4e12, 0.8e-6, 132, 8192, 2), "bytes in flight of one SM, over bytes of one tile, and the lag"),
+    ((4.8e12, 1.1e-6, 148, 4096, 1), "bytes in flight of one SM, over bytes of one tile, and the lag"),
+    ((2.4e12, 0.9e-6, 132, 65536, 0), "one load may be enough"),
+    ((8.0e12, 2.0e-6, 16, 32768, 1), f"the {SMEM_BYTES:,} bytes of shared memory hold only so many slots"),
+)
 
 
 @checker
@@ -73,7 +83,7 @@ def check_conflict_degree(answer) -> str:
 
     Lane i reads 4 bytes at `i * pitch_bytes`, a multiple of 4; shared memory has 32 banks of 4 bytes.
     """
-    for pitch in (4, 8, 12, 16, 24, 80, 96, 128, 132, 144, 192, 256, 260, 512, 1024, 4100):
+    for pitch in (*PITCHES, *drawn(lambda rng: 4 * int(rng.integers(1, 2000)))):
         want = int(np.bincount(np.arange(32) * (pitch // 4) % 32).max())  # 32 different words, lane by lane.
         if (got := answer(pitch)) != want:
             raise NotYet(f"at {pitch} bytes a row it gives {got!r}: write down the banks of lanes 0, 1, 2, 3, ...")
@@ -87,15 +97,7 @@ def check_num_stages(answer) -> str:
 
     They keep enough loads in flight, with one block an SM; or they are as many as fit into shared memory.
     """
-    for case, hint in (
-        ((2.0e12, 1.0e-6, 125, 16_000, 0), "exactly the bytes of Little's law are enough"),
-        ((2.1e12, 1.0e-6, 125, 16_000, 0), "part of a tile cannot be in flight: round up"),
-        ((2.1e12, 1.0e-6, 125, 16_000, 1), "a ring that refills one tile late has one load less than slots"),
-        ((2.4e12, 0.8e-6, 132, 8192, 2), "bytes in flight of one SM, over bytes of one tile, and the lag"),
-        ((4.8e12, 1.1e-6, 148, 4096, 1), "bytes in flight of one SM, over bytes of one tile, and the lag"),
-        ((2.4e12, 0.9e-6, 132, 65536, 0), "one load may be enough"),
-        ((8.0e12, 2.0e-6, 16, 32768, 1), f"the {SMEM_BYTES:,} bytes of shared memory hold only so many slots"),
-    ):
+    for case, hint in (*RINGS, *drawn(_ring)):
         if (got := answer(*case)) != (want := _num_stages(*case)):
             rate, seconds, num_sms, tile_bytes, lag = case
             problem = (
@@ -106,6 +108,13 @@ def check_num_stages(answer) -> str:
                 raise NotYet(f"{problem} it gives {got!r}, not a number")
             raise NotYet(f"{problem} it gives {got}, too {'few' if got < want else 'many'}. Hint: {hint}.")
     return "As many loads in flight as the round asks for, and the slots that the lag keeps."
+
+
+def _ring(rng):
+    """A case with `loads` and half a tile in flight, so that no rounding of floats decides it."""
+    round_s, num_sms, tile_bytes, lag = rng.uniform(5e-7, 2e-6), *rng.integers((8, 512, 0), (160, 60_000, 4)).tolist()
+    loads = rng.integers(0, 12) + 0.5
+    return (loads * tile_bytes * num_sms / round_s, round_s, num_sms, tile_bytes, lag), "loads in flight, and the lag"
 
 
 def _num_stages(bytes_per_second, round_s, num_sms, tile_bytes, lag) -> int:

@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, require_close, run_kernel, speed
+from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel, speed
 
 import cookbook
 
@@ -28,7 +28,7 @@ SHARE_CASES = [
 @checker
 def check_busy_share(answer) -> str:
     """Exercise 1: `answer(m, n, tile, num_sms, cluster)` is the share of the SMs' time in which they compute tiles."""
-    given = {case: answer(*case) for case in SHARE_CASES}
+    given = {case: answer(*case) for case in (*SHARE_CASES, *drawn(_share_case))}
     for case, got in given.items():
         if got is None:
             raise NotYet("busy_share returns None: write its body.")
@@ -59,7 +59,7 @@ def check_persistent(answer) -> str:
 def check_multicast(answer) -> str:
     """Exercise 3: `answer(cluster, row, col, block)` lists the copies of one step: (operand, panel, shared)."""
     for cluster in ((2, 1), (1, 2)):
-        for row, col in ((0, 0), (3, 5)):
+        for row, col in ((0, 0), (3, 5), *drawn(lambda rng: rng.integers(0, 50, 2).tolist())):
             places = [
                 (row * cluster[0] + i, col * cluster[1] + j) for i in range(cluster[0]) for j in range(cluster[1])
             ]
@@ -124,6 +124,11 @@ def _require_multicast(cluster, places, by_block) -> None:
 
 def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def _share_case(rng):
+    m, n, tile_m, tile_n = (int(x) for x in rng.integers((1, 1, 64, 64), (5000, 5000, 257, 257)))
+    return m, n, (tile_m, tile_n), int(rng.integers(8, 150)), int(rng.integers(1, 5))
 
 
 def _share(m, n, tile, num_sms, cluster, *, tiles_up=True, waves_up=True, clusters_up=True, rest_idles=True) -> float:

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, require_close, run_kernel
+from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel
 
 LARGEST = 127  # The largest symmetric int8; -128 has no partner, and is not used.
 PAIRS = ("plain", "rows", "channels")
@@ -123,18 +123,18 @@ def _differ(out, values) -> float:
 @checker
 def check_cut_sum(answer) -> str:
     """`answer(terms, bits)` is the sum of an adder that cuts off what does not fit into `bits` beside the largest."""
-    given = []
-    for terms, bits in SUMS:
+    given, sums = [], (*SUMS, *drawn(lambda rng: (rng.standard_normal(9), int(rng.integers(4, 20)))))
+    for terms, bits in sums:
         got = answer(terms.copy(), bits)
         if got is None:
             raise NotYet("cut_sum returns None: write its body.")
         if np.shape(got) != () or not np.issubdtype(np.asarray(got).dtype, np.number):
             raise NotYet(f"cut_sum returns {got!r}; it must be a number.")
         given.append(float(got))
-    for (terms, bits), got in zip(SUMS, given, strict=True):
+    for (terms, bits), got in zip(sums, given, strict=True):
         if got != (want := _cut_sum(terms, bits)):
             raise NotYet(
-                f"the sum of {_shown(terms)} with {bits} bits is {want:.10g}; yours is {got:.10g}. {_cut(given)}"
+                f"the sum of {_shown(terms)} with {bits} bits is {want:.10g}; yours is {got:.10g}. {_cut(sums, given)}"
             )
     lost = {name: _lost(answer, terms) for name, terms in _many_terms().items()}
     return (
@@ -155,7 +155,7 @@ def _cut_sum(terms, bits, *, cut=np.trunc, shift=0, size=lambda terms: np.abs(te
     return float(cut(terms.sum() / unit) * unit if first else (cut(terms / unit) * unit).sum())
 
 
-def _cut(given: list) -> str:
+def _cut(sums, given: list) -> str:
     """Names the likely mistake that explains all answers."""
     likely = (
         (dict(cut=lambda x: x), "Nothing was cut off."),
@@ -167,7 +167,7 @@ def _cut(given: list) -> str:
         (dict(size=np.max), "The largest term is the one of the largest absolute value."),
     )
     for keywords, text in likely:
-        if all(_cut_sum(*case, **keywords) == got for case, got in zip(SUMS, given, strict=True)):
+        if all(_cut_sum(*case, **keywords) == got for case, got in zip(sums, given, strict=True)):
             return text
     return "The exponent of the largest term gives the last bit that fits: its unit. Cut every term to units, then add."
 

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, require_close, run_kernel
+from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel
 
 CASES = (  # K, N, peak in FLOP/s, bandwidth in byte/s.
     (8192, 8192, 989e12, 4.8e12),
@@ -20,7 +20,7 @@ A_TILE = 64  # Rows of WGMMA's first operand.
 @checker
 def check_crossover(answer) -> str:
     """`answer(k, n, peak, bandwidth)` is the largest M whose product with int8 weights is memory-bound."""
-    given = {case: answer(*case) for case in CASES}
+    given = {case: answer(*case) for case in (*CASES, *drawn(_case))}
     for case, got in given.items():
         if got is None:
             raise NotYet("largest_m returns None: write its body.")
@@ -133,6 +133,13 @@ def _is_conversion(equation) -> bool:
         return False
     dtype = equation.invars[0].aval.dtype
     return jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(equation.params["new_dtype"], jnp.floating)
+
+
+def _case(rng):
+    """K, N, peak and bandwidth for which half a row more or less makes no other M."""
+    k, n, peak = (int(x) for x in rng.integers((2000, 2000, 10**14), (20_000, 20_000, 2 * 10**15)))
+    m = int(rng.integers(20, 200)) + 0.5
+    return k, n, float(peak), (k * n + 2 * m * (k + n)) * peak / (2 * m * k * n)
 
 
 def _largest_m(k, n, peak, bandwidth, *, weight_bytes=1, row_bytes=2, flops=2):

@@ -2,10 +2,16 @@
 
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, require_close, run_kernel
+from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel
 
 HBM, TENSOR = 4.8e12, 989e12  # Bytes and operations a second.
 ROWS = 64  # Rows of a WGMMA.
+STEPS = (  # Lengths, query heads, KV heads, head_dim.
+    ((8192,) * 64, 32, 8, 128),
+    ((300, 0, 70, 5000), 32, 32, 128),
+    ((1000, 24), 8, 1, 64),
+    ((7000,), 64, 1, 256),
+)
 PAGE, BLOCK, COLUMNS = 16, 64, 12  # Tokens of a page and of a block; pages of exercise 4's sequence.
 
 
@@ -32,12 +38,7 @@ def check_slots(answer) -> str:
 @checker
 def check_times(answer) -> str:
     """Exercise 2: `answer(kv_lens, num_heads, num_kv_heads, head_dim)` are µs of memory and µs of the tensor cores."""
-    for lens, heads, kv_heads, head_dim in (
-        ((8192,) * 64, 32, 8, 128),
-        ((300, 0, 70, 5000), 32, 32, 128),
-        ((1000, 24), 8, 1, 64),
-        ((7000,), 64, 1, 256),
-    ):
+    for lens, heads, kv_heads, head_dim in (*STEPS, *drawn(_step)):
         given = answer(np.array(lens), heads, kv_heads, head_dim)
         if given is None:
             raise NotYet("times returns None: write its body, and return both times.")
@@ -49,6 +50,16 @@ def check_times(answer) -> str:
             ) from error
         _judge_times(memory, tensor, lens, heads, kv_heads, head_dim)
     return "A unit's 64 rows cost the same for every group, and still less than its keys and values."
+
+
+def _step(rng):
+    kv_heads = int(rng.integers(1, 9))
+    return (
+        tuple(rng.integers(1, 9000, 5).tolist()),
+        kv_heads * int(rng.integers(1, 9)),
+        kv_heads,
+        8 * int(rng.integers(4, 30)),
+    )
 
 
 @checker

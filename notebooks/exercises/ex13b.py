@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, require_close, run_kernel
+from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel
 from jax.extend.core import jaxprs_in_params
 
 UNITS = [  # Blocks of each unit, and how many parts.
@@ -22,7 +22,8 @@ SIDE = 64  # Tokens of a block, rows of a WGMMA, and head_dim, in exercise 3.
 @checker
 def check_part(answer) -> str:
     """Exercise 1: `answer(part, num_parts, blocks)` is (first unit, first block in it, how many blocks) of a part."""
-    for blocks, num_parts in UNITS:
+    anything = lambda rng: (tuple(rng.integers(1, 20, int(rng.integers(1, 9))).tolist()), int(rng.integers(1, 20)))
+    for blocks, num_parts in (*UNITS, *drawn(anything)):
         parts = []
         for part in range(num_parts):
             given = answer(part, num_parts, np.array(blocks))

@@ -5,7 +5,7 @@ import itertools
 
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, require_close, run_kernel
+from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel
 
 SPOILT = (((5, 1, 20, 3), 8), ((16, 16), 8), ((1, 1, 1, 9, 2), 4), ((7,), 16))  # Queries of sequences; rows of a tile.
 WEIGHTS = ((32, 64, 2, 2), (32, 96, 4, 4), (8, 40, 16, 8))  # T, S, N, and heads of a tile.
@@ -15,7 +15,7 @@ DEALS = [(1, 5), (4, 16), (4, 18), (3, 20), (5, 3), (4, 4), (4, 0), (7, 30)]  # 
 @checker
 def check_spoilt(answer) -> str:
     """Exercise 1: `answer(tokens, nums, order, rows, num_rows)` lists the rows that other tiles spoil."""
-    for lengths, rows in SPOILT:
+    for lengths, rows in (*SPOILT, *drawn(lambda rng: (rng.integers(1, 20, 4).tolist(), int(rng.integers(2, 12))))):
         tokens, nums = _tiles(lengths, rows)
         numbers = np.arange(len(tokens))
         for order in (*(np.random.default_rng(seed).permutation(numbers) for seed in (0, 1)), numbers, numbers[::-1]):
@@ -66,7 +66,7 @@ def check_weights(answer) -> str:
 @checker
 def check_deal(answer) -> str:
     """Exercise 4: `answer(block, blocks, total)` lists the numbers of the tiles of a block, dealt out to and fro."""
-    for blocks, total in DEALS:
+    for blocks, total in (*DEALS, *drawn(lambda rng: rng.integers((1, 0), (12, 60)).tolist())):
         where = f"for {total} tiles and {blocks} blocks"
         dealt = []
         for block in range(blocks):

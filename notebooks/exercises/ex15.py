@@ -3,8 +3,30 @@
 import copy
 
 import numpy as np
-from exercises.judge import NotYet, checker
+from exercises.judge import NotYet, checker, drawn
 
+SLOTS = (  # pages, num_computed, free, page_size.
+    ([7, 2], 20, [5, 9], 16),
+    ([7, 2], 32, [5, 9], 16),
+    ([7, 2], 31, [5, 9], 16),
+    ([], 0, [3], 16),
+    ([4], 16, [], 16),
+    ([4], 15, [], 16),
+    ([], 0, [], 16),
+    ([8, 1, 6], 11, [2], 4),
+    ([8, 1, 6], 12, [2, 0], 4),
+)
+HELD = (  # pages, references, free.
+    ([0, 1, 2], [1, 1, 1, 0], [3]),
+    ([0, 1, 2], [2, 2, 1, 0], [3]),
+    ([2, 0], [3, 1, 3, 0], [3]),
+    ([3, 1], [0, 1, 0, 1], [0, 2]),
+    ([], [1, 0], [1]),
+)
+TWICE = (  # As HELD, and a page occurs in `pages` as often as the sequence holds it.
+    ([0, 0, 1], [2, 1], []),
+    ([2, 2, 1], [1, 1, 3], []),
+)
 STEPS = [  # uncomputed, budget.
     ([1, 1, 1], 3),
     ([1, 1, 1], 8),
@@ -25,18 +47,7 @@ STEPS = [  # uncomputed, budget.
 @checker
 def check_next_slot(answer) -> str:
     """Exercise 1: `answer(pages, num_computed, free, page_size)` is the next token's slot; it may take a page."""
-    cases = (
-        ([7, 2], 20, [5, 9], 16),
-        ([7, 2], 32, [5, 9], 16),
-        ([7, 2], 31, [5, 9], 16),
-        ([], 0, [3], 16),
-        ([4], 16, [], 16),
-        ([4], 15, [], 16),
-        ([], 0, [], 16),
-        ([8, 1, 6], 11, [2], 4),
-        ([8, 1, 6], 12, [2, 0], 4),
-    )
-    for pages, num_computed, free, page_size in cases:
+    for pages, num_computed, free, page_size in (*SLOTS, *drawn(_slot)):
         where = f"for pages = {pages}, num_computed = {num_computed}, free = {free}, page_size = {page_size}"
         given_pages, given_free = list(pages), list(free)
         slot = answer(given_pages, num_computed, given_free, page_size)
@@ -72,7 +83,7 @@ def check_next_slot(answer) -> str:
 @checker
 def check_share_out(answer) -> str:
     """Exercise 4: `answer(uncomputed, budget)` is how many tokens of each request the next step computes."""
-    for uncomputed, budget in STEPS:
+    for uncomputed, budget in (*STEPS, *drawn(_asked)):
         where = f"for uncomputed = {uncomputed}, budget = {budget}"
         given = answer(list(uncomputed), budget)
         if given is None:
@@ -101,20 +112,16 @@ def check_share_out(answer) -> str:
 @checker
 def check_let_go(answer) -> str:
     """Exercise 3: `answer(pages, references, free)` takes a reference off each page, or changes nothing."""
-    cases = (
-        ([0, 1, 2], [1, 1, 1, 0], [3]),
-        ([0, 1, 2], [2, 2, 1, 0], [3]),
-        ([2, 0], [3, 1, 3, 0], [3]),
-        ([3, 1], [0, 1, 0, 1], [0, 2]),
-        ([], [1, 0], [1]),
-    )
-    for pages, references, free in cases:
+    for pages, references, free in (*HELD, *drawn(_held), *TWICE):
         where = f"for pages = {pages}, references = {references}, free = {free}"
         before = list(pages)
         after, books = list(references), list(free)
-        given = answer(before, after, books)
-        want = [count - (page in pages) for page, count in enumerate(references)]
-        want_free = free + [page for page in reversed(pages) if want[page] == 0]
+        try:
+            given = answer(before, after, books)
+        except ValueError as error:
+            raise NotYet(f"{where}, it raises ValueError, and each page is held as often as it is let go.") from error
+        want = [count - pages.count(page) for page, count in enumerate(references)]
+        want_free = free + [page for page in reversed(dict.fromkeys(pages)) if want[page] == 0]
         if after == references and books == free and pages:
             said = "returns something, and must change references and free" if given is not None else "changes nothing"
             raise NotYet(f"{where}, let_go {said}: write its body.")
@@ -124,7 +131,11 @@ def check_let_go(answer) -> str:
             raise NotYet(f"{where}, references are {after} afterwards; they must be {want}.")
         if sorted(books) != sorted(want_free):
             held = [page for page in books if want[page]]
-            hint = f"page {held[0]} is in free, and somebody holds it" if held else "a page that nobody holds is lost"
+            hint = "a page that nobody holds is lost"
+            if len(set(books)) < len(books):
+                hint = f"page {max(books, key=books.count)} is in free twice, and two sequences would get it"
+            if held:
+                hint = f"page {held[0]} is in free, and somebody holds it"
             raise NotYet(f"{where}, free is {books} afterwards: {hint}.")
         if books != want_free:
             raise NotYet(f"{where}, free is {books} afterwards; it must be {want_free}: the sequence's end goes first.")
@@ -132,6 +143,28 @@ def check_let_go(answer) -> str:
     _refuses(answer, [2, 1, 0], [1, 0, 1], [1])
     _refuses(answer, [0, 0], [1, 1], [])
     return "A page that is let go twice is handed to two sequences; refusing it finds the bug where it is."
+
+
+def _slot(rng):
+    pages, page_size = rng.permutation(20).tolist(), int(rng.integers(1, 9))
+    held = int(rng.integers(1, 9))
+    return (
+        pages[:held],
+        held * page_size - int(rng.integers(0, page_size)),
+        pages[12 : 12 + rng.integers(0, 3)],
+        page_size,
+    )
+
+
+def _asked(rng):
+    uncomputed = (rng.integers(1, 9, 6) * rng.integers(0, 2, 6) + 1).tolist()
+    return uncomputed, int(rng.integers(uncomputed.count(1), 30))
+
+
+def _held(rng):
+    references, pages = rng.integers(0, 4, 8), rng.permutation(8)
+    free = pages[references[pages] == 0].tolist()
+    return pages[references[pages] > 0][: rng.integers(1, 5)].tolist(), references.tolist(), free
 
 
 def _shared_out(uncomputed, budget: int) -> list[int]:

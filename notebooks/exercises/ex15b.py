@@ -1,11 +1,12 @@
 """Chapter 15b's exercises: noise of a request, tokens not known yet, steps that go off together, a loop to mend."""
 
 import functools
+import itertools
 import operator
 
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker
+from exercises.judge import NotYet, checker, drawn
 
 from cookbook.serving import PageAllocator, Request, Scheduler
 
@@ -13,8 +14,13 @@ from cookbook.serving import PageAllocator, Request, Scheduler
 
 VOCABULARY = 64
 DRAWS = 16_000
-# (seed, position) twice, different ones whose sum, product or bits together are the same.
-ALIKE = (((1, 5), (2, 4)), ((2, 6), (3, 4)), ((3, 4), (4, 3)), ((9, 0), (0, 9)), ((2**31 + 5, 7), (5, 7)))
+# (seed, position) twice, different ones whose sum, product or bits together are the same. Keys have 32 bits, so the
+# last two lines find every `m * seed + n * position`, and `^` too: m even, n even, m / n with a rest of 1 or 3 by 4.
+ALIKE = (
+    *(((1, 5), (2, 4)), ((2, 6), (3, 4)), ((3, 4), (4, 3)), ((9, 0), (0, 9)), ((2**31 + 5, 7), (5, 7))),
+    *(((2**31, 0), (0, 0)), ((0, 2**30), (0, 0)), ((2**31, 0), (0, 2**30))),
+    *(((2**30, 0), (0, 2**30)), ((2**30, 2**30), (0, 0)), ((2**30, 2**30), (2**31, 0))),
+)
 
 
 @checker
@@ -45,12 +51,12 @@ def check_noisy(answer) -> str:
         raise NotYet("a request has the same noise at positions 12 and 13: its answer would repeat itself.")
     if np.array_equal(*noise([7, 8], [12, 12])):
         raise NotYet("requests with seeds 7 and 8 have the same noise: their answers would be alike.")
-    for pair in ALIKE:
-        (seed, at), (other, at_other) = pair
-        if np.array_equal(*noise([seed, other], [at, at_other])):
+    of_pairs = noise(*zip(*itertools.chain(*ALIKE), strict=True)).reshape(-1, 2, VOCABULARY)
+    for ((seed, at), (other, at_other)), pair in zip(ALIKE, of_pairs, strict=True):
+        if np.array_equal(*pair):
             raise NotYet(
-                f"seed {seed} at position {at} has the noise of seed {other} at position {at_other}: a sum of the two "
-                "is no key. Make a key of the seed, and a key of that key and the position."
+                f"seed {seed} at position {at} has the noise of seed {other} at position {at_other}: a sum of the two, "
+                "or of their multiples, is no key. Make a key of the seed, and a key of that key and the position."
             )
     _require_softmax(answer)
     return "The same request has the same noise wherever and whenever it is served, and no two share theirs."
@@ -111,7 +117,7 @@ PLANS = (  # tokens, pending, computed, most, row, budget: decoding, at the end,
 @checker
 def check_next_tokens(answer) -> str:
     """Exercise 2: `answer(tokens, pending, computed, most, row, budget)` is the tokens of a request's next chunk."""
-    for tokens, pending, computed, most, row, budget in PLANS:
+    for tokens, pending, computed, most, row, budget in (*PLANS, *drawn(_plan)):
         where = f"for {tokens = }, {pending = }, {computed = }, {most = }, {row = }, {budget = }"
         before = list(tokens)
         given = answer(before, pending, computed, most, row, budget)
@@ -149,6 +155,12 @@ def check_next_tokens(answer) -> str:
     return "How many tokens there are is enough to plan a step. The device knows which they are when it needs them."
 
 
+def _plan(rng):
+    tokens, pending = rng.integers(0, 50, int(rng.integers(2, 9))).tolist(), int(rng.integers(0, 2))
+    computed, more, row, budget = rng.integers((0, 0, 0, 1), (len(tokens), 5, 9, 10)).tolist()
+    return tokens, pending, computed, len(tokens) + pending + more, row, budget
+
+
 # Exercise 3: steps that go off together -------------------------------------------------------------------------------
 
 TOGETHER = (  # lengths, left, free, page_size, most.
@@ -172,7 +184,7 @@ TOGETHER = (  # lengths, left, free, page_size, most.
 @checker
 def check_steps_together(answer) -> str:
     """Exercise 3: `answer(lengths, left, free, page_size, most)` is how many steps may go off in one program."""
-    for lengths, left, free, page_size, most in TOGETHER:
+    for lengths, left, free, page_size, most in (*TOGETHER, *drawn(_together)):
         where = f"for {lengths = }, {left = }, {free = }, {page_size = }, {most = }"
         given = answer(list(lengths), list(left), free, page_size, most)
         if given is None:
@@ -206,6 +218,11 @@ def check_steps_together(answer) -> str:
             raise NotYet(f"{said}, and {exact} fit: a sequence that ends leaves its row empty, and the others go on.")
         raise NotYet(f"{said}, and {exact} fit: they need {need(exact)} more pages, of {free} that are free.")
     return "The pages of all steps are known before the first: lengths do not depend on tokens."
+
+
+def _together(rng):
+    lengths, left = rng.integers(1, 40, (2, 4)).tolist()
+    return lengths, left, int(rng.integers(0, 12)), int(rng.integers(1, 17)), int(2 ** rng.integers(0, 6))
 
 
 # Exercise 4: a loop to mend -------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, run_kernel
+from exercises.judge import NotYet, checker, drawn, normal, run_kernel
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -22,7 +22,8 @@ LEFT = (64, 200, 63, 37, 32, 8, 1, 0, -27)  # Rows of the group that are left, o
 @checker
 def check_entries(answer) -> str:
     """`answer(m, num_groups, tile)` is the most entries that sizes of that many groups can need."""
-    given = {case: answer(*case) for case in ENTRIES}
+    anything = lambda rng: tuple(rng.integers((0, 1, 1), (2000, 40, 200)).tolist())
+    given = {case: answer(*case) for case in (*ENTRIES, *drawn(anything))}
     for case, got in given.items():
         _require_number("most_entries", case, got)
         want = _most_entries(*case)
@@ -34,7 +35,8 @@ def check_entries(answer) -> str:
 @checker
 def check_copies(answer) -> str:
     """`answer(sizes, piece)` is how many copies all groups need for one column of pieces."""
-    given = {case: answer(*case) for case in COPIES}
+    anything = lambda rng: (tuple(rng.integers(0, 300, 4).tolist()), int(2 ** rng.integers(0, 8)))
+    given = {case: answer(*case) for case in (*COPIES, *drawn(anything))}
     for case, got in given.items():
         _require_number("copies", case, got)
         want = _copies(*case)

@@ -12,7 +12,7 @@ import unittest.mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, require_close, run_kernel
+from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -35,7 +35,8 @@ SUMS = ((2, 0), (4, 1))  # Exercise 4: (devices, the kernel's device).
 @checker
 def check_overlapped(answer) -> str:
     """Exercise 1: `answer(n, product_us, gather_us, pieces)` is when the product of all shards ends."""
-    given = {case: answer(*case) for case in TIMES}
+    anything = lambda rng: tuple(rng.integers((2, 1, 0, 1), (9, 200, 200, 20)).tolist())
+    given = {case: answer(*case) for case in (*TIMES, *drawn(anything))}
     for case, got in given.items():
         if got is None:
             raise NotYet("overlapped_us returns None: write its body.")
@@ -65,15 +66,16 @@ def check_product(answer) -> str:
 @checker
 def check_senders(answer) -> str:
     """Exercise 3: `answer(problem, rate, choices)` is the number of senders of the least predicted time."""
-    given = [answer(problem, rate, CHOICES) for problem, rate in SENT]
-    for (problem, rate), got in zip(SENT, given, strict=True):
+    sent = (*SENT, *drawn(_sent))
+    given = [answer(problem, rate, CHOICES) for problem, rate in sent]
+    for (problem, rate), got in zip(sent, given, strict=True):
         if got is None:
             raise NotYet("senders_for returns None: write its body.")
         if got not in CHOICES:
             raise NotYet(f"senders_for({problem}, ...) is {got!r}; it must be one of the choices {CHOICES}.")
         if got != (want := _senders(problem, rate)):
             raise NotYet(
-                f"senders_for({problem}, rate={rate:.0f}) is {got}, and {want} is right. {_senders_hint(given)}"
+                f"senders_for({problem}, rate={rate:.0f}) is {got}, and {want} is right. {_senders_hint(sent, given)}"
             )
     wide, narrow = given[:2]
     return f"At 20 GB/s of a sender, wide takes {wide} and narrow takes {narrow}: no number is right for both."
@@ -405,6 +407,11 @@ def _time_hint(given):
     return "A piece starts when it is there and the product before it is over: the later of the two."
 
 
+def _sent(rng):
+    n, blocks, k, cols = rng.integers((2, 1, 2, 1), (9, 60, 60, 40)).tolist()
+    return Problem(n, 128 * blocks, 256 * k, 256 * cols), float(rng.integers(10, 60)) * 1e9
+
+
 def _senders(problem, rate, gather=True, product=True, cut=True, tail=True):
     """The number of senders of the least time; the switches leave a part of it out."""
     link, peak = lab.roofline.peak("nvlink").value, lab.roofline.peak("bf16").value
@@ -420,7 +427,7 @@ def _senders(problem, rate, gather=True, product=True, cut=True, tail=True):
     return min(CHOICES, key=lambda senders: (seconds(senders), senders))
 
 
-def _senders_hint(given):
+def _senders_hint(sent, given):
     likely = (
         (dict(gather=False), "That is best for the product alone: the gather must end, too."),
         (dict(product=False), "That is best for the gather alone: senders' SMs do not multiply."),
@@ -428,6 +435,6 @@ def _senders_hint(given):
         (dict(cut=False), "No number of senders stores faster than the link."),
     )
     for wrong, text in likely:
-        if given == [_senders(*case, **wrong) for case in SENT]:
+        if given == [_senders(*case, **wrong) for case in sent]:
             return text
     return "Predict both times for each choice: the longer one counts. Of equal choices take the fewest senders."

@@ -9,7 +9,7 @@ import unittest.mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, require_close, run_kernel
+from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -29,7 +29,7 @@ ORDER, ROWS = ((0, 3, 5, 6), (1, 4), (2,)), 64
 @checker
 def check_held(answer) -> str:
     """Exercise 1: `answer(row, col, tile_n, half)` has three slices: rows of A, columns of B, columns of o."""
-    for place in PLACES:
+    for place in (*PLACES, *drawn(lambda rng: (256, 32, 32) * rng.integers(0, 8, 3) + (0, 0, 32))):
         for half in range(2):
             got = answer(*place, half)
             if got is None:
@@ -65,7 +65,7 @@ def check_order(answer) -> str:
 def check_exponent(answer) -> str:
     """Exercise 3: `answer(block)` is the exponent of the block's scale."""
     given = {}
-    for values in BLOCKS:
+    for values in (*BLOCKS, *drawn(lambda rng: tuple((rng.standard_normal(3) * 10.0 ** rng.integers(-9, 9)).tolist()))):
         block = np.zeros(32, np.float32)
         block[: len(values)] = values
         given[values] = got = answer(block)
@@ -106,7 +106,8 @@ def check_quantize(answer) -> str:
 @checker
 def check_columns(answer) -> str:
     """Exercise 5: `answer(tile_n, accumulators, scaled)` is the number of columns that are allocated, or None."""
-    given = {case: answer(*case) for case in COLUMNS}
+    anything = lambda rng: (int(8 * rng.integers(1, 33)), int(rng.integers(1, 4)), bool(rng.integers(2)))
+    given = {case: answer(*case) for case in (*COLUMNS, *drawn(anything))}
     if not any(given.values()):
         raise NotYet("columns returns 0 for all: write its body.")
     for case, got in given.items():

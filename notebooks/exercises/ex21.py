@@ -9,7 +9,7 @@ import numpy as np
 
 import cookbook
 
-from .judge import NotYet, checker, normal, require_close, run_kernel
+from .judge import NotYet, checker, drawn, normal, require_close, run_kernel
 
 SHARED = {"_mgpu.py", "_numerics.py"}
 LIFTS = (
@@ -26,7 +26,8 @@ LIFTS = (
 @checker
 def check_files_to_copy(answer):
     """`answer(ops)` returns the sorted names of what has to be copied out of `cookbook/` for these ops."""
-    for ops in LIFTS:
+    everything = sorted({op for ops in LIFTS for op in ops})
+    for ops in (*LIFTS, *drawn(lambda rng: tuple(rng.choice(everything, 3).tolist()))):
         families = {inspect.getmodule(getattr(cookbook, op)).__name__.split(".")[1] for op in ops}
         families |= {"gemm"} if "nvlink" in families else set()
         want = sorted(SHARED | {f"{name}.py" if name == "elementwise" else name for name in families})
@@ -88,11 +89,19 @@ RUNS = (
 )
 
 
+def _run(rng):
+    recorded = {f"p{i}": dict(ms=rng.uniform(0.1, 9), spread=rng.uniform(0, 0.1)) for i in range(4)}
+    slower = dict(zip(recorded, rng.uniform(-0.1, 0.3, 4), strict=True))
+    want = [name for name, share in slower.items() if share > max(0.03, 2 * recorded[name]["spread"])]
+    measured = {name: (1 + share) * recorded[name]["ms"] for name, share in slower.items()}
+    return recorded, (measured, want, f"with {recorded} recorded and {measured} measured")
+
+
 @checker
 def check_regressed(answer):
     """`answer(recorded, measured)` returns the sorted names of problems that have become slower, or have no time."""
-    for measured, want, why in RUNS:
-        got = answer(RECORDED, measured)
+    for recorded, (measured, want, why) in (*((RECORDED, run) for run in RUNS), *drawn(_run)):
+        got = answer(recorded, measured)
         if list(got) != want:
             raise NotYet(f"{why}: the answer must be {want}, not {got}")
     return "Noise passes, a regression does not, and neither does silence."

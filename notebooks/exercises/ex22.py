@@ -6,7 +6,7 @@ import numbers
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, require_close, run_kernel, speed
+from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel, speed
 
 import cookbook
 
@@ -140,7 +140,9 @@ def _judge_turned(out, *args):
 @checker
 def check_source_row(answer) -> str:
     """`answer(row, hidden, piece)` is the row of the joined weight that lies at `row` of the reordered one."""
-    given = {(hidden, piece): [answer(row, hidden, piece) for row in range(2 * hidden)] for hidden, piece in TILES}
+    anything = lambda rng: (rng.integers(1, 20, 2).prod().item() * 6, 6)
+    tiles = (*TILES, *drawn(anything))
+    given = {(hidden, piece): [answer(row, hidden, piece) for row in range(2 * hidden)] for hidden, piece in tiles}
     for (hidden, piece), rows in given.items():
         where = f"with hidden = {hidden} and piece = {piece}"
         for row, got in enumerate(rows):
@@ -192,7 +194,7 @@ def _rows_hint(given) -> str:
 @checker
 def check_step(answer) -> str:
     """`answer(weight_bytes, token_bytes, sequences, length, layers, launches, once, rate, us)` is a step's ms."""
-    given = {case: answer(*case) for case in STEPS}
+    given = {case: answer(*case) for case in (*STEPS, *drawn(_case))}
     for case, got in given.items():
         if got is None:
             raise NotYet("step_milliseconds returns None: write its body.")
@@ -202,6 +204,11 @@ def check_step(answer) -> str:
         if not np.isclose(got, want, rtol=1e-9):
             raise NotYet(f"step_milliseconds{case} is {got:.6g}, and {want:.6g} is right. {_step_hint(given)}")
     return "Bytes over the bandwidth, and launches times their cost: the whole formula of a step that decodes."
+
+
+def _case(rng):
+    sizes = rng.integers((10**9, 4096, 1, 20, 4, 5, 0), (10**10, 10**5, 200, 3000, 60, 30, 9)).tolist()
+    return *sizes, rng.uniform(1e12, 8e12), rng.uniform(1, 9)
 
 
 def _step(
