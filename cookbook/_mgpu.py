@@ -458,12 +458,29 @@ def matmul_sizes(op: str, a, b, transpose_a: bool, transpose_b: bool) -> tuple[i
                 f"cookbook.{op}: a row of {name} has {cols} values, {2 * cols} bytes; TMA needs a multiple of 16 bytes"
                 f": pad it to {-(-cols // 8) * 8} (jnp.pad, one copy of {name})"
             )
+    require_indices(op, M=m, N=n, K=k)
     return m, n, k
 
 
-def require_float(op: str, out_dtype):
-    if out_dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise ValueError(f"cookbook.{op}: {out_dtype=}; must be bfloat16, float16 or float32")
+def require_indices(op: str, **sizes: int):
+    """Raises a ValueError unless indices of 32 bits reach a tile beyond each of `sizes`. Products of sizes may be larger:
+    TMA and two-dimensional Refs count in 64 bits."""
+    for name, size in sizes.items():
+        if size >= 2**31 - 1024:
+            raise ValueError(f"cookbook.{op}: {name}={size}; must be below 2**31 - 1024: pass parts of it")
+
+
+def require_float(op: str, out_dtype, name: str = "out_dtype"):
+    """`out_dtype`, whatever names a dtype, as the dtype of a result."""
+    try:
+        dtype = None if out_dtype is None else jnp.dtype(out_dtype)
+    except TypeError:
+        dtype = None
+    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise ValueError(
+            f"cookbook.{op}: {name}={out_dtype!r}; must be bfloat16, float16 or float32: ask for one, and cast the result"
+        )
+    return dtype
 
 
 def store(ref, value):
