@@ -178,6 +178,17 @@ def rem(a, b):
     return a % b if isinstance(a, int) and isinstance(b, int) else lax.rem(jnp.int32(a), jnp.int32(b))
 
 
+def offsets(size: int, of, *indices):
+    """`of(*indices)`, offsets into a flat array of `size` values, in 64 bits where 32 are too few.
+
+    `of` must not use `//` on indices: JAX has no lowering for it in 64 bits.
+    """
+    if size < 2**31:
+        return of(*indices)
+    with jax.enable_x64(True):
+        return of(*(lax.convert_element_type(index, jnp.int64) for index in indices))
+
+
 @dataclasses.dataclass(frozen=True)
 class Ring:
     """Slots of shared memory that a memory warpgroup fills and compute warpgroups free. `count` numbers all fills."""
@@ -463,7 +474,7 @@ def matmul_sizes(op: str, a, b, transpose_a: bool, transpose_b: bool) -> tuple[i
 
 
 def require_indices(op: str, **sizes: int):
-    """Raises a ValueError unless indices of 32 bits reach a tile beyond each of `sizes`. Products of sizes may be larger:
+    """Raises a ValueError unless indices of 32 bits reach a tile beyond each of `sizes`. Their products may be larger:
     TMA and two-dimensional Refs count in 64 bits."""
     for name, size in sizes.items():
         if size >= 2**31 - 1024:
@@ -478,7 +489,7 @@ def require_float(op: str, out_dtype, name: str = "out_dtype"):
         dtype = None
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise ValueError(
-            f"cookbook.{op}: {name}={out_dtype!r}; must be bfloat16, float16 or float32: ask for one, and cast the result"
+            f"cookbook.{op}: {name}={out_dtype!r}; must be bfloat16, float16 or float32: cast the result of one"
         )
     return dtype
 
