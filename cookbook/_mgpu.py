@@ -257,21 +257,26 @@ def kernel(body, **kwargs):
     """`plgpu.kernel(body, **kwargs)`, at home in JAX.
 
     Its results vary over the mesh axes of `jax.shard_map` over which an operand varies: `shard_map` checks that, and
-    JAX's kernels say nothing about it. Indices in `body` are 32-bit integers under `jax_enable_x64` too:
-    otherwise those of loops would have 64 bits, those of blocks 32, and JAX divides none by the other. `body` is traced
-    under `jax_disable_jit` too: a loop of Python's would slice a Ref at numbers, beyond its end at a tail. Profilers
-    show a kernel by the name of its module, and of its function.
+    JAX's kernels say nothing about it. `body` is traced under JAX's own options, whatever the program has set: under
+    `jax_enable_x64` indices of loops would have 64 bits and those of blocks 32, and JAX divides none by the other;
+    under `jax_disable_jit` a loop of Python's would slice a Ref at numbers, beyond its end at a tail. Profilers show a
+    kernel by the name of its module, and of its function.
     """
     function = body
     while isinstance(function, functools.partial):
         function = function.func
 
-    def body_of_32_bits(*refs, **scratch):
-        with jax.enable_x64(False), jax.disable_jit(False):
+    def traced(*refs, **scratch):
+        with (
+            jax.enable_x64(False),
+            jax.disable_jit(False),
+            jax.numpy_dtype_promotion("standard"),
+            jax.numpy_rank_promotion("allow"),
+        ):
             return body(*refs, **scratch)
 
-    body_of_32_bits.__name__ = f"{function.__module__.rpartition('.')[2].strip('_')}_{function.__name__.strip('_')}"
-    launch = plgpu.kernel(body_of_32_bits, **kwargs)
+    traced.__name__ = f"{function.__module__.rpartition('.')[2].strip('_')}_{function.__name__.strip('_')}"
+    launch = plgpu.kernel(traced, **kwargs)
 
     def run(*operands):
         axes = _varying(*jax.tree.leaves(operands))
