@@ -18,6 +18,7 @@ Not supported: capacities (no token is dropped), biases, shared experts. Chapter
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -198,7 +199,10 @@ def _check(x, router_logits, w_gate_up, w_down, top_k: int, group_offset):
     if hidden % 8 or inner % 8:
         raise ValueError(f"{op}: {hidden=}, {inner=} of {w_down.shape=}: must be multiples of 8, 16 bytes: pad them")
     if not 1 <= top_k <= experts:
-        raise ValueError(f"{op}: {top_k=} must be from 1 to {experts}, the experts of router_logits")
+        raise ValueError(f"{op}: {top_k=}; must be from 1 to {experts}, the experts of router_logits")
+    rows = math.prod(x.shape[:-1]) * top_k
+    if rows * (experts + 2) >= 2**31:
+        raise ValueError(f"{op}: {rows} rows of tokens by {experts} experts; must be below 2**31: pass parts of x")
 
 
 def moe(x, router_logits, w_gate_up, w_down, *, top_k, renormalize=True, group_offset=None):
@@ -229,6 +233,7 @@ def moe(x, router_logits, w_gate_up, w_down, *, top_k, renormalize=True, group_o
     _check(x, router_logits, w_gate_up, w_down, top_k, group_offset)
     if x.size == 0:
         return jnp.zeros_like(x)
+    _mgpu.require_tensor_cores("moe")
     # Here, where the gradient of x is smallest, it is summed over the devices of a mesh.
     x, router_logits, w_gate_up, w_down = _mgpu.alike(x, router_logits, w_gate_up, w_down)
     tokens = x.reshape(-1, x.shape[-1])

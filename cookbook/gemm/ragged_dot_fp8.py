@@ -117,11 +117,14 @@ def ragged_dot_fp8(
     lhs, rhs, scale_lhs, scale_rhs = (
         _mgpu.as_array(op, name, x) for name, x in zip(names, (lhs, rhs, scale_lhs, scale_rhs), strict=True)
     )
-    transpose_rhs, out_dtype = _mgpu.option(op, "transpose_rhs", transpose_rhs, bool), jnp.dtype(out_dtype)
-    _mgpu.require_float(op, out_dtype)
+    transpose_rhs = _mgpu.option(op, "transpose_rhs", transpose_rhs, bool)
+    out_dtype = _mgpu.require_float(op, out_dtype)
+    _mgpu.require_config(op, config, Config)
     (m, n, k), by_block = _check(op, lhs, rhs, scale_lhs, scale_rhs, transpose_rhs)
     num_groups = rhs.shape[0]
     group_sizes, group_offset = groups.check_groups(op, group_sizes, group_offset, m, num_groups)
+    operands = lhs, rhs, scale_lhs, scale_rhs
+    lhs, rhs, scale_lhs, scale_rhs = _mgpu.without_gradient(op, "cookbook.ragged_dot of 16-bit operands", *operands)
     if 0 in (m, n, k, num_groups):
         return jnp.zeros((m, n), out_dtype)
     target = _mgpu.require_tensor_cores(op)

@@ -180,7 +180,10 @@ W, S = ones(16, 32, dtype=jnp.int8), ones(32, dtype=jnp.float32)
         (lambda: matmul_int8_weights(ones(8, 16), W.astype(jnp.bfloat16), S), "int8: cast"),
         (lambda: matmul_int8_weights(ones(8, 16), W, S[:3]), r"scales.shape=\(3,\).*must be \(32,\)"),
         (lambda: matmul_int8_weights(ones(8, 16), W, S, out_dtype=jnp.int8), "out_dtype"),
-        (lambda: matmul_int8_weights(ones(8, 16), W, S, config=core.Config()), "of another kernel"),
+        (
+            lambda: matmul_int8_weights(ones(8, 16), W, S, config=core.Config()),
+            "must be a cookbook.matmul_int8_weights.Config",
+        ),
         (lambda: matmul_int8_weights(ones(8, 16), object(), S), "w_q=.*; must be an array"),
         (lambda: matmul_int8_weights(ones(8, 16), W, S, transpose_w="no"), "transpose_w='no'; must be one bool"),
         (lambda: jax.jit(lambda t: matmul_int8_weights(ones(8, 16), W, S, transpose_w=t))(True), "is traced"),
