@@ -20,6 +20,7 @@ from .._mgpu import div
 PIECE = 64  # Values of a row that are swizzled together, 128 bytes; and rows of a WGMMA.
 CHUNKS = (64, 128)  # Rows of a chunk.
 ROWS, COLUMNS = (plgpu.Layout.WGMMA.reduce(dim) for dim in (1, 0))  # One number for each row, or column, of a product.
+LEAST_DECAY = 2.0**-64  # A token that lets less than this of the state stay lets this stay: nothing.
 PART_FIELDS = ("first_row", "end_row", "stop_row", "first_chunk", "state")
 
 
@@ -157,7 +158,17 @@ def cumulative(values):
     """Sums of `values` (H, chunks, rows) up to each row, in float32: as one product with a triangle of ones, where
     XLA's scan would take a kernel for each doubling."""
     triangle = jnp.asarray(np.tri(values.shape[-1], dtype=np.float32))
-    return jnp.einsum("hcs,ts->hct", values, triangle, precision="highest")
+    return jnp.einsum("...s,ts->...t", values, triangle, precision="highest")
+
+
+def cumulative_decays(logs):
+    """`cumulative` of the logarithms of decays, none below `LEAST_DECAY`, each sum rounded about once.
+
+    Kernels take differences of these sums. So one strong decay must not cost the bits of the weak ones after it:
+    hence the least decay, and whole numbers are summed apart, where nothing is rounded.
+    """
+    whole = jnp.round(logs)
+    return cumulative(jnp.stack([whole, logs - whole])).sum(0)
 
 
 def part_rows(num_seqs: int, length: int, heads: int, num_sms: int, parts: int | None = None) -> int | None:

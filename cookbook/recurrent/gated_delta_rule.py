@@ -30,6 +30,7 @@ Chapter: notebooks/17b_delta_rule.ipynb. Source: Yang, Kautz and Hatamizadeh, "G
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ from jax.experimental import pallas as pl
 from .. import _mgpu
 from . import core, delta_backward, delta_forward, delta_gradients
 from .core import PIECE, Sequences
-from .delta_core import CHUNK, cumulated
+from .delta_core import CHUNK
 from .delta_inverse import inverses
 
 HEAD_DIMS = (64, 128)
@@ -133,7 +134,7 @@ def _sequences(options: Options, v, cu_seqlens, batch: int, num_sms: int) -> Seq
 
 def _prepare(sequences: Sequences, k, g, beta, cu_seqlens, interpreted: bool, params):
     """(cum, inverses) of all chunks."""
-    cum = cumulated(sequences.in_chunks(g.astype(jnp.float32), cu_seqlens))
+    cum = core.cumulative_decays(sequences.in_chunks(g.astype(jnp.float32), cu_seqlens))
     beta = sequences.in_chunks(beta.astype(jnp.float32), cu_seqlens)
     places = _places(sequences, cu_seqlens)
     return cum, inverses(*places, k, cum, beta, interpreted=interpreted, params=params)
@@ -175,7 +176,7 @@ def _backward(q, k, v, initial, cu_seqlens, cum, inverse, do, d_final, *, plan: 
     dq, dk, dv = of_key_heads(dq).astype(q.dtype), of_key_heads(dk).astype(k.dtype), dv
     dbeta, dcum, to_end, decayed = jnp.moveaxis(vectors.reshape(plan.heads, -1, *vectors.shape[1:]).sum(1), 2, 0)
     last = to_end.sum(-1) + jnp.exp(cum[..., -1]) * decayed.sum(-1)
-    dg = cumulated(dcum[..., ::-1])[..., ::-1] + last[..., None]
+    dg = core.cumulative(dcum[..., ::-1])[..., ::-1] + last[..., None]
     dg, dbeta = (_in_rows(sequences, x, cu_seqlens) for x in (dg, dbeta))
     if sequences.is_packed:  # Nothing is written for rows after the last sequence.
         used = (jnp.arange(len(q)) < cu_seqlens[-1])[:, None, None]
@@ -317,7 +318,7 @@ def gated_delta_rule(
             f"cookbook.gated_delta_rule: {config} needs {need} bytes of shared memory for keys of {dim}, and a "
             f"block has {_mgpu.SMEM_BYTES_MAX}: fewer stages"
         )
-    q, k, v, g, beta = _mgpu.alike(q, k, v, g, beta)
+    q, k, v, g, beta = _mgpu.alike(q, k, v, jnp.maximum(g, math.log(core.LEAST_DECAY)), beta)
     o, final = _gated_delta_rule(Options(scale, config), q, k, v, g, beta, initial_state, cu_seqlens)
     return (o, final) if return_final_state else o
 

@@ -66,10 +66,11 @@ def ssd_reference(x, dt, a, b, c, *, d=None, initial_state=None, cu_seqlens=None
     seq = jnp.searchsorted(starts[1:], jnp.arange(batch * length), side="right")  # The sequence of each row.
     states = jnp.zeros((len(starts), *x.shape[2:], b.shape[3]), dtype)  # One more, of the rows after the last sequence.
     states = states if initial_state is None else states.at[:-1].set(initial_state)
+    decay = jnp.maximum(a.astype(dtype), jnp.finfo(dtype).min)  # Infinity times a step of 0 is NaN.
 
     def token(states, row):
         x, dt, b, c, seq = row
-        state = jnp.exp(dt * a)[:, None, None] * states[seq] + (dt[:, None] * x)[..., None] * b[:, None]
+        state = jnp.exp(dt * decay)[:, None, None] * states[seq] + (dt[:, None] * x)[..., None] * b[:, None]
         y = (state * c[:, None]).sum(-1) + (0 if d is None else d[:, None] * x)
         return states.at[seq].set(state), jnp.where(seq < len(starts) - 1, y, 0)
 
@@ -130,8 +131,10 @@ class Options:
 def _vectors(sequences: Sequences, dt, a, cu_seqlens):
     """(H, num_chunks, 2, chunk): `CUM`, the sums of dt a up to each row of a chunk in units of log 2, and `DT`."""
     dt = sequences.in_chunks(dt.astype(jnp.float32), cu_seqlens)
-    cum = core.cumulative(dt) * (LOG2E * a.astype(jnp.float32))[:, None, None]
-    return jnp.stack([cum, dt], axis=2)
+    a, least = (LOG2E * a.astype(jnp.float32))[:, None, None], math.log2(core.LEAST_DECAY)
+    forgets = jnp.isneginf(a)  # Infinity times a step of 0 is NaN; that step forgets nothing.
+    logs = jnp.where(forgets & (dt > 0), least, jnp.maximum(dt * jnp.where(forgets, 0.0, a), least))
+    return jnp.stack([core.cumulative_decays(logs), dt], axis=2)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "scale", "params"))

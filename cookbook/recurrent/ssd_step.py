@@ -42,7 +42,8 @@ def ssd_step_reference(x, dt, a, b, c, state, *, d=None):
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     spread = lambda m: jnp.repeat(m.astype(dtype), x.shape[1] // m.shape[1], axis=1)
     wide, dt = x.astype(dtype), dt.astype(dtype)
-    state = jnp.exp(dt * a)[..., None, None] * state + (dt[..., None] * wide)[..., None] * spread(b)[:, :, None]
+    decay = jnp.exp(dt * jnp.maximum(a.astype(dtype), jnp.finfo(dtype).min))
+    state = decay[..., None, None] * state + (dt[..., None] * wide)[..., None] * spread(b)[:, :, None]
     y = (state * spread(c)[:, :, None]).sum(-1)
     return y if d is None else y + d[:, None] * wide, state
 
@@ -94,7 +95,8 @@ def _kernel(x_gmem, dt_gmem, a_gmem, b_gmem, c_gmem, d_gmem, state_gmem, y_gmem,
     group = _mgpu.div(head, plan.heads // plan.groups)
     shape, starts = (plan.rows, plan.width), range(0, plan.state_dim, plan.width)
     dt = dt_gmem[seq, head].astype(jnp.float32)
-    decay = jnp.exp2(dt * a_gmem[head].astype(jnp.float32) * LOG2E)
+    a = jnp.maximum(a_gmem[head].astype(jnp.float32), float(jnp.finfo(jnp.float32).min))  # -inf times 0 is NaN.
+    decay = jnp.exp2(dt * a * LOG2E)
 
     def load(ref, layout):
         return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)

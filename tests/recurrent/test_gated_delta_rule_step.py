@@ -43,6 +43,12 @@ def test_configs(config):
     lab.check(functools.partial(gated_delta_rule_step, config=config), reference, *args, gpu=None)
 
 
+def test_resets():
+    *tokens, state = operands()
+    tokens[3] = jnp.asarray([[-jnp.inf, -0.1], [-1e9, 0.0], [-100.0, -jnp.inf]])
+    lab.check(gated_delta_rule_step, reference, *tokens, state, gpu=None)
+
+
 def test_steps_are_the_sequence():
     """Three tokens after 70 equal 73 at once."""
     *tokens, state, _ = delta.problem(1, 73, heads=2)

@@ -65,6 +65,15 @@ def test_steps_are_the_sequence():
     np.testing.assert_allclose(state, final, rtol=2**-6, atol=2**-7)
 
 
+def test_a_reset():
+    """-inf lets nothing stay, but everything where the step is 0."""
+    x, dt, _, *rest = operands(batch=2)
+    dt, a = dt.at[0].set(0.0), jnp.full(2, -jnp.inf)
+    lab.check(with_d(ssd_step), with_d(reference), x, dt, a, *rest, gpu=None)
+    _, state = lab.run(with_d(ssd_step), x, dt, a, *rest)
+    assert (state[0] == rest[2][0]).all() and (state[1] != rest[2][1]).all()
+
+
 def test_a_ref_is_written_in_place():
     *args, state, d = operands(batch=1)
     y, new = lab.run(functools.partial(ssd_step, d=d), *args, state)
