@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cookbook.serving.defaults import under_defaults
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
@@ -133,6 +135,7 @@ def check_params(config: LlamaConfig, params) -> None:
             )
 
 
+@under_defaults
 def init(config: LlamaConfig, seed: int = 0) -> dict[str, jax.Array]:
     """Random parameters: products keep the variance of what is multiplied, norms' scales are near 1."""
     params = {}

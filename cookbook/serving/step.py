@@ -17,6 +17,7 @@ import numpy as np
 
 from cookbook.serving.backends import TABLE_WIDTHS_MIN
 from cookbook.serving.config import LlamaConfig
+from cookbook.serving.defaults import under_defaults
 from cookbook.serving.model import Batch, forward
 from cookbook.serving.request import Chunk, Request
 from cookbook.serving.sampling import Options, Sampled, sample
@@ -245,7 +246,7 @@ def _program(compiler_options: tuple[tuple[str, object], ...], fn):
     records its kernels anew for a set that it does not know, and XLA by itself remembers fewer.
     """
     return jax.jit(
-        fn, static_argnames=("config", *inspect.getfullargspec(fn).kwonlyargs),
+        under_defaults(fn), static_argnames=("config", *inspect.getfullargspec(fn).kwonlyargs),
         donate_argnames=("pages",), compiler_options=dict(xla_cmd_buffer_trace_cache_size=64) | dict(compiler_options),
     )  # fmt: skip
 
@@ -284,7 +285,7 @@ def decode_program(
 
     def body(step, carry):
         pages, tokens, found = carry
-        positions = first.positions + step.astype(jnp.int32)
+        positions = first.positions + jnp.int32(step)
         page = jnp.take_along_axis(first.block_tables, positions[:, None] // page_size, axis=1, mode="clip")[:, 0]
         batch = dataclasses.replace(
             first, tokens=tokens, positions=positions, kv_lens=jnp.minimum(positions + 1, first.kv_lens),
@@ -307,11 +308,13 @@ def _known(tokens, previous):
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "draws", "cuts", "logprobs", "scored"))
+@under_defaults
 def _sample(logits, tail, *, layout, **how) -> Sampled:
     kv_lens, _, temperatures, seeds, *cuts = _parts(tail, layout)
     return sample(logits, Options(temperatures, seeds, kv_lens, *cuts), **how)
 
 
 def _parts(packed, layout) -> list[jax.Array]:
+    packed = jnp.asarray(packed)  # NumPy's under `jax_disable_jit`, where it would refuse indices that XLA clips.
     part = lambda start, shape, dtype: packed[start : start + math.prod(shape)].view(dtype).reshape(shape)
     return [part(start, *of) for start, of in zip(starts_of(layout), layout, strict=False)]
