@@ -253,26 +253,36 @@ def compiler_params(**kwargs) -> plgpu.CompilerParams:
     return plgpu.CompilerParams(**kwargs, **(_profile.get() or {}))
 
 
+@contextlib.contextmanager
+def own_options():
+    """What is traced inside is the same whatever options of JAX a program has set: a kernel, and its tables of indices.
+
+    Under `jax_enable_x64` indices of loops would have 64 bits and those of blocks 32, and JAX divides none by the
+    other; under `jax_disable_jit` a loop of Python's would slice a Ref at numbers, beyond its end at a tail; promotion
+    may be set to raise.
+    """
+    with (
+        jax.enable_x64(False),
+        jax.disable_jit(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        yield
+
+
 def kernel(body, **kwargs):
     """`plgpu.kernel(body, **kwargs)`, at home in JAX.
 
     Its results vary over the mesh axes of `jax.shard_map` over which an operand varies: `shard_map` checks that, and
-    JAX's kernels say nothing about it. `body` is traced under JAX's own options, whatever the program has set: under
-    `jax_enable_x64` indices of loops would have 64 bits and those of blocks 32, and JAX divides none by the other;
-    under `jax_disable_jit` a loop of Python's would slice a Ref at numbers, beyond its end at a tail. Profilers show a
-    kernel by the name of its module, and of its function.
+    JAX's kernels say nothing about it. `body` is traced under `own_options`. Profilers show a kernel by the name of its
+    module, and of its function.
     """
     function = body
     while isinstance(function, functools.partial):
         function = function.func
 
     def traced(*refs, **scratch):
-        with (
-            jax.enable_x64(False),
-            jax.disable_jit(False),
-            jax.numpy_dtype_promotion("standard"),
-            jax.numpy_rank_promotion("allow"),
-        ):
+        with own_options():
             return body(*refs, **scratch)
 
     traced.__name__ = f"{function.__module__.rpartition('.')[2].strip('_')}_{function.__name__.strip('_')}"

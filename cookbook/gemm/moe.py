@@ -119,7 +119,7 @@ def _places_of_few(experts, num_experts: int):
     """As `_places`, by comparing all rows with each other."""
     row = experts.ravel() * experts.size + jnp.arange(experts.size, dtype=jnp.int32)  # By experts, then by tokens.
     is_before = row[None, :] < row[:, None]
-    is_in = experts.ravel() == jnp.arange(num_experts, dtype=jnp.int32)[:, None]
+    is_in = experts.reshape(1, -1) == jnp.arange(num_experts, dtype=jnp.int32)[:, None]
     return is_before.sum(1, dtype=jnp.int32).reshape(experts.shape), is_in.sum(1, dtype=jnp.int32)
 
 

@@ -118,8 +118,8 @@ class Sequences:
         """(num_parts, H): sums over the chunks of each part, in the order of `state`, of `values` (H, num_chunks)."""
         first_row, _, stop_row, first, state = table.T
         chunk, last = jnp.arange(self.num_chunks), first + div(stop_row - first_row + (self.chunk - 1), self.chunk)
-        mine = (chunk >= first[:, None]) & (chunk < last[:, None])
-        sums = jnp.where(mine, values[:, None], 0.0).sum(-1).T
+        mine = (chunk[None] >= first[:, None]) & (chunk[None] < last[:, None])
+        sums = jnp.where(mine[None], values[:, None], 0.0).sum(-1).T
         return sums.at[state].set(sums, mode="drop") if self.is_packed else sums
 
     def rows_of_chunks(self, cu_seqlens):
