@@ -60,6 +60,7 @@ class Routing(NamedTuple):
     group_sizes: Any  # (E,) int32: how many rows each expert has.
 
 
+@_mgpu.own_options()
 def route(router_logits, top_k: int, renormalize: bool = True) -> Routing:
     """The `top_k` experts of each token, by its (T, E) logits, and where their rows are."""
     logits = router_logits.astype(jnp.float32)
