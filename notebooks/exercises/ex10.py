@@ -1,4 +1,4 @@
-"""Chapter 10's exercises: a lazy step, the merge of two results, sinks, a window's blocks, and copies that race."""
+"""Chapter 10's exercises: a lazy step, the merge of two results, sinks, copies that race, and a window's blocks."""
 
 import itertools
 
@@ -102,7 +102,7 @@ def check_sinks(answer) -> str:
 
 @checker
 def check_mended(answer) -> str:
-    """Exercise 5: `answer(q, k, v)` is (out, lse), by a kernel that starts the next block's copies early."""
+    """Exercise 4: `answer(q, k, v)` is (out, lse), by a kernel that starts the next block's copies early."""
     q, k, v = (judge.normal(seed, (1, length, 1, 64), jnp.bfloat16) for seed, length in ((4, 64), (5, 384), (6, 384)))
     try:
         out, lse = judge.run_kernel(answer, q, k, v)
@@ -131,7 +131,7 @@ def _attention(q, k, v, sinks):
 
 @checker
 def check_ranges(answer) -> str:
-    """Exercise 4: `answer(first_q, block_kv, num_kv, left)` gives the parts, (first, end, masked), that 64 queries from
+    """Exercise 5: `answer(first_q, block_kv, num_kv, left)` gives the parts, (first, end, masked), that 64 queries from
     `first_q` on compute when query i sees keys i - left to i."""
     anything = lambda rng: (int(2 ** rng.integers(5, 9)), 512, int(rng.integers(0, 600)))
     for block_kv, num_kv, left in (*WINDOWS, *drawn(anything)):

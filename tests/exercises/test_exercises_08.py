@@ -137,7 +137,8 @@ def test_persistent_wrong(right, wrong, said, monkeypatch):
 @pytest.mark.parametrize(
     "right, wrong, said",
     [
-        ("(part * steps + step) * TILE_K", "step * TILE_K", "must move with the part"),
+        ("(step * split + part) * TILE_K", "step * TILE_K", "must move with the part"),
+        ("(step * split + part) * TILE_K", "(part * steps + step) * TILE_K", "these parts are contiguous"),
         ("o_gmem.at[part, rows, cols]", "o_gmem.at[0, rows, cols]", "race"),
         ("TILE_K // split, (tiles * split,)", "TILE_K // split, (tiles,)", "never written"),
         ("    )(a, b)", "    )(a, b) + 1", "outside of the kernel"),

@@ -41,7 +41,7 @@ MENDED = {
     1: ("            o_smem[...] =", "            plgpu.wait_smem_to_gmem(0)\n            o_smem[...] ="),
     2: ("x.shape[0] // 64,", "pl.cdiv(x.shape[0], 64),"),
     3: ("num_arrivals=3", "num_arrivals=2"),
-    4: ("i > slots", "i >= slots"),
+    4: ("min(slots + 1, tiles)", "min(slots, tiles)"),
 }
 
 
@@ -66,8 +66,8 @@ def test_skeleton(number, said):
         (1, [("            plgpu.commit_smem()\n", ""), MENDED[1]], "there is a race: read"),
         (2, [MENDED[2], ("-x_smem", "x_smem")], "it must be"),
         (3, [("num_arrivals=3", "num_arrivals=1")], "phase"),
-        (4, [("i > slots", "i >= slots"), ("/ 2", "* 2")], "it must be"),
-        (4, [("i > slots", "i >= slots - 1")], "never end"),
+        (4, [MENDED[4], ("/ 2", "* 2")], "it must be"),
+        (4, [("min(slots + 1, tiles)", "slots - 1")], "never end"),
     ],
 )
 def test_wrong(number, changes, said):
