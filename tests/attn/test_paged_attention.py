@@ -234,7 +234,7 @@ TABLES, LENS = jnp.ones((2, 3), jnp.int32), jnp.ones((2,), jnp.int32)
         (dict(kv_lens=LENS.astype(jnp.int8)), "kv_lens.dtype"),
         (dict(local_window_size=-1), "local_window_size=-1"),
         (dict(local_window_size=(1, 2, 3)), "before, after"),
-        (dict(scale=0.0), "scale = 0.0"),
+        (dict(scale=0.0), "scale=0.0"),
     ],
     ids=str,
 )
