@@ -413,6 +413,22 @@ def require_config(op: str, config, kind: type):
     )
 
 
+def elsewhere(op: str, given: dict, known: dict) -> None:
+    """Checks arguments that `op` does not have, but functions of other libraries do: None and False are what they do
+    without. `known` are these, and what says the same here.
+
+    Raises:
+      ValueError: one has another value; it says what to do.
+      TypeError: nobody has such an argument.
+    """
+    for name, value in given.items():
+        if name not in known:
+            raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
+        if value is not None and value is not False:
+            text = "..." if hasattr(value, "shape") else reprlib.repr(value)
+            raise ValueError(f"cookbook.{op}: {name}={text}; must be left out or None: {known[name]}")
+
+
 _NUMBERS = {np.bool_: bool, np.integer: int, np.floating: float}  # JAX's kinds of dtypes, in Python.
 _HOW_TO_PASS = {bool: "pass True or False", int: "pass a whole number", float: "pass a number"}
 
