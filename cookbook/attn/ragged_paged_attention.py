@@ -101,6 +101,8 @@ def ragged_paged_attention(
     """
     op = "ragged_paged_attention"
     checks.elsewhere(op, others)
+    if others.get("causal") is False:
+        raise ValueError(f"cookbook.{op}: causal=False; must be causal: gather the pages and use varlen_attention")
     args = q, k_pages, v_pages, block_tables, kv_lens, cu_seqlens_q = checks.arrays(
         op, q=q, k_pages=k_pages, v_pages=v_pages, block_tables=block_tables, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q
     )

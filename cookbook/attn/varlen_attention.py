@@ -82,7 +82,7 @@ def varlen_attention(
       sinks: (N,), floats: a logit of each head that counts as one key more, whose value is zero.
       return_lse: also return the logarithms of the sums of exponentials.
       config: blocks, stages and warpgroups, as of `attention`; None chooses by H.
-      others: arguments that other libraries have, such as `block_table`, if they are None.
+      others: arguments that other libraries have, such as `max_seqlen_q`, if they are None.
 
     Returns:
       (T, N, H), of the dtype of `q`; with `return_lse` also (T, N), float32, natural logarithms. A query that sees no
