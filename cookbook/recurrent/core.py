@@ -7,7 +7,6 @@ GPU, each sequence is one part. Otherwise it has several: their states are first
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -409,41 +408,6 @@ def combine(decay, states, seq, initial, reverse: bool = False):
     return starts, ends[:num_seqs]
 
 
-# Arguments ------------------------------------------------------------------------------------------------------------
-
-
-def check_packed(op: str, cu_seqlens, batch: int) -> None:
-    """Check `cu_seqlens`, for operands with this batch.
-
-    Raises:
-      ValueError: it does not fit them.
-    """
-    if cu_seqlens is None:
-        return
-    if batch != 1:
-        raise ValueError(f"{op}: cu_seqlens with a batch of {batch}; packed sequences lie in a batch of 1: reshape")
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
-        raise ValueError(
-            f"{op}: {cu_seqlens.shape=}, {cu_seqlens.dtype=}; must be (num_seqs + 1,) integers: the first row of each "
-            "sequence, and the end of the last one"
-        )
-
-
-def check_state(op: str, name: str, state, shape: tuple[int, ...]) -> None:
-    """Check a state that a caller gives.
-
-    Raises:
-      ValueError: it is no float32 array of this shape.
-    """
-    if state is not None and (state.shape != shape or state.dtype != jnp.float32):
-        raise ValueError(f"{op}: {name} is {state.shape}, {state.dtype}; must be {shape}, float32")
-
-
 def as_states(states, heads: int):
     """States (num_seqs, H, P, N) with heads of 64 values: (num_seqs, H * P / 64, 64, N). Nothing is moved."""
     return states.reshape(len(states), heads, PIECE, states.shape[-1])
-
-
-def sizes(x: jax.Array) -> tuple[int, int, int]:
-    """(rows, heads, values of a head) of an array (B, T, H, P)."""
-    return x.shape[0] * x.shape[1], x.shape[2], x.shape[3]

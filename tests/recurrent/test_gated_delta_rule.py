@@ -15,7 +15,7 @@ import pytest
 from delta import check, problem
 
 from cookbook import gated_delta_rule, lab
-from cookbook.recurrent import core, delta_backward, delta_forward, delta_gradients, delta_inverse
+from cookbook.recurrent import arguments, core, delta_backward, delta_forward, delta_gradients, delta_inverse
 from cookbook.recurrent.core import Sequences
 from tests.arrays import array
 
@@ -330,9 +330,9 @@ def changed(**changes):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: changed(q=lambda q: q[0]), r"q.shape = .*must be \(B, T, K, N\)"),
+        (lambda: changed(q=lambda q: q[0]), r"q.shape=.*must be \(B, T, K, N\)"),
         (lambda: changed(k=lambda k: k.astype(jnp.float16)), "all bfloat16 or all float16: cast them"),
-        (lambda: changed(v=lambda v: v[:, :5]), "v their batch and length"),
+        (lambda: changed(v=lambda v: v[:, :5]), r"v their \(B, T\)"),
         (lambda: changed(v=lambda v: v[..., :40]), r"each must be one of \(64, 128\): pad with zeros"),
         (lambda: changed(g=lambda g: g[..., :1]), r"g is .*must be \(1, 10, 2\)"),
         (lambda: changed(beta=lambda b: b.astype(jnp.int32)), "floating-point"),
@@ -342,7 +342,7 @@ def changed(**changes):
         (lambda: changed(config=Config(9)), "bytes of shared memory"),
         (lambda: Config(1), "at least 2"),
         (lambda: Config(output_wgs=2, state_wgs=2), r"\(1, 1\), \(1, 2\) or \(2, 1\)"),
-        (lambda: changed(config=Config(state_wgs=2)), "state_wgs must be 1"),
+        (lambda: changed(config=Config(state_wgs=2)), "state_wgs=1"),
         (lambda: Config(parts=0), "at least 1"),
     ],
 )
@@ -360,8 +360,10 @@ def test_without_a_gpu_it_says_what_to_do(no_gpu):
 
 # Mutants -------------------------------------------------------------------------------------------------------------
 
-SOURCES = dict(core=core, delta_inverse=delta_inverse, delta_forward=delta_forward, delta_backward=delta_backward,
-               delta_gradients=delta_gradients, gated_delta_rule=module)  # fmt: skip
+SOURCES = dict(
+    arguments=arguments, core=core, delta_inverse=delta_inverse, delta_forward=delta_forward,
+    delta_backward=delta_backward, delta_gradients=delta_gradients, gated_delta_rule=module,
+)  # fmt: skip
 
 
 def copies_with(monkeypatch, name: str, old: str, new: str):
@@ -376,7 +378,7 @@ def copies_with(monkeypatch, name: str, old: str, new: str):
         source = source.replace(old, new) if each == name else source
         for other in SOURCES:
             source = source.replace(f"from .{other} import", f"from mutant_of_{other} import")
-        for line in ("core", "core, delta_backward, delta_forward, delta_gradients"):
+        for line in ("core", "arguments, core, delta_backward, delta_forward, delta_gradients"):
             aliases = ", ".join(f"mutant_of_{other} as {other}" for other in line.split(", "))
             source = source.replace(f"from . import {line}\n", f"import {aliases}\n")
         exec(compile(source, copy.__name__, "exec"), copy.__dict__)

@@ -86,9 +86,9 @@ def changed(**changes):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: changed(q=lambda q: q[0]), r"q.shape = .*must be \(B, K, N\)"),
+        (lambda: changed(q=lambda q: q[0]), r"q.shape=.*must be \(B, K, N\)"),
         (lambda: changed(k=lambda k: k.astype(jnp.float16)), "all bfloat16 or all float16: cast them"),
-        (lambda: changed(v=lambda v: v[:2]), "v their batch"),
+        (lambda: changed(v=lambda v: v[:2]), r"v their \(B\)"),
         (lambda: changed(v=lambda v: v[..., :40]), r"each must be one of \(64, 128\)"),
         (lambda: changed(g=lambda g: g[:, :1]), "g is "),
         (lambda: changed(state=lambda s: s.astype(jnp.bfloat16)), "state is .*float32"),
