@@ -159,7 +159,7 @@ def step(
     Returns:
       The next token of each sequence; and the pages, in place of those given.
     """
-    packed, form = _joined(batch)
+    packed, form = joined(batch)
     draws = batch.temperatures > 0
     cuts = draws & ((batch.top_ks < ALL_TOKENS) | (batch.top_ps < 1) | (batch.min_ps > 0))
     how = dict(draws=bool(draws.any()), cuts=bool(cuts.any()), logprobs=logprobs, scored=scored)
@@ -187,7 +187,7 @@ def decode_steps(
     Returns:
       The next tokens of each step, (count, R) int32; those of the last, for `previous`; and the pages.
     """
-    packed, form = _joined(batch)
+    packed, form = joined(batch)
     draws = bool((batch.temperatures > 0).any())
     tokens, last, pages = _program(compiler_options, decode_program)(
         config, weights, pages, packed, previous, **form, backend=backend, draws=draws, count=count
@@ -205,7 +205,7 @@ def compile_steps(
 
     def compile_one(fn, size, **how):
         num_tokens, width, _ = size
-        packed, form = _joined(padding(num_tokens, width, max_seqs))
+        packed, form = joined(padding(num_tokens, width, max_seqs))
         _program(compiler_options, fn).lower(
             config, weights, pages, packed, previous, **form, **how, backend=backend
         ).compile()
@@ -221,7 +221,7 @@ def compile_steps(
         list(pool.map(lambda program: compile_one(*program[:2], **program[2]), programs))
 
 
-def _joined(batch: Batch) -> tuple[np.ndarray, dict]:
+def joined(batch: Batch) -> tuple[np.ndarray, dict]:
     """The arrays of a batch in one; and how `model_step` takes it apart."""
     arrays, tree = jax.tree.flatten(batch)
     layout = tuple((array.shape, array.dtype) for array in arrays)

@@ -356,7 +356,7 @@ def test_several_steps_in_one_program_on_the_kernels(several):
 
 @pytest.mark.parametrize("count", [0, 3, -1, 2.0, "4", None])
 def test_steps_at_once_are_a_power_of_two(count):
-    with pytest.raises(ValueError, match="num_scheduler_steps=.* must be a power of two"):
+    with pytest.raises(ValueError, match="num_scheduler_steps=.* must be (a power of two|one int)"):
         Engine(CONFIG, init(CONFIG), **SIZES, backend="xla", num_scheduler_steps=count)
 
 
