@@ -89,7 +89,7 @@ def _top_k_fwd(logits, top_k: int):
 
 def _top_k_bwd(top_k: int, residuals, gradients):
     experts, like = residuals
-    is_choice = experts[:, :, None] == jnp.arange(like.shape[1], dtype=jnp.int32)
+    is_choice = experts[:, :, None] == jnp.arange(like.shape[1], dtype=jnp.int32)[None, None]
     return (jnp.where(is_choice, gradients[0][:, :, None], 0).sum(1),)
 
 
