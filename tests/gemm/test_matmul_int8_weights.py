@@ -55,6 +55,10 @@ STRUCTURES = {
     "clusters of 4 x 1": ((24, 1040, 144), Config(tile_n=16, cluster_m=4, tile_k=64)),
     "parts of 24 rows": ((40, 272, 272), Config(tile_n=24, split_k=3, num_stages=5)),
     "a part without a step": ((8, 272, 528), Config(tile_n=8, split_k=8)),
+    "overlapped parts of another kernel": (
+        (40, 272, 528),
+        Config(tile_n=24, split_k=2, second_kernel=True, overlap=True),
+    ),
 }
 
 
@@ -64,6 +68,7 @@ SLOW = {
     "clusters of 2 x 2",
     "a part without a step",
     "two steps, overlapped",
+    "parts of another kernel",
 }  # Others differ from each in one thing.
 
 
