@@ -226,6 +226,25 @@ def _blocks(played):
     return itertools.chain.from_iterable(played)
 
 
+def require_staged(answer, *args, loads: int) -> None:
+    """Raises NotYet unless the kernel has `loads` copies to shared memory or more, and reads its inputs by no other
+    way."""
+    found = list(equations(jax.make_jaxpr(lambda *args: answer(*args))(*args).jaxpr))
+    if sum(equation.primitive.name == "copy_gmem_to_smem" for equation in found) < loads:
+        raise NotYet("what it reads must still be copied to shared memory: keep the copies, and mend what orders them")
+    if any(equation.primitive.name in ("get", "load") and "gmem" in str(equation.invars[0].aval) for equation in found):
+        raise NotYet("it reads an input in global memory: keep the copies, and use what they bring to shared memory")
+
+
+def equations(jaxpr):
+    """Every equation of a jaxpr and of those inside of it, in their order."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
+                yield from equations(inner)
+
+
 def speed(answer, package_kernel, *avals) -> str:
     """How long `answer` takes beside the package's kernel: the end of a verdict on a GPU, empty without one.
 
