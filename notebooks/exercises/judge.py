@@ -183,7 +183,7 @@ def require_rings(played, in_flight: int | None = None) -> None:
     for block in _blocks(played):
         for ring in block.rings:
             slots = len(ring.slots)
-            if not 1 < slots <= order.MOST_SLOTS or (ring.most >= slots and ring.later > 1):
+            if not 1 < slots <= order.MOST_SLOTS or (ring.most >= slots and ring.later > 1) or len(ring.work) == 1:
                 continue
             used = min(ring.most, max(ring.later, 1))
             raise NotYet(

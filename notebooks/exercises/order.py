@@ -40,6 +40,7 @@ class Ring:
     loads: int = 0
     # Whenever the warpgroups wait for a load: which one, and how many slots are being loaded or worked on.
     in_use: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    work: set = dataclasses.field(default_factory=set)  # What the block had done by then.
 
     @property
     def most(self) -> int:
@@ -117,8 +118,8 @@ class _Memory:
         self.members: dict = {}  # Of a union: arrays that lie in the same memory.
 
     def is_busy(self, box) -> bool:
-        """Whether a product that reads some of `box` still runs."""
-        return any(read.kind == "product" and not read.has_ended and _overlap(read.box, box) for read in self.reads)
+        """Whether a product or a copy that reads some of `box` still runs."""
+        return any(not read.has_ended and _overlap(read.box, box) for read in self.reads)
 
 
 class _Barrier:
@@ -172,6 +173,7 @@ class _Play:
             busy = {copy.slot for copy in memory.writes if copy.slot not in flying and memory.is_busy(copy.box)}
             in_use = len(flying) + max(len(busy), self.work > access.work)
             memory.ring.in_use.append((access.number, in_use))
+            memory.ring.work.add(self.work)
         _, _, barrier, known = self.flying.popleft()
         barrier.arrive(known)
 
@@ -324,8 +326,8 @@ class _Warpgroup:
 
     def _get(self, equation, operands):
         (view,), _ = _views(operands[:1], [equation.params["tree"]], operands[1:])
-        shape = equation.outvars[0].aval.shape
-        return [UNKNOWN if view is None or view.values is UNKNOWN else plain(view.values.reshape(shape))]
+        values = UNKNOWN if view is None else view.values
+        return [values if values is UNKNOWN else plain(values.reshape(equation.outvars[0].aval.shape))]
 
     def _set(self, equation, operands):
         (view,), _ = _views(operands[:1], [equation.params["tree"]], operands[2:])
@@ -405,7 +407,10 @@ def _too_early(read: _Access, write: _Access) -> str:
     """What is wrong with a write to what somebody may still read."""
     what = "a copy starts" if write.kind == "load" else "a tile is stored in shared memory"
     if read.kind == "store":
-        return f"{what} while TMA may still send what lies there: call plgpu.wait_smem_to_gmem first"
+        remedy = (
+            "call plgpu.wait_smem_to_gmem first" if read.wg == write.wg else "give each warpgroup a tile of its own"
+        )
+        return f"{what} while TMA may still send what lies there: {remedy}"
     if read.wg == write.wg:
         return (
             f"{what} while the last WGMMA may still read the slot: wait for it first. wgmma_wait(n) leaves the last n "
@@ -439,7 +444,9 @@ class _View:
 
     @property
     def values(self):
-        return self.memory.values if self.memory.values is UNKNOWN else self.memory.values[self.index]
+        """Its numbers, UNKNOWN where they are not followed or lie beyond the end."""
+        ends = (start + size <= n for (start, size), n in zip(self.box, self.memory.shape, strict=True))
+        return self.memory.values[self.index] if all(ends) and self.memory.values is not UNKNOWN else UNKNOWN
 
     @property
     def index(self):
@@ -494,13 +501,13 @@ def _indexed(box: list, axes: list, indices) -> list | None:
 
 
 def _copy_values(source: _View | None, target: _View):
-    memory = target.memory
-    if source is None or source.values is UNKNOWN:
+    memory, values = target.memory, UNKNOWN if source is None else source.values
+    if values is UNKNOWN:
         memory.values = UNKNOWN
         return
     if memory.values is UNKNOWN:
-        memory.values = np.zeros(memory.shape, source.values.dtype)
-    memory.values[target.index] = source.values.reshape(memory.values[target.index].shape)
+        memory.values = np.zeros(memory.shape, values.dtype)
+    memory.values[target.index] = values.reshape(memory.values[target.index].shape)
 
 
 def _overlap(a, b) -> bool:

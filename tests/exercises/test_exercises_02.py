@@ -69,13 +69,13 @@ def test_right_rings_pass(answer):
 @pytest.mark.parametrize(
     "how, said",
     [
-        (dict(commit=False), "unordered"),
-        (dict(pending=-1), "unordered"),  # Refilled while the store still reads.
-        (dict(lag=0, pending=1), "unordered"),  # Waits for the wrong store.
-        (dict(pending=2), "unordered"),
-        (dict(late=True, lag=0), "unordered"),  # Waits after the refill.
+        (dict(commit=False), "commit what you have stored"),
+        (dict(pending=-1), "TMA may still send"),  # Refilled while the store still reads.
+        (dict(lag=0, pending=1), "TMA may still send"),  # Waits for the wrong store.
+        (dict(pending=2), "TMA may still send"),
+        (dict(late=True, lag=0), "TMA may still send"),  # Waits after the refill.
         (dict(drain=-1), "last copies"),
-        (dict(commit=False, pending=-1), "unordered"),
+        (dict(commit=False, pending=-1), "commit what you have stored"),
         (dict(ahead=1), "wrong in tile"),  # Fetches the tile before.
     ],
     ids=str,
@@ -176,7 +176,7 @@ def test_sum_by_tma():
         (dict(arrivals=1, waits=2), "must expect two arrivals"),
         (dict(waits=2), "would never end"),
         (dict(arrivals=3), "would never end"),
-        (dict(commit=False), "unordered"),
+        (dict(commit=False), "commit what you have stored"),
         (dict(drain=False), "raised"),
         (dict(copies=False), "must still be copied"),
     ],

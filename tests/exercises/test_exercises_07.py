@@ -288,7 +288,7 @@ def test_ring_wrong(wrong, said, monkeypatch):
         ("num_arrivals=2, num_barriers=stages),  # freed", "num_arrivals=1, num_barriers=stages),  # freed", ""),
         ("pl.when(step >= stages)", "pl.when(step > stages)", ""),
         ("pl.when(step >= stages)", "pl.when(step >= 0)", "never end"),
-        ("o_smem.at[wg]", "o_smem.at[0]", "race"),
+        ("o_smem.at[wg]", "o_smem.at[0]", "a tile of its own"),
         ("pl.ds(wg * half, half)", "pl.ds(0, half)", "128 x 384 x 128"),
         ("tile_m, tile_n, tile_k = tile", "tile_m, tile_n, tile_k = tile\n    while tile: pass", "has not ended"),
         ("tile, 3, scratch)(a, b)", "tile, 3, scratch)(a + 0 * a, b)", "outside of the kernel"),
