@@ -245,12 +245,14 @@ def _program(compiler_options: tuple[tuple[str, object], ...], fn):
     The arrays of a step lie at one of few sets of addresses, as buffers are freed and taken again. A command buffer
     records its kernels anew for a set that it does not know, and XLA by itself remembers fewer.
     """
+    options = [name for name, of in inspect.signature(fn).parameters.items() if of.kind is of.KEYWORD_ONLY]
     return jax.jit(
-        under_defaults(fn), static_argnames=("config", *inspect.getfullargspec(fn).kwonlyargs),
+        fn, static_argnames=("config", *options),
         donate_argnames=("pages",), compiler_options=dict(xla_cmd_buffer_trace_cache_size=64) | dict(compiler_options),
     )  # fmt: skip
 
 
+@under_defaults
 def model_step(
     config: LlamaConfig, weights, pages, packed, previous, *, tree, layout, backend: str, decode: bool,
     draws: bool | None,
@@ -274,6 +276,7 @@ def model_step(
     return _sample(logits, tail, layout=layout[-OF_SEQUENCES:], **how), None, pages
 
 
+@under_defaults
 def decode_program(
     config: LlamaConfig, weights, pages, packed, previous, *, tree, layout, backend: str, draws: bool, count: int
 ):
