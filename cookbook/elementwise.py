@@ -84,16 +84,17 @@ def _apply(fn, in_refs, out_refs, start, size: int, vec: int):
 
 def _kernel(*refs, fn, num_inputs: int, n: int, tile: int, vec: int):
     apply = functools.partial(_apply, fn, refs[:num_inputs], refs[num_inputs:])
+    at = functools.partial(_mgpu.offsets, n)
     block, num_blocks, left = lax.axis_index("block"), max(n // tile, 1), n % tile
     if n >= tile:
-        apply(block * tile, tile, vec)
+        apply(at(lambda block: block * tile, block), tile, vec)
     if left:
 
         @pl.when(block == num_blocks - 1)
         def _leftovers():
             @pl.loop(0, pl.cdiv(left, 128))
             def _(i):
-                apply(jnp.minimum(n - left + i * 128, n - 128), 128, 1)
+                apply(at(lambda i: jnp.minimum(n - left + i * 128, n - 128), i), 128, 1)
 
 
 @functools.partial(jax.jit, static_argnames=("fn", "config", "params"))

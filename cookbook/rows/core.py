@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _mgpu
 
 LANES = 32  # Threads in a warp.
+LANES_MIN = 2  # JAX has no layout for fewer threads per row.
 WARPGROUP = 128  # Threads in a warpgroup.
 UNROLLED_PIECES = 16  # Loads unrolled in one go. More of them (odd row lengths) cost seconds of compile time.
 SIDE_BYTES = 8  # The least of a row that threads side by side load at once.
@@ -68,7 +69,7 @@ def _lanes(cols: int, vec: int, itemsize: int) -> int:
     """Threads of a warp that share a row: fewer, where the last piece would repeat much of the one before."""
     lanes = min(LANES, floor_power_of_2(cols // vec))
     covered = lambda: pl.cdiv(cols, lanes * vec) * lanes * vec
-    while covered() > 1.25 * cols and lanes // 2 * vec * itemsize >= SIDE_BYTES:
+    while covered() > 1.25 * cols and lanes > LANES_MIN and lanes // 2 * vec * itemsize >= SIDE_BYTES:
         lanes //= 2
     return lanes
 
@@ -281,19 +282,26 @@ class RaggedPlan(Plan):
         return jnp.concatenate([jnp.pad(shared, (r, self.pitch - self.cols - r)) for r in range(self.vec)])
 
     def _parts(self, late: bool = False):
-        """Each piece: where it starts in memory, its layout, and the range of its values that are no other's.
+        """Each piece: where it starts in memory, its layout, and the range of its values that no other piece covers.
 
         `late`: where it starts in what `shift` returns."""
-        row = lax.axis_index("block") * self.cols
-        row = _mgpu.rem(row, self.vec) * (self.pitch + 1) if late else row
-        first = (row + self.vec - 1) // self.vec * self.vec  # Written so, the compiler sees that it is aligned.
+        return self.offsets(functools.partial(self._parts_of, late), lax.axis_index("block"))
+
+    def offsets(self, of, *indices):
+        """`of(*indices)`, offsets into a flat array."""
+        return _mgpu.offsets(self.rows * self.cols, of, *indices)
+
+    def _parts_of(self, late: bool, block):
+        row = block * self.cols
+        row = (row & (self.vec - 1)) * (self.pitch + 1) if late else row
+        first = (row + self.vec - 1) & -self.vec  # Written so, the compiler sees that it is aligned.
         (width,), ends = self.shape, plgpu.Layout.WG_STRIDED((WARPGROUP,), 1)
-        for turn in range(0, self.inner, width):
-            start = min(turn, self.inner - width)
-            yield pl.ds(first + start, width), self.layout, turn - start, width
+        starts = [(turn, min(turn, self.inner - width)) for turn in range(0, self.inner, width)]
+        pieces = [(pl.ds(first + start, width), self.layout, turn - start, width) for turn, start in starts]
         last = row + self.cols - WARPGROUP
-        yield pl.ds(row, WARPGROUP), ends, 0, first - row
-        yield pl.ds(last, WARPGROUP), ends, first + self.inner - last, WARPGROUP
+        before, after = jnp.int32(first - row), jnp.int32(first + self.inner - last)
+        head, tail = (pl.ds(row, WARPGROUP), ends, 0, before), (pl.ds(last, WARPGROUP), ends, after, WARPGROUP)
+        return [*pieces, head, tail]
 
     def load(self, x_gmem, row, g):
         # Rows are too long for an array, which is flat too, to have as many values as what `shift` returns.
