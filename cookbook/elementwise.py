@@ -123,7 +123,11 @@ def _call(leaves, fn, config: Config | None, params):
 
 @functools.lru_cache(maxsize=1024)  # One function for each, so that `jit` finds its kernel again.
 def _of_leaves(fn, treedef):
-    return functools.wraps(fn)(lambda *leaves: fn(*jax.tree.unflatten(treedef, leaves)))
+    def of_leaves(*leaves):
+        args, kwargs = jax.tree.unflatten(treedef, leaves)
+        return fn(*args, **kwargs)
+
+    return functools.wraps(fn)(of_leaves)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -173,8 +177,8 @@ def _vjp_of(fn, is_float: tuple[bool, ...]):
     return gradients
 
 
-def _run(op, fn, args, config):
-    leaves, treedef = jax.tree.flatten(args)
+def _run(op, fn, args, kwargs, config):
+    leaves, treedef = jax.tree.flatten((args, kwargs))
     leaves = [_mgpu.as_array(op, f"argument {i}", leaf) for i, leaf in enumerate(leaves)]
     return _fused(op, _of_leaves(fn, treedef), config, _mgpu.alike(*leaves))
 
@@ -195,9 +199,13 @@ def fuse(fn, *, config: Config | None = None):
       ValueError: shapes differ, a dtype is not supported, or `fn` is not element-wise; RuntimeError: no GPU.
     """
 
+    _mgpu.require_config("fuse", config, Config)
+    if not callable(fn):
+        raise ValueError(f"cookbook.fuse: {fn=}; must be a function of arrays: fuse(lambda x, y: x + y)(x, y)")
+
     @functools.wraps(fn)
-    def fused(*args):
-        return _run(f"fuse({getattr(fn, '__name__', 'fn')})", fn, args, config)
+    def fused(*args, **kwargs):
+        return _run(f"fuse({getattr(fn, '__name__', 'fn')})", fn, args, kwargs, config)
 
     return fused
 
@@ -219,7 +227,8 @@ def add(x, y, *, activation=None, config: Config | None = None):
     Raises:
       ValueError: shapes differ, or a dtype or the activation is not supported; RuntimeError: no GPU.
     """
-    return _run("add", _add_fn(activation), (x, y), config)
+    x, y = _mgpu.as_array("add", "x", x), _mgpu.as_array("add", "y", y)
+    return _run("add", _add_fn(activation), (x, y), {}, _mgpu.require_config("add", config, Config))
 
 
 add.Config = Config  # `cookbook.add` is this function, not its module.

@@ -77,14 +77,17 @@ def _lanes(cols: int, vec: int, itemsize: int) -> int:
 def as_rows(x, fill, itemsize: int | None = None):
     """`x` as a matrix whose rows are the last axis: (rows, cols), with a lone column or a handful of rows padded.
 
-    A thread's share of a row is found by halving, which ends at two columns and at four rows. `itemsize` is that of the
-    array that the plan is made for, if it is not `x`.
+    `itemsize` is that of the array that the plan is made for, if it is not `x`.
     """
     x = x.reshape(-1, x.shape[-1])
-    rows, cols = x.shape
-    config = default_config(rows, max(cols, 2), itemsize or x.dtype.itemsize)
-    pad_rows, pad_cols = max(0, config.block_rows - rows), max(0, 2 - cols)
-    return jnp.pad(x, ((0, pad_rows), (0, pad_cols)), constant_values=fill) if pad_rows or pad_cols else x
+    pads = [(0, full - size) for full, size in zip(_padded_shape(*x.shape, itemsize or x.dtype.itemsize), x.shape)]
+    return jnp.pad(x, pads, constant_values=fill) if any(after for _, after in pads) else x
+
+
+def _padded_shape(rows: int, cols: int, itemsize: int) -> tuple[int, int]:
+    """A thread's share of a row is found by halving, which ends at two columns and at four rows."""
+    cols = max(cols, 2)
+    return max(rows, default_config(rows, cols, itemsize).block_rows), cols
 
 
 def lanes_layout(lanes: int, width: int, vec: int):
@@ -326,9 +329,7 @@ class RaggedPlan(Plan):
 
 
 def plan_rows(rows: int, cols: int, itemsize: int, config: Config | None, register_values: int) -> Plan:
-    """The plan of a kernel over rows: by a caller's `config`, which may not fit, or chosen by shape."""
-    if config is not None:
-        _require_fit(rows, cols, itemsize, config)
+    """The plan of a kernel over rows: by a caller's `config`, or chosen by shape."""
     return plan_by(config or default_config(rows, cols, itemsize, register_values), rows, cols, itemsize)
 
 
@@ -339,16 +340,27 @@ def plan_by(config: Config, rows: int, cols: int, itemsize: int) -> Plan:
     return ragged if plan.num_groups > 1 and ragged.fits else plan
 
 
-def _require_fit(rows: int, cols: int, itemsize: int, config: Config):
-    """Refuses a caller's configuration that rows of this length, or so few, do not have."""
-    block_rows, rows_at_once = config.block_rows, WARPGROUP // _lanes(cols, _vec(cols, itemsize), itemsize)
-    if block_rows == 1:
-        if cols < WARPGROUP:
-            raise ValueError(f"{block_rows=}: rows of {cols} are shorter than {WARPGROUP}; take {rows_at_once} or more")
-    elif block_rows % rows_at_once:
-        raise ValueError(f"{block_rows=}: for rows of {cols} it must be a multiple of {rows_at_once}")
+def require_config(op: str, x, config: Config | None) -> Config | None:
+    """`config`, by which the kernels can work on the rows of `x`, or None.
+
+    Raises:
+      ValueError: it is no `Config`, or rows of this length, or so few, do not have it.
+    """
+    if _mgpu.require_config(op, config, Config) is None or x.size == 0:
+        return None
+    block_rows, given = config.block_rows, x.size // x.shape[-1]
+    rows, cols = _padded_shape(given, x.shape[-1], x.dtype.itemsize)
+    at_once = WARPGROUP // _lanes(cols, _vec(cols, x.dtype.itemsize), x.dtype.itemsize)
+    rule = None
+    if block_rows == 1 and cols < WARPGROUP:
+        rule = f"1 is for rows of {WARPGROUP} values and more, and these have {cols}: pass {at_once}"
+    elif block_rows > 1 and block_rows % at_once:
+        rule = f"must be a multiple of {at_once} for rows of {cols} values: pass {at_once}"
     elif block_rows > rows:
-        raise ValueError(f"{block_rows=}: there are {rows} rows; take at most as many, or leave config out")
+        rule = f"must be at most {rows} for {given} rows: pass fewer"
+    if rule:
+        raise ValueError(f"cookbook.{op}: config.block_rows={block_rows}; {rule}, or leave config out")
+    return config
 
 
 def launch(one_row, plan: Plan, out_type, params, arrays, shared=()):
@@ -374,6 +386,7 @@ def launch(one_row, plan: Plan, out_type, params, arrays, shared=()):
 def require_rows(op: str, name: str, x):
     """`x` as a JAX array that the kernels over rows take."""
     x = require_floats(op, name, x)
+    _mgpu.require_indices(op, rows=math.prod(x.shape[:-1]))
     if x.shape[-1] > 65536:
         raise ValueError(f"cookbook.{op}: {name} has rows of {x.shape[-1]}; at most 65536 were tested: split the row")
     return x

@@ -175,6 +175,9 @@ def reduce_sum(x, axis: int, *, config: Config | None = None):
         raise ValueError(f"cookbook.reduce_sum: {axis=} of {x.ndim}; must be 0 or -1: move the axis (jnp.moveaxis)")
     if axis in (-1, last):
         axis, x = last, core.require_rows("reduce_sum", "x", x)
+        config = core.require_config("reduce_sum", x, config)
+    elif config is not None:
+        raise ValueError(f"cookbook.reduce_sum: {config=}; must be None for {axis=}: leave it out")
     if x.size == 0:
         return jnp.zeros(x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
     return _sum(x, axis, config)

@@ -263,14 +263,18 @@ def _backward(eps, out_dtype, config, kept, gradients):
 _rms_norm.defvjp(_forward, _backward)
 
 
-def rms_norm(x, scale, *, residual=None, eps: float = 1e-6, out_dtype=None, config: Config | None = None):
+def rms_norm(
+    x, scale=None, *, residual=None, eps: float = 1e-6, epsilon: float | None = None, out_dtype=None,
+    config: Config | None = None,
+):  # fmt: skip
     """RMS normalisation over the last axis, of x or of `residual + x`.
 
     Args:
       x: (..., C) float32, bfloat16 or float16, 1 <= C <= 65536.
-      scale: (C,), of any of these dtypes.
+      scale: (C,), of any of these dtypes; None for ones.
       residual: of the shape of `x` and any of these dtypes; or None.
-      eps: added to the mean of squares.
+      eps: added to the mean of squares, 0 or more.
+      epsilon: another name for `eps`, which it replaces.
       out_dtype: any of these dtypes, that of y; None for that of `x`.
       config: rows a block, a multiple that the row length sets; None chooses by shape.
 
@@ -283,15 +287,19 @@ def rms_norm(x, scale, *, residual=None, eps: float = 1e-6, out_dtype=None, conf
         RuntimeError: no GPU.
     """
     x = core.require_rows("rms_norm", "x", x)
-    scale = core.require_floats("rms_norm", "scale", scale)
+    scale = jnp.ones(x.shape[-1:], x.dtype) if scale is None else core.require_floats("rms_norm", "scale", scale)
     if scale.shape != x.shape[-1:]:
         raise ValueError(f"cookbook.rms_norm: {scale.shape=}; must be {x.shape[-1:]}, one value for each column of x")
     arrays = [x] if residual is None else [x, core.require_floats("rms_norm", "residual", residual)]
     if arrays[-1].shape != x.shape:
-        raise ValueError(f"cookbook.rms_norm: {residual.shape=}; must be {x.shape}, the shape of x")
-    eps = _mgpu.option("rms_norm", "eps", eps, float)
-    out_dtype = jnp.dtype(out_dtype or x.dtype)
-    _mgpu.require_float("rms_norm", out_dtype)
+        raise ValueError(f"cookbook.rms_norm: residual.shape={arrays[-1].shape}; must be {x.shape}, the shape of x")
+    eps = _mgpu.option("rms_norm", "eps", eps if epsilon is None else epsilon, float)
+    if eps < 0:
+        raise ValueError(
+            f"cookbook.rms_norm: {eps=}; must be 0 or more, or roots of negative numbers are NaN: pass 1e-6"
+        )
+    out_dtype = _mgpu.require_float("rms_norm", x.dtype if out_dtype is None else out_dtype)
+    config = core.require_config("rms_norm", x, config)
     if x.size == 0:
         return x.astype(out_dtype) if residual is None else (x.astype(out_dtype), arrays[1])
     _mgpu.require_target("rms_norm")
