@@ -11,6 +11,7 @@ import numpy_models
 import pytest
 from safetensors.numpy import save_file
 
+from bench.peers import imports
 from cookbook import lab
 from cookbook.serving import Engine, LlamaConfig, RopeScaling, load, save
 from cookbook.serving.checkpoint import config_of
@@ -140,8 +141,11 @@ def test_kernels_compute_each_architecture(tmp_path, name):
 @pytest.mark.parametrize("name", ["LlamaFor", "Qwen3For", "MixtralFor", "Qwen3MoeFor"])
 def test_logits_are_those_of_transformers(tmp_path, name):
     reason = "compares with transformers and torch, which are not installed here: pip install transformers torch"
-    transformers = pytest.importorskip("transformers", reason=reason)
-    torch = pytest.importorskip("torch", reason=reason)
+    if not (imports("torch") and imports("transformers")):
+        pytest.skip(reason)
+    import torch
+    import transformers
+
     options = dict(
         LlamaFor=dict(
             rope_parameters=dict(rope_type="llama3", rope_theta=500000.0, **LLAMA3), tie_word_embeddings=True
