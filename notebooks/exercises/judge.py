@@ -106,7 +106,9 @@ def drawn(make, times: int = 8) -> list:
     return [make(rng) for _ in range(times)]
 
 
-def run_kernel(answer, *args, stand_ins=contextlib.nullcontext, launches=1, in_flight=None, copies=None):
+def run_kernel(
+    answer, *args, stand_ins=contextlib.nullcontext, launches=1, in_flight=None, copies=None, as_it_lies=False
+):
     """The result of `answer(*args)`, interpreted with race detection, after its order has been judged.
 
     Args:
@@ -117,6 +119,7 @@ def run_kernel(answer, *args, stand_ins=contextlib.nullcontext, launches=1, in_f
       launches: how many kernels it must launch, or None if any number is right.
       in_flight: how many slots of a ring must be loaded or worked on at once, if the exercise asks for a ring.
       copies: the most copies that one block may start, if their number is the point: {"load": 2}, {"store": 1}.
+      as_it_lies: whether XLA may change no shape, dtype or order of an array before or after the kernel either.
 
     Raises NotYet if it launches no kernel, if a GPU's compiler would refuse it, if it races, fails or never ends, and
     for what the checks below do.
@@ -133,7 +136,7 @@ def run_kernel(answer, *args, stand_ins=contextlib.nullcontext, launches=1, in_f
         raise NotYet(f"it cannot be compiled for a GPU: {_first_line(error)}") from error
     if "mosaic_gpu" not in lowered:
         raise NotYet("the answer must be a kernel: call plgpu.kernel")
-    if outside := _computed_outside(traced.jaxpr.jaxpr):
+    if outside := _computed_outside(traced.jaxpr.jaxpr, frozenset() if as_it_lies else MOVES):
         raise NotYet(f"{outside} is computed outside of the kernel, by XLA: the kernel must do all of the work")
     played = order.play(traced.jaxpr, args)
     require_launches(played, launches)
@@ -148,12 +151,22 @@ def run_kernel(answer, *args, stand_ins=contextlib.nullcontext, launches=1, in_f
     return out
 
 
+def require_order_of(answer, *avals, launches=1, in_flight=None) -> list[list[order.Block]]:
+    """What run_kernel judges before it runs a kernel, at a shape that would take too long to run: a ring that is short
+    refills no slot where K is short. Returns the kernels, played."""
+    played = play_kernel(answer, *avals)
+    require_launches(played, launches)
+    require_order(played)
+    require_rings(played, in_flight)
+    return played
+
+
 # The checks of a kernel's order. `played` is `play_kernel(answer, *args)`, as run_kernel has it.
 
 
 def play_kernel(answer, *args) -> list[list[order.Block]]:
     """Each kernel that `answer(*args)` launches, played: its first and its last block, with what they start in which
-    order (`Block.events`), for checks of an exercise's own."""
+    order (`Block.events`), for checks of an exercise's own. Arrays of floats may be a `jax.ShapeDtypeStruct`."""
     with _mgpu.building_for(NONE_OF_THE_PACKAGE):
         return order.play(jax.jit(lambda *args: answer(*args)).trace(*args).jaxpr, args)
 
@@ -183,7 +196,7 @@ def require_rings(played, in_flight: int | None = None) -> None:
     for block in _blocks(played):
         for ring in block.rings:
             slots = len(ring.slots)
-            if not 1 < slots <= order.MOST_SLOTS or (ring.most >= slots and ring.later > 1) or len(ring.work) == 1:
+            if ring.is_idle or (ring.most >= slots and ring.later > 1):
                 continue
             used = min(ring.most, max(ring.later, 1))
             raise NotYet(
@@ -191,7 +204,8 @@ def require_rings(played, in_flight: int | None = None) -> None:
                 "started. Start the copies of later steps first, as many as there are slots, and then wait for this "
                 "step's"
             )
-        if in_flight and max((ring.most for ring in block.rings), default=1) < in_flight:
+        loads = max((ring.loads for ring in block.rings), default=in_flight)  # A block may have few steps.
+        if in_flight and max((ring.most for ring in block.rings), default=1) < min(in_flight, loads):
             raise NotYet(
                 "this is no ring: nothing is loaded while a step is computed. Have "
                 f"{in_flight} slots in use at once: start the copy of a later step before you wait for this one's"
@@ -270,17 +284,17 @@ MOVES = {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "res
 REFS = {"empty_ref", "freeze", "get", "new_ref", "ref_get", "ref_set", "swap"}
 
 
-def _computed_outside(jaxpr) -> str | None:
-    """The first operation beside kernels that computes something, if there is one."""
+def _computed_outside(jaxpr, moves=MOVES) -> str | None:
+    """The first operation beside kernels and `moves`, if there is one."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        if name in KERNELS | MOVES | REFS:
+        if name in KERNELS | moves | REFS:
             continue
         called = [getattr(value, "jaxpr", value) for value in equation.params.values()]  # As a jitted function has.
         called = [value for value in called if hasattr(value, "eqns")]
         if not called:
             return name
-        if outside := next(filter(None, map(_computed_outside, called)), None):
+        if outside := next(filter(None, (_computed_outside(inner, moves) for inner in called)), None):
             return outside
     return None
 

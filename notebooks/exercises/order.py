@@ -33,7 +33,7 @@ class Event:
 
 @dataclasses.dataclass
 class Ring:
-    """What came of an array in shared memory whose slots are loaded again and again."""
+    """What came of an array in shared memory whose slots TMA loads."""
 
     shape: tuple[int, ...]
     slots: set = dataclasses.field(default_factory=set)
@@ -46,6 +46,11 @@ class Ring:
     def most(self) -> int:
         """The most slots in use at once."""
         return min(len(self.slots), max((slots for _, slots in self.in_use), default=0))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether too little happens for a ring: no slot is loaded again, or nothing is done between the loads."""
+        return not 1 < len(self.slots) < min(self.loads, MOST_SLOTS) or len(self.work) == 1
 
     @property
     def later(self) -> int:
@@ -159,7 +164,6 @@ class _Play:
             self.block.fault = str(fault)
         except Unsure:
             self.block.is_whole = False
-        self.block.rings = [ring for ring in self.block.rings if ring.loads > len(ring.slots)]
         return self.block
 
     def _land(self):

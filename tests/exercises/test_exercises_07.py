@@ -289,6 +289,8 @@ def test_ring_wrong(wrong, said, monkeypatch):
         ("pl.when(step >= stages)", "pl.when(step > stages)", ""),
         ("pl.when(step >= stages)", "pl.when(step >= 0)", "never end"),
         ("o_smem.at[wg]", "o_smem.at[0]", "a tile of its own"),
+        ("plgpu.wgmma_wait(0)", "plgpu.wgmma_wait(1)", "give a slot back (barrier_arrive) after the wgmma_wait"),
+        ("stages=2", "stages=1", "this is no ring"),
         ("pl.ds(wg * half, half)", "pl.ds(0, half)", "128 x 384 x 128"),
         ("tile_m, tile_n, tile_k = tile", "tile_m, tile_n, tile_k = tile\n    while tile: pass", "has not ended"),
         ("tile, 3, scratch)(a, b)", "tile, 3, scratch)(a + 0 * a, b)", "outside of the kernel"),
