@@ -95,7 +95,8 @@ def _computed(equation, operands) -> list:
     try:
         avals = [x.aval for x in equation.invars]
         arrays = [jax.numpy.asarray(x, aval.dtype) for x, aval in zip(operands, avals, strict=True)]
-        return [plain(equation.primitive.bind(*arrays, **equation.params))]
+        outs = equation.primitive.bind(*arrays, **equation.params)
+        return [plain(outs[0] if equation.primitive.multiple_results else outs)]
     except Exception:  # A GPU's own operation.
         return unknown
 
