@@ -112,6 +112,16 @@ def test_query_heads_without_key_heads_are_refused():
         attention(query, key[:, :, :0], value[:, :, :0])
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_results_alone_come_out_of_kernels(name):
+    """Called eagerly, `jax_debug_nans` and `jax_debug_infs` look at all that a program returns: neither at pieces that
+    nobody wrote, nor at an lse that nobody asked for."""
+    with _mgpu.building_for(H200):
+        jaxpr = jax.make_jaxpr(CALLS[name])(*operands(70, 70))
+    launches = [eqn.outvars for eqn in jaxpr.eqns if "mpmd_map" in str(eqn)]
+    assert launches == [jaxpr.jaxpr.outvars]
+
+
 # Other libraries' arguments -------------------------------------------------------------------------------------------
 
 
