@@ -77,6 +77,7 @@ class Sequences:
         chunks = div(jnp.diff(ends) + (self.chunk - 1), self.chunk)
         return ends[:-1], ends[1:], _running(jnp.sum, chunks) - chunks
 
+    @_mgpu.own_options()
     def parts(self, cu_seqlens):
         """Table of the parts, one a row, with `PART_FIELDS`, the longest packed ones first; and the sequence of each
         part in the order of `state`.
@@ -113,6 +114,7 @@ class Sequences:
         table = np.stack([first, end, end, first_chunk, state], axis=1)
         return jnp.asarray(table, jnp.int32), jnp.asarray(seq, jnp.int32)
 
+    @_mgpu.own_options()
     def sums_of_parts(self, values, table):
         """(num_parts, H): sums over the chunks of each part, in the order of `state`, of `values` (H, num_chunks)."""
         first_row, _, stop_row, first, state = table.T
@@ -121,6 +123,7 @@ class Sequences:
         sums = jnp.where(mine[None], values[:, None], 0.0).sum(-1).T
         return sums.at[state].set(sums, mode="drop") if self.is_packed else sums
 
+    @_mgpu.own_options()
     def rows_of_chunks(self, cu_seqlens):
         """(num_chunks, chunk): the row of each place of a chunk, `num_rows` where it has none."""
         if not self.is_packed:
