@@ -93,10 +93,10 @@ def check_add_chunk(answer) -> str:
     k, v = normal(17, (2, CHUNK, N), jnp.bfloat16), normal(18, (2, CHUNK, P), jnp.bfloat16)
     w = jnp.asarray(np.random.default_rng(19).uniform(0.1, 1.0, (2, CHUNK)), jnp.float32)
     chunks = functools.partial(_chunks, answer)
+    out = np.asarray(run_kernel(chunks, k, v, w), np.float64)
     ((block,),) = play_kernel(chunks, k, v, w)
     if not block.count("product"):
         raise NotYet("nothing was multiplied yet: write the body of add_chunk.")
-    out = np.asarray(run_kernel(chunks, k, v, w), np.float64)
     wide = [np.asarray(x, np.float64) for x in (k, v, w)]
     exact = sum(np.einsum("tp,tn->pn", w[:, None] * v, k) for k, v, w in zip(*wide, strict=True))
     for wrong, text in (

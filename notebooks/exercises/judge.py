@@ -1,5 +1,6 @@
 """How the checkers of the exercises work: an answer is run with care, and judged in one sentence, never a traceback."""
 
+import collections
 import contextlib
 import contextvars
 import ctypes
@@ -107,8 +108,9 @@ def drawn(make, times: int = 8) -> list:
 
 
 def run_kernel(
-    answer, *args, stand_ins=contextlib.nullcontext, launches=1, in_flight=None, copies=None, as_it_lies=False
-):
+    answer, *args, stand_ins=contextlib.nullcontext, launches=1, in_flight=None, copies=None, as_it_lies=False,
+    report_first=False,
+):  # fmt: skip
     """The result of `answer(*args)`, interpreted with race detection, after its order has been judged.
 
     Args:
@@ -120,6 +122,8 @@ def run_kernel(
       in_flight: how many slots of a ring must be loaded or worked on at once, if the exercise asks for a ring.
       copies: the most copies that one block may start, if their number is the point: {"load": 2}, {"store": 1}.
       as_it_lies: whether XLA may change no shape, dtype or order of an array before or after the kernel either.
+      report_first: whether the interpreter's report of races comes before what is said of the order, which names the
+        remedy: for exercises on reading a report.
 
     Raises NotYet if it launches no kernel, if a GPU's compiler would refuse it, if it races, fails or never ends, and
     for what the checks below do.
@@ -138,17 +142,24 @@ def run_kernel(
         raise NotYet("the answer must be a kernel: call plgpu.kernel")
     if outside := _computed_outside(traced.jaxpr.jaxpr, frozenset() if as_it_lies else MOVES):
         raise NotYet(f"{outside} is computed outside of the kernel, by XLA: the kernel must do all of the work")
-    played = order.play(traced.jaxpr, args)
-    require_launches(played, launches)
-    require_order(played)
-    require_rings(played, in_flight)
-    for kind, most in (copies or {}).items():
-        require_copies(played, kind, most)
+    checks = functools.partial(_require_all, order.play(traced.jaxpr, args), launches, in_flight, copies or {})
+    if not report_first:
+        checks()
     with stand_ins():
         out, races = _interpreted(answer, args)
     if races:
         raise NotYet(f"there is a race: {races[0]}. On a GPU the result may differ from run to run.")
+    if report_first:
+        checks()
     return out
+
+
+def _require_all(played, launches, in_flight, copies) -> None:
+    require_launches(played, launches)
+    require_order(played)
+    require_rings(played, in_flight)
+    for kind, most in copies.items():
+        require_copies(played, kind, most)
 
 
 def require_order_of(answer, *avals, launches=1, in_flight=None) -> list[list[order.Block]]:
@@ -224,15 +235,24 @@ def require_copies(played, kind: str, most: int) -> None:
 
 
 def require_turns(played, products: int) -> None:
-    """Raises NotYet if a warpgroup starts more than `products` products in a row while another has some left: they do
-    not take turns."""
+    """Raises NotYet unless the warpgroups that multiply take turns, of at most `products` products each: the first
+    products of two warpgroups are ordered by barriers, and who comes first waits for the other before it goes on."""
     for block in _blocks(played):
-        turns = [event.wg for event in block.events if event.kind == "product"]
-        for i, wg in enumerate(turns[:-products]):
-            if set(turns[i : i + products + 1]) == {wg} and set(turns[i:]) != {wg}:
+        by_wg = collections.defaultdict(list)
+        for event in block.events:
+            if event.kind == "product":
+                by_wg[event.wg].append(event)
+        for pair in itertools.combinations(by_wg.values(), 2):
+            first, second = pair if pair[0][0].start & pair[1][0].known else pair[::-1]
+            if not first[0].start & second[0].known:
                 raise NotYet(
-                    f"warpgroup {wg} starts more than {products} products in one turn: pass the turn on after those of "
-                    "one step, or the others' softmax has nothing to overlap with"
+                    "the warpgroups take no turns: no barrier orders their first products, so both may start theirs, "
+                    "and then both are at their softmax, at the same time"
+                )
+            if (alone := sum(not second[0].start & event.known for event in first)) > products:
+                raise NotYet(
+                    f"warpgroup {first[0].wg} starts {alone} products in its first turn: pass the turn on after those "
+                    f"of one step, {products} at most, so that the others multiply during its softmax"
                 )
 
 

@@ -29,6 +29,8 @@ class Event:
     kind: str
     wg: int
     shape: tuple[int, ...]  # Of the copied tile, or of the product.
+    start: int = 0  # Of a product, a bit: who has it among what it knows comes after the start.
+    known: int = 0
 
 
 @dataclasses.dataclass
@@ -379,7 +381,10 @@ class _Warpgroup:
         (_, *tiles), _ = _views(operands[:3], trees, operands[3:])
         self.play.work += 1
         self.running.append([read for view in tiles for read in self._read(view, "product")])
-        self.play.block.events.append(Event("product", self.index, equation.invars[0].aval.shape))
+        start = 1 << next(self.play.bits)
+        self.known |= start
+        shape = equation.invars[0].aval.shape
+        self.play.block.events.append(Event("product", self.index, shape, start, self.known))
 
     def _wait_products(self, equation, _):
         self._end_products(equation.params["n"])
@@ -479,7 +484,9 @@ def _view(memory: _Memory, transforms) -> _View | None:
             count = len(transform.tiling)
             axes = axes[: -2 * count] + [None] * count
         elif hasattr(transform, "offset"):  # A member of a union.
-            member = memory.members.setdefault(repr(transform), _Memory(transform))
+            # Members of one shape have the same values in the same places: they differ in how they are swizzled.
+            key = transform.offset, tuple(transform.shape), str(transform.dtype)
+            member = memory.members.setdefault(key, _Memory(transform))
             member.is_shared = memory.is_shared
             return _view(member, transforms[1:])
         elif not hasattr(transform, "swizzle"):

@@ -140,7 +140,7 @@ NEXT = "\n                "  # Between two lines of a step.
         ("exercise-mend", "turns.start(role)", "pass", "never end"),
         ("exercise-mend", "turns.drain(role)", "pass", "is the last turn drained"),
         ("exercise-mend", NEXT.join(VALUES), NEXT.join(reversed(VALUES)), FREED_EARLY),
-        ("exercise-mend", "Turns(turn, 2)", "Turns(None, 2)", "more than 2 products in one turn"),
+        ("exercise-mend", "Turns(turn, 2)", "Turns(None, 2)", "the warpgroups take no turns"),
         ("exercise-compute", NEXT.join(KEYS), NEXT.join((FIRST, KEYS[1], "s = logits(slot)")), FREED_EARLY),
         (
             "exercise-compute",
