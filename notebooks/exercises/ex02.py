@@ -27,7 +27,7 @@ def check_sum_by_tma(answer) -> str:
     """`answer(x, y)` is a kernel that adds two bfloat16 arrays by way of SMEM, with one barrier for both copies."""
     x, y = (normal(seed, (32, 128), jnp.bfloat16) for seed in (5, 6))
     try:
-        out = run_kernel(answer, x, y, copies={"load": 2, "store": 1})
+        out = run_kernel(answer, x, y, copies={"load": 2, "store": 1}, report_first=True)
     except NotYet as problem:
         if "no threads observed" not in str(problem):
             raise
@@ -59,7 +59,7 @@ def check_ring(answer) -> str:
     for num_tiles in (7, STAGES):  # No multiple of the ring's length, and the ring just filled.
         x = normal(num_tiles, (num_tiles * TILE[0], TILE[1]), jnp.bfloat16)
         try:
-            out = run_kernel(ring, x, in_flight=STAGES)
+            out = run_kernel(ring, x, in_flight=STAGES, report_first=True)
         except NotYet as problem:
             if "copy_smem_to_gmem read-side operations" not in str(problem):
                 raise

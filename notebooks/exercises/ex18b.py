@@ -95,7 +95,10 @@ def check_summed(answer) -> str:
             out = run_kernel(kernel, lhs, rhs, stand_ins=peers.play)
         products = np.asarray(lhs, np.float32) @ np.asarray(rhs, np.float32)  # Exact: few bits of each value are set.
         peers.judge(out, products, f"on device {d} of {n}")
-    return "Every tile is sent to its owner before anybody waits, and the sum has one order and one rounding."
+    return (
+        "Every tile is sent to its owner before anybody waits. Parts are rounded when they are sent, and their sum, which "
+        "has one order, once more."
+    )
 
 
 # The other devices ----------------------------------------------------------------------------------------------------
@@ -354,7 +357,11 @@ class Owners(Host):
             ([rounded(own), *parts], None, "Its own part was rounded before the sum: keep it in float32."),
             ([own, *parts[::-1]], None, "The parts are added in another order: slot 0 comes first."),
             ([*parts, own], None, "The own part comes first: then the parts are added to it, slot by slot."),
-            ([own, *parts], rounded, "The sum is rounded after every addition: keep it in float32 and round once."),
+            (
+                [own, *parts],
+                rounded,
+                "The sum is rounded after every addition: keep it in float32 and round it at the end.",
+            ),
             ([own, in_order(list(parts))], None, "The parts are added to each other first: add each one to the sum."),
         )
         for addends, each, text in likely:

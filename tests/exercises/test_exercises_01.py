@@ -176,6 +176,17 @@ def test_wrong_relu_of_any_length(tail, said):
     turned_down(ex01.check_relu_of_any_length(lambda x: relu(x, tail)), said)
 
 
+def test_relu_that_loses_nan():
+    def chosen(x):
+        def body(x_gmem, o_gmem):
+            x_tile = x_gmem[...]
+            o_gmem[...] = jnp.where(x_tile > 0, x_tile, jnp.zeros_like(x_tile))
+
+        return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    turned_down(ex01.check_relu_of_any_length(chosen), "is 0; it must be nan")
+
+
 def test_relu_that_loses_a_sign():
     def absolute(x):
         def body(x_gmem, o_gmem):
