@@ -96,8 +96,8 @@ def check_summed(answer) -> str:
         products = np.asarray(lhs, np.float32) @ np.asarray(rhs, np.float32)  # Exact: few bits of each value are set.
         peers.judge(out, products, f"on device {d} of {n}")
     return (
-        "Every tile is sent to its owner before anybody waits. Parts are rounded when they are sent, and their sum, which "
-        "has one order, once more."
+        "Every tile is sent to its owner before anybody waits. Parts are rounded when they are sent, and their sum, "
+        "which has one order, once more."
     )
 
 
