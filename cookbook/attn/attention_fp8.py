@@ -122,12 +122,13 @@ def attention_fp8(
     positions = checks.num_positions(op, q.shape[1], k.shape[1])
     how = checks.options(op, q.shape[3], is_causal, scale, logits_soft_cap, local_window_size, positions)
     config = _mgpu.require_config(op, config, Config)
-    if out_dtype not in (jnp.bfloat16, jnp.float16):
+    out_dtype = _mgpu.require_float(op, out_dtype)  # By its name too.
+    if out_dtype == jnp.float32:
         raise ValueError(f"cookbook.{op}: {out_dtype=}; must be bfloat16 or float16: cast the result of one")
     if 0 in (*q.shape, *k.shape):
         out, lse = checks.nothing_seen(q, None, out_dtype)
     else:
-        out, lse = _run(q, k, v, descales, how, config, jnp.dtype(out_dtype), return_lse)
+        out, lse = _run(q, k, v, descales, how, config, out_dtype, return_lse)
     results = (out, lse)[: 1 + return_lse]
     results = tuple(x[0] for x in results) if is_one else results
     return results if return_lse else results[0]
