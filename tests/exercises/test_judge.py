@@ -135,6 +135,7 @@ def tile(i):
 
 
 SLOT, SLOTS = plgpu.SMEM((64, 64), BF16), plgpu.SMEM((2, 64, 64), BF16)
+TENSOR = plgpu.Barrier(orders_tensor_core=True)
 BARRIER, BARRIERS = plgpu.Barrier(), plgpu.Barrier(num_barriers=2)
 
 
@@ -226,6 +227,23 @@ def handed_over(x_gmem, o_gmem, slot, stored, *, barrier=True, commit=True):
         o_gmem[tile(0)] = pl.run_scoped(multiply, plgpu.ACC((64, 64))).astype(BF16)
 
 
+def on_blackwell(x_gmem, o_gmem, slot, loaded, ended, *, wait=True):
+    """The product of each tile with itself, in tensor memory."""
+
+    def multiply(acc):
+        @pl.loop(0, 4)
+        def _(i):
+            plgpu.copy_gmem_to_smem(x_gmem.at[tile(i)], slot, loaded)
+            plgpu.barrier_wait(loaded)
+            plgpu.tcgen05_mma(acc, slot, slot, ended, accumulate=i > 0)
+            if wait:
+                plgpu.barrier_wait(ended)
+
+        o_gmem[tile(0)] = plgpu.async_load_tmem(acc).astype(BF16)
+
+    pl.run_scoped(multiply, plgpu.TMEM((64, 64), jnp.float32))
+
+
 def played(body, *scratch, wgs=1, **how):
     return judge.play_kernel(of_tiles(functools.partial(body, **how), *scratch, wgs=wgs), SQUARE)
 
@@ -237,6 +255,7 @@ def played(body, *scratch, wgs=1, **how):
         (negated, (SLOT, BARRIER), 1),
         (in_roles, (SLOTS, BARRIERS, BARRIERS), 2),
         (handed_over, (SLOT, BARRIER), 2),
+        (on_blackwell, (SLOT, BARRIER, TENSOR), 1),
     ],
 )
 def test_right_orders(body, scratch, wgs):
@@ -257,6 +276,7 @@ def test_right_orders(body, scratch, wgs):
         (in_roles, (SLOTS, BARRIERS, BARRIERS), 2, dict(never=True), "or when the next ones may have overwritten"),
         (handed_over, (SLOT, BARRIER), 2, dict(commit=False), "commit what you have stored"),
         (handed_over, (SLOT, BARRIER), 2, dict(barrier=False), "no barrier is between the two"),
+        (on_blackwell, (SLOT, BARRIER, TENSOR), 1, dict(wait=False), "a product of tcgen05 may still read the slot"),
     ],
 )
 def test_wrong_orders(body, scratch, wgs, how, said):
