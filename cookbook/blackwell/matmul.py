@@ -14,8 +14,9 @@ is predicted (`cost.py`): the kernel is compiled for a B200 and interpreted; it 
 Not supported: batches of b (use `jax.vmap`), other dtypes; tiles of fewer than 128 rows, so that few rows of a leave
 tensor cores idle; and parts of K, so that a small o with a long K leaves SMs idle. For few rows of a ask for the
 transposed product, `matmul(b, a, transpose_a=True, transpose_b=True).T`, whose tiles can be 16 columns wide. A plain b
-whose N is no multiple of 64, or whose K is none of 8, costs a padded copy, and so does such a transposed a: store b as
+whose N is not a multiple of 64, or whose K is not one of 8, costs a padded copy, and so does a transposed a: store b as
 (N, K). The interpreter runs one CTA with a static schedule.
+Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
 Chapters: notebooks/19_blackwell.ipynb, notebooks/19b_pairs.ipynb.
 Sources: NVIDIA's PTX ISA on tcgen05 and clusterlaunchcontrol; CUTLASS's documents on Blackwell, for the ideas.
 """

@@ -11,9 +11,10 @@ Role and barrier tables: `roles.py`, which holds the kernel. This file says whic
 Bound by: the tensor cores, and the power that they may draw; for few rows or columns, memory. The tile, the parts of K
 and the order are those that `cost.py` predicts to be fastest.
 
-Not supported: batches of b (use `jax.vmap`), other dtypes. A plain b whose N is no multiple of 64, or whose K is none
-of 8, is read as it lies with `swapped`; a transposed a of such a size costs a padded copy where its tile has more than
-64 rows a warpgroup. Chapters: 7 (roles), 8 (persistence, order, clusters, parts of K). Sources: CUTLASS's documents on
+Not supported: batches of b (use `jax.vmap`), other dtypes. A plain b whose N is not a multiple of 64, or whose K is not
+a multiple of 8, is read as it lies with `swapped`; a transposed a of such a size costs a padded copy where its tile has
+more than 64 rows per warpgroup. Under an automatic mesh JAX gathers sharded operands first: call it inside
+`jax.shard_map`. Chapters: 7 (roles), 8 (persistence, order, clusters, parts of K). Sources: CUTLASS's documents on
 warp-specialized persistent kernels, for the ideas; Osama et al., "Stream-K" (2023), on dividing K.
 """
 
@@ -57,7 +58,7 @@ def matmul(
     a, b, *, bias=None, activation=None, out_dtype=None, transpose_a=False, transpose_b=False, precision=None,
     preferred_element_type=None, config: Config | None = None,
 ):  # fmt: skip
-    """`activation(a @ b + bias)`, with float32 sums, rounded once; the same to the bit in every run.
+    """`activation(a @ b + bias)`, with float32 sums, rounded once; bitwise reproducible from run to run.
 
     Differentiable once in a, b and bias: gradients are products by the same kernel, of the gradient of o rounded to the
     dtype of a; to float16 times a power of two, so that loss scales neither overflow nor vanish. Under differentiation

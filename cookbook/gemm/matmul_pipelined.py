@@ -18,10 +18,11 @@ wait is a race that the interpreter cannot see (chapter 6 shows it on the GPU).
 Bound by: the tensor cores, when M, N and K are large. Tiles are visited in a snake `grid_tile_width` tiles wide, so
 that the blocks that run together find their operands in the L2 cache.
 
-Not supported: batches (use `jax.vmap`), other dtypes, differentiation. An operand or a result whose rows are no
-multiple of 8 or whose columns are no multiple of 64 is padded, at the cost of one copy of it: a TMA copy to or from
-swizzled shared memory takes whole tiles of 8 rows by 128 bytes. Chapter: notebooks/06_pipelining.ipynb. Source:
-CUTLASS's efficient GEMM notes, for the idea.
+Not supported: batches (use `jax.vmap`), other dtypes, differentiation. An operand or a result whose rows are not a
+multiple of 8 or whose columns are not a multiple of 64 is padded, at the cost of one copy of it: Pallas's view of
+swizzled shared memory has whole tiles of 8 rows by 128 bytes. Under an automatic mesh JAX gathers sharded operands
+first: call it inside `jax.shard_map`. Chapter: notebooks/06_pipelining.ipynb. Source: CUTLASS's efficient GEMM notes,
+for the idea.
 """
 
 import dataclasses

@@ -23,8 +23,9 @@ Bound by: the tensor cores, as long as the loads keep up. Two blocks share an SM
 starts or stores.
 
 Not supported: batches (use `jax.vmap`), other dtypes, differentiation, Blackwell (its tensor cores take other
-instructions). An operand or a result whose rows are no multiple of 8 or whose columns are no multiple of 64 is padded,
-at the cost of one copy of it: TMA moves whole tiles of 8 rows by 128 bytes to and from swizzled shared memory.
+instructions). An operand or a result whose rows are not a multiple of 8 or whose columns are not a multiple of 64 is
+padded, at the cost of one copy of it: Pallas's view of swizzled shared memory has whole tiles of 8 rows by 128 bytes.
+Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
 Chapter: notebooks/05_wgmma.ipynb. Source: this project's.
 """
 
@@ -199,7 +200,7 @@ def matmul_wgmma(a, b, *, transpose_a=False, transpose_b=False, out_dtype=None, 
       config: tiles and stages; None chooses by shape.
 
     Returns:
-      (M, N) of `out_dtype`, the same to the bit in every run.
+      (M, N) of `out_dtype`, bitwise reproducible from run to run.
 
     Raises:
       ValueError: a rank, shape, dtype or row length is not supported; RuntimeError: no GPU.

@@ -13,8 +13,9 @@ blocks; of few rows, comparisons alone. XLA's own cumulative sum takes longer.
 Bound by: the products; for the rest, the memory that rows are copied to and from: each token's row is written top_k
 times, and as many rows of the result are read.
 
-Not supported: capacities (no token is dropped), biases, shared experts. Chapter: 16b. Sources: Shazeer et al.,
-"Outrageously large neural networks" (2017); Gale et al., "MegaBlocks" (2022), for products without padding.
+Not supported: capacities (no token is dropped), biases, shared experts. Under an automatic mesh JAX gathers sharded
+operands first: call it inside `jax.shard_map`. Chapter: 16b. Sources: Shazeer et al., "Outrageously large neural
+networks" (2017); Gale et al., "MegaBlocks" (2022), for products without padding.
 """
 
 import functools
@@ -207,7 +208,7 @@ def _check(x, router_logits, w_gate_up, w_down, top_k: int, group_offset):
 
 
 def moe(x, router_logits, w_gate_up, w_down, *, top_k, renormalize=True, group_offset=None):
-    """Weighted sum of the outputs of each token's `top_k` experts; the same to the bit in every run.
+    """Weighted sum of the outputs of each token's `top_k` experts; bitwise reproducible from run to run.
 
     Differentiable in all four arrays. Under `jax.shard_map` with the experts sharded, each device has some of w_gate_up
     and w_down, and all of x and router_logits; it gives `group_offset` and gets the sum over its own experts, which

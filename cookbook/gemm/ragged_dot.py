@@ -15,8 +15,9 @@ tiles are is read from a table that XLA makes of the sizes, or found in the size
 Bound by: the tensor cores; with few rows a group, the memory that the matrices come from. `swapped` then computes the
 transposed product, whose tiles may have as few as 8 rows of lhs. `group_cost.py` chooses the tiles.
 
-Not supported: batches (use `jax.vmap`), other dtypes. Chapter: 16. Sources: Gale et al., "MegaBlocks" (2022), for the
-grouped product; JAX's `ragged_dot_mgpu`, for the stores by powers of two.
+Not supported: batches (use `jax.vmap`), other dtypes. Under an automatic mesh JAX gathers sharded operands first: call
+it inside `jax.shard_map`. Chapter: 16. Sources: Gale et al., "MegaBlocks" (2022), for the grouped product; JAX's
+`ragged_dot_mgpu`, for the stores by powers of two.
 """
 
 import dataclasses
@@ -155,7 +156,7 @@ def ragged_dot(
     lhs, rhs, group_sizes, *, group_offset=None, transpose_rhs=False, activation=None, precision=None,
     preferred_element_type=None, config: Config | None = None,
 ):  # fmt: skip
-    """`lhs` times one matrix of `rhs` for each group of rows, with float32 sums, rounded once; the same in every run.
+    """`lhs` times one matrix of `rhs` for each group of rows, with float32 sums, rounded once; bitwise reproducible.
 
     Differentiable once in lhs and rhs: gradients are grouped products too, of the gradient of o rounded to the dtype of
     lhs; to float16 times a power of two, so that loss scales neither overflow nor vanish. Under differentiation an

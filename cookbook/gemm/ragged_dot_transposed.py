@@ -16,7 +16,8 @@ gets into a sum. Barrier table: that of `roles.py`, and
 Bound by: the tensor cores; with few rows a group, the memory that o goes to. Blocks take tiles of the largest groups
 first.
 
-Not supported: batches (use `jax.vmap`), other dtypes. Chapter: 16b. Source: Gale et al., "MegaBlocks" (2022).
+Not supported: batches (use `jax.vmap`), other dtypes, differentiation. Under an automatic mesh JAX gathers sharded
+operands first: call it inside `jax.shard_map`. Chapter: 16b. Source: Gale et al., "MegaBlocks" (2022).
 """
 
 import functools
@@ -98,7 +99,7 @@ def ragged_dot_transposed(
     lhs, rhs, group_sizes, *, group_offset=None, num_groups=None, preferred_element_type=None,
     config: Config | None = None,
 ):  # fmt: skip
-    """`lhs.T @ rhs` of each group's rows, with float32 sums, rounded once; the same in every run.
+    """`lhs.T @ rhs` of each group's rows, with float32 sums, rounded once; bitwise reproducible.
 
     Args:
       lhs: (M, K); bfloat16 or float16.
