@@ -29,7 +29,7 @@ def check_commit(answer) -> str:
     _require_calls(answer, a, b, tcgen05_mma="nothing is multiplied: keep both products of the step.",
                    async_load="nothing is loaded from tensor memory: keep the last lines.")  # fmt: skip
     try:
-        out = run_kernel(answer, a, b, stand_ins=_commits_of_their_own)
+        out = run_kernel(answer, a, b, stand_ins=_commits_of_their_own, report_first=True)
     except NotYet as problem:
         raise NotYet(_commit_hint(str(problem))) from problem
     require_close(out, np.asarray(a, np.float64) @ np.asarray(b, np.float64), 1e-2, "the product")
