@@ -1,5 +1,6 @@
 """Chapter 1's exercises: right answers pass, and each likely mistake is turned down in our words."""
 
+import functools
 import pathlib
 import sys
 
@@ -120,6 +121,11 @@ def test_wrong_swiglu(wrong, said):
 
 def test_swiglu_that_is_no_kernel():
     turned_down(ex01.check_swiglu(lambda gate, up: jax.nn.silu(gate) * up), "must be a kernel")
+
+
+def test_swiglu_in_two_kernels():
+    silu, multiply = (functools.partial(swiglu, compute=f) for f in (lambda g, u: jax.nn.silu(g), lambda g, u: g * u))
+    turned_down(ex01.check_swiglu(lambda gate, up: multiply(silu(gate, up), up)), "launches 2 kernels, and 1 is asked for")
 
 
 def test_swiglu_that_is_multiplied_outside():
