@@ -21,7 +21,7 @@ class Options:
     """The options of a call."""
 
     op: str
-    launch: Callable  # Of a, b, bias, (M, N, K) and these options: the kernel, if no size is 0.
+    launch: Callable  # Takes a, b, bias, (M, N, K) and these options; runs the kernel.
     transpose_a: bool
     transpose_b: bool
     activation: Callable

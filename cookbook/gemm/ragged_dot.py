@@ -167,8 +167,8 @@ def ragged_dot(
       lhs: (M, K); bfloat16 or float16.
       rhs: (G, K, N), or (G, N, K) with `transpose_rhs`; of the dtype of `lhs`.
       group_sizes: (G,) integers: how many rows of lhs each group has. Rows beyond their sum belong to none. Sizes that
-        are not traced are waited for and checked. Of traced ones, those below 0 count as 0, and what goes beyond M is
-        cut off (`cookbook.ragged_dot.check_group_sizes` finds both).
+        are not traced are waited for and checked. Traced ones below 0 count as 0, and what goes beyond M is cut off
+        (`cookbook.ragged_dot.check_group_sizes` finds both).
       group_offset: None; or an integer, which may be traced, or an array of one: the group that rhs begins with.
         group_sizes then has sizes of all groups, also of those that rhs has no matrix of, whose rows are zeros.
         Matrices that begin before the first group, or reach beyond the last one, have no rows there.

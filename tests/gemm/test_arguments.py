@@ -190,7 +190,7 @@ def test_stores_from_registers_count_in_64_bits(name, weights, how):
     """Transposed results of 32 bits, which alone leave without TMA: here more than 2**32 of them."""
     fn = functools.partial(op_of(name), out_dtype=F32, **how)
     ptx = lab.compile_for("h200", fn, shaped(2**17 + 8, 64), *weights).ptx
-    assert re.search(r"mul\.wide\.[su]32 .*, 49280;", ptx)  # Of a row and the length of one, padded to tiles.
+    assert re.search(r"mul\.wide\.[su]32 .*, 49280;", ptx)  # A row times the length of one, padded to tiles.
 
 
 # Gradients of float16 -------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_a_gradient_is_brought_into_the_range_of_float16(exponent):
     with np.errstate(over="ignore"):
         rounded = (
             x.astype(np.float64).astype(np.float16).astype(np.float64)
-        )  # What is not lost in the result's own dtype.
+        )  # The result's own dtype loses no more.
     for ours, wanted in zip(back.ravel(), rounded.ravel(), strict=True):
         np.testing.assert_allclose(ours, wanted, rtol=2.0**-10, atol=2.0**-24)
 

@@ -1,4 +1,4 @@
-"""What may be fused with a product, all of it at once, in every way in which a result leaves the kernel."""
+"""Everything that may be fused with a product, at once, in every way in which a result leaves the kernel."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What is chosen by default is what the compiler takes: programs of products of random sizes, lowered for their GPU.
+"""The compiler takes what is chosen by default: programs of products of random sizes, lowered for their GPU.
 
 A program is lowered if its plans have something that none before had, of what the compiler may refuse: tiles, pieces,
 swizzles, layouts of operands, ways out. Sizes alone change numbers in it, and numbers of blocks.

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "notebooks"))
 from exercises import order  # noqa: E402
 
 GPU = _mgpu.Target("h200", num_sms=2)  # So that a block has several tiles.
-SIZES, ORDER = jnp.array([70, 0, 133, 60]), jnp.array([2, 0, 3, 1])  # Of groups, and the largest first.
+SIZES, ORDER = jnp.array([70, 0, 133, 60]), jnp.array([2, 0, 3, 1])  # The groups' rows; the largest group first.
 SWIZZLED = core.swizzled
 
 
