@@ -8,8 +8,10 @@ import contextvars
 import dataclasses
 import functools
 import importlib.util
+import math
 import os
 import reprlib
+import threading
 from typing import Any
 
 import jax
@@ -38,10 +40,12 @@ class Target:
     name: str  # For messages.
     num_sms: int  # A persistent grid has as many blocks, or a multiple.
     interpreted: bool = False  # Whether JAX's GPU interpreter runs them. It cannot do all that a GPU can.
+    several_devices: bool = False  # Whether it does so on the devices of a mesh. Alone it knows one.
 
 
 _target: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
 _profile: contextvars.ContextVar[dict | None] = contextvars.ContextVar("profile", default=None)
+_interpreting: set[int] = set()  # Threads inside `interpreting`.
 
 
 @contextlib.contextmanager
@@ -64,16 +68,25 @@ def allow_waiting_threads():
 
 
 @contextlib.contextmanager
-def interpreting(*, num_sms: int = 4, detect_races: bool = False):
+def interpreting(*, num_sms: int = 4, detect_races: bool = False, several_devices: bool = False):
     """Kernels traced inside run in JAX's GPU interpreter, on the CPU, on a pretended GPU with `num_sms` SMs.
 
-    A kernel takes seconds there even at small shapes. Races are printed under `detect_races`.
+    A kernel takes seconds there even at small shapes. Races are printed under `detect_races`. It holds for this thread
+    alone. `cookbook.lab.interpret` also lets kernels run in `jax.checkpoint`, in `jax.vmap` of branches or with an axis
+    name, and on `several_devices`.
     """
     allow_waiting_threads()
     on_cpu = jax.default_device(jax.devices("cpu")[0]) if jax.default_backend() != "cpu" else contextlib.nullcontext()
     params = plgpu.InterpretGPUParams(detect_races=detect_races)
-    with on_cpu, building_for(Target("the GPU interpreter", num_sms, True)), plgpu.force_gpu_interpret_mode(params):
-        yield
+    target, thread = Target("the GPU interpreter", num_sms, True, several_devices), threading.get_ident()
+    is_first = thread not in _interpreting
+    _interpreting.add(thread)
+    try:
+        with on_cpu, building_for(target), plgpu.force_gpu_interpret_mode(params):
+            yield
+    finally:
+        if is_first:
+            _interpreting.discard(thread)
 
 
 @contextlib.contextmanager
@@ -90,7 +103,8 @@ def require_target(op: str) -> Target:
     """Returns what `op` is to be built for.
 
     Raises:
-      RuntimeError: there is neither a Hopper or newer GPU nor an `interpreting` or `building_for` context.
+      RuntimeError: there is neither a Hopper or newer GPU nor an `interpreting` or `building_for` context in this
+        thread; or JAX's interpreter, alone, would run a kernel on several devices.
       ValueError: the mesh of `jax.shard_map` has an axis of a name that kernels use.
     """
     if taken := GRID_NAMES.intersection(jax.sharding.get_abstract_mesh().axis_names):
@@ -98,7 +112,18 @@ def require_target(op: str) -> Target:
             f"cookbook.{op}: the mesh has an axis {min(taken)!r}, for which JAX would take one of the kernel's grid: "
             "name the mesh's axis differently"
         )
-    if (target := _target.get()) is not None:
+    target = _target.get()
+    if (target.interpreted if target else jax.default_backend() != "gpu") and _only_others_interpret():
+        raise RuntimeError(
+            f"cookbook.{op}: another thread interprets kernels, and this one does not: what a thread enters does not "
+            "reach those of a pool, and JAX's interpreter serves one thread. Call the op in the thread that interprets"
+        )
+    if target is not None:
+        if target.interpreted and not target.several_devices and (devices := _devices_of_mesh()) > 1:
+            raise RuntimeError(
+                f"cookbook.{op}: JAX's interpreter knows one device, and the mesh has {devices}: interpret inside "
+                "`with cookbook.lab.interpret():`, which lets them take turns, or take a mesh of one"
+            )
         if target.interpreted != _is_interpreted():
             raise RuntimeError(
                 f"cookbook.{op} is built for {target}, but kernels traced here are "
@@ -160,6 +185,16 @@ def _how_to_interpret(op: str) -> str:
         "Say `from cookbook import lab`. To run it on the CPU at small shapes, trace it inside `with lab.interpret():`;"
         f' to compile it without a GPU, use `lab.compile_for("h200", cookbook.{op}, ...)`.'
     )
+
+
+def _only_others_interpret() -> bool:
+    return bool(_interpreting) and threading.get_ident() not in _interpreting
+
+
+def _devices_of_mesh() -> int:
+    """Devices over which `jax.shard_map` spreads what is traced now."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[name] for name in mesh.manual_axes)
 
 
 def _is_interpreted() -> bool:
