@@ -163,7 +163,7 @@ def _require_all(played, launches, in_flight, copies) -> None:
 
 
 def require_order_of(answer, *avals, launches=1, in_flight=None) -> list[list[order.Block]]:
-    """What run_kernel judges before it runs a kernel, at a shape that would take too long to run: a ring that is short
+    """Judges a kernel as run_kernel does before it runs it, at a shape that would take too long to run: a ring
     refills no slot where K is short. Returns the kernels, played."""
     played = play_kernel(answer, *avals)
     require_launches(played, launches)

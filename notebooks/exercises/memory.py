@@ -11,14 +11,14 @@ MOST_SLOTS = 16  # An array of which more parts are loaded is no ring.
 
 @dataclasses.dataclass
 class Ring:
-    """What came of an array in shared memory whose slots TMA loads."""
+    """How an array in shared memory is used whose slots TMA loads."""
 
     shape: tuple[int, ...]
     slots: set = dataclasses.field(default_factory=set)
     loads: int = 0
     # Whenever the warpgroups wait for a load: which one, and how many slots are being loaded or worked on.
     in_use: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    work: set = dataclasses.field(default_factory=set)  # What the block had done by then.
+    work: set = dataclasses.field(default_factory=set)  # How much the block had done by then.
 
     @property
     def most(self) -> int:
@@ -47,7 +47,7 @@ class Access:
     bit: int
     committed: int = 0  # The bit of its commit.
     has_ended: bool = False
-    number: int = 0  # Of a load into the array.
+    number: int = 0  # How many loads into the array came before this one.
     work: int = 0  # Work of the block when it began.
 
 

@@ -27,9 +27,9 @@ class Event:
 
     kind: str
     wg: int
-    shape: tuple[int, ...]  # Of the copied tile, or of the product.
-    start: int = 0  # Of a product, a bit: who has it among what it knows comes after the start.
-    known: int = 0
+    shape: tuple[int, ...]  # The shape of the copied tile, or of the product.
+    start: int = 0  # A bit of a product: whoever has it among what it knows comes after the start.
+    known: int = 0  # All that its warpgroup knew when it started the product.
 
 
 @dataclasses.dataclass
@@ -69,7 +69,7 @@ class _Play:
     def __init__(self, mesh, place):
         self.mesh, self.place = mesh, place
         self.block, self.bits, self.clock, self.work = Block(), itertools.count(), 0, 0
-        self.shared: dict = {}  # What all warpgroups allocate together.
+        self.shared: dict = {}  # Refs that all warpgroups allocate together.
         self.flying: collections.deque = collections.deque()  # (memory or None, access, barrier, what arrives there)
 
     def run(self, body, operands) -> Block:
