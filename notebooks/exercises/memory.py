@@ -57,7 +57,7 @@ class Memory:
     def __init__(self, aval, values=UNKNOWN):
         self.shape = tuple(getattr(aval, "shape", ()))
         self.is_shared = str(getattr(aval, "memory_space", "")).lower().endswith("smem")
-        self.values = values if values is UNKNOWN else np.asarray(values)  # Of few whole numbers.
+        self.values = values if values is UNKNOWN else np.asarray(values)  # Whole numbers, if they are few.
         self.reads: list[Access] = []
         self.writes: list[Access] = []
         self.ring = Ring(self.shape)

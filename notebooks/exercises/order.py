@@ -7,6 +7,7 @@ work is at fault where its warpgroup does not know that the other has ended.
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 
@@ -59,7 +60,8 @@ def play(jaxpr, args) -> list[list[Block]]:
         kernels.append([_Play(mesh, place).run(body, operands) for place in places])
         return [UNKNOWN] * len(equation.outvars)
 
-    collections.deque(walk(jaxpr, [plain(x) for x in args], act), maxlen=0)
+    with contextlib.suppress(Unsure):  # A launch that depends on a value.
+        collections.deque(walk(jaxpr, [plain(x) for x in args], act), maxlen=0)
     return kernels
 
 
@@ -105,7 +107,7 @@ class _Play:
         barrier.arrive(known)
 
 
-# What a warpgroup does ------------------------------------------------------------------------------------------------
+# The warpgroups -----------------------------------------------------------------------------------------------------
 
 
 class _Warpgroup:
