@@ -64,7 +64,7 @@ class Memory:
         self.stall = -1
         self.needed = getattr(getattr(aval, "dtype", None), "num_arrivals", 1)
         self.barriers: dict = collections.defaultdict(lambda: Barrier(self.needed))
-        self.members: dict = {}  # Of a union: arrays that lie in the same memory.
+        self.members: dict = {}  # Arrays of a union, which lie in the same memory.
 
     def is_busy(self, box) -> bool:
         """Whether a product or a copy that reads some of `box` still runs."""

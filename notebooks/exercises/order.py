@@ -24,7 +24,7 @@ class Disorder(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """What a block starts: a "load" to or a "store" from shared memory by TMA, or a "product" by WGMMA."""
+    """A copy or product that a block starts: a "load" to or a "store" from shared memory by TMA, or a "product"."""
 
     kind: str
     wg: int
@@ -363,7 +363,7 @@ _ACTIONS = {
 
 
 def _too_early(read: Access, write: Access) -> str:
-    """What is wrong with a write to what somebody may still read."""
+    """A sentence on a write to what somebody may still read."""
     what = "a copy starts" if write.kind == "load" else "a tile is stored in shared memory"
     if read.kind == "store":
         remedy = (
