@@ -74,7 +74,7 @@ class Memory:
 class Barrier:
     def __init__(self, needed: int):
         self.needed, self.arrived, self.known = needed, 0, 0
-        self.phases: list[int] = []  # What is known after each completion.
+        self.phases: list[int] = []  # All that is known after each completion.
         self.seen: collections.Counter = collections.Counter()  # Completions that each warpgroup has waited for.
 
     def arrive(self, known: int):
