@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import cookbook
-from cookbook.gemm import cost
+from cookbook.gemm import cost, matmul_int8_weights
 
 from .cases import Draw, Op, Values
 from .elementwise import FLOATS, activate
@@ -63,13 +63,19 @@ def draw_matmul(draw: Draw) -> dict:
     return case
 
 
+def ranked(case: dict, rank_of, *problem):
+    """The configuration that is not the fastest, but the `rank`-th that `rank_of(*problem, count)` lists; or None."""
+    if case.get("rank") is None or case.get("grad") or 0 in (case["m"], case["n"], case["k"]):
+        return None
+    configs = rank_of(*problem, case["rank"] + 1)
+    return configs[min(case["rank"], len(configs) - 1)]
+
+
 def call_matmul(case, a, b, bias=None):
-    config, m, n, k = None, case["m"], case["n"], case["k"]
-    if case["rank"] is not None and 0 not in (m, n, k) and not case["grad"]:
-        itemsizes = a.dtype.itemsize, a.dtype.itemsize, jnp.dtype(case["out_dtype"] or a.dtype).itemsize
-        problem = cost.Problem(m, n, k, (case["transpose_a"], not case["transpose_b"]), itemsizes, 132)
-        ranked = cost.ranked(problem, case["rank"] + 1)
-        config = ranked[min(case["rank"], len(ranked) - 1)]
+    itemsizes = a.dtype.itemsize, a.dtype.itemsize, jnp.dtype(case["out_dtype"] or a.dtype).itemsize
+    transposed = case["transpose_a"], not case["transpose_b"]
+    problem = cost.Problem(case["m"], case["n"], case["k"], transposed, itemsizes, 132)
+    config = ranked(case, cost.ranked, problem)
     how = {name: case[name] for name in ("out_dtype", "transpose_a", "transpose_b", "activation")}
     return (cookbook.matmul(a, b, bias=bias, config=config, **how),)
 
@@ -110,7 +116,7 @@ def rung(op):
 def draw_fp8(draw: Draw) -> dict:
     return sizes(draw, 16) | dict(
         dtypes=[draw.choice(*FP8), draw.choice(*FP8)], scales=[draw.choice("one", "each"), draw.choice("one", "each")],
-        transpose_b=draw.sometimes(0.7), out_dtype=draw.choice(*FLOATS),
+        transpose_b=draw.sometimes(0.7), out_dtype=draw.choice(*FLOATS), rank=draw.choice(None, draw.number(0, 40)),
     )  # fmt: skip
 
 
@@ -123,7 +129,9 @@ def fp8_arrays(case: dict, values: Values) -> dict:
 
 
 def call_fp8(case, a, b, scale_a, scale_b):
-    how = dict(out_dtype=case["out_dtype"], transpose_b=case["transpose_b"])
+    itemsizes = 1, 1, jnp.dtype(case["out_dtype"]).itemsize
+    config = ranked(case, cost.ranked, cost.Problem(case["m"], case["n"], case["k"], (False, False), itemsizes))
+    how = dict(out_dtype=case["out_dtype"], transpose_b=case["transpose_b"], config=config)
     return (cookbook.matmul_fp8(a, b, scale_a=scale_a, scale_b=scale_b, **how),)
 
 
@@ -137,6 +145,7 @@ def draw_int8(draw: Draw) -> dict:
     return sizes(draw, 16) | dict(
         dtype=draw.choice(*HALVES), scales=draw.choice(*FLOATS), transpose_b=draw.sometimes(0.7),
         out_dtype=draw.choice(None, *FLOATS), values=draw.choice("normal", "normal", "huge", "nan"),
+        rank=draw.choice(None, draw.number(0, 30)),
     )  # fmt: skip
 
 
@@ -152,7 +161,8 @@ def int8_rule(case: dict) -> str | None:
 
 
 def call_int8(case, a, w_q, scales):
-    how = dict(out_dtype=case["out_dtype"], transpose_w=case["transpose_b"])
+    config = ranked(case, matmul_int8_weights.ranked, case["m"], case["n"], case["k"])
+    how = dict(out_dtype=case["out_dtype"], transpose_w=case["transpose_b"], config=config)
     return (cookbook.matmul_int8_weights(a, w_q, scales, **how),)
 
 

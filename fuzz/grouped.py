@@ -8,7 +8,7 @@ from cookbook.gemm.ragged_dot import problem
 
 from .cases import Draw, Op, Values
 from .elementwise import FLOATS, activate
-from .gemm import HALVES, TMA, slack
+from .gemm import HALVES, TMA, ranked, slack
 
 BLOCK = 128
 KINDS = ("normal", "normal", "huge", "tiny", "nan")
@@ -82,12 +82,9 @@ def ragged_arrays(case: dict, values: Values) -> dict:
 
 
 def call_ragged(case, lhs, rhs, group_sizes, group_offset=None):
-    config, shape = None, (case["m"], case["n"], case["k"])
-    if case["rank"] is not None and 0 not in shape:
-        is_gated = case["activation"] == "swiglu"
-        this = problem(*shape, case["groups"], lhs.dtype, case["out_dtype"], case["transpose_rhs"], is_gated)
-        ranked = group_cost.ranked(this, case["rank"] + 1)
-        config = ranked[min(case["rank"], len(ranked) - 1)]
+    sizes, is_gated = [case[name] for name in ("m", "n", "k", "groups")], case["activation"] == "swiglu"
+    this = problem(*sizes, lhs.dtype, case["out_dtype"], case["transpose_rhs"], is_gated)
+    config = ranked(case, group_cost.ranked, this)
     return (cookbook.ragged_dot(
         lhs, rhs, group_sizes, group_offset=group_offset, transpose_rhs=case["transpose_rhs"], config=config,
         activation=case["activation"], preferred_element_type=case["out_dtype"],
