@@ -114,9 +114,9 @@ class Case:
         impls = {self.impl: self.kernel} | self.peers
         return {impl: fn for impl, fn in impls.items() if impl not in LIBRARIES and impl not in self.parts}
 
-    def program(self, impl: str = "cookbook"):
-        """(function, its arguments): what lowers to the program of a figure, without arrays."""
-        fn = self.ours()[impl]
+    def program(self, impl: str | None = None):
+        """(function, its arguments): what lowers to the program of a figure, by default of the kernel's own."""
+        fn = self.ours()[impl or self.impl]
         if self.in_place is None:
             return fn, self.avals + ([] if self.derive is None else [jax.eval_shape(self.derive, *self.avals)])
         return (lambda *args: fn(*args[:-1], jax.new_ref(args[-1]))), self.kernel_avals
