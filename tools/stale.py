@@ -91,14 +91,18 @@ def update(programs, stamp: bool) -> list[str]:
     for folder in (*HOPPERS, "b200"):
         for topic in sorted(file.stem for file in (results.ROOT / folder).glob("*.json")):
             data = results.load(topic, folder)
+            before = json.dumps(data)
             for problem, impls in data.get("rows", {}).items():
                 for impl, row in impls.items():
                     check((problem, impl), folder, row["provenance"])
-            results.save(topic, folder, data)
+            if json.dumps(data) != before:
+                results.save(topic, folder, data)
         for file in sorted((results.ROOT / folder).glob("timelines/*.json.gz")):
             data = json.loads(gzip.decompress(file.read_bytes()))
+            before = json.dumps(data)
             check((file.name.removesuffix(".json.gz").replace("__", "/"), "timeline"), folder, data["provenance"])
-            results.save_timeline(file, data)
+            if json.dumps(data) != before:
+                results.save_timeline(file, data)
     return stale
 
 
