@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import itertools
 import math
 import sys
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import cookbook
+from bench.peers import imports
 from cookbook import _mgpu, blackwell, elementwise, lab
 from cookbook.attn import attention, attention_fp8, paged_attention, varlen_attention
 from cookbook.blackwell import cost as blackwell_cost
@@ -275,7 +275,7 @@ def _matmul_int8_weights(m, n, k, target, **kwargs):
 def _attention(head_dim, seq, is_causal, target, kv_heads=None, gradients=False, **kwargs):
     """16,384 tokens and 2,048 values each. cuDNN is timed up to heads of 128. JAX has a kernel for float16, already
     scaled; its blocks are set, not searched for. It is left out where absl, which it imports, is missing; so is
-    tokamax, where it is not installed."""
+    tokamax, where it cannot be imported."""
     batch, heads = 16384 // seq, 2048 // head_dim
     q, kv = (batch, seq, heads, head_dim), (batch, seq, kv_heads or heads, head_dim)
     how, window = dict(is_causal=is_causal), kwargs.pop("window", None)
@@ -284,9 +284,9 @@ def _attention(head_dim, seq, is_causal, target, kv_heads=None, gradients=False,
                               implementation="cudnn")  # fmt: skip
     peers = {} if head_dim > 128 else {"cudnn": lambda q, k, v, halves=None: cudnn(q, k, v)}
     plain = head_dim <= 128 and not window and kv_heads is None
-    if plain and importlib.util.find_spec("absl"):
+    if plain and imports("absl"):
         peers["jax_f16"] = functools.partial(_attention_of_jax, is_causal)
-    has_tokamax = plain and importlib.util.find_spec("tokamax")
+    has_tokamax = plain and imports("tokamax")
     tokamax = functools.partial(_attention_of_tokamax, is_causal)
     if has_tokamax:
         peers["tokamax"] = tokamax
@@ -611,7 +611,7 @@ def _matmul_f32(m, n, k, **kwargs):
 def _of_jax(module: str):
     """A module of JAX's own GPU kernels. For its `main` it imports JAX's test helpers; they import absl, which nothing
     here needs."""
-    missing = "jax._src.test_util" not in sys.modules and not importlib.util.find_spec("absl")
+    missing = "jax._src.test_util" not in sys.modules and not imports("absl")
     if missing:
         sys.modules["jax._src.test_util"] = types.ModuleType("test_util")
     try:
@@ -646,7 +646,7 @@ def _ragged(m, n, k, sizes, transpose_rhs=False, target=None, **kwargs):
     peers = {"jax_mgpu": of_jax(128), "jax_mgpu_64": of_jax(64)} if n % 128 == k % 64 == 0 else {}
     if g <= 8 and not transpose_rhs:
         peers["xla"] = jax.lax.ragged_dot
-    if importlib.util.find_spec("tokamax") and not transpose_rhs:
+    if imports("tokamax") and not transpose_rhs:
         peers["tokamax"] = _ragged_dot_of_tokamax
     if transpose_rhs:
         peers["ragged_dot"] = lambda lhs, rhs, sizes, plain: cookbook.ragged_dot(lhs, plain, sizes)

@@ -143,19 +143,27 @@ def decode_bound(problem: Problem, length: int, weights: str | None = None) -> l
 STEPS_A_PROGRAM = Engine.__init__.__kwdefaults__["num_scheduler_steps"]  # Where several steps go off at once.
 
 
+def own_pages(num_seqs: int, pages_each: int) -> np.ndarray:
+    """(num_seqs, pages_each): block tables in which no two places have the same page; the pages in random order."""
+    return np.random.default_rng(0).permutation(num_seqs * pages_each).reshape(num_seqs, pages_each)
+
+
 def _decoding(problem: Problem, params, length: int, num_steps: int, **how):
     """A function that sends off a step in which `max_seqs` sequences of `length` tokens decode, and gives its tokens.
 
     With more than one in `num_steps` it is one program of so many steps, the last of which has that length.
 
+    Each sequence has pages of its own, in random order: shared ones would be read from L2.
+
     `how` are options of `Engine`.
     """
-    engine = Engine(problem.config, params, num_pages=problem.num_pages, page_size=problem.page_size,
+    tables = own_pages(problem.max_seqs, -(-length // problem.page_size))
+    engine = Engine(problem.config, params, num_pages=tables.size, page_size=problem.page_size,
                     max_seqs=problem.max_seqs, max_tokens_per_step=problem.max_tokens_per_step, **how)  # fmt: skip
     chunks, rng = [], np.random.default_rng(0)  # Equal tokens would all have the same experts.
     for i in range(problem.max_seqs):
         request = Request(tuple(rng.integers(problem.config.vocab_size, size=length).tolist()), 8)
-        request.pages = [(7 * i + j) % problem.num_pages for j in range(-(-length // problem.page_size))]
+        request.pages = tables[i].tolist()
         chunks.append(Chunk(request, length - num_steps, length - num_steps + 1))
     width_min = TABLE_WIDTHS_MIN[engine.backend]
     batch = pack(chunks, problem.page_size, problem.max_seqs, True, width_min=width_min)

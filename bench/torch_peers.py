@@ -32,8 +32,8 @@ def cases(op: str | None = None) -> list[Case]:
 def main(op: str | None = None, iterations: int = 30) -> int:
     try:
         import torch
-    except ImportError:
-        sys.exit("bench.torch_peers: torch is missing: install it, or leave this peer out")
+    except Exception as error:  # It is missing, or something that it needs is.
+        sys.exit(f"bench.torch_peers: torch cannot be imported ({error}): install it, or leave this peer out")
     if not torch.cuda.is_available():
         sys.exit("bench.torch_peers: torch sees no GPU: this needs one")
     # Triton keeps on disk what it compiles. Here its first calls only time configurations, which nobody may disturb.
@@ -45,8 +45,8 @@ def main(op: str | None = None, iterations: int = 30) -> int:
             with lab.alone():
                 impl, version, call, error = _prepared(torch, case)
                 times = _milliseconds(torch, call, iterations) if error < 1e-2 else None
-        except (ImportError, RuntimeError) as refusal:  # fla refuses a Triton that is known to get gradients wrong.
-            print(f"{case.problem}: {refusal}: left out")
+        except Exception as refusal:  # Its import failed; or fla refuses a Triton that is known to get gradients wrong.
+            print(f"{case.problem}: {type(refusal).__name__}: {refusal}: left out")
             continue
         if times is None:
             sys.exit(f"{case.problem}, {impl}: wrong by {error:.2g}, and so not timed")
@@ -62,7 +62,7 @@ def _call_each(op: str | None) -> None:
     import torch
 
     for case in cases(op):
-        with contextlib.suppress(ImportError, RuntimeError):
+        with contextlib.suppress(Exception):
             _, _, call, _ = _prepared(torch, case)
             call()
 

@@ -8,8 +8,10 @@ import contextvars
 import dataclasses
 import functools
 import importlib.util
+import math
 import os
 import reprlib
+import threading
 from typing import Any
 
 import jax
@@ -38,10 +40,12 @@ class Target:
     name: str  # For messages.
     num_sms: int  # A persistent grid has as many blocks, or a multiple.
     interpreted: bool = False  # Whether JAX's GPU interpreter runs them. It cannot do all that a GPU can.
+    several_devices: bool = False  # Whether it does so on the devices of a mesh. Alone it knows one.
 
 
 _target: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
 _profile: contextvars.ContextVar[dict | None] = contextvars.ContextVar("profile", default=None)
+_interpreting: set[int] = set()  # Threads inside `interpreting`.
 
 
 @contextlib.contextmanager
@@ -64,16 +68,25 @@ def allow_waiting_threads():
 
 
 @contextlib.contextmanager
-def interpreting(*, num_sms: int = 4, detect_races: bool = False):
+def interpreting(*, num_sms: int = 4, detect_races: bool = False, several_devices: bool = False):
     """Kernels traced inside run in JAX's GPU interpreter, on the CPU, on a pretended GPU with `num_sms` SMs.
 
-    A kernel takes seconds there even at small shapes. Races are printed under `detect_races`.
+    A kernel takes seconds there even at small shapes. Races are printed under `detect_races`. It holds for this thread
+    alone. `cookbook.lab.interpret` also lets kernels run in `jax.checkpoint`, in `jax.vmap` of branches or with an axis
+    name, and on `several_devices`.
     """
     allow_waiting_threads()
     on_cpu = jax.default_device(jax.devices("cpu")[0]) if jax.default_backend() != "cpu" else contextlib.nullcontext()
     params = plgpu.InterpretGPUParams(detect_races=detect_races)
-    with on_cpu, building_for(Target("the GPU interpreter", num_sms, True)), plgpu.force_gpu_interpret_mode(params):
-        yield
+    target, thread = Target("the GPU interpreter", num_sms, True, several_devices), threading.get_ident()
+    is_first = thread not in _interpreting
+    _interpreting.add(thread)
+    try:
+        with on_cpu, building_for(target), plgpu.force_gpu_interpret_mode(params):
+            yield
+    finally:
+        if is_first:
+            _interpreting.discard(thread)
 
 
 @contextlib.contextmanager
@@ -90,7 +103,8 @@ def require_target(op: str) -> Target:
     """Returns what `op` is to be built for.
 
     Raises:
-      RuntimeError: there is neither a Hopper or newer GPU nor an `interpreting` or `building_for` context.
+      RuntimeError: there is neither a Hopper or newer GPU nor an `interpreting` or `building_for` context in this
+        thread; or JAX's interpreter, alone, would run a kernel on several devices.
       ValueError: the mesh of `jax.shard_map` has an axis of a name that kernels use.
     """
     if taken := GRID_NAMES.intersection(jax.sharding.get_abstract_mesh().axis_names):
@@ -98,7 +112,18 @@ def require_target(op: str) -> Target:
             f"cookbook.{op}: the mesh has an axis {min(taken)!r}, for which JAX would take one of the kernel's grid: "
             "name the mesh's axis differently"
         )
-    if (target := _target.get()) is not None:
+    target = _target.get()
+    if (target.interpreted if target else jax.default_backend() != "gpu") and _only_others_interpret():
+        raise RuntimeError(
+            f"cookbook.{op}: another thread interprets kernels, and this one does not: what a thread enters does not "
+            "reach those of a pool, and JAX's interpreter serves one thread. Call the op in the thread that interprets"
+        )
+    if target is not None:
+        if target.interpreted and not target.several_devices and (devices := _devices_of_mesh()) > 1:
+            raise RuntimeError(
+                f"cookbook.{op}: JAX's interpreter knows one device, and the mesh has {devices}: interpret inside "
+                "`with cookbook.lab.interpret():`, which lets them take turns, or take a mesh of one"
+            )
         if target.interpreted != _is_interpreted():
             raise RuntimeError(
                 f"cookbook.{op} is built for {target}, but kernels traced here are "
@@ -162,6 +187,16 @@ def _how_to_interpret(op: str) -> str:
     )
 
 
+def _only_others_interpret() -> bool:
+    return bool(_interpreting) and threading.get_ident() not in _interpreting
+
+
+def _devices_of_mesh() -> int:
+    """Devices over which `jax.shard_map` spreads what is traced now."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[name] for name in mesh.manual_axes)
+
+
 def _is_interpreted() -> bool:
     """Whether JAX's interpreter runs what is traced now. Its switch cannot be read, so this traces an empty kernel."""
     empty = plgpu.kernel(lambda out: None, out_type=jax.ShapeDtypeStruct((1,), jnp.int32))
@@ -176,6 +211,17 @@ def div(a, b):
 def rem(a, b):
     """The remainder of two counts, of Python's or traced."""
     return a % b if isinstance(a, int) and isinstance(b, int) else lax.rem(jnp.int32(a), jnp.int32(b))
+
+
+def offsets(size: int, of, *indices):
+    """`of(*indices)`, offsets into a flat array of `size` values, in 64 bits where 32 are too few.
+
+    `of` must not use `//` on indices: JAX has no lowering for it in 64 bits.
+    """
+    if size < 2**31:
+        return of(*indices)
+    with jax.enable_x64(True):
+        return of(*(lax.convert_element_type(index, jnp.int64) for index in indices))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,25 +288,40 @@ def compiler_params(**kwargs) -> plgpu.CompilerParams:
     return plgpu.CompilerParams(**kwargs, **(_profile.get() or {}))
 
 
+@contextlib.contextmanager
+def own_options():
+    """What is traced inside is the same whatever options of JAX a program has set: a kernel, and its tables of indices.
+
+    Under `jax_enable_x64` indices of loops would have 64 bits and those of blocks 32, and JAX divides none by the
+    other; under `jax_disable_jit` a loop of Python's would slice a Ref at numbers, beyond its end at a tail; promotion
+    may be set to raise.
+    """
+    with (
+        jax.enable_x64(False),
+        jax.disable_jit(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        yield
+
+
 def kernel(body, **kwargs):
     """`plgpu.kernel(body, **kwargs)`, at home in JAX.
 
     Its results vary over the mesh axes of `jax.shard_map` over which an operand varies: `shard_map` checks that, and
-    JAX's kernels say nothing about it. Indices in `body` are 32-bit integers under `jax_enable_x64` too:
-    otherwise those of loops would have 64 bits, those of blocks 32, and JAX divides none by the other. `body` is traced
-    under `jax_disable_jit` too: a loop of Python's would slice a Ref at numbers, beyond its end at a tail. Profilers
-    show a kernel by the name of its module, and of its function.
+    JAX's kernels say nothing about it. `body` is traced under `own_options`. Profilers show a kernel by the name of its
+    module, and of its function.
     """
     function = body
     while isinstance(function, functools.partial):
         function = function.func
 
-    def body_of_32_bits(*refs, **scratch):
-        with jax.enable_x64(False), jax.disable_jit(False):
+    def traced(*refs, **scratch):
+        with own_options():
             return body(*refs, **scratch)
 
-    body_of_32_bits.__name__ = f"{function.__module__.rpartition('.')[2].strip('_')}_{function.__name__.strip('_')}"
-    launch = plgpu.kernel(body_of_32_bits, **kwargs)
+    traced.__name__ = f"{function.__module__.rpartition('.')[2].strip('_')}_{function.__name__.strip('_')}"
+    launch = plgpu.kernel(traced, **kwargs)
 
     def run(*operands):
         axes = _varying(*jax.tree.leaves(operands))
@@ -387,6 +448,22 @@ def require_config(op: str, config, kind: type):
     )
 
 
+def elsewhere(op: str, given: dict, known: dict) -> None:
+    """Checks arguments that `op` does not have, but functions of other libraries do: None and False are what they do
+    without. `known` are these, and what says the same here.
+
+    Raises:
+      ValueError: one has another value; it says what to do.
+      TypeError: nobody has such an argument.
+    """
+    for name, value in given.items():
+        if name not in known:
+            raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
+        if value is not None and value is not False:
+            text = "..." if hasattr(value, "shape") else reprlib.repr(value)
+            raise ValueError(f"cookbook.{op}: {name}={text}; must be left out or None: {known[name]}")
+
+
 _NUMBERS = {np.bool_: bool, np.integer: int, np.floating: float}  # JAX's kinds of dtypes, in Python.
 _HOW_TO_PASS = {bool: "pass True or False", int: "pass a whole number", float: "pass a number"}
 
@@ -458,12 +535,29 @@ def matmul_sizes(op: str, a, b, transpose_a: bool, transpose_b: bool) -> tuple[i
                 f"cookbook.{op}: a row of {name} has {cols} values, {2 * cols} bytes; TMA needs a multiple of 16 bytes"
                 f": pad it to {-(-cols // 8) * 8} (jnp.pad, one copy of {name})"
             )
+    require_indices(op, M=m, N=n, K=k)
     return m, n, k
 
 
-def require_float(op: str, out_dtype):
-    if out_dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise ValueError(f"cookbook.{op}: {out_dtype=}; must be bfloat16, float16 or float32")
+def require_indices(op: str, **sizes: int):
+    """Raises a ValueError unless indices of 32 bits reach a tile beyond each of `sizes`. Their products may be larger:
+    TMA and two-dimensional Refs count in 64 bits."""
+    for name, size in sizes.items():
+        if size >= 2**31 - 1024:
+            raise ValueError(f"cookbook.{op}: {name}={size}; must be below 2**31 - 1024: pass parts of it")
+
+
+def require_float(op: str, out_dtype, name: str = "out_dtype"):
+    """`out_dtype`, whatever names a dtype, as the dtype of a result."""
+    try:
+        dtype = None if out_dtype is None else jnp.dtype(out_dtype)
+    except TypeError:
+        dtype = None
+    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise ValueError(
+            f"cookbook.{op}: {name}={out_dtype!r}; must be bfloat16, float16 or float32: cast the result of one"
+        )
+    return dtype
 
 
 def store(ref, value):

@@ -84,16 +84,17 @@ def _apply(fn, in_refs, out_refs, start, size: int, vec: int):
 
 def _kernel(*refs, fn, num_inputs: int, n: int, tile: int, vec: int):
     apply = functools.partial(_apply, fn, refs[:num_inputs], refs[num_inputs:])
+    at = functools.partial(_mgpu.offsets, n)
     block, num_blocks, left = lax.axis_index("block"), max(n // tile, 1), n % tile
     if n >= tile:
-        apply(block * tile, tile, vec)
+        apply(at(lambda block: block * tile, block), tile, vec)
     if left:
 
         @pl.when(block == num_blocks - 1)
         def _leftovers():
             @pl.loop(0, pl.cdiv(left, 128))
             def _(i):
-                apply(jnp.minimum(n - left + i * 128, n - 128), 128, 1)
+                apply(at(lambda i: jnp.minimum(n - left + i * 128, n - 128), i), 128, 1)
 
 
 @functools.partial(jax.jit, static_argnames=("fn", "config", "params"))
@@ -122,7 +123,11 @@ def _call(leaves, fn, config: Config | None, params):
 
 @functools.lru_cache(maxsize=1024)  # One function for each, so that `jit` finds its kernel again.
 def _of_leaves(fn, treedef):
-    return functools.wraps(fn)(lambda *leaves: fn(*jax.tree.unflatten(treedef, leaves)))
+    def of_leaves(*leaves):
+        args, kwargs = jax.tree.unflatten(treedef, leaves)
+        return fn(*args, **kwargs)
+
+    return functools.wraps(fn)(of_leaves)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -172,8 +177,8 @@ def _vjp_of(fn, is_float: tuple[bool, ...]):
     return gradients
 
 
-def _run(op, fn, args, config):
-    leaves, treedef = jax.tree.flatten(args)
+def _run(op, fn, args, kwargs, config):
+    leaves, treedef = jax.tree.flatten((args, kwargs))
     leaves = [_mgpu.as_array(op, f"argument {i}", leaf) for i, leaf in enumerate(leaves)]
     return _fused(op, _of_leaves(fn, treedef), config, _mgpu.alike(*leaves))
 
@@ -194,9 +199,13 @@ def fuse(fn, *, config: Config | None = None):
       ValueError: shapes differ, a dtype is not supported, or `fn` is not element-wise; RuntimeError: no GPU.
     """
 
+    _mgpu.require_config("fuse", config, Config)
+    if not callable(fn):
+        raise ValueError(f"cookbook.fuse: {fn=}; must be a function of arrays: fuse(lambda x, y: x + y)(x, y)")
+
     @functools.wraps(fn)
-    def fused(*args):
-        return _run(f"fuse({getattr(fn, '__name__', 'fn')})", fn, args, config)
+    def fused(*args, **kwargs):
+        return _run(f"fuse({getattr(fn, '__name__', 'fn')})", fn, args, kwargs, config)
 
     return fused
 
@@ -218,7 +227,8 @@ def add(x, y, *, activation=None, config: Config | None = None):
     Raises:
       ValueError: shapes differ, or a dtype or the activation is not supported; RuntimeError: no GPU.
     """
-    return _run("add", _add_fn(activation), (x, y), config)
+    x, y = _mgpu.as_array("add", "x", x), _mgpu.as_array("add", "y", y)
+    return _run("add", _add_fn(activation), (x, y), {}, _mgpu.require_config("add", config, Config))
 
 
 add.Config = Config  # `cookbook.add` is this function, not its module.

@@ -2,6 +2,9 @@
 
 Case i of a seed is the same in every run and on every machine of a kind, whichever process runs it. A case that takes
 too long, as a deadlock on a GPU does, ends its process, fails, and the others go on.
+
+Without a GPU a case is small: it is interpreted, and lowered for an H200, or with `--compile` compiled. After each
+comes one of a GPU's sizes that is lowered, or compiled, and not run.
 """
 
 import argparse
@@ -22,9 +25,10 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1, help="processes; on a GPU several share it")
     parser.add_argument("--ops", help="only these ops, with commas between them")
     parser.add_argument("--limit", type=float, default=240, help="seconds that one case may take")
+    parser.add_argument("--compile", action="store_true", help="without a GPU, compile each case for an H200")
     args = parser.parse_args()
     if args.case:
-        fault = again(args.case)
+        fault = again(args.case, args.compile)
         print(fault or "right")
         return fault not in (None, "refused")
     return sweep(args)

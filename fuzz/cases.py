@@ -1,4 +1,4 @@
-"""One case: drawn, run twice, and compared with NumPy in float64."""
+"""One case: drawn, run twice, and compared with NumPy in float64; without a GPU also lowered or compiled for one."""
 
 import dataclasses
 import json
@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cookbook import lab
+from cookbook import _mgpu, lab
 from cookbook.lab import checking
 
+H200 = _mgpu.Target("h200", num_sms=132)
 F32 = 2.0**-23
 STEP = 2.0**-10  # Half the width of a central difference, as a share of the values' size.
 
@@ -44,12 +45,14 @@ class Draw:
         return int(self.rng.integers(low, high + 1))
 
     def size(self, most: int, unit: int = 1, zero: float = 0.02, large: int = 8) -> int:
-        """Often at an edge: 0 or one unit, a power of 2 or a unit beside it; otherwise any. On a GPU `large` times."""
+        """Often at an edge: 0 or one unit, a power of 2, a unit beside it, or 3, 5 or 7 times one; otherwise any. On a
+        GPU `large` times."""
         most = max(1, int(most * self.share * (large if self.large else 1)) // unit)
         if self.sometimes(zero):
             return 0
         power = 2 ** self.number(0, int(math.log2(most)))
-        count = self.choice(1, power, power - 1, power + 1, *[self.number(1, most)] * 4)
+        odd = self.choice(3, 5, 7) * 2 ** self.number(0, int(math.log2(max(1, most // 7))))
+        count = self.choice(1, power, power - 1, power + 1, odd, odd, *[self.number(1, most)] * 4)
         return unit * min(max(count, 1), most)
 
 
@@ -90,13 +93,18 @@ def operands(op: Op, case: dict) -> dict:
     return op.arrays(case, Values(case["seed"]))
 
 
-def run(op: Op, case: dict) -> str | None:
-    """The fault of a case, in words; None if nothing is, "refused" if its ValueError is one that a rule demands."""
+def run(op: Op, case: dict, compiles: bool = False) -> str | None:
+    """The fault of a case, in words; None if nothing is, "refused" if its ValueError is one that a rule demands.
+
+    Without a GPU the case is lowered for an H200 too, or compiled: the interpreter takes layouts that Mosaic refuses. A
+    case that is `lowered_only` is too large to be interpreted.
+    """
     given = operands(op, case)
     call, given_as = _seen_through(op, case, given)
-    rule = op.refuses(case)
+    rule, runs = op.refuses(case), lab.on_gpu() or not case.get("lowered_only")
     try:
-        outs = _twice(call, given_as)
+        _for_an_h200(call, given_as, compiles and "devices" not in case)
+        outs = _twice(call, given_as) if runs else []
     except ValueError as error:
         if rule and rule in str(error):
             return "refused"
@@ -107,6 +115,8 @@ def run(op: Op, case: dict) -> str | None:
         return outs
     if rule:
         return f"was not refused; its rule: {rule}"
+    if not runs:
+        return _gradients(op, case, given, compiles) if case.get("grad") else None
     with np.errstate(all="ignore"):
         wanted = op.reference(case, **{name: _exact(x) for name, x in given.items()})
     if len(outs) != len(wanted):
@@ -114,7 +124,18 @@ def run(op: Op, case: dict) -> str | None:
     faults = [compare(out, *want) for out, want in zip(outs, wanted, strict=True)]
     if fault := next(filter(None, faults), None):
         return f"result {faults.index(fault)} of {len(faults)}: {fault}"
-    return _gradients(op, case, given) if case.get("grad") else None
+    return _gradients(op, case, given, compiles) if case.get("grad") else None
+
+
+def _for_an_h200(fn, arrays, compiles: bool):
+    """Lowers `fn` of these arrays for an H200, where there is no GPU that compiles it anyway, or compiles it."""
+    if lab.on_gpu():
+        return
+    avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+    with _mgpu.building_for(H200):
+        lowered = jax.jit(lambda arrays: fn(arrays)).trace(avals).lower(lowering_platforms=("cuda",))
+    if compiles and "mosaic_gpu" in lowered.as_text():  # Without values no kernel is launched.
+        lab.compile_for("h200", fn, avals)
 
 
 def _exact(x):
@@ -194,22 +215,25 @@ def _first(wrong, out, exact, limit) -> str:
     )
 
 
-def _gradients(op: Op, case: dict, given: dict) -> str | None:
+def _gradients(op: Op, case: dict, given: dict, compiles: bool) -> str | None:
     """The derivative along random directions, beside central differences of the float64 reference."""
     names = [name for name in op.gradients if name in given and given[name].size]
-    rng = np.random.default_rng(case["seed"] + 1)
+    rng, cotangents = np.random.default_rng(case["seed"] + 1), []
     values = lambda arrays: [out for out, _ in op.reference(case, **arrays)]
     exact = {name: _exact(x) for name, x in given.items()}
-    with np.errstate(all="ignore"):
-        cotangents = [rng.standard_normal(out.shape) for out in values(exact)]
 
     def gradients(arrays):
         fn = lambda *xs: tuple(op.call(case, **{**arrays, **dict(zip(names, xs, strict=True))}))
         outs, pull = jax.vjp(fn, *(arrays[name] for name in names))
         finite = lambda ct, out: jnp.where(jnp.isfinite(out), jnp.asarray(ct, out.dtype), 0)
-        return pull(tuple(map(finite, cotangents, outs)))
+        return pull(tuple(map(finite, cotangents or outs, outs)))
 
     try:
+        _for_an_h200(gradients, given, compiles and "devices" not in case)
+        if case.get("lowered_only") and not lab.on_gpu():
+            return None
+        with np.errstate(all="ignore"):
+            cotangents += [rng.standard_normal(out.shape) for out in values(exact)]
         found = _twice(gradients, given)
     except Exception as error:
         return f"gradient: {type(error).__name__}: {str(error).strip()[-600:]}"
@@ -227,7 +251,8 @@ def _gradients(op: Op, case: dict, given: dict) -> str | None:
         typical = np.sqrt(np.mean(gradient**2))
         for share in (1.0, 0.1, 1 / gradient.size):
             direction = rng.standard_normal(gradient.shape) * (rng.random(gradient.shape) <= share)
-            h = STEP * (np.sqrt(np.mean(exact[name] ** 2)) or 1.0)
+            finite = exact[name][np.isfinite(exact[name])]  # A sink may be -inf.
+            h = STEP * ((np.sqrt(np.mean(finite**2)) if finite.size else 0.0) or 1.0)
             with np.errstate(all="ignore"):
                 ends = [along(exact | {name: exact[name] + sign * h * direction}) for sign in (1, -1)]
             wanted, got = (ends[0] - ends[1]) / (2 * h), float((gradient * direction).sum())

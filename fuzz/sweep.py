@@ -20,27 +20,30 @@ from .ops import OPS
 CASES_EACH = 200
 
 
-def again(line: str) -> str | None:
+def again(line: str, compiles: bool = False) -> str | None:
     op, _, case = line.partition(" ")
-    return run(OPS[op], json.loads(case))
+    return run(OPS[op], json.loads(case), compiles)
 
 
-def drawn(ops: list[str], seed: int, index: int, share: float = 1.0) -> tuple[str, dict]:
-    """Case `index` of a seed: its op, and the case, with sizes up to this share of the usual ones."""
-    draw = Draw(np.random.default_rng([seed, index]), lab.on_gpu(), share)
+def drawn(ops: list[str], seed: int, index: int, share: float = 1.0, lowered_only: bool = False) -> tuple[str, dict]:
+    """Case `index` of a seed: its op, and the case, with sizes up to this share of the usual ones. One that is
+    `lowered_only` has a GPU's sizes."""
+    draw = Draw(np.random.default_rng([seed, index]), lowered_only or lab.on_gpu(), share)
     op = ops[index % len(ops)]
     case = OPS[op].draw(draw) | dict(view=draw.choice(None, None, "slice", "transpose"))
-    return op, case | dict(seed=draw.number(0, 10**6))
+    return op, case | dict(seed=draw.number(0, 10**6)) | (dict(lowered_only=True) if lowered_only else {})
 
 
-def work(connection, ops: list[str], seed: int, indices: range):
-    """A process: runs the cases of these indices, and sends each before it starts and its fault after it."""
+def work(connection, ops: list[str], seed: int, indices: range, compiles: bool = False):
+    """A process: runs the cases of these indices, and sends each before it starts and its fault after it. Without a GPU
+    a large case after each is lowered for one."""
     # Before its first array: JAX looks for GPUs then. Only ops across GPUs alone are given all of them.
     os.environ |= (in_turn if nvlink.OPS.keys() >= {*ops} else one_of)(indices.start)
     for index in indices:
-        op, case = drawn(ops, seed, index)
-        connection.send(("starts", index, op, text(op, case)))
-        connection.send(("ended", index, op, run(OPS[op], case)))
+        for lowered_only in (False,) if lab.on_gpu() else (False, True):
+            op, case = drawn(ops, seed, index, lowered_only=lowered_only)
+            connection.send(("starts", index, op, text(op, case)))
+            connection.send(("lowered" if lowered_only else "ended", index, op, run(OPS[op], case, compiles)))
 
 
 class Worker:
@@ -55,7 +58,7 @@ class Worker:
         end = min(self.args.cases, index + CASES_EACH * self.args.workers)
         indices = range(index, end, self.args.workers)
         self.process = multiprocessing.get_context("spawn").Process(
-            target=work, args=(theirs, self.ops, self.args.seed, indices), daemon=True
+            target=work, args=(theirs, self.ops, self.args.seed, indices, self.args.compile), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -71,9 +74,10 @@ def sweep(args) -> int:
     counts, failed, until = collections.Counter(), [], time.monotonic() + args.seconds
     workers = [Worker(number, args, ops) for number in range(args.workers)]
 
-    def ended(worker, fault: str | None):
-        counts[worker.op, "refused" if fault == "refused" else "failed" if fault else "right"] += 1
-        if fault not in (None, "refused"):
+    def ended(worker, fault: str | None, is_lowered: bool = False):
+        has_failed = fault not in (None, "refused")
+        counts[worker.op, "failed" if has_failed else "lowered" if is_lowered else fault or "right"] += 1
+        if has_failed:
             failed.append(worker.line)
             print(f"{fault}\n  make fuzz CASE='{worker.line}'", flush=True)
 
@@ -99,7 +103,7 @@ def sweep(args) -> int:
                 if event == "starts":
                     worker.line, worker.since = said, time.monotonic()
                 else:
-                    ended(worker, said)
+                    ended(worker, said, event == "lowered")
             elif worker.line is not None and time.monotonic() - worker.since > args.limit:  # A case has started.
                 worker.stop()
                 ended(worker, f"no end after {args.limit:.0f} s")
@@ -111,8 +115,10 @@ def sweep(args) -> int:
 
 def report(ops, counts, failed, args) -> int:
     width = max(map(len, ops))
-    print(f"{'op':{width}}  right  refused  failed")
+    kinds = ("right", "refused", "failed", *([] if lab.on_gpu() else ["lowered"]))
+    print(f"{'op':{width}}", *kinds, sep="  ")
     for op in ops:
-        print(f"{op:{width}}  {counts[op, 'right']:5}  {counts[op, 'refused']:7}  {counts[op, 'failed']:6}")
-    print(f"{sum(counts.values())} cases of seed {args.seed}, {len(failed)} failed")
+        print(f"{op:{width}}", *(f"{counts[op, kind]:{len(kind)}}" for kind in kinds), sep="  ")
+    total = sum(count for (_, kind), count in counts.items() if kind != "lowered")
+    print(f"{total} cases of seed {args.seed}, {len(failed)} failed")
     return bool(failed)

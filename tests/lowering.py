@@ -7,7 +7,7 @@ from cookbook import _mgpu
 H200 = _mgpu.Target("h200", num_sms=132)
 
 
-def lowered(fn, *avals):
-    """`fn` of arrays like `avals` (`jax.ShapeDtypeStruct`), lowered for an H200. Raises what Mosaic raises."""
-    with _mgpu.building_for(H200):
+def lowered(fn, *avals, target=H200):
+    """`fn` of arrays like `avals` (`jax.ShapeDtypeStruct`), lowered for `target`. Raises what Mosaic raises."""
+    with _mgpu.building_for(target):
         return jax.jit(lambda *args: fn(*args)).trace(*avals).lower(lowering_platforms=("cuda",))

@@ -23,6 +23,8 @@ Other names of the arguments, and of lse:
 Bound by: the tensor cores with heads of 128 and 256, and with heads of 64 the CUDA cores, which have as many
 exponentials for half of the products.
 
+Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
+
 Not supported: masks as arrays, biases, dropout. If H is over 64, and no multiple of it or S none of 8, values are
 padded by a copy, or with few queries come in tiles of 8 rows; the backward pass pads its operands by copies. Source:
 Shah et al., "FlashAttention-3" (2024).
@@ -67,7 +69,7 @@ def _check(query, key, value) -> None:
     op = "cookbook.attention"
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 4:
-            raise ValueError(f"{op}: {name}.shape = {x.shape}; must be (batch, positions, heads, head_dim)")
+            raise ValueError(f"{op}: {name}.shape={x.shape}; must be (batch, positions, heads, head_dim): reshape it")
         if x.dtype not in (jnp.bfloat16, jnp.float16) or x.dtype != query.dtype:
             raise ValueError(f"{op}: {name}.dtype = {x.dtype}; all must be bfloat16 or all float16: cast them")
     if key.shape != value.shape or key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
@@ -75,14 +77,16 @@ def _check(query, key, value) -> None:
             f"{op}: {query.shape=}, {key.shape=}, {value.shape=}; key and value must have the same shape, and batch "
             "and head_dim of query"
         )
-    if query.shape[2] % key.shape[2]:
-        raise ValueError(f"{op}: {query.shape[2]} query heads are no multiple of {key.shape[2]} key heads")
+    checks.groups("attention", query.shape[2], key.shape[2])
     if query.shape[3] % 8 or not 8 <= query.shape[3] <= 256:
         raise ValueError(
-            f"{op}: head_dim = {query.shape[3]} must be a multiple of 8 up to 256 (TMA's 16 bytes): pad it"
+            f"{op}: head_dim={query.shape[3]}; must be a multiple of 8 from 8 to 256 (TMA's 16 bytes): pad it"
         )
-    if 0 in query.shape or 0 in key.shape:
-        raise ValueError(f"{op}: {query.shape=}, {key.shape=}; no size may be 0")
+
+
+def _batch_of_one(x):
+    """`x`, an array or a list, with an axis more in front; None stays None."""
+    return None if x is None else x[None] if hasattr(x, "shape") else [x]
 
 
 def _segments(query, key, segment_ids, kv_segment_ids) -> tuple:
@@ -116,6 +120,7 @@ class Options:
     right: int | None
     config: Config | None
     deterministic: bool | None
+    return_lse: bool
 
 
 def _problem(query, key, options: Options, interpreted: bool) -> Problem:
@@ -134,8 +139,8 @@ def _fitted(plan: dense.Plan, num_sms: int) -> dense.Plan:
     return narrow if NARROW_STEP * narrow.time(num_sms) < plan.time(num_sms) else plan
 
 
-def _run(query, key, value, sinks, segments, options: Options):
-    """(out, lse), lse as the kernel writes it: (batch, heads, positions)."""
+def _run(query, key, value, sinks, segments, options: Options, return_lse: bool):
+    """(out, lse), lse as the kernel writes it, (batch, heads, positions), or None."""
     target = _mgpu.require_tensor_cores("attention")
     problem = _problem(query, key, options, target.interpreted)
     config = options.config or default_config(problem.head_dim, problem.has_window)
@@ -145,22 +150,26 @@ def _run(query, key, value, sinks, segments, options: Options):
     plan = dense.Plan(problem, batch, num_q, num_kv, bool(segments), config, copies_tiles=copies_tiles)
     plan = plan if options.config else _fitted(plan, target.num_sms)
     params = _mgpu.compiler_params(approx_math=True)
-    return dense.forward(query, key, value, sinks, segments, plan=plan, num_sms=target.num_sms, params=params)
+    return dense.forward(
+        query, key, value, sinks, segments, plan=plan, num_sms=target.num_sms, params=params, return_lse=return_lse
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attention(query, key, value, sinks, segments, options: Options):
-    return _run(query, key, value, sinks, segments, options)
+    return _run(query, key, value, sinks, segments, options, options.return_lse)
 
 
 def _attention_fwd(query, key, value, sinks, segments, options: Options):
-    run = _mgpu.without_derivative("attention", functools.partial(_run, options=options))
+    run = _mgpu.without_derivative("attention", functools.partial(_run, options=options, return_lse=True))
     out, lse = run(query, key, value, sinks, segments)
-    return (out, lse), (query, key, value, sinks, segments, out, lse)
+    return (out, lse if options.return_lse else None), (query, key, value, sinks, segments, out, lse)
 
 
 def _attention_bwd(options: Options, residuals, gradients):
     query, key, value, sinks, *results = residuals
+    d_out, d_lse = gradients
+    gradients = d_out, jnp.zeros_like(results[-1]) if d_lse is None else d_lse
     target = _mgpu.require_tensor_cores("attention")
     problem = _problem(query, key, options, target.interpreted)
     params = _mgpu.compiler_params(approx_math=True)
@@ -178,7 +187,7 @@ def _attention_bwd(options: Options, residuals, gradients):
 
 def _sinks_gradient(sinks, out, lse, d_out, d_lse):
     """A sink has the weight exp(sink - lse) of each query, and a value of zero. lse is (batch, heads, positions)."""
-    delta = jnp.einsum("btnh,btnh->bnt", out, d_out, preferred_element_type=jnp.float32) - d_lse
+    delta = jnp.einsum("btnh,btnh->bnt", out, d_out, precision="default", preferred_element_type=jnp.float32) - d_lse
     # Without a sink and without a key both logarithms are -inf.
     weight = jnp.where(jnp.isneginf(sinks[:, None]), 0, jnp.exp(sinks[:, None] - lse))
     return -(weight * delta).sum((0, 2))
@@ -189,7 +198,8 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 def attention(
     query, key, value, *, scale=None, is_causal=False, local_window_size=None, logits_soft_cap=None, segment_ids=None,
-    kv_segment_ids=None, sinks=None, return_lse=False, deterministic=None, config: Config | None = None,
+    kv_segment_ids=None, sinks=None, return_lse=False, return_residual=False, deterministic=None,
+    config: Config | None = None, **others,
 ):  # fmt: skip
     """Scaled dot-product attention, as `jax.nn.dot_product_attention`. Its results are the same in every run; gradients
     are with `deterministic=True`.
@@ -197,43 +207,57 @@ def attention(
     Differentiable in query, key, value and sinks, also through lse; these, out and lse are kept for the backward pass.
 
     Args:
-      query: (B, T, N, H); bfloat16 or float16.
+      query: (B, T, N, H), or (T, N, H), and then nothing has a batch; bfloat16 or float16.
       key, value: (B, S, K, H), of the dtype of `query`; K divides N.
       scale: what logits are multiplied by; None for 1 / sqrt(H). All numbers may be Python's, NumPy's or JAX's.
       is_causal: query i sees keys up to i.
       local_window_size: (left, right): query i sees keys i - left to i + right; None for a side without bound, one
         number for both.
-      logits_soft_cap: c, so that logits become c tanh(logits / c).
+      logits_soft_cap: c, so that logits become c tanh(logits / c); None for none.
       segment_ids: (B, T) integers of any kind: a query sees only keys with its own id. A block of keys is skipped if no
         query's id lies between the block's least and largest: sequences packed one after the other cost what they do
         apart. A value that is not finite makes all results of the queries that see it NaN, and of no others; gradients
         are not kept apart like that. This costs a copy of keys and values.
       kv_segment_ids: (B, S) integers, of the keys; None for `segment_ids`.
       sinks: (N,), floats: a logit of each head that counts as one key more, whose value is zero.
-      return_lse: also return the logarithms of the sums of exponentials.
+      return_lse: also return the logarithms of the sums of exponentials; `return_residual` says the same.
       deterministic: True: gradients, too, are the same to the bit in every run, by two kernels with seven products.
         False: by one kernel with five, which adds up the gradient of `query` in float32 in memory, in an order that
         differs from run to run. None: False, but True for heads up to 64 with few queries (`ONE_KERNEL_FROM`),
         where two kernels were measured faster. With heads over 128 gradients are always the same.
       config: blocks, stages and warpgroups; None chooses by the problem.
+      others: arguments that other libraries have, such as `mask` and `bias`, if they are None.
 
     Returns:
       (B, T, N, H), of the dtype of `query`; with `return_lse` also (B, T, N), float32, natural logarithms. A query that
       sees no key gives zeros, and -inf or its sink.
 
     Raises:
-      ValueError: a shape, dtype or window is not supported; RuntimeError: no GPU.
+      ValueError: a shape, dtype or option is not supported; RuntimeError: no GPU.
     """
-    query, key, value = checks.arrays("attention", query=query, key=key, value=value)
+    op = "attention"
+    checks.elsewhere(op, others)
+    return_lse = checks.flag(op, "return_lse", return_lse) or checks.flag(op, "return_residual", return_residual)
+    deterministic = checks.flag(op, "deterministic", deterministic)
+    query, key, value = checks.arrays(op, query=query, key=key, value=value)
+    if is_one := query.ndim == 3:
+        segment_ids, kv_segment_ids = map(_batch_of_one, (segment_ids, kv_segment_ids))
+    query, key, value = (_batch_of_one(x) if x.ndim == 3 else x for x in (query, key, value))
     _check(query, key, value)
-    how = checks.options("attention", query.shape[3], is_causal, scale, logits_soft_cap, local_window_size)
-    segments = _segments(query, key, segment_ids, kv_segment_ids)
-    operands, tree = jax.tree.flatten((query, key, value, checks.sinks("attention", sinks, query.shape[2]), segments))
-    operands = jax.tree.unflatten(tree, _mgpu.alike(*operands))
-    if deterministic is not None:
-        deterministic = _mgpu.option("attention", "deterministic", deterministic, bool)
-    out, lse = _attention(*operands, Options(**how, config=config, deterministic=deterministic))
-    return (out, lse.swapaxes(1, 2)) if return_lse else out
+    positions = checks.num_positions(op, query.shape[1], key.shape[1])
+    how = checks.options(op, query.shape[3], is_causal, scale, logits_soft_cap, local_window_size, positions)
+    options = Options(**how, config=_mgpu.require_config(op, config, Config), deterministic=deterministic,
+                      return_lse=return_lse)  # fmt: skip
+    segments, sinks = _segments(query, key, segment_ids, kv_segment_ids), checks.sinks(op, sinks, query.shape[2])
+    if 0 in (*query.shape, *key.shape):
+        out, lse = checks.nothing_seen(query, sinks)
+    else:
+        operands, tree = jax.tree.flatten((query, key, value, sinks, segments))
+        out, lse = _attention(*jax.tree.unflatten(tree, _mgpu.alike(*operands)), options)
+        lse = lse.swapaxes(1, 2) if return_lse else None
+    results = (out, lse)[: 1 + return_lse]
+    results = tuple(x[0] for x in results) if is_one else results
+    return results if return_lse else results[0]
 
 
 attention.Config = Config  # `cookbook.attention` is this function, not its module.

@@ -106,7 +106,7 @@ def gradients(
     width = next(width for width in core.HEAD_DIMS if head_dim <= width)
     pad = lambda x, rows, columns: jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, columns))) if rows + columns else x
     q, k, v, do = (pad(x, 0, width - head_dim) for x in (query, key, value, d_out.astype(query.dtype)))
-    delta = jnp.einsum("btnh,btnh->bnt", out, d_out, preferred_element_type=jnp.float32) - d_lse
+    delta = jnp.einsum("btnh,btnh->bnt", out, d_out, precision="default", preferred_element_type=jnp.float32) - d_lse
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2E)
     # The two kernels take 192 queries at a time. In the one TMA gives zeros after the last query, whose do is zero too.
     rows = ((0, 0), (0, 0), (0, -num_q % (384 if config is None else 8)))

@@ -13,6 +13,8 @@ before they are rounded, and all sums over keys are float32.
 Bound by: with heads of 128 the tensor cores and the exponentials alike, 512 clocks each for 64 queries and 128 keys;
 with heads of 64 the exponentials. Before the kernel, v is transposed by a pass over it.
 
+Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
+
 Not supported: segment ids, gradients, e5m2, heads of other sizes than 64, 128 and 256.
 Sources: Shah et al., "FlashAttention-3" (2024); for the sums, DeepSeek-AI, "DeepSeek-V3" (2024), section 3.3.2.
 """
@@ -56,22 +58,21 @@ def default_config(head_dim: int, is_cut: bool) -> Config:
 def _check(q, k, v) -> None:
     op = "cookbook.attention_fp8"
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4 or 0 in x.shape:
-            raise ValueError(f"{op}: {name}.shape = {x.shape}; must be (batch, positions, heads, head_dim), none 0")
+        if x.ndim != 4:
+            raise ValueError(f"{op}: {name}.shape={x.shape}; must be (batch, positions, heads, head_dim): reshape it")
         if x.dtype != E4M3:
             raise ValueError(f"{op}: {name}.dtype = {x.dtype}; must be float8_e4m3fn: divide by a scale and cast it")
     if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
         raise ValueError(
             f"{op}: {q.shape=}, {k.shape=}, {v.shape=}; k and v must have the same shape, and batch and head_dim of q"
         )
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"{op}: {q.shape[2]} query heads are no multiple of {k.shape[2]} key heads")
+    checks.groups("attention_fp8", q.shape[2], k.shape[2])
     if q.shape[3] not in HEAD_DIMS:
-        raise ValueError(f"{op}: head_dim = {q.shape[3]} must be one of {HEAD_DIMS}: pad it with zeros")
+        raise ValueError(f"{op}: head_dim={q.shape[3]}; must be one of {HEAD_DIMS}: pad it with zeros")
 
 
-def _descale(name: str, descale, shape: tuple[int, int]):
-    """A descale as float32 (batch, kv_heads)."""
+def _descale(name: str, descale, shape: tuple[int, ...]):
+    """A descale of one number, or of this shape, as float32 of this shape."""
     descale = _mgpu.as_array("attention_fp8", name, descale)
     if not jnp.issubdtype(descale.dtype, jnp.floating) or descale.shape not in ((), (1,), shape):
         raise ValueError(
@@ -83,48 +84,67 @@ def _descale(name: str, descale, shape: tuple[int, int]):
 
 def attention_fp8(
     q, k, v, *, q_descale, k_descale, v_descale, scale=None, is_causal=False, local_window_size=None,
-    logits_soft_cap=None, return_lse=False, out_dtype=jnp.bfloat16, config: Config | None = None,
+    logits_soft_cap=None, return_lse=False, out_dtype=jnp.bfloat16, config: Config | None = None, **others,
 ):  # fmt: skip
     """Scaled dot-product attention of 8-bit floats; the same to the bit in every run. It has no gradient.
 
     Args:
-      q: (B, T, N, H); float8_e4m3fn; H 64, 128 or 256.
+      q: (B, T, N, H), or (T, N, H), and then nothing has a batch; float8_e4m3fn; H 64, 128 or 256.
       k, v: (B, S, K, H); float8_e4m3fn; K divides N.
       q_descale, k_descale, v_descale: what a stored 1 stands for, above 0: a float, or (B, K) of them.
       scale: what logits are multiplied by; None for 1 / sqrt(H). All numbers may be Python's, NumPy's or JAX's.
       is_causal: query i sees keys up to i.
       local_window_size: (left, right): query i sees keys i - left to i + right; None for a side without bound, one
         number for both.
-      logits_soft_cap: c, so that logits become c tanh(logits / c).
+      logits_soft_cap: c, so that logits become c tanh(logits / c); None for none.
       return_lse: also return the logarithms of the sums of exponentials.
       out_dtype: bfloat16 or float16.
       config: blocks, stages and warpgroups; None chooses by H and by whether there is a mask.
+      others: arguments that other libraries have, such as `mask` and `bias`, if they are None.
 
     Returns:
       (B, T, N, H), of `out_dtype`; with `return_lse` also (B, T, N), float32, natural logarithms. A query that sees no
       key gives zeros, and -inf.
 
     Raises:
-      ValueError: a shape, dtype or window is not supported, or it is differentiated; RuntimeError: no GPU.
+      ValueError: a shape, dtype or option is not supported, or it is differentiated; RuntimeError: no GPU.
     """
     op = "attention_fp8"
+    checks.elsewhere(op, others)
+    return_lse = checks.flag(op, "return_lse", return_lse)
     q, k, v = checks.arrays(op, q=q, k=k, v=v)
-    _check(q, k, v)
+    is_one = q.ndim == 3
     given = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    descales = [_descale(name, x, (k.shape[0], k.shape[2])) for name, x in given.items()]
-    how = checks.options(op, q.shape[3], is_causal, scale, logits_soft_cap, local_window_size)
-    out_dtype = jnp.dtype(out_dtype)
-    if out_dtype not in (jnp.bfloat16, jnp.float16):
-        raise ValueError(f"cookbook.{op}: {out_dtype=}; must be bfloat16 or float16")
-    target = _mgpu.require_tensor_cores(op)
+    descales = [_descale(name, x, (*k.shape[:-3], *k.shape[-2:-1])) for name, x in given.items()]
+    if is_one:
+        q, k, v, *descales = (x[None] for x in (q, k, v, *descales))
+    _check(q, k, v)
+    positions = checks.num_positions(op, q.shape[1], k.shape[1])
+    how = checks.options(op, q.shape[3], is_causal, scale, logits_soft_cap, local_window_size, positions)
+    config = _mgpu.require_config(op, config, Config)
+    out_dtype = _mgpu.require_float(op, out_dtype)  # By its name too.
+    if out_dtype == jnp.float32:
+        raise ValueError(f"cookbook.{op}: {out_dtype=}; must be bfloat16 or float16: cast the result of one")
+    if 0 in (*q.shape, *k.shape):
+        out, lse = checks.nothing_seen(q, None, out_dtype)
+    else:
+        out, lse = _run(q, k, v, descales, how, config, out_dtype, return_lse)
+    results = (out, lse)[: 1 + return_lse]
+    results = tuple(x[0] for x in results) if is_one else results
+    return results if return_lse else results[0]
+
+
+def _run(q, k, v, descales, how: dict, config: Config | None, out_dtype, return_lse: bool):
+    """(out, lse), lse None unless it is asked for."""
+    target = _mgpu.require_tensor_cores("attention_fp8")
     problem = Problem(q.shape[2], k.shape[2], q.shape[3], q.dtype, **how, interpreted=target.interpreted)
     config = config or default_config(q.shape[3], problem.has_window)
-    dense_fp8.check_config(op, config, q.shape[3])
+    dense_fp8.check_config("attention_fp8", config, q.shape[3])
     plan = Plan(problem, q.shape[0], q.shape[1], k.shape[1], False, config, out_dtype)
-    operands = _mgpu.without_gradient(op, "cookbook.attention", q, k, v, *descales)
+    operands = _mgpu.alike(*_mgpu.without_gradient("attention_fp8", "cookbook.attention", q, k, v, *descales))
     params = _mgpu.compiler_params(approx_math=True)
-    out, lse = dense_fp8.forward(*_mgpu.alike(*operands), plan=plan, num_sms=target.num_sms, params=params)
-    return (out, lse.swapaxes(1, 2)) if return_lse else out
+    out, lse = dense_fp8.forward(*operands, plan=plan, num_sms=target.num_sms, params=params, return_lse=return_lse)
+    return out, lse.swapaxes(1, 2) if return_lse else None
 
 
 attention_fp8.Config = Config  # `cookbook.attention_fp8` is this function, not its module.

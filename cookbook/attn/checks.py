@@ -1,4 +1,4 @@
-"""Checks of the arguments of every op of this family."""
+"""Checks of the arguments of every op of this family, and what all ops return where no query sees a key."""
 
 import contextlib
 
@@ -8,6 +8,33 @@ import numpy as np
 
 from .. import _mgpu
 from .core import window
+
+_SHAPES = "say it by is_causal, local_window_size or attention's segment_ids; jax.nn.dot_product_attention takes it"
+_LENGTHS = "use varlen_attention, whose cu_seqlens say them, or give attention segment_ids"
+# Arguments of other libraries' functions, and what says the same here.
+ELSEWHERE = dict(
+    mask=_SHAPES, attn_mask=_SHAPES, bias="jax.nn.dot_product_attention takes it",
+    alibi_slopes="jax.nn.dot_product_attention takes a bias",
+    query_seq_lengths=_LENGTHS, key_value_seq_lengths=_LENGTHS, implementation="leave it out: there is one",
+    precision="leave it out: sums are float32", dropout_p="leave it out: there is no dropout",
+    dropout_rate="leave it out: there is no dropout", softmax_scale="call it scale", sm_scale="call it scale",
+    causal="call it is_causal", softcap="call it logits_soft_cap, with None for 0",
+    soft_cap="call it logits_soft_cap", attn_logits_soft_cap="call it logits_soft_cap",
+    window_size="call it local_window_size, with None for -1",
+    window_left="call it local_window_size, with None for -1",
+    sliding_window="call it local_window_size: (sliding_window - 1, None)", s_aux="call it sinks",
+    return_attn_probs="call it return_lse", return_softmax_lse="call it return_lse",
+    max_seqlen_q="leave it out: cu_seqlens_q says it", max_seqlen_k="leave it out: cu_seqlens_kv says it",
+    mask_value="leave it out: what is masked has the weight 0",
+    kv_cache_dtype="leave it out: the dtype of the pages says it",
+    epsilon="call it eps", interleaved="neighbouring pairs are not supported: rotate in JAX and use write_kv",
+    positions="pass their cos and sin",
+)  # fmt: skip
+
+
+def elsewhere(op: str, given: dict) -> None:
+    """`_mgpu.elsewhere` for arguments that attention has in other libraries."""
+    _mgpu.elsewhere(op, given, ELSEWHERE)
 
 
 def arrays(op: str, **given) -> list:
@@ -25,29 +52,74 @@ def arrays(op: str, **given) -> list:
     return [array(*item) for item in given.items()]
 
 
-def options(op: str, head_dim: int, is_causal, scale, logits_soft_cap, local_window_size) -> dict:
+def options(op: str, head_dim: int, is_causal, scale, logits_soft_cap, local_window_size, positions: int) -> dict:
     """Scale, soft cap and window, in the words of `core.Problem`. Each number may be Python's, NumPy's or JAX's.
+
+    No sequence has more than so many `positions`, of queries or of keys: a window as large shows all.
 
     Raises:
       ValueError: one is traced, of another kind, or out of range.
     """
     numbers = dict(scale=head_dim**-0.5 if scale is None else scale, logits_soft_cap=logits_soft_cap)
-    for name, number in numbers.items():
-        if number is not None:
-            numbers[name] = _mgpu.option(op, name, number, float)
+    for name, without in dict(scale="1 / sqrt(head_dim)", logits_soft_cap="no cap").items():
+        if numbers[name] is not None:
+            numbers[name] = _mgpu.option(op, name, numbers[name], float)
             if not numbers[name] > 0:
-                raise ValueError(f"cookbook.{op}: {name} = {number} must be above 0")
+                raise ValueError(f"cookbook.{op}: {name}={numbers[name]}; must be above 0: None stands for {without}")
     sizes = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
     wrong = isinstance(local_window_size, list) or len(sizes) != 2
     if not wrong:
         sizes = tuple(None if size is None else _mgpu.option(op, "local_window_size", size, int) for size in sizes)
     if wrong or any(size is not None and size < 0 for size in sizes):
         raise ValueError(
-            f"cookbook.{op}: {local_window_size=} must be a number of keys, at least 0, or a tuple (before, after), "
-            "None for all"
+            f"cookbook.{op}: {local_window_size=}; must be a number of keys, at least 0, or a tuple (before, after): "
+            "None stands for all"
         )
+    sizes = tuple(None if size is None or size >= positions else size for size in sizes)
     left, right = window(_mgpu.option(op, "is_causal", is_causal, bool), sizes)
     return dict(scale=numbers["scale"], soft_cap=numbers["logits_soft_cap"], left=left, right=right)
+
+
+def flag(op: str, name: str, value) -> bool | None:
+    """`value`, a Python, NumPy or JAX bool, as Python's; or None.
+
+    Raises:
+      ValueError: it is another; or traced.
+    """
+    return None if value is None else _mgpu.option(op, name, value, bool)
+
+
+def groups(op: str, num_heads: int, num_kv_heads: int) -> None:
+    """Checks that as many query heads read each key head.
+
+    Raises:
+      ValueError: they do not.
+    """
+    if num_heads % num_kv_heads if num_kv_heads else num_heads:
+        raise ValueError(
+            f"cookbook.{op}: {num_heads} query heads are not a multiple of {num_kv_heads} key heads: as many must read "
+            "each"
+        )
+
+
+def num_positions(op: str, num_q: int, num_kv: int) -> int:
+    """Most positions of a sequence, of whose queries there are at most `num_q` and of keys `num_kv`.
+
+    Raises:
+      ValueError: kernels cannot count them in 32 bits.
+    """
+    if num_q + num_kv >= 2**31 - 1024:  # A few tiles further than the last of them.
+        raise ValueError(
+            f"cookbook.{op}: {num_q} queries and {num_kv} keys; must be fewer than 2**31 - 1024 in all: give parts of "
+            "the keys, and merge their results (cookbook.merge_attention)"
+        )
+    return max(num_q, num_kv)
+
+
+def nothing_seen(q, sinks, dtype=None):
+    """(out, lse) of queries (..., heads, head_dim) of which none sees a key; or that are none."""
+    lse = jnp.full(q.shape[:-1], -jnp.inf, jnp.float32) if sinks is None else jnp.broadcast_to(sinks, q.shape[:-1])
+    return jnp.zeros(q.shape, dtype or q.dtype), lse
 
 
 def sinks(op: str, sinks, num_heads: int):

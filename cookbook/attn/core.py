@@ -222,7 +222,7 @@ def row_sinks(sinks, unit):
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class BlockConfig:
     block_kv: int = 128  # Keys and values of a step.
     num_stages: int = 2  # Slots of each of the two rings; a power of two costs the least arithmetic.
     compute_wgs: int = 2  # Compute warpgroups, with 64 rows each.
@@ -261,6 +261,11 @@ class Config:
         return head_dim > 128
 
 
+@dataclasses.dataclass(frozen=True)
+class Config(BlockConfig):
+    """That of the kernels of 16 bits: no other's `BlockConfig` is one."""
+
+
 def tiling(piece: int, dtype) -> tuple:
     """Transforms of shared memory that tensor cores read, whose rows are `piece` values long."""
     return plgpu.TilingTransform((8, piece)), plgpu.SwizzleTransform(piece * jnp.dtype(dtype).itemsize)
@@ -285,7 +290,7 @@ def barriers(num: int, arrivals: int = 1):
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=num)
 
 
-def scratch(problem: Problem, c: Config, smem: dict, q_copies: int, k_copies: int, v_copies: int) -> dict:
+def scratch(problem: Problem, c: BlockConfig, smem: dict, q_copies: int, k_copies: int, v_copies: int) -> dict:
     """Scratch of a kernel whose rows stay while blocks of keys and values come through two rings: its own `smem` (of
     keys and values at least), and barriers for so many copies of a warpgroup's queries and of a block."""
     wgs, stages = c.compute_wgs, c.num_stages
@@ -325,8 +330,8 @@ class Shared:
     frees_early: bool  # Whether queries are done with before out is stored.
 
     @classmethod
-    def of(cls, problem: Problem, c: Config, *, q_smem, k_smem, v_smem, q_filled, k_filled, v_filled, q_freed, k_freed,
-           v_freed, turn, o_smem=None):  # fmt: skip
+    def of(cls, problem: Problem, c: BlockConfig, *, q_smem, k_smem, v_smem, q_filled, k_filled, v_filled, q_freed,
+           k_freed, v_freed, turn, o_smem=None):  # fmt: skip
         # A RefUnion is a row of bytes until it is unpacked.
         both = lambda smem: tuple(smem) if len(smem.shape) == 1 else (smem, smem)
         (q, q_tma), (k, k_tma), (v, *v_views) = map(both, (q_smem, k_smem, v_smem))

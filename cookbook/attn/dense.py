@@ -6,9 +6,8 @@ Role table: one block a SM, which computes tile after tile of out, each some que
                rings, of the next tile too while this one is computed
     compute    two or three, with the others' registers, each with 64 of the queries. In each step s = q kᵀ of a block
                and acc + p v of the block before are started together, so that nothing lies between them on the tensor
-               cores; then the CUDA cores make the next p of s: its row's maximum, exponentials, their sum. (ptxas puts
-               the wait for p v before the exponentials; to keep it after them was slower: another warpgroup's products
-               fill that time)
+               cores; then the CUDA cores make the next p of s: its row's maximum, exponentials, their sum. ptxas puts
+               the wait for p v before the exponentials; another warpgroup's products fill that time
 
 Barrier table:
 
@@ -239,10 +238,10 @@ def _kept_apart(key, value):
     return jnp.where(finite.all(axis=3, keepdims=True), key, jnp.nan), jnp.where(finite, value, 0)
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "num_sms", "params"))
-def forward(query, key, value, sinks, segments, *, plan: Plan, num_sms: int, params):
-    """(out, lse), lse as (batch, heads, positions). `sinks` may be None; `segments` is () or (segment_ids,
-    kv_segment_ids)."""
+@functools.partial(jax.jit, static_argnames=("plan", "num_sms", "params", "return_lse"))
+def forward(query, key, value, sinks, segments, *, plan: Plan, num_sms: int, params, return_lse: bool):
+    """(out, lse), lse as (batch, heads, positions), or None unless it is asked for. `sinks` may be None; `segments` is
+    () or (segment_ids, kv_segment_ids)."""
     c, table = plan.config, plan.schedule(num_sms)
     masks = core.segment_masks(*segments, c.rows, c.block_kv) if segments else {}
     key, value = _kept_apart(key, value) if segments else (key, value)
@@ -261,4 +260,4 @@ def forward(query, key, value, sinks, segments, *, plan: Plan, num_sms: int, par
         scratch_types=plan.scratch,
         compiler_params=params,
     )(jnp.asarray(table), query, key, value, masks, sinks)  # fmt: skip
-    return out, lse[:, :, : plan.num_q]
+    return out, lse[:, :, : plan.num_q] if return_lse else None

@@ -32,7 +32,7 @@ from .transpose_fp8 import transposed
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(core.Config):
+class Config(core.BlockConfig):
     overlap: bool = True  # Whether q kᵀ and p v of the block before run together, which takes registers for both.
 
     block_unit: ClassVar[int] = 32
@@ -49,13 +49,11 @@ class Config(core.Config):
 
 
 def check_config(op: str, config, head_dim: int) -> None:
-    """Check that a configuration is one of this kernel, and fits.
+    """Check that a configuration fits.
 
     Raises:
-      ValueError: it is not, or does not.
+      ValueError: it does not.
     """
-    if not isinstance(config, Config):
-        raise ValueError(f"cookbook.{op}: {config=} is of another kernel: use cookbook.{op}.Config")
     if config.overlap and head_dim > PART:
         raise ValueError(
             f"cookbook.{op}: {config} overlaps products, whose sums do not fit into registers for {head_dim=}: "
@@ -129,9 +127,9 @@ def _kernel(
         dense._compute(plan, table, {}, None, shared, out_gmem, lse_gmem, functools.partial(attend, **steps), work)
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "num_sms", "params"))
-def forward(q, k, v, q_descale, k_descale, v_descale, *, plan: Plan, num_sms: int, params):
-    """(out, lse), lse as (batch, heads, positions). Each descale is float32 (batch, kv_heads)."""
+@functools.partial(jax.jit, static_argnames=("plan", "num_sms", "params", "return_lse"))
+def forward(q, k, v, q_descale, k_descale, v_descale, *, plan: Plan, num_sms: int, params, return_lse: bool):
+    """As `dense.forward`. Each descale is float32 (batch, kv_heads)."""
     v = transposed(v, interpreted=plan.problem.interpreted, params=params)
     c, table = plan.config, plan.schedule(num_sms)
     lse_shape = (plan.batch, plan.problem.num_heads, plan.num_q_blocks * c.rows)
@@ -145,4 +143,4 @@ def forward(q, k, v, q_descale, k_descale, v_descale, *, plan: Plan, num_sms: in
         scratch_types=plan.scratch,
         compiler_params=params,
     )(jnp.asarray(table), q, k, v, q_descale, k_descale, v_descale)
-    return out, lse[:, :, : plan.num_q]
+    return out, lse[:, :, : plan.num_q] if return_lse else None

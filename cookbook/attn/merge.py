@@ -8,8 +8,8 @@
     out_a, lse_a  prefix_output, prefix_lse (N, T), ln  v_a, s_a (T, N), log2
     out_b, lse_b  suffix_output, suffix_lse (N, T), ln  v_b, s_b (T, N), log2
 
-The kernel merges the pieces that `decode.py` computes, with
-base-2 logarithms: a warpgroup for a few rows of a sequence, which waits for nothing but its loads.
+`merge_pieces` merges the pieces that `decode.py` computes, whose logarithms are base-2. In its kernel a warpgroup takes
+a few rows of a sequence. It loads up to eight pieces at a time into registers, and shares nothing with others.
 """
 
 import functools
@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
+from . import checks
 from .core import LOG2E, div
 
 PIECES_AT_ONCE = 8  # Pieces that are merged together.
@@ -29,11 +30,41 @@ PIECES_AT_ONCE = 8  # Pieces that are merged together.
 def merge_attention(out_a, lse_a, out_b, lse_b):
     """(out, lse) over the keys of both, of results over disjoint keys: out (..., H), lse (...), natural logarithms.
 
-    Those of every op here are: `return_lse=True` gives lse the shape of out without its last axis.
+    Those of every op here are: `return_lse=True` gives lse the shape of out without its last axis. Of a part without
+    keys, whose lse is -inf, out does not count, not even NaN, and gradients are zero.
+
+    Raises:
+      ValueError: these are no floats of such shapes.
     """
-    lse = jnp.logaddexp(lse_a, lse_b)
-    share = lambda part: jnp.where(jnp.isneginf(part), 0.0, jnp.exp(part - jnp.where(jnp.isneginf(lse), 0.0, lse)))
-    out = share(lse_a)[..., None] * out_a.astype(jnp.float32) + share(lse_b)[..., None] * out_b.astype(jnp.float32)
+    op = "merge_attention"
+    out_a, lse_a, out_b, lse_b = parts = checks.arrays(op, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    shapes = [x.shape for x in parts]
+    if not out_a.ndim or shapes != [shapes[0], shapes[0][:-1]] * 2:
+        raise ValueError(
+            f"cookbook.{op}: {out_a.shape=}, {lse_a.shape=}, {out_b.shape=}, {lse_b.shape=}; must be (..., H), (...), "
+            "and the same: transpose an lse (heads, tokens)"
+        )
+    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in parts):
+        raise ValueError(f"cookbook.{op}: {[x.dtype.name for x in parts]}; must be floats: cast them")
+    return _merged(*parts)
+
+
+@jax.jit
+def _merged(out_a, lse_a, out_b, lse_b):
+    """One program: in what it computes on the way there are infinities, which `jax_debug_infs` would find."""
+    lses = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (lse_a, lse_b)]
+    top = lax.stop_gradient(jnp.maximum(*lses))
+    top = jnp.where(jnp.isneginf(top), 0.0, top)  # Both are empty.
+    weights = [jnp.exp(lse - top) for lse in lses]
+    total = sum(weights)
+    total = jnp.where(total == 0, 1.0, total)
+    lse = jnp.where(jnp.isneginf(lses[0]) & jnp.isneginf(lses[1]), -jnp.inf, top + jnp.log(total))
+
+    def share(weight, lse, out):
+        out = jnp.where(jnp.isneginf(lse)[..., None], 0.0, out.astype(jnp.float32))
+        return (weight / total)[..., None] * out
+
+    out = sum(share(*part) for part in zip(weights, lses, (out_a, out_b), strict=True))
     return out.astype(out_a.dtype), lse
 
 

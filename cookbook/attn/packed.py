@@ -32,7 +32,7 @@ from .core import LOG2E, PIECE, TILE_ROWS, WG_ROWS, Config, Problem, Shared, div
 from .packed_load import Loader
 from .packed_plan import Plan, Tile
 from .packed_tiles import FIELDS
-from .pages import Pages
+from .pages import Pages, at_least_two
 from .steps import Work, attend
 from .tiles import by_tile, lane, padded
 
@@ -170,6 +170,7 @@ def forward(
     cu_seqlens_kv. `sinks` may be None."""
     c = plan.config
     if plan.pages:
+        k, v = map(at_least_two, (k, v))
         kv_lens = plan.pages.length(kv_where)
         kv_first = jnp.zeros_like(kv_lens)
     else:
@@ -205,20 +206,23 @@ def run(op: str, q, k, v, cu_seqlens_q, kv_where, block_tables=None, *scales, si
         plan_type=Plan, kernel=_kernel):  # fmt: skip
     """Run an op whose arguments have been checked: `forward`, in pages if there are `block_tables`. `how` is that of
     `checks.options`."""
-    target = _mgpu.require_tensor_cores(op)
     num_tokens, num_heads, head_dim = q.shape
-    config = config or default_config(head_dim)
+    return_lse, sinks = checks.flag(op, "return_lse", return_lse), checks.sinks(op, sinks, num_heads)
+    config = _mgpu.require_config(op, config, Config) or default_config(head_dim)
+    if 0 in (*q.shape, len(cu_seqlens_q) - 1, len(k) if block_tables is None else block_tables.shape[1]):
+        results = checks.nothing_seen(q, sinks)
+        return results if return_lse else results[0]
+    target = _mgpu.require_tensor_cores(op)
     problem = Problem(num_heads, k.shape[-2], head_dim, q.dtype, **how, interpreted=target.interpreted)
-    pages = None if block_tables is None else Pages(*k.shape[:2], block_tables.shape[1], config.block_kv)
+    pages = None if block_tables is None else Pages.of(k, block_tables, config.block_kv)
     copies_tiles = not problem.whole_pieces  # For pages, which are never padded.
     if pages is None:
         copies_tiles = by_tile(problem, len(k), num_tokens // max(len(cu_seqlens_q) - 1, 1))
     plan = plan_type(problem, num_tokens, len(cu_seqlens_q) - 1, pages, config, target.num_sms, copies_tiles)
     checks.check_smem(op, config, plan.smem_bytes, head_dim)
     params = _mgpu.compiler_params(approx_math=True)
-    sinks = checks.sinks(op, sinks, num_heads)
     q, k, v, sinks, *scales = _mgpu.without_gradient(op, "cookbook.attention with segment_ids", q, k, v, sinks, *scales)
-    with jax.enable_x64(False):  # Indices have 32 bits around the kernel too.
+    with _mgpu.own_options():  # Around the kernel too.
         out, lse = forward(
             q, k, v, block_tables, cu_seqlens_q, kv_where, sinks, *scales, plan=plan, params=params,
             return_lse=return_lse, kernel=kernel,

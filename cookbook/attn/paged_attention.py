@@ -33,6 +33,8 @@ and 256, gradients.
 Sources: Kwon et al., "PagedAttention" (2023); Osama et al., "Stream-K" (2023), on equal parts.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -67,8 +69,8 @@ def default_config(head_dim: int, is_fp8: bool = False) -> Config:
 
 def _check(q, k_pages, v_pages, block_tables, kv_lens) -> None:
     op = "cookbook.paged_attention"
-    if q.ndim != 3 or 0 in q.shape:
-        raise ValueError(f"{op}: {q.shape=}; must be (num_seqs, heads, head_dim), none of them 0")
+    if q.ndim != 3:
+        raise ValueError(f"{op}: {q.shape=}; must be (num_seqs, heads, head_dim): reshape it")
     check_cache(op, q, k_pages, v_pages, block_tables, kv_lens)
     if block_tables.shape[0] != q.shape[0]:
         raise ValueError(f"{op}: {q.shape=} and {block_tables.shape=} differ in their number of sequences")
@@ -76,7 +78,7 @@ def _check(q, k_pages, v_pages, block_tables, kv_lens) -> None:
 
 def paged_attention(
     q, k_pages, v_pages, block_tables, kv_lens, *, scale=None, logits_soft_cap=None, local_window_size=None,
-    sinks=None, k_scale=None, v_scale=None, return_lse=False, config: Config | None = None,
+    sinks=None, k_scale=None, v_scale=None, return_lse=False, config: Config | None = None, **others,
 ):  # fmt: skip
     """Attention of the last token of each sequence to all of its tokens, whose keys and values lie in pages.
 
@@ -91,13 +93,14 @@ def paged_attention(
       block_tables: (num_seqs, pages_per_seq), int32: a sequence's pages, in order; beyond `kv_lens` any number will do.
       kv_lens: (num_seqs,), int32: tokens of each sequence, with the one that asks.
       scale: what logits are multiplied by; None for 1 / sqrt(head_dim).
-      logits_soft_cap: c, so that logits become c tanh(logits / c).
+      logits_soft_cap: c, so that logits become c tanh(logits / c); None for none.
       local_window_size: how many tokens before itself the last one sees; of a pair the first counts.
       sinks: (heads,), floats: a logit of each head that counts as one key more, whose value is zero.
       k_scale, v_scale: with pages of float8_e4m3fn, what a stored 1 stands for, above 0: a float, or (kv_heads,) of
         them; None for 1.
       return_lse: also return the logarithms of the sums of exponentials.
       config: blocks, stages and pairs; None chooses by head_dim.
+      others: arguments that other libraries have, such as `mask_value`, if they are None.
 
     Returns:
       (num_seqs, heads, head_dim), of the dtype of `q`; with `return_lse` also (num_seqs, heads), float32, natural
@@ -107,13 +110,19 @@ def paged_attention(
       ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
     """
     op = "paged_attention"
+    checks.elsewhere(op, others)
+    return_lse, config = checks.flag(op, "return_lse", return_lse), _mgpu.require_config(op, config, Config)
     q, k_pages, v_pages, block_tables, kv_lens = checks.arrays(
         op, q=q, k_pages=k_pages, v_pages=v_pages, block_tables=block_tables, kv_lens=kv_lens
     )
     _check(q, k_pages, v_pages, block_tables, kv_lens)
     (num_seqs, num_heads, head_dim), num_kv_heads = q.shape, k_pages.shape[2]
-    how = checks.options(op, head_dim, True, scale, logits_soft_cap, local_window_size)
-    scales = page_scales(op, k_pages, k_scale, v_scale)
+    positions = checks.num_positions(op, 1, block_tables.shape[1] * k_pages.shape[1])
+    how = checks.options(op, head_dim, True, scale, logits_soft_cap, local_window_size, positions)
+    scales, sinks = page_scales(op, k_pages, k_scale, v_scale), checks.sinks(op, sinks, num_heads)
+    if 0 in (*q.shape, *block_tables.shape):
+        results = checks.nothing_seen(q, sinks)
+        return results if return_lse else results[0]
     target = _mgpu.require_tensor_cores(op)
     config = config or default_config(head_dim, bool(scales))
     if scales and config.num_pairs > 1:
@@ -121,19 +130,27 @@ def paged_attention(
     need = config.smem_bytes_fp8(head_dim) if scales else config.smem_bytes(head_dim)
     checks.check_smem(op, config, need, head_dim)
     problem = Problem(num_heads, num_kv_heads, head_dim, q.dtype, **how, interpreted=target.interpreted)
-    k_pages, v_pages = map(at_least_two, (k_pages, v_pages))
-    pages = Pages(*k_pages.shape[:2], block_tables.shape[1], config.block_kv)
-    of = decode_fp8 if scales else decode
-    plan = of.Plan(problem, num_seqs, pages, config, target.num_sms)
-    sinks = checks.sinks(op, sinks, num_heads)
+    pages = Pages.of(k_pages, block_tables, config.block_kv)
+    plan = (decode_fp8 if scales else decode).Plan(problem, num_seqs, pages, config, target.num_sms)
     q, k_pages, v_pages, sinks, *scales = _mgpu.without_gradient(
         op, "cookbook.attention", q, k_pages, v_pages, sinks, *scales
     )
     params = _mgpu.compiler_params(approx_math=True)
-    with jax.enable_x64(False):  # Indices have 32 bits around the kernels too.
-        ends, *found = of.pieces(q, k_pages, v_pages, block_tables, kv_lens, *scales, plan=plan, params=params)
-        out, lse = merge_pieces(ends, kv_lens, *found, sinks, plan=plan, params=params)
-    return (out, lse) if return_lse else out
+    with _mgpu.own_options():  # Around the kernels too.
+        results = _run(
+            q, k_pages, v_pages, block_tables, kv_lens, sinks, scales, plan=plan, params=params, return_lse=return_lse
+        )
+    return results if return_lse else results[0]
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "params", "return_lse"))
+def _run(q, k_pages, v_pages, block_tables, kv_lens, sinks, scales, *, plan, params, return_lse: bool):
+    """(out, lse), lse None unless it is asked for. One program for both kernels: some of the pieces between them are
+    memory that nobody wrote, in which `jax_debug_nans` would find NaN."""
+    of, pages = decode_fp8 if scales else decode, map(at_least_two, (k_pages, v_pages))
+    ends, *found = of.pieces(q, *pages, block_tables, kv_lens, *scales, plan=plan, params=params)
+    out, lse = merge_pieces(ends, kv_lens, *found, sinks, plan=plan, params=params)
+    return out, lse if return_lse else None
 
 
 paged_attention.Config = Config  # `cookbook.paged_attention` is this function, not its module.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+from . import checks
 from .core import E4M3, HEAD_DIMS, SERVED_HEAD_DIMS, div, rem
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -24,6 +25,11 @@ class Pages:
     page_size: int
     pages_per_seq: int
     block_kv: int
+
+    @classmethod
+    def of(cls, pages, block_tables, block_kv: int):
+        """Those of a cache's `pages`, as `at_least_two` gives them."""
+        return cls(max(2, pages.shape[0]), pages.shape[1], block_tables.shape[1], block_kv)
 
     @property
     def tokens(self) -> int:
@@ -58,9 +64,9 @@ def page_of(block_tables, seq, column, num_pages: int):
 
 
 def at_least_two(pages):
-    """`pages`, with one of zeros behind a page that is alone: a copy leaves out an axis of length 1, and with it the
+    """`pages`, and pages of zeros behind them if they are fewer: a copy leaves out an axis of length 1, and with it the
     index that lies beyond it. TMA's boxes have five axes, and heads of 256 need them for other things."""
-    return pages if pages.shape[0] > 1 else jnp.pad(pages, ((0, 1), *[(0, 0)] * 3))
+    return pages if len(pages) > 1 else jnp.pad(pages, ((0, 2 - len(pages)), *[(0, 0)] * 3))
 
 
 def check_cache(op: str, q, k_pages, v_pages, block_tables, kv_lens) -> None:
@@ -77,7 +83,7 @@ def check_cache(op: str, q, k_pages, v_pages, block_tables, kv_lens) -> None:
             f"{op}: {q.dtype=}, {k_pages.dtype=}, {v_pages.dtype=}; with pages of float8_e4m3fn both must be, and q "
             "bfloat16: cast them"
         )
-    if k_pages.ndim != 4 or k_pages.shape != v_pages.shape or k_pages.shape[3] != q.shape[-1] or 0 in k_pages.shape:
+    if k_pages.ndim != 4 or k_pages.shape != v_pages.shape or k_pages.shape[3] != q.shape[-1]:
         raise ValueError(
             f"{op}: {k_pages.shape=}, {v_pages.shape=}, {q.shape=}; both caches must be (num_pages, page_size, "
             "kv_heads, head_dim), with the head_dim of q"
@@ -85,18 +91,17 @@ def check_cache(op: str, q, k_pages, v_pages, block_tables, kv_lens) -> None:
     num_pages, page_size, num_kv_heads, head_dim = k_pages.shape
     if page_size not in PAGE_SIZES or head_dim not in SERVED_HEAD_DIMS:
         raise ValueError(
-            f"{op}: {page_size=} must be one of {PAGE_SIZES}, {head_dim=} one of {SERVED_HEAD_DIMS} (TMA's boxes)"
+            f"{op}: {page_size=} must be one of {PAGE_SIZES}, {head_dim=} one of {SERVED_HEAD_DIMS} (TMA's boxes): pad "
+            "heads, copy the cache to other pages"
         )
     if k_pages.dtype == E4M3 and head_dim not in HEAD_DIMS:
-        raise ValueError(f"{op}: {head_dim=} must be one of {HEAD_DIMS} with pages of float8_e4m3fn")
-    if q.shape[-2] % num_kv_heads:
-        raise ValueError(f"{op}: {q.shape[-2]} query heads are no multiple of {num_kv_heads} key heads")
+        raise ValueError(f"{op}: {head_dim=}; must be one of {HEAD_DIMS} with pages of float8_e4m3fn: pad it")
+    checks.groups(op.removeprefix("cookbook."), q.shape[-2], num_kv_heads)
     if k_pages.size // head_dim >= 2**31:
         raise ValueError(f"{op}: {k_pages.shape=} has 2^31 rows or more, which TMA cannot index: split the cache")
-    if block_tables.ndim != 2 or 0 in block_tables.shape or kv_lens.shape != block_tables.shape[:1]:
+    if block_tables.ndim != 2 or kv_lens.shape != block_tables.shape[:1]:
         raise ValueError(
-            f"{op}: {block_tables.shape=}, {kv_lens.shape=}; must be (num_seqs, pages_per_seq), none of them 0, and "
-            "(num_seqs,)"
+            f"{op}: {block_tables.shape=}, {kv_lens.shape=}; must be (num_seqs, pages_per_seq) and (num_seqs,)"
         )
     for name, x in (("block_tables", block_tables), ("kv_lens", kv_lens)):
         if x.dtype != jnp.int32:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from . import checks, packed, packed_fp8, references
 from .core import Config
-from .pages import at_least_two, check_cache
+from .pages import check_cache
 from .pages_fp8 import page_scales
 
 
@@ -52,8 +52,8 @@ def ragged_paged_attention_reference(
 
 def _check(q, k_pages, v_pages, block_tables, kv_lens, cu_seqlens_q) -> None:
     op = "cookbook.ragged_paged_attention"
-    if q.ndim != 3 or 0 in q.shape:
-        raise ValueError(f"{op}: {q.shape=}; must be (rows, heads, head_dim), none of them 0")
+    if q.ndim != 3:
+        raise ValueError(f"{op}: {q.shape=}; must be (rows, heads, head_dim): join batch and positions")
     check_cache(op, q, k_pages, v_pages, block_tables, kv_lens)
     if cu_seqlens_q.shape != (len(kv_lens) + 1,) or cu_seqlens_q.dtype != jnp.int32:
         raise ValueError(
@@ -65,6 +65,7 @@ def _check(q, k_pages, v_pages, block_tables, kv_lens, cu_seqlens_q) -> None:
 def ragged_paged_attention(
     q, k_pages, v_pages, block_tables, kv_lens, cu_seqlens_q, *, scale=None, logits_soft_cap=None,
     local_window_size=None, sinks=None, k_scale=None, v_scale=None, return_lse=False, config: Config | None = None,
+    **others,
 ):  # fmt: skip
     """Attention of the new tokens of each sequence to those before them, whose keys and values lie in pages.
 
@@ -82,13 +83,14 @@ def ragged_paged_attention(
       kv_lens: (num_seqs,), int32: tokens of each sequence, with the new ones.
       cu_seqlens_q: (num_seqs + 1,), int32: where the new tokens of each sequence begin in `q`, and the last ones end.
       scale: what logits are multiplied by; None for 1 / sqrt(head_dim).
-      logits_soft_cap: c, so that logits become c tanh(logits / c).
+      logits_soft_cap: c, so that logits become c tanh(logits / c); None for none.
       local_window_size: how many tokens before itself each one sees; of a pair the first counts.
       sinks: (heads,), floats: a logit of each head that counts as one key more, whose value is zero.
       k_scale, v_scale: with pages of float8_e4m3fn, what a stored 1 stands for, above 0: a float, or (kv_heads,) of
         them; None for 1.
       return_lse: also return the logarithms of the sums of exponentials.
       config: blocks, stages and warpgroups, as of `attention`; None chooses by head_dim.
+      others: arguments that other libraries have, such as `mask_value`, if they are None.
 
     Returns:
       (T, heads, head_dim), of the dtype of `q`; with `return_lse` also (T, heads), float32, natural logarithms. A token
@@ -98,15 +100,19 @@ def ragged_paged_attention(
       ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
     """
     op = "ragged_paged_attention"
+    checks.elsewhere(op, others)
+    if others.get("causal") is False:
+        raise ValueError(f"cookbook.{op}: causal=False; must be causal: gather the pages and use varlen_attention")
     args = q, k_pages, v_pages, block_tables, kv_lens, cu_seqlens_q = checks.arrays(
         op, q=q, k_pages=k_pages, v_pages=v_pages, block_tables=block_tables, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q
     )
     _check(*args)
-    how = checks.options(op, q.shape[2], True, scale, logits_soft_cap, local_window_size)
+    positions = checks.num_positions(op, len(q), block_tables.shape[1] * k_pages.shape[1])
+    how = checks.options(op, q.shape[2], True, scale, logits_soft_cap, local_window_size, positions)
     scales = page_scales(op, k_pages, k_scale, v_scale)
     return (packed_fp8 if scales else packed).run(
-        op, q, *map(at_least_two, (k_pages, v_pages)), cu_seqlens_q, kv_lens, block_tables, *scales, sinks=sinks,
-        how=how, return_lse=return_lse, config=config,
+        op, q, k_pages, v_pages, cu_seqlens_q, kv_lens, block_tables, *scales, sinks=sinks, how=how,
+        return_lse=return_lse, config=config,
     )  # fmt: skip
 
 

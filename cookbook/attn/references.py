@@ -6,7 +6,8 @@ import jax.numpy as jnp
 
 def visible(distance, is_causal: bool, local_window_size):
     """Whether a query sees the key that lies `distance` positions after it."""
-    before, after = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
+    sizes = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
+    before, after = (None if size is None else min(int(size), 2**31 - 1) for size in sizes)
     seen = distance <= (0 if is_causal else jnp.inf)
     seen = seen if before is None else seen & (distance >= -before)
     return seen if after is None else seen & (distance <= after)

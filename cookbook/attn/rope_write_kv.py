@@ -39,6 +39,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
+from . import checks
 from .core import E4M3
 from .pages_fp8 import page_scales, rounded
 
@@ -264,7 +265,7 @@ def _check(qkv, cos, sin, k_pages, v_pages, slot_mapping, norms):
 
 def rope_write_kv(
     qkv, cos, sin, k_pages, v_pages, slot_mapping, *, k_scale=None, v_scale=None, q_norm=None, k_norm=None,
-    eps: float = 1e-6,
+    eps: float = 1e-6, **others,
 ):  # fmt: skip
     """Rotates queries and keys by their tokens' positions, and writes keys and values into a paged cache, in place.
 
@@ -277,6 +278,7 @@ def rope_write_kv(
         float above 0, or (H,) of them; None for 1. A NaN stays one.
       q_norm, k_norm: (D,) of any of these dtypes: scales of the heads' RMS normalisation before; or None, both of them.
       eps: added to the mean of squares.
+      others: arguments that other libraries have, such as `interleaved`, if they are None.
 
     Returns:
       The rotated queries, (T, N_q, D); and (k_pages, v_pages), written. Donate them to `jax.jit` (`donate_argnums`), or
@@ -286,9 +288,10 @@ def rope_write_kv(
       ValueError: a rank, shape or dtype is not supported, one norm is given alone, or pages vary over a mesh that
         `jax.shard_map` checks (give it check_vma=False); RuntimeError: no GPU.
     """
-    names = ("qkv", "cos", "sin", "k_pages", "v_pages", "slot_mapping")
-    arrays = (qkv, cos, sin, k_pages, v_pages, slot_mapping)
-    arrays = [_mgpu.as_array("rope_write_kv", name, x) for name, x in zip(names, arrays, strict=True)]
+    checks.elsewhere("rope_write_kv", others)
+    arrays = checks.arrays(
+        "rope_write_kv", qkv=qkv, cos=cos, sin=sin, k_pages=k_pages, v_pages=v_pages, slot_mapping=slot_mapping
+    )
     norms = {name: x for name, x in (("q_norm", q_norm), ("k_norm", k_norm)) if x is not None}
     if len(norms) == 1:
         raise ValueError(f"cookbook.rope_write_kv: {next(iter(norms))} is given alone; give q_norm and k_norm, or none")

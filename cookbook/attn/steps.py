@@ -161,7 +161,10 @@ def first_step(work: Work, step):
 
 
 def overlapped_step(work: Work, masked: bool, step, carry):
-    """q kᵀ of this block and p v of the block before are started together; the softmax runs while p v does."""
+    """q kᵀ of this block and p v of the block before are started together: the tensor cores do not wait in between.
+
+    ptxas puts the wait for p v before the exponentials (`dense.py`): they overlap with other warpgroups' products.
+    """
     acc, m_i, l_i, p = carry
     count, interpreted, turns = work.before + step, work.plan.problem.interpreted, work.shared.turns
     slot = work.shared.keys.wait(count)

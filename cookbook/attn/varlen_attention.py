@@ -44,8 +44,8 @@ def varlen_attention_reference(
 def _check(q, k, v, cu_seqlens_q, cu_seqlens_kv) -> None:
     op = "cookbook.varlen_attention"
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 3 or 0 in x.shape:
-            raise ValueError(f"{op}: {name}.shape = {x.shape}; must be (rows, heads, head_dim), none of them 0")
+        if x.ndim != 3:
+            raise ValueError(f"{op}: {name}.shape={x.shape}; must be (rows, heads, head_dim): join batch and positions")
         if x.dtype not in (jnp.bfloat16, jnp.float16) or x.dtype != q.dtype:
             raise ValueError(f"{op}: {name}.dtype = {x.dtype}; all must be bfloat16 or all float16: cast them")
     if k.shape != v.shape or k.shape[2] != q.shape[2] or q.shape[2] not in SERVED_HEAD_DIMS:
@@ -53,9 +53,8 @@ def _check(q, k, v, cu_seqlens_q, cu_seqlens_kv) -> None:
             f"{op}: {q.shape=}, {k.shape=}, {v.shape=}; k and v must have the same shape, and the head_dim of q, one "
             f"of {SERVED_HEAD_DIMS}: pad it"
         )
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"{op}: {q.shape[1]} query heads are no multiple of {k.shape[1]} key heads")
-    if cu_seqlens_q.ndim != 1 or cu_seqlens_q.shape != cu_seqlens_kv.shape or len(cu_seqlens_q) < 2:
+    checks.groups("varlen_attention", q.shape[1], k.shape[1])
+    if cu_seqlens_q.ndim != 1 or cu_seqlens_q.shape != cu_seqlens_kv.shape or not len(cu_seqlens_q):
         raise ValueError(f"{op}: {cu_seqlens_q.shape=}, {cu_seqlens_kv.shape=}; both must be (num_seqs + 1,)")
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         if x.dtype != jnp.int32:
@@ -64,7 +63,7 @@ def _check(q, k, v, cu_seqlens_q, cu_seqlens_kv) -> None:
 
 def varlen_attention(
     q, k, v, cu_seqlens_q, cu_seqlens_kv, *, is_causal=False, scale=None, local_window_size=None, logits_soft_cap=None,
-    sinks=None, return_lse=False, config: Config | None = None,
+    sinks=None, return_lse=False, config: Config | None = None, **others,
 ):  # fmt: skip
     """Attention of packed sequences, each to its own keys, as flash-attn's varlen functions; the same to the bit in
     every run.
@@ -79,10 +78,11 @@ def varlen_attention(
       scale: what logits are multiplied by; None for 1 / sqrt(H).
       local_window_size: (left, right): how many keys a query sees before and after its own position, which are
         aligned at the ends; None for a side without bound, one number for both.
-      logits_soft_cap: c, so that logits become c tanh(logits / c).
+      logits_soft_cap: c, so that logits become c tanh(logits / c); None for none.
       sinks: (N,), floats: a logit of each head that counts as one key more, whose value is zero.
       return_lse: also return the logarithms of the sums of exponentials.
       config: blocks, stages and warpgroups, as of `attention`; None chooses by H.
+      others: arguments that other libraries have, such as `max_seqlen_q`, if they are None.
 
     Returns:
       (T, N, H), of the dtype of `q`; with `return_lse` also (T, N), float32, natural logarithms. A query that sees no
@@ -92,9 +92,11 @@ def varlen_attention(
       ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
     """
     op = "varlen_attention"
+    checks.elsewhere(op, others)
     args = checks.arrays(op, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
     _check(*args)
-    how = checks.options(op, args[0].shape[2], is_causal, scale, logits_soft_cap, local_window_size)
+    positions = checks.num_positions(op, len(args[0]), len(args[1]))
+    how = checks.options(op, args[0].shape[2], is_causal, scale, logits_soft_cap, local_window_size, positions)
     return packed.run(op, *args, sinks=sinks, how=how, return_lse=return_lse, config=config)
 
 

@@ -216,7 +216,7 @@ def _call(k_new, v_new, k_pages, v_pages, slot_mapping, scales: tuple, config: C
     config = config or default_config(num_tokens, cols, itemsize)
     plan = Plan(num_tokens, k_pages.shape[0] * k_pages.shape[1], cols, itemsize, config.block_tokens)
     k_slots, v_slots = (_mgpu.ref_of("write_kv", pages.reshape(-1, cols)) for pages in (k_pages, v_pages))
-    plgpu.kernel(
+    _mgpu.kernel(
         functools.partial(_kernel, plan=plan),
         grid=(plan.num_blocks,),
         grid_names=("block",),
@@ -236,7 +236,9 @@ def _call_on_refs(k_new, v_new, k_pages, v_pages, slot_mapping, scales: tuple, c
     k_pages[...], v_pages[...] = _call(k_new, v_new, *caches, slot_mapping, scales, config, params)
 
 
-def write_kv(k_new, v_new, k_pages, v_pages, slot_mapping, *, k_scale=None, v_scale=None, config: Config | None = None):
+def write_kv(
+    k_new, v_new, k_pages, v_pages, slot_mapping, *, k_scale=None, v_scale=None, config: Config | None = None, **others
+):
     """Writes the keys and values of new tokens into a paged cache, in place: `reshape_and_cache_flash` of vLLM.
 
     Args:
@@ -249,6 +251,7 @@ def write_kv(k_new, v_new, k_pages, v_pages, slot_mapping, *, k_scale=None, v_sc
       k_scale, v_scale: with pages of float8_e4m3fn, by what rows are divided before they are cut at 448 and rounded: a
         float above 0, or (H,) of them; None for 1. A NaN stays one.
       config: tokens a block; None chooses by shape.
+      others: arguments that other libraries have, such as `kv_cache_dtype`, if they are None.
 
     Returns:
       (k_pages, v_pages), written. Donate them to `jax.jit` (`donate_argnums`), or XLA copies both caches first. With
@@ -258,6 +261,8 @@ def write_kv(k_new, v_new, k_pages, v_pages, slot_mapping, *, k_scale=None, v_sc
       ValueError: a rank, shape or dtype is not supported, one cache alone is a Ref, or caches vary over a mesh that
         `jax.shard_map` checks (give it check_vma=False); RuntimeError: no GPU.
     """
+    checks.elsewhere("write_kv", others)
+    config = _mgpu.require_config("write_kv", config, Config)
     k_new, v_new, slot_mapping = checks.arrays("write_kv", k_new=k_new, v_new=v_new, slot_mapping=slot_mapping)
     by_ref = isinstance(k_pages, jax.Ref) or isinstance(v_pages, jax.Ref)
     if not by_ref:

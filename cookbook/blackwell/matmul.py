@@ -14,22 +14,20 @@ is predicted (`cost.py`): the kernel is compiled for a B200 and interpreted; it 
 Not supported: batches of b (use `jax.vmap`), other dtypes; tiles of fewer than 128 rows, so that few rows of a leave
 tensor cores idle; and parts of K, so that a small o with a long K leaves SMs idle. For few rows of a ask for the
 transposed product, `matmul(b, a, transpose_a=True, transpose_b=True).T`, whose tiles can be 16 columns wide. A plain b
-whose N is no multiple of 64, or whose K is none of 8, costs a padded copy, and so does such a transposed a: store b as
+whose N is not a multiple of 64, or whose K is not one of 8, costs a padded copy, and so does a transposed a: store b as
 (N, K). The interpreter runs one CTA with a static schedule.
+Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
 Chapters: notebooks/19_blackwell.ipynb, notebooks/19b_pairs.ipynb.
 Sources: NVIDIA's PTX ISA on tcgen05 and clusterlaunchcontrol; CUTLASS's documents on Blackwell, for the ideas.
 """
 
-import dataclasses
-import functools
-
-import jax
 import jax.numpy as jnp
 
 from .. import _mgpu, _numerics
+from ..gemm import differentiable
 from . import cost
 from .core import Config, plan_of, require_blackwell, require_interpretable
-from .roles import identity, product
+from .roles import product
 
 OP = "blackwell.matmul"
 
@@ -49,77 +47,27 @@ def default_config(
     return cost.best(cost.Problem(m, n, k, not transpose_b, *itemsizes, num_sms=num_sms, one_cta=interpreted))
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The options of a call of `matmul`."""
-
-    transpose_a: bool
-    transpose_b: bool
-    activation: object
-    out_dtype: jnp.dtype
-    config: Config | None
-
-
-def _forward(a, b, bias, options: Options):
-    m, n, k = _mgpu.matmul_sizes(OP, a, b, options.transpose_a, options.transpose_b)
-    if 0 in (m, n):
-        return jnp.zeros((m, n), options.out_dtype)
-    if k == 0:
-        out = jnp.zeros((m, n), jnp.float32) + (0.0 if bias is None else bias.astype(jnp.float32))
-        return options.activation(out).astype(options.out_dtype)
+def _launch(a, b, bias, sizes, options: differentiable.Options):
     target = require_blackwell(OP)
+    transpose_b, out_dtype = options.transpose_b, options.out_dtype
     config = options.config or default_config(
-        m, n, k, a.dtype, options.out_dtype, options.transpose_b, target.num_sms, target.interpreted
+        *sizes, a.dtype, out_dtype, transpose_b, target.num_sms, target.interpreted
     )
     require_interpretable(OP, config, target)
-    transposed = options.transpose_a, not options.transpose_b
-    plan = plan_of(m, n, k, a.dtype, transposed, options.activation, options.out_dtype, config, target)
-    params = _mgpu.compiler_params(approx_math=options.out_dtype.itemsize == 2)
+    transposed = options.transpose_a, not transpose_b
+    plan = plan_of(*sizes, a.dtype, transposed, options.activation, out_dtype, config, target)
+    params = _mgpu.compiler_params(approx_math=out_dtype.itemsize == 2)
     return product((a, b), bias, plan=plan, params=params)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _matmul(a, b, bias, options: Options):
-    return _forward(a, b, bias, options)
-
-
-def _matmul_fwd(a, b, bias, options: Options):
-    if options.activation is identity:
-        return _forward(a, b, bias, options), (a, b, bias, None)
-    # The backward pass needs what the activation was applied to, so that it is not fused here.
-    before = _forward(a, b, bias, dataclasses.replace(options, activation=identity, out_dtype=jnp.dtype(jnp.float32)))
-    return options.activation(before).astype(options.out_dtype), (a, b, bias, before)
-
-
-def _matmul_bwd(options: Options, residuals, d_out):
-    a, b, bias, before = residuals
-    d_out = d_out.astype(jnp.float32)
-    if before is not None:
-        (d_out,) = jax.vjp(options.activation, before)[1](d_out)
-    d_bias = None if bias is None else jnp.sum(d_out, axis=0).astype(bias.dtype)
-    d, ta, tb = d_out.astype(a.dtype), options.transpose_a, options.transpose_b
-    n, extra = d.shape[1], -d.shape[1] % 8
-    b_n = b
-    if extra:  # b is (N, K): rows of d are no multiple of 16 bytes, and it has to be padded along N.
-        d, b_n = jnp.pad(d, ((0, 0), (0, extra))), jnp.pad(b, ((0, extra), (0, 0)))
-    times = functools.partial(matmul, out_dtype=a.dtype)
-    d_a = times(b_n, d, transpose_a=tb, transpose_b=True) if ta else times(d, b_n, transpose_b=not tb)
-    d_b = times(d, a, transpose_a=True, transpose_b=ta)[:n] if tb else times(a, d, transpose_a=not ta)
-    return d_a, d_b, d_bias
-
-
-_matmul.defvjp(_matmul_fwd, _matmul_bwd)
-
-
 def matmul(
-    a, b, *, bias=None, activation=None, out_dtype=None, transpose_a=False, transpose_b=False,
-    config: Config | None = None,
+    a, b, *, bias=None, activation=None, out_dtype=None, transpose_a=False, transpose_b=False, precision=None,
+    preferred_element_type=None, config: Config | None = None,
 ):  # fmt: skip
     """`activation(a @ b + bias)` on data-centre Blackwell, with float32 sums, rounded once.
 
-    Compiled for a B200 and interpreted; never run or timed on one. Differentiable in a, b and bias: gradients are
-    products by the same kernel, of the gradient of o rounded to the dtype of a. Under differentiation an activation is
-    applied after the kernel, to float32 sums that are kept.
+    Compiled for a B200 and interpreted; never run or timed on one. Differentiable once in a, b and bias, as
+    `cookbook.matmul` is.
 
     Args:
       a: (..., M, K), or (K, M) with `transpose_a`; bfloat16 or float16.
@@ -128,6 +76,8 @@ def matmul(
       activation: "relu", "gelu" (the tanh form), "silu", an element-wise function, or None.
       out_dtype: bfloat16, float16 or float32; None for the dtype of `a`.
       transpose_a, transpose_b: the operand is given transposed, and is read as it lies.
+      precision: as `jnp.matmul` takes it; every `jax.lax.Precision` means the same for values of 16 bits.
+      preferred_element_type: `out_dtype` by the name that `jnp.matmul` gives it.
       config: tiles, stages, one or two CTAs, and schedule; None for those of the least predicted time.
 
     Returns:
@@ -137,27 +87,10 @@ def matmul(
       ValueError: a rank, shape, dtype, row length, activation or configuration is not supported; RuntimeError: no
         data-centre Blackwell GPU.
     """
-    a, b = (_mgpu.as_array(OP, name, x) for name, x in (("a", a), ("b", b)))
-    transpose_a, transpose_b = (
-        _mgpu.option(OP, name, x, bool) for name, x in (("transpose_a", transpose_a), ("transpose_b", transpose_b))
-    )
-    out_dtype = jnp.dtype(out_dtype or a.dtype)
-    _mgpu.require_float(OP, out_dtype)
-    leading = a.shape[:-2]
-    if leading and not transpose_a:
-        a = a.reshape(-1, a.shape[-1])
-    _, n, _ = _mgpu.matmul_sizes(OP, a, b, transpose_a, transpose_b)
-    if bias is not None:
-        bias = _mgpu.as_array(OP, "bias", bias)
-        if bias.shape != (n,) or not jnp.issubdtype(bias.dtype, jnp.floating):
-            raise ValueError(f"cookbook.{OP}: {bias.shape=}, {bias.dtype=}; must be ({n},), N, of a floating dtype")
-    if callable(activation):  # Refused here, whether or not this configuration applies it in the kernel.
-        _numerics.lowerable(activation, jax.ShapeDtypeStruct((8,), jnp.float32))
-    activation = identity if activation is None else _numerics.activation_fn(OP, activation)
-    operands = (a, b) if bias is None else (a, b, bias)
-    a, b, bias = (*_mgpu.alike(*operands), None)[:3]
-    out = _matmul(a, b, bias, Options(transpose_a, transpose_b, activation, out_dtype, config))
-    return out.reshape(*leading, -1, n) if leading else out
+    return differentiable.product(
+        OP, _launch, Config, a, b, bias=bias, activation=activation, out_dtype=out_dtype, precision=precision,
+        preferred_element_type=preferred_element_type, transpose_a=transpose_a, transpose_b=transpose_b, config=config,
+    )  # fmt: skip
 
 
 matmul.Config = Config  # `cookbook.blackwell.matmul` is this function, not its module.

@@ -15,20 +15,20 @@ B200; it was never run or timed on one. JAX's interpreter has no scaled MMA.
 Not supported: a b that lies as (K, N), other formats (MXFP4, NVFP4, e5m2), batches (use `jax.vmap`), differentiation;
 tiles of fewer than 128 rows and parts of K (for a few rows of a, exchange the operands: the result is transposed then).
 Scales are rearranged by XLA, one copy of a thirty-second of the operands, into the order that tcgen05.cp reads.
+Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
 Chapter: notebooks/19b_pairs.ipynb.
 Source: the OCP Microscaling Formats specification, version 1.0 (2023); NVIDIA's PTX ISA on tcgen05.mma.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .. import _mgpu, _numerics
+from ..gemm.roles import identity
 from . import cost
 from .core import BLOCK, LANES, SCALES, Config, plan_of, require_blackwell
-from .roles import identity, product
+from .roles import product
 
 OP = "blackwell.matmul_mxfp8"
 E4M3, E8M0 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e8m0fnu)
@@ -117,6 +117,7 @@ def _check(a, a_scales, b, b_scales) -> tuple[int, int, int]:
                 f"{op}: {name} is {scales.dtype} {scales.shape}; must be float8_e8m0fnu ({rows}, {k // BLOCK}), one "
                 f"for each {BLOCK} values along K"
             )
+    _mgpu.require_indices(OP, M=m, N=n, K=k)
     return m, n, k
 
 
@@ -145,14 +146,17 @@ def matmul_mxfp8(a, a_scales, b, b_scales, *, bias=None, activation=None, out_dt
     """
     named = dict(a=a, a_scales=a_scales, b=b, b_scales=b_scales)
     a, a_scales, b, b_scales = (_mgpu.as_array(OP, name, x) for name, x in named.items())
-    out_dtype = jnp.dtype(out_dtype)
-    _mgpu.require_float(OP, out_dtype)
+    out_dtype = _mgpu.require_float(OP, out_dtype)
+    _mgpu.require_config(OP, config, Config)
     m, n, k = _check(a, a_scales, b, b_scales)
     if bias is not None:
         bias = _mgpu.as_array(OP, "bias", bias)
         if bias.shape != (n,) or not jnp.issubdtype(bias.dtype, jnp.floating):
             raise ValueError(f"cookbook.{OP}: {bias.shape=}, {bias.dtype=}; must be ({n},), N, of a floating dtype")
     activation = identity if activation is None else _numerics.activation_fn(OP, activation)
+    operands = (a, a_scales, b, b_scales) if bias is None else (a, a_scales, b, b_scales, bias)
+    operands = _mgpu.without_gradient(OP, "cookbook.blackwell.matmul of 16-bit operands", *operands)
+    a, a_scales, b, b_scales, bias = (*operands, None)[:5]
     if 0 in (m, n, k):
         out = jnp.zeros((m, n), jnp.float32) + (0.0 if bias is None else bias.astype(jnp.float32))
         return activation(out).astype(out_dtype)
@@ -165,20 +169,7 @@ def matmul_mxfp8(a, a_scales, b, b_scales, *, bias=None, activation=None, out_dt
     config = config or default_config(m, n, k, out_dtype, target.num_sms)
     plan = plan_of(m, n, k, E4M3, (False, False), activation, out_dtype, config, target, scaled=True)
     operands = a, b, arrange(a_scales, config.tile_m), arrange(b_scales, config.tile_n)
-    return _without_gradient(operands, bias, plan, _mgpu.compiler_params(approx_math=out_dtype.itemsize == 2))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _without_gradient(operands, bias, plan, params):
-    return product(operands, bias, plan=plan, params=params)
-
-
-@_without_gradient.defjvp
-def _refuse(plan, params, primals, tangents):
-    raise ValueError(
-        f"cookbook.{OP} has no gradient, which for 8-bit operands would be no 8-bit number: differentiate "
-        f"cookbook.blackwell.matmul of 16-bit operands, or cookbook.{OP}_reference"
-    )
+    return product(operands, bias, plan=plan, params=_mgpu.compiler_params(approx_math=out_dtype.itemsize == 2))
 
 
 matmul_mxfp8.Config = Config  # `cookbook.blackwell.matmul_mxfp8` is this function, not its module.

@@ -41,11 +41,6 @@ from ..gemm.core import views
 from .core import LANES, LOAD, MULTIPLY, STORE, Plan
 
 
-def identity(x):
-    """No activation."""
-    return x
-
-
 def each_tile(plan: Plan, body):
     """Calls `body(number, index)` for this cluster's tiles: how many came before, and which it is. Returns how many."""
     if not plan.config.is_dynamic:

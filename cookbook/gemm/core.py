@@ -101,8 +101,8 @@ class Config:
 class Operand:
     """One operand as the kernel reads it: a tile of rows by values of K a step, in pieces that TMA copies at once.
 
-    Tensor cores read tiles of 8 rows by 128 bytes. TMA writes this layout, but only in whole tiles. Where it has to cut
-    at the edge of an array, it writes rows of 128 bytes, which is the same layout if the piece is no wider.
+    Tensor cores read tiles of 8 rows by 128 bytes. Pallas has TMA write this layout in whole tiles only. Where it must
+    cut at the edge of an array, it writes rows of 128 bytes, which is the same layout if the piece is no wider.
     """
 
     dtype: jnp.dtype

@@ -13,6 +13,7 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -97,23 +98,27 @@ def bounds(group_sizes, m: int, group_offset=None, count: int | None = None):
     return tuple(lax.dynamic_slice(jnp.concatenate([around[0], x, around[1]]), (at,), (count,)) for x in (starts, ends))
 
 
-def check_group_sizes(group_sizes, rows: int):
+def check_group_sizes(group_sizes, rows: int, op: str = "ragged_dot"):
     """Looks, on the host, for sizes that the kernels would clip.
 
     Args:
       group_sizes: (G,) integers, an array of NumPy's or a concrete one of JAX's.
       rows: M, the rows that groups share out.
+      op: whose sizes they are, for the message.
 
     Raises:
       ValueError: a size is negative, or a group reaches beyond the rows; the first such group is named.
     """
-    sizes = np.asarray(group_sizes).astype(np.int64)
+    sizes = np.asarray(jax.device_get(group_sizes)).astype(np.int64)
     if (negative := np.flatnonzero(sizes < 0)).size:
-        raise ValueError(f"group_sizes[{negative[0]}] is {sizes[negative[0]]}; a group has 0 rows or more")
+        first = negative[0]
+        raise ValueError(f"cookbook.{op}: group_sizes[{first}]={sizes[first]}; must be at least 0: pass 0 for no rows")
     ends = np.cumsum(sizes)
     if (beyond := np.flatnonzero(ends > rows)).size:
+        first = beyond[0]
         raise ValueError(
-            f"group_sizes[{beyond[0]}] is {sizes[beyond[0]]}: the group ends at row {ends[beyond[0]]} of {rows}"
+            f"cookbook.{op}: group_sizes[{first}]={sizes[first]}; the group ends at row {ends[first]} of {rows}: sizes "
+            f"must add up to at most {rows}"
         )
 
 
@@ -121,18 +126,21 @@ def check_groups(op: str, group_sizes, group_offset, rows: int, count: int | Non
     """(group_sizes, group_offset) as arrays. `count` matrices have groups; None: as many as there are sizes.
 
     Raises:
-      ValueError: a shape or dtype is not supported; or a size would be clipped, where that is known on the host.
+      ValueError: a shape or dtype is not supported; or a size would be clipped, where sizes are not traced.
     """
-    if isinstance(group_sizes, np.ndarray | list | tuple):
-        check_group_sizes(group_sizes, rows)
     sizes = _mgpu.as_array(op, "group_sizes", group_sizes)
     if sizes.ndim != 1 or not jnp.issubdtype(sizes.dtype, jnp.integer):
-        raise ValueError(f"cookbook.{op}: {sizes.shape=}, {sizes.dtype=} of group_sizes; must be (G,) integers")
+        raise ValueError(
+            f"cookbook.{op}: group_sizes.shape={sizes.shape}, group_sizes.dtype={sizes.dtype}; must be (G,) integers"
+        )
     if count is not None and (sizes.size < count if group_offset is not None else sizes.size != count):
         rule = f"at least {count}" if group_offset is not None else f"{count} (or say group_offset)"
         raise ValueError(f"cookbook.{op}: group_sizes has {sizes.size} groups and there are {count} matrices: {rule}")
     if rows * (sizes.size + 2) >= 2**31:
         raise ValueError(f"cookbook.{op}: {rows} rows by {sizes.size} groups: their product must be below 2**31")
+    is_known = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(group_sizes))
+    if is_known and getattr(group_sizes, "is_fully_addressable", True):
+        check_group_sizes(group_sizes, rows, op)
     if group_offset is None:
         return sizes, None
     offset = _mgpu.as_array(op, "group_offset", group_offset)
@@ -156,6 +164,7 @@ def check_shapes(op: str, lhs, rhs, transpose_rhs: bool, unit: int = 1) -> tuple
             f"cookbook.{op}: {k} values along K; TMA needs a multiple of 16 bytes: pad lhs and rhs to "
             f"{-(-k // unit) * unit} (jnp.pad)"
         )
+    _mgpu.require_indices(op, M=m, N=n, K=k)
     return m, n, k
 
 

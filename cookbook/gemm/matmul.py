@@ -11,22 +11,19 @@ Role and barrier tables: `roles.py`, which holds the kernel. This file says whic
 Bound by: the tensor cores, and the power that they may draw; for few rows or columns, memory. The tile, the parts of K
 and the order are those that `cost.py` predicts to be fastest.
 
-Not supported: batches of b (use `jax.vmap`), other dtypes. A plain b whose N is no multiple of 64, or whose K is none
-of 8, is read as it lies with `swapped`; a transposed a of such a size costs a padded copy where its tile has more than
-64 rows a warpgroup. Chapters: 7 (roles), 8 (persistence, order, clusters, parts of K). Sources: CUTLASS's documents on
+Not supported: batches of b (use `jax.vmap`), other dtypes. A plain b whose N is not a multiple of 64, or whose K is not
+a multiple of 8, is read as it lies with `swapped`; a transposed a of such a size costs a padded copy where its tile has
+more than 64 rows per warpgroup. Under an automatic mesh JAX gathers sharded operands first: call it inside
+`jax.shard_map`. Chapters: 7 (roles), 8 (persistence, order, clusters, parts of K). Sources: CUTLASS's documents on
 warp-specialized persistent kernels, for the ideas; Osama et al., "Stream-K" (2023), on dividing K.
 """
 
-import dataclasses
-import functools
-
-import jax
 import jax.numpy as jnp
 
 from .. import _mgpu, _numerics
-from . import core, cost
+from . import core, cost, differentiable
 from .core import Config
-from .roles import fused_product, identity
+from .roles import fused_product
 
 
 def matmul_reference(a, b, bias=None, activation=None):
@@ -44,86 +41,28 @@ def default_config(
     return cost.best(cost.Problem(m, n, k, (transpose_a, not transpose_b), itemsizes, num_sms))
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The options of a call of `matmul`."""
-
-    transpose_a: bool
-    transpose_b: bool
-    activation: object
-    out_dtype: jnp.dtype
-    config: Config | None
-
-
-def _forward(a, b, bias, options: Options):
-    m, n, k = _mgpu.matmul_sizes("matmul", a, b, options.transpose_a, options.transpose_b)
-    activation = options.activation
-    if 0 in (m, n):
-        return jnp.zeros((m, n), options.out_dtype)
-    if k == 0:
-        product = jnp.zeros((m, n), jnp.float32) + (0.0 if bias is None else bias.astype(jnp.float32))
-        return activation(product).astype(options.out_dtype)
+def _launch(a, b, bias, sizes, options: differentiable.Options):
     target = _mgpu.require_tensor_cores("matmul")
-    transposes = options.transpose_a, options.transpose_b
-    config = options.config or default_config(m, n, k, a.dtype, options.out_dtype, *transposes, target.num_sms)
+    transposes, out_dtype = (options.transpose_a, options.transpose_b), options.out_dtype
+    config = options.config or default_config(*sizes, a.dtype, out_dtype, *transposes, target.num_sms)
     plan = core.plan_of(
-        m, n, k, (a.dtype, b.dtype), (options.transpose_a, not options.transpose_b), activation, options.out_dtype,
+        *sizes, (a.dtype, b.dtype), (options.transpose_a, not options.transpose_b), options.activation, out_dtype,
         config, target.num_sms, target.interpreted,
     )  # fmt: skip
-    params = _mgpu.compiler_params(approx_math=options.out_dtype.itemsize == 2)
+    params = _mgpu.compiler_params(approx_math=out_dtype.itemsize == 2)
     vectors = {} if bias is None else dict(bias=bias.astype(jnp.float32))
     return fused_product(*((b, a) if config.swapped else (a, b)), vectors, plan=plan, params=params)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _matmul(a, b, bias, options: Options):
-    return _forward(a, b, bias, options)
-
-
-def _matmul_fwd(a, b, bias, options: Options):
-    if options.activation is identity:
-        return _forward(a, b, bias, options), (a, b, bias, None)
-    # The backward pass needs what the activation was applied to, so that it is not fused here.
-    before = _forward(a, b, bias, dataclasses.replace(options, activation=identity, out_dtype=jnp.dtype(jnp.float32)))
-    return options.activation(before).astype(options.out_dtype), (a, b, bias, before)
-
-
-def _matmul_bwd(options: Options, residuals, d_out):
-    a, b, bias, before = residuals
-    d_out = d_out.astype(jnp.float32)
-    if before is not None:
-        (d_out,) = jax.vjp(options.activation, before)[1](d_out)
-    d_bias = None if bias is None else jnp.sum(d_out, axis=0).astype(bias.dtype)
-    d = d_out.astype(a.dtype)
-    n = d.shape[1]
-    if n % 8:  # b is (N, K): rows of d are no multiple of 16 bytes, and it has to be padded along N.
-        d, b_n = jnp.pad(d, ((0, 0), (0, -n % 8))), jnp.pad(b, ((0, -n % 8), (0, 0)))
-    else:
-        b_n = b
-    ta, tb = options.transpose_a, options.transpose_b
-    product = functools.partial(matmul, out_dtype=a.dtype)
-    if ta:
-        d_a = product(b_n, d, transpose_a=tb, transpose_b=True)
-    else:
-        d_a = product(d, b_n, transpose_b=not tb)
-    if tb:
-        d_b = product(d, a, transpose_a=True, transpose_b=ta)[:n]
-    else:
-        d_b = product(a, d, transpose_a=not ta)
-    return d_a, d_b, d_bias
-
-
-_matmul.defvjp(_matmul_fwd, _matmul_bwd)
-
-
 def matmul(
-    a, b, *, bias=None, activation=None, out_dtype=None, transpose_a=False, transpose_b=False,
-    config: Config | None = None,
+    a, b, *, bias=None, activation=None, out_dtype=None, transpose_a=False, transpose_b=False, precision=None,
+    preferred_element_type=None, config: Config | None = None,
 ):  # fmt: skip
-    """`activation(a @ b + bias)`, with float32 sums, rounded once; the same to the bit in every run.
+    """`activation(a @ b + bias)`, with float32 sums, rounded once; bitwise reproducible from run to run.
 
-    Differentiable in a, b and bias: gradients are products by the same kernel, of the gradient of o rounded to the
-    dtype of a. Under differentiation an activation is applied after the kernel, to float32 sums that are kept.
+    Differentiable once in a, b and bias: gradients are products by the same kernel, of the gradient of o rounded to the
+    dtype of a; to float16 times a power of two, so that loss scales neither overflow nor vanish. Under differentiation
+    an activation is applied after the kernel, to float32 sums that are kept.
 
     Args:
       a: (..., M, K), or (K, M) with `transpose_a`; bfloat16 or float16.
@@ -132,36 +71,20 @@ def matmul(
       activation: "relu", "gelu" (the tanh form), "silu", an element-wise function, or None.
       out_dtype: bfloat16, float16 or float32; None for the dtype of `a`.
       transpose_a, transpose_b: the operand is given transposed, and is read as it lies: no transposed copy is made.
+      precision: as `jnp.matmul` takes it; every `jax.lax.Precision` means the same for values of 16 bits.
+      preferred_element_type: `out_dtype` by the name that `jnp.matmul` gives it.
       config: tiles, stages, cluster and order; None for those of the least predicted time.
 
     Returns:
       (..., M, N) of `out_dtype`.
 
     Raises:
-      ValueError: a rank, shape, dtype, row length or activation is not supported; RuntimeError: no GPU.
+      ValueError: a rank, shape, dtype, row length, activation or option is not supported; RuntimeError: no GPU.
     """
-    a, b = (_mgpu.as_array("matmul", name, x) for name, x in (("a", a), ("b", b)))
-    transpose_a, transpose_b = (
-        _mgpu.option("matmul", name, x, bool)
-        for name, x in (("transpose_a", transpose_a), ("transpose_b", transpose_b))
-    )
-    out_dtype = jnp.dtype(out_dtype or a.dtype)
-    _mgpu.require_float("matmul", out_dtype)
-    leading = a.shape[:-2]
-    if leading and not transpose_a:
-        a = a.reshape(-1, a.shape[-1])
-    _, n, _ = _mgpu.matmul_sizes("matmul", a, b, transpose_a, transpose_b)
-    if bias is not None:
-        bias = _mgpu.as_array("matmul", "bias", bias)
-        if bias.shape != (n,) or not jnp.issubdtype(bias.dtype, jnp.floating):
-            raise ValueError(f"cookbook.matmul: {bias.shape=}, {bias.dtype=}; must be ({n},), N, of a floating dtype")
-    if callable(activation):  # Refused here, whether or not this configuration applies it in the kernel.
-        _numerics.lowerable(activation, jax.ShapeDtypeStruct((8,), jnp.float32))
-    activation = identity if activation is None else _numerics.activation_fn("matmul", activation)
-    operands = (a, b) if bias is None else (a, b, bias)
-    a, b, bias = (*_mgpu.alike(*operands), None)[:3]
-    out = _matmul(a, b, bias, Options(transpose_a, transpose_b, activation, out_dtype, config))
-    return out.reshape(*leading, -1, n) if leading else out
+    return differentiable.product(
+        "matmul", _launch, Config, a, b, bias=bias, activation=activation, out_dtype=out_dtype, precision=precision,
+        preferred_element_type=preferred_element_type, transpose_a=transpose_a, transpose_b=transpose_b, config=config,
+    )  # fmt: skip
 
 
 matmul.Config = Config  # `cookbook.matmul` is this function, not its module.

@@ -26,8 +26,9 @@ compiler's choice. Two blocks share an SM, so that one computes while the other 
 are converted first, which costs more than their fewer bytes save: chapter 5 gives them to the tensor cores.
 
 Not supported: batches (use `jax.vmap`), operands of two dtypes, differentiation, splitting K (a small o with a long K
-leaves SMs idle). Chapter: notebooks/04_blocked_matmul.ipynb. Source: the classic SGEMM of Volkov and Demmel,
-"Benchmarking GPUs to tune dense linear algebra" (2008), with TMA in place of loads and stores.
+leaves SMs idle). Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`. Chapter:
+notebooks/04_blocked_matmul.ipynb. Source: the classic SGEMM of Volkov and Demmel, "Benchmarking GPUs to tune dense
+linear algebra" (2008), with TMA in place of loads and stores.
 """
 
 import dataclasses
@@ -87,7 +88,7 @@ def default_config(m: int, n: int, k: int) -> Config:
 def _check(a, b):
     op = "cookbook.matmul_blocked"
     if a.ndim != 2 or b.ndim != 2:
-        raise ValueError(f"{op}: {a.shape=}, {b.shape=}; both must be matrices: use jax.vmap for batches")
+        raise ValueError(f"{op}: {a.shape=}, {b.shape=}; both must be matrices: reshape a, or use jax.vmap")
     if a.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16) or a.dtype != b.dtype:
         raise ValueError(f"{op}: {a.dtype=}, {b.dtype=}; must both be float32, bfloat16 or float16: cast one")
     if a.shape[1] != b.shape[0]:
@@ -99,6 +100,7 @@ def _check(a, b):
                 f"{op}: a row of {name} has {cols} values, {cols * a.dtype.itemsize} bytes; TMA needs a multiple of 16 "
                 f"bytes: pad it to {pl.cdiv(cols, unit) * unit} (jnp.pad, one copy of {name})"
             )
+    _mgpu.require_indices("matmul_blocked", M=a.shape[0], N=b.shape[1], K=b.shape[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +233,7 @@ def _kernel(a_gmem, b_gmem, o_gmem, *, plan: Plan):
 
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
 def _call(a, b, *, plan: Plan, params):
-    return plgpu.kernel(
+    return _mgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=jax.ShapeDtypeStruct((plan.m, plan.n), plan.dtype),
         grid=(math.prod(plan.grid),),
@@ -249,12 +251,15 @@ def matmul_blocked(a, b, *, config: Config | None = None):
       config: tiles, stages and order; None chooses by shape.
 
     Returns:
-      (M, N) of the dtype of `a`, the same to the bit in every run.
+      (M, N) of the dtype of `a`, bitwise reproducible from run to run.
 
     Raises:
       ValueError: a rank, shape, dtype or row length is not supported; RuntimeError: no GPU.
     """
+    a, b = _mgpu.as_array("matmul_blocked", "a", a), _mgpu.as_array("matmul_blocked", "b", b)
+    _mgpu.require_config("matmul_blocked", config, Config)
     _check(a, b)
+    a, b = _mgpu.without_gradient("matmul_blocked", "cookbook.matmul", a, b)
     (m, k), n = a.shape, b.shape[1]
     if 0 in (m, n, k):
         return jnp.zeros((m, n), a.dtype)

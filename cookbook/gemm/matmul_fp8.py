@@ -13,6 +13,7 @@ whichever library asks them to.
 
 Not supported: scales of blocks along K; batches (use `jax.vmap`); differentiation. The tensor cores want both fp8
 operands with K along their rows: a plain b is transposed, at the cost of one copy; store weights as (N, K).
+Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
 Chapter: 9. Source: Micikevicius et al., "FP8 formats for deep learning" (2022).
 """
 
@@ -43,7 +44,7 @@ def default_config(m: int, n: int, k: int, out_dtype=jnp.bfloat16, num_sms: int 
 def _check(a, b, transpose_b: bool) -> tuple[int, int, int]:
     op = "cookbook.matmul_fp8"
     if a.ndim != 2 or b.ndim != 2:
-        raise ValueError(f"{op}: {a.shape=}, {b.shape=}; both must be matrices: use jax.vmap for batches")
+        raise ValueError(f"{op}: {a.shape=}, {b.shape=}; both must be matrices: reshape a, or use jax.vmap")
     if a.dtype not in DTYPES or b.dtype not in DTYPES:
         raise ValueError(f"{op}: {a.dtype=}, {b.dtype=}; must be float8_e4m3fn or float8_e5m2: scale and cast them")
     (m, k), (k_b, n) = a.shape, b.shape[:: -1 if transpose_b else 1]
@@ -57,6 +58,7 @@ def _check(a, b, transpose_b: bool) -> tuple[int, int, int]:
             f"{op}: K is {k}, {k} bytes of a row; TMA needs a multiple of {UNIT} bytes: pad both to "
             f"{-(-k // UNIT) * UNIT} along K (jnp.pad)"
         )
+    _mgpu.require_indices("matmul_fp8", M=m, N=n, K=k)
     return m, n, k
 
 
@@ -100,10 +102,13 @@ def matmul_fp8(
     """
     a, b = (_mgpu.as_array("matmul_fp8", name, x) for name, x in (("a", a), ("b", b)))
     transpose_b = _mgpu.option("matmul_fp8", "transpose_b", transpose_b, bool)
-    out_dtype = jnp.dtype(out_dtype)
-    _mgpu.require_float("matmul_fp8", out_dtype)
+    out_dtype = _mgpu.require_float("matmul_fp8", out_dtype)
+    _mgpu.require_config("matmul_fp8", config, Config)
     m, n, k = _check(a, b, transpose_b)
-    vectors = _vectors(_scale("scale_a", scale_a, m), _scale("scale_b", scale_b, n))
+    scale_a, scale_b = _scale("scale_a", scale_a, m), _scale("scale_b", scale_b, n)
+    instead = "cookbook.matmul of 16-bit operands"
+    a, b, scale_a, scale_b = _mgpu.without_gradient("matmul_fp8", instead, a, b, scale_a, scale_b)
+    vectors = _vectors(scale_a, scale_b)
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
     target = _mgpu.require_tensor_cores("matmul_fp8")

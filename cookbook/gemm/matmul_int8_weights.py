@@ -16,7 +16,8 @@ steps read longer rows at a time.
 
 Not supported: zero points, scales of groups along K, 4-bit weights; batches (use `jax.vmap`); differentiation. The
 tensor cores want weights with K along their rows: a plain w_q is transposed, at the cost of one copy; store weights as
-(N, K). Chapter: 9b. Source: Dettmers et al., "LLM.int8()" (2022), for the use.
+(N, K). Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`. Chapter: 9b. Source:
+Dettmers et al., "LLM.int8()" (2022), for the use.
 """
 
 import dataclasses
@@ -190,7 +191,7 @@ def multiply(plan: Plan, ring: _mgpu.Ring, w_smem, a_smem, before, acc, wide_sme
 def _check(a, w_q, scales, transpose_w: bool) -> tuple[int, int, int]:
     op = "cookbook.matmul_int8_weights"
     if a.ndim != 2 or w_q.ndim != 2:
-        raise ValueError(f"{op}: {a.shape=}, {w_q.shape=}; both must be matrices: use jax.vmap for batches")
+        raise ValueError(f"{op}: {a.shape=}, {w_q.shape=}; both must be matrices: reshape a, or use jax.vmap")
     if a.dtype not in (jnp.bfloat16, jnp.float16) or w_q.dtype != jnp.int8:
         raise ValueError(f"{op}: {a.dtype=}, {w_q.dtype=}; must be bfloat16 or float16, and int8: cast them")
     (m, k), (k_w, n) = a.shape, w_q.shape[:: -1 if transpose_w else 1]
@@ -208,6 +209,7 @@ def _check(a, w_q, scales, transpose_w: bool) -> tuple[int, int, int]:
             )
     if scales.shape != (n,) or not jnp.issubdtype(scales.dtype, jnp.floating):
         raise ValueError(f"{op}: {scales.shape=}, {scales.dtype=}; must be ({n},), one float for each of N")
+    _mgpu.require_indices("matmul_int8_weights", M=m, N=n, K=k)
     return m, n, k
 
 
@@ -232,14 +234,11 @@ def matmul_int8_weights(a, w_q, scales, *, out_dtype=None, transpose_w=False, co
         _mgpu.as_array("matmul_int8_weights", name, x) for name, x in (("a", a), ("w_q", w_q), ("scales", scales))
     )
     transpose_w = _mgpu.option("matmul_int8_weights", "transpose_w", transpose_w, bool)
-    out_dtype = jnp.dtype(out_dtype or a.dtype)
-    _mgpu.require_float("matmul_int8_weights", out_dtype)
+    _mgpu.require_config("matmul_int8_weights", config, Config)
     m, n, k = _check(a, w_q, scales, transpose_w)
-    if config is not None and not isinstance(config, Config):
-        raise ValueError(
-            f"cookbook.matmul_int8_weights: {config=} is of another kernel, with another price in shared memory: use "
-            "cookbook.matmul_int8_weights.Config"
-        )
+    out_dtype = _mgpu.require_float("matmul_int8_weights", a.dtype if out_dtype is None else out_dtype)
+    instead = "cookbook.matmul of dequantized weights"
+    a, w_q, scales = _mgpu.without_gradient("matmul_int8_weights", instead, a, w_q, scales)
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
     target = _mgpu.require_tensor_cores("matmul_int8_weights")

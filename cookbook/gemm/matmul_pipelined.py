@@ -18,10 +18,11 @@ wait is a race that the interpreter cannot see (chapter 6 shows it on the GPU).
 Bound by: the tensor cores, when M, N and K are large. Tiles are visited in a snake `grid_tile_width` tiles wide, so
 that the blocks that run together find their operands in the L2 cache.
 
-Not supported: batches (use `jax.vmap`), other dtypes, differentiation. An operand or a result whose rows are no
-multiple of 8 or whose columns are no multiple of 64 is padded, at the cost of one copy of it: a TMA copy to or from
-swizzled shared memory takes whole tiles of 8 rows by 128 bytes. Chapter: notebooks/06_pipelining.ipynb. Source:
-CUTLASS's efficient GEMM notes, for the idea.
+Not supported: batches (use `jax.vmap`), other dtypes, differentiation. An operand or a result whose rows are not a
+multiple of 8 or whose columns are not a multiple of 64 is padded, at the cost of one copy of it: Pallas's view of
+swizzled shared memory has whole tiles of 8 rows by 128 bytes. Under an automatic mesh JAX gathers sharded operands
+first: call it inside `jax.shard_map`. Chapter: notebooks/06_pipelining.ipynb. Source: CUTLASS's efficient GEMM notes,
+for the idea.
 """
 
 import dataclasses
@@ -165,7 +166,7 @@ def _call(a, b, *, m, n, k, transpose_a, transpose_b, activation, out_dtype, con
     a, b = _mgpu.pad_to_tiles(a, _mgpu.SWIZZLE_TILE), _mgpu.pad_to_tiles(b, _mgpu.SWIZZLE_TILE)
     activation = _numerics.lowerable(activation, jax.ShapeDtypeStruct((config.tile_m * config.tile_n,), jnp.float32))
     plan = Plan(m, n, k, transpose_a, transpose_b, activation, config)
-    out = plgpu.kernel(
+    out = _mgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=jax.ShapeDtypeStruct(_mgpu.padded_shape((m, n), _mgpu.SWIZZLE_TILE), out_dtype),
         grid=(plan.grid_tiles[0] * plan.grid_tiles[1],),
@@ -194,9 +195,13 @@ def matmul_pipelined(
     Raises:
       ValueError: a rank, shape, dtype, row length or activation is not supported; RuntimeError: no GPU.
     """
-    out_dtype = jnp.dtype(out_dtype or a.dtype)
-    _mgpu.require_float("matmul_pipelined", out_dtype)
+    a, b = _mgpu.as_array("matmul_pipelined", "a", a), _mgpu.as_array("matmul_pipelined", "b", b)
+    transpose_a = _mgpu.option("matmul_pipelined", "transpose_a", transpose_a, bool)
+    transpose_b = _mgpu.option("matmul_pipelined", "transpose_b", transpose_b, bool)
+    _mgpu.require_config("matmul_pipelined", config, Config)
     m, n, k = _mgpu.matmul_sizes("matmul_pipelined", a, b, transpose_a, transpose_b)
+    out_dtype = _mgpu.require_float("matmul_pipelined", a.dtype if out_dtype is None else out_dtype)
+    a, b = _mgpu.without_gradient("matmul_pipelined", "cookbook.matmul", a, b)
     activation = _numerics.activation_fn("matmul_pipelined", activation)
     if 0 in (m, n):
         return jnp.zeros((m, n), out_dtype)

@@ -23,8 +23,9 @@ Bound by: the tensor cores, as long as the loads keep up. Two blocks share an SM
 starts or stores.
 
 Not supported: batches (use `jax.vmap`), other dtypes, differentiation, Blackwell (its tensor cores take other
-instructions). An operand or a result whose rows are no multiple of 8 or whose columns are no multiple of 64 is padded,
-at the cost of one copy of it: TMA moves whole tiles of 8 rows by 128 bytes to and from swizzled shared memory.
+instructions). An operand or a result whose rows are not a multiple of 8 or whose columns are not a multiple of 64 is
+padded, at the cost of one copy of it: Pallas's view of swizzled shared memory has whole tiles of 8 rows by 128 bytes.
+Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
 Chapter: notebooks/05_wgmma.ipynb. Source: this project's.
 """
 
@@ -177,7 +178,7 @@ def _kernel(a_gmem, b_gmem, o_gmem, *, plan: Plan):
 
 @functools.partial(jax.jit, static_argnames=("plan", "out_dtype", "params"))
 def _call(a, b, *, plan: Plan, out_dtype, params):
-    kernel = plgpu.kernel(
+    kernel = _mgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=jax.ShapeDtypeStruct(_mgpu.padded_shape((plan.m, plan.n), _mgpu.SWIZZLE_TILE), out_dtype),
         grid=(plan.grid[0] * plan.grid[1],),
@@ -199,14 +200,18 @@ def matmul_wgmma(a, b, *, transpose_a=False, transpose_b=False, out_dtype=None, 
       config: tiles and stages; None chooses by shape.
 
     Returns:
-      (M, N) of `out_dtype`, the same to the bit in every run.
+      (M, N) of `out_dtype`, bitwise reproducible from run to run.
 
     Raises:
       ValueError: a rank, shape, dtype or row length is not supported; RuntimeError: no GPU.
     """
-    out_dtype = jnp.dtype(out_dtype or a.dtype)
-    _mgpu.require_float("matmul_wgmma", out_dtype)
+    a, b = _mgpu.as_array("matmul_wgmma", "a", a), _mgpu.as_array("matmul_wgmma", "b", b)
+    transpose_a = _mgpu.option("matmul_wgmma", "transpose_a", transpose_a, bool)
+    transpose_b = _mgpu.option("matmul_wgmma", "transpose_b", transpose_b, bool)
+    _mgpu.require_config("matmul_wgmma", config, Config)
     m, n, k = _mgpu.matmul_sizes("matmul_wgmma", a, b, transpose_a, transpose_b)
+    out_dtype = _mgpu.require_float("matmul_wgmma", a.dtype if out_dtype is None else out_dtype)
+    a, b = _mgpu.without_gradient("matmul_wgmma", "cookbook.matmul", a, b)
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
     _mgpu.require_tensor_cores("matmul_wgmma")

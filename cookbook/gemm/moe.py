@@ -13,11 +13,13 @@ blocks; of few rows, comparisons alone. XLA's own cumulative sum takes longer.
 Bound by: the products; for the rest, the memory that rows are copied to and from: each token's row is written top_k
 times, and as many rows of the result are read.
 
-Not supported: capacities (no token is dropped), biases, shared experts. Chapter: 16b. Sources: Shazeer et al.,
-"Outrageously large neural networks" (2017); Gale et al., "MegaBlocks" (2022), for products without padding.
+Not supported: capacities (no token is dropped), biases, shared experts. Under an automatic mesh JAX gathers sharded
+operands first: call it inside `jax.shard_map`. Chapter: 16b. Sources: Shazeer et al., "Outrageously large neural
+networks" (2017); Gale et al., "MegaBlocks" (2022), for products without padding.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -59,6 +61,7 @@ class Routing(NamedTuple):
     group_sizes: Any  # (E,) int32: how many rows each expert has.
 
 
+@_mgpu.own_options()
 def route(router_logits, top_k: int, renormalize: bool = True) -> Routing:
     """The `top_k` experts of each token, by its (T, E) logits, and where their rows are."""
     logits = router_logits.astype(jnp.float32)
@@ -87,7 +90,7 @@ def _top_k_fwd(logits, top_k: int):
 
 def _top_k_bwd(top_k: int, residuals, gradients):
     experts, like = residuals
-    is_choice = experts[:, :, None] == jnp.arange(like.shape[1], dtype=jnp.int32)
+    is_choice = experts[:, :, None] == jnp.arange(like.shape[1], dtype=jnp.int32)[None, None]
     return (jnp.where(is_choice, gradients[0][:, :, None], 0).sum(1),)
 
 
@@ -118,7 +121,7 @@ def _places_of_few(experts, num_experts: int):
     """As `_places`, by comparing all rows with each other."""
     row = experts.ravel() * experts.size + jnp.arange(experts.size, dtype=jnp.int32)  # By experts, then by tokens.
     is_before = row[None, :] < row[:, None]
-    is_in = experts.ravel() == jnp.arange(num_experts, dtype=jnp.int32)[:, None]
+    is_in = experts.reshape(1, -1) == jnp.arange(num_experts, dtype=jnp.int32)[:, None]
     return is_before.sum(1, dtype=jnp.int32).reshape(experts.shape), is_in.sum(1, dtype=jnp.int32)
 
 
@@ -198,11 +201,14 @@ def _check(x, router_logits, w_gate_up, w_down, top_k: int, group_offset):
     if hidden % 8 or inner % 8:
         raise ValueError(f"{op}: {hidden=}, {inner=} of {w_down.shape=}: must be multiples of 8, 16 bytes: pad them")
     if not 1 <= top_k <= experts:
-        raise ValueError(f"{op}: {top_k=} must be from 1 to {experts}, the experts of router_logits")
+        raise ValueError(f"{op}: {top_k=}; must be from 1 to {experts}, the experts of router_logits")
+    rows = math.prod(x.shape[:-1]) * top_k
+    if rows * (experts + 2) >= 2**31:
+        raise ValueError(f"{op}: {rows} rows of tokens by {experts} experts; must be below 2**31: pass parts of x")
 
 
 def moe(x, router_logits, w_gate_up, w_down, *, top_k, renormalize=True, group_offset=None):
-    """Weighted sum of the outputs of each token's `top_k` experts; the same to the bit in every run.
+    """Weighted sum of the outputs of each token's `top_k` experts; bitwise reproducible from run to run.
 
     Differentiable in all four arrays. Under `jax.shard_map` with the experts sharded, each device has some of w_gate_up
     and w_down, and all of x and router_logits; it gives `group_offset` and gets the sum over its own experts, which
@@ -229,6 +235,7 @@ def moe(x, router_logits, w_gate_up, w_down, *, top_k, renormalize=True, group_o
     _check(x, router_logits, w_gate_up, w_down, top_k, group_offset)
     if x.size == 0:
         return jnp.zeros_like(x)
+    _mgpu.require_tensor_cores("moe")
     # Here, where the gradient of x is smallest, it is summed over the devices of a mesh.
     x, router_logits, w_gate_up, w_down = _mgpu.alike(x, router_logits, w_gate_up, w_down)
     tokens = x.reshape(-1, x.shape[-1])

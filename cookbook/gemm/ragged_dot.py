@@ -15,8 +15,9 @@ tiles are is read from a table that XLA makes of the sizes, or found in the size
 Bound by: the tensor cores; with few rows a group, the memory that the matrices come from. `swapped` then computes the
 transposed product, whose tiles may have as few as 8 rows of lhs. `group_cost.py` chooses the tiles.
 
-Not supported: batches (use `jax.vmap`), other dtypes. Chapter: 16. Sources: Gale et al., "MegaBlocks" (2022), for the
-grouped product; JAX's `ragged_dot_mgpu`, for the stores by powers of two.
+Not supported: batches (use `jax.vmap`), other dtypes. Under an automatic mesh JAX gathers sharded operands first: call
+it inside `jax.shard_map`. Chapter: 16. Sources: Gale et al., "MegaBlocks" (2022), for the grouped product; JAX's
+`ragged_dot_mgpu`, for the stores by powers of two.
 """
 
 import dataclasses
@@ -27,9 +28,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _mgpu, _numerics
-from . import gated, group_cost, groups
+from . import differentiable, gated, group_cost, groups
 from .core import Config
-from .ragged_dot_transposed import ragged_dot_transposed
+from .ragged_dot_transposed import sums
 from .roles import fused_product, identity, multiply
 
 
@@ -110,52 +111,71 @@ def _ragged_dot(lhs, rhs, group_sizes, group_offset, options: Options):
 
 def _ragged_dot_fwd(lhs, rhs, group_sizes, group_offset, options: Options):
     operands, activation = (lhs, rhs, group_sizes, group_offset), options.activation
+    forward = lambda options: _mgpu.without_derivative("ragged_dot", functools.partial(_forward, options=options))
     if activation is identity:
-        return _forward(*operands, options), (*operands, None)
+        return forward(options)(*operands), (*operands, None)
     # The backward pass needs what the activation was applied to. To compute it again would cost a third of a step;
-    # `jax.checkpoint` does so where memory is short.
-    before = _forward(*operands, dataclasses.replace(options, activation=identity, out_dtype=lhs.dtype, config=None))
+    # `jax.checkpoint` does so where memory is short. float16 has too few exponents for it.
+    kept = jnp.dtype(jnp.float32) if lhs.dtype == jnp.float16 else lhs.dtype
+    before = forward(dataclasses.replace(options, activation=identity, out_dtype=kept, config=None))(*operands)
     return activation(before.astype(jnp.float32)).astype(options.out_dtype), (*operands, before)
 
 
 def _ragged_dot_bwd(options: Options, residuals, d_out):
-    lhs, rhs, group_sizes, group_offset, before = residuals
+    gradients = _mgpu.without_derivative("ragged_dot", functools.partial(_gradients, options))
+    return *gradients(*residuals, d_out), None, None
+
+
+def _gradients(options: Options, lhs, rhs, group_sizes, group_offset, before, d_out):
+    (m, _), num_groups, transpose_rhs = lhs.shape, rhs.shape[0], options.transpose_rhs
     if before is not None:
         (d_out,) = jax.vjp(options.activation, before.astype(jnp.float32))[1](d_out.astype(jnp.float32))
-    d, transpose_rhs = d_out.astype(lhs.dtype), options.transpose_rhs
-    if short := -d.shape[1] % 8:  # rhs is (G, N, K): rows of d are no multiple of 16 bytes.
+
+    def is_used():
+        """Which rows have groups: others may hold anything."""
+        (first, *_), (*_, last) = groups.bounds(group_sizes, m, group_offset, num_groups)
+        row = jnp.arange(m, dtype=jnp.int32)[:, None]
+        return (row >= first) & (row < last)
+
+    d, unscaled = differentiable.as_operand(d_out, lhs.dtype, is_used)
+    out_dtype = lhs.dtype if unscaled is None else jnp.dtype(jnp.float32)
+    if short := -d.shape[1] % 8:  # rhs is (G, N, K): rows of d are not a multiple of 16 bytes.
         d, rhs_n = jnp.pad(d, ((0, 0), (0, short))), jnp.pad(rhs, ((0, 0), (0, short), (0, 0)))
     else:
         rhs_n = rhs
-    d_lhs = _forward(d, rhs_n, group_sizes, group_offset, Options(not transpose_rhs, lhs.dtype, None))
+    d_lhs = _forward(d, rhs_n, group_sizes, group_offset, Options(not transpose_rhs, out_dtype, None))
     pair = (d, lhs) if transpose_rhs else (lhs, d)
-    d_rhs = ragged_dot_transposed(*pair, group_sizes, group_offset=group_offset, num_groups=rhs.shape[0])
-    return d_lhs, d_rhs[:, : rhs.shape[1]], None, None
+    d_rhs = sums(*pair, group_sizes, group_offset, num_groups, out_dtype)[:, : rhs.shape[1]]
+    return (d_lhs, d_rhs) if unscaled is None else (unscaled(d_lhs), unscaled(d_rhs))
 
 
 _ragged_dot.defvjp(_ragged_dot_fwd, _ragged_dot_bwd)
 
 
 def ragged_dot(
-    lhs, rhs, group_sizes, *, group_offset=None, transpose_rhs=False, activation=None, preferred_element_type=None,
-    config: Config | None = None,
+    lhs, rhs, group_sizes, *, group_offset=None, transpose_rhs=False, activation=None, precision=None,
+    preferred_element_type=None, config: Config | None = None,
 ):  # fmt: skip
-    """`lhs` times one matrix of `rhs` for each group of rows, with float32 sums, rounded once; the same in every run.
+    """`lhs` times one matrix of `rhs` for each group of rows, with float32 sums, rounded once; bitwise reproducible.
 
-    Differentiable in lhs and rhs: gradients are grouped products too. Under differentiation an activation is applied
-    after the kernel, to the product in the dtype of lhs, which is kept; `jax.checkpoint` has it computed again instead.
+    Differentiable once in lhs and rhs: gradients are grouped products too, of the gradient of o rounded to the dtype of
+    lhs; to float16 times a power of two, so that loss scales neither overflow nor vanish. Under differentiation an
+    activation is applied after the kernel, to the product, which is kept in bfloat16, or in float32 if lhs is float16;
+    `jax.checkpoint` has it computed again instead.
 
     Args:
       lhs: (M, K); bfloat16 or float16.
       rhs: (G, K, N), or (G, N, K) with `transpose_rhs`; of the dtype of `lhs`.
-      group_sizes: (G,) integers: how many rows of lhs each group has. Rows beyond their sum belong to none. Sizes below
-        0 count as 0, and what goes beyond M is cut off (`cookbook.ragged_dot.check_group_sizes` finds both).
+      group_sizes: (G,) integers: how many rows of lhs each group has. Rows beyond their sum belong to none. Sizes that
+        are not traced are waited for and checked. Traced ones below 0 count as 0, and what goes beyond M is cut off
+        (`cookbook.ragged_dot.check_group_sizes` finds both).
       group_offset: None; or an integer, which may be traced, or an array of one: the group that rhs begins with.
         group_sizes then has sizes of all groups, also of those that rhs has no matrix of, whose rows are zeros.
         Matrices that begin before the first group, or reach beyond the last one, have no rows there.
       transpose_rhs: matrices are given transposed, and are read as they lie.
       activation: "swiglu": rhs has 2N columns, and the result is silu of the first N times the others (N a multiple
         of 8, unless rhs is transposed); or "relu", "gelu" (the tanh form), "silu", an element-wise function, or None.
+      precision: as `jax.lax.ragged_dot` takes it; every `jax.lax.Precision` means the same for values of 16 bits.
       preferred_element_type: bfloat16, float16 or float32, the dtype of the result; None for the dtype of `lhs`.
       config: tiles, stages, cluster and order; None for those of the least predicted time.
 
@@ -168,10 +188,12 @@ def ragged_dot(
     op = "ragged_dot"
     lhs, rhs = _mgpu.as_array(op, "lhs", lhs), _mgpu.as_array(op, "rhs", rhs)
     transpose_rhs = _mgpu.option(op, "transpose_rhs", transpose_rhs, bool)
-    out_dtype = jnp.dtype(preferred_element_type or lhs.dtype)
-    _mgpu.require_float(op, out_dtype)
+    _mgpu.require_config(op, config, Config)
+    differentiable.require_precision(op, precision)
     groups.check_shapes(op, lhs, rhs, transpose_rhs)
     groups.check_operands(op, lhs, rhs)
+    wanted = lhs.dtype if preferred_element_type is None else preferred_element_type
+    out_dtype = _mgpu.require_float(op, wanted, "preferred_element_type")
     if activation == "swiglu" and rhs.shape[1 if transpose_rhs else 2] % 2:
         raise ValueError(
             f"cookbook.{op}: {rhs.shape=} with {activation=}: must have a column of the gate for each other"

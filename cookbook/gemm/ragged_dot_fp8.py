@@ -18,8 +18,9 @@ Bound by: the tensor cores; with scales by block also the additions, which take 
 overlap with the products of the warpgroup's next step and of the other warpgroup.
 
 Not supported: other sizes of blocks; batches (use `jax.vmap`); differentiation. The tensor cores want both operands
-with K along their rows: a plain rhs is transposed, at the cost of one copy; store weights as (G, N, K). Chapter: 16b.
-Source: DeepSeek-AI, "DeepSeek-V3 technical report" (2024), for the blocks and why sums are promoted.
+with K along their rows: a plain rhs is transposed, at the cost of one copy; store weights as (G, N, K). Under an
+automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`. Chapter: 16b. Source: DeepSeek-AI,
+"DeepSeek-V3 technical report" (2024), for the blocks and why sums are promoted.
 """
 
 import functools
@@ -117,11 +118,14 @@ def ragged_dot_fp8(
     lhs, rhs, scale_lhs, scale_rhs = (
         _mgpu.as_array(op, name, x) for name, x in zip(names, (lhs, rhs, scale_lhs, scale_rhs), strict=True)
     )
-    transpose_rhs, out_dtype = _mgpu.option(op, "transpose_rhs", transpose_rhs, bool), jnp.dtype(out_dtype)
-    _mgpu.require_float(op, out_dtype)
+    transpose_rhs = _mgpu.option(op, "transpose_rhs", transpose_rhs, bool)
+    out_dtype = _mgpu.require_float(op, out_dtype)
+    _mgpu.require_config(op, config, Config)
     (m, n, k), by_block = _check(op, lhs, rhs, scale_lhs, scale_rhs, transpose_rhs)
     num_groups = rhs.shape[0]
     group_sizes, group_offset = groups.check_groups(op, group_sizes, group_offset, m, num_groups)
+    operands = lhs, rhs, scale_lhs, scale_rhs
+    lhs, rhs, scale_lhs, scale_rhs = _mgpu.without_gradient(op, "cookbook.ragged_dot of 16-bit operands", *operands)
     if 0 in (m, n, k, num_groups):
         return jnp.zeros((m, n), out_dtype)
     target = _mgpu.require_tensor_cores(op)

@@ -13,7 +13,7 @@ Bound by: the memory that the weights come from with few rows a group; with many
 
 Not supported: zero points, scales of groups along K, 4-bit weights; batches (use `jax.vmap`); differentiation. The
 tensor cores want weights with K along their rows: a plain rhs is transposed, at the cost of one copy; store weights as
-(G, N, K). Chapter: 16b.
+(G, N, K). Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`. Chapter: 16b.
 """
 
 import dataclasses
@@ -111,16 +111,19 @@ def ragged_dot_int8_weights(
     """
     op = "ragged_dot_int8_weights"
     lhs, rhs, scales = (_mgpu.as_array(op, name, x) for name, x in (("lhs", lhs), ("rhs", rhs), ("scales", scales)))
-    transpose_rhs, out_dtype = _mgpu.option(op, "transpose_rhs", transpose_rhs, bool), jnp.dtype(out_dtype or lhs.dtype)
-    if out_dtype not in (jnp.bfloat16, jnp.float16):
-        raise ValueError(f"cookbook.{op}: {out_dtype=}; must be bfloat16 or float16: tiles are transposed")
+    transpose_rhs = _mgpu.option(op, "transpose_rhs", transpose_rhs, bool)
     (m, n, k), num_groups = _check(op, lhs, rhs, scales, transpose_rhs), rhs.shape[0]
-    if config is not None and (not isinstance(config, Config) or config.split_k > 1):
+    out_dtype = _mgpu.require_float(op, lhs.dtype if out_dtype is None else out_dtype)
+    if out_dtype == jnp.float32:
         raise ValueError(
-            f"cookbook.{op}: {config=} must be a cookbook.{op}.Config, of split_k=1: how many tiles there are is known "
-            "on the device"
+            f"cookbook.{op}: {out_dtype=}; must be bfloat16 or float16, because tiles are transposed: cast it"
+        )
+    if _mgpu.require_config(op, config, Config) is not None and config.split_k > 1:
+        raise ValueError(
+            f"cookbook.{op}: {config=}; must be of split_k=1: the device alone knows how many tiles there are"
         )
     group_sizes, group_offset = groups.check_groups(op, group_sizes, group_offset, m, num_groups)
+    lhs, rhs, scales = _mgpu.without_gradient(op, "cookbook.ragged_dot of dequantized weights", lhs, rhs, scales)
     if 0 in (m, n, k, num_groups):
         return jnp.zeros((m, n), out_dtype)
     target = _mgpu.require_tensor_cores(op)

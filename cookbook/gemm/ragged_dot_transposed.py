@@ -16,7 +16,8 @@ gets into a sum. Barrier table: that of `roles.py`, and
 Bound by: the tensor cores; with few rows a group, the memory that o goes to. Blocks take tiles of the largest groups
 first.
 
-Not supported: batches (use `jax.vmap`), other dtypes. Chapter: 16b. Source: Gale et al., "MegaBlocks" (2022).
+Not supported: batches (use `jax.vmap`), other dtypes, differentiation. Under an automatic mesh JAX gathers sharded
+operands first: call it inside `jax.shard_map`. Chapter: 16b. Source: Gale et al., "MegaBlocks" (2022).
 """
 
 import functools
@@ -82,11 +83,23 @@ def multiply(plan: groups.SumPlan, ring, a_smem, b_smem, before, acc, masked):
     return roles.multiply(plan, ring, a_smem, b_smem, before, acc, prepare=functools.partial(_mask, plan, masked))
 
 
+def sums(lhs, rhs, group_sizes, group_offset, count: int, out_dtype, config: Config | None = None):
+    """`ragged_dot_transposed` of `count` groups from `group_offset` on, whose arguments are known to be right."""
+    op, (m, k), n = "ragged_dot_transposed", lhs.shape, rhs.shape[1]
+    if 0 in (m, k, n, count):
+        return jnp.zeros((count, k, n), out_dtype)
+    target = _mgpu.require_tensor_cores(op)
+    config = config or default_config(m, k, n, count, lhs.dtype, out_dtype, target.num_sms)
+    plan = groups.sum_plan(k, n, m, count, lhs.dtype, out_dtype, config, target.num_sms, target.interpreted)
+    table = groups.sum_table(*groups.bounds(group_sizes, m, group_offset, count))
+    return roles.fused_product(lhs, rhs, {}, table, plan=plan, params=_mgpu.compiler_params(), multiply=multiply)
+
+
 def ragged_dot_transposed(
     lhs, rhs, group_sizes, *, group_offset=None, num_groups=None, preferred_element_type=None,
     config: Config | None = None,
 ):  # fmt: skip
-    """`lhs.T @ rhs` of each group's rows, with float32 sums, rounded once; the same in every run.
+    """`lhs.T @ rhs` of each group's rows, with float32 sums, rounded once; bitwise reproducible.
 
     Args:
       lhs: (M, K); bfloat16 or float16.
@@ -104,23 +117,21 @@ def ragged_dot_transposed(
     """
     op = "ragged_dot_transposed"
     lhs, rhs = _mgpu.as_array(op, "lhs", lhs), _mgpu.as_array(op, "rhs", rhs)
-    out_dtype = jnp.dtype(preferred_element_type or lhs.dtype)
-    _mgpu.require_float(op, out_dtype)
+    _mgpu.require_config(op, config, Config)
     if lhs.ndim != 2 or rhs.ndim != 2 or lhs.shape[0] != rhs.shape[0]:
         raise ValueError(f"cookbook.{op}: {lhs.shape=}, {rhs.shape=}; must be (M, K) and (M, N)")
+    groups.check_operands(op, lhs, rhs)
+    _mgpu.require_indices(op, M=lhs.shape[0], N=rhs.shape[1], K=lhs.shape[1])
+    wanted = lhs.dtype if preferred_element_type is None else preferred_element_type
+    out_dtype = _mgpu.require_float(op, wanted, "preferred_element_type")
     if group_offset is not None and num_groups is None:
         raise ValueError(f"cookbook.{op}: {num_groups=}: must say how many groups from group_offset on to compute")
-    groups.check_operands(op, lhs, rhs)
-    (m, k), n = lhs.shape, rhs.shape[1]
-    group_sizes, group_offset = groups.check_groups(op, group_sizes, group_offset, m, num_groups)
+    if num_groups is not None and (num_groups := _mgpu.option(op, "num_groups", num_groups, int)) < 0:
+        raise ValueError(f"cookbook.{op}: {num_groups=}; must be at least 0: pass the number of groups")
+    group_sizes, group_offset = groups.check_groups(op, group_sizes, group_offset, lhs.shape[0], num_groups)
+    lhs, rhs = _mgpu.without_gradient(op, f"{op}_reference, of the same module,", lhs, rhs)
     count = group_sizes.size if num_groups is None else num_groups
-    if 0 in (m, k, n, count):
-        return jnp.zeros((count, k, n), out_dtype)
-    target = _mgpu.require_tensor_cores(op)
-    config = config or default_config(m, k, n, count, lhs.dtype, out_dtype, target.num_sms)
-    plan = groups.sum_plan(k, n, m, count, lhs.dtype, out_dtype, config, target.num_sms, target.interpreted)
-    table = groups.sum_table(*groups.bounds(group_sizes, m, group_offset, count))
-    return roles.fused_product(lhs, rhs, {}, table, plan=plan, params=_mgpu.compiler_params(), multiply=multiply)
+    return sums(lhs, rhs, group_sizes, group_offset, count, out_dtype, config)
 
 
 ragged_dot_transposed.Config = Config  # `cookbook.ragged_dot_transposed` is this function, not its module.

@@ -18,8 +18,9 @@ Barrier table:
                   blocks of the cluster, with its sums
 
 `split_k` blocks of one cluster share a tile: each sums its part of K and sends slices of its sums to the others' shared
-memory; then each block adds up its slice of the tile, in the order of the parts, so that runs are equal to the bit and
-no second kernel is launched. With `second_kernel` the parts of large tiles go to memory, and XLA adds them up.
+memory; then each block adds up its slice of the tile, in the order of the parts, so that results are bitwise
+reproducible and no second kernel is launched. With `second_kernel` the parts of large tiles go to memory, and XLA adds
+them up.
 """
 
 import dataclasses

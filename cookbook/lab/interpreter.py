@@ -1,6 +1,6 @@
 """Where a kernel runs: on this machine's GPU, or in Pallas's GPU interpreter on the CPU.
 
-Every private JAX name that this project needs is used here and nowhere else.
+Every private JAX name that this project needs is used here and in `at_home.py`, and nowhere else.
 """
 
 import collections
@@ -20,6 +20,7 @@ from jax._src import callback as callbacks
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
 
 from .. import _mgpu
+from . import at_home
 from .toolchain import gpu_facts
 
 _mgpu.allow_waiting_threads()  # Now: a notebook makes arrays, which starts the backend, before it interprets.
@@ -99,17 +100,23 @@ def run(fn, *args):
 
 @contextlib.contextmanager
 def _interpret(detect_races: bool = True):
+    if (
+        _mgpu._target.get() is None
+    ):  # Not inside another: memory is that of a kernel that never ended, and was given up.
+        gpu_callbacks.reset_gpu_interpret_mode_state()
     seen = Interpreted()
     state_class, calls_back = gpu_callbacks.GPURaceDetectionState, callbacks.io_callback_impl
     gpu_callbacks.GPURaceDetectionState = seen._new_kernel  # JAX makes one for each kernel and keeps only the latest.
     callbacks.io_callback_impl = functools.partial(_call_back, calls_back)
     watch = _Watch()
     try:
-        with watch, _mgpu.interpreting(num_sms=NUM_SMS, detect_races=detect_races):
+        on = _mgpu.interpreting(num_sms=NUM_SMS, detect_races=detect_races, several_devices=True)
+        with at_home.at_home(), watch, on:
             yield seen
             jax.effects_barrier()
     except BaseException:
         gpu_callbacks.reset_gpu_interpret_mode_state()
+        at_home.forget_failure()
         if watch.report:
             raise Deadlock(watch.report) from None
         raise
@@ -129,9 +136,10 @@ def _call_back(original, *args, callback, result_avals, **kwargs):
 
     fn = callback.callback_func
     module = str(getattr(fn, "func", fn).__module__)  # None of a list's append.
-    if module == __name__ or module.startswith(gpu_callbacks.__package__):
-        return original(callback=call, result_avals=result_avals, **kwargs)
-    return original(*args, callback=callback, result_avals=result_avals, **kwargs)
+    with jax.transfer_guard("allow"):  # The interpreter's arrays are no business of the program's.
+        if module == __name__ or module.startswith(gpu_callbacks.__package__):
+            return original(callback=call, result_avals=result_avals, **kwargs)
+        return original(*args, callback=callback, result_avals=result_avals, **kwargs)
 
 
 class _Races(gpu_callbacks.GPURaceDetectionState):
@@ -336,9 +344,10 @@ class _Watch:
             with self._lock:
                 is_over = is_over and _all_are_blocked(now[0]) and self._waiting == now[0]
             if is_over:
-                self.report = self._describe(*now)
-                _memory(now[0]).set_failed(Deadlock(self.report), top_level=False)  # Wakes those that wait: they raise.
-                return
+                self.report = self.report or self._describe(*now)
+                # Wakes those that wait: they raise. The kernel of another device may come next, and wait as well.
+                _memory(now[0]).set_failed(Deadlock(self.report), top_level=False)
+                before, alike = None, 0
 
     def _describe(self, waiting, ended) -> str:
         lines = ["every warpgroup waits, or has ended."]

@@ -7,7 +7,6 @@ GPU, each sequence is one part. Otherwise it has several: their states are first
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -20,6 +19,7 @@ from .._mgpu import div
 PIECE = 64  # Values of a row that are swizzled together, 128 bytes; and rows of a WGMMA.
 CHUNKS = (64, 128)  # Rows of a chunk.
 ROWS, COLUMNS = (plgpu.Layout.WGMMA.reduce(dim) for dim in (1, 0))  # One number for each row, or column, of a product.
+LEAST_DECAY = 2.0**-64  # A token that lets less than this of the state stay lets this stay: nothing.
 PART_FIELDS = ("first_row", "end_row", "stop_row", "first_chunk", "state")
 
 
@@ -77,6 +77,7 @@ class Sequences:
         chunks = div(jnp.diff(ends) + (self.chunk - 1), self.chunk)
         return ends[:-1], ends[1:], _running(jnp.sum, chunks) - chunks
 
+    @_mgpu.own_options()
     def parts(self, cu_seqlens):
         """Table of the parts, one a row, with `PART_FIELDS`, the longest packed ones first; and the sequence of each
         part in the order of `state`.
@@ -113,14 +114,16 @@ class Sequences:
         table = np.stack([first, end, end, first_chunk, state], axis=1)
         return jnp.asarray(table, jnp.int32), jnp.asarray(seq, jnp.int32)
 
+    @_mgpu.own_options()
     def sums_of_parts(self, values, table):
         """(num_parts, H): sums over the chunks of each part, in the order of `state`, of `values` (H, num_chunks)."""
         first_row, _, stop_row, first, state = table.T
         chunk, last = jnp.arange(self.num_chunks), first + div(stop_row - first_row + (self.chunk - 1), self.chunk)
-        mine = (chunk >= first[:, None]) & (chunk < last[:, None])
-        sums = jnp.where(mine, values[:, None], 0.0).sum(-1).T
+        mine = (chunk[None] >= first[:, None]) & (chunk[None] < last[:, None])
+        sums = jnp.where(mine[None], values[:, None], 0.0).sum(-1).T
         return sums.at[state].set(sums, mode="drop") if self.is_packed else sums
 
+    @_mgpu.own_options()
     def rows_of_chunks(self, cu_seqlens):
         """(num_chunks, chunk): the row of each place of a chunk, `num_rows` where it has none."""
         if not self.is_packed:
@@ -157,7 +160,17 @@ def cumulative(values):
     """Sums of `values` (H, chunks, rows) up to each row, in float32: as one product with a triangle of ones, where
     XLA's scan would take a kernel for each doubling."""
     triangle = jnp.asarray(np.tri(values.shape[-1], dtype=np.float32))
-    return jnp.einsum("hcs,ts->hct", values, triangle, precision="highest")
+    return jnp.einsum("...s,ts->...t", values, triangle, precision="highest")
+
+
+def cumulative_decays(logs):
+    """`cumulative` of the logarithms of decays, none below `LEAST_DECAY`, each sum rounded about once.
+
+    Kernels take differences of these sums. So one strong decay must not cost the bits of the weak ones after it:
+    hence the least decay, and whole numbers are summed apart, where nothing is rounded.
+    """
+    whole = jnp.round(logs)
+    return cumulative(jnp.stack([whole, logs - whole])).sum(0)
 
 
 def part_rows(num_seqs: int, length: int, heads: int, num_sms: int, parts: int | None = None) -> int | None:
@@ -398,41 +411,6 @@ def combine(decay, states, seq, initial, reverse: bool = False):
     return starts, ends[:num_seqs]
 
 
-# Arguments ------------------------------------------------------------------------------------------------------------
-
-
-def check_packed(op: str, cu_seqlens, batch: int) -> None:
-    """Check `cu_seqlens`, for operands with this batch.
-
-    Raises:
-      ValueError: it does not fit them.
-    """
-    if cu_seqlens is None:
-        return
-    if batch != 1:
-        raise ValueError(f"{op}: cu_seqlens with a batch of {batch}; packed sequences lie in a batch of 1: reshape")
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
-        raise ValueError(
-            f"{op}: {cu_seqlens.shape=}, {cu_seqlens.dtype=}; must be (num_seqs + 1,) integers: the first row of each "
-            "sequence, and the end of the last one"
-        )
-
-
-def check_state(op: str, name: str, state, shape: tuple[int, ...]) -> None:
-    """Check a state that a caller gives.
-
-    Raises:
-      ValueError: it is no float32 array of this shape.
-    """
-    if state is not None and (state.shape != shape or state.dtype != jnp.float32):
-        raise ValueError(f"{op}: {name} is {state.shape}, {state.dtype}; must be {shape}, float32")
-
-
 def as_states(states, heads: int):
     """States (num_seqs, H, P, N) with heads of 64 values: (num_seqs, H * P / 64, 64, N). Nothing is moved."""
     return states.reshape(len(states), heads, PIECE, states.shape[-1])
-
-
-def sizes(x: jax.Array) -> tuple[int, int, int]:
-    """(rows, heads, values of a head) of an array (B, T, H, P)."""
-    return x.shape[0] * x.shape[1], x.shape[2], x.shape[3]

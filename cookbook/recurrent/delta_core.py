@@ -1,8 +1,7 @@
-"""Shared parts of the kernels of the gated delta rule: sums of decays, and products with an operand in registers."""
+"""Shared parts of the kernels of the gated delta rule: products, one operand of which may lie in registers."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -12,14 +11,6 @@ from .core import COLUMNS, PIECE, ROWS
 CHUNK = 64  # Tokens of a chunk: the rows of a WGMMA.
 SQUARE = (CHUNK, CHUNK)
 TILED = dict(transforms=(plgpu.TilingTransform((8, PIECE)), plgpu.SwizzleTransform(128)))
-
-
-def cumulated(x):
-    """The sums of `x` (heads, chunks, CHUNK) from the start of its chunk up to each token.
-
-    A product with a triangle of ones is one kernel of XLA's; its cumsum is several.
-    """
-    return jnp.einsum("hct,ts->hcs", x, np.triu(np.ones(SQUARE, np.float32)), precision="highest")
 
 
 def load(ref, layout):

@@ -21,15 +21,36 @@ Where sequences and heads do not fill the GPU, a sequence is split into parts. A
 state, a second one takes the unit matrix through them, and XLA combines both to the states at the parts' starts; the
 last pass makes o. Split in P parts that is three passes of 1 / P, so it starts with four parts.
 
-The backward pass (`delta_bwd`) makes the states before all chunks again.
+The backward pass makes the states before all chunks again (`delta_forward`), then the gradients of the states, from the
+last chunk to the first (`delta_backward`), and those of the operands, for all chunks at once (`delta_gradients`).
+
+Other names of the arguments, and other layouts:
+
+    here                  fla                          Qwen3-Next in transformers
+    q, k                  q, k                         query, key, repeated to H heads
+    v                     v                            value
+    g, beta               g, beta                      g, beta
+    scale                 scale                        none: 1 / sqrt(N)
+    states (B, H, P, N)   (B, H, N, P)                 (B, H, N, P)
+    return_final_state    output_final_state           output_final_state
+    cu_seqlens            cu_seqlens                   none
+    q and k of norm 1     use_qk_l2norm_in_kernel      use_qk_l2norm_in_kernel
+
+Both have the keys' axis of a state before the values'. Where N = P a state from there has the right shape and is wrong:
+
+    initial_state = jnp.swapaxes(theirs, 2, 3)
+
+and back by the same. With the last line both divide the heads of q and k by sqrt(sum(x**2) + 1e-6); do that before.
 
 Bound by: the latency of a chunk, about four products in a row, with as many blocks as SMs; otherwise the tensor cores.
-Not supported: infinite g, normalisation of q and k, second derivatives.
+Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
+Not supported: normalisation of q and k, second derivatives.
 Chapter: notebooks/17b_delta_rule.ipynb. Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024).
 """
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -37,12 +58,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from .. import _mgpu
-from . import core, delta_backward, delta_forward, delta_gradients
+from . import arguments, core, delta_backward, delta_forward, delta_gradients
 from .core import PIECE, Sequences
-from .delta_core import CHUNK, cumulated
+from .delta_core import CHUNK
 from .delta_inverse import inverses
 
-HEAD_DIMS = (64, 128)
 LEAST_PARTS = 4  # Fewer parts do not pay for three passes.
 
 
@@ -133,7 +153,7 @@ def _sequences(options: Options, v, cu_seqlens, batch: int, num_sms: int) -> Seq
 
 def _prepare(sequences: Sequences, k, g, beta, cu_seqlens, interpreted: bool, params):
     """(cum, inverses) of all chunks."""
-    cum = cumulated(sequences.in_chunks(g.astype(jnp.float32), cu_seqlens))
+    cum = core.cumulative_decays(sequences.in_chunks(g.astype(jnp.float32), cu_seqlens))
     beta = sequences.in_chunks(beta.astype(jnp.float32), cu_seqlens)
     places = _places(sequences, cu_seqlens)
     return cum, inverses(*places, k, cum, beta, interpreted=interpreted, params=params)
@@ -175,7 +195,7 @@ def _backward(q, k, v, initial, cu_seqlens, cum, inverse, do, d_final, *, plan: 
     dq, dk, dv = of_key_heads(dq).astype(q.dtype), of_key_heads(dk).astype(k.dtype), dv
     dbeta, dcum, to_end, decayed = jnp.moveaxis(vectors.reshape(plan.heads, -1, *vectors.shape[1:]).sum(1), 2, 0)
     last = to_end.sum(-1) + jnp.exp(cum[..., -1]) * decayed.sum(-1)
-    dg = cumulated(dcum[..., ::-1])[..., ::-1] + last[..., None]
+    dg = core.cumulative(dcum[..., ::-1])[..., ::-1] + last[..., None]
     dg, dbeta = (_in_rows(sequences, x, cu_seqlens) for x in (dg, dbeta))
     if sequences.is_packed:  # Nothing is written for rows after the last sequence.
         used = (jnp.arange(len(q)) < cu_seqlens[-1])[:, None, None]
@@ -243,36 +263,9 @@ def _gated_delta_rule_bwd(options: Options, residuals, gradients):
 _gated_delta_rule.defvjp(_gated_delta_rule_fwd, _gated_delta_rule_bwd)
 
 
-def _check(q, k, v, g, beta, initial_state, cu_seqlens) -> None:
-    op = "cookbook.gated_delta_rule"
-    for name, x, axes in (("q", q, "B, T, K, N"), ("k", k, "B, T, K, N"), ("v", v, "B, T, H, P")):
-        if x.ndim != 4 or 0 in x.shape:
-            raise ValueError(f"{op}: {name}.shape = {x.shape}; must be ({axes}), none of them 0")
-        if x.dtype not in (jnp.bfloat16, jnp.float16) or x.dtype != q.dtype:
-            raise ValueError(f"{op}: {name}.dtype = {x.dtype}; q, k, v must be all bfloat16 or all float16: cast them")
-    if q.shape != k.shape or k.shape[:2] != v.shape[:2]:
-        raise ValueError(
-            f"{op}: {q.shape=}, {k.shape=}, {v.shape=}; q and k must have the same shape, and v their batch and length"
-        )
-    (batch, _, heads, size), (key_heads, key_dim) = v.shape, k.shape[2:]
-    if heads % key_heads:
-        raise ValueError(f"{op}: {heads} heads of v are no multiple of {key_heads} heads of q and k")
-    if key_dim not in HEAD_DIMS or size not in HEAD_DIMS:
-        raise ValueError(
-            f"{op}: heads of q and k have {key_dim} values, those of v {size}; each must be one of {HEAD_DIMS}: pad "
-            "with zeros (jnp.pad)"
-        )
-    for name, x in (("g", g), ("beta", beta)):
-        if x.shape != v.shape[:3] or not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{op}: {name} is {x.shape}, {x.dtype}; must be {v.shape[:3]}, of a floating-point dtype")
-    core.check_packed(op, cu_seqlens, batch)
-    num_seqs = batch if cu_seqlens is None else len(cu_seqlens) - 1
-    core.check_state(op, "initial_state", initial_state, (num_seqs, heads, size, key_dim))
-
-
 def gated_delta_rule(
     q, k, v, g, beta, *, scale: float | None = None, initial_state=None, return_final_state: bool = False,
-    cu_seqlens=None, config: Config | None = None,
+    cu_seqlens=None, config: Config | None = None, **others,
 ):  # fmt: skip
     """The gated delta rule over a sequence; the same to the bit in every run of a compiled program.
 
@@ -281,7 +274,8 @@ def gated_delta_rule(
     Args:
       q, k: (B, T, K, N), bfloat16 or float16; N is 64 or 128. Keys of norm 1 keep the state bounded.
       v: (B, T, H, P), of the dtype of `q`; K divides H, and P is 64 or 128.
-      g: (B, T, H), at most 0 and finite: a token lets exp(g) of the state stay.
+      g: (B, T, H), at most 0: a token lets exp(g) of the state stay, below 2**-64 nothing. So -inf clears it, and its
+        gradient is 0.
       beta: (B, T, H), from 0 to 1: how much of the error of the state a token corrects.
       scale: of o; None for 1 / sqrt(N).
       initial_state: (B, H, P, N), float32; None for zeros.
@@ -289,6 +283,7 @@ def gated_delta_rule(
       cu_seqlens: (num_seqs + 1,), integers: where packed sequences begin in a batch of 1, and where the last one ends.
         States then have num_seqs in the place of B. The first one begins at 0.
       config: stages, warpgroups and parts; None chooses by the shapes.
+      others: arguments that other libraries have, such as `use_qk_l2norm_in_kernel`, if they are None or False.
 
     Returns:
       o, of the shape and dtype of `v`, zeros after the last packed sequence; with `return_final_state` also the
@@ -297,27 +292,32 @@ def gated_delta_rule(
     Raises:
       ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
     """
-    arrays = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    q, k, v, g, beta, initial_state, cu_seqlens = (
-        None if x is None else _mgpu.as_array("gated_delta_rule", name, x) for name, x in arrays.items()
-    )
-    _check(q, k, v, g, beta, initial_state, cu_seqlens)
-    scale = q.shape[3] ** -0.5 if scale is None else _mgpu.option("gated_delta_rule", "scale", scale, float)
-    target = _mgpu.require_tensor_cores("gated_delta_rule")
+    op = "gated_delta_rule"
+    arguments.elsewhere(op, others)
+    required, optional = dict(q=q, k=k, v=v, g=g, beta=beta), dict(initial_state=initial_state, cu_seqlens=cu_seqlens)
+    q, k, v, g, beta, initial_state, cu_seqlens = arguments.arrays(op, required, optional)
+    arguments.check_delta(op, "B, T", q, k, v, g, beta)
     (batch, _, heads, size), dim = v.shape, q.shape[3]
-    num_seqs = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    num_seqs = arguments.check_packed(op, cu_seqlens, batch)
+    arguments.check_state(op, "initial_state", initial_state, (num_seqs, heads, size, dim))
+    return_final_state = _mgpu.option(op, "return_final_state", return_final_state, bool)
+    scale = dim**-0.5 if scale is None else _mgpu.option(op, "scale", scale, float)
+    config = _mgpu.require_config(op, config, Config)
+    if 0 in v.shape:
+        o, final = arguments.untouched(v, initial_state, (num_seqs, heads, size, dim))
+        return (o, final) if return_final_state else o
+    target = _mgpu.require_tensor_cores(op)
     config = config or default_config(dim, size, num_seqs * heads * size // PIECE, target.num_sms)
     if size % (config.state_wgs * PIECE):
         raise ValueError(
-            f"cookbook.gated_delta_rule: {config} with heads of {size} values: a block's columns are of one head, so "
-            "state_wgs must be 1"
+            f"cookbook.{op}: {config=} with heads of {size} values; a block's columns are of one head: state_wgs=1"
         )
     if (need := config.smem_bytes(dim)) > _mgpu.SMEM_BYTES_MAX:
         raise ValueError(
-            f"cookbook.gated_delta_rule: {config} needs {need} bytes of shared memory for keys of {dim}, and a "
-            f"block has {_mgpu.SMEM_BYTES_MAX}: fewer stages"
+            f"cookbook.{op}: {config=} needs {need} bytes of shared memory for keys of {dim}, and a block has "
+            f"{_mgpu.SMEM_BYTES_MAX}: lower num_stages"
         )
-    q, k, v, g, beta = _mgpu.alike(q, k, v, g, beta)
+    q, k, v, g, beta = _mgpu.alike(q, k, v, jnp.maximum(g, math.log(core.LEAST_DECAY)), beta)
     o, final = _gated_delta_rule(Options(scale, config), q, k, v, g, beta, initial_state, cu_seqlens)
     return (o, final) if return_final_state else o
 

@@ -18,6 +18,10 @@ Barrier table:
 In place: the kernel writes to a Ref. An array becomes one inside, and XLA copies it first unless it is donated, or was
 made in the same `jit` and is not used afterwards. A `jax.new_ref` of the caller's is never copied.
 
+Other names and layouts: those of `gated_delta_rule`, with the axis T of one token left out. In fla this is
+`fused_recurrent_gated_delta_rule`, in transformers `torch_recurrent_gated_delta_rule`; their states (B, H, N, P) are
+transposed ones.
+
 Bound by: memory, each state being read and written once.
 Under `jax.shard_map`, with `check_vma=False`. Not supported: differentiation, several tokens at a time
 (`gated_delta_rule` with an initial state).
@@ -34,10 +38,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
+from . import arguments
 from .core import COLUMNS, PIECE, ROWS
 from .delta_core import load
-
-HEAD_DIMS = (64, 128)
 
 
 def gated_delta_rule_step_reference(q, k, v, g, beta, state, scale=None):
@@ -152,42 +155,20 @@ def _call_on_ref(q, k, v, g, beta, state, **statics):
     return o
 
 
-def _check(q, k, v, g, beta, state) -> None:
-    op = "cookbook.gated_delta_rule_step"
-    for name, x, axes in (("q", q, "B, K, N"), ("k", k, "B, K, N"), ("v", v, "B, H, P")):
-        if x.ndim != 3 or 0 in x.shape:
-            raise ValueError(f"{op}: {name}.shape = {x.shape}; must be ({axes}), none of them 0")
-        if x.dtype not in (jnp.bfloat16, jnp.float16) or x.dtype != q.dtype:
-            raise ValueError(f"{op}: {name}.dtype = {x.dtype}; q, k, v must be all bfloat16 or all float16: cast them")
-    (batch, heads, size), (key_heads, dim) = v.shape, k.shape[1:]
-    if q.shape != k.shape or len(k) != batch or heads % key_heads:
-        raise ValueError(
-            f"{op}: {q.shape=}, {k.shape=}, {v.shape=}; q and k must have the same shape, v their batch, and a "
-            "multiple of their heads"
-        )
-    if dim not in HEAD_DIMS or size not in HEAD_DIMS:
-        raise ValueError(
-            f"{op}: heads of q and k have {dim} values, those of v {size}; each must be one of {HEAD_DIMS}: pad with "
-            "zeros (jnp.pad)"
-        )
-    for name, x in (("g", g), ("beta", beta)):
-        if x.shape != (batch, heads) or not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{op}: {name} is {x.shape}, {x.dtype}; must be {(batch, heads)}, a floating-point one")
-    if state.shape != (batch, heads, size, dim) or state.dtype != jnp.float32:
-        raise ValueError(f"{op}: state is {state.shape}, {state.dtype}; must be {(batch, heads, size, dim)}, float32")
-
-
-def gated_delta_rule_step(q, k, v, g, beta, state, *, scale: float | None = None, config: Config | None = None):
+def gated_delta_rule_step(
+    q, k, v, g, beta, state, *, scale: float | None = None, config: Config | None = None, **others
+):  # fmt: skip
     """One token of each sequence through the gated delta rule; the states are changed in place.
 
     Args:
       q, k: (B, K, N), bfloat16 or float16; N is 64 or 128.
       v: (B, H, P), of the dtype of `q`; K divides H, and P is 64 or 128.
-      g: (B, H), at most 0: exp(g) of the state stays.
+      g: (B, H), at most 0: exp(g) of the state stays; -inf clears it.
       beta: (B, H), from 0 to 1: how much of the error of the state is corrected.
       state: (B, H, P, N), float32, as `gated_delta_rule` returns it; an array, or a Ref (`jax.new_ref`).
       scale: of o; None for 1 / sqrt(N).
       config: stages and blocks; None for the default.
+      others: arguments that other libraries have, if they are None or False.
 
     Returns:
       (o, state): o of the shape and dtype of `v`. Donate the state to `jax.jit` (`donate_argnums`), or XLA copies it
@@ -197,16 +178,24 @@ def gated_delta_rule_step(q, k, v, g, beta, state, *, scale: float | None = None
       ValueError: a shape, dtype or number is not supported, or the state varies over a mesh that `jax.shard_map` checks
         (give it check_vma=False); RuntimeError: no GPU.
     """
-    _check(q, k, v, g, beta, state)
-    op, dim = "gated_delta_rule_step", q.shape[2]
-    scale, config = dim**-0.5 if scale is None else _mgpu.option(op, "scale", scale, float), config or Config()
+    op = "gated_delta_rule_step"
+    arguments.elsewhere(op, others)
+    q, k, v, g, beta = arguments.arrays(op, dict(q=q, k=k, v=v, g=g, beta=beta))
+    state, by_ref = arguments.state_or_ref(op, state)
+    arguments.check_delta(op, "B", q, k, v, g, beta)
+    dim = q.shape[2]
+    arguments.check_state(op, "state", state, (*v.shape, dim))
+    scale = dim**-0.5 if scale is None else _mgpu.option(op, "scale", scale, float)
+    config = _mgpu.require_config(op, config, Config) or Config()
+    if 0 in v.shape:
+        return jnp.zeros(v.shape, v.dtype) if by_ref else (jnp.zeros(v.shape, v.dtype), state)
     if (need := config.smem_bytes(dim) * config.blocks_per_sm) > _mgpu.SMEM_BYTES_MAX:
         raise ValueError(
-            f"cookbook.{op}: {config} needs {need} bytes of shared memory of an SM for rows of {dim}, which has "
-            f"{_mgpu.SMEM_BYTES_MAX}: fewer stages or blocks"
+            f"cookbook.{op}: {config=} needs {need} bytes of shared memory of an SM for rows of {dim}, which has "
+            f"{_mgpu.SMEM_BYTES_MAX}: lower num_stages or blocks_per_sm"
         )
     target = _mgpu.require_target(op)
-    call = _call_on_ref if isinstance(state, jax.Ref) else _call
+    call = _call_on_ref if by_ref else _call
     params = _mgpu.compiler_params(approx_math=True)
     return call(q, k, v, g, beta, state, scale=scale, config=config, num_sms=target.num_sms, params=params)
 

@@ -6,6 +6,15 @@
 Shapes: query and key (B, T, K, H), value (B, T, N, P), out as value, states (B, N, P, H) in float32. Value head n goes
 with key head n // (N // K). All are bfloat16 or all float16. P is a multiple of 64; H is 64, 128 or 256.
 
+Other names and layouts, in `chunk_linear_attn` of fla:
+
+    here                          there
+    query, key, value             q, k, v
+    scale                         scale
+    states (B, N, P, H)           (B, N, H, P): jnp.swapaxes(theirs, 2, 3)
+    return_final_state            output_final_state
+    never                         normalize, by default
+
 This is `ssd` with a = 0 and dt = 1, x = value, b = key and c = query: its roles, barriers, bounds and gradients.
 
 Chapter: notebooks/17_linear_attention.ipynb. Source: Katharopoulos et al., "Transformers are RNNs" (2020).
@@ -14,7 +23,7 @@ Chapter: notebooks/17_linear_attention.ipynb. Source: Katharopoulos et al., "Tra
 import jax.numpy as jnp
 
 from .. import _mgpu
-from . import ssd
+from . import arguments, ssd
 from .ssd import Config, bytes_moved, default_config, flops  # noqa: F401
 
 
@@ -30,7 +39,7 @@ def linear_attention_reference(query, key, value, *, scale=None, initial_state=N
 
 def linear_attention(
     query, key, value, *, scale=None, chunk_size=None, initial_state=None, return_final_state=False, cu_seqlens=None,
-    config: Config | None = None,
+    config: Config | None = None, **others,
 ):  # fmt: skip
     """Causal linear attention, without a feature map and without normalisation; the same to the bit in every run.
 
@@ -39,6 +48,7 @@ def linear_attention(
       value: (B, T, N, P), of the same dtype; K divides N, and P is a multiple of 64.
       scale: what products of queries and keys are multiplied by; None for 1 / sqrt(H).
       chunk_size, initial_state, return_final_state, cu_seqlens, config: as of `cookbook.ssd`; states are (B, N, P, H).
+      others: arguments that other libraries have, such as `normalize`, if they are None or False.
 
     Returns:
       (B, T, N, P), of the dtype of `value`; with `return_final_state` also the states.
@@ -47,18 +57,15 @@ def linear_attention(
       ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
     """
     op = "linear_attention"
-    arrays = dict(query=query, key=key, value=value, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    query, key, value, initial_state, cu_seqlens = (
-        None if m is None else _mgpu.as_array(op, name, m) for name, m in arrays.items()
-    )
-    if scale is not None:
-        scale = _mgpu.option(op, "scale", scale, float)
-    names = dict(x="value", b="key", c="query")
+    arguments.elsewhere(op, others)
+    required = dict(query=query, key=key, value=value)
+    optional = dict(initial_state=initial_state, cu_seqlens=cu_seqlens)
+    query, key, value, *optional = arguments.arrays(op, required, optional)
     ones, zeros = jnp.ones(value.shape[:3], jnp.float32), jnp.zeros(value.shape[2:3], jnp.float32)
-    config = ssd.check(op, value, ones, zeros, key, query, None, initial_state, cu_seqlens, chunk_size, config, names)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out, final = ssd.run(op, value, ones, zeros, key, query, None, initial_state, cu_seqlens, config, scale)
-    return (out, final) if return_final_state else out
+    arrays = value, ones, zeros, key, query, None, *optional
+    ssd.check(op, *arrays, dict(x="value", b="key", c="query"))
+    scale = query.shape[-1] ** -0.5 if scale is None else _mgpu.option(op, "scale", scale, float)
+    return ssd.run(op, *arrays, chunk_size, config, return_final_state, scale)
 
 
 linear_attention.Config = Config  # `cookbook.linear_attention` is this function, not its module.

@@ -32,8 +32,26 @@ Barrier table:
 Where sequences and heads do not fill the GPU, each sequence is cut into parts. A first kernel computes the states of
 all parts from zero, XLA combines them, and this kernel starts each part from its state: x and b are read twice.
 
+Other names of the arguments, and other layouts:
+
+    here                  mamba_chunk_scan_combined of mamba_ssm   chunk_simple_gla of fla
+    x                     x                                        v, scaled by dt
+    dt                    dt; dt_bias, dt_softplus, dt_limit       g = dt a
+    a                     A                                        g = dt a
+    b, c                  B, C                                     k, q; scale=1
+    d                     D; also (H, P)                           none
+    initial_state         initial_states                           initial_state
+    return_final_state    return_final_states                      output_final_state
+    states (B, H, P, N)   (B, H, P, N)                             (B, H, N, P)
+    cu_seqlens            seq_idx                                  cu_seqlens
+    y                     y; z, a gate                             o
+
+So dt is `jax.nn.softplus(dt + dt_bias)` of a Mamba-2 layer, and its gate is `y * jax.nn.silu(z)`. A state from fla is
+`jnp.swapaxes(theirs, 2, 3)` here. transformers' Mamba-2 has states as here.
+
 Bound by: memory.
 
+Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
 Not supported: second derivatives.
 Source: Dao and Gu, "Transformers are SSMs" (2024).
 """
@@ -48,7 +66,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from .. import _mgpu
-from . import core, ssd_bwd, ssd_forward
+from . import arguments, core, ssd_bwd, ssd_forward
 from .core import PIECE, Sequences
 from .ssd_state import CUM, Plan, states
 
@@ -66,10 +84,11 @@ def ssd_reference(x, dt, a, b, c, *, d=None, initial_state=None, cu_seqlens=None
     seq = jnp.searchsorted(starts[1:], jnp.arange(batch * length), side="right")  # The sequence of each row.
     states = jnp.zeros((len(starts), *x.shape[2:], b.shape[3]), dtype)  # One more, of the rows after the last sequence.
     states = states if initial_state is None else states.at[:-1].set(initial_state)
+    decay = jnp.maximum(a.astype(dtype), jnp.finfo(dtype).min)  # Infinity times a step of 0 is NaN.
 
     def token(states, row):
         x, dt, b, c, seq = row
-        state = jnp.exp(dt * a)[:, None, None] * states[seq] + (dt[:, None] * x)[..., None] * b[:, None]
+        state = jnp.exp(dt * decay)[:, None, None] * states[seq] + (dt[:, None] * x)[..., None] * b[:, None]
         y = (state * c[:, None]).sum(-1) + (0 if d is None else d[:, None] * x)
         return states.at[seq].set(state), jnp.where(seq < len(starts) - 1, y, 0)
 
@@ -130,8 +149,10 @@ class Options:
 def _vectors(sequences: Sequences, dt, a, cu_seqlens):
     """(H, num_chunks, 2, chunk): `CUM`, the sums of dt a up to each row of a chunk in units of log 2, and `DT`."""
     dt = sequences.in_chunks(dt.astype(jnp.float32), cu_seqlens)
-    cum = core.cumulative(dt) * (LOG2E * a.astype(jnp.float32))[:, None, None]
-    return jnp.stack([cum, dt], axis=2)
+    a, least = (LOG2E * a.astype(jnp.float32))[:, None, None], math.log2(core.LEAST_DECAY)
+    forgets = jnp.isneginf(a)  # Infinity times a step of 0 is NaN; that step forgets nothing.
+    logs = jnp.where(forgets & (dt > 0), least, jnp.maximum(dt * jnp.where(forgets, 0.0, a), least))
+    return jnp.stack([core.cumulative_decays(logs), dt], axis=2)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "scale", "params"))
@@ -172,20 +193,23 @@ def _backward(x, dt, a, b, c, d, initial, cu_seqlens, starts, dy, d_final, *, pl
     return dx, d_dt, da, db, dc, dd, None if initial is None else d_initial
 
 
-def check(op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, chunk_size, config: Config | None, names=None):
-    """The configuration for these arguments, whose `names` may be others than those of `ssd`.
+def check(op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, names=None) -> None:
+    """Checks the arrays, whose `names` may be others than those of `ssd`.
 
     Raises:
       ValueError: they do not fit each other, or no kernel takes them.
     """
-    op, name_of = f"cookbook.{op}", lambda name: (names or {}).get(name, name)
+    name_of = lambda name: (names or {}).get(name, name)
     for name, m in (("x", x), ("b", b), ("c", c)):
         if m.ndim != 4:
-            raise ValueError(f"{op}: {name_of(name)}.shape = {m.shape}; must be (B, T, heads, values of a head)")
+            raise ValueError(
+                f"cookbook.{op}: {name_of(name)}.shape={m.shape}; must be (B, T, heads, values of a head): reshape it"
+            )
         if m.dtype not in (jnp.bfloat16, jnp.float16) or m.dtype != x.dtype:
             all_names = ", ".join(map(name_of, "xbc"))
             raise ValueError(
-                f"{op}: {name_of(name)}.dtype = {m.dtype}; {all_names} must be all bfloat16 or all float16: cast them"
+                f"cookbook.{op}: {name_of(name)}.dtype={m.dtype}; {all_names} must be all bfloat16 or all float16: "
+                "cast them"
             )
     (batch, length, heads, size), (*_, groups, state_dim) = x.shape, b.shape
     for name, m, shape in (
@@ -193,29 +217,38 @@ def check(op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, chunk_size, con
         ("a", a, (heads,)), ("d", d, (heads,)),
     ):  # fmt: skip
         if m is not None and m.shape != shape:
-            shapes = f"{name_of('x')}.shape = {x.shape} and {name_of('b')}.shape = {b.shape}"
-            raise ValueError(f"{op}: {name_of(name)}.shape = {m.shape}; must be {shape}, to go with {shapes}")
+            shapes = f"{name_of('x')}.shape={x.shape} and {name_of('b')}.shape={b.shape}"
+            raise ValueError(f"cookbook.{op}: {name_of(name)}.shape={m.shape}; must be {shape}, to go with {shapes}")
     for name, m in (("dt", dt), ("a", a), ("d", d)):
         if m is not None and not jnp.issubdtype(m.dtype, jnp.floating):
-            raise ValueError(f"{op}: {name}.dtype = {m.dtype}; must be a floating-point dtype: cast it")
-    if 0 in x.shape or groups == 0:
-        raise ValueError(f"{op}: {name_of('x')}.shape = {x.shape}, {name_of('b')}.shape = {b.shape}; no size may be 0")
-    if heads % groups:
-        raise ValueError(f"{op}: {heads} heads of {name_of('x')} are no multiple of {groups} heads of {name_of('b')}")
+            raise ValueError(f"cookbook.{op}: {name}.dtype={m.dtype}; must be a floating-point dtype: cast it")
+    arguments.check_groups(op, name_of("x"), heads, name_of("b"), groups)
     if size % PIECE or state_dim not in STATE_DIMS:
         raise ValueError(
-            f"{op}: heads of {name_of('x')} have {size} values, those of {name_of('b')} {state_dim}; must be a "
-            f"multiple of {PIECE}, and one of {STATE_DIMS}: pad with zeros (jnp.pad)"
+            f"cookbook.{op}: heads of {name_of('x')} have {size} values, those of {name_of('b')} {state_dim}; must be "
+            f"a multiple of {PIECE}, and one of {STATE_DIMS}: pad with zeros (jnp.pad)"
         )
-    core.check_packed(op, cu_seqlens, batch)
-    num_seqs = batch if cu_seqlens is None else len(cu_seqlens) - 1
-    core.check_state(op, "initial_state", initial_state, (num_seqs, heads, size, state_dim))
+    num_seqs = arguments.check_packed(op, cu_seqlens, batch)
+    arguments.check_state(op, "initial_state", initial_state, (num_seqs, heads, size, state_dim))
+
+
+def _choose(op: str, state_dim: int, chunk_size, config) -> Config:
+    """The configuration for these arguments.
+
+    Raises:
+      ValueError: they contradict each other, or no block has room.
+    """
+    config = _mgpu.require_config(op, config, Config)
+    if chunk_size is not None:
+        chunk_size = _mgpu.option(op, "chunk_size", chunk_size, int)
     if chunk_size not in (None, *core.CHUNKS) or config and chunk_size not in (None, config.chunk_size):
-        raise ValueError(f"{op}: {chunk_size=} must be one of {core.CHUNKS}, and that of config, or None to choose")
+        raise ValueError(
+            f"cookbook.{op}: {chunk_size=}; must be one of {core.CHUNKS}, and that of config: None chooses"
+        )
     config = config or default_config(state_dim, chunk_size)
     if (need := config.smem_bytes(state_dim)) > _mgpu.SMEM_BYTES_MAX:
         raise ValueError(
-            f"{op}: {config} needs {need} bytes of shared memory with {state_dim} values of {name_of('b')}, and a "
+            f"cookbook.{op}: {config=} needs {need} bytes of shared memory with states of {state_dim} columns, and a "
             f"block has {_mgpu.SMEM_BYTES_MAX}: chunks of 64, or fewer stages"
         )
     return config
@@ -265,21 +298,29 @@ def _ssd_bwd(options: Options, residuals, gradients):
 _ssd.defvjp(_ssd_fwd, _ssd_bwd)
 
 
-def run(op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, config: Config, scale: float = 1.0):
-    """(y, final states) of `ssd`, y but for the part of d times `scale`; for `linear_attention` too."""
+def run(
+    op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, chunk_size, config, return_final_state, scale: float = 1.0
+):  # fmt: skip
+    """The results of `ssd` for checked arrays, y but for the part of d times `scale`; for `linear_attention` too."""
     (batch, length, heads, size), state_dim = x.shape, b.shape[-1]
     num_seqs, split = (batch if cu_seqlens is None else len(cu_seqlens) - 1), size // PIECE
+    return_final_state = _mgpu.option(op, "return_final_state", return_final_state, bool)
+    config = _choose(op, state_dim, chunk_size, config)
+    if 0 in x.shape:
+        y, final = arguments.untouched(x, initial_state, (num_seqs, heads, size, state_dim))
+        return (y, final) if return_final_state else y
     _mgpu.require_tensor_cores(op)
     rows = lambda m: m.reshape(batch * length, *m.shape[2:])
     operands = x.reshape(batch * length, heads * split, PIECE), rows(dt), a, rows(b), rows(c), d
     initial = None if initial_state is None else core.as_states(initial_state, heads * split)
     y, final = _ssd(Options(config, batch, split, scale), operands, initial, cu_seqlens)
-    return y.reshape(x.shape), final.reshape(num_seqs, heads, size, state_dim)
+    y, final = y.reshape(x.shape), final.reshape(num_seqs, heads, size, state_dim)
+    return (y, final) if return_final_state else y
 
 
 def ssd(
     x, dt, a, b, c, *, d=None, chunk_size=None, initial_state=None, return_final_state=False, cu_seqlens=None,
-    config: Config | None = None,
+    config: Config | None = None, **others,
 ):  # fmt: skip
     """Mamba-2's recurrence over a sequence; the same to the bit in every run of a compiled program.
 
@@ -288,7 +329,8 @@ def ssd(
     Args:
       x: (B, T, H, P), bfloat16 or float16; P is a multiple of 64.
       dt: (B, T, H), at least 0: how far each token moves the state.
-      a: (H,), at most 0: a token lets exp(dt a) of the state stay.
+      a: (H,), at most 0: a token lets exp(dt a) of the state stay, below 2**-64 nothing. So with -inf each token whose
+        dt is not 0 clears it. The gradients of what clears it are 0.
       b, c: (B, T, G, N), of the dtype of `x`; G divides H, and N is 64, 128 or 256.
       d: (H,), how much of x is added to y; None for nothing.
       chunk_size: rows that become one product, 64 or 128 (N at most 128); None chooses.
@@ -297,6 +339,7 @@ def ssd(
       cu_seqlens: (num_seqs + 1,), integers: where packed sequences begin in a batch of 1, and where the last one ends.
         States then have num_seqs in the place of B. The first one begins at 0.
       config: stages and parts; None chooses by N.
+      others: arguments that other libraries have, such as `z` and `dt_bias`, if they are None or False.
 
     Returns:
       y, of the shape and dtype of `x`, zeros after the last packed sequence; with `return_final_state` also the
@@ -305,13 +348,11 @@ def ssd(
     Raises:
       ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
     """
-    arrays = dict(x=x, dt=dt, a=a, b=b, c=c, d=d, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    x, dt, a, b, c, d, initial_state, cu_seqlens = (
-        None if m is None else _mgpu.as_array("ssd", name, m) for name, m in arrays.items()
-    )
-    config = check("ssd", x, dt, a, b, c, d, initial_state, cu_seqlens, chunk_size, config)
-    y, final = run("ssd", x, dt, a, b, c, d, initial_state, cu_seqlens, config)
-    return (y, final) if return_final_state else y
+    arguments.elsewhere("ssd", others)
+    required, optional = dict(x=x, dt=dt, a=a, b=b, c=c), dict(d=d, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    arrays = arguments.arrays("ssd", required, optional)
+    check("ssd", *arrays)
+    return run("ssd", *arrays, chunk_size, config, return_final_state)
 
 
 ssd.Config = Config  # `cookbook.ssd` is this function, not its module.

@@ -10,6 +10,15 @@ Role table: one warpgroup a block takes all rows of a state, some at a time: it 
 bytes a thread, updates them, sums their products with c across the threads that share a row, and stores them where they
 were. It has no barriers: nothing is shared.
 
+Other names of the arguments, in `selective_state_update` of mamba_ssm, which takes the state first:
+
+    here            there
+    x, b, c         x, B, C
+    dt (B, H)       dt (B, H, P), of one value for each head; dt_bias, dt_softplus
+    a, d (H,)       A (H, P, N) and D (H, P), of one value for each head
+    state           state (B, H, P, N), of any float dtype, changed in place; state_batch_indices
+    y               out; z, a gate
+
 Bound by: memory, one read and one write of the states.
 
 In place: the kernel writes to a Ref. An array becomes one inside, and XLA copies it first unless it is donated, or was
@@ -30,6 +39,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
+from . import arguments
 
 WARPGROUP = 128  # Threads in a warpgroup.
 VECTOR = 4  # Values of a thread's load: 16 bytes.
@@ -42,7 +52,8 @@ def ssd_step_reference(x, dt, a, b, c, state, *, d=None):
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     spread = lambda m: jnp.repeat(m.astype(dtype), x.shape[1] // m.shape[1], axis=1)
     wide, dt = x.astype(dtype), dt.astype(dtype)
-    state = jnp.exp(dt * a)[..., None, None] * state + (dt[..., None] * wide)[..., None] * spread(b)[:, :, None]
+    decay = jnp.exp(dt * jnp.maximum(a.astype(dtype), jnp.finfo(dtype).min))
+    state = decay[..., None, None] * state + (dt[..., None] * wide)[..., None] * spread(b)[:, :, None]
     y = (state * spread(c)[:, :, None]).sum(-1)
     return y if d is None else y + d[:, None] * wide, state
 
@@ -94,7 +105,8 @@ def _kernel(x_gmem, dt_gmem, a_gmem, b_gmem, c_gmem, d_gmem, state_gmem, y_gmem,
     group = _mgpu.div(head, plan.heads // plan.groups)
     shape, starts = (plan.rows, plan.width), range(0, plan.state_dim, plan.width)
     dt = dt_gmem[seq, head].astype(jnp.float32)
-    decay = jnp.exp2(dt * a_gmem[head].astype(jnp.float32) * LOG2E)
+    a = jnp.maximum(a_gmem[head].astype(jnp.float32), float(jnp.finfo(jnp.float32).min))  # -inf times 0 is NaN.
+    decay = jnp.exp2(dt * a * LOG2E)
 
     def load(ref, layout):
         return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
@@ -146,21 +158,20 @@ def _check(x, dt, a, b, c, d, state) -> None:
     op = "cookbook.ssd_step"
     for name, m, axes in (("x", x, "B, H, P"), ("b", b, "B, G, N")):
         if m.ndim != 3:
-            raise ValueError(f"{op}: {name}.shape = {m.shape}; must be ({axes}): one token of each sequence")
+            raise ValueError(f"{op}: {name}.shape={m.shape}; must be ({axes}): one token of each sequence")
     (batch, heads, size), (_, groups, state_dim) = x.shape, b.shape
     for name, m, shape in (
         ("dt", dt, (batch, heads)), ("a", a, (heads,)), ("b", b, (batch, groups, state_dim)), ("c", c, b.shape),
         ("d", d, (heads,)), ("state", state, (batch, heads, size, state_dim)),
     ):  # fmt: skip
         if m is not None and m.shape != shape:
-            raise ValueError(f"{op}: {name}.shape = {m.shape}; must be {shape}, to go with {x.shape=} and {b.shape=}")
+            raise ValueError(f"{op}: {name}.shape={m.shape}; must be {shape}, to go with {x.shape=} and {b.shape=}")
     for name, m in (("x", x), ("dt", dt), ("a", a), ("b", b), ("c", c), ("d", d)):
         if m is not None and m.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            raise ValueError(f"{op}: {name}.dtype = {m.dtype}; must be bfloat16, float16 or float32: cast it")
+            raise ValueError(f"{op}: {name}.dtype={m.dtype}; must be bfloat16, float16 or float32: cast it")
     if state.dtype != jnp.float32:
-        raise ValueError(f"{op}: {state.dtype=}; must be float32: it sums over all tokens")
-    if groups == 0 or heads % groups:
-        raise ValueError(f"{op}: {heads} heads of x are no multiple of {groups} heads of b and c")
+        raise ValueError(f"{op}: {state.dtype=}; must be float32, since it sums over all tokens: cast it")
+    arguments.check_groups("ssd_step", "x", heads, "b and c", groups)
     if size % ROW_UNIT or (state_dim != 64 and state_dim % 128) or not 64 <= state_dim <= 1024:
         raise ValueError(
             f"{op}: heads of x have {size} values, those of b and c {state_dim}; must be a multiple of {ROW_UNIT}, and "
@@ -168,17 +179,18 @@ def _check(x, dt, a, b, c, d, state) -> None:
         )
 
 
-def ssd_step(x, dt, a, b, c, state, *, d=None, config: Config | None = None):
+def ssd_step(x, dt, a, b, c, state, *, d=None, config: Config | None = None, **others):
     """One token of Mamba-2's recurrence for each sequence, its state updated in place.
 
     Args:
       x: (B, H, P), bfloat16, float16 or float32, as are all others but `state`, each its own; P is a multiple of 8.
       dt: (B, H), at least 0: how far the token moves the state.
-      a: (H,), at most 0: the token lets exp(dt a) of the state stay.
+      a: (H,), at most 0: the token lets exp(dt a) of the state stay; -inf clears it where dt is not 0.
       b, c: (B, G, N); G divides H, and N is 64 or a multiple of 128 up to 1024.
       state: (B, H, P, N), float32; an array, or a Ref (`jax.new_ref`).
       d: (H,), how much of x is added to y; None for nothing.
       config: values a thread; None chooses.
+      others: arguments that other libraries have, such as `z` and `dt_bias`, if they are None or False.
 
     Returns:
       (y, state), y of the shape and dtype of `x`. Donate the state to `jax.jit` (`donate_argnums`), or XLA copies it
@@ -188,18 +200,16 @@ def ssd_step(x, dt, a, b, c, state, *, d=None, config: Config | None = None):
       ValueError: a shape or dtype is not supported, or the state varies over a mesh that `jax.shard_map` checks
         (give it check_vma=False); RuntimeError: no GPU.
     """
-    by_ref = isinstance(state, jax.Ref)
-    arrays = dict(x=x, dt=dt, a=a, b=b, c=c, d=d, state=None if by_ref else state)
-    x, dt, a, b, c, d, array = (
-        None if m is None else _mgpu.as_array("ssd_step", name, m) for name, m in arrays.items()
-    )
-    state = state if by_ref else array
+    arguments.elsewhere("ssd_step", others)
+    x, dt, a, b, c, d = arguments.arrays("ssd_step", dict(x=x, dt=dt, a=a, b=b, c=c), dict(d=d))
+    state, by_ref = arguments.state_or_ref("ssd_step", state)
     _check(x, dt, a, b, c, d, state)
-    _mgpu.require_target("ssd_step")
+    config = _mgpu.require_config("ssd_step", config, Config) or Config()
     if 0 in x.shape:
         return jnp.zeros_like(x) if by_ref else (jnp.zeros_like(x), state)
+    _mgpu.require_target("ssd_step")
     call = _call_on_ref if by_ref else _call
-    return call(x, dt, a, b, c, d, state, config or Config(), _mgpu.compiler_params(approx_math=True))
+    return call(x, dt, a, b, c, d, state, config, _mgpu.compiler_params(approx_math=True))
 
 
 ssd_step.Config = Config  # `cookbook.ssd_step` is this function, not its module.

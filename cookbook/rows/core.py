@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _mgpu
 
 LANES = 32  # Threads in a warp.
+LANES_MIN = 2  # JAX has no layout for fewer threads per row.
 WARPGROUP = 128  # Threads in a warpgroup.
 UNROLLED_PIECES = 16  # Loads unrolled in one go. More of them (odd row lengths) cost seconds of compile time.
 SIDE_BYTES = 8  # The least of a row that threads side by side load at once.
@@ -68,7 +69,7 @@ def _lanes(cols: int, vec: int, itemsize: int) -> int:
     """Threads of a warp that share a row: fewer, where the last piece would repeat much of the one before."""
     lanes = min(LANES, floor_power_of_2(cols // vec))
     covered = lambda: pl.cdiv(cols, lanes * vec) * lanes * vec
-    while covered() > 1.25 * cols and lanes // 2 * vec * itemsize >= SIDE_BYTES:
+    while covered() > 1.25 * cols and lanes > LANES_MIN and lanes // 2 * vec * itemsize >= SIDE_BYTES:
         lanes //= 2
     return lanes
 
@@ -76,14 +77,17 @@ def _lanes(cols: int, vec: int, itemsize: int) -> int:
 def as_rows(x, fill, itemsize: int | None = None):
     """`x` as a matrix whose rows are the last axis: (rows, cols), with a lone column or a handful of rows padded.
 
-    A thread's share of a row is found by halving, which ends at two columns and at four rows. `itemsize` is that of the
-    array that the plan is made for, if it is not `x`.
+    `itemsize` is that of the array that the plan is made for, if it is not `x`.
     """
     x = x.reshape(-1, x.shape[-1])
-    rows, cols = x.shape
-    config = default_config(rows, max(cols, 2), itemsize or x.dtype.itemsize)
-    pad_rows, pad_cols = max(0, config.block_rows - rows), max(0, 2 - cols)
-    return jnp.pad(x, ((0, pad_rows), (0, pad_cols)), constant_values=fill) if pad_rows or pad_cols else x
+    pads = [(0, full - size) for full, size in zip(_padded_shape(*x.shape, itemsize or x.dtype.itemsize), x.shape)]
+    return jnp.pad(x, pads, constant_values=fill) if any(after for _, after in pads) else x
+
+
+def _padded_shape(rows: int, cols: int, itemsize: int) -> tuple[int, int]:
+    """A thread's share of a row is found by halving, which ends at two columns and at four rows."""
+    cols = max(cols, 2)
+    return max(rows, default_config(rows, cols, itemsize).block_rows), cols
 
 
 def lanes_layout(lanes: int, width: int, vec: int):
@@ -281,19 +285,26 @@ class RaggedPlan(Plan):
         return jnp.concatenate([jnp.pad(shared, (r, self.pitch - self.cols - r)) for r in range(self.vec)])
 
     def _parts(self, late: bool = False):
-        """Each piece: where it starts in memory, its layout, and the range of its values that are no other's.
+        """Each piece: where it starts in memory, its layout, and the range of its values that no other piece covers.
 
         `late`: where it starts in what `shift` returns."""
-        row = lax.axis_index("block") * self.cols
-        row = _mgpu.rem(row, self.vec) * (self.pitch + 1) if late else row
-        first = (row + self.vec - 1) // self.vec * self.vec  # Written so, the compiler sees that it is aligned.
+        return self.offsets(functools.partial(self._parts_of, late), lax.axis_index("block"))
+
+    def offsets(self, of, *indices):
+        """`of(*indices)`, offsets into a flat array."""
+        return _mgpu.offsets(self.rows * self.cols, of, *indices)
+
+    def _parts_of(self, late: bool, block):
+        row = block * self.cols
+        row = (row & (self.vec - 1)) * (self.pitch + 1) if late else row
+        first = (row + self.vec - 1) & -self.vec  # Written so, the compiler sees that it is aligned.
         (width,), ends = self.shape, plgpu.Layout.WG_STRIDED((WARPGROUP,), 1)
-        for turn in range(0, self.inner, width):
-            start = min(turn, self.inner - width)
-            yield pl.ds(first + start, width), self.layout, turn - start, width
+        starts = [(turn, min(turn, self.inner - width)) for turn in range(0, self.inner, width)]
+        pieces = [(pl.ds(first + start, width), self.layout, turn - start, width) for turn, start in starts]
         last = row + self.cols - WARPGROUP
-        yield pl.ds(row, WARPGROUP), ends, 0, first - row
-        yield pl.ds(last, WARPGROUP), ends, first + self.inner - last, WARPGROUP
+        before, after = jnp.int32(first - row), jnp.int32(first + self.inner - last)
+        head, tail = (pl.ds(row, WARPGROUP), ends, 0, before), (pl.ds(last, WARPGROUP), ends, after, WARPGROUP)
+        return [*pieces, head, tail]
 
     def load(self, x_gmem, row, g):
         # Rows are too long for an array, which is flat too, to have as many values as what `shift` returns.
@@ -318,9 +329,7 @@ class RaggedPlan(Plan):
 
 
 def plan_rows(rows: int, cols: int, itemsize: int, config: Config | None, register_values: int) -> Plan:
-    """The plan of a kernel over rows: by a caller's `config`, which may not fit, or chosen by shape."""
-    if config is not None:
-        _require_fit(rows, cols, itemsize, config)
+    """The plan of a kernel over rows: by a caller's `config`, or chosen by shape."""
     return plan_by(config or default_config(rows, cols, itemsize, register_values), rows, cols, itemsize)
 
 
@@ -331,16 +340,27 @@ def plan_by(config: Config, rows: int, cols: int, itemsize: int) -> Plan:
     return ragged if plan.num_groups > 1 and ragged.fits else plan
 
 
-def _require_fit(rows: int, cols: int, itemsize: int, config: Config):
-    """Refuses a caller's configuration that rows of this length, or so few, do not have."""
-    block_rows, rows_at_once = config.block_rows, WARPGROUP // _lanes(cols, _vec(cols, itemsize), itemsize)
-    if block_rows == 1:
-        if cols < WARPGROUP:
-            raise ValueError(f"{block_rows=}: rows of {cols} are shorter than {WARPGROUP}; take {rows_at_once} or more")
-    elif block_rows % rows_at_once:
-        raise ValueError(f"{block_rows=}: for rows of {cols} it must be a multiple of {rows_at_once}")
+def require_config(op: str, x, config: Config | None) -> Config | None:
+    """`config`, by which the kernels can work on the rows of `x`, or None.
+
+    Raises:
+      ValueError: it is no `Config`, or rows of this length, or so few, do not have it.
+    """
+    if _mgpu.require_config(op, config, Config) is None or x.size == 0:
+        return None
+    block_rows, given = config.block_rows, x.size // x.shape[-1]
+    rows, cols = _padded_shape(given, x.shape[-1], x.dtype.itemsize)
+    at_once = WARPGROUP // _lanes(cols, _vec(cols, x.dtype.itemsize), x.dtype.itemsize)
+    rule = None
+    if block_rows == 1 and cols < WARPGROUP:
+        rule = f"1 is for rows of {WARPGROUP} values and more, and these have {cols}: pass {at_once}"
+    elif block_rows > 1 and block_rows % at_once:
+        rule = f"must be a multiple of {at_once} for rows of {cols} values: pass {at_once}"
     elif block_rows > rows:
-        raise ValueError(f"{block_rows=}: there are {rows} rows; take at most as many, or leave config out")
+        rule = f"must be at most {rows} for {given} rows: pass fewer"
+    if rule:
+        raise ValueError(f"cookbook.{op}: config.block_rows={block_rows}; {rule}, or leave config out")
+    return config
 
 
 def launch(one_row, plan: Plan, out_type, params, arrays, shared=()):
@@ -366,6 +386,7 @@ def launch(one_row, plan: Plan, out_type, params, arrays, shared=()):
 def require_rows(op: str, name: str, x):
     """`x` as a JAX array that the kernels over rows take."""
     x = require_floats(op, name, x)
+    _mgpu.require_indices(op, rows=math.prod(x.shape[:-1]))
     if x.shape[-1] > 65536:
         raise ValueError(f"cookbook.{op}: {name} has rows of {x.shape[-1]}; at most 65536 were tested: split the row")
     return x

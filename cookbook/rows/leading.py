@@ -313,12 +313,21 @@ def sum_leading(target: _mgpu.Target, params, dtype, *factors):
     """Sums over the leading axis of the product of `factors`, (rows, cols) each, or (rows,) in float32, as `dtype`.
 
     Matrices of several factors have at least 128 columns.
+
+    Raises:
+      ValueError: two rows have more values than indices of 32 bits reach.
     """
     rows, cols = factors[0].shape
     if rows * cols > VALUES_MAX:
+        if cols > VALUES_MAX // 2:
+            raise ValueError(
+                f"cookbook.reduce_sum: {rows} rows of {cols} values; must have at most {VALUES_MAX // 2} values each: "
+                "sum parts of the columns"
+            )
         at_once = VALUES_MAX // cols
         parts = [[x[i : i + at_once] for x in factors] for i in range(0, rows, at_once)]
-        factors = [jnp.stack([sum_leading(target, params, jnp.float32, *part) for part in parts])]
+        sums = jnp.stack([sum_leading(target, params, jnp.float32, *part) for part in parts])
+        return sum_leading(target, params, dtype, sums)
     itemsize = max(x.dtype.itemsize for x in factors if x.ndim == 2)
     plan = choose(len(factors[0]), cols, itemsize, target, foldable=len(factors) == 1)
     return sum_by(plan, target, params, dtype, factors)

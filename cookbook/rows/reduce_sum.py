@@ -31,7 +31,6 @@ from .core import Config, Plan
 
 VALUES = 8  # A thread adds up at least so many values of a short row before it exchanges any with others.
 VALUES_IN_FLIGHT = 32  # The most values of short rows, one or several, that a thread loads at once.
-LANES_MIN = 2  # JAX has no layout for fewer threads a row.
 BLOCKS_AN_SM = 16  # An SM's 2048 threads are those of 16 warpgroups.
 
 
@@ -46,7 +45,7 @@ class ShortPlan(Plan):
 
     @property
     def lanes(self) -> int:
-        return min(super().lanes, core.floor_power_of_2(max(LANES_MIN, self.cols // VALUES)))
+        return min(super().lanes, core.floor_power_of_2(max(core.LANES_MIN, self.cols // VALUES)))
 
     def rows_a_block(self, num_sms: int) -> int:
         """As few rows as let all blocks run at once, if they are not too many for the registers."""
@@ -66,10 +65,11 @@ class LongPlan(core.RaggedPlan):
     def load(self, x_gmem, row, g):
         """The pieces of group `g`, with zeros in the columns that an earlier piece holds already."""
         unit, last = self.vec, self.inner // self.vec - core.WARPGROUP  # Counted so, the compiler sees aligned loads.
-        first = _mgpu.div(row * self.cols + unit - 1, unit)
+        first = self.offsets(lambda row: lax.div(row * self.cols + unit - 1, unit), row)
         turns = [(g * self.group + i) * core.WARPGROUP for i in range(self.group)]
         starts = [jnp.minimum(turn, last) for turn in turns]
-        pieces = [_load(x_gmem, pl.ds((first + start) * unit, *self.shape), self.layout) for start in starts]
+        begin = lambda start: self.offsets(lambda first, start: (first + start) * unit, first, start)
+        pieces = [_load(x_gmem, pl.ds(begin(start), *self.shape), self.layout) for start in starts]
         column = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
         shared = [(turn - start) * unit for turn, start in zip(turns, starts, strict=True)]
         return [jnp.where(column >= some, piece, 0.0) for piece, some in zip(pieces, shared, strict=True)]
@@ -175,6 +175,9 @@ def reduce_sum(x, axis: int, *, config: Config | None = None):
         raise ValueError(f"cookbook.reduce_sum: {axis=} of {x.ndim}; must be 0 or -1: move the axis (jnp.moveaxis)")
     if axis in (-1, last):
         axis, x = last, core.require_rows("reduce_sum", "x", x)
+        config = core.require_config("reduce_sum", x, config)
+    elif config is not None:
+        raise ValueError(f"cookbook.reduce_sum: {config=}; must be None for {axis=}: leave it out")
     if x.size == 0:
         return jnp.zeros(x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
     return _sum(x, axis, config)

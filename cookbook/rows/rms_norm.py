@@ -112,28 +112,29 @@ def _call(arrays, scale, eps: float, out_dtype, config: Config | None, params):
     return tuple(out[: x.size // x.shape[-1], : x.shape[-1]].reshape(x.shape) for out in outs)
 
 
-def _rows_ahead(plan: Plan) -> int:
-    """Rows that are in flight to shared memory while a block works on another: at most two."""
-    row_bytes = plan.cols * plan.itemsize
-    fit = (AHEAD_BYTES - 4 * plan.group * math.prod(plan.shape)) // (2 * row_bytes)
-    return min(2, fit) if plan.spread and plan.num_groups == 1 and row_bytes % 16 == 0 and fit > 0 else 0
+def _rows_ahead(plan: Plan, dy_dtype) -> int:
+    """Rows of x and dy that are in flight to shared memory while a block works on another: at most two."""
+    x_bytes, dy_bytes = plan.cols * plan.itemsize, plan.cols * dy_dtype.itemsize
+    fit = (AHEAD_BYTES - 4 * plan.group * math.prod(plan.shape)) // (x_bytes + dy_bytes)
+    return min(2, fit) if plan.spread and plan.num_groups == 1 and x_bytes % 16 == 0 and fit > 0 else 0
 
 
 def _backward_kernel(x_gmem, scale_gmem, dy_gmem, dx_gmem, more_gmem, *, plan: Plan, cols: int, eps: float, sums_smem,
                      x_smem=None, dy_smem=None, filled=None, freed=None):  # fmt: skip
     """Each `num_blocks`-th tile. `more_gmem`: the sums for dscale, added up over the tiles of this block; or, if rows
     do not fit the registers, the 1 / rms of each, from which a second kernel makes them. Where rows are copied ahead, x
-    and dy are flat."""
+    and dy are flat, unless they are beyond offsets of 32 bits, the only ones that copies take."""
     turns, tile = plan.tiles(lax.axis_size("block"))
     load_sums = lambda p: plgpu.load(sums_smem.at[p], layout=plan.layout, optimized=False)
-    ahead = _rows_ahead(plan)
+    ahead = _rows_ahead(plan, dy_gmem.dtype)
     ring, at = _mgpu.Ring(filled, freed, ahead), lambda smem, slot: smem.at[pl.ds(slot * plan.cols, plan.cols)]
 
     def start(i):
         """Starts the copies of the row of turn `i`."""
         slot, (_, row) = ring.fill(i), tile(i)
         for gmem, smem in ((x_gmem, x_smem), (dy_gmem, dy_smem)):
-            whole = gmem.at[pl.ds(row * plan.cols, plan.cols)]  # Inside the array, so that any length is one copy.
+            # Inside the array, so that any length is one copy.
+            whole = gmem.at[pl.ds(row * plan.cols, plan.cols)] if gmem.ndim == 1 else gmem.at[row]
             plgpu.copy_gmem_to_smem(whole, at(smem, slot), filled.at[slot], oob_mode=plgpu.OOBFillMode.UNDEFINED)
 
     def load(i):
@@ -193,17 +194,18 @@ def _backward_kernel(x_gmem, scale_gmem, dy_gmem, dx_gmem, more_gmem, *, plan: P
 
 def _backward_scratch(plan: Plan, dtypes) -> dict:
     sums = plgpu.SMEM((1 if plan.num_groups > 1 else plan.group, *plan.shape), jnp.float32)
-    if not (ahead := _rows_ahead(plan)):
+    if not (ahead := _rows_ahead(plan, dtypes[1])):
         return dict(sums_smem=sums)
     x_smem, dy_smem = (plgpu.SMEM((ahead * plan.cols,), dtype) for dtype in dtypes)
     filled, freed = (plgpu.Barrier(num_arrivals=n, num_barriers=ahead) for n in (2, 1))
     return dict(sums_smem=sums, x_smem=x_smem, dy_smem=dy_smem, filled=filled, freed=freed)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "target", "params"))
-def _call_backward(x, scale, dy, eps: float, target: _mgpu.Target, params):
-    """dx and dscale, which is summed in two stages: by each block over its rows, and then over the blocks."""
-    rows, dy_rows = core.as_rows(x, 0), core.as_rows(dy, 0)
+@functools.partial(jax.jit, static_argnames=("eps", "dtype", "target", "params"))
+def _call_backward(x, scale, dy, eps: float, dtype, target: _mgpu.Target, params):
+    """dx, as `dtype`, and dscale, which is summed in two stages: by each block over its rows, and then over the
+    blocks."""
+    rows, dy_rows = core.as_rows(x, 0), core.as_rows(dy, 0, x.dtype.itemsize)
     rows = rows.at[x.size // x.shape[-1] :].set(1)  # If eps is 0, the 1 / rms of added zeros would be infinite.
     config = default_config(*rows.shape, x.dtype.itemsize, BACKWARD_REGISTER_VALUES)
     blocks = BLOCKS_PER_SM * target.num_sms
@@ -212,11 +214,12 @@ def _call_backward(x, scale, dy, eps: float, target: _mgpu.Target, params):
         config = Config(core.short_block_rows(*rows.shape, x.dtype.itemsize, 16, 8, blocks), BACKWARD_REGISTER_VALUES)
     plan = Plan(*rows.shape, x.dtype.itemsize, config)
     num_blocks, long = min(blocks, plan.num_blocks), plan.num_groups > 1
-    flat = lambda x: x.reshape(-1) if _rows_ahead(plan) else x
+    is_flat = _rows_ahead(plan, dy.dtype) and rows.size < 2**31
+    flat = lambda x: x.reshape(-1) if is_flat else x
     more_shape = (plan.rows,) if long else (num_blocks * config.block_rows, plan.cols)
     dx, more = _mgpu.kernel(
         functools.partial(_backward_kernel, plan=plan, cols=x.shape[-1], eps=eps),
-        out_type=[jax.ShapeDtypeStruct(rows.shape, x.dtype), jax.ShapeDtypeStruct(more_shape, jnp.float32)],
+        out_type=[jax.ShapeDtypeStruct(rows.shape, dtype), jax.ShapeDtypeStruct(more_shape, jnp.float32)],
         grid=(num_blocks,),
         grid_names=("block",),
         scratch_types=_backward_scratch(plan, (rows.dtype, dy_rows.dtype)),
@@ -227,6 +230,10 @@ def _call_backward(x, scale, dy, eps: float, target: _mgpu.Target, params):
         dx[: x.size // x.shape[-1], : x.shape[-1]].reshape(x.shape),
         dscale[: x.shape[-1]],
     )
+
+
+def _common_dtype(*arrays):
+    return arrays[0].dtype if len({x.dtype for x in arrays}) == 1 else jnp.dtype(jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -244,23 +251,30 @@ def _backward(eps, out_dtype, config, kept, gradients):
     total, scale, likes = kept
     dy, *d_total = gradients
     target = _mgpu.require_target("rms_norm")
-    gradient = functools.partial(_call_backward, eps=eps, target=target, params=_mgpu.compiler_params())
-    dx, dscale = _mgpu.without_derivative("rms_norm", gradient)(total, scale, dy.astype(total.dtype))
-    dx = dx + d_total[0] if d_total else dx
+    # A gradient must not be rounded to, or overflow, the dtype of another array.
+    dy = dy.astype(_common_dtype(total, dy))
+    dtype, params = _common_dtype(*likes), _mgpu.compiler_params()
+    gradient = functools.partial(_call_backward, eps=eps, dtype=dtype, target=target, params=params)
+    dx, dscale = _mgpu.without_derivative("rms_norm", gradient)(total, scale, dy)
+    dx = dx + d_total[0].astype(dtype) if d_total else dx
     return tuple(dx.astype(like.dtype) for like in likes), dscale
 
 
 _rms_norm.defvjp(_forward, _backward)
 
 
-def rms_norm(x, scale, *, residual=None, eps: float = 1e-6, out_dtype=None, config: Config | None = None):
+def rms_norm(
+    x, scale=None, *, residual=None, eps: float = 1e-6, epsilon: float | None = None, out_dtype=None,
+    config: Config | None = None,
+):  # fmt: skip
     """RMS normalisation over the last axis, of x or of `residual + x`.
 
     Args:
       x: (..., C) float32, bfloat16 or float16, 1 <= C <= 65536.
-      scale: (C,), of any of these dtypes.
+      scale: (C,), of any of these dtypes; None for ones.
       residual: of the shape of `x` and any of these dtypes; or None.
-      eps: added to the mean of squares.
+      eps: added to the mean of squares, 0 or more.
+      epsilon: another name for `eps`, which it replaces.
       out_dtype: any of these dtypes, that of y; None for that of `x`.
       config: rows a block, a multiple that the row length sets; None chooses by shape.
 
@@ -273,15 +287,19 @@ def rms_norm(x, scale, *, residual=None, eps: float = 1e-6, out_dtype=None, conf
         RuntimeError: no GPU.
     """
     x = core.require_rows("rms_norm", "x", x)
-    scale = core.require_floats("rms_norm", "scale", scale)
+    scale = jnp.ones(x.shape[-1:], x.dtype) if scale is None else core.require_floats("rms_norm", "scale", scale)
     if scale.shape != x.shape[-1:]:
         raise ValueError(f"cookbook.rms_norm: {scale.shape=}; must be {x.shape[-1:]}, one value for each column of x")
     arrays = [x] if residual is None else [x, core.require_floats("rms_norm", "residual", residual)]
     if arrays[-1].shape != x.shape:
-        raise ValueError(f"cookbook.rms_norm: {residual.shape=}; must be {x.shape}, the shape of x")
-    eps = _mgpu.option("rms_norm", "eps", eps, float)
-    out_dtype = jnp.dtype(out_dtype or x.dtype)
-    _mgpu.require_float("rms_norm", out_dtype)
+        raise ValueError(f"cookbook.rms_norm: residual.shape={arrays[-1].shape}; must be {x.shape}, the shape of x")
+    eps = _mgpu.option("rms_norm", "eps", eps if epsilon is None else epsilon, float)
+    if eps < 0:
+        raise ValueError(
+            f"cookbook.rms_norm: {eps=}; must be 0 or more, or roots of negative numbers are NaN: pass 1e-6"
+        )
+    out_dtype = _mgpu.require_float("rms_norm", x.dtype if out_dtype is None else out_dtype)
+    config = core.require_config("rms_norm", x, config)
     if x.size == 0:
         return x.astype(out_dtype) if residual is None else (x.astype(out_dtype), arrays[1])
     _mgpu.require_target("rms_norm")

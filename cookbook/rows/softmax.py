@@ -132,20 +132,26 @@ def _backward(config, y, dy):
 _softmax.defvjp(_forward, _backward)
 
 
-def softmax(x, *, config: Config | None = None):
+def softmax(x, axis: int = -1, *, config: Config | None = None):
     """Softmax over the last axis.
 
     Args:
       x: (..., C) float32, bfloat16 or float16, 1 <= C <= 65536.
+      axis: the last axis, -1 or x.ndim - 1.
       config: rows a block, a multiple that the row length sets; None chooses by shape.
 
     Returns:
       (..., C), of the dtype of `x`.
 
     Raises:
-      ValueError: rank, dtype or row length is not supported, or `config` does not fit the shape; RuntimeError: no GPU.
+      ValueError: rank, dtype, axis or row length is not supported, or `config` does not fit the shape; RuntimeError:
+        no GPU.
     """
     x = core.require_rows("softmax", "x", x)
+    axis = _mgpu.option("softmax", "axis", axis, int)
+    if axis not in (-1, x.ndim - 1):
+        raise ValueError(f"cookbook.softmax: {axis=} of {x.ndim}; must be -1: move the axis (jnp.moveaxis)")
+    config = core.require_config("softmax", x, config)
     if x.size == 0:
         return x
     _mgpu.require_target("softmax")

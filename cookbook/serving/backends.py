@@ -16,12 +16,9 @@ import jax
 import jax.numpy as jnp
 
 import cookbook
-from cookbook.attn.core import HEAD_DIMS
-from cookbook.attn.pages import PAGE_SIZES
 from cookbook.attn.rope_write_kv import rope_write_kv_reference
 from cookbook.gemm.moe import route
 from cookbook.rows.rms_norm import rms_norm_reference
-from cookbook.serving.config import LlamaConfig
 from cookbook.serving.weights import Int8
 
 ROWS_AT_ONCE = 16  # Tokens of a mixed step whose gathered keys and values are in memory together.
@@ -61,24 +58,6 @@ def backend(name: str) -> Backend:
             _linear, _gated, _rms_norm, _moe, rope_write_kv_reference, _paged_attention, _ragged_paged_attention
         )
     raise ValueError(f'backend = {name!r}; must be "cookbook" or "xla"')
-
-
-def check(name: str, config: LlamaConfig, page_size: int, kv_cache_dtype: str | None = None) -> None:
-    """Raises a ValueError if a backend cannot compute a model of these sizes, or there is no such backend or cache."""
-    backend(name)
-    if kv_cache_dtype not in (None, "fp8"):
-        raise ValueError(f'{kv_cache_dtype=}; must be None or "fp8"')
-    if name == "cookbook":
-        dtypes = ("bfloat16", "float16") if kv_cache_dtype is None else ("bfloat16",)
-        for what, value, supported in (
-            ("config.dtype", config.dtype, dtypes), ("config.head_dim", config.head_dim, HEAD_DIMS),
-            ("page_size", page_size, PAGE_SIZES),
-        ):  # fmt: skip
-            if value not in supported:
-                raise ValueError(
-                    f"{what} = {value!r}; must be one of {', '.join(map(str, supported))} for the kernels: change it, "
-                    'or take backend="xla"'
-                )
 
 
 def _swiglu(both, dtype):

@@ -6,9 +6,10 @@
     MixtralForCausalLM      mixtral        a mixture of experts; weights of a token's experts add up to 1
     Qwen3MoeForCausalLM     qwen3_moe      both; whether these weights add up to 1 is an option
 
-A key of `config.json` is read, or one that changes no logits, or has the value of which this is true; any other one is
-refused, and so is a tensor that the model does not have. Reading and writing need the package safetensors (the extra
-`serving`).
+`hf_config.py` says which keys of `config.json` are read, and `generation_config.json` may name more EOS tokens. Where
+there is a `model.safetensors.index.json`, the files count that it names; else `model.safetensors`; else all safetensors
+files. A tensor that the model does not have is refused, but for buffers of rotary frequencies, which the config gives.
+Reading and writing need the package safetensors (the extra `serving`).
 """
 
 import json
@@ -18,37 +19,17 @@ import re
 import jax
 import jax.numpy as jnp
 
-from cookbook.serving.config import LlamaConfig, RopeScaling, check_params
+from cookbook.serving.config import LlamaConfig, check_params
+from cookbook.serving.hf_config import config_of, raw_of
 
-# Keys that change no logits: how a model was made, how it is trained, what others do with it.
-IGNORED = {
-    "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "initializer_range", "max_window_layers",
-    "model_type", "output_router_logits", "pad_token_id", "pretraining_tp", "router_aux_loss_coef",
-    "router_jitter_noise", "transformers_version", "use_cache",
-}  # fmt: skip
-# Keys that may be there with a value that leaves the model as it is here; None stands for a missing one too.
-ONLY = {
-    "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False,
-    "sliding_window": None, "decoder_sparse_step": 1, "mlp_only_layers": [],
-}  # fmt: skip
-READ = {
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "eos_token_id", "dtype",
-    "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters", "layer_types",
-}  # fmt: skip
-OF_EXPERTS = {
-    "llama": set(),
-    "qwen3": set(),
-    "mixtral": {"num_local_experts", "num_experts_per_tok"},
-    "qwen3_moe": {
-        "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
-    },
-}  # fmt: skip
 # Names of an expert's gate, up and down products.
 EXPERT_NAMES = {
     "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")),
     "qwen3_moe": ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
 }
+INDEX = "model.safetensors.index.json"
+# What older versions of transformers wrote of rotary frequencies, which follow from the config.
+ROTARY_BUFFER = re.compile(r"\brotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$")
 
 
 def load(folder, dtype: str | None = None) -> tuple[LlamaConfig, dict[str, jax.Array]]:
@@ -59,21 +40,27 @@ def load(folder, dtype: str | None = None) -> tuple[LlamaConfig, dict[str, jax.A
       dtype: of the parameters; None for that of `config.json`.
 
     Raises:
-      ValueError: a file is missing; `config.json` has a key that is unknown or a value that is not supported; a tensor
-        is missing, unknown, there twice or of another shape.
+      ValueError: a file is missing, such as one that the index names; `config.json` has a key that is unknown, a value
+        that is not supported or two that contradict each other; a tensor is missing, unknown, there twice or of another
+        shape.
     """
     import safetensors
 
     folder = pathlib.Path(folder)
-    files = sorted(folder.glob("*.safetensors"))
+    files = _files_of(folder)
     if not files or not (folder / "config.json").is_file():
         raise ValueError(f"load: folder = {str(folder)!r}; must be a folder with config.json and safetensors files")
-    raw = json.loads((folder / "config.json").read_text())
-    config = config_of(raw, dtype)
+    raw, generation = (_json(folder / name) for name in ("config.json", "generation_config.json"))
+    config = config_of(raw, dtype, generation)
     tensors = {}
-    for file in files:
+    for file, wanted in files.items():
         with safetensors.safe_open(str(file), framework="flax") as opened:
-            for name in opened.keys():
+            there = list(opened.keys())
+            for name in wanted or there:
+                if ROTARY_BUFFER.search(name):
+                    continue
+                if name not in there:
+                    raise ValueError(f"load: {file.name} lacks {name}, which {INDEX} says is in it: download both anew")
                 if name in tensors:
                     raise ValueError(f"load: {name} is in {file.name} and in a file before it; must be in one of them")
                 tensors[name] = opened.get_tensor(name).astype(config.dtype)
@@ -91,7 +78,8 @@ def save(config: LlamaConfig, params: dict[str, jax.Array], folder) -> None:
     """Writes `config.json` and `model.safetensors`, which `load` and transformers read.
 
     Raises:
-      ValueError: the parameters are not the config's, or the model is of no known architecture.
+      ValueError: the parameters are not the config's, the model is of no known architecture, or the folder has the
+        index of another checkpoint.
     """
     import safetensors.flax
 
@@ -102,99 +90,34 @@ def save(config: LlamaConfig, params: dict[str, jax.Array], folder) -> None:
     if model_type == "mixtral" and not config.norm_topk_prob:
         raise ValueError("save: norm_topk_prob = False without qk_norm; must be True: no known architecture has that")
     folder = pathlib.Path(folder)
+    if (folder / INDEX).exists():
+        raise ValueError(
+            f"save: folder = {str(folder)!r} has {INDEX}, by which other files count; must have none: take another "
+            "folder, or remove it"
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(_raw_of(config, model_type), indent=2))
+    (folder / "config.json").write_text(json.dumps(raw_of(config, model_type), indent=2))
     tensors = _with_experts_apart(config, model_type, params) if config.num_experts else params
     safetensors.flax.save_file(tensors, str(folder / "model.safetensors"))
 
 
-def config_of(raw: dict, dtype: str | None = None) -> LlamaConfig:
-    """The config of the contents of a `config.json`.
-
-    Raises:
-      ValueError: a key is unknown, a value is not supported, or a key is missing; it is named.
-    """
-    model_type = raw.get("model_type")
-    if model_type not in OF_EXPERTS:
-        raise ValueError(f"config.json: model_type = {model_type!r}; must be one of {', '.join(OF_EXPERTS)}")
-    known = READ | IGNORED | ONLY.keys() | OF_EXPERTS[model_type]
-    if unknown := sorted(raw.keys() - known):
-        raise ValueError(f"config.json: {unknown[0]} = {raw[unknown[0]]!r} is a key that is not known for {model_type}")
-    for key, value in ONLY.items():
-        # Qwen3 writes a window that it does not use.
-        is_unused = key == "sliding_window" and raw.get("use_sliding_window") is False
-        if raw.get(key, value) not in (value, None) and not is_unused:
-            raise ValueError(f"config.json: {key} = {raw[key]!r} is not supported; must be {value!r}")
-    if other := set(raw.get("layer_types") or ()) - {"full_attention"}:
-        raise ValueError(f"config.json: layer_types has {min(other)!r}, not supported; must all be 'full_attention'")
-    sizes = {}
-    # Their defaults depend on the architecture, and on the version that wrote the file.
-    required = {
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps",
-        *(["num_key_value_heads"] if model_type != "llama" else []), *(["head_dim"] if "qwen3" in model_type else []),
-    }  # fmt: skip
-    for name in sorted(required):
-        if raw.get(name) is None:
-            raise ValueError(f"config.json: lacks {name}")
-        sizes[name] = raw[name]
-    heads = sizes["num_attention_heads"]
-    sizes.setdefault("num_key_value_heads", raw.get("num_key_value_heads") or heads)
-    sizes.setdefault("head_dim", raw.get("head_dim") or sizes["hidden_size"] // heads)
-    theta, scaling = _rope_of(raw)
-    eos = raw.get("eos_token_id")
-    if model_type in EXPERT_NAMES:
-        sizes["num_experts"] = raw.get("num_local_experts", raw.get("num_experts"))
-        sizes["num_experts_per_tok"] = raw.get("num_experts_per_tok")
-        if None in sizes.values():
-            raise ValueError("config.json: lacks num_local_experts (or num_experts) or num_experts_per_tok")
-        # A file leaves out what is the default of its architecture.
-        sizes["norm_topk_prob"] = raw.get("norm_topk_prob", model_type == "mixtral")
-        sizes["intermediate_size"] = raw.get("moe_intermediate_size", sizes["intermediate_size"])
-    return LlamaConfig(
-        **sizes,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tie_word_embeddings=raw.get("tie_word_embeddings", False),
-        dtype=dtype or raw.get("dtype") or raw.get("torch_dtype") or "float32",
-        qk_norm=model_type.startswith("qwen3"),
-        max_position_embeddings=raw.get("max_position_embeddings"),
-        eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
-    )
+def _files_of(folder: pathlib.Path) -> dict[pathlib.Path, list[str]]:
+    """The safetensors files that count, each with the tensors to read of it; none stand for all."""
+    if not (folder / INDEX).is_file():
+        one = folder / "model.safetensors"
+        return {file: [] for file in ([one] if one.is_file() else sorted(folder.glob("*.safetensors")))}
+    files: dict[pathlib.Path, list[str]] = {}
+    for name, file in _json(folder / INDEX).get("weight_map", {}).items():
+        files.setdefault(folder / file, []).append(name)
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"load: {str(folder)!r} lacks {file.name}, which {INDEX} names: download it")
+    return files
 
 
-def _rope_of(raw: dict) -> tuple[float, RopeScaling | None]:
-    """The rotary base and scaling, as transformers wrote them before version 5 and writes them since."""
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0 if raw["model_type"] == "llama" else None))
-    if theta is None:
-        raise ValueError("config.json: lacks rope_theta")
-    kind = rope.pop("rope_type", rope.pop("type", "default"))
-    if kind == "default" and not rope:
-        return theta, None
-    names = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-    if kind != "llama3" or rope.keys() != names:
-        raise ValueError(
-            f"config.json: rope_type = {kind!r} with {sorted(rope)} is not supported; must be 'default' with nothing "
-            f"else, or 'llama3' with {sorted(names)}"
-        )
-    return theta, RopeScaling(**rope)
-
-
-def _raw_of(config: LlamaConfig, model_type: str) -> dict:
-    rope = dict(rope_type="default", rope_theta=config.rope_theta)
-    if config.rope_scaling:
-        rope |= dict(rope_type="llama3", **vars(config.rope_scaling))
-    names = READ - {"torch_dtype", "rope_theta", "rope_scaling", "rope_parameters", "layer_types", "eos_token_id"}
-    raw = dict(model_type=model_type, rope_parameters=rope, hidden_act="silu", eos_token_id=list(config.eos_token_ids))
-    raw |= {name: getattr(config, name) for name in sorted(names)}
-    if config.num_experts:
-        raw |= dict(num_local_experts=config.num_experts, num_experts_per_tok=config.num_experts_per_tok)
-    if model_type == "qwen3_moe":
-        raw |= dict(moe_intermediate_size=config.intermediate_size, norm_topk_prob=config.norm_topk_prob)
-    architecture = "".join(map(str.capitalize, model_type.split("_")))
-    return {name: value for name, value in raw.items() if value is not None} | dict(
-        architectures=[f"{architecture}ForCausalLM"]
-    )
+def _json(path: pathlib.Path) -> dict:
+    """The contents of a file; nothing of one that is not there."""
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def _with_experts_joined(config: LlamaConfig, model_type: str, tensors: dict) -> dict:

@@ -1,11 +1,16 @@
 """Sizes and options of a decoder, and the shapes of its parameters."""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from cookbook import _mgpu
+from cookbook.serving.defaults import under_defaults
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +27,11 @@ class RopeScaling:
     original_max_position_embeddings: int
 
     def __post_init__(self):
+        _convert_numbers(self)
         if not (self.factor >= 1 and 0 < self.low_freq_factor < self.high_freq_factor):
             raise ValueError(f"{self}: factor must be at least 1, and 0 < low_freq_factor < high_freq_factor")
+        if self.original_max_position_embeddings < 1:
+            raise ValueError(f"{self}: original_max_position_embeddings must be at least 1")
 
     def scaled(self, frequencies):
         """The frequencies in place of `frequencies`, in radians a token."""
@@ -57,10 +65,15 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...] = ()  # Tokens with which a request ends if it does not say otherwise.
 
     def __post_init__(self):
+        _convert_numbers(self)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is int and field.name[:11] != "num_experts" and not value >= 1:
                 raise ValueError(f"LlamaConfig: {field.name} = {value}; must be at least 1")
+        if self.rope_theta <= 0 or self.rms_norm_eps < 0:
+            raise ValueError(f"{self.rope_theta=} must be above 0, {self.rms_norm_eps=} at least 0")
+        if self.max_position_embeddings is not None and self.max_position_embeddings < 1:
+            raise ValueError(f"{self.max_position_embeddings=} must be at least 1, or None for what the cache holds")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"{self.num_attention_heads=} must be a multiple of {self.num_key_value_heads=}: each key head serves "
@@ -115,12 +128,28 @@ class LlamaConfig:
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
 
 
+def _convert_numbers(config) -> None:
+    """Makes each number of a frozen dataclass one of Python's, and says which one cannot be."""
+    for field in dataclasses.fields(config):
+        kind, value = field.type, getattr(config, field.name)
+        convert = functools.partial(_mgpu.option, f"serving.{type(config).__name__}", field.name)
+        if kind == int | None and value is not None:
+            kind = int
+        if kind == tuple[int, ...]:
+            value = tuple(convert(token, int) for token in ([value] if np.ndim(value) == 0 else value))
+        elif kind in (int, float, bool):
+            value = convert(value, kind)
+        object.__setattr__(config, field.name, value)
+
+
 def check_params(config: LlamaConfig, params) -> None:
     """Compares parameters with what a model of these sizes has.
 
     Raises:
       ValueError: one is missing, unknown, or of another shape or dtype.
     """
+    if not isinstance(params, Mapping):
+        raise ValueError(f"params: {type(params).__name__}; must be a dict of arrays: take that of init or load")
     shapes = config.shapes
     if missing := sorted(shapes.keys() - params.keys()):
         raise ValueError(f"params: lacks {len(missing)} parameter(s), such as {missing[0]}, of {config}")
@@ -133,6 +162,7 @@ def check_params(config: LlamaConfig, params) -> None:
             )
 
 
+@under_defaults
 def init(config: LlamaConfig, seed: int = 0) -> dict[str, jax.Array]:
     """Random parameters: products keep the variance of what is multiplied, norms' scales are near 1."""
     params = {}

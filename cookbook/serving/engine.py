@@ -23,6 +23,7 @@ No request fails by that, and the next `step` goes on. A step that fails each ti
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -30,7 +31,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cookbook import _mgpu
 from cookbook.serving import backends
+from cookbook.serving.checks import require_supported
 from cookbook.serving.config import LlamaConfig, check_params
 from cookbook.serving.model import empty_pages
 from cookbook.serving.pages import PageAllocator
@@ -81,7 +84,8 @@ class Engine:
     `allocator` and `scheduler` keep the books; `stats` has the figures of the steps.
 
     Raises:
-      ValueError: a size does not fit another, a parameter not the config, or there is no such backend.
+      ValueError: a size does not fit another, a parameter not the config, the kernels refuse a size of the model or the
+        engine, or there is no such backend.
     """
 
     def __init__(
@@ -90,25 +94,37 @@ class Engine:
         weights: str | None = None, kv_cache_dtype: str | None = None,
         compiler_options: Mapping[str, object] | None = None, ahead: bool = True, num_scheduler_steps: int = 4,
     ):  # fmt: skip
-        backends.check(backend, config, page_size, kv_cache_dtype)
+        backends.backend(backend)
+        if kv_cache_dtype not in (None, "fp8"):
+            raise ValueError(f'{kv_cache_dtype=}; must be None or "fp8"')
         check_params(config, params)
-        count = num_scheduler_steps
-        if not hasattr(count, "__index__") or count < 1 or count & (count - 1):
+        whole = functools.partial(_mgpu.option, "serving.Engine")
+        count = self.num_scheduler_steps = whole("num_scheduler_steps", num_scheduler_steps, int)
+        if count < 1 or count & (count - 1):
             raise ValueError(f"Engine: {num_scheduler_steps=} must be a power of two, such as 1 or 4")
-        self.config, self.backend, self.ahead, self.num_scheduler_steps = config, backend, ahead, num_scheduler_steps
-        self.weights, self.kv_cache_dtype = prepared(config, params, weights), kv_cache_dtype
+        self.config, self.backend, self.ahead, self.kv_cache_dtype = config, backend, ahead, kv_cache_dtype
         self.compiler_options = _checked(compiler_options or {})
         self.allocator = PageAllocator(num_pages, page_size)
         self.scheduler = Scheduler(self.allocator, max_seqs=max_seqs, max_tokens_per_step=max_tokens_per_step)
         most = min(num_pages * page_size, config.max_position_embeddings or num_pages * page_size)
-        self.max_seq_len = most if max_seq_len is None else max_seq_len
+        self.max_seq_len = most if max_seq_len is None else whole("max_seq_len", max_seq_len, int)
         if not 1 <= self.max_seq_len <= most:
             raise ValueError(f"Engine: {max_seq_len=} must be from 1 to {most}, which the model and the cache allow")
+        require_supported(
+            config, params, backend=backend, weights=weights, kv_cache_dtype=kv_cache_dtype, num_pages=num_pages,
+            page_size=page_size, max_seqs=max_seqs, max_tokens_per_step=max_tokens_per_step, max_pages=self._max_pages,
+        )  # fmt: skip
+        self.weights = prepared(config, params, weights)
         self.stats = Stats()
         self._news: dict[Request, int] = {}  # Requests to tell of, and how many tokens they had when last told of.
         self._latest = 0.0  # When the last tokens came.
         self._num_preemptions = 0  # Those that `stats` has, or a step in flight.
         self._device = self._new_device()
+
+    @property
+    def _max_pages(self) -> int:
+        """Pages of the longest request."""
+        return -(-self.max_seq_len // self.allocator.page_size)
 
     @property
     def is_idle(self) -> bool:
@@ -139,7 +155,8 @@ class Engine:
             for token in tokens:
                 if not 0 <= token < self.config.vocab_size:
                     raise ValueError(
-                        f"submit: {name} has the token {token}, outside of 0 to {self.config.vocab_size - 1}"
+                        f"submit: {name} has the token {token}, outside of 0 to {self.config.vocab_size - 1}: encode "
+                        "the text with this model's tokenizer"
                     )
         # The last token is sampled and never computed.
         if (places := len(request.prompt) + request.max_new_tokens - 1) > self.max_seq_len:
@@ -203,8 +220,7 @@ class Engine:
         if not self.is_idle:
             raise RuntimeError("Engine.warmup: there are requests; call it before the first one, or after a reset()")
         s, counts = self.scheduler, [2**i for i in range(1, self.num_scheduler_steps.bit_length())]
-        max_pages = -(-self.max_seq_len // self.allocator.page_size)
-        found = shapes(s.max_seqs, s.max_tokens_per_step, max_pages, backends.TABLE_WIDTHS_MIN[self.backend])
+        found = shapes(s.max_seqs, s.max_tokens_per_step, self._max_pages, backends.TABLE_WIDTHS_MIN[self.backend])
         if self.backend == "xla" or jax.default_backend() == "gpu":  # The interpreter serves one thread alone.
             compile_steps(
                 self.config, self.weights, self._device.pages, self._device.tokens, s.max_seqs, found,

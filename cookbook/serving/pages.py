@@ -12,6 +12,8 @@ import collections
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 
+from cookbook import _mgpu
+
 
 def extend_keys(keys: list[bytes], tokens: Sequence[int], page_size: int) -> None:
     """Appends to `keys` the key of every full page of `tokens` that has none yet.
@@ -35,10 +37,10 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int, page_size: int):
+        self.num_pages = _mgpu.option("serving.PageAllocator", "num_pages", num_pages, int)
+        self.page_size = _mgpu.option("serving.PageAllocator", "page_size", page_size, int)
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"PageAllocator: {num_pages=} and {page_size=} must be at least 1")
-        self.num_pages = num_pages
-        self.page_size = page_size
         self.clear()
 
     def clear(self) -> None:

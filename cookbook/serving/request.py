@@ -4,10 +4,14 @@ import dataclasses
 import functools
 import math
 import operator
+import reprlib
 import secrets
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from cookbook import _mgpu
+
+_NAME = "cookbook.serving.Request"  # In messages.
 MAX_LOGPROBS = 20  # Tokens whose log probabilities can be asked for, besides that of the chosen one.
 
 
@@ -18,7 +22,8 @@ class Request:
     Args:
       prompt: tokens, at least one.
       max_new_tokens: how many to generate at most.
-      temperature: what logits are divided by before a token is drawn by its probability; 0 takes the largest.
+      temperature: what logits are divided by before a token is drawn by its probability, from 1e-6 to 1e6; 0 takes the
+        largest.
       seed: of the draws, from 0 to 2**32 - 1: with the same one, the same prompt has the same tokens, whatever else is
         served. None draws one, which `seed` has afterwards.
       stop_tokens: the request ends with the first of these that is generated.
@@ -57,13 +62,10 @@ class Request:
     first_token: float | None = dataclasses.field(default=None, init=False)  # Seconds of that clock.
 
     def __post_init__(self):
-        _check(self)
-        fixed = dict(
-            prompt=tuple(map(operator.index, self.prompt)),
-            seed=secrets.randbits(32) if self.seed is None else self.seed,
-            stop_tokens=frozenset(map(operator.index, self.stop_tokens)),
-        )
-        for name, value in fixed.items():
+        options = _checked(self)
+        options["stop_tokens"] = frozenset(options["stop_tokens"])
+        options.setdefault("seed", secrets.randbits(32))
+        for name, value in options.items():
             setattr(self, f"_{name}", value)
         self.tokens = list(self.prompt)
         self._num_tokens_max = len(self.prompt) + self.max_new_tokens
@@ -182,38 +184,52 @@ def logprobs_of_row(found, row: int, count: int) -> Logprobs:
     return Logprobs(float(chosen), dict(zip(tokens[:count].tolist(), top[:count].tolist(), strict=True)))
 
 
-def _check(request: Request) -> None:
-    """Raises a ValueError for the first option that is not supported."""
+# Options that are one number: its kind, the least and the most, and what to do about another one.
+_NUMBERS = {
+    "max_new_tokens": (int, 1, math.inf, "ask for one token at least"),
+    "seed": (int, 0, 2**32 - 1, "leave it out to have one drawn"),
+    "top_k": (int, 1, 2**31 - 1, "leave it out to draw from all tokens"),
+    "logprobs": (int, 0, MAX_LOGPROBS, "ask for fewer, or leave it out for none"),
+    "temperature": (float, 1e-6, 1e6, "0 takes the most probable token"),
+    "top_p": (float, 1e-6, 1.0, "1 keeps all tokens"),
+    "min_p": (float, 0.0, 1.0, "0 keeps all tokens"),
+}
 
-    def is_whole(value) -> bool:
-        return hasattr(value, "__index__") and not isinstance(value, bool)
 
-    def is_number(value) -> bool:
-        return isinstance(value, int | float) or hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0
+def _checked(request: Request) -> dict:
+    """The options as Python has them. Raises a ValueError for the first one that is not supported."""
+    options = {name: _tokens(name, getattr(request, name)) for name in ("prompt", "stop_tokens")}
+    if not options["prompt"]:
+        raise ValueError(f"{_NAME}: prompt=[]; must be at least one token: begin with the model's BOS token")
+    for name, (kind, least, most, fix) in _NUMBERS.items():
+        if (value := getattr(request, name)) is None and name in ("seed", "top_k", "logprobs"):
+            continue
+        value = options[name] = _mgpu.option(_NAME.removeprefix("cookbook."), name, value, kind)
+        is_greedy = name == "temperature" and value == 0
+        if not least <= value <= most and not is_greedy:
+            rule = f"from {least} to {most}" if most < math.inf else f"at least {least}"
+            raise ValueError(f"{_NAME}: {name}={value}; must be {rule}: {fix}")
+    return options
 
-    def require(name: str, holds: bool, rule: str) -> None:
-        if not holds:
-            raise ValueError(f"Request: {name} = {getattr(request, name)!r}; must be {rule}")
 
-    for name in ("prompt", "stop_tokens"):
-        value = getattr(request, name)
-        is_list = (
-            hasattr(value, "__len__") and hasattr(value, "__iter__") and not isinstance(value, str | bytes | Mapping)
+def _tokens(name: str, value) -> tuple[int, ...]:
+    if (shape := getattr(value, "shape", (0,))) and len(shape) > 1:
+        raise ValueError(
+            f"{_NAME}: {name} has the shape {shape}; must be the tokens of one request: submit each row by itself"
         )
-        require(name, is_list, "a collection of tokens, such as {2}")
-        require(name, all(map(is_whole, value)), "made of whole numbers: tokens")
-    require("prompt", len(request.prompt) > 0, "at least one token")
-    require("max_new_tokens", is_whole(request.max_new_tokens) and request.max_new_tokens >= 1, "at least 1")
-    for name, rule, most in (
-        ("temperature", "a finite number from 0 on", math.inf), ("top_p", "above 0 and at most 1", 1.0),
-        ("min_p", "from 0 to 1", 1.0),
-    ):  # fmt: skip
-        value = getattr(request, name)
-        require(name, is_number(value) and 0 <= value <= most and math.isfinite(value), rule)
-    require("top_p", request.top_p > 0, "above 0 and at most 1")
-    for name, least, most, rule in (
-        ("seed", 0, 2**32 - 1, "None or from 0 to 2**32 - 1"), ("top_k", 1, 2**31 - 1, "None or at least 1"),
-        ("logprobs", 0, MAX_LOGPROBS, f"None or from 0 to {MAX_LOGPROBS}"),
-    ):  # fmt: skip
-        value = getattr(request, name)
-        require(name, value is None or is_whole(value) and least <= value <= most, rule)
+    is_list = hasattr(value, "__len__") and hasattr(value, "__iter__") and not isinstance(value, str | bytes | Mapping)
+    if not is_list or not shape:
+        raise ValueError(
+            f"{_NAME}: {name}={reprlib.repr(value)}; must be a collection of tokens, such as [2]: encode a text with "
+            "the model's tokenizer"
+        )
+    found = value.tolist() if hasattr(value, "tolist") else list(value)
+    for i, token in enumerate(found):
+        try:
+            found[i] = operator.index(token if not isinstance(token, bool) else None)
+        except TypeError:
+            raise ValueError(
+                f"{_NAME}: {name} has {reprlib.repr(token)}; must be whole numbers, the tokens of one request: convert "
+                "it, or submit each of several prompts by itself"
+            ) from None
+    return tuple(found)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from cookbook.serving.defaults import under_defaults
 from cookbook.serving.request import MAX_LOGPROBS
 
 
@@ -28,6 +29,7 @@ class Sampled(NamedTuple):
     logprobs: tuple | None  # (R,) of the tokens; (R, n) of the most probable tokens, and (R, n) which these are.
 
 
+@under_defaults
 def scores(logits, temperatures, seeds, positions):
     """Logits with noise: the token of the largest is a sample of softmax(logits / temperature).
 
@@ -75,7 +77,7 @@ def _least(x, weights, wanted):
     order = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
     def add_bit(i, least):
-        more = least | jnp.uint32(1 << 31) >> i.astype(jnp.uint32)
+        more = least | jnp.uint32(1 << 31) >> jnp.uint32(i)
         enough = jnp.sum(jnp.where(order >= more[:, None], weights, 0.0), axis=-1) >= wanted
         return jnp.where(enough, more, least)
 
@@ -84,6 +86,7 @@ def _least(x, weights, wanted):
 
 
 @functools.partial(jax.jit, static_argnames=("draws", "cuts", "logprobs", "scored"))
+@under_defaults
 def sample(logits, options: Options, *, draws: bool, cuts: bool, logprobs: bool, scored: bool = False) -> Sampled:
     """The next token of each sequence, by its logits.
 

@@ -24,6 +24,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from cookbook import _mgpu
 from cookbook.serving.pages import PageAllocator, extend_keys
 from cookbook.serving.request import Chunk, Request
 
@@ -45,14 +46,14 @@ class Scheduler:
     """
 
     def __init__(self, allocator: PageAllocator, *, max_seqs: int, max_tokens_per_step: int):
+        self.max_seqs = _mgpu.option("serving.Scheduler", "max_seqs", max_seqs, int)
+        self.max_tokens_per_step = _mgpu.option("serving.Scheduler", "max_tokens_per_step", max_tokens_per_step, int)
         if max_seqs < 1 or max_tokens_per_step < max_seqs:
             raise ValueError(
                 f"Scheduler: {max_seqs=} must be at least 1, {max_tokens_per_step=} at least that, so that each "
                 "sequence can have a token a step"
             )
         self.allocator = allocator
-        self.max_seqs = max_seqs
-        self.max_tokens_per_step = max_tokens_per_step
         self.running: list[Request] = []
         self.waiting: collections.deque[Request] = collections.deque()
         self.num_preemptions = 0

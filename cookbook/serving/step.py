@@ -17,6 +17,7 @@ import numpy as np
 
 from cookbook.serving.backends import TABLE_WIDTHS_MIN
 from cookbook.serving.config import LlamaConfig
+from cookbook.serving.defaults import under_defaults
 from cookbook.serving.model import Batch, forward
 from cookbook.serving.request import Chunk, Request
 from cookbook.serving.sampling import Options, Sampled, sample
@@ -158,7 +159,7 @@ def step(
     Returns:
       The next token of each sequence; and the pages, in place of those given.
     """
-    packed, form = _joined(batch)
+    packed, form = joined(batch)
     draws = batch.temperatures > 0
     cuts = draws & ((batch.top_ks < ALL_TOKENS) | (batch.top_ps < 1) | (batch.min_ps > 0))
     how = dict(draws=bool(draws.any()), cuts=bool(cuts.any()), logprobs=logprobs, scored=scored)
@@ -186,7 +187,7 @@ def decode_steps(
     Returns:
       The next tokens of each step, (count, R) int32; those of the last, for `previous`; and the pages.
     """
-    packed, form = _joined(batch)
+    packed, form = joined(batch)
     draws = bool((batch.temperatures > 0).any())
     tokens, last, pages = _program(compiler_options, decode_program)(
         config, weights, pages, packed, previous, **form, backend=backend, draws=draws, count=count
@@ -204,7 +205,7 @@ def compile_steps(
 
     def compile_one(fn, size, **how):
         num_tokens, width, _ = size
-        packed, form = _joined(padding(num_tokens, width, max_seqs))
+        packed, form = joined(padding(num_tokens, width, max_seqs))
         _program(compiler_options, fn).lower(
             config, weights, pages, packed, previous, **form, **how, backend=backend
         ).compile()
@@ -220,7 +221,7 @@ def compile_steps(
         list(pool.map(lambda program: compile_one(*program[:2], **program[2]), programs))
 
 
-def _joined(batch: Batch) -> tuple[np.ndarray, dict]:
+def joined(batch: Batch) -> tuple[np.ndarray, dict]:
     """The arrays of a batch in one; and how `model_step` takes it apart."""
     arrays, tree = jax.tree.flatten(batch)
     layout = tuple((array.shape, array.dtype) for array in arrays)
@@ -244,12 +245,14 @@ def _program(compiler_options: tuple[tuple[str, object], ...], fn):
     The arrays of a step lie at one of few sets of addresses, as buffers are freed and taken again. A command buffer
     records its kernels anew for a set that it does not know, and XLA by itself remembers fewer.
     """
+    options = [name for name, of in inspect.signature(fn).parameters.items() if of.kind is of.KEYWORD_ONLY]
     return jax.jit(
-        fn, static_argnames=("config", *inspect.getfullargspec(fn).kwonlyargs),
+        fn, static_argnames=("config", *options),
         donate_argnames=("pages",), compiler_options=dict(xla_cmd_buffer_trace_cache_size=64) | dict(compiler_options),
     )  # fmt: skip
 
 
+@under_defaults
 def model_step(
     config: LlamaConfig, weights, pages, packed, previous, *, tree, layout, backend: str, decode: bool,
     draws: bool | None,
@@ -273,6 +276,7 @@ def model_step(
     return _sample(logits, tail, layout=layout[-OF_SEQUENCES:], **how), None, pages
 
 
+@under_defaults
 def decode_program(
     config: LlamaConfig, weights, pages, packed, previous, *, tree, layout, backend: str, draws: bool, count: int
 ):
@@ -284,7 +288,7 @@ def decode_program(
 
     def body(step, carry):
         pages, tokens, found = carry
-        positions = first.positions + step.astype(jnp.int32)
+        positions = first.positions + jnp.int32(step)
         page = jnp.take_along_axis(first.block_tables, positions[:, None] // page_size, axis=1, mode="clip")[:, 0]
         batch = dataclasses.replace(
             first, tokens=tokens, positions=positions, kv_lens=jnp.minimum(positions + 1, first.kv_lens),
@@ -307,11 +311,13 @@ def _known(tokens, previous):
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "draws", "cuts", "logprobs", "scored"))
+@under_defaults
 def _sample(logits, tail, *, layout, **how) -> Sampled:
     kv_lens, _, temperatures, seeds, *cuts = _parts(tail, layout)
     return sample(logits, Options(temperatures, seeds, kv_lens, *cuts), **how)
 
 
 def _parts(packed, layout) -> list[jax.Array]:
+    packed = jnp.asarray(packed)  # NumPy's under `jax_disable_jit`, where it would refuse indices that XLA clips.
     part = lambda start, shape, dtype: packed[start : start + math.prod(shape)].view(dtype).reshape(shape)
     return [part(start, *of) for start, of in zip(starts_of(layout), layout, strict=False)]

@@ -83,7 +83,7 @@ def _require_wide_loads(answer, *args) -> str:
 def check_relu_of_any_length(answer):
     """`answer(x)` is a kernel: max(x, 0) of a bf16 array of any length from 128 on."""
     for n in (1024, 128, 4096, 1000, 2500, 4097, 3071):
-        x = normal(n, n, jnp.bfloat16)
+        x = normal(n, n, jnp.bfloat16).at[-3].set(jnp.nan)
         try:
             out = run_kernel(answer, x)
         except NotYet as problem:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, require_close, run_kernel, speed
+from exercises.judge import NotYet, checker, normal, require_close, require_order_of, run_kernel, speed
 
 import cookbook
 
@@ -16,6 +16,7 @@ CASES = [(*tile, blocks) for blocks in range(1, 6) for tile in _TILES]
 
 # Name: slots (max_concurrent_steps), delay_release, and the products that wgmma_wait leaves running.
 CONFIGURATIONS = {"A": (2, 0, 0), "B": (4, 1, 1), "C": (4, 1, 2), "D": (4, 2, 1)}
+LONG = 1024  # A K at which every ring refills its slots: order is judged there, and nothing is run.
 STEP = 10  # The step that exercise 1 asks about.
 
 
@@ -65,6 +66,7 @@ def check_gated(answer) -> str:
     a, gate, up = (
         normal(seed, shape, jnp.bfloat16) for seed, shape in ((1, (128, 192)), (2, (192, 128)), (3, (192, 128)))
     )
+    played = require_order_of(answer, *(jax.ShapeDtypeStruct((LONG, LONG), jnp.bfloat16),) * 3)
     out = np.asarray(run_kernel(answer, a, gate, up), np.float64)
     a, gate, up = (np.asarray(x, np.float64) for x in (a, gate, up))
     by_gate, by_up = a @ gate, a @ up
@@ -80,15 +82,28 @@ def check_gated(answer) -> str:
         if out.shape == wrong.shape and np.allclose(out, wrong, rtol=0.02, atol=0.02 * np.sqrt(np.mean(wrong**2))):
             raise NotYet(text + ".")
     require_close(out, silu(by_gate) * by_up, 0.02, "silu(a @ gate) * (a @ up)")
+    _require_one_pass(played)
     return "A is loaded once for both products, and neither of them ever crosses HBM."
+
+
+def _require_one_pass(played):
+    """Raises NotYet if a window of A is loaded for one of the products alone."""
+    ((block, *_),) = played
+    loads, products = block.count("load"), block.count("product")
+    if 2 * loads > 3 * products:
+        raise NotYet(
+            f"a block loads {loads} windows for {products} products: A is loaded once for each of the two. One step "
+            "must use its window of A twice."
+        )
 
 
 @checker
 def check_transposed_a(answer) -> str:
     """Exercise 4: `answer(a, b)` is a.T @ b, for a stored as (K, M)."""
+    require_order_of(answer, *(jax.ShapeDtypeStruct((LONG, LONG), jnp.bfloat16),) * 2)
     for k, m, n in ((128, 128, 128), (192, 256, 128)):
         a, b = normal(4, (k, m), jnp.bfloat16), normal(5, (k, n), jnp.bfloat16)
-        out = run_kernel(answer, a, b)
+        out = run_kernel(answer, a, b, as_it_lies=True)
         exact = np.asarray(a, np.float64).T @ np.asarray(b, np.float64)
         if k == m and np.allclose(
             np.asarray(out, np.float64), np.asarray(a, np.float64) @ np.asarray(b, np.float64), atol=1

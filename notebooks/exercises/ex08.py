@@ -10,7 +10,7 @@ from exercises.judge import NotYet, checker, drawn, normal, require_close, run_k
 
 import cookbook
 
-# (m, n, tile, num_sms, cluster) of exercise 1.
+# (m, n, tile, num_sms, cluster) of exercise 2.
 SHARE_CASES = [
     (4096, 4096, (128, 256), 132, 1),
     (4096, 4352, (128, 256), 132, 1),
@@ -27,7 +27,7 @@ SHARE_CASES = [
 
 @checker
 def check_busy_share(answer) -> str:
-    """Exercise 1: `answer(m, n, tile, num_sms, cluster)` is the share of the SMs' time in which they compute tiles."""
+    """Exercise 2: `answer(m, n, tile, num_sms, cluster)` is the share of the SMs' time in which they compute tiles."""
     given = {case: answer(*case) for case in (*SHARE_CASES, *drawn(_share_case))}
     for case, got in given.items():
         if got is None:
@@ -41,13 +41,13 @@ def check_busy_share(answer) -> str:
 
 @checker
 def check_persistent(answer) -> str:
-    """Exercise 2: `answer(a, b, blocks)` is a @ b, computed by a grid of that many blocks."""
+    """Exercise 1: `answer(a, b, blocks)` is a @ b, computed by a grid of that many blocks."""
     for shape, blocks in (((128, 192, 384), 4), ((192, 128, 128), 2)):
         a, b = normal(1, shape[:2], jnp.bfloat16), normal(2, shape[1:], jnp.bfloat16)
         fn = functools.partial(answer, blocks=blocks)
         if (grid := _grid(fn, a, b)) != blocks:
             raise NotYet(f"for blocks={blocks} the kernel launches {grid} blocks: it must be a grid of {blocks}")
-        out = run_kernel(fn, a, b)
+        out = run_kernel(fn, a, b, in_flight=2)
         exact = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
         require_close(out, exact, 0.02, f"{shape} on {blocks} blocks")
     large = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
@@ -69,14 +69,17 @@ def check_multicast(answer) -> str:
 
 @checker
 def check_split(answer) -> str:
-    """Exercise 4: `answer(a, b, split)` holds the sums over each part of K."""
-    for (m, k, n), split in (((64, 384, 256), 3), ((128, 256, 128), 2)):
+    """Exercise 4: `answer(a, b, split)` holds the sums over parts of K: part p has every split-th step, from p on."""
+    for (m, k, n), split in (((64, 576, 256), 3), ((64, 384, 128), 2)):  # Three steps: the ring of two goes round.
         a, b = normal(3, (m, k), jnp.bfloat16), normal(4, (k, n), jnp.bfloat16)
-        out = run_kernel(functools.partial(answer, split=split), a, b)
+        out = run_kernel(functools.partial(answer, split=split), a, b, in_flight=2)
         a, b = (np.asarray(x, np.float64) for x in (a, b))
-        exact = np.einsum("msk,skn->smn", a.reshape(m, split, -1), b.reshape(split, -1, n))
-        if out.shape == exact.shape and np.allclose(out, exact[:1], atol=0.1):
-            raise NotYet("every part is the sum over the first part of K: the slices of K must move with the part")
+        exact = np.einsum("mtsk,tskn->smn", a.reshape(m, -1, split, 64), b.reshape(-1, split, 64, n))
+        contiguous = np.einsum("msk,skn->smn", a.reshape(m, split, -1), b.reshape(split, -1, n))
+        if out.shape == exact.shape and np.allclose(out, contiguous[:1], atol=0.1):
+            raise NotYet("every part is the sum over the first steps of K: the slices of K must move with the part")
+        if out.shape == exact.shape and np.allclose(out, contiguous, atol=0.1):
+            raise NotYet("these parts are contiguous: part p takes every split-th step, from p on")
         if out.shape == exact.shape and np.allclose(out[0], a @ b, atol=0.1):
             raise NotYet("part 0 is the sum over all of K: each part has its own share of the steps")
         require_close(out, exact, 1e-3, f"({m}, {k}, {n}) in {split} parts")
@@ -132,7 +135,7 @@ def _share_case(rng):
 
 
 def _share(m, n, tile, num_sms, cluster, *, tiles_up=True, waves_up=True, clusters_up=True, rest_idles=True) -> float:
-    """The right answer of exercise 1, and with other keywords the likely wrong ones."""
+    """The right answer of exercise 2, and with other keywords the likely wrong ones."""
     rows, columns = (_cdiv(size, t) if tiles_up else size / t for size, t in zip((m, n), tile, strict=True))
     clusters = (math.ceil(rows / cluster) if clusters_up else rows / cluster) * columns
     at_once = num_sms // cluster

@@ -193,7 +193,7 @@ def check_block_scales(answer) -> str:
         a, b, scale_a, scale_b = _with_block_scales(steps)
         out = run_kernel(answer, a, b, scale_a, scale_b)
         exact = _block_scaled(a, b, scale_a, scale_b)
-        require_close(out, exact, 2e-2, f"K = {128 * steps}: {_likely_scales(out, a, b, scale_a, scale_b)}")
+        require_close(out, exact, 4e-3, f"K = {128 * steps}: {_likely_scales(out, a, b, scale_a, scale_b)}")
     return "Each step's sums get its scales, and the float32 total loses nothing that the tensor core cuts off."
 
 

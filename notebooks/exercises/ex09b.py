@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from exercises import judge
 from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel
 
 CASES = (  # K, N, peak in FLOP/s, bandwidth in byte/s.
@@ -59,7 +60,9 @@ def check_half(answer) -> str:
         out = run_kernel(answer, w_q)
         if out.shape != w_q.shape or out.dtype != jnp.float16:
             raise NotYet(f"the result is {out.dtype} {out.shape}; it must be float16 {w_q.shape}")
-        if any(_is_conversion(equation) for equation in _equations(jax.make_jaxpr(lambda w: answer(w))(w_q).jaxpr)):
+        if any(
+            _is_conversion(equation) for equation in judge.equations(jax.make_jaxpr(lambda w: answer(w))(w_q).jaxpr)
+        ):
             raise NotYet("integers are converted to floats by astype: place the bits, and subtract a float")
         _require_values(np.asarray(out, np.float64), np.asarray(w_q, np.float64))
     return "All 256 integers, by operations on bits and one subtraction."
@@ -104,8 +107,8 @@ def check_few_rows(answer) -> str:
 
 def _require_full_tiles(answer, rows: int, *args) -> None:
     """Raises NotYet if the sums of a product have another shape than (columns, rows)."""
-    equations = _equations(jax.make_jaxpr(lambda *args: answer(*args))(*args).jaxpr)
-    for tile in (eqn.invars[0].aval.shape for eqn in equations if eqn.primitive.name == "wgmma_ref"):
+    found = judge.equations(jax.make_jaxpr(lambda *args: answer(*args))(*args).jaxpr)
+    for tile in (eqn.invars[0].aval.shape for eqn in found if eqn.primitive.name == "wgmma_ref"):
         if tile[0] % A_TILE:
             raise NotYet(
                 f"a product of {rows} rows has sums of shape {tile}, and a GPU's compiler refuses it: WGMMA's first "
@@ -118,15 +121,6 @@ def _require_full_tiles(answer, rows: int, *args) -> None:
             )
 
 
-def _equations(jaxpr):
-    """Every equation of a jaxpr and of those inside of it."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
-                yield from _equations(inner)
-
-
 def _is_conversion(equation) -> bool:
     """Whether integers become floats of the same value."""
     if equation.primitive.name != "convert_element_type":
@@ -136,9 +130,9 @@ def _is_conversion(equation) -> bool:
 
 
 def _case(rng):
-    """K, N, peak and bandwidth for which half a row more or less makes no other M."""
+    """K, N, peak and bandwidth whose M lies between two whole numbers, so that no rounding of floats decides it."""
     k, n, peak = (int(x) for x in rng.integers((2000, 2000, 10**14), (20_000, 20_000, 2 * 10**15)))
-    m = int(rng.integers(20, 200)) + 0.5
+    m = int(rng.integers(20, 200)) + 0.37
     return k, n, float(peak), (k * n + 2 * m * (k + n)) * peak / (2 * m * k * n)
 
 

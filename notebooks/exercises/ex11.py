@@ -33,10 +33,11 @@ def check_compute(answer) -> str:
 @checker
 def check_mended(answer) -> str:
     """Exercise 4: `answer(q, k, v)` is (out, lse), by two compute warpgroups that take turns."""
-    return "One turn, given once, taken by each in its time, and drained." + _judge_attention(answer)
+    speed = _judge_attention(answer, in_turns=True)
+    return "One turn, given once, taken by each in its time, and drained." + speed
 
 
-def _judge_attention(answer) -> str:
+def _judge_attention(answer, in_turns: bool = False) -> str:
     """Raises NotYet unless `answer(q, k, v)` is a kernel of attention; returns what a GPU says of its speed."""
     q, k, v = (judge.normal(seed, (1, length, 1, 64), jnp.bfloat16) for seed, length in ((1, 128), (2, 256), (3, 256)))
     try:
@@ -53,6 +54,8 @@ def _judge_attention(answer) -> str:
     judge.require_close(lse, exact_lse[None, None], 1e-3, "lse")
     exact_out = p / p.sum(axis=1, keepdims=True) @ np.asarray(v, np.float64)[0, :, 0]
     judge.require_close(out, exact_out[None, :, None], 0.02, "out")
+    if in_turns:
+        judge.require_turns(judge.play_kernel(answer, q, k, v), products=2)
     large = jax.ShapeDtypeStruct((4, 4096, 16, 128), jnp.bfloat16)
     return judge.speed(answer, cookbook.attention, large, large, large)
 
@@ -157,6 +160,7 @@ def _run(programs, order, where: str) -> None:
     """Runs the programs, each as far as it comes, those first in `order` first."""
     wgs = len(programs)
     at, completed, observed, holds = [0] * wgs, [0] * wgs, [0] * wgs, [False] * wgs
+    started = [0] * wgs  # Products in this turn.
     while True:
         moved = False
         for wg in order:
@@ -166,7 +170,7 @@ def _run(programs, order, where: str) -> None:
                     if observed[wg] == completed[wg]:
                         break
                     observed[wg] += 1
-                    holds[wg] = True
+                    holds[wg], started[wg] = True, 0
                 elif line[0] == "arrive":
                     completed[line[1]] += 1
                     holds[wg] = False
@@ -177,6 +181,13 @@ def _run(programs, order, where: str) -> None:
                         )
                 elif not holds[wg]:
                     raise NotYet(f"{where}, warpgroup {wg} starts products and has no turn: wait first.")
+                elif started[wg]:
+                    raise NotYet(
+                        f"{where}, warpgroup {wg} starts the products of two steps in one turn: pass the turn on after "
+                        "each step, or the others never get the tensor cores during its softmax."
+                    )
+                else:
+                    started[wg] = 1
                 at[wg] += 1
                 moved = True
                 if sum(holds) > 1:

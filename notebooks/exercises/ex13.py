@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel
+from exercises.judge import NotYet, checker, drawn, normal, play_kernel, require_close, run_kernel
 
 HBM, TENSOR = 4.8e12, 989e12  # Bytes and operations a second.
 ROWS = 64  # Rows of a WGMMA.
@@ -68,7 +68,7 @@ def check_in_order(answer) -> str:
     for page_size, columns in ((16, 4), (32, 2), (64, 1)):
         pages = normal(page_size, (9, page_size, 2, 64), jnp.bfloat16)
         tables = np.random.default_rng(page_size).permutation(9)[: 2 * columns].reshape(2, columns).astype(np.int32)
-        out = run_kernel(answer, pages, jnp.asarray(tables))
+        out = run_kernel(answer, pages, jnp.asarray(tables), copies={"load": 32 // min(page_size, 32)})
         exact = np.asarray(pages, np.float32)[tables].reshape(2, -1, 2, 64).swapaxes(1, 2)
         if out.shape == exact.shape:
             _judge_order(np.asarray(out, np.float32), exact, page_size)
@@ -83,7 +83,8 @@ def check_tail(answer) -> str:
     k, v = (normal(seed, (COLUMNS + 3, PAGE, 64), jnp.bfloat16) for seed in (2, 3))
     pages = np.random.default_rng(4).permutation(COLUMNS + 3)[:COLUMNS].astype(np.int32)
     for kv_len in (150, 40, 192):
-        given = run_kernel(answer, q, k, v, jnp.asarray(pages), jnp.asarray([kv_len], jnp.int32))
+        args = q, k, v, jnp.asarray(pages), jnp.asarray([kv_len], jnp.int32)
+        given = run_kernel(answer, *args)
         if not isinstance(given, tuple) or len(given) != 2:
             raise NotYet("the answer must be (out, lse).")
         out, lse = (np.asarray(part, np.float64) for part in given)
@@ -93,6 +94,9 @@ def check_tail(answer) -> str:
         weights = np.exp(s[:, :kv_len] - _lse(s[:, :kv_len])[:, None])
         require_close(lse, _lse(s[:, :kv_len]), 1e-3, f"{kv_len} tokens, lse")
         require_close(out, weights @ values[:kv_len], 0.02, f"{kv_len} tokens, out")
+        loaded = (play_kernel(answer, *args)[0][0].count("load") - 1) // (2 * BLOCK // PAGE)  # One copy is of q.
+        if loaded > (needed := -(-kv_len // BLOCK)):
+            raise NotYet(f"{kv_len} tokens: {loaded} blocks are loaded, and {needed} have a token: load none in vain")
     return "The last block is loaded too, and only its tokens before the end count."
 
 

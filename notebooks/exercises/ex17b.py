@@ -1,5 +1,8 @@
 """Chapter 17b's exercises: errors written token by token, a triangle to mend, one doubling, and a chunk's new state."""
 
+import contextlib
+import unittest.mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -132,16 +135,46 @@ def check_double(answer) -> str:
         lower = np.tril(rng.standard_normal((size, size)), -1)
         d, block = np.eye(size), 1
         while block < size:
-            got = answer(d.copy(), lower.copy(), block)
-            if got is None:
-                raise NotYet("double returns None: write its body.")
-            got, wanted = np.asarray(got, np.float64), _doubled(lower, 2 * block)
-            if got.shape != wanted.shape:
-                raise NotYet(f"the result has shape {got.shape}; it must be {wanted.shape}")
+            got = _judge_step(answer, d, lower, block)
+            wanted = _doubled(lower, 2 * block)
             if not np.allclose(got, wanted):
                 raise NotYet(f"size {size}, blocks of {block}: {_double_hint(got, wanted, d, lower, block)}")
             d, block = wanted, 2 * block
+        other = np.kron(np.eye(size // 2), np.tril(rng.standard_normal((2, 2))))  # No inverse of blocks of `lower`.
+        e = np.where(_joins(size, 2), lower, 0.0)
+        if not np.allclose(_judge_step(answer, other, lower, 2), other - other @ e @ other):
+            raise NotYet("the inverses are computed anew, without d: a step makes them of d, with two products.")
     return "Two products a step, and as many steps as the size has bits."
+
+
+def _judge_step(answer, d, lower, block):
+    with _without_inverses():
+        got = answer(d.copy(), lower.copy(), block)
+    if got is None:
+        raise NotYet("double returns None: write its body.")
+    got = np.asarray(got, np.float64)
+    if got.shape != d.shape:
+        raise NotYet(f"the result has shape {got.shape}; it must be {d.shape}")
+    return got
+
+
+@contextlib.contextmanager
+def _without_inverses():
+    """Inside, NumPy inverts and solves nothing."""
+
+    def refuse(*args, **kwargs):
+        raise NotYet("NumPy inverts a matrix in it: a step needs two products alone, which tensor cores can do.")
+
+    with contextlib.ExitStack() as stack:
+        for name in ("inv", "solve", "pinv", "lstsq", "tensorinv"):
+            stack.enter_context(unittest.mock.patch.object(np.linalg, name, refuse))
+        yield
+
+
+def _joins(size, block):
+    """Where two neighbouring blocks that become one are joined, below the diagonal."""
+    index = np.arange(size) // block
+    return (index[:, None] == index + 1) & (index[:, None] % 2 == 1)
 
 
 def _doubled(lower, block):
@@ -156,7 +189,7 @@ def _doubled(lower, block):
 
 def _double_hint(got, wanted, d, lower, block):
     index = np.arange(len(lower)) // block
-    e = np.where((index[:, None] == index + 1) & (index[:, None] % 2 == 1), lower, 0.0)
+    e = np.where(_joins(len(lower), block), lower, 0.0)
     wide = np.where(index[:, None] == index + 1, lower, 0.0)
     likely = (
         (d, "nothing has changed."),
@@ -195,7 +228,6 @@ def check_next_state(answer) -> str:
     if not _error(out, exact) < 0.02:  # The state, the errors and u are rounded to bfloat16.
         require_close(out, exact, 0.05, "the state after the chunk")
         raise NotYet("the state after the chunk is near the right one, but not as near as roundings explain.")
-    _require_commits(jax.make_jaxpr(lambda *args: answer(*args))(*args).jaxpr)
     return "Three products in a row, each of which needs the one before: this is the chain from chunk to chunk."
 
 
@@ -226,32 +258,6 @@ def _wrong_states(state, k, v, beta, inverse):
 
 def _error(out, exact) -> float:
     return np.linalg.norm(out - exact) / np.linalg.norm(exact)
-
-
-def _require_commits(jaxpr) -> None:
-    """Raises NotYet if a WGMMA may read shared memory before the threads' stores to it.
-
-    Read off the program, because the interpreter's WGMMA sees a store at once.
-    """
-    is_stored = False
-    for name in _events(jaxpr):
-        if name == "swap":
-            is_stored = True
-        elif name == "commit_smem":
-            is_stored = False
-        elif name == "wgmma_ref" and is_stored:
-            raise NotYet(
-                "the result is right here, where WGMMA sees a store at once. On a GPU it may read what was in the tile "
-                "before: commit what you have stored before each product."
-            )
-
-
-def _events(jaxpr):
-    """The names of the operations in the order of the program."""
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name
-        for inner in jaxprs_in_params(equation.params):
-            yield from _events(inner)
 
 
 def _unit(x):

@@ -21,20 +21,20 @@ from cookbook import lab
 from figures.overlap.overlap_model import NARROW, WIDE, Problem
 
 TILE = 64  # Rows of a tile of the kernels.
-# Exercise 1: (devices, µs of the product, µs of the gather, pieces of a shard).
+# Exercise 2: (devices, µs of the product, µs of the gather, pieces of a shard).
 TIMES = ((2, 100, 40, 1), (2, 100, 100, 1), (2, 100, 100, 50), (2, 40, 100, 4), (4, 90, 120, 1), (4, 90, 120, 3),
          (8, 70, 70, 8), (3, 10, 0, 2))  # fmt: skip
 # Exercise 3: (problem, bytes a second of one sender).
 SENT = ((WIDE, 20e9), (NARROW, 20e9), (Problem(4, 15872, 4096, 512), 50e9), (Problem(2, 1408, 4096, 2048), 50e9),
         (Problem(2, 4096, 4096, 1024), 20e9), (Problem(2, 4096, 4096, 14336), 15e9))  # fmt: skip
 CHOICES = 4, 8, 16, 32
-SHARDS = ((2, 1, 1), (3, 1, 2), (4, 2, 4))  # Exercise 2: (devices, the kernel's device, senders of each).
+SHARDS = ((2, 1, 1), (3, 1, 2), (4, 2, 4))  # Exercise 1: (devices, the kernel's device, senders of each).
 SUMS = ((2, 0), (4, 1))  # Exercise 4: (devices, the kernel's device).
 
 
 @checker
 def check_overlapped(answer) -> str:
-    """Exercise 1: `answer(n, product_us, gather_us, pieces)` is when the product of all shards ends."""
+    """Exercise 2: `answer(n, product_us, gather_us, pieces)` is when the product of all shards ends."""
     anything = lambda rng: tuple(rng.integers((2, 1, 0, 1), (9, 200, 200, 20)).tolist())
     given = {case: answer(*case) for case in (*TIMES, *drawn(anything))}
     for case, got in given.items():
@@ -50,7 +50,7 @@ def check_overlapped(answer) -> str:
 
 @checker
 def check_product(answer) -> str:
-    """Exercise 2: `answer(lhs, rhs, d, n, senders)` is (n, m, cols), all shards times rhs, computed on device d."""
+    """Exercise 1: `answer(lhs, rhs, d, n, senders)` is (n, m, cols), all shards times rhs, computed on device d."""
     for n, d, senders in SHARDS:
         shards, rhs = normal(n, (n, 2 * TILE, 64), jnp.bfloat16), normal(d, (64, 2 * TILE), jnp.bfloat16)
         peers = Senders(shards, d, senders)
@@ -95,7 +95,10 @@ def check_summed(answer) -> str:
             out = run_kernel(kernel, lhs, rhs, stand_ins=peers.play)
         products = np.asarray(lhs, np.float32) @ np.asarray(rhs, np.float32)  # Exact: few bits of each value are set.
         peers.judge(out, products, f"on device {d} of {n}")
-    return "Every tile is sent to its owner before anybody waits, and the sum has one order and one rounding."
+    return (
+        "Every tile is sent to its owner before anybody waits. Parts are rounded when they are sent, and their sum, "
+        "which has one order, once more."
+    )
 
 
 # The other devices ----------------------------------------------------------------------------------------------------
@@ -354,7 +357,11 @@ class Owners(Host):
             ([rounded(own), *parts], None, "Its own part was rounded before the sum: keep it in float32."),
             ([own, *parts[::-1]], None, "The parts are added in another order: slot 0 comes first."),
             ([*parts, own], None, "The own part comes first: then the parts are added to it, slot by slot."),
-            ([own, *parts], rounded, "The sum is rounded after every addition: keep it in float32 and round once."),
+            (
+                [own, *parts],
+                rounded,
+                "The sum is rounded after every addition: keep it in float32 and round it at the end.",
+            ),
             ([own, in_order(list(parts))], None, "The parts are added to each other first: add each one to the sum."),
         )
         for addends, each, text in likely:

@@ -19,6 +19,7 @@ SCHEDULES = ((5, 1, 3, 1), (5, 2, 3, 1), (6, 2, 2, 2), (6, 2, 1, 3), (7, 3, 1, 2
 # Exercises 3 and 4: the kernel's tile, its slots and accumulators, and tiles, all of one block.
 SIDE, TILE_K, STAGES, ACCUMULATORS, TILES, STEPS = 128, 64, 2, 3, 5, 2
 LOAD, MULTIPLY, STORE = 0, 1, 2
+QUARTER = 32  # Columns of each buffer of exercise 4.
 
 
 @checker
@@ -28,7 +29,7 @@ def check_commit(answer) -> str:
     _require_calls(answer, a, b, tcgen05_mma="nothing is multiplied: keep both products of the step.",
                    async_load="nothing is loaded from tensor memory: keep the last lines.")  # fmt: skip
     try:
-        out = run_kernel(answer, a, b, stand_ins=_commits_of_their_own)
+        out = run_kernel(answer, a, b, stand_ins=_commits_of_their_own, report_first=True)
     except NotYet as problem:
         raise NotYet(_commit_hint(str(problem))) from problem
     require_close(out, np.asarray(a, np.float64) @ np.asarray(b, np.float64), 1e-2, "the product")
@@ -74,10 +75,18 @@ def check_multiply(answer) -> str:
 @checker
 def check_store(answer) -> str:
     """Exercise 4: `answer(acc_tmem, o_smem, o_gmem)` stores the squares of a tile's sums."""
-    a, b = normal(41, (SIDE, STEPS * TILE_K), jnp.bfloat16), normal(42, (TILES * STEPS * TILE_K, SIDE), jnp.bfloat16)
-    kernel = lambda a, b: _kernel(a, b, _multiply, answer, accumulators=1)
+    rng = np.random.default_rng(41)  # Few bits of each value are set, so sums and squares are exact in float32.
+    shapes = (SIDE, STEPS * TILE_K), (2 * STEPS * TILE_K, SIDE)  # Two tiles.
+    a, b = (jnp.asarray(rng.integers(-9, 10, shape) / 8, jnp.bfloat16) for shape in shapes)
+    buffers = plgpu.SMEM((2, SIDE, QUARTER), jnp.bfloat16)
+    kernel = lambda a, b: _kernel(a, b, _multiply, answer, accumulators=1, o_smem=buffers)
     _require_calls(kernel, a, b, copy_smem_to_gmem="nothing is stored yet: write the body of store_squares.")
-    require_close(run_kernel(kernel, a, b), _products(a, b) ** 2, 3e-2, "the squares")
+    out, sums = np.asarray(run_kernel(kernel, a, b), np.float64), _products(a, b)
+    if out.shape == sums.shape and (out == _rounded(_rounded(sums) ** 2)).all():
+        raise NotYet("the sums are rounded to bfloat16 before they are squared: square in float32, and round once.")
+    require_close(out, _rounded(sums**2), 0, "the squares")
+    if "wait_smem_to_gmem[n=1 " not in str(jax.make_jaxpr(kernel)(a, b)):
+        raise NotYet("no quarter is written while the one before is stored: leave one in flight, wait_smem_to_gmem(1).")
     return "Squared on the way out, while the tensor cores go on."
 
 
@@ -135,8 +144,12 @@ def _starts_hint(given):
 
 def _products(a, b):
     """One product for each tile, one below the other."""
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64).reshape(TILES, -1, SIDE)
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64).reshape(-1, a.shape[1], SIDE)
     return (a @ b).reshape(-1, SIDE)
+
+
+def _rounded(x):
+    return np.asarray(jnp.asarray(x, jnp.float32).astype(jnp.bfloat16), np.float64)
 
 
 def _require_calls(kernel, *args, **missing):
@@ -172,13 +185,14 @@ def _store_plainly(acc_tmem, o_smem, o_gmem):
     plgpu.wait_load_tmem()
 
 
-def _kernel(a, b, multiply, store, accumulators=ACCUMULATORS):
-    """A block that multiplies `a` by each of the TILES matrices that lie in `b` one below the other."""
+def _kernel(a, b, multiply, store, accumulators=ACCUMULATORS, o_smem=None):
+    """A block that multiplies `a` by each of the matrices that lie in `b` one below the other."""
+    tiles = b.shape[0] // (STEPS * TILE_K)
 
     def body(a_gmem, b_gmem, o_gmem, a_smem, b_smem, o_smem, acc_tmem, filled, freed, summed, stored):
         role, ring = lax.axis_index("role"), Ring(filled, freed, STAGES)
 
-        @pl.loop(0, TILES)
+        @pl.loop(0, tiles)
         def _(turn):
             mine = rem(turn, accumulators)
 
@@ -204,11 +218,11 @@ def _kernel(a, b, multiply, store, accumulators=ACCUMULATORS):
                 store(sums, o_smem, o_gmem.at[pl.ds(turn * SIDE, SIDE)])
                 plgpu.barrier_arrive(stored.at[mine])
 
-        pl.when(role == LOAD)(lambda: ring.drain(TILES * STEPS))
+        pl.when(role == LOAD)(lambda: ring.drain(tiles * STEPS))
 
         @pl.when(role == MULTIPLY)
         def _():
-            @pl.loop(TILES - accumulators, TILES)
+            @pl.loop(tiles - accumulators, tiles)
             def _(turn):
                 plgpu.barrier_wait(stored.at[rem(turn, accumulators)])
 
@@ -216,13 +230,13 @@ def _kernel(a, b, multiply, store, accumulators=ACCUMULATORS):
 
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((TILES * SIDE, SIDE), jnp.bfloat16),
+        out_type=jax.ShapeDtypeStruct((tiles * SIDE, SIDE), jnp.bfloat16),
         num_threads=3,
         thread_name="role",
         scratch_types=[
             plgpu.SMEM((STAGES, SIDE, TILE_K), a.dtype),
             plgpu.SMEM((STAGES, TILE_K, SIDE), b.dtype),
-            plgpu.SMEM((SIDE, 64), jnp.bfloat16),
+            o_smem or plgpu.SMEM((SIDE, 64), jnp.bfloat16),
             plgpu.TMEM((SIDE, ACCUMULATORS * SIDE), jnp.float32),
             plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
             plgpu.Barrier(num_barriers=STAGES, orders_tensor_core=True),

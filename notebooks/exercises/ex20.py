@@ -5,23 +5,24 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, require_close, run_kernel
+from exercises.judge import NotYet, checker, normal, require_close, require_staged, run_kernel
 
 EVIDENCE = dict(tile=(64, 64), tile_k=32, wrong=(2, 1), missing=5, twice=3)  # The case of exercise 5.
 _SIZES = (256, 192, 256)  # M, N and K of the evidence.
 
 
-def _require_mended(answer, reference, shapes, *, copies: int = 1) -> None:
-    """Raises NotYet if `answer(x)` is not `reference(x)` for arrays of these shapes, or does no longer use TMA."""
+def _require_mended(answer, reference, shapes, in_flight: int | None = None) -> None:
+    """Raises NotYet if `answer(x)` is not `reference(x)` for arrays of these shapes, or does no longer use TMA; the
+    first is long enough for a ring to go round."""
     for seed, shape in enumerate(shapes):
         x = normal(seed, shape)
-        out = run_kernel(answer, x)
+        out = run_kernel(answer, x, in_flight=None if seed else in_flight, report_first=True)
         if out is None:
             raise NotYet("the function returns None: it must return the kernel's result")
         require_close(out, reference(np.asarray(x, np.float64)), 1e-6, f"float32{list(shape)}")
-    traced = str(jax.make_jaxpr(lambda x: answer(x))(x))
-    if traced.count("copy_gmem_to_smem") < copies or "copy_smem_to_gmem" not in traced:
-        raise NotYet("TMA must still bring the tiles and store them: keep the copies, and mend what orders them")
+    require_staged(answer, x, loads=1)
+    if "copy_smem_to_gmem" not in str(jax.make_jaxpr(lambda x: answer(x))(x)):
+        raise NotYet("TMA must still store the tiles: keep the copies, and mend what orders them")
 
 
 @checker
@@ -48,7 +49,7 @@ def check_two_readers(answer) -> str:
 @checker
 def check_off_by_one(answer) -> str:
     """Exercise 4: `answer(x)` is x / 2, through a ring that is refilled only when it has been read."""
-    _require_mended(answer, lambda x: x / 2, ((384, 128), (128, 128), (64, 128)))
+    _require_mended(answer, lambda x: x / 2, ((384, 128), (128, 128), (64, 128)), in_flight=2)
     return "Fill number `slots` is the first that has to wait."
 
 

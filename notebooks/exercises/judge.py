@@ -1,11 +1,13 @@
 """How the checkers of the exercises work: an answer is run with care, and judged in one sentence, never a traceback."""
 
+import collections
 import contextlib
 import contextvars
 import ctypes
 import dataclasses
 import functools
 import io
+import itertools
 import logging
 import re
 import threading
@@ -13,6 +15,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
+from exercises import order
 
 from cookbook import _mgpu, lab
 
@@ -104,16 +107,31 @@ def drawn(make, times: int = 8) -> list:
     return [make(rng) for _ in range(times)]
 
 
-def run_kernel(answer, *args, stand_ins=contextlib.nullcontext):
-    """The result of `answer(*args)`, interpreted with race detection.
+def run_kernel(
+    answer, *args, stand_ins=contextlib.nullcontext, launches=1, in_flight=None, copies=None, as_it_lies=False,
+    report_first=False,
+):  # fmt: skip
+    """The result of `answer(*args)`, interpreted with race detection, after its order has been judged.
 
-    `stand_ins()` is a context in which it is interpreted: it puts something in the place of what the interpreter lacks.
+    Args:
+      answer: a function that launches a kernel.
+      args: its arguments.
+      stand_ins: `stand_ins()` is a context in which it is interpreted: it puts something in the place of what the
+        interpreter lacks.
+      launches: how many kernels it must launch, or None if any number is right.
+      in_flight: how many slots of a ring must be loaded or worked on at once, if the exercise asks for a ring.
+      copies: the most copies that one block may start, if their number is the point: {"load": 2}, {"store": 1}.
+      as_it_lies: whether XLA may change no shape, dtype or order of an array before or after the kernel either.
+      report_first: whether the interpreter's report of races comes before what is said of the order, which names the
+        remedy: for exercises on reading a report.
 
-    Raises NotYet if it launches no kernel, if a GPU's compiler would refuse it, if it races, fails or never ends.
+    Raises NotYet if it launches no kernel, if a GPU's compiler would refuse it, if it races, fails or never ends, and
+    for what the checks below do.
     """
     try:
         with _mgpu.building_for(NONE_OF_THE_PACKAGE):
-            lowered = jax.jit(lambda *args: answer(*args)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+            traced = jax.jit(lambda *args: answer(*args)).trace(*args)
+            lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
     except Exception as error:
         if ready_made := re.match(r"(cookbook\.\w+)\S* is built for", str(error)):
             raise NotYet(
@@ -122,13 +140,143 @@ def run_kernel(answer, *args, stand_ins=contextlib.nullcontext):
         raise NotYet(f"it cannot be compiled for a GPU: {_first_line(error)}") from error
     if "mosaic_gpu" not in lowered:
         raise NotYet("the answer must be a kernel: call plgpu.kernel")
-    if outside := _computed_outside(jax.make_jaxpr(lambda *args: answer(*args))(*args).jaxpr):
+    if outside := _computed_outside(traced.jaxpr.jaxpr, frozenset() if as_it_lies else MOVES):
         raise NotYet(f"{outside} is computed outside of the kernel, by XLA: the kernel must do all of the work")
+    checks = functools.partial(_require_all, order.play(traced.jaxpr, args), launches, in_flight, copies or {})
+    if not report_first:
+        checks()
     with stand_ins():
         out, races = _interpreted(answer, args)
     if races:
         raise NotYet(f"there is a race: {races[0]}. On a GPU the result may differ from run to run.")
+    if report_first:
+        checks()
     return out
+
+
+def _require_all(played, launches, in_flight, copies) -> None:
+    require_launches(played, launches)
+    require_order(played)
+    require_rings(played, in_flight)
+    for kind, most in copies.items():
+        require_copies(played, kind, most)
+
+
+def require_order_of(answer, *avals, launches=1, in_flight=None) -> list[list[order.Block]]:
+    """Judges a kernel as run_kernel does before it runs it, at a shape that would take too long to run: a ring
+    refills no slot where K is short. Returns the kernels, played."""
+    played = play_kernel(answer, *avals)
+    require_launches(played, launches)
+    require_order(played)
+    require_rings(played, in_flight)
+    return played
+
+
+# The checks of a kernel's order. `played` is `play_kernel(answer, *args)`, as run_kernel has it.
+
+
+def play_kernel(answer, *args) -> list[list[order.Block]]:
+    """Each kernel that `answer(*args)` launches, played: its first and its last block, with what they start in which
+    order (`Block.events`), for checks of an exercise's own. Arrays of floats may be a `jax.ShapeDtypeStruct`."""
+    with _mgpu.building_for(NONE_OF_THE_PACKAGE):
+        return order.play(jax.jit(lambda *args: answer(*args)).trace(*args).jaxpr, args)
+
+
+def require_launches(played, num: int | None = 1) -> None:
+    """Raises NotYet unless there are `num` kernels (None: any number)."""
+    if num is not None and len(played) != num:
+        raise NotYet(
+            f"the answer launches {len(played)} kernels, and {num} {'is' if num == 1 else 'are'} asked for: what one "
+            "kernel leaves for the next crosses memory twice"
+        )
+
+
+def require_order(played) -> None:
+    """Raises NotYet if a GPU may do something too early that the interpreter does in time: a product reads a tile
+    before its copy has arrived or before `commit_smem`; a slot is given back or loaded again while a product reads it
+    (`wgmma_wait` too large for `delay_release`, `barrier_arrive` before `wgmma_wait`); a copy to GMEM starts before
+    `commit_smem`, or its tile is overwritten before `wait_smem_to_gmem`."""
+    for block in _blocks(played):
+        if block.fault:
+            raise NotYet(block.fault)
+
+
+def require_rings(played, in_flight: int | None = None) -> None:
+    """Raises NotYet if an array with slots is used as if it had fewer: copies are waited for one by one. With
+    `in_flight`, also if no array in shared memory has so many slots loaded or worked on at once."""
+    for block in _blocks(played):
+        for ring in block.rings:
+            slots = len(ring.slots)
+            if ring.is_idle or (ring.most >= slots and ring.later > 1):
+                continue
+            used = min(ring.most, max(ring.later, 1))
+            raise NotYet(
+                f"a ring of {slots} slots is used as if it had {used}: each copy is waited for before the next one has "
+                "started. Start the copies of later steps first, as many as there are slots, and then wait for this "
+                "step's"
+            )
+        loads = max((ring.loads for ring in block.rings), default=in_flight)  # A block may have few steps.
+        if in_flight and max((ring.most for ring in block.rings), default=1) < min(in_flight, loads):
+            raise NotYet(
+                "this is no ring: nothing is loaded while a step is computed. Have "
+                f"{in_flight} slots in use at once: start the copy of a later step before you wait for this one's"
+            )
+
+
+def require_copies(played, kind: str, most: int) -> None:
+    """Raises NotYet if one block starts more than `most` copies of `kind`: "load" (to shared memory) or "store"."""
+    for block in _blocks(played):
+        if (count := block.count(kind)) > most:
+            what = {"load": "copies to shared memory", "store": "copies to GMEM"}[kind]
+            raise NotYet(
+                f"a block starts {count} {what}, and {most} would do: TMA copies a whole tile at once, so copy no rows "
+                "one by one"
+            )
+
+
+def require_turns(played, products: int) -> None:
+    """Raises NotYet unless the warpgroups that multiply take turns, of at most `products` products each: the first
+    products of two warpgroups are ordered by barriers, and who comes first waits for the other before it goes on."""
+    for block in _blocks(played):
+        by_wg = collections.defaultdict(list)
+        for event in block.events:
+            if event.kind == "product":
+                by_wg[event.wg].append(event)
+        for pair in itertools.combinations(by_wg.values(), 2):
+            first, second = pair if pair[0][0].start & pair[1][0].known else pair[::-1]
+            if not first[0].start & second[0].known:
+                raise NotYet(
+                    "the warpgroups take no turns: no barrier orders their first products, so both may start theirs, "
+                    "and then both are at their softmax, at the same time"
+                )
+            if (alone := sum(not second[0].start & event.known for event in first)) > products:
+                raise NotYet(
+                    f"warpgroup {first[0].wg} starts {alone} products in its first turn: pass the turn on after those "
+                    f"of one step, {products} at most, so that the others multiply during its softmax"
+                )
+
+
+def _blocks(played):
+    return itertools.chain.from_iterable(played)
+
+
+def require_staged(answer, *args, loads: int) -> None:
+    """Raises NotYet unless the kernel has `loads` copies to shared memory or more, and reads its inputs by no other
+    way."""
+    found = list(equations(jax.make_jaxpr(lambda *args: answer(*args))(*args).jaxpr))
+    if sum(equation.primitive.name == "copy_gmem_to_smem" for equation in found) < loads:
+        raise NotYet("what it reads must still be copied to shared memory: keep the copies, and mend what orders them")
+    if any(equation.primitive.name in ("get", "load") and "gmem" in str(equation.invars[0].aval) for equation in found):
+        raise NotYet("it reads an input in global memory: keep the copies, and use what they bring to shared memory")
+
+
+def equations(jaxpr):
+    """Every equation of a jaxpr and of those inside of it, in their order."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
+                yield from equations(inner)
 
 
 def speed(answer, package_kernel, *avals) -> str:
@@ -156,29 +304,34 @@ MOVES = {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "res
 REFS = {"empty_ref", "freeze", "get", "new_ref", "ref_get", "ref_set", "swap"}
 
 
-def _computed_outside(jaxpr) -> str | None:
-    """The first operation beside kernels that computes something, if there is one."""
+def _computed_outside(jaxpr, moves=MOVES) -> str | None:
+    """The first operation beside kernels and `moves`, if there is one."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        if name in KERNELS | MOVES | REFS:
+        if name in KERNELS | moves | REFS:
             continue
         called = [getattr(value, "jaxpr", value) for value in equation.params.values()]  # As a jitted function has.
         called = [value for value in called if hasattr(value, "eqns")]
         if not called:
             return name
-        if outside := next(filter(None, map(_computed_outside, called)), None):
+        if outside := next(filter(None, (_computed_outside(inner, moves) for inner in called)), None):
             return outside
     return None
 
 
 def require_close(out, exact, tolerance: float, what: str) -> None:
-    """Raises NotYet, naming the first wrong element, if `out` is not `exact` (float64) within relative `tolerance`."""
+    """Raises NotYet, naming the first wrong element, if `out` is not `exact` (float64) within relative `tolerance`.
+    Where `exact` is NaN or infinite, `out` must be the same."""
     if out.shape != exact.shape:
         raise NotYet(f"{what}: the result has shape {out.shape}; it must be {exact.shape}")
     out, exact = np.asarray(out, np.float64), np.asarray(exact, np.float64)
     if (unset := np.isnan(out) & ~np.isnan(exact)).any():
         raise NotYet(f"{what}: {unset.sum()} of {out.size} elements were never written, {_first(unset)} is the first")
-    wrong = np.abs(out - exact) > tolerance * np.maximum(np.abs(exact), np.sqrt(np.mean(exact**2)))
+    is_finite = np.isfinite(exact)
+    size = np.sqrt(np.mean(exact[is_finite] ** 2)) if is_finite.any() else 0.0
+    with np.errstate(invalid="ignore"):
+        wrong = np.abs(out - exact) > tolerance * np.maximum(np.abs(exact), size)
+    wrong = np.where(is_finite, wrong, (out != exact) & ~(np.isnan(out) & np.isnan(exact)))
     if wrong.any():
         at = _first(wrong)
         raise NotYet(f"{what}: element {at} is {out[at]:.4g}; it must be {exact[at]:.4g}")

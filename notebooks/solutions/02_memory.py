@@ -29,18 +29,6 @@ def sum_by_tma(x, y):
 ex02.check_sum_by_tma(sum_by_tma)
 
 
-# %% exercise-num-stages needs: setup
-def num_stages(bytes_per_second, round_s, num_sms, tile_bytes, lag):
-    #: return None
-    # BEGIN SOLUTION
-    loads = max(1, int(np.ceil(bytes_per_second * round_s / num_sms / tile_bytes)))
-    return min(loads + lag, 232_448 // tile_bytes)
-    # END SOLUTION
-
-
-ex02.check_num_stages(num_stages)
-
-
 # %% exercise-ring needs: setup
 def racy_ring(x_gmem, o_gmem, slots, arrived, num_tiles):
     num_stages = slots.shape[0]
@@ -72,6 +60,18 @@ def racy_ring(x_gmem, o_gmem, slots, arrived, num_tiles):
 
 
 ex02.check_ring(racy_ring)
+
+
+# %% exercise-num-stages needs: setup
+def num_stages(bytes_per_second, round_s, num_sms, tile_bytes, lag):
+    #: return None
+    # BEGIN SOLUTION
+    loads = max(1, int(np.ceil(bytes_per_second * round_s / num_sms / tile_bytes)))
+    return min(loads + lag, 232_448 // tile_bytes)
+    # END SOLUTION
+
+
+ex02.check_num_stages(num_stages)
 
 
 # %% exercise-conflict-degree needs: setup

@@ -1,20 +1,6 @@
 """Solutions of chapter 8's exercises; how to read the marks: tools/skeletons.py."""
 
 
-# %% exercise-1 needs: parameters setup
-def busy_share(m, n, tile, num_sms, cluster):
-    #: return None  # Your code.
-    # BEGIN SOLUTION
-    rows, columns = math.ceil(m / tile[0]), math.ceil(n / tile[1])
-    clusters = math.ceil(rows / cluster) * columns
-    waves = math.ceil(clusters / (num_sms // cluster))
-    return rows * columns / (waves * num_sms)
-    # END SOLUTION
-
-
-ex08.check_busy_share(busy_share)
-
-
 # %% exercise-persistent needs: parameters setup
 def persistent(a, b, blocks=4, stages=2, tile=(64, 128)):
     tile_m, tile_n = tile
@@ -104,6 +90,20 @@ def persistent(a, b, blocks=4, stages=2, tile=(64, 128)):
 ex08.check_persistent(persistent)
 
 
+# %% exercise-1 needs: parameters setup
+def busy_share(m, n, tile, num_sms, cluster):
+    #: return None  # Your code.
+    # BEGIN SOLUTION
+    rows, columns = math.ceil(m / tile[0]), math.ceil(n / tile[1])
+    clusters = math.ceil(rows / cluster) * columns
+    waves = math.ceil(clusters / (num_sms // cluster))
+    return rows * columns / (waves * num_sms)
+    # END SOLUTION
+
+
+ex08.check_busy_share(busy_share)
+
+
 # %% exercise-multicast needs: parameters setup
 def copies(cluster, row, col, block):
     #: # The tile of this block, and what its two blocks share: wrong for one of the two
@@ -146,7 +146,7 @@ def split_product(a, b, split=3, stages=2, tile=(64, 128)):
             slot = lax.rem(step, stages)
             #: ks = pl.ds(step * TILE_K, TILE_K)
             # BEGIN SOLUTION
-            ks = pl.ds((part * steps + step) * TILE_K, TILE_K)
+            ks = pl.ds((step * split + part) * TILE_K, TILE_K)
             # END SOLUTION
             plgpu.copy_gmem_to_smem(
                 a_gmem.at[rows, ks], a_smem.at[slot], loaded.at[slot]

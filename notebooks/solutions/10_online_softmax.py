@@ -78,23 +78,6 @@ def attend_with_sinks(q, k, v, sinks, block_kv=128):
 ex10.check_sinks(attend_with_sinks)
 
 
-# %% exercise-3 needs: parameters setup
-def window_ranges(first_q, block_kv, num_kv, left):
-    #: return None  # Your code. For a start: cut_masked(first_q, block_kv, num_kv)
-    # BEGIN SOLUTION
-    first = jnp.maximum(first_q - left, 0) // block_kv
-    end = (first_q + 64 + block_kv - 1) // block_kv
-    start = jnp.minimum(
-        (jnp.maximum(first_q + 63 - left, 0) + block_kv - 1) // block_kv, end
-    )
-    stop = jnp.maximum((first_q + 1) // block_kv, start)
-    return [(first, start, True), (start, stop, False), (stop, end, True)]
-    # END SOLUTION
-
-
-ex10.check_ranges(window_ranges)
-
-
 # %% exercise-mend needs: parameters setup parts
 def mended(q, k, v, block_kv=128):
     unit, num_blocks = LOG2E / math.sqrt(q.shape[3]), k.shape[1] // block_kv
@@ -162,3 +145,20 @@ def mended(q, k, v, block_kv=128):
 
 
 ex10.check_mended(mended)
+
+
+# %% exercise-3 needs: parameters setup
+def window_ranges(first_q, block_kv, num_kv, left):
+    #: return None  # Your code. For a start: cut_masked(first_q, block_kv, num_kv)
+    # BEGIN SOLUTION
+    first = jnp.maximum(first_q - left, 0) // block_kv
+    end = (first_q + 64 + block_kv - 1) // block_kv
+    start = jnp.minimum(
+        (jnp.maximum(first_q + 63 - left, 0) + block_kv - 1) // block_kv, end
+    )
+    stop = jnp.maximum((first_q + 1) // block_kv, start)
+    return [(first, start, True), (start, stop, False), (stop, end, True)]
+    # END SOLUTION
+
+
+ex10.check_ranges(window_ranges)

@@ -1,21 +1,6 @@
 """Solutions of chapter 18b's exercises; how to read the marks: tools/skeletons.py."""
 
 
-# %% exercise-1 needs: parameters setup
-def overlapped_us(n, product_us, gather_us, pieces):
-    #: return None  # Your code.
-    # BEGIN SOLUTION
-    now = product_us / n  # The own shard.
-    for i in range(1, (n - 1) * pieces + 1):
-        here = gather_us * i / ((n - 1) * pieces)
-        now = max(now, here) + product_us / (n * pieces)
-    return now
-    # END SOLUTION
-
-
-ex18b.check_overlapped(overlapped_us)
-
-
 # %% exercise-2 needs: parameters setup
 def product_of_shards(lhs, rhs, d, n, senders):
     """All shards times rhs, on device d: lhs (m, k) is its shard, rhs is (k, cols)."""
@@ -73,6 +58,21 @@ def product_of_shards(lhs, rhs, d, n, senders):
 
 
 ex18b.check_product(product_of_shards)
+
+
+# %% exercise-1 needs: parameters setup
+def overlapped_us(n, product_us, gather_us, pieces):
+    #: return None  # Your code.
+    # BEGIN SOLUTION
+    now = product_us / n  # The own shard.
+    for i in range(1, (n - 1) * pieces + 1):
+        here = gather_us * i / ((n - 1) * pieces)
+        now = max(now, here) + product_us / (n * pieces)
+    return now
+    # END SOLUTION
+
+
+ex18b.check_overlapped(overlapped_us)
 
 
 # %% exercise-3 needs: parameters setup matmul-bound

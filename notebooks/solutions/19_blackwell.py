@@ -103,20 +103,20 @@ ex19.check_multiply(multiply)
 
 # %% exercise-store needs: parameters setup
 def store_squares(acc_tmem, o_smem, o_gmem):
-    #: # Your code. For a start: plgpu.async_load_tmem(acc_tmem.at[:, pl.ds(0, 64)],
+    #: # Your code. For a start: plgpu.async_load_tmem(acc_tmem.at[:, pl.ds(0, 32)],
     #: # layout=plgpu.Layout.TCGEN05).
     #: pass
     # BEGIN SOLUTION
-    for first in (0, 64):
-        columns = pl.ds(first, 64)
+    for quarter in range(4):
+        columns, buffer = pl.ds(32 * quarter, 32), o_smem.at[quarter % 2]
         values = plgpu.async_load_tmem(
             acc_tmem.at[:, columns], layout=plgpu.Layout.TCGEN05
         )
-        # The store of the first half has read the buffer.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        o_smem[...] = (values * values).astype(jnp.bfloat16)
+        # The store before last has read its buffer; the last one may go on.
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        buffer[...] = (values * values).astype(jnp.bfloat16)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[:, columns])
+        plgpu.copy_smem_to_gmem(buffer, o_gmem.at[:, columns])
     plgpu.wait_load_tmem()
     # END SOLUTION
 

@@ -116,16 +116,22 @@ def halved(x, slots=2):
 
         @pl.when(wg == 1)
         def load():
-            @pl.loop(0, tiles)
-            def _(i):
+            def fill(i):
                 slot = lax.rem(i, slots)
-                #: pl.when(i > slots)(lambda: plgpu.barrier_wait(freed.at[slot]))
-                # BEGIN SOLUTION
-                pl.when(i >= slots)(lambda: plgpu.barrier_wait(freed.at[slot]))
-                # END SOLUTION
                 plgpu.copy_gmem_to_smem(
                     x_gmem.at[pl.ds(i * 64, 64)], x_smem.at[slot], filled.at[slot]
                 )
+
+            #: first_to_wait = min(slots + 1, tiles)
+            # BEGIN SOLUTION
+            first_to_wait = min(slots, tiles)
+            # END SOLUTION
+            pl.loop(0, first_to_wait)(fill)
+
+            @pl.loop(first_to_wait, tiles)
+            def _(i):
+                plgpu.barrier_wait(freed.at[lax.rem(i, slots)])
+                fill(i)
 
             pl.loop(0, min(slots, tiles))(
                 lambda slot: plgpu.barrier_wait(freed.at[slot])

@@ -11,6 +11,7 @@ from test_attention import MASKS, operands
 
 from cookbook import lab
 from cookbook.attn.core import Problem
+from cookbook.lab import interpreter
 from tests.arrays import array
 
 forward = importlib.import_module("cookbook.attn.attention")
@@ -79,14 +80,18 @@ def test_head_dims(head_dim, kv_heads):
     check(*operands(70, 100, head_dim=head_dim, kv_heads=kv_heads), is_causal=True, gpu="h200")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("heads, kv_heads, batch", [(4, 2, 2), pytest.param(3, 1, 1, marks=pytest.mark.slow)])
-def test_groups_of_heads(heads, kv_heads, batch):
-    """In the first case a block of keys goes through all heads of its group; in the second each head has a block."""
-    check(*operands(70, 150, heads, kv_heads, batch=batch), is_causal=True)
-
-
 CAUSAL, FULL, NARROW = (None, 0), (None, None), (99, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads, kv_heads, batch", [(4, 2, 2), pytest.param(4, 2, 1, marks=pytest.mark.slow)])
+def test_groups_of_heads(heads, kv_heads, batch):
+    """In the first case a block of keys goes through both heads of its group; in the second each head has a block, and
+    the parts of two KV heads are added up."""
+    args = operands(70, 150, heads, kv_heads, batch=batch)
+    problem = Problem(heads, kv_heads, 64, args[0].dtype, 1.0, None, *CAUSAL, interpreted=True)
+    assert module._parts(kernel.Plan(problem, batch, 70, 150, False, for_query=False), interpreter.NUM_SMS) == 3 - batch
+    check(*args, is_causal=True)
 
 
 @pytest.mark.parametrize(

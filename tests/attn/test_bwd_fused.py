@@ -20,6 +20,7 @@ check = functools.partial(check, deterministic=False)
 
 
 # Queries, keys, query heads, key heads, head_dim, batch: more than one tile of 128 keys and block of queries, or less.
+# The second, third and fifth have a part of its own for each query head, the fifth with two KV heads.
 @pytest.mark.parametrize(
     "shape, mask",
     [
@@ -27,7 +28,7 @@ check = functools.partial(check, deterministic=False)
         ((70, 140, 2, 1, 128), dict(local_window_size=(40, 10))),
         ((140, 64, 2, 1, 72), dict(logits_soft_cap=3.0, local_window_size=(70, None))),
         pytest.param((130, 256, 3, 1, 128), dict(), marks=pytest.mark.slow),
-        pytest.param((100, 77), dict(is_causal=True, local_window_size=(50, 9)), marks=pytest.mark.slow),
+        pytest.param((100, 77, 4, 2), dict(is_causal=True, local_window_size=(50, 9)), marks=pytest.mark.slow),
         pytest.param((40, 300), dict(local_window_size=17), marks=pytest.mark.slow),
         pytest.param((200, 40), dict(local_window_size=(5, 0)), marks=pytest.mark.slow),  # Some see nothing.
     ],

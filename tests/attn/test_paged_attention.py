@@ -11,7 +11,7 @@ import pytest
 from cookbook import _mgpu, lab, merge_attention, paged_attention
 from cookbook.attn import decode_parts
 from cookbook.attn.core import SERVED_HEAD_DIMS, Problem
-from cookbook.attn.pages import PAGE_SIZES, Pages
+from cookbook.attn.pages import PAGE_SIZES, Pages, page_of
 from cookbook.lab import interpreter
 from tests.arrays import array
 
@@ -150,6 +150,21 @@ def test_pages_may_be_shared():
     check(*args[:3], tables, args[4])
 
 
+@pytest.mark.usefixtures("on_cpu")
+def test_pages_that_are_not_there_are_the_one_after_the_last():
+    """Where TMA reads zeros: any other index could be that of a row, in the sum with others. A block's columns after
+    the table's last are the last: nothing is read behind the table."""
+    ids = np.array([[-1, 6, 7, 8], [2**31 - 1, -(2**31), 0, 3], [7 * 2**28, -7, 2**27, 6]], np.int32)
+    at = jax.jit(functools.partial(page_of, num_pages=7))
+    found = [[int(at(ids, seq, column)) for column in range(4)] for seq in range(3)]
+    assert found == [[7, 6, 7, 7], [7, 7, 0, 3], [7, 7, 7, 6]]
+    assert [int(at(ids, 1, column)) for column in (4, 5, 2**27)] == [3, 3, 3]
+    pages = Pages(7, 16, 4, 64)
+    assert [int(page) for page in jax.jit(pages.of_block)(ids, 1, 0)] == [7, 7, 0, 3]
+    assert [int(page) for page in jax.jit(pages.of_block)(ids, 2, 1)] == [6] * 4
+    assert [int(pages.length(x)) for x in (-5, 0, 63, 65, 2**31 - 1)] == [0, 0, 63, 64, 64]
+
+
 def test_ids_out_of_range_read_zeros():
     """Below the length: pages of zeros, whatever the id."""
     args = operands([100, 100, 100])
@@ -234,7 +249,7 @@ TABLES, LENS = jnp.ones((2, 3), jnp.int32), jnp.ones((2,), jnp.int32)
         (dict(kv_lens=LENS.astype(jnp.int8)), "kv_lens.dtype"),
         (dict(local_window_size=-1), "local_window_size=-1"),
         (dict(local_window_size=(1, 2, 3)), "before, after"),
-        (dict(scale=0.0), "scale = 0.0"),
+        (dict(scale=0.0), "scale=0.0"),
     ],
     ids=str,
 )

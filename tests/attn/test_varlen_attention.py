@@ -167,8 +167,9 @@ def test_one_sequence_is_attention():
 
 
 def test_nan_stays_in_its_sequence():
-    """In keys, values and queries of the second of three, whose rows share blocks and tiles with the others'."""
-    q, k, v, cu_q, cu_kv = packed([20, 21, 22], [33, 34, 35])
+    """In keys, values and queries of the second of three, whose rows share blocks and tiles with the others'. The third
+    is longer than a block: its first block has rows of the second, and none behind the third's last."""
+    q, k, v, cu_q, cu_kv = packed([20, 21, 22], [33, 34, 135])
     fn = functools.partial(varlen_attention, config=SMALL)
     clean = lab.run(fn, q, k, v, cu_q, cu_kv)
     spoiled = lab.run(fn, q.at[20:41].set(jnp.nan), k.at[33:67].set(jnp.nan), v.at[33:67].set(jnp.nan), cu_q, cu_kv)
@@ -295,7 +296,7 @@ PAGES, TABLES = jnp.ones((3, 16, 2, 64), jnp.bfloat16), jnp.ones((2, 3), jnp.int
         (lambda: ragged_paged_attention(Q, PAGES, PAGES, TABLES, CU, CU), "kv_lens.shape"),
         (lambda: ragged_paged_attention(Q, PAGES, PAGES, TABLES, CU[:2], CU[:2]), "cu_seqlens_q = "),
         (lambda: ragged_paged_attention(Q, PAGES[:, :8], PAGES[:, :8], TABLES, CU[:2], CU), "page_size=8"),
-        (lambda: ragged_paged_attention(Q, PAGES, PAGES, TABLES, CU[:2], CU, scale=0.0), "scale = 0.0"),
+        (lambda: ragged_paged_attention(Q, PAGES, PAGES, TABLES, CU[:2], CU, scale=0.0), "scale=0.0"),
     ],
 )
 def test_errors_name_the_rule(fn, message):

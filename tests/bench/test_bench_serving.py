@@ -3,6 +3,7 @@
 import dataclasses
 import types
 
+import numpy as np
 import pytest
 
 from bench import serving
@@ -22,6 +23,28 @@ def test_sequences_that_decode_have_tokens_of_their_own(monkeypatch):
     serving._decoding(problem, init(problem.config), length=8, num_steps=1, backend="xla")()
     tokens = batches[0].tokens[: problem.max_seqs]
     assert len(set(tokens.tolist())) > problem.max_seqs // 2
+
+
+@pytest.mark.parametrize("problem", [serving.TINY, serving.LLAMA_1B, serving.MOE_LAYER], ids=lambda it: it.model)
+def test_sequences_that_decode_share_no_pages(monkeypatch, problem):
+    """Shared ones would be read from L2. Nothing is computed: the engine is asked how many pages it has."""
+    batches, length = [], 320
+
+    class Engine:
+        def __init__(self, config, params, *, num_pages, page_size, **how):
+            self.num_pages, self.backend, self.compiler_options, self.weights = num_pages, "xla", (), {}
+            self._device = types.SimpleNamespace(pages=None, tokens=None)
+
+    def step(config, weights, pages, batch, *args, **kwargs):
+        batches.append(batch)
+        return types.SimpleNamespace(tokens=None), pages
+
+    monkeypatch.setattr(serving, "Engine", Engine)
+    monkeypatch.setattr(serving, "run_step", step)
+    serving._decoding(problem, {}, length, num_steps=1)()
+    used = batches[0].block_tables[:, : length // problem.page_size]
+    assert len({*used.ravel().tolist()}) == used.size == problem.max_seqs * length // problem.page_size
+    assert used.min() == 0 and used.max() == used.size - 1 and (np.diff(used) != 1).any()
 
 
 def test_kernels_of_a_step_are_listed(gpu):

@@ -1,6 +1,7 @@
 """Random problems: which they are, and what is said of their times."""
 
 import dataclasses
+import functools
 import sys
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 import cookbook
 from bench import __main__ as bench
-from bench import problems, sample, torch_peers
+from bench import peers, problems, sample, torch_peers
 from cookbook import lab
 
 
@@ -183,8 +184,27 @@ def test_torch_is_timed_on_the_matrices_that_it_takes(monkeypatch):
     assert timed and all(case.shapes[1][1] == case.shapes[0][1] for case in timed)
     assert {case.op for case in torch_peers.cases()} == {"ragged_dot", "ssd", "gated_delta_rule"}
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(SystemExit, match="torch is missing: install it"):
+    with pytest.raises(SystemExit, match="torch cannot be imported .*: install it"):
         torch_peers.main()
+
+
+@pytest.mark.parametrize(
+    "source, is_there",
+    [("", True), ("import xprof_that_is_not_there", False), ("raise OSError('libcudart.so')", False), (None, False)],
+)
+def test_a_peer_that_does_not_import_counts_as_missing(tmp_path, monkeypatch, source, is_there):
+    """As tokamax without xprof."""
+    monkeypatch.setattr(peers, "imports", functools.cache(peers.imports.__wrapped__))
+    monkeypatch.setattr(problems, "imports", peers.imports)
+    monkeypatch.delitem(sys.modules, "tokamax", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if source is not None:
+        (tmp_path / "tokamax.py").write_text(source)
+    else:
+        monkeypatch.setitem(sys.modules, "tokamax", None)
+    assert ("tokamax" in problems._attention(64, 4096, True, None).peers) == is_there
+    assert ("tokamax" in problems._attention(64, 4096, True, None, gradients=True).peers) == is_there
+    assert ("tokamax" in problems._ragged(512, 256, 256, [256, 256]).peers) == is_there
 
 
 def test_what_is_stale_is_timed_again_and_nothing_else(no_gpu, results_folder, monkeypatch, capsys):

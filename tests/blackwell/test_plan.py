@@ -13,7 +13,7 @@ from cookbook._mgpu import Target
 from cookbook.blackwell import core, cost
 from cookbook.blackwell.core import Config
 from cookbook.blackwell.matmul_mxfp8 import arrange, quantize_mxfp8
-from cookbook.blackwell.roles import identity
+from cookbook.gemm.roles import identity
 
 BF16, E4M3 = jnp.bfloat16, jnp.float8_e4m3fn
 

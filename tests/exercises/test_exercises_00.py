@@ -156,19 +156,23 @@ def test_sum_and_product_outside_of_the_kernel():
 # The race
 
 
-def sum_by_smem(x, y, waits=(0, 1), wait_before=(), combine=lambda x, y: x + y):
+def sum_by_smem(x, y, waits=(0, 1), wait_before=(), combine=lambda x, y: x + y, rows=None, direct=False):
+    """`rows` copies x in so many pieces; `direct` adds what lies in global memory."""
+
     def body(x_gmem, y_gmem, o_gmem, x_smem, y_smem, x_arrived, y_arrived):
         arrived = x_arrived, y_arrived
         for i in wait_before:
             plgpu.barrier_wait(arrived[i])
-        plgpu.copy_gmem_to_smem(x_gmem, x_smem, x_arrived)
+        for row in range(rows or 1):
+            part = row if rows else ...
+            plgpu.copy_gmem_to_smem(x_gmem.at[part], x_smem.at[part], x_arrived)
         plgpu.copy_gmem_to_smem(y_gmem, y_smem, y_arrived)
         for i in waits:
             plgpu.barrier_wait(arrived[i])
-        o_gmem[...] = combine(x_smem[...], y_smem[...])
+        o_gmem[...] = combine(*(ref[...] for ref in ((x_gmem, y_gmem) if direct else (x_smem, y_smem))))
 
     tile = plgpu.SMEM(x.shape, x.dtype)
-    scratch = [tile, tile, plgpu.Barrier(), plgpu.Barrier()]
+    scratch = [tile, tile, plgpu.Barrier(num_arrivals=rows or 1), plgpu.Barrier()]
     return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype), scratch_types=scratch)(x, y)
 
 
@@ -184,6 +188,8 @@ def test_patient_sum():
         (dict(waits=(1,)), "race: read"),
         (dict(waits=()), "race: read"),
         (dict(combine=lambda x, y: x - y), "it must be"),
+        (dict(direct=True), "it reads an input in global memory"),
+        (dict(rows=8), "a block starts 9 copies to shared memory, and 2 would do"),
     ],
 )
 def test_wrong_patient_sum(wrong, said):

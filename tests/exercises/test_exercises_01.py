@@ -1,5 +1,6 @@
 """Chapter 1's exercises: right answers pass, and each likely mistake is turned down in our words."""
 
+import functools
 import pathlib
 import sys
 
@@ -122,6 +123,11 @@ def test_swiglu_that_is_no_kernel():
     turned_down(ex01.check_swiglu(lambda gate, up: jax.nn.silu(gate) * up), "must be a kernel")
 
 
+def test_swiglu_in_two_kernels():
+    silu, multiply = (functools.partial(swiglu, compute=f) for f in (lambda g, u: jax.nn.silu(g), lambda g, u: g * u))
+    turned_down(ex01.check_swiglu(lambda gate, up: multiply(silu(gate, up), up)), "launches 2 kernels")
+
+
 def test_swiglu_that_is_multiplied_outside():
     outside = lambda gate, up: swiglu(gate, up, compute=lambda gate, up: jax.nn.silu(gate)) * up
     turned_down(ex01.check_swiglu(outside), "mul is computed outside of the kernel")
@@ -174,6 +180,17 @@ def test_relu_of_any_length():
 )
 def test_wrong_relu_of_any_length(tail, said):
     turned_down(ex01.check_relu_of_any_length(lambda x: relu(x, tail)), said)
+
+
+def test_relu_that_loses_nan():
+    def chosen(x):
+        def body(x_gmem, o_gmem):
+            x_tile = x_gmem[...]
+            o_gmem[...] = jnp.where(x_tile > 0, x_tile, jnp.zeros_like(x_tile))
+
+        return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    turned_down(ex01.check_relu_of_any_length(chosen), "is 0; it must be nan")
 
 
 def test_relu_that_loses_a_sign():

@@ -84,6 +84,25 @@ def test_wrong_rings_are_turned_down(how, said):
     _turned_down(ex02.check_ring(spoiled(**how)), said)
 
 
+@pytest.mark.parametrize(
+    "slot_of, said",
+    [(lambda i: 0, "this is no ring"), (lambda i: lax.rem(i, 3), "a ring of 3 slots is used as if it had 1")],
+)
+def test_tiles_one_by_one_are_turned_down(slot_of, said):
+    def one_by_one(x_gmem, o_gmem, slots, arrived, num_tiles):
+        @pl.loop(0, num_tiles)
+        def _(i):
+            slot, rows = slot_of(i), pl.ds(i * ROWS, ROWS)
+            plgpu.copy_gmem_to_smem(x_gmem.at[rows], slots.at[slot], arrived.at[slot])
+            plgpu.barrier_wait(arrived.at[slot])
+            slots[slot] = -slots[slot]
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(slots.at[slot], o_gmem.at[rows])
+            plgpu.wait_smem_to_gmem(0)
+
+    _turned_down(ex02.check_ring(one_by_one), said)
+
+
 def test_an_api_error_is_one_friendly_line():
     def answer(x_gmem, o_gmem, slots, arrived, num_tiles):
         plgpu.copy_gmem_to_smem(x_gmem, slots.at[0], arrived)
@@ -143,14 +162,14 @@ def test_wrong_numbers_of_stages_are_turned_down(answer):
     _turned_down(ex02.check_num_stages(answer))
 
 
-def sum_by_tma(x, y, arrivals=2, waits=1, commit=True, copies=True, drain=True):
+def sum_by_tma(x, y, arrivals=2, waits=1, commit=True, copies=True, drain=True, direct=False):
     def kernel(x_gmem, y_gmem, o_gmem, x_smem, y_smem, arrived):
         if copies:
             plgpu.copy_gmem_to_smem(x_gmem, x_smem, arrived)
             plgpu.copy_gmem_to_smem(y_gmem, y_smem, arrived)
             for _ in range(waits):
                 plgpu.barrier_wait(arrived)
-            x_smem[...] += y_smem[...]
+            x_smem[...] = x_gmem[...] + y_gmem[...] if direct else x_smem[...] + y_smem[...]
         else:
             x_smem[...] = x_gmem[...] + y_gmem[...]
         if commit:
@@ -179,6 +198,7 @@ def test_sum_by_tma():
         (dict(commit=False), "unordered"),
         (dict(drain=False), "raised"),
         (dict(copies=False), "must still be copied"),
+        (dict(direct=True), "it reads an input in global memory"),
     ],
     ids=str,
 )

@@ -161,6 +161,39 @@ def test_wrong_rings_are_turned_down(ring, lines, said):
     _turned_down(ex04.check_ring(ring["mended_ring"]), said)
 
 
+WAIT = "plgpu.barrier_wait(arrived.at[slot])"
+FILL = "pl.loop(0, min(num_stages, num_steps))(fetch)"
+LAST = f"{COMMIT}\n            {REFILL}"
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ([(FILL, "pass"), (WAIT, f"fetch(i)\n            {WAIT}"), (LAST, COMMIT)], "2 slots is used as if it had 1"),
+        ([("num_stages=2", "num_stages=1")], "this is no ring"),
+    ],
+)
+def test_a_ring_that_is_none_is_turned_down(ring, monkeypatch, changes, said):
+    """Right results, and no copy in flight while a step is multiplied."""
+    monkeypatch.setattr(judge, "_interpreted", lambda *args: pytest.fail("it was run"))
+    solution = ring["solution"]
+    for right, wrong in changes:
+        assert right in solution
+        solution = solution.replace(right, wrong)
+    exec(solution, ring)
+    _turned_down(ex04.check_ring(ring["mended_ring"]), said)
+
+
+def test_a_ring_that_loads_before_it_multiplies_passes(ring):
+    """The slot of the step before is loaded again while this step is multiplied."""
+    solution = ring["solution"].replace(FILL, "fetch(0)").replace(LAST, "")
+    early = "pl.when(i + 1 < num_steps)(lambda: fetch(i + 1))"
+    solution = solution.replace(MULTIPLY, f"{COMMIT}\n            {early}\n            {MULTIPLY}")
+    exec(solution, ring)
+    verdict = ex04.check_ring(ring["mended_ring"])
+    assert verdict, verdict
+
+
 def test_a_product_computed_outside_of_the_kernel_is_turned_down(ring):
     exec(ring["solution"], ring)
     _turned_down(ex04.check_ring(lambda a, b: ring["mended_ring"](a, b) * 0 + a @ b), "outside of the kernel")

@@ -119,9 +119,9 @@ def turned_round(acc, x_smem, dy_smem, load, loaded, num_steps):
         (weight_gradient(ended=None), "may still read the slot"),
         (weight_gradient(ended=1), "may still read the slot"),
         (weight_gradient(turn=False), "x @ dy of each step"),
-        (weight_gradient(steps=1), "1 step: element"),
+        (weight_gradient(steps=1), "there is no product in it"),
         (same_step, "3 steps: element"),
-        (turned_round, "raised ValueError"),
+        (turned_round, "ValueError: Incompatible shapes"),
         (lambda *args: None, "there is no product in it"),
     ],
 )
@@ -155,7 +155,8 @@ def split_k() -> tuple[dict, str]:
             "5 steps, 3 splits, the sum",
         ),
         ("split * num_steps // splits, (split + 1)", "(split + 1) * num_steps // splits, (split + 1)", "is zero"),
-        ("plgpu.barrier_wait(loaded)", "pass", ""),
+        ("plgpu.barrier_wait(loaded)", "pass", "before its tiles have arrived"),
+        ("plgpu.wgmma_wait(0)", "plgpu.wgmma_wait(1)", "may still read the slot"),
     ],
 )
 def test_wrong_splits_are_turned_down(split_k, right, wrong, said):
@@ -163,6 +164,16 @@ def test_wrong_splits_are_turned_down(split_k, right, wrong, said):
     assert right in solution
     exec(solution.replace(right, wrong), names)
     turned_down(ex05.check_split_k(names["split_k"]), said)
+
+
+def test_another_split_passes(split_k):
+    """Every `splits`-th step, and the wait before the copies instead of after the product."""
+    names, solution = split_k
+    steps = "split * num_steps // splits, (split + 1) * num_steps // splits"
+    solution = solution.replace(steps, "split, num_steps, step=splits").replace("plgpu.wgmma_wait(0)", "")
+    exec(solution.replace("slice_k = pl", "plgpu.wgmma_wait(0)\n                slice_k = pl"), names)
+    verdict = ex05.check_split_k(names["split_k"])
+    assert verdict, verdict
 
 
 def test_a_sum_of_the_parts_outside_of_the_kernel_is_turned_down(split_k):

@@ -6,11 +6,13 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook import lab
 from cookbook.gemm.matmul_pipelined import Config, matmul_pipelined
-from tests.exercises.answers import NOTEBOOKS, rejected
-from tests.exercises.test_solutions import mistaken
+from tests.exercises.answers import NOTEBOOKS, accepted, rejected
+from tests.exercises.test_solutions import changed, course, mistaken, verdict
 
 sys.path.insert(0, str(NOTEBOOKS))
 
@@ -122,10 +124,97 @@ def test_wrong_release_has_one_answer():
         ("jax.nn.silu(acc_gate[...])", "acc_gate[...]", "without silu"),
         ("jax.nn.silu(acc_gate[...]) * acc_up[...]", "acc_gate[...] + acc_up[...]", "one accumulator"),
         ("[a_spec, b_spec, b_spec]", "[a_spec, b_spec]", "cannot be compiled"),
+        ("plgpu.wgmma_wait(0)", "plgpu.wgmma_wait(1)", "may still read the slot"),
     ],
 )
 def test_gated_wrong(right, wrong, said):
     rejected(mistaken("06_pipelining", "exercise-gated", right, wrong), said)
+
+
+A_SPEC, B_SPEC = "(mi, ki))", "(ki, ni))"
+WAIT = "plgpu.wgmma_wait(0)"
+
+
+def delayed(running: int):
+    """Changes of the solution: a slot is refilled a step later, and so many products still run."""
+    late = [(spec, f"{spec[:-1]}, delay_release=1)") for spec in (A_SPEC, B_SPEC)]
+    return [*late, (WAIT, f"plgpu.wgmma_wait({running})")]
+
+
+def test_gated_with_a_queued_product():
+    """Each step has two products, so two may run while the slot of the step before is refilled, and three may not."""
+    accepted(changed("06_pipelining", "exercise-gated", *delayed(2)))
+    rejected(changed("06_pipelining", "exercise-gated", *delayed(3)), "may still read the slot")
+
+
+def product(a, b):
+    def body(a_gmem, b_gmem, o_gmem, a_smem, b_smem, loaded):
+        plgpu.copy_gmem_to_smem(a_gmem, a_smem, loaded)
+        plgpu.copy_gmem_to_smem(b_gmem, b_smem, loaded)
+        plgpu.barrier_wait(loaded)
+
+        def multiply(acc):
+            plgpu.wgmma(acc, a_smem, b_smem)
+            return acc[...]
+
+        o_gmem[...] = pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]))).astype(a.dtype)
+
+    scratch = [plgpu.SMEM(a.shape, a.dtype), plgpu.SMEM(b.shape, b.dtype), plgpu.Barrier(num_arrivals=2)]
+    out_type = jax.ShapeDtypeStruct((a.shape[0], b.shape[1]), a.dtype)
+    return plgpu.kernel(body, out_type=out_type, scratch_types=scratch)(a, b)
+
+
+def silu_and_multiply(x, y):
+    def body(x_gmem, y_gmem, o_gmem):
+        o_gmem[...] = (jax.nn.silu(x_gmem[...].astype(jnp.float32)) * y_gmem[...]).astype(o_gmem.dtype)
+
+    return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype))(x, y)
+
+
+def test_gated_by_three_kernels():
+    answer = lambda a, gate, up: silu_and_multiply(product(a, gate), product(a, up))
+    rejected(ex06.check_gated(answer), "launches 3 kernels, and 1 is asked for")
+
+
+def test_gated_that_loads_a_twice():
+    """One pipeline for each product."""
+    two = """
+            for acc, b_gmem in ((acc_gate, gate_gmem), (acc_up, up_gmem)):
+                def step(_, a_smem, b_smem, acc=acc):
+                    plgpu.wgmma(acc, a_smem, b_smem)
+                    plgpu.wgmma_wait(0)
+
+                plgpu.emit_pipeline(
+                    step, grid=(steps,), in_specs=[a_spec, b_spec], max_concurrent_steps=3
+                )(a_gmem, b_gmem)
+"""
+    one = """
+            plgpu.emit_pipeline(
+                step, grid=(steps,), in_specs=in_specs, max_concurrent_steps=3
+            )(*operands)
+"""
+    rejected(changed("06_pipelining", "exercise-gated", (one, two)), "A is loaded once for each of the two")
+
+
+def test_transposed_a_that_refills_too_early():
+    rejected(
+        changed("06_pipelining", "exercise-3", ("delay_release=1", "delay_release=0")),
+        "may still read the slot: wait for it first. wgmma_wait(n) leaves the last n products running",
+    )
+
+
+def test_transposed_a_by_a_copy():
+    """The skeleton, which multiplies a as it lies, of an a that XLA transposes."""
+    skeleton = next(
+        found for found in course.exercises(course.SOLUTIONS / "06_pipelining.py") if found.id == "exercise-3"
+    )
+    source = skeleton.skeleton.replace(
+        "    tile_m, tile_n, tile_k = tile\n", "    tile_m, tile_n, tile_k = tile\n    a = a.T\n"
+    )
+    source = source.replace("pl.cdiv(a.shape[0]", "pl.cdiv(a.shape[1]").replace(
+        "(a.shape[1], b.shape[1])", "(a.shape[0], b.shape[1])"
+    )
+    rejected(verdict("06_pipelining", skeleton, source), "transpose is computed outside of the kernel")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from cookbook.gemm.core import Config, Tiles
 from tests.exercises.answers import NOTEBOOKS, accepted, rejected
-from tests.exercises.test_solutions import mistaken
+from tests.exercises.test_solutions import changed, mistaken
 
 sys.path.insert(0, str(NOTEBOOKS))
 
@@ -113,7 +113,11 @@ def test_busy_share_counts_as_the_package_does(cluster):
         assert busy_share(m, n, tile, num_sms, cluster) == pytest.approx(rows * columns / (turns * num_sms))
 
 
-# Exercises 2 and 4, kernels: the solutions with one mistake
+# Exercises 1 and 4, kernels: the solutions with one mistake
+
+FREE = """                        plgpu.wgmma_wait(0)
+                        ring.free(number(turn, step))"""
+LOAD, REFILL = "plgpu.barrier_wait(loaded", "pl.when(step + stages < steps)(lambda: load(step + stages))"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +126,13 @@ def test_busy_share_counts_as_the_package_does(cluster):
         ("block + turn * blocks", "block + turn", ""),
         ("turn * steps + step", "step", ""),
         ("grid=(blocks,)", "grid=(2 * blocks,)", "must be a grid of 4"),
-        ("+ blocks - 1, blocks)", ", blocks)", "never written"),
+        ("+ blocks - 1, blocks)", ", blocks)", ""),
+        (
+            FREE,
+            "\n".join(reversed(FREE.split("\n"))),
+            "a copy starts while a WGMMA of another warpgroup may still read",
+        ),
+        ("stages=2", "stages=1", "this is no ring"),
         ("tile_m, tile_n = tile", "tile_m, tile_n = tile\n    while tile: pass", "has not ended"),
         ("    )(a, b)", "    )(a + a, b)", "outside of the kernel"),
     ],
@@ -137,14 +147,22 @@ def test_persistent_wrong(right, wrong, said, monkeypatch):
 @pytest.mark.parametrize(
     "right, wrong, said",
     [
-        ("(part * steps + step) * TILE_K", "step * TILE_K", "must move with the part"),
+        ("(step * split + part) * TILE_K", "step * TILE_K", "must move with the part"),
+        ("(step * split + part) * TILE_K", "(part * steps + step) * TILE_K", "these parts are contiguous"),
         ("o_gmem.at[part, rows, cols]", "o_gmem.at[0, rows, cols]", "race"),
         ("TILE_K // split, (tiles * split,)", "TILE_K // split, (tiles,)", "never written"),
         ("    )(a, b)", "    )(a, b) + 1", "outside of the kernel"),
+        ("plgpu.wgmma_wait(0)", "plgpu.wgmma_wait(1)", "a copy starts while the last WGMMA may still read the slot"),
     ],
 )
 def test_split_wrong(right, wrong, said):
     rejected(mistaken("08_persistent_matmul", "exercise-split", right, wrong), said)
+
+
+def test_split_without_a_ring():
+    """Each step is loaded when it is needed."""
+    changes = ("pl.loop(0, min(stages, steps))(load)", ""), (REFILL, ""), (LOAD, f"load(step)\n                {LOAD}")
+    rejected(changed("08_persistent_matmul", "exercise-split", *changes), "a ring of 2 slots is used as if it had 1")
 
 
 # Exercise 3

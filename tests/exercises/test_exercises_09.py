@@ -158,7 +158,7 @@ def test_formats_are_far_apart():
 # Scales along K
 
 
-def block_scaled(a, b, scale_a, scale_b, step_of=lambda step: step, use_a=True, use_b=True):
+def block_scaled(a, b, scale_a, scale_b, step_of=lambda step: step, use_a=True, use_b=True, rounded=False):
     tile = 128, 64
 
     def along(axis, vector):
@@ -181,6 +181,8 @@ def block_scaled(a, b, scale_a, scale_b, step_of=lambda step: step, use_a=True, 
                 sums *= along(0, scale_a_gmem.at[step_of(step)])
             if use_b:
                 sums *= along(1, scale_b_gmem.at[step_of(step)])
+            if rounded:
+                sums = sums.astype(jnp.bfloat16).astype(jnp.float32)
             return total + sums
 
         zeros = plgpu.layout_cast(jnp.zeros(tile, jnp.float32), plgpu.Layout.WGMMA)
@@ -202,6 +204,7 @@ def block_scaled(a, b, scale_a, scale_b, step_of=lambda step: step, use_a=True, 
         (dict(use_b=False), "the scales of a alone"),
         (dict(use_a=False), "the scales of b alone"),
         (dict(step_of=lambda step: 0), "the first step's scales"),
+        (dict(rounded=True), "compare with the sum over steps"),
     ],
 )
 def test_block_scales_wrong(wrong, said):

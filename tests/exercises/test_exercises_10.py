@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.exercises.answers import NOTEBOOKS, accepted, rejected
-from tests.exercises.test_solutions import mistaken
+from tests.exercises.test_solutions import changed, mistaken
 
 sys.path.insert(0, str(NOTEBOOKS))
 
@@ -147,7 +147,7 @@ def test_merge_wrong(wrong, said):
     rejected(ex10.check_merge(wrong), said)
 
 
-# Exercise 4
+# Exercise 5
 
 
 def window_ranges(first_q, block_kv, num_kv, left, *, xp=jnp, seen_from=0, whole_from=63, whole_to=1, clip=True):
@@ -198,7 +198,7 @@ def test_ranges_wrong(wrong, said):
     rejected(ex10.check_ranges(wrong), said)
 
 
-# Exercises 3 and 5
+# Exercises 3 and 4
 
 
 @pytest.mark.parametrize(
@@ -230,11 +230,19 @@ NEXT = "\n            "  # Between two lines of a step.
 @pytest.mark.parametrize(
     "right, wrong, said",
     [
-        (NEXT.join(KEYS), NEXT.join(reversed(KEYS)), "lse"),
-        (NEXT.join(VALUES), NEXT.join(reversed(VALUES)), "race"),
+        (NEXT.join(KEYS), NEXT.join(reversed(KEYS)), "reads the slot before its tiles have arrived"),
+        (NEXT.join(VALUES), NEXT.join(reversed(VALUES)), "reads the slot before its tiles have arrived"),
+        (KEYS[1], "pass", "never end"),
         (VALUES[1], "pass", "never end"),
         ("block < num_blocks", "block <= num_blocks", "nobody waits for"),
     ],
 )
 def test_mended_wrong(right, wrong, said):
     rejected(mistaken("10_online_softmax", "exercise-mend", right, wrong), said)
+
+
+@pytest.mark.parametrize("line", ["plgpu.barrier_wait(v_loaded)", VALUES[1]])
+def test_mended_late(line):
+    """The keys' copy after the softmax, or at the end of the step."""
+    late = changed("10_online_softmax", "exercise-mend", (KEYS[1], ""), (line, KEYS[1] + NEXT + line))
+    rejected(late, "the next keys come too late to hide anything")

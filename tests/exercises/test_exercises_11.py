@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.exercises.answers import NOTEBOOKS, accepted, rejected
-from tests.exercises.test_solutions import mistaken
+from tests.exercises.test_solutions import changed, mistaken
 
 sys.path.insert(0, str(NOTEBOOKS))
 
@@ -89,6 +89,13 @@ def test_turns_solutions(right):
     accepted(ex11.check_turns(right))
 
 
+def turns_in_one(wg, wgs, own, total):
+    """All products in the first turn; the others are passed by."""
+    lines = [("arrive", 0)] if wg == 0 else []
+    lines += [("wait", wg), *[("products",)] * (own + 1), ("arrive", (wg + 1) % wgs)]
+    return lines + [("wait", wg), ("arrive", (wg + 1) % wgs)] * total + [("wait", 0)] * (wg == 0)
+
+
 def knob(**wrong):
     return lambda *args: turns(*args, **wrong)
 
@@ -105,6 +112,7 @@ def knob(**wrong):
         (lambda wg, wgs, own, total: turns(wg, wgs, own, total, after=wg + 1), "does the ring close"),
         (lambda wg, wgs, own, total: [("wait", 0), ("products",)] * (own + 1), "its own is 1"),
         (lambda wg, wgs, own, total: ["wait"], "none of"),
+        (lambda wg, wgs, own, total: turns_in_one(wg, wgs, own, total), "the products of two steps in one turn"),
         (lambda *args: None, "write its body"),
     ],
 )
@@ -118,6 +126,9 @@ VALUES = (
     "acc = add_product(acc, p, v_smem.at[slot], interpreted())",
     "values.free(step)",
 )
+KEYS = "s = logits(keys.wait(step))", "keys.free(step)"
+FIRST = "slot = keys.wait(step)"
+FREED_EARLY = "give a slot back (barrier_arrive) after the wgmma_wait with which its product has ended"
 NEXT = "\n                "  # Between two lines of a step.
 
 
@@ -128,11 +139,33 @@ NEXT = "\n                "  # Between two lines of a step.
         ("exercise-compute", "acc = acc * per_row(alpha, acc.shape)", "pass", "out"),
         ("exercise-mend", "turns.start(role)", "pass", "never end"),
         ("exercise-mend", "turns.drain(role)", "pass", "is the last turn drained"),
-        ("exercise-mend", NEXT.join(VALUES), NEXT.join(reversed(VALUES)), "race"),
+        ("exercise-mend", NEXT.join(VALUES), NEXT.join(reversed(VALUES)), FREED_EARLY),
+        ("exercise-mend", "Turns(turn, 2)", "Turns(None, 2)", "the warpgroups take no turns"),
+        ("exercise-compute", NEXT.join(KEYS), NEXT.join((FIRST, KEYS[1], "s = logits(slot)")), FREED_EARLY),
+        (
+            "exercise-compute",
+            "slot = values.wait(step)",
+            f"slot = values.wait(step){NEXT}values.free(step)",
+            FREED_EARLY,
+        ),
     ],
 )
 def test_kernels_wrong(cell, right, wrong, said):
     rejected(mistaken("11_flash_attention", cell, right, wrong), said)
+
+
+def test_a_step_that_waits_for_both_first():
+    """Right too: the values are waited for at once, and the keys are freed with them."""
+    late = KEYS[0], "slot = values.wait(step)"
+    accepted(
+        changed(
+            "11_flash_attention",
+            "exercise-compute",
+            (f"{NEXT}slot = values.wait(step)", ""),
+            (NEXT.join(KEYS), NEXT.join(late)),
+            ("values.free(step)", f"values.free(step){NEXT}keys.free(step)"),
+        )
+    )
 
 
 def test_attention_outside_of_a_kernel():

@@ -122,7 +122,7 @@ def test_times_wrong(wrong, said):
         ("tables_gmem[seq, lax", "tables_gmem[0, lax", "it must be"),
         ("num_arrivals=copies", "num_arrivals=1", ""),
         ("num_arrivals=copies", "num_arrivals=2 * copies", "never end"),
-        ("        plgpu.barrier_wait(loaded)\n", "", "race"),
+        ("        plgpu.barrier_wait(loaded)\n", "", "reads the slot before its tiles have arrived"),
         ("    )(block_tables, pages)", "    )(block_tables, pages) * 1", "outside of the kernel"),
         ("    _, page_size", "    while True: pass\n    _, page_size", "has not ended"),
     ],
@@ -205,6 +205,7 @@ MASK, STEPS = "jnp.where(block * block_kv + token < kv_len, s, -jnp.inf)", "lax.
     "right, wrong, said",
     [
         (STEPS, "lax.div(kv_len, ", "round the number of blocks up"),
+        (STEPS + "jnp.int32(block_kv))", "3", "40 tokens: 3 blocks are loaded, and 1 have a token"),
         (MASK, "jnp.where(token < kv_len, s, -jnp.inf)", "column i of a block is token block * block_kv + i"),
         (MASK, "s", "tokens after the end count"),
         (MASK, MASK.replace("-jnp.inf", "0.0"), "exp(0) = 1"),
@@ -213,7 +214,7 @@ MASK, STEPS = "jnp.where(block * block_kv + token < kv_len, s, -jnp.inf)", "lax.
         (MASK, "jnp.where(token < lax.rem(kv_len, jnp.int32(block_kv)), s, -jnp.inf)", "cut like the last one"),
         (STEPS, "lax.div(kv_len + block_kv, ", "reaches beyond the end"),
         ("    )(q, k_pages, v_pages, pages, kv_len)", "    )(q * 1, k_pages, v_pages, pages, kv_len)", "outside"),
-        ("            plgpu.barrier_wait(filled)\n", "", "no threads observed"),
+        ("            plgpu.barrier_wait(filled)\n", "", "reads the slot before its tiles have arrived"),
         ("    copies = block_kv", "    while True: pass\n    copies = block_kv", "has not ended"),
     ],
 )

@@ -81,6 +81,11 @@ def test_spoilt_without_end(monkeypatch):
 
 # Exercise 2
 
+BOXES = """while size:
+            pl.when((num & size) != 0)(functools.partial(copy, first, size))
+            first, size = first + (num & size), size // 2"""
+ROWS = "[pl.when(row < num)(functools.partial(copy, row, 1)) for row in range(queries)]"
+
 
 @pytest.mark.parametrize(
     "right, wrong, said",
@@ -88,6 +93,8 @@ def test_spoilt_without_end(monkeypatch):
         ("first + (num & size), size // 2", "first, size // 2", ""),
         ("pl.when((num & size) != 0)", "pl.when(num >= size)", ""),
         ("first, size = 0 * num, queries", "first, size = 0 * num, queries // 2", "element"),
+        (BOXES, ROWS, "a block starts 9 copies to GMEM, and 5 would do"),
+        (BOXES, "pl.loop(0, num)(lambda row: copy(row, 1))", "a block starts 9 copies to GMEM, and 5 would do"),
         ("    )(tokens, nums, x)", "    )(tokens + 0, nums, x)", "outside of the kernel"),
         ("size // 2\n", "size\n", "has not ended"),
     ],
@@ -181,7 +188,7 @@ STORE = """        @pl.loop(0, queries)
         ("lax.div(row, jnp.int32(heads))", "lax.rem(row, jnp.int32(heads))", "row mod heads is the head"),
         (STORE, HEAD_BY_HEAD, "loaded query by query, and stored head by head"),
         ("p_gmem.at[first + query, some]", "p_gmem.at[query, some]", "there is a race"),
-        ("plgpu.commit_smem()", "pass", "there is a race"),
+        ("plgpu.commit_smem()", "pass", "commit what you have stored"),
         ("key <= position", "key < position", "element"),
         ("    )(s)", "    )(s + 0)", "outside of the kernel"),
         ("    def body", "    while True: pass\n    def body", "has not ended"),

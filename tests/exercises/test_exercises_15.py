@@ -191,7 +191,7 @@ def let_go_by_copy(pages, references, free):
         if after[page] < 0:
             raise ValueError(f"page {page} is held by nobody")
     references[:] = after
-    free.extend(page for page in pages[::-1] if after[page] == 0)
+    free.extend(page for page in reversed(dict.fromkeys(pages)) if after[page] == 0)
 
 
 def let_go_midway(pages, references, free):
@@ -213,6 +213,33 @@ def let_go_with(**wrong):
     return lambda *args: let_go(*args, **wrong)
 
 
+def let_go_if_held(pages, references, free):
+    """Asks each page whether anybody holds it, and not how often."""
+    if any(references[page] == 0 for page in pages):
+        raise ValueError("nobody holds this page")
+    let_go(pages, references, free, check=False)
+
+
+def let_go_of_different(pages, references, free):
+    """Refuses a page that occurs twice, however often it is held."""
+    if len(set(pages)) < len(pages):
+        raise ValueError("a page occurs twice")
+    let_go(pages, references, free)
+
+
+def let_go_once(pages, references, free):
+    """Takes one reference off a page that occurs twice."""
+    if any(pages.count(page) > references[page] for page in pages):
+        raise ValueError("nobody holds this page")
+    let_go(list(dict.fromkeys(pages)), references, free)
+
+
+def let_go_by_extending(pages, references, free):
+    """Counts first, and frees a page for each of its places in `pages`."""
+    let_go(pages, references, free, never=True)
+    free.extend(page for page in reversed(pages) if references[page] == 0)
+
+
 def let_go_with_assert(pages, references, free):
     assert all(pages.count(page) <= references[page] for page in pages)
     let_go(pages, references, free)
@@ -222,6 +249,10 @@ def let_go_with_assert(pages, references, free):
     "wrong, said",
     [
         (let_go_with(check=False), "it must raise ValueError"),
+        (let_go_if_held, "page 0 is let go 2 time(s) and held 1: it must raise ValueError"),
+        (let_go_of_different, "each page is held as often as it is let go"),
+        (let_go_once, "references are [1, 0] afterwards; they must be [0, 0]"),
+        (let_go_by_extending, "page 0 is in free twice"),
         (let_go_with(early=True), "something was changed"),
         (let_go_midway, "something was changed"),
         (let_go_with_assert, "not AssertionError"),

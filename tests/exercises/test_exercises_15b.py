@@ -41,6 +41,11 @@ def position_first(seed, position, row):
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(0), position), seed)
 
 
+def weighed(m, n, seed, position, row, of_number=jax.random.key):
+    number = m * seed + n * position.astype(jnp.uint32)
+    return of_number(number) if of_number else number
+
+
 def by_inverse(logits, temperatures, seeds, positions):
     """Gumbel's distribution written out, one row after the other."""
     rows = []
@@ -87,6 +92,11 @@ def divided(logits, temperatures, seeds, positions):
         (noisy(lambda seed, position, row: jax.random.key(position)), "would be alike"),
         (noisy(lambda seed, position, row: jax.random.key(seed + position.astype(jnp.uint32))), "a sum of the two"),
         (noisy(lambda seed, position, row: jax.random.key(seed ^ position.astype(jnp.uint32))), "a sum of the two"),
+        (noisy(lambda *of: weighed(65537, 1, *of)), "is no key"),
+        (noisy(lambda *of: weighed(7919, 5, *of)), "is no key"),
+        (noisy(lambda *of: weighed(2**16, 1, *of)), "is no key"),
+        (noisy(lambda *of: weighed(1, 2**20, *of)), "is no key"),
+        (noisy(lambda *of: jax.random.fold_in(jax.random.key(0), weighed(65537, 1, *of, of_number=None))), "is no key"),
         (noisy(folded, draw=jax.random.normal), "is the noise Gumbel's"),
         (noisy(folded, draw=lambda key, shape: jnp.full(shape, jax.random.gumbel(key))), "changes no choice"),
         (noisy(folded, scale=jnp.ones_like), "is greedy"),

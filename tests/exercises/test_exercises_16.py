@@ -146,6 +146,14 @@ def swapped_places(piece_smem, o_gmem, left):
                 plgpu.copy_smem_to_gmem(piece_smem.at[pl.ds(0, size)], o_gmem.at[rows])
 
 
+def row_by_row(piece_smem, o_gmem, left):
+    pl.when(left >= 64)(lambda: plgpu.copy_smem_to_gmem(piece_smem, o_gmem))
+
+    @pl.loop(0, jnp.where(left < 64, left, 0))
+    def _(row):
+        plgpu.copy_smem_to_gmem(piece_smem.at[pl.ds(row, 1)], o_gmem.at[pl.ds(row, 1)])
+
+
 def of_traced_size(piece_smem, o_gmem, left):
     rows = pl.ds(0, left)
     plgpu.copy_smem_to_gmem(piece_smem.at[rows], o_gmem.at[rows])
@@ -163,6 +171,7 @@ def test_store_solution(right):
         (lambda piece, o, left: pl.when(left >= 64)(lambda: plgpu.copy_smem_to_gmem(piece, o)), "left = 63: row 0 was"),
         (functools.partial(store_rows, sizes=(32, 16, 8, 4, 2)), "left = 63: row 62 was never"),
         (of_negative_numbers_too, "left = -27: row 0 was written"),
+        (row_by_row, "a block starts 63 copies to GMEM, and 6 would do"),
         (swapped_places, "another row's place"),
         (of_traced_size, "cannot be compiled"),
         (lambda piece, o, left: 1 / 0, "cannot be compiled for a GPU: ZeroDivisionError"),

@@ -133,7 +133,7 @@ def no_nan_at_all(values, inside):
         (dict(clean=lambda values, inside: values), "all values finite: the sum of group 0"),
         (dict(clean=lambda values, inside: values * inside.astype(values.dtype)), "0 times NaN is NaN"),
         (dict(both=False), "NaN in row 66 of rhs, which belongs to group 0, has reached the sum of group 2"),
-        (dict(commit=False), "plgpu.commit_smem()"),
+        (dict(commit=False), "commit what you have stored (plgpu.commit_smem)"),
         (dict(ends_alone=True), "the sum of group 2"),
         (dict(late=1), "all values finite: the sum of group 2"),
         (dict(clean=no_nan_at_all), "is gone from the sum of group 2"),

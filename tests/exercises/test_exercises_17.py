@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from cookbook import _mgpu
 from tests.exercises.answers import NOTEBOOKS, accepted, rejected
 
 sys.path.insert(0, str(NOTEBOOKS))
@@ -66,7 +68,12 @@ def cut_at_zero(cum):
     return np.tril(np.exp(np.minimum(cum[:, None] - cum, 0)))
 
 
-@pytest.mark.parametrize("right", [decays, cut_at_zero])
+def decays_in_jax(cum):
+    exponent = jnp.where(jnp.tri(len(cum), dtype=bool), cum[:, None] - cum, -jnp.inf)
+    return jnp.exp(exponent)
+
+
+@pytest.mark.parametrize("right", [decays, cut_at_zero, decays_in_jax])
 def test_weights_solution(right):
     accepted(ex17.check_weights(right))
 
@@ -79,6 +86,8 @@ def test_weights_solution(right):
         (lambda cum: np.exp(cum[:, None] - cum), "come after it"),
         (lambda cum: np.exp(np.minimum(cum[:, None] - cum, 0)), "come after it"),
         (lambda cum: decays(cum).T, "exchanged"),
+        (lambda cum: np.tril(np.exp(cum[:, None] - cum)), "mask the exponent, not the exponential"),
+        (lambda cum: jnp.tril(jnp.exp(cum[:, None] - cum)), "mask the exponent, not the exponential"),
         (lambda cum: decays(2 * cum), "it must be"),
         (lambda cum: cum, "has shape (16,)"),
         (lambda cum: cum[99], "raised IndexError"),
@@ -101,8 +110,25 @@ def add_chunk(acc, k_smem, v_smem, w, scaled_smem, *, commits=True, weighs=True)
     plgpu.wgmma(acc, scaled_smem.T, k_smem)
 
 
-def test_add_chunk_solution():
-    accepted(ex17.check_add_chunk(add_chunk))
+def add_and_wait(acc, k_smem, v_smem, w, scaled_smem):
+    """Right too: half of the columns of the values after the other, and a wait that is not needed."""
+    for half in (pl.ds(0, 32), pl.ds(32, 32)):
+        rows = lax.broadcast_in_dim(w, (64, 32), [0])
+        v = plgpu.load(v_smem.at[:, half], layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+        _mgpu.store(scaled_smem.at[:, half], (rows * v).astype(scaled_smem.dtype))
+    plgpu.commit_smem()
+    plgpu.wgmma(acc, scaled_smem.T, k_smem)
+    plgpu.wgmma_wait(0)
+
+
+@pytest.mark.parametrize("right", [add_chunk, add_and_wait])
+def test_add_chunk_solution(right):
+    accepted(ex17.check_add_chunk(right))
+
+
+def commits_first(acc, k_smem, v_smem, w, scaled_smem):
+    plgpu.commit_smem()
+    add_chunk(acc, k_smem, v_smem, w, scaled_smem, commits=False)
 
 
 def not_transposed(acc, k_smem, v_smem, w, scaled_smem):
@@ -114,6 +140,7 @@ def not_transposed(acc, k_smem, v_smem, w, scaled_smem):
     [
         (lambda *args: add_chunk(*args, commits=False), "commit what you have stored"),
         (lambda *args: add_chunk(*args, weighs=False), "the weights are missing"),
+        (commits_first, "commit what you have stored"),
         (not_transposed, "the state after two chunks"),
         (lambda *args: 1 / 0, "cannot be compiled for a GPU: ZeroDivisionError"),
     ],

@@ -187,6 +187,25 @@ def block_by_block(d, lower, block):
     return d
 
 
+def inverted(d, lower, block):
+    """The blocks' inverses, by NumPy, without d."""
+    same = np.arange(len(d)) // (2 * block)
+    return np.linalg.inv(np.eye(len(d)) + np.where(same[:, None] == same, lower, 0))
+
+
+def inverted_of_d(d, lower, block):
+    return np.linalg.inv(np.linalg.inv(d) + np.where(between(len(d), block), lower, 0))
+
+
+def row_by_row(d, lower, block):
+    """The same inverses without NumPy's, and without d."""
+    inverse, same = np.eye(len(d)), np.arange(len(d)) // (2 * block)
+    lower = np.where(same[:, None] == same, lower, 0)
+    for row in range(1, len(d)):
+        inverse[row] -= lower[row, :row] @ inverse[:row]
+    return inverse
+
+
 @pytest.mark.parametrize("right", [double, block_by_block])
 def test_double_solution(right):
     accepted(ex17b.check_double(right))
@@ -202,6 +221,9 @@ def test_double_solution(right):
         (lambda d, lower, block: d @ d, "nothing has changed"),
         (lambda d, lower, block: 3 * d, "not the inverse"),
         (lambda d, lower, block: d[0], "has shape"),
+        (inverted, "NumPy inverts a matrix in it"),
+        (inverted_of_d, "NumPy inverts a matrix in it"),
+        (row_by_row, "computed anew, without d"),
     ],
 )
 def test_double_wrong(wrong, said):

@@ -189,28 +189,35 @@ def test_multiply_wrong(wrong, said):
 # Store, fused
 
 
-def store_squares(acc_tmem, o_smem, o_gmem, *, loaded=True, read=True, commits=True, square=True):
-    for at in (0, 64):
-        values = plgpu.async_load_tmem(acc_tmem.at[:, pl.ds(at, 64)], layout=plgpu.Layout.TCGEN05)
-        if read:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        o_smem[...] = (values * values if square else values).astype(jnp.bfloat16)
+def store_squares(acc_tmem, o_smem, o_gmem, *, loaded=True, in_flight=1, commits=True, squared=jnp.square, buffers=2):
+    for at in (0, 32, 64, 96):
+        values = plgpu.async_load_tmem(acc_tmem.at[:, pl.ds(at, 32)], layout=plgpu.Layout.TCGEN05)
+        if in_flight is not None:
+            plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
+        buffer = o_smem.at[at // 32 % buffers]
+        buffer[...] = squared(values).astype(jnp.bfloat16)
         if commits:
             plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[:, pl.ds(at, 64)])
+        plgpu.copy_smem_to_gmem(buffer, o_gmem.at[:, pl.ds(at, 32)])
     if loaded:
         plgpu.wait_load_tmem()
 
 
 def backwards(acc_tmem, o_smem, o_gmem):
-    """The other order, and every wait at its strongest."""
-    for at in (64, 0):
-        values = plgpu.async_load_tmem(acc_tmem.at[:, pl.ds(at, 64)], layout=plgpu.Layout.TCGEN05)
+    """The other order, loads that are waited for at once, and stores that have ended, not only read."""
+    for quarter in (3, 2, 1, 0):
+        columns = pl.ds(32 * quarter, 32)
+        values = plgpu.async_load_tmem(acc_tmem.at[:, columns], layout=plgpu.Layout.TCGEN05)
         plgpu.wait_load_tmem()
-        o_smem[...] = jnp.square(values).astype(jnp.bfloat16)
+        plgpu.wait_smem_to_gmem(1)
+        o_smem[quarter % 2] = (values * values).astype(jnp.bfloat16)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[:, pl.ds(at, 64)])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.copy_smem_to_gmem(o_smem.at[quarter % 2], o_gmem.at[:, columns])
+
+
+def rounded_before(values):
+    values = values.astype(jnp.bfloat16)
+    return values * values
 
 
 @pytest.mark.parametrize("right", [store_squares, backwards])
@@ -221,9 +228,13 @@ def test_store_solution(right):
 @pytest.mark.parametrize(
     "wrong, said",
     [
-        (functools.partial(store_squares, square=False), "the squares"),
+        (functools.partial(store_squares, squared=lambda values: values), "the squares"),
+        (functools.partial(store_squares, squared=rounded_before), "rounded to bfloat16 before they are squared"),
         (functools.partial(store_squares, loaded=False), "race"),
-        (functools.partial(store_squares, read=False), "race"),
+        (functools.partial(store_squares, in_flight=None), "race"),
+        (functools.partial(store_squares, in_flight=2), "race"),
+        (functools.partial(store_squares, buffers=1), "race"),
+        (functools.partial(store_squares, in_flight=0), "leave one in flight"),
         (functools.partial(store_squares, commits=False), "race"),
         (lambda acc, o_smem, o_gmem: plgpu.async_load_tmem(acc.at[:, pl.ds(0, 64)]), "nothing is stored yet"),
         (lambda *refs: 1 / 0, "raised ZeroDivisionError"),

@@ -222,7 +222,7 @@ def test_the_exercise_quantizes_as_the_package_does():
         ("(127 - exponent)", "(127 + exponent)", "the values"),
         ("jnp.int32)\n            floor", "jnp.int32)\n            bits = jnp.zeros_like(bits)\n            floor",
          "cannot be compiled"),
-        ("        plgpu.commit_smem()\n", "", "race"),
+        ("        plgpu.commit_smem()\n", "", "commit what you have stored"),
         ("    )(x)", "    )(x * 1)", "outside of the kernel"),
         ("    def body(", "    while True: pass\n    def body(", "has not ended"),
     ],

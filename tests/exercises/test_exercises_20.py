@@ -41,7 +41,7 @@ MENDED = {
     1: ("            o_smem[...] =", "            plgpu.wait_smem_to_gmem(0)\n            o_smem[...] ="),
     2: ("x.shape[0] // 64,", "pl.cdiv(x.shape[0], 64),"),
     3: ("num_arrivals=3", "num_arrivals=2"),
-    4: ("i > slots", "i >= slots"),
+    4: ("min(slots + 1, tiles)", "min(slots, tiles)"),
 }
 
 
@@ -66,8 +66,10 @@ def test_skeleton(number, said):
         (1, [("            plgpu.commit_smem()\n", ""), MENDED[1]], "there is a race: read"),
         (2, [MENDED[2], ("-x_smem", "x_smem")], "it must be"),
         (3, [("num_arrivals=3", "num_arrivals=1")], "phase"),
-        (4, [("i > slots", "i >= slots"), ("/ 2", "* 2")], "it must be"),
-        (4, [("i > slots", "i >= slots - 1")], "never end"),
+        (4, [MENDED[4], ("/ 2", "* 2")], "it must be"),
+        (4, [("min(slots + 1, tiles)", "slots - 1")], "never end"),
+        (4, [MENDED[4], ("slots=2", "slots=1")], "this is no ring"),
+        (1, [("x_smem[...] * x_smem[...]", "x_gmem[rows] ** 2"), MENDED[1]], "it reads an input in global memory"),
     ],
 )
 def test_wrong(number, changes, said):
@@ -81,7 +83,7 @@ def test_without_the_copies():
 
         return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 
-    rejected(ex20.check_squared(squared), "TMA must still")
+    rejected(ex20.check_squared(squared), "must still be copied to shared memory")
     rejected(ex20.check_squared(lambda x: x * x), "must be a kernel")
 
 

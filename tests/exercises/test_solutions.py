@@ -31,9 +31,17 @@ def verdict(stem: str, exercise: course.Exercise, source: str):
 
 def mistaken(stem: str, cell: str, right: str, wrong: str):
     """Verdict on the solution of an exercise in which `right` is replaced by `wrong`."""
+    return changed(stem, cell, (right, wrong))
+
+
+def changed(stem: str, cell: str, *changes: tuple[str, str]):
+    """Verdict on the solution of an exercise after `changes`, pairs of a text and of what comes in its place."""
     exercise = next(found for found in course.exercises(course.SOLUTIONS / f"{stem}.py") if found.id == cell)
-    assert right in exercise.solution
-    return verdict(stem, exercise, exercise.solution.replace(right, wrong))
+    solution = exercise.solution
+    for right, wrong in changes:
+        assert right in solution
+        solution = solution.replace(right, wrong)
+    return verdict(stem, exercise, solution)
 
 
 @pytest.mark.parametrize("stem", WRITTEN)

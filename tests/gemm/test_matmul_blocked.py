@@ -181,8 +181,8 @@ def test_eager_calls_trace_once(monkeypatch):
         ((64, 62), (62, 64), F32, r"a row of a has 62 values, 248 bytes; .* pad it to 64"),
         ((64, 64), (64, 66), F32, r"a row of b has 66 values, 264 bytes; .* pad it to 68"),
         ((64, 60), (60, 64), BF16, r"a row of a has 60 values, 120 bytes; .* pad it to 64"),
-        ((2, 64, 64), (2, 64, 64), F32, r"must be matrices: use jax.vmap"),
-        ((64, 64), (64,), F32, r"must be matrices: use jax.vmap"),
+        ((2, 64, 64), (2, 64, 64), F32, r"must be matrices: reshape a, or use jax.vmap"),
+        ((64, 64), (64,), F32, r"must be matrices: reshape a, or use jax.vmap"),
         ((64, 64), (64, 64), jnp.int32, r"must both be float32, bfloat16 or float16"),
     ],
 )

@@ -50,15 +50,15 @@ def test_formats(a_dtype, b_dtype, transpose_b):
 @pytest.mark.parametrize(
     "kind, out_dtype, config",
     [
+        ("two numbers", jnp.float32, Config(64, 128, split_dim=1, split_k=2, second_kernel=True)),
         ("rows and a number", jnp.float16, Config(64, 128, split_dim=1, split_k=2)),
-        ("rows and columns", jnp.float32, Config(64, 128, split_dim=1, split_k=2, second_kernel=True)),
         ("rows and columns", jnp.bfloat16, Config(128, 96, tail_split=2, cluster_n=2, swapped=True)),
-        pytest.param("rows and columns", jnp.float32, Config(128, 24, swapped=True, split_k=3), marks=pytest.mark.slow),
     ],
 )
 def test_scales(kind, out_dtype, config):
+    """`test_epilogue.py` has every kind in every structure of the kernel."""
     of_rows, of_columns = scales(136, 136)
-    scale_a, scale_b = {"rows and a number": (of_rows, 2.0),
+    scale_a, scale_b = {"two numbers": (1.75, np.float32(3.0)), "rows and a number": (of_rows, 2.0),
                         "rows and columns": (of_rows[:, None], of_columns[None])}[kind]  # fmt: skip
     # The tensor cores of a GPU add fp8 products with fewer bits than float32 has: 2e-4 was seen.
     tolerance = 1e-3 if out_dtype == jnp.float32 and lab.on_gpu() else None

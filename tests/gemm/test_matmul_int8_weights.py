@@ -55,6 +55,10 @@ STRUCTURES = {
     "clusters of 4 x 1": ((24, 1040, 144), Config(tile_n=16, cluster_m=4, tile_k=64)),
     "parts of 24 rows": ((40, 272, 272), Config(tile_n=24, split_k=3, num_stages=5)),
     "a part without a step": ((8, 272, 528), Config(tile_n=8, split_k=8)),
+    "overlapped parts of another kernel": (
+        (40, 272, 528),
+        Config(tile_n=24, split_k=2, second_kernel=True, overlap=True),
+    ),
 }
 
 
@@ -64,6 +68,7 @@ SLOW = {
     "clusters of 2 x 2",
     "a part without a step",
     "two steps, overlapped",
+    "parts of another kernel",
 }  # Others differ from each in one thing.
 
 
@@ -180,7 +185,10 @@ W, S = ones(16, 32, dtype=jnp.int8), ones(32, dtype=jnp.float32)
         (lambda: matmul_int8_weights(ones(8, 16), W.astype(jnp.bfloat16), S), "int8: cast"),
         (lambda: matmul_int8_weights(ones(8, 16), W, S[:3]), r"scales.shape=\(3,\).*must be \(32,\)"),
         (lambda: matmul_int8_weights(ones(8, 16), W, S, out_dtype=jnp.int8), "out_dtype"),
-        (lambda: matmul_int8_weights(ones(8, 16), W, S, config=core.Config()), "of another kernel"),
+        (
+            lambda: matmul_int8_weights(ones(8, 16), W, S, config=core.Config()),
+            "must be a cookbook.matmul_int8_weights.Config",
+        ),
         (lambda: matmul_int8_weights(ones(8, 16), object(), S), "w_q=.*; must be an array"),
         (lambda: matmul_int8_weights(ones(8, 16), W, S, transpose_w="no"), "transpose_w='no'; must be one bool"),
         (lambda: jax.jit(lambda t: matmul_int8_weights(ones(8, 16), W, S, transpose_w=t))(True), "is traced"),

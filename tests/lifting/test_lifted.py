@@ -1,7 +1,6 @@
 """A kernel on its way out: exported and loaded elsewhere, under meshes of both kinds, and from PyTorch."""
 
 import functools
-import importlib.util
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ from jax import export
 from jax.sharding import AxisType
 
 import cookbook
+from bench.peers import imports
 from cookbook import _mgpu, lab
 from cookbook.lab import toolchain
 
@@ -68,7 +68,7 @@ except ValueError as error:
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("flatbuffers") is None, reason="serializing needs flatbuffers")
+@pytest.mark.skipif(not imports("flatbuffers"), reason="serializing needs flatbuffers")
 def test_another_process_loads_the_bytes_without_the_package(tmp_path):
     fn, batched, weights = OPS["rms_norm"]
     path = tmp_path / "op.bin"
@@ -108,7 +108,7 @@ def test_jit_alone_gathers_what_shard_map_leaves_where_it_is(divides, h200):
     assert ("all-gather" in text) == (not divides)
 
 
-@pytest.mark.skipif(not lab.on_gpu() or importlib.util.find_spec("torch") is None, reason="needs a GPU and PyTorch")
+@pytest.mark.skipif(not lab.on_gpu() or not imports("torch"), reason="needs a GPU and PyTorch")
 @pytest.mark.parametrize("name", ["softmax", "matmul"])
 def test_from_pytorch_it_is_the_same_to_the_bit(name):
     import torch

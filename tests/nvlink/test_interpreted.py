@@ -2,9 +2,14 @@
 
 The interpreter has neither semaphores nor peers. Here a copy to or from the peer goes to the device's own buffer, and
 signals and waits are calls of Python. The operands are such that the peer would send the same.
+
+Races are detected in shared memory. In memory they are not where one buffer stands for those of two devices: the
+detector does not see what orders them, signals; and pieces that overlap are written twice, with the same values.
 """
 
 import collections
+import contextlib
+import functools
 import time
 import types
 
@@ -19,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook import _mgpu, lab
 from cookbook.gemm import core as gemm
+from cookbook.lab import interpreter
 from cookbook.nvlink import (
     all_gather,
     all_gather_matmul,
@@ -34,6 +40,7 @@ from tests.starting import started_again
 
 N = 2
 THIS, PEER = range(N)
+GMEM = 0  # The interpreter's number for memory that is not shared memory.
 
 
 class Instead(types.SimpleNamespace):
@@ -77,37 +84,83 @@ def one_for_two(monkeypatch):
     return device
 
 
+@pytest.fixture
+def interpreted(one_for_two, monkeypatch):
+    """`with interpreted(num_sms):` kernels inside are interpreted on so many SMs, and have no races in shared memory,
+    `in_memory` nor there."""
+    check = interpreter._Races._check
+    in_memory = False
+
+    def check_some(races, how, thread, clock, key, *args, **kwargs):
+        if in_memory or key.memory_space_id != GMEM:
+            check(races, how, thread, clock, key, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def interpret(num_sms: int = 4, **where):
+        nonlocal in_memory
+        in_memory = where.get("in_memory", False)
+        with lab.interpret() as seen, _mgpu.building_for(_mgpu.Target("the GPU interpreter", num_sms, True)):
+            yield
+            assert not seen.races, seen.races
+
+    monkeypatch.setattr(interpreter._Races, "_check", check_some)
+    return interpret
+
+
 FEW = Config(num_blocks=3, stage_bytes=16_384, num_stages=3)
 
 
 @pytest.mark.parametrize("config", [FEW, all_gather.default_config()], ids=["few", "default"])
 @pytest.mark.parametrize("rows", [4, 20, 164])
-def test_all_gather(one_for_two, rows, config):
+def test_all_gather(one_for_two, interpreted, rows, config):
     """Rows that it sends to the peer land where its own rows do."""
     x = array(np.random.default_rng(rows).normal(size=(rows, core.WIDTH)), jnp.bfloat16)
     one_for_two.index = PEER
-    with _mgpu.interpreting():
+    with interpreted():
         out = started_again(lambda: all_gather.gather(x, N, "x", config))()
     np.testing.assert_array_equal(out[PEER], x)
 
 
 @pytest.mark.parametrize("config", [FEW, reduce_scatter.default_config()], ids=["few", "default"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
-@pytest.mark.parametrize("rows", [4, 20, 164])
-def test_reduce_scatter(one_for_two, rows, dtype, config):
+@pytest.mark.parametrize("rows", [4, 20, 192])
+def test_reduce_scatter(one_for_two, interpreted, rows, dtype, config):
+    """Peers' arrays are only read: where no pieces overlap there are no races in memory either."""
     x = array(np.random.default_rng(rows).normal(size=(N, rows, core.WIDTH)), dtype)
     one_for_two.index = PEER
-    with _mgpu.interpreting():
+    plan = core.plan(N, rows, x.dtype, config, N)
+    with interpreted(in_memory=rows % plan.piece_rows == 0):
         out = started_again(lambda: reduce_scatter.scatter(x, "x", config))()
     np.testing.assert_array_equal(out, x[PEER] + x[PEER])
 
 
-def test_the_ring_of_reduce_scatter_has_no_races(one_for_two):
-    """Where no pieces overlap: those are written twice, by two blocks, with the same values."""
-    x = jnp.ones((N, 192, core.WIDTH), jnp.bfloat16)
-    with lab.interpret() as seen:
-        jax.block_until_ready(reduce_scatter.scatter(x, "x", FEW))
-    assert not seen.races_found
+class OfDevice(types.SimpleNamespace):
+    """The (n, rows, WIDTH) array of a device: what it adds to shard q is what this one adds to shard q + device."""
+
+    @property
+    def at(self):
+        return self
+
+    def __getitem__(self, where):
+        owner, piece = where
+        return self.ref.at[_mgpu.rem(owner + self.device, self.ref.shape[0]), piece]
+
+
+@pytest.mark.parametrize("changes", [{}, dict(reduce=lambda add, pieces: functools.reduce(add, pieces[::-1]))])
+def test_reduce_scatter_adds_three_devices_in_their_order(one_for_two, interpreted, mutant, changes):
+    """Of numbers whose sum depends on the order; also for an owner that is not the first. A mutant adds backwards."""
+    n = one_for_two.count = 3
+    rng = np.random.default_rng(0)
+    x = np.float32(rng.normal(size=(n, 12, core.WIDTH)) * 2.0 ** rng.integers(-12, 12, (n, 12, core.WIDTH)))
+    of = lambda ref, device_id: OfDevice(ref=ref, device=device_id["x"])
+    mutant(reduce_scatter, "plgpu", remote_ref=of)
+    mutant(reduce_scatter, "functools", **changes)
+    for owner in (0, 2):
+        one_for_two.index = owner
+        with interpreted():
+            out = started_again(lambda: reduce_scatter.scatter(array(x, jnp.float32), "x", FEW))()
+        first, second, third = (x[(owner + device) % n] for device in range(n))
+        assert (out == (first + second) + third).all() == (not changes)
 
 
 def operands(m, k, n, transpose_rhs=False):
@@ -122,37 +175,61 @@ def close(got, wanted):
     assert np.linalg.norm(got - wanted) <= 4e-3 * np.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize(
-    "count, m, k, n, fields, transpose_rhs",
-    [
-        (2, 128, 128, 128, dict(tile_m=128, tile_n=128), False),
-        (2, 200, 72, 264, dict(tile_m=128, tile_n=128), False),
-        (3, 100, 136, 128, dict(tile_m=128, tile_n=64), True),
-    ],
-    ids=str,
-)
-def test_matmul_reduce_scatter(one_for_two, count, m, k, n, fields, transpose_rhs):
-    """This device's part for each peer lands where a part of that peer would."""
-    one_for_two.count = count
-    lhs, rhs, exact = operands(count * m, k, n, transpose_rhs)
+SCATTERS = [
+    (128, 128, 128, dict(tile_m=128, tile_n=128), False),
+    (200, 72, 264, dict(tile_m=128, tile_n=128), False),
+]
+
+
+@pytest.mark.parametrize("m, k, n, fields, transpose_rhs", SCATTERS, ids=str)
+def test_matmul_reduce_scatter(one_for_two, interpreted, m, k, n, fields, transpose_rhs):
+    """This device's part for the peer lands where a part of that peer would."""
+    lhs, rhs, exact = operands(N * m, k, n, transpose_rhs)
     config = matmul_reduce_scatter.Config(**fields)
-    with _mgpu.interpreting(num_sms=2):
+    with interpreted(2):
         run = lambda: matmul_reduce_scatter.scatter_product(lhs, rhs, "x", config, transpose_rhs=transpose_rhs)
-        close(started_again(run)(), exact.reshape(count, m, n).sum(0))
+        close(started_again(run)(), exact.reshape(N, m, n).sum(0))
 
 
-@pytest.mark.parametrize(
-    "m, k, n, fields, piece, transpose_rhs",
-    [
-        (200, 1032, 128, dict(tile_m=128, tile_n=128, num_senders=1), 16_384, False),
-        (200, 72, 264, dict(tile_m=128, tile_n=128, num_senders=2), 16_384, False),
-        (300, 600, 128, dict(tile_m=128, tile_n=64, num_senders=3), 16_384, True),
-        (130, 264, 64, dict(tile_m=128, tile_n=64, num_senders=2, cluster_m=2), 16_384, False),
-        (130, 264, 64, dict(tile_m=128, tile_n=64, num_senders=2), 200, False),  # A row is two pieces.
-    ],
-    ids=str,
-)
-def test_all_gather_matmul(one_for_two, monkeypatch, m, k, n, fields, piece, transpose_rhs):
+@pytest.mark.parametrize("is_mutant", [False, True])
+def test_matmul_reduce_scatter_adds_own_tiles_and_then_those_of_the_next_devices(
+    one_for_two, interpreted, monkeypatch, is_mutant
+):
+    """The sum of three depends on the order: own tiles, the next device's, which cancel them, and small ones. The
+    mutant adds the small ones first, and loses them.
+
+    This device's parts stand for those of its peers: that for the last owner lies where the next device's would.
+    """
+    count, m, k, n = 3, 100, 136, 128
+    one_for_two.count = count
+    rng = np.random.default_rng(0)
+    large, small = (rng.integers(-1, 2, size=(m, k)) * (np.arange(k) % 17 == 3) for _ in range(2))
+    rhs = array(rng.integers(-1, 2, size=(n, k)), jnp.bfloat16)
+    large = np.where(np.arange(k) == 3, 1, large)  # No sum of few of these is 0.
+    rhs = rhs.at[:, 3].set(100)
+    lhs = array(np.concatenate([-large * 2.0**24, small / 8, large * 2.0**24]), jnp.bfloat16)
+    if is_mutant:
+        fetch = matmul_reduce_scatter._fetch
+        monkeypatch.setattr(matmul_reduce_scatter, "_fetch", lambda *args: fetch(*args[:-1], count - 2 - args[-1]))
+    with interpreted(2):
+        config = matmul_reduce_scatter.Config(tile_m=128, tile_n=64)
+        run = lambda: matmul_reduce_scatter.scatter_product(lhs, rhs, "x", config, transpose_rhs=True)
+        out = np.float32(started_again(run)())
+    assert (out == small / 8 @ np.float32(rhs).T).all() == (not is_mutant)
+
+
+GATHERS = [
+    (200, 1032, 128, dict(tile_m=128, tile_n=128, num_senders=1), 16_384, False),
+    (200, 72, 264, dict(tile_m=128, tile_n=128, num_senders=2), 16_384, False),
+    (300, 600, 128, dict(tile_m=128, tile_n=64, num_senders=3), 16_384, True),
+    (130, 264, 64, dict(tile_m=128, tile_n=64, num_senders=2, cluster_m=2), 16_384, False),
+    # A row is two pieces. Each sender has one in each round: the interpreter knows no group of no copies.
+    (128, 264, 64, dict(tile_m=128, tile_n=64, num_senders=2), 200, False),
+]
+
+
+@pytest.mark.parametrize("m, k, n, fields, piece, transpose_rhs", GATHERS, ids=str)
+def test_all_gather_matmul(one_for_two, interpreted, monkeypatch, m, k, n, fields, piece, transpose_rhs):
     """The senders are the peer's, which has the same rows."""
     monkeypatch.setattr(all_gather_matmul, "PIECE", piece)
     send, kernel = all_gather_matmul._send, all_gather_matmul._kernel
@@ -183,7 +260,7 @@ def test_all_gather_matmul(one_for_two, monkeypatch, m, k, n, fields, piece, tra
     monkeypatch.setattr(all_gather_matmul, "_kernel", kernel_with_one_view)
     lhs, rhs, exact = operands(m, k, n, transpose_rhs)
     config = all_gather_matmul.Config(**fields)
-    with _mgpu.interpreting(num_sms=config.num_senders + 2):
+    with interpreted(config.num_senders + 2):
         run = lambda: all_gather_matmul.gather_product(lhs, rhs, "x", config, transpose_rhs=transpose_rhs)
         out, gathered = started_again(run)()
     close(out, np.concatenate([exact, exact]))
@@ -191,3 +268,30 @@ def test_all_gather_matmul(one_for_two, monkeypatch, m, k, n, fields, piece, tra
     rows = config.tile_m * config.cluster_m
     assert {row for row, _ in waits} >= set(range(0, m, rows)) and all(block == row // rows for row, block in waits)
     np.testing.assert_array_equal(np.asarray(gathered[m:]), np.asarray(lhs))
+
+
+def arrive_and_wait(barrier):
+    """The room is given back before the stores from it have been waited for."""
+    plgpu.barrier_arrive(barrier)
+    plgpu.wait_smem_to_gmem(0)
+
+
+FORGOTTEN = dict(wait_smem_to_gmem=lambda *args, **how: None)
+EARLY = {
+    "all_gather": (copies, FORGOTTEN, "test_all_gather", (164, FEW)),
+    "matmul_reduce_scatter": (
+        matmul_reduce_scatter, FORGOTTEN | dict(barrier_arrive=arrive_and_wait), "test_matmul_reduce_scatter",
+        SCATTERS[1],
+    ),
+    "all_gather_matmul": (all_gather_matmul, FORGOTTEN, "test_all_gather_matmul", GATHERS[4]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", EARLY)
+def test_mutants_that_fill_again_what_is_sent_are_caught(one_for_two, interpreted, monkeypatch, mutant, op):
+    """A stage is loaded again while TMA sends it; a tile is overwritten while TMA stores it."""
+    module, changes, name, case = EARLY[op]
+    mutant(module, "plgpu", **changes)
+    fixtures = [monkeypatch] if op == "all_gather_matmul" else []
+    with pytest.raises(AssertionError, match="unordered"):
+        globals()[name](one_for_two, interpreted, *fixtures, *case)

@@ -15,7 +15,7 @@ import pytest
 from delta import check, problem
 
 from cookbook import gated_delta_rule, lab
-from cookbook.recurrent import core, delta_backward, delta_forward, delta_gradients, delta_inverse
+from cookbook.recurrent import arguments, core, delta_backward, delta_forward, delta_gradients, delta_inverse
 from cookbook.recurrent.core import Sequences
 from tests.arrays import array
 
@@ -47,7 +47,6 @@ def test_sizes(sizes):
     "how",
     [
         dict(decay=0.0, correlated=0.95, beta=1.0),
-        dict(decay=20.0),
         dict(beta=0.0),
         slow(dict(decay=1e-5, correlated=0.5)),
         slow(dict(decay=1.0, beta=1.0)),
@@ -55,7 +54,7 @@ def test_sizes(sizes):
     ids=str,
 )
 def test_decays_and_betas(how):
-    """No decay and keys that are nearly the same, states that are forgotten at once, corrections of none or all."""
+    """No decay and keys that are nearly the same, corrections of none or all. Strong decays are in `test_resets`."""
     check(gated_delta_rule, problem(length=140, **how))
 
 
@@ -217,7 +216,6 @@ def check_gradients(args, tolerance=2**-7, **how):
     [
         dict(length=130, heads=2, key_dim=128),
         dict(lens=[70, 0, 30], padding=5, value_dim=128),
-        slow(dict(length=64, batch=2, dtype=jnp.float16)),
         slow(dict(length=100, beta=0.0)),
         slow(dict(length=100, correlated=0.5, beta=1.0)),
     ],
@@ -225,6 +223,33 @@ def check_gradients(args, tolerance=2**-7, **how):
 )
 def test_gradients(how):
     check_gradients(problem(**how))
+
+
+STRONG = -30.0, -100.0, -1e3, -1e6, -1e9, -np.inf
+
+
+def test_resets():
+    """Gates of any strength anywhere; half a chunk of them before weak ones. Errors are those of weak gates, in the
+    dtype of more bits."""
+    *args, state, _ = problem(batch=2, length=70, dtype=jnp.float16)
+    rng, g = np.random.default_rng(2), np.array(args[3])
+    strong = rng.uniform(size=g.shape) < 0.2
+    strong[0, :32], strong[0, 32:64] = True, False
+    g[strong] = rng.choice(STRONG, strong.sum())
+    args = *args[:3], array(g, jnp.float32), args[4], state
+
+    def all_results(op, args):
+        out, vjp = jax.vjp(lambda *xs: op(*xs[:5], initial_state=xs[5], return_final_state=True), *args)
+        rng = np.random.default_rng(7)
+        return *out, *vjp(tuple(jnp.asarray(rng.normal(size=o.shape), o.dtype) for o in out))
+
+    got = lab.run(functools.partial(all_results, gated_delta_rule), args)
+    with jax.enable_x64(True):
+        wanted = all_results(reference, [jnp.asarray(np.float64(x)) for x in args])
+    for name, ours, exact in zip(("o", "states", *NAMES), got, wanted, strict=True):
+        ours, exact = np.float64(ours), np.asarray(exact)
+        assert np.linalg.norm(ours - exact) < 2**-9 * np.linalg.norm(exact), name
+    assert (got[5][g < -100] == 0).all()
 
 
 @pytest.mark.slow
@@ -305,9 +330,9 @@ def changed(**changes):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: changed(q=lambda q: q[0]), r"q.shape = .*must be \(B, T, K, N\)"),
+        (lambda: changed(q=lambda q: q[0]), r"q.shape=.*must be \(B, T, K, N\)"),
         (lambda: changed(k=lambda k: k.astype(jnp.float16)), "all bfloat16 or all float16: cast them"),
-        (lambda: changed(v=lambda v: v[:, :5]), "v their batch and length"),
+        (lambda: changed(v=lambda v: v[:, :5]), r"v their \(B, T\)"),
         (lambda: changed(v=lambda v: v[..., :40]), r"each must be one of \(64, 128\): pad with zeros"),
         (lambda: changed(g=lambda g: g[..., :1]), r"g is .*must be \(1, 10, 2\)"),
         (lambda: changed(beta=lambda b: b.astype(jnp.int32)), "floating-point"),
@@ -317,7 +342,7 @@ def changed(**changes):
         (lambda: changed(config=Config(9)), "bytes of shared memory"),
         (lambda: Config(1), "at least 2"),
         (lambda: Config(output_wgs=2, state_wgs=2), r"\(1, 1\), \(1, 2\) or \(2, 1\)"),
-        (lambda: changed(config=Config(state_wgs=2)), "state_wgs must be 1"),
+        (lambda: changed(config=Config(state_wgs=2)), "state_wgs=1"),
         (lambda: Config(parts=0), "at least 1"),
     ],
 )
@@ -335,8 +360,10 @@ def test_without_a_gpu_it_says_what_to_do(no_gpu):
 
 # Mutants -------------------------------------------------------------------------------------------------------------
 
-SOURCES = dict(core=core, delta_inverse=delta_inverse, delta_forward=delta_forward, delta_backward=delta_backward,
-               delta_gradients=delta_gradients, gated_delta_rule=module)  # fmt: skip
+SOURCES = dict(
+    arguments=arguments, core=core, delta_inverse=delta_inverse, delta_forward=delta_forward,
+    delta_backward=delta_backward, delta_gradients=delta_gradients, gated_delta_rule=module,
+)  # fmt: skip
 
 
 def copies_with(monkeypatch, name: str, old: str, new: str):
@@ -351,7 +378,7 @@ def copies_with(monkeypatch, name: str, old: str, new: str):
         source = source.replace(old, new) if each == name else source
         for other in SOURCES:
             source = source.replace(f"from .{other} import", f"from mutant_of_{other} import")
-        for line in ("core", "core, delta_backward, delta_forward, delta_gradients"):
+        for line in ("core", "arguments, core, delta_backward, delta_forward, delta_gradients"):
             aliases = ", ".join(f"mutant_of_{other} as {other}" for other in line.split(", "))
             source = source.replace(f"from . import {line}\n", f"import {aliases}\n")
         exec(compile(source, copy.__name__, "exec"), copy.__dict__)

@@ -43,6 +43,12 @@ def test_configs(config):
     lab.check(functools.partial(gated_delta_rule_step, config=config), reference, *args, gpu=None)
 
 
+def test_resets():
+    *tokens, state = operands()
+    tokens[3] = jnp.asarray([[-jnp.inf, -0.1], [-1e9, 0.0], [-100.0, -jnp.inf]])
+    lab.check(gated_delta_rule_step, reference, *tokens, state, gpu=None)
+
+
 def test_steps_are_the_sequence():
     """Three tokens after 70 equal 73 at once."""
     *tokens, state, _ = delta.problem(1, 73, heads=2)
@@ -80,9 +86,9 @@ def changed(**changes):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: changed(q=lambda q: q[0]), r"q.shape = .*must be \(B, K, N\)"),
+        (lambda: changed(q=lambda q: q[0]), r"q.shape=.*must be \(B, K, N\)"),
         (lambda: changed(k=lambda k: k.astype(jnp.float16)), "all bfloat16 or all float16: cast them"),
-        (lambda: changed(v=lambda v: v[:2]), "v their batch"),
+        (lambda: changed(v=lambda v: v[:2]), r"v their \(B\)"),
         (lambda: changed(v=lambda v: v[..., :40]), r"each must be one of \(64, 128\)"),
         (lambda: changed(g=lambda g: g[:, :1]), "g is "),
         (lambda: changed(state=lambda s: s.astype(jnp.bfloat16)), "state is .*float32"),

@@ -65,6 +65,15 @@ def test_steps_are_the_sequence():
     np.testing.assert_allclose(state, final, rtol=2**-6, atol=2**-7)
 
 
+def test_a_reset():
+    """-inf lets nothing stay, but everything where the step is 0."""
+    x, dt, _, *rest = operands(batch=2)
+    dt, a = dt.at[0].set(0.0), jnp.full(2, -jnp.inf)
+    lab.check(with_d(ssd_step), with_d(reference), x, dt, a, *rest, gpu=None)
+    _, state = lab.run(with_d(ssd_step), x, dt, a, *rest)
+    assert (state[0] == rest[2][0]).all() and (state[1] != rest[2][1]).all()
+
+
 def test_a_ref_is_written_in_place():
     *args, state, d = operands(batch=1)
     y, new = lab.run(functools.partial(ssd_step, d=d), *args, state)
@@ -98,12 +107,12 @@ X, DT, A, B, C, STATE, D = operands()
     "call, message",
     [
         (lambda: ssd_step(X[0], DT, A, B, C, STATE), "one token"),
-        (lambda: ssd_step(X, DT[:1], A, B, C, STATE), r"dt.shape = \(1, 2\); must be \(2, 2\)"),
+        (lambda: ssd_step(X, DT[:1], A, B, C, STATE), r"dt.shape=\(1, 2\); must be \(2, 2\)"),
         (lambda: ssd_step(X, DT, A, B, C, STATE[:, :, :, :64]), "state.shape"),
         (lambda: ssd_step(X, DT, A, B, C, STATE.astype(jnp.bfloat16)), "must be float32"),
-        (lambda: ssd_step(X.astype(jnp.int32), DT, A, B, C, STATE), "x.dtype = int32"),
+        (lambda: ssd_step(X.astype(jnp.int32), DT, A, B, C, STATE), "x.dtype=int32"),
         (lambda: ssd_step(X[..., :4], DT, A, B, C, STATE[:, :, :4]), "multiple of 8"),
-        (lambda: ssd_step(X, DT, A, *(jnp.repeat(m, 3, 1) for m in (B, C)), STATE), "no multiple of 3"),
+        (lambda: ssd_step(X, DT, A, *(jnp.repeat(m, 3, 1) for m in (B, C)), STATE), "not a multiple of 3"),
         (lambda: ssd_step("x", DT, A, B, C, STATE), "x=.x.; must be an array"),
         (lambda: Config(12), "tile_values=12"),
     ],

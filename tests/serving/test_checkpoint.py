@@ -11,6 +11,7 @@ import numpy_models
 import pytest
 from safetensors.numpy import save_file
 
+from bench.peers import imports
 from cookbook import lab
 from cookbook.serving import Engine, LlamaConfig, RopeScaling, load, save
 from cookbook.serving.checkpoint import config_of
@@ -25,6 +26,7 @@ SIZES = dict(
     num_key_value_heads=2, head_dim=64, max_position_embeddings=256, rms_norm_eps=1e-5, dtype="float32",
 )  # fmt: skip
 LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+INDEX = "model.safetensors.index.json"
 PLAIN = dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0))
 RAW = dict(
     llama=dict(model_type="llama", rope_theta=10000.0),
@@ -80,8 +82,16 @@ def written(folder, name: str, changes: dict | None = None, drop=()) -> dict:
     (folder / "config.json").write_text(json.dumps(raw))
     for i in range(3):
         part = {key: tensors[key] for key in sorted(tensors)[i::3]}
-        save_file(part, str(folder / f"model-0000{i + 1}-of-00003.safetensors"))
+        add_file(folder, f"model-0000{i + 1}-of-00003.safetensors", part)
     return tensors
+
+
+def add_file(folder, file: str, tensors: dict) -> None:
+    """Adds a file of tensors to a checkpoint, and to its index."""
+    save_file(tensors, str(folder / file))
+    index = folder / INDEX
+    files = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+    index.write_text(json.dumps(dict(metadata={}, weight_map=files | dict.fromkeys(tensors, file))))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "backend"))
@@ -131,8 +141,11 @@ def test_kernels_compute_each_architecture(tmp_path, name):
 @pytest.mark.parametrize("name", ["LlamaFor", "Qwen3For", "MixtralFor", "Qwen3MoeFor"])
 def test_logits_are_those_of_transformers(tmp_path, name):
     reason = "compares with transformers and torch, which are not installed here: pip install transformers torch"
-    transformers = pytest.importorskip("transformers", reason=reason)
-    torch = pytest.importorskip("torch", reason=reason)
+    if not (imports("torch") and imports("transformers")):
+        pytest.skip(reason)
+    import torch
+    import transformers
+
     options = dict(
         LlamaFor=dict(
             rope_parameters=dict(rope_type="llama3", rope_theta=500000.0, **LLAMA3), tie_word_embeddings=True
@@ -188,7 +201,7 @@ def test_an_engine_serves_a_checkpoint_and_ends_with_its_stop_tokens(tmp_path):
 
 def test_weights_take_a_dtype_and_a_head_that_is_tied_is_left(tmp_path):
     tensors = written(tmp_path, "llama3")
-    save_file({"lm_head.weight": tensors["model.embed_tokens.weight"]}, str(tmp_path / "z.safetensors"))
+    add_file(tmp_path, "z.safetensors", {"lm_head.weight": tensors["model.embed_tokens.weight"]})
     config, params = load(tmp_path, dtype="bfloat16")
     assert {str(value.dtype) for value in params.values()} == {"bfloat16"} and "lm_head.weight" not in params
     value = tensors["model.layers.1.self_attn.q_proj.weight"]
@@ -229,7 +242,7 @@ def test_a_config_as_transformers_4_wrote_it():
     [
         ("llama", dict(attention_bias=True), (), "attention_bias = True is not supported"),
         ("llama", dict(hidden_act="gelu"), (), "hidden_act = 'gelu' is not supported; must be 'silu'"),
-        ("llama", dict(partial_rotary_factor=0.5), (), "partial_rotary_factor = 0.5 is a key that is not known"),
+        ("llama", dict(partial_rotary_factor=0.5), (), "partial_rotary_factor = 0.5 is not supported; must be 1.0"),
         ("llama", dict(num_local_experts=4), (), "num_local_experts = 4 is a key that is not known for llama"),
         ("llama", dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), (), "rope_type = 'yarn'"),
         ("llama", dict(rope_scaling=dict(type="linear", factor=4.0)), (), "rope_type = 'linear'"),
@@ -264,7 +277,7 @@ def test_what_is_not_supported_is_refused_by_name(name, changes, drop, message):
 )
 def test_tensors_that_do_not_fit_are_named(tmp_path, name, extra, missing, message):
     tensors = written(tmp_path, name)
-    for file in tmp_path.glob("*.safetensors"):
+    for file in (*tmp_path.glob("*.safetensors"), tmp_path / INDEX):
         file.unlink()
     tensors |= {extra: np.zeros(3, np.float32)} if extra else {}
     save_file({key: value for key, value in tensors.items() if key != missing}, str(tmp_path / "a.safetensors"))
@@ -280,5 +293,97 @@ def test_files_that_do_not_fit_are_named(tmp_path):
         load(tmp_path)
     name = sorted(tensors)[0]
     save_file({name: tensors[name]}, str(tmp_path / "z.safetensors"))
+    (tmp_path / INDEX).unlink()
     with pytest.raises(ValueError, match=f"{name} is in z.safetensors and in a file before"):
         load(tmp_path)
+
+
+def test_the_index_decides_which_files_count(tmp_path):
+    """Others may lie there: the original form of a checkpoint, an adapter, what an older one has left."""
+    tensors = written(tmp_path, "llama")
+    save_file({key: value + 1 for key, value in tensors.items()}, str(tmp_path / "consolidated.safetensors"))
+    first = tmp_path / "model-00001-of-00003.safetensors"
+    stale = sorted(tensors)[1]  # The index has it in another file.
+    save_file(numpy_models.load_file(str(first)) | {stale: tensors[stale] + 1}, str(first))
+    config, params = load(tmp_path)
+    for key, value in tensors.items():
+        np.testing.assert_array_equal(params[key], value)
+    with pytest.raises(ValueError, match="has model.safetensors.index.json, by which other files count"):
+        save(config, params, tmp_path)
+    save_file({stale: tensors[stale]}, str(tmp_path / "model-00002-of-00003.safetensors"))
+    with pytest.raises(ValueError, match="model-00002-of-00003.safetensors lacks .*, which model.safetensors.index"):
+        load(tmp_path)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ValueError, match="lacks model-00002-of-00003.safetensors, which model.safetensors.index.json"):
+        load(tmp_path)
+
+
+def test_one_file_counts_before_others_without_an_index(tmp_path):
+    tensors = written(tmp_path, "llama")
+    (tmp_path / INDEX).unlink()
+    save_file({key: value + 1 for key, value in tensors.items()}, str(tmp_path / "model.safetensors"))
+    _, params = load(tmp_path)
+    np.testing.assert_array_equal(params["model.norm.weight"], tensors["model.norm.weight"] + 1)
+
+
+def test_buffers_of_rotary_frequencies_are_left(tmp_path):
+    tensors = written(tmp_path, "llama")
+    buffers = [*(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(2)), "model.rotary_emb.inv_freq"]
+    add_file(tmp_path, "z.safetensors", {name: np.ones(32, np.float32) for name in buffers})
+    assert load(tmp_path)[1].keys() == tensors.keys()
+
+
+@pytest.mark.parametrize("ours, others, tokens", [(5, [5, 7], (5, 7)), (None, 9, (9,)), ([3, 4], None, (3, 4))])
+def test_an_eos_of_the_generation_config_counts_too(tmp_path, ours, others, tokens):
+    written(tmp_path, "llama", dict(eos_token_id=ours))
+    (tmp_path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=others, do_sample=True)))
+    assert load(tmp_path)[0].eos_token_ids == tokens
+
+
+ROPE_OF_LLAMA3 = dict(rope_type="llama3", **LLAMA3)
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("llama", dict(partial_rotary_factor=1.0)),
+        ("llama", dict(rope_scaling=dict(type="linear", factor=1.0))),
+        ("llama", dict(rope_scaling=dict(rope_type="default"), rope_parameters=dict(rope_theta=10000.0))),
+        ("llama", dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=1.0))),
+        ("llama", dict(_attn_implementation_autoset=True, tokenizer_class="LlamaTokenizer", unsloth_version="2025.1")),
+        ("llama", dict(quantization_config=None, rope_interleaved=False, is_llama_config=True, id2label={"0": "A"})),
+        ("llama", dict(dtype="float32", torch_dtype="float32", temperature=0.6, max_length=20)),
+        ("llama3", dict(rope_parameters=dict(rope_theta=500000.0, **ROPE_OF_LLAMA3))),
+        ("llama3", dict(rope_scaling=dict(type="llama3", **ROPE_OF_LLAMA3))),
+        ("qwen3_moe", dict(num_local_experts=8)),
+    ],
+)
+def test_what_changes_nothing_is_taken(name, changes):
+    raw = SIZES | RAW[name]
+    assert config_of(raw | changes) == config_of(raw)
+
+
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        ("llama3", dict(rope_parameters=dict(rope_type="default", rope_theta=500000.0)), "rope_parameters = .* mean"),
+        (
+            "llama3",
+            dict(rope_parameters=dict(rope_theta=10000.0, **ROPE_OF_LLAMA3)),
+            "rope_theta = 500000.0 and rope",
+        ),
+        ("llama", dict(rope_scaling=ROPE_OF_LLAMA3, **PLAIN), "rope_scaling = .*llama3"),
+        (
+            "qwen3",
+            dict(rope_theta=1e6),
+            "rope_theta = 1000000.0 and rope_parameters.rope_theta = 10000.0",
+        ),
+        ("llama3", dict(rope_scaling=dict(type="yarn", **ROPE_OF_LLAMA3)), "rope_type = 'llama3' and type = 'yarn'"),
+        ("llama", dict(torch_dtype="bfloat16"), "dtype = 'float32' and torch_dtype = 'bfloat16'"),
+        ("qwen3_moe", dict(num_local_experts=4), "num_local_experts = 4 and num_experts = 8 mean the same"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(name, changes, message):
+    """One of them would be ignored: which, libraries do not agree on."""
+    with pytest.raises(ValueError, match=message):
+        config_of(SIZES | RAW[name] | changes)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from cookbook import lab
-from cookbook.serving import Engine, LlamaConfig, PageAllocator, Request, Scheduler, init
+from cookbook.serving import Engine, LlamaConfig, PageAllocator, Request, RopeScaling, Scheduler, init
+from cookbook.serving.checks import require_supported
 from cookbook.serving.reference import generate
 from cookbook.serving.stats import KEPT, Stats, StepStats
 from cookbook.serving.step import shapes
@@ -291,6 +292,17 @@ def test_a_request_is_submitted_once():
         scheduler.complete(scheduler.schedule(), [3] * bool(scheduler.running or scheduler.waiting))
 
 
+def test_numbers_of_numpy_and_jax_are_taken():
+    """And a config's EOS tokens in a list, or one of them."""
+    config = dataclasses.replace(CONFIG, hidden_size=np.int64(128), rope_theta=jnp.float32(1e4), eos_token_ids=[3, 5])
+    assert config == dataclasses.replace(CONFIG, eos_token_ids=(3, 5)) and hash(config)
+    assert dataclasses.replace(CONFIG, eos_token_ids=np.int32(3)).eos_token_ids == (3,)
+    options = dict(max_new_tokens=np.int16(2), temperature=jnp.float32(0.5), seed=np.uint32(7), top_k=jnp.int32(3))
+    request = Request(jnp.array([1, 2]), **options, stop_tokens={np.int64(4)})
+    assert (request.prompt, request.temperature, request.top_k) == ((1, 2), 0.5, 3)
+    assert request.stop_tokens == {4} and type(request.seed) is type(request.prompt[0]) is int
+
+
 def test_a_failed_schedule_is_taken_back():
     scheduler = Scheduler(PageAllocator(4, 4), max_seqs=2, max_tokens_per_step=8)
     with pytest.raises(RuntimeError, match="directly after"):
@@ -366,6 +378,15 @@ def released_twice():
     allocator.release(pages)
 
 
+def released_twice_in_one_call():
+    allocator = PageAllocator(2, 4)
+    (page,) = allocator.allocate(1)
+    try:
+        allocator.release([page, page])
+    finally:
+        assert allocator.references(page) == 1, "nothing is released then"
+
+
 def published_twice(again: bytes):
     allocator = PageAllocator(2, 4)
     (page,) = allocator.allocate(1)
@@ -381,19 +402,45 @@ def scheduled(prompt, max_new_tokens):
     Scheduler(PageAllocator(24, 16), max_seqs=1, max_tokens_per_step=8).submit(Request(prompt, max_new_tokens))
 
 
+def too_many_slots():
+    sizes = dict(num_pages=2**27, page_size=16, max_seqs=1, max_tokens_per_step=1, max_pages=1)
+    require_supported(
+        dataclasses.replace(CONFIG, num_hidden_layers=1), {}, **sizes, backend="xla", weights=None, kv_cache_dtype=None
+    )
+
+
 def changed(**params):
     """An engine of parameters of which some are others; None: missing."""
     every = PARAMS(CONFIG) | {f"model.{name}.weight": value for name, value in params.items()}
     return engine_of(params={name: value for name, value in every.items() if value is not None})
 
 
-half = dataclasses.replace(CONFIG, dtype="bfloat16")
+@pytest.mark.parametrize(
+    "changes, how, message",
+    [
+        (dict(intermediate_size=100), {}, "intermediate_size=100, .*row of . has 100 values.*: pad it to 104"),
+        (dict(hidden_size=68), {}, "hidden_size=68, .*row of . has 68 values"),
+        (dict(hidden_size=72), dict(weights="int8"), "weights='int8'.*row of w_q has 72 values"),
+        (dict(num_experts=4, num_experts_per_tok=2, intermediate_size=100), {}, "cookbook.moe: hidden=128, inner=100"),
+        (dict(hidden_size=65544), {}, "cookbook.rms_norm"),
+        (dict(head_dim=32), {}, "head_dim=32"),
+        (dict(dtype="float32"), {}, "must both be bfloat16 or both float16"),
+        (dict(dtype="float16"), dict(kv_cache_dtype="fp8"), "float8_e4m3fn"),
+        ({}, dict(page_size=8), r"page_size=8 must be one of \(16, 32"),
+    ],
+)  # fmt: skip
+def test_an_engine_refuses_what_its_kernels_would_refuse_at_each_step(changes, how, message):
+    config = dataclasses.replace(LlamaConfig(16, 128, 128, 1, 2, 1, 64), **changes)
+    params = {name: np.zeros(shape, config.dtype) for name, shape in config.shapes.items()}
+    with pytest.raises(ValueError, match=f"(?s)cookbook.serving.Engine: .*{message}"):
+        engine_of(config, params, **dict(backend="cookbook") | how)
 
 
 @pytest.mark.parametrize(
     "fn, message",
     [
         (released_twice, "released 1 time.* 0 reference"),
+        (released_twice_in_one_call, "page . is released 2 time.* and has 1 reference.*: release each page once"),
         (lambda: published_twice(b"b"), "another key"),
         (lambda: PageAllocator(2, 4).publish(0, b"a"), "nobody holds page 0"),
         (lambda: PageAllocator(2, 4).release([2]), "no page 2; pages are 0 to 1"),
@@ -401,9 +448,6 @@ half = dataclasses.replace(CONFIG, dtype="bfloat16")
         (lambda: PageAllocator(0, 4), "num_pages=0"),
         (lambda: engine_of(max_tokens_per_step=7), "max_tokens_per_step=7 at least that"),
         (lambda: engine_of(backend="cuda"), "backend = 'cuda'"),
-        (lambda: engine_of(backend="cookbook"), "config.dtype = 'float32'; must be one of bfloat16, float16"),
-        (lambda: engine_of(half, backend="cookbook", page_size=8), "page_size = 8; must be one of 16, 32"),
-        (lambda: engine_of(dataclasses.replace(half, head_dim=32), backend="cookbook"), "config.head_dim = 32"),
         (lambda: engine_of(max_seq_len=24 * 16 + 1), "max_seq_len=385 must be from 1 to 384"),
         (lambda: Engine(CONFIG, {}, **SIZES, backend="xla"), "lacks 21 parameter.*embed_tokens|lacks 21 parameter"),
         (lambda: changed(norm=None), "lacks 1 parameter.*model.norm.weight"),
@@ -412,22 +456,56 @@ half = dataclasses.replace(CONFIG, dtype="bfloat16")
         (lambda: changed(bias=jnp.zeros(3)), "1 unknown parameter.*model.bias.weight"),
         (lambda: scheduled([1] * 470, 12), "need 31 pages of 16 tokens, and the cache has 24"),
         (lambda: submitted([1] * 470, 12), "need 481 places; max_seq_len is 384"),
-        (lambda: submitted([], 3), r"prompt = \[\]; must be at least one token"),
-        (lambda: submitted([1.5], 3), "prompt = .* made of whole numbers"),
-        (lambda: submitted("abc", 3), "prompt = 'abc'; must be a collection of tokens"),
-        (lambda: submitted([1], 0), "max_new_tokens = 0; must be at least 1"),
-        (lambda: submitted([1], 2.0), "max_new_tokens = 2.0"),
-        (lambda: submitted([256], 1), "prompt has the token 256, outside of 0 to 255"),
+        (lambda: submitted([], 3), r"prompt=\[\]; must be at least one token: begin with"),
+        (lambda: submitted(np.zeros(0, int), 3), r"prompt=\[\]; must be at least one token"),
+        (lambda: submitted([1.5], 3), "prompt has 1.5; must be whole numbers"),
+        (lambda: submitted(np.ones(3), 3), "prompt has 1.0; must be whole numbers, .*: convert it"),
+        (lambda: submitted([True], 3), "prompt has True; must be whole numbers"),
+        (lambda: submitted(np.ones((2, 3), int), 3), r"prompt has the shape \(2, 3\); .*: submit each row by itself"),
+        (lambda: submitted([[1, 2], [3, 4]], 3), r"prompt has \[1, 2\]; .* submit each of several prompts by itself"),
+        (lambda: submitted([np.arange(2)], 3), r"prompt has array\(\[0, 1\]\); must be whole numbers"),
+        (lambda: submitted(np.int32(3), 3), "prompt=.*3.*; must be a collection of tokens, such as"),
+        (lambda: submitted("abc", 3), "prompt='abc'; must be a collection of tokens, .*: encode"),
+        (lambda: submitted([1], 0), "max_new_tokens=0; must be at least 1: ask for one"),
+        (lambda: submitted([1], 2.0), "max_new_tokens=2.0; must be one int: pass 2"),
+        (lambda: submitted([1], None), "max_new_tokens=None; must be one int"),
+        (lambda: submitted([256], 1), "prompt has the token 256, outside of 0 to 255: encode"),
         (lambda: submitted([1], 1, stop_tokens={300}), "stop_tokens has the token 300"),
-        (lambda: submitted([1], 1, stop_tokens=3), r"stop_tokens = 3; must be a collection of tokens, such as \{2\}"),
-        (lambda: submitted([1], 1, temperature=-1.0), "temperature = -1.0"),
-        (lambda: submitted([1], 1, temperature=float("inf")), "temperature = inf; must be a finite number"),
-        (lambda: submitted([1], 1, temperature=float("nan")), "temperature = nan"),
-        (lambda: submitted([1], 1, seed=-1), "seed = -1; must be None or from 0"),
-        (lambda: submitted([1], 1, top_k=0), "top_k = 0; must be None or at least 1"),
-        (lambda: submitted([1], 1, top_p=0.0), "top_p = 0.0; must be above 0"),
-        (lambda: submitted([1], 1, min_p=1.5), "min_p = 1.5; must be from 0 to 1"),
-        (lambda: submitted([1], 1, logprobs=21), "logprobs = 21; must be None or from 0 to 20"),
+        (lambda: submitted([1], 1, stop_tokens=3), "stop_tokens=3; must be a collection of tokens"),
+        (lambda: submitted([1], 1, temperature=-1.0), "temperature=-1.0; must be from 1e-06 to .*: 0 takes"),
+        (
+            lambda: submitted([1], 1, temperature=float("inf")),
+            "temperature=inf; must be finite in float32: leave",
+        ),
+        (lambda: submitted([1], 1, temperature=float("nan")), "temperature=nan; must be finite"),
+        (lambda: submitted([1], 1, temperature=1e39), "temperature=1e.39; must be finite"),
+        (lambda: submitted([1], 1, temperature=1e-45), "temperature=1e-45; must be from 1e-06"),
+        (lambda: submitted([1], 1, temperature="0"), "temperature='0'; must be one float: pass a number"),
+        (lambda: submitted([1], 1, seed=-1), "seed=-1; must be from 0 to 4294967295: leave it out"),
+        (lambda: submitted([1], 1, seed=3.0), "seed=3.0; must be one int: pass 3"),
+        (lambda: submitted([1], 1, top_k=0), "top_k=0; must be from 1 to 2147483647: leave it out"),
+        (lambda: submitted([1], 1, top_k=5.0), "top_k=5.0; must be one int: pass 5"),
+        (lambda: submitted([1], 1, top_p=0.0), "top_p=0.0; must be from 1e-06 to 1.0: 1 keeps all"),
+        (lambda: submitted([1], 1, top_p=1e-50), "top_p=1e-50; must be from 1e-06"),
+        (lambda: submitted([1], 1, min_p=1.5), "min_p=1.5; must be from 0.0 to 1.0: 0 keeps all"),
+        (lambda: submitted([1], 1, min_p=float("nan")), "min_p=nan; must be finite"),
+        (lambda: submitted([1], 1, logprobs=21), "logprobs=21; must be from 0 to 20"),
+        (too_many_slots, "num_pages=134217728; .* has 2147483648 slots and must have fewer than 2..31: take fewer"),
+        (lambda: engine_of(num_pages=24.0), "num_pages=24.0; must be one int: pass 24"),
+        (lambda: engine_of(page_size=16.0), "page_size=16.0; must be one int"),
+        (lambda: engine_of(max_seqs=8.0), "max_seqs=8.0; must be one int"),
+        (lambda: engine_of(max_tokens_per_step=32.5), "max_tokens_per_step=32.5; must be one int"),
+        (lambda: engine_of(max_seq_len=100.0), "max_seq_len=100.0; must be one int: pass 100"),
+        (lambda: engine_of(num_pages="24"), "num_pages='24'; must be one int: pass a whole number"),
+        (lambda: Engine(CONFIG, None, **SIZES), "params: NoneType; must be a dict of arrays"),
+        (lambda: dataclasses.replace(CONFIG, hidden_size=128.0), "hidden_size=128.0; must be one int: pass 128"),
+        (lambda: dataclasses.replace(CONFIG, rope_theta=np.inf), "rope_theta=inf; must be finite"),
+        (lambda: dataclasses.replace(CONFIG, rope_theta=0), "rope_theta=0.0 must be above 0"),
+        (lambda: dataclasses.replace(CONFIG, rms_norm_eps=-1e-5), "rms_norm_eps=-1e-05 at least 0"),
+        (lambda: dataclasses.replace(CONFIG, max_position_embeddings=0), "max_position_embeddings=0 must be at least"),
+        (lambda: dataclasses.replace(CONFIG, eos_token_ids=[2.0]), "eos_token_ids=2.0; must be one int: pass 2"),
+        (lambda: RopeScaling(np.inf, 1, 4, 8192), "factor=inf; must be finite"),
+        (lambda: RopeScaling(8, 1, 4, 0), "original_max_position_embeddings must be at least 1"),
         (lambda: engine_of().cancel(Request([1], 1)), "was not submitted here"),
         (lambda: dataclasses.replace(CONFIG, num_key_value_heads=3), "num_key_value_heads=3"),
         (lambda: dataclasses.replace(CONFIG, head_dim=63), "head_dim=63"),

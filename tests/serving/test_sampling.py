@@ -1,9 +1,13 @@
 """Sampling: what is cut off and what is drawn, against sorting in NumPy; equal for a row whoever else is there."""
 
+import contextlib
+import functools
+
 import jax
 import numpy as np
 import pytest
 
+from cookbook.serving import Engine, LlamaConfig, init
 from cookbook.serving.sampling import Options, keep_probable, sample
 from cookbook.serving.step import ALL_TOKENS
 
@@ -108,3 +112,62 @@ def test_logits_that_are_not_finite_have_no_token(bad, row):
     assert tokens[1] == -1 and tokens[0] == good[0] >= 0 and tokens[2] == good[2]
     logits[1] = -np.inf
     assert sampled(logits, [row] * 3).tokens[1] == -1
+
+
+# JAX's options ------------------------------------------------------------------------------------------------------
+
+OPTIONS = dict(
+    jax_default_prng_impl="rbg", jax_threefry_partitionable=False, jax_numpy_dtype_promotion="strict",
+    jax_numpy_rank_promotion="raise", jax_debug_nans=True, jax_debug_infs=True, jax_enable_x64=True,
+    jax_default_matmul_precision="bfloat16",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def under(**options):
+    before = {name: getattr(jax.config, name) for name in options}
+    try:
+        for name, value in options.items():
+            jax.config.update(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+@pytest.mark.parametrize("options", [dict(jax_default_prng_impl="unsafe_rbg"), OPTIONS], ids=["unsafe_rbg", "all"])
+def test_tokens_do_not_depend_on_jaxs_options(options):
+    """Those of a row on its own seed alone: other generators draw the noise of all rows of a vmap together."""
+    logits = np.float32(np.random.default_rng(0).normal(size=(4, VOCAB)))
+    rows = [(0.9, ALL_TOKENS, 1.0, 0.0), (2.0, 9, 1.0, 0.0), (2.0, 50, 0.9, 0.0), (2.0, 50, 1.0, 0.01)]
+    fresh = lambda: jax.jit(functools.partial(sample.__wrapped__, draws=True, cuts=True, logprobs=True))
+    draw = lambda: [fn(logits, options_of(rows, seed)).tokens.tolist() for fn in [fresh()] for seed in range(20)]
+    with under(**options):
+        found = draw()
+    assert found == draw()
+
+
+CONFIG = LlamaConfig(61, 64, 64, 1, 2, 1, 64, dtype="float32")
+
+
+def served(**how) -> list[list[int]]:
+    engine = Engine(CONFIG, init(CONFIG), num_pages=8, max_seqs=2, max_tokens_per_step=2, backend="xla", **how)
+    requests = [engine.submit([3, 4], 3, temperature=0.8 * i, seed=i) for i in range(2)]
+    engine.run()
+    return [request.generated for request in requests]
+
+
+@pytest.mark.slow
+def test_an_engine_does_not_depend_on_jaxs_options():
+    """One run under all of them, and one with each operation by itself. Its parameters are random numbers too."""
+    with under(**OPTIONS):
+        found = served()
+    with under(jax_disable_jit=True):
+        assert served(num_scheduler_steps=2) == found
+
+
+def test_a_step_of_the_kernels_is_traced_under_any_of_jaxs_options():
+    config = LlamaConfig(61, 128, 128, 1, 2, 1, 64, qk_norm=True)
+    params = {name: np.zeros(shape, config.dtype) for name, shape in config.shapes.items()}
+    with under(**OPTIONS):
+        Engine(config, params, num_pages=4, max_seqs=4, max_tokens_per_step=4)

@@ -356,7 +356,7 @@ def test_several_steps_in_one_program_on_the_kernels(several):
 
 @pytest.mark.parametrize("count", [0, 3, -1, 2.0, "4", None])
 def test_steps_at_once_are_a_power_of_two(count):
-    with pytest.raises(ValueError, match="num_scheduler_steps=.* must be a power of two"):
+    with pytest.raises(ValueError, match="num_scheduler_steps=.* must be (a power of two|one int)"):
         Engine(CONFIG, init(CONFIG), **SIZES, backend="xla", num_scheduler_steps=count)
 
 
@@ -553,7 +553,7 @@ def test_what_is_no_mutant_passes(trace, copied):
         ("scheduler", "                    if request.finished:\n                        break\n", ""),
         ("scheduler", "chunk.request.num_pending += count", "pass"),
         ("step", "previous[jnp.maximum(-1 - tokens, 0)]", "previous[0]"),
-        ("step", "first.positions + step.astype(jnp.int32)", "first.positions"),
+        ("step", "first.positions + jnp.int32(step)", "first.positions"),
         ("step", "jnp.minimum(positions + 1, first.kv_lens)", "first.kv_lens"),
         ("step", "page * page_size + positions % page_size, -1)", "page * page_size + positions % page_size, 0)"),
         ("step", "batch.kv_lens[: len(chunks)] = ends", "batch.kv_lens[: len(chunks)] = starts + 1"),

@@ -1,0 +1,125 @@
+"""Checks of the arguments of the recurrent ops, and what they return where there are no tokens."""
+
+import jax
+import jax.numpy as jnp
+
+from .. import _mgpu
+
+# Arguments of fla's, mamba_ssm's and transformers' functions, and what says the same here.
+ELSEWHERE = dict(
+    output_final_state="call it return_final_state", return_final_states="call it return_final_state",
+    initial_states="call it initial_state", return_varlen_states="call it return_final_state",
+    use_qk_l2norm_in_kernel="divide q and k by their norms before", head_first="give heads as the third axis",
+    normalize="results are not divided by sums of weights", seq_idx="say where sequences begin by cu_seqlens",
+    A="call it a", B="call it b", C="call it c", D="call it d", z="multiply the result by jax.nn.silu(z)",
+    dt_bias="add it to dt", dt_softplus="pass jax.nn.softplus(dt) as dt",
+    dt_limit="pass jnp.clip(dt, *dt_limit) as dt", state_batch_indices="pass the states of these sequences",
+    h0="call it initial_state",
+)  # fmt: skip
+
+
+def arrays(op: str, required: dict, optional: dict | None = None) -> list:
+    """The values of `required`, and those of `optional`, which may be None, as JAX arrays.
+
+    Raises:
+      ValueError: JAX can make no array of one.
+    """
+    made = [_mgpu.as_array(op, *item) for item in required.items()]
+    return made + [None if x is None else _mgpu.as_array(op, name, x) for name, x in (optional or {}).items()]
+
+
+def elsewhere(op: str, given: dict) -> None:
+    """`_mgpu.elsewhere` for arguments that these ops have in other libraries."""
+    _mgpu.elsewhere(op, given, ELSEWHERE)
+
+
+def state_or_ref(op: str, state) -> tuple:
+    """(a state that a step changes, as a JAX array or as the Ref that it is; whether it is one).
+
+    Raises:
+      ValueError: it is neither.
+    """
+    if not isinstance(state, jax.Ref):
+        return _mgpu.as_array(op, "state", state), False
+    _mgpu.require_local(op, "state", state)
+    return state, True
+
+
+def check_packed(op: str, cu_seqlens, batch: int) -> int:
+    """The number of sequences, of operands with this `batch`.
+
+    Raises:
+      ValueError: `cu_seqlens` does not fit them.
+    """
+    if cu_seqlens is None:
+        return batch
+    if batch != 1:
+        raise ValueError(
+            f"cookbook.{op}: cu_seqlens with a batch of {batch}; packed sequences lie in a batch of 1: reshape"
+        )
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
+        raise ValueError(
+            f"cookbook.{op}: cu_seqlens is {cu_seqlens.shape}, {cu_seqlens.dtype}; must be (num_seqs + 1,) integers: "
+            "the first row of each sequence, and the end of the last one"
+        )
+    return len(cu_seqlens) - 1
+
+
+def check_state(op: str, name: str, state, shape: tuple[int, ...]) -> None:
+    """Checks a state that a caller gives.
+
+    Raises:
+      ValueError: it is no float32 array of this shape.
+    """
+    if state is not None and (state.shape != shape or state.dtype != jnp.float32):
+        raise ValueError(
+            f"cookbook.{op}: {name} is {state.shape}, {state.dtype}; must be {shape}, float32: cast it; a state with "
+            "the keys' axis before the values' is transposed by jnp.swapaxes(state, -1, -2)"
+        )
+
+
+def check_delta(op: str, axes: str, q, k, v, g, beta) -> None:
+    """Checks the operands of the gated delta rule, whose `axes` before the heads are "B, T" or "B".
+
+    Raises:
+      ValueError: they do not fit each other, or no kernel takes them.
+    """
+    where, num_axes, dims = f"cookbook.{op}", 2 + len(axes.split(", ")), (64, 128)
+    for name, x, heads in (("q", q, "K, N"), ("k", k, "K, N"), ("v", v, "H, P")):
+        if x.ndim != num_axes:
+            raise ValueError(f"{where}: {name}.shape={x.shape}; must be ({axes}, {heads}): reshape it")
+        if x.dtype not in (jnp.bfloat16, jnp.float16) or x.dtype != q.dtype:
+            raise ValueError(f"{where}: {name}.dtype={x.dtype}; q, k, v must be all bfloat16 or all float16: cast them")
+    if q.shape != k.shape or k.shape[:-2] != v.shape[:-2]:
+        raise ValueError(
+            f"{where}: {q.shape=}, {k.shape=}, {v.shape=}; q and k must have the same shape, and v their ({axes})"
+        )
+    check_groups(op, "v", v.shape[-2], "q and k", k.shape[-2])
+    if k.shape[-1] not in dims or v.shape[-1] not in dims:
+        raise ValueError(
+            f"{where}: heads of q and k have {k.shape[-1]} values, those of v {v.shape[-1]}; each must be one of {dims}"
+            ": pad with zeros (jnp.pad)"
+        )
+    for name, x in (("g", g), ("beta", beta)):
+        if x.shape != v.shape[:-1] or not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(
+                f"{where}: {name} is {x.shape}, {x.dtype}; must be {v.shape[:-1]}, of a floating-point dtype: cast it"
+            )
+
+
+def check_groups(op: str, of: str, heads: int, by: str, groups: int) -> None:
+    """Checks that as many heads of one operand read each head of another.
+
+    Raises:
+      ValueError: they do not.
+    """
+    if heads % groups if groups else heads:
+        raise ValueError(
+            f"cookbook.{op}: {heads} heads of {of} are not a multiple of {groups} heads of {by}: repeat these"
+        )
+
+
+def untouched(x, initial_state, state_shape: tuple[int, ...]):
+    """(results, final states) of no tokens: those of `x`, which has no values, and the initial states."""
+    states = jnp.zeros(state_shape, jnp.float32) if initial_state is None else initial_state
+    return jnp.zeros(x.shape, x.dtype), states

@@ -1,0 +1,143 @@
+"""When slots are given back, read off the traced kernels: WGMMA is asynchronous, which the interpreter does not model.
+
+`exercises.order` plays a kernel as a GPU may that ends all work as late as it can.
+"""
+
+import functools
+import importlib
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import cookbook
+from cookbook import _mgpu
+from cookbook.gemm import core, gated, groups, roles
+from cookbook.gemm.core import Config
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "notebooks"))
+
+from exercises import order  # noqa: E402
+
+GPU = _mgpu.Target("h200", num_sms=2)  # So that a block has several tiles.
+SIZES, ORDER = jnp.array([70, 0, 133, 60]), jnp.array([2, 0, 3, 1])  # The groups' rows; the largest group first.
+SWIZZLED = core.swizzled
+
+
+@pytest.fixture(autouse=True)
+def one_view_and_a_table_of_numbers(monkeypatch):
+    """As for the interpreter, a tile has one description; and tiles are looked up in numbers that the play follows."""
+    for module in (core, gated):
+        monkeypatch.setattr(module, "swizzled", lambda *args: SWIZZLED(*args[:-1], True))
+    monkeypatch.setattr(core, "views", lambda smem, *_: (smem, smem))
+    monkeypatch.setattr(roles, "views", lambda smem, *_: (smem, smem))
+    ends = jnp.cumsum(SIZES)
+    table = groups.Table(None, ORDER, (ends - SIZES)[ORDER], ends[ORDER])
+    monkeypatch.setattr(groups, "sum_table", lambda *_: table)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def aval(dtype, *shape):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def played(fn, *avals):
+    """The blocks of the kernels that `fn` launches."""
+    with _mgpu.building_for(GPU):
+        kernels = order.play(jax.jit(lambda *args: fn(*args)).trace(*avals).jaxpr, avals)
+    return [block for kernel in kernels for block in kernel]
+
+
+def matmul(**how):
+    operands = aval("bfloat16", 400, 264), aval("bfloat16", 264, 256)
+    return functools.partial(cookbook.matmul, config=Config(128, 128, num_stages=2, **how)), operands
+
+
+def rung(op, **how):
+    return functools.partial(op, config=op.Config(64, 64, num_stages=2, **how)), matmul()[1]
+
+
+def fp8():
+    operands = aval("float8_e4m3fn", 400, 528), aval("float8_e4m3fn", 256, 528)
+    return functools.partial(cookbook.matmul_fp8, transpose_b=True, config=Config(128, 128, num_stages=2)), operands
+
+
+def int8(**how):
+    operands = aval("bfloat16", 136, 656), aval("int8", 272, 656), aval("float32", 272)
+    config = cookbook.matmul_int8_weights.Config(tile_n=64, num_stages=2, **how)
+    return functools.partial(cookbook.matmul_int8_weights, transpose_w=True, config=config), operands
+
+
+def ragged(config=Config(128, 64, num_stages=2), **how):  # noqa: B008
+    operands = aval("bfloat16", 300, 264), aval("bfloat16", 4, 264, 256), SIZES
+    return functools.partial(cookbook.ragged_dot, config=config, **how), operands
+
+
+def sums():
+    operands = aval("bfloat16", 304, 136), aval("bfloat16", 304, 128), SIZES
+    return functools.partial(cookbook.ragged_dot_transposed, config=Config(128, 64, num_stages=2)), operands
+
+
+def ragged_fp8():
+    matrices, scales = aval("float8_e4m3fn", 4, 256, 528), aval("float32", 4, 2, 5)
+    operands = aval("float8_e4m3fn", 300, 528), matrices, aval("float32", 300, 5), scales, SIZES
+    return functools.partial(
+        cookbook.ragged_dot_fp8, transpose_rhs=True, config=Config(128, 64, num_stages=2)
+    ), operands
+
+
+def ragged_int8():
+    operands = aval("bfloat16", 300, 656), aval("int8", 4, 256, 656), aval("float32", 4, 256), SIZES
+    config = cookbook.ragged_dot_int8_weights.Config(tile_n=64, num_stages=2)
+    return functools.partial(cookbook.ragged_dot_int8_weights, transpose_rhs=True, config=config), operands
+
+
+# Each kernel, and the module that waits for its products.
+KERNELS = {
+    "matmul": (matmul, "roles"),
+    "one slot for stores": (functools.partial(matmul, store_slots=1), "roles"),
+    "swapped": (functools.partial(matmul, swapped=True), "roles"),
+    "parts of another kernel": (functools.partial(matmul, split_k=2, second_kernel=True), "roles"),
+    "matmul_fp8": (fp8, "roles"),
+    "matmul_wgmma": (functools.partial(rung, cookbook.matmul_wgmma), "matmul_wgmma"),
+    "matmul_pipelined": (functools.partial(rung, cookbook.matmul_pipelined), "matmul_pipelined"),
+    "matmul_int8_weights": (int8, "matmul_int8_weights"),
+    "overlapped int8 weights": (functools.partial(int8, overlap=True), "matmul_int8_weights"),
+    "ragged_dot": (ragged, "roles"),
+    "swiglu": (functools.partial(ragged, activation="swiglu"), "gated"),
+    "ragged_dot_transposed": (sums, "roles"),
+    "ragged_dot_fp8": (ragged_fp8, "group_scales"),
+    "ragged_dot_int8_weights": (ragged_int8, "matmul_int8_weights"),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_no_slot_is_given_back_under_a_product(name):
+    fn, operands = KERNELS[name][0]()
+    for block in played(fn, *operands):
+        assert block.fault is None and block.is_whole and block.count("product") > 4
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_mutants_that_wait_for_one_product_less_are_caught(mutant, name):
+    make, module = KERNELS[name]
+    module = importlib.import_module(f"cookbook.gemm.{module}")
+    wait, load = module.plgpu.wgmma_wait, module.plgpu.wgmma_accumulator_load
+    changes = dict(
+        wgmma_wait=lambda n: wait(n + 1), wgmma_accumulator_load=lambda acc, wait_n: load(acc, wait_n=wait_n + 1)
+    )
+    mutant(module, "plgpu", **changes)
+    fn, operands = make()
+    assert any("WGMMA" in str(block.fault) for block in played(fn, *operands))
+
+
+@pytest.mark.parametrize("forgotten", ["commit_smem", "wait_smem_to_gmem"])
+def test_mutants_of_the_stores_are_caught(mutant, forgotten):
+    """A piece stored before it is committed; a slot written again while TMA sends it."""
+    mutant(importlib.import_module("cookbook.gemm.roles"), "plgpu", **{forgotten: lambda *_, **__: None})
+    fn, operands = matmul(store_slots=1)
+    assert all(block.fault for block in played(fn, *operands))
