@@ -14,7 +14,7 @@ from bench import __main__ as bench
 from bench import problems
 from cookbook import _mgpu, lab
 from cookbook.blackwell import cost as blackwell_cost
-from cookbook.lab import results, roofline, timing
+from cookbook.lab import program, results, roofline, timing
 from tests.house.test_house import ROOT
 
 B200, H200 = ("NVIDIA B200", "10.0"), ("NVIDIA H200", "9.0")
