@@ -11,6 +11,8 @@ from .cases import Draw, Op, Values
 from .gemm import HALVES
 
 DIMS = (64, 128, 256)
+SERVED_DIMS = (*DIMS, 80, 96, 192)
+LARGE = (2**31 - 1, 2**31, [2**40, 3])  # Windows that show all, or all on one side.
 # By the dtype that weights are rounded to: the share that a weight may be off by, and the share that a sum of products
 # may be off by. Tensor cores keep fewer bits of sums of 8-bit floats.
 ROUNDING = {"bfloat16": (2.0**-7, 1e-5), "float16": (2.0**-10, 1e-5), "float8_e4m3fn": (2.0**-4, 2.0**-11)}
@@ -68,8 +70,8 @@ def visible(case, queries, keys) -> np.ndarray:
 def draw_options(draw: Draw, *windows) -> dict:
     return dict(
         dtype=draw.choice(*HALVES), scale=draw.choice(None, None, 0.3, 1.0), cap=draw.choice(None, None, 30.0),
-        window=draw.choice(None, None, *windows), lse=draw.sometimes(), values=draw.choice("normal", "normal", "zeros"),
-        sinks=draw.choice(None, None, "normal", "-inf"),
+        window=draw.choice(None, None, *windows, draw.choice(*LARGE)), lse=draw.sometimes(),
+        values=draw.choice("normal", "normal", "zeros"), sinks=draw.choice(None, None, "normal", "-inf"),
     )  # fmt: skip
 
 
@@ -100,7 +102,7 @@ def outputs(case, out):
 
 def draw_attention(draw: Draw) -> dict:
     case = draw_options(draw, 0, 20, [7, 0], [None, 5], [40, None]) | draw_heads(draw) | dict(
-        batch=draw.number(1, 2), q=draw.size(90, zero=0, large=16), kv=draw.size(150, zero=0, large=10),
+        batch=draw.number(1, 2), q=draw.size(90, large=16), kv=draw.size(150, large=10),
         dim=draw.choice(*DIMS, draw.size(256, 8, 0, 1)), is_causal=draw.sometimes(), segments=draw.choice(0, 0, 3),
     )  # fmt: skip
     case["grad"] = case["values"] == "normal" and draw.sometimes(0.15)
@@ -179,9 +181,9 @@ def whole(cu, rows: int) -> np.ndarray:
 
 
 def draw_varlen(draw: Draw) -> dict:
-    q, kv, num_seqs = draw.size(90, zero=0, large=16), draw.size(150, zero=0, large=10), draw.number(1, 4)
+    q, kv, num_seqs = draw.size(90, large=16), draw.size(150, large=10), draw.number(1, 4)
     return draw_options(draw, 0, 20, [7, 0], [None, 5]) | draw_heads(draw) | dict(
-        q=q, kv=kv, dim=draw.choice(*DIMS), is_causal=draw.sometimes(), cu_q=starts(draw, q, num_seqs),
+        q=q, kv=kv, dim=draw.choice(*SERVED_DIMS), is_causal=draw.sometimes(), cu_q=starts(draw, q, num_seqs),
         cu_kv=starts(draw, kv, num_seqs), unowned=draw.choice("normal", "nan"),
     )  # fmt: skip
 
@@ -229,10 +231,12 @@ def draw_pages(draw: Draw) -> dict:
     lens = draw.rng.integers(0, per_seq * size + 1, num_seqs)
     if draw.sometimes(0.2):
         lens[draw.number(0, num_seqs - 1)] = draw.choice(0, -3, per_seq * size + draw.number(1, 500), 2**31 - 1)
+    cache = draw_cache(draw)
     return draw_options(draw, 0, 20, [9, 3]) | draw_heads(draw) | dict(
-        dim=draw.choice(*DIMS), page_size=size, num_pages=num_pages, pages_per_seq=per_seq, kv_lens=lens.tolist(),
-        ids=draw.choice("valid", "valid", "hostile"), unowned=draw.choice("normal", "nan", "nan"), is_causal=True,
-    ) | draw_cache(draw)  # fmt: skip
+        dim=draw.choice(*(DIMS if cache else SERVED_DIMS)), page_size=size, num_pages=num_pages, pages_per_seq=per_seq,
+        kv_lens=lens.tolist(), ids=draw.choice("valid", "valid", "hostile"), unowned=draw.choice("normal", "nan", "nan"),
+        is_causal=True,
+    ) | cache  # fmt: skip
 
 
 def draw_cache(draw: Draw) -> dict:
@@ -312,7 +316,7 @@ def paged_reference(case, q, k_pages, v_pages, block_tables, kv_lens, sinks=None
 
 def draw_ragged(draw: Draw) -> dict:
     case = draw_pages(draw)
-    rows = draw.size(60, zero=0, large=16)
+    rows = draw.size(60, large=16)
     return case | dict(q=rows, cu_q=starts(draw, rows, len(case["kv_lens"])))
 
 
@@ -434,17 +438,24 @@ def rope_reference(
 
 
 def draw_merge(draw: Draw) -> dict:
-    return dict(shape=[draw.size(20), draw.number(1, 4)], dim=draw.number(1, 64), dtype=draw.choice("float32", *HALVES))
+    return dict(
+        shape=[draw.size(20), draw.number(1, 4)], dim=draw.number(1, 64), dtype=draw.choice("float32", *HALVES),
+        of_nothing=draw.choice("0", "nan"),
+    )  # fmt: skip
 
 
 def merge_arrays(case: dict, values: Values) -> dict:
     out = lambda: values((*case["shape"], case["dim"]), case["dtype"])
     lse = lambda: values(case["shape"], "float32", "-inf rows", 10.0)
-    return dict(out_a=out(), lse_a=lse(), out_b=out(), lse_b=lse())
+    given = dict(out_a=out(), lse_a=lse(), out_b=out(), lse_b=lse())
+    for part in "ab":
+        given[f"out_{part}"][np.isneginf(given[f"lse_{part}"])] = float(case["of_nothing"])
+    return given
 
 
 def merge_reference(case, out_a, lse_a, out_b, lse_b):
     lse = np.logaddexp(lse_a, lse_b)
+    out_a, out_b = (np.where(np.isneginf(x)[..., None], 0, out) for out, x in ((out_a, lse_a), (out_b, lse_b)))
     part = lambda x: np.where(np.isneginf(lse), 0, np.exp(x - np.where(np.isneginf(lse), 0, lse)))[..., None]
     size = part(lse_a) * np.abs(out_a) + part(lse_b) * np.abs(out_b)
     return [(part(lse_a) * out_a + part(lse_b) * out_b, 2e-5 * size), (lse, 1e-5)]

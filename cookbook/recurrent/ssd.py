@@ -313,7 +313,8 @@ def run(
     rows = lambda m: m.reshape(batch * length, *m.shape[2:])
     operands = x.reshape(batch * length, heads * split, PIECE), rows(dt), a, rows(b), rows(c), d
     initial = None if initial_state is None else core.as_states(initial_state, heads * split)
-    y, final = _ssd(Options(config, batch, split, scale), operands, initial, cu_seqlens)
+    leaves, tree = jax.tree.flatten((operands, initial, cu_seqlens))
+    y, final = _ssd(Options(config, batch, split, scale), *jax.tree.unflatten(tree, _mgpu.alike(*leaves)))
     y, final = y.reshape(x.shape), final.reshape(num_seqs, heads, size, state_dim)
     return (y, final) if return_final_state else y
 

@@ -166,9 +166,7 @@ def require_order_of(answer, *avals, launches=1, in_flight=None) -> list[list[or
     """Judges a kernel as run_kernel does before it runs it, at a shape that would take too long to run: a ring
     refills no slot where K is short. Returns the kernels, played."""
     played = play_kernel(answer, *avals)
-    require_launches(played, launches)
-    require_order(played)
-    require_rings(played, in_flight)
+    _require_all(played, launches, in_flight, {})
     return played
 
 

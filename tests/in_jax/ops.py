@@ -1,0 +1,266 @@
+"""Every public op, with small operands: what the tests of JAX's transformations and options go through.
+
+Plain data, no test: an entry says how an op is called, not what it computes.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import cookbook
+
+BF16, F32, E4M3, E8M0, INT8 = "bfloat16", "float32", "float8_e4m3fn", "float8_e8m0fnu", "int8"
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """One op and one problem."""
+
+    operands: dict[str, Any]  # By argument, in order: a dtype, a shape and a kind of VALUES; or an array of integers.
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # What the call needs besides.
+    static: tuple[str, ...] = ()  # Options that are compiled into the kernel.
+    gradients: tuple[str, ...] = ()  # Operands in which it is differentiable.
+    empty: tuple[dict[str, int], ...] = ()  # Ways to be empty: by operand, the axis that is 0.
+    axis: str | None = None  # The axis of a mesh over which it works.
+    major: int = 9  # The GPU's compute capability.
+
+    def arrays(self, seed: int = 0) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng(seed)
+        return {name: x if isinstance(x, np.ndarray) else _drawn(rng, *x) for name, x in self.operands.items()}
+
+
+VALUES = {
+    "normal": lambda x: x,
+    "positive": np.abs,
+    "negative": lambda x: -np.abs(x),
+    "share": lambda x: 1 / (1 + np.exp(x)),
+    "unit": lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True),
+}
+
+
+def _drawn(rng, dtype, shape, kind="normal"):
+    if dtype == INT8:
+        return rng.integers(-100, 100, shape).astype(INT8)
+    x = VALUES[kind](rng.standard_normal(shape))
+    return (np.exp2(np.round(x)) if dtype == E8M0 else x).astype(jnp.dtype(dtype))
+
+
+def function(name: str):
+    """`cookbook.<name>`."""
+    return functools.reduce(getattr, name.split("."), cookbook)
+
+
+def prefixes(*lengths: int) -> np.ndarray:
+    return np.cumsum([0, *lengths], dtype=np.int32)
+
+
+PAGES = (BF16, (4, 16, 1, 64))
+TABLES, LENS = np.array([[3, 0], [1, 2]], np.int32), np.array([20, 7], np.int32)
+GROUPS = np.array([5, 0, 11], np.int32)
+LOGITS = ("scale", "logits_soft_cap", "local_window_size", "return_lse")
+PAGED = dict(k_pages=PAGES, v_pages=PAGES, block_tables=TABLES, kv_lens=LENS)
+HEADS = (1, 20, 2, 64)
+
+OPS = {
+    "add": Op(dict(x=(BF16, (3, 40)), y=(BF16, (3, 40))), gradients=("x", "y"), empty=(dict(x=0, y=0),)),
+    "all_gather": Op(dict(x=(F32, (4, 8))), gradients=("x",), empty=(dict(x=0),), axis="d"),
+    "all_gather_matmul": Op(
+        dict(lhs=(BF16, (8, 64)), rhs=(BF16, (64, 16))), gradients=("lhs", "rhs"), empty=(dict(lhs=0),), axis="d"
+    ),
+    "all_to_all": Op(dict(x=(F32, (4, 8))), static=("capacity",), gradients=("x",), empty=(dict(x=0),), axis="d"),
+    "attention": Op(
+        dict(query=(BF16, HEADS), key=(BF16, HEADS), value=(BF16, HEADS)),
+        static=(*LOGITS, "is_causal", "deterministic"),
+        gradients=("query", "key", "value"),
+        empty=(dict(query=0, key=0, value=0), dict(query=1), dict(key=1, value=1)),
+    ),
+    "attention_fp8": Op(
+        dict(q=(E4M3, HEADS), k=(E4M3, HEADS), v=(E4M3, HEADS)),
+        dict(q_descale=0.5, k_descale=2.0, v_descale=1.0),
+        static=(*LOGITS, "is_causal"),
+        empty=(dict(q=0, k=0, v=0), dict(q=1), dict(k=1, v=1)),
+    ),
+    "blackwell.matmul": Op(
+        dict(a=(BF16, (128, 64)), b=(BF16, (64, 64))),
+        static=("transpose_a", "transpose_b"),
+        gradients=("a", "b"),
+        empty=(dict(a=0), dict(b=1)),
+        major=10,
+    ),
+    "blackwell.matmul_mxfp8": Op(
+        dict(a=(E4M3, (128, 128)), a_scales=(E8M0, (128, 4)), b=(E4M3, (128, 128)), b_scales=(E8M0, (128, 4))),
+        empty=(dict(a=0, a_scales=0), dict(b=0, b_scales=0)),
+        major=10,
+    ),
+    "gated_delta_rule": Op(
+        dict(
+            q=(BF16, HEADS),
+            k=(BF16, HEADS, "unit"),
+            v=(BF16, HEADS),
+            g=(F32, HEADS[:3], "negative"),
+            beta=(F32, HEADS[:3], "share"),
+        ),
+        static=("scale", "return_final_state"),
+        gradients=("q", "k", "v", "g", "beta"),
+        empty=(dict(q=0, k=0, v=0, g=0, beta=0), dict(q=1, k=1, v=1, g=1, beta=1)),
+    ),
+    "gated_delta_rule_step": Op(
+        dict(
+            q=(BF16, (2, 2, 64)),
+            k=(BF16, (2, 2, 64), "unit"),
+            v=(BF16, (2, 2, 64)),
+            g=(F32, (2, 2), "negative"),
+            beta=(F32, (2, 2), "share"),
+            state=(F32, (2, 2, 64, 64)),
+        ),
+        static=("scale",),
+        empty=(dict(q=0, k=0, v=0, g=0, beta=0, state=0),),
+    ),
+    "linear_attention": Op(
+        dict(query=(BF16, HEADS), key=(BF16, HEADS), value=(BF16, HEADS)),
+        static=("scale", "return_final_state"),
+        gradients=("query", "key", "value"),
+        empty=(dict(query=0, key=0, value=0), dict(query=1, key=1, value=1)),
+    ),
+    "matmul": Op(
+        dict(a=(BF16, (20, 32)), b=(BF16, (32, 24))),
+        static=("transpose_a", "transpose_b"),
+        gradients=("a", "b"),
+        empty=(dict(a=0), dict(b=1), dict(a=1, b=0)),
+    ),
+    "matmul_blocked": Op(dict(a=(F32, (20, 32)), b=(F32, (32, 24))), empty=(dict(a=0), dict(b=1), dict(a=1, b=0))),
+    "matmul_fp8": Op(
+        dict(a=(E4M3, (20, 32)), b=(E4M3, (32, 16))),
+        static=("transpose_b",),
+        empty=(dict(a=0), dict(b=1), dict(a=1, b=0)),
+    ),
+    "matmul_int8_weights": Op(
+        dict(a=(BF16, (20, 32)), w_q=(INT8, (32, 16)), scales=(F32, (16,))),
+        static=("transpose_w",),
+        empty=(dict(a=0), dict(w_q=1, scales=0), dict(a=1, w_q=0)),
+    ),
+    "matmul_pipelined": Op(
+        dict(a=(BF16, (20, 32)), b=(BF16, (32, 24))),
+        static=("transpose_a", "transpose_b"),
+        empty=(dict(a=0), dict(b=1), dict(a=1, b=0)),
+    ),
+    "matmul_reduce_scatter": Op(
+        dict(lhs=(BF16, (8, 64)), rhs=(BF16, (64, 16))), gradients=("lhs", "rhs"), empty=(dict(lhs=0),), axis="d"
+    ),
+    "matmul_wgmma": Op(
+        dict(a=(BF16, (20, 32)), b=(BF16, (32, 24))),
+        static=("transpose_a", "transpose_b"),
+        empty=(dict(a=0), dict(b=1), dict(a=1, b=0)),
+    ),
+    "merge_attention": Op(
+        dict(out_a=(BF16, (3, 2, 64)), lse_a=(F32, (3, 2)), out_b=(BF16, (3, 2, 64)), lse_b=(F32, (3, 2))),
+        gradients=("out_a", "lse_a", "out_b", "lse_b"),
+        empty=(dict(out_a=0, lse_a=0, out_b=0, lse_b=0),),
+    ),
+    "moe": Op(
+        dict(x=(BF16, (5, 64)), router_logits=(F32, (5, 3)), w_gate_up=(BF16, (3, 64, 32)), w_down=(BF16, (3, 16, 64))),
+        dict(top_k=2),
+        static=("top_k", "renormalize"),
+        gradients=("x", "router_logits", "w_gate_up", "w_down"),
+        empty=(dict(x=0, router_logits=0),),
+    ),
+    "paged_attention": Op(
+        dict(q=(BF16, (2, 2, 64)), **PAGED), static=LOGITS, empty=(dict(q=0, block_tables=0, kv_lens=0),)
+    ),
+    "ragged_dot": Op(
+        dict(lhs=(BF16, (20, 32)), rhs=(BF16, (3, 32, 16)), group_sizes=GROUPS),
+        static=("transpose_rhs",),
+        gradients=("lhs", "rhs"),
+        empty=(dict(lhs=0), dict(rhs=2), dict(lhs=1, rhs=1), dict(rhs=0, group_sizes=0)),
+    ),
+    "ragged_dot_fp8": Op(
+        dict(
+            lhs=(E4M3, (20, 32)),
+            rhs=(E4M3, (3, 32, 16)),
+            scale_lhs=(F32, (20,)),
+            scale_rhs=(F32, (3, 16)),
+            group_sizes=GROUPS,
+        ),
+        static=("transpose_rhs",),
+        empty=(dict(lhs=0, scale_lhs=0), dict(rhs=0, scale_rhs=0, group_sizes=0)),
+    ),
+    "ragged_dot_int8_weights": Op(
+        dict(lhs=(BF16, (20, 32)), rhs=(INT8, (3, 32, 16)), scales=(F32, (3, 16)), group_sizes=GROUPS),
+        static=("transpose_rhs",),
+        empty=(dict(lhs=0), dict(rhs=0, scales=0, group_sizes=0)),
+    ),
+    "ragged_dot_transposed": Op(
+        dict(lhs=(BF16, (20, 32)), rhs=(BF16, (20, 16)), group_sizes=GROUPS),
+        static=("num_groups",),
+        empty=(dict(lhs=0, rhs=0), dict(group_sizes=0)),
+    ),
+    "ragged_paged_attention": Op(
+        dict(q=(BF16, (6, 2, 64)), **PAGED, cu_seqlens_q=prefixes(5, 1)), static=LOGITS, empty=(dict(q=0),)
+    ),
+    "reduce_scatter": Op(dict(x=(F32, (4, 8))), gradients=("x",), empty=(dict(x=0),), axis="d"),
+    "reduce_sum": Op(
+        dict(x=(F32, (3, 40))), dict(axis=-1), static=("axis",), gradients=("x",), empty=(dict(x=0), dict(x=1))
+    ),
+    "rms_norm": Op(
+        dict(x=(BF16, (3, 40)), scale=(F32, (40,))), static=("eps",), gradients=("x", "scale"), empty=(dict(x=0),)
+    ),
+    "rope_write_kv": Op(
+        dict(
+            qkv=(BF16, (5, 3, 64)),
+            cos=(F32, (5, 32)),
+            sin=(F32, (5, 32)),
+            k_pages=PAGES,
+            v_pages=PAGES,
+            slot_mapping=np.array([4, -1, 16, 2, 0], np.int32),
+        ),
+        empty=(dict(qkv=0, cos=0, sin=0, slot_mapping=0),),
+    ),
+    "softmax": Op(dict(x=(F32, (3, 40))), gradients=("x",), empty=(dict(x=0),)),
+    "ssd": Op(
+        dict(
+            x=(BF16, HEADS),
+            dt=(F32, HEADS[:3], "positive"),
+            a=(F32, (2,), "negative"),
+            b=(BF16, (1, 20, 1, 64)),
+            c=(BF16, (1, 20, 1, 64)),
+        ),
+        static=("chunk_size", "return_final_state"),
+        gradients=("x", "dt", "a", "b", "c"),
+        empty=(dict(x=0, dt=0, b=0, c=0), dict(x=1, dt=1, b=1, c=1)),
+    ),
+    "ssd_step": Op(
+        dict(
+            x=(BF16, (2, 2, 64)),
+            dt=(F32, (2, 2), "positive"),
+            a=(F32, (2,), "negative"),
+            b=(BF16, (2, 1, 64)),
+            c=(BF16, (2, 1, 64)),
+            state=(F32, (2, 2, 64, 64)),
+        ),
+        empty=(dict(x=0, dt=0, b=0, c=0, state=0),),
+    ),
+    "varlen_attention": Op(
+        dict(
+            q=(BF16, (20, 2, 64)),
+            k=(BF16, (20, 2, 64)),
+            v=(BF16, (20, 2, 64)),
+            cu_seqlens_q=prefixes(13, 0, 7),
+            cu_seqlens_kv=prefixes(9, 4, 7),
+        ),
+        static=(*LOGITS, "is_causal"),
+        empty=(dict(q=0, k=0, v=0), dict(q=0), dict(k=0, v=0)),
+    ),
+    "write_kv": Op(
+        dict(
+            k_new=(BF16, (5, 1, 64)),
+            v_new=(BF16, (5, 1, 64)),
+            k_pages=PAGES,
+            v_pages=PAGES,
+            slot_mapping=np.array([4, -1, 16, 2, 0], np.int32),
+        ),
+        empty=(dict(k_new=0, v_new=0, slot_mapping=0),),
+    ),
+}

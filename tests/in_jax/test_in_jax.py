@@ -1,0 +1,103 @@
+"""Every op inside JAX: under its global options, in its transformations, on its meshes; and what is refused by name.
+
+Most is traced for an H200 and not run: what a kernel computes is tested with its family.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import cookbook
+from cookbook import _mgpu, lab
+from tests.in_jax.ops import OPS, function
+
+pytestmark = pytest.mark.usefixtures("no_gpu")
+TARGETS = {9: _mgpu.Target("h200", 132), 10: _mgpu.Target("b200", 148)}
+KERNELS = [name for name in OPS if name != "merge_attention"]  # That one is left to XLA.
+DIFFERENTIABLE = [name for name, op in OPS.items() if op.gradients]
+
+
+def call(name: str, **changes):
+    """The op as a function of its operands, by name, for the axis of a mesh that it needs."""
+    op, fn = OPS[name], function(name)
+    axis = [op.axis] if op.axis else []
+    return lambda **operands: fn(*(operands[key] for key in op.operands), *axis, **{**op.options, **changes})
+
+
+def mesh_of(kind: AxisType, devices: int = 2):
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((devices,), ("d",), axis_types=(kind,)))
+
+
+def traced(name: str, fn, operands):
+    """`fn(**operands)`, traced for a GPU: its program, without addresses."""
+    with _mgpu.building_for(TARGETS[OPS[name].major]):
+        program = str(jax.make_jaxpr(lambda operands: fn(**operands))(operands))
+    return re.sub(r"0x[0-9a-f]+|Var\(id=\d+\)", "", program)
+
+
+def with_gradient(name: str, fn):
+    """`fn` and, for an op that has one, its gradient, with the results as cotangents."""
+    names = OPS[name].gradients
+    if not names:
+        return fn
+
+    def both(**operands):
+        rest = {name: x for name, x in operands.items() if name not in names}
+        out, pull = jax.vjp(lambda given: fn(**(operands | given | rest)), {name: operands[name] for name in names})
+        return out, pull(out)
+
+    return both
+
+
+# Options --------------------------------------------------------------------------------------------------------------
+
+
+def shared(name: str):
+    """The op with its gradient on a mesh of two devices: each has half of the first operand, and all of the others."""
+    op = OPS[name]
+    operands = op.arrays()
+    first = next(iter(operands))
+    operands[first] = np.concatenate([operands[first]] * 2)
+    specs = {name: P("d") if name == first else P() for name in operands}
+    # Of an array that varies JAX's kernels take no Ref.
+    fn = jax.shard_map(
+        lambda operands: call(name)(**operands), in_specs=(specs,), out_specs=P("d"),
+        check_vma=name not in ("write_kv", "rope_write_kv", "ssd_step", "gated_delta_rule_step"),
+    )  # fmt: skip
+    return with_gradient(name, lambda **operands: fn(operands)), operands
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_options_of_jax_change_nothing(name):
+    """Nor does a mesh, which is there in both cases. The program with its kernels is the same."""
+    fn, operands = shared(name)
+    with mesh_of(AxisType.Auto):
+        plain = traced(name, fn, operands)
+        with (
+            jax.numpy_dtype_promotion("strict"),
+            jax.numpy_rank_promotion("raise"),
+            jax.default_matmul_precision("highest"),
+            jax.default_prng_impl("unsafe_rbg"),
+        ):
+            assert traced(name, fn, operands) == plain
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if not OPS[name].axis])
+def test_transformations_under_x64(name):
+    """A scan over a batch of calls that are computed again for the gradient."""
+    op = OPS[name]
+    operands = {key: np.stack([x, x]) for key, x in op.arrays().items()}
+    fn = with_gradient(name, lambda **operands: jax.checkpoint(lambda operands: call(name)(**operands))(operands))
+
+    def scanned(**operands):
+        step = lambda count, operands: (count, jax.vmap(lambda operands: fn(**operands))(operands))
+        return jax.lax.scan(step, 0, jax.tree.map(lambda x: x[None], operands))[1]
+
+    with jax.enable_x64(True):
+        assert "mpmd_map" in traced(name, scanned, operands) or name not in KERNELS
