@@ -87,6 +87,10 @@ bench: $(READY)  ## Time the kernels and their peers on this GPU, into results/ 
 record: $(READY)  ## On a GPU: run the notebooks in place and record their outputs and results/ (NB=05 for one)
 	@$(PYTHON) tools/run_notebooks.py --record $(NB) $(ARGS)
 
+.PHONY: stale
+stale: $(READY)  ## Find the recorded figures whose programs have changed since; no GPU is needed
+	@$(PYTHON) tools/stale.py $(ARGS)
+
 .PHONY: figures
 figures: export COOKBOOK_GPU ?= h200
 figures: $(READY)  ## Draw figures/*.svg and the README's numbers again from results/

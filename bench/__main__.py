@@ -7,7 +7,6 @@ each result is compared with the reference first.
 import argparse
 import importlib.util
 import math
-import operator
 import os
 import subprocess
 import sys
@@ -36,7 +35,7 @@ def main() -> int:
     parser.add_argument("--tune", action="store_true", help="first time more configurations of each kernel, on a GPU")
     parser.add_argument("--sample", type=int, metavar="N", help="time N random problems of the op instead")
     parser.add_argument("--seed", type=int, default=1, help="which random problems")
-    parser.add_argument("--stale", action="store_true", help="time only what was recorded of code that has changed")
+    parser.add_argument("--stale", action="store_true", help="time only what tools/stale.py found to have changed")
     args = parser.parse_args()
     os.environ.setdefault("COOKBOOK_RECORD", "1")
     if args.sample:
@@ -89,8 +88,7 @@ def _sample(parser, args) -> int:
 
 
 def _again(cases: list[Case], args) -> int:
-    """Times the problems, named and random ones, that have a stale row, and serving if a value of it is stale; the
-    notebooks' own are `make record`'s."""
+    """Times the problems, named and random ones, that have a stale row; the notebooks' own are `make record`'s."""
     folders = {"h200"}  # With those of an H100 that it has not.
     if lab.on_gpu():
         folders |= {lab.results.this_gpu(), lab.results.host(lab.results.this_gpu(), jax.device_count())}
@@ -107,8 +105,6 @@ def _again(cases: list[Case], args) -> int:
                 print(f"the {len(sizes)} random problems of {op} are not those of --seed {args.seed}: nothing is timed")
                 continue
             print(sample.table(op, sample.run(op, len(sizes), args.seed, args.iterations)))
-    if "serving" in ops and args.op in (None, "serving"):
-        serving.run()
     return _say(verdicts)
 
 
@@ -144,14 +140,6 @@ def _print_dispatch(op: str, calls: int = 1000):
 
     if found := lab.results.value(f"dispatch/{op}", compare):
         print(f"{op}: a call takes the host {found['ours']:.0f} us, an XLA operation {found['xla']:.0f} us")
-
-
-def _function(name: str):
-    """The kernel by this name, such as "softmax" or "blackwell.matmul"; False for other people's."""
-    try:
-        return operator.attrgetter(name)(cookbook)
-    except AttributeError:
-        return False
 
 
 def _measure(*args, **kwargs):
@@ -194,7 +182,7 @@ def _timed(case: Case, iterations: int, tune: bool) -> bool | None:
     rows = {}
     for impl, fn in impls.items():
         call, given = case.applied(fn, inputs) if lab.on_gpu() else (fn, inputs)
-        of = _function(case.op if impl == "cookbook" else impl)
+        of = case.program(impl) if impl in case.ours() else False
         rows[impl] = _measure(call, *given, problem=case.problem, impl=impl, iterations=iterations, flops=case.flops,
                               nbytes=case.nbytes, of=of, gpu=gpu)  # fmt: skip
     ours = rows[case.impl]

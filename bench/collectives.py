@@ -255,9 +255,8 @@ def _measure(case: Collective, mesh, iterations: int) -> dict[str, lab.Measureme
             print(f"{case.problem}, {impl}: wrong by {error:.2g}, and so not timed")
             continue
         del out
-        of = getattr(cookbook, case.op if impl == "cookbook" else impl) if impl in OURS else False
         rows[impl] = lab.measure(fn, *inputs, problem=case.problem, impl=impl, iterations=iterations, flops=case.flops,
-                                 nbytes=case.nbytes, devices=case.n, of=of)  # fmt: skip
+                                 nbytes=case.nbytes, devices=case.n)  # fmt: skip
     return rows
 
 

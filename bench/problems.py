@@ -109,6 +109,18 @@ class Case:
             avals.append(avals.pop(self.in_place))
         return avals
 
+    def ours(self) -> dict:
+        """The implementations of this package, by name."""
+        impls = {self.impl: self.kernel} | self.peers
+        return {impl: fn for impl, fn in impls.items() if impl not in LIBRARIES and impl not in self.parts}
+
+    def program(self, impl: str | None = None):
+        """(function, its arguments): what lowers to the program of a figure, by default of the kernel's own."""
+        fn = self.ours()[impl or self.impl]
+        if self.in_place is None:
+            return fn, self.avals + ([] if self.derive is None else [jax.eval_shape(self.derive, *self.avals)])
+        return (lambda *args: fn(*args[:-1], jax.new_ref(args[-1]))), self.kernel_avals
+
     def inputs(self, seed: int = 0):
         """Random inputs, each its own, and the integers."""
         keys = jax.random.split(jax.random.key(seed), len(self.shapes))

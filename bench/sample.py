@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import cookbook
 from bench import problems
 from cookbook import lab
 
@@ -245,6 +244,12 @@ def recorded(op: str) -> list[Row]:
     return rows
 
 
+def programs(op: str):
+    """(problem, (function, its arguments)) of each recorded problem of `op`, as `problems.Case.program` has them."""
+    for row in recorded(op):
+        yield _name(f"sample_{op}", row.sizes), SAMPLES[op].case(*row.sizes).program()
+
+
 def _compile_ahead(cases):
     """Compiles all programs on many threads; yields each case, in order, with its programs by name.
 
@@ -286,7 +291,7 @@ def _time(topic: str, sizes, case, compiled, iterations: int) -> Row:
     name, ours = _name(topic, sizes), compiled["cookbook"](*args)
     times = {}
     for impl in [impl for impl in compiled if impl not in ("inputs", "error")]:
-        fn, of = compiled[impl], getattr(cookbook, case.op) if impl == "cookbook" else False
+        fn, of = compiled[impl], case.program() if impl == "cookbook" else False
         if not (error := float(compiled["error"](ours, fn(*args)))) < ERROR_MAX:
             raise ValueError(f"{name}: cookbook and {impl} differ by {error:.2g}")
         measured = lab.measure(fn, *args, problem=name, impl=impl, iterations=iterations, flops=case.flops,

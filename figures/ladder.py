@@ -9,7 +9,7 @@ import json
 import pathlib
 
 from cookbook.lab import plot, results, roofline
-from cookbook.lab.source import notebook_hash
+from cookbook.lab.program import notebook_hash
 from figures._draw import save
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -161,7 +161,7 @@ def _after_those_quoted(paths, quoted: dict[pathlib.Path, list[pathlib.Path]]) -
 
 
 def _is_stale(path: pathlib.Path) -> bool:
-    from cookbook.lab.source import notebook_hash  # It takes JAX seconds to be imported.
+    from cookbook.lab.program import notebook_hash  # It takes JAX seconds to be imported.
 
     recorded = nbformat.read(path, as_version=4).metadata.get("recorded", {})
     return recorded.get("source") != notebook_hash(path)
@@ -273,7 +273,7 @@ def _cells(path: pathlib.Path) -> str:
 
 
 def _write_back(executed: pathlib.Path, path: pathlib.Path, machine: dict) -> None:
-    from cookbook.lab.source import notebook_hash  # It takes JAX seconds to be imported.
+    from cookbook.lab.program import notebook_hash  # It takes JAX seconds to be imported.
 
     notebook = nbformat.read(executed, as_version=4)
     notebook.metadata.pop("papermill", None)

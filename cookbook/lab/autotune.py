@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from . import interpreter, results, source, timing
+from . import interpreter, program, results, timing
 
 TOPIC = "configs"  # `results/<gpu>/configs.json`.
 WRONG_ABOVE = 1e-2  # Relative distance from the result of the op's own choice: roundings to 16 bits are 2e-3.
@@ -75,12 +75,13 @@ def autotune(op, *args, configs, iterations: int = 10, refresh: bool = False, gp
             raise RuntimeError(f"nothing was recorded for {op.__name__}, {problem}, and there is no GPU to time it on")
         return _tuning(op.__name__, problem, entry, config_type, recorded=True)
 
-    gpu, code = results.this_gpu(), source.code_of(op)
+    gpu = results.this_gpu()
+    own_choice = program.digest(functools.partial(op, **kwargs), *args, gpu=gpu)
     data = results.load(TOPIC, gpu)
     entry = data.setdefault(op.__name__, {}).setdefault(problem, {})
-    if refresh or any(entry.get(key) != value for key, value in code.items()):
+    if refresh or entry.get("program") != own_choice:
         entry.clear()
-        entry.update(code, trials=[])
+        entry.update(program=own_choice, trials=[])
     known = {json.dumps(trial["config"], sort_keys=True) for trial in entry["trials"]}
     waiting = [c for c in configs if json.dumps(dataclasses.asdict(c), sort_keys=True) not in known]
     call = lambda config: functools.partial(op, config=config, **kwargs)

@@ -1,4 +1,4 @@
-"""Measurements in files: what was measured, where, and of which code.
+"""Measurements in files: what was measured, where, and of which program.
 
 `results/<gpu>/<topic>.json` has `rows[problem][impl]` (the topic is what precedes the problem's first slash) and
 `values[name]`; `results/<gpu>/timelines/<problem>.json.gz` the traces of `lab.timeline`. Nothing else writes there.
@@ -23,14 +23,12 @@ import jax
 import jaxlib
 
 from . import interpreter
-from .source import changed, code_of
 from .toolchain import ToolchainMissing, tool
 from .turns import alone
 
 __all__ = ["measuring", "read", "recording", "rows", "stale", "stale_list", "topics", "value", "write"]
 
 ROOT = pathlib.Path(os.environ.get("COOKBOOK_RESULTS") or pathlib.Path(__file__).parents[2] / "results")
-_codes: dict[tuple[str, str], list[dict]] = {}  # Code by row written here: two cells may time one kernel.
 
 
 def recording() -> bool:
@@ -97,7 +95,7 @@ def write(
     spread: float,
     flops=None,
     nbytes=None,
-    fn=None,
+    program: str | None = None,
     devices: int = 1,
     **provenance,
 ) -> dict:
@@ -108,18 +106,14 @@ def write(
       impl: "cookbook", or a peer's name.
       ms, min_ms, spread: median and least time, and interquartile range over median.
       flops, nbytes: of one call.
-      fn: what was measured, whose code the row keeps the hashes of; None for other people's.
+      program: `lab.program.digest` of what was measured; None for other people's.
       devices: how many GPUs of this host worked together.
       provenance: more of it, e.g. `inputs="random normal"`, `torch="2.11"`.
     """
     row = dict(ms=ms, min_ms=min_ms, spread=spread, flops=flops, nbytes=nbytes)
     row["provenance"] = machine() | dict(inputs="random normal") | provenance
-    row["provenance"] |= (code := code_of(fn))
-    codes = _codes.setdefault((problem, impl), [])
-    if others := [other for other in codes if other != code]:
-        row["provenance"]["also"] = others
-    if code not in codes:
-        codes.append(code)
+    if program is not None:
+        row["provenance"]["program"] = program
     topic, gpu = problem.split("/")[0], host(this_gpu(), devices)
     with alone(), _locked(gpu):
         data = load(topic, gpu)
@@ -141,7 +135,7 @@ def value(name: str, compute, gpu: str = "h200", devices: int = 1):
     result = json.loads(json.dumps(compute()))  # The same types and figures as will be read later.
     if recording():
         folder = host(this_gpu(), devices)
-        provenance = machine() | (dict(gpus=devices) if devices > 1 else {}) | code_of(compute)
+        provenance = machine() | (dict(gpus=devices) if devices > 1 else {})
         with alone(), _locked(folder):
             data = load(topic, folder)
             data.setdefault("values", {})[name] = dict(value=result, provenance=provenance)
@@ -171,21 +165,20 @@ def gpus(provenance: dict) -> str:
     return f"{count} {provenance['gpu']}" if count > 1 else provenance["gpu"]
 
 
-def stale(problem: str, impl: str, fn, gpu: str = "h200") -> bool:
-    """Whether the row was measured of other code than `fn` is now. False where its code was not recorded."""
-    row = read(problem, impl, gpu)
-    return row is not None and changed(row["provenance"], fn)
+def stale(problem: str, impl: str = "cookbook", gpu: str = "h200") -> bool:
+    """Whether the row is of a program that has changed since, as `tools/stale.py` found when it last ran."""
+    return (row := read(problem, impl, gpu)) is not None and row["provenance"].get("stale", False)
 
 
 def stale_list(gpu: str = "h200") -> list[tuple[str, str]]:
-    """(problem, impl) of every row measured of code of this package that has changed since, and (name, "") of every
-    such value."""
-    found = []
-    for topic in topics(gpu):
-        entries = [(p, impl, row) for p, impls in rows(topic, gpu).items() for impl, row in impls.items()]
-        entries += [(name, "", entry) for name, entry in values(topic, gpu).items()]
-        found += [(name, impl) for name, impl, entry in entries if changed(entry["provenance"])]
-    return found
+    """(problem, impl) of every stale row."""
+    return [
+        (problem, impl)
+        for topic in topics(gpu)
+        for problem, impls in rows(topic, gpu).items()
+        for impl, row in impls.items()
+        if row["provenance"].get("stale")
+    ]
 
 
 def read_timeline(problem: str, gpu: str = "h200") -> dict | None:
@@ -193,10 +186,13 @@ def read_timeline(problem: str, gpu: str = "h200") -> dict | None:
     return json.loads(gzip.decompress(found[0].read_bytes())) if found else None
 
 
-def write_timeline(problem: str, data: dict, fn) -> None:
+def write_timeline(problem: str, data: dict, program: str) -> None:
     file = _timeline_path(problem, this_gpu())
     file.parent.mkdir(parents=True, exist_ok=True)
-    data = data | dict(provenance=machine() | code_of(fn))
+    save_timeline(file, data | dict(provenance=machine() | dict(program=program)))
+
+
+def save_timeline(file: pathlib.Path, data: dict) -> None:
     file.write_bytes(gzip.compress(json.dumps(data, sort_keys=True).encode(), mtime=0))  # Same data, same file.
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from .. import _mgpu
-from . import interpreter, plot, results, source
+from . import interpreter, plot, program, results
 from .compiling import name_of
 from .toolchain import GPUS
 from .turns import alone
@@ -52,10 +52,11 @@ def timeline(
     if interpreter.on_gpu():
         trace, title = _record(fn, args, events, blocks), f"{name}, {jax.devices()[0].device_kind}"
         if results.recording():
-            results.write_timeline(problem, trace, fn)
+            results.write_timeline(problem, trace, program.digest(fn, *args, gpu=results.this_gpu()))
     elif (trace := results.read_timeline(problem)) is not None:
         title = f"{name}, {results.where(trace['provenance'])}"
-        if source.changed(trace["provenance"], fn):
+        program.note(problem, "timeline", fn, args, "h200")
+        if trace["provenance"].get("stale"):
             title += "; STALE: the code has changed since"
     else:
         trace, title = {"lanes": []}, f"{name}: no recorded timeline, and no GPU to record one"

@@ -7,7 +7,7 @@ import time
 import jax
 import numpy as np
 
-from . import results
+from . import program, results
 from .turns import alone
 
 _OUTPUT_BYTES_MAX = 2e9  # Outputs alive at once while measuring: other processes may share the GPU.
@@ -71,8 +71,8 @@ def measure(
 
     On a GPU: the sum of CUPTI's times of the kernels of a call, and under COOKBOOK_RECORD=1 the figure is written to
     `results/` for `problem`. Without one, or under COOKBOOK_MEASURE=0, nothing is run: the figure recorded for
-    `problem` and `impl` is returned, marked `recorded`, and `stale` if it was measured of other code than `fn` is now;
-    NaN if there is none.
+    `problem` and `impl` is returned, marked `recorded`, and `stale` if its program has changed since; NaN if there is
+    none.
 
     On a GPU not after `jax.profiler.trace` in the same process: JAX's own use of CUPTI then ends the process ("activity
     records were dropped"). Measure first, or trace in another process.
@@ -83,7 +83,8 @@ def measure(
       impl: whose implementation this is.
       flops, nbytes: floating-point operations and bytes of HBM traffic of one call, for the rates.
       inputs: what `args` hold, for the record.
-      of: the kernel whose code is measured, where `fn` only calls it; False where it is other people's.
+      of: a function and its arguments, whose program identifies the figure in place of that of `fn`, where `fn` holds a
+        Ref; False where `fn` is other people's.
       devices: GPUs of this host that run `fn` together. The time is that of one of them (`least_over_devices`), the
         record's folder that of such hosts, and its provenance has `wall_ms`, the time from call to call. A host with
         fewer GPUs shows the recorded figure.
@@ -91,15 +92,20 @@ def measure(
     """
     if iterations < 1:
         raise ValueError(f"iterations = {iterations} must be at least 1")
-    measured = fn if of is None else of or None
+    timed, given = (fn, args) if of is None else of or (None, ())
+    # A mesh of several GPUs is not to be had elsewhere, and what is compiled can no longer be traced.
+    has_program = timed is not None and devices == 1 and not isinstance(timed, jax.stages.Compiled)
     if fn is None or not results.measuring(gpu, devices):
-        return _recorded(measured, problem, impl, flops, nbytes, results.host(gpu, devices))
+        if has_program:
+            program.note(problem, impl, timed, given, gpu)
+        return _recorded(problem, impl, flops, nbytes, results.host(gpu, devices))
     times = np.array(_kernel_ms(fn, args, iterations, devices))
     low, median, high = (float(x) for x in np.percentile(times, (25, 50, 75)))
     figures = dict(min_ms=float(times.min()), spread=(high - low) / median, flops=flops, nbytes=nbytes)
     how = dict(gpus=devices, wall_ms=wall_ms(fn, args)) if devices > 1 else {}
     if problem and results.recording():
-        results.write(problem, impl, ms=median, fn=measured, inputs=inputs, devices=devices, **figures, **how)
+        stamp = program.digest(timed, *given, gpu=results.this_gpu()) if has_program else None
+        results.write(problem, impl, ms=median, program=stamp, inputs=inputs, devices=devices, **figures, **how)
     return Measurement(problem, impl, median, **figures, provenance=results.machine() | how)
 
 
@@ -172,7 +178,7 @@ def _kernel_ms(fn, args, iterations: int, devices: int = 1) -> list[float]:
     return times[:iterations]
 
 
-def _recorded(fn, problem: str | None, impl: str, flops, nbytes, gpu: str) -> Measurement:
+def _recorded(problem: str | None, impl: str, flops, nbytes, gpu: str) -> Measurement:
     row = results.read(problem, impl, gpu) if problem else None
     if row is None:
         return Measurement(problem, impl, math.nan, flops=flops, nbytes=nbytes)
@@ -185,6 +191,6 @@ def _recorded(fn, problem: str | None, impl: str, flops, nbytes, gpu: str) -> Me
         row["flops"] if flops is None else flops,
         row["nbytes"] if nbytes is None else nbytes,
         recorded=True,
-        stale=results.stale(problem, impl, fn, gpu),
+        stale=row["provenance"].get("stale", False),
         provenance=row["provenance"],
     )

@@ -14,7 +14,7 @@ from bench import __main__ as bench
 from bench import problems
 from cookbook import _mgpu, lab
 from cookbook.blackwell import cost as blackwell_cost
-from cookbook.lab import results, roofline, timing
+from cookbook.lab import program, results, roofline, timing
 from tests.house.test_house import ROOT
 
 B200, H200 = ("NVIDIA B200", "10.0"), ("NVIDIA H200", "9.0")
@@ -79,7 +79,7 @@ def test_figures_go_to_the_folder_of_the_b200_and_are_read_there(b200, monkeypat
     assert results.this_gpu() == "b200" and bench._run(case, 3, tune=False) is True
     row = results.read(case.problem, gpu="b200")
     assert row["ms"] == 0.5 and row["provenance"]["gpu"] == "NVIDIA B200"
-    assert "cookbook.blackwell.matmul.matmul" in row["provenance"]["uses"]
+    assert row["provenance"]["program"] == program.digest(case.kernel, *case.avals, gpu="b200")
     assert results.read(case.problem, "cublas", gpu="b200")["ms"] == 0.5 and results.topics("h200") == []
     monkeypatch.undo()
     monkeypatch.setattr(results, "ROOT", b200)
@@ -161,7 +161,7 @@ def test_a_chapter_measures_its_rungs_on_a_b200(b200, monkeypatch, capsys, stem)
     """Its cells, as `make record` would run them there; the compiler, which needs no B200, is left out."""
     nothing = types.SimpleNamespace(registers=0, spill_bytes=0, smem_bytes=0, ptx="")
     monkeypatch.setattr(lab, "compile_for", lambda *args, **kwargs: nothing)
-    monkeypatch.setattr(results, "code_of", lambda fn: {})  # These cells lie in no notebook that runs.
+    monkeypatch.setattr(program, "digest", lambda *args, **how: "of no kernel")  # No program of 256 rows is wanted.
     monkeypatch.setattr(lab, "show_diff", lambda *_: None)
     monkeypatch.syspath_prepend(str(ROOT / "notebooks"))
     notebook = nbformat.read(ROOT / f"notebooks/{stem}.ipynb", as_version=4)

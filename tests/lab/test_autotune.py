@@ -107,7 +107,7 @@ def test_times_of_other_code_are_taken_anew(op):
     autotune(op, X)
     file = results.path("configs", "h200")
     data = json.loads(file.read_text())
-    data["scale"][module.problem_name(X)]["code"] = "of another day"
+    data["scale"][module.problem_name(X)]["program"] = "of another day"
     file.write_text(json.dumps(data))
     autotune(op, X)
     assert op.timed == 2 * [4, 8, 16]
