@@ -234,8 +234,8 @@ def draw_pages(draw: Draw) -> dict:
     cache = draw_cache(draw)
     return draw_options(draw, 0, 20, [9, 3]) | draw_heads(draw) | dict(
         dim=draw.choice(*(DIMS if cache else SERVED_DIMS)), page_size=size, num_pages=num_pages, pages_per_seq=per_seq,
-        kv_lens=lens.tolist(), ids=draw.choice("valid", "valid", "hostile"), unowned=draw.choice("normal", "nan", "nan"),
-        is_causal=True,
+        kv_lens=lens.tolist(), ids=draw.choice("valid", "valid", "hostile"), is_causal=True,
+        unowned=draw.choice("normal", "nan", "nan"),
     ) | cache  # fmt: skip
 
 
