@@ -49,7 +49,8 @@ def all_gather(x, axis_name, *, config: Config | None = None):
       RuntimeError: there is no GPU and none to compile for.
     """
     x, n = core.require_shards("all_gather", x, axis_name)
-    core.require_gpus("all_gather", n)
+    _mgpu.require_config("all_gather", config, Config)
+    core.require_gpus("all_gather", n, x)
     shape = (n * x.shape[0], *x.shape[1:])
     if n == 1 or x.size == 0:
         return all_gather_reference(x, axis_name)

@@ -23,7 +23,8 @@ SMs do no products: they send this device's shard to all others, in the order in
 A block of lhs is the rows of a cluster's tiles. Whole rows are contiguous, so a piece of them is one copy without a
 descriptor, as `protocol.py` asks for.
 
-Senders are the grid's first blocks, which a GPU starts first, and wait for nobody: what a product waits for comes.
+Senders wait for nobody, and the grid has no more blocks than the GPU has SMs: all run at once, in whatever order they
+start, and what a product waits for comes.
 
 Bound by: the tensor cores of the SMs that multiply, or by NVLink, which carries n - 1 shards each way. Where the tiles
 of all rows of a shard begin at once, they wait for its last block: a few senders may be too slow. The derivative
@@ -176,7 +177,8 @@ def all_gather_matmul(lhs, rhs, axis_name, *, config: Config | None = None):
       RuntimeError: there is no GPU and none to compile for.
     """
     lhs, rhs, n = matmul_core.require_operands("all_gather_matmul", lhs, rhs, axis_name)
-    core.require_gpus("all_gather_matmul", n)
+    _mgpu.require_config("all_gather_matmul", config, Config)
+    core.require_gpus("all_gather_matmul", n, lhs, rhs)
     if n == 1:
         return matmul(lhs, rhs)
     return _product(lhs, rhs, axis_name, config)

@@ -86,12 +86,14 @@ def all_to_all(x, axis_name, *, send_sizes=None, capacity: int | None = None, co
     """
     x, n = core.require_shards("all_to_all", x, axis_name)
     send_sizes, capacity = _require_sizes(x, n, axis_name, send_sizes, capacity)
-    core.require_gpus("all_to_all", n)
+    _mgpu.require_config("all_to_all", config, Config)
+    core.require_gpus("all_to_all", n, x)
     if n == 1 or x.size == 0 or capacity == 0:
         return all_to_all_reference(x, axis_name, send_sizes=send_sizes, capacity=capacity)
     config = config or default_config()
     values = math.prod(x.shape[1:])
     plan = segments.plan(n, x.shape[0], capacity, values, x.dtype, config)
+    _mgpu.require_indices("all_to_all", rows=plan.rows * plan.parts, capacity=plan.capacity * plan.parts)
     rows = _mgpu.pad_to_tiles(x.reshape(-1, values), (1, plan.values))
     if send_sizes is None:
         rows, _ = _mgpu.alike(rows, lax.axis_index(axis_name))

@@ -112,18 +112,20 @@ def vary(x, axis_name):
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def require_gpus(op: str, n: int) -> None:
+def require_gpus(op: str, n: int, *operands) -> None:
     """Raises RuntimeError where the kernel cannot run: without a GPU, and interpreted, unless nothing is to be sent."""
+    if any(x.size == 0 for x in operands):
+        return
     try:
         if not _mgpu.require_target(op).interpreted or n == 1:
             return
-        reason = "JAX's GPU interpreter has no semaphores"
+        reason = f"cookbook.{op}: JAX's GPU interpreter has no semaphores"
     except RuntimeError as error:
         if n == 1:
             raise
         reason = str(error).partition(". ")[0]  # The rest is about the interpreter.
     raise RuntimeError(
-        f"cookbook.{op}: {reason}. Run it on {n} GPUs of a host. To compile it without any, say `from cookbook import "
+        f"{reason}. Run it on {n} GPUs of a host. To compile it without any, say `from cookbook import "
         f'lab` and `lab.compile_for("h200", fn, ..., devices={n})`, where fn calls it inside jax.shard_map'
     )
 

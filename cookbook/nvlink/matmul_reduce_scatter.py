@@ -8,7 +8,8 @@ on a mesh of one axis or several. Rows of lhs and rhs must be multiples of 16 by
 Each device computes its part of the sums of all owners, its own tiles last. It rounds the parts of others to the
 operands' dtype, as `jax.lax.psum_scatter` gets them, and stores them into the owner's buffer. The owner adds them in
 float32 to its own, which is not rounded before: first the part of the next device, then of the one after it, and so on.
-So runs are equal to the bit.
+The sum is rounded at the end. So each run gives the same bits. But the order depends on the owner, and all parts but
+its own are rounded twice: `reduce_scatter` of the products gives other bits.
 
 | warpgroup | does |
 |---|---|
@@ -163,7 +164,8 @@ def matmul_reduce_scatter(lhs, rhs, axis_name, *, config: Config | None = None):
             f"cookbook.matmul_reduce_scatter: {lhs.shape=}; its rows must be a multiple of the {n} devices on "
             f"{axis_name=}: pad them to {-(-lhs.shape[0] // n) * n} (jnp.pad)"
         )
-    core.require_gpus("matmul_reduce_scatter", n)
+    _mgpu.require_config("matmul_reduce_scatter", config, Config)
+    core.require_gpus("matmul_reduce_scatter", n, lhs, rhs)
     if n == 1:
         return matmul(lhs, rhs)
     return _product(lhs, rhs, axis_name, config)

@@ -71,7 +71,8 @@ def reduce_scatter(x, axis_name, *, config: Config | None = None):
             f"cookbook.reduce_scatter: {x.shape=}; the leading axis must be a multiple of the {n} devices on "
             f"{axis_name=}: pad it to {-(-x.shape[0] // n) * n} (jnp.pad)"
         )
-    core.require_gpus("reduce_scatter", n)
+    _mgpu.require_config("reduce_scatter", config, Config)
+    core.require_gpus("reduce_scatter", n, x)
     if n == 1 or x.size == 0:
         return reduce_scatter_reference(x, axis_name)
     out = scatter(core.as_matrices(x, n), axis_name, config or default_config())

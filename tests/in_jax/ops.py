@@ -22,6 +22,7 @@ class Op:
     operands: dict[str, Any]  # By argument, in order: a dtype, a shape and a kind of VALUES; or an array of integers.
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # What the call needs besides.
     static: tuple[str, ...] = ()  # Options that are compiled into the kernel.
+    optional: tuple[str, ...] = ()  # Operands that may be None.
     gradients: tuple[str, ...] = ()  # Operands in which it is differentiable.
     empty: tuple[dict[str, int], ...] = ()  # Ways to be empty: by operand, the axis that is 0.
     axis: str | None = None  # The axis of a mesh over which it works.
@@ -70,7 +71,7 @@ OPS = {
     "all_gather_matmul": Op(
         dict(lhs=(BF16, (8, 64)), rhs=(BF16, (64, 16))), gradients=("lhs", "rhs"), empty=(dict(lhs=0),), axis="d"
     ),
-    "all_to_all": Op(dict(x=(F32, (4, 8))), static=("capacity",), gradients=("x",), empty=(dict(x=0),), axis="d"),
+    "all_to_all": Op(dict(x=(F32, (4, 8))), gradients=("x",), empty=(dict(x=0),), axis="d"),
     "attention": Op(
         dict(query=(BF16, HEADS), key=(BF16, HEADS), value=(BF16, HEADS)),
         static=(*LOGITS, "is_causal", "deterministic"),
@@ -205,7 +206,11 @@ OPS = {
         dict(x=(F32, (3, 40))), dict(axis=-1), static=("axis",), gradients=("x",), empty=(dict(x=0), dict(x=1))
     ),
     "rms_norm": Op(
-        dict(x=(BF16, (3, 40)), scale=(F32, (40,))), static=("eps",), gradients=("x", "scale"), empty=(dict(x=0),)
+        dict(x=(BF16, (3, 40)), scale=(F32, (40,))),
+        static=("eps",),
+        optional=("scale",),
+        gradients=("x", "scale"),
+        empty=(dict(x=0),),
     ),
     "rope_write_kv": Op(
         dict(

@@ -3,18 +3,16 @@
 Most is traced for an H200 and not run: what a kernel computes is tested with its family.
 """
 
-import functools
+import contextlib
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-import cookbook
-from cookbook import _mgpu, lab
+from cookbook import _mgpu
 from tests.in_jax.ops import OPS, function
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
@@ -101,3 +99,86 @@ def test_transformations_under_x64(name):
 
     with jax.enable_x64(True):
         assert "mpmd_map" in traced(name, scanned, operands) or name not in KERNELS
+
+
+# What is refused, by name and before anything is launched -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if not OPS[name].axis])
+def test_operands_over_an_explicit_axis(name):
+    mesh = jax.sharding.AbstractMesh((1,), ("d",), axis_types=(AxisType.Explicit,))
+    sharding = jax.NamedSharding(mesh, P("d"))
+    operands = OPS[name].arrays()
+    with jax.sharding.use_abstract_mesh(mesh):
+        for key, x in operands.items():
+            given = operands | {key: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)}
+            said = f"^cookbook.{name}: {key} is sharded over 'd': call it inside jax.shard_map"
+            with pytest.raises(ValueError, match=said):
+                jax.eval_shape(lambda given: call(name)(**given), given)
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if not OPS[name].axis])
+def test_operands_that_are_no_arrays(name):
+    operands = OPS[name].arrays()
+    for key in operands:
+        for nothing in ("x", [[1.0], [1.0, 2.0]], *[None] * (key not in OPS[name].optional)):
+            said = rf"^cookbook.{name}: {key}=.*; must be an array .*: pass"
+            with pytest.raises(ValueError, match=said):
+                call(name)(**operands | {key: nothing})
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if hasattr(function(name), "Config")])
+def test_configs_of_another_kind(name):
+    for config in (4, {}, object):
+        with pytest.raises(ValueError, match=f"cookbook.{name}: config=.*; must be a cookbook.{name}.Config: pass"):
+            evaluated(name, OPS[name].arrays(), config=config)
+
+
+@pytest.mark.parametrize("name, option", [(name, option) for name in OPS for option in OPS[name].static])
+def test_traced_options(name, option):
+    with pytest.raises(ValueError, match=f"^cookbook.{name}: {option} is traced, but.*static_argnames of jax.jit"):
+        jax.eval_shape(lambda value: call(name, **{option: value})(**OPS[name].arrays()), 1)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_without_a_gpu(name, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    with pytest.raises(RuntimeError, match=rf"^cookbook.{name} .*JAX sees no GPU.*`from cookbook import lab`"):
+        evaluated(name, OPS[name].arrays())
+
+
+def evaluated(name: str, operands, **changes):
+    """The shapes of the results; on a mesh of two devices for an op that needs one."""
+    fn = lambda operands: call(name, **changes)(**operands)
+    with mesh_of(AxisType.Auto) if OPS[name].axis else contextlib.nullcontext():
+        if OPS[name].axis:
+            operands = {key: np.concatenate([x] * 2) for key, x in operands.items()}
+            fn = jax.shard_map(fn, in_specs=P("d"), out_specs=P("d"), check_vma=False)
+        return jax.eval_shape(fn, operands)
+
+
+# Empty in, empty out --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, axes",
+    [(name, axes) for name in OPS for axes in OPS[name].empty],
+    ids=lambda x: x if isinstance(x, str) else "-".join(f"{k}{v}" for k, v in x.items()),
+)
+def test_empty_operands(name, axes, monkeypatch):
+    """Without a GPU: nothing is launched. Results, and gradients, are empty, or zeros, or operands as they were; lse
+    is -inf."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    operands = OPS[name].arrays()
+    for key, axis in axes.items():
+        operands[key] = np.delete(operands[key], slice(None), axis)
+    with mesh_of(AxisType.Auto) if OPS[name].axis else contextlib.nullcontext():
+        fn = with_gradient(name, call(name))
+        if OPS[name].axis:
+            fn = jax.shard_map(lambda operands, fn=fn: fn(**operands), in_specs=P(), out_specs=P(), check_vma=False)
+            jax.eval_shape(fn, operands)
+            return
+        out = jax.jit(lambda operands: fn(**operands))(operands)
+    for x in jax.tree.leaves(out):
+        same = any(np.array_equal(x, y) for y in operands.values())
+        assert same or (np.float32(x) == 0).all() or (np.float32(x) == -np.inf).all()
