@@ -17,13 +17,10 @@ dq is a step late, so that the other warpgroup's dsᵀ is there already. dsᵀ n
 step i. The barrier `shared[slot]` has an arrival of each compute warpgroup: its dsᵀ is in the slot, and it has read
 what is in the other slot.
 
-Bound by: the tensor cores, and shared memory, which has about as much to do. Clocks of an SM for a step, with heads of
-128 (and 64 queries), and of 64 (and 128 queries):
-
-    tensor cores     2560   2560   five products, 2048 multiply-adds a clock
-    shared memory    2944   2816   128 bytes a clock: operands of s and dp 1024 or 768, of dq 512, of dv and dk, with A
-                                   in registers, 512; q and do 256; dsᵀ 128 or 256; dq into and out of it 512
-    exponentials      512   1024   16 a clock
+Bound by: the tensor cores, with 2560 clocks of an SM for a step: five products at 2048 multiply-adds a clock. A step has
+64 queries with heads of 128, and 128 with heads of 64. Its exponentials take 512 and 1024 clocks, 16 a clock. Chapter
+12 counts shared memory too, as if each product read its operands from it at 128 bytes a clock: 2944 and 2816 clocks.
+Chapter 7 measures products that are faster than such a count allows, so it is not a bound.
 
 In the L2 cache a step loads 32 KB and adds 32 KB.
 """

@@ -265,6 +265,9 @@ def write_kv(
     config = _mgpu.require_config("write_kv", config, Config)
     k_new, v_new, slot_mapping = checks.arrays("write_kv", k_new=k_new, v_new=v_new, slot_mapping=slot_mapping)
     by_ref = isinstance(k_pages, jax.Ref) or isinstance(v_pages, jax.Ref)
+    for name, pages in dict(k_pages=k_pages, v_pages=v_pages).items():
+        if isinstance(pages, jax.Ref):
+            _mgpu.require_local("write_kv", name, pages)
     if not by_ref:
         k_pages, v_pages = checks.arrays("write_kv", k_pages=k_pages, v_pages=v_pages)
     _check(k_new, v_new, k_pages, v_pages, slot_mapping)
