@@ -1,6 +1,8 @@
 """`fuse` and `add`: lengths around the warpgroup (128) and the tile (1024), where tails and padding change."""
 
 import dataclasses
+import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from cookbook import add, elementwise, fuse, lab
 from tests.arrays import array
+from tests.lowering import lowered
 
 LENGTHS = (1, 5, 127, 128, 129, 1000, 1024, 1025, 3001)
 
@@ -219,8 +222,47 @@ def test_what_a_function_holds():
 def test_array_likes():
     np.testing.assert_array_equal(lab.run(lambda: add(np.float32([1, 2]), jnp.array([3.0, 4.0]))), [4.0, 6.0])
     assert lab.run(lambda: add(1.0, 2)) == 3.0
-    with pytest.raises(ValueError, match="cookbook.add: argument 1=.*must be an array"):
+    with pytest.raises(ValueError, match="cookbook.add: y=.*must be an array"):
         add(jnp.ones(3), "three")
+
+
+def test_keywords_are_arguments():
+    x = normal(0, 300)
+    np.testing.assert_array_equal(lab.run(lambda: fuse(lambda x, y: x - y)(x, y=2 * x)), -x)
+
+
+@pytest.mark.parametrize(
+    "fn, message",
+    [
+        (lambda: add(None, jnp.ones(3)), "cookbook.add: x=None; must be an array"),
+        (lambda: add(jnp.ones(3), jnp.ones(3), config=4), "config=4; must be a cookbook.add.Config"),
+        (lambda: fuse(jnp.tanh, config=dict(tile=128)), "must be a cookbook.fuse.Config"),
+        (lambda: fuse(3), "cookbook.fuse: fn=3; must be a function"),
+    ],
+)
+def test_errors_name_the_argument(fn, message):
+    with pytest.raises(ValueError, match=message):
+        fn()
+
+
+@pytest.mark.parametrize("shape", [(2**31 + 2**20,), (2**21 + 1, 2**12 + 1)], ids=str)
+def test_offsets_beyond_32_bits(shape):
+    """No product of 32 bits becomes an address, in whole tiles and after them."""
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    assert not re.findall(r"(?:mul\.wide|cvt\.s64)\.s32.*", lab.compile_for("h200", add, x, x).ptx)
+
+
+def test_lengths_lower():
+    """Every length up to 2,100 and some beyond, of arrays of each width: each kind of tile and of tail once."""
+    rng, seen = np.random.default_rng(0), set()
+    dtypes = [jnp.dtype(name) for name in ("int8", "bfloat16", "float32")]
+    for n in [*range(1, 2101), *map(int, 2 ** rng.uniform(11, 31, 300))]:
+        for pair in itertools.product(dtypes, dtypes):
+            tile = elementwise.default_config(n, max(dtype.itemsize for dtype in pair)).tile
+            kind = pair, tile, n < tile, n % tile > 0
+            if kind not in seen:
+                seen.add(kind)
+                lowered(lambda x, y: add(x, y, activation="relu"), *(jax.ShapeDtypeStruct((n,), t) for t in pair))
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,26 @@ def test_rms_norm_of_a_sum(dtype, out_dtype):
     assert dx.shape == x.shape
 
 
+@pytest.mark.parametrize(
+    # Beyond float16 at either end; copied ahead; of a residual of float16.
+    "shape, dtype, residual_dtype, size, scale",
+    [((37, 256), F16, None, 64.0, 2.0**17), ((5, 4096), F16, None, 2.0**-12, 2.0**-24),
+     ((37, 300), F32, F16, 1.0, 1e6)],
+    ids=str,
+)  # fmt: skip
+def test_a_cotangent_is_not_rounded_to_float16(shape, dtype, residual_dtype, size, scale):
+    """As under a loss scale: results are float32, and gradients of float16 inside its range."""
+    x, weight, dy = normal(0, shape, dtype, size), normal(1, shape[-1:]), normal(2, shape, F32, scale)
+    options = dict(eps=1e-12, residual=None if residual_dtype is None else normal(3, shape, residual_dtype))
+    fn = lambda x, weight: rms_norm(x, weight, out_dtype=F32, **options)
+    first = lambda out: out if residual_dtype is None else out[0]
+    got = lab.run(lambda *args: jax.vjp(lambda *args: first(fn(*args)), *args)[1](dy), x, weight)
+    wanted = jax.vjp(lambda *args: first(rms_norm_reference(*args, **options)), x.astype(F32), weight)[1](dy)
+    for ours, theirs in zip(got, wanted, strict=True):
+        error = jnp.linalg.norm((ours.astype(F32) - theirs).ravel()) / jnp.linalg.norm(theirs.ravel())
+        assert error < (1e-3 if ours.dtype == F16 or residual_dtype == F16 else 1e-5)
+
+
 def test_softmax_gradient_is_that_of_jax():
     """And not just that of the formula above."""
     x, dy = normal(0, (9, 300)), normal(1, (9, 300))

@@ -19,7 +19,9 @@ from cookbook.rows.rms_norm import rms_norm_reference
 from cookbook.rows.softmax import softmax_reference
 from tests.arrays import array
 
-reduce_sum_module = importlib.import_module("cookbook.rows.reduce_sum")
+reduce_sum_module, softmax_module = (
+    importlib.import_module(f"cookbook.rows.{name}") for name in ("reduce_sum", "softmax")
+)
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 # The first of each is compiled too; the other shapes are of kernels that compile for one of these.
 CASES = [
@@ -212,6 +214,24 @@ def test_softmax_of_special_rows(cols):
     np.testing.assert_allclose(out, wanted, rtol=2e-5, atol=1e-7)
 
 
+def softmax_of_a_late_row():
+    """Softmax of a row that begins with a group of registers of -inf alone."""
+    plan = core.plan_rows(1, 17000, 4, None, softmax_module.REGISTER_VALUES)
+    assert plan.num_groups > 1
+    x = np.random.default_rng(0).normal(size=(1, plan.cols)).astype(np.float32)
+    x[0, : plan.group * plan.shape[0]] = -np.inf
+    return lab.run(softmax, x), jax.nn.softmax(x, axis=-1)
+
+
+def test_softmax_of_a_row_that_begins_with_a_group_of_minus_infinity():
+    np.testing.assert_allclose(*softmax_of_a_late_row(), rtol=2e-5, atol=1e-9)
+
+
+def test_mutant_without_the_guard_of_such_groups(mutant):
+    mutant(softmax_module, "jnp", maximum=lambda a, b: a if isinstance(b, float) else jnp.maximum(a, b))
+    assert np.isnan(softmax_of_a_late_row()[0]).any()
+
+
 @pytest.mark.parametrize("cols", [8, 4096])
 def test_huge_and_tiny_rows(cols):
     """Squares that overflow, and a row of zeros, which `eps` alone keeps finite."""
@@ -282,6 +302,20 @@ def test_empty():
     np.testing.assert_array_equal(reduce_sum(jnp.zeros((0, 4)), 0), jnp.zeros(4))
 
 
+def test_names_of_other_libraries():
+    x = normal(0, (5, 40), BF16)
+    ones = np.ones(40, np.float32)
+    fns = [
+        (lambda x: softmax(x, axis=-1), softmax),
+        (lambda x: softmax(x, 1), softmax),
+        (lambda x: rms_norm(x, epsilon=1e-2), lambda x: rms_norm(x, ones, eps=1e-2)),
+        (lambda x: rms_norm(x, ones, residual=np.asarray(x, np.float32).tolist())[1], lambda x: 2 * x),
+        (lambda x: rms_norm(x, ones, out_dtype="float32"), lambda x: rms_norm(x, ones, out_dtype=F32)),
+    ]
+    for got, wanted in lab.run(lambda x: [(ours(x), theirs(x)) for ours, theirs in fns], x):
+        np.testing.assert_array_equal(got, wanted)
+
+
 def configured(op, cols: int, block_rows: int, *args):
     return lab.run(functools.partial(op, config=core.Config(block_rows)), jnp.ones((64, cols), jnp.bfloat16), *args)
 
@@ -298,10 +332,21 @@ def configured(op, cols: int, block_rows: int, *args):
         (lambda: rms_norm(jnp.ones((3, 4)), jnp.ones(4), out_dtype=jnp.int8), "out_dtype"),
         (lambda: reduce_sum(jnp.ones((3, 4, 5)), 1), "axis=1"),
         (lambda: core.Config(block_rows=6), "block_rows=6"),
-        (lambda: configured(softmax, 23, 4), "block_rows=4: for rows of 23 it must be a multiple of 16"),
-        (lambda: configured(rms_norm, 23, 1, jnp.ones(23)), "block_rows=1: rows of 23 are shorter than 128"),
-        (lambda: configured(reduce_sum, 23, 4, -1), "block_rows=4"),
-        (lambda: configured(softmax, 200, 96), "block_rows=96: there are 64 rows"),
+        (lambda: configured(softmax, 23, 4), "block_rows=4; must be a multiple of 16 for rows of 23 values: pass 16"),
+        (lambda: configured(rms_norm, 23, 1, jnp.ones(23)), "block_rows=1; 1 is for rows of 128 .*these have 23: pass"),
+        (lambda: configured(reduce_sum, 23, 4, -1), "cookbook.reduce_sum: config.block_rows=4"),
+        (lambda: configured(softmax, 200, 96), "cookbook.softmax: config.block_rows=96; must be at most 64 for 64"),
+        (lambda: softmax(jnp.ones((8, 40)), config=core.Config(64)), "block_rows=64; must be at most 16 for 8 rows"),
+        (lambda: softmax(jnp.ones((8, 40)), config=4), "config=4; must be a cookbook.softmax.Config"),
+        (lambda: rms_norm(jnp.ones((8, 40)), config=dict(block_rows=4)), "must be a cookbook.rms_norm.Config"),
+        (lambda: reduce_sum(jnp.ones((8, 40)), 0, config=core.Config(8)), "must be None for axis=0: leave it out"),
+        (lambda: softmax(jnp.ones((8, 40)), axis=0), r"axis=0 of 2; must be -1: move the axis \(jnp.moveaxis\)"),
+        (lambda: softmax(jnp.ones((8, 40)), axis=(0, 1)), r"axis=\(0, 1\); must be one int"),
+        (lambda: rms_norm(jnp.ones((8, 40)), residual=[1.0, 2.0]), r"residual.shape=\(2,\); must be \(8, 40\)"),
+        (lambda: rms_norm(jnp.ones((8, 40)), residual=[[1.0], [1.0, 2.0]]), "residual=.*lists of equal lengths"),
+        (lambda: rms_norm(jnp.ones((8, 40)), eps=-1), "eps=-1.0; must be 0 or more"),
+        (lambda: rms_norm(jnp.ones((8, 40)), epsilon="small"), "eps='small'"),
+        (lambda: jax.eval_shape(softmax, jax.ShapeDtypeStruct((2**31, 2), BF16)), "rows=2147483648; must be below"),
     ],
 )
 def test_errors_name_the_rule(fn, message):
@@ -338,7 +383,7 @@ def test_mutant_that_leaves_the_last_rows(name, mutant, monkeypatch):
 
 
 def test_mutant_without_the_rescale_of_online_softmax(mutant, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("cookbook.rows.softmax"), "_merge", lambda a, b: (b[0], a[1] + b[1]))
+    monkeypatch.setattr(softmax_module, "_merge", lambda a, b: (b[0], a[1] + b[1]))
     with pytest.raises(lab.CheckError, match="error"):
         lab.check(softmax, softmax_reference, normal(0, (2, 16411), scale=3), gpu=None)
 
