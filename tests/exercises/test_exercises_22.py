@@ -137,7 +137,7 @@ def test_another_right_rotation_is_accepted():
         ("a, b = a * c - b * s, b * c + a * s", "pass", "nothing is turned"),
         ("a, b = a * c - b * s, b * c + a * s", "a, b = a * c, b * c", "element"),
         ("read(sin_gmem.at[tokens])", "read(sin_gmem.at[pl.ds(0, 64)])", "heads of 64: element (64,"),
-        ("plgpu.commit_smem()  #", "#", "there is a race"),
+        ("plgpu.commit_smem()  #", "#", "commit what you have stored"),
         ("plgpu.wait_smem_to_gmem(0)", "pass", "wait for all of them"),
         ("for part in range(2):", "for part in range(1):", "were never written"),
         ("read(of_head.at[:, pl.ds(half, half)])", "read(of_head.at[:, pl.ds(half, 8)])", "cannot be compiled"),
