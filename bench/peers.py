@@ -9,6 +9,6 @@ def imports(name: str) -> bool:
     """Whether a module can be imported. One that is installed and fails at that counts as missing."""
     try:
         importlib.import_module(name)
-    except Exception:  # Of any kind: a module or a shared library that it needs may be missing, or be another version.
+    except Exception:  # A module or a shared library that it needs may be missing, or be of another version.
         return False
     return True

@@ -28,7 +28,7 @@ EXPERT_NAMES = {
     "qwen3_moe": ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
 }
 INDEX = "model.safetensors.index.json"
-# What older versions of transformers wrote of rotary frequencies, which follow from the config.
+# Buffers that older versions of transformers wrote: rotary frequencies, which follow from the config.
 ROTARY_BUFFER = re.compile(r"\brotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$")
 
 

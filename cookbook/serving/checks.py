@@ -1,4 +1,4 @@
-"""What an engine refuses before it takes a request: sizes that its kernels would refuse at every step."""
+"""Sizes that an engine refuses before it takes a request, because its kernels would refuse them at every step."""
 
 import contextlib
 import functools
