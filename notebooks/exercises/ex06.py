@@ -66,7 +66,8 @@ def check_gated(answer) -> str:
     a, gate, up = (
         normal(seed, shape, jnp.bfloat16) for seed, shape in ((1, (128, 192)), (2, (192, 128)), (3, (192, 128)))
     )
-    played = require_order_of(answer, *(jax.ShapeDtypeStruct((LONG, LONG), jnp.bfloat16),) * 3)
+    shapes = (128, LONG), (LONG, 128), (LONG, 128)
+    played = require_order_of(answer, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
     out = np.asarray(run_kernel(answer, a, gate, up), np.float64)
     a, gate, up = (np.asarray(x, np.float64) for x in (a, gate, up))
     by_gate, by_up = a @ gate, a @ up
@@ -100,7 +101,7 @@ def _require_one_pass(played):
 @checker
 def check_transposed_a(answer) -> str:
     """Exercise 4: `answer(a, b)` is a.T @ b, for a stored as (K, M)."""
-    require_order_of(answer, *(jax.ShapeDtypeStruct((LONG, LONG), jnp.bfloat16),) * 2)
+    require_order_of(answer, *(jax.ShapeDtypeStruct((LONG, 128), jnp.bfloat16),) * 2)
     for k, m, n in ((128, 128, 128), (192, 256, 128)):
         a, b = normal(4, (k, m), jnp.bfloat16), normal(5, (k, n), jnp.bfloat16)
         out = run_kernel(answer, a, b, as_it_lies=True)

@@ -11,6 +11,7 @@ from exercises.judge import NotYet, checker
 
 import cookbook
 
+LAST_TURN = "is the last turn drained?"
 WG_ROWS = 64  # Queries of a compute warpgroup.
 TURNS = [  # Steps of a tile, and how many of them each warpgroup computes.
     (1, (1, 1)),
@@ -44,7 +45,7 @@ def _judge_attention(answer, in_turns: bool = False) -> str:
         out, lse = judge.run_kernel(answer, q, k, v)
     except NotYet as problem:
         if "only observed barrier" in str(problem):
-            raise NotYet("a barrier has a completion that nobody waits for: is the last turn drained?") from None
+            raise NotYet(f"a barrier has a completion that nobody waits for: {LAST_TURN}") from None
         raise
     if np.isnan(np.asarray(out)).any():
         raise NotYet("out has a NaN: do m_i, l_i and acc change in each step?")
@@ -55,7 +56,9 @@ def _judge_attention(answer, in_turns: bool = False) -> str:
     exact_out = p / p.sum(axis=1, keepdims=True) @ np.asarray(v, np.float64)[0, :, 0]
     judge.require_close(out, exact_out[None, :, None], 0.02, "out")
     if in_turns:
-        judge.require_turns(judge.play_kernel(answer, q, k, v), products=2)
+        played = judge.play_kernel(answer, q, k, v)
+        judge.require_drained(played, LAST_TURN)
+        judge.require_turns(played, products=2)
     large = jax.ShapeDtypeStruct((4, 4096, 16, 128), jnp.bfloat16)
     return judge.speed(answer, cookbook.attention, large, large, large)
 

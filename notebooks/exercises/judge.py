@@ -128,6 +128,22 @@ def run_kernel(
     Raises NotYet if it launches no kernel, if a GPU's compiler would refuse it, if it races, fails or never ends, and
     for what the checks below do.
     """
+    jaxpr = _compilable(answer, args, as_it_lies)
+    checks = functools.partial(_require_all, order.play(jaxpr, args), launches, in_flight, copies or {})
+    if not report_first:
+        checks()
+    with stand_ins():
+        out, races = _interpreted(answer, args)
+    if races:
+        raise NotYet(f"there is a race: {races[0]}. On a GPU the result may differ from run to run.")
+    if report_first:
+        checks()
+    return out
+
+
+def _compilable(answer, args, as_it_lies: bool = False):
+    """The traced program of `answer(*args)`. Raises NotYet if it launches no kernel, if a GPU's compiler would refuse
+    it, or if XLA computes something outside of it."""
     try:
         with _mgpu.building_for(NONE_OF_THE_PACKAGE):
             traced = jax.jit(lambda *args: answer(*args)).trace(*args)
@@ -142,16 +158,7 @@ def run_kernel(
         raise NotYet("the answer must be a kernel: call plgpu.kernel")
     if outside := _computed_outside(traced.jaxpr.jaxpr, frozenset() if as_it_lies else MOVES):
         raise NotYet(f"{outside} is computed outside of the kernel, by XLA: the kernel must do all of the work")
-    checks = functools.partial(_require_all, order.play(traced.jaxpr, args), launches, in_flight, copies or {})
-    if not report_first:
-        checks()
-    with stand_ins():
-        out, races = _interpreted(answer, args)
-    if races:
-        raise NotYet(f"there is a race: {races[0]}. On a GPU the result may differ from run to run.")
-    if report_first:
-        checks()
-    return out
+    return traced.jaxpr
 
 
 def _require_all(played, launches, in_flight, copies) -> None:
@@ -165,7 +172,7 @@ def _require_all(played, launches, in_flight, copies) -> None:
 def require_order_of(answer, *avals, launches=1, in_flight=None) -> list[list[order.Block]]:
     """Judges a kernel as run_kernel does before it runs it, at a shape that would take too long to run: a ring
     refills no slot where K is short. Returns the kernels, played."""
-    played = play_kernel(answer, *avals)
+    played = order.play(_compilable(answer, avals), avals)
     _require_all(played, launches, in_flight, {})
     return played
 
@@ -202,7 +209,7 @@ def require_order(played) -> None:
 def require_rings(played, in_flight: int | None = None) -> None:
     """Raises NotYet if an array with slots is used as if it had fewer: copies are waited for one by one. With
     `in_flight`, also if no array in shared memory has so many slots loaded or worked on at once."""
-    for block in _blocks(played):
+    for block in filter(lambda block: block.is_whole, _blocks(played)):
         for ring in block.rings:
             slots = len(ring.slots)
             if ring.is_idle or (ring.most >= slots and ring.later > 1):
@@ -219,6 +226,13 @@ def require_rings(played, in_flight: int | None = None) -> None:
                 "this is no ring: nothing is loaded while a step is computed. Have "
                 f"{in_flight} slots in use at once: start the copy of a later step before you wait for this one's"
             )
+
+
+def require_drained(played, remedy: str) -> None:
+    """Raises NotYet with `remedy` if a barrier completes more often than any warpgroup waits for it. Some versions of
+    the interpreter find that, others do not."""
+    if any(block.is_left_over for block in _blocks(played)):
+        raise NotYet(f"a barrier has a completion that nobody waits for: {remedy}")
 
 
 def require_copies(played, kind: str, most: int) -> None:

@@ -41,6 +41,7 @@ class Block:
     rings: list[Ring] = dataclasses.field(default_factory=list)
     fault: str | None = None  # The first that comes too early.
     is_whole: bool = True  # Whether it was played to its end.
+    is_left_over: bool = False  # Whether a barrier has completed for nobody at its end.
 
     def count(self, kind: str) -> int:
         return sum(event.kind == kind for event in self.events)
@@ -72,6 +73,7 @@ class _Play:
         self.mesh, self.place = mesh, place
         self.block, self.bits, self.clock, self.work = Block(), itertools.count(), 0, 0
         self.shared: dict = {}  # Refs that all warpgroups allocate together.
+        self.refs: list[Memory] = []  # All that were allocated.
         self.flying: collections.deque = collections.deque()  # (memory or None, access, barrier, what arrives there)
 
     def run(self, body, operands) -> Block:
@@ -89,6 +91,8 @@ class _Play:
             self.block.fault = str(fault)
         except Unsure:
             self.block.is_whole = False
+        ends = [barrier for ref in self.refs for barrier in ref.barriers.values()]
+        self.block.is_left_over = any(len(x.phases) > max(x.seen.values(), default=0) for x in ends)
         return self.block
 
     def _land(self):
@@ -184,6 +188,7 @@ class _Warpgroup:
     def _run_scoped(self, equation, operands):
         body, collective = equation.params["jaxpr"], equation.params["collective_axes"]
         refs = [Memory(x.aval) for x in body.invars]
+        self.play.refs += refs
         if collective:
             self.visits[id(equation)] += 1
             key = id(equation), self.visits[id(equation)]

@@ -149,19 +149,23 @@ def test_gated_with_a_queued_product():
 
 def product(a, b):
     def body(a_gmem, b_gmem, o_gmem, a_smem, b_smem, loaded):
-        plgpu.copy_gmem_to_smem(a_gmem, a_smem, loaded)
-        plgpu.copy_gmem_to_smem(b_gmem, b_smem, loaded)
-        plgpu.barrier_wait(loaded)
-
         def multiply(acc):
-            plgpu.wgmma(acc, a_smem, b_smem)
+            @pl.loop(0, a.shape[1] // 64)
+            def _(step):
+                ks = pl.ds(step * 64, 64)
+                plgpu.copy_gmem_to_smem(a_gmem.at[:, ks], a_smem, loaded)
+                plgpu.copy_gmem_to_smem(b_gmem.at[ks], b_smem, loaded)
+                plgpu.barrier_wait(loaded)
+                plgpu.wgmma(acc, a_smem, b_smem)
+                plgpu.wgmma_wait(0)
+
             return acc[...]
 
         o_gmem[...] = pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]))).astype(a.dtype)
 
-    scratch = [plgpu.SMEM(a.shape, a.dtype), plgpu.SMEM(b.shape, b.dtype), plgpu.Barrier(num_arrivals=2)]
+    tiles = plgpu.SMEM((a.shape[0], 64), a.dtype), plgpu.SMEM((64, b.shape[1]), b.dtype)
     out_type = jax.ShapeDtypeStruct((a.shape[0], b.shape[1]), a.dtype)
-    return plgpu.kernel(body, out_type=out_type, scratch_types=scratch)(a, b)
+    return plgpu.kernel(body, out_type=out_type, scratch_types=[*tiles, plgpu.Barrier(num_arrivals=2)])(a, b)
 
 
 def silu_and_multiply(x, y):
