@@ -253,7 +253,7 @@ def attention(
         out, lse = checks.nothing_seen(query, sinks)
     else:
         operands, tree = jax.tree.flatten((query, key, value, sinks, segments))
-        out, lse = _attention(*jax.tree.unflatten(tree, _mgpu.alike(*operands)), options)
+        out, lse = _attention(*jax.tree.unflatten(tree, _mgpu.reverse_only(op, *operands)), options)
         lse = lse.swapaxes(1, 2) if return_lse else None
     results = (out, lse)[: 1 + return_lse]
     results = tuple(x[0] for x in results) if is_one else results

@@ -17,10 +17,10 @@ dq is a step late, so that the other warpgroup's dsᵀ is there already. dsᵀ n
 step i. The barrier `shared[slot]` has an arrival of each compute warpgroup: its dsᵀ is in the slot, and it has read
 what is in the other slot.
 
-Bound by: the tensor cores, with 2560 clocks of an SM for a step: five products at 2048 multiply-adds a clock. A step has
-64 queries with heads of 128, and 128 with heads of 64. Its exponentials take 512 and 1024 clocks, 16 a clock. Chapter
-12 counts shared memory too, as if each product read its operands from it at 128 bytes a clock: 2944 and 2816 clocks.
-Chapter 7 measures products that are faster than such a count allows, so it is not a bound.
+Bound by: the tensor cores, with 2560 clocks of an SM for a step: five products at 2048 multiply-adds a clock. With
+heads of 128 a step has 64 queries and its exponentials take 512 clocks, with heads of 64 it has 128 and they take 1024.
+Chapter 12 counts shared memory too, as if each product read its operands from it at 128 bytes a clock: 2944 and 2816
+clocks. Chapter 7 measures products that are faster than such a count allows, so it is not a bound.
 
 In the L2 cache a step loads 32 KB and adds 32 KB.
 """

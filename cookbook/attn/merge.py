@@ -30,8 +30,8 @@ PIECES_AT_ONCE = 8  # Pieces that are merged together.
 def merge_attention(out_a, lse_a, out_b, lse_b):
     """(out, lse) over the keys of both, of results over disjoint keys: out (..., H), lse (...), natural logarithms.
 
-    Those of every op here are: `return_lse=True` gives lse the shape of out without its last axis. Of a part without
-    keys, whose lse is -inf, out does not count, not even NaN, and gradients are zero.
+    Those of every op here are: `return_lse=True` gives lse the shape of out without its last axis. A part without
+    keys, whose lse is -inf, does not count, even if its out is NaN, and its gradients are zero.
 
     Raises:
       ValueError: these are no floats of such shapes.

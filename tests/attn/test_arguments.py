@@ -1,4 +1,4 @@
-"""What the ops of this family take and refuse: windows of any size, nothing at all, and arguments of other libraries.
+"""Arguments that the ops of this family take and refuse: windows of any size, nothing at all, and arguments of other libraries.
 
 Traced for an H200, but for one test: no kernel runs.
 """
@@ -30,7 +30,7 @@ CALLS = {name: OPS[name] for name in ATTENTIONS} | dict(
 
 
 def program(fn, *args) -> str:
-    """What is traced for an H200."""
+    """The program that is traced for an H200."""
     with _mgpu.building_for(H200):
         return str(jax.make_jaxpr(fn)(*args))
 
