@@ -1,4 +1,4 @@
-"""Arguments that the ops of this family take and refuse: windows of any size, nothing at all, and arguments of other libraries.
+"""Arguments that the ops of this family take and refuse: windows of any size, nothing at all, other libraries' names.
 
 Traced for an H200, but for one test: no kernel runs.
 """
