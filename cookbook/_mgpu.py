@@ -15,11 +15,13 @@ import threading
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.interpreters import ad, batching, mlir
 
 SMEM_BYTES_MAX = 232_448  # Shared memory that one block may use on Hopper and on data-centre Blackwell.
 # Rows and columns of 16 bits that TMA moves as one to or from shared memory swizzled by 128 bytes.
@@ -358,8 +360,8 @@ def ref_of(op: str, array):
 def alike(*arrays):
     """`arrays`, each made to vary over every mesh axis of `jax.shard_map` over which one of them varies.
 
-    An op with a `custom_vjp` passes its operands through this first. Then the gradients that its backward kernels
-    return have their operands' types, and JAX sums the gradient of a replicated operand over the mesh.
+    An op with a `custom_vjp` passes its operands through this first, by `reverse_only`. Then the gradients that its
+    backward kernels return have their operands' types, and JAX sums the gradient of a replicated operand over the mesh.
     """
     axes = _varying(*arrays)
     return tuple(_vary(x, axes) for x in arrays)
@@ -372,6 +374,40 @@ def _varying(*arrays) -> frozenset:
 def _vary(x, axes: frozenset):
     missing = axes - jax.typeof(x).manual_axis_type.varying
     return jax.lax.pcast(x, tuple(sorted(missing, key=str)), to="varying") if missing else x
+
+
+def reverse_only(op: str, *arrays):
+    """`alike(*arrays)`, for an op whose gradient JAX takes in reverse mode alone: forward mode is refused by name."""
+    arrays = alike(*arrays)
+    if not any(isinstance(x, jax.core.Tracer) for x in arrays):  # Nothing is differentiated: for quick calls.
+        return arrays
+    return tuple(_in_reverse(op, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in arrays)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _in_reverse(op: str, x):
+    return x
+
+
+@_in_reverse.defjvp
+def _(op, primals, tangents):
+    return _in_reverse(op, *primals), _tangent.bind(*tangents, op=op)
+
+
+def _refuse_forward_mode(*_, op: str):
+    raise ValueError(
+        f"cookbook.{op} has no derivative in forward mode (jax.jvp, jax.jacfwd, jax.hessian): take it in reverse mode "
+        f"(jax.grad, jax.vjp, jax.jacrev), or differentiate {op}_reference, of the same module, instead"
+    )
+
+
+# The tangent of an operand. Reverse mode transposes it, which leaves a cotangent; forward mode computes it.
+_tangent = jax.extend.core.Primitive("tangent")
+_tangent.def_impl(_refuse_forward_mode)
+_tangent.def_abstract_eval(lambda tangent, *, op: tangent)
+ad.deflinear2(_tangent, lambda cotangent, tangent, *, op: (cotangent,))
+batching.defvectorized(_tangent)
+mlir.register_lowering(_tangent, lambda context, tangent, *, op: _refuse_forward_mode(op=op))
 
 
 def without_derivative(op: str, gradient):

@@ -180,7 +180,7 @@ def _vjp_of(fn, is_float: tuple[bool, ...]):
 def _run(op, fn, args, kwargs, config):
     leaves, treedef = jax.tree.flatten((args, kwargs))
     leaves = [_mgpu.as_array(op, f"argument {i}", leaf) for i, leaf in enumerate(leaves)]
-    return _fused(op, _of_leaves(fn, treedef), config, _mgpu.alike(*leaves))
+    return _fused(op, _of_leaves(fn, treedef), config, _mgpu.reverse_only(op, *leaves))
 
 
 def fuse(fn, *, config: Config | None = None):

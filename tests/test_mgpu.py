@@ -233,3 +233,27 @@ def test_arrays_over_an_explicit_axis_are_refused():
             ):
                 jax.eval_shape(read, x)
             assert jax.eval_shape(jax.shard_map(read, in_specs=spec, out_specs=spec), x).shape == (6, 6)
+
+
+def test_forward_mode_is_refused():
+    """By name, eagerly, under jit, and where a linearised function is called. Reverse mode is not, in any order."""
+
+    def op(x, y):
+        return _multiply(*_mgpu.reverse_only("op", x, y))
+
+    x = jnp.arange(256.0)
+    loss = lambda x: (op(x, x - 9.0) ** 2).sum()
+    refused = (
+        lambda: jax.jvp(loss, (x,), (x,)),
+        lambda: jax.jit(lambda x: jax.jvp(loss, (x,), (x,)))(x),
+        lambda: jax.jvp(jax.jit(loss), (x,), (x,)),
+        lambda: jax.linearize(loss, x)[1](x),
+        lambda: jax.hessian(loss)(x),
+    )
+    with lab.interpret():
+        for call in refused:
+            with pytest.raises(
+                ValueError, match="cookbook.op has no derivative in forward mode .*jax.grad.*op_reference"
+            ):
+                call()
+        np.testing.assert_allclose(jax.grad(loss)(x), 2 * (x * (x - 9)) * (2 * x - 9), rtol=1e-5)

@@ -138,6 +138,6 @@ def product(
         _numerics.lowerable(activation, jax.ShapeDtypeStruct((8,), jnp.float32))
     activation = identity if activation is None else _numerics.activation_fn(op, activation)
     operands = (a, b) if bias is None else (a, b, bias)
-    a, b, bias = (*_mgpu.alike(*operands), None)[:3]
+    a, b, bias = (*_mgpu.reverse_only(op, *operands), None)[:3]
     out = _product(a, b, bias, Options(op, launch, transpose_a, transpose_b, activation, out_dtype, config))
     return out if rows is None else out.reshape(*rows, n)

@@ -237,7 +237,7 @@ def moe(x, router_logits, w_gate_up, w_down, *, top_k, renormalize=True, group_o
         return jnp.zeros_like(x)
     _mgpu.require_tensor_cores("moe")
     # Here, where the gradient of x is smallest, it is summed over the devices of a mesh.
-    x, router_logits, w_gate_up, w_down = _mgpu.alike(x, router_logits, w_gate_up, w_down)
+    x, router_logits, w_gate_up, w_down = _mgpu.reverse_only("moe", x, router_logits, w_gate_up, w_down)
     tokens = x.reshape(-1, x.shape[-1])
     routing = route(router_logits.reshape(len(tokens), -1), top_k, renormalize)
     places = routing._replace(weights=None)

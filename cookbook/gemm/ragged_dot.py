@@ -210,7 +210,7 @@ def ragged_dot(
     activation = identity if activation is None else _activation(op, activation)
     group_sizes, group_offset = groups.check_groups(op, group_sizes, group_offset, lhs.shape[0], rhs.shape[0])
     operands = (lhs, rhs, group_sizes) if group_offset is None else (lhs, rhs, group_sizes, group_offset)
-    lhs, rhs, group_sizes, group_offset = (*_mgpu.alike(*operands), None)[:4]
+    lhs, rhs, group_sizes, group_offset = (*_mgpu.reverse_only(op, *operands), None)[:4]
     return _ragged_dot(lhs, rhs, group_sizes, group_offset, Options(transpose_rhs, out_dtype, config, activation))
 
 

@@ -54,7 +54,7 @@ def all_gather(x, axis_name, *, config: Config | None = None):
     shape = (n * x.shape[0], *x.shape[1:])
     if n == 1 or x.size == 0:
         return all_gather_reference(x, axis_name)
-    out = gather(core.as_matrices(x, 1)[0], n, axis_name, config or default_config())
+    out = gather(core.as_matrices(*_mgpu.reverse_only("all_gather", x), 1)[0], n, axis_name, config or default_config())
     return core.from_matrices(out, shape)
 
 

@@ -181,7 +181,7 @@ def all_gather_matmul(lhs, rhs, axis_name, *, config: Config | None = None):
     core.require_gpus("all_gather_matmul", n, lhs, rhs)
     if n == 1:
         return matmul(lhs, rhs)
-    return _product(lhs, rhs, axis_name, config)
+    return _product(*_mgpu.reverse_only("all_gather_matmul", lhs, rhs), axis_name, config)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -194,7 +194,10 @@ def _product_fwd(lhs, rhs, axis_name, config):
 
 
 def _product_bwd(axis_name, config, operands, d_out):
-    lhs, rhs = operands
+    return _mgpu.without_derivative("all_gather_matmul", functools.partial(_gradients, axis_name))(*operands, d_out)
+
+
+def _gradients(axis_name, lhs, rhs, d_out):
     d_lhs = transposed.scatter_product(d_out, rhs, axis_name, transpose_rhs=True)
     return d_lhs, matmul(all_gather(lhs, axis_name), d_out, transpose_a=True)
 

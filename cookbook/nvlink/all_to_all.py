@@ -96,10 +96,10 @@ def all_to_all(x, axis_name, *, send_sizes=None, capacity: int | None = None, co
     _mgpu.require_indices("all_to_all", rows=plan.rows * plan.parts, capacity=plan.capacity * plan.parts)
     rows = _mgpu.pad_to_tiles(x.reshape(-1, values), (1, plan.values))
     if send_sizes is None:
-        rows, _ = _mgpu.alike(rows, lax.axis_index(axis_name))
+        rows, _ = _mgpu.reverse_only("all_to_all", rows, lax.axis_index(axis_name))
         return _dense(rows, plan, axis_name, config)[:, :values].reshape(x.shape)
     sizes = segments.cut(send_sizes, x.shape[0])
-    rows, sizes, _ = _mgpu.alike(rows, sizes, lax.axis_index(axis_name))
+    rows, sizes, _ = _mgpu.reverse_only("all_to_all", rows, sizes, lax.axis_index(axis_name))
     out, received = _ragged(rows, sizes, plan, axis_name, config)
     return out[:, :values].reshape(capacity, *x.shape[1:]), received
 

@@ -168,7 +168,7 @@ def matmul_reduce_scatter(lhs, rhs, axis_name, *, config: Config | None = None):
     core.require_gpus("matmul_reduce_scatter", n, lhs, rhs)
     if n == 1:
         return matmul(lhs, rhs)
-    return _product(lhs, rhs, axis_name, config)
+    return _product(*_mgpu.reverse_only("matmul_reduce_scatter", lhs, rhs), axis_name, config)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -181,7 +181,10 @@ def _product_fwd(lhs, rhs, axis_name, config):
 
 
 def _product_bwd(axis_name, config, operands, d_out):
-    lhs, rhs = operands
+    return _mgpu.without_derivative("matmul_reduce_scatter", functools.partial(_gradients, axis_name))(*operands, d_out)
+
+
+def _gradients(axis_name, lhs, rhs, d_out):
     d_lhs, d_out = transposed.gather_product(d_out, rhs, axis_name, transpose_rhs=True, keeps_own=True)
     return d_lhs, matmul(lhs, d_out, transpose_a=True)
 

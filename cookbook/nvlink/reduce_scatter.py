@@ -75,7 +75,7 @@ def reduce_scatter(x, axis_name, *, config: Config | None = None):
     core.require_gpus("reduce_scatter", n, x)
     if n == 1 or x.size == 0:
         return reduce_scatter_reference(x, axis_name)
-    out = scatter(core.as_matrices(x, n), axis_name, config or default_config())
+    out = scatter(core.as_matrices(*_mgpu.reverse_only("reduce_scatter", x), n), axis_name, config or default_config())
     return core.from_matrices(out[None], (x.shape[0] // n, *x.shape[1:]))
 
 

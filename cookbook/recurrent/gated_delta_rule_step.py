@@ -23,8 +23,8 @@ Other names and layouts: those of `gated_delta_rule`, with the axis T of one tok
 transposed ones.
 
 Bound by: memory, each state being read and written once.
-Under `jax.shard_map`, with `check_vma=False`. Not supported: differentiation, several tokens at a time
-(`gated_delta_rule` with an initial state).
+Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`, with `check_vma=False`.
+Not supported: differentiation, several tokens at a time (`gated_delta_rule` with an initial state).
 Chapter: notebooks/17b_delta_rule.ipynb. Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024).
 """
 
@@ -195,6 +195,9 @@ def gated_delta_rule_step(
             f"{_mgpu.SMEM_BYTES_MAX}: lower num_stages or blocks_per_sm"
         )
     target = _mgpu.require_target(op)
+    refuse = functools.partial(_mgpu.without_gradient, op, f"{op}_reference, of the same module,")
+    q, k, v, g, beta = refuse(q, k, v, g, beta)
+    state = state if by_ref else refuse(state)[0]
     call = _call_on_ref if by_ref else _call
     params = _mgpu.compiler_params(approx_math=True)
     return call(q, k, v, g, beta, state, scale=scale, config=config, num_sms=target.num_sms, params=params)

@@ -140,6 +140,7 @@ def default_config(state_dim: int, chunk_size: int | None = None) -> Config:
 class Options:
     """Arguments of `ssd` that are not arrays."""
 
+    op: str  # `ssd` or `linear_attention`.
     config: Config
     batch: int  # Sequences of equal length, if they are not packed.
     heads_per_dt: int
@@ -278,7 +279,7 @@ def _ssd(options: Options, operands, initial, cu_seqlens):
 
 
 def _ssd_fwd(options: Options, operands, initial, cu_seqlens):
-    run = _mgpu.without_derivative("ssd", functools.partial(_run, options))
+    run = _mgpu.without_derivative(options.op, functools.partial(_run, options))
     y, final, starts = run(operands, initial, cu_seqlens)
     return (y, final), (operands, initial, cu_seqlens, starts)
 
@@ -290,7 +291,7 @@ def _ssd_bwd(options: Options, residuals, gradients):
     plan = dataclasses.replace(plan, sequences=sequences, num_stages=ssd_bwd.num_stages(plan.pieces))
     params = _mgpu.compiler_params(approx_math=True)
     gradient = functools.partial(_backward, plan=plan, scale=options.scale, params=params)
-    gradient = _mgpu.without_derivative("ssd", gradient)
+    gradient = _mgpu.without_derivative(options.op, gradient)
     *operand_gradients, d_initial = gradient(*operands, initial, cu_seqlens, starts, *gradients)
     return tuple(operand_gradients), d_initial, None
 
@@ -314,7 +315,8 @@ def run(
     operands = x.reshape(batch * length, heads * split, PIECE), rows(dt), a, rows(b), rows(c), d
     initial = None if initial_state is None else core.as_states(initial_state, heads * split)
     leaves, tree = jax.tree.flatten((operands, initial, cu_seqlens))
-    y, final = _ssd(Options(config, batch, split, scale), *jax.tree.unflatten(tree, _mgpu.alike(*leaves)))
+    operands, initial, cu_seqlens = jax.tree.unflatten(tree, _mgpu.reverse_only(op, *leaves))
+    y, final = _ssd(Options(op, config, batch, split, scale), operands, initial, cu_seqlens)
     y, final = y.reshape(x.shape), final.reshape(num_seqs, heads, size, state_dim)
     return (y, final) if return_final_state else y
 

@@ -24,7 +24,8 @@ Bound by: memory, one read and one write of the states.
 In place: the kernel writes to a Ref. An array becomes one inside, and XLA copies it first unless it is donated, or was
 made in the same `jit` and is not used afterwards. A `jax.new_ref` of the caller's is never copied.
 
-Under `jax.shard_map`, with `check_vma=False`. Not supported: differentiation (`ssd` has it), `jax.vmap`.
+Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`, with `check_vma=False`.
+Not supported: differentiation (`ssd` has it), `jax.vmap`.
 Chapter: notebooks/17b_delta_rule.ipynb.
 """
 
@@ -39,7 +40,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
-from . import arguments
+from . import arguments, core
 
 WARPGROUP = 128  # Threads in a warpgroup.
 VECTOR = 4  # Values of a thread's load: 16 bytes.
@@ -140,8 +141,7 @@ def _call(x, dt, a, b, c, d, state, config: Config, params):
     y = _mgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=x.shape[:2],
-        grid_names=("seq_index", "head_index"),
+        **core.grid(seq_index=len(x), head_index=heads),
         compiler_params=params,
     )(x, dt, a, b, c, d, state)
     return _mgpu.apart((y, jax.freeze(state)))
@@ -208,6 +208,9 @@ def ssd_step(x, dt, a, b, c, state, *, d=None, config: Config | None = None, **o
     if 0 in x.shape:
         return jnp.zeros_like(x) if by_ref else (jnp.zeros_like(x), state)
     _mgpu.require_target("ssd_step")
+    refuse = functools.partial(_mgpu.without_gradient, "ssd_step", "ssd_step_reference, of the same module,")
+    x, dt, a, b, c, d = refuse(x, dt, a, b, c, d)
+    state = state if by_ref else refuse(state)[0]
     call = _call_on_ref if by_ref else _call
     return call(x, dt, a, b, c, d, state, config, _mgpu.compiler_params(approx_math=True))
 

@@ -180,7 +180,7 @@ def reduce_sum(x, axis: int, *, config: Config | None = None):
         raise ValueError(f"cookbook.reduce_sum: {config=}; must be None for {axis=}: leave it out")
     if x.size == 0:
         return jnp.zeros(x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
-    return _sum(x, axis, config)
+    return _sum(*_mgpu.reverse_only("reduce_sum", x), axis, config)
 
 
 reduce_sum.Config = Config  # `cookbook.reduce_sum` is this function, not its module.

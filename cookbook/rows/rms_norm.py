@@ -201,22 +201,27 @@ def _backward_scratch(plan: Plan, dtypes) -> dict:
     return dict(sums_smem=sums, x_smem=x_smem, dy_smem=dy_smem, filled=filled, freed=freed)
 
 
+def backward_plan(rows: int, cols: int, itemsize: int, blocks: int) -> Plan:
+    """The plan of the backward kernel, of which at most so many blocks run."""
+    config = default_config(rows, cols, itemsize, BACKWARD_REGISTER_VALUES)
+    # Few blocks stay, which need more rows at once than many: 16 values a thread, from 8 rows.
+    if config.block_rows > 1:
+        config = Config(core.short_block_rows(rows, cols, itemsize, 16, 8, blocks), BACKWARD_REGISTER_VALUES)
+    return Plan(rows, cols, itemsize, config)
+
+
 @functools.partial(jax.jit, static_argnames=("eps", "dtype", "target", "params"))
 def _call_backward(x, scale, dy, eps: float, dtype, target: _mgpu.Target, params):
     """dx, as `dtype`, and dscale, which is summed in two stages: by each block over its rows, and then over the
     blocks."""
     rows, dy_rows = core.as_rows(x, 0), core.as_rows(dy, 0, x.dtype.itemsize)
     rows = rows.at[x.size // x.shape[-1] :].set(1)  # If eps is 0, the 1 / rms of added zeros would be infinite.
-    config = default_config(*rows.shape, x.dtype.itemsize, BACKWARD_REGISTER_VALUES)
     blocks = BLOCKS_PER_SM * target.num_sms
-    # Few blocks stay, which need more rows at once than many: 16 values a thread, from 8 rows.
-    if config.block_rows > 1:
-        config = Config(core.short_block_rows(*rows.shape, x.dtype.itemsize, 16, 8, blocks), BACKWARD_REGISTER_VALUES)
-    plan = Plan(*rows.shape, x.dtype.itemsize, config)
+    plan = backward_plan(*rows.shape, x.dtype.itemsize, blocks)
     num_blocks, long = min(blocks, plan.num_blocks), plan.num_groups > 1
     is_flat = _rows_ahead(plan, dy.dtype) and rows.size < 2**31
     flat = lambda x: x.reshape(-1) if is_flat else x
-    more_shape = (plan.rows,) if long else (num_blocks * config.block_rows, plan.cols)
+    more_shape = (plan.rows,) if long else (num_blocks * plan.config.block_rows, plan.cols)
     dx, more = _mgpu.kernel(
         functools.partial(_backward_kernel, plan=plan, cols=x.shape[-1], eps=eps),
         out_type=[jax.ShapeDtypeStruct(rows.shape, dtype), jax.ShapeDtypeStruct(more_shape, jnp.float32)],
@@ -303,7 +308,7 @@ def rms_norm(
     if x.size == 0:
         return x.astype(out_dtype) if residual is None else (x.astype(out_dtype), arrays[1])
     _mgpu.require_target("rms_norm")
-    *arrays, scale = _mgpu.alike(*arrays, scale)
+    *arrays, scale = _mgpu.reverse_only("rms_norm", *arrays, scale)
     y, *total = _rms_norm(tuple(arrays), scale, eps, out_dtype, config)
     return (y, *total) if total else y
 

@@ -155,7 +155,7 @@ def softmax(x, axis: int = -1, *, config: Config | None = None):
     if x.size == 0:
         return x
     _mgpu.require_target("softmax")
-    return _softmax(x, config)
+    return _softmax(*_mgpu.reverse_only("softmax", x), config)
 
 
 softmax.Config = Config  # `cookbook.softmax` is this function, not its module.

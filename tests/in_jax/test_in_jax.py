@@ -7,6 +7,7 @@ import contextlib
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
@@ -182,3 +183,58 @@ def test_empty_operands(name, axes, monkeypatch):
     for x in jax.tree.leaves(out):
         same = any(np.array_equal(x, y) for y in operands.values())
         assert same or (np.float32(x) == 0).all() or (np.float32(x) == -np.inf).all()
+
+
+# Derivatives that are refused -----------------------------------------------------------------------------------------
+
+
+def derived(name: str, derive):
+    """The program of `derive(loss, operand)`: the sum of squares of the results, by one differentiable operand."""
+    op, operands = OPS[name], OPS[name].arrays()
+    first = op.gradients[0]
+
+    def both(operands):
+        def loss(x):
+            out = call(name)(**operands | {first: x})
+            return sum((x.astype(jnp.float32) ** 2).sum() for x in jax.tree.leaves(out))
+
+        return derive(loss, operands[first])
+
+    fn = jax.shard_map(both, in_specs=P(), out_specs=P(), check_vma=False) if op.axis else both
+    with mesh_of(AxisType.Auto):
+        return traced(name, lambda **operands: fn(operands), operands)
+
+
+@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if name in KERNELS])
+def test_forward_mode(name):
+    """The program holds what is refused where it is lowered, or run: `test_forward_mode_is_refused` of test_mgpu.py."""
+    program = derived(name, lambda f, x: jax.jvp(f, (x,), (x,)))
+    assert f"tangent[op={name}]" in program
+
+
+LINEAR = ("add", "all_gather", "all_to_all", "reduce_scatter", "reduce_sum")  # Their gradients are other such ops.
+
+
+@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if name in KERNELS])
+def test_second_derivatives(name):
+    second = lambda f, x: jax.grad(lambda x: (jax.grad(f)(x).astype(jnp.float32) ** 2).sum())(x)
+    if name in LINEAR:
+        assert derived(name, second)
+        return
+    said = "ragged_dot" if name == "moe" else name  # Which is made of it.
+    with pytest.raises(ValueError, match=f"cookbook.{said} has no second derivative: differentiate {said}_reference"):
+        derived(name, second)
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if name not in DIFFERENTIABLE])
+def test_gradients(name):
+    for first in (key for key, x in OPS[name].operands.items() if not isinstance(x, np.ndarray)):
+        operands = OPS[name].arrays()
+        if not jnp.issubdtype(operands[first].dtype, jnp.floating):
+            continue
+        loss = lambda x, first=first, operands=operands: sum(
+            out.astype(jnp.float32).sum() for out in jax.tree.leaves(call(name)(**operands | {first: x}))
+        )
+        with _mgpu.building_for(TARGETS[OPS[name].major]):
+            with pytest.raises(ValueError, match=f"cookbook.{name} has no gradient: differentiate"):
+                jax.eval_shape(jax.grad(loss), operands[first])
