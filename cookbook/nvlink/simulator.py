@@ -3,7 +3,7 @@
 A store to a peer starts and arrives later; in between its slot holds neither the old data nor the new. A load from a
 peer reads its operand when it arrives. Stores and loads arrive in any order. A semaphore is zeroed when its device is
 launched and may not be touched after the device has ended. At the end it holds zero, or the count that waits waited for
-which keep it.
+which keep it. There are no proxies here (`protocol.py`): a wait orders all that comes after it.
 """
 
 import dataclasses

@@ -307,8 +307,7 @@ def run(plan: Plan, table, q, k, v, inverse, cum, initial, params):
     results = _mgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=out_type,
-        grid=(sequences.num_parts, units),
-        grid_names=("part", "unit"),
+        **core.grid(part=sequences.num_parts, unit=units),
         num_threads=plan.memory_role + 1,
         thread_name="role",
         scratch_types=plan.scratch,

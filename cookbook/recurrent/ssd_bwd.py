@@ -22,9 +22,9 @@ Role table: as in `ssd`, one block for each head of each part.
 
     memory     copies x, dy, b, c, the state before the chunk, dt and cum of chunk after chunk into the slots of a ring
     state      has g in registers, and leaves it in 16 bits for each chunk
-    query      dc and row: pairs by rows t
-    key        dx, db and key: the same pairs by rows s, computed again, because tensor cores take one operand of a
-               product from registers, but only by its rows
+    query      dc, and the sums c . dc: pairs by rows t
+    key        dx, db, and the sums b . db / dt: the same pairs by rows s, transposed, and so computed again: an operand
+               in registers is the left one of a product, whose rows are those of the result
 
 Barrier table: as in `ssd`, where the key warpgroup alone waits for what the state's has left.
 
@@ -346,8 +346,7 @@ def gradients(plan: Plan, table, seq, is_row, vectors, decay, x, b, c, d, starts
     dx, db, dc, sums, *firsts = _mgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=out_type,
-        grid=(sequences.num_parts, plan.num_heads),
-        grid_names=("part", "head_index"),
+        **core.grid(part=sequences.num_parts, head_index=plan.num_heads),
         num_threads=4,
         thread_name="role",
         scratch_types=_scratch(plan),

@@ -310,13 +310,6 @@ def test_warpgroups_find_the_registers_that_they_ask_for():
     assert sum(delta_backward.REGISTERS) <= 512
 
 
-@pytest.mark.slow
-def test_compiles_under_x64():
-    with jax.enable_x64(True):
-        args = problem(1, 100)
-        lab.compile_for("h200", gradients(gated_delta_rule, args), *args[:6])
-
-
 # Arguments -----------------------------------------------------------------------------------------------------------
 
 

@@ -373,14 +373,6 @@ def test_shard_map():
     jax.tree.map(np.testing.assert_array_equal, got, lab.run(slopes, x, dt, a, b, c))
 
 
-@pytest.mark.slow
-def test_compiles_under_x64():
-    args = avals(1, 1000, 2, 64, 1, 64)
-    with jax.enable_x64(True):
-        loss = lambda *args: ssd(*args, cu_seqlens=STARTS).astype(jnp.float32).sum()
-        assert len(lab.compile_for("h200", jax.grad(loss), *args).kernels) == 2
-
-
 def avals(batch, length, heads, head_dim, groups, state_dim):
     wide = jax.ShapeDtypeStruct((batch, length, groups, state_dim), BF16)
     x, dt, a = ((batch, length, heads, head_dim), BF16), ((batch, length, heads), jnp.float32), ((heads,), jnp.float32)
