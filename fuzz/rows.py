@@ -12,8 +12,8 @@ LONGEST = 65536
 
 def shape(draw: Draw) -> list[int]:
     """Rows of every kind: short ones of which a warp has several, long ones, and those beyond the registers."""
-    columns, rows = draw.choice((40, 400), (600, 30), (3000, 8), (20000, 3))
-    cols = min(draw.size(columns, draw.choice(1, 1, 8), large=3), LONGEST + 1)
+    columns, rows = draw.choice((16, 900), (40, 400), (600, 30), (3000, 8), (20000, 3))
+    cols = min(draw.size(columns, draw.choice(1, 1, 4, 8), large=3), LONGEST + 1)
     return [*draw.choice((), (), (draw.size(3, large=1),)), draw.size(rows), cols]
 
 
@@ -47,20 +47,29 @@ def draw_rms_norm(draw: Draw) -> dict:
                               ("zeros", 1e-6), ("nan", 1e-6), ("inf", 1e-6))  # fmt: skip
     dtypes = [draw.choice(*FLOATS), draw.choice(*FLOATS)]
     return dict(
-        shape=shape(draw), dtypes=dtypes, values=values, eps=eps, grad=values == "normal" and draw.sometimes(0.3)
-    )
+        shape=shape(draw), dtypes=dtypes, values=values, eps=eps, grad=values == "normal" and draw.sometimes(0.3),
+        residual=draw.choice(None, None, *FLOATS), out_dtype=draw.choice(None, None, *FLOATS),
+    )  # fmt: skip
 
 
 def rms_norm_arrays(case: dict, values: Values) -> dict:
     x, scale = case["dtypes"]
-    return dict(x=values(case["shape"], x, case["values"]), scale=values(case["shape"][-1:], scale))
+    arrays = dict(x=values(case["shape"], x, case["values"]), scale=values(case["shape"][-1:], scale))
+    return arrays | (dict(residual=values(case["shape"], case["residual"])) if case["residual"] else {})
 
 
-def rms_norm_reference(case, x, scale):
+def call_rms_norm(case, x, scale, residual=None):
+    out = cookbook.rms_norm(x, scale, residual=residual, eps=case["eps"], out_dtype=case["out_dtype"])
+    return out if residual is not None else (out,)
+
+
+def rms_norm_reference(case, x, scale, residual=None):
+    total = x if residual is None else x + residual
+    sums = [] if residual is None else [(total, F32 * np.abs(total))]
     if not x.size:
-        return [(x, 0)]
-    y = x / np.sqrt(np.mean(x * x, -1, keepdims=True) + case["eps"]) * scale
-    return [(y, 2e-5 * np.abs(y))]
+        return [(x, 0), *sums]
+    y = total / np.sqrt(np.mean(total * total, -1, keepdims=True) + case["eps"]) * scale
+    return [(y, 2e-5 * np.abs(y)), *sums]
 
 
 def draw_reduce_sum(draw: Draw) -> dict:
@@ -83,8 +92,7 @@ OPS = {
         draw_softmax, one_array, lambda case, x: (cookbook.softmax(x),), softmax_reference, too_long, ("x",)
     ),
     "rms_norm": Op(
-        draw_rms_norm, rms_norm_arrays, lambda case, x, scale: (cookbook.rms_norm(x, scale, eps=case["eps"]),),
-        rms_norm_reference, too_long, ("x", "scale"),
+        draw_rms_norm, rms_norm_arrays, call_rms_norm, rms_norm_reference, too_long, ("x", "scale", "residual"),
     ),
     "reduce_sum": Op(
         draw_reduce_sum, one_array, lambda case, x: (cookbook.reduce_sum(x, case["axis"]),), reduce_sum_reference,
