@@ -246,6 +246,7 @@ def mutant(monkeypatch):
         module.__package__ = op.__package__
         monkeypatch.setitem(sys.modules, module.__name__, module)
         exec(compile(text.replace(old, new), module.__name__, "exec"), module.__dict__)
+        module.Config = op.Config  # Or it would refuse these tests' configurations.
         return module.matmul_blocked
 
     return make
