@@ -189,7 +189,8 @@ def _sinks_gradient(sinks, out, lse, d_out, d_lse):
     """A sink has the weight exp(sink - lse) of each query, and a value of zero. lse is (batch, heads, positions)."""
     delta = jnp.einsum("btnh,btnh->bnt", out, d_out, precision="default", preferred_element_type=jnp.float32) - d_lse
     # Without a sink and without a key both logarithms are -inf.
-    weight = jnp.where(jnp.isneginf(sinks[:, None]), 0, jnp.exp(sinks[:, None] - lse))
+    sinks = sinks[None, :, None]
+    weight = jnp.where(jnp.isneginf(sinks), 0, jnp.exp(sinks - lse))
     return -(weight * delta).sum((0, 2))
 
 

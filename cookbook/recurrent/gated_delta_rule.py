@@ -317,10 +317,9 @@ def gated_delta_rule(
             f"cookbook.{op}: {config=} needs {need} bytes of shared memory for keys of {dim}, and a block has "
             f"{_mgpu.SMEM_BYTES_MAX}: lower num_stages"
         )
-    q, k, v, g, beta = _mgpu.reverse_only(op, q, k, v, jnp.maximum(g, math.log(core.LEAST_DECAY)), beta)
-    if initial_state is not None:
-        (initial_state,) = _mgpu.reverse_only(op, initial_state)
-    o, final = _gated_delta_rule(Options(scale, config), q, k, v, g, beta, initial_state, cu_seqlens)
+    operands = q, k, v, jnp.maximum(g, math.log(core.LEAST_DECAY)), beta, initial_state, cu_seqlens
+    leaves, tree = jax.tree.flatten(operands)
+    o, final = _gated_delta_rule(Options(scale, config), *jax.tree.unflatten(tree, _mgpu.reverse_only(op, *leaves)))
     return (o, final) if return_final_state else o
 
 

@@ -21,6 +21,8 @@ class Op:
 
     operands: dict[str, Any]  # By argument, in order: a dtype, a shape and a kind of VALUES; or an array of integers.
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # What the call needs besides.
+    more: dict[str, Any] = dataclasses.field(default_factory=dict)  # Operands that it takes by name.
+    choices: dict[str, Any] = dataclasses.field(default_factory=dict)  # Options that go with these.
     static: tuple[str, ...] = ()  # Options that are compiled into the kernel.
     optional: tuple[str, ...] = ()  # Operands that may be None.
     gradients: tuple[str, ...] = ()  # Operands in which it is differentiable.
@@ -28,9 +30,9 @@ class Op:
     axis: str | None = None  # The axis of a mesh over which it works.
     major: int = 9  # The GPU's compute capability.
 
-    def arrays(self, seed: int = 0) -> dict[str, np.ndarray]:
-        rng = np.random.default_rng(seed)
-        return {name: x if isinstance(x, np.ndarray) else _drawn(rng, *x) for name, x in self.operands.items()}
+    def arrays(self, with_more: bool = False) -> dict[str, np.ndarray]:
+        rng, operands = np.random.default_rng(0), self.operands | (self.more if with_more else {})
+        return {name: x if isinstance(x, np.ndarray) else _drawn(rng, *x) for name, x in operands.items()}
 
 
 VALUES = {
@@ -63,7 +65,7 @@ TABLES, LENS = np.array([[3, 0], [1, 2]], np.int32), np.array([20, 7], np.int32)
 GROUPS = np.array([5, 0, 11], np.int32)
 LOGITS = ("scale", "logits_soft_cap", "local_window_size", "return_lse")
 PAGED = dict(k_pages=PAGES, v_pages=PAGES, block_tables=TABLES, kv_lens=LENS)
-HEADS = (1, 20, 2, 64)
+HEADS, SEGMENTS = (1, 20, 2, 64), np.repeat(np.array([3, 7], np.int32), (8, 12))[None]
 
 OPS = {
     "add": Op(dict(x=(BF16, (3, 40)), y=(BF16, (3, 40))), gradients=("x", "y"), empty=(dict(x=0, y=0),)),
@@ -76,23 +78,30 @@ OPS = {
         dict(query=(BF16, HEADS), key=(BF16, HEADS), value=(BF16, HEADS)),
         static=(*LOGITS, "is_causal", "deterministic"),
         gradients=("query", "key", "value"),
+        more=dict(segment_ids=SEGMENTS, sinks=(F32, (2,))),
+        choices=dict(is_causal=True, logits_soft_cap=3.0, local_window_size=9, return_lse=True),
         empty=(dict(query=0, key=0, value=0), dict(query=1), dict(key=1, value=1)),
     ),
     "attention_fp8": Op(
         dict(q=(E4M3, HEADS), k=(E4M3, HEADS), v=(E4M3, HEADS)),
         dict(q_descale=0.5, k_descale=2.0, v_descale=1.0),
         static=(*LOGITS, "is_causal"),
+        choices=dict(is_causal=True, logits_soft_cap=3.0, local_window_size=9, return_lse=True),
         empty=(dict(q=0, k=0, v=0), dict(q=1), dict(k=1, v=1)),
     ),
     "blackwell.matmul": Op(
         dict(a=(BF16, (128, 64)), b=(BF16, (64, 64))),
         static=("transpose_a", "transpose_b"),
         gradients=("a", "b"),
+        more=dict(bias=(F32, (64,))),
+        choices=dict(activation="gelu"),
         empty=(dict(a=0), dict(b=1)),
         major=10,
     ),
     "blackwell.matmul_mxfp8": Op(
         dict(a=(E4M3, (128, 128)), a_scales=(E8M0, (128, 4)), b=(E4M3, (128, 128)), b_scales=(E8M0, (128, 4))),
+        more=dict(bias=(F32, (128,))),
+        choices=dict(activation="gelu"),
         empty=(dict(a=0, a_scales=0), dict(b=0, b_scales=0)),
         major=10,
     ),
@@ -106,6 +115,8 @@ OPS = {
         ),
         static=("scale", "return_final_state"),
         gradients=("q", "k", "v", "g", "beta"),
+        more=dict(initial_state=(F32, (1, 2, 64, 64))),
+        choices=dict(return_final_state=True),
         empty=(dict(q=0, k=0, v=0, g=0, beta=0), dict(q=1, k=1, v=1, g=1, beta=1)),
     ),
     "gated_delta_rule_step": Op(
@@ -124,18 +135,23 @@ OPS = {
         dict(query=(BF16, HEADS), key=(BF16, HEADS), value=(BF16, HEADS)),
         static=("scale", "return_final_state"),
         gradients=("query", "key", "value"),
+        more=dict(initial_state=(F32, (1, 2, 64, 64))),
+        choices=dict(return_final_state=True),
         empty=(dict(query=0, key=0, value=0), dict(query=1, key=1, value=1)),
     ),
     "matmul": Op(
         dict(a=(BF16, (20, 32)), b=(BF16, (32, 24))),
         static=("transpose_a", "transpose_b"),
         gradients=("a", "b"),
+        more=dict(bias=(F32, (24,))),
+        choices=dict(activation="gelu"),
         empty=(dict(a=0), dict(b=1), dict(a=1, b=0)),
     ),
     "matmul_blocked": Op(dict(a=(F32, (20, 32)), b=(F32, (32, 24))), empty=(dict(a=0), dict(b=1), dict(a=1, b=0))),
     "matmul_fp8": Op(
         dict(a=(E4M3, (20, 32)), b=(E4M3, (32, 16))),
         static=("transpose_b",),
+        more=dict(scale_a=(F32, (20,)), scale_b=(F32, (16,))),
         empty=(dict(a=0), dict(b=1), dict(a=1, b=0)),
     ),
     "matmul_int8_weights": Op(
@@ -146,6 +162,7 @@ OPS = {
     "matmul_pipelined": Op(
         dict(a=(BF16, (20, 32)), b=(BF16, (32, 24))),
         static=("transpose_a", "transpose_b"),
+        choices=dict(activation="silu"),
         empty=(dict(a=0), dict(b=1), dict(a=1, b=0)),
     ),
     "matmul_reduce_scatter": Op(
@@ -166,15 +183,23 @@ OPS = {
         dict(top_k=2),
         static=("top_k", "renormalize"),
         gradients=("x", "router_logits", "w_gate_up", "w_down"),
+        more=dict(group_offset=np.array(1, np.int32)),
+        choices=dict(renormalize=False),
         empty=(dict(x=0, router_logits=0),),
     ),
     "paged_attention": Op(
-        dict(q=(BF16, (2, 2, 64)), **PAGED), static=LOGITS, empty=(dict(q=0, block_tables=0, kv_lens=0),)
+        dict(q=(BF16, (2, 2, 64)), **PAGED),
+        static=LOGITS,
+        more=dict(sinks=(F32, (2,))),
+        choices=dict(logits_soft_cap=3.0, local_window_size=9, return_lse=True),
+        empty=(dict(q=0, block_tables=0, kv_lens=0),),
     ),
     "ragged_dot": Op(
         dict(lhs=(BF16, (20, 32)), rhs=(BF16, (3, 32, 16)), group_sizes=GROUPS),
         static=("transpose_rhs",),
         gradients=("lhs", "rhs"),
+        more=dict(group_offset=np.array(1, np.int32)),
+        choices=dict(activation="swiglu"),
         empty=(dict(lhs=0), dict(rhs=2), dict(lhs=1, rhs=1), dict(rhs=0, group_sizes=0)),
     ),
     "ragged_dot_fp8": Op(
@@ -186,11 +211,13 @@ OPS = {
             group_sizes=GROUPS,
         ),
         static=("transpose_rhs",),
+        more=dict(group_offset=np.array(1, np.int32)),
         empty=(dict(lhs=0, scale_lhs=0), dict(rhs=0, scale_rhs=0, group_sizes=0)),
     ),
     "ragged_dot_int8_weights": Op(
         dict(lhs=(BF16, (20, 32)), rhs=(INT8, (3, 32, 16)), scales=(F32, (3, 16)), group_sizes=GROUPS),
         static=("transpose_rhs",),
+        more=dict(group_offset=np.array(1, np.int32)),
         empty=(dict(lhs=0), dict(rhs=0, scales=0, group_sizes=0)),
     ),
     "ragged_dot_transposed": Op(
@@ -199,7 +226,11 @@ OPS = {
         empty=(dict(lhs=0, rhs=0), dict(group_sizes=0)),
     ),
     "ragged_paged_attention": Op(
-        dict(q=(BF16, (6, 2, 64)), **PAGED, cu_seqlens_q=prefixes(5, 1)), static=LOGITS, empty=(dict(q=0),)
+        dict(q=(BF16, (6, 2, 64)), **PAGED, cu_seqlens_q=prefixes(5, 1)),
+        static=LOGITS,
+        more=dict(sinks=(F32, (2,))),
+        choices=dict(logits_soft_cap=3.0, local_window_size=9, return_lse=True),
+        empty=(dict(q=0),),
     ),
     "reduce_scatter": Op(dict(x=(F32, (4, 8))), gradients=("x",), empty=(dict(x=0),), axis="d"),
     "reduce_sum": Op(
@@ -210,6 +241,7 @@ OPS = {
         static=("eps",),
         optional=("scale",),
         gradients=("x", "scale"),
+        more=dict(residual=(F32, (3, 40))),
         empty=(dict(x=0),),
     ),
     "rope_write_kv": Op(
@@ -221,6 +253,7 @@ OPS = {
             v_pages=PAGES,
             slot_mapping=np.array([4, -1, 16, 2, 0], np.int32),
         ),
+        more=dict(q_norm=(F32, (64,)), k_norm=(F32, (64,))),
         empty=(dict(qkv=0, cos=0, sin=0, slot_mapping=0),),
     ),
     "softmax": Op(dict(x=(F32, (3, 40))), gradients=("x",), empty=(dict(x=0),)),
@@ -234,6 +267,8 @@ OPS = {
         ),
         static=("chunk_size", "return_final_state"),
         gradients=("x", "dt", "a", "b", "c"),
+        more=dict(d=(F32, (2,)), initial_state=(F32, (1, 2, 64, 64))),
+        choices=dict(return_final_state=True),
         empty=(dict(x=0, dt=0, b=0, c=0), dict(x=1, dt=1, b=1, c=1)),
     ),
     "ssd_step": Op(
@@ -245,6 +280,7 @@ OPS = {
             c=(BF16, (2, 1, 64)),
             state=(F32, (2, 2, 64, 64)),
         ),
+        more=dict(d=(F32, (2,))),
         empty=(dict(x=0, dt=0, b=0, c=0, state=0),),
     ),
     "varlen_attention": Op(
@@ -256,6 +292,8 @@ OPS = {
             cu_seqlens_kv=prefixes(9, 4, 7),
         ),
         static=(*LOGITS, "is_causal"),
+        more=dict(sinks=(F32, (2,))),
+        choices=dict(is_causal=True, logits_soft_cap=3.0, local_window_size=9, return_lse=True),
         empty=(dict(q=0, k=0, v=0), dict(q=0), dict(k=0, v=0)),
     ),
     "write_kv": Op(

@@ -26,7 +26,12 @@ def call(name: str, **changes):
     """The op as a function of its operands, by name, for the axis of a mesh that it needs."""
     op, fn = OPS[name], function(name)
     axis = [op.axis] if op.axis else []
-    return lambda **operands: fn(*(operands[key] for key in op.operands), *axis, **{**op.options, **changes})
+    return lambda **operands: fn(
+        *(operands[key] for key in op.operands),
+        *axis,
+        **{**op.options, **changes},
+        **{key: operands[key] for key in op.more if key in operands},
+    )
 
 
 def mesh_of(kind: AxisType, devices: int = 2):
@@ -60,13 +65,13 @@ def with_gradient(name: str, fn):
 def shared(name: str):
     """The op with its gradient on a mesh of two devices: each has half of the first operand, and all of the others."""
     op = OPS[name]
-    operands = op.arrays()
+    operands = op.arrays(with_more=True)
     first = next(iter(operands))
     operands[first] = np.concatenate([operands[first]] * 2)
     specs = {name: P("d") if name == first else P() for name in operands}
     # Of an array that varies JAX's kernels take no Ref.
     fn = jax.shard_map(
-        lambda operands: call(name)(**operands), in_specs=(specs,), out_specs=P("d"),
+        lambda operands: call(name, **op.choices)(**operands), in_specs=(specs,), out_specs=P("d"),
         check_vma=name not in ("write_kv", "rope_write_kv", "ssd_step", "gated_delta_rule_step"),
     )  # fmt: skip
     return with_gradient(name, lambda **operands: fn(operands)), operands
