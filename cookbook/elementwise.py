@@ -216,6 +216,8 @@ fuse.Config = Config  # `cookbook.fuse` is this function, not its module.
 def add(x, y, *, activation=None, config: Config | None = None):
     """`activation(x + y)`, computed in float32 and rounded once.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       x, y: arrays of one shape, of any rank and length.
       activation: "relu", "gelu" (the tanh form), "silu", an element-wise function, or None.

@@ -207,6 +207,8 @@ def attention(
 
     Differentiable in query, key, value and sinks, also through lse; these, out and lse are kept for the backward pass.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       query: (B, T, N, H), or (T, N, H), and then nothing has a batch; bfloat16 or float16.
       key, value: (B, S, K, H), of the dtype of `query`; K divides N.

@@ -88,6 +88,8 @@ def attention_fp8(
 ):  # fmt: skip
     """Scaled dot-product attention of 8-bit floats; the same to the bit in every run. It has no gradient.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       q: (B, T, N, H), or (T, N, H), and then nothing has a batch; float8_e4m3fn; H 64, 128 or 256.
       k, v: (B, S, K, H); float8_e4m3fn; K divides N.

@@ -85,6 +85,8 @@ def paged_attention(
     The same to the bit in every run. A page that is not there counts as zeros, and a length is cut at what the block
     table holds: `cookbook.paged_attention.check_block_tables` looks for both.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       q: (num_seqs, heads, head_dim), the queries of the last tokens; bfloat16 or float16; head_dim 64, 80, 96,
         128, 192 or 256.

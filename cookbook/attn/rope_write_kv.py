@@ -269,6 +269,8 @@ def rope_write_kv(
 ):  # fmt: skip
     """Rotates queries and keys by their tokens' positions, and writes keys and values into a paged cache, in place.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       qkv: (T, N_q + 2 H, D) bfloat16, float16 or float32: heads of queries, of keys, of values. D is 64, 128 or 256.
       cos, sin: (T, D/2) float32: of the angles of each token's position.

@@ -68,6 +68,8 @@ def varlen_attention(
     """Attention of packed sequences, each to its own keys, as flash-attn's varlen functions; the same to the bit in
     every run.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       q: (T, N, H), the queries of all sequences one after the other; bfloat16 or float16; H is 64, 80, 96, 128, 192
         or 256.

@@ -241,6 +241,8 @@ def write_kv(
 ):
     """Writes the keys and values of new tokens into a paged cache, in place: `reshape_and_cache_flash` of vLLM.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       k_new, v_new: (T, H, D) bfloat16, float16 or float32, D a multiple of 8 and H * D at most 65536.
       k_pages, v_pages: (P, page_size, H, D) of the same dtype, or of float8_e4m3fn; both arrays, or both Refs

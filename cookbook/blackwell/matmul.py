@@ -69,6 +69,8 @@ def matmul(
     Compiled for a B200 and interpreted; never run or timed on one. Differentiable once in a, b and bias, as
     `cookbook.matmul` is.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       a: (..., M, K), or (K, M) with `transpose_a`; bfloat16 or float16.
       b: (K, N), or (N, K) with `transpose_b`; of the dtype of `a`.

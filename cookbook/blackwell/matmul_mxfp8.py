@@ -127,6 +127,8 @@ def matmul_mxfp8(a, a_scales, b, b_scales, *, bias=None, activation=None, out_dt
 
     Compiled for a B200; never run or timed on one. JAX's interpreter cannot run it. It has no gradient.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       a: (M, K); float8_e4m3fn.
       a_scales: (M, K / 32); float8_e8m0fnu.

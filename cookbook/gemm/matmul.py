@@ -64,6 +64,8 @@ def matmul(
     dtype of a; to float16 times a power of two, so that loss scales neither overflow nor vanish. Under differentiation
     an activation is applied after the kernel, to float32 sums that are kept.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       a: (..., M, K), or (K, M) with `transpose_a`; bfloat16 or float16.
       b: (K, N), or (N, K) with `transpose_b`; of the dtype of `a`.

@@ -245,6 +245,8 @@ def _call(a, b, *, plan: Plan, params):
 def matmul_blocked(a, b, *, config: Config | None = None):
     """`a @ b` without the tensor cores, with float32 sums, rounded once.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       a: (M, K); float32, bfloat16 or float16.
       b: (K, N); of the dtype of `a`.

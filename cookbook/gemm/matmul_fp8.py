@@ -85,6 +85,8 @@ def matmul_fp8(
 ):
     """`(a * scale_a) @ (b * scale_b)` of 8-bit floats, with float32 sums, rounded once.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       a: (M, K); float8_e4m3fn or float8_e5m2.
       b: (K, N), which costs a copy, or (N, K) with `transpose_b`; float8_e4m3fn or float8_e5m2.

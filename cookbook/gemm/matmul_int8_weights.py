@@ -216,6 +216,8 @@ def _check(a, w_q, scales, transpose_w: bool) -> tuple[int, int, int]:
 def matmul_int8_weights(a, w_q, scales, *, out_dtype=None, transpose_w=False, config: Config | None = None):
     """`a @ w_q * scales`, the weights dequantized on the way to the tensor core; float32 sums, rounded once.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       a: (M, K); bfloat16 or float16.
       w_q: (K, N), which costs a copy, or (N, K) with `transpose_w`; int8.

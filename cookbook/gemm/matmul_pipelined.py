@@ -181,6 +181,8 @@ def matmul_pipelined(
 ):
     """`activation(a @ b)`, with float32 sums, rounded once.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       a: (M, K), or (K, M) with `transpose_a`; bfloat16 or float16.
       b: (K, N), or (N, K) with `transpose_b`; of the dtype of `a`.

@@ -214,6 +214,8 @@ def moe(x, router_logits, w_gate_up, w_down, *, top_k, renormalize=True, group_o
     and w_down, and all of x and router_logits; it gives `group_offset` and gets the sum over its own experts, which
     `jax.lax.psum` adds up.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       x: (..., H); bfloat16 or float16.
       router_logits: (..., E), of a floating dtype.

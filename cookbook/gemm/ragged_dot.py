@@ -163,6 +163,8 @@ def ragged_dot(
     activation is applied after the kernel, to the product, which is kept in bfloat16, or in float32 if lhs is float16;
     `jax.checkpoint` has it computed again instead.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       lhs: (M, K); bfloat16 or float16.
       rhs: (G, K, N), or (G, N, K) with `transpose_rhs`; of the dtype of `lhs`.

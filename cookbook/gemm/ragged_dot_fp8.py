@@ -96,6 +96,8 @@ def ragged_dot_fp8(
 ):  # fmt: skip
     """`lhs * scale_lhs` times one matrix of `rhs * scale_rhs` for each group of rows, of 8-bit floats, rounded once.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       lhs: (M, K); float8_e4m3fn.
       rhs: (G, K, N), which costs a copy, or (G, N, K) with `transpose_rhs`; float8_e4m3fn.

@@ -94,6 +94,8 @@ def ragged_dot_int8_weights(
 ):  # fmt: skip
     """`lhs` times one matrix of `rhs * scales` for each group of rows, dequantized on the way to the tensor core.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       lhs: (M, K); bfloat16 or float16.
       rhs: (G, K, N), which costs a copy, or (G, N, K) with `transpose_rhs`; int8.

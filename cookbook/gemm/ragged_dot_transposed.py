@@ -101,6 +101,8 @@ def ragged_dot_transposed(
 ):  # fmt: skip
     """`lhs.T @ rhs` of each group's rows, with float32 sums, rounded once; bitwise reproducible.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       lhs: (M, K); bfloat16 or float16.
       rhs: (M, N); of the dtype of `lhs`.

@@ -271,6 +271,8 @@ def gated_delta_rule(
 
     XLA may sum g in another order when it compiles again, or for another length.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       q, k: (B, T, K, N), bfloat16 or float16; N is 64 or 128. Keys of norm 1 keep the state bounded.
       v: (B, T, H, P), of the dtype of `q`; K divides H, and P is 64 or 128.

@@ -160,6 +160,8 @@ def gated_delta_rule_step(
 ):  # fmt: skip
     """One token of each sequence through the gated delta rule; the states are changed in place.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       q, k: (B, K, N), bfloat16 or float16; N is 64 or 128.
       v: (B, H, P), of the dtype of `q`; K divides H, and P is 64 or 128.

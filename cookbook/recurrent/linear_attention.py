@@ -44,6 +44,8 @@ def linear_attention(
 ):  # fmt: skip
     """Causal linear attention, without a feature map and without normalisation; the same to the bit in every run.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       query, key: (B, T, K, H), bfloat16 or float16; H is 64, 128 or 256.
       value: (B, T, N, P), of the same dtype; K divides N, and P is a multiple of 64.

@@ -329,6 +329,8 @@ def ssd(
 
     XLA may sum dt in another order when it compiles again, or for another length.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       x: (B, T, H, P), bfloat16 or float16; P is a multiple of 64.
       dt: (B, T, H), at least 0: how far each token moves the state.

@@ -182,6 +182,8 @@ def _check(x, dt, a, b, c, d, state) -> None:
 def ssd_step(x, dt, a, b, c, state, *, d=None, config: Config | None = None, **others):
     """One token of Mamba-2's recurrence for each sequence, its state updated in place.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       x: (B, H, P), bfloat16, float16 or float32, as are all others but `state`, each its own; P is a multiple of 8.
       dt: (B, H), at least 0: how far the token moves the state.

@@ -158,6 +158,8 @@ _sum.defvjp(_forward, _backward)
 def reduce_sum(x, axis: int, *, config: Config | None = None):
     """Sum over one axis.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       x: an array of any rank, float32, bfloat16 or float16.
       axis: the last axis (-1, or x.ndim - 1; at most 65536 long) or the leading one (0).

@@ -274,6 +274,8 @@ def rms_norm(
 ):  # fmt: skip
     """RMS normalisation over the last axis, of x or of `residual + x`.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       x: (..., C) float32, bfloat16 or float16, 1 <= C <= 65536.
       scale: (C,), of any of these dtypes; None for ones.

@@ -135,6 +135,8 @@ _softmax.defvjp(_forward, _backward)
 def softmax(x, axis: int = -1, *, config: Config | None = None):
     """Softmax over the last axis.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       x: (..., C) float32, bfloat16 or float16, 1 <= C <= 65536.
       axis: the last axis, -1 or x.ndim - 1.
