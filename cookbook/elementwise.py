@@ -186,6 +186,8 @@ def _run(op, fn, args, kwargs, config):
 def fuse(fn, *, config: Config | None = None):
     """Makes one kernel out of an element-wise function.
 
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
     Args:
       fn: takes arrays, or pytrees of arrays (a dataclass of weights and biases, say), all of one shape, and returns a
         pytree of arrays of that shape. It may use any element-wise `jnp` function and Python number.

@@ -51,9 +51,14 @@ def _drawn(rng, dtype, shape, kind="normal"):
     return (np.exp2(np.round(x)) if dtype == E8M0 else x).astype(jnp.dtype(dtype))
 
 
-def function(name: str):
+def named(name: str):
     """`cookbook.<name>`."""
     return functools.reduce(getattr, name.split("."), cookbook)
+
+
+def function(name: str):
+    """The op as a function of its operands."""
+    return cookbook.fuse(lambda x, y: x * jnp.sin(y)) if name == "fuse" else named(name)
 
 
 def prefixes(*lengths: int) -> np.ndarray:
@@ -104,6 +109,12 @@ OPS = {
         choices=dict(activation="gelu"),
         empty=(dict(a=0, a_scales=0), dict(b=0, b_scales=0)),
         major=10,
+    ),
+    "fuse": Op(  # An argument of None is a pytree without arrays.
+        dict(x=(BF16, (3, 40)), y=(BF16, (3, 40))),
+        optional=("x", "y"),
+        gradients=("x", "y"),
+        empty=(dict(x=0, y=0),),
     ),
     "gated_delta_rule": Op(
         dict(

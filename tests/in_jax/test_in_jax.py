@@ -13,8 +13,9 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from cookbook import _mgpu
-from tests.in_jax.ops import OPS, function
+import cookbook
+from cookbook import _mgpu, lab
+from tests.in_jax.ops import OPS, function, named
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
 TARGETS = {9: _mgpu.Target("h200", 132), 10: _mgpu.Target("b200", 148)}
@@ -32,6 +33,12 @@ def call(name: str, **changes):
         **{**op.options, **changes},
         **{key: operands[key] for key in op.more if key in operands},
     )
+
+
+def said(name: str, operand: str = "") -> str:
+    """How a message names the op, or an operand; a pattern."""
+    names = [r"fuse\(<lambda>\)", r"argument \d"] if name == "fuse" else [name, operand]
+    return names[bool(operand)]
 
 
 def mesh_of(kind: AxisType, devices: int = 2):
@@ -57,6 +64,10 @@ def with_gradient(name: str, fn):
         return out, pull(out)
 
     return both
+
+
+def test_every_op_is_here():
+    assert {*OPS} == {*cookbook.__all__, "blackwell.matmul", "blackwell.matmul_mxfp8"}
 
 
 # Options --------------------------------------------------------------------------------------------------------------
@@ -107,6 +118,26 @@ def test_transformations_under_x64(name):
         assert "mpmd_map" in traced(name, scanned, operands) or name not in KERNELS
 
 
+def run(name: str, *options):
+    """The op, interpreted, with most of what its family computes outside kernels."""
+    operands = {key: jax.device_put(x) for key, x in OPS[name].arrays().items()}
+    with contextlib.ExitStack() as stack:
+        for context in (lab.interpret(detect_races=False), *options):
+            stack.enter_context(context)
+        return [np.float32(x) for x in jax.tree.leaves(call(name)(**operands))]
+
+
+@pytest.mark.parametrize("name", ["paged_attention", "ssd"])
+def test_called_eagerly_no_program_returns_what_is_not_finite(name):
+    assert all(np.isfinite(x).all() for x in run(name, jax.debug_nans(True), jax.debug_infs(True)))
+
+
+@pytest.mark.parametrize("name", ["matmul", "ragged_dot", "rms_norm"])
+def test_runs_without_jit(name):
+    """Operation by operation, none of which may be NaN."""
+    assert all(np.isfinite(x).all() for x in run(name, jax.disable_jit(), jax.debug_nans(True)))
+
+
 # What is refused, by name and before anything is launched -------------------------------------------------------------
 
 
@@ -118,8 +149,8 @@ def test_operands_over_an_explicit_axis(name):
     with jax.sharding.use_abstract_mesh(mesh):
         for key, x in operands.items():
             given = operands | {key: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)}
-            said = f"^cookbook.{name}: {key} is sharded over 'd': call it inside jax.shard_map"
-            with pytest.raises(ValueError, match=said):
+            sharded = f"^cookbook.{said(name)}: {said(name, key)} is sharded over 'd': call it inside jax.shard_map"
+            with pytest.raises(ValueError, match=sharded):
                 jax.eval_shape(lambda given: call(name)(**given), given)
 
 
@@ -127,9 +158,9 @@ def test_operands_over_an_explicit_axis(name):
 def test_operands_that_are_no_arrays(name):
     operands = OPS[name].arrays()
     for key in operands:
-        for nothing in ("x", [[1.0], [1.0, 2.0]], *[None] * (key not in OPS[name].optional)):
-            said = rf"^cookbook.{name}: {key}=.*; must be an array .*: pass"
-            with pytest.raises(ValueError, match=said):
+        for nothing in ("x", [["x"], []], *[None] * (key not in OPS[name].optional)):
+            no_array = rf"^cookbook.{said(name)}: {said(name, key)}=.*; must be an array .*: pass"
+            with pytest.raises(ValueError, match=no_array):
                 call(name)(**operands | {key: nothing})
 
 
@@ -149,7 +180,7 @@ def test_traced_options(name, option):
 @pytest.mark.parametrize("name", KERNELS)
 def test_without_a_gpu(name, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    with pytest.raises(RuntimeError, match=rf"^cookbook.{name} .*JAX sees no GPU.*`from cookbook import lab`"):
+    with pytest.raises(RuntimeError, match=rf"^cookbook.{said(name)} .*JAX sees no GPU.*`from cookbook import lab`"):
         evaluated(name, OPS[name].arrays())
 
 
@@ -214,20 +245,21 @@ def derived(name: str, derive):
 def test_forward_mode(name):
     """The program holds what is refused where it is lowered, or run: `test_forward_mode_is_refused` of test_mgpu.py."""
     program = derived(name, lambda f, x: jax.jvp(f, (x,), (x,)))
-    assert f"tangent[op={name}]" in program
+    assert re.search(rf"tangent\[op={said(name)}\]", program)
 
 
-LINEAR = ("add", "all_gather", "all_to_all", "reduce_scatter", "reduce_sum")  # Their gradients are other such ops.
+MADE_OF_OPS = ("add", "all_gather", "all_to_all", "fuse", "reduce_scatter", "reduce_sum")  # Their gradients.
 
 
 @pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if name in KERNELS])
 def test_second_derivatives(name):
     second = lambda f, x: jax.grad(lambda x: (jax.grad(f)(x).astype(jnp.float32) ** 2).sum())(x)
-    if name in LINEAR:
+    if name in MADE_OF_OPS:
         assert derived(name, second)
         return
-    said = "ragged_dot" if name == "moe" else name  # Which is made of it.
-    with pytest.raises(ValueError, match=f"cookbook.{said} has no second derivative: differentiate {said}_reference"):
+    refused = "ragged_dot" if name == "moe" else name  # It is made of it.
+    message = f"cookbook.{refused} has no second derivative: differentiate {refused}_reference"
+    with pytest.raises(ValueError, match=message):
         derived(name, second)
 
 
@@ -243,3 +275,12 @@ def test_gradients(name):
         with _mgpu.building_for(TARGETS[OPS[name].major]):
             with pytest.raises(ValueError, match=f"cookbook.{name} has no gradient: differentiate"):
                 jax.eval_shape(jax.grad(loss), operands[first])
+
+
+AUTOMATIC = "On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax."
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if not OPS[name].axis])
+def test_the_docstring_says_what_an_automatic_mesh_does(name):
+    """JAX tells the op nothing about such a mesh, so that it cannot refuse."""
+    assert AUTOMATIC in named(name).__doc__.partition("Args:")[0]
