@@ -10,6 +10,7 @@ from .cases import Draw, Op, Values
 from .elementwise import FLOATS
 from .gemm import HALVES
 
+RESETS = -30.0, -100.0, -1e3, -1e6, -1e9, -math.inf  # Logarithms of what a token lets stay.
 SHARE = {"bfloat16": 0.03, "float16": 0.006}  # States are rounded for each chunk, and summed over tokens.
 
 
@@ -24,8 +25,9 @@ def sequences(draw: Draw, rows: int) -> dict:
 
 
 def with_gradient(draw: Draw, case: dict) -> dict:
-    """NaN in rows of no sequence would be in the differences of the reference too."""
-    return case | dict(grad=case.get("unowned") != "nan" and draw.sometimes(0.1))
+    """NaN in rows of no sequence would be in the differences of the reference too, as would infinite decays."""
+    has_one = case.get("unowned") != "nan" and case["decay"] != "resets" and case["rows"] > 0
+    return case | dict(grad=has_one and draw.sometimes(0.1))
 
 
 def ends(case) -> list[tuple[int, int, int]]:
@@ -74,24 +76,26 @@ def fits(case) -> str | None:
 
 
 def draw_ssd(draw: Draw) -> dict:
-    rows, groups = draw.size(150, zero=0, large=4), draw.number(1, 2)
+    rows, groups = draw.size(150, large=4), draw.number(1, 2)
     case = sequences(draw, rows) | dict(
         rows=rows, groups=groups, heads=groups * draw.number(1, 2), p=draw.choice(64, 64, 128),
         n=draw.choice(64, 128, 256), dtype=draw.choice(*HALVES), initial=draw.sometimes(), final=draw.sometimes(),
-        d=draw.sometimes(), decay=draw.choice("none", "weak", "strong"), chunk_size=draw.choice(None, 64, 128),
-        rowwise=["x", "dt", "b", "c"], numbers=draw.choice(*FLOATS),
+        d=draw.sometimes(), decay=draw.choice("none", "weak", "strong", "resets"),
+        chunk_size=draw.choice(None, 64, 128), rowwise=["x", "dt", "b", "c"], numbers=draw.choice(*FLOATS),
     )  # fmt: skip
     return with_gradient(draw, case)
 
 
 def ssd_arrays(case: dict, values: Values) -> dict:
     b, t, h, g, p, n = (case[name] for name in ("batch", "rows", "heads", "groups", "p", "n"))
-    strength = {"none": 0.0, "weak": 0.1, "strong": 30.0}[case["decay"]]
+    strength = {"none": 0.0, "weak": 0.1, "strong": 30.0, "resets": 1.0}[case["decay"]]
     given = dict(
         x=values((b, t, h, p), case["dtype"]), dt=np.abs(values((b, t, h), case["numbers"])),
         a=-np.abs(values((h,), case["numbers"], scale=strength)), b=values((b, t, g, n), case["dtype"], scale=n**-0.5),
         c=values((b, t, g, n), case["dtype"]),
     )  # fmt: skip
+    if case["decay"] == "resets":
+        given["a"][0] = RESETS[case["rows"] % len(RESETS)]
     if case["d"]:
         given["d"] = values((h,), case["numbers"])
     return finish(case, values, given, (h, p, n))
@@ -169,11 +173,11 @@ def ssd_step_reference(case, x, dt, a, b, c, state, d=None):
 
 
 def draw_delta(draw: Draw) -> dict:
-    rows, keys = draw.size(140, zero=0, large=4), draw.number(1, 2)
+    rows, keys = draw.size(140, large=4), draw.number(1, 2)
     case = sequences(draw, rows) | dict(
         rows=rows, groups=keys, heads=keys * draw.number(1, 2), p=draw.choice(64, 128), n=draw.choice(64, 128),
         dtype=draw.choice(*HALVES), initial=draw.sometimes(), final=draw.sometimes(), scale=draw.choice(None, 1.0),
-        decay=draw.choice("none", "weak", "strong"), rowwise=["q", "k", "v", "g", "beta"],
+        decay=draw.choice("none", "weak", "strong", "resets"), rowwise=["q", "k", "v", "g", "beta"],
     )  # fmt: skip
     return with_gradient(draw, case)
 
@@ -182,11 +186,13 @@ def delta_inputs(case: dict, values: Values, rows: tuple) -> dict:
     h, g, p, n = (case[name] for name in ("heads", "groups", "p", "n"))
     q, k = (values((*rows, g, n)) for _ in "qk")
     q, k = ((x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(values((1,), case["dtype"]).dtype) for x in (q, k))
-    strength = {"none": 0.0, "weak": 0.1, "strong": 20.0}[case["decay"]]
+    strength = {"none": 0.0, "weak": 0.1, "strong": 20.0, "resets": 0.1}[case["decay"]]
+    decays = -np.abs(values((*rows, h), scale=strength))
+    if case["decay"] == "resets":
+        places = values.rng.random(decays.shape) < 0.2
+        decays[places] = values.rng.choice(RESETS, places.sum())
     beta = 1 / (1 + np.exp(values((*rows, h))))
-    return dict(
-        q=q, k=k, v=values((*rows, h, p), case["dtype"]), g=-np.abs(values((*rows, h), scale=strength)), beta=beta
-    )
+    return dict(q=q, k=k, v=values((*rows, h, p), case["dtype"]), g=decays, beta=beta)
 
 
 def delta_arrays(case: dict, values: Values) -> dict:
