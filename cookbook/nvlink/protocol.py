@@ -14,9 +14,9 @@ The protocols rest on five rules of the machine:
   when the device's own buffers have moved, but not when a peer's have. So every copy to or from a peer is of contiguous
   bytes, without a descriptor.
 * A store to a peer has arrived once `Flush` says so. A signal alone does not wait for the stores before it.
-* A signal releases what its warpgroup stored and flushed before it. A wait acquires it. What has arrived is then loaded
-  by TMA, whose accesses PTX counts to another proxy than the wait's. JAX gives kernels no fence between the two for
-  memory: that the loads see what has arrived is an assumption, which no run has contradicted.
+* A signal releases what its warpgroup stored and flushed before it. A wait acquires it. Data that has arrived is then
+  loaded by TMA, whose accesses PTX counts to another proxy than the wait's. JAX gives kernels no fence between the two
+  for memory: that the loads see it is an assumption, which no run has contradicted.
 * A kernel that ends gives its buffers and its semaphores back. Nobody may use them after that, so a kernel ends only
   when all that its peers send to it has come, and when they have read all that they load from it.
 """

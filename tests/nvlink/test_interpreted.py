@@ -148,7 +148,7 @@ class OfDevice(types.SimpleNamespace):
 
 @pytest.mark.parametrize("changes", [{}, dict(reduce=lambda add, pieces: functools.reduce(add, pieces[::-1]))])
 def test_reduce_scatter_adds_three_devices_in_their_order(one_for_two, interpreted, mutant, changes):
-    """Of numbers whose sum depends on the order; also for an owner that is not the first. A mutant adds backwards."""
+    """The sums depend on the order. Also for an owner that is not the first. A mutant adds backwards."""
     n = one_for_two.count = 3
     rng = np.random.default_rng(0)
     x = np.float32(rng.normal(size=(n, 12, core.WIDTH)) * 2.0 ** rng.integers(-12, 12, (n, 12, core.WIDTH)))

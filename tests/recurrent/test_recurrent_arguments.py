@@ -1,4 +1,4 @@
-"""What the recurrent ops say of arguments that they do not take, and what they return where there are no tokens."""
+"""The recurrent ops refuse arguments by name, and return what they got where there are no tokens."""
 
 import functools
 import importlib
