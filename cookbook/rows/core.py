@@ -80,8 +80,9 @@ def as_rows(x, fill, itemsize: int | None = None):
     `itemsize` is that of the array that the plan is made for, if it is not `x`.
     """
     x = x.reshape(-1, x.shape[-1])
-    pads = [(0, full - size) for full, size in zip(_padded_shape(*x.shape, itemsize or x.dtype.itemsize), x.shape)]
-    return jnp.pad(x, pads, constant_values=fill) if any(after for _, after in pads) else x
+    shape = _padded_shape(*x.shape, itemsize or x.dtype.itemsize)
+    pads = [(0, full - size) for full, size in zip(shape, x.shape, strict=True)]
+    return x if x.shape == shape else jnp.pad(x, pads, constant_values=fill)
 
 
 def _padded_shape(rows: int, cols: int, itemsize: int) -> tuple[int, int]:
@@ -284,37 +285,50 @@ class RaggedPlan(Plan):
         the block's row is."""
         return jnp.concatenate([jnp.pad(shared, (r, self.pitch - self.cols - r)) for r in range(self.vec)])
 
+    def near(self, ref):
+        """The part of a flat `ref` that rows are counted in (`row_in`): the whole, where offsets of 32 bits reach all
+        of it. Otherwise some rows, which lie as those of the whole do."""
+        if not self.is_large:
+            return ref
+        size = self.vec * self.cols
+        group = _mgpu.div(lax.axis_index("block"), self.vec)
+        return ref.at[pl.ds(_mgpu.offsets(self.rows * self.cols, lambda group: group * size, group), size)]
+
+    def row_in(self, row):
+        """The number of the block's row in what `near` returns."""
+        return _mgpu.rem(row, self.vec) if self.is_large else row
+
+    @property
+    def is_large(self) -> bool:
+        return self.rows * self.cols >= 2**31
+
     def _parts(self, late: bool = False):
-        """Each piece: where it starts in memory, its layout, and the range of its values that no other piece covers.
+        """Each piece: where it starts in what `near` returns, its layout, and the range of its values that no other
+        piece covers.
 
         `late`: where it starts in what `shift` returns."""
-        return self.offsets(functools.partial(self._parts_of, late), lax.axis_index("block"))
-
-    def offsets(self, of, *indices):
-        """`of(*indices)`, offsets into a flat array."""
-        return _mgpu.offsets(self.rows * self.cols, of, *indices)
-
-    def _parts_of(self, late: bool, block):
-        row = block * self.cols
-        row = (row & (self.vec - 1)) * (self.pitch + 1) if late else row
-        first = (row + self.vec - 1) & -self.vec  # Written so, the compiler sees that it is aligned.
+        row = self.row_in(lax.axis_index("block")) * self.cols
+        row = _mgpu.rem(row, self.vec) * (self.pitch + 1) if late else row
+        first = (row + self.vec - 1) // self.vec * self.vec  # Written so, the compiler sees that it is aligned.
         (width,), ends = self.shape, plgpu.Layout.WG_STRIDED((WARPGROUP,), 1)
-        starts = [(turn, min(turn, self.inner - width)) for turn in range(0, self.inner, width)]
-        pieces = [(pl.ds(first + start, width), self.layout, turn - start, width) for turn, start in starts]
+        for turn in range(0, self.inner, width):
+            start = min(turn, self.inner - width)
+            yield pl.ds(first + start, width), self.layout, turn - start, width
         last = row + self.cols - WARPGROUP
-        before, after = jnp.int32(first - row), jnp.int32(first + self.inner - last)
-        head, tail = (pl.ds(row, WARPGROUP), ends, 0, before), (pl.ds(last, WARPGROUP), ends, after, WARPGROUP)
-        return [*pieces, head, tail]
+        yield pl.ds(row, WARPGROUP), ends, 0, first - row
+        yield pl.ds(last, WARPGROUP), ends, first + self.inner - last, WARPGROUP
 
     def load(self, x_gmem, row, g):
         # Rows are too long for an array, which is flat too, to have as many values as what `shift` returns.
-        parts = self._parts(late=x_gmem.shape == (self.vec * self.pitch,))
-        load = lambda where, layout: plgpu.load(x_gmem.at[where], layout=layout, optimized=False).astype(jnp.float32)
-        return [load(where, layout) for where, layout, *_ in parts]
+        late = x_gmem.shape == (self.vec * self.pitch,)
+        ref = x_gmem if late else self.near(x_gmem)
+        load = lambda where, layout: plgpu.load(ref.at[where], layout=layout, optimized=False).astype(jnp.float32)
+        return [load(where, layout) for where, layout, *_ in self._parts(late)]
 
     def store(self, o_gmem, row, g, pieces):
+        ref = self.near(o_gmem)
         for piece, (where, *_) in zip(pieces, self._parts(), strict=True):
-            _mgpu.store(o_gmem.at[where], piece.astype(o_gmem.dtype))
+            _mgpu.store(ref.at[where], piece.astype(o_gmem.dtype))
 
     def fresh(self, pieces, g):
         def only(piece, layout, low, high):

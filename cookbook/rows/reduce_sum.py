@@ -3,7 +3,8 @@
     last axis:     out[r] = sum_c x[r, c]           leading axis:     out[c] = sum_r x[r, c]
 
 Shapes: x of any rank; the result lacks the axis and has the dtype of x: float32, bfloat16 or float16. Rows of the last
-axis have up to 65536 values; the leading axis has any length.
+axis have up to 65536 values; the leading axis has any length, and in a matrix of 2**31 values and more rows of up to
+2**30 - 2**15.
 
 Role table, last axis: as in `softmax`, one warpgroup a block sums one or more rows in registers; there are no barriers
 of ours. Fewer threads than there share a short row, and a row too long for the registers is read once. Leading axis:
@@ -65,21 +66,21 @@ class LongPlan(core.RaggedPlan):
     def load(self, x_gmem, row, g):
         """The pieces of group `g`, with zeros in the columns that an earlier piece holds already."""
         unit, last = self.vec, self.inner // self.vec - core.WARPGROUP  # Counted so, the compiler sees aligned loads.
-        first = self.offsets(lambda row: lax.div(row * self.cols + unit - 1, unit), row)
+        first = _mgpu.div(self.row_in(row) * self.cols + unit - 1, unit)
         turns = [(g * self.group + i) * core.WARPGROUP for i in range(self.group)]
         starts = [jnp.minimum(turn, last) for turn in turns]
-        begin = lambda start: self.offsets(lambda first, start: (first + start) * unit, first, start)
-        pieces = [_load(x_gmem, pl.ds(begin(start), *self.shape), self.layout) for start in starts]
+        ref = self.near(x_gmem)
+        pieces = [_load(ref, pl.ds((first + start) * unit, *self.shape), self.layout) for start in starts]
         column = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
         shared = [(turn - start) * unit for turn, start in zip(turns, starts, strict=True)]
         return [jnp.where(column >= some, piece, 0.0) for piece, some in zip(pieces, shared, strict=True)]
 
     def ends(self, x_gmem):
         """The columns before and after all pieces."""
-        *_, head, tail = self._parts()
+        ref, (*_, head, tail) = self.near(x_gmem), self._parts()
         column = plgpu.broadcasted_iota(jnp.int32, (core.WARPGROUP,), 0, layout=head[1])
         only = lambda where, layout, low, high: jnp.where(
-            (column >= low) & (column < high), _load(x_gmem, where, layout), 0.0
+            (column >= low) & (column < high), _load(ref, where, layout), 0.0
         )
         return only(*head) + only(*tail)
 

@@ -9,6 +9,7 @@ import importlib
 import itertools
 import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -132,14 +133,35 @@ def test_offsets_beyond_32_bits(op, shape):
     assert kernels and not re.findall(r"(?:mul\.wide|cvt\.s64)\.s32.*", "".join(kernels))
 
 
+class Itself:
+    """In the place of a Ref's `at`: gives the slice that it is asked for."""
+
+    def __getitem__(self, where):
+        return where
+
+
 def test_the_last_row_of_a_large_array(monkeypatch):
     plan, row = core.RaggedPlan(300_000, 8191, 2, core.Config(1, 128)), 299_999
     monkeypatch.setattr(core.lax, "axis_index", lambda name: jnp.int32(row))
+    part = plan.near(types.SimpleNamespace(at=Itself()))
+    assert int(part.start) % plan.vec == 0
     counted = np.zeros(plan.cols, int)
     for where, _, low, high in plan._parts():
-        start = int(where.start) - row * plan.cols
+        start = int(part.start) + int(where.start) - row * plan.cols
         counted[start + low : start + high] += 1
     assert (counted == 1).all()
+
+
+@pytest.mark.parametrize("op, cols", [("softmax", 2051), ("rms_norm", 2051), ("reduce_sum", 12801)])
+def test_rows_that_are_counted_from_a_near_one(op, cols, monkeypatch):
+    """As those of a large array are."""
+    fn = {"softmax": softmax, "rms_norm": lambda x: rms_norm(x, x[0])}.get(op, lambda x: reduce_sum(x, -1))
+    x = np.random.default_rng(0).normal(size=(11, cols)).astype(BF16)
+    wanted = lab.run(fn, x)
+    monkeypatch.setattr(core.RaggedPlan, "is_large", True)
+    jax.clear_caches()
+    np.testing.assert_array_equal(lab.run(fn, x), wanted)
+    jax.clear_caches()
 
 
 def test_sums_over_the_leading_axis_of_parts(monkeypatch):
