@@ -307,6 +307,18 @@ def own_options():
         yield
 
 
+MOST_BLOCKS = 65_535  # Along all axes of a grid but the last: CUDA's limit, which lowering does not check.
+
+
+def _launchable(grid=(), grid_names=(), **others) -> dict:
+    """The arguments of a launch, with the axes of its grid in an order that CUDA takes: if an axis other than the last
+    has too many blocks, from the smallest to the largest. Kernels know axes by name."""
+    grid, names = tuple(grid), tuple(grid_names)
+    if grid[:-1] and "cluster" not in others and max(grid[-2], math.prod(grid[:-2])) > MOST_BLOCKS:
+        grid, names = zip(*sorted(zip(grid, names, strict=True), key=lambda axis: axis[0]), strict=True)
+    return dict(grid=grid, grid_names=names) | others
+
+
 def kernel(body, **kwargs):
     """`plgpu.kernel(body, **kwargs)`, at home in JAX.
 
@@ -323,7 +335,7 @@ def kernel(body, **kwargs):
             return body(*refs, **scratch)
 
     traced.__name__ = f"{function.__module__.rpartition('.')[2].strip('_')}_{function.__name__.strip('_')}"
-    launch = plgpu.kernel(traced, **kwargs)
+    launch = plgpu.kernel(traced, **_launchable(**kwargs))
 
     def run(*operands):
         axes = _varying(*jax.tree.leaves(operands))

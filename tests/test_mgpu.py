@@ -257,3 +257,23 @@ def test_forward_mode_is_refused():
             ):
                 call()
         np.testing.assert_allclose(jax.grad(loss)(x), 2 * (x * (x - 9)) * (2 * x - 9), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "grid, launched",
+    [
+        ((65_535, 3), (65_535, 3)),
+        ((65_536, 3), (3, 65_536)),
+        ((2, 70_000, 3), (2, 3, 70_000)),
+        ((300, 300, 5, 2), (2, 5, 300, 300)),  # JAX launches all but the last two axes as one.
+        ((200, 300, 5, 2), (200, 300, 5, 2)),
+        ((70_000,), (70_000,)),
+        ((), ()),
+    ],
+)
+def test_a_grid_of_many_blocks_is_launched_in_an_order_that_cuda_takes(grid, launched):
+    names = tuple(f"axis_{size}_{i}" for i, size in enumerate(grid))
+    found = _mgpu._launchable(grid=grid, grid_names=names, num_threads=2)
+    assert found["grid"] == launched and found["num_threads"] == 2
+    assert [int(name.split("_")[1]) for name in found["grid_names"]] == list(launched)
+    assert sorted(found["grid_names"]) == sorted(names)

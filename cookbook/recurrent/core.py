@@ -226,16 +226,6 @@ class _OneSlot(_mgpu.Ring):
         return jnp.minimum(count, self.zero)
 
 
-MOST_BLOCKS = 65_535  # CUDA's limit along all axes of a grid but the last.
-
-
-def grid(**sizes: int) -> dict:
-    """`grid` and `grid_names` of a kernel with so many blocks along two axes. Neighbours along the second start
-    together; along the first if that alone has more blocks than `MOST_BLOCKS`."""
-    names = sorted(sizes, key=lambda name: sizes[name] > MOST_BLOCKS)
-    return dict(grid=tuple(sizes[name] for name in names), grid_names=tuple(names))
-
-
 # Shared memory --------------------------------------------------------------------------------------------------------
 
 

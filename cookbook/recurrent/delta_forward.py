@@ -307,7 +307,8 @@ def run(plan: Plan, table, q, k, v, inverse, cum, initial, params):
     results = _mgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=out_type,
-        **core.grid(part=sequences.num_parts, unit=units),
+        grid=(sequences.num_parts, units),
+        grid_names=("part", "unit"),
         num_threads=plan.memory_role + 1,
         thread_name="role",
         scratch_types=plan.scratch,

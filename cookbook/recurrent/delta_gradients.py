@@ -205,7 +205,8 @@ def run(plan: Plan, first_rows, num_rows, q, k, v, do, states, d_states, inverse
             jax.ShapeDtypeStruct(v.shape, plan.dtype),
             jax.ShapeDtypeStruct((columns, plan.sequences.num_chunks, 4, CHUNK), jnp.float32),
         ],
-        **core.grid(tile=plan.sequences.num_chunks, head_index=columns),
+        grid=(plan.sequences.num_chunks, columns),
+        grid_names=("tile", "head_index"),
         scratch_types=_scratch(plan),
         compiler_params=params,
     )(first_rows, num_rows, gmem)

@@ -38,7 +38,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
-from . import core
 from .core import COLUMNS, PIECE, ROWS, Operand, Tiles, row_tiles
 from .delta_core import CHUNK, SQUARE, TILED, load, multiply, spread
 
@@ -172,7 +171,8 @@ def inverses(first_rows, num_rows, k, cum, beta, *, interpreted: bool, params):
     return _mgpu.kernel(
         functools.partial(_kernel, group=heads // key_heads, interpreted=interpreted),
         out_type=jax.ShapeDtypeStruct((heads, chunks, *SQUARE), k.dtype),
-        **core.grid(tile=chunks, unit=heads // num_heads),
+        grid=(chunks, heads // num_heads),
+        grid_names=("tile", "unit"),
         scratch_types=dict(
             k_smem=row_tiles((1, pieces, CHUNK, PIECE), k.dtype, interpreted),
             keys_smem=plgpu.SMEM(SQUARE, jnp.float32, **wide),

@@ -346,7 +346,8 @@ def gradients(plan: Plan, table, seq, is_row, vectors, decay, x, b, c, d, starts
     dx, db, dc, sums, *firsts = _mgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=out_type,
-        **core.grid(part=sequences.num_parts, head_index=plan.num_heads),
+        grid=(sequences.num_parts, plan.num_heads),
+        grid_names=("part", "head_index"),
         num_threads=4,
         thread_name="role",
         scratch_types=_scratch(plan),

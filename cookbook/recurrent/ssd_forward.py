@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
-from .core import COLUMNS, PIECE, ROWS, Loader, Operand, Part, Tiles, first_state, grid, store_rows, store_state
+from .core import COLUMNS, PIECE, ROWS, Loader, Operand, Part, Tiles, first_state, store_rows, store_state
 from .ssd_state import CUM, DT, Plan, StateRole
 
 SQUARE = PIECE, PIECE
@@ -195,7 +195,8 @@ def outputs(plan: Plan, scale: float, table, x, b, c, vectors, d, starts, params
     return _mgpu.kernel(
         functools.partial(_kernel, plan=plan, scale=scale),
         out_type=out_type,
-        **grid(part=plan.sequences.num_parts, head_index=plan.num_heads),
+        grid=(plan.sequences.num_parts, plan.num_heads),
+        grid_names=("part", "head_index"),
         num_threads=plan.chunk // PIECE + 2,
         thread_name="role",
         scratch_types=_scratch(plan),

@@ -183,7 +183,8 @@ def states(plan: Plan, table, x, b, vectors, initial, params, *, reverse: bool =
     return _mgpu.kernel(
         functools.partial(_kernel, plan=plan, reverse=reverse, keeps_all=keeps_all),
         out_type=out_type,
-        **core.grid(part=plan.sequences.num_parts, head_index=plan.num_heads),
+        grid=(plan.sequences.num_parts, plan.num_heads),
+        grid_names=("part", "head_index"),
         num_threads=2,
         thread_name="role",
         scratch_types=scratch,

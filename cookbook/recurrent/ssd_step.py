@@ -40,7 +40,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _mgpu
-from . import arguments, core
+from . import arguments
 
 WARPGROUP = 128  # Threads in a warpgroup.
 VECTOR = 4  # Values of a thread's load: 16 bytes.
@@ -141,7 +141,8 @@ def _call(x, dt, a, b, c, d, state, config: Config, params):
     y = _mgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        **core.grid(seq_index=len(x), head_index=heads),
+        grid=(len(x), heads),
+        grid_names=("seq_index", "head_index"),
         compiler_params=params,
     )(x, dt, a, b, c, d, state)
     return _mgpu.apart((y, jax.freeze(state)))
