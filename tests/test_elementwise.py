@@ -191,7 +191,6 @@ def test_gradient_of_add_under_every_transformation():
 
 
 def test_checkpoint_scan_and_donation():
-    """The first two compiled for a GPU: JAX's interpreter has side effects, which they do not take."""
     step = jax.checkpoint(lambda x, _: (add(x, x, activation="silu"), None))
     x = normal(0, (3, 100))
     lab.compile_for("h200", jax.grad(lambda x: jnp.sum(jax.lax.scan(step, x, length=2)[0])), x)

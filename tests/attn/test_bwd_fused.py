@@ -102,19 +102,6 @@ def test_jit_and_vmap():
         np.testing.assert_allclose(a.astype(jnp.float32), b[0].astype(jnp.float32), rtol=2**-7, atol=1e-3)
 
 
-@pytest.mark.slow
-def test_shard_map():
-    """Queries over the mesh, keys and values on all of it: JAX sums their gradients, with its check on."""
-    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
-    spec, args = jax.P("data"), operands(40, 50)
-    loss = lambda q, k, v: attention(q, k, v, deterministic=False).astype(jnp.float32).sum()
-    total = lambda *args: jax.lax.psum(loss(*args), "data")
-    shared = jax.shard_map(total, mesh=mesh, in_specs=(spec, jax.P(), jax.P()), out_specs=jax.P())
-    results = (lab.run(jax.grad(fn, (0, 1, 2)), *args) for fn in (shared, loss))
-    for a, b in zip(*results, strict=True):
-        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=2**-7, atol=1e-3)
-
-
 @pytest.mark.parametrize(
     "head_dim, config, message",
     [

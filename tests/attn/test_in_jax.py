@@ -55,9 +55,8 @@ def test_numbers_of_any_kind(name):
 
 @pytest.mark.parametrize("name", OPS)
 def test_numpys_arrays(name):
-    assert "mpmd_map" in program(
-        lambda: OPS[name](*map(np.asarray, operands(70, 70)))
-    )  # STARTS and the like are lists.
+    args = [np.asarray(x) for x in operands(70, 70)]
+    assert "mpmd_map" in program(lambda: OPS[name](*args))  # STARTS and the like are lists.
 
 
 def test_lists():
@@ -91,7 +90,7 @@ def ids(*numbers, dtype=np.int64):
 def test_segments_of_any_integers(x64, rows, keys):
     args = operands(70, 70)
     wanted = lab.run(functools.partial(attention, segment_ids=ids(0, 1, dtype=np.int32), config=SMALL), *args)
-    with jax.enable_x64(x64):  # The kernel is interpreted outside: JAX's interpreter knows no 64-bit loops.
+    with jax.enable_x64(x64):
         rows, keys = module_ids(rows, rows if keys is None else keys)
     equal(lab.run(functools.partial(attention, segment_ids=rows, kv_segment_ids=keys, config=SMALL), *args), wanted)
 

@@ -165,15 +165,7 @@ def test_vmap_and_leading_axes():
     close(lab.run(jax.vmap(small, (0, None)), batch, b), wanted)
 
 
-def test_shard_map():
-    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
-    (a, b), rows, whole = operands(64, 72, 72), jax.P("data"), jax.P()
-    shared = jax.shard_map(functools.partial(matmul, config=SMALL), mesh=mesh, in_specs=(rows, whole), out_specs=rows)
-    close(lab.run(shared, a, b), reference(a, b))
-
-
 def test_compiles_under_x64():
-    """By the compiler alone: JAX's interpreter gives loops of 64-bit indices 32-bit ones, and fails."""
     avals = [jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)] * 2
     with jax.enable_x64(True):
         for config in (None, Config(schedule="dynamic")):

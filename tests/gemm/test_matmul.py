@@ -238,8 +238,6 @@ def small_with_bias(fn, a, b, bias):
 
 
 def test_layers_in_a_scan_that_are_recomputed():
-    """By the compiler alone: interpreted kernels have effects, which JAX does not differentiate in `jax.checkpoint`."""
-
     def loss(x, layers):
         layer = jax.checkpoint(lambda x, w: (matmul(x, w), None))
         return jax.lax.scan(layer, x, layers)[0].astype(jnp.float32).sum()
@@ -249,7 +247,6 @@ def test_layers_in_a_scan_that_are_recomputed():
 
 
 def test_compiles_under_x64_and_with_a_donated_operand():
-    """By the compiler alone: JAX's interpreter gives loops of 64-bit indices 32-bit ones, and fails."""
     a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 256), (256, 256)))
     with jax.enable_x64(True):
         bias = jax.ShapeDtypeStruct((256,), jnp.float64)

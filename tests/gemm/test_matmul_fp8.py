@@ -94,17 +94,8 @@ def test_vmap_and_determinism():
     close(out[0], reference(a[0], b[0].T, 1.0, 1.0))
 
 
-def test_shard_map():
-    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
-    (a, b), rows, whole = operands(64, 72, 144), jax.P("data"), jax.P()
-    of_rows, _ = scales(64, 72)
-    fn = lambda a, b, scale: small(a, b, scale_a=scale)
-    shared = jax.shard_map(fn, mesh=mesh, in_specs=(rows, whole, rows), out_specs=rows)
-    close(lab.run(shared, a, b, of_rows), reference(a, b.T, of_rows, 1.0))
-
-
 def test_compiles_under_x64():
-    """By the compiler alone: JAX's interpreter gives loops of 64-bit indices 32-bit ones, and fails."""
+    """Scales of 64 bits become 32."""
     avals = [jax.ShapeDtypeStruct((256, 256), E4M3)] * 2
     with jax.enable_x64(True):
         fn = lambda a, b, scale: matmul_fp8(a, b, scale_a=scale, scale_b=np.float64(2.0), transpose_b=True)

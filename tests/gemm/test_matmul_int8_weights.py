@@ -130,15 +130,8 @@ def test_vmap_and_determinism():
     close(out[0], module.matmul_int8_weights_reference(*operand))
 
 
-def test_shard_map():
-    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
-    operand, rows, whole = operands(64, 80, 144), jax.P("data"), jax.P()
-    shared = jax.shard_map(small, mesh=mesh, in_specs=(rows, whole, whole), out_specs=rows)
-    close(lab.run(shared, *operand), module.matmul_int8_weights_reference(*operand))
-
-
 def test_compiles_under_x64():
-    """By the compiler alone: JAX's interpreter gives loops of 64-bit indices 32-bit ones, and fails."""
+    """Scales of 64 bits become 32."""
     avals = [jax.ShapeDtypeStruct(*x) for x in (((32, 512), jnp.bfloat16), ((512, 512), jnp.int8), ((512,), "float64"))]
     with jax.enable_x64(True):
         for config in (None, Config(tile_n=32, split_k=2)):

@@ -263,24 +263,6 @@ def test_gradients_of_parts_and_a_scale():
     check_gradients(problem(length=520, decay=0.002), config=Config(parts=2), scale=0.5)
 
 
-@pytest.mark.slow
-def test_gradients_under_shard_map():
-    *tokens, state, _ = problem(length=70)
-    mesh = jax.make_mesh((1,), ("i",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
-    loss = lambda *args: (gated_delta_rule(*args[:5], initial_state=args[5]).astype(jnp.float32) ** 2).sum()
-    slopes, spec = jax.grad(loss, argnums=tuple(range(6))), jax.P("i")
-    sharded = jax.shard_map(slopes, mesh=mesh, in_specs=(spec,) * 6, out_specs=(spec,) * 6)
-    args = *tokens, state
-    jax.tree.map(np.testing.assert_array_equal, lab.run(sharded, *args), lab.run(slopes, *args))
-
-
-def test_there_is_no_second_derivative():
-    args = problem(length=10)
-    once = lambda v: gradients(gated_delta_rule, args)(*args[:2], v, *args[3:6])[2].astype(jnp.float32).sum()
-    with lab.interpret(), pytest.raises(ValueError, match="second derivative.*gated_delta_rule_reference"):
-        jax.grad(once)(args[2])
-
-
 # The machine code ----------------------------------------------------------------------------------------------------
 
 

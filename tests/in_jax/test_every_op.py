@@ -73,7 +73,7 @@ def test_every_op_is_here():
 # Options --------------------------------------------------------------------------------------------------------------
 
 
-def shared(name: str):
+def shared(name: str, **changes):
     """The op with its gradient on a mesh of two devices: each has half of the first operand, and all of the others."""
     op = OPS[name]
     operands = op.arrays(with_more=True)
@@ -82,16 +82,16 @@ def shared(name: str):
     specs = {name: P("d") if name == first else P() for name in operands}
     # Of an array that varies JAX's kernels take no Ref.
     fn = jax.shard_map(
-        lambda operands: call(name, **op.choices)(**operands), in_specs=(specs,), out_specs=P("d"),
+        lambda operands: call(name, **op.choices | changes)(**operands), in_specs=(specs,), out_specs=P("d"),
         check_vma=name not in ("write_kv", "rope_write_kv", "ssd_step", "gated_delta_rule_step"),
     )  # fmt: skip
     return with_gradient(name, lambda **operands: fn(operands)), operands
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_options_of_jax_change_nothing(name):
+@pytest.mark.parametrize("name, changes", [*((name, {}) for name in OPS), ("attention", dict(deterministic=False))])
+def test_options_of_jax_change_nothing(name, changes):
     """Nor does a mesh, which is there in both cases. The program with its kernels is the same."""
-    fn, operands = shared(name)
+    fn, operands = shared(name, **changes)
     with mesh_of(AxisType.Auto):
         plain = traced(name, fn, operands)
         with (
