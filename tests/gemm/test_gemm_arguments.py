@@ -208,9 +208,7 @@ def test_a_gradient_is_brought_into_the_range_of_float16(exponent):
     np.testing.assert_array_equal(np.isfinite(found), np.isfinite(x))
     assert np.abs(np.where(np.isfinite(x), found, 0)).max() <= 2.0**15
     with np.errstate(over="ignore"):
-        rounded = (
-            x.astype(np.float64).astype(np.float16).astype(np.float64)
-        )  # The result's own dtype loses no more.
+        rounded = x.astype(np.float64).astype(np.float16).astype(np.float64)  # The result's own dtype loses no more.
     for ours, wanted in zip(back.ravel(), rounded.ravel(), strict=True):
         np.testing.assert_allclose(ours, wanted, rtol=2.0**-10, atol=2.0**-24)
 
