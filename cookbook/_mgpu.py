@@ -292,7 +292,7 @@ def compiler_params(**kwargs) -> plgpu.CompilerParams:
 
 @contextlib.contextmanager
 def own_options():
-    """What is traced inside is the same whatever options of JAX a program has set: a kernel, and its tables of indices.
+    """A kernel, and its tables of indices, are traced the same inside, whatever options of JAX a program has set.
 
     Under `jax_enable_x64` indices of loops would have 64 bits and those of blocks 32, and JAX divides none by the
     other; under `jax_disable_jit` a loop of Python's would slice a Ref at numbers, beyond its end at a tail; promotion

@@ -1,8 +1,8 @@
 """Lets an interpreted kernel run where one on a GPU runs: in JAX's transformations, under its options, on many devices.
 
 On a GPU a kernel is an operation without effects, on the device of its operands. Interpreted, it calls Python back at
-each step, in an order that JAX keeps, and its memory is the process's. What JAX refuses for that, or gets wrong, is
-mended here.
+each step, in an order that JAX keeps, and its memory is the process's. JAX refuses that in some places, and gets it
+wrong in others; these are mended here.
 """
 
 import contextlib

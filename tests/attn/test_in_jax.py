@@ -39,7 +39,7 @@ def equal(got, wanted):
 
 
 def program(fn, *args) -> str:
-    """What is traced for a GPU, without addresses."""
+    """The program of `fn(*args)` for a GPU, without addresses."""
     with _mgpu.building_for(H200):
         return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(fn)(*args)))
 

@@ -20,7 +20,7 @@ class Op:
     """One op and one problem."""
 
     operands: dict[str, Any]  # By argument, in order: a dtype, a shape and a kind of VALUES; or an array of integers.
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # What the call needs besides.
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # The call needs them besides.
     more: dict[str, Any] = dataclasses.field(default_factory=dict)  # Operands that it takes by name.
     choices: dict[str, Any] = dataclasses.field(default_factory=dict)  # Options that go with these.
     static: tuple[str, ...] = ()  # Options that are compiled into the kernel.

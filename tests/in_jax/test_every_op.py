@@ -80,7 +80,7 @@ def shared(name: str, **changes):
     first = next(iter(operands))
     operands[first] = np.concatenate([operands[first]] * 2)
     specs = {name: P("d") if name == first else P() for name in operands}
-    # Of an array that varies JAX's kernels take no Ref.
+    # JAX's kernels take no Ref of an array that varies.
     fn = jax.shard_map(
         lambda operands: call(name, **op.choices | changes)(**operands), in_specs=(specs,), out_specs=P("d"),
         check_vma=name not in ("write_kv", "rope_write_kv", "ssd_step", "gated_delta_rule_step"),
@@ -138,7 +138,7 @@ def test_runs_without_jit(name):
     assert all(np.isfinite(x).all() for x in run(name, jax.disable_jit(), jax.debug_nans(True)))
 
 
-# What is refused, by name and before anything is launched -------------------------------------------------------------
+# Calls that are refused by name, before anything is launched -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [name for name in KERNELS if not OPS[name].axis])

@@ -102,6 +102,7 @@ def test_leaves_jax_as_it_was():
     assert before == effects.remat_allowed_effects._effect_types
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a thread that interprets nothing runs on the GPU")
 def test_in_a_pool():
     with lab.interpret(), concurrent.futures.ThreadPoolExecutor(1) as pool:
         for call in (pool.submit(op, X[0]), pool.submit(jax.jit(op), X[0])):
