@@ -138,7 +138,7 @@ def test_runs_without_jit(name):
     assert all(np.isfinite(x).all() for x in run(name, jax.disable_jit(), jax.debug_nans(True)))
 
 
-# Calls that are refused by name, before anything is launched -----------------------------------------------------------
+# Calls that are refused by name, before anything is launched ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [name for name in KERNELS if not OPS[name].axis])
