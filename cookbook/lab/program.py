@@ -1,4 +1,4 @@
-"""What a recorded figure timed: the program that its function lowers to, as a hash.
+"""The program that a function lowers to, as a hash: it says which program a recorded figure timed.
 
 A figure is fresh while its function lowers to the same program for the GPU that it was recorded on. A program does not
 know in which file its kernel stands, what its functions are called or how its lines are laid out, so code can move

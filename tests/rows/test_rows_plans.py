@@ -61,7 +61,7 @@ def plans(op: str, rows: int, cols: int, itemsize: int):
 
 
 def traits(plan) -> set:
-    """What a kernel over rows depends on but for numbers: the layout of its values, and which code there is."""
+    """All that a kernel over rows depends on but for numbers: the layout of its values, and which code there is."""
     shares_columns = plan.cols != plan.num_groups * plan.group * plan.shape[-1]
     is_ahead = rms_norm_module._rows_ahead(plan, jnp.dtype(f"f{plan.itemsize}")) > 0
     code = plan.spread, plan.num_groups > 1, shares_columns, is_ahead
