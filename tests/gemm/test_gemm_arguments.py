@@ -1,4 +1,4 @@
-"""Arguments that the family's ops take and refuse besides their own errors: names that JAX's users try, sizes, derivatives."""
+"""Arguments that these ops take and refuse besides their own errors: names that JAX's users try, sizes, derivatives."""
 
 import functools
 import re
