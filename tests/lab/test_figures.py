@@ -174,7 +174,7 @@ def test_neighbouring_blocks_may_share_an_sm():
 def record(monkeypatch):
     monkeypatch.setattr(results, "machine", lambda: dict(gpu="NVIDIA H200", date="2026-11-20"))
     monkeypatch.setattr(results, "this_gpu", lambda: "h200")
-    results.write_timeline("06_pipelining/x", {"lanes": lanes_of(chrome_trace(), 1.98, 2)}, add_one)
+    results.write_timeline("06_pipelining/x", {"lanes": lanes_of(chrome_trace(), 1.98, 2)}, "5e1f")
 
 
 def test_a_stored_trace_is_drawn_and_marked_as_recorded(results_folder, no_gpu, monkeypatch):
@@ -198,7 +198,10 @@ def test_the_same_trace_is_the_same_file(results_folder, no_gpu, monkeypatch):
 
 def test_a_stale_trace_says_so(results_folder, no_gpu, monkeypatch):
     record(monkeypatch)
-    ax = lab.timeline(lambda x: x, None, problem="06_pipelining/x").axes[0]
+    trace = results.read_timeline("06_pipelining/x")
+    trace["provenance"]["stale"] = True  # As tools/stale.py says.
+    results.save_timeline(results.ROOT / "h200/timelines/06_pipelining__x.json.gz", trace)
+    ax = lab.timeline(add_one, None, problem="06_pipelining/x").axes[0]
     assert "STALE" in ax.get_title(loc="left")
 
 
@@ -214,7 +217,7 @@ def test_clocks_of_a_step_are_the_median_of_a_stored_trace(results_folder, monke
     monkeypatch.setattr(results, "this_gpu", lambda: "h200")
     wait, work = [["wait", 0.0, 0.1, 0]], [["work", start, 0.5, 0] for start in (0.0, 1.0, 3.0, 4.5)]
     lanes = [{"block": 0, "warpgroup": i, "spans": spans} for i, spans in enumerate((wait, work))]
-    results.write_timeline("06_pipelining/x", {"lanes": lanes, "clock_ghz": 2.0}, add_one)
+    results.write_timeline("06_pipelining/x", {"lanes": lanes, "clock_ghz": 2.0}, "5e1f")
     assert lab.step_clocks("06_pipelining/x", "work") == pytest.approx(3000)
     assert math.isnan(lab.step_clocks("06_pipelining/x", "wait"))
     assert math.isnan(lab.step_clocks("06_pipelining/unknown", "work"))

@@ -70,7 +70,7 @@ def test_a_ref_is_written_in_place():
 
 
 def test_what_the_compiler_makes_of_it():
-    for key_dim in module.HEAD_DIMS:
+    for key_dim in (64, 128):
         compiled = lab.compile_for("h200", gated_delta_rule_step, *operands(key_dim=key_dim))
         assert compiled.spill_bytes == 0 and compiled.smem_bytes <= Config().smem_bytes(key_dim)
         assert Config().blocks_per_sm * (compiled.smem_bytes + 1024) <= 228 * 1024
