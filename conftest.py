@@ -69,9 +69,9 @@ def pytest_collection(session):
     """The CPU computes what test modules compute when they are imported: each worker imports all of them."""
     import jax
 
-    from cookbook import _mgpu
+    from cookbook import _host
 
-    _mgpu.allow_waiting_threads()  # Before JAX starts a backend.
+    _host.allow_waiting_threads()  # Before JAX starts a backend.
     with jax.default_device(jax.devices("cpu")[0]):
         return (yield)
 
@@ -108,7 +108,7 @@ def pytest_runtest_setup(item):
     gpu = "h200"
     os.environ.pop("COOKBOOK_MEASURE", None)
     if hasattr(item.parent, "nb"):
-        from cookbook.lab import results
+        from lab import results
 
         gpu = results.gpu_of(item.parent.nb.metadata.get("recorded", {}).get("gpu", gpu))
         os.environ["COOKBOOK_MEASURE"] = "0"
@@ -186,8 +186,8 @@ def compiles_first_cases_in_full_runs(request, monkeypatch):
 
     To compile each for an H200 takes almost as long. All families have tests of what the compiler makes of their
     kernels, and a GPU compiles what it runs."""
-    from cookbook import lab
-    from cookbook.lab import checking
+    import lab
+    from lab import checking
 
     is_compiled = request.config.option.markexpr != "not slow" and request.node.is_first_case
     if request.path.parent.name in FAMILIES and (lab.on_gpu() or not is_compiled):
@@ -196,8 +196,8 @@ def compiles_first_cases_in_full_runs(request, monkeypatch):
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    """`cookbook.lab` behaves as on a machine without a GPU."""
-    from cookbook import lab
+    """`lab` behaves as on a machine without a GPU."""
+    import lab
 
     monkeypatch.setattr(lab.interpreter, "on_gpu", lambda *_: False)
     monkeypatch.setattr(lab, "on_gpu", lambda *_: False)
@@ -218,8 +218,8 @@ def on_cpu(request):
 @pytest.fixture
 def run_only(monkeypatch, request):
     """`lab.check` runs a kernel in the interpreter and does not compile it: for mutants, which running finds."""
-    from cookbook import lab
-    from cookbook.lab import checking
+    import lab
+    from lab import checking
 
     if lab.on_gpu():
         pytest.skip("runs in the interpreter alone, which finds the same on a machine without a GPU")
@@ -231,7 +231,7 @@ def run_only(monkeypatch, request):
 def found_if():
     """`with found_if(old != new): lab.check(...)`: a mutant must fail its check, and what was not changed pass it, or
     the check finds fault with all."""
-    from cookbook.lab import CheckError
+    from lab import CheckError
 
     failed = lambda: pytest.raises(CheckError, match=r"(?m)^(races|result): |^runs: .*(?i:wait|phase|barrier)")
     return lambda is_mutant: failed() if is_mutant else contextlib.nullcontext()
@@ -240,7 +240,7 @@ def found_if():
 @pytest.fixture
 def results_folder(monkeypatch, tmp_path):
     """An empty `results/` that belongs to the test alone."""
-    from cookbook.lab import results
+    from lab import results
 
     monkeypatch.setattr(results, "ROOT", tmp_path / "results")
     return tmp_path / "results"
@@ -249,7 +249,7 @@ def results_folder(monkeypatch, tmp_path):
 @pytest.fixture
 def gpu():
     """Skips where no kernel can run on a GPU: CI's CPU machines test the rest."""
-    from cookbook import lab
+    import lab
 
     if not lab.on_gpu():
         pytest.skip("needs a Hopper or newer GPU")

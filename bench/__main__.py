@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 import cookbook
+import lab
 from bench import collectives, sample, serving, torch_peers
 from bench.problems import CASES, LIBRARIES, Case, has_tensor_cores, mean_ratio, relative_error, runnable
-from cookbook import lab
 
 OTHERS = ("serving", *collectives.OPS)  # Each is timed in a way of its own.
 ERROR_MAX = 1e-2  # Largest error of a 16-bit result against float32: a rounding is 2e-3. Tests look closer.

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import cookbook
+import lab
 from bench.problems import BF16, NAMES, _of_jax
-from cookbook import lab
 
 OPS = ("all_gather", "reduce_scatter", "all_to_all", "all_gather_matmul", "matmul_reduce_scatter")
 PEER_COPY = "nvlink/peer_copy"  # The name of the rates of a plain copy in results/.

@@ -12,8 +12,8 @@ import math
 import numpy as np
 
 from cookbook.gemm import cost
-from cookbook.gemm.core import Config
-from cookbook.lab import results
+from cookbook.gemm.plan import Config
+from lab import results
 
 NAMES = [field.name for field in dataclasses.fields(cost.Constants)]
 SLOWEST = 1.8  # Configurations that take this many times as long as the best say little about the fast ones.

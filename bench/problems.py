@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import inspect
 import itertools
 import math
 import sys
@@ -13,26 +14,36 @@ import jax.numpy as jnp
 import numpy as np
 
 import cookbook
+import lab
 from bench.peers import imports
-from cookbook import _mgpu, blackwell, elementwise, lab
-from cookbook.attn import attention, attention_fp8, paged_attention, varlen_attention
+from cookbook import _host, blackwell, elementwise
 from cookbook.blackwell import cost as blackwell_cost
-from cookbook.gemm import (
-    cost,
-    group_cost,
-    matmul,
-    matmul_fp8,
-    matmul_int8_weights,
-    moe,
-    ragged_dot,
-    ragged_dot_fp8,
-    ragged_dot_transposed,
+from cookbook.gemm import cost
+from cookbook.gemm.grouped import cost as group_cost
+from cookbook.gemm.rungs.matmul_blocked import matmul_blocked_reference
+
+# The modules of the ops, which also count an op's work.
+attention, attention_fp8, paged_attention, varlen_attention = map(
+    inspect.getmodule,
+    (cookbook.attention, cookbook.attention_fp8, cookbook.paged_attention, cookbook.varlen_attention),
 )
-from cookbook.gemm.matmul_blocked import matmul_blocked_reference
-from cookbook.recurrent import gated_delta_rule as delta_rule
-from cookbook.recurrent import gated_delta_rule_step as delta_rule_step
-from cookbook.recurrent import ssd, ssd_step
-from cookbook.rows import reduce_sum, rms_norm, softmax
+matmul, matmul_fp8, matmul_int8_weights, moe, ragged_dot, ragged_dot_fp8, ragged_dot_transposed = map(
+    inspect.getmodule,
+    (
+        cookbook.matmul,
+        cookbook.matmul_fp8,
+        cookbook.matmul_int8_weights,
+        cookbook.moe,
+        cookbook.ragged_dot,
+        cookbook.ragged_dot_fp8,
+        cookbook.ragged_dot_transposed,
+    ),
+)
+delta_rule, delta_rule_step, ssd, ssd_step = map(
+    inspect.getmodule,
+    (cookbook.gated_delta_rule, cookbook.gated_delta_rule_step, cookbook.ssd, cookbook.ssd_step),
+)
+reduce_sum, rms_norm, softmax = map(inspect.getmodule, (cookbook.reduce_sum, cookbook.rms_norm, cookbook.softmax))
 
 # The peers that are not this project's own.
 LIBRARIES = ("xla", "cublas", "cudnn", "jax_f16", "jax_mgpu", "jax_mgpu_64", "tokamax", "torch", "fla")
@@ -876,7 +887,7 @@ def has_tensor_cores(gpu: str) -> bool:
     """Whether this machine's GPU has those of `gpu`, or there is none."""
     if not lab.on_gpu():
         return True
-    return _mgpu.ARCHITECTURES.get(int(float(jax.devices()[0].compute_capability)), ("",))[-1] == gpu
+    return _host.ARCHITECTURES.get(int(float(jax.devices()[0].compute_capability)), ("",))[-1] == gpu
 
 
 def mean_ratio(op: str, peer: str = "cublas", gpu: str = "h200") -> float:

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import lab
 from bench import problems
-from cookbook import lab
 
 ERROR_MAX = 2e-2  # Relative error of a 16-bit result against the peer's. The tests look closer.
 # At least: geometric mean, 10th percentile and worst of the peer's time over ours.

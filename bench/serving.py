@@ -16,14 +16,14 @@ import time
 import jax
 import numpy as np
 
-from cookbook import lab
-from cookbook.serving import Engine, LlamaConfig, init
-from cookbook.serving.backends import TABLE_WIDTHS_MIN
-from cookbook.serving.model import empty_pages
-from cookbook.serving.request import Chunk, Request
-from cookbook.serving.step import decode_steps, model_step, pack, padding, starts_of
-from cookbook.serving.step import step as run_step
-from cookbook.serving.weights import prepared
+import lab
+from serving import Engine, LlamaConfig, init
+from serving.backends import TABLE_WIDTHS_MIN
+from serving.model import empty_pages
+from serving.request import Chunk, Request
+from serving.step import decode_steps, model_step, pack, padding, starts_of
+from serving.step import step as run_step
+from serving.weights import prepared
 
 
 @dataclasses.dataclass(frozen=True)

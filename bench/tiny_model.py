@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cookbook.serving import LlamaConfig, init
-from cookbook.serving.model import empty_pages, forward, rotate
-from cookbook.serving.step import padding
-from cookbook.serving.weights import prepared
+from serving import LlamaConfig, init
+from serving.model import empty_pages, forward, rotate
+from serving.step import padding
+from serving.weights import prepared
 
 CONFIG = LlamaConfig(32, 64, 128, 2, 2, 1, 64, dtype="float32", tie_word_embeddings=True)
 PAGE = 16

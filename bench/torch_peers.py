@@ -12,8 +12,8 @@ import sys
 
 import numpy as np
 
+import lab
 from bench.problems import CASES, Case, relative_error
-from cookbook import lab
 
 IMPLS = ("torch", "fla")
 CHECKED_ROWS = 128  # Rows checked of an operator with a state, whose recurrence is computed token by token.

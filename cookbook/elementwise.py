@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from . import _mgpu, _numerics
+from . import _device, _host, _numerics
 
 
 def add_reference(x, y, activation=None):
@@ -79,12 +79,12 @@ def _apply(fn, in_refs, out_refs, start, size: int, vec: int):
     values = [plgpu.load(ref.at[where], layout=layout) for ref in in_refs]
     outs = fn(*(v.astype(_compute_dtype(v.dtype)) for v in values))
     for ref, out in zip(out_refs, outs, strict=True):
-        _mgpu.store(ref.at[where], plgpu.layout_cast(out.astype(ref.dtype), layout))
+        _device.store(ref.at[where], plgpu.layout_cast(out.astype(ref.dtype), layout))
 
 
 def _kernel(*refs, fn, num_inputs: int, n: int, tile: int, vec: int):
     apply = functools.partial(_apply, fn, refs[:num_inputs], refs[num_inputs:])
-    at = functools.partial(_mgpu.offsets, n)
+    at = functools.partial(_device.offsets, n)
     block, num_blocks, left = lax.axis_index("block"), max(n // tile, 1), n % tile
     if n >= tile:
         apply(at(lambda block: block * tile, block), tile, vec)
@@ -108,7 +108,7 @@ def _call(leaves, fn, config: Config | None, params):
     out_shape = jax.eval_shape(fn, *flat)
     avals = [jax.ShapeDtypeStruct((config.tile,), _compute_dtype(leaf.dtype)) for leaf in flat]
     kernel_fn = _numerics.lowerable(functools.wraps(fn)(lambda *values: jax.tree.leaves(fn(*values))), *avals)
-    outs = _mgpu.kernel(
+    outs = _host.kernel(
         functools.partial(
             _kernel, fn=kernel_fn, num_inputs=len(flat), n=n + pad, tile=config.tile,
             vec=math.gcd(16 // widest, config.tile // 128),
@@ -135,8 +135,8 @@ def _fused(op: str, fn, config: Config | None, leaves):
     _check(op, leaves)
     if leaves[0].size == 0:
         return jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), jax.eval_shape(fn, *leaves))
-    _mgpu.require_target(op)
-    return _call(leaves, fn, config, _mgpu.compiler_params())
+    _host.require_target(op)
+    return _call(leaves, fn, config, _host.compiler_params())
 
 
 def _forward(op, fn, config, leaves):
@@ -179,8 +179,8 @@ def _vjp_of(fn, is_float: tuple[bool, ...]):
 
 def _run(op, fn, args, kwargs, config):
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    leaves = [_mgpu.as_array(op, f"argument {i}", leaf) for i, leaf in enumerate(leaves)]
-    return _fused(op, _of_leaves(fn, treedef), config, _mgpu.reverse_only(op, *leaves))
+    leaves = [_host.as_array(op, f"argument {i}", leaf) for i, leaf in enumerate(leaves)]
+    return _fused(op, _of_leaves(fn, treedef), config, _host.reverse_only(op, *leaves))
 
 
 def fuse(fn, *, config: Config | None = None):
@@ -201,7 +201,7 @@ def fuse(fn, *, config: Config | None = None):
       ValueError: shapes differ, a dtype is not supported, or `fn` is not element-wise; RuntimeError: no GPU.
     """
 
-    _mgpu.require_config("fuse", config, Config)
+    _host.require_config("fuse", config, Config)
     if not callable(fn):
         raise ValueError(f"cookbook.fuse: {fn=}; must be a function of arrays: fuse(lambda x, y: x + y)(x, y)")
 
@@ -231,8 +231,8 @@ def add(x, y, *, activation=None, config: Config | None = None):
     Raises:
       ValueError: shapes differ, or a dtype or the activation is not supported; RuntimeError: no GPU.
     """
-    x, y = _mgpu.as_array("add", "x", x), _mgpu.as_array("add", "y", y)
-    return _run("add", _add_fn(activation), (x, y), {}, _mgpu.require_config("add", config, Config))
+    x, y = _host.as_array("add", "x", x), _host.as_array("add", "y", y)
+    return _run("add", _add_fn(activation), (x, y), {}, _host.require_config("add", config, Config))
 
 
 add.Config = Config  # `cookbook.add` is this function, not its module.

@@ -2,7 +2,7 @@
 
 import pathlib
 
-from cookbook.lab import plot
+from lab import plot
 
 INK, SOFT, PALE = plot.INK, "#767676", "#EDEDEA"
 BLUE, ORANGE, GREEN, PINK, SKY, RED = plot.COLOURS[:6]

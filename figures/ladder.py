@@ -8,9 +8,9 @@ import functools
 import json
 import pathlib
 
-from cookbook.lab import plot, results, roofline
-from cookbook.lab.program import notebook_hash
 from figures._draw import save
+from lab import plot, results, roofline
+from lab.program import notebook_hash
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SIZE = 4096  # M = N = K.

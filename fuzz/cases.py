@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cookbook import _mgpu, lab
-from cookbook.lab import checking
+import lab
+from cookbook import _host
+from lab import checking
 
-H200 = _mgpu.Target("h200", num_sms=132)
+H200 = _host.Target("h200", num_sms=132)
 F32 = 2.0**-23
 STEP = 2.0**-10  # Half the width of a central difference, as a share of the values' size.
 
@@ -132,7 +133,7 @@ def _for_an_h200(fn, arrays, compiles: bool):
     if lab.on_gpu():
         return
     avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-    with _mgpu.building_for(H200):
+    with _host.building_for(H200):
         lowered = jax.jit(lambda arrays: fn(arrays)).trace(avals).lower(lowering_platforms=("cuda",))
     if compiles and "mosaic_gpu" in lowered.as_text():  # Without values no kernel is launched.
         lab.compile_for("h200", fn, avals)

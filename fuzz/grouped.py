@@ -3,8 +3,8 @@
 import numpy as np
 
 import cookbook
-from cookbook.gemm import group_cost
-from cookbook.gemm.ragged_dot import problem
+from cookbook.gemm.grouped import cost as group_cost
+from cookbook.gemm.grouped.ragged_dot import problem
 
 from .cases import Draw, Op, Values
 from .elementwise import FLOATS, activate

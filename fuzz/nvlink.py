@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 import cookbook
-from cookbook import lab
+import lab
 
 from .cases import Draw, Op, Values
 from .elementwise import FLOATS

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from cookbook import lab
+import lab
 from tools.gpus import in_turn, one_of
 
 from . import nvlink

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from cookbook.lab.explaining import ROWS, as_code
+from lab.explaining import ROWS, as_code
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 

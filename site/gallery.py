@@ -11,7 +11,7 @@ from measured import GPU, bound, in_order, rate_text, share_text, stale_mark
 
 import cookbook
 from bench.problems import CASES
-from cookbook.lab import ToolchainMissing, compile_for, results, roofline
+from lab import ToolchainMissing, compile_for, results, roofline
 
 
 def gallery_page(chapters) -> str:

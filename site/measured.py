@@ -4,7 +4,7 @@ import math
 
 from bench import collectives
 from bench.problems import CASES, Case, mean_ratio
-from cookbook.lab import results, roofline
+from lab import results, roofline
 
 GPU = "h200"
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from bench import sample
-from cookbook.lab import plot
+from lab import plot
 
 
 def samples_section(picture) -> list[str]:

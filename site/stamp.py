@@ -4,7 +4,7 @@ import functools
 import json
 from pathlib import Path
 
-from cookbook.lab.program import notebook_hash
+from lab.program import notebook_hash
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -2,12 +2,12 @@
 
 import jax
 
-from cookbook import _mgpu
+from cookbook import _host
 
-H200 = _mgpu.Target("h200", num_sms=132)
+H200 = _host.Target("h200", num_sms=132)
 
 
 def lowered(fn, *avals, target=H200):
     """`fn` of arrays like `avals` (`jax.ShapeDtypeStruct`), lowered for `target`. Raises what Mosaic raises."""
-    with _mgpu.building_for(target):
+    with _host.building_for(target):
         return jax.jit(lambda *args: fn(*args)).trace(*avals).lower(lowering_platforms=("cuda",))

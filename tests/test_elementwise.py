@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from cookbook import add, elementwise, fuse, lab
+import lab
+from cookbook import add, elementwise, fuse
 from tests.arrays import array
 from tests.lowering import lowered
 

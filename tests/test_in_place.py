@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 import cookbook
-from cookbook import _mgpu, lab
+import lab
+from cookbook import _host
 
 BF16, F32, INT32 = jnp.bfloat16, jnp.float32, jnp.int32
 
@@ -62,7 +63,7 @@ def test_a_slice_is_a_launch_of_its_own(op, is_updated):
 
 @pytest.mark.parametrize("op", CASES)
 def test_the_test_sees_a_call_on_a_slice(op, monkeypatch):
-    monkeypatch.setattr(_mgpu, "apart", lambda arrays: arrays)
+    monkeypatch.setattr(_host, "apart", lambda arrays: arrays)
     jax.clear_caches()
     launches = launches_of_parts(op, False)
     jax.clear_caches()

@@ -1,4 +1,4 @@
-"""Where kernels run, without `cookbook.lab`, and what makes an op at home in JAX."""
+"""Where kernels run, without `lab`, and what makes an op at home in JAX."""
 
 import pathlib
 import re
@@ -12,23 +12,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 import cookbook
-from cookbook import _mgpu, lab
+import lab
+from cookbook import _device, _host
 
 A, B = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((64, 128), jnp.bfloat16)
 
 
 def test_interpreting():
-    with _mgpu.interpreting(num_sms=2):
-        assert _mgpu.require_target("matmul") == _mgpu.Target("the GPU interpreter", 2, interpreted=True)
+    with _host.interpreting(num_sms=2):
+        assert _host.require_target("matmul") == _host.Target("the GPU interpreter", 2, interpreted=True)
         np.testing.assert_array_equal(cookbook.matmul(A, B), np.full((64, 128), 64.0))
-    assert _mgpu._target.get() is None
+    assert _host._target.get() is None
 
 
-@pytest.mark.parametrize("target", [_mgpu.Target("cpu", 4), _mgpu.Target("the GPU interpreter", 4)])
+@pytest.mark.parametrize("target", [_host.Target("cpu", 4), _host.Target("the GPU interpreter", 4)])
 @pytest.mark.parametrize("forced_first", [True, False])
 def test_a_kernel_for_a_gpu_is_not_interpreted(target, forced_first):
     """Its result would be NaN: it has what the interpreter cannot do."""
-    contexts = [plgpu.force_gpu_interpret_mode(), _mgpu.building_for(target)]
+    contexts = [plgpu.force_gpu_interpret_mode(), _host.building_for(target)]
     first, second = contexts if forced_first else contexts[::-1]
     with first, second, pytest.raises(RuntimeError, match="are interpreted.*lab.interpret"):
         cookbook.matmul(A, B)
@@ -36,7 +37,7 @@ def test_a_kernel_for_a_gpu_is_not_interpreted(target, forced_first):
 
 def test_a_kernel_for_the_interpreter_is_interpreted():
     with (
-        _mgpu.building_for(_mgpu.Target("any", 4, interpreted=True)),
+        _host.building_for(_host.Target("any", 4, interpreted=True)),
         pytest.raises(RuntimeError, match="are not interpreted"),
     ):
         cookbook.matmul(A, B)
@@ -67,13 +68,13 @@ HOPPER, BLACKWELL, AMPERE, CONSUMER = (
 def test_tensor_cores_of_another_gpu(pretend_gpu, op, major, gpu, message):
     pretend_gpu(*gpu)
     with pytest.raises(RuntimeError, match=message):
-        _mgpu.require_tensor_cores(op, major)
+        _host.require_tensor_cores(op, major)
 
 
 @pytest.mark.parametrize("major, gpu", [(9, HOPPER), (10, BLACKWELL), (10, ("NVIDIA B300", "10.3"))])
 def test_a_gpu_with_the_right_tensor_cores(pretend_gpu, major, gpu):
     pretend_gpu(*gpu)
-    assert _mgpu.require_tensor_cores("matmul", major) == _mgpu.Target(gpu[0], 148)
+    assert _host.require_tensor_cores("matmul", major) == _host.Target(gpu[0], 148)
 
 
 @pytest.mark.parametrize("op", [cookbook.matmul, cookbook.matmul_wgmma])
@@ -85,7 +86,7 @@ def test_hoppers_kernels_refuse_a_blackwell(pretend_gpu, op):
 
 def test_kernels_without_tensor_cores_run_on_any_newer_gpu(pretend_gpu):
     pretend_gpu(*BLACKWELL)
-    assert _mgpu.require_target("softmax") == _mgpu.Target("NVIDIA B200", 148)
+    assert _host.require_target("softmax") == _host.Target("NVIDIA B200", 148)
 
 
 # At home in JAX -------------------------------------------------------------------------------------------------------
@@ -98,14 +99,14 @@ def launch(x, y):
         @pl.loop(0, 1)
         def _(i):
             where = pl.ds(jax.lax.div(jax.lax.axis_index("block") * 128, i + 1), 128)
-            _mgpu.store(o_gmem.at[where], x_gmem[where] * y_gmem[where])
+            _device.store(o_gmem.at[where], x_gmem[where] * y_gmem[where])
 
     aval = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return _mgpu.kernel(body, out_type=aval, grid=(2,), grid_names=("block",))(x, y)
+    return _host.kernel(body, out_type=aval, grid=(2,), grid_names=("block",))(x, y)
 
 
 def multiply(x, y):
-    return _multiply(*_mgpu.alike(x, y))
+    return _multiply(*_host.alike(x, y))
 
 
 _multiply = jax.custom_vjp(launch)
@@ -139,7 +140,7 @@ def test_a_mesh_axis_named_like_a_kernels_own_is_refused(op):
 
 def test_names_of_kernels_axes_are_all_known():
     """Those that are written where a kernel is launched, and those of a configuration's clusters."""
-    folder = pathlib.Path(_mgpu.__file__).parent
+    folder = pathlib.Path(_host.__file__).parent
     sources = [path.read_text() for path in folder.rglob("*.py") if "lab" not in path.parts]
     found = {name for text in sources for name in re.findall(r'(?:lax\.axis_index\(|thread_name=)"(\w+)"', text)}
     found |= {name for text in sources for names in re.findall(r"_names=\(([^)]*)\)", text)
@@ -147,11 +148,11 @@ def test_names_of_kernels_axes_are_all_known():
     found |= {
         name for text in sources for name in re.findall(r'"(block_\w)"|dict\((part)=', text) for name in name if name
     }
-    assert {"block", "role", "batch_index", "block_m", "part"} <= found <= _mgpu.GRID_NAMES
+    assert {"block", "role", "batch_index", "block_m", "part"} <= found <= _host.GRID_NAMES
 
 
 def test_indices_have_32_bits_under_x64():
-    """Without `_mgpu.kernel` the loop's index has 64 and the block's 32: JAX does not divide one by the other."""
+    """Without `_host.kernel` the loop's index has 64 and the block's 32: JAX does not divide one by the other."""
     x = jnp.arange(256.0)
     with jax.enable_x64(True):
         np.testing.assert_array_equal(lab.run(launch, x, x), x * x)
@@ -160,8 +161,8 @@ def test_indices_have_32_bits_under_x64():
 
 @pytest.mark.parametrize("value", [2, np.int8(2), np.array(2), jnp.int32(2)])
 def test_integer_options(value):
-    option = _mgpu.option("op", "n", value, int)
-    assert option == 2 and type(option) is int and type(_mgpu.option("op", "n", value, float)) is float
+    option = _host.option("op", "n", value, int)
+    assert option == 2 and type(option) is int and type(_host.option("op", "n", value, float)) is float
 
 
 @pytest.mark.parametrize(
@@ -186,45 +187,45 @@ def test_integer_options(value):
 )
 def test_options_of_another_kind(value, kind, fix):
     with pytest.raises(ValueError, match="cookbook.op: .*" + re.escape(fix)):
-        _mgpu.option("op", "n", value, kind)
+        _host.option("op", "n", value, kind)
 
 
 def test_other_options():
     assert (
-        _mgpu.option("op", "n", np.float64(0.1), float)
+        _host.option("op", "n", np.float64(0.1), float)
         == 0.1
-        == round(_mgpu.option("op", "n", jnp.float32(0.1), float), 6)
+        == round(_host.option("op", "n", jnp.float32(0.1), float), 6)
     )
-    assert _mgpu.option("op", "n", jnp.bfloat16(0.5), float) == 0.5
-    assert _mgpu.option("op", "n", 2**70, int) == 2**70
-    assert _mgpu.option("op", "n", jnp.array(True), bool) is True
+    assert _host.option("op", "n", jnp.bfloat16(0.5), float) == 0.5
+    assert _host.option("op", "n", 2**70, int) == 2**70
+    assert _host.option("op", "n", jnp.array(True), bool) is True
     with pytest.raises(ValueError, match="cookbook.op: n is traced.*static_argnames"):
-        jax.jit(lambda n: _mgpu.option("op", "n", n, float))(0.5)
+        jax.jit(lambda n: _host.option("op", "n", n, float))(0.5)
 
 
 def test_array_likes():
-    assert _mgpu.as_array("op", "x", [[1.0, 2.0]]).shape == (1, 2)
-    assert _mgpu.as_array("op", "x", np.float32(3)).dtype == jnp.float32
+    assert _host.as_array("op", "x", [[1.0, 2.0]]).shape == (1, 2)
+    assert _host.as_array("op", "x", np.float32(3)).dtype == jnp.float32
     for no_array in (None, "1", {}, [[1], [2, 3]], 2**70, [None]):
         with pytest.raises(ValueError, match="cookbook.op: x=.*; must be an array .*: pass one, or numbers"):
-            _mgpu.as_array("op", "x", no_array)
+            _host.as_array("op", "x", no_array)
     with pytest.raises(ValueError, match=r"cookbook.op: x is a Ref; must be an array: pass x\[...\]"):
-        jax.jit(lambda x: _mgpu.as_array("op", "x", jax.new_ref(x)))(1.0)
+        jax.jit(lambda x: _host.as_array("op", "x", jax.new_ref(x)))(1.0)
 
 
 def test_configs():
     config = cookbook.softmax.Config(1)
-    assert _mgpu.require_config("softmax", config, cookbook.softmax.Config) is config
-    assert _mgpu.require_config("softmax", None, cookbook.softmax.Config) is None
+    assert _host.require_config("softmax", config, cookbook.softmax.Config) is config
+    assert _host.require_config("softmax", None, cookbook.softmax.Config) is None
     for other in (4, dict(tile_rows=1), cookbook.add.Config(), cookbook.softmax.Config):
         with pytest.raises(ValueError, match=r"config=.*; must be a cookbook.softmax.Config: pass cookbook.softmax"):
-            _mgpu.require_config("softmax", other, cookbook.softmax.Config)
+            _host.require_config("softmax", other, cookbook.softmax.Config)
 
 
 def test_arrays_over_an_explicit_axis_are_refused():
     """JAX names refs and axes that the user has not; a kernel of a GPU would read a shard as if it were all."""
     mesh = jax.sharding.AbstractMesh((2, 3), ("d", "e"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-    read = lambda x: _mgpu.as_array("op", "x", x)
+    read = lambda x: _host.as_array("op", "x", x)
     with jax.sharding.use_abstract_mesh(mesh):
         for spec, over in ((P("d"), "'d'"), (P(None, "e"), "'e'"), (P(("d", "e")), "'d' and 'e'")):
             x = jax.ShapeDtypeStruct((6, 6), jnp.float32, sharding=jax.NamedSharding(mesh, spec))
@@ -239,7 +240,7 @@ def test_forward_mode_is_refused():
     """By name, eagerly, under jit, and where a linearised function is called. Reverse mode is not, in any order."""
 
     def op(x, y):
-        return _multiply(*_mgpu.reverse_only("op", x, y))
+        return _multiply(*_host.reverse_only("op", x, y))
 
     x = jnp.arange(256.0)
     loss = lambda x: (op(x, x - 9.0) ** 2).sum()
@@ -273,7 +274,7 @@ def test_forward_mode_is_refused():
 )
 def test_a_grid_of_many_blocks_is_launched_in_an_order_that_cuda_takes(grid, launched):
     names = tuple(f"axis_{size}_{i}" for i, size in enumerate(grid))
-    found = _mgpu._launchable(grid=grid, grid_names=names, num_threads=2)
+    found = _host._launchable(grid=grid, grid_names=names, num_threads=2)
     assert found["grid"] == launched and found["num_threads"] == 2
     assert [int(name.split("_")[1]) for name in found["grid_names"]] == list(launched)
     assert sorted(found["grid_names"]) == sorted(names)

@@ -13,7 +13,7 @@ from measured import GPU, link_rate_text, rate_text, where_mark  # noqa: E402
 
 from bench import collectives  # noqa: E402
 from bench.problems import CASES, LIBRARIES  # noqa: E402
-from cookbook.lab import results  # noqa: E402
+from lab import results  # noqa: E402
 
 README = ROOT / "README.md"
 BETWEEN_MARKERS = re.compile(r"(<!-- (results|times): .*? -->\n).*?(<!-- end -->)", re.S)

@@ -41,7 +41,7 @@ ACROSS_GPUS = "18"  # Chapters that measure all GPUs of the host together.
 # Asked in a process of its own: this one must not hold GPU memory while the notebooks run.
 PROBE = """
 import json
-from cookbook import lab
+import lab
 print(json.dumps(lab.results.machine() | {"on_gpu": lab.on_gpu()}))
 """
 
@@ -161,7 +161,7 @@ def _after_those_quoted(paths, quoted: dict[pathlib.Path, list[pathlib.Path]]) -
 
 
 def _is_stale(path: pathlib.Path) -> bool:
-    from cookbook.lab.program import notebook_hash  # It takes JAX seconds to be imported.
+    from lab.program import notebook_hash  # It takes JAX seconds to be imported.
 
     recorded = nbformat.read(path, as_version=4).metadata.get("recorded", {})
     return recorded.get("source") != notebook_hash(path)
@@ -273,7 +273,7 @@ def _cells(path: pathlib.Path) -> str:
 
 
 def _write_back(executed: pathlib.Path, path: pathlib.Path, machine: dict) -> None:
-    from cookbook.lab.program import notebook_hash  # It takes JAX seconds to be imported.
+    from lab.program import notebook_hash  # It takes JAX seconds to be imported.
 
     notebook = nbformat.read(executed, as_version=4)
     notebook.metadata.pop("papermill", None)

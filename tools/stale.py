@@ -1,6 +1,6 @@
 """Which recorded figures are of programs that have changed since.
 
-A row of results/ keeps the hash of the program that was timed (`cookbook.lab.program`). This lowers the program of each
+A row of results/ keeps the hash of the program that was timed (`lab.program`). This lowers the program of each
 figure again, of the benchmark's problems and of every chapter, marks the rows where it differs as stale, and clears
 the mark of those where it does not. It needs no GPU, the JAX of the recording, and some twenty minutes on two cores.
 
@@ -45,7 +45,7 @@ def note_bench() -> None:
     """Notes the program of each problem of the benchmark."""
     from bench import sample
     from bench.problems import CASES
-    from cookbook.lab import program
+    from lab import program
 
     for case in CASES:
         for impl in case.ours():
@@ -74,7 +74,7 @@ def update(programs, stamp: bool) -> list[str]:
     """Marks the rows that are stale, and says which these are."""
     import jax
 
-    from cookbook.lab import results
+    from lab import results
 
     stale = []
 

@@ -13,7 +13,7 @@ import time
 WRITE = """
 import json, sys
 import jax
-from cookbook.lab import results
+from lab import results
 name, entry = json.loads(sys.argv[1])
 gpus = jax.device_count()
 where = results.host(results.this_gpu(), gpus)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _mgpu
+from .. import _device, _host
 from .core import window
 
 _SHAPES = "say it by is_causal, local_window_size or attention's segment_ids; jax.nn.dot_product_attention takes it"
@@ -33,8 +33,8 @@ ELSEWHERE = dict(
 
 
 def elsewhere(op: str, given: dict) -> None:
-    """`_mgpu.elsewhere` for arguments that attention has in other libraries."""
-    _mgpu.elsewhere(op, given, ELSEWHERE)
+    """`_host.elsewhere` for arguments that attention has in other libraries."""
+    _host.elsewhere(op, given, ELSEWHERE)
 
 
 def arrays(op: str, **given) -> list:
@@ -47,7 +47,7 @@ def arrays(op: str, **given) -> list:
     def array(name, x):
         on_host = isinstance(x, np.ndarray | list | tuple)
         with jax.enable_x64(False) if on_host else contextlib.nullcontext():
-            return _mgpu.as_array(op, name, x)
+            return _host.as_array(op, name, x)
 
     return [array(*item) for item in given.items()]
 
@@ -63,20 +63,20 @@ def options(op: str, head_dim: int, is_causal, scale, logits_soft_cap, local_win
     numbers = dict(scale=head_dim**-0.5 if scale is None else scale, logits_soft_cap=logits_soft_cap)
     for name, without in dict(scale="1 / sqrt(head_dim)", logits_soft_cap="no cap").items():
         if numbers[name] is not None:
-            numbers[name] = _mgpu.option(op, name, numbers[name], float)
+            numbers[name] = _host.option(op, name, numbers[name], float)
             if not numbers[name] > 0:
                 raise ValueError(f"cookbook.{op}: {name}={numbers[name]}; must be above 0: None stands for {without}")
     sizes = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
     wrong = isinstance(local_window_size, list) or len(sizes) != 2
     if not wrong:
-        sizes = tuple(None if size is None else _mgpu.option(op, "local_window_size", size, int) for size in sizes)
+        sizes = tuple(None if size is None else _host.option(op, "local_window_size", size, int) for size in sizes)
     if wrong or any(size is not None and size < 0 for size in sizes):
         raise ValueError(
             f"cookbook.{op}: {local_window_size=}; must be a number of keys, at least 0, or a tuple (before, after): "
             "None stands for all"
         )
     sizes = tuple(None if size is None or size >= positions else size for size in sizes)
-    left, right = window(_mgpu.option(op, "is_causal", is_causal, bool), sizes)
+    left, right = window(_host.option(op, "is_causal", is_causal, bool), sizes)
     return dict(scale=numbers["scale"], soft_cap=numbers["logits_soft_cap"], left=left, right=right)
 
 
@@ -86,7 +86,7 @@ def flag(op: str, name: str, value) -> bool | None:
     Raises:
       ValueError: it is another; or traced.
     """
-    return None if value is None else _mgpu.option(op, name, value, bool)
+    return None if value is None else _host.option(op, name, value, bool)
 
 
 def groups(op: str, num_heads: int, num_kv_heads: int) -> None:
@@ -164,7 +164,7 @@ def _integers(op: str, name: str, ids, shape):
     if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu" and ids.size:
         if -(2**31) <= int(ids.min()) and int(ids.max()) < 2**31:
             ids = ids.astype(np.int32)  # No ranks are needed for them.
-    ids = _mgpu.as_array(op, name, ids)
+    ids = _host.as_array(op, name, ids)
     if ids.shape != shape or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(f"cookbook.{op}: {name} = {ids.shape}, {ids.dtype}; must be {shape}, an integer each")
     return ids
@@ -176,8 +176,8 @@ def check_smem(op: str, config, need: int, head_dim: int) -> None:
     Raises:
       ValueError: it has fewer.
     """
-    if need > _mgpu.SMEM_BYTES_MAX:
+    if need > _device.SMEM_BYTES_MAX:
         raise ValueError(
             f"cookbook.{op}: {config} needs {need} bytes of shared memory for {head_dim=}, and a block has "
-            f"{_mgpu.SMEM_BYTES_MAX}: fewer stages or smaller blocks"
+            f"{_device.SMEM_BYTES_MAX}: fewer stages or smaller blocks"
         )

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _mgpu
+from .. import _device
 
 HEAD_DIMS = (64, 128, 256)  # Sizes of heads that the backward kernels compute with.
 SERVED_HEAD_DIMS = (64, 80, 96, 128, 192, 256)  # Those that kernels with packed or paged keys take.
@@ -322,9 +322,9 @@ class Shared:
     v: object  # (slots, block_kv, width)
     v_tma: object  # (slots, block_kv / 8, pieces, 8, 64)
     v_rows: object  # (slots, block_kv / 8, 8 width), for `clear`.
-    keys: _mgpu.Ring
-    values: _mgpu.Ring
-    turns: _mgpu.Turns
+    keys: _device.Ring
+    values: _device.Ring
+    turns: _device.Turns
     o: object  # As q, whose place it takes where `out_over_query`.
     o_tma: object
     frees_early: bool  # Whether queries are done with before out is stored.
@@ -335,8 +335,8 @@ class Shared:
         # A RefUnion is a row of bytes until it is unpacked.
         both = lambda smem: tuple(smem) if len(smem.shape) == 1 else (smem, smem)
         (q, q_tma), (k, k_tma), (v, *v_views) = map(both, (q_smem, k_smem, v_smem))
-        rings = _mgpu.Ring(k_filled, k_freed, c.num_stages), _mgpu.Ring(v_filled, v_freed, c.num_stages)
-        turns = _mgpu.Turns(turn if c.in_turns else None, c.compute_wgs)
+        rings = _device.Ring(k_filled, k_freed, c.num_stages), _device.Ring(v_filled, v_freed, c.num_stages)
+        turns = _device.Turns(turn if c.in_turns else None, c.compute_wgs)
         o_views = (q, q_tma) if o_smem is None else both(o_smem)
         return cls(
             q, q_tma, q_filled, q_freed, k, k_tma, v, v_views[0], v_views[-1], *rings, turns, *o_views,

@@ -1,6 +1,6 @@
 """The parts of Blackwell's matrix products: how a product is cut up, and the statics of its kernel.
 
-Tiles, operands and the order of tiles are those of `cookbook.gemm.core`, which this family is built on. Two things
+Tiles, operands and the order of tiles are those of `cookbook.gemm.plan`, which this family is built on. Two things
 differ from Hopper. Sums lie in tensor memory (TMEM), 512 columns of 128 lanes, and not in registers: two accumulators
 fit, so that one is stored while the other is summed. And two blocks of a cluster may work as a pair (`two_ctas`), whose
 tensor cores multiply together: each holds its own rows of a and half of b's, and both use all of b.
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _mgpu
-from ..gemm.core import STAGES_MAX, STEP_BYTES, Operand, Tiles, swizzled
+from .. import _device, _host
+from ..gemm.plan import STAGES_MAX, STEP_BYTES, Operand, Tiles, swizzled
 
 LOAD, MULTIPLY, STORE = 0, 1, 2  # Warpgroups by role; those from STORE on store.
 LANES = 128  # Rows of tensor memory, which are those of an accumulator.
@@ -183,12 +183,12 @@ class Plan:
           ValueError: they do not fit.
         """
         wanted = self.config.num_stages or 2
-        if self.smem_bytes(wanted) > _mgpu.SMEM_BYTES_MAX:
+        if self.smem_bytes(wanted) > _device.SMEM_BYTES_MAX:
             raise ValueError(
                 f"num_stages={wanted} of {self.config.tile_n=} need {self.smem_bytes(wanted)} bytes of shared memory, "
-                f"and a block has {_mgpu.SMEM_BYTES_MAX}: fewer stages, fewer store slots or smaller tiles"
+                f"and a block has {_device.SMEM_BYTES_MAX}: fewer stages, fewer store slots or smaller tiles"
             )
-        fitting = (n for n in range(STAGES_MAX, 1, -1) if self.smem_bytes(n) <= _mgpu.SMEM_BYTES_MAX)
+        fitting = (n for n in range(STAGES_MAX, 1, -1) if self.smem_bytes(n) <= _device.SMEM_BYTES_MAX)
         return self.config.num_stages or next(fitting)
 
     @property
@@ -201,7 +201,7 @@ class Plan:
 
     def accumulator(self, number):
         """Which accumulator sums the tile that has `number` others of its cluster before it."""
-        return _mgpu.rem(number, self.config.num_accumulators)
+        return _device.rem(number, self.config.num_accumulators)
 
     def k(self, step):
         """Where along K a step begins. Beyond K TMA fills in zeros."""
@@ -227,10 +227,10 @@ class Plan:
 
     def scales_at(self, row, col):
         """The units of 128 rows, of a's scales and of b's, where those of a tile at `row` and `col` begin."""
-        return _mgpu.div(row, LANES), _mgpu.div(col, self.config.tile_n) * (self.scale_rows[1] // LANES)
+        return _device.div(row, LANES), _device.div(col, self.config.tile_n) * (self.scale_rows[1] // LANES)
 
 
-def plan_of(m, n, k, dtype, transposed, activation, out_dtype, config: Config, target: _mgpu.Target,
+def plan_of(m, n, k, dtype, transposed, activation, out_dtype, config: Config, target: _host.Target,
             scaled=False) -> Plan:  # fmt: skip
     """The plan of an (M, K) by (N, K) product; `transposed` says of a and of b whether it lies as (K, rows).
 
@@ -258,12 +258,12 @@ def plan_of(m, n, k, dtype, transposed, activation, out_dtype, config: Config, t
     return plan
 
 
-def require_blackwell(op: str) -> _mgpu.Target:
-    """`_mgpu.require_target(op)`, on a GPU that has tcgen05, or without one."""
-    return _mgpu.require_tensor_cores(op, major=10)
+def require_blackwell(op: str) -> _host.Target:
+    """`_host.require_target(op)`, on a GPU that has tcgen05, or without one."""
+    return _host.require_tensor_cores(op, major=10)
 
 
-def require_interpretable(op: str, config: Config, target: _mgpu.Target) -> None:
+def require_interpretable(op: str, config: Config, target: _host.Target) -> None:
     """Raises RuntimeError where JAX's interpreter is to run what it cannot."""
     if not target.interpreted:
         return
@@ -274,5 +274,5 @@ def require_interpretable(op: str, config: Config, target: _mgpu.Target) -> None
         if is_used:
             raise RuntimeError(
                 f"cookbook.{op}: config has {name}, and JAX's interpreter has no {lacks}. Interpret the same tiles "
-                f'without it, and compile this configuration (`cookbook.lab.compile_for("b200", ...)`)'
+                f'without it, and compile this configuration (`lab.compile_for("b200", ...)`)'
             )

@@ -23,7 +23,7 @@ Sources: NVIDIA's PTX ISA on tcgen05 and clusterlaunchcontrol; CUTLASS's documen
 
 import jax.numpy as jnp
 
-from .. import _mgpu, _numerics
+from .. import _host, _numerics
 from ..gemm import differentiable
 from . import cost
 from .core import Config, plan_of, require_blackwell, require_interpretable
@@ -56,7 +56,7 @@ def _launch(a, b, bias, sizes, options: differentiable.Options):
     require_interpretable(OP, config, target)
     transposed = options.transpose_a, not transpose_b
     plan = plan_of(*sizes, a.dtype, transposed, options.activation, out_dtype, config, target)
-    params = _mgpu.compiler_params(approx_math=out_dtype.itemsize == 2)
+    params = _host.compiler_params(approx_math=out_dtype.itemsize == 2)
     return product((a, b), bias, plan=plan, params=params)
 
 

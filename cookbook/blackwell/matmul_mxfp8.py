@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .. import _mgpu, _numerics
-from ..gemm.roles import identity
+from .. import _host, _numerics
+from ..gemm.kernel import identity
 from . import cost
 from .core import BLOCK, LANES, SCALES, Config, plan_of, require_blackwell
 from .roles import product
@@ -62,7 +62,7 @@ def quantize_mxfp8(x):
     Raises:
       ValueError: K is no multiple of 32, or x is not of a floating dtype.
     """
-    x = _mgpu.as_array("blackwell.quantize_mxfp8", "x", x)
+    x = _host.as_array("blackwell.quantize_mxfp8", "x", x)
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim == 0 or x.shape[-1] % BLOCK:
         raise ValueError(
             f"cookbook.blackwell.quantize_mxfp8: {x.shape=}, {x.dtype=}; must be of a floating dtype, its last axis a "
@@ -88,9 +88,9 @@ def arrange(scales, tile: int):
       (units, steps of K, 32, 16) of the dtype of `scales`.
     """
     bits = lax.bitcast_convert_type(scales, jnp.uint8)
-    bits = _mgpu.pad_to_tiles(bits, (tile, SCALES))
+    bits = _host.pad_to_tiles(bits, (tile, SCALES))
     steps = bits.shape[1] // SCALES
-    bits = _mgpu.pad_to_tiles(bits.reshape(-1, tile, steps * SCALES), (1, LANES, SCALES))
+    bits = _host.pad_to_tiles(bits.reshape(-1, tile, steps * SCALES), (1, LANES, SCALES))
     bits = bits.reshape(-1, LANES // BLOCK, BLOCK, steps, SCALES).transpose(0, 3, 2, 1, 4)
     return lax.bitcast_convert_type(bits.reshape(-1, steps, BLOCK, LANES // BLOCK * SCALES), scales.dtype)
 
@@ -117,7 +117,7 @@ def _check(a, a_scales, b, b_scales) -> tuple[int, int, int]:
                 f"{op}: {name} is {scales.dtype} {scales.shape}; must be float8_e8m0fnu ({rows}, {k // BLOCK}), one "
                 f"for each {BLOCK} values along K"
             )
-    _mgpu.require_indices(OP, M=m, N=n, K=k)
+    _host.require_indices(OP, M=m, N=n, K=k)
     return m, n, k
 
 
@@ -147,17 +147,17 @@ def matmul_mxfp8(a, a_scales, b, b_scales, *, bias=None, activation=None, out_dt
         RuntimeError: no data-centre Blackwell GPU.
     """
     named = dict(a=a, a_scales=a_scales, b=b, b_scales=b_scales)
-    a, a_scales, b, b_scales = (_mgpu.as_array(OP, name, x) for name, x in named.items())
-    out_dtype = _mgpu.require_float(OP, out_dtype)
-    _mgpu.require_config(OP, config, Config)
+    a, a_scales, b, b_scales = (_host.as_array(OP, name, x) for name, x in named.items())
+    out_dtype = _host.require_float(OP, out_dtype)
+    _host.require_config(OP, config, Config)
     m, n, k = _check(a, a_scales, b, b_scales)
     if bias is not None:
-        bias = _mgpu.as_array(OP, "bias", bias)
+        bias = _host.as_array(OP, "bias", bias)
         if bias.shape != (n,) or not jnp.issubdtype(bias.dtype, jnp.floating):
             raise ValueError(f"cookbook.{OP}: {bias.shape=}, {bias.dtype=}; must be ({n},), N, of a floating dtype")
     activation = identity if activation is None else _numerics.activation_fn(OP, activation)
     operands = (a, a_scales, b, b_scales) if bias is None else (a, a_scales, b, b_scales, bias)
-    operands = _mgpu.without_gradient(OP, "cookbook.blackwell.matmul of 16-bit operands", *operands)
+    operands = _host.without_gradient(OP, "cookbook.blackwell.matmul of 16-bit operands", *operands)
     a, a_scales, b, b_scales, bias = (*operands, None)[:5]
     if 0 in (m, n, k):
         out = jnp.zeros((m, n), jnp.float32) + (0.0 if bias is None else bias.astype(jnp.float32))
@@ -165,13 +165,13 @@ def matmul_mxfp8(a, a_scales, b, b_scales, *, bias=None, activation=None, out_dt
     target = require_blackwell(OP)
     if target.interpreted:
         raise RuntimeError(
-            f"cookbook.{OP}: JAX's interpreter has no block-scaled MMA. Compile it without a GPU (`cookbook.lab."
+            f"cookbook.{OP}: JAX's interpreter has no block-scaled MMA. Compile it without a GPU (`lab."
             f'compile_for("b200", ...)`), or compute `cookbook.{OP}_reference`'
         )
     config = config or default_config(m, n, k, out_dtype, target.num_sms)
     plan = plan_of(m, n, k, E4M3, (False, False), activation, out_dtype, config, target, scaled=True)
     operands = a, b, arrange(a_scales, config.tile_m), arrange(b_scales, config.tile_n)
-    return product(operands, bias, plan=plan, params=_mgpu.compiler_params(approx_math=out_dtype.itemsize == 2))
+    return product(operands, bias, plan=plan, params=_host.compiler_params(approx_math=out_dtype.itemsize == 2))
 
 
 matmul_mxfp8.Config = Config  # `cookbook.blackwell.matmul_mxfp8` is this function, not its module.

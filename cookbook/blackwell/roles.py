@@ -36,8 +36,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _mgpu, _numerics
-from ..gemm.core import views
+from .. import _device, _host, _numerics
+from ..gemm.plan import views
 from .core import LANES, LOAD, MULTIPLY, STORE, Plan
 
 
@@ -58,7 +58,7 @@ def each_tile(plan: Plan, body):
     return loop(one_more)
 
 
-def load(plan: Plan, ring: _mgpu.Ring, gmem, smem, number, index):
+def load(plan: Plan, ring: _device.Ring, gmem, smem, number, index):
     """The load warpgroup: all steps of a tile, as fast as slots are freed. `gmem` and `smem` hold both operands, and
     scales after them where there are any."""
     row, col = plan.tiles.place(index, 0, 0)  # The pair's: its copies are shared out between the blocks.
@@ -95,7 +95,7 @@ def copy_scales(plan: Plan, gmem, smem, units, step, filled):
         plgpu.copy_gmem_to_smem(source.at[pl.ds(unit, count), pl.ds(step, 1)], target, filled, **pair)
 
 
-def multiply(plan: Plan, ring: _mgpu.Ring, smem, acc_tmem, scales_tmem, summed, stored, number):
+def multiply(plan: Plan, ring: _device.Ring, smem, acc_tmem, scales_tmem, summed, stored, number):
     """The multiply warpgroup: starts all products of a tile, into the accumulator whose turn it is."""
     steps, accumulators = plan.tiles.num_steps, plan.config.num_accumulators
     acc = plan.accumulator(number)
@@ -138,7 +138,7 @@ def store(plan: Plan, bias_gmem, o_gmem, o_smem, acc_tmem, summed, stored, numbe
             bias = plgpu.load(bias_gmem.at[pl.ds(col + at, width)], layout=layout, optimized=False)
             values += lax.broadcast_in_dim(bias, (rows, width), [1])
         values = plan.activation(values).astype(plan.out_dtype)
-        slot = _mgpu.rem(number * pieces + piece, c.store_slots)
+        slot = _device.rem(number * pieces + piece, c.store_slots)
         plgpu.wait_smem_to_gmem(c.store_slots - 1, wait_read_only=True)  # TMA has read what was in this slot.
         o_tiled[wg, slot, 0, 0] = values
         plgpu.commit_smem()
@@ -150,7 +150,7 @@ def store(plan: Plan, bias_gmem, o_gmem, o_smem, acc_tmem, summed, stored, numbe
 def kernel(operands, bias_gmem, o_gmem, *, plan: Plan, a_smem, b_smem, o_smem, acc_tmem, filled, freed, summed, stored,
            a_scales_smem=None, b_scales_smem=None, a_scales_tmem=None, b_scales_tmem=None):  # fmt: skip
     """The kernel of all products of this family. `operands` holds a and b, and their scales after them."""
-    role, ring = lax.axis_index("role"), _mgpu.Ring(filled, freed, plan.num_stages)
+    role, ring = lax.axis_index("role"), _device.Ring(filled, freed, plan.num_stages)
     (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, plan.interpreted), plan.b.views(b_smem, plan.interpreted)
     scales_smem = (a_scales_smem, b_scales_smem) if plan.scaled else ()
     scales_tmem = (a_scales_tmem, b_scales_tmem) if plan.scaled else ()
@@ -189,10 +189,10 @@ def product(operands, bias, *, plan: Plan, params):
     piece = jax.ShapeDtypeStruct((c.tile_m * plan.store_piece[1],), jnp.float32)
     plan = dataclasses.replace(plan, activation=_numerics.lowerable(plan.activation, piece))
     a, b, *scales = operands
-    bias = None if bias is None else _mgpu.pad_to_tiles(bias.astype(jnp.float32), (c.tile_n,))
-    out = _mgpu.kernel(
+    bias = None if bias is None else _host.pad_to_tiles(bias.astype(jnp.float32), (c.tile_n,))
+    out = _host.kernel(
         functools.partial(kernel, plan=plan),
-        out_type=jax.ShapeDtypeStruct(_mgpu.padded_shape((t.m, t.n), (1, 8)), plan.out_dtype),  # Rows for TMA.
+        out_type=jax.ShapeDtypeStruct(_host.padded_shape((t.m, t.n), (1, 8)), plan.out_dtype),  # Rows for TMA.
         grid=(plan.clusters,),
         grid_names=("cluster",),
         cluster=(2,) if c.two_ctas else (),

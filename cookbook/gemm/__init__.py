@@ -1,1 +1,13 @@
-"""Matrix products on Hopper's tensor cores, and the rungs that lead to them."""
+"""Products of matrices."""
+
+from .dense import matmul as matmul
+from .dense import matmul_fp8 as matmul_fp8
+from .dense import matmul_int8_weights as matmul_int8_weights
+from .experts import moe as moe
+from .grouped import ragged_dot as ragged_dot
+from .grouped import ragged_dot_fp8 as ragged_dot_fp8
+from .grouped import ragged_dot_int8_weights as ragged_dot_int8_weights
+from .grouped import ragged_dot_transposed as ragged_dot_transposed
+from .rungs import matmul_blocked as matmul_blocked
+from .rungs import matmul_pipelined as matmul_pipelined
+from .rungs import matmul_wgmma as matmul_wgmma

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 
-from .core import SPLIT_K_MAX, STAGES_MAX, STEP_BYTES, Config, owners, resident
+from .plan import SPLIT_K_MAX, STAGES_MAX, STEP_BYTES, Config, owners, resident
 
 SMEM_FOR_RING = 194_000  # Bytes left for the ring beside the pieces on their way out.
 WIDTHS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .. import _mgpu, _numerics
-from .roles import identity
+from .. import _host, _numerics
+from .kernel import identity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Options:
 
 
 def _forward(a, b, bias, options: Options):
-    m, n, k = sizes = _mgpu.matmul_sizes(options.op, a, b, options.transpose_a, options.transpose_b)
+    m, n, k = sizes = _host.matmul_sizes(options.op, a, b, options.transpose_a, options.transpose_b)
     if 0 in (m, n):
         return jnp.zeros((m, n), options.out_dtype)
     if k == 0:
@@ -45,7 +45,7 @@ def _product(a, b, bias, options: Options):
 
 
 def _product_fwd(a, b, bias, options: Options):
-    forward = lambda options: _mgpu.without_derivative(options.op, functools.partial(_forward, options=options))
+    forward = lambda options: _host.without_derivative(options.op, functools.partial(_forward, options=options))
     if options.activation is identity:
         return forward(options)(a, b, bias), (a, b, bias, None)
     # The backward pass needs what the activation was applied to, so that it is not fused here.
@@ -55,7 +55,7 @@ def _product_fwd(a, b, bias, options: Options):
 
 
 def _product_bwd(options: Options, residuals, d_out):
-    return _mgpu.without_derivative(options.op, functools.partial(_gradients, options))(*residuals, d_out)
+    return _host.without_derivative(options.op, functools.partial(_gradients, options))(*residuals, d_out)
 
 
 _product.defvjp(_product_fwd, _product_bwd)
@@ -115,10 +115,10 @@ def product(
     transpose_b, config,
 ):  # fmt: skip
     """`cookbook.matmul(a, b, ...)`, named `op`, by the kernel of `launch`, whose configurations are `config_type`s."""
-    a, b = _mgpu.as_array(op, "a", a), _mgpu.as_array(op, "b", b)
-    transpose_a = _mgpu.option(op, "transpose_a", transpose_a, bool)
-    transpose_b = _mgpu.option(op, "transpose_b", transpose_b, bool)
-    _mgpu.require_config(op, config, config_type)
+    a, b = _host.as_array(op, "a", a), _host.as_array(op, "b", b)
+    transpose_a = _host.option(op, "transpose_a", transpose_a, bool)
+    transpose_b = _host.option(op, "transpose_b", transpose_b, bool)
+    _host.require_config(op, config, config_type)
     require_precision(op, precision)
     if None not in (out_dtype, preferred_element_type):
         raise ValueError(
@@ -127,17 +127,17 @@ def product(
     rows = a.shape[:-1] if a.ndim > 2 and not transpose_a else None
     if rows is not None:
         a = a.reshape(math.prod(rows), a.shape[-1])
-    _, n, _ = _mgpu.matmul_sizes(op, a, b, transpose_a, transpose_b)
+    _, n, _ = _host.matmul_sizes(op, a, b, transpose_a, transpose_b)
     name, wanted = ("preferred_element_type", preferred_element_type) if out_dtype is None else ("out_dtype", out_dtype)
-    out_dtype = _mgpu.require_float(op, a.dtype if wanted is None else wanted, name)
+    out_dtype = _host.require_float(op, a.dtype if wanted is None else wanted, name)
     if bias is not None:
-        bias = _mgpu.as_array(op, "bias", bias)
+        bias = _host.as_array(op, "bias", bias)
         if bias.shape != (n,) or not jnp.issubdtype(bias.dtype, jnp.floating):
             raise ValueError(f"cookbook.{op}: {bias.shape=}, {bias.dtype=}; must be ({n},), N, of a floating dtype")
     if callable(activation):  # Refused here, whether or not this configuration applies it in the kernel.
         _numerics.lowerable(activation, jax.ShapeDtypeStruct((8,), jnp.float32))
     activation = identity if activation is None else _numerics.activation_fn(op, activation)
     operands = (a, b) if bias is None else (a, b, bias)
-    a, b, bias = (*_mgpu.reverse_only(op, *operands), None)[:3]
+    a, b, bias = (*_host.reverse_only(op, *operands), None)[:3]
     out = _product(a, b, bias, Options(op, launch, transpose_a, transpose_b, activation, out_dtype, config))
     return out if rows is None else out.reshape(*rows, n)

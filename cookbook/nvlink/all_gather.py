@@ -21,7 +21,7 @@ import functools
 import jax
 from jax import lax
 
-from .. import _mgpu
+from .. import _host
 from . import copies, core, protocol, segments
 from . import reduce_scatter as transposed
 from .core import Config
@@ -49,12 +49,12 @@ def all_gather(x, axis_name, *, config: Config | None = None):
       RuntimeError: there is no GPU and none to compile for.
     """
     x, n = core.require_shards("all_gather", x, axis_name)
-    _mgpu.require_config("all_gather", config, Config)
+    _host.require_config("all_gather", config, Config)
     core.require_gpus("all_gather", n, x)
     shape = (n * x.shape[0], *x.shape[1:])
     if n == 1 or x.size == 0:
         return all_gather_reference(x, axis_name)
-    out = gather(core.as_matrices(*_mgpu.reverse_only("all_gather", x), 1)[0], n, axis_name, config or default_config())
+    out = gather(core.as_matrices(*_host.reverse_only("all_gather", x), 1)[0], n, axis_name, config or default_config())
     return core.from_matrices(out, shape)
 
 
@@ -63,7 +63,7 @@ def gather(shard, n: int, axis_name, config: Config):
     """The shards of n devices, each a matrix."""
     rows, cut = shard.shape[0], core.plan(n, shard.shape[0], shard.dtype, config, pieces_a_stage=2)
     plan = segments.Plan(n, rows, n * rows, core.WIDTH, 1, (cut.piece_rows,), cut.num_blocks)
-    kernel = _mgpu.kernel(
+    kernel = _host.kernel(
         functools.partial(_kernel, plan, axis_name),
         out_type=jax.ShapeDtypeStruct((n * rows, core.WIDTH), shard.dtype),
         grid=(plan.num_blocks,),
@@ -71,7 +71,7 @@ def gather(shard, n: int, axis_name, config: Config):
         num_threads=2,
         thread_name="wg",
         scratch_types=copies.scratch(plan, config.num_stages, shard.dtype),
-        compiler_params=_mgpu.compiler_params(),
+        compiler_params=_host.compiler_params(),
     )
     return kernel(shard).reshape(n, rows, core.WIDTH)
 

@@ -46,10 +46,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _mgpu
-from ..gemm import roles
-from ..gemm.core import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS
-from ..gemm.matmul import matmul
+from .. import _device, _host
+from ..gemm import kernel as roles
+from ..gemm.dense.matmul import matmul
+from ..gemm.plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS
 from . import core, matmul_core, protocol
 from . import matmul_reduce_scatter as transposed
 from .all_gather import all_gather
@@ -112,8 +112,8 @@ class GatherPlan(matmul_core.ShardPlan):
         (height, width), (m, k) = self.piece, (self.tiles.m, self.tiles.k)
         _, block, piece = self.protocol.place(sender, i)
         across = pl.cdiv(k, width)
-        offset = _mgpu.div(piece, across) * height
-        row, col = block * self.rows + offset, _mgpu.rem(piece, across) * width
+        offset = _device.div(piece, across) * height
+        row, col = block * self.rows + offset, _device.rem(piece, across) * width
         exists = (offset < self.rows) & (row < m)
         place = pl.ds(jnp.minimum(row, m - height), height), pl.ds(jnp.minimum(col, k - width), width)
         return exists, place
@@ -177,11 +177,11 @@ def all_gather_matmul(lhs, rhs, axis_name, *, config: Config | None = None):
       RuntimeError: there is no GPU and none to compile for.
     """
     lhs, rhs, n = matmul_core.require_operands("all_gather_matmul", lhs, rhs, axis_name)
-    _mgpu.require_config("all_gather_matmul", config, Config)
+    _host.require_config("all_gather_matmul", config, Config)
     core.require_gpus("all_gather_matmul", n, lhs, rhs)
     if n == 1:
         return matmul(lhs, rhs)
-    return _product(*_mgpu.reverse_only("all_gather_matmul", lhs, rhs), axis_name, config)
+    return _product(*_host.reverse_only("all_gather_matmul", lhs, rhs), axis_name, config)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -194,7 +194,7 @@ def _product_fwd(lhs, rhs, axis_name, config):
 
 
 def _product_bwd(axis_name, config, operands, d_out):
-    return _mgpu.without_derivative("all_gather_matmul", functools.partial(_gradients, axis_name))(*operands, d_out)
+    return _host.without_derivative("all_gather_matmul", functools.partial(_gradients, axis_name))(*operands, d_out)
 
 
 def _gradients(axis_name, lhs, rhs, d_out):
@@ -213,15 +213,15 @@ def gather_product(lhs, rhs, axis_name, config: Config | None = None, *, transpo
     (m, k), n, num_devices = lhs.shape, rhs.shape[0 if transpose_rhs else 1], lax.axis_size(axis_name)
     if 0 in (m, n, k):
         shape, gathered = (num_devices * m, n), all_gather(lhs, axis_name)
-        return _mgpu.alike(jnp.zeros(shape, lhs.dtype), gathered, rhs)[0], gathered
-    num_sms = _mgpu.require_tensor_cores("all_gather_matmul").num_sms
+        return _host.alike(jnp.zeros(shape, lhs.dtype), gathered, rhs)[0], gathered
+    num_sms = _host.require_tensor_cores("all_gather_matmul").num_sms
     c = config or default_config(m, n, k, num_devices, lhs.dtype, transpose_rhs, num_sms)
     first = pl.cdiv(c.num_senders, c.cluster_m * c.cluster_n)
     left = num_sms - first * c.cluster_m * c.cluster_n
     plan = matmul_core.plan_of(
         GatherPlan, m, n, k, num_devices, lhs.dtype, transpose_rhs, c, left, first_cluster=first, keeps_own=keeps_own
     )
-    kernel = _mgpu.kernel(
+    kernel = _host.kernel(
         functools.partial(_kernel, plan, axis_name),
         out_type=[jax.ShapeDtypeStruct((num_devices, m, size), lhs.dtype) for size in (n, k)],
         grid=plan.grid,
@@ -231,7 +231,7 @@ def gather_product(lhs, rhs, axis_name, config: Config | None = None, *, transpo
         num_threads=COMPUTE + 1,
         thread_name="role",
         scratch_types=plan.scratch,
-        compiler_params=_mgpu.compiler_params(),
+        compiler_params=_host.compiler_params(),
     )
     out, gathered = kernel(lhs, plan.b.pad(rhs))
     return out.reshape(-1, n), gathered.reshape(-1, k)
@@ -239,7 +239,7 @@ def gather_product(lhs, rhs, axis_name, config: Config | None = None, *, transpo
 
 def _kernel(plan, axis_name, lhs_gmem, rhs_gmem, o_gmem, gathered_gmem, *, smem, filled, freed, loaded, o_smem):
     (a_smem, b_smem), (a_tma, b_tma), stages = smem
-    ring = _mgpu.Ring(filled, freed, plan.num_stages)
+    ring = _device.Ring(filled, freed, plan.num_stages)
     arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((plan.tiles.num_shards - 1, plan.protocol.num_blocks)))
     role, multiplies = lax.axis_index("role"), lax.axis_index("cluster") >= plan.first_cluster
 
@@ -274,11 +274,11 @@ def _send(plan, axis_name, lhs_gmem, gathered_gmem, stages, loaded, arrived):
     sender = (lax.axis_index("cluster") * plan.config.cluster_m + block_m) * plan.config.cluster_n + block_n
 
     def load(i):
-        stage, (_, place) = _mgpu.rem(i, num_stages), plan.source(sender, i)
+        stage, (_, place) = _device.rem(i, num_stages), plan.source(sender, i)
         core.load_bytes(lhs_gmem.at[place], stages.at[stage], loaded.at[stage])
 
     def store(i, _, device_id):
-        stage, (exists, place) = _mgpu.rem(i, num_stages), plan.source(sender, i)
+        stage, (exists, place) = _device.rem(i, num_stages), plan.source(sender, i)
         theirs = plgpu.remote_ref(gathered_gmem, device_id).at[d, *place]
         pl.when(exists)(lambda: plgpu.copy_smem_to_gmem(stages.at[stage], theirs, commit_group=False))
         plgpu.commit_smem_to_gmem_group()
@@ -289,7 +289,7 @@ def _send(plan, axis_name, lhs_gmem, gathered_gmem, stages, loaded, arrived):
 
     @pl.loop(0, gather.num_rounds)
     def _(i):
-        plgpu.barrier_wait(loaded.at[_mgpu.rem(i, num_stages)])
+        plgpu.barrier_wait(loaded.at[_device.rem(i, num_stages)])
         core.perform(gather.send(d, sender, i), axis_name, dict(arrived=arrived), functools.partial(store, i))
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # The stage of the round before is free.
         pl.when(i + num_stages - 1 < gather.num_rounds)(lambda: load(i + num_stages - 1))
@@ -303,7 +303,7 @@ def _load(plan, ring, axis_name, lhs_gmem, gathered_gmem, rhs_gmem, a_smem, b_sm
 
     def load_tile(plan, tile, before):
         step, _, row, col = plan.entry
-        others, block = gathered_gmem.at[gather.owner(d, step)], _mgpu.div(row, plan.rows)
+        others, block = gathered_gmem.at[gather.owner(d, step)], _device.div(row, plan.rows)
         core.perform(gather.multiply(d, step, block), axis_name, dict(arrived=arrived))
 
         @pl.loop(0, plan.tiles.num_steps)

@@ -36,7 +36,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _mgpu
+from .. import _host
 from . import copies, core, protocol, segments
 from .core import Config
 
@@ -86,20 +86,20 @@ def all_to_all(x, axis_name, *, send_sizes=None, capacity: int | None = None, co
     """
     x, n = core.require_shards("all_to_all", x, axis_name)
     send_sizes, capacity = _require_sizes(x, n, axis_name, send_sizes, capacity)
-    _mgpu.require_config("all_to_all", config, Config)
+    _host.require_config("all_to_all", config, Config)
     core.require_gpus("all_to_all", n, x)
     if n == 1 or x.size == 0 or capacity == 0:
         return all_to_all_reference(x, axis_name, send_sizes=send_sizes, capacity=capacity)
     config = config or default_config()
     values = math.prod(x.shape[1:])
     plan = segments.plan(n, x.shape[0], capacity, values, x.dtype, config)
-    _mgpu.require_indices("all_to_all", rows=plan.rows * plan.parts, capacity=plan.capacity * plan.parts)
-    rows = _mgpu.pad_to_tiles(x.reshape(-1, values), (1, plan.values))
+    _host.require_indices("all_to_all", rows=plan.rows * plan.parts, capacity=plan.capacity * plan.parts)
+    rows = _host.pad_to_tiles(x.reshape(-1, values), (1, plan.values))
     if send_sizes is None:
-        rows, _ = _mgpu.reverse_only("all_to_all", rows, lax.axis_index(axis_name))
+        rows, _ = _host.reverse_only("all_to_all", rows, lax.axis_index(axis_name))
         return _dense(rows, plan, axis_name, config)[:, :values].reshape(x.shape)
     sizes = segments.cut(send_sizes, x.shape[0])
-    rows, sizes, _ = _mgpu.reverse_only("all_to_all", rows, sizes, lax.axis_index(axis_name))
+    rows, sizes, _ = _host.reverse_only("all_to_all", rows, sizes, lax.axis_index(axis_name))
     out, received = _ragged(rows, sizes, plan, axis_name, config)
     return out[:, :values].reshape(capacity, *x.shape[1:]), received
 
@@ -115,13 +115,13 @@ def _require_sizes(x, n: int, axis_name, send_sizes, capacity):
                 f"{axis_name=}: pad it to {-(-x.shape[0] // n) * n} (jnp.pad), or pass send_sizes"
             )
         return None, x.shape[0]
-    send_sizes = _mgpu.as_array("all_to_all", "send_sizes", send_sizes)
+    send_sizes = _host.as_array("all_to_all", "send_sizes", send_sizes)
     if send_sizes.shape != (n,) or not jnp.issubdtype(send_sizes.dtype, jnp.integer):
         raise ValueError(
             f"cookbook.all_to_all: send_sizes is {send_sizes.dtype}{list(send_sizes.shape)}; it must be {n} integers, "
             f"the rows for each device on {axis_name=}"
         )
-    capacity = n * x.shape[0] if capacity is None else _mgpu.option("all_to_all", "capacity", capacity, int)
+    capacity = n * x.shape[0] if capacity is None else _host.option("all_to_all", "capacity", capacity, int)
     if capacity < 0:
         raise ValueError(f"cookbook.all_to_all: {capacity=}; it must be 0 or more, the rows of the result")
     return send_sizes, capacity
@@ -175,7 +175,7 @@ def _launch(rows, sizes, plan: segments.Plan, axis_name, config, is_transposed: 
         scratch |= dict(
             own_sizes=plgpu.SMEM((SIZES,), jnp.int32), loaded=plgpu.Barrier(), known=plgpu.SemaphoreType.REGULAR((2,))
         )
-    kernel = _mgpu.kernel(
+    kernel = _host.kernel(
         functools.partial(_kernel if sizes is not None else _equal_kernel, plan, axis_name, is_transposed),
         out_type=tuple(out_type),
         grid=(plan.num_blocks,),
@@ -183,7 +183,7 @@ def _launch(rows, sizes, plan: segments.Plan, axis_name, config, is_transposed: 
         num_threads=2,
         thread_name="wg",
         scratch_types=scratch,
-        compiler_params=_mgpu.compiler_params(),
+        compiler_params=_host.compiler_params(),
     )
     out, *gathered = kernel(*operands)
     return out.reshape(-1, plan.values), *gathered

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _mgpu
+from .. import _device, _host
 from . import core, segments
 
 SENDS, KEEPS = range(2)  # Warpgroups.
@@ -30,7 +30,7 @@ SENDS, KEEPS = range(2)  # Warpgroups.
 def scratch(plan: segments.Plan, num_stages: int, dtype) -> dict:
     """The scratch of a kernel that calls `push`."""
     aligned = 128 // math.gcd(128, plan.width * dtype.itemsize)  # TMA's alignment of stages.
-    stage_units = _mgpu.padded_shape(plan.pieces[:1], (aligned,))
+    stage_units = _host.padded_shape(plan.pieces[:1], (aligned,))
     return dict(
         stages=plgpu.SMEM((2, num_stages, *stage_units, plan.width), dtype),
         filled=plgpu.Barrier(num_barriers=2 * num_stages),
@@ -67,7 +67,7 @@ def _copy(plan, axis_name, x_gmem, o_gmem, shares, roles, d, stages, filled, fir
             pl.when(size == units)(functools.partial(do, units))
 
     def load(t):
-        stage, (_, source, _, size, _) = _mgpu.rem(t, num_stages), shares.piece(t)
+        stage, (_, source, _, size, _) = _device.rem(t, num_stages), shares.piece(t)
 
         def do(units):
             to = stages.at[stage, pl.ds(0, units)]
@@ -76,7 +76,7 @@ def _copy(plan, axis_name, x_gmem, o_gmem, shares, roles, d, stages, filled, fir
         each_size(size, do)
 
     def store(t):
-        stage, (peer, _, target, size, number) = _mgpu.rem(t, num_stages), shares.piece(t)
+        stage, (peer, _, target, size, number) = _device.rem(t, num_stages), shares.piece(t)
         plgpu.barrier_wait(filled.at[first_barrier + stage])
 
         def send(action, device_id):

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _mgpu
+from .. import _device, _host
 from .protocol import Flush, Load, Read, Send, Signal, Wait
 
 MAX_DEVICES = 8  # GPUs of one NVLink host.
@@ -30,10 +30,10 @@ class Config:
             raise ValueError(f"{self.num_blocks=}: must be from 1 to 132, the SMs of an H200")
         if self.num_stages < 3:
             raise ValueError(f"{self.num_stages=}: must be 3 or more, since the stores of two rounds are in flight")
-        if self.stage_bytes < 1 or self.num_stages * self.stage_bytes > _mgpu.SMEM_BYTES_MAX - 1024:
+        if self.stage_bytes < 1 or self.num_stages * self.stage_bytes > _device.SMEM_BYTES_MAX - 1024:
             raise ValueError(
                 f"{self.stage_bytes=}, {self.num_stages=}: their product must be at most "
-                f"{_mgpu.SMEM_BYTES_MAX - 1024} bytes, the shared memory of a block: lower one"
+                f"{_device.SMEM_BYTES_MAX - 1024} bytes, the shared memory of a block: lower one"
             )
 
 
@@ -55,7 +55,7 @@ class Plan:
         return pl.cdiv(self.rows, self.piece_rows)
 
     def num_rounds(self, block):
-        return _mgpu.div(self.num_pieces - block + self.num_blocks - 1, self.num_blocks)
+        return _device.div(self.num_pieces - block + self.num_blocks - 1, self.num_blocks)
 
     def piece(self, block, i):
         """The rows of this block's round `i`."""
@@ -72,14 +72,14 @@ def plan(n: int, rows: int, dtype, config: Config, pieces_a_stage: int) -> Plan:
             f"{config.stage_bytes=}: must be at least {ROW_MULTIPLE * row_bytes * pieces_a_stage} for {n} devices and "
             f"{dtype}: {ROW_MULTIPLE} rows of {WIDTH} values a piece"
         )
-    share = _mgpu.padded_shape((pl.cdiv(rows, config.num_blocks),), (ROW_MULTIPLE,))[0]
+    share = _host.padded_shape((pl.cdiv(rows, config.num_blocks),), (ROW_MULTIPLE,))[0]
     piece_rows = min(fits, share, 256)
     return Plan(n, rows, piece_rows, min(config.num_blocks, pl.cdiv(rows, piece_rows)))
 
 
 def require_shards(op: str, x, axis_name):
     """`x` as a JAX array, and the number of devices on `axis_name`. Raises ValueError for what is not supported."""
-    x = _mgpu.as_array(op, "x", x)
+    x = _host.as_array(op, "x", x)
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(f"cookbook.{op}: {x.dtype=}; must be float32, bfloat16 or float16: cast it")
     if x.ndim == 0:
@@ -117,7 +117,7 @@ def require_gpus(op: str, n: int, *operands) -> None:
     if any(x.size == 0 for x in operands):
         return
     try:
-        if not _mgpu.require_target(op).interpreted or n == 1:
+        if not _host.require_target(op).interpreted or n == 1:
             return
         reason = f"cookbook.{op}: JAX's GPU interpreter has no semaphores"
     except RuntimeError as error:
@@ -133,7 +133,7 @@ def require_gpus(op: str, n: int, *operands) -> None:
 def as_matrices(x, count: int):
     """`x` as `count` flat shards: (count, rows, WIDTH), padded with zeros to whole groups of rows."""
     flat = x.reshape(count, -1)
-    return _mgpu.pad_to_tiles(flat, (1, ROW_MULTIPLE * WIDTH)).reshape(count, -1, WIDTH)
+    return _host.pad_to_tiles(flat, (1, ROW_MULTIPLE * WIDTH)).reshape(count, -1, WIDTH)
 
 
 def from_matrices(x, shape: tuple[int, ...]):

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _mgpu
-from ..gemm import core as gemm
-from ..gemm import cost, groups, roles
+from .. import _device, _host
+from ..gemm import cost
+from ..gemm import kernel as roles
+from ..gemm import plan as gemm
+from ..gemm.grouped import plan as groups
 from . import core
 
 
@@ -66,10 +68,10 @@ class ShardTiles(gemm.Tiles):
         return None if self.entry is None else super().num_steps
 
     def look_up(self, index, block_m, block_n) -> "ShardTiles":
-        c, number = self.config, _mgpu.rem(index, self.per_shard)
+        c, number = self.config, _device.rem(index, self.per_shard)
         i, j = plgpu.planar_snake(number, self.shard_grid, c.grid_minor_dim, c.grid_tile_width)
         row, col = (i * c.cluster_m + block_m) * c.tile_m, (j * c.cluster_n + block_n) * c.tile_n
-        return dataclasses.replace(self, entry=Entry(_mgpu.div(index, self.per_shard), number, row, col))
+        return dataclasses.replace(self, entry=Entry(_device.div(index, self.per_shard), number, row, col))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +130,7 @@ def best(m: int, n: int, k: int, num_shards: int, itemsize: int, transpose_rhs: 
     problem = cost.Problem(num_shards * m, n, k, (False, not transpose_rhs), (itemsize,) * 3, num_sms)
 
     def predict(config):  # Tiles of one shard do not reach into the next.
-        rows = _mgpu.padded_shape((m,), (config.tile_m * config.cluster_m,))[0]
+        rows = _host.padded_shape((m,), (config.tile_m * config.cluster_m,))[0]
         return cost.predict(config, dataclasses.replace(problem, m=num_shards * rows))
 
     plain = [c for c in cost.candidates(problem) if c.split_k == c.tail_split == 1 and not c.swapped]
@@ -138,7 +140,7 @@ def best(m: int, n: int, k: int, num_shards: int, itemsize: int, transpose_rhs: 
 
 def require_operands(op: str, lhs, rhs, axis_name):
     """The two matrices as JAX arrays, and the number of devices. Raises ValueError for what is not supported."""
-    lhs, rhs = _mgpu.as_array(op, "lhs", lhs), _mgpu.as_array(op, "rhs", rhs)
+    lhs, rhs = _host.as_array(op, "lhs", lhs), _host.as_array(op, "rhs", rhs)
     if lhs.ndim != 2 or rhs.ndim != 2:
         raise ValueError(f"cookbook.{op}: {lhs.shape=}, {rhs.shape=}; both must be matrices: make their rows one axis")
     groups.check_operands(op, lhs, rhs)
@@ -148,4 +150,4 @@ def require_operands(op: str, lhs, rhs, axis_name):
             "stored the other way round?"
         )
     n = core.num_devices(op, axis_name)
-    return *_mgpu.alike(core.vary(lhs, axis_name), rhs), n
+    return *_host.alike(core.vary(lhs, axis_name), rhs), n

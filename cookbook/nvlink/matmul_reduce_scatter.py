@@ -46,10 +46,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _mgpu
-from ..gemm import roles
-from ..gemm.core import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS
-from ..gemm.matmul import matmul
+from .. import _device, _host
+from ..gemm import kernel as roles
+from ..gemm.dense.matmul import matmul
+from ..gemm.plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS
 from . import all_gather_matmul as transposed
 from . import core, matmul_core, protocol
 from .matmul_core import Config
@@ -113,15 +113,15 @@ class ScatterPlan(matmul_core.ShardPlan):
 
     def piece(self, i) -> tuple:
         """The place of piece `i` of a tile in shared memory."""
-        return _mgpu.rem(i, COMPUTE), _mgpu.div(i, COMPUTE), 0, 0
+        return _device.rem(i, COMPUTE), _device.div(i, COMPUTE), 0, 0
 
     def target(self, tile, i) -> tuple:
         """Rows and columns of piece `i` of `tile`."""
         (height, width), (rows, cols), dim = self.store_piece, self.compute_tile, self.config.split_dim
         (row, col), across = self.place(tile), cols // width  # Pieces of a warpgroup's share along N.
         role, slot, *_ = self.piece(i)
-        row += (role * rows if dim == 0 else 0) + _mgpu.div(slot, across) * height
-        col += (role * cols if dim == 1 else 0) + _mgpu.rem(slot, across) * width
+        row += (role * rows if dim == 0 else 0) + _device.div(slot, across) * height
+        col += (role * cols if dim == 1 else 0) + _device.rem(slot, across) * width
         return pl.ds(row, height), pl.ds(col, width)
 
     @property
@@ -164,11 +164,11 @@ def matmul_reduce_scatter(lhs, rhs, axis_name, *, config: Config | None = None):
             f"cookbook.matmul_reduce_scatter: {lhs.shape=}; its rows must be a multiple of the {n} devices on "
             f"{axis_name=}: pad them to {-(-lhs.shape[0] // n) * n} (jnp.pad)"
         )
-    _mgpu.require_config("matmul_reduce_scatter", config, Config)
+    _host.require_config("matmul_reduce_scatter", config, Config)
     core.require_gpus("matmul_reduce_scatter", n, lhs, rhs)
     if n == 1:
         return matmul(lhs, rhs)
-    return _product(*_mgpu.reverse_only("matmul_reduce_scatter", lhs, rhs), axis_name, config)
+    return _product(*_host.reverse_only("matmul_reduce_scatter", lhs, rhs), axis_name, config)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -181,7 +181,7 @@ def _product_fwd(lhs, rhs, axis_name, config):
 
 
 def _product_bwd(axis_name, config, operands, d_out):
-    return _mgpu.without_derivative("matmul_reduce_scatter", functools.partial(_gradients, axis_name))(*operands, d_out)
+    return _host.without_derivative("matmul_reduce_scatter", functools.partial(_gradients, axis_name))(*operands, d_out)
 
 
 def _gradients(axis_name, lhs, rhs, d_out):
@@ -196,15 +196,15 @@ def scatter_product(lhs, rhs, axis_name, config: Config | None = None, *, transp
     """This device's rows of the sum. With `transpose_rhs` rhs is (N, K)."""
     (m, k), n, num_devices = lhs.shape, rhs.shape[0 if transpose_rhs else 1], lax.axis_size(axis_name)
     if 0 in (m, n, k):
-        return _mgpu.alike(jnp.zeros((m // num_devices, n), lhs.dtype), lhs, rhs)[0]
-    num_sms = _mgpu.require_tensor_cores("matmul_reduce_scatter").num_sms
+        return _host.alike(jnp.zeros((m // num_devices, n), lhs.dtype), lhs, rhs)[0]
+    num_sms = _host.require_tensor_cores("matmul_reduce_scatter").num_sms
     c = config or default_config(m, n, k, num_devices, lhs.dtype, transpose_rhs, num_sms)
     plan = matmul_core.plan_of(
         ScatterPlan, m // num_devices, n, k, num_devices, lhs.dtype, transpose_rhs, c, num_sms, axis_name=axis_name
     )
     whole = dataclasses.replace(c, store_slots=len(plan.store_pieces))
     plan = dataclasses.replace(plan, tiles=dataclasses.replace(plan.tiles, config=whole))
-    kernel = _mgpu.kernel(
+    kernel = _host.kernel(
         functools.partial(_kernel, plan),
         out_type=[jax.ShapeDtypeStruct(shape, lhs.dtype) for shape in ((m // num_devices, n), plan.parts_shape)],
         grid=plan.grid,
@@ -214,7 +214,7 @@ def scatter_product(lhs, rhs, axis_name, config: Config | None = None, *, transp
         num_threads=COMPUTE + 1,
         thread_name="role",
         scratch_types=plan.scratch,
-        compiler_params=_mgpu.compiler_params(),
+        compiler_params=_host.compiler_params(),
     )
     return kernel(lhs.reshape(num_devices, -1, k), plan.b.pad(rhs))[0]
 
@@ -225,7 +225,7 @@ def _kernel(
     plan = dataclasses.replace(plan, device=lax.axis_index(plan.axis_name), parts=parts_gmem)
     (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, False), plan.b.views(b_smem, False)
     o_smem, o_tma, o_bytes = [o_smem] * 3 if plan.interpreted else o_smem
-    ring = _mgpu.Ring(filled, freed, plan.num_stages)
+    ring = _device.Ring(filled, freed, plan.num_stages)
     semaphores = dict(arrived=pl.get_global(plgpu.SemaphoreType.REGULAR(plan.semaphores)))
 
     @pl.when(lax.axis_index("role") == MEMORY)

@@ -24,7 +24,7 @@ The protocols rest on five rules of the machine:
 import dataclasses
 from typing import Any
 
-from .. import _mgpu
+from .. import _device
 
 BLOCKS = 3  # Blocks of a product that `programs` describes.
 
@@ -92,7 +92,7 @@ class Read:
 
 def peer(d, n: int, offset: int):
     """The device `offset` places after `d`. Each sends to the next one first, so that no device gets all at once."""
-    return _mgpu.rem(d + offset, n)
+    return _device.rem(d + offset, n)
 
 
 def everybody(d, n: int) -> list:
@@ -200,7 +200,7 @@ class PushedScatter:
 
     def send(self, d, i) -> list:
         """The role "send", round `i`."""
-        slot, peers = _mgpu.rem(i, self.num_slots), everybody(d, self.n)
+        slot, peers = _device.rem(i, self.num_slots), everybody(d, self.n)
         credits = [Wait("freed", p, when=i >= self.num_slots) for p in peers]
         sends = [Send(p, "stage", (d, slot), (d, p, i)) for p in peers]
         return [*credits, *sends, Flush(self.n, when=i >= 1), *self._arrived(d, when=i >= 1)]
@@ -210,7 +210,7 @@ class PushedScatter:
 
     def add(self, d, i, num_rounds) -> list:
         """The role "add", round `i`."""
-        slot = _mgpu.rem(i, self.num_slots)
+        slot = _device.rem(i, self.num_slots)
         waits = [Wait("arrived", q) for q in range(self.n)]
         reads = [Read("stage", (q, slot), (q, d, i)) for q in range(self.n)]
         freed = [Signal(q, "freed", d, when=i + self.num_slots < num_rounds) for q in range(self.n)]
@@ -255,9 +255,9 @@ class GatherMatmul:
 
     def place(self, sender, i) -> tuple:
         """(step in which it is multiplied, block, piece of the block) that `sender` sends in round `i`."""
-        of_block = _mgpu.div(i, self.rounds)
-        step = 1 + _mgpu.div(of_block, self.num_blocks)
-        return step, _mgpu.rem(of_block, self.num_blocks), _mgpu.rem(i, self.rounds) * self.num_senders + sender
+        of_block = _device.div(i, self.rounds)
+        step = 1 + _device.div(of_block, self.num_blocks)
+        return step, _device.rem(of_block, self.num_blocks), _device.rem(i, self.rounds) * self.num_senders + sender
 
     def send(self, d, sender, i) -> list:
         """The role "send", round `i`."""
@@ -273,7 +273,7 @@ class GatherMatmul:
         """The signal of round `i - lag`, if that was the last one of its block."""
         i = i - self.lag
         step, block, _ = self.place(0, i)
-        is_last = (i >= 0) & (_mgpu.rem(i, self.rounds) == self.rounds - 1) & (step < self.n)
+        is_last = (i >= 0) & (_device.rem(i, self.rounds) == self.rounds - 1) & (step < self.n)
         return [Signal(peer(d, self.n, self.n - step), "arrived", (step - 1, block), is_last)]
 
     def multiply(self, d, step, block) -> list:

@@ -35,7 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _mgpu
+from .. import _device, _host
 from . import all_gather as transposed
 from . import core, protocol
 from .core import Config
@@ -71,11 +71,11 @@ def reduce_scatter(x, axis_name, *, config: Config | None = None):
             f"cookbook.reduce_scatter: {x.shape=}; the leading axis must be a multiple of the {n} devices on "
             f"{axis_name=}: pad it to {-(-x.shape[0] // n) * n} (jnp.pad)"
         )
-    _mgpu.require_config("reduce_scatter", config, Config)
+    _host.require_config("reduce_scatter", config, Config)
     core.require_gpus("reduce_scatter", n, x)
     if n == 1 or x.size == 0:
         return reduce_scatter_reference(x, axis_name)
-    out = scatter(core.as_matrices(*_mgpu.reverse_only("reduce_scatter", x), n), axis_name, config or default_config())
+    out = scatter(core.as_matrices(*_host.reverse_only("reduce_scatter", x), n), axis_name, config or default_config())
     return core.from_matrices(out[None], (x.shape[0] // n, *x.shape[1:]))
 
 
@@ -84,7 +84,7 @@ def scatter(shards, axis_name, config: Config):
     """This device's matrix of the sum of all devices' (n, rows, WIDTH)."""
     n, rows, _ = shards.shape
     plan = core.plan(n, rows, shards.dtype, config, pieces_a_stage=n)
-    kernel = _mgpu.kernel(
+    kernel = _host.kernel(
         functools.partial(_kernel, plan, axis_name),
         out_type=jax.ShapeDtypeStruct(shards.shape[1:], shards.dtype),
         grid=(plan.num_blocks,),
@@ -97,7 +97,7 @@ def scatter(shards, axis_name, config: Config):
             freed=plgpu.Barrier(num_arrivals=ADDERS, num_barriers=config.num_stages),
             read=plgpu.SemaphoreType.REGULAR,
         ),
-        compiler_params=_mgpu.compiler_params(),
+        compiler_params=_host.compiler_params(),
     )
     return kernel(shards)
 
@@ -109,7 +109,7 @@ scatter.defvjp(
 
 
 def _kernel(plan, axis_name, x_gmem, o_gmem, *, stages, filled, freed, read):
-    ring, wg = _mgpu.Ring(filled, freed, stages.shape[0]), lax.axis_index("wg")
+    ring, wg = _device.Ring(filled, freed, stages.shape[0]), lax.axis_index("wg")
     pl.when(wg == LOADS)(lambda: _load(plan, axis_name, ring, x_gmem, stages, read))
     pl.when(wg > LOADS)(lambda: _add(plan, ring, stages, o_gmem))
 
@@ -143,7 +143,7 @@ def _add(plan, ring, stages, o_gmem):
     def _(i):
         slot, start = ring.wait(i), plan.piece(block, i).start
 
-        @pl.loop(0, _mgpu.div(parts - first + ADDERS - 1, ADDERS))
+        @pl.loop(0, _device.div(parts - first + ADDERS - 1, ADDERS))
         def _(k):
             row = (first + k * ADDERS) * rows
             load = lambda q: plgpu.load(stages.at[slot, q, pl.ds(row, rows)], layout=layout, optimized=False)

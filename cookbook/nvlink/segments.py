@@ -10,7 +10,7 @@ import functools
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from .. import _mgpu
+from .. import _device, _host
 from . import core, protocol
 from .core import Config
 
@@ -48,7 +48,7 @@ def plan(n: int, rows: int, capacity: int, values: int, dtype, config: Config) -
     of = 16 // dtype.itemsize  # TMA copies multiples of 16 bytes.
     divisors = [width for width in range(of, min(values, core.WIDTH) + 1, of) if values % width == 0]
     if not divisors or divisors[-1] < min(values, 64):
-        values = _mgpu.padded_shape((values,), (of if values <= core.WIDTH else core.WIDTH,))[0]
+        values = _host.padded_shape((values,), (of if values <= core.WIDTH else core.WIDTH,))[0]
         divisors = [min(values, core.WIDTH)]
     width, parts = divisors[-1], values // divisors[-1]
     fits = config.stage_bytes // (2 * width * dtype.itemsize)  # The two warpgroups share a stage.
@@ -127,10 +127,10 @@ class Shares:
             size = self.plan.pieces[-1]
             for larger in self.plan.pieces[-2::-1]:
                 size = jnp.where(segment.length >= larger, larger, size)
-            first = _mgpu.rem(self.block + k, self.plan.num_blocks)
-            number = _mgpu.div(segment.length + size - 1, size)
+            first = _device.rem(self.block + k, self.plan.num_blocks)
+            number = _device.div(segment.length + size - 1, size)
             columns.append((size, first, before))
-            before = before + _mgpu.div(number - first + self.plan.num_blocks - 1, self.plan.num_blocks)
+            before = before + _device.div(number - first + self.plan.num_blocks - 1, self.plan.num_blocks)
         return columns, before
 
     @property
@@ -140,9 +140,9 @@ class Shares:
     def piece(self, t):
         """(peer, first unit in the source, first unit in the target, units, its number) of round `t`."""
         columns, total = self._columns
-        turn = _mgpu.rem(self.block, len(self.segments))
+        turn = _device.rem(self.block, len(self.segments))
         begin = sum((turn == k) * before for k, (_, _, before) in enumerate(columns))
-        t = _mgpu.rem(t + begin, total)
+        t = _device.rem(t + begin, total)
         chosen = [(*vars(s).values(), *column) for s, column in zip(self.segments, columns, strict=True)]
         found = chosen[0]
         for values in chosen[1:]:

@@ -1,1 +1,7 @@
-"""Recurrences over a sequence whose state is a matrix, computed chunk by chunk on tensor cores."""
+"""Linear attention, state-space duality and the gated delta rule."""
+
+from .delta import gated_delta_rule as gated_delta_rule
+from .delta import gated_delta_rule_step as gated_delta_rule_step
+from .ssd import linear_attention as linear_attention
+from .ssd import ssd as ssd
+from .ssd import ssd_step as ssd_step

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from .. import _mgpu
+from .. import _host
 
 # Arguments of fla's, mamba_ssm's and transformers' functions, and what says the same here.
 ELSEWHERE = dict(
@@ -24,13 +24,13 @@ def arrays(op: str, required: dict, optional: dict | None = None) -> list:
     Raises:
       ValueError: JAX can make no array of one.
     """
-    made = [_mgpu.as_array(op, *item) for item in required.items()]
-    return made + [None if x is None else _mgpu.as_array(op, name, x) for name, x in (optional or {}).items()]
+    made = [_host.as_array(op, *item) for item in required.items()]
+    return made + [None if x is None else _host.as_array(op, name, x) for name, x in (optional or {}).items()]
 
 
 def elsewhere(op: str, given: dict) -> None:
-    """`_mgpu.elsewhere` for arguments that these ops have in other libraries."""
-    _mgpu.elsewhere(op, given, ELSEWHERE)
+    """`_host.elsewhere` for arguments that these ops have in other libraries."""
+    _host.elsewhere(op, given, ELSEWHERE)
 
 
 def state_or_ref(op: str, state) -> tuple:
@@ -40,8 +40,8 @@ def state_or_ref(op: str, state) -> tuple:
       ValueError: it is neither.
     """
     if not isinstance(state, jax.Ref):
-        return _mgpu.as_array(op, "state", state), False
-    _mgpu.require_local(op, "state", state)
+        return _host.as_array(op, "state", state), False
+    _host.require_local(op, "state", state)
     return state, True
 
 

@@ -13,8 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _mgpu
-from .._mgpu import div
+from .. import _device, _host
+from .._device import div
 
 PIECE = 64  # Values of a row that are swizzled together, 128 bytes; and rows of a WGMMA.
 CHUNKS = (64, 128)  # Rows of a chunk.
@@ -77,7 +77,7 @@ class Sequences:
         chunks = div(jnp.diff(ends) + (self.chunk - 1), self.chunk)
         return ends[:-1], ends[1:], _running(jnp.sum, chunks) - chunks
 
-    @_mgpu.own_options()
+    @_host.own_options()
     def parts(self, cu_seqlens):
         """Table of the parts, one a row, with `PART_FIELDS`, the longest packed ones first; and the sequence of each
         part in the order of `state`.
@@ -114,7 +114,7 @@ class Sequences:
         table = np.stack([first, end, end, first_chunk, state], axis=1)
         return jnp.asarray(table, jnp.int32), jnp.asarray(seq, jnp.int32)
 
-    @_mgpu.own_options()
+    @_host.own_options()
     def sums_of_parts(self, values, table):
         """(num_parts, H): sums over the chunks of each part, in the order of `state`, of `values` (H, num_chunks)."""
         first_row, _, stop_row, first, state = table.T
@@ -123,7 +123,7 @@ class Sequences:
         sums = jnp.where(mine[None], values[:, None], 0.0).sum(-1).T
         return sums.at[state].set(sums, mode="drop") if self.is_packed else sums
 
-    @_mgpu.own_options()
+    @_host.own_options()
     def rows_of_chunks(self, cu_seqlens):
         """(num_chunks, chunk): the row of each place of a chunk, `num_rows` where it has none."""
         if not self.is_packed:
@@ -208,15 +208,15 @@ class Part:
     def row(self, chunk):
         return self.first_row + chunk * self.chunk
 
-    def ring(self, filled, freed, num_slots: int) -> _mgpu.Ring:
+    def ring(self, filled, freed, num_slots: int) -> _device.Ring:
         """A ring that this block goes round."""
         if num_slots > 1:
-            return _mgpu.Ring(filled, freed, num_slots)
+            return _device.Ring(filled, freed, num_slots)
         return _OneSlot(filled, freed, 1, zero=self.first_chunk & 2**30)
 
 
 @dataclasses.dataclass(frozen=True)
-class _OneSlot(_mgpu.Ring):
+class _OneSlot(_device.Ring):
     """A ring of one slot, whose number the compiler does not know. It would compute all addresses in the slot before
     the loop over chunks, and spill them: 1.1 KB a thread in the backward kernel of SSD with N = 256."""
 
@@ -290,7 +290,7 @@ def _clear(rows, end, interpreted: bool):
 class Loader:
     """The memory warpgroup's part: fills the slots of a ring with the chunks of a part."""
 
-    ring: _mgpu.Ring
+    ring: _device.Ring
     landed: object  # A barrier that the copies of a chunk arrive at which has rows of another sequence.
     operands: tuple[Operand, ...]
     copy_vectors: object  # `copy_vectors(chunk, slot, barrier)`: `num_vectors` copies.
@@ -381,7 +381,7 @@ def store_state(gmem, index, state):
     @pl.when(index[0] < gmem.shape[0])
     def _():
         for p, piece in enumerate(state):
-            _mgpu.store(gmem.at[(*index, slice(None), pl.ds(p * PIECE, PIECE))], piece)
+            _device.store(gmem.at[(*index, slice(None), pl.ds(p * PIECE, PIECE))], piece)
 
 
 def combine(decay, states, seq, initial, reverse: bool = False):

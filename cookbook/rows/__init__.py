@@ -1,1 +1,5 @@
-"""Sums and norms of rows, one block or warp a row: `core` and `leading` are what they share."""
+"""Operations along the rows of an array."""
+
+from .reduce_sum import reduce_sum as reduce_sum
+from .rms_norm import rms_norm as rms_norm
+from .softmax import softmax as softmax

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _mgpu
+from .. import _device, _host
 
 LANES = 32  # Threads in a warp.
 LANES_MIN = 2  # JAX has no layout for fewer threads per row.
@@ -211,7 +211,7 @@ class Plan:
 
     def store(self, o_gmem, row, g, pieces):
         for piece, (_, start) in zip(pieces, self.starts(g), strict=True):
-            _mgpu.store(self._at(o_gmem, row, pl.ds(start, self.shape[-1])), piece.astype(o_gmem.dtype))
+            _device.store(self._at(o_gmem, row, pl.ds(start, self.shape[-1])), piece.astype(o_gmem.dtype))
 
     def fresh(self, pieces, g):
         """The pieces of group `g` with zeros in the columns that an earlier piece holds already."""
@@ -291,12 +291,12 @@ class RaggedPlan(Plan):
         if not self.is_large:
             return ref
         size = self.vec * self.cols
-        group = _mgpu.div(lax.axis_index("block"), self.vec)
-        return ref.at[pl.ds(_mgpu.offsets(self.rows * self.cols, lambda group: group * size, group), size)]
+        group = _device.div(lax.axis_index("block"), self.vec)
+        return ref.at[pl.ds(_device.offsets(self.rows * self.cols, lambda group: group * size, group), size)]
 
     def row_in(self, row):
         """The number of the block's row in what `near` returns."""
-        return _mgpu.rem(row, self.vec) if self.is_large else row
+        return _device.rem(row, self.vec) if self.is_large else row
 
     @property
     def is_large(self) -> bool:
@@ -308,7 +308,7 @@ class RaggedPlan(Plan):
 
         `late`: where it starts in what `shift` returns."""
         row = self.row_in(lax.axis_index("block")) * self.cols
-        row = _mgpu.rem(row, self.vec) * (self.pitch + 1) if late else row
+        row = _device.rem(row, self.vec) * (self.pitch + 1) if late else row
         first = (row + self.vec - 1) // self.vec * self.vec  # Written so, the compiler sees that it is aligned.
         (width,), ends = self.shape, plgpu.Layout.WG_STRIDED((WARPGROUP,), 1)
         for turn in range(0, self.inner, width):
@@ -328,7 +328,7 @@ class RaggedPlan(Plan):
     def store(self, o_gmem, row, g, pieces):
         ref = self.near(o_gmem)
         for piece, (where, *_) in zip(pieces, self._parts(), strict=True):
-            _mgpu.store(ref.at[where], piece.astype(o_gmem.dtype))
+            _device.store(ref.at[where], piece.astype(o_gmem.dtype))
 
     def fresh(self, pieces, g):
         def only(piece, layout, low, high):
@@ -360,7 +360,7 @@ def require_config(op: str, x, config: Config | None) -> Config | None:
     Raises:
       ValueError: it is no `Config`, or rows of this length, or so few, do not have it.
     """
-    if _mgpu.require_config(op, config, Config) is None or x.size == 0:
+    if _host.require_config(op, config, Config) is None or x.size == 0:
         return None
     block_rows, given = config.block_rows, x.size // x.shape[-1]
     rows, cols = _padded_shape(given, x.shape[-1], x.dtype.itemsize)
@@ -393,21 +393,21 @@ def launch(one_row, plan: Plan, out_type, params, arrays, shared=()):
     function = one_row.func if isinstance(one_row, functools.partial) else one_row
     # Profilers show the kernel by the name of what it does with a row.
     kernel = functools.wraps(function)(lambda *refs: plan.for_each_tile(functools.partial(one_row, plan, *refs)))
-    call = _mgpu.kernel(kernel, out_type=stored, grid=(plan.num_blocks,), grid_names=("block",), compiler_params=params)
+    call = _host.kernel(kernel, out_type=stored, grid=(plan.num_blocks,), grid_names=("block",), compiler_params=params)
     return jax.tree.map(lambda out, like: out.reshape(like.shape), call(*arrays, *shared), out_type)
 
 
 def require_rows(op: str, name: str, x):
     """`x` as a JAX array that the kernels over rows take."""
     x = require_floats(op, name, x)
-    _mgpu.require_indices(op, rows=math.prod(x.shape[:-1]))
+    _host.require_indices(op, rows=math.prod(x.shape[:-1]))
     if x.shape[-1] > 65536:
         raise ValueError(f"cookbook.{op}: {name} has rows of {x.shape[-1]}; at most 65536 were tested: split the row")
     return x
 
 
 def require_floats(op: str, name: str, x):
-    x = _mgpu.as_array(op, name, x)
+    x = _host.as_array(op, name, x)
     if x.ndim == 0:
         raise ValueError(f"cookbook.{op}: {name} is a scalar; it must have at least one axis")
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):

@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _mgpu
+from .. import _device, _host
 from . import core
 
 WARPGROUPS = 4  # Warpgroups of a block.
@@ -98,7 +98,7 @@ class LeadingPlan:
     def word(self, line, tile):
         """Where a span for the tile of a line begins, in units of `vec` values: the compiler sees aligned loads."""
         if self.slack:
-            return _mgpu.div(line * self.line + self.column(tile), self.vec)
+            return _device.div(line * self.line + self.column(tile), self.vec)
         return line * (self.line // self.vec) + self.column(tile, self.vec)
 
     @property
@@ -194,10 +194,10 @@ def _sum_lines(factors, first, tile, window, plan: LeadingPlan):
 
 def _kernel(factors, o_gmem, *, plan: LeadingPlan, sums_smem, summed):
     tile, stretch, warpgroup = (lax.axis_index(name) for name in ("tile", "stretch", "warpgroup"))
-    group, window = _mgpu.div(warpgroup, plan.windows), _mgpu.rem(warpgroup, plan.windows)
+    group, window = _device.div(warpgroup, plan.windows), _device.rem(warpgroup, plan.windows)
     column = plan.column(tile)
     first_line = lambda group: stretch * plan.groups + group
-    store = lambda at, value: _mgpu.store(sums_smem.at[pl.ds(at, *value.shape)], value)
+    store = lambda at, value: _device.store(sums_smem.at[pl.ds(at, *value.shape)], value)
 
     left_smem = plan.groups * plan.span
     mine, left_at = plan.left_span // plan.warpgroups, plan.lines * plan.line + column
@@ -219,7 +219,7 @@ def _kernel(factors, o_gmem, *, plan: LeadingPlan, sums_smem, summed):
     plgpu.barrier_arrive(summed)
     plgpu.barrier_wait(summed)
 
-    aligned = lambda group: _mgpu.rem(first_line(group) * plan.line + column, plan.vec) if plan.slack else 0
+    aligned = lambda group: _device.rem(first_line(group) * plan.line + column, plan.vec) if plan.slack else 0
     begins = [group * plan.span + aligned(group) for group in range(plan.groups)]  # The block's columns in each span.
     skip = jnp.maximum(0, tile - plan.num_tiles + 2) * plan.shared
 
@@ -260,13 +260,13 @@ def _store(o_gmem, column, sums, new, plan: LeadingPlan):
     """Stores a chunk of sums, the last `new` of which no other chunk has. Others store the rest too, the same to the
     bit; the interpreter takes that for a race, so that there the chunk stores the new ones alone."""
     if not plan.interpreted:
-        return _mgpu.store(o_gmem.at[pl.ds(column, CHUNK)], sums)
+        return _device.store(o_gmem.at[pl.ds(column, CHUNK)], sums)
     for size in {CHUNK, *((columns - 1) % CHUNK + 1 for columns in (plan.sums, plan.sums - plan.shared))}:
         old = CHUNK - size
-        pl.when(new == size)(lambda old=old, size=size: _mgpu.store(o_gmem.at[pl.ds(column + old, size)], sums[old:]))
+        pl.when(new == size)(lambda old=old, size=size: _device.store(o_gmem.at[pl.ds(column + old, size)], sums[old:]))
 
 
-def candidates(rows: int, cols: int, itemsize: int, target: _mgpu.Target, twice: bool, foldable: bool):
+def candidates(rows: int, cols: int, itemsize: int, target: _host.Target, twice: bool, foldable: bool):
     """Plans of the first of two kernels, or of the only one. Without `foldable` a line is one row."""
     kept = pl.cdiv(CHUNK, cols) if twice else 1
     warpgroups = 2 if target.interpreted else WARPGROUPS  # The interpreter has few threads.
@@ -290,7 +290,7 @@ def candidates(rows: int, cols: int, itemsize: int, target: _mgpu.Target, twice:
                 yield dataclasses.replace(plan, stretches=stretches // multiple * multiple)
 
 
-def cost(plan: LeadingPlan, target: _mgpu.Target) -> float:
+def cost(plan: LeadingPlan, target: _host.Target) -> float:
     """Predicted microseconds of a plan, with the second kernel where it leaves several rows of sums."""
     narrow = plan.vec * plan.itemsize <= 4  # Two blocks of wider loads lack registers to run on an SM at once.
     waves = pl.cdiv(plan.num_tiles * plan.stretches, target.num_sms * (1 + narrow))
@@ -303,13 +303,13 @@ def cost(plan: LeadingPlan, target: _mgpu.Target) -> float:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose(rows: int, cols: int, itemsize: int, target: _mgpu.Target, foldable: bool = True, once: bool = False):
+def choose(rows: int, cols: int, itemsize: int, target: _host.Target, foldable: bool = True, once: bool = False):
     """The plan that costs least: of the only kernel, or unless it is `once` of the first of two."""
     ways = [candidates(rows, cols, itemsize, target, twice, foldable) for twice in ([False] if once else [False, True])]
     return min(itertools.chain(*ways), key=lambda plan: cost(plan, target))
 
 
-def sum_leading(target: _mgpu.Target, params, dtype, *factors):
+def sum_leading(target: _host.Target, params, dtype, *factors):
     """Sums over the leading axis of the product of `factors`, (rows, cols) each, or (rows,) in float32, as `dtype`.
 
     Matrices of several factors have at least 128 columns.
@@ -333,7 +333,7 @@ def sum_leading(target: _mgpu.Target, params, dtype, *factors):
     return sum_by(plan, target, params, dtype, factors)
 
 
-def sum_by(plan: LeadingPlan, target: _mgpu.Target, params, dtype, factors):
+def sum_by(plan: LeadingPlan, target: _host.Target, params, dtype, factors):
     """`sum_leading` by this plan."""
     if plan.left_rows == 1:
         return _launch(plan, params, dtype, factors)[0]
@@ -348,7 +348,7 @@ def _launch(plan: LeadingPlan, params, dtype, factors):
     if plan.rows < least:
         factors = [jnp.pad(x, [(0, least - plan.rows), (0, 0)][: x.ndim]) for x in factors]
         plan = dataclasses.replace(plan, rows=least)
-    return _mgpu.kernel(
+    return _host.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=jax.ShapeDtypeStruct((plan.stretches, plan.kept * plan.cols), dtype),
         grid=(plan.stretches, plan.num_tiles),  # CUDA allows 65535 but for the last.

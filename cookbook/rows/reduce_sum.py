@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _mgpu
+from .. import _device, _host
 from . import core, leading
 from .core import Config, Plan
 
@@ -66,7 +66,7 @@ class LongPlan(core.RaggedPlan):
     def load(self, x_gmem, row, g):
         """The pieces of group `g`, with zeros in the columns that an earlier piece holds already."""
         unit, last = self.vec, self.inner // self.vec - core.WARPGROUP  # Counted so, the compiler sees aligned loads.
-        first = _mgpu.div(self.row_in(row) * self.cols + unit - 1, unit)
+        first = _device.div(self.row_in(row) * self.cols + unit - 1, unit)
         turns = [(g * self.group + i) * core.WARPGROUP for i in range(self.group)]
         starts = [jnp.minimum(turn, last) for turn in turns]
         ref = self.near(x_gmem)
@@ -115,7 +115,7 @@ def _sum_rows(plan: Plan, x_gmem, o_gmem, row):
     if plan.spread:
         o_gmem[row] = jnp.sum(total).astype(o_gmem.dtype)
     else:
-        _mgpu.store(o_gmem.at[pl.ds(row, plan.config.block_rows)], jnp.sum(total, axis=1).astype(o_gmem.dtype))
+        _device.store(o_gmem.at[pl.ds(row, plan.config.block_rows)], jnp.sum(total, axis=1).astype(o_gmem.dtype))
 
 
 def _sum_long_rows(plan: LongPlan, x_gmem, o_gmem, row):
@@ -134,7 +134,7 @@ def _sum_last(x, config, target, params):
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "config", "target", "params"))
-def _call(x, axis: int, config: Config | None, target: _mgpu.Target, params):
+def _call(x, axis: int, config: Config | None, target: _host.Target, params):
     if axis == x.ndim - 1:
         return _sum_last(x, config, target, params)
     return leading.sum_leading(target, params, x.dtype, x.reshape(x.shape[0], -1)).reshape(x.shape[1:])
@@ -142,7 +142,7 @@ def _call(x, axis: int, config: Config | None, target: _mgpu.Target, params):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _sum(x, axis, config):
-    return _call(x, axis, config, _mgpu.require_target("reduce_sum"), _mgpu.compiler_params())
+    return _call(x, axis, config, _host.require_target("reduce_sum"), _host.compiler_params())
 
 
 def _forward(x, axis, config):
@@ -173,7 +173,7 @@ def reduce_sum(x, axis: int, *, config: Config | None = None):
       ValueError: the rank, dtype or axis is not supported, or `config` does not fit the shape; RuntimeError: no GPU.
     """
     x = core.require_floats("reduce_sum", "x", x)
-    axis, last = _mgpu.option("reduce_sum", "axis", axis, int), x.ndim - 1
+    axis, last = _host.option("reduce_sum", "axis", axis, int), x.ndim - 1
     if axis not in (-1, 0, last):
         raise ValueError(f"cookbook.reduce_sum: {axis=} of {x.ndim}; must be 0 or -1: move the axis (jnp.moveaxis)")
     if axis in (-1, last):
@@ -183,7 +183,7 @@ def reduce_sum(x, axis: int, *, config: Config | None = None):
         raise ValueError(f"cookbook.reduce_sum: {config=}; must be None for {axis=}: leave it out")
     if x.size == 0:
         return jnp.zeros(x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
-    return _sum(*_mgpu.reverse_only("reduce_sum", x), axis, config)
+    return _sum(*_host.reverse_only("reduce_sum", x), axis, config)
 
 
 reduce_sum.Config = Config  # `cookbook.reduce_sum` is this function, not its module.

@@ -43,7 +43,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _mgpu
+from .. import _device, _host
 from . import core, leading
 from .core import Config, Plan, default_config
 
@@ -127,7 +127,7 @@ def _backward_kernel(x_gmem, scale_gmem, dy_gmem, dx_gmem, more_gmem, *, plan: P
     turns, tile = plan.tiles(lax.axis_size("block"))
     load_sums = lambda p: plgpu.load(sums_smem.at[p], layout=plan.layout, optimized=False)
     ahead = _rows_ahead(plan, dy_gmem.dtype)
-    ring, at = _mgpu.Ring(filled, freed, ahead), lambda smem, slot: smem.at[pl.ds(slot * plan.cols, plan.cols)]
+    ring, at = _device.Ring(filled, freed, ahead), lambda smem, slot: smem.at[pl.ds(slot * plan.cols, plan.cols)]
 
     def start(i):
         """Starts the copies of the row of turn `i`."""
@@ -168,7 +168,7 @@ def _backward_kernel(x_gmem, scale_gmem, dy_gmem, dx_gmem, more_gmem, *, plan: P
         store(row, 0, x, dy, inverse, slope)
         counted = plan.fresh_rows(inverse, index, row)
         for p, (v, d) in enumerate(zip(x, dy, strict=True)):
-            _mgpu.store(sums_smem.at[p], load_sums(p) + v * d * counted)
+            _device.store(sums_smem.at[p], load_sums(p) + v * d * counted)
 
     def long_row(i):
         _, row = tile(i)
@@ -184,7 +184,7 @@ def _backward_kernel(x_gmem, scale_gmem, dy_gmem, dx_gmem, more_gmem, *, plan: P
     for i in range(ahead):
         pl.when(i < turns)(functools.partial(start, i))
     for p in range(plan.group):  # Each thread reads what it wrote itself: there is nothing to wait for.
-        _mgpu.store(sums_smem.at[p], plan.zeros())
+        _device.store(sums_smem.at[p], plan.zeros())
     pl.loop(0, turns)(short_row)
     if ahead:
         ring.drain(turns)
@@ -211,7 +211,7 @@ def backward_plan(rows: int, cols: int, itemsize: int, blocks: int) -> Plan:
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "dtype", "target", "params"))
-def _call_backward(x, scale, dy, eps: float, dtype, target: _mgpu.Target, params):
+def _call_backward(x, scale, dy, eps: float, dtype, target: _host.Target, params):
     """dx, as `dtype`, and dscale, which is summed in two stages: by each block over its rows, and then over the
     blocks."""
     rows, dy_rows = core.as_rows(x, 0), core.as_rows(dy, 0, x.dtype.itemsize)
@@ -222,7 +222,7 @@ def _call_backward(x, scale, dy, eps: float, dtype, target: _mgpu.Target, params
     is_flat = _rows_ahead(plan, dy.dtype) and rows.size < 2**31
     flat = lambda x: x.reshape(-1) if is_flat else x
     more_shape = (plan.rows,) if long else (num_blocks * plan.config.block_rows, plan.cols)
-    dx, more = _mgpu.kernel(
+    dx, more = _host.kernel(
         functools.partial(_backward_kernel, plan=plan, cols=x.shape[-1], eps=eps),
         out_type=[jax.ShapeDtypeStruct(rows.shape, dtype), jax.ShapeDtypeStruct(more_shape, jnp.float32)],
         grid=(num_blocks,),
@@ -243,7 +243,7 @@ def _common_dtype(*arrays):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _rms_norm(arrays, scale, eps, out_dtype, config):
-    return _call(arrays, scale, eps, out_dtype, config, _mgpu.compiler_params())
+    return _call(arrays, scale, eps, out_dtype, config, _host.compiler_params())
 
 
 def _forward(arrays, scale, eps, out_dtype, config):
@@ -255,12 +255,12 @@ def _forward(arrays, scale, eps, out_dtype, config):
 def _backward(eps, out_dtype, config, kept, gradients):
     total, scale, likes = kept
     dy, *d_total = gradients
-    target = _mgpu.require_target("rms_norm")
+    target = _host.require_target("rms_norm")
     # A gradient must not be rounded to, or overflow, the dtype of another array.
     dy = dy.astype(_common_dtype(total, dy))
-    dtype, params = _common_dtype(*likes), _mgpu.compiler_params()
+    dtype, params = _common_dtype(*likes), _host.compiler_params()
     gradient = functools.partial(_call_backward, eps=eps, dtype=dtype, target=target, params=params)
-    dx, dscale = _mgpu.without_derivative("rms_norm", gradient)(total, scale, dy)
+    dx, dscale = _host.without_derivative("rms_norm", gradient)(total, scale, dy)
     dx = dx + d_total[0].astype(dtype) if d_total else dx
     return tuple(dx.astype(like.dtype) for like in likes), dscale
 
@@ -300,17 +300,17 @@ def rms_norm(
     arrays = [x] if residual is None else [x, core.require_floats("rms_norm", "residual", residual)]
     if arrays[-1].shape != x.shape:
         raise ValueError(f"cookbook.rms_norm: residual.shape={arrays[-1].shape}; must be {x.shape}, the shape of x")
-    eps = _mgpu.option("rms_norm", "eps", eps if epsilon is None else epsilon, float)
+    eps = _host.option("rms_norm", "eps", eps if epsilon is None else epsilon, float)
     if eps < 0:
         raise ValueError(
             f"cookbook.rms_norm: {eps=}; must be 0 or more, or roots of negative numbers are NaN: pass 1e-6"
         )
-    out_dtype = _mgpu.require_float("rms_norm", x.dtype if out_dtype is None else out_dtype)
+    out_dtype = _host.require_float("rms_norm", x.dtype if out_dtype is None else out_dtype)
     config = core.require_config("rms_norm", x, config)
     if x.size == 0:
         return x.astype(out_dtype) if residual is None else (x.astype(out_dtype), arrays[1])
-    _mgpu.require_target("rms_norm")
-    *arrays, scale = _mgpu.reverse_only("rms_norm", *arrays, scale)
+    _host.require_target("rms_norm")
+    *arrays, scale = _host.reverse_only("rms_norm", *arrays, scale)
     y, *total = _rms_norm(tuple(arrays), scale, eps, out_dtype, config)
     return (y, *total) if total else y
 

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from .. import _mgpu
+from .. import _host
 from . import core
 from .core import Config, Plan
 
@@ -113,7 +113,7 @@ def _call(one_row, padding: float, config: Config | None, register_values: int, 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _softmax(x, config):
     # ex2.approx is good to 2**-22: far below the rounding of 16-bit results, not of float32.
-    params = _mgpu.compiler_params(approx_math=x.dtype.itemsize == 2)
+    params = _host.compiler_params(approx_math=x.dtype.itemsize == 2)
     return _call(_row, -jnp.inf, config, REGISTER_VALUES, params, x)
 
 
@@ -123,10 +123,10 @@ def _forward(x, config):
 
 
 def _backward(config, y, dy):
-    _mgpu.require_target("softmax")
+    _host.require_target("softmax")
     values = REGISTER_VALUES // 2  # Two arrays are in registers.
-    gradient = functools.partial(_call, _backward_row, 0.0, None, values, _mgpu.compiler_params())
-    return (_mgpu.without_derivative("softmax", gradient)(y, dy),)
+    gradient = functools.partial(_call, _backward_row, 0.0, None, values, _host.compiler_params())
+    return (_host.without_derivative("softmax", gradient)(y, dy),)
 
 
 _softmax.defvjp(_forward, _backward)
@@ -150,14 +150,14 @@ def softmax(x, axis: int = -1, *, config: Config | None = None):
         no GPU.
     """
     x = core.require_rows("softmax", "x", x)
-    axis = _mgpu.option("softmax", "axis", axis, int)
+    axis = _host.option("softmax", "axis", axis, int)
     if axis not in (-1, x.ndim - 1):
         raise ValueError(f"cookbook.softmax: {axis=} of {x.ndim}; must be -1: move the axis (jnp.moveaxis)")
     config = core.require_config("softmax", x, config)
     if x.size == 0:
         return x
-    _mgpu.require_target("softmax")
-    return _softmax(*_mgpu.reverse_only("softmax", x), config)
+    _host.require_target("softmax")
+    return _softmax(*_host.reverse_only("softmax", x), config)
 
 
 softmax.Config = Config  # `cookbook.softmax` is this function, not its module.

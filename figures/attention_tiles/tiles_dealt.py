@@ -2,8 +2,8 @@
 
 import heapq
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 TILES, HEADS, SMS = 8, 3, 6
 

@@ -2,8 +2,8 @@
 
 import matplotlib.patches as patches
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 ROWS, BLOCK_KV, TILES = 64, 64, 3
 

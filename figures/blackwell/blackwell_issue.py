@@ -1,8 +1,8 @@
 """Threads that take part in a product: 128 threads that wait for it, or one that only starts it."""
 
-from cookbook.lab import plot
 from figures._draw import lanes, save
 from figures.pipelining.pipeline_schedule import MULTIPLY, bar
+from lab import plot
 
 STEPS, ISSUE = 5, 0.16  # Products that are shown, and the time to start one; a product takes 1.
 START, FREE = plot.COLOURS[1], plot.COLOURS[2]

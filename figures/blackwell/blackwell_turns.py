@@ -1,8 +1,8 @@
 """Tiles of one SM whose sums take turns in one accumulator, or in two: when the tensor cores wait for the store."""
 
-from cookbook.lab import plot
 from figures._draw import lanes, save
 from figures.pipelining.pipeline_schedule import MULTIPLY, bar
+from lab import plot
 
 TILES, MULTIPLIES, STORES = 4, 3.0, 1.0  # Tiles, and the times of a tile's products and of its store; schematic.
 

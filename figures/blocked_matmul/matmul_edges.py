@@ -2,8 +2,8 @@
 
 from matplotlib.patches import Rectangle
 
-from cookbook.lab import plot
 from figures._draw import BLUE, GREEN, ORANGE, canvas, save, words
+from lab import plot
 
 TILES = ((1, 128), (16, 32), (64, 64), (128, 128))
 SCALE, EDGE = 0.0125, 0.09  # Inches a value of o; thickness of a drawn edge.

@@ -8,8 +8,8 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from matplotlib.colors import ListedColormap
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 TILES, TOGETHER = 64, 264  # Tiles along each side; blocks that run at once: two on each SM of an H100 or H200.
 WIDTHS = (1, 16)

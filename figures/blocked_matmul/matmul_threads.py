@@ -2,8 +2,8 @@
 
 from matplotlib.patches import Rectangle
 
-from cookbook.lab import plot
 from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, SOFT, arrow, canvas, save, words
+from lab import plot
 
 SIDE = 2.9  # Inches, of the tile of 128 x 128.
 ROWS, COLS, VEC = 16, 32, 4  # Sizes of the pattern that repeats; values side by side that one thread holds.

@@ -1,7 +1,7 @@
 """Which parts of a and b one block of a blocked matrix product reads: a row of tiles and a column of tiles."""
 
-from cookbook.lab import plot
 from figures._draw import BLUE, GREEN, INK, ORANGE, SOFT, arrow, box, canvas, save, words
+from lab import plot
 
 TILE, STEP = 0.42, 0.28  # Edges of a tile of o, and of one step along K, in inches.
 TILES_M, TILES_N, STEPS = 4, 6, 6

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 TILES, SIDE = 4, 16  # Tiles along each side of the matrix, elements along each side of a tile.
 

@@ -1,7 +1,7 @@
 """Which thread loads which element of a tile, for loads of 1, 2, 4 and 8 bf16 elements a thread."""
 
-from cookbook.lab import plot
 from figures._draw import SOFT, box, canvas, save, words
+from lab import plot
 
 ELEMENTS = 32  # The first of the tile; a cell is one element of 2 bytes.
 

@@ -1,7 +1,7 @@
 """Host and device over a few steps: the host waits for the tokens of each, or is a step ahead. Times are made up."""
 
-from cookbook.lab import plot
 from figures._draw import BLUE, INK, ORANGE, save
+from lab import plot
 
 HOST, DEVICE, STEPS = 2.0, 2.6, 5  # Time of a step on the host and on the device; steps drawn.
 

@@ -4,8 +4,8 @@ import heapq
 
 from matplotlib.patches import Rectangle
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 SMS = 8
 FEW, MIXED = (10, 10, 10), (2, 1, 4, 1, 2, 3, 1, 1, 2, 1, 12, 1, 5, 2, 1, 1)  # Blocks of each unit.

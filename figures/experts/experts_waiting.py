@@ -2,8 +2,8 @@
 
 from matplotlib.patches import Rectangle
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 BLOCKS, TILE, COLUMNS = 6, 64, 2  # Rows of a tile, and of a step of a sum; tiles side by side, in both.
 SIZES = {  # Rows of nine groups, 1728 together.

@@ -2,9 +2,9 @@
 
 import heapq
 
-from cookbook.lab import plot
 from figures._draw import save
 from figures.pipelining.pipeline_schedule import MULTIPLY, bar
+from lab import plot
 
 SOFTMAX, OTHER = plot.COLOURS[1], plot.COLOURS[4]
 EXP = 1.3  # Softmax of a step, in units of one product: somewhat more than its exponentials alone.

@@ -1,7 +1,7 @@
 """Kernel 2 in time: every product waited for, waiting at the end of a step, and running ahead. Times are made up."""
 
-from cookbook.lab import plot
 from figures._draw import BLUE, GREEN, ORANGE, PINK, RED, lanes, save
+from lab import plot
 
 COLOURS = {"s": BLUE, "dp": PINK, "dv": GREEN, "dk": RED, "p": ORANGE, "ds": ORANGE}
 WAYS = (  # (tensor cores, CUDA cores), each (what, start, length) of a step; and from one step to the next.

@@ -2,8 +2,8 @@
 
 from matplotlib.patches import Rectangle
 
-from cookbook.lab import plot
 from figures._draw import BLUE, GREEN, ORANGE, PINK, SKY, save
+from lab import plot
 
 SIZES, TILE, COLUMNS, SMS = (70, 0, 130, 1, 63), 64, 2, 4  # Rows of each group; rows of a tile; columns of tiles; SMs.
 COLOURS = BLUE, GREEN, ORANGE, PINK, SKY  # Colours of the groups.

@@ -1,8 +1,8 @@
 """Two rings in a row: TMA fills slots of 8-bit weights, the supply warpgroup converts them, compute multiplies."""
 
-from cookbook.lab import plot
 from figures._draw import lanes, save
 from figures.pipelining.pipeline_schedule import LOAD, MULTIPLY, bar
+from lab import plot
 
 CONVERT = plot.COLOURS[1]
 STAGES, WIDE, STEPS = 4, 2, 8

@@ -1,8 +1,8 @@
 """How two compute warpgroups that convert in registers might take turns: one converts, the other's product runs."""
 
-from cookbook.lab import plot
 from figures._draw import lanes, save
 from figures.pipelining.pipeline_schedule import LOAD, MULTIPLY, bar
+from lab import plot
 
 CONVERT = plot.COLOURS[1]
 STEPS = 4

@@ -1,8 +1,8 @@
 """A chunk's work in cycles of an SM, done by one warpgroup in a row, and by two of which one runs ahead."""
 
-from cookbook.lab import plot
-from cookbook.lab.roofline import peak
 from figures._draw import save
+from lab import plot
+from lab.roofline import peak
 
 NUM_SMS = 132  # On an H100 and on an H200.
 TENSOR, SFU, LANES, SMEM_BYTES = 4096, 16, 128, 128  # Operations, exponentials, instructions and bytes in a cycle.

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 FORMATS = (
     ("int8", jnp.int8, plot.COLOURS[2]),

@@ -1,7 +1,7 @@
 """Where eight rows of a 64-column bf16 tile lie in the 32 banks of shared memory: plain, swizzled, padded."""
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 ROWS, PIECES, COLUMN = 8, 8, 2  # A piece is 16 bytes: 8 elements of bf16, 4 banks. COLUMN is the one that is read.
 PLACES = {

@@ -1,7 +1,7 @@
 """One tile through shared memory: what the warpgroup and the TMA unit do, and the four places of waiting."""
 
-from cookbook.lab import plot
 from figures._draw import BLUE, GREEN, INK, ORANGE, RED, SKY, SOFT, arrow, box, canvas, save, words
+from lab import plot
 
 THREADS, TMA = 2.2, 1.1  # Heights of the two lanes.
 SEND = 0.26  # Width of the box of a call that only hands work over.

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 SHAPE, VEC, ZOOM = (64, 16), 8, 16
 

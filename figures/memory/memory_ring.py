@@ -1,7 +1,7 @@
 """The slots of a ring over time, with one slot and with three: a simulation in units of one load's time."""
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 LOAD, NEGATE, DRAIN = 1.0, 0.22, 0.3  # A tile's load, its time in registers, and the TMA's reading of it.
 LOAD_COLOUR, NEGATE_COLOUR, DRAIN_COLOUR = plot.COLOURS[4], plot.OURS, plot.COLOURS[1]

@@ -1,10 +1,10 @@
 """A run of the simulator as a chart: what each role does in turn, what is in flight meanwhile, and where it ends."""
 
-from cookbook.lab import plot
 from cookbook.nvlink import protocol
 from cookbook.nvlink.protocol import Flush, PushedScatter, Read, Send, Signal, Wait
-from cookbook.nvlink.simulator import find_fault
 from figures._draw import save
+from lab import plot
+from lab.nvlink_simulator import find_fault
 
 LOOKS = {  # Marker, colour and name of each kind of event.
     Send: ("o", plot.COLOURS[0], "send"),

@@ -1,7 +1,7 @@
 """A store and its signal over time: without a flush, with one after each store, and with one that is a round late."""
 
-from cookbook.lab import plot
 from figures._draw import lanes, save
+from lab import plot
 
 STORE, FLIGHT, SIGNAL = 1.0, 2.2, 1.2  # Time to hand a piece to TMA, until it is written, until a signal is seen.
 ROUNDS = 4

@@ -2,8 +2,8 @@
 
 import matplotlib.patches as patches
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 BLOCK_Q, BLOCK_KV, NUM = 64, 128, 512
 

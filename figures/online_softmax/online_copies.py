@@ -1,8 +1,8 @@
 """When keys and values are copied: three orders of the same work, for one warpgroup. Widths are not measured."""
 
-from cookbook.lab import plot
 from figures._draw import save
 from figures.pipelining.pipeline_schedule import LOAD, MULTIPLY, bar
+from lab import plot
 
 SOFTMAX = plot.COLOURS[1]
 LOAD_TIME, PRODUCT, NUMBERS = 1.3, 1.0, 1.05

@@ -1,8 +1,8 @@
 """The tensor cores under one warpgroup, and under two that take turns."""
 
-from cookbook.lab import plot
 from figures._draw import save
 from figures.pipelining.pipeline_schedule import MULTIPLY, bar
+from lab import plot
 
 SOFTMAX, OTHER = plot.COLOURS[1], plot.COLOURS[4]
 

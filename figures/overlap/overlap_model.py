@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from cookbook.lab import plot, roofline
 from figures._draw import save
+from lab import plot, roofline
 
 TILE = 128, 256  # Rows and columns.
 NUM_SMS = 132

@@ -1,7 +1,7 @@
 """The order of peers on four GPUs: who sends to whom in each turn, and what each GPU's link takes in meanwhile."""
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 DEVICES = 4
 ORDERS = {

@@ -1,7 +1,7 @@
 """A block of keys after the other: everything in turn, and with a memory warpgroup and a ring. Times are made up."""
 
-from cookbook.lab import plot
 from figures._draw import BLUE, GREEN, ORANGE, lanes, save
+from lab import plot
 
 IDS, COPY, COMPUTE, END = 0.8, 1.0, 0.85, 12.0
 

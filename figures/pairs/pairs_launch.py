@@ -1,8 +1,8 @@
 """Tiles shared out from the start, or handed out by hardware to whichever block is free; one SM is slower."""
 
-from cookbook.lab import plot
 from figures._draw import lanes, save
 from figures.pipelining.pipeline_schedule import LOAD, MULTIPLY, bar
+from lab import plot
 
 SMS, TILES = 4, 16
 TIMES = (1.0, 1.0, 1.6, 1.0)  # Time of a tile on each SM: the third one is slower.

@@ -2,9 +2,9 @@
 
 from matplotlib.patches import Patch
 
-from cookbook.lab import plot
 from figures._draw import lanes, save
 from figures.pipelining.pipeline_schedule import LOAD, MULTIPLY, bar
+from lab import plot
 
 TILES, MULTIPLIES = 3, 3.0  # Tiles, and the time of one tile's products.
 START, FIRST_LOAD, ROUND, WRITE, AHEAD = 0.5, 0.7, 0.35, 1.1, 0.75

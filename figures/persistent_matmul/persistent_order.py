@@ -1,8 +1,8 @@
 """The tiles that persistent blocks compute at the same time, in three orders, and the panels that a wave reads."""
 
-from cookbook.lab import plot
 from figures._draw import save
 from figures.pipelining.pipeline_order import tiles
+from lab import plot
 
 GRID, WAVE = (64, 32), 132  # 8192 x 8192 in tiles of 128 x 256; one block on each SM of an H100 or H200.
 TILE = (128, 256)

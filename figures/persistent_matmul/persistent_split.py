@@ -2,8 +2,8 @@
 
 from matplotlib.patches import Rectangle
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 TILES, STEPS, SMS = 3, 16, 8
 CASES = (

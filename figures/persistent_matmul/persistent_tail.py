@@ -2,8 +2,8 @@
 
 from matplotlib.patches import Rectangle
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 SMS, TILES, SPLIT = 6, 8, 3
 

@@ -4,8 +4,8 @@ import math
 
 from matplotlib.patches import Rectangle
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 SMS, TILES = 6, 15  # SMs and tiles of the small picture.
 NUM_SMS = 132  # On an H100 and on an H200.

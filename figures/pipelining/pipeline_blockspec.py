@@ -2,8 +2,8 @@
 
 from matplotlib.patches import Rectangle
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 STEPS, TILE = 5, 1.0
 COLOURS = (plot.OURS, plot.COLOURS[4])

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 GRID, WAVE = (64, 64), 132  # 8192x8192 in tiles of 128x128; one block on each SM of an H100 or H200.
 WAVES = 6  # Drawn.

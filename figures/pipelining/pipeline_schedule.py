@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 LOAD, MULTIPLY = plot.COLOURS[4], plot.OURS
 LOAD_TIME = 2.2  # In units of the time that the tensor core takes for one step.

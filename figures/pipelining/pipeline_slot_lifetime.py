@@ -1,8 +1,8 @@
 """Owners of a ring slot in time: three ways to release it, one of them a race that nothing reports."""
 
-from cookbook.lab import plot
 from figures._draw import save
 from figures.pipelining.pipeline_schedule import LOAD, MULTIPLY, bar, schedule
+from lab import plot
 
 STAGES, STEPS, LOAD_TIME, GAP = 3, 9, 1.5, 0.3
 CASES = (

@@ -2,8 +2,8 @@
 
 from matplotlib.patches import Rectangle
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 M, N, K = 200, 192, 320
 TILE_M, TILE_N, TILE_K = 128, 128, 64

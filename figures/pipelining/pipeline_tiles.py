@@ -2,9 +2,9 @@
 
 from matplotlib.patches import Rectangle
 
-from cookbook.lab import plot
 from figures._draw import save
 from figures.pipelining.pipeline_schedule import LOAD
+from lab import plot
 
 TILES = ((64, 256), (128, 128), (128, 192), (128, 256))
 TILE_K, GAP = 64, 14

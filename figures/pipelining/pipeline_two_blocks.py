@@ -1,8 +1,8 @@
 """Two blocks on one SM take turns at the tensor core: one loads while the other multiplies."""
 
-from cookbook.lab import plot
 from figures._draw import save
 from figures.pipelining.pipeline_schedule import LOAD, bar
+from lab import plot
 
 LOAD_TIME, STEPS = 1.3, 4
 COLOURS = (plot.OURS, plot.COLOURS[2])

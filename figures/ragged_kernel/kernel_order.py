@@ -2,8 +2,8 @@
 
 import itertools
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 # Tiles of two prompts, steps 1 to 9 and 1 to 5, and of single tokens with keys of any length.
 STEPS = [*range(1, 10), *range(1, 6), 7, 2, 8, 3, 1, 6]

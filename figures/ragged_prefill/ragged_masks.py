@@ -2,8 +2,8 @@
 
 import matplotlib.patches as patches
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 CASES = (
     ("T = S = 6\na whole prompt", 6, 6),

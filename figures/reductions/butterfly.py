@@ -1,7 +1,7 @@
 """The sum of a row across a warpgroup: a butterfly of shuffles inside each warp, then four words of shared memory."""
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 LANES = 8  # Drawn; a warp has 32.
 WARPS = 4

@@ -1,7 +1,7 @@
 """The way of a row: straight to registers, or through a ring of shared memory that TMA fills."""
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 STAGES = 4
 

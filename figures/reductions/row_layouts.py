@@ -1,7 +1,7 @@
 """Which thread holds which columns: a row spread over a warpgroup, and rows that lie within a warp."""
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 WARPS, LANES, VEC = 4, 32, 8
 

@@ -1,7 +1,7 @@
 """A row whose length is no multiple of the piece: the last piece is shifted back to end with the row."""
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 COLS, WIDTH = 1000, 512
 

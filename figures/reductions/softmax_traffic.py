@@ -1,7 +1,7 @@
 """Memory traffic of each softmax of chapter 3: an arrow for each pass over the row."""
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 # Name, then for each pass: does it read, does it write, what it is for.
 KERNELS = {

@@ -1,7 +1,7 @@
 """A sum over the leading axis in two launches: every block sums a strip, then one more pass sums the strips."""
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 SPLITS, COLUMNS = 4, 3
 

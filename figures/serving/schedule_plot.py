@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cookbook.lab import plot
+from lab import plot
 
 COLOURS = (plot.CARD, "#E4E4DF", "#E69F00", "#0072B2", "#CC79A7", "#D55E00")
 LABELS = ("done", "waits", "prompt", "decodes", "preempted, waits again", "computed again")

@@ -1,7 +1,7 @@
 """Four places of a batch over steps: batches that wait for their longest, and places that are refilled at once."""
 
-from cookbook.lab import plot
 from figures._draw import BLUE, ORANGE, SOFT, save
+from lab import plot
 
 WANTED = (6, 2, 9, 3, 4, 8, 1, 2, 5, 1, 3, 7)  # Steps of each request, in the order of arrival.
 PLACES = 4

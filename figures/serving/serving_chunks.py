@@ -1,7 +1,7 @@
 """A long prompt meets sequences that decode: computed at once, and in chunks. Times are made up."""
 
-from cookbook.lab import plot
 from figures._draw import BLUE, INK, ORANGE, save
+from lab import plot
 
 ALONE, A_TOKEN = 1.0, 0.055  # Length of a step that decodes, and of a token of a prompt.
 

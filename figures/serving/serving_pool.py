@@ -1,8 +1,8 @@
 """A cache of ten small pages over the steps of a real schedule: who holds which page, and how many tokens are in it."""
 
-from cookbook.lab import plot
-from cookbook.serving import PageAllocator, Request, Scheduler
 from figures._draw import BLUE, GREEN, ORANGE, PALE, PINK, SOFT, save
+from lab import plot
+from serving import PageAllocator, Request, Scheduler
 
 NUM_PAGES, PAGE_SIZE, STEPS = 10, 4, 13
 REQUESTS = ((9, 9), (6, 7), (11, 9), (5, 6))  # Tokens of the prompt, and new ones.

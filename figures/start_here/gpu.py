@@ -1,7 +1,7 @@
 """A GPU in one picture: the chip with its memories on the left, one SM enlarged on the right."""
 
-from cookbook.lab import roofline
 from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SOFT, arrow, box, canvas, save, words
+from lab import roofline
 
 NUM_SMS, CLOCK_GHZ, L2_MB, HBM_GB = 132, 1.98, 50, 141  # NVIDIA H200 (SXM) datasheet.
 HBM_TBPS = roofline.PEAKS["h200"]["hbm"].value / 1e12

@@ -1,8 +1,8 @@
 """Schedule of a memory and a compute warpgroup, by simulation: a ring with barriers both ways."""
 
-from cookbook.lab import plot
 from figures._draw import save
 from figures.pipelining.pipeline_schedule import LOAD, MULTIPLY, Step, bar
+from lab import plot
 
 LOAD_TIME, ISSUE = 1.5, 0.1  # In units of the time that the tensor core takes for one step.
 STAGES, STEPS = 3, 9

@@ -1,7 +1,7 @@
 """The last three rungs of chapter 5 over time: serial, a ring, and a ring with a product always queued."""
 
-from cookbook.lab import plot
 from figures._draw import save
+from lab import plot
 
 LOAD, MULTIPLY = plot.COLOURS[4], plot.OURS
 LOAD_TIME, GAP, STEPS = 2.2, 0.35, 9

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 import cookbook
-from cookbook.lab import roofline
+from lab import roofline
 
 from .judge import NotYet, checker, drawn, normal, require_close, require_staged, run_kernel, speed
 

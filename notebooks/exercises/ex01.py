@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import cookbook
-from cookbook import lab
+import lab
 
 from .judge import NotYet, checker, drawn, normal, require_close, run_kernel, speed
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import cookbook
-from cookbook import lab
+import lab
 from figures.warp_specialization import roles_schedule
 
 # Exercise 3: (registers of the memory warpgroup, of each compute warpgroup, compute warpgroups).

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from exercises.judge import NotYet, checker, drawn
 
-from cookbook.serving import PageAllocator, Request, Scheduler
+from serving import PageAllocator, Request, Scheduler
 
 # Exercise 1: noise that belongs to a request -------------------------------------------------------------------------
 

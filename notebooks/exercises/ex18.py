@@ -6,7 +6,7 @@ The first two are protocols. The simulator of `cookbook.nvlink` runs them in ran
 from exercises.judge import NotYet, checker, drawn
 
 from cookbook.nvlink.protocol import Flush, Read, Send, Signal, Wait
-from cookbook.nvlink.simulator import find_fault
+from lab.nvlink_simulator import find_fault
 
 BYTES = ((2, 1024), (4, 4096), (8, 4096), (3, 999), (1, 64))
 SIZES = (

@@ -17,7 +17,7 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import lab
+import lab
 from figures.overlap.overlap_model import NARROW, WIDE, Problem
 
 TILE = 64  # Rows of a tile of the kernels.

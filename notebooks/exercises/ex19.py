@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook._mgpu import Ring, rem
+from cookbook._device import Ring, rem
 
 # (tiles, accumulators, time of a tile's products, time of its store).
 SCHEDULES = ((5, 1, 3, 1), (5, 2, 3, 1), (6, 2, 2, 2), (6, 2, 1, 3), (7, 3, 1, 2), (3, 4, 1, 2), (1, 2, 4, 1))

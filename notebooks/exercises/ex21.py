@@ -11,7 +11,7 @@ import cookbook
 
 from .judge import NotYet, checker, drawn, normal, require_close, run_kernel
 
-SHARED = {"_mgpu.py", "_numerics.py"}
+SHARED = {"_host.py", "_numerics.py"}
 LIFTS = (
     ("softmax",),
     ("add",),

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from exercises import order
 
-from cookbook import _mgpu, lab
+import lab
+from cookbook import _host
 
 # The package's kernels refuse to be traced for it outside of the interpreter, and are no answers.
-NONE_OF_THE_PACKAGE = _mgpu.Target("nothing", num_sms=1, interpreted=True)
+NONE_OF_THE_PACKAGE = _host.Target("nothing", num_sms=1, interpreted=True)
 SECONDS = 20  # An answer that takes longer loops for ever: a wait for ever is found at once.
 
 
@@ -145,7 +146,7 @@ def _compilable(answer, args, as_it_lies: bool = False):
     """The traced program of `answer(*args)`. Raises NotYet if it launches no kernel, if a GPU's compiler would refuse
     it, or if XLA computes something outside of it."""
     try:
-        with _mgpu.building_for(NONE_OF_THE_PACKAGE):
+        with _host.building_for(NONE_OF_THE_PACKAGE):
             traced = jax.jit(lambda *args: answer(*args)).trace(*args)
             lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
     except Exception as error:
@@ -183,7 +184,7 @@ def require_order_of(answer, *avals, launches=1, in_flight=None) -> list[list[or
 def play_kernel(answer, *args) -> list[list[order.Block]]:
     """Each kernel that `answer(*args)` launches, played: its first and its last block, with what they start in which
     order (`Block.events`), for checks of an exercise's own. Arrays of floats may be a `jax.ShapeDtypeStruct`."""
-    with _mgpu.building_for(NONE_OF_THE_PACKAGE):
+    with _host.building_for(NONE_OF_THE_PACKAGE):
         return order.play(jax.jit(lambda *args: answer(*args)).trace(*args).jaxpr, args)
 
 

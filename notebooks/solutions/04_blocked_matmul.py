@@ -45,7 +45,7 @@ def mended_ring(a, b, tile_k=16, num_stages=2):
 
         pl.loop(0, min(num_stages, num_steps))(fetch)
         zeros = plgpu.layout_cast(jnp.zeros((128, 128)), layout)
-        _mgpu.store(o_gmem.at[rows, cols], lax.fori_loop(0, num_steps, step, zeros))
+        _device.store(o_gmem.at[rows, cols], lax.fori_loop(0, num_steps, step, zeros))
 
     scratch = [
         plgpu.SMEM((num_stages, 128, tile_k), a.dtype),

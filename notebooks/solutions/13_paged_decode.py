@@ -110,8 +110,8 @@ def one_unit(q, k_pages, v_pages, pages, kv_len, block_kv=64):
         num_steps = lax.div(kv_len + (block_kv - 1), jnp.int32(block_kv))
         # END SOLUTION
         m_i, l_i, acc = lax.fori_loop(0, num_steps, step, nothing_seen(head_dim))
-        _mgpu.store(o_gmem, acc / per_row(l_i, acc.shape))
-        _mgpu.store(lse_gmem, (m_i + jnp.log2(l_i)) / LOG2E)
+        _device.store(o_gmem, acc / per_row(l_i, acc.shape))
+        _device.store(lse_gmem, (m_i + jnp.log2(l_i)) / LOG2E)
 
     return plgpu.kernel(
         body,

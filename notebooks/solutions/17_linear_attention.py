@@ -39,19 +39,19 @@ def token_step(state, q, k, v, decay):
         of_row = lambda ref: lax.broadcast_in_dim(vector(ref, ROWS), s.shape, [0])
         of_column = lambda ref: lax.broadcast_in_dim(vector(ref, COLUMNS), s.shape, [1])
         #: s = s + of_row(v_gmem)  # Your code: the decay, and the key.
-        #: _mgpu.store(after_gmem, s)
+        #: _device.store(after_gmem, s)
         #: # Your code: the query.
-        #: _mgpu.store(y_gmem, (s * of_column(k_gmem)).sum(axis=1))
+        #: _device.store(y_gmem, (s * of_column(k_gmem)).sum(axis=1))
         # BEGIN SOLUTION
         s = decay_gmem[0] * s + of_row(v_gmem) * of_column(k_gmem)
-        _mgpu.store(after_gmem, s)
-        _mgpu.store(y_gmem, (s * of_column(q_gmem)).sum(axis=1))
+        _device.store(after_gmem, s)
+        _device.store(y_gmem, (s * of_column(q_gmem)).sum(axis=1))
         # END SOLUTION
 
     out_type = [
         jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (state.shape, v.shape)
     ]
-    return _mgpu.kernel(body, out_type=out_type)(state, q, k, v, decay)
+    return _host.kernel(body, out_type=out_type)(state, q, k, v, decay)
 
 
 ex17.check_token_step(token_step)

@@ -20,13 +20,13 @@ def write_errors(q, k, v, beta):
             written = beta_gmem[t] * (vector(v_gmem.at[t], ROWS) - found)
             # END SOLUTION
             state = state + of_row(written) * k_t
-            _mgpu.store(y_gmem.at[t], (state * q_t).sum(axis=1))
+            _device.store(y_gmem.at[t], (state * q_t).sum(axis=1))
             return state
 
         lax.fori_loop(0, len(q), token, zeros(64, 128))
 
     out_type = jax.ShapeDtypeStruct(v.shape, jnp.float32)
-    return _mgpu.kernel(body, out_type=out_type)(q, k, v, beta)
+    return _host.kernel(body, out_type=out_type)(q, k, v, beta)
 
 
 ex17b.check_write_errors(write_errors)
@@ -47,15 +47,15 @@ def lower_of_chunk(k, beta, cum):
         #: # Your code: three mistakes are in the next three lines.
         #: beta = spread(vector(beta_gmem, COLUMNS), 1)
         #: pairs = jnp.where(s <= t, product(k_smem, k_smem.T), 0.0)
-        #: _mgpu.store(o_gmem, beta * pairs * jnp.exp(exponent))
+        #: _device.store(o_gmem, beta * pairs * jnp.exp(exponent))
         # BEGIN SOLUTION
         beta = spread(vector(beta_gmem, ROWS), 0)
         pairs = product(k_smem, k_smem.T)
         decay = jnp.exp(jnp.where(s < t, exponent, -jnp.inf))
-        _mgpu.store(o_gmem, beta * pairs * decay)
+        _device.store(o_gmem, beta * pairs * decay)
         # END SOLUTION
 
-    return _mgpu.kernel(
+    return _host.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((BLOCK, BLOCK), jnp.float32),
         scratch_types=[plgpu.SMEM(k.shape, k.dtype), plgpu.Barrier()],
@@ -104,12 +104,12 @@ def next_state(state, k, v, beta, inverse):
         u_smem[...] = product(inverse_smem, errors_smem).astype(k.dtype)
         # END SOLUTION
         plgpu.commit_smem()
-        _mgpu.store(o_gmem, state + product(u_smem.T, k_smem))
+        _device.store(o_gmem, state + product(u_smem.T, k_smem))
 
     tile = lambda *shape: plgpu.SMEM(shape, k.dtype)
     loaded = tile(64, 128), tile(64, 64), tile(64, 64)
     made = tile(64, 128), tile(64, 64), tile(64, 64)
-    return _mgpu.kernel(
+    return _host.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(state.shape, jnp.float32),
         scratch_types=[*loaded, *made, plgpu.Barrier(num_arrivals=3)],

@@ -8,11 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import _mgpu, lab
-from cookbook.attn import core, dense, schedule, tiles
+import lab
+from cookbook import _host
+from cookbook.attn import core, tiles
+from cookbook.attn.dense import kernel as dense
+from cookbook.attn.dense import schedule
 from tests.arrays import array
 
-module = importlib.import_module("cookbook.attn.attention")
+module = importlib.import_module("cookbook.attn.dense.attention")
 attention, Config, reference = module.attention, module.Config, module.attention_reference
 SMALL = Config(block_kv=64)
 
@@ -243,7 +246,7 @@ def test_two_warpgroups_where_three_leave_sms_idle(batch, length, heads, is_caus
 
 def pads(fn, *avals) -> bool:
     """Whether an operand is padded by a copy before the kernel gets it."""
-    with _mgpu.building_for(_mgpu.Target("a GPU", 132)):
+    with _host.building_for(_host.Target("a GPU", 132)):
         return " pad[" in str(jax.make_jaxpr(fn)(*avals))
 
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from test_attention import MASKS, operands
 
-from cookbook import lab
+import lab
 from cookbook.attn.core import Problem
-from cookbook.lab import interpreter
+from lab import interpreter
 from tests.arrays import array
 
-forward = importlib.import_module("cookbook.attn.attention")
-module = importlib.import_module("cookbook.attn.attention_bwd")
-kernel = importlib.import_module("cookbook.attn.bwd_kernel")
+forward = importlib.import_module("cookbook.attn.dense.attention")
+module = importlib.import_module("cookbook.attn.backward.gradients")
+kernel = importlib.import_module("cookbook.attn.backward.kernel")
 attention, reference = forward.attention, forward.attention_reference
 # Weights and their gradients are rounded to the operands' dtype before they are multiplied, as tensor cores want it,
 # and so is the result: two errors of at most half a unit in the last place, where the reference rounds once.

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import _mgpu, lab
-from cookbook.attn import core, steps_fp8, transpose_fp8
+import lab
+from cookbook import _host
+from cookbook.attn import core, steps_fp8
+from cookbook.attn.dense import transpose_fp8
 from tests.arrays import array
 
-module = importlib.import_module("cookbook.attn.attention_fp8")
+module = importlib.import_module("cookbook.attn.dense.attention_fp8")
 attention_fp8, Config, reference = module.attention_fp8, module.Config, module.attention_fp8_reference
 SMALL = Config(block_kv=64)
 E4M3 = jnp.float8_e4m3fn
@@ -171,7 +173,7 @@ def test_keys_change_places_as_registers_are_renamed():
     assert (column == column[0]).all()
     bits = np.arange(64)[:, None] >> np.arange(64) & 1  # A key's number, a bit in each column of its value.
     value, how = array(bits[None, :, None], E4M3), dict(interpreted=not lab.on_gpu())
-    out = lab.run(lambda v: transpose_fp8.transposed(v, params=_mgpu.compiler_params(), **how), value)
+    out = lab.run(lambda v: transpose_fp8.transposed(v, params=_host.compiler_params(), **how), value)
     found = (np.asarray(out, np.int64)[0, 0, :6] << np.arange(6)[:, None]).sum(0)
     np.testing.assert_array_equal(found[:64], column[0])
     assert (found[64:] == 0).all()

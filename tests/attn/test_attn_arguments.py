@@ -15,10 +15,11 @@ from test_attention import operands
 from test_in_jax import ATTENTIONS, OPS, SLOTS, pages
 
 import cookbook
-from cookbook import _mgpu, attention, attention_fp8, lab, merge_attention, rope_write_kv, varlen_attention
+import lab
+from cookbook import _host, attention, attention_fp8, merge_attention, rope_write_kv, varlen_attention
 from cookbook.attn import checks
-from cookbook.attn.attention import attention_reference
-from cookbook.attn.attention_fp8 import Config as Fp8Config
+from cookbook.attn.dense.attention import attention_reference
+from cookbook.attn.dense.attention_fp8 import Config as Fp8Config
 from tests.arrays import array
 from tests.lowering import H200
 
@@ -31,7 +32,7 @@ CALLS = {name: OPS[name] for name in ATTENTIONS} | dict(
 
 def program(fn, *args) -> str:
     """The program that is traced for an H200."""
-    with _mgpu.building_for(H200):
+    with _host.building_for(H200):
         return str(jax.make_jaxpr(fn)(*args))
 
 
@@ -116,7 +117,7 @@ def test_query_heads_without_key_heads_are_refused():
 def test_results_alone_come_out_of_kernels(name):
     """Called eagerly, `jax_debug_nans` and `jax_debug_infs` look at all that a program returns: neither at pieces that
     nobody wrote, nor at an lse that nobody asked for."""
-    with _mgpu.building_for(H200):
+    with _host.building_for(H200):
         jaxpr = jax.make_jaxpr(CALLS[name])(*operands(70, 70))
     launches = [eqn.outvars for eqn in jaxpr.eqns if "mpmd_map" in str(eqn)]
     assert launches == [jaxpr.jaxpr.outvars]
@@ -178,7 +179,7 @@ def test_one_sequence_without_a_batch():
 def test_8_bit_floats_without_a_batch():
     q, k, v = (x.astype(E4M3)[0] for x in operands(70, 90, heads=4, kv_heads=2))
     each = dict.fromkeys(ONES, jnp.array([1.0, 2.0]))
-    with _mgpu.building_for(H200):
+    with _host.building_for(H200):
         out, lse = jax.eval_shape(functools.partial(attention_fp8, **each, return_lse=True), q, k, v)
     assert out.shape == (70, 4, 64) and lse.shape == (70, 4)
 
@@ -205,7 +206,7 @@ def test_8_bit_floats_without_a_batch():
     ids=str,
 )
 def test_options_say_what_to_do(name, how, message):
-    with _mgpu.building_for(H200), pytest.raises(ValueError, match=f"cookbook.{name}: {message}"):
+    with _host.building_for(H200), pytest.raises(ValueError, match=f"cookbook.{name}: {message}"):
         CALLS[name](*operands(70, 70), **how)
 
 
@@ -217,7 +218,7 @@ def test_a_configuration_of_8_bit_floats_is_another_kernels(name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_traced_flags_are_refused_by_name(name):
-    with _mgpu.building_for(H200), pytest.raises(ValueError, match=f"cookbook.{name}: return_lse is traced"):
+    with _host.building_for(H200), pytest.raises(ValueError, match=f"cookbook.{name}: return_lse is traced"):
         jax.jit(lambda flag: CALLS[name](*operands(70, 70), return_lse=flag))(True)
 
 
@@ -229,7 +230,7 @@ def test_dtypes_of_results(out_dtype):
 
 def test_more_positions_than_32_bits_count():
     q, kv = (jax.ShapeDtypeStruct((1, n, 1, 8), jnp.bfloat16) for n in (1, 2**31 - 1000))
-    with _mgpu.building_for(H200), pytest.raises(ValueError, match="1 queries and 2147482648 keys; must be fewer than"):
+    with _host.building_for(H200), pytest.raises(ValueError, match="1 queries and 2147482648 keys; must be fewer than"):
         jax.eval_shape(attention, q, kv, kv)
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import cookbook
-from cookbook import lab
+import lab
+from cookbook.attn.cache.pages import PAGE_SIZES
 from cookbook.attn.core import HEAD_DIMS, SERVED_HEAD_DIMS
-from cookbook.attn.pages import PAGE_SIZES
 from fuzz.cases import Draw
 from tests.lowering import lowered
 

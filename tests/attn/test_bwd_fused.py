@@ -10,12 +10,13 @@ import pytest
 from test_attention import operands
 from test_attention_bwd import OTHERS, attention, check
 
-from cookbook import _mgpu, lab
-from cookbook.attn import bwd_fused
+import lab
+from cookbook import _host
+from cookbook.attn.backward import steps_fused as bwd_fused
 from cookbook.attn.core import Problem
 from tests.arrays import array
 
-module = importlib.import_module("cookbook.attn.attention_bwd")
+module = importlib.import_module("cookbook.attn.backward.gradients")
 check = functools.partial(check, deterministic=False)
 
 
@@ -71,7 +72,7 @@ def plan_of(head_dim, right, group, config=None, num_q=4096, num_kv=4096):
 def gradients_by(config, args):
     """(dq, dk, dv) by the kernels that `config` names, all with the same results of the forward pass."""
     (batch, num_q, heads, head_dim), kv_heads = args[0].shape, args[1].shape[2]
-    interpreted, params = not lab.on_gpu(), _mgpu.compiler_params(approx_math=True)
+    interpreted, params = not lab.on_gpu(), _host.compiler_params(approx_math=True)
     problem = Problem(heads, kv_heads, head_dim, args[0].dtype, 0.1, None, None, None, interpreted)
     out, lse = attention(*args, scale=0.1, return_lse=True)
     return module.gradients(
@@ -129,7 +130,7 @@ def test_what_the_compiler_makes_of_it(head_dim, right, group):
     plan = plan_of(head_dim, right, group)
     query, key = (jax.ShapeDtypeStruct((1, 4096, heads, head_dim), jnp.bfloat16) for heads in (8, 8 // group))
     vector = jax.ShapeDtypeStruct((1, 8, 4096), jnp.float32)
-    params = _mgpu.compiler_params(approx_math=True)
+    params = _host.compiler_params(approx_math=True)
     fn = lambda k, v, q, do, lse, delta: module._in_one_kernel(plan, params, (k, v), (q, do), (lse, delta), ())
     compiled = lab.compile_for("h200", fn, key, key, query, query, vector, vector)
     assert not compiled.remarks and compiled.smem_bytes == plan.smem_bytes

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import lab, paged_attention, ragged_paged_attention, write_kv
-from cookbook.attn import decode_fp8
+import lab
+from cookbook import paged_attention, ragged_paged_attention, write_kv
+from cookbook.attn.decode import kernel_fp8 as decode_fp8
 from tests.arrays import array
 
-decode = importlib.import_module("cookbook.attn.paged_attention")
-ragged = importlib.import_module("cookbook.attn.ragged_paged_attention")
-writing = importlib.import_module("cookbook.attn.write_kv")
+decode = importlib.import_module("cookbook.attn.decode.paged_attention")
+ragged = importlib.import_module("cookbook.attn.packed.ragged_paged_attention")
+writing = importlib.import_module("cookbook.attn.cache.write_kv")
 E4M3 = jnp.float8_e4m3fn
 SMALL = decode.Config(block_kv=64)
 OF_LSE = 2.0**-12 if lab.on_gpu() else 2e-6  # A GPU's tensor cores keep 13 bits of sums of products of 8-bit floats.

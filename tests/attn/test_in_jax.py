@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from test_attention import SMALL, operands
 
-from cookbook import _mgpu, attention, lab, paged_attention, ragged_paged_attention, varlen_attention, write_kv
+import lab
+from cookbook import _host, attention, paged_attention, ragged_paged_attention, varlen_attention, write_kv
 from tests.arrays import array
 from tests.lowering import H200, lowered
 
@@ -40,7 +41,7 @@ def equal(got, wanted):
 
 def program(fn, *args) -> str:
     """The program of `fn(*args)` for a GPU, without addresses."""
-    with _mgpu.building_for(H200):
+    with _host.building_for(H200):
         return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(fn)(*args)))
 
 

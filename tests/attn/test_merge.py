@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import attention, lab, merge_attention, paged_attention, ragged_paged_attention, varlen_attention
+import lab
+from cookbook import attention, merge_attention, paged_attention, ragged_paged_attention, varlen_attention
 from tests.arrays import array
 
 HALF, PAGE, NUM_SEQS, HEADS, KV_HEADS, HEAD_DIM = 48, 16, 3, 4, 2, 64  # Tokens of a half; one query a sequence.

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import _mgpu, lab, merge_attention, paged_attention
-from cookbook.attn import decode_parts
+import lab
+from cookbook import _host, merge_attention, paged_attention
+from cookbook.attn.cache.pages import PAGE_SIZES, Pages, page_of
 from cookbook.attn.core import SERVED_HEAD_DIMS, Problem
-from cookbook.attn.pages import PAGE_SIZES, Pages, page_of
-from cookbook.lab import interpreter
+from cookbook.attn.decode import plan as decode_parts
+from lab import interpreter
 from tests.arrays import array
 
-module = importlib.import_module("cookbook.attn.paged_attention")
+module = importlib.import_module("cookbook.attn.decode.paged_attention")
 Config, reference = module.Config, module.paged_attention_reference
 SMALL = Config(block_kv=64, num_stages=2)
 
@@ -263,7 +264,7 @@ def test_configs_are_checked():
     with pytest.raises(ValueError, match="block_kv=96"):
         Config(block_kv=96)
     big = jnp.ones((3, 16, 1, 256), jnp.bfloat16)
-    with _mgpu.building_for(_mgpu.Target("a GPU", 132)), pytest.raises(ValueError, match="bytes of shared memory"):
+    with _host.building_for(_host.Target("a GPU", 132)), pytest.raises(ValueError, match="bytes of shared memory"):
         paged_attention(jnp.ones((2, 4, 256), jnp.bfloat16), big, big, TABLES, LENS, config=Config())
 
 

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import lab, rope_write_kv
+import lab
+from cookbook import rope_write_kv
 from tests.arrays import array
 
-module = importlib.import_module("cookbook.attn.rope_write_kv")
+module = importlib.import_module("cookbook.attn.cache.rope_write_kv")
 reference = module.rope_write_kv_reference
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 PAGES, PAGE_SIZE = 5, 4

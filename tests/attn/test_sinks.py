@@ -11,8 +11,9 @@ import test_attention_bwd as backward
 import test_paged_attention as decode
 import test_varlen_attention as packed
 
-from cookbook import attention, lab, paged_attention, ragged_paged_attention, varlen_attention
-from cookbook.lab import interpreter
+import lab
+from cookbook import attention, paged_attention, ragged_paged_attention, varlen_attention
+from lab import interpreter
 from tests.arrays import array
 
 

@@ -10,17 +10,22 @@ import numpy as np
 import pytest
 from test_attention import pads
 
-from cookbook import lab, paged_attention, ragged_paged_attention, varlen_attention
-from cookbook.attn import packed as kernel
-from cookbook.attn import packed_plan, packed_tiles, tiles
-from cookbook.attn.attention import Config, attention
+import lab
+from cookbook import paged_attention, ragged_paged_attention, varlen_attention
+from cookbook.attn import tiles
 from cookbook.attn.core import SERVED_HEAD_DIMS, Problem
-from cookbook.lab import interpreter
+from cookbook.attn.dense.attention import Config, attention
+from cookbook.attn.packed import kernel as kernel
+from cookbook.attn.packed import plan as packed_plan
+from cookbook.attn.packed import schedule as packed_tiles
+from lab import interpreter
 from tests.arrays import array
 
-module = importlib.import_module("cookbook.attn.varlen_attention")
+module = importlib.import_module("cookbook.attn.packed.varlen_attention")
 reference = module.varlen_attention_reference
-ragged_reference = importlib.import_module("cookbook.attn.ragged_paged_attention").ragged_paged_attention_reference
+ragged_reference = importlib.import_module(
+    "cookbook.attn.packed.ragged_paged_attention"
+).ragged_paged_attention_reference
 SMALL = Config(block_kv=64)
 # Fewer queries than keys, as many, more; one alone; none; keys of which nobody asks; a start at no multiple of 8.
 Q_LENS, KV_LENS = [70, 1, 0, 33, 5, 40], [70, 100, 7, 50, 3, 0]

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import lab, write_kv
+import lab
+from cookbook import write_kv
 from tests.arrays import array
 
-module = importlib.import_module("cookbook.attn.write_kv")
+module = importlib.import_module("cookbook.attn.cache.write_kv")
 ROOT = pathlib.Path(__file__).parents[2]
 Config, reference = module.Config, module.write_kv_reference
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -132,8 +133,8 @@ def test_donated():
 
 COPIES = """
 import jax, jax.numpy as jnp
-from cookbook import _mgpu, lab, write_kv
-from cookbook.lab.toolchain import device
+from cookbook import _host, lab, write_kv
+from lab.toolchain import device
 h200 = device("h200")
 where = jax.sharding.SingleDeviceSharding(h200)
 aval = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
@@ -141,7 +142,7 @@ new, pages = aval(jnp.bfloat16, 7, 3, 72), aval(jnp.bfloat16, 11, 16, 3, 72)
 layers = lambda k, v, *caches: jax.lax.fori_loop(0, 4, lambda i, kv: write_kv(k + i, v, *kv, caches[2]), caches[:2])
 for fn in (write_kv, layers):
     for donated in ((2, 3), ()):
-        with _mgpu.building_for(_mgpu.Target("h200", 132)), jax.default_device(h200):
+        with _host.building_for(_host.Target("h200", 132)), jax.default_device(h200):
             jitted = jax.jit(lambda *args: fn(*args), donate_argnums=donated)
             compiled = jitted.lower(new, new, pages, pages, aval(jnp.int32, 7)).compile()
         copied = sum("bf16[11,16,3,72]" in line or "bf16[176,216]" in line for line in compiled.as_text().splitlines()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bench import serving
-from cookbook.serving import init
+from serving import init
 
 
 def test_sequences_that_decode_have_tokens_of_their_own(monkeypatch):

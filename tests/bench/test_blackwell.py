@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import nbformat
 import pytest
 
+import lab
 from bench import __main__ as bench
 from bench import problems
-from cookbook import _mgpu, lab
+from cookbook import _host
 from cookbook.blackwell import cost as blackwell_cost
-from cookbook.lab import program, results, roofline, timing
+from lab import program, results, roofline, timing
 from tests.house.test_house import ROOT
 
 B200, H200 = ("NVIDIA B200", "10.0"), ("NVIDIA H200", "9.0")
@@ -60,7 +61,7 @@ def test_nothing_is_promised_of_a_b200():
 def test_problems_trace():
     """Kernel, reference and the peer that takes the same inputs agree on the result's shape and dtype."""
     for case in CASES:
-        with _mgpu.building_for(_mgpu.Target("NVIDIA B200", 148)):
+        with _host.building_for(_host.Target("NVIDIA B200", 148)):
             out = jax.eval_shape(case.kernel, *case.avals)
         assert out.shape == jax.eval_shape(case.reference, *case.avals).shape and out.dtype == jnp.bfloat16
         if "cublas" in case.peers:

@@ -5,8 +5,8 @@ import importlib
 import pytest
 
 import cookbook
+import lab
 from bench.problems import CASES, _ssd
-from cookbook import lab
 
 with_d = lambda x, dt, a, b, c: cookbook.ssd(x, dt, a, b, c, d=a)
 PROBLEMS = {case.op: (case, case.kernel) for case in CASES}  # The last one of each op; and one that had such a race.

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import cookbook
+import lab
 from bench import __main__ as bench
 from bench import peers, problems, sample, torch_peers
-from cookbook import lab
 
 
 @pytest.mark.parametrize("op", sample.SAMPLES)

@@ -9,9 +9,10 @@ import jax
 import pytest
 
 import cookbook
+import lab
 from bench import __main__ as bench
 from bench import collectives
-from cookbook import _mgpu, lab
+from cookbook import _host
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / folder) for folder in ("tools", "site")]
@@ -30,7 +31,7 @@ def test_all_implementations_of_a_problem_return_the_same(n):
         shapes = {}
         for impl, fn in case.impls.items():
             if impl != "jax_mgpu":  # It asks JAX for the GPUs that there are.
-                with _mgpu.building_for(_mgpu.Target("NVIDIA H200", 132)):
+                with _host.building_for(_host.Target("NVIDIA H200", 132)):
                     shapes[impl] = jax.eval_shape(case.sharded(impl, fn, mesh), *case.avals)
         for impl, out in shapes.items():
             assert impl in case.parts or (out.shape, out.dtype) == (shapes["xla"].shape, shapes["xla"].dtype), impl

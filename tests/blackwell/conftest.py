@@ -2,7 +2,7 @@
 
 import pytest
 
-from cookbook import lab
+import lab
 
 
 @pytest.fixture

@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cookbook import blackwell, lab
-from cookbook._mgpu import SMEM_BYTES_MAX, Target
+import lab
+from cookbook import blackwell
+from cookbook._device import SMEM_BYTES_MAX
+from cookbook._host import Target
 from cookbook.blackwell import core, cost
 from cookbook.blackwell.core import TMEM_COLUMNS, Config
-from cookbook.gemm.roles import identity
+from cookbook.gemm.kernel import identity
 from tests.blackwell.grid import RUNGS, STRUCTURES, WIDTHS, of_rung
 
 M, N, K = 2000, 5000, 4096  # More tiles than a B200 has SMs, with tails.

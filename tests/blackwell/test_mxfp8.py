@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import blackwell, lab
+import lab
+from cookbook import blackwell
 from cookbook.blackwell import matmul_mxfp8, quantize_mxfp8
 from cookbook.blackwell.core import Config
 from tests.arrays import array

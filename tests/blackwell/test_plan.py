@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook._mgpu import Target
+from cookbook._host import Target
 from cookbook.blackwell import core, cost
 from cookbook.blackwell.core import Config
 from cookbook.blackwell.matmul_mxfp8 import arrange, quantize_mxfp8
-from cookbook.gemm.roles import identity
+from cookbook.gemm.kernel import identity
 
 BF16, E4M3 = jnp.bfloat16, jnp.float8_e4m3fn
 
@@ -191,7 +191,7 @@ def test_every_candidate_fits(shape, plain, itemsize):
 
 def test_what_is_predicted():
     """A pair for large products, because shared memory bounds one CTA; and never faster than the roofline."""
-    from cookbook.lab import roofline
+    from lab import roofline
 
     large = cost.Problem(8192, 8192, 8192, True, 2, 2)
     assert cost.best(large).two_ctas and cost.best(large).tile_n == 256

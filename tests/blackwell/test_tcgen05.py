@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import blackwell, lab
+import lab
+from cookbook import blackwell
 from cookbook.blackwell import core, roles
 from cookbook.blackwell.core import Config
 from tests.arrays import array

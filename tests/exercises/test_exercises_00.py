@@ -7,7 +7,7 @@ import jax
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook.lab import roofline
+from lab import roofline
 
 NOTEBOOKS = pathlib.Path(__file__).parents[2] / "notebooks"
 sys.path.insert(0, str(NOTEBOOKS))

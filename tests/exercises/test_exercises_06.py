@@ -9,8 +9,8 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import lab
-from cookbook.gemm.matmul_pipelined import Config, matmul_pipelined
+import lab
+from cookbook.gemm.rungs.matmul_pipelined import Config, matmul_pipelined
 from tests.exercises.answers import NOTEBOOKS, accepted, rejected
 from tests.exercises.test_solutions import changed, course, mistaken, verdict
 

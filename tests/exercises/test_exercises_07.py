@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import lab
+import lab
 from tests.exercises.answers import NOTEBOOKS, accepted, rejected
 from tests.exercises.test_solutions import mistaken
 

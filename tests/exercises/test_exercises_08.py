@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from cookbook.gemm.core import Config, Tiles
+from cookbook.gemm.plan import Config, Tiles
 from tests.exercises.answers import NOTEBOOKS, accepted, rejected
 from tests.exercises.test_solutions import changed, mistaken
 

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import lab
+import lab
 from tests.exercises.answers import NOTEBOOKS, accepted, rejected
 
 sys.path.insert(0, str(NOTEBOOKS))

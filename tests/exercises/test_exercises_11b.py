@@ -11,7 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook._mgpu import Ring, _is_interpreted
+from cookbook._device import Ring
+from cookbook._host import _is_interpreted
 from cookbook.attn.core import LOG2E, per_row
 from cookbook.attn.steps import add_product, finish, nothing_seen, softmax_step
 from tests.exercises.answers import NOTEBOOKS, accepted, rejected

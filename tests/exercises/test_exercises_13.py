@@ -11,8 +11,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import _mgpu, lab
-from cookbook._mgpu import _is_interpreted as interpreted
+import lab
+from cookbook import _device
+from cookbook._host import _is_interpreted as interpreted
 from cookbook.attn import steps
 from cookbook.attn.core import per_row
 from tests.exercises.answers import NOTEBOOKS, accepted, rejected
@@ -169,8 +170,8 @@ def one_unit(q, k_pages, v_pages, pages, kv_len):
             return acc, m_i, l_i
 
         out, lse_log2 = steps.finish(*lax.fori_loop(0, blocks, step, steps.nothing_seen(head_dim)))
-        _mgpu.store(o_gmem, out)
-        _mgpu.store(lse_gmem, lse_log2 * math.log(2))
+        _device.store(o_gmem, out)
+        _device.store(lse_gmem, lse_log2 * math.log(2))
 
     return plgpu.kernel(
         body,

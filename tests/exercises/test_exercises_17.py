@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import _mgpu
+from cookbook import _device
 from tests.exercises.answers import NOTEBOOKS, accepted, rejected
 
 sys.path.insert(0, str(NOTEBOOKS))
@@ -115,7 +115,7 @@ def add_and_wait(acc, k_smem, v_smem, w, scaled_smem):
     for half in (pl.ds(0, 32), pl.ds(32, 32)):
         rows = lax.broadcast_in_dim(w, (64, 32), [0])
         v = plgpu.load(v_smem.at[:, half], layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
-        _mgpu.store(scaled_smem.at[:, half], (rows * v).astype(scaled_smem.dtype))
+        _device.store(scaled_smem.at[:, half], (rows * v).astype(scaled_smem.dtype))
     plgpu.commit_smem()
     plgpu.wgmma(acc, scaled_smem.T, k_smem)
     plgpu.wgmma_wait(0)

@@ -12,7 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import blackwell, lab
+import lab
+from cookbook import blackwell
 from cookbook.blackwell.core import Config
 from tests.exercises.answers import NOTEBOOKS, accepted, rejected
 from tests.exercises.test_solutions import mistaken

@@ -12,7 +12,7 @@ SLOPE = "2 * jnp.maximum(x_gmem[...], 0)"
     [
         ("exercise-1-cell", '        families.add("gemm")', "        pass", "leaves out gemm"),
         ("exercise-1-cell", 'f"{name}.py" if name == "elementwise" else name', "name", "leaves out elementwise.py"),
-        ("exercise-1-cell", 'files | {"_mgpu.py", "_numerics.py"}', "files", "leaves out _mgpu.py"),
+        ("exercise-1-cell", 'files | {"_host.py", "_numerics.py"}', "files", "leaves out _host.py"),
         ("exercise-1-cell", "sorted(files |", "sorted({'lab'} | files |", "copies 'lab', which is not needed"),
         ("exercise-1-cell", '"_numerics.py"})', '"_numerics.py"}, reverse=True)', "it must be sorted"),
         ("exercise-2-cell", SLOPE, "jnp.maximum(x_gmem[...], 0)", "the gradient, float32"),

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import _mgpu
+from cookbook import _device
 from tests.exercises.answers import NOTEBOOKS, accepted, rejected
 
 sys.path.insert(0, str(NOTEBOOKS))
@@ -114,7 +114,7 @@ def turned(q, cos, sin, *, halves=lambda a, b, c, s: (a * c - b * s, b * c + a *
         parts = [pl.ds(part * half, half) for part in range(2)]
         a, b = (read(q_gmem.at[tokens, head, part]) for part in parts)
         for part, value in zip(parts, halves(a, b, read(cos_gmem.at[tokens]), read(sin_gmem.at[tokens])), strict=True):
-            _mgpu.store(o_gmem.at[tokens, head, part], value.astype(o_gmem.dtype))
+            _device.store(o_gmem.at[tokens, head, part], value.astype(o_gmem.dtype))
 
     out_type = jax.ShapeDtypeStruct(q.shape, q.dtype)
     grid = dict(grid=(len(q) // 64, q.shape[1]), grid_names=("block", "head"))

@@ -1,6 +1,6 @@
-"""Configurations that together have every structure of the kernel of `cookbook.gemm.roles`."""
+"""Configurations that together have every structure of the kernel of `cookbook.gemm.kernel`."""
 
-from cookbook.gemm.core import Config
+from cookbook.gemm.plan import Config
 
 SMALL = Config(64, 128, split_dim=1)  # The least that two warpgroups can share out.
 

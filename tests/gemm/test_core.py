@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import lab
-from cookbook.gemm import core
-from cookbook.gemm.core import Config, plan_of
-from cookbook.gemm.matmul import matmul
-from cookbook.gemm.roles import identity
+import lab
+from cookbook.gemm import plan as core
+from cookbook.gemm.dense.matmul import matmul
+from cookbook.gemm.kernel import identity
+from cookbook.gemm.plan import Config, plan_of
 from tests.arrays import array
 from tests.gemm.structures import SLOW, SMALL, STRUCTURES
 

@@ -1,18 +1,21 @@
 """The choice of a configuration: what is predicted can be built, and something is chosen for every problem."""
 
 import dataclasses
+import inspect
 import math
 import random
 
 import jax.numpy as jnp
 import pytest
 
-from cookbook.gemm import cost, matmul_fp8, matmul_int8_weights
-from cookbook.gemm.core import Config, Operand, Tiles, plan_of
+import cookbook
+from cookbook.gemm import cost
 from cookbook.gemm.cost import Problem
-from cookbook.gemm.matmul import default_config
-from cookbook.gemm.roles import identity
+from cookbook.gemm.dense.matmul import default_config
+from cookbook.gemm.kernel import identity
+from cookbook.gemm.plan import Config, Operand, Tiles, plan_of
 
+matmul_fp8, matmul_int8_weights = map(inspect.getmodule, (cookbook.matmul_fp8, cookbook.matmul_int8_weights))
 BF16, F32, FP8 = (jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn))
 
 

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import _mgpu, lab
-from cookbook.gemm import roles
-from cookbook.gemm.core import Config, plan_of
+import lab
+from cookbook import _host
+from cookbook.gemm import kernel as roles
+from cookbook.gemm.plan import Config, plan_of
 from tests.arrays import array
 
 M, N, K = 70, 72, 136
@@ -40,7 +41,7 @@ def faults(ways, num_sms=3):
             config, dtype = WAYS[name]
             plan = plan_of(M, N, K, (a.dtype,) * 2, (False, False), jnp.tanh, jnp.dtype(dtype), config, num_sms, True)
             pair = (b, a) if config.swapped else (a, b)
-            yield roles.fused_product(*pair, vectors, plan=plan, params=_mgpu.compiler_params())
+            yield roles.fused_product(*pair, vectors, plan=plan, params=_host.compiler_params())
 
     a, b, vectors = operands()
     found = lab.run(lambda *args: list(products(*args)), a, b, vectors)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import cookbook
-from cookbook import _mgpu, lab
+import lab
+from cookbook import _host
 from cookbook.gemm import differentiable
 from tests.arrays import array
 
@@ -48,7 +49,7 @@ def op_of(name):
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "moe"])
-@pytest.mark.parametrize("config", [4, dict(tile_m=64), _mgpu])
+@pytest.mark.parametrize("config", [4, dict(tile_m=64), _host])
 def test_a_config_of_another_kind_is_refused(name, config):
     with pytest.raises(ValueError, match=rf"cookbook.{name}: config=.*must be a cookbook.{name}.Config: pass"):
         op_of(name)(**CALLS[name], config=config)

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 import cookbook
-from cookbook import _mgpu, blackwell
+from cookbook import _host, blackwell
 from tests.lowering import H200, lowered
 
-B200 = _mgpu.Target("b200", num_sms=148)
+B200 = _host.Target("b200", num_sms=148)
 HALVES, FLOATS = ("bfloat16", "float16"), ("bfloat16", "float16", "float32")
 FP8, INT8, E8M0 = "float8_e4m3fn", "int8", "float8_e8m0fnu"
 
@@ -146,7 +146,7 @@ OPS = {
 
 
 class Traced:
-    """Stands in for `_mgpu.kernel`: nothing is launched, and what the compiler may refuse of it is written down."""
+    """Stands in for `_host.kernel`: nothing is launched, and what the compiler may refuse of it is written down."""
 
     def __init__(self):
         self.facts = set()
@@ -176,11 +176,11 @@ def worth_lowering(monkeypatch, problems, target):
     """Those of `problems` of whose kernels something is new."""
     seen, found, traced = set(), [], Traced()
     with monkeypatch.context() as patch:
-        patch.setattr(_mgpu, "kernel", traced)
+        patch.setattr(_host, "kernel", traced)
         jax.clear_caches()
         for fn, avals in problems:
             traced.facts = set()
-            with _mgpu.building_for(target):
+            with _host.building_for(target):
                 jax.eval_shape(fn, *avals)
             if traced.facts - seen:
                 found.append((fn, avals))

@@ -6,8 +6,11 @@ import random
 import jax.numpy as jnp
 import pytest
 
-from cookbook.gemm import cost, gated, group_cost, groups
-from cookbook.gemm.roles import identity
+from cookbook.gemm import cost
+from cookbook.gemm.grouped import cost as group_cost
+from cookbook.gemm.grouped import gated
+from cookbook.gemm.grouped import plan as groups
+from cookbook.gemm.kernel import identity
 
 BF16, F32, FP8 = (jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn))
 

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import lab
-from cookbook.gemm import cost, roles
+import lab
+from cookbook.gemm import cost
+from cookbook.gemm import kernel as roles
 from tests.arrays import array
 from tests.gemm.structures import SLOW, SMALL, STRUCTURES
 
-module = importlib.import_module("cookbook.gemm.matmul")
+module = importlib.import_module("cookbook.gemm.dense.matmul")
 matmul, Config, reference = module.matmul, module.Config, module.matmul_reference
 
 

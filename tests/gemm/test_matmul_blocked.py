@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import lab
+import lab
 from tests.arrays import array
 
-op = importlib.import_module("cookbook.gemm.matmul_blocked")  # `cookbook.matmul_blocked` may be the function.
+op = importlib.import_module("cookbook.gemm.rungs.matmul_blocked")  # `cookbook.matmul_blocked` may be the function.
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 SMALL = op.Config(16, 64, 8, 2)  # Quick to interpret, and a small product has several tiles and steps of it.

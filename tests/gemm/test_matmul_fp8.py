@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import lab
-from cookbook.gemm import roles
+import lab
+from cookbook.gemm import kernel as roles
 from tests.arrays import array
 from tests.gemm.structures import SMALL
 
-module = importlib.import_module("cookbook.gemm.matmul_fp8")
+module = importlib.import_module("cookbook.gemm.dense.matmul_fp8")
 Config, matmul_fp8, reference = module.Config, module.matmul_fp8, module.matmul_fp8_reference
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 

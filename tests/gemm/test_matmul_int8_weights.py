@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import lab
-from cookbook.gemm import core
+import lab
+from cookbook.gemm import plan as core
 from tests.arrays import array
 
-module = importlib.import_module("cookbook.gemm.matmul_int8_weights")
+module = importlib.import_module("cookbook.gemm.dense.matmul_int8_weights")
 Config, matmul_int8_weights = module.Config, module.matmul_int8_weights
 SMALL = Config(tile_n=64)
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import lab, matmul_pipelined
+import lab
+from cookbook import matmul_pipelined
 from tests.arrays import array
 
-module = importlib.import_module("cookbook.gemm.matmul_pipelined")
+module = importlib.import_module("cookbook.gemm.rungs.matmul_pipelined")
 Config, reference = module.Config, module.matmul_reference
 SMALL = Config(tile_m=64, tile_n=64)
 

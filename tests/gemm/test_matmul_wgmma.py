@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import lab
+import lab
 from tests.arrays import array
 
-op = importlib.import_module("cookbook.gemm.matmul_wgmma")  # `cookbook.matmul_wgmma` is the function.
+op = importlib.import_module("cookbook.gemm.rungs.matmul_wgmma")  # `cookbook.matmul_wgmma` is the function.
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import lab
+import lab
 from tests.arrays import array
 
-module = importlib.import_module("cookbook.gemm.moe")
+module = importlib.import_module("cookbook.gemm.experts.moe")
 moe, reference = module.moe, module.moe_reference
 
 

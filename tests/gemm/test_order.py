@@ -13,15 +13,18 @@ import jax.numpy as jnp
 import pytest
 
 import cookbook
-from cookbook import _mgpu
-from cookbook.gemm import core, gated, groups, roles
-from cookbook.gemm.core import Config
+from cookbook import _host
+from cookbook.gemm import kernel as roles
+from cookbook.gemm import plan as core
+from cookbook.gemm.grouped import gated
+from cookbook.gemm.grouped import plan as groups
+from cookbook.gemm.plan import Config
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "notebooks"))
 
 from exercises import order  # noqa: E402
 
-GPU = _mgpu.Target("h200", num_sms=2)  # So that a block has several tiles.
+GPU = _host.Target("h200", num_sms=2)  # So that a block has several tiles.
 SIZES, ORDER = jnp.array([70, 0, 133, 60]), jnp.array([2, 0, 3, 1])  # The groups' rows; the largest group first.
 SWIZZLED = core.swizzled
 
@@ -47,7 +50,7 @@ def aval(dtype, *shape):
 
 def played(fn, *avals):
     """The blocks of the kernels that `fn` launches."""
-    with _mgpu.building_for(GPU):
+    with _host.building_for(GPU):
         kernels = order.play(jax.jit(lambda *args: fn(*args)).trace(*avals).jaxpr, avals)
     return [block for kernel in kernels for block in kernel]
 
@@ -138,6 +141,6 @@ def test_mutants_that_wait_for_one_product_less_are_caught(mutant, name):
 @pytest.mark.parametrize("forgotten", ["commit_smem", "wait_smem_to_gmem"])
 def test_mutants_of_the_stores_are_caught(mutant, forgotten):
     """A piece stored before it is committed; a slot written again while TMA sends it."""
-    mutant(importlib.import_module("cookbook.gemm.roles"), "plgpu", **{forgotten: lambda *_, **__: None})
+    mutant(importlib.import_module("cookbook.gemm.kernel"), "plgpu", **{forgotten: lambda *_, **__: None})
     fn, operands = matmul(store_slots=1)
     assert all(block.fault for block in played(fn, *operands))

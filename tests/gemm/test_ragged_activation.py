@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import lab
-from cookbook.gemm import gated
-from cookbook.gemm.core import Config
+import lab
+from cookbook.gemm.grouped import gated
+from cookbook.gemm.plan import Config
 from tests.arrays import array
 from tests.gemm.ragged import floats, gradients, operands, slow
 
-module = importlib.import_module("cookbook.gemm.ragged_dot")
+module = importlib.import_module("cookbook.gemm.grouped.ragged_dot")
 ragged_dot, reference = module.ragged_dot, module.ragged_dot_reference
 SIZES = [33, 0, 129, 64, 7, 66]
 

@@ -1,7 +1,7 @@
 """Grouped products: the table of tiles as plain arithmetic, groups of every size, structures, gradients, mutants."""
 
 import functools
-import importlib
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import lab
-from cookbook.gemm import groups
-from cookbook.gemm.core import Config
+import cookbook
+import lab
+from cookbook.gemm.grouped import plan as groups
+from cookbook.gemm.plan import Config
 from tests.arrays import array
 from tests.gemm.ragged import floats, gradients, operands, slow
 
-forward, transposed = (importlib.import_module(f"cookbook.gemm.{x}") for x in ("ragged_dot", "ragged_dot_transposed"))
+forward, transposed = (inspect.getmodule(x) for x in (cookbook.ragged_dot, cookbook.ragged_dot_transposed))
 ragged_dot, ragged_dot_transposed = forward.ragged_dot, transposed.ragged_dot_transposed
 reference, transposed_reference = forward.ragged_dot_reference, transposed.ragged_dot_transposed_reference
 

@@ -1,20 +1,21 @@
 """Grouped products of 8-bit floats and of 8-bit integer weights: structures, scales, errors, mutants."""
 
 import functools
-import importlib
+import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import lab
-from cookbook.gemm import group_scales
-from cookbook.gemm.core import Config
+import cookbook
+import lab
+from cookbook.gemm.grouped import scales as group_scales
+from cookbook.gemm.plan import Config
 from tests.arrays import array
 from tests.gemm.ragged import slow
 
-fp8, int8 = (importlib.import_module(f"cookbook.gemm.ragged_dot_{x}") for x in ("fp8", "int8_weights"))
+fp8, int8 = (inspect.getmodule(x) for x in (cookbook.ragged_dot_fp8, cookbook.ragged_dot_int8_weights))
 ragged_dot_fp8, ragged_dot_int8_weights = fp8.ragged_dot_fp8, int8.ragged_dot_int8_weights
 E4M3, SIZES = jnp.float8_e4m3fn, [33, 0, 129, 64, 7, 66]
 POISON = 90  # Rows of no group, which are NaN.

@@ -12,7 +12,7 @@ import nbformat
 import pytest
 import yaml
 
-from cookbook.lab import results
+from lab import results
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -338,7 +338,7 @@ def test_a_failure_is_named_when_it_happens(tmp_path):
 
 
 def test_run_takes_those_whose_recording_is_stale(runner, tmp_path, capfd):
-    from cookbook.lab.program import notebook_hash
+    from lab.program import notebook_hash
 
     assert runner({"00_a": ["n = 1"], "01_b": ["n = 2"]}) == 0
     for stem, source in (("00_a", "n = 1"), ("01_b", "n = 3")):

@@ -14,7 +14,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SHARED = ["_mgpu.py", "_numerics.py"]
+SHARED = ["_host.py", "_numerics.py"]
 BUILT_ON = {"nvlink": ["gemm"], "blackwell": ["gemm"]}
 
 # Runs without site's .pth files, one of which leads to this checkout. `kernels` is no more than a folder.
@@ -39,10 +39,10 @@ from kernels import _mgpu
 try:
     call()
 except RuntimeError as error:
-    assert "`from kernels import _mgpu`" in str(error) and "`with _mgpu.interpreting():`" in str(error), error
+    assert "`from kernels import _mgpu`" in str(error) and "`with _host.interpreting():`" in str(error), error
 else:
     raise AssertionError("there is no GPU, and yet it runs")
-with _mgpu.interpreting(num_sms=2):
+with _host.interpreting(num_sms=2):
     np.testing.assert_allclose(np.asarray(call(), np.float32), np.asarray(wanted, np.float32), rtol=2e-2, atol=2e-2)
 """
 

@@ -12,10 +12,11 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import cookbook
-from cookbook import _mgpu, lab
+import lab
+from cookbook import _device, _host
 
 PACKAGE = pathlib.Path(cookbook.__file__).parent
-ROOTS = dict(cookbook=cookbook, lab=lab, _mgpu=_mgpu, jax=jax, jnp=jnp, lax=jax.lax, plgpu=plgpu)
+ROOTS = dict(cookbook=cookbook, lab=lab, _device=_device, _host=_host, jax=jax, jnp=jnp, lax=jax.lax, plgpu=plgpu)
 NAME = re.compile(rf"(?<![\w.])(?:{'|'.join(ROOTS)})(?:\.[A-Za-z_]\w*)+")
 
 
@@ -60,7 +61,9 @@ def test_a_kernel_has_its_configuration_at_hand(name):
 
 
 def test_a_module_goes_by_its_path():
-    from cookbook.gemm import matmul
-    from cookbook.gemm.matmul import Config
+    from cookbook.gemm.dense import matmul
+    from cookbook.gemm.dense.matmul import Config
 
-    assert cookbook.gemm.matmul is matmul and cookbook.matmul is matmul.matmul and cookbook.matmul.Config is Config
+    assert (
+        cookbook.gemm.dense.matmul is matmul and cookbook.matmul is matmul.matmul and cookbook.matmul.Config is Config
+    )

@@ -14,11 +14,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import cookbook
-from cookbook import _mgpu, lab
+import lab
+from cookbook import _host
 from tests.in_jax.ops import OPS, function, named
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
-TARGETS = {9: _mgpu.Target("h200", 132), 10: _mgpu.Target("b200", 148)}
+TARGETS = {9: _host.Target("h200", 132), 10: _host.Target("b200", 148)}
 KERNELS = [name for name in OPS if name != "merge_attention"]  # That one is left to XLA.
 DIFFERENTIABLE = [name for name, op in OPS.items() if op.gradients]
 
@@ -47,7 +48,7 @@ def mesh_of(kind: AxisType, devices: int = 2):
 
 def traced(name: str, fn, operands):
     """`fn(**operands)`, traced for a GPU: its program, without addresses."""
-    with _mgpu.building_for(TARGETS[OPS[name].major]):
+    with _host.building_for(TARGETS[OPS[name].major]):
         program = str(jax.make_jaxpr(lambda operands: fn(**operands))(operands))
     return re.sub(r"0x[0-9a-f]+|Var\(id=\d+\)", "", program)
 
@@ -180,7 +181,7 @@ def test_traced_options(name, option):
 @pytest.mark.parametrize("name", KERNELS)
 def test_without_a_gpu(name, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    with pytest.raises(RuntimeError, match=rf"^cookbook.{said(name)} .*JAX sees no GPU.*`from cookbook import lab`"):
+    with pytest.raises(RuntimeError, match=rf"^cookbook.{said(name)} .*JAX sees no GPU.*`import lab`"):
         evaluated(name, OPS[name].arrays())
 
 
@@ -272,7 +273,7 @@ def test_gradients(name):
         loss = lambda x, first=first, operands=operands: sum(
             out.astype(jnp.float32).sum() for out in jax.tree.leaves(call(name)(**operands | {first: x}))
         )
-        with _mgpu.building_for(TARGETS[OPS[name].major]):
+        with _host.building_for(TARGETS[OPS[name].major]):
             with pytest.raises(ValueError, match=f"cookbook.{name} has no gradient: differentiate"):
                 jax.eval_shape(jax.grad(loss), operands[first])
 

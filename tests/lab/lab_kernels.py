@@ -1,11 +1,12 @@
-"""Small kernels, right and wrong, for the tests of `cookbook.lab`."""
+"""Small kernels, right and wrong, for the tests of `lab`."""
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import _mgpu, lab
+import lab
+from cookbook import _device, _host
 
 ROWS = 64  # Rows of a block.
 
@@ -112,7 +113,7 @@ def matmul(a, b, tile_m=128, tile_n=128, tile_k=64):
 
 def num_sms_built_for(x):
     """A kernel that writes the number of SMs that it was built for."""
-    num_sms = _mgpu.require_target("num_sms_built_for").num_sms
+    num_sms = _host.require_target("num_sms_built_for").num_sms
 
     def kernel(x_gmem, o_gmem):
         o_gmem[...] = jnp.full(x.shape, num_sms, x.dtype)
@@ -169,7 +170,7 @@ def shifted(x, axis_name="x"):
         pl.semaphore_wait(arrived)
 
     out_type = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return _mgpu.kernel(kernel, out_type=out_type, scratch_types=[plgpu.SemaphoreType.REGULAR])(x)
+    return _host.kernel(kernel, out_type=out_type, scratch_types=[plgpu.SemaphoreType.REGULAR])(x)
 
 
 def sum_of_tiles(x, *, fence: bool):
@@ -177,7 +178,7 @@ def sum_of_tiles(x, *, fence: bool):
     right after it has loaded a tile; with `fence` when the tile has arrived."""
 
     def kernel(x_gmem, o_gmem, x_smem, filled, freed):
-        ring, num, wg = _mgpu.Ring(filled, freed, 2), x.shape[0], jax.lax.axis_index("wg")
+        ring, num, wg = _device.Ring(filled, freed, 2), x.shape[0], jax.lax.axis_index("wg")
 
         @pl.when(wg == 1)
         def _():

@@ -14,7 +14,8 @@ from jax._src import effects
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import _mgpu, lab
+import lab
+from cookbook import _device, _host
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
 X = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
@@ -28,10 +29,10 @@ def square(x):
 
         @pl.loop(0, 1)
         def _(i):
-            _mgpu.store(o_gmem.at[where], x_gmem[where] * x_gmem[where])
+            _device.store(o_gmem.at[where], x_gmem[where] * x_gmem[where])
 
-    _mgpu.require_target("square")
-    return _mgpu.kernel(body, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype), grid=(2,), grid_names=("block",))(x)
+    _host.require_target("square")
+    return _host.kernel(body, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype), grid=(2,), grid_names=("block",))(x)
 
 
 @jax.custom_vjp
@@ -60,7 +61,7 @@ def product(a):
         o_gmem[...] = pl.run_scoped(multiply, plgpu.ACC((64, 64), jnp.float32))
 
     scratch = [plgpu.SMEM((64, 64), jnp.bfloat16), plgpu.Barrier()]
-    return _mgpu.kernel(body, out_type=jax.ShapeDtypeStruct((64, 64), jnp.float32), scratch_types=scratch)(a)
+    return _host.kernel(body, out_type=jax.ShapeDtypeStruct((64, 64), jnp.float32), scratch_types=scratch)(a)
 
 
 def test_in_checkpoint():
@@ -116,7 +117,7 @@ import jax, jax.numpy as jnp, numpy as np
 jnp.ones(3).block_until_ready()  # JAX has started: its threads are few.
 from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from cookbook import _mgpu, lab
+from cookbook import _device, _host, lab
 from test_at_home import op, product
 
 mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -128,7 +129,7 @@ def stuck(x):
     def body(x_gmem, o_gmem, barrier):
         plgpu.barrier_wait(barrier)
         o_gmem[...] = x_gmem[...]
-    return _mgpu.kernel(body, out_type=jax.typeof(x), scratch_types=[plgpu.Barrier()])(x)
+    return _host.kernel(body, out_type=jax.typeof(x), scratch_types=[plgpu.Barrier()])(x)
 
 with lab.interpret():
     np.testing.assert_array_equal(shared(op)(x), x * x)
@@ -147,7 +148,7 @@ jax.effects_barrier()  # No old error.
 with lab.interpret():
     np.testing.assert_array_equal(shared(op)(x), x * x)
 try:
-    with _mgpu.interpreting():
+    with _host.interpreting():
         shared(op)(x)
 except RuntimeError as error:
     assert "cookbook.square: JAX's interpreter knows one device, and the mesh has 4: interpret inside" in str(error)

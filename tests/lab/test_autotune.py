@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import cookbook
-from cookbook import lab
-from cookbook.lab import interpreter, results, timing
+import lab
+from lab import interpreter, results, timing
 
 module = sys.modules[lab.autotune.__module__]
 

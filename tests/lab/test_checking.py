@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from lab_kernels import add_one, add_one_reference, half_written, matmul, no_wait, out_of_bounds
 
-from cookbook import lab
-from cookbook.lab import checking
+import lab
+from lab import checking
 from tests.arrays import array
 
 X = jax.random.normal(jax.random.key(0), (128, 128))

@@ -14,8 +14,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from lab_kernels import add_one, blackwell_matmul, matmul, num_sms_built_for, shifted, sum_of_tiles
 
-from cookbook import lab
-from cookbook.lab import toolchain
+import lab
+from lab import toolchain
 
 X = jax.ShapeDtypeStruct((128, 128), jnp.float32)
 A = jax.ShapeDtypeStruct((256, 256), jnp.float16)
@@ -37,7 +37,7 @@ def test_both_gpus_in_one_process_in_turn():
 FIRST = """
 import jax, jax.numpy as jnp
 from lab_kernels import add_one
-from cookbook import lab
+import lab
 
 x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
 assert ".target sm_100a" in lab.compile_for("b200", add_one, x).ptx
@@ -222,7 +222,7 @@ def test_it_works_without_jax_platforms_before_and_after_jax_has_looked_for_gpus
 {before}
 import jax, jax.numpy as jnp
 from lab_kernels import add_one
-from cookbook import lab
+import lab
 print(lab.compile_for("h200", add_one, jax.ShapeDtypeStruct((64, 128), jnp.float32)).registers > 0)
 """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}

@@ -16,9 +16,9 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import lab
-from cookbook.lab import explaining
-from cookbook.lab.explaining import ROWS
+import lab
+from lab import explaining
+from lab.explaining import ROWS
 from tests.house.test_names import NAME, resolve
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -159,11 +159,11 @@ def test_explain_says_three_lines_and_links_the_chapter():
 
 IN_IPYTHON = """
 from IPython.core.interactiveshell import InteractiveShell
-from cookbook import lab
+import lab
 assert "No error" in repr(lab.explain())
 shell = InteractiveShell.instance()
 shell.run_cell('raise RuntimeError("Ran out of shared memory.")')
-shell.run_cell('from cookbook import lab\\nanswer = lab.explain()')
+shell.run_cell('import lab\\nanswer = lab.explain()')
 assert shell.user_ns["answer"].row.id == "smem-ran-out"
 """
 

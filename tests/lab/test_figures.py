@@ -13,10 +13,10 @@ import pytest
 from jax.experimental.mosaic.gpu import profiler
 from lab_kernels import add_one
 
-from cookbook import lab
-from cookbook.lab import plot, results, roofline
-from cookbook.lab.timeline import lanes_of
-from cookbook.lab.toolchain import GPUS
+import lab
+from lab import plot, results, roofline
+from lab.timeline import lanes_of
+from lab.toolchain import GPUS
 
 
 def measurement(ms, problem="matmul/4096x4096x4096/bf16", **kwargs):
@@ -128,7 +128,7 @@ def test_the_ladder_shows_rungs_and_peers(tmp_path):
 
 def test_importing_lab_neither_starts_jax_nor_imports_matplotlib():
     code = (
-        "import sys, cookbook.lab, jax\n"
+        "import sys, lab, jax\n"
         "from jax._src import xla_bridge\n"
         "assert not xla_bridge.backends_are_initialized() and 'matplotlib' not in sys.modules"
     )

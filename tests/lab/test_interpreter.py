@@ -11,8 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from lab_kernels import add_one, no_wait, num_sms_built_for, out_of_bounds
 
-from cookbook import _mgpu, lab
-from cookbook.lab import interpreter
+import lab
+from cookbook import _host
+from lab import interpreter
 
 X = jax.random.normal(jax.random.key(0), (128, 128))
 
@@ -257,7 +258,7 @@ def test_jax_is_left_as_it_was():
 def test_the_context_ends_with_an_exception_of_the_caller():
     with pytest.raises(KeyError), lab.interpret():
         raise KeyError
-    assert _mgpu._target.get() is None
+    assert _host._target.get() is None
 
 
 def test_a_jitted_kernel_is_traced_again_for_the_interpreter(no_gpu):

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import pytest
 
-from cookbook import lab
-from cookbook.lab.launching import Launch, _of
+import lab
+from lab.launching import Launch, _of
 
 TEXT = """HloModule jit_f, is_scheduled=true
 

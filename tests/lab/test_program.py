@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import nbformat
 import pytest
 
+import lab
 from bench import problems
-from cookbook import lab
-from cookbook.lab import program, results
+from lab import program, results
 
 sys.path.append(str(results.ROOT.parent / "tools"))
 

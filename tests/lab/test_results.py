@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from lab_kernels import add_one
 
-from cookbook import lab
-from cookbook.lab import interpreter, results
+import lab
+from lab import interpreter, results
 
 H200 = dict(gpu="NVIDIA H200", driver="580.1", jax="0.11.2", jaxlib="0.11.2", ptxas="13.0", date="2026-11-20")
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from cookbook import lab
+import lab
 
 
 def figure(ms=1.0, gpu="NVIDIA H200", day="02", **how):

@@ -5,8 +5,8 @@ import math
 import jax
 import pytest
 
-from cookbook import lab
-from cookbook.lab import results, timing
+import lab
+from lab import results, timing
 
 
 def test_waiting_for_the_slowest_device_does_not_count():

@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from cookbook import lab
-from cookbook.lab import turns
+import lab
+from lab import turns
 
 WORK = """
 import sys, time
-from cookbook import lab
+import lab
 
 def note(what):
     with open(sys.argv[2], "a") as file:
@@ -50,7 +50,7 @@ def test_while_one_is_alone_the_others_do_nothing(tmp_path):
 
 KILLED = """
 import sys, time
-from cookbook import lab
+import lab
 
 with lab.alone():
     print("alone", flush=True)

@@ -12,11 +12,12 @@ from jax import export
 from jax.sharding import AxisType
 
 import cookbook
+import lab
 from bench.peers import imports
-from cookbook import _mgpu, lab
-from cookbook.lab import toolchain
+from cookbook import _host
+from lab import toolchain
 
-H200 = _mgpu.Target("NVIDIA H200", 132)
+H200 = _host.Target("NVIDIA H200", 132)
 ROWS, VECTOR = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16), jax.ShapeDtypeStruct((512,), jnp.bfloat16)
 HEADS, TOKENS = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16), jax.ShapeDtypeStruct((2, 256, 4), jnp.float32)
 # An op of each family that one GPU runs, with its operands: the leading axis of each but weights is that of a batch.
@@ -38,7 +39,7 @@ def h200():
 
 
 def exported(fn, *avals) -> export.Exported:
-    with _mgpu.building_for(H200):
+    with _host.building_for(H200):
         return export.export(jax.jit(lambda *args: fn(*args)), platforms=["cuda"])(*avals)
 
 
@@ -84,7 +85,7 @@ def test_on_an_explicit_mesh_a_kernel_needs_shard_map(name):
     fn, batched, weights = OPS[name]
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
     specs = (jax.P("data"),) * len(batched) + (jax.P(),) * len(weights)
-    with jax.set_mesh(mesh), _mgpu.building_for(H200):
+    with jax.set_mesh(mesh), _host.building_for(H200):
         shared = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
             for x, spec in zip((*batched, *weights), specs, strict=True)
@@ -102,7 +103,7 @@ def test_jit_alone_gathers_what_shard_map_leaves_where_it_is(divides, h200):
     fn = cookbook.softmax
     if divides:
         fn = jax.shard_map(fn, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))
-    with _mgpu.building_for(H200), jax.default_device(h200[0]):
+    with _host.building_for(H200), jax.default_device(h200[0]):
         aval = jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype, sharding=rows)
         text = jax.jit(lambda x: fn(x), out_shardings=rows).lower(aval).compile().as_text()
     assert ("all-gather" in text) == (not divides)

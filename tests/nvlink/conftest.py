@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.experimental.mosaic.gpu.launch_context import LaunchContext
 
-from cookbook import lab
+import lab
 
 
 @pytest.fixture(params=[2, 4, 8])

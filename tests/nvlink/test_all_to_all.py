@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import cookbook
-from cookbook import lab
+import lab
 from cookbook.nvlink import copies, segments
 from cookbook.nvlink.core import Config
 

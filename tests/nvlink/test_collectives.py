@@ -3,7 +3,7 @@
 Their protocols are simulated in test_protocol.py: the interpreter has no semaphores.
 """
 
-import importlib
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 import cookbook
-from cookbook import lab
+import lab
 from cookbook.nvlink import core
 from cookbook.nvlink.core import Config
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 SHARDED = jax.P("x")
 OPS = {"all_gather": cookbook.all_gather, "reduce_scatter": cookbook.reduce_scatter}
-all_gather, reduce_scatter = (importlib.import_module(f"cookbook.nvlink.{name}") for name in OPS)
+all_gather, reduce_scatter = (inspect.getmodule(getattr(cookbook, name)) for name in OPS)
 
 
 def compiled(op, n, shape, dtype=jnp.bfloat16, axis="x", devices=None, **kwargs):

@@ -10,6 +10,7 @@ detector does not see what orders them, signals; and pieces that overlap are wri
 import collections
 import contextlib
 import functools
+import inspect
 import time
 import types
 
@@ -22,22 +23,20 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import _mgpu, lab
-from cookbook.gemm import core as gemm
-from cookbook.lab import interpreter
-from cookbook.nvlink import (
-    all_gather,
-    all_gather_matmul,
-    copies,
-    core,
-    matmul_core,
-    matmul_reduce_scatter,
-    reduce_scatter,
-)
+import cookbook
+import lab
+from cookbook import _device, _host
+from cookbook.gemm import plan as gemm
+from cookbook.nvlink import copies, core, matmul_core
 from cookbook.nvlink.core import Config
+from lab import interpreter
 from tests.arrays import array
 from tests.starting import started_again
 
+all_gather, all_gather_matmul, matmul_reduce_scatter, reduce_scatter = map(
+    inspect.getmodule,
+    (cookbook.all_gather, cookbook.all_gather_matmul, cookbook.matmul_reduce_scatter, cookbook.reduce_scatter),
+)
 N = 2
 THIS, PEER = range(N)
 GMEM = 0  # The interpreter's number for memory that is not shared memory.
@@ -99,7 +98,7 @@ def interpreted(one_for_two, monkeypatch):
     def interpret(num_sms: int = 4, **where):
         nonlocal in_memory
         in_memory = where.get("in_memory", False)
-        with lab.interpret() as seen, _mgpu.building_for(_mgpu.Target("the GPU interpreter", num_sms, True)):
+        with lab.interpret() as seen, _host.building_for(_host.Target("the GPU interpreter", num_sms, True)):
             yield
             assert not seen.races, seen.races
 
@@ -143,7 +142,7 @@ class OfDevice(types.SimpleNamespace):
 
     def __getitem__(self, where):
         owner, piece = where
-        return self.ref.at[_mgpu.rem(owner + self.device, self.ref.shape[0]), piece]
+        return self.ref.at[_device.rem(owner + self.device, self.ref.shape[0]), piece]
 
 
 @pytest.mark.parametrize("changes", [{}, dict(reduce=lambda add, pieces: functools.reduce(add, pieces[::-1]))])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cookbook
-from cookbook import lab
+import lab
 from cookbook.nvlink import matmul_core
 
 OPS = {
@@ -226,9 +226,7 @@ def test_without_gpus_it_says_what_to_do(op):
     with lab.interpret(), pytest.raises(RuntimeError, match="has no semaphores.*lab.compile_for.*devices=2"):
         jax.eval_shape(fn, x, x)
     if jax.default_backend() != "gpu":
-        with pytest.raises(
-            RuntimeError, match=r"JAX sees no GPU.*Run it on 2 GPUs.*from cookbook import lab"
-        ) as raised:
+        with pytest.raises(RuntimeError, match=r"JAX sees no GPU.*Run it on 2 GPUs.*import lab") as raised:
             jax.eval_shape(fn, x, x)
         assert "interpret" not in str(raised.value)  # The interpreter would refuse.
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cookbook
-from cookbook import lab
+import lab
 
 pytestmark = pytest.mark.several_gpus
 PRODUCTS = {

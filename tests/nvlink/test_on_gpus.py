@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cookbook
-from cookbook import lab
+import lab
 from cookbook.nvlink.core import Config
 from tests.nvlink.test_all_to_all import KINDS, ROWS, by_reference, numbered, sizes_of
 

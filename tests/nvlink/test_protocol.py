@@ -21,7 +21,7 @@ from cookbook.nvlink.protocol import (
     Signal,
     Wait,
 )
-from cookbook.nvlink.simulator import Fault, Simulator, find_fault
+from lab.nvlink_simulator import Fault, Simulator, find_fault
 
 DEVICES = range(2, 9)
 ROUNDS = 8  # Rounds of the collectives; tiles a shard of the products.

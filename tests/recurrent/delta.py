@@ -4,8 +4,8 @@ yardstick: the same chunks, with its roundings to 16 bits."""
 import jax.numpy as jnp
 import numpy as np
 
-from cookbook import lab
-from cookbook.recurrent.gated_delta_rule import gated_delta_rule_reference
+import lab
+from cookbook.recurrent.delta.gated_delta_rule import gated_delta_rule_reference
 from tests.arrays import array
 
 CHUNK = 64

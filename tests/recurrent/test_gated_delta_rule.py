@@ -14,12 +14,17 @@ import numpy as np
 import pytest
 from delta import check, problem
 
-from cookbook import gated_delta_rule, lab
-from cookbook.recurrent import arguments, core, delta_backward, delta_forward, delta_gradients, delta_inverse
+import lab
+from cookbook import gated_delta_rule
+from cookbook.recurrent import arguments, core
 from cookbook.recurrent.core import Sequences
+from cookbook.recurrent.delta import kernel as delta_forward
+from cookbook.recurrent.delta import kernel_backward as delta_backward
+from cookbook.recurrent.delta import kernel_gradients as delta_gradients
+from cookbook.recurrent.delta import kernel_inverse as delta_inverse
 from tests.arrays import array
 
-module = importlib.import_module("cookbook.recurrent.gated_delta_rule")
+module = importlib.import_module("cookbook.recurrent.delta.gated_delta_rule")
 reference, Config = module.gated_delta_rule_reference, module.Config
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 NAMES = "q", "k", "v", "g", "beta", "initial_state"

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cookbook import gated_delta_rule, gated_delta_rule_step, lab
+import lab
+from cookbook import gated_delta_rule, gated_delta_rule_step
 
-module = importlib.import_module("cookbook.recurrent.gated_delta_rule_step")
+module = importlib.import_module("cookbook.recurrent.delta.gated_delta_rule_step")
 reference, Config = module.gated_delta_rule_step_reference, module.Config
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 

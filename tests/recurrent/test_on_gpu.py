@@ -1,7 +1,7 @@
 """The recurrent kernels on a GPU: sizes that fill it, sequences too long for the interpreter, equal bits."""
 
 import functools
-import importlib
+import inspect
 
 import delta
 import jax
@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from ssd_problems import error, more, operands
 
+import cookbook
 from cookbook import gated_delta_rule, ssd
 
-delta_module, ssd_module = (
-    importlib.import_module(f"cookbook.recurrent.{name}") for name in ("gated_delta_rule", "ssd")
-)
+delta_module, ssd_module = (inspect.getmodule(getattr(cookbook, name)) for name in ("gated_delta_rule", "ssd"))
 LENGTH, STRETCH = 65536, 4096
 
 

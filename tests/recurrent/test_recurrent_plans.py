@@ -5,6 +5,7 @@ columns a block, and how many heads share the inverse's block.
 """
 
 import functools
+import inspect
 import math
 
 import jax
@@ -12,8 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import cookbook
-from cookbook import _mgpu
-from cookbook.recurrent import ssd_step
+from cookbook import _host
 from tests.lowering import H200, lowered
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -71,10 +71,10 @@ def test_default_plans(name):
 
 def test_steps_of_every_size():
     """Each way in which the kernel of `ssd_step` cuts a state, and both sizes of heads of the other."""
-    seen = set()
+    seen, step = set(), inspect.getmodule(cookbook.ssd_step)
     for state_dim in (64, *range(128, 1025, 128)):
         for size in range(8, 521, 8):
-            plan = ssd_step.Plan(2, 1, size, state_dim, ssd_step.Config())
+            plan = step.Plan(2, 1, size, state_dim, step.Config())
             if (key := (plan.rows, plan.width, state_dim if state_dim < 512 else 512)) in seen:
                 continue
             seen.add(key)
@@ -106,12 +106,12 @@ def test_grids_of_many_blocks(monkeypatch, fn, args):
     grids = []
 
     def stub(body, *, out_type, **how):
-        grids.append(_mgpu._launchable(**how)["grid"])
+        grids.append(_host._launchable(**how)["grid"])
         return lambda *operands: jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), out_type)
 
-    monkeypatch.setattr(_mgpu, "kernel", stub)
+    monkeypatch.setattr(_host, "kernel", stub)
     jax.clear_caches()
-    with _mgpu.building_for(H200):
+    with _host.building_for(H200):
         jax.eval_shape(lambda *args: fn(*args), *args)
     jax.clear_caches()
     assert any(math.prod(grid) > MANY for grid in grids) and all(max(grid[:-1]) < 2**16 for grid in grids if grid[:-1])
@@ -121,5 +121,5 @@ def test_grids_of_many_blocks(monkeypatch, fn, args):
 def test_tables_of_packed_sequences_under_promotion_of_ranks_that_raises(op):
     sequences = functools.partial(call, num_seqs=3, grad=True, starts=True)
     fn, args = sequences(*((SSD, space(1, 100, 1, 1, 64, 64)) if op == "ssd" else (GATED, delta(1, 100, 1, 1, 64, 64))))
-    with _mgpu.building_for(H200), jax.numpy_rank_promotion("raise"):
+    with _host.building_for(H200), jax.numpy_rank_promotion("raise"):
         jax.eval_shape(lambda *args: fn(*args), *args)

@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 from ssd_problems import BF16, chunked, error, more, operands
 
-from cookbook import lab, linear_attention, ssd
-from cookbook.recurrent import core, ssd_bwd, ssd_forward
-from cookbook.recurrent.linear_attention import linear_attention_reference
+import lab
+from cookbook import linear_attention, ssd
+from cookbook.recurrent import core
+from cookbook.recurrent.ssd import kernel as ssd_forward
+from cookbook.recurrent.ssd import kernel_backward as ssd_bwd
+from cookbook.recurrent.ssd.linear_attention import linear_attention_reference
 from tests.arrays import array
 
-module = importlib.import_module("cookbook.recurrent.ssd")
+module = importlib.import_module("cookbook.recurrent.ssd.ssd")
 reference, Config = module.ssd_reference, module.Config
 # Pairs, states and scaled rows are rounded before they are multiplied, as tensor cores want it, and the result is too:
 # less than a unit in the last place, where the reference rounds once.

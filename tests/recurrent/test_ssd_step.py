@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import lab, ssd, ssd_step
+import lab
+from cookbook import ssd, ssd_step
 from tests.arrays import array
 
-module = importlib.import_module("cookbook.recurrent.ssd_step")
+module = importlib.import_module("cookbook.recurrent.ssd.ssd_step")
 reference, Config = module.ssd_step_reference, module.Config
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 

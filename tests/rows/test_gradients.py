@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import lab, reduce_sum, rms_norm, softmax
+import lab
+from cookbook import reduce_sum, rms_norm, softmax
 from cookbook.rows import core
 from cookbook.rows.reduce_sum import reduce_sum_reference
 from cookbook.rows.rms_norm import rms_norm_reference

@@ -6,6 +6,7 @@ Row lengths around what decides how a row is laid out: 1 and 2 (padded), powers 
 
 import functools
 import importlib
+import inspect
 import itertools
 
 import jax
@@ -13,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import _mgpu, lab, reduce_sum, rms_norm, softmax
+import cookbook
+import lab
+from cookbook import _host, reduce_sum, rms_norm, softmax
 from cookbook.rows import core, leading
 from cookbook.rows.rms_norm import rms_norm_reference
 from cookbook.rows.softmax import softmax_reference
 from tests.arrays import array
 
-reduce_sum_module, softmax_module = (
-    importlib.import_module(f"cookbook.rows.{name}") for name in ("reduce_sum", "softmax")
-)
+reduce_sum_module, softmax_module = (inspect.getmodule(getattr(cookbook, name)) for name in ("reduce_sum", "softmax"))
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 # The first of each is compiled too; the other shapes are of kernels that compile for one of these.
 CASES = [
@@ -32,7 +33,7 @@ MORE_CASES = [
     ((5, 1), BF16), ((300, 8), F16), ((2, 100), BF16), ((37, 128), F32), ((21, 257), BF16), ((37, 1000), F32),
     ((5, 1301), F16), ((9, 5000), F32), ((3, 16384), BF16), ((2, 6001), F32), ((1, 20003), BF16),
 ]  # fmt: skip
-H200 = _mgpu.Target("h200", 132)
+H200 = _host.Target("h200", 132)
 IDS = lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else getattr(value, "__name__", None)
 
 

@@ -5,7 +5,7 @@ And what becomes of arrays beyond 32-bit offsets.
 """
 
 import functools
-import importlib
+import inspect
 import itertools
 import math
 import re
@@ -16,12 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import _mgpu, lab, reduce_sum, rms_norm, softmax
+import cookbook
+import lab
+from cookbook import _host, reduce_sum, rms_norm, softmax
 from cookbook.rows import core, leading
 from tests.lowering import H200, lowered
 
 reduce_sum_module, rms_norm_module, softmax_module = (
-    importlib.import_module(f"cookbook.rows.{name}") for name in ("reduce_sum", "rms_norm", "softmax")
+    inspect.getmodule(getattr(cookbook, name)) for name in ("reduce_sum", "rms_norm", "softmax")
 )
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
@@ -115,7 +117,7 @@ def test_columns_of_every_length():
         traits = {(plan.vec, plan.windows, dtype), *enumerate(code), plan.left_span}
         cases.append((plan.parts * plan.groups + plan.left_parts + plan.loads, traits, (plan, dtype)))
     for plan, dtype in of_each_kind(cases):
-        launch = functools.partial(leading._launch, plan, _mgpu.compiler_params(), F32)
+        launch = functools.partial(leading._launch, plan, _host.compiler_params(), F32)
         lowered(lambda x, launch=launch: launch([x]), jax.ShapeDtypeStruct((plan.rows, plan.cols), dtype))
 
 

@@ -1,4 +1,4 @@
-"""The models of `cookbook.serving.checkpoint` in NumPy and float64, from the files of a checkpoint.
+"""The models of `serving.checkpoint` in NumPy and float64, from the files of a checkpoint.
 
 Shares no code with the package: one sequence, no cache, loops over heads and experts.
 """

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import lab
 from bench import tiny_model
-from cookbook import lab
-from cookbook.serving import Engine, LlamaConfig, Request, init
-from cookbook.serving.model import empty_pages, forward
-from cookbook.serving.request import Chunk
-from cookbook.serving.step import pack, padding, step
-from cookbook.serving.weights import Int8, prepared, quantised
+from serving import Engine, LlamaConfig, Request, init
+from serving.model import empty_pages, forward
+from serving.request import Chunk
+from serving.step import pack, padding, step
+from serving.weights import Int8, prepared, quantised
 from tests.arrays import array
 
 TINY = LlamaConfig(256, 128, 256, 1, 4, 2, 64)
@@ -131,7 +131,7 @@ def test_a_mutant_with_one_scale_for_all_outputs_is_caught(monkeypatch):
         jnp.round(weight / (scale := jnp.abs(weight).max() / 127)).astype(jnp.int8), jnp.full(len(weight), scale)
     )
     assert abs(tiny_model.perplexity(tiny_model.CONFIG, params, texts, weights="int8") / exact - 1) < 0.02
-    monkeypatch.setattr("cookbook.serving.weights.quantised", one_scale)
+    monkeypatch.setattr("serving.weights.quantised", one_scale)
     assert abs(tiny_model.perplexity(tiny_model.CONFIG, params, texts, weights="int8") / exact - 1) > 0.02
 
 

@@ -11,14 +11,14 @@ import numpy_models
 import pytest
 from safetensors.numpy import save_file
 
+import lab
 from bench.peers import imports
-from cookbook import lab
-from cookbook.serving import Engine, LlamaConfig, RopeScaling, load, save
-from cookbook.serving.checkpoint import config_of
-from cookbook.serving.model import empty_pages, forward
-from cookbook.serving.request import Chunk, Request
-from cookbook.serving.step import pack
-from cookbook.serving.weights import prepared
+from serving import Engine, LlamaConfig, RopeScaling, load, save
+from serving.checkpoint import config_of
+from serving.model import empty_pages, forward
+from serving.request import Chunk, Request
+from serving.step import pack
+from serving.weights import prepared
 from tests.arrays import array
 
 SIZES = dict(

@@ -13,17 +13,17 @@ import sys
 import numpy as np
 import pytest
 
-from cookbook import lab
-from cookbook.serving import Engine, LlamaConfig, init
-from cookbook.serving.sampling import Sampled
+import lab
+from serving import Engine, LlamaConfig, init
+from serving.sampling import Sampled
 
-engine_module = importlib.import_module("cookbook.serving.engine")
+engine_module = importlib.import_module("serving.engine")
 
 CONFIG = LlamaConfig(61, 8, 8, 1, 1, 1, 8, dtype="float32")
 PARAMS = init(CONFIG)
 PAGE = 4
 FILES = [
-    importlib.import_module(f"cookbook.serving.{name}").__file__
+    importlib.import_module(f"serving.{name}").__file__
     for name in ("engine", "scheduler", "pages", "step", "request", "stats")
 ]
 STEP, FIRST_LINE = inspect.getsourcelines(Engine.step)

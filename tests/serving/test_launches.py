@@ -5,8 +5,8 @@ import dataclasses
 
 import pytest
 
+import lab
 from bench import serving as bench
-from cookbook import lab
 
 SHORT = dataclasses.replace(bench.LLAMA_1B.config, num_hidden_layers=1)
 

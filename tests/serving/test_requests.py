@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cookbook import lab
-from cookbook.serving import Engine, LlamaConfig, PageAllocator, Request, RopeScaling, Scheduler, init
-from cookbook.serving.checks import require_supported
-from cookbook.serving.reference import generate
-from cookbook.serving.stats import KEPT, Stats, StepStats
-from cookbook.serving.step import shapes
+import lab
+from serving import Engine, LlamaConfig, PageAllocator, Request, RopeScaling, Scheduler, init
+from serving.checks import require_supported
+from serving.reference import generate
+from serving.stats import KEPT, Stats, StepStats
+from serving.step import shapes
 
 CONFIG = LlamaConfig(256, 128, 256, 2, 4, 2, 64, dtype="float32")
 SIZES = dict(num_pages=24, page_size=16, max_seqs=8, max_tokens_per_step=32)
@@ -108,7 +108,7 @@ def test_block_tables_of_kernels_have_few_widths(backend, width, monkeypatch):
     def fail(*args, **how):
         raise RuntimeError(f"{args[3].block_tables.shape[1]} pages wide")
 
-    monkeypatch.setattr(importlib.import_module("cookbook.serving.engine"), "step", fail)
+    monkeypatch.setattr(importlib.import_module("serving.engine"), "step", fail)
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
     engine = engine_of(config, backend=backend)
     engine.submit(range(20), 1)
@@ -213,7 +213,7 @@ def test_a_requests_nan_stays_its_own_on_the_kernels():
 
 @pytest.mark.parametrize("token", [-5, 256, 2**31 - 1])
 def test_a_token_outside_of_the_vocabulary_fails_its_request_alone(monkeypatch, token):
-    module = importlib.import_module("cookbook.serving.engine")
+    module = importlib.import_module("serving.engine")
     step = module.step
 
     def broken_step(*args, **kwargs):
@@ -432,7 +432,7 @@ def changed(**params):
 def test_an_engine_refuses_what_its_kernels_would_refuse_at_each_step(changes, how, message):
     config = dataclasses.replace(LlamaConfig(16, 128, 128, 1, 2, 1, 64), **changes)
     params = {name: np.zeros(shape, config.dtype) for name, shape in config.shapes.items()}
-    with pytest.raises(ValueError, match=f"(?s)cookbook.serving.Engine: .*{message}"):
+    with pytest.raises(ValueError, match=f"(?s)serving.Engine: .*{message}"):
         engine_of(config, params, **dict(backend="cookbook") | how)
 
 

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from cookbook.serving import Engine, LlamaConfig, init
-from cookbook.serving.sampling import Options, keep_probable, sample
-from cookbook.serving.step import ALL_TOKENS
+from serving import Engine, LlamaConfig, init
+from serving.sampling import Options, keep_probable, sample
+from serving.step import ALL_TOKENS
 
 VOCAB = 50
 

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import lab
 from bench import serving as bench
-from cookbook import lab
-from cookbook.serving import Engine, LlamaConfig, PageAllocator, Request, Scheduler, init
-from cookbook.serving.backends import backend
-from cookbook.serving.model import rotate
-from cookbook.serving.pages import extend_keys
-from cookbook.serving.reference import generate
+from serving import Engine, LlamaConfig, PageAllocator, Request, Scheduler, init
+from serving.backends import backend
+from serving.model import rotate
+from serving.pages import extend_keys
+from serving.reference import generate
 from tests.arrays import array
 
 CONFIG = LlamaConfig(256, 128, 256, 2, 4, 2, 64, dtype="float32")
@@ -68,7 +68,7 @@ def use_at_random(module, seed: int, steps: int = 300):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_allocator_never_leaks_and_never_gives_a_page_twice(seed):
-    use_at_random(importlib.import_module("cookbook.serving.pages"), seed)
+    use_at_random(importlib.import_module("serving.pages"), seed)
 
 
 def test_the_books_are_compared_with_the_holders():
@@ -178,7 +178,7 @@ def schedule_at_random(module, seed: int):
 
 def test_scheduler_keeps_its_promises():
     """Budget, order, no page written by two or while shared, every request ends."""
-    counts = [schedule_at_random(importlib.import_module("cookbook.serving.scheduler"), seed) for seed in range(200)]
+    counts = [schedule_at_random(importlib.import_module("serving.scheduler"), seed) for seed in range(200)]
     for ahead in (0, 1):
         assert sum(count > 0 for count, _ in counts[ahead::2]) >= 30 and sum(n for _, n in counts[ahead::2]) >= 200
 
@@ -263,7 +263,7 @@ def recorded(monkeypatch) -> dict:
     """Filled, from here on, with the scores that the engine chose from, by request and place of the new token.
 
     Its steps go off one at a time."""
-    module, scores, launched = importlib.import_module("cookbook.serving.engine"), {}, collections.deque()
+    module, scores, launched = importlib.import_module("serving.engine"), {}, collections.deque()
     step, complete = module.step, Scheduler.complete
 
     def recording_step(*args, **kwargs):
@@ -315,7 +315,7 @@ def test_engine_gives_the_references_tokens(trace, monkeypatch, ahead):
 @pytest.fixture
 def several(monkeypatch) -> list[int]:
     """Filled, from here on, with the numbers of steps that go off at once, where there are several."""
-    module, counts = importlib.import_module("cookbook.serving.engine"), []
+    module, counts = importlib.import_module("serving.engine"), []
     original = module.decode_steps
 
     def counting(*args, count, **kwargs):
@@ -406,7 +406,7 @@ def test_engine_on_the_kernels(monkeypatch):
 
 def test_sampling_follows_the_probabilities():
     """Two thousand draws of one distribution, each with another seed: frequencies within four deviations."""
-    from cookbook.serving.sampling import scores
+    from serving.sampling import scores
 
     logits, count = np.float32([2.0, 1.0, 0.0, -1.0]), 2000
     rows = scores(
@@ -481,12 +481,12 @@ def copied(monkeypatch):
     def copy_from(name: str, old: str = "", new: str = "") -> dict[str, types.ModuleType]:
         copies = {}
         for each in MODULES[MODULES.index(name) :]:
-            source = inspect.getsource(importlib.import_module(f"cookbook.serving.{each}"))
+            source = inspect.getsource(importlib.import_module(f"serving.{each}"))
             if each == name and old:
                 assert source.count(old) == 1
                 source = source.replace(old, new)
             for other in copies:
-                source = source.replace(f"from cookbook.serving.{other} import", f"from copy_of_{other} import")
+                source = source.replace(f"from serving.{other} import", f"from copy_of_{other} import")
             copy = copies[each] = types.ModuleType(f"copy_of_{each}")
             monkeypatch.setitem(sys.modules, copy.__name__, copy)
             exec(compile(source, copy.__name__, "exec"), copy.__dict__)

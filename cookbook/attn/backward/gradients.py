@@ -1,0 +1,130 @@
+"""FlashAttention, backward: gradients of `attention`, by two kernels or by one, that compute the weights anew from lse.
+
+    p  = exp(s - lse),  s = mask(cap(scale q kᵀ))        dv = pᵀ do
+    ds = p (do vᵀ - delta),  delta = sum(out do)         dk = scale dsᵀ q,  dq = scale ds k
+
+Shapes: those of `attention`, but lse and delta are (B, N, T), float32, as the kernel writes lse. With a soft cap ds is
+also multiplied by the derivative of tanh. A query that sees no key has lse = inf here, so that all its p are zero; so
+have those after the last one.
+
+`bwd_kernel.py` has the kernels, with their roles and barriers; `bwd_steps.py` the steps of a compute warpgroup of the
+two, and `bwd_fused.py` those of the one.
+
+Bound by: the tensor cores, with seven products where the one kernel has five. That one adds up dq in an order that
+differs from run to run; the two give the same to the bit in every run. With heads over 128 they have eleven products,
+because both warpgroups compute all of s and dp: splitting these is where to go on.
+
+Not supported: what `attention` does not support. Operands with rows of no multiple of 64, or lengths of no multiple of
+8, are padded by copies (TMA). Source: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024).
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ... import _host
+from .. import core
+from ..core import LOG2E, PIECE, WG_ROWS, Problem
+from .kernel import Plan, launch
+
+IN_FLIGHT = 48e6  # Bytes of heads that blocks go through at a time, at most: an L2 cache has 50 MB.
+WAVE_FILLED = 0.85  # Share of SMs, over all waves of equal blocks, that makes up for no more parts, by measurement.
+
+
+def _add_up(plan: Plan, params, kept, ring, vectors, segments):
+    """(dq, dk, dv)"""
+    (query, _), problem = ring, plan.problem
+    # dq as it is added up: two shares of 64 rows and 64 columns for each head and block, which has either twice as many
+    # rows or twice as many columns.
+    heads, shares = (plan.batch, problem.num_heads, plan.num_blocks), (plan.block // WG_ROWS, problem.head_dim // PIECE)
+    tiles = (plan.num_tiles,) if problem.interpreted else ()
+    zeros = jnp.zeros((*tiles, 2 * math.prod(heads), WG_ROWS, PIECE), jnp.float32)
+
+    each = [jnp.zeros((*x.shape[:2], plan.num_heads, x.shape[3]), x.dtype) for x in kept]
+
+    @pl.run_state
+    def add_up(refs):
+        refs[1][...], refs[2][...] = launch(plan, params, kept, ring, vectors, segments, refs[0])
+
+    # JAX's kernels take no Ref that varies over a mesh's axis, as dq does nevertheless.
+    dq, dk, dv = _host.apart(add_up(_host.apart((zeros, *_host.alike(*each, query)[:2]))))
+    dq = _host.alike(dq, query)[0].reshape(*tiles, *heads, *shares, WG_ROWS, PIECE)
+    dq = dq.sum(axis=0) if problem.interpreted else dq
+    dq = dq.transpose(0, 2, 3, 5, 1, 4, 6).reshape(plan.batch, -1, problem.num_heads, problem.head_dim)
+    return (dq[:, : query.shape[1]] * problem.scale).astype(query.dtype), dk, dv
+
+
+def _in_one_kernel(plan: Plan, params, *arrays):
+    """`_add_up`, whose batch `jax.vmap` makes larger: JAX cannot map what has Refs."""
+    run = jax.custom_batching.custom_vmap(functools.partial(_add_up, plan, params))
+
+    @run.def_vmap
+    def _(size, is_mapped, *arrays):
+        spread = lambda x, mapped: x if mapped else jnp.broadcast_to(x, (size, *x.shape))
+        join = lambda x, mapped: (x := spread(x, mapped)).reshape(-1, *x.shape[2:])
+        larger = dataclasses.replace(plan, batch=size * plan.batch)
+        results = _in_one_kernel(larger, params, *jax.tree.map(join, arrays, tuple(is_mapped)))
+        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in results), (True,) * 3
+
+    return run(*arrays)
+
+
+def _parts(plan: Plan, num_sms: int) -> int:
+    """Into how many parts a group of query heads is divided: as few as keep the SMs busy.
+
+    Where all blocks have as much to do, they are to fill their last wave well. Otherwise there are two for each SM, and
+    no more heads in flight than the L2 cache holds: in time the blocks of a group, and of the next one, are in
+    different heads.
+    """
+    problem, blocks = plan.problem, plan.batch * plan.num_heads * plan.num_tiles
+    divisors = [n for n in range(1, problem.group + 1) if problem.group % n == 0]
+    if (problem.left is None) == (problem.right is None):
+        filled = lambda n: n * blocks / (pl.cdiv(n * blocks, num_sms) * num_sms)
+        return next((n for n in divisors if filled(n) >= WAVE_FILLED), max(divisors, key=filled))
+    # Queries, do, and the sums of dq.
+    head_bytes = plan.num_blocks * plan.block * problem.head_dim * (8 if plan.adds_query else 4)
+    in_flight = head_bytes * (num_sms / plan.num_tiles + 1)  # With one head of each group.
+    fits = lambda n: n * blocks >= 2 * num_sms and problem.group // n * in_flight <= IN_FLIGHT
+    return next(filter(fits, divisors), problem.group)
+
+
+@functools.partial(jax.jit, static_argnames=("problem", "num_sms", "params", "config"))
+def gradients(
+    query, key, value, segments, out, lse, d_out, d_lse, *, problem: Problem, num_sms: int = 1, params, config=None
+):
+    """(dq, dk, dv) of `attention`, whose results were `out` and `lse`, for the gradients of both.
+
+    More blocks share the query heads of a group where that keeps `num_sms` SMs busier. lse and its gradient are
+    (B, N, T); `segments` is () or (segment_ids, kv_segment_ids). With a `config`, a `bwd_fused.Config`, one kernel
+    makes all three, and dq is not the same to the bit in every run.
+    """
+    (batch, num_q, _, head_dim), num_kv = query.shape, key.shape[1]
+    width = next(width for width in core.HEAD_DIMS if head_dim <= width)
+    pad = lambda x, rows, columns: jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, columns))) if rows + columns else x
+    q, k, v, do = (pad(x, 0, width - head_dim) for x in (query, key, value, d_out.astype(query.dtype)))
+    delta = jnp.einsum("btnh,btnh->bnt", out, d_out, precision="default", preferred_element_type=jnp.float32) - d_lse
+    lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2E)
+    # The two kernels take 192 queries at a time. In the one TMA gives zeros after the last query, whose do is zero too.
+    rows = ((0, 0), (0, 0), (0, -num_q % (384 if config is None else 8)))
+    vectors = jnp.pad(lse, rows, constant_values=jnp.inf), jnp.pad(delta, rows)
+    problem = dataclasses.replace(problem, head_dim=width)
+    plan = functools.partial(Plan, problem, batch, num_q, num_kv, bool(segments))
+    of_keys = plan(for_query=False, config=config)
+    of_keys = dataclasses.replace(of_keys, parts=_parts(of_keys, num_sms))
+    fit = lambda width, arrays: tuple(x if width == PIECE else pad(x, -x.shape[1] % 8, 0) for x in arrays)
+    operands = lambda plan, kept, ring: (fit(plan.kept_width, kept), fit(plan.ring_width, ring), vectors)
+    if config is None:
+        of_queries = plan(for_query=True)
+        (dq,) = launch(of_queries, params, *operands(of_queries, (q, do), (k, v)), segments)
+        dk, dv = launch(of_keys, params, *operands(of_keys, (k, v), (q, do)), segments[::-1])
+    else:
+        of_keys.config.check(width, of_keys.smem_bytes)
+        dq, dk, dv = _in_one_kernel(of_keys, params, *operands(of_keys, (k, v), (q, do)), segments[::-1])
+    if of_keys.parts > 1:
+        join = lambda x: x.reshape(*x.shape[:2], -1, of_keys.parts, width).sum(axis=3, dtype=jnp.float32)
+        dk, dv = (join(x).astype(x.dtype) for x in (dk, dv))
+    return tuple(dx[:, : x.shape[1], :, :head_dim] for dx, x in zip((dq, dk, dv), (query, key, value), strict=True))

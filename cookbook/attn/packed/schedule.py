@@ -1,0 +1,134 @@
+"""The list of tiles of packed attention, and which block of threads takes which.
+
+XLA makes it in a few small kernels, once for all layers of a model under one `jax.jit`. `plan` is the `Plan` of
+`packed_plan.py`.
+
+Blocks of threads take the tiles of a few KV heads at a time, so that L2 keeps what many tiles read. The longest of
+these come first, dealt out to and fro, so that all blocks end at about the same time.
+"""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ..core import WG_ROWS, div, rem
+
+ROW_UNIT = 8  # TMA finds rows of v only at its multiples.
+GROUP_BYTES = 32 * 2**20  # Bytes of keys and values read at about the same time: L2 keeps them.
+OTHER_PLACE = 53  # Places that a block moves on every two waves; no divisor of the number of blocks.
+# Columns of the table, a row for each tile; `packed_plan.Tile` explains each.
+FIELDS = ("token", "num_q", "first_q", "num_kv", "first_kv", "source", "number", "unit")
+
+
+def starts_of(cu_seqlens, num_rows: int):
+    """`cu_seqlens`, cut at the number of rows, and never going back."""
+    return _running(jnp.max, jnp.clip(cu_seqlens.astype(jnp.int32), 0, num_rows))
+
+
+def _running(reduce, x):
+    """`reduce` of the first number, of the first two, and so on: all at once, which takes a fraction of the time of
+    XLA's scan. The numbers are at least 0."""
+    i = jnp.arange(x.shape[-1])
+    return reduce(jnp.where(i <= i[:, None], x[..., None, :], 0), axis=-1).astype(x.dtype)
+
+
+def _rows(x, index):
+    """Rows of `x`. An index needs no care: it is none below 0, and the last row stands for those beyond."""
+    return x.at[index].get(mode="clip", wrap_negative_indices=False)
+
+
+def _seq_of(number, ends):
+    """How many of `ends` do not come after each number."""
+    return jnp.sum(ends <= number[:, None], axis=1, dtype=jnp.int32)
+
+
+def table(plan, starts_q, kv_first, kv_lens):
+    """(fields of the tiles, in the order in which `deal` deals them out; how many each block takes; where rows of q
+    find their lse).
+
+    `starts_q` has the first row of each sequence's queries, and the end of the last ones; `kv_first` the row of k where
+    each sequence's keys begin, or 0 in pages; `kv_lens` how many keys it has.
+    """
+    first_kv = rem(kv_first, ROW_UNIT)
+    # The rows after the last sequence count as one sequence more, without keys.
+    starts = jnp.append(starts_q, plan.num_tokens)
+    first_kv, source, kv_lens = (
+        jnp.append(x, jnp.int32(0))
+        for x in (first_kv, jnp.arange(plan.num_seqs, dtype=jnp.int32) if plan.pages else kv_first - first_kv, kv_lens)
+    )
+    q_lens = starts[1:] - starts[:-1]
+    num = div(q_lens + plan.queries - 1, plan.queries)
+    ends, kv_ends = _running(jnp.sum, jnp.stack([num, kv_lens]))
+    number = jnp.arange(plan.max_tiles, dtype=jnp.int32)
+    of_seq = jnp.stack([starts[:-1], q_lens, first_kv, first_kv + kv_lens, source, ends - num], axis=1)
+    start, q_len, first_kv, num_kv, source, first_tile = _rows(of_seq, _seq_of(number, ends)).T
+    first = (number - first_tile) * plan.queries
+    first_q = num_kv - q_len + first
+    fields = dict(
+        token=start + first, num_q=jnp.clip(q_len - first, 0, plan.queries), first_q=first_q, num_kv=num_kv,
+        first_kv=first_kv, source=source, number=number,
+    )  # fmt: skip
+    begin, end = plan.blocks(first_q, num_kv, first_kv).seen(0 * number, plan.queries * plan.heads)
+    row, unit, counts = deal(plan, jnp.where(number < ends[-1], end - begin, 0), ends[-1], kv_ends[-1])
+    table = jnp.stack([fields[name] for name in FIELDS[:-1]], axis=1)
+    return jnp.concatenate([_rows(table, row), unit[:, None]], axis=1), counts, (starts, ends, num)
+
+
+def deal(plan, steps, num_rows, num_kv):
+    """Row and unit of each tile, in the order in which blocks take them; and how many each block takes, of tiles b,
+    b + num_blocks, and so on for block b. There is a tile for each of the first `num_rows` rows and each unit.
+
+    Some units at a time, whose keys and values L2 keeps, with the longest tiles first. They are dealt out to and fro.
+    """
+    most = (2**31 - 1) // plan.max_tiles - 1
+    key = (most - jnp.minimum(steps, most)) * plan.max_tiles + jnp.arange(plan.max_tiles, dtype=jnp.int32)
+    if plan.max_tiles <= 4096:  # Two reductions over pairs, in place of a sort's passes.
+        rank = jnp.sum(key < key[:, None], axis=1)
+        order = jnp.sum(jnp.where(rank == jnp.arange(plan.max_tiles)[:, None], jnp.arange(plan.max_tiles), 0), axis=1)
+    else:
+        order = rem(jnp.sort(key), plan.max_tiles)
+    fit = GROUP_BYTES / (4.0 * plan.problem.head_dim * num_kv)
+    divisors = [n for n in range(1, plan.units + 1) if plan.units % n == 0]
+    together = functools.reduce(lambda found, n: jnp.where(n <= fit, n, found), divisors)
+
+    size = pl.cdiv(plan.max_tiles * plan.units, plan.num_blocks)
+    wave, block = jnp.arange(size, dtype=jnp.int32)[:, None], jnp.arange(plan.num_blocks, dtype=jnp.int32)
+
+    def dealt(wave):
+        """Number of the tile that each block takes in a wave; odd waves run backwards. Every two waves the blocks
+        change places, so that differences of one step do not add up."""
+        place = rem(block + -OTHER_PLACE % plan.num_blocks * div(wave, 2), plan.num_blocks)
+        return wave * plan.num_blocks + jnp.where(rem(wave, 2) == 0, place, plan.num_blocks - 1 - place)
+
+    number, num_tiles = dealt(wave), num_rows * plan.units
+    whole_waves = div(num_tiles, plan.num_blocks)
+    counts = whole_waves + (dealt(whole_waves) < num_tiles)
+    number = number.ravel()
+    together, of_group = (jnp.broadcast_to(x, number.shape) for x in (together, num_rows * together))
+    group = lax.div(number, of_group)
+    start = group * of_group
+    # A group's longest tiles begin a round of all blocks; what is left of the one before is filled with its shortest.
+    left = lax.rem(rem(plan.num_blocks - rem(start, plan.num_blocks), plan.num_blocks), of_group)
+    rank = lax.rem(number - start + of_group - left, of_group)
+    return _rows(order, lax.div(rank, together)), group * together + lax.rem(rank, together), counts
+
+
+def lse_of_rows(plan, lse, starts, ends, num):
+    """The lse of each row and head, (T, N), gathered from what tiles wrote: `ends` of the tiles of each sequence, and
+    their `num`."""
+    row, head = jnp.arange(plan.num_tokens, dtype=jnp.int32), np.arange(plan.problem.num_heads)
+    of_seq = jnp.stack([starts[:-1], ends - num], axis=1)
+    start, first_tile = _rows(of_seq, _seq_of(row, starts[1:])).T
+    query = row - start
+    kv_head, in_group = np.divmod(head, plan.problem.group)
+    chunk = np.minimum(in_group // plan.heads, plan.chunks - 1)
+    in_chunk = in_group - np.minimum(chunk * plan.heads, plan.problem.group - plan.heads)
+    # A tile's results as a row: of all units, warpgroups, and rows of these.
+    in_tile = rem(query, plan.queries)
+    place = div(in_tile, plan.wg_queries) * WG_ROWS + rem(in_tile, plan.wg_queries) * plan.heads
+    column = (kv_head * plan.chunks + chunk) * plan.config.compute_wgs * WG_ROWS + in_chunk
+    tile = first_tile + div(query, plan.queries)
+    return lse.reshape(len(lse), -1).at[tile[:, None], place[:, None] + column].get(mode="clip")

@@ -1,0 +1,117 @@
+"""Attention over packed sequences of any lengths, whose keys are packed too.
+
+    out = softmax(mask(cap(scale q kᵀ))) v  for each sequence,    lse = log sum exp of the same logits
+
+Shapes: q (T, N, H), the queries of sequence i being rows `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`; k and v (S, K, H),
+those of its keys being `cu_seqlens_kv[i]` to `cu_seqlens_kv[i + 1]`; out (T, N, H), lse (T, N). N is a multiple of K.
+With `is_causal` the last query of a sequence sees all of its keys, the one before all but the last, and so on. Rows
+after the last sequence give zeros.
+
+`packed.py` has the kernel, with its roles and barriers, `packed_tiles.py` the list of its tiles, and `steps.py` the
+steps of its compute warpgroups.
+
+Other names of the arguments; `attention.py` has those of its own arguments:
+
+    here            flash-attn             vLLM                     FlashInfer
+    cu_seqlens_q    cu_seqlens_q           query_start_loc          qo_indptr
+    cu_seqlens_kv   cu_seqlens_k           cu_seqlens_k             kv_indptr
+    (not needed)    max_seqlen_q, _k       max_query_len            (planned)
+    lse (T, N), ln  softmax_lse (N, T), ln softmax_lse (N, T), ln   lse (T, N), log2
+
+Bound by: the tensor cores; with few queries for each sequence, memory.
+
+Not supported: gradients (`attention` with segment_ids has them), heads of other sizes than 64, 80, 96, 128, 192 and
+256. If S is no multiple of 8, or H none of 64, v is padded by a copy, or with few queries a sequence comes in tiles of
+8 rows. Sources: Shah et al., "FlashAttention-3" (2024).
+"""
+
+import jax.numpy as jnp
+
+from .. import checks, references
+from ..core import SERVED_HEAD_DIMS, Config
+from . import kernel as packed
+
+
+def varlen_attention_reference(
+    q, k, v, cu_seqlens_q, cu_seqlens_kv, *, is_causal=False, scale=None, local_window_size=None, logits_soft_cap=None,
+    sinks=None,
+):  # fmt: skip
+    """(out, lse) in at least float32."""
+    return references.attend_packed(
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, is_causal, scale, local_window_size, logits_soft_cap, sinks
+    )
+
+
+def _check(q, k, v, cu_seqlens_q, cu_seqlens_kv) -> None:
+    op = "cookbook.varlen_attention"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 3:
+            raise ValueError(f"{op}: {name}.shape={x.shape}; must be (rows, heads, head_dim): join batch and positions")
+        if x.dtype not in (jnp.bfloat16, jnp.float16) or x.dtype != q.dtype:
+            raise ValueError(f"{op}: {name}.dtype = {x.dtype}; all must be bfloat16 or all float16: cast them")
+    if k.shape != v.shape or k.shape[2] != q.shape[2] or q.shape[2] not in SERVED_HEAD_DIMS:
+        raise ValueError(
+            f"{op}: {q.shape=}, {k.shape=}, {v.shape=}; k and v must have the same shape, and the head_dim of q, one "
+            f"of {SERVED_HEAD_DIMS}: pad it"
+        )
+    checks.groups("varlen_attention", q.shape[1], k.shape[1])
+    if cu_seqlens_q.ndim != 1 or cu_seqlens_q.shape != cu_seqlens_kv.shape or not len(cu_seqlens_q):
+        raise ValueError(f"{op}: {cu_seqlens_q.shape=}, {cu_seqlens_kv.shape=}; both must be (num_seqs + 1,)")
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
+        if x.dtype != jnp.int32:
+            raise ValueError(f"{op}: {name}.dtype = {x.dtype}; must be int32: cast it")
+
+
+def varlen_attention(
+    q, k, v, cu_seqlens_q, cu_seqlens_kv, *, is_causal=False, scale=None, local_window_size=None, logits_soft_cap=None,
+    sinks=None, return_lse=False, config: Config | None = None, **others,
+):  # fmt: skip
+    """Attention of packed sequences, each to its own keys, as flash-attn's varlen functions; the same to the bit in
+    every run.
+
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
+    Args:
+      q: (T, N, H), the queries of all sequences one after the other; bfloat16 or float16; H is 64, 80, 96, 128, 192
+        or 256.
+      k, v: (S, K, H), their keys and values, of the dtype of `q`; K divides N.
+      cu_seqlens_q: (num_seqs + 1,), int32: where queries of each sequence begin in `q`, and where the last ones end.
+      cu_seqlens_kv: (num_seqs + 1,), int32: the same of keys.
+      is_causal: the last query of a sequence sees all of its keys, the one before all but the last, and so on.
+      scale: what logits are multiplied by; None for 1 / sqrt(H).
+      local_window_size: (left, right): how many keys a query sees before and after its own position, which are
+        aligned at the ends; None for a side without bound, one number for both.
+      logits_soft_cap: c, so that logits become c tanh(logits / c); None for none.
+      sinks: (N,), floats: a logit of each head that counts as one key more, whose value is zero.
+      return_lse: also return the logarithms of the sums of exponentials.
+      config: blocks, stages and warpgroups, as of `attention`; None chooses by H.
+      others: arguments that other libraries have, such as `max_seqlen_q`, if they are None.
+
+    Returns:
+      (T, N, H), of the dtype of `q`; with `return_lse` also (T, N), float32, natural logarithms. A query that sees no
+      key gives zeros, and -inf or its sink; so does a row of q after the last sequence.
+
+    Raises:
+      ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
+    """
+    op = "varlen_attention"
+    checks.elsewhere(op, others)
+    args = checks.arrays(op, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
+    _check(*args)
+    positions = checks.num_positions(op, len(args[0]), len(args[1]))
+    how = checks.options(op, args[0].shape[2], is_causal, scale, logits_soft_cap, local_window_size, positions)
+    return packed.run(op, *args, sinks=sinks, how=how, return_lse=return_lse, config=config)
+
+
+varlen_attention.Config = Config  # `cookbook.varlen_attention` is this function, not its module.
+
+
+def flops(q_lens, kv_lens, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
+    """Floating-point operations of the two products over these lengths; a causal mask leaves out hidden pairs."""
+    pairs = (q * (kv - (q - 1) / 2 if is_causal else kv) for q, kv in zip(q_lens, kv_lens, strict=True))
+    return int(4 * num_heads * head_dim * sum(pairs))
+
+
+def bytes_moved(q_lens, kv_lens, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    """q and out, k and v, of 16 bits, each once."""
+    return 4 * head_dim * (num_heads * int(sum(q_lens)) + num_kv_heads * int(sum(kv_lens)))

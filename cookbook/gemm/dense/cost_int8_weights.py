@@ -1,0 +1,66 @@
+"""The time that a product with weights of 8 bits is expected to take, by which a configuration is chosen."""
+
+import functools
+import math
+
+from jax.experimental import pallas as pl
+
+from .. import cost
+from .. import plan as core
+from .kernel_int8_weights import Config
+
+
+@functools.lru_cache(4096)
+def default_config(m: int, n: int, k: int, num_sms: int = 132) -> Config:
+    """The configuration of the least predicted time for an (m, k) by (k, n) product."""
+    return ranked(m, n, k, 1, num_sms)[0]
+
+
+def ranked(m: int, n: int, k: int, count: int, num_sms: int = 132) -> list[Config]:
+    """The `count` configurations of the least predicted time, the best first: those that are worth timing."""
+    return sorted(candidates(m, n, k, num_sms), key=lambda config: predict(config, m, n, k, num_sms))[:count]
+
+
+def candidates(m: int, n: int, k: int, num_sms: int):
+    widths = [width for width in cost.WIDTHS if width < 2 * m or width == 8]
+    for tile_n in widths:
+        tiles = pl.cdiv(n, 128) * pl.cdiv(m, tile_n)
+        for tile_k in (128, 256) if tile_n <= 32 else (64, 128) if tile_n <= 128 else (64,):
+            for cluster_m in (2, 1) if tiles >= num_sms // 2 else (1,):
+                overlap = tiles <= num_sms and tile_n >= LEAST_OVERLAP
+                yield Config(128, tile_n, cluster_m=cluster_m, tile_k=tile_k, overlap=overlap)
+            for split_k in range(2, min(core.SPLIT_K_MAX, k // 512) + 1):
+                if tiles <= WAVES_OF_PARTS * core.resident(num_sms, split_k) and tile_n <= 128:
+                    yield Config(128, tile_n, split_k=split_k, tile_k=tile_k)
+                if tiles * split_k <= num_sms:
+                    parts = dict(split_k=split_k, second_kernel=True, overlap=tile_n >= LEAST_OVERLAP)
+                    yield Config(128, tile_n, tile_k=tile_k, **parts)
+
+
+def predict(c: Config, m: int, n: int, k: int, num_sms: int) -> float:
+    """Microseconds of the product on one H200."""
+    h, adds_parts = cost.H200, c.split_k > 1 and not c.second_kernel
+    fit = core.resident(num_sms, c.cluster_m * c.split_k) if not c.second_kernel else num_sms // c.split_k
+    waves = pl.cdiv(pl.cdiv(n, c.tile_m * c.cluster_m) * pl.cdiv(m, c.tile_n), fit)
+    values = c.tile_m * c.tile_n
+    received = 4 * values * c.split_k // core.owners(c.tile_n, c.split_k, True, 2) if adds_parts else 0
+    stages = (cost.SMEM_FOR_RING - received) // ((c.tile_m + 2 * c.tile_n) * c.tile_k)
+    if stages < 2:
+        return math.inf
+    # One warpgroup converts while the other multiplies, at best.
+    convert = CONVERT_STEP + CONVERT * c.tile_m * c.tile_k / 16384
+    tensor = values * c.tile_k / 2048 / h.tensor / 1e3
+    step = max(tensor, convert + tensor / 2, h.latency / min(stages, core.STAGES_MAX))
+    time = waves * (pl.cdiv(k, c.tile_k * c.split_k) * step + h.tile + 0.9 * values / 32768)
+    if adds_parts:
+        time += h.parts + PARTS * values * (1 - 1 / c.split_k) / 16384
+    elif c.second_kernel:
+        time += h.second_kernel + 8e-6 * c.split_k * m * n / h.read
+    start = h.start * (waves if c.split_k > 1 else 1)  # A block of parts computes one tile.
+    return start + cost.longer(time, (n * k + 2 * m * (n + k)) / h.read / 1e6)
+
+
+LEAST_OVERLAP = 128  # Rows of a tile from which on a product of one wave overlaps conversion with products.
+WAVES_OF_PARTS = 4  # Waves of clusters that add up parts of K, at most.
+PARTS = 14.0  # us to add up parts of K, for each 16,384 values that a block sends.
+CONVERT_STEP, CONVERT = 0.05, 0.46  # us of a step to read and convert its weights: of any, and more for each 16,384.

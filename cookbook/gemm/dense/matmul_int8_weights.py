@@ -1,0 +1,116 @@
+"""Matrix product of 16-bit activations and 8-bit integer weights, which become 16-bit on the way to the tensor cores.
+
+    o = a @ w_q * scales, computed as oᵀ = wᵀ aᵀ
+
+Shapes: a (M, K), w_q (K, N), or (N, K) with `transpose_w`, scales (N,), o (M, N). a is bfloat16 or float16, w_q int8, o
+bfloat16, float16 or float32; sums are float32. Rows of a and w_q must be multiples of 16 bytes. 8-bit integers are
+exact in either 16-bit float, so that only the quantization itself errs.
+
+Role and barrier tables: `roles.py`, where the operand `a` is w_q and the operand `b` is a. A compute warpgroup reads
+its rows of a step's weights into registers, converts them there to 16-bit floats, and multiplies them by a's tile,
+which the tensor cores read from shared memory. Meanwhile it reads the weights of the next step, and with `overlap` also
+converts them. A slot is freed when the products of its step have ended: they read the registers and the slot till then.
+
+Bound by: the tensor cores with many rows of a, as in `matmul`; with few, the memory that the weights come from. Longer
+steps read longer rows at a time.
+
+Not supported: zero points, scales of groups along K, 4-bit weights; batches (use `jax.vmap`); differentiation. The
+tensor cores want weights with K along their rows: a plain w_q is transposed, at the cost of one copy; store weights as
+(N, K). Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`. Chapter: 9b. Source:
+Dettmers et al., "LLM.int8()" (2022), for the use.
+"""
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ... import _host
+from ..kernel import fused_product, identity
+from ..plan import Operand, Tiles
+from .cost_int8_weights import default_config
+from .kernel_int8_weights import Config, Plan, multiply
+
+
+def matmul_int8_weights_reference(a, w_q, scales):
+    dtype = jnp.promote_types(a.dtype, jnp.float32)
+    return jnp.matmul(a.astype(dtype), w_q.astype(dtype), precision="highest") * scales.astype(dtype)
+
+
+def _check(a, w_q, scales, transpose_w: bool) -> tuple[int, int, int]:
+    op = "cookbook.matmul_int8_weights"
+    if a.ndim != 2 or w_q.ndim != 2:
+        raise ValueError(f"{op}: {a.shape=}, {w_q.shape=}; both must be matrices: reshape a, or use jax.vmap")
+    if a.dtype not in (jnp.bfloat16, jnp.float16) or w_q.dtype != jnp.int8:
+        raise ValueError(f"{op}: {a.dtype=}, {w_q.dtype=}; must be bfloat16 or float16, and int8: cast them")
+    (m, k), (k_w, n) = a.shape, w_q.shape[:: -1 if transpose_w else 1]
+    if k != k_w:
+        raise ValueError(
+            f"{op}: {a.shape=} and {w_q.shape=} ({transpose_w=}) share no K: {k} is not {k_w}; is w_q stored the other "
+            "way round?"
+        )
+    for name, x in (("a", a), ("w_q", w_q)):
+        unit = 16 // x.dtype.itemsize
+        if x.shape[1] % unit:
+            raise ValueError(
+                f"{op}: a row of {name} has {x.shape[1]} values, {x.shape[1] * x.dtype.itemsize} bytes; TMA needs a "
+                f"multiple of 16 bytes: pad it to {pl.cdiv(x.shape[1], unit) * unit} (jnp.pad, one copy of {name})"
+            )
+    if scales.shape != (n,) or not jnp.issubdtype(scales.dtype, jnp.floating):
+        raise ValueError(f"{op}: {scales.shape=}, {scales.dtype=}; must be ({n},), one float for each of N")
+    _host.require_indices("matmul_int8_weights", M=m, N=n, K=k)
+    return m, n, k
+
+
+def matmul_int8_weights(a, w_q, scales, *, out_dtype=None, transpose_w=False, config: Config | None = None):
+    """`a @ w_q * scales`, the weights dequantized on the way to the tensor core; float32 sums, rounded once.
+
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
+    Args:
+      a: (M, K); bfloat16 or float16.
+      w_q: (K, N), which costs a copy, or (N, K) with `transpose_w`; int8.
+      scales: (N,), of a floating dtype: what one unit of a column of w_q stands for.
+      out_dtype: bfloat16, float16 or float32; None for the dtype of `a`.
+      transpose_w: w_q is given transposed, and is read as it lies.
+      config: tiles, stages, cluster and order; None chooses by shape.
+
+    Returns:
+      (M, N) of `out_dtype`.
+
+    Raises:
+      ValueError: a rank, shape, dtype or row length is not supported; RuntimeError: no GPU.
+    """
+    a, w_q, scales = (
+        _host.as_array("matmul_int8_weights", name, x) for name, x in (("a", a), ("w_q", w_q), ("scales", scales))
+    )
+    transpose_w = _host.option("matmul_int8_weights", "transpose_w", transpose_w, bool)
+    _host.require_config("matmul_int8_weights", config, Config)
+    m, n, k = _check(a, w_q, scales, transpose_w)
+    out_dtype = _host.require_float("matmul_int8_weights", a.dtype if out_dtype is None else out_dtype)
+    instead = "cookbook.matmul of dequantized weights"
+    a, w_q, scales = _host.without_gradient("matmul_int8_weights", instead, a, w_q, scales)
+    if 0 in (m, n, k):
+        return jnp.zeros((m, n), out_dtype)
+    target = _host.require_tensor_cores("matmul_int8_weights")
+    config = config or default_config(m, n, k, target.num_sms)
+    tiles = Tiles(n, m, k, config.tile_k, config, target.num_sms)
+    operands = (
+        Operand(w_q.dtype, config.tile_m, config.tile_k, False),
+        Operand(a.dtype, config.tile_n, config.tile_k, False),
+    )
+    plan = Plan(tiles, *operands, identity, out_dtype, target.interpreted)
+    vectors = dict(col_scale=scales.astype(jnp.float32))
+    return fused_product(
+        w_q if transpose_w else w_q.T, a, vectors, plan=plan, params=_host.compiler_params(), multiply=multiply
+    )
+
+
+matmul_int8_weights.Config = Config  # `cookbook.matmul_int8_weights` is this function, not its module.
+
+
+def flops(m: int, n: int, k: int) -> int:
+    return 2 * m * n * k
+
+
+def bytes_moved(m: int, n: int, k: int, itemsize: int = 2) -> int:
+    """a and the result, of `itemsize` bytes, and the 8-bit weights, each once."""
+    return itemsize * m * k + k * n + itemsize * m * n

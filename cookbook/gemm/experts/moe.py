@@ -1,0 +1,259 @@
+"""Layer of a mixture of experts: routing, permutation, two grouped products, weighted sum.
+
+    o[t] = sum over the top_k experts e of token t: weight[t, e] * (silu(x[t] @ gate[e]) * (x[t] @ up[e])) @ down[e]
+
+Shapes: x (..., H), router_logits (..., E), w_gate_up (E, H, 2I): the columns of the gate, then those of the up product,
+w_down (E, I, H), o (..., H). x and the weights are all bfloat16 or all float16; routing is float32.
+
+The products are `ragged_dot`'s; SwiGLU is in the epilogue of the first. `copy_rows` brings the tokens to their experts.
+Around them XLA runs a few small operations. Rows are not sorted: the row of a token in its expert's group is how many
+earlier tokens chose the expert. A product with a triangle counts them within blocks of tokens, and comparisons over
+blocks; of few rows, comparisons alone. XLA's own cumulative sum takes longer.
+
+Bound by: the products; for the rest, the memory that rows are copied to and from: each token's row is written top_k
+times, and as many rows of the result are read.
+
+Not supported: capacities (no token is dropped), biases, shared experts. Under an automatic mesh JAX gathers sharded
+operands first: call it inside `jax.shard_map`. Chapter: 16b. Sources: Shazeer et al., "Outrageously large neural
+networks" (2017); Gale et al., "MegaBlocks" (2022), for products without padding.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ... import _host
+from ..grouped import gated
+from ..grouped.ragged_dot import ragged_dot
+from .copy_rows import copy_rows
+
+FEW = 1024  # Rows that are all compared with each other.
+TOKENS = 128  # Tokens of a block: a product with a triangle counts within it, and then blocks are compared.
+
+
+def moe_reference(x, router_logits, w_gate_up, w_down, top_k, renormalize=True, group_offset=0):
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    x, logits = x.astype(dtype), router_logits.astype(dtype)
+    chosen, experts = lax.top_k(logits, top_k)
+    weights = jax.nn.softmax(chosen) if renormalize else jnp.exp(chosen - jax.nn.logsumexp(logits, -1, keepdims=True))
+
+    def add_expert(total, expert):
+        number, gate_up, down = expert
+        both = jnp.matmul(x, gate_up.astype(dtype), precision="highest")
+        out = jnp.matmul(gated.swiglu(both), down.astype(dtype), precision="highest")
+        weight = jnp.where(experts == number, weights, 0).sum(-1, keepdims=True)
+        return total + jnp.where(weight != 0, weight * out, 0), None
+
+    numbers = group_offset + jnp.arange(w_down.shape[0])
+    return lax.scan(add_expert, jnp.zeros_like(x), (numbers, w_gate_up, w_down))[0]
+
+
+class Routing(NamedTuple):
+    """Which rows belong to which token: each has `top_k` of them, all in the order of the experts."""
+
+    weights: Any  # (T, top_k) float32.
+    rows: Any  # (T, top_k) int32: where a token's rows are.
+    sources: Any  # (T * top_k,) int32: whose row it is, as token * top_k + choice.
+    group_sizes: Any  # (E,) int32: how many rows each expert has.
+
+
+@_host.own_options()
+def route(router_logits, top_k: int, renormalize: bool = True) -> Routing:
+    """The `top_k` experts of each token, by its (T, E) logits, and where their rows are."""
+    logits = router_logits.astype(jnp.float32)
+    tokens, num_experts = logits.shape
+    chosen, experts = _top_k(logits, top_k)
+    weights = jax.nn.softmax(chosen) if renormalize else jnp.exp(chosen - jax.nn.logsumexp(logits, -1, keepdims=True))
+
+    places = _places_of_few if experts.size <= FEW else _places
+    # Without a barrier XLA finds each row again for each value that is read of it.
+    rows, group_sizes = lax.optimization_barrier(places(experts, num_experts))
+    copies = jnp.arange(tokens * top_k, dtype=jnp.int32)
+    sources = jnp.zeros_like(copies).at[rows.ravel()].set(copies, mode="promise_in_bounds", unique_indices=True)
+    return Routing(weights, rows, sources, group_sizes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _top_k(logits, top_k: int):
+    """The largest logits of each token, and whose they are. XLA's own gradient adds to the logits one by one."""
+    return tuple(lax.top_k(logits, top_k))
+
+
+def _top_k_fwd(logits, top_k: int):
+    chosen, experts = _top_k(logits, top_k)
+    return (chosen, experts), (experts, jnp.empty((0, logits.shape[1]), logits.dtype))
+
+
+def _top_k_bwd(top_k: int, residuals, gradients):
+    experts, like = residuals
+    is_choice = experts[:, :, None] == jnp.arange(like.shape[1], dtype=jnp.int32)[None, None]
+    return (jnp.where(is_choice, gradients[0][:, :, None], 0).sum(1),)
+
+
+_top_k.defvjp(_top_k_fwd, _top_k_bwd)
+
+
+def _places(experts, num_experts: int):
+    """(T, top_k) rows of each token with its `experts`, and the (E,) experts' numbers of rows.
+
+    A row follows those of the experts before, of the blocks of tokens before, and of the tokens before in its block.
+    """
+    tokens, expert = len(experts), jnp.arange(num_experts, dtype=jnp.int32)
+    blocks = -(-tokens // TOKENS)
+    here = jnp.pad(experts, ((0, blocks * TOKENS - tokens), (0, 0)), constant_values=-1)
+    is_choice = (here[:, :, None] == expert).any(1).reshape(blocks, TOKENS, num_experts).astype(jnp.bfloat16)
+    triangle = jnp.tri(TOKENS, dtype=jnp.bfloat16)  # Sums of zeros and ones are exact.
+    so_far = jnp.einsum("ts,bse->bte", triangle, is_choice, preferred_element_type=jnp.float32).astype(jnp.int32)
+    totals = so_far[:, -1]  # (blocks, E)
+    sizes, block = totals.sum(0, dtype=jnp.int32), jnp.arange(blocks)
+    starts = jnp.where(expert[None, :] < expert[:, None], sizes[None, :], 0).sum(1, dtype=jnp.int32)
+    before = jnp.where((block[None, :] < block[:, None])[:, :, None], totals[None], 0).sum(1, dtype=jnp.int32)
+    places = (so_far - 1 + (starts + before)[:, None]).reshape(-1, num_experts)
+    token = jnp.arange(tokens, dtype=jnp.int32)[:, None]
+    return places.at[token, experts].get(mode="promise_in_bounds"), sizes
+
+
+def _places_of_few(experts, num_experts: int):
+    """As `_places`, by comparing all rows with each other."""
+    row = experts.ravel() * experts.size + jnp.arange(experts.size, dtype=jnp.int32)  # By experts, then by tokens.
+    is_before = row[None, :] < row[:, None]
+    is_in = experts.reshape(1, -1) == jnp.arange(num_experts, dtype=jnp.int32)[:, None]
+    return is_before.sum(1, dtype=jnp.int32).reshape(experts.shape), is_in.sum(1, dtype=jnp.int32)
+
+
+def _take(x, index):
+    return x.at[index].get(mode="promise_in_bounds")
+
+
+def _sum_of_rows(y, weights, rows):
+    """Sum in float32 of each token's `rows` of y, times `weights` if there are any; one fused loop."""
+    parts = [_take(y, rows[:, j]).astype(jnp.float32) for j in range(rows.shape[1])]
+    parts = parts if weights is None else [weights[:, j, None] * part for j, part in enumerate(parts)]
+    return functools.reduce(jnp.add, parts).astype(y.dtype)
+
+
+@jax.custom_vjp
+def _permute(x, routing: Routing):
+    """Each row's token. The gradient gathers: adding rows to their token's would need atomic additions."""
+    return copy_rows(x, routing.rows, params=_host.compiler_params())
+
+
+def _permute_fwd(x, routing: Routing):
+    return _permute(x, routing), routing
+
+
+def _permute_bwd(routing: Routing, d_rows):
+    return _sum_of_rows(d_rows, None, routing.rows), None
+
+
+_permute.defvjp(_permute_fwd, _permute_bwd)
+
+
+@jax.custom_vjp
+def _combine(y, weights, routing: Routing):
+    """Each token's rows of y, times their weights, added up."""
+    return _sum_of_rows(y, weights, routing.rows)
+
+
+def _combine_fwd(y, weights, routing: Routing):
+    return _combine(y, weights, routing), (y, weights, routing)
+
+
+def _combine_bwd(residuals, d_out):
+    y, weights, routing = residuals
+    token = lax.div(routing.sources, jnp.int32(routing.rows.shape[1]))
+    d_y = (_take(weights.ravel(), routing.sources)[:, None] * _take(d_out, token).astype(jnp.float32)).astype(y.dtype)
+    d = d_out.astype(jnp.float32)
+    columns = range(routing.rows.shape[1])
+    d_weights = [(d * _take(y, routing.rows[:, j]).astype(jnp.float32)).sum(-1) for j in columns]
+    return d_y, jnp.stack(d_weights, 1), None
+
+
+_combine.defvjp(_combine_fwd, _combine_bwd)
+
+
+def _check(x, router_logits, w_gate_up, w_down, top_k: int, group_offset):
+    op = "cookbook.moe"
+    if x.dtype not in (jnp.bfloat16, jnp.float16) or not x.dtype == w_gate_up.dtype == w_down.dtype:
+        raise ValueError(
+            f"{op}: {x.dtype=}, {w_gate_up.dtype=}, {w_down.dtype=}; must all be bfloat16 or all float16: cast them"
+        )
+    if x.ndim < 1 or router_logits.shape[:-1] != x.shape[:-1] or not jnp.issubdtype(router_logits.dtype, jnp.floating):
+        raise ValueError(f"{op}: {router_logits.shape=}, {router_logits.dtype=}; must be {x.shape[:-1]} + (E,) floats")
+    experts, hidden = router_logits.shape[-1], x.shape[-1]
+    if w_gate_up.ndim != 3 or w_down.ndim != 3:
+        raise ValueError(f"{op}: {w_gate_up.shape=}, {w_down.shape=}; must be a matrix for each expert")
+    count, inner, _ = w_down.shape
+    if w_gate_up.shape != (count, hidden, 2 * inner) or w_down.shape[2] != hidden:
+        raise ValueError(
+            f"{op}: {w_gate_up.shape=}, {w_down.shape=}; must be (E, {hidden}, 2I) and (E, I, {hidden}), for "
+            f"{x.shape=}: the columns of the gate, then those of the up product"
+        )
+    if count > experts or (group_offset is None and count != experts):
+        raise ValueError(
+            f"{op}: router_logits has {experts} experts and there are weights of {count}: must be as many, or say "
+            "group_offset, the expert that the weights begin with"
+        )
+    if hidden % 8 or inner % 8:
+        raise ValueError(f"{op}: {hidden=}, {inner=} of {w_down.shape=}: must be multiples of 8, 16 bytes: pad them")
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"{op}: {top_k=}; must be from 1 to {experts}, the experts of router_logits")
+    rows = math.prod(x.shape[:-1]) * top_k
+    if rows * (experts + 2) >= 2**31:
+        raise ValueError(f"{op}: {rows} rows of tokens by {experts} experts; must be below 2**31: pass parts of x")
+
+
+def moe(x, router_logits, w_gate_up, w_down, *, top_k, renormalize=True, group_offset=None):
+    """Weighted sum of the outputs of each token's `top_k` experts; bitwise reproducible from run to run.
+
+    Differentiable in all four arrays. Under `jax.shard_map` with the experts sharded, each device has some of w_gate_up
+    and w_down, and all of x and router_logits; it gives `group_offset` and gets the sum over its own experts, which
+    `jax.lax.psum` adds up.
+
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
+    Args:
+      x: (..., H); bfloat16 or float16.
+      router_logits: (..., E), of a floating dtype.
+      w_gate_up: (E, H, 2I): columns of the gate, then those of the up product; of the dtype of `x`.
+      w_down: (E, I, H); of the dtype of `x`.
+      top_k: how many experts each token has; among equal logits the first experts win, and -0.0 is below 0.0.
+      renormalize: weights are the softmax of the chosen logits; False: that of all logits.
+      group_offset: None; or an integer, which may be traced: the expert that w_gate_up and w_down begin with.
+
+    Returns:
+      (..., H), of the dtype of `x`; sums over experts are float32, rounded once.
+
+    Raises:
+      ValueError: a rank, shape, dtype or row length is not supported; RuntimeError: no GPU.
+    """
+    names, given = ("x", "router_logits", "w_gate_up", "w_down"), (x, router_logits, w_gate_up, w_down)
+    x, router_logits, w_gate_up, w_down = (_host.as_array("moe", *pair) for pair in zip(names, given, strict=True))
+    top_k, renormalize = _host.option("moe", "top_k", top_k, int), _host.option("moe", "renormalize", renormalize, bool)
+    _check(x, router_logits, w_gate_up, w_down, top_k, group_offset)
+    if x.size == 0:
+        return jnp.zeros_like(x)
+    _host.require_tensor_cores("moe")
+    # Here, where the gradient of x is smallest, it is summed over the devices of a mesh.
+    x, router_logits, w_gate_up, w_down = _host.reverse_only("moe", x, router_logits, w_gate_up, w_down)
+    tokens = x.reshape(-1, x.shape[-1])
+    routing = route(router_logits.reshape(len(tokens), -1), top_k, renormalize)
+    places = routing._replace(weights=None)
+    product = functools.partial(ragged_dot, group_sizes=routing.group_sizes, group_offset=group_offset)
+    inner = product(_permute(tokens, places), w_gate_up, activation="swiglu")
+    return _combine(product(inner, w_down), routing.weights, places).reshape(x.shape)
+
+
+def flops(tokens: int, top_k: int, hidden: int, inner: int) -> int:
+    return 6 * tokens * top_k * hidden * inner
+
+
+def bytes_moved(tokens: int, top_k: int, hidden: int, inner: int, num_experts: int, itemsize: int = 2) -> int:
+    """Tokens, weights of the `num_experts` experts that have tokens, and the result once; rows in between once each."""
+    rows = tokens * top_k
+    between = 2 * rows * (2 * hidden + inner)  # Permuted, inner and unweighted rows are written and read.
+    return itemsize * (2 * tokens * hidden + 3 * num_experts * hidden * inner + between)

@@ -1,0 +1,167 @@
+"""Product of groups of rows with a matrix each, of scaled 8-bit floats: one kernel for all groups.
+
+    o[rows of group g] = (lhs * scale_lhs)[rows of group g] @ (rhs[g] * scale_rhs[g])
+
+Shapes: lhs (M, K), rhs (G, K, N), or (G, N, K) with `transpose_rhs`, group_sizes (G,), o (M, N). lhs and rhs are
+float8_e4m3fn; scales are float32; o is bfloat16, float16 or float32. Rows of lhs and, as it is read, of rhs must be
+multiples of 16 values along K. Scales are of one of two kinds:
+
+    by row and column   scale_lhs (M,), scale_rhs (G, N): applied to the sums
+    by block            scale_lhs (M, K / 128), scale_rhs (G, N / 128, K / 128): one for each row and 128 values of K of
+                        lhs, and for each square of 128 of a matrix; with a plain rhs (G, K / 128, N / 128)
+
+Role and barrier tables: `roles.py`; tiles: `groups.py`; scales: `group_scales.py`. A step is 128 values of K, a block:
+its sums are scaled and added to those of the steps before in float32 registers, so that a tile has at most 128x128
+values, half of those of a plain product.
+
+Bound by: the tensor cores; with scales by block also the additions, which take a quarter of the products' time. They
+overlap with the products of the warpgroup's next step and of the other warpgroup.
+
+Not supported: other sizes of blocks; batches (use `jax.vmap`); differentiation. The tensor cores want both operands
+with K along their rows: a plain rhs is transposed, at the cost of one copy; store weights as (G, N, K). Under an
+automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`. Chapter: 16b. Source: DeepSeek-AI,
+"DeepSeek-V3 technical report" (2024), for the blocks and why sums are promoted.
+"""
+
+import functools
+
+import jax.numpy as jnp
+
+from ... import _host
+from ..kernel import fused_product, identity
+from ..plan import Config
+from . import cost as group_cost
+from . import plan as groups
+from . import scales as group_scales
+from .ragged_dot import ragged_dot_reference
+from .scales import BLOCK
+
+DTYPE, UNIT = jnp.dtype(jnp.float8_e4m3fn), 16  # Values of a row along K: TMA's 16 bytes.
+REGISTER_VALUES = 200  # Registers that a thread, which has 232, can use for sums and scales.
+
+
+def ragged_dot_fp8_reference(lhs, rhs, scale_lhs, scale_rhs, group_sizes, group_offset=0, transpose_rhs=False):
+    dtype = jnp.promote_types(jnp.float32, scale_lhs.dtype)
+    lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
+    if scale_rhs.ndim == 2:
+        lhs, rhs = lhs * scale_lhs.reshape(-1, 1), rhs * jnp.expand_dims(scale_rhs, 2 if transpose_rhs else 1)
+    else:
+        spread = lambda x, axis, size: jnp.repeat(x, BLOCK, axis)[(slice(None),) * axis + (slice(size),)]
+        lhs = lhs * spread(scale_lhs, 1, lhs.shape[1])
+        rhs = rhs * spread(spread(scale_rhs, 1, rhs.shape[1]), 2, rhs.shape[2])
+    return ragged_dot_reference(lhs, rhs, group_sizes, group_offset, transpose_rhs)
+
+
+def default_config(m, n, k, num_groups, out_dtype=jnp.bfloat16, by_block=False, num_sms=132) -> Config:
+    """The configuration of the least predicted time, if groups are alike."""
+    return ranked(m, n, k, num_groups, 1, out_dtype, by_block, num_sms)[0]
+
+
+@functools.lru_cache(4096)
+def ranked(m, n, k, num_groups, count, out_dtype=jnp.bfloat16, by_block=False, num_sms=132) -> list[Config]:
+    """The `count` configurations of the least predicted time, the best first: those that are worth timing."""
+    problem = group_cost.Rows(m, n, k, num_groups, True, DTYPE, jnp.dtype(out_dtype), num_sms=num_sms)
+    return group_cost.ranked(problem, count, _fits_blocks if by_block else lambda config: True)
+
+
+def _fits_blocks(config: Config) -> bool:
+    """Whether a warpgroup has one block's columns, and registers for the sums of all steps and of those in flight."""
+    (rows, cols), mine = config.compute_tile, config.compute_tile[0 if config.swapped else 1]
+    values = rows * cols * (1 + group_scales.IN_FLIGHT) // 128
+    # With `swapped` a thread also keeps scales of many rows, a quarter of the columns, for these steps and the next.
+    values += cols * group_scales.IN_FLIGHT // 2 if config.swapped else 0
+    return values <= REGISTER_VALUES and BLOCK % mine == 0
+
+
+def _check(op: str, lhs, rhs, scale_lhs, scale_rhs, transpose_rhs: bool):
+    """(M, N, K) and whether scales are of blocks."""
+    m, n, k = groups.check_shapes(op, lhs, rhs, transpose_rhs, UNIT)
+    if lhs.dtype != DTYPE or rhs.dtype != DTYPE:
+        raise ValueError(f"cookbook.{op}: {lhs.dtype=}, {rhs.dtype=}; both must be {DTYPE}: scale and cast them")
+    by_block, blocks = scale_rhs.ndim == 3, (-(-n // BLOCK), -(-k // BLOCK))
+    wanted = rhs.shape[:1] + (blocks if transpose_rhs else blocks[::-1]) if by_block else (rhs.shape[0], n)
+    fits = scale_lhs.shape == (m, blocks[1]) if by_block else scale_lhs.shape in ((m,), (m, 1))
+    if not fits or scale_rhs.shape != wanted or not all(
+        jnp.issubdtype(x.dtype, jnp.floating) for x in (scale_lhs, scale_rhs)
+    ):  # fmt: skip
+        raise ValueError(
+            f"cookbook.{op}: {scale_lhs.shape=}, {scale_rhs.shape=}; must be floats: ({m},) and {(rhs.shape[0], n)}, "
+            f"one for each row and column, or {(m, blocks[1])} and {rhs.shape[:1] + blocks} (the last two exchanged if "
+            "rhs is not transposed), one for each block of 128"
+        )
+    return (m, n, k), by_block
+
+
+def ragged_dot_fp8(
+    lhs, rhs, scale_lhs, scale_rhs, group_sizes, *, group_offset=None, transpose_rhs=False, out_dtype=jnp.bfloat16,
+    config: Config | None = None,
+):  # fmt: skip
+    """`lhs * scale_lhs` times one matrix of `rhs * scale_rhs` for each group of rows, of 8-bit floats, rounded once.
+
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
+    Args:
+      lhs: (M, K); float8_e4m3fn.
+      rhs: (G, K, N), which costs a copy, or (G, N, K) with `transpose_rhs`; float8_e4m3fn.
+      scale_lhs: (M,) or (M, 1), one for each row; or (M, K / 128, rounded up), one for each 128 values of it.
+      scale_rhs: (G, N), one for each column; or (G, N / 128, K / 128), both rounded up, one for each square of 128,
+        which lie as those of rhs do: (G, K / 128, N / 128) if rhs is (G, K, N).
+      group_sizes, group_offset: as `cookbook.ragged_dot` takes them.
+      transpose_rhs: matrices are given transposed, and are read as they lie.
+      out_dtype: bfloat16, float16 or float32.
+      config: tiles, stages, cluster and order; None for those of the least predicted time.
+
+    Returns:
+      (M, N) of `out_dtype`; zeros in rows that belong to no group of rhs.
+
+    Raises:
+      ValueError: a rank, shape, dtype, scale or row length is not supported; RuntimeError: no GPU.
+    """
+    op = "ragged_dot_fp8"
+    names = "lhs", "rhs", "scale_lhs", "scale_rhs"
+    lhs, rhs, scale_lhs, scale_rhs = (
+        _host.as_array(op, name, x) for name, x in zip(names, (lhs, rhs, scale_lhs, scale_rhs), strict=True)
+    )
+    transpose_rhs = _host.option(op, "transpose_rhs", transpose_rhs, bool)
+    out_dtype = _host.require_float(op, out_dtype)
+    _host.require_config(op, config, Config)
+    (m, n, k), by_block = _check(op, lhs, rhs, scale_lhs, scale_rhs, transpose_rhs)
+    num_groups = rhs.shape[0]
+    group_sizes, group_offset = groups.check_groups(op, group_sizes, group_offset, m, num_groups)
+    operands = lhs, rhs, scale_lhs, scale_rhs
+    lhs, rhs, scale_lhs, scale_rhs = _host.without_gradient(op, "cookbook.ragged_dot of 16-bit operands", *operands)
+    if 0 in (m, n, k, num_groups):
+        return jnp.zeros((m, n), out_dtype)
+    target = _host.require_tensor_cores(op)
+    config = config or default_config(m, n, k, num_groups, out_dtype, by_block, target.num_sms)
+    if by_block and not _fits_blocks(config):
+        raise ValueError(
+            f"cookbook.{op}: {config.tile_m=} x {config.tile_n=}, {config.split_dim=}: with scales of blocks a "
+            "warpgroup has at most 64 x 128 values (64 x 80 with swapped), and columns of o that divide 128"
+        )
+    plan = group_scales.scaled(groups.row_plan(
+        m, n, k, num_groups, DTYPE, True, identity, out_dtype, config, target.num_sms, target.interpreted
+    ))  # fmt: skip
+    if not transpose_rhs:
+        rhs, scale_rhs = rhs.mT, scale_rhs.mT if by_block else scale_rhs
+    table = (
+        plan.tiles.table_of(group_sizes, group_offset),
+        group_scales.row_scales(scale_lhs.reshape(m, -1), plan),
+        scale_rhs.astype(jnp.float32) if by_block else group_scales.column_scales(scale_rhs, plan),
+    )
+    operands, how = (lhs, rhs)[:: -1 if config.swapped else 1], group_scales
+    multiply = how.multiply_blocks if by_block else how.multiply
+    return fused_product(*operands, {}, table, plan=plan, params=_host.compiler_params(), multiply=multiply)
+
+
+ragged_dot_fp8.Config = Config  # `cookbook.ragged_dot_fp8` is this function, not its module.
+
+
+def flops(m: int, n: int, k: int) -> int:
+    """Operations for `m` rows that belong to groups."""
+    return 2 * m * n * k
+
+
+def bytes_moved(m: int, n: int, k: int, num_groups: int, itemsize: int = 2) -> int:
+    """Rows and the matrices of the `num_groups` groups that have rows read once, the result written once."""
+    return m * k + num_groups * k * n + itemsize * m * n

@@ -1,0 +1,159 @@
+"""Product of groups of rows with a matrix of 8-bit integers each, which become 16-bit on the way to the tensor cores.
+
+    o[rows of group g] = lhs[rows of group g] @ rhs[g] * scales[g], computed as oᵀ = rhsᵀ lhsᵀ
+
+Shapes: lhs (M, K), rhs (G, K, N), or (G, N, K) with `transpose_rhs`, scales (G, N), group_sizes (G,), o (M, N). lhs is
+bfloat16 or float16, rhs int8, o bfloat16 or float16; sums are float32. Rows of lhs and of rhs, as it is read, must be
+multiples of 16 bytes. 8-bit integers are exact in either 16-bit float, so that only the quantization itself errs.
+
+Role and barrier tables: `roles.py`; products: those of `matmul_int8_weights.py`; tiles: `groups.py`; scales:
+`group_scales.py`.
+
+Bound by: the memory that the weights come from with few rows a group; with many, the tensor cores.
+
+Not supported: zero points, scales of groups along K, 4-bit weights; batches (use `jax.vmap`); differentiation. The
+tensor cores want weights with K along their rows: a plain rhs is transposed, at the cost of one copy; store weights as
+(G, N, K). Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`. Chapter: 16b.
+"""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ... import _device, _host
+from .. import cost
+from .. import plan as core
+from ..dense import cost_int8_weights, kernel_int8_weights
+from ..dense.kernel_int8_weights import Config
+from ..kernel import fused_product, identity
+from . import plan as groups
+from . import scales as group_scales
+from .ragged_dot import ragged_dot_reference
+
+
+def ragged_dot_int8_weights_reference(lhs, rhs, scales, group_sizes, group_offset=0, transpose_rhs=False):
+    dtype = jnp.promote_types(lhs.dtype, jnp.float32)
+    matrices = rhs.astype(dtype) * jnp.expand_dims(scales.astype(dtype), 2 if transpose_rhs else 1)
+    return ragged_dot_reference(lhs.astype(dtype), matrices, group_sizes, group_offset, transpose_rhs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(kernel_int8_weights.Plan, group_scales.ScaledPlan):
+    """The weights are operand `a`, and lhs is operand `b`."""
+
+
+@functools.lru_cache(4096)
+def default_config(m: int, n: int, k: int, num_groups: int, num_sms: int = 132) -> Config:
+    """The configuration of the least predicted time, if groups are alike."""
+    return ranked(m, n, k, num_groups, 1, num_sms)[0]
+
+
+def ranked(m: int, n: int, k: int, num_groups: int, count: int, num_sms: int = 132) -> list[Config]:
+    """The `count` configurations of the least predicted time, the best first: those that are worth timing."""
+    with_rows = min(m, num_groups)
+    rows = -(-m // with_rows)
+
+    def predict(c: Config) -> float:
+        """Microseconds: those of the product of a group alike, as often as its tiles fit into the waves of all."""
+        tiles = with_rows * max(1.0, rows / c.tile_n + 0.5) * -(-n // (c.tile_m * c.cluster_m))
+        waves = max(1.0, tiles / core.resident(num_sms, c.cluster_m) + 0.5)
+        one = cost_int8_weights.predict(c, c.tile_n, c.tile_m * c.cluster_m, k, num_sms) - cost.H200.start
+        memory = (with_rows * n * k + 2 * m * (n + k)) / cost.H200.read / 1e6
+        return cost.H200.start + cost.longer(waves * one, memory)
+
+    found = cost_int8_weights.candidates(rows, n, k, num_sms)
+    return sorted((c for c in found if c.split_k == 1), key=predict)[:count]
+
+
+def multiply(plan: Plan, ring: _device.Ring, w_smem, lhs_smem, before, acc, wide_smem=None):
+    """As `matmul_int8_weights.multiply`, for tiles that have steps; `acc` stays unused, because others have none."""
+    scale = plan.column_scales()
+    product = functools.partial(kernel_int8_weights.multiply, plan, ring, w_smem, lhs_smem, before, wide_smem=wide_smem)
+
+    def some():
+        return pl.run_scoped(product, plgpu.ACC(acc.shape)) * plan.spread(scale, 1)
+
+    none = lambda: plgpu.layout_cast(jnp.zeros(acc.shape, jnp.float32), plgpu.Layout.WGMMA)
+    return lax.cond(plan.tiles.num_steps > 0, some, none)
+
+
+def _check(op: str, lhs, rhs, scales, transpose_rhs: bool) -> tuple[int, int, int]:
+    m, n, k = groups.check_shapes(op, lhs, rhs, transpose_rhs, unit=16)
+    if lhs.dtype not in (jnp.bfloat16, jnp.float16) or rhs.dtype != jnp.int8:
+        raise ValueError(f"cookbook.{op}: {lhs.dtype=}, {rhs.dtype=}; must be bfloat16 or float16, and int8: cast them")
+    if scales.shape != (rhs.shape[0], n) or not jnp.issubdtype(scales.dtype, jnp.floating):
+        raise ValueError(
+            f"cookbook.{op}: {scales.shape=}, {scales.dtype=}; must be {(rhs.shape[0], n)}, one float for each column"
+        )
+    return m, n, k
+
+
+def ragged_dot_int8_weights(
+    lhs, rhs, scales, group_sizes, *, group_offset=None, transpose_rhs=False, out_dtype=None,
+    config: Config | None = None,
+):  # fmt: skip
+    """`lhs` times one matrix of `rhs * scales` for each group of rows, dequantized on the way to the tensor core.
+
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
+    Args:
+      lhs: (M, K); bfloat16 or float16.
+      rhs: (G, K, N), which costs a copy, or (G, N, K) with `transpose_rhs`; int8.
+      scales: (G, N), of a floating dtype: what one unit of a column of a matrix stands for.
+      group_sizes, group_offset: as `cookbook.ragged_dot` takes them.
+      transpose_rhs: matrices are given transposed, and are read as they lie.
+      out_dtype: bfloat16 or float16; None for the dtype of `lhs`.
+      config: tiles, stages, cluster and order; None for those of the least predicted time.
+
+    Returns:
+      (M, N) of `out_dtype`, from float32 sums, rounded once; zeros in rows that belong to no group of rhs.
+
+    Raises:
+      ValueError: a rank, shape, dtype or row length is not supported; RuntimeError: no GPU.
+    """
+    op = "ragged_dot_int8_weights"
+    lhs, rhs, scales = (_host.as_array(op, name, x) for name, x in (("lhs", lhs), ("rhs", rhs), ("scales", scales)))
+    transpose_rhs = _host.option(op, "transpose_rhs", transpose_rhs, bool)
+    (m, n, k), num_groups = _check(op, lhs, rhs, scales, transpose_rhs), rhs.shape[0]
+    out_dtype = _host.require_float(op, lhs.dtype if out_dtype is None else out_dtype)
+    if out_dtype == jnp.float32:
+        raise ValueError(
+            f"cookbook.{op}: {out_dtype=}; must be bfloat16 or float16, because tiles are transposed: cast it"
+        )
+    if _host.require_config(op, config, Config) is not None and config.split_k > 1:
+        raise ValueError(
+            f"cookbook.{op}: {config=}; must be of split_k=1: the device alone knows how many tiles there are"
+        )
+    group_sizes, group_offset = groups.check_groups(op, group_sizes, group_offset, m, num_groups)
+    lhs, rhs, scales = _host.without_gradient(op, "cookbook.ragged_dot of dequantized weights", lhs, rhs, scales)
+    if 0 in (m, n, k, num_groups):
+        return jnp.zeros((m, n), out_dtype)
+    target = _host.require_tensor_cores(op)
+    config = config or default_config(m, n, k, num_groups, target.num_sms)
+    tiles = groups.RowTiles(n, m, k, config.tile_k, config, target.num_sms, num_groups=num_groups, axis=1)
+    operands = (
+        core.Operand(rhs.dtype, config.tile_m, config.tile_k, False, stacked=True),
+        core.Operand(lhs.dtype, config.tile_n, config.tile_k, False),
+    )
+    plan = Plan(tiles, *operands, identity, out_dtype, target.interpreted)
+    table = tiles.table_of(group_sizes, group_offset), None, group_scales.column_scales(scales, plan)
+    return fused_product(
+        rhs if transpose_rhs else rhs.mT, lhs, {}, table, plan=plan, params=_host.compiler_params(), multiply=multiply
+    )
+
+
+ragged_dot_int8_weights.Config = Config  # `cookbook.ragged_dot_int8_weights` is this function, not its module.
+
+
+def flops(m: int, n: int, k: int) -> int:
+    """Operations for `m` rows that belong to groups."""
+    return 2 * m * n * k
+
+
+def bytes_moved(m: int, n: int, k: int, num_groups: int, itemsize: int = 2) -> int:
+    """Rows and the matrices of the `num_groups` groups that have rows read once, the result written once."""
+    return itemsize * m * k + num_groups * k * n + itemsize * m * n

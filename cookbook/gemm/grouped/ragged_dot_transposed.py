@@ -1,0 +1,151 @@
+"""Product of two arrays of rows, summed along the rows of each group: the gradient of the matrices of `ragged_dot`.
+
+    o[g] = lhs[rows of group g].T @ rhs[rows of group g]
+
+Shapes: lhs (M, K), rhs (M, N), group_sizes (G,) int32, o (G, K, N). Groups lie one after the other, from row 0; o of an
+empty group is zeros. lhs and rhs are both bfloat16 or both float16; sums are float32; o is bfloat16, float16 or
+float32. Rows of lhs and rhs must be multiples of 16 bytes, which TMA asks for.
+
+Role table: `roles.py`, which holds the kernel. A step is 64 rows. The first and the last step of a group may have rows
+of its neighbours: there the compute warpgroups write zeros over them, in both operands, so that no NaN of a neighbour
+gets into a sum. Barrier table: that of `roles.py`, and
+
+    barrier   arrivals                       who waits
+    masked    both compute warpgroups        both, before they multiply a step in which they wrote zeros
+
+Bound by: the tensor cores; with few rows a group, the memory that o goes to. Blocks take tiles of the largest groups
+first.
+
+Not supported: batches (use `jax.vmap`), other dtypes, differentiation. Under an automatic mesh JAX gathers sharded
+operands first: call it inside `jax.shard_map`. Chapter: 16b. Source: Gale et al., "MegaBlocks" (2022).
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ... import _host
+from .. import kernel as roles
+from ..plan import COMPUTE, Config
+from . import cost as group_cost
+from . import plan as groups
+
+
+def ragged_dot_transposed_reference(lhs, rhs, group_sizes):
+    dtype = jnp.promote_types(lhs.dtype, jnp.float32)
+    lhs, rhs, ends = lhs.astype(dtype), rhs.astype(dtype), jnp.cumsum(group_sizes)
+    row = jnp.arange(lhs.shape[0])[:, None]
+
+    def one(start, end):
+        a, b = (jnp.where((row >= start) & (row < end), x, 0) for x in (lhs, rhs))
+        return jnp.matmul(a.T, b, precision="highest")
+
+    return lax.map(lambda bounds: one(*bounds), (ends - group_sizes, ends))
+
+
+def default_config(m, k, n, num_groups, dtype=jnp.bfloat16, out_dtype=None, num_sms=132) -> Config:
+    """The configuration of the least predicted time, if groups are alike."""
+    return group_cost.best(problem(m, k, n, num_groups, dtype, out_dtype, num_sms))
+
+
+def problem(m, k, n, num_groups, dtype=jnp.bfloat16, out_dtype=None, num_sms=132) -> group_cost.Sums:
+    """The sums as `group_cost.ranked` takes them, which says which configurations are worth timing."""
+    return group_cost.Sums(k, n, m, num_groups, jnp.dtype(dtype), jnp.dtype(out_dtype or dtype), num_sms)
+
+
+def _mask(plan: groups.SumPlan, masked, step, a_smem, b_smem):
+    """Writes zeros over the rows of a step's tiles that belong to other groups, in the first and the last step."""
+    entry, role, size = plan.tiles.entry, lax.axis_index("role"), plan.tiles.tile_k
+    begin = plan.k(step)
+
+    @pl.when((begin < entry.start) | (begin + size > entry.end))
+    def _():
+        row = begin + plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (size, 64), 0), plgpu.Layout.WGMMA)
+        inside = (row >= entry.start) & (row < entry.end)
+
+        def mask(block):
+            values = plgpu.load(block, layout=plgpu.Layout.WGMMA)
+            block[...] = jnp.where(inside, values, jnp.zeros_like(values))
+
+        for operand, smem in ((plan.a, a_smem), (plan.b, b_smem)):
+            blocks = operand.rows // 64
+            for i in range(0, blocks, COMPUTE):  # The warpgroups take turns.
+                mine = functools.partial(mask, operand.block(smem, i + role))
+                mine() if i + COMPUTE <= blocks else pl.when(role == 0)(mine)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(masked)
+        plgpu.barrier_wait(masked)
+
+
+def multiply(plan: groups.SumPlan, ring, a_smem, b_smem, before, acc, masked):
+    """`roles.multiply`, of this group's rows alone."""
+    return roles.multiply(plan, ring, a_smem, b_smem, before, acc, prepare=functools.partial(_mask, plan, masked))
+
+
+def sums(lhs, rhs, group_sizes, group_offset, count: int, out_dtype, config: Config | None = None):
+    """`ragged_dot_transposed` of `count` groups from `group_offset` on, whose arguments are known to be right."""
+    op, (m, k), n = "ragged_dot_transposed", lhs.shape, rhs.shape[1]
+    if 0 in (m, k, n, count):
+        return jnp.zeros((count, k, n), out_dtype)
+    target = _host.require_tensor_cores(op)
+    config = config or default_config(m, k, n, count, lhs.dtype, out_dtype, target.num_sms)
+    plan = groups.sum_plan(k, n, m, count, lhs.dtype, out_dtype, config, target.num_sms, target.interpreted)
+    table = groups.sum_table(*groups.bounds(group_sizes, m, group_offset, count))
+    return roles.fused_product(lhs, rhs, {}, table, plan=plan, params=_host.compiler_params(), multiply=multiply)
+
+
+def ragged_dot_transposed(
+    lhs, rhs, group_sizes, *, group_offset=None, num_groups=None, preferred_element_type=None,
+    config: Config | None = None,
+):  # fmt: skip
+    """`lhs.T @ rhs` of each group's rows, with float32 sums, rounded once; bitwise reproducible.
+
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
+    Args:
+      lhs: (M, K); bfloat16 or float16.
+      rhs: (M, N); of the dtype of `lhs`.
+      group_sizes: (G,) integers, as `cookbook.ragged_dot` takes them.
+      group_offset, num_groups: compute `num_groups` groups alone, from this one on.
+      preferred_element_type: bfloat16, float16 or float32, the dtype of the result; None for the dtype of `lhs`.
+      config: tiles, stages, cluster and order; None for those of the least predicted time.
+
+    Returns:
+      (G, K, N), or (num_groups, K, N); zeros for groups without a row.
+
+    Raises:
+      ValueError: a rank, shape, dtype or row length is not supported; RuntimeError: no GPU.
+    """
+    op = "ragged_dot_transposed"
+    lhs, rhs = _host.as_array(op, "lhs", lhs), _host.as_array(op, "rhs", rhs)
+    _host.require_config(op, config, Config)
+    if lhs.ndim != 2 or rhs.ndim != 2 or lhs.shape[0] != rhs.shape[0]:
+        raise ValueError(f"cookbook.{op}: {lhs.shape=}, {rhs.shape=}; must be (M, K) and (M, N)")
+    groups.check_operands(op, lhs, rhs)
+    _host.require_indices(op, M=lhs.shape[0], N=rhs.shape[1], K=lhs.shape[1])
+    wanted = lhs.dtype if preferred_element_type is None else preferred_element_type
+    out_dtype = _host.require_float(op, wanted, "preferred_element_type")
+    if group_offset is not None and num_groups is None:
+        raise ValueError(f"cookbook.{op}: {num_groups=}: must say how many groups from group_offset on to compute")
+    if num_groups is not None and (num_groups := _host.option(op, "num_groups", num_groups, int)) < 0:
+        raise ValueError(f"cookbook.{op}: {num_groups=}; must be at least 0: pass the number of groups")
+    group_sizes, group_offset = groups.check_groups(op, group_sizes, group_offset, lhs.shape[0], num_groups)
+    lhs, rhs = _host.without_gradient(op, f"{op}_reference, of the same module,", lhs, rhs)
+    count = group_sizes.size if num_groups is None else num_groups
+    return sums(lhs, rhs, group_sizes, group_offset, count, out_dtype, config)
+
+
+ragged_dot_transposed.Config = Config  # `cookbook.ragged_dot_transposed` is this function, not its module.
+
+
+def flops(m: int, n: int, k: int) -> int:
+    """Operations for `m` rows that belong to groups."""
+    return 2 * m * n * k
+
+
+def bytes_moved(m: int, n: int, k: int, num_groups: int, itemsize: int = 2) -> int:
+    """Both arrays of rows read once, and the matrices of all `num_groups` groups written once."""
+    return itemsize * (m * k + m * n + num_groups * k * n)

@@ -1,0 +1,282 @@
+"""Matrix product on the CUDA cores, by outer products of tiles in registers.
+
+    o = a @ b
+
+Shapes: a (M, K), b (K, N), o (M, N), of one dtype: float32, bfloat16 or float16. Products and sums are float32, also of
+16-bit operands; float32 operands keep all their bits, which the tensor cores would round to 11. Rows of a, b and o must
+be multiples of 16 bytes, which TMA asks for.
+
+Role table: one warpgroup a block computes one tile of o, and has three roles in turn.
+
+    load      starts the TMA copies of a tile of a and of b into a slot of the ring in shared memory
+    compute   waits for a slot to arrive; for each k in it, adds the outer product of a's column and b's row
+    store     rounds the tile of o into shared memory, from where TMA copies it to o
+
+Barrier table:
+
+    barrier       arrivals                          who waits
+    filled[slot]  2: the copies of a's and b's tile  the warpgroup, before it reads the slot
+
+No barrier says that a slot is free: the warpgroup that refills it has read it, and `commit_smem` ends the reading.
+
+Bound by: the registers that multiply-adds read. A thread keeps 8 x 16 values of o; for each k it reads 8 and 16 values
+from shared memory and does 128 multiply-adds with them, so nineteen instructions in twenty are multiply-adds. Each
+reads three registers, which lie in two banks; how many of them share a bank, and so take a second clock, is the
+compiler's choice. Two blocks share an SM, so that one computes while the other starts, waits or stores. 16-bit operands
+are converted first, which costs more than their fewer bytes save: chapter 5 gives them to the tensor cores.
+
+Not supported: batches (use `jax.vmap`), operands of two dtypes, differentiation, splitting K (a small o with a long K
+leaves SMs idle). Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`. Chapter:
+notebooks/04_blocked_matmul.ipynb. Source: the classic SGEMM of Volkov and Demmel, "Benchmarking GPUs to tune dense
+linear algebra" (2008), with TMA in place of loads and stores.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ... import _device, _host
+
+LANES_M, LANES_N, WARPS = 4, 8, 4  # A warp's threads stand 4 x 8 on the tile, a warpgroup's warps one above the other.
+ROWS = LANES_M * WARPS  # A thread has every ROWS-th row of the tile.
+LOAD_BYTES = 16  # The widest load from shared memory.
+SMEM_ALIGNMENT = 1024  # Bytes: each buffer in shared memory begins at a multiple of it.
+TILE_MAX = 128 * 128  # Values of o a block: 128 registers of each thread. More spill.
+
+
+def matmul_blocked_reference(a, b):
+    dtype = jnp.promote_types(a.dtype, jnp.float32)
+    return jnp.matmul(a.astype(dtype), b.astype(dtype), precision="highest")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    tile_m: int = 128  # Rows of o a block. Larger tiles read a and b fewer times, and take more registers.
+    tile_n: int = 128  # Columns of o a block.
+    tile_k: int = 16  # Steps of K a slot, unrolled. Fewer wait more often; more cost seconds of compile time.
+    num_stages: int = 4  # Slots of the ring. Four take the room of a float32 tile of o, which follows them.
+    grid_tile_width: int = 16  # Tiles across the snake in which o is visited, for the L2 cache.
+
+    def __post_init__(self):
+        for name, unit in (("tile_m", ROWS), ("tile_n", 64), ("tile_k", 8)):
+            size = getattr(self, name)
+            if size % unit or not 0 < size <= 256:
+                raise ValueError(f"{name} = {size} must be a multiple of {unit}, and at most 256 (one TMA copy)")
+        if self.tile_m * self.tile_n > TILE_MAX:
+            raise ValueError(
+                f"{self.tile_m=} x {self.tile_n=} must be at most {TILE_MAX} values: more spill the registers of one "
+                "warpgroup; shrink a side"
+            )
+        if self.num_stages < 1 or self.grid_tile_width < 1:
+            raise ValueError(f"{self.num_stages=} and {self.grid_tile_width=} must be at least 1")
+
+
+def default_config(m: int, n: int, k: int) -> Config:
+    """The largest tiles that give every SM of an H200 one; small ones for a small o. Any `k`."""
+    for tile_m, tile_n in ((128, 128), (128, 64), (64, 64), (32, 64)):
+        if pl.cdiv(m, tile_m) * pl.cdiv(n, tile_n) >= 132:
+            break
+    return Config(tile_m, tile_n)
+
+
+def _check(a, b):
+    op = "cookbook.matmul_blocked"
+    if a.ndim != 2 or b.ndim != 2:
+        raise ValueError(f"{op}: {a.shape=}, {b.shape=}; both must be matrices: reshape a, or use jax.vmap")
+    if a.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16) or a.dtype != b.dtype:
+        raise ValueError(f"{op}: {a.dtype=}, {b.dtype=}; must both be float32, bfloat16 or float16: cast one")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"{op}: {a.shape=}, {b.shape=}; a must have as many columns as b has rows: transpose one?")
+    for name, cols in (("a", a.shape[1]), ("b", b.shape[1])):
+        unit = 16 // a.dtype.itemsize
+        if cols % unit:
+            raise ValueError(
+                f"{op}: a row of {name} has {cols} values, {cols * a.dtype.itemsize} bytes; TMA needs a multiple of 16 "
+                f"bytes: pad it to {pl.cdiv(cols, unit) * unit} (jnp.pad, one copy of {name})"
+            )
+    _host.require_indices("matmul_blocked", M=a.shape[0], N=b.shape[1], K=b.shape[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Statics of one product."""
+
+    m: int
+    n: int
+    k: int
+    dtype: jnp.dtype
+    config: Config
+
+    def __post_init__(self):
+        if self.smem_bytes > _device.SMEM_BYTES_MAX:
+            raise ValueError(
+                f"{self.config} needs {self.smem_bytes} bytes of shared memory for {self.dtype}, and a block has "
+                f"{_device.SMEM_BYTES_MAX}: take fewer stages or smaller tiles"
+            )
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return pl.cdiv(self.m, self.config.tile_m), pl.cdiv(self.n, self.config.tile_n)
+
+    @property
+    def num_steps(self) -> int:
+        return pl.cdiv(self.k, self.config.tile_k)
+
+    @property
+    def vec(self) -> int:
+        """Neighbouring values of a row that a thread loads at once."""
+        return LOAD_BYTES // self.dtype.itemsize
+
+    @property
+    def o_layout(self):
+        """Layout of a tile of o: every thread has runs of `vec` columns in every ROWS-th row."""
+        cols = LANES_N * self.vec
+        tiling = plgpu.Tiling(((ROWS, cols), (LANES_M, cols), (self.vec,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+    @property
+    def a_layout(self):
+        """Layout of some columns of a: a thread has all of them in its rows of o. LANES_N threads hold the same."""
+        tiling = plgpu.Tiling(((ROWS, 1), (LANES_M, 1)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-2, plgpu.Replicated(LANES_N)), vector_dim=-1)
+
+    @property
+    def ring(self) -> dict:
+        c = self.config
+        return dict(
+            a_smem=plgpu.SMEM((c.num_stages, c.tile_m, c.tile_k), self.dtype),
+            b_smem=plgpu.SMEM((c.num_stages, c.tile_k, c.tile_n), self.dtype),
+            filled=plgpu.Barrier(num_arrivals=2, num_barriers=c.num_stages),
+        )
+
+    @property
+    def smem_bytes(self) -> int:
+        """The ring, or the tile of o that takes its place, and the ring's barriers of 8 bytes."""
+        c = self.config
+        room = lambda shape: pl.cdiv(math.prod(shape) * self.dtype.itemsize, SMEM_ALIGNMENT) * SMEM_ALIGNMENT
+        ring = room(self.ring["a_smem"].shape) + room(self.ring["b_smem"].shape)
+        return max(ring, room((c.tile_m, c.tile_n))) + 8 * c.num_stages
+
+
+def _load(plan: Plan, mi, ni, a_gmem, b_gmem, step, a_smem, b_smem, filled):
+    """Start the copies of one step into its slot. Elements outside an operand arrive as zeros."""
+    c, slot = plan.config, lax.rem(step, plan.config.num_stages)
+    m, n, k = (pl.ds(i * size, size) for i, size in ((mi, c.tile_m), (ni, c.tile_n), (step, c.tile_k)))
+    with jax.named_scope("load"):
+        plgpu.copy_gmem_to_smem(a_gmem.at[m, k], a_smem.at[slot], filled.at[slot])
+        plgpu.copy_gmem_to_smem(b_gmem.at[k, n], b_smem.at[slot], filled.at[slot])
+
+
+def _columns(plan: Plan, a_smem, slot, start):
+    """Columns `start` to `start + vec` of a tile of a, each a (tile_m,) in the layout of o's rows.
+
+    A value in registers cannot be indexed by column, but it can be summed over columns. The sum of one column and of
+    zeros costs nothing: which columns are zeros is known when the kernel is compiled, and adding integer zeros folds.
+    """
+    a = plgpu.load(a_smem.at[slot, :, pl.ds(start, plan.vec)], layout=plan.a_layout, optimized=False)
+    bits = lax.bitcast_convert_type(a.astype(jnp.float32), jnp.int32)
+    ids = plgpu.broadcasted_iota(jnp.int32, bits.shape, 1, layout=plan.a_layout)
+    picked = [jnp.sum(jnp.where(ids == i, bits, 0), axis=1) for i in range(plan.vec)]
+    return [lax.bitcast_convert_type(column, jnp.float32) for column in picked]
+
+
+def _compute(plan: Plan, load, ring, step, acc):
+    """`acc` and the product of the slot of `step`, which is refilled."""
+    slot = lax.rem(step, plan.config.num_stages)
+    with jax.named_scope("wait"):
+        plgpu.barrier_wait(ring["filled"].at[slot])
+    with jax.named_scope("compute"):
+        for k in range(plan.config.tile_k):
+            if k % plan.vec == 0:
+                columns = _columns(plan, ring["a_smem"], slot, k)
+            row = plgpu.load(ring["b_smem"].at[slot, k], layout=plan.o_layout.reduce(0), optimized=False)
+            row = lax.broadcast_in_dim(row.astype(jnp.float32), acc.shape, [1])
+            acc += lax.broadcast_in_dim(columns[k % plan.vec], acc.shape, [0]) * row
+        plgpu.commit_smem()  # No thread reads the slot any longer.
+    ahead = step + plan.config.num_stages
+    pl.when(ahead < plan.num_steps)(lambda: load(ahead, **ring))
+    return acc
+
+
+def _store(plan: Plan, mi, ni, acc, o_gmem, o_smem):
+    tile_m, tile_n = o_smem.shape
+    with jax.named_scope("store"):
+        _device.store(o_smem, acc.astype(o_smem.dtype))
+        plgpu.commit_smem()
+        # This is always ni * tile_n. Written so that it might be odd, it keeps JAX from swizzling o_smem: TMA stores a
+        # swizzled buffer only in whole tiles, and the sides of o need not be multiples of these.
+        first = jnp.minimum(ni * tile_n, plan.n | 1)
+        plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[pl.ds(mi * tile_m, tile_m), pl.ds(first, tile_n)])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _kernel(a_gmem, b_gmem, o_gmem, *, plan: Plan):
+    c = plan.config
+    mi, ni = plgpu.planar_snake(lax.axis_index("tile"), plan.grid, 0, c.grid_tile_width)
+    load = functools.partial(_load, plan, mi, ni, a_gmem, b_gmem)
+
+    def with_ring(**ring):
+        pl.loop(0, min(c.num_stages, plan.num_steps))(functools.partial(load, **ring))
+        zeros = plgpu.layout_cast(jnp.zeros((c.tile_m, c.tile_n), jnp.float32), plan.o_layout)
+        return lax.fori_loop(0, plan.num_steps, functools.partial(_compute, plan, load, ring), zeros)
+
+    acc = pl.run_scoped(with_ring, **plan.ring)
+    # Scoped apart from the ring, so that the tile of o takes the ring's place in shared memory.
+    pl.run_scoped(functools.partial(_store, plan, mi, ni, acc, o_gmem), plgpu.SMEM(acc.shape, plan.dtype))
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "params"))
+def _call(a, b, *, plan: Plan, params):
+    return _host.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=jax.ShapeDtypeStruct((plan.m, plan.n), plan.dtype),
+        grid=(math.prod(plan.grid),),
+        grid_names=("tile",),
+        compiler_params=params,
+    )(a, b)
+
+
+def matmul_blocked(a, b, *, config: Config | None = None):
+    """`a @ b` without the tensor cores, with float32 sums, rounded once.
+
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
+    Args:
+      a: (M, K); float32, bfloat16 or float16.
+      b: (K, N); of the dtype of `a`.
+      config: tiles, stages and order; None chooses by shape.
+
+    Returns:
+      (M, N) of the dtype of `a`, bitwise reproducible from run to run.
+
+    Raises:
+      ValueError: a rank, shape, dtype or row length is not supported; RuntimeError: no GPU.
+    """
+    a, b = _host.as_array("matmul_blocked", "a", a), _host.as_array("matmul_blocked", "b", b)
+    _host.require_config("matmul_blocked", config, Config)
+    _check(a, b)
+    a, b = _host.without_gradient("matmul_blocked", "cookbook.matmul", a, b)
+    (m, k), n = a.shape, b.shape[1]
+    if 0 in (m, n, k):
+        return jnp.zeros((m, n), a.dtype)
+    _host.require_target("matmul_blocked")
+    plan = Plan(m, n, k, jnp.dtype(a.dtype), config or default_config(m, n, k))
+    return _call(a, b, plan=plan, params=_host.compiler_params(reduction_scratch_bytes=0))  # Sums stay in a thread.
+
+
+matmul_blocked.Config = Config  # `cookbook.matmul_blocked` is this function, not its module.
+
+
+def flops(m: int, n: int, k: int) -> int:
+    return 2 * m * n * k
+
+
+def bytes_moved(m: int, n: int, k: int, itemsize: int = 4) -> int:
+    """Each operand read once and the result written once, all of `itemsize` bytes."""
+    return itemsize * (m * k + k * n + m * n)

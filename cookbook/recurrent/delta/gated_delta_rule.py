@@ -1,0 +1,342 @@
+"""The gated delta rule of Qwen3-Next: a state that is corrected, chunk by chunk on tensor cores.
+
+    S_t = exp(g_t) S_{t-1} + beta_t (v_t - exp(g_t) S_{t-1} k_t) k_t^T,    o_t = scale S_t q_t
+
+Shapes: q and k (B, T, K, N); v and o (B, T, H, P); g and beta (B, T, H); states (B, H, P, N), float32. K divides H:
+value head h reads key head h // (H // K). q, k and v are all bfloat16 or all float16; N and P are 64 or 128. Keys
+should have norm 1 at most, and beta lie between 0 and 1, or the recurrence itself grows.
+
+In a chunk of 64 tokens the corrections u = beta (v - ...) depend on each other by a triangle: (1 + lower) u =
+beta (v - exp(cum) k S), where lower[t, s] = beta[t] exp(cum[t] - cum[s]) k[t] . k[s] and cum is the sum of g within the
+chunk, made by XLA. No exponential of a positive number is ever taken. Two kernels, whose docstrings have their tables:
+
+    delta_inverse    the inverses of all chunks' triangles at once. Inside:
+                     barrier filled (copies of keys and vectors; its warpgroup waits)
+    delta_forward    from chunk to chunk, a block for each 64 values of a head, or for each head where those are more
+                     than SMs; roles state, output and memory
+
+Role table and barrier table: there.
+
+Where sequences and heads do not fill the GPU, a sequence is split into parts. A first pass takes all parts from a zero
+state, a second one takes the unit matrix through them, and XLA combines both to the states at the parts' starts; the
+last pass makes o. Split in P parts that is three passes of 1 / P, so it starts with four parts.
+
+The backward pass makes the states before all chunks again (`delta_forward`), then the gradients of the states, from the
+last chunk to the first (`delta_backward`), and those of the operands, for all chunks at once (`delta_gradients`).
+
+Other names of the arguments, and other layouts:
+
+    here                  fla                          Qwen3-Next in transformers
+    q, k                  q, k                         query, key, repeated to H heads
+    v                     v                            value
+    g, beta               g, beta                      g, beta
+    scale                 scale                        none: 1 / sqrt(N)
+    states (B, H, P, N)   (B, H, N, P)                 (B, H, N, P)
+    return_final_state    output_final_state           output_final_state
+    cu_seqlens            cu_seqlens                   none
+    q and k of norm 1     use_qk_l2norm_in_kernel      use_qk_l2norm_in_kernel
+
+Both have the keys' axis of a state before the values'. Where N = P a state from there has the right shape and is wrong:
+
+    initial_state = jnp.swapaxes(theirs, 2, 3)
+
+and back by the same. With the last line both divide the heads of q and k by sqrt(sum(x**2) + 1e-6); do that before.
+
+Bound by: the latency of a chunk, about four products in a row, with as many blocks as SMs; otherwise the tensor cores.
+Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
+Not supported: normalisation of q and k, second derivatives.
+Chapter: notebooks/17b_delta_rule.ipynb. Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024).
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ... import _device, _host
+from .. import arguments, core
+from ..core import PIECE, Sequences
+from . import kernel as delta_forward
+from . import kernel_backward as delta_backward
+from . import kernel_gradients as delta_gradients
+from .core import CHUNK
+from .kernel_inverse import inverses
+
+LEAST_PARTS = 4  # Fewer parts do not pay for three passes.
+
+
+def gated_delta_rule_reference(
+    q, k, v, g, beta, *, scale=None, initial_state=None, return_final_state=False, cu_seqlens=None
+):  # fmt: skip
+    """The recurrence, token by token, in at least float32."""
+    dtype, (batch, length, heads, size), dim = jnp.promote_types(v.dtype, jnp.float32), v.shape, k.shape[3]
+    q, k = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (q, k))
+    rows = [x.astype(dtype).reshape(-1, *x.shape[2:]) for x in (q, k, v, g, beta)]
+    starts = jnp.arange(batch + 1) * length if cu_seqlens is None else cu_seqlens
+    seq = jnp.searchsorted(starts[1:], jnp.arange(batch * length), side="right")  # The sequence of each row.
+    states = jnp.zeros((len(starts), heads, size, dim), dtype)  # One more, of the rows after the last sequence.
+    states = states if initial_state is None else states.at[:-1].set(initial_state)
+
+    def token(states, row):
+        (q, k, v, g, beta), seq = row
+        state = jnp.exp(g)[:, None, None] * states[seq]
+        change = beta[:, None] * (v - (state * k[:, None]).sum(-1))
+        state = state + change[..., None] * k[:, None]
+        o = (scale or dim**-0.5) * (state * q[:, None]).sum(-1)
+        return states.at[seq].set(state), jnp.where(seq < len(starts) - 1, o, 0)
+
+    states, o = lax.scan(token, states, (rows, seq))
+    return (o.reshape(v.shape), states[:-1]) if return_final_state else o.reshape(v.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    num_stages: int = 3  # Slots of the ring of chunks.
+    output_wgs: int = 1  # Warpgroups for the results, beside those for the states.
+    parts: int | None = None  # Parts of a sequence; None: one, or as many as fill the GPU.
+    state_wgs: int = 1  # Columns of 64 values, all of one head, that a block goes through, with a warpgroup for each.
+
+    def __post_init__(self):
+        if self.num_stages < 2 or (self.state_wgs, self.output_wgs) not in ((1, 1), (1, 2), (2, 1)):
+            raise ValueError(
+                f"{self.num_stages=} must be at least 2 (a chunk is loaded while another is used), and "
+                f"{(self.state_wgs, self.output_wgs)=} (1, 1), (1, 2) or (2, 1) (registers)"
+            )
+        if self.parts is not None and self.parts < 1:
+            raise ValueError(f"{self.parts=} must be at least 1, or None")
+
+    def smem_bytes(self, key_dim: int) -> int:
+        """The rings of chunks, and of states and u; o; two rings of vectors, which begin at a multiple of 1024;
+        and the barriers."""
+        square, keys = 2 * CHUNK * PIECE, 2 * CHUNK * key_dim
+        chunks = self.num_stages * (2 * keys + square + self.state_wgs * square)
+        own = self.state_wgs * (delta_forward.HANDED_SLOTS * (keys + square) + self.output_wgs * square)
+        vectors = 2 * 1024 * pl.cdiv(4 * CHUNK * self.num_stages, 1024)
+        return chunks + own + vectors + 8 * (2 * self.num_stages + 2 * delta_forward.HANDED_SLOTS + 1)
+
+
+def default_config(key_dim: int, value_dim: int = 64, columns: int = 1, num_sms: int = 1) -> Config:
+    """The configuration for keys and values of these sizes, and `columns` of 64 values of all heads and sequences."""
+    if value_dim == 2 * PIECE and columns > num_sms:
+        return Config(num_stages=2 if key_dim > 64 else 3, state_wgs=2)
+    return Config(num_stages=3 if key_dim > 64 else 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Arguments that are not arrays."""
+
+    scale: float
+    config: Config
+
+
+def _plan(options: Options, q, v, sequences: Sequences, interpreted: bool, **changes) -> delta_forward.Plan:
+    (key_heads, key_dim), (heads, size), c = q.shape[1:], v.shape[1:], options.config
+    plan = delta_forward.Plan(
+        sequences, key_heads, heads, key_dim // PIECE, size // PIECE, q.dtype, options.scale, c.num_stages,
+        c.state_wgs, c.output_wgs, has_values=True, keeps_all=False, interpreted=interpreted,
+    )  # fmt: skip
+    return dataclasses.replace(plan, **changes)
+
+
+def _sequences(options: Options, v, cu_seqlens, batch: int, num_sms: int) -> Sequences:
+    num_rows, heads, size = v.shape
+    num_seqs = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    columns, length, parts = heads * size // PIECE, pl.cdiv(num_rows, num_seqs), options.config.parts
+    fill = num_sms // (num_seqs * columns)
+    parts = parts or (None if min(fill, length // 512) >= LEAST_PARTS else 1)
+    return Sequences(
+        num_seqs, num_rows, cu_seqlens is not None, CHUNK, core.part_rows(num_seqs, length, columns, num_sms, parts)
+    )
+
+
+def _prepare(sequences: Sequences, k, g, beta, cu_seqlens, interpreted: bool, params):
+    """(cum, inverses) of all chunks."""
+    cum = core.cumulative_decays(sequences.in_chunks(g.astype(jnp.float32), cu_seqlens))
+    beta = sequences.in_chunks(beta.astype(jnp.float32), cu_seqlens)
+    places = _places(sequences, cu_seqlens)
+    return cum, inverses(*places, k, cum, beta, interpreted=interpreted, params=params)
+
+
+def _places(sequences: Sequences, cu_seqlens):
+    """(first row, number of rows) of all chunks."""
+    rows = sequences.rows_of_chunks(cu_seqlens)
+    return rows[:, 0], (rows < sequences.num_rows).sum(1, dtype=jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "params"))
+def _forward(q, k, v, g, beta, initial, cu_seqlens, *, plan: delta_forward.Plan, params):
+    """(o, final states, (cum, inverses)), of operands without a batch, v in columns of 64."""
+    sequences = plan.sequences
+    cum, inverse = _prepare(sequences, k, g, beta, cu_seqlens, plan.interpreted, params)
+    table, seq = sequences.parts(cu_seqlens)
+    starts = initial
+    if sequences.part_rows is not None:
+        starts, final = delta_forward.starts_of_parts(plan, table, seq, k, v, inverse, cum, initial, params)
+    states, o = delta_forward.run(plan, table, q, k, v, inverse, cum, starts, params)
+    return o, states if sequences.part_rows is None else final, (cum, inverse)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "params"))
+def _backward(q, k, v, initial, cu_seqlens, cum, inverse, do, d_final, *, plan: delta_forward.Plan, params):
+    """(dq, dk, dv, dg, dbeta, d_initial), of operands without a batch, v and do in columns of 64."""
+    sequences = dataclasses.replace(plan.sequences, part_rows=None)
+    plan = dataclasses.replace(plan, sequences=sequences)
+    table, _ = sequences.parts(cu_seqlens)
+    keeps = dataclasses.replace(plan, state_wgs=1, output_wgs=0, keeps_all=True)
+    (states,) = delta_forward.run(keeps, table, None, k, v, inverse, cum, initial, params)
+    d_states, d_initial = delta_backward.run(plan, table, q, k, do, inverse, cum, d_final, params)
+    first_rows, num_rows = _places(sequences, cu_seqlens)
+    dq, dk, dv, vectors = delta_gradients.run(
+        plan, first_rows, num_rows, q, k, v, do, states, d_states, inverse, cum, params
+    )
+    of_key_heads = lambda x: x.reshape(len(x), plan.key_heads, -1, x.shape[2]).sum(2, dtype=jnp.float32)
+    dq, dk, dv = of_key_heads(dq).astype(q.dtype), of_key_heads(dk).astype(k.dtype), dv
+    dbeta, dcum, to_end, decayed = jnp.moveaxis(vectors.reshape(plan.heads, -1, *vectors.shape[1:]).sum(1), 2, 0)
+    last = to_end.sum(-1) + jnp.exp(cum[..., -1]) * decayed.sum(-1)
+    dg = core.cumulative(dcum[..., ::-1])[..., ::-1] + last[..., None]
+    dg, dbeta = (_in_rows(sequences, x, cu_seqlens) for x in (dg, dbeta))
+    if sequences.is_packed:  # Nothing is written for rows after the last sequence.
+        used = (jnp.arange(len(q)) < cu_seqlens[-1])[:, None, None]
+        dq, dk, dv = (jnp.where(used, x, jnp.zeros((), x.dtype)) for x in (dq, dk, dv))
+    return dq, dk, dv, dg, dbeta, d_initial
+
+
+def _in_rows(sequences: Sequences, x, cu_seqlens):
+    """(rows, heads) of `x` (heads, chunks, CHUNK); zeros for rows of no sequence."""
+    x = x.reshape(len(x), -1).T
+    if sequences.is_packed:
+        rows = sequences.rows_of_chunks(cu_seqlens).ravel()
+        return jnp.zeros((sequences.num_rows, x.shape[1])).at[rows].set(x, mode="drop")
+    return x.reshape(sequences.num_seqs, -1, x.shape[1])[:, : sequences.length].reshape(sequences.num_rows, -1)
+
+
+def _run(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
+    """((o, final states), (cum, inverses))."""
+    target = _host.require_tensor_cores("gated_delta_rule")
+    (batch, length, heads, size), key_dim = v.shape, k.shape[3]
+    rows = lambda x: x.reshape(batch * length, *x.shape[2:])
+    sequences = _sequences(options, rows(v), cu_seqlens, batch, target.num_sms)
+    plan = _plan(options, rows(q), rows(v), sequences, target.interpreted)
+    initial = None if initial_state is None else core.as_states(initial_state, plan.columns)
+    o, final, kept = _forward(
+        rows(q), rows(k), v.reshape(batch * length, plan.columns, PIECE), rows(g), rows(beta), initial, cu_seqlens,
+        plan=plan, params=_host.compiler_params(approx_math=True),
+    )  # fmt: skip
+    return (o.reshape(v.shape), final.reshape(sequences.num_seqs, heads, size, key_dim)), kept
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated_delta_rule(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
+    return _run(options, q, k, v, g, beta, initial_state, cu_seqlens)[0]
+
+
+def _gated_delta_rule_fwd(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
+    run = _host.without_derivative("gated_delta_rule", functools.partial(_run, options))
+    results, kept = run(q, k, v, g, beta, initial_state, cu_seqlens)
+    return results, (q, k, v, g, beta, initial_state, cu_seqlens, kept)
+
+
+def _gated_delta_rule_bwd(options: Options, residuals, gradients):
+    target = _host.require_tensor_cores("gated_delta_rule")
+    params = _host.compiler_params(approx_math=True)
+
+    def launch(q, k, v, g, beta, initial_state, cu_seqlens, kept, do, d_final):
+        rows = lambda x: x.reshape(-1, *x.shape[2:])
+        sequences = _sequences(options, rows(v), cu_seqlens, len(v), target.num_sms)
+        plan = _plan(options, rows(q), rows(v), sequences, target.interpreted)
+        columns = lambda x: x.reshape(-1, plan.columns, PIECE)
+        states = lambda x: None if x is None else core.as_states(x, plan.columns)
+        dq, dk, dv, dg, dbeta, d_initial = _backward(
+            rows(q), rows(k), columns(v), states(initial_state), cu_seqlens, *kept, columns(do.astype(v.dtype)),
+            states(d_final), plan=plan, params=params,
+        )  # fmt: skip
+        alike = lambda x, dx: dx.reshape(x.shape).astype(x.dtype)
+        pairs = (q, dq), (k, dk), (v, dv), (g, dg), (beta, dbeta)
+        d_initial = None if initial_state is None else alike(initial_state, d_initial)
+        return *(alike(*pair) for pair in pairs), d_initial
+
+    return *_host.without_derivative("gated_delta_rule", launch)(*residuals, *gradients), None
+
+
+_gated_delta_rule.defvjp(_gated_delta_rule_fwd, _gated_delta_rule_bwd)
+
+
+def gated_delta_rule(
+    q, k, v, g, beta, *, scale: float | None = None, initial_state=None, return_final_state: bool = False,
+    cu_seqlens=None, config: Config | None = None, **others,
+):  # fmt: skip
+    """The gated delta rule over a sequence; the same to the bit in every run of a compiled program.
+
+    XLA may sum g in another order when it compiles again, or for another length.
+
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
+    Args:
+      q, k: (B, T, K, N), bfloat16 or float16; N is 64 or 128. Keys of norm 1 keep the state bounded.
+      v: (B, T, H, P), of the dtype of `q`; K divides H, and P is 64 or 128.
+      g: (B, T, H), at most 0: a token lets exp(g) of the state stay, below 2**-64 nothing. So -inf clears it, and its
+        gradient is 0.
+      beta: (B, T, H), from 0 to 1: how much of the error of the state a token corrects.
+      scale: of o; None for 1 / sqrt(N).
+      initial_state: (B, H, P, N), float32; None for zeros.
+      return_final_state: also return the states after the last tokens.
+      cu_seqlens: (num_seqs + 1,), integers: where packed sequences begin in a batch of 1, and where the last one ends.
+        States then have num_seqs in the place of B. The first one begins at 0.
+      config: stages, warpgroups and parts; None chooses by the shapes.
+      others: arguments that other libraries have, such as `use_qk_l2norm_in_kernel`, if they are None or False.
+
+    Returns:
+      o, of the shape and dtype of `v`, zeros after the last packed sequence; with `return_final_state` also the
+      states, (B, H, P, N) in float32.
+
+    Raises:
+      ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
+    """
+    op = "gated_delta_rule"
+    arguments.elsewhere(op, others)
+    required, optional = dict(q=q, k=k, v=v, g=g, beta=beta), dict(initial_state=initial_state, cu_seqlens=cu_seqlens)
+    q, k, v, g, beta, initial_state, cu_seqlens = arguments.arrays(op, required, optional)
+    arguments.check_delta(op, "B, T", q, k, v, g, beta)
+    (batch, _, heads, size), dim = v.shape, q.shape[3]
+    num_seqs = arguments.check_packed(op, cu_seqlens, batch)
+    arguments.check_state(op, "initial_state", initial_state, (num_seqs, heads, size, dim))
+    return_final_state = _host.option(op, "return_final_state", return_final_state, bool)
+    scale = dim**-0.5 if scale is None else _host.option(op, "scale", scale, float)
+    config = _host.require_config(op, config, Config)
+    if 0 in v.shape:
+        o, final = arguments.untouched(v, initial_state, (num_seqs, heads, size, dim))
+        return (o, final) if return_final_state else o
+    target = _host.require_tensor_cores(op)
+    config = config or default_config(dim, size, num_seqs * heads * size // PIECE, target.num_sms)
+    if size % (config.state_wgs * PIECE):
+        raise ValueError(
+            f"cookbook.{op}: {config=} with heads of {size} values; a block's columns are of one head: state_wgs=1"
+        )
+    if (need := config.smem_bytes(dim)) > _device.SMEM_BYTES_MAX:
+        raise ValueError(
+            f"cookbook.{op}: {config=} needs {need} bytes of shared memory for keys of {dim}, and a block has "
+            f"{_device.SMEM_BYTES_MAX}: lower num_stages"
+        )
+    operands = q, k, v, jnp.maximum(g, math.log(core.LEAST_DECAY)), beta, initial_state, cu_seqlens
+    leaves, tree = jax.tree.flatten(operands)
+    o, final = _gated_delta_rule(Options(scale, config), *jax.tree.unflatten(tree, _host.reverse_only(op, *leaves)))
+    return (o, final) if return_final_state else o
+
+
+gated_delta_rule.Config = Config  # `cookbook.gated_delta_rule` is this function, not its module.
+
+
+def flops(rows: int, heads: int, key_dim: int, value_dim: int) -> int:
+    """Floating-point operations of a chunk's products: of keys with keys and queries, by the inverse, with states."""
+    pairs = CHUNK * (2 * key_dim + 2 * value_dim)
+    return 2 * rows * heads * (pairs + 3 * key_dim * value_dim)
+
+
+def bytes_moved(rows: int, key_heads: int, heads: int, key_dim: int, value_dim: int) -> int:
+    """q, k, v and o of 16 bits, g and beta of 32, each once."""
+    return rows * (4 * key_heads * key_dim + 4 * heads * value_dim + 8 * heads)

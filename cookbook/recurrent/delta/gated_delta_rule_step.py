@@ -1,0 +1,219 @@
+"""One token of each sequence through the gated delta rule: every state read, corrected and written once, in place.
+
+    S = exp(g) S + beta (v - exp(g) S k) k^T,    o = scale S q
+
+Shapes: q and k (B, K, N); v and o (B, H, P); g and beta (B, H); state (B, H, P, N), float32, as of `gated_delta_rule`.
+K divides H: value head h reads key head h // (H // K). q, k and v are all bfloat16 or all float16, N and P 64 or 128.
+
+Role table: two blocks of one warpgroup on each SM, which stay. Each takes every so many tiles of 64 of a state's rows:
+it corrects one in registers, and writes it where it lay in shared memory, from where TMA stores it; the next tiles are
+in flight to the other slots meanwhile. A row of a tile needs no other, so that tiles of a head are independent.
+
+Barrier table:
+
+    barrier        arrivals                             who waits
+    filled[slot]   copies of a tile, and of its q, k    the warpgroup, before it loads the tile into registers
+                   and v
+
+In place: the kernel writes to a Ref. An array becomes one inside, and XLA copies it first unless it is donated, or was
+made in the same `jit` and is not used afterwards. A `jax.new_ref` of the caller's is never copied.
+
+Other names and layouts: those of `gated_delta_rule`, with the axis T of one token left out. In fla this is
+`fused_recurrent_gated_delta_rule`, in transformers `torch_recurrent_gated_delta_rule`; their states (B, H, N, P) are
+transposed ones.
+
+Bound by: memory, each state being read and written once.
+Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`, with `check_vma=False`.
+Not supported: differentiation, several tokens at a time (`gated_delta_rule` with an initial state).
+Chapter: notebooks/17b_delta_rule.ipynb. Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024).
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ... import _device, _host
+from .. import arguments
+from ..core import COLUMNS, PIECE, ROWS
+from .core import load
+
+
+def gated_delta_rule_step_reference(q, k, v, g, beta, state, scale=None):
+    """(o, new state) in at least float32."""
+    dtype, group = jnp.promote_types(v.dtype, jnp.float32), v.shape[1] // k.shape[1]
+    q, k = (jnp.repeat(x.astype(dtype), group, axis=1) for x in (q, k))
+    state = jnp.exp(g.astype(dtype))[..., None, None] * state
+    change = beta[..., None] * (v - (state * k[:, :, None]).sum(-1))
+    state = state + change[..., None] * k[:, :, None]
+    return (scale or k.shape[2] ** -0.5) * (state * q[:, :, None]).sum(-1), state
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    num_stages: int = 3  # Tiles of a block in shared memory: one is worked on, the others are in flight.
+    blocks_per_sm: int = 2  # While one waits for its tile, the other computes.
+
+    def __post_init__(self):
+        if self.num_stages < 2 or not 1 <= self.blocks_per_sm <= 4:
+            raise ValueError(
+                f"{self.num_stages=} must be at least 2 (a tile is loaded while another is used), "
+                f"{self.blocks_per_sm=} 1 to 4 (registers)"
+            )
+
+    def smem_bytes(self, key_dim: int) -> int:
+        """The tiles; q, k and v, which begin at multiples of 1024 bytes; room for JAX's sums; the barriers."""
+        tokens = (2 * self.num_stages * size for size in (key_dim, key_dim, PIECE))
+        whole = sum(-(-size // 1024) * 1024 for size in tokens)
+        return self.num_stages * (4 * PIECE * key_dim + 8) + whole + 2048
+
+
+def _kernel(q_gmem, k_gmem, v_gmem, g_gmem, beta_gmem, state_gmem, o_gmem, *, num_tiles: int, num_stages: int,
+            scale: float, s_smem, q_smem, k_smem, v_smem, filled):  # fmt: skip
+    """`v_gmem` and `o_gmem` are (B, columns, 64), and `state_gmem` (B * columns * 64, N)."""
+    block, blocks, columns = lax.axis_index("block"), lax.axis_size("block"), v_gmem.shape[1]
+    per_head, per_key_head = columns // g_gmem.shape[1], columns // k_gmem.shape[1]
+    turns = _device.div(num_tiles - block + (blocks - 1), blocks)
+
+    def place(i):
+        """(tile, sequence, column) of turn `i`."""
+        tile = block + i * blocks
+        return tile, _device.div(tile, columns), _device.rem(tile, columns)
+
+    def rows(tile):
+        return state_gmem.at[pl.ds(pl.multiple_of(tile * PIECE, PIECE), PIECE)]
+
+    def start(i):
+        slot, (tile, seq, column) = _device.rem(i, num_stages), place(i)
+        key_head = _device.div(column, per_key_head)
+        sources = rows(tile), q_gmem.at[seq, key_head], k_gmem.at[seq, key_head], v_gmem.at[seq, column]
+        for source, smem in zip(sources, (s_smem, q_smem, k_smem, v_smem), strict=True):
+            plgpu.copy_gmem_to_smem(source, smem.at[slot], filled.at[slot])
+
+    def correct(state, i, slot):
+        """(new state, o)."""
+        _, seq, column = place(i)
+        head = _device.div(column, per_head)
+        decay, beta = jnp.exp(g_gmem[seq, head]), beta_gmem[seq, head]
+        across = lambda smem: lax.broadcast_in_dim(load(smem.at[slot], COLUMNS).astype(jnp.float32), state.shape, [1])
+        state, key = state * decay, across(k_smem)
+        error = load(v_smem.at[slot], ROWS).astype(jnp.float32) - (state * key).sum(axis=1)
+        state = state + lax.broadcast_in_dim(error * beta, state.shape, [0]) * key
+        return state, (state * across(q_smem)).sum(axis=1) * scale
+
+    for i in range(num_stages - 1):
+        pl.when(i < turns)(functools.partial(start, i))
+
+    @pl.loop(0, turns)
+    def _(i):
+        slot, (tile, seq, column) = _device.rem(i, num_stages), place(i)
+        plgpu.barrier_wait(filled.at[slot])
+        state, o = correct(load(s_smem.at[slot], plgpu.Layout.WGMMA), i, slot)
+        s_smem[slot] = state
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(s_smem.at[slot], rows(tile))
+        _device.store(o_gmem.at[seq, column], o.astype(o_gmem.dtype))
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # The tile before has left its slot.
+        pl.when(i + num_stages - 1 < turns)(lambda: start(i + num_stages - 1))
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "config", "num_sms", "params"))
+def _call(q, k, v, g, beta, state, *, scale: float, config: Config, num_sms: int, params):
+    """From arrays to arrays. The reshapes join neighbouring axes, which moves nothing."""
+    (batch, heads, size), dim = v.shape, k.shape[2]
+    columns, stages = heads * size // PIECE, config.num_stages
+    rows = _host.ref_of("gated_delta_rule_step", state.reshape(-1, dim))
+    transforms = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
+    o = _host.kernel(
+        functools.partial(_kernel, num_tiles=batch * columns, num_stages=stages, scale=scale),
+        out_type=jax.ShapeDtypeStruct((batch, columns, PIECE), v.dtype),
+        grid=(min(num_sms * config.blocks_per_sm, batch * columns),),
+        grid_names=("block",),
+        scratch_types=dict(
+            s_smem=plgpu.SMEM((stages, PIECE, dim), jnp.float32, transforms=transforms),
+            q_smem=plgpu.SMEM((stages, dim), v.dtype),
+            k_smem=plgpu.SMEM((stages, dim), v.dtype),
+            v_smem=plgpu.SMEM((stages, PIECE), v.dtype),
+            filled=plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+        ),
+        compiler_params=params,
+    )(q, k, v.reshape(batch, columns, PIECE), g.astype(jnp.float32), beta.astype(jnp.float32), rows)
+    o, rows = _host.apart((o, jax.freeze(rows)))
+    return o.reshape(v.shape), rows.reshape(state.shape)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "config", "num_sms", "params"))
+def _call_on_ref(q, k, v, g, beta, state, **statics):
+    """Inside `jit` a Ref is the value that it has at the time, and XLA gives all its values one buffer: no copies."""
+    o, state[...] = _call(q, k, v, g, beta, state[...], **statics)
+    return o
+
+
+def gated_delta_rule_step(
+    q, k, v, g, beta, state, *, scale: float | None = None, config: Config | None = None, **others
+):  # fmt: skip
+    """One token of each sequence through the gated delta rule; the states are changed in place.
+
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
+    Args:
+      q, k: (B, K, N), bfloat16 or float16; N is 64 or 128.
+      v: (B, H, P), of the dtype of `q`; K divides H, and P is 64 or 128.
+      g: (B, H), at most 0: exp(g) of the state stays; -inf clears it.
+      beta: (B, H), from 0 to 1: how much of the error of the state is corrected.
+      state: (B, H, P, N), float32, as `gated_delta_rule` returns it; an array, or a Ref (`jax.new_ref`).
+      scale: of o; None for 1 / sqrt(N).
+      config: stages and blocks; None for the default.
+      others: arguments that other libraries have, if they are None or False.
+
+    Returns:
+      (o, state): o of the shape and dtype of `v`. Donate the state to `jax.jit` (`donate_argnums`), or XLA copies it
+      first. With a Ref: o alone, and the Ref is written; nothing is copied.
+
+    Raises:
+      ValueError: a shape, dtype or number is not supported, or the state varies over a mesh that `jax.shard_map` checks
+        (give it check_vma=False); RuntimeError: no GPU.
+    """
+    op = "gated_delta_rule_step"
+    arguments.elsewhere(op, others)
+    q, k, v, g, beta = arguments.arrays(op, dict(q=q, k=k, v=v, g=g, beta=beta))
+    state, by_ref = arguments.state_or_ref(op, state)
+    arguments.check_delta(op, "B", q, k, v, g, beta)
+    dim = q.shape[2]
+    arguments.check_state(op, "state", state, (*v.shape, dim))
+    scale = dim**-0.5 if scale is None else _host.option(op, "scale", scale, float)
+    config = _host.require_config(op, config, Config) or Config()
+    if 0 in v.shape:
+        return jnp.zeros(v.shape, v.dtype) if by_ref else (jnp.zeros(v.shape, v.dtype), state)
+    if (need := config.smem_bytes(dim) * config.blocks_per_sm) > _device.SMEM_BYTES_MAX:
+        raise ValueError(
+            f"cookbook.{op}: {config=} needs {need} bytes of shared memory of an SM for rows of {dim}, which has "
+            f"{_device.SMEM_BYTES_MAX}: lower num_stages or blocks_per_sm"
+        )
+    target = _host.require_target(op)
+    refuse = functools.partial(_host.without_gradient, op, f"{op}_reference, of the same module,")
+    q, k, v, g, beta = refuse(q, k, v, g, beta)
+    state = state if by_ref else refuse(state)[0]
+    call = _call_on_ref if by_ref else _call
+    params = _host.compiler_params(approx_math=True)
+    return call(q, k, v, g, beta, state, scale=scale, config=config, num_sms=target.num_sms, params=params)
+
+
+gated_delta_rule_step.Config = Config  # `cookbook.gated_delta_rule_step` is this function, not its module.
+
+
+def flops(batch: int, heads: int, key_dim: int, value_dim: int) -> int:
+    """A decay, two products with a vector, and an outer product."""
+    return 7 * batch * heads * key_dim * value_dim
+
+
+def bytes_moved(batch: int, key_heads: int, heads: int, key_dim: int, value_dim: int) -> int:
+    """The states, read and written, and the token: q, k, v and o of 16 bits, g and beta of 32."""
+    token = 4 * key_heads * key_dim + 4 * heads * value_dim + 8 * heads
+    return batch * (8 * heads * key_dim * value_dim + token)

@@ -1,0 +1,376 @@
+"""Mamba-2's recurrence, computed in chunks: SSD, the state-space dual, forward.
+
+    S[t] = exp(dt[t] a) S[t-1] + dt[t] x[t] b[t]ᵀ        y[t] = S[t] c[t] + d x[t]        for each head
+
+Shapes: x (B, T, H, P), dt (B, T, H), a and d (H,), b and c (B, T, G, N), y as x, states (B, H, P, N) in float32. Head
+h of x goes with head h // (H // G) of b and c. x, b and c are all bfloat16 or all float16; dt, a and d of any float
+dtype, dt at least 0 and a at most 0. P is a multiple of 64, N 64, 128 or 256. T and H are free.
+
+In a chunk of rows, with cum[t] the sum of dt a from the chunk's first row to t, the same is
+
+    y[t] = exp(cum[t]) S c[t] + sum over s <= t of exp(cum[t] - cum[s]) (c[t] . b[s]) dt[s] x[s]    S: before the chunk
+
+so that tensor cores do the work. XLA makes cum. Every exponent is at most 0, however strong the decay.
+
+Role table: one block for each head of each sequence, or of each part of one, which goes through its chunks in order.
+A head of more than 64 values is several, which share a, dt, b and c.
+
+    memory     one: copies x, b, c, dt and cum of chunk after chunk into the slots of a ring
+    state      one: has the state in registers, leaves it in 16 bits for each chunk, and adds the chunk to it
+    output     one for each 64 rows of a chunk: y, from the state that was left
+
+Barrier table:
+
+    barrier            arrivals                      who waits
+    filled[slot]       copies of a chunk             state and output, before they read it
+    freed[slot]        state, every output           memory, before it refills the slot
+    landed             copies of the last chunk of   memory, before it zeroes rows that are not the part's, and then
+                       a sequence                    arrives at filled in place of the copies
+    left[slot]         state                         output, before y reads the state of its chunk
+    taken[slot]        every output                  state, before it leaves another state in the slot
+
+Where sequences and heads do not fill the GPU, each sequence is cut into parts. A first kernel computes the states of
+all parts from zero, XLA combines them, and this kernel starts each part from its state: x and b are read twice.
+
+Other names of the arguments, and other layouts:
+
+    here                  mamba_chunk_scan_combined of mamba_ssm   chunk_simple_gla of fla
+    x                     x                                        v, scaled by dt
+    dt                    dt; dt_bias, dt_softplus, dt_limit       g = dt a
+    a                     A                                        g = dt a
+    b, c                  B, C                                     k, q; scale=1
+    d                     D; also (H, P)                           none
+    initial_state         initial_states                           initial_state
+    return_final_state    return_final_states                      output_final_state
+    states (B, H, P, N)   (B, H, P, N)                             (B, H, N, P)
+    cu_seqlens            seq_idx                                  cu_seqlens
+    y                     y; z, a gate                             o
+
+So dt is `jax.nn.softplus(dt + dt_bias)` of a Mamba-2 layer, and its gate is `y * jax.nn.silu(z)`. A state from fla is
+`jnp.swapaxes(theirs, 2, 3)` here. transformers' Mamba-2 has states as here.
+
+Bound by: memory.
+
+Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
+Not supported: second derivatives.
+Source: Dao and Gu, "Transformers are SSMs" (2024).
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ... import _device, _host
+from .. import arguments, core
+from ..core import PIECE, Sequences
+from . import kernel as ssd_forward
+from . import kernel_backward as ssd_bwd
+from .kernel_state import CUM, Plan, states
+
+STATE_DIMS = (64, 128, 256)
+LOG2E = math.log2(math.e)
+
+
+def ssd_reference(x, dt, a, b, c, *, d=None, initial_state=None, cu_seqlens=None):
+    """(y, final state) in at least float32, one token after the other."""
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    batch, length, heads, _ = x.shape
+    spread = lambda m: jnp.repeat(m, heads // m.shape[2], axis=2)
+    rows = [m.astype(dtype).reshape(-1, *m.shape[2:]) for m in (x, dt, spread(b), spread(c))]
+    starts = jnp.arange(batch + 1) * length if cu_seqlens is None else cu_seqlens
+    seq = jnp.searchsorted(starts[1:], jnp.arange(batch * length), side="right")  # The sequence of each row.
+    states = jnp.zeros((len(starts), *x.shape[2:], b.shape[3]), dtype)  # One more, of the rows after the last sequence.
+    states = states if initial_state is None else states.at[:-1].set(initial_state)
+    decay = jnp.maximum(a.astype(dtype), jnp.finfo(dtype).min)  # Infinity times a step of 0 is NaN.
+
+    def token(states, row):
+        x, dt, b, c, seq = row
+        state = jnp.exp(dt * decay)[:, None, None] * states[seq] + (dt[:, None] * x)[..., None] * b[:, None]
+        y = (state * c[:, None]).sum(-1) + (0 if d is None else d[:, None] * x)
+        return states.at[seq].set(state), jnp.where(seq < len(starts) - 1, y, 0)
+
+    states, y = lax.scan(token, states, (*rows, seq))
+    return y.reshape(x.shape), states[:-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    chunk_size: int = 64  # Rows that become one product. More: fewer states are made, and more products of pairs.
+    num_stages: int = 4  # Slots of the ring of chunks.
+    num_states: int = 2  # States that may be left before they are used.
+    parts: int | None = None  # Parts of a sequence; None: as many as fill the GPU.
+
+    def __post_init__(self):
+        if self.chunk_size not in core.CHUNKS:
+            raise ValueError(f"{self.chunk_size=} must be one of {core.CHUNKS} (rows of a WGMMA, and registers)")
+        if self.num_stages < 2 or self.num_states < 1:
+            raise ValueError(
+                f"{self.num_stages=} must be at least 2 (a chunk is loaded while another is used), {self.num_states=} "
+                "at least 1"
+            )
+        if self.parts is not None and self.parts < 1:
+            raise ValueError(f"{self.parts=} must be at least 1, or None")
+
+    def smem_bytes(self, state_dim: int) -> int:
+        """The rings of chunks and of states, w x, y, and the barriers."""
+        rows = self.chunk_size * (2 * (PIECE + 2 * state_dim) + 16)
+        states = 2 * PIECE * state_dim
+        own = 2 * self.chunk_size * 2 * PIECE
+        return (
+            self.num_stages * rows
+            + self.num_states * states
+            + own
+            + 8 * (2 * self.num_stages + 2 * self.num_states + 1)
+        )
+
+
+def default_config(state_dim: int, chunk_size: int | None = None) -> Config:
+    """The configuration for states with this many columns: as many stages as shared memory has room for, up to 6."""
+    for num_states, num_stages in ((2, 6), (2, 5), (2, 4), (2, 3), (2, 2), (1, 2)):
+        config = Config(chunk_size or 64, num_stages, num_states)
+        if config.smem_bytes(state_dim) <= _device.SMEM_BYTES_MAX:
+            return config
+    return config
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Arguments of `ssd` that are not arrays."""
+
+    op: str  # `ssd` or `linear_attention`.
+    config: Config
+    batch: int  # Sequences of equal length, if they are not packed.
+    heads_per_dt: int
+    scale: float  # Factor of y without the part of d; `linear_attention` has one.
+
+
+def _vectors(sequences: Sequences, dt, a, cu_seqlens):
+    """(H, num_chunks, 2, chunk): `CUM`, the sums of dt a up to each row of a chunk in units of log 2, and `DT`."""
+    dt = sequences.in_chunks(dt.astype(jnp.float32), cu_seqlens)
+    a, least = (LOG2E * a.astype(jnp.float32))[:, None, None], math.log2(core.LEAST_DECAY)
+    forgets = jnp.isneginf(a)  # Infinity times a step of 0 is NaN; that step forgets nothing.
+    logs = jnp.where(forgets & (dt > 0), least, jnp.maximum(dt * jnp.where(forgets, 0.0, a), least))
+    return jnp.stack([core.cumulative_decays(logs), dt], axis=2)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "scale", "params"))
+def _forward(x, dt, a, b, c, d, initial, cu_seqlens, *, plan: Plan, scale: float, params):
+    """(y, final states, the states that parts start from or None), of operands without a batch."""
+    sequences = plan.sequences
+    vectors = _vectors(sequences, dt, a, cu_seqlens)
+    table, seq = sequences.parts(cu_seqlens)
+    starts = initial
+    if sequences.part_rows is not None:
+        zeros = jnp.zeros((sequences.num_seqs, *plan.state_shape[1:]), jnp.float32)
+        local = states(plan, table, x, b, vectors, None, params)
+        decay = _decay_of_parts(plan, vectors, table)
+        starts, final = core.combine(decay, local, seq, zeros if initial is None else initial)
+    y, *finals = ssd_forward.outputs(plan, scale, table, x, b, c, vectors, d, starts, params)
+    return y, finals[0] if finals else final, starts
+
+
+def _decay_of_parts(plan: Plan, vectors, table):
+    """(num_parts, H): what the parts let stay of the states that they start from."""
+    decay = jnp.exp2(plan.sequences.sums_of_parts(vectors[:, :, CUM, -1], table))
+    return jnp.repeat(decay, plan.heads_per_dt, axis=1)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "scale", "params"))
+def _backward(x, dt, a, b, c, d, initial, cu_seqlens, starts, dy, d_final, *, plan: Plan, scale: float, params):
+    """Gradients of `x` to `initial`."""
+    sequences = plan.sequences
+    vectors, of_vectors = jax.vjp(lambda dt, a: _vectors(sequences, dt, a, cu_seqlens), dt, a)
+    table, seq = sequences.parts(cu_seqlens)
+    dy = dy if scale == 1.0 else (dy.astype(jnp.float32) * scale).astype(dy.dtype)
+    is_row = sequences.rows_of_chunks(cu_seqlens) < sequences.num_rows
+    decay = _decay_of_parts(plan, vectors, table)
+    dx, db, dc, d_vectors, dd, d_initial = ssd_bwd.gradients(
+        plan, table, seq, is_row, vectors, decay, x, b, c, d, starts, dy, d_final, params
+    )
+    d_dt, da = of_vectors(d_vectors)
+    return dx, d_dt, da, db, dc, dd, None if initial is None else d_initial
+
+
+def check(op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, names=None) -> None:
+    """Checks the arrays, whose `names` may be others than those of `ssd`.
+
+    Raises:
+      ValueError: they do not fit each other, or no kernel takes them.
+    """
+    name_of = lambda name: (names or {}).get(name, name)
+    for name, m in (("x", x), ("b", b), ("c", c)):
+        if m.ndim != 4:
+            raise ValueError(
+                f"cookbook.{op}: {name_of(name)}.shape={m.shape}; must be (B, T, heads, values of a head): reshape it"
+            )
+        if m.dtype not in (jnp.bfloat16, jnp.float16) or m.dtype != x.dtype:
+            all_names = ", ".join(map(name_of, "xbc"))
+            raise ValueError(
+                f"cookbook.{op}: {name_of(name)}.dtype={m.dtype}; {all_names} must be all bfloat16 or all float16: "
+                "cast them"
+            )
+    (batch, length, heads, size), (*_, groups, state_dim) = x.shape, b.shape
+    for name, m, shape in (
+        ("b", b, (batch, length, groups, state_dim)), ("c", c, b.shape), ("dt", dt, (batch, length, heads)),
+        ("a", a, (heads,)), ("d", d, (heads,)),
+    ):  # fmt: skip
+        if m is not None and m.shape != shape:
+            shapes = f"{name_of('x')}.shape={x.shape} and {name_of('b')}.shape={b.shape}"
+            raise ValueError(f"cookbook.{op}: {name_of(name)}.shape={m.shape}; must be {shape}, to go with {shapes}")
+    for name, m in (("dt", dt), ("a", a), ("d", d)):
+        if m is not None and not jnp.issubdtype(m.dtype, jnp.floating):
+            raise ValueError(f"cookbook.{op}: {name}.dtype={m.dtype}; must be a floating-point dtype: cast it")
+    arguments.check_groups(op, name_of("x"), heads, name_of("b"), groups)
+    if size % PIECE or state_dim not in STATE_DIMS:
+        raise ValueError(
+            f"cookbook.{op}: heads of {name_of('x')} have {size} values, those of {name_of('b')} {state_dim}; must be "
+            f"a multiple of {PIECE}, and one of {STATE_DIMS}: pad with zeros (jnp.pad)"
+        )
+    num_seqs = arguments.check_packed(op, cu_seqlens, batch)
+    arguments.check_state(op, "initial_state", initial_state, (num_seqs, heads, size, state_dim))
+
+
+def _choose(op: str, state_dim: int, chunk_size, config) -> Config:
+    """The configuration for these arguments.
+
+    Raises:
+      ValueError: they contradict each other, or no block has room.
+    """
+    config = _host.require_config(op, config, Config)
+    if chunk_size is not None:
+        chunk_size = _host.option(op, "chunk_size", chunk_size, int)
+    if chunk_size not in (None, *core.CHUNKS) or config and chunk_size not in (None, config.chunk_size):
+        raise ValueError(
+            f"cookbook.{op}: {chunk_size=}; must be one of {core.CHUNKS}, and that of config: None chooses"
+        )
+    config = config or default_config(state_dim, chunk_size)
+    if (need := config.smem_bytes(state_dim)) > _device.SMEM_BYTES_MAX:
+        raise ValueError(
+            f"cookbook.{op}: {config=} needs {need} bytes of shared memory with states of {state_dim} columns, and a "
+            f"block has {_device.SMEM_BYTES_MAX}: chunks of 64, or fewer stages"
+        )
+    return config
+
+
+def _plan(options: Options, x, b, cu_seqlens, target: _host.Target) -> Plan:
+    """The op on operands without a batch."""
+    c, num_rows, pieces = options.config, len(x), b.shape[-1] // PIECE
+    num_seqs = options.batch if cu_seqlens is None else len(cu_seqlens) - 1
+    length = pl.cdiv(num_rows, num_seqs)
+    part_rows = core.part_rows(num_seqs, length, x.shape[1], target.num_sms, c.parts)
+    sequences = Sequences(num_seqs, num_rows, cu_seqlens is not None, c.chunk_size, part_rows)
+    heads = x.shape[1], b.shape[1], options.heads_per_dt
+    return Plan(sequences, *heads, pieces, x.dtype, c.num_stages, c.num_states, target.interpreted)
+
+
+def _run(options: Options, operands, initial, cu_seqlens):
+    """(y, final states, the states that parts start from)."""
+    plan = _plan(options, operands[0], operands[3], cu_seqlens, _host.require_tensor_cores("ssd"))
+    params = _host.compiler_params(approx_math=True)
+    return _forward(*operands, initial, cu_seqlens, plan=plan, scale=options.scale, params=params)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ssd(options: Options, operands, initial, cu_seqlens):
+    return _run(options, operands, initial, cu_seqlens)[:2]
+
+
+def _ssd_fwd(options: Options, operands, initial, cu_seqlens):
+    run = _host.without_derivative(options.op, functools.partial(_run, options))
+    y, final, starts = run(operands, initial, cu_seqlens)
+    return (y, final), (operands, initial, cu_seqlens, starts)
+
+
+def _ssd_bwd(options: Options, residuals, gradients):
+    operands, initial, cu_seqlens, starts = residuals
+    plan = _plan(options, operands[0], operands[3], cu_seqlens, _host.require_tensor_cores("ssd"))
+    sequences = dataclasses.replace(plan.sequences, chunk=ssd_bwd.CHUNK)
+    plan = dataclasses.replace(plan, sequences=sequences, num_stages=ssd_bwd.num_stages(plan.pieces))
+    params = _host.compiler_params(approx_math=True)
+    gradient = functools.partial(_backward, plan=plan, scale=options.scale, params=params)
+    gradient = _host.without_derivative(options.op, gradient)
+    *operand_gradients, d_initial = gradient(*operands, initial, cu_seqlens, starts, *gradients)
+    return tuple(operand_gradients), d_initial, None
+
+
+_ssd.defvjp(_ssd_fwd, _ssd_bwd)
+
+
+def run(
+    op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, chunk_size, config, return_final_state, scale: float = 1.0
+):  # fmt: skip
+    """The results of `ssd` for checked arrays, y but for the part of d times `scale`; for `linear_attention` too."""
+    (batch, length, heads, size), state_dim = x.shape, b.shape[-1]
+    num_seqs, split = (batch if cu_seqlens is None else len(cu_seqlens) - 1), size // PIECE
+    return_final_state = _host.option(op, "return_final_state", return_final_state, bool)
+    config = _choose(op, state_dim, chunk_size, config)
+    if 0 in x.shape:
+        y, final = arguments.untouched(x, initial_state, (num_seqs, heads, size, state_dim))
+        return (y, final) if return_final_state else y
+    _host.require_tensor_cores(op)
+    rows = lambda m: m.reshape(batch * length, *m.shape[2:])
+    operands = x.reshape(batch * length, heads * split, PIECE), rows(dt), a, rows(b), rows(c), d
+    initial = None if initial_state is None else core.as_states(initial_state, heads * split)
+    leaves, tree = jax.tree.flatten((operands, initial, cu_seqlens))
+    operands, initial, cu_seqlens = jax.tree.unflatten(tree, _host.reverse_only(op, *leaves))
+    y, final = _ssd(Options(op, config, batch, split, scale), operands, initial, cu_seqlens)
+    y, final = y.reshape(x.shape), final.reshape(num_seqs, heads, size, state_dim)
+    return (y, final) if return_final_state else y
+
+
+def ssd(
+    x, dt, a, b, c, *, d=None, chunk_size=None, initial_state=None, return_final_state=False, cu_seqlens=None,
+    config: Config | None = None, **others,
+):  # fmt: skip
+    """Mamba-2's recurrence over a sequence; the same to the bit in every run of a compiled program.
+
+    XLA may sum dt in another order when it compiles again, or for another length.
+
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+
+    Args:
+      x: (B, T, H, P), bfloat16 or float16; P is a multiple of 64.
+      dt: (B, T, H), at least 0: how far each token moves the state.
+      a: (H,), at most 0: a token lets exp(dt a) of the state stay, below 2**-64 nothing. So with -inf each token whose
+        dt is not 0 clears it. The gradients of what clears it are 0.
+      b, c: (B, T, G, N), of the dtype of `x`; G divides H, and N is 64, 128 or 256.
+      d: (H,), how much of x is added to y; None for nothing.
+      chunk_size: rows that become one product, 64 or 128 (N at most 128); None chooses.
+      initial_state: (B, H, P, N), float32; None for zeros.
+      return_final_state: also return the states after the last tokens.
+      cu_seqlens: (num_seqs + 1,), integers: where packed sequences begin in a batch of 1, and where the last one ends.
+        States then have num_seqs in the place of B. The first one begins at 0.
+      config: stages and parts; None chooses by N.
+      others: arguments that other libraries have, such as `z` and `dt_bias`, if they are None or False.
+
+    Returns:
+      y, of the shape and dtype of `x`, zeros after the last packed sequence; with `return_final_state` also the
+      states, (B, H, P, N) in float32.
+
+    Raises:
+      ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
+    """
+    arguments.elsewhere("ssd", others)
+    required, optional = dict(x=x, dt=dt, a=a, b=b, c=c), dict(d=d, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    arrays = arguments.arrays("ssd", required, optional)
+    check("ssd", *arrays)
+    return run("ssd", *arrays, chunk_size, config, return_final_state)
+
+
+ssd.Config = Config  # `cookbook.ssd` is this function, not its module.
+
+
+def flops(rows: int, heads: int, head_dim: int, state_dim: int, chunk_size: int = 64) -> int:
+    """Floating-point operations of the four products of each chunk, pairs that the mask hides included."""
+    pairs = chunk_size * (state_dim + head_dim)
+    return 2 * rows * heads * (pairs + 2 * head_dim * state_dim)
+
+
+def bytes_moved(rows: int, heads: int, head_dim: int, groups: int, state_dim: int) -> int:
+    """x, y, b and c of 16 bits, and dt of 32, each once."""
+    return rows * (4 * heads * head_dim + 4 * groups * state_dim + 4 * heads)

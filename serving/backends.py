@@ -1,0 +1,136 @@
+"""The decoder's operations, twice: as this package's kernels, and as plain XLA, to compare them with.
+
+Both take the same arguments and give the same results, but for rounding:
+
+    cookbook    this package's kernels, on a GPU or inside `lab.interpret()`; 16-bit weights, pages of these
+                or with bfloat16 of e4m3, heads of 64, 128 or 256, pages of 16, 32, 64, 128 or 256 tokens
+    xla         products and reductions as XLA makes them, and attention on gathered pages: the keys and values of each
+                token's whole block table are copied together, and masked; any device and float dtype
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import cookbook
+from cookbook.attn.cache.rope_write_kv import rope_write_kv_reference
+from cookbook.gemm.experts.moe import route
+from cookbook.rows.rms_norm import rms_norm_reference
+from serving.weights import Int8
+
+ROWS_AT_ONCE = 16  # Tokens of a mixed step whose gathered keys and values are in memory together.
+# Rows up to which SwiGLU is in the epilogue of its product. With more, the tile that its two accumulators leave is too
+# small, and XLA's fusion after a plain product is predicted to be faster.
+GATED_ROWS = 128
+# Pages of the narrowest block table: fewer widths are fewer compilations. A kernel reads a table as far as its sequence
+# goes, and XLA gathers all of it.
+TABLE_WIDTHS_MIN = dict(cookbook=64, xla=16)
+
+
+class Backend(NamedTuple):
+    """The functions of a backend, with the arguments and results of this package's kernels."""
+
+    linear: Callable  # (rows, weight, out_dtype): the product with a weight of (outputs, inputs), which may be Int8.
+    gated: Callable  # (rows, weight): silu of the first half of the product, times the other half.
+    rms_norm: Callable
+    moe: Callable
+    rope_write_kv: Callable
+    paged_attention: Callable
+    ragged_paged_attention: Callable
+
+
+def backend(name: str) -> Backend:
+    """The backend "cookbook" or "xla".
+
+    Raises:
+      ValueError: there is no such backend.
+    """
+    if name == "cookbook":
+        return Backend(
+            _kernel_linear, _kernel_gated, cookbook.rms_norm, cookbook.moe, cookbook.rope_write_kv,
+            cookbook.paged_attention, cookbook.ragged_paged_attention,
+        )  # fmt: skip
+    if name == "xla":
+        return Backend(
+            _linear, _gated, _rms_norm, _moe, rope_write_kv_reference, _paged_attention, _ragged_paged_attention
+        )
+    raise ValueError(f'backend = {name!r}; must be "cookbook" or "xla"')
+
+
+def _swiglu(both, dtype):
+    """silu(gate) * up of the columns of the gate and then of the up product, in float32, rounded once."""
+    gate, up = jnp.split(both.astype(jnp.float32), 2, axis=1)
+    return (jax.nn.silu(gate) * up).astype(dtype)
+
+
+def _kernel_linear(x, weight, out_dtype):
+    if isinstance(weight, Int8):
+        return cookbook.matmul_int8_weights(x, weight.values, weight.scales, transpose_w=True, out_dtype=out_dtype)
+    return cookbook.matmul(x, weight, transpose_b=True, out_dtype=out_dtype)
+
+
+def _kernel_gated(x, weight):
+    if len(x) > GATED_ROWS or isinstance(weight, Int8):
+        return _swiglu(_kernel_linear(x, weight, x.dtype), x.dtype)
+    # A grouped product of a single group: its epilogue has SwiGLU.
+    sizes = jnp.full(1, len(x), jnp.int32)
+    return cookbook.ragged_dot(x, weight[None], sizes, transpose_rhs=True, activation="swiglu")
+
+
+def _linear(x, weight, out_dtype):
+    values, scales = weight if isinstance(weight, Int8) else (weight, None)
+    sums = jnp.promote_types(x.dtype, jnp.float32)
+    out = jax.lax.dot_general(
+        x, values.astype(x.dtype), (((1,), (1,)), ((), ())), precision="highest", preferred_element_type=sums
+    )
+    return (out if scales is None else out * scales).astype(out_dtype)
+
+
+def _gated(x, weight):
+    return _swiglu(_linear(x, weight, jnp.float32), x.dtype)
+
+
+def _rms_norm(x, scale, *, eps, out_dtype, residual=None):
+    if residual is None:
+        return rms_norm_reference(x, scale, eps).astype(out_dtype)
+    y, total = rms_norm_reference(x, scale, eps, residual)
+    return y.astype(out_dtype), total.astype(residual.dtype)
+
+
+def _moe(x, router_logits, w_gate_up, w_down, *, top_k, renormalize):
+    """As `cookbook.moe`, with XLA's grouped products."""
+    routing = route(router_logits, top_k, renormalize)
+    product = lambda a, b: jax.lax.ragged_dot(
+        a, b, routing.group_sizes, precision="highest", preferred_element_type=jnp.float32
+    )  # fmt: skip
+    gate, up = jnp.split(product(x[routing.sources // top_k], w_gate_up), 2, axis=1)
+    out = product((jax.nn.silu(gate) * up).astype(x.dtype), w_down)
+    return jnp.sum(routing.weights[:, :, None] * out[routing.rows], axis=1).astype(x.dtype)
+
+
+def _paged_attention(q, k_pages, v_pages, block_tables, kv_lens):
+    """As `cookbook.paged_attention`: a query a sequence."""
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = k_pages.shape[2]
+    gathered = lambda pages: pages[block_tables].reshape(num_rows, -1, num_kv_heads, head_dim).astype(q.dtype)
+    k, v = gathered(k_pages), gathered(v_pages)
+    q = q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    product = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
+    s = product("rkgh,rskh->rkgs", q, k) * head_dim**-0.5
+    seen = (jnp.arange(k.shape[1]) < kv_lens[:, None])[:, None, None]
+    p = jnp.where(seen, jax.nn.softmax(jnp.where(seen, s, -jnp.inf), axis=-1), 0.0)
+    v = jnp.where(seen[:, 0, 0, :, None, None], v, 0)  # Behind its tokens a row sees other requests' values: 0 * NaN.
+    return product("rkgs,rskh->rkgh", p.astype(v.dtype), v).astype(v.dtype).reshape(num_rows, num_heads, head_dim)
+
+
+def _ragged_paged_attention(q, k_pages, v_pages, block_tables, kv_lens, cu_seqlens_q):
+    """As `cookbook.ragged_paged_attention`: each token is a row of `_paged_attention`, which sees what is before it."""
+    row = jnp.arange(q.shape[0])
+    sequence = jnp.searchsorted(cu_seqlens_q[1:], row, side="right")
+    behind = cu_seqlens_q[sequence + 1] - row - 1  # Tokens of its sequence that come after it.
+    length = jnp.where(row < cu_seqlens_q[-1], kv_lens[sequence] - behind, 0)
+    attend = lambda args: _paged_attention(args[0][None], k_pages, v_pages, args[1][None], args[2][None])[0]
+    return jax.lax.map(attend, (q, block_tables[sequence], length), batch_size=ROWS_AT_ONCE)

@@ -1,0 +1,143 @@
+"""A decoder as Llama's: RMSNorm, rotary positions, grouped-query attention, SwiGLU; over a paged cache.
+
+Its variants: heads of queries and keys that are normalised (Qwen3), a mixture of experts in place of the MLP (Mixtral,
+Qwen3-MoE), Llama 3's rotary frequencies.
+
+Parameters are a flat dict. A weight is (outputs, inputs), under its name in Hugging Face's checkpoints:
+`model.layers.0.self_attn.q_proj.weight` is the first layer's of queries. Experts' weights are joined and (experts,
+inputs, outputs), as `cookbook.moe` takes them. Weights, activations that are multiplied by them, and pages are of
+`LlamaConfig.dtype`, pages also of float8_e4m3fn; the residual stream, normalisation and logits are float32. `forward`
+takes them as `weights.prepared` gives them: joined, and in 8 bits if wanted.
+
+A layer of a step that decodes is as few kernels as there are points where all tokens, or all of a row, have to meet:
+
+    norm (adds the residual)  ->  product q, k, v  ->  rotation and write to the pages  ->  attention, and its merge
+    ->  product o  ->  norm (adds the residual)  ->  product gate, up with SwiGLU  ->  product down
+
+Not supported: biases, windows of attention.
+Source: Touvron et al., "LLaMA: Open and Efficient Foundation Language Models" (2023).
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from serving.backends import backend as backend_of
+from serving.config import LlamaConfig, RopeScaling
+from serving.weights import rows_of
+
+
+def empty_pages(
+    config: LlamaConfig, num_pages: int, page_size: int, kv_cache_dtype: str | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """(k_pages, v_pages): (layers, num_pages, page_size, num_key_value_heads, head_dim) each, zeros; of float8_e4m3fn
+    if `kv_cache_dtype` is "fp8". The host hands over each array in each step, so that two cost less than two a layer.
+    """
+    shape = config.num_hidden_layers, num_pages, page_size, config.num_key_value_heads, config.head_dim
+    dtype = jnp.float8_e4m3fn if kv_cache_dtype == "fp8" else config.dtype
+    return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """T tokens of R sequences, packed one after the other, and padding after them."""
+
+    tokens: jax.Array  # (T,) int32.
+    positions: jax.Array  # (T,) int32: where a token stands in its sequence, from 0 on.
+    slot_mapping: jax.Array  # (T,) int32: page * page_size + offset, where its keys and values go; -1 for padding.
+    block_tables: jax.Array  # (R, pages a sequence) int32.
+    kv_lens: jax.Array  # (R,) int32: tokens of each sequence, those of this batch included; 0 for padding.
+    cu_seqlens_q: jax.Array  # (R + 1,) int32: sequence i has the tokens from cu_seqlens_q[i] to cu_seqlens_q[i + 1].
+    temperatures: jax.Array  # (R,) float32.
+    seeds: jax.Array  # (R,) uint32.
+    top_ks: jax.Array  # (R,) int32.
+    top_ps: jax.Array  # (R,) float32.
+    min_ps: jax.Array  # (R,) float32.
+
+
+def angles(positions, head_dim: int, theta: float, scaling: RopeScaling | None = None):
+    """cos and sin, (T, head_dim / 2) float32 each, of the angles position / theta**(2 i / head_dim).
+
+    Args:
+      positions: (T,).
+      scaling: changes the angles a token.
+    """
+    half = head_dim // 2
+    frequencies = theta ** (-np.arange(half) / half)
+    frequencies = np.float32(scaling.scaled(frequencies) if scaling else frequencies)
+    turned = positions[:, None] * frequencies
+    return jnp.cos(turned), jnp.sin(turned)
+
+
+def rotate(x, positions, theta: float, scaling: RopeScaling | None = None):
+    """Rotary positions: values i and i + H / 2 of a head are turned by the i-th of its token's `angles`.
+
+    Args:
+      x: (T, heads, H).
+      positions: (T,).
+      scaling: changes the angles a token.
+
+    Returns:
+      float32.
+    """
+    cos, sin = (part[:, None] for part in angles(positions, x.shape[-1], theta, scaling))
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def forward(config: LlamaConfig, weights, pages, batch: Batch, *, backend: str, decode: bool):
+    """The logits after the last token of each sequence of the batch.
+
+    Args:
+      weights: of `prepared`.
+      pages: of `empty_pages`.
+      backend: "cookbook" or "xla".
+      decode: whether each sequence has one token in the batch, and T = R.
+
+    Returns:
+      (R, vocab_size) float32, undefined where a sequence has no token; and the pages with the batch's tokens written.
+    """
+    ops, dtype, rows = backend_of(backend), jnp.dtype(config.dtype), batch.tokens.shape[0]
+    weight = lambda name: weights[f"{name}.weight"]
+    linear = lambda x, name, out=dtype: ops.linear(x, weight(name), out)
+    attend = ops.paged_attention if decode else ops.ragged_paged_attention
+    lens = batch.kv_lens, *(() if decode else (batch.cu_seqlens_q,))
+    shape, layers = pages[0].shape, np.arange(config.num_hidden_layers, dtype=np.int32)
+    pages = [x.reshape(-1, *shape[2:]) for x in pages]  # One layer's after the other's.
+    block_tables = batch.block_tables + layers[:, None, None] * shape[1]
+    slots = jnp.where(batch.slot_mapping < 0, -1, batch.slot_mapping + layers[:, None] * (shape[1] * shape[2]))
+    turns = angles(batch.positions, config.head_dim, config.rope_theta, config.rope_scaling)
+
+    def normed(x, added, name):
+        """The norm of x + added, and that sum: the residual, which stays float32."""
+        norm = functools.partial(ops.rms_norm, scale=weight(name), eps=config.rms_norm_eps, out_dtype=dtype)
+        return (norm(x), x) if added is None else norm(added, residual=x)
+
+    x, added = rows_of(weight("model.embed_tokens"), batch.tokens), None
+    for i in range(config.num_hidden_layers):
+        layer = f"model.layers.{i}"
+        y, x = normed(x, added, f"{layer}.input_layernorm")
+        qkv = linear(y, f"{layer}.self_attn.qkv_proj").reshape(rows, -1, config.head_dim)
+        norms = {f"{name}_norm": weight(f"{layer}.self_attn.{name}_norm") for name in "qk" if config.qk_norm}
+        q, *pages = ops.rope_write_kv(qkv, *turns, *pages, slots[i], eps=config.rms_norm_eps, **norms)
+        out = attend(q, *pages, block_tables[i], *lens)
+        added = linear(out.reshape(rows, -1), f"{layer}.self_attn.o_proj", jnp.float32)
+        y, x = normed(x, added, f"{layer}.post_attention_layernorm")
+        if config.num_experts:
+            experts = (weight(f"{layer}.mlp.experts.{name}_proj") for name in ("gate_up", "down"))
+            router_logits = linear(y, f"{layer}.mlp.gate", jnp.float32)
+            added = ops.moe(
+                y, router_logits, *experts, top_k=config.num_experts_per_tok, renormalize=config.norm_topk_prob
+            )
+        else:
+            added = linear(ops.gated(y, weight(f"{layer}.mlp.gate_up_proj")), f"{layer}.mlp.down_proj", jnp.float32)
+    if not decode:
+        last = jnp.maximum(batch.cu_seqlens_q[1:] - 1, 0)
+        x, added = x[last], added[last]
+    y, _ = normed(x, added, "model.norm")
+    head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+    return linear(y, head, jnp.float32), tuple(x.reshape(shape) for x in pages)

@@ -1,0 +1,67 @@
+"""A model's parameters as its steps multiply by them: joined, and in 8 bits if wanted.
+
+    name in a layer               is made of
+    self_attn.qkv_proj            q_proj, k_proj and v_proj, one below the other: one product in place of three
+    mlp.gate_up_proj              gate_proj and up_proj
+
+All others keep their names. Each weight of 8 bits is an `Int8`, with a scale for each of its outputs.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from serving.config import LlamaConfig
+
+JOINED = {"self_attn.qkv_proj": [f"self_attn.{name}_proj" for name in "qkv"],
+          "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"]}  # fmt: skip
+
+
+class Int8(NamedTuple):
+    """A weight of (outputs, inputs): `values * scales[:, None]`."""
+
+    values: jax.Array  # (outputs, inputs) int8.
+    scales: jax.Array  # (outputs,) float32.
+
+
+def prepared(config: LlamaConfig, params: dict[str, jax.Array], kind: str | None = None) -> dict:
+    """The weights that `forward` takes, of the parameters that `init` and `load` give.
+
+    Joined weights are copies: as long as the caller keeps `params`, both are in memory.
+
+    Args:
+      kind: None for weights as they are; "int8" for all matrices in 8 bits, each output channel with a scale.
+
+    Raises:
+      ValueError: there is no such kind, or the model has experts, which are not quantised.
+    """
+    if kind not in (None, "int8"):
+        raise ValueError(f'weights = {kind!r}; must be None or "int8"')
+    if kind and config.num_experts:
+        raise ValueError(
+            f"weights = {kind!r} with {config.num_experts} experts; must be None: experts are not quantised"
+        )
+    weights = dict(params)
+    for i in range(config.num_hidden_layers):
+        for joined, parts in JOINED.items():
+            names = [f"model.layers.{i}.{name}.weight" for name in parts]
+            if names[0] in weights:
+                weights[f"model.layers.{i}.{joined}.weight"] = jnp.concatenate([weights.pop(name) for name in names])
+    return {name: quantised(value) if kind and value.ndim == 2 else value for name, value in weights.items()}
+
+
+@jax.jit
+def quantised(weight) -> Int8:
+    """A matrix in 8 bits: the largest value of each output is 127 of its scale."""
+    wide = weight.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(wide), axis=1) / 127
+    values = jnp.round(wide / jnp.where(scales > 0, scales, 1.0)[:, None])
+    return Int8(values.astype(jnp.int8), scales)
+
+
+def rows_of(weight, rows):
+    """Some rows of a matrix, as float32: the embeddings of tokens."""
+    if isinstance(weight, Int8):
+        return weight.values[rows].astype(jnp.float32) * weight.scales[rows][:, None]
+    return weight[rows].astype(jnp.float32)
