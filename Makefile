@@ -103,7 +103,7 @@ wheelhouse: $(READY)  ## Collect the wheels that a GPU host without a network ne
 .PHONY: clean
 clean:  ## Remove what these commands made, the environment included
 	rm -rf build .venv .uv .pytest_cache .ruff_cache
-	find cookbook bench figures site tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find cookbook lab serving bench fuzz figures site tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: setup
 setup:

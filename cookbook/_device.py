@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands inside the kernels of every family: rings of stages, turns, index arithmetic, stores.
 
 `_host.py` has what stands around a launch. A family works on its own: its folder and the shared files, in a package of

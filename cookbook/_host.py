@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands around a launch of every family: where a kernel runs, arguments, meshes, refusals.
 
 `_device.py` has what stands inside kernels. A family works on its own: its folder and the shared files, in a package of
@@ -110,36 +111,36 @@ def require_target(op: str) -> Target:
     """
     if taken := GRID_NAMES.intersection(jax.sharding.get_abstract_mesh().axis_names):
         raise ValueError(
-            f"cookbook.{op}: the mesh has an axis {min(taken)!r}, for which JAX would take one of the kernel's grid: "
+            f"{PACKAGE}.{op}: the mesh has an axis {min(taken)!r}, for which JAX would take one of the kernel's grid: "
             "name the mesh's axis differently"
         )
     target = _target.get()
     if (target.interpreted if target else jax.default_backend() != "gpu") and _only_others_interpret():
         raise RuntimeError(
-            f"cookbook.{op}: another thread interprets kernels, and this one does not: what a thread enters does not "
+            f"{PACKAGE}.{op}: another thread interprets kernels, and this one does not: what a thread enters does not "
             "reach those of a pool, and JAX's interpreter serves one thread. Call the op in the thread that interprets"
         )
     if target is not None:
         if target.interpreted and not target.several_devices and (devices := _devices_of_mesh()) > 1:
             raise RuntimeError(
-                f"cookbook.{op}: JAX's interpreter knows one device, and the mesh has {devices}: interpret inside "
+                f"{PACKAGE}.{op}: JAX's interpreter knows one device, and the mesh has {devices}: interpret inside "
                 "`with lab.interpret():`, which lets them take turns, or take a mesh of one"
             )
         if target.interpreted != _is_interpreted():
             raise RuntimeError(
-                f"cookbook.{op} is built for {target}, but kernels traced here are "
+                f"{PACKAGE}.{op} is built for {target}, but kernels traced here are "
                 f"{'not ' if target.interpreted else ''}interpreted. {_how_to_interpret(op)}"
             )
         return target
     if jax.default_backend() != "gpu":
         raise RuntimeError(
-            f"cookbook.{op} is a GPU kernel and JAX sees no GPU (its backend is {jax.default_backend()!r}). "
+            f"{PACKAGE}.{op} is a GPU kernel and JAX sees no GPU (its backend is {jax.default_backend()!r}). "
             + _how_to_interpret(op)
         )
     device = jax.devices()[0]
     if float(device.compute_capability) < 9.0:
         raise RuntimeError(
-            f"cookbook.{op} needs a Hopper or newer GPU (compute capability 9.0); {device.device_kind} has "
+            f"{PACKAGE}.{op} needs a Hopper or newer GPU (compute capability 9.0); {device.device_kind} has "
             f"{device.compute_capability}. {_how_to_interpret(op)}"
         )
     return Target(device.device_kind, device.core_count)
@@ -149,8 +150,8 @@ def require_target(op: str) -> Target:
 ARCHITECTURES = {9: ("Hopper", "WGMMA", "h200"), 10: ("data-centre Blackwell", "tcgen05", "b200")}
 
 OTHERS = {
-    9: "cookbook.blackwell.matmul or cookbook.blackwell.matmul_mxfp8",
-    10: "cookbook.matmul or cookbook.matmul_fp8",
+    9: f"{PACKAGE}.blackwell.matmul or {PACKAGE}.blackwell.matmul_mxfp8",
+    10: f"{PACKAGE}.matmul or {PACKAGE}.matmul_fp8",
 }
 
 SAME = {"matmul": "blackwell.matmul", "matmul_fp8": "blackwell.matmul_mxfp8"}  # Hopper's ops, and Blackwell's.
@@ -169,9 +170,10 @@ def require_tensor_cores(op: str, major: int = 9) -> Target:
     architecture, instructions, name = ARCHITECTURES[major]
     found = f"{gpu.device_kind} has {gpu.compute_capability}" if gpu else "JAX sees no GPU"
     other = (SAME if major == 9 else {b: a for a, b in SAME.items()}).get(op)
-    other = f"cookbook.{other}" if other else OTHERS[major]
+    other = f"{PACKAGE}.{other}" if other else OTHERS[major]
     raise RuntimeError(
-        f"cookbook.{op} is built on {instructions}, which {architecture} alone has (compute capability {major}.x), and "
+        f"{PACKAGE}.{op} is built on {instructions}, which {architecture} alone has (compute capability {major}.x), "
+        "and "
         f"{found}. "
         + (f"For it there is {other}. " if capability in ARCHITECTURES else "")
         + _how_to_interpret(op).replace("h200", name)
@@ -179,14 +181,14 @@ def require_tensor_cores(op: str, major: int = 9) -> Target:
 
 
 def _how_to_interpret(op: str) -> str:
-    if importlib.util.find_spec(f"{__package__}.lab") is None:  # The family was copied without it.
+    if __package__ != "cookbook" or importlib.util.find_spec("lab") is None:  # It was copied, or installed alone.
         return (
-            f"To run it on the CPU at small shapes, say `from {__package__} import _mgpu` and trace it inside "
+            f"To run it on the CPU at small shapes, say `from {PACKAGE} import _host` and trace it inside "
             "`with _host.interpreting():`."
         )
     return (
-        "Say `import lab`. To run it on the CPU at small shapes, trace it inside `with lab.interpret():`;"
-        f' to compile it without a GPU, use `lab.compile_for("h200", cookbook.{op}, ...)`.'
+        "Say `import lab`. To run it on the CPU at small shapes, trace it inside `with lab.interpret():`; to compile it "
+        f'without a GPU, use `lab.compile_for("h200", cookbook.{op}, ...)`.'
     )
 
 
@@ -245,7 +247,7 @@ def kernel(body, **kwargs):
 
     Its results vary over the mesh axes of `jax.shard_map` over which an operand varies: `shard_map` checks that, and
     JAX's kernels say nothing about it. `body` is traced under `own_options`. Profilers show a kernel by the name of its
-    module, and of its function.
+    file or room, and of its function.
     """
     function = body
     while isinstance(function, functools.partial):
@@ -255,7 +257,7 @@ def kernel(body, **kwargs):
         with own_options():
             return body(*refs, **scratch)
 
-    traced.__name__ = f"{function.__module__.rpartition('.')[2].strip('_')}_{function.__name__.strip('_')}"
+    traced.__name__ = f"{_file_or_room(function.__module__)}_{function.__name__.strip('_')}"
     launch = plgpu.kernel(traced, **_launchable(**kwargs))
 
     def run(*operands):
@@ -263,6 +265,12 @@ def kernel(body, **kwargs):
         return jax.tree.map(lambda out: _vary(out, axes), launch(*operands))
 
     return run
+
+
+def _file_or_room(module: str) -> str:
+    """What a kernel is called after: its file, or its room where that is one of the room's files `kernel*.py`."""
+    *_, room, file = module.split(".")
+    return file.strip("_") if not file.startswith("kernel") else room + file.removeprefix("kernel")
 
 
 def apart(arrays):
@@ -284,7 +292,7 @@ def ref_of(op: str, array):
     """
     if axes := _varying(array):
         raise ValueError(
-            f"cookbook.{op} changes an array in place, and JAX's kernels take no Ref that varies over an axis of a "
+            f"{PACKAGE}.{op} changes an array in place, and JAX's kernels take no Ref that varies over an axis of a "
             f"mesh, as this does over {', '.join(sorted(map(str, axes)))}: call jax.shard_map with check_vma=False"
         )
     return jax.new_ref(apart(array))
@@ -329,7 +337,7 @@ def _(op, primals, tangents):
 
 def _refuse_forward_mode(*_, op: str):
     raise ValueError(
-        f"cookbook.{op} has no derivative in forward mode (jax.jvp, jax.jacfwd, jax.hessian): take it in reverse mode "
+        f"{PACKAGE}.{op} has no derivative in forward mode (jax.jvp, jax.jacfwd, jax.hessian): take it in reverse mode "
         f"(jax.grad, jax.vjp, jax.jacrev), or differentiate {op}_reference, of the same module, instead"
     )
 
@@ -350,7 +358,7 @@ mlir.register_lowering(_tangent, lambda context, tangent, *, op: _refuse_forward
 
 def without_derivative(op: str, gradient):
     """`gradient`, a function that launches a backward kernel, which refuses by name to be differentiated itself."""
-    message = f"cookbook.{op} has no second derivative: differentiate {op}_reference, of the same module, instead"
+    message = f"{PACKAGE}.{op} has no second derivative: differentiate {op}_reference, of the same module, instead"
     return _refusing_derivatives(gradient, message)
 
 
@@ -359,7 +367,7 @@ def without_gradient(op: str, instead: str, *arrays):
     through this first, and is named."""
     if not any(isinstance(array, jax.core.Tracer) for array in arrays):  # Nothing is differentiated: for quick calls.
         return arrays
-    message = f"cookbook.{op} has no gradient: differentiate {instead} instead"
+    message = f"{PACKAGE}.{op} has no gradient: differentiate {instead} instead"
     return _refusing_derivatives(lambda *arrays: arrays, message)(*arrays)
 
 
@@ -380,7 +388,7 @@ def as_array(op: str, name: str, x):
       ValueError: JAX can make no array of it; it is a Ref; it is sharded over an explicit axis of a mesh.
     """
     if isinstance(x, jax.Ref):
-        raise ValueError(f"cookbook.{op}: {name} is a Ref; must be an array: pass {name}[...]")
+        raise ValueError(f"{PACKAGE}.{op}: {name} is a Ref; must be an array: pass {name}[...]")
     if isinstance(x, jax.Array):
         require_local(op, name, x)
         return x
@@ -388,7 +396,7 @@ def as_array(op: str, name: str, x):
         return jnp.asarray(x)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
-            f"cookbook.{op}: {name}={reprlib.repr(x)}; must be an array ({error}): pass one, or numbers in lists of "
+            f"{PACKAGE}.{op}: {name}={reprlib.repr(x)}; must be an array ({error}): pass one, or numbers in lists of "
             "equal lengths"
         ) from error
 
@@ -404,7 +412,7 @@ def require_local(op: str, name: str, x):
     if any(spec):
         axes = [axis for entry in spec if entry for axis in (entry if isinstance(entry, tuple) else (entry,))]
         raise ValueError(
-            f"cookbook.{op}: {name} is sharded over {' and '.join(map(repr, axes))}: call it inside jax.shard_map"
+            f"{PACKAGE}.{op}: {name} is sharded over {' and '.join(map(repr, axes))}: call it inside jax.shard_map"
         )
 
 
@@ -416,9 +424,9 @@ def require_config(op: str, config, kind: type):
     """
     if config is None or isinstance(config, kind):
         return config
-    ours = f"cookbook.{op}.Config"
+    ours = f"{PACKAGE}.{op}.Config"
     raise ValueError(
-        f"cookbook.{op}: config={reprlib.repr(config)}; must be a {ours}: pass {ours}(...), or None to have one chosen"
+        f"{PACKAGE}.{op}: config={reprlib.repr(config)}; must be a {ours}: pass {ours}(...), or None to have one chosen"
     )
 
 
@@ -435,7 +443,7 @@ def elsewhere(op: str, given: dict, known: dict) -> None:
             raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
         if value is not None and value is not False:
             text = "..." if hasattr(value, "shape") else reprlib.repr(value)
-            raise ValueError(f"cookbook.{op}: {name}={text}; must be left out or None: {known[name]}")
+            raise ValueError(f"{PACKAGE}.{op}: {name}={text}; must be left out or None: {known[name]}")
 
 
 _NUMBERS = {np.bool_: bool, np.integer: int, np.floating: float}  # JAX's kinds of dtypes, in Python.
@@ -451,7 +459,7 @@ def option(op: str, name: str, value, kind: type):
     """
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
-            f"cookbook.{op}: {name} is traced, but it is compiled into the kernel: pass a Python {kind.__name__}, or "
+            f"{PACKAGE}.{op}: {name} is traced, but it is compiled into the kernel: pass a Python {kind.__name__}, or "
             f"name it in static_argnames of jax.jit"
         )
     number = _number(value)
@@ -459,9 +467,9 @@ def option(op: str, name: str, value, kind: type):
     if not wanted:
         is_whole = type(number) is float and kind is int and number.is_integer()
         fix = f"pass {int(number)}" if is_whole else _HOW_TO_PASS[kind]
-        raise ValueError(f"cookbook.{op}: {name}={reprlib.repr(value)}; must be one {kind.__name__}: {fix}")
+        raise ValueError(f"{PACKAGE}.{op}: {name}={reprlib.repr(value)}; must be one {kind.__name__}: {fix}")
     if kind is float and not abs(number) <= float(jnp.finfo(jnp.float32).max):
-        raise ValueError(f"cookbook.{op}: {name}={number}; must be finite in float32: leave it out for the default")
+        raise ValueError(f"{PACKAGE}.{op}: {name}={number}; must be finite in float32: leave it out for the default")
     return kind(number)
 
 
@@ -495,19 +503,19 @@ def matmul_sizes(op: str, a, b, transpose_a: bool, transpose_b: bool) -> tuple[i
       ValueError: a rank, dtype, shape or row length is not supported.
     """
     if a.ndim != 2 or b.ndim != 2:
-        raise ValueError(f"cookbook.{op}: {a.shape=}, {b.shape=}; both must be matrices: use jax.vmap for batches")
+        raise ValueError(f"{PACKAGE}.{op}: {a.shape=}, {b.shape=}; both must be matrices: use jax.vmap for batches")
     if a.dtype not in (jnp.bfloat16, jnp.float16) or a.dtype != b.dtype:
-        raise ValueError(f"cookbook.{op}: {a.dtype=}, {b.dtype=}; must both be bfloat16 or both float16: cast one")
+        raise ValueError(f"{PACKAGE}.{op}: {a.dtype=}, {b.dtype=}; must both be bfloat16 or both float16: cast one")
     (m, k), (k_b, n) = a.shape[:: -1 if transpose_a else 1], b.shape[:: -1 if transpose_b else 1]
     if k != k_b:
         raise ValueError(
-            f"cookbook.{op}: {a.shape=} and {b.shape=} ({transpose_a=}, {transpose_b=}) share no K: {k} is not {k_b}; "
+            f"{PACKAGE}.{op}: {a.shape=} and {b.shape=} ({transpose_a=}, {transpose_b=}) share no K: {k} is not {k_b}; "
             "is one stored the other way round?"
         )
     for name, cols in (("a", a.shape[1]), ("b", b.shape[1])):
         if cols % 8:
             raise ValueError(
-                f"cookbook.{op}: a row of {name} has {cols} values, {2 * cols} bytes; TMA needs a multiple of 16 bytes"
+                f"{PACKAGE}.{op}: a row of {name} has {cols} values, {2 * cols} bytes; TMA needs a multiple of 16 bytes"
                 f": pad it to {-(-cols // 8) * 8} (jnp.pad, one copy of {name})"
             )
     require_indices(op, M=m, N=n, K=k)
@@ -519,7 +527,7 @@ def require_indices(op: str, **sizes: int):
     TMA and two-dimensional Refs count in 64 bits."""
     for name, size in sizes.items():
         if size >= 2**31 - 1024:
-            raise ValueError(f"cookbook.{op}: {name}={size}; must be below 2**31 - 1024: pass parts of it")
+            raise ValueError(f"{PACKAGE}.{op}: {name}={size}; must be below 2**31 - 1024: pass parts of it")
 
 
 def require_float(op: str, out_dtype, name: str = "out_dtype"):
@@ -530,6 +538,6 @@ def require_float(op: str, out_dtype, name: str = "out_dtype"):
         dtype = None
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise ValueError(
-            f"cookbook.{op}: {name}={out_dtype!r}; must be bfloat16, float16 or float32: cast the result of one"
+            f"{PACKAGE}.{op}: {name}={out_dtype!r}; must be bfloat16, float16 or float32: cast the result of one"
         )
     return dtype

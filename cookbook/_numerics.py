@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lets a kernel call any element-wise `jnp` function.
 
 Mosaic GPU lowers a part of `jax.lax`, and rejects the rest: on JAX 0.11.2 even `jax.nn.relu` (a `custom_jvp`).
@@ -12,6 +13,8 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from . import _host
 
 
 def gelu(x):
@@ -30,7 +33,7 @@ def activation_fn(op: str, activation):
         return activation
     if activation not in ACTIVATIONS:
         raise ValueError(
-            f"cookbook.{op}: {activation=} is not known; pass one of {sorted(ACTIVATIONS)}, a function, or None"
+            f"{_host.PACKAGE}.{op}: {activation=} is not known; pass one of {sorted(ACTIVATIONS)}, a function, or None"
         )
     return ACTIVATIONS[activation]
 

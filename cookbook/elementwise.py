@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Any element-wise function as one kernel: `fuse(fn)`, and `add` with an activation, made of it.
 
     out[i] = fn(x[i], y[i], ...)         for arrays of one shape, of any rank and length
@@ -55,16 +56,17 @@ def default_config(n: int, itemsize: int) -> Config:
 
 def _check(op: str, leaves):
     if not leaves:
-        raise ValueError(f"cookbook.{op}: no array among the arguments; pass at least one")
+        raise ValueError(f"{_host.PACKAGE}.{op}: no array among the arguments; pass at least one")
     for leaf in leaves:
         if leaf.shape != leaves[0].shape:
             raise ValueError(
-                f"cookbook.{op}: shapes {leaves[0].shape} and {leaf.shape} differ; all arrays must have one shape: "
+                f"{_host.PACKAGE}.{op}: shapes {leaves[0].shape} and {leaf.shape} differ; all arrays must have one "
+                "shape: "
                 "broadcast the smaller one first (jnp.broadcast_to)"
             )
         if leaf.dtype.itemsize > 4 or leaf.dtype == jnp.bool_ or jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             raise ValueError(
-                f"cookbook.{op}: dtype {leaf.dtype} is not supported; cast to float32 or int32, or narrower"
+                f"{_host.PACKAGE}.{op}: dtype {leaf.dtype} is not supported; cast to float32 or int32, or narrower"
             )
 
 
@@ -203,7 +205,7 @@ def fuse(fn, *, config: Config | None = None):
 
     _host.require_config("fuse", config, Config)
     if not callable(fn):
-        raise ValueError(f"cookbook.fuse: {fn=}; must be a function of arrays: fuse(lambda x, y: x + y)(x, y)")
+        raise ValueError(f"{_host.PACKAGE}.fuse: {fn=}; must be a function of arrays: fuse(lambda x, y: x + y)(x, y)")
 
     @functools.wraps(fn)
     def fused(*args, **kwargs):

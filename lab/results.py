@@ -28,7 +28,7 @@ from .turns import alone
 
 __all__ = ["measuring", "read", "recording", "rows", "stale", "stale_list", "topics", "value", "write"]
 
-ROOT = pathlib.Path(os.environ.get("COOKBOOK_RESULTS") or pathlib.Path(__file__).parents[2] / "results")
+ROOT = pathlib.Path(os.environ.get("COOKBOOK_RESULTS") or pathlib.Path(__file__).parents[1] / "results")
 
 
 def recording() -> bool:

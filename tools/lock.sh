@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 lock() {
   local output=$1
   shift
-  uv pip compile pyproject.toml "$@" --extra site --extra dev --universal --python-version 3.12 --generate-hashes \
+  uv pip compile pyproject.toml "$@" --extra lab --extra site --extra dev --universal --python-version 3.12 --generate-hashes \
     --no-emit-index-url --custom-compile-command tools/lock.sh --quiet --constraint tools/pins.txt --output-file "$output"
 }
 lock requirements.lock --extra aot "$@"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention: whole sequences and their gradient, packed sequences, pages of a cache, and writing to it."""
 
 from .cache import rope_write_kv as rope_write_kv

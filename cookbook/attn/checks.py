@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of the arguments of every op of this family, and what all ops return where no query sees a key."""
 
 import contextlib
@@ -65,14 +66,17 @@ def options(op: str, head_dim: int, is_causal, scale, logits_soft_cap, local_win
         if numbers[name] is not None:
             numbers[name] = _host.option(op, name, numbers[name], float)
             if not numbers[name] > 0:
-                raise ValueError(f"cookbook.{op}: {name}={numbers[name]}; must be above 0: None stands for {without}")
+                raise ValueError(
+                    f"{_host.PACKAGE}.{op}: {name}={numbers[name]}; must be above 0: None stands for {without}"
+                )
     sizes = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
     wrong = isinstance(local_window_size, list) or len(sizes) != 2
     if not wrong:
         sizes = tuple(None if size is None else _host.option(op, "local_window_size", size, int) for size in sizes)
     if wrong or any(size is not None and size < 0 for size in sizes):
         raise ValueError(
-            f"cookbook.{op}: {local_window_size=}; must be a number of keys, at least 0, or a tuple (before, after): "
+            f"{_host.PACKAGE}.{op}: {local_window_size=}; must be a number of keys, at least 0, or a tuple (before, "
+            "after): "
             "None stands for all"
         )
     sizes = tuple(None if size is None or size >= positions else size for size in sizes)
@@ -97,7 +101,8 @@ def groups(op: str, num_heads: int, num_kv_heads: int) -> None:
     """
     if num_heads % num_kv_heads if num_kv_heads else num_heads:
         raise ValueError(
-            f"cookbook.{op}: {num_heads} query heads are not a multiple of {num_kv_heads} key heads: as many must read "
+            f"{_host.PACKAGE}.{op}: {num_heads} query heads are not a multiple of {num_kv_heads} key heads: as many "
+            "must read "
             "each"
         )
 
@@ -110,8 +115,9 @@ def num_positions(op: str, num_q: int, num_kv: int) -> int:
     """
     if num_q + num_kv >= 2**31 - 1024:  # A few tiles further than the last of them.
         raise ValueError(
-            f"cookbook.{op}: {num_q} queries and {num_kv} keys; must be fewer than 2**31 - 1024 in all: give parts of "
-            "the keys, and merge their results (cookbook.merge_attention)"
+            f"{_host.PACKAGE}.{op}: {num_q} queries and {num_kv} keys; must be fewer than 2**31 - 1024 in all: give "
+            "parts of "
+            f"the keys, and merge their results ({_host.PACKAGE}.merge_attention)"
         )
     return max(num_q, num_kv)
 
@@ -133,7 +139,8 @@ def sinks(op: str, sinks, num_heads: int):
     (sinks,) = arrays(op, sinks=sinks)
     if sinks.shape != (num_heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise ValueError(
-            f"cookbook.{op}: sinks = {sinks.shape}, {sinks.dtype}; must be ({num_heads},), a logit a head, in floats"
+            f"{_host.PACKAGE}.{op}: sinks = {sinks.shape}, {sinks.dtype}; must be ({num_heads},), a logit a head, in "
+            "floats"
         )
     return sinks.astype(jnp.float32)
 
@@ -152,7 +159,7 @@ def segment_ids(op: str, ids, kv_ids, shape: tuple[int, int], kv_shape: tuple[in
             return ids.astype(jnp.int32), kv_ids.astype(jnp.int32)
         if not jnp.issubdtype(dtype, jnp.integer):
             raise ValueError(
-                f"cookbook.{op}: segment ids of {ids.dtype} and {kv_ids.dtype} share no integers: cast one"
+                f"{_host.PACKAGE}.{op}: segment ids of {ids.dtype} and {kv_ids.dtype} share no integers: cast one"
             )
         # Wider ids become their ranks.
         both = jnp.concatenate([ids.astype(dtype), kv_ids.astype(dtype)], axis=1)
@@ -166,7 +173,7 @@ def _integers(op: str, name: str, ids, shape):
             ids = ids.astype(np.int32)  # No ranks are needed for them.
     ids = _host.as_array(op, name, ids)
     if ids.shape != shape or not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise ValueError(f"cookbook.{op}: {name} = {ids.shape}, {ids.dtype}; must be {shape}, an integer each")
+        raise ValueError(f"{_host.PACKAGE}.{op}: {name} = {ids.shape}, {ids.dtype}; must be {shape}, an integer each")
     return ids
 
 
@@ -178,6 +185,6 @@ def check_smem(op: str, config, need: int, head_dim: int) -> None:
     """
     if need > _device.SMEM_BYTES_MAX:
         raise ValueError(
-            f"cookbook.{op}: {config} needs {need} bytes of shared memory for {head_dim=}, and a block has "
+            f"{_host.PACKAGE}.{op}: {config} needs {need} bytes of shared memory for {head_dim=}, and a block has "
             f"{_device.SMEM_BYTES_MAX}: fewer stages or smaller blocks"
         )

@@ -1,7 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts that all attention kernels use: which keys a query sees, block by block, and how rows lie in memory.
 
 `tiles.py` has tiles of values, `steps.py` the steps of a compute warpgroup, `checks.py` what is asked of arguments,
-`pages.py` the cache's pages.
+`cache/pages.py` the cache's pages.
 """
 
 import dataclasses

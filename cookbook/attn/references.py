@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The part that the references of this family share. The kernels use none of it, so that a bug of theirs shows."""
 
 import jax

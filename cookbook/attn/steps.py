@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compute warpgroup of a forward kernel, in the steps that chapters 11 and 11b build.
 
     p = exp2(s unit - m_i),   acc = acc alpha + p v,   l_i = l_i alpha + sum p,   alpha = exp2(m_old - m_i)
@@ -163,7 +164,8 @@ def first_step(work: Work, step):
 def overlapped_step(work: Work, masked: bool, step, carry):
     """q kᵀ of this block and p v of the block before are started together: the tensor cores do not wait in between.
 
-    ptxas puts the wait for p v before the exponentials (`dense.py`): they overlap with other warpgroups' products.
+    ptxas puts the wait for p v before the exponentials (`dense/kernel.py`): they overlap with products of other
+    warpgroups.
     """
     acc, m_i, l_i, p = carry
     count, interpreted, turns = work.before + step, work.plan.problem.interpreted, work.shared.turns

@@ -1,4 +1,5 @@
-"""The compute warpgroup of `dense_fp8.py`: the steps of `steps.py` on the tensor cores' 8-bit instructions."""
+# SPDX-License-Identifier: Apache-2.0
+"""The compute warpgroup of `dense/kernel_fp8.py`: the steps of `steps.py` on the tensor cores' 8-bit instructions."""
 
 import jax
 import jax.numpy as jnp

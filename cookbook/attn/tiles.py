@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values in shared memory in tiles of 8 rows and 64 columns, which TMA copies alone or as whole blocks."""
 
 import jax.numpy as jnp

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrix products of data-centre Blackwell GPUs: compiled for a B200 and interpreted, never run or timed on one."""
 
 from .matmul import matmul, matmul_reference

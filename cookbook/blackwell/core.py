@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of Blackwell's matrix products: how a product is cut up, and the statics of its kernel.
 
 Tiles, operands and the order of tiles are those of `cookbook.gemm.plan`, which this family is built on. Two things
@@ -273,6 +274,7 @@ def require_interpretable(op: str, config: Config, target: _host.Target) -> None
     ):
         if is_used:
             raise RuntimeError(
-                f"cookbook.{op}: config has {name}, and JAX's interpreter has no {lacks}. Interpret the same tiles "
+                f"{_host.PACKAGE}.{op}: config has {name}, and JAX's interpreter has no {lacks}. Interpret the same "
+                "tiles "
                 f'without it, and compile this configuration (`lab.compile_for("b200", ...)`)'
             )

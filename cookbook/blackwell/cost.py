@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which configuration of a product is predicted to be the fastest on a B200. Nobody here has measured one.
 
 The model has one term for each thing that can bound the kernel: the tensor cores, shared memory, copies into it, the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrix product on Blackwell's tensor cores: sums in tensor memory, stored under the products of the next tile.
 
     o = activation(a @ b + bias)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrix product of MXFP8 operands: 8-bit floats whose blocks of 32 along K share a power of two.
 
     o = activation((a * a_scales) @ (b * b_scales).T + bias)
@@ -65,7 +66,8 @@ def quantize_mxfp8(x):
     x = _host.as_array("blackwell.quantize_mxfp8", "x", x)
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim == 0 or x.shape[-1] % BLOCK:
         raise ValueError(
-            f"cookbook.blackwell.quantize_mxfp8: {x.shape=}, {x.dtype=}; must be of a floating dtype, its last axis a "
+            f"{_host.PACKAGE}.blackwell.quantize_mxfp8: {x.shape=}, {x.dtype=}; must be of a floating dtype, its last "
+            "axis a "
             f"multiple of {BLOCK}, the values that share a scale: pad it with zeros (jnp.pad)"
         )
     blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
@@ -101,11 +103,13 @@ def default_config(m: int, n: int, k: int, out_dtype=jnp.bfloat16, num_sms: int 
 
 
 def _check(a, a_scales, b, b_scales) -> tuple[int, int, int]:
-    op = f"cookbook.{OP}"
+    op = f"{_host.PACKAGE}.{OP}"
     if a.ndim != 2 or b.ndim != 2:
         raise ValueError(f"{op}: {a.shape=}, {b.shape=}; both must be matrices: use jax.vmap for batches")
     if a.dtype != E4M3 or b.dtype != E4M3:
-        raise ValueError(f"{op}: {a.dtype=}, {b.dtype=}; must be float8_e4m3fn: cookbook.blackwell.quantize_mxfp8")
+        raise ValueError(
+            f"{op}: {a.dtype=}, {b.dtype=}; must be float8_e4m3fn: {_host.PACKAGE}.blackwell.quantize_mxfp8"
+        )
     (m, k), (n, k_b) = a.shape, b.shape
     if k != k_b:
         raise ValueError(f"{op}: {a.shape=} and {b.shape=} share no K: {k} is not {k_b}; b must be (N, K)")
@@ -154,10 +158,12 @@ def matmul_mxfp8(a, a_scales, b, b_scales, *, bias=None, activation=None, out_dt
     if bias is not None:
         bias = _host.as_array(OP, "bias", bias)
         if bias.shape != (n,) or not jnp.issubdtype(bias.dtype, jnp.floating):
-            raise ValueError(f"cookbook.{OP}: {bias.shape=}, {bias.dtype=}; must be ({n},), N, of a floating dtype")
+            raise ValueError(
+                f"{_host.PACKAGE}.{OP}: {bias.shape=}, {bias.dtype=}; must be ({n},), N, of a floating dtype"
+            )
     activation = identity if activation is None else _numerics.activation_fn(OP, activation)
     operands = (a, a_scales, b, b_scales) if bias is None else (a, a_scales, b, b_scales, bias)
-    operands = _host.without_gradient(OP, "cookbook.blackwell.matmul of 16-bit operands", *operands)
+    operands = _host.without_gradient(OP, f"{_host.PACKAGE}.blackwell.matmul of 16-bit operands", *operands)
     a, a_scales, b, b_scales, bias = (*operands, None)[:5]
     if 0 in (m, n, k):
         out = jnp.zeros((m, n), jnp.float32) + (0.0 if bias is None else bias.astype(jnp.float32))
@@ -165,7 +171,7 @@ def matmul_mxfp8(a, a_scales, b, b_scales, *, bias=None, activation=None, out_dt
     target = require_blackwell(OP)
     if target.interpreted:
         raise RuntimeError(
-            f"cookbook.{OP}: JAX's interpreter has no block-scaled MMA. Compile it without a GPU (`lab."
+            f"{_host.PACKAGE}.{OP}: JAX's interpreter has no block-scaled MMA. Compile it without a GPU (`lab."
             f'compile_for("b200", ...)`), or compute `cookbook.{OP}_reference`'
         )
     config = config or default_config(m, n, k, out_dtype, target.num_sms)

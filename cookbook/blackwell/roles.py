@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel of Blackwell's matrix products: its roles and barriers.
 
     o = activation(a @ b + bias)

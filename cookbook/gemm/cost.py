@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which configuration of a product is the fastest: the ones there are, and a model of their time.
 
 The model has one term for each thing that can bound a kernel, in microseconds: the tensor cores, the copies into shared

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A product of two matrices as users call it: its arguments, the results that need no kernel, its gradients.
 
 The families for Hopper and for Blackwell share this: each gives `launch`, which builds its kernel.
@@ -105,7 +106,8 @@ def require_precision(op: str, precision):
             lax.Precision(x)
         except ValueError:
             raise ValueError(
-                f"cookbook.{op}: precision={precision!r}; must be None or a jax.lax.Precision, which all mean exact "
+                f"{_host.PACKAGE}.{op}: precision={precision!r}; must be None or a jax.lax.Precision, which all mean "
+                "exact "
                 "products of 16-bit values and float32 sums: leave it out"
             ) from None
 
@@ -122,7 +124,7 @@ def product(
     require_precision(op, precision)
     if None not in (out_dtype, preferred_element_type):
         raise ValueError(
-            f"cookbook.{op}: {out_dtype=}, {preferred_element_type=}; both say the result's dtype: give one"
+            f"{_host.PACKAGE}.{op}: {out_dtype=}, {preferred_element_type=}; both say the result's dtype: give one"
         )
     rows = a.shape[:-1] if a.ndim > 2 and not transpose_a else None
     if rows is not None:
@@ -133,7 +135,9 @@ def product(
     if bias is not None:
         bias = _host.as_array(op, "bias", bias)
         if bias.shape != (n,) or not jnp.issubdtype(bias.dtype, jnp.floating):
-            raise ValueError(f"cookbook.{op}: {bias.shape=}, {bias.dtype=}; must be ({n},), N, of a floating dtype")
+            raise ValueError(
+                f"{_host.PACKAGE}.{op}: {bias.shape=}, {bias.dtype=}; must be ({n},), N, of a floating dtype"
+            )
     if callable(activation):  # Refused here, whether or not this configuration applies it in the kernel.
         _numerics.lowerable(activation, jax.ShapeDtypeStruct((8,), jnp.float32))
     activation = identity if activation is None else _numerics.activation_fn(op, activation)

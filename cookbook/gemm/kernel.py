@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel of every finished matrix product of this family: its roles, the sums of parts of K, one epilogue.
 
     o = activation(a @ b * scale * row_scale * col_scale + bias)

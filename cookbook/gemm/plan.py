@@ -1,10 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts that every finished matrix product of this family is cut into: operands, tiles, the plan of a kernel.
 
 The kernel sees two operands, `a` of M rows and `b` of N rows, both along K; each may lie transposed, as (K, rows). A
 plain (K, N) matrix is therefore a transposed `b`. With `swapped` the caller has exchanged the two operands, and with
 them M and N; the tile is transposed on its way out (`roles.store`), and nothing else has to know.
 
-`roles.py` has the kernel, `cost.py` chooses the configuration.
+`kernel.py` has the kernel, `cost.py` chooses the configuration.
 """
 
 import dataclasses

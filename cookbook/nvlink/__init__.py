@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives over NVLink, and products that overlap with them."""
 
 from .all_gather import all_gather as all_gather

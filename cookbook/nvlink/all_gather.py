@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-gather over NVLink: every device pushes its shard into the outputs of all, by TMA.
 
     all_gather(x, axis_name)    x: (rows, ...), float32, bfloat16 or float16    ->    (n rows, ...)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The product of rows that are shared out over GPUs with a matrix: the all-gather runs during the product.
 
     all_gather_matmul(lhs, rhs, axis_name)    lhs: (M, K), rhs: (K, N), both bfloat16 or both float16    ->    (n M, N)
@@ -132,7 +133,8 @@ class GatherPlan(matmul_core.ShardPlan):
         count = min(STAGES_MAX, ring_bytes // piece_bytes)
         if count < 2:  # A piece that is loaded while the one before is stored.
             raise ValueError(
-                f"cookbook.all_gather_matmul: {self.num_stages} stages of {self.config.tile_m=}, {self.config.tile_n=} "
+                f"{_host.PACKAGE}.all_gather_matmul: {self.num_stages} stages of {self.config.tile_m=}, "
+                f"{self.config.tile_n=} "
                 f"are {ring_bytes} bytes, in which a sender has no room for two pieces of {piece_bytes}: more stages "
                 "or larger tiles"
             )

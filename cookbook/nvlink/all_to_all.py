@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-to-all over NVLink, of equal or of ragged parts: every device pushes rows to their owners' results, by TMA.
 
     all_to_all(x, axis_name)                                    x: (n rows, ...)    ->    (n rows, ...)
@@ -108,22 +109,25 @@ def _require_sizes(x, n: int, axis_name, send_sizes, capacity):
     """(`send_sizes` as a JAX array, if there are any; the rows of the result). Raises ValueError for bad ones."""
     if send_sizes is None:
         if capacity is not None:
-            raise ValueError(f"cookbook.all_to_all: {capacity=} goes with send_sizes: equal parts always fit. Drop it")
+            raise ValueError(
+                f"{_host.PACKAGE}.all_to_all: {capacity=} goes with send_sizes: equal parts always fit. Drop it"
+            )
         if x.shape[0] % n:
             raise ValueError(
-                f"cookbook.all_to_all: {x.shape=}; the leading axis must be a multiple of the {n} devices on "
+                f"{_host.PACKAGE}.all_to_all: {x.shape=}; the leading axis must be a multiple of the {n} devices on "
                 f"{axis_name=}: pad it to {-(-x.shape[0] // n) * n} (jnp.pad), or pass send_sizes"
             )
         return None, x.shape[0]
     send_sizes = _host.as_array("all_to_all", "send_sizes", send_sizes)
     if send_sizes.shape != (n,) or not jnp.issubdtype(send_sizes.dtype, jnp.integer):
         raise ValueError(
-            f"cookbook.all_to_all: send_sizes is {send_sizes.dtype}{list(send_sizes.shape)}; it must be {n} integers, "
+            f"{_host.PACKAGE}.all_to_all: send_sizes is {send_sizes.dtype}{list(send_sizes.shape)}; it must be {n} "
+            "integers, "
             f"the rows for each device on {axis_name=}"
         )
     capacity = n * x.shape[0] if capacity is None else _host.option("all_to_all", "capacity", capacity, int)
     if capacity < 0:
-        raise ValueError(f"cookbook.all_to_all: {capacity=}; it must be 0 or more, the rows of the result")
+        raise ValueError(f"{_host.PACKAGE}.all_to_all: {capacity=}; it must be 0 or more, the rows of the result")
     return send_sizes, capacity
 
 

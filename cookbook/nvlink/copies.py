@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The copies of all_gather and all_to_all: segments of x go, in pieces, to where they belong in the devices' results.
 
 | warpgroup | does |

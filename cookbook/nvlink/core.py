@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared parts of the collectives: how a shard is cut into pieces, and a protocol's actions carried out by a block."""
 
 import dataclasses
@@ -81,9 +82,9 @@ def require_shards(op: str, x, axis_name):
     """`x` as a JAX array, and the number of devices on `axis_name`. Raises ValueError for what is not supported."""
     x = _host.as_array(op, "x", x)
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise ValueError(f"cookbook.{op}: {x.dtype=}; must be float32, bfloat16 or float16: cast it")
+        raise ValueError(f"{_host.PACKAGE}.{op}: {x.dtype=}; must be float32, bfloat16 or float16: cast it")
     if x.ndim == 0:
-        raise ValueError(f"cookbook.{op}: x is a scalar; it must have an axis to join: x[None]")
+        raise ValueError(f"{_host.PACKAGE}.{op}: x is a scalar; it must have an axis to join: x[None]")
     n = num_devices(op, axis_name)
     return vary(x, axis_name), n
 
@@ -94,12 +95,14 @@ def num_devices(op: str, axis_name) -> int:
         n = lax.axis_size(axis_name)
     except NameError as error:
         raise ValueError(
-            f"cookbook.{op}: {axis_name=} is no axis of a mesh here ({error}): call it inside jax.shard_map over a "
+            f"{_host.PACKAGE}.{op}: {axis_name=} is no axis of a mesh here ({error}): call it inside jax.shard_map "
+            "over a "
             "mesh with that axis"
         ) from error
     if n > MAX_DEVICES:
         raise ValueError(
-            f"cookbook.{op}: {axis_name=} has {n} devices; at most {MAX_DEVICES}, the GPUs of one host: gather over a "
+            f"{_host.PACKAGE}.{op}: {axis_name=} has {n} devices; at most {MAX_DEVICES}, the GPUs of one host: gather "
+            "over a "
             "smaller axis first, and use jax.lax between hosts"
         )
     return n
@@ -119,7 +122,7 @@ def require_gpus(op: str, n: int, *operands) -> None:
     try:
         if not _host.require_target(op).interpreted or n == 1:
             return
-        reason = f"cookbook.{op}: JAX's GPU interpreter has no semaphores"
+        reason = f"{_host.PACKAGE}.{op}: JAX's GPU interpreter has no semaphores"
     except RuntimeError as error:
         if n == 1:
             raise

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared parts of the two products: the tiles of all shards in one order, checks, the choice of a configuration.
 
 The kernels are those of `cookbook.gemm`: its plan, its roles, its cost. Here is what they need to work on shards.
@@ -142,11 +143,14 @@ def require_operands(op: str, lhs, rhs, axis_name):
     """The two matrices as JAX arrays, and the number of devices. Raises ValueError for what is not supported."""
     lhs, rhs = _host.as_array(op, "lhs", lhs), _host.as_array(op, "rhs", rhs)
     if lhs.ndim != 2 or rhs.ndim != 2:
-        raise ValueError(f"cookbook.{op}: {lhs.shape=}, {rhs.shape=}; both must be matrices: make their rows one axis")
+        raise ValueError(
+            f"{_host.PACKAGE}.{op}: {lhs.shape=}, {rhs.shape=}; both must be matrices: make their rows one axis"
+        )
     groups.check_operands(op, lhs, rhs)
     if lhs.shape[1] != rhs.shape[0]:
         raise ValueError(
-            f"cookbook.{op}: {lhs.shape=} and {rhs.shape=} share no K: {lhs.shape[1]} is not {rhs.shape[0]}; is one "
+            f"{_host.PACKAGE}.{op}: {lhs.shape=} and {rhs.shape=} share no K: {lhs.shape[1]} is not {rhs.shape[0]}; "
+            "is one "
             "stored the other way round?"
         )
     n = core.num_devices(op, axis_name)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sum over GPUs of products, shared out by rows: tiles go to their owner as soon as they are computed.
 
     matmul_reduce_scatter(lhs, rhs, axis_name)    lhs: (n M, K), rhs: (K, N), bfloat16 or float16    ->    (M, N)
@@ -161,7 +162,7 @@ def matmul_reduce_scatter(lhs, rhs, axis_name, *, config: Config | None = None):
     lhs, rhs, n = matmul_core.require_operands("matmul_reduce_scatter", lhs, rhs, axis_name)
     if lhs.shape[0] % n:
         raise ValueError(
-            f"cookbook.matmul_reduce_scatter: {lhs.shape=}; its rows must be a multiple of the {n} devices on "
+            f"{_host.PACKAGE}.matmul_reduce_scatter: {lhs.shape=}; its rows must be a multiple of the {n} devices on "
             f"{axis_name=}: pad them to {-(-lhs.shape[0] // n) * n} (jnp.pad)"
         )
     _host.require_config("matmul_reduce_scatter", config, Config)

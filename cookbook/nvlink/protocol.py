@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Protocols of the kernels across GPUs, as data: who sends what where, which signal announces it, who waits for it.
 
 A protocol gives a role's actions, in order, on device `d` of `n`. The kernels carry them out on traced integers. Block

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reduce-scatter over NVLink: every owner pulls from each device what that adds to its shard, by TMA.
 
     reduce_scatter(x, axis_name)    x: (n rows, ...), float32, bfloat16 or float16    ->    (rows, ...)
@@ -68,7 +69,7 @@ def reduce_scatter(x, axis_name, *, config: Config | None = None):
     x, n = core.require_shards("reduce_scatter", x, axis_name)
     if x.shape[0] % n:
         raise ValueError(
-            f"cookbook.reduce_scatter: {x.shape=}; the leading axis must be a multiple of the {n} devices on "
+            f"{_host.PACKAGE}.reduce_scatter: {x.shape=}; the leading axis must be a multiple of the {n} devices on "
             f"{axis_name=}: pad it to {-(-x.shape[0] // n) * n} (jnp.pad)"
         )
     _host.require_config("reduce_scatter", config, Config)

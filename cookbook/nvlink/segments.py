@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the rows of an all-to-all lie, worked out from everybody's sizes, of traced integers or of Python's.
 
 The rows that one device sends to another are a segment. They lie one after the other in the sender's x and in the

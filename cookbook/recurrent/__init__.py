@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear attention, state-space duality and the gated delta rule."""
 
 from .delta import gated_delta_rule as gated_delta_rule

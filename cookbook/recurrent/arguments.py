@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of the arguments of the recurrent ops, and what they return where there are no tokens."""
 
 import jax
@@ -55,11 +56,12 @@ def check_packed(op: str, cu_seqlens, batch: int) -> int:
         return batch
     if batch != 1:
         raise ValueError(
-            f"cookbook.{op}: cu_seqlens with a batch of {batch}; packed sequences lie in a batch of 1: reshape"
+            f"{_host.PACKAGE}.{op}: cu_seqlens with a batch of {batch}; packed sequences lie in a batch of 1: reshape"
         )
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
         raise ValueError(
-            f"cookbook.{op}: cu_seqlens is {cu_seqlens.shape}, {cu_seqlens.dtype}; must be (num_seqs + 1,) integers: "
+            f"{_host.PACKAGE}.{op}: cu_seqlens is {cu_seqlens.shape}, {cu_seqlens.dtype}; must be (num_seqs + 1,) "
+            "integers: "
             "the first row of each sequence, and the end of the last one"
         )
     return len(cu_seqlens) - 1
@@ -73,7 +75,8 @@ def check_state(op: str, name: str, state, shape: tuple[int, ...]) -> None:
     """
     if state is not None and (state.shape != shape or state.dtype != jnp.float32):
         raise ValueError(
-            f"cookbook.{op}: {name} is {state.shape}, {state.dtype}; must be {shape}, float32: cast it; a state with "
+            f"{_host.PACKAGE}.{op}: {name} is {state.shape}, {state.dtype}; must be {shape}, float32: cast it; a "
+            "state with "
             "the keys' axis before the values' is transposed by jnp.swapaxes(state, -1, -2)"
         )
 
@@ -84,7 +87,7 @@ def check_delta(op: str, axes: str, q, k, v, g, beta) -> None:
     Raises:
       ValueError: they do not fit each other, or no kernel takes them.
     """
-    where, num_axes, dims = f"cookbook.{op}", 2 + len(axes.split(", ")), (64, 128)
+    where, num_axes, dims = f"{_host.PACKAGE}.{op}", 2 + len(axes.split(", ")), (64, 128)
     for name, x, heads in (("q", q, "K, N"), ("k", k, "K, N"), ("v", v, "H, P")):
         if x.ndim != num_axes:
             raise ValueError(f"{where}: {name}.shape={x.shape}; must be ({axes}, {heads}): reshape it")
@@ -115,7 +118,7 @@ def check_groups(op: str, of: str, heads: int, by: str, groups: int) -> None:
     """
     if heads % groups if groups else heads:
         raise ValueError(
-            f"cookbook.{op}: {heads} heads of {of} are not a multiple of {groups} heads of {by}: repeat these"
+            f"{_host.PACKAGE}.{op}: {heads} heads of {of} are not a multiple of {groups} heads of {by}: repeat these"
         )
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by the recurrent kernels: packed sequences in chunks and parts, tiles of rows in shared memory, states.
 
 A *sequence* is a run of rows of the operands. It is cut into *chunks* of 64 or 128 rows, the last of which may be

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations along the rows of an array."""
 
 from .reduce_sum import reduce_sum as reduce_sum

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared parts of the kernels over rows (reduce_sum, softmax, rms_norm): which thread holds which part of a row.
 
 One warpgroup is one block. It loads rows from global memory straight into registers, 16 bytes a thread at a time, works
@@ -373,7 +374,7 @@ def require_config(op: str, x, config: Config | None) -> Config | None:
     elif block_rows > rows:
         rule = f"must be at most {rows} for {given} rows: pass fewer"
     if rule:
-        raise ValueError(f"cookbook.{op}: config.block_rows={block_rows}; {rule}, or leave config out")
+        raise ValueError(f"{_host.PACKAGE}.{op}: config.block_rows={block_rows}; {rule}, or leave config out")
     return config
 
 
@@ -402,16 +403,20 @@ def require_rows(op: str, name: str, x):
     x = require_floats(op, name, x)
     _host.require_indices(op, rows=math.prod(x.shape[:-1]))
     if x.shape[-1] > 65536:
-        raise ValueError(f"cookbook.{op}: {name} has rows of {x.shape[-1]}; at most 65536 were tested: split the row")
+        raise ValueError(
+            f"{_host.PACKAGE}.{op}: {name} has rows of {x.shape[-1]}; at most 65536 were tested: split the row"
+        )
     return x
 
 
 def require_floats(op: str, name: str, x):
     x = _host.as_array(op, name, x)
     if x.ndim == 0:
-        raise ValueError(f"cookbook.{op}: {name} is a scalar; it must have at least one axis")
+        raise ValueError(f"{_host.PACKAGE}.{op}: {name} is a scalar; it must have at least one axis")
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise ValueError(f"cookbook.{op}: {name}.dtype is {x.dtype}; must be float32, bfloat16 or float16: cast it")
+        raise ValueError(
+            f"{_host.PACKAGE}.{op}: {name}.dtype is {x.dtype}; must be float32, bfloat16 or float16: cast it"
+        )
     return x
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums over the leading axis of a matrix: reduce_sum's, and the second stage of rms_norm's gradient.
 
 The matrix is read as it lies in memory, whatever its row length. A warpgroup loads a *window* at once: neighbouring
@@ -321,7 +322,8 @@ def sum_leading(target: _host.Target, params, dtype, *factors):
     if rows * cols > VALUES_MAX:
         if cols > VALUES_MAX // 2:
             raise ValueError(
-                f"cookbook.reduce_sum: {rows} rows of {cols} values; must have at most {VALUES_MAX // 2} values each: "
+                f"{_host.PACKAGE}.reduce_sum: {rows} rows of {cols} values; must have at most {VALUES_MAX // 2} "
+                "values each: "
                 "sum parts of the columns"
             )
         at_once = VALUES_MAX // cols

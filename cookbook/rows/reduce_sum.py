@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sum over the last or the leading axis, in float32, the same to the bit in every run.
 
     last axis:     out[r] = sum_c x[r, c]           leading axis:     out[c] = sum_r x[r, c]
@@ -175,12 +176,14 @@ def reduce_sum(x, axis: int, *, config: Config | None = None):
     x = core.require_floats("reduce_sum", "x", x)
     axis, last = _host.option("reduce_sum", "axis", axis, int), x.ndim - 1
     if axis not in (-1, 0, last):
-        raise ValueError(f"cookbook.reduce_sum: {axis=} of {x.ndim}; must be 0 or -1: move the axis (jnp.moveaxis)")
+        raise ValueError(
+            f"{_host.PACKAGE}.reduce_sum: {axis=} of {x.ndim}; must be 0 or -1: move the axis (jnp.moveaxis)"
+        )
     if axis in (-1, last):
         axis, x = last, core.require_rows("reduce_sum", "x", x)
         config = core.require_config("reduce_sum", x, config)
     elif config is not None:
-        raise ValueError(f"cookbook.reduce_sum: {config=}; must be None for {axis=}: leave it out")
+        raise ValueError(f"{_host.PACKAGE}.reduce_sum: {config=}; must be None for {axis=}: leave it out")
     if x.size == 0:
         return jnp.zeros(x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
     return _sum(*_host.reverse_only("reduce_sum", x), axis, config)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Root-mean-square normalisation over the last axis, each row read once.
 
     y[r, c] = x[r, c] / sqrt(mean_c(x[r, c]**2) + eps) * scale[c]
@@ -296,14 +297,18 @@ def rms_norm(
     x = core.require_rows("rms_norm", "x", x)
     scale = jnp.ones(x.shape[-1:], x.dtype) if scale is None else core.require_floats("rms_norm", "scale", scale)
     if scale.shape != x.shape[-1:]:
-        raise ValueError(f"cookbook.rms_norm: {scale.shape=}; must be {x.shape[-1:]}, one value for each column of x")
+        raise ValueError(
+            f"{_host.PACKAGE}.rms_norm: {scale.shape=}; must be {x.shape[-1:]}, one value for each column of x"
+        )
     arrays = [x] if residual is None else [x, core.require_floats("rms_norm", "residual", residual)]
     if arrays[-1].shape != x.shape:
-        raise ValueError(f"cookbook.rms_norm: residual.shape={arrays[-1].shape}; must be {x.shape}, the shape of x")
+        raise ValueError(
+            f"{_host.PACKAGE}.rms_norm: residual.shape={arrays[-1].shape}; must be {x.shape}, the shape of x"
+        )
     eps = _host.option("rms_norm", "eps", eps if epsilon is None else epsilon, float)
     if eps < 0:
         raise ValueError(
-            f"cookbook.rms_norm: {eps=}; must be 0 or more, or roots of negative numbers are NaN: pass 1e-6"
+            f"{_host.PACKAGE}.rms_norm: {eps=}; must be 0 or more, or roots of negative numbers are NaN: pass 1e-6"
         )
     out_dtype = _host.require_float("rms_norm", x.dtype if out_dtype is None else out_dtype)
     config = core.require_config("rms_norm", x, config)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Softmax over the last axis, each row read once.
 
     p[r, c] = exp(x[r, c] - m[r]) / l[r],    m[r] = max_c x[r, c],    l[r] = sum_c exp(x[r, c] - m[r])
@@ -152,7 +153,7 @@ def softmax(x, axis: int = -1, *, config: Config | None = None):
     x = core.require_rows("softmax", "x", x)
     axis = _host.option("softmax", "axis", axis, int)
     if axis not in (-1, x.ndim - 1):
-        raise ValueError(f"cookbook.softmax: {axis=} of {x.ndim}; must be -1: move the axis (jnp.moveaxis)")
+        raise ValueError(f"{_host.PACKAGE}.softmax: {axis=} of {x.ndim}; must be -1: move the axis (jnp.moveaxis)")
     config = core.require_config("softmax", x, config)
     if x.size == 0:
         return x

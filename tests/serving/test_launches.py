@@ -26,7 +26,7 @@ def test_a_layer_is_nine_launches_and_a_step_little_more():
     two, three = (launches(dataclasses.replace(SHORT, num_hidden_layers=count)) for count in (2, 3))
     layer = list((collections.Counter(three) - collections.Counter(two)).elements())
     assert len(layer) == 9 and all(launch.is_kernel for launch in layer), layer
-    assert {"roles_kernel", "rms_norm_row", "rope_write_kv_kernel"} <= {launch.name for launch in layer}
+    assert {"gemm_kernel", "rms_norm_row", "rope_write_kv_kernel"} <= {launch.name for launch in layer}
     assert not any("copy" in launch.name for launch in three)
     assert len(two) - 2 * 9 <= 11, two
 

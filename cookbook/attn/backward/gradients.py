@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FlashAttention, backward: gradients of `attention`, by two kernels or by one, that compute the weights anew from lse.
 
     p  = exp(s - lse),  s = mask(cap(scale q kᵀ))        dv = pᵀ do
@@ -7,8 +8,8 @@ Shapes: those of `attention`, but lse and delta are (B, N, T), float32, as the k
 also multiplied by the derivative of tanh. A query that sees no key has lse = inf here, so that all its p are zero; so
 have those after the last one.
 
-`bwd_kernel.py` has the kernels, with their roles and barriers; `bwd_steps.py` the steps of a compute warpgroup of the
-two, and `bwd_fused.py` those of the one.
+`kernel.py` has the kernels, with their roles and barriers; `steps.py` the steps of a compute warpgroup of the
+two, and `steps_fused.py` those of the one.
 
 Bound by: the tensor cores, with seven products where the one kernel has five. That one adds up dq in an order that
 differs from run to run; the two give the same to the bit in every run. With heads over 128 they have eleven products,

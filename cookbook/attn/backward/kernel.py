@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of attention's backward pass: dk's and dv's, dq's, and the one that makes all three.
 
 Role table: a block for each tile.
@@ -19,10 +20,10 @@ Barrier table:
     freed[slot]    compute warpgroups     memory, before it refills the slot
     done           compute warpgroups     each other where both read all that the tile kept: before their sums take its
                                           place; where they have the same rows, also before these are copied out
-    shared[slot]   compute warpgroups     each other where they add up dq: see `bwd_fused.py`
+    shared[slot]   compute warpgroups     each other where they add up dq: see `steps_fused.py`
 
 The sums of dq are still in flight when the products of the next step start: a slot is given back one step later.
-`bwd_steps.py` and `bwd_fused.py` have the steps of a compute warpgroup.
+`steps.py` and `steps_fused.py` have the steps of a compute warpgroup.
 
 Sizes of tiles, blocks and rings are properties of `Plan`; what limits them are the registers, which dk and dv fill.
 """

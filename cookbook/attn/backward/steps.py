@@ -1,9 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compute warpgroup of the backward kernels, in the steps that chapter 12 builds.
 
     p = exp2(s unit - lse),   ds = p (dp - delta),   s = kept[0] ring[0]ᵀ,   dp = kept[1] ring[1]ᵀ
 
 A warpgroup keeps 64 rows: of queries and do, where the sum is dq = ds k; or of keys and values, where the sums are
-dk = ds q and dv = p do, and p and ds are transposed. `plan` and `tile` are those of `bwd_kernel.py`.
+dk = ds q and dv = p do, and p and ds are transposed. `plan` and `tile` are those of `kernel.py`.
 """
 
 import dataclasses

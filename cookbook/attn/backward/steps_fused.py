@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compute warpgroup of the backward kernel that also adds up dq: five products for blocks of keys and of queries.
 
     sᵀ = k qᵀ,   dpᵀ = v doᵀ,   pᵀ = exp2(sᵀ unit - lse),   dsᵀ = pᵀ (dpᵀ - delta)
@@ -32,6 +33,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ... import _host
 from ..checks import check_smem
 from ..core import PIECE, WG_ROWS
 from .steps import Work
@@ -58,7 +60,8 @@ class Config:
         check_smem("attention", self, need, head_dim)
         if head_dim > 128 or (self.runs_ahead and head_dim <= 64):
             raise ValueError(
-                f"cookbook.attention: {self} leaves too few registers for {head_dim=}: use default_config({head_dim})"
+                f"{_host.PACKAGE}.attention: {self} leaves too few registers for {head_dim=}: use "
+                f"default_config({head_dim})"
             )
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writing keys and values into the pages of a cache."""
 
 from .rope_write_kv import rope_write_kv as rope_write_kv

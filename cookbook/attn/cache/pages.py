@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages of a cache of keys and values: how the kernels find them, and what is asked of them.
 
 Page ids and lengths: TMA reads zeros where an index is out of range, and any id that is becomes the first one after
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+from ... import _host
 from .. import checks
 from ..core import E4M3, HEAD_DIMS, SERVED_HEAD_DIMS, div, rem
 
@@ -96,7 +98,7 @@ def check_cache(op: str, q, k_pages, v_pages, block_tables, kv_lens) -> None:
         )
     if k_pages.dtype == E4M3 and head_dim not in HEAD_DIMS:
         raise ValueError(f"{op}: {head_dim=}; must be one of {HEAD_DIMS} with pages of float8_e4m3fn: pad it")
-    checks.groups(op.removeprefix("cookbook."), q.shape[-2], num_kv_heads)
+    checks.groups(op.removeprefix(f"{_host.PACKAGE}."), q.shape[-2], num_kv_heads)
     if k_pages.size // head_dim >= 2**31:
         raise ValueError(f"{op}: {k_pages.shape=} has 2^31 rows or more, which TMA cannot index: split the cache")
     if block_tables.ndim != 2 or kv_lens.shape != block_tables.shape[:1]:

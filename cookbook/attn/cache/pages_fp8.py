@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages of 8-bit floats: their scales, and how kernels round to them and widen them."""
 
 import jax.numpy as jnp
@@ -20,7 +21,9 @@ def page_scales(op: str, k_pages, k_scale, v_scale) -> tuple:
     if k_pages.dtype != E4M3:
         for name, scale in given.items():
             if scale is not None:
-                raise ValueError(f"cookbook.{op}: {name} is for pages of float8_e4m3fn; these are {k_pages.dtype}")
+                raise ValueError(
+                    f"{_host.PACKAGE}.{op}: {name} is for pages of float8_e4m3fn; these are {k_pages.dtype}"
+                )
         return ()
     return tuple(head_scale(op, name, scale, num_heads) for name, scale in given.items())
 
@@ -30,7 +33,8 @@ def head_scale(op: str, name: str, scale, num_heads: int):
     scale = _host.as_array(op, name, 1.0 if scale is None else scale)
     if not jnp.issubdtype(scale.dtype, jnp.floating) or scale.shape not in ((), (1,), (num_heads,)):
         raise ValueError(
-            f"cookbook.{op}: {name} is {scale.dtype} {scale.shape}; must be one float, or {num_heads}, one for each "
+            f"{_host.PACKAGE}.{op}: {name} is {scale.dtype} {scale.shape}; must be one float, or {num_heads}, one for "
+            "each "
             "head"
         )
     return jnp.broadcast_to(scale.astype(jnp.float32), (num_heads,))

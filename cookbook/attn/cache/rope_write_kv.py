@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotates the queries and keys of new tokens, and writes keys and values into a paged KV cache: one kernel.
 
     q[t] = rotated(qkv[t, :N_q])
@@ -227,7 +228,7 @@ def _call(qkv, cos, sin, k_pages, v_pages, slot_mapping, norms, scales, eps: flo
 
 
 def _check(qkv, cos, sin, k_pages, v_pages, slot_mapping, norms):
-    op = "cookbook.rope_write_kv"
+    op = f"{_host.PACKAGE}.rope_write_kv"
     for name, x, axes in (
         ("qkv", qkv, "T, N_q + 2 H, D"), ("cos", cos, "T, D/2"), ("sin", sin, "T, D/2"),
         ("k_pages", k_pages, "P, page_size, H, D"), ("v_pages", v_pages, "P, page_size, H, D"),
@@ -296,7 +297,9 @@ def rope_write_kv(
     )
     norms = {name: x for name, x in (("q_norm", q_norm), ("k_norm", k_norm)) if x is not None}
     if len(norms) == 1:
-        raise ValueError(f"cookbook.rope_write_kv: {next(iter(norms))} is given alone; give q_norm and k_norm, or none")
+        raise ValueError(
+            f"{_host.PACKAGE}.rope_write_kv: {next(iter(norms))} is given alone; give q_norm and k_norm, or none"
+        )
     norms = {name: _host.as_array("rope_write_kv", name, x) for name, x in norms.items()}
     eps = _host.option("rope_write_kv", "eps", eps, float)
     _check(*arrays, norms)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the keys and values of new tokens into a paged KV cache, in place.
 
     k_pages[slot // page_size, slot % page_size] = k_new[t]     for slot = slot_mapping[t], and so for v
@@ -113,7 +114,7 @@ def _layout(length: int):
 
 
 def _check(k_new, v_new, k_pages, v_pages, slot_mapping):
-    op, new, pages = "cookbook.write_kv", "T, H, D", "P, page_size, H, D"
+    op, new, pages = f"{_host.PACKAGE}.write_kv", "T, H, D", "P, page_size, H, D"
     caches = dict(k_pages=k_pages, v_pages=v_pages)
     if isinstance(k_pages, jax.Ref) != isinstance(v_pages, jax.Ref):
         raise ValueError(f"{op}: one of k_pages and v_pages is a Ref; make both Refs (jax.new_ref) or both arrays")

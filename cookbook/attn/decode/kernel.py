@@ -1,6 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of `paged_attention`: one query token of each sequence, whose keys and values lie in pages.
 
-`decode_parts.py` says what a unit, a part and a piece are; `merge.py` has the kernel that merges pieces.
+`plan.py` says what a unit, a part and a piece are; `merge_attention.py` has the kernel that merges pieces.
 
 Role table: one block a SM, for a unit of a part, which it computes piece after piece, or of two parts side by side;
 the warpgroups are, for each part,
@@ -20,7 +21,7 @@ Barrier table, of each part:
     freed[slot]    compute                     memory, before it refills the slot
 
 Keys after the length of a sequence in its last page are masked, and values there are overwritten with zeros: not even
-NaN gets out. `pages.py` says what becomes of ids and lengths that are out of range.
+NaN gets out. `cache/pages.py` says what becomes of ids and lengths that are out of range.
 """
 
 import dataclasses

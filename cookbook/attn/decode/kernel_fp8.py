@@ -1,4 +1,5 @@
-"""The kernel of `paged_attention` over pages of 8 bits: `decode.py` with two warpgroups more.
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of `paged_attention` over pages of 8 bits: `kernel.py` with two warpgroups more.
 
 Keys go to the tensor cores as they are. The other operand of an 8-bit product has 8 bits, too, and a bfloat16 query has
 8 significant ones where e4m3 has 4; so the query is the sum of two terms in e4m3, each times the same power of two, by
@@ -13,7 +14,7 @@ are float16, too: one below 2**-25 of the largest so far is zero.
                gets through product, softmax and product. `help` hands its results of a piece over to the other.
                Half of 64 keys, as with heads of 256, is too few for a product; there is no `help` then
 
-Barrier table: that of `decode.py`, where `freed` has three arrivals, of both compute for the keys and of convert for
+Barrier table: that of `kernel.py`, where `freed` has three arrivals, of both compute for the keys and of convert for
 the values; and
 
     barrier             arrivals       who waits

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results over disjoint keys, merged into the result over all of them.
 
     lse = log(sum exp(lse_i)),    out = sum exp(lse_i - lse) out_i
@@ -8,7 +9,7 @@
     out_a, lse_a  prefix_output, prefix_lse (N, T), ln  v_a, s_a (T, N), log2
     out_b, lse_b  suffix_output, suffix_lse (N, T), ln  v_b, s_b (T, N), log2
 
-`merge_pieces` merges the pieces that `decode.py` computes, whose logarithms are base-2. In its kernel a warpgroup takes
+`merge_pieces` merges the pieces that `kernel.py` computes, whose logarithms are base-2. In its kernel a warpgroup takes
 a few rows of a sequence. It loads up to eight pieces at a time into registers, and shares nothing with others.
 """
 
@@ -41,11 +42,12 @@ def merge_attention(out_a, lse_a, out_b, lse_b):
     shapes = [x.shape for x in parts]
     if not out_a.ndim or shapes != [shapes[0], shapes[0][:-1]] * 2:
         raise ValueError(
-            f"cookbook.{op}: {out_a.shape=}, {lse_a.shape=}, {out_b.shape=}, {lse_b.shape=}; must be (..., H), (...), "
+            f"{_host.PACKAGE}.{op}: {out_a.shape=}, {lse_a.shape=}, {out_b.shape=}, {lse_b.shape=}; must be (..., H), "
+            "(...), "
             "and the same: transpose an lse (heads, tokens)"
         )
     if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in parts):
-        raise ValueError(f"cookbook.{op}: {[x.dtype.name for x in parts]}; must be floats: cast them")
+        raise ValueError(f"{_host.PACKAGE}.{op}: {[x.dtype.name for x in parts]}; must be floats: cast them")
     return _merged(*parts)
 
 
@@ -69,7 +71,7 @@ def _merged(out_a, lse_a, out_b, lse_b):
 
 
 def _kernel(ends, kv_lens, part_gmem, part_lse_gmem, sinks, out_gmem, lse_gmem, *, plan):
-    """Merges the pieces of a sequence, in their order, and the sinks of heads. `plan` is that of `decode_parts.py`."""
+    """Merges the pieces of a sequence, in their order, and the sinks of heads. `plan` is that of `plan.py`."""
     seq, unit, rows = lax.axis_index("seq_index"), lax.axis_index("unit"), plan.rows_at_once
     first_row, width = lax.axis_index("rows") * rows, plan.problem.width
     values = pl.ds(first_row * width, rows * width)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Paged attention, decode: one query token of each sequence, keys and values in pages of a cache.
 
     out = softmax(mask(cap(scale q kᵀ))) v,    lse = log sum exp of the same logits
@@ -12,10 +13,10 @@ other, are cut into equal parts, so that all end at the same time, whatever the 
 there can be if each unit of each part gets an SM of its own, so units that read other heads of the same pages do so at
 about the same time. A piece is the share of a part in one sequence; a second kernel merges the pieces of each sequence.
 
-`decode.py` has the kernel, with its roles and barriers, `decode_fp8.py` that of pages of 8 bits, `decode_parts.py` the
-shares of its blocks of threads, and `merge.py` the second kernel.
+`kernel.py` has the kernel, with its roles and barriers, `kernel_fp8.py` that of pages of 8 bits, `plan.py` the
+shares of its blocks of threads, and `merge_attention.py` the second kernel.
 
-Other names of the arguments; `attention.py` has those of numbers:
+Other names of the arguments; `dense/attention.py` has those of numbers:
 
     here             flash-attn           vLLM              FlashInfer
     k_pages          k_cache              key_cache         paged_kv_cache[0], "NHD"
@@ -26,7 +27,7 @@ Other names of the arguments; `attention.py` has those of numbers:
 
 Bound by: memory, of which each key and value is read once; once for each 64 heads of a larger group.
 
-`pages.py` says what becomes of page ids and lengths that are out of range.
+`cache/pages.py` says what becomes of page ids and lengths that are out of range.
 
 Not supported: pages of other sizes than 16, 32, 64, 128 and 256, heads of others than 64, 80, 96, 128, 192
 and 256, gradients.
@@ -70,7 +71,7 @@ def default_config(head_dim: int, is_fp8: bool = False) -> Config:
 
 
 def _check(q, k_pages, v_pages, block_tables, kv_lens) -> None:
-    op = "cookbook.paged_attention"
+    op = f"{_host.PACKAGE}.paged_attention"
     if q.ndim != 3:
         raise ValueError(f"{op}: {q.shape=}; must be (num_seqs, heads, head_dim): reshape it")
     check_cache(op, q, k_pages, v_pages, block_tables, kv_lens)
@@ -137,7 +138,7 @@ def paged_attention(
     pages = Pages.of(k_pages, block_tables, config.block_kv)
     plan = (decode_fp8 if scales else decode).Plan(problem, num_seqs, pages, config, target.num_sms)
     q, k_pages, v_pages, sinks, *scales = _host.without_gradient(
-        op, "cookbook.attention", q, k_pages, v_pages, sinks, *scales
+        op, f"{_host.PACKAGE}.attention", q, k_pages, v_pages, sinks, *scales
     )
     params = _host.compiler_params(approx_math=True)
     with _host.own_options():  # Around the kernels too.

@@ -1,10 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which block of threads decodes what: units, parts and pieces. Index arithmetic, and the statics of the kernels.
 
 A unit is a KV head, with up to 64 of the query heads that read it. The blocks of keys of all sequences, one after the
 other, are cut into equal parts, so that all end at the same time, whatever the lengths are. There are as many parts as
 there can be if each unit of each part gets an SM of its own, or half of one, so units that read other heads of the same
 pages do so at about the same time. A piece is the share of a part in one sequence; a second kernel merges the pieces of
-each sequence (`merge.py`).
+each sequence (`merge_attention.py`).
 """
 
 import dataclasses

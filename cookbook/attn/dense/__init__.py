@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention of batches of sequences of one length."""
 
 from .attention import attention as attention

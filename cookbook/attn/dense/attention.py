@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FlashAttention-3, forward: softmax(scale q kᵀ) v without its matrix of weights ever in memory.
 
     out = softmax(mask(cap(scale q kᵀ))) v,    lse = log sum exp of the same logits
@@ -6,8 +7,8 @@ Shapes: query (B, T, N, H), key and value (B, S, K, H), out (B, T, N, H), lse (B
 head n reads key head n // (N // K). All are bfloat16 or all float16; logits, sums and lse are float32. H is a multiple
 of 8, up to 256. Positions count from the start of both sequences: with `is_causal` query i sees keys 0 to i.
 
-`dense.py` has the kernel, with its roles and barriers, `steps.py` the steps of its compute warpgroups, and
-`attention_bwd.py` the gradients.
+`kernel.py` has the kernel, with its roles and barriers, `steps.py` the steps of its compute warpgroups, and
+`backward/gradients.py` the gradients.
 
 Other names of the arguments, and of lse:
 
@@ -69,7 +70,7 @@ def default_config(head_dim: int, is_cut: bool = True) -> Config:
 
 
 def _check(query, key, value) -> None:
-    op = "cookbook.attention"
+    op = f"{_host.PACKAGE}.attention"
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 4:
             raise ValueError(f"{op}: {name}.shape={x.shape}; must be (batch, positions, heads, head_dim): reshape it")
@@ -94,7 +95,7 @@ def _batch_of_one(x):
 
 def _segments(query, key, segment_ids, kv_segment_ids) -> tuple:
     """The segments of queries and of keys, int32; () if there are none."""
-    op = "cookbook.attention"
+    op = f"{_host.PACKAGE}.attention"
     if segment_ids is None:
         if kv_segment_ids is not None:
             raise ValueError(f"{op}: kv_segment_ids without segment_ids, which say of each query what it may see")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FlashAttention-3 in 8-bit floats, forward: softmax(scale q kᵀ) v of scaled e4m3.
 
     out = softmax(mask(cap(scale (q q_descale) (k k_descale)ᵀ))) (v v_descale),    lse = log sum exp of the same logits
@@ -7,7 +8,7 @@ a multiple of K: query head n reads key head n // (N // K). Descales are float32
 key head, (B, K), as FlashAttention-3 has them: a query head is scaled as the key head that it reads. Positions count
 from the start of both sequences: with `is_causal` query i sees keys 0 to i.
 
-`dense_fp8.py` has the kernel. Weights are rounded to e4m3, too, at 256 times their size; their sums are of the numbers
+`kernel_fp8.py` has the kernel. Weights are rounded to e4m3, too, at 256 times their size; their sums are of the numbers
 before they are rounded, and all sums over keys are float32.
 
 Bound by: with heads of 128 the tensor cores and the exponentials alike, 512 clocks each for 64 queries and 128 keys;
@@ -57,7 +58,7 @@ def default_config(head_dim: int, is_cut: bool) -> Config:
 
 
 def _check(q, k, v) -> None:
-    op = "cookbook.attention_fp8"
+    op = f"{_host.PACKAGE}.attention_fp8"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{op}: {name}.shape={x.shape}; must be (batch, positions, heads, head_dim): reshape it")
@@ -77,7 +78,8 @@ def _descale(name: str, descale, shape: tuple[int, ...]):
     descale = _host.as_array("attention_fp8", name, descale)
     if not jnp.issubdtype(descale.dtype, jnp.floating) or descale.shape not in ((), (1,), shape):
         raise ValueError(
-            f"cookbook.attention_fp8: {name} is {descale.dtype} {descale.shape}; must be one float, or {shape}, one "
+            f"{_host.PACKAGE}.attention_fp8: {name} is {descale.dtype} {descale.shape}; must be one float, or "
+            f"{shape}, one "
             "for each batch and key head"
         )
     return jnp.broadcast_to(descale.astype(jnp.float32), shape)
@@ -127,7 +129,7 @@ def attention_fp8(
     config = _host.require_config(op, config, Config)
     out_dtype = _host.require_float(op, out_dtype)  # By its name too.
     if out_dtype == jnp.float32:
-        raise ValueError(f"cookbook.{op}: {out_dtype=}; must be bfloat16 or float16: cast the result of one")
+        raise ValueError(f"{_host.PACKAGE}.{op}: {out_dtype=}; must be bfloat16 or float16: cast the result of one")
     if 0 in (*q.shape, *k.shape):
         out, lse = checks.nothing_seen(q, None, out_dtype)
     else:
@@ -144,7 +146,7 @@ def _run(q, k, v, descales, how: dict, config: Config | None, out_dtype, return_
     config = config or default_config(q.shape[3], problem.has_window)
     dense_fp8.check_config("attention_fp8", config, q.shape[3])
     plan = Plan(problem, q.shape[0], q.shape[1], k.shape[1], False, config, out_dtype)
-    operands = _host.alike(*_host.without_gradient("attention_fp8", "cookbook.attention", q, k, v, *descales))
+    operands = _host.alike(*_host.without_gradient("attention_fp8", f"{_host.PACKAGE}.attention", q, k, v, *descales))
     params = _host.compiler_params(approx_math=True)
     out, lse = dense_fp8.forward(*operands, plan=plan, num_sms=target.num_sms, params=params, return_lse=return_lse)
     return out, lse.swapaxes(1, 2) if return_lse else None

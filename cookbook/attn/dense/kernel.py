@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel of `attention`: queries, keys and values as (batch, positions, heads, head_dim).
 
 Role table: one block a SM, which computes tile after tile of out, each some queries of one head; the warpgroups are

@@ -1,6 +1,7 @@
-"""The kernel of `attention_fp8`: `dense.py` on the tensor cores' 8-bit instructions.
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of `attention_fp8`: `kernel.py` on the tensor cores' 8-bit instructions.
 
-Roles and barriers are those of `dense.py`. The compute warpgroup's steps differ in four things:
+Roles and barriers are those of `kernel.py`. The compute warpgroup's steps differ in four things:
 
     v           Both operands of an 8-bit product have the summed index along their rows, so v comes transposed,
                 (batch, heads, head_dim, positions): `transpose_fp8.py` has the kernel, which runs first.
@@ -57,7 +58,7 @@ def check_config(op: str, config, head_dim: int) -> None:
     """
     if config.overlap and head_dim > PART:
         raise ValueError(
-            f"cookbook.{op}: {config} overlaps products, whose sums do not fit into registers for {head_dim=}: "
+            f"{_host.PACKAGE}.{op}: {config} overlaps products, whose sums do not fit into registers for {head_dim=}: "
             "overlap=False"
         )
     check_smem(op, config, config.smem_bytes(head_dim), head_dim)

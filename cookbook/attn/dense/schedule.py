@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which block of threads computes which tiles of dense attention, worked out by NumPy before the kernel is launched."""
 
 import functools

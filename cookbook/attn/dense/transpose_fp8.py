@@ -1,4 +1,5 @@
-"""Values of 8 bits, transposed for `dense_fp8.py`: (batch, positions, heads, head_dim) to (batch, heads, head_dim,
+# SPDX-License-Identifier: Apache-2.0
+"""Values of 8 bits, transposed for `kernel_fp8.py`: (batch, positions, heads, head_dim) to (batch, heads, head_dim,
 positions), with positions padded by zeros to a multiple of 128 and, within 16, in the order in which
 `steps_fp8.as_operand` leaves weights.
 

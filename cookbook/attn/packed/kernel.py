@@ -1,13 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel of `varlen_attention` and `ragged_paged_attention`: packed queries, with keys packed too or in pages.
 
-Role table: that of `dense.py`, with the same compute role. Its operands and results lie elsewhere (`packed_load.py`):
+Role table: that of `dense/kernel.py`, with the same compute role. Its operands and results lie elsewhere (`load.py`):
 
     memory     one, with few registers: copies queries and block after block of keys and values, which it finds at
                their rows of k and v, or page by page through the block table
     compute    two or three, each with 64 rows: as many queries as have room, with all heads that read the same keys, so
                that one token of a sequence that writes its answer loads its keys once, not once for each head
 
-Barrier table: that of `dense.py`, and
+Barrier table: that of `dense/kernel.py`, and
 
     v_landed   copies of a block        memory, before it zeroes rows of other sequences or of none, and then arrives
                                         at v_filled in place of the copies
@@ -222,7 +223,9 @@ def run(op: str, q, k, v, cu_seqlens_q, kv_where, block_tables=None, *scales, si
     plan = plan_type(problem, num_tokens, len(cu_seqlens_q) - 1, pages, config, target.num_sms, copies_tiles)
     checks.check_smem(op, config, plan.smem_bytes, head_dim)
     params = _host.compiler_params(approx_math=True)
-    q, k, v, sinks, *scales = _host.without_gradient(op, "cookbook.attention with segment_ids", q, k, v, sinks, *scales)
+    q, k, v, sinks, *scales = _host.without_gradient(
+        op, f"{_host.PACKAGE}.attention with segment_ids", q, k, v, sinks, *scales
+    )
     with _host.own_options():  # Around the kernel too.
         out, lse = forward(
             q, k, v, block_tables, cu_seqlens_q, kv_where, sinks, *scales, plan=plan, params=params,

@@ -1,9 +1,10 @@
-"""The kernel of `ragged_paged_attention` over pages of 8 bits: `packed.py`, whose memory warpgroup also widens.
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of `ragged_paged_attention` over pages of 8 bits: `kernel.py`, whose memory warpgroup also widens.
 
 It copies keys, and values, of a block into a place of their own, as they are in the pages; then reads them from there
 and writes them to the slot as numbers of the queries' dtype. The values of a block are in flight while its keys are
 widened, and the keys of the next one while its values are. Rows of values that nobody may see, which may be NaN, become
-zeros. All else is as in `packed.py`; k_filled and v_filled have one arrival, of the memory warpgroup.
+zeros. All else is as in `kernel.py`; k_filled and v_filled have one arrival, of the memory warpgroup.
 
     barrier      arrivals                who waits
     landed[i]    copies of a block       memory, before it widens them: of keys (0), of values (1)

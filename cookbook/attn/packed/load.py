@@ -1,4 +1,5 @@
-"""The copies of the memory warpgroup of `packed.py`: queries, and blocks of keys and values, from rows or pages."""
+# SPDX-License-Identifier: Apache-2.0
+"""The copies of the memory warpgroup of `kernel.py`: queries, and blocks of keys and values, from rows or pages."""
 
 import dataclasses
 

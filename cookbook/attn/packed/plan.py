@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statics and tiles of packed attention: which rows a tile has, and which keys they see."""
 
 import dataclasses

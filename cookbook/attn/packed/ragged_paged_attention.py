@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Paged attention for mixed batches: chunks of prompts and single tokens of answers, in one launch.
 
     out = softmax(mask(cap(scale q kᵀ))) v  for each sequence, causal, aligned at its end
@@ -5,12 +6,12 @@
 Shapes: q (T, N, H), the new tokens of sequence i being rows `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`, the last of its
 `kv_lens[i]` tokens; k_pages, v_pages, block_tables and kv_lens as in `paged_attention`; out (T, N, H), lse (T, N).
 
-The kernel, its roles, barriers and bounds are those of `packed.py`, whose memory warpgroup finds blocks of keys through
+The kernel, its roles, barriers and bounds are those of `kernel.py`, whose memory warpgroup finds blocks of keys through
 the block table here. Sequences are not split: where a few long ones have one new token each and there is little
 else, `paged_attention` has all SMs read them. Page ids and lengths out of range: as in `paged_attention`; starts of
 sequences are cut at T, and never go back.
 
-Other names of the arguments; `paged_attention.py` has those of the cache:
+Other names of the arguments; `decode/paged_attention.py` has those of the cache:
 
     here            flash-attn               vLLM                    FlashInfer
     cu_seqlens_q    cu_seqlens_q             query_start_loc         qo_indptr
@@ -22,6 +23,7 @@ Not supported: what `paged_attention` does not support. Source: Kwon et al., "Pa
 
 import jax.numpy as jnp
 
+from ... import _host
 from .. import checks, references
 from ..cache.pages import check_cache
 from ..cache.pages_fp8 import page_scales
@@ -53,7 +55,7 @@ def ragged_paged_attention_reference(
 
 
 def _check(q, k_pages, v_pages, block_tables, kv_lens, cu_seqlens_q) -> None:
-    op = "cookbook.ragged_paged_attention"
+    op = f"{_host.PACKAGE}.ragged_paged_attention"
     if q.ndim != 3:
         raise ValueError(f"{op}: {q.shape=}; must be (rows, heads, head_dim): join batch and positions")
     check_cache(op, q, k_pages, v_pages, block_tables, kv_lens)
@@ -106,7 +108,9 @@ def ragged_paged_attention(
     op = "ragged_paged_attention"
     checks.elsewhere(op, others)
     if others.get("causal") is False:
-        raise ValueError(f"cookbook.{op}: causal=False; must be causal: gather the pages and use varlen_attention")
+        raise ValueError(
+            f"{_host.PACKAGE}.{op}: causal=False; must be causal: gather the pages and use varlen_attention"
+        )
     args = q, k_pages, v_pages, block_tables, kv_lens, cu_seqlens_q = checks.arrays(
         op, q=q, k_pages=k_pages, v_pages=v_pages, block_tables=block_tables, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q
     )

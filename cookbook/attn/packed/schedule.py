@@ -1,7 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
 """The list of tiles of packed attention, and which block of threads takes which.
 
 XLA makes it in a few small kernels, once for all layers of a model under one `jax.jit`. `plan` is the `Plan` of
-`packed_plan.py`.
+`plan.py`.
 
 Blocks of threads take the tiles of a few KV heads at a time, so that L2 keeps what many tiles read. The longest of
 these come first, dealt out to and fro, so that all blocks end at about the same time.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over packed sequences of any lengths, whose keys are packed too.
 
     out = softmax(mask(cap(scale q kᵀ))) v  for each sequence,    lse = log sum exp of the same logits
@@ -7,10 +8,10 @@ those of its keys being `cu_seqlens_kv[i]` to `cu_seqlens_kv[i + 1]`; out (T, N,
 With `is_causal` the last query of a sequence sees all of its keys, the one before all but the last, and so on. Rows
 after the last sequence give zeros.
 
-`packed.py` has the kernel, with its roles and barriers, `packed_tiles.py` the list of its tiles, and `steps.py` the
+`kernel.py` has the kernel, with its roles and barriers, `schedule.py` the list of its tiles, and `steps.py` the
 steps of its compute warpgroups.
 
-Other names of the arguments; `attention.py` has those of its own arguments:
+Other names of the arguments; `dense/attention.py` has those of its own arguments:
 
     here            flash-attn             vLLM                     FlashInfer
     cu_seqlens_q    cu_seqlens_q           query_start_loc          qo_indptr
@@ -27,6 +28,7 @@ Not supported: gradients (`attention` with segment_ids has them), heads of other
 
 import jax.numpy as jnp
 
+from ... import _host
 from .. import checks, references
 from ..core import SERVED_HEAD_DIMS, Config
 from . import kernel as packed
@@ -43,7 +45,7 @@ def varlen_attention_reference(
 
 
 def _check(q, k, v, cu_seqlens_q, cu_seqlens_kv) -> None:
-    op = "cookbook.varlen_attention"
+    op = f"{_host.PACKAGE}.varlen_attention"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 3:
             raise ValueError(f"{op}: {name}.shape={x.shape}; must be (rows, heads, head_dim): join batch and positions")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of two matrices."""
 
 from .matmul import matmul as matmul

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The time that a product with weights of 8 bits is expected to take, by which a configuration is chosen."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights of 8 bits in a product: what the compute warpgroups do with a step of them."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrix product: warp-specialized and persistent, its operands shared in clusters, its results stored meanwhile.
 
     o = activation(a @ b + bias)
@@ -6,7 +7,7 @@ Shapes: a (..., M, K), b (K, N), bias (N,), o (..., M, N); with `transpose_a` a 
 (N, K), read as they lie. a and b are both bfloat16 or both float16; sums are float32; o is bfloat16, float16 or
 float32. Rows of a and b must be multiples of 16 bytes, which TMA asks for.
 
-Role and barrier tables: `roles.py`, which holds the kernel. This file says which operands, tiles and epilogue it gets.
+Role and barrier tables: `kernel.py`, which holds the kernel. This file says which operands, tiles and epilogue it gets.
 
 Bound by: the tensor cores, and the power that they may draw; for few rows or columns, memory. The tile, the parts of K
 and the order are those that `cost.py` predicts to be fastest.

@@ -1,4 +1,5 @@
-"""Matrix product of 8-bit floats, scaled: the kernel of `roles.py` on the tensor cores' fp8 instructions.
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix product of 8-bit floats, scaled: the kernel of `kernel.py` on the tensor cores' fp8 instructions.
 
     o = (a * scale_a) @ (b * scale_b)
 
@@ -6,7 +7,7 @@ Shapes: a (M, K), b (K, N), or (N, K) with `transpose_b`, o (M, N). a and b are 
 own; scales are float32, one number or one for each row of a and each column of b; o is bfloat16, float16 or float32.
 Rows of a and, as it is read, of b must be multiples of 16 bytes, 16 values along K.
 
-Role and barrier tables: `roles.py`. The scales are applied to the float32 sums, on their way out.
+Role and barrier tables: `kernel.py`. The scales are applied to the float32 sums, on their way out.
 
 Bound by: the tensor cores, twice as fast as with 16 bits. They add fp8 products with fewer bits than float32 has,
 whichever library asks them to.
@@ -42,7 +43,7 @@ def default_config(m: int, n: int, k: int, out_dtype=jnp.bfloat16, num_sms: int 
 
 
 def _check(a, b, transpose_b: bool) -> tuple[int, int, int]:
-    op = "cookbook.matmul_fp8"
+    op = f"{_host.PACKAGE}.matmul_fp8"
     if a.ndim != 2 or b.ndim != 2:
         raise ValueError(f"{op}: {a.shape=}, {b.shape=}; both must be matrices: reshape a, or use jax.vmap")
     if a.dtype not in DTYPES or b.dtype not in DTYPES:
@@ -67,7 +68,8 @@ def _scale(name: str, scale, size: int):
     scale = _host.as_array("matmul_fp8", name, scale)
     if not jnp.issubdtype(scale.dtype, jnp.floating) or scale.size not in (1, size) or scale.ndim > 2:
         raise ValueError(
-            f"cookbook.matmul_fp8: {name} is {scale.dtype} {scale.shape}; must be one float, or {size} of them, one "
+            f"{_host.PACKAGE}.matmul_fp8: {name} is {scale.dtype} {scale.shape}; must be one float, or {size} of "
+            "them, one "
             f"for each {'row of a' if name == 'scale_a' else 'column of b'}"
         )
     return jnp.ravel(scale.astype(jnp.float32))
@@ -108,7 +110,7 @@ def matmul_fp8(
     _host.require_config("matmul_fp8", config, Config)
     m, n, k = _check(a, b, transpose_b)
     scale_a, scale_b = _scale("scale_a", scale_a, m), _scale("scale_b", scale_b, n)
-    instead = "cookbook.matmul of 16-bit operands"
+    instead = f"{_host.PACKAGE}.matmul of 16-bit operands"
     a, b, scale_a, scale_b = _host.without_gradient("matmul_fp8", instead, a, b, scale_a, scale_b)
     vectors = _vectors(scale_a, scale_b)
     if 0 in (m, n, k):

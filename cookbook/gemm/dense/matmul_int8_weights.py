@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrix product of 16-bit activations and 8-bit integer weights, which become 16-bit on the way to the tensor cores.
 
     o = a @ w_q * scales, computed as oᵀ = wᵀ aᵀ
@@ -6,7 +7,7 @@ Shapes: a (M, K), w_q (K, N), or (N, K) with `transpose_w`, scales (N,), o (M, N
 bfloat16, float16 or float32; sums are float32. Rows of a and w_q must be multiples of 16 bytes. 8-bit integers are
 exact in either 16-bit float, so that only the quantization itself errs.
 
-Role and barrier tables: `roles.py`, where the operand `a` is w_q and the operand `b` is a. A compute warpgroup reads
+Role and barrier tables: `kernel.py`, where the operand `a` is w_q and the operand `b` is a. A compute warpgroup reads
 its rows of a step's weights into registers, converts them there to 16-bit floats, and multiplies them by a's tile,
 which the tensor cores read from shared memory. Meanwhile it reads the weights of the next step, and with `overlap` also
 converts them. A slot is freed when the products of its step have ended: they read the registers and the slot till then.
@@ -36,7 +37,7 @@ def matmul_int8_weights_reference(a, w_q, scales):
 
 
 def _check(a, w_q, scales, transpose_w: bool) -> tuple[int, int, int]:
-    op = "cookbook.matmul_int8_weights"
+    op = f"{_host.PACKAGE}.matmul_int8_weights"
     if a.ndim != 2 or w_q.ndim != 2:
         raise ValueError(f"{op}: {a.shape=}, {w_q.shape=}; both must be matrices: reshape a, or use jax.vmap")
     if a.dtype not in (jnp.bfloat16, jnp.float16) or w_q.dtype != jnp.int8:
@@ -86,7 +87,7 @@ def matmul_int8_weights(a, w_q, scales, *, out_dtype=None, transpose_w=False, co
     _host.require_config("matmul_int8_weights", config, Config)
     m, n, k = _check(a, w_q, scales, transpose_w)
     out_dtype = _host.require_float("matmul_int8_weights", a.dtype if out_dtype is None else out_dtype)
-    instead = "cookbook.matmul of dequantized weights"
+    instead = f"{_host.PACKAGE}.matmul of dequantized weights"
     a, w_q, scales = _host.without_gradient("matmul_int8_weights", instead, a, w_q, scales)
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows copied to several places each: out[places[t, j]] = x[t].
 
 Shapes: x (T, C), 16-bit; places (T, J) int32, a permutation of the T J rows of out (T J, C).

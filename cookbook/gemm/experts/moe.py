@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layer of a mixture of experts: routing, permutation, two grouped products, weighted sum.
 
     o[t] = sum over the top_k experts e of token t: weight[t, e] * (silu(x[t] @ gate[e]) * (x[t] @ up[e])) @ down[e]
@@ -177,7 +178,7 @@ _combine.defvjp(_combine_fwd, _combine_bwd)
 
 
 def _check(x, router_logits, w_gate_up, w_down, top_k: int, group_offset):
-    op = "cookbook.moe"
+    op = f"{_host.PACKAGE}.moe"
     if x.dtype not in (jnp.bfloat16, jnp.float16) or not x.dtype == w_gate_up.dtype == w_down.dtype:
         raise ValueError(
             f"{op}: {x.dtype=}, {w_gate_up.dtype=}, {w_down.dtype=}; must all be bfloat16 or all float16: cast them"

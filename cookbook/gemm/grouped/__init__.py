@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of groups of rows, each with a matrix of its own."""
 
 from .ragged_dot import ragged_dot as ragged_dot

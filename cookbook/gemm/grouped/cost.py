@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which configuration of a grouped product is the fastest: `cost.py`'s times of a tile, and how many tiles to expect.
 
 Sizes of groups are known on the device alone. A product is predicted twice, for groups that are all alike and for a

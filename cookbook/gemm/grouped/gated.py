@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SwiGLU in the epilogue of a grouped product: the matrices hold the columns of the gate, then those of the up product.
 
     o = silu(a @ gate) * (a @ up)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared parts of the grouped products: bounds of groups, the table of tiles, and the plan of a kernel that reads it.
 
 Rows of an (M, ...) array lie group after group; `group_sizes` says how many each has. The tiles that result are
@@ -112,12 +113,15 @@ def check_group_sizes(group_sizes, rows: int, op: str = "ragged_dot"):
     sizes = np.asarray(jax.device_get(group_sizes)).astype(np.int64)
     if (negative := np.flatnonzero(sizes < 0)).size:
         first = negative[0]
-        raise ValueError(f"cookbook.{op}: group_sizes[{first}]={sizes[first]}; must be at least 0: pass 0 for no rows")
+        raise ValueError(
+            f"{_host.PACKAGE}.{op}: group_sizes[{first}]={sizes[first]}; must be at least 0: pass 0 for no rows"
+        )
     ends = np.cumsum(sizes)
     if (beyond := np.flatnonzero(ends > rows)).size:
         first = beyond[0]
         raise ValueError(
-            f"cookbook.{op}: group_sizes[{first}]={sizes[first]}; the group ends at row {ends[first]} of {rows}: sizes "
+            f"{_host.PACKAGE}.{op}: group_sizes[{first}]={sizes[first]}; the group ends at row {ends[first]} of "
+            f"{rows}: sizes "
             f"must add up to at most {rows}"
         )
 
@@ -131,13 +135,16 @@ def check_groups(op: str, group_sizes, group_offset, rows: int, count: int | Non
     sizes = _host.as_array(op, "group_sizes", group_sizes)
     if sizes.ndim != 1 or not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise ValueError(
-            f"cookbook.{op}: group_sizes.shape={sizes.shape}, group_sizes.dtype={sizes.dtype}; must be (G,) integers"
+            f"{_host.PACKAGE}.{op}: group_sizes.shape={sizes.shape}, group_sizes.dtype={sizes.dtype}; must be (G,) "
+            "integers"
         )
     if count is not None and (sizes.size < count if group_offset is not None else sizes.size != count):
         rule = f"at least {count}" if group_offset is not None else f"{count} (or say group_offset)"
-        raise ValueError(f"cookbook.{op}: group_sizes has {sizes.size} groups and there are {count} matrices: {rule}")
+        raise ValueError(
+            f"{_host.PACKAGE}.{op}: group_sizes has {sizes.size} groups and there are {count} matrices: {rule}"
+        )
     if rows * (sizes.size + 2) >= 2**31:
-        raise ValueError(f"cookbook.{op}: {rows} rows by {sizes.size} groups: their product must be below 2**31")
+        raise ValueError(f"{_host.PACKAGE}.{op}: {rows} rows by {sizes.size} groups: their product must be below 2**31")
     is_known = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(group_sizes))
     if is_known and getattr(group_sizes, "is_fully_addressable", True):
         check_group_sizes(group_sizes, rows, op)
@@ -145,23 +152,26 @@ def check_groups(op: str, group_sizes, group_offset, rows: int, count: int | Non
         return sizes, None
     offset = _host.as_array(op, "group_offset", group_offset)
     if offset.size != 1 or not jnp.issubdtype(offset.dtype, jnp.integer):
-        raise ValueError(f"cookbook.{op}: {offset.shape=}, {offset.dtype=} of group_offset; must be one integer")
+        raise ValueError(f"{_host.PACKAGE}.{op}: {offset.shape=}, {offset.dtype=} of group_offset; must be one integer")
     return sizes, offset.reshape(())
 
 
 def check_shapes(op: str, lhs, rhs, transpose_rhs: bool, unit: int = 1) -> tuple[int, int, int]:
     """(M, N, K). Raises a ValueError unless both share K, which must be a multiple of `unit`."""
     if lhs.ndim != 2 or rhs.ndim != 3:
-        raise ValueError(f"cookbook.{op}: {lhs.shape=}, {rhs.shape=}; must be (M, K) and a matrix for each group")
+        raise ValueError(
+            f"{_host.PACKAGE}.{op}: {lhs.shape=}, {rhs.shape=}; must be (M, K) and a matrix for each group"
+        )
     (m, k), (k_rhs, n) = lhs.shape, rhs.shape[:0:-1] if transpose_rhs else rhs.shape[1:]
     if k != k_rhs:
         raise ValueError(
-            f"cookbook.{op}: {lhs.shape=} and {rhs.shape=} ({transpose_rhs=}) share no K: {k} is not {k_rhs}; are "
+            f"{_host.PACKAGE}.{op}: {lhs.shape=} and {rhs.shape=} ({transpose_rhs=}) share no K: {k} is not {k_rhs}; "
+            "are "
             "matrices stored the other way round?"
         )
     if k % unit:
         raise ValueError(
-            f"cookbook.{op}: {k} values along K; TMA needs a multiple of 16 bytes: pad lhs and rhs to "
+            f"{_host.PACKAGE}.{op}: {k} values along K; TMA needs a multiple of 16 bytes: pad lhs and rhs to "
             f"{-(-k // unit) * unit} (jnp.pad)"
         )
     _host.require_indices(op, M=m, N=n, K=k)
@@ -171,11 +181,14 @@ def check_shapes(op: str, lhs, rhs, transpose_rhs: bool, unit: int = 1) -> tuple
 def check_operands(op: str, lhs, rhs):
     """Raises a ValueError unless both have one supported dtype and rows that TMA reads."""
     if lhs.dtype not in (jnp.bfloat16, jnp.float16) or lhs.dtype != rhs.dtype:
-        raise ValueError(f"cookbook.{op}: {lhs.dtype=}, {rhs.dtype=}; must both be bfloat16 or both float16: cast one")
+        raise ValueError(
+            f"{_host.PACKAGE}.{op}: {lhs.dtype=}, {rhs.dtype=}; must both be bfloat16 or both float16: cast one"
+        )
     for name, cols in (("lhs", lhs.shape[-1]), ("rhs", rhs.shape[-1])):
         if cols % 8:
             raise ValueError(
-                f"cookbook.{op}: a row of {name} has {cols} values, {2 * cols} bytes; TMA needs a multiple of 16 bytes"
+                f"{_host.PACKAGE}.{op}: a row of {name} has {cols} values, {2 * cols} bytes; TMA needs a multiple of "
+                "16 bytes"
                 f": pad it to {-(-cols // 8) * 8} (jnp.pad, one copy of {name})"
             )
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Product of groups of rows with a matrix each, as mixtures of experts need it: one kernel for all groups.
 
     o[rows of group g] = activation(lhs[rows of group g] @ rhs[g])
@@ -7,13 +8,13 @@ activation "swiglu" rhs has 2N columns: those of the gate, then those of the up 
 after the other, from row 0; rows that belong to none are zeros. lhs and rhs are both bfloat16 or both float16; sums are
 float32; o is bfloat16, float16 or float32. Rows of lhs and rhs must be multiples of 16 bytes, which TMA asks for.
 
-Role and barrier tables: `roles.py`, which holds the kernel. A tile begins at a row of its group, any row, and reaches
+Role and barrier tables: `kernel.py`, which holds the kernel. A tile begins at a row of its group, any row, and reaches
 over the group's end if the group has no more rows: what it computes of the next group's rows is not stored. Whole
 pieces are stored at once, the last ones of a group as pieces of 32, 16, 8, 4, 2 and 1 rows, or some of them. Where
-tiles are is read from a table that XLA makes of the sizes, or found in the sizes of few groups (`groups.py`).
+tiles are is read from a table that XLA makes of the sizes, or found in the sizes of few groups (`plan.py`).
 
 Bound by: the tensor cores; with few rows a group, the memory that the matrices come from. `swapped` then computes the
-transposed product, whose tiles may have as few as 8 rows of lhs. `group_cost.py` chooses the tiles.
+transposed product, whose tiles may have as few as 8 rows of lhs. `cost.py` chooses the tiles.
 
 Not supported: batches (use `jax.vmap`), other dtypes. Under an automatic mesh JAX gathers sharded operands first: call
 it inside `jax.shard_map`. Chapter: 16. Sources: Gale et al., "MegaBlocks" (2022), for the grouped product; JAX's
@@ -201,12 +202,12 @@ def ragged_dot(
     out_dtype = _host.require_float(op, wanted, "preferred_element_type")
     if activation == "swiglu" and rhs.shape[1 if transpose_rhs else 2] % 2:
         raise ValueError(
-            f"cookbook.{op}: {rhs.shape=} with {activation=}: must have a column of the gate for each other"
+            f"{_host.PACKAGE}.{op}: {rhs.shape=} with {activation=}: must have a column of the gate for each other"
         )
     if activation == "swiglu" and not transpose_rhs and rhs.shape[2] % 16:
         cols = rhs.shape[2] // 2
         raise ValueError(
-            f"cookbook.{op}: columns of the up product begin at column {cols} of {rhs.shape=}; TMA copies from "
+            f"{_host.PACKAGE}.{op}: columns of the up product begin at column {cols} of {rhs.shape=}; TMA copies from "
             f"multiples of 16 bytes: pad the gate and the up product to {-(-cols // 8) * 8} columns each (jnp.pad), or "
             "give rhs as (G, 2N, K) with transpose_rhs"
         )

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Product of groups of rows with a matrix each, of scaled 8-bit floats: one kernel for all groups.
 
     o[rows of group g] = (lhs * scale_lhs)[rows of group g] @ (rhs[g] * scale_rhs[g])
@@ -10,7 +11,7 @@ multiples of 16 values along K. Scales are of one of two kinds:
     by block            scale_lhs (M, K / 128), scale_rhs (G, N / 128, K / 128): one for each row and 128 values of K of
                         lhs, and for each square of 128 of a matrix; with a plain rhs (G, K / 128, N / 128)
 
-Role and barrier tables: `roles.py`; tiles: `groups.py`; scales: `group_scales.py`. A step is 128 values of K, a block:
+Role and barrier tables: `kernel.py`; tiles: `plan.py`; scales: `scales.py`. A step is 128 values of K, a block:
 its sums are scaled and added to those of the steps before in float32 registers, so that a tile has at most 128x128
 values, half of those of a plain product.
 
@@ -77,7 +78,7 @@ def _check(op: str, lhs, rhs, scale_lhs, scale_rhs, transpose_rhs: bool):
     """(M, N, K) and whether scales are of blocks."""
     m, n, k = groups.check_shapes(op, lhs, rhs, transpose_rhs, UNIT)
     if lhs.dtype != DTYPE or rhs.dtype != DTYPE:
-        raise ValueError(f"cookbook.{op}: {lhs.dtype=}, {rhs.dtype=}; both must be {DTYPE}: scale and cast them")
+        raise ValueError(f"{_host.PACKAGE}.{op}: {lhs.dtype=}, {rhs.dtype=}; both must be {DTYPE}: scale and cast them")
     by_block, blocks = scale_rhs.ndim == 3, (-(-n // BLOCK), -(-k // BLOCK))
     wanted = rhs.shape[:1] + (blocks if transpose_rhs else blocks[::-1]) if by_block else (rhs.shape[0], n)
     fits = scale_lhs.shape == (m, blocks[1]) if by_block else scale_lhs.shape in ((m,), (m, 1))
@@ -85,7 +86,8 @@ def _check(op: str, lhs, rhs, scale_lhs, scale_rhs, transpose_rhs: bool):
         jnp.issubdtype(x.dtype, jnp.floating) for x in (scale_lhs, scale_rhs)
     ):  # fmt: skip
         raise ValueError(
-            f"cookbook.{op}: {scale_lhs.shape=}, {scale_rhs.shape=}; must be floats: ({m},) and {(rhs.shape[0], n)}, "
+            f"{_host.PACKAGE}.{op}: {scale_lhs.shape=}, {scale_rhs.shape=}; must be floats: ({m},) and "
+            f"{(rhs.shape[0], n)}, "
             f"one for each row and column, or {(m, blocks[1])} and {rhs.shape[:1] + blocks} (the last two exchanged if "
             "rhs is not transposed), one for each block of 128"
         )
@@ -129,14 +131,16 @@ def ragged_dot_fp8(
     num_groups = rhs.shape[0]
     group_sizes, group_offset = groups.check_groups(op, group_sizes, group_offset, m, num_groups)
     operands = lhs, rhs, scale_lhs, scale_rhs
-    lhs, rhs, scale_lhs, scale_rhs = _host.without_gradient(op, "cookbook.ragged_dot of 16-bit operands", *operands)
+    lhs, rhs, scale_lhs, scale_rhs = _host.without_gradient(
+        op, f"{_host.PACKAGE}.ragged_dot of 16-bit operands", *operands
+    )
     if 0 in (m, n, k, num_groups):
         return jnp.zeros((m, n), out_dtype)
     target = _host.require_tensor_cores(op)
     config = config or default_config(m, n, k, num_groups, out_dtype, by_block, target.num_sms)
     if by_block and not _fits_blocks(config):
         raise ValueError(
-            f"cookbook.{op}: {config.tile_m=} x {config.tile_n=}, {config.split_dim=}: with scales of blocks a "
+            f"{_host.PACKAGE}.{op}: {config.tile_m=} x {config.tile_n=}, {config.split_dim=}: with scales of blocks a "
             "warpgroup has at most 64 x 128 values (64 x 80 with swapped), and columns of o that divide 128"
         )
     plan = group_scales.scaled(groups.row_plan(

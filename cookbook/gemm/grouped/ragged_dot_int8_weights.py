@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Product of groups of rows with a matrix of 8-bit integers each, which become 16-bit on the way to the tensor cores.
 
     o[rows of group g] = lhs[rows of group g] @ rhs[g] * scales[g], computed as oᵀ = rhsᵀ lhsᵀ
@@ -6,8 +7,8 @@ Shapes: lhs (M, K), rhs (G, K, N), or (G, N, K) with `transpose_rhs`, scales (G,
 bfloat16 or float16, rhs int8, o bfloat16 or float16; sums are float32. Rows of lhs and of rhs, as it is read, must be
 multiples of 16 bytes. 8-bit integers are exact in either 16-bit float, so that only the quantization itself errs.
 
-Role and barrier tables: `roles.py`; products: those of `matmul_int8_weights.py`; tiles: `groups.py`; scales:
-`group_scales.py`.
+Role and barrier tables: `kernel.py`; products: those of `dense/matmul_int8_weights.py`; tiles: `plan.py`; scales:
+`scales.py`.
 
 Bound by: the memory that the weights come from with few rows a group; with many, the tensor cores.
 
@@ -84,10 +85,13 @@ def multiply(plan: Plan, ring: _device.Ring, w_smem, lhs_smem, before, acc, wide
 def _check(op: str, lhs, rhs, scales, transpose_rhs: bool) -> tuple[int, int, int]:
     m, n, k = groups.check_shapes(op, lhs, rhs, transpose_rhs, unit=16)
     if lhs.dtype not in (jnp.bfloat16, jnp.float16) or rhs.dtype != jnp.int8:
-        raise ValueError(f"cookbook.{op}: {lhs.dtype=}, {rhs.dtype=}; must be bfloat16 or float16, and int8: cast them")
+        raise ValueError(
+            f"{_host.PACKAGE}.{op}: {lhs.dtype=}, {rhs.dtype=}; must be bfloat16 or float16, and int8: cast them"
+        )
     if scales.shape != (rhs.shape[0], n) or not jnp.issubdtype(scales.dtype, jnp.floating):
         raise ValueError(
-            f"cookbook.{op}: {scales.shape=}, {scales.dtype=}; must be {(rhs.shape[0], n)}, one float for each column"
+            f"{_host.PACKAGE}.{op}: {scales.shape=}, {scales.dtype=}; must be {(rhs.shape[0], n)}, one float for each "
+            "column"
         )
     return m, n, k
 
@@ -122,14 +126,16 @@ def ragged_dot_int8_weights(
     out_dtype = _host.require_float(op, lhs.dtype if out_dtype is None else out_dtype)
     if out_dtype == jnp.float32:
         raise ValueError(
-            f"cookbook.{op}: {out_dtype=}; must be bfloat16 or float16, because tiles are transposed: cast it"
+            f"{_host.PACKAGE}.{op}: {out_dtype=}; must be bfloat16 or float16, because tiles are transposed: cast it"
         )
     if _host.require_config(op, config, Config) is not None and config.split_k > 1:
         raise ValueError(
-            f"cookbook.{op}: {config=}; must be of split_k=1: the device alone knows how many tiles there are"
+            f"{_host.PACKAGE}.{op}: {config=}; must be of split_k=1: the device alone knows how many tiles there are"
         )
     group_sizes, group_offset = groups.check_groups(op, group_sizes, group_offset, m, num_groups)
-    lhs, rhs, scales = _host.without_gradient(op, "cookbook.ragged_dot of dequantized weights", lhs, rhs, scales)
+    lhs, rhs, scales = _host.without_gradient(
+        op, f"{_host.PACKAGE}.ragged_dot of dequantized weights", lhs, rhs, scales
+    )
     if 0 in (m, n, k, num_groups):
         return jnp.zeros((m, n), out_dtype)
     target = _host.require_tensor_cores(op)

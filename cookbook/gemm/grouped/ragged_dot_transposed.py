@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Product of two arrays of rows, summed along the rows of each group: the gradient of the matrices of `ragged_dot`.
 
     o[g] = lhs[rows of group g].T @ rhs[rows of group g]
@@ -6,9 +7,9 @@ Shapes: lhs (M, K), rhs (M, N), group_sizes (G,) int32, o (G, K, N). Groups lie 
 empty group is zeros. lhs and rhs are both bfloat16 or both float16; sums are float32; o is bfloat16, float16 or
 float32. Rows of lhs and rhs must be multiples of 16 bytes, which TMA asks for.
 
-Role table: `roles.py`, which holds the kernel. A step is 64 rows. The first and the last step of a group may have rows
+Role table: `kernel.py`, which holds the kernel. A step is 64 rows. The first and the last step of a group may have rows
 of its neighbours: there the compute warpgroups write zeros over them, in both operands, so that no NaN of a neighbour
-gets into a sum. Barrier table: that of `roles.py`, and
+gets into a sum. Barrier table: that of `kernel.py`, and
 
     barrier   arrivals                       who waits
     masked    both compute warpgroups        both, before they multiply a step in which they wrote zeros
@@ -123,15 +124,17 @@ def ragged_dot_transposed(
     lhs, rhs = _host.as_array(op, "lhs", lhs), _host.as_array(op, "rhs", rhs)
     _host.require_config(op, config, Config)
     if lhs.ndim != 2 or rhs.ndim != 2 or lhs.shape[0] != rhs.shape[0]:
-        raise ValueError(f"cookbook.{op}: {lhs.shape=}, {rhs.shape=}; must be (M, K) and (M, N)")
+        raise ValueError(f"{_host.PACKAGE}.{op}: {lhs.shape=}, {rhs.shape=}; must be (M, K) and (M, N)")
     groups.check_operands(op, lhs, rhs)
     _host.require_indices(op, M=lhs.shape[0], N=rhs.shape[1], K=lhs.shape[1])
     wanted = lhs.dtype if preferred_element_type is None else preferred_element_type
     out_dtype = _host.require_float(op, wanted, "preferred_element_type")
     if group_offset is not None and num_groups is None:
-        raise ValueError(f"cookbook.{op}: {num_groups=}: must say how many groups from group_offset on to compute")
+        raise ValueError(
+            f"{_host.PACKAGE}.{op}: {num_groups=}: must say how many groups from group_offset on to compute"
+        )
     if num_groups is not None and (num_groups := _host.option(op, "num_groups", num_groups, int)) < 0:
-        raise ValueError(f"cookbook.{op}: {num_groups=}; must be at least 0: pass the number of groups")
+        raise ValueError(f"{_host.PACKAGE}.{op}: {num_groups=}; must be at least 0: pass the number of groups")
     group_sizes, group_offset = groups.check_groups(op, group_sizes, group_offset, lhs.shape[0], num_groups)
     lhs, rhs = _host.without_gradient(op, f"{op}_reference, of the same module,", lhs, rhs)
     count = group_sizes.size if num_groups is None else num_groups

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scales of grouped products of few bits: of rows, of each matrix's columns, and of blocks along K.
 
 The kernel gets them beside the table of tiles. Tiles begin at any row, so that scales of rows are padded by a tile.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Three earlier products of the course, each on one page."""
 
 from .matmul_blocked import matmul_blocked as matmul_blocked

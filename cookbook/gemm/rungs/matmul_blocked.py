@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrix product on the CUDA cores, by outer products of tiles in registers.
 
     o = a @ b
@@ -86,7 +87,7 @@ def default_config(m: int, n: int, k: int) -> Config:
 
 
 def _check(a, b):
-    op = "cookbook.matmul_blocked"
+    op = f"{_host.PACKAGE}.matmul_blocked"
     if a.ndim != 2 or b.ndim != 2:
         raise ValueError(f"{op}: {a.shape=}, {b.shape=}; both must be matrices: reshape a, or use jax.vmap")
     if a.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16) or a.dtype != b.dtype:
@@ -261,7 +262,7 @@ def matmul_blocked(a, b, *, config: Config | None = None):
     a, b = _host.as_array("matmul_blocked", "a", a), _host.as_array("matmul_blocked", "b", b)
     _host.require_config("matmul_blocked", config, Config)
     _check(a, b)
-    a, b = _host.without_gradient("matmul_blocked", "cookbook.matmul", a, b)
+    a, b = _host.without_gradient("matmul_blocked", f"{_host.PACKAGE}.matmul", a, b)
     (m, k), n = a.shape, b.shape[1]
     if 0 in (m, n, k):
         return jnp.zeros((m, n), a.dtype)

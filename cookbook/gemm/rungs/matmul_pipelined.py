@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrix product on the tensor cores, its operands brought by `emit_pipeline`.
 
     o = activation(a @ b)
@@ -203,7 +204,7 @@ def matmul_pipelined(
     _host.require_config("matmul_pipelined", config, Config)
     m, n, k = _host.matmul_sizes("matmul_pipelined", a, b, transpose_a, transpose_b)
     out_dtype = _host.require_float("matmul_pipelined", a.dtype if out_dtype is None else out_dtype)
-    a, b = _host.without_gradient("matmul_pipelined", "cookbook.matmul", a, b)
+    a, b = _host.without_gradient("matmul_pipelined", f"{_host.PACKAGE}.matmul", a, b)
     activation = _numerics.activation_fn("matmul_pipelined", activation)
     if 0 in (m, n):
         return jnp.zeros((m, n), out_dtype)

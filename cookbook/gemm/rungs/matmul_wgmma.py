@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrix product on the tensor cores, its copies and barriers by hand.
 
     o = a @ b
@@ -213,7 +214,7 @@ def matmul_wgmma(a, b, *, transpose_a=False, transpose_b=False, out_dtype=None, 
     _host.require_config("matmul_wgmma", config, Config)
     m, n, k = _host.matmul_sizes("matmul_wgmma", a, b, transpose_a, transpose_b)
     out_dtype = _host.require_float("matmul_wgmma", a.dtype if out_dtype is None else out_dtype)
-    a, b = _host.without_gradient("matmul_wgmma", "cookbook.matmul", a, b)
+    a, b = _host.without_gradient("matmul_wgmma", f"{_host.PACKAGE}.matmul", a, b)
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
     _host.require_tensor_cores("matmul_wgmma")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gated delta rule."""
 
 from .gated_delta_rule import gated_delta_rule as gated_delta_rule

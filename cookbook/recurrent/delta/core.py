@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared parts of the kernels of the gated delta rule: products, one operand of which may lie in registers."""
 
 import jax

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gated delta rule of Qwen3-Next: a state that is corrected, chunk by chunk on tensor cores.
 
     S_t = exp(g_t) S_{t-1} + beta_t (v_t - exp(g_t) S_{t-1} k_t) k_t^T,    o_t = scale S_t q_t
@@ -315,11 +316,12 @@ def gated_delta_rule(
     config = config or default_config(dim, size, num_seqs * heads * size // PIECE, target.num_sms)
     if size % (config.state_wgs * PIECE):
         raise ValueError(
-            f"cookbook.{op}: {config=} with heads of {size} values; a block's columns are of one head: state_wgs=1"
+            f"{_host.PACKAGE}.{op}: {config=} with heads of {size} values; a block's columns are of one head: "
+            "state_wgs=1"
         )
     if (need := config.smem_bytes(dim)) > _device.SMEM_BYTES_MAX:
         raise ValueError(
-            f"cookbook.{op}: {config=} needs {need} bytes of shared memory for keys of {dim}, and a block has "
+            f"{_host.PACKAGE}.{op}: {config=} needs {need} bytes of shared memory for keys of {dim}, and a block has "
             f"{_device.SMEM_BYTES_MAX}: lower num_stages"
         )
     operands = q, k, v, jnp.maximum(g, math.log(core.LEAST_DECAY)), beta, initial_state, cu_seqlens

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One token of each sequence through the gated delta rule: every state read, corrected and written once, in place.
 
     S = exp(g) S + beta (v - exp(g) S k) k^T,    o = scale S q
@@ -193,7 +194,8 @@ def gated_delta_rule_step(
         return jnp.zeros(v.shape, v.dtype) if by_ref else (jnp.zeros(v.shape, v.dtype), state)
     if (need := config.smem_bytes(dim) * config.blocks_per_sm) > _device.SMEM_BYTES_MAX:
         raise ValueError(
-            f"cookbook.{op}: {config=} needs {need} bytes of shared memory of an SM for rows of {dim}, which has "
+            f"{_host.PACKAGE}.{op}: {config=} needs {need} bytes of shared memory of an SM for rows of {dim}, which "
+            "has "
             f"{_device.SMEM_BYTES_MAX}: lower num_stages or blocks_per_sm"
         )
     target = _host.require_target(op)

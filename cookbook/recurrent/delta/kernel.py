@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state of the gated delta rule from chunk to chunk, and the results of the tokens: the serial half of it.
 
     u = inverse (v - exp(cum) k state),    state' = exp(cum[-1]) state + k^T (exp(cum[-1] - cum) u)

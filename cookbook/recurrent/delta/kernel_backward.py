@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradient of the gated delta rule's state, chunk by chunk from the last one: the serial half of its backward pass.
 
     du = scale w^T do + exp(cum[-1] - cum) k ds',    w = tril(exp(cum[t] - cum[s]) q k^T),    dr = inverse^T du

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradients of a chunk's operands, for all chunks at once: the parallel half of the gated delta rule's backward.
 
 With the state s before a chunk and the gradient ds' of the state after it, both from other kernels, and d[t, s] =

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The inverse that each chunk of the gated delta rule needs, for all chunks at once: no chunk waits for another.
 
     lower[t, s] = beta[t] exp(cum[t] - cum[s]) k[t] . k[s]  for s < t,    inverse = (1 + lower)^-1 diag(beta)

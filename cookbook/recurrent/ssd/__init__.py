@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State-space duality and linear attention."""
 
 from .linear_attention import linear_attention as linear_attention

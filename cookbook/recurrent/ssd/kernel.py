@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The forward kernel of SSD: its roles, as the table in `ssd` has them."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of SSD: chunks from the last one to the first, with the gradient of the state in registers.
 
 With S the state before a chunk, g the gradient of the state after it, cum as in `ssd`, and L[t, s] = 0 for s > t,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state of SSD, chunk after chunk: a warpgroup that the forward and the backward kernel have, and a kernel of it.
 
     S = exp(cum[last]) S + sum over the chunk's rows t of w[t] x[t] b[t]ᵀ    S (64, N), a row for each value of x

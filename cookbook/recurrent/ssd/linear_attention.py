@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Causal attention without softmax, which is a recurrence: SSD without decay.
 
     S[t] = S[t-1] + v[t] k[t]ᵀ        out[t] = scale S[t] q[t]        for each head

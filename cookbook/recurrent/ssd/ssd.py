@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mamba-2's recurrence, computed in chunks: SSD, the state-space dual, forward.
 
     S[t] = exp(dt[t] a) S[t-1] + dt[t] x[t] b[t]ᵀ        y[t] = S[t] c[t] + d x[t]        for each head
@@ -206,12 +207,14 @@ def check(op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, names=None) -> 
     for name, m in (("x", x), ("b", b), ("c", c)):
         if m.ndim != 4:
             raise ValueError(
-                f"cookbook.{op}: {name_of(name)}.shape={m.shape}; must be (B, T, heads, values of a head): reshape it"
+                f"{_host.PACKAGE}.{op}: {name_of(name)}.shape={m.shape}; must be (B, T, heads, values of a head): "
+                "reshape it"
             )
         if m.dtype not in (jnp.bfloat16, jnp.float16) or m.dtype != x.dtype:
             all_names = ", ".join(map(name_of, "xbc"))
             raise ValueError(
-                f"cookbook.{op}: {name_of(name)}.dtype={m.dtype}; {all_names} must be all bfloat16 or all float16: "
+                f"{_host.PACKAGE}.{op}: {name_of(name)}.dtype={m.dtype}; {all_names} must be all bfloat16 or all "
+                "float16: "
                 "cast them"
             )
     (batch, length, heads, size), (*_, groups, state_dim) = x.shape, b.shape
@@ -221,14 +224,17 @@ def check(op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, names=None) -> 
     ):  # fmt: skip
         if m is not None and m.shape != shape:
             shapes = f"{name_of('x')}.shape={x.shape} and {name_of('b')}.shape={b.shape}"
-            raise ValueError(f"cookbook.{op}: {name_of(name)}.shape={m.shape}; must be {shape}, to go with {shapes}")
+            raise ValueError(
+                f"{_host.PACKAGE}.{op}: {name_of(name)}.shape={m.shape}; must be {shape}, to go with {shapes}"
+            )
     for name, m in (("dt", dt), ("a", a), ("d", d)):
         if m is not None and not jnp.issubdtype(m.dtype, jnp.floating):
-            raise ValueError(f"cookbook.{op}: {name}.dtype={m.dtype}; must be a floating-point dtype: cast it")
+            raise ValueError(f"{_host.PACKAGE}.{op}: {name}.dtype={m.dtype}; must be a floating-point dtype: cast it")
     arguments.check_groups(op, name_of("x"), heads, name_of("b"), groups)
     if size % PIECE or state_dim not in STATE_DIMS:
         raise ValueError(
-            f"cookbook.{op}: heads of {name_of('x')} have {size} values, those of {name_of('b')} {state_dim}; must be "
+            f"{_host.PACKAGE}.{op}: heads of {name_of('x')} have {size} values, those of {name_of('b')} {state_dim}; "
+            "must be "
             f"a multiple of {PIECE}, and one of {STATE_DIMS}: pad with zeros (jnp.pad)"
         )
     num_seqs = arguments.check_packed(op, cu_seqlens, batch)
@@ -246,12 +252,13 @@ def _choose(op: str, state_dim: int, chunk_size, config) -> Config:
         chunk_size = _host.option(op, "chunk_size", chunk_size, int)
     if chunk_size not in (None, *core.CHUNKS) or config and chunk_size not in (None, config.chunk_size):
         raise ValueError(
-            f"cookbook.{op}: {chunk_size=}; must be one of {core.CHUNKS}, and that of config: None chooses"
+            f"{_host.PACKAGE}.{op}: {chunk_size=}; must be one of {core.CHUNKS}, and that of config: None chooses"
         )
     config = config or default_config(state_dim, chunk_size)
     if (need := config.smem_bytes(state_dim)) > _device.SMEM_BYTES_MAX:
         raise ValueError(
-            f"cookbook.{op}: {config=} needs {need} bytes of shared memory with states of {state_dim} columns, and a "
+            f"{_host.PACKAGE}.{op}: {config=} needs {need} bytes of shared memory with states of {state_dim} columns, "
+            "and a "
             f"block has {_device.SMEM_BYTES_MAX}: chunks of 64, or fewer stages"
         )
     return config

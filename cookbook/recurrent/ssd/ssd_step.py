@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One token of Mamba-2's recurrence for each sequence, its state updated in place: decode.
 
     S = exp(dt a) S + dt x bᵀ        y = S c + d x        for each sequence and head
@@ -156,7 +157,7 @@ def _call_on_ref(x, dt, a, b, c, d, state, config: Config, params):
 
 
 def _check(x, dt, a, b, c, d, state) -> None:
-    op = "cookbook.ssd_step"
+    op = f"{_host.PACKAGE}.ssd_step"
     for name, m, axes in (("x", x, "B, H, P"), ("b", b, "B, G, N")):
         if m.ndim != 3:
             raise ValueError(f"{op}: {name}.shape={m.shape}; must be ({axes}): one token of each sequence")
