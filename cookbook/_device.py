@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands inside the kernels of every family: rings of stages, turns, index arithmetic, stores.
+"""The vocabulary inside the kernels of every family: roles, rings, products, layouts, tiles of rows, index arithmetic.
 
 `_host.py` has what stands around a launch. A family works on its own: its folder and the shared files, in a package of
 any name.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 SMEM_BYTES_MAX = 232_448  # Shared memory that one block may use on Hopper and on data-centre Blackwell.
+SMEM_ALIGNMENT = 1024  # Bytes at whose multiples Mosaic begins each array of shared memory.
 # Rows and columns of 16 bits that TMA moves as one to or from shared memory swizzled by 128 bytes.
 SWIZZLE_TILE = (8, 64)
+PIECE = 64  # Values of 16 bits of a row that are swizzled together, 128 bytes; and rows of a WGMMA.
+ROWS, COLUMNS = (plgpu.Layout.WGMMA.reduce(dim) for dim in (1, 0))  # One number for each row, or column, of a product.
+
+
+# Index arithmetic -----------------------------------------------------------------------------------------------------
 
 
 def div(a, b):
@@ -39,6 +45,9 @@ def offsets(size: int, of, *indices):
         return of(*indices)
     with jax.enable_x64(True):
         return of(*(lax.convert_element_type(index, jnp.int64) for index in indices))
+
+
+# Barriers -------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +109,103 @@ class Turns:
             pl.when(wg == 0)(lambda: plgpu.barrier_wait(self.barriers.at[0]))
 
 
+# Roles ----------------------------------------------------------------------------------------------------------------
+
+
+def role(is_mine, *, increase_to: int | None = None, decrease_to: int | None = None):
+    """Decorates the function that a role runs: warpgroups of which `is_mine` is true, at once.
+
+    Args:
+      increase_to, decrease_to: registers that each thread of the role has from then on; neither: as many as before.
+    """
+
+    def run(body):
+        @pl.when(is_mine)
+        def _():
+            if increase_to or decrease_to:
+                plgpu.set_max_registers(increase_to or decrease_to, action="increase" if increase_to else "decrease")
+            body()
+
+        return body
+
+    return run
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+def load(ref, layout=plgpu.Layout.WGMMA):
+    """`ref` in registers, in any layout, also one that JAX has no coalesced plan for."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
 def store(ref, value):
     """`ref[...] = value` for a `value` in any layout, also one that JAX has no coalesced plan for."""
     if hasattr(plgpu, "store"):  # JAX >= 0.12, where `ref[...] = value` insists on such a plan.
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
+
+
+def spread(values, dim: int, shape=(PIECE, PIECE)):
+    """`values`, one for each row (`dim` 0) or column (1) of a product, repeated to its shape."""
+    return lax.broadcast_in_dim(values, shape, [dim])
+
+
+def product(pairs, interpreted: bool, acc=None):
+    """`acc` + the sum of the products of `pairs` (a, b): a in registers or in shared memory, b in shared memory.
+
+    JAX's interpreter multiplies nothing in registers on its tensor cores.
+    """
+    shape = pairs[0][0].shape[0], pairs[0][1].shape[1]
+    if interpreted:
+        value = lambda x: x if isinstance(x, jax.Array) else x[...]
+        for a, b in pairs:
+            term = jnp.dot(value(a), value(b), preferred_element_type=jnp.float32)
+            acc = term if acc is None else acc + term
+        plgpu.commit_smem()  # TMA may now overwrite what was read here.
+        return plgpu.layout_cast(acc, plgpu.Layout.WGMMA)
+
+    def multiply(ref):
+        if acc is not None:
+            ref[...] = acc
+        for a, b in pairs:
+            plgpu.wgmma(ref, a, b)
+        return plgpu.layout_cast(ref[...], plgpu.Layout.WGMMA)
+
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+
+def add_product(acc_ref, acc, a, b, interpreted: bool):
+    """`acc` + a b, a in registers and b in shared memory, in the accumulator `acc_ref`, which the product may keep.
+
+    JAX's interpreter multiplies nothing in registers on its tensor cores.
+    """
+    if interpreted:
+        acc = acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # TMA may now overwrite what was read here.
+        return acc
+    acc_ref[...] = acc
+    plgpu.wgmma(acc_ref, a, b)
+    return acc_ref[...]
+
+
+# Shared memory --------------------------------------------------------------------------------------------------------
+
+
+def swizzled(piece: int = PIECE, dtype=jnp.bfloat16) -> dict:
+    """Transforms of shared memory that tensor cores read, whose rows are pieces of so many values."""
+    bytes_of_row = piece * jnp.dtype(dtype).itemsize
+    return dict(transforms=(plgpu.TilingTransform((8, piece)), plgpu.SwizzleTransform(bytes_of_row)))
+
+
+def smem_bytes(scratch: dict) -> int:
+    """Shared memory that a kernel's `scratch_types` take: arrays, each aligned, and barriers of 8 bytes."""
+    total = 0
+    for ref in scratch.values():
+        if hasattr(ref, "num_barriers"):
+            total += 8 * math.prod(jax.tree.leaves(ref.num_barriers))
+        else:
+            ref = ref.refs[0] if isinstance(ref, plgpu.RefUnion) else ref  # Views of one array.
+            total += -(-math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize // SMEM_ALIGNMENT) * SMEM_ALIGNMENT
+    return total

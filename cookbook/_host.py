@@ -269,7 +269,7 @@ def kernel(body, **kwargs):
 
 def _file_or_room(module: str) -> str:
     """What a kernel is called after: its file, or its room where that is one of the room's files `kernel*.py`."""
-    *_, room, file = module.split(".")
+    *_, room, file = ["", *module.split(".")]
     return file.strip("_") if not file.startswith("kernel") else room + file.removeprefix("kernel")
 
 

@@ -1,21 +1,59 @@
-"""Shared parts of the drawings: a canvas measured in inches, boxes, arrows and words on it."""
+"""Shared parts of the figures: how one is declared and saved, and the boxes, arrows and words of a drawing."""
 
+import functools
+import importlib
+import itertools
 import pathlib
 
 from lab import plot
 
+FOLDER = pathlib.Path(__file__).parent
 INK, SOFT, PALE = plot.INK, "#767676", "#EDEDEA"
 BLUE, ORANGE, GREEN, PINK, SKY, RED = plot.COLOURS[:6]
 
 
-def canvas(width: float, height: float):
-    """(figure, axes), one unit an inch, the origin at the lower left, no frame."""
-    with plot.figure(width, height) as (fig, ax):
-        fig.set_layout_engine("none")
-        ax.set_position((0, 0, 1, 1))
-        ax.set(xlim=(0, width), ylim=(0, height))
-        ax.axis("off")
-    return fig, ax
+class Picture:
+    """A figure of a chapter: `draw()` returns it, and `save()` writes it as figures/<chapter>/<name>.svg.
+
+    `saved=False`: its notebook draws it, of what the chapter has computed.
+    """
+
+    def __init__(self, draw, saved: bool = True):
+        self.draw, self.saved = draw, saved
+        chapter, name = draw.__module__.rpartition(".")[2], draw.__name__
+        self.path = FOLDER / ("" if name == chapter else chapter) / f"{name}.svg"
+
+    def save(self) -> None:
+        plot.save(self.draw(), self.path)
+
+
+def drawing(width: float, height: float):
+    """Makes a picture of a function that draws on axes in inches: the origin at the lower left, no frame."""
+
+    def declare(paint):
+        @functools.wraps(paint)
+        def draw(*args, **kwargs):
+            with plot.figure(width, height) as (fig, ax):
+                fig.set_layout_engine("none")
+                ax.set_position((0, 0, 1, 1))
+                ax.set(xlim=(0, width), ylim=(0, height))
+                ax.axis("off")
+            paint(ax, *args, **kwargs)
+            return fig
+
+        return Picture(draw)
+
+    return declare
+
+
+def chapters() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
+
+
+def pictures(chapter: str) -> list[Picture]:
+    """The pictures of figures/<chapter>.py that have an SVG."""
+    values = vars(importlib.import_module(f"figures.{chapter}")).values()
+    return [value for value in values if isinstance(value, Picture) and value.saved]
 
 
 def box(ax, x, y, width, height, text="", colour=INK, fill=0.14, size=9, **style):
@@ -31,6 +69,7 @@ def box(ax, x, y, width, height, text="", colour=INK, fill=0.14, size=9, **style
 
 
 def words(ax, x, y, text, size=9, ha="center", va="center", colour=INK, **style):
+    """Text on a drawing."""
     ax.text(x, y, text, fontsize=size, ha=ha, va=va, color=colour, linespacing=1.35, **style)
 
 
@@ -39,25 +78,10 @@ def arrow(ax, start, end, colour=INK, text="", size=8, offset=(0.0, 0.12), width
     properties = dict(arrowstyle=style, color=colour, linewidth=width, shrinkA=0, shrinkB=0, mutation_scale=11) | more
     ax.annotate("", end, start, arrowprops=properties)
     if text:
-        words(
-            ax,
-            (start[0] + end[0]) / 2 + offset[0],
-            (start[1] + end[1]) / 2 + offset[1],
-            text,
-            size=size,
-            colour=colour,
-        )
+        x, y = ((a + b) / 2 + moved for a, b, moved in zip(start, end, offset, strict=True))
+        words(ax, x, y, text, size=size, colour=colour)
 
 
-def lanes(ax, names, title=""):
-    """Names the rows of a schedule, the first on top; its time is made up and has no numbers."""
-    ax.set_yticks(range(len(names)), names)
-    ax.set_ylim(len(names) - 0.4, -0.6)
-    ax.set_xticks([])
-    ax.grid(visible=False)
-    ax.set_title(title, fontsize=9)
-
-
-def save(script: str, fig) -> None:
-    """Writes `fig` as the SVG beside the script that drew it."""
-    plot.save(fig, pathlib.Path(script).with_suffix(".svg"))
+def places(rows: int, columns: int):
+    """Each (row, column), row after row."""
+    return itertools.product(range(rows), range(columns))

@@ -1,16 +1,13 @@
-"""The course's climb on one problem, a bfloat16 product of 4096 x 4096 matrices: from the CUDA cores to cuBLAS.
-
-Each bar is read from results/, where a chapter has recorded it; those of chapter 8 were timed in one process, cuBLAS
-too. A figure that is not there is drawn as not measured, one measured of code that has changed since as stale.
-"""
+"""Figures of the chapter ladder."""
 
 import functools
 import json
 import pathlib
 
-from figures._draw import save
 from lab import plot, results, roofline
 from lab.program import notebook_hash
+
+from figures._draw import Picture
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SIZE = 4096  # M = N = K.
@@ -30,7 +27,13 @@ RUNGS = (  # The problem, and what the rung adds, after the number of its chapte
 CUBLAS = "08_persistent_matmul/cublas_{size}", "cuBLAS (jnp.matmul)"
 
 
-def draw():
+@Picture
+def ladder():
+    """The course's climb on one problem, a bfloat16 product of 4096 x 4096 matrices: from the CUDA cores to cuBLAS.
+
+    Each bar is read from results/, where a chapter has recorded it; those of chapter 8 were timed in one process, cuBLAS
+    too. A figure that is not there is drawn as not measured, one measured of code that has changed since as stale.
+    """
     stale = set(results.stale_list())
     places, marked = set(), False
 
@@ -66,7 +69,3 @@ def _chapter_changed(chapter: str) -> bool:
     notebook = ROOT / "notebooks" / f"{chapter}.ipynb"
     recorded = json.loads(notebook.read_text())["metadata"].get("recorded", {})
     return recorded.get("source") != notebook_hash(notebook)
-
-
-if __name__ == "__main__":
-    save(__file__, draw())

@@ -1,6 +1,5 @@
 """Checkers of the exercises of chapter 1."""
 
-import math
 import re
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 import cookbook
 import lab
 
-from .judge import NotYet, checker, drawn, normal, require_close, run_kernel, speed
+from .judge import NotYet, checker, normal, require_answers, require_close, run_kernel, speed, wide
 
 TIMED = jax.ShapeDtypeStruct((2**26,), jnp.bfloat16)
 WARPS = ((2, 2), (4, 4), (16, 16), (16, 0), (4, 12), (8, 64), (4, 128), (16, 144), (16, 8192))  # nbytes, stride.
@@ -20,30 +19,23 @@ CHAINS = ((2, 1), (1, 2), (2, 2), (3, 4), (5, 7))  # Inputs, kernels.
 @checker
 def check_lines_of_a_warp(answer):
     """`answer(nbytes, stride)` returns how many lines of 128 bytes the 32 threads of a warp touch."""
-    for nbytes, stride in (*WARPS, *drawn(_warp)):
-        want, got = len({i * stride // 128 for i in range(32)}), answer(nbytes, stride)
-        if got != want:
-            last = 31 * stride + nbytes - 1
-            raise NotYet(f"{nbytes} bytes every {stride} bytes, the last at {last}: {want} lines, not {got!r}")
+
+    def warp(rng):
+        nbytes = int(2 ** rng.integers(1, 5))
+        return nbytes, nbytes * int(rng.integers(0, 20))
+
+    lines = lambda nbytes, stride: len({i * stride // 128 for i in range(32)})
+    said = "Thread i begins at i * stride: how many different lines of 128 bytes are these?"
+    require_answers(answer, WARPS, lines, otherwise=said, draw=warp)
     return "Threads next to each other, bytes next to each other: few lines."
-
-
-def _warp(rng):
-    nbytes = int(2 ** rng.integers(1, 5))
-    return nbytes, nbytes * int(rng.integers(0, 20))
 
 
 @checker
 def check_gain_of_fusing(answer):
     """`answer(num_inputs, num_kernels)` returns how many times faster one fused kernel is, if memory bounds it."""
-    for num_inputs, num_kernels in (*CHAINS, *drawn(lambda rng: rng.integers(1, 30, 2).tolist())):
-        apart, fused = num_inputs + 1 + 2 * (num_kernels - 1), num_inputs + 1
-        gain = answer(num_inputs, num_kernels)
-        if not math.isclose(gain, apart / fused, rel_tol=1e-9):
-            raise NotYet(
-                f"{num_inputs} inputs, {num_kernels} kernels: {apart} arrays cross HBM apart and {fused} fused, "
-                f"so {apart / fused:.3f} times, not {gain:.3f}"
-            )
+    gain = lambda inputs, kernels: (inputs + 1 + 2 * (kernels - 1)) / (inputs + 1)
+    said = "Count the arrays that cross HBM apart, each kernel's inputs and its result, and those that do so fused."
+    require_answers(answer, CHAINS, gain, otherwise=said, draw=lambda rng: rng.integers(1, 30, 2).tolist())
     return "The arithmetic does not occur in the formula, because memory is the bound."
 
 
@@ -55,10 +47,9 @@ def check_swiglu(answer):
         out = run_kernel(answer, gate, up)
         if out.dtype != jnp.bfloat16:
             raise NotYet(f"the result is {out.dtype}; it must be bfloat16, as the inputs are")
-        exact_gate, exact_up = np.asarray(gate, np.float64), np.asarray(up, np.float64)
-        exact = exact_gate / (1 + np.exp(-exact_gate)) * exact_up
+        exact = wide(gate) / (1 + np.exp(-wide(gate))) * wide(up)
         require_close(out, exact, 8e-2, f"bf16[{n}]")
-        error = np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact)
+        error = np.linalg.norm(wide(out) - exact) / np.linalg.norm(exact)
         if error > 2.5e-3:  # One rounding to bf16 makes 1.7e-3; computing in bf16 makes 2.9e-3 or more.
             raise NotYet(
                 f"its error is {error:.1e}, more than one rounding makes: compute in float32, round at the end"
@@ -88,7 +79,7 @@ def check_relu_of_any_length(answer):
             out = run_kernel(answer, x)
         except NotYet as problem:
             raise NotYet(f"length {n}: {problem}") from None
-        require_close(out, np.maximum(np.asarray(x, np.float64), 0), 0, f"length {n}")
+        require_close(out, np.maximum(wide(x), 0), 0, f"length {n}")
     odd = jax.ShapeDtypeStruct((TIMED.size - 1,), TIMED.dtype)
     praise = "Every element is written, and nothing beyond the end is touched."
     return praise + speed(answer, cookbook.fuse(jax.nn.relu), odd)

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, drawn, normal, require_close, require_staged, run_kernel, speed
+from exercises import judge
+from exercises.judge import NotYet, checker, normal, require_answers, require_close, run_kernel, wide
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import cookbook
@@ -11,14 +12,14 @@ import cookbook
 TILE, STAGES = (16, 256), 3  # Tile and slots of the racy ring.
 SMEM_BYTES = 232_448  # Shared memory that one block may use on Hopper.
 PITCHES = (4, 8, 12, 16, 24, 80, 96, 128, 132, 144, 192, 256, 260, 512, 1024, 4100)
-RINGS = (  # Arguments of `num_stages`, and a hint.
-    ((2.0e12, 1.0e-6, 125, 16_000, 0), "exactly the bytes of Little's law are enough"),
-    ((2.1e12, 1.0e-6, 125, 16_000, 0), "part of a tile cannot be in flight: round up"),
-    ((2.1e12, 1.0e-6, 125, 16_000, 1), "a ring that refills one tile late has one load less than slots"),
-    ((2.4e12, 0.8e-6, 132, 8192, 2), "bytes in flight of one SM, over bytes of one tile, and the lag"),
-    ((4.8e12, 1.1e-6, 148, 4096, 1), "bytes in flight of one SM, over bytes of one tile, and the lag"),
-    ((2.4e12, 0.9e-6, 132, 65536, 0), "one load may be enough"),
-    ((8.0e12, 2.0e-6, 16, 32768, 1), f"the {SMEM_BYTES:,} bytes of shared memory hold only so many slots"),
+RINGS = (  # Arguments of `num_stages`.
+    (2.0e12, 1.0e-6, 125, 16_000, 0),
+    (2.1e12, 1.0e-6, 125, 16_000, 0),
+    (2.1e12, 1.0e-6, 125, 16_000, 1),
+    (2.4e12, 0.8e-6, 132, 8192, 2),
+    (4.8e12, 1.1e-6, 148, 4096, 1),
+    (2.4e12, 0.9e-6, 132, 65536, 0),
+    (8.0e12, 2.0e-6, 16, 32768, 1),
 )
 
 
@@ -32,10 +33,10 @@ def check_sum_by_tma(answer) -> str:
         if "no threads observed" not in str(problem):
             raise
         raise NotYet("the barrier flips twice and one wait sees one flip: it must expect two arrivals") from problem
-    require_staged(answer, x, y, loads=2)
-    require_close(out, np.asarray(x, np.float64) + np.asarray(y, np.float64), 2**-8, "bf16[32, 128]")
+    judge.require_staged(answer, x, y, loads=2)
+    require_close(out, wide(x) + wide(y), 2**-8, "bf16[32, 128]")
     praise = "Two arrivals, one flip, and the TMA sees the sums."
-    return praise + speed(answer, cookbook.add, x, y)
+    return praise + judge.speed(answer, cookbook.add, x, y)
 
 
 @checker
@@ -71,7 +72,7 @@ def check_ring(answer) -> str:
                 f"with {num_tiles} tiles, the result is wrong in tile {tiles}: never written, or of other data?"
             )
     praise = "Every access to a slot is ordered, whatever the speed of the copies."
-    return praise + speed(
+    return praise + judge.speed(
         ring, cookbook.fuse(jnp.negative), jax.ShapeDtypeStruct((1024 * TILE[0], TILE[1]), jnp.bfloat16)
     )
 
@@ -82,11 +83,11 @@ def check_conflict_degree(answer) -> str:
 
     Lane i reads 4 bytes at `i * pitch_bytes`, a multiple of 4; shared memory has 32 banks of 4 bytes.
     """
-    for pitch in (*PITCHES, *drawn(lambda rng: 4 * int(rng.integers(1, 2000)))):
-        want = int(np.bincount(np.arange(32) * (pitch // 4) % 32).max())  # 32 different words, lane by lane.
-        if (got := answer(pitch)) != want:
-            raise NotYet(f"at {pitch} bytes a row it gives {got!r}: write down the banks of lanes 0, 1, 2, 3, ...")
-    best = min(int(np.bincount(np.arange(32) * (pitch // 4) % 32).max()) for pitch in range(16, 4096, 16))
+    turns = lambda pitch_bytes: int(np.bincount(np.arange(32) * (pitch_bytes // 4) % 32).max())
+    pitches, said = [(pitch,) for pitch in PITCHES], "Write down the banks of lanes 0, 1, 2, 3, ..."
+    draw = lambda rng: (4 * int(rng.integers(1, 2000)),)
+    require_answers(answer, pitches, turns, otherwise=said, draw=draw)
+    best = min(turns(pitch) for pitch in range(16, 4096, 16))
     return f"TMA copies rows of a multiple of 16 bytes, so padding alone gets such a column to {best} turns, not to 1."
 
 
@@ -96,16 +97,16 @@ def check_num_stages(answer) -> str:
 
     They keep enough loads in flight, with one block an SM; or they are as many as fit into shared memory.
     """
-    for case, hint in (*RINGS, *drawn(_ring)):
-        if (got := answer(*case)) != (want := _num_stages(*case)):
-            rate, seconds, num_sms, tile_bytes, lag = case
-            problem = (
-                f"for {rate / 1e12} TB/s, rounds of {seconds * 1e6:.1f} µs, {num_sms} SMs, tiles of {tile_bytes:,}"
-            )
-            problem += f" bytes and a lag of {lag}"
-            if not isinstance(got, int | float):
-                raise NotYet(f"{problem} it gives {got!r}, not a number")
-            raise NotYet(f"{problem} it gives {got}, too {'few' if got < want else 'many'}. Hint: {hint}.")
+    no_lag = lambda *case: _num_stages(*case[:4], 0)
+    likely = (
+        (no_lag, "A ring that refills so many tiles late has as many loads fewer than slots."),
+        (lambda rate, seconds, _, *rest: _num_stages(rate, seconds, 1, *rest), "Each SM has its share in flight."),
+        (dict(most=1 << 40), f"The {SMEM_BYTES:,} bytes of shared memory hold only so many slots."),
+        (dict(up=0), "Part of a tile cannot be in flight: round up."),
+        (dict(least=2), "One load may be enough."),
+    )
+    said = "Bytes in flight of one SM, over bytes of one tile, and the lag."
+    require_answers(answer, RINGS, _num_stages, likely, said, _ring)
     return "As many loads in flight as the round asks for, and the slots that the lag keeps."
 
 
@@ -113,9 +114,10 @@ def _ring(rng):
     """A case with `loads` and half a tile in flight, so that no rounding of floats decides it."""
     round_s, num_sms, tile_bytes, lag = rng.uniform(5e-7, 2e-6), *rng.integers((8, 512, 0), (160, 60_000, 4)).tolist()
     loads = rng.integers(0, 12) + 0.5
-    return (loads * tile_bytes * num_sms / round_s, round_s, num_sms, tile_bytes, lag), "loads in flight, and the lag"
+    return loads * tile_bytes * num_sms / round_s, round_s, num_sms, tile_bytes, lag
 
 
-def _num_stages(bytes_per_second, round_s, num_sms, tile_bytes, lag) -> int:
+def _num_stages(bytes_per_second, round_s, num_sms, tile_bytes, lag, least=1, most=SMEM_BYTES, up=1) -> int:
     in_flight = round(bytes_per_second * round_s / num_sms)  # Rounded, because 1e-6 is not a binary number.
-    return min(max(1, -(-in_flight // tile_bytes)) + lag, SMEM_BYTES // tile_bytes)
+    loads = -(-in_flight // tile_bytes) if up else in_flight // tile_bytes
+    return min(max(least, loads) + lag, most // tile_bytes)

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, require_close, run_kernel, speed
+from exercises.judge import checker, normal, require_answers, require_close, run_kernel, speed, wide
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -20,21 +20,20 @@ LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((16, 32), (4, 32), (4,))), warp_dims=(
 @checker
 def check_traffic(answer) -> str:
     """Exercise 1: `answer(m, n, k, tile_m, tile_n, itemsize)` is how many bytes of a and b all blocks read together."""
-    for case, hint in (
-        ((256, 512, 96, 64, 128, 4), "a block reads tile_m rows of a and tile_n columns of b, each K long"),
-        ((256, 512, 96, 128, 64, 4), "which of the two operands is read once for each tile along M?"),
-        ((256, 512, 96, 64, 128, 2), "itemsize is the bytes of one element"),
-        ((256, 500, 96, 64, 128, 4), "a block at the edge needs its rows of a no less than the others"),
-        ((250, 512, 97, 64, 128, 4), "a block at the edge reads no element that does not exist"),
-        ((1, 1, 7, 64, 128, 4), "one block, one row, one column"),
-        ((8192, 8192, 8192, 128, 128, 4), "large numbers are no different: integers are exact"),
-    ):
-        got, want = answer(*case), _traffic(*case)
-        if got != want:
-            given = f"m, n, k, tile_m, tile_n, itemsize = {case}"
-            if not isinstance(got, int | float | np.number):
-                raise NotYet(f"for {given} it gives {got!r}, not a number of bytes")
-            raise NotYet(f"for {given} it gives {got:,}, too {'few' if got < want else 'many'}. Hint: {hint}.")
+    cases = (
+        *((256, 512, 96, 64, 128, 4), (256, 512, 96, 128, 64, 4), (256, 512, 96, 64, 128, 2)),
+        *((256, 500, 96, 64, 128, 4), (250, 512, 97, 64, 128, 4), (1, 1, 7, 64, 128, 4)),
+        (8192, 8192, 8192, 128, 128, 4),
+    )
+    likely = (
+        (lambda m, n, k, tm, tn, size: size * k * (m + n), "A block reads its operands, and so do all its neighbours."),
+        (lambda m, n, k, tm, tn, size: _traffic(m, n, k, tn, tm, size), "Which is read once for each tile along M?"),
+        (lambda *case: _traffic(*case[:5], 4), "`itemsize` is the bytes of one element."),
+        (lambda m, n, k, tm, tn, size: size * k * (tm + tn) * -(-m // tm) * -(-n // tn), "At the edge a block reads "
+         "no element that does not exist."),
+    )  # fmt: skip
+    said = "A block reads tile_m rows of a and tile_n columns of b, each K long; one at the edge needs its rows, too."
+    require_answers(answer, cases, _traffic, likely, said)
     return "a is read once for each column of tiles, b once for each row of tiles, and edges are counted as they are."
 
 
@@ -47,7 +46,7 @@ def check_ring(answer) -> str:
     """Exercise 2: `answer(a, b)` is a kernel, a @ b through a ring of slots that are refilled in time."""
     a, b = normal(3, (128, 48)), normal(4, (48, 128))
     out = run_kernel(answer, a, b, in_flight=2)
-    require_close(out, np.asarray(a, np.float64) @ np.asarray(b, np.float64), 1e-4, "128 x 128, K = 48")
+    require_close(out, wide(a) @ wide(b), 1e-4, "128 x 128, K = 48")
     size = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
     return "a slot is refilled after all four warps have read it." + speed(answer, cookbook.matmul_blocked, size, size)
 
@@ -55,19 +54,15 @@ def check_ring(answer) -> str:
 @checker
 def check_tile_of(answer) -> str:
     """Exercise 3: `answer(block, tiles_m, tiles_n, width)` is the (row, column) of the tile that `block` computes."""
-    for tiles_m, tiles_n, width in ((3, 4, 2), (4, 6, 3), (5, 2, 2), (3, 7, 3), (4, 3, 8), (2, 5, 1)):
-        where = f"{tiles_m} x {tiles_n} tiles, bands of {width}"
-        want = _tile_order(tiles_m, tiles_n, width)
-        got = [answer(block, tiles_m, tiles_n, width) for block in range(tiles_m * tiles_n)]
-        for block, tile in enumerate(got):
-            if not isinstance(tile, tuple) or len(tile) != 2:
-                raise NotYet(f"{where}: block {block} gives {tile!r}, not a pair (row, column)")
-            if not (0 <= tile[0] < tiles_m and 0 <= tile[1] < tiles_n):
-                raise NotYet(f"{where}: block {block} computes the tile {tile}, which does not exist")
-            if tile in got[:block]:
-                raise NotYet(f"{where}: blocks {got.index(tile)} and {block} both compute the tile {tile}")
-            if tile != want[block]:
-                raise NotYet(f"{where}: block {block} computes the tile {tile}; it should compute {want[block]}")
+    sizes = (3, 4, 2), (4, 6, 3), (5, 2, 2), (3, 7, 3), (4, 3, 8), (2, 5, 1)
+    cases = [(block, m, n, width) for m, n, width in sizes for block in range(m * n)]
+    place = lambda block, tiles_m, tiles_n, width: _tile_order(tiles_m, tiles_n, width)[block]
+    likely = (
+        (lambda block, m, n, width: divmod(block, n), "That is row after row: a band is `width` columns wide."),
+        (lambda *case: place(*case)[::-1], "The row comes first."),
+    )
+    said = "All rows of the first band come first, from left to right in each; the last band may be narrower."
+    require_answers(answer, cases, place, likely, said)
     return "every tile is computed once, and a narrower last band is no exception."
 
 
@@ -84,18 +79,15 @@ def check_epilogue(answer) -> str:
     """
     a, b, bias = normal(0, (64, 16)), normal(1, (16, 128)), 2 * normal(2, (128,))
     out = np.asarray(run_kernel(functools.partial(_matmul_with, answer), a, b, bias))
-    exact = [np.asarray(x, np.float64) for x in (a, b, bias)]
-    product, bias = exact[0] @ exact[1], exact[2]
-    for wrong, text in (
-        (product, "that is a @ b: the bias is not added yet"),
-        (product + bias, "the bias is there, but negative values are not zero yet"),
-        (np.maximum(product, 0), "negative values are zero, but the bias is not added yet"),
-        (np.maximum(product, 0) + bias, "the bias is added after relu; it belongs before"),
-        (np.maximum(product + np.tile(bias[:TILE_N], 2), 0), "every tile adds the first columns of the bias: use cols"),
-    ):
-        if out.shape == wrong.shape and np.abs(out - wrong).max() < 1e-3:
-            raise NotYet(text)
-    require_close(out, np.maximum(product + bias, 0), 1e-4, "64 x 128, K = 16")
+    (a, b, bias), relu = wide(a, b, bias), lambda x: np.maximum(x, 0)
+    likely = (
+        (a @ b, "that is a @ b: the bias is not added yet"),
+        (a @ b + bias, "the bias is there, but negative values are not zero yet"),
+        (relu(a @ b), "negative values are zero, but the bias is not added yet"),
+        (relu(a @ b) + bias, "the bias is added after relu; it belongs before"),
+        (relu(a @ b + np.tile(bias[:TILE_N], 2)), "every tile adds the first columns of the bias: use cols"),
+    )
+    require_close(out, relu(a @ b + bias), 1e-4, "64 x 128, K = 16", likely)
     return "the bias was added in registers: no array of M x N crossed memory for it."
 
 

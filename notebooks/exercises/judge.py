@@ -3,12 +3,16 @@
 import collections
 import contextlib
 import contextvars
+import copy
 import ctypes
 import dataclasses
 import functools
+import inspect
 import io
 import itertools
 import logging
+import math
+import operator
 import re
 import threading
 
@@ -102,10 +106,90 @@ def normal(seed: int, shape, dtype=np.float32):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
+def wide(*arrays):
+    """The arrays in float64; one alone is not in a list."""
+    found = [np.asarray(x, np.float64) for x in arrays]
+    return found if len(found) > 1 else found[0]
+
+
 def drawn(make, times: int = 8) -> list:
     """Cases that nobody knows beforehand, from `make(rng)`: a constant or a table of the others is wrong there."""
     rng = np.random.default_rng()
     return [make(rng) for _ in range(times)]
+
+
+# Answers that are functions of numbers --------------------------------------------------------------------------------
+
+
+def require_answers(answer, cases, right, likely=(), otherwise="", draw=None) -> None:
+    """Raises NotYet unless `answer(*case)` is `right(*case)` in each of the cases.
+
+    Args:
+      likely: pairs of a wrong answer, or of the keywords with which `right` gives it, and of what is said if it
+        explains everything that `answer` gives.
+      otherwise: what is said of all others.
+      draw: `draw(rng)` is one more case, a new one each time.
+    """
+    name, given, names = getattr(answer, "__name__", "it"), [], inspect.signature(right).parameters
+    for case in (*cases, *(drawn(draw) if draw else ())):
+        before = copy.deepcopy(case)
+        got, want = answer(*case), right(*copy.deepcopy(before))
+        where = "for " + ", ".join(f"{key} = {x}" for key, x in zip(names, before, strict=False))
+        if got is None and want is not None:
+            raise NotYet(f"{name} returns None {where}: write its body.")
+        if _listed(case) != _listed(before):
+            raise NotYet(f"{where}, {name} changes what it is given.")
+        try:
+            given.append((before, where, _formed(got, want), want))
+        except (TypeError, ValueError) as error:
+            raise NotYet(f"{where}, {name} gives {got!r}; it must be {_form(want)}.") from error
+    for _, where, got, want in given:
+        if not _is_same(got, want):
+            wrongs = ((functools.partial(right, **wrong) if isinstance(wrong, dict) else wrong, text)
+                      for wrong, text in likely)  # fmt: skip
+            explains = lambda wrong: all(_is_same(got, wrong(*copy.deepcopy(case))) for case, _, got, _ in given)
+            said = next((text for wrong, text in wrongs if explains(wrong)), otherwise)
+            raise NotYet(f"{where}, {name} gives {got}, and {want} is right. {said}".strip())
+
+
+def _listed(x):
+    """Arrays as lists, so that values can be compared."""
+    return [_listed(y) for y in x] if isinstance(x, tuple | list) else getattr(x, "tolist", lambda: x)()
+
+
+def _form(want) -> str:
+    if isinstance(want, tuple):
+        return f"{len(want)} values: ({', '.join(map(_form, want))})"
+    if isinstance(want, list):
+        return "a list" + (f", each of them {_form(want[0])}" if want else "")
+    names = (bool, "True or False"), (int, "a whole number"), (float, "a number"), (str, "a text")
+    return next((name for kind, name in names if isinstance(want, kind)), repr(want))
+
+
+def _formed(got, want):
+    """`got` in the form of `want`. Raises TypeError or ValueError if it has another."""
+    if isinstance(want, tuple | list):
+        got = list(got)
+        if isinstance(want, tuple) and len(got) != len(want):
+            raise ValueError
+        likes = want if isinstance(want, tuple) else itertools.repeat(want[0] if want else 0)
+        return type(want)(_formed(x, like) for x, like in zip(got, likes, strict=False))
+    if want is None or got is None or isinstance(want, slice):
+        return got
+    if isinstance(got, bool | np.bool_) != isinstance(want, bool) or isinstance(got, str) != isinstance(want, str):
+        raise TypeError
+    return {bool: bool, int: operator.index, str: str}.get(type(want), float)(got)
+
+
+def _is_same(got, want) -> bool:
+    if isinstance(want, tuple | list):
+        return len(got) == len(want) and all(map(_is_same, got, want))
+    if got is None or want is None or isinstance(want, slice | str):
+        return got == want
+    return got == want or math.isclose(got, want, rel_tol=1e-6)
+
+
+# Answers that are kernels ---------------------------------------------------------------------------------------------
 
 
 def run_kernel(
@@ -332,22 +416,32 @@ def _computed_outside(jaxpr, moves=MOVES) -> str | None:
     return None
 
 
-def require_close(out, exact, tolerance: float, what: str) -> None:
+def require_close(out, exact, tolerance: float, what: str, likely=()) -> None:
     """Raises NotYet, naming the first wrong element, if `out` is not `exact` (float64) within relative `tolerance`.
-    Where `exact` is NaN or infinite, `out` must be the same."""
+    Where `exact` is NaN or infinite, `out` must be the same. `likely` has pairs of a wrong result, and what is said of
+    it."""
     if out.shape != exact.shape:
         raise NotYet(f"{what}: the result has shape {out.shape}; it must be {exact.shape}")
-    out, exact = np.asarray(out, np.float64), np.asarray(exact, np.float64)
+    out, exact = wide(out, exact)
+    wrong = _differ(out, exact, tolerance)
+    if not wrong.any():
+        return
+    for other, said in likely:
+        if other.shape == out.shape and not _differ(out, wide(other), max(tolerance, 1e-3)).any():
+            raise NotYet(f"{what}: {said}")
     if (unset := np.isnan(out) & ~np.isnan(exact)).any():
         raise NotYet(f"{what}: {unset.sum()} of {out.size} elements were never written, {_first(unset)} is the first")
+    at = _first(wrong)
+    raise NotYet(f"{what}: element {at} is {out[at]:.4g}; it must be {exact[at]:.4g}")
+
+
+def _differ(out, exact, tolerance: float):
+    """Where `out` is not `exact`."""
     is_finite = np.isfinite(exact)
     size = np.sqrt(np.mean(exact[is_finite] ** 2)) if is_finite.any() else 0.0
     with np.errstate(invalid="ignore"):
-        wrong = np.abs(out - exact) > tolerance * np.maximum(np.abs(exact), size)
-    wrong = np.where(is_finite, wrong, (out != exact) & ~(np.isnan(out) & np.isnan(exact)))
-    if wrong.any():
-        at = _first(wrong)
-        raise NotYet(f"{what}: element {at} is {out[at]:.4g}; it must be {exact[at]:.4g}")
+        close = np.abs(out - exact) <= tolerance * np.maximum(np.abs(exact), size)
+    return ~np.where(is_finite, close, (out == exact) | (np.isnan(out) & np.isnan(exact)))
 
 
 def _interpreted(answer, args):

@@ -1,4 +1,45 @@
-"""Solutions of chapter 0's exercises; how to read the marks: tools/skeletons.py."""
+"""Solutions of chapter 0's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-1-cell
+  a * x_gmem[...] => x_gmem[...]  # it must be
+  a * x_gmem[...] + y_gmem[...] => a * y_gmem[...] + x_gmem[...]
+  a * x_gmem[...] + y_gmem[...] => a * (x_gmem[...] + y_gmem[...])
+  + y_gmem[...] => - y_gmem[...]
+  a * x_gmem[...] => 2.5 * x_gmem[...]
+  lambda a, x, y: a * x + y  # must be a kernel
+  _gmem[...] => _gmem[: x.shape[0] // 2]  # never written
+  a * x_gmem[...] => jax.numpy.sort(x_gmem[...])  # cannot be compiled for a GPU
+exercise-2-cell
+  (out, out) => out  # cannot be compiled for a GPU
+  x_gmem, y_gmem, sum_gmem, product_gmem => sum_gmem, product_gmem, x_gmem, y_gmem  # never written
+  y_gmem, sum_gmem, product_gmem => y_gmem, product_gmem, sum_gmem  # the sum: element
+  x_gmem[...] * y_gmem => x_gmem[...] - y_gmem  # the product: element
+  lambda x, y: (sum_and_product(x, y)[0], x * y)  # mul is computed outside of the kernel
+  lambda x, y: sum_and_product(x, y)[0]  # must return two arrays
+exercise-3-cell
+  plgpu.barrier_wait(x_arrived)\n        plgpu.barrier_wait(y_arrived)
+    => plgpu.barrier_wait(y_arrived)\n        plgpu.barrier_wait(x_arrived)  # Right.
+  plgpu.barrier_wait(x_arrived) =>  # race: read
+  plgpu.barrier_wait(y_arrived) =>
+  x_smem[...] + y_smem => x_smem[...] - y_smem  # it must be
+  x_smem[...] + y_smem => x_gmem[...] + y_gmem  # it reads an input in global memory
+  plgpu.copy_gmem_to_smem(x_gmem, x_smem, x_arrived)
+    => [plgpu.copy_gmem_to_smem(x_gmem.at[i], x_smem.at[i], x_arrived) for i in range(8)]
+    && [tile, tile, plgpu.Barrier(), => [tile, tile, plgpu.Barrier(num_arrivals=8),
+    # a block starts 9 copies to shared memory, and 2 would do
+  plgpu.copy_gmem_to_smem(x_gmem, x_smem, x_arrived) => x_smem[...] = x_gmem[...]
+    && plgpu.barrier_wait(x_arrived) =>  # must still be copied
+  plgpu.copy_gmem_to_smem(x_gmem => plgpu.barrier_wait(x_arrived)\n        plgpu.copy_gmem_to_smem(x_gmem
+    # would never end: every warpgroup waits
+exercise-4-cell
+  max(compute, memory) => compute + memory  # the longer time is the least one
+  max(compute, memory) => min(compute, memory)
+  peaks["bf16"] => peaks["fp8"]
+  compute > memory => compute < memory
+  compute > memory => False
+  1e3 * => 1 *  # in seconds
+"""
 
 
 # %% exercise-1-cell needs: imports

@@ -1,4 +1,41 @@
-"""Solutions of chapter 1's exercises; how to read the marks: tools/skeletons.py."""
+"""Solutions of chapter 1's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-4-cell
+  len({i * stride // 128 for i in range(32)}) => 32  # how many different lines
+  len({i * stride // 128 for i in range(32)}) => 32 * nbytes // 128
+  len({i * stride // 128 for i in range(32)}) => -(-32 * stride // 128)
+  len({i * stride // 128 for i in range(32)}) => (31 * stride + nbytes - 1) // 128 + 1
+  stride // 128 => stride // 32
+  range(32) => range(128)
+exercise-1-cell
+  apart / (num_inputs + 1) => num_kernels  # Count the arrays
+  2 * (num_kernels - 1) => 2 * num_kernels
+  2 * (num_kernels - 1) => num_kernels - 1
+  apart / (num_inputs + 1) => (apart - 1) / num_inputs
+  apart / (num_inputs + 1) => 5 / 3
+exercise-2-cell
+  (1024,), 8) => (1024,), 4)  # 16 bytes a load
+  (1024,), 8) => (1024,), 1)
+  jnp.float32 => jnp.bfloat16  # compute in float32
+  gate.dtype) => jnp.float32)  # must be bfloat16
+  silu(gate) * up => silu(up) * gate  # it must be
+  silu(gate) => sigmoid(gate)
+  silu(gate) => gelu(gate)
+  lambda gate, up: jax.nn.silu(gate) * up  # must be a kernel
+  lambda gate, up: swiglu(swiglu(gate, up), up)  # launches 2 kernels
+  lambda gate, up: swiglu(gate, up) * up  # mul is computed outside of the kernel
+exercise-3-cell
+  pl.cdiv(left, 128) => left // 128  # never written
+  pl.cdiv(left, 128) => 0
+  blocks = max(whole, 1) => whole = blocks = pl.cdiv(x.size, 1024)  # beyond the end
+  jnp.minimum(whole * 1024 + i * 128, x.size - 128) => whole * 1024 + i * 128
+  blocks = max(whole, 1) => whole = -(-x.size // 1024) if x.size > 1024 else whole\n    blocks = max(whole, 1)
+    && apply(block * 1024, 1024) => apply(jnp.minimum(block * 1024, x.size - 1024), 1024)  # race: write
+  jnp.maximum(x_gmem[where], 0) => jnp.where(x_gmem[where] > 0, x_gmem[where], jnp.zeros_like(x_gmem[where]))
+    # is 0; it must be nan
+  jnp.maximum(x_gmem[where], 0) => jnp.abs(x_gmem[where])  # it must be
+"""
 
 
 # %% exercise-4-cell needs: imports

@@ -1,4 +1,69 @@
-"""Solutions of chapter 4's exercises; how to read the marks: tools/skeletons.py."""
+"""Solutions of chapter 4's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-traffic
+  return itemsize * (m * k * -(-n // tile_n) + k * n * -(-m // tile_m))
+    => return sum(itemsize * k * (min(tile_m, m - i) + min(tile_n, n - j)) for i in range(0, m, tile_m)
+    for j in range(0, n, tile_n))  # Right.
+  lambda m, n, k, tm, tn, size: size * (m * k + k * n)  # and so do all its neighbours
+  lambda m, n, k, tm, tn, size: size * (m * k + k * n + m * n)  # one at the edge needs its rows, too
+  itemsize * => 4 *  # the bytes of one element
+  itemsize * => 1 *  # one at the edge needs its rows, too
+  lambda m, n, k, tm, tn, size: traffic_of(m, n, k, tn, tm, size)  # once for each tile along M
+  lambda m, n, k, tm, tn, size: traffic_of(n, m, k, tm, tn, size)
+  lambda m, n, k, tm, tn, size: traffic_of(m, n, k, tm, tn, size) + size * m * n  # A block reads
+  -(-n // tile_n) => (n // tile_n) && -(-m // tile_m) => (m // tile_m)
+  -(-n // tile_n) => n / tile_n && -(-m // tile_m) => m / tile_m  # a whole number
+  -(-n // tile_n) => (n // tile_n + 1) && -(-m // tile_m) => (m // tile_m + 1)  # A block reads
+  lambda m, n, k, tm, tn, size: size * k * (tm + tn) * -(-m // tm) * -(-n // tn)  # At the edge
+  lambda m, n, k, tm, tn, size: traffic_of(m, n, k, tm, tn, size) / 0  # raised ZeroDivisionError
+exercise-ring
+  pl.loop(0, min(num_stages, num_steps))(fetch) => fetch(0) && plgpu.commit_smem() =>
+    && pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages)) =>
+    && acc = multiply(
+    => plgpu.commit_smem()\n            pl.when(i + 1 < num_steps)(lambda: fetch(i + 1))\n            acc = multiply(
+    # Right.
+  acc = multiply( => pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages))\n            acc = multiply(
+    && plgpu.commit_smem()\n            pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages)) =>  # race
+  plgpu.commit_smem() => && acc = multiply( => plgpu.commit_smem()\n            acc = multiply(
+  plgpu.commit_smem() =>
+    && lambda: fetch(i + num_stages)) => lambda: fetch(i + num_stages))\n            plgpu.commit_smem()
+  pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages)) =>  # never end
+  acc = multiply(acc, a_smem.at[slot], b_smem.at[slot], layout) =>  # element
+  pl.loop(0, min(num_stages, num_steps))(fetch) => && plgpu.barrier_wait( => fetch(i)\n            plgpu.barrier_wait(
+    && pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages)) =>  # 2 slots is used as if it had 1
+  num_stages=2 => num_stages=1  # this is no ring
+  lambda a, b: mended_ring(a, b) * 0 + a @ b  # outside of the kernel
+exercise-tile-of
+  lambda block, m, n, width: divmod(block, n)  # row after row
+  lambda block, m, n, width: divmod(block, m)[::-1]  # All rows of the first band come first
+  min(width, tiles_n - band * width) => width
+  divmod(inside, min( => divmod(inside, tiles_m)[::-1] if width > 1 else divmod(inside, min(
+  return row, band => row = tiles_m - 1 - row if band % 2 else row\n    return row, band
+  lambda *case: banded_tile(*case)[::-1]  # The row comes first
+  lambda block, m, n, width: banded_tile(block, n, m, width)[::-1]  # All rows of the first band come first
+  lambda block, m, n, width: (0, 0)
+  lambda block: (0, 0)  # raised TypeError
+exercise-epilogue
+  jnp.maximum(acc + lax.broadcast_in_dim(bias, acc.shape, [1]), 0.0)
+    => jnp.where(acc + lax.broadcast_in_dim(bias, acc.shape, [1]) > 0.0, acc + lax.broadcast_in_dim(bias, acc.shape,
+    [1]), 0.0)  # Right.
+  return jnp.maximum(acc + lax.broadcast_in_dim(bias, acc.shape, [1]), 0.0)
+    => return acc + lax.broadcast_in_dim(bias, acc.shape, [1])  # not zero yet
+  + lax.broadcast_in_dim(bias, acc.shape, [1]) =>  # bias is not added
+  jnp.maximum(acc + lax.broadcast_in_dim(bias, acc.shape, [1]), 0.0)
+    => jnp.maximum(acc, 0.0) + lax.broadcast_in_dim(bias, acc.shape, [1])  # belongs before
+  .at[cols] => .at[pl.ds(0, cols.size)]  # use cols
+  jnp.maximum(acc + => jnp.maximum(2.0 * acc +  # must be
+  jnp.maximum => jnp.minimum
+  jnp.maximum(acc + lax.broadcast_in_dim(bias, acc.shape, [1]), 0.0)
+    => jnp.abs(acc + lax.broadcast_in_dim(bias, acc.shape, [1]))
+  jnp.maximum(acc + lax.broadcast_in_dim(bias, acc.shape, [1]), 0.0)
+    => jax.nn.sigmoid(acc + lax.broadcast_in_dim(bias, acc.shape, [1]))
+  lambda *args: epilogue(*args)[:16]  # cannot be compiled
+  lambda acc, bias, cols, layout: jnp.maximum(acc + bias, 0.0)
+  lambda acc, bias, cols: acc
+"""
 
 
 # %% exercise-traffic needs: setup

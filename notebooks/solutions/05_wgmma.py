@@ -1,4 +1,43 @@
-"""Solutions of chapter 5's exercises; how to read the marks: tools/skeletons.py."""
+"""Solutions of chapter 5's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-1
+  split * num_steps // splits, (split + 1) * num_steps // splits => split, num_steps, step=splits
+    && plgpu.wgmma_wait(0) => && slice_k = pl => plgpu.wgmma_wait(0)\n                slice_k = pl  # Right.
+  o_gmem.at[split] => o_gmem.at[0]  # race
+  split * num_steps // splits, (split + 1) * num_steps // splits => 0, num_steps  # is the whole product
+  * num_steps // splits => * (num_steps // splits)  # 5 steps, 3 splits, the sum
+  split * num_steps // splits, (split + 1) => (split + 1) * num_steps // splits, (split + 1)  # is zero
+  plgpu.barrier_wait(loaded) => pass  # before its tiles have arrived
+  plgpu.wgmma_wait(0) => plgpu.wgmma_wait(1)  # may still read the slot
+  lambda a, b, splits: split_k(a, b, splits).sum(axis=0)  # outside of the kernel
+exercise-2
+  min(256, (255 - spare) * 128 // tile_m // 8 * 8) => (255 - spare) * 128 // tile_m // 8 * 8  # at most 256 wide
+  // 8 * 8 =>  # multiple of 8
+  255 - spare => 255  # registers in all
+  // 8 * 8 => // 64 * 64  # multiple of 8, no more
+  * 128 => * 64  # shared by all 128 threads
+  lambda tile_m, spare: (255 - spare) * 128 / tile_m  # a whole number
+  lambda tile_m, spare: {}[tile_m]  # raised KeyError
+exercise-3
+  plgpu.barrier_wait(loaded) =>  # before its tiles have arrived
+  plgpu.wgmma_wait(0) =>  # may still read the slot
+  plgpu.wgmma_wait(0) => plgpu.wgmma_wait(1)
+  x_smem.T => x_smem  # x @ dy of each step
+  pl.loop(0, num_steps) => pl.loop(0, num_steps - 1)  # there is no product in it
+  load(step) => load(0)  # 3 steps: element
+  x_smem.T, dy_smem => dy_smem.T, x_smem  # ValueError: Incompatible shapes
+  lambda *args: None  # there is no product in it
+exercise-4
+  lambda step, num_slots, in_flight: (step + num_slots, step % num_slots)  # may still run
+  % num_slots => % num_slots if in_flight == 0 else step % num_slots
+  num_slots - in_flight => 1  # the next one that is not loaded
+  step + num_slots - in_flight => step
+  lambda step, num_slots, in_flight: (99, 0)
+  step_to_load % num_slots => step_to_load
+  lambda step, num_slots, in_flight: step + num_slots  # 2 values
+  lambda step, num_slots, in_flight: 1 / 0  # raised ZeroDivisionError
+"""
 
 
 # %% exercise-1 needs: parameters setup loop-helpers

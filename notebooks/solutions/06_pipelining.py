@@ -1,4 +1,52 @@
-"""Solutions of chapter 6's exercises; how to read the marks: tools/skeletons.py."""
+"""Solutions of chapter 6's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-2
+  ("A", 10)  # A is right
+  ("B", 9)  # B is right
+  ("D", 8)  # D is right
+  ("C", 10)  # C it is
+  ("C", 8)
+  ("C", "9")
+  ("E", 9)  # no configuration
+  "C"  # a pair
+  ("C", None)
+exercise-1
+  (tile_m + tile_n) * tile_k => tile_m * tile_k && return stages if 2 * tile_m * tile_n + 8 * stages <= budget else 0
+    => return stages  # a tile of A and a tile of B
+  233_472 // blocks => 233_472  # shared by all its blocks
+  - 1_024 =>  # reserves 1 KB
+  tile_k + 8 => tile_k && + 8 * stages =>  # barrier of 8 bytes
+  return stages if 2 * tile_m * tile_n + 8 * stages <= budget else 0 => return stages  # tile of the output
+  // (2 => / (2  # a whole number
+  lambda *case: 3  # Count the bytes
+exercise-gated
+  (mi, ki)) => (mi, ki), delay_release=1) && (ki, ni)) => (ki, ni), delay_release=1) && wait(0) => wait(2)  # Right.
+  (mi, ki)) => (mi, ki), delay_release=1) && (ki, ni)) => (ki, ni), delay_release=1) && wait(0) => wait(3)
+    # may still read the slot
+  plgpu.wgmma_wait(0) => plgpu.wgmma_wait(1)
+  wgmma(acc_up, a_smem, up_smem) => wgmma(acc_up, a_smem, gate_smem)  # `gate` stands in both
+  (a_gmem, gate_gmem, up_gmem)\n => (a_gmem, up_gmem, gate_gmem)\n  # silu belongs to the product with `gate`
+  jax.nn.silu(acc_gate[...]) => acc_gate[...]  # without silu
+  jax.nn.silu(acc_gate[...]) * acc_up[...] => acc_gate[...] + acc_up[...]  # one accumulator
+  [a_spec, b_spec, b_spec] => [a_spec, b_spec]  # cannot be compiled
+  lambda a, gate, up: gated(gated(a, gate, up), gate[:128], up[:128])  # launches 2 kernels, and 1 is asked for
+  plgpu.emit_pipeline(\n                step, grid=(steps,), in_specs=in_specs, max_concurrent_steps=3\n            )(*operands)
+    => one = lambda acc: lambda _, a_smem, b_smem: (plgpu.wgmma(acc, a_smem, b_smem), plgpu.wgmma_wait(0))[:0] or None
+    \n            for acc, b_gmem in ((acc_gate, gate_gmem), (acc_up, up_gmem)): plgpu.emit_pipeline(one(acc),
+    grid=(steps,), in_specs=[a_spec, b_spec], max_concurrent_steps=3)(a_gmem, b_gmem)  # A is loaded once for each of the two
+exercise-3
+  delay_release=1 => delay_release=0  # may still read the slot: wait for it first. wgmma_wait(n) leaves the last n
+  a_smem.T => a_smem && (tile_k, tile_m), lambda ki: (ki, mi) => (tile_m, tile_k), lambda ki: (mi, ki)
+    && steps = pl.cdiv(a.shape[0] => a = a.T\n    steps = pl.cdiv(a.shape[1] && (a.shape[1], b.s => (a.shape[0], b.s
+    # transpose is computed outside of the kernel
+  (tile_k, tile_m), lambda ki: (ki, mi) => (tile_k, tile_m), lambda ki: (mi, ki)  # a of 128 x 128
+  lambda ki: (ki, mi) => lambda ki: (ki * tile_k, mi * tile_m)
+  wgmma(acc, a_smem.T, b_smem) => wgmma(acc, a_smem, b_smem)  # cannot be compiled
+  lambda a, b: jnp.matmul(a.T, b)  # must be a kernel
+  tile)(a, b) => tile)(a.T.T * 1, b)  # outside of the kernel
+"""
+
 
 # %% exercise-2 needs: parameters setup
 #: answer = (None, None)  # The name, and the step.

@@ -1,7 +1,9 @@
 """The judge's own rules: the kernel does all of the work, in an order that a GPU keeps."""
 
 import functools
+import pathlib
 import re
+import sys
 import threading
 import types
 
@@ -12,11 +14,17 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from test_exercises_00 import turned_down
 
 from cookbook import add, fuse
 
-from exercises import judge  # noqa: E402 isort: skip (the import above puts `notebooks` on the path)
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "notebooks"))
+
+from exercises import judge  # noqa: E402
+
+
+def turned_down(verdict, said: str):
+    assert not verdict, verdict
+    assert repr(verdict).startswith("Not yet: ") and said in verdict.text, verdict
 
 
 def kernel(x, compute=lambda x: x):

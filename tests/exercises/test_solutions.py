@@ -1,6 +1,19 @@
-"""Each exercise: its cell is the skeleton of its solution; the one is turned down, the other accepted."""
+"""Each exercise: its cell is the skeleton of its solution; the one is turned down, the other accepted.
 
+`TRIED`, at the head of a file of solutions, has other answers: the name of a cell, and below it an answer a line, with
+what the verdict must say: `ANSWER  # SAID`. Where nothing is said, the verdict says the same as of the line before;
+"Right." stands for answers that must be accepted. An answer is an expression, which may use the solution; or it is the
+solution in which texts are replaced, `right => wrong && right => wrong`, where `\\n` stands for a new line. It goes on
+in lines that are indented by 4.
+"""
+
+import ast
+import copy
+import functools
+import importlib
+import inspect
 import pathlib
+import re
 import sys
 
 import nbformat
@@ -11,37 +24,53 @@ sys.path += [str(ROOT / "tools"), str(ROOT / "notebooks")]
 
 import skeletons as course  # noqa: E402
 
+from exercises import judge  # noqa: E402 isort: skip
+
 WRITTEN = sorted(path.stem for path in course.NOTEBOOKS.glob("[0-9]*.ipynb"))
-EXERCISES = [(stem, exercise) for stem in WRITTEN for exercise in course.exercises(course.SOLUTIONS / f"{stem}.py")]
+EXERCISES = {(stem, e.id): e for stem in WRITTEN for e in course.exercises(course.SOLUTIONS / f"{stem}.py")}
 
 
+def tried(stem: str):
+    """(cell, what the verdict must say, answer) of each answer."""
+    head = (course.SOLUTIONS / f"{stem}.py").read_text().partition("# %%")[0]
+    texts = [ast.literal_eval(node.value) for node in ast.parse(head).body if isinstance(node, ast.Assign)]
+    cell = said = ""
+    text = re.sub(r"\n {4,}(#?)", lambda match: "  #" if match[1] else " ", "".join(texts))
+    for line in text.splitlines():
+        if not line.startswith(" "):
+            cell = line
+        else:
+            answer, has_text, last = line.strip().rpartition("  # ")
+            said = last if has_text else said
+            yield cell, said, answer if has_text else last
+
+
+TRIED = [(stem, *answer) for stem in WRITTEN for answer in tried(stem)]
+
+
+@functools.lru_cache(maxsize=4)
 def cells(stem: str) -> dict:
     return {cell.id: cell for cell in nbformat.read(course.NOTEBOOKS / f"{stem}.ipynb", as_version=4).cells}
 
 
-def verdict(stem: str, exercise: course.Exercise, source: str):
-    """Value of the last expression of `source`, after the cells that it needs."""
+@functools.lru_cache(maxsize=4)
+def prepared(stem: str, needs: tuple[str, ...]) -> dict:
+    """The names that these cells define."""
     names = {"__name__": "__main__"}
-    for cell in exercise.needs:
+    for cell in needs:
         exec(cells(stem)[cell].source, names)
+    return names
+
+
+def solved(stem: str, cell: str, source: str, changes=()) -> tuple[dict, str]:
+    """(names, call): those that are defined when `source` was run but for its last line, which is the call."""
     code, _, call = source.rstrip().rpartition("\n")
-    exec(code, names)
-    return eval(call, names)
-
-
-def mistaken(stem: str, cell: str, right: str, wrong: str):
-    """Verdict on the solution of an exercise in which `right` is replaced by `wrong`."""
-    return changed(stem, cell, (right, wrong))
-
-
-def changed(stem: str, cell: str, *changes: tuple[str, str]):
-    """Verdict on the solution of an exercise after `changes`, pairs of a text and of what comes in its place."""
-    exercise = next(found for found in course.exercises(course.SOLUTIONS / f"{stem}.py") if found.id == cell)
-    solution = exercise.solution
     for right, wrong in changes:
-        assert right in solution
-        solution = solution.replace(right, wrong)
-    return verdict(stem, exercise, solution)
+        assert right in code, f"{right!r} is not in the solution"
+        code = code.replace(right, wrong)
+    names = dict(prepared(stem, EXERCISES[stem, cell].needs))
+    exec(code, names)
+    return names, call
 
 
 @pytest.mark.parametrize("stem", WRITTEN)
@@ -49,22 +78,78 @@ def test_every_exercise_has_hints_and_a_solution(stem):
     notebook = nbformat.read(course.NOTEBOOKS / f"{stem}.ipynb", as_version=4).cells
     found = {cell.id: (above, cell) for above, cell in zip(notebook, notebook[1:], strict=False)}
     wanted = [cell.id for cell in notebook if "exercise" in cell.metadata.get("tags", [])]
-    assert [exercise.id for exercise in course.exercises(course.SOLUTIONS / f"{stem}.py")] == wanted
+    assert [cell for of, cell in EXERCISES if of == stem] == wanted
     assert len(wanted) >= 4
     if stem not in ("15_serving", "15b_engine"):  # Their subjects are a scheduler and the loop around it, on the host.
         assert sum("kernel" in found[name][1].metadata.tags for name in wanted) >= 2, "tagged: exercise, kernel"
-    for exercise in course.exercises(course.SOLUTIONS / f"{stem}.py"):
-        text, cell = found[exercise.id]
-        assert cell.source == exercise.skeleton, f"run: python tools/skeletons.py {stem.split('_')[0]}"
-        assert text.source.count("<summary>Hint ") == 3, f"{exercise.id}: three hints stand in the cell above it"
+    for name in wanted:
+        text, cell = found[name]
+        assert cell.source == EXERCISES[stem, name].skeleton, f"run: python tools/skeletons.py {stem.split('_')[0]}"
+        assert text.source.count("<summary>Hint ") == 3, f"{name}: three hints stand in the cell above it"
 
 
-@pytest.mark.parametrize("stem, exercise", EXERCISES, ids=lambda value: getattr(value, "id", value))
-def test_skeleton_is_turned_down_and_solution_accepted(stem, exercise):
-    before = verdict(stem, exercise, exercise.skeleton)
+@pytest.mark.parametrize("stem, cell", EXERCISES)
+def test_skeleton_is_turned_down_and_solution_accepted(stem, cell, monkeypatch):
+    names, call = solved(stem, cell, EXERCISES[stem, cell].skeleton)
+    before = eval(call, names)
     assert not before and repr(before).startswith("Not yet:"), before
-    after = verdict(stem, exercise, exercise.solution)
+    names, call = solved(stem, cell, EXERCISES[stem, cell].solution)
+    after = eval(call, names)
     assert after and repr(after).startswith("Right."), after
+    _require_that_anything_may_happen(call, names, monkeypatch)
+
+
+def _require_that_anything_may_happen(call, names, monkeypatch):
+    """A function that returns nothing, raises or never ends is turned down in a sentence."""
+    check, answer = (eval(text, names) for text in call.removesuffix(")").split("(", 1))
+    if not inspect.isroutine(answer):
+        return
+
+    def raises(*args, **kwargs):
+        raise KeyError("tile")
+
+    def loops(*args, **kwargs):
+        while True:
+            pass
+
+    monkeypatch.setattr(judge, "SECONDS", 0.2)
+    for wrong, said in ((lambda *args, **kwargs: None, ""), (raises, "KeyError"), (loops, "has not ended after")):
+        verdict = check(wrong)
+        assert not verdict and "\n" not in verdict.text
+        assert said in verdict.text or "has not ended" in verdict.text, verdict
+
+
+@pytest.mark.parametrize("stem, cell, said, answer", TRIED)
+def test_other_answers(stem, cell, said, answer):
+    is_changed = "=>" in answer
+    pairs = [pair.split("=>") for pair in answer.replace("\\n", "\n").split("&&")] if is_changed else []
+    changes = [(right.strip(" "), wrong.strip(" ")) for right, wrong in pairs]
+    names, call = solved(stem, cell, EXERCISES[stem, cell].solution, changes)
+    verdict = eval(call if is_changed else f"{call.partition('(')[0]}({answer})", names)
+    assert bool(verdict) == (said == "Right."), verdict
+    assert verdict or said in verdict.text, verdict
+
+
+def draws(stem: str, cell: str) -> bool:
+    """Whether the checker asks for cases that are new each time."""
+    module, check = EXERCISES[stem, cell].solution.rpartition("\n")[2].partition("(")[0].split(".")
+    return "draw" in inspect.getsource(getattr(importlib.import_module(f"exercises.{module}"), check).__wrapped__)
+
+
+@pytest.mark.parametrize("stem, cell", [key for key in EXERCISES if draws(*key)])
+def test_a_table_is_no_answer(stem, cell):
+    names, call = solved(stem, cell, EXERCISES[stem, cell].solution)
+    check, answer = (eval(text, names) for text in call.removesuffix(")").split("("))
+    asked, by_key = {}, lambda args: repr([getattr(arg, "tolist", lambda arg=arg: arg)() for arg in args])
+
+    def noted(*args):
+        key = by_key(args)
+        asked[key] = answer(*args)
+        return copy.deepcopy(asked[key])
+
+    assert check(noted)
+    assert len(asked) > 4
+    assert not check(lambda *args: asked.get(by_key(args), next(reversed(asked.values()))))
 
 
 @pytest.mark.parametrize(
@@ -81,3 +166,20 @@ def test_wrong_marks_are_refused(tmp_path, part, said):
     path.write_text(part)
     with pytest.raises(ValueError, match=said):
         course.exercises(path)
+
+
+def mistaken(stem: str, cell: str, right: str, wrong: str):
+    """Verdict on the solution of an exercise in which `right` is replaced by `wrong`."""
+    return changed(stem, cell, (right, wrong))
+
+
+def changed(stem: str, cell: str, *changes: tuple[str, str]):
+    """Verdict on the solution of an exercise after `changes`, pairs of a text and of what comes in its place."""
+    names, call = solved(stem, cell, EXERCISES[stem, cell].solution, changes)
+    return eval(call, names)
+
+
+def verdict(stem: str, exercise: course.Exercise, source: str):
+    """Value of the last expression of `source`, after the cells that it needs."""
+    names, call = solved(stem, exercise.id, source)
+    return eval(call, names)

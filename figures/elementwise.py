@@ -1,0 +1,117 @@
+"""Figures of chapter 1: elementwise."""
+
+from lab import plot
+
+from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, RED, SOFT, arrow, box, drawing, words
+
+TRIP, ISSUE, WORK = 1.5, 0.1, 0.16  # Lengths on the drawing of one trip of one block: request, wait, add and store.
+
+
+@drawing(7.8, 4.2)
+def blocks_in_time(ax):
+    """One block waits for memory nearly all the time; many blocks wait together, and keep the memory busy."""
+    words(ax, 0.25, 4.02, "One block: one trip after the other", 10, ha="left", weight="bold")
+    _lane(ax, 3.45, 0.0, 4, "block 0")
+    _memory(ax, 3.1, [TRIP * i + 0.75 for i in range(4)])
+    arrow(ax, (1.25, 3.74), (1.25 + TRIP, 3.74), SOFT, style="<|-|>", width=1)
+    words(ax, 1.35 + TRIP, 3.74, "one trip to HBM and back", 8, ha="left", colour=SOFT)
+    words(ax, 0.25, 2.72, "Many blocks: their trips overlap", 10, ha="left", weight="bold")
+    for i in range(6):
+        _lane(ax, 2.3 - 0.27 * i, 0.23 * i, 4, f"block {i}")
+    _memory(ax, 0.6, [TRIP * i + 0.23 * j + 0.75 for i in range(4) for j in range(6)])
+    for x, colour, text in ((1.3, BLUE, "requests two tiles"), (2.85, PALE, "waits"), (3.65, GREEN, "adds and stores")):
+        box(ax, x, 0.2, 0.18, 0.15, colour=SOFT if colour == PALE else colour, fill=0.1 if colour == PALE else 0.8,
+            linewidth=0.5)  # fmt: skip
+        words(ax, x + 0.26, 0.275, text, 8, ha="left")
+    box(ax, 5.1, 0.2, 0.18, 0.15, colour=ORANGE, fill=0.8, linewidth=0.5)
+    words(ax, 5.36, 0.275, "memory delivers them", 8, ha="left")
+
+
+def _lane(ax, y, first, trips, name):
+    words(ax, 1.15, y + 0.1, name, 8, ha="right", colour=INK)
+    for i in range(trips):
+        x = 1.25 + first + TRIP * i
+        if x + TRIP > 7.6:
+            break
+        box(ax, x, y, TRIP, 0.2, colour=SOFT, fill=0.1, linewidth=0.5)
+        box(ax, x, y, ISSUE, 0.2, colour=BLUE, fill=0.8, linewidth=0)
+        box(ax, x + TRIP - WORK, y, WORK, 0.2, colour=GREEN, fill=0.8, linewidth=0)
+
+
+def _memory(ax, y, deliveries):
+    words(ax, 1.15, y + 0.1, "HBM", 8, ha="right", colour=RED, weight="bold")
+    box(ax, 1.25, y, 6.3, 0.2, colour=ORANGE, fill=0.05, linewidth=0.5)
+    for x in deliveries:
+        if x < 6.05:
+            box(ax, 1.25 + x, y, 0.2, 0.2, colour=ORANGE, fill=0.8, linewidth=0)
+
+
+ELEMENTS = 32  # The first of the tile; a cell is one element of 2 bytes.
+
+
+@drawing(7.8, 2.75)
+def thread_layout(ax):
+    """Which thread loads which element of a tile, for loads of 1, 2, 4 and 8 bf16 elements a thread."""
+    text = f"the first {ELEMENTS} elements of a tile, and the thread that loads each"
+    words(ax, 1.55, 2.55, text, size=9, ha="left", weight="bold")
+    for row, vec in enumerate((1, 2, 4, 8)):
+        y = 1.95 - 0.5 * row
+        words(ax, 1.45, y + 0.17, f"{vec} element{'s' * (vec > 1)}\n{2 * vec} bytes a load", 8, ha="right")
+        for i in range(0, ELEMENTS, vec):
+            thread = i // vec
+            colour = plot.COLOURS[thread % 5]
+            box(ax, 1.55 + 0.19 * i, y, 0.19 * vec - 0.02, 0.34, str(thread), colour, fill=0.25, size=7, linewidth=0.7)
+    note = "one load of a warp, 32 threads side by side, fetches 64, 128, 256 or 512 bytes in a row"
+    words(ax, 1.55, 0.18, note, size=8, ha="left", colour=SOFT)
+
+
+@drawing(7.8, 2.75)
+def fusion(ax):
+    """Two kernels move five arrays through HBM; one fused kernel moves three."""
+    words(ax, 0.25, 2.55, "two kernels: 5 arrays cross", 10, ha="left", weight="bold")
+    words(ax, 4.75, 2.55, "one kernel: 3 arrays cross", 10, ha="left", weight="bold")
+    for x, width in ((0.25, 3.9), (4.75, 2.8)):
+        box(ax, x, 0.25, width, 0.42, "HBM", RED)
+    for x, text in ((0.45, "x + y"), (2.55, "gelu(s)"), (5.0, "gelu(x + y)")):
+        box(ax, x, 1.75, 1.4, 0.5, text, INK, fill=0.08, size=10)
+    _traffic(ax, ((0.6, "x", 1), (1.1, "y", 1), (1.6, "s", 0), (2.75, "s", 1), (3.65, "out", 0)))
+    _traffic(ax, ((5.15, "x", 1), (5.65, "y", 1), (6.15, "out", 0)))
+    words(ax, 7.5, 2.0, "s stays in\nregisters", 8, ha="right", colour=SOFT)
+
+
+def _traffic(ax, arrays):
+    for x, name, read in arrays:
+        low, high = (x, 0.67), (x, 1.75)
+        arrow(ax, low if read else high, high if read else low, BLUE if read else GREEN)
+        words(ax, x + 0.07, 1.2, name, 9, ha="left", colour=BLUE if read else GREEN)
+
+
+LENGTH, TILE, PIECE = 2348, 1024, 128
+SCALE = 6.4 / 2348  # Inches an element.
+
+
+@drawing(7.8, 2.6)
+def tail(ax):
+    """A length that is no multiple of the tile: whole tiles, then pieces of 128 elements, the last shifted back."""
+    whole = LENGTH // TILE * TILE
+    words(ax, 0.25, 2.42, f"{LENGTH} elements, tiles of {TILE}", 10, ha="left", weight="bold")
+    box(ax, 0.25, 1.75, LENGTH * SCALE, 0.3, "", SOFT, fill=0.12)
+    words(ax, 0.25 + LENGTH * SCALE + 0.08, 1.9, "the array\nends here", 8, ha="left", colour=RED)
+    ax.plot([0.25 + LENGTH * SCALE] * 2, [0.5, 2.15], color=RED, linewidth=1.2)
+    for i in range(whole // TILE):
+        box(ax, 0.25 + i * TILE * SCALE, 1.3, TILE * SCALE - 0.02, 0.32, f"block {i}: its tile, 16-byte loads", BLUE,
+            size=8)  # fmt: skip
+    starts = list(range(whole, LENGTH, PIECE))
+    for start in starts:
+        last = start + PIECE > LENGTH
+        start = min(start, LENGTH - PIECE)
+        box(ax, 0.25 + start * SCALE, 0.98 - 0.36 * last, PIECE * SCALE - 0.01, 0.28, "", ORANGE if last else GREEN,
+            fill=0.35)  # fmt: skip
+    text = f"block {whole // TILE - 1} also does the pieces of {PIECE}"
+    words(ax, 0.15 + whole * SCALE, 1.12, text, size=8, ha="right")
+    note = f"the last is shifted back, to start at {LENGTH} − {PIECE}"
+    words(ax, 0.15 + whole * SCALE, 0.76, note, size=8, ha="right")
+    overlap = (starts[-2] + PIECE - (LENGTH - PIECE)) * SCALE
+    x = 0.25 + (LENGTH - PIECE) * SCALE
+    arrow(ax, (x + overlap / 2, 0.34), (x + overlap / 2, 0.62), ORANGE)
+    words(ax, x + overlap / 2, 0.22, "computed twice, stored twice: the same value", 8, ha="right")

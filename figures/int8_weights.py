@@ -1,0 +1,218 @@
+"""Figures of chapter 9b: weights of 8 bits."""
+
+from lab import plot
+
+from figures._chart import LOAD, MULTIPLY, bar, chart, lanes
+from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, RED, SOFT, arrow, box, drawing, words
+
+COLUMNS = {"HBM": 1.75, "shared memory": 3.6, "registers": 5.3, "tensor core": 6.75}
+ROWS = {"in HBM first": 2.75, "in shared\nmemory": 1.6, "in registers": 0.4}
+WIDTH, HEIGHT = 0.62, 0.42
+
+
+@drawing(7.5, 3.95)
+def int8_designs(ax):
+    """Three places where 8-bit weights can become 16-bit ones, and the bytes that each weight moves on the way."""
+    for name, x in COLUMNS.items():
+        words(ax, x, 3.75, name, 9, weight="bold")
+        ax.axvline(x, 0.03, 0.9, color=PALE, linewidth=26, zorder=0)
+    for name, y in ROWS.items():
+        words(ax, 0.1, y + HEIGHT / 2, name, 9, ha="left", weight="bold")
+    y = ROWS["in HBM first"]
+    _int8(ax, "HBM", y + 0.3)
+    _wide(ax, "HBM", y - 0.25)
+    _wide(ax, "shared memory", y - 0.25)
+    _go(ax, "HBM", "shared memory", y - 0.25, "2", GREEN)
+    _go(ax, "shared memory", "tensor core", y - 0.25, "2", RED)
+    ax.annotate("", (1.43, y - 0.1), (1.43, y + 0.55), arrowprops=dict(
+        arrowstyle="-|>", color=ORANGE, connectionstyle="arc3,rad=0.6", linewidth=1.4))  # fmt: skip
+    words(ax, 2.2, y + 0.52, "a kernel of its own: 1 + 2", 7.5, colour=ORANGE, ha="left")
+    y = ROWS["in registers"]
+    _int8(ax, "HBM", y)
+    _int8(ax, "shared memory", y)
+    _wide(ax, "registers", y)
+    _go(ax, "HBM", "shared memory", y, "1", GREEN)
+    _go(ax, "shared memory", "registers", y, "1", ORANGE)
+    _go(ax, "registers", "tensor core", y, "", RED)
+    y = ROWS["in shared\nmemory"]
+    _int8(ax, "HBM", y + 0.25)
+    _int8(ax, "shared memory", y + 0.25)
+    _wide(ax, "shared memory", y - 0.25)
+    _go(ax, "HBM", "shared memory", y + 0.25, "1", GREEN)
+    _go(ax, "shared memory", "tensor core", y - 0.25, "2", RED)
+    edge = COLUMNS["shared memory"] + WIDTH / 2
+    ax.annotate("", (edge, y + 0.04), (edge, y + 0.5), arrowprops=dict(
+        arrowstyle="-|>", color=ORANGE, connectionstyle="arc3,rad=-1.3", linewidth=1.4))  # fmt: skip
+    words(ax, 4.4, y + 0.42, "1 + 2, supply warpgroup", 7.5, colour=ORANGE, ha="left")
+
+
+def _int8(ax, column, y):
+    box(ax, COLUMNS[column] - WIDTH / 2, y, WIDTH, HEIGHT, "int8", colour=BLUE, fill=0.25, size=8)
+
+
+def _wide(ax, column, y):
+    box(ax, COLUMNS[column] - WIDTH / 2, y, WIDTH, HEIGHT, "bf16", colour=INK, fill=0.25, size=8)
+
+
+def _go(ax, start, end, y, text, colour):
+    """An arrow from one column to another; `text` is the bytes of a weight that go along it."""
+    left = COLUMNS[start] + WIDTH / 2 + 0.04
+    right = COLUMNS[end] - (0.35 if end == "tensor core" else WIDTH / 2 + 0.04)
+    arrow(ax, (left, y + HEIGHT / 2), (right, y + HEIGHT / 2), colour=colour, text=text, size=7.5)
+    if end == "tensor core":
+        box(ax, COLUMNS[end] - 0.33, y, 0.66, HEIGHT, "WGMMA", colour=SOFT, fill=0.25, size=8)
+
+
+BYTE = "10100110"  # -90.
+EXAMPLES = (
+    ("int8", "", BYTE, "-90"),
+    ("PRMT: the byte behind 0x43", "01000011", BYTE, ""),
+    ("LOP3: & 0xff7f", "01000011", "0" + BYTE[1:], "128 + 38"),
+    ("LOP3: & 0xff80", "01000011", BYTE[0] + "0" * 7, "256"),
+)
+CELL = 0.235
+
+
+@drawing(7.5, 2.75)
+def int8_bits(ax):
+    """How an 8-bit integer becomes a bfloat16 by placing its bits, two masks and one subtraction."""
+    right = 2.35 + 16 * CELL
+    for row, (label, high, low, value) in enumerate(EXAMPLES):
+        y = 2.1 - 0.42 * row
+        words(ax, 2.2, y + 0.13, label, 8.5, ha="right")
+        for i, bit in enumerate(high.rjust(8) + low):
+            if bit == " ":
+                continue
+            colour = _colour(row, i)
+            box(ax, 2.35 + i * CELL, y, CELL - 0.03, 0.28, bit, colour=colour, fill=0.2, size=8)
+        words(ax, right + 0.12, y + 0.13, value, 9, ha="left")
+    words(ax, 2.2, 0.42, "HADD2: the difference", 8.5, ha="right")
+    words(ax, right + 0.12, 0.42, "166 - 256 = -90", 9, ha="left", weight="bold")
+    for text, x, y, colour in (("sign", 0, 2.08, SOFT), ("exponent", 4.2, 2.08, GREEN), ("mantissa", 11.7, 0.73, BLUE)):
+        words(ax, 2.35 + (x + 0.4) * CELL, y, text, 7.5, colour=colour)
+    words(ax, 2.35, 0.12, "the byte's own sign falls on the last bit of the exponent, which is worth a factor of 2",
+          size=7.5, ha="left", colour=ORANGE)  # fmt: skip
+
+
+def _colour(row: int, bit: int):
+    """That of the field of a bfloat16 to which the bit belongs."""
+    if row == 0:
+        return ORANGE if bit == 8 else BLUE
+    if bit == 0:
+        return SOFT
+    return ORANGE if bit == 8 else GREEN if bit < 8 else BLUE if bit > 8 else INK
+
+
+CONVERT = plot.COLOURS[1]
+STAGES, WIDE, STEPS = 4, 2, 8
+LOAD_TIME, CONVERT_TIME, MULTIPLY_TIME = 2.6, 0.9, 0.7
+
+
+def schedule() -> dict[str, list[tuple[float, float]]]:
+    """(start, end) of each step's copy, conversion and product."""
+    load, convert, multiply = [(0.0, LOAD_TIME)] * STAGES, [], []
+    for step in range(STEPS):
+        start = max(load[step][1], convert[-1][1] if convert else 0.0)
+        if step >= WIDE:  # Its wide slot was multiplied two steps ago; so was a slot of the ring, to be refilled.
+            start = max(start, multiply[step - WIDE][1])
+            issued = max(convert[-1][1], multiply[step - WIDE][1])
+            load.append((issued, issued + LOAD_TIME))
+        convert.append((start, start + CONVERT_TIME))
+        begin = max(convert[-1][1], multiply[-1][1] if multiply else 0.0)
+        multiply.append((begin, begin + MULTIPLY_TIME))
+    return dict(load=load[:STEPS], convert=convert, multiply=multiply)
+
+
+@chart(height=4.0)
+def int8_ring(ax):
+    """Two rings in a row: TMA fills slots of 8-bit weights, the supply warpgroup converts them, compute multiplies."""
+    run = schedule()
+    names = [f"slot {i}: a, int8" for i in range(STAGES)] + ["supply"]
+    names += [f"wide slot {i}: bf16" for i in range(WIDE)] + ["compute"]
+    supply, compute = STAGES, STAGES + 1 + WIDE
+    for i in range(STEPS):
+        (load_start, load_end), (start, end), (begin, stop) = (run[k][i] for k in ("load", "convert", "multiply"))
+        bar(ax, i % STAGES, load_start, load_end, f"load {i}", LOAD)
+        bar(ax, i % STAGES, start, end, f"{i}", CONVERT)
+        bar(ax, i % STAGES, begin, stop, f"{i}", MULTIPLY)  # It reads a's rows.
+        bar(ax, supply, start, end, f"{i}", CONVERT)
+        bar(ax, supply + 1 + i % WIDE, start, end, f"{i}", CONVERT)
+        bar(ax, supply + 1 + i % WIDE, begin, stop, f"{i}", MULTIPLY)
+        bar(ax, compute, begin, stop, f"{i}", MULTIPLY)
+    lanes(ax, names, "Light: TMA writes. Yellow: supply converts. Dark: the tensor core reads")
+    ax.set(xlim=(0, run["multiply"][-1][1]), xlabel="time")
+
+
+PATH_COLUMNS = (("HBM", 0.6), ("shared memory", 2.35), ("registers", 4.4), ("tensor core", 6.45))
+WEIGHTS, PATH_ROWS = 2.35, 0.7  # Where the two operands lie, above each other.
+
+
+@drawing(7.5, 4.0)
+def int8_path(ax):
+    """The path of weights to the tensor core through registers: 8 bits to the registers, 16 from there, o transposed."""
+    for name, x in PATH_COLUMNS:
+        words(ax, x, 3.8, name, 9, weight="bold")
+    for x in (1.3, 3.4, 5.45):
+        ax.axvline(x, 0.13, 0.97, color=PALE, zorder=0)
+    box(ax, 0.15, WEIGHTS, 0.9, 0.9, "weights\n(N, K)\n8 bits", colour=BLUE, fill=0.2, size=8)
+    box(ax, 0.15, PATH_ROWS, 0.9, 0.55, "a (M, K)\n16 bits", colour=GREEN, fill=0.2, size=8)
+    _slots(ax, WEIGHTS, 0.9, BLUE, "8 bits")
+    _slots(ax, PATH_ROWS, 0.55, GREEN, "16 bits")
+    arrow(ax, (1.08, WEIGHTS + 0.45), (1.62, WEIGHTS + 0.45), colour=BLUE, text="TMA: 1", size=8)
+    arrow(ax, (1.08, PATH_ROWS + 0.27), (1.62, PATH_ROWS + 0.27), colour=GREEN, text="TMA", size=8)
+    box(ax, 3.62, WEIGHTS, 0.5, 0.9, "8 bits", colour=BLUE, fill=0.2, size=8)
+    box(ax, 4.5, WEIGHTS, 0.8, 0.9, "16 bits", colour=ORANGE, fill=0.35, size=8)
+    arrow(ax, (3.02, WEIGHTS + 0.45), (3.6, WEIGHTS + 0.45), colour=BLUE, text="load: 1", size=8)
+    arrow(ax, (4.14, WEIGHTS + 0.45), (4.48, WEIGHTS + 0.45), colour=ORANGE)
+    words(ax, 4.42, WEIGHTS + 1.08, "convert, exchange", 8, colour=ORANGE)
+    box(ax, 5.95, PATH_ROWS, 1.0, 2.55, colour=RED, fill=0.08)
+    words(ax, 6.45, 1.95, "WGMMA", 9, weight="bold")
+    words(ax, 6.45, 1.65, "sums of oᵀ,\nfloat32", 8)
+    arrow(ax, (5.33, WEIGHTS + 0.45), (5.93, WEIGHTS + 0.45), colour=ORANGE, text="A", size=9)
+    arrow(ax, (3.02, PATH_ROWS + 0.27), (5.93, PATH_ROWS + 0.27), colour=GREEN, text="B: a, read transposed", size=8)
+    words(ax, 6.45, 0.48, "transposed back\non its way out", 8, colour=SOFT)
+    words(ax, 2.95, 0.25, "1: bytes of a weight; no others of it cross shared memory", 8, colour=SOFT)
+    words(ax, 2.35, WEIGHTS - 0.2, "a ring of slots", 8, colour=SOFT)
+    words(ax, 4.42, WEIGHTS - 0.2, "of one compute warpgroup", 8, colour=SOFT)
+    words(ax, 4.42, 1.75, "nothing is written back", 8, colour=INK)
+
+
+def _slots(ax, y, height, colour, text):
+    """A ring of four slots, of which one is full."""
+    for i in range(4):
+        box(ax, 1.65 + 0.34 * i, y, 0.31, height, colour=colour, fill=0.25 if i == 3 else 0.08)
+    words(ax, 1.65 + 0.34 * 3 + 0.155, y + height / 2, text, 7, rotation=90)
+
+
+TURNS_STEPS = 4
+TURNS_CONVERT_TIME, TURNS_LOAD_TIME, TURNS_MULTIPLY_TIME = 1.0, 0.45, 1.0
+LANES = ("warpgroup 0", "its products", "warpgroup 1", "its products")
+
+
+def turns_schedule() -> list[dict[str, list[tuple[float, float]]]]:
+    """For each warpgroup (start, end) of each step's load, conversion and product: one tensor core serves both."""
+    runs = [dict(load=[(0.0, TURNS_LOAD_TIME)], convert=[], multiply=[]) for _ in range(2)]
+    busy = 0.0
+    for step in range(TURNS_STEPS):
+        for run in runs:
+            start = max(run["load"][step][1], run["multiply"][-1][1] if step else 0.0)
+            run["convert"].append((start, start + TURNS_CONVERT_TIME))
+            started = start + TURNS_CONVERT_TIME  # From here on the warpgroup reads the next step's weights.
+            begin = max(started, busy)
+            busy = begin + TURNS_MULTIPLY_TIME
+            run["multiply"].append((begin, busy))
+            run["load"].append((started, started + TURNS_LOAD_TIME))
+    return runs
+
+
+@chart(height=2.9)
+def int8_turns(ax):
+    """How two compute warpgroups that convert in registers might take turns: one converts, the other's product runs."""
+    runs = turns_schedule()
+    for i, run in enumerate(runs):
+        for step in range(TURNS_STEPS):
+            bar(ax, 2 * i, *run["load"][step], f"{step}", LOAD)
+            bar(ax, 2 * i, *run["convert"][step], f"{step}", CONVERT)
+            bar(ax, 2 * i + 1, *run["multiply"][step], f"{step}", MULTIPLY)
+    lanes(ax, LANES, "Light: 8 bits to registers. Yellow: 16 bits made of them. Dark: the tensor cores")
+    ax.set(xlim=(0, runs[1]["multiply"][-1][1]), xlabel="time")

@@ -1,0 +1,270 @@
+"""Figures of chapter 18: NVLink."""
+
+import itertools
+
+from cookbook.nvlink import protocol
+from cookbook.nvlink.protocol import Flush, PushedScatter, Read, Send, Signal, Wait
+from lab import plot
+from lab.nvlink_simulator import find_fault
+
+from figures._chart import chart, label, lanes
+from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, PINK, RED, SOFT, Picture, arrow, box, drawing, words
+
+
+@drawing(7.8, 3.9)
+def nvlink_host(ax):
+    """One store to a peer's memory and one signal: through which memories they go, and in which order."""
+    for x, name in ((0.2, "GPU 0"), (4.7, "GPU 1")):
+        box(ax, x, 0.55, 2.9, 3.1, colour=SOFT, fill=0.04)
+        words(ax, x + 0.12, 3.47, name, 10, ha="left", weight="bold")
+    box(ax, 0.4, 2.1, 1.25, 1.15, colour=BLUE, fill=0.08)
+    words(ax, 1.02, 3.1, "an SM", 8, colour=BLUE)
+    box(ax, 0.5, 2.2, 1.05, 0.42, "shared memory", BLUE, size=7.5)
+    box(ax, 0.5, 2.68, 1.05, 0.28, "warpgroup", INK, fill=0.06, size=7.5)
+    box(ax, 0.4, 0.75, 2.5, 0.62, colour=ORANGE, fill=0.08)
+    words(ax, 2.8, 1.22, "HBM and L2", 7.5, ha="right", colour=ORANGE)
+    box(ax, 0.5, 0.82, 0.62, 0.26, "x", ORANGE, size=8)
+
+    box(ax, 6.15, 2.1, 1.25, 1.15, colour=BLUE, fill=0.08)
+    words(ax, 6.77, 3.1, "an SM", 8, colour=BLUE)
+    box(ax, 6.25, 2.54, 1.05, 0.42, "shared memory", BLUE, size=7.5)
+    box(ax, 6.25, 2.2, 1.05, 0.28, "warpgroup", INK, fill=0.06, size=7.5)
+    box(ax, 4.9, 0.75, 2.5, 0.62, colour=ORANGE, fill=0.08)
+    words(ax, 7.3, 1.22, "HBM and L2", 7.5, ha="right", colour=ORANGE)
+    box(ax, 5.0, 0.82, 0.62, 0.26, "o", ORANGE, size=8)
+    box(ax, 5.75, 0.82, 0.72, 0.26, "arrived", GREEN, size=7.5)
+
+    box(ax, 3.25, 0.55, 1.3, 3.1, colour=PALE, fill=0.9, linewidth=0)
+    words(ax, 3.9, 3.47, "NVLink", 9, colour=SOFT)
+    arrow(ax, (0.75, 1.1), (0.75, 2.18), ORANGE)
+    words(ax, 0.7, 1.68, "1 TMA\nloads", 7.5, ha="right", colour=ORANGE)
+    arrow(ax, (1.57, 2.35), (5.2, 1.1), BLUE, width=1.8, shrinkA=2)
+    words(ax, 3.9, 1.98, "2 store: TMA", 8, colour=BLUE)
+    arrow(ax, (1.57, 2.76), (5.95, 1.1), GREEN, width=1.4, connectionstyle="arc3,rad=-0.28")
+    words(ax, 3.9, 2.95, "4 signal: + 1", 8, colour=GREEN)
+    arrow(ax, (4.88, 0.9), (1.3, 2.18), SOFT, width=1.0, linestyle=":", connectionstyle="arc3,rad=-0.25")
+    words(ax, 3.9, 0.72, "3 “it is written”", 8, colour=SOFT)
+    arrow(ax, (6.3, 1.1), (6.75, 2.18), GREEN, width=1.2, linestyle="--")
+    words(ax, 6.68, 1.62, "5 wait", 8, ha="left", colour=GREEN)
+    words(ax, 0.2, 0.27, "Dotted: what the flush waits for. Without it 4 may reach GPU 1 before 2 does.", size=8,
+          ha="left")  # fmt: skip
+
+
+STORE, FLIGHT, SIGNAL = 1.0, 2.2, 1.2  # Time to hand a piece to TMA, until it is written, until a signal is seen.
+ROUNDS = 4
+
+
+def schedule(kind: str) -> list[tuple[int, float, float, float, float]]:
+    """(round, start of the store, arrival of the data, the signal is sent, the signal is seen) of each round."""
+    now, found, pending = 0.0, [], []
+    for i in range(ROUNDS):
+        start = now
+        now += STORE
+        arrival = now + FLIGHT * (1.35 if kind == "no flush" and i == 1 else 1)
+        pending.append((i, start, arrival))
+        if kind == "no flush":
+            found.append((*pending.pop(), now, now + SIGNAL))
+        while len(pending) > (kind == "a round late"):
+            now = max(now, pending[0][2])
+            found.append((*pending.pop(0), now, now + SIGNAL))
+    for late in pending:
+        now = max(now, late[2])
+        found.append((*late, now, now + SIGNAL))
+    return found
+
+
+@chart(7.8, 4.9, nrows=3, sharex=True)
+def nvlink_signal(axes):
+    """A store and its signal over time: without a flush, with one after each store, and with one that is a round late."""
+    kinds = {
+        "no flush": "no flush: signals overtake the data, and somebody reads too early",
+        "at once": "flush after each store: right, and one piece in flight",
+        "a round late": "flush and signal follow the next store: right, and two pieces in flight",
+    }
+    names = ("GPU 0, its warpgroup", "on NVLink", "GPU 1 sees the signal")
+    for ax, (kind, title) in zip(axes, kinds.items(), strict=True):
+        for i, start, arrival, sent, seen in schedule(kind):
+            colour = plot.COLOURS[i]
+            ax.barh(0, STORE, left=start, height=0.6, color=colour, alpha=0.85, edgecolor=plot.CARD)
+            label(ax, start + STORE / 2, 0, f"{i}", 7.5, colour=plot.CARD)
+            ax.barh(0, 0.1, left=sent, height=0.75, color=plot.INK)
+            low = 0.82 if i % 2 else 1.18
+            ax.barh(low, arrival - start - STORE, left=start + STORE, height=0.32, color=colour, alpha=0.6)
+            early = seen < arrival
+            ax.plot([sent + 0.05, seen], [0.1, 2], color=plot.BOUND if early else plot.INK, linewidth=0.9, alpha=0.7)
+            ax.plot(seen, 2, "X" if early else "o", color=plot.BOUND if early else colour, markersize=7)
+            if early and i == ROUNDS - 1:
+                label(ax, seen + 0.25, 2, "too early", 7, ha="left", colour=plot.BOUND)
+        lanes(ax, names, title)
+    axes[-1].set_xlabel("time; bars: stores, and their data in flight; black: the signal is sent")
+    axes[-1].set_xlim(-0.2, 15.2)
+
+
+LOOKS = {  # Marker, colour and name of each kind of event.
+    Send: ("o", plot.COLOURS[0], "send"),
+    Flush: ("|", plot.INK, "flush"),
+    Signal: ("^", plot.COLOURS[1], "signal"),
+    Wait: ("v", plot.COLOURS[2], "wait"),
+    Read: ("s", plot.COLOURS[3], "read"),
+}
+
+
+@Picture
+def nvlink_run(run=None, last: int = 26):
+    """A run of the simulator as a chart: what each role does in turn, what is in flight meanwhile, and where it ends.
+
+    The `last` events of `run`; by default of a pushed reduce-scatter without flushes.
+    """
+    run = run or find_fault(_without_flushes())
+    events = run.history[-last:]
+    devices = sorted({p.device for p in run.processes})
+    roles = {d: [p.role for p in run.processes if p.device == d] for d in devices}
+    rows = {row: y for y, row in enumerate((d, role) for d in devices for role in (*roles[d], "memory"))}
+    with plot.figure(7.8, 1.2 + 0.4 * len(rows)) as (fig, ax):
+        for d in devices:
+            ax.axhspan(rows[d, "memory"] - 0.4, rows[d, "memory"] + 0.4, color=plot.FAINT, alpha=0.45, linewidth=0)
+        started, seen = {}, set()
+        for x, event in enumerate(events):
+            kind, y = type(event.action), rows[event.device, event.role]
+            marker, colour, name = LOOKS[kind]
+            if kind is Send and event.arrives:
+                at, start = started.pop((event.device, event.role, event.copy), (-0.6, y))
+                target = rows[event.action.peer, "memory"]
+                ax.annotate("", (x, target), (at, start), arrowprops=dict(arrowstyle="-|>", color=colour, lw=1.0))
+                continue
+            if kind is Send:
+                started[event.device, event.role, event.copy] = x, y
+            if kind is Signal:
+                target = rows[event.action.peer, "memory"]
+                style = dict(arrowstyle="-|>", color=colour, lw=0.9, linestyle=":")
+                ax.annotate("", (x + 0.35, target), (x, y), arrowprops=style)
+            label = None if kind in seen else name
+            seen.add(kind)
+            ax.plot(x, y, marker, color=colour, markersize=7, label=label, linestyle="")
+            ax.text(x, y - 0.24, _about(event.action), ha="left", va="bottom", fontsize=6, rotation=32)
+        for at, start in started.values():
+            ax.plot([at, len(events)], [start, start], color=LOOKS[Send][1], linewidth=0.9, linestyle="--", alpha=0.5)
+        if run.fault:
+            x, event = len(events) - 1, events[-1]
+            y = rows[event.action.peer, "memory"] if event.arrives else rows[event.device, event.role]
+            ax.plot(x, y, "o", markersize=19, markerfacecolor="none", markeredgecolor=plot.BOUND, markeredgewidth=1.8)
+        kind = f"ends in a fault: {str(run.fault).partition(':')[0]}" if run.fault else "a right run"
+        ax.set_title(kind, fontsize=9, color=plot.BOUND if run.fault else plot.INK)
+        ax.set_yticks(range(len(rows)), [f"GPU {d}, {role}" for d, role in rows])
+        ax.set(xlim=(-0.8, len(events) + 0.2), ylim=(len(rows) - 0.4, -0.75), xticks=[])
+        ax.set_xlabel("events, in the order of this run")
+        ax.grid(visible=False)
+        ax.legend(ncols=5, fontsize=7.5, loc="lower right", bbox_to_anchor=(1, 1), handletextpad=0.1, columnspacing=1)
+    return fig
+
+
+def _about(action) -> str:
+    """Data of a send or a read, the semaphore of a signal or a wait."""
+    match action:
+        case Send() | Read():
+            return ",".join(map(str, action.data))
+        case Signal() | Wait():
+            index = action.index if isinstance(action.index, tuple) else (action.index,)
+            return f"{action.semaphore} {','.join(map(str, index))}"
+    return ""
+
+
+def _without_flushes():
+    programs = [protocol.programs(PushedScatter(2, 2), d, 2) for d in range(2)]
+    return [{role: [a for a in acts if not isinstance(a, Flush)] for role, acts in p.items()} for p in programs]
+
+
+DEVICES = 4
+COLOURS = (BLUE, ORANGE, GREEN, PINK)
+
+
+@drawing(7.8, 3.3)
+def nvlink_gather(ax):
+    """All-gather by push on four GPUs: each has its own shard, and stores it into its place in everybody's output."""
+    width, gap = 1.45, 0.42
+    for d in range(DEVICES):
+        x = 0.35 + d * (width + gap)
+        words(ax, x + width / 2, 3.1, f"GPU {d}", 9.5, weight="bold")
+        box(ax, x + 0.3, 2.35, width - 0.6, 0.42, f"shard {d}", COLOURS[d], fill=0.4, size=8)
+        box(ax, x, 0.6, width, 0.62, colour=SOFT, fill=0.03)
+        part = width / DEVICES
+        for q in range(DEVICES):
+            own = q == d
+            box(ax, x + q * part + 0.03, 0.66, part - 0.06, 0.5, f"{q}", COLOURS[q], fill=0.4 if own else 0.2, size=8)
+    for d in range(DEVICES):
+        for k in range(1, DEVICES):
+            p = (d + k) % DEVICES
+            start = 0.35 + d * (width + gap) + width / 2
+            end = 0.35 + p * (width + gap) + (d + 0.5) * width / DEVICES
+            full = k == 1
+            arrow(ax, (start, 2.33), (end, 1.2), COLOURS[d], width=1.7 if full else 0.8, alpha=1.0 if full else 0.45)
+    words(ax, 0.1, 0.28, "Thick: the first round of each. At any time every GPU receives from one other, and sends to"
+          " one.", size=8, ha="left", colour=SOFT)  # fmt: skip
+
+
+SCATTER_DEVICES, SLOTS = 4, 2
+OWNER = 2
+
+
+@drawing(7.8, 3.7)
+def nvlink_scatter(ax):
+    """Reduce-scatter: the slots of each sender in the owner's buffer, who fills and frees them, the order of the sum."""
+    words(ax, 0.95, 3.5, "what each GPU adds to", 8.5)
+    words(ax, 0.95, 3.3, f"the shard of GPU {OWNER}", 8.5)
+    words(ax, 4.0, 3.5, f"buffer of GPU {OWNER}", 8.5, weight="bold")
+    words(ax, 4.0, 3.28, f"{SLOTS} slots for each sender", 8, colour=SOFT)
+    for d in range(SCATTER_DEVICES):
+        y = 2.55 - 0.62 * d
+        words(ax, 0.1, y + 0.2, f"GPU {d}", 8.5, ha="left", weight="bold")
+        for i in range(3):
+            box(ax, 0.65 + 0.4 * i, y, 0.36, 0.4, f"{i}", COLOURS[d], fill=0.35 if i < 2 else 0.12, size=8)
+        for slot in range(SLOTS):
+            box(ax, 3.35 + 0.68 * slot, y, 0.62, 0.4, f"piece {slot}", COLOURS[d], fill=0.35, size=7.5)
+        arrow(ax, (1.9, y + 0.26), (3.3, y + 0.26), COLOURS[d], width=1.5)
+        arrow(ax, (3.3, y + 0.09), (1.9, y + 0.09), SOFT, width=0.9, linestyle=":")
+        arrow(ax, (4.75, y + 0.2), (5.55, 1.75 - 0.08 * d), COLOURS[d], width=1.1)
+    words(ax, 2.6, 2.97, "stores, then arrived[d]", 7.5)
+    words(ax, 2.6, 0.5, f"freed[{OWNER}]: the slot is read", 7.5, colour=SOFT)
+    box(ax, 5.6, 1.2, 1.95, 0.85, colour=RED, fill=0.08)
+    words(ax, 6.57, 1.82, f"GPU {OWNER}, warpgroup “add”", 7.5, colour=RED)
+    words(ax, 6.57, 1.45, "((0 + 1) + 2) + 3\nin float32, rounded once", 8)
+    arrow(ax, (6.57, 1.18), (6.57, 0.78), RED)
+    box(ax, 5.95, 0.38, 1.25, 0.36, f"shard {OWNER} of the sum", RED, fill=0.2, size=7.5)
+    note = "Pieces arrive in any order, and are added in this one. A slot is filled again after its signal “freed”."
+    words(ax, 0.1, 0.14, note, 8, ha="left")
+
+
+SIZES = ((3, 1, 2), (0, 4, 2), (2, 2, 2))  # Rows that each device (line) sends to each (column).
+EXPERTS_COLOURS = (BLUE, ORANGE, GREEN)
+ROW = 0.33
+
+
+@drawing(7.8, 3.7)
+def nvlink_experts(ax):
+    """The ragged all-to-all of experts' tokens: rows of each device in parts of any size, and where they land."""
+    received = [sum(sizes[p] for sizes in SIZES) for p in range(len(SIZES))]
+    top = {d: 0.7 + 2.55 * d for d in range(len(SIZES))}
+    for d, sizes in enumerate(SIZES):
+        words(ax, top[d] + 3 * ROW, 3.5, f"GPU {d}: x, sorted by target", 8.5, weight="bold")
+        words(ax, top[d] + 3 * ROW, 0.32, f"GPU {d}: result", 8.5, weight="bold")
+        starts = [0, *itertools.accumulate(sizes)]
+        for p, size in enumerate(sizes):
+            for i in range(size):
+                box(ax, top[d] + ROW * (starts[p] + i), 2.85, ROW - 0.03, 0.34, f"{p}", EXPERTS_COLOURS[d], fill=0.35,
+                    size=8)  # fmt: skip
+        at = 0
+        for q in range(len(SIZES)):
+            for _ in range(SIZES[q][d]):
+                box(ax, top[d] + ROW * at, 0.62, ROW - 0.03, 0.34, colour=EXPERTS_COLOURS[q], fill=0.35)
+                at += 1
+    for q, sizes in enumerate(SIZES):
+        for p, size in enumerate(sizes):
+            if size:
+                start = top[q] + ROW * (sum(sizes[:p]) + size / 2)
+                end = top[p] + ROW * (sum(SIZES[r][p] for r in range(q)) + size / 2)
+                arrow(ax, (start, 2.83), (end, 0.99), EXPERTS_COLOURS[q], width=0.6 + 0.5 * size, alpha=0.75)
+                t = 0.3 if q != p else 0.5
+                words(ax, start + t * (end - start), 2.83 - t * 1.84, str(size), 7.5, weight="bold")
+    words(ax, 0.1, 3.02, "rows", 8, ha="left", colour=SOFT)
+    words(ax, 0.1, 0.06, f"Rows received: {', '.join(map(str, received))}. Rows of a lower GPU come first, so"
+          " where mine begin depends on everybody's sizes.", size=7.8, ha="left")  # fmt: skip

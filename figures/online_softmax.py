@@ -1,0 +1,224 @@
+"""Figures of chapter 10: online softmax."""
+
+import numpy as np
+from lab import plot
+
+from figures._chart import LOAD, MULTIPLY, SOFTMAX, bar, chart, legend_of, tile, tracks
+from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, SOFT, arrow, box, drawing, words
+
+
+@drawing(7.8, 3.3)
+def online_traffic(ax):
+    """Attention with its matrix of weights in memory, and without."""
+    words(ax, 0.15, 3.1, "three kernels: the matrix crosses memory four times", ha="left", weight="bold")
+    box(ax, 0.15, 0.35, 4.75, 0.62, colour=SOFT)
+    words(ax, 0.3, 0.17, "HBM", 8, ha="left", colour=SOFT)
+    for x, name, colour in ((0.75, "$q\\,k^T$", BLUE), (2.15, "softmax", ORANGE), (3.55, "$p\\,v$", BLUE)):
+        box(ax, x, 2.1, 1.1, 0.6, name, colour)
+    for x, name, colour in (
+        (0.2, "q, k", BLUE),
+        (1.65, "s", RED),
+        (3.05, "p", RED),
+        (3.72, "v", BLUE),
+        (4.35, "out", BLUE),
+    ):
+        box(ax, x, 0.45, 0.5, 0.42, name, colour, fill=0.3)
+    arrow(ax, (0.5, 0.9), (0.95, 2.08), BLUE)
+    arrow(ax, (1.55, 2.08), (1.8, 0.9), RED, "T x S", offset=(-0.22, 0.0))
+    arrow(ax, (1.98, 0.9), (2.4, 2.08), RED)
+    arrow(ax, (2.95, 2.08), (3.2, 0.9), RED, "T x S", offset=(-0.22, 0.0))
+    arrow(ax, (3.38, 0.9), (3.8, 2.08), RED)
+    arrow(ax, (3.97, 0.9), (4.1, 2.08), BLUE)
+    arrow(ax, (4.4, 2.08), (4.6, 0.9), BLUE)
+    words(ax, 5.35, 3.1, "one kernel", ha="left", weight="bold")
+    box(ax, 5.35, 0.35, 2.3, 0.62, colour=SOFT)
+    box(ax, 5.35, 2.1, 2.3, 0.6, colour=GREEN)
+    words(ax, 6.5, 2.52, "$q\\,k^T$, softmax, $p\\,v$", 8.5)
+    words(ax, 6.5, 2.27, "s and p: a block at a time, registers", 6.8, colour=RED)
+    box(ax, 5.45, 0.45, 0.8, 0.42, "q, k, v", BLUE, fill=0.3)
+    box(ax, 7.0, 0.45, 0.55, 0.42, "out", BLUE, fill=0.3)
+    arrow(ax, (5.85, 0.9), (5.85, 2.08), BLUE)
+    arrow(ax, (7.28, 2.08), (7.28, 0.9), BLUE)
+
+
+BLOCKS, WIDTH = 4, 8
+
+
+@chart(height=3.9, nrows=2, sharex=True)
+def online_rescale(axes):
+    """The online softmax over four blocks of keys: when the largest logit grows, what is there is scaled down."""
+    top, bottom = axes
+    x = np.random.default_rng(10).normal(size=BLOCKS * WIDTH) + np.repeat([0.0, 1.6, 0.4, 3.0], WIDTH)
+    ends = range(WIDTH, BLOCKS * WIDTH + 1, WIDTH)
+    m = [x[:end].max() for end in ends]
+    l_i = [np.exp2(x[:end] - x[:end].max()).sum() for end in ends]
+    carried = [0.0] + [l_i[b - 1] * 2 ** (m[b - 1] - m[b]) for b in range(1, BLOCKS)]
+    top.plot(np.arange(len(x)) + 0.5, x, "o", markersize=4, color=plot.PEER, label="logits x of a query, in base 2")
+    for b in range(BLOCKS):
+        line = top.plot((b * WIDTH, (b + 1) * WIDTH), (m[b],) * 2, color=plot.OURS, linewidth=2)
+        alpha = 2 ** (m[b - 1] - m[b]) if b else 0.0
+        text = f"alpha = {alpha:.2f}" if b else "alpha = 0 (m was -inf)"
+        bottom.text(b * WIDTH + 4, 0.25, text, ha="center", fontsize=8, color=plot.CARD if carried[b] > 1 else plot.INK)
+    line[0].set_label("m, the largest so far")
+    middle = [b * WIDTH + WIDTH / 2 for b in range(BLOCKS)]
+    bottom.bar(middle, carried, width=6.6, color=plot.OURS, label="l that was there, times alpha")
+    fresh = [total - old for total, old in zip(l_i, carried, strict=True)]
+    bottom.bar(middle, fresh, bottom=carried, width=6.6, color=plot.COLOURS[4], label="added by this block")
+    bottom.set_xticks(middle, [f"block {b}" for b in range(BLOCKS)])
+    bottom.set_ylim(0, 1.35 * max(l_i))
+    top.legend(loc="upper left")
+    bottom.legend(loc="upper left", ncols=2)
+    top.set_title("A larger logit arrives: what was summed before is scaled down")
+    for ax in (top, bottom):
+        ax.grid(axis="x", visible=False)
+        for b in range(1, BLOCKS):
+            ax.axvline(b * WIDTH, color=plot.FAINT, linewidth=1)
+
+
+@drawing(7.8, 2.5)
+def online_merge(ax):
+    """Keys split between two kernels, and their results merged by the log-sum-exp."""
+    box(ax, 0.2, 0.95, 0.8, 0.6, "queries", BLUE)
+    for y, name, colour, keys in ((1.6, "a", GREEN, "keys 0 to 127"), (0.3, "b", PINK, "keys 128 to 255")):
+        box(ax, 1.75, y, 1.55, 0.6, f"attention\nto {keys}", colour, size=8)
+        box(ax, 4.0, y, 1.25, 0.6, f"$out_{name}$, $lse_{name}$", colour, fill=0.3)
+        arrow(ax, (1.02, 1.25), (1.73, y + 0.3), BLUE)
+        arrow(ax, (3.32, y + 0.3), (3.98, y + 0.3), colour)
+        arrow(ax, (5.27, y + 0.3), (5.9, 1.25 + (0.1 if name == "a" else -0.1)), colour)
+    words(ax, 2.52, 1.25, "two blocks, or two GPUs, at the same time", 7.5, colour=SOFT)
+    box(ax, 5.92, 0.85, 0.75, 0.8, "merge", ORANGE)
+    arrow(ax, (6.69, 1.25), (7.02, 1.25), ORANGE)
+    words(ax, 7.38, 1.25, "out, lse", 9)
+    words(ax, 6.3, 0.45, "weights $e^{lse}$, as shares", 7.5, colour=ORANGE)
+
+
+@drawing(7.8, 3.9)
+def online_block(ax):
+    """One step of the kernel: what lies in shared memory, what in registers, and which unit does what."""
+    for y, height, name in (
+        (3.0, 0.75, "HBM, L2"),
+        (1.75, 0.95, "shared\nmemory"),
+        (0.2, 1.25, "registers of\n128 threads"),
+    ):
+        box(ax, 1.0, y, 6.65, height, colour=SOFT, fill=0.06)
+        words(ax, 0.5, y + height / 2, name, 8, colour=SOFT)
+    box(ax, 1.15, 3.12, 0.95, 0.5, "q, 64 rows", BLUE, size=8)
+    for i in range(6):
+        box(ax, 2.5 + 0.43 * i, 3.12, 0.38, 0.5, f"k{i}", GREEN, fill=0.45 if i == 2 else 0.12, size=8)
+        box(ax, 5.15 + 0.41 * i, 3.12, 0.36, 0.5, f"v{i}", PINK, fill=0.45 if i == 2 else 0.12, size=8)
+    box(ax, 1.15, 1.95, 0.95, 0.55, "q", BLUE)
+    box(ax, 2.75, 1.95, 1.3, 0.55, "k of the block", GREEN, fill=0.3, size=8)
+    box(ax, 5.5, 1.95, 1.3, 0.55, "v of the block", PINK, fill=0.3, size=8)
+    arrow(ax, (1.62, 3.1), (1.62, 2.52), BLUE, "once", offset=(-0.25, 0.0))
+    arrow(ax, (3.55, 3.1), (3.4, 2.52), GREEN, "TMA", offset=(0.28, 0.02))
+    arrow(ax, (6.15, 3.1), (6.15, 2.52), PINK, "TMA", offset=(0.25, 0.02))
+    box(ax, 2.0, 0.5, 1.0, 0.6, "s\n64 x 128", ORANGE)
+    box(ax, 4.05, 0.5, 1.0, 0.6, "p\n64 x 128", ORANGE)
+    box(ax, 6.2, 0.5, 1.3, 0.6, "acc\n64 x head_dim", RED)
+    words(ax, 1.5, 0.6, "m, l", 9, colour=RED)
+    arrow(ax, (1.75, 1.93), (2.3, 1.12), BLUE)
+    arrow(ax, (3.2, 1.93), (2.65, 1.12), BLUE, "WGMMA", offset=(0.5, -0.28))
+    arrow(ax, (3.02, 0.8), (4.03, 0.8), ORANGE, "softmax", offset=(0.0, 0.13))
+    words(ax, 3.52, 0.62, "CUDA cores", 7, colour=ORANGE)
+    arrow(ax, (5.07, 0.8), (6.18, 0.8), BLUE, "WGMMA", offset=(0.0, 0.13))
+    arrow(ax, (6.4, 1.93), (6.75, 1.12), BLUE)
+    words(ax, 6.85, 0.34, "times alpha, every block", 7, colour=RED)
+
+
+BLOCK_Q, BLOCK_KV, NUM = 64, 128, 512
+
+
+@chart(7.5, 3.7)
+def online_causal(ax):
+    """Which blocks of keys a block of 64 queries computes under a causal mask, and which of them it masks."""
+    counts = {"whole": 0, "cut": 0, "skipped": 0}
+    colours = {"whole": SKY, "cut": ORANGE, "skipped": plot.CARD}
+    texts = {"whole": "computed", "cut": "computed and masked", "skipped": "neither loaded nor computed"}
+    for first_q in range(0, NUM, BLOCK_Q):
+        end, whole = -(-(first_q + BLOCK_Q) // BLOCK_KV), (first_q + 1) // BLOCK_KV
+        for block in range(NUM // BLOCK_KV):
+            kind = "whole" if block < whole else "cut" if block < end else "skipped"
+            counts[kind] += 1
+            tile(ax, block * BLOCK_KV, first_q, BLOCK_KV, BLOCK_Q, colours[kind], edgecolor=INK, linewidth=0.8)
+    ax.plot((0, NUM), (0, NUM), color=RED, linewidth=2)
+    legend_of(ax, [(colours[kind], f"{counts[kind]} {text}") for kind, text in texts.items()])
+    ax.set(xlim=(0, NUM), ylim=(NUM, 0), xlabel="keys, 128 a block", ylabel="queries, 64 a block", aspect="equal")
+    ax.set_xticks(range(0, NUM + 1, BLOCK_KV))
+    ax.set_yticks(range(0, NUM + 1, BLOCK_Q))
+    ax.grid(visible=False)
+    ax.set_title("Causal: a query sees the keys left of the diagonal", fontsize=10)
+
+
+LOAD_TIME, PRODUCT, NUMBERS = 1.3, 1.0, 1.05
+TITLES = {
+    "in turn": "in turn: everything waits for the copies",
+    "early": "early: the next block's, as soon as its slot is free",
+    "two slots": "two slots: the next block's, a whole step ahead",
+}
+
+
+def schedule(copies: str, steps: int):
+    """(name, lane, start, end) of every piece of work."""
+    work, now = [], 0.0
+    k_ready, v_ready = {0: LOAD_TIME}, {0: LOAD_TIME}
+    starts = {"k": {0: 0.0}, "v": {0: 0.0}}
+
+    def load(what, ready, block, at):
+        starts[what][block], ready[block] = at, at + LOAD_TIME
+
+    for i in range(steps):
+        if copies == "in turn":
+            load("k", k_ready, i, now), load("v", v_ready, i, now)
+        if copies == "two slots":
+            load("k", k_ready, i + 1, now), load("v", v_ready, i + 1, now)
+        begin = max(now, k_ready[i])
+        s_end = begin + PRODUCT
+        work.append((f"q k{i}", 2, begin, s_end))
+        if copies == "early":
+            load("k", k_ready, i + 1, s_end)
+        p_end = s_end + NUMBERS
+        work.append(("softmax", 3, s_end, p_end))
+        begin = max(p_end, v_ready[i])
+        now = begin + PRODUCT
+        work.append((f"p v{i}", 2, begin, now))
+        if copies == "early":
+            load("v", v_ready, i + 1, now)
+    for lane, what in enumerate("kv"):
+        work += [(f"{what}{i}", lane, at, at + LOAD_TIME) for i, at in starts[what].items() if i < steps]
+    return work
+
+
+@chart(height=6.0, nrows=3, sharex=True)
+def online_copies(axes, steps: int = 3):
+    """When keys and values are copied: three orders of the same work, for one warpgroup. Widths are not measured."""
+    for ax, (copies, title) in zip(axes, TITLES.items(), strict=True):
+        work = schedule(copies, steps)
+        for name, lane, start, end in work:
+            shift = 0.19 * (1 if int(name[1:]) % 2 else -1) if lane < 2 and copies == "two slots" else 0.0
+            colour = (LOAD, LOAD, MULTIPLY, SOFTMAX)[lane]
+            bar(ax, lane + shift, start, end, name, colour, height=0.37 if shift else 0.74)
+        text = f"{title}; {steps} steps take {max((end for *_, end in work)):.1f}"
+        tracks(ax, ["copies of k", "copies of v", "tensor cores", "CUDA cores"], text)
+    axes[0].set_xlim(0, max(end for *_, end in schedule("in turn", steps)))
+    axes[-1].set_xlabel("time, in units of one product; the copies are assumed to take 1.3")
+
+
+@chart(height=3.7, nrows=2, sharex=True, height_ratios=(2, 3))
+def online_turns(axes):
+    """The tensor cores under one warpgroup, and under two that take turns."""
+    one, two = axes
+    for step in range(3):
+        start = 3.05 * step
+        bar(one, 0, start, start + 1, "q k", MULTIPLY)
+        bar(one, 1, start + 1, start + 2.05, "softmax", SOFTMAX)
+        bar(one, 0, start + 2.05, start + 3.05, "p v", MULTIPLY)
+    tracks(one, ["tensor cores", "warpgroup 0"], "one warpgroup: tensor cores and softmax alternate")
+    for step in range(5):
+        for wg, colour in ((0, MULTIPLY), (1, SKY)):
+            start = 4 * step + 2 * wg - 1  # p v of one block and q k of the next, together.
+            names = f"p v, q k ({wg})" if start >= 0 else "q k (0)"
+            bar(two, 0, max(start, 0), start + 2, names, colour)
+            bar(two, 1 + wg, start + 2, start + 3.05, "softmax", SOFTMAX)
+    title = "two that take turns: one's softmax during the other's products"
+    tracks(two, ["tensor cores", "warpgroup 0", "warpgroup 1"], title)
+    two.set(xlim=(0, 9.15), xlabel="time, in units of one product of 64 queries, 128 keys, head_dim 128")

@@ -1,0 +1,197 @@
+"""Figures of chapter 13: paged decode."""
+
+from figures._chart import chart, label, lanes
+from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, SOFT, arrow, box, drawing, words
+
+LENGTHS, MOST, PAGE = (13, 30, 5, 18), 32, 4  # Tokens.
+COLOURS = (BLUE, ORANGE, GREEN, PINK)
+PAGES, COLUMNS = 24, 12
+ORDER = (5, 17, 2, 11, 20, 0, 8, 14, 3, 22, 9, 6, 16, 1, 12, 19, 7, 23, 10)  # Which page is handed out next.
+
+
+@drawing(7.8, 3.55)
+def paged_waste(ax):
+    """A cache with room for the longest sequence in each row, and the same tokens in pages."""
+    _reserved(ax)
+    _pages(ax)
+
+
+def _reserved(ax):
+    words(ax, 0.2, 3.35, "room for the longest sequence, for each one", 9, ha="left", weight="bold")
+    for seq, (length, colour) in enumerate(zip(LENGTHS, COLOURS, strict=True)):
+        y, width = 2.9 - 0.28 * seq, 0.15
+        words(ax, 0.2, y + 0.1, f"sequence {seq}", 8, ha="left", colour=colour)
+        box(ax, 1.15, y, MOST * width, 0.2, colour=SOFT, fill=0.05, linewidth=0.8)
+        box(ax, 1.15, y, length * width, 0.2, colour=colour, fill=0.45, linewidth=0.8)
+    used = sum(LENGTHS)
+    words(ax, 6.1, 2.65, f"{used} tokens\nin {len(LENGTHS)} x {MOST} = {len(LENGTHS) * MOST}", 8.5, ha="left")
+    words(ax, 6.1, 2.2, f"{used / len(LENGTHS) / MOST:.0%} used", 8.5, ha="left", colour=INK, weight="bold")
+
+
+def _pages(ax):
+    words(ax, 0.2, 1.75, f"pages of {PAGE} tokens, handed out as sequences grow", 9, ha="left", weight="bold")
+    cell, gap = 0.088, 0.04
+    owner = {}
+    order = iter(ORDER)
+    for seq, length in enumerate(LENGTHS):
+        for first in range(0, length, PAGE):
+            owner[next(order)] = seq, min(PAGE, length - first)
+    for page in range(PAGES):
+        x = 1.15 + (page % COLUMNS) * (PAGE * cell + gap)
+        y = 1.2 - (page // COLUMNS) * 0.5
+        seq, tokens = owner.get(page, (None, 0))
+        box(ax, x, y, PAGE * cell, 0.3, colour=SOFT, fill=0.02 if seq is None else 0.05, linewidth=0.8)
+        if seq is not None:
+            box(ax, x, y, tokens * cell, 0.3, colour=COLOURS[seq], fill=0.45, linewidth=0.8)
+        words(ax, x + PAGE * cell / 2, y - 0.09, str(page), 6.5, colour=SOFT)
+    used, held = sum(LENGTHS), len(owner) * PAGE
+    words(ax, 6.35, 1.32, f"{used} tokens in\n{len(owner)} pages = {held}", 8.5, ha="left")
+    words(ax, 6.35, 0.9, f"{used / held:.0%} used", 8.5, ha="left", weight="bold")
+    words(ax, 6.35, 0.65, f"{PAGES - len(owner)} pages are free", 8.5, ha="left", colour=SOFT)
+    words(ax, 1.15, 0.28, "only the last page of a sequence has unused room", 8, ha="left", colour=SOFT)
+
+
+TABLES_PAGE, TABLES_PAGES = 16, 10
+ROW = (7, 2, 5)  # A row of the block table.
+TOKEN = 37
+
+
+@drawing(7.8, 3.3)
+def paged_tables(ax):
+    """How a token is found: a row of the block table, a page of the cache, a place in the page."""
+    colours = (BLUE, GREEN, ORANGE)
+    words(ax, 0.2, 3.1, "the sequence: 41 tokens, as it sees them", 8.5, ha="left", weight="bold")
+    for j, colour in enumerate(colours):
+        first, count = TABLES_PAGE * j, min(TABLES_PAGE, 41 - TABLES_PAGE * j)
+        box(ax, 1.6 + 1.75 * j, 2.6, 1.65, 0.3, colour=SOFT, fill=0.03, linewidth=0.8)
+        box(ax, 1.6 + 1.75 * j, 2.6, 1.65 * count / TABLES_PAGE, 0.3, colour=colour, fill=0.3, linewidth=0.8)
+        words(ax, 1.66 + 1.75 * j, 2.75, f"{first} to {first + count - 1}", 8, ha="left")
+    words(ax, 0.2, 2.0, "its row of the\nblock table", 8.5, ha="left", weight="bold")
+    for j, (page, colour) in enumerate(zip(ROW, colours, strict=True)):
+        x = 1.6 + 1.75 * j
+        box(ax, x, 1.8, 1.65, 0.36, f"column {j}: page {page}", colour, size=8.5)
+        arrow(ax, (x + 0.82, 2.58), (x + 0.82, 2.18), colour)
+    words(ax, 0.2, 0.9, "the cache", 8.5, ha="left", weight="bold")
+    for page in range(TABLES_PAGES):
+        x = 1.2 + 0.63 * page
+        inside = ROW.index(page) if page in ROW else None
+        colour = SOFT if inside is None else colours[inside]
+        box(ax, x, 0.7, 0.55, 0.4, colour=colour, fill=0.02 if inside is None else 0.3, linewidth=0.8)
+        words(ax, x + 0.27, 0.58, f"page {page}", 7, colour=SOFT)
+        if inside is not None:
+            arrow(ax, (1.6 + 1.75 * inside + 0.82, 1.78), (x + 0.27, 1.12), colour)
+    at = 1.2 + 0.63 * ROW[2] + 0.55 * (TOKEN % TABLES_PAGE + 0.5) / TABLES_PAGE
+    ax.plot([at, at], [0.7, 1.1], color="black", linewidth=1.6)
+    text = (
+        f"token {TOKEN}: column {TOKEN} // {TABLES_PAGE} = {TOKEN // TABLES_PAGE}, so page {ROW[2]}; offset {TOKEN} % {TABLES_PAGE} = "
+        f"{TOKEN % TABLES_PAGE}; slot {ROW[2]} * {TABLES_PAGE} + {TOKEN % TABLES_PAGE} = {ROW[2] * TABLES_PAGE + TOKEN % TABLES_PAGE}"
+    )
+    words(ax, 0.2, 0.22, text, 8.5, ha="left")
+
+
+GROUP, SHOWN = 4, 16  # Query heads that share keys; rows drawn.
+
+
+@drawing(7.8, 3.2)
+def paged_rows(ax):
+    """The query heads that share keys are rows of one WGMMA: 4 of its 64 rows are useful."""
+    _queries(ax)
+    _tile(ax, 2.75, "q of the group\n64 x head_dim", BLUE, 1.0)
+    words(ax, 3.95, 1.55, "x", 12)
+    box(ax, 4.15, 1.05, 1.35, 1.0, "keys of\n64 tokens,\ntransposed", GREEN, fill=0.3, size=8.5)
+    words(ax, 4.82, 0.86, "head_dim x 64", 8, colour=SOFT)
+    words(ax, 5.7, 1.55, "=", 12)
+    _tile(ax, 5.95, "logits\n64 x 64", ORANGE, 1.35)
+    words(ax, 2.75, 0.2, f"{GROUP} rows are query heads; {64 - GROUP} are discarded", 8.5, ha="left")
+
+
+def _queries(ax):
+    words(ax, 0.2, 2.98, "one token's query heads", 9, ha="left", weight="bold")
+    for head in range(12):
+        y, colour = 2.65 - 0.19 * head, BLUE if head < GROUP else SOFT
+        box(ax, 0.2, y, 0.85, 0.14, colour=colour, fill=0.45 if head < GROUP else 0.1, linewidth=0.6)
+        words(ax, 1.12, y + 0.07, f"head {head}", 7, ha="left", colour=colour)
+    words(ax, 0.62, 0.42, "...", 9, colour=SOFT)
+    arrow(ax, (1.62, 2.38), (2.72, 2.6), BLUE)
+    words(ax, 2.05, 1.75, "heads 0 to 3\nread the same\nkeys: a group", 7.5, colour=BLUE)
+
+
+def _tile(ax, x, text, colour, width):
+    words(ax, x + width / 2, 2.98, text.split("\n")[0], 8.5, weight="bold")
+    for row in range(SHOWN):
+        y = 2.72 - 0.14 * row
+        if row == SHOWN - 3:
+            words(ax, x + width / 2, y + 0.05, "...", 9, colour=SOFT)
+            continue
+        used = row < GROUP
+        box(ax, x, y, width, 0.1, colour=colour if used else SOFT, fill=0.5 if used else 0.04,
+            linewidth=0.5 if used else 0.3)  # fmt: skip
+    words(ax, x + width / 2, 0.48, text.split("\n")[1], 8, colour=SOFT)
+
+
+@drawing(7.8, 3.0)
+def paged_gather(ax):
+    """Attention over a gathered copy of the pages, and over the pages themselves: what crosses HBM."""
+    for x, title in ((0.15, "XLA: gather, then attend"), (4.95, "a kernel that follows the table")):
+        words(ax, x, 2.82, title, 9, ha="left", weight="bold")
+    for x, width in ((0.15, 4.5), (4.95, 2.7)):
+        box(ax, x, 1.55, width, 1.05, colour=SOFT, fill=0.05)
+        box(ax, x, 0.45, width, 0.62, colour=SOFT, fill=0.05)
+        words(ax, x + width - 0.06, 1.65, "HBM", 7.5, ha="right", colour=SOFT)
+        words(ax, x + width - 0.06, 0.55, "SMs", 7.5, ha="right", colour=SOFT)
+    _gather_pages(ax, 0.35)
+    _gather_pages(ax, 5.6)
+    box(ax, 2.65, 1.9, 1.55, 0.35, "a copy, in order", GREEN, fill=0.3, size=8)
+    box(ax, 1.0, 0.6, 1.3, 0.36, "gather kernel", ORANGE, size=8)
+    box(ax, 2.9, 0.6, 1.1, 0.36, "attention", BLUE, size=8)
+    box(ax, 5.75, 0.6, 1.1, 0.36, "attention", BLUE, size=8)
+    arrow(ax, (1.2, 1.78), (1.45, 0.98), ORANGE, "1. read", offset=(-0.4, 0.0))
+    arrow(ax, (1.95, 0.98), (2.75, 1.88), ORANGE, "2. write", offset=(0.38, -0.12))
+    arrow(ax, (3.5, 1.88), (3.45, 0.98), BLUE, "3. read", offset=(0.36, 0.0))
+    arrow(ax, (6.3, 1.78), (6.3, 0.98), BLUE, "1. read", offset=(0.36, 0.0))
+    words(ax, 0.15, 0.2, "three times the bytes, and room for the copy", 8.5, ha="left")
+    words(ax, 4.95, 0.2, "each key and value once", 8.5, ha="left")
+
+
+def _gather_pages(ax, x):
+    for page in range(12):
+        colour = GREEN if page in (1, 4, 7, 8, 10) else SOFT
+        box(ax, x + 0.3 * (page % 6), 2.2 - 0.33 * (page // 6), 0.25, 0.26, colour=colour,
+            fill=0.35 if colour == GREEN else 0.03, linewidth=0.7)  # fmt: skip
+
+
+IDS, COPY, COMPUTE, END = 0.8, 1.0, 0.85, 12.0
+
+
+def schedule(slots: int) -> list[tuple[float, float, float]]:
+    """For each step: when its page ids are asked for, when its copies start, when its products start."""
+    freed, memory, compute, found = {}, 0.0, 0.0, []
+    while compute < END:
+        slot = len(found) % slots
+        ask = max(memory, freed.get(slot, 0.0))
+        start = max(compute, ask + IDS + COPY)
+        memory, compute = ask + IDS, start + COMPUTE
+        freed[slot] = compute
+        found.append((ask, ask + IDS, start))
+    return found
+
+
+@chart(7.8, 3.7, nrows=2, sharex=True, height_ratios=(3, 5))
+def paged_ring(axes):
+    """A block of keys after the other: everything in turn, and with a memory warpgroup and a ring. Times are made up."""
+    cases = ("rung 1: one warpgroup, everything in turn", 1), ("rung 2: a memory warpgroup and a ring of slots", 3)
+    for ax, (title, slots) in zip(axes, cases, strict=True):
+        for step, (ask, copy, start) in enumerate(schedule(slots)):
+            for lane, at, length, colour in (
+                (0, ask, IDS, ORANGE),
+                (1 + step % slots, copy, COPY, GREEN),
+                (1 + slots, start, COMPUTE, BLUE),
+            ):
+                look = dict(color=colour, alpha=0.4 if step % 2 else 0.75, edgecolor="white")
+                ax.barh(lane, length, left=at, height=0.74, **look)
+                if at + length / 2 < END - 0.1:
+                    label(ax, at + length / 2, lane, str(step), 8)
+        names = ["copies"] if slots == 1 else [f"copies, slot {slot}" for slot in range(slots)]
+        lanes(ax, ["page ids", *names, "products, softmax"], title)
+        ax.set_xlim(0, END)
+    axes[-1].set_xlabel("time of one block of threads; the numbers are blocks of keys", fontsize=8)

@@ -1,0 +1,264 @@
+"""Figures of chapter 6: pipelining."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from lab import plot
+from matplotlib.patches import Rectangle
+
+from figures._chart import LOAD, MULTIPLY, bar, chart, label, numbered, tracks
+from figures._draw import places
+
+STEPS, TILE = 5, 1.0
+COLOURS = (plot.OURS, plot.COLOURS[4])
+
+
+@chart(height=3.3)
+def pipeline_blockspec(ax):
+    """Two block specs: the shape of a window, and where it stands at each step of the pipeline's grid."""
+    _matrix(ax, 0, 0, 3, STEPS, "A (M, K)", [(1, ki) for ki in range(STEPS)])
+    _matrix(ax, 6.2, 0, STEPS, 4, "B (K, N)", [(ki, 2) for ki in range(STEPS)])
+    _matrix(ax, 11.5, 0, 3, 4, "C (M, N)", [(1, 2)])
+    ax.text(0, 3.3, "BlockSpec((tile_m, tile_k),\n    lambda ki: (mi, ki))", family="monospace", va="top", fontsize=8)
+    ax.text(11.5, 3.3, "stays in registers\nfor all steps", va="top", fontsize=8)
+    text = "BlockSpec((tile_k, tile_n),\n    lambda ki: (ki, ni))"
+    ax.text(6.2, STEPS + 0.3, text, family="monospace", va="top", fontsize=8)
+    ax.set(xlim=(-0.2, 15.8), ylim=(STEPS + 1.6, -0.9), aspect="equal")
+    ax.axis("off")
+
+
+def _matrix(ax, left, top, rows, columns, name, windows):
+    """A matrix cut into tiles; `windows` are those that the pipeline visits, in order."""
+    for row, column in places(rows, columns):
+        ax.add_patch(Rectangle((left + column, top + row), 1, 1, facecolor="none", edgecolor=plot.FAINT))
+    for ki, (row, column) in enumerate(windows):
+        colour = plot.BOUND if len(windows) == 1 else COLOURS[ki % 2]
+        ax.add_patch(Rectangle((left + column, top + row), 1, 1, facecolor=colour, edgecolor=plot.CARD))
+        text = "tile" if len(windows) == 1 else f"ki={ki}"
+        ink = plot.INK if colour == COLOURS[1] else plot.CARD
+        label(ax, left + column + 0.5, top + row + 0.5, text, 7.5, colour=ink)
+    ax.text(left, top - 0.25, name, fontweight="bold")
+
+
+STAGES, SLOT_LIFETIME_STEPS, LOAD_TIME, GAP = 3, 9, 1.5, 0.3
+CASES = (
+    (0, 0, "delay_release=0, wgmma_wait(0): right, but the tensor core idles between two steps"),
+    (1, 1, "delay_release=1, wgmma_wait(1): right; product i + 1 is queued before product i ends"),
+    (0, 1, "delay_release=0, wgmma_wait(1): WRONG; TMA writes where the tensor core still reads"),
+)
+
+
+@chart(height=6.6, nrows=3, sharex=True)
+def pipeline_slot_lifetime(axes):
+    """Owners of a ring slot in time: three ways to release it, one of them a race that nothing reports."""
+    for ax, (delay_release, wait, title) in zip(axes, CASES, strict=True):
+        _lanes(
+            ax, schedule(SLOT_LIFETIME_STEPS, STAGES, delay_release=delay_release, wait=wait, load=LOAD_TIME, gap=GAP)
+        )
+        ax.set_title(title, fontsize=9)
+    axes[-1].set_xlim(0, 8.8)
+    axes[-1].set_xlabel("time, in units of one step's product")
+
+
+def _lanes(ax, run):
+    """Light: a copy is in flight. Dark: the tensor core reads. Orange: both."""
+    for i, step in enumerate(run):
+        slot = i % STAGES
+        reader_end = run[i - STAGES].mma_end if i >= STAGES else 0.0
+        clash = step.load_start < reader_end
+        if clash:
+            bar(ax, slot, step.load_start, reader_end, f"{i - STAGES} and {i}", plot.BOUND)
+        bar(ax, slot, max(step.load_start, reader_end), step.load_end, "" if clash else f"load {i}", LOAD)
+        if i + STAGES >= len(run) or run[i + STAGES].load_start >= step.mma_end:
+            bar(ax, slot, step.mma_start, step.mma_end, f"{i}", MULTIPLY)
+        bar(ax, STAGES, step.mma_start, step.mma_end, f"{i}", MULTIPLY)
+    tracks(ax, [*numbered("slot", STAGES), "tensor core"])
+
+
+SCHEDULE_LOAD_TIME = 2.2  # In units of the time that the tensor core takes for one step.
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Start and end of a step's load and of its product, in units of one product."""
+
+    load_start: float
+    load_end: float
+    mma_start: float
+    mma_end: float
+
+
+def schedule(steps: int, stages: int, *, delay_release=0, wait=0, load=SCHEDULE_LOAD_TIME, gap=0.0) -> list[Step]:
+    """Simulates one block: the loads overlap each other, the products run one after another.
+
+    Args:
+      steps: of the pipeline.
+      stages: slots of the ring.
+      delay_release: the slot refilled after a step is that of so many steps before.
+      wait: products that may still run when the warpgroup goes on.
+      load: time from the start of a copy to its arrival.
+      gap: time from the wait to the first work of the next product.
+    """
+    load_start, mma_start, mma_end = {step: 0.0 for step in range(min(stages, steps))}, {}, {-1: 0.0}
+    free = 0.0  # When the warpgroup comes to the next step.
+    for step in range(steps):
+        issued = max(free, load_start[step] + load) + gap
+        mma_start[step] = max(issued, mma_end[step - 1])
+        mma_end[step] = mma_start[step] + 1
+        free = max(issued, mma_end.get(step - wait, 0.0))
+        if step >= delay_release:
+            load_start[step - delay_release + stages] = free
+    return [Step(load_start[i], load_start[i] + load, mma_start[i], mma_end[i]) for i in range(steps)]
+
+
+@chart(height=4.4, nrows=2, sharex=True, height_ratios=(2, 4))
+def pipeline_schedule(axes):
+    """How a ring of slots overlaps loads with products: the schedule that `plgpu.emit_pipeline` makes, by simulation.
+
+    One slot against three: same loads, same products.
+    """
+    for ax, stages in zip(axes, (1, 3), strict=True):
+        run = schedule(7, stages)
+        for i, step in enumerate(run):
+            bar(ax, i % stages, step.load_start, step.load_end, f"load {i}", LOAD)
+            bar(ax, i % stages, step.mma_start, step.mma_end, f"{i}", MULTIPLY)
+            bar(ax, stages, step.mma_start, step.mma_end, f"{i}", MULTIPLY)
+        tracks(ax, [*numbered("slot", stages), "tensor core"])
+        plural = "s" if stages > 1 else ""
+        ax.set_title(f"max_concurrent_steps={stages}: {stages} slot{plural}, 7 steps take {run[-1].mma_end:.1f}")
+    axes[1].axvspan(0, SCHEDULE_LOAD_TIME, color=plot.FAINT, alpha=0.5, zorder=0)
+    axes[1].text(SCHEDULE_LOAD_TIME / 2, 3, "prologue", ha="center", va="center", fontsize=8)
+    axes[1].set_xlabel("time, in units of one step's product")
+    axes[0].set_xlim(0, schedule(7, 1)[-1].mma_end)
+
+
+TWO_BLOCKS_LOAD_TIME, TWO_BLOCKS_STEPS = 1.3, 4
+TWO_BLOCKS_COLOURS = (plot.OURS, plot.COLOURS[2])
+
+
+def run(blocks: int) -> list[tuple[int, int, float, float, float]]:
+    """(block, step, load start, product start, product end) of blocks that have one slot each."""
+    free, waiting = 0.0, [(0.0, block, 0) for block in range(blocks)]
+    done = []
+    while waiting:
+        waiting.sort(key=lambda one: (one[0] + TWO_BLOCKS_LOAD_TIME, one[1]))
+        load_start, block, step = waiting.pop(0)
+        start = max(free, load_start + TWO_BLOCKS_LOAD_TIME)
+        free = start + 1
+        done.append((block, step, load_start, start, free))
+        if step + 1 < TWO_BLOCKS_STEPS:
+            waiting.append((free, block, step + 1))
+    return done
+
+
+@chart(height=3.6, nrows=2, sharex=True, height_ratios=(2, 3))
+def pipeline_two_blocks(axes):
+    """Two blocks on one SM take turns at the tensor core: one loads while the other multiplies."""
+    for ax, blocks in zip(axes, (1, 2), strict=True):
+        for block, step, load_start, start, end in run(blocks):
+            bar(ax, block, load_start, load_start + TWO_BLOCKS_LOAD_TIME, f"load {step}", LOAD)
+            bar(ax, block, start, end, f"{step}", TWO_BLOCKS_COLOURS[block])
+            bar(ax, blocks, start, end, f"{step}", TWO_BLOCKS_COLOURS[block])
+        text = f"{blocks} block{'s' * (blocks > 1)} on the SM, one slot each"
+        tracks(ax, [*numbered("block", blocks), "tensor core"], text, size=11)
+    axes[1].set_xlabel("time, in units of one step's product")
+
+
+GRID, WAVE = (64, 64), 132  # 8192x8192 in tiles of 128x128; one block on each SM of an H100 or H200.
+WAVES = 6  # Drawn.
+ORDERS = ((1, 64, "row by row"), (1, 8, "strips of 8 columns"), (0, 16, "strips of 16 rows"))
+
+
+def tiles(grid: tuple[int, int], minor_dim: int, tile_width: int):
+    """(row, column) of the tile of each block, in the order of the blocks."""
+    blocks = jnp.arange(grid[0] * grid[1])
+    rows, columns = jax.jit(jax.vmap(lambda i: plgpu.planar_snake(i, grid, minor_dim, tile_width)))(blocks)
+    return np.asarray(rows), np.asarray(columns)
+
+
+def panels(grid, minor_dim, tile_width, wave=WAVE) -> list[tuple[int, int]]:
+    """For each wave of blocks: how many rows of tiles of A and how many columns of tiles of B it reads."""
+    rows, columns = tiles(grid, minor_dim, tile_width)
+    starts = range(0, len(rows), wave)
+    return [(len(set(rows[i : i + wave].tolist())), len(set(columns[i : i + wave].tolist()))) for i in starts]
+
+
+@chart(height=3.3, ncols=3)
+def pipeline_order(axes):
+    """The order in which the blocks of a grid take tiles of the output, and the panels that one wave reads.
+
+    The first WAVES waves in colour, the path of the blocks as a line.
+    """
+    for ax, (minor_dim, tile_width, name) in zip(axes, ORDERS, strict=True):
+        rows, columns = tiles(GRID, minor_dim, tile_width)
+        for wave in range(WAVES):
+            part = slice(wave * WAVE, (wave + 1) * WAVE)
+            ax.plot(columns[part], rows[part], "s", markersize=2.1, color=plot.COLOURS[wave])
+        ax.plot(columns[: WAVES * WAVE], rows[: WAVES * WAVE], color=plot.INK, linewidth=0.4)
+        of_a, of_b = panels(GRID, minor_dim, tile_width)[1]
+        ax.set_title(f"{name}\n({minor_dim}, {tile_width}): {of_a} + {of_b} panels", fontsize=8.5)
+        ax.set(xlim=(-1, GRID[1]), ylim=(GRID[0], -1), aspect="equal", xticks=(0, 32, 63), yticks=(0, 32, 63))
+        ax.grid(visible=False)
+    axes[0].set_ylabel("row of tiles")
+    axes[1].set_xlabel("column of tiles")
+
+
+TILES = ((64, 256), (128, 128), (128, 192), (128, 256))
+TILE_K, TILES_GAP = 64, 14
+
+
+@chart(height=3.0)
+def pipeline_tiles(ax):
+    """Tiles of the output to scale, and what one step of each reads: area is arithmetic, edges are traffic."""
+    left = 0
+    for tile_m, tile_n in TILES:
+        corner = left + TILE_K + TILES_GAP
+        _box(ax, left, -tile_m, TILE_K, tile_m, LOAD, "A")
+        _box(ax, corner, TILES_GAP, tile_n, TILE_K, LOAD, "B")
+        registers = tile_m * tile_n // 128
+        flop_a_byte = 2 * tile_m * tile_n / (2 * (tile_m + tile_n))
+        colour = plot.BOUND if registers > 192 else plot.OURS
+        _box(ax, corner, -tile_m, tile_n, tile_m, colour, f"{tile_m}x{tile_n}")
+        text = f"{flop_a_byte:.0f} FLOP a byte\n{registers} accumulators\na thread"
+        ax.text(corner, -tile_m - 10, text, fontsize=7.5, va="top")
+        left = corner + tile_n + 70
+    ax.set(xlim=(-10, left - 60), ylim=(-235, TILE_K + 20), aspect="equal")
+    ax.axis("off")
+    ax.set_title("One step of K = 64: light is loaded, dark is kept in registers")
+
+
+def _box(ax, x, y, width, height, colour, text):
+    ax.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor=plot.CARD))
+    ink = plot.INK if colour == LOAD else plot.CARD
+    label(ax, x + width / 2, y + height / 2, text, 7, colour=ink)
+
+
+M, N, K = 200, 192, 320
+TILE_M, TILE_N, TAILS_TILE_K = 128, 128, 64
+
+
+@chart(height=3.6)
+def pipeline_tails(ax):
+    """A product whose sides are no multiples of the tile: the zeros that TMA fills in, and the values that it drops."""
+    _tails_matrix(ax, 0, 0, M, K, TILE_M, TAILS_TILE_K, f"A {M}x{K}", "zeros")
+    _tails_matrix(ax, 380, 0, K, N, TAILS_TILE_K, TILE_N, f"B {K}x{N}", "zeros")
+    _tails_matrix(ax, 700, 0, M, N, TILE_M, TILE_N, f"C {M}x{N}", "dropped")
+    ax.set(xlim=(-10, 970), ylim=(330, -40), aspect="equal")
+    ax.axis("off")
+
+
+def _tails_matrix(ax, left, top, rows, columns, tile_rows, tile_columns, name, outside):
+    below, beside = -rows % tile_rows, -columns % tile_columns  # How far the last tiles reach out of the matrix.
+    size = (left, top), columns + beside, rows + below
+    ax.add_patch(Rectangle(*size, facecolor=plot.FAINT, edgecolor=plot.BOUND, hatch="//", linewidth=0))
+    ax.add_patch(Rectangle((left, top), columns, rows, facecolor=plot.COLOURS[4]))
+    for row in range(0, rows, tile_rows):
+        for column in range(0, columns, tile_columns):
+            corner = (left + column, top + row)
+            ax.add_patch(Rectangle(corner, tile_columns, tile_rows, facecolor="none", edgecolor=plot.INK))
+    ax.text(left, top - 10, name, fontweight="bold")
+    where = (left + columns / 2, top + rows + below / 2) if below else (left + columns + beside / 2, top + rows / 2)
+    ax.text(*where, outside, ha="center", va="center", fontsize=8, bbox=dict(facecolor=plot.CARD, pad=1.5, linewidth=0))

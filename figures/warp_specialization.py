@@ -1,0 +1,183 @@
+"""Figures of chapter 7: warp specialization."""
+
+from lab import plot
+
+from figures._chart import LOAD, MULTIPLY, bar, chart, numbered, tracks
+from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, SKY, SOFT, arrow, box, drawing, words
+from figures.pipelining import Step
+
+STAGES = 4
+
+
+@drawing(7.6, 3.1)
+def roles_block(ax):
+    """Two roles in one block: full slots go one way, empty slots the other, and each way has its barriers."""
+    box(ax, 0.15, 1.1, 1.55, 1.1, colour=ORANGE)
+    words(ax, 0.92, 1.85, "memory\nwarpgroup", weight="bold")
+    words(ax, 0.92, 1.36, "starts TMA copies", 7.5, colour=SOFT)
+    box(ax, 5.9, 1.1, 1.55, 1.1, colour=BLUE)
+    words(ax, 6.67, 1.85, "compute\nwarpgroup", weight="bold")
+    words(ax, 6.67, 1.36, "WGMMA, store", 7.5, colour=SOFT)
+
+    states = (("step 4\narrives", SKY, 0.25), ("step 1\nis read", BLUE, 0.35), ("step 2\nis full", SKY, 0.6))
+    states += (("step 3\nis full", SKY, 0.6),)
+    for slot, (text, colour, fill) in enumerate(states):
+        box(ax, 2.42 + 0.72 * slot, 1.25, 0.64, 0.8, text, colour=colour, fill=fill, size=7.5)
+        words(ax, 2.74 + 0.72 * slot, 1.1, f"slot {slot}", 7, colour=SOFT)
+    arrow(ax, (1.7, 1.65), (2.38, 1.65), ORANGE, width=2)
+    arrow(ax, (5.3, 1.65), (5.88, 1.65), BLUE, width=2)
+
+    arrow(ax, (2.74, 2.2), (6.6, 2.24), GREEN, connectionstyle="arc3,rad=-0.22")
+    words(ax, 4.0, 2.93, "filled[slot]: the two copies arrive, the reader waits", 8.5, colour=GREEN)
+    arrow(ax, (6.6, 1.06), (1.0, 1.06), INK, connectionstyle="arc3,rad=-0.2")
+    words(ax, 3.8, 0.18, "freed[slot]: the reader arrives, the memory warpgroup waits before it refills", 8.5)
+
+
+LEFT, WIDTH, GAP = 1.35, 0.92, 0.1
+
+
+@drawing(7.6, 2.3)
+def roles_count(ax):
+    """One slot in time: its owner, and the completion of a barrier that hands it over."""
+    upper, lower, height = 1.35, 0.45, 0.48
+    for y, text, colour in ((upper, "memory and\nTMA", ORANGE), (lower, "compute", BLUE)):
+        words(ax, LEFT - 0.12, y + height / 2, text, 8.5, ha="right", colour=colour, weight="bold")
+    for i in range(3):
+        x = LEFT + 2 * i * (WIDTH + GAP)
+        box(ax, x, upper, WIDTH, height, f"fills it with\nstep {STAGES * i}", colour=SKY, fill=0.4, size=7.5)
+        read = x + WIDTH + GAP
+        box(ax, read, lower, WIDTH, height, f"reads\nstep {STAGES * i}", colour=BLUE, fill=0.3, size=7.5)
+        arrow(ax, (x + WIDTH, upper), (read, lower + height), GREEN)
+        words(ax, x + WIDTH - 0.02, 1.14, f"filled: {i}", 7.5, colour=GREEN, ha="right")
+        if i < 2:
+            arrow(ax, (read + WIDTH, lower + height), (read + WIDTH + GAP, upper), INK)
+            words(ax, read + WIDTH - 0.02, 1.14, f"freed: {i}", 7.5, ha="right")
+    words(ax, LEFT, 2.1, f"slot 0 of {STAGES}, 12 steps: time goes to the right", 8.5, ha="left", colour=SOFT)
+    words(ax, LEFT, 0.18, "three fillings, three readings, two of which are told: nobody fills it again", ha="left",
+          size=8, colour=SOFT)  # fmt: skip
+
+
+FILE, REGISTERS_LEFT, REGISTERS_WIDTH = (
+    512,
+    1.75,
+    5.6,
+)  # Registers a thread, if one warpgroup had the whole file of 65,536.
+ROWS = (("at the start", (168, 168, 168)), ("after set_max_registers", (40, 232, 232)))
+
+
+@drawing(7.6, 2.35)
+def roles_registers(ax):
+    """The registers of an SM, shared out among three warpgroups: evenly at the start, by need afterwards."""
+    for i, (label, counts) in enumerate(ROWS):
+        y = 1.45 - 0.75 * i
+        words(ax, REGISTERS_LEFT - 0.1, y + 0.24, label.replace(" ", "\n", 1), 8.5, ha="right")
+        x = REGISTERS_LEFT
+        for role, count in zip(("memory", "compute 0", "compute 1"), counts, strict=True):
+            width = REGISTERS_WIDTH * count / FILE
+            colour = ORANGE if role == "memory" else BLUE
+            box(ax, x, y, width - 0.03, 0.48, colour=colour, fill=0.25)
+            words(ax, x + width / 2, y + 0.24, f"{count}" if width < 0.6 else f"{role}: {count}", 8)
+            if role != "memory":
+                box(ax, x + 0.03, y + 0.03, REGISTERS_WIDTH * 128 / FILE, 0.07, colour=BLUE, fill=0.8, linewidth=0)
+            x += width
+        box(ax, x, y, REGISTERS_LEFT + REGISTERS_WIDTH - x, 0.48, colour=SOFT, fill=0.1, linewidth=0.5)
+    text = "registers a thread; 512 of them would be the whole file"
+    words(ax, REGISTERS_LEFT, 2.15, text, ha="left", size=8.5, colour=SOFT)
+    words(
+        ax, REGISTERS_LEFT, 0.33,
+        "dark: the accumulator of half a 128x256 tile, 128 registers. Right end: 8 a thread that\n"
+        "nobody got, because counts go by eights; they stay unused.",
+        ha="left", size=8, colour=SOFT,
+    )  # fmt: skip
+
+
+UNIT = 0.0068  # Inches a row or column.
+M, N, K = 128, 256, 64
+
+
+@drawing(7.6, 2.6)
+def roles_split(ax):
+    """Parts of a step's slot that two compute warpgroups read, if they share the tile by rows or by columns."""
+    _panel(ax, 0.2, "split_dim=0: by rows", 0)
+    _panel(ax, 4.05, "split_dim=1: by columns", 1)
+
+
+def _panel(ax, x, title, split_dim):
+    m, n, k = (UNIT * side for side in (M, N, K))
+    left, bottom = x + k + 0.28, 0.62
+    top = bottom + m + 0.2
+    words(ax, x, 2.42, title, 9, ha="left", weight="bold")
+    words(ax, x + k / 2, bottom + m + 0.12, "A", 9)
+    words(ax, left - 0.12, top + k / 2, "B", 9)
+    both = dict(colour=PINK, fill=0.45)
+    halves = (dict(colour=BLUE, fill=0.35), dict(colour=GREEN, fill=0.35))
+    if split_dim == 0:
+        for i, style in enumerate(halves):
+            y = bottom + m / 2 * (1 - i)
+            box(ax, x, y, k, m / 2, size=7.5, **style)
+            box(ax, left, y, n, m / 2, f"warpgroup {i}: 64x256", size=8, **style)
+        box(ax, left, top, n, k, "read by both", size=8, **both)
+        text = "one instruction of 64x256 for each 16 of K"
+    else:
+        box(ax, x, bottom, k, m, "read\nby\nboth", size=7.5, **both)
+        for i, style in enumerate(halves):
+            box(ax, left + n / 2 * i, bottom, n / 2, m, f"warpgroup {i}\n128x128", size=8, **style)
+            box(ax, left + n / 2 * i, top, n / 2, k, size=7.5, **style)
+        text = "two of 64x128 for each 16 of K: each reads its B again"
+    words(ax, x, 0.3, text, 8, ha="left", colour=SOFT)
+
+
+LOAD_TIME, ISSUE = 1.5, 0.1  # In units of the time that the tensor core takes for one step.
+SCHEDULE_STAGES, STEPS = 3, 9
+CASES = (
+    (dict(stages=SCHEDULE_STAGES, gap=0.3), "given back at once, wgmma_wait(0): a gap after every product"),
+    (dict(stages=SCHEDULE_STAGES, late=1, queued=True, gap=0.3), "given back one step later, wgmma_wait(1): no gap"),
+)
+
+
+def schedule(steps: int, stages: int, *, late=0, queued=False, serial=False, load=LOAD_TIME, issue=ISSUE, gap=0.0):
+    """Simulates one block: the memory warpgroup starts copies, the compute warpgroup multiplies.
+
+    Args:
+      steps, stages: of the pipeline, and slots of the ring.
+      late: a slot is given back so many steps after its product.
+      queued: wgmma_wait(1): a product is started while the one before runs. Then `late` must be 1.
+      serial: the memory warpgroup waits for each copy before it starts the next.
+      load: from the start of a copy to its arrival.
+      issue: what the memory warpgroup itself needs to start the copies of one step.
+      gap: from the end of the wait to the start of the product, work of the compute warpgroup.
+    """
+    freed: dict[int, float] = {}
+    run: list[Step] = []
+    memory = compute = 0.0  # When each warpgroup comes to its next line.
+    for step in range(steps):
+        load_start = max(memory, freed[step - stages]) if step >= stages else memory
+        load_end = load_start + issue + load
+        memory = load_end if serial else load_start + issue
+        issued = max(compute, load_end) + gap
+        mma_start = max(issued, run[-1].mma_end if run else 0.0)
+        run.append(Step(load_start, load_end, mma_start, mma_start + 1))
+        ended = run[step - 1].mma_end if step else 0.0  # The end of the previous product.
+        compute = max(issued, ended) if queued else mma_start + 1
+        freed[step - late] = compute
+    return run
+
+
+@chart(height=4.8, nrows=2, sharex=True)
+def roles_schedule(axes):
+    """Schedule of a memory and a compute warpgroup, by simulation: a ring with barriers both ways.
+
+    A ring whose slots are given back at once, and one step later.
+    """
+    runs = [schedule(STEPS, **case) for case, _ in CASES]
+    for ax, run, (_, title) in zip(axes, runs, CASES, strict=True):
+        for i, step in enumerate(run):
+            bar(ax, i % SCHEDULE_STAGES, step.load_start, step.load_end, f"load {i}", LOAD)
+            end = run[i + SCHEDULE_STAGES].load_start if i + SCHEDULE_STAGES < STEPS else step.mma_end
+            bar(ax, i % SCHEDULE_STAGES, step.load_end, max(end, step.mma_end), "", plot.FAINT)
+            bar(ax, i % SCHEDULE_STAGES, step.mma_start, step.mma_end, f"{i}", MULTIPLY)
+            bar(ax, SCHEDULE_STAGES, step.mma_start, step.mma_end, f"{i}", MULTIPLY)
+        text = f"{title}: {STEPS} steps take {run[-1].mma_end:.1f}"
+        tracks(ax, [*numbered("slot", SCHEDULE_STAGES), "tensor core"], text)
+    axes[-1].set_xlim(0, max(run[-1].mma_end for run in runs))
+    axes[-1].set_xlabel("time, in units of one step's product; grey: filled, and waits to be read")

@@ -1,0 +1,170 @@
+"""Figures of chapter 5: WGMMA."""
+
+from figures._chart import LOAD, MULTIPLY, bar, chart, numbered, tracks
+from figures._draw import BLUE, GREEN, ORANGE, PINK, SOFT, arrow, box, drawing, places, words
+
+LEFT, BOTTOM, WIDTH, HEIGHT = 1.75, 0.62, 2.9, 1.6  # Place and size of the accumulator.
+
+
+@drawing(7.8, 3.15)
+def wgmma_instruction(ax):
+    """One WGMMA: which part of each matrix it takes, and in which memory it finds it."""
+    for warp in range(4):
+        y = BOTTOM + HEIGHT * (3 - warp) / 4
+        text = f"warp {warp}: rows {16 * warp} to {16 * warp + 15}"
+        box(ax, LEFT, y, WIDTH, HEIGHT / 4 - 0.04, text, BLUE, size=8.5, linewidth=0.8)
+    box(ax, LEFT - 0.62, BOTTOM, 0.5, HEIGHT - 0.04, "A", ORANGE, fill=0.3, size=11)
+    box(ax, LEFT, BOTTOM + HEIGHT + 0.1, WIDTH, 0.42, "B", GREEN, fill=0.3, size=11)
+    words(ax, LEFT - 0.72, BOTTOM + HEIGHT / 2, "64", 9, ha="right")
+    words(ax, LEFT - 0.37, BOTTOM - 0.16, "16", 9)
+    words(ax, LEFT + WIDTH / 2, BOTTOM + HEIGHT + 0.68, "N = 8, 16, 24, ... 256", 9)
+    words(ax, LEFT + WIDTH / 2, BOTTOM - 0.18, "accumulator += A @ B", 10, weight="bold")
+    words(ax, LEFT + WIDTH / 2, BOTTOM - 0.42, "64 x 16 x N multiply-adds, one instruction", 8.5, colour=SOFT)
+    x = LEFT + WIDTH + 0.55
+    words(ax, x, 2.62, "A and B: tiles in shared memory", 9, ha="left", weight="bold")
+    words(ax, x, 2.33, "The instruction gets two *descriptors*:\nan address and a layout each.".replace("*", ""),
+          size=8.5, ha="left")  # fmt: skip
+    words(ax, x, 1.62, "accumulator: float32, in registers", 9, ha="left", weight="bold", colour=BLUE)
+    note = "spread over the 128 threads of a warp-\ngroup, 16 rows for each of its 4 warps."
+    words(ax, x, 1.33, note, size=8.5, ha="left")
+    arrow(ax, (x - 0.08, 2.62), (LEFT + WIDTH + 0.04, 2.46), GREEN)
+    arrow(ax, (x - 0.08, 1.62), (LEFT + WIDTH + 0.04, 1.5), BLUE)
+
+
+SIDE = 0.235  # Inches, of a cell.
+SHOWN = {0: BLUE, 6: ORANGE, 13: GREEN, 31: PINK}  # Lanes in colour.
+
+
+def place(row: int, column: int) -> tuple[int, int]:
+    """(lane, register) of an element in the rows of warp 0."""
+    lane = row % 8 * 4 + column % 8 // 2
+    return lane, 4 * (column // 8) + 2 * (row // 8) + column % 2
+
+
+@drawing(7.8, 4.55)
+def wgmma_accumulator(ax):
+    """Which thread of a warp holds which element of the accumulator: the first 16 rows and columns of a tile."""
+    left, top = 0.75, 4.12
+    for row in range(16):
+        words(ax, left - 0.12, top - SIDE * (row + 0.5), str(row), 7, ha="right", colour=SOFT)
+        words(ax, left + SIDE * (row + 0.5), top + 0.1, str(row), 7, colour=SOFT)
+        for column in range(16):
+            lane, _ = place(row, column)
+            x, y = left + SIDE * column, top - SIDE * (row + 1)
+            shown = lane in SHOWN
+            style = dict(size=6.5, linewidth=0.5, weight="bold" if shown else "normal")
+            box(ax, x, y, SIDE - 0.02, SIDE - 0.02, str(lane), SHOWN.get(lane, SOFT), 0.5 if shown else 0.06, **style)
+    words(ax, left + 8 * SIDE, 4.42, "column of the tile", 8)
+    words(ax, 0.22, top - 8 * SIDE, "row of the tile", 8, rotation=90)
+    x = left + 16 * SIDE + 0.35
+    words(ax, x, 3.75, "In each cell: its thread", 9, ha="left", weight="bold")
+    text = "A thread holds two neighbours of a row, and\nthe same two 8 rows below; then again every\n8 columns."
+    words(ax, x, 3.28, text, 8.5, ha="left")
+    words(ax, x, 2.55, "Thread 6's first registers:", 8.5, ha="left", weight="bold", colour=ORANGE)
+    for register in range(8):
+        row, column = next((r, c) for r in range(16) for c in range(16) if place(r, c) == (6, register))
+        text = f"register {register}: row {row:>2}, column {column:>2}"
+        words(ax, x + 0.08, 2.28 - 0.2 * register, text, 8, ha="left", family="DejaVu Sans Mono")
+    words(ax, left, 0.1, "Pallas calls this layout Layout.WGMMA.", 8, ha="left", colour=SOFT)
+
+
+SWIZZLE_SIDE = 0.27
+COLOURS = (BLUE, ORANGE, GREEN, PINK)  # One for each of the four instructions of a tile: two chunks of 16 bytes each.
+
+
+def atom(ax, left, top, place, title):
+    """8 rows of 128 bytes. `place(row, position)` is the chunk that lies there."""
+    for row, position in places(8, 8):
+        chunk = place(row, position)
+        first = chunk in (0, 1)
+        style = dict(size=7.5, linewidth=0.6, weight="bold" if first else "normal")
+        x, y = left + SWIZZLE_SIDE * position, top - SWIZZLE_SIDE * (row + 1)
+        box(ax, x, y, SWIZZLE_SIDE - 0.02, SWIZZLE_SIDE - 0.02, str(chunk), COLOURS[chunk // 2],
+            0.55 if first else 0.12, **style)  # fmt: skip
+    words(ax, left + 4 * SWIZZLE_SIDE, top + 0.28, title, 8.5, weight="bold")
+    words(ax, left + 4 * SWIZZLE_SIDE, top + 0.1, "banks 0 ... 31", 7, colour=SOFT)
+
+
+@drawing(7.8, 3.2)
+def wgmma_swizzle(ax):
+    """The part of a (64, 64) tile of 16-bit values that a WGMMA reads, and where swizzling by 128 bytes puts it."""
+    for i in range(8):
+        shade = 0.35 if i == 0 else 0.08
+        box(ax, 0.25, 2.45 - 0.25 * i, 1.25, 0.23, f"rows {8 * i}-{8 * i + 7}", BLUE, shade, size=7, linewidth=0.7)
+    words(ax, 0.875, 2.96, "a tile of (64, 64)", 8.5, weight="bold")
+    words(ax, 0.875, 0.5, "8 swizzle tiles of (8, 64),\n1024 bytes each", 7.5, colour=SOFT)
+    arrow(ax, (1.53, 2.56), (1.97, 2.3), SOFT)
+    atom(ax, 2.05, 2.56, lambda row, position: position, "row-major: no layout of WGMMA")
+    atom(ax, 4.75, 2.56, lambda row, position: position ^ row, "swizzled, as TMA writes it")
+    text = "chunk 0 of the 8 rows: 8 times the same\n4 banks, so 8 accesses"
+    words(ax, 2.05 + 4 * SWIZZLE_SIDE, 0.17, text, size=7.5)
+    words(ax, 4.75 + 4 * SWIZZLE_SIDE, 0.17, "chunk 0 of the 8 rows: all 32 banks,\nso one access", 7.5)
+    arrow(ax, (2.05 + 8 * SWIZZLE_SIDE + 0.08, 1.5), (4.67, 1.5), SOFT, text="c ^ r", size=8)
+    for i, colour in enumerate(COLOURS):
+        y = 2.3 - 0.3 * i
+        box(ax, 7.02, y, 0.14, 0.14, "", colour, 0.5, linewidth=0.6)
+        words(ax, 7.22, y + 0.07, f"WGMMA {i}", 7.5, ha="left")
+    words(ax, 7.02, 0.93, "each takes\n16 of the 64\ncolumns", 7.5, ha="left", colour=SOFT)
+
+
+CASES = (
+    ("A", "(M, K)", "a_smem", "K", "M", ORANGE, "no bit"),
+    ("A", "(K, M)", "a_smem.T", "M", "K", ORANGE, ".tnspA"),
+    ("B", "(K, N)", "b_smem", "N", "K", GREEN, ".tnspB"),
+    ("B", "(N, K)", "b_smem.T", "K", "N", GREEN, "no bit"),
+)
+
+
+@drawing(7.8, 2.75)
+def wgmma_transposed(ax):
+    """The ways in which A and B may lie in memory, and the bit of the instruction for each."""
+    for i, (name, stored, argument, along, down, colour, bit) in enumerate(CASES):
+        x, y, side = 0.45 + 1.9 * i, 1.05, 1.05
+        box(ax, x, y, side, side, "", colour, 0.08)
+        for line in range(6):
+            height = y + side - 0.13 - 0.155 * line
+            arrow(ax, (x + 0.1, height), (x + side - 0.08, height), colour if line < 2 else SOFT, width=0.9)
+        words(ax, x + side / 2, y + side + 0.42, f"{name} stored as {stored}", 9, weight="bold")
+        words(ax, x + side / 2, y + side + 0.16, along, 9)
+        words(ax, x - 0.16, y + side / 2, down, 9)
+        words(ax, x + side / 2, 0.78, f"wgmma takes {argument}", 8, family="DejaVu Sans Mono")
+        words(ax, x + side / 2, 0.52, bit, 9, weight="bold", colour=colour if bit[0] == "." else SOFT)
+    text = "arrows: neighbours in memory; where they do not follow K, a bit says so (16-bit types only)"
+    words(ax, 3.9, 0.14, text, 8, colour=SOFT)
+
+
+LOAD_TIME, GAP, STEPS = 2.2, 0.35, 9
+RUNGS = (
+    ("serial: one slot, load, wait, multiply, wait", 1, 0),
+    ("ring: three slots, wgmma_wait(0); the tensor core idles between two products", 3, 0),
+    ("ring: four slots, wgmma_wait(1); the next product is queued while one runs", 4, 1),
+)
+
+
+def schedule(slots: int, in_flight: int) -> list[tuple[float, float, float]]:
+    """For each step: when its load starts, and when its product starts and ends. Times in units of one product.
+
+    The warpgroup goes on when at most `in_flight` products run; it then refills the slot of the one that has ended.
+    """
+    loads = [0.0] * (slots - in_flight)
+    products, now = [(0.0, 0.0)], 0.0
+    for step in range(STEPS):
+        now = max(now, loads[step] + LOAD_TIME) + GAP
+        start = max(now, products[-1][1])
+        products.append((start, start + 1))
+        now = max(now, products[-1 - in_flight][1])
+        loads.append(now)
+    return [(load, *product) for load, product in zip(loads, products[1:], strict=False)]
+
+
+@chart(height=5.9, nrows=3, sharex=True, height_ratios=[slots + 1 for _, slots, _ in RUNGS])
+def wgmma_overlap(axes):
+    """The last three rungs of chapter 5 over time: serial, a ring, and a ring with a product always queued."""
+    for ax, (title, slots, in_flight) in zip(axes, RUNGS, strict=True):
+        for i, (load, start, end) in enumerate(schedule(slots, in_flight)):
+            bar(ax, i % slots, load, load + LOAD_TIME, f"load {i}", LOAD)
+            bar(ax, i % slots, start, end, f"{i}", MULTIPLY)
+            bar(ax, slots, start, end, f"{i}", MULTIPLY)
+        tracks(ax, [*numbered("slot", slots), "tensor core"], title)
+    axes[0].set_xlim(0, 11)
+    axes[-1].set_xlabel("time, in units of one step's product")
