@@ -93,8 +93,9 @@ stale: $(READY)  ## Find the recorded figures whose programs have changed since;
 
 .PHONY: figures
 figures: export COOKBOOK_GPU ?= h200
-figures: $(READY)  ## Draw figures/*.svg and the README's numbers again from results/
-	@set -e; for script in figures/[a-z]*.py figures/*/[a-z]*.py; do $(PYTHON) $$script; done; $(PYTHON) tools/render_readme.py
+figures: $(READY)  ## Draw the SVGs of figures/ and the README's numbers again, from results/ (ARGS="memory wgmma" for two chapters)
+	@$(PYTHON) -m figures $(ARGS)
+	@$(PYTHON) tools/render_readme.py
 
 .PHONY: wheelhouse
 wheelhouse: $(READY)  ## Collect the wheels that a GPU host without a network needs beside JAX into build/wheelhouse

@@ -2,9 +2,8 @@
 
 import functools
 
-from lab import plot
-
 from figures._draw import BLUE, INK, ORANGE, SKY, Picture
+from lab import plot
 
 LOAD, MULTIPLY, SOFTMAX = SKY, BLUE, ORANGE  # Bars of a schedule.
 

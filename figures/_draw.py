@@ -2,8 +2,10 @@
 
 import functools
 import importlib
+import io
 import itertools
 import pathlib
+import re
 
 from lab import plot
 
@@ -24,7 +26,15 @@ class Picture:
         self.path = FOLDER / ("" if name == chapter else chapter) / f"{name}.svg"
 
     def save(self) -> None:
-        plot.save(self.draw(), self.path)
+        """Writes the file, unless the one that is there differs in the names of clip paths alone.
+
+        Matplotlib makes these of the layout's last bits, which are not the same in each run.
+        """
+        drawn = io.BytesIO()
+        plot.save(self.draw(), drawn)
+        nameless = lambda svg: re.sub(rb"(?<=[#\"])p[0-9a-f]{10}\b", b"", svg)
+        if not self.path.exists() or nameless(self.path.read_bytes()) != nameless(drawn.getvalue()):
+            self.path.write_bytes(drawn.getvalue())
 
 
 def drawing(width: float, height: float):

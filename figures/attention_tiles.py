@@ -1,9 +1,8 @@
 """Figures of chapter 11b: attention tiles."""
 
-from lab import plot
-
 from figures._chart import bar, chart, first_free, legend_of, numbered, tile, tracks
 from figures._draw import BLUE, GREEN, INK, ORANGE, RED, SKY, SOFT, arrow, box, drawing, places, words
+from lab import plot
 
 TILES, HEADS, SMS = 8, 3, 6
 

@@ -1,9 +1,8 @@
 """Figures of chapter 19: Blackwell."""
 
-from lab import plot
-
 from figures._chart import MULTIPLY, bar, chart, label, lanes
 from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, SOFT, arrow, box, drawing, words
+from lab import plot
 
 
 @drawing(7.8, 4.15)

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from lab import plot
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Rectangle
 
 from figures._chart import chart
 from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, SOFT, arrow, box, drawing, places, words
+from lab import plot
 
 TILE, STEP = 0.42, 0.28  # Edges of a tile of o, and of one step along K, in inches.
 TILES_M, TILES_N, STEPS = 4, 6, 6

@@ -1,10 +1,10 @@
 """Figures of chapter 20: debugging."""
 
 import numpy as np
-from lab import plot
 
 from figures._chart import chart
 from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SOFT, arrow, box, drawing, words
+from lab import plot
 
 ROWS = (  # (what one sees, its colour, [(a finding, what to do first, what to do then), ...])
     (

@@ -1,8 +1,7 @@
 """Figures of chapter 1: elementwise."""
 
-from lab import plot
-
 from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, RED, SOFT, arrow, box, drawing, words
+from lab import plot
 
 TRIP, ISSUE, WORK = 1.5, 0.1, 0.16  # Lengths on the drawing of one trip of one block: request, wait, add and store.
 

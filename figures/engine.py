@@ -24,7 +24,7 @@ def ahead() -> list[tuple[float, float]]:
 
 @chart(7.8, 3.5, nrows=2, sharex=True)
 def engine_ahead(axes):
-    """Host and device over a few steps: the host waits for the tokens of each, or is a step ahead. Times are made up."""
+    """Host and device over a few steps: the host waits for the tokens of each, or is a step ahead; made-up times."""
     plans = (("the host waits for the tokens of each step", waiting()), ("the host is a step ahead", ahead()))
     for ax, (title, placed) in zip(axes, plans, strict=True):
         for i, (host, device) in enumerate(placed, 1):

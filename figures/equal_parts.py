@@ -1,9 +1,8 @@
 """Figures of chapter 13b: equal parts."""
 
-from lab import plot
-
 from figures._chart import chart, first_free, label, numbered, tile, tracks
 from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SOFT, arrow, box, drawing, words
+from lab import plot
 
 SMS = 8
 FEW, MIXED = (10, 10, 10), (2, 1, 4, 1, 2, 3, 1, 1, 2, 1, 12, 1, 5, 2, 1, 1)  # Blocks of each unit.

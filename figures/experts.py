@@ -1,10 +1,10 @@
 """Figures of chapter 16b: experts."""
 
-from lab import plot
 from matplotlib.patches import Rectangle
 
 from figures._chart import chart, label
 from figures._draw import BLUE, GREEN, ORANGE, PINK, RED, SKY, SOFT, arrow, box, drawing, words
+from lab import plot
 
 START, END, STEP = 70, 330, 64  # The rows of the group in the middle.
 SHOWN = 0, 420
@@ -12,7 +12,7 @@ SHOWN = 0, 420
 
 @drawing(7.8, 3.7)
 def experts_sums(ax):
-    """Sums along the rows of a group: steps of 64 rows from a multiple of 8 on, of which the first and last are masked."""
+    """Sums along the rows of a group: steps of 64 rows from a multiple of 8 on; the first and the last are masked."""
     left, scale = 0.95, 0.0158
     x_of = lambda row: left + scale * row
     for y, name in ((2.75, "rows of lhs"), (2.2, "rows of rhs")):
@@ -81,7 +81,7 @@ def sums(sizes, largest_first: bool):
 
 @chart(7.8, 5.6, nrows=3, ncols=3, sharey=True)
 def experts_waiting(axes):
-    """Blocks that wait: products and sums of equal, uneven and one-sided groups on six blocks, dealt out in two ways."""
+    """Blocks that wait: products and sums of equal, uneven and one-sided groups on six blocks, dealt in two ways."""
     rows = (
         ("product; time in tiles", products),
         ("sums, in the order of the groups; time in steps of 64 rows", lambda sizes: sums(sizes, False)),
@@ -113,7 +113,7 @@ COLOURS = BLUE, ORANGE, GREEN, PINK
 
 @drawing(7.8, 3.9)
 def experts_scales(ax):
-    """Scales of blocks: one for each row and 128 values of K of lhs, one for each square of 128 of a matrix; their sums."""
+    """Scales of blocks: one for each row and 128 values of K of lhs, one for each square of 128 of a matrix; sums."""
     words(ax, 1.35, 3.7, "lhs: 1 x 128", weight="bold")
     words(ax, 1.35, 3.47, "a scale for each row and step of K", 8, colour=SOFT)
     for step, colour in enumerate(COLOURS):

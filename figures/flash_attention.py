@@ -2,10 +2,9 @@
 
 import heapq
 
-from lab import plot
-
 from figures._chart import MULTIPLY, bar, chart, tracks
 from figures._draw import BLUE, GREEN, INK, ORANGE, SKY, SOFT, arrow, box, drawing, words
+from lab import plot
 
 
 @drawing(7.6, 3.6)
@@ -98,7 +97,7 @@ CASES = (
 
 @chart(height=6.4, nrows=len(CASES), sharex=True, height_ratios=[1 + case["num_wgs"] for case, _ in CASES])
 def flash_schedule(axes):
-    """Use of the tensor cores in time: two warpgroups that start together, that take turns, and that overlap as well."""
+    """Use of the tensor cores in time: two warpgroups that start together, that take turns, and that overlap too."""
     for ax, (case, title) in zip(axes, CASES, strict=True):
         bars = schedule(**case, steps=9)
         for wg, name, start, end in bars:

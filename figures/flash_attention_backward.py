@@ -157,7 +157,7 @@ WAYS = (  # (tensor cores, CUDA cores), each (what, start, length) of a step; an
 
 @chart(7.8, 4.6, nrows=3, sharex=True)
 def backward_schedule(axes):
-    """Kernel 2 in time: every product waited for, waiting at the end of a step, and running ahead. Times are made up."""
+    """Kernel 2 in time: every product waited for, waiting at the end of a step, and running ahead; made-up times."""
     for ax, (title, tensor, cuda, period) in zip(axes, WAYS, strict=True):
         for step in range(3):
             for lane, jobs in enumerate((tensor, cuda)):

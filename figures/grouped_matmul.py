@@ -2,11 +2,11 @@
 
 import itertools
 
-from lab import plot
 from matplotlib.patches import Rectangle
 
 from figures._chart import chart, label
 from figures._draw import BLUE, GREEN, ORANGE, PINK, RED, SKY, SOFT, arrow, box, drawing, places, words
+from lab import plot
 
 SIZES, TILE, COLUMNS, SMS = (70, 0, 130, 1, 63), 64, 2, 4  # Rows of each group; rows of a tile; columns of tiles; SMs.
 COLOURS = BLUE, GREEN, ORANGE, PINK, SKY  # Colours of the groups.
@@ -125,10 +125,10 @@ def groups_aligned(ax):
             at = y - 0.38 - 0.42 * lane
             start, stop = bounds()[group]
             mine = max(first, start), min(end, stop)
-            box(ax, left + scale * first, at, scale * ALIGNED_TILE - 0.02, 0.3, colour=ALIGNED_COLOURS[group], fill=0.03,
-                linestyle=":", linewidth=0.8)  # fmt: skip
-            box(ax, left + scale * mine[0], at, max(scale * (mine[1] - mine[0]) - 0.02, 0.04), 0.3,
-                colour=ALIGNED_COLOURS[group], fill=0.35, linewidth=0.8)  # fmt: skip
+            look = dict(colour=ALIGNED_COLOURS[group], linewidth=0.8)
+            box(ax, left + scale * first, at, scale * ALIGNED_TILE - 0.02, 0.3, fill=0.03, linestyle=":", **look)
+            width = max(scale * (mine[1] - mine[0]) - 0.02, 0.04)
+            box(ax, left + scale * mine[0], at, width, 0.3, fill=0.35, **look)
             middle = sum(mine) / 2 if mine[1] - mine[0] > 10 else mine[1] + 8
             words(ax, left + scale * middle, at + 0.15, str(number), 8)
     words(ax, 7.05, 2.5, "a tile with rows of\ntwo groups is\ncomputed twice", 8, colour=RED)
@@ -151,7 +151,7 @@ def entries():
 
 @drawing(7.8, 4.3)
 def groups_table(ax):
-    """The table of tiles: rows of lhs in groups, the tiles that cover them, and the integers that say where each one is."""
+    """The table of tiles: rows of lhs in groups, the tiles that cover them, and the integers that say where each is."""
     scale, left = 0.0232, 1.05
     colours = (*COLOURS, SOFT, SOFT)
     sizes = (*SIZES, 0, ROWS - sum(SIZES))  # None before all groups, and some after.

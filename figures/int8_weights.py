@@ -1,9 +1,8 @@
 """Figures of chapter 9b: weights of 8 bits."""
 
-from lab import plot
-
 from figures._chart import LOAD, MULTIPLY, bar, chart, lanes
 from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, RED, SOFT, arrow, box, drawing, words
+from lab import plot
 
 COLUMNS = {"HBM": 1.75, "shared memory": 3.6, "registers": 5.3, "tensor core": 6.75}
 ROWS = {"in HBM first": 2.75, "in shared\nmemory": 1.6, "in registers": 0.4}
@@ -149,7 +148,7 @@ WEIGHTS, PATH_ROWS = 2.35, 0.7  # Where the two operands lie, above each other.
 
 @drawing(7.5, 4.0)
 def int8_path(ax):
-    """The path of weights to the tensor core through registers: 8 bits to the registers, 16 from there, o transposed."""
+    """The path of weights through registers to the tensor core: 8 bits, then 16; o is transposed."""
     for name, x in PATH_COLUMNS:
         words(ax, x, 3.8, name, 9, weight="bold")
     for x in (1.3, 3.4, 5.45):

@@ -4,10 +4,9 @@ import functools
 import json
 import pathlib
 
+from figures._draw import Picture
 from lab import plot, results, roofline
 from lab.program import notebook_hash
-
-from figures._draw import Picture
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SIZE = 4096  # M = N = K.
@@ -31,8 +30,8 @@ CUBLAS = "08_persistent_matmul/cublas_{size}", "cuBLAS (jnp.matmul)"
 def ladder():
     """The course's climb on one problem, a bfloat16 product of 4096 x 4096 matrices: from the CUDA cores to cuBLAS.
 
-    Each bar is read from results/, where a chapter has recorded it; those of chapter 8 were timed in one process, cuBLAS
-    too. A figure that is not there is drawn as not measured, one measured of code that has changed since as stale.
+    Each bar is read from results/, where a chapter has recorded it; those of chapter 8 were timed in one process,
+    cuBLAS too. A figure that is not there is drawn as not measured, one of code that has changed since as stale.
     """
     stale = set(results.stale_list())
     places, marked = set(), False

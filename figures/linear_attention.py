@@ -1,10 +1,9 @@
 """Figures of chapter 17: linear attention."""
 
-from lab import plot
-from lab.roofline import peak
-
 from figures._chart import chart, label, tracks
 from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, SOFT, arrow, box, drawing, words
+from lab import plot
+from lab.roofline import peak
 
 TOKENS, CELL = 10, 0.27
 

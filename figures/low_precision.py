@@ -2,10 +2,10 @@
 
 import jax.numpy as jnp
 import numpy as np
-from lab import plot
 
 from figures._chart import chart, label
 from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, RED, SOFT, arrow, box, drawing, words
+from lab import plot
 
 FORMATS = (
     ("int8", jnp.int8, plot.COLOURS[2]),

@@ -1,10 +1,10 @@
 """Figures of chapter 2: memory."""
 
 import numpy as np
-from lab import plot
 
 from figures._chart import chart, label
 from figures._draw import BLUE, GREEN, INK, ORANGE, RED, SKY, SOFT, arrow, box, drawing, places, words
+from lab import plot
 
 
 @drawing(7.8, 4.4)

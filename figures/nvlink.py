@@ -4,11 +4,10 @@ import itertools
 
 from cookbook.nvlink import protocol
 from cookbook.nvlink.protocol import Flush, PushedScatter, Read, Send, Signal, Wait
-from lab import plot
-from lab.nvlink_simulator import find_fault
-
 from figures._chart import chart, label, lanes
 from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, PINK, RED, SOFT, Picture, arrow, box, drawing, words
+from lab import plot
+from lab.nvlink_simulator import find_fault
 
 
 @drawing(7.8, 3.9)
@@ -75,7 +74,7 @@ def schedule(kind: str) -> list[tuple[int, float, float, float, float]]:
 
 @chart(7.8, 4.9, nrows=3, sharex=True)
 def nvlink_signal(axes):
-    """A store and its signal over time: without a flush, with one after each store, and with one that is a round late."""
+    """A store and its signal over time: without a flush, with one after each store, and with one a round late."""
     kinds = {
         "no flush": "no flush: signals overtake the data, and somebody reads too early",
         "at once": "flush after each store: right, and one piece in flight",
@@ -208,7 +207,7 @@ OWNER = 2
 
 @drawing(7.8, 3.7)
 def nvlink_scatter(ax):
-    """Reduce-scatter: the slots of each sender in the owner's buffer, who fills and frees them, the order of the sum."""
+    """Reduce-scatter: the slots of each sender in the owner's buffer, who fills and frees them, the order of sums."""
     words(ax, 0.95, 3.5, "what each GPU adds to", 8.5)
     words(ax, 0.95, 3.3, f"the shard of GPU {OWNER}", 8.5)
     words(ax, 4.0, 3.5, f"buffer of GPU {OWNER}", 8.5, weight="bold")

@@ -1,10 +1,10 @@
 """Figures of chapter 10: online softmax."""
 
 import numpy as np
-from lab import plot
 
 from figures._chart import LOAD, MULTIPLY, SOFTMAX, bar, chart, legend_of, tile, tracks
 from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, SOFT, arrow, box, drawing, words
+from lab import plot
 
 
 @drawing(7.8, 3.3)

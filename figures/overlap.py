@@ -3,10 +3,10 @@
 import dataclasses
 
 import numpy as np
-from lab import plot, roofline
 
 from figures._chart import chart, label
 from figures._draw import Picture
+from lab import plot, roofline
 
 TILE = 128, 256  # Rows and columns.
 NUM_SMS = 132

@@ -82,10 +82,10 @@ def paged_tables(ax):
             arrow(ax, (1.6 + 1.75 * inside + 0.82, 1.78), (x + 0.27, 1.12), colour)
     at = 1.2 + 0.63 * ROW[2] + 0.55 * (TOKEN % TABLES_PAGE + 0.5) / TABLES_PAGE
     ax.plot([at, at], [0.7, 1.1], color="black", linewidth=1.6)
-    text = (
-        f"token {TOKEN}: column {TOKEN} // {TABLES_PAGE} = {TOKEN // TABLES_PAGE}, so page {ROW[2]}; offset {TOKEN} % {TABLES_PAGE} = "
-        f"{TOKEN % TABLES_PAGE}; slot {ROW[2]} * {TABLES_PAGE} + {TOKEN % TABLES_PAGE} = {ROW[2] * TABLES_PAGE + TOKEN % TABLES_PAGE}"
-    )
+    column, offset = divmod(TOKEN, TABLES_PAGE)
+    page, slot = f"page {ROW[2]}", f"slot {ROW[2]} * {TABLES_PAGE} + {offset} = {ROW[2] * TABLES_PAGE + offset}"
+    where = f"column {TOKEN} // {TABLES_PAGE} = {column}, so {page}; offset {TOKEN} % {TABLES_PAGE} = {offset}"
+    text = f"token {TOKEN}: {where}; {slot}"
     words(ax, 0.2, 0.22, text, 8.5, ha="left")
 
 
@@ -178,7 +178,7 @@ def schedule(slots: int) -> list[tuple[float, float, float]]:
 
 @chart(7.8, 3.7, nrows=2, sharex=True, height_ratios=(3, 5))
 def paged_ring(axes):
-    """A block of keys after the other: everything in turn, and with a memory warpgroup and a ring. Times are made up."""
+    """A block of keys after the other: everything in turn, and with a memory warpgroup and a ring; made-up times."""
     cases = ("rung 1: one warpgroup, everything in turn", 1), ("rung 2: a memory warpgroup and a ring of slots", 3)
     for ax, (title, slots) in zip(axes, cases, strict=True):
         for step, (ask, copy, start) in enumerate(schedule(slots)):

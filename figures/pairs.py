@@ -1,9 +1,8 @@
 """Figures of chapter 19b: pairs."""
 
-from lab import plot
-
 from figures._chart import LOAD, MULTIPLY, bar, chart, lanes
 from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, SOFT, arrow, box, drawing, words
+from lab import plot
 
 
 @drawing(7.8, 4.3)

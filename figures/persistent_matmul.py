@@ -2,12 +2,12 @@
 
 import math
 
-from lab import plot
 from matplotlib.patches import Patch, Rectangle
 
 from figures._chart import LOAD, MULTIPLY, bar, chart, label, lanes
 from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, SKY, SOFT, arrow, box, drawing, words
 from figures.pipelining import panels, tiles
+from lab import plot
 
 SMS, TILES = 6, 15  # SMs and tiles of the small picture.
 NUM_SMS = 132  # On an H100 and on an H200.

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from lab import plot
 from matplotlib.patches import Rectangle
 
 from figures._chart import LOAD, MULTIPLY, bar, chart, label, numbered, tracks
 from figures._draw import places
+from lab import plot
 
 STEPS, TILE = 5, 1.0
 COLOURS = (plot.OURS, plot.COLOURS[4])

@@ -2,10 +2,9 @@
 
 import itertools
 
-from lab import plot
-
 from figures._chart import chart, label, numbered, tracks
 from figures._draw import BLUE, GREEN, ORANGE, PINK, RED, SKY, SOFT, arrow, box, drawing, words
+from lab import plot
 
 NUM, QUERIES = 23, 64
 COLOURS = {16: GREEN, 4: ORANGE, 2: SKY, 1: PINK}

@@ -3,10 +3,10 @@
 import itertools
 
 import matplotlib.patches as patches
-from lab import plot
 
 from figures._chart import chart, label
 from figures._draw import BLUE, GREEN, ORANGE, PINK, RED, SKY, SOFT, arrow, box, drawing, words
+from lab import plot
 
 LENGTHS = 9, 3, 6, 1, 4
 COLOURS = BLUE, GREEN, PINK, ORANGE, SKY
@@ -130,7 +130,7 @@ ROWS = 60
 
 @drawing(7.8, 3.1)
 def ragged_keys(ax):
-    """The blocks of keys of one sequence among its neighbours: where they begin, and which of their rows are foreign."""
+    """The blocks of keys of one sequence among its neighbours: where they begin, which of their rows are others'."""
     wide, left = 0.113, 0.75
     at = lambda row: left + wide * row
     for start, end, colour, name in (

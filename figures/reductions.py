@@ -1,9 +1,8 @@
 """Figures of chapter 3: reductions."""
 
-from lab import plot
-
 from figures._chart import chart, label
 from figures._draw import places
+from lab import plot
 
 # Name, then for each pass: does it read, does it write, what it is for.
 KERNELS = {
@@ -56,7 +55,7 @@ WARPS = 4
 
 @chart(7.5, 4.3, ncols=2, width_ratios=(1.15, 1))
 def butterfly(axes):
-    """The sum of a row across a warpgroup: a butterfly of shuffles inside each warp, then four words of shared memory."""
+    """The sum of a row across a warpgroup: a butterfly of shuffles in each warp, then four words of shared memory."""
     left, right = axes
     _butterfly(left)
     _exchange(right)

@@ -1,11 +1,11 @@
 """Figures of chapter 15: serving."""
 
 import numpy as np
-from lab import plot
-from serving import PageAllocator, Request, Scheduler
 
 from figures._chart import chart, label, numbered, tracks
 from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, PINK, RED, SOFT, arrow, box, drawing, words
+from lab import plot
+from serving import PageAllocator, Request, Scheduler
 
 PROMPT, NEW = 6, 4
 SIDE = 0.44
@@ -168,7 +168,7 @@ def history():
 
 @chart(7.8, 4.0)
 def serving_pool(ax):
-    """A cache of ten small pages over the steps of a real schedule: who holds which page, and how many tokens are in it."""
+    """A cache of ten small pages over the steps of a real schedule: who holds a page, and how many tokens are in it."""
     seen = history()
     for step, (held, kept, gave_way) in enumerate(seen, 1):
         for page in range(NUM_PAGES):
@@ -362,7 +362,7 @@ def states(steps, count: int):
 
 @chart(height=7.2, saved=False, nrows=3, sharex=True, gridspec_kw=dict(height_ratios=(4, 1.3, 1)))
 def schedule_plot(axes, steps, count: int):
-    """A schedule, drawn from its steps: a row a request, a column a step. A chapter makes the steps, so there is no SVG.
+    """A schedule, drawn from its steps: a row a request, a column a step. Its chapter makes the steps: no SVG.
 
     The requests; below them the tokens of each step, by what they are, and the pages that are held.
     """

@@ -1,8 +1,7 @@
 """Figures of chapter 0: start here."""
 
-from lab import roofline
-
 from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SOFT, arrow, box, drawing, words
+from lab import roofline
 
 # (notebook, title, what it adds, what bounds its kernels)
 CHAPTERS = (

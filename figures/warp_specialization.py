@@ -1,10 +1,9 @@
 """Figures of chapter 7: warp specialization."""
 
-from lab import plot
-
 from figures._chart import LOAD, MULTIPLY, bar, chart, numbered, tracks
 from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, SKY, SOFT, arrow, box, drawing, words
 from figures.pipelining import Step
+from lab import plot
 
 STAGES = 4
 

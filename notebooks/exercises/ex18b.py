@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import lab
-from figures.overlap.overlap_model import NARROW, WIDE, Problem
+from figures.overlap import NARROW, WIDE, Problem
 
 TILE = 64  # Rows of a tile of the kernels.
 # Exercise 2: (devices, µs of the product, µs of the gather, pieces of a shard).

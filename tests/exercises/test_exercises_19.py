@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from figures.blackwell import blackwell_turns
+from figures import blackwell
 from tests.exercises.answers import NOTEBOOKS, accepted, rejected
 from tests.exercises.test_solutions import mistaken
 
@@ -108,7 +108,7 @@ def by_events(tiles, accumulators, multiply, store):
 
 
 def by_the_figure(tiles, accumulators, multiply, store):
-    return [start for start, *_ in blackwell_turns.schedule(accumulators, tiles, multiply, store)]
+    return [start for start, *_ in blackwell.schedule(accumulators, tiles, multiply, store)]
 
 
 @pytest.mark.parametrize("right", [by_events, by_the_figure])

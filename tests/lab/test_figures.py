@@ -1,4 +1,4 @@
-"""Roofline, ladder and timeline: the numbers in them, and that the same data draws the same file."""
+"""Roofline, ladder, timeline and the chapters' figures: what is in them, and that the same data draws the same file."""
 
 import functools
 import io
@@ -14,6 +14,7 @@ from jax.experimental.mosaic.gpu import profiler
 from lab_kernels import add_one
 
 import lab
+from figures import _draw
 from lab import plot, results, roofline
 from lab.timeline import lanes_of
 from lab.toolchain import GPUS
@@ -295,3 +296,27 @@ def test_tiles_that_are_cut_are_tiles():
 def test_an_error_map_refuses(out, expected, tile, said):
     with pytest.raises(ValueError, match=said):
         plot.error_map(out, expected, tile=tile)
+
+
+# Figures of the chapters
+
+
+def test_each_figure_has_a_file_and_each_file_a_figure():
+    pictures = [picture for chapter in _draw.chapters() for picture in _draw.pictures(chapter)]
+    assert {picture.path for picture in pictures} == set(_draw.FOLDER.rglob("*.svg"))
+
+
+@pytest.mark.parametrize("chapter", ["decode_step", "engine"], ids=["drawing", "chart"])
+def test_a_chapter_draws_the_same_files_again(chapter, tmp_path, monkeypatch):
+    saved = []
+    for picture in 2 * _draw.pictures(chapter):
+        monkeypatch.setattr(picture, "path", tmp_path / picture.path.name)
+        picture.save()
+        saved.append(picture.path.read_bytes())
+    assert len(saved) == 2 and saved[0] == saved[1] and b"<svg" in saved[0]
+
+
+def test_a_figure_of_what_a_chapter_computes_has_no_file():
+    from figures import serving
+
+    assert not serving.schedule_plot.saved and not serving.schedule_plot.path.exists()
