@@ -160,7 +160,7 @@ def test_values_that_are_not_finite_stay_in_their_segments():
     ],
 )
 def test_mutants_that_let_values_out(mutant_of, old, new):
-    assert not values_stay_in_their_segments(mutant_of("dense", old, new)("attention").attention)
+    assert not values_stay_in_their_segments(mutant_of("dense/kernel", old, new)("dense.attention").attention)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_errors_name_the_rule(fn, message):
 @pytest.mark.parametrize(
     "name, old, new",
     [
-        ("attention", "", ""),  # Nothing is wrong, and nothing is found.
+        ("dense/attention", "", ""),  # Nothing is wrong, and nothing is found.
         ("core", "kv_ids <= q_ids + self.right)", "kv_ids < q_ids + self.right)"),
         ("core", "kv_ids >= q_ids - self.left)", "kv_ids > q_ids - self.left)"),
         ("core", "[kv_ids < self.num_kv]", "[kv_ids >= 0]"),
@@ -317,7 +317,7 @@ def test_errors_name_the_rule(fn, message):
         ("steps", "l_i * per_row(alpha, l_i.shape) + ", "l_i + "),
         ("steps", "shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new", "shift = m_new"),
         ("steps", "slot = keys.wait(work.before + step)", "slot = keys.slot(work.before + step)"),
-        ("dense", "        plgpu.barrier_wait(shared.q_filled.at[wg])\n", ""),
+        ("dense/kernel", "        plgpu.barrier_wait(shared.q_filled.at[wg])\n", ""),
         ("core", "        self.keys.drain(count)\n", ""),
         pytest.param(
             "dense",
@@ -327,13 +327,13 @@ def test_errors_name_the_rule(fn, message):
                 jax.__version_info__ >= (0, 12), reason="its interpreter lets barriers end like that"
             ),
         ),
-        ("dense", "lse_log2 / LOG2E", "lse_log2"),
+        ("dense/kernel", "lse_log2 / LOG2E", "lse_log2"),
     ],
 )
 def test_mutants_are_caught(run_only, found_if, mutant_of, name, old, new):
     """Masks off by one, a forgotten length, a missing rescale, logarithms of nothing, missing waits, barriers that are
     not drained, a wrong base."""
-    mutant = mutant_of(name, old, new)("attention")
+    mutant = mutant_of(name, old, new)("dense.attention")
     with found_if(old != new):
         config = mutant.Config(block_kv=64, sums_by_thread="p.sum(axis=1)" not in old)
         check(*operands(330, 190), fn=mutant.attention, config=config, local_window_size=(100, 0))

@@ -244,10 +244,10 @@ def test_errors_name_the_rule(fn, message):
 @pytest.mark.parametrize(
     "name, old, new",
     [
-        ("attention_fp8", "", ""),  # Nothing is wrong, and nothing is found.
-        ("dense_fp8", "q_descale[head] * k_descale[head]", "q_descale[head]"),
-        ("transpose_fp8", "jnp.float16)\n", "jnp.float16) * 2\n"),
-        ("dense_fp8", "last=super().cuts.last or last", "last=super().cuts.last"),
+        ("dense/attention_fp8", "", ""),  # Nothing is wrong, and nothing is found.
+        ("dense/kernel_fp8", "q_descale[head] * k_descale[head]", "q_descale[head]"),
+        ("dense/transpose_fp8", "jnp.float16)\n", "jnp.float16) * 2\n"),
+        ("dense/kernel_fp8", "last=super().cuts.last or last", "last=super().cuts.last"),
         ("steps_fp8", "m_i - OCTAVES", "m_i"),
         ("steps", "return finish(*sums, work.value_scale)", "return finish(*sums)"),
         ("steps_fp8", "(acc * per_row(alpha, acc.shape) + pv,)", "(acc + pv,)"),
@@ -258,7 +258,7 @@ def test_errors_name_the_rule(fn, message):
 def test_mutants_are_caught(run_only, found_if, mutant_of, name, old, new):
     """A forgotten descale, keys in another order, two cut blocks taken for one, weights 256 times as large, a missing
     rescale, a missing wait, weights that fall below what e4m3 can hold."""
-    mutant = mutant_of(name, old, new)("attention_fp8")
+    mutant = mutant_of(name, old, new)("dense.attention_fp8")
     with found_if(old != new):
         if "OCTAVES" in old:
             check(*small_weights(), fn=mutant.attention_fp8, config=mutant.Config())

@@ -229,23 +229,23 @@ def test_errors_name_the_rule(fn, message):
 @pytest.mark.parametrize(
     "name, old, new",
     [
-        ("decode_fp8", "", ""),  # Nothing is wrong, and nothing is found.
-        ("decode_fp8", "TERMS, WIDE_SLOTS = 2, 2", "TERMS, WIDE_SLOTS = 1, 2"),
-        ("decode_fp8", "left = left - rounded", "left = left + 0 * rounded"),
-        ("decode_fp8", "smem.wide_ring.fill(before + step)", "smem.wide_ring.slot(before + step)"),
-        ("decode_fp8", "piece.kv_len - first), (first", "piece.kv_len - first + 1), (first"),
-        ("decode_fp8", "v_scale[kv_head]", "k_scale[kv_head]"),
-        ("decode_fp8", "num_arrivals=1 + self.compute_wgs", "num_arrivals=1"),
-        ("decode_fp8", "plgpu.barrier_wait(self.handed)", "pass"),
-        ("decode_fp8", "        plgpu.barrier_wait(self.terms_filled)\n", ""),
-        ("decode", "first + first_key", "first"),
+        ("decode/kernel_fp8", "", ""),  # Nothing is wrong, and nothing is found.
+        ("decode/kernel_fp8", "TERMS, WIDE_SLOTS = 2, 2", "TERMS, WIDE_SLOTS = 1, 2"),
+        ("decode/kernel_fp8", "left = left - rounded", "left = left + 0 * rounded"),
+        ("decode/kernel_fp8", "smem.wide_ring.fill(before + step)", "smem.wide_ring.slot(before + step)"),
+        ("decode/kernel_fp8", "piece.kv_len - first), (first", "piece.kv_len - first + 1), (first"),
+        ("decode/kernel_fp8", "v_scale[kv_head]", "k_scale[kv_head]"),
+        ("decode/kernel_fp8", "num_arrivals=1 + self.compute_wgs", "num_arrivals=1"),
+        ("decode/kernel_fp8", "plgpu.barrier_wait(self.handed)", "pass"),
+        ("decode/kernel_fp8", "        plgpu.barrier_wait(self.terms_filled)\n", ""),
+        ("decode/kernel", "first + first_key", "first"),
         ("core", "tanh(s * per_row(scale / self.soft_cap", "tanh(s * per_row(self.scale / self.soft_cap + 0 * scale"),
-        ("pages_fp8", "index < seen[1]", "index <= seen[1]"),
+        ("cache/pages_fp8", "index < seen[1]", "index <= seen[1]"),
     ],
 )
 def test_mutants_of_decode_are_caught(run_only, found_if, mutant_of, name, old, new):
     """A query of 4 bits, slots refilled too early, NaN after the last token, a wrong scale."""
-    mutant = mutant_of(name, old, new)("paged_attention")
+    mutant = mutant_of(name, old, new)("decode.paged_attention")
     with found_if(old != new):
         args = paged([1, 1], [700, 70], head_dim=64)
         check(*args, fn=mutant.paged_attention, config=mutant.Config(), logits_soft_cap=30.0, scale=1.0)
@@ -254,18 +254,18 @@ def test_mutants_of_decode_are_caught(run_only, found_if, mutant_of, name, old, 
 @pytest.mark.parametrize(
     "name, old, new",
     [
-        ("packed_fp8", "", ""),
-        ("packed_fp8", "        plgpu.barrier_wait(self.landed.at[which])\n", ""),
-        ("packed_fp8", "slot = ring.fill(count)", "slot = ring.slot(count)"),
-        ("packed_fp8", "(seen[1] < block_kv)", "(seen[1] < 0)"),
-        ("packed_fp8", "loader.copy(KEYS, tile, block - 1, ids)", "loader.copy(KEYS, tile, block, ids)"),
-        ("packed_fp8", "k_scale[tile.kv_head]", "k_scale[0]"),
+        ("packed/kernel_fp8", "", ""),
+        ("packed/kernel_fp8", "        plgpu.barrier_wait(self.landed.at[which])\n", ""),
+        ("packed/kernel_fp8", "slot = ring.fill(count)", "slot = ring.slot(count)"),
+        ("packed/kernel_fp8", "(seen[1] < block_kv)", "(seen[1] < 0)"),
+        ("packed/kernel_fp8", "loader.copy(KEYS, tile, block - 1, ids)", "loader.copy(KEYS, tile, block, ids)"),
+        ("packed/kernel_fp8", "k_scale[tile.kv_head]", "k_scale[0]"),
     ],
 )
 def test_mutants_of_mixed_batches_are_caught(run_only, found_if, mutant_of, name, old, new):
     """Copies not waited for, slots refilled too early, NaN after the last token, keys of another block, a wrong
     scale."""
-    mutant = mutant_of(name, old, new)("ragged_paged_attention")
+    mutant = mutant_of(name, old, new)("packed.ragged_paged_attention")
     with found_if(old != new):
         args = paged([1, 40], [300, 170], page_size=128)
         check_ragged([1, 40], args, mutant.ragged_paged_attention, mutant.Config(64, 2))

@@ -271,27 +271,27 @@ def test_configs_are_checked():
 @pytest.mark.parametrize(
     "name, old, new",
     [
-        ("decode", "", ""),  # Nothing is wrong, and nothing is found.
-        ("decode", "(token < piece.kv_len)", "(token <= piece.kv_len)"),
-        ("decode", "clear(problem, self.v_rows.at[slot], *seen)", "pass"),
-        ("decode", "of_block(block_tables, piece.seq, ", "of_block(block_tables, lax.div(piece.seq, jnp.int32(2)), "),
-        ("merge", "acc = acc * of_rows(alpha)", "acc = acc"),
-        ("merge", "l_i[r] * alpha[r] + ", "l_i[r] + "),
-        ("merge", "[jnp.exp2(lse[r] - shift[r]) for r in range(rows)]", "[jnp.exp2(0 * lse[r]) for r in range(rows)]"),
-        ("decode", "acc * per_row(alpha, acc.shape)", "acc"),
-        ("pages", "return jnp.where((page >= 0) & (page < num_pages), page, num_pages)", "return jnp.maximum(page, 0)"),
-        ("decode", "slot = smem.ring.fill(before + step)", "slot = smem.ring.slot(before + step)"),
-        ("decode", "        pl.when(i > 0)(lambda: plgpu.barrier_wait(smem.q_freed))\n", ""),
-        ("decode", "    smem.ring.drain(count)\n", ""),
-        ("decode", "where = piece.seq + part, unit", "where = piece.seq, unit"),
+        ("decode/kernel", "", ""),  # Nothing is wrong, and nothing is found.
+        ("decode/kernel", "(token < piece.kv_len)", "(token <= piece.kv_len)"),
+        ("decode/kernel", "clear(problem, self.v_rows.at[slot], *seen)", "pass"),
+        ("decode/kernel", "of_block(block_tables, piece.seq, ", "of_block(block_tables, lax.div(piece.seq, jnp.int32(2)), "),
+        ("decode/merge_attention", "acc = acc * of_rows(alpha)", "acc = acc"),
+        ("decode/merge_attention", "l_i[r] * alpha[r] + ", "l_i[r] + "),
+        ("decode/merge_attention", "[jnp.exp2(lse[r] - shift[r]) for r in range(rows)]", "[jnp.exp2(0 * lse[r]) for r in range(rows)]"),
+        ("decode/kernel", "acc * per_row(alpha, acc.shape)", "acc"),
+        ("cache/pages", "return jnp.where((page >= 0) & (page < num_pages), page, num_pages)", "return jnp.maximum(page, 0)"),
+        ("decode/kernel", "slot = smem.ring.fill(before + step)", "slot = smem.ring.slot(before + step)"),
+        ("decode/kernel", "        pl.when(i > 0)(lambda: plgpu.barrier_wait(smem.q_freed))\n", ""),
+        ("decode/kernel", "    smem.ring.drain(count)\n", ""),
+        ("decode/kernel", "where = piece.seq + part, unit", "where = piece.seq, unit"),
     ],
 )
 def test_mutants_are_caught(run_only, found_if, mutant_of, monkeypatch, name, old, new):
     """A mask off by one, NaN let in, a stale row of the table, sums merged or scaled wrongly, an id let through, waits
     that are missing, pieces in each other's place."""
-    mutant = mutant_of(name, old, new)("paged_attention")
+    mutant = mutant_of(name, old, new)("decode.paged_attention")
     # To be merged wrongly a sequence needs more pieces than are merged at once. The last keys have the largest logits.
-    merges = name == "merge"
+    merges = "merge" in name
     monkeypatch.setattr(interpreter, "NUM_SMS", 13 if merges else 3)
     args = operands([700 if merges else 300, 70, 0], heads=2, kv_heads=1)
     args[3] = args[3].at[1, 1].set(-7)

@@ -127,25 +127,26 @@ def test_errors_name_the_rule(name, wrong, message):
 MUTANTS = [
     ("attention", "steps", "", ""),  # Nothing is wrong, and nothing is found.
     ("attention", "steps", "weight = 0.0 if sinks is None else 1.0", "weight = 0.0"),
-    ("attention", "dense", "sinks[:, None] * LOG2E", "sinks[:, None]"),
-    ("attention", "dense", "core.row_sinks(sinks, tile.head)", "core.row_sinks(sinks, tile.kv_head)"),
-    ("gradients", "attention", "", ""),
-    ("gradients", "attention", "return -(weight", "return (weight"),
-    ("gradients", "attention", "preferred_element_type=jnp.float32) - d_lse", "preferred_element_type=jnp.float32)"),
-    ("varlen_attention", "packed_plan", "", ""),
-    ("varlen_attention", "packed_plan", "first + np.arange(WG_ROWS) % self.heads", "first + 0 * np.arange(WG_ROWS)"),
-    ("varlen_attention", "packed_plan", "np.minimum(unit % self.chunks * self.heads, group - self.heads)", "0"),
-    ("paged_attention", "merge", "", ""),
-    ("paged_attention", "merge", "numbers(1.0)\n", "numbers(0.0)\n"),
-    ("paged_attention", "merge", "sinks[plan.row_heads] * LOG2E", "sinks[plan.row_heads]"),
-    ("paged_attention", "decode_parts", "unit % self.chunks * self.rows + row", "row"),
+    ("attention", "dense/kernel", "sinks[:, None] * LOG2E", "sinks[:, None]"),
+    ("attention", "dense/kernel", "core.row_sinks(sinks, tile.head)", "core.row_sinks(sinks, tile.kv_head)"),
+    ("gradients", "dense/attention", "", ""),
+    ("gradients", "dense/attention", "return -(weight", "return (weight"),
+    ("gradients", "dense/attention", "preferred_element_type=jnp.float32) - d_lse", "preferred_element_type=jnp.float32)"),
+    ("varlen_attention", "packed/plan", "", ""),
+    ("varlen_attention", "packed/plan", "first + np.arange(WG_ROWS) % self.heads", "first + 0 * np.arange(WG_ROWS)"),
+    ("varlen_attention", "packed/plan", "np.minimum(unit % self.chunks * self.heads, group - self.heads)", "0"),
+    ("paged_attention", "decode/merge_attention", "", ""),
+    ("paged_attention", "decode/merge_attention", "numbers(1.0)\n", "numbers(0.0)\n"),
+    ("paged_attention", "decode/merge_attention", "sinks[plan.row_heads] * LOG2E", "sinks[plan.row_heads]"),
+    ("paged_attention", "decode/plan", "unit % self.chunks * self.rows + row", "row"),
 ]
 
 
 @pytest.mark.parametrize("op, file, old, new", MUTANTS)
 def test_mutants_are_caught(run_only, found_if, mutant_of, op, file, old, new):
     """A sink that is not counted, in the wrong base, of another head, a gradient of the wrong sign or without lse's."""
-    mutant = mutant_of(file, old, new)("attention" if op == "gradients" else op)
+    rooms = dict(varlen_attention="packed", paged_attention="decode")
+    mutant = mutant_of(file, old, new)(f"{rooms.get(op, 'dense')}.{'attention' if op == 'gradients' else op}")
     with found_if(old != new):
         if op == "attention":
             dense.check(*dense.operands(70, 50), fn=mutant.attention, config=mutant.Config(64), sinks=sinks(2))

@@ -312,25 +312,25 @@ def test_errors_name_the_rule(fn, message):
 @pytest.mark.parametrize(
     "name, old, new",
     [
-        ("packed", "", ""),  # Nothing is wrong, and nothing is found.
+        ("packed/kernel", "", ""),  # Nothing is wrong, and nothing is found.
         ("core", "", ""),
-        ("packed_tiles", "first_q = num_kv - q_len + first", "first_q = first_kv + first"),
-        ("packed_tiles", "num_q=jnp.clip(q_len - first, 0, plan.queries)", "num_q=plan.queries + 0 * first"),
+        ("packed/schedule", "first_q = num_kv - q_len + first", "first_q = first_kv + first"),
+        ("packed/schedule", "num_q=jnp.clip(q_len - first, 0, plan.queries)", "num_q=plan.queries + 0 * first"),
         (
             "packed_load",
             "clear(self.plan.problem, self.shared.v_rows.at[slot], tile.first_kv - first, tile.num_kv - first)",
             "pass",
         ),
-        ("packed", "(block * block_kv < tile.first_kv) | ", "(block < 0) | "),
-        ("packed_load", "        plgpu.barrier_wait(self.v_landed.at[0])\n", ""),
-        ("packed_load", "pl.when(i > 0)(lambda wg=wg: plgpu.barrier_wait(self.shared.q_freed.at[wg]))", "pass"),
+        ("packed/kernel", "(block * block_kv < tile.first_kv) | ", "(block < 0) | "),
+        ("packed/load", "        plgpu.barrier_wait(self.v_landed.at[0])\n", ""),
+        ("packed/load", "pl.when(i > 0)(lambda wg=wg: plgpu.barrier_wait(self.shared.q_freed.at[wg]))", "pass"),
         (
             "packed_tiles",
             "starts = jnp.append(starts_q, plan.num_tokens)",
             "starts = jnp.append(starts_q, starts_q[-1])",
         ),
-        ("packed_tiles", "num_tiles = dealt(wave), num_rows * plan.units", "num_tiles = dealt(wave), num_rows"),
-        ("packed_plan", "(kv_ids >= self.first_kv) & (kv_ids <= self.position(rows))", "kv_ids <= self.position(rows)"),
+        ("packed/schedule", "num_tiles = dealt(wave), num_rows * plan.units", "num_tiles = dealt(wave), num_rows"),
+        ("packed/plan", "(kv_ids >= self.first_kv) & (kv_ids <= self.position(rows))", "kv_ids <= self.position(rows)"),
         ("core", "tests.append(kv_ids >= self.first_kv)", "tests.append(kv_ids >= 0)"),
         ("core", "row if self.group == 1 else div(row, self.group)", "row"),
         ("core", "tests.append(kv_ids <= q_ids + self.right)", "pass"),
@@ -339,7 +339,7 @@ def test_errors_name_the_rule(fn, message):
 def test_mutants_are_caught(run_only, found_if, mutant_of, monkeypatch, name, old, new):
     """Masks aligned at the start, rows of the next sequence written, NaN let in, waits that are missing, rows after
     the last sequence forgotten, tiles forgotten, a neighbour's keys seen, a position for each head."""
-    mutant = mutant_of(name, old, new)("varlen_attention")
+    mutant = mutant_of(name, old, new)("packed.varlen_attention")
     monkeypatch.setattr(interpreter, "NUM_SMS", 2)
     args = packed([70, 30, 20], [83, 34, 130], heads=4, kv_heads=2)
     args[2] = args[2].at[83:117].set(jnp.nan)  # The second sequence's, whose results are NaN; no others are.
