@@ -10,6 +10,7 @@ import pytest
 from test_attention import MASKS, operands
 
 import lab
+from cookbook import _host
 from cookbook.attn.core import Problem
 from lab import interpreter
 from tests.arrays import array
@@ -185,7 +186,7 @@ def test_what_the_compiler_makes_of_it(head_dim, right, for_query):
     plan = kernel.Plan(problem, 1, 4096, 4096, has_segments=False, for_query=for_query)
     x = jax.ShapeDtypeStruct((1, 4096, 8, head_dim), jnp.bfloat16)
     vector = jax.ShapeDtypeStruct((1, 8, 4096), jnp.float32)
-    params = kernel._mgpu.compiler_params(approx_math=True)
+    params = _host.compiler_params(approx_math=True)
     fn = lambda a, b, c, d, lse, delta: kernel.launch(plan, params, (a, b), (c, d), (lse, delta), ())
     compiled = lab.compile_for("h200", fn, x, x, x, x, vector, vector)
     assert not compiled.remarks
@@ -196,27 +197,27 @@ def test_what_the_compiler_makes_of_it(head_dim, right, for_query):
 @pytest.mark.parametrize(
     "name, old, new",
     [
-        ("attention_bwd", "", ""),  # Nothing is wrong, and nothing is found.
-        ("attention_bwd", '"btnh,btnh->bnt", out, d_out', '"btnh,btnh->bnt", d_out, d_out'),
-        ("attention_bwd", "preferred_element_type=jnp.float32) - d_lse", "preferred_element_type=jnp.float32)"),
-        ("bwd_steps", "ds = ds if problem.soft_cap is None else ds * (1.0 - s * s)", "ds = ds"),
-        ("bwd_kernel", "self.block, right, left)", "self.block, left, right)"),
+        ("backward/gradients", "", ""),  # Nothing is wrong, and nothing is found.
+        ("backward/gradients", '"btnh,btnh->bnt", out, d_out', '"btnh,btnh->bnt", d_out, d_out'),
+        ("backward/gradients", "preferred_element_type=jnp.float32) - d_lse", "preferred_element_type=jnp.float32)"),
+        ("backward/steps", "ds = ds if problem.soft_cap is None else ds * (1.0 - s * s)", "ds = ds"),
+        ("backward/kernel", "self.block, right, left)", "self.block, left, right)"),
         (
-            "bwd_steps",
+            "backward/steps",
             "add(now, 0, ds.astype(problem.dtype), 0, count)",
             "add(now, 0, ds.astype(problem.dtype), 1, count)",
         ),
-        ("bwd_steps", "slot = smem.ring.wait(count)", "slot = smem.ring.slot(count)"),
-        ("bwd_kernel", "self.head * plan.group + i", "self.head * plan.group"),
-        ("bwd_kernel", "div(tile.head, plan.parts)", "tile.head"),
-        ("attention_bwd", "-1, of_keys.parts, width)", "of_keys.parts, -1, width).swapaxes(2, 3)"),
+        ("backward/steps", "slot = smem.ring.wait(count)", "slot = smem.ring.slot(count)"),
+        ("backward/kernel", "self.head * plan.group + i", "self.head * plan.group"),
+        ("backward/kernel", "div(tile.head, plan.parts)", "tile.head"),
+        ("backward/gradients", "-1, of_keys.parts, width)", "of_keys.parts, -1, width).swapaxes(2, 3)"),
     ],
 )
 def test_mutants_are_caught(run_only, found_if, mutant_of, name, old, new):
     """delta of the wrong tensor, a forgotten gradient of lse, a soft cap without its
     derivative, blocks of the wrong queries, dk from the wrong operand, a missing wait, one head for all of a group,
     keys and sums of the wrong head where blocks share a group."""
-    mutant = mutant_of(name, old, new)("attention").attention
+    mutant = mutant_of(name, old, new)("dense.attention").attention
     args = operands(130, 150, batch=4) if "group + i" in old else operands(130, 100, 4, 2)
     with found_if(old != new):
         check(*args, fn=mutant, local_window_size=(40, 0), logits_soft_cap=3.0)

@@ -145,21 +145,25 @@ def test_what_the_compiler_makes_of_it(head_dim, right, group):
 @pytest.mark.parametrize(
     "name, old, new",
     [
-        ("bwd_fused", "", ""),  # Nothing is wrong, and nothing is found.
-        ("bwd_fused", "ds_before = work.exchange.wait(count)", "ds_before = work.exchange.slot(count)"),
-        ("bwd_fused", "ds_smem[work.exchange.slot(count + 1), ", "ds_smem[work.exchange.slot(count), "),
-        ("bwd_fused", "lambda: _add_dq(work, dq, before)", "lambda: [_add_dq(work, dq, before) for _ in range(2)][0]"),
-        ("bwd_fused", "    plgpu.wait_smem_to_gmem(0, wait_read_only=not interpreted)", "    pass"),
-        ("bwd_fused", "place + 2 * plan.num_blocks", "place"),
-        ("bwd_fused", "pl.when(tile.steps > 0)(lambda: _add_dq", "pl.when(tile.steps > 9)(lambda: _add_dq"),
-        ("attention_bwd", "zeros = jnp.zeros(", "zeros = jnp.ones("),
-        ("bwd_kernel", "self.adds_query and self.num_kv % self.rows != 0", "False"),
+        ("backward/steps_fused", "", ""),  # Nothing is wrong, and nothing is found.
+        ("backward/steps_fused", "ds_before = work.exchange.wait(count)", "ds_before = work.exchange.slot(count)"),
+        ("backward/steps_fused", "ds_smem[work.exchange.slot(count + 1), ", "ds_smem[work.exchange.slot(count), "),
+        (
+            "backward/steps_fused",
+            "lambda: _add_dq(work, dq, before)",
+            "lambda: [_add_dq(work, dq, before) for _ in range(2)][0]",
+        ),
+        ("backward/steps_fused", "    plgpu.wait_smem_to_gmem(0, wait_read_only=not interpreted)", "    pass"),
+        ("backward/steps_fused", "place + 2 * plan.num_blocks", "place"),
+        ("backward/steps_fused", "pl.when(tile.steps > 0)(lambda: _add_dq", "pl.when(tile.steps > 9)(lambda: _add_dq"),
+        ("backward/gradients", "zeros = jnp.zeros(", "zeros = jnp.ones("),
+        ("backward/kernel", "self.adds_query and self.num_kv % self.rows != 0", "False"),
     ],
 )
 def test_mutants_are_caught(run_only, found_if, mutant_of, name, old, new):
     """A missing wait for dsᵀ, dsᵀ in the wrong slot, dq added twice, a share that the next one overwrites, the wrong
     head of a group, the last dq forgotten, dq added to what is not zero, rows that are no keys."""
-    mutant = mutant_of(name, old, new)("attention").attention
+    mutant = mutant_of(name, old, new)("dense.attention").attention
     query, key, value = operands(140, 150, batch=4 if "plan.num_blocks" in old else 1)
     with found_if(old != new):
         check(40 * jnp.abs(query), -jnp.abs(key), value, fn=mutant, peaked=4)
