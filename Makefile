@@ -101,6 +101,10 @@ figures: $(READY)  ## Draw the SVGs of figures/ and the README's numbers again, 
 wheelhouse: $(READY)  ## Collect the wheels that a GPU host without a network needs beside JAX into build/wheelhouse
 	@$(PYTHON) tools/wheelhouse.py $(ARGS)
 
+.PHONY: lift
+lift: $(READY)  ## Copy an op and what it needs into your package, and call it there (OP=attention TO=../yours/kernels)
+	@$(PYTHON) tools/lift.py $(OP) $(TO)
+
 .PHONY: clean
 clean:  ## Remove what these commands made, the environment included
 	rm -rf build .venv .uv .pytest_cache .ruff_cache

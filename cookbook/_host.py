@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands around a launch of every family: where a kernel runs, arguments, meshes, refusals.
+"""Around the launches of every family: where a kernel runs, arguments, meshes, refusals.
 
 `_device.py` has what stands inside kernels. A family works on its own: its folder and the shared files, in a package of
 any name.
@@ -268,7 +268,7 @@ def kernel(body, **kwargs):
 
 
 def _file_or_room(module: str) -> str:
-    """What a kernel is called after: its file, or its room where that is one of the room's files `kernel*.py`."""
+    """The name of a kernel's file, or of its room where the file is one of the room's `kernel*.py`."""
     *_, room, file = ["", *module.split(".")]
     return file.strip("_") if not file.startswith("kernel") else room + file.removeprefix("kernel")
 

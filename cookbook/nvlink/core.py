@@ -128,8 +128,8 @@ def require_gpus(op: str, n: int, *operands) -> None:
             raise
         reason = str(error).partition(". ")[0]  # The rest is about the interpreter.
     raise RuntimeError(
-        f"{reason}. Run it on {n} GPUs of a host. To compile it without any, say `from cookbook import "
-        f'lab` and `lab.compile_for("h200", fn, ..., devices={n})`, where fn calls it inside jax.shard_map'
+        f"{reason}. Run it on {n} GPUs of a host. To compile it without any, say `import lab` and "
+        f'`lab.compile_for("h200", fn, ..., devices={n})`, where fn calls it inside jax.shard_map'
     )
 
 

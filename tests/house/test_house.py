@@ -204,8 +204,8 @@ def test_notebook_was_recorded_on_a_gpu(path):
 def test_warpgroups_find_the_registers_that_they_ask_for():
     """A block starts with as many for each thread, in eights, as 65,536 allow. A warpgroup that asks for more than
     the others gave up waits forever, on a GPU alone: no interpreter counts registers, and the compiler says nothing."""
-    attn, core = (importlib.import_module(f"cookbook.{family}.core") for family in ("attn", "gemm"))
-    shares = [("gemm", core.COMPUTE, core.MEMORY_REGISTERS, core.COMPUTE_REGISTERS)]
+    attn, gemm = (importlib.import_module(f"cookbook.{module}") for module in ("attn.core", "gemm.plan"))
+    shares = [("gemm", gemm.COMPUTE, gemm.MEMORY_REGISTERS, gemm.COMPUTE_REGISTERS)]
     for table in (attn.REGISTERS, attn.REGISTERS_MEMORY):
         shares += [("attn", count, *registers) for count, registers in table.items()]
     for module, count, memory, compute in shares:

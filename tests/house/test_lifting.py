@@ -3,18 +3,25 @@
 Two families are built on another: the products of nvlink and blackwell are gemm's, so they are copied with gemm.
 """
 
-import ast
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
+import zipfile
 
 import pytest
 
+import cookbook
+from bench.ops import OPS
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SHARED = ["_host.py", "_numerics.py"]
+sys.path.append(str(ROOT / "tools"))
+import lift  # noqa: E402
+
+SHARED = ["_device.py", "_host.py", "_numerics.py"]
 BUILT_ON = {"nvlink": ["gemm"], "blackwell": ["gemm"]}
 
 # Runs without site's .pth files, one of which leads to this checkout. `kernels` is no more than a folder.
@@ -24,8 +31,9 @@ folder, family, paths = sys.argv[1], sys.argv[2], {paths}
 sys.path[:] = [folder, *sys.path, *paths]
 import jax, jax.numpy as jnp, numpy as np
 
-files = sorted(pathlib.Path(folder, "kernels").glob(f"{{family}}/*.py")) or [pathlib.Path(family)]
-names = [f"{{family}}.{{path.stem}}" for path in files if path.stem != "__init__"] if len(files) > 1 else [family]
+kernels = pathlib.Path(folder, "kernels")
+files = sorted(kernels.glob(f"{{family}}/**/*.py")) or [kernels / f"{{family}}.py"]
+names = [".".join(path.relative_to(kernels).with_suffix("").parts) for path in files if path.stem != "__init__"]
 for package in ("cookbook", "kernels"):
     for name in names:
         importlib.import_module(f"{{package}}.{{name}}")
@@ -34,12 +42,13 @@ for name, module in sys.modules.items():
         assert pathlib.Path(module.__file__).is_relative_to(folder), module.__file__
 assert not any(name.endswith(".lab") for name in sys.modules)
 
-from kernels import _mgpu
+from kernels import _host
 {use}
 try:
     call()
 except RuntimeError as error:
-    assert "`from kernels import _mgpu`" in str(error) and "`with _host.interpreting():`" in str(error), error
+    assert "`from kernels import _host`" in str(error) and "`with _host.interpreting():`" in str(error), error
+    assert str(error).startswith("kernels."), error
 else:
     raise AssertionError("there is no GPU, and yet it runs")
 with _host.interpreting(num_sms=2):
@@ -53,22 +62,22 @@ x = jnp.linspace(-1, 1, 300)
 call, wanted = lambda: add(x, x), x + x
 """,
     "rows": """
-from kernels.rows.softmax import softmax
+from kernels.rows import softmax
 x = jax.random.normal(jax.random.key(0), (5, 300))
 call, wanted = lambda: softmax(x), jax.nn.softmax(x)
 """,
     "gemm": """
-from kernels.gemm.matmul import matmul
+from kernels.gemm import matmul
 a, b = (jax.random.normal(jax.random.key(i), (64, 64), jnp.bfloat16) for i in (0, 1))
 call, wanted = lambda: matmul(a, b), a @ b
 """,
     "attn": """
-from kernels.attn.attention import attention
+from kernels.attn import attention
 x = jax.random.normal(jax.random.key(0), (1, 64, 1, 64), jnp.bfloat16)
 call, wanted = lambda: attention(x, x, x), jax.nn.dot_product_attention(x, x, x)
 """,
     "recurrent": """
-from kernels.recurrent.linear_attention import linear_attention
+from kernels.recurrent import linear_attention
 x = jax.random.normal(jax.random.key(0), (1, 64, 1, 64), jnp.bfloat16) / 4
 pairs = jnp.tril(x[0, :, 0] @ x[0, :, 0].T)
 call, wanted = lambda: linear_attention(x, x, x, scale=1.0), (pairs @ x[0, :, 0])[None, :, None]
@@ -80,7 +89,7 @@ call, wanted = lambda: matmul(a, b), a @ b
 """,
     # On one device, since the interpreter has no semaphores.
     "nvlink": """
-from kernels.nvlink.all_gather_matmul import all_gather_matmul
+from kernels.nvlink import all_gather_matmul
 a, b = (jax.random.normal(jax.random.key(i), (64, 64), jnp.bfloat16) for i in (0, 1))
 product = lambda a, b: all_gather_matmul(a, b, "x")
 product = jax.shard_map(product, mesh=jax.make_mesh((1,), ("x",)), out_specs=jax.P("x"))
@@ -90,31 +99,18 @@ call, wanted = lambda: product(a, b), a @ b
 
 
 def test_every_family_is_lifted():
-    folders = {path.parent.name for path in (ROOT / "cookbook").glob("*/__init__.py")} - {"lab", "serving"}
+    folders = {path.parent.name for path in (ROOT / "cookbook").glob("*/__init__.py")}
     files = {path.stem for path in (ROOT / "cookbook").glob("[a-z]*.py")}
     assert USES.keys() == folders | files
 
 
-def imports(path: pathlib.Path) -> set[str]:
-    """Modules of its own folder that a file needs, directly or not."""
-    found, left = set(), [path]
-    while left:
-        for node in ast.walk(ast.parse(left.pop().read_text())):
-            if isinstance(node, ast.ImportFrom) and node.level == 1:
-                names = {node.module} if node.module else {alias.name for alias in node.names}
-                left += [path.with_name(f"{name}.py") for name in names - found]
-                found |= names
-    return found
-
-
 def test_an_op_of_attention_brings_no_other():
     """Serving lifts attention over pages without the backward pass, or any other op."""
-    folder = ROOT / "cookbook" / "attn"
     ops = {"attention", "attention_fp8", "paged_attention", "ragged_paged_attention", "varlen_attention", "write_kv"}
     for op in ops:
-        needed = imports(folder / f"{op}.py")
-        assert not needed & ops, (op, needed)
-        assert ("attention_bwd" in needed) == (op == "attention"), (op, needed)
+        files = lift.needed(op)
+        assert {file.stem for file in files} & ops == {op}
+        assert any(file.parent.name == "backward" for file in files) == (op == "attention"), (op, files)
 
 
 @pytest.mark.parametrize("family", USES)
@@ -137,3 +133,91 @@ def test_a_family_works_on_its_own(family, tmp_path):
     environment = os.environ | dict(JAX_PLATFORMS="cpu")
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=250)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    "op", ["softmax", *(pytest.param(op, marks=pytest.mark.slow) for op in ("attention", "all_gather_matmul"))]
+)
+def test_an_op_is_lifted_and_called(op, tmp_path, monkeypatch, capsys):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "__init__.py").write_text("")
+    monkeypatch.setattr(sys, "argv", ["lift.py", op, str(tmp_path / "theirs" / "kernels")])
+    assert lift.main() == 0
+    said, kernels = capsys.readouterr().out, tmp_path / "theirs" / "kernels"
+    assert f"theirs.kernels.{op} was called" in said
+    assert (kernels / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    for file in kernels.rglob("*.py"):
+        assert str(file.relative_to(kernels)) in said
+        licence, version = file.read_text().splitlines()[:2]
+        assert licence == "# SPDX-License-Identifier: Apache-2.0" and cookbook.__version__ in version
+
+
+def test_each_op_brings_all_that_it_imports(tmp_path):
+    for op in OPS:
+        lift.lift(op, tmp_path / op.replace(".", "_"))
+    code = f"""
+import functools, importlib, sys
+sys.path.insert(0, {str(tmp_path)!r})
+for op in {list(OPS)}:
+    package = importlib.import_module(op.replace(".", "_"))
+    assert callable(functools.reduce(getattr, op.split("."), package)), op
+assert "cookbook" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_second_op_joins_the_first(tmp_path):
+    kernels = tmp_path / "kernels"
+    lift.lift("softmax", kernels)
+    (kernels / "mine.py").write_text("mine = 1")
+    lift.lift("rms_norm", kernels)
+    lift.lift("blackwell.matmul", kernels)
+    exports = [line for line in (kernels / "__init__.py").read_text().splitlines() if line.startswith("from")]
+    assert exports == [
+        "from . import blackwell as blackwell",
+        "from .rows import rms_norm as rms_norm",
+        "from .rows import softmax as softmax",
+    ]
+    assert (kernels / "mine.py").read_text() == "mine = 1"
+
+
+def test_their_own_index_stays(tmp_path, capsys):
+    (tmp_path / "__init__.py").write_text("theirs = 1")
+    lift.lift("softmax", tmp_path)
+    assert (tmp_path / "__init__.py").read_text() == "theirs = 1"
+    assert "import softmax there from .rows.softmax" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("op, to", [("softmix", "build/x"), ("softmax", "cookbook/rows"), ("softmax", ".")])
+def test_a_wrong_name_or_place_is_refused(op, to, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["lift.py", op, to])
+    with pytest.raises(SystemExit):
+        lift.main()
+    assert "must be one of" in capsys.readouterr().err
+
+
+def test_an_op_that_computes_something_else_is_found(tmp_path):
+    lift.lift("softmax", tmp_path / "kernels")
+    file = tmp_path / "kernels" / "rows" / "softmax.py"
+    file.write_text(file.read_text().replace("jnp.exp2(", "1.5 * jnp.exp2("))
+    with pytest.raises(SystemExit, match="not those of cookbook.softmax"):
+        lift.compare("softmax", tmp_path / "kernels")
+
+
+def test_pip_brings_the_kernels_alone(tmp_path):
+    """It reads what `pip install .` installs from the wheel. The checkout stays as it was."""
+    before = {path.name for path in ROOT.iterdir()}
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT)]
+    if (done := subprocess.run(command, capture_output=True, text=True)).returncode:
+        pytest.skip(f"needs the build backend, from a package index: {done.stderr[-300:]}")
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata,) = [archive.read(name).decode() for name in names if name.endswith("METADATA")]
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"cookbook"}
+    assert "cookbook/py.typed" in names and f"\nVersion: {cookbook.__version__}\n" in metadata
+    required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
+    assert sorted(re.match(r"Requires-Dist: (\w+)", line)[1] for line in required) == ["jax", "numpy"]
+    assert {path.name for path in ROOT.iterdir()} == before

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pathlib
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +18,20 @@ from cookbook import _device, _host
 
 PACKAGE = pathlib.Path(cookbook.__file__).parent
 ROOTS = dict(cookbook=cookbook, lab=lab, _device=_device, _host=_host, jax=jax, jnp=jnp, lax=jax.lax, plgpu=plgpu)
-NAME = re.compile(rf"(?<![\w.])(?:{'|'.join(ROOTS)})(?:\.[A-Za-z_]\w*)+")
+NAME = re.compile(rf"(?<![\w.])(?:{'|'.join(ROOTS)})(?:\.(?!py\b)[A-Za-z_]\w*)+")
+
+
+def part_of_string(part) -> str:
+    if isinstance(part, ast.Constant):
+        return part.value
+    return "cookbook" if ast.unparse(part.value).endswith("PACKAGE") else "\0"
 
 
 def texts(path: pathlib.Path):
-    """Every string in a file, docstrings included; what an f-string computes is left out."""
+    """Every string in a file, docstrings included. Of what an f-string computes only the package's name is known."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.JoinedStr):
-            yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+            yield "".join(map(part_of_string, node.values))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
 
@@ -60,10 +67,19 @@ def test_a_kernel_has_its_configuration_at_hand(name):
         assert kernel.Config is inspect.getmodule(kernel).Config
 
 
-def test_a_module_goes_by_its_path():
-    from cookbook.gemm.dense import matmul
-    from cookbook.gemm.dense.matmul import Config
+@pytest.mark.parametrize("name", cookbook.__all__)
+def test_an_op_is_the_same_function_from_every_room(name):
+    op = getattr(cookbook, name)
+    *rooms, _ = op.__module__.split(".")
+    for end in range(2, len(rooms) + 1):
+        assert getattr(sys.modules[".".join(rooms[:end])], name) is op
 
-    assert (
-        cookbook.gemm.dense.matmul is matmul and cookbook.matmul is matmul.matmul and cookbook.matmul.Config is Config
-    )
+
+def test_ops_are_called_as_their_files():
+    others = {"add", "fuse"}  # Both stand in `elementwise.py`.
+    assert {name for name in cookbook.__all__ if getattr(cookbook, name).__module__.split(".")[-1] != name} == others
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_file_that_may_be_lifted_names_its_licence(path):
+    assert path.read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n")

@@ -92,7 +92,19 @@ def test_every_term_of_the_glossary_names_its_chapter():
     assert set(TERMS.values()) <= numbers
 
 
-FOLDERS = "cookbook", "bench", "tools", "site", "figures", "fuzz", "tests", "notebooks/exercises", "notebooks/solutions"
+FOLDERS = (
+    "cookbook",
+    "lab",
+    "serving",
+    "bench",
+    "tools",
+    "site",
+    "figures",
+    "fuzz",
+    "tests",
+    "notebooks/exercises",
+    "notebooks/solutions",
+)
 FILES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 
 

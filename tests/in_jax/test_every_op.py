@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import cookbook
 import lab
 from cookbook import _host
-from tests.in_jax.ops import OPS, function, named
+from bench.ops import OPS, function, named
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
 TARGETS = {9: _host.Target("h200", 132), 10: _host.Target("b200", 148)}
