@@ -27,13 +27,13 @@ ROWS, COLUMNS = (plgpu.Layout.WGMMA.reduce(dim) for dim in (1, 0))  # One number
 
 
 def div(a, b):
-    """The whole quotient of two counts, of Python's or traced: `//` would also provide for negative ones."""
-    return a // b if isinstance(a, int) and isinstance(b, int) else lax.div(jnp.int32(a), jnp.int32(b))
+    """The whole quotient of two counts, Python's, NumPy's or traced: `//` would also provide for negative ones."""
+    return lax.div(jnp.int32(a), jnp.int32(b)) if isinstance(a, jax.Array) or isinstance(b, jax.Array) else a // b
 
 
 def rem(a, b):
-    """The remainder of two counts, of Python's or traced."""
-    return a % b if isinstance(a, int) and isinstance(b, int) else lax.rem(jnp.int32(a), jnp.int32(b))
+    """The remainder of two counts, Python's, NumPy's or traced."""
+    return lax.rem(jnp.int32(a), jnp.int32(b)) if isinstance(a, jax.Array) or isinstance(b, jax.Array) else a % b
 
 
 def offsets(size: int, of, *indices):
@@ -206,6 +206,7 @@ def smem_bytes(scratch: dict) -> int:
         if hasattr(ref, "num_barriers"):
             total += 8 * math.prod(jax.tree.leaves(ref.num_barriers))
         else:
-            ref = ref.refs[0] if isinstance(ref, plgpu.RefUnion) else ref  # Views of one array.
-            total += -(-math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize // SMEM_ALIGNMENT) * SMEM_ALIGNMENT
+            views = ref.refs if isinstance(ref, plgpu.RefUnion) else [ref]  # Of one array, as large as the largest.
+            nbytes = max(math.prod(view.shape) * jnp.dtype(view.dtype).itemsize for view in views)
+            total += -(-nbytes // SMEM_ALIGNMENT) * SMEM_ALIGNMENT
     return total
