@@ -20,6 +20,7 @@ SMEM_ALIGNMENT = 1024  # Bytes at whose multiples Mosaic begins each array of sh
 # Rows and columns of 16 bits that TMA moves as one to or from shared memory swizzled by 128 bytes.
 SWIZZLE_TILE = (8, 64)
 PIECE = 64  # Values of 16 bits of a row that are swizzled together, 128 bytes; and rows of a WGMMA.
+WARPGROUP, WARP = 128, 32  # Threads.
 ROWS, COLUMNS = (plgpu.Layout.WGMMA.reduce(dim) for dim in (1, 0))  # One number for each row, or column, of a product.
 
 
@@ -48,6 +49,11 @@ def offsets(size: int, of, *indices):
 
 
 # Barriers -------------------------------------------------------------------------------------------------------------
+
+
+def barriers(num: int, arrivals: int = 1):
+    """Scratch for `num` barriers, each completed by so many arrivals."""
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=num)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +156,21 @@ def store(ref, value):
 def spread(values, dim: int, shape=(PIECE, PIECE)):
     """`values`, one for each row (`dim` 0) or column (1) of a product, repeated to its shape."""
     return lax.broadcast_in_dim(values, shape, [dim])
+
+
+def indices(shape=(PIECE, PIECE)):
+    """(row, column) of each value of a product."""
+    return [plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1)]
+
+
+def lanes_layout(lanes: int, width: int, vec: int):
+    """Layout of (rows, width) values: `lanes` threads of a warp share a row, each with runs of `vec` columns."""
+    rows_at_once = WARPGROUP // lanes
+    if lanes == WARP:
+        tiles, warp_dim, lane_dims = ((4, width), (vec,)), -3, (-2,)
+    else:
+        tiles, warp_dim, lane_dims = ((rows_at_once, width), (rows_at_once // 4, width), (vec,)), -5, (-3, -2)
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(warp_dim,), lane_dims=lane_dims, vector_dim=-1)
 
 
 def product(pairs, interpreted: bool, acc=None):
