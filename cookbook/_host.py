@@ -33,6 +33,9 @@ GRID_NAMES = frozenset(
 )  # fmt: skip
 
 
+NUM_SMS_INTERPRETED = 4  # Of the pretended GPU that interpreted kernels run on.
+
+
 @dataclasses.dataclass(frozen=True)
 class Target:
     """The GPU that the kernels traced now are built for."""
@@ -70,7 +73,7 @@ def allow_waiting_threads():
 
 
 @contextlib.contextmanager
-def interpreting(*, num_sms: int = 4, detect_races: bool = False, several_devices: bool = False):
+def interpreting(*, num_sms: int = NUM_SMS_INTERPRETED, detect_races: bool = False, several_devices: bool = False):
     """Kernels traced inside run in JAX's GPU interpreter, on the CPU, on a pretended GPU with `num_sms` SMs.
 
     A kernel takes seconds there even at small shapes. Races are printed under `detect_races`. It holds for this thread
@@ -133,6 +136,8 @@ def require_target(op: str) -> Target:
             )
         return target
     if jax.default_backend() != "gpu":
+        if _is_interpreted():  # By JAX's own switch, or by that of another package of this kind.
+            return Target("the GPU interpreter", NUM_SMS_INTERPRETED, True)
         raise RuntimeError(
             f"{PACKAGE}.{op} is a GPU kernel and JAX sees no GPU (its backend is {jax.default_backend()!r}). "
             + _how_to_interpret(op)

@@ -11,7 +11,7 @@ import cookbook
 
 from .judge import NotYet, checker, drawn, normal, require_close, run_kernel
 
-SHARED = {"_host.py", "_numerics.py"}
+SHARED = {"_device.py", "_host.py", "_numerics.py"}
 LIFTS = (
     ("softmax",),
     ("add",),
@@ -38,7 +38,7 @@ def check_files_to_copy(answer):
             raise NotYet(f"for {', '.join(ops)} it copies {min(more, key=str)!r}, which is not needed")
         if list(got) != want:
             raise NotYet(f"for {', '.join(ops)} it returns {got}; it must be sorted: {want}")
-    return "A family, what it is built on, and the two shared files."
+    return "A family, what it is built on, and the three shared files."
 
 
 @checker

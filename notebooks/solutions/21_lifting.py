@@ -11,7 +11,7 @@ def files_to_copy(ops):
     if "nvlink" in families:
         families.add("gemm")
     files = {f"{name}.py" if name == "elementwise" else name for name in families}
-    return sorted(files | {"_host.py", "_numerics.py"})
+    return sorted(files | {"_device.py", "_host.py", "_numerics.py"})
     # END SOLUTION
 
 
