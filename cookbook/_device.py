@@ -220,6 +220,29 @@ def swizzled(piece: int = PIECE, dtype=jnp.bfloat16) -> dict:
     return dict(transforms=(plgpu.TilingTransform((8, piece)), plgpu.SwizzleTransform(bytes_of_row)))
 
 
+def row_tiles(shape: tuple[int, ...], dtype, interpreted: bool, by_eights: bool = False):
+    """Shared memory for rows in pieces, (..., rows, piece), in the views that `Tiles` names. The interpreter gets the
+    first."""
+    transforms = swizzled(shape[-1], dtype)["transforms"]
+    views = [plgpu.SMEM(shape, dtype, transforms=transforms), plgpu.SMEM(shape, dtype, transforms=transforms[1:])]
+    if by_eights:
+        views.append(plgpu.SMEM((*shape[:-2], shape[-2] // 8, 8 * shape[-1]), dtype))
+    return views[0] if interpreted else plgpu.RefUnion(*views)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The views of a buffer of `row_tiles`."""
+
+    tiled: Any  # For tensor cores.
+    rows: Any  # Rows of a piece each, the only view in which TMA finds any row and cuts off at the edges of an array.
+    eights: Any = None  # 8 rows together, as they lie, `by_eights` alone.
+
+    @classmethod
+    def views(cls, smem, interpreted: bool):
+        return cls(smem, smem, smem) if interpreted else cls(*smem)
+
+
 def smem_bytes(scratch: dict) -> int:
     """Shared memory that a kernel's `scratch_types` take: arrays, each aligned, and barriers of 8 bytes."""
     total = 0
