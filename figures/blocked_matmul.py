@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from matplotlib.colors import ListedColormap
-from matplotlib.patches import Rectangle
 
-from figures._chart import chart
+from figures._chart import chart, tile
 from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, SOFT, arrow, box, drawing, places, words
 from lab import plot
 
@@ -22,30 +21,27 @@ MINE, NOW = (1, 3), 2  # The tile of o that is drawn, and the step of K.
 def matmul_tiles(ax):
     """Which parts of a and b one block of a blocked matrix product reads: a row of tiles and a column of tiles."""
     left, base = 0.75, 0.5
-    right, top = left + STEPS * STEP + 0.3, base + TILES_M * TILE + 0.3
+    wide, high, deep = TILES_N * TILE, TILES_M * TILE, STEPS * STEP
+    right, top = left + deep + 0.3, base + high + 0.3
     row, col = base + (TILES_M - 1 - MINE[0]) * TILE, right + MINE[1] * TILE
-    for x, y, width, height in (
-        (left, base, STEPS * STEP, TILES_M * TILE),
-        (right, top, TILES_N * TILE, STEPS * STEP),
-        (right, base, TILES_N * TILE, TILES_M * TILE),
-    ):
+    for x, y, width, height in ((left, base, deep, high), (right, top, wide, deep), (right, base, wide, high)):
         box(ax, x, y, width, height, colour=INK, fill=0.03, linewidth=0.8)
     for i in range(STEPS):
-        now = i == NOW
-        box(ax, left + i * STEP, row, STEP, TILE, colour=ORANGE, fill=0.75 if now else 0.2, linewidth=0.8)
-        box(ax, col, top + (STEPS - 1 - i) * STEP, TILE, STEP, colour=GREEN, fill=0.75 if now else 0.2, linewidth=0.8)
+        fill = 0.75 if i == NOW else 0.2
+        box(ax, left + i * STEP, row, STEP, TILE, colour=ORANGE, fill=fill, linewidth=0.8)
+        box(ax, col, top + (STEPS - 1 - i) * STEP, TILE, STEP, colour=GREEN, fill=fill, linewidth=0.8)
     for i, j in places(TILES_M, TILES_N):
         if (i, j) != MINE:
-            box(ax, right + j * TILE, base + (TILES_M - 1 - i) * TILE, TILE, TILE, colour=SOFT, fill=0.06,
-                linewidth=0.6)  # fmt: skip
+            x, y = right + j * TILE, base + (TILES_M - 1 - i) * TILE
+            box(ax, x, y, TILE, TILE, colour=SOFT, fill=0.06, linewidth=0.6)
     box(ax, col, row, TILE, TILE, colour=BLUE, fill=0.85, linewidth=0.8)
     arrow(ax, (left + (NOW + 1) * STEP + 0.03, row + TILE / 2), (col - 0.03, row + TILE / 2), ORANGE)
     arrow(ax, (col + TILE / 2, top + (STEPS - 1 - NOW) * STEP - 0.03), (col + TILE / 2, row + TILE + 0.03), GREEN)
-    words(ax, left - 0.12, base + TILES_M * TILE / 2, "a\nM x K", ha="right", weight="bold")
-    words(ax, right - 0.12, top + STEPS * STEP / 2, "b\nK x N", ha="right", weight="bold")
-    words(ax, right + TILES_N * TILE / 2, base - 0.2, "o   M x N", weight="bold")
-    words(ax, left + STEPS * STEP / 2, base - 0.2, "step k:  0  1  2 ...", 8)
-    x = right + TILES_N * TILE + 0.25
+    words(ax, left - 0.12, base + high / 2, "a\nM x K", ha="right", weight="bold")
+    words(ax, right - 0.12, top + deep / 2, "b\nK x N", ha="right", weight="bold")
+    words(ax, right + wide / 2, base - 0.2, "o   M x N", weight="bold")
+    words(ax, left + deep / 2, base - 0.2, "step k:  0  1  2 ...", 8)
+    x = right + wide + 0.25
     for y, colour, text in (
         (3.3, ORANGE, "a's tile of this step:\ntile_m x tile_k"),
         (2.55, GREEN, "b's tile of this step:\ntile_k x tile_n"),
@@ -53,7 +49,7 @@ def matmul_tiles(ax):
     ):
         box(ax, x, y - 0.08, 0.16, 0.16, colour=colour, fill=0.8, linewidth=0.5)
         words(ax, x + 0.26, y, text, 8.5, ha="left")
-    words(ax, x, 0.95, "light: read by the other steps\nof this block", 8.5, ha="left", colour=plot.INK)
+    words(ax, x, 0.95, "light: read by the other steps\nof this block", 8.5, ha="left")
 
 
 TILES = ((1, 128), (16, 32), (64, 64), (128, 128))
@@ -66,12 +62,10 @@ def matmul_edges(ax):
     x, top = 0.35, 2.6
     for tile_m, tile_n in TILES:
         width, height = tile_n * SCALE, max(tile_m * SCALE, 0.03)
-        for corner, size, colour in (
-            ((x, top - height), (width, height), BLUE),
-            ((x - EDGE - 0.04, top - height), (EDGE, height), ORANGE),
-            ((x, top + 0.04), (width, EDGE), GREEN),
-        ):
-            ax.add_patch(Rectangle(corner, *size, facecolor=colour, edgecolor="none", alpha=0.75))
+        look = dict(edgecolor="none", alpha=0.75)
+        tile(ax, x, top - height, width, height, BLUE, **look)
+        tile(ax, x - EDGE - 0.04, top - height, EDGE, height, ORANGE, **look)
+        tile(ax, x, top + 0.04, width, EDGE, GREEN, **look)
         products, values = tile_m * tile_n, tile_m + tile_n
         words(ax, x, 2.97, f"{tile_m} x {tile_n}", 9.5, ha="left", weight="bold")
         text = f"reads {values} values,\nmultiplies {products:,} times:\n{products / values:.3g} for each value"
@@ -82,13 +76,15 @@ def matmul_edges(ax):
         (2.2, GREEN, "a row of b's tile"),
         (3.9, BLUE, "sums of o, each with one multiply-add"),
     ):
-        ax.add_patch(Rectangle((left, 0.06), 0.14, 0.14, facecolor=colour, alpha=0.75))
-        words(ax, left + 0.22, 0.13, text, 8, ha="left", colour=plot.INK)
+        tile(ax, left, 0.06, 0.14, 0.14, colour, alpha=0.75)
+        words(ax, left + 0.22, 0.13, text, 8, ha="left")
 
 
 SIDE = 2.9  # Inches, of the tile of 128 x 128.
 ROWS, COLS, VEC = 16, 32, 4  # Sizes of the pattern that repeats; values side by side that one thread holds.
-THREADS_MINE = 10  # The thread that is picked out.
+
+
+THREAD = 10  # The one that is picked out.
 
 
 @drawing(7.8, 4.05)
@@ -96,49 +92,48 @@ def matmul_threads(ax):
     """Which thread holds which sums of a 128 x 128 tile, and what it reads for one step of K."""
     words(ax, 0.3, 3.86, "the pattern: 16 rows x 32 columns", ha="left", weight="bold")
     _pattern(ax, 0.55, 0.42, 2.75, 3.05)
-    words(ax, 4.35, 3.86, f"thread {THREADS_MINE} in the tile of 128 x 128", ha="left", weight="bold")
+    words(ax, 4.35, 3.86, f"thread {THREAD} in the tile of 128 x 128", ha="left", weight="bold")
     _tile(ax, 4.75, 0.42, SIDE / 128)
 
 
 def _pattern(ax, x, y, width, height):
     """Threads by number: four warps of four rows each, eight threads side by side."""
-    cell_width, cell_height = width / (COLS // VEC), height / ROWS
-    for row, i in places(ROWS, COLS // VEC):
-        thread = row * (COLS // VEC) + i
-        corner = (x + i * cell_width, y + height - (row + 1) * cell_height)
-        colour = BLUE if thread == THREADS_MINE else plot.COLOURS[1 + row // 4]
-        _cell(ax, corner, cell_width, cell_height, colour, 0.9 if thread == THREADS_MINE else 0.3)
-        ink = plot.CARD if thread == THREADS_MINE else INK
-        words(ax, corner[0] + cell_width / 2, corner[1] + cell_height / 2, str(thread), 6.5, colour=ink)
+    beside = COLS // VEC
+    cell_width, cell_height = width / beside, height / ROWS
+    for row, i in places(ROWS, beside):
+        thread = row * beside + i
+        left, bottom = x + i * cell_width, y + height - (row + 1) * cell_height
+        colour, alpha, ink = (BLUE, 0.9, plot.CARD) if thread == THREAD else (plot.COLOURS[1 + row // 4], 0.3, INK)
+        _cell(ax, (left, bottom), cell_width, cell_height, colour, alpha)
+        words(ax, left + cell_width / 2, bottom + cell_height / 2, str(thread), 6.5, colour=ink)
     for warp in range(4):
-        text = f"warp {warp}"
-        words(ax, x - 0.1, y + height - (warp + 0.5) * 4 * cell_height, text, size=7.5, ha="right", rotation=90)
+        middle = y + height - (warp + 0.5) * 4 * cell_height
+        words(ax, x - 0.1, middle, f"warp {warp}", 7.5, ha="right", rotation=90)
     words(ax, x + width / 2, y - 0.17, "each cell: 1 row, 4 columns, of the thread named", 8, colour=SOFT)
 
 
 def _tile(ax, x, y, scale):
-    row, col = THREADS_MINE // (COLS // VEC), THREADS_MINE % (COLS // VEC) * VEC
-    ax.add_patch(Rectangle((x, y), SIDE, SIDE, facecolor=PALE, edgecolor=INK, linewidth=0.8))
+    row, col = THREAD // (COLS // VEC), THREAD % (COLS // VEC) * VEC
+    tile(ax, x, y, SIDE, SIDE, PALE, edgecolor=INK, linewidth=0.8)
     for i in range(128 // ROWS):
+        bottom = y + SIDE - (i * ROWS + row + 1) * scale
         for j in range(128 // COLS):
-            bottom = y + SIDE - (i * ROWS + row + 1) * scale
-            _cell(ax, (x + (j * COLS + col) * scale, bottom), VEC * scale, scale, BLUE, 1.0, 0.0)
+            left = x + (j * COLS + col) * scale
+            _cell(ax, (left, bottom), VEC * scale, scale, BLUE, 1.0, 0.0)
             if i == 0:
-                _cell(ax, (x + (j * COLS + col) * scale, y + SIDE + 0.1), VEC * scale, 0.14, GREEN, 0.9)
+                _cell(ax, (left, y + SIDE + 0.1), VEC * scale, 0.14, GREEN, 0.9)
         _cell(ax, (x - 0.24, bottom), 0.14, scale, ORANGE, 1.0, 0.0)
-    ax.add_patch(Rectangle((x - 0.24, y), 0.14, SIDE, facecolor=ORANGE, alpha=0.15))
-    ax.add_patch(Rectangle((x, y + SIDE + 0.1), SIDE, 0.14, facecolor=GREEN, alpha=0.15))
-    ax.add_patch(
-        Rectangle((x, y + SIDE - ROWS * scale), COLS * scale, ROWS * scale, fill=False, edgecolor=INK, linewidth=1)
-    )
-    words(ax, x - 0.32, y + SIDE / 2, "8 of a's column", 8, rotation=90, ha="right")
+    tile(ax, x - 0.24, y, 0.14, SIDE, ORANGE, alpha=0.15)
+    tile(ax, x, y + SIDE + 0.1, SIDE, 0.14, GREEN, alpha=0.15)
+    tile(ax, x, y + SIDE - ROWS * scale, COLS * scale, ROWS * scale, "none", edgecolor=INK, linewidth=1)
+    words(ax, x - 0.32, y + SIDE / 2, "8 of a's column", 8, ha="right", rotation=90)
     words(ax, x + SIDE / 2, y + SIDE + 0.36, "4 x 4 of b's row", 8)
     words(ax, x + SIDE / 2, y - 0.17, "8 x 16 sums: 128 multiply-adds for 24 values read", 8, colour=SOFT)
     arrow(ax, (3.4, y + SIDE + 0.02), (x - 0.34, y + SIDE - 0.05), SOFT, width=1)
 
 
 def _cell(ax, corner, width, height, colour, alpha, line=0.5):
-    ax.add_patch(Rectangle(corner, width, height, facecolor=colour, alpha=alpha, edgecolor=plot.CARD, linewidth=line))
+    tile(ax, *corner, width, height, colour, alpha=alpha, edgecolor=plot.CARD, linewidth=line)
 
 
 @drawing(7.8, 3.5)
@@ -179,7 +174,6 @@ def _operands(ax, a, b, y):
     box(ax, b, y, 1.25, 0.3, "b", GREEN, fill=0.5, size=8, linewidth=0.6)
 
 
-ORDERS_TILES, TOGETHER = 64, 264  # Tiles along each side; blocks that run at once: two on each SM of an H100 or H200.
 WIDTHS = (1, 16)
 
 
@@ -189,31 +183,32 @@ def tile_order(tiles_m, tiles_n, width):
     return [np.asarray(i) for i in jax.vmap(tile)(jnp.arange(tiles_m * tiles_n))]
 
 
+SIDE_TILES, TOGETHER = 64, 264  # Tiles along each side; blocks that run at once: two on each SM of an H100 or H200.
+
+
 @chart(height=4.3, ncols=len(WIDTHS))
 def matmul_orders(axes):
     """The order in which blocks visit the tiles of o, and what the blocks that run together read."""
     for ax, width in zip(axes, WIDTHS, strict=True):
-        _draw(ax, *tile_order(ORDERS_TILES, ORDERS_TILES, width), width)
+        _draw(ax, *tile_order(SIDE_TILES, SIDE_TILES, width), width)
 
 
 def _draw(ax, rows, cols, width):
     """Waves in shades; beside and above, the tiles of a and b that the first wave reads."""
     gap = 5
-    picture = np.full((ORDERS_TILES + gap, ORDERS_TILES + gap), np.nan)
+    picture = np.full((SIDE_TILES + gap, SIDE_TILES + gap), np.nan)
     wave = np.arange(rows.size) // TOGETHER
     picture[rows + gap, cols + gap] = np.where(wave == 0, 2, wave % 2)
     first_rows, first_cols = np.unique(rows[:TOGETHER]), np.unique(cols[:TOGETHER])
     picture[gap:, :3], picture[:3, gap:] = 0, 0
     picture[first_rows + gap, :3] = 3
     picture[:3, first_cols + gap] = 4
-    colours = ListedColormap([plot.FAINT, "#EDEDEA", plot.OURS, plot.COLOURS[1], plot.COLOURS[2]])
+    colours = ListedColormap([plot.FAINT, PALE, BLUE, ORANGE, GREEN])
     ax.imshow(picture, cmap=colours, vmin=0, vmax=4, interpolation="nearest")
     path = slice(0, 2 * TOGETHER)
     ax.plot(cols[path] + gap, rows[path] + gap, color=plot.CARD, linewidth=0.5, alpha=0.7)
     ax.set_title("row after row" if width == 1 else f"in a snake, {width} tiles wide")
     ax.set_xlabel(f"first wave: {first_rows.size} tile rows of a, {first_cols.size} tile columns of b")
-    ax.set_xticks([])
-    ax.set_yticks([])
+    ax.set(xticks=[], yticks=[])
     ax.grid(False)
-    for side in ax.spines.values():
-        side.set_visible(False)
+    ax.spines[:].set_visible(False)

@@ -7,41 +7,25 @@ from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SOFT, arrow, box,
 from lab import plot
 
 ROWS = (  # (what one sees, its colour, [(a finding, what to do first, what to do then), ...])
-    (
-        "it is refused",
-        SOFT,
-        [("", "read: the stage,\nthe last noun, our line", "the index of messages,\nlab.explain()")],
-    ),
-    (
-        "the result\nis wrong",
-        BLUE,
-        [
-            ("a race", "read its two lines", "what is missing\nbetween them?"),
-            ("no race", "which tile?\nlab.plot.error_map", "what is the wrong tile\nmade of?"),
-        ],
-    ),
-    (
-        "it hangs",
-        ORANGE,
-        [
-            ("interpreted", "who waits, and where", "who has passed by\nwithout arriving?"),
-            ("on a GPU alone", "a process, a time limit", "waits that give up,\nand print"),
-        ],
-    ),
-    (
-        "it differs from\nrun to run",
-        RED,
-        [("no race seen", "count runs on a GPU", "change one thing:\nthe cure is the cause")],
-    ),
-    (
-        "it is slow",
-        GREEN,
-        [
-            ("the compiler knows", "remarks, spills, DEPBAR", "smaller tile,\nfewer registers"),
-            ("it does not", "the timeline", "ncu: what is busy?"),
-        ],
-    ),
-)
+    ("it is refused", SOFT, [
+        ("", "read: the stage,\nthe last noun, our line", "the index of messages,\nlab.explain()"),
+    ]),
+    ("the result\nis wrong", BLUE, [
+        ("a race", "read its two lines", "what is missing\nbetween them?"),
+        ("no race", "which tile?\nlab.plot.error_map", "what is the wrong tile\nmade of?"),
+    ]),
+    ("it hangs", ORANGE, [
+        ("interpreted", "who waits, and where", "who has passed by\nwithout arriving?"),
+        ("on a GPU alone", "a process, a time limit", "waits that give up,\nand print"),
+    ]),
+    ("it differs from\nrun to run", RED, [
+        ("no race seen", "count runs on a GPU", "change one thing:\nthe cure is the cause"),
+    ]),
+    ("it is slow", GREEN, [
+        ("the compiler knows", "remarks, spills, DEPBAR", "smaller tile,\nfewer registers"),
+        ("it does not", "the timeline", "ncu: what is busy?"),
+    ]),
+)  # fmt: skip
 HEIGHT, GAP = 0.56, 0.14
 
 
@@ -82,10 +66,6 @@ def _whole(is_wrong, size=1.0):
     return np.where(is_wrong(row, column), size * noise, 0.0)
 
 
-def _last_tile():
-    return _whole(lambda i, j: (i == TILES - 1) & (j == TILES - 1), np.nan)
-
-
 def _swizzled():
     """One tile of 64 columns whose rows' pieces of 8 values are read in an order that the writer did not use."""
     row, column = np.indices((64, 64))
@@ -96,8 +76,9 @@ def _swizzled():
 def patterns():
     """(title, what it is a sign of, errors) of each."""
     turn = lambda i, j: (i * TILES + j) // 2  # Two blocks take tiles in turn.
+    last = lambda i, j: (i == TILES - 1) & (j == TILES - 1)
     return (
-        ("one tile, never written", "the number of turns", _last_tile()),
+        ("one tile, never written", "the number of turns", _whole(last, np.nan)),
         ("the last row of tiles", "the tail", _whole(lambda i, j: i == TILES - 1)),
         ("every tile, a little", "a step of K", _whole(lambda i, j: i >= 0, 0.3)),
         ("every second turn", "slot or phase", _whole(lambda i, j: turn(i, j) % 2 == 1)),

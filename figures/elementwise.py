@@ -1,6 +1,6 @@
 """Figures of chapter 1: elementwise."""
 
-from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, RED, SOFT, arrow, box, drawing, words
+from figures._draw import BLUE, GREEN, INK, ORANGE, RED, SOFT, arrow, box, drawing, words
 from lab import plot
 
 TRIP, ISSUE, WORK = 1.5, 0.1, 0.16  # Lengths on the drawing of one trip of one block: request, wait, add and store.
@@ -18,12 +18,14 @@ def blocks_in_time(ax):
     for i in range(6):
         _lane(ax, 2.3 - 0.27 * i, 0.23 * i, 4, f"block {i}")
     _memory(ax, 0.6, [TRIP * i + 0.23 * j + 0.75 for i in range(4) for j in range(6)])
-    for x, colour, text in ((1.3, BLUE, "requests two tiles"), (2.85, PALE, "waits"), (3.65, GREEN, "adds and stores")):
-        box(ax, x, 0.2, 0.18, 0.15, colour=SOFT if colour == PALE else colour, fill=0.1 if colour == PALE else 0.8,
-            linewidth=0.5)  # fmt: skip
+    for x, colour, fill, text in (
+        (1.3, BLUE, 0.8, "requests two tiles"),
+        (2.85, SOFT, 0.1, "waits"),
+        (3.65, GREEN, 0.8, "adds and stores"),
+        (5.1, ORANGE, 0.8, "memory delivers them"),
+    ):
+        box(ax, x, 0.2, 0.18, 0.15, colour=colour, fill=fill, linewidth=0.5)
         words(ax, x + 0.26, 0.275, text, 8, ha="left")
-    box(ax, 5.1, 0.2, 0.18, 0.15, colour=ORANGE, fill=0.8, linewidth=0.5)
-    words(ax, 5.36, 0.275, "memory delivers them", 8, ha="left")
 
 
 def _lane(ax, y, first, trips, name):
@@ -52,7 +54,7 @@ ELEMENTS = 32  # The first of the tile; a cell is one element of 2 bytes.
 def thread_layout(ax):
     """Which thread loads which element of a tile, for loads of 1, 2, 4 and 8 bf16 elements a thread."""
     text = f"the first {ELEMENTS} elements of a tile, and the thread that loads each"
-    words(ax, 1.55, 2.55, text, size=9, ha="left", weight="bold")
+    words(ax, 1.55, 2.55, text, ha="left", weight="bold")
     for row, vec in enumerate((1, 2, 4, 8)):
         y = 1.95 - 0.5 * row
         words(ax, 1.45, y + 0.17, f"{vec} element{'s' * (vec > 1)}\n{2 * vec} bytes a load", 8, ha="right")
@@ -60,8 +62,8 @@ def thread_layout(ax):
             thread = i // vec
             colour = plot.COLOURS[thread % 5]
             box(ax, 1.55 + 0.19 * i, y, 0.19 * vec - 0.02, 0.34, str(thread), colour, fill=0.25, size=7, linewidth=0.7)
-    note = "one load of a warp, 32 threads side by side, fetches 64, 128, 256 or 512 bytes in a row"
-    words(ax, 1.55, 0.18, note, size=8, ha="left", colour=SOFT)
+    text = "one load of a warp, 32 threads side by side, fetches 64, 128, 256 or 512 bytes in a row"
+    words(ax, 1.55, 0.18, text, 8, ha="left", colour=SOFT)
 
 
 @drawing(7.8, 2.75)
@@ -92,25 +94,24 @@ SCALE = 6.4 / 2348  # Inches an element.
 @drawing(7.8, 2.6)
 def tail(ax):
     """A length that is no multiple of the tile: whole tiles, then pieces of 128 elements, the last shifted back."""
+    at = lambda element: 0.25 + element * SCALE
     whole = LENGTH // TILE * TILE
     words(ax, 0.25, 2.42, f"{LENGTH} elements, tiles of {TILE}", 10, ha="left", weight="bold")
     box(ax, 0.25, 1.75, LENGTH * SCALE, 0.3, "", SOFT, fill=0.12)
-    words(ax, 0.25 + LENGTH * SCALE + 0.08, 1.9, "the array\nends here", 8, ha="left", colour=RED)
-    ax.plot([0.25 + LENGTH * SCALE] * 2, [0.5, 2.15], color=RED, linewidth=1.2)
+    words(ax, at(LENGTH) + 0.08, 1.9, "the array\nends here", 8, ha="left", colour=RED)
+    ax.plot([at(LENGTH)] * 2, [0.5, 2.15], color=RED, linewidth=1.2)
     for i in range(whole // TILE):
-        box(ax, 0.25 + i * TILE * SCALE, 1.3, TILE * SCALE - 0.02, 0.32, f"block {i}: its tile, 16-byte loads", BLUE,
-            size=8)  # fmt: skip
+        text = f"block {i}: its tile, 16-byte loads"
+        box(ax, at(i * TILE), 1.3, TILE * SCALE - 0.02, 0.32, text, BLUE, size=8)
     starts = list(range(whole, LENGTH, PIECE))
     for start in starts:
         last = start + PIECE > LENGTH
-        start = min(start, LENGTH - PIECE)
-        box(ax, 0.25 + start * SCALE, 0.98 - 0.36 * last, PIECE * SCALE - 0.01, 0.28, "", ORANGE if last else GREEN,
-            fill=0.35)  # fmt: skip
-    text = f"block {whole // TILE - 1} also does the pieces of {PIECE}"
-    words(ax, 0.15 + whole * SCALE, 1.12, text, size=8, ha="right")
-    note = f"the last is shifted back, to start at {LENGTH} − {PIECE}"
-    words(ax, 0.15 + whole * SCALE, 0.76, note, size=8, ha="right")
+        x, y = at(min(start, LENGTH - PIECE)), 0.98 - 0.36 * last
+        box(ax, x, y, PIECE * SCALE - 0.01, 0.28, "", ORANGE if last else GREEN, fill=0.35)
+    x, block = at(whole) - 0.1, whole // TILE - 1
+    words(ax, x, 1.12, f"block {block} also does the pieces of {PIECE}", 8, ha="right")
+    words(ax, x, 0.76, f"the last is shifted back, to start at {LENGTH} − {PIECE}", 8, ha="right")
     overlap = (starts[-2] + PIECE - (LENGTH - PIECE)) * SCALE
-    x = 0.25 + (LENGTH - PIECE) * SCALE
-    arrow(ax, (x + overlap / 2, 0.34), (x + overlap / 2, 0.62), ORANGE)
-    words(ax, x + overlap / 2, 0.22, "computed twice, stored twice: the same value", 8, ha="right")
+    x = at(LENGTH - PIECE) + overlap / 2
+    arrow(ax, (x, 0.34), (x, 0.62), ORANGE)
+    words(ax, x, 0.22, "computed twice, stored twice: the same value", 8, ha="right")

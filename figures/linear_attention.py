@@ -5,82 +5,65 @@ from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, SOFT, arrow, box, draw
 from lab import plot
 from lab.roofline import peak
 
+PARTS = 3
+
+
 TOKENS, CELL = 10, 0.27
+
+
+CHUNKS = 4
 
 
 @drawing(7.8, 4.1)
 def recurrent_state(ax):
     """Causal attention twice: as a matrix of all pairs of tokens, and as a state that goes from token to token."""
-    left, bottom = 0.75, 0.55
-    words(ax, left + TOKENS * CELL / 2, 3.85, "a matrix: T x T numbers", 9.5, weight="bold")
+    left, bottom, side = 0.75, 0.55, TOKENS * CELL
+    words(ax, left + side / 2, 3.85, "a matrix: T x T numbers", 9.5, weight="bold")
     for t in range(TOKENS):
-        y = bottom + (TOKENS - 1 - t) * CELL
         for s in range(t + 1):
-            box(ax, left + s * CELL, y, CELL - 0.03, CELL - 0.03, colour=BLUE, fill=0.3, linewidth=0.6)
-    words(ax, left + TOKENS * CELL / 2, 3.45, "keys s", 8.5)
-    words(ax, left - 0.15, bottom + TOKENS * CELL / 2, "queries t", 8.5, rotation=90)
-    words(ax, left + TOKENS * CELL / 2, 0.25, "token t meets t keys: work grows with T²", 8, colour=SOFT)
-
-    x, middle = 4.35, 2.15
+            x, y = left + s * CELL, bottom + (TOKENS - 1 - t) * CELL
+            box(ax, x, y, CELL - 0.03, CELL - 0.03, colour=BLUE, fill=0.3, linewidth=0.6)
+    words(ax, left + side / 2, 3.45, "keys s", 8.5)
+    words(ax, left - 0.15, bottom + side / 2, "queries t", 8.5, rotation=90)
+    words(ax, left + side / 2, 0.25, "token t meets t keys: work grows with T²", 8, colour=SOFT)
+    middle = 2.15
     words(ax, 6.0, 3.85, "a state: N x P numbers", 9.5, weight="bold")
-    for i, name in enumerate(("S", "S", "S")):
-        at = x + 1.15 * i
-        box(ax, at, middle - 0.35, 0.55, 0.7, name, ORANGE, fill=0.35, size=11, weight="bold")
-        words(ax, at + 0.275, middle + 0.52, ("before t", "after t", "after t + 1")[i], 8)
+    for i, when in enumerate(("before t", "after t", "after t + 1")):
+        x = 4.35 + 1.15 * i
+        box(ax, x, middle - 0.35, 0.55, 0.7, "S", ORANGE, fill=0.35, size=11, weight="bold")
+        words(ax, x + 0.275, middle + 0.52, when, 8)
         if i < 2:
-            arrow(ax, (at + 0.57, middle), (at + 1.13, middle), ORANGE, text="+ v kᵀ", offset=(0.0, 0.14))
-            arrow(ax, (at + 0.86, 3.15), (at + 0.86, middle + 0.3), BLUE)
-            words(ax, at + 0.86, 3.29, ("k[t], v[t]", "k[t+1], v[t+1]")[i], 8)
+            arrow(ax, (x + 0.57, middle), (x + 1.13, middle), ORANGE, text="+ v kᵀ", offset=(0.0, 0.14))
+            arrow(ax, (x + 0.86, 3.15), (x + 0.86, middle + 0.3), BLUE)
+            words(ax, x + 0.86, 3.29, ("k[t], v[t]", "k[t+1], v[t+1]")[i], 8)
         if i:
-            arrow(ax, (at + 0.275, middle - 0.37), (at + 0.275, 1.12), GREEN)
-            words(ax, at + 0.275, 0.97, ("y[t] = S q[t]", "y[t+1]")[i - 1], 8)
+            arrow(ax, (x + 0.275, middle - 0.37), (x + 0.275, 1.12), GREEN)
+            words(ax, x + 0.275, 0.97, ("y[t] = S q[t]", "y[t+1]")[i - 1], 8)
     words(ax, 6.0, 0.25, "every token meets one state: work grows with T", 8, colour=SOFT)
-
-
-CHUNKS, SIDE = 4, 0.78
 
 
 @drawing(7.8, 4.35)
 def recurrent_chunks(ax):
     """The matrix of pairs in chunks: pairs are multiplied on the diagonal alone; all that lies before is a state."""
-    left, bottom = 0.85, 0.75
+    left, bottom, side = 0.85, 0.75, 0.78
+    inner = side - 0.03
     for i in range(CHUNKS):
-        y = bottom + (CHUNKS - 1 - i) * SIDE
+        x, y = left + i * side, bottom + (CHUNKS - 1 - i) * side
         if i:
-            box(ax, left, y, i * SIDE - 0.03, SIDE - 0.03, "S", ORANGE, fill=0.22, size=11)
-        x = left + i * SIDE
-        ax.fill([x, x, x + SIDE - 0.03], [y + SIDE - 0.03, y, y], color=BLUE, alpha=0.35, linewidth=0)
-        box(ax, x, y, SIDE - 0.03, SIDE - 0.03, colour=BLUE, fill=0.0)
+            box(ax, left, y, i * side - 0.03, inner, "S", ORANGE, fill=0.22, size=11)
+        ax.fill([x, x, x + inner], [y + inner, y, y], color=BLUE, alpha=0.35, linewidth=0)
+        box(ax, x, y, inner, inner, colour=BLUE, fill=0.0)
         for j in range(i + 1, CHUNKS):
-            box(ax, left + j * SIDE, y, SIDE - 0.03, SIDE - 0.03, colour=SOFT, fill=0.0, linewidth=0.3)
-        words(ax, left - 0.12, y + SIDE / 2, f"chunk {i}", 8, ha="right")
-    words(ax, left + CHUNKS * SIDE / 2, 4.1, "keys s", 8.5)
+            box(ax, left + j * side, y, inner, inner, colour=SOFT, fill=0.0, linewidth=0.3)
+        words(ax, left - 0.12, y + side / 2, f"chunk {i}", 8, ha="right")
+    words(ax, left + CHUNKS * side / 2, 4.1, "keys s", 8.5)
     words(ax, 0.1, 4.1, "queries t", 8.5, ha="left")
-    words(ax, left + CHUNKS * SIDE / 2, 0.42, "a chunk: C tokens", 8, colour=SOFT)
-    arrow(ax, (left + 2 * SIDE, 0.6), (left + 3 * SIDE - 0.03, 0.6), SOFT, width=1.0, style="<|-|>")
-
-    x = 4.55
-    words(ax, x, 3.95, "for each chunk", 9.5, ha="left", weight="bold")
-    rows = (
-        (
-            BLUE,
-            "inside:",
-            "pairs of its own tokens",
-            "weights = mask(q kᵀ)      C x C\ny = weights v                   C x P",
-        ),
-        (ORANGE, "from before:", "one product with the state", "y = y + q Sᵀ                    C x P"),
-        (INK, "for those after:", "the chunk is added to the state", "S = S + vᵀ k                    P x N"),
-    )
-    y = 3.55
-    for colour, name, text, formula in rows:
-        height = 0.3 + 0.2 * formula.count("\n")
-        box(ax, x, y - 0.14, 0.22, 0.24, colour=colour, fill=0.3)
-        words(ax, x + 0.33, y, f"{name} {text}", 8.5, ha="left")
-        box(ax, x + 0.33, y - 0.3 - height, 2.75, height, colour=PALE, fill=0.8)
-        words(ax, x + 0.45, y - 0.3 - height / 2, formula, 8.2, ha="left")
-        y -= 0.75 + height
-    words(ax, x, 0.35, "orange rows reach back to the first token, at no more\nthan the cost of one product", size=8,
-          ha="left", colour=SOFT)  # fmt: skip
+    words(ax, left + CHUNKS * side / 2, 0.42, "a chunk: C tokens", 8, colour=SOFT)
+    arrow(ax, (left + 2 * side, 0.6), (left + 3 * side - 0.03, 0.6), SOFT, width=1.0, style="<|-|>")
+    words(ax, 4.55, 3.95, "for each chunk", 9.5, ha="left", weight="bold")
+    _products(ax, 4.55)
+    text = "orange rows reach back to the first token, at no more\nthan the cost of one product"
+    words(ax, 4.55, 0.35, text, 8, ha="left", colour=SOFT)
 
 
 NUM_SMS = 132  # On an H100 and on an H200.
@@ -146,24 +129,19 @@ def recurrent_schedule(axes, n: int = 128, p: int = 64, wait: float = 100.0):
     names = list(cycles(n, p))
     memory = bytes_of_chunk(n, p) / SM_BYTES
     for ax, apart in zip(axes, (False, True), strict=True):
-        lanes = ["memory", *(("state", "output") if apart else ("one warpgroup",))]
+        rows = ["memory", *(("state", "output") if apart else ("one warpgroup",))]
         for chunk in range(4):
             _bar(ax, 0, memory * chunk, memory * (chunk + 1), f"the bytes of a chunk: {memory * US:.2f} µs", "memory")
         for role, name, start, end in schedule(n, p, apart=apart, chunks=7, wait=wait):
-            lane = lanes.index(role) if apart else 1
-            _bar(ax, lane, start, end, str(1 + names.index(name)), role)
-        tracks(ax, lanes)
+            _bar(ax, rows.index(role) if apart else 1, start, end, str(1 + names.index(name)), role)
         each = (("state",), ("output",)) if apart else (("state", "output"),)
         took = max(chain(n, p, roles, wait) for roles in each) * US
         title = "two warpgroups, the state ahead" if apart else "one warpgroup, one step after the other"
-        ax.set_title(f"{title}: {took:.2f} µs of work for a chunk", fontsize=9)
+        tracks(ax, rows, f"{title}: {took:.2f} µs of work for a chunk")
     axes[-1].set_xlim(0, 3.5 * memory * US)
     list_of = lambda role: ", ".join(f"{i} {x}" for i, x in enumerate(names, 1) if cycles(n, p)[x][0] == role)
-    axes[-1].set_xlabel(
-        f"state: {list_of('state')}\noutput: {list_of('output')}\n"
-        f"µs; least cycles of each step, and {wait:.0f} cycles of latency after it (simulated)",
-        fontsize=8,
-    )
+    text = f"µs; least cycles of each step, and {wait:.0f} cycles of latency after it (simulated)"
+    axes[-1].set_xlabel(f"state: {list_of('state')}\noutput: {list_of('output')}\n{text}", fontsize=8)
 
 
 def _bar(ax, lane, start, end, text, role):
@@ -172,36 +150,49 @@ def _bar(ax, lane, start, end, text, role):
     label(ax, start + length / 2, lane, text, 7.5, clip_on=True)
 
 
-PARTS, PARTS_CHUNKS = 3, 4
+def _products(ax, x):
+    inside = "weights = mask(q kᵀ)      C x C\ny = weights v                   C x P"
+    y = 3.55
+    for colour, what, formula in (
+        (BLUE, "inside: pairs of its own tokens", inside),
+        (ORANGE, "from before: one product with the state", "y = y + q Sᵀ                    C x P"),
+        (INK, "for those after: the chunk is added to the state", "S = S + vᵀ k                    P x N"),
+    ):
+        height = 0.3 + 0.2 * formula.count("\n")
+        box(ax, x, y - 0.14, 0.22, 0.24, colour=colour, fill=0.3)
+        words(ax, x + 0.33, y, what, 8.5, ha="left")
+        box(ax, x + 0.33, y - 0.3 - height, 2.75, height, colour=PALE, fill=0.8)
+        words(ax, x + 0.45, y - 0.3 - height / 2, formula, 8.2, ha="left")
+        y -= 0.75 + height
 
 
 @drawing(7.8, 4.3)
 def recurrent_parts(ax):
     """One sequence in three parts: states from zero, their sums, and the outputs, each part with a block of its own."""
     wide, gap, left = 0.44, 0.22, 1.75
-    at = lambda part: left + part * (PARTS_CHUNKS * wide + gap)
+    at = lambda part: left + part * (CHUNKS * wide + gap)
     for y, name, what in (
         (3.3, "pass 1", "reads k, v"),
         (2.1, "combine", "XLA, in float32"),
         (0.75, "pass 2", "reads q, k, v"),
     ):
-        words(ax, 0.15, y + 0.1, name, 9, ha="left", weight="bold")
+        words(ax, 0.15, y + 0.1, name, ha="left", weight="bold")
         words(ax, 0.15, y - 0.13, what, 8, ha="left", colour=SOFT)
     for part in range(PARTS):
         x = at(part)
-        words(ax, x + PARTS_CHUNKS * wide / 2, 4.05, f"part {part}: a block", 8.5, weight="bold")
-        for i in range(PARTS_CHUNKS):
+        words(ax, x + CHUNKS * wide / 2, 4.05, f"part {part}: a block", 8.5, weight="bold")
+        for i in range(CHUNKS):
             box(ax, x + i * wide, 3.1, wide - 0.04, 0.42, "+ vᵀk", BLUE, fill=0.25, size=7)
             box(ax, x + i * wide, 0.5, wide - 0.04, 0.42, "y", GREEN, fill=0.3, size=8)
         words(ax, x - 0.03, 3.68, "from 0", 7.5, ha="left", colour=SOFT)
-        end = x + PARTS_CHUNKS * wide - 0.2
-        box(ax, end - 0.3, 1.85, 0.6, 0.5, f"L{part}" if part == 0 else f"d{part} S + L{part}", ORANGE, fill=0.3,
-            size=7)  # fmt: skip
+        end = x + CHUNKS * wide - 0.2
+        state = f"d{part} S + L{part}" if part else "L0"
+        box(ax, end - 0.3, 1.85, 0.6, 0.5, state, ORANGE, fill=0.3, size=7)
         arrow(ax, (end, 3.08), (end, 2.37), BLUE, text=f"L{part}", offset=(0.17, 0.0))
         if part + 1 < PARTS:
-            arrow(ax, (end + 0.32, 2.1), (at(part + 1) + PARTS_CHUNKS * wide - 0.52, 2.1), ORANGE, text="S",
-                  offset=(0, 0.13))  # fmt: skip
+            next_end = at(part + 1) + CHUNKS * wide - 0.52
+            arrow(ax, (end + 0.32, 2.1), (next_end, 2.1), ORANGE, text="S", offset=(0, 0.13))
             arrow(ax, (end + 0.1, 1.83), (at(part + 1) + 0.12, 0.95), ORANGE)
     words(ax, at(1) + 0.02, 1.28, "the state before part 1", 7.5, ha="left", colour=SOFT)
-    words(ax, left, 0.18, "d: the decay of a whole part. L: its state, had it begun from zero.", size=8, ha="left",
-          colour=SOFT)  # fmt: skip
+    text = "d: the decay of a whole part. L: its state, had it begun from zero."
+    words(ax, left, 0.18, text, 8, ha="left", colour=SOFT)

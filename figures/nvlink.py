@@ -1,7 +1,5 @@
 """Figures of chapter 18: NVLink."""
 
-import itertools
-
 from cookbook.nvlink import protocol
 from cookbook.nvlink.protocol import Flush, PushedScatter, Read, Send, Signal, Wait
 from figures._chart import chart, label, lanes
@@ -16,25 +14,17 @@ def nvlink_host(ax):
     for x, name in ((0.2, "GPU 0"), (4.7, "GPU 1")):
         box(ax, x, 0.55, 2.9, 3.1, colour=SOFT, fill=0.04)
         words(ax, x + 0.12, 3.47, name, 10, ha="left", weight="bold")
-    box(ax, 0.4, 2.1, 1.25, 1.15, colour=BLUE, fill=0.08)
-    words(ax, 1.02, 3.1, "an SM", 8, colour=BLUE)
-    box(ax, 0.5, 2.2, 1.05, 0.42, "shared memory", BLUE, size=7.5)
-    box(ax, 0.5, 2.68, 1.05, 0.28, "warpgroup", INK, fill=0.06, size=7.5)
-    box(ax, 0.4, 0.75, 2.5, 0.62, colour=ORANGE, fill=0.08)
-    words(ax, 2.8, 1.22, "HBM and L2", 7.5, ha="right", colour=ORANGE)
-    box(ax, 0.5, 0.82, 0.62, 0.26, "x", ORANGE, size=8)
-
-    box(ax, 6.15, 2.1, 1.25, 1.15, colour=BLUE, fill=0.08)
-    words(ax, 6.77, 3.1, "an SM", 8, colour=BLUE)
-    box(ax, 6.25, 2.54, 1.05, 0.42, "shared memory", BLUE, size=7.5)
-    box(ax, 6.25, 2.2, 1.05, 0.28, "warpgroup", INK, fill=0.06, size=7.5)
-    box(ax, 4.9, 0.75, 2.5, 0.62, colour=ORANGE, fill=0.08)
-    words(ax, 7.3, 1.22, "HBM and L2", 7.5, ha="right", colour=ORANGE)
-    box(ax, 5.0, 0.82, 0.62, 0.26, "o", ORANGE, size=8)
+    for sm, memory, smem, warpgroup in ((0.4, 0.4, 2.2, 2.68), (6.15, 4.9, 2.54, 2.2)):
+        box(ax, sm, 2.1, 1.25, 1.15, colour=BLUE, fill=0.08)
+        words(ax, sm + 0.62, 3.1, "an SM", 8, colour=BLUE)
+        box(ax, sm + 0.1, smem, 1.05, 0.42, "shared memory", BLUE, size=7.5)
+        box(ax, sm + 0.1, warpgroup, 1.05, 0.28, "warpgroup", INK, fill=0.06, size=7.5)
+        box(ax, memory, 0.75, 2.5, 0.62, colour=ORANGE, fill=0.08)
+        words(ax, memory + 2.4, 1.22, "HBM and L2", 7.5, ha="right", colour=ORANGE)
+        box(ax, memory + 0.1, 0.82, 0.62, 0.26, "x" if sm < 1 else "o", ORANGE, size=8)
     box(ax, 5.75, 0.82, 0.72, 0.26, "arrived", GREEN, size=7.5)
-
     box(ax, 3.25, 0.55, 1.3, 3.1, colour=PALE, fill=0.9, linewidth=0)
-    words(ax, 3.9, 3.47, "NVLink", 9, colour=SOFT)
+    words(ax, 3.9, 3.47, "NVLink", colour=SOFT)
     arrow(ax, (0.75, 1.1), (0.75, 2.18), ORANGE)
     words(ax, 0.7, 1.68, "1 TMA\nloads", 7.5, ha="right", colour=ORANGE)
     arrow(ax, (1.57, 2.35), (5.2, 1.1), BLUE, width=1.8, shrinkA=2)
@@ -45,8 +35,8 @@ def nvlink_host(ax):
     words(ax, 3.9, 0.72, "3 “it is written”", 8, colour=SOFT)
     arrow(ax, (6.3, 1.1), (6.75, 2.18), GREEN, width=1.2, linestyle="--")
     words(ax, 6.68, 1.62, "5 wait", 8, ha="left", colour=GREEN)
-    words(ax, 0.2, 0.27, "Dotted: what the flush waits for. Without it 4 may reach GPU 1 before 2 does.", size=8,
-          ha="left")  # fmt: skip
+    text = "Dotted: what the flush waits for. Without it 4 may reach GPU 1 before 2 does."
+    words(ax, 0.2, 0.27, text, 8, ha="left")
 
 
 STORE, FLIGHT, SIGNAL = 1.0, 2.2, 1.2  # Time to hand a piece to TMA, until it is written, until a signal is seen.
@@ -80,21 +70,20 @@ def nvlink_signal(axes):
         "at once": "flush after each store: right, and one piece in flight",
         "a round late": "flush and signal follow the next store: right, and two pieces in flight",
     }
-    names = ("GPU 0, its warpgroup", "on NVLink", "GPU 1 sees the signal")
     for ax, (kind, title) in zip(axes, kinds.items(), strict=True):
         for i, start, arrival, sent, seen in schedule(kind):
-            colour = plot.COLOURS[i]
+            colour, early = plot.COLOURS[i], seen < arrival
+            ink = RED if early else INK
             ax.barh(0, STORE, left=start, height=0.6, color=colour, alpha=0.85, edgecolor=plot.CARD)
             label(ax, start + STORE / 2, 0, f"{i}", 7.5, colour=plot.CARD)
-            ax.barh(0, 0.1, left=sent, height=0.75, color=plot.INK)
+            ax.barh(0, 0.1, left=sent, height=0.75, color=INK)
             low = 0.82 if i % 2 else 1.18
             ax.barh(low, arrival - start - STORE, left=start + STORE, height=0.32, color=colour, alpha=0.6)
-            early = seen < arrival
-            ax.plot([sent + 0.05, seen], [0.1, 2], color=plot.BOUND if early else plot.INK, linewidth=0.9, alpha=0.7)
-            ax.plot(seen, 2, "X" if early else "o", color=plot.BOUND if early else colour, markersize=7)
+            ax.plot([sent + 0.05, seen], [0.1, 2], color=ink, linewidth=0.9, alpha=0.7)
+            ax.plot(seen, 2, "X" if early else "o", color=RED if early else colour, markersize=7)
             if early and i == ROUNDS - 1:
-                label(ax, seen + 0.25, 2, "too early", 7, ha="left", colour=plot.BOUND)
-        lanes(ax, names, title)
+                label(ax, seen + 0.25, 2, "too early", 7, ha="left", colour=RED)
+        lanes(ax, ("GPU 0, its warpgroup", "on NVLink", "GPU 1 sees the signal"), title)
     axes[-1].set_xlabel("time; bars: stores, and their data in flight; black: the signal is sent")
     axes[-1].set_xlim(-0.2, 15.2)
 
@@ -177,31 +166,30 @@ DEVICES = 4
 COLOURS = (BLUE, ORANGE, GREEN, PINK)
 
 
+SLOTS, OWNER = 2, 2
+
+
 @drawing(7.8, 3.3)
 def nvlink_gather(ax):
     """All-gather by push on four GPUs: each has its own shard, and stores it into its place in everybody's output."""
     width, gap = 1.45, 0.42
-    for d in range(DEVICES):
-        x = 0.35 + d * (width + gap)
+    left, part = [0.35 + d * (width + gap) for d in range(DEVICES)], width / DEVICES
+    for d, x in enumerate(left):
         words(ax, x + width / 2, 3.1, f"GPU {d}", 9.5, weight="bold")
         box(ax, x + 0.3, 2.35, width - 0.6, 0.42, f"shard {d}", COLOURS[d], fill=0.4, size=8)
         box(ax, x, 0.6, width, 0.62, colour=SOFT, fill=0.03)
-        part = width / DEVICES
         for q in range(DEVICES):
-            own = q == d
-            box(ax, x + q * part + 0.03, 0.66, part - 0.06, 0.5, f"{q}", COLOURS[q], fill=0.4 if own else 0.2, size=8)
+            fill = 0.4 if q == d else 0.2
+            box(ax, x + q * part + 0.03, 0.66, part - 0.06, 0.5, f"{q}", COLOURS[q], fill=fill, size=8)
     for d in range(DEVICES):
         for k in range(1, DEVICES):
-            p = (d + k) % DEVICES
-            start = 0.35 + d * (width + gap) + width / 2
-            end = 0.35 + p * (width + gap) + (d + 0.5) * width / DEVICES
-            full = k == 1
-            arrow(ax, (start, 2.33), (end, 1.2), COLOURS[d], width=1.7 if full else 0.8, alpha=1.0 if full else 0.45)
-    words(ax, 0.1, 0.28, "Thick: the first round of each. At any time every GPU receives from one other, and sends to"
-          " one.", size=8, ha="left", colour=SOFT)  # fmt: skip
+            start, end = left[d] + width / 2, left[(d + k) % DEVICES] + (d + 0.5) * part
+            look = dict(width=1.7, alpha=1.0) if k == 1 else dict(width=0.8, alpha=0.45)
+            arrow(ax, (start, 2.33), (end, 1.2), COLOURS[d], **look)
+    text = "Thick: the first round of each. At any time every GPU receives from one other, and sends to one."
+    words(ax, 0.1, 0.28, text, 8, ha="left", colour=SOFT)
 
 
-SCATTER_DEVICES, SLOTS = 4, 2
 OWNER = 2
 
 
@@ -212,7 +200,7 @@ def nvlink_scatter(ax):
     words(ax, 0.95, 3.3, f"the shard of GPU {OWNER}", 8.5)
     words(ax, 4.0, 3.5, f"buffer of GPU {OWNER}", 8.5, weight="bold")
     words(ax, 4.0, 3.28, f"{SLOTS} slots for each sender", 8, colour=SOFT)
-    for d in range(SCATTER_DEVICES):
+    for d in range(DEVICES):
         y = 2.55 - 0.62 * d
         words(ax, 0.1, y + 0.2, f"GPU {d}", 8.5, ha="left", weight="bold")
         for i in range(3):
@@ -234,7 +222,6 @@ def nvlink_scatter(ax):
 
 
 SIZES = ((3, 1, 2), (0, 4, 2), (2, 2, 2))  # Rows that each device (line) sends to each (column).
-EXPERTS_COLOURS = (BLUE, ORANGE, GREEN)
 ROW = 0.33
 
 
@@ -242,28 +229,24 @@ ROW = 0.33
 def nvlink_experts(ax):
     """The ragged all-to-all of experts' tokens: rows of each device in parts of any size, and where they land."""
     received = [sum(sizes[p] for sizes in SIZES) for p in range(len(SIZES))]
-    top = {d: 0.7 + 2.55 * d for d in range(len(SIZES))}
+    top = [0.7 + 2.55 * d for d in range(len(SIZES))]
     for d, sizes in enumerate(SIZES):
         words(ax, top[d] + 3 * ROW, 3.5, f"GPU {d}: x, sorted by target", 8.5, weight="bold")
         words(ax, top[d] + 3 * ROW, 0.32, f"GPU {d}: result", 8.5, weight="bold")
-        starts = [0, *itertools.accumulate(sizes)]
-        for p, size in enumerate(sizes):
-            for i in range(size):
-                box(ax, top[d] + ROW * (starts[p] + i), 2.85, ROW - 0.03, 0.34, f"{p}", EXPERTS_COLOURS[d], fill=0.35,
-                    size=8)  # fmt: skip
-        at = 0
-        for q in range(len(SIZES)):
-            for _ in range(SIZES[q][d]):
-                box(ax, top[d] + ROW * at, 0.62, ROW - 0.03, 0.34, colour=EXPERTS_COLOURS[q], fill=0.35)
-                at += 1
+        targets = [p for p, size in enumerate(sizes) for _ in range(size)]
+        for i, p in enumerate(targets):
+            box(ax, top[d] + ROW * i, 2.85, ROW - 0.03, 0.34, f"{p}", COLOURS[d], fill=0.35, size=8)
+        sources = [q for q, sizes in enumerate(SIZES) for _ in range(sizes[d])]
+        for i, q in enumerate(sources):
+            box(ax, top[d] + ROW * i, 0.62, ROW - 0.03, 0.34, colour=COLOURS[q], fill=0.35)
     for q, sizes in enumerate(SIZES):
         for p, size in enumerate(sizes):
             if size:
                 start = top[q] + ROW * (sum(sizes[:p]) + size / 2)
                 end = top[p] + ROW * (sum(SIZES[r][p] for r in range(q)) + size / 2)
-                arrow(ax, (start, 2.83), (end, 0.99), EXPERTS_COLOURS[q], width=0.6 + 0.5 * size, alpha=0.75)
+                arrow(ax, (start, 2.83), (end, 0.99), COLOURS[q], width=0.6 + 0.5 * size, alpha=0.75)
                 t = 0.3 if q != p else 0.5
                 words(ax, start + t * (end - start), 2.83 - t * 1.84, str(size), 7.5, weight="bold")
     words(ax, 0.1, 3.02, "rows", 8, ha="left", colour=SOFT)
-    words(ax, 0.1, 0.06, f"Rows received: {', '.join(map(str, received))}. Rows of a lower GPU come first, so"
-          " where mine begin depends on everybody's sizes.", size=7.8, ha="left")  # fmt: skip
+    text = f"Rows received: {', '.join(map(str, received))}. Rows of a lower GPU come first, so where mine begin"
+    words(ax, 0.1, 0.06, f"{text} depends on everybody's sizes.", 7.8, ha="left")

@@ -29,19 +29,18 @@ def _reserved(ax):
 
 
 def _pages(ax):
-    words(ax, 0.2, 1.75, f"pages of {PAGE} tokens, handed out as sequences grow", 9, ha="left", weight="bold")
-    cell, gap = 0.088, 0.04
-    owner = {}
-    order = iter(ORDER)
-    for seq, length in enumerate(LENGTHS):
-        for first in range(0, length, PAGE):
-            owner[next(order)] = seq, min(PAGE, length - first)
+    words(ax, 0.2, 1.75, f"pages of {PAGE} tokens, handed out as sequences grow", ha="left", weight="bold")
+    cell, gap, order = 0.088, 0.04, iter(ORDER)
+    owner = {
+        next(order): (seq, min(PAGE, length - first))
+        for seq, length in enumerate(LENGTHS)
+        for first in range(0, length, PAGE)
+    }
     for page in range(PAGES):
-        x = 1.15 + (page % COLUMNS) * (PAGE * cell + gap)
-        y = 1.2 - (page // COLUMNS) * 0.5
-        seq, tokens = owner.get(page, (None, 0))
-        box(ax, x, y, PAGE * cell, 0.3, colour=SOFT, fill=0.02 if seq is None else 0.05, linewidth=0.8)
-        if seq is not None:
+        x, y = 1.15 + (page % COLUMNS) * (PAGE * cell + gap), 1.2 - (page // COLUMNS) * 0.5
+        box(ax, x, y, PAGE * cell, 0.3, colour=SOFT, fill=0.05 if page in owner else 0.02, linewidth=0.8)
+        if page in owner:
+            seq, tokens = owner[page]
             box(ax, x, y, tokens * cell, 0.3, colour=COLOURS[seq], fill=0.45, linewidth=0.8)
         words(ax, x + PAGE * cell / 2, y - 0.09, str(page), 6.5, colour=SOFT)
     used, held = sum(LENGTHS), len(owner) * PAGE
@@ -51,42 +50,39 @@ def _pages(ax):
     words(ax, 1.15, 0.28, "only the last page of a sequence has unused room", 8, ha="left", colour=SOFT)
 
 
-TABLES_PAGE, TABLES_PAGES = 16, 10
-ROW = (7, 2, 5)  # A row of the block table.
+ROW, TOKEN = (7, 2, 5), 37  # A row of the block table, and a token of its sequence.
 TOKEN = 37
 
 
 @drawing(7.8, 3.3)
 def paged_tables(ax):
     """How a token is found: a row of the block table, a page of the cache, a place in the page."""
-    colours = (BLUE, GREEN, ORANGE)
+    colours, size = (BLUE, GREEN, ORANGE), 16
     words(ax, 0.2, 3.1, "the sequence: 41 tokens, as it sees them", 8.5, ha="left", weight="bold")
     for j, colour in enumerate(colours):
-        first, count = TABLES_PAGE * j, min(TABLES_PAGE, 41 - TABLES_PAGE * j)
-        box(ax, 1.6 + 1.75 * j, 2.6, 1.65, 0.3, colour=SOFT, fill=0.03, linewidth=0.8)
-        box(ax, 1.6 + 1.75 * j, 2.6, 1.65 * count / TABLES_PAGE, 0.3, colour=colour, fill=0.3, linewidth=0.8)
-        words(ax, 1.66 + 1.75 * j, 2.75, f"{first} to {first + count - 1}", 8, ha="left")
+        x, first, count = 1.6 + 1.75 * j, size * j, min(size, 41 - size * j)
+        box(ax, x, 2.6, 1.65, 0.3, colour=SOFT, fill=0.03, linewidth=0.8)
+        box(ax, x, 2.6, 1.65 * count / size, 0.3, colour=colour, fill=0.3, linewidth=0.8)
+        words(ax, x + 0.06, 2.75, f"{first} to {first + count - 1}", 8, ha="left")
     words(ax, 0.2, 2.0, "its row of the\nblock table", 8.5, ha="left", weight="bold")
     for j, (page, colour) in enumerate(zip(ROW, colours, strict=True)):
         x = 1.6 + 1.75 * j
         box(ax, x, 1.8, 1.65, 0.36, f"column {j}: page {page}", colour, size=8.5)
         arrow(ax, (x + 0.82, 2.58), (x + 0.82, 2.18), colour)
     words(ax, 0.2, 0.9, "the cache", 8.5, ha="left", weight="bold")
-    for page in range(TABLES_PAGES):
-        x = 1.2 + 0.63 * page
-        inside = ROW.index(page) if page in ROW else None
-        colour = SOFT if inside is None else colours[inside]
-        box(ax, x, 0.7, 0.55, 0.4, colour=colour, fill=0.02 if inside is None else 0.3, linewidth=0.8)
+    for page in range(10):
+        x, inside = 1.2 + 0.63 * page, page in ROW
+        colour = colours[ROW.index(page)] if inside else SOFT
+        box(ax, x, 0.7, 0.55, 0.4, colour=colour, fill=0.3 if inside else 0.02, linewidth=0.8)
         words(ax, x + 0.27, 0.58, f"page {page}", 7, colour=SOFT)
-        if inside is not None:
-            arrow(ax, (1.6 + 1.75 * inside + 0.82, 1.78), (x + 0.27, 1.12), colour)
-    at = 1.2 + 0.63 * ROW[2] + 0.55 * (TOKEN % TABLES_PAGE + 0.5) / TABLES_PAGE
+        if inside:
+            arrow(ax, (1.6 + 1.75 * ROW.index(page) + 0.82, 1.78), (x + 0.27, 1.12), colour)
+    column, offset = divmod(TOKEN, size)
+    at = 1.2 + 0.63 * ROW[2] + 0.55 * (offset + 0.5) / size
     ax.plot([at, at], [0.7, 1.1], color="black", linewidth=1.6)
-    column, offset = divmod(TOKEN, TABLES_PAGE)
-    page, slot = f"page {ROW[2]}", f"slot {ROW[2]} * {TABLES_PAGE} + {offset} = {ROW[2] * TABLES_PAGE + offset}"
-    where = f"column {TOKEN} // {TABLES_PAGE} = {column}, so {page}; offset {TOKEN} % {TABLES_PAGE} = {offset}"
-    text = f"token {TOKEN}: {where}; {slot}"
-    words(ax, 0.2, 0.22, text, 8.5, ha="left")
+    page, slot = f"page {ROW[2]}", f"slot {ROW[2]} * {size} + {offset} = {ROW[2] * size + offset}"
+    where = f"column {TOKEN} // {size} = {column}, so {page}; offset {TOKEN} % {size} = {offset}"
+    words(ax, 0.2, 0.22, f"token {TOKEN}: {where}; {slot}", 8.5, ha="left")
 
 
 GROUP, SHOWN = 4, 16  # Query heads that share keys; rows drawn.
@@ -96,12 +92,12 @@ GROUP, SHOWN = 4, 16  # Query heads that share keys; rows drawn.
 def paged_rows(ax):
     """The query heads that share keys are rows of one WGMMA: 4 of its 64 rows are useful."""
     _queries(ax)
-    _tile(ax, 2.75, "q of the group\n64 x head_dim", BLUE, 1.0)
+    _tile(ax, 2.75, "q of the group", "64 x head_dim", BLUE, 1.0)
     words(ax, 3.95, 1.55, "x", 12)
     box(ax, 4.15, 1.05, 1.35, 1.0, "keys of\n64 tokens,\ntransposed", GREEN, fill=0.3, size=8.5)
     words(ax, 4.82, 0.86, "head_dim x 64", 8, colour=SOFT)
     words(ax, 5.7, 1.55, "=", 12)
-    _tile(ax, 5.95, "logits\n64 x 64", ORANGE, 1.35)
+    _tile(ax, 5.95, "logits", "64 x 64", ORANGE, 1.35)
     words(ax, 2.75, 0.2, f"{GROUP} rows are query heads; {64 - GROUP} are discarded", 8.5, ha="left")
 
 
@@ -116,17 +112,18 @@ def _queries(ax):
     words(ax, 2.05, 1.75, "heads 0 to 3\nread the same\nkeys: a group", 7.5, colour=BLUE)
 
 
-def _tile(ax, x, text, colour, width):
-    words(ax, x + width / 2, 2.98, text.split("\n")[0], 8.5, weight="bold")
+def _tile(ax, x, name, sides, colour, width):
+    words(ax, x + width / 2, 2.98, name, 8.5, weight="bold")
     for row in range(SHOWN):
         y = 2.72 - 0.14 * row
         if row == SHOWN - 3:
-            words(ax, x + width / 2, y + 0.05, "...", 9, colour=SOFT)
+            words(ax, x + width / 2, y + 0.05, "...", colour=SOFT)
             continue
-        used = row < GROUP
-        box(ax, x, y, width, 0.1, colour=colour if used else SOFT, fill=0.5 if used else 0.04,
-            linewidth=0.5 if used else 0.3)  # fmt: skip
-    words(ax, x + width / 2, 0.48, text.split("\n")[1], 8, colour=SOFT)
+        look = (
+            dict(colour=colour, fill=0.5, linewidth=0.5) if row < GROUP else dict(colour=SOFT, fill=0.04, linewidth=0.3)
+        )
+        box(ax, x, y, width, 0.1, **look)
+    words(ax, x + width / 2, 0.48, sides, 8, colour=SOFT)
 
 
 @drawing(7.8, 3.0)
@@ -155,9 +152,9 @@ def paged_gather(ax):
 
 def _gather_pages(ax, x):
     for page in range(12):
-        colour = GREEN if page in (1, 4, 7, 8, 10) else SOFT
-        box(ax, x + 0.3 * (page % 6), 2.2 - 0.33 * (page // 6), 0.25, 0.26, colour=colour,
-            fill=0.35 if colour == GREEN else 0.03, linewidth=0.7)  # fmt: skip
+        mine = page in (1, 4, 7, 8, 10)
+        look = dict(colour=GREEN, fill=0.35) if mine else dict(colour=SOFT, fill=0.03)
+        box(ax, x + 0.3 * (page % 6), 2.2 - 0.33 * (page // 6), 0.25, 0.26, linewidth=0.7, **look)
 
 
 IDS, COPY, COMPUTE, END = 0.8, 1.0, 0.85, 12.0

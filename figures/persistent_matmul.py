@@ -2,14 +2,13 @@
 
 import math
 
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
-from figures._chart import LOAD, MULTIPLY, bar, chart, label, lanes
-from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, SKY, SOFT, arrow, box, drawing, words
+from figures._chart import LOAD, MULTIPLY, bar, chart, label, lanes, numbered, tile, tracks
+from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, SOFT, arrow, box, drawing, words
 from figures.pipelining import panels, tiles
 from lab import plot
 
-SMS, TILES = 6, 15  # SMs and tiles of the small picture.
 NUM_SMS = 132  # On an H100 and on an H200.
 # Sizes of o in tiles of 128 x 256, and where their text stands.
 MARKED = ((128, "2048 x 2048", (200, 0.25)), (512, "4096 x 4096", (420, 0.45)), (544, "4096 x 4352", (650, 0.45)))
@@ -20,58 +19,65 @@ def busy_share(tiles: int, num_sms: int = NUM_SMS) -> float:
     return tiles / (math.ceil(tiles / num_sms) * num_sms)
 
 
+FEW_SMS, NUM_TILES = 6, 15  # SMs and tiles of the small picture.
+
+
 @chart(height=3.0, ncols=2, width_ratios=(1, 1.5))
 def persistent_waves(axes):
     """Waves: tiles in turn on a few SMs, and the share of the SMs' time that is used, by the number of tiles."""
     left, right = axes
-    waves = math.ceil(TILES / SMS)
-    for i in range(waves * SMS):
-        wave, sm = divmod(i, SMS)
-        idle = i >= TILES
-        colour = plot.FAINT if idle else plot.COLOURS[(0, 4, 2)[wave]]
-        left.add_patch(Rectangle((wave, sm - 0.42), 0.97, 0.84, facecolor=colour, hatch="//" if idle else ""))
-        ink = plot.INK if idle or wave == 1 else plot.CARD
-        text = left.text(wave + 0.48, sm, "idle" if idle else f"tile {i}", ha="center", va="center", fontsize=7.5)
-        text.set(color=ink, bbox=dict(facecolor=plot.CARD, edgecolor="none", pad=1.5) if idle else None)
-    left.set(xlim=(0, waves), ylim=(SMS - 0.4, -0.6), xticks=range(waves + 1), xlabel="time, in tiles")
-    left.set_yticks(range(SMS), [f"SM {sm}" for sm in range(SMS)])
-    left.grid(visible=False)
-    left.set_title(f"{TILES} tiles, {SMS} SMs: {TILES}/{waves * SMS} busy", fontsize=9)
-
+    waves = math.ceil(NUM_TILES / FEW_SMS)
+    for i in range(waves * FEW_SMS):
+        wave, sm = divmod(i, FEW_SMS)
+        idle = i >= NUM_TILES
+        colour, ink = ((BLUE, plot.CARD), (SKY, INK), (GREEN, plot.CARD))[wave]
+        text, ground = f"tile {i}", None
+        if idle:
+            colour, ink, text = plot.FAINT, INK, "idle"
+            ground = dict(facecolor=plot.CARD, edgecolor="none", pad=1.5)
+        tile(left, wave, sm - 0.42, 0.97, 0.84, colour, hatch="//" if idle else "")
+        label(left, wave + 0.48, sm, text, 7.5, colour=ink, bbox=ground)
+    tracks(
+        left,
+        numbered("SM", FEW_SMS),
+        f"{NUM_TILES} tiles, {FEW_SMS} SMs: {NUM_TILES}/{waves * FEW_SMS} busy",
+        grid=False,
+    )
+    left.set(xlim=(0, waves), xticks=range(waves + 1), xlabel="time, in tiles")
     counts = range(1, 6 * NUM_SMS + 1)
     right.plot(counts, [busy_share(count) for count in counts], linewidth=1.2)
     for count, name, place in MARKED:
         share = busy_share(count)
-        right.plot(count, share, "o", color=plot.BOUND)
-        line = dict(arrowstyle="-", color=plot.INK, linewidth=0.8)
-        text, ground = f"{name}\n{count} tiles: {share:.0%}", dict(facecolor=plot.CARD, edgecolor="none", pad=1)
-        right.annotate(text, (count, share), place, fontsize=8, ha="center", arrowprops=line, bbox=ground)
+        right.plot(count, share, "o", color=RED)
+        look = dict(
+            arrowprops=dict(arrowstyle="-", color=INK, linewidth=0.8),
+            bbox=dict(facecolor=plot.CARD, edgecolor="none", pad=1),
+        )
+        right.annotate(f"{name}\n{count} tiles: {share:.0%}", (count, share), place, fontsize=8, ha="center", **look)
     right.set(xlabel="tiles", ylim=(0, 1.05), xticks=[NUM_SMS * i for i in range(7)])
     right.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     right.set_title(f"Share of the time of {NUM_SMS} SMs that is used", fontsize=9)
 
 
-LOOP_TILES, MULTIPLIES = 3, 3.0  # Tiles, and the time of one tile's products.
-START, FIRST_LOAD, ROUND, WRITE, AHEAD = 0.5, 0.7, 0.35, 1.1, 0.75
-STORE, BEGIN = plot.COLOURS[1], plot.FAINT
+START, FIRST_LOAD, MULTIPLIES, ROUND, WRITE, AHEAD = 0.5, 0.7, 3.0, 0.35, 1.1, 0.75  # Invented times.
 
 
 def schedule(persistent: bool, overlap: bool) -> list[tuple[str, float, float]]:
     """(lane and text, start, end) of each event. The times are invented: they show the order, not a measurement."""
     events, time = [], 0.0
-    loaded = None  # When the next tile's first step is there, if its load began early.
-    for tile in range(LOOP_TILES):
-        if not persistent or tile == 0:
+    loaded = None  # When the load of the next tile's first step began, if that was early.
+    for number in range(3):
+        if not persistent or number == 0:
             events.append(("memory|start", time, time + START))
             time += START
-        begin = time if loaded is None else loaded[0]
+        begin = time if loaded is None else loaded
         first = max(time, begin + FIRST_LOAD)
         end = first + MULTIPLIES
-        events.append((f"memory|load {tile}", begin, end - AHEAD))
-        events.append((f"compute|multiply {tile}", first, end))
+        events.append((f"memory|load {number}", begin, end - AHEAD))
+        events.append((f"compute|multiply {number}", first, end))
         events.append(("compute|round", end, end + ROUND))
-        events.append((f"TMA store|write {tile}", end + 0.15, end + ROUND + WRITE))
-        loaded = (end - AHEAD,) if persistent else None
+        events.append((f"TMA store|write {number}", end + 0.15, end + ROUND + WRITE))
+        loaded = end - AHEAD if persistent else None
         time = end + ROUND + (0 if overlap else WRITE)
     return events
 
@@ -79,54 +85,48 @@ def schedule(persistent: bool, overlap: bool) -> list[tuple[str, float, float]]:
 @chart(height=5.7, nrows=3, sharex=True)
 def persistent_loop(axes):
     """One SM and three tiles: a block a tile, one block that loops, and one that stores while it multiplies."""
-    fig = axes.flat[0].figure
     cases = (
         (False, False, "one block a tile: each starts, and loads its first steps, while nothing multiplies"),
         (True, False, "persistent: the next tile's first steps are loaded during the store; the store is waited for"),
         (True, True, "persistent, the store overlapped: the write to o goes on during the next tile's products"),
     )
     names = ("memory", "compute", "TMA store")
-    colours = {"load": LOAD, "multiply": MULTIPLY, "round": STORE, "write": STORE, "start": BEGIN}
+    colours = {"load": LOAD, "multiply": MULTIPLY, "round": ORANGE, "write": ORANGE, "start": plot.FAINT}
     for ax, (persistent, overlap, title) in zip(axes, cases, strict=True):
         run = schedule(persistent, overlap)
         for name, start, end in run:
             lane, text = name.split("|")
             shown = "" if text in ("round", "start") else text
             bar(ax, names.index(lane), start, end, shown, colours[text.split()[0]])
-        last = ax.axvline(max(end for _, _, end in run), color=plot.BOUND, linewidth=1.2, label="all is written")
+        last = ax.axvline(max(end for _, _, end in run), color=RED, linewidth=1.2, label="all is written")
         lanes(ax, names, title)
-    axes[-1].set_xlim(0, 17.2)
-    axes[-1].set_xlabel("time (schematic)")
-    parts = (BEGIN, "a block starts"), (STORE, "compute rounds into shared memory, TMA writes to o")
+    axes[-1].set(xlim=(0, 17.2), xlabel="time (schematic)")
+    parts = (plot.FAINT, "a block starts"), (ORANGE, "compute rounds into shared memory, TMA writes to o")
     known = [*(Patch(color=colour, label=text) for colour, text in parts), last]
-    fig.legend(handles=known, fontsize=8, loc="outside lower center", ncols=3)
+    axes[0].figure.legend(handles=known, fontsize=8, loc="outside lower center", ncols=3)
+
+
+def _column(ax, x, place, what):
+    words(ax, x, 2.65, place, weight="bold")
+    words(ax, x, 2.4, what, 8)
 
 
 @drawing(7.8, 2.85)
 def persistent_store(ax):
     """The way out: pieces of the sums are rounded, in turn, into two slots, from where TMA takes them to o."""
-    words(ax, 1.55, 2.65, "registers of a compute warpgroup", 9, weight="bold")
-    words(ax, 1.55, 2.4, "64 x 256 float32: 64 KB", 8)
-    for piece, (colour, text) in enumerate(
-        ((SOFT, "read"), (ORANGE, "being read"), (GREEN, "rounding"), (BLUE, "next"))
-    ):
+    _column(ax, 1.55, "registers of a compute warpgroup", "64 x 256 float32: 64 KB")
+    pieces = (SOFT, "read"), (ORANGE, "being read"), (GREEN, "rounding"), (BLUE, "next")
+    for piece, (colour, text) in enumerate(pieces):
         x = 0.25 + 0.66 * piece
         box(ax, x, 0.95, 0.6, 1.0, f"piece\n{piece}", colour=colour, size=8.5)
         words(ax, x + 0.3, 0.75, text, 7.5, colour=colour)
-
-    words(ax, 4.4, 2.65, "shared memory", 9, weight="bold")
-    words(ax, 4.4, 2.4, "2 slots of 8 KB a warpgroup", 8)
+    _column(ax, 4.4, "shared memory", "2 slots of 8 KB a warpgroup")
     box(ax, 3.75, 1.63, 1.3, 0.55, "slot 0: piece 2", colour=GREEN, size=8.5)
     box(ax, 3.75, 0.9, 1.3, 0.55, "slot 1: piece 1", colour=ORANGE, size=8.5)
-
-    words(ax, 6.8, 2.65, "o in HBM, by way of L2", 9, weight="bold")
-    words(ax, 6.8, 2.4, "64 x 256 bfloat16: 32 KB", 8)
-    for piece in range(4):
-        colour = (ORANGE, ORANGE, SKY, SKY)[piece]
-        fill = (0.3, 0.15, 0.05, 0.05)[piece]
+    _column(ax, 6.8, "o in HBM, by way of L2", "64 x 256 bfloat16: 32 KB")
+    for piece, (colour, fill) in enumerate(((ORANGE, 0.3), (ORANGE, 0.15), (SKY, 0.05), (SKY, 0.05))):
         box(ax, 6.05 + 0.38 * piece, 0.95, 0.36, 1.2, f"{piece}", colour=colour, size=8.5, fill=fill)
     words(ax, 6.42, 0.75, "in flight", 7.5, colour=ORANGE)
-
     arrow(ax, (1.87, 1.95), (3.75, 2.08), GREEN, connectionstyle="angle,angleA=90,angleB=180,rad=4")
     words(ax, 3.2, 2.2, "round, write", 8, colour=GREEN)
     arrow(ax, (5.05, 1.17), (6.05, 1.17), ORANGE, "TMA reads", offset=(-0.02, 0.13))
@@ -192,66 +192,61 @@ def persistent_cluster(ax):
     words(ax, 3.9, -0.02, text, 8, colour=PINK)
 
 
-SPLIT_TILES, STEPS, SPLIT_SMS = 3, 16, 8
+SPLIT_STEPS = 16  # Of K.
+
+
 CASES = (
-    ("a block a tile: 3 of 8 SMs, 16 steps", STEPS),
-    ("split_k=2: 6 of 8 SMs, 8 steps, then 2 parts are added", STEPS // 2),
-    ("stream-K: 8 of 8 SMs, 6 steps; tiles are cut where a share ends", SPLIT_TILES * STEPS // SPLIT_SMS),
+    ("a block a tile: 3 of 8 SMs, 16 steps", 16),
+    ("split_k=2: 6 of 8 SMs, 8 steps, then 2 parts are added", 8),
+    ("stream-K: 8 of 8 SMs, 6 steps; tiles are cut where a share ends", 6),
 )
 
 
 @chart(height=4.6, nrows=3)
 def persistent_split(axes):
     """Three tiles with a long K on eight SMs: whole, split in two parts, and cut wherever an SM's share ends."""
+    steps, colours = 16, (*plot.COLOURS[:6], plot.PEER, INK)
     for ax, (title, share) in zip(axes, CASES, strict=True):
-        for index in range(SPLIT_TILES * STEPS):
-            tile, step = divmod(index, STEPS)
-            sm = index // share if STEPS % share else step // share * SPLIT_TILES + tile  # Part by part.
-            colour = plot.COLOURS[:6][sm % 6] if sm < 6 else (plot.PEER, plot.INK)[sm - 6]
-            ax.add_patch(Rectangle((step, tile - 0.4), 1, 0.8, facecolor=colour, alpha=0.75, edgecolor=plot.CARD))
+        for index in range(3 * steps):
+            row, step = divmod(index, steps)
+            sm = index // share if steps % share else step // share * 3 + row  # Part by part.
+            tile(ax, step, row - 0.4, 1, 0.8, colours[sm], alpha=0.75, edgecolor=plot.CARD)
             if index % share == 0 or step == 0:
-                ink = plot.CARD if sm in (0, 5, 7) else plot.INK
-                label(ax, step + 0.12, tile, f"SM {sm}", 7, ha="left", colour=ink, clip_on=True)
-        ax.set_yticks(range(SPLIT_TILES), [f"tile {tile}" for tile in range(SPLIT_TILES)])
-        ax.set(xlim=(0, STEPS), ylim=(SPLIT_TILES - 0.5, -0.5), xticks=range(0, STEPS + 1, 4))
-        ax.grid(visible=False)
-        ax.set_title(title, fontsize=9)
+                ink = plot.CARD if sm in (0, 5, 7) else INK
+                label(ax, step + 0.12, row, f"SM {sm}", 7, ha="left", colour=ink, clip_on=True)
+        tracks(ax, numbered("tile", 3), title, grid=False)
+        ax.set(xlim=(0, steps), ylim=(2.5, -0.5), xticks=range(0, steps + 1, 4))
     axes[-1].set_xlabel("steps of K")
 
 
-TAIL_SMS, TAIL_TILES, SPLIT = 6, 8, 3
+TAIL_TILES, SPLIT = 8, 3
 
 
 def tiles_of_sms(split: int) -> list[tuple[int, float, float, str]]:
     """(SM, start, length, text) of each tile; those of the last wave are cut into `split`."""
-    whole = TAIL_TILES // TAIL_SMS * TAIL_SMS if split > 1 else TAIL_TILES
-    shown = [(i % TAIL_SMS, float(i // TAIL_SMS), 1.0, f"tile {i}") for i in range(whole)]
+    whole = TAIL_TILES // FEW_SMS * FEW_SMS if split > 1 else TAIL_TILES
+    shown = [(i % FEW_SMS, float(i // FEW_SMS), 1.0, f"tile {i}") for i in range(whole)]
     for i in range((TAIL_TILES - whole) * split):
         tile, part = divmod(i, split)
-        shown.append(
-            (i % TAIL_SMS, whole / TAIL_SMS + i // TAIL_SMS / split, 1 / split, f"{whole + tile}{'abc'[part]}")
-        )
+        start = whole / FEW_SMS + i // FEW_SMS / split
+        shown.append((i % FEW_SMS, start, 1 / split, f"{whole + tile}{'abc'[part]}"))
     return shown
 
 
 @chart(height=2.6, ncols=2, sharey=True)
 def persistent_tail(axes):
     """The last wave of tiles on a few SMs: whole, and cut into narrower tiles for the SMs that would idle."""
-    for ax, split in zip(axes, (1, SPLIT), strict=True):
-        tiles = tiles_of_sms(split)
-        for sm, start, length, text in tiles:
-            colour = plot.COLOURS[0] if start < 1 else plot.COLOURS[4]
-            ax.add_patch(Rectangle((start, sm - 0.42), length - 0.03, 0.84, facecolor=colour))
-            ink = plot.CARD if start < 1 else plot.INK
-            label(ax, start + length / 2 - 0.015, sm, text, 7.5, colour=ink)
-        end = max(start + length for _, start, length, _ in tiles)
-        for sm in range(TAIL_SMS):
-            busy = max(start + length for other, start, length, _ in tiles if other == sm)
+    titles = f"{TAIL_TILES} whole tiles on {FEW_SMS} SMs", f"tail_split={SPLIT}: the last 2 tiles, each in {SPLIT}"
+    for ax, split, title in zip(axes, (1, SPLIT), titles, strict=True):
+        shown = tiles_of_sms(split)
+        for sm, start, length, text in shown:
+            colour, ink = (BLUE, plot.CARD) if start < 1 else (SKY, INK)
+            tile(ax, start, sm - 0.42, length - 0.03, 0.84, colour, text, ink=ink)
+        end = max(start + length for _, start, length, _ in shown)
+        for sm in range(FEW_SMS):
+            busy = max(start + length for other, start, length, _ in shown if other == sm)
             if busy < end:
-                ax.add_patch(Rectangle((busy, sm - 0.42), end - busy, 0.84, facecolor=plot.FAINT, hatch="//"))
-        ax.axvline(end, color=plot.BOUND, linewidth=1.2)
-        ax.set(xlim=(0, 2.05), ylim=(TAIL_SMS - 0.4, -0.6), xticks=(0, 1, 2), xlabel="time, in whole tiles")
-        ax.set_yticks(range(TAIL_SMS), [f"SM {sm}" for sm in range(TAIL_SMS)])
-        ax.grid(visible=False)
-    axes[0].set_title(f"{TAIL_TILES} whole tiles on {TAIL_SMS} SMs", fontsize=9)
-    axes[1].set_title(f"tail_split={SPLIT}: the last {TAIL_TILES - TAIL_SMS} tiles, each in {SPLIT}", fontsize=9)
+                tile(ax, busy, sm - 0.42, end - busy, 0.84, plot.FAINT, hatch="//")
+        ax.axvline(end, color=RED, linewidth=1.2)
+        tracks(ax, numbered("SM", FEW_SMS), title, grid=False)
+        ax.set(xlim=(0, 2.05), xticks=(0, 1, 2), xlabel="time, in whole tiles")

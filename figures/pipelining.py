@@ -6,44 +6,40 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from matplotlib.patches import Rectangle
 
-from figures._chart import LOAD, MULTIPLY, bar, chart, label, numbered, tracks
-from figures._draw import places
+from figures._chart import LOAD, MULTIPLY, bar, chart, label, numbered, ring_of, tile, tracks
+from figures._draw import BLUE, GREEN, INK, RED, SKY, places
 from lab import plot
 
-STEPS, TILE = 5, 1.0
-COLOURS = (plot.OURS, plot.COLOURS[4])
+
+def _windows(ax, left, top, rows, columns, name, windows):
+    """A matrix cut into tiles; `windows` are those that the pipeline visits, in order."""
+    for row, column in places(rows, columns):
+        tile(ax, left + column, top + row, 1, 1, "none", edgecolor=plot.FAINT)
+    for ki, (row, column) in enumerate(windows):
+        colour, ink = ((BLUE, plot.CARD), (SKY, INK))[ki % 2]
+        text = f"ki={ki}"
+        if len(windows) == 1:
+            colour, text = RED, "tile"
+        tile(ax, left + column, top + row, 1, 1, colour, text, ink=ink, edgecolor=plot.CARD)
+    ax.text(left, top - 0.25, name, fontweight="bold")
 
 
 @chart(height=3.3)
 def pipeline_blockspec(ax):
     """Two block specs: the shape of a window, and where it stands at each step of the pipeline's grid."""
-    _matrix(ax, 0, 0, 3, STEPS, "A (M, K)", [(1, ki) for ki in range(STEPS)])
-    _matrix(ax, 6.2, 0, STEPS, 4, "B (K, N)", [(ki, 2) for ki in range(STEPS)])
-    _matrix(ax, 11.5, 0, 3, 4, "C (M, N)", [(1, 2)])
+    steps = 5
+    _windows(ax, 0, 0, 3, steps, "A (M, K)", [(1, ki) for ki in range(steps)])
+    _windows(ax, 6.2, 0, steps, 4, "B (K, N)", [(ki, 2) for ki in range(steps)])
+    _windows(ax, 11.5, 0, 3, 4, "C (M, N)", [(1, 2)])
     ax.text(0, 3.3, "BlockSpec((tile_m, tile_k),\n    lambda ki: (mi, ki))", family="monospace", va="top", fontsize=8)
     ax.text(11.5, 3.3, "stays in registers\nfor all steps", va="top", fontsize=8)
     text = "BlockSpec((tile_k, tile_n),\n    lambda ki: (ki, ni))"
-    ax.text(6.2, STEPS + 0.3, text, family="monospace", va="top", fontsize=8)
-    ax.set(xlim=(-0.2, 15.8), ylim=(STEPS + 1.6, -0.9), aspect="equal")
+    ax.text(6.2, steps + 0.3, text, family="monospace", va="top", fontsize=8)
+    ax.set(xlim=(-0.2, 15.8), ylim=(steps + 1.6, -0.9), aspect="equal")
     ax.axis("off")
 
 
-def _matrix(ax, left, top, rows, columns, name, windows):
-    """A matrix cut into tiles; `windows` are those that the pipeline visits, in order."""
-    for row, column in places(rows, columns):
-        ax.add_patch(Rectangle((left + column, top + row), 1, 1, facecolor="none", edgecolor=plot.FAINT))
-    for ki, (row, column) in enumerate(windows):
-        colour = plot.BOUND if len(windows) == 1 else COLOURS[ki % 2]
-        ax.add_patch(Rectangle((left + column, top + row), 1, 1, facecolor=colour, edgecolor=plot.CARD))
-        text = "tile" if len(windows) == 1 else f"ki={ki}"
-        ink = plot.INK if colour == COLOURS[1] else plot.CARD
-        label(ax, left + column + 0.5, top + row + 0.5, text, 7.5, colour=ink)
-    ax.text(left, top - 0.25, name, fontweight="bold")
-
-
-STAGES, SLOT_LIFETIME_STEPS, LOAD_TIME, GAP = 3, 9, 1.5, 0.3
 CASES = (
     (0, 0, "delay_release=0, wgmma_wait(0): right, but the tensor core idles between two steps"),
     (1, 1, "delay_release=1, wgmma_wait(1): right; product i + 1 is queued before product i ends"),
@@ -51,34 +47,19 @@ CASES = (
 )
 
 
+SLOTS = 3
+
+
 @chart(height=6.6, nrows=3, sharex=True)
 def pipeline_slot_lifetime(axes):
     """Owners of a ring slot in time: three ways to release it, one of them a race that nothing reports."""
     for ax, (delay_release, wait, title) in zip(axes, CASES, strict=True):
-        _lanes(
-            ax, schedule(SLOT_LIFETIME_STEPS, STAGES, delay_release=delay_release, wait=wait, load=LOAD_TIME, gap=GAP)
-        )
-        ax.set_title(title, fontsize=9)
-    axes[-1].set_xlim(0, 8.8)
-    axes[-1].set_xlabel("time, in units of one step's product")
+        _lifetimes(ax, schedule(9, SLOTS, delay_release=delay_release, wait=wait, load=1.5, gap=0.3))
+        tracks(ax, ring_of(SLOTS), title)
+    axes[-1].set(xlim=(0, 8.8), xlabel="time, in units of one step's product")
 
 
-def _lanes(ax, run):
-    """Light: a copy is in flight. Dark: the tensor core reads. Orange: both."""
-    for i, step in enumerate(run):
-        slot = i % STAGES
-        reader_end = run[i - STAGES].mma_end if i >= STAGES else 0.0
-        clash = step.load_start < reader_end
-        if clash:
-            bar(ax, slot, step.load_start, reader_end, f"{i - STAGES} and {i}", plot.BOUND)
-        bar(ax, slot, max(step.load_start, reader_end), step.load_end, "" if clash else f"load {i}", LOAD)
-        if i + STAGES >= len(run) or run[i + STAGES].load_start >= step.mma_end:
-            bar(ax, slot, step.mma_start, step.mma_end, f"{i}", MULTIPLY)
-        bar(ax, STAGES, step.mma_start, step.mma_end, f"{i}", MULTIPLY)
-    tracks(ax, [*numbered("slot", STAGES), "tensor core"])
-
-
-SCHEDULE_LOAD_TIME = 2.2  # In units of the time that the tensor core takes for one step.
+LOAD_TIME = 2.2  # In units of the time that the tensor core takes for one step.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +72,7 @@ class Step:
     mma_end: float
 
 
-def schedule(steps: int, stages: int, *, delay_release=0, wait=0, load=SCHEDULE_LOAD_TIME, gap=0.0) -> list[Step]:
+def schedule(steps: int, stages: int, *, delay_release=0, wait=0, load=LOAD_TIME, gap=0.0) -> list[Step]:
     """Simulates one block: the loads overlap each other, the products run one after another.
 
     Args:
@@ -114,6 +95,20 @@ def schedule(steps: int, stages: int, *, delay_release=0, wait=0, load=SCHEDULE_
     return [Step(load_start[i], load_start[i] + load, mma_start[i], mma_end[i]) for i in range(steps)]
 
 
+def _lifetimes(ax, run):
+    """Light: a copy is in flight. Dark: the tensor core reads. Orange: both."""
+    for i, step in enumerate(run):
+        slot = i % SLOTS
+        reader_end = run[i - SLOTS].mma_end if i >= SLOTS else 0.0
+        clash = step.load_start < reader_end
+        if clash:
+            bar(ax, slot, step.load_start, reader_end, f"{i - SLOTS} and {i}", RED)
+        bar(ax, slot, max(step.load_start, reader_end), step.load_end, "" if clash else f"load {i}", LOAD)
+        if i + SLOTS >= len(run) or run[i + SLOTS].load_start >= step.mma_end:
+            bar(ax, slot, step.mma_start, step.mma_end, f"{i}", MULTIPLY)
+        bar(ax, SLOTS, step.mma_start, step.mma_end, f"{i}", MULTIPLY)
+
+
 @chart(height=4.4, nrows=2, sharex=True, height_ratios=(2, 4))
 def pipeline_schedule(axes):
     """How a ring of slots overlaps loads with products: the schedule that `plgpu.emit_pipeline` makes, by simulation.
@@ -126,30 +121,26 @@ def pipeline_schedule(axes):
             bar(ax, i % stages, step.load_start, step.load_end, f"load {i}", LOAD)
             bar(ax, i % stages, step.mma_start, step.mma_end, f"{i}", MULTIPLY)
             bar(ax, stages, step.mma_start, step.mma_end, f"{i}", MULTIPLY)
-        tracks(ax, [*numbered("slot", stages), "tensor core"])
-        plural = "s" if stages > 1 else ""
-        ax.set_title(f"max_concurrent_steps={stages}: {stages} slot{plural}, 7 steps take {run[-1].mma_end:.1f}")
-    axes[1].axvspan(0, SCHEDULE_LOAD_TIME, color=plot.FAINT, alpha=0.5, zorder=0)
-    axes[1].text(SCHEDULE_LOAD_TIME / 2, 3, "prologue", ha="center", va="center", fontsize=8)
+        slots = f"{stages} slot{'s' * (stages > 1)}"
+        title = f"max_concurrent_steps={stages}: {slots}, 7 steps take {run[-1].mma_end:.1f}"
+        tracks(ax, ring_of(stages), title, 11)
+    axes[1].axvspan(0, LOAD_TIME, color=plot.FAINT, alpha=0.5, zorder=0)
+    label(axes[1], LOAD_TIME / 2, 3, "prologue")
     axes[1].set_xlabel("time, in units of one step's product")
     axes[0].set_xlim(0, schedule(7, 1)[-1].mma_end)
 
 
-TWO_BLOCKS_LOAD_TIME, TWO_BLOCKS_STEPS = 1.3, 4
-TWO_BLOCKS_COLOURS = (plot.OURS, plot.COLOURS[2])
-
-
-def run(blocks: int) -> list[tuple[int, int, float, float, float]]:
+def run(blocks: int, steps: int = 4, load: float = 1.3) -> list[tuple[int, int, float, float, float]]:
     """(block, step, load start, product start, product end) of blocks that have one slot each."""
     free, waiting = 0.0, [(0.0, block, 0) for block in range(blocks)]
     done = []
     while waiting:
-        waiting.sort(key=lambda one: (one[0] + TWO_BLOCKS_LOAD_TIME, one[1]))
+        waiting.sort(key=lambda one: (one[0] + load, one[1]))
         load_start, block, step = waiting.pop(0)
-        start = max(free, load_start + TWO_BLOCKS_LOAD_TIME)
+        start = max(free, load_start + load)
         free = start + 1
         done.append((block, step, load_start, start, free))
-        if step + 1 < TWO_BLOCKS_STEPS:
+        if step + 1 < steps:
             waiting.append((free, block, step + 1))
     return done
 
@@ -159,11 +150,11 @@ def pipeline_two_blocks(axes):
     """Two blocks on one SM take turns at the tensor core: one loads while the other multiplies."""
     for ax, blocks in zip(axes, (1, 2), strict=True):
         for block, step, load_start, start, end in run(blocks):
-            bar(ax, block, load_start, load_start + TWO_BLOCKS_LOAD_TIME, f"load {step}", LOAD)
-            bar(ax, block, start, end, f"{step}", TWO_BLOCKS_COLOURS[block])
-            bar(ax, blocks, start, end, f"{step}", TWO_BLOCKS_COLOURS[block])
-        text = f"{blocks} block{'s' * (blocks > 1)} on the SM, one slot each"
-        tracks(ax, [*numbered("block", blocks), "tensor core"], text, size=11)
+            bar(ax, block, load_start, load_start + 1.3, f"load {step}", LOAD)
+            for lane in (block, blocks):
+                bar(ax, lane, start, end, f"{step}", (BLUE, GREEN)[block])
+        title = f"{blocks} block{'s' * (blocks > 1)} on the SM, one slot each"
+        tracks(ax, [*numbered("block", blocks), "tensor core"], title, 11)
     axes[1].set_xlabel("time, in units of one step's product")
 
 
@@ -207,21 +198,24 @@ def pipeline_order(axes):
 
 
 TILES = ((64, 256), (128, 128), (128, 192), (128, 256))
-TILE_K, TILES_GAP = 64, 14
+
+
+TILE_K = 64
 
 
 @chart(height=3.0)
 def pipeline_tiles(ax):
     """Tiles of the output to scale, and what one step of each reads: area is arithmetic, edges are traffic."""
-    left = 0
+    left, gap = 0, 14
     for tile_m, tile_n in TILES:
-        corner = left + TILE_K + TILES_GAP
-        _box(ax, left, -tile_m, TILE_K, tile_m, LOAD, "A")
-        _box(ax, corner, TILES_GAP, tile_n, TILE_K, LOAD, "B")
+        corner = left + TILE_K + gap
+        look = dict(size=7, edgecolor=plot.CARD)
+        tile(ax, left, -tile_m, TILE_K, tile_m, LOAD, "A", **look)
+        tile(ax, corner, gap, tile_n, TILE_K, LOAD, "B", **look)
         registers = tile_m * tile_n // 128
+        colour = RED if registers > 192 else BLUE
+        tile(ax, corner, -tile_m, tile_n, tile_m, colour, f"{tile_m}x{tile_n}", ink=plot.CARD, **look)
         flop_a_byte = 2 * tile_m * tile_n / (2 * (tile_m + tile_n))
-        colour = plot.BOUND if registers > 192 else plot.OURS
-        _box(ax, corner, -tile_m, tile_n, tile_m, colour, f"{tile_m}x{tile_n}")
         text = f"{flop_a_byte:.0f} FLOP a byte\n{registers} accumulators\na thread"
         ax.text(corner, -tile_m - 10, text, fontsize=7.5, va="top")
         left = corner + tile_n + 70
@@ -230,35 +224,26 @@ def pipeline_tiles(ax):
     ax.set_title("One step of K = 64: light is loaded, dark is kept in registers")
 
 
-def _box(ax, x, y, width, height, colour, text):
-    ax.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor=plot.CARD))
-    ink = plot.INK if colour == LOAD else plot.CARD
-    label(ax, x + width / 2, y + height / 2, text, 7, colour=ink)
-
-
 M, N, K = 200, 192, 320
-TILE_M, TILE_N, TAILS_TILE_K = 128, 128, 64
 
 
 @chart(height=3.6)
 def pipeline_tails(ax):
     """A product whose sides are no multiples of the tile: the zeros that TMA fills in, and the values that it drops."""
-    _tails_matrix(ax, 0, 0, M, K, TILE_M, TAILS_TILE_K, f"A {M}x{K}", "zeros")
-    _tails_matrix(ax, 380, 0, K, N, TAILS_TILE_K, TILE_N, f"B {K}x{N}", "zeros")
-    _tails_matrix(ax, 700, 0, M, N, TILE_M, TILE_N, f"C {M}x{N}", "dropped")
+    _matrix(ax, 0, M, K, 128, 64, f"A {M}x{K}", "zeros")
+    _matrix(ax, 380, K, N, 64, 128, f"B {K}x{N}", "zeros")
+    _matrix(ax, 700, M, N, 128, 128, f"C {M}x{N}", "dropped")
     ax.set(xlim=(-10, 970), ylim=(330, -40), aspect="equal")
     ax.axis("off")
 
 
-def _tails_matrix(ax, left, top, rows, columns, tile_rows, tile_columns, name, outside):
+def _matrix(ax, left, rows, columns, tile_rows, tile_columns, name, outside):
     below, beside = -rows % tile_rows, -columns % tile_columns  # How far the last tiles reach out of the matrix.
-    size = (left, top), columns + beside, rows + below
-    ax.add_patch(Rectangle(*size, facecolor=plot.FAINT, edgecolor=plot.BOUND, hatch="//", linewidth=0))
-    ax.add_patch(Rectangle((left, top), columns, rows, facecolor=plot.COLOURS[4]))
+    tile(ax, left, 0, columns + beside, rows + below, plot.FAINT, edgecolor=RED, hatch="//", linewidth=0)
+    tile(ax, left, 0, columns, rows, SKY)
     for row in range(0, rows, tile_rows):
         for column in range(0, columns, tile_columns):
-            corner = (left + column, top + row)
-            ax.add_patch(Rectangle(corner, tile_columns, tile_rows, facecolor="none", edgecolor=plot.INK))
-    ax.text(left, top - 10, name, fontweight="bold")
-    where = (left + columns / 2, top + rows + below / 2) if below else (left + columns + beside / 2, top + rows / 2)
-    ax.text(*where, outside, ha="center", va="center", fontsize=8, bbox=dict(facecolor=plot.CARD, pad=1.5, linewidth=0))
+            tile(ax, left + column, row, tile_columns, tile_rows, "none", edgecolor=INK)
+    ax.text(left, -10, name, fontweight="bold")
+    where = (left + columns / 2, rows + below / 2) if below else (left + columns + beside / 2, rows / 2)
+    label(ax, *where, outside, bbox=dict(facecolor=plot.CARD, pad=1.5, linewidth=0))

@@ -1,55 +1,61 @@
 """Figures of chapter 3: reductions."""
 
 from figures._chart import chart, label
-from figures._draw import places
+from figures._draw import BLUE, INK, ORANGE, RED, places
 from lab import plot
 
-# Name, then for each pass: does it read, does it write, what it is for.
-KERNELS = {
-    "three passes": [(True, False, "max"), (True, False, "sum"), (True, True, "write")],
-    "row in registers": [(True, True, "max, sum, write")],
-    "online": [(True, False, "max and sum"), (True, True, "write")],
-    "row shared by 4\nwarpgroups": [(True, True, "max, sum, write")],
-}
-SPLIT = {"row shared by 4\nwarpgroups": 4}
+
+def slab(ax, x, y, width, height, text, colour=INK, size=8, fill=plot.CARD, line=1.5):
+    """A box with its first corner at (x, y) and `text` in its middle."""
+    ax.broken_barh([(x, width)], (y, height), facecolor=fill, edgecolor=colour, linewidth=line)
+    label(ax, x + width / 2, y + height / 2, text, size)
+
+
+def go(ax, start, end, colour=INK, text="", line=1.5):
+    """An arrow, and `text` right of its middle."""
+    ax.annotate("", end, start, arrowprops=dict(arrowstyle="->", color=colour, linewidth=line))
+    if text:
+        label(ax, start[0] + 0.04, (start[1] + end[1]) / 2, text, ha="left")
+
+
+# Name, the warpgroups that share a row, then for each pass: does it read, does it write, what it is for.
+KERNELS = (
+    ("three passes", 1, [(True, False, "max"), (True, False, "sum"), (True, True, "write")]),
+    ("row in registers", 1, [(True, True, "max,\nsum,\nwrite")]),
+    ("online", 1, [(True, False, "max\nand sum"), (True, True, "write")]),
+    ("row shared by 4\nwarpgroups", 4, [(True, True, "max,\nsum,\nwrite")]),
+)
 
 
 @chart(7.5, 3.4, ncols=len(KERNELS), sharey=True)
 def softmax_traffic(axes):
     """Memory traffic of each softmax of chapter 3: an arrow for each pass over the row."""
-    for ax, (name, passes) in zip(axes, KERNELS.items(), strict=True):
-        _kernel(ax, passes, SPLIT.get(name, 1))
+    for ax, (name, split, passes) in zip(axes, KERNELS, strict=True):
+        _kernel(ax, passes, split)
         ax.set_title(name, fontsize=10)
         moved = sum(read + write for read, write, _ in passes)
-        ax.text(0.5, 2.62, f"{moved} × the matrix", ha="center", va="top", fontsize=9, color=plot.BOUND)
-    axes[0].text(-0.12, 0.13, "HBM", ha="right", va="center", fontsize=8)
-    axes[0].text(-0.12, 1.55, "regis-\nters", ha="right", va="center", fontsize=8)
+        label(ax, 0.5, 2.62, f"{moved} × the matrix", 9, va="top", colour=RED)
+    label(axes[0], -0.12, 0.13, "HBM", ha="right")
+    label(axes[0], -0.12, 1.55, "regis-\nters", ha="right")
 
 
 def _kernel(ax, passes, split):
-    ax.broken_barh([(0, 1)], (0, 0.26), facecolor=plot.FAINT, edgecolor=plot.INK)
-    label(ax, 0.5, 0.13, "a row", 8)
+    slab(ax, 0, 0, 1, 0.26, "a row", fill=plot.FAINT, line=1.0)
     width = 1 / len(passes)
     for i, (_, write, purpose) in enumerate(passes):
-        left, room = i * width, width / split
+        room = width / split
         for part in range(split):
-            x = left + part * room
-            box = (x + 0.05 * room, 0.9 * room)
-            ax.broken_barh([box], (1.2, 0.7), facecolor=plot.CARD, edgecolor=plot.OURS, linewidth=1.3)
-            ax.annotate("", (x + 0.3 * room, 1.18), (x + 0.3 * room, 0.28), arrowprops=_arrow(plot.OURS))
+            x = i * width + part * room
+            slab(ax, x + 0.05 * room, 1.2, 0.9 * room, 0.7, "", BLUE, line=1.3)
+            go(ax, (x + 0.3 * room, 0.28), (x + 0.3 * room, 1.18), BLUE)
             if write:
-                ax.annotate("", (x + 0.7 * room, 0.28), (x + 0.7 * room, 1.18), arrowprops=_arrow(plot.COLOURS[1]))
-        ax.text(left + width / 2, 2.0, purpose.replace(", ", ",\n").replace(" and ", "\nand "), ha="center", va="top",
-                fontsize=8)  # fmt: skip
+                go(ax, (x + 0.7 * room, 1.18), (x + 0.7 * room, 0.28), ORANGE)
+        label(ax, i * width + width / 2, 2.0, purpose, va="top")
     ax.set(xlim=(-0.03, 1.03), ylim=(2.85, -0.1))
     ax.axis("off")
 
 
-def _arrow(colour):
-    return dict(arrowstyle="->", color=colour, linewidth=1.5)
-
-
-LANES = 8  # Drawn; a warp has 32.
+LANES, WARPS = 8, 4  # Lanes are those drawn; a warp has 32.
 WARPS = 4
 
 
@@ -61,20 +67,24 @@ def butterfly(axes):
     _exchange(right)
 
 
+def _in_box(ax, x, y, text, colour):
+    ground = dict(boxstyle="round,pad=0.3", facecolor=plot.CARD, edgecolor=colour, linewidth=1.5)
+    label(ax, x, y, text, bbox=ground)
+
+
 def _butterfly(ax):
     """`LANES` threads; after step s each knows the sum of the 2 ** s lanes of its group, coloured alike."""
     steps = LANES.bit_length() - 1
     for step in range(steps):
         for lane in range(LANES):
             other = lane ^ (1 << step)
-            ax.plot((lane, lane), (step, step + 1), color=plot.INK, linewidth=1)
-            ax.plot((other, lane), (step, step + 1), color=plot.OURS, linewidth=1)
-        ax.text(LANES - 0.4, step + 0.5, f"xor {1 << step}", color=plot.OURS, va="center")
+            ax.plot((lane, lane), (step, step + 1), color=INK, linewidth=1)
+            ax.plot((other, lane), (step, step + 1), color=BLUE, linewidth=1)
+        label(ax, LANES - 0.4, step + 0.5, f"xor {1 << step}", 9, ha="left", colour=BLUE)
     for step, lane in places(steps + 1, LANES):
         first = lane >> step << step
         held = f"{first}" if step == 0 else f"{first}–{first + (1 << step) - 1}"
-        colour = plot.COLOURS[lane >> step] if step else plot.INK
-        ax.text(lane, step, held, ha="center", va="center", fontsize=8, bbox=_box(colour))
+        _in_box(ax, lane, step, held, plot.COLOURS[lane >> step] if step else INK)
     ax.set(xlim=(-0.6, LANES + 0.7), ylim=(steps + 0.4, -0.75))
     ax.text((LANES - 1) / 2, -0.55, "lane (a thread of the warp)", ha="center")
     ax.set_title("Inside a warp: shuffles")
@@ -85,24 +95,18 @@ def _exchange(ax):
     """Each warp's total goes to shared memory; every thread reads all four."""
     for warp in range(WARPS):
         colour = plot.COLOURS[warp]
-        ax.text(warp, 0, f"warp {warp}\ntotal", ha="center", va="center", fontsize=8, bbox=_box(colour))
-        ax.text(warp, 1.5, f"s[{warp}]", ha="center", va="center", fontsize=8, bbox=_box(colour))
-        ax.text(warp, 3, "row\ntotal", ha="center", va="center", fontsize=8, bbox=_box(plot.INK))
+        _in_box(ax, warp, 0, f"warp {warp}\ntotal", colour)
+        _in_box(ax, warp, 1.5, f"s[{warp}]", colour)
+        _in_box(ax, warp, 3, "row\ntotal", INK)
         ax.annotate("", (warp, 1.25), (warp, 0.35), arrowprops=dict(arrowstyle="->", color=colour))
         for reader in range(WARPS):
-            arrow = dict(arrowstyle="->", color=colour, linewidth=0.8)
-            ax.annotate("", (reader, 2.68), (warp, 1.72), arrowprops=arrow)
-    ax.plot((-0.5, WARPS - 0.5), (0.86, 0.86), color=plot.BOUND, linestyle="--", linewidth=1)
-    label(ax, WARPS - 0.45, 0.86, "barrier\n(before it\nis reused)", 7, ha="left", colour=plot.BOUND)
-    ax.plot((-0.5, WARPS - 0.5), (2.05, 2.05), color=plot.BOUND, linestyle="--", linewidth=1)
-    label(ax, WARPS - 0.45, 2.05, "barrier", 7, ha="left", colour=plot.BOUND)
+            go(ax, (warp, 1.72), (reader, 2.68), colour, line=0.8)
+    for y, text in ((0.86, "barrier\n(before it\nis reused)"), (2.05, "barrier")):
+        ax.plot((-0.5, WARPS - 0.5), (y, y), color=RED, linestyle="--", linewidth=1)
+        label(ax, WARPS - 0.45, y, text, 7, ha="left", colour=RED)
     ax.set(xlim=(-0.6, WARPS + 0.3), ylim=(3.5, -0.75))
     ax.set_title("Between four warps: shared memory")
     ax.axis("off")
-
-
-def _box(colour):
-    return dict(boxstyle="round,pad=0.3", facecolor=plot.CARD, edgecolor=colour, linewidth=1.5)
 
 
 STAGES = 4
@@ -111,49 +115,24 @@ STAGES = 4
 @chart(7.5, 3.3, ncols=2, width_ratios=(1, 2))
 def ring_or_registers(axes):
     """The way of a row: straight to registers, or through a ring of shared memory that TMA fills."""
-    left, right = axes
-    _direct(left)
-    _ring(right)
-
-
-def _direct(ax):
-    _or_registers_box(ax, 0, 0, 1, "HBM", plot.INK)
-    _or_registers_box(ax, 0, 2, 1, "registers", plot.OURS)
-    _or_registers_arrow(ax, (0.3, 0.55), (0.3, 2), "load")
-    _or_registers_arrow(ax, (0.7, 2), (0.7, 0.55), "store")
-    _frame(ax, 1.05, "Row in registers")
-
-
-def _ring(ax):
-    _or_registers_box(ax, 0, 0, 3, "HBM", plot.INK)
+    direct, ring = axes
+    for ax, right in ((direct, 1), (ring, 3)):
+        slab(ax, 0, 0, right, 0.52, "HBM")
+        ax.set(xlim=(-0.05, right + 0.05), ylim=(2.6, -0.1))
+        ax.axis("off")
+    direct.set_title("Row in registers")
+    slab(direct, 0, 2, 1, 0.52, "registers", BLUE)
+    go(direct, (0.3, 0.55), (0.3, 2), text="load")
+    go(direct, (0.7, 2), (0.7, 0.55), text="store")
+    ring.set_title(f"A ring of {STAGES} slots in shared memory")
     for slot in range(STAGES):
-        _or_registers_box(ax, 0.05 + slot * 0.42, 1, 0.4, f"slot {slot}", plot.COLOURS[1])
-    _or_registers_box(ax, 2.1, 1, 0.85, "output buffer", plot.COLOURS[1])
-    _or_registers_box(ax, 0, 2, 3, "registers", plot.OURS)
-    _or_registers_arrow(ax, (0.85, 0.55), (0.85, 1), "TMA, ahead of time")
-    _or_registers_arrow(ax, (0.85, 1.55), (0.85, 2), "wait, then load")
-    _or_registers_arrow(ax, (2.52, 2), (2.52, 1.55), "store, fence")
-    _or_registers_arrow(ax, (2.52, 1), (2.52, 0.55), "TMA")
-    _frame(ax, 3.05, f"A ring of {STAGES} slots in shared memory")
-
-
-def _or_registers_box(ax, x, y, width, text, colour):
-    ax.broken_barh([(x, width)], (y, 0.52), facecolor=plot.CARD, edgecolor=colour, linewidth=1.5)
-    label(ax, x + width / 2, y + 0.26, text, 8)
-
-
-def _or_registers_arrow(ax, start, end, text):
-    ax.annotate("", end, start, arrowprops=dict(arrowstyle="->", color=plot.INK, linewidth=1.5))
-    label(ax, start[0] + 0.04, (start[1] + end[1]) / 2, text, 8, ha="left")
-
-
-def _frame(ax, right, title):
-    ax.set(xlim=(-0.05, right), ylim=(2.6, -0.1))
-    ax.set_title(title)
-    ax.axis("off")
-
-
-LAYOUTS_WARPS, LAYOUTS_LANES, VEC = 4, 32, 8
+        slab(ring, 0.05 + slot * 0.42, 1, 0.4, 0.52, f"slot {slot}", ORANGE)
+    slab(ring, 2.1, 1, 0.85, 0.52, "output buffer", ORANGE)
+    slab(ring, 0, 2, 3, 0.52, "registers", BLUE)
+    go(ring, (0.85, 0.55), (0.85, 1), text="TMA, ahead of time")
+    go(ring, (0.85, 1.55), (0.85, 2), text="wait, then load")
+    go(ring, (2.52, 2), (2.52, 1.55), text="store, fence")
+    go(ring, (2.52, 1), (2.52, 0.55), text="TMA")
 
 
 @chart(7.5, 4.6, nrows=2, height_ratios=(1, 1.35))
@@ -164,18 +143,23 @@ def row_layouts(axes):
     _within(bottom)
 
 
+WARP_LANES, VEC = 32, 8
+
+
 def _spread(ax):
     """One row of 2048 columns in WG_STRIDED((2048,), 8): thread t holds 8 neighbours in each strip of 1024."""
-    strip = LAYOUTS_WARPS * LAYOUTS_LANES * VEC
+    of_warp = WARP_LANES * VEC
+    strip = WARPS * of_warp
     for i in range(2):
-        for warp in range(LAYOUTS_WARPS):
-            start = i * strip + warp * LAYOUTS_LANES * VEC
-            _cell(ax, start, 0, LAYOUTS_LANES * VEC, f"warp {warp}", plot.COLOURS[warp], 0.8)
-        _cell(ax, i * strip, 0, 2 * VEC, "", plot.INK, 0.8, filled=True)
+        for warp in range(WARPS):
+            start = i * strip + warp * of_warp
+            slab(ax, start, 0, of_warp, 0.8, f"warp {warp}", plot.COLOURS[warp], 7.5, line=1.3)
+        slab(ax, i * strip, 0, 2 * VEC, 0.8, "", fill=INK, line=1.3)
         ax.text(i * strip, 1.1, f"thread 0: columns {i * strip} to {i * strip + VEC - 1}", fontsize=8)
     ax.set(xlim=(-20, 2 * strip + 20), ylim=(1.6, -0.15), yticks=[], xticks=range(0, 2 * strip + 1, 256))
     ax.set_title("One row of 2048 columns over a warpgroup: WG_STRIDED((2048,), 8)")
-    _plain(ax)
+    ax.grid(visible=False)
+    ax.spines["left"].set_visible(False)
 
 
 def _within(ax):
@@ -183,24 +167,13 @@ def _within(ax):
     lanes = 16
     for row in range(8):
         for lane in range(lanes):
-            number = row % 2 * lanes + lane
-            _cell(ax, lane * VEC, row, VEC, str(number), plot.COLOURS[row // 2], 0.86)
-        label(ax, -1, row + 0.43, f"row {row}", 8, ha="right")
-    for warp in range(LAYOUTS_WARPS):
-        label(ax, lanes * VEC + 1, 2 * warp + 0.93, f"warp {warp}", 8, ha="left", colour=plot.COLOURS[warp])
-    ax.set(xlim=(-9, lanes * VEC + 9), ylim=(8.1, -0.1), yticks=[], xticks=range(0, 129, 16))
+            number = str(row % 2 * lanes + lane)
+            slab(ax, lane * VEC, row, VEC, 0.86, number, plot.COLOURS[row // 2], 7.5, line=1.3)
+        label(ax, -1, row + 0.43, f"row {row}", ha="right")
+    for warp in range(WARPS):
+        label(ax, lanes * VEC + 1, 2 * warp + 0.93, f"warp {warp}", ha="left", colour=plot.COLOURS[warp])
+    ax.set(xlim=(-9, lanes * VEC + 9), ylim=(8.1, -0.1), yticks=[], xticks=range(0, 129, 16), xlabel="column")
     ax.set_title("Eight rows of 128 columns, each within a warp: TILED (the number is the lane)")
-    ax.set_xlabel("column")
-    _plain(ax)
-
-
-def _cell(ax, x, y, width, text, colour, height, filled=False):
-    face = colour if filled else plot.CARD
-    ax.broken_barh([(x, width)], (y, height), facecolor=face, edgecolor=colour, linewidth=1.3)
-    label(ax, x + width / 2, y + height / 2, text, 7.5)
-
-
-def _plain(ax):
     ax.grid(visible=False)
     ax.spines["left"].set_visible(False)
 
@@ -213,18 +186,15 @@ def row_pieces(ax):
     """A row whose length is no multiple of the piece: the last piece is shifted back to end with the row."""
     starts = [min(start, COLS - WIDTH) for start in range(0, COLS, WIDTH)]
     shared = starts[-2] + WIDTH - starts[-1]
-    ax.broken_barh([(0, COLS)], (0, 0.7), facecolor=plot.FAINT, edgecolor=plot.INK)
-    ax.text(COLS / 2, 0.35, f"the row: {COLS} columns", ha="center", va="center")
+    slab(ax, 0, 0, COLS, 0.7, f"the row: {COLS} columns", size=9, fill=plot.FAINT, line=1.0)
     for i, start in enumerate(starts):
-        y, colour = 1 + i, plot.COLOURS[i]
-        ax.broken_barh([(start, WIDTH)], (y, 0.7), facecolor=plot.CARD, edgecolor=colour, linewidth=1.5)
-        note = f"piece {i}: columns {start} to {start + WIDTH - 1}"
-        ax.text(start + WIDTH / 2, y + 0.35, note, ha="center", va="center")
-    ax.broken_barh([(starts[-1], shared)], (2, 0.7), facecolor="none", edgecolor=plot.BOUND, hatch="////", linewidth=0)
+        text = f"piece {i}: columns {start} to {start + WIDTH - 1}"
+        slab(ax, start, 1 + i, WIDTH, 0.7, text, plot.COLOURS[i], 9)
+    ax.broken_barh([(starts[-1], shared)], (2, 0.7), facecolor="none", edgecolor=RED, hatch="////", linewidth=0)
     text = f"{shared} columns that piece 0 holds too:\nstored twice, counted once"
-    ax.annotate(text, (starts[-1], 2.5), (starts[-1] - 20, 2.5), ha="right", va="center", color=plot.BOUND, fontsize=8)
-    ax.axvline(COLS, color=plot.INK, linewidth=1, linestyle=":")
-    label(ax, COLS + 5, 0.35, "next row:\nnot ours", 8, ha="left")
+    label(ax, starts[-1] - 20, 2.5, text, ha="right", colour=RED)
+    ax.axvline(COLS, color=INK, linewidth=1, linestyle=":")
+    label(ax, COLS + 5, 0.35, "next row:\nnot ours", ha="left")
     ax.set(xlim=(-10, COLS + 110), ylim=(2.95, -0.15), yticks=[], xticks=[0, WIDTH, COLS])
     ax.grid(visible=False)
     ax.spines["left"].set_visible(False)
@@ -248,12 +218,9 @@ def split_sum(axes):
 def _strips(ax, splits, title, name, height=0.9):
     top = (SPLITS - splits) / 2
     for split, column in places(splits, COLUMNS):
-        colour = plot.COLOURS[split] if splits > 1 else plot.INK
-        y = top + split
-        ax.broken_barh([(column, 0.92)], (y, height), facecolor=plot.CARD, edgecolor=colour, linewidth=1.5)
-        label(ax, column + 0.46, y + height / 2, name(split, column), 8)
+        colour = plot.COLOURS[split] if splits > 1 else INK
+        slab(ax, column, top + split, 0.92, height, name(split, column), colour)
     ax.set(xlim=(-0.6, COLUMNS), ylim=(SPLITS, -0.1), xticks=[], yticks=[])
     ax.set_title(title, fontsize=9.5)
     ax.grid(visible=False)
-    for side in ax.spines.values():
-        side.set_visible(False)
+    ax.spines[:].set_visible(False)

@@ -1,14 +1,23 @@
 """Figures of chapter 15: serving."""
 
+import itertools
+
 import numpy as np
 
-from figures._chart import chart, label, numbered, tracks
+from figures._chart import chart, first_free, label, lanes, numbered, tracks
 from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, PINK, RED, SOFT, arrow, box, drawing, words
 from lab import plot
 from serving import PageAllocator, Request, Scheduler
 
 PROMPT, NEW = 6, 4
 SIDE = 0.44
+
+
+def _key(ax, entries, y):
+    """Small boxes of (x, colour, opacity) and what they stand for."""
+    for x, colour, fill, text in entries:
+        box(ax, x, y, 0.2, 0.2, "", colour, fill=fill)
+        words(ax, x + 0.28, y + 0.1, text, 8, ha="left")
 
 
 @drawing(7.8, 3.1)
@@ -21,48 +30,42 @@ def serving_request(ax):
     for step in range(NEW):
         y = top - 0.52 * step
         start, end = (0, PROMPT) if step == 0 else (PROMPT + step - 1, PROMPT + step)
-        words(ax, left - 0.15, y + SIDE / 2, f"step {step + 1}", 9, ha="right")
+        words(ax, left - 0.15, y + SIDE / 2, f"step {step + 1}", ha="right")
         for position in range(end):
             colour = GREEN if position < start else ORANGE if step == 0 else BLUE
             fill = 0.12 if position < start else 0.45
             box(ax, left + SIDE * position, y, SIDE - 0.05, SIDE - 0.05, "", colour, fill=fill)
         at = left + SIDE * end
-        ax.annotate(
-            "", (at + 0.42, y + 0.2), (at, y + 0.2),
-            arrowprops=dict(arrowstyle="-|>", color=INK, linewidth=1.1, shrinkA=0, shrinkB=0, mutation_scale=10),
-        )  # fmt: skip
+        arrow(ax, (at, y + 0.2), (at + 0.42, y + 0.2), width=1.1, mutation_scale=10)
         words(ax, at + 0.5, y + 0.2, f"new token {step + 1}", 8, ha="left")
-    for x, colour, fill, text in (
+    _key(ax, (
         (0.6, ORANGE, 0.45, "computed: the prompt"),
         (2.75, BLUE, 0.45, "computed: the token sampled last"),
         (5.45, GREEN, 0.12, "in the cache, read"),
-    ):
-        box(ax, x, 0.16, 0.2, 0.2, "", colour, fill=fill)
-        words(ax, x + 0.28, 0.26, text, 8, ha="left")
+    ), 0.16)  # fmt: skip
 
 
-ATTENTION = (  # Text, chapter, colour.
-    ("rms_norm", "3", ORANGE),
-    ("matmul\nq, k, v", "8", BLUE),
+ATTENTION = (  # Text, its chapter, colour.
+    ("rms_norm", "chapter 3", ORANGE),
+    ("matmul\nq, k, v", "chapter 8", BLUE),
     ("rotate", "XLA", SOFT),
-    ("write_kv", "k, v", GREEN),
-    ("attention\nover pages", "13, 14", PINK),
-    ("matmul\no", "8", BLUE),
+    ("write_kv", "rows to slots", GREEN),
+    ("attention\nover pages", "chapter 13, 14", PINK),
+    ("matmul\no", "chapter 8", BLUE),
 )
 MLP = (
-    ("rms_norm", "3", ORANGE),
-    ("matmul\ngate, up", "8", BLUE),
-    ("swiglu,\nfused", "1", ORANGE),
-    ("matmul\ndown", "8", BLUE),
+    ("rms_norm", "chapter 3", ORANGE),
+    ("matmul\ngate, up", "chapter 8", BLUE),
+    ("swiglu,\nfused", "chapter 1", ORANGE),
+    ("matmul\ndown", "chapter 8", BLUE),
 )
 
 
 def row(ax, boxes, xs, y):
     for (text, chapter, colour), x in zip(boxes, xs, strict=True):
         box(ax, x, y, 0.92, 0.58, text, colour, fill=0.2, size=8)
-        note = chapter if chapter in ("XLA", "k, v") else f"chapter {chapter}"
-        words(ax, x + 0.46, y + 0.7, note if chapter != "k, v" else "rows to slots", 7, colour=SOFT)
-    for x, following in zip(xs, xs[1:], strict=False):
+        words(ax, x + 0.46, y + 0.7, chapter, 7, colour=SOFT)
+    for x, following in itertools.pairwise(xs):
         arrow(ax, (x + 0.93, y + 0.29), (following - 0.01, y + 0.29), INK, width=1.0)
 
 
@@ -111,12 +114,7 @@ def together() -> list[tuple[int, int, int]]:
 
 def refilled() -> list[tuple[int, int, int]]:
     """The same, where a request starts in the first place that is free."""
-    placed, free_from = [], [0] * PLACES
-    for request, steps in enumerate(WANTED):
-        place = min(range(PLACES), key=lambda place: free_from[place])
-        placed.append((request, place, free_from[place]))
-        free_from[place] += steps
-    return placed
+    return [(request, place, start) for place, start, _, request in first_free(WANTED, PLACES)]
 
 
 @chart(7.8, 3.6, nrows=2, sharex=True)
@@ -127,14 +125,14 @@ def serving_batches(axes):
         end = max(start + WANTED[request] for request, _, start in placed)
         ax.barh(range(PLACES), end, height=0.78, color="none", edgecolor="#C9C9C4", hatch="////", linewidth=0)
         for request, place, start in placed:
-            colour = (BLUE, ORANGE)[request // PLACES % 2]
-            ax.barh(place, WANTED[request], left=start, height=0.78, color="white", edgecolor="white")
-            ax.barh(place, WANTED[request], left=start, height=0.78, color=colour, alpha=0.45, edgecolor="white")
-            label(ax, start + WANTED[request] / 2, place, f"{request}", 8)
+            look = dict(left=start, height=0.78, edgecolor="white")
+            ax.barh(place, WANTED[request], color="white", **look)
+            ax.barh(place, WANTED[request], color=(BLUE, ORANGE)[request // PLACES % 2], alpha=0.45, **look)
+            label(ax, start + WANTED[request] / 2, place, f"{request}")
         busy = sum(WANTED) / (PLACES * end)
-        label(ax, end + 0.3, PLACES / 2 - 0.5, f"{end} steps,\n{busy:.0%} of the\nplaces in use", 8, ha="left")
+        label(ax, end + 0.3, PLACES / 2 - 0.5, f"{end} steps,\n{busy:.0%} of the\nplaces in use", ha="left")
         tracks(ax, numbered("place", PLACES), title, grid=False)
-        ax.set_xlim(0, 29)
+    axes[-1].set_xlim(0, 29)
     axes[-1].set_xlabel("step; numbers are requests in the order of arrival, hatched places are empty", color=SOFT)
 
 
@@ -150,8 +148,8 @@ def history():
     requests = [Request(tuple(100 * i + j for j in range(length)), new) for i, (length, new) in enumerate(REQUESTS)]
     for request in requests:
         scheduler.submit(request)
-    token, seen = 1000, []
-    for _ in range(STEPS):
+    seen = []
+    for step in range(STEPS):
         before = [request.num_preempted for request in requests]
         chunks = scheduler.schedule()
         gave_way = [i for i, request in enumerate(requests) if request.num_preempted > before[i]]
@@ -159,53 +157,52 @@ def history():
         for chunk in chunks:
             for j, page in enumerate(chunk.request.pages):
                 held[page] = requests.index(chunk.request), min(chunk.end - j * PAGE_SIZE, PAGE_SIZE)
-        kept = [page for page in allocator._cached if page not in held]
-        seen.append((held, kept, gave_way))
-        token += 10
-        scheduler.complete(chunks, [token + i for i in range(len(chunks))])
+        seen.append((held, [page for page in allocator._cached if page not in held], gave_way))
+        scheduler.complete(chunks, [1010 + 10 * step + i for i in range(len(chunks))])
     return seen
 
 
 @chart(7.8, 4.0)
 def serving_pool(ax):
     """A cache of ten small pages over the steps of a real schedule: who holds a page, and how many tokens are in it."""
-    seen = history()
-    for step, (held, kept, gave_way) in enumerate(seen, 1):
+    kept_look = dict(color=PALE, edgecolor=SOFT, hatch="....", lw=0)
+    for step, (held, kept, gave_way) in enumerate(history(), 1):
         for page in range(NUM_PAGES):
             if page in held:
                 request, tokens = held[page]
                 ax.barh(page, 0.9, left=step - 0.45, height=0.86, color=COLOURS[request], alpha=0.5)
-                label(ax, step, page, f"{tokens}", 8)
+                label(ax, step, page, f"{tokens}")
             elif page in kept:
-                ax.barh(page, 0.9, left=step - 0.45, height=0.86, color=PALE, edgecolor=SOFT, hatch="....", lw=0)
+                ax.barh(page, 0.9, left=step - 0.45, height=0.86, **kept_look)
         for request in gave_way:
-            label(ax, step, -0.85, f"{'ABCD'[request]} gives way", 8)
-    for request, colour in enumerate(COLOURS):
-        ax.barh(0, 0, color=colour, alpha=0.5, label=f"{'ABCD'[request]}, {REQUESTS[request][0]} tokens of prompt")
-    ax.barh(0, 0, color=PALE, edgecolor=SOFT, hatch="....", lw=0, label="held by nobody, contents kept")
+            label(ax, step, -0.85, f"{'ABCD'[request]} gives way")
+    for name, colour, (prompt, _) in zip("ABCD", COLOURS, REQUESTS, strict=True):
+        ax.barh(0, 0, color=colour, alpha=0.5, label=f"{name}, {prompt} tokens of prompt")
+    ax.barh(0, 0, label="held by nobody, contents kept", **kept_look)
     ax.legend(loc="upper center", bbox_to_anchor=(0.47, -0.14), ncols=3, fontsize=8)
-    ax.set_yticks(range(NUM_PAGES), [f"page {page}" for page in range(NUM_PAGES)])
+    title = f"Pages of {PAGE_SIZE} tokens; a number is how many are in the page; white pages are free"
+    tracks(ax, numbered("page", NUM_PAGES), title, grid=False)
     ax.set_xticks(range(1, STEPS + 1))
     ax.set(xlim=(0.4, STEPS + 0.6), ylim=(NUM_PAGES - 0.5, -1.3), xlabel="step")
-    ax.grid(visible=False)
-    ax.set_title(f"Pages of {PAGE_SIZE} tokens; a number is how many are in the page; white pages are free", fontsize=9)
 
 
 A_PAGES, B_PAGES = (4, 1, 6), (4, 1, 2, 7)
-PAGES = (4, 1, 6, 2, 7)  # As drawn, from left to right.
-WHAT = {4: "text, part 1", 1: "text, part 2", 6: "A's question", 2: "B's question", 7: "B's answer"}
+
+
+# The tokens of each page, in the order in which pages are drawn.
+CONTENTS = {4: "text, part 1", 1: "text, part 2", 6: "A's question", 2: "B's question", 7: "B's answer"}
 
 
 @drawing(7.8, 3.3)
 def serving_sharing(ax):
     """Two requests that begin alike: block tables, the pages that both hold, and how many hold each."""
-    at = {page: 1.2 + 1.32 * i for i, page in enumerate(PAGES)}
+    at = {page: 1.2 + 1.32 * i for i, page in enumerate(CONTENTS)}
     for page, x in at.items():
         shared = page in A_PAGES and page in B_PAGES
         colour = GREEN if shared else BLUE if page in A_PAGES else ORANGE
-        box(ax, x, 1.35, 1.16, 0.62, f"page {page}\n{WHAT[page]}", colour, fill=0.3 if shared else 0.16, size=8)
-        words(ax, x + 1.05, 1.2, f"held by {1 + shared}", 7.5, colour=INK, ha="right")
-    words(ax, 0.98, 1.66, "cache", 9, ha="right", colour=SOFT)
+        box(ax, x, 1.35, 1.16, 0.62, f"page {page}\n{CONTENTS[page]}", colour, fill=0.3 if shared else 0.16, size=8)
+        words(ax, x + 1.05, 1.2, f"held by {1 + shared}", 7.5, ha="right")
+    words(ax, 0.98, 1.66, "cache", ha="right", colour=SOFT)
     for name, pages, colour, y in (("A", A_PAGES, BLUE, 2.72), ("B", B_PAGES, ORANGE, 0.26)):
         words(ax, 0.98, y + 0.17, f"{name}'s\nblock table", 8.5, ha="right", colour=colour)
         for i, page in enumerate(pages):
@@ -214,87 +211,72 @@ def serving_sharing(ax):
             if i:
                 before = at[pages[i - 1]] + 0.78
                 ax.plot([before, x], [y + 0.17] * 2, color=colour, linewidth=0.8, linestyle=":")
-            ends = ((x + 0.2, y), (x + 0.2, 1.99)) if y > 1 else ((x + 0.2, y + 0.34), (x + 0.2, 1.07))
-            arrow(ax, *ends, colour=colour, width=1.1)
+            start, end = (y, 1.99) if y > 1 else (y + 0.34, 1.07)
+            arrow(ax, (x + 0.2, start), (x + 0.2, end), colour, width=1.1)
 
 
-TEXTS = (("We sell fishing gear.", BLUE, "3f"), ("We sell curtains.", ORANGE, "b1"))
-SAME = "What is a hook?"
+TEXTS = (("A", "We sell fishing gear.", BLUE, "3f", "c8"), ("B", "We sell curtains.", ORANGE, "b1", "5d"))
 
 
 @drawing(7.8, 3.5)
 def serving_hash(ax):
     """The name of a page: of its tokens alone, two different pages have one name; chained, they do not."""
-    for i, (text, colour, name) in enumerate(TEXTS):
+    for i, (prompt, text, colour, first, second) in enumerate(TEXTS):
         y = 2.45 - 1.5 * i
-        words(ax, 0.62, y + 0.27, f"prompt\n{'AB'[i]}", 9, colour=colour)
+        words(ax, 0.62, y + 0.27, f"prompt\n{prompt}", colour=colour)
         box(ax, 1.15, y, 1.75, 0.54, text, colour, size=8.5)
-        box(ax, 3.95, y, 1.75, 0.54, SAME, GREEN, fill=0.2, size=8.5)
-        first, second = f"name {name}", f"name {'c8' if i == 0 else '5d'}"
-        box(ax, 1.6, y - 0.68, 0.85, 0.36, first, INK, fill=0.05, size=8)
-        box(ax, 4.4, y - 0.68, 0.85, 0.36, second, INK, fill=0.05, size=8)
+        box(ax, 3.95, y, 1.75, 0.54, "What is a hook?", GREEN, fill=0.2, size=8.5)
+        box(ax, 1.6, y - 0.68, 0.85, 0.36, f"name {first}", INK, fill=0.05, size=8)
+        box(ax, 4.4, y - 0.68, 0.85, 0.36, f"name {second}", INK, fill=0.05, size=8)
         arrow(ax, (2.02, y - 0.01), (2.02, y - 0.31), colour, width=1.1)
         arrow(ax, (4.82, y - 0.01), (4.82, y - 0.31), GREEN, width=1.1)
         arrow(ax, (2.46, y - 0.5), (4.38, y - 0.5), INK, "goes into the next name", size=7.5, offset=(0.0, 0.1))
         words(ax, 5.95, y + 0.27, "tokens alone: name e4", 8, ha="left", colour=RED)
-        words(ax, 5.95, y - 0.5, "with what is before:\n" + second, 8, ha="left", colour=INK)
+        words(ax, 5.95, y - 0.5, f"with what is before:\nname {second}", 8, ha="left")
     words(ax, 2.02, 3.25, "page 0 of the prompt", 8, colour=SOFT)
     words(ax, 4.82, 3.25, "page 1 of the prompt", 8, colour=SOFT)
 
 
-PREEMPT_PAGE_SIZE, PREEMPT_PROMPT = 4, 7
-PREEMPT_STEPS = (  # (from, to) of the tokens computed, and how many are in the cache before; None: it waits.
-    (0, 7, 0),
-    (7, 8, 7),
-    (8, 9, 8),
-    (9, 10, 9),
-    None,
-    None,
-    (4, 11, 4),
-    (11, 12, 11),
-)
-PREEMPT_SIDE = 0.36
+# (from, to) of the tokens computed in a step, and how many are in the cache before; None: it waits.
+PREEMPT_STEPS = ((0, 7, 0), (7, 8, 7), (8, 9, 8), (9, 10, 9), None, None, (4, 11, 4), (11, 12, 11))
 
 
 @drawing(7.8, 4.1)
 def serving_preempt(ax):
     """A request that is preempted: its tokens by position and step, and what is computed a second time."""
-    left, top = 1.25, 3.2
+    left, top, side, prompt = 1.25, 3.2, 0.36, 7
     for page in range(3):
-        x = left + PREEMPT_SIDE * PREEMPT_PAGE_SIZE * page
-        words(ax, x + PREEMPT_SIDE * PREEMPT_PAGE_SIZE / 2, top + 0.62, f"its page {page}", 8, colour=SOFT)
+        x = left + side * PAGE_SIZE * page
+        words(ax, x + side * PAGE_SIZE / 2, top + 0.62, f"its page {page}", 8, colour=SOFT)
         if page:
             ax.plot([x - 0.025] * 2, [0.62, top + 0.75], color=SOFT, linewidth=0.7, linestyle=":")
     for i, step in enumerate(PREEMPT_STEPS):
-        y = top - PREEMPT_SIDE * i
-        words(ax, left - 0.15, y + PREEMPT_SIDE / 2, f"step {i + 1}", 8.5, ha="right")
+        y = top - side * i
+        words(ax, left - 0.15, y + side / 2, f"step {i + 1}", 8.5, ha="right")
         if step is None:
-            note = "waits: its pages serve others"
-            words(ax, left + PREEMPT_SIDE * 12 + 0.12, y + PREEMPT_SIDE / 2, note, size=8, ha="left", colour=SOFT)
+            text = "waits: its pages serve others"
+            words(ax, left + side * 12 + 0.12, y + side / 2, text, 8, ha="left", colour=SOFT)
             continue
         start, end, there = step
         for position in range(end):
             again = i > 5 and start <= position < 10
-            colour = GREEN if position < there else RED if again else ORANGE if position < PREEMPT_PROMPT else BLUE
-            box(ax, left + PREEMPT_SIDE * position, y + 0.03, PREEMPT_SIDE - 0.05, PREEMPT_SIDE - 0.06, "", colour,
-                fill=0.12 if position < there else 0.45)  # fmt: skip
-    notes = (
+            colour = GREEN if position < there else RED if again else ORANGE if position < prompt else BLUE
+            fill = 0.12 if position < there else 0.45
+            box(ax, left + side * position, y + 0.03, side - 0.05, side - 0.06, "", colour, fill=fill)
+    for i, text in (
         (0, "its prompt"),
         (3, "the pool is empty: it arrived last and gives way"),
         (6, "page 0 was still there, the rest was not"),
         (7, "on it goes"),
-    )
-    for i, text in notes:
+    ):
         end = max(PREEMPT_STEPS[i][1], 8)  # Clear of the line between two pages.
-        words(ax, left + PREEMPT_SIDE * end + 0.12, top - PREEMPT_SIDE * i + PREEMPT_SIDE / 2, text, 8, ha="left")
-    for x, colour, fill, text in (
+        words(ax, left + side * end + 0.12, top - side * i + side / 2, text, 8, ha="left")
+    _key(ax, (
         (0.35, ORANGE, 0.45, "prompt"),
         (1.55, BLUE, 0.45, "decoded"),
         (2.85, RED, 0.45, "computed again"),
         (4.6, GREEN, 0.12, "in the cache, read"),
-    ):
-        box(ax, x, 0.2, 0.2, 0.2, "", colour, fill=fill)
-        words(ax, x + 0.28, 0.3, text, 8, ha="left")
+    ), 0.2)  # fmt: skip
 
 
 ALONE, A_TOKEN = 1.0, 0.055  # Length of a step that decodes, and of a token of a prompt.
@@ -318,25 +300,18 @@ def serving_chunks(axes):
         ("in chunks, under a budget: everybody gets a token in each step", [30] * 8, 14),
     )
     for ax, (title, chunks, count) in zip(axes, plans, strict=True):
-        last = None
         for at, length, tokens in steps(chunks, count):
             ax.barh(0, length, left=at, height=0.62, color=BLUE, alpha=0.25, edgecolor="white")
             ax.plot([at + length], [0], "o", color=BLUE, markersize=4)
             if tokens:
                 ax.barh(1, length, left=at, height=0.62, color=ORANGE, alpha=0.5, edgecolor="white")
                 last = at + length
-                if tokens > 100:
-                    label(ax, at + length / 2, 1, f"{tokens} tokens", 8)
-                else:
-                    label(ax, at + length / 2, 1, f"{tokens}", 7)
+                text, size = (f"{tokens} tokens", 8) if tokens > 100 else (f"{tokens}", 7)
+                label(ax, at + length / 2, 1, text, size)
         ax.plot([last], [1], "o", color=ORANGE, markersize=5)
-        label(ax, last + 0.25, 1, "its first token", 8, ha="left", colour=INK)
-        ax.set_yticks((0, 1), ("those who decode", "the prompt"))
-        ax.set_ylim(1.55, -0.55)
-        ax.set_xlim(0, 25)
-        ax.set_xticks([])
-        ax.grid(visible=False)
-        ax.set_title(title, fontsize=9)
+        label(ax, last + 0.25, 1, "its first token", ha="left")
+        lanes(ax, ("those who decode", "the prompt"), title)
+        ax.set(xlim=(0, 25), ylim=(1.55, -0.55))
     axes[-1].set_xlabel("time; a dot is a new token")
 
 
@@ -366,13 +341,12 @@ def schedule_plot(axes, steps, count: int):
 
     The requests; below them the tokens of each step, by what they are, and the pages that are held.
     """
-    top, middle, low = axes
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
+    top, middle, low = axes
     image, twice = states(steps, count)
-    colours = ListedColormap(PLOT_COLOURS)
-    top.imshow(image, aspect="auto", interpolation="nearest", cmap=colours, vmin=0, vmax=5)
+    top.imshow(image, aspect="auto", interpolation="nearest", cmap=ListedColormap(PLOT_COLOURS), vmin=0, vmax=5)
     top.set(ylabel="request")
     top.grid(visible=False)
     named = zip(PLOT_COLOURS[1:], LABELS[1:], strict=True)
@@ -383,5 +357,5 @@ def schedule_plot(axes, steps, count: int):
     of_parts = [PLOT_COLOURS[i] for i in (3, 2, 5)]
     middle.stackplot(np.arange(len(steps)), *np.maximum(parts, 0), colors=of_parts, step="mid")
     middle.set(ylabel="tokens")
-    low.plot([step.held for step in steps], color=plot.INK, linewidth=0.8)
+    low.plot([step.held for step in steps], color=INK, linewidth=0.8)
     low.set(ylabel="pages held", xlabel="step", ylim=(0, None))

@@ -59,25 +59,13 @@ def course_map(ax):
         words(ax, 3.0 + 1.3 * i, 0.24, text, 8, ha="left", colour=SOFT)
 
 
-WAYS = (
-    (BLUE, "on the GPU", "lab.run, lab.measure", "Hopper or newer", "the result, and its true speed", "races"),
-    (
-        GREEN,
-        "interpreted",
-        "lab.run, lab.interpret",
-        "any CPU",
-        "the result, and races",
-        "speed; what the\ncompiler rejects",
-    ),
-    (
-        ORANGE,
-        "compiled only",
-        'lab.compile_for("h200", …)',
-        "any CPU",
-        "PTX, SASS, registers, spills",
-        "results; speed",
-    ),
-)
+WAYS = (  # Colour, name, call, where it runs, what it shows, and what it does not.
+    (BLUE, "on the GPU", "lab.run, lab.measure", "Hopper or\nnewer", "the result\nand its true speed", "races"),
+    (GREEN, "interpreted", "lab.run, lab.interpret", "any CPU", "the result\nand races",
+     "speed; what the\ncompiler rejects"),
+    (ORANGE, "compiled only", 'lab.compile_for("h200", …)', "any CPU", "PTX, SASS,\nregisters, spills",
+     "results; speed"),
+)  # fmt: skip
 
 
 @drawing(7.8, 3.1)
@@ -92,8 +80,8 @@ def three_ways(ax):
         box(ax, 2.05, y, 5.5, 0.78, colour=colour, fill=0.1)
         words(ax, 2.18, y + 0.52, name, 10, ha="left", weight="bold", colour=colour)
         words(ax, 2.18, y + 0.22, call, 7.2, ha="left", family="DejaVu Sans Mono")
-        words(ax, 4.2, y + 0.4, where.replace(" or ", " or\n"), 8.2)
-        words(ax, 5.5, y + 0.4, shows.replace(", and ", "\nand ").replace("SASS, ", "SASS,\n"), 8.2)
+        words(ax, 4.2, y + 0.4, where, 8.2)
+        words(ax, 5.5, y + 0.4, shows, 8.2)
         words(ax, 6.98, y + 0.4, hides, 8.2, colour=SOFT)
 
 

@@ -1,6 +1,6 @@
 """Figures of chapter 7: warp specialization."""
 
-from figures._chart import LOAD, MULTIPLY, bar, chart, numbered, tracks
+from figures._chart import LOAD, MULTIPLY, bar, chart, ring_of, tracks
 from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, SKY, SOFT, arrow, box, drawing, words
 from figures.pipelining import Step
 from lab import plot
@@ -11,21 +11,20 @@ STAGES = 4
 @drawing(7.6, 3.1)
 def roles_block(ax):
     """Two roles in one block: full slots go one way, empty slots the other, and each way has its barriers."""
-    box(ax, 0.15, 1.1, 1.55, 1.1, colour=ORANGE)
-    words(ax, 0.92, 1.85, "memory\nwarpgroup", weight="bold")
-    words(ax, 0.92, 1.36, "starts TMA copies", 7.5, colour=SOFT)
-    box(ax, 5.9, 1.1, 1.55, 1.1, colour=BLUE)
-    words(ax, 6.67, 1.85, "compute\nwarpgroup", weight="bold")
-    words(ax, 6.67, 1.36, "WGMMA, store", 7.5, colour=SOFT)
-
-    states = (("step 4\narrives", SKY, 0.25), ("step 1\nis read", BLUE, 0.35), ("step 2\nis full", SKY, 0.6))
-    states += (("step 3\nis full", SKY, 0.6),)
+    for x, role, what, colour in (
+        (0.15, "memory", "starts TMA copies", ORANGE),
+        (5.9, "compute", "WGMMA, store", BLUE),
+    ):
+        box(ax, x, 1.1, 1.55, 1.1, colour=colour)
+        words(ax, x + 0.77, 1.85, f"{role}\nwarpgroup", weight="bold")
+        words(ax, x + 0.77, 1.36, what, 7.5, colour=SOFT)
+    full = (SKY, 0.6)
+    states = (("4\narrives", SKY, 0.25), ("1\nis read", BLUE, 0.35), ("2\nis full", *full), ("3\nis full", *full))
     for slot, (text, colour, fill) in enumerate(states):
-        box(ax, 2.42 + 0.72 * slot, 1.25, 0.64, 0.8, text, colour=colour, fill=fill, size=7.5)
+        box(ax, 2.42 + 0.72 * slot, 1.25, 0.64, 0.8, f"step {text}", colour=colour, fill=fill, size=7.5)
         words(ax, 2.74 + 0.72 * slot, 1.1, f"slot {slot}", 7, colour=SOFT)
     arrow(ax, (1.7, 1.65), (2.38, 1.65), ORANGE, width=2)
     arrow(ax, (5.3, 1.65), (5.88, 1.65), BLUE, width=2)
-
     arrow(ax, (2.74, 2.2), (6.6, 2.24), GREEN, connectionstyle="arc3,rad=-0.22")
     words(ax, 4.0, 2.93, "filled[slot]: the two copies arrive, the reader waits", 8.5, colour=GREEN)
     arrow(ax, (6.6, 1.06), (1.0, 1.06), INK, connectionstyle="arc3,rad=-0.2")
@@ -56,42 +55,34 @@ def roles_count(ax):
           size=8, colour=SOFT)  # fmt: skip
 
 
-FILE, REGISTERS_LEFT, REGISTERS_WIDTH = (
-    512,
-    1.75,
-    5.6,
-)  # Registers a thread, if one warpgroup had the whole file of 65,536.
 ROWS = (("at the start", (168, 168, 168)), ("after set_max_registers", (40, 232, 232)))
 
 
 @drawing(7.6, 2.35)
 def roles_registers(ax):
     """The registers of an SM, shared out among three warpgroups: evenly at the start, by need afterwards."""
-    for i, (label, counts) in enumerate(ROWS):
-        y = 1.45 - 0.75 * i
-        words(ax, REGISTERS_LEFT - 0.1, y + 0.24, label.replace(" ", "\n", 1), 8.5, ha="right")
-        x = REGISTERS_LEFT
+    left, whole, inches = 1.75, 512, 5.6  # Registers a thread, if one warpgroup had the whole file of 65,536.
+    for i, (name, counts) in enumerate(ROWS):
+        x, y = left, 1.45 - 0.75 * i
+        words(ax, left - 0.1, y + 0.24, name.replace(" ", "\n", 1), 8.5, ha="right")
         for role, count in zip(("memory", "compute 0", "compute 1"), counts, strict=True):
-            width = REGISTERS_WIDTH * count / FILE
-            colour = ORANGE if role == "memory" else BLUE
-            box(ax, x, y, width - 0.03, 0.48, colour=colour, fill=0.25)
+            width = inches * count / whole
+            box(ax, x, y, width - 0.03, 0.48, colour=ORANGE if role == "memory" else BLUE, fill=0.25)
             words(ax, x + width / 2, y + 0.24, f"{count}" if width < 0.6 else f"{role}: {count}", 8)
             if role != "memory":
-                box(ax, x + 0.03, y + 0.03, REGISTERS_WIDTH * 128 / FILE, 0.07, colour=BLUE, fill=0.8, linewidth=0)
+                box(ax, x + 0.03, y + 0.03, inches * 128 / whole, 0.07, colour=BLUE, fill=0.8, linewidth=0)
             x += width
-        box(ax, x, y, REGISTERS_LEFT + REGISTERS_WIDTH - x, 0.48, colour=SOFT, fill=0.1, linewidth=0.5)
+        box(ax, x, y, left + inches - x, 0.48, colour=SOFT, fill=0.1, linewidth=0.5)
     text = "registers a thread; 512 of them would be the whole file"
-    words(ax, REGISTERS_LEFT, 2.15, text, ha="left", size=8.5, colour=SOFT)
-    words(
-        ax, REGISTERS_LEFT, 0.33,
+    words(ax, left, 2.15, text, 8.5, ha="left", colour=SOFT)
+    text = (
         "dark: the accumulator of half a 128x256 tile, 128 registers. Right end: 8 a thread that\n"
-        "nobody got, because counts go by eights; they stay unused.",
-        ha="left", size=8, colour=SOFT,
-    )  # fmt: skip
+        "nobody got, because counts go by eights; they stay unused."
+    )
+    words(ax, left, 0.33, text, 8, ha="left", colour=SOFT)
 
 
-UNIT = 0.0068  # Inches a row or column.
-M, N, K = 128, 256, 64
+M, N, K, UNIT = 128, 256, 64, 0.0068  # Sides of a step's tiles, and inches a row or column.
 
 
 @drawing(7.6, 2.6)
@@ -127,10 +118,9 @@ def _panel(ax, x, title, split_dim):
 
 
 LOAD_TIME, ISSUE = 1.5, 0.1  # In units of the time that the tensor core takes for one step.
-SCHEDULE_STAGES, STEPS = 3, 9
 CASES = (
-    (dict(stages=SCHEDULE_STAGES, gap=0.3), "given back at once, wgmma_wait(0): a gap after every product"),
-    (dict(stages=SCHEDULE_STAGES, late=1, queued=True, gap=0.3), "given back one step later, wgmma_wait(1): no gap"),
+    (dict(gap=0.3), "given back at once, wgmma_wait(0): a gap after every product"),
+    (dict(late=1, queued=True, gap=0.3), "given back one step later, wgmma_wait(1): no gap"),
 )
 
 
@@ -168,15 +158,15 @@ def roles_schedule(axes):
 
     A ring whose slots are given back at once, and one step later.
     """
-    runs = [schedule(STEPS, **case) for case, _ in CASES]
+    slots, steps = 3, 9
+    runs = [schedule(steps, slots, **case) for case, _ in CASES]
     for ax, run, (_, title) in zip(axes, runs, CASES, strict=True):
         for i, step in enumerate(run):
-            bar(ax, i % SCHEDULE_STAGES, step.load_start, step.load_end, f"load {i}", LOAD)
-            end = run[i + SCHEDULE_STAGES].load_start if i + SCHEDULE_STAGES < STEPS else step.mma_end
-            bar(ax, i % SCHEDULE_STAGES, step.load_end, max(end, step.mma_end), "", plot.FAINT)
-            bar(ax, i % SCHEDULE_STAGES, step.mma_start, step.mma_end, f"{i}", MULTIPLY)
-            bar(ax, SCHEDULE_STAGES, step.mma_start, step.mma_end, f"{i}", MULTIPLY)
-        text = f"{title}: {STEPS} steps take {run[-1].mma_end:.1f}"
-        tracks(ax, [*numbered("slot", SCHEDULE_STAGES), "tensor core"], text)
+            bar(ax, i % slots, step.load_start, step.load_end, f"load {i}", LOAD)
+            end = run[i + slots].load_start if i + slots < steps else step.mma_end
+            bar(ax, i % slots, step.load_end, max(end, step.mma_end), "", plot.FAINT)
+            bar(ax, i % slots, step.mma_start, step.mma_end, f"{i}", MULTIPLY)
+            bar(ax, slots, step.mma_start, step.mma_end, f"{i}", MULTIPLY)
+        tracks(ax, ring_of(slots), f"{title}: {steps} steps take {run[-1].mma_end:.1f}")
     axes[-1].set_xlim(0, max(run[-1].mma_end for run in runs))
     axes[-1].set_xlabel("time, in units of one step's product; grey: filled, and waits to be read")

@@ -1,6 +1,6 @@
 """Figures of chapter 5: WGMMA."""
 
-from figures._chart import LOAD, MULTIPLY, bar, chart, numbered, tracks
+from figures._chart import LOAD, MULTIPLY, bar, chart, ring_of, tracks
 from figures._draw import BLUE, GREEN, ORANGE, PINK, SOFT, arrow, box, drawing, places, words
 
 LEFT, BOTTOM, WIDTH, HEIGHT = 1.75, 0.62, 2.9, 1.6  # Place and size of the accumulator.
@@ -15,18 +15,18 @@ def wgmma_instruction(ax):
         box(ax, LEFT, y, WIDTH, HEIGHT / 4 - 0.04, text, BLUE, size=8.5, linewidth=0.8)
     box(ax, LEFT - 0.62, BOTTOM, 0.5, HEIGHT - 0.04, "A", ORANGE, fill=0.3, size=11)
     box(ax, LEFT, BOTTOM + HEIGHT + 0.1, WIDTH, 0.42, "B", GREEN, fill=0.3, size=11)
-    words(ax, LEFT - 0.72, BOTTOM + HEIGHT / 2, "64", 9, ha="right")
-    words(ax, LEFT - 0.37, BOTTOM - 0.16, "16", 9)
-    words(ax, LEFT + WIDTH / 2, BOTTOM + HEIGHT + 0.68, "N = 8, 16, 24, ... 256", 9)
-    words(ax, LEFT + WIDTH / 2, BOTTOM - 0.18, "accumulator += A @ B", 10, weight="bold")
-    words(ax, LEFT + WIDTH / 2, BOTTOM - 0.42, "64 x 16 x N multiply-adds, one instruction", 8.5, colour=SOFT)
+    words(ax, LEFT - 0.72, BOTTOM + HEIGHT / 2, "64", ha="right")
+    words(ax, LEFT - 0.37, BOTTOM - 0.16, "16")
+    middle = LEFT + WIDTH / 2
+    words(ax, middle, BOTTOM + HEIGHT + 0.68, "N = 8, 16, 24, ... 256")
+    words(ax, middle, BOTTOM - 0.18, "accumulator += A @ B", 10, weight="bold")
+    words(ax, middle, BOTTOM - 0.42, "64 x 16 x N multiply-adds, one instruction", 8.5, colour=SOFT)
     x = LEFT + WIDTH + 0.55
-    words(ax, x, 2.62, "A and B: tiles in shared memory", 9, ha="left", weight="bold")
-    words(ax, x, 2.33, "The instruction gets two *descriptors*:\nan address and a layout each.".replace("*", ""),
-          size=8.5, ha="left")  # fmt: skip
-    words(ax, x, 1.62, "accumulator: float32, in registers", 9, ha="left", weight="bold", colour=BLUE)
-    note = "spread over the 128 threads of a warp-\ngroup, 16 rows for each of its 4 warps."
-    words(ax, x, 1.33, note, size=8.5, ha="left")
+    words(ax, x, 2.62, "A and B: tiles in shared memory", ha="left", weight="bold")
+    words(ax, x, 2.33, "The instruction gets two descriptors:\nan address and a layout each.", 8.5, ha="left")
+    words(ax, x, 1.62, "accumulator: float32, in registers", ha="left", weight="bold", colour=BLUE)
+    text = "spread over the 128 threads of a warp-\ngroup, 16 rows for each of its 4 warps."
+    words(ax, x, 1.33, text, 8.5, ha="left")
     arrow(ax, (x - 0.08, 2.62), (LEFT + WIDTH + 0.04, 2.46), GREEN)
     arrow(ax, (x - 0.08, 1.62), (LEFT + WIDTH + 0.04, 1.5), BLUE)
 
@@ -68,8 +68,10 @@ def wgmma_accumulator(ax):
     words(ax, left, 0.1, "Pallas calls this layout Layout.WGMMA.", 8, ha="left", colour=SOFT)
 
 
-SWIZZLE_SIDE = 0.27
 COLOURS = (BLUE, ORANGE, GREEN, PINK)  # One for each of the four instructions of a tile: two chunks of 16 bytes each.
+
+
+CHUNK = 0.27  # Inches, of 16 bytes.
 
 
 def atom(ax, left, top, place, title):
@@ -78,11 +80,11 @@ def atom(ax, left, top, place, title):
         chunk = place(row, position)
         first = chunk in (0, 1)
         style = dict(size=7.5, linewidth=0.6, weight="bold" if first else "normal")
-        x, y = left + SWIZZLE_SIDE * position, top - SWIZZLE_SIDE * (row + 1)
-        box(ax, x, y, SWIZZLE_SIDE - 0.02, SWIZZLE_SIDE - 0.02, str(chunk), COLOURS[chunk // 2],
-            0.55 if first else 0.12, **style)  # fmt: skip
-    words(ax, left + 4 * SWIZZLE_SIDE, top + 0.28, title, 8.5, weight="bold")
-    words(ax, left + 4 * SWIZZLE_SIDE, top + 0.1, "banks 0 ... 31", 7, colour=SOFT)
+        x, y = left + CHUNK * position, top - CHUNK * (row + 1)
+        colour, fill = COLOURS[chunk // 2], 0.55 if first else 0.12
+        box(ax, x, y, CHUNK - 0.02, CHUNK - 0.02, str(chunk), colour, fill, **style)
+    words(ax, left + 4 * CHUNK, top + 0.28, title, 8.5, weight="bold")
+    words(ax, left + 4 * CHUNK, top + 0.1, "banks 0 ... 31", 7, colour=SOFT)
 
 
 @drawing(7.8, 3.2)
@@ -97,9 +99,9 @@ def wgmma_swizzle(ax):
     atom(ax, 2.05, 2.56, lambda row, position: position, "row-major: no layout of WGMMA")
     atom(ax, 4.75, 2.56, lambda row, position: position ^ row, "swizzled, as TMA writes it")
     text = "chunk 0 of the 8 rows: 8 times the same\n4 banks, so 8 accesses"
-    words(ax, 2.05 + 4 * SWIZZLE_SIDE, 0.17, text, size=7.5)
-    words(ax, 4.75 + 4 * SWIZZLE_SIDE, 0.17, "chunk 0 of the 8 rows: all 32 banks,\nso one access", 7.5)
-    arrow(ax, (2.05 + 8 * SWIZZLE_SIDE + 0.08, 1.5), (4.67, 1.5), SOFT, text="c ^ r", size=8)
+    words(ax, 2.05 + 4 * CHUNK, 0.17, text, 7.5)
+    words(ax, 4.75 + 4 * CHUNK, 0.17, "chunk 0 of the 8 rows: all 32 banks,\nso one access", 7.5)
+    arrow(ax, (2.05 + 8 * CHUNK + 0.08, 1.5), (4.67, 1.5), SOFT, text="c ^ r", size=8)
     for i, colour in enumerate(COLOURS):
         y = 2.3 - 0.3 * i
         box(ax, 7.02, y, 0.14, 0.14, "", colour, 0.5, linewidth=0.6)
@@ -165,6 +167,5 @@ def wgmma_overlap(axes):
             bar(ax, i % slots, load, load + LOAD_TIME, f"load {i}", LOAD)
             bar(ax, i % slots, start, end, f"{i}", MULTIPLY)
             bar(ax, slots, start, end, f"{i}", MULTIPLY)
-        tracks(ax, [*numbered("slot", slots), "tensor core"], title)
-    axes[0].set_xlim(0, 11)
-    axes[-1].set_xlabel("time, in units of one step's product")
+        tracks(ax, ring_of(slots), title)
+    axes[-1].set(xlim=(0, 11), xlabel="time, in units of one step's product")
