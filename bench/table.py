@@ -1,7 +1,7 @@
 """One table of all ops: a small call of each, its named and random problems beside peers, and how it is fuzzed.
 
-A new op gets its lines in `bench/ops.py`, `bench/problems.py` or `bench/collectives.py`, and `fuzz/`. Where it has none,
-this file says why, and `tests/bench/test_table.py` finds an op that is missing.
+A new op gets its lines in `bench/ops.py`, `bench/problems.py` or `bench/collectives.py`, and `fuzz/`. Where it has
+none, this file says why, and `tests/bench/test_table.py` finds an op that is missing.
 """
 
 import dataclasses
