@@ -155,7 +155,7 @@ def _equal_exchange(n, tokens, top_k, hidden):
 
 
 def _gather_matmul(n, m, k, cols, targets):
-    """M rows and `cols` columns a GPU. `matmul`: the product alone, of rows that are all there."""
+    """M rows and `cols` columns per GPU. `matmul`: the product alone, of rows that are all there."""
     impls = {
         "cookbook": lambda lhs, rhs, whole: cookbook.all_gather_matmul(lhs, rhs, "x"),
         "xla": lambda lhs, rhs, whole: jnp.matmul(jax.lax.all_gather(lhs, "x", tiled=True), rhs),
@@ -289,7 +289,7 @@ def _print(case: Collective, rows: dict[str, lab.Measurement], copy: dict | None
     print(f"{case.problem}, {case.n} GPUs")
     for impl, row in rows.items():
         if not math.isnan(row.median_ms):
-            rate = f"{row.tflops:8.0f} TFLOP/s a GPU" if case.flops else f"{1e3 * row.tbps:8.1f} GB/s"
+            rate = f"{row.tflops:8.0f} TFLOP/s per GPU" if case.flops else f"{1e3 * row.tbps:8.1f} GB/s"
             wall = row.provenance.get("wall_ms")
             wall = f"   wall {1e3 * wall:.1f} us" if wall else ""
             ratio = f"{row.median_ms / ours.median_ms:6.3f} x" if ours and impl != "cookbook" else " " * 8
@@ -317,7 +317,7 @@ def verdict(case: Collective, ms: dict[str, float], copy: dict | None) -> bool |
 
 def wanted(case: Collective) -> str:
     """The targets in words."""
-    unit = "TFLOP/s a GPU" if case.flops else "TB/s"
+    unit = "TFLOP/s per GPU" if case.flops else "TB/s"
     return " and ".join(
         f"{least:g} {unit}" if name == "rate" else f"{least:.3g} × {name.replace('_', ' ')}"
         for name, least in case.targets.items()

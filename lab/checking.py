@@ -234,8 +234,8 @@ def _compile(fn, args, gpu: str | None) -> tuple[list[Item], Compiled | None]:
         return [Item("compiles", "FAILED", f"{gpu}: {_brief(error)}")], None
     spill = f"{compiled.spill_bytes} bytes spilled" if compiled.spill_bytes else "no spill"
     items = [
-        Item("compiles", "ok", f"{gpu}: {compiled.registers} registers a thread, {spill}"),
-        Item("shared memory", "ok", f"{compiled.smem_bytes:,} of {_device.SMEM_BYTES_MAX:,} bytes a block"),
+        Item("compiles", "ok", f"{gpu}: {compiled.registers} registers per thread, {spill}"),
+        Item("shared memory", "ok", f"{compiled.smem_bytes:,} of {_device.SMEM_BYTES_MAX:,} bytes per block"),
     ]
     return items + [Item("ptxas remarks", "-", remark) for remark in compiled.remarks], compiled
 

@@ -51,9 +51,9 @@ class Engine:
     Args:
       config: the model's sizes.
       params: its parameters, of `init` or `load`. The engine keeps them joined, which are copies of most: drop yours.
-      num_pages: of the cache, in each layer; with `LlamaConfig.page_bytes_per_token` bytes a token, or a byte a value
+      num_pages: of the cache, in each layer; with `LlamaConfig.page_bytes_per_token` bytes per token, or one byte per value
         in 8 bits.
-      page_size: tokens a page.
+      page_size: tokens per page.
       max_seqs: sequences of a step.
       max_tokens_per_step: tokens of a step; at least `max_seqs`.
       max_seq_len: tokens of the longest request, new ones included; None: as many as the model and the cache allow.

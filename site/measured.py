@@ -118,7 +118,7 @@ def rate(row: dict) -> tuple[float, str]:
 def link_rate_text(row: dict) -> str:
     """The rate of a kernel across GPUs: of each GPU's arithmetic, or of the bytes that leave it."""
     if row["flops"]:
-        return f"{row['flops'] / row['ms'] / 1e9:.0f} TFLOP/s a GPU"
+        return f"{row['flops'] / row['ms'] / 1e9:.0f} TFLOP/s per GPU"
     return f"{row['nbytes'] / row['ms'] / 1e6:.0f} GB/s" if row["nbytes"] else ""
 
 

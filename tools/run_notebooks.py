@@ -120,7 +120,7 @@ def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("notebooks", nargs="*", help="which ones: 05, B (an appendix), or a name; default: all")
     parser.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
-    parser.add_argument("-j", "--jobs", type=int, help="how many at a time; default: one a core, or one a GPU")
+    parser.add_argument("-j", "--jobs", type=int, help="how many at a time; default: one per core, or one per GPU")
     parser.add_argument("--stale", action="store_true", help="only those whose recorded outputs are of other code")
     parser.add_argument("--timeout", type=int, default=600, help="seconds that one cell may take")
     parser.add_argument("--record", action="store_true", help="write outputs and stamp into notebooks/; needs a GPU")

@@ -49,7 +49,7 @@ def test_the_table():
     assert report.startswith("check add_one(f32[128,128])\n")
     for line in ("runs          ok", "races         ok", "result        ok", "compiles      ok     h200: "):
         assert f"\n  {line}" in report
-    assert "\n  shared memory ok     32,776 of 232,448 bytes a block\n" in report
+    assert "\n  shared memory ok     32,776 of 232,448 bytes per block\n" in report
     for blind_spot in ("WGMMA", "blocks of a grid", "multicasts"):
         assert blind_spot in report.partition("not seen")[2]
     assert max(map(len, report.splitlines())) <= 100
