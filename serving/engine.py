@@ -51,8 +51,8 @@ class Engine:
     Args:
       config: the model's sizes.
       params: its parameters, of `init` or `load`. The engine keeps them joined, which are copies of most: drop yours.
-      num_pages: of the cache, in each layer; with `LlamaConfig.page_bytes_per_token` bytes per token, or one byte per value
-        in 8 bits.
+      num_pages: of the cache, in each layer; with `LlamaConfig.page_bytes_per_token` bytes per token, or one byte per
+        value in 8 bits.
       page_size: tokens per page.
       max_seqs: sequences of a step.
       max_tokens_per_step: tokens of a step; at least `max_seqs`.
