@@ -26,11 +26,11 @@ def ahead() -> list[tuple[float, float]]:
 def engine_ahead(axes):
     """Host and device over a few steps: the host waits for the tokens of each, or is a step ahead; made-up times."""
     plans = (("the host waits for the tokens of each step", waiting()), ("the host is a step ahead", ahead()))
+    look = dict(height=0.62, size=9, ink=INK, clip=False, alpha=0.4, edgecolor="white", linewidth=None)
     for ax, (title, placed) in zip(axes, plans, strict=True):
         for i, (host, device) in enumerate(placed, 1):
-            for row, at, length, colour in ((0, host, HOST, ORANGE), (1, device, DEVICE, BLUE)):
-                look = dict(alpha=0.4, edgecolor="white", linewidth=None)
-                bar(ax, row, at, at + length, f"{i}", colour, 0.62, 9, INK, clip=False, **look)
+            bar(ax, 0, host, host + HOST, f"{i}", ORANGE, **look)
+            bar(ax, 1, device, device + DEVICE, f"{i}", BLUE, **look)
             ax.plot([device + DEVICE], [1], "o", color=BLUE, markersize=4)
         lanes(ax, ("host: schedule, pack, send off", "device: compute"), title)
         ax.set(xlim=(0, STEPS * (HOST + DEVICE) + 0.3), ylim=(1.55, -0.55))

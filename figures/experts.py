@@ -1,8 +1,6 @@
 """Figures of chapter 16b: experts."""
 
-from matplotlib.patches import Rectangle
-
-from figures._chart import chart, label
+from figures._chart import chart, numbered, tile, tracks
 from figures._draw import BLUE, GREEN, ORANGE, PINK, RED, SKY, SOFT, arrow, box, drawing, words
 from lab import plot
 
@@ -25,25 +23,22 @@ def experts_sums(ax):
             box(ax, x_of(start), y, scale * (end - start) - 0.02, 0.36, text, colour, 0.25, size=8)
     first = START & ~7
     words(ax, left - 0.1, 1.52, "steps", 8.5, ha="right")
-    number, row = 0, first
-    while row < END:
-        masked = row < START or row + STEP > END
-        colour = RED if masked else SOFT
-        box(ax, x_of(row), 1.36, scale * STEP - 0.02, 0.34, f"step {number}", colour, 0.12, size=8)
-        for a, b in ((row, min(START, row + STEP)), (max(END, row), row + STEP)):
-            if b > a:
-                box(ax, x_of(a), 1.36, scale * (b - a) - 0.01, 0.34, colour=RED, fill=0.55, linewidth=0.5)
-        number, row = number + 1, row + STEP
-    for at, text in ((START, f"{START}"), (END, f"{END}")):
+    for number, row in enumerate(range(first, END, STEP)):
+        foreign = ((row, min(START, row + STEP)), (max(END, row), row + STEP))
+        foreign = [(a, b) for a, b in foreign if b > a]
+        box(ax, x_of(row), 1.36, scale * STEP - 0.02, 0.34, f"step {number}", RED if foreign else SOFT, 0.12, size=8)
+        for a, b in foreign:
+            box(ax, x_of(a), 1.36, scale * (b - a) - 0.01, 0.34, colour=RED, fill=0.55, linewidth=0.5)
+    for at in (START, END):
         ax.plot([x_of(at)] * 2, [1.3, 3.2], color=BLUE, linewidth=0.9, linestyle=":")
-        words(ax, x_of(at), 3.28, text, 8, colour=BLUE)
+        words(ax, x_of(at), 3.28, f"{at}", 8, colour=BLUE)
     arrow(ax, (x_of(first), 0.95), (x_of(first), 1.33), RED, width=1.1)
-    words(ax, x_of(first), 0.78, f"row {first}, the multiple of 8 before {START}:\nTMA finds tiles of 8 rows there",
-          size=8, colour=RED)  # fmt: skip
-    words(ax, x_of(END) + 0.1, 0.78, "red rows are overwritten with zeros in shared\nmemory, in lhs and in rhs, "
-          "before they are multiplied", size=8, colour=RED)  # fmt: skip
-    note = "o[group] += lhs[step].T @ rhs[step]: in all steps between, every row is this group's"
-    words(ax, 4.1, 0.25, note, size=8.5)
+    text = f"row {first}, the multiple of 8 before {START}:\nTMA finds tiles of 8 rows there"
+    words(ax, x_of(first), 0.78, text, 8, colour=RED)
+    text = "red rows are overwritten with zeros in shared\nmemory, in lhs and in rhs, before they are multiplied"
+    words(ax, x_of(END) + 0.1, 0.78, text, 8, colour=RED)
+    text = "o[group] += lhs[step].T @ rhs[step]: in all steps between, every row is this group's"
+    words(ax, 4.1, 0.25, text, 8.5)
 
 
 BLOCKS, TILE, COLUMNS = 6, 64, 2  # Rows of a tile, and of a step of a sum; tiles side by side, in both.
@@ -67,15 +62,14 @@ def products(sizes):
 
 def sums(sizes, largest_first: bool):
     """The same of tiles that take a step for each 64 rows of their group, in turn or to and fro."""
-    order = range(len(sizes))
-    if largest_first:
-        order = sorted(order, key=lambda group: -sizes[group])
+    order = sorted(range(len(sizes)), key=lambda group: -sizes[group] if largest_first else group)
     done, placed = [0] * BLOCKS, []
     for i, group in enumerate(group for group in order for _ in range(COLUMNS)):
         turn, block = divmod(i, BLOCKS)
         block = BLOCKS - 1 - block if largest_first and turn % 2 else block
-        placed.append((block, done[block], -(-sizes[group] // TILE), sizes[group] / TILE, group))
-        done[block] += placed[-1][2]
+        length = -(-sizes[group] // TILE)
+        placed.append((block, done[block], length, sizes[group] / TILE, group))
+        done[block] += length
     return placed
 
 
@@ -92,19 +86,16 @@ def experts_waiting(axes):
         ends = {kind: max(start + length for _, start, length, *_ in placed) for kind, placed in placed_of.items()}
         for ax, (kind, placed) in zip(row, placed_of.items(), strict=True):
             for block, start, length, useful, group in placed:
-                colour, at = plot.COLOURS[group % 6], (start, block - 0.42)
-                ax.add_patch(Rectangle(at, length, 0.84, facecolor=colour, alpha=0.2))
-                ax.add_patch(Rectangle(at, useful, 0.84, facecolor=colour, alpha=0.6))
-                ax.add_patch(Rectangle(at, length, 0.84, facecolor="none", edgecolor=plot.CARD, linewidth=0.8))
-                if length:
-                    label(ax, start + length / 2, block, str(group), 6.5)
+                colour, y = plot.COLOURS[group % 6], block - 0.42
+                tile(ax, start, y, length, 0.84, colour, alpha=0.2)
+                tile(ax, start, y, useful, 0.84, colour, alpha=0.6)
+                text = str(group) if length else ""
+                tile(ax, start, y, length, 0.84, "none", text, 6.5, edgecolor=plot.CARD, linewidth=0.8)
             share = sum(useful for *_, useful, _ in placed) / ends[kind] / BLOCKS
-            ax.axvline(ends[kind], color=plot.BOUND, linewidth=1.3)
-            ax.set_title(f"{kind}: {share:.0%} useful", fontsize=8)
-            ax.set(xlim=(0, 1.03 * max(ends.values())), ylim=(BLOCKS - 0.4, -0.6))
-            ax.set_yticks(range(BLOCKS), [f"block {block}" for block in range(BLOCKS)], fontsize=7)
-            ax.tick_params(axis="x", labelsize=7)
-            ax.grid(visible=False)
+            ax.axvline(ends[kind], color=RED, linewidth=1.3)
+            tracks(ax, numbered("block", BLOCKS), f"{kind}: {share:.0%} useful", 8, grid=False)
+            ax.set_xlim(0, 1.03 * max(ends.values()))
+            ax.tick_params(labelsize=7)
         row[1].set_xlabel(name, fontsize=8)
 
 
@@ -114,8 +105,7 @@ COLOURS = BLUE, ORANGE, GREEN, PINK
 @drawing(7.8, 3.9)
 def experts_scales(ax):
     """Scales of blocks: one for each row and 128 values of K of lhs, one for each square of 128 of a matrix; sums."""
-    words(ax, 1.35, 3.7, "lhs: 1 x 128", weight="bold")
-    words(ax, 1.35, 3.47, "a scale for each row and step of K", 8, colour=SOFT)
+    _heading(ax, 1.35, "lhs: 1 x 128", "a scale for each row and step of K")
     for step, colour in enumerate(COLOURS):
         for row in range(6):
             fill = (0.5, 0.2, 0.35, 0.12, 0.42, 0.27)[(row + 2 * step) % 6]
@@ -123,24 +113,20 @@ def experts_scales(ax):
         words(ax, 0.51 + 0.56 * step, 3.27, f"step {step}", 7, colour=colour)
     words(ax, 1.35, 1.5, "K", 8, colour=SOFT)
     arrow(ax, (1.5, 1.5), (2.3, 1.5), SOFT, width=0.8)
-
-    words(ax, 4.05, 3.7, "a matrix: 128 x 128", weight="bold")
-    words(ax, 4.05, 3.47, "a scale for each square", 8, colour=SOFT)
+    _heading(ax, 4.05, "a matrix: 128 x 128", "a scale for each square")
     for step, colour in enumerate(COLOURS):
+        y = 2.72 - 0.44 * step
         for square in range(2):
             fill = (0.45, 0.2)[(square + step) % 2]
-            box(ax, 3.2 + 0.86 * square, 2.72 - 0.44 * step, 0.82, 0.4, colour=colour, fill=fill, linewidth=0.7)
-        words(ax, 3.1, 2.92 - 0.44 * step, f"step {step}", 7, ha="right", colour=colour)
+            box(ax, 3.2 + 0.86 * square, y, 0.82, 0.4, colour=colour, fill=fill, linewidth=0.7)
+        words(ax, 3.1, y + 0.2, f"step {step}", 7, ha="right", colour=colour)
     words(ax, 4.05, 1.2, "columns", 8, colour=SOFT)
-
-    words(ax, 6.4, 3.7, "sums of a tile", weight="bold")
-    words(ax, 6.4, 3.47, "in the registers of a warpgroup", 8, colour=SOFT)
+    _heading(ax, 6.4, "sums of a tile", "in the registers of a warpgroup")
     box(ax, 5.45, 2.5, 0.85, 0.62, "products\nof step 1", ORANGE, 0.25, size=8)
     box(ax, 6.65, 2.5, 0.95, 0.62, "float32\nsums", SKY, 0.25, size=8)
     arrow(ax, (6.32, 2.81), (6.63, 2.81), RED)
     words(ax, 6.4, 2.22, "times both scales, then added:\nby the CUDA cores", 8, colour=RED)
     words(ax, 6.4, 1.72, "each step begins\nwith an empty accumulator", 8, colour=SOFT)
-
     wide, add, left = 0.68, 0.26, 1.3
     for wg, y in enumerate((0.75, 0.38)):
         words(ax, left - 0.1, y + 0.14, f"warpgroup {wg}", 8, ha="right")
@@ -154,37 +140,42 @@ def experts_scales(ax):
     arrow(ax, (left + 0.3, 0.18), (left + 1.1, 0.18), SOFT, width=0.8)
 
 
-EXPERTS, CHOSEN = 4, ((2, 0), (1, 2), (2, 3), (0, 2))  # The two experts of each of four tokens.
 LAYER_COLOURS = BLUE, GREEN, ORANGE, PINK
+
+
+def _heading(ax, x, title, what):
+    words(ax, x, 3.7, title, weight="bold")
+    words(ax, x, 3.47, what, 8, colour=SOFT)
+
+
+CHOSEN = ((2, 0), (1, 2), (2, 3), (0, 2))  # The two experts of each of four tokens.
 
 
 @drawing(7.8, 4.0)
 def experts_layer(ax):
     """A layer of experts: tokens are routed, rows are sorted by expert, multiplied in groups, and summed back."""
-    high = 0.3
+    high, xs = 0.3, (0.15, 1.2, 2.55, 3.95, 5.35, 6.75)
     names = ("tokens", "route", "permute", "gate and up,\nSwiGLU", "down", "combine")
-    xs = (0.15, 1.2, 2.55, 3.95, 5.35, 6.75)
     for x, name in zip(xs, names, strict=True):
         words(ax, x + 0.42, 3.72, name, 8.5, weight="bold")
-    pairs = sorted((expert, token, slot) for token, chosen in enumerate(CHOSEN) for slot, expert in enumerate(chosen))
-    token_y = lambda token: 2.6 - 0.55 * token
-    pair_y = lambda place: 3.1 - 0.36 * place
     for token, chosen in enumerate(CHOSEN):
-        box(ax, xs[0], token_y(token), 0.8, high, f"token {token}", SOFT, 0.12, size=7.5)
+        y = 2.6 - 0.55 * token
+        box(ax, xs[0], y, 0.8, high, f"token {token}", SOFT, 0.12, size=7.5)
         for slot, expert in enumerate(chosen):
-            box(ax, xs[1] + 0.42 * slot, token_y(token), 0.38, high, str(expert), LAYER_COLOURS[expert], 0.35, size=8)
-        box(ax, xs[5] + 0.05, token_y(token), 0.85, high, f"token {token}", SOFT, 0.12, size=7.5)
-        arrow(ax, (xs[0] + 0.82, token_y(token) + high / 2), (xs[1] - 0.02, token_y(token) + high / 2), SOFT, width=0.9)
+            box(ax, xs[1] + 0.42 * slot, y, 0.38, high, str(expert), LAYER_COLOURS[expert], 0.35, size=8)
+        box(ax, xs[5] + 0.05, y, 0.85, high, f"token {token}", SOFT, 0.12, size=7.5)
+        arrow(ax, (xs[0] + 0.82, y + high / 2), (xs[1] - 0.02, y + high / 2), SOFT, width=0.9)
+    pairs = sorted((expert, token, slot) for token, chosen in enumerate(CHOSEN) for slot, expert in enumerate(chosen))
     for place, (expert, token, slot) in enumerate(pairs):
-        y = pair_y(place)
+        y, token_y, colour = 3.1 - 0.36 * place, 2.6 - 0.55 * token, LAYER_COLOURS[expert]
+        middle = y + high / 2
         for x, text in zip(xs[2:5], (f"of token {token}", "", ""), strict=True):
-            box(ax, x, y, 0.9, high, text, LAYER_COLOURS[expert], 0.35, size=7)
-        start = xs[1] + 0.82, token_y(token) + high * (0.7 - 0.4 * slot)
-        arrow(ax, start, (xs[2] - 0.02, y + high / 2), LAYER_COLOURS[expert], width=0.8)
+            box(ax, x, y, 0.9, high, text, colour, 0.35, size=7)
+        start = xs[1] + 0.82, token_y + high * (0.7 - 0.4 * slot)
+        arrow(ax, start, (xs[2] - 0.02, middle), colour, width=0.8)
         for a, b in ((xs[2], xs[3]), (xs[3], xs[4])):
-            arrow(ax, (a + 0.92, y + high / 2), (b - 0.02, y + high / 2), LAYER_COLOURS[expert], width=0.8)
-        arrow(ax, (xs[4] + 0.92, y + high / 2), (xs[5] + 0.03, token_y(token) + high / 2), LAYER_COLOURS[expert],
-              width=0.8)  # fmt: skip
+            arrow(ax, (a + 0.92, middle), (b - 0.02, middle), colour, width=0.8)
+        arrow(ax, (xs[4] + 0.92, middle), (xs[5] + 0.03, token_y + high / 2), colour, width=0.8)
     words(ax, xs[1] + 0.4, 0.6, "the experts of\neach token", 7.5, colour=SOFT)
     words(ax, xs[2] + 0.45, 0.2, "rows sorted by expert:\ngroups", 7.5, colour=SOFT)
     words(ax, xs[3] + 1.15, 0.2, "two grouped products,\na matrix for each colour", 7.5, colour=SOFT)

@@ -2,9 +2,8 @@
 
 import heapq
 
-from figures._chart import MULTIPLY, bar, chart, tracks
+from figures._chart import MULTIPLY, SOFTMAX, bar, chart, numbered, tracks
 from figures._draw import BLUE, GREEN, INK, ORANGE, SKY, SOFT, arrow, box, drawing, words
-from lab import plot
 
 
 @drawing(7.6, 3.6)
@@ -13,13 +12,12 @@ def flash_roles(ax):
     box(ax, 0.15, 1.35, 1.5, 1.1, colour=ORANGE)
     words(ax, 0.9, 2.05, "memory\nwarpgroup", weight="bold")
     words(ax, 0.9, 1.58, "starts copies", 8, colour=SOFT)
-    for y, name, full in ((2.25, "k", (0.6, 0.25)), (0.95, "v", (0.6, 0.6))):
+    for y, name, start, full in ((2.25, "k", 2.1, (0.6, 0.25)), (0.95, "v", 1.7, (0.6, 0.6))):
         for slot, fill in enumerate(full):
             box(ax, 2.6 + 0.95 * slot, y, 0.85, 0.6, f"{name}, slot {slot}", colour=SKY, fill=fill, size=8)
-        middle = y + 0.3
-        arrow(ax, (1.65, 2.1 if name == "k" else 1.7), (2.55, middle), ORANGE, width=2)
+        arrow(ax, (1.65, start), (2.55, y + 0.3), ORANGE, width=2)
         for wg_y in (2.55, 1.25):
-            arrow(ax, (4.45, middle), (5.4, wg_y), BLUE, width=1.4)
+            arrow(ax, (4.45, y + 0.3), (5.4, wg_y), BLUE, width=1.4)
     for wg, y in ((0, 2.1), (1, 0.8)):
         box(ax, 5.45, y, 2.0, 0.9, colour=BLUE)
         words(ax, 6.45, y + 0.64, f"compute warpgroup {wg}", 8.5, weight="bold")
@@ -29,13 +27,12 @@ def flash_roles(ax):
     words(ax, 7.1, 1.9, "turn[wg]", 8)
     arrow(ax, (1.0, 2.49), (6.3, 3.04), GREEN, connectionstyle="arc3,rad=-0.14")
     text = "k_filled[slot], v_filled[slot]: a copy arrives, both compute warpgroups wait"
-    words(ax, 3.7, 3.45, text, size=8.5, colour=GREEN)
+    words(ax, 3.7, 3.45, text, 8.5, colour=GREEN)
     arrow(ax, (6.3, 0.76), (1.0, 1.31), INK, connectionstyle="arc3,rad=-0.14")
-    note = "k_freed[slot], v_freed[slot]: both arrive, the memory warpgroup waits before it refills"
-    words(ax, 3.7, 0.2, note, size=8.5)
+    text = "k_freed[slot], v_freed[slot]: both arrive, the memory warpgroup waits before it refills"
+    words(ax, 3.7, 0.2, text, 8.5)
 
 
-SOFTMAX, OTHER = plot.COLOURS[1], plot.COLOURS[4]
 EXP = 1.3  # Softmax of a step, in units of one product: somewhat more than its exponentials alone.
 
 
@@ -101,9 +98,9 @@ def flash_schedule(axes):
     for ax, (case, title) in zip(axes, CASES, strict=True):
         bars = schedule(**case, steps=9)
         for wg, name, start, end in bars:
-            colour = SOFTMAX if name == "softmax" else (MULTIPLY, OTHER)[wg]
-            bar(ax, 1 + wg if name == "softmax" else 0, start, end, name, colour)
-        text = f"{title}: tensor cores busy {busy(bars):.0%}"
-        tracks(ax, ["tensor cores", *(f"warpgroup {wg}" for wg in range(case["num_wgs"]))], text)
+            lane, colour = (1 + wg, SOFTMAX) if name == "softmax" else (0, (MULTIPLY, SKY)[wg])
+            bar(ax, lane, start, end, name, colour)
+        names = ["tensor cores", *numbered("warpgroup", case["num_wgs"])]
+        tracks(ax, names, f"{title}: tensor cores busy {busy(bars):.0%}")
     axes[-1].set_xlim(0, 14)
     axes[-1].set_xlabel(f"time, in units of one product; a softmax taken as {EXP} of them (simulated)")

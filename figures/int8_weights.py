@@ -2,7 +2,6 @@
 
 from figures._chart import LOAD, MULTIPLY, bar, chart, lanes
 from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, RED, SOFT, arrow, box, drawing, words
-from lab import plot
 
 COLUMNS = {"HBM": 1.75, "shared memory": 3.6, "registers": 5.3, "tensor core": 6.75}
 ROWS = {"in HBM first": 2.75, "in shared\nmemory": 1.6, "in registers": 0.4}
@@ -13,44 +12,34 @@ WIDTH, HEIGHT = 0.62, 0.42
 def int8_designs(ax):
     """Three places where 8-bit weights can become 16-bit ones, and the bytes that each weight moves on the way."""
     for name, x in COLUMNS.items():
-        words(ax, x, 3.75, name, 9, weight="bold")
+        words(ax, x, 3.75, name, weight="bold")
         ax.axvline(x, 0.03, 0.9, color=PALE, linewidth=26, zorder=0)
     for name, y in ROWS.items():
-        words(ax, 0.1, y + HEIGHT / 2, name, 9, ha="left", weight="bold")
+        words(ax, 0.1, y + HEIGHT / 2, name, ha="left", weight="bold")
     y = ROWS["in HBM first"]
-    _int8(ax, "HBM", y + 0.3)
-    _wide(ax, "HBM", y - 0.25)
-    _wide(ax, "shared memory", y - 0.25)
+    _value(ax, "HBM", y + 0.3, "int8")
+    _value(ax, "HBM", y - 0.25, "bf16")
+    _value(ax, "shared memory", y - 0.25, "bf16")
     _go(ax, "HBM", "shared memory", y - 0.25, "2", GREEN)
     _go(ax, "shared memory", "tensor core", y - 0.25, "2", RED)
-    ax.annotate("", (1.43, y - 0.1), (1.43, y + 0.55), arrowprops=dict(
-        arrowstyle="-|>", color=ORANGE, connectionstyle="arc3,rad=0.6", linewidth=1.4))  # fmt: skip
-    words(ax, 2.2, y + 0.52, "a kernel of its own: 1 + 2", 7.5, colour=ORANGE, ha="left")
+    arrow(ax, (1.43, y + 0.55), (1.43, y - 0.1), ORANGE, connectionstyle="arc3,rad=0.6", **BENT)
+    words(ax, 2.2, y + 0.52, "a kernel of its own: 1 + 2", 7.5, ha="left", colour=ORANGE)
     y = ROWS["in registers"]
-    _int8(ax, "HBM", y)
-    _int8(ax, "shared memory", y)
-    _wide(ax, "registers", y)
+    _value(ax, "HBM", y, "int8")
+    _value(ax, "shared memory", y, "int8")
+    _value(ax, "registers", y, "bf16")
     _go(ax, "HBM", "shared memory", y, "1", GREEN)
     _go(ax, "shared memory", "registers", y, "1", ORANGE)
     _go(ax, "registers", "tensor core", y, "", RED)
     y = ROWS["in shared\nmemory"]
-    _int8(ax, "HBM", y + 0.25)
-    _int8(ax, "shared memory", y + 0.25)
-    _wide(ax, "shared memory", y - 0.25)
+    _value(ax, "HBM", y + 0.25, "int8")
+    _value(ax, "shared memory", y + 0.25, "int8")
+    _value(ax, "shared memory", y - 0.25, "bf16")
     _go(ax, "HBM", "shared memory", y + 0.25, "1", GREEN)
     _go(ax, "shared memory", "tensor core", y - 0.25, "2", RED)
     edge = COLUMNS["shared memory"] + WIDTH / 2
-    ax.annotate("", (edge, y + 0.04), (edge, y + 0.5), arrowprops=dict(
-        arrowstyle="-|>", color=ORANGE, connectionstyle="arc3,rad=-1.3", linewidth=1.4))  # fmt: skip
-    words(ax, 4.4, y + 0.42, "1 + 2, supply warpgroup", 7.5, colour=ORANGE, ha="left")
-
-
-def _int8(ax, column, y):
-    box(ax, COLUMNS[column] - WIDTH / 2, y, WIDTH, HEIGHT, "int8", colour=BLUE, fill=0.25, size=8)
-
-
-def _wide(ax, column, y):
-    box(ax, COLUMNS[column] - WIDTH / 2, y, WIDTH, HEIGHT, "bf16", colour=INK, fill=0.25, size=8)
+    arrow(ax, (edge, y + 0.5), (edge, y + 0.04), ORANGE, connectionstyle="arc3,rad=-1.3", **BENT)
+    words(ax, 4.4, y + 0.42, "1 + 2, supply warpgroup", 7.5, ha="left", colour=ORANGE)
 
 
 def _go(ax, start, end, y, text, colour):
@@ -102,7 +91,6 @@ def _colour(row: int, bit: int):
     return ORANGE if bit == 8 else GREEN if bit < 8 else BLUE if bit > 8 else INK
 
 
-CONVERT = plot.COLOURS[1]
 STAGES, WIDE, STEPS = 4, 2, 8
 LOAD_TIME, CONVERT_TIME, MULTIPLY_TIME = 2.6, 0.9, 0.7
 
@@ -122,23 +110,31 @@ def schedule() -> dict[str, list[tuple[float, float]]]:
     return dict(load=load[:STEPS], convert=convert, multiply=multiply)
 
 
+BENT = dict(shrinkA=2, shrinkB=2, mutation_scale=10)
+
+
+def _value(ax, column, y, text):
+    colour = BLUE if text == "int8" else INK
+    box(ax, COLUMNS[column] - WIDTH / 2, y, WIDTH, HEIGHT, text, colour=colour, fill=0.25, size=8)
+
+
 @chart(height=4.0)
 def int8_ring(ax):
     """Two rings in a row: TMA fills slots of 8-bit weights, the supply warpgroup converts them, compute multiplies."""
     run = schedule()
-    names = [f"slot {i}: a, int8" for i in range(STAGES)] + ["supply"]
-    names += [f"wide slot {i}: bf16" for i in range(WIDE)] + ["compute"]
+    slots, wide = [f"slot {i}: a, int8" for i in range(STAGES)], [f"wide slot {i}: bf16" for i in range(WIDE)]
     supply, compute = STAGES, STAGES + 1 + WIDE
     for i in range(STEPS):
-        (load_start, load_end), (start, end), (begin, stop) = (run[k][i] for k in ("load", "convert", "multiply"))
-        bar(ax, i % STAGES, load_start, load_end, f"load {i}", LOAD)
-        bar(ax, i % STAGES, start, end, f"{i}", CONVERT)
-        bar(ax, i % STAGES, begin, stop, f"{i}", MULTIPLY)  # It reads a's rows.
-        bar(ax, supply, start, end, f"{i}", CONVERT)
-        bar(ax, supply + 1 + i % WIDE, start, end, f"{i}", CONVERT)
-        bar(ax, supply + 1 + i % WIDE, begin, stop, f"{i}", MULTIPLY)
-        bar(ax, compute, begin, stop, f"{i}", MULTIPLY)
-    lanes(ax, names, "Light: TMA writes. Yellow: supply converts. Dark: the tensor core reads")
+        load, convert, multiply = (run[what][i] for what in ("load", "convert", "multiply"))
+        bar(ax, i % STAGES, *load, f"load {i}", LOAD)
+        bar(ax, i % STAGES, *convert, f"{i}", ORANGE)
+        bar(ax, i % STAGES, *multiply, f"{i}", MULTIPLY)  # It reads a's rows.
+        bar(ax, supply, *convert, f"{i}", ORANGE)
+        bar(ax, supply + 1 + i % WIDE, *convert, f"{i}", ORANGE)
+        bar(ax, supply + 1 + i % WIDE, *multiply, f"{i}", MULTIPLY)
+        bar(ax, compute, *multiply, f"{i}", MULTIPLY)
+    title = "Light: TMA writes. Yellow: supply converts. Dark: the tensor core reads"
+    lanes(ax, [*slots, "supply", *wide, "compute"], title)
     ax.set(xlim=(0, run["multiply"][-1][1]), xlabel="time")
 
 
@@ -183,35 +179,32 @@ def _slots(ax, y, height, colour, text):
     words(ax, 1.65 + 0.34 * 3 + 0.155, y + height / 2, text, 7, rotation=90)
 
 
-TURNS_STEPS = 4
-TURNS_CONVERT_TIME, TURNS_LOAD_TIME, TURNS_MULTIPLY_TIME = 1.0, 0.45, 1.0
-LANES = ("warpgroup 0", "its products", "warpgroup 1", "its products")
-
-
-def turns_schedule() -> list[dict[str, list[tuple[float, float]]]]:
+def turns_schedule(steps, convert=1.0, load=0.45, multiply=1.0) -> list[dict[str, list[tuple[float, float]]]]:
     """For each warpgroup (start, end) of each step's load, conversion and product: one tensor core serves both."""
-    runs = [dict(load=[(0.0, TURNS_LOAD_TIME)], convert=[], multiply=[]) for _ in range(2)]
+    runs = [dict(load=[(0.0, load)], convert=[], multiply=[]) for _ in range(2)]
     busy = 0.0
-    for step in range(TURNS_STEPS):
+    for step in range(steps):
         for run in runs:
             start = max(run["load"][step][1], run["multiply"][-1][1] if step else 0.0)
-            run["convert"].append((start, start + TURNS_CONVERT_TIME))
-            started = start + TURNS_CONVERT_TIME  # From here on the warpgroup reads the next step's weights.
-            begin = max(started, busy)
-            busy = begin + TURNS_MULTIPLY_TIME
+            converted = start + convert  # From here on the warpgroup reads the next step's weights.
+            begin = max(converted, busy)
+            busy = begin + multiply
+            run["convert"].append((start, converted))
             run["multiply"].append((begin, busy))
-            run["load"].append((started, started + TURNS_LOAD_TIME))
+            run["load"].append((converted, converted + load))
     return runs
 
 
 @chart(height=2.9)
 def int8_turns(ax):
     """How two compute warpgroups that convert in registers might take turns: one converts, the other's product runs."""
-    runs = turns_schedule()
+    steps = 4
+    runs = turns_schedule(steps)
     for i, run in enumerate(runs):
-        for step in range(TURNS_STEPS):
+        for step in range(steps):
             bar(ax, 2 * i, *run["load"][step], f"{step}", LOAD)
-            bar(ax, 2 * i, *run["convert"][step], f"{step}", CONVERT)
+            bar(ax, 2 * i, *run["convert"][step], f"{step}", ORANGE)
             bar(ax, 2 * i + 1, *run["multiply"][step], f"{step}", MULTIPLY)
-    lanes(ax, LANES, "Light: 8 bits to registers. Yellow: 16 bits made of them. Dark: the tensor cores")
+    names = "warpgroup 0", "its products", "warpgroup 1", "its products"
+    lanes(ax, names, "Light: 8 bits to registers. Yellow: 16 bits made of them. Dark: the tensor cores")
     ax.set(xlim=(0, runs[1]["multiply"][-1][1]), xlabel="time")

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from figures._chart import chart, label
+from figures._chart import bar, chart, label, numbered, tile
 from figures._draw import BLUE, GREEN, INK, ORANGE, RED, SKY, SOFT, arrow, box, drawing, places, words
 from lab import plot
 
@@ -52,47 +52,45 @@ def memory_handshake(ax):
         words(ax, 0.1, y + 0.06, name, 9.5, ha="left", va="bottom", weight="bold")
         words(ax, 0.1, y + 0.02, who, 7.5, ha="left", va="top", colour=SOFT)
         ax.plot((1.1, 7.7), (y, y), color=SOFT, linewidth=0.8, zorder=0)
-
-    _bar(ax, 1.2, SEND, THREADS, INK, "")
-    _bar(ax, 1.46, 1.42, THREADS, SOFT, "waits", idle=True)
+    _bar(ax, 1.2, SEND, THREADS, INK)
+    _bar(ax, 1.46, 1.42, THREADS, SOFT, "waits", fill=0.08)
     _bar(ax, 2.88, 1.25, THREADS, BLUE, "SMEM to registers,\nnegate, to SMEM")
-    _bar(ax, 4.13, 0.3, THREADS, RED, "")
-    _bar(ax, 4.43, SEND, THREADS, INK, "")
-    _bar(ax, 4.69, 2.25, THREADS, SOFT, "waits", idle=True)
+    _bar(ax, 4.13, 0.3, THREADS, RED)
+    _bar(ax, 4.43, SEND, THREADS, INK)
+    _bar(ax, 4.69, 2.25, THREADS, SOFT, "waits", fill=0.08)
     _bar(ax, 1.46, 1.35, TMA, SKY, "GMEM to SMEM")
     _bar(ax, 4.69, 0.85, TMA, ORANGE, "reads SMEM")
     _bar(ax, 5.54, 1.35, TMA, GREEN, "writes GMEM")
-
     arrow(ax, (1.46, THREADS - 0.2), (1.5, TMA + 0.2), INK)
     arrow(ax, (2.81, TMA + 0.2), (2.88, THREADS - 0.2), SKY)
     words(ax, 2.95, 1.65, "all bytes arrived:\nthe barrier flips", 7.5, ha="left")
     arrow(ax, (4.69, THREADS - 0.2), (4.73, TMA + 0.2), INK)
     arrow(ax, (5.54, TMA + 0.2), (5.54, THREADS - 0.2), ORANGE, width=1.0, linestyle=":")
     arrow(ax, (6.89, TMA + 0.2), (6.94, THREADS - 0.2), GREEN)
-
-    for x, y, text, colour in (
-        (1.2, 3.1, "copy_gmem_to_smem", INK),
-        (2.2, 2.72, "barrier_wait", SOFT),
-        (4.25, 3.1, "commit_smem", RED),
-        (4.55, 2.72, "copy_smem_to_gmem", INK),
-        (5.85, 3.1, "wait_smem_to_gmem(0)", SOFT),
+    for x, anchor, y, text, colour, ha in (
+        (1.2, 1.32, 3.1, "copy_gmem_to_smem", INK, "left"),
+        (2.2, 2.32, 2.72, "barrier_wait", SOFT, "left"),
+        (4.25, 4.28, 3.1, "commit_smem", RED, "right"),
+        (4.55, 4.56, 2.72, "copy_smem_to_gmem", INK, "left"),
+        (5.85, 5.97, 3.1, "wait_smem_to_gmem(0)", SOFT, "left"),
     ):
-        anchor = {"commit_smem": 4.28, "copy_smem_to_gmem": 4.56}.get(text, x + 0.12)
         ax.plot((anchor, anchor), (THREADS + 0.2, y - 0.1), color=colour, linewidth=0.8)
-        words(ax, x, y, text, size=8, ha="right" if text == "commit_smem" else "left", colour=colour,
-              family="monospace")  # fmt: skip
+        words(ax, x, y, text, 8, ha=ha, colour=colour, family="monospace")
     words(ax, 5.6, 1.65, "wait_read_only=True\nwould continue here", 7.5, ha="left", colour=SOFT)
     arrow(ax, (1.1, 0.42), (7.7, 0.42), INK, width=1.0)
     words(ax, 7.7, 0.22, "time", 8, ha="right")
 
 
-def _bar(ax, x, width, y, colour, text, idle=False):
+def _waits(ax, x, width, y, text):
+    _bar(ax, x, width, y, SOFT, text, 0.08)
+
+
+def _bar(ax, x, width, y, colour, text="", fill=0.35):
     box(ax, x, y - 0.2, width, 0.4, colour=plot.CARD, fill=1.0)  # Hides the line of the lane.
-    box(ax, x, y - 0.2, width, 0.4, text, colour, fill=0.08 if idle else 0.35, size=7.5)
+    box(ax, x, y - 0.2, width, 0.4, text, colour, fill=fill, size=7.5)
 
 
-LOAD, NEGATE, DRAIN = 1.0, 0.22, 0.3  # A tile's load, its time in registers, and the TMA's reading of it.
-LOAD_COLOUR, NEGATE_COLOUR, DRAIN_COLOUR = plot.COLOURS[4], plot.OURS, plot.COLOURS[1]
+LOAD_TIME, NEGATE, DRAIN = 1.0, 0.22, 0.3  # A tile's load, its time in registers, and the TMA's reading of it.
 
 
 def schedule(stages: int, tiles: int) -> list[tuple[float, float, float]]:
@@ -103,7 +101,7 @@ def schedule(stages: int, tiles: int) -> list[tuple[float, float, float]]:
     lag = min(1, stages - 1)
     start, work, free, now = {i: 0.0 for i in range(stages)}, {}, {}, 0.0
     for i in range(tiles):
-        work[i] = max(now, start[i] + LOAD)
+        work[i] = max(now, start[i] + LOAD_TIME)
         now = work[i] + NEGATE
         free[i] = now + DRAIN
         if i >= lag:
@@ -115,34 +113,26 @@ def schedule(stages: int, tiles: int) -> list[tuple[float, float, float]]:
 @chart(height=4.1, nrows=2, sharex=True, height_ratios=(1.35, 3))
 def memory_ring(axes):
     """The slots of a ring over time, with one slot and with three: a simulation in units of one load's time."""
-    fig = axes.flat[0].figure
     until = schedule(1, 4)[-1][2]
     for ax, stages in zip(axes, (1, 3), strict=True):
-        shown = schedule(stages, 11 if stages == 3 else 4)
-        for i, (start, work, free) in enumerate(shown):
+        for i, (start, work, free) in enumerate(schedule(stages, 11 if stages == 3 else 4)):
             for left, right, colour, text in (
-                (start, start + LOAD, LOAD_COLOUR, f"load {i}"),
-                (work, work + NEGATE, NEGATE_COLOUR, f"{i}"),
-                (work + NEGATE, free, DRAIN_COLOUR, f"{i}"),
+                (start, start + LOAD_TIME, SKY, f"load {i}"),
+                (work, work + NEGATE, BLUE, f"{i}"),
+                (work + NEGATE, free, ORANGE, f"{i}"),
             ):
-                ax.barh(i % stages, right - left, left=left, height=0.74, color=colour, edgecolor=plot.CARD)
-                ink = plot.CARD if colour == NEGATE_COLOUR else plot.INK
-                if right <= until + 1e-6:
-                    label(ax, (left + right) / 2, i % stages, text, 8, colour=ink)
-        ax.set_yticks(range(stages), [f"slot {slot}" for slot in range(stages)])
+                text = text if right <= until + 1e-6 else ""
+                bar(ax, i % stages, left, right, text, colour, clip=False, linewidth=None)
+        ax.set_yticks(range(stages), numbered("slot", stages))
         ax.set_ylim(stages - 0.45, -0.55)
         ax.grid(axis="y", visible=False)
     axes[0].set_title("one slot: one load in flight, and none while the tile is worked on")
     axes[1].set_title("three slots: while a tile is worked on, the others load")
-    for colour, name in (
-        (LOAD_COLOUR, "TMA loads"),
-        (NEGATE_COLOUR, "the warpgroup works"),
-        (DRAIN_COLOUR, "TMA reads, for the store"),
-    ):
+    for colour, name in ((SKY, "TMA loads"), (BLUE, "the warpgroup works"), (ORANGE, "TMA reads, for the store")):
         axes[0].plot([], [], "s", color=colour, label=name)
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower right", ncols=3, handletextpad=0.2)
-    axes[1].set_xlim(0, until)
-    axes[1].set_xlabel("time, in units of one load")
+    known = axes[0].get_legend_handles_labels()
+    axes[0].figure.legend(*known, loc="outside lower right", ncols=3, handletextpad=0.2)
+    axes[1].set(xlim=(0, until), xlabel="time, in units of one load")
 
 
 SHAPE, VEC, ZOOM = (64, 16), 8, 16
@@ -159,9 +149,9 @@ def owners(layout, shape) -> np.ndarray:
     index = np.arange(np.prod(shape)).reshape(shape)
     if not hasattr(definition, "tiling"):
         return index // definition.vec_size % 128
-    for tile in definition.tiling.tiles:  # Each tile splits the last dimensions into how many tiles, and the tile.
-        outer, n = index.ndim - len(tile), len(tile)
-        split = [part for size, t in zip(index.shape[outer:], tile, strict=True) for part in (size // t, t)]
+    for sizes in definition.tiling.tiles:  # Each tile splits the last dimensions into how many tiles, and the tile.
+        outer, n = index.ndim - len(sizes), len(sizes)
+        split = [part for size, t in zip(index.shape[outer:], sizes, strict=True) for part in (size // t, t)]
         index = index.reshape(*index.shape[:outer], *split)
         index = index.transpose(*range(outer), *range(outer, outer + 2 * n, 2), *range(outer + 1, outer + 2 * n, 2))
     place = np.indices(index.shape)
@@ -198,9 +188,9 @@ def _warps(ax, owner):
     ax.imshow(owner // 32, cmap=colors.ListedColormap(plot.COLOURS[:4]), alpha=0.75, aspect="auto")
     for warp in range(4):
         rows = np.nonzero((owner // 32 == warp).any(axis=1))[0]
-        ax.text(7.5, rows.mean(), f"{warp}", ha="center", va="center", fontsize=9, fontweight="bold")
-    ax.axhline(ZOOM - 0.5, color=plot.INK, linewidth=1)
-    ax.set_yticks((0, 16, 32, 48, 63))
+        label(ax, 7.5, rows.mean(), f"{warp}", 9, fontweight="bold")
+    ax.axhline(ZOOM - 0.5, color=INK, linewidth=1)
+    ax.set(xticks=(0, 8, 15), yticks=(0, 16, 32, 48, 63))
     _bare(ax)
 
 
@@ -209,23 +199,21 @@ def _threads(ax, owner):
     for (row, col), thread in np.ndenumerate(owner):
         if col == 0 or owner[row, col - 1] != thread:  # Once a run.
             run = np.argmin(np.append(owner[row, col:] == thread, False))
-            label(ax, col + (run - 1) / 2, row, f"{thread}", 8)
+            label(ax, col + (run - 1) / 2, row, f"{thread}")
             ax.plot((col - 0.5,) * 2, (row - 0.5, row + 0.5), color=plot.CARD, linewidth=1.2)
     for row in range(ZOOM + 1):
         ax.axhline(row - 0.5, color=plot.CARD, linewidth=1.2)
     if owner[8, 0] == owner[0, 0]:
-        ax.axhline(7.5, color=plot.INK, linewidth=1)
-        ax.axvline(7.5, color=plot.INK, linewidth=1)
-    ax.set_yticks((0, 4, 8, 12, 15))
+        ax.axhline(7.5, color=INK, linewidth=1)
+        ax.axvline(7.5, color=INK, linewidth=1)
+    ax.set(xticks=(0, 8, 15), yticks=(0, 4, 8, 12, 15))
     _bare(ax)
 
 
 def _bare(ax):
-    ax.set_xticks((0, 8, 15))
     ax.grid(visible=False)
     ax.tick_params(length=0, labelsize=7.5)
-    for spine in ax.spines.values():
-        spine.set_visible(False)
+    ax.spines[:].set_visible(False)
 
 
 ROWS, PIECES, COLUMN = 8, 8, 2  # A piece is 16 bytes: 8 elements of bf16, 4 banks. COLUMN is the one that is read.
@@ -242,27 +230,17 @@ def memory_banks(axes):
     for ax, (title, place) in zip(axes, PLACES.items(), strict=True):
         for row, piece in places(ROWS, PIECES):
             line, quad = place(row, piece)
-            read = piece == COLUMN
-            colour = plot.BOUND if read else plot.COLOURS[4] if row % 2 else "#B9DDF3"
-            ax.add_patch(_cell(quad, line, colour))
-            text = dict(fontsize=7, color=plot.CARD if read else plot.INK, fontweight="bold" if read else "normal")
-            ax.text(quad + 0.5, line + 0.5, f"{row},{piece}", ha="center", va="center", **text)
+            colour, ink, weight = SKY if row % 2 else "#B9DDF3", INK, "normal"
+            if piece == COLUMN:
+                colour, ink, weight = RED, plot.CARD, "bold"
+            tile(ax, quad + 0.03, line + 0.03, 0.94, 0.94, colour, edgecolor="none")
+            label(ax, quad + 0.5, line + 0.5, f"{row},{piece}", 7, colour=ink, fontweight=weight)
         quads = [place(row, COLUMN)[1] for row in range(ROWS)]
         ways = max(map(quads.count, quads))
-        ax.set(xlim=(0, 8), ylim=(9.05, 0))
+        ax.set(xlim=(0, 8), ylim=(9.05, 0), yticks=[])
         ax.set_xticks([i + 0.5 for i in range(8)], [f"{4 * i}" for i in range(8)])
-        ax.set_yticks([])
         ax.set_title(title, fontsize=9)
         cost = f"{ways} accesses, in turn" if ways > 1 else "one access"
         ax.set_xlabel(f"first of four banks\npiece {COLUMN} of rows 0 to 7: {cost}", fontsize=8)
-        ax.grid(visible=False)
-        ax.tick_params(length=0, labelsize=7.5)
-        for spine in ax.spines.values():
-            spine.set_visible(False)
+        _bare(ax)
     axes[0].set_ylabel("128 bytes of SMEM a line", fontsize=8)
-
-
-def _cell(quad, line, colour):
-    import matplotlib.patches as patches
-
-    return patches.Rectangle((quad + 0.03, line + 0.03), 0.94, 0.94, facecolor=colour, edgecolor="none")

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from figures._chart import LOAD, MULTIPLY, SOFTMAX, bar, chart, legend_of, tile, tracks
+from figures._chart import LOAD, MULTIPLY, SOFTMAX, bar, chart, label, legend_of, numbered, tile, tracks
 from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, SOFT, arrow, box, drawing, words
 from lab import plot
 
@@ -52,24 +52,24 @@ def online_rescale(axes):
     ends = range(WIDTH, BLOCKS * WIDTH + 1, WIDTH)
     m = [x[:end].max() for end in ends]
     l_i = [np.exp2(x[:end] - x[:end].max()).sum() for end in ends]
-    carried = [0.0] + [l_i[b - 1] * 2 ** (m[b - 1] - m[b]) for b in range(1, BLOCKS)]
+    alpha = [0.0] + [2 ** (m[b - 1] - m[b]) for b in range(1, BLOCKS)]
+    carried = [0.0] + [l_i[b - 1] * alpha[b] for b in range(1, BLOCKS)]
     top.plot(np.arange(len(x)) + 0.5, x, "o", markersize=4, color=plot.PEER, label="logits x of a query, in base 2")
     for b in range(BLOCKS):
-        line = top.plot((b * WIDTH, (b + 1) * WIDTH), (m[b],) * 2, color=plot.OURS, linewidth=2)
-        alpha = 2 ** (m[b - 1] - m[b]) if b else 0.0
-        text = f"alpha = {alpha:.2f}" if b else "alpha = 0 (m was -inf)"
-        bottom.text(b * WIDTH + 4, 0.25, text, ha="center", fontsize=8, color=plot.CARD if carried[b] > 1 else plot.INK)
+        line = top.plot((b * WIDTH, (b + 1) * WIDTH), (m[b],) * 2, color=BLUE, linewidth=2)
+        text, ink = f"alpha = {alpha[b]:.2f}" if b else "alpha = 0 (m was -inf)", plot.CARD if carried[b] > 1 else INK
+        label(bottom, b * WIDTH + 4, 0.25, text, va="baseline", colour=ink)
     line[0].set_label("m, the largest so far")
     middle = [b * WIDTH + WIDTH / 2 for b in range(BLOCKS)]
-    bottom.bar(middle, carried, width=6.6, color=plot.OURS, label="l that was there, times alpha")
+    bottom.bar(middle, carried, width=6.6, color=BLUE, label="l that was there, times alpha")
     fresh = [total - old for total, old in zip(l_i, carried, strict=True)]
-    bottom.bar(middle, fresh, bottom=carried, width=6.6, color=plot.COLOURS[4], label="added by this block")
-    bottom.set_xticks(middle, [f"block {b}" for b in range(BLOCKS)])
+    bottom.bar(middle, fresh, bottom=carried, width=6.6, color=SKY, label="added by this block")
+    bottom.set_xticks(middle, numbered("block", BLOCKS))
     bottom.set_ylim(0, 1.35 * max(l_i))
     top.legend(loc="upper left")
     bottom.legend(loc="upper left", ncols=2)
     top.set_title("A larger logit arrives: what was summed before is scaled down")
-    for ax in (top, bottom):
+    for ax in axes:
         ax.grid(axis="x", visible=False)
         for b in range(1, BLOCKS):
             ax.axvline(b * WIDTH, color=plot.FAINT, linewidth=1)
@@ -160,29 +160,20 @@ TITLES = {
 def schedule(copies: str, steps: int):
     """(name, lane, start, end) of every piece of work."""
     work, now = [], 0.0
-    k_ready, v_ready = {0: LOAD_TIME}, {0: LOAD_TIME}
     starts = {"k": {0: 0.0}, "v": {0: 0.0}}
-
-    def load(what, ready, block, at):
-        starts[what][block], ready[block] = at, at + LOAD_TIME
-
+    ready = lambda what, block: starts[what][block] + LOAD_TIME
     for i in range(steps):
-        if copies == "in turn":
-            load("k", k_ready, i, now), load("v", v_ready, i, now)
-        if copies == "two slots":
-            load("k", k_ready, i + 1, now), load("v", v_ready, i + 1, now)
-        begin = max(now, k_ready[i])
-        s_end = begin + PRODUCT
-        work.append((f"q k{i}", 2, begin, s_end))
-        if copies == "early":
-            load("k", k_ready, i + 1, s_end)
+        if copies != "early":
+            block = i if copies == "in turn" else i + 1
+            starts["k"][block] = starts["v"][block] = now
+        s_start = max(now, ready("k", i))
+        s_end = s_start + PRODUCT
+        starts["k"].setdefault(i + 1, s_end)  # Early: the slot of k is free.
         p_end = s_end + NUMBERS
-        work.append(("softmax", 3, s_end, p_end))
-        begin = max(p_end, v_ready[i])
-        now = begin + PRODUCT
-        work.append((f"p v{i}", 2, begin, now))
-        if copies == "early":
-            load("v", v_ready, i + 1, now)
+        o_start = max(p_end, ready("v", i))
+        now = o_start + PRODUCT
+        starts["v"].setdefault(i + 1, now)
+        work += [(f"q k{i}", 2, s_start, s_end), ("softmax", 3, s_end, p_end), (f"p v{i}", 2, o_start, now)]
     for lane, what in enumerate("kv"):
         work += [(f"{what}{i}", lane, at, at + LOAD_TIME) for i, at in starts[what].items() if i < steps]
     return work
@@ -197,8 +188,8 @@ def online_copies(axes, steps: int = 3):
             shift = 0.19 * (1 if int(name[1:]) % 2 else -1) if lane < 2 and copies == "two slots" else 0.0
             colour = (LOAD, LOAD, MULTIPLY, SOFTMAX)[lane]
             bar(ax, lane + shift, start, end, name, colour, height=0.37 if shift else 0.74)
-        text = f"{title}; {steps} steps take {max((end for *_, end in work)):.1f}"
-        tracks(ax, ["copies of k", "copies of v", "tensor cores", "CUDA cores"], text)
+        title = f"{title}; {steps} steps take {max(end for *_, end in work):.1f}"
+        tracks(ax, ["copies of k", "copies of v", "tensor cores", "CUDA cores"], title)
     axes[0].set_xlim(0, max(end for *_, end in schedule("in turn", steps)))
     axes[-1].set_xlabel("time, in units of one product; the copies are assumed to take 1.3")
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from figures._chart import chart, label
-from figures._draw import Picture
+from figures._chart import bar, chart, tracks
+from figures._draw import INK, RED, Picture
 from lab import plot, roofline
 
 TILE = 128, 256  # Rows and columns.
@@ -91,27 +91,16 @@ def overlap_model(rungs=RUNGS[:4], problem: Problem = NARROW, **how):
     Two GPUs side by side; a pair of panels for each rung: what the link brings, and how many SMs multiply.
     """
     ends = [predicted_us(problem, rung, **how) for rung in rungs]
+    of_link = {name: value for name, value in how.items() if name != "flops"}
     grid = dict(nrows=2 * len(rungs), ncols=2, sharex=True, height_ratios=[0.22, 1] * len(rungs))
     with plot.figure(7.8, 0.75 + 1.45 * len(rungs), **grid) as (fig, axes):
         for r, rung in enumerate(rungs):
             placed = schedule(problem, rung, **how)
-            times = np.linspace(0, 1.06 * max(ends), 900)
             for d in range(2):
                 link, busy = axes[2 * r, d], axes[2 * r + 1, d]
-                _draw_link(link, problem, d, **{name: how[name] for name in how if name != "flops"})
-                bottom = np.zeros_like(times)
-                for step in range(problem.n):
-                    mine = np.array([(start, end) for s, _, start, end in placed if s == step])
-                    count = (mine[:, :1] <= times).sum(0) - (mine[:, 1:] <= times).sum(0)
-                    owner = (d + step if rung.senders else step) % problem.n  # A gathered array has one order.
-                    busy.fill_between(times, bottom, bottom + count, step="mid", alpha=0.75, linewidth=0,
-                                      color=plot.COLOURS[owner])  # fmt: skip
-                    bottom = bottom + count
-                busy.axhline(NUM_SMS, color=plot.INK, linewidth=0.6, linestyle=":")
-                busy.axvline(ends[r], color=plot.BOUND, linewidth=1.3)
-                busy.set(ylim=(0, 1.12 * NUM_SMS), xlim=(0, 1.06 * max(ends)), yticks=(0, NUM_SMS))
-                busy.set_ylabel("SMs", fontsize=7.5)
-                busy.grid(visible=False)
+                _draw_link(link, problem, d, **of_link)
+                _draw_busy(busy, problem, d, placed, max(ends), gathers_first=not rung.senders)
+                busy.axvline(ends[r], color=RED, linewidth=1.3)
                 link.set_title(f"GPU {d}: {rung.name}" + (f", {ends[r]:.0f} µs" if d == 0 else ""), fontsize=8.5)
         for ax in axes[-1]:
             ax.set_xlabel("µs, by the model", fontsize=8)
@@ -162,23 +151,40 @@ def peers_schedule(order, n: int = DEVICES) -> list[tuple[int, int, float, float
     return found
 
 
+def overlap_peers_placeholder():
+    pass
+
+
 @chart(7.8, 2.9, ncols=2, sharey=True)
 def overlap_peers(axes):
     """The order of peers on four GPUs: who sends to whom in each turn, and what each GPU's link takes in meanwhile."""
     for ax, (title, order) in zip(axes, ORDERS.items(), strict=True):
         placed = peers_schedule(order)
         for sender, receiver, start, end in placed:
-            share = sum(r == receiver and s < (start + end) / 2 < e for _, r, s, e in placed)
-            slot = sum(r == receiver and s < (start + end) / 2 < e and q < sender for q, r, s, e in placed)
-            height = 0.8 / share
-            y = receiver - 0.4 + slot * height
-            ax.barh(y + height / 2, end - start, left=start, height=height, color=plot.COLOURS[sender], alpha=0.7,
-                    edgecolor=plot.CARD)  # fmt: skip
-            label(ax, (start + end) / 2, y + height / 2, f"from {sender}", 6.5)
+            middle = (start + end) / 2
+            sharing = [q for q, r, s, e in placed if r == receiver and s < middle < e]
+            height = 0.8 / len(sharing)
+            y = receiver - 0.4 + (sum(q < sender for q in sharing) + 0.5) * height
+            look = dict(alpha=0.7, linewidth=None, clip=False, ink=INK)
+            bar(ax, y, start, end, f"from {sender}", plot.COLOURS[sender], height, 6.5, **look)
         over = max(end for *_, end in placed)
-        ax.axvline(over, color=plot.BOUND, linewidth=1.3)
-        ax.set_yticks(range(DEVICES), [f"GPU {d} receives" for d in range(DEVICES)])
+        ax.axvline(over, color=RED, linewidth=1.3)
+        tracks(ax, [f"GPU {d} receives" for d in range(DEVICES)], f"{title}: {over:.1f}", 8.5)
         ax.set(xlim=(0, 6.4), ylim=(DEVICES - 0.5, -0.5))
-        ax.set_title(f"{title}: {over:.1f}", fontsize=8.5)
         ax.set_xlabel("time, in shards of one link", fontsize=8)
-        ax.grid(axis="y", visible=False)
+
+
+def _draw_busy(ax, problem, d, placed, end, gathers_first):
+    """How many SMs multiply, in the colours of the shards."""
+    times = np.linspace(0, 1.06 * end, 900)
+    bottom = np.zeros_like(times)
+    for step in range(problem.n):
+        mine = np.array([(start, end) for s, _, start, end in placed if s == step])
+        top = bottom + (mine[:, :1] <= times).sum(0) - (mine[:, 1:] <= times).sum(0)
+        owner = (step if gathers_first else d + step) % problem.n  # A gathered array has one order.
+        ax.fill_between(times, bottom, top, step="mid", alpha=0.75, linewidth=0, color=plot.COLOURS[owner])
+        bottom = top
+    ax.axhline(NUM_SMS, color=INK, linewidth=0.6, linestyle=":")
+    ax.set(ylim=(0, 1.12 * NUM_SMS), xlim=(0, 1.06 * end), yticks=(0, NUM_SMS))
+    ax.set_ylabel("SMs", fontsize=7.5)
+    ax.grid(visible=False)

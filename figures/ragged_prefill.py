@@ -2,39 +2,34 @@
 
 import itertools
 
-import matplotlib.patches as patches
-
-from figures._chart import chart, label
-from figures._draw import BLUE, GREEN, ORANGE, PINK, RED, SKY, SOFT, arrow, box, drawing, words
+from figures._chart import bare, chart, label, tile
+from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, SOFT, arrow, box, drawing, words
 from lab import plot
 
 LENGTHS = 9, 3, 6, 1, 4
-COLOURS = BLUE, GREEN, PINK, ORANGE, SKY
 
 
 @drawing(7.8, 3.7)
 def ragged_padding(ax):
     """Sequences of a batch: each padded to the longest, and packed one after the other."""
-    unit, left, row = 0.27, 1.35, 0.3
+    unit, left = 0.27, 1.35
+    colours, most = (BLUE, GREEN, PINK, ORANGE, SKY), max(LENGTHS)
     words(ax, 0.1, 3.5, "padded to the longest", ha="left", weight="bold")
-    for i, (length, colour) in enumerate(zip(LENGTHS, COLOURS, strict=True)):
-        y = 2.95 - row * i
+    for i, (length, colour) in enumerate(zip(LENGTHS, colours, strict=True)):
+        y = 2.95 - 0.3 * i
         words(ax, left - 0.12, y + 0.11, f"sequence {i}", 8, ha="right")
-        for j in range(max(LENGTHS)):
-            mine = j < length
-            look = dict(fill=0.35) if mine else dict(fill=0.04, linestyle=":")
-            box(ax, left + unit * j, y, unit * 0.86, 0.23, colour=colour if mine else SOFT, **look)
-    total, padded = sum(LENGTHS), len(LENGTHS) * max(LENGTHS)
-    x = left + unit * max(LENGTHS) + 0.35
-    words(ax, x, 2.75, f"{padded} rows are computed and kept,", 8.5, ha="left")
-    words(ax, x, 2.5, f"of which {total} are wanted", 8.5, ha="left")
+        for j in range(most):
+            look = dict(colour=colour, fill=0.35) if j < length else dict(colour=SOFT, fill=0.04, linestyle=":")
+            box(ax, left + unit * j, y, unit * 0.86, 0.23, **look)
+    x = left + unit * most + 0.35
+    words(ax, x, 2.75, f"{len(LENGTHS) * most} rows are computed and kept,", 8.5, ha="left")
+    words(ax, x, 2.5, f"of which {sum(LENGTHS)} are wanted", 8.5, ha="left")
     words(ax, x, 2.0, "dotted: padding", 8, ha="left", colour=SOFT)
-
     words(ax, 0.1, 1.3, "packed", ha="left", weight="bold")
     starts = [0, *itertools.accumulate(LENGTHS)]
-    for start, length, colour in zip(starts, LENGTHS, COLOURS, strict=False):
-        for j in range(length):
-            box(ax, left + unit * (start + j) * 0.93, 0.82, unit * 0.8, 0.26, colour=colour, fill=0.35)
+    for start, length, colour in zip(starts, LENGTHS, colours, strict=False):
+        for j in range(start, start + length):
+            box(ax, left + unit * j * 0.93, 0.82, unit * 0.8, 0.26, colour=colour, fill=0.35)
     for i, start in enumerate(starts):
         at = left + unit * start * 0.93 - 0.017
         ax.plot((at, at), (0.62, 1.15), color=RED, linewidth=1.1)
@@ -56,32 +51,26 @@ def ragged_masks(axes):
     """A causal mask aligned at the ends: as many queries as keys, fewer, and more."""
     for ax, (title, num_q, num_kv) in zip(axes, CASES, strict=True):
         for i in range(num_q):
+            seen = max(num_kv - num_q + i + 1, 0)
             for j in range(num_kv):
-                sees = j <= num_kv - num_q + i
-                colour = plot.COLOURS[4] if sees else plot.CARD
-                ax.add_patch(patches.Rectangle((j, i), 1, 1, facecolor=colour, edgecolor=plot.INK, linewidth=0.8))
-            if num_kv - num_q + i < 0:
-                label(ax, num_kv + 0.25, i + 0.5, "nothing", 7, ha="left", colour=plot.BOUND)
+                tile(ax, j, i, 1, 1, SKY if j < seen else plot.CARD, edgecolor=INK, linewidth=0.8)
+            if not seen:
+                label(ax, num_kv + 0.25, i + 0.5, "nothing", 7, ha="left", colour=RED)
         ax.set(xlim=(-0.1, 6.6), ylim=(6.1, -0.1), aspect="equal", xlabel="keys")
         ax.set_xticks([j + 0.5 for j in range(num_kv)], range(num_kv), fontsize=7)
         ax.set_yticks([i + 0.5 for i in range(num_q)], range(num_q), fontsize=7)
-        ax.tick_params(length=0)
-        ax.grid(visible=False)
-        for side in ("left", "bottom"):
-            ax.spines[side].set_visible(False)
+        bare(ax, "left", "bottom")
         ax.set_title(title, fontsize=8, fontweight="normal")
     axes[0].set_ylabel("queries")
 
 
-LIST_LENGTHS, QUERIES = (150, 1, 0, 70), 64
+QUERY_COUNTS, QUERIES = (150, 1, 0, 70), 64
+
+
 LIST_COLOURS = BLUE, GREEN, ORANGE, PINK
 
 
-def tiles():
-    return [(seq, first) for seq, length in enumerate(LIST_LENGTHS) for first in range(0, length, QUERIES)]
-
-
-def cells(ax, x, y, name, values, colours, width=0.55):
+def _numbers(ax, x, y, name, values, colours, width=0.55):
     words(ax, x - 0.12, y + 0.15, name, 8.5, ha="right")
     for i, (value, colour) in enumerate(zip(values, colours, strict=True)):
         box(ax, x + width * i, y, width - 0.06, 0.3, str(value), colour, fill=0.18, size=8.5)
@@ -90,38 +79,35 @@ def cells(ax, x, y, name, values, colours, width=0.55):
 @drawing(7.8, 4.15)
 def ragged_list(ax):
     """From lengths to a list of tiles: cumsum says where each sequence's tiles end, searchsorted inverts that."""
-    scale, left = 0.0255, 1.0
-    starts = [0, *itertools.accumulate(LIST_LENGTHS)]
-    for number, (seq, first) in enumerate(tiles()):
-        row, size = starts[seq] + first, min(QUERIES, LIST_LENGTHS[seq] - first)
-        wide = max(scale * size - 0.02, 0.05)
-        box(ax, left + scale * row, 3.3, wide, 0.36, f"tile {number}" if size > 10 else "", LIST_COLOURS[seq], 0.3,
-            size=8)  # fmt: skip
-        if size <= 10:
-            words(ax, left + scale * (row + size / 2), 3.78, f"tile {number}", 8, colour=LIST_COLOURS[seq])
+    scale, left, x = 0.0255, 1.0, 1.95
+    starts = [0, *itertools.accumulate(QUERY_COUNTS)]
+    tiles = [(seq, first) for seq, length in enumerate(QUERY_COUNTS) for first in range(0, length, QUERIES)]
+    for number, (seq, first) in enumerate(tiles):
+        row, size = starts[seq] + first, min(QUERIES, QUERY_COUNTS[seq] - first)
+        colour, inside = LIST_COLOURS[seq], f"tile {number}" if size > 10 else ""
+        box(ax, left + scale * row, 3.3, max(scale * size - 0.02, 0.05), 0.36, inside, colour, 0.3, size=8)
+        if not inside:
+            words(ax, left + scale * (row + size / 2), 3.78, f"tile {number}", 8, colour=colour)
     words(ax, left - 0.12, 3.48, "rows of q", 8.5, ha="right")
     words(ax, left + 1.9, 3.98, "sequence 0: 150 queries", 8, colour=BLUE)
     words(ax, left + scale * 151 + 0.95, 3.98, "3: 70", 8, colour=PINK)
     words(ax, left + scale * 225 + 0.1, 3.48, "64 queries a tile", 7.5, ha="left", colour=SOFT)
-
-    num = [-(-length // QUERIES) for length in LIST_LENGTHS]
-    ends = list(itertools.accumulate(num))
-    x = 1.95
+    num = [-(-length // QUERIES) for length in QUERY_COUNTS]
     words(ax, x + 1.07, 2.93, "one number for each sequence", 7.5, colour=SOFT)
-    cells(ax, x, 2.45, "queries", LIST_LENGTHS, LIST_COLOURS)
-    cells(ax, x, 2.05, "tiles, each rounded up", num, LIST_COLOURS)
-    cells(ax, x, 1.65, "ends = cumsum", ends, LIST_COLOURS)
+    _numbers(ax, x, 2.45, "queries", QUERY_COUNTS, LIST_COLOURS)
+    _numbers(ax, x, 2.05, "tiles, each rounded up", num, LIST_COLOURS)
+    _numbers(ax, x, 1.65, "ends = cumsum", itertools.accumulate(num), LIST_COLOURS)
     words(ax, 4.75, 2.3, "tile n is of the first\nsequence whose end\nis greater than n", 8, ha="left", colour=RED)
     arrow(ax, (x + 1.1, 1.62), (x + 1.1, 1.25), RED)
     words(ax, x + 1.25, 1.43, "searchsorted", 8, ha="left", colour=RED)
     words(ax, 5.0, 1.43, "one number for each tile", 7.5, ha="left", colour=SOFT)
-    of_tiles = [LIST_COLOURS[seq] for seq, _ in tiles()]
-    more = len(LIST_LENGTHS) + sum(LIST_LENGTHS) // QUERIES - len(of_tiles)
-    cells(ax, x, 0.9, "number", range(len(of_tiles) + more), [*of_tiles, *[SOFT] * more])
-    cells(ax, x, 0.5, "sequence", [*(seq for seq, _ in tiles()), *["-"] * more], [*of_tiles, *[SOFT] * more])
-    cells(ax, x, 0.1, "first query in it", [*(f for _, f in tiles()), *["-"] * more], [*of_tiles, *[SOFT] * more])
-    words(ax, x + 0.55 * (len(of_tiles) + more) + 0.08, 0.65, "grey: no tile, the list\nhas room for the worst", size=7,
-          ha="left", colour=SOFT)  # fmt: skip
+    more = len(QUERY_COUNTS) + sum(QUERY_COUNTS) // QUERIES - len(tiles)
+    colours, nothing = [*(LIST_COLOURS[seq] for seq, _ in tiles), *[SOFT] * more], ["-"] * more
+    _numbers(ax, x, 0.9, "number", range(len(colours)), colours)
+    _numbers(ax, x, 0.5, "sequence", [*(seq for seq, _ in tiles), *nothing], colours)
+    _numbers(ax, x, 0.1, "first query in it", [*(first for _, first in tiles), *nothing], colours)
+    text = "grey: no tile, the list\nhas room for the worst"
+    words(ax, x + 0.55 * len(colours) + 0.08, 0.65, text, 7, ha="left", colour=SOFT)
 
 
 FIRST, END, UNIT, BLOCK = 13, 45, 8, 16  # Rows of the sequence; what TMA finds; keys of a block, few for the drawing.
@@ -141,24 +127,22 @@ def ragged_keys(ax):
         words(ax, (at(start) + at(end)) / 2, 2.85, name, 8.5, colour=colour)
         for row in range(start, end):
             box(ax, at(row), 2.35, wide * 0.86, 0.32, colour=colour, fill=0.4, linewidth=0.5)
-    words(ax, left - 0.1, 2.51, "k, v", 9, ha="right")
+    words(ax, left - 0.1, 2.51, "k, v", ha="right")
     for row in range(0, ROWS + 1, UNIT):
         ax.plot((at(row) - 0.01, at(row) - 0.01), (2.12, 2.3), color=SOFT, linewidth=0.9)
         words(ax, at(row), 2.02, str(row), 7, colour=SOFT)
     source = FIRST - FIRST % UNIT
     for i, row in enumerate(range(source, END, BLOCK)):
-        y = 1.3
-        box(ax, at(row), y, wide * BLOCK - 0.02, 0.34, colour=GREEN, fill=0.0)
-        words(ax, at(row) + wide * BLOCK / 2, y + 0.5, f"block {i}", 8, colour=GREEN)
+        box(ax, at(row), 1.3, wide * BLOCK - 0.02, 0.34, colour=GREEN, fill=0.0)
+        words(ax, at(row) + wide * BLOCK / 2, 1.8, f"block {i}", 8, colour=GREEN)
         for j in range(row, row + BLOCK):
-            mine = FIRST <= j < END
-            colour = BLUE if mine else RED
-            box(ax, at(j) + 0.01, y + 0.06, wide * 0.72, 0.22, colour=colour, fill=0.4 if mine else 0.85, linewidth=0.3)
-    words(ax, left - 0.1, 1.47, "loaded", 9, ha="right")
+            colour, fill = (BLUE, 0.4) if FIRST <= j < END else (RED, 0.85)
+            box(ax, at(j) + 0.01, 1.36, wide * 0.72, 0.22, colour=colour, fill=fill, linewidth=0.3)
+    words(ax, left - 0.1, 1.47, "loaded", ha="right")
     words(ax, at(source), 0.98, "masked: rows of the neighbour before", 8, ha="left", colour=RED)
     words(ax, at(END) + 0.05, 0.98, "and after", 8, ha="left", colour=RED)
-    words(ax, left, 0.62, f"source = {source}: the multiple of 8 before the first key; block 0 begins there", size=8.5,
-          ha="left")  # fmt: skip
-    words(ax, left, 0.36, f"first_kv = {FIRST - source}, num_kv = {END - source}: between which of a block's rows the "
-          "keys of the sequence lie,", size=8.5, ha="left")  # fmt: skip
+    text = f"source = {source}: the multiple of 8 before the first key; block 0 begins there"
+    words(ax, left, 0.62, text, 8.5, ha="left")
+    text = f"first_kv = {FIRST - source}, num_kv = {END - source}: between which of a block's rows the "
+    words(ax, left, 0.36, text + "keys of the sequence lie,", 8.5, ha="left")
     words(ax, left, 0.13, "counted from source", 8.5, ha="left")
