@@ -24,43 +24,39 @@ def tiles_dealt(axes):
     axes[-1].set_xlabel("time, in steps; numbers: steps of a tile; colours: heads")
 
 
-SIDE, PHASES_TILES = 64, 3  # Queries of a warpgroup and keys of a block; tiles.
-
-
 @chart(7.6, 3.6)
 def tiles_phases(ax):
     """Phases of two compute warpgroups on the blocks of their tile under a causal mask: three each."""
+    side, phases_tiles = 64, 3  # Queries of a warpgroup and keys of a block; tiles.
     kinds = {
         "by": (plot.FAINT, "passed by: waited for, given back"),
         "cut": (ORANGE, "masked: the first step that counts"),
         "whole": (SKY, "computed whole"),
         "skipped": (plot.CARD, "not even loaded"),
     }
-    size = 2 * PHASES_TILES
+    size = 2 * phases_tiles
     for row, block in places(size, size):
         tile_end = 2 * (row // 2) + 2
         kind = "whole" if block < row else "cut" if block == row else "by" if block < tile_end else "skipped"
         text = "" if kind == "skipped" else f"{tile_end - 1 - block}"
-        tile(ax, block * SIDE, row * SIDE, SIDE, SIDE, kinds[kind][0], text, 8, edgecolor=INK, linewidth=0.8)
-    for pair in range(PHASES_TILES):
-        tile(ax, 0, 2 * SIDE * pair, size * SIDE, 2 * SIDE, "none", edgecolor=INK, linewidth=2.2)
-    ax.plot((0, size * SIDE), (0, size * SIDE), color=RED, linewidth=2)
+        tile(ax, block * side, row * side, side, side, kinds[kind][0], text, 8, edgecolor=INK, linewidth=0.8)
+    for pair in range(phases_tiles):
+        tile(ax, 0, 2 * side * pair, size * side, 2 * side, "none", edgecolor=INK, linewidth=2.2)
+    ax.plot((0, size * side), (0, size * side), color=RED, linewidth=2)
     legend_of(ax, kinds.values())
-    ax.set(xlim=(-4, size * SIDE + 4), ylim=(size * SIDE + 4, -4), aspect="equal")
+    ax.set(xlim=(-4, size * side + 4), ylim=(size * side + 4, -4), aspect="equal")
     ax.set_xlabel("keys, 64 a block; numbers: the step")
     names = [f"tile {row // 2}, warpgroup {row % 2}" for row in range(size)]
-    ax.set_yticks([(row + 0.5) * SIDE for row in range(size)], names)
-    ax.set_xticks(range(0, size * SIDE + 1, SIDE))
+    ax.set_yticks([(row + 0.5) * side for row in range(size)], names)
+    ax.set_xticks(range(0, size * side + 1, side))
     ax.grid(visible=False)
-
-
-CASES = ((8, "MHA: 8 and 8"), (2, "GQA: 8 and 2"), (1, "MQA: 8 and 1"))
 
 
 @drawing(7.6, 2.2)
 def tiles_heads(ax):
     """The KV head that each query head reads: as many, fewer, one."""
-    for case, (kv_heads, name) in enumerate(CASES):
+    cases = ((8, "MHA: 8 and 8"), (2, "GQA: 8 and 2"), (1, "MQA: 8 and 1"))
+    for case, (kv_heads, name) in enumerate(cases):
         left = 0.2 + 2.55 * case
         words(ax, left + 1.1, 2.02, name, weight="bold")
         group, width = 8 // kv_heads, 2.2 / kv_heads

@@ -39,7 +39,6 @@ def blackwell_tmem(ax):
     words(ax, 4.3, 0.49, "128 lanes: the rows of a tile", 7.5, colour=SOFT, ha="left")
 
 
-STEPS, ISSUE = 5, 0.16  # Products that are shown, and the time to start one; a product takes 1.
 START, FREE = plot.COLOURS[1], plot.COLOURS[2]
 
 
@@ -53,26 +52,26 @@ def mark(ax, x, lane, text):
 @chart(height=4.3, nrows=2, sharex=True)
 def blackwell_issue(axes):
     """Threads that take part in a product: 128 threads that wait for it, or one that only starts it."""
+    steps, issue = 5, 0.16  # Products that are shown, and the time to start one; a product takes 1.
     hopper, blackwell = axes
-    for step in range(STEPS):
-        bar(hopper, 2, step + ISSUE, step + 1 + ISSUE, f"{step}", MULTIPLY)
-        bar(hopper, 0, step, step + ISSUE, "", START)
+    for step in range(steps):
+        bar(hopper, 2, step + issue, step + 1 + issue, f"{step}", MULTIPLY)
+        bar(hopper, 0, step, step + issue, "", START)
         if step:
-            bar(hopper, 0, step + ISSUE, step + 0.97, f"wait for {step - 1}", plot.FAINT)
-            mark(hopper, step + ISSUE, 0.4, f"freed[{step - 1}]")
-        bar(blackwell, 0, 1.6 * ISSUE * step, 1.6 * ISSUE * step + ISSUE, "", START)
-        bar(blackwell, 2, step + ISSUE, step + 1 + ISSUE, f"{step}", MULTIPLY)
-        mark(blackwell, step + 1 + ISSUE, 1.6, f"freed[{step}]")
-    bar(hopper, 0, ISSUE, 0.97, "", plot.FAINT)
-    bar(blackwell, 0, 1.6 * ISSUE * STEPS, 3.1, "next tile", START)
+            bar(hopper, 0, step + issue, step + 0.97, f"wait for {step - 1}", plot.FAINT)
+            mark(hopper, step + issue, 0.4, f"freed[{step - 1}]")
+        bar(blackwell, 0, 1.6 * issue * step, 1.6 * issue * step + issue, "", START)
+        bar(blackwell, 2, step + issue, step + 1 + issue, f"{step}", MULTIPLY)
+        mark(blackwell, step + 1 + issue, 1.6, f"freed[{step}]")
+    bar(hopper, 0, issue, 0.97, "", plot.FAINT)
+    bar(blackwell, 0, 1.6 * issue * steps, 3.1, "next tile", START)
     names = "128 threads", "barriers", "tensor core"
     lanes(hopper, names, "Hopper: a warpgroup starts each product together, waits, and gives the slot back")
     names = "1 thread", "barriers", "tensor core"
     lanes(blackwell, names, "Blackwell: one thread starts it, and the tensor core itself gives the slot back")
     for ax in axes:
         ax.set_ylim(2.6, -0.6)
-    blackwell.set_xlim(-0.1, STEPS + 1.1)
-    blackwell.set_xlabel("time (schematic); slots are full")
+    blackwell.set(xlim=(-0.1, steps + 1.1), xlabel="time (schematic); slots are full")
 
 
 TILES, MULTIPLIES, STORES = 4, 3.0, 1.0  # Tiles, and the times of a tile's products and of its store; schematic.
@@ -101,5 +100,4 @@ def blackwell_turns(axes):
         ax.axvline(run[-1][2], color=plot.BOUND, linewidth=1.2)
         plural = "s: the store of a tile runs under the products of the next" if accumulators > 1 else ""
         lanes(ax, ("tensor cores", "store"), f"{accumulators} accumulator{plural}")
-    axes[-1].set_xlim(0, 16.6)
-    axes[-1].set_xlabel("time (schematic)")
+    axes[-1].set(xlim=(0, 16.6), xlabel="time (schematic)")

@@ -13,30 +13,30 @@ from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, SOFT, arrow, box, draw
 from lab import plot
 
 TILE, STEP = 0.42, 0.28  # Edges of a tile of o, and of one step along K, in inches.
-TILES_M, TILES_N, STEPS = 4, 6, 6
-MINE, NOW = (1, 3), 2  # The tile of o that is drawn, and the step of K.
 
 
 @drawing(7.6, 4.4)
 def matmul_tiles(ax):
     """Which parts of a and b one block of a blocked matrix product reads: a row of tiles and a column of tiles."""
+    tiles_m, tiles_n, steps = 4, 6, 6
+    mine, now = (1, 3), 2  # The tile of o that is drawn, and the step of K.
     left, base = 0.75, 0.5
-    wide, high, deep = TILES_N * TILE, TILES_M * TILE, STEPS * STEP
+    wide, high, deep = tiles_n * TILE, tiles_m * TILE, steps * STEP
     right, top = left + deep + 0.3, base + high + 0.3
-    row, col = base + (TILES_M - 1 - MINE[0]) * TILE, right + MINE[1] * TILE
+    row, col = base + (tiles_m - 1 - mine[0]) * TILE, right + mine[1] * TILE
     for x, y, width, height in ((left, base, deep, high), (right, top, wide, deep), (right, base, wide, high)):
         box(ax, x, y, width, height, colour=INK, fill=0.03, linewidth=0.8)
-    for i in range(STEPS):
-        fill = 0.75 if i == NOW else 0.2
+    for i in range(steps):
+        fill = 0.75 if i == now else 0.2
         box(ax, left + i * STEP, row, STEP, TILE, colour=ORANGE, fill=fill, linewidth=0.8)
-        box(ax, col, top + (STEPS - 1 - i) * STEP, TILE, STEP, colour=GREEN, fill=fill, linewidth=0.8)
-    for i, j in places(TILES_M, TILES_N):
-        if (i, j) != MINE:
-            x, y = right + j * TILE, base + (TILES_M - 1 - i) * TILE
+        box(ax, col, top + (steps - 1 - i) * STEP, TILE, STEP, colour=GREEN, fill=fill, linewidth=0.8)
+    for i, j in places(tiles_m, tiles_n):
+        if (i, j) != mine:
+            x, y = right + j * TILE, base + (tiles_m - 1 - i) * TILE
             box(ax, x, y, TILE, TILE, colour=SOFT, fill=0.06, linewidth=0.6)
     box(ax, col, row, TILE, TILE, colour=BLUE, fill=0.85, linewidth=0.8)
-    arrow(ax, (left + (NOW + 1) * STEP + 0.03, row + TILE / 2), (col - 0.03, row + TILE / 2), ORANGE)
-    arrow(ax, (col + TILE / 2, top + (STEPS - 1 - NOW) * STEP - 0.03), (col + TILE / 2, row + TILE + 0.03), GREEN)
+    arrow(ax, (left + (now + 1) * STEP + 0.03, row + TILE / 2), (col - 0.03, row + TILE / 2), ORANGE)
+    arrow(ax, (col + TILE / 2, top + (steps - 1 - now) * STEP - 0.03), (col + TILE / 2, row + TILE + 0.03), GREEN)
     words(ax, left - 0.12, base + high / 2, "a\nM x K", ha="right", weight="bold")
     words(ax, right - 0.12, top + deep / 2, "b\nK x N", ha="right", weight="bold")
     words(ax, right + wide / 2, base - 0.2, "o   M x N", weight="bold")
@@ -52,20 +52,18 @@ def matmul_tiles(ax):
     words(ax, x, 0.95, "light: read by the other steps\nof this block", 8.5, ha="left")
 
 
-TILES = ((1, 128), (16, 32), (64, 64), (128, 128))
-SCALE, EDGE = 0.0125, 0.09  # Inches a value of o; thickness of a drawn edge.
-
-
 @drawing(7.6, 3.3)
 def matmul_edges(ax):
     """Tiles of the result to scale: a step of K reads the two edges of a tile, and multiplies and adds on its area."""
+    tiles = ((1, 128), (16, 32), (64, 64), (128, 128))
+    scale, edge = 0.0125, 0.09  # Inches a value of o; thickness of a drawn edge.
     x, top = 0.35, 2.6
-    for tile_m, tile_n in TILES:
-        width, height = tile_n * SCALE, max(tile_m * SCALE, 0.03)
+    for tile_m, tile_n in tiles:
+        width, height = tile_n * scale, max(tile_m * scale, 0.03)
         look = dict(edgecolor="none", alpha=0.75)
         tile(ax, x, top - height, width, height, BLUE, **look)
-        tile(ax, x - EDGE - 0.04, top - height, EDGE, height, ORANGE, **look)
-        tile(ax, x, top + 0.04, width, EDGE, GREEN, **look)
+        tile(ax, x - edge - 0.04, top - height, edge, height, ORANGE, **look)
+        tile(ax, x, top + 0.04, width, edge, GREEN, **look)
         products, values = tile_m * tile_n, tile_m + tile_n
         words(ax, x, 2.97, f"{tile_m} x {tile_n}", 9.5, ha="left", weight="bold")
         text = f"reads {values} values,\nmultiplies {products:,} times:\n{products / values:.3g} for each value"

@@ -47,18 +47,16 @@ def _memory(ax, y, deliveries):
             box(ax, 1.25 + x, y, 0.2, 0.2, colour=ORANGE, fill=0.8, linewidth=0)
 
 
-ELEMENTS = 32  # The first of the tile; a cell is one element of 2 bytes.
-
-
 @drawing(7.8, 2.75)
 def thread_layout(ax):
     """Which thread loads which element of a tile, for loads of 1, 2, 4 and 8 bf16 elements a thread."""
-    text = f"the first {ELEMENTS} elements of a tile, and the thread that loads each"
+    elements = 32  # The first of the tile; a cell is one element of 2 bytes.
+    text = f"the first {elements} elements of a tile, and the thread that loads each"
     words(ax, 1.55, 2.55, text, ha="left", weight="bold")
     for row, vec in enumerate((1, 2, 4, 8)):
         y = 1.95 - 0.5 * row
         words(ax, 1.45, y + 0.17, f"{vec} element{'s' * (vec > 1)}\n{2 * vec} bytes a load", 8, ha="right")
-        for i in range(0, ELEMENTS, vec):
+        for i in range(0, elements, vec):
             thread = i // vec
             colour = plot.COLOURS[thread % 5]
             box(ax, 1.55 + 0.19 * i, y, 0.19 * vec - 0.02, 0.34, str(thread), colour, fill=0.25, size=7, linewidth=0.7)
@@ -87,31 +85,29 @@ def _traffic(ax, arrays):
         words(ax, x + 0.07, 1.2, name, 9, ha="left", colour=BLUE if read else GREEN)
 
 
-LENGTH, TILE, PIECE = 2348, 1024, 128
-SCALE = 6.4 / 2348  # Inches an element.
-
-
 @drawing(7.8, 2.6)
 def tail(ax):
     """A length that is no multiple of the tile: whole tiles, then pieces of 128 elements, the last shifted back."""
-    at = lambda element: 0.25 + element * SCALE
-    whole = LENGTH // TILE * TILE
-    words(ax, 0.25, 2.42, f"{LENGTH} elements, tiles of {TILE}", 10, ha="left", weight="bold")
-    box(ax, 0.25, 1.75, LENGTH * SCALE, 0.3, "", SOFT, fill=0.12)
-    words(ax, at(LENGTH) + 0.08, 1.9, "the array\nends here", 8, ha="left", colour=RED)
-    ax.plot([at(LENGTH)] * 2, [0.5, 2.15], color=RED, linewidth=1.2)
-    for i in range(whole // TILE):
+    length, tile, piece = 2348, 1024, 128
+    scale = 6.4 / 2348  # Inches an element.
+    at = lambda element: 0.25 + element * scale
+    whole = length // tile * tile
+    words(ax, 0.25, 2.42, f"{length} elements, tiles of {tile}", 10, ha="left", weight="bold")
+    box(ax, 0.25, 1.75, length * scale, 0.3, "", SOFT, fill=0.12)
+    words(ax, at(length) + 0.08, 1.9, "the array\nends here", 8, ha="left", colour=RED)
+    ax.plot([at(length)] * 2, [0.5, 2.15], color=RED, linewidth=1.2)
+    for i in range(whole // tile):
         text = f"block {i}: its tile, 16-byte loads"
-        box(ax, at(i * TILE), 1.3, TILE * SCALE - 0.02, 0.32, text, BLUE, size=8)
-    starts = list(range(whole, LENGTH, PIECE))
+        box(ax, at(i * tile), 1.3, tile * scale - 0.02, 0.32, text, BLUE, size=8)
+    starts = list(range(whole, length, piece))
     for start in starts:
-        last = start + PIECE > LENGTH
-        x, y = at(min(start, LENGTH - PIECE)), 0.98 - 0.36 * last
-        box(ax, x, y, PIECE * SCALE - 0.01, 0.28, "", ORANGE if last else GREEN, fill=0.35)
-    x, block = at(whole) - 0.1, whole // TILE - 1
-    words(ax, x, 1.12, f"block {block} also does the pieces of {PIECE}", 8, ha="right")
-    words(ax, x, 0.76, f"the last is shifted back, to start at {LENGTH} − {PIECE}", 8, ha="right")
-    overlap = (starts[-2] + PIECE - (LENGTH - PIECE)) * SCALE
-    x = at(LENGTH - PIECE) + overlap / 2
+        last = start + piece > length
+        x, y = at(min(start, length - piece)), 0.98 - 0.36 * last
+        box(ax, x, y, piece * scale - 0.01, 0.28, "", ORANGE if last else GREEN, fill=0.35)
+    x, block = at(whole) - 0.1, whole // tile - 1
+    words(ax, x, 1.12, f"block {block} also does the pieces of {piece}", 8, ha="right")
+    words(ax, x, 0.76, f"the last is shifted back, to start at {length} − {piece}", 8, ha="right")
+    overlap = (starts[-2] + piece - (length - piece)) * scale
+    x = at(length - piece) + overlap / 2
     arrow(ax, (x, 0.34), (x, 0.62), ORANGE)
     words(ax, x, 0.22, "computed twice, stored twice: the same value", 8, ha="right")

@@ -5,20 +5,20 @@ from figures._draw import BLUE, GREEN, ORANGE, PINK, RED, SKY, SOFT, arrow, box,
 from lab import plot
 
 START, END, STEP = 70, 330, 64  # The rows of the group in the middle.
-SHOWN = 0, 420
 
 
 @drawing(7.8, 3.7)
 def experts_sums(ax):
     """Sums along the rows of a group: steps of 64 rows from a multiple of 8 on; the first and the last are masked."""
+    shown = 0, 420
     left, scale = 0.95, 0.0158
     x_of = lambda row: left + scale * row
     for y, name in ((2.75, "rows of lhs"), (2.2, "rows of rhs")):
         words(ax, left - 0.1, y + 0.17, name, 8.5, ha="right")
         for start, end, colour, text in (
-            (SHOWN[0], START, GREEN, "the group before"),
+            (shown[0], START, GREEN, "the group before"),
             (START, END, BLUE, f"this group: rows {START} to {END}"),
-            (END, SHOWN[1], ORANGE, "the next group"),
+            (END, shown[1], ORANGE, "the next group"),
         ):
             box(ax, x_of(start), y, scale * (end - start) - 0.02, 0.36, text, colour, 0.25, size=8)
     first = START & ~7
@@ -99,14 +99,12 @@ def experts_waiting(axes):
         row[1].set_xlabel(name, fontsize=8)
 
 
-COLOURS = BLUE, ORANGE, GREEN, PINK
-
-
 @drawing(7.8, 3.9)
 def experts_scales(ax):
     """Scales of blocks: one for each row and 128 values of K of lhs, one for each square of 128 of a matrix; sums."""
+    colours = BLUE, ORANGE, GREEN, PINK
     _heading(ax, 1.35, "lhs: 1 x 128", "a scale for each row and step of K")
-    for step, colour in enumerate(COLOURS):
+    for step, colour in enumerate(colours):
         for row in range(6):
             fill = (0.5, 0.2, 0.35, 0.12, 0.42, 0.27)[(row + 2 * step) % 6]
             box(ax, 0.25 + 0.56 * step, 2.95 - 0.25 * row, 0.52, 0.21, colour=colour, fill=fill, linewidth=0.7)
@@ -114,7 +112,7 @@ def experts_scales(ax):
     words(ax, 1.35, 1.5, "K", 8, colour=SOFT)
     arrow(ax, (1.5, 1.5), (2.3, 1.5), SOFT, width=0.8)
     _heading(ax, 4.05, "a matrix: 128 x 128", "a scale for each square")
-    for step, colour in enumerate(COLOURS):
+    for step, colour in enumerate(colours):
         y = 2.72 - 0.44 * step
         for square in range(2):
             fill = (0.45, 0.2)[(square + step) % 2]
@@ -130,7 +128,7 @@ def experts_scales(ax):
     wide, add, left = 0.68, 0.26, 1.3
     for wg, y in enumerate((0.75, 0.38)):
         words(ax, left - 0.1, y + 0.14, f"warpgroup {wg}", 8, ha="right")
-        for step, colour in enumerate(COLOURS):
+        for step, colour in enumerate(colours):
             x = left + (2 * step + wg) * wide
             box(ax, x, y, wide - 0.03, 0.28, f"step {step}", colour, 0.3, size=7.5)
             box(ax, x + wide, y, add - 0.03, 0.28, "+", RED, 0.15, size=8)
@@ -138,9 +136,6 @@ def experts_scales(ax):
     words(ax, left + 1.3, 0.18, text, 7.5, ha="left", colour=SOFT)
     words(ax, left, 0.18, "time", 7.5, ha="left", colour=SOFT)
     arrow(ax, (left + 0.3, 0.18), (left + 1.1, 0.18), SOFT, width=0.8)
-
-
-LAYER_COLOURS = BLUE, GREEN, ORANGE, PINK
 
 
 def _heading(ax, x, title, what):
@@ -154,6 +149,7 @@ CHOSEN = ((2, 0), (1, 2), (2, 3), (0, 2))  # The two experts of each of four tok
 @drawing(7.8, 4.0)
 def experts_layer(ax):
     """A layer of experts: tokens are routed, rows are sorted by expert, multiplied in groups, and summed back."""
+    layer_colours = BLUE, GREEN, ORANGE, PINK
     high, xs = 0.3, (0.15, 1.2, 2.55, 3.95, 5.35, 6.75)
     names = ("tokens", "route", "permute", "gate and up,\nSwiGLU", "down", "combine")
     for x, name in zip(xs, names, strict=True):
@@ -162,12 +158,12 @@ def experts_layer(ax):
         y = 2.6 - 0.55 * token
         box(ax, xs[0], y, 0.8, high, f"token {token}", SOFT, 0.12, size=7.5)
         for slot, expert in enumerate(chosen):
-            box(ax, xs[1] + 0.42 * slot, y, 0.38, high, str(expert), LAYER_COLOURS[expert], 0.35, size=8)
+            box(ax, xs[1] + 0.42 * slot, y, 0.38, high, str(expert), layer_colours[expert], 0.35, size=8)
         box(ax, xs[5] + 0.05, y, 0.85, high, f"token {token}", SOFT, 0.12, size=7.5)
         arrow(ax, (xs[0] + 0.82, y + high / 2), (xs[1] - 0.02, y + high / 2), SOFT, width=0.9)
     pairs = sorted((expert, token, slot) for token, chosen in enumerate(CHOSEN) for slot, expert in enumerate(chosen))
     for place, (expert, token, slot) in enumerate(pairs):
-        y, token_y, colour = 3.1 - 0.36 * place, 2.6 - 0.55 * token, LAYER_COLOURS[expert]
+        y, token_y, colour = 3.1 - 0.36 * place, 2.6 - 0.55 * token, layer_colours[expert]
         middle = y + high / 2
         for x, text in zip(xs[2:5], (f"of token {token}", "", ""), strict=True):
             box(ax, x, y, 0.9, high, text, colour, 0.35, size=7)

@@ -102,5 +102,4 @@ def flash_schedule(axes):
             bar(ax, lane, start, end, name, colour)
         names = ["tensor cores", *numbered("warpgroup", case["num_wgs"])]
         tracks(ax, names, f"{title}: tensor cores busy {busy(bars):.0%}")
-    axes[-1].set_xlim(0, 14)
-    axes[-1].set_xlabel(f"time, in units of one product; a softmax taken as {EXP} of them (simulated)")
+    axes[-1].set(xlim=(0, 14), xlabel=f"time, in units of one product; a softmax taken as {EXP} of them (simulated)")

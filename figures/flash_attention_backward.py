@@ -115,7 +115,6 @@ def backward_layouts(ax):
     words(ax, 4.2, 0.1, "Layout.WGMMA.reduce(0): 16 of 64, others in each step", 7.5, ha="left")
 
 
-COLOURS = {"s": BLUE, "dp": PINK, "dv": GREEN, "dk": RED, "p": ORANGE, "ds": ORANGE}
 TOGETHER = [("s", 0, 2), ("dp", 2, 2), ("dv", 4, 2), ("dk", 6, 2)], [("p", 2, 2), ("ds", 4, 1)]
 
 
@@ -132,12 +131,13 @@ WAYS = (  # (tensor cores, CUDA cores), each (what, start, length) of a step; an
 @chart(7.8, 4.6, nrows=3, sharex=True)
 def backward_schedule(axes):
     """Kernel 2 in time: every product waited for, waiting at the end of a step, and running ahead; made-up times."""
+    colours = {"s": BLUE, "dp": PINK, "dv": GREEN, "dk": RED, "p": ORANGE, "ds": ORANGE}
     for ax, (title, units, period) in zip(axes, WAYS, strict=True):
         for step, (lane, jobs) in itertools.product(range(3), enumerate(units)):
             look = dict(alpha=0.35 if step % 2 else 0.75, edgecolor="white", linewidth=None)
             for what, start, length in jobs:
                 at = step * period + start
-                bar(ax, lane, at, at + length, what, COLOURS[what], 0.72, ink=INK, clip=False, **look)
+                bar(ax, lane, at, at + length, what, colours[what], 0.72, ink=INK, clip=False, **look)
         lanes(ax, ("tensor cores", "CUDA cores"), title)
         ax.set_xlim(0, 33)
     axes[-1].set_xlabel("time of one warpgroup, three steps", fontsize=8)

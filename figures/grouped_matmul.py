@@ -67,9 +67,6 @@ def groups_waste(axes):
 ALIGNED_SIZES = (100, 60, 130, 30)
 
 
-ALIGNED_COLOURS = BLUE, ORANGE, PINK, SKY
-
-
 def bounds():
     ends = list(itertools.accumulate(ALIGNED_SIZES))
     return list(zip([0, *ends[:-1]], ends, strict=True))
@@ -87,6 +84,7 @@ def aligned_tiles(on_grid: bool):
 @drawing(7.8, 3.6)
 def groups_aligned(ax):
     """Where tiles begin: at multiples of their rows, so that groups share tiles, or at the first row of each group."""
+    aligned_colours = BLUE, ORANGE, PINK, SKY
     left, scale = 0.3, 0.0158
     for y, title, on_grid in ((2.85, "on the array's grid", True), (1.1, "from the first row of each group", False)):
         tiles = aligned_tiles(on_grid)
@@ -98,12 +96,12 @@ def groups_aligned(ax):
         for group, (start, end) in enumerate(bounds()):
             text = f"group {group}: {end - start}" if end - start > 30 else f"{group}: {end - start}"
             width = scale * (end - start) - 0.02
-            box(ax, left + scale * start, y, width, 0.28, text, ALIGNED_COLOURS[group], 0.35, size=7.5)
+            box(ax, left + scale * start, y, width, 0.28, text, aligned_colours[group], 0.35, size=7.5)
         for number, (group, first, end) in enumerate(tiles):
             at = y - 0.38 - 0.42 * ((group if on_grid else number) % 2)
             start, stop = bounds()[group]
             mine = max(first, start), min(end, stop)
-            look = dict(colour=ALIGNED_COLOURS[group], linewidth=0.8)
+            look = dict(colour=aligned_colours[group], linewidth=0.8)
             box(ax, left + scale * first, at, scale * TILE - 0.02, 0.3, fill=0.03, linestyle=":", **look)
             width = max(scale * (mine[1] - mine[0]) - 0.02, 0.04)
             box(ax, left + scale * mine[0], at, width, 0.3, fill=0.35, **look)
@@ -160,12 +158,6 @@ def groups_table(ax):
     words(ax, x, 0.1, text, 8, ha="left")
 
 
-STORES_COLOURS = {32: BLUE, 16: GREEN, 8: ORANGE, 4: SKY, 2: PINK, 1: RED}
-
-
-LEFT = 63
-
-
 def rungs(left: int) -> list[tuple[int, int]]:
     """(first row, rows) of each copy of a piece of which `left` rows are stored."""
     found, first = [], 0
@@ -202,6 +194,8 @@ def _rows_and_tiles(ax, left, scale, colours):
 @drawing(7.8, 4.2)
 def groups_stores(ax):
     """The last piece of a group on its way out: 63 of 64 rows leave as rungs of 32, 16, 8, 4, 2 and 1 rows."""
+    stores_colours = {32: BLUE, 16: GREEN, 8: ORANGE, 4: SKY, 2: PINK, 1: RED}
+    left = 63
     high, bottom = 0.05, 0.45
     y_of = lambda row: bottom + high * (TILE - row)
     words(ax, 1.3, 4.0, "a whole piece: one copy", weight="bold")
@@ -210,13 +204,13 @@ def groups_stores(ax):
     arrow(ax, (1.13, y_of(32)), (1.57, y_of(32)), BLUE)
     words(ax, 0.67, 0.24, "shared\nmemory", 7.5)
     words(ax, 2.02, 0.28, "out", 7.5)
-    text = f"the last one of a group: {LEFT} = {' + '.join(str(size) for _, size in rungs(LEFT))}"
+    text = f"the last one of a group: {left} = {' + '.join(str(size) for _, size in rungs(left))}"
     words(ax, 5.25, 4.0, text, weight="bold")
     x = 3.25
     box(ax, x, bottom, 0.85, high * TILE, colour=SOFT, fill=0.05)
     box(ax, x + 2.5, bottom, 0.85, high * TILE, colour=SOFT, fill=0.05)
-    for first, size in rungs(LEFT):
-        middle, colour, tall = y_of(first + size / 2), STORES_COLOURS[size], max(high * size - 0.012, 0.03)
+    for first, size in rungs(left):
+        middle, colour, tall = y_of(first + size / 2), stores_colours[size], max(high * size - 0.012, 0.03)
         for at in (x, x + 2.5):
             box(ax, at + 0.02, y_of(first + size) + 0.006, 0.81, tall, colour=colour, fill=0.4, linewidth=0.8)
         arrow(ax, (x + 0.88, middle), (x + 2.47, middle), colour, width=1.1)

@@ -4,19 +4,19 @@ from figures._chart import LOAD, MULTIPLY, bar, chart, lanes
 from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, RED, SOFT, arrow, box, drawing, words
 
 COLUMNS = {"HBM": 1.75, "shared memory": 3.6, "registers": 5.3, "tensor core": 6.75}
-ROWS = {"in HBM first": 2.75, "in shared\nmemory": 1.6, "in registers": 0.4}
 WIDTH, HEIGHT = 0.62, 0.42
 
 
 @drawing(7.5, 3.95)
 def int8_designs(ax):
     """Three places where 8-bit weights can become 16-bit ones, and the bytes that each weight moves on the way."""
+    rows = {"in HBM first": 2.75, "in shared\nmemory": 1.6, "in registers": 0.4}
     for name, x in COLUMNS.items():
         words(ax, x, 3.75, name, weight="bold")
         ax.axvline(x, 0.03, 0.9, color=PALE, linewidth=26, zorder=0)
-    for name, y in ROWS.items():
+    for name, y in rows.items():
         words(ax, 0.1, y + HEIGHT / 2, name, ha="left", weight="bold")
-    y = ROWS["in HBM first"]
+    y = rows["in HBM first"]
     _value(ax, "HBM", y + 0.3, "int8")
     _value(ax, "HBM", y - 0.25, "bf16")
     _value(ax, "shared memory", y - 0.25, "bf16")
@@ -24,14 +24,14 @@ def int8_designs(ax):
     _go(ax, "shared memory", "tensor core", y - 0.25, "2", RED)
     arrow(ax, (1.43, y + 0.55), (1.43, y - 0.1), ORANGE, connectionstyle="arc3,rad=0.6", **BENT)
     words(ax, 2.2, y + 0.52, "a kernel of its own: 1 + 2", 7.5, ha="left", colour=ORANGE)
-    y = ROWS["in registers"]
+    y = rows["in registers"]
     _value(ax, "HBM", y, "int8")
     _value(ax, "shared memory", y, "int8")
     _value(ax, "registers", y, "bf16")
     _go(ax, "HBM", "shared memory", y, "1", GREEN)
     _go(ax, "shared memory", "registers", y, "1", ORANGE)
     _go(ax, "registers", "tensor core", y, "", RED)
-    y = ROWS["in shared\nmemory"]
+    y = rows["in shared\nmemory"]
     _value(ax, "HBM", y + 0.25, "int8")
     _value(ax, "shared memory", y + 0.25, "int8")
     _value(ax, "shared memory", y - 0.25, "bf16")
@@ -58,13 +58,13 @@ EXAMPLES = (
     ("LOP3: & 0xff7f", "01000011", "0" + BYTE[1:], "128 + 38"),
     ("LOP3: & 0xff80", "01000011", BYTE[0] + "0" * 7, "256"),
 )
-CELL = 0.235
 
 
 @drawing(7.5, 2.75)
 def int8_bits(ax):
     """How an 8-bit integer becomes a bfloat16 by placing its bits, two masks and one subtraction."""
-    right = 2.35 + 16 * CELL
+    cell = 0.235
+    right = 2.35 + 16 * cell
     for row, (label, high, low, value) in enumerate(EXAMPLES):
         y = 2.1 - 0.42 * row
         words(ax, 2.2, y + 0.13, label, 8.5, ha="right")
@@ -72,12 +72,12 @@ def int8_bits(ax):
             if bit == " ":
                 continue
             colour = _colour(row, i)
-            box(ax, 2.35 + i * CELL, y, CELL - 0.03, 0.28, bit, colour=colour, fill=0.2, size=8)
+            box(ax, 2.35 + i * cell, y, cell - 0.03, 0.28, bit, colour=colour, fill=0.2, size=8)
         words(ax, right + 0.12, y + 0.13, value, 9, ha="left")
     words(ax, 2.2, 0.42, "HADD2: the difference", 8.5, ha="right")
     words(ax, right + 0.12, 0.42, "166 - 256 = -90", 9, ha="left", weight="bold")
     for text, x, y, colour in (("sign", 0, 2.08, SOFT), ("exponent", 4.2, 2.08, GREEN), ("mantissa", 11.7, 0.73, BLUE)):
-        words(ax, 2.35 + (x + 0.4) * CELL, y, text, 7.5, colour=colour)
+        words(ax, 2.35 + (x + 0.4) * cell, y, text, 7.5, colour=colour)
     words(ax, 2.35, 0.12, "the byte's own sign falls on the last bit of the exponent, which is worth a factor of 2",
           size=7.5, ha="left", colour=ORANGE)  # fmt: skip
 
@@ -92,21 +92,21 @@ def _colour(row: int, bit: int):
 
 
 STAGES, WIDE, STEPS = 4, 2, 8
-LOAD_TIME, CONVERT_TIME, MULTIPLY_TIME = 2.6, 0.9, 0.7
 
 
 def schedule() -> dict[str, list[tuple[float, float]]]:
     """(start, end) of each step's copy, conversion and product."""
-    load, convert, multiply = [(0.0, LOAD_TIME)] * STAGES, [], []
+    load_time, convert_time, multiply_time = 2.6, 0.9, 0.7
+    load, convert, multiply = [(0.0, load_time)] * STAGES, [], []
     for step in range(STEPS):
         start = max(load[step][1], convert[-1][1] if convert else 0.0)
         if step >= WIDE:  # Its wide slot was multiplied two steps ago; so was a slot of the ring, to be refilled.
             start = max(start, multiply[step - WIDE][1])
             issued = max(convert[-1][1], multiply[step - WIDE][1])
-            load.append((issued, issued + LOAD_TIME))
-        convert.append((start, start + CONVERT_TIME))
+            load.append((issued, issued + load_time))
+        convert.append((start, start + convert_time))
         begin = max(convert[-1][1], multiply[-1][1] if multiply else 0.0)
-        multiply.append((begin, begin + MULTIPLY_TIME))
+        multiply.append((begin, begin + multiply_time))
     return dict(load=load[:STEPS], convert=convert, multiply=multiply)
 
 
@@ -138,37 +138,35 @@ def int8_ring(ax):
     ax.set(xlim=(0, run["multiply"][-1][1]), xlabel="time")
 
 
-PATH_COLUMNS = (("HBM", 0.6), ("shared memory", 2.35), ("registers", 4.4), ("tensor core", 6.45))
-WEIGHTS, PATH_ROWS = 2.35, 0.7  # Where the two operands lie, above each other.
-
-
 @drawing(7.5, 4.0)
 def int8_path(ax):
     """The path of weights through registers to the tensor core: 8 bits, then 16; o is transposed."""
-    for name, x in PATH_COLUMNS:
+    path_columns = (("HBM", 0.6), ("shared memory", 2.35), ("registers", 4.4), ("tensor core", 6.45))
+    weights, path_rows = 2.35, 0.7  # Where the two operands lie, above each other.
+    for name, x in path_columns:
         words(ax, x, 3.8, name, 9, weight="bold")
     for x in (1.3, 3.4, 5.45):
         ax.axvline(x, 0.13, 0.97, color=PALE, zorder=0)
-    box(ax, 0.15, WEIGHTS, 0.9, 0.9, "weights\n(N, K)\n8 bits", colour=BLUE, fill=0.2, size=8)
-    box(ax, 0.15, PATH_ROWS, 0.9, 0.55, "a (M, K)\n16 bits", colour=GREEN, fill=0.2, size=8)
-    _slots(ax, WEIGHTS, 0.9, BLUE, "8 bits")
-    _slots(ax, PATH_ROWS, 0.55, GREEN, "16 bits")
-    arrow(ax, (1.08, WEIGHTS + 0.45), (1.62, WEIGHTS + 0.45), colour=BLUE, text="TMA: 1", size=8)
-    arrow(ax, (1.08, PATH_ROWS + 0.27), (1.62, PATH_ROWS + 0.27), colour=GREEN, text="TMA", size=8)
-    box(ax, 3.62, WEIGHTS, 0.5, 0.9, "8 bits", colour=BLUE, fill=0.2, size=8)
-    box(ax, 4.5, WEIGHTS, 0.8, 0.9, "16 bits", colour=ORANGE, fill=0.35, size=8)
-    arrow(ax, (3.02, WEIGHTS + 0.45), (3.6, WEIGHTS + 0.45), colour=BLUE, text="load: 1", size=8)
-    arrow(ax, (4.14, WEIGHTS + 0.45), (4.48, WEIGHTS + 0.45), colour=ORANGE)
-    words(ax, 4.42, WEIGHTS + 1.08, "convert, exchange", 8, colour=ORANGE)
-    box(ax, 5.95, PATH_ROWS, 1.0, 2.55, colour=RED, fill=0.08)
+    box(ax, 0.15, weights, 0.9, 0.9, "weights\n(N, K)\n8 bits", colour=BLUE, fill=0.2, size=8)
+    box(ax, 0.15, path_rows, 0.9, 0.55, "a (M, K)\n16 bits", colour=GREEN, fill=0.2, size=8)
+    _slots(ax, weights, 0.9, BLUE, "8 bits")
+    _slots(ax, path_rows, 0.55, GREEN, "16 bits")
+    arrow(ax, (1.08, weights + 0.45), (1.62, weights + 0.45), colour=BLUE, text="TMA: 1", size=8)
+    arrow(ax, (1.08, path_rows + 0.27), (1.62, path_rows + 0.27), colour=GREEN, text="TMA", size=8)
+    box(ax, 3.62, weights, 0.5, 0.9, "8 bits", colour=BLUE, fill=0.2, size=8)
+    box(ax, 4.5, weights, 0.8, 0.9, "16 bits", colour=ORANGE, fill=0.35, size=8)
+    arrow(ax, (3.02, weights + 0.45), (3.6, weights + 0.45), colour=BLUE, text="load: 1", size=8)
+    arrow(ax, (4.14, weights + 0.45), (4.48, weights + 0.45), colour=ORANGE)
+    words(ax, 4.42, weights + 1.08, "convert, exchange", 8, colour=ORANGE)
+    box(ax, 5.95, path_rows, 1.0, 2.55, colour=RED, fill=0.08)
     words(ax, 6.45, 1.95, "WGMMA", 9, weight="bold")
     words(ax, 6.45, 1.65, "sums of oᵀ,\nfloat32", 8)
-    arrow(ax, (5.33, WEIGHTS + 0.45), (5.93, WEIGHTS + 0.45), colour=ORANGE, text="A", size=9)
-    arrow(ax, (3.02, PATH_ROWS + 0.27), (5.93, PATH_ROWS + 0.27), colour=GREEN, text="B: a, read transposed", size=8)
+    arrow(ax, (5.33, weights + 0.45), (5.93, weights + 0.45), colour=ORANGE, text="A", size=9)
+    arrow(ax, (3.02, path_rows + 0.27), (5.93, path_rows + 0.27), colour=GREEN, text="B: a, read transposed", size=8)
     words(ax, 6.45, 0.48, "transposed back\non its way out", 8, colour=SOFT)
     words(ax, 2.95, 0.25, "1: bytes of a weight; no others of it cross shared memory", 8, colour=SOFT)
-    words(ax, 2.35, WEIGHTS - 0.2, "a ring of slots", 8, colour=SOFT)
-    words(ax, 4.42, WEIGHTS - 0.2, "of one compute warpgroup", 8, colour=SOFT)
+    words(ax, 2.35, weights - 0.2, "a ring of slots", 8, colour=SOFT)
+    words(ax, 4.42, weights - 0.2, "of one compute warpgroup", 8, colour=SOFT)
     words(ax, 4.42, 1.75, "nothing is written back", 8, colour=INK)
 
 

@@ -5,24 +5,19 @@ from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, SOFT, arrow, box, draw
 from lab import plot
 from lab.roofline import peak
 
-PARTS = 3
-
-
-TOKENS, CELL = 10, 0.27
-
-
 CHUNKS = 4
 
 
 @drawing(7.8, 4.1)
 def recurrent_state(ax):
     """Causal attention twice: as a matrix of all pairs of tokens, and as a state that goes from token to token."""
-    left, bottom, side = 0.75, 0.55, TOKENS * CELL
+    tokens, cell = 10, 0.27
+    left, bottom, side = 0.75, 0.55, tokens * cell
     words(ax, left + side / 2, 3.85, "a matrix: T x T numbers", 9.5, weight="bold")
-    for t in range(TOKENS):
+    for t in range(tokens):
         for s in range(t + 1):
-            x, y = left + s * CELL, bottom + (TOKENS - 1 - t) * CELL
-            box(ax, x, y, CELL - 0.03, CELL - 0.03, colour=BLUE, fill=0.3, linewidth=0.6)
+            x, y = left + s * cell, bottom + (tokens - 1 - t) * cell
+            box(ax, x, y, cell - 0.03, cell - 0.03, colour=BLUE, fill=0.3, linewidth=0.6)
     words(ax, left + side / 2, 3.45, "keys s", 8.5)
     words(ax, left - 0.15, bottom + side / 2, "queries t", 8.5, rotation=90)
     words(ax, left + side / 2, 0.25, "token t meets t keys: work grows with T²", 8, colour=SOFT)
@@ -71,7 +66,6 @@ TENSOR, SFU, LANES, SMEM_BYTES = 4096, 16, 128, 128  # Operations, exponentials,
 CLOCK = peak("bf16").value / NUM_SMS / TENSOR  # Hz, at which the data sheet counts.
 SM_BYTES = peak("hbm").value / NUM_SMS / CLOCK  # Bytes that HBM gives one SM in a cycle.
 US = 1e6 / CLOCK  # Microseconds a cycle.
-COLOURS = {"output": plot.COLOURS[0], "state": plot.COLOURS[1], "memory": plot.COLOURS[2]}
 
 
 def cycles(n: int, p: int, chunk: int = 64) -> dict[str, tuple[str, float]]:
@@ -145,8 +139,9 @@ def recurrent_schedule(axes, n: int = 128, p: int = 64, wait: float = 100.0):
 
 
 def _bar(ax, lane, start, end, text, role):
+    colours = {"output": plot.COLOURS[0], "state": plot.COLOURS[1], "memory": plot.COLOURS[2]}
     start, length = start * US, (end - start) * US
-    ax.barh(lane, length, left=start, height=0.72, color=COLOURS[role], alpha=0.5, edgecolor=plot.CARD, linewidth=0.8)
+    ax.barh(lane, length, left=start, height=0.72, color=colours[role], alpha=0.5, edgecolor=plot.CARD, linewidth=0.8)
     label(ax, start + length / 2, lane, text, 7.5, clip_on=True)
 
 
@@ -169,6 +164,7 @@ def _products(ax, x):
 @drawing(7.8, 4.3)
 def recurrent_parts(ax):
     """One sequence in three parts: states from zero, their sums, and the outputs, each part with a block of its own."""
+    parts = 3
     wide, gap, left = 0.44, 0.22, 1.75
     at = lambda part: left + part * (CHUNKS * wide + gap)
     for y, name, what in (
@@ -178,7 +174,7 @@ def recurrent_parts(ax):
     ):
         words(ax, 0.15, y + 0.1, name, ha="left", weight="bold")
         words(ax, 0.15, y - 0.13, what, 8, ha="left", colour=SOFT)
-    for part in range(PARTS):
+    for part in range(parts):
         x = at(part)
         words(ax, x + CHUNKS * wide / 2, 4.05, f"part {part}: a block", 8.5, weight="bold")
         for i in range(CHUNKS):
@@ -189,7 +185,7 @@ def recurrent_parts(ax):
         state = f"d{part} S + L{part}" if part else "L0"
         box(ax, end - 0.3, 1.85, 0.6, 0.5, state, ORANGE, fill=0.3, size=7)
         arrow(ax, (end, 3.08), (end, 2.37), BLUE, text=f"L{part}", offset=(0.17, 0.0))
-        if part + 1 < PARTS:
+        if part + 1 < parts:
             next_end = at(part + 1) + CHUNKS * wide - 0.52
             arrow(ax, (end + 0.32, 2.1), (next_end, 2.1), ORANGE, text="S", offset=(0, 0.13))
             arrow(ax, (end + 0.1, 1.83), (at(part + 1) + 0.12, 0.95), ORANGE)

@@ -41,32 +41,30 @@ def _block(ax, x):
     arrow(ax, (x + 0.24, 0.85), (x + 0.24, 3.22), RED, style="<|-|>")
 
 
-THREADS, TMA = 2.2, 1.1  # Heights of the two lanes.
-SEND = 0.26  # Width of the box of a call that only hands work over.
-
-
 @drawing(7.8, 3.6)
 def memory_handshake(ax):
     """One tile through shared memory: what the warpgroup and the TMA unit do, and the four places of waiting."""
-    for y, name, who in ((THREADS, "warpgroup", "128 threads"), (TMA, "TMA unit", "copies by itself")):
+    threads, tma = 2.2, 1.1  # Heights of the two lanes.
+    send = 0.26  # Width of the box of a call that only hands work over.
+    for y, name, who in ((threads, "warpgroup", "128 threads"), (tma, "TMA unit", "copies by itself")):
         words(ax, 0.1, y + 0.06, name, 9.5, ha="left", va="bottom", weight="bold")
         words(ax, 0.1, y + 0.02, who, 7.5, ha="left", va="top", colour=SOFT)
         ax.plot((1.1, 7.7), (y, y), color=SOFT, linewidth=0.8, zorder=0)
-    _bar(ax, 1.2, SEND, THREADS, INK)
-    _bar(ax, 1.46, 1.42, THREADS, SOFT, "waits", fill=0.08)
-    _bar(ax, 2.88, 1.25, THREADS, BLUE, "SMEM to registers,\nnegate, to SMEM")
-    _bar(ax, 4.13, 0.3, THREADS, RED)
-    _bar(ax, 4.43, SEND, THREADS, INK)
-    _bar(ax, 4.69, 2.25, THREADS, SOFT, "waits", fill=0.08)
-    _bar(ax, 1.46, 1.35, TMA, SKY, "GMEM to SMEM")
-    _bar(ax, 4.69, 0.85, TMA, ORANGE, "reads SMEM")
-    _bar(ax, 5.54, 1.35, TMA, GREEN, "writes GMEM")
-    arrow(ax, (1.46, THREADS - 0.2), (1.5, TMA + 0.2), INK)
-    arrow(ax, (2.81, TMA + 0.2), (2.88, THREADS - 0.2), SKY)
+    _bar(ax, 1.2, send, threads, INK)
+    _bar(ax, 1.46, 1.42, threads, SOFT, "waits", fill=0.08)
+    _bar(ax, 2.88, 1.25, threads, BLUE, "SMEM to registers,\nnegate, to SMEM")
+    _bar(ax, 4.13, 0.3, threads, RED)
+    _bar(ax, 4.43, send, threads, INK)
+    _bar(ax, 4.69, 2.25, threads, SOFT, "waits", fill=0.08)
+    _bar(ax, 1.46, 1.35, tma, SKY, "GMEM to SMEM")
+    _bar(ax, 4.69, 0.85, tma, ORANGE, "reads SMEM")
+    _bar(ax, 5.54, 1.35, tma, GREEN, "writes GMEM")
+    arrow(ax, (1.46, threads - 0.2), (1.5, tma + 0.2), INK)
+    arrow(ax, (2.81, tma + 0.2), (2.88, threads - 0.2), SKY)
     words(ax, 2.95, 1.65, "all bytes arrived:\nthe barrier flips", 7.5, ha="left")
-    arrow(ax, (4.69, THREADS - 0.2), (4.73, TMA + 0.2), INK)
-    arrow(ax, (5.54, TMA + 0.2), (5.54, THREADS - 0.2), ORANGE, width=1.0, linestyle=":")
-    arrow(ax, (6.89, TMA + 0.2), (6.94, THREADS - 0.2), GREEN)
+    arrow(ax, (4.69, threads - 0.2), (4.73, tma + 0.2), INK)
+    arrow(ax, (5.54, tma + 0.2), (5.54, threads - 0.2), ORANGE, width=1.0, linestyle=":")
+    arrow(ax, (6.89, tma + 0.2), (6.94, threads - 0.2), GREEN)
     for x, anchor, y, text, colour, ha in (
         (1.2, 1.32, 3.1, "copy_gmem_to_smem", INK, "left"),
         (2.2, 2.32, 2.72, "barrier_wait", SOFT, "left"),
@@ -74,7 +72,7 @@ def memory_handshake(ax):
         (4.55, 4.56, 2.72, "copy_smem_to_gmem", INK, "left"),
         (5.85, 5.97, 3.1, "wait_smem_to_gmem(0)", SOFT, "left"),
     ):
-        ax.plot((anchor, anchor), (THREADS + 0.2, y - 0.1), color=colour, linewidth=0.8)
+        ax.plot((anchor, anchor), (threads + 0.2, y - 0.1), color=colour, linewidth=0.8)
         words(ax, x, y, text, 8, ha=ha, colour=colour, family="monospace")
     words(ax, 5.6, 1.65, "wait_read_only=True\nwould continue here", 7.5, ha="left", colour=SOFT)
     arrow(ax, (1.1, 0.42), (7.7, 0.42), INK, width=1.0)
@@ -216,7 +214,6 @@ def _bare(ax):
     ax.spines[:].set_visible(False)
 
 
-ROWS, PIECES, COLUMN = 8, 8, 2  # A piece is 16 bytes: 8 elements of bf16, 4 banks. COLUMN is the one that is read.
 PLACES = {
     "plain: 128 bytes a row": lambda row, piece: (row, piece),
     "swizzled: piece c at c ^ r": lambda row, piece: (row, piece ^ row % 8),
@@ -227,20 +224,21 @@ PLACES = {
 @chart(7.8, 3.5, ncols=3)
 def memory_banks(axes):
     """Where eight rows of a 64-column bf16 tile lie in the 32 banks of shared memory: plain, swizzled, padded."""
+    rows, pieces, column = 8, 8, 2  # A piece is 16 bytes: 8 elements of bf16, 4 banks. COLUMN is the one that is read.
     for ax, (title, place) in zip(axes, PLACES.items(), strict=True):
-        for row, piece in places(ROWS, PIECES):
+        for row, piece in places(rows, pieces):
             line, quad = place(row, piece)
             colour, ink, weight = SKY if row % 2 else "#B9DDF3", INK, "normal"
-            if piece == COLUMN:
+            if piece == column:
                 colour, ink, weight = RED, plot.CARD, "bold"
             tile(ax, quad + 0.03, line + 0.03, 0.94, 0.94, colour, edgecolor="none")
             label(ax, quad + 0.5, line + 0.5, f"{row},{piece}", 7, colour=ink, fontweight=weight)
-        quads = [place(row, COLUMN)[1] for row in range(ROWS)]
+        quads = [place(row, column)[1] for row in range(rows)]
         ways = max(map(quads.count, quads))
         ax.set(xlim=(0, 8), ylim=(9.05, 0), yticks=[])
         ax.set_xticks([i + 0.5 for i in range(8)], [f"{4 * i}" for i in range(8)])
         ax.set_title(title, fontsize=9)
         cost = f"{ways} accesses, in turn" if ways > 1 else "one access"
-        ax.set_xlabel(f"first of four banks\npiece {COLUMN} of rows 0 to 7: {cost}", fontsize=8)
+        ax.set_xlabel(f"first of four banks\npiece {column} of rows 0 to 7: {cost}", fontsize=8)
         _bare(ax)
     axes[0].set_ylabel("128 bytes of SMEM a line", fontsize=8)

@@ -84,8 +84,7 @@ def nvlink_signal(axes):
             if early and i == ROUNDS - 1:
                 label(ax, seen + 0.25, 2, "too early", 7, ha="left", colour=RED)
         lanes(ax, ("GPU 0, its warpgroup", "on NVLink", "GPU 1 sees the signal"), title)
-    axes[-1].set_xlabel("time; bars: stores, and their data in flight; black: the signal is sent")
-    axes[-1].set_xlim(-0.2, 15.2)
+    axes[-1].set(xlabel="time; bars: stores, and their data in flight; black: the signal is sent", xlim=(-0.2, 15.2))
 
 
 LOOKS = {  # Marker, colour and name of each kind of event.
@@ -222,28 +221,28 @@ def nvlink_scatter(ax):
 
 
 SIZES = ((3, 1, 2), (0, 4, 2), (2, 2, 2))  # Rows that each device (line) sends to each (column).
-ROW = 0.33
 
 
 @drawing(7.8, 3.7)
 def nvlink_experts(ax):
     """The ragged all-to-all of experts' tokens: rows of each device in parts of any size, and where they land."""
+    row = 0.33
     received = [sum(sizes[p] for sizes in SIZES) for p in range(len(SIZES))]
     top = [0.7 + 2.55 * d for d in range(len(SIZES))]
     for d, sizes in enumerate(SIZES):
-        words(ax, top[d] + 3 * ROW, 3.5, f"GPU {d}: x, sorted by target", 8.5, weight="bold")
-        words(ax, top[d] + 3 * ROW, 0.32, f"GPU {d}: result", 8.5, weight="bold")
+        words(ax, top[d] + 3 * row, 3.5, f"GPU {d}: x, sorted by target", 8.5, weight="bold")
+        words(ax, top[d] + 3 * row, 0.32, f"GPU {d}: result", 8.5, weight="bold")
         targets = [p for p, size in enumerate(sizes) for _ in range(size)]
         for i, p in enumerate(targets):
-            box(ax, top[d] + ROW * i, 2.85, ROW - 0.03, 0.34, f"{p}", COLOURS[d], fill=0.35, size=8)
+            box(ax, top[d] + row * i, 2.85, row - 0.03, 0.34, f"{p}", COLOURS[d], fill=0.35, size=8)
         sources = [q for q, sizes in enumerate(SIZES) for _ in range(sizes[d])]
         for i, q in enumerate(sources):
-            box(ax, top[d] + ROW * i, 0.62, ROW - 0.03, 0.34, colour=COLOURS[q], fill=0.35)
+            box(ax, top[d] + row * i, 0.62, row - 0.03, 0.34, colour=COLOURS[q], fill=0.35)
     for q, sizes in enumerate(SIZES):
         for p, size in enumerate(sizes):
             if size:
-                start = top[q] + ROW * (sum(sizes[:p]) + size / 2)
-                end = top[p] + ROW * (sum(SIZES[r][p] for r in range(q)) + size / 2)
+                start = top[q] + row * (sum(sizes[:p]) + size / 2)
+                end = top[p] + row * (sum(SIZES[r][p] for r in range(q)) + size / 2)
                 arrow(ax, (start, 2.83), (end, 0.99), COLOURS[q], width=0.6 + 0.5 * size, alpha=0.75)
                 t = 0.3 if q != p else 0.5
                 words(ax, start + t * (end - start), 2.83 - t * 1.84, str(size), 7.5, weight="bold")

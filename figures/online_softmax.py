@@ -41,38 +41,36 @@ def online_traffic(ax):
     arrow(ax, (7.28, 2.08), (7.28, 0.9), BLUE)
 
 
-BLOCKS, WIDTH = 4, 8
-
-
 @chart(height=3.9, nrows=2, sharex=True)
 def online_rescale(axes):
     """The online softmax over four blocks of keys: when the largest logit grows, what is there is scaled down."""
+    blocks, width = 4, 8
     top, bottom = axes
-    x = np.random.default_rng(10).normal(size=BLOCKS * WIDTH) + np.repeat([0.0, 1.6, 0.4, 3.0], WIDTH)
-    ends = range(WIDTH, BLOCKS * WIDTH + 1, WIDTH)
+    x = np.random.default_rng(10).normal(size=blocks * width) + np.repeat([0.0, 1.6, 0.4, 3.0], width)
+    ends = range(width, blocks * width + 1, width)
     m = [x[:end].max() for end in ends]
     l_i = [np.exp2(x[:end] - x[:end].max()).sum() for end in ends]
-    alpha = [0.0] + [2 ** (m[b - 1] - m[b]) for b in range(1, BLOCKS)]
-    carried = [0.0] + [l_i[b - 1] * alpha[b] for b in range(1, BLOCKS)]
+    alpha = [0.0] + [2 ** (m[b - 1] - m[b]) for b in range(1, blocks)]
+    carried = [0.0] + [l_i[b - 1] * alpha[b] for b in range(1, blocks)]
     top.plot(np.arange(len(x)) + 0.5, x, "o", markersize=4, color=plot.PEER, label="logits x of a query, in base 2")
-    for b in range(BLOCKS):
-        line = top.plot((b * WIDTH, (b + 1) * WIDTH), (m[b],) * 2, color=BLUE, linewidth=2)
+    for b in range(blocks):
+        line = top.plot((b * width, (b + 1) * width), (m[b],) * 2, color=BLUE, linewidth=2)
         text, ink = f"alpha = {alpha[b]:.2f}" if b else "alpha = 0 (m was -inf)", plot.CARD if carried[b] > 1 else INK
-        label(bottom, b * WIDTH + 4, 0.25, text, va="baseline", colour=ink)
+        label(bottom, b * width + 4, 0.25, text, va="baseline", colour=ink)
     line[0].set_label("m, the largest so far")
-    middle = [b * WIDTH + WIDTH / 2 for b in range(BLOCKS)]
+    middle = [b * width + width / 2 for b in range(blocks)]
     bottom.bar(middle, carried, width=6.6, color=BLUE, label="l that was there, times alpha")
     fresh = [total - old for total, old in zip(l_i, carried, strict=True)]
     bottom.bar(middle, fresh, bottom=carried, width=6.6, color=SKY, label="added by this block")
-    bottom.set_xticks(middle, numbered("block", BLOCKS))
+    bottom.set_xticks(middle, numbered("block", blocks))
     bottom.set_ylim(0, 1.35 * max(l_i))
     top.legend(loc="upper left")
     bottom.legend(loc="upper left", ncols=2)
     top.set_title("A larger logit arrives: what was summed before is scaled down")
     for ax in axes:
         ax.grid(axis="x", visible=False)
-        for b in range(1, BLOCKS):
-            ax.axvline(b * WIDTH, color=plot.FAINT, linewidth=1)
+        for b in range(1, blocks):
+            ax.axvline(b * width, color=plot.FAINT, linewidth=1)
 
 
 @drawing(7.8, 2.5)
@@ -125,31 +123,27 @@ def online_block(ax):
     words(ax, 6.85, 0.34, "times alpha, every block", 7, colour=RED)
 
 
-BLOCK_Q, BLOCK_KV, NUM = 64, 128, 512
-
-
 @chart(7.5, 3.7)
 def online_causal(ax):
     """Which blocks of keys a block of 64 queries computes under a causal mask, and which of them it masks."""
+    block_q, block_kv, num = 64, 128, 512
     counts = {"whole": 0, "cut": 0, "skipped": 0}
     colours = {"whole": SKY, "cut": ORANGE, "skipped": plot.CARD}
     texts = {"whole": "computed", "cut": "computed and masked", "skipped": "neither loaded nor computed"}
-    for first_q in range(0, NUM, BLOCK_Q):
-        end, whole = -(-(first_q + BLOCK_Q) // BLOCK_KV), (first_q + 1) // BLOCK_KV
-        for block in range(NUM // BLOCK_KV):
+    for first_q in range(0, num, block_q):
+        end, whole = -(-(first_q + block_q) // block_kv), (first_q + 1) // block_kv
+        for block in range(num // block_kv):
             kind = "whole" if block < whole else "cut" if block < end else "skipped"
             counts[kind] += 1
-            tile(ax, block * BLOCK_KV, first_q, BLOCK_KV, BLOCK_Q, colours[kind], edgecolor=INK, linewidth=0.8)
-    ax.plot((0, NUM), (0, NUM), color=RED, linewidth=2)
+            tile(ax, block * block_kv, first_q, block_kv, block_q, colours[kind], edgecolor=INK, linewidth=0.8)
+    ax.plot((0, num), (0, num), color=RED, linewidth=2)
     legend_of(ax, [(colours[kind], f"{counts[kind]} {text}") for kind, text in texts.items()])
-    ax.set(xlim=(0, NUM), ylim=(NUM, 0), xlabel="keys, 128 a block", ylabel="queries, 64 a block", aspect="equal")
-    ax.set_xticks(range(0, NUM + 1, BLOCK_KV))
-    ax.set_yticks(range(0, NUM + 1, BLOCK_Q))
+    ax.set(xlim=(0, num), ylim=(num, 0), xlabel="keys, 128 a block", ylabel="queries, 64 a block", aspect="equal")
+    ax.set(xticks=range(0, num + 1, block_kv), yticks=range(0, num + 1, block_q))
     ax.grid(visible=False)
     ax.set_title("Causal: a query sees the keys left of the diagonal", fontsize=10)
 
 
-LOAD_TIME, PRODUCT, NUMBERS = 1.3, 1.0, 1.05
 TITLES = {
     "in turn": "in turn: everything waits for the copies",
     "early": "early: the next block's, as soon as its slot is free",
@@ -159,23 +153,24 @@ TITLES = {
 
 def schedule(copies: str, steps: int):
     """(name, lane, start, end) of every piece of work."""
+    load_time, product, numbers = 1.3, 1.0, 1.05
     work, now = [], 0.0
     starts = {"k": {0: 0.0}, "v": {0: 0.0}}
-    ready = lambda what, block: starts[what][block] + LOAD_TIME
+    ready = lambda what, block: starts[what][block] + load_time
     for i in range(steps):
         if copies != "early":
             block = i if copies == "in turn" else i + 1
             starts["k"][block] = starts["v"][block] = now
         s_start = max(now, ready("k", i))
-        s_end = s_start + PRODUCT
+        s_end = s_start + product
         starts["k"].setdefault(i + 1, s_end)  # Early: the slot of k is free.
-        p_end = s_end + NUMBERS
+        p_end = s_end + numbers
         o_start = max(p_end, ready("v", i))
-        now = o_start + PRODUCT
+        now = o_start + product
         starts["v"].setdefault(i + 1, now)
         work += [(f"q k{i}", 2, s_start, s_end), ("softmax", 3, s_end, p_end), (f"p v{i}", 2, o_start, now)]
     for lane, what in enumerate("kv"):
-        work += [(f"{what}{i}", lane, at, at + LOAD_TIME) for i, at in starts[what].items() if i < steps]
+        work += [(f"{what}{i}", lane, at, at + load_time) for i, at in starts[what].items() if i < steps]
     return work
 
 

@@ -5,7 +5,6 @@ from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, SOFT, arrow, box, draw
 
 LENGTHS, MOST, PAGE = (13, 30, 5, 18), 32, 4  # Tokens.
 COLOURS = (BLUE, ORANGE, GREEN, PINK)
-PAGES, COLUMNS = 24, 12
 ORDER = (5, 17, 2, 11, 20, 0, 8, 14, 3, 22, 9, 6, 16, 1, 12, 19, 7, 23, 10)  # Which page is handed out next.
 
 
@@ -29,6 +28,7 @@ def _reserved(ax):
 
 
 def _pages(ax):
+    pages, columns = 24, 12
     words(ax, 0.2, 1.75, f"pages of {PAGE} tokens, handed out as sequences grow", ha="left", weight="bold")
     cell, gap, order = 0.088, 0.04, iter(ORDER)
     owner = {
@@ -36,8 +36,8 @@ def _pages(ax):
         for seq, length in enumerate(LENGTHS)
         for first in range(0, length, PAGE)
     }
-    for page in range(PAGES):
-        x, y = 1.15 + (page % COLUMNS) * (PAGE * cell + gap), 1.2 - (page // COLUMNS) * 0.5
+    for page in range(pages):
+        x, y = 1.15 + (page % columns) * (PAGE * cell + gap), 1.2 - (page // columns) * 0.5
         box(ax, x, y, PAGE * cell, 0.3, colour=SOFT, fill=0.05 if page in owner else 0.02, linewidth=0.8)
         if page in owner:
             seq, tokens = owner[page]
@@ -46,7 +46,7 @@ def _pages(ax):
     used, held = sum(LENGTHS), len(owner) * PAGE
     words(ax, 6.35, 1.32, f"{used} tokens in\n{len(owner)} pages = {held}", 8.5, ha="left")
     words(ax, 6.35, 0.9, f"{used / held:.0%} used", 8.5, ha="left", weight="bold")
-    words(ax, 6.35, 0.65, f"{PAGES - len(owner)} pages are free", 8.5, ha="left", colour=SOFT)
+    words(ax, 6.35, 0.65, f"{pages - len(owner)} pages are free", 8.5, ha="left", colour=SOFT)
     words(ax, 1.15, 0.28, "only the last page of a sequence has unused room", 8, ha="left", colour=SOFT)
 
 

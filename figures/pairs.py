@@ -57,8 +57,7 @@ def pairs_launch(axes):
             bar(ax, sm, start, end, f"{tile}", LOAD if tile < SMS else MULTIPLY)
         ax.axvline(max(end for *_, end in run), color=plot.BOUND, linewidth=1.2)
         lanes(ax, [f"SM {sm}" for sm in range(SMS)], title)
-    axes[-1].set_xlim(0, 6.7)
-    axes[-1].set_xlabel("time (schematic); pale: tiles of blocks that were really launched")
+    axes[-1].set(xlim=(0, 6.7), xlabel="time (schematic); pale: tiles of blocks that were really launched")
 
 
 @drawing(7.8, 3.5)

@@ -59,26 +59,24 @@ def persistent_waves(axes):
     right.set_title(f"Share of the time of {NUM_SMS} SMs that is used", fontsize=9)
 
 
-START, FIRST_LOAD, MULTIPLIES, ROUND, WRITE, AHEAD = 0.5, 0.7, 3.0, 0.35, 1.1, 0.75  # Invented times.
-
-
 def schedule(persistent: bool, overlap: bool) -> list[tuple[str, float, float]]:
     """(lane and text, start, end) of each event. The times are invented: they show the order, not a measurement."""
+    start, first_load, multiplies, round, write, ahead = 0.5, 0.7, 3.0, 0.35, 1.1, 0.75  # Invented times.
     events, time = [], 0.0
     loaded = None  # When the load of the next tile's first step began, if that was early.
     for number in range(3):
         if not persistent or number == 0:
-            events.append(("memory|start", time, time + START))
-            time += START
+            events.append(("memory|start", time, time + start))
+            time += start
         begin = time if loaded is None else loaded
-        first = max(time, begin + FIRST_LOAD)
-        end = first + MULTIPLIES
-        events.append((f"memory|load {number}", begin, end - AHEAD))
+        first = max(time, begin + first_load)
+        end = first + multiplies
+        events.append((f"memory|load {number}", begin, end - ahead))
         events.append((f"compute|multiply {number}", first, end))
-        events.append(("compute|round", end, end + ROUND))
-        events.append((f"TMA store|write {number}", end + 0.15, end + ROUND + WRITE))
-        loaded = end - AHEAD if persistent else None
-        time = end + ROUND + (0 if overlap else WRITE)
+        events.append(("compute|round", end, end + round))
+        events.append((f"TMA store|write {number}", end + 0.15, end + round + write))
+        loaded = end - ahead if persistent else None
+        time = end + round + (0 if overlap else write)
     return events
 
 
@@ -139,20 +137,20 @@ def persistent_store(ax):
 
 GRID, WAVE = (64, 32), 132  # 8192 x 8192 in tiles of 128 x 256; one block on each SM of an H100 or H200.
 TILE = (128, 256)
-WAVES = 6  # Drawn.
 ORDERS = ((1, 32, "row by row"), (0, 8, "snake, 8 rows"), (0, 16, "snake, 16 rows"))
 
 
 @chart(height=3.1, ncols=3)
 def persistent_order(axes):
     """The tiles that persistent blocks compute at the same time, in three orders, and the panels that a wave reads."""
+    waves = 6  # Drawn.
     for ax, (minor_dim, tile_width, name) in zip(axes, ORDERS, strict=True):
         rows, columns = tiles(GRID, minor_dim, tile_width)
-        for wave in range(WAVES):
+        for wave in range(waves):
             part = slice(wave * WAVE, (wave + 1) * WAVE)
             ax.plot(2 * columns[part] + 0.5, rows[part], "s", markersize=2.0, color=plot.COLOURS[wave])
             ax.plot(2 * columns[part] + 1.5, rows[part], "s", markersize=2.0, color=plot.COLOURS[wave])
-        one = slice(0, WAVES * WAVE, WAVE)  # The tiles of block 0.
+        one = slice(0, waves * WAVE, WAVE)  # The tiles of block 0.
         ax.plot(2 * columns[one] + 1, rows[one], "o-", color=plot.INK, linewidth=0.7, markersize=4, mfc=plot.CARD)
         of_a, of_b = panels(GRID, minor_dim, tile_width)[1]
         ax.set_title(f"{name}\n({minor_dim}, {tile_width}): wave 1 reads\n{of_a} of A, {of_b} of B", fontsize=8.5)

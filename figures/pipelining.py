@@ -159,7 +159,6 @@ def pipeline_two_blocks(axes):
 
 
 GRID, WAVE = (64, 64), 132  # 8192x8192 in tiles of 128x128; one block on each SM of an H100 or H200.
-WAVES = 6  # Drawn.
 ORDERS = ((1, 64, "row by row"), (1, 8, "strips of 8 columns"), (0, 16, "strips of 16 rows"))
 
 
@@ -183,12 +182,13 @@ def pipeline_order(axes):
 
     The first WAVES waves in colour, the path of the blocks as a line.
     """
+    waves = 6  # Drawn.
     for ax, (minor_dim, tile_width, name) in zip(axes, ORDERS, strict=True):
         rows, columns = tiles(GRID, minor_dim, tile_width)
-        for wave in range(WAVES):
+        for wave in range(waves):
             part = slice(wave * WAVE, (wave + 1) * WAVE)
             ax.plot(columns[part], rows[part], "s", markersize=2.1, color=plot.COLOURS[wave])
-        ax.plot(columns[: WAVES * WAVE], rows[: WAVES * WAVE], color=plot.INK, linewidth=0.4)
+        ax.plot(columns[: waves * WAVE], rows[: waves * WAVE], color=plot.INK, linewidth=0.4)
         of_a, of_b = panels(GRID, minor_dim, tile_width)[1]
         ax.set_title(f"{name}\n({minor_dim}, {tile_width}): {of_a} + {of_b} panels", fontsize=8.5)
         ax.set(xlim=(-1, GRID[1]), ylim=(GRID[0], -1), aspect="equal", xticks=(0, 32, 63), yticks=(0, 32, 63))
@@ -224,15 +224,13 @@ def pipeline_tiles(ax):
     ax.set_title("One step of K = 64: light is loaded, dark is kept in registers")
 
 
-M, N, K = 200, 192, 320
-
-
 @chart(height=3.6)
 def pipeline_tails(ax):
     """A product whose sides are no multiples of the tile: the zeros that TMA fills in, and the values that it drops."""
-    _matrix(ax, 0, M, K, 128, 64, f"A {M}x{K}", "zeros")
-    _matrix(ax, 380, K, N, 64, 128, f"B {K}x{N}", "zeros")
-    _matrix(ax, 700, M, N, 128, 128, f"C {M}x{N}", "dropped")
+    m, n, k = 200, 192, 320
+    _matrix(ax, 0, m, k, 128, 64, f"A {m}x{k}", "zeros")
+    _matrix(ax, 380, k, n, 64, 128, f"B {k}x{n}", "zeros")
+    _matrix(ax, 700, m, n, 128, 128, f"C {m}x{n}", "dropped")
     ax.set(xlim=(-10, 970), ylim=(330, -40), aspect="equal")
     ax.axis("off")
 

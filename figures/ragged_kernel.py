@@ -6,31 +6,30 @@ from figures._chart import bar, chart, numbered, tracks
 from figures._draw import BLUE, GREEN, ORANGE, PINK, RED, SKY, SOFT, arrow, box, drawing, words
 from figures.grouped_matmul import rungs
 
-NUM, QUERIES = 23, 64
-COLOURS = {16: GREEN, 4: ORANGE, 2: SKY, 1: PINK}
-
 
 @drawing(7.8, 3.75)
 def kernel_boxes(ax):
     """How the last tile of a sequence is stored: all of its rows at once, or as boxes of powers of two."""
+    num, queries = 23, 64
+    colours = {16: GREEN, 4: ORANGE, 2: SKY, 1: PINK}
     high, bottom = 0.044, 0.35
-    y_of = lambda row: bottom + high * (QUERIES - row)
-    for x, title in ((0.2, "all 64 rows"), (4.15, f"{NUM} = 16 + 4 + 2 + 1")):
+    y_of = lambda row: bottom + high * (queries - row)
+    for x, title in ((0.2, "all 64 rows"), (4.15, f"{num} = 16 + 4 + 2 + 1")):
         words(ax, x + 1.75, 3.55, title, weight="bold")
         words(ax, x + 0.6, 0.17, "the tile", 8)
         words(ax, x + 2.75, 0.17, "out", 8)
         plain = x < 1
-        box(ax, x, bottom, 1.2, high * QUERIES, colour=BLUE, fill=0.04)
-        box(ax, x, y_of(NUM), 1.2, high * NUM, f"{NUM} queries" if plain else "", BLUE, fill=0.3, size=8)
-        box(ax, x + 2.1, y_of(NUM), 1.3, high * NUM, "", BLUE, fill=0.12, size=8)
-        box(ax, x + 2.1, bottom, 1.3, high * (QUERIES - NUM) - 0.03, colour=RED if plain else PINK, fill=0.2)
+        box(ax, x, bottom, 1.2, high * queries, colour=BLUE, fill=0.04)
+        box(ax, x, y_of(num), 1.2, high * num, f"{num} queries" if plain else "", BLUE, fill=0.3, size=8)
+        box(ax, x + 2.1, y_of(num), 1.3, high * num, "", BLUE, fill=0.12, size=8)
+        box(ax, x + 2.1, bottom, 1.3, high * (queries - num) - 0.03, colour=RED if plain else PINK, fill=0.2)
         words(ax, x + 2.75, y_of(44), "rows of the next\nsequence" + ", now\noverwritten" * plain, 8)
         if plain:
             words(ax, x + 0.6, y_of(44), "unused", 8)
-            arrow(ax, (x + 1.23, y_of(QUERIES / 2)), (x + 2.07, y_of(QUERIES / 2)), RED)
+            arrow(ax, (x + 1.23, y_of(queries / 2)), (x + 2.07, y_of(queries / 2)), RED)
             continue
-        for first, size in rungs(NUM):
-            middle, colour, y = y_of(first + size / 2), COLOURS[size], y_of(first + size) + 0.006
+        for first, size in rungs(num):
+            middle, colour, y = y_of(first + size / 2), colours[size], y_of(first + size) + 0.006
             for left, width in ((x + 0.03, 1.14), (x + 2.13, 1.24)):
                 box(ax, left, y, width, high * size - 0.012, colour=colour, fill=0.35)
             if size >= 4:
@@ -39,13 +38,11 @@ def kernel_boxes(ax):
             arrow(ax, (x + 1.23, middle), (x + 2.07, middle), colour)
 
 
-ROWS = 16  # Rows that are drawn, in place of 64.
-
-
 def head_tile(ax, x, used):
     """A tile's rows and its keys; `used` are the colours of its rows, those after them are empty."""
+    rows = 16  # Rows that are drawn, in place of 64.
     high, top, width = 0.105, 3.15, 0.38
-    for row in range(ROWS):
+    for row in range(rows):
         mine = row < len(used)
         colour, fill = (used[row], 0.55) if mine else (SOFT, 0.05)
         box(ax, x, top - high * (row + 1), width, high * 0.85, colour=colour, fill=fill, linewidth=0.4)

@@ -104,17 +104,14 @@ def _exchange(ax):
     for y, text in ((0.86, "barrier\n(before it\nis reused)"), (2.05, "barrier")):
         ax.plot((-0.5, WARPS - 0.5), (y, y), color=RED, linestyle="--", linewidth=1)
         label(ax, WARPS - 0.45, y, text, 7, ha="left", colour=RED)
-    ax.set(xlim=(-0.6, WARPS + 0.3), ylim=(3.5, -0.75))
-    ax.set_title("Between four warps: shared memory")
+    ax.set(xlim=(-0.6, WARPS + 0.3), ylim=(3.5, -0.75), title="Between four warps: shared memory")
     ax.axis("off")
-
-
-STAGES = 4
 
 
 @chart(7.5, 3.3, ncols=2, width_ratios=(1, 2))
 def ring_or_registers(axes):
     """The way of a row: straight to registers, or through a ring of shared memory that TMA fills."""
+    stages = 4
     direct, ring = axes
     for ax, right in ((direct, 1), (ring, 3)):
         slab(ax, 0, 0, right, 0.52, "HBM")
@@ -124,8 +121,8 @@ def ring_or_registers(axes):
     slab(direct, 0, 2, 1, 0.52, "registers", BLUE)
     go(direct, (0.3, 0.55), (0.3, 2), text="load")
     go(direct, (0.7, 2), (0.7, 0.55), text="store")
-    ring.set_title(f"A ring of {STAGES} slots in shared memory")
-    for slot in range(STAGES):
+    ring.set_title(f"A ring of {stages} slots in shared memory")
+    for slot in range(stages):
         slab(ring, 0.05 + slot * 0.42, 1, 0.4, 0.52, f"slot {slot}", ORANGE)
     slab(ring, 2.1, 1, 0.85, 0.52, "output buffer", ORANGE)
     slab(ring, 0, 2, 3, 0.52, "registers", BLUE)
@@ -178,24 +175,22 @@ def _within(ax):
     ax.spines["left"].set_visible(False)
 
 
-COLS, WIDTH = 1000, 512
-
-
 @chart(7.5, 2.5)
 def row_pieces(ax):
     """A row whose length is no multiple of the piece: the last piece is shifted back to end with the row."""
-    starts = [min(start, COLS - WIDTH) for start in range(0, COLS, WIDTH)]
-    shared = starts[-2] + WIDTH - starts[-1]
-    slab(ax, 0, 0, COLS, 0.7, f"the row: {COLS} columns", size=9, fill=plot.FAINT, line=1.0)
+    cols, width = 1000, 512
+    starts = [min(start, cols - width) for start in range(0, cols, width)]
+    shared = starts[-2] + width - starts[-1]
+    slab(ax, 0, 0, cols, 0.7, f"the row: {cols} columns", size=9, fill=plot.FAINT, line=1.0)
     for i, start in enumerate(starts):
-        text = f"piece {i}: columns {start} to {start + WIDTH - 1}"
-        slab(ax, start, 1 + i, WIDTH, 0.7, text, plot.COLOURS[i], 9)
+        text = f"piece {i}: columns {start} to {start + width - 1}"
+        slab(ax, start, 1 + i, width, 0.7, text, plot.COLOURS[i], 9)
     ax.broken_barh([(starts[-1], shared)], (2, 0.7), facecolor="none", edgecolor=RED, hatch="////", linewidth=0)
     text = f"{shared} columns that piece 0 holds too:\nstored twice, counted once"
     label(ax, starts[-1] - 20, 2.5, text, ha="right", colour=RED)
-    ax.axvline(COLS, color=INK, linewidth=1, linestyle=":")
-    label(ax, COLS + 5, 0.35, "next row:\nnot ours", ha="left")
-    ax.set(xlim=(-10, COLS + 110), ylim=(2.95, -0.15), yticks=[], xticks=[0, WIDTH, COLS])
+    ax.axvline(cols, color=INK, linewidth=1, linestyle=":")
+    label(ax, cols + 5, 0.35, "next row:\nnot ours", ha="left")
+    ax.set(xlim=(-10, cols + 110), ylim=(2.95, -0.15), yticks=[], xticks=[0, width, cols])
     ax.grid(visible=False)
     ax.spines["left"].set_visible(False)
 

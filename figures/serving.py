@@ -9,9 +9,6 @@ from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, PINK, RED, SOFT, arrow
 from lab import plot
 from serving import PageAllocator, Request, Scheduler
 
-PROMPT, NEW = 6, 4
-SIDE = 0.44
-
 
 def _key(ax, entries, y):
     """Small boxes of (x, colour, opacity) and what they stand for."""
@@ -23,19 +20,21 @@ def _key(ax, entries, y):
 @drawing(7.8, 3.1)
 def serving_request(ax):
     """One request, step by step: the prompt at once, then one token a step; below a position, what the cache holds."""
+    prompt, new = 6, 4
+    side = 0.44
     left, top = 1.35, 2.2
-    for position in range(PROMPT + NEW - 1):
-        words(ax, left + SIDE * (position + 0.5), top + 0.6, f"{position}", 7.5, colour=SOFT)
+    for position in range(prompt + new - 1):
+        words(ax, left + side * (position + 0.5), top + 0.6, f"{position}", 7.5, colour=SOFT)
     words(ax, left - 0.15, top + 0.6, "position", 8, ha="right", colour=SOFT)
-    for step in range(NEW):
+    for step in range(new):
         y = top - 0.52 * step
-        start, end = (0, PROMPT) if step == 0 else (PROMPT + step - 1, PROMPT + step)
-        words(ax, left - 0.15, y + SIDE / 2, f"step {step + 1}", ha="right")
+        start, end = (0, prompt) if step == 0 else (prompt + step - 1, prompt + step)
+        words(ax, left - 0.15, y + side / 2, f"step {step + 1}", ha="right")
         for position in range(end):
             colour = GREEN if position < start else ORANGE if step == 0 else BLUE
             fill = 0.12 if position < start else 0.45
-            box(ax, left + SIDE * position, y, SIDE - 0.05, SIDE - 0.05, "", colour, fill=fill)
-        at = left + SIDE * end
+            box(ax, left + side * position, y, side - 0.05, side - 0.05, "", colour, fill=fill)
+        at = left + side * end
         arrow(ax, (at, y + 0.2), (at + 0.42, y + 0.2), width=1.1, mutation_scale=10)
         words(ax, at + 0.5, y + 0.2, f"new token {step + 1}", 8, ha="left")
     _key(ax, (
@@ -138,7 +137,6 @@ def serving_batches(axes):
 
 NUM_PAGES, PAGE_SIZE, STEPS = 10, 4, 13
 REQUESTS = ((9, 9), (6, 7), (11, 9), (5, 6))  # Tokens of the prompt, and new ones.
-COLOURS = (BLUE, ORANGE, GREEN, PINK)
 
 
 def history():
@@ -165,28 +163,25 @@ def history():
 @chart(7.8, 4.0)
 def serving_pool(ax):
     """A cache of ten small pages over the steps of a real schedule: who holds a page, and how many tokens are in it."""
+    colours = (BLUE, ORANGE, GREEN, PINK)
     kept_look = dict(color=PALE, edgecolor=SOFT, hatch="....", lw=0)
     for step, (held, kept, gave_way) in enumerate(history(), 1):
         for page in range(NUM_PAGES):
             if page in held:
                 request, tokens = held[page]
-                ax.barh(page, 0.9, left=step - 0.45, height=0.86, color=COLOURS[request], alpha=0.5)
+                ax.barh(page, 0.9, left=step - 0.45, height=0.86, color=colours[request], alpha=0.5)
                 label(ax, step, page, f"{tokens}")
             elif page in kept:
                 ax.barh(page, 0.9, left=step - 0.45, height=0.86, **kept_look)
         for request in gave_way:
             label(ax, step, -0.85, f"{'ABCD'[request]} gives way")
-    for name, colour, (prompt, _) in zip("ABCD", COLOURS, REQUESTS, strict=True):
+    for name, colour, (prompt, _) in zip("ABCD", colours, REQUESTS, strict=True):
         ax.barh(0, 0, color=colour, alpha=0.5, label=f"{name}, {prompt} tokens of prompt")
     ax.barh(0, 0, label="held by nobody, contents kept", **kept_look)
     ax.legend(loc="upper center", bbox_to_anchor=(0.47, -0.14), ncols=3, fontsize=8)
     title = f"Pages of {PAGE_SIZE} tokens; a number is how many are in the page; white pages are free"
     tracks(ax, numbered("page", NUM_PAGES), title, grid=False)
-    ax.set_xticks(range(1, STEPS + 1))
-    ax.set(xlim=(0.4, STEPS + 0.6), ylim=(NUM_PAGES - 0.5, -1.3), xlabel="step")
-
-
-A_PAGES, B_PAGES = (4, 1, 6), (4, 1, 2, 7)
+    ax.set(xticks=range(1, STEPS + 1), xlim=(0.4, STEPS + 0.6), ylim=(NUM_PAGES - 0.5, -1.3), xlabel="step")
 
 
 # The tokens of each page, in the order in which pages are drawn.
@@ -196,14 +191,15 @@ CONTENTS = {4: "text, part 1", 1: "text, part 2", 6: "A's question", 2: "B's que
 @drawing(7.8, 3.3)
 def serving_sharing(ax):
     """Two requests that begin alike: block tables, the pages that both hold, and how many hold each."""
+    a_pages, b_pages = (4, 1, 6), (4, 1, 2, 7)
     at = {page: 1.2 + 1.32 * i for i, page in enumerate(CONTENTS)}
     for page, x in at.items():
-        shared = page in A_PAGES and page in B_PAGES
-        colour = GREEN if shared else BLUE if page in A_PAGES else ORANGE
+        shared = page in a_pages and page in b_pages
+        colour = GREEN if shared else BLUE if page in a_pages else ORANGE
         box(ax, x, 1.35, 1.16, 0.62, f"page {page}\n{CONTENTS[page]}", colour, fill=0.3 if shared else 0.16, size=8)
         words(ax, x + 1.05, 1.2, f"held by {1 + shared}", 7.5, ha="right")
     words(ax, 0.98, 1.66, "cache", ha="right", colour=SOFT)
-    for name, pages, colour, y in (("A", A_PAGES, BLUE, 2.72), ("B", B_PAGES, ORANGE, 0.26)):
+    for name, pages, colour, y in (("A", a_pages, BLUE, 2.72), ("B", b_pages, ORANGE, 0.26)):
         words(ax, 0.98, y + 0.17, f"{name}'s\nblock table", 8.5, ha="right", colour=colour)
         for i, page in enumerate(pages):
             x = at[page] + 0.38
@@ -215,13 +211,11 @@ def serving_sharing(ax):
             arrow(ax, (x + 0.2, start), (x + 0.2, end), colour, width=1.1)
 
 
-TEXTS = (("A", "We sell fishing gear.", BLUE, "3f", "c8"), ("B", "We sell curtains.", ORANGE, "b1", "5d"))
-
-
 @drawing(7.8, 3.5)
 def serving_hash(ax):
     """The name of a page: of its tokens alone, two different pages have one name; chained, they do not."""
-    for i, (prompt, text, colour, first, second) in enumerate(TEXTS):
+    texts = (("A", "We sell fishing gear.", BLUE, "3f", "c8"), ("B", "We sell curtains.", ORANGE, "b1", "5d"))
+    for i, (prompt, text, colour, first, second) in enumerate(texts):
         y = 2.45 - 1.5 * i
         words(ax, 0.62, y + 0.27, f"prompt\n{prompt}", colour=colour)
         box(ax, 1.15, y, 1.75, 0.54, text, colour, size=8.5)
@@ -279,14 +273,12 @@ def serving_preempt(ax):
     ), 0.2)  # fmt: skip
 
 
-ALONE, A_TOKEN = 1.0, 0.055  # Length of a step that decodes, and of a token of a prompt.
-
-
 def steps(chunks: list[int], count: int):
     """(start, length, tokens of the prompt) of `count` steps, one after the other, two before the prompt comes."""
+    alone, a_token = 1.0, 0.055  # Length of a step that decodes, and of a token of a prompt.
     placed, at = [], 0.0
     for tokens in ([0, 0, *chunks] + [0] * count)[:count]:
-        length = max(ALONE, 0.35 + A_TOKEN * tokens)
+        length = max(alone, 0.35 + a_token * tokens)
         placed.append((at, length, tokens))
         at += length
     return placed
@@ -315,10 +307,6 @@ def serving_chunks(axes):
     axes[-1].set_xlabel("time; a dot is a new token")
 
 
-PLOT_COLOURS = (plot.CARD, "#E4E4DF", "#E69F00", "#0072B2", "#CC79A7", "#D55E00")
-LABELS = ("done", "waits", "prompt", "decodes", "preempted, waits again", "computed again")
-
-
 def states(steps, count: int):
     """The activity of each of `count` requests in each step, as an index into LABELS; and each step's tokens that are
     computed a second time."""
@@ -341,20 +329,22 @@ def schedule_plot(axes, steps, count: int):
 
     The requests; below them the tokens of each step, by what they are, and the pages that are held.
     """
+    plot_colours = (plot.CARD, "#E4E4DF", "#E69F00", "#0072B2", "#CC79A7", "#D55E00")
+    labels = ("done", "waits", "prompt", "decodes", "preempted, waits again", "computed again")
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
     top, middle, low = axes
     image, twice = states(steps, count)
-    top.imshow(image, aspect="auto", interpolation="nearest", cmap=ListedColormap(PLOT_COLOURS), vmin=0, vmax=5)
+    top.imshow(image, aspect="auto", interpolation="nearest", cmap=ListedColormap(plot_colours), vmin=0, vmax=5)
     top.set(ylabel="request")
     top.grid(visible=False)
-    named = zip(PLOT_COLOURS[1:], LABELS[1:], strict=True)
+    named = zip(plot_colours[1:], labels[1:], strict=True)
     top.legend(handles=[Patch(facecolor=colour, label=label) for colour, label in named], loc="upper right")
     decoding = np.array([sum(end - start == 1 for _, start, end in step.chunks) for step in steps])
     every = np.array([sum(end - start for _, start, end in step.chunks) for step in steps])
     parts = decoding, every - decoding - twice, twice
-    of_parts = [PLOT_COLOURS[i] for i in (3, 2, 5)]
+    of_parts = [plot_colours[i] for i in (3, 2, 5)]
     middle.stackplot(np.arange(len(steps)), *np.maximum(parts, 0), colors=of_parts, step="mid")
     middle.set(ylabel="tokens")
     low.plot([step.held for step in steps], color=INK, linewidth=0.8)

@@ -38,7 +38,6 @@ CHAPTERS = (
     ("21_lifting", "Lifting", "out of the course, into your program", "both"),
     ("22_decode_step", "A decode step", "fewer launches, the bytes that are left", "both"),
 )
-COLOURS = {"memory": ORANGE, "compute": BLUE, "both": GREEN}
 
 
 STEP, RISE = 0.08, 0.4
@@ -47,15 +46,16 @@ STEP, RISE = 0.08, 0.4
 @drawing(7.8, 0.75 + RISE * len(CHAPTERS))
 def course_map(ax):
     """The chapters as steps: each builds on the one below and adds one idea."""
+    colours = {"memory": ORANGE, "compute": BLUE, "both": GREEN}
     for i, (name, title, adds, bound) in enumerate(CHAPTERS):
         x, y = 0.25 + STEP * i, 0.5 + RISE * i
-        box(ax, x, y, 7.3 - STEP * i, RISE - 0.07, colour=COLOURS[bound], fill=0.13)
-        words(ax, x + 0.24, y + 0.165, name.split("_")[0], 11, weight="bold", colour=COLOURS[bound])
+        box(ax, x, y, 7.3 - STEP * i, RISE - 0.07, colour=colours[bound], fill=0.13)
+        words(ax, x + 0.24, y + 0.165, name.split("_")[0], 11, weight="bold", colour=colours[bound])
         words(ax, x + 0.54, y + 0.165, title, 9.5, ha="left", weight="bold")
         words(ax, x + 2.15, y + 0.165, adds, 8.2, ha="left", colour=INK)
     words(ax, 0.25, 0.24, "the bound of a chapter's kernels:", 8, ha="left", colour=SOFT)
     for i, (bound, text) in enumerate((("memory", "moving bytes"), ("compute", "arithmetic"), ("both", "both"))):
-        box(ax, 2.75 + 1.3 * i, 0.16, 0.18, 0.16, colour=COLOURS[bound], fill=0.3)
+        box(ax, 2.75 + 1.3 * i, 0.16, 0.18, 0.16, colour=colours[bound], fill=0.3)
         words(ax, 3.0 + 1.3 * i, 0.24, text, 8, ha="left", colour=SOFT)
 
 
@@ -112,9 +112,6 @@ def _lanes(ax, y, copy):
 
 
 NUM_SMS, CLOCK_GHZ, L2_MB, HBM_GB = 132, 1.98, 50, 141  # NVIDIA H200 (SXM) datasheet.
-HBM_TBPS = roofline.PEAKS["h200"]["hbm"].value / 1e12
-SMEM_TBPS = NUM_SMS * 128 * CLOCK_GHZ / 1e3  # 32 banks of 4 bytes a clock.
-REGISTER_TBPS = roofline.PEAKS["h200"]["f32"].value / 2 * 12 / 1e12  # Each multiply-add reads three 4-byte registers.
 
 
 @drawing(7.8, 4.7)
@@ -125,19 +122,24 @@ def gpu(ax):
 
 
 def _chip(ax):
+    hbm_tbps = roofline.PEAKS["h200"]["hbm"].value / 1e12
     words(ax, 0.25, 4.5, f"The chip: {NUM_SMS} SMs", 10.5, ha="left", weight="bold")
     for i in range(NUM_SMS):
         x, y = 0.27 + 0.232 * (i % 12), 4.1 - 0.185 * (i // 12)
         box(ax, x, y, 0.19, 0.14, colour=BLUE, fill=0.75 if i == 23 else 0.18, linewidth=0.7)
     box(ax, 0.25, 1.35, 2.8, 0.42, f"L2 cache, {L2_MB} MB", ORANGE)
     box(ax, 0.25, 0.25, 2.8, 0.62, f"HBM: the GPU's memory, {HBM_GB} GB\n“GMEM”, where JAX arrays live", RED)
-    arrow(ax, (1.0, 0.87), (1.0, 1.35), RED, f"{HBM_TBPS} TB/s for all SMs together", offset=(1.15, 0), style="<|-|>")
+    arrow(ax, (1.0, 0.87), (1.0, 1.35), RED, f"{hbm_tbps} TB/s for all SMs together", offset=(1.15, 0), style="<|-|>")
     arrow(ax, (1.0, 1.77), (1.0, 2.2), ORANGE, style="<|-|>")
     ax.plot((3.01, 3.55), (4.055, 4.32), color=BLUE, linewidth=0.8, linestyle=":")
     ax.plot((3.01, 3.55), (3.915, 0.25), color=BLUE, linewidth=0.8, linestyle=":")
 
 
 def _sm(ax):
+    smem_tbps = NUM_SMS * 128 * CLOCK_GHZ / 1e3  # 32 banks of 4 bytes a clock.
+    register_tbps = (
+        roofline.PEAKS["h200"]["f32"].value / 2 * 12 / 1e12
+    )  # Each multiply-add reads three 4-byte registers.
     box(ax, 3.55, 0.25, 4.0, 4.07, colour=BLUE, fill=0.05)
     words(ax, 3.7, 4.5, "One SM (streaming multiprocessor)", 10.5, ha="left", weight="bold")
     for i in range(4):
@@ -153,7 +155,7 @@ def _sm(ax):
     box(ax, 3.7, 0.72, 2.75, 0.5, "shared memory “SMEM”, 228 KB", ORANGE)
     box(ax, 6.55, 0.72, 0.85, 0.5, "TMA\n(copies)", INK, size=7.5)
     arrow(ax, (5.0, 1.22), (5.0, 2.02), ORANGE, style="<|-|>")
-    words(ax, 5.12, 1.66, f"SMEM {SMEM_TBPS:.0f} TB/s\nregisters {REGISTER_TBPS:.0f} TB/s", 8, ha="left")
+    words(ax, 5.12, 1.66, f"SMEM {smem_tbps:.0f} TB/s\nregisters {register_tbps:.0f} TB/s", 8, ha="left")
     words(ax, 6.55, 1.66, f"all SMs together,\nat {CLOCK_GHZ} GHz", 7.6, ha="left", colour=SOFT)
     arrow(ax, (3.05, 1.66), (4.1, 2.02), INK, style="<|-|>")
     arrow(ax, (3.05, 1.46), (4.1, 1.22), INK, style="<|-|>")

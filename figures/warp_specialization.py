@@ -5,8 +5,6 @@ from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, SKY, SOFT, arrow, box,
 from figures.pipelining import Step
 from lab import plot
 
-STAGES = 4
-
 
 @drawing(7.6, 3.1)
 def roles_block(ax):
@@ -31,38 +29,35 @@ def roles_block(ax):
     words(ax, 3.8, 0.18, "freed[slot]: the reader arrives, the memory warpgroup waits before it refills", 8.5)
 
 
-LEFT, WIDTH, GAP = 1.35, 0.92, 0.1
-
-
 @drawing(7.6, 2.3)
 def roles_count(ax):
     """One slot in time: its owner, and the completion of a barrier that hands it over."""
+    stages = 4
+    left, width, gap = 1.35, 0.92, 0.1
     upper, lower, height = 1.35, 0.45, 0.48
     for y, text, colour in ((upper, "memory and\nTMA", ORANGE), (lower, "compute", BLUE)):
-        words(ax, LEFT - 0.12, y + height / 2, text, 8.5, ha="right", colour=colour, weight="bold")
+        words(ax, left - 0.12, y + height / 2, text, 8.5, ha="right", colour=colour, weight="bold")
     for i in range(3):
-        x = LEFT + 2 * i * (WIDTH + GAP)
-        box(ax, x, upper, WIDTH, height, f"fills it with\nstep {STAGES * i}", colour=SKY, fill=0.4, size=7.5)
-        read = x + WIDTH + GAP
-        box(ax, read, lower, WIDTH, height, f"reads\nstep {STAGES * i}", colour=BLUE, fill=0.3, size=7.5)
-        arrow(ax, (x + WIDTH, upper), (read, lower + height), GREEN)
-        words(ax, x + WIDTH - 0.02, 1.14, f"filled: {i}", 7.5, colour=GREEN, ha="right")
+        x = left + 2 * i * (width + gap)
+        box(ax, x, upper, width, height, f"fills it with\nstep {stages * i}", colour=SKY, fill=0.4, size=7.5)
+        read = x + width + gap
+        box(ax, read, lower, width, height, f"reads\nstep {stages * i}", colour=BLUE, fill=0.3, size=7.5)
+        arrow(ax, (x + width, upper), (read, lower + height), GREEN)
+        words(ax, x + width - 0.02, 1.14, f"filled: {i}", 7.5, colour=GREEN, ha="right")
         if i < 2:
-            arrow(ax, (read + WIDTH, lower + height), (read + WIDTH + GAP, upper), INK)
-            words(ax, read + WIDTH - 0.02, 1.14, f"freed: {i}", 7.5, ha="right")
-    words(ax, LEFT, 2.1, f"slot 0 of {STAGES}, 12 steps: time goes to the right", 8.5, ha="left", colour=SOFT)
-    words(ax, LEFT, 0.18, "three fillings, three readings, two of which are told: nobody fills it again", ha="left",
+            arrow(ax, (read + width, lower + height), (read + width + gap, upper), INK)
+            words(ax, read + width - 0.02, 1.14, f"freed: {i}", 7.5, ha="right")
+    words(ax, left, 2.1, f"slot 0 of {stages}, 12 steps: time goes to the right", 8.5, ha="left", colour=SOFT)
+    words(ax, left, 0.18, "three fillings, three readings, two of which are told: nobody fills it again", ha="left",
           size=8, colour=SOFT)  # fmt: skip
-
-
-ROWS = (("at the start", (168, 168, 168)), ("after set_max_registers", (40, 232, 232)))
 
 
 @drawing(7.6, 2.35)
 def roles_registers(ax):
     """The registers of an SM, shared out among three warpgroups: evenly at the start, by need afterwards."""
+    rows = (("at the start", (168, 168, 168)), ("after set_max_registers", (40, 232, 232)))
     left, whole, inches = 1.75, 512, 5.6  # Registers a thread, if one warpgroup had the whole file of 65,536.
-    for i, (name, counts) in enumerate(ROWS):
+    for i, (name, counts) in enumerate(rows):
         x, y = left, 1.45 - 0.75 * i
         words(ax, left - 0.1, y + 0.24, name.replace(" ", "\n", 1), 8.5, ha="right")
         for role, count in zip(("memory", "compute 0", "compute 1"), counts, strict=True):
@@ -118,10 +113,6 @@ def _panel(ax, x, title, split_dim):
 
 
 LOAD_TIME, ISSUE = 1.5, 0.1  # In units of the time that the tensor core takes for one step.
-CASES = (
-    (dict(gap=0.3), "given back at once, wgmma_wait(0): a gap after every product"),
-    (dict(late=1, queued=True, gap=0.3), "given back one step later, wgmma_wait(1): no gap"),
-)
 
 
 def schedule(steps: int, stages: int, *, late=0, queued=False, serial=False, load=LOAD_TIME, issue=ISSUE, gap=0.0):
@@ -158,9 +149,13 @@ def roles_schedule(axes):
 
     A ring whose slots are given back at once, and one step later.
     """
+    cases = (
+        (dict(gap=0.3), "given back at once, wgmma_wait(0): a gap after every product"),
+        (dict(late=1, queued=True, gap=0.3), "given back one step later, wgmma_wait(1): no gap"),
+    )
     slots, steps = 3, 9
-    runs = [schedule(steps, slots, **case) for case, _ in CASES]
-    for ax, run, (_, title) in zip(axes, runs, CASES, strict=True):
+    runs = [schedule(steps, slots, **case) for case, _ in cases]
+    for ax, run, (_, title) in zip(axes, runs, cases, strict=True):
         for i, step in enumerate(run):
             bar(ax, i % slots, step.load_start, step.load_end, f"load {i}", LOAD)
             end = run[i + slots].load_start if i + slots < steps else step.mma_end

@@ -3,35 +3,33 @@
 from figures._chart import LOAD, MULTIPLY, bar, chart, ring_of, tracks
 from figures._draw import BLUE, GREEN, ORANGE, PINK, SOFT, arrow, box, drawing, places, words
 
-LEFT, BOTTOM, WIDTH, HEIGHT = 1.75, 0.62, 2.9, 1.6  # Place and size of the accumulator.
-
 
 @drawing(7.8, 3.15)
 def wgmma_instruction(ax):
     """One WGMMA: which part of each matrix it takes, and in which memory it finds it."""
+    left, bottom, width, height = 1.75, 0.62, 2.9, 1.6  # Place and size of the accumulator.
     for warp in range(4):
-        y = BOTTOM + HEIGHT * (3 - warp) / 4
+        y = bottom + height * (3 - warp) / 4
         text = f"warp {warp}: rows {16 * warp} to {16 * warp + 15}"
-        box(ax, LEFT, y, WIDTH, HEIGHT / 4 - 0.04, text, BLUE, size=8.5, linewidth=0.8)
-    box(ax, LEFT - 0.62, BOTTOM, 0.5, HEIGHT - 0.04, "A", ORANGE, fill=0.3, size=11)
-    box(ax, LEFT, BOTTOM + HEIGHT + 0.1, WIDTH, 0.42, "B", GREEN, fill=0.3, size=11)
-    words(ax, LEFT - 0.72, BOTTOM + HEIGHT / 2, "64", ha="right")
-    words(ax, LEFT - 0.37, BOTTOM - 0.16, "16")
-    middle = LEFT + WIDTH / 2
-    words(ax, middle, BOTTOM + HEIGHT + 0.68, "N = 8, 16, 24, ... 256")
-    words(ax, middle, BOTTOM - 0.18, "accumulator += A @ B", 10, weight="bold")
-    words(ax, middle, BOTTOM - 0.42, "64 x 16 x N multiply-adds, one instruction", 8.5, colour=SOFT)
-    x = LEFT + WIDTH + 0.55
+        box(ax, left, y, width, height / 4 - 0.04, text, BLUE, size=8.5, linewidth=0.8)
+    box(ax, left - 0.62, bottom, 0.5, height - 0.04, "A", ORANGE, fill=0.3, size=11)
+    box(ax, left, bottom + height + 0.1, width, 0.42, "B", GREEN, fill=0.3, size=11)
+    words(ax, left - 0.72, bottom + height / 2, "64", ha="right")
+    words(ax, left - 0.37, bottom - 0.16, "16")
+    middle = left + width / 2
+    words(ax, middle, bottom + height + 0.68, "N = 8, 16, 24, ... 256")
+    words(ax, middle, bottom - 0.18, "accumulator += A @ B", 10, weight="bold")
+    words(ax, middle, bottom - 0.42, "64 x 16 x N multiply-adds, one instruction", 8.5, colour=SOFT)
+    x = left + width + 0.55
     words(ax, x, 2.62, "A and B: tiles in shared memory", ha="left", weight="bold")
     words(ax, x, 2.33, "The instruction gets two descriptors:\nan address and a layout each.", 8.5, ha="left")
     words(ax, x, 1.62, "accumulator: float32, in registers", ha="left", weight="bold", colour=BLUE)
     text = "spread over the 128 threads of a warp-\ngroup, 16 rows for each of its 4 warps."
     words(ax, x, 1.33, text, 8.5, ha="left")
-    arrow(ax, (x - 0.08, 2.62), (LEFT + WIDTH + 0.04, 2.46), GREEN)
-    arrow(ax, (x - 0.08, 1.62), (LEFT + WIDTH + 0.04, 1.5), BLUE)
+    arrow(ax, (x - 0.08, 2.62), (left + width + 0.04, 2.46), GREEN)
+    arrow(ax, (x - 0.08, 1.62), (left + width + 0.04, 1.5), BLUE)
 
 
-SIDE = 0.235  # Inches, of a cell.
 SHOWN = {0: BLUE, 6: ORANGE, 13: GREEN, 31: PINK}  # Lanes in colour.
 
 
@@ -44,19 +42,20 @@ def place(row: int, column: int) -> tuple[int, int]:
 @drawing(7.8, 4.55)
 def wgmma_accumulator(ax):
     """Which thread of a warp holds which element of the accumulator: the first 16 rows and columns of a tile."""
+    side = 0.235  # Inches, of a cell.
     left, top = 0.75, 4.12
     for row in range(16):
-        words(ax, left - 0.12, top - SIDE * (row + 0.5), str(row), 7, ha="right", colour=SOFT)
-        words(ax, left + SIDE * (row + 0.5), top + 0.1, str(row), 7, colour=SOFT)
+        words(ax, left - 0.12, top - side * (row + 0.5), str(row), 7, ha="right", colour=SOFT)
+        words(ax, left + side * (row + 0.5), top + 0.1, str(row), 7, colour=SOFT)
         for column in range(16):
             lane, _ = place(row, column)
-            x, y = left + SIDE * column, top - SIDE * (row + 1)
+            x, y = left + side * column, top - side * (row + 1)
             shown = lane in SHOWN
             style = dict(size=6.5, linewidth=0.5, weight="bold" if shown else "normal")
-            box(ax, x, y, SIDE - 0.02, SIDE - 0.02, str(lane), SHOWN.get(lane, SOFT), 0.5 if shown else 0.06, **style)
-    words(ax, left + 8 * SIDE, 4.42, "column of the tile", 8)
-    words(ax, 0.22, top - 8 * SIDE, "row of the tile", 8, rotation=90)
-    x = left + 16 * SIDE + 0.35
+            box(ax, x, y, side - 0.02, side - 0.02, str(lane), SHOWN.get(lane, SOFT), 0.5 if shown else 0.06, **style)
+    words(ax, left + 8 * side, 4.42, "column of the tile", 8)
+    words(ax, 0.22, top - 8 * side, "row of the tile", 8, rotation=90)
+    x = left + 16 * side + 0.35
     words(ax, x, 3.75, "In each cell: its thread", 9, ha="left", weight="bold")
     text = "A thread holds two neighbours of a row, and\nthe same two 8 rows below; then again every\n8 columns."
     words(ax, x, 3.28, text, 8.5, ha="left")
