@@ -1,7 +1,7 @@
 """Figures of chapter 19: Blackwell."""
 
 from figures._chart import MULTIPLY, bar, chart, label, lanes
-from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, SOFT, arrow, box, drawing, words
+from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SOFT, arrow, box, drawing, words
 from lab import plot
 
 
@@ -39,7 +39,7 @@ def blackwell_tmem(ax):
     words(ax, 4.3, 0.49, "128 lanes: the rows of a tile", 7.5, colour=SOFT, ha="left")
 
 
-START, FREE = plot.COLOURS[1], plot.COLOURS[2]
+START, FREE = ORANGE, GREEN
 
 
 def mark(ax, x, lane, text):
@@ -96,8 +96,8 @@ def blackwell_turns(axes):
         for tile, (start, summed, stored) in enumerate(run := schedule(accumulators)):
             shade = dict(alpha=0.65) if tile % accumulators else {}
             bar(ax, 0, start, summed, f"tile {tile}, sums {tile % accumulators}", MULTIPLY, **shade)
-            bar(ax, 1, stored - STORES, stored, f"tile {tile}", plot.COLOURS[1])
-        ax.axvline(run[-1][2], color=plot.BOUND, linewidth=1.2)
+            bar(ax, 1, stored - STORES, stored, f"tile {tile}", ORANGE)
+        ax.axvline(run[-1][2], color=RED, linewidth=1.2)
         plural = "s: the store of a tile runs under the products of the next" if accumulators > 1 else ""
         lanes(ax, ("tensor cores", "store"), f"{accumulators} accumulator{plural}")
     axes[-1].set(xlim=(0, 16.6), xlabel="time (schematic)")

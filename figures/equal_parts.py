@@ -34,9 +34,9 @@ def parts_waves(axes):
             colour = plot.COLOURS[unit % 6]
             tile(ax, start, sm - 0.4, blocks, 0.8, colour, str(unit), 7, alpha=0.6, edgecolor=plot.CARD)
         last = max(start + blocks for _, start, blocks, _ in placed)
-        ax.axvline(last, color=plot.BOUND, linewidth=1.5)
+        ax.axvline(last, color=RED, linewidth=1.5)
         busy = sum(blocks for _, _, blocks, _ in placed) / last / sms
-        label(ax, last + 0.1, 3.5, f"{busy:.0%}\nbusy", 8, ha="left", colour=plot.BOUND)
+        label(ax, last + 0.1, 3.5, f"{busy:.0%}\nbusy", 8, ha="left", colour=RED)
         tracks(ax, numbered("SM", sms), title, grid=False)
         ax.set(yticks=ax.get_yticks()[::2], xlim=(0, end + 1))
     axes[-1].set_xlabel("time, in steps of a block of keys; the numbers are units")

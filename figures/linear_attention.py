@@ -139,7 +139,7 @@ def recurrent_schedule(axes, n: int = 128, p: int = 64, wait: float = 100.0):
 
 
 def _bar(ax, lane, start, end, text, role):
-    colours = {"output": plot.COLOURS[0], "state": plot.COLOURS[1], "memory": plot.COLOURS[2]}
+    colours = {"output": BLUE, "state": ORANGE, "memory": GREEN}
     start, length = start * US, (end - start) * US
     ax.barh(lane, length, left=start, height=0.72, color=colours[role], alpha=0.5, edgecolor=plot.CARD, linewidth=0.8)
     label(ax, start + length / 2, lane, text, 7.5, clip_on=True)

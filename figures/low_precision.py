@@ -3,14 +3,14 @@
 import jax.numpy as jnp
 import numpy as np
 
-from figures._chart import chart, label
+from figures._chart import chart, label, tracks
 from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, RED, SOFT, arrow, box, drawing, words
 from lab import plot
 
 FORMATS = (
-    ("int8", jnp.int8, plot.COLOURS[2]),
-    ("float8_e4m3fn", jnp.float8_e4m3fn, plot.OURS),
-    ("float8_e5m2", jnp.float8_e5m2, plot.BOUND),
+    ("int8", jnp.int8, GREEN),
+    ("float8_e4m3fn", jnp.float8_e4m3fn, BLUE),
+    ("float8_e5m2", jnp.float8_e5m2, RED),
     ("bfloat16", jnp.bfloat16, plot.PEER),
 )
 
@@ -30,6 +30,7 @@ def precision_formats(axes):
     The linear axis shows each format scaled so that its largest value is 1: that is what a scale does.
     """
     linear, log = axes
+    names = [name for name, _, _ in FORMATS]
     for row, (_, dtype, colour) in enumerate(FORMATS):
         line = values(dtype)
         for ax, points in ((linear, line / line[-1]), (log, line)):
@@ -38,11 +39,9 @@ def precision_formats(axes):
             else:  # Too many to tell apart.
                 start = 0.0 if ax is linear else points[0]
                 ax.plot((start, points[-1]), (row, row), color=colour, linewidth=11, solid_capstyle="butt")
-    names = [name for name, _, _ in FORMATS]
-    for ax in (linear, log):
-        ax.set_yticks(range(len(names)), names)
+    for ax in axes:
+        tracks(ax, names)
         ax.set_ylim(len(names) - 0.25, -0.6)
-        ax.grid(axis="y", visible=False)
         ax.tick_params(axis="y", length=0)
     linear.set(xlim=(-0.01, 1.01), title="Positive values, the largest of each format scaled to 1")
     log.set(xscale="log", xlim=(1e-8, 1e6), title="The same, unscaled, on a logarithmic axis")
@@ -60,17 +59,17 @@ def precision_scales(ax):
 
 def _product(ax, x, title, per_row: bool):
     words(ax, x + 1.05, 2.9, title, 9, weight="bold")
-    rows = range(4)
-    for i in rows:
-        colour = (BLUE, ORANGE, GREEN, RED)[i] if per_row else BLUE
-        box(ax, x + 0.35, 0.5 + 0.25 * i, 0.75, 0.22, colour=colour, fill=0.3)
-        column = (BLUE, ORANGE, GREEN, RED)[3 - i] if per_row else ORANGE
-        box(ax, x + 1.25 + 0.25 * i, 1.6, 0.22, 0.75, colour=column, fill=0.3)
+    colours = (BLUE, ORANGE, GREEN, RED)
+    for i in range(4):
+        row, column = (colours[i], colours[3 - i]) if per_row else (BLUE, ORANGE)
+        y, left = 0.5 + 0.25 * i, x + 1.25 + 0.25 * i
+        box(ax, x + 0.35, y, 0.75, 0.22, colour=row, fill=0.3)
+        box(ax, left, 1.6, 0.22, 0.75, colour=column, fill=0.3)
         if per_row:
-            box(ax, x, 0.5 + 0.25 * i, 0.22, 0.22, colour=colour, fill=0.85)
-            box(ax, x + 1.25 + 0.25 * i, 2.45, 0.22, 0.22, colour=column, fill=0.85)
-        for j in rows:
-            box(ax, x + 1.25 + 0.25 * i, 0.5 + 0.25 * j, 0.22, 0.22, colour=SOFT, fill=0.15)
+            box(ax, x, y, 0.22, 0.22, colour=row, fill=0.85)
+            box(ax, left, 2.45, 0.22, 0.22, colour=column, fill=0.85)
+        for j in range(4):
+            box(ax, left, 0.5 + 0.25 * j, 0.22, 0.22, colour=SOFT, fill=0.15)
     if not per_row:
         box(ax, x, 0.875, 0.22, 0.22, colour=BLUE, fill=0.85)
         box(ax, x + 1.625, 2.45, 0.22, 0.22, colour=ORANGE, fill=0.85)

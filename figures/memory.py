@@ -224,7 +224,11 @@ PLACES = {
 @chart(7.8, 3.5, ncols=3)
 def memory_banks(axes):
     """Where eight rows of a 64-column bf16 tile lie in the 32 banks of shared memory: plain, swizzled, padded."""
-    rows, pieces, column = 8, 8, 2  # A piece is 16 bytes: 8 elements of bf16, 4 banks. COLUMN is the one that is read.
+    rows, pieces, column = (
+        8,
+        8,
+        2,
+    )  # A piece is 16 bytes: 8 elements of bf16, 4 banks. `column` is the one that is read.
     for ax, (title, place) in zip(axes, PLACES.items(), strict=True):
         for row, piece in places(rows, pieces):
             line, quad = place(row, piece)

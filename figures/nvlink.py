@@ -1,11 +1,10 @@
 """Figures of chapter 18: NVLink."""
 
-from cookbook.nvlink import protocol
-from cookbook.nvlink.protocol import Flush, PushedScatter, Read, Send, Signal, Wait
+from cookbook.nvlink.protocol import Flush, Read, Send, Signal, Wait
 from figures._chart import chart, label, lanes
 from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, PINK, RED, SOFT, Picture, arrow, box, drawing, words
 from lab import plot
-from lab.nvlink_simulator import find_fault
+from lab.nvlink_simulator import PushedScatter, find_fault, programs_of
 
 
 @drawing(7.8, 3.9)
@@ -88,11 +87,11 @@ def nvlink_signal(axes):
 
 
 LOOKS = {  # Marker, colour and name of each kind of event.
-    Send: ("o", plot.COLOURS[0], "send"),
-    Flush: ("|", plot.INK, "flush"),
-    Signal: ("^", plot.COLOURS[1], "signal"),
-    Wait: ("v", plot.COLOURS[2], "wait"),
-    Read: ("s", plot.COLOURS[3], "read"),
+    Send: ("o", BLUE, "send"),
+    Flush: ("|", INK, "flush"),
+    Signal: ("^", ORANGE, "signal"),
+    Wait: ("v", GREEN, "wait"),
+    Read: ("s", PINK, "read"),
 }
 
 
@@ -134,9 +133,9 @@ def nvlink_run(run=None, last: int = 26):
         if run.fault:
             x, event = len(events) - 1, events[-1]
             y = rows[event.action.peer, "memory"] if event.arrives else rows[event.device, event.role]
-            ax.plot(x, y, "o", markersize=19, markerfacecolor="none", markeredgecolor=plot.BOUND, markeredgewidth=1.8)
+            ax.plot(x, y, "o", markersize=19, markerfacecolor="none", markeredgecolor=RED, markeredgewidth=1.8)
         kind = f"ends in a fault: {str(run.fault).partition(':')[0]}" if run.fault else "a right run"
-        ax.set_title(kind, fontsize=9, color=plot.BOUND if run.fault else plot.INK)
+        ax.set_title(kind, fontsize=9, color=RED if run.fault else INK)
         ax.set_yticks(range(len(rows)), [f"GPU {d}, {role}" for d, role in rows])
         ax.set(xlim=(-0.8, len(events) + 0.2), ylim=(len(rows) - 0.4, -0.75), xticks=[])
         ax.set_xlabel("events, in the order of this run")
@@ -157,7 +156,7 @@ def _about(action) -> str:
 
 
 def _without_flushes():
-    programs = [protocol.programs(PushedScatter(2, 2), d, 2) for d in range(2)]
+    programs = [programs_of(PushedScatter(2, 2), d, 2) for d in range(2)]
     return [{role: [a for a in acts if not isinstance(a, Flush)] for role, acts in p.items()} for p in programs]
 
 

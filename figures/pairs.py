@@ -1,8 +1,7 @@
 """Figures of chapter 19b: pairs."""
 
-from figures._chart import LOAD, MULTIPLY, bar, chart, lanes
-from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, SOFT, arrow, box, drawing, words
-from lab import plot
+from figures._chart import LOAD, MULTIPLY, bar, chart, lanes, numbered
+from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SOFT, arrow, box, drawing, words
 
 
 @drawing(7.8, 4.3)
@@ -10,8 +9,7 @@ def pairs_halves(ax):
     """A pair of blocks: each holds its rows of A and half of B's columns, and one thread multiplies for both."""
     for block, left in enumerate((0.25, 4.1)):
         box(ax, left, 0.3, 3.45, 3.45, colour=SOFT, fill=0.04)
-        note = f"block {block} of the pair, on an SM of its own"
-        words(ax, left + 0.05, 3.95, note, size=8.5, weight="bold", ha="left")
+        words(ax, left + 0.05, 3.95, f"block {block} of the pair, on an SM of its own", 8.5, weight="bold", ha="left")
         words(ax, left + 0.15, 3.57, "shared memory", 7.5, colour=SOFT, ha="left")
         box(ax, left + 0.2, 2.65, 1.4, 0.75, f"A: rows of block {block}\n128 x 64", colour=BLUE, size=7.5)
         half = (ORANGE, GREEN)[block]
@@ -38,7 +36,7 @@ def schedule(dynamic: bool, tiles: int = TILES, times=TIMES):
     """(tile, SM, start, end) of each tile. Blocks that are free at the same time take tiles in the order of SMs."""
     free, run = [0.0] * len(times), []
     for tile in range(tiles):
-        sm = min(range(len(times)), key=lambda sm: (free[sm], sm)) if dynamic else tile % len(times)
+        sm = free.index(min(free)) if dynamic else tile % len(times)
         run.append((tile, sm, free[sm], free[sm] + times[sm]))
         free[sm] += times[sm]
     return run
@@ -55,8 +53,8 @@ def pairs_launch(axes):
         run = schedule(dynamic)
         for tile, sm, start, end in run:
             bar(ax, sm, start, end, f"{tile}", LOAD if tile < SMS else MULTIPLY)
-        ax.axvline(max(end for *_, end in run), color=plot.BOUND, linewidth=1.2)
-        lanes(ax, [f"SM {sm}" for sm in range(SMS)], title)
+        ax.axvline(max(end for *_, end in run), color=RED, linewidth=1.2)
+        lanes(ax, numbered("SM", SMS), title)
     axes[-1].set(xlim=(0, 6.7), xlabel="time (schematic); pale: tiles of blocks that were really launched")
 
 
@@ -71,8 +69,8 @@ def pairs_scales(ax):
         words(ax, left + 0.8, 3.05, "32 values, e4m3", 7.5, colour=BLUE)
         box(ax, left + 0.5, 2.14, 0.6, 0.28, "scale", colour=ORANGE, fill=0.25, size=7.5)
         arrow(ax, (left + 0.8, 2.42), (left + 0.8, 2.62), ORANGE, width=1.0)
-    words(ax, 3.85, 1.93, "a scale is 8 bits, e8m0: a power of two and nothing else; a step of K has 128 values and "
-          "4 scales a row", size=7.8, colour=SOFT)  # fmt: skip
+    text = "a scale is 8 bits, e8m0: a power of two and nothing else; a step of K has 128 values and 4 scales a row"
+    words(ax, 3.85, 1.93, text, 7.8, colour=SOFT)
     for x, name in ((0.25, "global memory"), (2.25, "shared memory"), (4.2, "tensor memory"), (6.2, "tensor cores")):
         words(ax, x + 0.65, 1.55, name, 8, weight="bold")
     for x in (0.25, 2.25):

@@ -151,7 +151,7 @@ def persistent_order(axes):
             ax.plot(2 * columns[part] + 0.5, rows[part], "s", markersize=2.0, color=plot.COLOURS[wave])
             ax.plot(2 * columns[part] + 1.5, rows[part], "s", markersize=2.0, color=plot.COLOURS[wave])
         one = slice(0, waves * WAVE, WAVE)  # The tiles of block 0.
-        ax.plot(2 * columns[one] + 1, rows[one], "o-", color=plot.INK, linewidth=0.7, markersize=4, mfc=plot.CARD)
+        ax.plot(2 * columns[one] + 1, rows[one], "o-", color=INK, linewidth=0.7, markersize=4, mfc=plot.CARD)
         of_a, of_b = panels(GRID, minor_dim, tile_width)[1]
         ax.set_title(f"{name}\n({minor_dim}, {tile_width}): wave 1 reads\n{of_a} of A, {of_b} of B", fontsize=8.5)
         ax.set(xlim=(-1, 2 * GRID[1]), ylim=(GRID[0], -1), aspect="equal", yticks=(0, 32, 63))

@@ -188,7 +188,7 @@ def pipeline_order(axes):
         for wave in range(waves):
             part = slice(wave * WAVE, (wave + 1) * WAVE)
             ax.plot(columns[part], rows[part], "s", markersize=2.1, color=plot.COLOURS[wave])
-        ax.plot(columns[: waves * WAVE], rows[: waves * WAVE], color=plot.INK, linewidth=0.4)
+        ax.plot(columns[: waves * WAVE], rows[: waves * WAVE], color=INK, linewidth=0.4)
         of_a, of_b = panels(GRID, minor_dim, tile_width)[1]
         ax.set_title(f"{name}\n({minor_dim}, {tile_width}): {of_a} + {of_b} panels", fontsize=8.5)
         ax.set(xlim=(-1, GRID[1]), ylim=(GRID[0], -1), aspect="equal", xticks=(0, 32, 63), yticks=(0, 32, 63))

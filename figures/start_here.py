@@ -89,26 +89,26 @@ def three_ways(ax):
 def race(ax):
     """A read that does not wait for the copy into its place, and one that does."""
     words(ax, 0.25, 2.57, "hasty: nothing orders the read after the copy", 10, ha="left", weight="bold")
-    _lanes(ax, 1.6, copy=(2.1, 2.4))
+    _copies(ax, 1.6)
     box(ax, 2.3, 1.6, 1.3, 0.3, "reads x_smem", RED, fill=0.35, size=8)
     box(ax, 3.68, 1.6, 1.9, 0.3, "writes the result", GREEN, size=8)
     box(ax, 5.66, 1.6, 0.6, 0.3, "waits", SOFT, size=8)
     words(ax, 6.4, 1.75, "too late", 8, ha="left")
     words(ax, 0.25, 1.17, "patient: the barrier puts the read after the copy", 10, ha="left", weight="bold")
-    _lanes(ax, 0.2, copy=(2.1, 2.4))
+    _copies(ax, 0.2)
     box(ax, 2.3, 0.2, 2.2, 0.3, "waits", SOFT, size=8)
     box(ax, 4.58, 0.2, 1.3, 0.3, "reads x_smem", BLUE, fill=0.35, size=8)
     box(ax, 5.96, 0.2, 1.5, 0.3, "writes the result", GREEN, size=8)
     arrow(ax, (4.5, 0.6), (4.56, 0.5), INK)
-    words(ax, 4.68, 0.74, "arrived", 8, ha="left", colour=INK)
+    words(ax, 4.68, 0.74, "arrived", 8, ha="left")
 
 
-def _lanes(ax, y, copy):
+def _copies(ax, y):
     words(ax, 1.45, y + 0.55, "TMA (copies)", 8, ha="right")
     words(ax, 1.45, y + 0.15, "warpgroup", 8, ha="right")
     box(ax, 1.55, y, 0.67, 0.3, "starts it", INK, fill=0.08, size=8)
-    box(ax, copy[0], y + 0.4, copy[1], 0.3, "x_gmem to x_smem", ORANGE, fill=0.35, size=8)
-    arrow(ax, (1.95, y + 0.3), (copy[0], y + 0.5), INK)
+    box(ax, 2.1, y + 0.4, 2.4, 0.3, "x_gmem to x_smem", ORANGE, fill=0.35, size=8)
+    arrow(ax, (1.95, y + 0.3), (2.1, y + 0.5), INK)
 
 
 NUM_SMS, CLOCK_GHZ, L2_MB, HBM_GB = 132, 1.98, 50, 141  # NVIDIA H200 (SXM) datasheet.
@@ -137,9 +137,8 @@ def _chip(ax):
 
 def _sm(ax):
     smem_tbps = NUM_SMS * 128 * CLOCK_GHZ / 1e3  # 32 banks of 4 bytes a clock.
-    register_tbps = (
-        roofline.PEAKS["h200"]["f32"].value / 2 * 12 / 1e12
-    )  # Each multiply-add reads three 4-byte registers.
+    bytes_of_add = 12  # Each multiply-add reads three 4-byte registers.
+    register_tbps = roofline.PEAKS["h200"]["f32"].value / 2 * bytes_of_add / 1e12
     box(ax, 3.55, 0.25, 4.0, 4.07, colour=BLUE, fill=0.05)
     words(ax, 3.7, 4.5, "One SM (streaming multiprocessor)", 10.5, ha="left", weight="bold")
     for i in range(4):
