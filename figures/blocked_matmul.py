@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from matplotlib.colors import ListedColormap
 
-from figures._chart import chart, tile
+from figures._chart import bare, chart, tile
 from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, SOFT, arrow, box, drawing, places, words
 from lab import plot
 
@@ -208,5 +208,4 @@ def _draw(ax, rows, cols, width):
     ax.set_title("row after row" if width == 1 else f"in a snake, {width} tiles wide")
     ax.set_xlabel(f"first wave: {first_rows.size} tile rows of a, {first_cols.size} tile columns of b")
     ax.set(xticks=[], yticks=[])
-    ax.grid(False)
-    ax.spines[:].set_visible(False)
+    bare(ax)

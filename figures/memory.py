@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from figures._chart import bar, chart, label, numbered, tile
+from figures._chart import bar, bare, chart, label, numbered, tile
 from figures._draw import BLUE, GREEN, INK, ORANGE, RED, SKY, SOFT, arrow, box, drawing, places, words
 from lab import plot
 
@@ -77,10 +77,6 @@ def memory_handshake(ax):
     words(ax, 5.6, 1.65, "wait_read_only=True\nwould continue here", 7.5, ha="left", colour=SOFT)
     arrow(ax, (1.1, 0.42), (7.7, 0.42), INK, width=1.0)
     words(ax, 7.7, 0.22, "time", 8, ha="right")
-
-
-def _waits(ax, x, width, y, text):
-    _bar(ax, x, width, y, SOFT, text, 0.08)
 
 
 def _bar(ax, x, width, y, colour, text="", fill=0.35):
@@ -209,9 +205,8 @@ def _threads(ax, owner):
 
 
 def _bare(ax):
-    ax.grid(visible=False)
-    ax.tick_params(length=0, labelsize=7.5)
-    ax.spines[:].set_visible(False)
+    bare(ax)
+    ax.tick_params(labelsize=7.5)
 
 
 PLACES = {

@@ -122,6 +122,22 @@ def _draw_link(ax, problem, d, **how):
     ax.grid(visible=False)
 
 
+def _draw_busy(ax, problem, d, placed, end, gathers_first):
+    """How many SMs multiply, in the colours of the shards."""
+    times = np.linspace(0, 1.06 * end, 900)
+    bottom = np.zeros_like(times)
+    for step in range(problem.n):
+        mine = np.array([(start, end) for s, _, start, end in placed if s == step])
+        top = bottom + (mine[:, :1] <= times).sum(0) - (mine[:, 1:] <= times).sum(0)
+        owner = (step if gathers_first else d + step) % problem.n  # A gathered array has one order.
+        ax.fill_between(times, bottom, top, step="mid", alpha=0.75, linewidth=0, color=plot.COLOURS[owner])
+        bottom = top
+    ax.axhline(NUM_SMS, color=INK, linewidth=0.6, linestyle=":")
+    ax.set(ylim=(0, 1.12 * NUM_SMS), xlim=(0, 1.06 * end), yticks=(0, NUM_SMS))
+    ax.set_ylabel("SMs", fontsize=7.5)
+    ax.grid(visible=False)
+
+
 DEVICES = 4
 ORDERS = {
     "everybody begins with GPU 0": lambda d, n: [p for p in range(n) if p != d],
@@ -151,10 +167,6 @@ def peers_schedule(order, n: int = DEVICES) -> list[tuple[int, int, float, float
     return found
 
 
-def overlap_peers_placeholder():
-    pass
-
-
 @chart(7.8, 2.9, ncols=2, sharey=True)
 def overlap_peers(axes):
     """The order of peers on four GPUs: who sends to whom in each turn, and what each GPU's link takes in meanwhile."""
@@ -172,19 +184,3 @@ def overlap_peers(axes):
         tracks(ax, [f"GPU {d} receives" for d in range(DEVICES)], f"{title}: {over:.1f}", 8.5)
         ax.set(xlim=(0, 6.4), ylim=(DEVICES - 0.5, -0.5))
         ax.set_xlabel("time, in shards of one link", fontsize=8)
-
-
-def _draw_busy(ax, problem, d, placed, end, gathers_first):
-    """How many SMs multiply, in the colours of the shards."""
-    times = np.linspace(0, 1.06 * end, 900)
-    bottom = np.zeros_like(times)
-    for step in range(problem.n):
-        mine = np.array([(start, end) for s, _, start, end in placed if s == step])
-        top = bottom + (mine[:, :1] <= times).sum(0) - (mine[:, 1:] <= times).sum(0)
-        owner = (step if gathers_first else d + step) % problem.n  # A gathered array has one order.
-        ax.fill_between(times, bottom, top, step="mid", alpha=0.75, linewidth=0, color=plot.COLOURS[owner])
-        bottom = top
-    ax.axhline(NUM_SMS, color=INK, linewidth=0.6, linestyle=":")
-    ax.set(ylim=(0, 1.12 * NUM_SMS), xlim=(0, 1.06 * end), yticks=(0, NUM_SMS))
-    ax.set_ylabel("SMs", fontsize=7.5)
-    ax.grid(visible=False)

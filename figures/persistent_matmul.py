@@ -136,7 +136,6 @@ def persistent_store(ax):
 
 
 GRID, WAVE = (64, 32), 132  # 8192 x 8192 in tiles of 128 x 256; one block on each SM of an H100 or H200.
-TILE = (128, 256)
 ORDERS = ((1, 32, "row by row"), (0, 8, "snake, 8 rows"), (0, 16, "snake, 16 rows"))
 
 
@@ -188,9 +187,6 @@ def persistent_cluster(ax):
         arrow(ax, (start, 0.7), (end, 0.7), PINK, connectionstyle=f"arc3,rad={bend}")
     text = "freed: the compute warpgroups of both blocks arrive at the barrier of both: 4 arrivals"
     words(ax, 3.9, -0.02, text, 8, colour=PINK)
-
-
-SPLIT_STEPS = 16  # Of K.
 
 
 CASES = (

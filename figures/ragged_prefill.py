@@ -58,7 +58,7 @@ def ragged_masks(axes):
         ax.set(xlim=(-0.1, 6.6), ylim=(6.1, -0.1), aspect="equal", xlabel="keys")
         ax.set_xticks([j + 0.5 for j in range(num_kv)], range(num_kv), fontsize=7)
         ax.set_yticks([i + 0.5 for i in range(num_q)], range(num_q), fontsize=7)
-        bare(ax, "left", "bottom")
+        bare(ax)
         ax.set_title(title, fontsize=8, fontweight="normal")
     axes[0].set_ylabel("queries")
 

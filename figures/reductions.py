@@ -1,6 +1,6 @@
 """Figures of chapter 3: reductions."""
 
-from figures._chart import chart, label
+from figures._chart import bare, chart, label
 from figures._draw import BLUE, INK, ORANGE, RED, places
 from lab import plot
 
@@ -217,5 +217,4 @@ def _strips(ax, splits, title, name, height=0.9):
         slab(ax, column, top + split, 0.92, height, name(split, column), colour)
     ax.set(xlim=(-0.6, COLUMNS), ylim=(SPLITS, -0.1), xticks=[], yticks=[])
     ax.set_title(title, fontsize=9.5)
-    ax.grid(visible=False)
-    ax.spines[:].set_visible(False)
+    bare(ax)
