@@ -106,7 +106,7 @@ def check_num_stages(answer) -> str:
         (dict(least=2), "One load may be enough."),
     )
     said = "Bytes in flight of one SM, over bytes of one tile, and the lag."
-    require_answers(answer, RINGS, _num_stages, likely, said, _ring)
+    require_answers(answer, RINGS, _num_stages, likely, said, draw=_ring)
     return "As many loads in flight as the round asks for, and the slots that the lag keeps."
 
 

@@ -1,23 +1,21 @@
 """Chapter 7's exercises: the barriers of a ring, a kernel to mend, a plan of registers, and three traces."""
 
 import contextlib
-import dataclasses
 import functools
 import io
 import logging
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from exercises import judge
-from exercises.judge import NotYet, checker
+from exercises.judge import NotYet, checker, normal, require_answers, require_close, run_kernel, wide
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import cookbook
 import lab
-from figures.warp_specialization import roles_schedule
+from figures import warp_specialization
 
 # Exercise 3: (registers of the memory warpgroup, of each compute warpgroup, compute warpgroups).
 PLANS = (
@@ -42,14 +40,16 @@ _SIDE = 64  # Rows and columns of the square tiles.
 @checker
 def check_registers(answer) -> str:
     """Exercise 3: `answer(memory, compute, num_compute_wgs)` tells whether the plan may run."""
-    given = {plan: answer(*plan) for plan in PLANS}
-    for plan, got in given.items():
-        if got is None:
-            raise NotYet("may_run returns None: write its body.")
-        if not isinstance(got, bool | np.bool_):
-            raise NotYet(f"may_run{plan} is {got!r}; it must be True or False.")
-        if bool(got) != (want := may_run(*plan)):
-            raise NotYet(f"may_run{plan} is {got}, and {want} is right: {_hint(given)}")
+    likely = (
+        (dict(pool=False), "The pool is what the block was started with, rounded down to a multiple of 8."),
+        (dict(eights=False), "Counts go by eights."),
+        (dict(least=False), "A count is at least 24 and at most 255."),
+        (dict(direction=False), "The memory warpgroup decreases its count, the others increase theirs."),
+        (lambda memory, compute, wgs: memory + compute <= 2 * launch_registers(wgs), "Each of the compute warpgroups "
+         "takes its count."),
+    )  # fmt: skip
+    said = "First the count that each thread starts with; then four rules."
+    require_answers(answer, PLANS, may_run, likely, said)
     return "Nobody waits for registers that nobody gives."
 
 
@@ -70,25 +70,6 @@ def may_run(memory, compute, num_compute_wgs, *, pool=True, eights=True, least=T
     )
 
 
-def _hint(given: dict) -> str:
-    """Names the likely mistake that explains all answers."""
-    likely = (
-        (
-            dict(pool=False),
-            "the pool is what the block was started with, and that was rounded down to a multiple of 8.",
-        ),
-        (dict(eights=False), "counts go by eights."),
-        (dict(least=False), "a count is at least 24 and at most 255."),
-        (dict(direction=False), "the memory warpgroup decreases its count, the others increase theirs."),
-    )
-    for wrong, text in likely:
-        if all(may_run(*plan, **wrong) == bool(got) for plan, got in given.items()):
-            return text
-    if all((plan[0] + plan[1] <= 2 * launch_registers(plan[2])) == bool(got) for plan, got in given.items()):
-        return "each of the compute warpgroups takes its count."
-    return "first the count that each thread starts with; then four rules."
-
-
 def suspect(trace: int) -> dict:
     """The knobs of the kernel of a trace of exercise 4."""
     return FAULTS[_TRACES[trace]]
@@ -96,7 +77,7 @@ def suspect(trace: int) -> dict:
 
 def model(steps: int = 8, **knobs) -> list:
     """When the copies and products of each step begin and end, in units of one product."""
-    return roles_schedule.schedule(steps, **knobs, load=2.2, issue=0.1)
+    return warp_specialization.schedule(steps, **knobs, load=2.2, issue=0.1)
 
 
 def facts(steps: int = 8) -> None:
@@ -137,98 +118,95 @@ def check_detective(answer) -> str:
 
 
 class Ring:
-    """Stand-in for the ring of exercise 1: it writes down the calls of the lines under test."""
+    """The ring of exercise 1 in a kernel, as a role sees it."""
 
-    def __init__(self, steps: int, stages: int):
+    def __init__(self, role: str, steps: int, stages: int, barriers: dict, load, multiply):
         self.steps, self.stages = steps, stages
-        self.lines: list[tuple[str, object, int]] = []
+        self._role, self._barriers, self._act = role, barriers, dict(load=load, multiply=multiply)
+        self._done = []
 
     def load(self, step):
         """Starts the two copies of `step` into its slot; they arrive at "filled"."""
-        self.lines.append(("load", int(step), int(step) % self.stages))
+        self._do("load", "memory", step)
 
     def multiply(self, step):
         """Adds the product of `step` to the accumulator, and waits until it has ended."""
-        self.lines.append(("multiply", int(step), int(step) % self.stages))
+        self._do("multiply", "compute", step)
 
     def barrier_wait(self, name, slot):
-        self.lines.append(("wait", self._named(name, slot), int(slot)))
+        plgpu.barrier_wait(self._named(name, slot))
 
     def barrier_arrive(self, name, slot):
-        self.lines.append(("arrive", self._named(name, slot), int(slot)))
+        if name == "filled":
+            raise NotYet("nobody has to arrive at filled: the two copies do, when they are complete.")
+        plgpu.barrier_arrive(self._named(name, slot))
+
+    def play(self, fn, kind: str):
+        """Calls `fn` for each step. Raises NotYet unless it calls `kind` once a step."""
+        for step in range(self.steps):
+            fn(self, step)
+        if self._done != list(range(self.steps)):
+            raise NotYet(f"{self._role} must call ring.{kind}(step) once in each step.")
+
+    def _do(self, kind: str, role: str, step):
+        if self._role != role:
+            raise NotYet(f"ring.{kind} is not for {self._role}.")
+        self._done.append(step)
+        self._act[kind](step, step % self.stages)
 
     def _named(self, name, slot):
-        if name not in ("filled", "freed"):
+        if name not in self._barriers:
             raise NotYet(f'there is no barrier {name!r}; there are "filled" and "freed".')
-        if not 0 <= int(slot) < self.stages:
+        if not 0 <= slot < self.stages:
             raise NotYet(f"{name} has no slot {slot}: slots are 0 to {self.stages - 1}. Take step % ring.stages.")
-        return name
+        return self._barriers[name].at[slot]
 
 
 @checker
 def check_ring(answer) -> str:
     """Exercise 1: `answer` is (memory, compute), each called with a Ring and a step."""
-    memory, compute = answer
-    programs = {}
+    said = (
+        "a warpgroup that waits at a barrier must wait for each completion. Give a slot back only if it will be loaded "
+        "again, or wait for the rest at the end"
+    )
     for steps, stages in RINGS:
-        programs[steps, stages] = program = _program(memory, steps, stages), _program(compute, steps, stages)
-        _require_sound(*program, steps, stages)
-    for (steps, stages), program in programs.items():
-        if (steps, stages) != RINGS[0]:
-            continue  # One of them runs: the others differ by numbers only.
-        a, b = (
-            judge.normal(1, (_SIDE, steps * _SIDE), jnp.bfloat16),
-            judge.normal(2, (steps * _SIDE, _SIDE), jnp.bfloat16),
-        )
-        out = judge.run_kernel(functools.partial(ring_kernel, program=program, steps=steps, stages=stages), a, b)
-        judge.require_close(out, np.asarray(a, np.float64) @ np.asarray(b, np.float64), 1e-2, "the product")
+        a, b = normal(1, (_SIDE, steps * _SIDE), jnp.bfloat16), normal(2, (steps * _SIDE, _SIDE), jnp.bfloat16)
+        kernel = functools.partial(ring_kernel, roles=answer, steps=steps, stages=stages)
+        what = f"with {steps} steps and {stages} slot{'s' * (stages > 1)}"
+        try:
+            out = run_kernel(kernel, a, b, in_flight=stages, undrained=said)
+        except NotYet as problem:
+            raise NotYet(f"{what}: {problem}") from None
+        require_close(out, wide(a) @ wide(b), 1e-2, f"{what}, the product")
     return "Every slot is read after it is filled, and filled again after it is read; nobody waits for ever."
 
 
-@checker
-def check_mended(answer) -> str:
-    """Exercise 2: `answer(a, b)` is a @ b, by a memory warpgroup and two that multiply."""
-    for m, k, n in ((128, 384, 128), (128, 320, 256)):
-        a, b = judge.normal(3, (m, k), jnp.bfloat16), judge.normal(4, (k, n), jnp.bfloat16)
-        out = judge.run_kernel(answer, a, b, in_flight=2)
-        judge.require_close(out, np.asarray(a, np.float64) @ np.asarray(b, np.float64), 0.02, f"{m} x {k} x {n}")
-    large = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
-    return "Two readers, one writer, and each waits for its turn." + judge.speed(answer, cookbook.matmul, large, large)
-
-
-def ring_kernel(a, b, *, program, steps: int, stages: int):
-    """A product of one tile, by a memory and a compute warpgroup that do what `program` says."""
+def ring_kernel(a, b, *, roles, steps: int, stages: int):
+    """A product of one tile, by a memory and a compute warpgroup that do what `roles` says."""
 
     def body(a_gmem, b_gmem, o_gmem, a_smem, b_smem, o_smem, filled, freed):
         barriers = dict(filled=filled, freed=freed)
 
-        def act(line, acc=None):
-            kind, what, slot = line
-            if kind == "wait":
-                plgpu.barrier_wait(barriers[what].at[slot])
-            elif kind == "arrive":
-                plgpu.barrier_arrive(barriers[what].at[slot])
-            elif kind == "load":
-                ks = pl.ds(what * _SIDE, _SIDE)
-                plgpu.copy_gmem_to_smem(a_gmem.at[:, ks], a_smem.at[slot], filled.at[slot])
-                plgpu.copy_gmem_to_smem(b_gmem.at[ks], b_smem.at[slot], filled.at[slot])
-            else:
-                plgpu.wgmma(acc, a_smem.at[slot], b_smem.at[slot])
-                plgpu.wgmma_wait(0)
+        def load(step, slot):
+            ks = pl.ds(step * _SIDE, _SIDE)
+            plgpu.copy_gmem_to_smem(a_gmem.at[:, ks], a_smem.at[slot], filled.at[slot])
+            plgpu.copy_gmem_to_smem(b_gmem.at[ks], b_smem.at[slot], filled.at[slot])
 
         @pl.when(lax.axis_index("wg") == 1)
         def _():
-            for line in program[0]:
-                act(line)
+            Ring("memory", steps, stages, barriers, load, None).play(roles[0], "load")
 
         @pl.when(lax.axis_index("wg") == 0)
         def _():
-            def multiply(acc):
-                for line in program[1]:
-                    act(line, acc)
+            def sums(acc):
+                def multiply(step, slot):
+                    plgpu.wgmma(acc, a_smem.at[slot], b_smem.at[slot])
+                    plgpu.wgmma_wait(0)
+
+                Ring("compute", steps, stages, barriers, None, multiply).play(roles[1], "multiply")
                 return acc[...]
 
-            o_smem[...] = pl.run_scoped(multiply, plgpu.ACC((_SIDE, _SIDE), jnp.float32))
+            o_smem[...] = pl.run_scoped(sums, plgpu.ACC((_SIDE, _SIDE), jnp.float32))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(o_smem, o_gmem)
             plgpu.wait_smem_to_gmem(0)
@@ -248,6 +226,16 @@ def ring_kernel(a, b, *, program, steps: int, stages: int):
     )(a, b)
 
 
+@checker
+def check_mended(answer) -> str:
+    """Exercise 2: `answer(a, b)` is a @ b, by a memory warpgroup and two that multiply."""
+    for m, k, n in ((128, 384, 128), (128, 320, 256)):
+        a, b = normal(3, (m, k), jnp.bfloat16), normal(4, (k, n), jnp.bfloat16)
+        require_close(run_kernel(answer, a, b, in_flight=2), wide(a) @ wide(b), 0.02, f"{m} x {k} x {n}")
+    large = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    return "Two readers, one writer, and each waits for its turn." + judge.speed(answer, cookbook.matmul, large, large)
+
+
 def report(kernel, *args) -> str:
     """Verdict of the interpreter, with race detection, on a kernel that may be wrong but always ends."""
     logging.disable(logging.ERROR)  # JAX logs a failing kernel's traceback; one sentence is enough here.
@@ -261,118 +249,3 @@ def report(kernel, *args) -> str:
     finally:
         logging.disable(logging.NOTSET)
     return f"race: {seen.races[0]}" if seen and seen.races else said
-
-
-def _program(role, steps: int, stages: int) -> list:
-    """Calls that `role` makes in all steps."""
-    ring = Ring(steps, stages)
-    for step in range(steps):
-        role(ring, step)
-    return ring.lines
-
-
-@dataclasses.dataclass
-class _Run:
-    """A run of both programs as far as they come: how often each barrier was completed, and by which line."""
-
-    at: list[int]  # The next line of memory and of compute.
-    filled: list[int]
-    freed: list[int]
-    freed_by: dict  # (slot, completion) -> the line of compute that made it.
-
-
-def _run(memory, compute, stages: int, *, compute_stops: bool = False) -> _Run:
-    """Both go on until they have ended or wait. Waits only ask for counts that grow: the order does not matter."""
-    run = _Run([0, 0], [0] * stages, [0] * stages, {})
-    waits = ({}, {})  # For each role: (barrier, slot) -> how often it has waited there.
-    arrivals = [0] * stages
-    moved = True
-    while moved:
-        moved = False
-        for role, program in ((0, memory), (1, () if compute_stops else compute)):
-            while run.at[role] < len(program):
-                kind, what, slot = program[run.at[role]]
-                if kind == "wait":
-                    count = waits[role].get((what, slot), 0)
-                    if getattr(run, what)[slot] <= count:
-                        break
-                    waits[role][what, slot] = count + 1
-                elif kind == "arrive" and what == "freed":
-                    run.freed_by[slot, run.freed[slot]] = role, run.at[role]
-                    run.freed[slot] += 1
-                elif kind == "arrive":
-                    arrivals[slot] += 1
-                elif kind == "load":
-                    arrivals[slot] += 2
-                run.filled[slot] = arrivals[slot] // 2
-                run.at[role] += 1
-                moved = True
-    return run
-
-
-def _require_sound(memory, compute, steps: int, stages: int) -> None:
-    """Raises NotYet unless both programs do every step once, in order, safely, and come to their end."""
-    where = f"with {steps} steps and {stages} slot{'s' * (stages > 1)}"
-    for program, kind, name in ((memory, "load", "memory"), (compute, "multiply", "compute")):
-        if [what for k, what, _ in program if k == kind] != list(range(steps)):
-            raise NotYet(f"{name} must call ring.{kind}(step) once in each step, and the other role must not.")
-        other = {"load": "multiply", "multiply": "load"}[kind]
-        if any(k == other for k, _, _ in program):
-            raise NotYet(f"ring.{other} is not for {name}.")
-        if any(k == "arrive" and what == "filled" for k, what, _ in program):
-            raise NotYet("nobody has to arrive at filled: the two copies do, when they are complete.")
-    if not any(line[0] != "load" for line in memory) and not any(line[0] != "multiply" for line in compute):
-        raise NotYet("there is no barrier line yet: memory and compute do not know of each other.")
-    if any(k == "arrive" for k, _, _ in memory):
-        raise NotYet("memory arrives at freed, but it is not the one that reads the slots.")
-
-    run = _run(memory, compute, stages)
-    for role, program, name in ((0, memory, "memory"), (1, compute, "compute")):
-        if run.at[role] < len(program):
-            _, barrier, slot = program[run.at[role]]
-            step = sum(line[0] in ("load", "multiply") for line in program[: run.at[role]])
-            raise NotYet(
-                f"{where}, {name} waits for ever at {barrier}[{slot}], after {step} of its steps: a deadlock. "
-                "The kernel was not run."
-            )
-
-    waited: dict = {}
-    for kind, what, slot in compute:
-        if kind == "wait":
-            waited[what, slot] = waited.get((what, slot), 0) + 1
-        elif kind == "multiply" and waited.get(("filled", slot), 0) != what // stages + 1:
-            raise NotYet(
-                f"{where}, compute multiplies step {what} when it has waited {waited.get(('filled', slot), 0)} times "
-                f"at filled[{slot}]; it is the filling number {what // stages + 1} of that slot that it needs."
-            )
-    read_at = {what: i for i, (kind, what, _) in enumerate(compute) if kind == "multiply"}
-    waited = {}
-    for kind, what, slot in memory:
-        if kind == "wait":
-            waited[what, slot] = waited.get((what, slot), 0) + 1
-        elif kind == "load" and what >= stages:
-            count = waited.get(("freed", slot), 0)
-            if not count or run.freed_by[slot, count - 1][1] < read_at[what - stages]:
-                raise NotYet(
-                    f"{where}, memory loads step {what} into slot {slot} while compute may still read step "
-                    f"{what - stages} there: a race."
-                )
-    for name, program in (("freed", memory), ("filled", compute)):
-        for slot in range(stages):
-            waits = sum(line == ("wait", name, slot) for line in program)
-            if waits != getattr(run, name)[slot]:
-                raise NotYet(
-                    f"{where}, {name}[{slot}] is completed {getattr(run, name)[slot]} times and waited for {waits} "
-                    "times. A warpgroup that waits at a barrier must wait for each completion: give a slot back only "
-                    "if it will be loaded again, or wait for the rest at the end."
-                )
-
-    ahead = _run(memory, compute, stages, compute_stops=True)
-    started = sum(line[0] == "load" for line in memory[: ahead.at[0]])
-    waits_for_copy = next((i for i, line in enumerate(memory) if line[:2] == ("wait", "filled")), len(memory))
-    started = min(started, sum(line[0] == "load" for line in memory[:waits_for_copy]))
-    if started < min(stages, steps):
-        raise NotYet(
-            f"{where}, it is right, but memory starts only {started} of {min(stages, steps)} copies before it waits: "
-            "the ring is not used. A slot that is empty needs no waiting."
-        )

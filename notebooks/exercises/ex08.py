@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel, speed
+from exercises.judge import NotYet, checker, normal, require_answers, require_close, run_kernel, speed, wide
 
 import cookbook
 
@@ -28,14 +28,17 @@ SHARE_CASES = [
 @checker
 def check_busy_share(answer) -> str:
     """Exercise 2: `answer(m, n, tile, num_sms, cluster)` is the share of the SMs' time in which they compute tiles."""
-    given = {case: answer(*case) for case in (*SHARE_CASES, *drawn(_share_case))}
-    for case, got in given.items():
-        if got is None:
-            raise NotYet("busy_share returns None: write its body.")
-        if not isinstance(got, int | float | np.number) or isinstance(got, bool):
-            raise NotYet(f"busy_share{case} is {got!r}; a share is a number.")
-        if not math.isclose(got, want := _share(*case), rel_tol=1e-6):
-            raise NotYet(f"busy_share{case} is {float(got):.4g}, and {want:.4g} is right. {_share_hint(given)}")
+    likely = (
+        (lambda *case: 100 * _share(*case), "A share is at most 1: no percentages."),
+        (lambda *case: 1 - _share(*case), "That is the share in which they idle."),
+        (lambda *case: _share(*case[:4], 1), "The clusters are missing: a wave has num_sms // cluster of them."),
+        (dict(tiles_up=False), "A part of a tile at the edge is a tile."),
+        (dict(clusters_up=False), "Each column of tiles begins with a cluster of its own."),
+        (dict(rest_idles=False), "SMs that no cluster fits on idle, and count."),
+        (dict(waves_up=False), "The last wave takes as long as the others."),
+    )
+    said = "Count the tiles, then the waves, then divide."
+    require_answers(answer, SHARE_CASES, _share, likely, said, draw=_share_case)
     return "You can tell from the shape alone what the last wave will cost."
 
 
@@ -48,8 +51,7 @@ def check_persistent(answer) -> str:
         if (grid := _grid(fn, a, b)) != blocks:
             raise NotYet(f"for blocks={blocks} the kernel launches {grid} blocks: it must be a grid of {blocks}")
         out = run_kernel(fn, a, b, in_flight=2)
-        exact = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
-        require_close(out, exact, 0.02, f"{shape} on {blocks} blocks")
+        require_close(out, wide(a) @ wide(b), 0.02, f"{shape} on {blocks} blocks")
     large = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
     ours = functools.partial(answer, blocks=132)
     return "Each block takes every tile that is its own." + speed(ours, cookbook.matmul, large, large)
@@ -58,12 +60,25 @@ def check_persistent(answer) -> str:
 @checker
 def check_multicast(answer) -> str:
     """Exercise 3: `answer(cluster, row, col, block)` lists the copies of one step: (operand, panel, shared)."""
-    for cluster in ((2, 1), (1, 2)):
-        for row, col in ((0, 0), (3, 5), *drawn(lambda rng: rng.integers(0, 50, 2).tolist())):
-            places = [
-                (row * cluster[0] + i, col * cluster[1] + j) for i in range(cluster[0]) for j in range(cluster[1])
-            ]
-            _require_multicast(cluster, places, [_copies(answer(cluster, row, col, block)) for block in (0, 1)])
+
+    def copies(cluster, row, col, block):
+        along = cluster == (2, 1)  # Two rows of tiles and one column: B's panel is the same.
+        return [("a", 2 * row + block if along else row, not along), ("b", col if along else 2 * col + block, along)]
+
+    @functools.wraps(answer)
+    def in_order(*case):
+        given = answer(*case)
+        return sorted(given) if isinstance(given, list) and all(isinstance(copy, tuple) for copy in given) else given
+
+    every = lambda row, col: [(cluster, row, col, block) for cluster in ((2, 1), (1, 2)) for block in (0, 1)]
+    draw = lambda rng: every(*rng.integers(0, 50, 2).tolist())[rng.integers(4)]
+    alone = lambda *case: [(operand, panel, False) for operand, panel, _ in copies(*case)]
+    likely = [(alone, "Nothing is shared: L2 hands out as much as without a cluster.")]
+    said = (
+        'A step has a copy of "a" and one of "b". Each block needs the panels of its own tile; the copy that both call '
+        "is of the panel that they share, and of no other: else a block gets half of a neighbour's, or waits for ever."
+    )
+    require_answers(in_order, every(0, 0) + every(3, 5), copies, likely, said, draw=draw)
     return "Both blocks name the same panel in the copy that they share, and only in that."
 
 
@@ -73,16 +88,16 @@ def check_split(answer) -> str:
     for (m, k, n), split in (((64, 576, 256), 3), ((64, 384, 128), 2)):  # Three steps: the ring of two goes round.
         a, b = normal(3, (m, k), jnp.bfloat16), normal(4, (k, n), jnp.bfloat16)
         out = run_kernel(functools.partial(answer, split=split), a, b, in_flight=2)
-        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        a, b = wide(a, b)
         exact = np.einsum("mtsk,tskn->smn", a.reshape(m, -1, split, 64), b.reshape(-1, split, 64, n))
-        contiguous = np.einsum("msk,skn->smn", a.reshape(m, split, -1), b.reshape(split, -1, n))
-        if out.shape == exact.shape and np.allclose(out, contiguous[:1], atol=0.1):
-            raise NotYet("every part is the sum over the first steps of K: the slices of K must move with the part")
-        if out.shape == exact.shape and np.allclose(out, contiguous, atol=0.1):
-            raise NotYet("these parts are contiguous: part p takes every split-th step, from p on")
-        if out.shape == exact.shape and np.allclose(out[0], a @ b, atol=0.1):
-            raise NotYet("part 0 is the sum over all of K: each part has its own share of the steps")
-        require_close(out, exact, 1e-3, f"({m}, {k}, {n}) in {split} parts")
+        parts = np.einsum("msk,skn->smn", a.reshape(m, split, -1), b.reshape(split, -1, n))
+        first = np.repeat(parts[:1], split, axis=0)
+        likely = (
+            (first, "every part is the sum over the first steps of K: the slices of K must move with the part"),
+            (parts, "these parts are contiguous: part p takes every split-th step, from p on"),
+            (np.repeat((a @ b)[None], split, axis=0), "this is the sum over all of K: each part has its own steps"),
+        )
+        require_close(out, exact, 1e-3, f"({m}, {k}, {n}) in {split} parts", likely)
     return "More blocks than tiles, and an order of the sum that is yours to fix."
 
 
@@ -95,34 +110,6 @@ def _grid(fn, *args) -> int | None:
                 return math.prod(meshes[0].grid)
             pending += [j for v in equation.params.values() if hasattr(j := getattr(v, "jaxpr", v), "eqns")]
     return None
-
-
-def _copies(given) -> dict:
-    """Operand -> (panel, shared)."""
-    if not isinstance(given, list | tuple) or any(not isinstance(c, list | tuple) or len(c) != 3 for c in given):
-        raise NotYet(f"copies returns {given!r}; it must be a list of (operand, panel, shared)")
-    if sorted(operand for operand, _, _ in given) != ["a", "b"]:
-        raise NotYet("a step has two copies, one of each operand")
-    return {operand: (int(panel), bool(shared)) for operand, panel, shared in given}
-
-
-def _require_multicast(cluster, places, by_block) -> None:
-    """Raises NotYet unless both blocks receive their own tiles, and share one copy."""
-    for i, operand in enumerate("ab"):
-        kinds = [copies[operand][1] for copies in by_block]
-        if kinds[0] != kinds[1]:
-            raise NotYet(f"cluster {cluster}: only one block calls the collective copy of {operand}: a deadlock")
-        for block in (0, 1):
-            senders = (0, 1) if kinds[0] else (block, block)  # One sends the panel's first half, one its second.
-            received = tuple(by_block[sender][operand][0] for sender in senders)
-            if received != (places[block][i],) * 2:
-                got = "half of panel {} and half of panel {}".format(*received) if kinds[0] else f"panel {received[0]}"
-                raise NotYet(
-                    f"cluster {cluster}: block {block} computes tile {places[block]}, and receives {got} of "
-                    f"{operand.upper()}; it needs panel {places[block][i]}"
-                )
-    if not any(shared for _, shared in by_block[0].values()):
-        raise NotYet(f"cluster {cluster}: nothing is shared: L2 hands out as much as without a cluster")
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -141,21 +128,3 @@ def _share(m, n, tile, num_sms, cluster, *, tiles_up=True, waves_up=True, cluste
     at_once = num_sms // cluster
     waves = math.ceil(clusters / at_once) if waves_up else clusters / at_once
     return rows * columns / (waves * (num_sms if rest_idles else at_once * cluster))
-
-
-def _share_hint(given: dict) -> str:
-    likely = (
-        (lambda *case: 100 * _share(*case), "A share is at most 1: no percentages."),
-        (lambda *case: 1 - _share(*case), "That is the share in which they idle."),
-        (lambda *case: _share(*case[:4], 1), "The clusters are missing: a wave has num_sms // cluster of them."),
-        (lambda *case: _share(*case, tiles_up=False), "A part of a tile at the edge is a tile."),
-        (lambda *case: _share(*case, clusters_up=False), "Each column of tiles begins with a cluster of its own."),
-        (lambda *case: _share(*case, rest_idles=False), "SMs that no cluster fits on idle, and count."),
-        (lambda *case: _share(*case, waves_up=False), "The last wave takes as long as the others."),
-    )
-    texts = (
-        text
-        for wrong, text in likely
-        if all(math.isclose(wrong(*case), got, rel_tol=1e-6) for case, got in given.items() if got is not None)
-    )
-    return next(texts, "Count the tiles, then the waves, then divide.")

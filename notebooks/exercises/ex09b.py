@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from exercises import judge
-from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel
+from exercises.judge import NotYet, checker, normal, require_answers, require_close, run_kernel, wide
 
 CASES = (  # K, N, peak in FLOP/s, bandwidth in byte/s.
     (8192, 8192, 989e12, 4.8e12),
@@ -21,15 +21,17 @@ A_TILE = 64  # Rows of WGMMA's first operand.
 @checker
 def check_crossover(answer) -> str:
     """`answer(k, n, peak, bandwidth)` is the largest M whose product with int8 weights is memory-bound."""
-    given = {case: answer(*case) for case in (*CASES, *drawn(_case))}
-    for case, got in given.items():
-        if got is None:
-            raise NotYet("largest_m returns None: write its body.")
-        if isinstance(got, bool) or not isinstance(got, int | float | np.integer | np.floating):
-            raise NotYet(f"largest_m{case} is {got!r}; it must be a number.")
-        want = _largest_m(*case)
-        if got != want:
-            raise NotYet(f"largest_m{case} is {got}, and {want} is right. {_hint(given)}")
+    likely = (
+        (dict(weight_bytes=2), "A weight is one byte."),
+        (dict(row_bytes=0), "The rows of a and of the result cross memory too, 2 bytes a value."),
+        (dict(row_bytes=1), "A value of a and of the result is 2 bytes."),
+        (dict(flops=1), "A multiplication and an addition for each weight and row: 2 operations."),
+    )
+    said = (
+        "Set the time of the operations equal to the time of all bytes, solve for M, and round down to a whole number "
+        "of rows; where no M is bound by compute, it is math.inf."
+    )
+    require_answers(answer, CASES, _largest_m, likely, said, draw=_case)
     return "Up to there, memory is the bound."
 
 
@@ -42,10 +44,10 @@ def check_dequantise(answer) -> str:
         out = run_kernel(answer, w_q, scales)
         if out.dtype != jnp.bfloat16:
             raise NotYet(f"the result is {out.dtype}; it must be bfloat16")
-        exact = np.asarray(w_q, np.float64) * np.asarray(scales, np.float64)
+        exact = wide(w_q) * wide(scales)
         require_close(out, exact, 5e-2, f"int8[{k},{n}]")
-        once = np.asarray(jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16), np.float64)
-        if (twice := np.asarray(out, np.float64) != once).any():
+        once = wide(jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16))
+        if (twice := wide(out) != once).any():
             raise NotYet(f"{twice.mean():.0%} of the values were rounded twice: multiply in float32, then convert")
     return "One scale a column, one rounding."
 
@@ -64,28 +66,17 @@ def check_half(answer) -> str:
             _is_conversion(equation) for equation in judge.equations(jax.make_jaxpr(lambda w: answer(w))(w_q).jaxpr)
         ):
             raise NotYet("integers are converted to floats by astype: place the bits, and subtract a float")
-        _require_values(np.asarray(out, np.float64), np.asarray(w_q, np.float64))
+        exact, flip = wide(w_q), "the byte with its top bit flipped is 128 + the integer"
+        likely = (
+            (exact + 128, f"every value is 128 too large: {flip}"),
+            (exact + 1152, f"every value is 1152 too large: a unit of 0x6400 is 1, and {flip}"),
+            (np.where(exact < 0, exact + 128, exact - 128), "the byte was read without a sign. Flip a bit"),
+            (np.where(exact < 0, wide(out), exact), "only negative integers are wrong: their int16 has ones in its "
+             "upper byte. Cut them off: & 0xFF"),
+        )  # fmt: skip
+        said = "the integers as float16 (which float has the bits that you place, and what is its unit?)"
+        require_close(out, exact, 0, said, likely)
     return "All 256 integers, by operations on bits and one subtraction."
-
-
-def _require_values(out, exact) -> None:
-    """Raises NotYet with the mistake that explains the result, if it is not `exact`."""
-    wrong, negative = out != exact, exact < 0
-    if not wrong.any():
-        return
-    off = np.where(np.isfinite(out), out - exact, np.nan)
-    if np.isnan(out).all():
-        raise NotYet("every value is NaN: was the result written, and are the exponent's bits those of 1024?")
-    if (off == off.flat[0]).all():
-        raise NotYet(
-            f"every value is {off.flat[0]:g} too large: the byte with its top bit flipped is 128 + the integer"
-        )
-    if np.ptp(off[negative]) == np.ptp(off[~negative]) == 0 and off[negative][0] - off[~negative][0] == 256:
-        raise NotYet("negative integers come out 256 larger than others: the byte was read without a sign. Flip a bit")
-    if not wrong[~negative].any():
-        raise NotYet("only negative integers are wrong: their int16 has ones in its upper byte. Cut them off: & 0xFF")
-    at = tuple(int(i) for i in np.argwhere(wrong)[0])
-    raise NotYet(f"{exact[at]:g} became {out[at]:g}. Which float has the bits that you place, and what is its unit?")
 
 
 @checker
@@ -97,11 +88,9 @@ def check_few_rows(answer) -> str:
         scales = jnp.asarray(np.exp2(np.random.default_rng(n).uniform(-3, 3, n)), jnp.float32)
         _require_full_tiles(answer, rows, a, w_t, scales)
         out = run_kernel(answer, a, w_t, scales)
-        sums = np.asarray(a, np.float64) @ np.asarray(w_t, np.float64).T
-        exact = sums * np.asarray(scales, np.float64)
-        if out.shape == sums.shape and np.linalg.norm(np.asarray(out, np.float64) - sums) < 1e-2 * np.linalg.norm(sums):
-            raise NotYet("the sums are right, and the scales were not applied to them")
-        require_close(out, exact, 3e-2, f"{rows} rows, K = {k}, N = {n}")
+        sums = wide(a) @ wide(w_t).T
+        likely = [(sums, "the sums are right, and the scales were not applied to them")]
+        require_close(out, sums * wide(scales), 3e-2, f"{rows} rows, K = {k}, N = {n}", likely)
     return f"Tiles of 8 and of 24 rows are full; as A's rows they would fill {8 / A_TILE:.0%} and {24 / A_TILE:.0%}."
 
 
@@ -140,20 +129,4 @@ def _largest_m(k, n, peak, bandwidth, *, weight_bytes=1, row_bytes=2, flops=2):
     """The crossover, and with other keywords the likely wrong ones."""
     # flops * m * k * n / peak <= (weight_bytes * k * n + row_bytes * m * (k + n)) / bandwidth
     a_row = flops * k * n * bandwidth / peak - row_bytes * (k + n)
-    return math.inf if a_row <= 0 else math.floor(weight_bytes * k * n / a_row)
-
-
-def _hint(given: dict) -> str:
-    """Names the likely mistake that explains all answers."""
-    likely = (
-        (dict(weight_bytes=2), "A weight is one byte."),
-        (dict(row_bytes=0), "The rows of a and of the result cross memory too, 2 bytes a value."),
-        (dict(row_bytes=1), "A value of a and of the result is 2 bytes."),
-        (dict(flops=1), "A multiplication and an addition for each weight and row: 2 operations."),
-    )
-    for keywords, text in likely:
-        if all(_largest_m(*case, **keywords) == got for case, got in given.items()):
-            return text
-    if all(math.isinf(_largest_m(*case)) or abs(got - _largest_m(*case)) <= 1 for case, got in given.items()):
-        return "Nearly: round down to a whole number of rows; where no M is bound by compute, it is math.inf."
-    return "Set the time of the operations equal to the time of all bytes, and solve for M; math.inf if none is."
+    return math.inf if a_row <= 0 else float(math.floor(weight_bytes * k * n / a_row))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from exercises import judge
-from exercises.judge import NotYet, checker, drawn
+from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel, wide
 
 import cookbook
 
@@ -22,35 +22,44 @@ def check_step(answer) -> str:
     """Exercise 1: `answer(m, l, acc, x, v, slack)` is the state (m, l, acc) after a block with base-2 logits `x`; `m`
     moves only if a logit exceeds it by more than `slack`."""
     for name, x, v in _logits():
-        state = np.full(x.shape[1], -np.inf), np.zeros(x.shape[1]), np.zeros((x.shape[1], v.shape[2]))
+        exact = np.full(x.shape[1], -np.inf), np.zeros(x.shape[1]), np.zeros((x.shape[1], v.shape[2]))
         for block in range(len(x)):
-            before, where = state[0], f"{name}, after block {block}"
+            args = x[block], v[block], SLACK
             with np.errstate(all="ignore"):
-                state = answer(*(part.copy() for part in state), x[block].copy(), v[block].copy(), SLACK)
-            if state is None or (isinstance(state, tuple) and any(part is None for part in state)):
-                raise NotYet("lazy_step returns None: write its body, and return m, l and acc.")
-            state = tuple(np.asarray(part, np.float64) for part in state)
-            shapes = [part.shape for part in state]
-            wanted = [x.shape[1:2], x.shape[1:2], (x.shape[1], v.shape[2])]
-            if shapes != wanted:
-                raise NotYet(f"the shapes of (m, l, acc) are {shapes}; they must stay {wanted}.")
-            _judge_state(state, x[: block + 1], v[: block + 1], where, block)
-            _judge_moves(before, state[0], x[block].max(axis=1), where)
+                given = answer(*(part.copy() for part in exact), *(np.copy(arg) for arg in args))
+                likely = [(said, _step(*exact, *args, **how)) for how, said in WRONG_STEPS]
+            if not isinstance(given, tuple) or len(given) != 3 or given[0] is None:
+                raise NotYet("lazy_step must return m, l and acc: write its body.")
+            exact = _step(*exact, *args)
+            for i, part in enumerate(("m", "l", "acc")):
+                wrongs = [(state[i], said) for said, state in likely]
+                require_close(np.asarray(given[i]), exact[i], 1e-3, f"{name}, {part} after block {block}", wrongs)
     return "It scales only when it must, never overflows, and rows that see nothing stay empty."
 
 
-def _judge_moves(before, after, top, where: str) -> None:
-    """Raises NotYet unless `m` moved in the rows, and only in those, whose largest logit is too far above it."""
-    must = (top > before + SLACK) & ~np.isneginf(top)
-    near = lambda x, y: np.isclose(x, y, rtol=1e-6, atol=1e-3) | (x == y)
-    if (wrong := ~must & ~near(after, before)).any():
-        row = int(np.argmax(wrong))
-        raise NotYet(
-            f"{where}, m of row {row} moves from {before[row]:.1f} to {after[row]:.1f}; no logit exceeds it by more "
-            f"than slack = {SLACK:g}, so it must stay."
-        )
-    if (must & ~near(after, top)).any():
-        raise NotYet(f"{where}, a logit exceeds m by more than slack, and m is not the largest logit after it.")
+WRONG_STEPS = (  # Keywords of wrong steps, and a sentence on each.
+    (dict(scaled=(0, 1)), "what l held was relative to the old m."),
+    (dict(scaled=(1, 0)), "what acc held was relative to the old m."),
+    (dict(exp=np.exp), "is the base 2?"),
+    (dict(nothing=np.nan), "a row that has seen nothing has m = -inf, and -inf - -inf is NaN."),
+    (dict(divided=True), "acc is p v, not yet divided."),
+    (dict(moves=lambda m, top, slack: top), "m moves only to a logit that exceeds it by more than slack."),
+    (dict(moves=lambda m, top, slack: np.maximum(m, top)), "m moves only to a logit that exceeds it by more than "
+     "slack."),
+)  # fmt: skip
+
+
+def _step(
+    m, l_i, acc, x, v, slack, *, scaled=(1, 1), exp=np.exp2, nothing=0.0, divided=False,
+    moves=lambda m, top, slack: np.where(top > m + slack, top, m),
+):  # fmt: skip
+    """The state after a block; the keywords spoil it."""
+    m_new = moves(m, x.max(axis=1), slack)
+    shift = np.where(np.isneginf(m_new), nothing, m_new)
+    p, alpha = exp(x - shift[:, None]), exp(m - shift)
+    of_l, of_acc = (alpha if is_scaled else np.ones_like(alpha) for is_scaled in scaled)
+    sums = p.sum(axis=1)
+    return m_new, l_i * of_l + sums, acc * of_acc[:, None] + (p / sums[:, None] if divided else p) @ v
 
 
 @checker
@@ -73,28 +82,41 @@ def check_merge(answer) -> str:
         parts = out_a, lse_a, out_b, lse_b
         with np.errstate(all="ignore"):
             given = answer(*(part.copy() for part in parts))
-        if given is None or (isinstance(given, tuple) and any(part is None for part in given)):
-            raise NotYet("merge returns None: write its body, and return out and lse.")
-        out, lse = (np.asarray(part, np.float64) for part in given)
-        _judge_merge(out, lse, parts, name)
+            (out, lse), base_2 = _merged(*parts), _merged(*parts, np.exp2, np.log2)
+        if not isinstance(given, tuple) or len(given) != 2 or given[0] is None:
+            raise NotYet("merge must return out and lse: write its body.")
+        natural = "lse is a natural logarithm here: exp and log, not exp2 and log2."
+        lses = (
+            (base_2[1], natural),
+            (np.maximum(lse_a, lse_b), "the two sums of exponentials add up; the larger is not all."),
+            (lse_a + lse_b, "exponentials add up, not their logarithms."),
+        )
+        outs = (
+            (base_2[0], natural),
+            (_merged(out_a, lse_b, out_b, lse_a)[0], "each part's weight is its own exp(lse)."),
+            ((out_a + out_b) / 2, "the parts have not the same weight: one may hold nearly all of the sum."),
+            (out_a + out_b, "both parts are divided by their own sums already: weigh them."),
+        )
+        said = "exp(lse) may overflow, and where both parts are empty out is 0 and lse -inf"
+        require_close(np.asarray(given[1]), lse, 1e-4, f"{name}, lse ({said})", lses)
+        require_close(np.asarray(given[0]), out, 1e-4, f"{name}, out ({said})", outs)
     return "Keys may be split among as many blocks as you like, and merged in any order."
 
 
 @checker
 def check_sinks(answer) -> str:
     """Exercise 3: `answer(q, k, v, sinks)` is (out, lse), with one more logit for each head, whose value is zero."""
-    q, k, v = (judge.normal(seed, (1, length, 2, 64), jnp.bfloat16) for seed, length in ((1, 64), (2, 256), (3, 256)))
+    q, k, v = (normal(seed, (1, length, 2, 64), jnp.bfloat16) for seed, length in ((1, 64), (2, 256), (3, 256)))
     for sinks in ((0.5, 3.0), (-4.0, 20.0)):
-        out, lse = judge.run_kernel(answer, q, k, v, jnp.asarray(sinks, jnp.float32))
+        out, lse = run_kernel(answer, q, k, v, jnp.asarray(sinks, jnp.float32))
         exact_out, exact_lse = _attention(q, k, v, np.asarray(sinks))
-        if np.isnan(np.asarray(lse)).any():
-            raise NotYet(f"sinks {sinks}: there is a NaN: with a sink, m is finite and l positive from the start.")
-        if np.allclose(lse, _attention(q, k, v, np.full(2, -np.inf))[1], atol=1e-3):
-            raise NotYet(f"sinks {sinks}: lse is that of attention without sinks: change m_i and l_i before the loop.")
-        if np.allclose(lse, _attention(q, k, v, np.asarray(sinks) / np.log2(np.e))[1], atol=1e-3):
-            raise NotYet(f"sinks {sinks}: the sink is a natural logit, and m_i has base 2: multiply it by LOG2E.")
-        judge.require_close(lse, exact_lse, 1e-3, f"sinks {sinks}, lse")
-        judge.require_close(out, exact_out, 0.02, f"sinks {sinks}, out")
+        without, natural = np.full(2, -np.inf), np.asarray(sinks) / np.log2(np.e)
+        likely = (
+            (_attention(q, k, v, without)[1], "that is attention without sinks: change m_i and l_i before the loop."),
+            (_attention(q, k, v, natural)[1], "the sink is a natural logit, and m_i has base 2: multiply it by LOG2E."),
+        )
+        require_close(lse, exact_lse, 1e-3, f"sinks {sinks}, lse", likely)
+        require_close(out, exact_out, 0.02, f"sinks {sinks}, out")
     large = [jax.ShapeDtypeStruct((1, 4096, 16, 128), jnp.bfloat16)] * 3 + [jax.ShapeDtypeStruct((16,), jnp.float32)]
     package = lambda q, k, v, sinks: cookbook.attention(q, k, v, sinks=sinks)
     return "A sink costs nothing: it is where the sums begin." + judge.speed(answer, package, *large)
@@ -103,16 +125,11 @@ def check_sinks(answer) -> str:
 @checker
 def check_mended(answer) -> str:
     """Exercise 4: `answer(q, k, v)` is (out, lse), by a kernel that starts the next block's copies early."""
-    q, k, v = (judge.normal(seed, (1, length, 1, 64), jnp.bfloat16) for seed, length in ((4, 64), (5, 384), (6, 384)))
-    try:
-        out, lse = judge.run_kernel(answer, q, k, v)
-    except NotYet as problem:
-        if "only observed barrier" in str(problem):
-            raise NotYet("a copy is left that nobody waits for: there is no block after the last one.") from None
-        raise
+    q, k, v = (normal(seed, (1, length, 1, 64), jnp.bfloat16) for seed, length in ((4, 64), (5, 384), (6, 384)))
+    out, lse = run_kernel(answer, q, k, v, undrained="there is no block after the last one.")
     exact_out, exact_lse = _attention(q, k, v, np.full(1, -np.inf))
-    judge.require_close(lse, exact_lse, 1e-3, "lse")
-    judge.require_close(out, exact_out, 0.02, "out")
+    require_close(lse, exact_lse, 1e-3, "lse")
+    require_close(out, exact_out, 0.02, "out")
     _require_early(answer, q, k, v)
     large = [jax.ShapeDtypeStruct((1, 4096, 16, 128), jnp.bfloat16)] * 3
     return "Each copy starts as soon as its slot is free, and not before." + judge.speed(
@@ -135,7 +152,7 @@ def _require_early(answer, *args) -> None:
 
 def _attention(q, k, v, sinks):
     """(out, lse) in float64; `sinks` has a logit for each head, or -inf."""
-    q, k, v = (np.asarray(x, np.float64).swapaxes(1, 2) for x in (q, k, v))
+    q, k, v = (x.swapaxes(1, 2) for x in wide(q, k, v))
     s = q @ k.swapaxes(2, 3) / np.sqrt(q.shape[-1])
     m = np.maximum(s.max(axis=-1), sinks[:, None])
     p = np.exp(s - m[..., None])
@@ -178,39 +195,6 @@ def _logits():
     yield "masked logits", masked, v
 
 
-def _judge_state(state, x, v, where: str, block: int) -> None:
-    """Raises NotYet unless acc / l is the output and m + log2 l the logarithm of the blocks so far."""
-    m, l_i, acc = state
-    x, v = np.concatenate(list(x), axis=1), np.concatenate(list(v))
-    out, lse = _softmax(x, v)
-    empty = np.isneginf(lse)
-    if np.isnan(l_i).any() or np.isnan(acc).any():
-        raise NotYet(f"{where}, there is a NaN: a row that has seen nothing has m = -inf, and -inf - -inf is NaN.")
-    if not (np.isfinite(l_i).all() and np.isfinite(acc).all()):
-        raise NotYet(f"{where}, something is infinite: subtract the largest logit so far, and no exponent is above 0.")
-    if (l_i[empty] != 0).any() or (acc[empty] != 0).any():
-        raise NotYet(f"{where}, a row that has seen nothing has a sum: with what do you replace m = -inf?")
-    with np.errstate(all="ignore"):
-        lse_given, out_given = m + np.log2(l_i), acc / l_i[:, None]
-    if not np.allclose(lse_given[~empty], lse[~empty], rtol=1e-6, atol=1e-3):
-        if block == 0:
-            raise NotYet(f"{where}, m + log2(l) is not log2 of the sum of 2^x: is the base 2?")
-        raise NotYet(f"{where}, m + log2(l) is wrong: what l held was relative to the old m.")
-    if not np.allclose(out_given[~empty], out[~empty], rtol=1e-3, atol=1e-3):
-        if block == 0:
-            raise NotYet(f"{where}, l is right and acc / l is not: acc is p v, not yet divided.")
-        raise NotYet(f"{where}, l is right and acc / l is not: what acc held was relative to the old m.")
-
-
-def _softmax(x, v):
-    """(out, lse in base 2) at once."""
-    with np.errstate(all="ignore"):
-        m = x.max(axis=1)
-        p = np.exp2(x - np.where(np.isneginf(m), 0.0, m)[:, None])
-        total = p.sum(axis=1)
-        return np.where(total[:, None] > 0, p @ v / total[:, None], 0.0), m + np.log2(total)
-
-
 def _merged(out_a, lse_a, out_b, lse_b, exp=np.exp, log=np.log):
     """The right answer of exercise 2, and with another base a likely wrong one."""
     top = np.maximum(lse_a, lse_b)
@@ -221,73 +205,28 @@ def _merged(out_a, lse_a, out_b, lse_b, exp=np.exp, log=np.log):
         return out, shift + log(a + b)
 
 
-def _judge_merge(out, lse, parts, name: str) -> None:
-    exact_out, exact_lse = _merged(*parts)
-    if out.shape != exact_out.shape or lse.shape != exact_lse.shape:
-        raise NotYet(f"out and lse have shapes {out.shape} and {lse.shape}; they must keep those of the parts.")
-    close = lambda x, y: np.allclose(x, y, rtol=1e-4, atol=1e-4)  # An answer in float32 is right too.
-    if close(out, exact_out) and close(lse, exact_lse):
-        return
-    if np.isnan(out).any() or np.isnan(lse).any():
-        if np.isneginf(exact_lse).all():
-            raise NotYet(f"{name}: there is a NaN. Both weights are 0 there: out must be 0, and lse -inf.")
-        raise NotYet(f"{name}: there is a NaN. Does exp(lse) overflow? Subtract the larger lse first.")
-    if not np.isfinite(lse[np.isfinite(exact_lse)]).all():
-        raise NotYet(f"{name}: lse is infinite. Subtract the larger lse first, and no exponent is above 0.")
-    out_a, lse_a, out_b, lse_b = parts
-    base_2 = _merged(*parts, np.exp2, np.log2)
-    natural = "lse is a natural logarithm here: exp and log, not exp2 and log2."
-    wrong_outs = (
-        (base_2[0], natural),
-        (_merged(out_a, lse_b, out_b, lse_a)[0], "each part's weight is its own exp(lse)."),
-        ((out_a + out_b) / 2, "the parts have not the same weight: one may hold nearly all of the sum."),
-        (out_a + out_b, "both parts are divided by their own sums already: weigh them."),
-    )
-    wrong_lses = (
-        (base_2[1], natural),
-        (np.maximum(lse_a, lse_b), "the two sums of exponentials add up; the larger is not all."),
-        (lse_a + lse_b, "exponentials add up, not their logarithms."),
-    )
-    for given, exact, wrongs in ((out, exact_out, wrong_outs), (lse, exact_lse, wrong_lses)):
-        for wrong, hint in wrongs:
-            if close(given, wrong) and not close(given, exact):
-                raise NotYet(f"{name}: {hint}")
-    what = "lse is right, out is not" if close(lse, exact_lse) else "lse is not the logarithm of both sums together"
-    raise NotYet(f"{name}: {what}. A part's weight is exp(lse), as a share of both.")
-
-
-def _parts(given, where: str) -> list[tuple[int, int, bool]]:
-    if given is None:
-        raise NotYet("window_ranges returns None: write its body.")
+def _parts(given, where: str) -> dict[int, bool]:
+    """Whether each block is masked."""
     try:
         parts = [(int(first), int(end), bool(masked)) for first, end, masked in given]
     except (TypeError, ValueError) as error:
         raise NotYet(f"{where}, the answer is {given!r}; it must be a list of (first, end, masked).") from error
-    if not parts:
-        raise NotYet(f"{where}, there is no part at all; an empty one is (first, first, masked).")
-    for (first, end, _), after in itertools.zip_longest(parts, parts[1:]):
-        if end < first:
-            raise NotYet(f"{where}, a part ends before it begins: {parts}. Clip it, or its blocks come twice.")
-        if after is not None and after[0] != end:
-            raise NotYet(f"{where}, each part must begin where the one before ends: {parts}.")
-    return parts
+    borders = [border for first, end, _ in parts for border in (first, end)]
+    if borders != sorted(borders) or borders[1:-1:2] != borders[2::2]:
+        raise NotYet(f"{where}, a part must end after it begins, and the next one begin there: {parts}.")
+    return {block: masked for first, end, masked in parts for block in range(first, end)}
 
 
-def _judge_parts(parts, first_q: int, block_kv: int, left: int, where: str) -> None:
+def _judge_parts(masked: dict, first_q: int, block_kv: int, left: int, where: str) -> None:
     """Raises NotYet unless the parts compute and mask what they must and nothing else."""
-    masked = {block: mask for first, end, mask in parts for block in range(first, end)}
     i = np.arange(first_q, first_q + BLOCK_Q)[:, None]
-    last = max([*masked, (first_q + BLOCK_Q - 1) // block_kv])
-    for block in range(min([*masked, 0]), last + 1):
-        if block in masked and block < 0:
-            raise NotYet(f"{where}, block {block} is computed: there is nothing before block 0.")
+    for block in sorted({*masked, *range((first_q + BLOCK_Q - 1) // block_kv + 1)}):
         j = block * block_kv + np.arange(block_kv)
-        sees = (j <= i) & (j >= i - left)
+        sees = (j <= i) & (j >= i - left) & (j >= 0)
         if sees.any() and block not in masked:
             raise NotYet(f"{where}, block {block} is left out, and some query sees some of its keys.")
         if not sees.any() and block in masked:
             raise NotYet(f"{where}, block {block} is computed, and no query sees any of its keys.")
-        if sees.any() and not sees.all() and not masked[block]:
-            raise NotYet(f"{where}, block {block} is not masked, and some query must not see some of its keys.")
-        if sees.all() and masked[block]:
-            raise NotYet(f"{where}, block {block} is masked, and every query sees all of its keys.")
+        if sees.any() and masked[block] == sees.all():
+            seen, is_masked = "all" if sees.all() else "not all", "masked" if masked[block] else "not masked"
+            raise NotYet(f"{where}, block {block} is {is_masked}, and the queries see {seen} of its keys.")

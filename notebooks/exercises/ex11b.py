@@ -1,14 +1,16 @@
 """Chapter 11b's exercises: dealing out tiles, a ring that goes on, the phases of a window, mask and heads."""
 
 import collections
+import functools
 import heapq
 import itertools
 
 import jax.numpy as jnp
 import numpy as np
 from exercises import judge
-from exercises.judge import NotYet, checker
+from exercises.judge import NotYet, checker, require_answers, wide
 
+KINDS = "passed by", "masked", "whole", "masked", "passed by"
 WG_ROWS = 64  # Queries of a compute warpgroup.
 WINDOWS = list(itertools.product((2, 3), (64, 128), (0, 1, 63, 64, 130, 200, 500, 5000)))  # wgs, block_kv, left.
 SHAPES = ((128, 128, 2, 2), (64, 64, 4, 2), (64, 192, 2, 2), (128, 256, 4, 1))  # Queries, keys, query heads, KV heads.
@@ -26,19 +28,15 @@ def check_deal(answer) -> str:
     }
     for name, (steps, blocks) in cases.items():
         given = answer(list(steps), blocks)
-        if given is None:
-            raise NotYet("deal_out returns None: write its body.")
         try:
             rows = [[int(tile) for tile in row] for row in given]
         except TypeError as error:
-            raise NotYet("deal_out must return a list of lists of tiles, one for each block.") from error
+            raise NotYet(f"{name}: the answer is {given!r}; it must be lists of tiles, one for each block.") from error
         if len(rows) != blocks:
             raise NotYet(f"{name}: there are {len(rows)} lists for {blocks} blocks; one without a tile is [].")
         times = collections.Counter(itertools.chain.from_iterable(rows))
-        if wrong := [tile for tile in range(len(steps)) if times[tile] != 1]:
-            raise NotYet(f"{name}: tile {wrong[0]} is computed {times[wrong[0]]} times; once is right.")
-        if outside := [tile for tile in times if not 0 <= tile < len(steps)]:
-            raise NotYet(f"{name}: there is no tile {outside[0]}.")
+        if wrong := [tile for tile in {*times, *range(len(steps))} if times[tile] != (0 <= tile < len(steps))]:
+            raise NotYet(f"{name}: tile {wrong[0]} is computed {times[wrong[0]]} times; each of {len(steps)} is once.")
         longest, good = max(sum(steps[tile] for tile in row) for row in rows), _makespan(steps, blocks)
         if longest > 1.02 * good:
             raise NotYet(
@@ -77,11 +75,22 @@ def _count_hint(problem: str) -> str:
 def check_phases(answer) -> str:
     """Exercise 3: `answer(first_q, wg, wgs, block_kv, left)` counts a warpgroup's steps: passed by, masked, whole,
     masked, passed by, when query i sees keys i - left to i."""
-    for wgs, block_kv, left in WINDOWS:
-        for first_q in range(0, 6 * WG_ROWS * wgs, WG_ROWS * wgs):
-            for wg in range(wgs):
-                where = f"for first_q = {first_q}, wg = {wg} of {wgs}, block_kv = {block_kv}, left = {left}"
-                _judge_phases(answer(first_q, wg, wgs, block_kv, left), first_q, wg, wgs, block_kv, left, where)
+    cases = [
+        (first_q, wg, wgs, block_kv, left)
+        for wgs, block_kv, left in WINDOWS
+        for first_q in range(0, 6 * WG_ROWS * wgs, WG_ROWS * wgs)
+        for wg in range(wgs)
+    ]
+
+    @functools.wraps(answer)
+    def steps(*case):
+        given = answer(*case)
+        if not isinstance(given, tuple | list) or len(given) != 5 or min(given) < 0:
+            raise NotYet(f"phases{case} is {given!r}; it must be five numbers of steps, none below 0.")
+        return [kind for kind, count in zip(KINDS, given, strict=True) for _ in range(int(count))]
+
+    said = "These are the tile's steps, from the last block on: one for each block that any of its warpgroups sees."
+    require_answers(steps, cases, _steps, otherwise=said)
     return "Each warpgroup goes through every block of the tile, and works for none of them in vain."
 
 
@@ -100,42 +109,37 @@ def check_mask(answer) -> str:
                 raise NotYet(f"{what}: {problem}: is there such a KV head, and such a block of keys?") from None
             raise
         exact_out, exact_lse = _attention(q, k, v, num_kv - num_q)
-        if lse.shape == exact_lse.shape and (said := _mask_hint(np.asarray(lse, np.float64), q, k, v)):
-            raise NotYet(f"{what}: {said}")
-        judge.require_close(lse, exact_lse, 1e-3, f"{what}: lse")
+        judge.require_close(lse, exact_lse, 1e-3, f"{what}: lse", _wrong_masks(q, k, v))
         judge.require_close(out, exact_out, 0.02, f"{what}: out")
     return "The last query sees every key, and each group of query heads reads one KV head."
 
 
-def _mask_hint(lse, q, k, v) -> str | None:
-    """Names the mistake that explains a result."""
+def _wrong_masks(q, k, v):
+    """Results of likely mistakes, and what is said of them."""
     heads, kv_heads, more = q.shape[2], k.shape[2], k.shape[1] - q.shape[1]
     unfinished = np.arange(q.shape[1]) // WG_ROWS * WG_ROWS + WG_ROWS
-    likely = {
-        "the queries are aligned with the first keys; the last query must see the last key": dict(more=0),
-        "the mask is right, but blocks of keys that it lets through are never visited": dict(more=more, end=unfinished),
-        "a query sees the key at its own position too": dict(more=more - 1),
-        "every key of the blocks that are visited is seen: where is the mask?": dict(more=None, end=unfinished + more),
-    }
-    is_like = lambda **how: np.allclose(lse, _attention(q, k, v, **how)[1], atol=1e-2)
-    if is_like(more=more):
-        return None
-    for kv_head in range(kv_heads):
-        as_if = _attention(q, k, v, more, np.full(heads, kv_head))[1]
-        for head in range(heads):
-            right = head // (heads // kv_heads)
-            if right != kv_head and np.allclose(lse[0, head], as_if[0, head], atol=1e-2):
-                return f"query head {head} reads KV head {kv_head}; it must read KV head {right}, as its neighbours do"
-    for said, wrong in likely.items():
-        if is_like(**wrong):
-            return said
-    return None
+    neighbours = f"{heads // kv_heads} neighbouring query heads read one KV head"
+    for said, wrong in (
+        (f"query heads take turns at the KV heads: {neighbours}", dict(more=more, heads=np.arange(heads) % kv_heads)),
+        (
+            f"a query head reads the KV head of its own number: {neighbours}",
+            dict(more=more, heads=np.minimum(np.arange(heads), kv_heads - 1)),
+        ),
+        ("the queries are aligned with the first keys; the last query must see the last key", dict(more=0)),
+        (
+            "the mask is right, but blocks of keys that it lets through are never visited",
+            dict(more=more, end=unfinished),
+        ),
+        ("a query sees the key at its own position too", dict(more=more - 1)),
+        ("every key of the blocks that are visited is seen: where is the mask?", dict(end=unfinished + more)),
+    ):
+        yield _attention(q, k, v, **wrong)[1], said
 
 
 def _attention(q, k, v, more=None, heads=None, end=None):
     """(out, lse) in float64: query i sees keys up to i + more (None: all), before end[i]; `heads`, the KV head of each
     query head."""
-    q, k, v = (np.asarray(x, np.float64)[0].swapaxes(0, 1) for x in (q, k, v))
+    q, k, v = (x[0].swapaxes(0, 1) for x in wide(q, k, v))
     heads = np.arange(len(q)) // (len(q) // len(k)) if heads is None else heads
     s = q @ k[heads].swapaxes(1, 2) / np.sqrt(q.shape[-1])
     i, j = np.arange(s.shape[1])[:, None], np.arange(s.shape[2])
@@ -149,33 +153,16 @@ def _attention(q, k, v, more=None, heads=None, end=None):
     return out.swapaxes(0, 1)[None], lse[None]
 
 
-def _judge_phases(given, first_q, wg, wgs, block_kv, left, where: str) -> None:
-    if given is None:
-        raise NotYet("phases returns None: write its body.")
-    try:
-        counts = [int(count) for count in given]
-    except (TypeError, ValueError) as error:
-        raise NotYet(f"{where}, the answer is {given!r}; it must be five numbers of steps.") from error
-    if len(counts) != 5 or min(counts) < 0:
-        raise NotYet(f"{where}, the answer is {tuple(counts)}; it must be five numbers of steps, none below 0.")
-    queries = first_q + np.arange(WG_ROWS * wgs)[:, None]
-    kinds = []
-    for block in reversed(range((first_q + WG_ROWS * wgs + block_kv - 1) // block_kv)):
+def _steps(first_q, wg, wgs, block_kv, left) -> list[str]:
+    """Kinds of the steps of a warpgroup."""
+    queries, kinds = first_q + np.arange(WG_ROWS * wgs)[:, None], []
+    for block in reversed(range(-(-(first_q + WG_ROWS * wgs) // block_kv))):
         keys = block * block_kv + np.arange(block_kv)
         sees = (keys <= queries) & (keys >= queries - left)
         if sees.any():
             mine = sees[wg * WG_ROWS : (wg + 1) * WG_ROWS]
             kinds.append("whole" if mine.all() else "masked" if mine.any() else "passed by")
-    says = [
-        kind
-        for kind, n in zip(("passed by", "masked", "whole", "masked", "passed by"), counts, strict=True)
-        for _ in range(n)
-    ]
-    if len(says) != len(kinds):
-        raise NotYet(f"{where}, these are {len(says)} steps; the tile has {len(kinds)}, for all of its warpgroups.")
-    for step, (said, is_so) in enumerate(zip(says, kinds, strict=True)):
-        if said != is_so:
-            raise NotYet(f"{where}, step {step}, counted from the last block, is {said}; it must be {is_so}.")
+    return kinds
 
 
 def _makespan(steps, blocks: int) -> int:

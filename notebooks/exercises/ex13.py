@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, drawn, normal, play_kernel, require_close, run_kernel
+from exercises.judge import NotYet, checker, normal, play_kernel, require_answers, require_close, run_kernel, wide
 
 HBM, TENSOR = 4.8e12, 989e12  # Bytes and operations a second.
 ROWS = 64  # Rows of a WGMMA.
@@ -18,37 +18,53 @@ PAGE, BLOCK, COLUMNS = 16, 64, 12  # Tokens of a page and of a block; pages of e
 @checker
 def check_slots(answer) -> str:
     """Exercise 1: `answer(block_tables, seqs, positions, page_size)` are slots of tokens, -1 for a position of -1."""
+    cases = []
     for page_size, seed in ((16, 0), (4, 1), (32, 2)):
         rng = np.random.default_rng(seed)
         tables = rng.permutation(24).reshape(3, 8).astype(np.int32)
         seqs = rng.integers(0, 3, 40)
         positions = np.where(rng.random(40) < 0.15, -1, rng.integers(0, 8 * page_size, 40))
-        given = answer(tables.copy(), seqs.copy(), positions.copy(), page_size)
-        if given is None:
-            raise NotYet("slot_mapping returns None: write its body.")
-        given = np.asarray(given)
-        if given.shape != positions.shape:
-            raise NotYet(f"slots has the shape {given.shape}; it must have one slot for each token, {positions.shape}.")
-        if given.dtype.kind != "i":
-            raise NotYet(f"slots are {given.dtype}; they must be integers: // instead of /.")
-        _judge_slots(given, tables, seqs, positions, page_size)
+        cases.append((tables, seqs, positions, page_size))
+
+    def slots(tables, seqs, positions, page_size):
+        found = tables[seqs, positions // page_size] * page_size + positions % page_size
+        return np.where(positions < 0, -1, found).tolist()
+
+    real = lambda t, s, p, n, slot: np.where(p < 0, -1, slot(t, s, p, n)).tolist()
+    likely = (
+        (lambda *case: real(*case, lambda t, s, p, n: p), "The table is not used: tokens lie where their page lies."),
+        (lambda *case: real(*case, lambda t, s, p, n: t[s, p // n]), "That is the page; a slot is one of its tokens."),
+        (lambda *case: real(*case, lambda t, s, p, n: t[s, p // n] * n), "That is the page's first slot: add the place "
+         "in the page."),
+        (lambda *case: real(*case, lambda t, s, p, n: t[s, p // n] + p % n), "A page has page_size slots: multiply."),
+        (lambda *case: real(*case, lambda t, s, p, n: t[0, p // n] * n + p % n), "Each sequence has its row of the "
+         "table."),
+        (lambda *case: real(*case, lambda t, s, p, n: t[s, p % n % t.shape[1]] * n + p // n), "Exchange // and %."),
+    )  # fmt: skip
+    said = "A token with position -1 is padding, and its slot is -1; others: page * page_size + place in the page."
+    require_answers(answer, cases, slots, likely, said)
     return "A page from the table, a place in the page; and tokens that are padding have no slot."
 
 
 @checker
 def check_times(answer) -> str:
     """Exercise 2: `answer(kv_lens, num_heads, num_kv_heads, head_dim)` are µs of memory and µs of the tensor cores."""
-    for lens, heads, kv_heads, head_dim in (*STEPS, *drawn(_step)):
-        given = answer(np.array(lens), heads, kv_heads, head_dim)
-        if given is None:
-            raise NotYet("times returns None: write its body, and return both times.")
-        try:
-            memory, tensor = (float(x) for x in given)
-        except (TypeError, ValueError) as error:
-            raise NotYet(
-                f"the answer is {given!r}; it must be two numbers: µs of memory, µs of tensor cores."
-            ) from error
-        _judge_times(memory, tensor, lens, heads, kv_heads, head_dim)
+    likely = (
+        (dict(unit=1.0), "That is in seconds; it must be µs."),
+        (dict(unit=1e3), "That is in ms; it must be µs."),
+        (dict(nbytes=2), "Memory: there are keys and there are values, and each number has 2 bytes."),
+        (dict(flops=2), "Tensor cores: a multiplication and an addition are two operations; q k and p v two products."),
+        (dict(flops=1), "Tensor cores: two products, and a multiplication and an addition for each: 4 operations."),
+        (dict(tokens=lambda lens: max(lens) * len(lens)), "No sequence reads more than its own tokens."),
+        (lambda lens, heads, _, dim: _times(lens, heads, heads, dim), "The cache has KV heads only, and a group of "
+         "query heads reads its KV head once."),
+        (lambda lens, heads, kv_heads, dim: (_times(lens, heads, kv_heads, dim)[0], _times(lens, heads, heads, dim)[1]),
+         "Tensor cores: a group of query heads is one unit: its heads are rows of the same product."),
+        (lambda lens, heads, kv_heads, dim: _times(lens, heads, kv_heads, dim, rows=heads // kv_heads), "Rows that "
+         "nobody asked for cost as much: the tensor cores multiply all 64."),
+    )  # fmt: skip
+    said = "Memory: each key and value once. Tensor cores: 64 rows for each unit, whatever its group."
+    require_answers(answer, STEPS, _times, likely, said, draw=_step)
     return "A unit's 64 rows cost the same for every group, and still less than its keys and values."
 
 
@@ -69,10 +85,14 @@ def check_in_order(answer) -> str:
         pages = normal(page_size, (9, page_size, 2, 64), jnp.bfloat16)
         tables = np.random.default_rng(page_size).permutation(9)[: 2 * columns].reshape(2, columns).astype(np.int32)
         out = run_kernel(answer, pages, jnp.asarray(tables), copies={"load": 32 // min(page_size, 32)})
-        exact = np.asarray(pages, np.float32)[tables].reshape(2, -1, 2, 64).swapaxes(1, 2)
-        if out.shape == exact.shape:
-            _judge_order(np.asarray(out, np.float32), exact, page_size)
-        require_close(out, exact, 0, f"with pages of {page_size} tokens")
+        exact = wide(pages)[tables].reshape(2, -1, 2, 64).swapaxes(1, 2)
+        tokens = min(page_size, 32)
+        likely = [(exact.reshape(2, 2, -1, tokens, 64)[:, :, :: 32 // tokens].repeat(32 // tokens, axis=2)
+                   .reshape(exact.shape), "a page is copied twice: each copy has its own position")]  # fmt: skip
+        first_rows = exact.reshape(2, 2, -1, page_size, 64)[:, :, :, :tokens]
+        first_rows = np.tile(first_rows, (1, 1, 1, page_size // tokens, 1)).reshape(exact.shape)
+        likely += [(first_rows, "every block of threads copies the page's first rows")]
+        require_close(out, exact, 0, f"with pages of {page_size} tokens", likely)
     return "Each copy looks up its own page, and begins at its own row of it."
 
 
@@ -87,117 +107,39 @@ def check_tail(answer) -> str:
         given = run_kernel(answer, *args)
         if not isinstance(given, tuple) or len(given) != 2:
             raise NotYet("the answer must be (out, lse).")
-        out, lse = (np.asarray(part, np.float64) for part in given)
-        keys, values = (np.asarray(x, np.float64)[pages].reshape(-1, 64) for x in (k, v))
-        s = np.asarray(q, np.float64) @ keys.T / 8
-        _judge_tail(lse, s, kv_len)
-        weights = np.exp(s[:, :kv_len] - _lse(s[:, :kv_len])[:, None])
-        require_close(lse, _lse(s[:, :kv_len]), 1e-3, f"{kv_len} tokens, lse")
-        require_close(out, weights @ values[:kv_len], 0.02, f"{kv_len} tokens, out")
+        keys, values = (x[pages].reshape(-1, 64) for x in wide(k, v))
+        s = wide(q) @ keys.T / 8
+        exact, likely = _lse(s[:, :kv_len]), _wrong_ends(s, kv_len)
+        require_close(given[1], exact, 1e-3, f"{kv_len} tokens, lse", likely)
+        weights = np.exp(s[:, :kv_len] - exact[:, None])
+        require_close(given[0], weights @ values[:kv_len], 0.02, f"{kv_len} tokens, out")
         loaded = (play_kernel(answer, *args)[0][0].count("load") - 1) // (2 * BLOCK // PAGE)  # One copy is of q.
         if loaded > (needed := -(-kv_len // BLOCK)):
             raise NotYet(f"{kv_len} tokens: {loaded} blocks are loaded, and {needed} have a token: load none in vain")
     return "The last block is loaded too, and only its tokens before the end count."
 
 
-def _judge_order(out, exact, page_size: int) -> None:
-    """Raises NotYet for the likely mistakes, 32 tokens a block of threads."""
-    tokens = min(page_size, 32)
-    first_half, second_half = out[:, :, :tokens], out[:, :, tokens : 2 * tokens]
-    if (first_half == exact[:, :, :tokens]).all() and (second_half == first_half).all():
-        if page_size < 32:
-            raise NotYet(f"with pages of {page_size} tokens, a page is copied twice: each copy has its own position")
-        if page_size > 32:
-            raise NotYet(f"with pages of {page_size} tokens, every block of threads copies the page's first rows")
-
-
-def _judge_tail(lse, s, kv_len: int) -> None:
-    """Raises NotYet for the likely mistakes, by the tokens that `lse` counts; `s` has the logits of all columns."""
-    if lse.shape != s.shape[:1]:
-        raise NotYet(f"lse has the shape {lse.shape}; it must be {s.shape[:1]}")
-    whole, loaded = kv_len // BLOCK * BLOCK, -(-kv_len // BLOCK) * BLOCK
-    zeros = np.where(np.arange(s.shape[1]) < kv_len, s, 0.0)[:, :loaded]
-    by_block = s[:, np.arange(s.shape[1]) % BLOCK < kv_len % BLOCK]
+def _wrong_ends(s, kv_len: int):
+    """lse where other tokens count, and what is said of it; `s` has the logits of all columns."""
+    column, loaded = np.arange(s.shape[1]), -(-kv_len // BLOCK) * BLOCK
+    zeros = np.where(column < kv_len, s, 0.0)[:, :loaded]
     for counted, said in (
-        (s[:, :whole], "the tokens after the last whole block do not count: round the number of blocks up"),
+        (s[:, : kv_len // BLOCK * BLOCK], "the tokens after the last whole block do not count: round their number up"),
         (s[:, :loaded], "tokens after the end count: column i of a block is token block * block_kv + i"),
         (zeros, "a masked logit of 0 has a weight, exp(0) = 1: it must be -inf"),
         (s[:, : kv_len + 1], "one token too many counts: the last one is kv_len - 1"),
         (s[:, : kv_len - 1], "one token too few counts: the last one is kv_len - 1"),
-        (by_block, "every block is cut like the last one: only the last one has an end in it"),
+        (s[:, column % BLOCK < kv_len % BLOCK], "every block is cut like the last one: only that has an end in it"),
     ):
-        is_other = counted.shape[1] and not np.allclose(_lse(counted), _lse(s[:, :kv_len]), atol=1e-2)
-        if is_other and np.allclose(lse, _lse(counted), atol=2e-3):
-            raise NotYet(f"{kv_len} tokens: {said}")
+        if counted.shape[1]:
+            yield _lse(counted), said
 
 
 def _lse(s):
     return np.logaddexp.reduce(s, axis=1)
 
 
-def _judge_slots(given, tables, seqs, positions, page_size: int) -> None:
-    column, offset = positions // page_size, positions % page_size
-    padding = positions < 0
-    exact = np.where(padding, -1, tables[seqs, column] * page_size + offset)
-    if (given == exact).all():
-        return
-    real = ~padding
-    if (given[real] == exact[real]).all():
-        raise NotYet(f"a token with position -1 is padding: its slot must be -1, and is {given[padding][0]}.")
-    for wrong, hint in (
-        (column * page_size + offset, "the table is not used: tokens lie where their page lies."),
-        (tables[seqs, column], "that is the page; a slot is page * page_size + offset."),
-        (tables[seqs, column] * page_size, "that is the page's first slot: add the place in the page."),
-        (tables[seqs, column] + offset, "a page has page_size slots: multiply."),
-        (tables[0, column] * page_size + offset, "each token has a sequence, and each sequence its row of the table."),
-        (
-            tables[seqs, offset % tables.shape[1]] * page_size + column,
-            "// and % are exchanged: the column is position // page_size.",
-        ),
-    ):
-        if (given[real] == wrong[real]).all():
-            raise NotYet(hint)
-    token = int(np.flatnonzero(real & (given != exact))[0])
-    raise NotYet(
-        f"with page_size = {page_size}, token {token} (sequence {seqs[token]}, position {positions[token]}) gets slot "
-        f"{given[token]}; its page is {tables[seqs[token], column[token]]}, so it must be {exact[token]}."
-    )
-
-
-def _judge_times(memory: float, tensor: float, lens, heads: int, kv_heads: int, head_dim: int) -> None:
-    tokens = sum(lens)
-    nbytes, operations = 4 * kv_heads * head_dim * tokens, 4 * ROWS * kv_heads * head_dim * tokens
-    close = lambda x, y: np.isclose(x, y, rtol=1e-3)
-    where = f"for {heads} query heads, {kv_heads} KV heads, head_dim = {head_dim}, {tokens} tokens"
-    exact = 1e6 * nbytes / HBM
-    if not close(memory, exact):
-        for wrong, hint in (
-            (exact / 1e6, "that is in seconds; it must be µs."),
-            (exact / 1e3, "that is in ms; it must be µs."),
-            (exact / 2, "there are keys and there are values, and each number has 2 bytes."),
-            (
-                exact * heads / kv_heads,
-                "the cache has KV heads only, and a group of query heads reads its KV head once.",
-            ),
-            (exact * max(lens) * len(lens) / tokens, "no sequence reads more than its own tokens: the sum of kv_lens."),
-            (exact / 2 * heads / kv_heads, "count keys and values, 2 bytes a number, for the KV heads only."),
-        ):
-            if close(memory, wrong):
-                raise NotYet(f"memory: {hint}")
-        raise NotYet(f"{where}, memory takes {exact:.4g} µs (each key and value once), and not {memory:.4g}.")
-    exact = 1e6 * operations / TENSOR
-    if not close(tensor, exact):
-        useful = exact * heads / kv_heads / ROWS
-        for wrong, hint in (
-            (useful, "that counts the rows that somebody asked for; the tensor cores multiply all 64."),
-            (
-                exact / 2,
-                "a multiplication and an addition are two operations; and there are two products, q k and p v.",
-            ),
-            (exact / 4, "two products, and a multiplication and an addition for each: 4 operations."),
-            (exact * heads / kv_heads, "a group of query heads is one unit: its heads are rows of the same product."),
-            (exact / 1e6, "that is in seconds; it must be µs."),
-        ):
-            if close(tensor, wrong) and not close(useful, exact):
-                raise NotYet(f"tensor cores: {hint}")
-        raise NotYet(f"{where}, the tensor cores take {exact:.4g} µs (64 rows for each unit), and not {tensor:.4g}.")
+def _times(kv_lens, num_heads, num_kv_heads, head_dim, *, unit=1e6, nbytes=4, flops=4, rows=ROWS, tokens=sum):
+    """µs of memory and of the tensor cores; the keywords spoil them."""
+    numbers = tokens(kv_lens) * num_kv_heads * head_dim
+    return float(unit * nbytes * numbers / HBM), float(unit * flops * rows * numbers / TENSOR)

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel
+from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel, wide
 
 UNITS = [  # Blocks of each unit, and how many parts.
     ((5, 1, 7, 3), 4),
@@ -25,12 +25,10 @@ def check_part(answer) -> str:
         parts = []
         for part in range(num_parts):
             given = answer(part, num_parts, np.array(blocks))
-            if given is None:
-                raise NotYet("part returns None: write its body, and return unit, block and steps.")
             try:
                 parts.append(tuple(int(x) for x in given))
             except (TypeError, ValueError) as error:
-                raise NotYet(f"the answer is {given!r}; it must be (unit, block, steps).") from error
+                raise NotYet(f"part gives {given!r}; it must be (unit, block, steps).") from error
         _judge_parts(parts, blocks, f"for {num_parts} parts of units with {list(blocks)} blocks")
     return "Every block is in one part, and no part has two blocks more than another."
 
@@ -42,8 +40,18 @@ def check_merge(answer) -> str:
         given = run_kernel(answer, *(jnp.asarray(x, jnp.float32) for x in (outs, lses)))
         if not isinstance(given, tuple) or len(given) != 2:
             raise NotYet(f"{name}: the answer must be (out, lse).")
-        out, lse = (np.asarray(part, np.float64) for part in given)
-        _judge_merge(out, lse, outs, lses, name)
+        top = lses.max(axis=0)
+        exact_lse = np.logaddexp.reduce(lses, axis=0)
+        weights = np.exp(lses - np.where(np.isneginf(exact_lse), 0.0, exact_lse))
+        exact = np.einsum("pr,prh->rh", weights, outs)
+        wrongs = (
+            (outs.mean(axis=0), "pieces have not the same weight: one may hold nearly all of the sum."),
+            (outs.sum(axis=0), "each piece is divided by its own sum already: weigh them."),
+        )
+        said = "subtract the largest lse first; where all pieces are empty, out is 0 and lse -inf"
+        likely = [(top, "the sums of exponentials add up; the largest lse is not all.")]
+        require_close(given[1], exact_lse, 1e-4, f"{name}, lse ({said})", likely)
+        require_close(given[0], exact, 1e-4, f"{name}, out ({said})", wrongs)
     return "All weights are known before the first value is read, and empty pieces count for nothing."
 
 
@@ -55,11 +63,20 @@ def check_last_block(answer) -> str:
         v = normal(seen + 1, (SIDE, SIDE), jnp.bfloat16)
         if poison is not None:
             v = v.at[poison:, 17].set(np.nan) if poison >= seen else v.at[poison, 17].set(np.nan)
-        args = p, v, jnp.asarray([seen], jnp.int32)
-        out = np.asarray(run_kernel(answer, *args), np.float64)
+        out = run_kernel(answer, p, v, jnp.asarray([seen], jnp.int32))
         with np.errstate(invalid="ignore"):
-            exact = np.asarray(p, np.float64)[:, :seen] @ np.asarray(v, np.float64)[:seen]
-        _judge_last_block(out, exact, seen, poison)
+            exact = wide(p)[:, :seen] @ wide(v)[:seen]
+        what = f"{seen} tokens in the block"
+        if out.shape == exact.shape and np.isnan(wide(out)[np.isfinite(exact)]).any():
+            raise NotYet(
+                f"{what}: NaN from row {max(poison or 0, seen)} of v, where no token is, has reached the result. 0 "
+                "times NaN is NaN: write zeros over these values, from row `seen` on."
+            )
+        if out.shape == exact.shape and np.isfinite(wide(out)[~np.isfinite(exact)]).any():
+            raise NotYet(
+                f"{what}: token {poison} has a NaN of its own, which is gone from the result: clear no other rows."
+            )
+        require_close(out, exact, 2e-2, f"{what}; rows 0 to {seen - 1} of v must stay as they are")
     return "Zeros stand where no token is, and a token's own NaN stays."
 
 
@@ -80,8 +97,14 @@ def check_ids(answer) -> str:
                 ) from problem
             raise
         exact = np.stack([values[i] if 0 <= i < num_pages else np.zeros_like(values[0]) for i in ids])
-        if out.shape == (len(ids) * 16, 64):
-            _judge_ids(np.asarray(out, np.float64).reshape(exact.shape), values, exact, ids)
+        for column, page in enumerate(ids):
+            mine = wide(out).reshape(exact.shape)[column] if out.size == exact.size else exact[column]
+            where = f"ids {ids}, column {column}"
+            if 0 <= page < num_pages and (mine != exact[column]).any():
+                raise NotYet(f"{where}: page {page} is in the cache, but its tokens are not in the result.")
+            for other, theirs in enumerate(values):
+                if not 0 <= page < num_pages and (mine == theirs).all():
+                    raise NotYet(f"{where}: {page} is no page, and the result has page {other}, another sequence's.")
         require_close(out, exact.reshape(-1, 64), 0, f"ids {ids}")
     return "No number becomes an address of somebody else's page, and the barrier gets all of its arrivals."
 
@@ -125,70 +148,3 @@ def _pieces():
     yield "three pieces", rng.standard_normal((3, 4, 128)), rng.standard_normal((3, 4))
     lses[0, 1] = lses[2, 1] = lses[1:, 2] = lses[:3, 3] = lses[:, 0] = -np.inf
     yield "pieces of which some see nothing", np.where(np.isneginf(lses)[..., None], 0.0, outs), lses
-
-
-def _judge_merge(out, lse, outs, lses, name: str) -> None:
-    top = lses.max(axis=0)
-    weights = np.exp(lses - np.where(np.isneginf(top), 0.0, top))
-    total = weights.sum(axis=0)
-    with np.errstate(divide="ignore"):
-        exact_lse = np.where(np.isneginf(top), 0.0, top) + np.log(total)
-    exact = np.einsum("pr,prh->rh", weights, outs) / np.where(total > 0, total, 1.0)[:, None]
-    if out.shape != exact.shape or lse.shape != exact_lse.shape:
-        raise NotYet(
-            f"{name}: out and lse have shapes {out.shape} and {lse.shape}; they must be {exact.shape} and "
-            f"{exact_lse.shape}: the pieces' axis is gone."
-        )
-    close = lambda x, y: np.allclose(x, y, rtol=1e-4, atol=1e-4)  # An answer in float32 is right too.
-    if close(out, exact) and close(lse, exact_lse):
-        return
-    if np.isnan(out).any() or np.isnan(lse).any():
-        if np.isneginf(exact_lse).any():
-            raise NotYet(f"{name}: there is a NaN. Where all pieces are empty, out must be 0 and lse -inf.")
-        raise NotYet(f"{name}: there is a NaN. Does exp(lse) overflow, or become 0? Subtract the largest lse first.")
-    if not np.isfinite(lse[np.isfinite(exact_lse)]).all():
-        raise NotYet(f"{name}: lse is infinite. Subtract the largest lse first.")
-    if close(lse, exact_lse) and close(out, outs.mean(axis=0)):
-        raise NotYet(f"{name}: pieces have not the same weight: one may hold nearly all of the sum.")
-    if close(lse, exact_lse) and close(out, outs.sum(axis=0)):
-        raise NotYet(f"{name}: each piece is divided by its own sum already: weigh them.")
-    if close(lse, top):
-        raise NotYet(f"{name}: the sums of exponentials add up; the largest lse is not all.")
-    if close(lse, exact_lse):
-        raise NotYet(f"{name}: lse is right, out is not. A piece's weight is exp(its lse), as a share of all.")
-    raise NotYet(f"{name}: lse must be the natural logarithm of the sum of all exp(lse).")
-
-
-def _judge_last_block(out, exact, seen: int, poison: int | None) -> None:
-    """Raises NotYet unless `out` is `exact`, which has NaN only for a token's own."""
-    if out.shape != exact.shape:
-        raise NotYet(f"the result has shape {out.shape}; it must be {exact.shape}")
-    what = f"{seen} tokens in the block"
-    is_finite = np.isfinite(exact)
-    if (~np.isfinite(out[is_finite])).any():
-        raise NotYet(
-            f"{what}: NaN from row {max(poison, seen)} of v, where no token is, has reached the result. 0 times NaN is "
-            "NaN: write zeros over these values, from row `seen` on."
-        )
-    if np.isfinite(out[~is_finite]).any():
-        raise NotYet(
-            f"{what}: token {poison} has a NaN of its own, which is gone from the result: clear no other rows."
-        )
-    if not np.allclose(out[is_finite], exact[is_finite], rtol=2e-3, atol=2e-2):
-        raise NotYet(f"{what}: the result is wrong. Rows 0 to {seen - 1} of v must stay as they are.")
-
-
-def _judge_ids(out, values, exact, ids) -> None:
-    """Raises NotYet for the first page that is not as it should be."""
-    for column, (page, mine, right) in enumerate(zip(ids, out, exact, strict=True)):
-        if (mine == right).all():
-            continue
-        where = f"ids {ids}, column {column}"
-        if 0 <= page < len(values):
-            raise NotYet(f"{where}: page {page} is in the cache, but its tokens are not in the result.")
-        theirs = [i for i, other in enumerate(values) if (mine == other).all()]
-        if theirs:
-            raise NotYet(
-                f"{where}: {page} is no page, and the result has page {theirs[0]}, which is another sequence's."
-            )
-        raise NotYet(f"{where}: {page} is no page; its tokens must be zeros.")

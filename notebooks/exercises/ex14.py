@@ -1,11 +1,12 @@
 """Chapter 14's exercises: keys that a query sees, tiles of a batch, the mask of a tile, and a neighbour's NaN."""
 
 import collections
+import functools
 import itertools
 
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel
+from exercises.judge import NotYet, checker, normal, require_answers, require_close, run_kernel, wide
 
 BATCHES = [  # Lengths of queries, and queries of a tile.
     ((100, 1, 37, 64), 64),
@@ -52,42 +53,66 @@ MASKS = {
 @checker
 def check_keys(answer) -> str:
     """Exercise 1: `answer(t, i, cu_q, cu_kv, left)` is (first, end) of the rows of k that a query sees."""
-    anything = lambda rng: ((rng.integers(0, 6, 4).tolist(), rng.integers(0, 9, 4).tolist()), int(rng.integers(0, 9)))
-    for (q_lens, kv_lens), left in (*itertools.product(SEQUENCES, (0, 1, 3, 100)), *drawn(anything)):
+
+    def queries(q_lens, kv_lens, left):
         cu_q, cu_kv = (np.append(0, np.cumsum(lens)) for lens in (q_lens, kv_lens))
-        for i, (num_q, num_kv) in enumerate(zip(q_lens, kv_lens, strict=True)):
-            for t in range(num_q):
-                where = (
-                    f"for query {t} of sequence {i}, which has {num_q} queries and {num_kv} keys from row "
-                    f"{cu_kv[i]} on, and left = {left}"
-                )
-                given = answer(t, i, cu_q.copy(), cu_kv.copy(), left)
-                if given is None:
-                    raise NotYet("keys_of returns None: write its body.")
-                try:
-                    first, end = (int(x) for x in given)
-                except (TypeError, ValueError) as error:
-                    raise NotYet(f"{where}, the answer is {given!r}; it must be (first, end).") from error
-                _judge_keys(first, end, t, num_q, num_kv, int(cu_kv[i]), left, where)
+        return [(t, i, cu_q, cu_kv, left) for i, num_q in enumerate(q_lens) for t in range(num_q)]
+
+    def draw(rng):
+        cases = queries([2, *rng.integers(0, 6, 3)], rng.integers(0, 9, 4), int(rng.integers(0, 9)))
+        return cases[rng.integers(len(cases))]
+
+    def rows(t, i, cu_q, cu_kv, left, *, aligned=True, start=True, bound=True):
+        num_q, num_kv = np.diff(cu_q)[i], np.diff(cu_kv)[i]
+        position = num_kv - num_q + t if aligned else t
+        first = max(position - left, 0) if bound else position - left
+        return [int(cu_kv[i] * start + key) for key in range(first, max(position + 1, 0))]
+
+    @functools.wraps(answer)
+    def of_range(*case):
+        given = answer(*case)
+        if not isinstance(given, tuple | list) or len(given) != 2:
+            raise NotYet(f"keys_of gives {given!r}; it must be (first, end).")
+        if given[1] < given[0]:
+            raise NotYet(f"keys_of gives {given}: where nothing is seen, first and end are equal.")
+        return list(range(*map(int, given)))
+
+    likely = (
+        (dict(aligned=False), "That is aligned at the starts; the last query sees the last key."),
+        (dict(start=False), "The answer counts keys of the sequence; rows of k are asked for."),
+        (dict(bound=False), "A sequence has no keys before its first."),
+    )
+    said = "Its last query sees its last key, and each query `left` keys before its own position."
+    cases = [case for lens, left in itertools.product(SEQUENCES, (0, 1, 3, 100)) for case in queries(*lens, left)]
+    require_answers(of_range, cases, rows, likely, said, draw=draw)
     return "Aligned at the ends: a chunk, a decode token and a whole prompt are one case."
 
 
 @checker
 def check_tiles(answer) -> str:
     """Exercise 2: `answer(cu_q, queries)` is (first rows, numbers of queries) of the tiles, sequence after sequence."""
-    anything = lambda rng: (rng.integers(0, 200, 6).tolist(), int(rng.integers(1, 99)))
-    for lengths, queries in (*BATCHES, *drawn(anything)):
-        where = f"for lengths {lengths} and {queries} queries a tile"
-        cu_q = np.append(0, np.cumsum(lengths))
-        given = answer(cu_q.copy(), queries)
-        if given is None:
-            raise NotYet("tiles_of returns None: write its body.")
-        try:
-            rows, nums = (np.asarray(x).astype(int).tolist() for x in given)
-            given = list(zip(rows, nums, strict=True))
-        except (TypeError, ValueError) as error:
-            raise NotYet(f"{where}, the answer must be two arrays with one entry for each tile.") from error
-        _judge_tiles(given, cu_q, queries, where)
+
+    def tiles(cu_q, queries):
+        borders = itertools.pairwise(cu_q.tolist())
+        return [(row, min(queries, end - row)) for start, end in borders for row in range(start, end, queries)]
+
+    @functools.wraps(answer)
+    def in_pairs(cu_q, queries):
+        given = answer(cu_q, queries)
+        if not isinstance(given, tuple) or len(given) != 2 or np.shape(given[0]) != np.shape(given[1]):
+            raise NotYet("tiles_of must return two arrays with one entry for each tile: write its body.")
+        return list(zip(*(np.asarray(x).tolist() for x in given), strict=True))
+
+    likely = (
+        (lambda cu_q, n: [(row, min(n, cu_q[-1] - row)) for row in range(0, cu_q[-1], n)], "A tile reaches over the "
+         "border of a sequence."),
+        (lambda cu_q, n: [(row, n) for row, _ in tiles(cu_q, n)], "A tile reaches over the border of a sequence."),
+        (lambda *case: tiles(*case)[::-1], "The tiles are right, but their order is not that of the rows."),
+    )  # fmt: skip
+    said = "Each sequence begins a tile, its last one may have fewer queries, and an empty sequence has no tile."
+    cases = [(np.append(0, np.cumsum(lengths)), queries) for lengths, queries in BATCHES]
+    draw = lambda rng: (np.append(0, np.cumsum(rng.integers(0, 200, 6))), int(rng.integers(1, 99)))
+    require_answers(in_pairs, cases, tiles, likely, said, draw=draw)
     return "No tile reaches over a border, and every query has one."
 
 
@@ -97,17 +122,11 @@ def check_mask(answer) -> str:
     for q_lens, kv_lens in MASKED:
         listed = _list(q_lens, kv_lens)
         v = normal(sum(kv_lens), (sum(kv_lens) // 8 * 8 + 128, 64), jnp.bfloat16)
-        out = np.asarray(run_kernel(answer, v, jnp.asarray(listed)), np.float64)
-        shape = (len(listed), 64, 64)
-        if out.shape != shape:
-            raise NotYet(f"the result has shape {out.shape}; it must be {shape}")
-        for n, tile in enumerate(listed):
-            fields = ", ".join(f"{name} {x}" for name, x in zip(Tile._fields, tile, strict=True))
-            where = f"sequences of {q_lens} queries and {kv_lens} keys, tile {n} ({fields})"
-            exact = _seen_sums(v, tile, SEES)
-            if said := _mask_hint(out[n], v, tile, exact):
-                raise NotYet(f"{where}: {said}")
-            require_close(out[n], exact, 2e-3, where)
+        out = run_kernel(answer, v, jnp.asarray(listed))
+        sums = lambda sees, v=v, listed=listed: np.stack([_seen_sums(v, tile, sees) for tile in listed])
+        likely = ((sums(sees), said) for said, sees in MASKS.items())
+        what = f"sequences of {q_lens} queries and {kv_lens} keys, (tile, row, column)"
+        require_close(out, sums(SEES), 2e-3, what, likely)
     return "All in the coordinates of the list. The end of the keys matters only for rows that are no queries."
 
 
@@ -121,69 +140,13 @@ def check_sums(answer) -> str:
         weights = normal(15, (24,))
         out = np.asarray(run_kernel(answer, jnp.asarray(v), weights, jnp.asarray(cu_kv)))
         parts = [slice(start, end) for start, end in itertools.pairwise(cu_kv)]
-        exact = np.array([np.asarray(weights, np.float64)[part] @ v[part] for part in parts])
+        exact = np.array([wide(weights)[part] @ v[part] for part in parts])
         if out.shape == exact.shape and (wrong := (np.isnan(out) != np.isnan(exact)).any(axis=1)).any():
             seq = int(np.argmax(wrong))
-            if np.isnan(exact[seq]).any():
-                raise NotYet(
-                    f"row {poisoned[0]} holds NaN, and the sum of sequence {seq}, to which it belongs, has none"
-                )
-            where = f"row {poisoned[0]} holds NaN, and so does" if poisoned else "there is a NaN in"
-            raise NotYet(f"{where} the sum of sequence {seq}, to which that row does not belong")
+            what = "to which it belongs, has none" if np.isnan(exact[seq]).any() else "to which it does not belong, too"
+            raise NotYet(f"row {poisoned[0] if poisoned else 0} holds NaN, and the sum of sequence {seq}, {what}")
         require_close(out, exact, 1e-4, f"with NaN in rows {list(poisoned)}" if poisoned else "without any NaN")
     return "Zeros take the place of the products, so no NaN is multiplied."
-
-
-def _judge_keys(first: int, end: int, t: int, num_q: int, num_kv: int, start: int, left: int, where: str):
-    """Raises NotYet unless the query sees the rows from `first` to `end`."""
-    position = num_kv - num_q + t
-    seen = [start + j for j in range(num_kv) if position - left <= j <= position]
-    if end < first:
-        raise NotYet(f"{where}, the end, {end}, lies before the first, {first}: where nothing is seen they are equal.")
-    given = list(range(first, end))
-    if given == seen:
-        return
-    if not seen:
-        raise NotYet(f"{where}, it sees nothing, and rows {first} to {end - 1} are given.")
-    if [row + start for row in given] == seen:
-        raise NotYet(f"{where}, the answer counts keys of the sequence; rows of k are asked for.")
-    if given == [start + j for j in range(num_kv) if t - left <= j <= t]:
-        raise NotYet(f"{where}, the answer is aligned at the starts; the last query sees the last key.")
-    if any(row < start for row in given):
-        raise NotYet(f"{where}, row {first} belongs to the sequence before.")
-    if any(row >= start + num_kv for row in given):
-        raise NotYet(f"{where}, row {end - 1} belongs to the sequence after it.")
-    raise NotYet(f"{where}, it sees rows {seen[0]} to {seen[-1]}, not {first} to {end - 1}.")
-
-
-def _judge_tiles(given: list[tuple[int, int]], cu_q, queries: int, where: str):
-    """Raises NotYet unless `given` are (first row, number) of the tiles."""
-    wanted = [
-        (first, min(queries, int(end) - first))
-        for start, end in itertools.pairwise(cu_q)
-        for first in range(int(start), int(end), queries)
-    ]
-    if given == wanted:
-        return
-    if any(num <= 0 for _, num in given):
-        raise NotYet(f"{where}, there is a tile without queries: an empty sequence has no tile.")
-    if any(num > queries for _, num in given):
-        raise NotYet(f"{where}, a tile has {max(num for _, num in given)} queries.")
-    starts = [int(start) for start in cu_q[1:-1]]
-    for first, num in given:
-        if crossed := [start for start in starts if first < start < first + num]:
-            raise NotYet(
-                f"{where}, the tile of rows {first} to {first + num - 1} reaches over the border at row {crossed[0]}."
-            )
-    if sorted(given) == wanted:
-        raise NotYet(f"{where}, the tiles are right, but their order is not that of the rows.")
-    if len(given) != len(wanted):
-        raise NotYet(f"{where}, there are {len(given)} tiles; it must be {len(wanted)}.")
-    n = next(n for n, pair in enumerate(zip(given, wanted, strict=True)) if pair[0] != pair[1])
-    raise NotYet(
-        f"{where}, tile {n} begins at row {given[n][0]} with {given[n][1]} queries; it must begin at row "
-        f"{wanted[n][0]} with {wanted[n][1]}."
-    )
 
 
 def _list(q_lens, kv_lens):
@@ -202,12 +165,4 @@ def _seen_sums(v, tile, sees):
     """The sums of the values of a tile's rows, if row `row` sees key `key` where `sees(row, key, tile)`."""
     t = Tile(*tile)
     row, key = np.arange(64)[:, None], np.arange(-(-t.num_kv // 64) * 64)
-    return sees(row, key, t) @ np.asarray(v, np.float64)[t.source + key]
-
-
-def _mask_hint(out, v, tile, exact):
-    """Names the mistake that explains the sums of a tile."""
-    close = lambda wanted: np.allclose(out, wanted, rtol=2e-3, atol=2e-3)
-    if close(exact):
-        return None
-    return next((said for said, sees in MASKS.items() if close(_seen_sums(v, tile, sees))), None)
+    return sees(row, key, t) @ wide(v)[t.source + key]

@@ -2,11 +2,10 @@
 
 import functools
 import itertools
-import operator
 
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, drawn
+from exercises.judge import NotYet, checker, require_answers
 
 from serving import PageAllocator, Request, Scheduler
 
@@ -31,26 +30,28 @@ def check_noisy(answer) -> str:
     temperatures = np.float32([0.8, 1.0, 0.0, 0.5, 1.3])
     seeds, positions = [7, 123, 9, 2**32 - 1, 40], [12, 300, 5, 0, 77]
     scores = _scores(answer, logits, temperatures, seeds, positions)
-    if not np.array_equal(scores[2], logits[2]):
-        raise NotYet("a temperature of 0 is greedy: that row's scores must be its logits, with nothing added.")
-    if np.array_equal(scores, logits):
-        raise NotYet("no row has noise: add it where the temperature is above 0.")
     noise = functools.partial(_noise, answer)
-    of_all = noise(seeds, positions)
-    if np.ptp(of_all[0]) == 0:
-        raise NotYet("all tokens of a row have the same noise, which changes no choice: draw one number for each.")
-    if not np.array_equal(of_all, noise(seeds, positions)):
-        raise NotYet("the same call twice has other noise: nothing but seed and position may go into a key.")
-    if not np.allclose(scores, logits + temperatures[:, None] * of_all, atol=1e-4):
-        raise NotYet("the noise must be multiplied by the row's temperature, and added to the logits as they are.")
-    if not np.array_equal(of_all, noise(seeds[::-1], positions[::-1])[::-1]):
-        raise NotYet("a request has other noise in another row: its row must not go into its key.")
-    if not np.array_equal(of_all[:2], noise(seeds[:2], positions[:2])):
-        raise NotYet("a request has other noise when others share its step: each row needs a key of its own.")
-    if np.array_equal(*noise([7, 7], [12, 13])):
-        raise NotYet("a request has the same noise at positions 12 and 13: its answer would repeat itself.")
-    if np.array_equal(*noise([7, 8], [12, 12])):
-        raise NotYet("requests with seeds 7 and 8 have the same noise: their answers would be alike.")
+    of_all, same = noise(seeds, positions), np.array_equal
+    for is_wrong, said in (
+        (not same(scores[2], logits[2]), "a temperature of 0 is greedy: its scores are its logits, nothing is added."),
+        (same(scores, logits), "no row has noise: add it where the temperature is above 0."),
+        (np.ptp(of_all[0]) == 0, "all tokens of a row have the same noise, which changes no choice: draw one number "
+         "for each."),
+        (not same(of_all, noise(seeds, positions)), "the same call twice has other noise: nothing but seed and "
+         "position may go into a key."),
+        (not np.allclose(scores, logits + temperatures[:, None] * of_all, atol=1e-4), "the noise must be multiplied by "
+         "the row's temperature, and added to the logits as they are."),
+        (not same(of_all, noise(seeds[::-1], positions[::-1])[::-1]), "a request has other noise in another row: its "
+         "row must not go into its key."),
+        (not same(of_all[:2], noise(seeds[:2], positions[:2])), "a request has other noise when others share its step: "
+         "each row needs a key of its own."),
+        (same(*noise([7, 7], [12, 13])), "a request has the same noise at positions 12 and 13: its answer would repeat "
+         "itself."),
+        (same(*noise([7, 8], [12, 12])), "requests with seeds 7 and 8 have the same noise: their answers would be "
+         "alike."),
+    ):  # fmt: skip
+        if is_wrong:
+            raise NotYet(said)
     of_pairs = noise(*zip(*itertools.chain(*ALIKE), strict=True)).reshape(-1, 2, VOCABULARY)
     for ((seed, at), (other, at_other)), pair in zip(ALIKE, of_pairs, strict=True):
         if np.array_equal(*pair):
@@ -67,8 +68,6 @@ def _scores(answer, logits, temperatures, seeds, positions) -> np.ndarray:
         jnp.asarray(logits), jnp.asarray(temperatures, jnp.float32), jnp.asarray(seeds, jnp.uint32),
         jnp.asarray(positions, jnp.int32),
     )  # fmt: skip
-    if given is None:
-        raise NotYet("noisy returns None: write its body.")
     given = np.asarray(given)
     if given.shape != logits.shape:
         raise NotYet(f"for logits of shape {logits.shape} the scores have shape {given.shape}; it must be the same.")
@@ -117,41 +116,20 @@ PLANS = (  # tokens, pending, computed, most, row, budget: decoding, at the end,
 @checker
 def check_next_tokens(answer) -> str:
     """Exercise 2: `answer(tokens, pending, computed, most, row, budget)` is the tokens of a request's next chunk."""
-    for tokens, pending, computed, most, row, budget in (*PLANS, *drawn(_plan)):
-        where = f"for {tokens = }, {pending = }, {computed = }, {most = }, {row = }, {budget = }"
-        before = list(tokens)
-        given = answer(before, pending, computed, most, row, budget)
-        if given is None:
-            raise NotYet("next_tokens returns None: write its body.")
-        if before != tokens:
-            raise NotYet(f"{where}, it changes the request's own list of tokens, to {before}.")
-        try:
-            given = [operator.index(token) for token in given]
-        except TypeError as error:
-            raise NotYet(f"{where}, the answer is {given!r}; it must be a list of tokens.") from error
-        every = tokens + [-1 - row] * pending
-        exact = every[computed:][:budget] if len(every) < most else []
-        if given == exact:
-            continue
-        said = f"{where}, the answer is {given}"
-        if not exact:
-            raise NotYet(
-                f"{said}. With those that are pending the request has all {most} tokens: the last one is sampled, "
-                "and never computed."
-            )
-        if len(given) > budget:
-            raise NotYet(f"{said}: {len(given)} tokens are more than the budget.")
-        if not given:
-            raise NotYet(f"{said}: there is something to compute. The step need not know which token it is.")
-        if pending and given == [token if token >= 0 else -row for token in exact]:
-            raise NotYet(f"{said}. For row {row} the unknown token is {-1 - row}: -row would make row 0 a token.")
-        if pending and exact[-1] < 0 and given == exact[:-1]:
-            raise NotYet(f"{said}: the token that is pending can be computed too, as {-1 - row}.")
-        if exact[-1] >= 0 and any(token < 0 for token in given):
-            raise NotYet(f"{said}; it must be {exact}: all of these tokens are known.")
-        if len(given) > len(exact) and given[-len(exact) :] == exact:
-            raise NotYet(f"{said}: the first {computed} tokens are computed already.")
-        raise NotYet(f"{said}; it must be {exact}.")
+
+    def chunk(tokens, pending, computed, most, row, budget, *, unknown=lambda row: -1 - row, ends=True, waits=False):
+        every = tokens + [unknown(row)] * pending
+        return every[computed:][:budget] if (len(every) < most or not ends) and not (waits and pending) else []
+
+    likely = (
+        (dict(ends=False), "A request that has all its tokens, those that are pending too, is done: the last one is "
+         "sampled, and never computed."),
+        (dict(unknown=lambda row: -row), "-row would make row 0 a token: the unknown token of a row is -1 - row."),
+        (dict(waits=True), "There is something to compute. The step need not know which token it is."),
+        (lambda *case: chunk(*case[:5], 64), "That is more than the budget."),
+    )  # fmt: skip
+    said = "The tokens from `computed` on, as many as the budget allows; a pending one is -1 - row, and comes last."
+    require_answers(answer, PLANS, chunk, likely, said, draw=_plan)
     return "How many tokens there are is enough to plan a step. The device knows which they are when it needs them."
 
 
@@ -184,39 +162,24 @@ TOGETHER = (  # lengths, left, free, page_size, most.
 @checker
 def check_steps_together(answer) -> str:
     """Exercise 3: `answer(lengths, left, free, page_size, most)` is how many steps may go off in one program."""
-    for lengths, left, free, page_size, most in (*TOGETHER, *drawn(_together)):
-        where = f"for {lengths = }, {left = }, {free = }, {page_size = }, {most = }"
-        given = answer(list(lengths), list(left), free, page_size, most)
-        if given is None:
-            raise NotYet("steps_together returns None: write its body.")
-        try:
-            given = operator.index(given)
-        except TypeError as error:
-            raise NotYet(f"{where}, the answer is {given!r}; it must be a whole number.") from error
-        sequences = list(zip(lengths, left, strict=True))
-        pages = lambda tokens, size=page_size: -(-tokens // size)
-        need = lambda steps, of=sequences, pages=pages: sum(pages(n + min(steps, m)) - pages(n) for n, m in of)
-        powers = [2**i for i in range(most.bit_length()) if 2**i <= min(most, max(left))]
-        exact = max((count for count in powers if need(count) <= free), default=0)
-        if given == exact:
-            continue
-        said = f"{where}, the answer is {given}"
-        if given < 0 or given & (given - 1):
-            raise NotYet(f"{said}: a program is compiled for 1, 2, 4, ... steps, and for no other number.")
-        if given > most:
-            raise NotYet(f"{said}, more than {most}.")
-        if given > max(left):
-            raise NotYet(f"{said}, and no sequence has more than {max(left)} tokens left: the last steps are in vain.")
-        if need(given) > free:
-            raise NotYet(
-                f"{said}: these steps need {need(given)} more pages, and {free} are free. Each sequence rounds up for "
-                "itself."
-            )
-        if sum(pages(n + exact) - pages(n) for n in lengths) > free:
-            raise NotYet(f"{said}, and {exact} fit: a sequence with fewer tokens left needs no pages after its last.")
-        if given <= min(left) < exact:
-            raise NotYet(f"{said}, and {exact} fit: a sequence that ends leaves its row empty, and the others go on.")
-        raise NotYet(f"{said}, and {exact} fit: they need {need(exact)} more pages, of {free} that are free.")
+
+    def together(lengths, left, free, page_size, most, *, ends=True, of_left=max, powers=True):
+        pages = lambda tokens: -(-tokens // page_size)
+        for steps in range(min(most, of_left(left)), 0, -1):
+            of_each = [(n, min(steps, more) if ends else steps) for n, more in zip(lengths, left, strict=True)]
+            fits = sum(pages(n + more) - pages(n) for n, more in of_each) <= free
+            if fits and not (powers and steps & (steps - 1)):
+                return steps
+        return 0
+
+    likely = (
+        (dict(ends=False), "A sequence with fewer tokens left needs no pages after its last."),
+        (dict(of_left=min), "A sequence that ends leaves its row empty, and the others go on."),
+        (dict(of_left=lambda left: 99), "No sequence has as many tokens left: the last steps are in vain."),
+        (dict(powers=False), "A program is compiled for 1, 2, 4, ... steps, and for no other number."),
+    )
+    said = "The most steps, a power of two up to `most`, whose new pages are free; each sequence rounds up for itself."
+    require_answers(answer, TOGETHER, together, likely, said, draw=_together)
     return "The pages of all steps are known before the first: lengths do not depend on tokens."
 
 
@@ -257,24 +220,26 @@ class Device:
     def __init__(self, page_size: int, faults: dict):
         self.page_size, self.faults, self.calls = page_size, faults, dict(launch=0, wait=0)
         self.raised = self.problem = None  # In this step; what was wrong with it.
-        self.most_in_flight = self.age = 0
+        self.most_in_flight = 0
         self.forget()
 
     def forget(self):
         """An empty cache, and nothing in flight."""
-        self.cache, self.last, self.in_flight, self.age = {}, {}, [], self.age + 1
+        self.cache, self.last, self.in_flight = {}, {}, []
 
     def launch(self, chunks):
         """Sends off the step; returns what `wait` takes."""
-        if not chunks:
-            self._wrong("a step without chunks is launched.")
         self._fault("launch")
-        before, self.last, tokens = self.last, {}, []
+        before, self.last = self.last, {}
         for chunk in chunks:
-            state = self._state_of(chunk, before)
-            self.last[chunk.request] = state % 97
-            tokens.append(state % 97)
-        launched = (self.age, len(self.in_flight), tokens)
+            try:
+                self.last[chunk.request] = self._state_of(chunk, before) % 97
+            except LookupError:
+                self._wrong(
+                    "a step reads tokens that no step has computed, or from pages that its request has not: the books "
+                    "count a step that was refused, or lost with the device."
+                )
+        launched = list(self.last.values())
         self.in_flight.append(launched)
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         return launched
@@ -282,28 +247,15 @@ class Device:
     def wait(self, launched):
         """The tokens of a step, one for each of its chunks."""
         self._fault("wait")
-        if launched[0] != self.age:
-            self._wrong("a step is waited for that was lost with the device: nothing of it is in flight any more.")
         if not self.in_flight or self.in_flight[0] is not launched:
-            self._wrong("steps are waited for in another order than that of their launches, or twice.")
-        return self.in_flight.pop(0)[-1]
+            self._wrong("a step is waited for that was lost with the device, twice, or not in the order of launches.")
+        return self.in_flight.pop(0)
 
     def _state_of(self, chunk, before) -> int:
-        request, pages = chunk.request, chunk.request.pages
-        slot = lambda i: (pages[i // self.page_size], i % self.page_size)
-        if -(-chunk.end // self.page_size) > len(pages):
-            self._wrong("a chunk has no pages for its tokens: the step was taken back or its request lost them.")
-        state = 1
-        if chunk.start:
-            if slot(chunk.start - 1) not in self.cache:
-                self._wrong(
-                    f"a step reads keys and values of {chunk.start} tokens from pages to which nothing was written: "
-                    "the books count tokens that no step has computed."
-                )
-            state = self.cache[slot(chunk.start - 1)]
+        request = chunk.request
+        slot = lambda i: (request.pages[i // self.page_size], i % self.page_size)
+        state = self.cache[slot(chunk.start - 1)] if chunk.start else 1
         for i in range(chunk.start, chunk.end):
-            if i >= len(request.tokens) and request not in before:
-                self._wrong("a step needs the token of a step before it that was never computed.")
             token = request.tokens[i] if i < len(request.tokens) else before[request]
             state = self.cache[slot(i)] = _chained(state, token)
         return state
@@ -368,25 +320,20 @@ def check_loop(answer) -> str:
 def _step_once(loop, device: Device, where: str) -> None:
     """One step of an answer, whose exceptions are those of the device, or NotYet."""
     before, device.raised = device.calls.copy(), None
-    after = f"{where}, after {sum(before.values())} calls"
+    said = None
     try:
         loop.step()
     except (Refused, Lost, Interrupted):
-        if device.raised is None:
-            raise NotYet(f"{after}, step raises what the device did not raise.") from None
+        said = None if device.raised else "step raises what the device did not raise."
     except Exception as error:
-        if device.problem:
-            raise NotYet(f"{after}, {device.problem}") from error
-        raise NotYet(
-            f"{after}, step raises {type(error).__name__}: {error}. The books are not what the device has computed."
-        ) from error
+        said = f"step raises {type(error).__name__}: {error}. The books are not what the device has computed."
     else:
         if device.raised:
-            raise NotYet(f"{after}, the device raises {device.raised.__name__}, and step hides it: raise it again.")
-    if device.problem:
-        raise NotYet(f"{after}, {device.problem}")
-    if device.raised is None and device.calls == before:
-        raise NotYet(f"{after}, step neither launches anything nor waits, and requests have not ended.")
+            said = f"the device raises {device.raised.__name__}, and step hides it: raise it again."
+        elif device.calls == before:
+            said = "step neither launches anything nor waits, and requests have not ended."
+    if said := device.problem or said:
+        raise NotYet(f"{where}, after {sum(before.values())} calls, {said}")
 
 
 def _require_end(requests, scheduler: Scheduler, device: Device, where: str) -> None:

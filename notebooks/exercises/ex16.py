@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, drawn, normal, run_kernel
+from exercises.judge import NotYet, checker, normal, require_answers, require_close, run_kernel, wide
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -23,26 +23,32 @@ LEFT = (63, 64, 200, 32, 8, 1, 0, -27, 37)
 @checker
 def check_entries(answer) -> str:
     """`answer(m, num_groups, tile)` is the most entries that sizes of that many groups can need."""
-    anything = lambda rng: tuple(rng.integers((0, 1, 1), (2000, 40, 200)).tolist())
-    given = {case: answer(*case) for case in (*ENTRIES, *drawn(anything))}
-    for case, got in given.items():
-        _require_number("most_entries", case, got)
-        want = _most_entries(*case)
-        if got != want:
-            raise NotYet(f"most_entries{case} is {got}, and {want} is right. {_entries_hint(given, case)}")
+    likely = (
+        (lambda m, g, tile: -(-m // tile), "Groups share no tile: each may have one that is not full."),
+        (lambda m, g, tile: m // tile + g, "Nearly. With m // tile whole tiles, can every group have one more?"),
+        (lambda m, g, tile: -(-m // tile) + g, "That is room enough, and more than any sizes need."),
+        (lambda m, g, tile: -(-m // tile) + g - 1, "Nearly. How many rows do the groups have that need an entry more?"),
+        (lambda m, g, tile: (m + g * (tile - 1)) // tile, "An entry has at least one row."),
+    )
+    draw = lambda rng: rng.integers((0, 1, 1), (2000, 40, 200)).tolist()
+    said = "Give each group one row: what do the other rows add?"
+    require_answers(answer, ENTRIES, most_entries, likely, said, draw=draw)
     return "No sizes need more, and some need as many."
 
 
 @checker
 def check_copies(answer) -> str:
     """`answer(sizes, piece)` is how many copies all groups need for one column of pieces."""
-    anything = lambda rng: (tuple(rng.integers(0, 300, 4).tolist()), int(2 ** rng.integers(0, 8)))
-    given = {case: answer(*case) for case in (*COPIES, *drawn(anything))}
-    for case, got in given.items():
-        _require_number("copies", case, got)
-        want = _copies(*case)
-        if got != want:
-            raise NotYet(f"copies{case} is {got}, and {want} is right. {_copies_hint(given)}")
+    copies = lambda sizes, piece: sum(size // piece + (size % piece).bit_count() for size in sizes)
+    likely = (
+        (lambda sizes, piece: sum(-(-size // piece) for size in sizes), "The last piece of a group is several copies."),
+        (lambda sizes, piece: sum(sizes), "A copy moves more than one row."),
+        (lambda sizes, piece: copies([sum(sizes)], piece), "Pieces begin anew in every group."),
+        (lambda sizes, piece: sum(size.bit_count() for size in sizes), "No box is larger than a piece."),
+        (lambda sizes, piece: sum(size // piece for size in sizes), "And the last pieces, which are not whole?"),
+    )
+    draw = lambda rng: (tuple(rng.integers(0, 300, 4).tolist()), int(2 ** rng.integers(0, 8)))
+    require_answers(answer, COPIES, copies, likely, "Whole pieces, and then the rest in binary.", draw=draw)
     return "A whole piece is one copy; of the last one, as many as its rows have ones in binary."
 
 
@@ -52,19 +58,16 @@ def check_store(answer) -> str:
     values = normal(16, (64, 64), jnp.bfloat16)
     kernel = lambda values, left: _store_pieces(answer, values, left)
     out = np.asarray(run_kernel(kernel, values, jnp.asarray(LEFT, jnp.int32), copies={"store": 6}), np.float32)
-    written = ~np.isnan(out)
-    if not written.any():
-        raise NotYet("nothing was stored yet: write the body of store_rows.")
-    for left, mine, found in zip(LEFT, written, out, strict=True):
+    for left, mine, found in zip(LEFT, ~np.isnan(out), out, strict=True):
         rows = min(max(left, 0), 64)
         if mine[rows:].any():
-            row = rows + int(np.argwhere(mine[rows:].any(1))[0, 0])
+            row = rows + int(np.argmax(mine[rows:].any(1)))
             raise NotYet(f"left = {left}: row {row} was written, and it belongs to the next group.")
         if not mine[:rows].all():
-            row = int(np.argwhere(~mine[:rows].all(1))[0, 0])
+            row = int(np.argmin(mine[:rows].all(1)))
             raise NotYet(f"left = {left}: row {row} was never written. Are there boxes for each bit of left?")
-        if (found[:rows] != np.asarray(values, np.float32)[:rows]).any():
-            raise NotYet(f"left = {left}: a row is in another row's place. A box begins in both memories at one row.")
+        said = f"left = {left}, where a box begins in both memories at one row"
+        require_close(found[:rows], wide(values)[:rows], 0, said)
     return "Every row of the group is stored, and no other."
 
 
@@ -104,51 +107,6 @@ def _store_pieces(answer, values, left):
     )(values, left)
 
 
-def _require_number(name, case, got):
-    if got is None:
-        raise NotYet(f"{name} returns None: write its body.")
-    if isinstance(got, bool) or not isinstance(got, int | float | np.integer | np.floating):
-        raise NotYet(f"{name}{case} is {got!r}; it must be a number.")
-
-
-def _most_entries(m, num_groups, tile):
+def most_entries(m, num_groups, tile):
     # A row in each group, then whole tiles of what is left.
     return min(m, (m + num_groups * (tile - 1)) // tile)
-
-
-def _entries_hint(given, case):
-    likely = (
-        (lambda m, g, tile: -(-m // tile), "Groups share no tile: each may have one that is not full."),
-        (lambda m, g, tile: m // tile + g, "Nearly. With m // tile whole tiles, can every group have one more?"),
-        (lambda m, g, tile: -(-m // tile) + g, "That is room enough, and more than any sizes need."),
-        (lambda m, g, tile: -(-m // tile) + g - 1, "Nearly. How many rows do the groups have that need an entry more?"),
-        (lambda m, g, tile: (m + g * (tile - 1)) // tile, "An entry has at least one row."),
-    )
-    for wrong, text in likely:
-        if all(wrong(*these) == got for these, got in given.items()):
-            return text
-    return "Give each group one row: what do the other rows add?"
-
-
-def _copies(sizes, piece):
-    return sum(size // piece + (size % piece).bit_count() for size in sizes)
-
-
-def _copies_hint(given):
-    likely = (
-        (lambda sizes, piece: sum(-(-size // piece) for size in sizes), "The last piece of a group is several copies."),
-        (lambda sizes, piece: sum(sizes), "A copy moves more than one row."),
-        (
-            lambda sizes, piece: sum(sizes) // piece + (sum(sizes) % piece).bit_count(),
-            "Pieces begin anew in every group.",
-        ),
-        (
-            lambda sizes, piece: sum(size.bit_count() for size in sizes),
-            "No box is larger than a piece: larger groups have several whole ones.",
-        ),
-        (lambda sizes, piece: sum(size // piece for size in sizes), "And the last pieces, which are not whole?"),
-    )
-    for wrong, text in likely:
-        if all(wrong(*case) == got for case, got in given.items()):
-            return text
-    return "Whole pieces, and then the rest in binary."

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from exercises import judge
-from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel
+from exercises.judge import NotYet, checker, normal, require_answers, require_close, run_kernel, wide
 
 STEPS = ((0, 64), (0, 128), (64, 65), (70, 200), (8, 72), (7, 8), (70, 134), (3, 60), (45, 45), (71, 72), (129, 513))
 GROUPS = ((70, 0, 58, 1, 100), (5, 3, 130))  # Sizes.
@@ -17,17 +17,21 @@ WIDE, NARROW = 128, 8  # Columns of each matrix of exercise 3, and rows of each 
 @checker
 def check_steps(answer) -> str:
     """`answer(start, end)` is (steps, masked) of the sum along these rows."""
-    given = {
-        case: answer(*case) for case in (*STEPS, *drawn(lambda rng: tuple(sorted(rng.integers(0, 600, 2).tolist()))))
-    }
-    for case, got in given.items():
-        if got is None:
-            raise NotYet("steps_of_group returns None: write its body.")
-        if not isinstance(got, tuple) or len(got) != 2:
-            raise NotYet(f"steps_of_group{case} is {got!r}; it must be a pair: steps, and masked ones.")
-        want = _steps(*case)
-        if tuple(int(x) for x in got) != want:
-            raise NotYet(f"steps_of_group{case} is {got}, and {want} is right. {_steps_hint(given)}")
+
+    def twice(start, end):
+        steps = _steps(start, end)[0]
+        return steps, (steps > 0) * ((start % 8 > 0) + (start // 8 * 8 + 64 * steps > end))
+
+    likely = (
+        (dict(align=1), "The first step begins at a multiple of 8."),
+        (dict(align=64), "Tiles are found at multiples of 8 rows, not of 64."),
+        (twice, "A step that is both the first and the last counts once."),
+        (lambda *case: (_steps(*case)[0], min(2, _steps(*case)[0])), "An end on a step's border needs no mask."),
+        (lambda start, end: (-(-(end - start // 8 * 8) // 64), _steps(start, end)[1]), "An empty group has none."),
+    )
+    said = "Where does the first step begin, and where does the last one end?"
+    draw = lambda rng: sorted(rng.integers(0, 600, 2).tolist())
+    require_answers(answer, STEPS, _steps, likely, said, draw=draw)
     return "Only the ends of a group are masked, and a step that is both counts once."
 
 
@@ -57,7 +61,7 @@ def _sums(answer, lhs, rhs, ends):
 
 
 def _exact_sums(lhs, rhs, ends):
-    lhs, rhs = (np.asarray(x, np.float64) for x in (lhs, rhs))
+    lhs, rhs = wide(lhs, rhs)
     with np.errstate(invalid="ignore"):
         return [lhs[a:b].T @ rhs[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
@@ -69,18 +73,13 @@ def _judge_poisoned(found, exact, name, row, value, ends):
     for group, (mine, wanted) in enumerate(zip(found, exact, strict=True)):
         is_finite = np.isfinite(wanted)
         if not np.isfinite(mine[is_finite]).all():
-            raise NotYet(f"{what}, has reached the sum of group {group}. {_leak_hint(name)}")
+            hint = "0 times NaN is NaN: write zeros over a neighbour's rows, in both operands."
+            raise NotYet(f"{what}, has reached the sum of group {group}. {hint}")
         if np.isfinite(mine[~is_finite]).any():
             raise NotYet(f"{what}, is gone from the sum of group {group}: only neighbours' rows become zeros.")
         require_close(
             np.where(is_finite, mine, 0), np.where(is_finite, wanted, 0), 2e-3, f"{what}: the sum of group {group}"
         )
-
-
-def _leak_hint(name):
-    if name == "lhs":
-        return "0 times NaN is NaN: write zeros over a neighbour's rows."
-    return "The rows of rhs are factors too."
 
 
 @checker
@@ -101,7 +100,7 @@ def check_exchange(answer) -> str:
                 ) from problem
             raise
         what = f"{num_groups} groups, K = {k}"
-        exact = np.einsum("gmk,gkn->gmn", *(np.asarray(array, np.float64) for array in (x, w)))
+        exact = np.einsum("gmk,gkn->gmn", *wide(x, w))
         if out.shape == (num_groups, WIDE, NARROW):
             raise NotYet(f"{what}: the result has shape {out.shape}, which is transposed: exchange its last two axes")
         require_close(out, exact, 2e-3, what)
@@ -126,36 +125,27 @@ def check_combine(answer) -> str:
         what = f"{tokens} tokens, top-{top_k}"
         if out.dtype != jnp.bfloat16:
             raise NotYet(f"{what}: the result is {out.dtype}; it must be bfloat16")
-        exact = _combined(y, weights, rows)
-        if out.shape == exact.shape and (said := _combine_hint(np.asarray(out, np.float64), y, weights, rows)):
-            raise NotYet(f"{what}: {said}")
+        in_order, ones = np.arange(rows.size).reshape(rows.shape), np.ones(rows.shape)
+        same = np.broadcast_to(weights[:, :1], rows.shape)
+        likely = (
+            (_combined(y, weights, in_order), "these are rows of y as they lie: rows[t, j] says where they are."),
+            (_combined(y, ones, in_order), "these are rows of y as they lie, without weights."),
+            (_combined(y, ones, rows), "the rows are added without their weights."),
+            (_combined(y, weights[:, :1], rows[:, :1]), "only each token's first row counts."),
+            (_combined(y, ones[:, :1], rows[:, :1]), "only each token's first row counts, without its weight."),
+            (_combined(y, same, rows), "each token's rows have one weight, its first."),
+            (wide(y)[: len(rows)], "these are the first rows of y: write the body."),
+        )
+        for wrong, said in likely:
+            if out.shape == wrong.shape and np.linalg.norm(wide(out) - wrong) < 0.02 * np.linalg.norm(wrong):
+                raise NotYet(f"{what}: {said}")
         # One rounding to bfloat16 moves a value by 2^-8 of it at most.
-        require_close(out, exact, 4e-3, f"{what} (sums in float32, one rounding)")
+        require_close(out, _combined(y, weights, rows), 4e-3, f"{what} (sums in float32, one rounding)")
     return "The rows are gathered, and added in the same order in every run."
 
 
 def _combined(y, weights, rows):
-    y, weights, rows = np.asarray(y, np.float64), np.asarray(weights, np.float64), np.asarray(rows)
-    return (weights[:, :, None] * y[rows]).sum(1)
-
-
-def _combine_hint(out, y, weights, rows):
-    """Names the mistake that explains a result."""
-    in_order = jnp.arange(rows.size).reshape(rows.shape)
-    likely = {
-        "these are rows of y as they lie: rows[t, j] says where a token's rows are.": (weights, in_order),
-        "these are rows of y as they lie, without weights: rows[t, j] says where.": (jnp.ones_like(weights), in_order),
-        "the rows are added without their weights.": (jnp.ones_like(weights), rows),
-        "only each token's first row counts.": (weights[:, :1], rows[:, :1]),
-        "only each token's first row counts, without its weight.": (jnp.ones_like(weights[:, :1]), rows[:, :1]),
-        "each token's rows have one weight, its first.": (jnp.broadcast_to(weights[:, :1], rows.shape), rows),
-    }
-    for said, (scale, places) in likely.items():
-        wrong = _combined(y, scale, places)
-        if np.linalg.norm(out - wrong) < 0.02 * np.linalg.norm(wrong):
-            return said
-    first = np.asarray(y, np.float64)[: len(rows)]
-    return "these are the first rows of y: write the body." if np.allclose(out, first) else None
+    return (wide(weights)[:, :, None] * wide(y)[np.asarray(rows)]).sum(1)
 
 
 def _steps(start, end, *, align=8, step=64):
@@ -167,29 +157,3 @@ def _steps(start, end, *, align=8, step=64):
     if first + steps * step > end:
         ends |= {steps - 1}
     return steps, len(ends)
-
-
-def _steps_hint(given):
-    def twice(start, end):
-        if end <= start:
-            return 0, 0
-        first, steps = start // 8 * 8, _steps(start, end)[0]
-        return steps, (first < start) + (first + steps * 64 > end)
-
-    likely = (
-        (lambda *case: _steps(*case, align=1), "The first step begins at a multiple of 8."),
-        (lambda *case: _steps(*case, align=64), "Tiles are found at multiples of 8 rows, not of 64."),
-        (twice, "A step that is both the first and the last counts once."),
-        (
-            lambda *case: (_steps(*case)[0], min(2, _steps(*case)[0])),
-            "An end that lies on a step's border needs no mask.",
-        ),
-        (
-            lambda start, end: (-(-(end - start // 8 * 8) // 64), _steps(start, end)[1]),
-            "A group without a row has none.",
-        ),
-    )
-    for wrong, text in likely:
-        if all(tuple(int(x) for x in wrong(*case)) == tuple(int(x) for x in got) for case, got in given.items()):
-            return text
-    return "Where does the first step begin, and where does the last one end?"

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, play_kernel, require_close, run_kernel
+from exercises.judge import NotYet, checker, normal, play_kernel, require_close, run_kernel, wide
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -20,15 +20,18 @@ def check_combine(answer) -> str:
     parts = [(float(np.exp(-rng.exponential())), rng.standard_normal((3, 2))) for _ in range(4)]
     given = [(decay, state.copy()) for decay, state in parts]
     got = answer(*given[:2])
-    if got is None:
-        raise NotYet("combine returns None: write its body.")
     if not isinstance(got, tuple) or len(got) != 2:
         raise NotYet(f"combine returns {got!r}; it must be a pair: the decay and the state of both parts.")
     if any((state != kept).any() for (_, state), (_, kept) in zip(given, parts, strict=True)):
         raise NotYet("combine has changed a state that it was given: return a new one.")
-    _require_pair(got, _combine(*parts[:2]), parts)
+    (d0, s0), (d1, s1) = parts[:2]
+    likely = (
+        (s0 + s1, "the state of the first part goes through the second one, and decays there."),
+        (d0 * s1 + s0, "the parts are exchanged: the first one comes before the second one."),
+    )
+    _require_pair(got, _combine(*parts[:2]), likely)
     whole = answer(answer(parts[0], parts[1]), answer(parts[2], parts[3]))
-    _require_pair(whole, _combine(_combine(_combine(*parts[:2]), parts[2]), parts[3]), parts)
+    _require_pair(whole, _combine(_combine(_combine(*parts[:2]), parts[2]), parts[3]))
     return "Any neighbours may be combined first, so parts need not wait for each other."
 
 
@@ -39,30 +42,16 @@ def check_weights(answer) -> str:
     for strength, dtype in ((0.05, np.float32), (30.0, np.float32), (400.0, np.float32)):
         cum = -np.cumsum(strength * rng.uniform(size=16)).astype(dtype)
         got, overflows = _with_overflows(answer, cum)
-        if got is None:
-            raise NotYet("decays returns None: write its body.")
-        got = np.asarray(got, np.float64)
-        if got.shape != (16, 16):
-            raise NotYet(
-                f"the result has shape {got.shape}; it must be (16, 16): a row for each t, a column for each s."
-            )
         with np.errstate(under="ignore"):
-            exact = np.tril(np.exp(np.minimum(np.float64(cum)[:, None] - np.float64(cum), 0.0)))
-        if np.allclose(got, exact.T, atol=1e-4) and not np.allclose(got, exact, atol=1e-4):
-            raise NotYet("rows and columns are exchanged: row t, column s.")
-        if np.isnan(got).any():
-            raise NotYet(
-                f"cum ends at {cum[-1]:.0f}, and {np.isnan(got).sum()} of the weights are NaN. Where does an "
-                "exponential overflow, and what is infinity times zero?"
-            )
-        if np.triu(got, 1).any():
-            raise NotYet("a token sees tokens that come after it: mask them.")
-        if not np.allclose(got, exact, atol=1e-4, rtol=1e-3):
-            t, s = (int(i) for i in np.argwhere(~np.isclose(got, exact, atol=1e-4, rtol=1e-3))[0])
-            raise NotYet(
-                f"cum ends at {cum[-1]:.3g}: the weight of t = {t}, s = {s} is {got[t, s]:.3g}; it must be "
-                f"{exact[t, s]:.3g}"
-            )
+            exact = np.tril(np.exp(np.minimum(wide(cum)[:, None] - wide(cum), 0.0)))
+        what = f"cum ends at {cum[-1]:.3g}, and the weight of t = row, s = column"
+        if np.isnan(wide(got)).any():
+            raise NotYet(f"{what} is NaN. Where does an exponential overflow, and what is infinity times zero?")
+        if np.ndim(got) == 2 and np.triu(got, 1).any() and not np.tril(got, -1).any():
+            raise NotYet(f"{what}: rows and columns are exchanged.")
+        if np.ndim(got) == 2 and np.triu(got, 1).any():
+            raise NotYet(f"{what}: a token sees tokens that come after it: mask them.")
+        require_close(np.asarray(got), exact, 1e-3, what)
         if overflows or _has_no_gradient(answer, cum):
             raise NotYet(
                 f"cum ends at {cum[-1]:.0f}, and an exponential overflows before it is masked. The result is right, "
@@ -93,19 +82,14 @@ def check_add_chunk(answer) -> str:
     k, v = normal(17, (2, CHUNK, N), jnp.bfloat16), normal(18, (2, CHUNK, P), jnp.bfloat16)
     w = jnp.asarray(np.random.default_rng(19).uniform(0.1, 1.0, (2, CHUNK)), jnp.float32)
     chunks = functools.partial(_chunks, answer)
-    out = np.asarray(run_kernel(chunks, k, v, w), np.float64)
+    out = run_kernel(chunks, k, v, w)
     ((block,),) = play_kernel(chunks, k, v, w)
     if not block.count("product"):
         raise NotYet("nothing was multiplied yet: write the body of add_chunk.")
-    wide = [np.asarray(x, np.float64) for x in (k, v, w)]
-    exact = sum(np.einsum("tp,tn->pn", w[:, None] * v, k) for k, v, w in zip(*wide, strict=True))
-    for wrong, text in (
-        (sum(np.einsum("tp,tn->pn", v, k) for k, v, _ in zip(*wide, strict=True)), "the weights are missing."),
-        (exact - np.einsum("tp,tn->pn", wide[2][0][:, None] * wide[1][0], wide[0][0]), "the first chunk is lost."),
-    ):
-        if np.abs(out - wrong).max() < 0.05 * np.abs(exact).max():
-            raise NotYet(text)
-    require_close(out, exact, 2e-2, "the state after two chunks")
+    added = [w[:, None] * v for w, v in zip(wide(w), wide(v), strict=True)]
+    sums = lambda values: [np.einsum("tp,tn->pn", v, k) for v, k in zip(values, wide(k), strict=True)]
+    likely = ((sum(sums(wide(v))), "the weights are missing."), (sums(added)[1], "the first chunk is lost."))
+    require_close(out, sum(sums(added)), 2e-2, "the state after two chunks", likely)
     return "What a warpgroup stores, it commits before WGMMA may read it."
 
 
@@ -141,38 +125,24 @@ def check_token_step(answer) -> str:
     found = run_kernel(answer, state, q, k, v, decay)
     if not isinstance(found, list | tuple) or len(found) != 2:
         raise NotYet("the kernel must return a pair: the state after the token, and the output")
-    before, q, k, v = (np.asarray(x, np.float64) for x in (state, q, k, v))
+    before, q, k, v = wide(state, q, k, v)
     after = 0.25 * before + np.outer(v, k)
-    require_close(found[0], after, 1e-4, "the state" + _step_hint(found[0], before, k, v))
-    if np.allclose(found[1], before @ q, rtol=1e-3, atol=1e-3):
-        raise NotYet("the output reads the state before the token; it must read the state after it")
-    require_close(found[1], after @ q, 1e-3, "the output")
-    return "One token: every number of the state is read once and written once, which is all that its time consists of."
-
-
-def _step_hint(got, before, k, v) -> str:
-    likely = (
-        (before + np.outer(v, k), ", which does not decay"),
-        (0.25 * (before + np.outer(v, k)), ", which decays after the token instead of before it"),
-        (before + v[:, None], ", without the key"),
+    states = (
+        (before + np.outer(v, k), "it does not decay."),
+        (0.25 * (before + np.outer(v, k)), "it decays after the token instead of before it."),
+        (before + v[:, None], "it is made without the key."),
     )
-    return next((said for wrong, said in likely if np.allclose(got, wrong, atol=1e-4)), "")
+    require_close(found[0], after, 1e-4, "the state", states)
+    reads_before = [(before @ q, "it reads the state before the token; it must read the state after it.")]
+    require_close(found[1], after @ q, 1e-3, "the output", reads_before)
+    return "One token: every number of the state is read once and written once, which is all that its time consists of."
 
 
 def _combine(first, second):
     return second[0] * first[0], second[0] * first[1] + second[1]
 
 
-def _require_pair(got, wanted, parts):
-    decay, state = got
-    if np.shape(state) != wanted[1].shape:
-        raise NotYet(f"the state has shape {np.shape(state)}; it must be {wanted[1].shape}")
-    if not np.allclose(decay, wanted[0]):
-        raise NotYet("the decay is wrong: what becomes of a state that goes through both parts?")
-    if not np.allclose(state, wanted[1]):
-        (d0, s0), (d1, s1) = parts[:2]
-        if np.allclose(state, s0 + s1):
-            raise NotYet("the state of the first part goes through the second one, and decays there.")
-        if np.allclose(state, d0 * s1 + s0):
-            raise NotYet("the parts are exchanged: the first one comes before the second one.")
-        raise NotYet("the state is wrong: the first part's, after the second part, and the second part's own.")
+def _require_pair(got, wanted, likely=()):
+    said = "what becomes of a state that goes through both parts?"
+    require_close(np.asarray(got[0]), wide(wanted[0]), 1e-5, f"the decay is wrong: {said}")
+    require_close(np.asarray(got[1]), wanted[1], 1e-5, f"the state is wrong: {said}", likely)

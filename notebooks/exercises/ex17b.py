@@ -6,7 +6,7 @@ import unittest.mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, require_close, run_kernel
+from exercises.judge import NotYet, checker, normal, require_close, run_kernel, wide
 from jax.extend.core import Var, jaxprs_in_params
 
 P, N, CHUNK = 64, 128, 64  # Sizes of the kernels' state, and of a chunk.
@@ -22,9 +22,8 @@ def check_write_errors(answer) -> str:
     q, k, v = normal(1, (TOKENS, N)), _unit(normal(2, (TOKENS, N))), normal(3, (TOKENS, P))
     k = k.at[3].set(k[1]).at[5].set(0.8 * k[0] + 0.6 * k[4])  # One key comes again, and one is alike two others.
     beta = jnp.asarray(np.random.default_rng(4).uniform(0.3, 0.9, TOKENS), jnp.float32)
-    found = np.asarray(run_kernel(answer, q, k, v, beta), np.float64)
-    args = [np.asarray(x, np.float64) for x in (q, k, v, beta)]
-    for change, text in (
+    found, args = run_kernel(answer, q, k, v, beta), wide(q, k, v, beta)
+    changes = (
         (lambda s, q, k, v, beta: beta * v, "the value is written as it is: read what the state has for the key first"),
         (lambda s, q, k, v, beta: v - s @ k, "the whole error is written; beta says which part of it"),
         (lambda s, q, k, v, beta: beta * v - s @ k, "beta is a factor of the error, not of the value alone"),
@@ -32,12 +31,10 @@ def check_write_errors(answer) -> str:
         (lambda s, q, k, v, beta: beta * (v + s @ k), "what was read must be subtracted; here it is added"),
         (lambda s, q, k, v, beta: -beta * (v - s @ k), "the sign of the error is the other one"),
         (lambda s, q, k, v, beta: beta * (v - s @ q), "the query was read for; the error is that of the key"),
-    ):  # fmt: skip
-        if np.allclose(found, _delta(*args, change), rtol=1e-3, atol=1e-3):
-            raise NotYet(f"{text}.")
-    if np.allclose(found, _delta(*args, late=False), rtol=1e-3, atol=1e-3):
-        raise NotYet("the output reads the state before the token; it must read the state after it.")
-    require_close(found, _delta(*args), 1e-3, "the outputs")
+    )  # fmt: skip
+    likely = [(_delta(*args, change), f"{said}.") for change, said in changes]
+    likely += [(_delta(*args, late=False), "the output reads the state before the token, not the one after it.")]
+    require_close(found, _delta(*args), 1e-3, "the outputs", likely)
     return "A key that comes again finds its old value, and only the difference is written."
 
 
@@ -64,37 +61,33 @@ def check_lower(answer) -> str:
     forgets = np.where(np.arange(CHUNK) % 9 == 4, -200.0, mild)
     for name, g in (("mild decays", mild), ("tokens that forget everything", forgets)):
         cum = jnp.asarray(np.cumsum(g), jnp.float32)
-        found = np.asarray(run_kernel(answer, k, beta, cum), np.float64)
-        if found.shape != (CHUNK, CHUNK):
-            raise NotYet(f"the result has shape {found.shape}; it must be (64, 64)")
-        _judge_lower(found, *(np.asarray(x, np.float64) for x in (k, beta, cum)), name)
+        found = run_kernel(answer, k, beta, cum)
+        _judge_lower(found, *wide(k, beta, cum), name)
     _require_finite(jax.make_jaxpr(lambda *args: answer(*args))(k, beta, cum).jaxpr)
     return "A token corrects what earlier ones have written, with its own beta, and no exponent is positive."
 
 
 def _judge_lower(found, k, beta, cum, name):
     pairs = np.tril(k @ k.T * np.exp(np.minimum(cum[:, None] - cum, 0)))
-    exact, tail = np.tril(beta[:, None] * pairs, -1), f", with {name}."
-    if np.isnan(found).any():
+    exact = np.tril(beta[:, None] * pairs, -1)
+    if found.shape == exact.shape and np.isnan(wide(found)).any():
         raise NotYet(
-            f"{np.isnan(found).sum()} numbers are NaN{tail} Above the diagonal the exponent is positive, and infinity "
-            "times 0 is NaN: mask the exponent, not the exponential."
+            f"with {name}, {np.isnan(wide(found)).sum()} numbers are NaN: above the diagonal the exponent is positive, "
+            "and infinity times 0 is NaN. Mask the exponent, not the exponential."
         )
-    if np.triu(found, 1).any():
-        raise NotYet(f"there are numbers above the diagonal{tail} A token knows none that come later.")
-    has_diagonal = np.abs(np.diag(found)).max() > 1e-3
-    for values, text in (
-        (beta[None] * pairs, "beta is that of the column s. A token corrects with its own: that of the row t"),
-        (pairs, "beta is missing"),
-        (beta[:, None] * np.tril(k @ k.T), "the decay is missing"),
-    ):
-        if np.allclose(found, np.tril(values, 0 if has_diagonal else -1), rtol=1e-3, atol=1e-4):
-            raise NotYet(f"{text}{tail}")
-    if has_diagonal:
-        raise NotYet(f"the diagonal is not zero{tail} A token's own u is not among those that it has to subtract.")
-    if np.allclose(found, -exact, rtol=1e-3, atol=1e-4):
-        raise NotYet(f"the sign is the other one{tail} The inverse is that of 1 + L.")
-    require_close(found, exact, 5e-3, name)
+    if found.shape == exact.shape and np.triu(found, 1).any():
+        raise NotYet(f"with {name}, there are numbers above the diagonal: a token knows none that come later.")
+    wrongs = (
+        (beta[None] * pairs, "beta is that of the column s. A token corrects with its own: that of the row t."),
+        (pairs, "beta is missing."),
+        (beta[:, None] * np.tril(k @ k.T), "the decay is missing."),
+    )
+    likely = [(np.tril(values, diagonal), said) for values, said in wrongs for diagonal in (-1, 0)]
+    likely += [
+        (-exact, "the sign is the other one. The inverse is that of 1 + L."),
+        (beta[:, None] * pairs, "the diagonal is not zero: a token's own u is none of those that it subtracts."),
+    ]
+    require_close(found, exact, 5e-3, name, likely)
 
 
 def _require_finite(jaxpr) -> None:
@@ -132,30 +125,27 @@ def check_double(answer) -> str:
     """`answer(d, lower, block)` is one step of doubling."""
     rng = np.random.default_rng(17)
     for size in (4, 16):
-        lower = np.tril(rng.standard_normal((size, size)), -1)
-        d, block = np.eye(size), 1
+        lower, block = np.tril(rng.standard_normal((size, size)), -1), 1
+        blocks = np.kron(np.eye(size // 2), np.tril(rng.standard_normal((2, 2))))  # No inverse of blocks of `lower`.
         while block < size:
-            got = _judge_step(answer, d, lower, block)
-            wanted = _doubled(lower, 2 * block)
-            if not np.allclose(got, wanted):
-                raise NotYet(f"size {size}, blocks of {block}: {_double_hint(got, wanted, d, lower, block)}")
-            d, block = wanted, 2 * block
-        other = np.kron(np.eye(size // 2), np.tril(rng.standard_normal((2, 2))))  # No inverse of blocks of `lower`.
-        e = np.where(_joins(size, 2), lower, 0.0)
-        if not np.allclose(_judge_step(answer, other, lower, 2), other - other @ e @ other):
-            raise NotYet("the inverses are computed anew, without d: a step makes them of d, with two products.")
+            index = np.arange(size) // block
+            wide_e = np.where(index[:, None] == index + 1, lower, 0.0)
+            e = np.where(index[:, None] % 2 == 1, wide_e, 0.0)
+            for d in (_inverses(lower, block), blocks)[: 1 + (block == 2)]:
+                with _without_inverses():
+                    got = answer(d.copy(), lower.copy(), block)
+                likely = (
+                    (d, "nothing has changed."),
+                    (d + d @ e @ d, "a sign is wrong."),
+                    (d - e, "e is multiplied by the inverses on both sides."),
+                    (d - d @ wide_e @ d, "e also has what lies between blocks that do not become one: mask it."),
+                    (d - d @ lower @ d, "e is a part of lower alone: mask it."),
+                    (_inverses(lower, 2 * block), "the inverses are computed anew, without d: a step makes them of d."),
+                )
+                what = f"size {size}, blocks of {block}: the inverses of twice the size, of d by two products"
+                require_close(np.asarray(got), d - d @ e @ d, 1e-6, what, likely)
+            block *= 2
     return "Two products a step, and as many steps as the size has bits."
-
-
-def _judge_step(answer, d, lower, block):
-    with _without_inverses():
-        got = answer(d.copy(), lower.copy(), block)
-    if got is None:
-        raise NotYet("double returns None: write its body.")
-    got = np.asarray(got, np.float64)
-    if got.shape != d.shape:
-        raise NotYet(f"the result has shape {got.shape}; it must be {d.shape}")
-    return got
 
 
 @contextlib.contextmanager
@@ -171,37 +161,10 @@ def _without_inverses():
         yield
 
 
-def _joins(size, block):
-    """Where two neighbouring blocks that become one are joined, below the diagonal."""
-    index = np.arange(size) // block
-    return (index[:, None] == index + 1) & (index[:, None] % 2 == 1)
-
-
-def _doubled(lower, block):
-    """The inverses of blocks on the diagonal."""
-    size = len(lower)
-    out = np.zeros_like(lower)
-    for i in range(0, size, block):
-        mine = slice(i, i + block)
-        out[mine, mine] = np.linalg.inv(np.eye(block) + lower[mine, mine])
-    return out
-
-
-def _double_hint(got, wanted, d, lower, block):
+def _inverses(lower, block):
+    """The inverses of the blocks on the diagonal of 1 + lower."""
     index = np.arange(len(lower)) // block
-    e = np.where(_joins(len(lower), block), lower, 0.0)
-    wide = np.where(index[:, None] == index + 1, lower, 0.0)
-    likely = (
-        (d, "nothing has changed."),
-        (d + d @ e @ d, "a sign is wrong."),
-        (d - e, "e is multiplied by the inverses on both sides."),
-        (d - d @ wide @ d, "e also has what lies between blocks that do not become one: mask it."),
-        (d - d @ lower @ d, "e is a part of lower alone: mask it."),
-    )
-    for wrong, text in likely:
-        if np.allclose(got, wrong) and not np.allclose(wrong, wanted):
-            return text
-    return "it is not the inverse of the blocks on the diagonal."
+    return np.linalg.inv(np.eye(len(lower)) + np.where(index[:, None] == index, lower, 0.0))
 
 
 # Exercise 4: the state after a chunk ----------------------------------------------------------------------------------
@@ -214,19 +177,15 @@ def check_next_state(answer) -> str:
     state, v = 0.5 * normal(7, (P, N)), normal(8, (CHUNK, P), jnp.bfloat16)
     k = _unit(normal(9, (CHUNK, N)) + normal(10, (N,))).astype(jnp.bfloat16)  # Keys that are alike.
     beta = jnp.asarray(rng.uniform(0.2, 1.0, CHUNK), jnp.float32)
-    wide = [np.asarray(x, np.float64) for x in (state, k, v, beta)]
-    lower = np.tril(wide[3][:, None] * (wide[1] @ wide[1].T), -1)
+    lower = np.tril(wide(beta)[:, None] * (wide(k) @ wide(k).T), -1)
     inverse = jnp.asarray(np.linalg.inv(np.eye(CHUNK) + lower), jnp.bfloat16)
     args = state, k, v, beta, inverse
-    out = np.asarray(run_kernel(answer, *args), np.float64)
-    exact = _next(*wide, np.asarray(inverse, np.float64))
-    if out.shape != exact.shape:
-        raise NotYet(f"the result has shape {out.shape}; it must be {exact.shape}")
-    for wrong, text in _wrong_states(*wide, np.asarray(inverse, np.float64)):
-        if _error(out, wrong) < 0.02 < _error(exact, wrong):
-            raise NotYet(f"{text}.")
-    if not _error(out, exact) < 0.02:  # The state, the errors and u are rounded to bfloat16.
-        require_close(out, exact, 0.05, "the state after the chunk")
+    out, exact = run_kernel(answer, *args), _next(*wide(*args))
+    for wrong, said in _wrong_states(*wide(*args)):
+        if out.shape == wrong.shape and _error(wide(out), wrong) < 0.02 < _error(exact, wrong):
+            raise NotYet(f"{said}.")
+    require_close(out, exact, 0.05, "the state after the chunk")
+    if _error(wide(out), exact) > 0.02:  # The state, the errors and u are rounded to bfloat16.
         raise NotYet("the state after the chunk is near the right one, but not as near as roundings explain.")
     return "Three products in a row, each of which needs the one before: this is the chain from chunk to chunk."
 

@@ -3,7 +3,7 @@
 The first two are protocols. The simulator of `cookbook.nvlink` runs them in random orders.
 """
 
-from exercises.judge import NotYet, checker, drawn
+from exercises.judge import NotYet, checker, require_answers
 
 from cookbook.nvlink.protocol import Flush, Read, Send, Signal, Wait
 from lab.nvlink_simulator import find_fault
@@ -21,34 +21,38 @@ ACTIONS = (Send, Flush, Signal, Wait, Read)
 @checker
 def check_bytes(answer) -> str:
     """Exercise 3: `answer(n, nbytes)` is how many bytes leave each device in an all-reduce."""
-    given = {case: answer(*case) for case in (*BYTES, *drawn(lambda rng: tuple(rng.integers(1, 9999, 2).tolist())))}
-    for case, got in given.items():
-        if got is None:
-            raise NotYet("all_reduce_bytes returns None: write its body.")
-        if isinstance(got, bool) or not hasattr(got, "__float__"):
-            raise NotYet(f"all_reduce_bytes{case} is {got!r}; it must be a number.")
-        if abs(float(got) - _bytes(*case)) > 1e-6 * _bytes(*case) + 1e-9:
-            raise NotYet(f"all_reduce_bytes{case} is {got}, and {_bytes(*case):g} is right. {_bytes_hint(given)}")
+    nbytes_of = lambda n, nbytes: 2 * (n - 1) * nbytes / n
+    likely = (
+        (lambda n, b: (n - 1) * b / n, "That is one of the two collectives."),
+        (lambda n, b: 2 * (n - 1) * b, "A shard is an n-th of the array. (Or is it the sum over all devices?)"),
+        (lambda n, b: (n - 1) * b, "A shard is an n-th of the array, and there are two collectives."),
+        (lambda n, b: 2 * b, "Nearly: a device sends nothing to itself."),
+    )
+    said = "Count what a device sends in the reduce-scatter, and then in the all-gather of the sums."
+    draw = lambda rng: rng.integers(1, 9999, 2).tolist()
+    require_answers(answer, BYTES, nbytes_of, likely, said, draw=draw)
     return "Twice nearly the array, however many devices there are."
 
 
 @checker
 def check_places(answer) -> str:
     """Exercise 4: `answer(sizes, d)` has (first row in the sender's array, first row in the result) for each device."""
-    for sizes in (*SIZES, *drawn(lambda rng: rng.integers(0, 20, (5, 5)).tolist())):
-        for d in range(len(sizes)):
-            got = answer([list(line) for line in sizes], d)
-            if got is None:
-                raise NotYet("places returns None: write its body.")
-            try:
-                got = [tuple(int(x) for x in pair) for pair in got]
-            except TypeError:
-                raise NotYet(f"places({sizes}, {d}) is {got!r}; it must be a list of pairs.") from None
-            want = _places(sizes, d)
-            if [len(pair) for pair in got] != [2] * len(sizes):
-                raise NotYet(f"places({sizes}, {d}) is {got}; it must have {len(sizes)} pairs, one for each device.")
-            if got != want:
-                raise NotYet(f"places({sizes}, {d}) is {got}, and {want} is right. {_places_hint(got, want, sizes, d)}")
+
+    def places(sizes, d, *, result=lambda sizes, d, p: sum(line[p] for line in sizes[:d])):
+        return [(sum(sizes[d][:p]), result(sizes, d, p)) for p in range(len(sizes))]
+
+    likely = (
+        (lambda *case: [pair[::-1] for pair in places(*case)], "In the sender's array a part begins after those for "
+         "lower devices."),
+        (dict(result=lambda sizes, d, p: sum(sizes[d][:p])), "In the result a part begins after those of lower "
+         "senders, not of lower receivers."),
+        (dict(result=lambda sizes, d, p: sum(line[p] for line in sizes[: d + 1])), "The sender's own part is not "
+         "before itself."),
+    )  # fmt: skip
+    said = "In the result a part begins after those that lower devices send to the same device."
+    cases = [(sizes, d) for sizes in SIZES for d in range(len(sizes))]
+    draw = lambda rng: (rng.integers(0, 20, (5, 5)).tolist(), int(rng.integers(5)))
+    require_answers(answer, cases, places, likely, said, draw=draw)
     return "Along a line in the sender's array, down a column in the results."
 
 
@@ -143,35 +147,3 @@ def _require_piece(d, n, i, actions) -> None:
         raise NotYet(f"device {d} of {n} sends {sends} in round {i}; it must send {wanted or 'nothing'}.")
     if reads and sends and [type(a) for a in actions].index(Send) < [type(a) for a in actions].index(Read):
         raise NotYet(f"device {d} of {n} sends piece {i} before it has read it.")
-
-
-def _bytes(n, nbytes):
-    return 2 * (n - 1) * nbytes / n
-
-
-def _bytes_hint(given):
-    likely = (
-        (lambda n, b: (n - 1) * b / n, "That is one of the two collectives."),
-        (lambda n, b: 2 * (n - 1) * b, "A shard is an n-th of the array."),
-        (lambda n, b: (n - 1) * b, "A shard is an n-th of the array, and there are two collectives."),
-        (lambda n, b: 2 * b, "Nearly: a device sends nothing to itself."),
-        (lambda n, b: 2 * (n - 1) * b / n * n, "That is the sum over all devices."),
-    )
-    for wrong, text in likely:
-        if all(abs(wrong(*case) - float(got)) < 1e-6 for case, got in given.items()):
-            return text
-    return "Count what a device sends in the reduce-scatter, and then in the all-gather of the sums."
-
-
-def _places(sizes, d):
-    return [(sum(sizes[d][:p]), sum(sizes[q][p] for q in range(d))) for p in range(len(sizes))]
-
-
-def _places_hint(got, want, sizes, d):
-    if [first for first, _ in got] != [first for first, _ in want]:
-        return "In the sender's array a part begins after the parts for lower devices."
-    if [row for _, row in got] == [first for first, _ in want]:
-        return "In the result a part begins after those of lower senders, not of lower receivers."
-    if [row for _, row in got] == [sum(line[p] for line in sizes[: d + 1]) for p in range(len(sizes))]:
-        return "The sender's own part is not before itself."
-    return "In the result a part begins after those that lower devices send to the same device."

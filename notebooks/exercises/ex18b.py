@@ -6,13 +6,14 @@ other devices: rows arrive at the last moment, when the kernel waits for them. R
 
 import contextlib
 import functools
+import itertools
 import math
 import unittest.mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel
+from exercises.judge import NotYet, checker, normal, require_answers, require_close, run_kernel, wide
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -35,15 +36,20 @@ SUMS = ((2, 0), (4, 1))  # Exercise 4: (devices, the kernel's device).
 @checker
 def check_overlapped(answer) -> str:
     """Exercise 2: `answer(n, product_us, gather_us, pieces)` is when the product of all shards ends."""
-    anything = lambda rng: tuple(rng.integers((2, 1, 0, 1), (9, 200, 200, 20)).tolist())
-    given = {case: answer(*case) for case in (*TIMES, *drawn(anything))}
-    for case, got in given.items():
-        if got is None:
-            raise NotYet("overlapped_us returns None: write its body.")
-        if isinstance(got, bool) or not hasattr(got, "__float__"):
-            raise NotYet(f"overlapped_us{case} is {got!r}; it must be a number.")
-        if abs(float(got) - _overlapped(*case)) > 1e-6 * _overlapped(*case):
-            raise NotYet(f"overlapped_us{case} is {got:g}, and {_overlapped(*case):g} is right. {_time_hint(given)}")
+    likely = (
+        (lambda n, product_us, gather_us, pieces: product_us + gather_us, "That is one after the other: the own shard "
+         "needs no gather."),
+        (lambda n, product_us, gather_us, pieces: max(product_us, gather_us), "Nearly: the last piece must be "
+         "multiplied after it has arrived."),
+        (lambda *case: _overlapped(*case[:3], 1), "The wait is for a whole shard: a piece can start when it is there."),
+        (dict(first=0), "A piece can start when all of it is there: piece i, from 1, arrives at i / ((n - 1) pieces)."),
+        (dict(own_first=False), "The own shard is there from the start: multiply it first."),
+        (lambda n, product_us, gather_us, pieces: gather_us + product_us / n / pieces, "A piece may also wait for the "
+         "product of the piece before it: take the later of the two."),
+    )  # fmt: skip
+    said = "A piece starts when it is there and the product before it is over: the later of the two."
+    draw = lambda rng: rng.integers((2, 1, 0, 1), (9, 200, 200, 20)).tolist()
+    require_answers(answer, TIMES, _overlapped, likely, said, draw=draw)
     one, many = (_overlapped(2, 100, 100, pieces) for pieces in (1, 50))
     return f"Two GPUs, 100 µs of each: {one:g} µs with whole shards, {many:g} µs with fifty pieces, and 100 at best."
 
@@ -57,7 +63,7 @@ def check_product(answer) -> str:
         kernel = lambda lhs, rhs, d=d, n=n, senders=senders: answer(lhs, rhs, d, n, senders)
         out = run_kernel(kernel, shards[d], rhs, stand_ins=peers.play)
         what = f"on device {d} of {n}, with {senders} sender{'s' * (senders > 1)} each"
-        exact = np.asarray(shards, np.float64) @ np.asarray(rhs, np.float64)
+        exact = wide(shards) @ wide(rhs)
         peers.judge(out, exact, what)
         require_close(out, exact, 0.01, what)
     return "The own shard first, and no tile waits for more rows than it needs."
@@ -66,19 +72,17 @@ def check_product(answer) -> str:
 @checker
 def check_senders(answer) -> str:
     """Exercise 3: `answer(problem, rate, choices)` is the number of senders of the least predicted time."""
-    sent = (*SENT, *drawn(_sent))
-    given = [answer(problem, rate, CHOICES) for problem, rate in sent]
-    for (problem, rate), got in zip(sent, given, strict=True):
-        if got is None:
-            raise NotYet("senders_for returns None: write its body.")
-        if got not in CHOICES:
-            raise NotYet(f"senders_for({problem}, ...) is {got!r}; it must be one of the choices {CHOICES}.")
-        if got != (want := _senders(problem, rate)):
-            raise NotYet(
-                f"senders_for({problem}, rate={rate:.0f}) is {got}, and {want} is right. {_senders_hint(sent, given)}"
-            )
-    wide, narrow = given[:2]
-    return f"At 20 GB/s of a sender, wide takes {wide} and narrow takes {narrow}: no number is right for both."
+    likely = (
+        (dict(gather=False), "That is best for the product alone: the gather must end, too."),
+        (dict(product=False), "That is best for the gather alone: senders' SMs do not multiply."),
+        (dict(tail=False), "A wave that is not full takes as long as a full one: round up."),
+        (dict(cut=False), "No number of senders stores faster than the link."),
+    )
+    said = f"Of {CHOICES}: predict both times; the longer one counts. Of equal choices take the fewest senders."
+    cases = [(problem, rate, CHOICES) for problem, rate in SENT]
+    require_answers(answer, cases, _senders, likely, said, draw=_sent)
+    wide_one, narrow = (_senders(*case) for case in cases[:2])
+    return f"At 20 GB/s of a sender, wide takes {wide_one} and narrow takes {narrow}: no number is right for both."
 
 
 @checker
@@ -209,52 +213,27 @@ class Senders(Host):
             raise NotYet(f"{what}: {self.fault}.")
         if out.shape != exact.shape:
             raise NotYet(f"{what}: the result has shape {out.shape}; it must be {exact.shape}")
-        unset = np.isnan(np.asarray(out, np.float32)).reshape(self.n, self.blocks, -1).any(-1)
-        if unset[self.d].any():
-            raise NotYet(
-                f"{what}: the rows of its own shard are missing. Nobody sends a device its own rows: they are in lhs."
-            )
-        for step in range(1, self.n):
-            for block in range(self.blocks):
-                if unset[self._owner(step), block]:
-                    self._refuse(step, block, what)
-        self._judge_order(what)
-
-    def _refuse(self, step, block, what):
-        count, rows = self.arrived[step - 1, block], f"block {block} of the shard of device {self._owner(step)}"
-        if count >= self.most:
-            raise NotYet(f"{what}: it reads {rows} before it waits for arrived[{step - 1}, {block}].")
-        if count:
-            raise NotYet(
-                f"{what}: it reads {rows} when arrived[{step - 1}, {block}] is {count}: the rows of "
-                f"{self.most - count} of {self.most} senders are not there yet."
-            )
-        raise NotYet(
-            f"{what}: it reads {rows}, and has not waited for arrived[{step - 1}, {block}]: the rows may not be there."
-        )
-
-    def _judge_order(self, what):
-        for step, block, done in self.waits:
-            if not all(done[0]):
+        unset = np.isnan(wide(out)).reshape(self.n, self.blocks, -1).any(-1)
+        for step, block in itertools.product(range(self.n), range(self.blocks)):
+            rows = f"block {block} of the shard of device {self._owner(step)}"
+            if unset[self._owner(step), block] and not step:
+                raise NotYet(f"{what}: {rows}, its own, is missing. Nobody sends it its own rows: they are in lhs.")
+            if unset[self._owner(step), block]:
                 raise NotYet(
-                    f"{what}: the result is right, but it waits for rows of device {self._owner(step)} before its own "
-                    "shard is multiplied. Those rows are there from the start: take them first."
+                    f"{what}: it reads {rows} before it has waited until arrived[{step - 1}, {block}] is {self.most} "
+                    f"(it waited until {self.arrived[step - 1, block]}): the rows of some senders may not be there yet."
                 )
-            earlier = [(s, b) for s in range(1, step + 1) for b in range(self.blocks) if (s, b) < (step, block)]
-            missing = [(s, b) for s, b in earlier if not done[s][b]]
-            known = [(s, b) for s, b, _ in self.waits]
-            if missing and missing[0] in known[: known.index((step, block))]:
-                raise NotYet(
-                    f"{what}: the result is right, but a tile of block {missing[0][1]} of device "
-                    f"{self._owner(missing[0][0])} waits for block {block} of device {self._owner(step)}, too. "
-                    "It needs only its own rows."
-                )
+        for i, (step, block, done) in enumerate(self.waits):
+            before = itertools.product(range(step + 1), range(self.blocks))
+            missing = [(s, b) for s, b in before if (s, b) < (step, block) and not done[s][b]]
             if missing:
                 s, b = missing[0]
+                waited = [wait[:2] for wait in self.waits[:i]]
+                why = "A tile needs only its own rows." if (s, b) in waited else "Those rows arrive before."
+                why = why if s else "Its own rows are there from the start: take them first."
                 raise NotYet(
-                    f"{what}: the result is right, but it waits for block {block} of device {self._owner(step)} "
-                    f"first, and block {b} of device {self._owner(s)} arrives before. In step s the shard of device "
-                    "d + s arrives."
+                    f"{what}: the result is right, but it waits for block {block} of device {self._owner(step)} before "
+                    f"block {b} of device {self._owner(s)} is multiplied. {why}"
                 )
 
 
@@ -341,85 +320,36 @@ class Owners(Host):
 
     def _judge_sum(self, out, own, what):
         rounded = lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
-        parts = self.parts.astype(np.float32)
-        in_order = lambda addends, each=lambda x: x: functools.reduce(lambda a, b: each(a + b), addends)
-        if out.shape != own.shape:
-            raise NotYet(f"{what}: the result has shape {out.shape}; it must be {own.shape}")
-        if np.isnan(out).any():
-            count = self.arrived.min()
-            raise NotYet(
-                f"{what}: it reads parts that have not arrived: it waited for {count} of {self.n - 1} signals."
-            )
-        if (out == rounded(in_order([own, *parts]))).all():
-            return
+        parts = list(self.parts.astype(np.float32))
+        in_order = lambda addends, each=lambda x: x: rounded(functools.reduce(lambda a, b: each(a + b), addends))
         likely = (
-            ([own], None, "That is the device's own part alone: the others' parts are not added."),
-            ([rounded(own), *parts], None, "Its own part was rounded before the sum: keep it in float32."),
-            ([own, *parts[::-1]], None, "The parts are added in another order: slot 0 comes first."),
-            ([*parts, own], None, "The own part comes first: then the parts are added to it, slot by slot."),
-            (
-                [own, *parts],
-                rounded,
-                "The sum is rounded after every addition: keep it in float32 and round it at the end.",
-            ),
-            ([own, in_order(list(parts))], None, "The parts are added to each other first: add each one to the sum."),
-        )
-        for addends, each, text in likely:
-            if (out == rounded(in_order(addends, *([each] if each else [])))).all():
-                raise NotYet(f"{what}: {text}")
-        exact = rounded(in_order([own, *parts])).astype(np.float64)
-        require_close(out, exact, 0, what)
+            (rounded(own), "that is the device's own part alone: the others' parts are not added."),
+            (in_order([rounded(own), *parts]), "its own part was rounded before the sum: keep it in float32."),
+            (in_order([own, *parts[::-1]]), "the parts are added in another order: slot 0 comes first."),
+            (in_order([*parts, own]), "the own part comes first: then the parts are added to it, slot by slot."),
+            (in_order([own, *parts], rounded), "the sum is rounded after every addition: keep it in float32 and round "
+             "it at the end."),
+        )  # fmt: skip
+        arrived = f"{what}, when it has waited for {self.arrived.min()} of {self.n - 1} signals"
+        require_close(out, wide(in_order([own, *parts])), 0, arrived, likely)
 
 
 # Right answers, and what is wrong with others -------------------------------------------------------------------------
 
 
-def _overlapped(n, product_us, gather_us, pieces):
-    now = product_us / n
-    for i in range(1, (n - 1) * pieces + 1):
+def _overlapped(n, product_us, gather_us, pieces, *, first=1, own_first=True):
+    now = product_us / n * own_first
+    for i in range(first, (n - 1) * pieces + first):
         now = max(now, gather_us * i / ((n - 1) * pieces)) + product_us / n / pieces
-    return now
-
-
-def _time_hint(given):
-    def whole(n, product_us, gather_us, pieces):
-        return _overlapped(n, product_us, gather_us, 1)
-
-    def at_once(n, product_us, gather_us, pieces):  # A piece is there when it starts to arrive.
-        now = product_us / n
-        for i in range((n - 1) * pieces):
-            now = max(now, gather_us * i / ((n - 1) * pieces)) + product_us / n / pieces
-        return now
-
-    def others_last(n, product_us, gather_us, pieces):  # The own shard is multiplied after the first piece is there.
-        now = 0
-        for i in range(1, (n - 1) * pieces + 1):
-            now = max(now, gather_us * i / ((n - 1) * pieces)) + product_us / n / pieces
-        return now + product_us / n
-
-    def idle(n, product_us, gather_us, pieces):  # Every piece waits, as if nothing was multiplied meanwhile.
-        return gather_us + product_us / n / pieces
-
-    likely = (
-        (lambda n, p, g, i: p + g, "That is one after the other: the own shard needs no gather."),
-        (lambda n, p, g, i: max(p, g), "Nearly: the last piece must be multiplied after it has arrived."),
-        (whole, "The wait is for a whole shard: a piece can start when it is there."),
-        (at_once, "A piece can start when all of it is there: piece i, from 1, arrives at i / ((n - 1) pieces)."),
-        (others_last, "The own shard is there from the start: multiply it first."),
-        (idle, "A piece may also wait for the product of the piece before it: take the later of the two."),
-    )
-    for wrong, text in likely:
-        if all(abs(wrong(*case) - float(got)) < 1e-6 for case, got in given.items()):
-            return text
-    return "A piece starts when it is there and the product before it is over: the later of the two."
+    return now + product_us / n * (not own_first)
 
 
 def _sent(rng):
     n, blocks, k, cols = rng.integers((2, 1, 2, 1), (9, 60, 60, 40)).tolist()
-    return Problem(n, 128 * blocks, 256 * k, 256 * cols), float(rng.integers(10, 60)) * 1e9
+    return Problem(n, 128 * blocks, 256 * k, 256 * cols), float(rng.integers(10, 60)) * 1e9, CHOICES
 
 
-def _senders(problem, rate, gather=True, product=True, cut=True, tail=True):
+def _senders(problem, rate, choices, *, gather=True, product=True, cut=True, tail=True):
     """The number of senders of the least time; the switches leave a part of it out."""
     link, peak = lab.roofline.peak("nvlink").value, lab.roofline.peak("bf16").value
     tiles = problem.n * problem.row_blocks * problem.columns
@@ -431,17 +361,4 @@ def _senders(problem, rate, gather=True, product=True, cut=True, tail=True):
         waves = tiles / (132 - senders)
         return max(arrive * gather, (math.ceil(waves) if tail else waves) * tile_s * product)
 
-    return min(CHOICES, key=lambda senders: (seconds(senders), senders))
-
-
-def _senders_hint(sent, given):
-    likely = (
-        (dict(gather=False), "That is best for the product alone: the gather must end, too."),
-        (dict(product=False), "That is best for the gather alone: senders' SMs do not multiply."),
-        (dict(tail=False), "A wave that is not full takes as long as a full one: round up."),
-        (dict(cut=False), "No number of senders stores faster than the link."),
-    )
-    for wrong, text in likely:
-        if given == [_senders(*case, **wrong) for case in sent]:
-            return text
-    return "Predict both times for each choice: the longer one counts. Of equal choices take the fewest senders."
+    return min(choices, key=lambda senders: (seconds(senders), senders))

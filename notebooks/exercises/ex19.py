@@ -6,7 +6,7 @@ import unittest.mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel
+from exercises.judge import NotYet, checker, normal, require_answers, require_close, run_kernel, wide
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -32,31 +32,21 @@ def check_commit(answer) -> str:
         out = run_kernel(answer, a, b, stand_ins=_commits_of_their_own, report_first=True)
     except NotYet as problem:
         raise NotYet(_commit_hint(str(problem))) from problem
-    require_close(out, np.asarray(a, np.float64) @ np.asarray(b, np.float64), 1e-2, "the product")
+    require_close(out, wide(a) @ wide(b), 1e-2, "the product")
     return "One arrival for each step, after both products, and one wait for each arrival."
 
 
 @checker
 def check_starts(answer) -> str:
     """Exercise 2: `answer(tiles, accumulators, multiply, store)` lists when the products of each tile start."""
-    given = {}
-    for case in (*SCHEDULES, *drawn(lambda rng: tuple(rng.integers(1, 7, 4).tolist()))):
-        got = answer(*case)
-        if got is None:
-            raise NotYet("starts returns None: write its body.")
-        try:
-            given[case] = [float(time) for time in got]
-        except (TypeError, ValueError) as error:
-            raise NotYet(f"starts{case} is {got!r}; it must be a list of times.") from error
-        if len(given[case]) != case[0]:
-            raise NotYet(f"starts{case} has {len(given[case])} times; there are {case[0]} tiles.")
-    for case, got in given.items():
-        if got != (want := [float(time) for time in _starts(*case)]):
-            tile = next(i for i, (mine, right) in enumerate(zip(got, want, strict=True)) if mine != right)
-            raise NotYet(
-                f"starts{case}: the products of tile {tile} start at {got[tile]:g}, and {want[tile]:g} is right. "
-                f"{_starts_hint(given)}"
-            )
+    likely = (
+        (dict(waits=False), "Its accumulator is one that an earlier tile has to leave first."),
+        (dict(in_turn=False), "One warpgroup stores, one tile after the other."),
+        (lambda tiles, _, *times: _starts(tiles, 1, *times), "The tile before it may be in another accumulator."),
+    )
+    said = "It waits for the products of the tile before, and for the store of the tile whose accumulator it gets."
+    draw = lambda rng: rng.integers(1, 7, 4).tolist()
+    require_answers(answer, SCHEDULES, _starts, likely, said, draw=draw)
     return "Where a store takes longer than a tile's products, more accumulators only put off the wait."
 
 
@@ -81,8 +71,9 @@ def check_store(answer) -> str:
     buffers = plgpu.SMEM((2, SIDE, QUARTER), jnp.bfloat16)
     kernel = lambda a, b: _kernel(a, b, _multiply, answer, accumulators=1, o_smem=buffers)
     _require_calls(kernel, a, b, copy_smem_to_gmem="nothing is stored yet: write the body of store_squares.")
-    out, sums = np.asarray(run_kernel(kernel, a, b), np.float64), _products(a, b)
-    if out.shape == sums.shape and (out == _rounded(_rounded(sums) ** 2)).all():
+    sums = _products(a, b)
+    out = run_kernel(kernel, a, b)
+    if out.shape == sums.shape and (wide(out) == _rounded(_rounded(sums) ** 2)).all():
         raise NotYet("the sums are rounded to bfloat16 before they are squared: square in float32, and round once.")
     require_close(out, _rounded(sums**2), 0, "the squares")
     if "wait_smem_to_gmem[n=1 " not in str(jax.make_jaxpr(kernel)(a, b)):
@@ -127,29 +118,16 @@ def _starts(tiles, accumulators, multiply, store, *, waits=True, in_turn=True):
             start = max(start, stored[tile - accumulators])
         starts.append(start)
         stored.append(max(start + multiply, stored[-1] if stored and in_turn else 0) + store)
-    return starts
-
-
-def _starts_hint(given):
-    likely = (
-        (lambda *case: _starts(*case, waits=False), "Its accumulator is one that an earlier tile has to leave first."),
-        (lambda *case: _starts(*case, in_turn=False), "One warpgroup stores, one tile after the other."),
-        (lambda tiles, _, *times: _starts(tiles, 1, *times), "The tile before it may be in another accumulator."),
-    )
-    for wrong, text in likely:
-        if all([float(time) for time in wrong(*case)] == got for case, got in given.items()):
-            return text
-    return "It waits for the products of the tile before, and for the store of the tile whose accumulator it gets."
+    return [float(time) for time in starts]
 
 
 def _products(a, b):
     """One product for each tile, one below the other."""
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64).reshape(-1, a.shape[1], SIDE)
-    return (a @ b).reshape(-1, SIDE)
+    return (wide(a) @ wide(b).reshape(-1, a.shape[1], SIDE)).reshape(-1, SIDE)
 
 
 def _rounded(x):
-    return np.asarray(jnp.asarray(x, jnp.float32).astype(jnp.bfloat16), np.float64)
+    return wide(jnp.asarray(x, jnp.float32).astype(jnp.bfloat16))
 
 
 def _require_calls(kernel, *args, **missing):

@@ -1,6 +1,7 @@
 """Chapter 19b's exercises: halves of a pair, tiles in any order, a scale of MXFP8 and a kernel for it, and columns."""
 
 import contextlib
+import functools
 import math
 import re
 import types
@@ -9,7 +10,7 @@ import unittest.mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel
+from exercises.judge import NotYet, checker, normal, require_answers, require_close, run_kernel
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -29,20 +30,29 @@ ORDER, ROWS = ((0, 3, 5, 6), (1, 4), (2,)), 64
 @checker
 def check_held(answer) -> str:
     """Exercise 1: `answer(row, col, tile_n, half)` has three slices: rows of A, columns of B, columns of o."""
-    for place in (*PLACES, *drawn(lambda rng: (256, 32, 32) * rng.integers(0, 8, 3) + (0, 0, 32))):
-        for half in range(2):
-            got = answer(*place, half)
-            if got is None:
-                raise NotYet("held returns None: write its body.")
-            if not isinstance(got, tuple | list) or [type(part) for part in got] != [slice] * 3:
-                raise NotYet(f"held{(*place, half)} is {got!r}; it must be three slices.")
-            want = _held(*place, half)
-            for name, mine, right in zip(("rows of A", "columns of B", "columns of o"), got, want, strict=True):
-                if (mine.start, mine.stop) != (right.start, right.stop):
-                    raise NotYet(
-                        f"held{(*place, half)}: the {name} are {mine.start} to {mine.stop}, and {right.start} to "
-                        f"{right.stop} is right. {_HELD_HINTS[name]}"
-                    )
+
+    @functools.wraps(answer)
+    def borders(*case):
+        given = answer(*case)
+        if not isinstance(given, tuple | list) or [type(part) for part in given] != [slice] * 3:
+            raise NotYet(f"held{case} is {given!r}; it must be three slices.")
+        return tuple((part.start, part.stop) for part in given)
+
+    def held(row, col, tile_n, half, *, own_rows=True, halves=True, all_sums=True):
+        first_col, cols = col + half * tile_n // 2, tile_n // 2
+        mine = (first_col, first_col + cols)
+        rows = row + 128 * half * own_rows
+        return (rows, rows + 128), mine if halves else (col, col + tile_n), (col, col + tile_n) if all_sums else mine
+
+    likely = (
+        (dict(own_rows=False), "Each block has 128 rows of its own."),
+        (dict(halves=False), "Each block holds half of the columns of B, block 0 the first."),
+        (dict(all_sums=False), "A block multiplies its rows with both halves of B, so it has all columns of o."),
+    )
+    said = "Rows of A, columns of B, columns of o, each as (first, end)."
+    cases = [(*place, half) for place in PLACES for half in (0, 1)]
+    draw = lambda rng: ((256, 32, 32, 1) * rng.integers(0, (8, 8, 8, 2)) + (0, 0, 32, 0)).tolist()
+    require_answers(borders, cases, held, likely, said, draw=draw)
     return "Own rows, half of B, and sums of all columns: that is where the bytes are saved."
 
 
@@ -64,19 +74,21 @@ def check_order(answer) -> str:
 @checker
 def check_exponent(answer) -> str:
     """Exercise 3: `answer(block)` is the exponent of the block's scale."""
-    given = {}
-    for values in (*BLOCKS, *drawn(lambda rng: tuple((rng.standard_normal(3) * 10.0 ** rng.integers(-9, 9)).tolist()))):
-        block = np.zeros(32, np.float32)
-        block[: len(values)] = values
-        given[values] = got = answer(block)
-        if got is None:
-            raise NotYet("exponent returns None: write its body.")
-        if isinstance(got, bool) or not hasattr(got, "__float__") or float(got) != int(got):
-            raise NotYet(f"for a block with {values} it is {got!r}; it must be a whole number.")
-    for values, got in given.items():
-        if int(got) != (want := _exponent(values)):
-            hint = _scale_hint(max(map(abs, values)), int(got))
-            raise NotYet(f"for a block with {values} it is {int(got)}, and {want} is right: {hint}")
+
+    def block_of(values):
+        return (np.pad(np.float32(values), (0, 32 - len(values))),)
+
+    whole = lambda block: int(exponent) if (exponent := answer(block)) == int(exponent) else exponent
+    right = lambda block: _exponent(block.tolist())
+    likely = (
+        (lambda block: math.floor(math.log2(np.abs(block).max())) - 8, "Then some value is above 448, where e4m3 ends: "
+         "it saturates."),
+        (lambda block: math.floor(math.log2(np.abs(block).max())) - 7, "Half the scale would do for some blocks."),
+        (lambda block: math.ceil(math.log2(max(block.max(), 1e-9) / 448)), "A negative value counts, too."),
+    )  # fmt: skip
+    said = "The largest absolute value over the scale is at most 448, and above 224."
+    draw = lambda rng: block_of(rng.standard_normal(3) * 10.0 ** rng.integers(-9, 9))
+    require_answers(functools.wraps(answer)(whole), map(block_of, BLOCKS), right, likely, said, draw=draw)
     return "Nothing saturates, and no bit is given away."
 
 
@@ -106,62 +118,21 @@ def check_quantize(answer) -> str:
 @checker
 def check_columns(answer) -> str:
     """Exercise 5: `answer(tile_n, accumulators, scaled)` is the number of columns that are allocated, or None."""
-    anything = lambda rng: (int(8 * rng.integers(1, 33)), int(rng.integers(1, 4)), bool(rng.integers(2)))
-    given = {case: answer(*case) for case in (*COLUMNS, *drawn(anything))}
-    if not any(given.values()):
-        raise NotYet("columns returns 0 for all: write its body.")
-    for case, got in given.items():
-        if got is not None and (isinstance(got, bool) or not isinstance(got, int | np.integer)):
-            raise NotYet(f"columns{case} is {got!r}; it must be a whole number, or None.")
-        if got != (want := _columns(*case)):
-            raise NotYet(f"columns{case} is {got}, and {want} is right. {_columns_hint(given)}")
+    likely = (
+        (dict(power=False), "It allocates powers of two, from 32 on."),
+        (lambda tile_n, accumulators, _: _columns(tile_n, accumulators, False), "Scales take columns as well."),
+        (dict(most=1024), "There are 512 columns."),
+    )
+    said = "Add up sums and scales, round up to a power of two from 32 on, and compare with 512."
+    draw = lambda rng: (int(8 * rng.integers(1, 33)), int(rng.integers(1, 4)), bool(rng.integers(2)))
+    require_answers(answer, COLUMNS, _columns, likely, said, draw=draw)
     return "So two accumulators of 256 columns leave no room for scales."
 
 
-def _columns(tile_n, accumulators, scaled):
-    scales = 4 + 4 * math.ceil(tile_n / 128) if scaled else 0
-    allocated = 32
-    while allocated < accumulators * tile_n + scales:
-        allocated *= 2
-    return allocated if allocated <= 512 else None
-
-
-def _columns_hint(given):
-    def plainly(tile_n, accumulators, scaled):
-        total = accumulators * tile_n + (4 + 4 * math.ceil(tile_n / 128) if scaled else 0)
-        return total if total <= 512 else None
-
-    def unscaled(tile_n, accumulators, scaled):
-        return _columns(tile_n, accumulators, False)
-
-    def unlimited(tile_n, accumulators, scaled):
-        scales = 4 + 4 * math.ceil(tile_n / 128) if scaled else 0
-        return max(32, 2 ** math.ceil(math.log2(accumulators * tile_n + scales)))
-
-    likely = (
-        (plainly, "It allocates powers of two, from 32 on."),
-        (unscaled, "Scales take columns as well."),
-        (unlimited, "There are 512 columns."),
-    )
-    for wrong, text in likely:
-        if all(wrong(*case) == got for case, got in given.items()):
-            return text
-    return "Add up sums and scales, round up to a power of two, and compare with 512."
-
-
-_HELD_HINTS = {
-    "rows of A": "Each block has 128 rows of its own.",
-    "columns of B": "Each block holds half of the columns, block 0 the first.",
-    "columns of o": "A block multiplies its rows with both halves of B.",
-}
-
-
-def _held(row, col, tile_n, half):
-    return (
-        slice(row + half * 128, row + (half + 1) * 128),
-        slice(col + half * tile_n // 2, col + (half + 1) * tile_n // 2),
-        slice(col, col + tile_n),
-    )
+def _columns(tile_n, accumulators, scaled, *, power=True, most=512):
+    total = accumulators * tile_n + (4 + 4 * math.ceil(tile_n / 128) if scaled else 0)
+    allocated = max(32, 2 ** math.ceil(math.log2(total))) if power else total
+    return allocated if allocated <= most else None
 
 
 def _exponent(values):

@@ -1,12 +1,9 @@
 """Chapter 22's exercises: a norm with its residual, a rotation to mend, gate and up in one tile, a step's time."""
 
-import functools
-import numbers
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel, speed
+from exercises.judge import NotYet, checker, normal, require_answers, require_close, run_kernel, speed, wide
 
 import cookbook
 
@@ -28,12 +25,15 @@ def check_added_norm(answer) -> str:
     """`answer(x, residual, scale)` is a kernel: the norm of residual + x in bfloat16, and the sum in float32."""
     x, residual, scale = normal(1, (3, 1024)), 2 * normal(2, (3, 1024)) + 0.5, normal(3, (1024,), jnp.bfloat16)
     y, total = _pair(run_kernel(answer, x, residual, scale))
-    _judge_norm(y, x, residual, scale)
-    _judge_total(total, x, residual)
+    _judge_norm(y, *wide(x, residual, scale))
+    exact, rounded = wide(x) + wide(residual), wide((x + residual).astype(jnp.bfloat16))
+    if np.array_equal(wide(total), rounded):
+        raise NotYet("the sum was rounded before it was stored. It goes on from layer to layer: keep it in float32.")
+    likely = [(wide(x), "total_gmem has x alone: it must have residual + x.")]
+    require_close(total, exact, 1e-6, "the sum, which the next norm adds to", likely)
     zero = jnp.zeros((2, 1024))
     y, _ = _pair(run_kernel(answer, zero, zero, scale))
-    if np.isnan(np.asarray(y, np.float32)).any():
-        raise NotYet("a row of zeros gives NaN: eps belongs under the root, beside the mean of squares.")
+    require_close(y, np.zeros(y.shape), 0, "a row of zeros (eps belongs under the root, beside the mean of squares)")
     praise = "The sum stays in registers between the addition and the norm: it is read by nobody and written once."
     ours = lambda x, residual, scale: cookbook.rms_norm(x, scale, residual=residual, out_dtype=jnp.bfloat16)
     of_size = jax.ShapeDtypeStruct((8192, 2048), jnp.float32)
@@ -54,36 +54,20 @@ def _normed(total, scale=1.0, *, of=None, mean=np.mean, eps=EPS):
     return total / np.sqrt(mean(of * of, axis=-1, keepdims=True) + eps) * scale
 
 
-def _judge_norm(y, *args):
-    x, residual, scale = (np.asarray(array, np.float64) for array in args)
-    total, y = residual + x, np.asarray(y, np.float64)
+def _judge_norm(y, x, residual, scale):
+    total = residual + x
     likely = (
         (_normed(x, scale), "this is the norm of x alone: add the residual before the squares."),
         (_normed(total, scale, of=x), "the root is that of x alone: the squares must be those of the sum."),
         (_normed(total), "the columns are not multiplied by scale."),
-        (
-            _normed(total, scale, mean=np.sum),
-            "that is the root of the sum of squares: divide by the number of columns.",
-        ),
+        (_normed(total, scale, mean=np.sum), "that is the root of the sum of squares: divide it by the columns."),
         (residual + _normed(x, scale), "x is normalised, and the residual added after it: add first."),
         (total * scale, "the sum is scaled and not divided by the root of its mean square."),
     )
-    for wrong, hint in likely:
-        if y.shape == wrong.shape and np.allclose(y, wrong, rtol=1e-2, atol=1e-2):
-            raise NotYet(hint)
+    for wrong, said in likely:
+        if y.shape == wrong.shape and np.allclose(wide(y), wrong, rtol=1e-2, atol=1e-2):
+            raise NotYet(said)
     require_close(y, _normed(total, scale), 1e-2, "the norm")
-
-
-def _judge_total(found, *args):
-    x, residual = (np.asarray(array, np.float64) for array in args)
-    found, exact = np.asarray(found, np.float64), residual + x
-    if np.isnan(found).all():
-        raise NotYet("the sum was never stored: the next norm adds to it. Write it to total_gmem.")
-    if np.allclose(found, x):
-        raise NotYet("total_gmem has x alone: it must have residual + x.")
-    if np.allclose(found, exact, rtol=2**-8) and not np.allclose(found, exact, rtol=1e-5, atol=1e-5):
-        raise NotYet("the sum was rounded before it was stored. It goes on from layer to layer: keep it in float32.")
-    require_close(found, exact, 1e-6, "the sum")
 
 
 # Exercise 2: a rotation to mend ---------------------------------------------------------------------------------------
@@ -109,10 +93,8 @@ def check_turned(answer) -> str:
 
 
 def _judge_turned(out, *args):
-    if out.shape != args[0].shape:
-        raise NotYet(f"the result has shape {out.shape}; it must be that of q, {args[0].shape}.")
-    q, cos, sin = (np.asarray(array, np.float64) for array in args)
-    out, (a, b), c, s = np.asarray(out, np.float64), np.split(q, 2, axis=2), cos[:, None], sin[:, None]
+    q, cos, sin = wide(*args)
+    (a, b), c, s = np.split(q, 2, axis=2), cos[:, None], sin[:, None]
     join = lambda *halves: np.concatenate(halves, axis=2)
     first, second = a * c - b * s, b * c + a * s
     even, odd = q[..., ::2], q[..., 1::2]
@@ -129,7 +111,7 @@ def _judge_turned(out, *args):
         (q, "nothing is turned"),
     )  # fmt: skip
     for wrong, hint in likely:
-        if np.allclose(out, wrong, rtol=2**-6, atol=2**-6):
+        if out.shape == wrong.shape and np.allclose(wide(out), wrong, rtol=2**-6, atol=2**-6):
             raise NotYet(f"with heads of {q.shape[2]}, {hint}.")
     require_close(out, join(first, second), 2**-6, f"with heads of {q.shape[2]}")
 
@@ -140,30 +122,7 @@ def _judge_turned(out, *args):
 @checker
 def check_source_row(answer) -> str:
     """`answer(row, hidden, piece)` is the row of the joined weight that lies at `row` of the reordered one."""
-    anything = lambda rng: (rng.integers(1, 20, 2).prod().item() * 6, 6)
-    tiles = (*TILES, *drawn(anything))
-    given = {(hidden, piece): [answer(row, hidden, piece) for row in range(2 * hidden)] for hidden, piece in tiles}
-    for (hidden, piece), rows in given.items():
-        where = f"with hidden = {hidden} and piece = {piece}"
-        for row, got in enumerate(rows):
-            if got is None:
-                raise NotYet("source_row returns None: write its body.")
-            if isinstance(got, bool) or not isinstance(got, numbers.Integral | np.integer):
-                raise NotYet(f"{where}, row {row} is {got!r}; it must be a whole number.")
-        exact = [_source_row(row, hidden, piece) for row in range(2 * hidden)]
-        wrong = [row for row, (got, want) in enumerate(zip(rows, exact, strict=True)) if got != want]
-        if wrong:
-            row = wrong[0]
-            raise NotYet(f"{where}, row {row} is row {rows[row]}, and {exact[row]} is right. {_rows_hint(given)}")
-    return "A value of the gate and its partner are in one tile, `piece` columns apart: one thread can have both."
 
-
-def _source_row(row: int, hidden: int, piece: int) -> int:
-    tile, place = divmod(row, 2 * piece)
-    return place // piece * hidden + tile * piece + place % piece
-
-
-def _rows_hint(given) -> str:
     def to(row, hidden, piece):
         which, i = divmod(row, hidden)
         return i // piece * 2 * piece + which * piece + i % piece
@@ -182,10 +141,16 @@ def _rows_hint(given) -> str:
          "A tile has 2 * piece rows, but only `piece` of each matrix: so the next tile goes on after `piece` of them."),
         (to, "That is the other direction: the place to which a row of the joined weight goes."),
     )  # fmt: skip
-    for wrong, text in likely:
-        if all(wrong(row, *case) == got for case, rows in given.items() for row, got in enumerate(rows)):
-            return text
-    return "Which tile is it in, at which place of the tile, and is that place of the gate or of up?"
+    said = "Which tile is it in, at which place of the tile, and is that place of the gate or of up?"
+    cases = [(row, *tile) for tile in TILES for row in range(2 * tile[0])]
+    draw = lambda rng: (int(rng.integers(12)), 6 * int(rng.integers(1, 200)), 6)
+    require_answers(answer, cases, _source_row, likely, said, draw=draw)
+    return "A value of the gate and its partner are in one tile, `piece` columns apart: one thread can have both."
+
+
+def _source_row(row: int, hidden: int, piece: int) -> int:
+    tile, place = divmod(row, 2 * piece)
+    return place // piece * hidden + tile * piece + place % piece
 
 
 # Exercise 4: the time of a step ---------------------------------------------------------------------------------------
@@ -194,15 +159,34 @@ def _rows_hint(given) -> str:
 @checker
 def check_step(answer) -> str:
     """`answer(weight_bytes, token_bytes, sequences, length, layers, launches, once, rate, us)` is a step's ms."""
-    given = {case: answer(*case) for case in (*STEPS, *drawn(_case))}
-    for case, got in given.items():
-        if got is None:
-            raise NotYet("step_milliseconds returns None: write its body.")
-        if isinstance(got, bool) or not isinstance(got, numbers.Real):
-            raise NotYet(f"step_milliseconds{case} is {got!r}; it must be a number.")
-        want = _step(*case)
-        if not np.isclose(got, want, rtol=1e-9):
-            raise NotYet(f"step_milliseconds{case} is {got:.6g}, and {want:.6g} is right. {_step_hint(given)}")
+    names = "weight_bytes", "token_bytes", "sequences", "length", "layers", "launches", "once", "rate", "us"
+
+    def of(**changes):
+        """The step with numbers that are others, each a function of the right ones."""
+
+        def step(*case):
+            right = dict(zip(names, case, strict=True))
+            return _step(**right | {name: change(right) for name, change in changes.items()})
+
+        return step
+
+    likely = (
+        (of(length=lambda of: of["length"] - 1), "Each sequence also writes the keys and values of its new token."),
+        (of(sequences=lambda of: 1), "Each sequence has keys and values of its own."),
+        (of(length=lambda of: 0), "Attention reads the keys and values of all tokens so far."),
+        (of(token_bytes=lambda of: 0), "Attention reads keys and values as well."),
+        (of(weight_bytes=lambda of: of["weight_bytes"] * of["sequences"]), "Sequences share the weights: a step reads "
+         "them once."),
+        (of(layers=lambda of: 1), "Each layer has that many launches."),
+        (of(once=lambda of: of["once"] * of["layers"]), "Some launches are made once a step, not in each layer."),
+        (of(once=lambda of: 0), "Those that a step has once cost as much."),
+        (of(us=lambda of: 0), "That is the bound: launches cost time as well."),
+        (dict(join=max), "The two do not overlap in this formula: add them."),
+        (dict(unit=1.0), "That is in seconds."),
+        (dict(unit=1e6), "That is in microseconds."),
+    )  # fmt: skip
+    said = "Count the bytes, count the launches, and mind the units: bytes a second, microseconds."
+    require_answers(answer, STEPS, _step, likely, said, draw=_case)
     return "Bytes over the bandwidth, and launches times their cost: the whole formula of a step that decodes."
 
 
@@ -212,43 +196,8 @@ def _case(rng):
 
 
 def _step(
-    weight_bytes, token_bytes, sequences, length, layers, launches, once, rate, us, *, weight_reads=1, tokens=None,
-    count=None, join=sum, unit=1e3,
+    weight_bytes, token_bytes, sequences, length, layers, launches, once, rate, us, *, join=sum, unit=1e3
 ):  # fmt: skip
-    """Milliseconds of a step; every keyword spoils it."""
-    tokens = sequences * (length + 1) if tokens is None else tokens
-    nbytes = weight_reads * weight_bytes + token_bytes * tokens
-    count = layers * launches + once if count is None else count
-    return unit * join((nbytes / rate, 1e-6 * us * count))
-
-
-def _step_hint(given) -> str:
-    def with_(**of_case):
-        """The step with keywords that depend on the case."""
-
-        def step(*case):
-            names = dict(zip(("sequences", "length", "layers", "launches", "once"), case[2:7], strict=True))
-            return _step(*case, **{key: of(**names) for key, of in of_case.items()})
-
-        return step
-
-    likely = (
-        (with_(tokens=lambda sequences, length, **_: sequences * length), "Each sequence also writes the keys and "
-         "values of its new token."),
-        (with_(tokens=lambda length, **_: length + 1), "Each sequence has keys and values of its own."),
-        (with_(tokens=lambda sequences, **_: sequences), "Attention reads the keys and values of all tokens so far."),
-        (with_(tokens=lambda **_: 0), "Attention reads keys and values as well."),
-        (with_(weight_reads=lambda sequences, **_: sequences), "Sequences share the weights: a step reads them once."),
-        (with_(count=lambda launches, once, **_: launches + once), "Each layer has that many launches."),
-        (with_(count=lambda layers, launches, once, **_: layers * (launches + once)), "Some launches are made once a "
-         "step, not in each layer."),
-        (with_(count=lambda layers, launches, **_: layers * launches), "Those that a step has once cost as much."),
-        (with_(count=lambda **_: 0), "That is the bound: launches cost time as well."),
-        (functools.partial(_step, join=max), "The two do not overlap in this formula: add them."),
-        (functools.partial(_step, unit=1.0), "That is in seconds."),
-        (functools.partial(_step, unit=1e6), "That is in microseconds."),
-    )  # fmt: skip
-    for wrong, text in likely:
-        if all(np.isclose(wrong(*case), got, rtol=1e-9) for case, got in given.items()):
-            return text
-    return "Count the bytes, count the launches, and mind the units: bytes a second, microseconds."
+    """Milliseconds of a step."""
+    nbytes = weight_bytes + token_bytes * sequences * (length + 1)
+    return float(unit * join((nbytes / rate, 1e-6 * us * (layers * launches + once))))

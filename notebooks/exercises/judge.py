@@ -121,7 +121,7 @@ def drawn(make, times: int = 8) -> list:
 # Answers that are functions of numbers --------------------------------------------------------------------------------
 
 
-def require_answers(answer, cases, right, likely=(), otherwise="", draw=None) -> None:
+def require_answers(answer, cases, right, likely=(), otherwise="", *, draw=None) -> None:
     """Raises NotYet unless `answer(*case)` is `right(*case)` in each of the cases.
 
     Args:
@@ -134,7 +134,7 @@ def require_answers(answer, cases, right, likely=(), otherwise="", draw=None) ->
     for case in (*cases, *(drawn(draw) if draw else ())):
         before = copy.deepcopy(case)
         got, want = answer(*case), right(*copy.deepcopy(before))
-        where = "for " + ", ".join(f"{key} = {x}" for key, x in zip(names, before, strict=False))
+        where = "for " + ", ".join(f"{key} = {_shown(x)}" for key, x in zip(names, before, strict=False))
         if got is None and want is not None:
             raise NotYet(f"{name} returns None {where}: write its body.")
         if _listed(case) != _listed(before):
@@ -149,7 +149,13 @@ def require_answers(answer, cases, right, likely=(), otherwise="", draw=None) ->
                       for wrong, text in likely)  # fmt: skip
             explains = lambda wrong: all(_is_same(got, wrong(*copy.deepcopy(case))) for case, _, got, _ in given)
             said = next((text for wrong, text in wrongs if explains(wrong)), otherwise)
-            raise NotYet(f"{where}, {name} gives {got}, and {want} is right. {said}".strip())
+            raise NotYet(f"{where}, {name} gives {_shown(got)}, and {_shown(want)} is right. {said}".strip())
+
+
+def _shown(x) -> str:
+    """One line for a number or for many."""
+    text = " ".join(str(x).split())
+    return text if len(text) < 100 else f"{text[:96]} ..."
 
 
 def _listed(x):
@@ -169,10 +175,10 @@ def _form(want) -> str:
 def _formed(got, want):
     """`got` in the form of `want`. Raises TypeError or ValueError if it has another."""
     if isinstance(want, tuple | list):
-        got = list(got)
+        got = list(itertools.islice(got, 100_000))
         if isinstance(want, tuple) and len(got) != len(want):
             raise ValueError
-        likes = want if isinstance(want, tuple) else itertools.repeat(want[0] if want else 0)
+        likes = want if isinstance(want, tuple) else itertools.repeat(want[0] if want else None)
         return type(want)(_formed(x, like) for x, like in zip(got, likes, strict=False))
     if want is None or got is None or isinstance(want, slice):
         return got
@@ -194,7 +200,7 @@ def _is_same(got, want) -> bool:
 
 def run_kernel(
     answer, *args, stand_ins=contextlib.nullcontext, launches=1, in_flight=None, copies=None, as_it_lies=False,
-    report_first=False,
+    report_first=False, undrained=None,
 ):  # fmt: skip
     """The result of `answer(*args)`, interpreted with race detection, after its order has been judged.
 
@@ -209,16 +215,25 @@ def run_kernel(
       as_it_lies: whether XLA may change no shape, dtype or order of an array before or after the kernel either.
       report_first: whether the interpreter's report of races comes before what is said of the order, which names the
         remedy: for exercises on reading a report.
+      undrained: what is said where a barrier completes more often than somebody waits for it.
 
     Raises NotYet if it launches no kernel, if a GPU's compiler would refuse it, if it races, fails or never ends, and
     for what the checks below do.
     """
     jaxpr = _compilable(answer, args, as_it_lies)
-    checks = functools.partial(_require_all, order.play(jaxpr, args), launches, in_flight, copies or {})
+    played = order.play(jaxpr, args)
+    checks = functools.partial(_require_all, played, launches, in_flight, copies or {})
     if not report_first:
         checks()
-    with stand_ins():
-        out, races = _interpreted(answer, args)
+    try:
+        with stand_ins():
+            out, races = _interpreted(answer, args)
+    except NotYet as problem:
+        if undrained and "observed" in str(problem):
+            raise NotYet(f"a barrier has a completion that nobody waits for: {undrained}") from None
+        raise
+    if undrained:
+        require_drained(played, undrained)
     if races:
         raise NotYet(f"there is a race: {races[0]}. On a GPU the result may differ from run to run.")
     if report_first:
@@ -233,6 +248,8 @@ def _compilable(answer, args, as_it_lies: bool = False):
         with _host.building_for(NONE_OF_THE_PACKAGE):
             traced = jax.jit(lambda *args: answer(*args)).trace(*args)
             lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+    except NotYet:  # Raised by the kernel that a checker puts around an answer.
+        raise
     except Exception as error:
         if ready_made := re.match(r"(cookbook\.\w+)\S* is built for", str(error)):
             raise NotYet(

@@ -12,7 +12,6 @@ exercise-sum-by-tma
   plgpu.copy_gmem_to_smem(x_gmem, x_smem, arrived) => x_smem[...] = x_gmem[...] && num_arrivals=2 => num_arrivals=1
     # must still be copied
   += y_smem[...] => = x_gmem[...] + y_gmem[...]  # it reads an input in global memory
-  lambda x, y: sum_by_tma(x, y) + 0 * y  # computed outside of the kernel
 exercise-ring
   gmem(0, wait_read_only => gmem(1, wait_read_only
     && pl.when(i + num_stages < num_tiles)(lambda: fetch(i + num_stages))
@@ -37,8 +36,7 @@ exercise-ring
     && pl.when(i + num_stages < num_tiles)(lambda: fetch(i + num_stages)) =>  # this is no ring
   pl.loop(0, num_stages)(fetch) => && slot = lax.rem(i, num_stages)\n        plgpu.b
     => fetch(i)\n        slot = lax.rem(i, num_stages)\n        plgpu.b
-    && pl.when(i + num_stages < num_tiles)(lambda: fetch(i + num_stages)) =>
-    # a ring of 3 slots is used as if it had 1
+    && pl.when(i + num_stages < num_tiles)(lambda: fetch(i + num_stages)) =>  # a ring of 3 slots is used as if it had 1
   arrived.at[slot]) => arrived)  # cannot be compiled
 exercise-conflict-degree
   np.gcd(pitch_bytes // 4, 32) => 1  # Write down the banks
@@ -60,7 +58,6 @@ exercise-num-stages
   232_448 => 2 * 228 * 1024
   max(1, => max(2,  # One load may be enough
   232_448 // tile_bytes => 1 << 40  # only so many slots
-  lambda rate, seconds: 3  # raised TypeError
 """
 
 

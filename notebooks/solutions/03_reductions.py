@@ -10,8 +10,6 @@ exercise-1
   - jnp.log( => + jnp.log(
   o_gmem[row] = (below => o_gmem[row] = LOG2E * (below
   below - jnp.log(jnp.sum(jnp.exp2(below * LOG2E))) => jnp.exp(below) / jnp.sum(jnp.exp(below))  # softmax still
-  jax.nn.log_softmax  # must be a kernel
-  lambda x: jnp.log(log_softmax(x))  # outside of the kernel
 exercise-2
   l_a * scale_a + l_b * scale_b => l_a + l_b  # , l; the m, l and acc of a part are relative
   acc_a * scale_a + acc_b * scale_b => acc_a + acc_b  # , acc;
@@ -21,18 +19,15 @@ exercise-2
   jnp.maximum(m_a, m_b) => m_b
   acc_a * scale_a + acc_b * scale_b => (acc_a * scale_a + acc_b * scale_b) / (l_a * scale_a + l_b * scale_b)  # , acc;
   lambda a, b: a  # with
-  lambda a, b: 3  # tuple
   lambda a, b: (*merge_average(a, b)[:2], jnp.sum(merge_average(a, b)[2]))  # shape
-  lambda a: a  # raised TypeError
   acc_b * scale_b => acc_b * jnp.nan  # never written
   m = jnp.maximum => m_a, m_b = jnp.where(l_a, m_a, -jnp.inf), jnp.where(l_b, m_b, -jnp.inf)\n    m = jnp.maximum
     # Infinity minus infinity
 exercise-3
   position >= turns => position > turns  # times what it must be
-  position >= turns => position < turns  # times what it must be
+  position >= turns => position < turns
   zip(starts, p, => zip(starts, fresh,  # element
   p[-1], 0.0) => p[-1], jnp.exp2(-m * LOG2E))  # times what it must be
-  lambda x: jnp.log(any_length(x))  # outside of the kernel
 exercise-4
   load(x_gmem.at[row]) => load(x_gmem.at[row])\n        x = x - jnp.max(x)
     && jnp.sum((x - mean) * (x - mean)) * (1 / x.size) => jnp.sum(x * x) * (1 / x.size) - mean * mean  # Right.
@@ -43,7 +38,6 @@ exercise-4
   ((x - mean) * lax => (x * lax
   lax.rsqrt(variance + eps) => (1 / (variance + eps))
   eps=1e-6 => eps=1e-2
-  lambda x: jnp.log(layer_norm(x))  # outside of the kernel
 """
 
 

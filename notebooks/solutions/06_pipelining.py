@@ -31,20 +31,16 @@ exercise-gated
   jax.nn.silu(acc_gate[...]) * acc_up[...] => acc_gate[...] + acc_up[...]  # one accumulator
   [a_spec, b_spec, b_spec] => [a_spec, b_spec]  # cannot be compiled
   lambda a, gate, up: gated(gated(a, gate, up), gate[:128], up[:128])  # launches 2 kernels, and 1 is asked for
-  plgpu.emit_pipeline(\n                step, grid=(steps,), in_specs=in_specs, max_concurrent_steps=3\n            )(*operands)
-    => one = lambda acc: lambda _, a_smem, b_smem: (plgpu.wgmma(acc, a_smem, b_smem), plgpu.wgmma_wait(0))[:0] or None
-    \n            for acc, b_gmem in ((acc_gate, gate_gmem), (acc_up, up_gmem)): plgpu.emit_pipeline(one(acc),
-    grid=(steps,), in_specs=[a_spec, b_spec], max_concurrent_steps=3)(a_gmem, b_gmem)  # A is loaded once for each of the two
+  steps = pl.cdiv(a.shape[1], tile_k) => specs = dict(grid=(a.shape[1] // tile_k,), in_specs=[a_spec, b_spec])
+    \n            half = lambda acc: lambda _, a_smem, b_smem: plgpu.wgmma(acc, a_smem, b_smem) or plgpu.wgmma_wait(0)
+    \n            plgpu.emit_pipeline(half(acc_up), **specs, max_concurrent_steps=3)(a_gmem, up_gmem)
+    && step, grid=(steps,), in_specs=in_specs => half(acc_gate), **specs && (*operands) => (a_gmem, gate_gmem)
+    # A is loaded once for each of the two
 exercise-3
   delay_release=1 => delay_release=0  # may still read the slot: wait for it first. wgmma_wait(n) leaves the last n
-  a_smem.T => a_smem && (tile_k, tile_m), lambda ki: (ki, mi) => (tile_m, tile_k), lambda ki: (mi, ki)
-    && steps = pl.cdiv(a.shape[0] => a = a.T\n    steps = pl.cdiv(a.shape[1] && (a.shape[1], b.s => (a.shape[0], b.s
-    # transpose is computed outside of the kernel
   (tile_k, tile_m), lambda ki: (ki, mi) => (tile_k, tile_m), lambda ki: (mi, ki)  # a of 128 x 128
   lambda ki: (ki, mi) => lambda ki: (ki * tile_k, mi * tile_m)
   wgmma(acc, a_smem.T, b_smem) => wgmma(acc, a_smem, b_smem)  # cannot be compiled
-  lambda a, b: jnp.matmul(a.T, b)  # must be a kernel
-  tile)(a, b) => tile)(a.T.T * 1, b)  # outside of the kernel
 """
 
 

@@ -1,4 +1,58 @@
-"""Solutions of chapter 7's exercises; how to read the marks: tools/skeletons.py."""
+"""Solutions of chapter 7's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-3
+  (lambda ring, step: (memory(ring, step), step + 1 < ring.steps or [ring.barrier_wait("freed", last % ring.stages)
+    for last in range(max(0, ring.steps - ring.stages), ring.steps)]), lambda ring, step:
+    (ring.barrier_wait("filled", step % ring.stages), ring.multiply(step),
+    ring.barrier_arrive("freed", step % ring.stages)))  # Right.
+  if step + ring.stages < ring.steps: => if True:  # must wait for each completion
+  if step + ring.stages < ring.steps:\n        ring.barrier_arrive("freed", step % ring.stages)
+    => if 1 <= step <= ring.steps - ring.stages:\n        ring.barrier_arrive("freed", (step - 1) % ring.stages)
+    # a ring of 2 slots is used as if it had 1
+  step >= ring.stages: => True:  # would never end
+  ring.load(step) => ring.load(step)\n    ring.barrier_wait("filled", step % ring.stages)
+    # a ring of 2 slots is used as if it had 1
+  ring.load(step) => && if step >= => ring.load(step)\n    if step >=  # may have overwritten
+  "freed", step % ring.stages)\n    ring.load => "freed", step)\n    ring.load  # has no slot 2
+  (memory, lambda ring, step: (ring.barrier_wait("filled", step % ring.stages), step + ring.stages < ring.steps and
+    ring.barrier_arrive("freed", step % ring.stages), ring.multiply(step)))  # give a slot back (barrier_arrive) after
+  (memory, lambda ring, step: (ring.barrier_wait("filled", step % ring.stages), ring.multiply(step)))  # never end
+  ring.barrier_wait("filled", step % ring.stages) =>  # before its tiles have arrived
+  ring.multiply(step) => ring.multiply(step)\n    ring.barrier_arrive("filled", 0)  # nobody has to arrive at filled
+  ring.multiply(step) => ring.multiply(step)\n    ring.load(step)  # ring.load is not for compute
+  (lambda ring, step: ring.load(step), compute)  # may have overwritten
+  (lambda ring, step: ring.load(step), lambda ring, step: ring.multiply(step))  # before its tiles have arrived
+  (lambda ring, step: None, compute)  # memory must call ring.load(step) once
+  (compute, memory)  # ring.multiply is not for memory
+  (memory, lambda ring, step: ring.barrier_wait("full", 0))  # there is no barrier 'full'
+exercise-mend
+  # filled\n        plgpu.Barrier(num_arrivals=2 => # filled\n        plgpu.Barrier(num_arrivals=1  # the
+  pl.when(step >= stages) => pl.when(step > stages)
+  pl.when(step >= stages) => pl.when(step >= 0)  # never end
+  o_smem.at[wg] => o_smem.at[0]  # a tile of its own
+  plgpu.wgmma_wait(0) => plgpu.wgmma_wait(1)  # give a slot back (barrier_arrive) after the wgmma_wait
+  stages=2 => stages=1  # this is no ring
+  pl.ds(wg * half, half) => pl.ds(0, half)  # 128 x 384 x 128
+exercise-1
+  (num_compute_wgs + 1) * start => 512  # what the block was started with
+  in_eights\n        and =>  # Counts go by eights
+  24 <= memory <= start <= compute <= 255 => memory <= start <= compute  # at least 24
+  <= start <= compute <= 255 => and compute <= 255  # decreases its count
+  lambda memory, compute, n: memory + compute <= 2 * ex07.launch_registers(n)  # Each of the compute warpgroups
+  lambda *plan: True  # then four rules
+  lambda *plan: 1  # True or False
+exercise-2
+  {1: "one slot", 2: "one copy at a time", 3: "two steps late"}  # trace 1 is not
+  {1: "one copy at a time", 2: "two steps late", 3: "one slot"}  # trace 2 is not
+  {1: "two steps late", 2: "one slot", 3: "one copy at a time"}  # trace 1 is not
+  dict.fromkeys((1, 2, 3), "one slot")  # a fault of its own
+  answer | {1: "no barrier"}  # no fault of the list
+  answer | {1: ["one slot"]}
+  answer | {1: None}  # name the fault
+  {1: "one slot"}
+  list(answer.values())
+"""
 
 
 # %% exercise-3 needs: parameters setup

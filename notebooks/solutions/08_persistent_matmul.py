@@ -1,4 +1,43 @@
-"""Solutions of chapter 8's exercises; how to read the marks: tools/skeletons.py."""
+"""Solutions of chapter 8's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-persistent
+  block + turn * blocks => block + turn  # the
+  turn * steps + step => step
+  grid=(blocks,) => grid=(2 * blocks,)  # must be a grid of 4
+  + blocks - 1, blocks) => , blocks)  # the
+  plgpu.wgmma_wait(0)\n                        ring.free(number(turn, step))
+    => ring.free(number(turn, step))\n                        plgpu.wgmma_wait(0)
+    # a copy starts while a WGMMA of another warpgroup may still read
+  stages=2 => stages=1  # this is no ring
+exercise-1
+  return rows * columns / (waves * num_sms) => return np.float64(rows * columns) / (waves * num_sms)  # Right.
+  lambda *case: 100 * busy_share(*case)  # no percentages
+  lambda *case: 1 - busy_share(*case)  # they idle
+  lambda m, n, tile, num_sms, cluster: busy_share(m, n, tile, num_sms, 1)  # clusters are missing
+  rows, columns = math.ceil(m / tile[0]), math.ceil(n / tile[1]) => rows, columns = m / tile[0], n / tile[1]
+    # at the edge is a tile
+  waves = math.ceil( => waves = (  # last wave takes as long
+  math.ceil(rows / cluster) => (rows / cluster)  # a cluster of its own
+  waves * num_sms => waves * (num_sms // cluster * cluster)  # no cluster fits on
+  lambda *case: 1.0  # Count the tiles
+exercise-multicast
+  if cluster == (2, 1): => if False:  # gets half of a neighbour's
+  if cluster == (2, 1): => if True:
+  , True => , False  # Nothing is shared
+  ("b", col, True) => ("b", col, not block)  # waits for ever
+  lambda *case: [("a", 0, True)]  # A step has a copy
+  lambda *case: [("a", 0, False), ("b", 0, True)]  # Each block needs the panels of its own tile
+exercise-split
+  (step * split + part) * TILE_K => step * TILE_K  # must move with the part
+  (step * split + part) * TILE_K => (part * steps + step) * TILE_K  # these parts are contiguous
+  o_gmem.at[part, rows, cols] => o_gmem.at[0, rows, cols]  # race
+  TILE_K // split, (tiles * split,) => TILE_K // split, (tiles,)  # never written
+  plgpu.wgmma_wait(0) => plgpu.wgmma_wait(1)  # a copy starts while the last WGMMA may still read the slot
+  pl.loop(0, min(stages, steps))(load) => && pl.when(step + stages < steps)(lambda: load(step + stages)) =>
+    && plgpu.barrier_wait(loaded => load(step)\n                plgpu.barrier_wait(loaded
+    # a ring of 2 slots is used as if it had 1
+"""
 
 
 # %% exercise-persistent needs: parameters setup

@@ -1,4 +1,47 @@
-"""Solutions of chapter 9b's exercises; how to read the marks: tools/skeletons.py."""
+"""Solutions of chapter 9b's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-1
+  math.floor( => np.floor(  # Right.
+  math.floor(k => math.floor(2 * k  # A weight is one byte
+  2 * (k + n) => 0 * (k + n)  # cross memory too
+  2 * (k + n) => (k + n)  # of the result is 2 bytes
+  2 * k * n / peak => k * n / peak  # 2 operations
+  lambda *case: largest_m(*case) + 1  # round down
+  lambda *case: min(largest_m(*case), 10**9) + 0.5
+  lambda *case: 103  # solve for M
+exercise-2
+  1, scales_gmem.at[columns] => 0, scales_gmem.at[rows]  # it must be
+  values.astype(jnp.float32) => values.astype(jnp.bfloat16)
+    && along(\n            1, scales_gmem.at[columns], (64, 128)\n        )
+    => along(1, scales_gmem.at[columns], (64, 128)).astype(jnp.bfloat16)  # rounded twice
+  (k, n), jnp.bfloat16 => (k, n), jnp.float32  # must be bfloat16
+exercise-3
+  ((bits & jnp.int16(0xFF)) ^ jnp.int16(0x80)) | jnp.int16(0x6400) => (bits & jnp.int16(0xFF)) ^ jnp.int16(0x6480)
+    # Right.
+  ((bits & jnp.int16(0xFF)) ^ jnp.int16(0x80)) | => ((bits + jnp.int16(128)) & jnp.int16(0xFF)) +
+  (bits & jnp.int16(0xFF)) => bits  # & 0xFF
+  ^ jnp.int16(0x80)) | => ) |  # without a sign
+  1024 + 128 => 1024  # 128 too large
+  jnp.float16(1024 + 128) => jnp.float16(0)  # 1152 too large
+  0x6400 => 0x4300  # which float has the bits
+  ((bits & jnp.int16(0xFF)) ^ jnp.int16(0x80)) | => bits |  # the integers as float16
+  floats = lax.bitcast_convert_type(bits, jnp.float16) - jnp.float16(1024 + 128) => floats = weights.astype(jnp.float16)
+    # by astype
+  o_gmem[rows] = floats => pass  # never written
+  lambda w_q: to_half(w_q.astype(jnp.float16))  # astype
+exercise-4
+  values *= along(0, scales_gmem.at[columns], tile) => scale = along(0, scales_gmem.at[columns], tile)
+    && values.astype(a.dtype) => (scale * values).astype(a.dtype)  # Right.
+  tile = 64, m => tile = 64, 64 && SMEM((m, 64) => SMEM((64, 64)
+    && a_gmem.at[:, ks], a_smem, => a_gmem.at[:, ks], a_smem.at[pl.ds(0, m)],
+    && copy_smem_to_gmem(o_smem, => copy_smem_to_gmem(o_smem.at[pl.ds(0, m)],  # multiplied in vain
+  plgpu.wgmma(acc, wide_smem, a_smem.T) => plgpu.wgmma(acc, a_smem, wide_smem.T)  # raised
+  values *= along(0, scales_gmem.at[columns], tile) => pass  # scales were not applied
+  along(0, scales_gmem => along(1, scales_gmem  # raised
+  plgpu.barrier_wait(filled) => pass  # before its tiles have arrived
+  o_gmem.at[:, columns]) => o_gmem.at[:, pl.ds(0, 64)])  # race
+"""
 
 
 # %% exercise-1 needs: parameters setup

@@ -1,4 +1,65 @@
-"""Solutions of chapter 10's exercises; how to read the marks: tools/skeletons.py."""
+"""Solutions of chapter 10's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-1
+  lambda *args: lazy_step(*(np.asarray(arg, np.float32) for arg in args))  # Right.
+  l_i * alpha + p => l_i + p  # what l held
+  acc * alpha[:, None] => acc  # what acc held
+  shift = np.where(np.isneginf(m_new), 0, m_new) => shift = m_new  # -inf - -inf
+  np.exp2 => np.exp  # is the base 2
+  m_new = np.where(top > m_i + slack, top, m_i) => m_new = x.max(axis=1)  # by more than slack
+  p @ v => p / p.sum(axis=1, keepdims=True) @ v  # not yet divided
+  lambda m, l_i, acc, x, v, slack: (m, l_i + np.exp2(x).sum(1), acc + np.exp2(x) @ v)  # m after block 0
+  m_i + slack => m_i  # by more than slack
+  m_i + slack => m_i + 2 * slack  # m after block
+  lambda m, l_i, acc, x, v, slack: (m[:, None], l_i, acc)  # shape
+  lambda m, l_i, acc, x, v, slack: lazy_step(m, l_i, acc, np.maximum(x, -1e30), v, slack)  # masked logits
+exercise-2
+  lambda *parts: merge(*(part.astype(np.float32) for part in parts))  # Right.
+  lambda oa, la, ob, lb: ((oa + ob) / 2, np.logaddexp(la, lb))  # not the same weight
+  lambda oa, la, ob, lb: (oa + ob, np.logaddexp(la, lb))  # divided by their own sums
+  lambda oa, la, ob, lb: merge(oa, lb, ob, la)  # its own exp(lse)
+  lambda oa, la, ob, lb: (merge(oa, la, ob, lb)[0], np.maximum(la, lb))  # the larger is not all
+  lambda oa, la, ob, lb: (merge(oa, la, ob, lb)[0], la + lb)  # not their logarithms
+  lambda oa, la, ob, lb: (oa, np.logaddexp(la, lb))  # out (
+  np.logaddexp(lse_a, lse_b) => np.log(np.exp(lse_a) + np.exp(lse_b))  # may overflow
+  shift = np.where(np.isneginf(lse), 0, lse) => shift = lse  # where both parts are empty
+  np.logaddexp => np.logaddexp2 && np.exp( => np.exp2(  # natural logarithm
+  lambda oa, la, ob, lb: (merge(oa, la, ob, lb)[0], np.logaddexp(la, lb)[:, None])  # shape
+exercise-sinks
+  l_i = l_i + 1.0 => pass  # lse
+  sink * LOG2E => sink  # has base 2
+  l_i = l_i + 1.0 => acc = acc + 1.0\n        l_i = l_i + 1.0  # out
+exercise-mend
+  load(block + 1, k_gmem, k_smem, k_loaded) => && s = logits( => load(block + 1, k_gmem, k_smem, k_loaded)\n
+    \n            s = logits(  # reads the slot before its tiles have arrived
+  load(block + 1, v_gmem, v_smem, v_loaded) => && acc = add_product( => load(block + 1, v_gmem, v_smem, v_loaded)
+    \n            acc = add_product(
+  load(block + 1, k_gmem, k_smem, k_loaded) => pass  # never end
+  load(block + 1, v_gmem, v_smem, v_loaded) => pass
+  block < num_blocks => block <= num_blocks  # nobody waits for
+  load(block + 1, k_gmem, k_smem, k_loaded) => && plgpu.barrier_wait(v_loaded)
+    => load(block + 1, k_gmem, k_smem, k_loaded)\n            plgpu.barrier_wait(v_loaded)
+    # the next keys come too late to hide anything
+  load(block + 1, k_gmem, k_smem, k_loaded) => && load(block + 1, v_gmem, v_smem, v_loaded)
+    => load(block + 1, k_gmem, k_smem, k_loaded)\n            load(block + 1, v_gmem, v_smem, v_loaded)
+exercise-3
+  jnp.maximum => max && jnp.minimum => min  # jnp.maximum
+  first_q - left, 0) => first_q - left + 64, 0)  # is left out
+  first_q - left, 0) => first_q - left - 64, 0)  # no query sees any
+  first_q + 63 - left => first_q - left  # is not masked
+  first_q + 63 - left => first_q + 191 - left  # is masked
+  (first_q + 1) // block_kv => (first_q + 64) // block_kv  # is not masked
+  jnp.maximum((first_q + 1) // block_kv, start) => (first_q + 1) // block_kv  # must end after it begins
+  lambda q, b, n, left: [(0, n // b, True)]  # no query sees any
+  lambda q, b, n, left: [(0, (q + 63) // b + 1, True)]
+  lambda q, b, n, left: [((q - left) // b, (q + 63) // b + 1, True)]
+  lambda q, b, n, left: [(max(q - left, 0) // b, (q + 63) // b + 1, True)]  # is masked, and
+  lambda q, b, n, left: [(max(q - left, 0) // b, (q + 63) // b, True)]  # is left out
+  lambda q, b, n, left: [(0, 1, True), (2, 3, True)]  # the next one begin there
+  lambda q, b, n, left: [(0, 1)]  # a list of (first, end, masked)
+  lambda q, b, n, left: []  # is left out
+"""
 
 
 # %% exercise-1 needs: parameters setup

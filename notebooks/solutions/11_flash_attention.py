@@ -1,4 +1,50 @@
-"""Solutions of chapter 11's exercises; how to read the marks: tools/skeletons.py."""
+"""Solutions of chapter 11's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-compute
+  \n                slot = values.wait(step) => && keys.free(step) => slot = values.wait(step)
+    && values.free(step) => values.free(step)\n                keys.free(step)  # Right.
+  values.free(step) => pass  # never end
+  acc = acc * per_row(alpha, acc.shape) => pass  # out
+  s = logits(keys.wait(step))\n                keys.free(step)
+    => slot = keys.wait(step)\n                keys.free(step)\n                s = logits(slot)
+    # give a slot back (barrier_arrive) after the wgmma_wait with which its product has ended
+  values.free(step) => && slot = values.wait(step) => slot = values.wait(step)\n                values.free(step)
+exercise-schedule
+  lambda wgs, steps, products, softmax: max(wgs * products, products + softmax) * np.arange(steps) + products *
+    np.arange(wgs)[:, None]  # Right.
+  max(tensor_free, ready[wg]) => ready[wg] && tensor_free + softmax => start + products + softmax
+    # free only when the products before have ended
+  max(tensor_free, ready[wg]) => tensor_free  # after its own softmax
+  tensor_free = start + products => tensor_free = start + products + softmax && tensor_free + softmax => tensor_free
+    # do not wait for a softmax
+  lambda wgs, steps, *times: starts(steps, wgs, *times)  # is right
+  lambda *args: np.asarray(starts(*args)) + 1  # Two times must have passed
+  lambda wgs, steps, *_: [[0] * steps] * wgs
+  lambda wgs, steps, *_: itertools.repeat(0)  # a list
+  lambda wgs, steps, *_: [["a"] * steps] * wgs
+exercise-1
+  lambda wg, wgs, own, total: [("arrive", 0)] * (wg == 0) + [line for step in range(total + 1) for line in
+    [("wait", wg)] + [["products"]] * (step <= own) + [["arrive", (wg + 1) % wgs]]] + [("wait", 0)] * (wg == 0)
+    # Right.
+  [("wait", 0)] if wg == 0 else [] => []  # drain it
+  * (total - own) => * 0  # waits for ever
+  [("arrive", 0)] if wg == 0 else [] => []
+  [("arrive", 0)] if wg == 0 else [] => [("arrive", 0)]  # more than one turn
+  (own + 1) => own  # the last p v
+  lines += [("wait", wg), ("products",) => lines += [("products",)  # has no turn
+  (wg + 1) % wgs => wg + 1  # does the ring close
+  lambda wg, wgs, own, total: [("wait", 0), ("products",)] * (own + 1)
+  lambda wg, wgs, own, total: [("arrive", 0)] * (wg == 0) + [("wait", wg), *[("products",)] * (own + 1),
+    ("arrive", (wg + 1) % wgs)] + [("wait", wg), ("arrive", (wg + 1) % wgs)] * total + [("wait", 0)] * (wg == 0)
+    # the products of two steps in one turn
+exercise-mend
+  turns.start(role) => pass  # never end
+  turns.drain(role) => pass  # is the last turn drained
+  values.free(step) => && acc = add_product( => values.free(step)\n                acc = add_product(
+    # give a slot back (barrier_arrive) after the wgmma_wait with which its product has ended
+  Turns(turn, 2) => Turns(None, 2)  # the warpgroups take no turns
+"""
 
 
 # %% exercise-compute needs: parameters setup parts ring steps kernel

@@ -1,4 +1,43 @@
-"""Solutions of chapter 11b's exercises; how to read the marks: tools/skeletons.py."""
+"""Solutions of chapter 11b's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-deal
+  -steps[tile] => 0  # are possible
+  lambda steps, blocks: [list(range(b, len(steps), blocks)) for b in range(blocks)]
+  lambda steps, blocks: deal_out(steps[:-1], blocks)  # 0 times
+  lambda steps, blocks: [row + [0] for row in deal_out(steps, blocks)]  # times; each of
+  lambda steps, blocks: [row + [len(steps)] for row in deal_out(steps, blocks)]
+  lambda steps, blocks: [row for row in deal_out(steps, blocks) if row]  # one without a tile
+  lambda steps, blocks: [0, 1]  # lists of tiles
+exercise-count
+  before = i * num_steps => before = jnp.int32(0)  # do the counts go on too, in both roles
+  count = i * num_steps => count = jnp.int32(0)
+  count = i * num_steps => count = i
+  plgpu.barrier_arrive(q_freed.at[0]) => pass  # never end
+  pl.when(i > 0)(lambda: plgpu.barrier_wait(q_freed.at[0])) => pass  # do the counts go on too, in both roles
+  all_steps(work, 0, num_steps) => all_steps(work, 1, num_steps)
+  before = i * num_steps => before = tile  # NameError
+exercise-phases
+  seen(first_q, 64 * wgs) => seen(my_first_q, 64)  # for each block that any of its warpgroups sees
+  my_first_q + 63 - left => my_first_q - left
+  my_first_q + 1) // => my_first_q + 64) //
+  max((my_first_q + 1) // block_kv, first) => (my_first_q + 1) // block_kv
+    && max(-(-max(my_first_q + 63 - left, 0) // block_kv), first), whole_end
+    => -(-max(my_first_q + 63 - left, 0) // block_kv), 999  # none below 0
+  lambda *case: phases(*case)[::-1]  # from the last block on
+  lambda *case: (0, 1, 2)  # five numbers
+exercise-mask
+  end = div(first_q + more + WG_ROWS + block_kv - 1, block_kv) => end = k.shape[1] // block_kv  # Right.
+  kv_head = div(head, heads // k.shape[2]) => kv_head = jnp.minimum(head, k.shape[2] - 1)  # KV head of its own number
+  kv_head = div(head, heads // k.shape[2]) => kv_head = head  # element
+  kv_head = div(head, heads // k.shape[2]) => kv_head = rem(head, k.shape[2])  # take turns at the KV heads
+  first_q + more + WG_ROWS => first_q + WG_ROWS  # never visited
+  key <= query + more => key <= query  # the last query must see the last key
+  key <= query + more => key < query + more  # at its own position too
+  key <= query + more => key >= 0  # where is the mask?
+  key <= query + more => key <= query - more  # 64 queries, 192 keys
+  end = div(first_q => end = num_steps + div(first_q  # NameError
+"""
 
 
 # %% exercise-deal needs: parameters setup

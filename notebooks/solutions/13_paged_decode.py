@@ -1,4 +1,53 @@
-"""Solutions of chapter 13's exercises; how to read the marks: tools/skeletons.py."""
+"""Solutions of chapter 13's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-1
+  lambda t, s, p, n: [-1 if q < 0 else int(t[i][q // n]) * n + q % n for i, q in zip(s, p.tolist())]  # Right.
+  lambda *case: slot_mapping(*case).astype(np.int32)
+  np.where(positions < 0, -1, => np.where(positions < -1, -1,  # A token with position -1 is padding
+  np.where(positions < 0, -1, => np.where(positions < 0, 0,
+  lambda t, s, p, n: np.where(p < 0, -1, p)  # The table is not used
+  pages * page_size + positions % page_size) => pages)  # That is the page; a slot
+  pages * page_size + positions % page_size) => pages * page_size)  # the page's first slot
+  pages * page_size + => pages +  # multiply
+  block_tables[seqs, => block_tables[0,  # its row of the table
+  lambda t, s, p, n: np.where(p < 0, -1, t[s, p % n % t.shape[1]] * n + p // n)  # Exchange
+  * page_size + positions % page_size => * 16 + positions % 16  # page_size = 4
+  positions % page_size) => positions / page_size)  # a whole number
+  lambda t, s, p, n: slot_mapping(t, s, p, n)[p >= 0]  # is right
+exercise-2
+  4 * numbers / 4.8e12 => 2 * numbers / 4.8e12  # there are keys and there are values
+  4 * 64 => 2 * 64  # are two operations
+  4 * 64 => 64  # 4 operations
+  sum(kv_lens) => max(kv_lens) * len(kv_lens)  # its own tokens
+  1e6 => 1.0  # in seconds
+  1e6 => 1e3  # in ms
+  num_kv_heads * head_dim => num_heads * head_dim  # a group of query heads reads its KV head once
+  64 * numbers => 64 * numbers * num_heads / num_kv_heads  # one unit
+  64 * numbers => num_heads // num_kv_heads * numbers  # multiply all 64
+  64 * numbers => 128 * numbers  # 64 rows for each unit
+  * head_dim\n => * 128\n  # each key and value once
+  lambda *case: times(*case)[0]  # 2 values
+exercise-pages
+  block * block_kv + i * tokens => block * block_kv  # a page is copied twice
+  pl.ds(lax.rem(position, jnp.int32(page_size)), tokens) => pl.ds(0, tokens)  # the page's first rows
+  tables_gmem[seq, lax => tables_gmem[0, lax  # it must be
+  num_arrivals=copies => num_arrivals=1  # reads the slot before its tiles have arrived
+  num_arrivals=copies => num_arrivals=2 * copies  # never end
+  \n        plgpu.barrier_wait(loaded)\n => \n  # reads the slot before its tiles have arrived
+exercise-tail
+  block * block_kv + token < kv_len, s, -jnp.inf => block * block_kv + token >= kv_len, -jnp.inf, s  # Right.
+  lax.div(kv_len + (block_kv - 1), => lax.div(kv_len,  # round their number up
+  lax.div(kv_len + (block_kv - 1), jnp.int32(block_kv)) => 3  # 40 tokens: 3 blocks are loaded, and 1 have a token
+  block * block_kv + token < kv_len => token < kv_len  # column i of a block is token block * block_kv + i
+  block * block_kv + token < kv_len => token >= 0  # tokens after the end count
+  kv_len, s, -jnp.inf => kv_len, s, 0.0  # exp(0) = 1
+  token < kv_len => token <= kv_len  # one token too many
+  token < kv_len => token < kv_len - 1  # one token too few
+  block * block_kv + token < kv_len => token < lax.rem(kv_len, jnp.int32(block_kv))  # cut like the last one
+  kv_len + (block_kv - 1) => kv_len + block_kv  # reaches beyond the end
+  \n            plgpu.barrier_wait(filled)\n => \n  # reads the slot before its tiles have arrived
+"""
 
 
 # %% exercise-1 needs: parameters setup

@@ -1,4 +1,65 @@
-"""Solutions of chapter 13b's exercises; how to read the marks: tools/skeletons.py."""
+"""Solutions of chapter 13b's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-part
+  ends = np.cumsum(blocks) => ends, (share, extra) = np.cumsum(blocks), divmod(sum(blocks), num_parts)
+    && start, stop = part * ends[-1] // num_parts, (part + 1) * ends[-1] // num_parts
+    => start = part * share + min(part, extra)\n    stop = start + share + (part < extra)
+    && np.searchsorted(ends, start, side="right") => min(np.searchsorted(ends, start, side="right"), len(ends) - 1)
+    # Right.
+  stop = part * ends[-1] // num_parts, (part + 1) * ends[-1] // num_parts
+    => stop = part * (ends[-1] // num_parts), (part + 1) * (ends[-1] // num_parts) if part + 1 < num_parts else ends[-1]
+    # they may differ by one
+  part * ends[-1] // num_parts, (part + 1) * ends[-1] // num_parts
+    => part * -(-ends[-1] // num_parts), min((part + 1) * -(-ends[-1] // num_parts), ends[-1])
+    && np.searchsorted(ends, start, side="right") => min(np.searchsorted(ends, start, side="right"), len(ends) - 1)
+    # blocks
+  start - (ends[unit] - blocks[unit]) => start  # counts from the start of its unit
+  , side="right" =>  # begins in the next
+  return unit, start - (ends[unit] - blocks[unit]) => return 0, 0  # the parts before end before
+  lambda part, num_parts, blocks: (part % len(blocks), 0, blocks[part % len(blocks)])  # blocks
+  stop - start => 1  # all parts together
+  unit = np.searchsorted(ends, start, side="right") => unit = len(blocks)\n    blocks, ends = [*blocks, 1], [*ends, 0]
+    # there are units 0 to 3
+exercise-merge
+  top = lax.fori_loop(0, num_pieces, largest, jnp.float32(-jnp.inf)) => top = jnp.float32(-jnp.inf)
+    \n        for piece in range(num_pieces): top = jnp.maximum(top, lses_gmem[piece, row])  # Right.
+  jnp.exp(lses_gmem[piece, row] - shift) => jnp.exp(lses_gmem[piece, row])  # subtract the largest lse first
+  jnp.exp(lses_gmem[piece, row] - shift) => jnp.float32(1.0)  # lse
+  acc * jnp.where(total > 0, 1 / total, 0.0) => acc  # , out (
+  acc * jnp.where(total > 0, 1 / total, 0.0) => acc / total  # all pieces are empty
+  shift + jnp.log(total) => top  # the largest lse is not all
+  shift + jnp.log(total) => jnp.log(total)  # , lse (
+exercise-last-block
+  v_smem[...] = jnp.where(row < seen, values, jnp.zeros_like(values))\n        plgpu.commit_smem()
+    => @pl.when(seen < 64)\n        def _():\n            part = v_smem.at[:, pl.ds(0, 64)]
+    \n            part[...] = jnp.where(row >= seen, jnp.zeros((), part.dtype), values)
+    \n            plgpu.commit_smem()  # Right.
+  jnp.where(row < seen, values, jnp.zeros_like(values)) => values * (row < seen).astype(values.dtype)
+    # times NaN is NaN
+  jnp.where(row < seen, values, jnp.zeros_like(values)) => values  # where no token is, has reached the result
+  row < seen => row <= seen  # NaN from row
+  row < seen => row < seen - 1  # must stay as they are
+  row < seen => row >= seen
+  row < seen => values == values  # gone from the result
+  \n        plgpu.commit_smem() =>  # commit what you have stored (plgpu.commit_smem)
+  \n        plgpu.barrier_wait(filled) =>  # reads the slot before its tiles have arrived
+  num_arrivals=2 => num_arrivals=3  # never end
+exercise-ids
+  jnp.where((page >= 0) & (page < num_pages), page, num_pages)
+    => jnp.where(page.astype(jnp.uint32) < num_pages, page, num_pages)  # Right.
+  jnp.where((page >= 0) & (page < num_pages), page, num_pages) => jnp.clip(page, 0, num_pages - 1)
+    # 6 is no page, and the result has page 5
+  jnp.where((page >= 0) & (page < num_pages), page, num_pages) => lax.rem(page, jnp.int32(num_pages))
+    # 6 is no page, and the result has page 0
+  jnp.where((page >= 0) & (page < num_pages), page, num_pages) => page  # -1 is no page, and the result has page 5
+  (page >= 0) & =>  # -1 is no page
+  page >= 0 => page > 0  # page 0 is in the cache
+  jnp.where((page >= 0) & (page < num_pages), page, num_pages) => num_pages  # page 4 is in the cache
+  plgpu.copy_gmem_to_smem( => pl.when((page >= 0) & (page < 6))(lambda: plgpu.copy_gmem_to_smem(
+    && smem.at[rows], filled) => smem.at[rows], filled))  # a copy that was never started
+  \n        plgpu.barrier_wait(filled) =>  # reads the slot before its tiles have arrived
+"""
 
 
 # %% exercise-part needs: parameters setup

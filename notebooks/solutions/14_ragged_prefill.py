@@ -1,4 +1,54 @@
-"""Solutions of chapter 14's exercises; how to read the marks: tools/skeletons.py."""
+"""Solutions of chapter 14's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-3
+  lambda t, i, cu_q, cu_kv, left: (0, 0) if not len(j := [j for j in range(cu_kv[i], cu_kv[i + 1]) if 0 <= cu_kv[i + 1]
+    - cu_q[i + 1] + cu_q[i] + t - j <= left]) else (j[0], j[-1] + 1)  # Right.
+  num_kv - num_q + t => t  # aligned at the starts
+  max(position + 1, 0) => position + 1 && min(max(position - left, 0), end) => max(position - left, 0)
+    # first and end are equal
+  return cu_kv[i] + first, cu_kv[i] + end => return first, end  # rows of k are asked for
+  max(position - left, 0), end) => position - left, end)  # no keys before its first
+  lambda t, *case: keys_of(t + 1, *case)  # Its last query sees its last key
+  cu_kv[i] + end => cu_kv[i] + end + (t == num_q - 1)
+  cu_kv[i] + first, => cu_kv[i] + first - (0 < cu_kv[i] and first == 0 < end),
+  position - left => position - left - 1
+  return cu_kv[i] + first, cu_kv[i] + end => return cu_kv[i], cu_kv[i + 1]
+  lambda *case: keys_of(*case)[0]  # it must be (first, end)
+exercise-1
+  lambda cu_q, queries: tuple(map(list, zip(*[(row, min(queries, end - row)) for start, end in
+    zip(cu_q.tolist(), cu_q.tolist()[1:]) for row in range(start, end, queries)])))  # Right.
+  lambda cu_q, n: (np.arange(0, cu_q[-1], n), np.minimum(cu_q[-1] - np.arange(0, cu_q[-1], n), n))  # the border
+  , side="right" =>  # Each sequence begins a tile
+  -(-lengths // queries) => lengths // queries
+  -(-lengths // queries) => np.maximum(-(-lengths // queries), 1)
+  np.minimum(lengths[seq] - first, queries) => np.full_like(first, queries)  # the border
+  lambda cu_q, n: tiles_of(cu_q, 2 * n)  # Each sequence begins a tile
+  lambda *case: tuple(x[::-1] for x in tiles_of(*case))  # their order
+  cu_q[seq] + first => cu_q[seq] + first + 1  # Each sequence begins a tile
+  lambda *case: tiles_of(*case)[0]  # two arrays
+  lambda *case: (tiles_of(*case)[0], tiles_of(*case)[1][:-1])
+exercise-mask
+  is_seen.astype(p_smem.dtype) => jnp.where(is_seen, jnp.ones((), p_smem.dtype), jnp.zeros((), p_smem.dtype))  # Right.
+  (key >= first_kv) & (key < num_kv) & (key <= first_q + row) => key <= row  # has no past
+  key <= first_q + row => key <= first_kv + row  # position is first_q + row
+  (key >= first_kv) & =>  # belong to the sequence before
+  (key < num_kv) & =>  # belong to the sequence after it
+  first_q + row => first_kv + first_q + row  # do not add the two
+  key <= first_q => key < first_q  # at its own position, too
+  & (key <= first_q + row) =>  # must not see keys after its own
+  & (key < num_kv) & => |  # element
+  block * 64 + column => column
+  pl.loop(0, lax => pl.loop(1, lax
+  lambda v, listed: seen_sums(v, listed)[1:]  # shape
+exercise-nan
+  jnp.where(is_mine, weight * value, jnp.zeros_like(value))
+    => jnp.where(is_mine, jnp.full(value.shape, weight), jnp.zeros_like(value)) * value  # row 4 holds NaN
+  weight * value, jnp.zeros_like(value)) => weight, jnp.zeros_like(value)) * value
+  jnp.where(is_mine, weight * value, jnp.zeros_like(value)) => weight * value  # element
+  where(is_mine, w => where(is_mine & (value == value), w  # sequence 0, to which it belongs, has none
+  (row >= first) & (row < end) => row >= first  # element
+"""
 
 
 # %% exercise-3 needs: parameters setup

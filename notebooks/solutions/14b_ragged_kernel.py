@@ -1,4 +1,49 @@
-"""Solutions of chapter 14b's exercises; how to read the marks: tools/skeletons.py."""
+"""Solutions of chapter 14b's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-spoilt
+  lambda *case: np.array(spoilt(*case), int)  # Right.
+  last[tokens[n] : tokens[n] + rows] = n => for row in range(tokens[n], min(tokens[n] + rows, num_rows)):
+    \n            last[row] = n if last[row] < 0 else last[row]  # after the *first* store
+  for n in order: => for n in sorted(order):  # right for the order of the list
+  lambda tokens, nums, order, rows, num_rows: [row for row in range(num_rows) if sum(t <= row < t + rows
+    for t in tokens) > 1]  # written more than once
+  lambda tokens, nums, order, rows, num_rows: sorted({row for t, n in zip(tokens, nums)
+    for row in range(t + n, t + rows)})  # `out` has `num_rows` rows
+  lambda *case: spoilt(*case)[::-1]  # in rising order
+  lambda *case: 2 * spoilt(*case)  # A row is spoilt if
+  lambda *case: spoilt(*case)[1:]
+  lambda *case: sorted({*spoilt(*case), 0})
+  lambda *case: len(spoilt(*case))  # a list
+exercise-store
+  first + (num & size), size // 2 => first, size // 2  # the
+  pl.when((num & size) != 0) => pl.when(num >= size)
+  first, size = 0 * num, queries => first, size = 0 * num, queries // 2  # element
+  while size:\n            pl.when((num & size) != 0)(functools.partial(copy, first, size))
+    => for row in range(queries):\n            pl.when(row < num)(functools.partial(copy, row, 1))
+    # a block starts 9 copies to GMEM, and 5 would do
+  while size:\n            pl.when((num & size) != 0)(functools.partial(copy, first, size))
+    => if size:\n            pl.loop(0, num)(lambda row: copy(row, 1))
+exercise-heads
+  lax.div(row, jnp.int32(heads)) => row  # the mask takes the row for the query
+  lax.div(row, jnp.int32(heads)) => lax.rem(row, jnp.int32(heads))  # row mod heads is the head
+  smem.at[pl.ds(query * heads, heads)]\n            plgpu.copy_smem_to_gmem(rows, p_gmem.at[first + query, some])
+    => smem.at[pl.ds(query * heads, heads)]\n        for head in range(heads):
+    \n            rows = smem.at[pl.ds(head * queries, queries)]
+    \n            plgpu.copy_smem_to_gmem(rows, p_gmem.at[pl.ds(first, queries), unit * heads + head])
+    # loaded query by query, and stored head by head
+  p_gmem.at[first + query, some] => p_gmem.at[query, some]  # there is a race
+  plgpu.commit_smem() => pass  # commit what you have stored
+  key <= position => key < position  # element
+  num_kv - num_q + first => first
+exercise-4
+  if wave % 2 else block => if False else block  # one direction
+  -(-total // blocks) => total // blocks  # No block computes
+  if number < total =>  # the last wave may be short
+  lambda *case: my_tiles(*case)[::-1]  # in another order
+  lambda block, blocks, total: list(range(total))  # the last wave may be short
+  lambda block, blocks, total: my_tiles(blocks - 1 - block, blocks, total)
+"""
 
 
 # %% exercise-spoilt needs: parameters setup

@@ -1,4 +1,38 @@
-"""Solutions of chapter 16's exercises; how to read the marks: tools/skeletons.py."""
+"""Solutions of chapter 16's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-1
+  return m if => return np.int64(m) if  # Right.
+  lambda m, g, tile: -(-m // tile)  # Groups share no tile
+  lambda m, g, tile: m // tile + g  # can every group have one more
+  lambda m, g, tile: -(-m // tile) + g  # more than any sizes need
+  lambda m, g, tile: -(-m // tile) + g - 1  # an entry more
+  lambda m, g, tile: (m + g * (tile - 1)) // tile  # at least one row
+  lambda m, g, tile: m  # Give each group one row
+exercise-4
+  pl.ds(left & ~(2 * size - 1), size) => pl.ds(left & (size - 1), size)  # Right.
+  lambda piece, o, left: plgpu.copy_smem_to_gmem(piece, o)  # left = 63: row 63 was written
+  (left > 0) & (left < 64) => left < -64  # left = 63: row 0 was
+  (32, 16, 8, 4, 2, 1) => (32, 16, 8, 4, 2)  # left = 63: row 62 was never
+  (left > 0) & (left < 64) => left < 64 && left & ~(2 => left & 63 & ~(2  # left = -27: row 0 was written
+  piece_smem.at[rows] => piece_smem.at[pl.ds(0, size)]  # begins in both memories at one row
+  lambda piece, o, left: plgpu.copy_smem_to_gmem(piece.at[pl.ds(0, left)], o.at[pl.ds(0, left)])  # cannot be compiled
+  lambda piece, o, left: pl.loop(0, jnp.clip(left, 0, 64))(lambda row: plgpu.copy_smem_to_gmem(piece.at[pl.ds(row, 1)],
+    o.at[pl.ds(row, 1)]))  # copies to GMEM, and 6 would do
+  lambda piece, o, left: 1 / 0  # cannot be compiled for a GPU: ZeroDivisionError
+exercise-2
+  lambda sizes, piece: sum(size // piece + bin(size % piece).count("1") for size in sizes)  # Right.
+  lambda sizes, piece: sum(-(-size // piece) for size in sizes)  # is several copies
+  lambda sizes, piece: sum(sizes)  # more than one row
+  lambda sizes, piece: copies([sum(sizes)], piece)  # begin anew
+  lambda sizes, piece: sum(size.bit_count() for size in sizes)  # larger than a piece
+  lambda sizes, piece: sum(size // piece for size in sizes)  # not whole
+  lambda sizes, piece: copies(sizes, piece) + 1  # the rest in binary
+exercise-5
+  (row >= start) & (row < ends_gmem[g]) => (row + 1 >= start) & (row + 1 < ends_gmem[g])  # row 63, of group 0
+  (row >= start) & (row < ends_gmem[g]) => (row * 0 + first >= start) & (row * 0 + first < ends_gmem[g])
+    # (70, 0, 58) rows: row 70, of group 2
+"""
 
 
 # %% exercise-1 needs: parameters setup

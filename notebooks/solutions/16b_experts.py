@@ -1,4 +1,42 @@
-"""Solutions of chapter 16b's exercises; how to read the marks: tools/skeletons.py."""
+"""Solutions of chapter 16b's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-3
+  return len(begins), sum( => return np.int64(len(begins)), sum(  # Right.
+  start - start % 8 => start  # at a multiple of 8
+  start - start % 8 => start - start % 64  # not of 64
+  sum(begin < start or begin + 64 > end for begin in begins) => (start % 8 > 0) + (begins[-1] + 64 > end)  # counts once
+  lambda *case: (steps_of_group(*case)[0], min(2, steps_of_group(*case)[0]))  # needs no mask
+  lambda start, end: (-(-(end - start // 8 * 8) // 64), steps_of_group(start, end)[1])  # An empty group
+  lambda start, end: (9, 9)  # where does the last one end
+  lambda start, end: (1, 2, 3)  # 2 values
+exercise-zeros
+  for smem in (lhs_smem, rhs_smem):\n => for smem in ():\n  # all values finite: the sum of group 0
+  jnp.where(inside, values, jnp.zeros_like(values)) => values * inside.astype(values.dtype)  # 0 times NaN is NaN
+  (lhs_smem, rhs_smem):\n => (lhs_smem,):\n
+    # NaN in row 66 of rhs, which belongs to group 0, has reached the sum of group 2
+  plgpu.commit_smem() => pass  # commit what you have stored (plgpu.commit_smem)
+  (begin + row >= start) & =>  # the sum of group 2
+  begin + row >= start => begin + row >= start + 1  # all values finite: the sum of group 0
+  jnp.where(inside, => jnp.where(inside & (values == values),  # is gone from the sum of group 2
+exercise-exchange
+  w_smem.T, x_smem.T => x_smem, w_smem && plgpu.ACC((128, 8) => plgpu.ACC((8, 128) && (num_groups, 128, 8)
+    => (num_groups, 8, 128) && out.swapaxes(1, 2) => out  # 64 rows or more of its first operand
+  out.swapaxes(1, 2) => out  # which is transposed
+  k // 64 => k // 128  # K = 128: element
+  w_smem.T, x_smem.T => wide_smem, w_smem && plgpu.ACC((128, 8) => plgpu.ACC((64, 128) && (num_groups, 128, 8)
+    => (num_groups, 64, 128) && out.swapaxes(1, 2) => out[:, :8] && x_smem, w_smem, filled):
+    => wide_smem, w_smem, filled): && x_smem, filled) => wide_smem.at[pl.ds(0, 8)], filled)
+    && smem_tile(8, 64) => smem_tile(64, 64)
+    # do not pad
+exercise-combine
+  weights_gmem[token, j] * =>  # without their weights
+  rows_gmem[token, j] => token * top_k + j  # rows[t, j] says where
+  for j in range(top_k) => for j in range(1)  # only each token's first row counts
+  weights_gmem[token, j] => weights_gmem[token, 0]  # one weight, its first
+  total = sum( => total = functools.reduce(lambda a, b: (a + b).astype(jnp.bfloat16), (
+    && for j in range(top_k)\n        ) => for j in range(top_k)))  # sums in float32, one rounding
+"""
 
 
 # %% exercise-3 needs: parameters setup

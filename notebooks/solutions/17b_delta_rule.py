@@ -1,4 +1,69 @@
-"""Solutions of chapter 17b's exercises; how to read the marks: tools/skeletons.py."""
+"""Solutions of chapter 17b's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-1
+  beta_gmem[t] * (vector(v_gmem.at[t], ROWS) - found) => beta_gmem[t] * vector(v_gmem.at[t], ROWS)
+    # read what the state has for the key first
+  beta_gmem[t] * (vector(v_gmem.at[t], ROWS) - found) => vector(v_gmem.at[t], ROWS) - found  # beta says which part
+  beta_gmem[t] * (vector(v_gmem.at[t], ROWS) - found) => beta_gmem[t] * vector(v_gmem.at[t], ROWS) - found
+    # not of the value alone
+  beta_gmem[t] * (vector(v_gmem.at[t], ROWS) - found) => vector(v_gmem.at[t], ROWS) - beta_gmem[t] * found
+    # not of what was read alone
+  - found => + found  # must be subtracted
+  beta_gmem[t] * ( => -beta_gmem[t] * (  # the sign of the error
+  state * k_t).sum => state * q_t).sum  # the query was read for
+  state = state + => before, state = state, state + && (state * q_t) => (before * q_t)
+    # reads the state before the token
+  lambda q, k, v, beta: gated_delta_rule(*(x[None, :, None].astype(jnp.bfloat16) for x in (q, k, v)),
+    jnp.zeros((1, len(beta), 1)), beta[None, :, None], scale=1.0)[0, :, 0]  # is the package's kernel
+exercise-2
+  jnp.exp(jnp.where(s < t, exponent, -jnp.inf)) => jnp.where(s < t, jnp.exp(exponent), 0.0)  # Right.
+  jnp.exp(jnp.where(s < t, exponent, -jnp.inf)) => jnp.exp(jnp.minimum(exponent, 0.0)) * (s < t)
+  beta_gmem, ROWS), 0) => beta_gmem, COLUMNS), 1)  # that of the column s
+  beta * pairs * decay => pairs * decay  # beta is missing
+  jnp.exp(jnp.where(s < t, exponent, -jnp.inf)) => (s < t).astype(jnp.float32)  # the decay is missing
+  s < t => s <= t  # the diagonal is not zero
+  jnp.exp(jnp.where(s < t, exponent, -jnp.inf)) => jnp.exp(exponent) * (s < t)  # ask the exponent
+  jnp.exp(jnp.where(s < t, exponent, -jnp.inf)) => jnp.exp(exponent) * jnp.where(s < t, 1.0, 0.0)
+  s < t, exponent => s > t, -exponent  # above the diagonal
+  s < t, exponent => s != t, exponent
+  s < t, exponent => s < t, -exponent  # it must be
+  beta * pairs => -beta * pairs  # the sign is the other one
+exercise-3
+  return d - d @ e @ d => for i in range(0, len(d), 2 * block):\n        a, b = slice(i, i + block), slice(i + block,
+    i + 2 * block)\n        d[b, a] = -d[b, b] @ lower[b, a] @ d[a, a]\n    return d  # Right.
+  block_of[:, None] ^ block_of == 1 => (np.arange(len(d))[:, None] ^ np.arange(len(d))) // block == 1
+  lambda d, lower, block: d  # nothing has changed
+  d - d @ e @ d => d + d @ e @ d  # a sign is wrong
+  d - d @ e @ d => d - e  # on both sides
+  d - d @ e @ d => d - d @ lower @ d  # mask it
+  d - d @ e @ d => d @ d  # nothing has changed
+  d - d @ e @ d => 3 * d  # element
+  d - d @ e @ d => d[0]  # shape
+  return d - d @ e @ d => same = block_of // 2\n    same = same[:, None] == same
+    \n    return np.linalg.inv(np.eye(len(d)) + np.where(same, lower, 0))  # NumPy inverts a matrix in it
+  d - d @ e @ d => np.linalg.inv(np.linalg.inv(d) + e)
+  return d - d @ e @ d => same = block_of // 2\n    lower = np.where(same[:, None] == same, lower, 0)
+    \n    d = np.eye(len(d))
+    \n    for row in range(1, len(d)): d[row] -= lower[row, :row] @ d[:row]\n    return d  # computed anew, without d
+exercise-4
+  errors = beta * (v_c - product(k_smem, s_smem.T)) => errors = beta * v_c - beta * product(k_smem, s_smem.T)  # Right.
+  errors = beta * (v_c - product(k_smem, s_smem.T)) => errors = beta * v_c
+    && product(inverse_smem, errors_smem) => errors  # still a state that adds
+  - product(k_smem, s_smem.T) =>  # the old state is not read
+  product(inverse_smem, errors_smem) => errors  # the inverse is missing
+  v_c - product => v_c + product  # it must be subtracted
+  product(inverse_smem, => product(inverse_smem.T,  # the inverse is transposed
+  errors = beta * ( => errors = (  # beta is missing
+  errors = beta * ( => errors = ( && product(inverse_smem, errors_smem) => (beta * product(inverse_smem, errors_smem))
+    # beta comes before the inverse
+  beta * (v_c - product(k_smem, s_smem.T)) => beta * v_c - product(k_smem, s_smem.T)  # not of v alone
+  state + product(u_smem.T, k_smem) => product(u_smem.T, k_smem)  # the old state is lost
+  s_smem[...] = state.astype(k.dtype)\n        plgpu.commit_smem() => s_smem[...] = state.astype(k.dtype)
+    # commit what you have stored
+  errors.astype(k.dtype)\n        plgpu.commit_smem() => errors.astype(k.dtype)
+  plgpu.commit_smem()\n        _device => _device
+"""
 
 
 # %% exercise-1 needs: parameters setup

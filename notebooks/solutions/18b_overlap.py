@@ -1,4 +1,64 @@
-"""Solutions of chapter 18b's exercises; how to read the marks: tools/skeletons.py."""
+"""Solutions of chapter 18b's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-2
+  pl.semaphore_wait(here, senders, decrement=False) => pl.when(col == 0)(lambda: pl.semaphore_wait(here, senders))
+    # Right.
+  arrived.at[step - 1, block] => arrived.at[step - 1].at[block]
+  rem(d + step, n) => lax.select(step < n - d, d + step, d + step - n)
+  pl.semaphore_wait(here, senders, decrement=False) => pass  # until arrived[0, 0] is 1 (it waited until 0)
+  arrived.at[step - 1, block] => arrived.at[step - 1, 0]  # until arrived[0, 1] is 1 (it waited until 0)
+  arrived.at[step - 1, block] => arrived.at[step, block]  # nobody signals
+  arrived.at[step - 1, block] => arrived.at[n - 1 - step, block]  # before it has waited until arrived[0, 0] is 2
+  here, senders, decrement => here, decrement  # until arrived[0, 0] is 2 (it waited until 1)
+  senders, decrement=False => senders  # it needs decrement=False
+  here, senders, => here, senders + 1,  # waits for ever
+  pl.semaphore_wait(here, senders, decrement=False)
+    => [pl.semaphore_wait(arrived.at[step - 1, b], senders, decrement=False) for b in range(blocks)]
+    # needs only its own rows
+  step, block = div(number, blocks), => step, block = rem(div(number, blocks) - d + n, n),  # take them first
+  step, block = div(number, blocks), => step, block = rem(div(number, blocks) + 1, n),
+  step, block = div(number, blocks), => step, block = rem(n - div(number, blocks), n),  # arrive before
+  lhs_gmem.at[rows] => gathered_gmem.at[owner, rows]  # its own, is missing
+  tile_product(a_smem, b_smem) => 0 * tile_product(a_smem, b_smem)  # it must be
+exercise-1
+  lambda n, p, g, pieces: max(p, *(g * (i + 1) / ((n - 1) * pieces) + p / n / pieces * ((n - 1) * pieces - i)
+    for i in range((n - 1) * pieces)))  # Right.
+  lambda n, p, g, i: p + g  # one after the other
+  lambda n, p, g, i: max(p, g)  # multiplied after it has arrived
+  lambda n, p, g, i: overlapped_us(n, p, g, 1)  # for a whole shard
+  lambda n, p, g, i: g + p / n / i  # take the later of the two
+  range(1, (n - 1) * pieces + 1) => range((n - 1) * pieces)  # when all of it is there
+  now = product_us / n => now = 0 && return now => return now + product_us / n  # multiply it first
+  max(now, here) => min(now, here)  # the later of the two
+exercise-3
+  max(gather, => max(0 * gather,  # the gather must end
+  * tile_s) => * 0)  # do not multiply
+  math.ceil(tiles / (132 - senders)) => tiles / (132 - senders)  # round up
+  min(LINK, senders * rate) => (senders * rate)  # faster than the link
+  lambda problem, rate, choices: 7  # the longer one counts
+  lambda problem, rate, choices: choices[1]
+exercise-4
+  n - 1, decrement=False => n - 1  # Right.
+  (d + 1 + step) % n => (d - 1 - step) % n
+  pl.loop(0, m // 64)(functools.partial(one_tile, owner)) => [one_tile(owner, tile) for tile in range(m // 64)]
+  (d + 1 + step) % n => (d + step) % n  # then all wait, and none sends
+  (d + 1 + step) % n => step
+  (d + 1 + step) % n => (d + 1) % n  # it must signal each of
+  pl.semaphore_wait(arrived.at[tile], n - 1, decrement=False) => pass  # has waited for 0 of 1
+  arrived.at[tile], n - 1, => arrived.at[tile], 1,  # waited for 1 of 3 signals
+  wait(arrived.at[tile], n - 1, => wait(arrived.at[0], n - 1,  # never written
+  arrived.at[tile], n - 1, => arrived.at[tile], n,  # waits for ever
+  pl.semaphore_wait( => values = values.astype(jnp.bfloat16).astype(jnp.float32)\n                pl.semaphore_wait(
+    # rounded before the sum
+  pl.semaphore_signal(arrived.at[tile], device_id=to) => pass  # it must signal each of
+  values = values + part(slot, rows) => pass  # own part alone
+  part(slot, rows)\n => part(n - 2 - slot, rows)\n  # slot 0 comes first
+  values + part(slot, rows)\n => (values + part(slot, rows)).astype(jnp.bfloat16).astype(jnp.float32)\n
+    # after every addition
+  values = values + part(slot, rows) => values = values.astype(jnp.bfloat16).astype(jnp.float32) + part(slot, rows)
+  part(slot, rows)\n => part(0, rows)\n  # it must be
+"""
 
 
 # %% exercise-2 needs: parameters setup

@@ -1,4 +1,46 @@
-"""Solutions of chapter 19's exercises; how to read the marks: tools/skeletons.py."""
+"""Solutions of chapter 19's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-commit
+  plgpu.tcgen05_mma(right, a_smem, b_smem.at[1], accumulate=step > 0)\n            plgpu.tcgen05_commit_arrive(freed)
+    => plgpu.tcgen05_mma(right, a_smem, b_smem.at[1], freed, accumulate=step > 0)  # Right.
+  accumulate=step > 0)\n            plgpu.tcgen05_commit_arrive(freed) => accumulate=step > 0)
+    && plgpu.tcgen05_mma(right => plgpu.tcgen05_commit_arrive(freed)\n            plgpu.tcgen05_mma(right
+    # A commit tells of the products
+  \n        plgpu.barrier_wait(freed) => \n  # before the last products have ended
+  pl.when(step > 0)(lambda: plgpu.barrier_wait(freed)) => pass  # before anybody has waited
+  plgpu.tcgen05_commit_arrive(freed) => [plgpu.tcgen05_commit_arrive(freed) for _ in range(2)]
+  plgpu.tcgen05_commit_arrive(freed) => pass  # never end
+  plgpu.tcgen05_mma(right, a_smem, b_smem.at[1], accumulate=step > 0) => pass  # the product
+  b_smem.at[1], accumulate=step > 0 => b_smem.at[1], accumulate=True
+  lambda a, b: a @ b  # nothing is multiplied
+exercise-starts
+  lambda tiles, accumulators, multiply, store: np.array(starts(tiles, accumulators, multiply, store))  # Right.
+  if tile >= accumulators: => if False:  # an earlier tile has to leave first
+  stored[-1] if stored else 0) + store => 0) + store  # One warpgroup stores
+  lambda tiles, acc, *times: starts(tiles, 1, *times)  # may be in another accumulator
+  lambda tiles, acc, *times: starts(tiles, acc + 1, *times)  # It waits for the products
+  lambda tiles, acc, multiply, store: [i * (multiply + store) for i in range(tiles)]  # may be in another
+  lambda *case: [0]  # It waits for the products
+exercise-multiply
+  ring.freed.at[slot],\n            accumulate=step > 0,\n        )
+    => accumulate=step > 0,\n        )\n        plgpu.tcgen05_commit_arrive(ring.freed.at[slot])  # Right.
+  plgpu.tcgen05_commit_arrive(summed.at[mine]) => pass  # commit to summed
+  accumulate=step > 0 => accumulate=True  # the products
+  pl.when(turn >= 3)(lambda: plgpu.barrier_wait(stored.at[mine])) => pass  # the
+  ring.wait( => ring.slot(  # before its tiles have arrived
+exercise-store
+  for quarter in range(4): => for quarter in (3, 2, 1, 0):  # Right.
+  values * values => values  # the squares
+  values * values => values.astype(jnp.bfloat16) * values.astype(jnp.bfloat16)  # rounded to bfloat16 before
+  \n    plgpu.wait_load_tmem() =>  # race
+  plgpu.wait_smem_to_gmem(1, wait_read_only=True) => pass  # TMA may still send
+  wait_smem_to_gmem(1 => wait_smem_to_gmem(2
+  quarter % 2 => 0
+  wait_smem_to_gmem(1 => wait_smem_to_gmem(0  # leave one in flight
+  plgpu.commit_smem() => pass  # commit what you have stored
+  lambda acc, o_smem, o_gmem: plgpu.async_load_tmem(acc.at[:, pl.ds(0, 64)])  # nothing is stored yet
+"""
 
 
 # %% exercise-commit needs: parameters setup

@@ -1,4 +1,33 @@
-"""Solutions of chapter 20's exercises; how to read the marks: tools/skeletons.py."""
+"""Solutions of chapter 20's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-1
+  x_smem[...] * x_smem[...] => 2 * x_smem[...]  # it must be
+  plgpu.commit_smem() => pass  # there is a race: read
+  plgpu.wait_smem_to_gmem(0)\n            o_smem => o_smem  # there is a race: write
+  x_smem[...] * x_smem[...] => x_gmem[rows] ** 2  # it reads an input in global memory
+  plgpu.copy_gmem_to_smem(x_gmem.at[rows], x_smem, arrived) => x_smem[...] = x_gmem[rows]
+    && plgpu.barrier_wait(arrived) =>  # must still be copied to shared memory
+exercise-2
+  -x_smem => x_smem  # it must be
+  pl.cdiv(x.shape[0], 64) => x.shape[0] // 64  # never written
+exercise-3
+  num_arrivals=2 => num_arrivals=3  # has 2 of 3 arrivals
+  num_arrivals=2 => num_arrivals=1  # phase
+exercise-4
+  / 2\n => * 2\n  # it must be
+  min(slots, tiles)\n => min(slots + 1, tiles)\n  # the
+  min(slots, tiles)\n => slots - 1\n  # never end
+  slots=2 => slots=1  # this is no ring
+exercise-5
+  ((0, 0), 5, 3)  # shows another
+  ((2, 1), 3, 5)  # other way round
+  ((2, 1), 4, 3)  # coefficients
+  ((2, 1), 5, 4)
+  (2, 5, 3)  # shows another
+  (None, None, None)  # three things
+  5
+"""
 
 
 # %% exercise-1 needs: parameters setup

@@ -1,4 +1,74 @@
-"""Solutions of chapter 22's exercises; how to read the marks: tools/skeletons.py."""
+"""Solutions of chapter 22's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
+
+TRIED = r"""
+exercise-1
+  lax.rsqrt(jnp.sum(total * total) * (1 / total.size) + eps) => 1 / jnp.sqrt(jnp.sum(total * total / total.size) + eps)
+    # Right.
+  total = x + load(residual_gmem.at[row]) => total = x  # the norm of x alone
+  jnp.sum(total * total) => jnp.sum(x * x)  # the squares must be those of the sum
+  total * inverse * scale => total * inverse  # not multiplied by scale
+  * (1 / total.size) =>  # divide it by the columns
+  lax.rsqrt(jnp.sum(total * total) * (1 / total.size) + eps) => 1.0  # not divided by the root
+  + eps) => )  # eps belongs under the root
+  + eps) => + 1.0)  # the norm: element
+  total_gmem[row] = total => pass  # the sum, which the next norm adds to
+  total_gmem[row] = total => total_gmem[row] = x  # total_gmem has x alone
+  total_gmem[row] = total => total_gmem[row] = total.astype(jnp.bfloat16).astype(jnp.float32)  # keep it in float32
+  total_gmem[row] = total => total_gmem[row] = 2 * total  # the sum, which the next norm adds to
+  load(residual_gmem.at[row]) => load(residual_gmem)  # cannot be compiled for a GPU
+  load(residual_gmem.at[row]) => load(residual_gmem.at[row + 1])  # beyond the end
+  lambda x, residual, scale: added_norm(x, residual, scale)[0]  # two arrays
+  jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) => jax.ShapeDtypeStruct(x.shape, jnp.float32)  # the norm is bfloat16
+  jax.ShapeDtypeStruct(x.shape, jnp.float32) => jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+    && total_gmem[row] = total => total_gmem[row] = total.astype(jnp.bfloat16)  # the sum float32
+exercise-2
+  o_smem[0], o_smem[1] = a.astype(q.dtype), b.astype(q.dtype) => o_smem[1] = b.astype(q.dtype)
+    \n        o_smem[0] = a.astype(q.dtype)  # Right.
+  a, b = a * c - b * s, b * c + a * s => a = a * c - b * s; b = b * c + a * s  # turned already
+  a, b = a * c - b * s, b * c + a * s => a, b = a * c + b * s, b * c - a * s  # the wrong way
+  a, b = a * c - b * s, b * c + a * s => a, b = a * c + b * s, b * c + a * s  # that it must subtract
+  a, b = a * c - b * s, b * c + a * s => a, b = a * c - b * s, b * c - a * s  # that it must add
+  a, b = a * c - b * s, b * c + a * s => b, a = a * c - b * s, b * c + a * s  # each other's place
+  a, b = a * c - b * s, b * c + a * s => a, b = a * c - a * s, b * c + b * s  # meets itself
+  a, b = a * c - b * s, b * c + a * s => pass  # nothing is turned
+  a, b = a * c - b * s, b * c + a * s => a, b = a * c, b * c  # element
+  read(sin_gmem.at[tokens]) => read(sin_gmem.at[pl.ds(0, 64)])  # heads of 64: element (64,
+  plgpu.commit_smem() => pass  # commit what you have stored
+  plgpu.wait_smem_to_gmem(0) => pass  # wait for all of them
+  for part in range(2): => for part in range(1):  # were never written
+  read(of_head.at[:, pl.ds(half, half)]) => read(of_head.at[:, pl.ds(half, 8)])  # cannot be compiled
+  lambda q, cos, sin: turned(q.reshape(*q.shape[:2], -1, 2).swapaxes(2, 3).reshape(q.shape), cos, sin)
+    .reshape(*q.shape[:2], 2, -1).swapaxes(2, 3).reshape(q.shape)  # neighbouring values are paired
+  lambda q, cos, sin: turned(q, cos, sin)[:, :1]  # shape
+exercise-3
+  lambda row, hidden, piece: np.arange(2 * hidden).reshape(2, -1, piece).swapaxes(0, 1).ravel()[row]  # Right.
+  lambda row, hidden, piece: row  # of the gate alone
+  lambda row, hidden, piece: row % 2 * hidden + row // 2  # take turns one by one
+  which * hidden + tile * piece + within => which * hidden + within  # the rows of the first
+  which * hidden + tile => tile  # those of up begin at `hidden`
+  which * hidden => (1 - which) * hidden  # begins with the gate
+  tile * piece => tile * 2 * piece  # only `piece` of each matrix
+  lambda row, hidden, piece: row % hidden // piece * 2 * piece + row // hidden * piece + row % hidden % piece
+    # the other direction
+  lambda row, hidden, piece: 0  # at which place of the tile
+  lambda *case: float(source_row(*case))  # a whole number
+exercise-4
+  return 1e3 * nbytes / rate => return np.float64(1e3) * nbytes / rate  # Right.
+  (length + 1) => length  # also writes
+  sequences * (length => (length  # of its own
+  * (length + 1) =>  # of all tokens so far
+  weight_bytes + token_bytes * sequences * (length + 1) => weight_bytes  # keys and values as well
+  weight_bytes + => weight_bytes * sequences +  # a step reads them once
+  layers * launches => launches  # Each layer has that many
+  launches + once => (launches + once)  # not in each layer
+  + once =>  # cost as much
+  + 1e-3 * us * (layers * launches + once) =>  # That is the bound
+  1e3 * nbytes / rate + 1e-3 * us * (layers * launches + once)
+    => max(1e3 * nbytes / rate, 1e-3 * us * (layers * launches + once))  # add them
+  lambda *case: step_milliseconds(*case) / 1e3  # in seconds
+  lambda *case: step_milliseconds(*case) * 1e3  # in microseconds
+  lambda *case: 1.1 * step_milliseconds(*case)  # mind the units
+"""
 
 
 # %% exercise-1 needs: parameters setup

@@ -16,6 +16,7 @@ import pathlib
 import re
 import sys
 
+import jax
 import nbformat
 import pytest
 
@@ -96,11 +97,12 @@ def test_skeleton_is_turned_down_and_solution_accepted(stem, cell, monkeypatch):
     names, call = solved(stem, cell, EXERCISES[stem, cell].solution)
     after = eval(call, names)
     assert after and repr(after).startswith("Right."), after
-    _require_that_anything_may_happen(call, names, monkeypatch)
+    _turn_down_what_is_no_answer_anywhere(stem, cell, call, names, monkeypatch)
 
 
-def _require_that_anything_may_happen(call, names, monkeypatch):
-    """A function that returns nothing, raises or never ends is turned down in a sentence."""
+def _turn_down_what_is_no_answer_anywhere(stem, cell, call, names, monkeypatch):
+    """Wrong in each exercise: a function that returns nothing or a text, raises or never ends; for a kernel, what XLA
+    computes, before it, after it or alone."""
     check, answer = (eval(text, names) for text in call.removesuffix(")").split("(", 1))
     if not inspect.isroutine(answer):
         return
@@ -112,11 +114,18 @@ def _require_that_anything_may_happen(call, names, monkeypatch):
         while True:
             pass
 
+    wrong = {(lambda *args, **kwargs: None): "", (lambda *args, **kwargs: "many"): "", raises: "KeyError"}
+    if LAUNCHES.search(EXERCISES[stem, cell].solution):
+        wrong[lambda *args, **kwargs: args[-1]] = "must be a kernel"
+        wrong[lambda *args, **kwargs: jax.tree.map(lambda x: x * 1, answer(*args, **kwargs))] = "outside of the kernel"
+    for other, said in wrong.items():
+        verdict = check(other)
+        assert not verdict and said in verdict.text and "\n" not in verdict.text, verdict
     monkeypatch.setattr(judge, "SECONDS", 0.2)
-    for wrong, said in ((lambda *args, **kwargs: None, ""), (raises, "KeyError"), (loops, "has not ended after")):
-        verdict = check(wrong)
-        assert not verdict and "\n" not in verdict.text
-        assert said in verdict.text or "has not ended" in verdict.text, verdict
+    assert "has not ended after 0.2 s" in check(loops).text
+
+
+LAUNCHES = re.compile(r"(?m)^    (return|out|out, _ =|kernel =)?.*\b(kernel|launch|per_row)\(")
 
 
 @pytest.mark.parametrize("stem, cell, said, answer", TRIED)
@@ -133,7 +142,8 @@ def test_other_answers(stem, cell, said, answer):
 def draws(stem: str, cell: str) -> bool:
     """Whether the checker asks for cases that are new each time."""
     module, check = EXERCISES[stem, cell].solution.rpartition("\n")[2].partition("(")[0].split(".")
-    return "draw" in inspect.getsource(getattr(importlib.import_module(f"exercises.{module}"), check).__wrapped__)
+    source = inspect.getsource(getattr(importlib.import_module(f"exercises.{module}"), check).__wrapped__)
+    return ("draw=" in source or "drawn(" in source) and "jax.jit" not in source  # A table cannot be traced.
 
 
 @pytest.mark.parametrize("stem, cell", [key for key in EXERCISES if draws(*key)])
@@ -166,20 +176,3 @@ def test_wrong_marks_are_refused(tmp_path, part, said):
     path.write_text(part)
     with pytest.raises(ValueError, match=said):
         course.exercises(path)
-
-
-def mistaken(stem: str, cell: str, right: str, wrong: str):
-    """Verdict on the solution of an exercise in which `right` is replaced by `wrong`."""
-    return changed(stem, cell, (right, wrong))
-
-
-def changed(stem: str, cell: str, *changes: tuple[str, str]):
-    """Verdict on the solution of an exercise after `changes`, pairs of a text and of what comes in its place."""
-    names, call = solved(stem, cell, EXERCISES[stem, cell].solution, changes)
-    return eval(call, names)
-
-
-def verdict(stem: str, exercise: course.Exercise, source: str):
-    """Value of the last expression of `source`, after the cells that it needs."""
-    names, call = solved(stem, exercise.id, source)
-    return eval(call, names)
