@@ -5,6 +5,9 @@ import jax
 import jax.numpy as jnp
 
 from .. import _host
+from .._device import PIECE
+
+SSD_STATE_DIMS = (64, 128, 256)
 
 # Arguments of fla's, mamba_ssm's and transformers' functions, and what says the same here.
 ELSEWHERE = dict(
@@ -61,8 +64,7 @@ def check_packed(op: str, cu_seqlens, batch: int) -> int:
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
         raise ValueError(
             f"{_host.PACKAGE}.{op}: cu_seqlens is {cu_seqlens.shape}, {cu_seqlens.dtype}; must be (num_seqs + 1,) "
-            "integers: "
-            "the first row of each sequence, and the end of the last one"
+            "integers: the first row of each sequence, and the end of the last one"
         )
     return len(cu_seqlens) - 1
 
@@ -76,8 +78,7 @@ def check_state(op: str, name: str, state, shape: tuple[int, ...]) -> None:
     if state is not None and (state.shape != shape or state.dtype != jnp.float32):
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {name} is {state.shape}, {state.dtype}; must be {shape}, float32: cast it; a "
-            "state with "
-            "the keys' axis before the values' is transposed by jnp.swapaxes(state, -1, -2)"
+            "state with the keys' axis before the values' is transposed by jnp.swapaxes(state, -1, -2)"
         )
 
 
@@ -108,6 +109,43 @@ def check_delta(op: str, axes: str, q, k, v, g, beta) -> None:
             raise ValueError(
                 f"{where}: {name} is {x.shape}, {x.dtype}; must be {v.shape[:-1]}, of a floating-point dtype: cast it"
             )
+
+
+def check_ssd(op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, names=None) -> None:
+    """Checks the arrays, whose `names` may be others than those of `ssd`.
+
+    Raises:
+      ValueError: they do not fit each other, or no kernel takes them.
+    """
+    where, name_of = f"{_host.PACKAGE}.{op}", lambda name: (names or {}).get(name, name)
+    for name, m in (("x", x), ("b", b), ("c", c)):
+        if m.ndim != 4:
+            raise ValueError(
+                f"{where}: {name_of(name)}.shape={m.shape}; must be (B, T, heads, values of a head): reshape it"
+            )
+        if m.dtype not in (jnp.bfloat16, jnp.float16) or m.dtype != x.dtype:
+            all_names = ", ".join(map(name_of, "xbc"))
+            raise ValueError(
+                f"{where}: {name_of(name)}.dtype={m.dtype}; {all_names} must be all bfloat16 or all float16: cast them"
+            )
+    (batch, length, heads, size), (*_, groups, state_dim) = x.shape, b.shape
+    for name, m, shape in (
+        ("b", b, (batch, length, groups, state_dim)), ("c", c, b.shape), ("dt", dt, (batch, length, heads)),
+        ("a", a, (heads,)), ("d", d, (heads,)),
+    ):  # fmt: skip
+        if m is not None and m.shape != shape:
+            shapes = f"{name_of('x')}.shape={x.shape} and {name_of('b')}.shape={b.shape}"
+            raise ValueError(f"{where}: {name_of(name)}.shape={m.shape}; must be {shape}, to go with {shapes}")
+    for name, m in (("dt", dt), ("a", a), ("d", d)):
+        if m is not None and not jnp.issubdtype(m.dtype, jnp.floating):
+            raise ValueError(f"{where}: {name}.dtype={m.dtype}; must be a floating-point dtype: cast it")
+    check_groups(op, name_of("x"), heads, name_of("b"), groups)
+    if size % PIECE or state_dim not in SSD_STATE_DIMS:
+        raise ValueError(
+            f"{where}: heads of {name_of('x')} have {size} values, those of {name_of('b')} {state_dim}; must be a "
+            f"multiple of {PIECE}, and one of {SSD_STATE_DIMS}: pad with zeros (jnp.pad)"
+        )
+    check_state(op, "initial_state", initial_state, (check_packed(op, cu_seqlens, batch), heads, size, state_dim))
 
 
 def check_groups(op: str, of: str, heads: int, by: str, groups: int) -> None:

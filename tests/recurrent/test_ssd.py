@@ -2,22 +2,22 @@
 
 import functools
 import importlib
-import inspect
-import sys
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mutants import copy_of
 from ssd_problems import BF16, chunked, error, more, operands
 
 import lab
-from cookbook import linear_attention, ssd
-from cookbook.recurrent import core
-from cookbook.recurrent.ssd import kernel as ssd_forward
-from cookbook.recurrent.ssd import kernel_backward as ssd_bwd
+from cookbook import _device, linear_attention, ssd
+from cookbook.recurrent import arguments
+from cookbook.recurrent.sequences import CHUNKS, Sequences, rows_per_part
+from cookbook.recurrent.ssd import kernel, kernel_backward
 from cookbook.recurrent.ssd.linear_attention import linear_attention_reference
+from cookbook.recurrent.ssd.plan import Plan
+from cookbook.recurrent.states import LEAST_DECAY, cumulative_decays
 from tests.arrays import array
 
 module = importlib.import_module("cookbook.recurrent.ssd.ssd")
@@ -72,13 +72,13 @@ def test_sums_of_decays_keep_their_differences():
     """Gates of any strength anywhere, in chunks of each size: what a chunk lets stay from each token to each later one,
     against float64. An error of 2**-10 is half a rounding of float16's; resets leave nothing."""
     rng, size = np.random.default_rng(0), (2, 40)
-    for chunk in core.CHUNKS:
+    for chunk in CHUNKS:
         gates = -rng.uniform(0.0, 0.2, (*size, chunk))
         strong = rng.uniform(size=gates.shape) < rng.uniform(size=(*size, 1))
         strong[0, 0], strong[1, 0] = np.arange(chunk) < chunk // 2, True
         gates = np.where(strong, rng.choice([-1, -30, -100, -1e3, -1e6, -1e9, -np.inf], gates.shape), gates)
-        logs = np.maximum(np.float32(gates) / np.log(2), np.log2(core.LEAST_DECAY)).astype(np.float32)
-        sums = np.asarray(core.cumulative_decays(logs), np.float64)
+        logs = np.maximum(np.float32(gates) / np.log(2), np.log2(LEAST_DECAY)).astype(np.float32)
+        sums = np.asarray(cumulative_decays(logs), np.float64)
         got, earlier = np.exp2(np.minimum(sums[..., :, None] - sums[..., None, :], 0)), np.arange(chunk)
         wanted = np.ones_like(got)
         for t in range(1, chunk):
@@ -122,7 +122,7 @@ def test_the_error_is_that_of_the_same_arithmetic():
     squeezed = x[0, :, 0], dt[0, :, 0], a[0], b[0, :, 0], c[0, :, 0]
     exact, exact_state = chunked(*squeezed, chunk=640)
     peer, peer_state = chunked(*squeezed, 64, rounded)
-    for chunk in core.CHUNKS:
+    for chunk in CHUNKS:
         y, state = lab.run(functools.partial(ssd, chunk_size=chunk, return_final_state=True), x, dt, a, b, c)
         assert error(y[0, :, 0], exact) <= 1.5 * error(rounded(peer), exact)
         assert error(state[0, 0], exact_state) <= 1.5 * error(peer_state, exact_state)
@@ -168,7 +168,7 @@ def test_parts(length, parts):
 @pytest.mark.parametrize("shape, parts", [((4, 8192, 32), None), ((1, 65536, 32), 4), ((2, 1000, 1), None)])
 def test_sequences_are_cut_where_they_do_not_fill_the_gpu(shape, parts):
     batch, length, heads = shape
-    rows = core.part_rows(batch, length, heads, num_sms=132)
+    rows = rows_per_part(batch, length, heads, num_sms=132)
     assert rows is None if parts is None else -(-length // rows) == parts and rows % 128 == 0
 
 
@@ -222,7 +222,7 @@ def test_starts_out_of_range_are_cut():
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_each_row_is_in_one_part(is_packed, part_rows):
     starts = np.array([0, 100, 100, 550, 600, 900]) if is_packed else np.arange(4) * 300
-    sequences = core.Sequences(len(starts) - 1, 1000 if is_packed else 900, is_packed, 64, part_rows)
+    sequences = Sequences(len(starts) - 1, 1000 if is_packed else 900, is_packed, 64, part_rows)
     table, seq = map(np.asarray, jax.jit(sequences.parts)(starts))
     chunks = []
     rows = []
@@ -364,7 +364,7 @@ def avals(batch, length, heads, head_dim, groups, state_dim):
 
 
 @pytest.mark.parametrize("config", [None, Config(128, 2, 1)], ids=str)
-@pytest.mark.parametrize("state_dim", module.STATE_DIMS)
+@pytest.mark.parametrize("state_dim", arguments.SSD_STATE_DIMS)
 def test_what_the_compiler_makes_of_it(state_dim, config):
     if config and state_dim == 256:
         with pytest.raises(ValueError, match="fewer stages"):
@@ -381,14 +381,15 @@ def test_what_the_compiler_makes_of_the_gradients(state_dim, spills):
     """Numbers that all warpgroups share are spilled, and with N = 256 a few of the state's warpgroup."""
     loss = lambda *args: ssd(*args).astype(jnp.float32).sum()
     compiled = lab.compile_for("h200", jax.grad(loss, (0, 1, 2, 3, 4)), *avals(4, 8192, 32, 64, 32, state_dim))
-    need = ssd_bwd.smem_bytes(state_dim // 64, ssd_bwd.num_stages(state_dim // 64))
+    plan = Plan(Sequences(4, 4 * 8192, False, 64), 32, 32, 1, state_dim // 64, jnp.dtype(BF16), 0, 0, False)
+    need = _device.smem_bytes(kernel_backward.scratch(kernel_backward.with_stages(plan)))
     assert need <= compiled.smem_bytes <= need + 4096
     assert compiled.spill_bytes <= spills and not compiled.remarks
 
 
 def test_warpgroups_find_the_registers_that_they_ask_for():
-    shares = [(memory, *[others] * count) for count, (memory, others) in ssd_forward.REGISTERS.items()]
-    for share in (*shares, *ssd_bwd.REGISTERS.values()):
+    shares = [(memory, *[others] * count) for count, (memory, others) in kernel.REGISTERS.items()]
+    for share in (*shares, *kernel_backward.REGISTERS.values()):
         assert sum(share) <= 65_536 // (128 * len(share)) // 8 * 8 * len(share)
 
 
@@ -434,46 +435,25 @@ def test_without_a_gpu_it_says_what_to_do(no_gpu):
 
 # Mutants: each fails the check that the kernel passes. ----------------------------------------------------------------
 
-NOTHING = ("ssd", "", "")
-
-
-def copies_with(monkeypatch, name, old, new):
-    """The modules of SSD, one of them changed."""
-    copies = {}
-    names = ("arguments", "core", "ssd_state", "ssd_forward", "ssd_bwd", "ssd")
-    for each in names:
-        source = inspect.getsource(importlib.import_module(f"cookbook.recurrent.{each}"))
-        assert each != name or old == new or source.count(old) == 1
-        copy = copies[each] = types.ModuleType(f"mutant_of_{each}")
-        copy.__package__ = "cookbook.recurrent"
-        monkeypatch.setitem(sys.modules, copy.__name__, copy)
-        source = source.replace(old, new) if each == name else source
-        for other in names:
-            source = source.replace(f"from .{other} import", f"from mutant_of_{other} import")
-        source = source.replace("from . import core\n", "import mutant_of_core as core\n")
-        line = "arguments, core, ssd_bwd, ssd_forward"
-        modules = ", ".join(f"mutant_of_{other} as {other}" for other in line.split(", "))
-        source = source.replace(f"from . import {line}\n", f"import {modules}\n")
-        exec(compile(source, copy.__name__, "exec"), copy.__dict__)
-    return copies["ssd"]
+NOTHING = ("ssd/ssd", "PIECE", "PIECE")
 
 
 @pytest.mark.parametrize(
-    "name, old, new",
+    "file, old, new",
     [
         NOTHING,
-        ("ssd_state", "[piece * decay for piece in state]", "state"),
-        ("ssd_forward", "jnp.where(s <= t, exponent, -jnp.inf)", "jnp.where(s < t, exponent, -jnp.inf)"),
-        ("ssd_forward", "slot = states.fill(i)", "slot = states.slot(i)"),
-        ("core", "operand.clear(slot, jnp.maximum(end, 0), self.interpreted)", "pass"),
-        ("core", "pl.when(num_rows >= PIECE)(lambda: copy(0, PIECE))", "copy(0, PIECE)"),
-        ("core", "decay[:, None, None] * start + local", "start + local"),
-        ("ssd", "LOG2E * a.astype", "a.astype"),
+        ("ssd/kernel_state", "[piece * decay for piece in state]", "state"),
+        ("ssd/kernel", "jnp.where(s <= t, exponent, -jnp.inf)", "jnp.where(s < t, exponent, -jnp.inf)"),
+        ("ssd/kernel", "place = shared.states.fill(i)", "place = shared.states.slot(i)"),
+        ("tiles", "operand.clear(slot, jnp.maximum(end, 0), interpreted)", "pass"),
+        ("tiles", "pl.when(num_rows >= PIECE)(lambda: copy(0, PIECE))", "copy(0, PIECE)"),
+        ("ssd/plan", "decay[:, None, None] * start + local", "start + local"),
+        ("ssd/plan", "LOG2E * a.astype", "a.astype"),
     ],
 )  # fmt: skip
-def test_mutants_are_caught(run_only, found_if, monkeypatch, name, old, new):
+def test_mutants_are_caught(run_only, found_if, monkeypatch, tmp_path, file, old, new):
     """A state not decayed, a mask off by one, waits left out, neighbours' rows let in or overwritten."""
-    fn = copies_with(monkeypatch, name, old, new)
+    fn = copy_of("ssd.ssd", monkeypatch, tmp_path, file, old, new)
     x, dt, a, b, c = operands(length=1300)
     starts = array([0, 70, 141, 1300], jnp.int32)
     x = x.at[:, 70:141].set(jnp.nan)
@@ -486,20 +466,20 @@ def test_mutants_are_caught(run_only, found_if, monkeypatch, name, old, new):
 
 
 @pytest.mark.parametrize(
-    "name, old, new",
+    "file, old, new",
     [
         NOTHING,
-        ("ssd_bwd", "(j <= i, row - column)", "(j < i, row - column)"),
-        ("ssd_bwd", "(i <= j, column - row)", "(i < j, column - row)"),
-        ("ssd_bwd", "d_dt = of(KEY_SUM) + of(OWN_SUM) + of(END_SUM)", "d_dt = of(KEY_SUM) + of(END_SUM)"),
-        ("ssd_bwd", "(of(STATE_SUM) + end)", "end"),
-        ("ssd_bwd", "dx if skip is None else", "dx if True else"),
-        ("ssd_bwd", "slot = block.lefts.fill(i)", "slot = block.lefts.slot(i)"),
-        ("ssd_state", "if self.reverse:", "if False:"),
+        ("ssd/kernel_backward", "(j <= i, row - column)", "(j < i, row - column)"),
+        ("ssd/kernel_backward", "(i <= j, column - row)", "(i < j, column - row)"),
+        ("ssd/gradients", "d_dt = of(KEY_SUM) + of(OWN_SUM) + of(END_SUM)", "d_dt = of(KEY_SUM) + of(END_SUM)"),
+        ("ssd/gradients", "(of(STATE_SUM) + end)", "end"),
+        ("ssd/kernel_backward", "dx if skip is None else", "dx if True else"),
+        ("ssd/kernel_backward", "place = shared.lefts.fill(i)", "place = shared.lefts.slot(i)"),
+        ("ssd/kernel_state", "if reverse:", "if False:"),
     ],
 )
-def test_mutants_of_the_gradients_are_caught(run_only, found_if, monkeypatch, name, old, new):
-    fn = copies_with(monkeypatch, name, old, new)
+def test_mutants_of_the_gradients_are_caught(run_only, found_if, monkeypatch, tmp_path, file, old, new):
+    fn = copy_of("ssd.ssd", monkeypatch, tmp_path, file, old, new)
     args = operands(length=130)
     ours = functools.partial(fn.ssd, return_final_state=True)
     with found_if(old != new):

@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +12,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
-from ..core import COLUMNS, PIECE, ROWS, Loader, Operand, Part, Tiles, first_state, store_rows, store_state
-from .kernel_state import CUM, DT, Plan, StateRole
+from ..._device import COLUMNS, PIECE, ROWS, Tiles, load, spread
+from ..sequences import Part
+from ..states import first_state, store_state
+from ..tiles import Operand, load_chunks, store_rows
+from .kernel_state import advance, weights
+from .plan import CUM, DT, Plan
 
 SQUARE = PIECE, PIECE
-REGISTERS = {2: (56, 224), 3: (56, 152)}  # A thread of the memory and of the other warpgroups, by how many these are.
+# Registers per thread of the memory warpgroup and of the others, by how many the others are.
+REGISTERS = {2: (56, 224), 3: (56, 152)}
 
 
-def _scratch(plan: Plan) -> dict:
-    barriers = lambda num, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=num)
+def _copies(plan: Plan) -> int:
+    """Copies of a chunk: of the vectors, twice, of x, and of b and c."""
+    return 2 + 1 + 2 * plan.pieces
+
+
+def scratch(plan: Plan) -> dict:
     outputs = plan.chunk // PIECE
-    copies = 2 + 1 + 2 * plan.pieces
     return dict(
         x_smem=plan.tiles(plan.num_stages, 1),
         b_smem=plan.tiles(plan.num_stages, plan.pieces),
@@ -31,160 +40,179 @@ def _scratch(plan: Plan) -> dict:
         state_smem=plan.tiles(plan.num_states, plan.pieces, rows=PIECE),
         scaled_smem=plan.tiles(),
         y_smem=plan.tiles(outputs, rows=PIECE),
-        filled=barriers(plan.num_stages, copies),
-        freed=barriers(plan.num_stages, 1 + outputs),
-        landed=barriers(1, copies),
-        left=barriers(plan.num_states),
-        taken=barriers(plan.num_states, outputs),
+        filled=_device.barriers(plan.num_stages, _copies(plan)),
+        freed=_device.barriers(plan.num_stages, 1 + outputs),
+        landed=_device.barriers(1, _copies(plan)),
+        left=_device.barriers(plan.num_states),
+        taken=_device.barriers(plan.num_states, outputs),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """What the roles of a block share."""
+
+    plan: Plan
+    scale: float
+    part: Part
+    head: Any
+    ring: _device.Ring
+    states: _device.Ring  # Slots of `state`.
+    rows: Any  # `CUM` and `DT` in the ring, to be read along rows, and along columns.
+    columns: Any
+    x: Tiles  # In the ring, as b and c.
+    b: Tiles
+    c: Tiles
+    state: Tiles
+    scaled: Tiles
+    y: Tiles
 
 
 def _kernel(
     table, x_gmem, b_gmem, c_gmem, vectors_gmem, d_gmem, initial_gmem, y_gmem, *finals_gmem, plan: Plan, scale: float,
-    x_smem, b_smem, c_smem, rows_smem, columns_smem, state_smem, scaled_smem, y_smem, filled, freed, landed, left,
-    taken,
+    rows_smem, columns_smem, filled, freed, landed, left, taken, **tiles,
 ):  # fmt: skip
     role, head, part = lax.axis_index("role"), lax.axis_index("head_index"), Part.of_block(table, plan.chunk)
-    x, b, c, state, scaled, y = (
-        Tiles.views(smem, plan.interpreted) for smem in (x_smem, b_smem, c_smem, state_smem, scaled_smem, y_smem)
-    )
+    views = {name.removesuffix("_smem"): Tiles.views(smem, plan.interpreted) for name, smem in tiles.items()}
+    ring, states = part.ring(filled, freed, plan.num_stages), part.ring(left, taken, plan.num_states)
+    shared = Shared(plan, scale, part, head, ring, states, rows_smem, columns_smem, **views)
     outputs = plan.chunk // PIECE
     memory_registers, compute_registers = REGISTERS[1 + outputs]
-    ring, states = part.ring(filled, freed, plan.num_stages), part.ring(left, taken, plan.num_states)
 
-    @pl.when(role == outputs + 1)
+    @_device.role(role == outputs + 1, decrease_to=memory_registers)
     def _():
-        plgpu.set_max_registers(memory_registers, action="decrease")
-        group = plan.group(head)
-        wide = Operand(b_gmem, b, group, plan.pieces), Operand(c_gmem, c, group, plan.pieces)
+        _load_chunks(shared, landed, x_gmem, b_gmem, c_gmem, vectors_gmem)
 
-        def copy_vectors(chunk, slot, barrier):
-            for smem in (rows_smem, columns_smem):
-                plgpu.copy_gmem_to_smem(vectors_gmem.at[plan.dt_head(head), chunk], smem.at[slot], barrier)
-
-        operands, is_ragged = (Operand(x_gmem, x, head, 1), *wide), plan.sequences.is_ragged
-        Loader(ring, landed, operands, copy_vectors, 2, is_ragged, plan.interpreted).run(part)
-
-    @pl.when(role == outputs)
+    @_device.role(role == outputs, increase_to=compute_registers)
     def _():
-        plgpu.set_max_registers(compute_registers, action="increase")
-        first = first_state(initial_gmem, (part.state, head), plan.pieces)
+        carry_the_state(shared, initial_gmem, finals_gmem)
 
-        def leave(i, values):
-            slot = states.fill(i)
-            for p, piece in enumerate(values):
-                state.tiled[slot, p] = piece.astype(plan.dtype)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(left.at[slot])
-
-        last = StateRole(plan, ring, x, b, rows_smem, scaled).run(part.num_chunks, first, leave)
-        states.drain(part.num_chunks)
-        for final_gmem in finals_gmem:
-            store_state(final_gmem, (part.state, head), last)
-
-    output = OutputRole(plan, scale, ring, states, x, b, c, rows_smem, columns_smem, state, y)
     for block in range(outputs):
 
-        @pl.when(role == block)
+        @_device.role(role == block, increase_to=compute_registers)
         def _(block=block):
-            plgpu.set_max_registers(compute_registers, action="increase")
             skip = None if d_gmem is None else d_gmem[plan.dt_head(head)].astype(jnp.float32)
-            output.run(part, y_gmem, head, skip, block)
+            _compute_outputs(shared, block, skip, y_gmem)
 
 
-@dataclasses.dataclass(frozen=True)
-class OutputRole:
-    """A warpgroup that computes y of 64 rows of each chunk."""
+def _load_chunks(shared: Shared, landed, x_gmem, b_gmem, c_gmem, vectors_gmem):
+    """The memory warpgroup."""
+    plan, head, group = shared.plan, shared.head, shared.plan.group(shared.head)
+    operands = (
+        Operand(x_gmem, shared.x, head, 1),
+        Operand(b_gmem, shared.b, group, plan.pieces),
+        Operand(c_gmem, shared.c, group, plan.pieces),
+    )
 
-    plan: Plan
-    scale: float
-    ring: _device.Ring
-    states: _device.Ring
-    x: Tiles
-    b: Tiles
-    c: Tiles
-    rows: object  # `CUM` and `DT`, to be read along rows, and along columns.
-    columns: object
-    state: Tiles
-    y: Tiles
+    def vectors(chunk, slot):
+        source = vectors_gmem.at[plan.dt_head(head), chunk]
+        return [(source, shared.rows.at[slot]), (source, shared.columns.at[slot])]
 
-    def run(self, part: Part, y_gmem, head, skip, block: int):
-        """The `block`-th 64 rows of all chunks of a part."""
+    load_chunks(
+        shared.part, shared.ring, landed, operands, vectors, _copies(plan), is_ragged=plan.sequences.is_ragged,
+        interpreted=plan.interpreted,
+    )  # fmt: skip
 
-        @pl.loop(0, part.num_chunks)
-        def _(i):
-            values = self.chunk(i, skip, block).astype(self.plan.dtype)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The rows of the chunk before have left.
-            self.y.tiled[block] = values
-            plgpu.commit_smem()
-            # `skip` read x as other loads do, not as WGMMA does: before the fence they may still wait for the WGMMAs of
-            # the state's warpgroup, longer than TMA takes to overwrite what they read.
-            self.ring.free(i)
-            row = part.row(i) + block * PIECE
-            store_rows(
-                self.y, block, y_gmem, head, 0, row, part.stop_row - row, is_ragged=self.plan.sequences.is_ragged,
-                interpreted=self.plan.interpreted,
-            )  # fmt: skip
 
-        plgpu.wait_smem_to_gmem(0)
+def carry_the_state(shared: Shared, initial_gmem, finals_gmem):
+    """The state's warpgroup: leaves the state before each chunk, rounded, for the outputs, and adds the chunk."""
+    plan, index, tiled = shared.plan, (shared.part.state, shared.head), shared.state.tiled
 
-    def chunk(self, i, skip, block: int):
-        """y in float32 of 64 rows, the `block`-th ones; `skip` times x is added unless it is None."""
-        slot, rows, pieces = self.ring.wait(i), pl.ds(block * PIECE, PIECE), range(self.plan.pieces)
-        cum = plgpu.load(self.rows.at[slot, CUM, rows], layout=ROWS, optimized=False)
+    def step(i, state):
+        place = shared.states.fill(i)
+        for p, piece in enumerate(state):
+            tiled[place, p] = piece.astype(plan.dtype)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(shared.states.filled.at[place])
+        slot = shared.ring.wait(i)
+        w, decay = weights(shared.rows, slot, plan.chunk)
+        x, b = shared.x.tiled.at[slot, 0], [shared.b.tiled.at[slot, p] for p in range(plan.pieces)]
+        state = advance(state, decay, w, x, b, shared.scaled, plan.interpreted)
+        shared.ring.free(i)
+        return state
 
-        def products(pairs_ref, y_ref):
-            self.add_pairs(pairs_ref, slot, rows, 0)
-            state = self.states.wait(i)
-            for p in pieces:
-                plgpu.wgmma(y_ref, self.c.tiled.at[slot, p, rows], self.state.tiled.at[state, p].T)
-            weights = self.wait(pairs_ref, len(pieces)) * self.decay(slot, cum, 0, is_last=block == 0)
-            y = self.wait(y_ref, 0) * lax.broadcast_in_dim(jnp.exp2(cum) * self.scale, SQUARE, [0])
-            self.states.free(i)
-            return self.add_values(y_ref, y, weights, slot, 0)
+    first = first_state(initial_gmem, index, plan.pieces)
+    last = lax.fori_loop(0, shared.part.num_chunks, step, first)
+    shared.states.drain(shared.part.num_chunks)
+    for final_gmem in finals_gmem:
+        store_state(final_gmem, index, last)
 
-        def more_products(pairs_ref, y_ref, y, column: int):
-            self.add_pairs(pairs_ref, slot, rows, column)
-            weights = self.wait(pairs_ref, 0) * self.decay(slot, cum, column, is_last=column == block)
-            return self.add_values(y_ref, y, weights, slot, column)
 
-        accs = [plgpu.ACC(SQUARE, jnp.float32)] * 2
-        y = pl.run_scoped(products, *accs)
-        for column in range(1, block + 1):
-            y = pl.run_scoped(functools.partial(more_products, y=y, column=column), *accs)
+def _compute_outputs(shared: Shared, block: int, skip, y_gmem):
+    """An output warpgroup: y of the `block`-th 64 rows of all chunks, with `skip` times x added unless it is None."""
+    plan, part = shared.plan, shared.part
+
+    @pl.loop(0, part.num_chunks)
+    def _(i):
+        slot = shared.ring.wait(i)
+        y = output_of_chunk(shared, i, slot, block)
         if skip is not None:
-            x = plgpu.load(self.x.tiled.at[slot, 0, rows], layout=plgpu.Layout.WGMMA)
+            x = plgpu.load(shared.x.tiled.at[slot, 0, pl.ds(block * PIECE, PIECE)], layout=plgpu.Layout.WGMMA)
             y = y + skip * x.astype(jnp.float32)
-        return y
+        y = y.astype(plan.dtype)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The rows of the chunk before have left.
+        shared.y.tiled[block] = y
+        plgpu.commit_smem()
+        # `skip` read x as other loads do, not as WGMMA does: before the fence they may still wait for the WGMMAs of
+        # the state's warpgroup, longer than TMA takes to overwrite what they read.
+        shared.ring.free(i)
+        row = part.row(i) + block * PIECE
+        store_rows(
+            shared.y, block, y_gmem, shared.head, 0, row, part.stop_row - row, is_ragged=plan.sequences.is_ragged,
+            interpreted=plan.interpreted,
+        )  # fmt: skip
 
-    def wait(self, ref, wait_n: int):
-        return ref[...] if self.plan.interpreted else plgpu.wgmma_accumulator_load(ref, wait_n=wait_n)
+    plgpu.wait_smem_to_gmem(0)
 
-    def add_pairs(self, acc, slot, rows, column: int):
-        """`acc` + c bᵀ of `rows` and of the `column`-th 64 rows."""
-        for p in range(self.plan.pieces):
-            b = self.b.tiled.at[slot, p, pl.ds(column * PIECE, PIECE)]
-            plgpu.wgmma(acc, self.c.tiled.at[slot, p, rows], b.T)
 
-    def add_values(self, y_ref, y, weights, slot, column: int):
-        """`y` + `weights` x of the `column`-th 64 rows."""
-        weights, x = weights.astype(self.plan.dtype), self.x.tiled.at[slot, 0, pl.ds(column * PIECE, PIECE)]
-        if self.plan.interpreted:
-            return y + jnp.dot(weights, x[...], preferred_element_type=jnp.float32)
-        y_ref[...] = y
-        plgpu.wgmma(y_ref, weights, x)
-        return y_ref[...]
+def output_of_chunk(shared: Shared, i, slot, block: int):
+    """y of the `block`-th 64 rows of chunk `i` in float32, but for the part of d."""
+    plan, rows = shared.plan, pl.ds(block * PIECE, PIECE)
+    cum = load(shared.rows.at[slot, CUM, rows], ROWS)
+    queries = lambda p: shared.c.tiled.at[slot, p, rows]
+    wait = lambda ref, wait_n: ref[...] if plan.interpreted else plgpu.wgmma_accumulator_load(ref, wait_n=wait_n)
 
-    def decay(self, slot, cum, column: int, is_last: bool):
-        """exp(cum[t] - cum[s]) dt[s] for rows t and the `column`-th 64 rows s, if `is_last` for s up to t alone."""
-        columns = pl.ds(column * PIECE, PIECE)
-        load = lambda i: plgpu.load(self.columns.at[slot, i, columns], layout=COLUMNS, optimized=False)
-        spread = lambda values, dim: lax.broadcast_in_dim(values, SQUARE, [dim])
-        exponent = spread(cum, 0) - spread(load(CUM), 1)
-        if is_last:
-            t, s = (plgpu.broadcasted_iota(jnp.int32, SQUARE, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1))
-            exponent = jnp.where(s <= t, exponent, -jnp.inf)
-        return jnp.exp2(exponent) * spread(load(DT) * self.scale, 1)
+    def multiply_pairs(pairs_ref, column: int):
+        """c bᵀ of the `column`-th 64 rows of b."""
+        for p in range(plan.pieces):
+            keys = shared.b.tiled.at[slot, p, pl.ds(column * PIECE, PIECE)]
+            plgpu.wgmma(pairs_ref, queries(p), keys.T)
+
+    def add_values(y_ref, y, decayed, column: int):
+        """`y` + the pairs, decayed, times the `column`-th 64 rows of x."""
+        x = shared.x.tiled.at[slot, 0, pl.ds(column * PIECE, PIECE)]
+        return _device.add_product(y_ref, y, decayed.astype(plan.dtype), x, plan.interpreted)
+
+    def state_and_first_pairs(pairs_ref, y_ref):
+        multiply_pairs(pairs_ref, 0)
+        place = shared.states.wait(i)
+        for p in range(plan.pieces):
+            plgpu.wgmma(y_ref, queries(p), shared.state.tiled.at[place, p].T)
+        decayed = wait(pairs_ref, plan.pieces) * _decay(shared, slot, cum, 0, is_last=block == 0)
+        y = wait(y_ref, 0) * spread(jnp.exp2(cum) * shared.scale, 0)
+        shared.states.free(i)
+        return add_values(y_ref, y, decayed, 0)
+
+    def more_pairs(pairs_ref, y_ref, y, column: int):
+        multiply_pairs(pairs_ref, column)
+        decayed = wait(pairs_ref, 0) * _decay(shared, slot, cum, column, is_last=column == block)
+        return add_values(y_ref, y, decayed, column)
+
+    accs = [plgpu.ACC(SQUARE, jnp.float32)] * 2
+    y = pl.run_scoped(state_and_first_pairs, *accs)
+    for column in range(1, block + 1):
+        y = pl.run_scoped(functools.partial(more_pairs, y=y, column=column), *accs)
+    return y
+
+
+def _decay(shared: Shared, slot, cum, column: int, is_last: bool):
+    """exp(cum[t] - cum[s]) dt[s] for rows t and the `column`-th 64 rows s, if `is_last` for s up to t alone."""
+    vector = lambda which: load(shared.columns.at[slot, which, pl.ds(column * PIECE, PIECE)], COLUMNS)
+    exponent = spread(cum, 0) - spread(vector(CUM), 1)
+    if is_last:
+        t, s = _device.indices()
+        exponent = jnp.where(s <= t, exponent, -jnp.inf)
+    return jnp.exp2(exponent) * spread(vector(DT) * shared.scale, 1)
 
 
 def outputs(plan: Plan, scale: float, table, x, b, c, vectors, d, starts, params):
@@ -200,6 +228,6 @@ def outputs(plan: Plan, scale: float, table, x, b, c, vectors, d, starts, params
         grid_names=("part", "head_index"),
         num_threads=plan.chunk // PIECE + 2,
         thread_name="role",
-        scratch_types=_scratch(plan),
+        scratch_types=scratch(plan),
         compiler_params=params,
     )(table, x, b, c, vectors, d, starts)

@@ -34,7 +34,7 @@ Bound by: memory. b and c with fewer heads than x: dc and db of each head are wr
 
 import dataclasses
 import functools
-import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,34 +43,36 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
-from .. import core
-from ..core import COLUMNS, PIECE, ROWS, Loader, Operand, Part, Tiles
-from .kernel_state import CUM, DT, Plan, StateRole, states
+from ..._device import COLUMNS, PIECE, ROWS, Tiles, spread
+from ..sequences import Part
+from ..states import first_state, store_state
+from ..tiles import Operand, load_chunks, store_rows
+from .kernel_state import advance, weights
+from .plan import CUM, DT, Plan
 
 SQUARE = PIECE, PIECE
 CHUNK = 64
 STATE, QUERY, KEY, MEMORY = range(4)  # Roles.
-# Registers of a thread of each role, by the pieces of a row of b; a block starts with 128 for each.
+# Registers per thread of each role, by the pieces of a row of b; a block starts with 128 for each.
 REGISTERS = {1: (120, 152, 184, 56), 2: (120, 152, 184, 56), 4: (176, 136, 160, 40)}
 # Vectors that the kernel returns: c . dc and b . db / dt from pairs of different rows; what a row's pair with itself
 # adds to both; what g adds to the second; g times the state, summed over columns; and dy . x.
 QUERY_SUM, KEY_SUM, OWN_SUM, END_SUM, STATE_SUM, SKIP_SUM = range(6)
 
 
-def smem_bytes(pieces: int, num_stages: int) -> int:
-    """The ring, g, w dy, dc, db and dx, and the barriers."""
-    tile = 2 * PIECE * PIECE
-    ring = num_stages * (tile * (2 + 3 * pieces) + 16 * PIECE)
-    return ring + tile * (pieces + 1 + 3) + 8 * (2 * num_stages + 3)
+def with_stages(plan: Plan) -> Plan:
+    """The plan of this kernel: chunks of 64, and as many stages as shared memory has room for, up to 4."""
+    plan = dataclasses.replace(plan, sequences=dataclasses.replace(plan.sequences, chunk=CHUNK))
+    plans = [dataclasses.replace(plan, num_stages=stages) for stages in (4, 3, 2, 1)]
+    return next(plan for plan in plans if _device.smem_bytes(scratch(plan)) <= _device.SMEM_BYTES_MAX)
 
 
-def num_stages(pieces: int) -> int:
-    return next(n for n in (4, 3, 2, 1) if smem_bytes(pieces, n) <= _device.SMEM_BYTES_MAX)
+def _copies(plan: Plan) -> int:
+    """Copies of a chunk: of x and dy, of the vectors, twice, and of b, c and the state."""
+    return 2 + 2 + 3 * plan.pieces
 
 
-def _scratch(plan: Plan) -> dict:
-    barriers = lambda num, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=num)
-    copies = 2 + 2 + 3 * plan.pieces
+def scratch(plan: Plan) -> dict:
     return dict(
         x_smem=plan.tiles(plan.num_stages, 1),
         dy_smem=plan.tiles(plan.num_stages, 1),
@@ -82,11 +84,11 @@ def _scratch(plan: Plan) -> dict:
         g_smem=plan.tiles(1, plan.pieces),
         scaled_smem=plan.tiles(),
         out_smem=plan.tiles(3),
-        filled=barriers(plan.num_stages, copies),
-        freed=barriers(plan.num_stages, 3),
-        landed=barriers(1, copies),
-        left=barriers(1),
-        taken=barriers(1),
+        filled=_device.barriers(plan.num_stages, _copies(plan)),
+        freed=_device.barriers(plan.num_stages, 3),
+        landed=_device.barriers(1, _copies(plan)),
+        left=_device.barriers(1),
+        taken=_device.barriers(1),
     )
 
 
@@ -97,34 +99,31 @@ def _kernel(
     part, role = Part.of_block(table, plan.chunk), lax.axis_index("role")
     ring, lefts = part.ring(filled, freed, plan.num_stages), part.ring(left, taken, 1)
     views = {name.removesuffix("_smem"): Tiles.views(smem, plan.interpreted) for name, smem in tiles.items()}
-    block = Block(plan, part, lax.axis_index("head_index"), ring, lefts, rows_smem, columns_smem, sums_gmem, **views)
+    shared = Shared(plan, part, lax.axis_index("head_index"), ring, lefts, rows_smem, columns_smem, sums_gmem, **views)
     roles = {
-        STATE: lambda: _carry(block, given_gmem, firsts_gmem),
-        QUERY: lambda: _queries(block, dc_gmem),
-        KEY: lambda: _keys(block, d_gmem, dx_gmem, db_gmem),
-        MEMORY: lambda: _load(block, landed, (x_gmem, dy_gmem), (b_gmem, c_gmem), states_gmem, vectors_gmem),
+        STATE: lambda: _carry_the_state(shared, given_gmem, firsts_gmem),
+        QUERY: lambda: _compute_queries(shared, dc_gmem),
+        KEY: lambda: _compute_keys(shared, d_gmem, dx_gmem, db_gmem),
+        MEMORY: lambda: _load_chunks(shared, landed, x_gmem, dy_gmem, b_gmem, c_gmem, states_gmem, vectors_gmem),
     }
     for number, run in roles.items():
-
-        @pl.when(role == number)
-        def _(number=number, run=run):
-            registers = REGISTERS[plan.pieces][number]
-            plgpu.set_max_registers(registers, action="increase" if registers > 128 else "decrease")
-            run()
+        registers = REGISTERS[plan.pieces][number]
+        change = "increase_to" if registers > 128 else "decrease_to"
+        _device.role(role == number, **{change: registers})(run)
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
-    """State that the roles of a block share, and the steps that query and key warpgroups have in common."""
+class Shared:
+    """What the roles of a block share, and the steps that query and key warpgroups have in common."""
 
     plan: Plan
     part: Part
-    head: object
+    head: Any
     ring: _device.Ring
     lefts: _device.Ring  # Slots of g.
-    rows: object  # Vectors of the ring, to be read along rows, and along columns.
-    columns: object
-    sums_gmem: object
+    rows: Any  # `CUM` and `DT` in the ring, to be read along rows, and along columns.
+    columns: Any
+    sums_gmem: Any
     x: Tiles  # In the ring, as the next four.
     dy: Tiles
     b: Tiles
@@ -148,14 +147,13 @@ class Block:
         self.out.tiled[slot] = values.astype(self.plan.dtype)
         plgpu.commit_smem()
         row = self.part.row(self.chunk(i))
-        core.store_rows(
+        store_rows(
             self.out, slot, gmem, self.head, piece, row, self.part.stop_row - row,
             is_ragged=self.plan.sequences.is_ragged, interpreted=self.plan.interpreted,
         )  # fmt: skip
 
     def vector(self, slot, which: int, layout):
-        smem = self.rows if layout == ROWS else self.columns
-        return plgpu.load(smem.at[slot, which], layout=layout, optimized=False)
+        return _device.load((self.rows if layout == ROWS else self.columns).at[slot, which], layout)
 
     def products(self, slot, by_query: bool):
         """(p, q), or their transposes."""
@@ -173,198 +171,169 @@ class Block:
 
     def decay(self, slot, by_query: bool):
         """L, or its transpose."""
-        row, column = (_spread(self.vector(slot, CUM, layout), dim) for dim, layout in enumerate((ROWS, COLUMNS)))
-        i, j = _indices()
+        row, column = (spread(self.vector(slot, CUM, layout), dim) for dim, layout in enumerate((ROWS, COLUMNS)))
+        i, j = _device.indices()
         seen, exponent = (j <= i, row - column) if by_query else (i <= j, column - row)
         return jnp.exp2(jnp.where(seen, exponent, -jnp.inf))
-
-    def sum_of(self, first, weights, second, between):
-        """(values + weights @ second, sums), where (values, sums) = between(the sum of the products of the pairs of
-        operands in `first`)."""
-
-        def multiply(acc):
-            for left, right in first:
-                plgpu.wgmma(acc, left, right)
-            values, sums = between(acc[...])
-            if self.plan.interpreted:
-                return values + jnp.dot(weights, second[...], preferred_element_type=jnp.float32), sums
-            acc[...] = values
-            plgpu.wgmma(acc, weights, second)
-            return acc[...], sums
-
-        return pl.run_scoped(multiply, plgpu.ACC(SQUARE, jnp.float32))
 
 
 def _load_tile(ref):
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
-def _indices():
-    """(row, column) of each value of a tile."""
-    return [plgpu.broadcasted_iota(jnp.int32, SQUARE, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1)]
-
-
-def _spread(values, dim: int):
-    return lax.broadcast_in_dim(values, SQUARE, [dim])
-
-
-def _load(block: Block, landed, of_head, of_group, states_gmem, vectors_gmem):
+def _load_chunks(shared: Shared, landed, x_gmem, dy_gmem, b_gmem, c_gmem, states_gmem, vectors_gmem):
     """The memory warpgroup."""
-    plan, head = block.plan, block.head
+    plan, head, group = shared.plan, shared.head, shared.plan.group(shared.head)
+    operands = (
+        Operand(x_gmem, shared.x, head, 1),
+        Operand(dy_gmem, shared.dy, head, 1),
+        Operand(b_gmem, shared.b, group, plan.pieces),
+        Operand(c_gmem, shared.c, group, plan.pieces),
+    )
 
-    def copy_more(chunk, slot, barrier):
-        for smem in (block.rows, block.columns):
-            plgpu.copy_gmem_to_smem(vectors_gmem.at[plan.dt_head(head), chunk], smem.at[slot], barrier)
+    def vectors_and_state(chunk, slot):
+        pairs = [(vectors_gmem.at[plan.dt_head(head), chunk], smem.at[slot]) for smem in (shared.rows, shared.columns)]
         for p in range(plan.pieces):
             source = states_gmem.at[chunk, head, :, pl.ds(p * PIECE, PIECE)]
-            plgpu.copy_gmem_to_smem(source, block.state.rows.at[slot, p], barrier)
+            pairs.append((source, shared.state.rows.at[slot, p]))
+        return pairs
 
-    narrow = [Operand(gmem, smem, head, 1) for gmem, smem in zip(of_head, (block.x, block.dy), strict=True)]
-    group, tiles = plan.group(head), (block.b, block.c)
-    wide = [Operand(gmem, smem, group, plan.pieces) for gmem, smem in zip(of_group, tiles, strict=True)]
-    more = copy_more, 2 + plan.pieces
-    loader = Loader(block.ring, landed, (*narrow, *wide), *more, plan.sequences.is_ragged, plan.interpreted)
-    loader.run(block.part, reverse=True)
+    load_chunks(
+        shared.part, shared.ring, landed, operands, vectors_and_state, _copies(plan),
+        is_ragged=plan.sequences.is_ragged, interpreted=plan.interpreted, reverse=True,
+    )  # fmt: skip
 
 
-def _carry(block: Block, given_gmem, firsts_gmem):
+def _carry_the_state(shared: Shared, given_gmem, firsts_gmem):
     """The state's warpgroup, which has g."""
-    plan, part, index = block.plan, block.part, (block.part.state, block.head)
+    plan, part, index = shared.plan, shared.part, (shared.part.state, shared.head)
 
-    def leave(i, values):
-        slot = block.lefts.fill(i)
-        for p, piece in enumerate(values):
-            block.g.tiled[slot, p] = piece.astype(plan.dtype)
+    def step(i, g):
+        place = shared.lefts.fill(i)
+        for p, piece in enumerate(g):
+            shared.g.tiled[place, p] = piece.astype(plan.dtype)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(block.lefts.filled.at[slot])
+        plgpu.barrier_arrive(shared.lefts.filled.at[place])
+        slot = shared.ring.wait(i)
+        w, decay = weights(shared.rows, slot, plan.chunk, reverse=True)
+        products = [piece * _load_tile(shared.state.tiled.at[slot, p]) for p, piece in enumerate(g)]
+        shared.store_sums(i, {STATE_SUM: functools.reduce(jnp.add, products).sum(axis=1) * decay})
+        dy, c = shared.dy.tiled.at[slot, 0], [shared.c.tiled.at[slot, p] for p in range(plan.pieces)]
+        g = advance(g, decay, w, dy, c, shared.scaled, plan.interpreted)
+        shared.ring.free(i)
+        return g
 
-    def look(i, slot, values, decay):
-        products = [v * _load_tile(block.state.tiled.at[slot, p]) for p, v in enumerate(values)]
-        block.store_sums(i, {STATE_SUM: functools.reduce(jnp.add, products).sum(axis=1) * decay})
-
-    role = StateRole(plan, block.ring, block.dy, block.c, block.rows, block.scaled, reverse=True, look=look)
-    last = role.run(part.num_chunks, core.first_state(given_gmem, index, plan.pieces), leave)
-    block.lefts.drain(part.num_chunks)
+    first = lax.fori_loop(0, part.num_chunks, step, first_state(given_gmem, index, plan.pieces))
+    shared.lefts.drain(part.num_chunks)
     for first_gmem in firsts_gmem:
-        core.store_state(first_gmem, index, last)
+        store_state(first_gmem, index, first)
 
 
-def _queries(block: Block, dc_gmem):
+def _compute_queries(shared: Shared, dc_gmem):
     """The query warpgroup."""
 
-    @pl.loop(0, block.part.num_chunks)
+    @pl.loop(0, shared.part.num_chunks)
     def _(i):
-        slot = block.ring.wait(i)
-        block.store_sums(i, _query(block, i, slot, dc_gmem))
-        block.ring.free(i)
+        slot = shared.ring.wait(i)
+        shared.store_sums(i, _query(shared, i, slot, dc_gmem))
+        shared.ring.free(i)
 
     plgpu.wait_smem_to_gmem(0)
 
 
-def _query(block: Block, i, slot, dc_gmem) -> dict:
+def _query(shared: Shared, i, slot, dc_gmem) -> dict:
     """The sums of a chunk's queries; dc goes out piece by piece."""
-    p, q = block.products(slot, by_query=True)
-    t, s = _indices()
+    plan = shared.plan
+    p, q = shared.products(slot, by_query=True)
+    t, s = _device.indices()
     own, skip = (jnp.where(t == s, m, 0.0).sum(axis=1) for m in (p * q, q))
-    q = q * block.decay(slot, by_query=True) * _spread(block.vector(slot, DT, COLUMNS), 1)
-    query, weights = jnp.where(t == s, 0.0, p * q).sum(axis=1), q.astype(block.plan.dtype)
-    decay = jnp.exp2(block.vector(slot, CUM, ROWS))
-    for piece in range(block.plan.pieces):
+    q = q * shared.decay(slot, by_query=True) * spread(shared.vector(slot, DT, COLUMNS), 1)
+    query, pairs = jnp.where(t == s, 0.0, p * q).sum(axis=1), q.astype(plan.dtype)
+    decay = jnp.exp2(shared.vector(slot, CUM, ROWS))
+    dy = shared.dy.tiled.at[slot, 0]
+    for piece in range(plan.pieces):
 
-        def between(values, piece=piece):
-            values = values * _spread(decay, 0)
-            return values, (values * _load_tile(block.c.tiled.at[slot, piece])).sum(axis=1)
+        def gradient(acc, piece=piece):
+            """(dc, and its part from the state times c, summed along rows)."""
+            plgpu.wgmma(acc, dy, shared.state.tiled.at[slot, piece])
+            from_state = acc[...] * spread(decay, 0)
+            sums = (from_state * _load_tile(shared.c.tiled.at[slot, piece])).sum(axis=1)
+            b = shared.b.tiled.at[slot, piece]
+            return _device.add_product(acc, from_state, pairs, b, plan.interpreted), sums
 
-        first = [(block.dy.tiled.at[slot, 0], block.state.tiled.at[slot, piece])]
-        dc, sums = block.sum_of(first, weights, block.b.tiled.at[slot, piece], between)
+        dc, sums = pl.run_scoped(gradient, plgpu.ACC(SQUARE, jnp.float32))
         query = query + sums
-        block.send(i, 0, dc_gmem, piece, dc)
-    if block.plan.interpreted:
-        plgpu.commit_smem()  # TMA may now overwrite what was read here.
+        shared.send(i, 0, dc_gmem, piece, dc)
     return {QUERY_SUM: query, OWN_SUM: own, SKIP_SUM: skip}
 
 
-def _keys(block: Block, d_gmem, dx_gmem, db_gmem):
+def _compute_keys(shared: Shared, d_gmem, dx_gmem, db_gmem):
     """The key warpgroup."""
-    skip = None if d_gmem is None else d_gmem[block.plan.dt_head(block.head)].astype(jnp.float32)
+    skip = None if d_gmem is None else d_gmem[shared.plan.dt_head(shared.head)].astype(jnp.float32)
 
-    @pl.loop(0, block.part.num_chunks)
+    @pl.loop(0, shared.part.num_chunks)
     def _(i):
-        slot = block.ring.wait(i)
-        sums = _key(block, i, slot, skip, dx_gmem, db_gmem)
-        block.lefts.free(i)
-        block.store_sums(i, sums)
-        block.ring.free(i)
+        slot = shared.ring.wait(i)
+        sums = _key(shared, i, slot, skip, dx_gmem, db_gmem)
+        shared.lefts.free(i)
+        shared.store_sums(i, sums)
+        shared.ring.free(i)
 
     plgpu.wait_smem_to_gmem(0)
 
 
-def _key(block: Block, i, slot, skip, dx_gmem, db_gmem) -> dict:
+def _key(shared: Shared, i, slot, skip, dx_gmem, db_gmem) -> dict:
     """The sums of a chunk's keys; dx and db go out."""
-    plan, pieces = block.plan, range(block.plan.pieces)
-    p, q = block.products(slot, by_query=False)
-    decay = block.decay(slot, by_query=False)
-    p, (s, t) = p * decay, _indices()
+    plan, pieces = shared.plan, range(shared.plan.pieces)
+    p, q = shared.products(slot, by_query=False)
+    decay = shared.decay(slot, by_query=False)
+    p, (s, t) = p * decay, _device.indices()
     key, p, q = jnp.where(t == s, 0.0, p * q).sum(axis=1), p.astype(plan.dtype), (q * decay).astype(plan.dtype)
-    dt, cum = (block.vector(slot, which, ROWS) for which in (DT, CUM))
-    to_end = jnp.exp2(block.rows[slot, CUM, plan.chunk - 1] - cum)
-    at = block.lefts.wait(i)
+    dt, cum = (shared.vector(slot, which, ROWS) for which in (DT, CUM))
+    to_end = jnp.exp2(shared.rows[slot, CUM, plan.chunk - 1] - cum)
+    place = shared.lefts.wait(i)
+    x, dy = (tiles.tiled.at[slot, 0] for tiles in (shared.x, shared.dy))
 
-    def between(values):
-        values = values * _spread(to_end, 0)
-        return values, (values * _load_tile(block.x.tiled.at[slot, 0])).sum(axis=1)
+    def gradient_of_x(acc):
+        """(dx without dt and d, and its part from g times x, summed along rows)."""
+        for piece in pieces:
+            plgpu.wgmma(acc, shared.b.tiled.at[slot, piece], shared.g.tiled.at[place, piece].T)
+        from_g = acc[...] * spread(to_end, 0)
+        sums = (from_g * _load_tile(x)).sum(axis=1)
+        return _device.add_product(acc, from_g, p, dy, plan.interpreted), sums
 
-    first = [(block.b.tiled.at[slot, piece], block.g.tiled.at[at, piece].T) for piece in pieces]
-    dx, end = block.sum_of(first, p, block.dy.tiled.at[slot, 0], between)
-    dx = dx * _spread(dt, 0)
-    dx = dx if skip is None else dx + skip * _load_tile(block.dy.tiled.at[slot, 0])
-    block.send(i, 1, dx_gmem, 0, dx)
+    dx, end = pl.run_scoped(gradient_of_x, plgpu.ACC(SQUARE, jnp.float32))
+    dx = dx * spread(dt, 0)
+    dx = dx if skip is None else dx + skip * _load_tile(dy)
+    shared.send(i, 1, dx_gmem, 0, dx)
     for piece in pieces:
-        first = [(block.x.tiled.at[slot, 0], block.g.tiled.at[at, piece])]
-        between = lambda values: (values * _spread(to_end, 0), ())
-        db, _ = block.sum_of(first, q, block.c.tiled.at[slot, piece], between)
-        block.send(i, 2, db_gmem, piece, db * _spread(dt, 0))
-    if plan.interpreted:
-        plgpu.commit_smem()  # TMA may now overwrite what was read here.
+
+        def gradient_of_b(acc, piece=piece):
+            plgpu.wgmma(acc, x, shared.g.tiled.at[place, piece])
+            from_g = acc[...] * spread(to_end, 0)
+            return _device.add_product(acc, from_g, q, shared.c.tiled.at[slot, piece], plan.interpreted)
+
+        db = pl.run_scoped(gradient_of_b, plgpu.ACC(SQUARE, jnp.float32))
+        shared.send(i, 2, db_gmem, piece, db * spread(dt, 0))
     return {KEY_SUM: key, END_SUM: end}
 
 
-def gradients(plan: Plan, table, seq, is_row, vectors, decay, x, b, c, d, starts, dy, d_final, params):
-    """(dx, db, dc, d_vectors, dd, d_initial), of operands without a batch; `starts` are the states that parts start
-    from and `decay` (num_parts, H) what they let stay of them; `is_row` (num_chunks, 64) which places have a row."""
-    sequences, pieces = plan.sequences, plan.pieces
-    chunk_states = states(plan, table, x, b, vectors, starts, params, keeps_all=True)
-    if sequences.part_rows is not None:
-        local = states(plan, table, dy, c, vectors, None, params, reverse=True)
-        given, d_initial = core.combine(decay, local, seq, d_final, reverse=True)
-    else:
-        given = d_final
-    wide = jax.ShapeDtypeStruct((*x.shape[:2], pieces * PIECE), x.dtype)
-    out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype), wide, wide]
-    out_type.append(jax.ShapeDtypeStruct((plan.num_heads, sequences.num_chunks, 6, CHUNK), jnp.float32))
-    if sequences.part_rows is None:
-        out_type.append(jax.ShapeDtypeStruct(d_final.shape, jnp.float32))
-    dx, db, dc, sums, *firsts = _host.kernel(
+def run(plan: Plan, table, x, dy, b, c, states, vectors, d, given, params):
+    """[dx, db, dc, sums], db and dc for each head of x, sums (H, num_chunks, 6, 64); and the gradients of the states
+    that sequences start from, unless they are cut into parts. `states` are those before all chunks, and `given` the
+    gradients of those after all parts."""
+    wide = jax.ShapeDtypeStruct((*x.shape[:2], plan.pieces * PIECE), x.dtype)
+    sums = jax.ShapeDtypeStruct((plan.num_heads, plan.sequences.num_chunks, 6, CHUNK), jnp.float32)
+    out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype), wide, wide, sums]
+    if plan.sequences.part_rows is None:
+        out_type.append(jax.ShapeDtypeStruct(given.shape, jnp.float32))
+    return _host.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=out_type,
-        grid=(sequences.num_parts, plan.num_heads),
+        grid=(plan.sequences.num_parts, plan.num_heads),
         grid_names=("part", "head_index"),
         num_threads=4,
         thread_name="role",
-        scratch_types=_scratch(plan),
+        scratch_types=scratch(plan),
         compiler_params=params,
-    )(table, x, dy, b, c, chunk_states, vectors, d, given)
-    if plan.num_heads != plan.num_groups:
-        of_group = lambda m: m.reshape(len(m), plan.num_groups, -1, m.shape[-1])
-        db, dc = (of_group(m).astype(jnp.float32).sum(axis=2).astype(m.dtype) for m in (db, dc))
-    sums = sums.reshape(-1, plan.heads_per_dt, *sums.shape[1:]).sum(axis=1)
-    sums = jnp.where(is_row[:, :1, None], sums, 0.0)  # Chunks that there are not were not written.
-    of = lambda which: sums[:, :, which]
-    dt, is_last = vectors[:, :, DT], is_row & ~jnp.pad(is_row[:, 1:], ((0, 0), (0, 1)))
-    end = dt * jnp.where(is_last, 0.0, of(END_SUM))
-    d_cum = of(QUERY_SUM) - dt * of(KEY_SUM) - end
-    d_cum = d_cum.at[:, :, -1].add((of(STATE_SUM) + end).sum(axis=-1))
-    d_dt = of(KEY_SUM) + of(OWN_SUM) + of(END_SUM)
-    d_vectors = jnp.stack([math.log(2.0) * d_cum, d_dt], axis=2)
-    dd = None if d is None else sums[:, :, SKIP_SUM].sum(axis=(1, 2)).astype(d.dtype)
-    return dx, db, dc, d_vectors, dd, firsts[0] if firsts else d_initial
+    )(table, x, dy, b, c, states, vectors, d, given)

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from ... import _host
 from .. import arguments
-from .ssd import Config, bytes_moved, check, default_config, flops, run, ssd_reference  # noqa: F401
+from .ssd import Config, bytes_moved, default_config, flops, run, ssd_reference  # noqa: F401
 
 
 def linear_attention_reference(query, key, value, *, scale=None, initial_state=None, cu_seqlens=None):
@@ -67,7 +67,7 @@ def linear_attention(
     query, key, value, *optional = arguments.arrays(op, required, optional)
     ones, zeros = jnp.ones(value.shape[:3], jnp.float32), jnp.zeros(value.shape[2:3], jnp.float32)
     arrays = value, ones, zeros, key, query, None, *optional
-    check(op, *arrays, dict(x="value", b="key", c="query"))
+    arguments.check_ssd(op, *arrays, dict(x="value", b="key", c="query"))
     scale = query.shape[-1] ** -0.5 if scale is None else _host.option(op, "scale", scale, float)
     return run(op, *arrays, chunk_size, config, return_final_state, scale)
 

@@ -59,7 +59,6 @@ Source: Dao and Gu, "Transformers are SSMs" (2024).
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -67,14 +66,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ... import _device, _host
-from .. import arguments, core
-from ..core import PIECE, Sequences
-from . import kernel as ssd_forward
-from . import kernel_backward as ssd_bwd
-from .kernel_state import CUM, Plan, states
-
-STATE_DIMS = (64, 128, 256)
-LOG2E = math.log2(math.e)
+from ..._device import PIECE
+from .. import arguments
+from ..sequences import CHUNKS, Sequences, rows_per_part
+from ..states import as_states, combine
+from . import kernel, kernel_backward
+from .gradients import gradients
+from .kernel_state import states
+from .plan import Plan, decay_of_parts, end_of_part, vectors
 
 
 def ssd_reference(x, dt, a, b, c, *, d=None, initial_state=None, cu_seqlens=None):
@@ -107,8 +106,8 @@ class Config:
     parts: int | None = None  # Parts of a sequence; None: as many as fill the GPU.
 
     def __post_init__(self):
-        if self.chunk_size not in core.CHUNKS:
-            raise ValueError(f"{self.chunk_size=} must be one of {core.CHUNKS} (rows of a WGMMA, and registers)")
+        if self.chunk_size not in CHUNKS:
+            raise ValueError(f"{self.chunk_size=} must be one of {CHUNKS} (rows of a WGMMA, and registers)")
         if self.num_stages < 2 or self.num_states < 1:
             raise ValueError(
                 f"{self.num_stages=} must be at least 2 (a chunk is loaded while another is used), {self.num_states=} "
@@ -118,16 +117,16 @@ class Config:
             raise ValueError(f"{self.parts=} must be at least 1, or None")
 
     def smem_bytes(self, state_dim: int) -> int:
-        """The rings of chunks and of states, w x, y, and the barriers."""
-        rows = self.chunk_size * (2 * (PIECE + 2 * state_dim) + 16)
-        states = 2 * PIECE * state_dim
-        own = 2 * self.chunk_size * 2 * PIECE
-        return (
-            self.num_stages * rows
-            + self.num_states * states
-            + own
-            + 8 * (2 * self.num_stages + 2 * self.num_states + 1)
-        )
+        """Shared memory of a block of the forward kernel."""
+        return _smem_bytes(self, state_dim)
+
+
+@functools.lru_cache
+def _smem_bytes(config: Config, state_dim: int) -> int:
+    sequences = Sequences(1, 1, False, config.chunk_size)
+    pieces, dtype = state_dim // PIECE, jnp.dtype(jnp.bfloat16)
+    plan = Plan(sequences, 1, 1, 1, pieces, dtype, config.num_stages, config.num_states, interpreted=False)
+    return _device.smem_bytes(kernel.scratch(plan))
 
 
 def default_config(state_dim: int, chunk_size: int | None = None) -> Config:
@@ -150,95 +149,20 @@ class Options:
     scale: float  # Factor of y without the part of d; `linear_attention` has one.
 
 
-def _vectors(sequences: Sequences, dt, a, cu_seqlens):
-    """(H, num_chunks, 2, chunk): `CUM`, the sums of dt a up to each row of a chunk in units of log 2, and `DT`."""
-    dt = sequences.in_chunks(dt.astype(jnp.float32), cu_seqlens)
-    a, least = (LOG2E * a.astype(jnp.float32))[:, None, None], math.log2(core.LEAST_DECAY)
-    forgets = jnp.isneginf(a)  # Infinity times a step of 0 is NaN; that step forgets nothing.
-    logs = jnp.where(forgets & (dt > 0), least, jnp.maximum(dt * jnp.where(forgets, 0.0, a), least))
-    return jnp.stack([core.cumulative_decays(logs), dt], axis=2)
-
-
 @functools.partial(jax.jit, static_argnames=("plan", "scale", "params"))
 def _forward(x, dt, a, b, c, d, initial, cu_seqlens, *, plan: Plan, scale: float, params):
     """(y, final states, the states that parts start from or None), of operands without a batch."""
     sequences = plan.sequences
-    vectors = _vectors(sequences, dt, a, cu_seqlens)
+    numbers = vectors(sequences, dt, a, cu_seqlens)
     table, seq = sequences.parts(cu_seqlens)
     starts = initial
     if sequences.part_rows is not None:
         zeros = jnp.zeros((sequences.num_seqs, *plan.state_shape[1:]), jnp.float32)
-        local = states(plan, table, x, b, vectors, None, params)
-        decay = _decay_of_parts(plan, vectors, table)
-        starts, final = core.combine(decay, local, seq, zeros if initial is None else initial)
-    y, *finals = ssd_forward.outputs(plan, scale, table, x, b, c, vectors, d, starts, params)
+        local = states(plan, table, x, b, numbers, None, params)
+        parts = decay_of_parts(plan, numbers, table), local
+        starts, final = combine(end_of_part, parts, seq, zeros if initial is None else initial)
+    y, *finals = kernel.outputs(plan, scale, table, x, b, c, numbers, d, starts, params)
     return y, finals[0] if finals else final, starts
-
-
-def _decay_of_parts(plan: Plan, vectors, table):
-    """(num_parts, H): what the parts let stay of the states that they start from."""
-    decay = jnp.exp2(plan.sequences.sums_of_parts(vectors[:, :, CUM, -1], table))
-    return jnp.repeat(decay, plan.heads_per_dt, axis=1)
-
-
-@functools.partial(jax.jit, static_argnames=("plan", "scale", "params"))
-def _backward(x, dt, a, b, c, d, initial, cu_seqlens, starts, dy, d_final, *, plan: Plan, scale: float, params):
-    """Gradients of `x` to `initial`."""
-    sequences = plan.sequences
-    vectors, of_vectors = jax.vjp(lambda dt, a: _vectors(sequences, dt, a, cu_seqlens), dt, a)
-    table, seq = sequences.parts(cu_seqlens)
-    dy = dy if scale == 1.0 else (dy.astype(jnp.float32) * scale).astype(dy.dtype)
-    is_row = sequences.rows_of_chunks(cu_seqlens) < sequences.num_rows
-    decay = _decay_of_parts(plan, vectors, table)
-    dx, db, dc, d_vectors, dd, d_initial = ssd_bwd.gradients(
-        plan, table, seq, is_row, vectors, decay, x, b, c, d, starts, dy, d_final, params
-    )
-    d_dt, da = of_vectors(d_vectors)
-    return dx, d_dt, da, db, dc, dd, None if initial is None else d_initial
-
-
-def check(op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, names=None) -> None:
-    """Checks the arrays, whose `names` may be others than those of `ssd`.
-
-    Raises:
-      ValueError: they do not fit each other, or no kernel takes them.
-    """
-    name_of = lambda name: (names or {}).get(name, name)
-    for name, m in (("x", x), ("b", b), ("c", c)):
-        if m.ndim != 4:
-            raise ValueError(
-                f"{_host.PACKAGE}.{op}: {name_of(name)}.shape={m.shape}; must be (B, T, heads, values of a head): "
-                "reshape it"
-            )
-        if m.dtype not in (jnp.bfloat16, jnp.float16) or m.dtype != x.dtype:
-            all_names = ", ".join(map(name_of, "xbc"))
-            raise ValueError(
-                f"{_host.PACKAGE}.{op}: {name_of(name)}.dtype={m.dtype}; {all_names} must be all bfloat16 or all "
-                "float16: "
-                "cast them"
-            )
-    (batch, length, heads, size), (*_, groups, state_dim) = x.shape, b.shape
-    for name, m, shape in (
-        ("b", b, (batch, length, groups, state_dim)), ("c", c, b.shape), ("dt", dt, (batch, length, heads)),
-        ("a", a, (heads,)), ("d", d, (heads,)),
-    ):  # fmt: skip
-        if m is not None and m.shape != shape:
-            shapes = f"{name_of('x')}.shape={x.shape} and {name_of('b')}.shape={b.shape}"
-            raise ValueError(
-                f"{_host.PACKAGE}.{op}: {name_of(name)}.shape={m.shape}; must be {shape}, to go with {shapes}"
-            )
-    for name, m in (("dt", dt), ("a", a), ("d", d)):
-        if m is not None and not jnp.issubdtype(m.dtype, jnp.floating):
-            raise ValueError(f"{_host.PACKAGE}.{op}: {name}.dtype={m.dtype}; must be a floating-point dtype: cast it")
-    arguments.check_groups(op, name_of("x"), heads, name_of("b"), groups)
-    if size % PIECE or state_dim not in STATE_DIMS:
-        raise ValueError(
-            f"{_host.PACKAGE}.{op}: heads of {name_of('x')} have {size} values, those of {name_of('b')} {state_dim}; "
-            "must be "
-            f"a multiple of {PIECE}, and one of {STATE_DIMS}: pad with zeros (jnp.pad)"
-        )
-    num_seqs = arguments.check_packed(op, cu_seqlens, batch)
-    arguments.check_state(op, "initial_state", initial_state, (num_seqs, heads, size, state_dim))
 
 
 def _choose(op: str, state_dim: int, chunk_size, config) -> Config:
@@ -250,16 +174,15 @@ def _choose(op: str, state_dim: int, chunk_size, config) -> Config:
     config = _host.require_config(op, config, Config)
     if chunk_size is not None:
         chunk_size = _host.option(op, "chunk_size", chunk_size, int)
-    if chunk_size not in (None, *core.CHUNKS) or config and chunk_size not in (None, config.chunk_size):
+    if chunk_size not in (None, *CHUNKS) or config and chunk_size not in (None, config.chunk_size):
         raise ValueError(
-            f"{_host.PACKAGE}.{op}: {chunk_size=}; must be one of {core.CHUNKS}, and that of config: None chooses"
+            f"{_host.PACKAGE}.{op}: {chunk_size=}; must be one of {CHUNKS}, and that of config: None chooses"
         )
     config = config or default_config(state_dim, chunk_size)
     if (need := config.smem_bytes(state_dim)) > _device.SMEM_BYTES_MAX:
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {config=} needs {need} bytes of shared memory with states of {state_dim} columns, "
-            "and a "
-            f"block has {_device.SMEM_BYTES_MAX}: chunks of 64, or fewer stages"
+            f"and a block has {_device.SMEM_BYTES_MAX}: chunks of 64, or fewer stages"
         )
     return config
 
@@ -268,8 +191,7 @@ def _plan(options: Options, x, b, cu_seqlens, target: _host.Target) -> Plan:
     """The op on operands without a batch."""
     c, num_rows, pieces = options.config, len(x), b.shape[-1] // PIECE
     num_seqs = options.batch if cu_seqlens is None else len(cu_seqlens) - 1
-    length = pl.cdiv(num_rows, num_seqs)
-    part_rows = core.part_rows(num_seqs, length, x.shape[1], target.num_sms, c.parts)
+    part_rows = rows_per_part(num_seqs, pl.cdiv(num_rows, num_seqs), x.shape[1], target.num_sms, c.parts)
     sequences = Sequences(num_seqs, num_rows, cu_seqlens is not None, c.chunk_size, part_rows)
     heads = x.shape[1], b.shape[1], options.heads_per_dt
     return Plan(sequences, *heads, pieces, x.dtype, c.num_stages, c.num_states, target.interpreted)
@@ -293,15 +215,13 @@ def _ssd_fwd(options: Options, operands, initial, cu_seqlens):
     return (y, final), (operands, initial, cu_seqlens, starts)
 
 
-def _ssd_bwd(options: Options, residuals, gradients):
+def _ssd_bwd(options: Options, residuals, cotangents):
     operands, initial, cu_seqlens, starts = residuals
     plan = _plan(options, operands[0], operands[3], cu_seqlens, _host.require_tensor_cores("ssd"))
-    sequences = dataclasses.replace(plan.sequences, chunk=ssd_bwd.CHUNK)
-    plan = dataclasses.replace(plan, sequences=sequences, num_stages=ssd_bwd.num_stages(plan.pieces))
-    params = _host.compiler_params(approx_math=True)
-    gradient = functools.partial(_backward, plan=plan, scale=options.scale, params=params)
+    params, plan = _host.compiler_params(approx_math=True), kernel_backward.with_stages(plan)
+    gradient = functools.partial(gradients, plan=plan, scale=options.scale, params=params)
     gradient = _host.without_derivative(options.op, gradient)
-    *operand_gradients, d_initial = gradient(*operands, initial, cu_seqlens, starts, *gradients)
+    *operand_gradients, d_initial = gradient(*operands, initial, cu_seqlens, starts, *cotangents)
     return tuple(operand_gradients), d_initial, None
 
 
@@ -322,7 +242,7 @@ def run(
     _host.require_tensor_cores(op)
     rows = lambda m: m.reshape(batch * length, *m.shape[2:])
     operands = x.reshape(batch * length, heads * split, PIECE), rows(dt), a, rows(b), rows(c), d
-    initial = None if initial_state is None else core.as_states(initial_state, heads * split)
+    initial = None if initial_state is None else as_states(initial_state, heads * split)
     leaves, tree = jax.tree.flatten((operands, initial, cu_seqlens))
     operands, initial, cu_seqlens = jax.tree.unflatten(tree, _host.reverse_only(op, *leaves))
     y, final = _ssd(Options(op, config, batch, split, scale), operands, initial, cu_seqlens)
@@ -365,7 +285,7 @@ def ssd(
     arguments.elsewhere("ssd", others)
     required, optional = dict(x=x, dt=dt, a=a, b=b, c=c), dict(d=d, initial_state=initial_state, cu_seqlens=cu_seqlens)
     arrays = arguments.arrays("ssd", required, optional)
-    check("ssd", *arrays)
+    arguments.check_ssd("ssd", *arrays)
     return run("ssd", *arrays, chunk_size, config, return_final_state)
 
 

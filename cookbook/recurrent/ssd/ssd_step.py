@@ -38,12 +38,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
+from ..._device import WARP, WARPGROUP
 from .. import arguments
 
-WARPGROUP = 128  # Threads in a warpgroup.
 VECTOR = 4  # Values of a thread's load: 16 bytes.
 ROW_UNIT = 8  # Rows of 64 values that a warpgroup loads at once.
 LOG2E = math.log2(math.e)
@@ -81,8 +80,8 @@ class Plan:
 
     @property
     def width(self) -> int:
-        """Columns of a piece: what up to 32 threads load at once."""
-        return min(self.state_dim, 32 * VECTOR)
+        """Columns of a piece: what the threads of a warp, or fewer, load at once."""
+        return min(self.state_dim, WARP * VECTOR)
 
     @property
     def rows(self) -> int:
@@ -93,13 +92,7 @@ class Plan:
     @property
     def layout(self):
         """Threads side by side share a row, 16 bytes each."""
-        lanes = self.width // VECTOR
-        if lanes == 32:
-            tiles, warp_dim, lane_dims = ((4, self.width), (VECTOR,)), -3, (-2,)
-        else:
-            at_once = WARPGROUP // lanes
-            tiles, warp_dim, lane_dims = ((at_once, self.width), (at_once // 4, self.width), (VECTOR,)), -5, (-3, -2)
-        return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(warp_dim,), lane_dims=lane_dims, vector_dim=-1)
+        return _device.lanes_layout(self.width // VECTOR, self.width, VECTOR)
 
 
 def _kernel(x_gmem, dt_gmem, a_gmem, b_gmem, c_gmem, d_gmem, state_gmem, y_gmem, *, plan: Plan):
@@ -111,7 +104,7 @@ def _kernel(x_gmem, dt_gmem, a_gmem, b_gmem, c_gmem, d_gmem, state_gmem, y_gmem,
     decay = jnp.exp2(dt * a * LOG2E)
 
     def load(ref, layout):
-        return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+        return _device.load(ref, layout).astype(jnp.float32)
 
     def shared(gmem):
         """A row of b or c in pieces, the same for all rows of the state."""

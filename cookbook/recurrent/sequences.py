@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed sequences of the recurrent kernels, cut into chunks and parts.
+
+A *sequence* is a run of rows of the operands. It is cut into *chunks* of 64 or 128 rows, the last of which may be
+shorter, and into *parts*: runs of chunks that one block of threads goes through. Where sequences and heads fill the
+GPU, each sequence is one part. Otherwise it has several: their states are first computed from zero, and then combined
+(`states.py`).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from .. import _device, _host
+from .._device import div
+
+CHUNKS = (64, 128)  # Rows of a chunk.
+PART_FIELDS = ("first_row", "end_row", "stop_row", "first_chunk", "state")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """How many rows and sequences there are, and how they are cut. Where packed ones begin is known on the GPU alone.
+
+    Rows after the last packed sequence count as one sequence more, which has no values: its results are zeros.
+    """
+
+    num_seqs: int
+    num_rows: int  # All sequences together.
+    is_packed: bool  # Otherwise all have the same length.
+    chunk: int
+    part_rows: int | None = None  # A multiple of all of `CHUNKS`; None: each sequence is one part.
+
+    @property
+    def length(self) -> int:
+        """Rows of each sequence that is not packed."""
+        return self.num_rows // self.num_seqs
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether a chunk may have rows of another sequence, or of none."""
+        return self.is_packed or self.length % self.chunk != 0
+
+    @property
+    def num_chunks(self) -> int:
+        """Most chunks that there can be."""
+        if self.is_packed:
+            return self.num_seqs + 1 + self.num_rows // self.chunk
+        return self.num_seqs * pl.cdiv(self.length, self.chunk)
+
+    @property
+    def num_parts(self) -> int:
+        """Most parts that there can be."""
+        if self.part_rows is None:
+            return self.num_seqs + self.is_packed
+        if self.is_packed:
+            return self.num_seqs + 1 + self.num_rows // self.part_rows
+        return self.num_seqs * pl.cdiv(self.length, self.part_rows)
+
+    def starts(self, cu_seqlens):
+        """(num_seqs + 1,): the first row of each packed sequence and the end of the last, cut at the rows that there
+        are. They begin at 0 and never go back."""
+        starts = jnp.clip(cu_seqlens.astype(jnp.int32), 0, self.num_rows).at[0].set(0)
+        return _running(jnp.max, starts)
+
+    def _places(self, starts):
+        """(first row, end, first chunk) of each packed sequence, that of the rows after the last one included."""
+        ends = jnp.append(starts, self.num_rows)
+        chunks = div(jnp.diff(ends) + (self.chunk - 1), self.chunk)
+        return ends[:-1], ends[1:], _running(jnp.sum, chunks) - chunks
+
+    @_host.own_options()
+    def parts(self, cu_seqlens):
+        """Table of the parts, one a row, with `PART_FIELDS`, the longest packed ones first; and the sequence of each
+        part in the order of `state`.
+
+        An empty sequence has one part without chunks. The parts of a sequence come one after the other in `state`,
+        which numbers them; rows of the table for which there is no part have the state `num_parts`.
+        """
+        if not self.is_packed:
+            return self._equal_parts()
+        starts, ends, first_chunk = self._places(self.starts(cu_seqlens))
+        size = self.part_rows or max(self.num_rows, 1)
+        counts = jnp.maximum(div(ends - starts + (size - 1), size), 1)
+        last = _running(jnp.sum, counts)
+        number = jnp.arange(self.num_parts, dtype=jnp.int32)
+        seq = jnp.searchsorted(last, number, side="right", method="compare_all").astype(jnp.int32)
+        exists = seq < len(starts)
+        seq = jnp.minimum(seq, len(starts) - 1)
+        skip = (number - (last - counts)[seq]) * size
+        first = starts[seq] + skip
+        stop = jnp.where(exists, jnp.minimum(first + size, ends[seq]), first)
+        end = jnp.where(seq < self.num_seqs, stop, first)
+        state = jnp.where(exists, number, self.num_parts)
+        table = jnp.stack([first, end, stop, first_chunk[seq] + skip // self.chunk, state], axis=1)
+        return table[jnp.argsort(first - stop, stable=True)], jnp.where(exists, seq, seq + 1)
+
+    def _equal_parts(self):
+        """`parts` of sequences of one length, made on the host: constants, for which a GPU runs no kernels."""
+        size = self.part_rows or self.length
+        state = np.arange(self.num_parts)
+        seq, part = np.divmod(state, self.num_parts // self.num_seqs)
+        first = seq * self.length + part * size
+        end = np.minimum(first + size, (seq + 1) * self.length)
+        first_chunk = seq * pl.cdiv(self.length, self.chunk) + part * size // self.chunk
+        table = np.stack([first, end, end, first_chunk, state], axis=1)
+        return jnp.asarray(table, jnp.int32), jnp.asarray(seq, jnp.int32)
+
+    @_host.own_options()
+    def sums_of_parts(self, values, table):
+        """(num_parts, H): sums over the chunks of each part, in the order of `state`, of `values` (H, num_chunks)."""
+        first_row, _, stop_row, first, state = table.T
+        chunk, last = jnp.arange(self.num_chunks), first + div(stop_row - first_row + (self.chunk - 1), self.chunk)
+        mine = (chunk[None] >= first[:, None]) & (chunk[None] < last[:, None])
+        sums = jnp.where(mine[None], values[:, None], 0.0).sum(-1).T
+        return sums.at[state].set(sums, mode="drop") if self.is_packed else sums
+
+    @_host.own_options()
+    def rows_of_chunks(self, cu_seqlens):
+        """(num_chunks, chunk): the row of each place of a chunk, `num_rows` where it has none."""
+        if not self.is_packed:
+            rows = np.pad(
+                np.arange(self.num_rows).reshape(self.num_seqs, -1), ((0, 0), (0, -self.length % self.chunk)),
+                constant_values=self.num_rows,
+            )  # fmt: skip
+            return jnp.asarray(rows.reshape(self.num_chunks, self.chunk), jnp.int32)
+        starts, ends, first_chunk = self._places(self.starts(cu_seqlens))
+        chunk = jnp.arange(self.num_chunks, dtype=jnp.int32)
+        seq = jnp.searchsorted(first_chunk, chunk, side="right", method="compare_all").astype(jnp.int32) - 1
+        rows = (starts[seq] + (chunk - first_chunk[seq]) * self.chunk)[:, None] + jnp.arange(self.chunk)
+        is_row = (rows < ends[seq][:, None]) & (seq < self.num_seqs)[:, None]
+        return jnp.where(is_row, rows, self.num_rows)
+
+    def in_chunks(self, values, cu_seqlens):
+        """`values` (num_rows, H) as (H, num_chunks, chunk), zeros where a chunk has no row."""
+        if self.is_packed:
+            padded = jnp.pad(values, ((0, 1), (0, 0)))
+            return jnp.moveaxis(padded[self.rows_of_chunks(cu_seqlens)], 2, 0)
+        values = values.reshape(self.num_seqs, self.length, -1)
+        values = jnp.pad(values, ((0, 0), (0, -self.length % self.chunk), (0, 0)))
+        return values.reshape(self.num_chunks, self.chunk, -1).transpose(2, 0, 1)
+
+
+def _running(reduce, x):
+    """`reduce` of the first number, of the first two, and so on: all at once, which takes a fraction of the time of
+    XLA's scan. The numbers are at least 0."""
+    i = jnp.arange(x.shape[-1])
+    return reduce(jnp.where(i <= i[:, None], x[..., None, :], 0), axis=-1).astype(x.dtype)
+
+
+def rows_per_part(num_seqs: int, length: int, heads: int, num_sms: int, parts: int | None = None) -> int | None:
+    """How long a part is, None where sequences are not to be cut: into `parts`, by default as many as make a block for
+    each SM.
+
+    With parts the operands of the state are read twice, so one and a half parts a sequence gain nothing. A part has at
+    least 512 rows: memory idles while the first chunk is awaited.
+    """
+    unit = max(CHUNKS)
+    parts = parts or min(num_sms // (num_seqs * heads), length // 512)
+    return pl.cdiv(pl.cdiv(length, parts), unit) * unit if parts >= 2 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The rows of one block, of head `head`. Rows from `end_row` to `stop_row` are results without operands."""
+
+    first_row: Any
+    end_row: Any
+    stop_row: Any
+    first_chunk: Any
+    state: Any  # Its number among the states of all parts.
+    chunk: int
+
+    @classmethod
+    def of_block(cls, table, chunk: int):
+        row = lax.axis_index("part")
+        return cls(*(table[row, field] for field in range(len(PART_FIELDS))), chunk)
+
+    @property
+    def num_chunks(self):
+        return div(self.stop_row - self.first_row + (self.chunk - 1), self.chunk)
+
+    def row(self, chunk):
+        return self.first_row + chunk * self.chunk
+
+    def ring(self, filled, freed, num_slots: int) -> _device.Ring:
+        """A ring that this block goes round."""
+        if num_slots > 1:
+            return _device.Ring(filled, freed, num_slots)
+        return _OneSlot(filled, freed, 1, zero=self.first_chunk & 2**30)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OneSlot(_device.Ring):
+    """A ring of one slot, whose number the compiler does not know. It would compute all addresses in the slot before
+    the loop over chunks, and spill them: 1.1 KB a thread in the backward kernel of SSD with N = 256."""
+
+    zero: Any
+
+    def slot(self, count):
+        return jnp.minimum(count, self.zero)

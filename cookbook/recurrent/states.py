@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States of the recurrent kernels: what decays leave of them, in registers, and from part to part of a sequence."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .. import _device
+from .._device import PIECE
+
+LEAST_DECAY = 2.0**-64  # A stronger decay counts as this one, which leaves nothing of a state.
+
+
+def cumulative(values):
+    """Sums of `values` (H, chunks, rows) up to each row, in float32: as one product with a triangle of ones, where
+    XLA's scan would take a kernel for each doubling."""
+    triangle = jnp.asarray(np.tri(values.shape[-1], dtype=np.float32))
+    return jnp.einsum("...s,ts->...t", values, triangle, precision="highest")
+
+
+def cumulative_decays(logs):
+    """`cumulative` of the logarithms of decays, none below `LEAST_DECAY`, each sum rounded about once.
+
+    Kernels take differences of these sums. So one strong decay must not cost the bits of the weak ones after it:
+    hence the least decay, and whole numbers are summed apart, where nothing is rounded.
+    """
+    whole = jnp.round(logs)
+    return cumulative(jnp.stack([whole, logs - whole])).sum(0)
+
+
+def first_state(gmem, index, pieces: int):
+    """The state (64, 64 * pieces) that a part starts from, in registers, as a list of its pieces: zeros if `gmem` is
+    None, or if the part is padding, for which `gmem` has none."""
+    if gmem is None:
+        return [plgpu.layout_cast(jnp.zeros((PIECE, PIECE), jnp.float32), plgpu.Layout.WGMMA)] * pieces
+    first, last = index[0], gmem.shape[0] - 1
+    of = (jnp.minimum(first, last), *index[1:], slice(None))
+    state = [_device.load(gmem.at[(*of, pl.ds(p * PIECE, PIECE))]) for p in range(pieces)]
+    return [jnp.where(lax.broadcast(first <= last, piece.shape), piece, 0.0) for piece in state]
+
+
+def store_state(gmem, index, state):
+    """Stores the state after a part, unless the part is padding, for which `gmem` has no place."""
+
+    @pl.when(index[0] < gmem.shape[0])
+    def _():
+        for p, piece in enumerate(state):
+            _device.store(gmem.at[(*index, slice(None), pl.ds(p * PIECE, PIECE))], piece)
+
+
+def combine(end_of, parts, seq, initial, reverse: bool = False):
+    """(state at the start of each part, state at the end of each sequence's last part).
+
+    `end_of(start, *part)` is the state at the end of a part: of the state at its start, and its numbers in `parts`,
+    arrays of (parts, ...). `seq` is the sequence of each part; `initial` (num_seqs, ...) are the states at the starts
+    of the sequences. In `reverse` each sequence starts at its last part.
+    """
+    num_seqs, before = len(initial), dict(constant_values=-1)
+    neighbour = jnp.pad(seq[1:], (0, 1), **before) if reverse else jnp.pad(seq[:-1], (1, 0), **before)
+    given = jnp.pad(initial, ((0, 1), *((0, 0),) * 3))
+
+    def step(carry, part):
+        previous, ends = carry
+        *numbers, seq, is_first = part
+        start = jnp.where(is_first, given[seq], previous)
+        end = end_of(start, *numbers)
+        return (end, ends.at[seq].set(end)), start
+
+    parts = *parts, jnp.minimum(seq, num_seqs), seq != neighbour
+    zero, ends = jnp.zeros(given.shape[1:], jnp.float32), jnp.zeros(given.shape, jnp.float32)
+    (_, ends), starts = lax.scan(step, (zero, ends), parts, reverse=reverse, unroll=min(16, len(seq)))
+    return starts, ends[:num_seqs]
+
+
+def as_states(states, heads: int):
+    """States (num_seqs, H, P, N) with heads of 64 values: (num_seqs, H * P / 64, 64, N). Nothing is moved."""
+    return states.reshape(len(states), heads, PIECE, states.shape[-1])

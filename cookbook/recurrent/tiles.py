@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of the recurrent kernels on their way through shared memory: chunks come in by a ring, results go out.
+
+A chunk at the end of a sequence may have rows of the next one in global memory. They are loaded too, since TMA copies
+whole tiles, and then zeroed; and of a result only the rows that the sequence has are stored.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .. import _device
+from .._device import PIECE, Tiles, div
+from .sequences import Part
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """Rows of an array (rows, heads, 64 * pieces) that a block reads: of one head, into slots of a ring."""
+
+    gmem: Any
+    smem: Tiles  # (slots, pieces, rows, 64).
+    head: Any
+    pieces: int
+
+    def copy(self, row, num_rows: int, slot, barrier):
+        for p in range(self.pieces):
+            source = self.gmem.at[pl.ds(row, num_rows), self.head, pl.ds(p * PIECE, PIECE)]
+            plgpu.copy_gmem_to_smem(source, self.smem.rows.at[slot, p], barrier)
+
+    def clear(self, slot, end, interpreted: bool):
+        """Zeroes the rows from `end` on, which are of another sequence and may be NaN."""
+        for p in range(self.pieces):
+            _clear((self.smem.tiled if interpreted else self.smem.eights).at[slot, p], end, interpreted)
+
+
+def _clear(rows, end, interpreted: bool):
+    if interpreted:
+        row = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
+        rows[...] = jnp.where(row < end, rows[...], 0)
+        return
+
+    @pl.loop(div(end, 8), rows.shape[0])
+    def _(eight):  # Swizzling moves nothing out of its row of 128 bytes.
+        row = 8 * eight + div(plgpu.broadcasted_iota(jnp.int32, rows.shape[1:], 0), PIECE)
+        rows[eight] = jnp.where(row < end, rows[eight], jnp.zeros((), rows.dtype))
+
+
+def load_chunks(part: Part, ring: _device.Ring, landed, operands, others, copies: int, *, is_ragged: bool,
+                interpreted: bool, reverse: bool = False):  # fmt: skip
+    """The memory warpgroup: fills a ring with all chunks of a part, and returns when all slots have been given back.
+
+    Args:
+      landed: a barrier for the copies of a chunk that has rows of another sequence. They arrive here and not at
+        `ring.filled`, at which this warpgroup arrives once it has zeroed those rows.
+      operands: each an `Operand`.
+      others: `others(chunk, slot)` is a list of (source, target), the copies beside those of rows; `chunk` counts
+        through all sequences.
+      copies: how many a chunk takes in all.
+      reverse: the last chunk comes first.
+    """
+
+    @pl.loop(0, part.num_chunks)
+    def _(i):
+        chunk, slot = (part.num_chunks - 1 - i if reverse else i), ring.fill(i)
+        filled, end = ring.filled.at[slot], part.end_row - part.row(chunk)
+
+        def copy(barrier):
+            for operand in operands:
+                operand.copy(part.row(chunk), part.chunk, slot, barrier)
+            for source, target in others(part.first_chunk + chunk, slot):
+                plgpu.copy_gmem_to_smem(source, target, barrier)
+
+        def copy_and_clear():
+            copy(landed.at[0])
+            plgpu.barrier_wait(landed.at[0])
+            for operand in operands:
+                operand.clear(slot, jnp.maximum(end, 0), interpreted)
+            plgpu.commit_smem()
+            for _ in range(copies):
+                plgpu.barrier_arrive(filled)
+
+        if not is_ragged:
+            copy(filled)
+            return
+        pl.when(end >= part.chunk)(lambda: copy(filled))
+        pl.when(end < part.chunk)(copy_and_clear)
+
+    ring.drain(part.num_chunks)
+
+
+def store_rows(smem: Tiles, slot: int, gmem, head, piece: int, row, num_rows, *, is_ragged: bool, interpreted: bool):
+    """Sends the first `num_rows` of the 64 rows in a slot to those of `gmem` from `row` on, of a head's `piece`."""
+
+    def copy(skip, size: int):
+        target = gmem.at[pl.ds(row + skip, size), head, pl.ds(piece * PIECE, PIECE)]
+        plgpu.copy_smem_to_gmem(smem.rows.at[slot, pl.ds(skip, size)], target)
+
+    if not is_ragged:
+        copy(0, PIECE)
+        return
+    pl.when(num_rows >= PIECE)(lambda: copy(0, PIECE))
+
+    @pl.when(num_rows < PIECE)
+    def _():
+        eights = 0 if interpreted else div(jnp.maximum(num_rows, 0), 8)
+        pl.loop(0, eights)(lambda i: copy(8 * i, 8))
+        pl.loop(8 * eights, num_rows)(lambda i: copy(i, 1))
