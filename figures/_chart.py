@@ -2,7 +2,7 @@
 
 import functools
 
-from figures._draw import BLUE, INK, ORANGE, SKY, Picture
+from figures._draw import BLUE, INK, ORANGE, RED, SKY, Picture
 from lab import plot
 
 LOAD, MULTIPLY, SOFTMAX = SKY, BLUE, ORANGE  # Bars of a schedule.
@@ -50,7 +50,7 @@ def bar(ax, y, start, end, text, colour, height=0.74, size=8, ink=None, clip=Tru
     """One piece of work on row `y` of a schedule."""
     style = dict(edgecolor=plot.CARD, linewidth=1.2) | style
     ax.barh(y, end - start, left=start, height=height, color=colour, **style)
-    ink = ink or (plot.CARD if colour in (plot.OURS, plot.BOUND) else INK)
+    ink = ink or (plot.CARD if colour in (BLUE, RED) else INK)
     label(ax, (start + end) / 2, y, text, size, colour=ink, clip_on=clip)
 
 

@@ -80,8 +80,6 @@ def matmul_edges(ax):
 
 SIDE = 2.9  # Inches, of the tile of 128 x 128.
 ROWS, COLS, VEC = 16, 32, 4  # Sizes of the pattern that repeats; values side by side that one thread holds.
-
-
 THREAD = 10  # The one that is picked out.
 
 

@@ -27,8 +27,6 @@ ROWS = (  # (what one sees, its colour, [(a finding, what to do first, what to d
     ]),
 )  # fmt: skip
 HEIGHT, GAP = 0.56, 0.14
-
-
 TOP = sum(len(branches) for *_, branches in ROWS) * (HEIGHT + GAP) + 1.0
 
 

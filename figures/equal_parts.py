@@ -73,36 +73,33 @@ def parts_pieces(ax):
         box(ax, x, 0.55, 0.86, 0.4, f"unit {unit}", colours[unit], fill=0.35, size=8)
         for index in mine:
             arrow(ax, (1.25 + 0.92 * index + 0.43, 1.73), (x + 0.43, 0.97), colours[unit], width=1.0)
-    words(ax, 1.25, 0.22, "a unit: a sequence and a KV head, with the query heads that read it", size=8, ha="left",
-          colour=SOFT)  # fmt: skip
-
-
-SEEN, SHOWN = 6, 16  # Tokens that count, of those of the block that are drawn; pages of 4.
+    text = "a unit: a sequence and a KV head, with the query heads that read it"
+    words(ax, 1.25, 0.22, text, 8, ha="left", colour=SOFT)
 
 
 @drawing(7.8, 3.2)
 def parts_end(ax):
     """The last block of a sequence: unseen logits, weights of zero, and values that are not numbers."""
-    wide = 0.3
+    wide, seen, shown = 0.3, 6, 16  # Inches; tokens that count, of those of the block that are drawn; pages of 4.
     rows = (
-        (2.5, "keys", lambda seen: ("k", GREEN) if seen else ("?", SOFT)),
-        (1.8, "logits, masked", lambda seen: ("s", ORANGE) if seen else ("-inf", SOFT)),
-        (1.1, "weights", lambda seen: ("p", BLUE) if seen else ("0", SOFT)),
-        (0.4, "values", lambda seen: ("v", PINK) if seen else ("NaN", RED)),
+        (2.5, "keys", lambda counts: ("k", GREEN) if counts else ("?", SOFT)),
+        (1.8, "logits, masked", lambda counts: ("s", ORANGE) if counts else ("-inf", SOFT)),
+        (1.1, "weights", lambda counts: ("p", BLUE) if counts else ("0", SOFT)),
+        (0.4, "values", lambda counts: ("v", PINK) if counts else ("NaN", RED)),
     )
     for y, name, look in rows:
         words(ax, 1.4, y + 0.15, name, 8.5, ha="right", weight="bold")
-        for token in range(SHOWN):
-            text, colour = look(token < SEEN)
+        for token in range(shown):
+            text, colour = look(token < seen)
             x = 1.5 + wide * token + 0.05 * (token // 4)
-            box(ax, x, y, wide - 0.03, 0.3, text, colour, fill=0.3 if token < SEEN else 0.08, size=7, linewidth=0.7)
+            box(ax, x, y, wide - 0.03, 0.3, text, colour, fill=0.3 if token < seen else 0.08, size=7, linewidth=0.7)
     for y in (2.48, 1.78):
-        arrow(ax, (1.5 + wide * SHOWN / 2, y), (1.5 + wide * SHOWN / 2, y - 0.36), SOFT, width=1.0)
-    edge = 1.5 + wide * SEEN + 0.05 * (SEEN // 4) - 0.015
+        arrow(ax, (1.5 + wide * shown / 2, y), (1.5 + wide * shown / 2, y - 0.36), SOFT, width=1.0)
+    edge = 1.5 + wide * seen + 0.05 * (seen // 4) - 0.015
     ax.plot([edge, edge], [0.3, 2.95], color=RED, linewidth=1.3, linestyle="--")
     words(ax, edge, 3.05, "kv_len", 8.5, colour=RED)
     words(ax, 6.7, 0.93, "0 x NaN\n= NaN", 9.5, ha="left", colour=RED, weight="bold")
     words(ax, 6.7, 0.42, "so zeros\nreplace them", 8, ha="left")
     words(ax, 6.7, 2.3, "whatever a key\nholds, its logit\nis replaced", 8, ha="left")
-    words(ax, 1.5, 0.16, "pages of 4 tokens: the second is half full, the others are free or belong to other sequences",
-          size=7.5, ha="left", colour=SOFT)  # fmt: skip
+    text = "pages of 4 tokens: the second is half full, the others are free or belong to other sequences"
+    words(ax, 1.5, 0.16, text, 7.5, ha="left", colour=SOFT)

@@ -149,7 +149,7 @@ CHOSEN = ((2, 0), (1, 2), (2, 3), (0, 2))  # The two experts of each of four tok
 @drawing(7.8, 4.0)
 def experts_layer(ax):
     """A layer of experts: tokens are routed, rows are sorted by expert, multiplied in groups, and summed back."""
-    layer_colours = BLUE, GREEN, ORANGE, PINK
+    colours = BLUE, GREEN, ORANGE, PINK
     high, xs = 0.3, (0.15, 1.2, 2.55, 3.95, 5.35, 6.75)
     names = ("tokens", "route", "permute", "gate and up,\nSwiGLU", "down", "combine")
     for x, name in zip(xs, names, strict=True):
@@ -158,12 +158,12 @@ def experts_layer(ax):
         y = 2.6 - 0.55 * token
         box(ax, xs[0], y, 0.8, high, f"token {token}", SOFT, 0.12, size=7.5)
         for slot, expert in enumerate(chosen):
-            box(ax, xs[1] + 0.42 * slot, y, 0.38, high, str(expert), layer_colours[expert], 0.35, size=8)
+            box(ax, xs[1] + 0.42 * slot, y, 0.38, high, str(expert), colours[expert], 0.35, size=8)
         box(ax, xs[5] + 0.05, y, 0.85, high, f"token {token}", SOFT, 0.12, size=7.5)
         arrow(ax, (xs[0] + 0.82, y + high / 2), (xs[1] - 0.02, y + high / 2), SOFT, width=0.9)
     pairs = sorted((expert, token, slot) for token, chosen in enumerate(CHOSEN) for slot, expert in enumerate(chosen))
     for place, (expert, token, slot) in enumerate(pairs):
-        y, token_y, colour = 3.1 - 0.36 * place, 2.6 - 0.55 * token, layer_colours[expert]
+        y, token_y, colour = 3.1 - 0.36 * place, 2.6 - 0.55 * token, colours[expert]
         middle = y + high / 2
         for x, text in zip(xs[2:5], (f"of token {token}", "", ""), strict=True):
             box(ax, x, y, 0.9, high, text, colour, 0.35, size=7)

@@ -116,11 +116,7 @@ def backward_layouts(ax):
 
 
 TOGETHER = [("s", 0, 2), ("dp", 2, 2), ("dv", 4, 2), ("dk", 6, 2)], [("p", 2, 2), ("ds", 4, 1)]
-
-
 APART = [("s", 0, 2), ("dv", 4, 2), ("dp", 6, 2), ("dk", 9, 2)], [("p", 2, 2), ("ds", 8, 1)]
-
-
 WAYS = (  # (tensor cores, CUDA cores), each (what, start, length) of a step; and from one step to the next.
     ("this chapter: each product is waited for", APART, 11),
     ("heads of 128: s and dp together, a wait at the end of a step", TOGETHER, 8.8),

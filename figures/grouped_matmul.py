@@ -84,7 +84,7 @@ def aligned_tiles(on_grid: bool):
 @drawing(7.8, 3.6)
 def groups_aligned(ax):
     """Where tiles begin: at multiples of their rows, so that groups share tiles, or at the first row of each group."""
-    aligned_colours = BLUE, ORANGE, PINK, SKY
+    colours = BLUE, ORANGE, PINK, SKY
     left, scale = 0.3, 0.0158
     for y, title, on_grid in ((2.85, "on the array's grid", True), (1.1, "from the first row of each group", False)):
         tiles = aligned_tiles(on_grid)
@@ -96,12 +96,12 @@ def groups_aligned(ax):
         for group, (start, end) in enumerate(bounds()):
             text = f"group {group}: {end - start}" if end - start > 30 else f"{group}: {end - start}"
             width = scale * (end - start) - 0.02
-            box(ax, left + scale * start, y, width, 0.28, text, aligned_colours[group], 0.35, size=7.5)
+            box(ax, left + scale * start, y, width, 0.28, text, colours[group], 0.35, size=7.5)
         for number, (group, first, end) in enumerate(tiles):
             at = y - 0.38 - 0.42 * ((group if on_grid else number) % 2)
             start, stop = bounds()[group]
             mine = max(first, start), min(end, stop)
-            look = dict(colour=aligned_colours[group], linewidth=0.8)
+            look = dict(colour=colours[group], linewidth=0.8)
             box(ax, left + scale * first, at, scale * TILE - 0.02, 0.3, fill=0.03, linestyle=":", **look)
             width = max(scale * (mine[1] - mine[0]) - 0.02, 0.04)
             box(ax, left + scale * mine[0], at, width, 0.3, fill=0.35, **look)
@@ -112,11 +112,7 @@ def groups_aligned(ax):
 
 
 ROWS = 280  # Rows of lhs; those after the last group belong to none.
-
-
 ALL_SIZES = (*SIZES, 0, ROWS - sum(SIZES))  # Rows of no group: none before all groups, and some after.
-
-
 STARTS = [0, *itertools.accumulate(ALL_SIZES)]
 
 
@@ -194,7 +190,7 @@ def _rows_and_tiles(ax, left, scale, colours):
 @drawing(7.8, 4.2)
 def groups_stores(ax):
     """The last piece of a group on its way out: 63 of 64 rows leave as rungs of 32, 16, 8, 4, 2 and 1 rows."""
-    stores_colours = {32: BLUE, 16: GREEN, 8: ORANGE, 4: SKY, 2: PINK, 1: RED}
+    colours = {32: BLUE, 16: GREEN, 8: ORANGE, 4: SKY, 2: PINK, 1: RED}
     left = 63
     high, bottom = 0.05, 0.45
     y_of = lambda row: bottom + high * (TILE - row)
@@ -210,7 +206,7 @@ def groups_stores(ax):
     box(ax, x, bottom, 0.85, high * TILE, colour=SOFT, fill=0.05)
     box(ax, x + 2.5, bottom, 0.85, high * TILE, colour=SOFT, fill=0.05)
     for first, size in rungs(left):
-        middle, colour, tall = y_of(first + size / 2), stores_colours[size], max(high * size - 0.012, 0.03)
+        middle, colour, tall = y_of(first + size / 2), colours[size], max(high * size - 0.012, 0.03)
         for at in (x, x + 2.5):
             box(ax, at + 0.02, y_of(first + size) + 0.006, 0.81, tall, colour=colour, fill=0.4, linewidth=0.8)
         arrow(ax, (x + 0.88, middle), (x + 2.47, middle), colour, width=1.1)

@@ -78,8 +78,8 @@ def int8_bits(ax):
     words(ax, right + 0.12, 0.42, "166 - 256 = -90", 9, ha="left", weight="bold")
     for text, x, y, colour in (("sign", 0, 2.08, SOFT), ("exponent", 4.2, 2.08, GREEN), ("mantissa", 11.7, 0.73, BLUE)):
         words(ax, 2.35 + (x + 0.4) * cell, y, text, 7.5, colour=colour)
-    words(ax, 2.35, 0.12, "the byte's own sign falls on the last bit of the exponent, which is worth a factor of 2",
-          size=7.5, ha="left", colour=ORANGE)  # fmt: skip
+    text = "the byte's own sign falls on the last bit of the exponent, which is worth a factor of 2"
+    words(ax, 2.35, 0.12, text, 7.5, ha="left", colour=ORANGE)
 
 
 def _colour(row: int, bit: int):
@@ -141,28 +141,28 @@ def int8_ring(ax):
 @drawing(7.5, 4.0)
 def int8_path(ax):
     """The path of weights through registers to the tensor core: 8 bits, then 16; o is transposed."""
-    path_columns = (("HBM", 0.6), ("shared memory", 2.35), ("registers", 4.4), ("tensor core", 6.45))
-    weights, path_rows = 2.35, 0.7  # Where the two operands lie, above each other.
-    for name, x in path_columns:
+    columns = (("HBM", 0.6), ("shared memory", 2.35), ("registers", 4.4), ("tensor core", 6.45))
+    weights, rows = 2.35, 0.7  # Where the two operands lie, above each other.
+    for name, x in columns:
         words(ax, x, 3.8, name, 9, weight="bold")
     for x in (1.3, 3.4, 5.45):
         ax.axvline(x, 0.13, 0.97, color=PALE, zorder=0)
     box(ax, 0.15, weights, 0.9, 0.9, "weights\n(N, K)\n8 bits", colour=BLUE, fill=0.2, size=8)
-    box(ax, 0.15, path_rows, 0.9, 0.55, "a (M, K)\n16 bits", colour=GREEN, fill=0.2, size=8)
+    box(ax, 0.15, rows, 0.9, 0.55, "a (M, K)\n16 bits", colour=GREEN, fill=0.2, size=8)
     _slots(ax, weights, 0.9, BLUE, "8 bits")
-    _slots(ax, path_rows, 0.55, GREEN, "16 bits")
+    _slots(ax, rows, 0.55, GREEN, "16 bits")
     arrow(ax, (1.08, weights + 0.45), (1.62, weights + 0.45), colour=BLUE, text="TMA: 1", size=8)
-    arrow(ax, (1.08, path_rows + 0.27), (1.62, path_rows + 0.27), colour=GREEN, text="TMA", size=8)
+    arrow(ax, (1.08, rows + 0.27), (1.62, rows + 0.27), colour=GREEN, text="TMA", size=8)
     box(ax, 3.62, weights, 0.5, 0.9, "8 bits", colour=BLUE, fill=0.2, size=8)
     box(ax, 4.5, weights, 0.8, 0.9, "16 bits", colour=ORANGE, fill=0.35, size=8)
     arrow(ax, (3.02, weights + 0.45), (3.6, weights + 0.45), colour=BLUE, text="load: 1", size=8)
     arrow(ax, (4.14, weights + 0.45), (4.48, weights + 0.45), colour=ORANGE)
     words(ax, 4.42, weights + 1.08, "convert, exchange", 8, colour=ORANGE)
-    box(ax, 5.95, path_rows, 1.0, 2.55, colour=RED, fill=0.08)
+    box(ax, 5.95, rows, 1.0, 2.55, colour=RED, fill=0.08)
     words(ax, 6.45, 1.95, "WGMMA", 9, weight="bold")
     words(ax, 6.45, 1.65, "sums of oᵀ,\nfloat32", 8)
     arrow(ax, (5.33, weights + 0.45), (5.93, weights + 0.45), colour=ORANGE, text="A", size=9)
-    arrow(ax, (3.02, path_rows + 0.27), (5.93, path_rows + 0.27), colour=GREEN, text="B: a, read transposed", size=8)
+    arrow(ax, (3.02, rows + 0.27), (5.93, rows + 0.27), colour=GREEN, text="B: a, read transposed", size=8)
     words(ax, 6.45, 0.48, "transposed back\non its way out", 8, colour=SOFT)
     words(ax, 2.95, 0.25, "1: bytes of a weight; no others of it cross shared memory", 8, colour=SOFT)
     words(ax, 2.35, weights - 0.2, "a ring of slots", 8, colour=SOFT)

@@ -25,10 +25,7 @@ def values(dtype) -> np.ndarray:
 
 @chart(height=4.6, nrows=2)
 def precision_formats(axes):
-    """The values of the formats on number lines: scaled to the same largest value, and all of them on a log axis.
-
-    The linear axis shows each format scaled so that its largest value is 1: that is what a scale does.
-    """
+    """The values of the formats on number lines: scaled to the same largest value, and all of them on a log axis."""
     linear, log = axes
     names = [name for name, _, _ in FORMATS]
     for row, (_, dtype, colour) in enumerate(FORMATS):

@@ -162,8 +162,6 @@ def _without_flushes():
 
 DEVICES = 4
 COLOURS = (BLUE, ORANGE, GREEN, PINK)
-
-
 SLOTS, OWNER = 2, 2
 
 

@@ -37,23 +37,20 @@ def persistent_waves(axes):
             ground = dict(facecolor=plot.CARD, edgecolor="none", pad=1.5)
         tile(left, wave, sm - 0.42, 0.97, 0.84, colour, hatch="//" if idle else "")
         label(left, wave + 0.48, sm, text, 7.5, colour=ink, bbox=ground)
-    tracks(
-        left,
-        numbered("SM", FEW_SMS),
-        f"{NUM_TILES} tiles, {FEW_SMS} SMs: {NUM_TILES}/{waves * FEW_SMS} busy",
-        grid=False,
-    )
+    title = f"{NUM_TILES} tiles, {FEW_SMS} SMs: {NUM_TILES}/{waves * FEW_SMS} busy"
+    tracks(left, numbered("SM", FEW_SMS), title, grid=False)
     left.set(xlim=(0, waves), xticks=range(waves + 1), xlabel="time, in tiles")
     counts = range(1, 6 * NUM_SMS + 1)
     right.plot(counts, [busy_share(count) for count in counts], linewidth=1.2)
     for count, name, place in MARKED:
         share = busy_share(count)
         right.plot(count, share, "o", color=RED)
-        look = dict(
-            arrowprops=dict(arrowstyle="-", color=INK, linewidth=0.8),
-            bbox=dict(facecolor=plot.CARD, edgecolor="none", pad=1),
+        line, ground = (
+            dict(arrowstyle="-", color=INK, linewidth=0.8),
+            dict(facecolor=plot.CARD, edgecolor="none", pad=1),
         )
-        right.annotate(f"{name}\n{count} tiles: {share:.0%}", (count, share), place, fontsize=8, ha="center", **look)
+        text, look = f"{name}\n{count} tiles: {share:.0%}", dict(fontsize=8, ha="center")
+        right.annotate(text, (count, share), place, arrowprops=line, bbox=ground, **look)
     right.set(xlabel="tiles", ylim=(0, 1.05), xticks=[NUM_SMS * i for i in range(7)])
     right.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     right.set_title(f"Share of the time of {NUM_SMS} SMs that is used", fontsize=9)

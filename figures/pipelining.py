@@ -45,8 +45,6 @@ CASES = (
     (1, 1, "delay_release=1, wgmma_wait(1): right; product i + 1 is queued before product i ends"),
     (0, 1, "delay_release=0, wgmma_wait(1): WRONG; TMA writes where the tensor core still reads"),
 )
-
-
 SLOTS = 3
 
 
@@ -111,10 +109,7 @@ def _lifetimes(ax, run):
 
 @chart(height=4.4, nrows=2, sharex=True, height_ratios=(2, 4))
 def pipeline_schedule(axes):
-    """How a ring of slots overlaps loads with products: the schedule that `plgpu.emit_pipeline` makes, by simulation.
-
-    One slot against three: same loads, same products.
-    """
+    """A ring of one slot and one of three: how `plgpu.emit_pipeline` overlaps loads with products, by simulation."""
     for ax, stages in zip(axes, (1, 3), strict=True):
         run = schedule(7, stages)
         for i, step in enumerate(run):
@@ -198,8 +193,6 @@ def pipeline_order(axes):
 
 
 TILES = ((64, 256), (128, 128), (128, 192), (128, 256))
-
-
 TILE_K = 64
 
 

@@ -38,8 +38,6 @@ CHAPTERS = (
     ("21_lifting", "Lifting", "out of the course, into your program", "both"),
     ("22_decode_step", "A decode step", "fewer launches, the bytes that are left", "both"),
 )
-
-
 STEP, RISE = 0.08, 0.4
 
 

@@ -48,8 +48,8 @@ def roles_count(ax):
             arrow(ax, (read + width, lower + height), (read + width + gap, upper), INK)
             words(ax, read + width - 0.02, 1.14, f"freed: {i}", 7.5, ha="right")
     words(ax, left, 2.1, f"slot 0 of {stages}, 12 steps: time goes to the right", 8.5, ha="left", colour=SOFT)
-    words(ax, left, 0.18, "three fillings, three readings, two of which are told: nobody fills it again", ha="left",
-          size=8, colour=SOFT)  # fmt: skip
+    text = "three fillings, three readings, two of which are told: nobody fills it again"
+    words(ax, left, 0.18, text, 8, ha="left", colour=SOFT)
 
 
 @drawing(7.6, 2.35)
@@ -145,10 +145,7 @@ def schedule(steps: int, stages: int, *, late=0, queued=False, serial=False, loa
 
 @chart(height=4.8, nrows=2, sharex=True)
 def roles_schedule(axes):
-    """Schedule of a memory and a compute warpgroup, by simulation: a ring with barriers both ways.
-
-    A ring whose slots are given back at once, and one step later.
-    """
+    """A memory and a compute warpgroup over time, by simulation: slots are given back at once, and one step later."""
     cases = (
         (dict(gap=0.3), "given back at once, wgmma_wait(0): a gap after every product"),
         (dict(late=1, queued=True, gap=0.3), "given back one step later, wgmma_wait(1): no gap"),

@@ -68,8 +68,6 @@ def wgmma_accumulator(ax):
 
 
 COLOURS = (BLUE, ORANGE, GREEN, PINK)  # One for each of the four instructions of a tile: two chunks of 16 bytes each.
-
-
 CHUNK = 0.27  # Inches, of 16 bytes.
 
 
