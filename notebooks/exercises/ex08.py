@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from exercises import judge
 from exercises.judge import NotYet, checker, normal, require_answers, require_close, run_kernel, speed, wide
 
 import cookbook
@@ -101,15 +102,10 @@ def check_split(answer) -> str:
     return "More blocks than tiles, and an order of the sum that is yours to fix."
 
 
-def _grid(fn, *args) -> int | None:
-    """Number of blocks of the kernel that `fn` launches, None if it launches none."""
-    pending = [jax.make_jaxpr(lambda *args: fn(*args))(*args).jaxpr]
-    while pending:
-        for equation in pending.pop().eqns:
-            if meshes := equation.params.get("meshes"):
-                return math.prod(meshes[0].grid)
-            pending += [j for v in equation.params.values() if hasattr(j := getattr(v, "jaxpr", v), "eqns")]
-    return None
+def _grid(fn, *args) -> int:
+    """Number of blocks of the kernel that `fn` launches."""
+    found = judge.equations(judge.jaxpr_of(fn, *args))
+    return math.prod(next(eqn.params["meshes"][0].grid for eqn in found if "meshes" in eqn.params))
 
 
 def _cdiv(a: int, b: int) -> int:

@@ -2,7 +2,6 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from exercises import judge
@@ -62,9 +61,7 @@ def check_half(answer) -> str:
         out = run_kernel(answer, w_q)
         if out.shape != w_q.shape or out.dtype != jnp.float16:
             raise NotYet(f"the result is {out.dtype} {out.shape}; it must be float16 {w_q.shape}")
-        if any(
-            _is_conversion(equation) for equation in judge.equations(jax.make_jaxpr(lambda w: answer(w))(w_q).jaxpr)
-        ):
+        if any(_is_conversion(equation) for equation in judge.equations(judge.jaxpr_of(answer, w_q))):
             raise NotYet("integers are converted to floats by astype: place the bits, and subtract a float")
         exact, flip = wide(w_q), "the byte with its top bit flipped is 128 + the integer"
         likely = (
@@ -96,7 +93,7 @@ def check_few_rows(answer) -> str:
 
 def _require_full_tiles(answer, rows: int, *args) -> None:
     """Raises NotYet if the sums of a product have another shape than (columns, rows)."""
-    found = judge.equations(jax.make_jaxpr(lambda *args: answer(*args))(*args).jaxpr)
+    found = judge.equations(judge.jaxpr_of(answer, *args))
     for tile in (eqn.invars[0].aval.shape for eqn in found if eqn.primitive.name == "wgmma_ref"):
         if tile[0] % A_TILE:
             raise NotYet(

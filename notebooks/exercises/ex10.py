@@ -140,7 +140,7 @@ def check_mended(answer) -> str:
 def _require_early(answer, *args) -> None:
     """Raises NotYet unless the next keys' copy starts between the product that reads their slot and the softmax."""
     steps = ("wgmma_ref", "copy_gmem_to_smem", "exp2")
-    jaxpr = jax.make_jaxpr(lambda *args: answer(*args))(*args).jaxpr
+    jaxpr = judge.jaxpr_of(answer, *args)
     found = [name for equation in judge.equations(jaxpr) if (name := equation.primitive.name) in steps]
     after = found[found.index("wgmma_ref") + 1 :] if "wgmma_ref" in found else []
     if after[:1] != ["copy_gmem_to_smem"]:

@@ -58,8 +58,6 @@ def check_count(answer) -> str:
     for (name, found, exact), tile in itertools.product((("lse", lse, exact_lse), ("out", out, exact_out)), range(3)):
         rows = slice(tile * WG_ROWS, (tile + 1) * WG_ROWS)
         part = (slice(None), slice(None), rows) if name == "lse" else (slice(None), rows)
-        if found.shape != exact.shape:
-            raise NotYet(f"{name} has shape {found.shape}; it must be {exact.shape}")
         judge.require_close(found[part], exact[part], 0.02, f"{name} of queries {rows.start} to {rows.stop - 1}")
     return "The ring does not notice where a tile ends."
 

@@ -1,6 +1,5 @@
 """Chapter 16b's exercises: masked steps, zeros in shared memory, exchanged operands, and rows that are combined."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from exercises import judge
@@ -104,7 +103,7 @@ def check_exchange(answer) -> str:
         if out.shape == (num_groups, WIDE, NARROW):
             raise NotYet(f"{what}: the result has shape {out.shape}, which is transposed: exchange its last two axes")
         require_close(out, exact, 2e-3, what)
-        found = judge.equations(jax.make_jaxpr(lambda *args: answer(*args))(x, w).jaxpr)
+        found = judge.equations(judge.jaxpr_of(answer, x, w))
         sums = [equation.invars[0].aval.size for equation in found if equation.primitive.name == "wgmma_ref"]
         if not sums:
             raise NotYet("the tensor cores have nothing to do: multiply with plgpu.wgmma")
@@ -136,11 +135,8 @@ def check_combine(answer) -> str:
             (_combined(y, same, rows), "each token's rows have one weight, its first."),
             (wide(y)[: len(rows)], "these are the first rows of y: write the body."),
         )
-        for wrong, said in likely:
-            if out.shape == wrong.shape and np.linalg.norm(wide(out) - wrong) < 0.02 * np.linalg.norm(wrong):
-                raise NotYet(f"{what}: {said}")
         # One rounding to bfloat16 moves a value by 2^-8 of it at most.
-        require_close(out, _combined(y, weights, rows), 4e-3, f"{what} (sums in float32, one rounding)")
+        require_close(out, _combined(y, weights, rows), 4e-3, f"{what} (sums in float32, one rounding)", likely)
     return "The rows are gathered, and added in the same order in every run."
 
 

@@ -64,10 +64,7 @@ def _judge_norm(y, x, residual, scale):
         (residual + _normed(x, scale), "x is normalised, and the residual added after it: add first."),
         (total * scale, "the sum is scaled and not divided by the root of its mean square."),
     )
-    for wrong, said in likely:
-        if y.shape == wrong.shape and np.allclose(wide(y), wrong, rtol=1e-2, atol=1e-2):
-            raise NotYet(said)
-    require_close(y, _normed(total, scale), 1e-2, "the norm")
+    require_close(y, _normed(total, scale), 1e-2, "the norm", likely)
 
 
 # Exercise 2: a rotation to mend ---------------------------------------------------------------------------------------
@@ -110,10 +107,7 @@ def _judge_turned(out, *args):
         (neighbours, "neighbouring values are paired; the partner of value i is value i + D / 2"),
         (q, "nothing is turned"),
     )  # fmt: skip
-    for wrong, hint in likely:
-        if out.shape == wrong.shape and np.allclose(wide(out), wrong, rtol=2**-6, atol=2**-6):
-            raise NotYet(f"with heads of {q.shape[2]}, {hint}.")
-    require_close(out, join(first, second), 2**-6, f"with heads of {q.shape[2]}")
+    require_close(out, join(first, second), 2**-6, f"with heads of {q.shape[2]}", likely)
 
 
 # Exercise 3: gate and up in one tile ----------------------------------------------------------------------------------

@@ -377,11 +377,19 @@ def _blocks(played):
 def require_staged(answer, *args, loads: int) -> None:
     """Raises NotYet unless the kernel has `loads` copies to shared memory or more, and reads its inputs by no other
     way."""
-    found = list(equations(jax.make_jaxpr(lambda *args: answer(*args))(*args).jaxpr))
+    found = list(equations(jaxpr_of(answer, *args)))
     if sum(equation.primitive.name == "copy_gmem_to_smem" for equation in found) < loads:
         raise NotYet("what it reads must still be copied to shared memory: keep the copies, and mend what orders them")
     if any(equation.primitive.name in ("get", "load") and "gmem" in str(equation.invars[0].aval) for equation in found):
         raise NotYet("it reads an input in global memory: keep the copies, and use what they bring to shared memory")
+
+
+def jaxpr_of(answer, *args):
+    """The program of `answer(*args)`. Raises NotYet if it launches no kernel."""
+    jaxpr = jax.make_jaxpr(lambda *args: answer(*args))(*args).jaxpr
+    if not KERNELS & {equation.primitive.name for equation in equations(jaxpr)}:
+        raise NotYet("the answer must be a kernel: call plgpu.kernel")
+    return jaxpr
 
 
 def equations(jaxpr):

@@ -142,9 +142,9 @@ def tile(i):
     return slice(None), pl.ds(i * 64, 64)
 
 
-SLOT, SLOTS = plgpu.SMEM((64, 64), BF16), plgpu.SMEM((2, 64, 64), BF16)
+SLOT = plgpu.SMEM((64, 64), BF16)
 TENSOR = plgpu.Barrier(orders_tensor_core=True)
-BARRIER, BARRIERS = plgpu.Barrier(), plgpu.Barrier(num_barriers=2)
+BARRIER = plgpu.Barrier()
 
 
 def squares(x_gmem, o_gmem, slot, loaded, *, running=0, arrived=True):
@@ -162,54 +162,6 @@ def squares(x_gmem, o_gmem, slot, loaded, *, running=0, arrived=True):
         return acc[...]
 
     o_gmem[tile(0)] = pl.run_scoped(multiply, plgpu.ACC((64, 64))).astype(BF16)
-
-
-def negated(x_gmem, o_gmem, slot, loaded, *, commit=True, wait=True):
-    """Tile by tile, in place."""
-
-    @pl.loop(0, 4)
-    def _(i):
-        plgpu.copy_gmem_to_smem(x_gmem.at[tile(i)], slot, loaded)
-        plgpu.barrier_wait(loaded)
-        slot[...] = -slot[...]
-        if commit:
-            plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(slot, o_gmem.at[tile(i)])
-        if wait:
-            plgpu.wait_smem_to_gmem(0)
-
-
-def in_roles(x_gmem, o_gmem, slots, filled, freed, *, early=False, never=False, waits=False):
-    """One warpgroup loads, and the other multiplies."""
-    wg = lax.axis_index("wg")
-
-    @pl.when(wg == 1)
-    def _():
-        @pl.loop(0, 4)
-        def _(i):
-            if not never:
-                pl.when(i >= 2)(lambda: plgpu.barrier_wait(freed.at[lax.rem(i, 2)]))
-            plgpu.copy_gmem_to_smem(x_gmem.at[tile(i)], slots.at[lax.rem(i, 2)], filled.at[lax.rem(i, 2)])
-            if waits:
-                plgpu.barrier_wait(filled.at[lax.rem(i, 2)])
-
-    @pl.when(wg == 0)
-    def _():
-        def multiply(acc):
-            @pl.loop(0, 4)
-            def _(i):
-                slot = lax.rem(i, 2)
-                plgpu.barrier_wait(filled.at[slot])
-                if early:
-                    plgpu.barrier_arrive(freed.at[slot])
-                plgpu.wgmma(acc, slots.at[slot], slots.at[slot])
-                plgpu.wgmma_wait(0)
-                if not early and not never:
-                    plgpu.barrier_arrive(freed.at[slot])
-
-            return acc[...]
-
-        o_gmem[tile(0)] = pl.run_scoped(multiply, plgpu.ACC((64, 64))).astype(BF16)
 
 
 def handed_over(x_gmem, o_gmem, slot, stored, *, barrier=True, commit=True):
@@ -257,78 +209,23 @@ def played(body, *scratch, wgs=1, **how):
 
 
 @pytest.mark.parametrize(
-    "body, scratch, wgs",
-    [
-        (squares, (SLOT, BARRIER), 1),
-        (negated, (SLOT, BARRIER), 1),
-        (in_roles, (SLOTS, BARRIERS, BARRIERS), 2),
-        (handed_over, (SLOT, BARRIER), 2),
-        (on_blackwell, (SLOT, BARRIER, TENSOR), 1),
-    ],
-)
-def test_right_orders(body, scratch, wgs):
-    kernels = played(body, *scratch, wgs=wgs)
-    assert all(block.is_whole for kernel in kernels for block in kernel)
-    judge.require_order(kernels)
-    judge.require_rings(kernels)
-
-
-@pytest.mark.parametrize(
     "body, scratch, wgs, how, said",
     [
         (squares, (SLOT, BARRIER), 1, dict(running=1), "wgmma_wait(n) leaves the last n products running"),
         (squares, (SLOT, BARRIER), 1, dict(arrived=False), "before its tiles have arrived"),
-        (negated, (SLOT, BARRIER), 1, dict(commit=False), "a copy to GMEM may read what was in shared memory before"),
-        (negated, (SLOT, BARRIER), 1, dict(wait=False), "call plgpu.wait_smem_to_gmem first"),
-        (in_roles, (SLOTS, BARRIERS, BARRIERS), 2, dict(early=True), "give a slot back (barrier_arrive) after"),
-        (in_roles, (SLOTS, BARRIERS, BARRIERS), 2, dict(never=True), "or when the next ones may have overwritten"),
         (handed_over, (SLOT, BARRIER), 2, dict(commit=False), "commit what you have stored"),
         (handed_over, (SLOT, BARRIER), 2, dict(barrier=False), "no barrier is between the two"),
         (on_blackwell, (SLOT, BARRIER, TENSOR), 1, dict(wait=False), "a product of tcgen05 may still read the slot"),
     ],
 )
-def test_wrong_orders(body, scratch, wgs, how, said):
+def test_orders(body, scratch, wgs, how, said):
+    """Other rules are tried by wrong answers of the exercises."""
+    kernels = played(body, *scratch, wgs=wgs)
+    assert all(block.is_whole for kernel in kernels for block in kernel)
+    judge.require_order(kernels)
+    judge.require_rings(kernels)
     with pytest.raises(judge.NotYet, match=re.escape(said)):
         judge.require_order(played(body, *scratch, wgs=wgs, **how))
-
-
-def ring(x_gmem, o_gmem, slots, loaded, *, ahead=2, early=False):
-    """Adds up the tiles; `ahead` copies are started before the one that is waited for."""
-    fetch = lambda i: plgpu.copy_gmem_to_smem(x_gmem.at[tile(i)], slots.at[lax.rem(i, 2)], loaded.at[lax.rem(i, 2)])
-    pl.loop(0, ahead)(fetch)
-
-    def step(i, acc):
-        if early:  # While this step is added.
-            pl.when(i + ahead < 4)(lambda: fetch(i + ahead))
-        if not ahead:
-            fetch(i)
-        plgpu.barrier_wait(loaded.at[lax.rem(i, 2)])
-        acc += slots[lax.rem(i, 2)]
-        plgpu.commit_smem()
-        if not early and ahead:
-            pl.when(i + ahead < 4)(lambda: fetch(i + ahead))
-        return acc
-
-    o_gmem[tile(0)] = lax.fori_loop(0, 4, step, jnp.zeros((64, 64), BF16))
-
-
-@pytest.mark.parametrize("how", [dict(), dict(ahead=1, early=True)])
-def test_rings(how):
-    judge.require_rings(played(ring, SLOTS, BARRIERS, **how), in_flight=2)
-
-
-def test_a_ring_that_is_none():
-    with pytest.raises(judge.NotYet, match="a ring of 2 slots is used as if it had 1"):
-        judge.require_rings(played(ring, SLOTS, BARRIERS, ahead=0))
-    with pytest.raises(judge.NotYet, match="this is no ring"):
-        judge.require_rings(played(squares, SLOT, BARRIER), in_flight=2)
-
-
-def test_copies_are_counted():
-    kernels = played(negated, SLOT, BARRIER)
-    judge.require_copies(kernels, "load", 4)
-    with pytest.raises(judge.NotYet, match="a block starts 4 copies to GMEM, and 1 would do"):
-        judge.require_copies(kernels, "store", 1)
 
 
 def test_launches_are_counted():
