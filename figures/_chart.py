@@ -29,6 +29,7 @@ def label(ax, x, y, text, size=8, ha="center", va="center", colour=INK, **style)
 
 
 def numbered(name: str, count: int) -> list[str]:
+    """Names of rows, such as "slot 0", "slot 1" and so on."""
     return [f"{name} {i}" for i in range(count)]
 
 
@@ -55,6 +56,7 @@ def bar(ax, y, start, end, text, colour, height=0.74, size=8, ink=None, clip=Tru
 
 
 def ring_of(slots: int) -> list[str]:
+    """The rows of a schedule of a ring: its slots, and the tensor core."""
     return [*numbered("slot", slots), "tensor core"]
 
 

@@ -1,7 +1,7 @@
 """Figures of chapter 19: Blackwell."""
 
 from figures._chart import MULTIPLY, bar, chart, label, lanes
-from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SOFT, arrow, box, drawing, words
+from figures._draw import BLUE, GREEN, ORANGE, PINK, RED, SOFT, arrow, box, drawing, words
 from lab import plot
 
 
@@ -24,7 +24,7 @@ def blackwell_tmem(ax):
         arrow(ax, (x + 0.72, 2.0), (x + 0.72, 1.55), ORANGE, style="<|-|>")
         box(ax, x, 0.75, 1.45, 0.8, colour=GREEN, fill=0.04)
         box(ax, x, 0.75, 0.85, 0.8, "sums\n64 x 256", colour=GREEN, fill=0.3, size=8)
-        words(ax, x + 1.15, 1.15, "the\nrest", 7.5, colour=INK)
+        words(ax, x + 1.15, 1.15, "the\nrest", 7.5)
         words(ax, x + 0.72, 0.57, f"registers, warpgroup {wg}", 7.5, colour=GREEN)
     words(ax, 1.98, 0.34, "128 of each thread's 255 registers hold sums", 7.5, colour=SOFT)
 

@@ -45,13 +45,13 @@ def debugging_tree(ax):
             at = y + GAP / 2 + HEIGHT / 2
             arrow(ax, (1.6, middle), (3.08, at), colour)
             if finding:
-                words(ax, 2.38, at + (0.14 if at > middle - 0.01 else -0.12), finding, 8, colour=INK)
+                words(ax, 2.38, at + (0.14 if at > middle - 0.01 else -0.12), finding, 8)
             box(ax, 3.1, at - HEIGHT / 2, 2.0, HEIGHT, first, colour, size=8.5)
             arrow(ax, (5.1, at), (5.58, at), colour)
             box(ax, 5.6, at - HEIGHT / 2, 1.95, HEIGHT, then, colour, fill=0.06, size=8.5)
     box(ax, 0.2, 0.2, 7.35, 0.5, "", PINK, fill=0.1)
     note = "always: make the failing case smaller (one block, one tile, one step), then print little"
-    words(ax, 3.87, 0.45, note, size=9)
+    words(ax, 3.87, 0.45, note)
 
 
 TILES, SIDE = 4, 16  # Tiles along each side of the matrix, elements along each side of a tile.

@@ -29,7 +29,7 @@ def blocks_in_time(ax):
 
 
 def _lane(ax, y, first, trips, name):
-    words(ax, 1.15, y + 0.1, name, 8, ha="right", colour=INK)
+    words(ax, 1.15, y + 0.1, name, 8, ha="right")
     for i in range(trips):
         x = 1.25 + first + TRIP * i
         if x + TRIP > 7.6:
@@ -82,7 +82,7 @@ def _traffic(ax, arrays):
     for x, name, read in arrays:
         low, high = (x, 0.67), (x, 1.75)
         arrow(ax, low if read else high, high if read else low, BLUE if read else GREEN)
-        words(ax, x + 0.07, 1.2, name, 9, ha="left", colour=BLUE if read else GREEN)
+        words(ax, x + 0.07, 1.2, name, ha="left", colour=BLUE if read else GREEN)
 
 
 @drawing(7.8, 2.6)

@@ -36,7 +36,7 @@ def parts_waves(axes):
         last = max(start + blocks for _, start, blocks, _ in placed)
         ax.axvline(last, color=RED, linewidth=1.5)
         busy = sum(blocks for _, _, blocks, _ in placed) / last / sms
-        label(ax, last + 0.1, 3.5, f"{busy:.0%}\nbusy", 8, ha="left", colour=RED)
+        label(ax, last + 0.1, 3.5, f"{busy:.0%}\nbusy", ha="left", colour=RED)
         tracks(ax, numbered("SM", sms), title, grid=False)
         ax.set(yticks=ax.get_yticks()[::2], xlim=(0, end + 1))
     axes[-1].set_xlabel("time, in steps of a block of keys; the numbers are units")

@@ -73,9 +73,9 @@ def int8_bits(ax):
                 continue
             colour = _colour(row, i)
             box(ax, 2.35 + i * cell, y, cell - 0.03, 0.28, bit, colour=colour, fill=0.2, size=8)
-        words(ax, right + 0.12, y + 0.13, value, 9, ha="left")
+        words(ax, right + 0.12, y + 0.13, value, ha="left")
     words(ax, 2.2, 0.42, "HADD2: the difference", 8.5, ha="right")
-    words(ax, right + 0.12, 0.42, "166 - 256 = -90", 9, ha="left", weight="bold")
+    words(ax, right + 0.12, 0.42, "166 - 256 = -90", ha="left", weight="bold")
     for text, x, y, colour in (("sign", 0, 2.08, SOFT), ("exponent", 4.2, 2.08, GREEN), ("mantissa", 11.7, 0.73, BLUE)):
         words(ax, 2.35 + (x + 0.4) * cell, y, text, 7.5, colour=colour)
     text = "the byte's own sign falls on the last bit of the exponent, which is worth a factor of 2"
@@ -144,7 +144,7 @@ def int8_path(ax):
     columns = (("HBM", 0.6), ("shared memory", 2.35), ("registers", 4.4), ("tensor core", 6.45))
     weights, rows = 2.35, 0.7  # Where the two operands lie, above each other.
     for name, x in columns:
-        words(ax, x, 3.8, name, 9, weight="bold")
+        words(ax, x, 3.8, name, weight="bold")
     for x in (1.3, 3.4, 5.45):
         ax.axvline(x, 0.13, 0.97, color=PALE, zorder=0)
     box(ax, 0.15, weights, 0.9, 0.9, "weights\n(N, K)\n8 bits", colour=BLUE, fill=0.2, size=8)
@@ -159,7 +159,7 @@ def int8_path(ax):
     arrow(ax, (4.14, weights + 0.45), (4.48, weights + 0.45), colour=ORANGE)
     words(ax, 4.42, weights + 1.08, "convert, exchange", 8, colour=ORANGE)
     box(ax, 5.95, rows, 1.0, 2.55, colour=RED, fill=0.08)
-    words(ax, 6.45, 1.95, "WGMMA", 9, weight="bold")
+    words(ax, 6.45, 1.95, "WGMMA", weight="bold")
     words(ax, 6.45, 1.65, "sums of oᵀ,\nfloat32", 8)
     arrow(ax, (5.33, weights + 0.45), (5.93, weights + 0.45), colour=ORANGE, text="A", size=9)
     arrow(ax, (3.02, rows + 0.27), (5.93, rows + 0.27), colour=GREEN, text="B: a, read transposed", size=8)
@@ -167,7 +167,7 @@ def int8_path(ax):
     words(ax, 2.95, 0.25, "1: bytes of a weight; no others of it cross shared memory", 8, colour=SOFT)
     words(ax, 2.35, weights - 0.2, "a ring of slots", 8, colour=SOFT)
     words(ax, 4.42, weights - 0.2, "of one compute warpgroup", 8, colour=SOFT)
-    words(ax, 4.42, 1.75, "nothing is written back", 8, colour=INK)
+    words(ax, 4.42, 1.75, "nothing is written back", 8)
 
 
 def _slots(ax, y, height, colour, text):

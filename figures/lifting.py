@@ -32,7 +32,7 @@ SHARDING_WIDTH = 2.35
 
 def panel(ax, x, title, cost, colour):
     words(ax, x + SHARDING_WIDTH / 2, 3.15, title, 9.5, weight="bold", colour=colour)
-    words(ax, x + SHARDING_WIDTH / 2, 2.85, cost, 8, colour=INK)
+    words(ax, x + SHARDING_WIDTH / 2, 2.85, cost, 8)
     for gpu, left in enumerate((x, x + 1.25)):
         box(ax, left, 2.0, 1.1, 0.6, f"rows of GPU {gpu}", BLUE, size=8)
 

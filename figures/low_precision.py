@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from figures._chart import chart, label, tracks
-from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, RED, SOFT, arrow, box, drawing, words
+from figures._draw import BLUE, GREEN, ORANGE, PALE, RED, SOFT, arrow, box, drawing, words
 from lab import plot
 
 FORMATS = (
@@ -55,7 +55,7 @@ def precision_scales(ax):
 
 
 def _product(ax, x, title, per_row: bool):
-    words(ax, x + 1.05, 2.9, title, 9, weight="bold")
+    words(ax, x + 1.05, 2.9, title, weight="bold")
     colours = (BLUE, ORANGE, GREEN, RED)
     for i in range(4):
         row, column = (colours[i], colours[3 - i]) if per_row else (BLUE, ORANGE)
@@ -77,7 +77,7 @@ def _product(ax, x, title, per_row: bool):
 
 
 def _along_k(ax, x):
-    words(ax, x + 0.85, 2.9, "one a piece of K", 9, weight="bold", colour=INK)
+    words(ax, x + 0.85, 2.9, "one a piece of K", weight="bold")
     for k in range(3):
         colour = (BLUE, ORANGE, GREEN)[k]
         box(ax, x + 0.6 * k, 1.05, 0.55, 0.8, colour=colour, fill=0.3)
@@ -101,7 +101,7 @@ def precision_step(ax):
             for j in range(cells):
                 width = 1.1 / cells
                 box(ax, 1.25 + 1.25 * i + j * width, y + 0.12, 0.8 * width, 0.3, colour=colour, fill=0.55, linewidth=0)
-            words(ax, 1.8 + 1.25 * i, y + 0.52, f"{per} values", 7.5, colour=INK)
+            words(ax, 1.8 + 1.25 * i, y + 0.52, f"{per} values", 7.5)
         words(ax, 6.22, y + 0.42, instruction, 8.5, ha="left")
         words(ax, 6.22, y + 0.18, f"4 of them, {count}", 7.5, ha="left", colour=SOFT)
     arrow(ax, (1.2, 2.5), (6.15, 2.5), style="<|-|>", colour=SOFT)

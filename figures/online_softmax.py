@@ -86,7 +86,7 @@ def online_merge(ax):
     words(ax, 2.52, 1.25, "two blocks, or two GPUs, at the same time", 7.5, colour=SOFT)
     box(ax, 5.92, 0.85, 0.75, 0.8, "merge", ORANGE)
     arrow(ax, (6.69, 1.25), (7.02, 1.25), ORANGE)
-    words(ax, 7.38, 1.25, "out, lse", 9)
+    words(ax, 7.38, 1.25, "out, lse")
     words(ax, 6.3, 0.45, "weights $e^{lse}$, as shares", 7.5, colour=ORANGE)
 
 
@@ -113,7 +113,7 @@ def online_block(ax):
     box(ax, 2.0, 0.5, 1.0, 0.6, "s\n64 x 128", ORANGE)
     box(ax, 4.05, 0.5, 1.0, 0.6, "p\n64 x 128", ORANGE)
     box(ax, 6.2, 0.5, 1.3, 0.6, "acc\n64 x head_dim", RED)
-    words(ax, 1.5, 0.6, "m, l", 9, colour=RED)
+    words(ax, 1.5, 0.6, "m, l", colour=RED)
     arrow(ax, (1.75, 1.93), (2.3, 1.12), BLUE)
     arrow(ax, (3.2, 1.93), (2.65, 1.12), BLUE, "WGMMA", offset=(0.5, -0.28))
     arrow(ax, (3.02, 0.8), (4.03, 0.8), ORANGE, "softmax", offset=(0.0, 0.13))

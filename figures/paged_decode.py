@@ -1,7 +1,7 @@
 """Figures of chapter 13: paged decode."""
 
 from figures._chart import chart, label, lanes
-from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, SOFT, arrow, box, drawing, words
+from figures._draw import BLUE, GREEN, ORANGE, PINK, SOFT, arrow, box, drawing, words
 
 LENGTHS, MOST, PAGE = (13, 30, 5, 18), 32, 4  # Tokens.
 COLOURS = (BLUE, ORANGE, GREEN, PINK)
@@ -16,7 +16,7 @@ def paged_waste(ax):
 
 
 def _reserved(ax):
-    words(ax, 0.2, 3.35, "room for the longest sequence, for each one", 9, ha="left", weight="bold")
+    words(ax, 0.2, 3.35, "room for the longest sequence, for each one", ha="left", weight="bold")
     for seq, (length, colour) in enumerate(zip(LENGTHS, COLOURS, strict=True)):
         y, width = 2.9 - 0.28 * seq, 0.15
         words(ax, 0.2, y + 0.1, f"sequence {seq}", 8, ha="left", colour=colour)
@@ -24,7 +24,7 @@ def _reserved(ax):
         box(ax, 1.15, y, length * width, 0.2, colour=colour, fill=0.45, linewidth=0.8)
     used = sum(LENGTHS)
     words(ax, 6.1, 2.65, f"{used} tokens\nin {len(LENGTHS)} x {MOST} = {len(LENGTHS) * MOST}", 8.5, ha="left")
-    words(ax, 6.1, 2.2, f"{used / len(LENGTHS) / MOST:.0%} used", 8.5, ha="left", colour=INK, weight="bold")
+    words(ax, 6.1, 2.2, f"{used / len(LENGTHS) / MOST:.0%} used", 8.5, ha="left", weight="bold")
 
 
 def _pages(ax):
@@ -102,12 +102,12 @@ def paged_rows(ax):
 
 
 def _queries(ax):
-    words(ax, 0.2, 2.98, "one token's query heads", 9, ha="left", weight="bold")
+    words(ax, 0.2, 2.98, "one token's query heads", ha="left", weight="bold")
     for head in range(12):
         y, colour = 2.65 - 0.19 * head, BLUE if head < GROUP else SOFT
         box(ax, 0.2, y, 0.85, 0.14, colour=colour, fill=0.45 if head < GROUP else 0.1, linewidth=0.6)
         words(ax, 1.12, y + 0.07, f"head {head}", 7, ha="left", colour=colour)
-    words(ax, 0.62, 0.42, "...", 9, colour=SOFT)
+    words(ax, 0.62, 0.42, "...", colour=SOFT)
     arrow(ax, (1.62, 2.38), (2.72, 2.6), BLUE)
     words(ax, 2.05, 1.75, "heads 0 to 3\nread the same\nkeys: a group", 7.5, colour=BLUE)
 
@@ -130,7 +130,7 @@ def _tile(ax, x, name, sides, colour, width):
 def paged_gather(ax):
     """Attention over a gathered copy of the pages, and over the pages themselves: what crosses HBM."""
     for x, title in ((0.15, "XLA: gather, then attend"), (4.95, "a kernel that follows the table")):
-        words(ax, x, 2.82, title, 9, ha="left", weight="bold")
+        words(ax, x, 2.82, title, ha="left", weight="bold")
     for x, width in ((0.15, 4.5), (4.95, 2.7)):
         box(ax, x, 1.55, width, 1.05, colour=SOFT, fill=0.05)
         box(ax, x, 0.45, width, 0.62, colour=SOFT, fill=0.05)
@@ -187,7 +187,7 @@ def paged_ring(axes):
                 look = dict(color=colour, alpha=0.4 if step % 2 else 0.75, edgecolor="white")
                 ax.barh(lane, length, left=at, height=0.74, **look)
                 if at + length / 2 < END - 0.1:
-                    label(ax, at + length / 2, lane, str(step), 8)
+                    label(ax, at + length / 2, lane, str(step))
         names = ["copies"] if slots == 1 else [f"copies, slot {slot}" for slot in range(slots)]
         lanes(ax, ["page ids", *names, "products, softmax"], title)
         ax.set_xlim(0, END)

@@ -25,7 +25,7 @@ def pairs_halves(ax):
     arrow(ax, (6.95, 2.65), (6.95, 2.05), GREEN)
     arrow(ax, (6.1, 2.65), (3.2, 2.05), GREEN)
     text = "one thread of block 0 starts a product of 256 x 256; each half of B lies in one shared memory only"
-    words(ax, 3.9, 0.12, text, 7.8, colour=INK)
+    words(ax, 3.9, 0.12, text, 7.8)
 
 
 SMS, TILES = 4, 16

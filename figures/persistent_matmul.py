@@ -161,7 +161,7 @@ def persistent_order(axes):
 def persistent_cluster(ax):
     """Two blocks of a cluster need the same tile of B: each loads half of it and sends it to both."""
     ax.set_ylim(-0.15, 3.95)
-    words(ax, 3.9, 3.82, "L2", 9, weight="bold")
+    words(ax, 3.9, 3.82, "L2", weight="bold")
     box(ax, 0.55, 3.2, 1.5, 0.42, "A, rows of block 0", colour=BLUE, size=8)
     box(ax, 3.0, 3.2, 0.88, 0.42, "B, half 0", colour=ORANGE, size=8)
     box(ax, 3.92, 3.2, 0.88, 0.42, "B, half 1", colour=GREEN, size=8)

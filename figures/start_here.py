@@ -50,7 +50,7 @@ def course_map(ax):
         box(ax, x, y, 7.3 - STEP * i, RISE - 0.07, colour=colours[bound], fill=0.13)
         words(ax, x + 0.24, y + 0.165, name.split("_")[0], 11, weight="bold", colour=colours[bound])
         words(ax, x + 0.54, y + 0.165, title, 9.5, ha="left", weight="bold")
-        words(ax, x + 2.15, y + 0.165, adds, 8.2, ha="left", colour=INK)
+        words(ax, x + 2.15, y + 0.165, adds, 8.2, ha="left")
     words(ax, 0.25, 0.24, "the bound of a chapter's kernels:", 8, ha="left", colour=SOFT)
     for i, (bound, text) in enumerate((("memory", "moving bytes"), ("compute", "arithmetic"), ("both", "both"))):
         box(ax, 2.75 + 1.3 * i, 0.16, 0.18, 0.16, colour=colours[bound], fill=0.3)

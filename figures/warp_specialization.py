@@ -91,9 +91,9 @@ def _panel(ax, x, title, split_dim):
     m, n, k = (UNIT * side for side in (M, N, K))
     left, bottom = x + k + 0.28, 0.62
     top = bottom + m + 0.2
-    words(ax, x, 2.42, title, 9, ha="left", weight="bold")
-    words(ax, x + k / 2, bottom + m + 0.12, "A", 9)
-    words(ax, left - 0.12, top + k / 2, "B", 9)
+    words(ax, x, 2.42, title, ha="left", weight="bold")
+    words(ax, x + k / 2, bottom + m + 0.12, "A")
+    words(ax, left - 0.12, top + k / 2, "B")
     both = dict(colour=PINK, fill=0.45)
     halves = (dict(colour=BLUE, fill=0.35), dict(colour=GREEN, fill=0.35))
     if split_dim == 0:

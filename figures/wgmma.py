@@ -56,7 +56,7 @@ def wgmma_accumulator(ax):
     words(ax, left + 8 * side, 4.42, "column of the tile", 8)
     words(ax, 0.22, top - 8 * side, "row of the tile", 8, rotation=90)
     x = left + 16 * side + 0.35
-    words(ax, x, 3.75, "In each cell: its thread", 9, ha="left", weight="bold")
+    words(ax, x, 3.75, "In each cell: its thread", ha="left", weight="bold")
     text = "A thread holds two neighbours of a row, and\nthe same two 8 rows below; then again every\n8 columns."
     words(ax, x, 3.28, text, 8.5, ha="left")
     words(ax, x, 2.55, "Thread 6's first registers:", 8.5, ha="left", weight="bold", colour=ORANGE)
@@ -123,11 +123,11 @@ def wgmma_transposed(ax):
         for line in range(6):
             height = y + side - 0.13 - 0.155 * line
             arrow(ax, (x + 0.1, height), (x + side - 0.08, height), colour if line < 2 else SOFT, width=0.9)
-        words(ax, x + side / 2, y + side + 0.42, f"{name} stored as {stored}", 9, weight="bold")
-        words(ax, x + side / 2, y + side + 0.16, along, 9)
-        words(ax, x - 0.16, y + side / 2, down, 9)
+        words(ax, x + side / 2, y + side + 0.42, f"{name} stored as {stored}", weight="bold")
+        words(ax, x + side / 2, y + side + 0.16, along)
+        words(ax, x - 0.16, y + side / 2, down)
         words(ax, x + side / 2, 0.78, f"wgmma takes {argument}", 8, family="DejaVu Sans Mono")
-        words(ax, x + side / 2, 0.52, bit, 9, weight="bold", colour=colour if bit[0] == "." else SOFT)
+        words(ax, x + side / 2, 0.52, bit, weight="bold", colour=colour if bit[0] == "." else SOFT)
     text = "arrows: neighbours in memory; where they do not follow K, a bit says so (16-bit types only)"
     words(ax, 3.9, 0.14, text, 8, colour=SOFT)
 
