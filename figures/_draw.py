@@ -83,13 +83,13 @@ def words(ax, x, y, text, size=9, ha="center", va="center", colour=INK, **style)
     ax.text(x, y, text, fontsize=size, ha=ha, va=va, color=colour, linespacing=1.35, **style)
 
 
-def arrow(ax, start, end, colour=INK, text="", size=8, offset=(0.0, 0.12), width=1.4, style="-|>", **more):
-    """From `start` to `end`; `text` stands at its middle, moved by `offset`."""
-    properties = dict(arrowstyle=style, color=colour, linewidth=width, shrinkA=0, shrinkB=0, mutation_scale=11) | more
-    ax.annotate("", end, start, arrowprops=properties)
+def arrow(ax, start, end, colour=INK, text="", size=8, at=None, ha="center", offset=(0.0, 0.12), width=1.4, **look):
+    """From `start` to `end`; `text` stands at `at`, or at the arrow's middle, moved by `offset`."""
+    shape = dict(arrowstyle=look.pop("style", "-|>"), color=colour, linewidth=width)
+    ax.annotate("", end, start, arrowprops=shape | dict(shrinkA=0, shrinkB=0, mutation_scale=11) | look)
     if text:
-        x, y = ((a + b) / 2 + moved for a, b, moved in zip(start, end, offset, strict=True))
-        words(ax, x, y, text, size=size, colour=colour)
+        x, y = at or ((a + b) / 2 + moved for a, b, moved in zip(start, end, offset, strict=True))
+        words(ax, x, y, text, size, ha=ha, colour=colour)
 
 
 def places(rows: int, columns: int):

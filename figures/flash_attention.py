@@ -23,8 +23,7 @@ def flash_roles(ax):
         words(ax, 6.45, y + 0.64, f"compute warpgroup {wg}", 8.5, weight="bold")
         words(ax, 6.45, y + 0.3, f"q, acc: queries {64 * wg} to {64 * wg + 63}", 8, colour=SOFT)
     arrow(ax, (6.2, 2.06), (6.2, 1.74), INK)
-    arrow(ax, (6.7, 1.74), (6.7, 2.06), INK)
-    words(ax, 7.1, 1.9, "turn[wg]", 8)
+    arrow(ax, (6.7, 1.74), (6.7, 2.06), INK, "turn[wg]", at=(7.1, 1.9))
     arrow(ax, (1.0, 2.49), (6.3, 3.04), GREEN, connectionstyle="arc3,rad=-0.14")
     text = "k_filled[slot], v_filled[slot]: a copy arrives, both compute warpgroups wait"
     words(ax, 3.7, 3.45, text, 8.5, colour=GREEN)

@@ -14,8 +14,7 @@ def backward_products(ax):
     for text, x, colour in (("s", 0.75, BLUE), ("p", 2.35, ORANGE), ("dp", 4.25, PINK), ("ds", 6.3, RED)):
         box(ax, x - 0.45, 1.95, 0.9, 0.72, text, colour, fill=0.25, size=11)
     for x, colour, text in ((0.75, BLUE, "1: q kᵀ"), (4.25, PINK, "2: do vᵀ"), (2.35, SOFT, ""), (6.3, SOFT, "")):
-        arrow(ax, (x, 3.43), (x, 2.7), colour)
-        words(ax, x + 0.08, 3.07, text, 8, ha="left", colour=colour)
+        arrow(ax, (x, 3.43), (x, 2.7), colour, text, at=(x + 0.08, 3.07), ha="left")
     arrow(ax, (1.22, 2.31), (1.88, 2.31), ORANGE, "exp(s - lse)", size=6.5, offset=(0.0, 0.13))
     arrow(ax, (4.72, 2.31), (5.83, 2.31), RED, "p (dp - delta)", size=7.5, offset=(0.0, 0.14))
     style = dict(arrowstyle="-|>", color=RED, connectionstyle="arc3,rad=0.28", linewidth=1.4)
@@ -68,8 +67,7 @@ def backward_tiles(ax):
     top = _blocks(ax, left, bottom, lambda r, c: r == row, "kernel 1: dq", text)
     y, right = top - (row + 0.5) * SIDE, left + NUM * SIDE
     arrow(ax, (left + 0.05, y), (left + (row + 1) * SIDE - 0.03, y), "white", width=1.8)
-    arrow(ax, (right + 0.02, y), (right + 0.3, y), GREEN)
-    words(ax, right + 0.33, y, "dq of\n64 queries", 8, ha="left", colour=GREEN)
+    arrow(ax, (right + 0.02, y), (right + 0.3, y), GREEN, "dq of\n64 queries", at=(right + 0.33, y), ha="left")
     left, text = 4.45, "a tile keeps 64 keys and values,\ngoes through q and do"
     top = _blocks(ax, left, bottom, lambda r, c: c == column, "kernel 2: dk and dv", text)
     x = left + (column + 0.5) * SIDE

@@ -75,8 +75,7 @@ def memory_handshake(ax):
         ax.plot((anchor, anchor), (threads + 0.2, y - 0.1), color=colour, linewidth=0.8)
         words(ax, x, y, text, 8, ha=ha, colour=colour, family="monospace")
     words(ax, 5.6, 1.65, "wait_read_only=True\nwould continue here", 7.5, ha="left", colour=SOFT)
-    arrow(ax, (1.1, 0.42), (7.7, 0.42), INK, width=1.0)
-    words(ax, 7.7, 0.22, "time", 8, ha="right")
+    arrow(ax, (1.1, 0.42), (7.7, 0.42), INK, "time", at=(7.7, 0.22), ha="right", width=1.0)
 
 
 def _bar(ax, x, width, y, colour, text="", fill=0.35):

@@ -108,8 +108,7 @@ def _queries(ax):
         box(ax, 0.2, y, 0.85, 0.14, colour=colour, fill=0.45 if head < GROUP else 0.1, linewidth=0.6)
         words(ax, 1.12, y + 0.07, f"head {head}", 7, ha="left", colour=colour)
     words(ax, 0.62, 0.42, "...", colour=SOFT)
-    arrow(ax, (1.62, 2.38), (2.72, 2.6), BLUE)
-    words(ax, 2.05, 1.75, "heads 0 to 3\nread the same\nkeys: a group", 7.5, colour=BLUE)
+    arrow(ax, (1.62, 2.38), (2.72, 2.6), BLUE, "heads 0 to 3\nread the same\nkeys: a group", 7.5, at=(2.05, 1.75))
 
 
 def _tile(ax, x, name, sides, colour, width):

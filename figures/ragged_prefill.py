@@ -93,8 +93,7 @@ def ragged_list(ax):
     _numbers(ax, x, 2.05, "tiles, each rounded up", num, list_colours)
     _numbers(ax, x, 1.65, "ends = cumsum", itertools.accumulate(num), list_colours)
     words(ax, 4.75, 2.3, "tile n is of the first\nsequence whose end\nis greater than n", 8, ha="left", colour=RED)
-    arrow(ax, (x + 1.1, 1.62), (x + 1.1, 1.25), RED)
-    words(ax, x + 1.25, 1.43, "searchsorted", 8, ha="left", colour=RED)
+    arrow(ax, (x + 1.1, 1.62), (x + 1.1, 1.25), RED, "searchsorted", at=(x + 1.25, 1.43), ha="left")
     words(ax, 5.0, 1.43, "one number for each tile", 7.5, ha="left", colour=SOFT)
     more = len(query_counts) + sum(query_counts) // queries - len(tiles)
     colours, nothing = [*(list_colours[seq] for seq, _ in tiles), *[SOFT] * more], ["-"] * more

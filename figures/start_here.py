@@ -97,8 +97,7 @@ def race(ax):
     box(ax, 2.3, 0.2, 2.2, 0.3, "waits", SOFT, size=8)
     box(ax, 4.58, 0.2, 1.3, 0.3, "reads x_smem", BLUE, fill=0.35, size=8)
     box(ax, 5.96, 0.2, 1.5, 0.3, "writes the result", GREEN, size=8)
-    arrow(ax, (4.5, 0.6), (4.56, 0.5), INK)
-    words(ax, 4.68, 0.74, "arrived", 8, ha="left")
+    arrow(ax, (4.5, 0.6), (4.56, 0.5), INK, "arrived", at=(4.68, 0.74), ha="left")
 
 
 def _copies(ax, y):
