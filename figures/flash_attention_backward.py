@@ -113,20 +113,18 @@ def backward_layouts(ax):
     words(ax, 4.2, 0.1, "Layout.WGMMA.reduce(0): 16 of 64, others in each step", 7.5, ha="left")
 
 
-TOGETHER = [("s", 0, 2), ("dp", 2, 2), ("dv", 4, 2), ("dk", 6, 2)], [("p", 2, 2), ("ds", 4, 1)]
-APART = [("s", 0, 2), ("dv", 4, 2), ("dp", 6, 2), ("dk", 9, 2)], [("p", 2, 2), ("ds", 8, 1)]
-WAYS = (  # (tensor cores, CUDA cores), each (what, start, length) of a step; and from one step to the next.
-    ("this chapter: each product is waited for", APART, 11),
-    ("heads of 128: s and dp together, a wait at the end of a step", TOGETHER, 8.8),
-    ("had registers room: the next step's s starts behind dk", TOGETHER, 8),
-)
-
-
 @chart(7.8, 4.6, nrows=3, sharex=True)
 def backward_schedule(axes):
     """Kernel 2 in time: every product waited for, waiting at the end of a step, and running ahead; made-up times."""
+    together = [("s", 0, 2), ("dp", 2, 2), ("dv", 4, 2), ("dk", 6, 2)], [("p", 2, 2), ("ds", 4, 1)]
+    apart = [("s", 0, 2), ("dv", 4, 2), ("dp", 6, 2), ("dk", 9, 2)], [("p", 2, 2), ("ds", 8, 1)]
+    ways = (  # (tensor cores, CUDA cores), each (what, start, length) of a step; and from one step to the next.
+        ("this chapter: each product is waited for", apart, 11),
+        ("heads of 128: s and dp together, a wait at the end of a step", together, 8.8),
+        ("had registers room: the next step's s starts behind dk", together, 8),
+    )
     colours = {"s": BLUE, "dp": PINK, "dv": GREEN, "dk": RED, "p": ORANGE, "ds": ORANGE}
-    for ax, (title, units, period) in zip(axes, WAYS, strict=True):
+    for ax, (title, units, period) in zip(axes, ways, strict=True):
         for step, (lane, jobs) in itertools.product(range(3), enumerate(units)):
             look = dict(alpha=0.35 if step % 2 else 0.75, edgecolor="white", linewidth=None)
             for what, start, length in jobs:

@@ -51,21 +51,19 @@ def _go(ax, start, end, y, text, colour):
         box(ax, COLUMNS[end] - 0.33, y, 0.66, HEIGHT, "WGMMA", colour=SOFT, fill=0.25, size=8)
 
 
-BYTE = "10100110"  # -90.
-EXAMPLES = (
-    ("int8", "", BYTE, "-90"),
-    ("PRMT: the byte behind 0x43", "01000011", BYTE, ""),
-    ("LOP3: & 0xff7f", "01000011", "0" + BYTE[1:], "128 + 38"),
-    ("LOP3: & 0xff80", "01000011", BYTE[0] + "0" * 7, "256"),
-)
-
-
 @drawing(7.5, 2.75)
 def int8_bits(ax):
     """How an 8-bit integer becomes a bfloat16 by placing its bits, two masks and one subtraction."""
+    byte = "10100110"  # -90.
+    examples = (
+        ("int8", "", byte, "-90"),
+        ("PRMT: the byte behind 0x43", "01000011", byte, ""),
+        ("LOP3: & 0xff7f", "01000011", "0" + byte[1:], "128 + 38"),
+        ("LOP3: & 0xff80", "01000011", byte[0] + "0" * 7, "256"),
+    )
     cell = 0.235
     right = 2.35 + 16 * cell
-    for row, (label, high, low, value) in enumerate(EXAMPLES):
+    for row, (label, high, low, value) in enumerate(examples):
         y = 2.1 - 0.42 * row
         words(ax, 2.2, y + 0.13, label, 8.5, ha="right")
         for i, bit in enumerate(high.rjust(8) + low):

@@ -7,13 +7,6 @@ from figures._chart import chart, label, tracks
 from figures._draw import BLUE, GREEN, ORANGE, PALE, RED, SOFT, arrow, box, drawing, words
 from lab import plot
 
-FORMATS = (
-    ("int8", jnp.int8, GREEN),
-    ("float8_e4m3fn", jnp.float8_e4m3fn, BLUE),
-    ("float8_e5m2", jnp.float8_e5m2, RED),
-    ("bfloat16", jnp.bfloat16, plot.PEER),
-)
-
 
 def values(dtype) -> np.ndarray:
     """Every positive finite value of an 8- or 16-bit format, in order."""
@@ -26,9 +19,15 @@ def values(dtype) -> np.ndarray:
 @chart(height=4.6, nrows=2)
 def precision_formats(axes):
     """The values of the formats on number lines: scaled to the same largest value, and all of them on a log axis."""
+    formats = (
+        ("int8", jnp.int8, GREEN),
+        ("float8_e4m3fn", jnp.float8_e4m3fn, BLUE),
+        ("float8_e5m2", jnp.float8_e5m2, RED),
+        ("bfloat16", jnp.bfloat16, plot.PEER),
+    )
     linear, log = axes
-    names = [name for name, _, _ in FORMATS]
-    for row, (_, dtype, colour) in enumerate(FORMATS):
+    names = [name for name, _, _ in formats]
+    for row, (_, dtype, colour) in enumerate(formats):
         line = values(dtype)
         for ax, points in ((linear, line / line[-1]), (log, line)):
             if len(points) < 1000:

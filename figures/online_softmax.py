@@ -144,13 +144,6 @@ def online_causal(ax):
     ax.set_title("Causal: a query sees the keys left of the diagonal", fontsize=10)
 
 
-TITLES = {
-    "in turn": "in turn: everything waits for the copies",
-    "early": "early: the next block's, as soon as its slot is free",
-    "two slots": "two slots: the next block's, a whole step ahead",
-}
-
-
 def schedule(copies: str, steps: int):
     """(name, lane, start, end) of every piece of work."""
     load_time, product, numbers = 1.3, 1.0, 1.05
@@ -177,7 +170,12 @@ def schedule(copies: str, steps: int):
 @chart(height=6.0, nrows=3, sharex=True)
 def online_copies(axes, steps: int = 3):
     """When keys and values are copied: three orders of the same work, for one warpgroup. Widths are not measured."""
-    for ax, (copies, title) in zip(axes, TITLES.items(), strict=True):
+    titles = {
+        "in turn": "in turn: everything waits for the copies",
+        "early": "early: the next block's, as soon as its slot is free",
+        "two slots": "two slots: the next block's, a whole step ahead",
+    }
+    for ax, (copies, title) in zip(axes, titles.items(), strict=True):
         work = schedule(copies, steps)
         for name, lane, start, end in work:
             shift = 0.19 * (1 if int(name[1:]) % 2 else -1) if lane < 2 and copies == "two slots" else 0.0

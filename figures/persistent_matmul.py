@@ -186,18 +186,16 @@ def persistent_cluster(ax):
     words(ax, 3.9, -0.02, text, 8, colour=PINK)
 
 
-CASES = (
-    ("a block a tile: 3 of 8 SMs, 16 steps", 16),
-    ("split_k=2: 6 of 8 SMs, 8 steps, then 2 parts are added", 8),
-    ("stream-K: 8 of 8 SMs, 6 steps; tiles are cut where a share ends", 6),
-)
-
-
 @chart(height=4.6, nrows=3)
 def persistent_split(axes):
     """Three tiles with a long K on eight SMs: whole, split in two parts, and cut wherever an SM's share ends."""
+    cases = (
+        ("a block a tile: 3 of 8 SMs, 16 steps", 16),
+        ("split_k=2: 6 of 8 SMs, 8 steps, then 2 parts are added", 8),
+        ("stream-K: 8 of 8 SMs, 6 steps; tiles are cut where a share ends", 6),
+    )
     steps, colours = 16, (*plot.COLOURS[:6], plot.PEER, INK)
-    for ax, (title, share) in zip(axes, CASES, strict=True):
+    for ax, (title, share) in zip(axes, cases, strict=True):
         for index in range(3 * steps):
             row, step = divmod(index, steps)
             sm = index // share if steps % share else step // share * 3 + row  # Part by part.

@@ -40,18 +40,18 @@ def pipeline_blockspec(ax):
     ax.axis("off")
 
 
-CASES = (
-    (0, 0, "delay_release=0, wgmma_wait(0): right, but the tensor core idles between two steps"),
-    (1, 1, "delay_release=1, wgmma_wait(1): right; product i + 1 is queued before product i ends"),
-    (0, 1, "delay_release=0, wgmma_wait(1): WRONG; TMA writes where the tensor core still reads"),
-)
 SLOTS = 3
 
 
 @chart(height=6.6, nrows=3, sharex=True)
 def pipeline_slot_lifetime(axes):
     """Owners of a ring slot in time: three ways to release it, one of them a race that nothing reports."""
-    for ax, (delay_release, wait, title) in zip(axes, CASES, strict=True):
+    cases = (
+        (0, 0, "delay_release=0, wgmma_wait(0): right, but the tensor core idles between two steps"),
+        (1, 1, "delay_release=1, wgmma_wait(1): right; product i + 1 is queued before product i ends"),
+        (0, 1, "delay_release=0, wgmma_wait(1): WRONG; TMA writes where the tensor core still reads"),
+    )
+    for ax, (delay_release, wait, title) in zip(axes, cases, strict=True):
         _lifetimes(ax, schedule(9, SLOTS, delay_release=delay_release, wait=wait, load=1.5, gap=0.3))
         tracks(ax, ring_of(SLOTS), title)
     axes[-1].set(xlim=(0, 8.8), xlabel="time, in units of one step's product")

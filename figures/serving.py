@@ -44,22 +44,6 @@ def serving_request(ax):
     ), 0.16)  # fmt: skip
 
 
-ATTENTION = (  # Text, its chapter, colour.
-    ("rms_norm", "chapter 3", ORANGE),
-    ("matmul\nq, k, v", "chapter 8", BLUE),
-    ("rotate", "XLA", SOFT),
-    ("write_kv", "rows to slots", GREEN),
-    ("attention\nover pages", "chapter 13, 14", PINK),
-    ("matmul\no", "chapter 8", BLUE),
-)
-MLP = (
-    ("rms_norm", "chapter 3", ORANGE),
-    ("matmul\ngate, up", "chapter 8", BLUE),
-    ("swiglu,\nfused", "chapter 1", ORANGE),
-    ("matmul\ndown", "chapter 8", BLUE),
-)
-
-
 def row(ax, boxes, xs, y):
     for (text, chapter, colour), x in zip(boxes, xs, strict=True):
         box(ax, x, y, 0.92, 0.58, text, colour, fill=0.2, size=8)
@@ -79,9 +63,23 @@ def residual(ax, y, x_end):
 @drawing(7.8, 3.9)
 def serving_step(ax):
     """One layer of the model: which kernel does what, which chapter built it, and where the cache comes in."""
+    attention = (  # Text, its chapter, colour.
+        ("rms_norm", "chapter 3", ORANGE),
+        ("matmul\nq, k, v", "chapter 8", BLUE),
+        ("rotate", "XLA", SOFT),
+        ("write_kv", "rows to slots", GREEN),
+        ("attention\nover pages", "chapter 13, 14", PINK),
+        ("matmul\no", "chapter 8", BLUE),
+    )
+    mlp = (
+        ("rms_norm", "chapter 3", ORANGE),
+        ("matmul\ngate, up", "chapter 8", BLUE),
+        ("swiglu,\nfused", "chapter 1", ORANGE),
+        ("matmul\ndown", "chapter 8", BLUE),
+    )
     wide = [0.85 + 1.1 * i for i in range(6)]
     y = 2.45
-    row(ax, ATTENTION, wide, y)
+    row(ax, attention, wide, y)
     residual(ax, y, 7.55)
     arrow(ax, (wide[-1] + 0.93, y + 0.29), (7.45, y + 0.29), INK, width=1.0)
     words(ax, 0.2, y + 0.29, "x", 11)
@@ -89,7 +87,7 @@ def serving_step(ax):
     arrow(ax, (wide[3] + 0.46, y - 0.01), (wide[3] + 0.46, 1.99), GREEN, width=1.1)
     arrow(ax, (wide[4] + 0.46, 1.99), (wide[4] + 0.46, y - 0.01), PINK, width=1.1)
     y = 0.25
-    row(ax, MLP, wide[:4], y)
+    row(ax, mlp, wide[:4], y)
     residual(ax, y, wide[4] + 0.25)
     arrow(ax, (wide[3] + 0.93, y + 0.29), (wide[4] + 0.15, y + 0.29), INK, width=1.0)
     words(ax, 0.2, y + 0.29, "x", 11)

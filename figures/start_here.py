@@ -57,22 +57,20 @@ def course_map(ax):
         words(ax, 3.0 + 1.3 * i, 0.24, text, 8, ha="left", colour=SOFT)
 
 
-WAYS = (  # Colour, name, call, where it runs, what it shows, and what it does not.
-    (BLUE, "on the GPU", "lab.run, lab.measure", "Hopper or\nnewer", "the result\nand its true speed", "races"),
-    (GREEN, "interpreted", "lab.run, lab.interpret", "any CPU", "the result\nand races",
-     "speed; what the\ncompiler rejects"),
-    (ORANGE, "compiled only", 'lab.compile_for("h200", …)', "any CPU", "PTX, SASS,\nregisters, spills",
-     "results; speed"),
-)  # fmt: skip
-
-
 @drawing(7.8, 3.1)
 def three_ways(ax):
     """One kernel, three ways to run it, and what each of them shows."""
+    ways = (  # Colour, name, call, where it runs, what it shows, and what it does not.
+        (BLUE, "on the GPU", "lab.run, lab.measure", "Hopper or\nnewer", "the result\nand its true speed", "races"),
+        (GREEN, "interpreted", "lab.run, lab.interpret", "any CPU", "the result\nand races",
+         "speed; what the\ncompiler rejects"),
+        (ORANGE, "compiled only", 'lab.compile_for("h200", …)', "any CPU", "PTX, SASS,\nregisters, spills",
+         "results; speed"),
+    )  # fmt: skip
     box(ax, 0.25, 1.2, 1.45, 0.95, "your kernel\n(one Python\nfunction)", INK, fill=0.08, size=9.5)
     for text, x in (("where", 4.2), ("shows you", 5.5), ("does not show", 6.98)):
         words(ax, x, 2.93, text, 8, colour=SOFT)
-    for i, (colour, name, call, where, shows, hides) in enumerate(WAYS):
+    for i, (colour, name, call, where, shows, hides) in enumerate(ways):
         y = 2.0 - 0.92 * i
         arrow(ax, (1.7, 1.68), (2.05, y + 0.38), colour)
         box(ax, 2.05, y, 5.5, 0.78, colour=colour, fill=0.1)
@@ -160,19 +158,17 @@ def _sm(ax):
     words(ax, 5.55, 0.47, "registers belong to a thread, SMEM to the block that runs here", 7.6, colour=SOFT)
 
 
-MOVES = (
-    ("see", "a picture or a trace:\nwhere does time go?", ORANGE),
-    ("predict", "how much will\none change give?", RED),
-    ("change", "one knob,\na few lines", BLUE),
-    ("check", "right? races?\nregisters?", GREEN),
-    ("measure", "was the\nprediction right?", PINK),
-)
-
-
 @drawing(7.8, 1.75)
 def rung(ax):
     """The five steps of every rung of a chapter's ladder."""
-    for i, (name, text, colour) in enumerate(MOVES):
+    moves = (
+        ("see", "a picture or a trace:\nwhere does time go?", ORANGE),
+        ("predict", "how much will\none change give?", RED),
+        ("change", "one knob,\na few lines", BLUE),
+        ("check", "right? races?\nregisters?", GREEN),
+        ("measure", "was the\nprediction right?", PINK),
+    )
+    for i, (name, text, colour) in enumerate(moves):
         x = 0.25 + 1.5 * i
         box(ax, x, 0.6, 1.28, 0.95, colour=colour)
         words(ax, x + 0.64, 1.32, name, 10.5, weight="bold", colour=colour)

@@ -106,18 +106,16 @@ def wgmma_swizzle(ax):
     words(ax, 7.02, 0.93, "each takes\n16 of the 64\ncolumns", 7.5, ha="left", colour=SOFT)
 
 
-CASES = (
-    ("A", "(M, K)", "a_smem", "K", "M", ORANGE, "no bit"),
-    ("A", "(K, M)", "a_smem.T", "M", "K", ORANGE, ".tnspA"),
-    ("B", "(K, N)", "b_smem", "N", "K", GREEN, ".tnspB"),
-    ("B", "(N, K)", "b_smem.T", "K", "N", GREEN, "no bit"),
-)
-
-
 @drawing(7.8, 2.75)
 def wgmma_transposed(ax):
     """The ways in which A and B may lie in memory, and the bit of the instruction for each."""
-    for i, (name, stored, argument, along, down, colour, bit) in enumerate(CASES):
+    cases = (
+        ("A", "(M, K)", "a_smem", "K", "M", ORANGE, "no bit"),
+        ("A", "(K, M)", "a_smem.T", "M", "K", ORANGE, ".tnspA"),
+        ("B", "(K, N)", "b_smem", "N", "K", GREEN, ".tnspB"),
+        ("B", "(N, K)", "b_smem.T", "K", "N", GREEN, "no bit"),
+    )
+    for i, (name, stored, argument, along, down, colour, bit) in enumerate(cases):
         x, y, side = 0.45 + 1.9 * i, 1.05, 1.05
         box(ax, x, y, side, side, "", colour, 0.08)
         for line in range(6):
