@@ -14,13 +14,8 @@ import cookbook
 LAST_TURN = "is the last turn drained?"
 WG_ROWS = 64  # Queries of a compute warpgroup.
 TURNS = [  # Steps of a tile, and how many of them each warpgroup computes.
-    (1, (1, 1)),
-    (4, (4, 4)),
-    (4, (3, 4)),
-    (5, (2, 5)),
-    (6, (6, 6, 6)),
-    (6, (4, 5, 6)),
-]
+    (1, (1, 1)), (4, (4, 4)), (4, (3, 4)), (5, (2, 5)), (6, (6, 6, 6)), (6, (4, 5, 6)),
+]  # fmt: skip
 # Warpgroups, steps, cycles of a step's products, cycles of its softmax.
 SCHEDULES = ((1, 3, 5, 2), (2, 4, 2, 3), (2, 5, 4, 3), (3, 4, 2, 1), (3, 3, 2, 7), (2, 6, 1024, 1280))
 

@@ -5,15 +5,9 @@ import numpy as np
 from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel, wide
 
 UNITS = [  # Blocks of each unit, and how many parts.
-    ((5, 1, 7, 3), 4),
-    ((5, 1, 7, 3), 5),
-    ((5, 1, 7, 3), 1),
-    ((1, 1, 1, 1, 1, 1, 1), 3),
-    ((40,), 7),
-    ((2, 30, 1, 1, 9), 6),
-    ((3, 3, 3, 3), 4),
-    ((2, 1), 5),
-]
+    ((5, 1, 7, 3), 4), ((5, 1, 7, 3), 5), ((5, 1, 7, 3), 1), ((1, 1, 1, 1, 1, 1, 1), 3), ((40,), 7),
+    ((2, 30, 1, 1, 9), 6), ((3, 3, 3, 3), 4), ((2, 1), 5),
+]  # fmt: skip
 SIDE = 64  # Tokens of a block, rows of a WGMMA, and head_dim, in exercise 3.
 
 

@@ -25,29 +25,22 @@ MASKED = (((70, 1, 20), (70, 90, 150)), ((3, 0, 64, 30), (13, 5, 64, 20)))
 Tile = collections.namedtuple("Tile", "token num_q source first_kv num_kv first_q")
 # Whether a row of a tile sees a key; and other rules, each with what is wrong with it.
 SEES = lambda row, key, t: (key >= t.first_kv) & (key < t.num_kv) & (key <= t.first_q + row)
-MASKS = {
-    "this is the mask of a sequence that begins at row 0 of k and has no past. A row's position is first_q + row.": (
-        lambda row, key, t: key <= row
-    ),
-    "the mask is aligned at the starts: the last query must see the last key. A row's position is first_q + row.": (
-        lambda row, key, t: (key >= t.first_kv) & (key <= t.first_kv + row) & (key < t.num_kv)
-    ),
-    "the keys from num_kv on belong to the sequence after it, and rows after the last query see them.": (
-        lambda row, key, t: (key >= t.first_kv) & (key <= t.first_q + row)
-    ),
-    "the keys before first_kv belong to the sequence before.": (
-        lambda row, key, t: (key < t.num_kv) & (key <= t.first_q + row)
-    ),
-    "first_q already counts from source, as first_kv does: do not add the two.": (
-        lambda row, key, t: (key >= t.first_kv) & (key < t.num_kv) & (key <= t.first_kv + t.first_q + row)
-    ),
-    "a query sees the key at its own position, too.": (
-        lambda row, key, t: (key >= t.first_kv) & (key < t.num_kv) & (key < t.first_q + row)
-    ),
-    "every row sees all keys of the sequence; a query must not see keys after its own position.": (
-        lambda row, key, t: (key >= t.first_kv) & (key < t.num_kv) & (row >= 0)
-    ),
-}
+MASKS = (
+    (lambda row, key, t: key <= row, "this is the mask of a sequence that begins at row 0 of k and has no past. A "
+     "row's position is first_q + row."),
+    (lambda row, key, t: (key >= t.first_kv) & (key <= t.first_kv + row) & (key < t.num_kv), "the mask is aligned at "
+     "the starts: the last query must see the last key. A row's position is first_q + row."),
+    (lambda row, key, t: (key >= t.first_kv) & (key <= t.first_q + row), "the keys from num_kv on belong to the "
+     "sequence after it, and rows after the last query see them."),
+    (lambda row, key, t: (key < t.num_kv) & (key <= t.first_q + row), "the keys before first_kv belong to the sequence "
+     "before."),
+    (lambda row, key, t: (key >= t.first_kv) & (key < t.num_kv) & (key <= t.first_kv + t.first_q + row), "first_q "
+     "already counts from source, as first_kv does: do not add the two."),
+    (lambda row, key, t: (key >= t.first_kv) & (key < t.num_kv) & (key < t.first_q + row), "a query sees the key at "
+     "its own position, too."),
+    (lambda row, key, t: (key >= t.first_kv) & (key < t.num_kv) & (row >= 0), "every row sees all keys of the "
+     "sequence; a query must not see keys after its own position."),
+)  # fmt: skip
 
 
 @checker
@@ -124,7 +117,7 @@ def check_mask(answer) -> str:
         v = normal(sum(kv_lens), (sum(kv_lens) // 8 * 8 + 128, 64), jnp.bfloat16)
         out = run_kernel(answer, v, jnp.asarray(listed))
         sums = lambda sees, v=v, listed=listed: np.stack([_seen_sums(v, tile, sees) for tile in listed])
-        likely = ((sums(sees), said) for said, sees in MASKS.items())
+        likely = ((sums(sees), said) for sees, said in MASKS)
         what = f"sequences of {q_lens} queries and {kv_lens} keys, (tile, row, column)"
         require_close(out, sums(SEES), 2e-3, what, likely)
     return "All in the coordinates of the list. The end of the keys matters only for rows that are no queries."

@@ -9,13 +9,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ENTRIES = ((1000, 4, 128), (1024, 8, 128), (280, 5, 64), (5, 9, 64), (129, 2, 128), (64, 1, 64), (0, 3, 16))
 COPIES = (  # Sizes of groups, and the rows of a piece.
-    ((64, 128, 192), 64),
-    ((63,), 64),
-    ((70, 0, 130, 1, 63), 64),
-    ((70, 0, 130, 1, 63), 32),
-    ((5, 7, 1000, 31), 16),
+    ((64, 128, 192), 64), ((63,), 64), ((70, 0, 130, 1, 63), 64), ((70, 0, 130, 1, 63), 32), ((5, 7, 1000, 31), 16),
     ((0, 0), 64),
-)
+)  # fmt: skip
 # Rows of the group that are left, of a piece of 64. The first and the last one need several copies.
 LEFT = (63, 64, 200, 32, 8, 1, 0, -27, 37)
 

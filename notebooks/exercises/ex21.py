@@ -14,14 +14,9 @@ from .judge import NotYet, checker, normal, require_answers, require_close, run_
 
 SHARED = {"_device.py", "_host.py", "_numerics.py"}
 LIFTS = (
-    ("softmax",),
-    ("add",),
-    ("matmul", "ragged_dot_fp8"),
-    ("paged_attention", "write_kv", "rms_norm"),
-    ("ssd",),
-    ("all_gather",),
-    ("matmul_reduce_scatter", "matmul"),
-)
+    ("softmax",), ("add",), ("matmul", "ragged_dot_fp8"), ("paged_attention", "write_kv", "rms_norm"), ("ssd",),
+    ("all_gather",), ("matmul_reduce_scatter", "matmul"),
+)  # fmt: skip
 
 
 @checker

@@ -13,7 +13,6 @@ exercise-commit
   plgpu.tcgen05_commit_arrive(freed) => pass  # never end
   plgpu.tcgen05_mma(right, a_smem, b_smem.at[1], accumulate=step > 0) => pass  # the product
   b_smem.at[1], accumulate=step > 0 => b_smem.at[1], accumulate=True
-  lambda a, b: a @ b  # nothing is multiplied
 exercise-starts
   lambda tiles, accumulators, multiply, store: np.array(starts(tiles, accumulators, multiply, store))  # Right.
   if tile >= accumulators: => if False:  # an earlier tile has to leave first
