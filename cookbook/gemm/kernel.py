@@ -43,28 +43,11 @@ def identity(x):
     return x
 
 
-def each_tile(phase: Plan, before, body):
-    """Calls `body(plan, tile, before)` for this block's tiles, where `before` counts the steps of those before it.
-
-    Returns the count after them. `plan` is that of the tile: the phase's, unless a table says more of each tile.
-    """
-    steps = phase.tiles.num_steps
-    if steps is not None:
-        pl.loop(0, phase.num_tiles())(lambda tile: body(phase, tile, before + tile * steps))
-        return before + phase.num_tiles() * steps
-
-    def look_up(tile, before):
-        plan = phase.look_up(tile)
-        body(plan, tile, before)
-        return before + plan.tiles.num_steps
-
-    return lax.fori_loop(0, phase.num_tiles(), look_up, before)
-
-
 def load(plan: Plan, ring: _device.Ring, a_gmem, b_gmem, a_smem, b_smem):
     """The memory warpgroup: all steps of all tiles of this block, as fast as slots are given back."""
 
-    def load_tile(plan, tile, before):
+    def load_tile(plan, before, tile):
+        before = before + tile * plan.tiles.num_steps
         row, col = plan.place(tile)
 
         @pl.loop(0, plan.tiles.num_steps)
@@ -72,29 +55,28 @@ def load(plan: Plan, ring: _device.Ring, a_gmem, b_gmem, a_smem, b_smem):
             slot, k = ring.fill(before + step), plan.k(step)
             with jax.named_scope("load"):
                 filled, (a, b) = ring.filled.at[slot], (plan.a, plan.b)
-                a.copy(plan.matrix(a, a_gmem), a.at(row, k), a_smem.at[slot], filled, shared=plan.axis_n)
-                b.copy(plan.matrix(b, b_gmem), b.at(col, k), b_smem.at[slot], filled, shared=plan.axis_m)
+                a.copy(a_gmem, a.at(row, k), a_smem.at[slot], filled, shared=plan.axis_n)
+                b.copy(b_gmem, b.at(col, k), b_smem.at[slot], filled, shared=plan.axis_m)
 
     before = 0
     for phase in plan.phases:
-        before = each_tile(phase, before, load_tile)
+        pl.loop(0, phase.num_tiles())(functools.partial(load_tile, phase, before))
+        before = before + phase.num_tiles() * phase.tiles.num_steps
 
     # No block leaves while another of its cluster may still arrive at its barriers.
     ring.drain(before)
 
 
-def multiply(plan: Plan, ring: _device.Ring, a_smem, b_smem, before, acc, prepare=None):
-    """The sums of this warpgroup's half of a tile, whose steps follow `before` others in the ring.
+def multiply(plan: Plan, ring: _device.Ring, a_smem, b_smem, before, steps, acc):
+    """The sums of this warpgroup's share of a tile, whose `steps` follow `before` others in the ring.
 
-    WGMMA is asynchronous: a slot is given back one step late. `prepare(step, a, b)` may change a slot's tiles first.
+    WGMMA is asynchronous: a slot is given back one step late.
     """
-    steps, (rows, cols), role = plan.tiles.num_steps, plan.compute_tile, lax.axis_index("role")
+    (rows, cols), role = plan.compute_tile, lax.axis_index("role")
 
     @pl.loop(0, steps)
     def _(step):
         slot = ring.wait(before + step)
-        if prepare is not None:
-            prepare(step, a_smem.at[slot], b_smem.at[slot])
         a, b = plan.a.part(a_smem.at[slot], role, rows), plan.b.part(b_smem.at[slot], role, cols)
         with jax.named_scope("wgmma"):
             plgpu.wgmma(acc, a, b.T)
@@ -107,30 +89,38 @@ def multiply(plan: Plan, ring: _device.Ring, a_smem, b_smem, before, acc, prepar
     return values
 
 
-def compute(plan: Plan, multiply, store):
-    """A compute warpgroup: for each of its tiles, `store(plan, place, stored, multiply(plan, before, acc))`.
+def compute(plan: Plan, multiply_tile, out, parts):
+    """A compute warpgroup: stores the sums `multiply_tile(plan, before)` of its share of all tiles.
 
-    `before` counts the steps, and `stored` the pieces that this warpgroup has stored, of all its tiles before.
+    `before` counts the steps of the tiles before. `out` and `parts` are what `store` and `add_parts` take.
     """
-    before, stored = 0, 0
+    before = stored = 0
     for phase in plan.phases:
-        pieces = len(phase.store_pieces)
+        steps, pieces = phase.tiles.num_steps, len(phase.store_pieces)
 
-        def compute_tile(plan, tile, before, stored=stored, pieces=pieces):
-            acc = plgpu.ACC(plan.compute_tile, jnp.float32)
-            values = pl.run_scoped(functools.partial(multiply, plan, before), acc)
-            store(plan, plan.place_of_warpgroup(tile), stored + tile * pieces, values)
+        def compute_tile(tile, plan=phase, before=before, stored=stored, steps=steps, pieces=pieces):
+            sums = multiply_tile(plan, before + tile * steps)
+            place, stored = plan.share(plan.place(tile)), stored + tile * pieces
+            if plan.adds_parts:
+                add_parts(plan, out, parts, place, stored, sums)
+            else:
+                store(plan, out, place, stored, sums)
 
-        before = each_tile(phase, before, compute_tile)
-        stored += phase.num_tiles() * pieces
+        pl.loop(0, phase.num_tiles())(compute_tile)
+        before = before + phase.num_tiles() * steps
+        stored = stored + phase.num_tiles() * pieces
 
     plgpu.wait_smem_to_gmem(0)
 
 
-def add_parts(store, sums_gmem, sums_smem, summed, plan: Plan, place, stored, values):
-    """Stores this block's slice of the sums of all parts, added in the order of the parts."""
+def add_parts(plan: Plan, out, parts, place, stored, values):
+    """A compute warpgroup: stores this block's slice of the sums of all parts, added in the order of the parts.
+
+    `parts` is (the sums of all blocks in global memory, interpreted; those that others sent; who has sent).
+    """
+    sums_gmem, sums_smem, summed = parts
     part, role, (rows, width) = lax.axis_index("part"), lax.axis_index("role"), plan.slice_tile
-    (row, col), parts = place, range(plan.config.split_k)
+    (row, col), numbers = place, range(plan.config.split_k)
     slices = [values[:, owner * width : (owner + 1) * width] for owner in range(plan.owners)]
     if plan.interpreted:
         sums_gmem[part, pl.ds(row, rows), pl.ds(col, values.shape[1])] = values
@@ -150,15 +140,19 @@ def add_parts(store, sums_gmem, sums_smem, summed, plan: Plan, place, stored, va
         mine, *others = slices
         for owner, piece in enumerate(others, start=1):
             mine = lax.cond(part == owner, lambda piece=piece: piece, lambda mine=mine: mine)
-        load = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=not plan.interpreted)
-        sums = [lax.cond(part == p, lambda mine=mine: mine, lambda p=p: load(sums_of(p))) for p in parts]
-        store(plan, (row, col + part * width), stored, functools.reduce(jnp.add, sums))
+        theirs = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=not plan.interpreted)
+        sums = [lax.cond(part == p, lambda mine=mine: mine, lambda p=p: theirs(sums_of(p))) for p in numbers]
+        store(plan, out, (row, col + part * width), stored, functools.reduce(jnp.add, sums))
 
 
-def store(fused, o_gmem, o_smem, plan: Plan, place, stored, values):
-    """Finishes `values`, a warpgroup's share of a tile, and sends it piece after piece to its `place` in o."""
+def store(plan: Plan, out, place, stored, values):
+    """A compute warpgroup: finishes `values`, its share of a tile, and sends it piece after piece to its `place` in o.
+
+    `stored` pieces went before. `out` is (the fused vectors, o, its slots in shared memory).
+    """
+    fused, o_gmem, o_smem = out
     (row, col), (height, width), role = place, plan.store_piece, lax.axis_index("role")
-    o_gmem = plan.result(o_gmem)
+    o_gmem = o_gmem.at[plan.part] if plan.config.second_kernel else o_gmem
     swapped, slots = plan.swapped, plan.config.store_slots
     vectors = {(i, j): _load_vectors(plan, fused, row + i, col + j) for i, j in plan.store_pieces}  # All in flight.
 
@@ -182,7 +176,7 @@ def store(fused, o_gmem, o_smem, plan: Plan, place, stored, values):
         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)  # TMA has read the piece that was in this slot.
         (piece.T if swapped else piece)[...] = finish(i, j)
         plgpu.commit_smem()
-        plan.send(o_tma.at[role, slot, 0, 0], target(i, j), row + i, col + j)
+        plgpu.copy_smem_to_gmem(o_tma.at[role, slot, 0, 0], target(i, j))
 
 
 def _load_vectors(plan: Plan, fused, row, col) -> dict:
@@ -193,8 +187,8 @@ def _load_vectors(plan: Plan, fused, row, col) -> dict:
             return fused[name][0]
         axis = (0 if name == "row_scale" else 1) ^ plan.swapped
         start, layout = (row, col)[axis], plgpu.Layout.WGMMA.reduce(1 - axis)
-        values = plgpu.load(fused[name].at[pl.ds(start, plan.store_piece[axis])], layout=layout, optimized=False)
-        return lax.broadcast_in_dim(values, plan.store_piece, [axis])
+        values = _device.load(fused[name].at[pl.ds(start, plan.store_piece[axis])], layout)
+        return _device.spread(values, axis, plan.store_piece)
 
     return {name: load(name) for name in fused}
 
@@ -205,77 +199,77 @@ def scale_and_shift(product, fused: dict):
     return product + fused["bias"] if "bias" in fused else product
 
 
-def kernel(a_gmem, b_gmem, fused, table, o_gmem, sums_gmem=None, *, plan: Plan, a_smem, b_smem, filled, freed,
-           o_smem=None, sums_smem=None, summed=None, multiply=multiply, **scratch):  # fmt: skip
-    """The kernel of all products of this family; `multiply` may bring `scratch` of its own."""
-    plan = plan if table is None else plan.reading(table)
+def kernel(a_gmem, b_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem=None,
+           sums_smem=None, summed=None):  # fmt: skip
+    """The kernel of `fused_product`."""
     (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, plan.interpreted), plan.b.views(b_smem, plan.interpreted)
     ring = _device.Ring(filled, freed, plan.num_stages)
 
-    @pl.when(lax.axis_index("role") == MEMORY)
+    @_device.role(lax.axis_index("role") == MEMORY, decrease_to=MEMORY_REGISTERS)
     def _():
-        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
         load(plan, ring, a_gmem, b_gmem, a_tma, b_tma)
 
-    @pl.when(lax.axis_index("role") < COMPUTE)
+    @_device.role(lax.axis_index("role") < COMPUTE, increase_to=COMPUTE_REGISTERS)
     def _():
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        def multiply_tile(plan, before):
+            of_tile = functools.partial(multiply, plan, ring, a_smem, b_smem, before, plan.tiles.num_steps)
+            return pl.run_scoped(of_tile, plgpu.ACC(plan.compute_tile, jnp.float32))
 
-        finish = functools.partial(store, fused, o_gmem, o_smem)
-        if plan.adds_parts:
-            finish = functools.partial(add_parts, finish, sums_gmem, sums_smem, summed)
-
-        def multiply_tile(plan, before, acc):
-            return multiply(plan, ring, a_smem, b_smem, before, acc, **scratch)
-
-        compute(plan, multiply_tile, finish)
+        compute(plan, multiply_tile, (vectors, o_gmem, o_smem), (sums_gmem, sums_smem, summed))
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "params", "multiply"))
-def fused_product(a, b, vectors: dict, table=None, *, plan: Plan, params, multiply=multiply):
+@functools.partial(jax.jit, static_argnames=("plan", "params"))
+def fused_product(a, b, vectors: dict, *, plan: Plan, params):
     """`activation(a @ b.T * scale * row_scale * col_scale + bias)`, of `a` and `b` as the plan's operands say.
 
     `vectors` holds float32 "scale" (1,), "row_scale" (M,), "col_scale" (N,) and "bias" (N,), or some of them; with
-    `swapped`, M and N are those of o, which the tiles have exchanged. A plan of groups reads its tiles from `table`.
+    `swapped`, M and N are those of o, which the tiles have exchanged.
     """
+    return fused(kernel, a, b, vectors, plan, plan.scratch, params)
+
+
+def fused(kernel, a, b, vectors: dict, plan: Plan, scratch: dict, params):
+    """`fused_product` by `kernel`, this file's or another with the same roles."""
     c, t = plan.config, plan.tiles
     swapped, activation = c.swapped, plan.activation
-    tiles = t.cluster_tile[:: -1 if swapped else 1]  # Rows and columns of o that a cluster computes.
-    shape = plan.out_shape
+    shape, tiles = (t.m, t.n)[:: -1 if swapped else 1], t.cluster_tile[:: -1 if swapped else 1]
     if c.second_kernel:  # It also does what is fused, and transposes.
         plan = dataclasses.replace(plan, activation=identity)
-        fused, padded = {}, (c.split_k, *_host.padded_shape((t.m, t.n), (1, 8)))
+        padded_vectors, padded = {}, (c.split_k, *_host.padded_shape((t.m, t.n), (1, 8)))
     else:
         piece = jax.ShapeDtypeStruct((math.prod(plan.store_piece),), jnp.float32)
         plan = dataclasses.replace(plan, activation=_numerics.lowerable(plan.activation, piece))
         per = dict(scale=1, row_scale=tiles[0], col_scale=tiles[1], bias=tiles[1])
-        fused = {name: _host.pad_to_tiles(vector, (per[name],)) for name, vector in vectors.items()}
+        padded_vectors = {name: _host.pad_to_tiles(vector, (per[name],)) for name, vector in vectors.items()}
         # Direct stores are not cut off at the edge. A row of o is a multiple of 16 bytes for TMA.
-        padded = *shape[:-2], *_host.padded_shape(shape[-2:], tiles if plan.stores_directly else (1, 8))
+        padded = _host.padded_shape(shape, tiles if plan.stores_directly else (1, 8))
     out_type = [jax.ShapeDtypeStruct(padded, plan.stored_dtype)]
     # Neighbouring blocks multiply the same part of K: their SMs need the same operands.
     grid = (dict(part=c.split_k) if c.second_kernel else {}) | dict(cluster=t.clusters)
-    cluster = {axis: size for axis, size in ((plan.axis_m, c.cluster_m), (plan.axis_n, c.cluster_n)) if axis}
-    if plan.adds_parts:
-        cluster = dict(part=c.split_k)
-        if plan.interpreted:
-            whole = _host.padded_shape((t.m, t.n), t.cluster_tile)
-            out_type.append(jax.ShapeDtypeStruct((c.split_k, *whole), jnp.float32))
-    out, *_ = _host.kernel(
-        functools.partial(kernel, plan=plan, multiply=multiply),
-        out_type=out_type,
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
-        cluster=tuple(cluster.values()),
-        cluster_names=tuple(cluster),
-        num_threads=COMPUTE + 1,
-        thread_name="role",
-        scratch_types=plan.scratch,
-        compiler_params=params,
-    )(plan.a.pad(a), plan.b.pad(b), fused, table)
+    if plan.adds_parts and plan.interpreted:
+        whole = _host.padded_shape((t.m, t.n), t.cluster_tile)
+        out_type.append(jax.ShapeDtypeStruct((c.split_k, *whole), jnp.float32))
+    run = launch(functools.partial(kernel, plan=plan), plan, out_type, grid, scratch, params)
+    out, *_ = run(plan.a.pad(a), plan.b.pad(b), padded_vectors)
     if not c.second_kernel:
-        return out[tuple(slice(size) for size in shape)]
+        return out[: shape[0], : shape[1]]
     total = functools.reduce(jnp.add, out[:, : t.m, : t.n])  # One part after the other, in every run.
     columns = {name: vector[:, None] if name == "row_scale" else vector for name, vector in vectors.items()}
     total = scale_and_shift(total.T if swapped else total, columns)
     return activation(total).astype(plan.out_dtype)
+
+
+def launch(body, plan: Plan, out_type, grid: dict[str, int], scratch: dict, params):
+    """`_host.kernel` of a `body` with these roles: a memory warpgroup after two compute warpgroups."""
+    return _host.kernel(
+        body,
+        out_type=out_type,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        cluster=tuple(plan.cluster.values()),
+        cluster_names=tuple(plan.cluster),
+        num_threads=COMPUTE + 1,
+        thread_name="role",
+        scratch_types=scratch,
+        compiler_params=params,
+    )

@@ -3,7 +3,7 @@
 
 The kernel sees two operands, `a` of M rows and `b` of N rows, both along K; each may lie transposed, as (K, rows). A
 plain (K, N) matrix is therefore a transposed `b`. With `swapped` the caller has exchanged the two operands, and with
-them M and N; the tile is transposed on its way out (`roles.store`), and nothing else has to know.
+them M and N; the tile is transposed on its way out (`kernel.store`), and nothing else has to know.
 
 `kernel.py` has the kernel, `cost.py` chooses the configuration.
 """
@@ -12,8 +12,8 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -24,7 +24,7 @@ from .. import _device, _host
 COMPUTE, MEMORY = 2, 2  # Compute warpgroups, and the index of the memory warpgroup, which follows them.
 STEP_BYTES = 128  # Bytes of each row along K in a step: the widest swizzle.
 STORE_ROWS = 64  # Rows of a piece of o on its way out: those of one WGMMA.
-MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # Registers a thread; 128 threads each, 65,536 in all.
+MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # Registers per thread; 128 threads each, 65,536 in all.
 SPLIT_K_MAX = 8  # Blocks that every Hopper GPU can put into one cluster.
 STAGES_MAX = 12  # More slots than this hide no more latency.
 RESIDENT = 132, 66, 39, 30, 22, 17, 15, 15  # Clusters of 1 to 8 blocks that an H200 runs at a time, as CUDA says.
@@ -113,6 +113,7 @@ class Operand:
     in_pieces: bool = True  # TMA copies pieces of 128 bytes across; False: the tile at once, which must not be cut.
     narrow: bool = False  # The tile has fewer rows than the slot that it is copied to.
     stacked: bool = False  # It is one of several matrices, along a leading axis; a tile's table says which.
+    partner: int = 0  # Rows from its tile to another that a step reads too, which follows it in the slot; 0: none.
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -133,10 +134,14 @@ class Operand:
         """Row and column of each piece, counted in pieces."""
         return list(itertools.product(*(range(t // p) for t, p in zip(self.tile, self.piece, strict=True))))
 
+    @property
+    def copies(self) -> int:
+        """Copies of a step."""
+        return (2 if self.partner else 1) * len(self.pieces)
+
     def smem(self, slots: int, interpreted: bool):
-        return swizzled(
-            (slots, *self.tile), self.dtype, self.piece if self.in_pieces else None, self.swizzle, interpreted
-        )
+        shape = (slots, 2, *self.tile) if self.partner else (slots, *self.tile)
+        return swizzled(shape, self.dtype, self.piece if self.in_pieces else None, self.swizzle, interpreted)
 
     def views(self, smem, interpreted: bool):
         return views(smem, self.piece if self.in_pieces else None, interpreted)
@@ -147,6 +152,11 @@ class Operand:
 
     def copy(self, gmem, at, smem, filled, shared: str | None):
         """Starts the copies of the tile that begins `at` into a slot; blocks along the axis `shared` do it together."""
+        if self.partner:
+            for i in range(2):
+                begin = tuple(x + i * self.partner * (dim == self.transposed) for dim, x in enumerate(at))
+                dataclasses.replace(self, partner=0).copy(gmem, begin, smem.at[i], filled, shared)
+            return
         rows, cols = self.piece
         for i, j in self.pieces:
             source = gmem.at[pl.ds(at[0] + i * rows, rows), pl.ds(at[1] + j * cols, cols)]
@@ -164,10 +174,6 @@ class Operand:
         if self.in_pieces:  # A piece for each warpgroup, or one for both.
             return smem.at[0, 0 if whole else wg].T
         return smem.at[:, mine].T
-
-    def block(self, smem, i):
-        """Block `i` of 64 columns of a slot's tile, which lies as (K, rows)."""
-        return smem.at[0, i] if self.in_pieces else smem.at[:, pl.ds(i * 64, 64)]
 
     def pad(self, x):
         """`x` as TMA takes it: padded to whole tiles of the swizzle unless it is copied in pieces. Stacks never are."""
@@ -272,7 +278,7 @@ class Plan:
     tiles: Tiles
     a: Operand
     b: Operand
-    activation: object
+    activation: Callable  # Element-wise, of sums in registers.
     out_dtype: jnp.dtype
     interpreted: bool
 
@@ -355,7 +361,7 @@ class Plan:
         scratch = dict(
             a_smem=self.a.smem(num_stages, interpreted),
             b_smem=self.b.smem(num_stages, interpreted),
-            filled=plgpu.Barrier(num_arrivals=len(self.a.pieces) + len(self.b.pieces), num_barriers=num_stages),
+            filled=plgpu.Barrier(num_arrivals=self.a.copies + self.b.copies, num_barriers=num_stages),
             freed=freed(num_arrivals=COMPUTE, num_barriers=num_stages),
         )
         if not self.stores_directly:
@@ -382,17 +388,17 @@ class Plan:
     def axis_n(self) -> str | None:
         return "block_n" if self.config.cluster_n > 1 else None
 
+    @property
+    def cluster(self) -> dict[str, int]:
+        """Names and sizes of the axes of a cluster of blocks."""
+        if self.adds_parts:
+            return dict(part=self.config.split_k)
+        axes = (self.axis_m, self.config.cluster_m), (self.axis_n, self.config.cluster_n)
+        return {axis: size for axis, size in axes if axis}
+
     def smem_bytes(self, num_stages: int) -> int:
-        """Shared memory of a block with a ring of `num_stages`; Mosaic aligns each array to 1024 bytes."""
-        total = 0
-        for ref in self._scratch(num_stages).values():
-            if isinstance(ref, plgpu.RefUnion):
-                ref = ref.refs[0]
-            if hasattr(ref, "num_barriers"):
-                total += 8 * math.prod(jax.tree.leaves(ref.num_barriers))
-            else:
-                total += -(-math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize // 1024) * 1024
-        return total
+        """Shared memory of a block with a ring of `num_stages`."""
+        return _device.smem_bytes(self._scratch(num_stages))
 
     @property
     def num_stages(self) -> int:
@@ -424,23 +430,6 @@ class Plan:
         """Where along K `step` of this block's part begins."""
         return (self.part * self.tiles.num_steps + step) * self.tiles.tile_k
 
-    def matrix(self, operand: Operand, gmem):
-        """The matrix that the tile's `operand` is cut from."""
-        return gmem
-
-    def result(self, o_gmem):
-        """The matrix that the tile is stored to."""
-        return o_gmem.at[self.part] if self.config.second_kernel else o_gmem
-
-    @property
-    def out_shape(self) -> tuple[int, ...]:
-        """Shape of o: with `swapped`, M and N are those of o, which the tiles have exchanged."""
-        return (self.tiles.n, self.tiles.m) if self.config.swapped else (self.tiles.m, self.tiles.n)
-
-    def send(self, piece_smem, o_gmem, row, col):
-        """Starts to store a piece of o that begins at `row` and `col` of the kernel's product."""
-        plgpu.copy_smem_to_gmem(piece_smem, o_gmem)
-
     def place(self, tile):
         """(row, column) in o where this block's `tile` begins."""
         blocks = (lax.axis_index(axis) if axis else 0 for axis in (self.axis_m, self.axis_n))
@@ -451,13 +440,12 @@ class Plan:
         """Which part of K this block sums."""
         return 0 if self.config.split_k == 1 else lax.axis_index("part")
 
-    def place_of_warpgroup(self, tile):
-        """(row, column) in o of what this compute warpgroup accumulates of this block's `tile`."""
-        place, role = self.place(tile), lax.axis_index("role")
-        sizes = self.compute_tile
+    def share(self, place):
+        """(row, column) in o of what this compute warpgroup accumulates of a tile that begins at `place`."""
+        role = lax.axis_index("role")
         return tuple(
             start + role * size if self.config.split_dim == dim else start
-            for dim, (start, size) in enumerate(zip(place, sizes, strict=True))
+            for dim, (start, size) in enumerate(zip(place, self.compute_tile, strict=True))
         )
 
 

@@ -17,24 +17,17 @@ The derivative is `reduce_scatter`. Not supported: other axes than the leading o
 multiple of 1024 values is copied once to pad it, and the result once more.
 """
 
-import functools
-
-import jax
 from jax import lax
 
 from .. import _host
-from . import copies, core, protocol, segments
-from . import reduce_scatter as transposed
+from . import core
 from .core import Config
+from .kernel_gather import default_config as default_config
+from .transposes import gather_rows
 
 
 def all_gather_reference(x, axis_name):
     return lax.all_gather(x, axis_name, tiled=True)
-
-
-def default_config() -> Config:
-    """The same for all shapes: it has not been searched."""
-    return Config()
 
 
 def all_gather(x, axis_name, *, config: Config | None = None):
@@ -52,41 +45,9 @@ def all_gather(x, axis_name, *, config: Config | None = None):
     x, n = core.require_shards("all_gather", x, axis_name)
     _host.require_config("all_gather", config, Config)
     core.require_gpus("all_gather", n, x)
-    shape = (n * x.shape[0], *x.shape[1:])
     if n == 1 or x.size == 0:
         return all_gather_reference(x, axis_name)
-    out = gather(core.as_matrices(*_host.reverse_only("all_gather", x), 1)[0], n, axis_name, config or default_config())
-    return core.from_matrices(out, shape)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gather(shard, n: int, axis_name, config: Config):
-    """The shards of n devices, each a matrix."""
-    rows, cut = shard.shape[0], core.plan(n, shard.shape[0], shard.dtype, config, pieces_a_stage=2)
-    plan = segments.Plan(n, rows, n * rows, core.WIDTH, 1, (cut.piece_rows,), cut.num_blocks)
-    kernel = _host.kernel(
-        functools.partial(_kernel, plan, axis_name),
-        out_type=jax.ShapeDtypeStruct((n * rows, core.WIDTH), shard.dtype),
-        grid=(plan.num_blocks,),
-        grid_names=("block",),
-        num_threads=2,
-        thread_name="wg",
-        scratch_types=copies.scratch(plan, config.num_stages, shard.dtype),
-        compiler_params=_host.compiler_params(),
-    )
-    return kernel(shard).reshape(n, rows, core.WIDTH)
-
-
-gather.defvjp(
-    lambda shard, *how: (gather(shard, *how), None),
-    lambda n, axis_name, config, _, g: (transposed.scatter(g, axis_name, transposed.default_config()),),
-)
-
-
-def _kernel(plan, axis_name, x_gmem, o_gmem, **scratch):
-    d = lax.axis_index(axis_name)
-    *to_peers, own = [segments.Segment(p, 0, d * plan.rows, plan.rows) for p in protocol.everybody(d, plan.n)]
-    copies.push(plan, protocol.AllGather(plan.n), axis_name, (to_peers, [own]), x_gmem, o_gmem, **scratch)
+    return gather_rows(*_host.reverse_only("all_gather", x), n, axis_name, config)
 
 
 def bytes_moved(x, n: int) -> int:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared parts of the two products: the tiles of all shards in one order, checks, the choice of a configuration.
 
-The kernels are those of `cookbook.gemm`: its plan, its roles, its cost. Here is what they need to work on shards.
+Plans, products of a tile and costs are those of `cookbook.gemm`. Here is what they need to work on shards.
 """
 
 import dataclasses
@@ -13,14 +13,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host
 from ..gemm import cost
-from ..gemm import kernel as roles
-from ..gemm import plan as gemm
-from ..gemm.grouped import plan as groups
+from ..gemm.grouped.arguments import check_operands
+from ..gemm.kernel import identity
+from ..gemm.plan import Config as PlainConfig
+from ..gemm.plan import Plan, Tiles
+from ..gemm.plan import plan_of as plain_plan_of
 from . import core
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(gemm.Config):
+class Config(PlainConfig):
     """How the product of one device is cut up: the fields of `cookbook.matmul.Config`, apart from parts of K."""
 
     def __post_init__(self):
@@ -32,8 +34,8 @@ class Config(gemm.Config):
             )
 
 
-class Entry(NamedTuple):
-    """A tile: the step in which its shard comes, its number within the shard, and its place in the shard's rows."""
+class Tile(NamedTuple):
+    """A tile that was looked up: the step in which its shard comes, its number within the shard, its place there."""
 
     step: Any
     number: Any
@@ -42,11 +44,14 @@ class Entry(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardTiles(gemm.Tiles):
-    """Tiles of an (M, N) result for each of several shards of M rows, one shard after the other."""
+class ShardTiles(Tiles):
+    """Tiles of an (M, N) result for each of several shards of M rows, one shard after the other.
+
+    The first clusters of the grid may have other work to do: `first_cluster` multiplies first.
+    """
 
     num_shards: int = 1
-    entry: Entry | None = None
+    first_cluster: int = 0
 
     @property
     def shard_grid(self) -> tuple[int, int]:
@@ -63,66 +68,35 @@ class ShardTiles(gemm.Tiles):
         rows, cols = self.shard_grid
         return rows * cols
 
-    @property
-    def num_steps(self):
-        """Steps of the tile that was looked up."""
-        return None if self.entry is None else super().num_steps
-
-    def look_up(self, index, block_m, block_n) -> "ShardTiles":
+    def look_up(self, index, block_m, block_n) -> Tile:
+        """Tile `index`, as block (block_m, block_n) of its cluster has it."""
         c, number = self.config, _device.rem(index, self.per_shard)
         i, j = plgpu.planar_snake(number, self.shard_grid, c.grid_minor_dim, c.grid_tile_width)
         row, col = (i * c.cluster_m + block_m) * c.tile_m, (j * c.cluster_n + block_n) * c.tile_n
-        return dataclasses.replace(self, entry=Entry(_device.div(index, self.per_shard), number, row, col))
+        return Tile(_device.div(index, self.per_shard), number, row, col)
 
 
-@dataclasses.dataclass(frozen=True)
-class ShardPlan(gemm.Plan):
-    """A plan for shards. The first clusters of the grid may have other work to do: `first_cluster` multiplies first."""
-
-    first_cluster: int = 0
-
-    @property
-    def phases(self) -> list[gemm.Plan]:
-        return [self]
-
-    @property
-    def entry(self) -> Entry:
-        return self.tiles.entry
-
-    @property
-    def grid(self) -> tuple[int]:
-        return (self.first_cluster + self.tiles.clusters,)
-
-    @property
-    def cluster(self) -> dict[str, int]:
-        """Names and sizes of a cluster's axes."""
-        axes = ((self.axis_m, self.config.cluster_m), (self.axis_n, self.config.cluster_n))
-        return {axis: size for axis, size in axes if axis}
-
-    @property
-    def block_of_cluster(self) -> tuple:
-        """Where this block is in its cluster, along M and N."""
-        return tuple(lax.axis_index(axis) if axis else 0 for axis in (self.axis_m, self.axis_n))
-
-    def index(self, tile):
-        """The number of this block's `tile` among those of all shards."""
-        return lax.axis_index("cluster") - self.first_cluster + tile * self.tiles.clusters
-
-    def num_tiles(self):
-        return self.tiles.of_cluster(lax.axis_index("cluster") - self.first_cluster)
-
-    def look_up(self, tile) -> "ShardPlan":
-        return dataclasses.replace(self, tiles=self.tiles.look_up(self.index(tile), *self.block_of_cluster))
-
-    def place(self, tile):
-        return self.entry.row, self.entry.col
+def block_of_cluster(plan: Plan) -> tuple:
+    """Where this block is in its cluster, along M and N."""
+    return tuple(lax.axis_index(axis) if axis else 0 for axis in (plan.axis_m, plan.axis_n))
 
 
-def plan_of(plan, m: int, n: int, k: int, num_shards: int, dtype, transpose_rhs: bool, config, num_sms: int, **fields):
-    """The plan, of class `plan`, of products of `num_shards` shards of (M, K) and one (K, N) or, transposed, (N, K)."""
-    one = gemm.plan_of(m, n, k, (dtype, dtype), (False, not transpose_rhs), roles.identity, dtype, config, num_sms)
-    tiles = ShardTiles(m, n, k, one.tiles.tile_k, config, num_sms, num_shards=num_shards)
-    return plan(tiles, one.a, one.b, one.activation, one.out_dtype, one.interpreted, **fields)
+def num_tiles(plan: Plan):
+    """How many tiles this block computes."""
+    return plan.tiles.of_cluster(lax.axis_index("cluster") - plan.tiles.first_cluster)
+
+
+def tile_of_block(plan: Plan, number) -> Tile:
+    """This block's tile `number`."""
+    index = lax.axis_index("cluster") - plan.tiles.first_cluster + number * plan.tiles.clusters
+    return plan.tiles.look_up(index, *block_of_cluster(plan))
+
+
+def plan_of(m: int, n: int, k: int, num_shards: int, dtype, transpose_rhs: bool, config, num_sms: int, first_cluster=0):
+    """The plan of products of `num_shards` shards of (M, K) and one (K, N) or, with `transpose_rhs`, (N, K)."""
+    one = plain_plan_of(m, n, k, (dtype, dtype), (False, not transpose_rhs), identity, dtype, config, num_sms)
+    fields = dict(num_shards=num_shards, first_cluster=first_cluster)
+    return dataclasses.replace(one, tiles=ShardTiles(m, n, k, one.tiles.tile_k, config, num_sms, **fields))
 
 
 @functools.lru_cache(4096)
@@ -146,7 +120,7 @@ def require_operands(op: str, lhs, rhs, axis_name):
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {lhs.shape=}, {rhs.shape=}; both must be matrices: make their rows one axis"
         )
-    groups.check_operands(op, lhs, rhs)
+    check_operands(op, lhs, rhs)
     if lhs.shape[1] != rhs.shape[0]:
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {lhs.shape=} and {rhs.shape=} share no K: {lhs.shape[1]} is not {rhs.shape[0]}; "

@@ -2,8 +2,7 @@
 """Protocols of the kernels across GPUs, as data: who sends what where, which signal announces it, who waits for it.
 
 A protocol gives a role's actions, in order, on device `d` of `n`. The kernels carry them out on traced integers. Block
-b of a collective talks only to block b of its peers; those of a product share one set of semaphores. `simulator`
-carries the actions out on Python's integers, in many random orders.
+b of a collective talks only to block b of its peers; the blocks of a product share one set of semaphores.
 
 The protocols rest on five rules of the machine:
 
@@ -26,8 +25,6 @@ import dataclasses
 from typing import Any
 
 from .. import _device
-
-BLOCKS = 3  # Blocks of a product that `programs` describes.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,49 +176,6 @@ class ReduceScatter:
 
 
 @dataclasses.dataclass(frozen=True)
-class PushedScatter:
-    """`ReduceScatter` by push, for comparison: no kernel here uses it. The owner adds up what all push to it.
-
-    A round sends one piece to each owner's `stage`, which has `num_slots` slots for each sender. A device sends to
-    itself as well, so that the addends come from one buffer and 0 + 1 + ... + (n - 1) is the order on every device.
-    The signals of a round follow the sends of the next, which keeps two rounds in flight.
-
-    | semaphore | signalled by | how often | waited for by |
-    |---|---|---|---|
-    | arrived[q] | device q, "send": a piece is in its slot | each round | "add" |
-    | freed[p] | device p, "add": a slot of this device there is read | each round but the last `num_slots` | "send" |
-    """
-
-    n: int
-    num_slots: int
-
-    def __post_init__(self):
-        if self.num_slots < 2:
-            raise ValueError(f"{self.num_slots=}: must be 2 or more, since two rounds are in flight")
-
-    def send(self, d, i) -> list:
-        """The role "send", round `i`."""
-        slot, peers = _device.rem(i, self.num_slots), everybody(d, self.n)
-        credits = [Wait("freed", p, when=i >= self.num_slots) for p in peers]
-        sends = [Send(p, "stage", (d, slot), (d, p, i)) for p in peers]
-        return [*credits, *sends, Flush(self.n, when=i >= 1), *self._arrived(d, when=i >= 1)]
-
-    def end_send(self, d, num_rounds) -> list:
-        return [Flush(0), *self._arrived(d, when=num_rounds >= 1)]
-
-    def add(self, d, i, num_rounds) -> list:
-        """The role "add", round `i`."""
-        slot = _device.rem(i, self.num_slots)
-        waits = [Wait("arrived", q) for q in range(self.n)]
-        reads = [Read("stage", (q, slot), (q, d, i)) for q in range(self.n)]
-        freed = [Signal(q, "freed", d, when=i + self.num_slots < num_rounds) for q in range(self.n)]
-        return [*waits, *reads, *freed]
-
-    def _arrived(self, d, when) -> list:
-        return [Signal(p, "arrived", d, when) for p in everybody(d, self.n)]
-
-
-@dataclasses.dataclass(frozen=True)
 class GatherMatmul:
     """Shards are pushed to every device while it multiplies those that it has: its own first, then the next device's.
 
@@ -322,52 +276,3 @@ class MatmulScatter:
             Read("parts", (slot, tile), (peer(d, self.n, slot + 1), d, tile), is_own) for slot in range(self.n - 1)
         ]
         return [Wait("arrived", tile, self.n - 1, is_own, keeps=True), *reads]
-
-
-def programs(protocol, d: int, num_rounds: int) -> dict[str, list]:
-    """All actions of each role on device `d`, without those that do not happen: for the simulator and for reading.
-
-    `num_rounds` is the number of rounds of the collectives, and of tiles a shard of the products.
-    """
-    n = protocol.n
-    match protocol:
-        case AllGather():  # And AllToAll, which announces its sizes first.
-            learn = lambda role: protocol.learn(role) if isinstance(protocol, AllToAll) else []
-            pieces = lambda to: _rounds(num_rounds, lambda i: protocol.send(d, to, i))
-            to_peers = [action for k in range(1, n) for action in pieces(peer(d, n, k))]
-            announced = protocol.announce(d) if isinstance(protocol, AllToAll) else []
-            send = [*announced, *learn(0), *to_peers, *protocol.end(d)]
-            roles = {"send": send, "keep": [*learn(1), *pieces(d), *protocol.end_own()]}
-        case ReduceScatter():
-            pull = _rounds(num_rounds, lambda i: [*protocol.load(d, i), *protocol.add(d, i)])
-            roles = {"pull": [*pull, *protocol.end(d)]}
-        case PushedScatter():
-            send = [*_rounds(num_rounds, lambda i: protocol.send(d, i)), *protocol.end_send(d, num_rounds)]
-            roles = {"send": send, "add": _rounds(num_rounds, lambda i: protocol.add(d, i, num_rounds))}
-        case GatherMatmul():
-            send = lambda c: _rounds(protocol.num_rounds, lambda i: protocol.send(d, c, i)) + protocol.end_send(d)
-            multiply = lambda step, tile: protocol.multiply(d, step, tile % protocol.num_blocks)
-            roles = {f"send {c}": send(c) for c in range(protocol.num_senders)}
-            roles |= _blocks(n, num_rounds, lambda step, tile, before: multiply(step, tile))
-        case MatmulScatter():
-
-            def one_tile(step, tile, before):
-                announced = [] if before is None else protocol.sent(d, *before)
-                return [*announced, *protocol.receive(d, step, tile), *protocol.send(d, step, tile)]
-
-            roles = _blocks(n, num_rounds, one_tile, lambda before: protocol.sent(d, *before))
-    return {role: [action for action in actions if action.when] for role, actions in roles.items()}
-
-
-def _rounds(count: int, actions) -> list:
-    return [action for i in range(count) for action in actions(i)]
-
-
-def _blocks(n: int, num_tiles: int, one_tile, end=lambda before: []) -> dict[str, list]:
-    """Roles of as many blocks as share out the tiles of all steps; each knows the tile that it computed before."""
-    roles = {}
-    for block in range(BLOCKS):
-        mine = [divmod(number, num_tiles) for number in range(block, n * num_tiles, BLOCKS)]
-        actions = [one_tile(*tile, before) for before, tile in zip([None, *mine], mine, strict=False)]
-        roles[f"block {block}"] = sum([*actions, end(mine[-1]) if mine else []], [])
-    return roles

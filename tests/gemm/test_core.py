@@ -116,8 +116,8 @@ def test_shared_memory_is_as_priced(name):
 def test_stages_are_as_many_as_fit():
     for config in (Config(), Config(128, 8, swapped=True), Config(128, 192, split_k=4), Config(store_slots=4)):
         p = plan(512, 512, 4096, config)
-        assert 2 <= p.num_stages <= core.STAGES_MAX and p.smem_bytes(p.num_stages) <= core._mgpu.SMEM_BYTES_MAX
-        assert p.num_stages == core.STAGES_MAX or p.smem_bytes(p.num_stages + 1) > core._mgpu.SMEM_BYTES_MAX
+        assert 2 <= p.num_stages <= core.STAGES_MAX and p.smem_bytes(p.num_stages) <= core._device.SMEM_BYTES_MAX
+        assert p.num_stages == core.STAGES_MAX or p.smem_bytes(p.num_stages + 1) > core._device.SMEM_BYTES_MAX
     assert plan(512, 512, 4096, Config(num_stages=3)).num_stages == 3
 
 

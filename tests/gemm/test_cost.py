@@ -11,11 +11,12 @@ import pytest
 import cookbook
 from cookbook.gemm import cost
 from cookbook.gemm.cost import Problem
+from cookbook.gemm.dense import cost_int8_weights
 from cookbook.gemm.dense.matmul import default_config
 from cookbook.gemm.kernel import identity
-from cookbook.gemm.plan import Config, Operand, Tiles, plan_of
+from cookbook.gemm.plan import Config, Operand, Plan, Tiles, plan_of
 
-matmul_fp8, matmul_int8_weights = map(inspect.getmodule, (cookbook.matmul_fp8, cookbook.matmul_int8_weights))
+matmul_fp8 = inspect.getmodule(cookbook.matmul_fp8)
 BF16, F32, FP8 = (jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn))
 
 
@@ -115,7 +116,7 @@ def test_fp8_chooses_for_every_problem():
 
 def test_int8_weights_choose_for_every_problem():
     rng = random.Random(2)
-    op = matmul_int8_weights
+    op = cost_int8_weights
     sizes = [(random_size(rng), random_size(rng, 16), random_size(rng, 16)) for _ in range(200)]
     rows = [(m, 16 * m, 64 * m) for m in range(1, 40)]
     for m, n, k in [(1, 16, 16), *rows, *sizes]:
@@ -124,4 +125,4 @@ def test_int8_weights_choose_for_every_problem():
         assert config == op.default_config(m, n, k) == op.ranked(m, n, k, 5)[0]
         tiles = Tiles(n, m, k, config.tile_k, config, 132)
         weights = Operand(jnp.dtype(jnp.int8), config.tile_m, config.tile_k, False)
-        require_fit(op.Plan(tiles, weights, Operand(BF16, config.tile_n, config.tile_k, False), identity, F32, False))
+        require_fit(Plan(tiles, weights, Operand(BF16, config.tile_n, config.tile_k, False), identity, F32, False))

@@ -7,7 +7,7 @@ import pytest
 
 import lab
 from cookbook import _host
-from cookbook.gemm import kernel as roles
+from cookbook.gemm.kernel import fused_product
 from cookbook.gemm.plan import Config, plan_of
 from tests.arrays import array
 
@@ -41,7 +41,7 @@ def faults(ways, num_sms=3):
             config, dtype = WAYS[name]
             plan = plan_of(M, N, K, (a.dtype,) * 2, (False, False), jnp.tanh, jnp.dtype(dtype), config, num_sms, True)
             pair = (b, a) if config.swapped else (a, b)
-            yield roles.fused_product(*pair, vectors, plan=plan, params=_host.compiler_params())
+            yield fused_product(*pair, vectors, plan=plan, params=_host.compiler_params())
 
     a, b, vectors = operands()
     found = lab.run(lambda *args: list(products(*args)), a, b, vectors)
@@ -60,15 +60,15 @@ def test_every_vector_in_every_way():
 @pytest.mark.parametrize("name", ["scale", "row_scale", "col_scale", "bias", None])
 def test_mutants_that_apply_a_vector_twice_are_caught(run_only, monkeypatch, name):
     """Once in the kernel of the parts, and once where they are added up."""
-    kernel = roles._mgpu.kernel
+    kernel = _host.kernel
     _, _, vectors = operands()
 
     def with_vector(body, **how):
         launch = kernel(body, **how)
         padded = {name: jnp.pad(vectors[name], (0, 512 - vectors[name].size))} if name else {}
-        return lambda a, b, fused, table: launch(a, b, fused | padded, table)
+        return lambda a, b, vectors: launch(a, b, vectors | padded)
 
-    monkeypatch.setattr(roles._mgpu, "kernel", with_vector)
+    monkeypatch.setattr(_host, "kernel", with_vector)
     jax.clear_caches()
     ways = ["parts of another kernel"]
     assert faults(ways) == (ways if name else [])

@@ -162,7 +162,7 @@ def _facts(body, outs, scratch: dict, cluster: tuple):
     plan = how.get("plan")
     of_plan = lambda *names: tuple(getattr(plan, name, None) for name in names)
     of_config = lambda *names: tuple(getattr(getattr(plan, "config", None), name, None) for name in names)
-    yield body.__module__ if plan is None else type(plan), getattr(how.get("multiply"), "__module__", None)
+    yield getattr(body, "func", body).__module__
     yield of_config("tile_m", "tile_n", "tile_k", "split_dim", "swapped", "two_ctas"), dtypes
     yield of_config("second_kernel", "tail_split", "swapped"), of_plan("slice_tile", "transpose_a", "transpose_b")
     yield cluster, of_config("swapped")

@@ -8,22 +8,20 @@ import pytest
 
 from cookbook.gemm import cost
 from cookbook.gemm.grouped import cost as group_cost
-from cookbook.gemm.grouped import gated
-from cookbook.gemm.grouped import plan as groups
+from cookbook.gemm.grouped.kernel_gated import gated
+from cookbook.gemm.grouped.plan import row_plan, sum_plan
 from cookbook.gemm.kernel import identity
 
 BF16, F32, FP8 = (jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn))
 
 
 def rows(m, n, k, num_groups, *, transpose_rhs=False, dtype=BF16, out_dtype=BF16, is_gated=False, num_sms=132):
-    return group_cost.Rows(m, n, k, num_groups, transpose_rhs, dtype, out_dtype, is_gated, num_sms)
+    return group_cost.RaggedProblem(m, n, k, num_groups, transpose_rhs, dtype, out_dtype, is_gated, num_sms)
 
 
-def plan(p: group_cost.Rows, config):
-    plain = groups.row_plan(
-        p.m, p.n, p.k, p.num_groups, p.dtype, p.transpose_rhs, identity, p.out_dtype, config, p.num_sms
-    )
-    return gated.gated(plain) if p.is_gated else plain
+def plan(p: group_cost.RaggedProblem, config):
+    plain = row_plan(p.m, p.n, p.k, p.num_groups, p.dtype, p.transpose_rhs, identity, p.out_dtype, config, p.num_sms)
+    return gated(plain) if p.is_gated else plain
 
 
 @pytest.mark.parametrize(
@@ -45,8 +43,10 @@ def test_there_is_a_configuration_for_every_sum():
     rng = random.Random(0)
     for _ in range(20):
         m, n, total, g = (int(8 * 2 ** rng.uniform(0, high)) // 8 * 8 for high in (10, 10, 14, 8))
-        config = group_cost.best(group_cost.Sums(m, n, total + rng.choice((0, 1)), g, BF16, rng.choice((BF16, F32))))
-        assert groups.sum_plan(m, n, total, g, BF16, BF16, config).num_stages >= 2
+        config = group_cost.best(
+            group_cost.SumsProblem(m, n, total + rng.choice((0, 1)), g, BF16, rng.choice((BF16, F32)))
+        )
+        assert sum_plan(m, n, total, g, BF16, BF16, config).num_stages >= 2
 
 
 @pytest.mark.parametrize("is_gated", [False, True])

@@ -10,8 +10,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import lab
-from cookbook.gemm import cost
-from cookbook.gemm import kernel as roles
+from cookbook import _device
+from cookbook.gemm import cost, kernel, plan
 from tests.arrays import array
 from tests.gemm.structures import SLOW, SMALL, STRUCTURES
 
@@ -316,7 +316,7 @@ FULL = (520, 264, 200)  # Each of four blocks has several tiles, each tile sever
 
 
 def test_mutant_without_commit_smem_is_a_race(mutant):
-    mutant(roles, "plgpu", commit_smem=lambda: None)
+    mutant(kernel, "plgpu", commit_smem=lambda: None)
     with lab.interpret() as seen:
         jax.block_until_ready(small(*operands(64, 128, 64)))
     assert seen.races_found
@@ -329,12 +329,12 @@ def free_twice(ring, count):
 
 @pytest.mark.parametrize(
     "method, mutated",
-    [("wait", roles._mgpu.Ring.slot), ("fill", roles._mgpu.Ring.slot), ("free", free_twice), (None, None)],
+    [("wait", _device.Ring.slot), ("fill", _device.Ring.slot), ("free", free_twice), (None, None)],
 )
 def test_mutants_of_the_ring_are_caught(run_only, monkeypatch, found_if, method, mutated):
     """A slot read before it is full, refilled although nobody gave it back, given back twice."""
     if method:
-        monkeypatch.setattr(roles._mgpu.Ring, method, mutated)
+        monkeypatch.setattr(_device.Ring, method, mutated)
     jax.clear_caches()
     with found_if(method is not None):
         check(*FULL, config=SMALL)
@@ -352,22 +352,22 @@ def test_mutants_that_do_not_wait_are_caught(run_only, mutant, dropped):
 
     config = Config(64, 256, split_dim=1, store_slots=1)
     if dropped == "store":
-        mutant(roles, "plgpu", wait_smem_to_gmem=wait_for_writes_alone)
+        mutant(kernel, "plgpu", wait_smem_to_gmem=wait_for_writes_alone)
     else:
-        mutant(roles, "plgpu", barrier_wait=own_alone)
+        mutant(kernel, "plgpu", barrier_wait=own_alone)
         config = Config(64, 128, split_dim=1, split_k=2)
     with pytest.raises(lab.CheckError, match="(?i)race|phase|result|NaN|not all copy_smem_to_gmem"):
         check(130, 520, 200, config=config)
 
 
 def own_alone(barrier):
-    """In place of `plgpu.barrier_wait` in `roles.py`, where only `add_parts` waits itself."""
+    """In place of `plgpu.barrier_wait` in `kernel.py`, where only `add_parts` waits itself."""
 
 
 @pytest.mark.parametrize("dim", ["rows", "columns", "steps", None])
 def test_mutants_that_drop_a_tail_are_caught(run_only, monkeypatch, found_if, dim):
     """The last tile, or the last step of K, where it is not full."""
-    tiles = module.core.Tiles
+    tiles = plan.Tiles
     if dim == "steps":
         steps = property(lambda self: max(1, self.k // (self.tile_k * self.config.split_k)))
         monkeypatch.setattr(tiles, "num_steps", steps)
@@ -388,7 +388,7 @@ def test_mutants_that_drop_a_tail_are_caught(run_only, monkeypatch, found_if, di
 
 
 def test_mutant_that_forgets_the_narrow_tiles_is_caught(run_only, monkeypatch):
-    monkeypatch.setattr(module.core.Plan, "phases", property(lambda self: [self]))
+    monkeypatch.setattr(plan.Plan, "phases", property(lambda self: [self]))
     jax.clear_caches()
     (m, n, k), transpose_b, config = STRUCTURES["tail of thirds"]
     with pytest.raises(lab.CheckError):

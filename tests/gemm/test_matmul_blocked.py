@@ -76,7 +76,7 @@ def test_configs(config, dtype):
     check(op.matmul_blocked, m, n, k, dtype, config=config)
     compiled = lab.compile_for("h200", functools.partial(op.matmul_blocked, config=config), *operands(m, n, k, dtype))
     assert compiled.spill_bytes == 0 and compiled.remarks == ()
-    assert compiled.smem_bytes == op.Plan(m, n, k, jnp.dtype(dtype), config).smem_bytes
+    assert compiled.smem_bytes == op.smem_bytes(config, jnp.dtype(dtype))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -259,17 +259,17 @@ def test_a_mutant_that_means_the_same_passes(no_gpu, mutant):
 @pytest.mark.parametrize(
     "old, new, found",
     [
-        ('plgpu.barrier_wait(ring["filled"].at[slot])', "pass", "runs"),  # The barrier overflows; see below.
+        ("plgpu.barrier_wait(filled.at[slot])", "pass", "runs"),  # The barrier overflows; see below.
         ("plgpu.commit_smem()  # No thread reads the slot any longer.", "pass", "races"),
-        ("plgpu.commit_smem()\n        # This is always", "# This is always", "races"),
+        ("plgpu.commit_smem()\n            # This is always", "# This is always", "races"),
         ("num_arrivals=2", "num_arrivals=1", "runs"),
-        ("ahead = step + plan.config.num_stages", "ahead = step + plan.config.num_stages - 1", "runs"),
-        ("return pl.cdiv(self.k, self.config.tile_k)", "return self.k // self.config.tile_k", "result"),
-        ("pl.cdiv(self.m, self.config.tile_m)", "self.m // self.config.tile_m", "result"),
+        ("ahead = step + c.num_stages", "ahead = step + c.num_stages - 1", "runs"),
+        ("pl.cdiv(depth, c.tile_k)", "depth // c.tile_k", "result"),
+        ("pl.cdiv(m, config.tile_m)", "(m // config.tile_m)", "result"),
         ("jnp.where(ids == i, bits, 0)", "jnp.where(ids <= i, bits, 0)", "result"),
-        ("columns[k % plan.vec]", "columns[0]", "result"),
-        ('ring["b_smem"].at[slot, k]', 'ring["b_smem"].at[slot, 0]', "result"),
-        ('"tile"), plan.grid, 0,', '"tile"), plan.grid[::-1], 0,', "result"),
+        ("columns[k % vec]", "columns[0]", "result"),
+        ("b_smem.at[slot, k]", "b_smem.at[slot, 0]", "result"),
+        ('"tile"), grid, 0,', '"tile"), grid[::-1], 0,', "result"),
         ("b_gmem.at[k, n]", "b_gmem.at[k, m]", "runs"),
     ],
     ids=str,
@@ -280,7 +280,7 @@ def test_mutants_are_caught(run_only, mutant, old, new, found):
 
 
 def test_a_missing_wait_is_a_race_where_no_slot_is_used_twice(no_gpu, mutant):
-    fn = mutant('plgpu.barrier_wait(ring["filled"].at[slot])', "pass")
+    fn = mutant("plgpu.barrier_wait(filled.at[slot])", "pass")
     with pytest.raises(lab.CheckError, match=r"(?m)^races: "):
         check(fn, 16, 64, 16, config=SMALL)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import lab
-from cookbook.gemm import kernel as roles
+from cookbook.gemm import kernel
 from tests.arrays import array
 from tests.gemm.structures import SMALL
 
@@ -150,7 +150,7 @@ def test_errors_name_the_rule(fn, message):
 
 
 def test_mutant_that_ignores_a_scale_is_caught(run_only, monkeypatch):
-    monkeypatch.setattr(roles, "scale_and_shift", lambda product, fused: product)
+    monkeypatch.setattr(kernel, "scale_and_shift", lambda product, fused: product)
     jax.clear_caches()
     with pytest.raises(lab.CheckError):
         check(64, 128, 128, scale_a=2.0, config=SMALL)

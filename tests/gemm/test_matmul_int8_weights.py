@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import lab
+from cookbook import _device
 from cookbook.gemm import plan as core
+from cookbook.gemm.dense import kernel_int8_weights
 from tests.arrays import array
 
 module = importlib.import_module("cookbook.gemm.dense.matmul_int8_weights")
@@ -82,9 +84,9 @@ def test_every_structure(name):
 def priced(monkeypatch):
     """The plans of the kernels that are launched in a test."""
     plans = []
-    fused_product = lambda *args, plan, **kwargs: plans.append(plan) or module_fused_product(*args, plan=plan, **kwargs)
-    module_fused_product = module.fused_product
-    monkeypatch.setattr(module, "fused_product", fused_product)
+    right = module.product
+    product = lambda *args, plan, **kwargs: plans.append(plan) or right(*args, plan=plan, **kwargs)
+    monkeypatch.setattr(module, "product", product)
     return plans
 
 
@@ -203,18 +205,17 @@ def test_errors_name_the_rule(fn, message):
 @pytest.mark.parametrize("mutation", ["wait", "rows", "scale", None])
 def test_mutants_are_caught(run_only, monkeypatch, mutant, found_if, mutation):
     """Weights read before they arrive; the same weights for both warpgroups; a scale that is added."""
-    multiply = module.multiply
+    multiply, product = kernel_int8_weights.multiply, module.product
     if mutation == "wait":
-        ring = module._mgpu.Ring
+        ring = _device.Ring
         deaf = lambda plan, ring, *args, **scratch: multiply(plan, Deaf(**vars(ring)), *args, **scratch)
         Deaf = type("Deaf", (ring,), dict(wait=lambda self, count: self.slot(count)))
-        monkeypatch.setattr(module, "multiply", deaf)
+        monkeypatch.setattr(kernel_int8_weights, "multiply", deaf)
     elif mutation == "rows":
-        mutant(module, "pl", ds=lambda start, size: slice(0, size))
+        mutant(kernel_int8_weights, "pl", ds=lambda start, size: slice(0, size))
     elif mutation == "scale":
-        fused_product = module.fused_product
         as_bias = lambda *operands: operands[:2] + (dict(bias=operands[2]["col_scale"]),)
-        monkeypatch.setattr(module, "fused_product", lambda *args, **kwargs: fused_product(*as_bias(*args), **kwargs))
+        monkeypatch.setattr(module, "product", lambda *args, **kwargs: product(*as_bias(*args), **kwargs))
     jax.clear_caches()
     with found_if(mutation is not None):
         check(72, 256, 400, config=SMALL)

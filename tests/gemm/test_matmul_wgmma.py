@@ -229,17 +229,17 @@ def test_a_mutant_that_means_the_same_passes(no_gpu, mutant):
     "old, new, k, found",
     [
         # Does not wait for its tiles: seen where a slot is used again, or by a plain read beside the WGMMA.
-        ('plgpu.barrier_wait(ring["loaded"].at[slot])', "pass", 392, "runs"),
-        ('plgpu.barrier_wait(ring["loaded"].at[slot])', 'ring["a_smem"][slot]', 64, "races"),
+        ("plgpu.barrier_wait(loaded.at[slot])", "pass", 392, "runs"),
+        ("plgpu.barrier_wait(loaded.at[slot])", "a_smem[slot]", 64, "races"),
         # TMA may copy what the registers have not written yet; the block may end while it does.
         ("plgpu.commit_smem()", "pass", 64, "races"),
         ("plgpu.wait_smem_to_gmem(0)", "pass", 64, "runs"),
         # Another step's tile; a step that is loaded twice while another is not; a slot that is one too far.
-        ('ring["a_smem"].at[slot]', 'ring["a_smem"].at[0]', 392, "races|result"),
-        ("load(step + plan.ahead, **ring)", "load(step + plan.ahead - 1, **ring)", 392, "runs"),
+        ("a, b = a_smem.at[slot]", "a, b = a_smem.at[0]", 392, "races|result"),
+        ("lambda: load(step + ahead)", "lambda: load(step + ahead - 1)", 392, "runs"),
         ("b_smem.at[slot], loaded", "b_smem.at[lax.rem(slot + 1, 3)], loaded", 392, "races|result"),
         ("num_arrivals=2", "num_arrivals=1", 392, "races|result|runs"),  # Waits for one of the two copies.
-        ("pl.cdiv(self.k, self.config.tile_k)", "self.k // self.config.tile_k", 392, "result"),  # No tail of K.
+        ("pl.cdiv(sizes[2], config.tile_k)", "sizes[2] // config.tile_k", 392, "result"),  # No tail of K.
     ],
 )
 def test_mutants_are_caught(run_only, mutant, old, new, k, found):
@@ -251,7 +251,7 @@ def test_mutants_are_caught(run_only, mutant, old, new, k, found):
     "old, new, k",
     [
         ("plgpu.wgmma_wait(IN_FLIGHT)", "plgpu.wgmma_wait(IN_FLIGHT + 1)", 448),  # Refilled while it is multiplied.
-        ('plgpu.barrier_wait(ring["loaded"].at[slot])', "pass", 64),  # Multiplied before it has arrived.
+        ("plgpu.barrier_wait(loaded.at[slot])", "pass", 64),  # Multiplied before it has arrived.
     ],
 )
 def test_the_interpreter_looks_for_no_races_of_wgmma(no_gpu, mutant, old, new, k):

@@ -5,6 +5,7 @@
 
 import functools
 import importlib
+import inspect
 import sys
 from pathlib import Path
 
@@ -14,10 +15,9 @@ import pytest
 
 import cookbook
 from cookbook import _host
-from cookbook.gemm import kernel as roles
-from cookbook.gemm import plan as core
-from cookbook.gemm.grouped import gated
-from cookbook.gemm.grouped import plan as groups
+from cookbook.gemm import kernel, plan
+from cookbook.gemm.grouped import kernel as grouped_kernel
+from cookbook.gemm.grouped.tables import Table
 from cookbook.gemm.plan import Config
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "notebooks"))
@@ -26,19 +26,18 @@ from exercises import order  # noqa: E402
 
 GPU = _host.Target("h200", num_sms=2)  # So that a block has several tiles.
 SIZES, ORDER = jnp.array([70, 0, 133, 60]), jnp.array([2, 0, 3, 1])  # The groups' rows; the largest group first.
-SWIZZLED = core.swizzled
+SWIZZLED = plan.swizzled
 
 
 @pytest.fixture(autouse=True)
 def one_view_and_a_table_of_numbers(monkeypatch):
     """As for the interpreter, a tile has one description; and tiles are looked up in numbers that the play follows."""
-    for module in (core, gated):
-        monkeypatch.setattr(module, "swizzled", lambda *args: SWIZZLED(*args[:-1], True))
-    monkeypatch.setattr(core, "views", lambda smem, *_: (smem, smem))
-    monkeypatch.setattr(roles, "views", lambda smem, *_: (smem, smem))
+    monkeypatch.setattr(plan, "swizzled", lambda *args: SWIZZLED(*args[:-1], True))
+    for module in (plan, kernel, grouped_kernel):
+        monkeypatch.setattr(module, "views", lambda smem, *_: (smem, smem))
     ends = jnp.cumsum(SIZES)
-    table = groups.Table(None, ORDER, (ends - SIZES)[ORDER], ends[ORDER])
-    monkeypatch.setattr(groups, "sum_table", lambda *_: table)
+    table = Table(None, ORDER, (ends - SIZES)[ORDER], ends[ORDER])
+    monkeypatch.setattr(inspect.getmodule(cookbook.ragged_dot_transposed), "sum_table", lambda *_: table)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -101,20 +100,20 @@ def ragged_int8():
 
 # Each kernel, and the module that waits for its products.
 KERNELS = {
-    "matmul": (matmul, "roles"),
-    "one slot for stores": (functools.partial(matmul, store_slots=1), "roles"),
-    "swapped": (functools.partial(matmul, swapped=True), "roles"),
-    "parts of another kernel": (functools.partial(matmul, split_k=2, second_kernel=True), "roles"),
-    "matmul_fp8": (fp8, "roles"),
-    "matmul_wgmma": (functools.partial(rung, cookbook.matmul_wgmma), "matmul_wgmma"),
-    "matmul_pipelined": (functools.partial(rung, cookbook.matmul_pipelined), "matmul_pipelined"),
-    "matmul_int8_weights": (int8, "matmul_int8_weights"),
-    "overlapped int8 weights": (functools.partial(int8, overlap=True), "matmul_int8_weights"),
-    "ragged_dot": (ragged, "roles"),
-    "swiglu": (functools.partial(ragged, activation="swiglu"), "gated"),
-    "ragged_dot_transposed": (sums, "roles"),
-    "ragged_dot_fp8": (ragged_fp8, "group_scales"),
-    "ragged_dot_int8_weights": (ragged_int8, "matmul_int8_weights"),
+    "matmul": (matmul, "kernel"),
+    "one slot for stores": (functools.partial(matmul, store_slots=1), "kernel"),
+    "swapped": (functools.partial(matmul, swapped=True), "kernel"),
+    "parts of another kernel": (functools.partial(matmul, split_k=2, second_kernel=True), "kernel"),
+    "matmul_fp8": (fp8, "kernel"),
+    "matmul_wgmma": (functools.partial(rung, cookbook.matmul_wgmma), "rungs.matmul_wgmma"),
+    "matmul_pipelined": (functools.partial(rung, cookbook.matmul_pipelined), "rungs.matmul_pipelined"),
+    "matmul_int8_weights": (int8, "dense.kernel_int8_weights"),
+    "overlapped int8 weights": (functools.partial(int8, overlap=True), "dense.kernel_int8_weights"),
+    "ragged_dot": (ragged, "kernel"),
+    "swiglu": (functools.partial(ragged, activation="swiglu"), "grouped.kernel_gated"),
+    "ragged_dot_transposed": (sums, "grouped.kernel_transposed"),
+    "ragged_dot_fp8": (ragged_fp8, "grouped.kernel_fp8"),
+    "ragged_dot_int8_weights": (ragged_int8, "dense.kernel_int8_weights"),
 }
 
 
@@ -141,6 +140,6 @@ def test_mutants_that_wait_for_one_product_less_are_caught(mutant, name):
 @pytest.mark.parametrize("forgotten", ["commit_smem", "wait_smem_to_gmem"])
 def test_mutants_of_the_stores_are_caught(mutant, forgotten):
     """A piece stored before it is committed; a slot written again while TMA sends it."""
-    mutant(importlib.import_module("cookbook.gemm.kernel"), "plgpu", **{forgotten: lambda *_, **__: None})
+    mutant(kernel, "plgpu", **{forgotten: lambda *_, **__: None})
     fn, operands = matmul(store_slots=1)
     assert all(block.fault for block in played(fn, *operands))

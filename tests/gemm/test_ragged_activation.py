@@ -1,5 +1,6 @@
 """Activations of grouped products, SwiGLU above all: structures, gradients, errors, mutants."""
 
+import dataclasses
 import functools
 import importlib
 
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 
 import lab
-from cookbook.gemm.grouped import gated
-from cookbook.gemm.plan import Config
+from cookbook.gemm.grouped import kernel_gated
+from cookbook.gemm.plan import Config, Operand
 from tests.arrays import array
 from tests.gemm.ragged import floats, gradients, operands, slow
 
@@ -90,13 +91,24 @@ def test_errors_name_the_rule(cols, how, message):
 
 @pytest.mark.parametrize("mutated", ["the same tile twice", "up and gate", "no product of a step", None])
 def test_mutants_of_the_pair_are_caught(run_only, monkeypatch, mutant, found_if, mutated):
-    if mutated == "the same tile twice":
-        monkeypatch.setattr(gated.Pair, "distance", property(lambda _: 0, lambda *_: None), raising=False)
-    elif mutated == "up and gate":
-        right = gated.Pair.part
-        monkeypatch.setattr(gated.Pair, "part", lambda *args: right(*args)[::-1])
+    right = Operand.copy
+    wrong = {"the same tile twice": lambda i: (0, i), "up and gate": lambda i: (i, 1 - i)}.get(mutated)
+
+    def copy(operand, gmem, at, smem, *args):
+        """A tile of the pair, of the matrix's columns, to another place of the slot than its own."""
+        if not operand.partner:
+            return right(operand, gmem, at, smem, *args)
+        for tile, place in map(wrong, range(2)):
+            begin = [x + tile * operand.partner * (dim == operand.transposed) for dim, x in enumerate(at)]
+            right(dataclasses.replace(operand, partner=0), gmem, begin, smem.at[place], *args)
+
+    if wrong:
+        monkeypatch.setattr(Operand, "copy", lambda operand, gmem, at, smem, *args, **how: copy(
+            operand, gmem, at, smem, *args, *how.values()
+        ))  # fmt: skip
     elif mutated:
-        mutant(gated, "pl", loop=lambda first, last: gated.pl.__dict__["_namespace"].loop(first + 1, last))
+        loop = kernel_gated.pl.loop
+        mutant(kernel_gated, "pl", loop=lambda first, last: loop(first + 1, last))
     jax.clear_caches()
     with found_if(mutated is not None):
         check(200, 256, 136, [33, 1, 65, 40], config=Config(128, 64))

@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import cookbook
 import lab
-from cookbook.gemm.grouped import plan as groups
+from cookbook.gemm.grouped import arguments, kernel, kernel_transposed, tables
+from cookbook.gemm.grouped import plan as plans
 from cookbook.gemm.plan import Config
 from tests.arrays import array
 from tests.gemm.ragged import floats, gradients, operands, slow
@@ -29,7 +31,7 @@ SIZES = {
     "none": [0, 0, 0],
     "one group": [130],
     "ones": [1] * 9,
-    "more than the kernel goes through": [0, 63, *[1] * groups.SCANNED_MAX],
+    "more than the kernel goes through": [0, 63, *[1] * tables.SCANNED_MAX],
 }
 
 
@@ -57,8 +59,8 @@ def clipped(sizes, m):
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def tabulated(sizes, m, tile):
     """(first rows, ends, table) of groups."""
-    starts, ends = groups.bounds(sizes, m)
-    return starts, ends, groups.row_table(starts, ends, m, tile)
+    starts, ends = tables.bounds(sizes, m)
+    return starts, ends, tables.row_table(starts, ends, m, tile)
 
 
 HOSTILE = [[10, -5, 2**31 - 1, 2**31 - 1, 7], [-(2**31)] * 3, [300, 1, 1], [0, 0, 201]]
@@ -104,7 +106,7 @@ def test_the_kernel_finds_the_entries_of_the_table(num_groups, m, tile):
 
     @functools.partial(jax.jit, static_argnums=1)
     def scan(sizes, num_entries):
-        scan = groups.Scan.of(sizes, m, tile)
+        scan = tables.Scan.of(sizes, m, tile)
         return scan.count, scan.entry(jnp.arange(num_entries))
 
     for sizes in sizes_at_random(num_groups, m):
@@ -118,17 +120,17 @@ def test_the_kernel_finds_the_entries_of_the_table(num_groups, m, tile):
 
 @pytest.mark.usefixtures("on_cpu")
 def test_few_groups_need_no_table():
-    tiles = lambda count: groups.RowTiles(64, 64, 64, 64, SMALL, 132, num_groups=count)
+    tiles = lambda count: plans.RowTiles(64, 64, 64, 64, SMALL, 132, num_groups=count)
     sizes = lambda count: jnp.ones(count, jnp.int8)
-    most = groups.SCANNED_MAX
+    most = tables.SCANNED_MAX
     assert tiles(most).table_of(sizes(most)).dtype == jnp.int32
     for table in (tiles(most + 1).table_of(sizes(most + 1)), tiles(most).table_of(sizes(most), jnp.int32(0))):
-        assert isinstance(table, groups.Table)
+        assert isinstance(table, tables.Table)
 
 
 @pytest.mark.parametrize("config", [Config(), Config(256, 128), Config(128, 24, swapped=True)], ids=str)
 def test_few_groups_spill_no_registers(config):
-    count = groups.SCANNED_MAX
+    count = tables.SCANNED_MAX
     shapes = (4096, 512), (count, 512, 1024)
     args = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes] + [jax.ShapeDtypeStruct((count,), jnp.int32)]
     assert lab.compile_for("h200", functools.partial(ragged_dot, config=config), *args).spill_bytes == 0
@@ -138,12 +140,12 @@ def test_few_groups_spill_no_registers(config):
 def test_a_shard_has_its_groups_alone(offset):
     """Rows before its groups are zeros too. Groups that do not exist, before the first or after the last, are empty."""
     sizes, m, count = [40, 0, 70, 30, 20], 200, 2
-    starts, ends = groups.bounds(array(sizes, jnp.int32), m, jnp.int32(offset), count)
+    starts, ends = tables.bounds(array(sizes, jnp.int32), m, jnp.int32(offset), count)
     edges = [0, *clipped(sizes, m)[1]]
     edge = lambda group: edges[min(max(group, 0), len(sizes))]
     np.testing.assert_array_equal(starts, [edge(offset + i) for i in range(count)])
     np.testing.assert_array_equal(ends, [edge(offset + i + 1) for i in range(count)])
-    table = jax.tree.map(np.asarray, groups.row_table(starts, ends, m, 64))
+    table = jax.tree.map(np.asarray, tables.row_table(starts, ends, m, 64))
     zeros = np.concatenate([np.arange(s, min(s + 64, e)) for g, s, e in zip(*table[1:], strict=True) if g >= count])
     outside = [row for row in range(m) if not starts[0] <= row < ends[-1]]
     assert set(outside) == {*zeros.tolist()} - {x for x in zeros.tolist() if starts[0] <= x < ends[-1]}
@@ -152,12 +154,12 @@ def test_a_shard_has_its_groups_alone(offset):
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("num_sms", [4, 7, 132])
 def test_every_tile_of_every_group_is_summed_once(num_sms):
-    plan = groups.sum_plan(320, 512, 640, 5, jnp.dtype(jnp.bfloat16), jnp.bfloat16, Config(128, 128), num_sms)
+    plan = plans.sum_plan(320, 512, 640, 5, jnp.dtype(jnp.bfloat16), jnp.bfloat16, Config(128, 128), num_sms)
     sizes = array([100, 0, 300, 40, 200], jnp.int32)
-    table = groups.sum_table(*groups.bounds(sizes, 640))
+    table = tables.sum_table(*tables.bounds(sizes, 640))
     assert [int(sizes[g]) for g in table.group] == [300, 200, 100, 40, 0]
-    tiles = plan.reading(table).tiles
-    turns, look_up = jax.jit(tiles.of_cluster), jax.jit(lambda index: tiles.look_up(index, 0, 0).entry)
+    tiles = plan.tiles
+    turns, look_up = jax.jit(tiles.num_tiles), jax.jit(lambda index: tiles.look_up(table, index, 0, 0))
     seen = []
     for cluster in range(tiles.clusters):
         for turn in range(int(turns(cluster))):
@@ -358,7 +360,7 @@ TWO = np.array([1, 2])
         (lambda: ragged_dot(ones(8, 8), ones(2, 8, 8), TWO, group_offset=0.5), "must be one integer"),
         (lambda: ragged_dot(ones(8, 8), ones(2, 8, 8), ones(2)), "integers"),
         (lambda: ragged_dot(ones(8, 8), ones(2, 8, 8), TWO, preferred_element_type=jnp.int8), "must be bfloat16"),
-        (lambda: groups.check_groups("ragged_dot", jnp.zeros(14, jnp.int32), None, 2**27, 14), "below 2"),
+        (lambda: arguments.check_groups("ragged_dot", jnp.zeros(14, jnp.int32), None, 2**27, 14), "below 2"),
         (lambda: configured(split_k=2), "split_k=2"),
         (lambda: configured(128, 64, swapped=True, preferred_element_type=jnp.float32), "not float32"),
         (lambda: configured(128, 96), "tile_n leaves a warpgroup 96 columns"),
@@ -388,7 +390,7 @@ def configured(*tile, fn=ragged_dot, transpose_rhs=False, preferred_element_type
 @pytest.mark.parametrize("config", [SMALL, Config(128, 32, swapped=True)], ids=["rows first", "swapped"])
 def test_mutant_that_stores_all_rows_of_a_tile_is_caught(run_only, monkeypatch, config):
     """The next group's rows are written by two tiles: a race, or a wrong result."""
-    monkeypatch.setattr(groups.RowPlan, "send", groups.Plan.send)
+    monkeypatch.setattr(kernel, "send_rows", lambda piece, target, left: plgpu.copy_smem_to_gmem(piece, target))
     jax.clear_caches()
     with pytest.raises(lab.CheckError):
         check(200, 128, 72, [33, 0, 65, 40], config=config)
@@ -398,7 +400,7 @@ def test_mutant_that_stores_all_rows_of_a_tile_is_caught(run_only, monkeypatch, 
 @pytest.mark.parametrize("rung", [1, 8, 32])
 def test_mutant_without_a_rung_is_caught(run_only, mutant, rung):
     copy = plgpu.copy_smem_to_gmem
-    mutant(groups, "plgpu", copy_smem_to_gmem=lambda a, b, **how: None if a.shape[0] == rung else copy(a, b, **how))
+    mutant(kernel, "plgpu", copy_smem_to_gmem=lambda a, b, **how: None if a.shape[0] == rung else copy(a, b, **how))
     with pytest.raises(lab.CheckError):
         check(200, 128, 72, [33, 0, 65, 58], config=SMALL)
 
@@ -408,27 +410,27 @@ MUTATED = [("group", -1), ("group", 1), ("start", 1), ("end", -1), ("end", 1)]
 
 @pytest.mark.parametrize("field, value", MUTATED)
 def test_mutants_of_the_table_are_caught(run_only, monkeypatch, field, value):
-    right = groups.row_table
+    right = tables.row_table
 
     def wrong(starts, ends, m, tile):
         table = right(starts, ends, m, tile)
         return table._replace(**{field: jnp.clip(getattr(table, field) + value, 0, m)})
 
-    monkeypatch.setattr(groups, "SCANNED_MAX", 0)
-    monkeypatch.setattr(groups, "row_table", wrong)
+    monkeypatch.setattr(plans, "SCANNED_MAX", 0)
+    monkeypatch.setattr(plans, "row_table", wrong)
     with pytest.raises(lab.CheckError):
         check(200, 128, 72, [33, 0, 65, 40], config=SMALL)
 
 
 @pytest.mark.parametrize("field, value", MUTATED)
 def test_mutants_of_what_the_kernel_finds_are_caught(run_only, monkeypatch, field, value):
-    right = groups.Scan.entry
+    right = tables.Scan.entry
 
     def wrong(scan, number):
-        entry = groups.Table(None, *right(scan, number))
+        entry = tables.Table(None, *right(scan, number))
         return entry._replace(**{field: jnp.clip(getattr(entry, field) + value, 0, scan.m)})[1:]
 
-    monkeypatch.setattr(groups.Scan, "entry", wrong)
+    monkeypatch.setattr(tables.Scan, "entry", wrong)
     jax.clear_caches()
     with pytest.raises(lab.CheckError):
         check(200, 128, 72, [33, 0, 65, 40], config=SMALL)
@@ -438,15 +440,15 @@ def test_mutants_of_what_the_kernel_finds_are_caught(run_only, monkeypatch, fiel
 @pytest.mark.parametrize("mutated", ["no mask", "multiplied by zero", "no barrier", "last row", None])
 def test_mutants_of_the_mask_are_caught(run_only, monkeypatch, mutant, found_if, mutated):
     if mutated == "no mask":
-        monkeypatch.setattr(transposed, "_mask", lambda *_: None)
+        monkeypatch.setattr(kernel_transposed, "mask", lambda *_: None)
     elif mutated == "multiplied by zero":
-        mutant(transposed, "jnp", where=lambda inside, x, zero: x * inside.astype(x.dtype))
+        mutant(kernel_transposed, "jnp", where=lambda inside, x, zero: x * inside.astype(x.dtype))
     elif mutated == "no barrier":
-        mutant(transposed, "plgpu", barrier_wait=lambda _: None, barrier_arrive=lambda _: None)
+        mutant(kernel_transposed, "plgpu", barrier_wait=lambda _: None, barrier_arrive=lambda _: None)
     elif mutated:
-        right = groups.sum_table
+        right = tables.sum_table
         shorter = lambda *bounds: right(*bounds)._replace(end=right(*bounds).end - 1)
-        monkeypatch.setattr(groups, "sum_table", shorter)
+        monkeypatch.setattr(transposed, "sum_table", shorter)
     jax.clear_caches()
     with found_if(mutated is not None):  # Whether a barrier is missed depends on which thread is late: several chances.
         for sizes in ([33, 1, 65, 40], [7, 70, 50, 60], [100, 3, 30, 20]):
@@ -454,9 +456,12 @@ def test_mutants_of_the_mask_are_caught(run_only, monkeypatch, mutant, found_if,
     jax.clear_caches()
 
 
-def test_mutant_that_waits_for_no_slot_is_caught(run_only, mutant):
+def test_mutant_that_waits_for_no_slot_is_caught(run_only, monkeypatch):
     """A piece of which no row was stored leaves fewer stores to wait for."""
-    mutant(groups, "plgpu", wait_smem_to_gmem=lambda *_, **__: None)
+    right = kernel.send_rows
+    with_rows_alone = lambda piece, o, left: pl.when(left > 0)(lambda: right(piece, o, left))
+    monkeypatch.setattr(kernel, "send_rows", with_rows_alone)
+    jax.clear_caches()
     with pytest.raises(lab.CheckError):
         for sizes in ([70, 70, 40], [65, 127, 1]):
             check(200, 256, 72, sizes, config=Config(256, 128, store_slots=2))

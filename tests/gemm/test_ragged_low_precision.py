@@ -10,7 +10,7 @@ import pytest
 
 import cookbook
 import lab
-from cookbook.gemm.grouped import scales as group_scales
+from cookbook.gemm.grouped import kernel_fp8
 from cookbook.gemm.plan import Config
 from tests.arrays import array
 from tests.gemm.ragged import slow
@@ -156,14 +156,14 @@ def test_errors_of_int8_weights_name_the_rule(change, message):
 def test_mutants_of_the_scales_are_caught(run_only, monkeypatch, mutant, found_if, mutated):
     by_block = mutated != "rows of no group"
     if mutated == "another group":
-        monkeypatch.setattr(group_scales.ScaledPlan, "group", 0)
+        monkeypatch.setattr(kernel_fp8, "scaled_group", lambda *_: 0)
     elif mutated == "another row":
-        right = group_scales.row_scales
-        monkeypatch.setattr(group_scales, "row_scales", lambda *args: jnp.roll(right(*args), 1, axis=1))
+        right = kernel_fp8.pad_row_scales
+        monkeypatch.setattr(fp8, "pad_row_scales", lambda *args: jnp.roll(right(*args), 1, axis=1))
     elif mutated == "another step":
-        mutant(group_scales, "jnp", minimum=lambda a, b: jnp.minimum(a, b) - 1 if a is not b else a)
+        mutant(kernel_fp8, "jnp", minimum=lambda a, b: jnp.minimum(a, b) - 1 if a is not b else a)
     elif mutated:
-        mutant(group_scales, "lax", cond=lambda _, product, __: product())
+        mutant(kernel_fp8, "lax", cond=lambda _, product, __: product())
     jax.clear_caches()
     with found_if(mutated is not None):
         check(192, 272, True, by_block, config=Config(128, 64))

@@ -3,8 +3,6 @@
 Their protocols are simulated in test_protocol.py: the interpreter has no semaphores.
 """
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,13 +10,12 @@ import pytest
 
 import cookbook
 import lab
-from cookbook.nvlink import core
+from cookbook.nvlink import core, kernel_scatter
 from cookbook.nvlink.core import Config
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 SHARDED = jax.P("x")
 OPS = {"all_gather": cookbook.all_gather, "reduce_scatter": cookbook.reduce_scatter}
-all_gather, reduce_scatter = (inspect.getmodule(getattr(cookbook, name)) for name in OPS)
 
 
 def compiled(op, n, shape, dtype=jnp.bfloat16, axis="x", devices=None, **kwargs):
@@ -83,7 +80,7 @@ def test_every_row_is_in_a_piece_of_one_block_or_in_two_pieces(n, rows, pieces_a
             pieces += 1
     assert pieces == plan.num_pieces and (seen >= 1).all() and (seen[: -plan.piece_rows] <= 2).all()
     assert plan.num_blocks <= 16 and plan.piece_rows % core.ROW_MULTIPLE == 0 and plan.piece_rows <= rows
-    rows_at_once = reduce_scatter._rows_at_once(plan, jnp.dtype(jnp.bfloat16))
+    rows_at_once = kernel_scatter._rows_at_once(plan, jnp.dtype(jnp.bfloat16))
     assert plan.piece_rows % rows_at_once == 0
 
 

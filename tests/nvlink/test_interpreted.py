@@ -10,7 +10,6 @@ detector does not see what orders them, signals; and pieces that overlap are wri
 import collections
 import contextlib
 import functools
-import inspect
 import time
 import types
 
@@ -23,20 +22,25 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-import cookbook
 import lab
 from cookbook import _device, _host
-from cookbook.gemm import plan as gemm
-from cookbook.nvlink import copies, core, matmul_core
+from cookbook.gemm.plan import Operand, plan_of
+from cookbook.nvlink import (
+    copies,
+    core,
+    kernel_gather,
+    kernel_gather_matmul,
+    kernel_scatter,
+    kernel_scatter_matmul,
+    matmul_core,
+    transposes,
+)
 from cookbook.nvlink.core import Config
 from lab import interpreter
 from tests.arrays import array
 from tests.starting import started_again
 
-all_gather, all_gather_matmul, matmul_reduce_scatter, reduce_scatter = map(
-    inspect.getmodule,
-    (cookbook.all_gather, cookbook.all_gather_matmul, cookbook.matmul_reduce_scatter, cookbook.reduce_scatter),
-)
+PRODUCTS = kernel_gather_matmul, kernel_scatter_matmul
 N = 2
 THIS, PEER = range(N)
 GMEM = 0  # The interpreter's number for memory that is not shared memory.
@@ -68,18 +72,18 @@ def one_for_two(monkeypatch):
 
     in_kernel = lambda axis: jnp.int32(device.index) if axis == "x" else lax.axis_index(axis)
     size = lambda axis: device.count
-    for module in (core, copies, all_gather, reduce_scatter, matmul_core, all_gather_matmul, matmul_reduce_scatter):
+    for module in (core, copies, kernel_gather, kernel_scatter, matmul_core, *PRODUCTS):
         monkeypatch.setattr(module, "lax", Instead(module=lax, axis_index=in_kernel, axis_size=size))
         fake = dict(get_global=lambda what: what, semaphore_signal=signal, semaphore_wait=wait)
         monkeypatch.setattr(module, "pl", Instead(module=pl, **fake), raising=False)
         unused = types.SimpleNamespace(REGULAR=plgpu.SMEM((1,), jnp.int32))
-        unused = {} if module in (all_gather_matmul, matmul_reduce_scatter) else dict(SemaphoreType=unused)
+        unused = {} if module in PRODUCTS else dict(SemaphoreType=unused)
         fake = dict(remote_ref=lambda ref, device_id: ref, **unused)
         monkeypatch.setattr(module, "plgpu", Instead(module=plgpu, **fake), raising=False)
     monkeypatch.setattr(core, "_at", lambda semaphore, index: index)
-    plan_of, views = gemm.plan_of, gemm.Operand.views
-    monkeypatch.setattr(gemm, "plan_of", lambda *args: plan_of(*args, interpreted=True))
-    monkeypatch.setattr(gemm.Operand, "views", lambda operand, smem, _: views(operand, smem, True))
+    views = Operand.views
+    monkeypatch.setattr(matmul_core, "plain_plan_of", lambda *args: plan_of(*args, interpreted=True))
+    monkeypatch.setattr(Operand, "views", lambda operand, smem, _: views(operand, smem, True))
     return device
 
 
@@ -109,18 +113,18 @@ def interpreted(one_for_two, monkeypatch):
 FEW = Config(num_blocks=3, stage_bytes=16_384, num_stages=3)
 
 
-@pytest.mark.parametrize("config", [FEW, all_gather.default_config()], ids=["few", "default"])
+@pytest.mark.parametrize("config", [FEW, kernel_gather.default_config()], ids=["few", "default"])
 @pytest.mark.parametrize("rows", [4, 20, 164])
 def test_all_gather(one_for_two, interpreted, rows, config):
     """Rows that it sends to the peer land where its own rows do."""
     x = array(np.random.default_rng(rows).normal(size=(rows, core.WIDTH)), jnp.bfloat16)
     one_for_two.index = PEER
     with interpreted():
-        out = started_again(lambda: all_gather.gather(x, N, "x", config))()
+        out = started_again(lambda: transposes.gather(x, N, "x", config))()
     np.testing.assert_array_equal(out[PEER], x)
 
 
-@pytest.mark.parametrize("config", [FEW, reduce_scatter.default_config()], ids=["few", "default"])
+@pytest.mark.parametrize("config", [FEW, kernel_scatter.default_config()], ids=["few", "default"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("rows", [4, 20, 192])
 def test_reduce_scatter(one_for_two, interpreted, rows, dtype, config):
@@ -129,7 +133,7 @@ def test_reduce_scatter(one_for_two, interpreted, rows, dtype, config):
     one_for_two.index = PEER
     plan = core.plan(N, rows, x.dtype, config, N)
     with interpreted(in_memory=rows % plan.piece_rows == 0):
-        out = started_again(lambda: reduce_scatter.scatter(x, "x", config))()
+        out = started_again(lambda: transposes.scatter(x, "x", config))()
     np.testing.assert_array_equal(out, x[PEER] + x[PEER])
 
 
@@ -152,12 +156,12 @@ def test_reduce_scatter_adds_three_devices_in_their_order(one_for_two, interpret
     rng = np.random.default_rng(0)
     x = np.float32(rng.normal(size=(n, 12, core.WIDTH)) * 2.0 ** rng.integers(-12, 12, (n, 12, core.WIDTH)))
     of = lambda ref, device_id: OfDevice(ref=ref, device=device_id["x"])
-    mutant(reduce_scatter, "plgpu", remote_ref=of)
-    mutant(reduce_scatter, "functools", **changes)
+    mutant(kernel_scatter, "plgpu", remote_ref=of)
+    mutant(kernel_scatter, "functools", **changes)
     for owner in (0, 2):
         one_for_two.index = owner
         with interpreted():
-            out = started_again(lambda: reduce_scatter.scatter(array(x, jnp.float32), "x", FEW))()
+            out = started_again(lambda: transposes.scatter(array(x, jnp.float32), "x", FEW))()
         first, second, third = (x[(owner + device) % n] for device in range(n))
         assert (out == (first + second) + third).all() == (not changes)
 
@@ -184,9 +188,9 @@ SCATTERS = [
 def test_matmul_reduce_scatter(one_for_two, interpreted, m, k, n, fields, transpose_rhs):
     """This device's part for the peer lands where a part of that peer would."""
     lhs, rhs, exact = operands(N * m, k, n, transpose_rhs)
-    config = matmul_reduce_scatter.Config(**fields)
+    config = matmul_core.Config(**fields)
     with interpreted(2):
-        run = lambda: matmul_reduce_scatter.scatter_product(lhs, rhs, "x", config, transpose_rhs=transpose_rhs)
+        run = lambda: kernel_scatter_matmul.scatter_product(lhs, rhs, "x", config, transpose_rhs=transpose_rhs)
         close(started_again(run)(), exact.reshape(N, m, n).sum(0))
 
 
@@ -208,11 +212,11 @@ def test_matmul_reduce_scatter_adds_own_tiles_and_then_those_of_the_next_devices
     rhs = rhs.at[:, 3].set(100)
     lhs = array(np.concatenate([-large * 2.0**24, small / 8, large * 2.0**24]), jnp.bfloat16)
     if is_mutant:
-        fetch = matmul_reduce_scatter._fetch
-        monkeypatch.setattr(matmul_reduce_scatter, "_fetch", lambda *args: fetch(*args[:-1], count - 2 - args[-1]))
+        fetch = kernel_scatter_matmul.fetch
+        monkeypatch.setattr(kernel_scatter_matmul, "fetch", lambda *args: fetch(*args[:-1], count - 2 - args[-1]))
     with interpreted(2):
-        config = matmul_reduce_scatter.Config(tile_m=128, tile_n=64)
-        run = lambda: matmul_reduce_scatter.scatter_product(lhs, rhs, "x", config, transpose_rhs=True)
+        config = matmul_core.Config(tile_m=128, tile_n=64)
+        run = lambda: kernel_scatter_matmul.scatter_product(lhs, rhs, "x", config, transpose_rhs=True)
         out = np.float32(started_again(run)())
     assert (out == small / 8 @ np.float32(rhs).T).all() == (not is_mutant)
 
@@ -230,8 +234,8 @@ GATHERS = [
 @pytest.mark.parametrize("m, k, n, fields, piece, transpose_rhs", GATHERS, ids=str)
 def test_all_gather_matmul(one_for_two, interpreted, monkeypatch, m, k, n, fields, piece, transpose_rhs):
     """The senders are the peer's, which has the same rows."""
-    monkeypatch.setattr(all_gather_matmul, "PIECE", piece)
-    send, kernel = all_gather_matmul._send, all_gather_matmul._kernel
+    monkeypatch.setattr(kernel_gather_matmul, "PIECE", piece)
+    send, kernel = kernel_gather_matmul.send, kernel_gather_matmul.kernel
 
     def send_of_the_peer(*args):
         one_for_two.index = PEER
@@ -243,24 +247,24 @@ def test_all_gather_matmul(one_for_two, interpreted, monkeypatch, m, k, n, field
         kernel(*args, smem=(as_tma, as_tma, stages), **scratch)
 
     entries, waits = [], []
-    look_up, multiply = all_gather_matmul.GatherPlan.look_up, all_gather_matmul.protocol.GatherMatmul.multiply
+    look_up, multiply = kernel_gather_matmul.tile_of_block, kernel_gather_matmul.protocol.GatherMatmul.multiply
 
-    def look_up_and_note(plan, tile):
-        entries.append((found := look_up(plan, tile)).entry)
-        return found
+    def look_up_and_note(plan, number):
+        entries.append(look_up(plan, number))
+        return entries[-1]
 
     def multiply_and_note(gather, d, step, block):
         io_callback(lambda *wait: waits.append(tuple(map(int, wait))), None, entries[-1].row, block, ordered=True)
         return multiply(gather, d, step, block)
 
-    monkeypatch.setattr(all_gather_matmul.GatherPlan, "look_up", look_up_and_note)
-    monkeypatch.setattr(all_gather_matmul.protocol.GatherMatmul, "multiply", multiply_and_note)
-    monkeypatch.setattr(all_gather_matmul, "_send", send_of_the_peer)
-    monkeypatch.setattr(all_gather_matmul, "_kernel", kernel_with_one_view)
+    monkeypatch.setattr(kernel_gather_matmul, "tile_of_block", look_up_and_note)
+    monkeypatch.setattr(kernel_gather_matmul.protocol.GatherMatmul, "multiply", multiply_and_note)
+    monkeypatch.setattr(kernel_gather_matmul, "send", send_of_the_peer)
+    monkeypatch.setattr(kernel_gather_matmul, "kernel", kernel_with_one_view)
     lhs, rhs, exact = operands(m, k, n, transpose_rhs)
-    config = all_gather_matmul.Config(**fields)
+    config = kernel_gather_matmul.Config(**fields)
     with interpreted(config.num_senders + 2):
-        run = lambda: all_gather_matmul.gather_product(lhs, rhs, "x", config, transpose_rhs=transpose_rhs)
+        run = lambda: kernel_gather_matmul.gather_product(lhs, rhs, "x", config, transpose_rhs=transpose_rhs)
         out, gathered = started_again(run)()
     close(out, np.concatenate([exact, exact]))
     # All rows are here before the first tile: only a GPU would notice a wait for another block.
@@ -279,10 +283,10 @@ FORGOTTEN = dict(wait_smem_to_gmem=lambda *args, **how: None)
 EARLY = {
     "all_gather": (copies, FORGOTTEN, "test_all_gather", (164, FEW)),
     "matmul_reduce_scatter": (
-        matmul_reduce_scatter, FORGOTTEN | dict(barrier_arrive=arrive_and_wait), "test_matmul_reduce_scatter",
+        kernel_scatter_matmul, FORGOTTEN | dict(barrier_arrive=arrive_and_wait), "test_matmul_reduce_scatter",
         SCATTERS[1],
     ),
-    "all_gather_matmul": (all_gather_matmul, FORGOTTEN, "test_all_gather_matmul", GATHERS[4]),
+    "all_gather_matmul": (kernel_gather_matmul, FORGOTTEN, "test_all_gather_matmul", GATHERS[4]),
 }  # fmt: skip
 
 

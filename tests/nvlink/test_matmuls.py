@@ -3,8 +3,6 @@
 Their protocols are simulated in test_protocol.py, and their numbers are checked in test_interpreted.py.
 """
 
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,13 +10,13 @@ import pytest
 
 import cookbook
 import lab
+from cookbook.nvlink import kernel_gather_matmul as gather
 from cookbook.nvlink import matmul_core
 
 OPS = {
     "all_gather_matmul": (jax.P("x"), jax.P(None, "x"), jax.P(None, "x")),
     "matmul_reduce_scatter": (jax.P(None, "x"), jax.P("x"), jax.P("x")),
 }
-gather = importlib.import_module("cookbook.nvlink.all_gather_matmul")
 each_op = pytest.mark.parametrize("op", OPS)
 
 
@@ -104,8 +102,8 @@ def test_one_after_the_other_in_a_scan():
 SHAPES = [(128, 256, 64), (1000, 520, 72), (64, 1032, 4096), (300, 128, 1000), (3, 64, 40_000)]
 
 
-def plan(kind, m, n, k, num_shards, config, **fields):
-    return matmul_core.plan_of(kind, m, n, k, num_shards, jnp.dtype(jnp.bfloat16), False, config, 128, **fields)
+def plan(m, n, k, num_shards, config, **fields):
+    return matmul_core.plan_of(m, n, k, num_shards, jnp.dtype(jnp.bfloat16), False, config, 128, **fields)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -116,10 +114,10 @@ def plan(kind, m, n, k, num_shards, config, **fields):
 )
 def test_every_value_of_every_shard_is_in_one_tile(m, n, k, num_shards, fields):
     c = matmul_core.Config(**fields)
-    tiles = plan(matmul_core.ShardPlan, m, n, k, num_shards, c).tiles
+    tiles = plan(m, n, k, num_shards, c).tiles
     seen = np.zeros((num_shards, m, n), int)
     for block_m, block_n in np.ndindex(c.cluster_m, c.cluster_n):
-        look_up = jax.jit(jax.vmap(lambda index, at=(block_m, block_n): tiles.look_up(index, *at).entry))
+        look_up = jax.jit(jax.vmap(lambda index, at=(block_m, block_n): tiles.look_up(index, *at)))
         entries = [np.asarray(x) for x in look_up(np.arange(tiles.count))]
         for step, _, row, col in zip(*entries, strict=True):
             seen[step, row : row + c.tile_m, col : col + c.tile_n] += 1
@@ -133,7 +131,7 @@ def test_every_value_of_every_shard_is_in_one_tile(m, n, k, num_shards, fields):
 @pytest.mark.parametrize("cluster_m", [1, 2])
 def test_senders_send_every_value_to_every_peer_once_in_the_block_that_is_announced(m, n, k, cluster_m, num_senders):
     c = gather.Config(cluster_m=cluster_m, num_senders=num_senders)
-    p = plan(gather.GatherPlan, m, n, k, 3, c, first_cluster=-(-num_senders // cluster_m))
+    p = gather.Shard.of(plan(m, n, k, 3, c, first_cluster=-(-num_senders // cluster_m)), keeps_own=False)
     seen = np.zeros((3, m, k), int)
     (height, width), rows = p.piece, p.rows
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cookbook.nvlink import protocol
 from cookbook.nvlink.protocol import (
     AllGather,
     AllToAll,
@@ -14,14 +13,13 @@ from cookbook.nvlink.protocol import (
     GatherMatmul,
     Load,
     MatmulScatter,
-    PushedScatter,
     Read,
     ReduceScatter,
     Send,
     Signal,
     Wait,
 )
-from lab.nvlink_simulator import Fault, Simulator, find_fault
+from lab.nvlink_simulator import Fault, PushedScatter, Simulator, find_fault, programs_of
 
 DEVICES = range(2, 9)
 ROUNDS = 8  # Rounds of the collectives; tiles a shard of the products.
@@ -37,7 +35,7 @@ KINDS = {
 
 
 def programs(kind, n, num_rounds=ROUNDS):
-    return [protocol.programs(kind, d, num_rounds) for d in range(n)]
+    return [programs_of(kind, d, num_rounds) for d in range(n)]
 
 
 def simulate(programs, seeds=SEEDS, **kwargs):
@@ -95,7 +93,7 @@ def test_all_gather_gives_every_device_everything(n):
 @pytest.mark.parametrize("n", DEVICES)
 def test_reduce_scatter_adds_in_the_same_order_on_every_device(n):
     for d in range(n):
-        reads = [a.data for a in protocol.programs(ReduceScatter(n), d, ROUNDS)["pull"] if hasattr(a, "data")]
+        reads = [a.data for a in programs_of(ReduceScatter(n), d, ROUNDS)["pull"] if hasattr(a, "data")]
         assert reads == [(q, d, i) for i in range(ROUNDS) for q in range(n)]
 
 

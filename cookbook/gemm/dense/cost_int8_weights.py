@@ -7,7 +7,7 @@ import math
 from jax.experimental import pallas as pl
 
 from .. import cost
-from .. import plan as core
+from ..plan import SPLIT_K_MAX, STAGES_MAX, owners, resident
 from .kernel_int8_weights import Config
 
 
@@ -30,8 +30,8 @@ def candidates(m: int, n: int, k: int, num_sms: int):
             for cluster_m in (2, 1) if tiles >= num_sms // 2 else (1,):
                 overlap = tiles <= num_sms and tile_n >= LEAST_OVERLAP
                 yield Config(128, tile_n, cluster_m=cluster_m, tile_k=tile_k, overlap=overlap)
-            for split_k in range(2, min(core.SPLIT_K_MAX, k // 512) + 1):
-                if tiles <= WAVES_OF_PARTS * core.resident(num_sms, split_k) and tile_n <= 128:
+            for split_k in range(2, min(SPLIT_K_MAX, k // 512) + 1):
+                if tiles <= WAVES_OF_PARTS * resident(num_sms, split_k) and tile_n <= 128:
                     yield Config(128, tile_n, split_k=split_k, tile_k=tile_k)
                 if tiles * split_k <= num_sms:
                     parts = dict(split_k=split_k, second_kernel=True, overlap=tile_n >= LEAST_OVERLAP)
@@ -41,17 +41,17 @@ def candidates(m: int, n: int, k: int, num_sms: int):
 def predict(c: Config, m: int, n: int, k: int, num_sms: int) -> float:
     """Microseconds of the product on one H200."""
     h, adds_parts = cost.H200, c.split_k > 1 and not c.second_kernel
-    fit = core.resident(num_sms, c.cluster_m * c.split_k) if not c.second_kernel else num_sms // c.split_k
+    fit = resident(num_sms, c.cluster_m * c.split_k) if not c.second_kernel else num_sms // c.split_k
     waves = pl.cdiv(pl.cdiv(n, c.tile_m * c.cluster_m) * pl.cdiv(m, c.tile_n), fit)
     values = c.tile_m * c.tile_n
-    received = 4 * values * c.split_k // core.owners(c.tile_n, c.split_k, True, 2) if adds_parts else 0
+    received = 4 * values * c.split_k // owners(c.tile_n, c.split_k, True, 2) if adds_parts else 0
     stages = (cost.SMEM_FOR_RING - received) // ((c.tile_m + 2 * c.tile_n) * c.tile_k)
     if stages < 2:
         return math.inf
     # One warpgroup converts while the other multiplies, at best.
     convert = CONVERT_STEP + CONVERT * c.tile_m * c.tile_k / 16384
     tensor = values * c.tile_k / 2048 / h.tensor / 1e3
-    step = max(tensor, convert + tensor / 2, h.latency / min(stages, core.STAGES_MAX))
+    step = max(tensor, convert + tensor / 2, h.latency / min(stages, STAGES_MAX))
     time = waves * (pl.cdiv(k, c.tile_k * c.split_k) * step + h.tile + 0.9 * values / 32768)
     if adds_parts:
         time += h.parts + PARTS * values * (1 - 1 / c.split_k) / 16384

@@ -1,23 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of 8 bits in a product: what the compute warpgroups do with a step of them."""
+"""The kernel of a product with weights of 8 bits: that of `kernel.py`, whose operand `a` is w_q and whose `b` is a.
+
+The memory warpgroup, the ring, parts of K and the stores are the same. A compute warpgroup reads its rows of a step's
+weights into registers, converts them there to 16-bit floats, and multiplies them by a's tile, which the tensor cores
+read from shared memory. Meanwhile it reads the weights of the next step, and with `overlap` also converts them. A slot
+is freed when the products of its step have ended: they read the registers and the slot till then.
+"""
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device
-from .. import plan as core
-from ..plan import COMPUTE
+from ..kernel import compute, fused, load
+from ..plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, STEP_BYTES, Plan, swizzled
+from ..plan import Config as PlainConfig
 
 UNIT = 64  # Values of a row of a that are swizzled together: 128 bytes.
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(core.Config):
-    """As `core.Config`, for the product of the weights and a, both transposed: M and `tile_m` count columns of w_q, N
+class Config(PlainConfig):
+    """As `matmul.Config`, for the product of the weights and a, both transposed: M and `tile_m` count columns of w_q, N
     and `tile_n` rows of a."""
 
     swapped: bool = True
@@ -35,25 +44,20 @@ class Config(core.Config):
             raise ValueError(f"{self.tile_k=} must be 64, 128 or 256: the widths of the swizzle, or two of them")
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan(core.Plan):
-    """The weights are operand `a`, and a is operand `b`."""
-
-    @property
-    def scratch(self) -> dict:
-        scratch = super().scratch
-        if self.interpreted:  # It wants both operands of WGMMA in shared memory, of which it has any amount.
-            wide = (COMPUTE, self.tiles.tile_k // UNIT, self.compute_tile[0], UNIT)
-            scratch["wide_smem"] = core.swizzled(wide, self.b.dtype, None, core.STEP_BYTES, self.interpreted)
-        return scratch
+def scratch_of(plan: Plan) -> dict:
+    """The plan's scratch; and 16-bit weights for the interpreter, whose WGMMA wants both operands in shared memory."""
+    if not plan.interpreted:
+        return plan.scratch
+    wide = (COMPUTE, plan.tiles.tile_k // UNIT, plan.compute_tile[0], UNIT)
+    return plan.scratch | dict(wide_smem=swizzled(wide, plan.b.dtype, None, STEP_BYTES, True))
 
 
-def multiply(plan: Plan, ring: _device.Ring, w_smem, a_smem, before, acc, wide_smem=None):
+def multiply(plan: Plan, ring: _device.Ring, w_smem, a_smem, wide_smem, before, acc):
     """The sums of this warpgroup's half of a tile, whose steps follow `before` others in the ring."""
     tiles, role, rows = plan.tiles, lax.axis_index("role"), plan.compute_tile[0]
     last = -(-tiles.k // (tiles.tile_k * plan.config.split_k)) - 1
 
-    def load(step):
+    def read(step):
         """The weights of a step, 8 bits each."""
         slot = ring.wait(before + step)
         pieces = [w_smem.at[slot, 0, j, pl.ds(role * rows, rows)] for _, j in plan.a.pieces]
@@ -78,23 +82,23 @@ def multiply(plan: Plan, ring: _device.Ring, w_smem, a_smem, before, acc, wide_s
     def in_turn():
         def one_step(step, weights):
             start(step, convert(weights))
-            weights = load(step + 1)
+            weights = read(step + 1)
             plgpu.wgmma_wait(0)
             ring.free(before + step)
             return weights
 
-        start(last, convert(lax.fori_loop(0, last, one_step, load(0))))
+        start(last, convert(lax.fori_loop(0, last, one_step, read(0))))
 
     def overlapped():
         def one_step(step, parts):
             start(step, parts)
             plgpu.wgmma_wait(len(parts))  # The products of the step before have ended, and these go on.
             pl.when(step > 0)(lambda: ring.free(before + step - 1))
-            return convert(load(step + 1))
+            return convert(read(step + 1))
 
         # Two steps a turn, because the weights of each need registers of their own.
         two_steps = lambda i, parts: one_step(2 * i + 1, one_step(2 * i, parts))
-        parts = lax.fori_loop(0, last // 2, two_steps, convert(load(0)))
+        parts = lax.fori_loop(0, last // 2, two_steps, convert(read(0)))
         start(last, one_step(last - 1, parts) if last % 2 else parts)
 
     (overlapped if plan.config.overlap else in_turn)()
@@ -102,3 +106,28 @@ def multiply(plan: Plan, ring: _device.Ring, w_smem, a_smem, before, acc, wide_s
     for step in range(max(last - 1, 0) if plan.config.overlap else last, last + 1):
         ring.free(before + step)
     return values
+
+
+def kernel(w_gmem, a_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem=None,
+           sums_smem=None, summed=None, wide_smem=None):  # fmt: skip
+    """The kernel of `product`."""
+    (w_smem, w_tma), (a_smem, a_tma) = plan.a.views(a_smem, plan.interpreted), plan.b.views(b_smem, plan.interpreted)
+    ring = _device.Ring(filled, freed, plan.num_stages)
+
+    @_device.role(lax.axis_index("role") == MEMORY, decrease_to=MEMORY_REGISTERS)
+    def _():
+        load(plan, ring, w_gmem, a_gmem, w_tma, a_tma)
+
+    @_device.role(lax.axis_index("role") < COMPUTE, increase_to=COMPUTE_REGISTERS)
+    def _():
+        def multiply_tile(plan, before):
+            of_tile = functools.partial(multiply, plan, ring, w_smem, a_smem, wide_smem, before)
+            return pl.run_scoped(of_tile, plgpu.ACC(plan.compute_tile, jnp.float32))
+
+        compute(plan, multiply_tile, (vectors, o_gmem, o_smem), (sums_gmem, sums_smem, summed))
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "params"))
+def product(w_q, a, vectors: dict, *, plan: Plan, params):
+    """`kernel.fused_product` of weights (N, K) and a (M, K), with the `vectors` that it takes."""
+    return fused(kernel, w_q, a, vectors, plan, scratch_of(plan), params)

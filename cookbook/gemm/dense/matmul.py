@@ -23,9 +23,8 @@ import jax.numpy as jnp
 
 from ... import _host, _numerics
 from .. import cost, differentiable
-from .. import plan as core
 from ..kernel import fused_product
-from ..plan import Config
+from ..plan import Config, plan_of
 
 
 def matmul_reference(a, b, bias=None, activation=None):
@@ -47,7 +46,7 @@ def _launch(a, b, bias, sizes, options: differentiable.Options):
     target = _host.require_tensor_cores("matmul")
     transposes, out_dtype = (options.transpose_a, options.transpose_b), options.out_dtype
     config = options.config or default_config(*sizes, a.dtype, out_dtype, *transposes, target.num_sms)
-    plan = core.plan_of(
+    plan = plan_of(
         *sizes, (a.dtype, b.dtype), (options.transpose_a, not options.transpose_b), options.activation, out_dtype,
         config, target.num_sms, target.interpreted,
     )  # fmt: skip

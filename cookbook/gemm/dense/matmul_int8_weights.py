@@ -7,10 +7,8 @@ Shapes: a (M, K), w_q (K, N), or (N, K) with `transpose_w`, scales (N,), o (M, N
 bfloat16, float16 or float32; sums are float32. Rows of a and w_q must be multiples of 16 bytes. 8-bit integers are
 exact in either 16-bit float, so that only the quantization itself errs.
 
-Role and barrier tables: `kernel.py`, where the operand `a` is w_q and the operand `b` is a. A compute warpgroup reads
-its rows of a step's weights into registers, converts them there to 16-bit floats, and multiplies them by a's tile,
-which the tensor cores read from shared memory. Meanwhile it reads the weights of the next step, and with `overlap` also
-converts them. A slot is freed when the products of its step have ended: they read the registers and the slot till then.
+Role and barrier tables: `kernel.py`, where the operand `a` is w_q and the operand `b` is a; and
+`kernel_int8_weights.py`, which holds the kernel.
 
 Bound by: the tensor cores with many rows of a, as in `matmul`; with few, the memory that the weights come from. Longer
 steps read longer rows at a time.
@@ -25,10 +23,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ... import _host
-from ..kernel import fused_product, identity
-from ..plan import Operand, Tiles
+from ..kernel import identity
+from ..plan import Operand, Plan, Tiles
 from .cost_int8_weights import default_config
-from .kernel_int8_weights import Config, Plan, multiply
+from .kernel_int8_weights import Config, product
 
 
 def matmul_int8_weights_reference(a, w_q, scales):
@@ -100,9 +98,7 @@ def matmul_int8_weights(a, w_q, scales, *, out_dtype=None, transpose_w=False, co
     )
     plan = Plan(tiles, *operands, identity, out_dtype, target.interpreted)
     vectors = dict(col_scale=scales.astype(jnp.float32))
-    return fused_product(
-        w_q if transpose_w else w_q.T, a, vectors, plan=plan, params=_host.compiler_params(), multiply=multiply
-    )
+    return product(w_q if transpose_w else w_q.T, a, vectors, plan=plan, params=_host.compiler_params())
 
 
 matmul_int8_weights.Config = Config  # `cookbook.matmul_int8_weights` is this function, not its module.

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ... import _host
-from ..grouped import gated
+from ..grouped.kernel_gated import swiglu
 from ..grouped.ragged_dot import ragged_dot
 from .copy_rows import copy_rows
 
@@ -45,7 +45,7 @@ def moe_reference(x, router_logits, w_gate_up, w_down, top_k, renormalize=True, 
     def add_expert(total, expert):
         number, gate_up, down = expert
         both = jnp.matmul(x, gate_up.astype(dtype), precision="highest")
-        out = jnp.matmul(gated.swiglu(both), down.astype(dtype), precision="highest")
+        out = jnp.matmul(swiglu(both), down.astype(dtype), precision="highest")
         weight = jnp.where(experts == number, weights, 0).sum(-1, keepdims=True)
         return total + jnp.where(weight != 0, weight * out, 0), None
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from .. import cost
 from ..kernel import identity
 from ..plan import Config, resident
-from . import gated
-from . import plan as groups
+from .kernel_gated import gated
+from .plan import row_plan, sum_plan
 
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
 # Fitted to times of many configurations of random products; so far not checked on others.
@@ -28,7 +28,7 @@ SWAPPED = 1.05  # Time of a tile that is exchanged on its way out, over that of 
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class RaggedProblem:
     """(M, K) rows of `num_groups` groups by a (K, N) matrix each, or two of them with `is_gated`."""
 
     m: int
@@ -60,12 +60,12 @@ class Rows:
         if cols >= 2 * max(self.n, 64):
             return False
         try:
-            plan = groups.row_plan(
+            plan = row_plan(
                 self.m, self.n, self.k, self.num_groups, self.dtype, self.transpose_rhs, identity, self.out_dtype,
                 config, self.num_sms,
             )  # fmt: skip
             if self.is_gated:
-                _doubled(gated.gated(plan).config)
+                _doubled(gated(plan).config)
         except ValueError:
             return False
         return True
@@ -95,7 +95,7 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sums:
+class SumsProblem:
     """(rows, M) and (rows, N) to a (M, N) matrix for each of `num_groups` groups."""
 
     m: int
@@ -118,7 +118,7 @@ class Sums:
 
     def _works(self, config: Config) -> bool:
         try:
-            groups.sum_plan(self.m, self.n, self.rows, self.num_groups, self.dtype, self.out_dtype, config)
+            sum_plan(self.m, self.n, self.rows, self.num_groups, self.dtype, self.out_dtype, config)
         except ValueError:
             return False
         return True
@@ -162,12 +162,12 @@ def _doubled(config: Config) -> Config:
     return dataclasses.replace(config, **{name: 2 * getattr(config, name)})
 
 
-def ranked(problem: Rows | Sums, count: int, accept=lambda config: True) -> list[Config]:
+def ranked(problem: RaggedProblem | SumsProblem, count: int, accept=lambda config: True) -> list[Config]:
     """The `count` configurations of the least predicted time, of those that `accept` takes; the best first."""
     return sorted(filter(accept, problem.candidates()), key=problem.predict)[:count]
 
 
 @functools.lru_cache(4096)
-def best(problem: Rows | Sums) -> Config:
+def best(problem: RaggedProblem | SumsProblem) -> Config:
     """The configuration of the least predicted time."""
     return ranked(problem, 1)[0]

@@ -4,14 +4,15 @@
     o[rows of group g] = activation(lhs[rows of group g] @ rhs[g])
 
 Shapes: lhs (M, K), rhs (G, K, N), or (G, N, K) with `transpose_rhs`, group_sizes (G,) int32, o (M, N). With the
-activation "swiglu" rhs has 2N columns: those of the gate, then those of the up product (`gated.py`). Groups lie one
-after the other, from row 0; rows that belong to none are zeros. lhs and rhs are both bfloat16 or both float16; sums are
-float32; o is bfloat16, float16 or float32. Rows of lhs and rhs must be multiples of 16 bytes, which TMA asks for.
+activation "swiglu" rhs has 2N columns: the gate's, then the up product's (`kernel_gated.py`). Groups lie one after the
+other, from row 0; rows that belong to none are zeros. lhs and rhs are both bfloat16 or both float16; sums are float32;
+o is bfloat16, float16 or float32. Rows of lhs and rhs must be multiples of 16 bytes, which TMA asks for.
 
-Role and barrier tables: `kernel.py`, which holds the kernel. A tile begins at a row of its group, any row, and reaches
-over the group's end if the group has no more rows: what it computes of the next group's rows is not stored. Whole
-pieces are stored at once, the last ones of a group as pieces of 32, 16, 8, 4, 2 and 1 rows, or some of them. Where
-tiles are is read from a table that XLA makes of the sizes, or found in the sizes of few groups (`plan.py`).
+Role and barrier tables: `gemm/kernel.py`; what differs: `kernel.py`, which holds the kernel. A tile begins at a row of
+its group, any row, and reaches over the group's end if the group has no more rows: what it computes of the next group's
+rows is not stored. Whole pieces are stored at once, the last ones of a group as pieces of 32, 16, 8, 4, 2 and 1 rows,
+or some of them. Where tiles are is read from a table that XLA makes of the sizes, or found in the sizes of few groups
+(`tables.py`).
 
 Bound by: the tensor cores; with few rows a group, the memory that the matrices come from. `swapped` then computes the
 transposed product, whose tiles may have as few as 8 rows of lhs. `cost.py` chooses the tiles.
@@ -23,6 +24,7 @@ it inside `jax.shard_map`. Chapter: 16. Sources: Gale et al., "MegaBlocks" (2022
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +32,14 @@ from jax import lax
 
 from ... import _host, _numerics
 from .. import differentiable
-from ..kernel import fused_product, identity, multiply
+from ..kernel import identity
 from ..plan import Config
-from . import cost as group_cost
-from . import gated
-from . import plan as groups
+from . import arguments, cost
+from .kernel import product
+from .kernel_gated import gated, gated_product, swiglu
+from .plan import row_plan
 from .ragged_dot_transposed import sums
+from .tables import bounds
 
 
 def ragged_dot_reference(lhs, rhs, group_sizes, group_offset=0, transpose_rhs=False, activation=None):
@@ -54,7 +58,7 @@ def ragged_dot_reference(lhs, rhs, group_sizes, group_offset=0, transpose_rhs=Fa
 
 def _activation(op: str, activation):
     """The function of the product that `activation` names."""
-    return gated.swiglu if activation == "swiglu" else _numerics.activation_fn(op, activation)
+    return swiglu if activation == "swiglu" else _numerics.activation_fn(op, activation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,26 +68,26 @@ class Options:
     transpose_rhs: bool
     out_dtype: jnp.dtype
     config: Config | None
-    activation: object = identity
+    activation: Callable = identity
 
     @property
     def is_gated(self) -> bool:
-        return self.activation is gated.swiglu
+        return self.activation is swiglu
 
 
 def default_config(
     m, n, k, num_groups, dtype=jnp.bfloat16, out_dtype=None, transpose_rhs=False, is_gated=False, num_sms=132
 ) -> Config:
     """The configuration of the least predicted time for `n` columns of the result, if groups are alike."""
-    return group_cost.best(problem(m, n, k, num_groups, dtype, out_dtype, transpose_rhs, is_gated, num_sms))
+    return cost.best(problem(m, n, k, num_groups, dtype, out_dtype, transpose_rhs, is_gated, num_sms))
 
 
 def problem(
     m, n, k, num_groups, dtype=jnp.bfloat16, out_dtype=None, transpose_rhs=False, is_gated=False, num_sms=132
-) -> group_cost.Rows:
-    """The product as `group_cost.ranked` takes it, which says which configurations are worth timing."""
+) -> cost.RaggedProblem:
+    """The product as `cost.ranked` takes it, which says which configurations are worth timing."""
     dtypes = jnp.dtype(dtype), jnp.dtype(out_dtype or dtype)
-    return group_cost.Rows(m, n, k, num_groups, transpose_rhs, *dtypes, is_gated, num_sms)
+    return cost.RaggedProblem(m, n, k, num_groups, transpose_rhs, *dtypes, is_gated, num_sms)
 
 
 def _forward(lhs, rhs, group_sizes, group_offset, options: Options):
@@ -96,16 +100,16 @@ def _forward(lhs, rhs, group_sizes, group_offset, options: Options):
     config = options.config or default_config(
         m, n, k, num_groups, lhs.dtype, options.out_dtype, transpose_rhs, options.is_gated, target.num_sms
     )
-    plan = groups.row_plan(
+    plan = row_plan(
         m, n, k, num_groups, lhs.dtype, transpose_rhs, identity if options.is_gated else options.activation,
         options.out_dtype, config, target.num_sms, target.interpreted,
     )  # fmt: skip
-    plan = gated.gated(plan) if options.is_gated else plan
     table = plan.tiles.table_of(group_sizes, group_offset)
     operands = (lhs, rhs)[:: -1 if config.swapped else 1]
     params = _host.compiler_params(approx_math=options.activation is not identity and options.out_dtype.itemsize == 2)
-    how = gated.multiply if options.is_gated else multiply
-    return fused_product(*operands, {}, table, plan=plan, params=params, multiply=how)
+    if options.is_gated:
+        return gated_product(*operands, table, plan=gated(plan), params=params)
+    return product(*operands, table, plan=plan, params=params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -137,7 +141,7 @@ def _gradients(options: Options, lhs, rhs, group_sizes, group_offset, before, d_
 
     def is_used():
         """Which rows have groups: others may hold anything."""
-        (first, *_), (*_, last) = groups.bounds(group_sizes, m, group_offset, num_groups)
+        (first, *_), (*_, last) = bounds(group_sizes, m, group_offset, num_groups)
         row = jnp.arange(m, dtype=jnp.int32)[:, None]
         return (row >= first) & (row < last)
 
@@ -196,8 +200,8 @@ def ragged_dot(
     transpose_rhs = _host.option(op, "transpose_rhs", transpose_rhs, bool)
     _host.require_config(op, config, Config)
     differentiable.require_precision(op, precision)
-    groups.check_shapes(op, lhs, rhs, transpose_rhs)
-    groups.check_operands(op, lhs, rhs)
+    arguments.check_shapes(op, lhs, rhs, transpose_rhs)
+    arguments.check_operands(op, lhs, rhs)
     wanted = lhs.dtype if preferred_element_type is None else preferred_element_type
     out_dtype = _host.require_float(op, wanted, "preferred_element_type")
     if activation == "swiglu" and rhs.shape[1 if transpose_rhs else 2] % 2:
@@ -214,14 +218,14 @@ def ragged_dot(
     if callable(activation):  # Refused here, whether or not the kernel is to apply it.
         _numerics.lowerable(activation, jax.ShapeDtypeStruct((8,), jnp.float32))
     activation = identity if activation is None else _activation(op, activation)
-    group_sizes, group_offset = groups.check_groups(op, group_sizes, group_offset, lhs.shape[0], rhs.shape[0])
+    group_sizes, group_offset = arguments.check_groups(op, group_sizes, group_offset, lhs.shape[0], rhs.shape[0])
     operands = (lhs, rhs, group_sizes) if group_offset is None else (lhs, rhs, group_sizes, group_offset)
     lhs, rhs, group_sizes, group_offset = (*_host.reverse_only(op, *operands), None)[:4]
     return _ragged_dot(lhs, rhs, group_sizes, group_offset, Options(transpose_rhs, out_dtype, config, activation))
 
 
 ragged_dot.Config = Config  # `cookbook.ragged_dot` is this function, not its module.
-ragged_dot.check_group_sizes = groups.check_group_sizes
+ragged_dot.check_group_sizes = arguments.check_group_sizes
 
 
 def flops(m: int, n: int, k: int) -> int:

@@ -11,7 +11,7 @@ multiples of 16 values along K. Scales are of one of two kinds:
     by block            scale_lhs (M, K / 128), scale_rhs (G, N / 128, K / 128): one for each row and 128 values of K of
                         lhs, and for each square of 128 of a matrix; with a plain rhs (G, K / 128, N / 128)
 
-Role and barrier tables: `kernel.py`; tiles: `plan.py`; scales: `scales.py`. A step is 128 values of K, a block:
+Role and barrier tables: `kernel.py`; tiles: `plan.py`; scales: `kernel_fp8.py`. A step is 128 values of K, a block:
 its sums are scaled and added to those of the steps before in float32 registers, so that a tile has at most 128x128
 values, half of those of a plain product.
 
@@ -29,13 +29,12 @@ import functools
 import jax.numpy as jnp
 
 from ... import _host
-from ..kernel import fused_product, identity
+from ..kernel import identity
 from ..plan import Config
-from . import cost as group_cost
-from . import plan as groups
-from . import scales as group_scales
+from . import arguments, cost
+from .kernel_fp8 import BLOCK, IN_FLIGHT, pad_column_scales, pad_row_scales, scaled_product
+from .plan import row_plan
 from .ragged_dot import ragged_dot_reference
-from .scales import BLOCK
 
 DTYPE, UNIT = jnp.dtype(jnp.float8_e4m3fn), 16  # Values of a row along K: TMA's 16 bytes.
 REGISTER_VALUES = 200  # Registers that a thread, which has 232, can use for sums and scales.
@@ -61,22 +60,22 @@ def default_config(m, n, k, num_groups, out_dtype=jnp.bfloat16, by_block=False, 
 @functools.lru_cache(4096)
 def ranked(m, n, k, num_groups, count, out_dtype=jnp.bfloat16, by_block=False, num_sms=132) -> list[Config]:
     """The `count` configurations of the least predicted time, the best first: those that are worth timing."""
-    problem = group_cost.Rows(m, n, k, num_groups, True, DTYPE, jnp.dtype(out_dtype), num_sms=num_sms)
-    return group_cost.ranked(problem, count, _fits_blocks if by_block else lambda config: True)
+    problem = cost.RaggedProblem(m, n, k, num_groups, True, DTYPE, jnp.dtype(out_dtype), num_sms=num_sms)
+    return cost.ranked(problem, count, _fits_blocks if by_block else lambda config: True)
 
 
 def _fits_blocks(config: Config) -> bool:
     """Whether a warpgroup has one block's columns, and registers for the sums of all steps and of those in flight."""
     (rows, cols), mine = config.compute_tile, config.compute_tile[0 if config.swapped else 1]
-    values = rows * cols * (1 + group_scales.IN_FLIGHT) // 128
+    values = rows * cols * (1 + IN_FLIGHT) // 128
     # With `swapped` a thread also keeps scales of many rows, a quarter of the columns, for these steps and the next.
-    values += cols * group_scales.IN_FLIGHT // 2 if config.swapped else 0
+    values += cols * IN_FLIGHT // 2 if config.swapped else 0
     return values <= REGISTER_VALUES and BLOCK % mine == 0
 
 
 def _check(op: str, lhs, rhs, scale_lhs, scale_rhs, transpose_rhs: bool):
     """(M, N, K) and whether scales are of blocks."""
-    m, n, k = groups.check_shapes(op, lhs, rhs, transpose_rhs, UNIT)
+    m, n, k = arguments.check_shapes(op, lhs, rhs, transpose_rhs, UNIT)
     if lhs.dtype != DTYPE or rhs.dtype != DTYPE:
         raise ValueError(f"{_host.PACKAGE}.{op}: {lhs.dtype=}, {rhs.dtype=}; both must be {DTYPE}: scale and cast them")
     by_block, blocks = scale_rhs.ndim == 3, (-(-n // BLOCK), -(-k // BLOCK))
@@ -129,7 +128,7 @@ def ragged_dot_fp8(
     _host.require_config(op, config, Config)
     (m, n, k), by_block = _check(op, lhs, rhs, scale_lhs, scale_rhs, transpose_rhs)
     num_groups = rhs.shape[0]
-    group_sizes, group_offset = groups.check_groups(op, group_sizes, group_offset, m, num_groups)
+    group_sizes, group_offset = arguments.check_groups(op, group_sizes, group_offset, m, num_groups)
     operands = lhs, rhs, scale_lhs, scale_rhs
     lhs, rhs, scale_lhs, scale_rhs = _host.without_gradient(
         op, f"{_host.PACKAGE}.ragged_dot of 16-bit operands", *operands
@@ -143,19 +142,14 @@ def ragged_dot_fp8(
             f"{_host.PACKAGE}.{op}: {config.tile_m=} x {config.tile_n=}, {config.split_dim=}: with scales of blocks a "
             "warpgroup has at most 64 x 128 values (64 x 80 with swapped), and columns of o that divide 128"
         )
-    plan = group_scales.scaled(groups.row_plan(
-        m, n, k, num_groups, DTYPE, True, identity, out_dtype, config, target.num_sms, target.interpreted
-    ))  # fmt: skip
+    plan = row_plan(m, n, k, num_groups, DTYPE, True, identity, out_dtype, config, target.num_sms, target.interpreted)
     if not transpose_rhs:
         rhs, scale_rhs = rhs.mT, scale_rhs.mT if by_block else scale_rhs
-    table = (
-        plan.tiles.table_of(group_sizes, group_offset),
-        group_scales.row_scales(scale_lhs.reshape(m, -1), plan),
-        scale_rhs.astype(jnp.float32) if by_block else group_scales.column_scales(scale_rhs, plan),
-    )
-    operands, how = (lhs, rhs)[:: -1 if config.swapped else 1], group_scales
-    multiply = how.multiply_blocks if by_block else how.multiply
-    return fused_product(*operands, {}, table, plan=plan, params=_host.compiler_params(), multiply=multiply)
+    table = plan.tiles.table_of(group_sizes, group_offset)
+    of_rows = pad_row_scales(scale_lhs.reshape(m, -1), plan)
+    of_matrices = scale_rhs.astype(jnp.float32) if by_block else pad_column_scales(scale_rhs, plan)
+    operands = (lhs, rhs)[:: -1 if config.swapped else 1]
+    return scaled_product(*operands, table, of_rows, of_matrices, plan=plan, params=_host.compiler_params())
 
 
 ragged_dot_fp8.Config = Config  # `cookbook.ragged_dot_fp8` is this function, not its module.

@@ -7,8 +7,7 @@ Shapes: lhs (M, K), rhs (G, K, N), or (G, N, K) with `transpose_rhs`, scales (G,
 bfloat16 or float16, rhs int8, o bfloat16 or float16; sums are float32. Rows of lhs and of rhs, as it is read, must be
 multiples of 16 bytes. 8-bit integers are exact in either 16-bit float, so that only the quantization itself errs.
 
-Role and barrier tables: `kernel.py`; products: those of `dense/matmul_int8_weights.py`; tiles: `plan.py`; scales:
-`scales.py`.
+Role and barrier tables: `kernel.py`; what is done with weights and scales: `kernel_int8_weights.py`; tiles: `plan.py`.
 
 Bound by: the memory that the weights come from with few rows a group; with many, the tensor cores.
 
@@ -17,22 +16,20 @@ tensor cores want weights with K along their rows: a plain rhs is transposed, at
 (G, N, K). Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`. Chapter: 16b.
 """
 
-import dataclasses
 import functools
 
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ... import _device, _host
+from ... import _host
 from .. import cost
-from .. import plan as core
-from ..dense import cost_int8_weights, kernel_int8_weights
+from ..dense import cost_int8_weights
 from ..dense.kernel_int8_weights import Config
-from ..kernel import fused_product, identity
-from . import plan as groups
-from . import scales as group_scales
+from ..kernel import identity
+from ..plan import Operand, Plan, resident
+from . import arguments
+from .kernel_fp8 import pad_column_scales
+from .kernel_int8_weights import product
+from .plan import RowTiles
 from .ragged_dot import ragged_dot_reference
 
 
@@ -40,11 +37,6 @@ def ragged_dot_int8_weights_reference(lhs, rhs, scales, group_sizes, group_offse
     dtype = jnp.promote_types(lhs.dtype, jnp.float32)
     matrices = rhs.astype(dtype) * jnp.expand_dims(scales.astype(dtype), 2 if transpose_rhs else 1)
     return ragged_dot_reference(lhs.astype(dtype), matrices, group_sizes, group_offset, transpose_rhs)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan(kernel_int8_weights.Plan, group_scales.ScaledPlan):
-    """The weights are operand `a`, and lhs is operand `b`."""
 
 
 @functools.lru_cache(4096)
@@ -61,7 +53,7 @@ def ranked(m: int, n: int, k: int, num_groups: int, count: int, num_sms: int = 1
     def predict(c: Config) -> float:
         """Microseconds: those of the product of a group alike, as often as its tiles fit into the waves of all."""
         tiles = with_rows * max(1.0, rows / c.tile_n + 0.5) * -(-n // (c.tile_m * c.cluster_m))
-        waves = max(1.0, tiles / core.resident(num_sms, c.cluster_m) + 0.5)
+        waves = max(1.0, tiles / resident(num_sms, c.cluster_m) + 0.5)
         one = cost_int8_weights.predict(c, c.tile_n, c.tile_m * c.cluster_m, k, num_sms) - cost.H200.start
         memory = (with_rows * n * k + 2 * m * (n + k)) / cost.H200.read / 1e6
         return cost.H200.start + cost.longer(waves * one, memory)
@@ -70,20 +62,8 @@ def ranked(m: int, n: int, k: int, num_groups: int, count: int, num_sms: int = 1
     return sorted((c for c in found if c.split_k == 1), key=predict)[:count]
 
 
-def multiply(plan: Plan, ring: _device.Ring, w_smem, lhs_smem, before, acc, wide_smem=None):
-    """As `matmul_int8_weights.multiply`, for tiles that have steps; `acc` stays unused, because others have none."""
-    scale = plan.column_scales()
-    product = functools.partial(kernel_int8_weights.multiply, plan, ring, w_smem, lhs_smem, before, wide_smem=wide_smem)
-
-    def some():
-        return pl.run_scoped(product, plgpu.ACC(acc.shape)) * plan.spread(scale, 1)
-
-    none = lambda: plgpu.layout_cast(jnp.zeros(acc.shape, jnp.float32), plgpu.Layout.WGMMA)
-    return lax.cond(plan.tiles.num_steps > 0, some, none)
-
-
 def _check(op: str, lhs, rhs, scales, transpose_rhs: bool) -> tuple[int, int, int]:
-    m, n, k = groups.check_shapes(op, lhs, rhs, transpose_rhs, unit=16)
+    m, n, k = arguments.check_shapes(op, lhs, rhs, transpose_rhs, unit=16)
     if lhs.dtype not in (jnp.bfloat16, jnp.float16) or rhs.dtype != jnp.int8:
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {lhs.dtype=}, {rhs.dtype=}; must be bfloat16 or float16, and int8: cast them"
@@ -132,7 +112,7 @@ def ragged_dot_int8_weights(
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {config=}; must be of split_k=1: the device alone knows how many tiles there are"
         )
-    group_sizes, group_offset = groups.check_groups(op, group_sizes, group_offset, m, num_groups)
+    group_sizes, group_offset = arguments.check_groups(op, group_sizes, group_offset, m, num_groups)
     lhs, rhs, scales = _host.without_gradient(
         op, f"{_host.PACKAGE}.ragged_dot of dequantized weights", lhs, rhs, scales
     )
@@ -140,16 +120,14 @@ def ragged_dot_int8_weights(
         return jnp.zeros((m, n), out_dtype)
     target = _host.require_tensor_cores(op)
     config = config or default_config(m, n, k, num_groups, target.num_sms)
-    tiles = groups.RowTiles(n, m, k, config.tile_k, config, target.num_sms, num_groups=num_groups, axis=1)
+    tiles = RowTiles(n, m, k, config.tile_k, config, target.num_sms, num_groups=num_groups, axis=1)
     operands = (
-        core.Operand(rhs.dtype, config.tile_m, config.tile_k, False, stacked=True),
-        core.Operand(lhs.dtype, config.tile_n, config.tile_k, False),
+        Operand(rhs.dtype, config.tile_m, config.tile_k, False, stacked=True),
+        Operand(lhs.dtype, config.tile_n, config.tile_k, False),
     )
     plan = Plan(tiles, *operands, identity, out_dtype, target.interpreted)
-    table = tiles.table_of(group_sizes, group_offset), None, group_scales.column_scales(scales, plan)
-    return fused_product(
-        rhs if transpose_rhs else rhs.mT, lhs, {}, table, plan=plan, params=_host.compiler_params(), multiply=multiply
-    )
+    table, scales = tiles.table_of(group_sizes, group_offset), pad_column_scales(scales, plan)
+    return product(rhs if transpose_rhs else rhs.mT, lhs, table, scales, plan=plan, params=_host.compiler_params())
 
 
 ragged_dot_int8_weights.Config = Config  # `cookbook.ragged_dot_int8_weights` is this function, not its module.

@@ -7,12 +7,7 @@ Shapes: lhs (M, K), rhs (M, N), group_sizes (G,) int32, o (G, K, N). Groups lie 
 empty group is zeros. lhs and rhs are both bfloat16 or both float16; sums are float32; o is bfloat16, float16 or
 float32. Rows of lhs and rhs must be multiples of 16 bytes, which TMA asks for.
 
-Role table: `kernel.py`, which holds the kernel. A step is 64 rows. The first and the last step of a group may have rows
-of its neighbours: there the compute warpgroups write zeros over them, in both operands, so that no NaN of a neighbour
-gets into a sum. Barrier table: that of `kernel.py`, and
-
-    barrier   arrivals                       who waits
-    masked    both compute warpgroups        both, before they multiply a step in which they wrote zeros
+Role and barrier tables: `kernel_transposed.py`, which holds the kernel.
 
 Bound by: the tensor cores; with few rows a group, the memory that o goes to. Blocks take tiles of the largest groups
 first.
@@ -21,18 +16,15 @@ Not supported: batches (use `jax.vmap`), other dtypes, differentiation. Under an
 operands first: call it inside `jax.shard_map`. Chapter: 16b. Source: Gale et al., "MegaBlocks" (2022).
 """
 
-import functools
-
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _host
-from .. import kernel as roles
-from ..plan import COMPUTE, Config
-from . import cost as group_cost
-from . import plan as groups
+from ..plan import Config
+from . import arguments, cost
+from .kernel_transposed import product
+from .plan import sum_plan
+from .tables import bounds, sum_table
 
 
 def ragged_dot_transposed_reference(lhs, rhs, group_sizes):
@@ -49,41 +41,12 @@ def ragged_dot_transposed_reference(lhs, rhs, group_sizes):
 
 def default_config(m, k, n, num_groups, dtype=jnp.bfloat16, out_dtype=None, num_sms=132) -> Config:
     """The configuration of the least predicted time, if groups are alike."""
-    return group_cost.best(problem(m, k, n, num_groups, dtype, out_dtype, num_sms))
+    return cost.best(problem(m, k, n, num_groups, dtype, out_dtype, num_sms))
 
 
-def problem(m, k, n, num_groups, dtype=jnp.bfloat16, out_dtype=None, num_sms=132) -> group_cost.Sums:
-    """The sums as `group_cost.ranked` takes them, which says which configurations are worth timing."""
-    return group_cost.Sums(k, n, m, num_groups, jnp.dtype(dtype), jnp.dtype(out_dtype or dtype), num_sms)
-
-
-def _mask(plan: groups.SumPlan, masked, step, a_smem, b_smem):
-    """Writes zeros over the rows of a step's tiles that belong to other groups, in the first and the last step."""
-    entry, role, size = plan.tiles.entry, lax.axis_index("role"), plan.tiles.tile_k
-    begin = plan.k(step)
-
-    @pl.when((begin < entry.start) | (begin + size > entry.end))
-    def _():
-        row = begin + plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (size, 64), 0), plgpu.Layout.WGMMA)
-        inside = (row >= entry.start) & (row < entry.end)
-
-        def mask(block):
-            values = plgpu.load(block, layout=plgpu.Layout.WGMMA)
-            block[...] = jnp.where(inside, values, jnp.zeros_like(values))
-
-        for operand, smem in ((plan.a, a_smem), (plan.b, b_smem)):
-            blocks = operand.rows // 64
-            for i in range(0, blocks, COMPUTE):  # The warpgroups take turns.
-                mine = functools.partial(mask, operand.block(smem, i + role))
-                mine() if i + COMPUTE <= blocks else pl.when(role == 0)(mine)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(masked)
-        plgpu.barrier_wait(masked)
-
-
-def multiply(plan: groups.SumPlan, ring, a_smem, b_smem, before, acc, masked):
-    """`roles.multiply`, of this group's rows alone."""
-    return roles.multiply(plan, ring, a_smem, b_smem, before, acc, prepare=functools.partial(_mask, plan, masked))
+def problem(m, k, n, num_groups, dtype=jnp.bfloat16, out_dtype=None, num_sms=132) -> cost.SumsProblem:
+    """The sums as `cost.ranked` takes them, which says which configurations are worth timing."""
+    return cost.SumsProblem(k, n, m, num_groups, jnp.dtype(dtype), jnp.dtype(out_dtype or dtype), num_sms)
 
 
 def sums(lhs, rhs, group_sizes, group_offset, count: int, out_dtype, config: Config | None = None):
@@ -93,9 +56,9 @@ def sums(lhs, rhs, group_sizes, group_offset, count: int, out_dtype, config: Con
         return jnp.zeros((count, k, n), out_dtype)
     target = _host.require_tensor_cores(op)
     config = config or default_config(m, k, n, count, lhs.dtype, out_dtype, target.num_sms)
-    plan = groups.sum_plan(k, n, m, count, lhs.dtype, out_dtype, config, target.num_sms, target.interpreted)
-    table = groups.sum_table(*groups.bounds(group_sizes, m, group_offset, count))
-    return roles.fused_product(lhs, rhs, {}, table, plan=plan, params=_host.compiler_params(), multiply=multiply)
+    plan = sum_plan(k, n, m, count, lhs.dtype, out_dtype, config, target.num_sms, target.interpreted)
+    table = sum_table(*bounds(group_sizes, m, group_offset, count))
+    return product(lhs, rhs, table, plan=plan, params=_host.compiler_params())
 
 
 def ragged_dot_transposed(
@@ -125,7 +88,7 @@ def ragged_dot_transposed(
     _host.require_config(op, config, Config)
     if lhs.ndim != 2 or rhs.ndim != 2 or lhs.shape[0] != rhs.shape[0]:
         raise ValueError(f"{_host.PACKAGE}.{op}: {lhs.shape=}, {rhs.shape=}; must be (M, K) and (M, N)")
-    groups.check_operands(op, lhs, rhs)
+    arguments.check_operands(op, lhs, rhs)
     _host.require_indices(op, M=lhs.shape[0], N=rhs.shape[1], K=lhs.shape[1])
     wanted = lhs.dtype if preferred_element_type is None else preferred_element_type
     out_dtype = _host.require_float(op, wanted, "preferred_element_type")
@@ -135,7 +98,7 @@ def ragged_dot_transposed(
         )
     if num_groups is not None and (num_groups := _host.option(op, "num_groups", num_groups, int)) < 0:
         raise ValueError(f"{_host.PACKAGE}.{op}: {num_groups=}; must be at least 0: pass the number of groups")
-    group_sizes, group_offset = groups.check_groups(op, group_sizes, group_offset, lhs.shape[0], num_groups)
+    group_sizes, group_offset = arguments.check_groups(op, group_sizes, group_offset, lhs.shape[0], num_groups)
     lhs, rhs = _host.without_gradient(op, f"{op}_reference, of the same module,", lhs, rhs)
     count = group_sizes.size if num_groups is None else num_groups
     return sums(lhs, rhs, group_sizes, group_offset, count, out_dtype, config)

@@ -7,7 +7,7 @@ Shapes: a (M, K), b (K, N), o (M, N), of one dtype: float32, bfloat16 or float16
 16-bit operands; float32 operands keep all their bits, which the tensor cores would round to 11. Rows of a, b and o must
 be multiples of 16 bytes, which TMA asks for.
 
-Role table: one warpgroup a block computes one tile of o, and has three roles in turn.
+Role table: one warpgroup per block computes one tile of o, and has three roles in turn.
 
     load      starts the TMA copies of a tile of a and of b into a slot of the ring in shared memory
     compute   waits for a slot to arrive; for each k in it, adds the outer product of a's column and b's row
@@ -34,7 +34,6 @@ linear algebra" (2008), with TMA in place of loads and stores.
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +46,6 @@ from ... import _device, _host
 LANES_M, LANES_N, WARPS = 4, 8, 4  # A warp's threads stand 4 x 8 on the tile, a warpgroup's warps one above the other.
 ROWS = LANES_M * WARPS  # A thread has every ROWS-th row of the tile.
 LOAD_BYTES = 16  # The widest load from shared memory.
-SMEM_ALIGNMENT = 1024  # Bytes: each buffer in shared memory begins at a multiple of it.
 TILE_MAX = 128 * 128  # Values of o a block: 128 registers of each thread. More spill.
 
 
@@ -104,140 +102,108 @@ def _check(a, b):
     _host.require_indices("matmul_blocked", M=a.shape[0], N=b.shape[1], K=b.shape[0])
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Statics of one product."""
-
-    m: int
-    n: int
-    k: int
-    dtype: jnp.dtype
-    config: Config
-
-    def __post_init__(self):
-        if self.smem_bytes > _device.SMEM_BYTES_MAX:
-            raise ValueError(
-                f"{self.config} needs {self.smem_bytes} bytes of shared memory for {self.dtype}, and a block has "
-                f"{_device.SMEM_BYTES_MAX}: take fewer stages or smaller tiles"
-            )
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        return pl.cdiv(self.m, self.config.tile_m), pl.cdiv(self.n, self.config.tile_n)
-
-    @property
-    def num_steps(self) -> int:
-        return pl.cdiv(self.k, self.config.tile_k)
-
-    @property
-    def vec(self) -> int:
-        """Neighbouring values of a row that a thread loads at once."""
-        return LOAD_BYTES // self.dtype.itemsize
-
-    @property
-    def o_layout(self):
-        """Layout of a tile of o: every thread has runs of `vec` columns in every ROWS-th row."""
-        cols = LANES_N * self.vec
-        tiling = plgpu.Tiling(((ROWS, cols), (LANES_M, cols), (self.vec,)))
-        return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
-
-    @property
-    def a_layout(self):
-        """Layout of some columns of a: a thread has all of them in its rows of o. LANES_N threads hold the same."""
-        tiling = plgpu.Tiling(((ROWS, 1), (LANES_M, 1)))
-        return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-2, plgpu.Replicated(LANES_N)), vector_dim=-1)
-
-    @property
-    def ring(self) -> dict:
-        c = self.config
-        return dict(
-            a_smem=plgpu.SMEM((c.num_stages, c.tile_m, c.tile_k), self.dtype),
-            b_smem=plgpu.SMEM((c.num_stages, c.tile_k, c.tile_n), self.dtype),
-            filled=plgpu.Barrier(num_arrivals=2, num_barriers=c.num_stages),
-        )
-
-    @property
-    def smem_bytes(self) -> int:
-        """The ring, or the tile of o that takes its place, and the ring's barriers of 8 bytes."""
-        c = self.config
-        room = lambda shape: pl.cdiv(math.prod(shape) * self.dtype.itemsize, SMEM_ALIGNMENT) * SMEM_ALIGNMENT
-        ring = room(self.ring["a_smem"].shape) + room(self.ring["b_smem"].shape)
-        return max(ring, room((c.tile_m, c.tile_n))) + 8 * c.num_stages
+def scratch(config: Config, dtype) -> dict:
+    """The ring."""
+    c = config
+    return dict(
+        a_smem=plgpu.SMEM((c.num_stages, c.tile_m, c.tile_k), dtype),
+        b_smem=plgpu.SMEM((c.num_stages, c.tile_k, c.tile_n), dtype),
+        filled=plgpu.Barrier(num_arrivals=2, num_barriers=c.num_stages),
+    )
 
 
-def _load(plan: Plan, mi, ni, a_gmem, b_gmem, step, a_smem, b_smem, filled):
-    """Start the copies of one step into its slot. Elements outside an operand arrive as zeros."""
-    c, slot = plan.config, lax.rem(step, plan.config.num_stages)
-    m, n, k = (pl.ds(i * size, size) for i, size in ((mi, c.tile_m), (ni, c.tile_n), (step, c.tile_k)))
-    with jax.named_scope("load"):
-        plgpu.copy_gmem_to_smem(a_gmem.at[m, k], a_smem.at[slot], filled.at[slot])
-        plgpu.copy_gmem_to_smem(b_gmem.at[k, n], b_smem.at[slot], filled.at[slot])
+def smem_bytes(config: Config, dtype) -> int:
+    """The ring, or the tile of o that takes its place, and the ring's barriers."""
+    ring, o_smem = scratch(config, dtype), plgpu.SMEM((config.tile_m, config.tile_n), dtype)
+    barriers = _device.smem_bytes(dict(filled=ring.pop("filled")))
+    return max(_device.smem_bytes(ring), _device.smem_bytes(dict(o_smem=o_smem))) + barriers
 
 
-def _columns(plan: Plan, a_smem, slot, start):
+def _layouts(vec: int):
+    """Layouts of a tile of o, and of some columns of a, where a thread loads `vec` neighbouring values at once.
+
+    Every thread has runs of `vec` columns in every ROWS-th row of o, and all of a's columns in these rows: LANES_N
+    threads hold the same of a.
+    """
+    cols = LANES_N * vec
+    o_tiling, a_tiling = plgpu.Tiling(((ROWS, cols), (LANES_M, cols), (vec,))), plgpu.Tiling(((ROWS, 1), (LANES_M, 1)))
+    o_layout = plgpu.Layout.TILED(o_tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+    lane_dims = -2, plgpu.Replicated(LANES_N)
+    return o_layout, plgpu.Layout.TILED(a_tiling, warp_dims=(-4,), lane_dims=lane_dims, vector_dim=-1)
+
+
+def _columns(a_smem, slot, start, vec: int, layout):
     """Columns `start` to `start + vec` of a tile of a, each a (tile_m,) in the layout of o's rows.
 
     A value in registers cannot be indexed by column, but it can be summed over columns. The sum of one column and of
     zeros costs nothing: which columns are zeros is known when the kernel is compiled, and adding integer zeros folds.
     """
-    a = plgpu.load(a_smem.at[slot, :, pl.ds(start, plan.vec)], layout=plan.a_layout, optimized=False)
+    a = _device.load(a_smem.at[slot, :, pl.ds(start, vec)], layout)
     bits = lax.bitcast_convert_type(a.astype(jnp.float32), jnp.int32)
-    ids = plgpu.broadcasted_iota(jnp.int32, bits.shape, 1, layout=plan.a_layout)
-    picked = [jnp.sum(jnp.where(ids == i, bits, 0), axis=1) for i in range(plan.vec)]
+    ids = plgpu.broadcasted_iota(jnp.int32, bits.shape, 1, layout=layout)
+    picked = [jnp.sum(jnp.where(ids == i, bits, 0), axis=1) for i in range(vec)]
     return [lax.bitcast_convert_type(column, jnp.float32) for column in picked]
 
 
-def _compute(plan: Plan, load, ring, step, acc):
-    """`acc` and the product of the slot of `step`, which is refilled."""
-    slot = lax.rem(step, plan.config.num_stages)
-    with jax.named_scope("wait"):
-        plgpu.barrier_wait(ring["filled"].at[slot])
-    with jax.named_scope("compute"):
-        for k in range(plan.config.tile_k):
-            if k % plan.vec == 0:
-                columns = _columns(plan, ring["a_smem"], slot, k)
-            row = plgpu.load(ring["b_smem"].at[slot, k], layout=plan.o_layout.reduce(0), optimized=False)
-            row = lax.broadcast_in_dim(row.astype(jnp.float32), acc.shape, [1])
-            acc += lax.broadcast_in_dim(columns[k % plan.vec], acc.shape, [0]) * row
-        plgpu.commit_smem()  # No thread reads the slot any longer.
-    ahead = step + plan.config.num_stages
-    pl.when(ahead < plan.num_steps)(lambda: load(ahead, **ring))
-    return acc
+def _kernel(a_gmem, b_gmem, o_gmem, *, sizes, config: Config):
+    c, (rows, cols, depth), dtype = config, sizes, o_gmem.dtype
+    num_steps, vec = pl.cdiv(depth, c.tile_k), LOAD_BYTES // dtype.itemsize
+    o_layout, a_layout = _layouts(vec)
+    grid = pl.cdiv(rows, c.tile_m), pl.cdiv(cols, c.tile_n)
+    mi, ni = plgpu.planar_snake(lax.axis_index("tile"), grid, 0, c.grid_tile_width)
 
+    def with_ring(a_smem, b_smem, filled):
+        def load(step):
+            """Starts the copies of a step into its slot. Elements outside an operand arrive as zeros."""
+            slot = lax.rem(step, c.num_stages)
+            m, n, k = (pl.ds(i * size, size) for i, size in ((mi, c.tile_m), (ni, c.tile_n), (step, c.tile_k)))
+            with jax.named_scope("load"):
+                plgpu.copy_gmem_to_smem(a_gmem.at[m, k], a_smem.at[slot], filled.at[slot])
+                plgpu.copy_gmem_to_smem(b_gmem.at[k, n], b_smem.at[slot], filled.at[slot])
 
-def _store(plan: Plan, mi, ni, acc, o_gmem, o_smem):
-    tile_m, tile_n = o_smem.shape
-    with jax.named_scope("store"):
-        _device.store(o_smem, acc.astype(o_smem.dtype))
-        plgpu.commit_smem()
-        # This is always ni * tile_n. Written so that it might be odd, it keeps JAX from swizzling o_smem: TMA stores a
-        # swizzled buffer only in whole tiles, and the sides of o need not be multiples of these.
-        first = jnp.minimum(ni * tile_n, plan.n | 1)
-        plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[pl.ds(mi * tile_m, tile_m), pl.ds(first, tile_n)])
-        plgpu.wait_smem_to_gmem(0)
+        def compute(step, acc):
+            """`acc` and the product of the slot of `step`, which is refilled."""
+            slot = lax.rem(step, c.num_stages)
+            with jax.named_scope("wait"):
+                plgpu.barrier_wait(filled.at[slot])
+            with jax.named_scope("compute"):
+                for k in range(c.tile_k):
+                    if k % vec == 0:
+                        columns = _columns(a_smem, slot, k, vec, a_layout)
+                    row = _device.load(b_smem.at[slot, k], o_layout.reduce(0)).astype(jnp.float32)
+                    row = _device.spread(row, 1, acc.shape)
+                    acc += _device.spread(columns[k % vec], 0, acc.shape) * row
+                plgpu.commit_smem()  # No thread reads the slot any longer.
+            ahead = step + c.num_stages
+            pl.when(ahead < num_steps)(lambda: load(ahead))
+            return acc
 
+        pl.loop(0, min(c.num_stages, num_steps))(load)
+        zeros = plgpu.layout_cast(jnp.zeros((c.tile_m, c.tile_n), jnp.float32), o_layout)
+        return lax.fori_loop(0, num_steps, compute, zeros)
 
-def _kernel(a_gmem, b_gmem, o_gmem, *, plan: Plan):
-    c = plan.config
-    mi, ni = plgpu.planar_snake(lax.axis_index("tile"), plan.grid, 0, c.grid_tile_width)
-    load = functools.partial(_load, plan, mi, ni, a_gmem, b_gmem)
+    def store(o_smem):
+        with jax.named_scope("store"):
+            _device.store(o_smem, acc.astype(dtype))
+            plgpu.commit_smem()
+            # This is always ni * tile_n. Written so that it might be odd, it keeps JAX from swizzling o_smem: TMA
+            # stores a swizzled buffer only in whole tiles, and the sides of o need not be multiples of these.
+            first = jnp.minimum(ni * c.tile_n, cols | 1)
+            plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[pl.ds(mi * c.tile_m, c.tile_m), pl.ds(first, c.tile_n)])
+            plgpu.wait_smem_to_gmem(0)
 
-    def with_ring(**ring):
-        pl.loop(0, min(c.num_stages, plan.num_steps))(functools.partial(load, **ring))
-        zeros = plgpu.layout_cast(jnp.zeros((c.tile_m, c.tile_n), jnp.float32), plan.o_layout)
-        return lax.fori_loop(0, plan.num_steps, functools.partial(_compute, plan, load, ring), zeros)
-
-    acc = pl.run_scoped(with_ring, **plan.ring)
+    acc = pl.run_scoped(with_ring, **scratch(c, dtype))
     # Scoped apart from the ring, so that the tile of o takes the ring's place in shared memory.
-    pl.run_scoped(functools.partial(_store, plan, mi, ni, acc, o_gmem), plgpu.SMEM(acc.shape, plan.dtype))
+    pl.run_scoped(store, plgpu.SMEM(acc.shape, dtype))
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "params"))
-def _call(a, b, *, plan: Plan, params):
+@functools.partial(jax.jit, static_argnames=("config", "params"))
+def _call(a, b, *, config: Config, params):
+    (m, k), n = a.shape, b.shape[1]
     return _host.kernel(
-        functools.partial(_kernel, plan=plan),
-        out_type=jax.ShapeDtypeStruct((plan.m, plan.n), plan.dtype),
-        grid=(math.prod(plan.grid),),
+        functools.partial(_kernel, sizes=(m, n, k), config=config),
+        out_type=jax.ShapeDtypeStruct((m, n), a.dtype),
+        grid=(pl.cdiv(m, config.tile_m) * pl.cdiv(n, config.tile_n),),
         grid_names=("tile",),
         compiler_params=params,
     )(a, b)
@@ -267,8 +233,13 @@ def matmul_blocked(a, b, *, config: Config | None = None):
     if 0 in (m, n, k):
         return jnp.zeros((m, n), a.dtype)
     _host.require_target("matmul_blocked")
-    plan = Plan(m, n, k, jnp.dtype(a.dtype), config or default_config(m, n, k))
-    return _call(a, b, plan=plan, params=_host.compiler_params(reduction_scratch_bytes=0))  # Sums stay in a thread.
+    config = config or default_config(m, n, k)
+    if (needed := smem_bytes(config, a.dtype)) > _device.SMEM_BYTES_MAX:
+        raise ValueError(
+            f"{_host.PACKAGE}.matmul_blocked: {config} needs {needed} bytes of shared memory for {a.dtype}, and a "
+            f"block has {_device.SMEM_BYTES_MAX}: take fewer stages or smaller tiles"
+        )
+    return _call(a, b, config=config, params=_host.compiler_params(reduction_scratch_bytes=0))  # Sums stay in a thread.
 
 
 matmul_blocked.Config = Config  # `cookbook.matmul_blocked` is this function, not its module.

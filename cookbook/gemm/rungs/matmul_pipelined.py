@@ -7,7 +7,7 @@ Shapes: a (M, K), b (K, N), o (M, N); with `transpose_a` a is (K, M), with `tran
 a and b are both bfloat16 or both float16; sums are float32; o is bfloat16, float16 or float32. Rows of a and b must be
 multiples of 16 bytes, which TMA asks for.
 
-Role table: one warpgroup a block computes one tile of o. `emit_pipeline` issues the TMA copies of the next tiles of a
+Role table: one warpgroup per block computes one tile of o. `emit_pipeline` issues the TMA copies of the next tiles of a
 and b, and the warpgroup the WGMMAs of this one. Two blocks share an SM where registers and shared memory allow it:
 one's epilogue runs while the other multiplies.
 
@@ -78,8 +78,12 @@ class Config:
     @property
     def smem_bytes(self) -> int:
         """The ring, or the tile of o (in float32) that takes its place."""
-        ring = 2 * self.num_stages * (self.tile_m + self.tile_n) * self.tile_k
-        return max(ring, 4 * self.tile_m * self.tile_n)
+        ring = dict(
+            a_smem=plgpu.SMEM((self.num_stages, self.tile_m, self.tile_k), jnp.bfloat16),
+            b_smem=plgpu.SMEM((self.num_stages, self.tile_k, self.tile_n), jnp.bfloat16),
+        )
+        o_smem = plgpu.SMEM((self.tile_m, self.tile_n), jnp.float32)
+        return max(_device.smem_bytes(ring), _device.smem_bytes(dict(o_smem=o_smem)))
 
 
 def default_config(m: int, n: int, k: int) -> Config:
@@ -92,85 +96,60 @@ def default_config(m: int, n: int, k: int) -> Config:
     return Config()
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Statics of the kernel: sizes, the activation, and which operand lies transposed."""
+def _kernel(a_gmem, b_gmem, o_gmem, *, sizes, transpose_a: bool, transpose_b: bool, activation, config: Config):
+    c, (m, n, k) = config, sizes
+    grid = pl.cdiv(m, c.tile_m), pl.cdiv(n, c.tile_n)
+    mi, ni = plgpu.planar_snake(lax.axis_index("tile"), grid, c.grid_minor_dim, c.grid_tile_width)
+    a_shape, a_index = (c.tile_m, c.tile_k), lambda ki: (mi, ki)
+    b_shape, b_index = (c.tile_k, c.tile_n), lambda ki: (ki, ni)
+    if transpose_a:
+        a_shape, a_index = a_shape[::-1], lambda ki: (ki, mi)
+    if transpose_b:
+        b_shape, b_index = b_shape[::-1], lambda ki: (ni, ki)
 
-    m: int
-    n: int
-    k: int
-    transpose_a: bool
-    transpose_b: bool
-    activation: object
-    config: Config
+    def multiply(acc):
+        def step(_, a_smem, b_smem):
+            with jax.named_scope("wgmma"):
+                plgpu.wgmma(acc, a_smem.T if transpose_a else a_smem, b_smem.T if transpose_b else b_smem)
+                plgpu.wgmma_wait(c.delay_release)
 
-    @property
-    def grid_tiles(self) -> tuple[int, int]:
-        return pl.cdiv(self.m, self.config.tile_m), pl.cdiv(self.n, self.config.tile_n)
+        plgpu.emit_pipeline(
+            step,
+            grid=(pl.cdiv(k, c.tile_k),),
+            in_specs=[
+                plgpu.BlockSpec(a_shape, a_index, delay_release=c.delay_release),
+                plgpu.BlockSpec(b_shape, b_index, delay_release=c.delay_release),
+            ],
+            max_concurrent_steps=c.num_stages,
+        )(a_gmem, b_gmem)
+        return acc[...]
 
-    def in_specs(self, mi, ni):
-        """Block specs of a and b for tile (mi, ni) of o; the pipeline runs over K."""
-        c = self.config
-        a_shape, a_index = (c.tile_m, c.tile_k), lambda ki: (mi, ki)
-        b_shape, b_index = (c.tile_k, c.tile_n), lambda ki: (ki, ni)
-        if self.transpose_a:
-            a_shape, a_index = a_shape[::-1], lambda ki: (ki, mi)
-        if self.transpose_b:
-            b_shape, b_index = b_shape[::-1], lambda ki: (ni, ki)
-        return [
-            plgpu.BlockSpec(a_shape, a_index, delay_release=c.delay_release),
-            plgpu.BlockSpec(b_shape, b_index, delay_release=c.delay_release),
-        ]
+    def store(o_smem):
+        with jax.named_scope("store"):
+            for start in range(0, c.tile_n, EPILOGUE_COLUMNS):
+                columns = slice(start, start + EPILOGUE_COLUMNS)
+                o_smem[:, columns] = activation(values[:, columns]).astype(o_smem.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[pl.ds(mi * c.tile_m, c.tile_m), pl.ds(ni * c.tile_n, c.tile_n)])
+            plgpu.wait_smem_to_gmem(0)
 
-
-def _multiply(acc, a_gmem, b_gmem, plan: Plan, mi, ni):
-    def step(_, a_smem, b_smem):
-        with jax.named_scope("wgmma"):
-            plgpu.wgmma(acc, a_smem.T if plan.transpose_a else a_smem, b_smem.T if plan.transpose_b else b_smem)
-            plgpu.wgmma_wait(plan.config.delay_release)
-
-    plgpu.emit_pipeline(
-        step,
-        grid=(pl.cdiv(plan.k, plan.config.tile_k),),
-        in_specs=plan.in_specs(mi, ni),
-        max_concurrent_steps=plan.config.num_stages,
-    )(a_gmem, b_gmem)
-    return acc[...]
-
-
-def _store(o_gmem, plan: Plan, mi, ni, values, o_smem):
-    with jax.named_scope("store"):
-        for n in range(0, plan.config.tile_n, EPILOGUE_COLUMNS):
-            columns = slice(n, n + EPILOGUE_COLUMNS)
-            o_smem[:, columns] = plan.activation(values[:, columns]).astype(o_smem.dtype)
-        plgpu.commit_smem()
-        tile_m, tile_n = plan.config.tile_m, plan.config.tile_n
-        plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[pl.ds(mi * tile_m, tile_m), pl.ds(ni * tile_n, tile_n)])
-        plgpu.wait_smem_to_gmem(0)
-
-
-def _kernel(a_gmem, b_gmem, o_gmem, *, plan: Plan):
-    c = plan.config
-    mi, ni = plgpu.planar_snake(lax.axis_index("tile"), plan.grid_tiles, c.grid_minor_dim, c.grid_tile_width)
-    multiply = lambda acc: _multiply(acc, a_gmem, b_gmem, plan, mi, ni)
     values = pl.run_scoped(multiply, plgpu.ACC((c.tile_m, c.tile_n), jnp.float32))
     # Scoped apart from the ring, so that the tile of o takes the ring's place in shared memory.
-    store = functools.partial(_store, o_gmem, plan, mi, ni, values)
     pl.run_scoped(store, plgpu.SMEM((c.tile_m, c.tile_n), o_gmem.dtype))
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("m", "n", "k", "transpose_a", "transpose_b", "activation", "out_dtype", "config", "params"),
+    static_argnames=("sizes", "transpose_a", "transpose_b", "activation", "out_dtype", "config", "params"),
 )
-def _call(a, b, *, m, n, k, transpose_a, transpose_b, activation, out_dtype, config, params):
+def _call(a, b, *, sizes, transpose_a, transpose_b, activation, out_dtype, config, params):
+    (m, n, _), values = sizes, jax.ShapeDtypeStruct((config.tile_m * config.tile_n,), jnp.float32)
     a, b = _host.pad_to_tiles(a, _device.SWIZZLE_TILE), _host.pad_to_tiles(b, _device.SWIZZLE_TILE)
-    activation = _numerics.lowerable(activation, jax.ShapeDtypeStruct((config.tile_m * config.tile_n,), jnp.float32))
-    plan = Plan(m, n, k, transpose_a, transpose_b, activation, config)
+    how = dict(sizes=sizes, transpose_a=transpose_a, transpose_b=transpose_b, config=config)
     out = _host.kernel(
-        functools.partial(_kernel, plan=plan),
+        functools.partial(_kernel, activation=_numerics.lowerable(activation, values), **how),
         out_type=jax.ShapeDtypeStruct(_host.padded_shape((m, n), _device.SWIZZLE_TILE), out_dtype),
-        grid=(plan.grid_tiles[0] * plan.grid_tiles[1],),
+        grid=(pl.cdiv(m, config.tile_m) * pl.cdiv(n, config.tile_n),),
         grid_names=("tile",),
         compiler_params=params,
     )(a, b)
@@ -212,7 +191,7 @@ def matmul_pipelined(
         return jnp.broadcast_to(activation(jnp.zeros((), jnp.float32)), (m, n)).astype(out_dtype)
     _host.require_tensor_cores("matmul_pipelined")
     return _call(
-        a, b, m=m, n=n, k=k, transpose_a=transpose_a, transpose_b=transpose_b, activation=activation,
+        a, b, sizes=(m, n, k), transpose_a=transpose_a, transpose_b=transpose_b, activation=activation,
         out_dtype=out_dtype, config=config or default_config(m, n, k),
         params=_host.compiler_params(approx_math=out_dtype.itemsize == 2),
     )  # fmt: skip

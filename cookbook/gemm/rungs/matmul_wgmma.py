@@ -7,7 +7,7 @@ Shapes: a (M, K), b (K, N), o (M, N); with `transpose_a` a is (K, M), with `tran
 a and b are both bfloat16 or both float16; sums are float32; o is bfloat16, float16 or float32. Rows of a and b must be
 multiples of 16 bytes, which TMA asks for.
 
-Role table: one warpgroup a block computes one tile of o, and has three roles in turn.
+Role table: one warpgroup per block computes one tile of o, and has three roles in turn.
 
     load      starts the TMA copies of a tile of a and of b into a slot of the ring in shared memory
     multiply  waits for a slot to arrive, starts its WGMMA, waits until the one before has finished
@@ -77,9 +77,9 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        """The ring and its barriers of 8 bytes, or the tile of o (in float32) that takes its place."""
-        ring = self.num_stages * (2 * (self.tile_m + self.tile_n) * self.tile_k + 8)
-        return max(ring, 4 * self.tile_m * self.tile_n)
+        """The ring and its barriers, or the tile of o (in float32) that takes its place."""
+        o_smem = plgpu.SMEM((self.tile_m, self.tile_n), jnp.float32)
+        return max(_device.smem_bytes(scratch(self, jnp.bfloat16)), _device.smem_bytes(dict(o_smem=o_smem)))
 
 
 def default_config(m: int, n: int, k: int) -> Config:
@@ -87,107 +87,79 @@ def default_config(m: int, n: int, k: int) -> Config:
     return Config(tile_m=64 if m <= 64 else 128, tile_n=64 if n <= 64 else 128)
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Statics of one product: sizes as the caller has them, before padding."""
-
-    m: int
-    n: int
-    k: int
-    transpose_a: bool
-    transpose_b: bool
-    config: Config
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        return pl.cdiv(self.m, self.config.tile_m), pl.cdiv(self.n, self.config.tile_n)
-
-    @property
-    def num_steps(self) -> int:
-        return pl.cdiv(self.k, self.config.tile_k)
-
-    @property
-    def ahead(self) -> int:
-        """Steps that are loaded ahead of the product that is started."""
-        return self.config.num_stages - IN_FLIGHT
-
-    def scratch(self, dtype) -> dict:
-        """The ring, for operands of `dtype`."""
-        c = self.config
-        a_shape = (c.tile_k, c.tile_m) if self.transpose_a else (c.tile_m, c.tile_k)
-        b_shape = (c.tile_n, c.tile_k) if self.transpose_b else (c.tile_k, c.tile_n)
-        return dict(
-            a_smem=plgpu.SMEM((c.num_stages, *a_shape), dtype),
-            b_smem=plgpu.SMEM((c.num_stages, *b_shape), dtype),
-            loaded=plgpu.Barrier(num_arrivals=2, num_barriers=c.num_stages),
-        )
+def scratch(config: Config, dtype, transpose_a=False, transpose_b=False) -> dict:
+    """The ring, for operands of `dtype`."""
+    c = config
+    a_shape = (c.tile_k, c.tile_m) if transpose_a else (c.tile_m, c.tile_k)
+    b_shape = (c.tile_n, c.tile_k) if transpose_b else (c.tile_k, c.tile_n)
+    return dict(
+        a_smem=plgpu.SMEM((c.num_stages, *a_shape), dtype),
+        b_smem=plgpu.SMEM((c.num_stages, *b_shape), dtype),
+        loaded=plgpu.Barrier(num_arrivals=2, num_barriers=c.num_stages),
+    )
 
 
-def _load(plan: Plan, mi, ni, a_gmem, b_gmem, step, a_smem, b_smem, loaded):
-    """Start the copies of one step into its slot. Elements outside an operand arrive as zeros."""
-    c, slot = plan.config, lax.rem(step, plan.config.num_stages)
-    m, n, k = (pl.ds(i * size, size) for i, size in ((mi, c.tile_m), (ni, c.tile_n), (step, c.tile_k)))
-    with jax.named_scope("load"):
-        a_tile = a_gmem.at[k, m] if plan.transpose_a else a_gmem.at[m, k]
-        b_tile = b_gmem.at[n, k] if plan.transpose_b else b_gmem.at[k, n]
-        plgpu.copy_gmem_to_smem(a_tile, a_smem.at[slot], loaded.at[slot])
-        plgpu.copy_gmem_to_smem(b_tile, b_smem.at[slot], loaded.at[slot])
+def _kernel(a_gmem, b_gmem, o_gmem, *, sizes, transpose_a: bool, transpose_b: bool, config: Config):
+    c, num_steps = config, pl.cdiv(sizes[2], config.tile_k)
+    ahead = c.num_stages - IN_FLIGHT  # Steps that are loaded ahead of the product that is started.
+    tile, across = lax.axis_index("tile"), pl.cdiv(sizes[1], c.tile_n)
+    mi, ni = lax.div(tile, across), lax.rem(tile, across)
 
+    def with_ring(a_smem, b_smem, loaded):
+        def load(step):
+            """Starts the copies of a step into its slot. Elements outside an operand arrive as zeros."""
+            slot = lax.rem(step, c.num_stages)
+            m, n, k = (pl.ds(i * size, size) for i, size in ((mi, c.tile_m), (ni, c.tile_n), (step, c.tile_k)))
+            with jax.named_scope("load"):
+                a_tile = a_gmem.at[k, m] if transpose_a else a_gmem.at[m, k]
+                b_tile = b_gmem.at[n, k] if transpose_b else b_gmem.at[k, n]
+                plgpu.copy_gmem_to_smem(a_tile, a_smem.at[slot], loaded.at[slot])
+                plgpu.copy_gmem_to_smem(b_tile, b_smem.at[slot], loaded.at[slot])
 
-def _multiply(plan: Plan, load, ring, acc):
-    """Multiplies the slots in turn, and refills each one as soon as its product has finished."""
+        def multiply(acc):
+            """Multiplies the slots in turn, and refills each one as soon as its product has finished."""
 
-    @pl.loop(0, plan.num_steps)
-    def _(step):
-        slot = lax.rem(step, plan.config.num_stages)
-        with jax.named_scope("wait"):
-            plgpu.barrier_wait(ring["loaded"].at[slot])
-        with jax.named_scope("wgmma"):
-            a, b = ring["a_smem"].at[slot], ring["b_smem"].at[slot]
-            plgpu.wgmma(acc, a.T if plan.transpose_a else a, b.T if plan.transpose_b else b)
-            plgpu.wgmma_wait(IN_FLIGHT)  # The product before this one has finished: its slot is free.
-        pl.when(step + plan.ahead < plan.num_steps)(lambda: load(step + plan.ahead, **ring))
+            @pl.loop(0, num_steps)
+            def _(step):
+                slot = lax.rem(step, c.num_stages)
+                with jax.named_scope("wait"):
+                    plgpu.barrier_wait(loaded.at[slot])
+                with jax.named_scope("wgmma"):
+                    a, b = a_smem.at[slot], b_smem.at[slot]
+                    plgpu.wgmma(acc, a.T if transpose_a else a, b.T if transpose_b else b)
+                    plgpu.wgmma_wait(IN_FLIGHT)  # The product before this one has finished: its slot is free.
+                pl.when(step + ahead < num_steps)(lambda: load(step + ahead))
 
-    return acc[...]
+            return acc[...]
 
+        pl.loop(0, min(ahead, num_steps))(load)
+        return pl.run_scoped(multiply, plgpu.ACC((c.tile_m, c.tile_n), jnp.float32))
 
-def _store(plan: Plan, mi, ni, values, o_gmem, o_smem):
-    tile_m, tile_n = o_smem.shape
-    with jax.named_scope("store"):
-        o_smem[...] = values.astype(o_smem.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[pl.ds(mi * tile_m, tile_m), pl.ds(ni * tile_n, tile_n)])
-        plgpu.wait_smem_to_gmem(0)
+    def store(o_smem):
+        with jax.named_scope("store"):
+            o_smem[...] = values.astype(o_smem.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[pl.ds(mi * c.tile_m, c.tile_m), pl.ds(ni * c.tile_n, c.tile_n)])
+            plgpu.wait_smem_to_gmem(0)
 
-
-def _kernel(a_gmem, b_gmem, o_gmem, *, plan: Plan):
-    tile = lax.axis_index("tile")
-    mi, ni = lax.div(tile, plan.grid[1]), lax.rem(tile, plan.grid[1])
-    tile_shape = plan.config.tile_m, plan.config.tile_n
-    load = functools.partial(_load, plan, mi, ni, a_gmem, b_gmem)
-
-    def with_ring(**ring):
-        pl.loop(0, min(plan.ahead, plan.num_steps))(functools.partial(load, **ring))
-        multiply = functools.partial(_multiply, plan, load, ring)
-        return pl.run_scoped(multiply, plgpu.ACC(tile_shape, jnp.float32))
-
-    values = pl.run_scoped(with_ring, **plan.scratch(a_gmem.dtype))
+    values = pl.run_scoped(with_ring, **scratch(c, a_gmem.dtype, transpose_a, transpose_b))
     # Scoped apart from the ring, so that the tile of o takes the ring's place in shared memory.
-    store = functools.partial(_store, plan, mi, ni, values, o_gmem)
-    pl.run_scoped(store, plgpu.SMEM(tile_shape, o_gmem.dtype))
+    pl.run_scoped(store, plgpu.SMEM((c.tile_m, c.tile_n), o_gmem.dtype))
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "out_dtype", "params"))
-def _call(a, b, *, plan: Plan, out_dtype, params):
+@functools.partial(jax.jit, static_argnames=("sizes", "transpose_a", "transpose_b", "out_dtype", "config", "params"))
+def _call(a, b, *, sizes, transpose_a: bool, transpose_b: bool, out_dtype, config: Config, params):
+    m, n, _ = sizes  # As the caller has them, before padding.
+    how = dict(sizes=sizes, transpose_a=transpose_a, transpose_b=transpose_b, config=config)
     kernel = _host.kernel(
-        functools.partial(_kernel, plan=plan),
-        out_type=jax.ShapeDtypeStruct(_host.padded_shape((plan.m, plan.n), _device.SWIZZLE_TILE), out_dtype),
-        grid=(plan.grid[0] * plan.grid[1],),
+        functools.partial(_kernel, **how),
+        out_type=jax.ShapeDtypeStruct(_host.padded_shape((m, n), _device.SWIZZLE_TILE), out_dtype),
+        grid=(pl.cdiv(m, config.tile_m) * pl.cdiv(n, config.tile_n),),
         grid_names=("tile",),
         compiler_params=params,
     )
     a, b = _host.pad_to_tiles(a, _device.SWIZZLE_TILE), _host.pad_to_tiles(b, _device.SWIZZLE_TILE)
-    return kernel(a, b)[: plan.m, : plan.n]
+    return kernel(a, b)[:m, :n]
 
 
 def matmul_wgmma(a, b, *, transpose_a=False, transpose_b=False, out_dtype=None, config: Config | None = None):
@@ -218,8 +190,10 @@ def matmul_wgmma(a, b, *, transpose_a=False, transpose_b=False, out_dtype=None, 
     if 0 in (m, n, k):
         return jnp.zeros((m, n), out_dtype)
     _host.require_tensor_cores("matmul_wgmma")
-    plan = Plan(m, n, k, transpose_a, transpose_b, config or default_config(m, n, k))
-    return _call(a, b, plan=plan, out_dtype=out_dtype, params=_host.compiler_params())
+    return _call(
+        a, b, sizes=(m, n, k), transpose_a=transpose_a, transpose_b=transpose_b, out_dtype=out_dtype,
+        config=config or default_config(m, n, k), params=_host.compiler_params(),
+    )  # fmt: skip
 
 
 matmul_wgmma.Config = Config  # `cookbook.matmul_wgmma` is this function, not its module.
