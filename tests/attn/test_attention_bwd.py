@@ -194,29 +194,32 @@ def test_what_the_compiler_makes_of_it(head_dim, right, for_query):
     assert compiled.spill_bytes <= (16 if right is None else 256)
 
 
+# The soft cap's derivative, in the step of dq and in that of dk and dv.
+CAP = "ds = ds if problem.soft_cap is None else ds * (1.0 - s * s)\n            add_product("
+DQ_CAP, DK_CAP = CAP + "dq_ref", CAP + "dk_ref"
+
+
 @pytest.mark.parametrize(
     "name, old, new",
     [
         ("backward/gradients", "", ""),  # Nothing is wrong, and nothing is found.
         ("backward/gradients", '"btnh,btnh->bnt", out, d_out', '"btnh,btnh->bnt", d_out, d_out'),
         ("backward/gradients", "preferred_element_type=jnp.float32) - d_lse", "preferred_element_type=jnp.float32)"),
-        ("backward/steps", "ds = ds if problem.soft_cap is None else ds * (1.0 - s * s)", "ds = ds"),
-        ("backward/kernel", "self.block, right, left)", "self.block, left, right)"),
-        (
-            "backward/steps",
-            "add(now, 0, ds.astype(problem.dtype), 0, count)",
-            "add(now, 0, ds.astype(problem.dtype), 1, count)",
-        ),
-        ("backward/steps", "slot = smem.ring.wait(count)", "slot = smem.ring.slot(count)"),
-        ("backward/kernel", "self.head * plan.group + i", "self.head * plan.group"),
-        ("backward/kernel", "div(tile.head, plan.parts)", "tile.head"),
+        ("backward/kernel", DQ_CAP, DQ_CAP.replace("ds * (1.0 - s * s)", "ds")),
+        ("backward/kernel", DK_CAP, DK_CAP.replace("ds * (1.0 - s * s)", "ds")),
+        ("backward/plan", "self.block, right, left)", "self.block, left, right)"),
+        ("backward/kernel", "ds.astype(problem.dtype), q[slot", "ds.astype(problem.dtype), do[slot"),
+        ("backward/kernel", "ds.astype(problem.dtype), k[slot", "ds.astype(problem.dtype), v[slot"),
+        ("backward/kernel", "slot=ring.wait(count)", "slot=ring.slot(count)"),
+        ("backward/plan", "self.head * plan.group + i", "self.head * plan.group"),
+        ("backward/kernel", "_device.div(tile.head, plan.parts)", "tile.head"),
         ("backward/gradients", "-1, of_keys.parts, width)", "of_keys.parts, -1, width).swapaxes(2, 3)"),
     ],
 )
 def test_mutants_are_caught(run_only, found_if, mutant_of, name, old, new):
     """delta of the wrong tensor, a forgotten gradient of lse, a soft cap without its
-    derivative, blocks of the wrong queries, dk from the wrong operand, a missing wait, one head for all of a group,
-    keys and sums of the wrong head where blocks share a group."""
+    derivative, blocks of the wrong queries, dk and dq from the wrong operand, a missing wait, one head for all of a
+    group, keys and sums of the wrong head where blocks share a group."""
     mutant = mutant_of(name, old, new)("dense.attention").attention
     args = operands(130, 150, batch=4) if "group + i" in old else operands(130, 100, 4, 2)
     with found_if(old != new):

@@ -11,8 +11,8 @@ from test_attention import operands
 from test_attention_bwd import OTHERS, attention, check
 
 import lab
-from cookbook import _host
-from cookbook.attn.backward import steps_fused as bwd_fused
+from cookbook import _device, _host
+from cookbook.attn.backward.plan import Config, Plan
 from cookbook.attn.core import Problem
 from tests.arrays import array
 
@@ -59,14 +59,14 @@ def test_rows_of_a_tile_that_are_no_keys():
 
 @pytest.mark.slow
 def test_heads_over_128_have_two_kernels():
-    assert bwd_fused.default_config(256) is None
+    assert module.default_config(256) is None
     check(*operands(70, 70, head_dim=256))
 
 
 def plan_of(head_dim, right, group, config=None, num_q=4096, num_kv=4096):
     problem = Problem(8, 8 // group, head_dim, jnp.dtype(jnp.bfloat16), 1.0, None, None, right, interpreted=False)
-    config = config or bwd_fused.default_config(head_dim)
-    return module.Plan(problem, 1, num_q, num_kv, has_segments=False, for_query=False, config=config)
+    config = config or module.default_config(head_dim)
+    return Plan(problem, 1, num_q, num_kv, has_segments=False, for_query=False, config=config)
 
 
 def gradients_by(config, args):
@@ -85,7 +85,7 @@ def gradients_by(config, args):
 @pytest.mark.parametrize("kv_heads", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_another_configuration(kv_heads):
     """Three tiles, which start at three different blocks: the same to rounding as by two kernels."""
-    args, config = operands(140, 300, head_dim=128, kv_heads=kv_heads), bwd_fused.Config(staggered=True, num_stages=3)
+    args, config = operands(140, 300, head_dim=128, kv_heads=kv_heads), Config(staggered=True, num_stages=3)
     both = lab.run(lambda *args: (gradients_by(config, args), gradients_by(None, args)), *args)
     for a, b in zip(*both, strict=True):
         error = jnp.linalg.norm((a.astype(jnp.float32) - b.astype(jnp.float32)).ravel())
@@ -112,14 +112,14 @@ def test_jit_and_vmap():
     ],
 )
 def test_configurations_that_do_not_fit(head_dim, config, message):
-    plan = plan_of(head_dim, None, 1, bwd_fused.Config(**config))
+    plan = plan_of(head_dim, None, 1, Config(**config))
     with pytest.raises(ValueError, match=message):
-        plan.config.check(head_dim, plan.smem_bytes)
+        plan.config.check(head_dim, _device.smem_bytes(plan.scratch))
 
 
 def test_one_stage_is_refused():
     with pytest.raises(ValueError, match=r"self.num_stages=1 must be at least 2"):
-        bwd_fused.Config(num_stages=1)
+        Config(num_stages=1)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -133,7 +133,7 @@ def test_what_the_compiler_makes_of_it(head_dim, right, group):
     params = _host.compiler_params(approx_math=True)
     fn = lambda k, v, q, do, lse, delta: module._in_one_kernel(plan, params, (k, v), (q, do), (lse, delta), ())
     compiled = lab.compile_for("h200", fn, key, key, query, query, vector, vector)
-    assert not compiled.remarks and compiled.smem_bytes == plan.smem_bytes
+    assert not compiled.remarks and compiled.smem_bytes == _device.smem_bytes(plan.scratch)
     of_heads, of_queries, of_keys = head_dim // 16, plan.block // 16, plan.rows // 16
     assert compiled.opcodes["HGMMA"] == 2 * of_heads + 2 * of_queries + 2 * of_keys
     assert sum("UTMAREDG" in line for line in compiled.instructions) == 2
@@ -145,19 +145,19 @@ def test_what_the_compiler_makes_of_it(head_dim, right, group):
 @pytest.mark.parametrize(
     "name, old, new",
     [
-        ("backward/steps_fused", "", ""),  # Nothing is wrong, and nothing is found.
-        ("backward/steps_fused", "ds_before = work.exchange.wait(count)", "ds_before = work.exchange.slot(count)"),
-        ("backward/steps_fused", "ds_smem[work.exchange.slot(count + 1), ", "ds_smem[work.exchange.slot(count), "),
+        ("backward/kernel_fused", "", ""),  # Nothing is wrong, and nothing is found.
+        ("backward/kernel_fused", "ds_before = dq.exchange.wait(count)", "ds_before = dq.exchange.slot(count)"),
+        ("backward/kernel_fused", "dq.put(count + 1, ds)", "dq.put(count, ds)"),
         (
-            "backward/steps_fused",
-            "lambda: _add_dq(work, dq, before)",
-            "lambda: [_add_dq(work, dq, before) for _ in range(2)][0]",
+            "backward/kernel_fused",
+            "lambda: dq.add(share, before)",
+            "lambda: (dq.add(share, before), dq.add(share, before))[0]",
         ),
-        ("backward/steps_fused", "    plgpu.wait_smem_to_gmem(0, wait_read_only=not interpreted)", "    pass"),
-        ("backward/steps_fused", "place + 2 * plan.num_blocks", "place"),
-        ("backward/steps_fused", "pl.when(tile.steps > 0)(lambda: _add_dq", "pl.when(tile.steps > 9)(lambda: _add_dq"),
+        ("backward/kernel_fused", "    plgpu.wait_smem_to_gmem(0, wait_read_only=not interpreted)", "    pass"),
+        ("backward/kernel_fused", "place + 2 * plan.num_blocks", "place"),
+        ("backward/kernel_fused", "pl.when(tile.steps > 0)(lambda: dq.add", "pl.when(tile.steps > 9)(lambda: dq.add"),
         ("backward/gradients", "zeros = jnp.zeros(", "zeros = jnp.ones("),
-        ("backward/kernel", "self.adds_query and self.num_kv % self.rows != 0", "False"),
+        ("backward/plan", "self.config is not None and self.num_kv % self.rows != 0", "False"),
     ],
 )
 def test_mutants_are_caught(run_only, found_if, mutant_of, name, old, new):

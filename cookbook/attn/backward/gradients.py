@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashAttention, backward: gradients of `attention`, by two kernels or by one, that compute the weights anew from lse.
+"""FlashAttention, backward: gradients of `attention`, by two kernels or by one, that recompute the weights from lse.
 
     p  = exp(s - lse),  s = mask(cap(scale q kᵀ))        dv = pᵀ do
     ds = p (do vᵀ - delta),  delta = sum(out do)         dk = scale dsᵀ q,  dq = scale ds k
 
-Shapes: those of `attention`, but lse and delta are (B, N, T), float32, as the kernel writes lse. With a soft cap ds is
-also multiplied by the derivative of tanh. A query that sees no key has lse = inf here, so that all its p are zero; so
-have those after the last one.
+Shapes: as in `attention`, but lse and delta are (B, N, T), float32, as the kernel writes lse. With a soft cap ds is
+also multiplied by the derivative of tanh. A query that sees no key has lse = inf here, which makes all its p zero, and
+so have queries after the last one.
 
-`kernel.py` has the kernels, with their roles and barriers; `steps.py` the steps of a compute warpgroup of the
-two, and `steps_fused.py` those of the one.
+`kernel.py` has the two kernels, with their roles and barriers, `kernel_fused.py` the one, `plan.py` their sizes.
 
 Bound by: the tensor cores, with seven products where the one kernel has five. That one adds up dq in an order that
-differs from run to run; the two give the same to the bit in every run. With heads over 128 they have eleven products,
-because both warpgroups compute all of s and dp: splitting these is where to go on.
+differs from run to run; the two are bitwise reproducible. With heads over 128 they have eleven products, because both
+warpgroups compute all of s and dp: splitting these is where to go on.
 
-Not supported: what `attention` does not support. Operands with rows of no multiple of 64, or lengths of no multiple of
-8, are padded by copies (TMA). Source: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024).
+Not supported: what `attention` does not support. Operands are padded by copies (TMA) where rows are not a multiple of
+64 values, or lengths not a multiple of 8. Source: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3"
+(2024).
 """
 
 import dataclasses
@@ -27,40 +27,27 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ... import _host
+from ... import _device, _host
 from .. import core
 from ..core import LOG2E, PIECE, WG_ROWS, Problem
-from .kernel import Plan, launch
+from . import kernel, kernel_fused
+from .plan import Config, Plan
 
 IN_FLIGHT = 48e6  # Bytes of heads that blocks go through at a time, at most: an L2 cache has 50 MB.
 WAVE_FILLED = 0.85  # Share of SMs, over all waves of equal blocks, that makes up for no more parts, by measurement.
 
 
-def _add_up(plan: Plan, params, kept, ring, vectors, segments):
-    """(dq, dk, dv)"""
-    (query, _), problem = ring, plan.problem
-    # dq as it is added up: two shares of 64 rows and 64 columns for each head and block, which has either twice as many
-    # rows or twice as many columns.
-    heads, shares = (plan.batch, problem.num_heads, plan.num_blocks), (plan.block // WG_ROWS, problem.head_dim // PIECE)
-    tiles = (plan.num_tiles,) if problem.interpreted else ()
-    zeros = jnp.zeros((*tiles, 2 * math.prod(heads), WG_ROWS, PIECE), jnp.float32)
+def default_config(head_dim: int) -> Config | None:
+    """The configuration of the one kernel for heads of this size; None where dq has to have a kernel of its own.
 
-    each = [jnp.zeros((*x.shape[:2], plan.num_heads, x.shape[3]), x.dtype) for x in kept]
-
-    @pl.run_state
-    def add_up(refs):
-        refs[1][...], refs[2][...] = launch(plan, params, kept, ring, vectors, segments, refs[0])
-
-    # JAX's kernels take no Ref that varies over a mesh's axis, as dq does nevertheless.
-    dq, dk, dv = _host.apart(add_up(_host.apart((zeros, *_host.alike(*each, query)[:2]))))
-    dq = _host.alike(dq, query)[0].reshape(*tiles, *heads, *shares, WG_ROWS, PIECE)
-    dq = dq.sum(axis=0) if problem.interpreted else dq
-    dq = dq.transpose(0, 2, 3, 5, 1, 4, 6).reshape(plan.batch, -1, problem.num_heads, problem.head_dim)
-    return (dq[:, : query.shape[1]] * problem.scale).astype(query.dtype), dk, dv
+    With heads over 128 the sums of 64 keys fill the registers of both warpgroups, and its operands shared memory: there
+    is no room for a second block of queries, nor for a share of dq.
+    """
+    return Config(runs_ahead=head_dim > 64) if head_dim <= 128 else None
 
 
 def _in_one_kernel(plan: Plan, params, *arrays):
-    """`_add_up`, whose batch `jax.vmap` makes larger: JAX cannot map what has Refs."""
+    """(dq, dk, dv) of `_add_up`, with a batch that `jax.vmap` makes larger: JAX cannot map what has Refs."""
     run = jax.custom_batching.custom_vmap(functools.partial(_add_up, plan, params))
 
     @run.def_vmap
@@ -72,6 +59,28 @@ def _in_one_kernel(plan: Plan, params, *arrays):
         return tuple(x.reshape(size, -1, *x.shape[1:]) for x in results), (True,) * 3
 
     return run(*arrays)
+
+
+def _add_up(plan: Plan, params, kept, ring, vectors, segments):
+    """(dq, dk, dv), of which the one kernel adds dq up in memory."""
+    (query, _), problem = ring, plan.problem
+    # dq as it is added up: two shares of 64 rows and 64 columns for each head and block, which has either twice as many
+    # rows or twice as many columns.
+    heads, shares = (plan.batch, problem.num_heads, plan.num_blocks), (plan.block // WG_ROWS, problem.head_dim // PIECE)
+    tiles = (plan.num_tiles,) if problem.interpreted else ()
+    zeros = jnp.zeros((*tiles, 2 * math.prod(heads), WG_ROWS, PIECE), jnp.float32)
+    each = [jnp.zeros((*x.shape[:2], plan.num_heads, x.shape[3]), x.dtype) for x in kept]
+
+    @pl.run_state
+    def add_up(refs):
+        refs[1][...], refs[2][...] = kernel_fused.launch(plan, params, kept, ring, vectors, segments, refs[0])
+
+    # JAX's kernels take no Ref that varies over a mesh's axis, as dq does nevertheless.
+    dq, dk, dv = _host.apart(add_up(_host.apart((zeros, *_host.alike(*each, query)[:2]))))
+    dq = _host.alike(dq, query)[0].reshape(*tiles, *heads, *shares, WG_ROWS, PIECE)
+    dq = dq.sum(axis=0) if problem.interpreted else dq
+    dq = dq.transpose(0, 2, 3, 5, 1, 4, 6).reshape(plan.batch, -1, problem.num_heads, problem.head_dim)
+    return (dq[:, : query.shape[1]] * problem.scale).astype(query.dtype), dk, dv
 
 
 def _parts(plan: Plan, num_sms: int) -> int:
@@ -87,7 +96,7 @@ def _parts(plan: Plan, num_sms: int) -> int:
         filled = lambda n: n * blocks / (pl.cdiv(n * blocks, num_sms) * num_sms)
         return next((n for n in divisors if filled(n) >= WAVE_FILLED), max(divisors, key=filled))
     # Queries, do, and the sums of dq.
-    head_bytes = plan.num_blocks * plan.block * problem.head_dim * (8 if plan.adds_query else 4)
+    head_bytes = plan.num_blocks * plan.block * problem.head_dim * (4 if plan.config is None else 8)
     in_flight = head_bytes * (num_sms / plan.num_tiles + 1)  # With one head of each group.
     fits = lambda n: n * blocks >= 2 * num_sms and problem.group // n * in_flight <= IN_FLIGHT
     return next(filter(fits, divisors), problem.group)
@@ -100,8 +109,8 @@ def gradients(
     """(dq, dk, dv) of `attention`, whose results were `out` and `lse`, for the gradients of both.
 
     More blocks share the query heads of a group where that keeps `num_sms` SMs busier. lse and its gradient are
-    (B, N, T); `segments` is () or (segment_ids, kv_segment_ids). With a `config`, a `bwd_fused.Config`, one kernel
-    makes all three, and dq is not the same to the bit in every run.
+    (B, N, T); `segments` is () or (segment_ids, kv_segment_ids). With a `config` one kernel makes all three, and dq is
+    not bitwise reproducible.
     """
     (batch, num_q, _, head_dim), num_kv = query.shape, key.shape[1]
     width = next(width for width in core.HEAD_DIMS if head_dim <= width)
@@ -117,13 +126,13 @@ def gradients(
     of_keys = plan(for_query=False, config=config)
     of_keys = dataclasses.replace(of_keys, parts=_parts(of_keys, num_sms))
     fit = lambda width, arrays: tuple(x if width == PIECE else pad(x, -x.shape[1] % 8, 0) for x in arrays)
-    operands = lambda plan, kept, ring: (fit(plan.kept_width, kept), fit(plan.ring_width, ring), vectors)
+    operands = lambda plan, kept, ring: (fit(plan.kept_width, kept), fit(width, ring), vectors)
     if config is None:
         of_queries = plan(for_query=True)
-        (dq,) = launch(of_queries, params, *operands(of_queries, (q, do), (k, v)), segments)
-        dk, dv = launch(of_keys, params, *operands(of_keys, (k, v), (q, do)), segments[::-1])
+        (dq,) = kernel.launch(of_queries, params, *operands(of_queries, (q, do), (k, v)), segments)
+        dk, dv = kernel.launch(of_keys, params, *operands(of_keys, (k, v), (q, do)), segments[::-1])
     else:
-        of_keys.config.check(width, of_keys.smem_bytes)
+        of_keys.config.check(width, _device.smem_bytes(of_keys.scratch))
         dq, dk, dv = _in_one_kernel(of_keys, params, *operands(of_keys, (k, v), (q, do)), segments[::-1])
     if of_keys.parts > 1:
         join = lambda x: x.reshape(*x.shape[:2], -1, of_keys.parts, width).sum(axis=3, dtype=jnp.float32)

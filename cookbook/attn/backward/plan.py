@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes of the backward kernels, which registers limit (dk and dv fill them), and the place of a tile."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ... import _device, _host
+from .. import core
+from ..checks import check_smem
+from ..core import PIECE, WG_ROWS, Blocks, Cuts, Problem
+
+CACHED = 2**26  # Bytes that blocks may share in the L2 cache: somewhat more than the 50 MB that it has, by measurement.
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The configuration of the one kernel that makes all three gradients."""
+
+    num_stages: int = 2  # Slots of the ring of blocks of queries and do.
+    runs_ahead: bool = False  # Whether dk's product may still run when the next step starts: registers for two steps.
+    staggered: bool = False  # Whether tiles without a mask start at different blocks, so that fewer add to the same dq.
+
+    def __post_init__(self):
+        if self.num_stages < 2:
+            raise ValueError(f"{self.num_stages=} must be at least 2 (a block is loaded while another is used)")
+
+    def check(self, head_dim: int, need: int) -> None:
+        """Check that a block has the `need` bytes of shared memory, and registers enough, for heads of this size.
+
+        Raises:
+          ValueError: it has not.
+        """
+        check_smem("attention", self, need, head_dim)
+        if head_dim > 128 or (self.runs_ahead and head_dim <= 64):
+            raise ValueError(
+                f"{_host.PACKAGE}.attention: {self} leaves too few registers for {head_dim=}: use "
+                f"default_config({head_dim})"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Half:
+    """One of the two operands that a buffer of shared memory holds: `half[index]` is a reference into it."""
+
+    number: int  # 0 or 1.
+    buffer: Any  # As tensor cores see it.
+    tma_buffer: Any  # As TMA sees it.
+
+    def __getitem__(self, index):
+        return self.buffer.at[self.number, *(index if isinstance(index, tuple) else (index,))]
+
+    def tma(self, *index):
+        return self.tma_buffer.at[self.number, *index]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Statics of the kernels: dq's if `for_query`, else dk's and dv's. A tile keeps 64 rows for each warpgroup of its
+    own two operands (queries and do, or keys and values), and goes through blocks of the other two."""
+
+    problem: Problem  # Its head_dim is a multiple of 64.
+    batch: int
+    num_q: int
+    num_kv: int
+    has_segments: bool
+    for_query: bool
+    config: Config | None = None  # If given, the kernel of dk and dv also adds up dq.
+    # Parts of a group of query heads, each with a block, and a dk and a dv, rounded, of its own: more blocks.
+    parts: int = 1
+
+    @property
+    def splits_heads(self) -> bool:
+        """Whether both compute warpgroups have the same rows, and each half of the columns of the sums."""
+        return self.problem.head_dim > 128
+
+    @property
+    def compute_wgs(self) -> int:
+        return 3 if self.for_query and self.problem.head_dim <= 64 else 2
+
+    @property
+    def rows(self) -> int:
+        """Rows that a tile keeps."""
+        return WG_ROWS * (1 if self.splits_heads else self.compute_wgs)
+
+    @property
+    def block(self) -> int:
+        """Queries or keys of a step."""
+        return 128 if not self.for_query and self.problem.head_dim <= 64 else 64
+
+    @property
+    def sum_columns(self) -> int:
+        """Columns of the sums of a compute warpgroup."""
+        return self.problem.head_dim // 2 if self.splits_heads else self.problem.head_dim
+
+    @property
+    def num_stages(self) -> int:
+        """Slots of the ring: what the configuration says, or four, or as many as there is room for."""
+        if self.config is not None:
+            return self.config.num_stages
+        return next(n for n in (4, 3, 2) if _device.smem_bytes(self._scratch(n)) <= _device.SMEM_BYTES_MAX)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the products of a step start while the sums of the one before are in flight: registers have to hold
+        the weights of both, and those of dk and dv have no room for them."""
+        return self.config.runs_ahead if self.config is not None else self.for_query
+
+    @property
+    def is_staggered(self) -> bool:
+        return self.config is not None and self.config.staggered and not self.problem.has_window
+
+    @property
+    def group(self) -> int:
+        """Query heads that a tile of keys goes through."""
+        return self.problem.group // self.parts
+
+    @property
+    def num_heads(self) -> int:
+        """Heads that have a row of tiles: of queries, or of keys, once for each part."""
+        return self.problem.num_heads if self.for_query else self.problem.num_kv_heads * self.parts
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of a head."""
+        return pl.cdiv(self.num_q if self.for_query else self.num_kv, self.rows)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a head."""
+        return pl.cdiv(self.num_kv if self.for_query else self.num_q, self.block)
+
+    @property
+    def blocks(self) -> Blocks:
+        """Which blocks the rows of a tile go with."""
+        left, right = self.problem.left, self.problem.right
+        if self.for_query:
+            return Blocks(self.num_kv, self.block, left, right)
+        # Queries after the last one need no mask: their p are zero.
+        return Blocks(self.num_blocks * self.block, self.block, right, left)
+
+    @property
+    def cuts(self) -> Cuts:
+        blocks = self.blocks
+        last = blocks.right is not None or blocks.num_kv % self.block != 0
+        return Cuts(any=True, first=blocks.left is not None or self.has_segments, last=last, all=self.has_segments)
+
+    @property
+    def ends_in_tile(self) -> bool:
+        """Whether the last tile has rows that are no keys. Their weights have to be zero: dq is a sum over rows."""
+        return self.config is not None and self.num_kv % self.rows != 0
+
+    @property
+    def heaviest_first(self) -> bool:
+        """Whether the first tiles of all heads, which have most to do, start before the second ones. Where the cache
+        does not hold what all heads go through, the tiles of a head start together, and share it."""
+        heads = self.problem.num_kv_heads if self.for_query else self.problem.num_heads
+        nbytes = 4 * self.batch * heads * self.num_blocks * self.block * self.problem.head_dim
+        return self.problem.has_window and nbytes <= CACHED
+
+    @property
+    def kept_width(self) -> int:
+        """Values of a row of what a tile keeps, in one of its pieces. Products of whole heads need fewer registers. But
+        TMA copies any number of rows only of 64 values, and multiples of 8 wider ones: keys and values that are as many
+        as the queries are not to be padded, nor are their gradients to be cut."""
+        any_rows = (self.num_q if self.for_query else self.num_kv) % 8 != 0 and self.problem.group == 1
+        return PIECE if any_rows else self.problem.head_dim
+
+    @property
+    def kept_columns(self) -> list:
+        """The columns of each piece of a head that a tile keeps."""
+        return [pl.ds(i, self.kept_width) for i in range(0, self.problem.head_dim, self.kept_width)]
+
+    def kept_at(self, column, width: int) -> tuple:
+        """Index of `width` columns of all rows that a tile keeps, which are of one piece."""
+        if self.kept_width == self.problem.head_dim:
+            return 0, slice(None), pl.ds(column, width)
+        return _device.div(column, PIECE), slice(None), slice(None)
+
+    @property
+    def scratch(self) -> dict:
+        return self._scratch(self.num_stages)
+
+    def _scratch(self, stages: int) -> dict:
+        dtype, pieces = self.problem.dtype, len(self.kept_columns)
+        scratch = dict(
+            kept_smem=self._tiles(2, pieces, self.rows, self.kept_width),
+            ring_smem=self._tiles(2, stages, self.block, self.problem.head_dim),
+            kept=plgpu.Barrier(num_arrivals=2 * pieces),
+            filled=_device.barriers(stages, 2 if self.for_query else 4),
+            freed=_device.barriers(stages, self.compute_wgs),
+        )
+        if not self.for_query:
+            scratch["vectors_smem"] = plgpu.SMEM((2, stages, self.block), jnp.float32)
+        if self.splits_heads or self.config is not None:
+            scratch["done"] = plgpu.Barrier(num_arrivals=self.compute_wgs)
+        if self.config is not None:
+            scratch["ds_smem"] = plgpu.SMEM((2, self.rows, self.block), dtype, **_device.swizzled())
+            share = (self.compute_wgs, WG_ROWS, PIECE)
+            scratch["dq_smem"] = plgpu.SMEM(share, jnp.float32, **_device.swizzled(32, jnp.float32))
+            scratch["shared"] = _device.barriers(2, self.compute_wgs)
+        return scratch
+
+    def _tiles(self, *shape: int):
+        """Shared memory for tiles of rows; for rows of 64 in both views of `_device.row_tiles`."""
+        if shape[-1] > PIECE:
+            return plgpu.SMEM(shape, self.problem.dtype, **_device.swizzled())
+        return _device.row_tiles(shape, self.problem.dtype, self.problem.interpreted)
+
+    def operands(self, smem, width: int) -> list[Half]:
+        """The two operands in a buffer of tiles, whose rows have so many values."""
+        views = _device.Tiles.views(smem, self.problem.interpreted or width > PIECE)
+        return [Half(i, views.tiled, views.rows) for i in range(2)]
+
+
+class Tile:
+    """Where a tile lies: its rows, of which head, and the blocks that it goes through."""
+
+    def __init__(self, plan: Plan, masks: dict):
+        tile = lax.axis_index("tile")
+        if plan.for_query:
+            # With a causal mask the last queries, and the first keys, have most to do.
+            tile = plan.num_tiles - 1 - tile
+        self.plan, self.masks, self.index = plan, masks, tile
+        self.batch, self.head = lax.axis_index("batch_index"), lax.axis_index("head_index")
+        self.row = tile * plan.rows
+        first, end = plan.blocks.seen(self.row, plan.rows)
+        if plan.has_segments:
+            first = jnp.maximum(first, masks["first"][self.batch, tile])
+            end = jnp.minimum(end, masks["end"][self.batch, tile])
+        self.first, self.end = first, jnp.maximum(first, end)
+        self.blocks = self.end - self.first  # Blocks of each head.
+        self.heads = 1 if plan.for_query else plan.group
+        self.steps = self.blocks * self.heads
+        # Blocks before the one it starts with.
+        self.shift = _device.div(tile * self.blocks, plan.num_tiles) if plan.is_staggered else 0
+
+    def step(self, count):
+        """(head, rows) of the blocks of step `count`."""
+        head = self.other_head(lax.div(count, self.blocks))
+        block = self.first + lax.rem(count + self.shift, self.blocks)
+        return head, pl.ds(block * self.plan.block, self.plan.block)
+
+    def other_head(self, i):
+        """The head of the blocks of the `i`-th of `heads`."""
+        plan = self.plan
+        return _device.div(self.head, plan.problem.group) if plan.for_query else self.head * plan.group + i
+
+    def share(self, wg):
+        """(rows, columns) of a compute warpgroup's sums, in the tile."""
+        if self.plan.splits_heads:
+            return pl.ds(0, WG_ROWS), pl.ds(wg * self.plan.sum_columns, self.plan.sum_columns)
+        return pl.ds(wg * WG_ROWS, WG_ROWS), pl.ds(0, self.plan.sum_columns)
+
+    def whole(self, first_row):
+        """(first, end) of the blocks that need no mask for the 64 rows from `first_row` on."""
+        if self.plan.cuts.all:
+            return self.end, self.end
+        return self.plan.blocks.whole(first_row, WG_ROWS, self.first, self.end)
+
+    def phases(self, first_row):
+        """(first, end, is masked) of the blocks, for these rows, in their order."""
+        cuts, (start, stop) = self.plan.cuts, self.whole(first_row)
+        before, after = [(self.first, start, True)] * cuts.first, [(stop, self.end, True)] * cuts.last
+        return [*before, (start, stop, False), *after]
+
+    def mask(self, first_row, block):
+        """Which columns of a block the 64 rows from `first_row` on go with."""
+        plan, shape = self.plan, self.plan.blocks.shape
+        seen = plan.blocks.mask_of(first_row, block)
+        if plan.has_segments:
+            seen &= core.same_segment(self.masks, self.batch, first_row, block * shape[1], shape)
+        return seen
