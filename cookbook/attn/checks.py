@@ -6,9 +6,12 @@ import contextlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
 from .. import _device, _host
-from .core import window
+from .core import E4M3, HEAD_DIMS, SERVED_HEAD_DIMS
+
+PAGE_SIZES = (16, 32, 64, 128, 256)
 
 _SHAPES = "say it by is_causal, local_window_size or attention's segment_ids; jax.nn.dot_product_attention takes it"
 _LENGTHS = "use varlen_attention, whose cu_seqlens say them, or give attention segment_ids"
@@ -39,7 +42,7 @@ def elsewhere(op: str, given: dict) -> None:
 
 
 def arrays(op: str, **given) -> list:
-    """`given` as JAX arrays. Under `jax_enable_x64` too, lists and NumPy's arrays become those of 32 bits.
+    """`given` as JAX arrays. Under `jax_enable_x64` too, lists and NumPy's arrays become arrays of 32 bits.
 
     Raises:
       ValueError: JAX can make no array of one.
@@ -75,13 +78,12 @@ def options(op: str, head_dim: int, is_causal, scale, logits_soft_cap, local_win
         sizes = tuple(None if size is None else _host.option(op, "local_window_size", size, int) for size in sizes)
     if wrong or any(size is not None and size < 0 for size in sizes):
         raise ValueError(
-            f"{_host.PACKAGE}.{op}: {local_window_size=}; must be a number of keys, at least 0, or a tuple (before, "
-            "after): "
-            "None stands for all"
+            f"{_host.PACKAGE}.{op}: {local_window_size=}; must be a number of keys, at least 0, or a tuple "
+            "(before, after): None stands for all"
         )
     sizes = tuple(None if size is None or size >= positions else size for size in sizes)
-    left, right = window(_host.option(op, "is_causal", is_causal, bool), sizes)
-    return dict(scale=numbers["scale"], soft_cap=numbers["logits_soft_cap"], left=left, right=right)
+    right = 0 if _host.option(op, "is_causal", is_causal, bool) else sizes[1]
+    return dict(scale=numbers["scale"], soft_cap=numbers["logits_soft_cap"], left=sizes[0], right=right)
 
 
 def flag(op: str, name: str, value) -> bool | None:
@@ -102,13 +104,12 @@ def groups(op: str, num_heads: int, num_kv_heads: int) -> None:
     if num_heads % num_kv_heads if num_kv_heads else num_heads:
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {num_heads} query heads are not a multiple of {num_kv_heads} key heads: as many "
-            "must read "
-            "each"
+            "must read each"
         )
 
 
 def num_positions(op: str, num_q: int, num_kv: int) -> int:
-    """Most positions of a sequence, of whose queries there are at most `num_q` and of keys `num_kv`.
+    """Most positions of a sequence of at most `num_q` queries and `num_kv` keys.
 
     Raises:
       ValueError: kernels cannot count them in 32 bits.
@@ -116,8 +117,7 @@ def num_positions(op: str, num_q: int, num_kv: int) -> int:
     if num_q + num_kv >= 2**31 - 1024:  # A few tiles further than the last of them.
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {num_q} queries and {num_kv} keys; must be fewer than 2**31 - 1024 in all: give "
-            "parts of "
-            f"the keys, and merge their results ({_host.PACKAGE}.merge_attention)"
+            f"parts of the keys, and merge their results ({_host.PACKAGE}.merge_attention)"
         )
     return max(num_q, num_kv)
 
@@ -139,8 +139,8 @@ def sinks(op: str, sinks, num_heads: int):
     (sinks,) = arrays(op, sinks=sinks)
     if sinks.shape != (num_heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise ValueError(
-            f"{_host.PACKAGE}.{op}: sinks = {sinks.shape}, {sinks.dtype}; must be ({num_heads},), a logit a head, in "
-            "floats"
+            f"{_host.PACKAGE}.{op}: sinks = {sinks.shape}, {sinks.dtype}; must be ({num_heads},), one logit per head, "
+            "in floats"
         )
     return sinks.astype(jnp.float32)
 
@@ -178,7 +178,7 @@ def _integers(op: str, name: str, ids, shape):
 
 
 def check_smem(op: str, config, need: int, head_dim: int) -> None:
-    """Check that a block has the `need` bytes of shared memory that a configuration asks for.
+    """Checks that a block has the `need` bytes of shared memory that a configuration asks for.
 
     Raises:
       ValueError: it has fewer.
@@ -188,3 +188,71 @@ def check_smem(op: str, config, need: int, head_dim: int) -> None:
             f"{_host.PACKAGE}.{op}: {config} needs {need} bytes of shared memory for {head_dim=}, and a block has "
             f"{_device.SMEM_BYTES_MAX}: fewer stages or smaller blocks"
         )
+
+
+def check_cache(op: str, q, k_pages, v_pages, block_tables, kv_lens) -> None:
+    """Checks the operands of attention over pages, q (..., heads, head_dim) among them.
+
+    Raises:
+      ValueError: a shape or dtype is not supported.
+    """
+    called = f"{_host.PACKAGE}.{op}"
+    for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
+        if x.dtype not in (q.dtype, E4M3) or q.dtype not in (jnp.bfloat16, jnp.float16):
+            raise ValueError(f"{called}: {name}.dtype = {x.dtype}; all must be bfloat16 or all float16: cast them")
+    if k_pages.dtype != v_pages.dtype or (k_pages.dtype == E4M3 and q.dtype != jnp.bfloat16):
+        raise ValueError(
+            f"{called}: {q.dtype=}, {k_pages.dtype=}, {v_pages.dtype=}; with pages of float8_e4m3fn both must be, and "
+            "q bfloat16: cast them"
+        )
+    if k_pages.ndim != 4 or k_pages.shape != v_pages.shape or k_pages.shape[3] != q.shape[-1]:
+        raise ValueError(
+            f"{called}: {k_pages.shape=}, {v_pages.shape=}, {q.shape=}; both caches must be (num_pages, page_size, "
+            "kv_heads, head_dim), with the head_dim of q"
+        )
+    num_pages, page_size, num_kv_heads, head_dim = k_pages.shape
+    if page_size not in PAGE_SIZES or head_dim not in SERVED_HEAD_DIMS:
+        raise ValueError(
+            f"{called}: {page_size=} must be one of {PAGE_SIZES}, {head_dim=} one of {SERVED_HEAD_DIMS} (TMA's boxes): "
+            "pad heads, copy the cache to other pages"
+        )
+    if k_pages.dtype == E4M3 and head_dim not in HEAD_DIMS:
+        raise ValueError(f"{called}: {head_dim=}; must be one of {HEAD_DIMS} with pages of float8_e4m3fn: pad it")
+    groups(op, q.shape[-2], num_kv_heads)
+    if k_pages.size // head_dim >= 2**31:
+        raise ValueError(f"{called}: {k_pages.shape=} has 2^31 rows or more, which TMA cannot index: split the cache")
+    if block_tables.ndim != 2 or kv_lens.shape != block_tables.shape[:1]:
+        raise ValueError(
+            f"{called}: {block_tables.shape=}, {kv_lens.shape=}; must be (num_seqs, pages_per_seq) and (num_seqs,)"
+        )
+    for name, x in (("block_tables", block_tables), ("kv_lens", kv_lens)):
+        if x.dtype != jnp.int32:
+            raise ValueError(f"{called}: {name}.dtype = {x.dtype}; must be int32: cast it")
+
+
+def check_block_tables(block_tables, kv_lens, *, num_pages: int, page_size: int) -> None:
+    """Looks at the numbers themselves, on the host; the kernels, which cannot raise, read zeros in place of a page that
+    is not there and cut a length that the table cannot hold.
+
+    Args:
+      block_tables: (num_seqs, pages_per_seq), integers.
+      kv_lens: (num_seqs,), integers.
+      num_pages, page_size: of the cache.
+
+    Raises:
+      ValueError: names the first sequence whose length, or one of whose pages below its length, is out of range.
+    """
+    tables, lens = np.asarray(block_tables), np.asarray(kv_lens)
+    for seq, (table, length) in enumerate(zip(tables, lens, strict=True)):
+        if not 0 <= length <= tables.shape[1] * page_size:
+            raise ValueError(
+                f"sequence {seq}: kv_lens[{seq}] = {length}; must be from 0 to {tables.shape[1]} pages of {page_size} "
+                "tokens: widen block_tables"
+            )
+        used = table[: pl.cdiv(int(length), page_size)]
+        if len(wrong := np.flatnonzero((used < 0) | (used >= num_pages))):
+            j = wrong[0]
+            raise ValueError(
+                f"sequence {seq}: block_tables[{seq}, {j}] = {used[j]}; must be a page from 0 to {num_pages - 1}, for "
+                f"its {length} tokens reach into it"
+            )

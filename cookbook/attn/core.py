@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts that all attention kernels use: which keys a query sees, block by block, and how rows lie in memory.
+"""Shared by all attention kernels: the problem, which keys a query sees, block by block, and shared memory.
 
-`tiles.py` has tiles of values, `steps.py` the steps of a compute warpgroup, `checks.py` what is asked of arguments,
+`tiles.py` has values in tiles, `steps.py` the steps of a compute warpgroup, `checks.py` what is asked of arguments,
 `cache/pages.py` the cache's pages.
 """
 
@@ -9,9 +9,8 @@ import dataclasses
 import functools
 import math
 import operator
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -19,37 +18,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device
+from .._device import COLUMNS, PIECE, ROWS, div
 
 HEAD_DIMS = (64, 128, 256)  # Sizes of heads that the backward kernels compute with.
-SERVED_HEAD_DIMS = (64, 80, 96, 128, 192, 256)  # Those that kernels with packed or paged keys take.
+SERVED_HEAD_DIMS = (64, 80, 96, 128, 192, 256)  # Sizes that kernels with packed or paged keys take.
 TILE_ROWS = 8  # Rows that are swizzled together.
-PIECE = 64  # Values of a row that are swizzled together, 128 bytes.
-WG_ROWS = 64  # Rows of a compute warpgroup: those of a WGMMA.
+WG_ROWS = 64  # Rows of a compute warpgroup: the M of a WGMMA.
 LOG2E = math.log2(math.e)
 E4M3 = jnp.float8_e4m3fn
-ROWS, COLUMNS = (plgpu.Layout.WGMMA.reduce(dim) for dim in (1, 0))  # One number for each row, or column, of a product.
-TILED = dict(transforms=(plgpu.TilingTransform((8, PIECE)), plgpu.SwizzleTransform(128)))
-# Registers of a thread of the memory and of the compute warpgroups, by the number of the latter. A memory warpgroup
+# Registers per thread of the memory and of the compute warpgroups, by the number of the latter. A memory warpgroup
 # that holds ids of pages, or the sizes of tiles of heads of 256, needs more.
 REGISTERS = {2: (24, 240), 3: (32, 160)}
 REGISTERS_MEMORY = {2: (40, 232), 3: (32, 160)}
-
-
-def window(is_causal: bool, local_window_size) -> tuple[int | None, int | None]:
-    """How many keys before and after its own position a query sees; None for all."""
-    sizes = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
-    left, right = (None if size is None else int(size) for size in sizes)
-    return left, (0 if is_causal else right)
-
-
-def div(number, by: int):
-    """Quotient, rounded down, of NumPy's or traced int32 numbers that are at least 0."""
-    return lax.div(number, jnp.int32(by)) if isinstance(number, jax.Array) else number // by
-
-
-def rem(number, by: int):
-    """Remainder of the same numbers as `div` takes."""
-    return lax.rem(number, jnp.int32(by))
 
 
 def per_row(numbers, shape):
@@ -78,8 +58,8 @@ class Problem:
 
     @property
     def piece(self) -> int:
-        """Values of a row of a head that are swizzled together."""
-        return PIECE
+        """Values of a row of a head that are swizzled together: 128 bytes, or fewer with small heads of 8 bits."""
+        return PIECE if jnp.dtype(self.dtype).itemsize == 2 else min(128, self.head_dim)
 
     @property
     def pieces(self) -> int:
@@ -89,7 +69,14 @@ class Problem:
     @property
     def width(self) -> int:
         """Columns of a head in shared memory: whole pieces."""
-        return self.pieces * PIECE
+        return self.pieces * self.piece
+
+    def columns(self, piece: int, size: int | None = None):
+        """Values of a head that a piece holds, of `size` or as many as are swizzled together. Pallas lets only a traced
+        start go beyond the edge."""
+        size = size or self.piece
+        start = piece * size
+        return pl.ds(start if start + size <= self.head_dim else start + 0 * lax.axis_index("role"), size)
 
     @property
     def whole_pieces(self) -> bool:
@@ -129,6 +116,9 @@ class Blocks:
     first_kv: int = 0  # Keys before it belong to another sequence.
     first_q: int = 0  # The position of the first query, among the keys.
     group: int = 1  # Neighbouring rows that are heads of the same query.
+    # Whether a query sees exactly the keys up to its own position, which has a key: then the end of the keys need not
+    # be looked at.
+    ends_at_query: bool = False
 
     def position(self, row):
         """Position among the keys of the query in a row."""
@@ -147,7 +137,7 @@ class Blocks:
         return first, lib.maximum(first, div(end + self.block_kv - 1, self.block_kv))
 
     def whole(self, first_row, num_rows: int, first, end):
-        """(first, end) of those between `first` and `end` whose keys all the rows see."""
+        """(first, end) of the blocks between `first` and `end` all of whose keys all rows see."""
         start, stop = self.first_kv + 0 * first_row, self.num_kv + 0 * first_row
         if self.left is not None:
             start = jnp.maximum(self.position(first_row + num_rows - 1) - self.left, self.first_kv)
@@ -158,6 +148,8 @@ class Blocks:
 
     def mask(self, rows, kv_ids):
         """Whether the query of each row sees each key of a block that some row sees."""
+        if self.ends_at_query:
+            return (kv_ids >= self.first_kv) & (kv_ids <= self.position(rows))
         q_ids, tests = self.position(rows), []
         if not (isinstance(self.first_kv, int) and self.first_kv == 0):
             tests.append(kv_ids >= self.first_kv)
@@ -170,8 +162,8 @@ class Blocks:
 
     def mask_of(self, first_row, block):
         """`mask` of a warpgroup's rows from `first_row` on and the keys of a block, as its products are laid out."""
-        ids = [plgpu.broadcasted_iota(jnp.int32, self.shape, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1)]
-        return self.mask(ids[0] + first_row, ids[1] + block * self.block_kv)
+        row, column = _device.indices(self.shape)
+        return self.mask(row + first_row, column + block * self.block_kv)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -189,10 +181,48 @@ class Cuts:
     all: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """The blocks of keys that a tile goes through, the last one first, and which of their keys its rows see."""
+
+    blocks: Blocks
+    cuts: Cuts
+    first: Any
+    end: Any  # After the last one.
+    steps: Any  # How many they are.
+    masks: dict  # `segment_masks`, or {}.
+    batch: Any  # The batch that `masks` are for.
+
+    @classmethod
+    def of(cls, blocks: Blocks, cuts: Cuts, first, end, masks: dict | None = None, batch=None):
+        """At least one block, if only to find that no key is seen."""
+        end = jnp.maximum(end, 1)
+        first = jnp.minimum(first, end - 1)
+        return cls(blocks, cuts, first, end, end - first, masks or {}, batch)
+
+    def mask(self, first_row, block):
+        """Which keys of a block the 64 rows from `first_row` on see."""
+        seen, shape = self.blocks.mask_of(first_row, block), self.blocks.shape
+        if not self.masks:
+            return seen
+        return seen & same_segment(self.masks, self.batch, first_row, block * shape[1], shape)
+
+    def phases(self, first_row):
+        """(start, whole_start, whole_stop, stop): the steps whose blocks one of the 64 rows sees, and the steps among
+        them whose keys all of the rows see, beginning with the second step. Step i takes block `end - 1 - i`."""
+        first, end = self.blocks.seen(first_row, WG_ROWS)
+        first = jnp.clip(first, self.first, self.end - 1)
+        end = jnp.clip(end, first + 1, self.end)
+        whole = (end, end) if self.cuts.all else self.blocks.whole(first_row, WG_ROWS, first, end)
+        start, stop = self.end - end, self.end - first
+        whole_start = jnp.maximum(self.end - whole[1], start + 1)
+        return start, whole_start, jnp.maximum(self.end - whole[0], whole_start), stop
+
+
 def segment_masks(row_ids, column_ids, rows: int, block: int) -> dict:
     """Segments for a kernel with tiles of `rows` that go through blocks of `block` columns: the ids of "rows" and
-    "columns", padded to whole tiles and blocks; and for each tile the "first" block, and the "end" of the blocks, whose
-    range of ids meets that of its rows."""
+    "columns", padded to whole tiles and blocks; and for each tile the "first" block, and the "end" of the blocks, that
+    have ids between the least and the largest of its rows."""
     row_ids, column_ids = (
         jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, -ids.shape[1] % size)), mode="edge")
         for ids, size in ((row_ids, rows), (column_ids, block))
@@ -206,17 +236,14 @@ def segment_masks(row_ids, column_ids, rows: int, block: int) -> dict:
 
 def same_segment(masks: dict, batch, first_row, first_column, shape):
     """Whether rows and columns, from these on, have the same id; of `segment_masks`."""
-    load = lambda ids, start, size, layout: plgpu.load(
-        ids.at[batch, pl.ds(start, size)], layout=layout, optimized=False
-    )
-    row_ids = load(masks["rows"], first_row, shape[0], ROWS)
-    column_ids = load(masks["columns"], first_column, shape[1], COLUMNS)
-    return per_row(row_ids, shape) == lax.broadcast_in_dim(column_ids, shape, [1])
+    row_ids = _device.load(masks["rows"].at[batch, pl.ds(first_row, shape[0])], ROWS)
+    column_ids = _device.load(masks["columns"].at[batch, pl.ds(first_column, shape[1])], COLUMNS)
+    return per_row(row_ids, shape) == _device.spread(column_ids, 1, shape)
 
 
 def row_sinks(sinks, unit):
-    """Base-2 logits of the sinks of a warpgroup's rows. `sinks` has those of each unit's rows; None for none."""
-    return None if sinks is None else plgpu.load(sinks.at[unit], layout=ROWS, optimized=False)
+    """Base-2 logits of the sinks of a warpgroup's rows. `sinks` has one row for each unit; None for none."""
+    return None if sinks is None else _device.load(sinks.at[unit], ROWS)
 
 
 # Shared memory --------------------------------------------------------------------------------------------------------
@@ -251,12 +278,6 @@ class BlockConfig:
         """Rows of a tile."""
         return WG_ROWS * self.compute_wgs
 
-    def smem_bytes(self, head_dim: int) -> int:
-        """The queries, out, both rings, and the barriers."""
-        row, barriers = 2 * pl.cdiv(head_dim, PIECE) * PIECE, 4 * self.num_stages + 3 * self.compute_wgs
-        queries = self.rows * (1 if self.out_over_query(head_dim) else 2)
-        return (queries + 2 * self.num_stages * self.block_kv) * row + 8 * barriers
-
     def out_over_query(self, head_dim: int) -> bool:
         """Whether out takes the place of the queries on its way out: where shared memory has no room for both."""
         return head_dim > 128
@@ -264,47 +285,23 @@ class BlockConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Config(BlockConfig):
-    """That of the kernels of 16 bits: no other's `BlockConfig` is one."""
-
-
-def tiling(piece: int, dtype) -> tuple:
-    """Transforms of shared memory that tensor cores read, whose rows are `piece` values long."""
-    return plgpu.TilingTransform((8, piece)), plgpu.SwizzleTransform(piece * jnp.dtype(dtype).itemsize)
-
-
-def row_tiles(shape: tuple[int, ...], dtype, interpreted: bool):
-    """Shared memory for rows in pieces, (..., pieces, rows, piece), in two views: tiled, for tensor cores; and as rows
-    of a piece each, of 128 bytes or fewer, the only view in which TMA can cut off at the edges of an array. The
-    interpreter gets the first."""
-    transforms = tiling(shape[-1], dtype)
-    tiled = plgpu.SMEM(shape, dtype, transforms=transforms)
-    swizzled = plgpu.SMEM(shape, dtype, transforms=transforms[1:])
-    return tiled if interpreted else plgpu.RefUnion(tiled, swizzled)
-
-
-def views(smem, interpreted: bool):
-    """(tensor cores' view, TMA's view) of a buffer of `row_tiles`."""
-    return (smem, smem) if interpreted else tuple(smem)
-
-
-def barriers(num: int, arrivals: int = 1):
-    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=num)
+    """The configuration of the kernels of 16 bits: no other `BlockConfig` is taken for one."""
 
 
 def scratch(problem: Problem, c: BlockConfig, smem: dict, q_copies: int, k_copies: int, v_copies: int) -> dict:
     """Scratch of a kernel whose rows stay while blocks of keys and values come through two rings: its own `smem` (of
     keys and values at least), and barriers for so many copies of a warpgroup's queries and of a block."""
     wgs, stages = c.compute_wgs, c.num_stages
-    tiles = row_tiles((wgs, problem.pieces, WG_ROWS, problem.piece), problem.dtype, problem.interpreted)
+    tiles = _device.row_tiles((wgs, problem.pieces, WG_ROWS, problem.piece), problem.dtype, problem.interpreted)
     found = dict(q_smem=tiles) | smem
     found |= dict(
-        q_filled=barriers(wgs, q_copies),
-        k_filled=barriers(stages, k_copies),
-        v_filled=barriers(stages, v_copies),
-        q_freed=barriers(wgs),
-        k_freed=barriers(stages, wgs),
-        v_freed=barriers(stages, wgs),
-        turn=barriers(wgs),
+        q_filled=_device.barriers(wgs, q_copies),
+        k_filled=_device.barriers(stages, k_copies),
+        v_filled=_device.barriers(stages, v_copies),
+        q_freed=_device.barriers(wgs),
+        k_freed=_device.barriers(stages, wgs),
+        v_freed=_device.barriers(stages, wgs),
+        turn=_device.barriers(wgs),
     )
     return found if c.out_over_query(problem.head_dim) else found | dict(o_smem=tiles)
 
@@ -314,20 +311,20 @@ class Shared:
     """The scratch of `scratch`, as the roles use it. `q`, `k`, `v` and `o` are as tensor cores see them, `_tma` as TMA
     does."""
 
-    q: object  # (warpgroups, pieces, 64, 64)
-    q_tma: object
-    q_filled: object  # A barrier a warpgroup: the copies of its queries have arrived.
-    q_freed: object  # A barrier a warpgroup: it is done with them.
-    k: object  # (slots, pieces, block_kv, 64), or rows of whole heads, (slots, block_kv, head_dim).
-    k_tma: object
-    v: object  # (slots, block_kv, width)
-    v_tma: object  # (slots, block_kv / 8, pieces, 8, 64)
-    v_rows: object  # (slots, block_kv / 8, 8 width), for `clear`.
+    q: Any  # (warpgroups, pieces, 64, 64)
+    q_tma: Any
+    q_filled: Any  # A barrier per warpgroup: the copies of its queries have arrived.
+    q_freed: Any  # A barrier per warpgroup: it is done with them.
+    k: Any  # (slots, pieces, block_kv, 64), or rows of whole heads, (slots, block_kv, head_dim).
+    k_tma: Any
+    v: Any  # (slots, block_kv, width)
+    v_tma: Any  # (slots, block_kv / 8, pieces, 8, 64)
+    v_rows: Any  # (slots, block_kv / 8, 8 width), for `clear`.
     keys: _device.Ring
     values: _device.Ring
     turns: _device.Turns
-    o: object  # As q, whose place it takes where `out_over_query`.
-    o_tma: object
+    o: Any  # As q, in its place where `out_over_query`.
+    o_tma: Any
     frees_early: bool  # Whether queries are done with before out is stored.
 
     @classmethod

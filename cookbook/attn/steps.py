@@ -4,23 +4,14 @@
     p = exp2(s unit - m_i),   acc = acc alpha + p v,   l_i = l_i alpha + sum p,   alpha = exp2(m_old - m_i)
 
 A warpgroup keeps 64 rows of queries, and goes through the blocks of keys and values that its tile sees, the last block
-first. `m_i` is the largest base-2 logit of each row so far, `l_i` the sum of its exponentials, `acc` that of its
-values, not yet divided; `p` has the weights of the last block, which has still to be multiplied by its values. With
+first. `m_i` is the largest base-2 logit of each row so far, `l_i` the sum of its exponentials, `acc` the sum of its
+weighted values, not yet divided; `p` has the weights of the last block, still to be multiplied by its values. With
 `Config.sums_by_thread` no thread needs another's weights before `finish` adds them up.
-
-An op describes its rows by:
-
-    plan    problem  core.Problem: heads, and what becomes of the logits
-            config   core.Config: blocks, slots, warpgroups
-            cuts     core.Cuts: which blocks a mask may cut
-    tile    first, end, steps  the blocks of keys that its rows see, at least one; and how many they are
-            blocks             core.Blocks: which keys each of the rows sees
-            mask(row, block)   which keys of a block the 64 rows from `row` on see, as `Blocks.mask_of`
-    shared  core.Shared: where queries, keys and values arrive, in which turns products start
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .core import PIECE, ROWS, WG_ROWS, Shared, per_row
+from .._device import PIECE, ROWS
+from .core import WG_ROWS, BlockConfig, Keys, Problem, Shared, per_row
 
 SUMS = 8  # Columns of the smallest product: of each such eight a thread has two neighbours.
 
@@ -39,9 +31,8 @@ def softmax_step(s, m_i, l_i, unit, masked: bool, octaves: float = 0.0):
     SUMS), `SUMS` of them."""
     m_new = jnp.maximum(m_i, s.max(axis=1) * unit)
     shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
-    p = jnp.exp2(
-        s * per_row(unit, s.shape) - per_row(shift - octaves, s.shape)
-    )  # One multiply-add and one exponential each.
+    # One multiply-add and one exponential each.
+    p = jnp.exp2(s * per_row(unit, s.shape) - per_row(shift - octaves, s.shape))
     alpha = jnp.exp2(m_i - shift)
     if l_i.ndim == 1:
         return p, alpha, m_new, l_i * alpha + p.sum(axis=1)
@@ -49,19 +40,13 @@ def softmax_step(s, m_i, l_i, unit, masked: bool, octaves: float = 0.0):
     return p, alpha, m_new, l_i * per_row(alpha, l_i.shape) + functools.reduce(jnp.add, parts)
 
 
-def add_product(acc, p, v_smem, interpreted: bool, queued=lambda: None):
-    """acc + p v, with p from registers; calls `queued` when the product has been started."""
+def add_product(acc, p, v_smem, interpreted: bool):
+    """acc + p v, with p from registers."""
     if interpreted:  # It wants both operands of WGMMA in shared memory.
         acc = acc + jnp.dot(p, v_smem[...], preferred_element_type=jnp.float32)
         plgpu.commit_smem()  # TMA may now overwrite the values that were read here.
-        queued()
         return acc
-
-    def multiply(acc_ref):
-        plgpu.wgmma(acc_ref, p, v_smem)
-        queued()
-
-    return pl.run_state(multiply)(plgpu.ACC.init(acc))
+    return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, v_smem))(plgpu.ACC.init(acc))
 
 
 def nothing_seen(columns: int, sinks=None, by_thread: bool = False):
@@ -87,51 +72,40 @@ def finish(acc, m_i, l_i, value_scale=1.0):
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The tile of a compute warpgroup, and what it has at hand. Step i takes block `tile.end - 1 - i`."""
+    """A warpgroup's rows of a tile, and what it has at hand. Step i takes block `keys.end - 1 - i`."""
 
-    plan: object
-    tile: object
+    problem: Problem
+    config: BlockConfig
+    keys: Keys
     shared: Shared
-    wg: object  # Its number.
-    first_row: object  # The first of its rows, as `tile.blocks` counts them.
-    before: object  # Steps of earlier tiles.
-    sinks: object = None  # Base-2 logits, one for each row.
-    logit_scale: object = 1.0  # From products of what is stored to those of what it stands for; above 0.
-    value_scale: object = 1.0  # The same of values.
+    wg: Any  # Its number.
+    first_row: Any  # The first of its rows, as `keys.blocks` counts them.
+    before: Any  # Steps of earlier tiles.
+    sinks: Any = None  # Base-2 logits, one for each row.
+    logit_scale: Any = 1.0  # The number that a 1 in products of stored queries and keys stands for; above 0.
+    value_scale: Any = 1.0  # The number that a 1 in stored values stands for.
 
     @property
     def shape(self) -> tuple[int, int]:
         """Shape of the products with a block of keys."""
-        return WG_ROWS, self.plan.config.block_kv
+        return WG_ROWS, self.config.block_kv
 
     def values(self, step):
         return self.shared.v.at[self.shared.values.slot(self.before + step)]
 
     def queue_logits(self, s_ref, slot):
         """Starts q kᵀ."""
-        for p in range(self.plan.problem.pieces):
+        for p in range(self.problem.pieces):
             plgpu.wgmma(s_ref, self.shared.q.at[self.wg, p], self.shared.key_piece(slot, p).T)
 
     def nothing_seen(self, columns: int):
-        return nothing_seen(columns, self.sinks, self.plan.config.sums_by_thread)
+        return nothing_seen(columns, self.sinks, self.config.sums_by_thread)
 
     def softmax(self, s, m_i, l_i, step, masked: bool, octaves: float = 0.0):
-        s, unit = self.plan.problem.scored(s, self.logit_scale)
+        s, unit = self.problem.scored(s, self.logit_scale)
         if masked:
-            s = jnp.where(self.tile.mask(self.first_row, self.tile.end - 1 - step), s, -jnp.inf)
+            s = jnp.where(self.keys.mask(self.first_row, self.keys.end - 1 - step), s, -jnp.inf)
         return softmax_step(s, m_i, l_i, unit, masked, octaves)
-
-    def phases(self):
-        """(start, whole_start, whole_stop, stop): the steps whose blocks one of the rows sees, and those of them whose
-        keys all of the rows see, beginning with the second step."""
-        tile, blocks = self.tile, self.tile.blocks
-        first, end = blocks.seen(self.first_row, WG_ROWS)
-        first = jnp.clip(first, tile.first, tile.end - 1)
-        end = jnp.clip(end, first + 1, tile.end)
-        whole = (end, end) if self.plan.cuts.all else blocks.whole(self.first_row, WG_ROWS, first, end)
-        start, stop = tile.end - end, tile.end - first
-        whole_start = jnp.maximum(tile.end - whole[1], start + 1)
-        return start, whole_start, jnp.maximum(tile.end - whole[0], whole_start), stop
 
 
 def pass_by(work: Work, step):
@@ -156,9 +130,9 @@ def first_step(work: Work, step):
 
     s = pl.run_scoped(logits, plgpu.ACC(work.shape, jnp.float32))
     keys.free(work.before + step)
-    acc, m_i, l_i = work.nothing_seen(work.plan.problem.pieces * PIECE)
-    p, _, m_i, l_i = work.softmax(s, m_i, l_i, step, work.plan.cuts.any)
-    return acc, m_i, l_i, p.astype(work.plan.problem.dtype)
+    acc, m_i, l_i = work.nothing_seen(work.problem.pieces * PIECE)
+    p, _, m_i, l_i = work.softmax(s, m_i, l_i, step, work.keys.cuts.any)
+    return acc, m_i, l_i, p.astype(work.problem.dtype)
 
 
 def overlapped_step(work: Work, masked: bool, step, carry):
@@ -168,7 +142,7 @@ def overlapped_step(work: Work, masked: bool, step, carry):
     warpgroups.
     """
     acc, m_i, l_i, p = carry
-    count, interpreted, turns = work.before + step, work.plan.problem.interpreted, work.shared.turns
+    count, interpreted, turns = work.before + step, work.problem.interpreted, work.shared.turns
     slot = work.shared.keys.wait(count)
     work.shared.values.wait(count - 1)
     turns.take(work.wg)
@@ -199,43 +173,51 @@ def last_step(work: Work, step, carry):
     turns, values = work.shared.turns, work.shared.values
     values.wait(work.before + step)
     turns.take(work.wg)
-    acc = add_product(acc, p, work.values(step), work.plan.problem.interpreted, queued=lambda: turns.pass_on(work.wg))
+
+    def product(acc_ref):
+        plgpu.wgmma(acc_ref, p, work.values(step))
+        turns.pass_on(work.wg)
+
+    if work.problem.interpreted:
+        acc = add_product(acc, p, work.values(step), True)
+        turns.pass_on(work.wg)
+    else:
+        acc = pl.run_state(product)(plgpu.ACC.init(acc))
     values.free(work.before + step)
     return acc, m_i, l_i
 
 
-def middle_steps(work: Work, overlapped_step, carry, start, whole_start, whole_stop, stop):
-    """The steps after the first: with masked blocks from `start` on, whole ones, and masked ones up to `stop`. Those at
-    both ends share one loop, which is compiled once."""
-    cuts = work.plan.cuts
-    loop = lambda first, end, carry, masked: lax.fori_loop(
-        first, end, functools.partial(overlapped_step, work, masked), carry
-    )
+def middle_steps(work: Work, one_step, carry, start, whole_start, whole_stop, stop):
+    """The steps after the first, each `one_step(work, masked, step, carry)`: masked blocks from `start` on, whole ones,
+    and masked ones up to `stop`. The masked blocks of both ends share one loop, which is compiled once."""
+    cuts = work.keys.cuts
+    loop = lambda first, end, carry, masked: lax.fori_loop(first, end, functools.partial(one_step, work, masked), carry)
     if cuts.all:
         return loop(start, stop, carry, True)
     if not cuts.first:
         carry = loop(start, whole_start, carry, True) if cuts.last else carry
         return loop(whole_start, whole_stop, carry, False)
 
-    def one_end(i, carry):
-        now = lambda at_the_end, at_the_start: jnp.where(i == 0, at_the_end, at_the_start)
-        middle = now(whole_start, stop)
-        carry = loop(now(start, whole_stop), middle, carry, True)
-        return loop(middle, now(whole_stop, stop), carry, False)
+    def masked_then_whole(i, carry):
+        """Round 0: the masked blocks at the end, and all whole ones. Round 1: the masked blocks at the start."""
+        in_round = lambda zero, one: jnp.where(i == 0, zero, one)
+        middle = in_round(whole_start, stop)
+        carry = loop(in_round(start, whole_stop), middle, carry, True)
+        return loop(middle, in_round(whole_stop, stop), carry, False)
 
-    return lax.fori_loop(0, 2, one_end, carry)
+    return lax.fori_loop(0, 2, masked_then_whole, carry)
 
 
-def attend(work: Work, first_step=first_step, overlapped_step=overlapped_step, last_step=last_step):
+def attend(work: Work):
     """(out, lse_log2) of a compute warpgroup's rows, in float32; 0 and -inf for a row that sees no key."""
-    start, whole_start, whole_stop, stop = work.phases()
-    if work.plan.problem.has_window:
+    start, whole_start, whole_stop, stop = work.keys.phases(work.first_row)
+    if work.problem.has_window:
         pl.loop(0, start)(functools.partial(pass_by, work))
     carry = first_step(work, start)
     carry = middle_steps(work, overlapped_step, carry, start + 1, whole_start, whole_stop, stop)
     if work.shared.frees_early:
         work.shared.free_query(work.wg)
     sums = last_step(work, stop - 1, carry)
-    if work.plan.problem.has_window:
-        pl.loop(stop, work.tile.steps)(functools.partial(pass_by, work))
+    if work.problem.has_window:
+        pl.loop(stop, work.keys.steps)(functools.partial(pass_by, work))
     return finish(*sums, work.value_scale)

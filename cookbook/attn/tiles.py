@@ -6,7 +6,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .core import PIECE, TILE_ROWS, TILED, Problem, div, rem
+from .. import _device
+from .._device import PIECE, div, rem
+from .core import TILE_ROWS, Problem
 
 # Queries that share a key, from which one copy that pads all values costs less than copies of each tile. With heads of
 # 128 on an H200 the two took equally long with 1022 queries; from 2902 on tiles took 12 to 24 % longer.
@@ -17,9 +19,10 @@ def value_tiles(stages: int, block_kv: int, problem: Problem):
     """Shared memory for values, (slots, block_kv, width), in tiles of 8 rows and 64 columns, as tensor cores read them;
     also with each tile alone, (slots, block_kv / 8, pieces, 8, 64), the only view in which TMA can cut them off at the
     edges of an array; and as (slots, block_kv / 8, 8 width), for `clear`. The interpreter gets the first."""
-    tiled = plgpu.SMEM((stages, block_kv, problem.width), problem.dtype, **TILED)
+    transforms = _device.swizzled()["transforms"]
+    tiled = plgpu.SMEM((stages, block_kv, problem.width), problem.dtype, transforms=transforms)
     alone = (stages, block_kv // TILE_ROWS, problem.pieces, TILE_ROWS, PIECE)
-    swizzled = plgpu.SMEM(alone, problem.dtype, transforms=TILED["transforms"][1:])
+    swizzled = plgpu.SMEM(alone, problem.dtype, transforms=transforms[1:])
     eights = plgpu.SMEM((stages, block_kv // TILE_ROWS, TILE_ROWS * problem.width), problem.dtype)
     return tiled if problem.interpreted else plgpu.RefUnion(tiled, swizzled, eights)
 
@@ -35,14 +38,6 @@ def padded(problem: Problem, values, axis: int):
     pads = [(0, 0)] * values.ndim
     pads[axis], pads[-1] = (0, -values.shape[axis] % TILE_ROWS), (0, problem.width - values.shape[-1])
     return jnp.pad(values, pads) if any(map(any, pads)) else values
-
-
-def lane(problem: Problem, piece: int, size: int | None = None):
-    """Values of a head that a piece holds, of `size` or as many as are swizzled together. Pallas lets only a traced
-    start go beyond the edge."""
-    size = size or problem.piece
-    start = piece * size
-    return pl.ds(start if start + size <= problem.head_dim else start + 0 * lax.axis_index("role"), size)
 
 
 def copy_tiles(problem: Problem, source, smem, tiles, first: int, num: int, filled):

@@ -9,7 +9,7 @@ import pytest
 
 import cookbook
 import lab
-from cookbook.attn.cache.pages import PAGE_SIZES
+from cookbook.attn.checks import PAGE_SIZES
 from cookbook.attn.core import HEAD_DIMS, SERVED_HEAD_DIMS
 from fuzz.cases import Draw
 from tests.lowering import lowered

@@ -170,22 +170,21 @@ def test_written_and_decoded():
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_what_the_compiler_makes_of_it(head_dim):
+def test_what_the_compiler_makes_of_it(priced, head_dim):
     """Shared memory is as priced, no product waits for another, and a number is widened by half an instruction."""
     of, like = jax.ShapeDtypeStruct, jnp.int32
     cache = of((64, 64, 8, head_dim), E4M3)
     decoding = of((4, 32, head_dim), jnp.bfloat16), cache, cache, of((4, 8), like), of((4,), like)
     compiled = lab.compile_for("h200", paged_attention, *decoding).kernels[0]
     config = decode.default_config(head_dim, is_fp8=True)
-    need = config.smem_bytes_fp8(head_dim)
-    assert need <= compiled.smem_bytes <= need + 2048 and not compiled.remarks
+    assert priced[0] <= compiled.smem_bytes <= priced[0] + 2048 and not compiled.remarks
     assert compiled.spill_bytes <= 48  # Numbers of a piece, outside of its loops over blocks.
     widened = [line for line in compiled.instructions if "F16.E4M3.UNPACK" in line]
     # Blocks that are cut and blocks that are not, two numbers an instruction; and the two terms of the query.
     assert len(widened) <= (2 * config.block_kv * head_dim + 2 * 64 * head_dim) / 128 / 2
     batch = of((64, 32, head_dim), jnp.bfloat16), *decoding[1:], of((5,), like)
     compiled = lab.compile_for("h200", ragged_paged_attention, *batch).kernels[0]
-    assert compiled.smem_bytes <= 232_448 and not compiled.remarks
+    assert priced[1] <= compiled.smem_bytes <= priced[1] + 2048 and not compiled.remarks
     assert compiled.spill_bytes <= (192 if head_dim == 256 else 48)  # A few bytes differ from ptxas to ptxas.
 
 
@@ -232,13 +231,13 @@ def test_errors_name_the_rule(fn, message):
         ("decode/kernel_fp8", "", ""),  # Nothing is wrong, and nothing is found.
         ("decode/kernel_fp8", "TERMS, WIDE_SLOTS = 2, 2", "TERMS, WIDE_SLOTS = 1, 2"),
         ("decode/kernel_fp8", "left = left - rounded", "left = left + 0 * rounded"),
-        ("decode/kernel_fp8", "smem.wide_ring.fill(before + step)", "smem.wide_ring.slot(before + step)"),
+        ("decode/kernel_fp8", "wide_ring.fill(before + step)", "wide_ring.slot(before + step)"),
         ("decode/kernel_fp8", "piece.kv_len - first), (first", "piece.kv_len - first + 1), (first"),
         ("decode/kernel_fp8", "v_scale[kv_head]", "k_scale[kv_head]"),
-        ("decode/kernel_fp8", "num_arrivals=1 + self.compute_wgs", "num_arrivals=1"),
-        ("decode/kernel_fp8", "plgpu.barrier_wait(self.handed)", "pass"),
-        ("decode/kernel_fp8", "        plgpu.barrier_wait(self.terms_filled)\n", ""),
-        ("decode/kernel", "first + first_key", "first"),
+        ("decode/kernel_fp8", "barriers(c.num_stages, 1 + wgs)", "barriers(c.num_stages, 1)"),
+        ("decode/kernel_fp8", "plgpu.barrier_wait(half.handed)", "pass"),
+        ("decode/kernel_fp8", "    plgpu.barrier_wait(half.terms_filled)\n", ""),
+        ("decode/kernel_fp8", "first + half.keys.start", "first"),
         ("core", "tanh(s * per_row(scale / self.soft_cap", "tanh(s * per_row(self.scale / self.soft_cap + 0 * scale"),
         ("cache/pages_fp8", "index < seen[1]", "index <= seen[1]"),
     ],
@@ -255,11 +254,11 @@ def test_mutants_of_decode_are_caught(run_only, found_if, mutant_of, name, old, 
     "name, old, new",
     [
         ("packed/kernel_fp8", "", ""),
-        ("packed/kernel_fp8", "        plgpu.barrier_wait(self.landed.at[which])\n", ""),
+        ("packed/kernel_fp8", "        plgpu.barrier_wait(landed.at[which])\n", ""),
         ("packed/kernel_fp8", "slot = ring.fill(count)", "slot = ring.slot(count)"),
         ("packed/kernel_fp8", "(seen[1] < block_kv)", "(seen[1] < 0)"),
-        ("packed/kernel_fp8", "loader.copy(KEYS, tile, block - 1, ids)", "loader.copy(KEYS, tile, block, ids)"),
-        ("packed/kernel_fp8", "k_scale[tile.kv_head]", "k_scale[0]"),
+        ("packed/kernel_fp8", "copy(KEYS, tile, block - 1, ids)", "copy(KEYS, tile, block, ids)"),
+        ("packed/kernel", "scale[tile.kv_head] for scale", "scale[0] for scale"),
     ],
 )
 def test_mutants_of_mixed_batches_are_caught(run_only, found_if, mutant_of, name, old, new):

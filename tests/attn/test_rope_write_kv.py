@@ -115,7 +115,7 @@ def test_values_are_moved_bit_by_bit_and_a_nan_stays_with_its_head():
 def test_donated_pages_keep_their_place():
     """Traced for a GPU: each array of pages that is donated lies where the one that comes out lies."""
     args, _ = operands(4, 8, 2, 64)
-    with module._mgpu.building_for(module._mgpu.Target("a GPU", 132)):
+    with module._host.building_for(module._host.Target("a GPU", 132)):
         traced = jax.jit(lambda *args: rope_write_kv(*args), donate_argnums=(3, 4)).trace(*args)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     (main,) = (line for line in text.splitlines() if "func.func public @main" in line)

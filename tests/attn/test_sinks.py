@@ -131,13 +131,18 @@ MUTANTS = [
     ("attention", "dense/kernel", "core.row_sinks(sinks, tile.head)", "core.row_sinks(sinks, tile.kv_head)"),
     ("gradients", "dense/attention", "", ""),
     ("gradients", "dense/attention", "return -(weight", "return (weight"),
-    ("gradients", "dense/attention", "preferred_element_type=jnp.float32) - d_lse", "preferred_element_type=jnp.float32)"),
+    (
+        "gradients",
+        "dense/attention",
+        "preferred_element_type=jnp.float32) - d_lse",
+        "preferred_element_type=jnp.float32)",
+    ),
     ("varlen_attention", "packed/plan", "", ""),
     ("varlen_attention", "packed/plan", "first + np.arange(WG_ROWS) % self.heads", "first + 0 * np.arange(WG_ROWS)"),
     ("varlen_attention", "packed/plan", "np.minimum(unit % self.chunks * self.heads, group - self.heads)", "0"),
-    ("paged_attention", "decode/merge_attention", "", ""),
-    ("paged_attention", "decode/merge_attention", "numbers(1.0)\n", "numbers(0.0)\n"),
-    ("paged_attention", "decode/merge_attention", "sinks[plan.row_heads] * LOG2E", "sinks[plan.row_heads]"),
+    ("paged_attention", "decode/merge_pieces", "", ""),
+    ("paged_attention", "decode/merge_pieces", "numbers(1.0)\n", "numbers(0.0)\n"),
+    ("paged_attention", "decode/merge_pieces", "sinks[plan.row_heads] * LOG2E", "sinks[plan.row_heads]"),
     ("paged_attention", "decode/plan", "unit % self.chunks * self.rows + row", "row"),
 ]
 

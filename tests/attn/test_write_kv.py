@@ -197,7 +197,7 @@ def test_refs_stay_where_they_are():
     """In the program that `jit` hands to XLA, a Ref's first and last values have one buffer, and only reshapes and the
     kernel come between."""
     args = operands(7, 9, 4, 3, 72)
-    with module._mgpu.building_for(module._mgpu.Target("a GPU", 132)):
+    with module._host.building_for(module._host.Target("a GPU", 132)):
         traced = jax.jit(lambda *args: write_kv(*args)).trace(*refs(args))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     (main,) = (line for line in text.splitlines() if "func.func public @main" in line)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ... import _host
+from ... import _device, _host
 from ..core import E4M3
 
 E4M3_MAX = 448.0
@@ -34,8 +34,7 @@ def head_scale(op: str, name: str, scale, num_heads: int):
     if not jnp.issubdtype(scale.dtype, jnp.floating) or scale.shape not in ((), (1,), (num_heads,)):
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {name} is {scale.dtype} {scale.shape}; must be one float, or {num_heads}, one for "
-            "each "
-            "head"
+            "each head"
         )
     return jnp.broadcast_to(scale.astype(jnp.float32), (num_heads,))
 
@@ -51,9 +50,7 @@ def widen(narrow, wide, seen=None, rows: int = 64):
     """Copies rows of e4m3 as wider numbers; with `seen`, (first, end), zeros in place of the rows outside. A thread
     takes 8 neighbours, which it reads as one word of 8 bytes."""
     columns = min(128, narrow.shape[1])  # The part of a row that is swizzled together.
-    in_warp = 32 * 8 // columns
-    tiling = plgpu.Tiling(((4 * in_warp, columns), (in_warp, columns), (8,)))
-    layout = plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+    layout = _device.lanes_layout(columns // 8, columns, 8)
     for row in range(0, narrow.shape[0], rows):
         some = pl.ds(row, rows)
         values = plgpu.load(narrow.at[some], layout=layout).astype(jnp.float16)

@@ -17,7 +17,7 @@ Shapes: qkv (T, N_q + 2 H, D), as one product with joined weights gives it; cos,
 are all bfloat16, float16 or float32, or pages are float8_e4m3fn. The arithmetic is float32, rounded once, to what pages
 hold; values are moved bit by bit to pages of their dtype.
 
-Role table: one warpgroup a block does everything for one token. It loads its slot and all its heads straight into
+Role table: one warpgroup per block does everything for one token. It loads its slot and all its heads straight into
 registers, the two halves of a head in one thread, and stores what it made of them. No barrier orders data: nothing is
 shared. A slot below 0 (padding) or beyond the cache is skipped, as in `write_kv`; its queries are rotated all the same.
 
@@ -46,7 +46,7 @@ from .pages_fp8 import page_scales, rounded
 
 LANES, WARPS = 32, 4  # Threads of a warp, and warps of a warpgroup.
 HEAD_DIMS = 64, 128, 256
-VALUES_MAX = 32768  # Values of a token: 256 a thread.
+VALUES_MAX = 32768  # Values of a token: 256 per thread.
 
 
 def rope_write_kv_reference(
@@ -76,7 +76,7 @@ def rope_write_kv_reference(
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Neighbouring heads of a token, and how the warpgroup holds them: `rows` at a time, `vec` values a load."""
+    """Neighbouring heads of a token, and how the warpgroup holds them: `rows` at a time, `vec` values per load."""
 
     first: int
     count: int
@@ -112,13 +112,7 @@ class Heads:
         if self.rows == 1:
             tiling = plgpu.Tiling(((1, self.half), (self.vec,)))
             return plgpu.Layout.TILED(tiling, warp_dims=(plgpu.Replicated(WARPS),), lane_dims=(-2,), vector_dim=-1)
-        lanes, in_warp = self.half // self.vec, LANES * self.vec // self.half
-        if lanes == LANES:
-            tiles, warp_dim, lane_dims = ((WARPS, self.half), (self.vec,)), -3, (-2,)
-        else:
-            tiles = (WARPS * in_warp, self.half), (in_warp, self.half), (self.vec,)
-            warp_dim, lane_dims = -5, (-3, -2)
-        return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(warp_dim,), lane_dims=lane_dims, vector_dim=-1)
+        return _device.lanes_layout(self.half // self.vec, self.half, self.vec)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -130,23 +124,20 @@ class Heads:
 
     def load(self, qkv_gmem, token):
         """Both halves of each piece."""
-        load = lambda *where: plgpu.load(self.at(qkv_gmem, token, *where), layout=self.layout, optimized=False)
+        load = lambda *where: _device.load(self.at(qkv_gmem, token, *where), self.layout)
         return [(load(self.first + start, 0), load(self.first + start, 1)) for start in self.starts]
 
     def shared(self, values_gmem):
         """Values that all heads share, as float32."""
-        values = plgpu.load(values_gmem, layout=self.layout.reduce(0), optimized=False)
-        return lax.broadcast_in_dim(values.astype(jnp.float32), self.shape, [1])
+        values = _device.load(values_gmem, self.layout.reduce(0))
+        return _device.spread(values.astype(jnp.float32), 1, self.shape)
 
     def divided(self, pieces, scales_gmem):
         """Pieces as pages of 8-bit floats have them; `scales_gmem` has a number for each head."""
 
         def of_piece(start, halves):
-            scales = plgpu.load(
-                scales_gmem.at[pl.ds(start, self.rows)], layout=self.layout.reduce(1), optimized=False
-            )  # fmt: skip
-            scales = lax.broadcast_in_dim(scales, self.shape, [0])
-            return rounded(halves, [scales] * 2)
+            scales = _device.load(scales_gmem.at[pl.ds(start, self.rows)], self.layout.reduce(1))
+            return rounded(halves, [_device.spread(scales, 0, self.shape)] * 2)
 
         return [of_piece(start, halves) for start, halves in zip(self.starts, pieces, strict=True)]
 
@@ -173,7 +164,7 @@ def _normalised(heads: Heads, pieces, norm_gmem, eps: float):
     normalised = []
     for halves in pieces:
         squares = jnp.sum(halves[0] * halves[0] + halves[1] * halves[1], axis=1)
-        inverse = lax.broadcast_in_dim(lax.rsqrt(squares * (0.5 / heads.half) + eps), heads.shape, [0])
+        inverse = _device.spread(lax.rsqrt(squares * (0.5 / heads.half) + eps), 0, heads.shape)
         normalised.append([x * inverse * scale for x, scale in zip(halves, scales, strict=True)])
     return normalised
 

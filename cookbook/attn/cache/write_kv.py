@@ -19,12 +19,12 @@ Other names of the arguments:
     v_pages        v_cache                    value_cache                     paged_kv_cache[1], "NHD"
     slot_mapping   cache_seqlens              slot_mapping                    batch_indices, positions, kv_indices
 
-Role table: one warpgroup a block takes a few tokens. It loads their slots, and their rows straight into registers
+Role table: one warpgroup per block takes a few tokens. It loads their slots, and their rows straight into registers
 without waiting for the slots; then it stores each row where its slot says. No barrier orders data: nothing is shared,
 so shared memory would be a detour.
 
 Bound by: memory (each new row is read once and written once); for few tokens, the latency of one load and one store.
-Rows of fewer than 1024 16-bit values are moved in words of less than 16 bytes a thread.
+Rows of fewer than 1024 16-bit values are moved in words of less than 16 bytes per thread.
 
 In place: the kernel writes to Refs. An array becomes one inside, and XLA copies it first unless it is donated, or was
 made in the same `jit` and is not used afterwards. A `jax.new_ref` of the caller's is never copied.
@@ -71,7 +71,7 @@ def write_kv_reference(k_new, v_new, k_pages, v_pages, slot_mapping, *, k_scale=
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    block_tokens: int  # Tokens a block. More: more loads in flight at a time. 1: few tokens spread over all SMs.
+    block_tokens: int  # Tokens per block. More: more loads in flight at a time. 1: few tokens spread over all SMs.
 
     def __post_init__(self):
         if not 1 <= self.block_tokens <= LOADS:
@@ -81,15 +81,16 @@ class Config:
 def default_config(num_tokens: int, cols: int, itemsize: int) -> Config:
     """The configuration for `num_tokens` rows of `cols` values of `itemsize` bytes, worked out, not measured.
 
-    Up to 2048 tokens, one a block: an SM holds 16 blocks of 128 threads and an H200 2112, so all start at once. Above,
-    four a block: latency is covered by about 25 KB of loads in flight on each SM (4.8 TB/s for 0.7 us over 132 SMs),
-    and 16 blocks with four rows of k and v have 32 KB at only 128 16-bit values a row. Long rows need no company.
+    Up to 2048 tokens, one per block: an SM holds 16 blocks of 128 threads and an H200 2112, so all start at once.
+    Above, four per block: latency is covered by about 25 KB of loads in flight on each SM (4.8 TB/s for 0.7 us over 132
+    SMs), and 16 blocks with four rows of k and v have 32 KB at only 128 16-bit values per row. Long rows need no
+    company.
     """
     return Config(4 if num_tokens > 2048 and 4 * len(pieces(cols, itemsize)) <= LOADS else 1)
 
 
 def pieces(cols: int, itemsize: int) -> list[tuple[int, int]]:
-    """A row as (start, length) of what the warpgroup moves at once: 16 bytes a thread while there is as much left, then
+    """A row as (start, length) of what the warpgroup moves at once: 16 bytes per thread while as much is left, then
     8, and so on down to one value. The last piece is shifted back to end with the row; what it shares with the one
     before is stored twice, by the same block and with the same bits."""
     shortest = min(WARPGROUP, 1 << (cols.bit_length() - 1))
@@ -172,7 +173,7 @@ class Plan:
 
 def _load(new_gmem, token, group):
     at = lambda start, length: new_gmem.at[token, pl.ds(start, length)]
-    return [plgpu.load(at(*piece), layout=_layout(piece[1]), optimized=False) for piece in group]
+    return [_device.load(at(*piece), _layout(piece[1])) for piece in group]
 
 
 def _store(pages_gmem, slot, group, values):
@@ -253,7 +254,7 @@ def write_kv(
         written, or parts of both (`cookbook.write_kv.check_slots` looks, on the host).
       k_scale, v_scale: with pages of float8_e4m3fn, by what rows are divided before they are cut at 448 and rounded: a
         float above 0, or (H,) of them; None for 1. A NaN stays one.
-      config: tokens a block; None chooses by shape.
+      config: tokens per block; None chooses by shape.
       others: arguments that other libraries have, such as `kv_cache_dtype`, if they are None.
 
     Returns:
@@ -318,6 +319,6 @@ write_kv.Config, write_kv.check_slots = Config, check_slots  # `cookbook.write_k
 
 
 def bytes_moved(num_tokens: int, num_kv_heads: int, head_dim: int, itemsize: int, page_itemsize: int = 0) -> int:
-    """Each new row of k and of v is read once and written once, in `page_itemsize` bytes a value if they are fewer;
+    """Each new row of k and of v is read once and written once, in `page_itemsize` bytes per value if fewer;
     slots are read once."""
     return num_tokens * (2 * num_kv_heads * head_dim * (itemsize + (page_itemsize or itemsize)) + 4)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of `paged_attention`: one query token of each sequence, whose keys and values lie in pages.
+"""The kernel of `paged_attention`: one query token of each sequence, whose keys and values lie in pages.
 
-`plan.py` says what a unit, a part and a piece are; `merge_attention.py` has the kernel that merges pieces.
+`plan.py` says what a unit, a part and a piece are; `merge_pieces.py` has the kernel that merges pieces.
 
-Role table: one block a SM, for a unit of a part, which it computes piece after piece, or of two parts side by side;
+Role table: one block per SM, for a unit of a part, which it computes piece after piece, or of two parts side by side;
 the warpgroups are, for each part,
 
     memory     one: copies the query of a piece, and the pages of block after block, which it finds through the block
@@ -26,6 +26,7 @@ NaN gets out. `cache/pages.py` says what becomes of ids and lengths that are out
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,134 +35,104 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
-from ..core import PIECE, WG_ROWS, div, per_row, rem
+from ..._device import PIECE, div, rem
+from ..core import WG_ROWS, per_row
 from ..steps import add_product, finish, nothing_seen, softmax_step
-from ..tiles import clear, copy_tiles, lane
-from .plan import Part, Piece, Plan, ends_and_seqs
+from ..tiles import clear, copies_of_tiles, copy_tiles, value_tiles
+from .plan import Piece, Plan, each_piece, ends_and_seqs
 
 COMPUTE, MEMORY = 0, 1  # Warpgroups by their role, of each pair.
-REGISTERS = 208, 40  # A thread's, by role, if a block has two pairs.
+COMPUTE_REGISTERS, MEMORY_REGISTERS = 208, 40  # Per thread, of a block of two pairs. By themselves all have 128.
+
+
+def scratch(plan: Plan) -> dict:
+    """Shared memory of a pair of warpgroups, and its barriers."""
+    p, c = plan.problem, plan.config
+    keys = plgpu.SMEM((c.num_stages, c.block_kv, p.width), p.dtype, **_device.swizzled())
+    copies = 2 * plan.pages.copies
+    if not p.whole_pieces:
+        keys = _device.row_tiles((c.num_stages, p.pieces, c.block_kv, PIECE), p.dtype, p.interpreted)
+        copies = plan.pages.copies * (p.pieces + copies_of_tiles(p, plan.pages.tokens))
+    query = _device.row_tiles((p.pieces, WG_ROWS, PIECE), p.dtype, p.interpreted)
+    out = plgpu.SMEM((WG_ROWS, p.width), jnp.float32)
+    return dict(
+        q_and_out=[query, out] if p.interpreted else plgpu.RefUnion(*query.refs, out),
+        k_smem=keys,
+        v_smem=value_tiles(c.num_stages, c.block_kv, p),
+        q_filled=_device.barriers(1, p.pieces),
+        q_freed=_device.barriers(1),
+        filled=_device.barriers(c.num_stages, copies),
+        freed=_device.barriers(c.num_stages),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Smem:
-    """Shared memory of a block, and its barriers."""
+    """The scratch of a pair, as the roles use it. `q`, `k` and `v` are as tensor cores see them, `_tma` as TMA does."""
 
-    q: object  # (pieces, 64, 64), as tensor cores see it.
-    q_tma: object
-    out: object  # (64, width), float32, in the place of the query.
-    k: object  # (slots, block_kv, head_dim), or (slots, pieces, block_kv, 64), as tensor cores see it.
-    k_tma: object
-    v: object  # (slots, block_kv, width)
-    v_tma: object  # (slots, block_kv / 8, pieces, 8, 64)
-    v_rows: object  # (slots, block_kv / 8, 8 width), for `clear`.
-    q_filled: object
-    q_freed: object
+    q: Any  # (pieces, 64, 64)
+    q_tma: Any
+    out: Any  # (64, width), float32, in the place of the query.
+    k: Any  # (slots, block_kv, head_dim), or (slots, pieces, block_kv, 64).
+    k_tma: Any
+    v: Any  # (slots, block_kv, width)
+    v_tma: Any  # (slots, block_kv / 8, pieces, 8, 64)
+    v_rows: Any  # (slots, block_kv / 8, 8 width), for `clear`.
+    q_filled: Any
+    q_freed: Any
     ring: _device.Ring
 
-    @property
-    def mine(self) -> tuple[int, int]:
-        """(first, number) of the keys of a block that a compute warpgroup takes."""
-        return 0, self.k.shape[-2]
-
-    def merged(self, out, lse_log2, lse_gmem):
-        """Results over all keys of a piece, from those over this warpgroup's; another's are where all's will be."""
-        return out, lse_log2
-
-    def scales(self):
-        """(from products of a query that has arrived, and of keys, to those of what they stand for; of values)."""
-        return 1.0, 1.0
-
-    def queue_logits(self, s_ref, slot):
-        """Starts q kᵀ."""
-        for p in range(self.q.shape[0]):
-            whole = len(self.k.shape) == 3
-            k_piece = self.k.at[slot, :, pl.ds(p * PIECE, PIECE)] if whole else self.k.at[slot, p]
-            plgpu.wgmma(s_ref, self.q.at[p], k_piece.T)
-
-    def free_keys(self, count):
-        """Keys and values are given back together."""
-
-    def values(self, problem, count, seen):
-        """The values of a block, zero in rows that nobody sees where the block is cut: outside of `seen`."""
-        slot = self.ring.slot(count)
-        if seen is not None:
-            clear(problem, self.v_rows.at[slot], *seen)
-        return self.v.at[slot]
-
-    def free_values(self, count):
-        self.ring.free(count)
+    @classmethod
+    def of(cls, plan: Plan, q_and_out, k_smem, v_smem, q_filled, q_freed, filled, freed):
+        query = q_and_out if not plan.problem.interpreted else (q_and_out[0], *q_and_out)
+        # A RefUnion is a row of bytes until it is unpacked.
+        views = lambda smem, num: tuple(smem) if len(smem.shape) == 1 else (smem,) * num
+        ring = _device.Ring(filled, freed, plan.config.num_stages)
+        return cls(*query, *views(k_smem, 2), *views(v_smem, 3), q_filled, q_freed, ring)
 
 
 def _kernel(
     ends, seqs, kv_lens, block_tables, q_gmem, k_gmem, v_gmem, out_gmem, lse_gmem, *, plan: Plan, pairs: list[dict]
 ):  # fmt: skip
-    for i, scratch in enumerate(pairs):
+    registers = (COMPUTE_REGISTERS, MEMORY_REGISTERS) if len(pairs) > 1 else (None, None)
+    for i, smem_of_pair in enumerate(pairs):
         part = lax.axis_index("part") * len(pairs) + i
-        smem = _smem(plan, **scratch)
-        each_piece = functools.partial(
-            _each_piece, plan, kv_lens, functools.partial(Part, plan, ends, seqs, kv_lens, part)
-        )
-        compute = functools.partial(_compute, plan, part, each_piece, smem, out_gmem, lse_gmem)
-        load = functools.partial(_load, plan, each_piece, smem, block_tables, q_gmem, k_gmem, v_gmem)
-        for role, action, work in (COMPUTE, "increase", compute), (MEMORY, "decrease", load):
-            mine = lax.axis_index("role") == 2 * i + role
-            pl.when(mine)(functools.partial(_with_registers, len(pairs) > 1, role, action, work))
+        smem = Smem.of(plan, **smem_of_pair)
+        pieces = functools.partial(each_piece, plan, ends, seqs, kv_lens, part)
+
+        @_device.role(lax.axis_index("role") == 2 * i + COMPUTE, increase_to=registers[COMPUTE])
+        def _(part=part, smem=smem, pieces=pieces):
+            _compute(plan, part, pieces, smem, out_gmem, lse_gmem)
+
+        @_device.role(lax.axis_index("role") == 2 * i + MEMORY, decrease_to=registers[MEMORY])
+        def _(smem=smem, pieces=pieces):
+            load(plan, pieces, smem, block_tables, q_gmem, k_gmem, v_gmem)
 
 
-def _with_registers(several: bool, role: int, action: str, work):
-    """`work()`, with the registers of its role: by itself, each thread of a block of two pairs has 128."""
-    if several:
-        plgpu.set_max_registers(REGISTERS[role], action=action)
-    work()
-
-
-def _smem(plan: Plan, q_and_out, k_smem, v_smem, q_filled, q_freed, filled, freed) -> Smem:
-    query = q_and_out if not plan.problem.interpreted else (q_and_out[0], *q_and_out)
-    # A RefUnion is a row of bytes until it is unpacked.
-    keys = tuple(k_smem) if len(k_smem.shape) == 1 else (k_smem,) * 2
-    values = (v_smem,) * 3 if plan.problem.interpreted else tuple(v_smem)
-    ring = _device.Ring(filled, freed, plan.config.num_stages)
-    return Smem(*query, *keys, *values, q_filled, q_freed, ring)
-
-
-def _each_piece(plan: Plan, kv_lens, part, body):
-    """Calls `body(i, piece, before)` for each piece of this part, after `before` steps. Returns (steps, pieces)."""
-    mine = part()
-
-    def one(i, before):
-        begin = jnp.where(i == 0, mine.begin, 0)
-        piece = Piece(plan, kv_lens, mine.first_seq + i, begin, mine.steps - before)
-        body(i, piece, before)
-        return before + piece.steps
-
-    return lax.fori_loop(0, mine.pieces, one, jnp.int32(0)), mine.pieces
-
-
-def _load(plan: Plan, each_piece, smem: Smem, block_tables, q_gmem, k_gmem, v_gmem):
+def load(plan: Plan, each_piece, smem: Smem, block_tables, q_gmem, k_gmem, v_gmem):
     """The memory warpgroup: the query heads of a unit, and block after block of its keys and values."""
-    unit, pages = lax.axis_index("unit"), plan.pages
+    problem, pages, unit = plan.problem, plan.pages, lax.axis_index("unit")
     kv_head = div(unit, plan.chunks)
-    head = kv_head * plan.problem.group + rem(unit, plan.chunks) * plan.rows
+    head = kv_head * problem.group + rem(unit, plan.chunks) * plan.rows
 
     def load_query(i, piece: Piece):
         pl.when(i > 0)(lambda: plgpu.barrier_wait(smem.q_freed))
-        for p in range(plan.problem.pieces):
+        for p in range(problem.pieces):
             # Heads after the unit's are copied too, as far as there are any; their results are discarded.
-            source = q_gmem.at[piece.seq, pl.ds(head, WG_ROWS), lane(plan.problem, p)]
+            source = q_gmem.at[piece.seq, pl.ds(head, WG_ROWS), problem.columns(p)]
             plgpu.copy_gmem_to_smem(source, smem.q_tma.at[p], smem.q_filled)
 
     def load_page(j: int, slot, keys, values):
         """Copies of a block's part that lies in its `j`-th page."""
         rows, filled = pl.ds(j * pages.tokens, pages.tokens), smem.ring.filled.at[slot]
-        if plan.problem.whole_pieces:
+        if problem.whole_pieces:
             plgpu.copy_gmem_to_smem(keys, smem.k.at[slot, rows], filled)
             plgpu.copy_gmem_to_smem(values, smem.v.at[slot, rows], filled)
             return
-        for p in range(plan.problem.pieces):
-            plgpu.copy_gmem_to_smem(keys.at[:, lane(plan.problem, p)], smem.k_tma.at[slot, p, rows], filled)
-        source = lambda row, num, p: values.at[pl.ds(row, num), lane(plan.problem, p)]
-        copy_tiles(plan.problem, source, smem.v.at[slot], smem.v_tma.at[slot], rows.start, rows.size, filled)
+        for p in range(problem.pieces):
+            plgpu.copy_gmem_to_smem(keys.at[:, problem.columns(p)], smem.k_tma.at[slot, p, rows], filled)
+        source = lambda row, num, p: values.at[pl.ds(row, num), problem.columns(p)]
+        copy_tiles(problem, source, smem.v.at[slot], smem.v_tma.at[slot], rows.start, rows.size, filled)
 
     def load_piece(i, piece: Piece, before):
         find = lambda step: pages.of_block(block_tables, piece.seq, piece.first + step)
@@ -192,24 +163,27 @@ def _compute(plan: Plan, part, each_piece, smem: Smem, out_gmem, lse_gmem):
         plgpu.barrier_wait(smem.q_filled)
         # Pieces are in order of sequences and of parts, so that no two have the same sum.
         where = piece.seq + part, unit
-        results = _attend(plan, smem, piece, before, *smem.scales())
-        out, lse_log2 = smem.merged(*results, lse_gmem.at[where])
-        _device.store(smem.out, out)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(smem.out.at[pl.ds(0, plan.stored_rows)], out_gmem.at[where])
-        _device.store(lse_gmem.at[where], lse_log2)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(smem.q_freed)
+        out, lse_log2 = _attend(plan, smem, piece, before)
+        store_piece(plan, smem, out, lse_log2, out_gmem.at[where], lse_gmem.at[where])
 
     each_piece(compute_piece)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _attend(plan: Plan, smem: Smem, piece: Piece, before, logit_scale, value_scale):
+def store_piece(plan: Plan, smem: Smem, out, lse_log2, out_gmem, lse_gmem):
+    """Stores the results of a piece; then the query of the next one may take the place of `out`."""
+    _device.store(smem.out, out)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem.out.at[pl.ds(0, plan.stored_rows)], out_gmem)
+    _device.store(lse_gmem, lse_log2)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(smem.q_freed)
+
+
+def _attend(plan: Plan, smem: Smem, piece: Piece, before):
     """(out, lse_log2) of a piece: block after block, each of them waited for."""
-    problem, block_kv, (first_key, num_keys) = plan.problem, plan.config.block_kv, smem.mine
-    shape = WG_ROWS, num_keys
-    low = 0 if problem.left is None else jnp.maximum(piece.kv_len - 1 - problem.left, 0)  # The first that is seen.
+    problem, block_kv = plan.problem, plan.config.block_kv
+    shape, low = (WG_ROWS, block_kv), plan.first_seen(piece.kv_len)
 
     def step(step, carry, masked: bool):
         acc, m_i, l_i = carry
@@ -217,37 +191,44 @@ def _attend(plan: Plan, smem: Smem, piece: Piece, before, logit_scale, value_sca
         slot = smem.ring.wait(before + step)
 
         def logits(s_ref):
-            smem.queue_logits(s_ref, slot)
+            for p in range(problem.pieces):
+                keys = smem.k.at[slot, :, pl.ds(p * PIECE, PIECE)] if problem.whole_pieces else smem.k.at[slot, p]
+                plgpu.wgmma(s_ref, smem.q.at[p], keys.T)
             return s_ref[...]
 
-        s, unit = problem.scored(pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32)), logit_scale)
-        smem.free_keys(before + step)
+        s, unit = problem.scored(pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32)))
         if masked:
-            token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + first + first_key
+            token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + first
             s = jnp.where((token >= low) & (token < piece.kv_len), s, -jnp.inf)
-        values = smem.values(problem, before + step, (low - first, piece.kv_len - first) if masked else None)
+            clear(problem, smem.v_rows.at[slot], low - first, piece.kv_len - first)
         p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, unit, masked)
+        values = smem.v.at[slot]
         acc = add_product(acc * per_row(alpha, acc.shape), p.astype(values.dtype), values, problem.interpreted)
-        smem.free_values(before + step)
+        smem.ring.free(before + step)
         return acc, m_i, l_i
 
+    return finish(*over_blocks(plan, piece, low, step))
+
+
+def over_blocks(plan: Plan, piece: Piece, low, step):
+    """(acc, m_i, l_i) after `carry = step(i, carry, masked)` for each block of a piece. Only blocks with tokens that
+    the query does not see are masked: before `low` with a window, and at the end of the sequence."""
+    block_kv, has_window = plan.config.block_kv, plan.problem.left is not None
     # Steps whose tokens are all seen lie between `start` and `end`.
     end = jnp.clip(div(piece.kv_len, block_kv) - piece.first, 0, piece.steps)
     start = jnp.int32(0)
-    if problem.left is not None:
+    if has_window:
         start = jnp.clip(div(low + block_kv - 1, block_kv) - piece.first, 0, end)
-    carry = nothing_seen(problem.width)
-    if problem.left is not None:
+    carry = nothing_seen(plan.problem.width)
+    if has_window:
         carry = lax.fori_loop(0, start, functools.partial(step, masked=True), carry)
     carry = lax.fori_loop(start, end, functools.partial(step, masked=False), carry)
-    return finish(*lax.fori_loop(end, piece.steps, functools.partial(step, masked=True), carry), value_scale)
+    return lax.fori_loop(end, piece.steps, functools.partial(step, masked=True), carry)
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "params", "kernel", "roles"))
-def pieces(q, k_pages, v_pages, block_tables, kv_lens, *scales, plan: Plan, params, kernel=_kernel, roles: int = 2):
-    """(ends, out, lse_log2): where the blocks of each sequence end; and of every piece, unit and row, in float32."""
-    ends, seqs = ends_and_seqs(plan, kv_lens)
-    out, lse_log2 = _host.kernel(
+def launch(kernel, num_warpgroups: int, scratch_types: dict, plan: Plan, params, ends, seqs, *operands):
+    """(out, lse_log2) of every piece, unit and row, in float32, which `kernel` computes."""
+    return _host.kernel(
         functools.partial(kernel, plan=plan),
         out_type=[
             jax.ShapeDtypeStruct((plan.num_pieces, plan.num_units, plan.stored_rows, plan.problem.width), jnp.float32),
@@ -255,9 +236,18 @@ def pieces(q, k_pages, v_pages, block_tables, kv_lens, *scales, plan: Plan, para
         ],
         grid=(plan.num_parts // plan.config.num_pairs, plan.num_units),
         grid_names=("part", "unit"),
-        num_threads=roles * plan.config.num_pairs,
+        num_threads=num_warpgroups,
         thread_name="role",
-        scratch_types=plan.scratch,
+        scratch_types=scratch_types,
         compiler_params=params,
-    )(ends, seqs, kv_lens, block_tables, q, k_pages, v_pages, *scales)
+    )(ends, seqs, *operands)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "params"))
+def pieces(q, k_pages, v_pages, block_tables, kv_lens, *, plan: Plan, params):
+    """(ends, out, lse_log2): where the blocks of each sequence end; and of every piece, unit and row, in float32."""
+    ends, seqs = ends_and_seqs(plan, kv_lens)
+    pairs = plan.config.num_pairs
+    operands = kv_lens, block_tables, q, k_pages, v_pages
+    out, lse_log2 = launch(_kernel, 2 * pairs, dict(pairs=[scratch(plan)] * pairs), plan, params, ends, seqs, *operands)
     return ends, out, lse_log2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `paged_attention` over pages of 8 bits: `kernel.py` with two warpgroups more.
+"""The kernel of `paged_attention` over pages of 8 bits: that of `kernel.py` with two warpgroups more.
 
 Keys go to the tensor cores as they are. The other operand of an 8-bit product has 8 bits, too, and a bfloat16 query has
 8 significant ones where e4m3 has 4; so the query is the sum of two terms in e4m3, each times the same power of two, by
@@ -7,6 +7,8 @@ which its row's largest number comes near the end of e4m3. Both products go to t
 
 Values would have to lie transposed for 8-bit products. They become float16, which holds every e4m3 exactly. The weights
 are float16, too: one below 2**-25 of the largest so far is zero.
+
+Role table: memory as in `kernel.py`, and
 
     convert    one: values of block after block, from the ring into one of two slots of 16 bits; rows that nobody sees,
                which may be NaN, become zeros
@@ -29,209 +31,232 @@ read, written as two bytes, and read as two.
 
 import dataclasses
 import functools
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device
-from .. import core
+from ..._device import PIECE, ROWS, div
 from ..cache.pages_fp8 import widen
-from ..core import E4M3, PIECE, ROWS, TILED, WG_ROWS, div, per_row
-from . import kernel as decode
-from . import plan as decode_parts
-from .kernel import COMPUTE, MEMORY
+from ..core import E4M3, WG_ROWS, per_row
+from ..steps import add_product, finish, softmax_step
+from . import kernel
+from .kernel import Smem, launch, load, over_blocks, store_piece
+from .plan import Piece, Plan, each_piece, ends_and_seqs
 
-CONVERT, HELP = 2, 3
+COMPUTE, MEMORY, CONVERT, HELP = range(4)  # Warpgroups by their role.
 TERMS, WIDE_SLOTS = 2, 2
 WIDE = jnp.float16
-# Registers of a thread, with so many compute warpgroups.
+# Registers per thread, with so many compute warpgroups.
 REGISTERS = {2: {COMPUTE: 168, HELP: 168, MEMORY: 72, CONVERT: 96}, 1: {COMPUTE: 240, MEMORY: 80, CONVERT: 104}}
 NEAR_END = 8  # A row's largest number lies within half an octave of 2 ** NEAR_END; e4m3 ends at 448.
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan(decode_parts.Plan):
-    @property
-    def compute_wgs(self) -> int:
-        return 2 if self.config.block_kv == 128 else 1
-
-    @property
-    def piece(self) -> int:
-        """Keys' or values' 8-bit numbers that are swizzled together."""
-        return min(128, self.problem.head_dim)
-
-    @property
-    def scratch(self) -> dict:
-        p, c, copies = self.problem, self.config, 2 * self.pages.copies
-        narrow = dict(transforms=core.tiling(self.piece, E4M3))
-        ring = plgpu.SMEM((c.num_stages, c.block_kv, p.head_dim), E4M3, **narrow)
-        return self.pair_scratch | dict(
-            k_smem=ring,
-            v_smem=ring,
-            terms_smem=plgpu.SMEM((TERMS, p.head_dim // self.piece, WG_ROWS, self.piece), E4M3, **narrow),
-            wide_smem=plgpu.SMEM((WIDE_SLOTS, c.block_kv, p.head_dim), WIDE, **TILED),
-            filled=plgpu.Barrier(num_arrivals=copies, num_barriers=c.num_stages),
-            freed=plgpu.Barrier(num_arrivals=1 + self.compute_wgs, num_barriers=c.num_stages),
-            wide_filled=plgpu.Barrier(num_barriers=WIDE_SLOTS),
-            wide_freed=plgpu.Barrier(num_arrivals=self.compute_wgs, num_barriers=WIDE_SLOTS),
-            terms_filled=plgpu.Barrier(num_arrivals=self.compute_wgs),
-            handed=plgpu.Barrier(),
-        )
+def scratch(plan: Plan) -> dict:
+    """Shared memory of a block, and its barriers."""
+    p, c, wgs = plan.problem, plan.config, plan.compute_wgs
+    piece = min(128, p.head_dim)  # 8-bit numbers that are swizzled together.
+    narrow = _device.swizzled(piece, E4M3)
+    ring = plgpu.SMEM((c.num_stages, c.block_kv, p.head_dim), E4M3, **narrow)
+    return kernel.scratch(plan) | dict(
+        k_smem=ring,
+        v_smem=ring,
+        terms_smem=plgpu.SMEM((TERMS, p.head_dim // piece, WG_ROWS, piece), E4M3, **narrow),
+        wide_smem=plgpu.SMEM((WIDE_SLOTS, c.block_kv, p.head_dim), WIDE, **_device.swizzled()),
+        filled=_device.barriers(c.num_stages, 2 * plan.pages.copies),
+        freed=_device.barriers(c.num_stages, 1 + wgs),
+        wide_filled=_device.barriers(WIDE_SLOTS),
+        wide_freed=_device.barriers(WIDE_SLOTS, wgs),
+        terms_filled=_device.barriers(1, wgs),
+        handed=_device.barriers(1),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class Smem(decode.Smem):
-    terms: object  # (TERMS, pieces, 64, piece): the query in e4m3.
-    wide: object  # (WIDE_SLOTS, block_kv, head_dim): values in 16 bits.
+class Half:
+    """A compute warpgroup's part of the work, and what it has at hand beside `Smem`."""
+
+    smem: Smem  # `v_tma` and `v_rows` are not used.
+    terms: Any  # (TERMS, pieces, 64, piece): the query in e4m3.
+    wide: Any  # (WIDE_SLOTS, block_kv, head_dim): values in 16 bits.
     wide_ring: _device.Ring
-    terms_filled: object
-    handed: object
-    compute_wgs: int
-    which: int = 0  # Which part of the keys is this warpgroup's, and, if there are two, which of the terms it writes.
-    page_scales: tuple = ()  # The numbers that a 1 in pages of keys, and of values, stands for.
+    terms_filled: Any
+    handed: Any
+    which: int  # Which half of the keys is its, and, if there are two, which of the terms it writes.
+    num_keys: int
+    num_wgs: int
+    k_scale: Any  # The number that a 1 in pages of keys, or of values, stands for.
+    v_scale: Any
 
     @property
-    def mine(self) -> tuple[int, int]:
-        num = self.k.shape[1] // self.compute_wgs
-        return self.which * num, num
-
-    def hand_over(self, out, lse_log2, lse_gmem):
-        """Leaves results where those of all keys will be."""
-        _device.store(self.out, out)
-        _device.store(lse_gmem, lse_log2)
-        plgpu.barrier_arrive(self.handed)
-
-    def merged(self, out, lse_log2, lse_gmem):
-        if self.compute_wgs == 1:
-            return out, lse_log2
-        plgpu.barrier_wait(self.handed)
-        others = plgpu.load(self.out, layout=plgpu.Layout.WGMMA), plgpu.load(lse_gmem, layout=ROWS, optimized=False)
-        top = jnp.maximum(lse_log2, others[1])
-        sees_any = top > -jnp.inf
-        shares = [jnp.exp2(x - jnp.where(sees_any, top, 0.0)) for x in (lse_log2, others[1])]
-        total = jnp.where(sees_any, shares[0] + shares[1], 1.0)
-        out = out * per_row(shares[0] / total, out.shape) + others[0] * per_row(shares[1] / total, out.shape)
-        return out, top + jnp.log2(total)
-
-    def scales(self):
-        """Splits a query that has arrived into its terms, of which both warpgroups need both."""
-        k_scale, v_scale = self.page_scales
-        pieces = [plgpu.load(self.q.at[p], layout=plgpu.Layout.WGMMA) for p in range(self.q.shape[0])]
-        pieces = [piece.astype(jnp.float32) for piece in pieces]
-        top = functools.reduce(jnp.maximum, [jnp.abs(piece).max(axis=1) for piece in pieces])
-        octave = jnp.round(jnp.log2(jnp.maximum(top, 2.0**-100)))
-        together = self.terms.shape[3] // PIECE
-        for i in range(self.terms.shape[1]):
-            left = jnp.concatenate(pieces[i * together : (i + 1) * together], axis=1)
-            left = left * per_row(jnp.exp2(NEAR_END - octave), left.shape)
-            for term in range(TERMS):
-                rounded = left.astype(E4M3)
-                if term % self.compute_wgs == self.which:
-                    self.terms[term, i] = rounded
-                left = left - rounded.astype(jnp.float32)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.terms_filled)
-        plgpu.barrier_wait(self.terms_filled)
-        return k_scale * jnp.exp2(octave - NEAR_END), v_scale
-
-    def queue_logits(self, s_ref, slot):
-        _, pieces, _, piece = self.terms.shape
-        for i in range(pieces):
-            keys = self.k.at[slot, pl.ds(*self.mine), pl.ds(i * piece, piece)].T
-            for term in range(TERMS):
-                plgpu.wgmma(s_ref, self.terms.at[term, i], keys)
-
-    def free_keys(self, count):
-        self.ring.free(count)
-
-    def values(self, problem, count, seen):
-        return self.wide.at[self.wide_ring.wait(count), pl.ds(*self.mine)]
-
-    def free_values(self, count):
-        self.wide_ring.free(count)
+    def keys(self):
+        """Its keys of a block."""
+        return pl.ds(self.which * self.num_keys, self.num_keys)
 
 
 def _kernel(
     ends, seqs, kv_lens, block_tables, q_gmem, k_gmem, v_gmem, k_scale, v_scale, out_gmem, lse_gmem, *, plan: Plan,
-    q_and_out, k_smem, v_smem, terms_smem, wide_smem, q_filled, q_freed, filled, freed, wide_filled,
-    wide_freed, terms_filled, handed,
+    terms_smem, wide_smem, wide_filled, wide_freed, terms_filled, handed, **smem_of_kernel,
 ):  # fmt: skip
     role, part = lax.axis_index("role"), lax.axis_index("part")
-    query = q_and_out if not plan.problem.interpreted else (q_and_out[0], *q_and_out)
-    ring, wide_ring = (
-        _device.Ring(filled, freed, plan.config.num_stages),
-        _device.Ring(wide_filled, wide_freed, WIDE_SLOTS),
-    )
+    smem, wide_ring = Smem.of(plan, **smem_of_kernel), _device.Ring(wide_filled, wide_freed, WIDE_SLOTS)
     kv_head = div(lax.axis_index("unit"), plan.chunks)
-    smem = functools.partial(
-        Smem, *query, *[k_smem] * 2, *[v_smem] * 3, q_filled, q_freed, ring, terms_smem, wide_smem, wide_ring,
-        terms_filled, handed, plan.compute_wgs,
+    registers, wgs = REGISTERS[plan.compute_wgs], plan.compute_wgs
+    pieces = functools.partial(each_piece, plan, ends, seqs, kv_lens, part)
+    half = lambda which: Half(
+        smem, terms_smem, wide_smem, wide_ring, terms_filled, handed, which, plan.config.block_kv // wgs, wgs,
+        k_scale[kv_head], v_scale[kv_head],
     )  # fmt: skip
-    registers = REGISTERS[plan.compute_wgs]
-    scales = lambda: (k_scale[kv_head], v_scale[kv_head])
-    each_piece = functools.partial(
-        decode._each_piece, plan, kv_lens, lambda: decode_parts.Part(plan, ends, seqs, kv_lens, part)
-    )
 
-    @pl.when(role == COMPUTE)
+    @_device.role(role == COMPUTE, increase_to=registers[COMPUTE])
     def _():
-        plgpu.set_max_registers(registers[COMPUTE], action="increase")
-        decode._compute(plan, part, each_piece, smem(0, scales()), out_gmem, lse_gmem)
+        _compute(plan, part, pieces, half(0), out_gmem, lse_gmem)
 
-    if plan.compute_wgs == 2:
+    if wgs == 2:
 
-        @pl.when(role == HELP)
+        @_device.role(role == HELP, increase_to=registers[HELP])
         def _():
-            plgpu.set_max_registers(registers[HELP], action="increase")
-            _help(plan, each_piece, smem(1, scales()), lse_gmem)
+            _help(plan, pieces, half(1), lse_gmem)
 
-    @pl.when(role == MEMORY)
+    @_device.role(role == MEMORY, decrease_to=registers[MEMORY])
     def _():
-        plgpu.set_max_registers(registers[MEMORY], action="decrease")
-        decode._load(plan, each_piece, smem(), block_tables, q_gmem, k_gmem, v_gmem)
+        load(plan, pieces, smem, block_tables, q_gmem, k_gmem, v_gmem)
 
-    @pl.when(role == CONVERT)
+    @_device.role(role == CONVERT, decrease_to=registers[CONVERT])
     def _():
-        plgpu.set_max_registers(registers[CONVERT], action="decrease")
-        _convert(plan, each_piece, smem())
+        _convert(plan, pieces, smem, wide_smem, wide_ring)
 
 
-def pieces(*args, plan: Plan, params):
-    """As `decode.pieces`."""
-    return decode.pieces(*args, plan=plan, params=params, kernel=_kernel, roles=2 + plan.compute_wgs)
+def _convert(plan: Plan, each_piece, smem: Smem, wide_smem, wide_ring: _device.Ring):
+    """The converting warpgroup: values of block after block become 16 bits wide."""
+    block_kv = plan.config.block_kv
+
+    def convert_piece(i, piece: Piece, before):
+        low = plan.first_seen(piece.kv_len)
+
+        @pl.loop(0, piece.steps)
+        def _(step):
+            slot, to = smem.ring.wait(before + step), wide_ring.fill(before + step)
+            first = (piece.first + step) * block_kv
+            seen, whole = (low - first, piece.kv_len - first), (first >= low) & (first + block_kv <= piece.kv_len)
+            pl.when(whole)(lambda: widen(smem.v.at[slot], wide_smem.at[to]))
+            pl.when(~whole)(lambda: widen(smem.v.at[slot], wide_smem.at[to], seen))
+            plgpu.commit_smem()
+            smem.ring.free(before + step)
+            plgpu.barrier_arrive(wide_ring.filled.at[to])
+
+    count, _ = each_piece(convert_piece)
+    wide_ring.drain(count)
 
 
-def _help(plan: Plan, each_piece, smem: Smem, lse_gmem):
-    """The compute warpgroup that hands its results over."""
+def _compute(plan: Plan, part, each_piece, half: Half, out_gmem, lse_gmem):
+    """The compute warpgroup that stores out and lse of every piece, in float32; base-2 logarithms."""
+    unit = lax.axis_index("unit")
+
+    def compute_piece(i, piece: Piece, before):
+        plgpu.barrier_wait(half.smem.q_filled)
+        # Pieces are in order of sequences and of parts, so that no two have the same sum.
+        where = piece.seq + part, unit
+        out, lse_log2 = _attend(plan, half, piece, before)
+        if half.num_wgs == 2:
+            out, lse_log2 = _merged(half, out, lse_log2, lse_gmem.at[where])
+        store_piece(plan, half.smem, out, lse_log2, out_gmem.at[where], lse_gmem.at[where])
+
+    each_piece(compute_piece)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _help(plan: Plan, each_piece, half: Half, lse_gmem):
+    """The compute warpgroup that hands its results over, by leaving them where the results over all keys will be."""
     part, unit = lax.axis_index("part"), lax.axis_index("unit")
 
-    def help_with_piece(i, piece, before):
-        plgpu.barrier_wait(smem.q_filled)
-        results = decode._attend(plan, smem, piece, before, *smem.scales())
-        smem.hand_over(*results, lse_gmem.at[piece.seq + part, unit])
+    def help_with_piece(i, piece: Piece, before):
+        plgpu.barrier_wait(half.smem.q_filled)
+        out, lse_log2 = _attend(plan, half, piece, before)
+        where = piece.seq + part, unit
+        _device.store(half.smem.out, out)
+        _device.store(lse_gmem.at[where], lse_log2)
+        plgpu.barrier_arrive(half.handed)
 
     each_piece(help_with_piece)
 
 
-def _convert(plan: Plan, each_piece, smem: Smem):
-    """The converting warpgroup."""
-    block_kv = plan.config.block_kv
+def _merged(half: Half, out, lse_log2, lse_gmem):
+    """(out, lse_log2) over all keys of a piece, from these over half of them and what `_help` hands over."""
+    plgpu.barrier_wait(half.handed)
+    others = plgpu.load(half.smem.out, layout=plgpu.Layout.WGMMA), _device.load(lse_gmem, ROWS)
+    top = jnp.maximum(lse_log2, others[1])
+    sees_any = top > -jnp.inf
+    shares = [jnp.exp2(x - jnp.where(sees_any, top, 0.0)) for x in (lse_log2, others[1])]
+    total = jnp.where(sees_any, shares[0] + shares[1], 1.0)
+    out = out * per_row(shares[0] / total, out.shape) + others[0] * per_row(shares[1] / total, out.shape)
+    return out, top + jnp.log2(total)
 
-    def convert_piece(i, piece, before):
-        low = 0 if plan.problem.left is None else jnp.maximum(piece.kv_len - 1 - plan.problem.left, 0)
 
-        @pl.loop(0, piece.steps)
-        def _(step):
-            slot, to = smem.ring.wait(before + step), smem.wide_ring.fill(before + step)
-            first = (piece.first + step) * block_kv
-            seen, whole = (low - first, piece.kv_len - first), (first >= low) & (first + block_kv <= piece.kv_len)
-            pl.when(whole)(lambda: widen(smem.v.at[slot], smem.wide.at[to]))
-            pl.when(~whole)(lambda: widen(smem.v.at[slot], smem.wide.at[to], seen))
-            plgpu.commit_smem()
-            smem.ring.free(before + step)
-            plgpu.barrier_arrive(smem.wide_ring.filled.at[to])
+def _split_query(half: Half):
+    """Splits a query that has arrived into its terms, of which both warpgroups need both. Returns the
+    number that a 1 in products of these terms and of stored keys stands for."""
+    q, terms = half.smem.q, half.terms
+    pieces = [plgpu.load(q.at[p], layout=plgpu.Layout.WGMMA) for p in range(q.shape[0])]
+    pieces = [piece.astype(jnp.float32) for piece in pieces]
+    top = functools.reduce(jnp.maximum, [jnp.abs(piece).max(axis=1) for piece in pieces])
+    octave = jnp.round(jnp.log2(jnp.maximum(top, 2.0**-100)))
+    together = terms.shape[3] // PIECE
+    for i in range(terms.shape[1]):
+        left = jnp.concatenate(pieces[i * together : (i + 1) * together], axis=1)
+        left = left * per_row(jnp.exp2(NEAR_END - octave), left.shape)
+        for term in range(TERMS):
+            rounded = left.astype(E4M3)
+            if term % half.num_wgs == half.which:
+                terms[term, i] = rounded
+            left = left - rounded.astype(jnp.float32)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(half.terms_filled)
+    plgpu.barrier_wait(half.terms_filled)
+    return half.k_scale * jnp.exp2(octave - NEAR_END)
 
-    count, _ = each_piece(convert_piece)
-    smem.wide_ring.drain(count)
+
+def _attend(plan: Plan, half: Half, piece: Piece, before):
+    """(out, lse_log2) of a piece over this warpgroup's keys: block after block, each of them waited for."""
+    problem, block_kv, smem = plan.problem, plan.config.block_kv, half.smem
+    logit_scale = _split_query(half)
+    shape, low = (WG_ROWS, half.num_keys), plan.first_seen(piece.kv_len)
+
+    def step(step, carry, masked: bool):
+        acc, m_i, l_i = carry
+        first = (piece.first + step) * block_kv
+        slot = smem.ring.wait(before + step)
+
+        def logits(s_ref):
+            _, pieces, _, size = half.terms.shape
+            for i in range(pieces):
+                keys = smem.k.at[slot, half.keys, pl.ds(i * size, size)].T
+                for term in range(TERMS):
+                    plgpu.wgmma(s_ref, half.terms.at[term, i], keys)
+            return s_ref[...]
+
+        s, unit = problem.scored(pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32)), logit_scale)
+        smem.ring.free(before + step)
+        if masked:
+            token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + first + half.keys.start
+            s = jnp.where((token >= low) & (token < piece.kv_len), s, -jnp.inf)
+        values = half.wide.at[half.wide_ring.wait(before + step), half.keys]
+        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, unit, masked)
+        acc = add_product(acc * per_row(alpha, acc.shape), p.astype(values.dtype), values, problem.interpreted)
+        half.wide_ring.free(before + step)
+        return acc, m_i, l_i
+
+    return finish(*over_blocks(plan, piece, low, step), half.v_scale)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "params"))
+def pieces(q, k_pages, v_pages, block_tables, kv_lens, k_scale, v_scale, *, plan: Plan, params):
+    """As `kernel.pieces`. The scales are float32 (kv_heads,)."""
+    ends, seqs = ends_and_seqs(plan, kv_lens)
+    operands = kv_lens, block_tables, q, k_pages, v_pages, k_scale, v_scale
+    out, lse_log2 = launch(_kernel, 2 + plan.compute_wgs, scratch(plan), plan, params, ends, seqs, *operands)
+    return ends, out, lse_log2

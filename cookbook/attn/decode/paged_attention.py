@@ -14,7 +14,7 @@ there can be if each unit of each part gets an SM of its own, so units that read
 about the same time. A piece is the share of a part in one sequence; a second kernel merges the pieces of each sequence.
 
 `kernel.py` has the kernel, with its roles and barriers, `kernel_fp8.py` that of pages of 8 bits, `plan.py` the
-shares of its blocks of threads, and `merge_attention.py` the second kernel.
+shares of its blocks of threads, and `merge_pieces.py` the second kernel.
 
 Other names of the arguments; `dense/attention.py` has those of numbers:
 
@@ -39,15 +39,15 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ... import _host
+from ... import _device, _host
 from .. import checks, references
-from ..cache.pages import Pages, at_least_two, check_block_tables, check_cache
+from ..cache.pages import Pages, at_least_two
 from ..cache.pages_fp8 import page_scales
+from ..checks import check_block_tables
 from ..core import Problem
-from . import kernel as decode
-from . import kernel_fp8 as decode_fp8
-from .merge_attention import merge_pieces
-from .plan import Config
+from . import kernel, kernel_fp8
+from .merge_pieces import merge_pieces
+from .plan import Config, Plan
 
 
 def paged_attention_reference(
@@ -74,7 +74,7 @@ def _check(q, k_pages, v_pages, block_tables, kv_lens) -> None:
     op = f"{_host.PACKAGE}.paged_attention"
     if q.ndim != 3:
         raise ValueError(f"{op}: {q.shape=}; must be (num_seqs, heads, head_dim): reshape it")
-    check_cache(op, q, k_pages, v_pages, block_tables, kv_lens)
+    checks.check_cache("paged_attention", q, k_pages, v_pages, block_tables, kv_lens)
     if block_tables.shape[0] != q.shape[0]:
         raise ValueError(f"{op}: {q.shape=} and {block_tables.shape=} differ in their number of sequences")
 
@@ -85,8 +85,8 @@ def paged_attention(
 ):  # fmt: skip
     """Attention of the last token of each sequence to all of its tokens, whose keys and values lie in pages.
 
-    The same to the bit in every run. A page that is not there counts as zeros, and a length is cut at what the block
-    table holds: `cookbook.paged_attention.check_block_tables` looks for both.
+    Bitwise reproducible from run to run. A page that is not there counts as zeros, and a length is cut at what the
+    block table holds: `cookbook.paged_attention.check_block_tables` looks for both.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 
@@ -131,12 +131,11 @@ def paged_attention(
     target = _host.require_tensor_cores(op)
     config = config or default_config(head_dim, bool(scales))
     if scales and config.num_pairs > 1:
-        raise ValueError(f"{op}: {config.num_pairs=}; must be 1 with pages of 8 bits: leave it out")
-    need = config.smem_bytes_fp8(head_dim) if scales else config.smem_bytes(head_dim)
-    checks.check_smem(op, config, need, head_dim)
+        raise ValueError(f"{_host.PACKAGE}.{op}: {config.num_pairs=}; must be 1 with pages of 8 bits: leave it out")
     problem = Problem(num_heads, num_kv_heads, head_dim, q.dtype, **how, interpreted=target.interpreted)
     pages = Pages.of(k_pages, block_tables, config.block_kv)
-    plan = (decode_fp8 if scales else decode).Plan(problem, num_seqs, pages, config, target.num_sms)
+    plan = Plan(problem, num_seqs, pages, config, target.num_sms)
+    checks.check_smem(op, config, smem_bytes(config, head_dim, bool(scales)), head_dim)
     q, k_pages, v_pages, sinks, *scales = _host.without_gradient(
         op, f"{_host.PACKAGE}.attention", q, k_pages, v_pages, sinks, *scales
     )
@@ -148,12 +147,20 @@ def paged_attention(
     return results if return_lse else results[0]
 
 
+def smem_bytes(config: Config, head_dim: int, is_fp8: bool = False) -> int:
+    """Shared memory of a block of the first kernel for heads of this size."""
+    problem = Problem(1, 1, head_dim, jnp.dtype(jnp.bfloat16), 1.0, None, None, 0, interpreted=False)
+    plan = Plan(problem, 1, Pages(2, config.block_kv, 1, config.block_kv), config, 1)
+    return config.num_pairs * _device.smem_bytes((kernel_fp8 if is_fp8 else kernel).scratch(plan))
+
+
 @functools.partial(jax.jit, static_argnames=("plan", "params", "return_lse"))
-def _run(q, k_pages, v_pages, block_tables, kv_lens, sinks, scales, *, plan, params, return_lse: bool):
+def _run(q, k_pages, v_pages, block_tables, kv_lens, sinks, scales, *, plan: Plan, params, return_lse: bool):
     """(out, lse), lse None unless it is asked for. One program for both kernels: some of the pieces between them are
     memory that nobody wrote, in which `jax_debug_nans` would find NaN."""
-    of, pages = decode_fp8 if scales else decode, map(at_least_two, (k_pages, v_pages))
-    ends, *found = of.pieces(q, *pages, block_tables, kv_lens, *scales, plan=plan, params=params)
+    pieces = (kernel_fp8 if scales else kernel).pieces
+    pages = map(at_least_two, (k_pages, v_pages))
+    ends, *found = pieces(q, *pages, block_tables, kv_lens, *scales, plan=plan, params=params)
     out, lse = merge_pieces(ends, kv_lens, *found, sinks, plan=plan, params=params)
     return out, lse if return_lse else None
 

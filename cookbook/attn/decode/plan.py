@@ -5,7 +5,7 @@ A unit is a KV head, with up to 64 of the query heads that read it. The blocks o
 other, are cut into equal parts, so that all end at the same time, whatever the lengths are. There are as many parts as
 there can be if each unit of each part gets an SM of its own, or half of one, so units that read other heads of the same
 pages do so at about the same time. A piece is the share of a part in one sequence; a second kernel merges the pieces of
-each sequence (`merge_attention.py`).
+each sequence (`merge_pieces.py`).
 """
 
 import dataclasses
@@ -15,11 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..._device import div, rem
 from ..cache.pages import Pages
-from ..core import PIECE, TILED, WG_ROWS, Problem, div, rem, row_tiles
-from ..tiles import copies_of_tiles, value_tiles
+from ..core import WG_ROWS, Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,17 +33,6 @@ class Config:
                 f"{self.block_kv=} must be 64 or 128 (tokens that tensor cores take at once), {self.num_stages=} at "
                 f"least 2 (a block is loaded while another is used), {self.num_pairs=} 1 or 2"
             )
-
-    def smem_bytes(self, head_dim: int) -> int:
-        """Out in float32, in whose place the query lies before; the ring; and the barriers."""
-        width = pl.cdiv(head_dim, PIECE) * PIECE
-        pair = (4 * WG_ROWS + 4 * self.num_stages * self.block_kv) * width + 8 * (2 * self.num_stages + 2)
-        return self.num_pairs * pair
-
-    def smem_bytes_fp8(self, head_dim: int) -> int:
-        """The same with pages of 8 bits; and the query in two terms, two blocks of wide values, and their barriers."""
-        query, ring, wide = 6 * WG_ROWS, 2 * self.num_stages * self.block_kv, 4 * self.block_kv
-        return (query + ring + wide) * head_dim + 8 * (2 * self.num_stages + 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,37 +86,18 @@ class Plan:
         return self.num_seqs + self.num_parts
 
     @property
-    def scratch(self) -> dict:
-        return dict(pairs=[self.pair_scratch] * self.config.num_pairs)
+    def compute_wgs(self) -> int:
+        """Warpgroups that share the keys of a block of pages of 8 bits. A product takes no fewer than 64 of them."""
+        return self.config.block_kv // 64
 
-    @property
-    def pair_scratch(self) -> dict:
-        p, c = self.problem, self.config
-        ring = plgpu.SMEM((c.num_stages, c.block_kv, p.width), p.dtype, **TILED)
-        copies = 2 * self.pages.copies
-        if not p.whole_pieces:
-            ring = row_tiles((c.num_stages, p.pieces, c.block_kv, PIECE), p.dtype, p.interpreted)
-            copies = self.pages.copies * (p.pieces + copies_of_tiles(p, self.pages.tokens))
-        query = row_tiles((p.pieces, WG_ROWS, PIECE), p.dtype, p.interpreted)
-        out = plgpu.SMEM((WG_ROWS, p.width), jnp.float32)
-        return dict(
-            q_and_out=[query, out] if p.interpreted else plgpu.RefUnion(*query.refs, out),
-            k_smem=ring,
-            v_smem=value_tiles(c.num_stages, c.block_kv, p),
-            q_filled=plgpu.Barrier(num_arrivals=p.pieces),
-            q_freed=plgpu.Barrier(),
-            filled=plgpu.Barrier(num_arrivals=copies, num_barriers=c.num_stages),
-            freed=plgpu.Barrier(num_barriers=c.num_stages),
-        )
+    def first_seen(self, kv_len):
+        """The first token that the last of so many tokens sees."""
+        return 0 if self.problem.left is None else jnp.maximum(kv_len - 1 - self.problem.left, 0)
 
     def blocks(self, kv_len):
         """(first, number) of the blocks of keys that the last of so many tokens sees; one, if only to find none."""
         kv_len = self.pages.length(kv_len)
-        first = (
-            0 * kv_len
-            if self.problem.left is None
-            else div(jnp.maximum(kv_len - 1 - self.problem.left, 0), self.config.block_kv)
-        )
+        first = 0 * kv_len if self.problem.left is None else div(self.first_seen(kv_len), self.config.block_kv)
         return first, jnp.maximum(div(kv_len + self.config.block_kv - 1, self.config.block_kv) - first, 1)
 
     def start(self, part, num_blocks):
@@ -144,7 +113,7 @@ class Plan:
 
 class Part:
     """Work of a block of threads: `steps` blocks of keys, from block `begin` of `first_seq` on, in so many `pieces`.
-    `ends` are those of the sequences in the row of all blocks, and `seqs` the first sequence of each part."""
+    `ends` are the ends of the sequences in the row of all blocks, and `seqs` the first sequence of each part."""
 
     def __init__(self, plan: Plan, ends, seqs, kv_lens, part):
         starts, found, begins = [], [], []
@@ -176,3 +145,16 @@ def ends_and_seqs(plan: Plan, kv_lens):
     ends = jnp.sum(jnp.where(seq <= seq[:, None], steps, 0), axis=1, dtype=jnp.int32)
     starts = plan.start(jnp.arange(plan.num_parts + 1, dtype=jnp.int32), ends[-1])
     return ends, jnp.sum(ends <= starts[:, None], axis=1, dtype=jnp.int32)
+
+
+def each_piece(plan: Plan, ends, seqs, kv_lens, part, body):
+    """Calls `body(i, piece, before)` for each piece of a part, after `before` steps. Returns (steps, pieces)."""
+    mine = Part(plan, ends, seqs, kv_lens, part)
+
+    def one(i, before):
+        begin = jnp.where(i == 0, mine.begin, 0)
+        piece = Piece(plan, kv_lens, mine.first_seq + i, begin, mine.steps - before)
+        body(i, piece, before)
+        return before + piece.steps
+
+    return lax.fori_loop(0, mine.pieces, one, jnp.int32(0)), mine.pieces

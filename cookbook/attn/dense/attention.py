@@ -26,9 +26,9 @@ exponentials for half of the products.
 
 Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
 
-Not supported: masks as arrays, biases, dropout. If H is over 64, and no multiple of it or S none of 8, values are
-padded by a copy, or with few queries come in tiles of 8 rows; the backward pass pads its operands by copies. Source:
-Shah et al., "FlashAttention-3" (2024).
+Not supported: masks as arrays, biases, dropout. If H is over 64 and not a multiple of 64, or S is not a multiple of 8,
+values are padded by a copy, or with few queries come in tiles of 8 rows; the backward pass pads its operands by copies.
+Source: Shah et al., "FlashAttention-3" (2024).
 """
 
 import dataclasses
@@ -37,12 +37,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ... import _host
+from ... import _device, _host
 from .. import checks, references, tiles
-from ..backward import gradients as attention_bwd
-from ..backward import steps_fused as bwd_fused
+from ..backward import gradients
 from ..core import Config, Problem
-from . import kernel as dense
+from . import kernel
+from .plan import Plan
 
 
 def attention_reference(
@@ -134,7 +134,7 @@ def _problem(query, key, options: Options, interpreted: bool) -> Problem:
     )  # fmt: skip
 
 
-def _fitted(plan: dense.Plan, num_sms: int) -> dense.Plan:
+def _fitted(plan: Plan, num_sms: int) -> Plan:
     """`plan`, of the default configuration. Tiles of three warpgroups may leave SMs idle, or few queries to the last
     tile: two take its place if they are done earlier."""
     if plan.config.compute_wgs == 2:
@@ -148,13 +148,13 @@ def _run(query, key, value, sinks, segments, options: Options, return_lse: bool)
     target = _host.require_tensor_cores("attention")
     problem = _problem(query, key, options, target.interpreted)
     config = options.config or default_config(problem.head_dim, problem.has_window)
-    checks.check_smem("attention", config, config.smem_bytes(problem.head_dim), problem.head_dim)
     (batch, num_q), num_kv = query.shape[:2], key.shape[1]
     copies_tiles = problem.pieces > 1 and tiles.by_tile(problem, num_kv, num_q)
-    plan = dense.Plan(problem, batch, num_q, num_kv, bool(segments), config, copies_tiles=copies_tiles)
+    plan = Plan(problem, batch, num_q, num_kv, bool(segments), config, copies_tiles=copies_tiles)
     plan = plan if options.config else _fitted(plan, target.num_sms)
+    checks.check_smem("attention", config, _device.smem_bytes(kernel.scratch(plan)), problem.head_dim)
     params = _host.compiler_params(approx_math=True)
-    return dense.forward(
+    return kernel.forward(
         query, key, value, sinks, segments, plan=plan, num_sms=target.num_sms, params=params, return_lse=return_lse
     )
 
@@ -170,23 +170,25 @@ def _attention_fwd(query, key, value, sinks, segments, options: Options):
     return (out, lse if options.return_lse else None), (query, key, value, sinks, segments, out, lse)
 
 
-def _attention_bwd(options: Options, residuals, gradients):
+def _attention_bwd(options: Options, residuals, cotangents):
     query, key, value, sinks, *results = residuals
-    d_out, d_lse = gradients
-    gradients = d_out, jnp.zeros_like(results[-1]) if d_lse is None else d_lse
+    d_out, d_lse = cotangents
+    cotangents = d_out, jnp.zeros_like(results[-1]) if d_lse is None else d_lse
     target = _host.require_tensor_cores("attention")
     problem = _problem(query, key, options, target.interpreted)
-    params = _host.compiler_params(approx_math=True)
     in_one = not options.deterministic
     if options.deterministic is None:  # Few steps do not make up for the sums that start as zeros and end as rounded.
         in_one = problem.head_dim > 64 or query.shape[1] >= ONE_KERNEL_FROM
-    config = bwd_fused.default_config(problem.head_dim) if in_one else None
     launch = functools.partial(
-        attention_bwd.gradients, problem=problem, num_sms=target.num_sms, params=params, config=config
+        gradients.gradients,
+        problem=problem,
+        num_sms=target.num_sms,
+        params=_host.compiler_params(approx_math=True),
+        config=gradients.default_config(problem.head_dim) if in_one else None,
     )
     launch = _host.without_derivative("attention", launch)
-    d_sinks = None if sinks is None else _sinks_gradient(sinks, *results[1:], *gradients)
-    return *launch(query, key, value, *results, *gradients), d_sinks, None
+    d_sinks = None if sinks is None else _sinks_gradient(sinks, *results[1:], *cotangents)
+    return *launch(query, key, value, *results, *cotangents), d_sinks, None
 
 
 def _sinks_gradient(sinks, out, lse, d_out, d_lse):
@@ -206,8 +208,8 @@ def attention(
     kv_segment_ids=None, sinks=None, return_lse=False, return_residual=False, deterministic=None,
     config: Config | None = None, **others,
 ):  # fmt: skip
-    """Scaled dot-product attention, as `jax.nn.dot_product_attention`. Its results are the same in every run; gradients
-    are with `deterministic=True`.
+    """Scaled dot-product attention, as `jax.nn.dot_product_attention`. Its results are bitwise reproducible from run to
+    run; its gradients are with `deterministic=True`.
 
     Differentiable in query, key, value and sinks, also through lse; these, out and lse are kept for the backward pass.
 
@@ -228,10 +230,11 @@ def attention(
       kv_segment_ids: (B, S) integers, of the keys; None for `segment_ids`.
       sinks: (N,), floats: a logit of each head that counts as one key more, whose value is zero.
       return_lse: also return the logarithms of the sums of exponentials; `return_residual` says the same.
-      deterministic: True: gradients, too, are the same to the bit in every run, by two kernels with seven products.
+      deterministic: True: gradients, too, are bitwise reproducible, by two kernels with seven products.
         False: by one kernel with five, which adds up the gradient of `query` in float32 in memory, in an order that
         differs from run to run. None: False, but True for heads up to 64 with few queries (`ONE_KERNEL_FROM`),
-        where two kernels were measured faster. With heads over 128 gradients are always the same.
+        where two kernels were measured faster. With heads over 128 gradients are always
+        reproducible.
       config: blocks, stages and warpgroups; None chooses by the problem.
       others: arguments that other libraries have, such as `mask` and `bias`, if they are None.
 

@@ -22,11 +22,12 @@ Sources: Shah et al., "FlashAttention-3" (2024); for the sums, DeepSeek-AI, "Dee
 
 import jax.numpy as jnp
 
-from ... import _host
+from ... import _device, _host
 from .. import checks, references
-from ..core import E4M3, HEAD_DIMS
-from . import kernel_fp8 as dense_fp8
-from .kernel_fp8 import Config, Plan, Problem
+from ..core import E4M3, HEAD_DIMS, Problem
+from . import kernel_fp8
+from .kernel_fp8 import Config
+from .plan import Plan
 
 
 def attention_fp8_reference(
@@ -49,7 +50,7 @@ def attention_fp8_reference(
 def default_config(head_dim: int, is_cut: bool) -> Config:
     """The configuration for heads of this size, with a causal mask or a window if it `is_cut`: the fastest of those
     tried on an H200, with 16384 positions, and heads of 128 with 4096 too. For heads of 64 one serves both: without a
-    mask, 192 keys a block were a little faster, and spilled."""
+    mask, 192 keys per block were a little faster, and spilled."""
     if head_dim <= 64:
         return Config(num_stages=4, compute_wgs=3, in_turns=False)
     if head_dim <= 128:
@@ -79,8 +80,7 @@ def _descale(name: str, descale, shape: tuple[int, ...]):
     if not jnp.issubdtype(descale.dtype, jnp.floating) or descale.shape not in ((), (1,), shape):
         raise ValueError(
             f"{_host.PACKAGE}.attention_fp8: {name} is {descale.dtype} {descale.shape}; must be one float, or "
-            f"{shape}, one "
-            "for each batch and key head"
+            f"{shape}, one for each batch and key head"
         )
     return jnp.broadcast_to(descale.astype(jnp.float32), shape)
 
@@ -89,7 +89,7 @@ def attention_fp8(
     q, k, v, *, q_descale, k_descale, v_descale, scale=None, is_causal=False, local_window_size=None,
     logits_soft_cap=None, return_lse=False, out_dtype=jnp.bfloat16, config: Config | None = None, **others,
 ):  # fmt: skip
-    """Scaled dot-product attention of 8-bit floats; the same to the bit in every run. It has no gradient.
+    """Scaled dot-product attention of 8-bit floats; bitwise reproducible from run to run. It has no gradient.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 
@@ -144,11 +144,16 @@ def _run(q, k, v, descales, how: dict, config: Config | None, out_dtype, return_
     target = _host.require_tensor_cores("attention_fp8")
     problem = Problem(q.shape[2], k.shape[2], q.shape[3], q.dtype, **how, interpreted=target.interpreted)
     config = config or default_config(q.shape[3], problem.has_window)
-    dense_fp8.check_config("attention_fp8", config, q.shape[3])
-    plan = Plan(problem, q.shape[0], q.shape[1], k.shape[1], False, config, out_dtype)
+    if config.overlap and problem.head_dim > kernel_fp8.PART:
+        raise ValueError(
+            f"{_host.PACKAGE}.attention_fp8: {config} overlaps products, whose sums do not fit into registers for "
+            f"head_dim={problem.head_dim}: overlap=False"
+        )
+    plan = Plan(problem, q.shape[0], q.shape[1], k.shape[1], False, config)
+    checks.check_smem("attention_fp8", config, _device.smem_bytes(kernel_fp8.scratch(plan, out_dtype)), q.shape[3])
     operands = _host.alike(*_host.without_gradient("attention_fp8", f"{_host.PACKAGE}.attention", q, k, v, *descales))
-    params = _host.compiler_params(approx_math=True)
-    out, lse = dense_fp8.forward(*operands, plan=plan, num_sms=target.num_sms, params=params, return_lse=return_lse)
+    how = dict(params=_host.compiler_params(approx_math=True), return_lse=return_lse, out_dtype=out_dtype)
+    out, lse = kernel_fp8.forward(*operands, plan=plan, num_sms=target.num_sms, **how)
     return out, lse.swapaxes(1, 2) if return_lse else None
 
 

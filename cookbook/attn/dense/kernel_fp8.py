@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `attention_fp8`: `kernel.py` on the tensor cores' 8-bit instructions.
+"""The kernel of `attention_fp8`: the roles and barriers of `kernel.py` on the tensor cores' 8-bit instructions.
 
-Roles and barriers are those of `kernel.py`. The compute warpgroup's steps differ in four things:
+The steps of a compute warpgroup differ from `steps.py` in four things:
 
     v           Both operands of an 8-bit product have the summed index along their rows, so v comes transposed,
                 (batch, heads, head_dim, positions): `transpose_fp8.py` has the kernel, which runs first.
@@ -23,14 +23,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ... import _host
+from ... import _device
 from .. import core
-from ..checks import check_smem
-from ..core import PIECE, REGISTERS, WG_ROWS, Shared
-from ..steps import attend
-from ..steps_fp8 import PART, Work, first_step, last_step, overlapped_step, separate_step
-from . import kernel as dense
-from .transpose_fp8 import transposed
+from ..core import LOG2E, PIECE, REGISTERS, WG_ROWS, Shared, per_row
+from ..steps import Work, finish, middle_steps, pass_by
+from .kernel import launch, load_keys, load_queries
+from .plan import Plan, Tile, each_tile
+from .transpose_fp8 import as_operand, transposed
+
+OCTAVES = 8  # Weights are rounded at up to 256.
+PART = 128  # Columns of values that are added at once: their product has to fit into registers beside acc.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,105 +46,218 @@ class Config(core.BlockConfig):
         """Keys of a row of transposed values that are swizzled together."""
         return next(size for size in (128, 64, 32) if self.block_kv % size == 0)
 
-    def smem_bytes(self, head_dim: int) -> int:
-        """Queries, both rings, out in 16 bits, and the barriers."""
-        barriers = 4 * self.num_stages + 3 * self.compute_wgs
-        return (3 * self.rows + 2 * self.num_stages * self.block_kv) * head_dim + 8 * barriers
 
-
-def check_config(op: str, config, head_dim: int) -> None:
-    """Check that a configuration fits.
-
-    Raises:
-      ValueError: it does not.
-    """
-    if config.overlap and head_dim > PART:
-        raise ValueError(
-            f"{_host.PACKAGE}.{op}: {config} overlaps products, whose sums do not fit into registers for {head_dim=}: "
-            "overlap=False"
-        )
-    check_smem(op, config, config.smem_bytes(head_dim), head_dim)
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem(core.Problem):
-    @property
-    def piece(self) -> int:
-        return min(128, self.head_dim)
-
-    @property
-    def width(self) -> int:
-        return self.head_dim
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan(dense.Plan):
-    out_dtype: jnp.dtype
-
-    @property
-    def cuts(self) -> core.Cuts:
-        """A causal mask cuts two blocks of 64 rows where blocks do not begin at multiples of 64."""
-        last = self.problem.right is not None and self.config.block_kv % WG_ROWS != 0
-        return dataclasses.replace(super().cuts, last=super().cuts.last or last)
-
-    @property
-    def scratch(self) -> dict:
-        p, c = self.problem, self.config
-        value_tiles = c.num_stages, c.block_kv // c.value_piece, p.head_dim, c.value_piece
-        smem = dict(
-            k_smem=core.row_tiles((c.num_stages, p.pieces, c.block_kv, p.piece), p.dtype, p.interpreted),
-            v_smem=core.row_tiles(value_tiles, p.dtype, p.interpreted),
-        )
-        out = core.row_tiles((c.compute_wgs, p.head_dim // PIECE, WG_ROWS, PIECE), self.out_dtype, p.interpreted)
-        copies = dict(q_copies=p.pieces, k_copies=p.pieces, v_copies=value_tiles[1])
-        return core.scratch(p, c, smem, **copies) | dict(o_smem=out)
-
-
-def _load_values(plan: Plan, v_gmem, shared: Shared, tile, first, slot):
-    """Starts the copies of a block of transposed values, from position `first` on."""
-    size = plan.config.value_piece
-    for i in range(plan.config.block_kv // size):
-        source = v_gmem.at[tile.batch, tile.kv_head, :, pl.ds(first + i * size, size)]
-        plgpu.copy_gmem_to_smem(source, shared.v_tma.at[slot, i], shared.values.filled.at[slot])
+def scratch(plan: Plan, out_dtype) -> dict:
+    """Shared memory of a block, and its barriers."""
+    p, c = plan.problem, plan.config
+    tiles = lambda shape, dtype: _device.row_tiles(shape, dtype, p.interpreted)
+    key_tiles = c.num_stages, p.pieces, c.block_kv, p.piece
+    value_tiles = c.num_stages, c.block_kv // c.value_piece, p.head_dim, c.value_piece
+    smem = dict(k_smem=tiles(key_tiles, p.dtype), v_smem=tiles(value_tiles, p.dtype))
+    out = tiles((c.compute_wgs, p.head_dim // PIECE, WG_ROWS, PIECE), out_dtype)
+    return core.scratch(p, c, smem, p.pieces, p.pieces, v_copies=value_tiles[1]) | dict(o_smem=out)
 
 
 def _kernel(
-    table, q_gmem, k_gmem, v_gmem, q_descale, k_descale, v_descale, out_gmem, lse_gmem, *, plan: Plan, **scratch
+    table, q_gmem, k_gmem, v_gmem, q_descale, k_descale, v_descale, out_gmem, lse_gmem, *, plan: Plan, **smem
 ):  # fmt: skip
     role, wgs = lax.axis_index("role"), plan.config.compute_wgs
-    shared = Shared.of(plan.problem, plan.config, **scratch)
+    shared = Shared.of(plan.problem, plan.config, **smem)
+    memory_registers, compute_registers = REGISTERS[wgs]
 
-    def work(plan, tile, *rest):
+    @_device.role(role == wgs, decrease_to=memory_registers)
+    def _():
+        _load(plan, table, shared, q_gmem, k_gmem, v_gmem)
+
+    @_device.role(role < wgs, increase_to=compute_registers)
+    def _():
+        _compute(plan, table, shared, q_descale, k_descale, v_descale, out_gmem, lse_gmem)
+
+
+def _load(plan: Plan, table, shared: Shared, q_gmem, k_gmem, v_gmem):
+    """The memory warpgroup: a tile's queries, and its blocks of keys and transposed values, the last block first."""
+    c = plan.config
+
+    def load_tile(i, tile: Tile, before):
+        @pl.loop(0, tile.keys.steps)
+        def _(step):
+            first = (tile.keys.end - 1 - step) * c.block_kv
+            load_keys(plan, shared, tile, first, shared.keys.fill(before + step), k_gmem)
+            pl.when(step == 0)(lambda: load_queries(plan, shared, tile, i, q_gmem))
+            slot = shared.values.fill(before + step)
+            for j in range(c.block_kv // c.value_piece):
+                keys = pl.ds(first + j * c.value_piece, c.value_piece)
+                source = v_gmem.at[tile.batch, tile.kv_head, :, keys]
+                plgpu.copy_gmem_to_smem(source, shared.v_tma.at[slot, j], shared.values.filled.at[slot])
+
+    shared.drain(each_tile(plan, table, {}, load_tile))
+    for wg in range(c.compute_wgs):
+        plgpu.barrier_wait(shared.q_freed.at[wg])
+
+
+def _compute(plan: Plan, table, shared: Shared, q_descale, k_descale, v_descale, out_gmem, lse_gmem):
+    """A compute warpgroup: its queries of each tile."""
+    problem, wg = plan.problem, lax.axis_index("role")
+    shared.turns.start(wg)
+
+    def compute_tile(i, tile: Tile, before):
+        first_q = tile.first_q + wg * WG_ROWS
+        plgpu.barrier_wait(shared.q_filled.at[wg])
         head = tile.batch, tile.kv_head
-        return Work(plan, tile, *rest, q_descale[head] * k_descale[head], v_descale[head])
+        scales = q_descale[head] * k_descale[head], v_descale[head]
+        out, lse_log2 = _attend(Work(problem, plan.config, tile.keys, shared, wg, first_q, before, None, *scales))
+        shared.round_out(wg, out)
+        for p in range(problem.head_dim // PIECE):
+            target = out_gmem.at[tile.batch, pl.ds(first_q, WG_ROWS), tile.head, problem.columns(p, PIECE)]
+            plgpu.copy_smem_to_gmem(shared.o_tma.at[wg].at[p], target)
+        _device.store(lse_gmem.at[tile.batch, tile.head, pl.ds(first_q, WG_ROWS)], lse_log2 / LOG2E)
 
-    @pl.when(role == wgs)
-    def _():
-        plgpu.set_max_registers(REGISTERS[wgs][0], action="decrease")
-        dense._load(plan, table, {}, shared, q_gmem, k_gmem, v_gmem, _load_values)
-
-    @pl.when(role < wgs)
-    def _():
-        plgpu.set_max_registers(REGISTERS[wgs][1], action="increase")
-        one_step = overlapped_step if plan.config.overlap else separate_step
-        steps = dict(first_step=first_step, overlapped_step=one_step, last_step=last_step)
-        dense._compute(plan, table, {}, None, shared, out_gmem, lse_gmem, functools.partial(attend, **steps), work)
+    each_tile(plan, table, {}, compute_tile)
+    shared.turns.drain(wg)
+    plgpu.wait_smem_to_gmem(0)
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "num_sms", "params", "return_lse"))
-def forward(q, k, v, q_descale, k_descale, v_descale, *, plan: Plan, num_sms: int, params, return_lse: bool):
-    """As `dense.forward`. Each descale is float32 (batch, kv_heads)."""
+# The steps of a compute warpgroup. They carry (acc, alpha, m_i, l_i, p): acc, in parts of the columns, and its `alpha`
+# lag behind p by a block.
+
+
+def _attend(work: Work):
+    """(out, lse_log2) of a compute warpgroup's rows, in float32; 0 and -inf for a row that sees no key."""
+    start, whole_start, whole_stop, stop = work.keys.phases(work.first_row)
+    if work.problem.has_window:
+        pl.loop(0, start)(functools.partial(pass_by, work))
+    carry = _first_step(work, start)
+    one_step = _overlapped_step if work.config.overlap else _separate_step
+    carry = middle_steps(work, one_step, carry, start + 1, whole_start, whole_stop, stop)
+    work.shared.free_query(work.wg)
+    sums = _last_step(work, stop - 1, carry)
+    if work.problem.has_window:
+        pl.loop(stop, work.keys.steps)(functools.partial(pass_by, work))
+    return finish(*sums, work.value_scale)
+
+
+def _first_step(work: Work, step):
+    """The carry after the first block that the rows see."""
+    head_dim = work.problem.head_dim
+    work.shared.keys.wait(work.before + step)
+    work.shared.turns.take(work.wg)
+    s = _logits(work, step)
+    acc, m_i, l_i = work.nothing_seen(min(PART, head_dim))
+    p, alpha, m_i, l_i = work.softmax(s, m_i, l_i, step, work.keys.cuts.any, OCTAVES)
+    return (acc,) * pl.cdiv(head_dim, PART), alpha, m_i, l_i, as_operand(p, work.problem.interpreted)
+
+
+def _overlapped_step(work: Work, masked: bool, step, carry):
+    """q kᵀ of this block and p v of the block before are started together."""
+    (acc,), alpha, m_i, l_i, p = carry
+    count, interpreted, turns = work.before + step, work.problem.interpreted, work.shared.turns
+    slot = work.shared.keys.wait(count)
+    work.shared.values.wait(count - 1)
+    turns.take(work.wg)
+
+    def products(s_ref, pv_ref):
+        with jax.named_scope("wgmma"):
+            work.queue_logits(s_ref, slot)
+            if not interpreted:
+                _queue_values(work, pv_ref, p, 0, step - 1)
+        turns.pass_on(work.wg)
+        s = s_ref[...] if interpreted else plgpu.wgmma_accumulator_load(s_ref, wait_n=1)  # p v may still run.
+        work.shared.keys.free(count)
+        with jax.named_scope("softmax"):
+            p_new, *new = work.softmax(s, m_i, l_i, step, masked, OCTAVES)
+        pv = _interpreted_product(work, p, 0, step - 1) if interpreted else pv_ref[...]  # Waits for p v.
+        work.shared.values.free(count - 1)
+        # Nothing may write the registers of p before the product has ended.
+        pv, p_new = lax.optimization_barrier((pv, p_new))
+        return (acc * per_row(alpha, acc.shape) + pv,), *new, as_operand(p_new, interpreted)
+
+    return pl.run_scoped(products, plgpu.ACC(work.shape, jnp.float32), plgpu.ACC(acc.shape, jnp.float32))
+
+
+def _separate_step(work: Work, masked: bool, step, carry):
+    """p v of the block before, part after part, and then q kᵀ of this one."""
+    acc, alpha, m_i, l_i, p = carry
+    count, shared = work.before + step, work.shared
+    shared.values.wait(count - 1)
+    shared.turns.take(work.wg)
+    acc = tuple(_add_product(work, part, alpha, p, i, step - 1) for i, part in enumerate(acc))
+    shared.values.free(count - 1)
+    shared.keys.wait(count)
+    p, *new = work.softmax(_logits(work, step), m_i, l_i, step, masked, OCTAVES)
+    return acc, *new, as_operand(p, work.problem.interpreted)
+
+
+def _last_step(work: Work, step, carry):
+    """(acc, m_i, l_i) with the values of the last block, whose weights `carry` has. As weights and sums are too large,
+    m_i becomes smaller."""
+    acc, alpha, m_i, l_i, p = carry
+    work.shared.values.wait(work.before + step)
+    work.shared.turns.take(work.wg)
+    is_last = [False] * (len(acc) - 1) + [True]
+    acc = [_add_product(work, part, alpha, p, i, step, is_last[i]) for i, part in enumerate(acc)]
+    work.shared.values.free(work.before + step)
+    return jnp.concatenate(acc, axis=1), m_i - OCTAVES, l_i
+
+
+def _logits(work: Work, step):
+    """q kᵀ of a block that has arrived, in this warpgroup's turn, which ends with it."""
+    keys, count = work.shared.keys, work.before + step
+
+    def product(s_ref):
+        work.queue_logits(s_ref, keys.slot(count))
+        work.shared.turns.pass_on(work.wg)
+        return s_ref[...]
+
+    s = pl.run_scoped(product, plgpu.ACC(work.shape, jnp.float32))
+    keys.free(count)
+    return s
+
+
+def _values(work: Work, part: int, step):
+    """Columns of the values of a step that are added at once, transposed, one piece of the keys after the other."""
+    return work.values(step).at[:, pl.ds(part * PART, min(PART, work.problem.head_dim))]
+
+
+def _queue_values(work: Work, pv_ref, p, part: int, step):
+    """Starts p v of a part of the columns."""
+    v = _values(work, part, step)
+    for i in range(v.shape[0]):
+        plgpu.wgmma(pv_ref, p[:, i * v.shape[2] : (i + 1) * v.shape[2]], v.at[i].T)
+
+
+def _interpreted_product(work: Work, p, part: int, step):
+    """p v, in the interpreter, which wants both operands of WGMMA in shared memory."""
+    v = _values(work, part, step)[...].swapaxes(0, 1)
+    pv = jnp.dot(p.astype(jnp.float32), v.reshape(len(v), -1).astype(jnp.float32).T)
+    plgpu.commit_smem()  # TMA may now overwrite the values that were read here.
+    return pv
+
+
+def _add_product(work: Work, acc, alpha, p, part: int, step, ends_turn: bool = False):
+    """acc alpha + p v of a part of the columns. With `ends_turn` the turn is passed on once the product has been
+    started."""
+
+    def product(pv_ref):
+        _queue_values(work, pv_ref, p, part, step)
+        if ends_turn:
+            work.shared.turns.pass_on(work.wg)
+        return pv_ref[...]
+
+    if work.problem.interpreted:
+        pv = _interpreted_product(work, p, part, step)
+        if ends_turn:
+            work.shared.turns.pass_on(work.wg)
+    else:
+        pv = pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+    return acc * per_row(alpha, acc.shape) + pv
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "num_sms", "params", "return_lse", "out_dtype"))
+def forward(
+    q, k, v, q_descale, k_descale, v_descale, *, plan: Plan, num_sms: int, params, return_lse: bool, out_dtype
+):  # fmt: skip
+    """As `kernel.forward`. Each descale is float32 (batch, kv_heads)."""
     v = transposed(v, interpreted=plan.problem.interpreted, params=params)
-    c, table = plan.config, plan.schedule(num_sms)
-    lse_shape = (plan.batch, plan.problem.num_heads, plan.num_q_blocks * c.rows)
-    out, lse = _host.kernel(
-        functools.partial(_kernel, plan=plan),
-        out_type=[jax.ShapeDtypeStruct(q.shape, plan.out_dtype), jax.ShapeDtypeStruct(lse_shape, jnp.float32)],
-        grid=(table.shape[0],),
-        grid_names=("block",),
-        num_threads=c.compute_wgs + 1,
-        thread_name="role",
-        scratch_types=plan.scratch,
-        compiler_params=params,
-    )(jnp.asarray(table), q, k, v, q_descale, k_descale, v_descale)
+    operands = q, k, v, q_descale, k_descale, v_descale
+    out, lse = launch(_kernel, scratch(plan, out_dtype), plan, num_sms, params, out_dtype, *operands)
     return out, lse[:, :, : plan.num_q] if return_lse else None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel of `varlen_attention` and `ragged_paged_attention`: packed queries, with keys packed too or in pages.
 
-Role table: that of `dense/kernel.py`, with the same compute role. Its operands and results lie elsewhere (`load.py`):
+Role table: as in `dense/kernel.py`, with the same steps of a compute warpgroup (`steps.py`) on other rows:
 
     memory     one, with few registers: copies queries and block after block of keys and values, which it finds at
                their rows of k and v, or page by page through the block table
@@ -13,7 +13,7 @@ Barrier table: that of `dense/kernel.py`, and
     v_landed   copies of a block        memory, before it zeroes rows of other sequences or of none, and then arrives
                                         at v_filled in place of the copies
 
-TMA finds rows of k and of q anywhere, but those of v, which tensor cores read by columns, only at multiples of 8. So
+TMA finds rows of k and of q anywhere, but rows of v, which tensor cores read by columns, only at multiples of 8. So
 the blocks of a sequence begin at the multiple of 8 before its first key, and what lies before is masked.
 
 Starts of sequences are cut at T and S, and never go back. No row is written twice, or by two blocks.
@@ -28,89 +28,167 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
-from .. import checks
-from ..cache.pages import Pages, at_least_two
-from ..core import LOG2E, PIECE, TILE_ROWS, WG_ROWS, Config, Problem, Shared, div, row_sinks
-from ..steps import Work, attend
-from ..tiles import by_tile, lane, padded
-from . import schedule as packed_tiles
-from .load import Loader
-from .plan import Plan, Tile
-from .schedule import FIELDS
+from ..._device import PIECE, div
+from .. import core, steps, tiles
+from ..cache.pages import at_least_two
+from ..core import LOG2E, REGISTERS, REGISTERS_MEMORY, TILE_ROWS, WG_ROWS, Shared
+from .plan import ROW_UNIT, Plan, Tile, each_tile, lse_of_rows, starts_of, table
+
+
+def _keys_in_pieces(plan: Plan) -> bool:
+    """Whether keys are copied and kept in pieces. Whole rows in pages are copied with all of their pieces."""
+    return not plan.pages or not plan.problem.whole_pieces
+
+
+def _value_copies(plan: Plan) -> int:
+    """Copies of values for a block."""
+    rows = plan.config.block_kv // plan.copies
+    return plan.copies * (tiles.copies_of_tiles(plan.problem, rows) if plan.copies_tiles else 1)
+
+
+def query_copies(plan: Plan) -> int:
+    """Copies of a warpgroup's queries."""
+    return plan.problem.pieces * (plan.wg_queries if plan.problem.interpreted else 1)
+
+
+def scratch(plan: Plan) -> dict:
+    """Shared memory of a block, and its barriers."""
+    p, c = plan.problem, plan.config
+    keys, k_copies = plgpu.SMEM((c.num_stages, c.block_kv, p.width), p.dtype, **_device.swizzled()), plan.copies
+    if _keys_in_pieces(plan):
+        keys = _device.row_tiles((c.num_stages, p.pieces, c.block_kv, PIECE), p.dtype, p.interpreted)
+        k_copies *= p.pieces
+    smem = dict(k_smem=keys, v_smem=tiles.value_tiles(c.num_stages, c.block_kv, p))
+    shared = core.scratch(p, c, smem, query_copies(plan), k_copies, _value_copies(plan))
+    return shared | dict(v_landed=_device.barriers(1, _value_copies(plan)))
 
 
 def _kernel(
-    table, num_tiles, block_tables, sinks, q_gmem, k_gmem, v_gmem, out_gmem, lse_gmem, *, plan: Plan, v_landed,
-    **scratch,
+    table, num_tiles, block_tables, sinks, q_gmem, k_gmem, v_gmem, out_gmem, lse_gmem, *, plan: Plan, v_landed, **smem
 ):  # fmt: skip
     role, wgs = lax.axis_index("role"), plan.config.compute_wgs
-    shared = Shared.of(plan.problem, plan.config, **scratch)
-    each_tile = functools.partial(_each_tile, plan, table, num_tiles)
+    shared = Shared.of(plan.problem, plan.config, **smem)
+    needs_more = plan.pages or plan.problem.head_dim > 128
+    memory_registers, compute_registers = (REGISTERS_MEMORY if needs_more else REGISTERS)[wgs]
 
-    @pl.when(role == wgs)
+    @_device.role(role == wgs, decrease_to=memory_registers)
     def _():
-        plgpu.set_max_registers(plan.registers[0], action="decrease")
-        loader = Loader(plan, shared, v_landed, q_gmem, k_gmem, v_gmem, block_tables)
-        _load(loader, each_tile, num_tiles[lax.axis_index("block")])
+        _load(plan, table, num_tiles, block_tables, shared, v_landed, q_gmem, k_gmem, v_gmem)
 
-    @pl.when(role < wgs)
+    @_device.role(role < wgs, increase_to=compute_registers)
     def _():
-        plgpu.set_max_registers(plan.registers[1], action="increase")
-        _compute(plan, each_tile, shared, sinks, out_gmem, lse_gmem)
+        compute(plan, table, num_tiles, shared, sinks, None, out_gmem, lse_gmem)
 
 
-def _each_tile(plan: Plan, table, num_tiles, body):
-    """Calls `body(i, tile, before, fetch)` for each tile of this block, after `before` steps. `body` returns the next
-    tile's fields, loaded by `fetch()`: they are in flight while it works. Returns the number of steps."""
-    block = lax.axis_index("block")
-    row = lambda i: jnp.minimum(i * plan.num_blocks + block, table.shape[0] - 1)
-    fields = lambda i: tuple(table[row(i), field] for field in range(len(FIELDS)))
-
-    def one(i, carry):
-        found, before = carry
-        tile = Tile(plan, found)
-        return body(i, tile, before, lambda: fields(i + 1)), before + tile.steps
-
-    return lax.fori_loop(0, num_tiles[block], one, (fields(0 * block), 0 * block))[1]
-
-
-def _load(loader: Loader, each_tile, num_mine):
+def _load(plan: Plan, table, num_tiles, block_tables, shared: Shared, v_landed, q_gmem, k_gmem, v_gmem):
     """The memory warpgroup: a tile's queries, and its blocks of keys and values, the last block first."""
-    plan, shared = loader.plan, loader.shared
-    block_kv = plan.config.block_kv
+    problem, pages, block_kv = plan.problem, plan.pages, plan.config.block_kv
+    num_mine = num_tiles[lax.axis_index("block")]
+
+    def sources(tile: Tile, block):
+        """Where the parts of a block begin in k and in v: the page, if there are pages, and the row."""
+        if not pages:
+            return [((), pl.multiple_of(tile.source + block * block_kv, ROW_UNIT))]
+        return in_pages(plan, block, pages.of_block(block_tables, tile.source, block))
+
+    def load_keys(tile: Tile, slot, found):
+        filled, rows = shared.keys.filled.at[slot], block_kv // len(found)
+        for j, (page, first) in enumerate(found):
+            source, to = k_gmem.at[*page, pl.ds(first, rows), tile.kv_head], pl.ds(j * rows, rows)
+            if not _keys_in_pieces(plan):
+                plgpu.copy_gmem_to_smem(source, shared.k.at[slot, to], filled)
+                continue
+            for p in range(problem.pieces):
+                plgpu.copy_gmem_to_smem(source.at[:, problem.columns(p)], shared.k_tma.at[slot, p, to], filled)
+
+    def load_values(tile: Tile, slot, found, filled):
+        rows, smem, smem_tiles = block_kv // len(found), shared.v.at[slot], shared.v_tma.at[slot]
+        for j, (page, first) in enumerate(found):
+
+            def source(row, num, piece, page=page, first=first):
+                return v_gmem.at[*page, pl.ds(first + row, num), tile.kv_head, problem.columns(piece)]
+
+            if plan.copies_tiles:
+                tiles.copy_tiles(problem, source, smem, smem_tiles, j * rows, rows, filled)
+            else:
+                source = v_gmem.at[*page, pl.ds(first, rows), tile.kv_head]
+                plgpu.copy_gmem_to_smem(source, smem.at[pl.ds(j * rows, rows)], filled)
+
+    def load_clean_values(tile: Tile, slot, found, block):
+        """Copies the values of a block, and zeroes the rows of other sequences or of none, which may be NaN."""
+        load_values(tile, slot, found, v_landed.at[0])
+        plgpu.barrier_wait(v_landed.at[0])
+        first = block * block_kv
+        tiles.clear(problem, shared.v_rows.at[slot], tile.first_kv - first, tile.num_kv - first)
+        for _ in range(_value_copies(plan)):
+            plgpu.barrier_arrive(shared.values.filled.at[slot])
 
     def load_tile(i, tile: Tile, before, fetch):
         next_fields = fetch()
 
-        @pl.loop(0, tile.steps)
+        @pl.loop(0, tile.keys.steps)
         def _(step):
-            block = tile.end - 1 - step
-            found = loader.sources(tile, block)
+            block = tile.keys.end - 1 - step
+            found = sources(tile, block)
             slot = shared.keys.fill(before + step)
-            loader.load_keys(tile, slot, found)
-            pl.when(step == 0)(lambda: loader.load_queries(i, tile))
+            load_keys(tile, slot, found)
+            pl.when(step == 0)(lambda: load_queries(plan, shared, tile, i, q_gmem))
             slot = shared.values.fill(before + step)
             is_cut = (block * block_kv < tile.first_kv) | ((block + 1) * block_kv > tile.num_kv)
-            pl.when(is_cut)(lambda: loader.load_clean_values(tile, slot, found, block))
-            pl.when(~is_cut)(lambda: loader.load_values(tile, slot, found, shared.values.filled.at[slot]))
+            pl.when(is_cut)(lambda: load_clean_values(tile, slot, found, block))
+            pl.when(~is_cut)(lambda: load_values(tile, slot, found, shared.values.filled.at[slot]))
 
         return next_fields
 
-    shared.drain(each_tile(load_tile))
+    shared.drain(each_tile(plan, table, num_tiles, load_tile))
+    drain_queries(plan, shared, num_mine)
+
+
+def in_pages(plan: Plan, block, ids):
+    """Where the parts of a block begin, of which the pages are known: ((page,), row) each."""
+    first = plan.pages.first_token(block)
+    first = pl.multiple_of(first, plan.pages.tokens) if plan.pages.copies == 1 else first
+    return [((page,), first) for page in ids]
+
+
+def load_queries(plan: Plan, shared: Shared, tile: Tile, i, q_gmem):
+    """The memory warpgroup: copies each warpgroup's queries of tile number `i`, and rows after the last query of the
+    tile, as far as there are any."""
+    heads = pl.ds(tile.head, plan.heads)
+    for wg in range(plan.config.compute_wgs):
+        pl.when(i > 0)(lambda wg=wg: plgpu.barrier_wait(shared.q_freed.at[wg]))
+        first, filled = tile.token + wg * plan.wg_queries, shared.q_filled.at[wg]
+        for p in range(plan.problem.pieces):
+            columns = plan.problem.columns(p)
+            if not plan.problem.interpreted:
+                source = q_gmem.at[pl.ds(first, plan.wg_queries), heads, columns]
+                rows = shared.q_tma.at[wg, p, pl.ds(0, plan.wg_queries * plan.heads)]
+                plgpu.copy_gmem_to_smem(source, rows.reshape(plan.wg_queries, plan.heads, PIECE), filled)
+                continue
+            for query in range(plan.wg_queries):  # Its shared memory has one view, in which several are no box.
+                rows = shared.q_tma.at[wg, p, pl.ds(query * plan.heads, plan.heads)]
+                plgpu.copy_gmem_to_smem(q_gmem.at[first + query, heads, columns], rows, filled)
+
+
+def drain_queries(plan: Plan, shared: Shared, num_mine):
+    """The memory warpgroup, at the end of `num_mine` tiles: waits until the last queries are done with."""
     for wg in range(plan.config.compute_wgs):
         pl.when(num_mine > 0)(lambda wg=wg: plgpu.barrier_wait(shared.q_freed.at[wg]))
 
 
-def _compute(plan: Plan, each_tile, shared: Shared, sinks, out_gmem, lse_gmem, work=Work):
-    """A compute warpgroup: its rows of each tile."""
+def compute(plan: Plan, table, num_tiles, shared: Shared, sinks, page_scales, out_gmem, lse_gmem):
+    """A compute warpgroup: its rows of each tile. `page_scales` are what a 1 in pages of keys and of values stands for,
+    of each head; None for 1."""
     wg = lax.axis_index("role")
     shared.turns.start(wg)
 
     def compute_tile(i, tile: Tile, before, fetch):
-        tile_sinks = row_sinks(sinks, tile.unit)
+        tile_sinks = core.row_sinks(sinks, tile.unit)
         plgpu.barrier_wait(shared.q_filled.at[wg])
         first_row = wg * plan.wg_queries * plan.heads
-        out, lse_log2 = attend(work(plan, tile, shared, wg, first_row, before, tile_sinks))
+        scales = [scale[tile.kv_head] for scale in page_scales] if page_scales else [1.0, 1.0]
+        work = steps.Work(plan.problem, plan.config, tile.keys, shared, wg, first_row, before, tile_sinks, *scales)
+        out, lse_log2 = steps.attend(work)
         next_fields = fetch()
         shared.round_out(wg, out)
         _store(plan, tile, wg, shared.o_tma.at[wg], out_gmem)
@@ -120,13 +198,13 @@ def _compute(plan: Plan, each_tile, shared: Shared, sinks, out_gmem, lse_gmem, w
             shared.free_query(wg)
         return next_fields
 
-    each_tile(compute_tile)
+    each_tile(plan, table, num_tiles, compute_tile)
     shared.turns.drain(wg)
     plgpu.wait_smem_to_gmem(0)
 
 
 def _store(plan: Plan, tile: Tile, wg, o_smem, out_gmem):
-    """Copy this warpgroup's results to out, but not the rows after its queries: those are the next sequence's."""
+    """Copies this warpgroup's results to out, but not the rows after its queries, which are the next sequence's."""
     first = wg * plan.wg_queries
     num = jnp.clip(tile.num_q - first, 0, plan.wg_queries)
 
@@ -134,7 +212,7 @@ def _store(plan: Plan, tile: Tile, wg, o_smem, out_gmem):
         """`size` queries, without heads that the chunk before has."""
         heads = pl.ds(tile.head + skip, plan.heads - skip)
         for p in range(plan.problem.pieces):
-            columns, row = lane(plan.problem, p), tile.token + first + query
+            columns, row = plan.problem.columns(p), tile.token + first + query
             source = o_smem.at[p, pl.ds(query * plan.heads + skip, size * plan.heads - skip)]
             if plan.problem.interpreted:
                 plgpu.copy_smem_to_gmem(source, out_gmem.at[row, heads, columns])
@@ -164,71 +242,41 @@ def _store(plan: Plan, tile: Tile, wg, o_smem, out_gmem):
         pl.when(tile.chunk == plan.chunks - 1)(lambda: copy_all(plan.shared_heads))
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "params", "return_lse", "kernel"))
-def forward(
-    q, k, v, block_tables, cu_seqlens_q, kv_where, sinks, *scales, plan: Plan, params, return_lse: bool, kernel=_kernel
-):
-    """(out, lse), the second of them None unless it is asked for. `kv_where`: the lengths of sequences in pages, else
-    cu_seqlens_kv. `sinks` may be None."""
-    c = plan.config
+@functools.partial(jax.jit, static_argnames=("plan", "params", "return_lse"))
+def forward(q, k, v, block_tables, cu_seqlens_q, kv_where, sinks, *, plan: Plan, params, return_lse: bool):
+    """(out, lse), lse None unless it is asked for. `kv_where`: the lengths of sequences in pages, else cu_seqlens_kv.
+    `sinks` may be None."""
+    operands = q, k, v, block_tables, cu_seqlens_q, kv_where, sinks
+    return launch(_kernel, scratch(plan), *operands, plan=plan, params=params, return_lse=return_lse)
+
+
+def launch(
+    kernel, scratch_types: dict, q, k, v, block_tables, cu_seqlens_q, kv_where, sinks, *scales, plan: Plan, params,
+    return_lse: bool,
+):  # fmt: skip
+    """`forward`, by `kernel`, once XLA has listed the tiles."""
     if plan.pages:
         k, v = map(at_least_two, (k, v))
         kv_lens = plan.pages.length(kv_where)
         kv_first = jnp.zeros_like(kv_lens)
     else:
-        kv_starts = packed_tiles.starts_of(kv_where, len(k))
+        kv_starts = starts_of(kv_where, len(k))
         kv_first, kv_lens = kv_starts[:-1], kv_starts[1:] - kv_starts[:-1]
-        v = v if plan.copies_tiles else padded(plan.problem, v, 0)
-    starts_q = packed_tiles.starts_of(cu_seqlens_q, len(q))
-    table, num_tiles, places = packed_tiles.table(plan, starts_q, kv_first, kv_lens)
+        v = v if plan.copies_tiles else tiles.padded(plan.problem, v, 0)
+    starts_q = starts_of(cu_seqlens_q, len(q))
+    listed, num_tiles, places = table(plan, starts_q, kv_first, kv_lens)
     sinks = None if sinks is None else sinks[plan.row_heads] * LOG2E
     out, lse = _host.kernel(
         functools.partial(kernel, plan=plan),
         out_type=[
             jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((plan.max_tiles, plan.units, c.compute_wgs, WG_ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((plan.max_tiles, plan.units, plan.config.compute_wgs, WG_ROWS), jnp.float32),
         ],
         grid=(plan.num_blocks,),
         grid_names=("block",),
-        num_threads=c.compute_wgs + 1,
+        num_threads=plan.config.compute_wgs + 1,
         thread_name="role",
-        scratch_types=plan.scratch,
+        scratch_types=scratch_types,
         compiler_params=params,
-    )(table, num_tiles, block_tables, sinks, q, k, v, *scales)
-    return out, packed_tiles.lse_of_rows(plan, lse, *places) if return_lse else None
-
-
-def default_config(head_dim: int) -> Config:
-    """The configuration for heads of this size. A third warpgroup for heads of 64 costs more than it gains where tiles
-    are short."""
-    return Config() if head_dim <= 128 else Config(block_kv=64, in_turns=False, sums_by_thread=False)
-
-
-def run(op: str, q, k, v, cu_seqlens_q, kv_where, block_tables=None, *scales, sinks, how: dict, return_lse, config,
-        plan_type=Plan, kernel=_kernel):  # fmt: skip
-    """Run an op whose arguments have been checked: `forward`, in pages if there are `block_tables`. `how` is that of
-    `checks.options`."""
-    num_tokens, num_heads, head_dim = q.shape
-    return_lse, sinks = checks.flag(op, "return_lse", return_lse), checks.sinks(op, sinks, num_heads)
-    config = _host.require_config(op, config, Config) or default_config(head_dim)
-    if 0 in (*q.shape, len(cu_seqlens_q) - 1, len(k) if block_tables is None else block_tables.shape[1]):
-        results = checks.nothing_seen(q, sinks)
-        return results if return_lse else results[0]
-    target = _host.require_tensor_cores(op)
-    problem = Problem(num_heads, k.shape[-2], head_dim, q.dtype, **how, interpreted=target.interpreted)
-    pages = None if block_tables is None else Pages.of(k, block_tables, config.block_kv)
-    copies_tiles = not problem.whole_pieces  # For pages, which are never padded.
-    if pages is None:
-        copies_tiles = by_tile(problem, len(k), num_tokens // max(len(cu_seqlens_q) - 1, 1))
-    plan = plan_type(problem, num_tokens, len(cu_seqlens_q) - 1, pages, config, target.num_sms, copies_tiles)
-    checks.check_smem(op, config, plan.smem_bytes, head_dim)
-    params = _host.compiler_params(approx_math=True)
-    q, k, v, sinks, *scales = _host.without_gradient(
-        op, f"{_host.PACKAGE}.attention with segment_ids", q, k, v, sinks, *scales
-    )
-    with _host.own_options():  # Around the kernel too.
-        out, lse = forward(
-            q, k, v, block_tables, cu_seqlens_q, kv_where, sinks, *scales, plan=plan, params=params,
-            return_lse=return_lse, kernel=kernel,
-        )  # fmt: skip
-    return (out, lse) if return_lse else out
+    )(listed, num_tiles, block_tables, sinks, q, k, v, *scales)
+    return out, lse_of_rows(plan, lse, *places) if return_lse else None

@@ -23,13 +23,13 @@ Not supported: what `paged_attention` does not support. Source: Kwon et al., "Pa
 
 import jax.numpy as jnp
 
-from ... import _host
+from ... import _device, _host
 from .. import checks, references
-from ..cache.pages import check_cache
+from ..cache.pages import Pages
 from ..cache.pages_fp8 import page_scales
-from ..core import Config
-from . import kernel as packed
-from . import kernel_fp8 as packed_fp8
+from ..core import Config, Problem
+from . import kernel, kernel_fp8
+from .plan import Plan, default_config
 
 
 def ragged_paged_attention_reference(
@@ -58,7 +58,7 @@ def _check(q, k_pages, v_pages, block_tables, kv_lens, cu_seqlens_q) -> None:
     op = f"{_host.PACKAGE}.ragged_paged_attention"
     if q.ndim != 3:
         raise ValueError(f"{op}: {q.shape=}; must be (rows, heads, head_dim): join batch and positions")
-    check_cache(op, q, k_pages, v_pages, block_tables, kv_lens)
+    checks.check_cache("ragged_paged_attention", q, k_pages, v_pages, block_tables, kv_lens)
     if cu_seqlens_q.shape != (len(kv_lens) + 1,) or cu_seqlens_q.dtype != jnp.int32:
         raise ValueError(
             f"{op}: cu_seqlens_q = {cu_seqlens_q.shape}, {cu_seqlens_q.dtype}; must be (num_seqs + 1,), here "
@@ -73,8 +73,8 @@ def ragged_paged_attention(
 ):  # fmt: skip
     """Attention of the new tokens of each sequence to those before them, whose keys and values lie in pages.
 
-    The same to the bit in every run. A page that is not there counts as zeros, and a length is cut at what the block
-    table holds: `cookbook.paged_attention.check_block_tables` looks for both.
+    Bitwise reproducible from run to run. A page that is not there counts as zeros, and a length is cut at what the
+    block table holds: `cookbook.paged_attention.check_block_tables` looks for both.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 
@@ -115,13 +115,29 @@ def ragged_paged_attention(
         op, q=q, k_pages=k_pages, v_pages=v_pages, block_tables=block_tables, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q
     )
     _check(*args)
-    positions = checks.num_positions(op, len(q), block_tables.shape[1] * k_pages.shape[1])
-    how = checks.options(op, q.shape[2], True, scale, logits_soft_cap, local_window_size, positions)
+    num_tokens, num_heads, head_dim = q.shape
+    positions = checks.num_positions(op, num_tokens, block_tables.shape[1] * k_pages.shape[1])
+    how = checks.options(op, head_dim, True, scale, logits_soft_cap, local_window_size, positions)
     scales = page_scales(op, k_pages, k_scale, v_scale)
-    return (packed_fp8 if scales else packed).run(
-        op, q, k_pages, v_pages, cu_seqlens_q, kv_lens, block_tables, *scales, sinks=sinks, how=how,
-        return_lse=return_lse, config=config,
-    )  # fmt: skip
+    return_lse, sinks = checks.flag(op, "return_lse", return_lse), checks.sinks(op, sinks, num_heads)
+    config = _host.require_config(op, config, Config) or default_config(head_dim)
+    if 0 in (*q.shape, *block_tables.shape):
+        results = checks.nothing_seen(q, sinks)
+        return results if return_lse else results[0]
+    target = _host.require_tensor_cores(op)
+    problem = Problem(num_heads, k_pages.shape[2], head_dim, q.dtype, **how, interpreted=target.interpreted)
+    pages, copies_tiles = Pages.of(k_pages, block_tables, config.block_kv), not problem.whole_pieces
+    plan = Plan(problem, num_tokens, len(kv_lens), pages, config, target.num_sms, copies_tiles)
+    chosen = kernel_fp8 if scales else kernel
+    checks.check_smem(op, config, _device.smem_bytes(chosen.scratch(plan)), head_dim)
+    params, instead = _host.compiler_params(approx_math=True), f"{_host.PACKAGE}.attention with segment_ids"
+    q, k_pages, v_pages, sinks, *scales = _host.without_gradient(op, instead, q, k_pages, v_pages, sinks, *scales)
+    with _host.own_options():  # Around the kernel too.
+        out, lse = chosen.forward(
+            q, k_pages, v_pages, block_tables, cu_seqlens_q, kv_lens, sinks, *scales, plan=plan, params=params,
+            return_lse=return_lse,
+        )  # fmt: skip
+    return (out, lse) if return_lse else out
 
 
 ragged_paged_attention.Config = Config  # `cookbook.ragged_paged_attention` is this function, not its module.

@@ -4,12 +4,13 @@
     out = softmax(mask(cap(scale q kᵀ))) v  for each sequence,    lse = log sum exp of the same logits
 
 Shapes: q (T, N, H), the queries of sequence i being rows `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`; k and v (S, K, H),
-those of its keys being `cu_seqlens_kv[i]` to `cu_seqlens_kv[i + 1]`; out (T, N, H), lse (T, N). N is a multiple of K.
+its keys and values being rows `cu_seqlens_kv[i]` to `cu_seqlens_kv[i + 1]`; out (T, N, H), lse (T, N). N is a multiple
+of K.
 With `is_causal` the last query of a sequence sees all of its keys, the one before all but the last, and so on. Rows
 after the last sequence give zeros.
 
-`kernel.py` has the kernel, with its roles and barriers, `schedule.py` the list of its tiles, and `steps.py` the
-steps of its compute warpgroups.
+`kernel.py` has the kernel, with its roles and barriers, `plan.py` the list of its tiles, and `steps.py` the steps of
+its compute warpgroups.
 
 Other names of the arguments; `dense/attention.py` has those of its own arguments:
 
@@ -22,16 +23,18 @@ Other names of the arguments; `dense/attention.py` has those of its own argument
 Bound by: the tensor cores; with few queries for each sequence, memory.
 
 Not supported: gradients (`attention` with segment_ids has them), heads of other sizes than 64, 80, 96, 128, 192 and
-256. If S is no multiple of 8, or H none of 64, v is padded by a copy, or with few queries a sequence comes in tiles of
-8 rows. Sources: Shah et al., "FlashAttention-3" (2024).
+256. If S is not a multiple of 8, or H not of 64, v is padded by a copy, or with few queries per sequence comes in tiles
+of 8 rows. Sources: Shah et al., "FlashAttention-3" (2024).
 """
 
 import jax.numpy as jnp
 
-from ... import _host
+from ... import _device, _host
 from .. import checks, references
-from ..core import SERVED_HEAD_DIMS, Config
-from . import kernel as packed
+from ..core import SERVED_HEAD_DIMS, Config, Problem
+from ..tiles import by_tile
+from . import kernel
+from .plan import Plan, default_config
 
 
 def varlen_attention_reference(
@@ -68,8 +71,8 @@ def varlen_attention(
     q, k, v, cu_seqlens_q, cu_seqlens_kv, *, is_causal=False, scale=None, local_window_size=None, logits_soft_cap=None,
     sinks=None, return_lse=False, config: Config | None = None, **others,
 ):  # fmt: skip
-    """Attention of packed sequences, each to its own keys, as flash-attn's varlen functions; the same to the bit in
-    every run.
+    """Attention of packed sequences, each to its own keys, as flash-attn's varlen functions; bitwise reproducible
+    from run to run.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 
@@ -98,11 +101,30 @@ def varlen_attention(
     """
     op = "varlen_attention"
     checks.elsewhere(op, others)
-    args = checks.arrays(op, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
+    args = q, k, v, cu_seqlens_q, cu_seqlens_kv = checks.arrays(
+        op, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv
+    )
     _check(*args)
-    positions = checks.num_positions(op, len(args[0]), len(args[1]))
-    how = checks.options(op, args[0].shape[2], is_causal, scale, logits_soft_cap, local_window_size, positions)
-    return packed.run(op, *args, sinks=sinks, how=how, return_lse=return_lse, config=config)
+    (num_tokens, num_heads, head_dim), num_seqs = q.shape, len(cu_seqlens_q) - 1
+    positions = checks.num_positions(op, num_tokens, len(k))
+    how = checks.options(op, head_dim, is_causal, scale, logits_soft_cap, local_window_size, positions)
+    return_lse, sinks = checks.flag(op, "return_lse", return_lse), checks.sinks(op, sinks, num_heads)
+    config = _host.require_config(op, config, Config) or default_config(head_dim)
+    if 0 in (*q.shape, num_seqs, len(k)):
+        results = checks.nothing_seen(q, sinks)
+        return results if return_lse else results[0]
+    target = _host.require_tensor_cores(op)
+    problem = Problem(num_heads, k.shape[1], head_dim, q.dtype, **how, interpreted=target.interpreted)
+    copies_tiles = by_tile(problem, len(k), num_tokens // num_seqs)
+    plan = Plan(problem, num_tokens, num_seqs, None, config, target.num_sms, copies_tiles)
+    checks.check_smem(op, config, _device.smem_bytes(kernel.scratch(plan)), head_dim)
+    params, instead = _host.compiler_params(approx_math=True), f"{_host.PACKAGE}.attention with segment_ids"
+    q, k, v, sinks = _host.without_gradient(op, instead, q, k, v, sinks)
+    with _host.own_options():  # Around the kernel too.
+        out, lse = kernel.forward(
+            q, k, v, None, cu_seqlens_q, cu_seqlens_kv, sinks, plan=plan, params=params, return_lse=return_lse
+        )  # fmt: skip
+    return (out, lse) if return_lse else out
 
 
 varlen_attention.Config = Config  # `cookbook.varlen_attention` is this function, not its module.
