@@ -135,6 +135,11 @@ class Sequences:
         is_row = (rows < ends[seq][:, None]) & (seq < self.num_seqs)[:, None]
         return jnp.where(is_row, rows, self.num_rows)
 
+    def places_of_chunks(self, cu_seqlens):
+        """(first row, number of rows) of all chunks."""
+        rows = self.rows_of_chunks(cu_seqlens)
+        return rows[:, 0], (rows < self.num_rows).sum(1, dtype=jnp.int32)
+
     def in_chunks(self, values, cu_seqlens):
         """`values` (num_rows, H) as (H, num_chunks, chunk), zeros where a chunk has no row."""
         if self.is_packed:

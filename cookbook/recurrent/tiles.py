@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the recurrent kernels on their way through shared memory: chunks come in by a ring, results go out.
+"""Rows of the recurrent kernels in shared memory: chunks come in by a ring, results go out.
 
 A chunk at the end of a sequence may have rows of the next one in global memory. They are loaded too, since TMA copies
 whole tiles, and then zeroed; and of a result only the rows that the sequence has are stored.

@@ -3,9 +3,6 @@
 import dataclasses
 import functools
 import importlib
-import inspect
-import sys
-import types
 
 import delta
 import jax
@@ -13,15 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from delta import check, problem
+from mutants import copy_of
 
 import lab
 from cookbook import gated_delta_rule
-from cookbook.recurrent import arguments, core
-from cookbook.recurrent.core import Sequences
-from cookbook.recurrent.delta import kernel as delta_forward
-from cookbook.recurrent.delta import kernel_backward as delta_backward
-from cookbook.recurrent.delta import kernel_gradients as delta_gradients
-from cookbook.recurrent.delta import kernel_inverse as delta_inverse
+from cookbook.recurrent.delta import kernel, kernel_backward
+from cookbook.recurrent.sequences import Sequences
 from tests.arrays import array
 
 module = importlib.import_module("cookbook.recurrent.delta.gated_delta_rule")
@@ -292,9 +286,9 @@ def test_what_the_compiler_makes_of_the_gradients(key_dim):
 
 
 def test_warpgroups_find_the_registers_that_they_ask_for():
-    for (states, outputs), (state, output, memory) in delta_forward.REGISTERS.items():
+    for (states, outputs), (state, output, memory) in kernel.REGISTERS.items():
         assert states * state + outputs * output + memory <= 512
-    assert sum(delta_backward.REGISTERS) <= 512
+    assert sum(kernel_backward.REGISTERS) <= 512
 
 
 # Arguments -----------------------------------------------------------------------------------------------------------
@@ -340,50 +334,25 @@ def test_without_a_gpu_it_says_what_to_do(no_gpu):
 
 # Mutants -------------------------------------------------------------------------------------------------------------
 
-SOURCES = dict(
-    arguments=arguments, core=core, delta_inverse=delta_inverse, delta_forward=delta_forward,
-    delta_backward=delta_backward, delta_gradients=delta_gradients, gated_delta_rule=module,
-)  # fmt: skip
-
-
-def copies_with(monkeypatch, name: str, old: str, new: str):
-    """The module of the op, and those that it is made of, with `old` in the source of `name` replaced."""
-    assert old in inspect.getsource(SOURCES[name]), old
-    copies = {}
-    for each in SOURCES:
-        source = inspect.getsource(SOURCES[each])
-        copy = copies[each] = types.ModuleType(f"mutant_of_{each}")
-        copy.__package__ = "cookbook.recurrent"
-        monkeypatch.setitem(sys.modules, copy.__name__, copy)
-        source = source.replace(old, new) if each == name else source
-        for other in SOURCES:
-            source = source.replace(f"from .{other} import", f"from mutant_of_{other} import")
-        for line in ("core", "arguments, core, delta_backward, delta_forward, delta_gradients"):
-            aliases = ", ".join(f"mutant_of_{other} as {other}" for other in line.split(", "))
-            source = source.replace(f"from . import {line}\n", f"import {aliases}\n")
-        exec(compile(source, copy.__name__, "exec"), copy.__dict__)
-    return copies["gated_delta_rule"]
-
-
-NOTHING = ("core", "PIECE", "PIECE")
+NOTHING = ("tiles", "PIECE", "PIECE")
 
 
 @pytest.mark.parametrize(
-    "name, old, new",
+    "file, old, new",
     [
         NOTHING,
-        ("delta_forward", "self.plan.interpreted, piece * decay)", "self.plan.interpreted, piece)"),
-        ("delta_forward", "row >= col", "row > col"),
-        ("delta_inverse", "(2, 4, 8, 16, 32)", "(2, 4, 8, 16)"),
-        slow("delta_inverse", "row >= column", "row + 1 >= column"),
-        slow("delta_inverse", "keys.clear(0, rows, interpreted)", "pass"),
-        slow("delta_forward", "self.hand.fill(i)", "pass"),
-        slow("core", "operand.clear(slot,", "(lambda *_: None)(slot,"),
+        ("delta/kernel", "plan.interpreted, piece * decay)", "plan.interpreted, piece)"),
+        ("delta/kernel", "row >= col", "row > col"),
+        ("delta/kernel_inverse", "(2, 4, 8, 16, 32)", "(2, 4, 8, 16)"),
+        slow("delta/kernel_inverse", "row >= column", "row + 1 >= column"),
+        slow("delta/kernel_inverse", "keys.clear(0, rows, interpreted)", "pass"),
+        slow("delta/kernel", "shared.hand.fill(i)", "pass"),
+        slow("tiles", "operand.clear(slot,", "(lambda *_: None)(slot,"),
     ],
 )  # fmt: skip
-def test_mutants_are_caught(run_only, found_if, monkeypatch, name, old, new):
+def test_mutants_are_caught(run_only, found_if, monkeypatch, tmp_path, file, old, new):
     """A state not decayed, masks off by one, the inverse's last block left out, a wait, neighbours' rows."""
-    fn = copies_with(monkeypatch, name, old, new)
+    fn = copy_of("delta.gated_delta_rule", monkeypatch, tmp_path, file, old, new)
     *tokens, state, _ = problem(length=270)
     starts = array([0, 70, 130, 270], jnp.int32)
     tokens = [x.at[:, 70:130].set(jnp.nan) for x in tokens]
@@ -395,18 +364,17 @@ def test_mutants_are_caught(run_only, found_if, monkeypatch, name, old, new):
 
 
 @pytest.mark.parametrize(
-    "name, old, new",
+    "file, old, new",
     [
-        ("delta_backward", "product([(decayed, q.at[p]), (dr, k.at[p])], True, piece * decay)",
-         "product([(decayed, q.at[p]), (dr, k.at[p])], True, piece)"),
-        slow("delta_backward", "row >= col", "row > col"),
-        ("delta_gradients", "apart >= int(strict)", "apart >= 0"),
-        slow("delta_gradients", "dcum += _dot(k.at[p], plus - minus)", "dcum += _dot(k.at[p], plus)"),
-        slow("gated_delta_rule", "last = to_end.sum(-1) +", "last ="),
+        ("delta/kernel_backward", "(dr, k.at[p])], True, ds[p] * decay)", "(dr, k.at[p])], True, ds[p])"),
+        slow("delta/kernel_backward", "row >= col", "row > col"),
+        ("delta/kernel_gradients", "apart >= int(strict)", "apart >= 0"),
+        slow("delta/kernel_gradients", "dcum += _dot(k, dk_plus - dk_minus)", "dcum += _dot(k, dk_plus)"),
+        slow("delta/gradients", "last = to_end.sum(-1) +", "last ="),
     ],
 )  # fmt: skip
-def test_mutants_of_the_gradients_are_caught(run_only, monkeypatch, name, old, new):
-    fn = copies_with(monkeypatch, name, old, new)
+def test_mutants_of_the_gradients_are_caught(run_only, monkeypatch, tmp_path, file, old, new):
+    fn = copy_of("delta.gated_delta_rule", monkeypatch, tmp_path, file, old, new)
     monkeypatch.setitem(globals(), "gated_delta_rule", fn.gated_delta_rule)
     with pytest.raises(AssertionError):
         check_gradients(problem(length=130))
@@ -415,6 +383,6 @@ def test_mutants_of_the_gradients_are_caught(run_only, monkeypatch, name, old, n
 @pytest.mark.usefixtures("on_cpu")
 def test_each_row_is_in_one_chunk():
     sequences = Sequences(3, 150, True, delta.CHUNK)
-    first, num = (np.asarray(x) for x in module._places(sequences, jnp.asarray([0, 70, 70, 140])))
+    first, num = (np.asarray(x) for x in sequences.places_of_chunks(jnp.asarray([0, 70, 70, 140])))
     rows = [row + i for row, count in zip(first, num, strict=True) for i in range(count)]
     assert sorted(rows) == list(range(140))

@@ -11,9 +11,9 @@ In a chunk of 64 tokens the corrections u = beta (v - ...) depend on each other 
 beta (v - exp(cum) k S), where lower[t, s] = beta[t] exp(cum[t] - cum[s]) k[t] . k[s] and cum is the sum of g within the
 chunk, made by XLA. No exponential of a positive number is ever taken. Two kernels, whose docstrings have their tables:
 
-    delta_inverse    the inverses of all chunks' triangles at once. Inside:
+    kernel_inverse   the inverses of all chunks' triangles at once. Inside:
                      barrier filled (copies of keys and vectors; its warpgroup waits)
-    delta_forward    from chunk to chunk, a block for each 64 values of a head, or for each head where those are more
+    kernel           from chunk to chunk, a block for each 64 values of a head, or for each head where those are more
                      than SMs; roles state, output and memory
 
 Role table and barrier table: there.
@@ -22,8 +22,8 @@ Where sequences and heads do not fill the GPU, a sequence is split into parts. A
 state, a second one takes the unit matrix through them, and XLA combines both to the states at the parts' starts; the
 last pass makes o. Split in P parts that is three passes of 1 / P, so it starts with four parts.
 
-The backward pass makes the states before all chunks again (`delta_forward`), then the gradients of the states, from the
-last chunk to the first (`delta_backward`), and those of the operands, for all chunks at once (`delta_gradients`).
+The backward pass makes the states before all chunks again (`kernel`), then the gradients of the states, from the last
+chunk to the first (`kernel_backward`), and those of the operands, for all chunks at once (`kernel_gradients`).
 
 Other names of the arguments, and other layouts:
 
@@ -59,13 +59,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ... import _device, _host
-from .. import arguments, core
-from ..core import PIECE, Sequences
-from . import kernel as delta_forward
-from . import kernel_backward as delta_backward
-from . import kernel_gradients as delta_gradients
-from .core import CHUNK
+from ..._device import PIECE
+from .. import arguments
+from ..sequences import Sequences, rows_per_part
+from ..states import LEAST_DECAY, as_states, cumulative_decays
+from . import kernel
+from .gradients import gradients
 from .kernel_inverse import inverses
+from .parts import starts_of_parts
+from .plan import CHUNK, Plan
 
 LEAST_PARTS = 4  # Fewer parts do not pay for three passes.
 
@@ -111,13 +113,15 @@ class Config:
             raise ValueError(f"{self.parts=} must be at least 1, or None")
 
     def smem_bytes(self, key_dim: int) -> int:
-        """The rings of chunks, and of states and u; o; two rings of vectors, which begin at a multiple of 1024;
-        and the barriers."""
-        square, keys = 2 * CHUNK * PIECE, 2 * CHUNK * key_dim
-        chunks = self.num_stages * (2 * keys + square + self.state_wgs * square)
-        own = self.state_wgs * (delta_forward.HANDED_SLOTS * (keys + square) + self.output_wgs * square)
-        vectors = 2 * 1024 * pl.cdiv(4 * CHUNK * self.num_stages, 1024)
-        return chunks + own + vectors + 8 * (2 * self.num_stages + 2 * delta_forward.HANDED_SLOTS + 1)
+        """Shared memory of a block of the forward kernel."""
+        return _smem_bytes(self, key_dim)
+
+
+@functools.lru_cache
+def _smem_bytes(config: Config, key_dim: int) -> int:
+    q, v = (jax.ShapeDtypeStruct((1, 1, size), jnp.bfloat16) for size in (key_dim, config.state_wgs * PIECE))
+    plan = _plan(Options(1.0, config), q, v, Sequences(1, 1, False, CHUNK), interpreted=False)
+    return _device.smem_bytes(kernel.scratch(plan))
 
 
 def default_config(key_dim: int, value_dim: int = 64, columns: int = 1, num_sms: int = 1) -> Config:
@@ -135,13 +139,13 @@ class Options:
     config: Config
 
 
-def _plan(options: Options, q, v, sequences: Sequences, interpreted: bool, **changes) -> delta_forward.Plan:
+def _plan(options: Options, q, v, sequences: Sequences, interpreted: bool) -> Plan:
+    """The forward kernel of operands without a batch."""
     (key_heads, key_dim), (heads, size), c = q.shape[1:], v.shape[1:], options.config
-    plan = delta_forward.Plan(
+    return Plan(
         sequences, key_heads, heads, key_dim // PIECE, size // PIECE, q.dtype, options.scale, c.num_stages,
         c.state_wgs, c.output_wgs, has_values=True, keeps_all=False, interpreted=interpreted,
     )  # fmt: skip
-    return dataclasses.replace(plan, **changes)
 
 
 def _sequences(options: Options, v, cu_seqlens, batch: int, num_sms: int) -> Sequences:
@@ -151,69 +155,24 @@ def _sequences(options: Options, v, cu_seqlens, batch: int, num_sms: int) -> Seq
     fill = num_sms // (num_seqs * columns)
     parts = parts or (None if min(fill, length // 512) >= LEAST_PARTS else 1)
     return Sequences(
-        num_seqs, num_rows, cu_seqlens is not None, CHUNK, core.part_rows(num_seqs, length, columns, num_sms, parts)
+        num_seqs, num_rows, cu_seqlens is not None, CHUNK, rows_per_part(num_seqs, length, columns, num_sms, parts)
     )
 
 
-def _prepare(sequences: Sequences, k, g, beta, cu_seqlens, interpreted: bool, params):
-    """(cum, inverses) of all chunks."""
-    cum = core.cumulative_decays(sequences.in_chunks(g.astype(jnp.float32), cu_seqlens))
-    beta = sequences.in_chunks(beta.astype(jnp.float32), cu_seqlens)
-    places = _places(sequences, cu_seqlens)
-    return cum, inverses(*places, k, cum, beta, interpreted=interpreted, params=params)
-
-
-def _places(sequences: Sequences, cu_seqlens):
-    """(first row, number of rows) of all chunks."""
-    rows = sequences.rows_of_chunks(cu_seqlens)
-    return rows[:, 0], (rows < sequences.num_rows).sum(1, dtype=jnp.int32)
-
-
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
-def _forward(q, k, v, g, beta, initial, cu_seqlens, *, plan: delta_forward.Plan, params):
+def _forward(q, k, v, g, beta, initial, cu_seqlens, *, plan: Plan, params):
     """(o, final states, (cum, inverses)), of operands without a batch, v in columns of 64."""
     sequences = plan.sequences
-    cum, inverse = _prepare(sequences, k, g, beta, cu_seqlens, plan.interpreted, params)
+    cum = cumulative_decays(sequences.in_chunks(g.astype(jnp.float32), cu_seqlens))
+    beta = sequences.in_chunks(beta.astype(jnp.float32), cu_seqlens)
+    places = sequences.places_of_chunks(cu_seqlens)
+    inverse = inverses(*places, k, cum, beta, interpreted=plan.interpreted, params=params)
     table, seq = sequences.parts(cu_seqlens)
     starts = initial
     if sequences.part_rows is not None:
-        starts, final = delta_forward.starts_of_parts(plan, table, seq, k, v, inverse, cum, initial, params)
-    states, o = delta_forward.run(plan, table, q, k, v, inverse, cum, starts, params)
+        starts, final = starts_of_parts(plan, table, seq, k, v, inverse, cum, initial, params)
+    states, o = kernel.run(plan, table, q, k, v, inverse, cum, starts, params)
     return o, states if sequences.part_rows is None else final, (cum, inverse)
-
-
-@functools.partial(jax.jit, static_argnames=("plan", "params"))
-def _backward(q, k, v, initial, cu_seqlens, cum, inverse, do, d_final, *, plan: delta_forward.Plan, params):
-    """(dq, dk, dv, dg, dbeta, d_initial), of operands without a batch, v and do in columns of 64."""
-    sequences = dataclasses.replace(plan.sequences, part_rows=None)
-    plan = dataclasses.replace(plan, sequences=sequences)
-    table, _ = sequences.parts(cu_seqlens)
-    keeps = dataclasses.replace(plan, state_wgs=1, output_wgs=0, keeps_all=True)
-    (states,) = delta_forward.run(keeps, table, None, k, v, inverse, cum, initial, params)
-    d_states, d_initial = delta_backward.run(plan, table, q, k, do, inverse, cum, d_final, params)
-    first_rows, num_rows = _places(sequences, cu_seqlens)
-    dq, dk, dv, vectors = delta_gradients.run(
-        plan, first_rows, num_rows, q, k, v, do, states, d_states, inverse, cum, params
-    )
-    of_key_heads = lambda x: x.reshape(len(x), plan.key_heads, -1, x.shape[2]).sum(2, dtype=jnp.float32)
-    dq, dk, dv = of_key_heads(dq).astype(q.dtype), of_key_heads(dk).astype(k.dtype), dv
-    dbeta, dcum, to_end, decayed = jnp.moveaxis(vectors.reshape(plan.heads, -1, *vectors.shape[1:]).sum(1), 2, 0)
-    last = to_end.sum(-1) + jnp.exp(cum[..., -1]) * decayed.sum(-1)
-    dg = core.cumulative(dcum[..., ::-1])[..., ::-1] + last[..., None]
-    dg, dbeta = (_in_rows(sequences, x, cu_seqlens) for x in (dg, dbeta))
-    if sequences.is_packed:  # Nothing is written for rows after the last sequence.
-        used = (jnp.arange(len(q)) < cu_seqlens[-1])[:, None, None]
-        dq, dk, dv = (jnp.where(used, x, jnp.zeros((), x.dtype)) for x in (dq, dk, dv))
-    return dq, dk, dv, dg, dbeta, d_initial
-
-
-def _in_rows(sequences: Sequences, x, cu_seqlens):
-    """(rows, heads) of `x` (heads, chunks, CHUNK); zeros for rows of no sequence."""
-    x = x.reshape(len(x), -1).T
-    if sequences.is_packed:
-        rows = sequences.rows_of_chunks(cu_seqlens).ravel()
-        return jnp.zeros((sequences.num_rows, x.shape[1])).at[rows].set(x, mode="drop")
-    return x.reshape(sequences.num_seqs, -1, x.shape[1])[:, : sequences.length].reshape(sequences.num_rows, -1)
 
 
 def _run(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
@@ -223,7 +182,7 @@ def _run(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
     rows = lambda x: x.reshape(batch * length, *x.shape[2:])
     sequences = _sequences(options, rows(v), cu_seqlens, batch, target.num_sms)
     plan = _plan(options, rows(q), rows(v), sequences, target.interpreted)
-    initial = None if initial_state is None else core.as_states(initial_state, plan.columns)
+    initial = None if initial_state is None else as_states(initial_state, plan.columns)
     o, final, kept = _forward(
         rows(q), rows(k), v.reshape(batch * length, plan.columns, PIECE), rows(g), rows(beta), initial, cu_seqlens,
         plan=plan, params=_host.compiler_params(approx_math=True),
@@ -242,7 +201,7 @@ def _gated_delta_rule_fwd(options: Options, q, k, v, g, beta, initial_state, cu_
     return results, (q, k, v, g, beta, initial_state, cu_seqlens, kept)
 
 
-def _gated_delta_rule_bwd(options: Options, residuals, gradients):
+def _gated_delta_rule_bwd(options: Options, residuals, cotangents):
     target = _host.require_tensor_cores("gated_delta_rule")
     params = _host.compiler_params(approx_math=True)
 
@@ -251,8 +210,8 @@ def _gated_delta_rule_bwd(options: Options, residuals, gradients):
         sequences = _sequences(options, rows(v), cu_seqlens, len(v), target.num_sms)
         plan = _plan(options, rows(q), rows(v), sequences, target.interpreted)
         columns = lambda x: x.reshape(-1, plan.columns, PIECE)
-        states = lambda x: None if x is None else core.as_states(x, plan.columns)
-        dq, dk, dv, dg, dbeta, d_initial = _backward(
+        states = lambda x: None if x is None else as_states(x, plan.columns)
+        dq, dk, dv, dg, dbeta, d_initial = gradients(
             rows(q), rows(k), columns(v), states(initial_state), cu_seqlens, *kept, columns(do.astype(v.dtype)),
             states(d_final), plan=plan, params=params,
         )  # fmt: skip
@@ -261,7 +220,7 @@ def _gated_delta_rule_bwd(options: Options, residuals, gradients):
         d_initial = None if initial_state is None else alike(initial_state, d_initial)
         return *(alike(*pair) for pair in pairs), d_initial
 
-    return *_host.without_derivative("gated_delta_rule", launch)(*residuals, *gradients), None
+    return *_host.without_derivative("gated_delta_rule", launch)(*residuals, *cotangents), None
 
 
 _gated_delta_rule.defvjp(_gated_delta_rule_fwd, _gated_delta_rule_bwd)
@@ -324,7 +283,7 @@ def gated_delta_rule(
             f"{_host.PACKAGE}.{op}: {config=} needs {need} bytes of shared memory for keys of {dim}, and a block has "
             f"{_device.SMEM_BYTES_MAX}: lower num_stages"
         )
-    operands = q, k, v, jnp.maximum(g, math.log(core.LEAST_DECAY)), beta, initial_state, cu_seqlens
+    operands = q, k, v, jnp.maximum(g, math.log(LEAST_DECAY)), beta, initial_state, cu_seqlens
     leaves, tree = jax.tree.flatten(operands)
     o, final = _gated_delta_rule(Options(scale, config), *jax.tree.unflatten(tree, _host.reverse_only(op, *leaves)))
     return (o, final) if return_final_state else o

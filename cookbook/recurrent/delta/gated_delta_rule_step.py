@@ -39,9 +39,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
+from ..._device import COLUMNS, PIECE, ROWS, load
 from .. import arguments
-from ..core import COLUMNS, PIECE, ROWS
-from .core import load
 
 
 def gated_delta_rule_step_reference(q, k, v, g, beta, state, scale=None):

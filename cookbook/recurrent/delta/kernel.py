@@ -36,6 +36,7 @@ both, and one chain computes while the other waits.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,203 +45,227 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
-from .. import core
-from ..core import COLUMNS, PIECE, ROWS, Loader, Operand, Part, Sequences, Tiles
-from .core import CHUNK, SQUARE, TILED, load, multiply, product, spread
+from ..._device import COLUMNS, PIECE, ROWS, Tiles, load, product, spread
+from ..sequences import Part
+from ..states import first_state, store_state
+from ..tiles import Operand, load_chunks, store_rows
+from .plan import CHUNK, SQUARE, Plan
 
-# Registers of a thread of the state, output and memory warpgroups, by the numbers of state and output warpgroups.
+# Registers per thread of the state, output and memory warpgroups, by the numbers of state and output warpgroups.
 REGISTERS = {(1, 0): (240, 0, 40), (1, 1): (232, 168, 40), (1, 2): (216, 120, 40), (2, 1): (168, 136, 40)}
 HANDED_SLOTS = 2  # Chunks that `state` may be ahead of the output warpgroups.
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Statics of the kernel."""
+def _copies(plan: Plan) -> int:
+    """Copies of a chunk: the inverse, cum in one or two layouts, values, keys and queries."""
+    num_keys = plan.pieces * (2 if plan.output_wgs else 1)
+    return (3 if plan.output_wgs else 2) + plan.has_values * plan.state_wgs + num_keys
 
-    sequences: Sequences
-    key_heads: int
-    heads: int
-    pieces: int  # Pieces of 64 values of a key.
-    columns_per_head: int
-    dtype: jnp.dtype
-    scale: float
-    num_stages: int  # Slots of the ring.
-    state_wgs: int  # Columns of a block.
-    output_wgs: int
-    has_values: bool
-    keeps_all: bool  # Whether the states before all chunks are results.
-    interpreted: bool
 
-    @property
-    def columns(self) -> int:
-        return self.heads * self.columns_per_head
-
-    @property
-    def memory_role(self) -> int:
-        return self.state_wgs + self.output_wgs
-
-    @property
-    def num_vectors(self) -> int:
-        """Copies of a chunk beside those of rows: the inverse, and cum in one or two layouts."""
-        return 3 if self.output_wgs else 2
-
-    @property
-    def scratch(self) -> dict:
-        tiles = lambda *lead: core.row_tiles((*lead, CHUNK, PIECE), self.dtype, self.interpreted)
-        tiled = lambda *lead: plgpu.SMEM((*lead, CHUNK, PIECE), self.dtype, **TILED)
-        vectors = plgpu.SMEM((self.num_stages, CHUNK), jnp.float32)
-        barrier = lambda num, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=num)
-        copies = self.num_vectors + self.has_values * self.state_wgs + self.pieces * (2 if self.output_wgs else 1)
-        scratch = dict(
-            k_smem=tiles(self.num_stages, self.pieces),
-            inverse_smem=tiled(self.num_stages),
-            columns_smem=vectors,
-            filled=barrier(self.num_stages, copies),
-            freed=barrier(self.num_stages, self.memory_role),
-            landed=barrier(1, copies),
+def scratch(plan: Plan) -> dict:
+    vectors = plgpu.SMEM((plan.num_stages, CHUNK), jnp.float32)
+    refs = dict(
+        k_smem=plan.rows(plan.num_stages, plan.pieces),
+        inverse_smem=plan.squares(plan.num_stages),
+        columns_smem=vectors,
+        filled=_device.barriers(plan.num_stages, _copies(plan)),
+        freed=_device.barriers(plan.num_stages, plan.memory_role),
+        landed=_device.barriers(1, _copies(plan)),
+    )
+    if plan.has_values:
+        refs |= dict(v_smem=plan.rows(plan.num_stages, plan.state_wgs))
+    if plan.output_wgs or plan.keeps_all:
+        refs |= dict(s_smem=plan.squares(HANDED_SLOTS, plan.state_wgs, plan.pieces))
+    if plan.output_wgs:
+        refs |= dict(
+            u_smem=plan.squares(HANDED_SLOTS, plan.state_wgs),
+            q_smem=plan.rows(plan.num_stages, plan.pieces),
+            rows_smem=vectors,
+            o_smem=plan.rows(plan.output_wgs * plan.state_wgs),
+            handed=_device.barriers(HANDED_SLOTS, plan.state_wgs),
+            taken=_device.barriers(HANDED_SLOTS),
         )
-        if self.has_values:
-            scratch |= dict(v_smem=tiles(self.num_stages, self.state_wgs))
-        if self.output_wgs or self.keeps_all:
-            scratch |= dict(s_smem=tiled(HANDED_SLOTS, self.state_wgs, self.pieces))
-        if self.output_wgs:
-            scratch |= dict(
-                u_smem=tiled(HANDED_SLOTS, self.state_wgs),
-                q_smem=tiles(self.num_stages, self.pieces),
-                rows_smem=vectors,
-                o_smem=tiles(self.output_wgs * self.state_wgs),
-                handed=barrier(HANDED_SLOTS, self.state_wgs),
-                taken=barrier(HANDED_SLOTS),
-            )
-        return scratch
-
-
-def _load(plan: Plan, part: Part, unit, ring: _device.Ring, landed, gmem: dict, tiles: dict, smem: dict):
-    """The memory warpgroup."""
-    head = _device.div(unit * plan.state_wgs, plan.columns_per_head)
-    key_head = _device.div(head, plan.heads // plan.key_heads)
-    heads = dict(k=(key_head, plan.pieces), v=(unit, plan.state_wgs), q=(key_head, plan.pieces))
-    operands = [Operand(gmem[name], tiles[name], *heads[name]) for name in heads if name in tiles]
-
-    def copy_vectors(chunk, slot, barrier):
-        for name in ("inverse", "columns", "rows"):
-            if f"{name}_smem" in smem:
-                plgpu.copy_gmem_to_smem(gmem[name].at[head, chunk], smem[f"{name}_smem"].at[slot], barrier)
-
-    num, is_ragged = plan.num_vectors, plan.sequences.is_ragged
-    Loader(ring, landed, tuple(operands), copy_vectors, num, is_ragged, plan.interpreted).run(part)
+    return refs
 
 
 @dataclasses.dataclass(frozen=True)
-class State:
-    """A state warpgroup."""
+class Shared:
+    """Scratch and indices that the roles of a block share."""
 
     plan: Plan
-    column: object  # Index among the columns of the block.
+    part: Part
+    unit: Any  # Number of the block among those of its part.
     ring: _device.Ring
-    hand: _device.Ring | None
-    tiles: dict
-    smem: dict
-
-    def run(self, num_chunks, state, keep):
-        """The state after `num_chunks`. `keep(i, piece, smem)` sends a piece of that before chunk `i` away, if it
-        `keeps_all`."""
-
-        def step(i, state):
-            slot, place = self.ring.wait(i), _device.rem(i, HANDED_SLOTS)
-            u = self.changes(i, slot, [piece.astype(self.plan.dtype) for piece in state])
-            if self.plan.output_wgs:
-                self.smem["u_smem"][place, self.column] = u.astype(self.plan.dtype)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(self.hand.filled.at[place])
-            elif self.plan.keeps_all:
-                plgpu.commit_smem()
-                for p in range(self.plan.pieces):
-                    keep(i, p, self.smem["s_smem"].at[place, self.column, p])
-            last = self.smem["columns_smem"][slot, CHUNK - 1]
-            to_end = jnp.exp(last - load(self.smem["columns_smem"].at[slot], COLUMNS))
-            to_end, decay = (u * spread(to_end, 1)).astype(self.plan.dtype), jnp.exp(last)
-            keys = [self.tiles["k"].tiled.at[slot, p] for p in range(self.plan.pieces)]
-            state = [
-                product([(to_end, key)], self.plan.interpreted, piece * decay)
-                for piece, key in zip(state, keys, strict=True)
-            ]
-            self.ring.free(i)
-            return state
-
-        return lax.fori_loop(0, num_chunks, step, state)
-
-    def hand_over(self, i, state):
-        """Stores the state before chunk `i`, rounded, for others."""
-        if self.plan.output_wgs:
-            self.hand.fill(i)
-        elif self.plan.keeps_all:
-            plgpu.wait_smem_to_gmem(self.plan.pieces, wait_read_only=True)  # The state in this slot has left.
-        if self.plan.output_wgs or self.plan.keeps_all:
-            for p, piece in enumerate(state):
-                self.smem["s_smem"][_device.rem(i, HANDED_SLOTS), self.column, p] = piece
-
-    def changes(self, i, slot, state):
-        """u, transposed. `state` is handed over while the tensor cores are at the products."""
-        keys = [(piece, self.tiles["k"].tiled.at[slot, p].T) for p, piece in enumerate(state)]
-        inverse = self.smem["inverse_smem"].at[slot].T
-        values = [(self.tiles["v"].tiled.at[slot, self.column].T, inverse)] if self.plan.has_values else []
-        decay = lambda: spread(-jnp.exp(load(self.smem["columns_smem"].at[slot], COLUMNS)), 1)
-        if self.plan.interpreted:
-            self.hand_over(i, state)
-            from_state = (product(keys, True) * decay()).astype(self.plan.dtype)
-            return product([*values, (from_state, inverse)], True)
-
-        def multiply(x_ref, u_ref=None):
-            for pair in keys:
-                plgpu.wgmma(x_ref, *pair)
-            early = [] if u_ref is None else values  # They wait for no state.
-            for pair in early:
-                plgpu.wgmma(u_ref, *pair)
-            self.hand_over(i, state)
-            x = plgpu.layout_cast(plgpu.wgmma_accumulator_load(x_ref, wait_n=len(early)), plgpu.Layout.WGMMA)
-            x = (x * decay()).astype(self.plan.dtype), inverse
-            if u_ref is None:
-                return product([*values, x], False)
-            plgpu.wgmma(u_ref, *x)
-            return plgpu.layout_cast(u_ref[...], plgpu.Layout.WGMMA)
-
-        # Two chains fill each other's gaps, and have registers for one sum at a time.
-        return pl.run_scoped(multiply, *[plgpu.ACC(SQUARE, jnp.float32)] * (3 - self.plan.state_wgs))
+    hand: _device.Ring | None  # Slots of `state` and `u`, if there are output warpgroups.
+    k: Tiles  # In the ring, as the next five.
+    inverse: Any
+    columns: Any  # cum, to be read along columns, and along rows.
+    rows: Any = None
+    v: Tiles | None = None
+    q: Tiles | None = None
+    s: Any = None  # States before chunks.
+    u: Any = None
+    o: Tiles | None = None
 
 
-def _outputs(plan: Plan, part: Part, unit, ring: _device.Ring, hand: _device.Ring, o_gmem, tiles: dict, smem: dict, wg):
-    """An output warpgroup: the results of every chunk, or of every second one."""
-    row, col = (plgpu.broadcasted_iota(jnp.int32, SQUARE, dim, layout=plgpu.Layout.WGMMA) for dim in (0, 1))
+def _kernel(table, gmem, initial_gmem, *outs, plan: Plan, filled, freed, landed, handed=None, taken=None, **smem):
+    role, unit, part = lax.axis_index("role"), lax.axis_index("unit"), Part.of_block(table, CHUNK)
+    smem = {name.removesuffix("_smem"): ref for name, ref in smem.items()}
+    smem |= {name: Tiles.views(smem[name], plan.interpreted) for name in "qkvo" if name in smem}
+    ring = _device.Ring(filled, freed, plan.num_stages)
+    hand = _device.Ring(handed, taken, HANDED_SLOTS) if plan.output_wgs else None
+    shared = Shared(plan, part, unit, ring, hand, **smem)
+    state_registers, output_registers, memory_registers = REGISTERS[plan.state_wgs, plan.output_wgs]
+
+    @_device.role(role < plan.state_wgs, increase_to=state_registers)
+    def _():
+        _carry_the_state(shared, role, initial_gmem, outs[0])
+
+    if plan.output_wgs:
+        change = "increase_to" if plan.output_wgs == 1 else "decrease_to"
+
+        @_device.role((role >= plan.state_wgs) & (role < plan.memory_role), **{change: output_registers})
+        def _():
+            _compute_outputs(shared, role - plan.state_wgs, outs[1])
+
+    @_device.role(role == plan.memory_role, decrease_to=memory_registers)
+    def _():
+        _load_chunks(shared, landed, gmem)
+
+
+def _load_chunks(shared: Shared, landed, gmem: dict):
+    """The memory warpgroup."""
+    plan = shared.plan
+    head = plan.head(shared.unit * plan.state_wgs)
+    key_head = plan.key_head(head)
+    operands = [Operand(gmem["k"], shared.k, key_head, plan.pieces)]
+    if plan.has_values:
+        operands.append(Operand(gmem["v"], shared.v, shared.unit, plan.state_wgs))
+    if plan.output_wgs:
+        operands.append(Operand(gmem["q"], shared.q, key_head, plan.pieces))
+
+    def inverse_and_cum(chunk, slot):
+        refs = dict(inverse=shared.inverse, columns=shared.columns, rows=shared.rows)
+        return [(gmem[name].at[head, chunk], ref.at[slot]) for name, ref in refs.items() if ref is not None]
+
+    load_chunks(
+        shared.part, shared.ring, landed, operands, inverse_and_cum, _copies(plan),
+        is_ragged=plan.sequences.is_ragged, interpreted=plan.interpreted,
+    )  # fmt: skip
+
+
+def _carry_the_state(shared: Shared, wg, initial_gmem, states_gmem):
+    """State warpgroup `wg`: takes the state of its column from chunk to chunk, in pieces."""
+    plan, part, column = shared.plan, shared.part, shared.unit * shared.plan.state_wgs + wg
+
+    def step(i, state):
+        slot, place = shared.ring.wait(i), _device.rem(i, HANDED_SLOTS)
+        u = _corrections(shared, wg, i, slot, [piece.astype(plan.dtype) for piece in state])
+        if plan.output_wgs:
+            shared.u[place, wg] = u.astype(plan.dtype)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(shared.hand.filled.at[place])
+        elif plan.keeps_all:
+            plgpu.commit_smem()
+            for p in range(plan.pieces):
+                target = states_gmem.at[part.first_chunk + i, column, :, pl.ds(p * PIECE, PIECE)]
+                plgpu.copy_smem_to_gmem(shared.s.at[place, wg, p], target)
+        last = shared.columns[slot, CHUNK - 1]
+        to_end = jnp.exp(last - load(shared.columns.at[slot], COLUMNS))
+        u_to_end, decay = (u * spread(to_end, 1)).astype(plan.dtype), jnp.exp(last)
+        state = [
+            product([(u_to_end, shared.k.tiled.at[slot, p])], plan.interpreted, piece * decay)
+            for p, piece in enumerate(state)
+        ]
+        shared.ring.free(i)
+        return state
+
+    first = first_state(initial_gmem, (part.state, column), plan.pieces)
+    last = lax.fori_loop(0, part.num_chunks, step, first)
+    if not plan.keeps_all:
+        store_state(states_gmem, (part.state, column), last)
+    if plan.output_wgs:
+        shared.hand.drain(part.num_chunks)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _corrections(shared: Shared, wg, i, slot, state):
+    """u of chunk `i`, transposed. `state`, the one before it, is handed over while the tensor cores are at the
+    products."""
+    plan = shared.plan
+    keys = [(piece, shared.k.tiled.at[slot, p].T) for p, piece in enumerate(state)]
+    inverse = shared.inverse.at[slot].T
+    values = [(shared.v.tiled.at[slot, wg].T, inverse)] if plan.has_values else []
+    minus_decay = lambda: spread(-jnp.exp(load(shared.columns.at[slot], COLUMNS)), 1)
+    if plan.interpreted:
+        _hand_over(shared, wg, i, state)
+        from_state = (product(keys, True) * minus_decay()).astype(plan.dtype)
+        return product([*values, (from_state, inverse)], True)
+
+    def multiply(from_state_ref, u_ref=None):
+        for pair in keys:
+            plgpu.wgmma(from_state_ref, *pair)
+        early = [] if u_ref is None else values  # They wait for no state.
+        for pair in early:
+            plgpu.wgmma(u_ref, *pair)
+        _hand_over(shared, wg, i, state)
+        from_state = plgpu.wgmma_accumulator_load(from_state_ref, wait_n=len(early))
+        from_state = plgpu.layout_cast(from_state, plgpu.Layout.WGMMA)
+        from_state = (from_state * minus_decay()).astype(plan.dtype)
+        if u_ref is None:
+            return product([*values, (from_state, inverse)], False)
+        plgpu.wgmma(u_ref, from_state, inverse)
+        return plgpu.layout_cast(u_ref[...], plgpu.Layout.WGMMA)
+
+    # Two chains fill each other's gaps, and have registers for one sum at a time.
+    return pl.run_scoped(multiply, *[plgpu.ACC(SQUARE, jnp.float32)] * (3 - plan.state_wgs))
+
+
+def _hand_over(shared: Shared, wg, i, state):
+    """Stores the state before chunk `i`, rounded, for the output warpgroups, or to be sent away."""
+    plan = shared.plan
+    if plan.output_wgs:
+        shared.hand.fill(i)
+    elif plan.keeps_all:
+        plgpu.wait_smem_to_gmem(plan.pieces, wait_read_only=True)  # The state in this slot has left.
+    if plan.output_wgs or plan.keeps_all:
+        for p, piece in enumerate(state):
+            shared.s[_device.rem(i, HANDED_SLOTS), wg, p] = piece
+
+
+def _compute_outputs(shared: Shared, wg, o_gmem):
+    """Output warpgroup `wg`: the results of every chunk, or of every second one."""
+    plan, part = shared.plan, shared.part
+    row, col = _device.indices()
 
     def outputs(i):
-        slot = ring.wait(i)
-        queries = [tiles["q"].tiled.at[slot, p] for p in range(plan.pieces)]
-        weights = multiply([(query, tiles["k"].tiled.at[slot, p].T) for p, query in enumerate(queries)])
-        cum = spread(load(smem["rows_smem"].at[slot], ROWS), 0)
-        decay = jnp.exp(jnp.minimum(cum - spread(load(smem["columns_smem"].at[slot], COLUMNS), 1), 0.0))
+        slot = shared.ring.wait(i)
+        queries = [shared.q.tiled.at[slot, p] for p in range(plan.pieces)]
+        keys = [shared.k.tiled.at[slot, p].T for p in range(plan.pieces)]
+        weights = product(list(zip(queries, keys, strict=True)), plan.interpreted)
+        cum = spread(load(shared.rows.at[slot], ROWS), 0)
+        decay = jnp.exp(jnp.minimum(cum - spread(load(shared.columns.at[slot], COLUMNS), 1), 0.0))
         weights = jnp.where(row >= col, weights * decay, 0.0).astype(plan.dtype)
-        place = hand.wait(i)
+        place = shared.hand.wait(i)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         slots = [wg * plan.state_wgs + column for column in range(plan.state_wgs)]
         for column, o_slot in enumerate(slots):
-            states = [smem["s_smem"].at[place, column, p].T for p in range(plan.pieces)]
-            out = multiply(list(zip(queries, states, strict=True)))
-            u = smem["u_smem"].at[place, column].T
-            out = product([(weights, u)], plan.interpreted, out * jnp.exp(cum))
-            tiles["o"].tiled[o_slot] = (out * plan.scale).astype(plan.dtype)
-        ring.free(i)
-        hand.free(i)
+            states = [shared.s.at[place, column, p].T for p in range(plan.pieces)]
+            o = product(list(zip(queries, states, strict=True)), plan.interpreted)
+            o = product([(weights, shared.u.at[place, column].T)], plan.interpreted, o * jnp.exp(cum))
+            shared.o.tiled[o_slot] = (o * plan.scale).astype(plan.dtype)
+        shared.ring.free(i)
+        shared.hand.free(i)
         plgpu.commit_smem()
         for column, o_slot in enumerate(slots):
-            core.store_rows(
-                tiles["o"], o_slot, o_gmem, unit, column, part.row(i), part.stop_row - part.row(i),
+            store_rows(
+                shared.o, o_slot, o_gmem, shared.unit, column, part.row(i), part.stop_row - part.row(i),
                 is_ragged=plan.sequences.is_ragged, interpreted=plan.interpreted,
             )  # fmt: skip
 
     def pass_by(i):
-        ring.wait(i)
-        ring.free(i)
+        shared.ring.wait(i)
+        shared.ring.free(i)
 
     @pl.loop(0, _device.div(part.num_chunks + (plan.output_wgs - 1), plan.output_wgs))
     def _(turn):
@@ -251,42 +276,6 @@ def _outputs(plan: Plan, part: Part, unit, ring: _device.Ring, hand: _device.Rin
         pl.when(mine < part.num_chunks)(lambda: outputs(mine))
 
     plgpu.wait_smem_to_gmem(0)
-
-
-def _kernel(table, gmem, initial_gmem, *outs, plan: Plan, filled, freed, landed, handed=None, taken=None, **smem):
-    role, unit, part = lax.axis_index("role"), lax.axis_index("unit"), Part.of_block(table, CHUNK)
-    tiles = {name: Tiles.views(smem[f"{name}_smem"], plan.interpreted) for name in "qkvo" if f"{name}_smem" in smem}
-    ring = _device.Ring(filled, freed, plan.num_stages)
-    hand = _device.Ring(handed, taken, HANDED_SLOTS) if plan.output_wgs else None
-    registers = REGISTERS[plan.state_wgs, plan.output_wgs]
-
-    @pl.when(role < plan.state_wgs)
-    def _():
-        column = unit * plan.state_wgs + role
-        plgpu.set_max_registers(registers[0], action="increase")
-
-        def keep(i, p, piece):
-            plgpu.copy_smem_to_gmem(piece, outs[0].at[part.first_chunk + i, column, :, pl.ds(p * PIECE, PIECE)])
-
-        first = core.first_state(initial_gmem, (part.state, column), plan.pieces)
-        last = State(plan, role, ring, hand, tiles, smem).run(part.num_chunks, first, keep)
-        if not plan.keeps_all:
-            core.store_state(outs[0], (part.state, column), last)
-        if plan.output_wgs:
-            hand.drain(part.num_chunks)
-        plgpu.wait_smem_to_gmem(0)
-
-    if plan.output_wgs:
-
-        @pl.when((role >= plan.state_wgs) & (role < plan.memory_role))
-        def _():
-            plgpu.set_max_registers(registers[1], action="increase" if plan.output_wgs == 1 else "decrease")
-            _outputs(plan, part, unit, ring, hand, outs[1], tiles, smem, role - plan.state_wgs)
-
-    @pl.when(role == plan.memory_role)
-    def _():
-        plgpu.set_max_registers(registers[2], action="decrease")
-        _load(plan, part, unit, ring, landed, gmem, tiles, smem)
 
 
 def run(plan: Plan, table, q, k, v, inverse, cum, initial, params):
@@ -302,9 +291,8 @@ def run(plan: Plan, table, q, k, v, inverse, cum, initial, params):
         out_type.append(jax.ShapeDtypeStruct((rows, units, PIECE * plan.state_wgs), plan.dtype))
     if plan.keeps_all:
         out_type = [jax.ShapeDtypeStruct((sequences.num_chunks, *state), plan.dtype)]
-    gmem = dict(
-        q=q, k=k, v=None if v is None else of_units(v), inverse=inverse, columns=cum, rows=cum
-    )  # JAX finds no layout for one array in two.
+    v = None if v is None else of_units(v)
+    gmem = dict(q=q, k=k, v=v, inverse=inverse, columns=cum, rows=cum)  # JAX finds no layout for one array in two.
     results = _host.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=out_type,
@@ -312,37 +300,7 @@ def run(plan: Plan, table, q, k, v, inverse, cum, initial, params):
         grid_names=("part", "unit"),
         num_threads=plan.memory_role + 1,
         thread_name="role",
-        scratch_types=plan.scratch,
+        scratch_types=scratch(plan),
         compiler_params=params,
     )(table, gmem, initial)
     return [results[0], results[1].reshape(rows, plan.columns, PIECE)] if plan.output_wgs else results
-
-
-def starts_of_parts(plan: Plan, table, seq, k, v, inverse, cum, initial, params):
-    """(states at the starts of all parts, states at the ends of the sequences): two passes over all parts, and the
-    parts one after the other, whose states are multiplied by what the part does to any."""
-    sequences = plan.sequences
-    plan = dataclasses.replace(plan, state_wgs=1, output_wgs=0)
-    (local,) = run(plan, table, None, k, v, inverse, cum, None, params)
-    unit = jnp.eye(plan.pieces * PIECE, dtype=jnp.float32).reshape(plan.pieces, PIECE, -1)
-    unit = jnp.broadcast_to(unit, (sequences.num_parts, plan.heads, *unit.shape))
-    plan = dataclasses.replace(plan, columns_per_head=plan.pieces, has_values=False)
-    of_heads = lambda states: states.reshape(len(states), plan.heads, -1, states.shape[-1])
-    columns = unit.reshape(len(unit), plan.columns, *unit.shape[3:])
-    (transition,) = run(plan, table, None, k, None, inverse, cum, columns, params)
-    shape = local.shape[1:]
-    local, transition = of_heads(local), of_heads(transition)
-    given = jnp.zeros((sequences.num_seqs + 1, *local.shape[1:]), jnp.float32)
-    given = given if initial is None else given.at[:-1].set(of_heads(initial))
-
-    def step(carry, part):
-        before, ends = carry
-        local, transition, seq, is_first = part
-        start = jnp.where(is_first, given[seq], before)
-        end = jnp.einsum("hpn,hnm->hpm", start, transition, precision="highest") + local
-        return (end, ends.at[seq].set(end)), start
-
-    is_first = seq != jnp.pad(seq[:-1], (1, 0), constant_values=-1)
-    parts = local, transition, jnp.minimum(seq, sequences.num_seqs), is_first
-    (_, ends), starts = lax.scan(step, (given[0], given), parts, unroll=min(16, len(seq)))
-    return starts.reshape(-1, *shape), ends[:-1].reshape(-1, *shape)

@@ -15,7 +15,7 @@ and from them, where x . y is the sum of products along a row,
     dcum = q . dq + k . dk_plus - k . dk_minus,    and for cum[-1] also
            sum(k . (first term of dk_minus)) + exp(cum[-1]) sum(s . ds')
 
-Shapes: those of `delta_forward` and `delta_backward`. dq and dk are made for each column, (rows, columns, N), in the
+Shapes: as in `kernel` and `kernel_backward`. dq and dk are made for each column, (rows, columns, N), in the
 operands' dtype; vectors (columns, chunks, 4, 64) float32 are dbeta, dcum and the two terms for cum[-1], by row.
 
 Role table: one warpgroup a block, with one chunk of one column; two blocks of an SM hide each other's latencies.
@@ -25,12 +25,14 @@ Barrier table:
     barrier   arrivals             who waits
     filled    copies of operands   the warpgroup, before anything
 
-Results take the place of operands in shared memory: dv of v, dk of ds', dq of s.
+Results take the place of operands in shared memory: dr, which is dv, of v; dk of ds'; and dq of s.
 
 Bound by: the tensor cores, and the latency of some twenty products in a row.
 """
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,114 +41,143 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
-from .. import core
-from ..core import COLUMNS, PIECE, ROWS, Operand, Tiles
-from .core import CHUNK, SQUARE, TILED, apart_in_square, load, multiply, product, spread
-from .kernel import Plan
+from ..._device import COLUMNS, PIECE, ROWS, Tiles, load, product, spread
+from ..tiles import Operand
+from .plan import CHUNK, Plan
 
 DBETA, DCUM, TO_END, DECAYED = range(4)  # The vectors.
 
 
 def _scratch(plan: Plan) -> dict:
-    tiles = lambda *lead: core.row_tiles((1, *lead, CHUNK, PIECE), plan.dtype, plan.interpreted)
-    square, vector = plgpu.SMEM(SQUARE, plan.dtype, **TILED), plgpu.SMEM((CHUNK,), jnp.float32)
-    rows = {f"{name}_smem": tiles(plan.pieces) for name in ("q", "k", "s", "ds")}
+    vector = plgpu.SMEM((CHUNK,), jnp.float32)
+    rows = {f"{name}_smem": plan.rows(1, plan.pieces) for name in ("q", "k", "s", "ds")}
     return rows | dict(
-        v_smem=tiles(1),
-        do_smem=tiles(1),
-        inverse_smem=square,
-        r_smem=square,
-        u_smem=square,
+        v_smem=plan.rows(1, 1),
+        do_smem=plan.rows(1, 1),
+        inverse_smem=plan.squares(),
+        r_smem=plan.squares(),
+        u_smem=plan.squares(),
         rows_smem=vector,
         columns_smem=vector,
-        filled=plgpu.Barrier(num_arrivals=4 * plan.pieces + 5),
+        filled=_device.barriers(1, 4 * plan.pieces + 5),
     )
 
 
+@dataclasses.dataclass(frozen=True)
 class Decays:
     """Decays within a chunk, made anew where they are used: there are no registers to keep them in."""
 
-    def __init__(self, rows_smem, columns_smem):
-        self.rows_smem, self.columns_smem = rows_smem, columns_smem
-        self.last = rows_smem[CHUNK - 1]
+    rows: Any  # cum, to be read along rows, and along columns.
+    columns: Any
+    last: Any  # cum of the last token.
 
     def pairs(self, matrix, strict: bool, transposed: bool = False):
         """`matrix` times d where s < t, or s <= t, and 0 elsewhere; or all of it transposed."""
-        apart = apart_in_square()
-        difference = spread(load(self.rows_smem, ROWS), 0) - spread(load(self.columns_smem, COLUMNS), 1)
+        row, column = (plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout) for layout in (ROWS, COLUMNS))
+        apart = spread(row, 0) - spread(column, 1)
+        difference = spread(load(self.rows, ROWS), 0) - spread(load(self.columns, COLUMNS), 1)
         difference, apart = (-difference, -apart) if transposed else (difference, apart)
         return jnp.where(apart >= int(strict), matrix * jnp.exp(jnp.minimum(difference, 0.0)), 0.0)
 
     def from_start(self):
-        return spread(jnp.exp(load(self.rows_smem, ROWS)), 0)
+        return spread(jnp.exp(load(self.rows, ROWS)), 0)
 
     def to_end(self):
-        return spread(jnp.exp(self.last - load(self.rows_smem, ROWS)), 0)
+        return spread(jnp.exp(self.last - load(self.rows, ROWS)), 0)
 
 
-def _corrections(plan: Plan, d: Decays, q, k, v, do, s, ds, inverse, r_smem, u_smem):
-    """dbeta; u goes to `u_smem`, dr to the place of v."""
-    half, pieces = lambda x: x.astype(plan.dtype), range(plan.pieces)
-    values = load(v, plgpu.Layout.WGMMA).astype(jnp.float32)
-    r = values - d.from_start() * multiply([(k.at[p], s.at[p].T) for p in pieces])
-    r_smem[...] = half(r)
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A chunk's operands in shared memory, as tensor cores see them."""
+
+    plan: Plan
+    decays: Decays
+    q: Any  # Pieces, as of the next three.
+    k: Any
+    s: Any
+    ds: Any  # Of the state after the chunk.
+    v: Any
+    do: Any
+    inverse: Any
+    r: Any  # r, and then du.
+    u: Any
+
+    def rounded(self, x):
+        return x.astype(self.plan.dtype)
+
+    def multiply(self, *pairs, onto=None):
+        return product(list(pairs), self.plan.interpreted, onto)
+
+    def by_piece(self, a, b):
+        """The product of rows of `a` with rows of `b`, each in pieces."""
+        return self.multiply(*((a.at[p], b.at[p].T) for p in range(self.plan.pieces)))
+
+
+def _make_corrections(c: Chunk):
+    """Leaves u in shared memory; returns e, rounded."""
+    values = load(c.v).astype(jnp.float32)
+    r = values - c.decays.from_start() * c.by_piece(c.k, c.s)
+    c.r[...] = c.rounded(r)
     plgpu.commit_smem()
-    u_smem[...] = half(multiply([(inverse, r_smem)]))
+    c.u[...] = c.rounded(c.multiply((c.inverse, c.r)))
     plgpu.commit_smem()
-    keys = [(k.at[p], k.at[p].T) for p in pieces]
     # The sign is that of rounded numbers: if sums get one, ptxas lets no two WGMMAs overlap.
-    error = half(product([(-half(d.pairs(multiply(keys), True)), u_smem)], plan.interpreted, r))
-    weights = multiply([(k.at[p], q.at[p].T) for p in pieces])
-    weights = half(d.pairs(weights * plan.scale, False, transposed=True))
-    du = d.to_end() * multiply([(k.at[p], ds.at[p].T) for p in pieces])
-    du = product([(weights, do)], plan.interpreted, du)
-    r_smem[...] = half(du)
+    lower = -c.rounded(c.decays.pairs(c.by_piece(c.k, c.k), strict=True))
+    return c.rounded(c.multiply((lower, c.u), onto=r))
+
+
+def _make_their_gradients(c: Chunk):
+    """Leaves dr in the place of v; returns z."""
+    weights = c.by_piece(c.k, c.q)
+    weights = c.rounded(c.decays.pairs(weights * c.plan.scale, strict=False, transposed=True))
+    du = c.decays.to_end() * c.by_piece(c.k, c.ds)
+    c.r[...] = c.rounded(c.multiply((weights, c.do), onto=du))
     plgpu.commit_smem()
-    v[...] = half(multiply([(inverse.T, r_smem)]))
+    c.v[...] = c.rounded(c.multiply((c.inverse.T, c.r)))
     plgpu.commit_smem()
     # The keys' product once more, and du as it was stored: there are no registers to keep them in.
-    du = load(r_smem, plgpu.Layout.WGMMA).astype(jnp.float32)
-    z = product([(-half(d.pairs(multiply(keys), True, transposed=True)), v)], plan.interpreted, du)
-    return (z * error.astype(jnp.float32)).sum(axis=1)
+    du = load(c.r).astype(jnp.float32)
+    lower = -c.rounded(c.decays.pairs(c.by_piece(c.k, c.k), strict=True, transposed=True))
+    return c.multiply((lower, c.v), onto=du)
 
 
 def _dot(x_smem, y):
     """x . y of rows."""
-    return (load(x_smem, plgpu.Layout.WGMMA).astype(jnp.float32) * y).sum(axis=1)
+    return (load(x_smem).astype(jnp.float32) * y).sum(axis=1)
 
 
-def _gradients(plan: Plan, d: Decays, q, k, dr, do, s, ds, u, p, sums):
+def _make_dk_and_dq(c: Chunk, p, sums):
     """`sums`, of dcum and its term for cum[-1], with piece `p` of the keys added; the pieces of dk and dq go to the
     places of ds and s. The squares are made for each piece: there are no registers to keep them in."""
     dcum, to_end = sums
-    half = lambda x: x.astype(plan.dtype)
-    add = lambda acc, *pairs: product(list(pairs), plan.interpreted, acc)
+    (q, k, s, ds), dr = (ref.at[p] for ref in (c.q, c.k, c.s, c.ds)), c.v
 
-    def square(a, b, strict, transposed=False):
-        return half(d.pairs(multiply([(a, b.T)]) * (1.0 if strict else plan.scale), strict, transposed))
+    def square(a, b, *, strict: bool, transposed: bool = False):
+        """a b^T, decayed, below or on the diagonal; that of outputs with `scale`."""
+        pairs = c.multiply((a, b.T)) * (1.0 if strict else c.plan.scale)
+        return c.rounded(c.decays.pairs(pairs, strict, transposed))
 
-    minus = d.to_end() * multiply([(u, ds.at[p])])
-    to_end += _dot(k.at[p], minus)
-    minus = add(minus, (square(u, do, False, True), q.at[p]))
-    minus = add(minus, (-square(u, dr, True, True), k.at[p]))
-    plus = -d.from_start() * multiply([(dr, s.at[p])])
-    plus = add(plus, (-square(dr, u, True), k.at[p]))
-    dcum += _dot(k.at[p], plus - minus)
-    ds[p] = half(plus + minus)
+    dk_minus = c.decays.to_end() * c.multiply((c.u, ds))
+    to_end += _dot(k, dk_minus)
+    dk_minus = c.multiply((square(c.u, c.do, strict=False, transposed=True), q), onto=dk_minus)
+    dk_minus = c.multiply((-square(c.u, dr, strict=True, transposed=True), k), onto=dk_minus)
+    dk_plus = -c.decays.from_start() * c.multiply((dr, s))
+    dk_plus = c.multiply((-square(dr, c.u, strict=True), k), onto=dk_plus)
+    dcum += _dot(k, dk_plus - dk_minus)
+    c.ds[p] = c.rounded(dk_plus + dk_minus)
 
-    dq = d.from_start() * plan.scale * multiply([(do, s.at[p])])
-    dq = add(dq, (square(do, u, False), k.at[p]))
-    s[p] = half(dq)
-    return dcum + _dot(q.at[p], dq), to_end
+    dq = c.decays.from_start() * c.plan.scale * c.multiply((c.do, s))
+    dq = c.multiply((square(c.do, c.u, strict=False), k), onto=dq)
+    c.s[p] = c.rounded(dq)
+    return dcum + _dot(q, dq), to_end
 
 
 def _kernel(first_rows, num_rows, gmem, dq_gmem, dk_gmem, dv_gmem, vectors_gmem, *, plan: Plan, inverse_smem, r_smem,
             u_smem, rows_smem, columns_smem, filled, **smem):  # fmt: skip
     chunk, column = lax.axis_index("tile"), lax.axis_index("head_index")
-    row, num, head = first_rows[chunk], num_rows[chunk], _device.div(column, plan.columns_per_head)
-    key_head = _device.div(head, plan.heads // plan.key_heads)
+    row, num, head = first_rows[chunk], num_rows[chunk], plan.head(column)
     tiles = {name.removesuffix("_smem"): Tiles.views(x, plan.interpreted) for name, x in smem.items()}
-    heads = dict(q=(key_head, plan.pieces), k=(key_head, plan.pieces), v=(column, 1), do=(column, 1))
+    heads = dict.fromkeys(("q", "k"), (plan.key_head(head), plan.pieces)) | dict.fromkeys(("v", "do"), (column, 1))
     operands = [Operand(gmem[name], tiles[name], *where) for name, where in heads.items()]
     for operand in operands:
         operand.copy(row, CHUNK, 0, filled)
@@ -165,27 +196,27 @@ def _kernel(first_rows, num_rows, gmem, dq_gmem, dk_gmem, dv_gmem, vectors_gmem,
                 operand.clear(0, num, plan.interpreted)
             plgpu.commit_smem()
 
-    q, k, s, ds = (tiles[name].tiled.at[0] for name in ("q", "k", "s", "ds"))
-    v, do = (tiles[name].tiled.at[0, 0] for name in ("v", "do"))
-    d = Decays(rows_smem, columns_smem)
-    number, zero = range(plan.pieces), plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), ROWS)
-    decayed = [_dot(s.at[p], load(ds.at[p], plgpu.Layout.WGMMA).astype(jnp.float32)) for p in number]
-    put = lambda i, vector: _device.store(vectors_gmem.at[column, chunk, i], vector)
+    pieces = [tiles[name].tiled.at[0] for name in ("q", "k", "s", "ds")]
+    alone = [tiles[name].tiled.at[0, 0] for name in ("v", "do")]
+    decays = Decays(rows_smem, columns_smem, rows_smem[CHUNK - 1])
+    c = Chunk(plan, decays, *pieces, *alone, inverse_smem, r_smem, u_smem)
+    zero = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), ROWS)
+    decayed = [_dot(c.s.at[p], load(c.ds.at[p]).astype(jnp.float32)) for p in range(plan.pieces)]
+    put = lambda which, vector: _device.store(vectors_gmem.at[column, chunk, which], vector)
     put(DECAYED, functools.reduce(jnp.add, decayed))
-    put(DBETA, _corrections(plan, d, q, k, v, do, s, ds, inverse_smem, r_smem, u_smem))
-    gradients = functools.partial(_gradients, plan, d, q, k, v, do, s, ds, u_smem)
-    pieces = jnp.where(num > 0, plan.pieces, 0)  # A number that the compiler knows would merge the loop with the rest.
-    dcum, to_end = lax.fori_loop(0, pieces, gradients, (zero, zero))
+    error = _make_corrections(c)
+    put(DBETA, (_make_their_gradients(c) * error.astype(jnp.float32)).sum(axis=1))
+    turns = jnp.where(num > 0, plan.pieces, 0)  # A number that the compiler knows would merge the loop with the rest.
+    dcum, to_end = lax.fori_loop(0, turns, functools.partial(_make_dk_and_dq, c), (zero, zero))
     put(DCUM, dcum)
     put(TO_END, to_end)
     plgpu.commit_smem()
-    results = [(dv_gmem, "v", 0)]
-    results += [(out, name, p) for out, name in ((dq_gmem, "s"), (dk_gmem, "ds")) for p in range(plan.pieces)]
 
     def store(skip, size: int):
-        for out, name, p in results:
-            target = out.at[pl.ds(row + skip, size), column, pl.ds(p * PIECE, PIECE)]
-            plgpu.copy_smem_to_gmem(tiles[name].rows.at[0, p, pl.ds(skip, size)], target)
+        for out, name, pieces in ((dv_gmem, "v", 1), (dq_gmem, "s", plan.pieces), (dk_gmem, "ds", plan.pieces)):
+            for p in range(pieces):
+                target = out.at[pl.ds(row + skip, size), column, pl.ds(p * PIECE, PIECE)]
+                plgpu.copy_smem_to_gmem(tiles[name].rows.at[0, p, pl.ds(skip, size)], target)
 
     if plan.sequences.is_ragged:
         pl.when(num >= CHUNK)(lambda: store(0, CHUNK))

@@ -39,8 +39,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
-from ..core import COLUMNS, PIECE, ROWS, Operand, Tiles, row_tiles
-from .core import CHUNK, SQUARE, TILED, load, multiply, spread
+from ..._device import COLUMNS, PIECE, ROWS, Tiles, load, product, row_tiles, spread, swizzled
+from ..tiles import Operand
+from .plan import CHUNK, SQUARE
 
 HEADS = 4  # Value heads that a block goes through at most.
 BLOCKS = 400  # Blocks that fill a GPU. With fewer a block has fewer heads.
@@ -98,7 +99,7 @@ def inverse_of(minus_lower, masks_smem, d_smem, x_smem, interpreted: bool):
     """The inverse of 1 + lower, from the negative of `lower` in float16, in registers. `minus_lower` is finite above
     its diagonal too."""
     lower = columns_of(minus_lower)
-    at = lambda level, i: load(masks_smem.at[level, pl.ds((len(NUMBERS) - 1 - i) * WIDTH, CHUNK)], plgpu.Layout.WGMMA)
+    at = lambda level, i: load(masks_smem.at[level, pl.ds((len(NUMBERS) - 1 - i) * WIDTH, CHUNK)])
     d = [x * at(1, i) + at(0, i) for i, x in enumerate(lower)]
     inverse = jnp.concatenate(d, axis=1).astype(jnp.float32)
     for level, block in enumerate((2, 4, 8, 16, 32), start=2):
@@ -140,7 +141,7 @@ def _kernel(first_rows, num_rows, k_gmem, of_rows, of_columns, masks_gmem, o_gme
         plgpu.commit_smem()
 
     pieces = [keys.smem.tiled.at[0, p] for p in range(keys.pieces)]
-    keys_smem[...] = multiply([(piece, piece.T) for piece in pieces])
+    keys_smem[...] = product([(piece, piece.T) for piece in pieces], interpreted)
 
     @pl.loop(0, num_heads)
     def _(head):
@@ -149,7 +150,7 @@ def _kernel(first_rows, num_rows, k_gmem, of_rows, of_columns, masks_gmem, o_gme
             for smem, layout in ((rows_smem, ROWS), (columns_smem, COLUMNS))
         )
         decay = jnp.exp2(jnp.minimum(spread(cum_rows * LOG2_E, 0) - spread(cum_columns * LOG2_E, 1), 0.0))
-        minus_lower = load(keys_smem, plgpu.Layout.WGMMA) * decay * spread(-beta_rows, 0)
+        minus_lower = load(keys_smem) * decay * spread(-beta_rows, 0)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         inverse = inverse_of(minus_lower.astype(jnp.float16), masks_smem, d_smem, x_smem, interpreted)
         o_smem[...] = (inverse * spread(beta_columns, 1)).astype(o_smem.dtype)
@@ -165,8 +166,7 @@ def inverses(first_rows, num_rows, k, cum, beta, *, interpreted: bool, params):
     heads, chunks, _ = cum.shape
     key_heads, pieces, masks = k.shape[1], k.shape[2] // PIECE, _masks()
     num_heads = heads_of_block(key_heads, heads, chunks)
-    narrow = dict(transforms=(plgpu.TilingTransform((8, WIDTH)), plgpu.SwizzleTransform(2 * WIDTH)))
-    wide = dict(transforms=(plgpu.TilingTransform((8, PIECE // 2)), plgpu.SwizzleTransform(128)))
+    narrow = swizzled(WIDTH)
     either = (lambda *refs: refs) if interpreted else plgpu.RefUnion
     vectors = plgpu.SMEM((2, num_heads, CHUNK), jnp.float32)
     return _host.kernel(
@@ -175,14 +175,14 @@ def inverses(first_rows, num_rows, k, cum, beta, *, interpreted: bool, params):
         grid=(chunks, heads // num_heads),
         grid_names=("tile", "unit"),
         scratch_types=dict(
-            k_smem=row_tiles((1, pieces, CHUNK, PIECE), k.dtype, interpreted),
-            keys_smem=plgpu.SMEM(SQUARE, jnp.float32, **wide),
+            k_smem=row_tiles((1, pieces, CHUNK, PIECE), k.dtype, interpreted, by_eights=True),
+            keys_smem=plgpu.SMEM(SQUARE, jnp.float32, **swizzled(PIECE // 2, jnp.float32)),
             rows_smem=vectors,
             columns_smem=vectors,
             masks_smem=plgpu.SMEM(masks.shape, masks.dtype, **narrow),
             d_smem=plgpu.SMEM(SQUARE, jnp.float16, **narrow),
-            xo_smem=either(plgpu.SMEM(SQUARE, jnp.float16, **narrow), plgpu.SMEM(SQUARE, k.dtype, **TILED)),
-            filled=plgpu.Barrier(num_arrivals=pieces + 5),
+            xo_smem=either(plgpu.SMEM(SQUARE, jnp.float16, **narrow), plgpu.SMEM(SQUARE, k.dtype, **swizzled())),
+            filled=_device.barriers(1, pieces + 5),
         ),
         compiler_params=params,
         # Twice: JAX finds no layout for one reference loaded in two.

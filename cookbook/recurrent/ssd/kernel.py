@@ -50,7 +50,7 @@ def scratch(plan: Plan) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """What the roles of a block share."""
+    """Scratch and indices that the roles of a block share."""
 
     plan: Plan
     scale: float

@@ -114,7 +114,7 @@ def _kernel(
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """What the roles of a block share, and the steps that query and key warpgroups have in common."""
+    """Scratch and indices that the roles of a block share, and steps that query and key warpgroups have in common."""
 
     plan: Plan
     part: Part

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The statics of the kernels of the gated delta rule that go from chunk to chunk, or have a chunk with its states."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ... import _device
+from ..._device import PIECE
+from ..sequences import Sequences
+
+CHUNK = 64  # Tokens of a chunk: the rows of a WGMMA.
+SQUARE = (CHUNK, CHUNK)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    sequences: Sequences
+    key_heads: int
+    heads: int
+    pieces: int  # Pieces of 64 values of a key.
+    columns_per_head: int  # A column is 64 values of a head.
+    dtype: jnp.dtype
+    scale: float
+    num_stages: int  # Slots of the ring.
+    state_wgs: int  # Columns of a block.
+    output_wgs: int
+    has_values: bool
+    keeps_all: bool  # Whether the states before all chunks are results.
+    interpreted: bool
+
+    @property
+    def columns(self) -> int:
+        return self.heads * self.columns_per_head
+
+    @property
+    def memory_role(self) -> int:
+        return self.state_wgs + self.output_wgs
+
+    def head(self, column):
+        """The value head of a column."""
+        return _device.div(column, self.columns_per_head)
+
+    def key_head(self, head):
+        return _device.div(head, self.heads // self.key_heads)
+
+    def rows(self, *lead: int):
+        """Tiles of a chunk's rows, which TMA can cut off and `tiles.py` can clear."""
+        return _device.row_tiles((*lead, CHUNK, PIECE), self.dtype, self.interpreted, by_eights=True)
+
+    def squares(self, *lead: int):
+        """Matrices of 64 rows and columns, whole ones."""
+        return plgpu.SMEM((*lead, *SQUARE), self.dtype, **_device.swizzled())
