@@ -1,4 +1,4 @@
-"""Gradients of attention: through out and lse, for every kind of mask; the same to the bit in every run."""
+"""Gradients of attention: through out and lse, for every kind of mask; bitwise reproducible."""
 
 import functools
 import importlib
@@ -194,7 +194,7 @@ def test_what_the_compiler_makes_of_it(head_dim, right, for_query):
     assert compiled.spill_bytes <= (16 if right is None else 256)
 
 
-# The soft cap's derivative, in the step of dq and in that of dk and dv.
+# The soft cap's derivative, in the steps of both kernels.
 CAP = "ds = ds if problem.soft_cap is None else ds * (1.0 - s * s)\n            add_product("
 DQ_CAP, DK_CAP = CAP + "dq_ref", CAP + "dk_ref"
 

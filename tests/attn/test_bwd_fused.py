@@ -12,6 +12,7 @@ from test_attention_bwd import OTHERS, attention, check
 
 import lab
 from cookbook import _device, _host
+from cookbook.attn.backward import kernel_fused
 from cookbook.attn.backward.plan import Config, Plan
 from cookbook.attn.core import Problem
 from tests.arrays import array
@@ -54,7 +55,7 @@ def test_rows_of_a_tile_that_are_no_keys():
     query, key, value = (jnp.abs(x) for x in operands(70, 90))
     check(20 * query, -20 * key, value, peaked=4)
     plan = plan_of(64, None, 1, num_kv=4095)
-    assert plan.ends_in_tile and not (plan.cuts.first or plan.cuts.last or plan.cuts.all)
+    assert plan.num_kv % plan.rows and not (plan.cuts.first or plan.cuts.last or plan.cuts.all)
 
 
 @pytest.mark.slow
@@ -114,7 +115,7 @@ def test_jit_and_vmap():
 def test_configurations_that_do_not_fit(head_dim, config, message):
     plan = plan_of(head_dim, None, 1, Config(**config))
     with pytest.raises(ValueError, match=message):
-        plan.config.check(head_dim, _device.smem_bytes(plan.scratch))
+        plan.config.check(head_dim, _device.smem_bytes(kernel_fused.scratch(plan)))
 
 
 def test_one_stage_is_refused():
@@ -133,11 +134,11 @@ def test_what_the_compiler_makes_of_it(head_dim, right, group):
     params = _host.compiler_params(approx_math=True)
     fn = lambda k, v, q, do, lse, delta: module._in_one_kernel(plan, params, (k, v), (q, do), (lse, delta), ())
     compiled = lab.compile_for("h200", fn, key, key, query, query, vector, vector)
-    assert not compiled.remarks and compiled.smem_bytes == _device.smem_bytes(plan.scratch)
+    assert not compiled.remarks and compiled.smem_bytes == _device.smem_bytes(kernel_fused.scratch(plan))
     of_heads, of_queries, of_keys = head_dim // 16, plan.block // 16, plan.rows // 16
     assert compiled.opcodes["HGMMA"] == 2 * of_heads + 2 * of_queries + 2 * of_keys
     assert sum("UTMAREDG" in line for line in compiled.instructions) == 2
-    # dk, dv and two blocks of logits fill the registers. Those of a mask are spilled, which only its blocks load again.
+    # dk, dv and two blocks of logits fill the registers. A mask's values are spilled, which only its blocks load again.
     # JAX 0.12 spills 12 bytes more than 0.11.
     assert compiled.spill_bytes <= (96 if right is None else 512)
 
@@ -157,7 +158,7 @@ def test_what_the_compiler_makes_of_it(head_dim, right, group):
         ("backward/kernel_fused", "place + 2 * plan.num_blocks", "place"),
         ("backward/kernel_fused", "pl.when(tile.steps > 0)(lambda: dq.add", "pl.when(tile.steps > 9)(lambda: dq.add"),
         ("backward/gradients", "zeros = jnp.zeros(", "zeros = jnp.ones("),
-        ("backward/plan", "self.config is not None and self.num_kv % self.rows != 0", "False"),
+        ("backward/kernel_fused", "if plan.num_kv % plan.rows:", "if False:"),
     ],
 )
 def test_mutants_are_caught(run_only, found_if, mutant_of, name, old, new):

@@ -106,7 +106,7 @@ def _parts(plan: Plan, num_sms: int) -> int:
 def gradients(
     query, key, value, segments, out, lse, d_out, d_lse, *, problem: Problem, num_sms: int = 1, params, config=None
 ):
-    """(dq, dk, dv) of `attention`, whose results were `out` and `lse`, for the gradients of both.
+    """(dq, dk, dv) of `attention` for the gradients `d_out` and `d_lse` of its results `out` and `lse`.
 
     More blocks share the query heads of a group where that keeps `num_sms` SMs busier. lse and its gradient are
     (B, N, T); `segments` is () or (segment_ids, kv_segment_ids). With a `config` one kernel makes all three, and dq is
@@ -118,13 +118,14 @@ def gradients(
     q, k, v, do = (pad(x, 0, width - head_dim) for x in (query, key, value, d_out.astype(query.dtype)))
     delta = jnp.einsum("btnh,btnh->bnt", out, d_out, precision="default", preferred_element_type=jnp.float32) - d_lse
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2E)
-    # The two kernels take 192 queries at a time. In the one TMA gives zeros after the last query, whose do is zero too.
-    rows = ((0, 0), (0, 0), (0, -num_q % (384 if config is None else 8)))
-    vectors = jnp.pad(lse, rows, constant_values=jnp.inf), jnp.pad(delta, rows)
+    # The two kernels take 192 queries at a time. In the one TMA gives zeros after the last query: ds and do are zero.
+    to_tiles = ((0, 0), (0, 0), (0, -num_q % (384 if config is None else 8)))
+    vectors = jnp.pad(lse, to_tiles, constant_values=jnp.inf), jnp.pad(delta, to_tiles)
     problem = dataclasses.replace(problem, head_dim=width)
     plan = functools.partial(Plan, problem, batch, num_q, num_kv, bool(segments))
     of_keys = plan(for_query=False, config=config)
     of_keys = dataclasses.replace(of_keys, parts=_parts(of_keys, num_sms))
+    # TMA copies any number of rows of 64 values, but of wider rows only a multiple of 8.
     fit = lambda width, arrays: tuple(x if width == PIECE else pad(x, -x.shape[1] % 8, 0) for x in arrays)
     operands = lambda plan, kept, ring: (fit(plan.kept_width, kept), fit(width, ring), vectors)
     if config is None:
@@ -132,7 +133,7 @@ def gradients(
         (dq,) = kernel.launch(of_queries, params, *operands(of_queries, (q, do), (k, v)), segments)
         dk, dv = kernel.launch(of_keys, params, *operands(of_keys, (k, v), (q, do)), segments[::-1])
     else:
-        of_keys.config.check(width, _device.smem_bytes(of_keys.scratch))
+        of_keys.config.check(width, _device.smem_bytes(kernel_fused.scratch(of_keys)))
         dq, dk, dv = _in_one_kernel(of_keys, params, *operands(of_keys, (k, v), (q, do)), segments[::-1])
     if of_keys.parts > 1:
         join = lambda x: x.reshape(*x.shape[:2], -1, of_keys.parts, width).sum(axis=3, dtype=jnp.float32)

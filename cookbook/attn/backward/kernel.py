@@ -67,7 +67,7 @@ def _dq(
             start_product(plan, dp_ref, do[:, rows], v, slot)  # dp = do vᵀ
             s = plgpu.wgmma_accumulator_load(s_ref, wait_n=len(plan.kept_columns))  # Also waits for dq so far.
             if plan.runs_ahead:
-                pl.when(count > 0)(lambda: ring.free(count - 1))
+                pl.when(count > 0)(lambda: ring.free(count - 1))  # The product of the step before has ended.
             s = problem.capped(s)
             p = jnp.exp2(s * problem.unit - spread(lse, 0, s.shape))
             p = jnp.where(tile.mask(first_row, block), p, 0.0) if masked else p
@@ -163,7 +163,7 @@ def load(tile: Tile, kept_operands, kept, operands, vectors, ring: _device.Ring)
 
 def each_step(tile: Tile, ring: _device.Ring, phases: list, step):
     """Calls `step(s_ref, dp_ref, count, slot, block, masked)` for each block, once it has arrived, with accumulators
-    for the products of a step."""
+    for its products s and dp."""
     products = [plgpu.ACC((WG_ROWS, tile.plan.block), jnp.float32)] * 2
 
     def one_head(i, _):
@@ -186,7 +186,7 @@ def start_product(plan: Plan, acc_ref, kept, block: Half, slot):
 
 
 def add_product(acc_ref, weights, values, weights_smem, wg):
-    """Starts `acc_ref` += weights values, weights in registers; in JAX's interpreter in `weights_smem`."""
+    """Starts `acc_ref` += weights values, with weights from registers, or in JAX's interpreter from `weights_smem`."""
     if weights_smem is not None:
         weights_smem[wg] = weights
         plgpu.commit_smem()
@@ -195,8 +195,8 @@ def add_product(acc_ref, weights, values, weights_smem, wg):
 
 
 def store(tile: Tile, wg, done, *sums):
-    """Writes a compute warpgroup's sums, each with what the tile kept, whose place it takes on its way out, and its
-    result in memory."""
+    """Writes a compute warpgroup's sums. Each comes with its scale, the operand that the tile kept, which gives it its
+    place in shared memory on the way out, and the result in memory."""
     plan, (rows, columns) = tile.plan, tile.share(wg)
     width = min(plan.kept_width, plan.sum_columns)
 
@@ -226,18 +226,17 @@ def store(tile: Tile, wg, done, *sums):
 
 def launch(plan: Plan, params, kept, ring, vectors, segments):
     """[dq], or [dk, dv] of each part, with as many rows and columns as the operands that are kept."""
-    return run(_dq if plan.for_query else _dkdv, plan, params, kept, ring, vectors, segments)
+    return run(_dq if plan.for_query else _dkdv, plan.scratch, plan, params, kept, ring, vectors, segments)
 
 
-def run(kernel, plan: Plan, params, kept, ring, vectors, segments, *refs):
+def run(kernel, scratch: dict, plan: Plan, params, kept, ring, vectors, segments, *refs):
     """The results of `kernel`, which has a block for each tile."""
     masks = core.segment_masks(*segments, plan.rows, plan.block) if segments else {}
     grid = dict(batch_index=plan.batch, head_index=plan.num_heads, tile=plan.num_tiles)
     order = ("tile", "batch_index", "head_index") if plan.heaviest_first else tuple(grid)
     (batch, rows, _, columns), dtype = kept[0].shape, plan.problem.dtype
-    scratch = plan.scratch
     if plan.problem.interpreted:  # JAX's interpreter multiplies from shared memory alone.
-        scratch["weights_smem"] = plgpu.SMEM((plan.compute_wgs, WG_ROWS, plan.block), dtype)
+        scratch = scratch | dict(weights_smem=plgpu.SMEM((plan.compute_wgs, WG_ROWS, plan.block), dtype))
     return _host.kernel(
         functools.partial(kernel, plan=plan),
         out_type=[jax.ShapeDtypeStruct((batch, rows, plan.num_heads, columns), dtype)] * (1 if plan.for_query else 2),

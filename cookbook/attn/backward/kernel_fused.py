@@ -22,9 +22,9 @@ Barrier table: as in `kernel.py`, and
     shared[slot]   compute warpgroups     each other, before they multiply the dsᵀ in the slot: each has put its dsᵀ
                                           there, and has read what is in the other slot
 
-Bound by: the tensor cores, with 2560 clocks of an SM for a step: five products at 2048 multiply-adds a clock. With
+Bound by: the tensor cores, with 2560 clocks of an SM per step: five products at 2048 multiply-adds per clock. With
 heads of 128 a step has 64 queries and its exponentials take 512 clocks, with heads of 64 it has 128 and they take 1024.
-Chapter 12 counts shared memory too, as if each product read its operands from it at 128 bytes a clock: 2944 and 2816
+Chapter 12 counts shared memory too, as if each product read its operands from it at 128 bytes per clock: 2944 and 2816
 clocks. Chapter 7 measures products that are faster than such a count allows, so it is not a bound.
 
 In the L2 cache a step loads 32 KB and adds 32 KB.
@@ -46,6 +46,16 @@ from .kernel import add_product, load, run, start_product, store
 from .plan import Half, Plan, Tile
 
 SHARE = plgpu.ACC((WG_ROWS, PIECE), jnp.float32)  # A warpgroup's share of the dq of a step.
+
+
+def scratch(plan: Plan) -> dict:
+    """Shared memory of a block, and its barriers."""
+    return plan.scratch | dict(
+        ds_smem=plgpu.SMEM((2, plan.rows, plan.block), plan.problem.dtype, **_device.swizzled()),
+        dq_smem=plgpu.SMEM((plan.compute_wgs, WG_ROWS, PIECE), jnp.float32, **_device.swizzled(32, jnp.float32)),
+        shared=_device.barriers(2, plan.compute_wgs),
+        done=plgpu.Barrier(num_arrivals=plan.compute_wgs),
+    )
 
 
 def _kernel(
@@ -75,9 +85,9 @@ def _kernel(
         def step(dk_ref, dv_ref, s_ref, dp_ref, dq_ref, count, slot, block, before):
             start_product(plan, s_ref, k[:, rows], q, slot)  # sᵀ = k qᵀ
             start_product(plan, dp_ref, v[:, rows], do, slot)  # dpᵀ = v doᵀ
-            s = problem.capped(plgpu.wgmma_accumulator_load(s_ref, wait_n=len(plan.kept_columns)))  # And dk so far.
+            s = problem.capped(plgpu.wgmma_accumulator_load(s_ref, wait_n=len(plan.kept_columns)))
             if plan.runs_ahead:
-                pl.when(count > 0)(lambda: ring.free(count - 1))
+                pl.when(count > 0)(lambda: ring.free(count - 1))  # dk's product of the step before has ended.
             logits = s * problem.unit - spread(_device.load(lse[slot], COLUMNS), 1, s.shape)
             p = _weights(tile, first_row, block, logits)
             add_product(dv_ref, p.astype(problem.dtype), do[slot, :, columns], weights_smem, wg)
@@ -111,7 +121,7 @@ def _kernel(
 
 def _each_step(tile: Tile, wg, ring: _device.Ring, step):
     """Calls `step(s_ref, dp_ref, dq_ref, count, slot, block, before)` for each block, once it has arrived, with
-    accumulators for the products of a step. `before` is the place in dq of the step before. Returns that of the last.
+    accumulators for its products. `before` is the place in dq of the step before. Returns the place of the last step.
     """
     plan, start = tile.plan, tile.first + tile.shift
     products = *[plgpu.ACC((WG_ROWS, plan.block), jnp.float32)] * 2, SHARE
@@ -136,7 +146,8 @@ def _weights(tile: Tile, first_row, block, logits):
     """pᵀ of a block of base-2 logits less lse. One loop for all blocks, cut by a mask or not, needs the fewest
     registers."""
     plan = tile.plan
-    if plan.ends_in_tile:  # -inf for each row that is no key: without a branch, which would take registers.
+    if plan.num_kv % plan.rows:
+        # dq is a sum over keys, so rows that are no keys get -inf: all tiles alike, as a branch would take registers.
         rows = plgpu.broadcasted_iota(jnp.int32, (WG_ROWS,), 0, layout=ROWS)
         logits += spread(jnp.where(rows < plan.num_kv - first_row, 0.0, -jnp.inf), 0, logits.shape)
     p = jnp.exp2(logits)
@@ -165,7 +176,7 @@ class Dq:
         self.ds_smem[self.exchange.slot(number), pl.ds(self.wg * WG_ROWS, WG_ROWS)] = ds
 
     def publish(self, number):
-        """This warpgroup's dsᵀ of that number is in its slot, and it has done with the other slot."""
+        """Says that this warpgroup's dsᵀ of that number is in its slot, and that it is done with the other slot."""
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.exchange.filled.at[self.exchange.slot(number)])
 
@@ -189,4 +200,4 @@ class Dq:
 
 def launch(plan: Plan, params, kept, ring, vectors, segments, dq_ref):
     """[dk, dv] of each part, with as many rows and columns as keys and values; dq is added to `dq_ref`."""
-    return run(_kernel, plan, params, kept, ring, vectors, segments, dq_ref)
+    return run(_kernel, scratch(plan), plan, params, kept, ring, vectors, segments, dq_ref)

@@ -99,15 +99,15 @@ class Plan:
 
     @property
     def num_stages(self) -> int:
-        """Slots of the ring: what the configuration says, or four, or as many as there is room for."""
+        """Slots of the ring: as the configuration says, or as shared memory has room for."""
         if self.config is not None:
             return self.config.num_stages
-        return next(n for n in (4, 3, 2) if _device.smem_bytes(self._scratch(n)) <= _device.SMEM_BYTES_MAX)
+        return 2 if self.splits_heads else 4
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether the products of a step start while the sums of the one before are in flight: registers have to hold
-        the weights of both, and those of dk and dv have no room for them."""
+        """Whether the products of a step start while the sums of the step before are in flight. Then registers hold
+        the weights of both steps, for which dk and dv leave no room."""
         return self.config.runs_ahead if self.config is not None else self.for_query
 
     @property
@@ -150,11 +150,6 @@ class Plan:
         return Cuts(any=True, first=blocks.left is not None or self.has_segments, last=last, all=self.has_segments)
 
     @property
-    def ends_in_tile(self) -> bool:
-        """Whether the last tile has rows that are no keys. Their weights have to be zero: dq is a sum over rows."""
-        return self.config is not None and self.num_kv % self.rows != 0
-
-    @property
     def heaviest_first(self) -> bool:
         """Whether the first tiles of all heads, which have most to do, start before the second ones. Where the cache
         does not hold what all heads go through, the tiles of a head start together, and share it."""
@@ -165,8 +160,8 @@ class Plan:
     @property
     def kept_width(self) -> int:
         """Values of a row of what a tile keeps, in one of its pieces. Products of whole heads need fewer registers. But
-        TMA copies any number of rows only of 64 values, and multiples of 8 wider ones: keys and values that are as many
-        as the queries are not to be padded, nor are their gradients to be cut."""
+        TMA copies any number of rows of 64 values, and of wider rows only a multiple of 8. So where keys are as many as
+        queries, pieces of 64 save padding them and cutting their gradients."""
         any_rows = (self.num_q if self.for_query else self.num_kv) % 8 != 0 and self.problem.group == 1
         return PIECE if any_rows else self.problem.head_dim
 
@@ -176,17 +171,15 @@ class Plan:
         return [pl.ds(i, self.kept_width) for i in range(0, self.problem.head_dim, self.kept_width)]
 
     def kept_at(self, column, width: int) -> tuple:
-        """Index of `width` columns of all rows that a tile keeps, which are of one piece."""
+        """Index of `width` columns, which are of one piece, of all rows that a tile keeps."""
         if self.kept_width == self.problem.head_dim:
             return 0, slice(None), pl.ds(column, width)
         return _device.div(column, PIECE), slice(None), slice(None)
 
     @property
     def scratch(self) -> dict:
-        return self._scratch(self.num_stages)
-
-    def _scratch(self, stages: int) -> dict:
-        dtype, pieces = self.problem.dtype, len(self.kept_columns)
+        """Shared memory of a block, and its barriers."""
+        pieces, stages = len(self.kept_columns), self.num_stages
         scratch = dict(
             kept_smem=self._tiles(2, pieces, self.rows, self.kept_width),
             ring_smem=self._tiles(2, stages, self.block, self.problem.head_dim),
@@ -196,13 +189,8 @@ class Plan:
         )
         if not self.for_query:
             scratch["vectors_smem"] = plgpu.SMEM((2, stages, self.block), jnp.float32)
-        if self.splits_heads or self.config is not None:
+        if self.splits_heads:
             scratch["done"] = plgpu.Barrier(num_arrivals=self.compute_wgs)
-        if self.config is not None:
-            scratch["ds_smem"] = plgpu.SMEM((2, self.rows, self.block), dtype, **_device.swizzled())
-            share = (self.compute_wgs, WG_ROWS, PIECE)
-            scratch["dq_smem"] = plgpu.SMEM(share, jnp.float32, **_device.swizzled(32, jnp.float32))
-            scratch["shared"] = _device.barriers(2, self.compute_wgs)
         return scratch
 
     def _tiles(self, *shape: int):
@@ -212,7 +200,7 @@ class Plan:
         return _device.row_tiles(shape, self.problem.dtype, self.problem.interpreted)
 
     def operands(self, smem, width: int) -> list[Half]:
-        """The two operands in a buffer of tiles, whose rows have so many values."""
+        """The two operands in a buffer of tiles with so many values per row."""
         views = _device.Tiles.views(smem, self.problem.interpreted or width > PIECE)
         return [Half(i, views.tiled, views.rows) for i in range(2)]
 
@@ -269,7 +257,7 @@ class Tile:
         return [*before, (start, stop, False), *after]
 
     def mask(self, first_row, block):
-        """Which columns of a block the 64 rows from `first_row` on go with."""
+        """Which columns of a block each of the 64 rows from `first_row` on goes with."""
         plan, shape = self.plan, self.plan.blocks.shape
         seen = plan.blocks.mask_of(first_row, block)
         if plan.has_segments:
