@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 
-from .core import SCALES, STEP_BYTES, TMEM_COLUMNS, Config
+from .plan import SCALES, STEP_BYTES, TMEM_COLUMNS, Config
 
 WIDTHS = (32, 64, 96, 128, 160, 192, 224, 256)
 

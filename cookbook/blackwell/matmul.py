@@ -7,7 +7,7 @@ Shapes: a (..., M, K), b (K, N), bias (N,), o (..., M, N); with `transpose_a` a 
 (N, K), read as they lie. a and b are both bfloat16 or both float16; sums are float32; o is bfloat16, float16 or
 float32. Rows of a and b must be multiples of 16 bytes, which TMA asks for.
 
-Role and barrier tables: `roles.py`, which holds the kernel. This file says which operands, tiles and epilogue it gets.
+Role and barrier tables: `kernel.py`, which holds the kernel. This file says which operands, tiles and epilogue it gets.
 
 Bound by: the tensor cores, and before them by the copies into shared memory, which a pair of blocks halves for b. This
 is predicted (`cost.py`): the kernel is compiled for a B200 and interpreted; it was never run or timed on one.
@@ -15,8 +15,8 @@ is predicted (`cost.py`): the kernel is compiled for a B200 and interpreted; it 
 Not supported: batches of b (use `jax.vmap`), other dtypes; tiles of fewer than 128 rows, so that few rows of a leave
 tensor cores idle; and parts of K, so that a small o with a long K leaves SMs idle. For few rows of a ask for the
 transposed product, `matmul(b, a, transpose_a=True, transpose_b=True).T`, whose tiles can be 16 columns wide. A plain b
-whose N is not a multiple of 64, or whose K is not one of 8, costs a padded copy, and so does a transposed a: store b as
-(N, K). The interpreter runs one CTA with a static schedule.
+costs a padded copy unless N is a multiple of 64 and K of 8, and so does a transposed a: store b as (N, K). The
+interpreter runs one CTA with a static schedule.
 Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
 Chapters: notebooks/19_blackwell.ipynb, notebooks/19b_pairs.ipynb.
 Sources: NVIDIA's PTX ISA on tcgen05 and clusterlaunchcontrol; CUTLASS's documents on Blackwell, for the ideas.
@@ -24,20 +24,16 @@ Sources: NVIDIA's PTX ISA on tcgen05 and clusterlaunchcontrol; CUTLASS's documen
 
 import jax.numpy as jnp
 
-from .. import _host, _numerics
+from .. import _host
 from ..gemm import differentiable
+from ..gemm.dense.matmul import bytes_moved as bytes_moved
+from ..gemm.dense.matmul import flops as flops
+from ..gemm.dense.matmul import matmul_reference as matmul_reference
 from . import cost
-from .core import Config, plan_of, require_blackwell, require_interpretable
-from .roles import product
+from .kernel import product
+from .plan import Config, plan_of, require_interpretable
 
 OP = "blackwell.matmul"
-
-
-def matmul_reference(a, b, bias=None, activation=None):
-    dtype = jnp.promote_types(a.dtype, jnp.float32)
-    out = jnp.matmul(a.astype(dtype), b.astype(dtype), precision="highest")
-    out = out if bias is None else out + bias.astype(dtype)
-    return _numerics.activation_fn("matmul_reference", activation)(out)
 
 
 def default_config(
@@ -49,7 +45,7 @@ def default_config(
 
 
 def _launch(a, b, bias, sizes, options: differentiable.Options):
-    target = require_blackwell(OP)
+    target = _host.require_tensor_cores(OP, major=10)
     transpose_b, out_dtype = options.transpose_b, options.out_dtype
     config = options.config or default_config(
         *sizes, a.dtype, out_dtype, transpose_b, target.num_sms, target.interpreted
@@ -97,12 +93,3 @@ def matmul(
 
 
 matmul.Config = Config  # `cookbook.blackwell.matmul` is this function, not its module.
-
-
-def flops(m: int, n: int, k: int) -> int:
-    return 2 * m * n * k
-
-
-def bytes_moved(m: int, n: int, k: int, itemsize: int = 2) -> int:
-    """Each operand read once and the result written once, all of `itemsize` bytes."""
-    return itemsize * (m * k + k * n + m * n)

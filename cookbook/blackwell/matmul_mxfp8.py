@@ -7,8 +7,8 @@ Shapes: a (M, K), a_scales (M, K / 32), b (N, K), b_scales (N, K / 32), bias (N,
 scales float8_e8m0fnu, one for each 32 values along K; sums are float32; o is bfloat16, float16 or float32. K must be a
 multiple of 32. `quantize_mxfp8` makes an operand of an array.
 
-Role and barrier tables: `roles.py`, which holds the kernel. The tensor cores apply the scales while they multiply: they
-read them from tensor memory, where the multiply warpgroup has a step's scales copied before its products.
+Role and barrier tables: `kernel.py`, which holds the kernel. The tensor cores apply the scales while they multiply:
+they read them from tensor memory, where the multiply warpgroup has a step's scales copied before its products.
 
 Bound by: the tensor cores, twice as fast as with 16 bits. This is predicted (`cost.py`): the kernel is compiled for a
 B200; it was never run or timed on one. JAX's interpreter has no scaled MMA.
@@ -26,10 +26,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _host, _numerics
+from ..gemm.dense.matmul import flops as flops
 from ..gemm.kernel import identity
 from . import cost
-from .core import BLOCK, LANES, SCALES, Config, plan_of, require_blackwell
-from .roles import product
+from .kernel import product
+from .plan import BLOCK, LANES, SCALES, Config, plan_of
 
 OP = "blackwell.matmul_mxfp8"
 E4M3, E8M0 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e8m0fnu)
@@ -61,7 +62,7 @@ def quantize_mxfp8(x):
       (values (..., K) of float8_e4m3fn, scales (..., K / 32) of float8_e8m0fnu).
 
     Raises:
-      ValueError: K is no multiple of 32, or x is not of a floating dtype.
+      ValueError: K is not a multiple of 32, or x is not of a floating dtype.
     """
     x = _host.as_array("blackwell.quantize_mxfp8", "x", x)
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim == 0 or x.shape[-1] % BLOCK:
@@ -168,7 +169,7 @@ def matmul_mxfp8(a, a_scales, b, b_scales, *, bias=None, activation=None, out_dt
     if 0 in (m, n, k):
         out = jnp.zeros((m, n), jnp.float32) + (0.0 if bias is None else bias.astype(jnp.float32))
         return activation(out).astype(out_dtype)
-    target = require_blackwell(OP)
+    target = _host.require_tensor_cores(OP, major=10)
     if target.interpreted:
         raise RuntimeError(
             f"{_host.PACKAGE}.{OP}: JAX's interpreter has no block-scaled MMA. Compile it without a GPU (`lab."
@@ -181,10 +182,6 @@ def matmul_mxfp8(a, a_scales, b, b_scales, *, bias=None, activation=None, out_dt
 
 
 matmul_mxfp8.Config = Config  # `cookbook.blackwell.matmul_mxfp8` is this function, not its module.
-
-
-def flops(m: int, n: int, k: int) -> int:
-    return 2 * m * n * k
 
 
 def bytes_moved(m: int, n: int, k: int, itemsize: int = 2) -> int:

@@ -402,21 +402,8 @@ class Plan:
 
     @property
     def num_stages(self) -> int:
-        """Slots of the ring: those of the configuration, or as many as fit.
-
-        Raises:
-          ValueError: they do not fit.
-        """
-        c, fixed = self.config, self.smem_bytes(0)
-        slot = self.smem_bytes(1) - fixed
-        most = (_device.SMEM_BYTES_MAX - fixed) // slot
-        wanted = c.num_stages or 2
-        if most < wanted:
-            raise ValueError(
-                f"num_stages={wanted} of {c.tile_m=}, {c.tile_n=} need {fixed + slot * wanted} bytes of shared memory, "
-                f"and a block has {_device.SMEM_BYTES_MAX}: fewer stages, fewer store slots or smaller tiles"
-            )
-        return c.num_stages or min(most, STAGES_MAX)
+        """Slots of the ring: those of the configuration, or as many as fit."""
+        return slots_of_ring(self.config, self.smem_bytes)
 
     @property
     def scratch(self) -> dict:
@@ -447,6 +434,22 @@ class Plan:
             start + role * size if self.config.split_dim == dim else start
             for dim, (start, size) in enumerate(zip(place, self.compute_tile, strict=True))
         )
+
+
+def slots_of_ring(config, smem_bytes: Callable) -> int:
+    """Slots of the ring: `config.num_stages`, or as many as fit, where a block with n of them takes `smem_bytes(n)`.
+
+    Raises:
+      ValueError: they do not fit.
+    """
+    wanted = config.num_stages or 2
+    if (needed := smem_bytes(wanted)) > _device.SMEM_BYTES_MAX:
+        raise ValueError(
+            f"num_stages={wanted} of {config.tile_m=}, {config.tile_n=} need {needed} bytes of shared memory, and a "
+            f"block has {_device.SMEM_BYTES_MAX}: fewer stages, fewer store slots or smaller tiles"
+        )
+    fitting = (count for count in range(STAGES_MAX, 1, -1) if smem_bytes(count) <= _device.SMEM_BYTES_MAX)
+    return config.num_stages or next(fitting)
 
 
 def is_cut(k: int, rows: int) -> bool:

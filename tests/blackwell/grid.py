@@ -1,6 +1,6 @@
-"""Configurations that together have every structure of the kernel of `cookbook.blackwell.roles`."""
+"""Configurations that together have every structure of the kernel of `cookbook.blackwell.kernel`."""
 
-from cookbook.blackwell.core import Config
+from cookbook.blackwell.plan import Config
 
 SMALL = Config(tile_n=64, num_stages=2)
 

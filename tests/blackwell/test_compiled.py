@@ -11,8 +11,9 @@ import lab
 from cookbook import blackwell
 from cookbook._device import SMEM_BYTES_MAX
 from cookbook._host import Target
-from cookbook.blackwell import core, cost
-from cookbook.blackwell.core import TMEM_COLUMNS, Config
+from cookbook.blackwell import cost
+from cookbook.blackwell import plan as plans
+from cookbook.blackwell.plan import TMEM_COLUMNS, Config
 from cookbook.gemm.kernel import identity
 from tests.blackwell.grid import RUNGS, STRUCTURES, WIDTHS, of_rung
 
@@ -57,7 +58,7 @@ def test_every_rung(rung, width):
     config = of_rung(rung, width)
     fn = functools.partial(blackwell.matmul, config=config, transpose_b=True)
     compiled = lab.compile_for("b200", fn, aval(M, K), aval(N, K))
-    verify(compiled, core.plan_of(M, N, K, BF16, (False, False), identity, BF16, config, B200))
+    verify(compiled, plans.plan_of(M, N, K, BF16, (False, False), identity, BF16, config, B200))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_plain_operands_with_everything_fused(rung):
     )
     f16 = jnp.float16
     compiled = lab.compile_for("b200", fn, aval(K + 8, M, dtype=f16), aval(K + 8, N, dtype=f16), aval(N, dtype=F32))
-    verify(compiled, core.plan_of(M, N, K + 8, f16, (True, True), identity, F32, config, B200))
+    verify(compiled, plans.plan_of(M, N, K + 8, f16, (True, True), identity, F32, config, B200))
 
 
 @pytest.mark.slow
@@ -80,7 +81,7 @@ def test_every_interpreted_structure(name):
     (m, n, k), transpose_b, config = STRUCTURES[name]
     fn = functools.partial(blackwell.matmul, config=config, transpose_b=transpose_b)
     compiled = lab.compile_for("b200", fn, aval(m, k), aval(n, k) if transpose_b else aval(k, n))
-    verify(compiled, core.plan_of(m, n, k, BF16, (False, not transpose_b), identity, BF16, config, B200))
+    verify(compiled, plans.plan_of(m, n, k, BF16, (False, not transpose_b), identity, BF16, config, B200))
 
 
 MX_GRID = [
@@ -96,13 +97,13 @@ def test_every_rung_of_mxfp8(rung, width):
     scales = (aval(rows, k // 32, dtype=E8M0) for rows in (M, N))
     a_scales, b_scales = scales
     compiled = lab.compile_for("b200", fn, aval(M, k, dtype=E4M3), a_scales, aval(N, k, dtype=E4M3), b_scales)
-    verify(compiled, core.plan_of(M, N, k, E4M3, (False, False), identity, BF16, config, B200, scaled=True))
+    verify(compiled, plans.plan_of(M, N, k, E4M3, (False, False), identity, BF16, config, B200, scaled=True))
 
 
 @pytest.mark.parametrize("two_ctas", [False, True])
 def test_accumulators_and_scales_that_do_not_fit_are_refused(two_ctas):
     with pytest.raises(ValueError, match="need 5.. columns of tensor memory with the scales"):
-        core.plan_of(M, N, K, E4M3, (False, False), identity, BF16, Config(two_ctas=two_ctas), B200, scaled=True)
+        plans.plan_of(M, N, K, E4M3, (False, False), identity, BF16, Config(two_ctas=two_ctas), B200, scaled=True)
 
 
 @pytest.mark.parametrize("shape", [(4096, 4096, 4096), (128, 4096, 14336), (1, 8, 32), (1000, 1000, 992)])

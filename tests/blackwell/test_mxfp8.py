@@ -8,7 +8,7 @@ import pytest
 import lab
 from cookbook import blackwell
 from cookbook.blackwell import matmul_mxfp8, quantize_mxfp8
-from cookbook.blackwell.core import Config
+from cookbook.blackwell.plan import Config
 from tests.arrays import array
 from tests.blackwell.grid import RUNGS, of_rung
 

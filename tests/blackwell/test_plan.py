@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 
 from cookbook._host import Target
-from cookbook.blackwell import core, cost
-from cookbook.blackwell.core import Config
+from cookbook.blackwell import cost
+from cookbook.blackwell import plan as plans
 from cookbook.blackwell.matmul_mxfp8 import arrange, quantize_mxfp8
+from cookbook.blackwell.plan import Config
 from cookbook.gemm.kernel import identity
 
 BF16, E4M3 = jnp.bfloat16, jnp.float8_e4m3fn
 
 
 def plan(m, n, k, config, transposed=(False, False), dtype=BF16, scaled=False, num_sms=4):
-    return core.plan_of(m, n, k, dtype, transposed, identity, BF16, config, Target("any", num_sms), scaled)
+    return plans.plan_of(m, n, k, dtype, transposed, identity, BF16, config, Target("any", num_sms), scaled)
 
 
 def window(x, rows, cols):
@@ -116,7 +117,7 @@ def test_mutants_of_the_plan_are_caught(monkeypatch, broken):
         swap = lambda p, operand, x, at, block: real(p, operand, x, at, 1 - block if operand is p.b else block)
         monkeypatch.setitem(globals(), "slot", swap)
     if broken == "k":
-        monkeypatch.setattr(core.Plan, "k", lambda self, step: min(step * 64, self.tiles.k - 64))
+        monkeypatch.setattr(plans.Plan, "k", lambda self, step: min(step * 64, self.tiles.k - 64))
     wanted, a, b = operands(300, 200, 136, (False, False))
     out = execute(plan(300, 200, 136, Config(tile_n=128, two_ctas=True)), a, b)
     assert np.allclose(out, wanted) == (broken is None)

@@ -10,9 +10,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import lab
-from cookbook import blackwell
-from cookbook.blackwell import core, roles
-from cookbook.blackwell.core import Config
+from cookbook import _device, blackwell
+from cookbook.blackwell import kernel
+from cookbook.blackwell import plan as plans
+from cookbook.blackwell.plan import Config
 from tests.arrays import array
 from tests.blackwell.grid import RUNGS, SLOW, SMALL, STRUCTURES, of_rung
 
@@ -253,7 +254,7 @@ def fresh():
 @pytest.mark.parametrize("slot", ["alternates", "first"])
 def test_mutant_whose_accumulators_do_not_alternate_is_caught(run_only, fresh, monkeypatch, found_if, slot):
     if slot == "first":
-        monkeypatch.setattr(core.Plan, "accumulator", lambda self, number: number * 0)
+        monkeypatch.setattr(plans.Plan, "accumulator", lambda self, number: number * 0)
     with found_if(slot == "first"):
         check(392, 392, 72, config=SMALL)
 
@@ -262,17 +263,17 @@ def test_mutant_whose_accumulators_do_not_alternate_is_caught(run_only, fresh, m
 def test_mutants_that_drop_a_tail_are_caught(run_only, fresh, monkeypatch, found_if, dim):
     """The last tile, or the last step of K, where it is not full."""
     if dim == "steps":
-        monkeypatch.setattr(core.Tiles, "num_steps", property(lambda self: max(1, self.k // self.tile_k)))
+        monkeypatch.setattr(plans.Tiles, "num_steps", property(lambda self: max(1, self.k // self.tile_k)))
     elif dim:
         at = ("rows", "columns").index(dim)
-        whole, size = core.Tiles.grid, ("m", "n")[at]
+        whole, size = plans.Tiles.grid, ("m", "n")[at]
 
         def grid(self):
             full = list(whole.fget(self))
             full[at] = max(1, getattr(self, size) // self.cluster_tile[at])
             return tuple(full)
 
-        monkeypatch.setattr(core.Tiles, "grid", property(grid))
+        monkeypatch.setattr(plans.Tiles, "grid", property(grid))
     with found_if(dim is not None):
         check(136, 136, 72, config=SMALL)
 
@@ -280,7 +281,7 @@ def test_mutants_that_drop_a_tail_are_caught(run_only, fresh, monkeypatch, found
 @pytest.mark.parametrize("tail", ["zeros", "read twice"])
 def test_mutant_that_does_not_mask_the_tail_of_k_is_caught(run_only, fresh, monkeypatch, found_if, tail):
     if tail == "read twice":
-        monkeypatch.setattr(core.Plan, "k", lambda self, step: jnp.minimum(step * 64, self.tiles.k - 64))
+        monkeypatch.setattr(plans.Plan, "k", lambda self, step: jnp.minimum(step * 64, self.tiles.k - 64))
     with found_if(tail == "read twice"):
         check(136, 136, 72, config=SMALL)
 
@@ -297,7 +298,7 @@ def test_mutants_that_do_not_wait_are_caught(run_only, mutant, found_if, name):
     changed |= dict(wait_smem_to_gmem=wait_for_writes_alone)
     changed |= dict(tcgen05_commit_arrive=lambda barrier, collective_axis: plgpu.barrier_arrive(barrier))
     if name:
-        mutant(roles, "plgpu", **{name: changed[name]})
+        mutant(kernel, "plgpu", **{name: changed[name]})
     with found_if(name is not None):
         check(392, 392, 72, config=Config(tile_n=64, num_stages=2, store_slots=1))
 
@@ -306,6 +307,6 @@ def test_mutants_that_do_not_wait_are_caught(run_only, mutant, found_if, name):
 def test_mutants_of_the_ring_are_caught(run_only, fresh, monkeypatch, found_if, method):
     """A slot read before it is full, or refilled although it is still read."""
     if method:
-        monkeypatch.setattr(roles._mgpu.Ring, method, roles._mgpu.Ring.slot)
+        monkeypatch.setattr(_device.Ring, method, _device.Ring.slot)
     with found_if(method is not None):
         check(136, 136, 264, config=SMALL)

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import lab
 from cookbook import blackwell
-from cookbook.blackwell.core import Config as Mma
+from cookbook.blackwell.plan import Config as Mma
 from cookbook.gemm import plan
 from cookbook.gemm.rungs.matmul_pipelined import Config, matmul_pipelined
 

@@ -39,7 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host, _numerics
 from ..gemm.plan import views
-from .core import LANES, LOAD, MULTIPLY, STORE, Plan
+from .plan import LANES, LOAD, MULTIPLY, STORE, Plan
 
 
 def each_tile(plan: Plan, body):
@@ -136,8 +136,7 @@ def store(plan: Plan, bias_gmem, o_gmem, o_smem, acc_tmem, summed, stored, numbe
         values = plgpu.async_load_tmem(acc_tmem.at[:, pl.ds(acc * c.tile_n + at, width)], layout=plgpu.Layout.TCGEN05)
         if bias_gmem is not None:
             layout = plgpu.Layout.TCGEN05.reduce(0)
-            bias = plgpu.load(bias_gmem.at[pl.ds(col + at, width)], layout=layout, optimized=False)
-            values += lax.broadcast_in_dim(bias, (rows, width), [1])
+            values += _device.spread(_device.load(bias_gmem.at[pl.ds(col + at, width)], layout), 1, (rows, width))
         values = plan.activation(values).astype(plan.out_dtype)
         slot = _device.rem(number * pieces + piece, c.store_slots)
         plgpu.wait_smem_to_gmem(c.store_slots - 1, wait_read_only=True)  # TMA has read what was in this slot.
@@ -157,15 +156,15 @@ def kernel(operands, bias_gmem, o_gmem, *, plan: Plan, a_smem, b_smem, o_smem, a
     scales_tmem = (a_scales_tmem, b_scales_tmem) if plan.scaled else ()
 
     def tile(number, index):
-        @pl.when(role == LOAD)
+        @_device.role(role == LOAD)
         def _():
             load(plan, ring, operands, (a_tma, b_tma, *scales_smem), number, index)
 
-        @pl.when(role == MULTIPLY)
+        @_device.role(role == MULTIPLY)
         def _():
             multiply(plan, ring, (a_smem, b_smem, *scales_smem), acc_tmem, scales_tmem, summed, stored, number)
 
-        @pl.when(role >= STORE)
+        @_device.role(role >= STORE)
         def _():
             store(plan, bias_gmem, o_gmem, o_smem, acc_tmem, summed, stored, number, index)
 

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of Blackwell's matrix products: how a product is cut up, and the statics of its kernel.
+"""The plan of Blackwell's matrix products: how a product is cut up, and the statics of its kernel.
 
 Tiles, operands and the order of tiles are those of `cookbook.gemm.plan`, which this family is built on. Two things
 differ from Hopper. Sums lie in tensor memory (TMEM), 512 columns of 128 lanes, and not in registers: two accumulators
 fit, so that one is stored while the other is summed. And two blocks of a cluster may work as a pair (`two_ctas`), whose
 tensor cores multiply together: each holds its own rows of a and half of b's, and both use all of b.
 
-`roles.py` has the kernel, `cost.py` chooses the configuration.
+`kernel.py` has the kernel, `cost.py` chooses the configuration.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host
-from ..gemm.plan import STAGES_MAX, STEP_BYTES, Operand, Tiles, swizzled
+from ..gemm.plan import STEP_BYTES, Operand, Tiles, slots_of_ring, swizzled
 
 LOAD, MULTIPLY, STORE = 0, 1, 2  # Warpgroups by role; those from STORE on store.
 LANES = 128  # Rows of tensor memory, which are those of an accumulator.
@@ -89,7 +89,7 @@ class Plan:
     tiles: Tiles
     a: Operand
     b: Operand
-    activation: object
+    activation: Callable  # Element-wise, of sums in registers.
     out_dtype: jnp.dtype
     scaled: bool  # Operands are MXFP8, with scales.
     interpreted: bool
@@ -113,7 +113,7 @@ class Plan:
         """Rows and columns of a piece of o on its way out.
 
         Raises:
-          ValueError: a warpgroup's columns are no multiple of it, or TMA cannot swizzle it.
+          ValueError: a warpgroup's columns are not a multiple of it, or TMA cannot swizzle it.
         """
         c, itemsize = self.config, self.out_dtype.itemsize
         cols = c.tile_n // c.epilogue_wgs
@@ -165,32 +165,15 @@ class Plan:
         return scratch
 
     def smem_bytes(self, num_stages: int) -> int:
-        """Shared memory of a block with a ring of `num_stages`; Mosaic aligns each array to 1024 bytes."""
-        total = 64 + (1024 if self.config.is_dynamic else 0)  # Mosaic's own; and answers of cluster launch control.
-        for ref in self._scratch(num_stages).values():
-            if isinstance(ref, plgpu.RefUnion):
-                ref = ref.refs[0]
-            if hasattr(ref, "num_barriers"):
-                total += 8 * math.prod(jax.tree.leaves(ref.num_barriers))
-            elif ref.memory_space == plgpu.SMEM:
-                total += -(-math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize // 1024) * 1024
-        return total
+        """Shared memory of a block with a ring of `num_stages`."""
+        # Mosaic's own; and answers of cluster launch control.
+        others = 64 + (1024 if self.config.is_dynamic else 0)
+        return others + _device.smem_bytes(self._scratch(num_stages))
 
     @property
     def num_stages(self) -> int:
-        """Slots of the ring: those of the configuration, or as many as fit.
-
-        Raises:
-          ValueError: they do not fit.
-        """
-        wanted = self.config.num_stages or 2
-        if self.smem_bytes(wanted) > _device.SMEM_BYTES_MAX:
-            raise ValueError(
-                f"num_stages={wanted} of {self.config.tile_n=} need {self.smem_bytes(wanted)} bytes of shared memory, "
-                f"and a block has {_device.SMEM_BYTES_MAX}: fewer stages, fewer store slots or smaller tiles"
-            )
-        fitting = (n for n in range(STAGES_MAX, 1, -1) if self.smem_bytes(n) <= _device.SMEM_BYTES_MAX)
-        return self.config.num_stages or next(fitting)
+        """Slots of the ring: those of the configuration, or as many as fit."""
+        return slots_of_ring(self.config, self.smem_bytes)
 
     @property
     def scratch(self) -> dict:
@@ -257,11 +240,6 @@ def plan_of(m, n, k, dtype, transposed, activation, out_dtype, config: Config, t
             f"the scales, which has {TMEM_COLUMNS}: fewer accumulators or columns"
         )
     return plan
-
-
-def require_blackwell(op: str) -> _host.Target:
-    """`_host.require_target(op)`, on a GPU that has tcgen05, or without one."""
-    return _host.require_tensor_cores(op, major=10)
 
 
 def require_interpretable(op: str, config: Config, target: _host.Target) -> None:
