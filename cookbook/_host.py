@@ -33,7 +33,7 @@ GRID_NAMES = frozenset(
 )  # fmt: skip
 
 
-NUM_SMS_INTERPRETED = 4  # Of the pretended GPU that interpreted kernels run on.
+NUM_SMS_INTERPRETED = 4  # The pretended GPU of interpreted kernels has so many.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -499,6 +499,13 @@ def pad_to_tiles(x, tile: tuple[int, ...]):
     """`x` with zeros at the end of each axis up to a multiple of its tile: a copy, unless it is one already."""
     pads = [(0, full - size) for full, size in zip(padded_shape(x.shape, tile), x.shape, strict=True)]
     return jnp.pad(x, pads) if any(after for _, after in pads) else x
+
+
+def running(reduce, x):
+    """`reduce` of the first number along the last axis, of the first two, and so on: all at once, which takes a
+    fraction of the time of XLA's scan. The numbers are at least 0."""
+    i = jnp.arange(x.shape[-1])
+    return reduce(jnp.where(i <= i[:, None], x[..., None, :], 0), axis=-1).astype(x.dtype)
 
 
 def matmul_sizes(op: str, a, b, transpose_a: bool, transpose_b: bool) -> tuple[int, int, int]:

@@ -3,8 +3,8 @@
     make lift OP=attention TO=../their_package/kernels
 
 The files keep their folders and their licence, and a line says which version they are of. Then one small call runs
-where the op now stands, on a GPU or interpreted, and must give the results of the cookbook's own call. What was lifted
-before stays, and shares the files that both need.
+where the op now stands, on a GPU or interpreted, and must give the results of the cookbook's own call. Earlier lifts
+stay, and share the files that both need.
 """
 
 import argparse

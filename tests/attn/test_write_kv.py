@@ -133,7 +133,8 @@ def test_donated():
 
 COPIES = """
 import jax, jax.numpy as jnp
-from cookbook import _host, lab, write_kv
+import lab
+from cookbook import _host, write_kv
 from lab.toolchain import device
 h200 = device("h200")
 where = jax.sharding.SingleDeviceSharding(h200)

@@ -10,6 +10,7 @@ import pytest
 
 import cookbook
 import lab
+from cookbook import _host
 from bench import __main__ as bench
 from bench import peers, problems, sample, torch_peers
 
@@ -79,7 +80,7 @@ def test_a_case_takes_the_inputs_that_it_draws(op):
     case = sample.SAMPLES[op].case(*sample.SAMPLES[op].problems(1, seed=3)[0])
     inputs = jax.eval_shape(case.inputs)
     shapes = lambda fn: jax.tree.map(lambda x: x.shape, jax.eval_shape(fn, *inputs))
-    with cookbook._mgpu.building_for(cookbook._mgpu.Target("H200", 132)):
+    with _host.building_for(_host.Target("H200", 132)):
         assert shapes(case.kernel) == shapes(case.reference)
     for impl, peer in case.peers.items():
         if impl != "cudnn" or lab.on_gpu():  # Elsewhere cuDNN has no version to tell.
@@ -170,7 +171,7 @@ GROUPED = [case for case in problems.CASES if case.op.startswith(("ragged_dot", 
 @pytest.mark.parametrize("case", GROUPED, ids=lambda case: case.problem)
 def test_grouped_problems_have_peers_of_the_same_result(case):
     inputs = jax.eval_shape(case.inputs)
-    with cookbook._mgpu.building_for(cookbook._mgpu.Target("H200", 132)):
+    with _host.building_for(_host.Target("H200", 132)):
         # JAX's sums ask the device at hand for its SMs, and a CPU has no answer.
         peers = {} if case.op == "ragged_dot_transposed" else case.peers
         shapes = {impl: jax.eval_shape(fn, *inputs) for impl, fn in ({"ours": case.kernel} | peers).items()}

@@ -28,7 +28,7 @@ def part_of_string(part) -> str:
 
 
 def texts(path: pathlib.Path):
-    """Every string in a file, docstrings included. Of what an f-string computes only the package's name is known."""
+    """Every string in a file, docstrings included. An f-string's values are left out, but for the package's name."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.JoinedStr):
             yield "".join(map(part_of_string, node.values))

@@ -244,7 +244,7 @@ def derived(name: str, derive):
 
 @pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if name in KERNELS])
 def test_forward_mode(name):
-    """The program holds what is refused where it is lowered, or run: `test_forward_mode_is_refused` of test_mgpu.py."""
+    """The program holds what is refused where it is lowered, or run: `test_forward_mode_is_refused` of test_host.py."""
     program = derived(name, lambda f, x: jax.jvp(f, (x,), (x,)))
     assert re.search(rf"tangent\[op={said(name)}\]", program)
 

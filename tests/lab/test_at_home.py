@@ -117,7 +117,8 @@ import jax, jax.numpy as jnp, numpy as np
 jnp.ones(3).block_until_ready()  # JAX has started: its threads are few.
 from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from cookbook import _device, _host, lab
+import lab
+from cookbook import _device, _host
 from test_at_home import op, product
 
 mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
