@@ -182,7 +182,7 @@ class Cuts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Keys:
+class Span:
     """The blocks of keys that a tile goes through, the last one first, and which of their keys its rows see."""
 
     blocks: Blocks

@@ -52,6 +52,17 @@ def attend_packed(
     return out[0], lse[0]
 
 
+def written(pages, new, slot_mapping, scale=None):
+    """`pages` with rows of `new`, (tokens, kv_heads, head_dim), in their slots; pages of 8 bits have them over their
+    scale, cut at the end of e4m3. A row without a slot is left out."""
+    if pages.dtype == jnp.float8_e4m3fn:
+        scale = jnp.reshape(jnp.asarray(1.0 if scale is None else scale, jnp.float32), (-1, 1))
+        new = jnp.clip(new.astype(jnp.float32) / scale, -448, 448)
+    slots = pages.reshape(-1, *pages.shape[2:])
+    where = jnp.where(slot_mapping < 0, len(slots), slot_mapping)  # JAX would count a negative one from the end.
+    return slots.at[where].set(new.astype(pages.dtype), mode="drop").reshape(pages.shape)
+
+
 def gather(pages, scale, block_tables):
     """The pages of each sequence one after the other, (num_seqs, tokens, kv_heads, head_dim), times their scale; zeros
     for an id that is no page."""

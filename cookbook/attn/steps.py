@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .._device import PIECE, ROWS
-from .core import WG_ROWS, BlockConfig, Keys, Problem, Shared, per_row
+from .core import WG_ROWS, BlockConfig, Problem, Shared, Span, per_row
 
 SUMS = 8  # Columns of the smallest product: of each such eight a thread has two neighbours.
 
@@ -72,14 +72,14 @@ def finish(acc, m_i, l_i, value_scale=1.0):
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A warpgroup's rows of a tile, and what it has at hand. Step i takes block `keys.end - 1 - i`."""
+    """A warpgroup's rows of a tile, and what it has at hand. Step i takes block `span.end - 1 - i`."""
 
     problem: Problem
     config: BlockConfig
-    keys: Keys
+    span: Span
     shared: Shared
     wg: Any  # Its number.
-    first_row: Any  # The first of its rows, as `keys.blocks` counts them.
+    first_row: Any  # The first of its rows, as `span.blocks` counts them.
     before: Any  # Steps of earlier tiles.
     sinks: Any = None  # Base-2 logits, one for each row.
     logit_scale: Any = 1.0  # The number that a 1 in products of stored queries and keys stands for; above 0.
@@ -104,7 +104,7 @@ class Work:
     def softmax(self, s, m_i, l_i, step, masked: bool, octaves: float = 0.0):
         s, unit = self.problem.scored(s, self.logit_scale)
         if masked:
-            s = jnp.where(self.keys.mask(self.first_row, self.keys.end - 1 - step), s, -jnp.inf)
+            s = jnp.where(self.span.mask(self.first_row, self.span.end - 1 - step), s, -jnp.inf)
         return softmax_step(s, m_i, l_i, unit, masked, octaves)
 
 
@@ -131,7 +131,7 @@ def first_step(work: Work, step):
     s = pl.run_scoped(logits, plgpu.ACC(work.shape, jnp.float32))
     keys.free(work.before + step)
     acc, m_i, l_i = work.nothing_seen(work.problem.pieces * PIECE)
-    p, _, m_i, l_i = work.softmax(s, m_i, l_i, step, work.keys.cuts.any)
+    p, _, m_i, l_i = work.softmax(s, m_i, l_i, step, work.span.cuts.any)
     return acc, m_i, l_i, p.astype(work.problem.dtype)
 
 
@@ -190,7 +190,7 @@ def last_step(work: Work, step, carry):
 def middle_steps(work: Work, one_step, carry, start, whole_start, whole_stop, stop):
     """The steps after the first, each `one_step(work, masked, step, carry)`: masked blocks from `start` on, whole ones,
     and masked ones up to `stop`. The masked blocks of both ends share one loop, which is compiled once."""
-    cuts = work.keys.cuts
+    cuts = work.span.cuts
     loop = lambda first, end, carry, masked: lax.fori_loop(first, end, functools.partial(one_step, work, masked), carry)
     if cuts.all:
         return loop(start, stop, carry, True)
@@ -210,7 +210,7 @@ def middle_steps(work: Work, one_step, carry, start, whole_start, whole_stop, st
 
 def attend(work: Work):
     """(out, lse_log2) of a compute warpgroup's rows, in float32; 0 and -inf for a row that sees no key."""
-    start, whole_start, whole_stop, stop = work.keys.phases(work.first_row)
+    start, whole_start, whole_stop, stop = work.span.phases(work.first_row)
     if work.problem.has_window:
         pl.loop(0, start)(functools.partial(pass_by, work))
     carry = first_step(work, start)
@@ -219,5 +219,5 @@ def attend(work: Work):
         work.shared.free_query(work.wg)
     sums = last_step(work, stop - 1, carry)
     if work.problem.has_window:
-        pl.loop(stop, work.keys.steps)(functools.partial(pass_by, work))
+        pl.loop(stop, work.span.steps)(functools.partial(pass_by, work))
     return finish(*sums, work.value_scale)

@@ -40,7 +40,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
-from .. import checks
+from .. import checks, references
 from ..core import E4M3
 from .pages_fp8 import page_scales, rounded
 
@@ -60,17 +60,10 @@ def rope_write_kv_reference(
         c, s = cos[:, None], sin[:, None]
         return jnp.concatenate([a * c - b * s, b * c + a * s], axis=-1)
 
-    def write(new, pages, scale):
-        if pages.dtype == E4M3:
-            scale = jnp.reshape(jnp.asarray(1.0 if scale is None else scale, jnp.float32), (-1, 1))
-            new = jnp.clip(new.astype(jnp.float32) / scale, -448, 448)
-        slots = pages.reshape(-1, *pages.shape[2:])
-        where = jnp.where(slot_mapping < 0, len(slots), slot_mapping)  # JAX would count a negative one from the end.
-        return slots.at[where].set(new.astype(pages.dtype), mode="drop").reshape(pages.shape)
-
     num_kv = k_pages.shape[2]
     q, k, v = jnp.split(qkv, (qkv.shape[1] - 2 * num_kv, qkv.shape[1] - num_kv), axis=1)
-    k_pages, v_pages = write(rotated(k, k_norm), k_pages, k_scale), write(v, v_pages, v_scale)
+    k_pages = references.written(k_pages, rotated(k, k_norm), slot_mapping, k_scale)
+    v_pages = references.written(v_pages, v, slot_mapping, v_scale)
     return rotated(q, q_norm).astype(qkv.dtype), k_pages, v_pages
 
 

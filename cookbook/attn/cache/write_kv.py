@@ -49,24 +49,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
-from .. import checks
+from .. import checks, references
 from ..core import E4M3
-from .pages_fp8 import E4M3_MAX, page_scales, rounded
+from .pages_fp8 import page_scales, rounded
 
 WARPGROUP = 128  # Threads in a warpgroup.
 LOADS = 8  # Loads of k that a thread has in flight, and as many of v: 64 registers at 16 bytes a load.
 
 
 def write_kv_reference(k_new, v_new, k_pages, v_pages, slot_mapping, *, k_scale=1.0, v_scale=1.0):
-    def write(new, pages, scale):
-        if pages.dtype == E4M3:
-            new = new.astype(jnp.float32) / jnp.reshape(jnp.asarray(scale, jnp.float32), (-1, 1))
-            new = jnp.clip(new, -E4M3_MAX, E4M3_MAX).astype(E4M3)
-        slots = pages.reshape(-1, *pages.shape[2:])
-        where = jnp.where(slot_mapping < 0, len(slots), slot_mapping)  # JAX would count a negative one from the end.
-        return slots.at[where].set(new, mode="drop").reshape(pages.shape)
-
-    return write(k_new, k_pages, k_scale), write(v_new, v_pages, v_scale)
+    """(k_pages, v_pages) with the new rows in their slots."""
+    of = lambda pages, new, scale: references.written(pages, new, slot_mapping, scale)
+    return of(k_pages, k_new, k_scale), of(v_pages, v_new, v_scale)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,9 +81,9 @@ def _load(plan: Plan, table, masks: dict, shared: Shared, q_gmem, k_gmem, v_gmem
             plgpu.copy_gmem_to_smem(rows(first, c.block_kv), shared.v.at[slot], filled)
 
     def load_tile(i, tile: Tile, before):
-        @pl.loop(0, tile.keys.steps)
+        @pl.loop(0, tile.span.steps)
         def _(step):
-            first = (tile.keys.end - 1 - step) * c.block_kv
+            first = (tile.span.end - 1 - step) * c.block_kv
             load_keys(plan, shared, tile, first, shared.keys.fill(before + step), k_gmem)
             pl.when(step == 0)(lambda: load_queries(plan, shared, tile, i, q_gmem))
             load_values(tile, first, shared.values.fill(before + step))
@@ -121,7 +121,7 @@ def _compute(plan: Plan, table, masks: dict, sinks, shared: Shared, out_gmem, ls
         tile_sinks = core.row_sinks(sinks, tile.head)
         plgpu.barrier_wait(shared.q_filled.at[wg])
         out, lse_log2 = steps.attend(
-            steps.Work(problem, plan.config, tile.keys, shared, wg, first_q, before, tile_sinks)
+            steps.Work(problem, plan.config, tile.span, shared, wg, first_q, before, tile_sinks)
         )
         shared.round_out(wg, out)
         for p in range(problem.pieces):

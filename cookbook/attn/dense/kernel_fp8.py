@@ -79,9 +79,9 @@ def _load(plan: Plan, table, shared: Shared, q_gmem, k_gmem, v_gmem):
     c = plan.config
 
     def load_tile(i, tile: Tile, before):
-        @pl.loop(0, tile.keys.steps)
+        @pl.loop(0, tile.span.steps)
         def _(step):
-            first = (tile.keys.end - 1 - step) * c.block_kv
+            first = (tile.span.end - 1 - step) * c.block_kv
             load_keys(plan, shared, tile, first, shared.keys.fill(before + step), k_gmem)
             pl.when(step == 0)(lambda: load_queries(plan, shared, tile, i, q_gmem))
             slot = shared.values.fill(before + step)
@@ -105,7 +105,7 @@ def _compute(plan: Plan, table, shared: Shared, q_descale, k_descale, v_descale,
         plgpu.barrier_wait(shared.q_filled.at[wg])
         head = tile.batch, tile.kv_head
         scales = q_descale[head] * k_descale[head], v_descale[head]
-        out, lse_log2 = _attend(Work(problem, plan.config, tile.keys, shared, wg, first_q, before, None, *scales))
+        out, lse_log2 = _attend(Work(problem, plan.config, tile.span, shared, wg, first_q, before, None, *scales))
         shared.round_out(wg, out)
         for p in range(problem.head_dim // PIECE):
             target = out_gmem.at[tile.batch, pl.ds(first_q, WG_ROWS), tile.head, problem.columns(p, PIECE)]
@@ -123,7 +123,7 @@ def _compute(plan: Plan, table, shared: Shared, q_descale, k_descale, v_descale,
 
 def _attend(work: Work):
     """(out, lse_log2) of a compute warpgroup's rows, in float32; 0 and -inf for a row that sees no key."""
-    start, whole_start, whole_stop, stop = work.keys.phases(work.first_row)
+    start, whole_start, whole_stop, stop = work.span.phases(work.first_row)
     if work.problem.has_window:
         pl.loop(0, start)(functools.partial(pass_by, work))
     carry = _first_step(work, start)
@@ -132,7 +132,7 @@ def _attend(work: Work):
     work.shared.free_query(work.wg)
     sums = _last_step(work, stop - 1, carry)
     if work.problem.has_window:
-        pl.loop(stop, work.keys.steps)(functools.partial(pass_by, work))
+        pl.loop(stop, work.span.steps)(functools.partial(pass_by, work))
     return finish(*sums, work.value_scale)
 
 
@@ -143,7 +143,7 @@ def _first_step(work: Work, step):
     work.shared.turns.take(work.wg)
     s = _logits(work, step)
     acc, m_i, l_i = work.nothing_seen(min(PART, head_dim))
-    p, alpha, m_i, l_i = work.softmax(s, m_i, l_i, step, work.keys.cuts.any, OCTAVES)
+    p, alpha, m_i, l_i = work.softmax(s, m_i, l_i, step, work.span.cuts.any, OCTAVES)
     return (acc,) * pl.cdiv(head_dim, PART), alpha, m_i, l_i, as_operand(p, work.problem.interpreted)
 
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ..._device import div, rem
-from ..core import WG_ROWS, BlockConfig, Blocks, Cuts, Keys, Problem
+from ..core import WG_ROWS, BlockConfig, Blocks, Cuts, Problem, Span
 
 TILE_COST = 1.5  # Steps that a tile costs beside its own.
 MANY = 16  # Tiles of a block from which on it does not matter that not all blocks are done at the same time.
@@ -117,7 +117,7 @@ class Tile:
     head: Any
     kv_head: Any
     first_q: Any
-    keys: Keys
+    span: Span
 
     @classmethod
     def of(cls, plan: Plan, number, masks: dict):
@@ -130,7 +130,7 @@ class Tile:
         if masks:
             first = jnp.maximum(first, masks["first"][batch, q_block])
             end = jnp.minimum(end, masks["end"][batch, q_block])
-        return cls(batch, head, kv_head, first_q, Keys.of(plan.blocks, plan.cuts, first, end, masks, batch))
+        return cls(batch, head, kv_head, first_q, Span.of(plan.blocks, plan.cuts, first, end, masks, batch))
 
 
 def each_tile(plan: Plan, table, masks: dict, body):
@@ -142,6 +142,6 @@ def each_tile(plan: Plan, table, masks: dict, body):
         tile = Tile.of(plan, number, masks)
         number = table[block, i + 2]  # In flight meanwhile.
         body(i, tile, before)
-        return number, before + tile.keys.steps
+        return number, before + tile.span.steps
 
     return lax.fori_loop(0, table[block, 0], one, (table[block, 1], jnp.int32(0)))[1]

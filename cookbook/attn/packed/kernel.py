@@ -126,9 +126,9 @@ def _load(plan: Plan, table, num_tiles, block_tables, shared: Shared, v_landed, 
     def load_tile(i, tile: Tile, before, fetch):
         next_fields = fetch()
 
-        @pl.loop(0, tile.keys.steps)
+        @pl.loop(0, tile.span.steps)
         def _(step):
-            block = tile.keys.end - 1 - step
+            block = tile.span.end - 1 - step
             found = sources(tile, block)
             slot = shared.keys.fill(before + step)
             load_keys(tile, slot, found)
@@ -187,7 +187,7 @@ def compute(plan: Plan, table, num_tiles, shared: Shared, sinks, page_scales, ou
         plgpu.barrier_wait(shared.q_filled.at[wg])
         first_row = wg * plan.wg_queries * plan.heads
         scales = [scale[tile.kv_head] for scale in page_scales] if page_scales else [1.0, 1.0]
-        work = steps.Work(plan.problem, plan.config, tile.keys, shared, wg, first_row, before, tile_sinks, *scales)
+        work = steps.Work(plan.problem, plan.config, tile.span, shared, wg, first_row, before, tile_sinks, *scales)
         out, lse_log2 = steps.attend(work)
         next_fields = fetch()
         shared.round_out(wg, out)

@@ -85,12 +85,12 @@ def _load(plan: Plan, table, num_tiles, block_tables, shared: Shared, narrow_sme
         find = lambda block: pages.of_block(block_tables, tile.source, block)
 
         def one(step, ids):
-            block = tile.keys.end - 1 - step
+            block = tile.span.end - 1 - step
             copy(VALUES, tile, block, ids)
             widen_to(KEYS, shared.keys, shared.k, before + step)
             pl.when(step == 0)(lambda: load_queries(plan, shared, tile, i, q_gmem))
             ids = find(jnp.maximum(block - 1, 0))
-            pl.when(step + 1 < tile.keys.steps)(lambda: copy(KEYS, tile, block - 1, ids))
+            pl.when(step + 1 < tile.span.steps)(lambda: copy(KEYS, tile, block - 1, ids))
             seen = tile.first_kv - block * block_kv, tile.num_kv - block * block_kv
             is_cut = (seen[0] > 0) | (seen[1] < block_kv)
             widen_values = functools.partial(widen_to, VALUES, shared.values, shared.v, before + step)
@@ -98,9 +98,9 @@ def _load(plan: Plan, table, num_tiles, block_tables, shared: Shared, narrow_sme
             pl.when(~is_cut)(widen_values)
             return ids
 
-        ids = find(tile.keys.end - 1)
-        copy(KEYS, tile, tile.keys.end - 1, ids)
-        lax.fori_loop(0, tile.keys.steps, one, ids)
+        ids = find(tile.span.end - 1)
+        copy(KEYS, tile, tile.span.end - 1, ids)
+        lax.fori_loop(0, tile.span.steps, one, ids)
         return next_fields
 
     shared.drain(each_tile(plan, table, num_tiles, load_tile))

@@ -16,9 +16,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ... import _host
 from ..._device import div, rem
 from ..cache.pages import Pages
-from ..core import WG_ROWS, Blocks, Config, Cuts, Keys, Problem
+from ..core import WG_ROWS, Blocks, Config, Cuts, Problem, Span
 
 ROW_UNIT = 8  # TMA finds rows of v only at its multiples.
 GROUP_BYTES = 32 * 2**20  # Bytes of keys and values read at about the same time: L2 keeps them.
@@ -136,7 +137,7 @@ class Tile:
     kv_head: Any
     chunk: Any
     head: Any  # Its first query head.
-    keys: Keys
+    span: Span
 
     @classmethod
     def of(cls, plan: Plan, fields):
@@ -145,8 +146,8 @@ class Tile:
         group = plan.problem.group
         head = kv_head * group + jnp.minimum(chunk * plan.heads, group - plan.heads)
         blocks = plan.blocks(first_q, num_kv, first_kv)
-        keys = Keys.of(blocks, plan.cuts, *blocks.seen(0 * unit, plan.queries * plan.heads))
-        return cls(token, num_q, num_kv, first_kv, source, number, unit, kv_head, chunk, head, keys)
+        span = Span.of(blocks, plan.cuts, *blocks.seen(0 * unit, plan.queries * plan.heads))
+        return cls(token, num_q, num_kv, first_kv, source, number, unit, kv_head, chunk, head, span)
 
 
 def each_tile(plan: Plan, table, num_tiles, body):
@@ -159,7 +160,7 @@ def each_tile(plan: Plan, table, num_tiles, body):
     def one(i, carry):
         found, before = carry
         tile = Tile.of(plan, found)
-        return body(i, tile, before, lambda: fields(i + 1)), before + tile.keys.steps
+        return body(i, tile, before, lambda: fields(i + 1)), before + tile.span.steps
 
     return lax.fori_loop(0, num_tiles[block], one, (fields(0 * block), 0 * block))[1]
 
@@ -169,14 +170,7 @@ def each_tile(plan: Plan, table, num_tiles, body):
 
 def starts_of(cu_seqlens, num_rows: int):
     """`cu_seqlens`, cut at the number of rows, and never going back."""
-    return _running(jnp.max, jnp.clip(cu_seqlens.astype(jnp.int32), 0, num_rows))
-
-
-def _running(reduce, x):
-    """`reduce` of the first number, of the first two, and so on: all at once, which takes a fraction of the time of
-    XLA's scan. The numbers are at least 0."""
-    i = jnp.arange(x.shape[-1])
-    return reduce(jnp.where(i <= i[:, None], x[..., None, :], 0), axis=-1).astype(x.dtype)
+    return _host.running(jnp.max, jnp.clip(cu_seqlens.astype(jnp.int32), 0, num_rows))
 
 
 def _rows(x, index):
@@ -205,7 +199,7 @@ def table(plan: Plan, starts_q, kv_first, kv_lens):
     )
     q_lens = starts[1:] - starts[:-1]
     num = div(q_lens + plan.queries - 1, plan.queries)
-    ends, kv_ends = _running(jnp.sum, jnp.stack([num, kv_lens]))
+    ends, kv_ends = _host.running(jnp.sum, jnp.stack([num, kv_lens]))
     number = jnp.arange(plan.max_tiles, dtype=jnp.int32)
     of_seq = jnp.stack([starts[:-1], q_lens, first_kv, first_kv + kv_lens, source, ends - num], axis=1)
     start, q_len, first_kv, num_kv, source, first_tile = _rows(of_seq, _seq_of(number, ends)).T
