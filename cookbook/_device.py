@@ -250,7 +250,7 @@ def smem_bytes(scratch: dict) -> int:
         if hasattr(ref, "num_barriers"):
             total += 8 * math.prod(jax.tree.leaves(ref.num_barriers))
         elif getattr(ref, "memory_space", None) != plgpu.TMEM:
-            views = ref.refs if isinstance(ref, plgpu.RefUnion) else [ref]  # Views of one array, as large as the largest.
+            views = ref.refs if isinstance(ref, plgpu.RefUnion) else [ref]  # Views of one array.
             nbytes = max(math.prod(view.shape) * jnp.dtype(view.dtype).itemsize for view in views)
             total += -(-nbytes // SMEM_ALIGNMENT) * SMEM_ALIGNMENT
     return total
