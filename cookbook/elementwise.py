@@ -7,10 +7,10 @@ Shapes: every array leaf of the arguments, and so every leaf of the result, has 
 bfloat16, float16, and the integers of 8, 16 and 32 bits, mixed as `fn` mixes them. Narrower ones are computed in 32
 bits and rounded once, at the end.
 
-Role table: one warpgroup a block loads a tile from global memory straight into registers, computes, and stores it.
+Role table: one warpgroup per block loads a tile from global memory straight into registers, computes, and stores it.
 There are no barriers: nothing is shared, so shared memory would be a detour (chapter 2 measures it).
 
-Bound by: memory. Each input is read once and each output is written once, 16 bytes a thread at a time. The last block
+Bound by: memory. Each input is read once and each output is written once, 16 bytes per thread at a time. The last block
 also does the tail, in pieces of 128 elements, the last of them shifted back to end with the array. Elements that it
 computes twice it stores twice, in no order; inputs and outputs are different arrays, so both stores write one value.
 
@@ -41,7 +41,9 @@ def add_reference(x, y, activation=None):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    tile: int = 1024  # Elements a block. 1024: one or two 16-byte loads a thread; larger tiles were slower on an H200.
+    tile: int = (
+        1024  # Elements per block. 1024: one or two 16-byte loads per thread; larger tiles were slower on an H200.
+    )
 
     def __post_init__(self):
         if self.tile < 128 or self.tile % 128:

@@ -68,14 +68,14 @@ class Sequences:
         return _running(jnp.max, starts)
 
     def _places(self, starts):
-        """(first row, end, first chunk) of each packed sequence, that of the rows after the last one included."""
+        """(first row, end, first chunk) of each packed sequence, the rows after the last one included."""
         ends = jnp.append(starts, self.num_rows)
         chunks = div(jnp.diff(ends) + (self.chunk - 1), self.chunk)
         return ends[:-1], ends[1:], _running(jnp.sum, chunks) - chunks
 
     @_host.own_options()
     def parts(self, cu_seqlens):
-        """Table of the parts, one a row, with `PART_FIELDS`, the longest packed ones first; and the sequence of each
+        """Table of the parts, one per row, with `PART_FIELDS`, the longest packed ones first; and the sequence of each
         part in the order of `state`.
 
         An empty sequence has one part without chunks. The parts of a sequence come one after the other in `state`,
@@ -161,8 +161,8 @@ def rows_per_part(num_seqs: int, length: int, heads: int, num_sms: int, parts: i
     """How long a part is, None where sequences are not to be cut: into `parts`, by default as many as make a block for
     each SM.
 
-    With parts the operands of the state are read twice, so one and a half parts a sequence gain nothing. A part has at
-    least 512 rows: memory idles while the first chunk is awaited.
+    With parts the operands of the state are read twice, so one and a half parts per sequence gain nothing. A part has
+    at least 512 rows: memory idles while the first chunk is awaited.
     """
     unit = max(CHUNKS)
     parts = parts or min(num_sms // (num_seqs * heads), length // 512)
@@ -202,7 +202,7 @@ class Part:
 @dataclasses.dataclass(frozen=True)
 class _OneSlot(_device.Ring):
     """A ring of one slot, whose number the compiler does not know. It would compute all addresses in the slot before
-    the loop over chunks, and spill them: 1.1 KB a thread in the backward kernel of SSD with N = 256."""
+    the loop over chunks, and spill them: 1.1 KB per thread in the backward kernel of SSD with N = 256."""
 
     zero: Any
 

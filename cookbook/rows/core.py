@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared parts of the kernels over rows (reduce_sum, softmax, rms_norm): which thread holds which part of a row.
 
-One warpgroup is one block. It loads rows from global memory straight into registers, 16 bytes a thread at a time, works
-on them there, and stores the result. A long row is spread over all 128 threads; of short rows, each warp has its own.
-Many blocks on an SM hide each other's latency, so there is no pipeline and no shared memory to manage.
+One warpgroup is one block. It loads rows from global memory straight into registers, 16 bytes per thread at a time,
+works on them there, and stores the result. A long row is spread over all 128 threads; of short rows, each warp has its
+own. Many blocks on an SM hide each other's latency, so there is no pipeline and no shared memory to manage.
 """
 
 import dataclasses
@@ -17,10 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host
+from .._device import WARP, WARPGROUP
 
-LANES = 32  # Threads in a warp.
 LANES_MIN = 2  # JAX has no layout for fewer threads per row.
-WARPGROUP = 128  # Threads in a warpgroup.
 UNROLLED_PIECES = 16  # Loads unrolled in one go. More of them (odd row lengths) cost seconds of compile time.
 SIDE_BYTES = 8  # The least of a row that threads side by side load at once.
 FEW_ROWS = 12 * 132  # Rows so few that a warp each leaves an H100 with too few loads in flight.
@@ -30,7 +29,7 @@ FEW_ROWS = 12 * 132  # Rows so few that a warp each leaves an H100 with too few 
 class Config:
     """How a kernel over rows is cut up."""
 
-    # Rows a block. 1: a row is spread over the warpgroup. More: each row lies within one warp, and the rows are a
+    # Rows per block. 1: a row is spread over the warpgroup. More: each row lies within one warp, and the rows are a
     # multiple of those that the warps have at once.
     block_rows: int
     register_values: int = 96  # float32 values of a row that a thread keeps; a longer row is read twice.
@@ -45,15 +44,16 @@ class Config:
 def default_config(rows: int, cols: int, itemsize: int, register_values: int = 96, few_rows: int = FEW_ROWS) -> Config:
     """The configuration for (rows, cols) values of `itemsize` bytes, chosen by times on an H200 and an H100."""
     vec = _vec(cols, itemsize)
-    # A row stays within a warp, which needs no exchange, up to 16 loads and 128 bytes a thread; of few rows, 24 values.
-    is_long = cols >= LANES * min(16 * vec, 128 // itemsize, 24 if rows < few_rows else cols)
+    # A row stays within a warp, which needs no exchange, for up to 16 loads and 128 bytes per thread,
+    # or for 24 values where rows are few.
+    is_long = cols >= WARP * min(16 * vec, 128 // itemsize, 24 if rows < few_rows else cols)
     if is_long or (rows < WARPGROUP // _lanes(cols, vec, itemsize) and cols >= WARPGROUP):
         return Config(1, register_values)
     return Config(short_block_rows(rows, cols, itemsize), register_values)
 
 
 def short_block_rows(rows: int, cols: int, itemsize: int, values: int = 10, most: int = 4, blocks: int = 16 * 132):
-    """Rows of a block that has each within a warp: about `values` values a thread, from `most` rows at most, and as
+    """Rows of a block that has each within a warp: about `values` values per thread, from `most` rows at most, and as
     few as let `blocks` blocks run at once. Each of an H100's 132 SMs has room for the threads of 16."""
     lanes = _lanes(cols, _vec(cols, itemsize), itemsize)
     rows_at_once = WARPGROUP // lanes  # In multiples of it, each thread of a warp has something to do.
@@ -63,12 +63,12 @@ def short_block_rows(rows: int, cols: int, itemsize: int, values: int = 10, most
 def _vec(cols: int, itemsize: int) -> int:
     """Columns that a thread loads at once from a row within one warp: 16 bytes, or 8 to keep more lanes at work."""
     vec = 16 // itemsize
-    return min(math.gcd(cols, vec if cols >= LANES * vec else vec // 2), floor_power_of_2(cols // 2))
+    return min(math.gcd(cols, vec if cols >= WARP * vec else vec // 2), floor_power_of_2(cols // 2))
 
 
 def _lanes(cols: int, vec: int, itemsize: int) -> int:
     """Threads of a warp that share a row: fewer, where the last piece would repeat much of the one before."""
-    lanes = min(LANES, floor_power_of_2(cols // vec))
+    lanes = min(WARP, floor_power_of_2(cols // vec))
     covered = lambda: pl.cdiv(cols, lanes * vec) * lanes * vec
     while covered() > 1.25 * cols and lanes > LANES_MIN and lanes // 2 * vec * itemsize >= SIDE_BYTES:
         lanes //= 2
@@ -78,7 +78,7 @@ def _lanes(cols: int, vec: int, itemsize: int) -> int:
 def as_rows(x, fill, itemsize: int | None = None):
     """`x` as a matrix whose rows are the last axis: (rows, cols), with a lone column or a handful of rows padded.
 
-    `itemsize` is that of the array that the plan is made for, if it is not `x`.
+    `itemsize`: of the array that the plan is made for, if it is not `x`.
     """
     x = x.reshape(-1, x.shape[-1])
     shape = _padded_shape(*x.shape, itemsize or x.dtype.itemsize)
@@ -90,16 +90,6 @@ def _padded_shape(rows: int, cols: int, itemsize: int) -> tuple[int, int]:
     """A thread's share of a row is found by halving, which ends at two columns and at four rows."""
     cols = max(cols, 2)
     return max(rows, default_config(rows, cols, itemsize).block_rows), cols
-
-
-def lanes_layout(lanes: int, width: int, vec: int):
-    """Layout of (rows, width) values: `lanes` threads of a warp share a row, each with runs of `vec` columns."""
-    rows_at_once = WARPGROUP // lanes
-    if lanes == LANES:
-        tiles, warp_dim, lane_dims = ((4, width), (vec,)), -3, (-2,)
-    else:
-        tiles, warp_dim, lane_dims = ((rows_at_once, width), (rows_at_once // 4, width), (vec,)), -5, (-3, -2)
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(warp_dim,), lane_dims=lane_dims, vector_dim=-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +140,7 @@ class Plan:
 
     @property
     def group(self) -> int:
-        """Pieces a group."""
+        """Pieces per group."""
         return pl.cdiv(self.num_pieces, self.num_groups)
 
     @property
@@ -162,13 +152,13 @@ class Plan:
         """Each thread holds runs of `vec` columns; `lanes` threads side by side share a row."""
         if self.spread:
             return plgpu.Layout.WG_STRIDED(self.shape, self.vec)
-        return lanes_layout(self.lanes, self.shape[-1], self.vec)
+        return _device.lanes_layout(self.lanes, self.shape[-1], self.vec)
 
     def tiles(self, num_blocks: int):
         """How many tiles this block visits, and a function of 0, 1, ... that gives a tile and its first row.
 
         Each `num_blocks`-th tile is this block's. If rows are left over, the block of the last tile visits one more:
-        rows that two tiles share are stored by one block, twice the same to the bit.
+        rows that two tiles share are stored by one block, both times with the same bits.
         """
         block, block_rows = lax.axis_index("block"), self.config.block_rows
         turns = 1 if num_blocks == self.num_blocks else (self.num_blocks - 1 - block) // num_blocks + 1
@@ -202,10 +192,10 @@ class Plan:
 
     def _load_piece(self, x_gmem, row, columns):
         if x_gmem.ndim == 1 and not self.spread:
-            shared = plgpu.load(x_gmem.at[columns], layout=self.layout.reduce(0), optimized=False)
+            shared = _device.load(x_gmem.at[columns], self.layout.reduce(0))
             return lax.broadcast_in_dim(shared.astype(jnp.float32), self.shape, [1])
         piece = x_gmem.at[columns] if x_gmem.ndim == 1 else self._at(x_gmem, row, columns)
-        return plgpu.load(piece, layout=self.layout, optimized=False).astype(jnp.float32)
+        return _device.load(piece, self.layout).astype(jnp.float32)
 
     def _at(self, ref, row, columns):
         return ref.at[row, columns] if self.spread else ref.at[pl.ds(row, self.config.block_rows), columns]
@@ -240,7 +230,7 @@ class Plan:
         return full if self.spread else plgpu.layout_cast(full, self.layout)
 
     def reduce(self, combine, reduce, pieces):
-        """One value a row: the pieces combined element by element, then reduced across the threads that share the row.
+        """One value per row: the pieces combined element by element, then reduced across the threads of the row.
 
         It is a scalar when the row is spread over the warpgroup, and otherwise broadcast over the row.
         """
@@ -278,7 +268,7 @@ class RaggedPlan(Plan):
 
     @property
     def pitch(self) -> int:
-        """Columns a row of what `shift` returns."""
+        """Columns per row of what `shift` returns."""
         return pl.cdiv(self.cols, self.vec) * self.vec + self.vec
 
     def shift(self, shared):
@@ -323,7 +313,7 @@ class RaggedPlan(Plan):
         # Rows are too long for an array, which is flat too, to have as many values as what `shift` returns.
         late = x_gmem.shape == (self.vec * self.pitch,)
         ref = x_gmem if late else self.near(x_gmem)
-        load = lambda where, layout: plgpu.load(ref.at[where], layout=layout, optimized=False).astype(jnp.float32)
+        load = lambda where, layout: _device.load(ref.at[where], layout).astype(jnp.float32)
         return [load(where, layout) for where, layout, *_ in self._parts(late)]
 
     def store(self, o_gmem, row, g, pieces):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sum over the last or the leading axis, in float32, the same to the bit in every run.
+"""Sum over the last or the leading axis, in float32, bitwise reproducible from run to run.
 
     last axis:     out[r] = sum_c x[r, c]           leading axis:     out[c] = sum_r x[r, c]
 
@@ -7,10 +7,10 @@ Shapes: x of any rank; the result lacks the axis and has the dtype of x: float32
 axis have up to 65536 values; the leading axis has any length, and in a matrix of 2**31 values and more rows of up to
 2**30 - 2**15.
 
-Role table, last axis: as in `softmax`, one warpgroup a block sums one or more rows in registers; there are no barriers
-of ours. Fewer threads than there share a short row, and a row too long for the registers is read once. Leading axis:
+Role table, last axis: as in `softmax`, one warpgroup per block sums one or more rows in registers, without barriers of
+ours. Fewer threads than there share a short row, and a row too long for the registers is read once. Leading axis:
 `leading.py`, where each warpgroup sums some rows of a tile of columns, and the warpgroups of a block add their sums up;
-where columns are too few for all SMs, a second kernel adds up sums of stretches of rows.
+where columns are too few for all SMs, several blocks share the rows, and a second kernel adds up their sums.
 
 Bound by: memory (one read). The gradient is a broadcast, and XLA's. Not supported: axes in between (move the axis
 first).
@@ -33,7 +33,7 @@ from .core import Config, Plan
 
 VALUES = 8  # A thread adds up at least so many values of a short row before it exchanges any with others.
 VALUES_IN_FLIGHT = 32  # The most values of short rows, one or several, that a thread loads at once.
-BLOCKS_AN_SM = 16  # An SM's 2048 threads are those of 16 warpgroups.
+BLOCKS_PER_SM = 16  # An SM has room for 2048 threads, 16 warpgroups.
 
 
 def reduce_sum_reference(x, axis):
@@ -49,10 +49,10 @@ class ShortPlan(Plan):
     def lanes(self) -> int:
         return min(super().lanes, core.floor_power_of_2(max(core.LANES_MIN, self.cols // VALUES)))
 
-    def rows_a_block(self, num_sms: int) -> int:
+    def rows_per_block(self, num_sms: int) -> int:
         """As few rows as let all blocks run at once, if they are not too many for the registers."""
         rows_at_once = core.WARPGROUP // self.lanes
-        wanted = pl.cdiv(self.rows, rows_at_once * BLOCKS_AN_SM * num_sms)
+        wanted = pl.cdiv(self.rows, rows_at_once * BLOCKS_PER_SM * num_sms)
         return rows_at_once * max(1, min(wanted, 8, VALUES_IN_FLIGHT * self.lanes // self.cols))
 
 
@@ -87,11 +87,11 @@ class LongPlan(core.RaggedPlan):
 
 
 def _load(x_gmem, where, layout):
-    return plgpu.load(x_gmem.at[where], layout=layout, optimized=False).astype(jnp.float32)
+    return _device.load(x_gmem.at[where], layout).astype(jnp.float32)
 
 
 def plan_of(rows: int, cols: int, itemsize: int, config: Config | None, num_sms: int) -> Plan:
-    """The plan of the sums of rows: that of `core` for a `config`; otherwise chosen by shape and number of SMs."""
+    """The plan of the sums of rows: as `core` makes it of a `config`; otherwise chosen by shape and number of SMs."""
     if config is not None:
         return core.plan_rows(rows, cols, itemsize, config, Config.register_values)
     # A warp that stores nothing of its row has enough loads in flight, however few the rows are.
@@ -100,7 +100,7 @@ def plan_of(rows: int, cols: int, itemsize: int, config: Config | None, num_sms:
         too_long = plan.num_groups > 1 and cols * itemsize % 16  # For loads of 16 bytes that all stay in registers.
         return LongPlan(rows, cols, itemsize, plan.config) if too_long else plan
     short = ShortPlan(rows, cols, itemsize, Config(core.WARPGROUP))
-    block_rows = short.rows_a_block(num_sms)
+    block_rows = short.rows_per_block(num_sms)
     return dataclasses.replace(short, config=Config(block_rows)) if block_rows <= rows else plan
 
 
@@ -165,7 +165,7 @@ def reduce_sum(x, axis: int, *, config: Config | None = None):
     Args:
       x: an array of any rank, float32, bfloat16 or float16.
       axis: the last axis (-1, or x.ndim - 1; at most 65536 long) or the leading one (0).
-      config: rows a block for the last axis; None chooses by shape.
+      config: rows per block for the last axis; None chooses by shape.
 
     Returns:
       The sum, without the axis, in the dtype of `x`; the additions are in float32, in the same order in every run.

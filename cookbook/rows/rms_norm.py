@@ -10,10 +10,10 @@ or, with a residual, of the sum that goes on as the next residual:
 Shapes: x and residual (..., C) with C from 1 to 65536, scale (C,); y and total have the shape of x. All are float32,
 bfloat16 or float16, each its own; total is of the residual's dtype. The arithmetic is float32.
 
-Role table: one warpgroup a block does everything, as in `softmax`: it loads a row into registers, reduces it once, and
-stores it. `scale` comes from the L1 cache: all rows share it. (A long row that begins anywhere in memory takes it from
-a copy that is aligned in the same way: `core.RaggedPlan.shift`.) The forward kernel has no barriers of ours. Rows of
-more than 12288 values are read twice; of many such rows, which the L2 cache cannot keep, both times from HBM.
+Role table: one warpgroup per block does everything, as in `softmax`: it loads a row into registers, reduces it once,
+and stores it. `scale` comes from the L1 cache: all rows share it. (A long row that begins anywhere in memory takes it
+from a copy that is aligned in the same way: `core.RaggedPlan.shift`.) The forward kernel has no barriers of ours. Rows
+of more than 12288 values are read twice; of many such rows, which the L2 cache cannot keep, both times from HBM.
 
 Backward, with inverse = 1 / sqrt(mean_c(x**2) + eps):
 
@@ -29,7 +29,7 @@ do not fit the registers are read twice, and the second kernel reads x and dy on
     filled[slot]  two: the copies of x's and dy's row   the warpgroup, before it loads the row into registers
     freed[slot]   the warpgroup, which has loaded it    the warpgroup, before it copies another row into the slot
 
-Bound by: memory (one read, one write; backward two reads). Long rows whose length is no multiple of 16 bytes are loaded
+Bound by: memory (one read, one write; backward two reads). Long rows that are not a multiple of 16 bytes are loaded
 from their first aligned column on (`core.RaggedPlan`); short ones, and those beyond the registers, in smaller words.
 Not supported: other axes, rows longer than 65536, second derivatives.
 Chapter: notebooks/03_reductions.ipynb. Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
@@ -126,7 +126,7 @@ def _backward_kernel(x_gmem, scale_gmem, dy_gmem, dx_gmem, more_gmem, *, plan: P
     do not fit the registers, the 1 / rms of each, from which a second kernel makes them. Where rows are copied ahead, x
     and dy are flat, unless they are beyond offsets of 32 bits, the only ones that copies take."""
     turns, tile = plan.tiles(lax.axis_size("block"))
-    load_sums = lambda p: plgpu.load(sums_smem.at[p], layout=plan.layout, optimized=False)
+    load_sums = lambda p: _device.load(sums_smem.at[p], plan.layout)
     ahead = _rows_ahead(plan, dy_gmem.dtype)
     ring, at = _device.Ring(filled, freed, ahead), lambda smem, slot: smem.at[pl.ds(slot * plan.cols, plan.cols)]
 
@@ -198,14 +198,14 @@ def _backward_scratch(plan: Plan, dtypes) -> dict:
     if not (ahead := _rows_ahead(plan, dtypes[1])):
         return dict(sums_smem=sums)
     x_smem, dy_smem = (plgpu.SMEM((ahead * plan.cols,), dtype) for dtype in dtypes)
-    filled, freed = (plgpu.Barrier(num_arrivals=n, num_barriers=ahead) for n in (2, 1))
+    filled, freed = (_device.barriers(ahead, arrivals) for arrivals in (2, 1))
     return dict(sums_smem=sums, x_smem=x_smem, dy_smem=dy_smem, filled=filled, freed=freed)
 
 
 def backward_plan(rows: int, cols: int, itemsize: int, blocks: int) -> Plan:
     """The plan of the backward kernel, of which at most so many blocks run."""
     config = default_config(rows, cols, itemsize, BACKWARD_REGISTER_VALUES)
-    # Few blocks stay, which need more rows at once than many: 16 values a thread, from 8 rows.
+    # Few blocks stay, which need more rows at once than many: 16 values per thread, from 8 rows.
     if config.block_rows > 1:
         config = Config(core.short_block_rows(rows, cols, itemsize, 16, 8, blocks), BACKWARD_REGISTER_VALUES)
     return Plan(rows, cols, itemsize, config)
@@ -283,8 +283,8 @@ def rms_norm(
       residual: of the shape of `x` and any of these dtypes; or None.
       eps: added to the mean of squares, 0 or more.
       epsilon: another name for `eps`, which it replaces.
-      out_dtype: any of these dtypes, that of y; None for that of `x`.
-      config: rows a block, a multiple that the row length sets; None chooses by shape.
+      out_dtype: dtype of y, any of these; None for the dtype of `x`.
+      config: rows per block, a multiple that the row length sets; None chooses by shape.
 
     Returns:
       y, (..., C) of `out_dtype`; with a residual also `residual + x`, of the residual's dtype, as a second result. y is

@@ -6,7 +6,7 @@
 Shapes: x (..., C) with C from 1 to 65536; the result has the shape and dtype of x: float32, bfloat16 or float16. The
 arithmetic is float32. Rows with +inf or NaN, or of -inf alone, give NaN, as in `jax.nn.softmax`.
 
-Role table: one warpgroup a block does everything. It loads a row (short rows: several, one or more a warp) into
+Role table: one warpgroup per block does everything. It loads a row (short rows: several, one or more per warp) into
 registers, reduces it twice, and stores it. There are no barriers of ours: `jnp.max` and `jnp.sum` of a row that is
 spread over four warps exchange four numbers through shared memory, and synchronise the warpgroup themselves.
 
@@ -16,7 +16,7 @@ be stored. The L2 cache cannot keep many such rows, which are then read from HBM
 
 The backward kernel makes dx = p (dp - sum_c p dp) of p and dp alone, which it reads once.
 
-Bound by: memory (one read, one write; backward two reads). Long rows whose length is no multiple of 16 bytes are loaded
+Bound by: memory (one read, one write; backward two reads). Long rows that are not a multiple of 16 bytes are loaded
 from their first aligned column on (`core.RaggedPlan`); short ones, and those beyond the registers, in smaller words.
 Not supported: other axes (move the axis first), longer rows, second derivatives.
 Chapter: notebooks/03_reductions.ipynb.
@@ -141,7 +141,7 @@ def softmax(x, axis: int = -1, *, config: Config | None = None):
     Args:
       x: (..., C) float32, bfloat16 or float16, 1 <= C <= 65536.
       axis: the last axis, -1 or x.ndim - 1.
-      config: rows a block, a multiple that the row length sets; None chooses by shape.
+      config: rows per block, a multiple that the row length sets; None chooses by shape.
 
     Returns:
       (..., C), of the dtype of `x`.

@@ -17,7 +17,7 @@ import pytest
 import cookbook
 import lab
 from cookbook import _host, reduce_sum, rms_norm, softmax
-from cookbook.rows import core, leading
+from cookbook.rows import core, leading, leading_plan
 from cookbook.rows.rms_norm import rms_norm_reference
 from cookbook.rows.softmax import softmax_reference
 from tests.arrays import array
@@ -140,7 +140,7 @@ def test_every_value_is_added_once(shape, dtype, config=None):
 def test_sums_of_several_rows_a_thread(monkeypatch):
     """As where rows are too many for all blocks to run at once: tens of thousands, too many to interpret."""
     several = lambda plan, num_sms: 3 * core.WARPGROUP // plan.lanes
-    monkeypatch.setattr(reduce_sum_module.ShortPlan, "rows_a_block", several)
+    monkeypatch.setattr(reduce_sum_module.ShortPlan, "rows_per_block", several)
     test_every_value_is_added_once((1001, 15), BF16)
 
 
@@ -170,7 +170,7 @@ def test_plans_of_sums_of_every_length():
             turns = plan.config.block_rows // at_once
             assert plan.shape[1] <= cols and plan.config.block_rows == turns * at_once <= rows
             full = turns == 8 or (turns + 1) * cols > m.VALUES_IN_FLIGHT * plan.lanes
-            assert full or rows <= plan.config.block_rows * m.BLOCKS_AN_SM * 132
+            assert full or rows <= plan.config.block_rows * m.BLOCKS_PER_SM * 132
     assert isinstance(m.plan_of(10, 37835, 2, None, 132), m.LongPlan)
     assert isinstance(m.plan_of(5000, 23, 2, None, 132), m.ShortPlan)
 
@@ -396,17 +396,17 @@ def test_leading_plans_cover_all_values(rows, cols, itemsize):
     """Windows are aligned, inside the matrix, and cover their tile of a line; the rest is left over."""
     for plan in {leading.choose(rows, cols, itemsize, H200, once=once) for once in (True, False)}:
         columns = np.array([int(plan.column(tile)) for tile in range(plan.num_tiles)])
-        assert columns[0] == 0 and columns[-1] + plan.width == plan.line
+        assert columns[0] == 0 and columns[-1] + plan.width == plan.line_size
         assert all(0 < b - a <= plan.width for a, b in itertools.pairwise(columns))
-        begins = np.arange(plan.lines)[:, None] * plan.line + columns
+        begins = np.arange(plan.num_lines)[:, None] * plan.line_size + columns
         starts = begins // plan.vec * plan.vec
-        assert (starts + plan.span <= rows * cols).all() and (begins + plan.width <= starts + plan.span).all()
-        assert plan.stride * plan.line % plan.vec == 0 and plan.vec * itemsize <= 16
-        left = plan.lines * plan.line + columns
-        start = np.minimum(left, rows * cols - plan.left_span)
+        assert (starts + plan.span_size <= rows * cols).all() and (begins + plan.width <= starts + plan.span_size).all()
+        assert plan.lines_per_step * plan.line_size % plan.vec == 0 and plan.vec * itemsize <= 16
+        left = plan.num_lines * plan.line_size + columns
+        start = np.minimum(left, rows * cols - plan.leftover_span)
         end = rows * cols if plan.num_tiles == 1 else left + plan.width
-        assert plan.left == 0 or ((start >= 0) & (end <= start + plan.left_span)).all()
-        assert plan.num_tiles == 1 or plan.left <= plan.line
+        assert plan.leftover == 0 or ((start >= 0) & (end <= start + plan.leftover_span)).all()
+        assert plan.num_tiles == 1 or plan.leftover <= plan.line_size
 
 
 @pytest.mark.parametrize("way", ["once", "twice"])
@@ -415,7 +415,7 @@ def test_leading_plans_cover_all_values(rows, cols, itemsize):
 )
 def test_sums_over_the_leading_axis_by_each_way(shape, dtype, way, monkeypatch):
     """By one kernel and by two: each whatever the shape, with rows and columns left over."""
-    monkeypatch.setattr(leading, "LAUNCH_US", dict(once=1e6, twice=-1e6)[way])
+    monkeypatch.setattr(leading_plan, "LAUNCH_US", dict(once=1e6, twice=-1e6)[way])
     plans, launch = [], leading._launch
     monkeypatch.setattr(leading, "_launch", lambda plan, *args: plans.append(plan) or launch(plan, *args))
     leading.choose.cache_clear()  # It and JAX may hold plans made by other costs.
@@ -434,8 +434,8 @@ def test_sums_over_the_leading_axis_by_each_way(shape, dtype, way, monkeypatch):
 def test_predicted_times_of_sums_over_the_leading_axis(shape, us):
     """Near those measured on an H200, in bfloat16."""
     plan = leading.choose(*shape, 2, H200)
-    assert 0.85 < leading.cost(plan, H200) / us < 1.2
-    assert (plan.left_rows == 1) == (shape[0] == 81)
+    assert 0.85 < leading_plan.cost(plan, H200) / us < 1.2
+    assert (plan.rows_of_sums == 1) == (shape[0] == 81)
 
 
 def test_mutant_that_leaves_rows_of_the_leading_axis(run_only, mutant):
@@ -445,12 +445,12 @@ def test_mutant_that_leaves_rows_of_the_leading_axis(run_only, mutant):
 
 
 def test_mutant_that_leaves_values_after_the_last_window(mutant, monkeypatch):
-    monkeypatch.setattr(leading.LeadingPlan, "left_parts", 0)
+    monkeypatch.setattr(leading.LeadingPlan, "leftover_places", 0)
     with pytest.raises(lab.CheckError):
         lab.check(*sums(0), normal(0, (30, 257), BF16), gpu=None)
 
 
 def test_mutant_that_begins_each_line_at_its_window(mutant, monkeypatch):
-    monkeypatch.setattr(leading.LeadingPlan, "slack", 0)
+    monkeypatch.setattr(leading.LeadingPlan, "gap", 0)
     with pytest.raises(lab.CheckError):
         lab.check(*sums(0), normal(0, (40, 3783), BF16), gpu=None)

@@ -113,9 +113,16 @@ def test_columns_of_every_length():
     cases = []
     for rows, cols, dtype in itertools.islice(sizes(), 0, None, 11):
         plan = leading.choose(rows, cols, dtype.itemsize, H200)
-        code = plan.kept > 1, plan.left > 0, plan.num_tiles > 1, plan.sums < leading.CHUNK, plan.stretches > 1
-        traits = {(plan.vec, plan.windows, dtype), *enumerate(code), plan.left_span}
-        cases.append((plan.parts * plan.groups + plan.left_parts + plan.loads, traits, (plan, dtype)))
+        code = (
+            plan.rows_kept > 1,
+            plan.leftover > 0,
+            plan.num_tiles > 1,
+            plan.columns_of_block < leading.CHUNK,
+            plan.blocks_per_tile > 1,
+        )
+        traits = {(plan.vec, plan.windows_across, dtype), *enumerate(code), plan.leftover_span}
+        places = plan.places_per_span * plan.spans_at_once + plan.leftover_places
+        cases.append((places + plan.loads_in_flight, traits, (plan, dtype)))
     for plan, dtype in of_each_kind(cases):
         launch = functools.partial(leading._launch, plan, _host.compiler_params(), F32)
         lowered(lambda x, launch=launch: launch([x]), jax.ShapeDtypeStruct((plan.rows, plan.cols), dtype))

@@ -9,7 +9,7 @@ should have norm 1 at most, and beta lie between 0 and 1, or the recurrence itse
 
 In a chunk of 64 tokens the corrections u = beta (v - ...) depend on each other by a triangle: (1 + lower) u =
 beta (v - exp(cum) k S), where lower[t, s] = beta[t] exp(cum[t] - cum[s]) k[t] . k[s] and cum is the sum of g within the
-chunk, made by XLA. No exponential of a positive number is ever taken. Two kernels, whose docstrings have their tables:
+chunk, made by XLA. No exponential of a positive number is ever taken. Two kernels; their tables stand in their files:
 
     kernel_inverse   the inverses of all chunks' triangles at once. Inside:
                      barrier filled (copies of keys and vectors; its warpgroup waits)
@@ -230,7 +230,7 @@ def gated_delta_rule(
     q, k, v, g, beta, *, scale: float | None = None, initial_state=None, return_final_state: bool = False,
     cu_seqlens=None, config: Config | None = None, **others,
 ):  # fmt: skip
-    """The gated delta rule over a sequence; the same to the bit in every run of a compiled program.
+    """The gated delta rule over a sequence; a compiled program is bitwise reproducible from run to run.
 
     XLA may sum g in another order when it compiles again, or for another length.
 
@@ -239,8 +239,8 @@ def gated_delta_rule(
     Args:
       q, k: (B, T, K, N), bfloat16 or float16; N is 64 or 128. Keys of norm 1 keep the state bounded.
       v: (B, T, H, P), of the dtype of `q`; K divides H, and P is 64 or 128.
-      g: (B, T, H), at most 0: a token lets exp(g) of the state stay, below 2**-64 nothing. So -inf clears it, and its
-        gradient is 0.
+      g: (B, T, H), at most 0: a token multiplies the state by exp(g), or by 0 where that is below 2**-64. So -inf
+        clears it, and the gradient of -inf is 0.
       beta: (B, T, H), from 0 to 1: how much of the error of the state a token corrects.
       scale: of o; None for 1 / sqrt(N).
       initial_state: (B, H, P, N), float32; None for zeros.

@@ -66,10 +66,24 @@ class Config:
             )
 
     def smem_bytes(self, key_dim: int) -> int:
-        """The tiles; q, k and v, which begin at multiples of 1024 bytes; room for JAX's sums; the barriers."""
-        tokens = (2 * self.num_stages * size for size in (key_dim, key_dim, PIECE))
-        whole = sum(-(-size // 1024) * 1024 for size in tokens)
-        return self.num_stages * (4 * PIECE * key_dim + 8) + whole + 2048
+        """Shared memory of a block, with room for JAX's sums."""
+        return _smem_bytes(self, key_dim)
+
+
+def _scratch(config: Config, key_dim: int, dtype) -> dict:
+    stages = config.num_stages
+    return dict(
+        s_smem=plgpu.SMEM((stages, PIECE, key_dim), jnp.float32, **_device.swizzled(PIECE // 2, jnp.float32)),
+        q_smem=plgpu.SMEM((stages, key_dim), dtype),
+        k_smem=plgpu.SMEM((stages, key_dim), dtype),
+        v_smem=plgpu.SMEM((stages, PIECE), dtype),
+        filled=_device.barriers(stages, 4),
+    )
+
+
+@functools.lru_cache
+def _smem_bytes(config: Config, key_dim: int) -> int:
+    return _device.smem_bytes(_scratch(config, key_dim, jnp.bfloat16)) + 2048
 
 
 def _kernel(q_gmem, k_gmem, v_gmem, g_gmem, beta_gmem, state_gmem, o_gmem, *, num_tiles: int, num_stages: int,
@@ -112,7 +126,7 @@ def _kernel(q_gmem, k_gmem, v_gmem, g_gmem, beta_gmem, state_gmem, o_gmem, *, nu
     def _(i):
         slot, (tile, seq, column) = _device.rem(i, num_stages), place(i)
         plgpu.barrier_wait(filled.at[slot])
-        state, o = correct(load(s_smem.at[slot], plgpu.Layout.WGMMA), i, slot)
+        state, o = correct(load(s_smem.at[slot]), i, slot)
         s_smem[slot] = state
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(s_smem.at[slot], rows(tile))
@@ -127,21 +141,13 @@ def _kernel(q_gmem, k_gmem, v_gmem, g_gmem, beta_gmem, state_gmem, o_gmem, *, nu
 def _call(q, k, v, g, beta, state, *, scale: float, config: Config, num_sms: int, params):
     """From arrays to arrays. The reshapes join neighbouring axes, which moves nothing."""
     (batch, heads, size), dim = v.shape, k.shape[2]
-    columns, stages = heads * size // PIECE, config.num_stages
-    rows = _host.ref_of("gated_delta_rule_step", state.reshape(-1, dim))
-    transforms = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
+    columns, rows = heads * size // PIECE, _host.ref_of("gated_delta_rule_step", state.reshape(-1, dim))
     o = _host.kernel(
-        functools.partial(_kernel, num_tiles=batch * columns, num_stages=stages, scale=scale),
+        functools.partial(_kernel, num_tiles=batch * columns, num_stages=config.num_stages, scale=scale),
         out_type=jax.ShapeDtypeStruct((batch, columns, PIECE), v.dtype),
         grid=(min(num_sms * config.blocks_per_sm, batch * columns),),
         grid_names=("block",),
-        scratch_types=dict(
-            s_smem=plgpu.SMEM((stages, PIECE, dim), jnp.float32, transforms=transforms),
-            q_smem=plgpu.SMEM((stages, dim), v.dtype),
-            k_smem=plgpu.SMEM((stages, dim), v.dtype),
-            v_smem=plgpu.SMEM((stages, PIECE), v.dtype),
-            filled=plgpu.Barrier(num_arrivals=4, num_barriers=stages),
-        ),
+        scratch_types=_scratch(config, dim, v.dtype),
         compiler_params=params,
     )(q, k, v.reshape(batch, columns, PIECE), g.astype(jnp.float32), beta.astype(jnp.float32), rows)
     o, rows = _host.apart((o, jax.freeze(rows)))
@@ -165,7 +171,7 @@ def gated_delta_rule_step(
     Args:
       q, k: (B, K, N), bfloat16 or float16; N is 64 or 128.
       v: (B, H, P), of the dtype of `q`; K divides H, and P is 64 or 128.
-      g: (B, H), at most 0: exp(g) of the state stays; -inf clears it.
+      g: (B, H), at most 0: the state is multiplied by exp(g); -inf clears it.
       beta: (B, H), from 0 to 1: how much of the error of the state is corrected.
       state: (B, H, P, N), float32, as `gated_delta_rule` returns it; an array, or a Ref (`jax.new_ref`).
       scale: of o; None for 1 / sqrt(N).
@@ -194,8 +200,7 @@ def gated_delta_rule_step(
     if (need := config.smem_bytes(dim) * config.blocks_per_sm) > _device.SMEM_BYTES_MAX:
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {config=} needs {need} bytes of shared memory of an SM for rows of {dim}, which "
-            "has "
-            f"{_device.SMEM_BYTES_MAX}: lower num_stages or blocks_per_sm"
+            f"has {_device.SMEM_BYTES_MAX}: lower num_stages or blocks_per_sm"
         )
     target = _host.require_target(op)
     refuse = functools.partial(_host.without_gradient, op, f"{op}_reference, of the same module,")

@@ -18,8 +18,8 @@ Role table: a block goes through a part of a sequence with one column, or with b
 Barrier table:
 
     barrier        arrivals                         who waits
-    filled[slot]   copies of a chunk                state and the output warpgroups, also one whose chunk it is not:
-                                                    nobody may miss a phase of a barrier that it waits for
+    filled[slot]   copies of a chunk                state and the output warpgroups, for every chunk, also those
+                                                    that they pass by: no phase of a barrier may be missed
     freed[slot]    state and output warpgroups      memory, before it refills the slot
     landed         copies of a chunk that is cut    memory, before it zeroes the rows of other sequences, and arrives at
                                                     filled in place of the copies

@@ -161,7 +161,7 @@ def _make_weights(shared: Shared):
 
 
 def _carry_the_gradient(shared: Shared, last_gmem, all_gmem, first_gmem):
-    """The state warpgroup: takes ds, in pieces, from chunk to chunk, and sends that after each chunk away."""
+    """The state warpgroup: takes ds, in pieces, from chunk to chunk, and sends the ds' of each away."""
     plan, part, index = shared.plan, shared.part, (shared.part.state, shared.column)
 
     def step(i, ds):
@@ -213,7 +213,7 @@ def _gradient_of_corrections(shared: Shared, slot, place, ds_slot, ds, last):
 
 
 def _gradient_of_state(shared: Shared, slot, place, du, ds, decay):
-    """ds of a chunk from du and ds', all transposed, where `decay` is that of the whole chunk."""
+    """ds of a chunk from du and ds', all transposed, with the `decay` of the whole chunk."""
     plan, pieces = shared.plan, range(shared.plan.pieces)
     q, k = (tiles.tiled.at[slot] for tiles in (shared.q, shared.k))
     inverse, decayed_do = shared.inverse.at[slot], shared.decayed_do.at[place].T
@@ -238,7 +238,7 @@ def _gradient_of_state(shared: Shared, slot, place, du, ds, decay):
 
 
 def run(plan: Plan, table, q, k, do, inverse, cum, d_final, params):
-    """[ds' of all chunks, ds of the first chunk of each sequence]; `d_final` is that of the final states."""
+    """[ds' of all chunks, ds of the first chunk of each sequence]; `d_final` are the gradients of the final states."""
     sequences, state = plan.sequences, (plan.columns, PIECE, plan.pieces * PIECE)
     gmem = dict(q=q, k=k, do=do, inverse=inverse, columns=cum, rows=cum)  # JAX finds no layout for one array in two.
     return _host.kernel(

@@ -18,7 +18,7 @@ and from them, where x . y is the sum of products along a row,
 Shapes: as in `kernel` and `kernel_backward`. dq and dk are made for each column, (rows, columns, N), in the
 operands' dtype; vectors (columns, chunks, 4, 64) float32 are dbeta, dcum and the two terms for cum[-1], by row.
 
-Role table: one warpgroup a block, with one chunk of one column; two blocks of an SM hide each other's latencies.
+Role table: one warpgroup per block, with one chunk of one column; two blocks of an SM hide each other's latencies.
 
 Barrier table:
 
@@ -92,10 +92,10 @@ class Chunk:
 
     plan: Plan
     decays: Decays
-    q: Any  # Pieces, as of the next three.
+    q: Any  # In pieces, as the next three.
     k: Any
     s: Any
-    ds: Any  # Of the state after the chunk.
+    ds: Any  # The gradient of the state after the chunk.
     v: Any
     do: Any
     inverse: Any
@@ -153,7 +153,7 @@ def _make_dk_and_dq(c: Chunk, p, sums):
     (q, k, s, ds), dr = (ref.at[p] for ref in (c.q, c.k, c.s, c.ds)), c.v
 
     def square(a, b, *, strict: bool, transposed: bool = False):
-        """a b^T, decayed, below or on the diagonal; that of outputs with `scale`."""
+        """a b^T, decayed, below the diagonal if it is `strict`; otherwise with the diagonal, times `scale`."""
         pairs = c.multiply((a, b.T)) * (1.0 if strict else c.plan.scale)
         return c.rounded(c.decays.pairs(pairs, strict, transposed))
 

@@ -6,7 +6,7 @@
 Shapes: k (rows, key heads, N), cum and beta (heads, chunks, 64) float32, inverse (heads, chunks, 64, 64) of the dtype
 of k. Rows and columns of tokens that a cut chunk does not have are zero.
 
-Role table: one warpgroup a block, which makes the inverses of one chunk for up to four value heads of a key head, one
+Role table: one warpgroup per block, which makes the inverses of one chunk for up to four value heads of a key head, one
 after the other. The products of keys with keys and the masks are the same for these heads and stay in shared memory.
 
 Barrier table:
@@ -18,14 +18,15 @@ Barrier table:
 Block doubling: let d be the inverse of the blocks of b tokens on the diagonal, and e the part of `lower` between two
 neighbours of them. Then d - d e d is the inverse of the blocks of 2 b tokens, exactly. So five steps of two products on
 the tensor cores lead from blocks of 2, whose inverse is 1 - lower, to all 64. The entries of the inverse are at most
-about 1 for keys of norm 1 and beta up to 1, so the products' operands are float16, whose 11 bits are 8 times as exact
-as bfloat16's. Powers of `lower` (its Neumann series) are as many products, but reach binomial coefficients of 63.
+about 1 for keys of norm 1 and beta up to 1, so the products' operands are float16, which rounds 8 times as finely as
+bfloat16. Powers of `lower` (its Neumann series) are as many products, but reach binomial coefficients of 63.
 
 Products are made for 16 columns at a time, the least depth of a WGMMA, so that blocks of 16 and 32 are views of the
 operands. Smaller ones are cut out by masks of ones and zeros: one multiplication of a pair, where a selection takes
 five instructions. Above its diagonal `lower` has any finite values.
 
-Bound by: instructions that convert operands, and the latency of ten products in a row, three blocks an SM side by side.
+Bound by: instructions that convert operands, and the latency of ten products in a row, with three blocks on
+an SM.
 """
 
 import functools

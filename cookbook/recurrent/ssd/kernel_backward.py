@@ -10,7 +10,7 @@ otherwise exp(cum[t] - cum[s]):
     db = dt (exp(cum[last] - cum) x g  + (L q)ᵀ c)
     g of the chunk before = exp(cum[last]) g + (exp(cum) dy)ᵀ c
 
-S comes from a kernel before, which writes the states of all chunks. The gradients of dt and a come from those of cum:
+S comes from a kernel before, which writes the states of all chunks. The gradient of cum gives those of dt and a:
 
     dcum[t] = c[t] . dc[t] - b[t] . db[t],    ddt[t] = b[t] . db[t] / dt[t]
 
@@ -25,7 +25,7 @@ Role table: as in `ssd`, one block for each head of each part.
     state      has g in registers, and leaves it in 16 bits for each chunk
     query      dc, and the sums c . dc: pairs by rows t
     key        dx, db, and the sums b . db / dt: the same pairs by rows s, transposed, and so computed again: an operand
-               in registers is the left one of a product, whose rows are those of the result
+               in registers is the left one of a product, with the rows of the result
 
 Barrier table: as in `ssd`, where the key warpgroup alone waits for what the state's has left.
 

@@ -43,7 +43,7 @@ def linear_attention(
     query, key, value, *, scale=None, chunk_size=None, initial_state=None, return_final_state=False, cu_seqlens=None,
     config: Config | None = None, **others,
 ):  # fmt: skip
-    """Causal linear attention, without a feature map and without normalisation; the same to the bit in every run.
+    """Causal linear attention, without a feature map and without normalisation; bitwise reproducible.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 

@@ -254,7 +254,7 @@ def ssd(
     x, dt, a, b, c, *, d=None, chunk_size=None, initial_state=None, return_final_state=False, cu_seqlens=None,
     config: Config | None = None, **others,
 ):  # fmt: skip
-    """Mamba-2's recurrence over a sequence; the same to the bit in every run of a compiled program.
+    """Mamba-2's recurrence over a sequence; a compiled program is bitwise reproducible from run to run.
 
     XLA may sum dt in another order when it compiles again, or for another length.
 
@@ -263,8 +263,8 @@ def ssd(
     Args:
       x: (B, T, H, P), bfloat16 or float16; P is a multiple of 64.
       dt: (B, T, H), at least 0: how far each token moves the state.
-      a: (H,), at most 0: a token lets exp(dt a) of the state stay, below 2**-64 nothing. So with -inf each token whose
-        dt is not 0 clears it. The gradients of what clears it are 0.
+      a: (H,), at most 0: a token multiplies the state by exp(dt a), or by 0 where that is below 2**-64. So with -inf
+        each token clears it, unless its dt is 0. The gradients of what clears it are 0.
       b, c: (B, T, G, N), of the dtype of `x`; G divides H, and N is 64, 128 or 256.
       d: (H,), how much of x is added to y; None for nothing.
       chunk_size: rows that become one product, 64 or 128 (N at most 128); None chooses.

@@ -7,9 +7,9 @@ Shapes: x (B, H, P), dt (B, H), a and d (H,), b and c (B, G, N), state (B, H, P,
 with head h // (H // G) of b and c. P is a multiple of 8, and N 64, 128, 256 or a multiple of 128 up to 1024. x, b, c,
 dt, a and d are of any float dtype, each its own, and all arithmetic is float32.
 
-Role table: one warpgroup a block takes all rows of a state, some at a time: it loads them straight into registers, 16
-bytes a thread, updates them, sums their products with c across the threads that share a row, and stores them where they
-were. It has no barriers: nothing is shared.
+Role table: one warpgroup per block takes all rows of a state, some at a time: it loads them straight into registers, 16
+bytes per thread, updates them, sums their products with c across the threads that share a row, and stores them back. It
+has no barriers: nothing is shared.
 
 Other names of the arguments, in `selective_state_update` of mamba_ssm, which takes the state first:
 
@@ -182,11 +182,11 @@ def ssd_step(x, dt, a, b, c, state, *, d=None, config: Config | None = None, **o
     Args:
       x: (B, H, P), bfloat16, float16 or float32, as are all others but `state`, each its own; P is a multiple of 8.
       dt: (B, H), at least 0: how far the token moves the state.
-      a: (H,), at most 0: the token lets exp(dt a) of the state stay; -inf clears it where dt is not 0.
+      a: (H,), at most 0: the token multiplies the state by exp(dt a); -inf clears it where dt is not 0.
       b, c: (B, G, N); G divides H, and N is 64 or a multiple of 128 up to 1024.
       state: (B, H, P, N), float32; an array, or a Ref (`jax.new_ref`).
       d: (H,), how much of x is added to y; None for nothing.
-      config: values a thread; None chooses.
+      config: values per thread; None chooses.
       others: arguments that other libraries have, such as `z` and `dt_bias`, if they are None or False.
 
     Returns:
