@@ -43,7 +43,7 @@ class Event:
     device: int  # The role's.
     role: str
     action: object
-    copy: int | None = None  # The number of the send or load, among those of its role.
+    copy: int | None = None  # The number of the send or load, among all of its role.
     arrives: bool = False
 
 
@@ -67,7 +67,7 @@ class Simulator:
     """Runs `programs[d][role]`, a list of actions, to the end.
 
     Args:
-      kept: buffers whose slots are results; all others must be read once before they are overwritten.
+      kept: buffers that hold results; all others must be read once before they are overwritten.
       launch_together: XLA's barrier before the kernel. Without it each device begins at a time of its own.
 
     Attributes:

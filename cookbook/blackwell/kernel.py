@@ -86,7 +86,7 @@ def copy(plan: Plan, operand, gmem, at, smem, filled):
 
 
 def copy_scales(plan: Plan, gmem, smem, units, step, filled):
-    """Starts the copies of a step's scales; each block of a pair gets those of its rows of a and all of b's."""
+    """Starts the copies of a step's scales; each block of a pair gets the scales of its rows of a, and all of b's."""
     partition = plgpu.CopyPartition
     counts = plan.config.cluster_m, plan.scale_rows[1] // LANES
     for source, target, unit, count, how in zip(

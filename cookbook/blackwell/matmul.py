@@ -77,7 +77,7 @@ def matmul(
       transpose_a, transpose_b: the operand is given transposed, and is read as it lies.
       precision: as `jnp.matmul` takes it; every `jax.lax.Precision` means the same for values of 16 bits.
       preferred_element_type: `out_dtype` by the name that `jnp.matmul` gives it.
-      config: tiles, stages, one or two CTAs, and schedule; None for those of the least predicted time.
+      config: tiles, stages, one or two CTAs, and schedule; None for the fastest predicted ones.
 
     Returns:
       (..., M, N) of `out_dtype`.

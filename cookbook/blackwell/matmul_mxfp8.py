@@ -68,8 +68,7 @@ def quantize_mxfp8(x):
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim == 0 or x.shape[-1] % BLOCK:
         raise ValueError(
             f"{_host.PACKAGE}.blackwell.quantize_mxfp8: {x.shape=}, {x.dtype=}; must be of a floating dtype, its last "
-            "axis a "
-            f"multiple of {BLOCK}, the values that share a scale: pad it with zeros (jnp.pad)"
+            f"axis a multiple of {BLOCK}, the values that share a scale: pad it with zeros (jnp.pad)"
         )
     blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     largest = jnp.max(jnp.abs(blocks), axis=-1)
@@ -142,7 +141,7 @@ def matmul_mxfp8(a, a_scales, b, b_scales, *, bias=None, activation=None, out_dt
       bias: (N,), of a floating dtype; or None.
       activation: "relu", "gelu" (the tanh form), "silu", an element-wise function, or None.
       out_dtype: bfloat16, float16 or float32.
-      config: tiles, stages, one or two CTAs, and schedule; None for those of the least predicted time.
+      config: tiles, stages, one or two CTAs, and schedule; None for the fastest predicted ones.
 
     Returns:
       (M, N) of `out_dtype`.

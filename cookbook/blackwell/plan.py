@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of Blackwell's matrix products: how a product is cut up, and the statics of its kernel.
 
-Tiles, operands and the order of tiles are those of `cookbook.gemm.plan`, which this family is built on. Two things
+Tiles, their order and operands come from `cookbook.gemm.plan`, which this family is built on. Two things
 differ from Hopper. Sums lie in tensor memory (TMEM), 512 columns of 128 lanes, and not in registers: two accumulators
 fit, so that one is stored while the other is summed. And two blocks of a cluster may work as a pair (`two_ctas`), whose
 tensor cores multiply together: each holds its own rows of a and half of b's, and both use all of b.
@@ -21,7 +21,7 @@ from .. import _device, _host
 from ..gemm.plan import STEP_BYTES, Operand, Tiles, slots_of_ring, swizzled
 
 LOAD, MULTIPLY, STORE = 0, 1, 2  # Warpgroups by role; those from STORE on store.
-LANES = 128  # Rows of tensor memory, which are those of an accumulator.
+LANES = 128  # Rows of tensor memory, and of an accumulator.
 TMEM_COLUMNS = 512  # Columns of 32 bits that tensor memory has.
 SCHEDULES = ("static", "dynamic")
 BLOCK = 32  # Values along K that share a scale.
@@ -32,9 +32,9 @@ SCALES = STEP_BYTES // BLOCK  # Scales of a row in a step of 8-bit values.
 class Config:
     """How a product is cut up, and which of Blackwell's means it uses."""
 
-    tile_m: int = 128  # Rows of o a block: the lanes of tensor memory.
-    tile_n: int = 256  # Columns of o a block, or with `two_ctas` a pair of blocks, each with its own rows.
-    two_ctas: bool = False  # Two blocks multiply together, each with half of b's tile: twice the products a byte.
+    tile_m: int = 128  # Rows of o per block: the lanes of tensor memory.
+    tile_n: int = 256  # Columns of o per block, or with `two_ctas` a pair of blocks, each with its own rows.
+    two_ctas: bool = False  # Two blocks multiply together, each with half of b's tile: twice the products per byte.
     num_stages: int | None = None  # Slots of the ring; None for as many as shared memory holds.
     # Tiles whose sums are in tensor memory at a time: with two, one is stored under the products of the next.
     num_accumulators: int = 2
@@ -129,7 +129,7 @@ class Plan:
 
     @property
     def scale_rows(self) -> tuple[int, int]:
-        """Rows of scales, of a and of b, that a block holds of a step: whole units of 128; of b those of its pair."""
+        """Rows of scales, of a and of b, that a block holds of a step: whole units of 128; of b its pair's."""
         return LANES, -(-self.config.tile_n // LANES) * LANES
 
     @property
@@ -172,7 +172,7 @@ class Plan:
 
     @property
     def num_stages(self) -> int:
-        """Slots of the ring: those of the configuration, or as many as fit."""
+        """Slots of the ring: as the configuration says, or as many as fit."""
         return slots_of_ring(self.config, self.smem_bytes)
 
     @property
@@ -210,7 +210,7 @@ class Plan:
         return slot_smem if self.b.transposed else slot_smem.at[0, 0].T
 
     def scales_at(self, row, col):
-        """The units of 128 rows, of a's scales and of b's, where those of a tile at `row` and `col` begin."""
+        """The units of 128 rows where the scales of a tile at `row` and `col` begin: of a's scales, and of b's."""
         return _device.div(row, LANES), _device.div(col, self.config.tile_n) * (self.scale_rows[1] // LANES)
 
 

@@ -132,12 +132,12 @@ def predict(config: Config, problem: Problem, c: Constants = H200) -> float:
     grid = -(-p.m // (config.tile_m * config.cluster_m)), -(-p.n // (config.tile_n * config.cluster_n))
     clusters = math.prod(grid)
     if config.tail_split == 1:
-        time = -(-clusters // fit) * _tile_time(config, p, config.tile_n, c)
+        time = -(-clusters // fit) * tile_time(config, p, config.tile_n, c)
     else:
         whole, rest = divmod(clusters, fit)
         narrow = -(-rest * config.tail_split // fit)
-        time = whole * _tile_time(config, p, config.tile_n, c)
-        time += narrow * _tile_time(config, p, config.tile_n // config.tail_split, c)
+        time = whole * tile_time(config, p, config.tile_n, c)
+        time += narrow * tile_time(config, p, config.tile_n // config.tail_split, c)
     a, b, o = p.itemsizes
     read = p.k * sum(
         size * (1 + c.read_again * (readers > 1)) for size, readers in zip((a * p.m, b * p.n), grid[::-1], strict=True)
@@ -148,7 +148,7 @@ def predict(config: Config, problem: Problem, c: Constants = H200) -> float:
     return c.start + parts + longer(time, memory)
 
 
-def _tile_time(config: Config, p: Problem, tile_n: int, c: Constants) -> float:
+def tile_time(config: Config, p: Problem, tile_n: int, c: Constants) -> float:
     """Microseconds of one tile."""
     tile_m, split_dim = config.tile_m, config.split_dim
     rows, cols = (tile_m, tile_n // 2) if split_dim else (tile_m // 2, tile_n)

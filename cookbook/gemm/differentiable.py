@@ -107,8 +107,7 @@ def require_precision(op: str, precision):
         except ValueError:
             raise ValueError(
                 f"{_host.PACKAGE}.{op}: precision={precision!r}; must be None or a jax.lax.Precision, which all mean "
-                "exact "
-                "products of 16-bit values and float32 sums: leave it out"
+                "exact products of 16-bit values and float32 sums: leave it out"
             ) from None
 
 
@@ -116,7 +115,7 @@ def product(
     op: str, launch, config_type, a, b, *, bias, activation, out_dtype, preferred_element_type, precision, transpose_a,
     transpose_b, config,
 ):  # fmt: skip
-    """`cookbook.matmul(a, b, ...)`, named `op`, by the kernel of `launch`, whose configurations are `config_type`s."""
+    """`cookbook.matmul(a, b, ...)`, named `op`, by the kernel that `launch` builds from a `config_type`."""
     a, b = _host.as_array(op, "a", a), _host.as_array(op, "b", b)
     transpose_a = _host.option(op, "transpose_a", transpose_a, bool)
     transpose_b = _host.option(op, "transpose_b", transpose_b, bool)

@@ -68,7 +68,7 @@ def load(plan: Plan, ring: _device.Ring, a_gmem, b_gmem, a_smem, b_smem):
 
 
 def multiply(plan: Plan, ring: _device.Ring, a_smem, b_smem, before, steps, acc):
-    """The sums of this warpgroup's share of a tile, whose `steps` follow `before` others in the ring.
+    """The sums of this warpgroup's share of a tile. Its `steps` follow `before` others in the ring.
 
     WGMMA is asynchronous: a slot is given back one step late.
     """
@@ -201,7 +201,7 @@ def scale_and_shift(product, fused: dict):
 
 def kernel(a_gmem, b_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem=None,
            sums_smem=None, summed=None):  # fmt: skip
-    """The kernel of `fused_product`."""
+    """The kernel of `fused_product`; see the tables above."""
     (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, plan.interpreted), plan.b.views(b_smem, plan.interpreted)
     ring = _device.Ring(filled, freed, plan.num_stages)
 
@@ -218,18 +218,14 @@ def kernel(a_gmem, b_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_sme
         compute(plan, multiply_tile, (vectors, o_gmem, o_smem), (sums_gmem, sums_smem, summed))
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "params"))
-def fused_product(a, b, vectors: dict, *, plan: Plan, params):
+@functools.partial(jax.jit, static_argnames=("kernel", "plan", "params"))
+def fused_product(kernel, a, b, vectors: dict, *, plan: Plan, params):
     """`activation(a @ b.T * scale * row_scale * col_scale + bias)`, of `a` and `b` as the plan's operands say.
 
-    `vectors` holds float32 "scale" (1,), "row_scale" (M,), "col_scale" (N,) and "bias" (N,), or some of them; with
-    `swapped`, M and N are those of o, which the tiles have exchanged.
+    `kernel` is this file's, or another with the same roles. `vectors` holds float32 "scale" (1,), "row_scale" (M,),
+    "col_scale" (N,) and "bias" (N,), or some of them; with `swapped`, M and N are those of o, which the tiles have
+    exchanged.
     """
-    return fused(kernel, a, b, vectors, plan, plan.scratch, params)
-
-
-def fused(kernel, a, b, vectors: dict, plan: Plan, scratch: dict, params):
-    """`fused_product` by `kernel`, this file's or another with the same roles."""
     c, t = plan.config, plan.tiles
     swapped, activation = c.swapped, plan.activation
     shape, tiles = (t.m, t.n)[:: -1 if swapped else 1], t.cluster_tile[:: -1 if swapped else 1]
@@ -249,7 +245,7 @@ def fused(kernel, a, b, vectors: dict, plan: Plan, scratch: dict, params):
     if plan.adds_parts and plan.interpreted:
         whole = _host.padded_shape((t.m, t.n), t.cluster_tile)
         out_type.append(jax.ShapeDtypeStruct((c.split_k, *whole), jnp.float32))
-    run = launch(functools.partial(kernel, plan=plan), plan, out_type, grid, scratch, params)
+    run = launch(functools.partial(kernel, plan=plan), plan, out_type, grid, plan.scratch, params)
     out, *_ = run(plan.a.pad(a), plan.b.pad(b), padded_vectors)
     if not c.second_kernel:
         return out[: shape[0], : shape[1]]

@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -23,7 +24,7 @@ from .. import _device, _host
 
 COMPUTE, MEMORY = 2, 2  # Compute warpgroups, and the index of the memory warpgroup, which follows them.
 STEP_BYTES = 128  # Bytes of each row along K in a step: the widest swizzle.
-STORE_ROWS = 64  # Rows of a piece of o on its way out: those of one WGMMA.
+STORE_ROWS = 64  # Rows of a piece of o on its way out: as many as one WGMMA has.
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # Registers per thread; 128 threads each, 65,536 in all.
 SPLIT_K_MAX = 8  # Blocks that every Hopper GPU can put into one cluster.
 STAGES_MAX = 12  # More slots than this hide no more latency.
@@ -34,8 +35,8 @@ RESIDENT = 132, 66, 39, 30, 22, 17, 15, 15  # Clusters of 1 to 8 blocks that an 
 class Config:
     """How a product is cut up. With `swapped`, all other fields describe the transposed product."""
 
-    tile_m: int = 128  # Rows of o a block.
-    tile_n: int = 256  # Columns of o a block.
+    tile_m: int = 128  # Rows of o per block.
+    tile_n: int = 256  # Columns of o per block.
     num_stages: int | None = None  # Slots of the ring; None for as many as shared memory holds.
     split_dim: int = 0  # The dimension of the tile that the two compute warpgroups divide: 0 for M, 1 for N.
     cluster_m: int = 1  # Neighbouring tiles along M that form a cluster: their blocks load b's tile together.
@@ -43,7 +44,7 @@ class Config:
     grid_minor_dim: int = 0  # The dimension of the grid of tiles along which the snake runs: 0 for M, 1 for N.
     grid_tile_width: int = 8  # Tiles, or clusters, across the snake.
     split_k: int = 1  # Parts of K, each summed by a block of its own.
-    # Whether XLA adds the parts up after the kernel: one launch more, which is worth it for large tiles, whose sums
+    # Whether XLA adds the parts up after the kernel: one launch more, which is worth it for large tiles. Their sums
     # take long from block to block.
     second_kernel: bool = False
     tail_split: int = 1  # Narrower tiles into which each tile of the last, partial wave is cut along N.
@@ -108,7 +109,7 @@ class Operand:
 
     dtype: jnp.dtype
     rows: int  # Rows of the tile: tile_m of a, tile_n of b.
-    tile_k: int  # Values of K a step.
+    tile_k: int  # Values of K per step.
     transposed: bool  # It lies as (K, rows).
     in_pieces: bool = True  # TMA copies pieces of 128 bytes across; False: the tile at once, which must not be cut.
     narrow: bool = False  # The tile has fewer rows than the slot that it is copied to.
@@ -235,7 +236,7 @@ class Tiles:
 
     @property
     def whole(self) -> int:
-        """Tiles of clusters that are computed whole: all, or with `tail_split` those of full waves."""
+        """Tiles of clusters that are computed whole: all, or with `tail_split` only full waves."""
         total = math.prod(self.grid)
         return total if self.config.tail_split == 1 else total // self.clusters * self.clusters
 
@@ -266,7 +267,7 @@ def owners(cols: int, parts: int, swapped: bool, itemsize: int) -> int:
 def resident(num_sms: int, size: int) -> int:
     """Clusters of `size` blocks that run at the same time, one block an SM.
 
-    The blocks of a cluster share a GPC, whose SMs most sizes do not divide.
+    The blocks of a cluster share a GPC, and most cluster sizes do not divide its SMs.
     """
     return max(1, num_sms * RESIDENT[size - 1] // 132)
 
@@ -281,6 +282,7 @@ class Plan:
     activation: Callable  # Element-wise, of sums in registers.
     out_dtype: jnp.dtype
     interpreted: bool
+    others: tuple[tuple[str, Any], ...] = ()  # Scratch that this kernel has besides, by name.
 
     @property
     def config(self) -> Config:
@@ -377,7 +379,7 @@ class Plan:
             swizzle = max(size for size in (32, 64, 128) if 4 * cols % size == 0)
             scratch["sums_smem"] = swizzled((COMPUTE, c.split_k, rows, cols), jnp.float32, None, swizzle, interpreted)
             scratch["summed"] = plgpu.Barrier(num_arrivals=c.split_k - 1, num_barriers=COMPUTE)
-        return scratch
+        return scratch | dict(self.others)
 
     @property
     def axis_m(self) -> str | None:
@@ -402,7 +404,7 @@ class Plan:
 
     @property
     def num_stages(self) -> int:
-        """Slots of the ring: those of the configuration, or as many as fit."""
+        """Slots of the ring: as the configuration says, or as many as fit."""
         return slots_of_ring(self.config, self.smem_bytes)
 
     @property

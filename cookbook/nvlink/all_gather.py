@@ -7,13 +7,13 @@ It returns what `jax.lax.all_gather(x, axis_name, tiled=True)` returns, inside `
 host, on a mesh of one axis or several.
 
 Two warpgroups a block copy the shard in pieces: one to the peers, over NVLink, and one to the device's own result.
-Their roles and barriers are those of `copies.py`.
+Role and barrier tables: `copies.py`.
 
 A piece is loaded into shared memory once for each device, the first time from HBM and then mostly from the L2 cache.
 NVLink bounds the speed: n - 1 shards go out, and as many come in. A block writes only to results; nothing needs a
 buffer, and no place is written twice with different values.
 
-The derivative is `reduce_scatter`. Not supported: other axes than the leading one; several hosts. A shard that is no
+The derivative is `reduce_scatter`. Not supported: other axes than the leading one; several hosts. A shard that is not a
 multiple of 1024 values is copied once to pad it, and the result once more.
 """
 

@@ -51,7 +51,7 @@ def all_gather_matmul(lhs, rhs, axis_name, *, config: Config | None = None):
     """The product of all devices' rows with this device's matrix.
 
     Args:
-      lhs: this device's rows, (M, K). The result has those of all devices, in their order.
+      lhs: this device's rows, (M, K). The result has the rows of all devices, in their order.
       rhs: this device's matrix, (K, N).
       axis_name: a name of a mesh axis of `jax.shard_map`, or a tuple of names.
       config: tiles of the product, and how many SMs send.

@@ -72,13 +72,13 @@ def all_to_all(x, axis_name, *, send_sizes=None, capacity: int | None = None, co
       send_sizes: rows for each device, n integers; they may differ between devices and be traced. By default all are
         equal. Negative ones count as 0. Rows of x after their sum are not sent. If they sum to more than the rows of x,
         the last ones are cut.
-      capacity: rows of the result; only with `send_sizes`. By default n times those of x, which always suffice; fewer
-        save memory, and the time to fill it with zeros. If more rows come than fit, the last ones are lost: the sum of
-        `recv_sizes` is then `capacity`.
+      capacity: rows of the result; only with `send_sizes`. By default n times as many as x has, which always suffice;
+        fewer save memory, and the time to fill it with zeros. If more rows come than fit, the last ones are lost: the
+        sum of `recv_sizes` is then `capacity`.
       config: how many SMs it uses, and how.
 
     Returns:
-      The rows that are for this device, those of device 0 first. With `send_sizes` also `recv_sizes`, n int32: how many
+      The rows that are for this device, device 0's first. With `send_sizes` also `recv_sizes`, n int32: how many
       rows of the result came from each device. The rows of the result after their sum are zeros.
 
     Raises:
@@ -122,8 +122,7 @@ def _require_sizes(x, n: int, axis_name, send_sizes, capacity):
     if send_sizes.shape != (n,) or not jnp.issubdtype(send_sizes.dtype, jnp.integer):
         raise ValueError(
             f"{_host.PACKAGE}.all_to_all: send_sizes is {send_sizes.dtype}{list(send_sizes.shape)}; it must be {n} "
-            "integers, "
-            f"the rows for each device on {axis_name=}"
+            f"integers, the rows for each device on {axis_name=}"
         )
     capacity = n * x.shape[0] if capacity is None else _host.option("all_to_all", "capacity", capacity, int)
     if capacity < 0:

@@ -23,7 +23,7 @@ class Config:
     """How a collective is spread over the GPU."""
 
     num_blocks: int = 16  # SMs that it uses. NVLink is full with few, and the others are free for other kernels.
-    stage_bytes: int = 65_536  # Shared memory that one round of a block fills. Small ones pay more signals a byte.
+    stage_bytes: int = 65_536  # Shared memory that one round of a block fills. Small ones pay more signals per byte.
     num_stages: int = 3  # Rounds in shared memory: of copies, two whose stores are in flight, and one that loads.
 
     def __post_init__(self):
@@ -96,14 +96,12 @@ def num_devices(op: str, axis_name) -> int:
     except NameError as error:
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {axis_name=} is no axis of a mesh here ({error}): call it inside jax.shard_map "
-            "over a "
-            "mesh with that axis"
+            "over a mesh with that axis"
         ) from error
     if n > MAX_DEVICES:
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {axis_name=} has {n} devices; at most {MAX_DEVICES}, the GPUs of one host: gather "
-            "over a "
-            "smaller axis first, and use jax.lax between hosts"
+            "over a smaller axis first, and use jax.lax between hosts"
         )
     return n
 
@@ -140,7 +138,7 @@ def as_matrices(x, count: int):
 
 
 def from_matrices(x, shape: tuple[int, ...]):
-    """The array of `shape` whose leading axis joins the shards of `x`, without the padding."""
+    """The shards of `x`, joined along the leading axis of an array of `shape`, without the padding."""
     count, size = x.shape[0], math.prod(shape) // x.shape[0]
     return x.reshape(count, -1)[:, :size].reshape(shape)
 

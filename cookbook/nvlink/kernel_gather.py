@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `all_gather`. Its roles and barriers are those of `copies.py`."""
+"""The kernel of `all_gather`. `copies.py` has its roles and barriers."""
 
 import functools
 

@@ -75,7 +75,7 @@ class Shard:
 
     m: int
     k: int
-    rows: int  # Rows of a block, which are announced together: those of a cluster's tiles.
+    rows: int  # Rows of a block, which are announced together: a cluster's tiles have as many.
     num_blocks: int
     num_devices: int
     num_senders: int

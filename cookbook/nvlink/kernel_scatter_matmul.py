@@ -72,7 +72,7 @@ class Exchange:
         return tile.number, block_m * self.plan.config.cluster_n + block_n
 
     def parts_of(self, tile: Tile):
-        """Where the parts of this block's tile lie among those of a shard."""
+        """Where the parts of this block's tile lie among the parts of a shard."""
         number, block = self.number(tile)
         return number * tiles_of_shard(self.plan)[1] + block
 
@@ -231,7 +231,7 @@ def compute(ex: Exchange, ring, a_smem, b_smem, o_smem, bytes_smem, staged, empt
 
 
 def add_parts(ex: Exchange, tile: Tile, smem, bytes_smem, fetched, pieces) -> list:
-    """A warpgroup's `pieces` of an own tile and those of the other devices, added one part after the other."""
+    """A warpgroup's `pieces` of an own tile plus the other devices' parts, added one after the other."""
     role = lax.axis_index("role")
 
     def add(pieces):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared parts of the two products: the tiles of all shards in one order, checks, the choice of a configuration.
 
-Plans, products of a tile and costs are those of `cookbook.gemm`. Here is what they need to work on shards.
+Plans, the product of a tile and costs come from `cookbook.gemm`. Here is what they need to work on shards.
 """
 
 import dataclasses
@@ -123,9 +123,8 @@ def require_operands(op: str, lhs, rhs, axis_name):
     check_operands(op, lhs, rhs)
     if lhs.shape[1] != rhs.shape[0]:
         raise ValueError(
-            f"{_host.PACKAGE}.{op}: {lhs.shape=} and {rhs.shape=} share no K: {lhs.shape[1]} is not {rhs.shape[0]}; "
-            "is one "
-            "stored the other way round?"
+            f"{_host.PACKAGE}.{op}: {lhs.shape=} and {rhs.shape=} share no K: {lhs.shape[1]} is not {rhs.shape[0]}; is "
+            "one stored the other way round?"
         )
     n = core.num_devices(op, axis_name)
     return *_host.alike(core.vary(lhs, axis_name), rhs), n

@@ -241,10 +241,10 @@ class GatherMatmul:
 
 @dataclasses.dataclass(frozen=True)
 class MatmulScatter:
-    """Every device computes the tiles of all owners, its own last, and pushes those of the others to them.
+    """Every device computes the tiles of all owners, its own last, and pushes the others' tiles to them.
 
     In step s device d computes tiles of device d + 1 + s. An owner has a slot for each tile of each other device, so
-    that none is used twice; it adds to its own tile those of the devices after it, in their order.
+    that none is used twice; it adds to its own tile the parts of the devices after it, in their order.
 
     | semaphore | signalled by | how often | waited for by |
     |---|---|---|---|

@@ -5,7 +5,7 @@
 
 It returns what `jax.lax.psum_scatter(x, axis_name, tiled=True)` returns, inside `jax.shard_map`, on 2 to 8 GPUs of one
 host, on a mesh of one axis or several. The sum is taken in float32, in the order of the devices, and rounded once: it
-is equal to the bit in every run, and does not depend on the device that owns it.
+is bitwise reproducible from run to run, and does not depend on the device that owns it.
 
 Role and barrier tables: `kernel_scatter.py`, which holds the kernel.
 
@@ -15,8 +15,8 @@ its peers, because x may be overwritten once the kernel has ended. A load from a
 from HBM, so most of the ring is in flight at any time. NVLink bounds the speed: n - 1 shards come in, and as many go
 out.
 
-The derivative is `all_gather`. Not supported: other axes than the leading one; several hosts. Shards of no multiple of
-1024 values are copied once to pad them.
+The derivative is `all_gather`. Not supported: other axes than the leading one; several hosts. A shard that is not a
+multiple of 1024 values is copied once to pad it.
 """
 
 import jax.numpy as jnp

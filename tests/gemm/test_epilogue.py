@@ -7,7 +7,7 @@ import pytest
 
 import lab
 from cookbook import _host
-from cookbook.gemm.kernel import fused_product
+from cookbook.gemm.kernel import fused_product, kernel
 from cookbook.gemm.plan import Config, plan_of
 from tests.arrays import array
 
@@ -41,7 +41,7 @@ def faults(ways, num_sms=3):
             config, dtype = WAYS[name]
             plan = plan_of(M, N, K, (a.dtype,) * 2, (False, False), jnp.tanh, jnp.dtype(dtype), config, num_sms, True)
             pair = (b, a) if config.swapped else (a, b)
-            yield fused_product(*pair, vectors, plan=plan, params=_host.compiler_params())
+            yield fused_product(kernel, *pair, vectors, plan=plan, params=_host.compiler_params())
 
     a, b, vectors = operands()
     found = lab.run(lambda *args: list(products(*args)), a, b, vectors)
@@ -60,11 +60,11 @@ def test_every_vector_in_every_way():
 @pytest.mark.parametrize("name", ["scale", "row_scale", "col_scale", "bias", None])
 def test_mutants_that_apply_a_vector_twice_are_caught(run_only, monkeypatch, name):
     """Once in the kernel of the parts, and once where they are added up."""
-    kernel = _host.kernel
+    right = _host.kernel
     _, _, vectors = operands()
 
     def with_vector(body, **how):
-        launch = kernel(body, **how)
+        launch = right(body, **how)
         padded = {name: jnp.pad(vectors[name], (0, 512 - vectors[name].size))} if name else {}
         return lambda a, b, vectors: launch(a, b, vectors | padded)
 

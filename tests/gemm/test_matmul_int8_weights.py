@@ -84,9 +84,9 @@ def test_every_structure(name):
 def priced(monkeypatch):
     """The plans of the kernels that are launched in a test."""
     plans = []
-    right = module.product
-    product = lambda *args, plan, **kwargs: plans.append(plan) or right(*args, plan=plan, **kwargs)
-    monkeypatch.setattr(module, "product", product)
+    right = module.fused_product
+    fused_product = lambda *args, plan, **kwargs: plans.append(plan) or right(*args, plan=plan, **kwargs)
+    monkeypatch.setattr(module, "fused_product", fused_product)
     return plans
 
 
@@ -205,7 +205,7 @@ def test_errors_name_the_rule(fn, message):
 @pytest.mark.parametrize("mutation", ["wait", "rows", "scale", None])
 def test_mutants_are_caught(run_only, monkeypatch, mutant, found_if, mutation):
     """Weights read before they arrive; the same weights for both warpgroups; a scale that is added."""
-    multiply, product = kernel_int8_weights.multiply, module.product
+    multiply, fused_product = kernel_int8_weights.multiply, module.fused_product
     if mutation == "wait":
         ring = _device.Ring
         deaf = lambda plan, ring, *args, **scratch: multiply(plan, Deaf(**vars(ring)), *args, **scratch)
@@ -214,8 +214,8 @@ def test_mutants_are_caught(run_only, monkeypatch, mutant, found_if, mutation):
     elif mutation == "rows":
         mutant(kernel_int8_weights, "pl", ds=lambda start, size: slice(0, size))
     elif mutation == "scale":
-        as_bias = lambda *operands: operands[:2] + (dict(bias=operands[2]["col_scale"]),)
-        monkeypatch.setattr(module, "product", lambda *args, **kwargs: product(*as_bias(*args), **kwargs))
+        as_bias = lambda *operands: operands[:3] + (dict(bias=operands[3]["col_scale"]),)
+        monkeypatch.setattr(module, "fused_product", lambda *args, **kwargs: fused_product(*as_bias(*args), **kwargs))
     jax.clear_caches()
     with found_if(mutation is not None):
         check(72, 256, 400, config=SMALL)

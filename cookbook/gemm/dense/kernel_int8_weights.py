@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of a product with weights of 8 bits: that of `kernel.py`, whose operand `a` is w_q and whose `b` is a.
+"""The kernel of a product with weights of 8 bits: as in `kernel.py`, where operand `a` is w_q and operand `b` is a.
 
 The memory warpgroup, the ring, parts of K and the stores are the same. A compute warpgroup reads its rows of a step's
 weights into registers, converts them there to 16-bit floats, and multiplies them by a's tile, which the tensor cores
@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device
-from ..kernel import compute, fused, load
-from ..plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, STEP_BYTES, Plan, swizzled
+from ..kernel import compute, identity, load
+from ..plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, STEP_BYTES, Operand, Plan, Tiles, swizzled
 from ..plan import Config as PlainConfig
 
 UNIT = 64  # Values of a row of a that are swizzled together: 128 bytes.
@@ -30,7 +30,7 @@ class Config(PlainConfig):
     and `tile_n` rows of a."""
 
     swapped: bool = True
-    tile_k: int = 128  # Values of K a step, and bytes of each row of weights.
+    tile_k: int = 128  # Values of K per step, and bytes of each row of weights.
     overlap: bool = False  # Weights are converted while products of the step before run, which helps in a single wave.
 
     def check_tile(self):
@@ -44,16 +44,18 @@ class Config(PlainConfig):
             raise ValueError(f"{self.tile_k=} must be 64, 128 or 256: the widths of the swizzle, or two of them")
 
 
-def scratch_of(plan: Plan) -> dict:
-    """The plan's scratch; and 16-bit weights for the interpreter, whose WGMMA wants both operands in shared memory."""
-    if not plan.interpreted:
-        return plan.scratch
-    wide = (COMPUTE, plan.tiles.tile_k // UNIT, plan.compute_tile[0], UNIT)
-    return plan.scratch | dict(wide_smem=swizzled(wide, plan.b.dtype, None, STEP_BYTES, True))
+def plan_of(tiles: Tiles, w_q, a, out_dtype, interpreted: bool, stacked=False) -> Plan:
+    """The plan: the weights are operand `a`, of a stack of matrices where they are `stacked`, and a is operand `b`."""
+    c, others = tiles.config, ()
+    if interpreted:  # Its WGMMA wants both operands in shared memory, of which it has any amount: 16-bit weights.
+        wide = (COMPUTE, c.tile_k // UNIT, c.compute_tile[0], UNIT)
+        others = (("wide_smem", swizzled(wide, a.dtype, None, STEP_BYTES, interpreted)),)
+    weights = Operand(w_q.dtype, c.tile_m, c.tile_k, False, stacked=stacked)
+    return Plan(tiles, weights, Operand(a.dtype, c.tile_n, c.tile_k, False), identity, out_dtype, interpreted, others)
 
 
 def multiply(plan: Plan, ring: _device.Ring, w_smem, a_smem, wide_smem, before, acc):
-    """The sums of this warpgroup's half of a tile, whose steps follow `before` others in the ring."""
+    """The sums of this warpgroup's half of a tile. Its steps follow `before` others in the ring."""
     tiles, role, rows = plan.tiles, lax.axis_index("role"), plan.compute_tile[0]
     last = -(-tiles.k // (tiles.tile_k * plan.config.split_k)) - 1
 
@@ -110,7 +112,7 @@ def multiply(plan: Plan, ring: _device.Ring, w_smem, a_smem, wide_smem, before, 
 
 def kernel(w_gmem, a_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem=None,
            sums_smem=None, summed=None, wide_smem=None):  # fmt: skip
-    """The kernel of `product`."""
+    """The kernel of `matmul_int8_weights`."""
     (w_smem, w_tma), (a_smem, a_tma) = plan.a.views(a_smem, plan.interpreted), plan.b.views(b_smem, plan.interpreted)
     ring = _device.Ring(filled, freed, plan.num_stages)
 
@@ -125,9 +127,3 @@ def kernel(w_gmem, a_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_sme
             return pl.run_scoped(of_tile, plgpu.ACC(plan.compute_tile, jnp.float32))
 
         compute(plan, multiply_tile, (vectors, o_gmem, o_smem), (sums_gmem, sums_smem, summed))
-
-
-@functools.partial(jax.jit, static_argnames=("plan", "params"))
-def product(w_q, a, vectors: dict, *, plan: Plan, params):
-    """`kernel.fused_product` of weights (N, K) and a (M, K), with the `vectors` that it takes."""
-    return fused(kernel, w_q, a, vectors, plan, scratch_of(plan), params)

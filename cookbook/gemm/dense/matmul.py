@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from ... import _host, _numerics
 from .. import cost, differentiable
-from ..kernel import fused_product
+from ..kernel import fused_product, kernel
 from ..plan import Config, plan_of
 
 
@@ -52,7 +52,7 @@ def _launch(a, b, bias, sizes, options: differentiable.Options):
     )  # fmt: skip
     params = _host.compiler_params(approx_math=out_dtype.itemsize == 2)
     vectors = {} if bias is None else dict(bias=bias.astype(jnp.float32))
-    return fused_product(*((b, a) if config.swapped else (a, b)), vectors, plan=plan, params=params)
+    return fused_product(kernel, *((b, a) if config.swapped else (a, b)), vectors, plan=plan, params=params)
 
 
 def matmul(
@@ -76,7 +76,7 @@ def matmul(
       transpose_a, transpose_b: the operand is given transposed, and is read as it lies: no transposed copy is made.
       precision: as `jnp.matmul` takes it; every `jax.lax.Precision` means the same for values of 16 bits.
       preferred_element_type: `out_dtype` by the name that `jnp.matmul` gives it.
-      config: tiles, stages, cluster and order; None for those of the least predicted time.
+      config: tiles, stages, cluster and order; None for the fastest predicted ones.
 
     Returns:
       (..., M, N) of `out_dtype`.

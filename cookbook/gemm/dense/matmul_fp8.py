@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from ... import _host
 from .. import cost
-from ..kernel import fused_product, identity
+from ..kernel import fused_product, identity, kernel
 from ..plan import Config, plan_of
 
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -68,15 +68,14 @@ def _scale(name: str, scale, size: int):
     scale = _host.as_array("matmul_fp8", name, scale)
     if not jnp.issubdtype(scale.dtype, jnp.floating) or scale.size not in (1, size) or scale.ndim > 2:
         raise ValueError(
-            f"{_host.PACKAGE}.matmul_fp8: {name} is {scale.dtype} {scale.shape}; must be one float, or {size} of "
-            "them, one "
-            f"for each {'row of a' if name == 'scale_a' else 'column of b'}"
+            f"{_host.PACKAGE}.matmul_fp8: {name} is {scale.dtype} {scale.shape}; must be one float, or {size} of them, "
+            f"one for each {'row of a' if name == 'scale_a' else 'column of b'}"
         )
     return jnp.ravel(scale.astype(jnp.float32))
 
 
 def _vectors(row_scale, col_scale) -> dict:
-    """The kernel's scales, by row and by column; those of a single number are multiplied into one `scale`."""
+    """The kernel's scales, by row and by column; single numbers are multiplied into one `scale`."""
     vectors = dict(row_scale=row_scale, col_scale=col_scale)
     single = [name for name, scale in vectors.items() if scale.size == 1]
     return vectors | (dict(scale=math.prod(vectors.pop(name) for name in single)) if single else {})
@@ -120,7 +119,7 @@ def matmul_fp8(
     dtypes = a.dtype, b.dtype
     plan = plan_of(m, n, k, dtypes, (False, False), identity, out_dtype, config, target.num_sms, target.interpreted)
     operands = (a, b if transpose_b else b.T)[:: -1 if config.swapped else 1]
-    return fused_product(*operands, vectors, plan=plan, params=_host.compiler_params())
+    return fused_product(kernel, *operands, vectors, plan=plan, params=_host.compiler_params())
 
 
 matmul_fp8.Config = Config  # `cookbook.matmul_fp8` is this function, not its module.

@@ -23,10 +23,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ... import _host
-from ..kernel import identity
-from ..plan import Operand, Plan, Tiles
+from ..kernel import fused_product
+from ..plan import Tiles
 from .cost_int8_weights import default_config
-from .kernel_int8_weights import Config, product
+from .cost_int8_weights import ranked as ranked
+from .kernel_int8_weights import Config, kernel, plan_of
 
 
 def matmul_int8_weights_reference(a, w_q, scales):
@@ -92,13 +93,10 @@ def matmul_int8_weights(a, w_q, scales, *, out_dtype=None, transpose_w=False, co
     target = _host.require_tensor_cores("matmul_int8_weights")
     config = config or default_config(m, n, k, target.num_sms)
     tiles = Tiles(n, m, k, config.tile_k, config, target.num_sms)
-    operands = (
-        Operand(w_q.dtype, config.tile_m, config.tile_k, False),
-        Operand(a.dtype, config.tile_n, config.tile_k, False),
-    )
-    plan = Plan(tiles, *operands, identity, out_dtype, target.interpreted)
+    plan = plan_of(tiles, w_q, a, out_dtype, target.interpreted)
     vectors = dict(col_scale=scales.astype(jnp.float32))
-    return product(w_q if transpose_w else w_q.T, a, vectors, plan=plan, params=_host.compiler_params())
+    w_q = w_q if transpose_w else w_q.T
+    return fused_product(kernel, w_q, a, vectors, plan=plan, params=_host.compiler_params())
 
 
 matmul_int8_weights.Config = Config  # `cookbook.matmul_int8_weights` is this function, not its module.

@@ -3,7 +3,7 @@
 
     o[t] = sum over the top_k experts e of token t: weight[t, e] * (silu(x[t] @ gate[e]) * (x[t] @ up[e])) @ down[e]
 
-Shapes: x (..., H), router_logits (..., E), w_gate_up (E, H, 2I): the columns of the gate, then those of the up product,
+Shapes: x (..., H), router_logits (..., E), w_gate_up (E, H, 2I): the columns of the gate, then the up product's,
 w_down (E, I, H), o (..., H). x and the weights are all bfloat16 or all float16; routing is float32.
 
 The products are `ragged_dot`'s; SwiGLU is in the epilogue of the first. `copy_rows` brings the tokens to their experts.
@@ -101,7 +101,7 @@ _top_k.defvjp(_top_k_fwd, _top_k_bwd)
 def _places(experts, num_experts: int):
     """(T, top_k) rows of each token with its `experts`, and the (E,) experts' numbers of rows.
 
-    A row follows those of the experts before, of the blocks of tokens before, and of the tokens before in its block.
+    A row follows all rows of earlier experts, and its expert's rows of earlier tokens: of blocks, and in its block.
     """
     tokens, expert = len(experts), jnp.arange(num_experts, dtype=jnp.int32)
     blocks = -(-tokens // TOKENS)
@@ -192,7 +192,7 @@ def _check(x, router_logits, w_gate_up, w_down, top_k: int, group_offset):
     if w_gate_up.shape != (count, hidden, 2 * inner) or w_down.shape[2] != hidden:
         raise ValueError(
             f"{op}: {w_gate_up.shape=}, {w_down.shape=}; must be (E, {hidden}, 2I) and (E, I, {hidden}), for "
-            f"{x.shape=}: the columns of the gate, then those of the up product"
+            f"{x.shape=}: the columns of the gate, then the up product's"
         )
     if count > experts or (group_offset is None and count != experts):
         raise ValueError(
@@ -220,7 +220,7 @@ def moe(x, router_logits, w_gate_up, w_down, *, top_k, renormalize=True, group_o
     Args:
       x: (..., H); bfloat16 or float16.
       router_logits: (..., E), of a floating dtype.
-      w_gate_up: (E, H, 2I): columns of the gate, then those of the up product; of the dtype of `x`.
+      w_gate_up: (E, H, 2I): columns of the gate, then the up product's; of the dtype of `x`.
       w_down: (E, I, H); of the dtype of `x`.
       top_k: how many experts each token has; among equal logits the first experts win, and -0.0 is below 0.0.
       renormalize: weights are the softmax of the chosen logits; False: that of all logits.

@@ -30,8 +30,7 @@ def check_group_sizes(group_sizes, rows: int, op: str = "ragged_dot"):
         first = beyond[0]
         raise ValueError(
             f"{_host.PACKAGE}.{op}: group_sizes[{first}]={sizes[first]}; the group ends at row {ends[first]} of "
-            f"{rows}: sizes "
-            f"must add up to at most {rows}"
+            f"{rows}: sizes must add up to at most {rows}"
         )
 
 
@@ -75,8 +74,7 @@ def check_shapes(op: str, lhs, rhs, transpose_rhs: bool, unit: int = 1) -> tuple
     if k != k_rhs:
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {lhs.shape=} and {rhs.shape=} ({transpose_rhs=}) share no K: {k} is not {k_rhs}; "
-            "are "
-            "matrices stored the other way round?"
+            "are matrices stored the other way round?"
         )
     if k % unit:
         raise ValueError(
@@ -97,6 +95,5 @@ def check_operands(op: str, lhs, rhs):
         if cols % 8:
             raise ValueError(
                 f"{_host.PACKAGE}.{op}: a row of {name} has {cols} values, {2 * cols} bytes; TMA needs a multiple of "
-                "16 bytes"
-                f": pad it to {-(-cols // 8) * 8} (jnp.pad, one copy of {name})"
+                f"16 bytes: pad it to {-(-cols // 8) * 8} (jnp.pad, one copy of {name})"
             )

@@ -55,7 +55,7 @@ class RaggedProblem:
         ]
 
     def _works(self, config: Config) -> bool:
-        """Whether there is a plan of this configuration, whose tiles the columns of the result more than half fill."""
+        """Whether there is such a plan, and the columns of the result fill more than half of a tile."""
         cols = config.tile_m * config.cluster_m if config.swapped else config.tile_n * config.cluster_n
         if cols >= 2 * max(self.n, 64):
             return False
@@ -137,7 +137,7 @@ class SumsProblem:
 
 
 def _expected_waves(mean: float, deviation: float) -> float:
-    """The expected number of waves of tiles whose number is normally distributed, as multiples of a whole wave."""
+    """The expected number of waves, where the number of tiles is normally distributed, in multiples of a whole wave."""
     full = statistics.NormalDist(mean, deviation)
     lowest, highest = max(1, math.floor(mean - 5 * deviation)), math.ceil(mean + 5 * deviation)
     return lowest + sum(1 - full.cdf(k) for k in range(lowest, highest))
@@ -149,7 +149,7 @@ def _waves(tiles: float, config: Config, num_sms: int) -> float:
 
 
 def _tile_time(config: Config, problem: cost.Problem, c: cost.Constants) -> float:
-    return cost._tile_time(config, problem.flipped if config.swapped else problem, config.tile_n, c)
+    return cost.tile_time(config, problem.flipped if config.swapped else problem, config.tile_n, c)
 
 
 def _doubled(config: Config) -> Config:

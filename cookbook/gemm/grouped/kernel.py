@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `ragged_dot`: that of `gemm/kernel.py` for tiles that are looked up and rows that belong to groups.
+"""The kernel of `ragged_dot`: as in `gemm/kernel.py`, for tiles that are looked up and rows that belong to groups.
 
 Role and barrier tables: `gemm/kernel.py`. Three things differ. Each role looks its tiles up (`plan.py`), and a tile of
 rows of no group has no steps. The matrix is that of the tile's group. And a tile that reaches over the end of its group
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host, _numerics
-from .. import kernel as dense
+from ..kernel import launch, multiply
 from ..plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, Plan, views
 from .plan import Tile, tile_of_block
 
@@ -111,7 +111,7 @@ def send_rows(piece_smem, o_gmem, left):
 
 
 def kernel(a_gmem, b_gmem, table, o_gmem, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem):
-    """The kernel of `product`."""
+    """The kernel of `ragged_dot`."""
     table = plan.tiles.read(table)
     (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, plan.interpreted), plan.b.views(b_smem, plan.interpreted)
     ring = _device.Ring(filled, freed, plan.num_stages)
@@ -123,32 +123,21 @@ def kernel(a_gmem, b_gmem, table, o_gmem, *, plan: Plan, a_smem, b_smem, filled,
     @_device.role(lax.axis_index("role") < COMPUTE, increase_to=COMPUTE_REGISTERS)
     def _():
         def multiply_tile(tile, before):
-            of_tile = functools.partial(dense.multiply, plan, ring, a_smem, b_smem, before, tile.steps)
+            of_tile = functools.partial(multiply, plan, ring, a_smem, b_smem, before, tile.steps)
             return pl.run_scoped(of_tile, plgpu.ACC(plan.compute_tile, jnp.float32))
 
         compute(plan, table, multiply_tile, o_gmem, o_smem)
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "params"))
-def product(a, b, table, *, plan: Plan, params):
-    """`activation(a @ b.T)` of the tiles in `table`, of `a` and `b` as the plan's operands say."""
-    t = plan.tiles
-    shape = (t.n, t.m) if plan.swapped else (t.m, t.n)
-    return launch(kernel, (a, b, table), shape, plan, plan.scratch, params)
+@functools.partial(jax.jit, static_argnames=("kernel", "plan", "params"))
+def product(kernel, a, b, *others, plan: Plan, params):
+    """The array that `kernel`, this file's or a variant, computes of the plan's `a` and `b` and of `others`.
 
-
-def launch(kernel, operands, shape, plan: Plan, scratch: dict, params):
-    """The array of `shape` that `kernel` computes from `operands`, of which the first two are the plan's."""
-    a, b, *others = operands
-    piece = jax.ShapeDtypeStruct((math.prod(plan.store_piece),), jnp.float32)
+    The first of `others` is the table of tiles.
+    """
+    piece, shape = jax.ShapeDtypeStruct((math.prod(plan.store_piece),), jnp.float32), plan.tiles.out_shape
     plan = dataclasses.replace(plan, activation=_numerics.lowerable(plan.activation, piece))
     padded = *shape[:-2], *_host.padded_shape(shape[-2:], (1, 8))  # A row of o is a multiple of 16 bytes for TMA.
-    out = dense.launch(
-        functools.partial(kernel, plan=plan),
-        plan,
-        jax.ShapeDtypeStruct(padded, plan.out_dtype),
-        dict(cluster=plan.tiles.clusters),
-        scratch,
-        params,
-    )(plan.a.pad(a), plan.b.pad(b), *others)
-    return out[tuple(slice(size) for size in shape)]
+    out_type, grid = jax.ShapeDtypeStruct(padded, plan.out_dtype), dict(cluster=plan.tiles.clusters)
+    run = launch(functools.partial(kernel, plan=plan), plan, out_type, grid, plan.scratch, params)
+    return run(plan.a.pad(a), plan.b.pad(b), *others)[tuple(slice(size) for size in shape)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `ragged_dot_fp8`: that of `kernel.py`, with scales of rows, of each matrix's columns, or of blocks.
+"""The kernel of `ragged_dot_fp8`: as in `kernel.py`, with scales of rows, of each matrix's columns, or of blocks.
 
 The kernel gets the scales beside the table of tiles. Tiles begin at any row, so scales of rows are padded by a tile.
 
@@ -18,11 +18,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ... import _device, _host
 from .. import kernel as dense
 from ..plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, Plan
-from .kernel import compute, launch, load
+from .kernel import compute, load
 from .plan import Tile
 
 BLOCK = 128  # Values of K, and columns, that share a scale.
-IN_FLIGHT = 2  # Steps whose products a warpgroup has started before it adds the sums of the first.
+IN_FLIGHT = 2  # Steps that a warpgroup starts to multiply before it adds the sums of the first.
 
 
 def pad_row_scales(scales, plan: Plan):
@@ -56,7 +56,7 @@ def scales_of_columns(plan: Plan, tile: Tile, of_matrices):
 
 
 def scaled_group(plan: Plan, tile: Tile):
-    """The group whose scales the tile reads: the last one's for rows of no group, which are zeros whatever they are."""
+    """The group that the tile reads scales of. Rows of no group are zeros: they read the last group's, and use none."""
     return jnp.minimum(tile.group, plan.tiles.num_groups - 1)
 
 
@@ -81,7 +81,7 @@ def multiply_blocks(plan: Plan, ring: _device.Ring, a_smem, b_smem, of_rows, of_
     """The sums over all steps of a step's sums, one block of K, times its scales.
 
     The tensor cores add fp8 products with fewer bits than float32 has. Here they add 128 of them, and this warpgroup
-    adds these sums in float32. Meanwhile they multiply the next step, whose accumulator is another, or the other
+    adds these sums in float32. Meanwhile they multiply the next step, into another accumulator, or the other
     warpgroup's.
     """
     steps, (rows, cols), role = pl.cdiv(plan.tiles.k, plan.tiles.tile_k), plan.compute_tile, lax.axis_index("role")
@@ -96,7 +96,7 @@ def multiply_blocks(plan: Plan, ring: _device.Ring, a_smem, b_smem, of_rows, of_
         ]
 
     def some_steps(first, count: int, sums, mine):
-        """`sums` and those of `count` steps, whose products are all started first; and the scales of the next steps."""
+        """`sums` plus the sums of `count` steps, all started before the first is added; and the next steps' scales."""
 
         def products(*accs):
             for i, acc in enumerate(accs):
@@ -124,7 +124,7 @@ def multiply_blocks(plan: Plan, ring: _device.Ring, a_smem, b_smem, of_rows, of_
 
 
 def kernel(a_gmem, b_gmem, table, of_rows, of_matrices, o_gmem, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem):
-    """The kernel of `scaled_product`."""
+    """The kernel of `ragged_dot_fp8`."""
     table, by_block = plan.tiles.read(table), len(of_matrices.shape) == 3
     (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, plan.interpreted), plan.b.views(b_smem, plan.interpreted)
     ring = _device.Ring(filled, freed, plan.num_stages)
@@ -142,14 +142,3 @@ def kernel(a_gmem, b_gmem, table, of_rows, of_matrices, o_gmem, *, plan: Plan, a
             return pl.run_scoped(functools.partial(multiply, *of_tile), plgpu.ACC(plan.compute_tile, jnp.float32))
 
         compute(plan, table, multiply_tile, o_gmem, o_smem)
-
-
-@functools.partial(jax.jit, static_argnames=("plan", "params"))
-def scaled_product(a, b, table, of_rows, of_matrices, *, plan: Plan, params):
-    """`a @ b.T`, scaled, of the tiles in `table`. Scales are as `pad_row_scales` and `pad_column_scales` give them.
-
-    Scales of blocks of the matrices are (G, blocks of columns, blocks of K).
-    """
-    t = plan.tiles
-    shape = (t.n, t.m) if plan.swapped else (t.m, t.n)
-    return launch(kernel, (a, b, table, of_rows, of_matrices), shape, plan, plan.scratch, params)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SwiGLU in the epilogue of a grouped product: the matrices hold the columns of the gate, then those of the up product.
+"""SwiGLU in the epilogue of a grouped product: matrices hold the columns of the gate, then the up product's.
 
     o = silu(a @ gate) * (a @ up)
 
 A tile of o takes two tiles of the same matrix, one from column j and one from N + j. Both lie in a slot of the ring
 beside the tile of rows; a compute warpgroup has an accumulator for each, so that a value of the gate and its partner
-are in registers of the same thread. A tile of o thus has at most half as many values as that of a plain product.
+are in registers of the same thread. So a tile of o has at most half as many values as in a plain product.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device
 from ..plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, Plan
-from .kernel import compute, launch, load
+from .kernel import compute, load
 
 
 def swiglu(both):
@@ -46,7 +46,7 @@ def gated(plan: Plan) -> Plan:
 
 
 def multiply(plan: Plan, ring: _device.Ring, a_smem, b_smem, before, steps, *accs):
-    """As `multiply` of `gemm/kernel.py`, for a tile of o, whose gate and up product have an accumulator each."""
+    """As `multiply` of `gemm/kernel.py`, for a tile of o: the gate and the up product have an accumulator each."""
     (rows, cols), role = plan.compute_tile, lax.axis_index("role")
 
     def parts(operand, smem, size):
@@ -71,7 +71,7 @@ def multiply(plan: Plan, ring: _device.Ring, a_smem, b_smem, before, steps, *acc
 
 
 def kernel(a_gmem, b_gmem, table, o_gmem, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem):
-    """The kernel of `gated_product`."""
+    """The kernel of `ragged_dot` with SwiGLU."""
     table = plan.tiles.read(table)
     (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, plan.interpreted), plan.b.views(b_smem, plan.interpreted)
     ring = _device.Ring(filled, freed, plan.num_stages)
@@ -87,11 +87,3 @@ def kernel(a_gmem, b_gmem, table, o_gmem, *, plan: Plan, a_smem, b_smem, filled,
             return pl.run_scoped(of_tile, plgpu.ACC(plan.compute_tile), plgpu.ACC(plan.compute_tile))
 
         compute(plan, table, multiply_tile, o_gmem, o_smem)
-
-
-@functools.partial(jax.jit, static_argnames=("plan", "params"))
-def gated_product(a, b, table, *, plan: Plan, params):
-    """`swiglu(a @ b.T)` of the tiles in `table`, of `a` and `b` as the plan's operands say."""
-    t = plan.tiles
-    shape = (t.n, t.m) if plan.swapped else (t.m, t.n)
-    return launch(kernel, (a, b, table), shape, plan, plan.scratch, params)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `ragged_dot_int8_weights`: that of `kernel.py`, with weights that become 16-bit in registers.
+"""The kernel of `ragged_dot_int8_weights`: as in `kernel.py`, with weights that become 16-bit in registers.
 
 The weights are the operand `a`, and lhs is the operand `b`. A compute warpgroup multiplies a step of weights with
 `multiply` of `dense/kernel_int8_weights.py`.
@@ -7,22 +7,21 @@ The weights are the operand `a`, and lhs is the operand `b`. A compute warpgroup
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device
-from ..dense.kernel_int8_weights import multiply, scratch_of
+from ..dense.kernel_int8_weights import multiply
 from ..plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, Plan
-from .kernel import compute, launch, load
+from .kernel import compute, load
 from .kernel_fp8 import scales_of_columns, spread
 
 
 def kernel(w_gmem, lhs_gmem, table, scales, o_gmem, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem,
            wide_smem=None):  # fmt: skip
-    """The kernel of `product`."""
+    """The kernel of `ragged_dot_int8_weights`."""
     table = plan.tiles.read(table)
     (w_smem, w_tma), (lhs_smem, lhs_tma) = (
         plan.a.views(a_smem, plan.interpreted),
@@ -47,10 +46,3 @@ def kernel(w_gmem, lhs_gmem, table, scales, o_gmem, *, plan: Plan, a_smem, b_sme
             return lax.cond(tile.steps > 0, some, none)  # Rows of no group have no steps.
 
         compute(plan, table, multiply_tile, o_gmem, o_smem)
-
-
-@functools.partial(jax.jit, static_argnames=("plan", "params"))
-def product(w_q, lhs, table, scales, *, plan: Plan, params):
-    """`lhs @ w_q.T * scales` of the tiles in `table`; scales are as `pad_column_scales` gives them."""
-    shape = plan.tiles.n, plan.tiles.m
-    return launch(kernel, (w_q, lhs, table, scales), shape, plan, scratch_of(plan), params)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `ragged_dot_transposed`: that of `gemm/kernel.py`, each tile a sum along the rows of one group.
+"""The kernel of `ragged_dot_transposed`: as in `gemm/kernel.py`, but each tile is a sum along the rows of one group.
 
 Role and barrier tables: `gemm/kernel.py`, with one barrier more:
 
@@ -21,7 +21,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ... import _device
 from ..kernel import store
 from ..plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, Operand, Plan
-from .kernel import launch
 from .plan import Tile, aligned, tile_of_block
 from .tables import Table
 
@@ -94,7 +93,7 @@ def multiply(plan: Plan, ring: _device.Ring, a_smem, b_smem, masked, tile: Tile,
 
 
 def kernel(a_gmem, b_gmem, table, o_gmem, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem, masked):
-    """The kernel of `product`."""
+    """The kernel of `ragged_dot_transposed`."""
     (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, plan.interpreted), plan.b.views(b_smem, plan.interpreted)
     ring = _device.Ring(filled, freed, plan.num_stages)
 
@@ -114,10 +113,3 @@ def kernel(a_gmem, b_gmem, table, o_gmem, *, plan: Plan, a_smem, b_smem, filled,
 
         lax.fori_loop(0, plan.tiles.num_tiles(lax.axis_index("cluster")), compute_tile, 0)
         plgpu.wait_smem_to_gmem(0)
-
-
-@functools.partial(jax.jit, static_argnames=("plan", "params"))
-def product(a, b, table, *, plan: Plan, params):
-    """(G, M, N): the product of each group's rows of `a`, transposed, and of `b`, of the tiles in `table`."""
-    shape, masked = (plan.tiles.num_groups, plan.tiles.m, plan.tiles.n), plgpu.Barrier(num_arrivals=COMPUTE)
-    return launch(kernel, (a, b, table), shape, plan, plan.scratch | dict(masked=masked), params)

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device
 from ..kernel import identity
-from ..plan import STEP_BYTES, Config, Operand, Plan, Tiles, is_cut, resident
+from ..plan import COMPUTE, STEP_BYTES, Config, Operand, Plan, Tiles, is_cut, resident
 from .tables import SCANNED_MAX, Scan, Table, bounds, row_entries, row_table
 
 
@@ -39,7 +39,7 @@ class RowTiles(Tiles):
 
     @property
     def rows(self) -> tuple[int, int]:
-        """All rows, and those of an entry of the table."""
+        """How many rows there are, and how many an entry of the table has."""
         return (self.m, self.n)[self.axis], self.cluster_tile[self.axis]
 
     @property
@@ -48,6 +48,10 @@ class RowTiles(Tiles):
         grid, (m, tile) = list(super().grid), self.rows
         grid[self.axis] = row_entries(m, self.num_groups, tile)
         return tuple(grid)
+
+    @property
+    def out_shape(self) -> tuple[int, int]:
+        return (self.m, self.n)[:: -1 if self.axis else 1]
 
     @property
     def across(self) -> int:
@@ -95,6 +99,10 @@ class SumTiles(Tiles):
     """
 
     num_groups: int = 1
+
+    @property
+    def out_shape(self) -> tuple[int, int, int]:
+        return self.num_groups, self.m, self.n
 
     @property
     def clusters(self) -> int:
@@ -188,4 +196,5 @@ def sum_plan(m, n, rows, num_groups, dtype, out_dtype, config: Config, num_sms=1
             raise ValueError(f"tile_{name}={tile} leaves a warpgroup {mine} of {size} columns: must be {rule}")
         operands.append(Operand(dtype, tile, tile_k, True, cut))
     tiles = SumTiles(m, n, rows, tile_k, c, num_sms, num_groups=num_groups)
-    return Plan(tiles, *operands, identity, jnp.dtype(out_dtype), interpreted)
+    masked = ("masked", plgpu.Barrier(num_arrivals=COMPUTE))
+    return Plan(tiles, *operands, identity, jnp.dtype(out_dtype), interpreted, (masked,))

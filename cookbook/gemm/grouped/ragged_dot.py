@@ -35,8 +35,9 @@ from .. import differentiable
 from ..kernel import identity
 from ..plan import Config
 from . import arguments, cost
-from .kernel import product
-from .kernel_gated import gated, gated_product, swiglu
+from .kernel import kernel, product
+from .kernel_gated import gated, swiglu
+from .kernel_gated import kernel as gated_kernel
 from .plan import row_plan
 from .ragged_dot_transposed import sums
 from .tables import bounds
@@ -108,8 +109,8 @@ def _forward(lhs, rhs, group_sizes, group_offset, options: Options):
     operands = (lhs, rhs)[:: -1 if config.swapped else 1]
     params = _host.compiler_params(approx_math=options.activation is not identity and options.out_dtype.itemsize == 2)
     if options.is_gated:
-        return gated_product(*operands, table, plan=gated(plan), params=params)
-    return product(*operands, table, plan=plan, params=params)
+        return product(gated_kernel, *operands, table, plan=gated(plan), params=params)
+    return product(kernel, *operands, table, plan=plan, params=params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -180,14 +181,14 @@ def ragged_dot(
         are not traced are waited for and checked. Traced ones below 0 count as 0, and what goes beyond M is cut off
         (`cookbook.ragged_dot.check_group_sizes` finds both).
       group_offset: None; or an integer, which may be traced, or an array of one: the group that rhs begins with.
-        group_sizes then has sizes of all groups, also of those that rhs has no matrix of, whose rows are zeros.
+        group_sizes then has the sizes of all groups. Rows of groups without a matrix in rhs are zeros.
         Matrices that begin before the first group, or reach beyond the last one, have no rows there.
       transpose_rhs: matrices are given transposed, and are read as they lie.
       activation: "swiglu": rhs has 2N columns, and the result is silu of the first N times the others (N a multiple
         of 8, unless rhs is transposed); or "relu", "gelu" (the tanh form), "silu", an element-wise function, or None.
       precision: as `jax.lax.ragged_dot` takes it; every `jax.lax.Precision` means the same for values of 16 bits.
       preferred_element_type: bfloat16, float16 or float32, the dtype of the result; None for the dtype of `lhs`.
-      config: tiles, stages, cluster and order; None for those of the least predicted time.
+      config: tiles, stages, cluster and order; None for the fastest predicted ones.
 
     Returns:
       (M, N); the activation of zeros, which is zero for those with a name, in rows that belong to no group of rhs.

@@ -12,8 +12,8 @@ multiples of 16 values along K. Scales are of one of two kinds:
                         lhs, and for each square of 128 of a matrix; with a plain rhs (G, K / 128, N / 128)
 
 Role and barrier tables: `kernel.py`; tiles: `plan.py`; scales: `kernel_fp8.py`. A step is 128 values of K, a block:
-its sums are scaled and added to those of the steps before in float32 registers, so that a tile has at most 128x128
-values, half of those of a plain product.
+its sums are scaled and added to the earlier steps' sums in float32 registers, so a tile has at most 128x128 values,
+half as many as in a plain product.
 
 Bound by: the tensor cores; with scales by block also the additions, which take a quarter of the products' time. They
 overlap with the products of the warpgroup's next step and of the other warpgroup.
@@ -32,8 +32,10 @@ from ... import _host
 from ..kernel import identity
 from ..plan import Config
 from . import arguments, cost
-from .kernel_fp8 import BLOCK, IN_FLIGHT, pad_column_scales, pad_row_scales, scaled_product
+from .kernel import product
+from .kernel_fp8 import BLOCK, IN_FLIGHT, kernel, pad_column_scales, pad_row_scales
 from .plan import row_plan
+from .ragged_dot import flops as flops
 from .ragged_dot import ragged_dot_reference
 
 DTYPE, UNIT = jnp.dtype(jnp.float8_e4m3fn), 16  # Values of a row along K: TMA's 16 bytes.
@@ -86,9 +88,8 @@ def _check(op: str, lhs, rhs, scale_lhs, scale_rhs, transpose_rhs: bool):
     ):  # fmt: skip
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {scale_lhs.shape=}, {scale_rhs.shape=}; must be floats: ({m},) and "
-            f"{(rhs.shape[0], n)}, "
-            f"one for each row and column, or {(m, blocks[1])} and {rhs.shape[:1] + blocks} (the last two exchanged if "
-            "rhs is not transposed), one for each block of 128"
+            f"{(rhs.shape[0], n)}, one for each row and column, or {(m, blocks[1])} and {rhs.shape[:1] + blocks} (the "
+            "last two exchanged if rhs is not transposed), one for each block of 128"
         )
     return (m, n, k), by_block
 
@@ -106,11 +107,11 @@ def ragged_dot_fp8(
       rhs: (G, K, N), which costs a copy, or (G, N, K) with `transpose_rhs`; float8_e4m3fn.
       scale_lhs: (M,) or (M, 1), one for each row; or (M, K / 128, rounded up), one for each 128 values of it.
       scale_rhs: (G, N), one for each column; or (G, N / 128, K / 128), both rounded up, one for each square of 128,
-        which lie as those of rhs do: (G, K / 128, N / 128) if rhs is (G, K, N).
+        which lie as rhs does: (G, K / 128, N / 128) if rhs is (G, K, N).
       group_sizes, group_offset: as `cookbook.ragged_dot` takes them.
       transpose_rhs: matrices are given transposed, and are read as they lie.
       out_dtype: bfloat16, float16 or float32.
-      config: tiles, stages, cluster and order; None for those of the least predicted time.
+      config: tiles, stages, cluster and order; None for the fastest predicted ones.
 
     Returns:
       (M, N) of `out_dtype`; zeros in rows that belong to no group of rhs.
@@ -149,15 +150,10 @@ def ragged_dot_fp8(
     of_rows = pad_row_scales(scale_lhs.reshape(m, -1), plan)
     of_matrices = scale_rhs.astype(jnp.float32) if by_block else pad_column_scales(scale_rhs, plan)
     operands = (lhs, rhs)[:: -1 if config.swapped else 1]
-    return scaled_product(*operands, table, of_rows, of_matrices, plan=plan, params=_host.compiler_params())
+    return product(kernel, *operands, table, of_rows, of_matrices, plan=plan, params=_host.compiler_params())
 
 
 ragged_dot_fp8.Config = Config  # `cookbook.ragged_dot_fp8` is this function, not its module.
-
-
-def flops(m: int, n: int, k: int) -> int:
-    """Operations for `m` rows that belong to groups."""
-    return 2 * m * n * k
 
 
 def bytes_moved(m: int, n: int, k: int, num_groups: int, itemsize: int = 2) -> int:

@@ -23,13 +23,14 @@ import jax.numpy as jnp
 from ... import _host
 from .. import cost
 from ..dense import cost_int8_weights
-from ..dense.kernel_int8_weights import Config
-from ..kernel import identity
-from ..plan import Operand, Plan, resident
+from ..dense.kernel_int8_weights import Config, plan_of
+from ..plan import resident
 from . import arguments
+from .kernel import product
 from .kernel_fp8 import pad_column_scales
-from .kernel_int8_weights import product
+from .kernel_int8_weights import kernel
 from .plan import RowTiles
+from .ragged_dot import flops as flops
 from .ragged_dot import ragged_dot_reference
 
 
@@ -51,7 +52,7 @@ def ranked(m: int, n: int, k: int, num_groups: int, count: int, num_sms: int = 1
     rows = -(-m // with_rows)
 
     def predict(c: Config) -> float:
-        """Microseconds: those of the product of a group alike, as often as its tiles fit into the waves of all."""
+        """Microseconds: the time of one group's product, as often as its tiles fit into the waves of all."""
         tiles = with_rows * max(1.0, rows / c.tile_n + 0.5) * -(-n // (c.tile_m * c.cluster_m))
         waves = max(1.0, tiles / resident(num_sms, c.cluster_m) + 0.5)
         one = cost_int8_weights.predict(c, c.tile_n, c.tile_m * c.cluster_m, k, num_sms) - cost.H200.start
@@ -91,7 +92,7 @@ def ragged_dot_int8_weights(
       group_sizes, group_offset: as `cookbook.ragged_dot` takes them.
       transpose_rhs: matrices are given transposed, and are read as they lie.
       out_dtype: bfloat16 or float16; None for the dtype of `lhs`.
-      config: tiles, stages, cluster and order; None for those of the least predicted time.
+      config: tiles, stages, cluster and order; None for the fastest predicted ones.
 
     Returns:
       (M, N) of `out_dtype`, from float32 sums, rounded once; zeros in rows that belong to no group of rhs.
@@ -121,21 +122,13 @@ def ragged_dot_int8_weights(
     target = _host.require_tensor_cores(op)
     config = config or default_config(m, n, k, num_groups, target.num_sms)
     tiles = RowTiles(n, m, k, config.tile_k, config, target.num_sms, num_groups=num_groups, axis=1)
-    operands = (
-        Operand(rhs.dtype, config.tile_m, config.tile_k, False, stacked=True),
-        Operand(lhs.dtype, config.tile_n, config.tile_k, False),
-    )
-    plan = Plan(tiles, *operands, identity, out_dtype, target.interpreted)
+    plan = plan_of(tiles, rhs, lhs, out_dtype, target.interpreted, stacked=True)
     table, scales = tiles.table_of(group_sizes, group_offset), pad_column_scales(scales, plan)
-    return product(rhs if transpose_rhs else rhs.mT, lhs, table, scales, plan=plan, params=_host.compiler_params())
+    rhs = rhs if transpose_rhs else rhs.mT
+    return product(kernel, rhs, lhs, table, scales, plan=plan, params=_host.compiler_params())
 
 
 ragged_dot_int8_weights.Config = Config  # `cookbook.ragged_dot_int8_weights` is this function, not its module.
-
-
-def flops(m: int, n: int, k: int) -> int:
-    """Operations for `m` rows that belong to groups."""
-    return 2 * m * n * k
 
 
 def bytes_moved(m: int, n: int, k: int, num_groups: int, itemsize: int = 2) -> int:

@@ -22,7 +22,8 @@ from jax import lax
 from ... import _host
 from ..plan import Config
 from . import arguments, cost
-from .kernel_transposed import product
+from .kernel import product
+from .kernel_transposed import kernel
 from .plan import sum_plan
 from .tables import bounds, sum_table
 
@@ -50,7 +51,7 @@ def problem(m, k, n, num_groups, dtype=jnp.bfloat16, out_dtype=None, num_sms=132
 
 
 def sums(lhs, rhs, group_sizes, group_offset, count: int, out_dtype, config: Config | None = None):
-    """`ragged_dot_transposed` of `count` groups from `group_offset` on, whose arguments are known to be right."""
+    """`ragged_dot_transposed` of `count` groups from `group_offset` on. Its arguments have been checked."""
     op, (m, k), n = "ragged_dot_transposed", lhs.shape, rhs.shape[1]
     if 0 in (m, k, n, count):
         return jnp.zeros((count, k, n), out_dtype)
@@ -58,7 +59,7 @@ def sums(lhs, rhs, group_sizes, group_offset, count: int, out_dtype, config: Con
     config = config or default_config(m, k, n, count, lhs.dtype, out_dtype, target.num_sms)
     plan = sum_plan(k, n, m, count, lhs.dtype, out_dtype, config, target.num_sms, target.interpreted)
     table = sum_table(*bounds(group_sizes, m, group_offset, count))
-    return product(lhs, rhs, table, plan=plan, params=_host.compiler_params())
+    return product(kernel, lhs, rhs, table, plan=plan, params=_host.compiler_params())
 
 
 def ragged_dot_transposed(
@@ -75,7 +76,7 @@ def ragged_dot_transposed(
       group_sizes: (G,) integers, as `cookbook.ragged_dot` takes them.
       group_offset, num_groups: compute `num_groups` groups alone, from this one on.
       preferred_element_type: bfloat16, float16 or float32, the dtype of the result; None for the dtype of `lhs`.
-      config: tiles, stages, cluster and order; None for those of the least predicted time.
+      config: tiles, stages, cluster and order; None for the fastest predicted ones.
 
     Returns:
       (G, K, N), or (num_groups, K, N); zeros for groups without a row.

@@ -106,7 +106,7 @@ def row_entries(m: int, num_groups: int, tile: int) -> int:
 
 
 def row_table(starts, ends, m: int, tile: int) -> Table:
-    """An entry for each `tile` rows of each group, and then for those of the rows before and after all groups."""
+    """An entry for each `tile` rows of each group, and then for the rows before and after all groups."""
     num_groups = starts.size
     starts, ends = (
         jnp.concatenate([x, jnp.stack(rest)])

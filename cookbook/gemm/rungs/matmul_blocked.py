@@ -46,7 +46,7 @@ from ... import _device, _host
 LANES_M, LANES_N, WARPS = 4, 8, 4  # A warp's threads stand 4 x 8 on the tile, a warpgroup's warps one above the other.
 ROWS = LANES_M * WARPS  # A thread has every ROWS-th row of the tile.
 LOAD_BYTES = 16  # The widest load from shared memory.
-TILE_MAX = 128 * 128  # Values of o a block: 128 registers of each thread. More spill.
+TILE_MAX = 128 * 128  # Values of o per block: 128 registers of each thread. More spill.
 
 
 def matmul_blocked_reference(a, b):
@@ -56,9 +56,9 @@ def matmul_blocked_reference(a, b):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    tile_m: int = 128  # Rows of o a block. Larger tiles read a and b fewer times, and take more registers.
-    tile_n: int = 128  # Columns of o a block.
-    tile_k: int = 16  # Steps of K a slot, unrolled. Fewer wait more often; more cost seconds of compile time.
+    tile_m: int = 128  # Rows of o per block. Larger tiles read a and b fewer times, and take more registers.
+    tile_n: int = 128  # Columns of o per block.
+    tile_k: int = 16  # Steps of K per slot, unrolled. Fewer wait more often; more cost seconds of compile time.
     num_stages: int = 4  # Slots of the ring. Four take the room of a float32 tile of o, which follows them.
     grid_tile_width: int = 16  # Tiles across the snake in which o is visited, for the L2 cache.
 

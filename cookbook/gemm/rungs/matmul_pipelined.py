@@ -48,9 +48,9 @@ def matmul_reference(a, b, activation=None):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    tile_m: int = 128  # Rows of o a block. WGMMA takes 64 at a time.
-    tile_n: int = 128  # Columns of o a block. The accumulator takes tile_m * tile_n / 128 registers of each thread.
-    tile_k: int = 64  # Steps of K a slot: 64 values of 16 bits are the 128 bytes of the widest swizzle.
+    tile_m: int = 128  # Rows of o per block. WGMMA takes 64 at a time.
+    tile_n: int = 128  # Columns of o per block. The accumulator takes tile_m * tile_n / 128 registers of each thread.
+    tile_k: int = 64  # Steps of K per slot: 64 values of 16 bits are the 128 bytes of the widest swizzle.
     num_stages: int = 3  # Slots of the ring. Three let two blocks share an SM with tiles of 128 x 128.
     delay_release: int = 1  # Steps that a slot is kept after its WGMMA was issued, and WGMMAs left running.
     grid_minor_dim: int = 0  # The dimension of the tile grid along which the snake runs: 0 for M, 1 for N.

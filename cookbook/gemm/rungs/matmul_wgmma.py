@@ -42,7 +42,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ... import _device, _host
 
 IN_FLIGHT = 1  # WGMMAs left running while the next is started, so that the tensor cores do not idle between two.
-TILE_MAX = 128 * 192  # Elements of o a block: 192 registers of each thread, 219 of 255 in all. 128 * 256 spills.
+TILE_MAX = 128 * 192  # Elements of o per block: 192 registers of each thread, 219 of 255 in all. 128 * 256 spills.
 
 
 def matmul_wgmma_reference(a, b, *, transpose_a=False, transpose_b=False):
@@ -53,9 +53,9 @@ def matmul_wgmma_reference(a, b, *, transpose_a=False, transpose_b=False):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    tile_m: int = 128  # Rows of o a block. WGMMA takes 64 at a time.
-    tile_n: int = 128  # Columns of o a block. Larger tiles read a and b fewer times, and take more registers.
-    tile_k: int = 64  # Steps of K a slot: 64 values of 16 bits are the 128 bytes of the widest swizzle.
+    tile_m: int = 128  # Rows of o per block. WGMMA takes 64 at a time.
+    tile_n: int = 128  # Columns of o per block. Larger tiles read a and b fewer times, and take more registers.
+    tile_k: int = 64  # Steps of K per slot: 64 values of 16 bits are the 128 bytes of the widest swizzle.
     num_stages: int = 3  # Slots of the ring. More hide more latency; three let two blocks share an SM.
 
     def __post_init__(self):
