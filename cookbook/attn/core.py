@@ -328,8 +328,10 @@ class Shared:
     frees_early: bool  # Whether queries are done with before out is stored.
 
     @classmethod
-    def of(cls, problem: Problem, c: BlockConfig, *, q_smem, k_smem, v_smem, q_filled, k_filled, v_filled, q_freed,
-           k_freed, v_freed, turn, o_smem=None):  # fmt: skip
+    def of(
+        cls, c: BlockConfig, *, q_smem, k_smem, v_smem, q_filled, k_filled, v_filled, q_freed, k_freed, v_freed, turn,
+        o_smem=None,
+    ):  # fmt: skip
         # A RefUnion is a row of bytes until it is unpacked.
         both = lambda smem: tuple(smem) if len(smem.shape) == 1 else (smem, smem)
         (q, q_tma), (k, k_tma), (v, *v_views) = map(both, (q_smem, k_smem, v_smem))

@@ -53,7 +53,7 @@ def scratch(plan: Plan) -> dict:
 
 def _kernel(table, q_gmem, k_gmem, v_gmem, masks, sinks, out_gmem, lse_gmem, *, plan: Plan, **smem):
     role, wgs = lax.axis_index("role"), plan.config.compute_wgs
-    shared = Shared.of(plan.problem, plan.config, **smem)
+    shared = Shared.of(plan.config, **smem)
     memory_registers, compute_registers = REGISTERS[wgs]
 
     @_device.role(role == wgs, decrease_to=memory_registers)

@@ -67,7 +67,7 @@ def _kernel(
     table, num_tiles, block_tables, sinks, q_gmem, k_gmem, v_gmem, out_gmem, lse_gmem, *, plan: Plan, v_landed, **smem
 ):  # fmt: skip
     role, wgs = lax.axis_index("role"), plan.config.compute_wgs
-    shared = Shared.of(plan.problem, plan.config, **smem)
+    shared = Shared.of(plan.config, **smem)
     needs_more = plan.pages or plan.problem.head_dim > 128
     memory_registers, compute_registers = (REGISTERS_MEMORY if needs_more else REGISTERS)[wgs]
 

@@ -49,7 +49,7 @@ def _kernel(
     plan: Plan, narrow_smem, landed, **smem,
 ):  # fmt: skip
     role, wgs = lax.axis_index("role"), plan.config.compute_wgs
-    shared = Shared.of(plan.problem, plan.config, **smem)
+    shared = Shared.of(plan.config, **smem)
     memory_registers, compute_registers = REGISTERS[wgs]
 
     @_device.role(role == wgs, decrease_to=memory_registers)
