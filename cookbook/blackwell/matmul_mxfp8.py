@@ -27,7 +27,7 @@ from jax import lax
 
 from .. import _host, _numerics
 from ..gemm.dense.matmul import flops as flops
-from ..gemm.kernel import identity
+from ..gemm.plan import identity
 from . import cost
 from .kernel import product
 from .plan import BLOCK, LANES, SCALES, Config, plan_of

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _host, _numerics
-from .kernel import identity
+from .plan import identity
 
 
 @dataclasses.dataclass(frozen=True)

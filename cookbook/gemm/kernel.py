@@ -35,12 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host, _numerics
-from .plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, Plan, views
-
-
-def identity(x):
-    """No activation."""
-    return x
+from .plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, Plan, identity, views
 
 
 def load(plan: Plan, ring: _device.Ring, a_gmem, b_gmem, a_smem, b_smem):

@@ -31,6 +31,11 @@ STAGES_MAX = 12  # More slots than this hide no more latency.
 RESIDENT = 132, 66, 39, 30, 22, 17, 15, 15  # Clusters of 1 to 8 blocks that an H200 runs at a time, as CUDA says.
 
 
+def identity(x):
+    """No activation."""
+    return x
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """How a product is cut up. With `swapped`, all other fields describe the transposed product."""
@@ -282,7 +287,7 @@ class Plan:
     activation: Callable  # Element-wise, of sums in registers.
     out_dtype: jnp.dtype
     interpreted: bool
-    others: tuple[tuple[str, Any], ...] = ()  # Scratch that this kernel has besides, by name.
+    others: tuple[tuple[str, Any], ...] = ()  # Scratch that this kernel has besides, unpriced.
 
     @property
     def config(self) -> Config:
@@ -379,7 +384,7 @@ class Plan:
             swizzle = max(size for size in (32, 64, 128) if 4 * cols % size == 0)
             scratch["sums_smem"] = swizzled((COMPUTE, c.split_k, rows, cols), jnp.float32, None, swizzle, interpreted)
             scratch["summed"] = plgpu.Barrier(num_arrivals=c.split_k - 1, num_barriers=COMPUTE)
-        return scratch | dict(self.others)
+        return scratch
 
     @property
     def axis_m(self) -> str | None:
@@ -409,7 +414,7 @@ class Plan:
 
     @property
     def scratch(self) -> dict:
-        return self._scratch(self.num_stages)
+        return self._scratch(self.num_stages) | dict(self.others)
 
     def num_tiles(self):
         """How many tiles this block computes."""

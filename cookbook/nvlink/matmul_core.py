@@ -14,9 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _device, _host
 from ..gemm import cost
 from ..gemm.grouped.arguments import check_operands
-from ..gemm.kernel import identity
 from ..gemm.plan import Config as PlainConfig
-from ..gemm.plan import Plan, Tiles
+from ..gemm.plan import Plan, Tiles, identity
 from ..gemm.plan import plan_of as plain_plan_of
 from . import core
 

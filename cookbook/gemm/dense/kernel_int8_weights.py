@@ -17,8 +17,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device
-from ..kernel import compute, identity, load
-from ..plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, STEP_BYTES, Operand, Plan, Tiles, swizzled
+from ..kernel import compute, load
+from ..plan import (
+    COMPUTE,
+    COMPUTE_REGISTERS,
+    MEMORY,
+    MEMORY_REGISTERS,
+    STEP_BYTES,
+    Operand,
+    Plan,
+    Tiles,
+    identity,
+    swizzled,
+)
 from ..plan import Config as PlainConfig
 
 UNIT = 64  # Values of a row of a that are swizzled together: 128 bytes.

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 
 from ... import _host
 from .. import cost
-from ..kernel import fused_product, identity, kernel
-from ..plan import Config, plan_of
+from ..kernel import fused_product, kernel
+from ..plan import Config, identity, plan_of
 
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 UNIT = 16  # Values of a row along K: TMA's 16 bytes.

@@ -16,10 +16,8 @@ import statistics
 import jax.numpy as jnp
 
 from .. import cost
-from ..kernel import identity
-from ..plan import Config, resident
-from .kernel_gated import gated
-from .plan import row_plan, sum_plan
+from ..plan import Config, identity, resident
+from .plan import gated, row_plan, sum_plan
 
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
 # Fitted to times of many configurations of random products; so far not checked on others.

@@ -8,7 +8,6 @@ beside the tile of rows; a compute warpgroup has an accumulator for each, so tha
 are in registers of the same thread. So a tile of o has at most half as many values as in a plain product.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -25,24 +24,6 @@ def swiglu(both):
     """(M, N) silu(gate) * up of (M, 2N) values, which hold the gate, then the up product."""
     gate, up = lax.split(both, [both.shape[1] // 2] * 2, axis=1)
     return jax.nn.silu(gate) * up
-
-
-def gated(plan: Plan) -> Plan:
-    """`plan`, of a product with N columns, for matrices of 2N columns.
-
-    Raises:
-      ValueError: a warpgroup has too few registers for both accumulators.
-    """
-    rows, cols = plan.compute_tile
-    c, t = plan.config, plan.tiles
-    if rows * cols > 64 * 128:
-        raise ValueError(
-            f"{c.tile_m=} x {c.tile_n=} with activation='swiglu': at most 64 x 128 values of o for each of two "
-            "warpgroups, which accumulate the gate and the up product apart"
-        )
-    if c.swapped:
-        return dataclasses.replace(plan, a=dataclasses.replace(plan.a, partner=t.m))
-    return dataclasses.replace(plan, b=dataclasses.replace(plan.b, partner=t.n))
 
 
 def multiply(plan: Plan, ring: _device.Ring, a_smem, b_smem, before, steps, *accs):

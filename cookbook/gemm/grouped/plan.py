@@ -14,8 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device
-from ..kernel import identity
-from ..plan import COMPUTE, STEP_BYTES, Config, Operand, Plan, Tiles, is_cut, resident
+from ..plan import COMPUTE, STEP_BYTES, Config, Operand, Plan, Tiles, identity, is_cut, resident
 from .tables import SCANNED_MAX, Scan, Table, bounds, row_entries, row_table
 
 
@@ -177,6 +176,24 @@ def row_plan(m, n, k, num_groups, dtype, transpose_rhs, activation, out_dtype, c
             "narrower pieces begins where TMA can read none"
         )
     return plan
+
+
+def gated(plan: Plan) -> Plan:
+    """`plan`, of a product with N columns, for matrices of 2N columns: the gate's and the up product's (SwiGLU).
+
+    Raises:
+      ValueError: a warpgroup has too few registers for both accumulators.
+    """
+    rows, cols = plan.compute_tile
+    c, t = plan.config, plan.tiles
+    if rows * cols > 64 * 128:
+        raise ValueError(
+            f"{c.tile_m=} x {c.tile_n=} with activation='swiglu': at most 64 x 128 values of o for each of two "
+            "warpgroups, which accumulate the gate and the up product apart"
+        )
+    if c.swapped:
+        return dataclasses.replace(plan, a=dataclasses.replace(plan.a, partner=t.m))
+    return dataclasses.replace(plan, b=dataclasses.replace(plan.b, partner=t.n))
 
 
 def sum_plan(m, n, rows, num_groups, dtype, out_dtype, config: Config, num_sms=132, interpreted=False) -> Plan:

@@ -32,13 +32,12 @@ from jax import lax
 
 from ... import _host, _numerics
 from .. import differentiable
-from ..kernel import identity
-from ..plan import Config
+from ..plan import Config, identity
 from . import arguments, cost
 from .kernel import kernel, product
-from .kernel_gated import gated, swiglu
 from .kernel_gated import kernel as gated_kernel
-from .plan import row_plan
+from .kernel_gated import swiglu
+from .plan import gated, row_plan
 from .ragged_dot_transposed import sums
 from .tables import bounds
 

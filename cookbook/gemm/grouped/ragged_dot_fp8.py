@@ -29,8 +29,7 @@ import functools
 import jax.numpy as jnp
 
 from ... import _host
-from ..kernel import identity
-from ..plan import Config
+from ..plan import Config, identity
 from . import arguments, cost
 from .kernel import product
 from .kernel_fp8 import BLOCK, IN_FLIGHT, kernel, pad_column_scales, pad_row_scales
