@@ -121,7 +121,8 @@ def _kernel(
 
 def _each_step(tile: Tile, wg, ring: _device.Ring, step):
     """Calls `step(s_ref, dp_ref, dq_ref, count, slot, block, before)` for each block, once it has arrived, with
-    accumulators for its products. `before` is the place in dq of the step before. Returns the place of the last step.
+    accumulators for its products. In memory dq is a row of shares, two for each block of each head: `before` is the
+    place of this warpgroup's share of the step before. Returns the place of the last one.
     """
     plan, start = tile.plan, tile.first + tile.shift
     products = *[plgpu.ACC((WG_ROWS, plan.block), jnp.float32)] * 2, SHARE
