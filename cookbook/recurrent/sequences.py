@@ -179,11 +179,14 @@ class Part:
     first_chunk: Any
     state: Any  # Its number among the states of all parts.
     chunk: int
+    is_ragged: bool
+    interpreted: bool
 
     @classmethod
-    def of_block(cls, table, chunk: int):
+    def of_block(cls, table, sequences: Sequences, interpreted: bool):
         row = lax.axis_index("part")
-        return cls(*(table[row, field] for field in range(len(PART_FIELDS))), chunk)
+        fields = [table[row, field] for field in range(len(PART_FIELDS))]
+        return cls(*fields, sequences.chunk, sequences.is_ragged, interpreted)
 
     @property
     def num_chunks(self):

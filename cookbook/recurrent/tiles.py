@@ -50,8 +50,7 @@ def _clear(rows, end, interpreted: bool):
         rows[eight] = jnp.where(row < end, rows[eight], jnp.zeros((), rows.dtype))
 
 
-def load_chunks(part: Part, ring: _device.Ring, landed, operands, others, copies: int, *, is_ragged: bool,
-                interpreted: bool, reverse: bool = False):  # fmt: skip
+def load_chunks(part: Part, ring: _device.Ring, landed, operands, others, copies: int, reverse: bool = False):
     """The memory warpgroup: fills a ring with all chunks of a part, and returns when all slots have been given back.
 
     Args:
@@ -79,12 +78,12 @@ def load_chunks(part: Part, ring: _device.Ring, landed, operands, others, copies
             copy(landed.at[0])
             plgpu.barrier_wait(landed.at[0])
             for operand in operands:
-                operand.clear(slot, jnp.maximum(end, 0), interpreted)
+                operand.clear(slot, jnp.maximum(end, 0), part.interpreted)
             plgpu.commit_smem()
             for _ in range(copies):
                 plgpu.barrier_arrive(filled)
 
-        if not is_ragged:
+        if not part.is_ragged:
             copy(filled)
             return
         pl.when(end >= part.chunk)(lambda: copy(filled))
@@ -93,20 +92,21 @@ def load_chunks(part: Part, ring: _device.Ring, landed, operands, others, copies
     ring.drain(part.num_chunks)
 
 
-def store_rows(smem: Tiles, slot: int, gmem, head, piece: int, row, num_rows, *, is_ragged: bool, interpreted: bool):
-    """Sends the first `num_rows` of the 64 rows in a slot to those of `gmem` from `row` on, of a head's `piece`."""
+def store_rows(part: Part, smem: Tiles, slot: int, gmem, head, piece: int, row):
+    """Sends the rows that the part has, of the 64 in a slot, to those of `gmem` from `row` on, of a head's `piece`."""
+    num_rows = part.stop_row - row
 
     def copy(skip, size: int):
         target = gmem.at[pl.ds(row + skip, size), head, pl.ds(piece * PIECE, PIECE)]
         plgpu.copy_smem_to_gmem(smem.rows.at[slot, pl.ds(skip, size)], target)
 
-    if not is_ragged:
+    if not part.is_ragged:
         copy(0, PIECE)
         return
     pl.when(num_rows >= PIECE)(lambda: copy(0, PIECE))
 
     @pl.when(num_rows < PIECE)
     def _():
-        eights = 0 if interpreted else div(jnp.maximum(num_rows, 0), 8)
+        eights = 0 if part.interpreted else div(jnp.maximum(num_rows, 0), 8)
         pl.loop(0, eights)(lambda i: copy(8 * i, 8))
         pl.loop(8 * eights, num_rows)(lambda i: copy(i, 1))

@@ -28,8 +28,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host
+from .._device import WARPGROUP
 from . import core, leading
-from .core import Config, Plan
+from .plan import LANES_MIN, UNROLLED_PIECES, Config, Plan, default_config, floor_power_of_2
+from .plan_ragged import RaggedPlan
 
 VALUES = 8  # A thread adds up at least so many values of a short row before it exchanges any with others.
 VALUES_IN_FLIGHT = 32  # The most values of short rows, one or several, that a thread loads at once.
@@ -47,28 +49,28 @@ class ShortPlan(Plan):
 
     @property
     def lanes(self) -> int:
-        return min(super().lanes, core.floor_power_of_2(max(core.LANES_MIN, self.cols // VALUES)))
+        return min(super().lanes, floor_power_of_2(max(LANES_MIN, self.cols // VALUES)))
 
     def rows_per_block(self, num_sms: int) -> int:
         """As few rows as let all blocks run at once, if they are not too many for the registers."""
-        rows_at_once = core.WARPGROUP // self.lanes
+        rows_at_once = WARPGROUP // self.lanes
         wanted = pl.cdiv(self.rows, rows_at_once * BLOCKS_PER_SM * num_sms)
         return rows_at_once * max(1, min(wanted, 8, VALUES_IN_FLIGHT * self.lanes // self.cols))
 
 
 @dataclasses.dataclass(frozen=True)
-class LongPlan(core.RaggedPlan):
+class LongPlan(RaggedPlan):
     """A row that begins anywhere in memory and is too long for the registers: they hold a group of its pieces."""
 
     @property
     def num_groups(self) -> int:
-        return pl.cdiv(self.num_pieces, core.UNROLLED_PIECES)
+        return pl.cdiv(self.num_pieces, UNROLLED_PIECES)
 
     def load(self, x_gmem, row, g):
         """The pieces of group `g`, with zeros in the columns that an earlier piece holds already."""
-        unit, last = self.vec, self.inner // self.vec - core.WARPGROUP  # Counted so, the compiler sees aligned loads.
+        unit, last = self.vec, self.inner // self.vec - WARPGROUP  # Counted so, the compiler sees aligned loads.
         first = _device.div(self.row_in(row) * self.cols + unit - 1, unit)
-        turns = [(g * self.group + i) * core.WARPGROUP for i in range(self.group)]
+        turns = [(g * self.group + i) * WARPGROUP for i in range(self.group)]
         starts = [jnp.minimum(turn, last) for turn in turns]
         ref = self.near(x_gmem)
         pieces = [_load(ref, pl.ds((first + start) * unit, *self.shape), self.layout) for start in starts]
@@ -79,7 +81,7 @@ class LongPlan(core.RaggedPlan):
     def ends(self, x_gmem):
         """The columns before and after all pieces."""
         ref, (*_, head, tail) = self.near(x_gmem), self._parts()
-        column = plgpu.broadcasted_iota(jnp.int32, (core.WARPGROUP,), 0, layout=head[1])
+        column = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=head[1])
         only = lambda where, layout, low, high: jnp.where(
             (column >= low) & (column < high), _load(ref, where, layout), 0.0
         )
@@ -95,11 +97,11 @@ def plan_of(rows: int, cols: int, itemsize: int, config: Config | None, num_sms:
     if config is not None:
         return core.plan_rows(rows, cols, itemsize, config, Config.register_values)
     # A warp that stores nothing of its row has enough loads in flight, however few the rows are.
-    plan = core.plan_by(core.default_config(rows, cols, itemsize, few_rows=0), rows, cols, itemsize)
+    plan = core.plan_by(default_config(rows, cols, itemsize, few_rows=0), rows, cols, itemsize)
     if plan.spread:
         too_long = plan.num_groups > 1 and cols * itemsize % 16  # For loads of 16 bytes that all stay in registers.
         return LongPlan(rows, cols, itemsize, plan.config) if too_long else plan
-    short = ShortPlan(rows, cols, itemsize, Config(core.WARPGROUP))
+    short = ShortPlan(rows, cols, itemsize, Config(WARPGROUP))
     block_rows = short.rows_per_block(num_sms)
     return dataclasses.replace(short, config=Config(block_rows)) if block_rows <= rows else plan
 

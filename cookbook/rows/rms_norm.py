@@ -12,7 +12,7 @@ bfloat16 or float16, each its own; total is of the residual's dtype. The arithme
 
 Role table: one warpgroup per block does everything, as in `softmax`: it loads a row into registers, reduces it once,
 and stores it. `scale` comes from the L1 cache: all rows share it. (A long row that begins anywhere in memory takes it
-from a copy that is aligned in the same way: `core.RaggedPlan.shift`.) The forward kernel has no barriers of ours. Rows
+from a copy that is aligned in the same way: `RaggedPlan.shift`.) The forward kernel has no barriers of ours. Rows
 of more than 12288 values are read twice; of many such rows, which the L2 cache cannot keep, both times from HBM.
 
 Backward, with inverse = 1 / sqrt(mean_c(x**2) + eps):
@@ -30,7 +30,7 @@ do not fit the registers are read twice, and the second kernel reads x and dy on
     freed[slot]   the warpgroup, which has loaded it    the warpgroup, before it copies another row into the slot
 
 Bound by: memory (one read, one write; backward two reads). Long rows that are not a multiple of 16 bytes are loaded
-from their first aligned column on (`core.RaggedPlan`); short ones, and those beyond the registers, in smaller words.
+from their first aligned column on (`RaggedPlan`); short ones, and those beyond the registers, in smaller words.
 Not supported: other axes, rows longer than 65536, second derivatives.
 Chapter: notebooks/03_reductions.ipynb. Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
 """
@@ -46,7 +46,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host
 from . import core, leading
-from .core import Config, Plan, default_config
+from .plan import Config, Plan, default_config, short_block_rows
 
 BACKWARD_REGISTER_VALUES = 64  # Values of x, and as many of dy and of scale. The sums for dscale are in shared memory.
 BLOCKS_PER_SM = 2  # As many blocks of the backward kernel as its registers allow.
@@ -207,7 +207,7 @@ def backward_plan(rows: int, cols: int, itemsize: int, blocks: int) -> Plan:
     config = default_config(rows, cols, itemsize, BACKWARD_REGISTER_VALUES)
     # Few blocks stay, which need more rows at once than many: 16 values per thread, from 8 rows.
     if config.block_rows > 1:
-        config = Config(core.short_block_rows(rows, cols, itemsize, 16, 8, blocks), BACKWARD_REGISTER_VALUES)
+        config = Config(short_block_rows(rows, cols, itemsize, 16, 8, blocks), BACKWARD_REGISTER_VALUES)
     return Plan(rows, cols, itemsize, config)
 
 

@@ -17,7 +17,7 @@ be stored. The L2 cache cannot keep many such rows, which are then read from HBM
 The backward kernel makes dx = p (dp - sum_c p dp) of p and dp alone, which it reads once.
 
 Bound by: memory (one read, one write; backward two reads). Long rows that are not a multiple of 16 bytes are loaded
-from their first aligned column on (`core.RaggedPlan`); short ones, and those beyond the registers, in smaller words.
+from their first aligned column on (`RaggedPlan`); short ones, and those beyond the registers, in smaller words.
 Not supported: other axes (move the axis first), longer rows, second derivatives.
 Chapter: notebooks/03_reductions.ipynb.
 """
@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 
 from .. import _host
 from . import core
-from .core import Config, Plan
+from .plan import Config, Plan
 
 REGISTER_VALUES = 128  # Values of a row that a thread keeps; softmax keeps nothing beside them.
 LOWEST = float(jnp.finfo(jnp.float32).min)

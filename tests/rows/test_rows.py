@@ -266,7 +266,7 @@ def test_ragged_rows_are_covered_once(cols, monkeypatch):
     plan = core.RaggedPlan(9, cols, 2, core.Config(1, 128))
     assert plan.fits
     for row in range(9):
-        monkeypatch.setattr(core.lax, "axis_index", lambda name, row=row: row)
+        monkeypatch.setattr(jax.lax, "axis_index", lambda name, row=row: row)
         counted = np.zeros(9 * cols, int)
         for where, layout, low, high in plan._parts():
             assert row * cols <= where.start and where.start + where.size <= (row + 1) * cols

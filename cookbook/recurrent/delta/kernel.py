@@ -109,7 +109,11 @@ class Shared:
 
 
 def _kernel(table, gmem, initial_gmem, *outs, plan: Plan, filled, freed, landed, handed=None, taken=None, **smem):
-    role, unit, part = lax.axis_index("role"), lax.axis_index("unit"), Part.of_block(table, CHUNK)
+    role, unit, part = (
+        lax.axis_index("role"),
+        lax.axis_index("unit"),
+        Part.of_block(table, plan.sequences, plan.interpreted),
+    )
     smem = {name.removesuffix("_smem"): ref for name, ref in smem.items()}
     smem |= {name: Tiles.views(smem[name], plan.interpreted) for name in "qkvo" if name in smem}
     ring = _device.Ring(filled, freed, plan.num_stages)
@@ -148,10 +152,7 @@ def _load_chunks(shared: Shared, landed, gmem: dict):
         refs = dict(inverse=shared.inverse, columns=shared.columns, rows=shared.rows)
         return [(gmem[name].at[head, chunk], ref.at[slot]) for name, ref in refs.items() if ref is not None]
 
-    load_chunks(
-        shared.part, shared.ring, landed, operands, inverse_and_cum, _copies(plan),
-        is_ragged=plan.sequences.is_ragged, interpreted=plan.interpreted,
-    )  # fmt: skip
+    load_chunks(shared.part, shared.ring, landed, operands, inverse_and_cum, _copies(plan))
 
 
 def _carry_the_state(shared: Shared, wg, initial_gmem, states_gmem):
@@ -258,10 +259,7 @@ def _compute_outputs(shared: Shared, wg, o_gmem):
         shared.hand.free(i)
         plgpu.commit_smem()
         for column, o_slot in enumerate(slots):
-            store_rows(
-                shared.o, o_slot, o_gmem, shared.unit, column, part.row(i), part.stop_row - part.row(i),
-                is_ragged=plan.sequences.is_ragged, interpreted=plan.interpreted,
-            )  # fmt: skip
+            store_rows(part, shared.o, o_slot, o_gmem, shared.unit, column, part.row(i))
 
     def pass_by(i):
         shared.ring.wait(i)

@@ -96,7 +96,11 @@ class Shared:
 def _kernel(
     table, gmem, last_gmem, all_gmem, first_gmem, *, plan: Plan, filled, freed, landed, handed, taken, **smem
 ):  # fmt: skip
-    role, column, part = lax.axis_index("role"), lax.axis_index("head_index"), Part.of_block(table, CHUNK)
+    role, column, part = (
+        lax.axis_index("role"),
+        lax.axis_index("head_index"),
+        Part.of_block(table, plan.sequences, plan.interpreted),
+    )
     smem = {name.removesuffix("_smem"): ref for name, ref in smem.items()}
     smem |= {name: Tiles.views(smem[name], plan.interpreted) for name in ("q", "k", "do")}
     ring, hand = _device.Ring(filled, freed, NUM_STAGES), _device.Ring(handed, taken, HANDED_SLOTS)
@@ -130,10 +134,7 @@ def _load_chunks(shared: Shared, landed, gmem: dict):
         refs = dict(inverse=shared.inverse, columns=shared.columns, rows=shared.rows)
         return [(gmem[name].at[head, chunk], ref.at[slot]) for name, ref in refs.items()]
 
-    load_chunks(
-        shared.part, shared.ring, landed, operands, inverse_and_cum, _copies(plan),
-        is_ragged=plan.sequences.is_ragged, interpreted=plan.interpreted, reverse=True,
-    )  # fmt: skip
+    load_chunks(shared.part, shared.ring, landed, operands, inverse_and_cum, _copies(plan), reverse=True)
 
 
 def _make_weights(shared: Shared):

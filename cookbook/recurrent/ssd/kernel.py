@@ -72,7 +72,11 @@ def _kernel(
     table, x_gmem, b_gmem, c_gmem, vectors_gmem, d_gmem, initial_gmem, y_gmem, *finals_gmem, plan: Plan, scale: float,
     rows_smem, columns_smem, filled, freed, landed, left, taken, **tiles,
 ):  # fmt: skip
-    role, head, part = lax.axis_index("role"), lax.axis_index("head_index"), Part.of_block(table, plan.chunk)
+    role, head, part = (
+        lax.axis_index("role"),
+        lax.axis_index("head_index"),
+        Part.of_block(table, plan.sequences, plan.interpreted),
+    )
     views = {name.removesuffix("_smem"): Tiles.views(smem, plan.interpreted) for name, smem in tiles.items()}
     ring, states = part.ring(filled, freed, plan.num_stages), part.ring(left, taken, plan.num_states)
     shared = Shared(plan, scale, part, head, ring, states, rows_smem, columns_smem, **views)
@@ -108,10 +112,7 @@ def _load_chunks(shared: Shared, landed, x_gmem, b_gmem, c_gmem, vectors_gmem):
         source = vectors_gmem.at[plan.dt_head(head), chunk]
         return [(source, shared.rows.at[slot]), (source, shared.columns.at[slot])]
 
-    load_chunks(
-        shared.part, shared.ring, landed, operands, vectors, _copies(plan), is_ragged=plan.sequences.is_ragged,
-        interpreted=plan.interpreted,
-    )  # fmt: skip
+    load_chunks(shared.part, shared.ring, landed, operands, vectors, _copies(plan))
 
 
 def carry_the_state(shared: Shared, initial_gmem, finals_gmem):
@@ -156,11 +157,7 @@ def _compute_outputs(shared: Shared, block: int, skip, y_gmem):
         # `skip` read x as other loads do, not as WGMMA does: before the fence they may still wait for the WGMMAs of
         # the state's warpgroup, longer than TMA takes to overwrite what they read.
         shared.ring.free(i)
-        row = part.row(i) + block * PIECE
-        store_rows(
-            shared.y, block, y_gmem, shared.head, 0, row, part.stop_row - row, is_ragged=plan.sequences.is_ragged,
-            interpreted=plan.interpreted,
-        )  # fmt: skip
+        store_rows(part, shared.y, block, y_gmem, shared.head, 0, part.row(i) + block * PIECE)
 
     plgpu.wait_smem_to_gmem(0)
 

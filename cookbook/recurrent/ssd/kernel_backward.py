@@ -96,7 +96,7 @@ def _kernel(
     table, x_gmem, dy_gmem, b_gmem, c_gmem, states_gmem, vectors_gmem, d_gmem, given_gmem, dx_gmem, db_gmem, dc_gmem,
     sums_gmem, *firsts_gmem, plan: Plan, rows_smem, columns_smem, filled, freed, landed, left, taken, **tiles,
 ):  # fmt: skip
-    part, role = Part.of_block(table, plan.chunk), lax.axis_index("role")
+    part, role = Part.of_block(table, plan.sequences, plan.interpreted), lax.axis_index("role")
     ring, lefts = part.ring(filled, freed, plan.num_stages), part.ring(left, taken, 1)
     views = {name.removesuffix("_smem"): Tiles.views(smem, plan.interpreted) for name, smem in tiles.items()}
     shared = Shared(plan, part, lax.axis_index("head_index"), ring, lefts, rows_smem, columns_smem, sums_gmem, **views)
@@ -146,11 +146,7 @@ class Shared:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The tile before has left.
         self.out.tiled[slot] = values.astype(self.plan.dtype)
         plgpu.commit_smem()
-        row = self.part.row(self.chunk(i))
-        store_rows(
-            self.out, slot, gmem, self.head, piece, row, self.part.stop_row - row,
-            is_ragged=self.plan.sequences.is_ragged, interpreted=self.plan.interpreted,
-        )  # fmt: skip
+        store_rows(self.part, self.out, slot, gmem, self.head, piece, self.part.row(self.chunk(i)))
 
     def vector(self, slot, which: int, layout):
         return _device.load((self.rows if layout == ROWS else self.columns).at[slot, which], layout)
@@ -198,10 +194,7 @@ def _load_chunks(shared: Shared, landed, x_gmem, dy_gmem, b_gmem, c_gmem, states
             pairs.append((source, shared.state.rows.at[slot, p]))
         return pairs
 
-    load_chunks(
-        shared.part, shared.ring, landed, operands, vectors_and_state, _copies(plan),
-        is_ragged=plan.sequences.is_ragged, interpreted=plan.interpreted, reverse=True,
-    )  # fmt: skip
+    load_chunks(shared.part, shared.ring, landed, operands, vectors_and_state, _copies(plan), reverse=True)
 
 
 def _carry_the_state(shared: Shared, given_gmem, firsts_gmem):

@@ -67,7 +67,11 @@ def _kernel(
     table, x_gmem, b_gmem, vectors_gmem, initial_gmem, out_gmem, *, plan: Plan, reverse: bool, keeps_all: bool, x_smem,
     b_smem, vectors_smem, scaled_smem, filled, freed, landed, state_smem=None,
 ):  # fmt: skip
-    role, head, part = lax.axis_index("role"), lax.axis_index("head_index"), Part.of_block(table, plan.chunk)
+    role, head, part = (
+        lax.axis_index("role"),
+        lax.axis_index("head_index"),
+        Part.of_block(table, plan.sequences, plan.interpreted),
+    )
     x, b, scaled = (Tiles.views(smem, plan.interpreted) for smem in (x_smem, b_smem, scaled_smem))
     ring = part.ring(filled, freed, plan.num_stages)
 
@@ -75,10 +79,7 @@ def _kernel(
     def load():
         operands = Operand(x_gmem, x, head, 1), Operand(b_gmem, b, plan.group(head), plan.pieces)
         vectors = lambda chunk, slot: [(vectors_gmem.at[plan.dt_head(head), chunk], vectors_smem.at[slot])]
-        load_chunks(
-            part, ring, landed, operands, vectors, _copies(plan), is_ragged=plan.sequences.is_ragged,
-            interpreted=plan.interpreted, reverse=reverse,
-        )  # fmt: skip
+        load_chunks(part, ring, landed, operands, vectors, _copies(plan), reverse)
 
     @_device.role(role == 0)
     def take_the_state_on():
