@@ -41,7 +41,7 @@ def softmax_step(s, m_i, l_i, unit, masked: bool, octaves: float = 0.0):
 
 
 def add_product(acc, p, v_smem, interpreted: bool):
-    """acc + p v, with p from registers."""
+    """acc + p v, with p from registers. `_device.product` computes the same with one more WARPGROUP.ARRIVE per step."""
     if interpreted:  # It wants both operands of WGMMA in shared memory.
         acc = acc + jnp.dot(p, v_smem[...], preferred_element_type=jnp.float32)
         plgpu.commit_smem()  # TMA may now overwrite the values that were read here.
