@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
-from .. import kernel as dense
+from ..kernel import multiply
 from ..plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, Plan
 from .kernel import compute, load
 from .plan import Tile
@@ -69,10 +69,10 @@ def spread(plan: Plan, vector, axis: int):
     return _device.spread(vector, axis ^ plan.swapped, plan.compute_tile)
 
 
-def multiply(plan: Plan, ring: _device.Ring, a_smem, b_smem, of_rows, of_matrices, tile: Tile, before, acc):
+def multiply_and_scale(plan: Plan, ring: _device.Ring, a_smem, b_smem, of_rows, of_matrices, tile: Tile, before, acc):
     """As `multiply` of `gemm/kernel.py`; then the sums times the scales of rows and of columns."""
     row, column = scales_of_rows(plan, tile, of_rows, 0), scales_of_columns(plan, tile, of_matrices)
-    values = dense.multiply(plan, ring, a_smem, b_smem, before, tile.steps, acc)
+    values = multiply(plan, ring, a_smem, b_smem, before, tile.steps, acc)
     product = lambda: values * spread(plan, row, 0) * spread(plan, column, 1)
     return lax.cond(tile.steps > 0, product, lambda: values)  # Rows of no group are zeros: scales may be NaN.
 
@@ -139,6 +139,8 @@ def kernel(a_gmem, b_gmem, table, of_rows, of_matrices, o_gmem, *, plan: Plan, a
             of_tile = plan, ring, a_smem, b_smem, of_rows, of_matrices, tile, before
             if by_block:
                 return multiply_blocks(*of_tile)
-            return pl.run_scoped(functools.partial(multiply, *of_tile), plgpu.ACC(plan.compute_tile, jnp.float32))
+            return pl.run_scoped(
+                functools.partial(multiply_and_scale, *of_tile), plgpu.ACC(plan.compute_tile, jnp.float32)
+            )
 
         compute(plan, table, multiply_tile, o_gmem, o_smem)
