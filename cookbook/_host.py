@@ -28,7 +28,7 @@ PACKAGE = __package__  # Messages name an op as its caller imports it, wherever 
 
 # Axes of the kernels' grids, clusters and threads. JAX takes one for the axis of a mesh that has the same name.
 GRID_NAMES = frozenset(
-    "batch_index block block_m block_n cluster head_index part role rows seq_index stretch tile unit warpgroup wg"
+    "batch_index block block_m block_n cluster head_index part role rows seq_index tile unit warpgroup wg"
     .split()
 )  # fmt: skip
 

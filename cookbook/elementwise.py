@@ -63,8 +63,7 @@ def _check(op: str, leaves):
         if leaf.shape != leaves[0].shape:
             raise ValueError(
                 f"{_host.PACKAGE}.{op}: shapes {leaves[0].shape} and {leaf.shape} differ; all arrays must have one "
-                "shape: "
-                "broadcast the smaller one first (jnp.broadcast_to)"
+                "shape: broadcast the smaller one first (jnp.broadcast_to)"
             )
         if leaf.dtype.itemsize > 4 or leaf.dtype == jnp.bool_ or jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             raise ValueError(
