@@ -213,7 +213,7 @@ DQ_CAP, DK_CAP = CAP + "dq_ref", CAP + "dk_ref"
         ("backward/kernel", "slot=ring.wait(count)", "slot=ring.slot(count)"),
         ("backward/plan", "self.head * plan.group + i", "self.head * plan.group"),
         ("backward/kernel", "_device.div(tile.head, plan.parts)", "tile.head"),
-        ("backward/gradients", "-1, of_keys.parts, width)", "of_keys.parts, -1, width).swapaxes(2, 3)"),
+        ("backward/gradients", "-1, dkdv_plan.parts, width)", "dkdv_plan.parts, -1, width).swapaxes(2, 3)"),
     ],
 )
 def test_mutants_are_caught(run_only, found_if, mutant_of, name, old, new):

@@ -34,7 +34,9 @@ from . import kernel, kernel_fused
 from .plan import Config, Plan
 
 IN_FLIGHT = 48e6  # Bytes of heads that blocks go through at a time, at most: an L2 cache has 50 MB.
-WAVE_FILLED = 0.85  # Share of SMs, over all waves of equal blocks, that makes up for no more parts, by measurement.
+WAVE_FILLED = (
+    0.85  # Share of SMs busy over all waves of equal blocks, from which on more parts gain nothing (measured).
+)
 
 
 def default_config(head_dim: int) -> Config | None:
@@ -61,19 +63,19 @@ def _in_one_kernel(plan: Plan, params, *arrays):
     return run(*arrays)
 
 
-def _add_up(plan: Plan, params, kept, ring, vectors, segments):
+def _add_up(plan: Plan, params, resident, streamed, vectors, segments):
     """(dq, dk, dv), of which the one kernel adds dq up in memory."""
-    (query, _), problem = ring, plan.problem
+    (query, _), problem = streamed, plan.problem
     # dq as it is added up: two shares of 64 rows and 64 columns for each head and block, which has either twice as many
     # rows or twice as many columns.
     heads, shares = (plan.batch, problem.num_heads, plan.num_blocks), (plan.block // WG_ROWS, problem.head_dim // PIECE)
     tiles = (plan.num_tiles,) if problem.interpreted else ()
     zeros = jnp.zeros((*tiles, 2 * math.prod(heads), WG_ROWS, PIECE), jnp.float32)
-    each = [jnp.zeros((*x.shape[:2], plan.num_heads, x.shape[3]), x.dtype) for x in kept]
+    each = [jnp.zeros((*x.shape[:2], plan.num_heads, x.shape[3]), x.dtype) for x in resident]
 
     @pl.run_state
     def add_up(refs):
-        refs[1][...], refs[2][...] = kernel_fused.launch(plan, params, kept, ring, vectors, segments, refs[0])
+        refs[1][...], refs[2][...] = kernel_fused.launch(plan, params, resident, streamed, vectors, segments, refs[0])
 
     # JAX's kernels take no Ref that varies over a mesh's axis, as dq does nevertheless.
     dq, dk, dv = _host.apart(add_up(_host.apart((zeros, *_host.alike(*each, query)[:2]))))
@@ -123,19 +125,19 @@ def gradients(
     vectors = jnp.pad(lse, to_tiles, constant_values=jnp.inf), jnp.pad(delta, to_tiles)
     problem = dataclasses.replace(problem, head_dim=width)
     plan = functools.partial(Plan, problem, batch, num_q, num_kv, bool(segments))
-    of_keys = plan(for_query=False, config=config)
-    of_keys = dataclasses.replace(of_keys, parts=_parts(of_keys, num_sms))
+    dkdv_plan = plan(for_query=False, config=config)
+    dkdv_plan = dataclasses.replace(dkdv_plan, parts=_parts(dkdv_plan, num_sms))
     # TMA copies any number of rows of 64 values, but of wider rows only a multiple of 8.
     fit = lambda width, arrays: tuple(x if width == PIECE else pad(x, -x.shape[1] % 8, 0) for x in arrays)
-    operands = lambda plan, kept, ring: (fit(plan.kept_width, kept), fit(width, ring), vectors)
+    operands = lambda plan, resident, streamed: (fit(plan.kept_width, resident), fit(width, streamed), vectors)
     if config is None:
-        of_queries = plan(for_query=True)
-        (dq,) = kernel.launch(of_queries, params, *operands(of_queries, (q, do), (k, v)), segments)
-        dk, dv = kernel.launch(of_keys, params, *operands(of_keys, (k, v), (q, do)), segments[::-1])
+        dq_plan = plan(for_query=True)
+        (dq,) = kernel.launch(dq_plan, params, *operands(dq_plan, (q, do), (k, v)), segments)
+        dk, dv = kernel.launch(dkdv_plan, params, *operands(dkdv_plan, (k, v), (q, do)), segments[::-1])
     else:
-        of_keys.config.check(width, _device.smem_bytes(kernel_fused.scratch(of_keys)))
-        dq, dk, dv = _in_one_kernel(of_keys, params, *operands(of_keys, (k, v), (q, do)), segments[::-1])
-    if of_keys.parts > 1:
-        join = lambda x: x.reshape(*x.shape[:2], -1, of_keys.parts, width).sum(axis=3, dtype=jnp.float32)
+        dkdv_plan.config.check(width, _device.smem_bytes(kernel_fused.scratch(dkdv_plan)))
+        dq, dk, dv = _in_one_kernel(dkdv_plan, params, *operands(dkdv_plan, (k, v), (q, do)), segments[::-1])
+    if dkdv_plan.parts > 1:
+        join = lambda x: x.reshape(*x.shape[:2], -1, dkdv_plan.parts, width).sum(axis=3, dtype=jnp.float32)
         dk, dv = (join(x).astype(x.dtype) for x in (dk, dv))
     return tuple(dx[:, : x.shape[1], :, :head_dim] for dx, x in zip((dq, dk, dv), (query, key, value), strict=True))

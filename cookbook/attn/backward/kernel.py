@@ -14,7 +14,7 @@ Role table: a block for each tile.
 Barrier table:
 
     barrier        arrivals               who waits
-    kept           copies of what a tile  compute warpgroups, before the first product
+    resident       copies of what a tile  compute warpgroups, before the first product
                    keeps
     filled[slot]   copies of a step       compute warpgroups, before its products
     freed[slot]    compute warpgroups     memory, before it refills the slot
@@ -40,8 +40,8 @@ from .plan import Half, Plan, Tile
 
 
 def _dq(
-    q_gmem, do_gmem, k_gmem, v_gmem, lse_gmem, delta_gmem, masks, dq_gmem, *, plan: Plan, kept_smem, ring_smem, kept,
-    filled, freed, done=None, weights_smem=None,
+    q_gmem, do_gmem, k_gmem, v_gmem, lse_gmem, delta_gmem, masks, dq_gmem, *, plan: Plan, kept_smem, ring_smem,
+    resident_filled, filled, freed, done=None, weights_smem=None,
 ):  # fmt: skip
     """A tile of queries goes through the blocks of keys: p = exp2(s unit - lse), ds = p (dp - delta), dq += ds k."""
     problem, wg, tile = plan.problem, lax.axis_index("role"), Tile(plan, masks)
@@ -51,12 +51,12 @@ def _dq(
 
     @role(wg == plan.compute_wgs, decrease_to=memory_registers)
     def memory():
-        load(tile, [(q_gmem, q), (do_gmem, do)], kept, [(k_gmem, k), (v_gmem, v)], [], ring)
+        load(tile, [(q_gmem, q), (do_gmem, do)], resident_filled, [(k_gmem, k), (v_gmem, v)], [], ring)
 
     @role(wg < plan.compute_wgs, increase_to=compute_registers)
     def compute():
         rows, columns = tile.share(wg)
-        plgpu.barrier_wait(kept)
+        plgpu.barrier_wait(resident_filled)
         first_row = tile.row + rows.start
         queries = tile.batch, tile.head, pl.ds(first_row, WG_ROWS)
         lse, delta = (_device.load(gmem.at[queries], ROWS) for gmem in (lse_gmem, delta_gmem))
@@ -92,7 +92,7 @@ def _dq(
 
 def _dkdv(
     k_gmem, v_gmem, q_gmem, do_gmem, lse_gmem, delta_gmem, masks, dk_gmem, dv_gmem, *, plan: Plan, kept_smem, ring_smem,
-    vectors_smem, kept, filled, freed, done=None, weights_smem=None,
+    vectors_smem, resident_filled, filled, freed, done=None, weights_smem=None,
 ):  # fmt: skip
     """A tile of keys goes through the blocks of queries. All is transposed: dv += pᵀ do, dk += dsᵀ q."""
     problem, wg, tile = plan.problem, lax.axis_index("role"), Tile(plan, masks)
@@ -104,12 +104,12 @@ def _dkdv(
     @role(wg == plan.compute_wgs, decrease_to=memory_registers)
     def memory():
         vectors = [(lse_gmem, lse), (delta_gmem, delta)]
-        load(tile, [(k_gmem, k), (v_gmem, v)], kept, [(q_gmem, q), (do_gmem, do)], vectors, ring)
+        load(tile, [(k_gmem, k), (v_gmem, v)], resident_filled, [(q_gmem, q), (do_gmem, do)], vectors, ring)
 
     @role(wg < plan.compute_wgs, increase_to=compute_registers)
     def compute():
         rows, columns = tile.share(wg)
-        plgpu.barrier_wait(kept)
+        plgpu.barrier_wait(resident_filled)
         first_row = tile.row + rows.start
         phases = tile.phases(first_row)
 
@@ -138,15 +138,15 @@ def _dkdv(
 # The parts of all backward kernels ------------------------------------------------------------------------------------
 
 
-def load(tile: Tile, kept_operands, kept, operands, vectors, ring: _device.Ring):
-    """The memory warpgroup: copies what the tile keeps, which arrives at the barrier `kept`, then step by step what it
-    goes through. Operands and vectors are pairs: where they lie in memory, and where in shared memory."""
+def load(tile: Tile, resident, resident_filled, operands, vectors, ring: _device.Ring):
+    """The memory warpgroup: copies what the tile keeps, which arrives at the barrier `resident_filled`, then step by
+    step what it goes through. Operands and vectors are pairs: where they lie in memory, and where in shared memory."""
     plan = tile.plan
-    for gmem, smem in kept_operands:
+    for gmem, smem in resident:
         for p, columns in enumerate(plan.kept_columns):
             head = _device.div(tile.head, plan.parts)
             source = gmem.at[tile.batch, pl.ds(tile.row, plan.rows), head, columns]
-            plgpu.copy_gmem_to_smem(source, smem.tma(p), kept)
+            plgpu.copy_gmem_to_smem(source, smem.tma(p), resident_filled)
 
     @pl.loop(0, tile.steps)
     def _(count):
@@ -179,10 +179,10 @@ def each_step(tile: Tile, ring: _device.Ring, phases: list, step):
     lax.fori_loop(0, tile.heads, one_head, None) if tile.heads > 1 else one_head(0, None)
 
 
-def start_product(plan: Plan, acc_ref, kept, block: Half, slot):
-    """Starts `acc_ref` = kept blockᵀ, with the block in a slot: a product for each piece of a head."""
+def start_product(plan: Plan, acc_ref, resident, block: Half, slot):
+    """Starts `acc_ref` = resident blockᵀ, with the block in a slot: a product for each piece of a head."""
     for p, columns in enumerate(plan.kept_columns):
-        plgpu.wgmma(acc_ref, kept.at[p], block[slot, :, columns].T)
+        plgpu.wgmma(acc_ref, resident.at[p], block[slot, :, columns].T)
 
 
 def add_product(acc_ref, weights, values, weights_smem, wg):
@@ -200,41 +200,41 @@ def store(tile: Tile, wg, done, *sums):
     plan, (rows, columns) = tile.plan, tile.share(wg)
     width = min(plan.kept_width, plan.sum_columns)
 
-    def meet():
+    def sync_compute_wgs():
         plgpu.barrier_arrive(done)
         plgpu.barrier_wait(done)
 
     if done is not None:
-        meet()  # The other warpgroup may still read.
-    for total, scale, kept, _ in sums:
-        total, place = (total * scale).astype(plan.problem.dtype), kept[:, rows]
+        sync_compute_wgs()  # The other warpgroup may still read.
+    for total, scale, resident, _ in sums:
+        total, place = (total * scale).astype(plan.problem.dtype), resident[:, rows]
         for column in range(0, plan.sum_columns, width):
             place[plan.kept_at(columns.start + column, width)] = total[:, column : column + width]
     plgpu.commit_smem()
     if plan.splits_heads:
-        meet()  # Both halves of the columns are there.
+        sync_compute_wgs()  # Both halves of the columns are there.
 
     @pl.when((wg == 0) | (not plan.splits_heads))
     def _():
-        for *_, kept, out_gmem in sums:
+        for *_, resident, out_gmem in sums:
             for p, columns in enumerate(plan.kept_columns):
                 target = out_gmem.at[tile.batch, pl.ds(tile.row + rows.start, WG_ROWS), tile.head, columns]
-                plgpu.copy_smem_to_gmem(kept.tma(p, rows), target)
+                plgpu.copy_smem_to_gmem(resident.tma(p, rows), target)
 
     plgpu.wait_smem_to_gmem(0)
 
 
-def launch(plan: Plan, params, kept, ring, vectors, segments):
+def launch(plan: Plan, params, resident, streamed, vectors, segments):
     """[dq], or [dk, dv] of each part, with as many rows and columns as the operands that are kept."""
-    return run(_dq if plan.for_query else _dkdv, plan.scratch, plan, params, kept, ring, vectors, segments)
+    return run(_dq if plan.for_query else _dkdv, plan.scratch, plan, params, resident, streamed, vectors, segments)
 
 
-def run(kernel, scratch: dict, plan: Plan, params, kept, ring, vectors, segments, *refs):
+def run(kernel, scratch: dict, plan: Plan, params, resident, streamed, vectors, segments, *refs):
     """The results of `kernel`, which has a block for each tile."""
     masks = core.segment_masks(*segments, plan.rows, plan.block) if segments else {}
     grid = dict(batch_index=plan.batch, head_index=plan.num_heads, tile=plan.num_tiles)
     order = ("tile", "batch_index", "head_index") if plan.heaviest_first else tuple(grid)
-    (batch, rows, _, columns), dtype = kept[0].shape, plan.problem.dtype
+    (batch, rows, _, columns), dtype = resident[0].shape, plan.problem.dtype
     if plan.problem.interpreted:  # JAX's interpreter multiplies from shared memory alone.
         scratch = scratch | dict(weights_smem=plgpu.SMEM((plan.compute_wgs, WG_ROWS, plan.block), dtype))
     return _host.kernel(
@@ -246,4 +246,4 @@ def run(kernel, scratch: dict, plan: Plan, params, kept, ring, vectors, segments
         thread_name="role",
         scratch_types=scratch,
         compiler_params=params,
-    )(*kept, *ring, *vectors, masks, *refs)
+    )(*resident, *streamed, *vectors, masks, *refs)

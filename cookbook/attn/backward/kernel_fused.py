@@ -60,7 +60,7 @@ def scratch(plan: Plan) -> dict:
 
 def _kernel(
     k_gmem, v_gmem, q_gmem, do_gmem, lse_gmem, delta_gmem, masks, dq_gmem, dk_gmem, dv_gmem, *, plan: Plan, kept_smem,
-    ring_smem, vectors_smem, ds_smem, dq_smem, kept, filled, freed, shared, done, weights_smem=None,
+    ring_smem, vectors_smem, ds_smem, dq_smem, resident_filled, filled, freed, shared, done, weights_smem=None,
 ):  # fmt: skip
     problem, wg, tile = plan.problem, lax.axis_index("role"), Tile(plan, masks)
     (k, v), (q, do) = plan.operands(kept_smem, plan.kept_width), plan.operands(ring_smem, problem.head_dim)
@@ -71,12 +71,12 @@ def _kernel(
     @role(wg == plan.compute_wgs, decrease_to=memory_registers)
     def memory():
         vectors = [(lse_gmem, lse), (delta_gmem, delta)]
-        load(tile, [(k_gmem, k), (v_gmem, v)], kept, [(q_gmem, q), (do_gmem, do)], vectors, ring)
+        load(tile, [(k_gmem, k), (v_gmem, v)], resident_filled, [(q_gmem, q), (do_gmem, do)], vectors, ring)
 
     @role(wg < plan.compute_wgs, increase_to=compute_registers)
     def compute():
         rows, columns = tile.share(wg)
-        plgpu.barrier_wait(kept)
+        plgpu.barrier_wait(resident_filled)
         first_row = tile.row + rows.start
         dq = Dq(tile, wg, k, ds_smem, dq_smem, dq_gmem, _device.Ring(shared, None, 2))
         dq.put(0, plgpu.layout_cast(jnp.zeros((WG_ROWS, plan.block), problem.dtype), plgpu.Layout.WGMMA))
@@ -199,6 +199,6 @@ class Dq:
         plgpu.copy_smem_to_gmem(mine, target, reduction_op=None if interpreted else "add")
 
 
-def launch(plan: Plan, params, kept, ring, vectors, segments, dq_ref):
+def launch(plan: Plan, params, resident, streamed, vectors, segments, dq_ref):
     """[dk, dv] of each part, with as many rows and columns as keys and values; dq is added to `dq_ref`."""
-    return run(_kernel, scratch(plan), plan, params, kept, ring, vectors, segments, dq_ref)
+    return run(_kernel, scratch(plan), plan, params, resident, streamed, vectors, segments, dq_ref)

@@ -183,7 +183,7 @@ class Plan:
         scratch = dict(
             kept_smem=self._tiles(2, pieces, self.rows, self.kept_width),
             ring_smem=self._tiles(2, stages, self.block, self.problem.head_dim),
-            kept=plgpu.Barrier(num_arrivals=2 * pieces),
+            resident_filled=plgpu.Barrier(num_arrivals=2 * pieces),
             filled=_device.barriers(stages, 2 if self.for_query else 4),
             freed=_device.barriers(stages, self.compute_wgs),
         )
