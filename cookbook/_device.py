@@ -58,33 +58,33 @@ def barriers(num: int, arrivals: int = 1):
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Slots of shared memory that a memory warpgroup fills and compute warpgroups free. `count` numbers all fills."""
+    """Slots of shared memory that a producer fills and consumers release. `count` numbers all fills."""
 
-    filled: Any  # A barrier a slot: the copies into it have arrived.
-    freed: Any  # A barrier a slot: its readers are done.
+    filled: Any  # A barrier per slot: the copies into it have arrived.
+    freed: Any  # A barrier per slot: its readers are done.
     num_slots: int
 
     def slot(self, count):
         return rem(count, self.num_slots)
 
-    def fill(self, count):
-        """The memory warpgroup: the slot for fill `count`, once nobody reads what it held before."""
+    def acquire(self, count):
+        """The producer: waits until nobody reads the slot for fill `count` any more, and returns it."""
         slot = self.slot(count)
         pl.when(count >= self.num_slots)(lambda: plgpu.barrier_wait(self.freed.at[slot]))
         return slot
 
     def wait(self, count):
-        """A compute warpgroup: the slot of fill `count`, once it has arrived."""
+        """A consumer: waits until fill `count` has arrived, and returns its slot."""
         slot = self.slot(count)
         plgpu.barrier_wait(self.filled.at[slot])
         return slot
 
-    def free(self, count):
-        """A compute warpgroup: gives the slot of fill `count` back."""
+    def release(self, count):
+        """A consumer: gives the slot of fill `count` back."""
         plgpu.barrier_arrive(self.freed.at[self.slot(count)])
 
     def drain(self, count):
-        """The memory warpgroup, at the end: waits until the last slots, of `count` fills in all, are given back."""
+        """The producer, at the end: waits until the last slots, of `count` fills in all, are given back."""
         first = jnp.maximum(count - self.num_slots, 0)
         pl.loop(first, count)(lambda i: plgpu.barrier_wait(self.freed.at[self.slot(i)]))
 

@@ -14,6 +14,7 @@ import math
 import os
 import reprlib
 import threading
+from collections.abc import Callable
 
 import jax
 import jax.extend
@@ -32,6 +33,12 @@ GRID_NAMES = frozenset(
     .split()
 )  # fmt: skip
 
+
+# Types of the ops' arguments.
+DType = jax.typing.DTypeLike
+Activation = str | Callable[[jax.Array], jax.Array]  # One of `_numerics.ACTIVATIONS`, or a function of numbers.
+AxisName = str | tuple[str, ...]  # Of the mesh of `jax.shard_map`.
+Window = int | tuple[int | None, int | None]  # Keys that a query sees on both sides, or to the left and right.
 
 NUM_SMS_INTERPRETED = 4  # The pretended GPU of interpreted kernels has so many.
 
@@ -192,8 +199,8 @@ def _how_to_interpret(op: str) -> str:
             "`with _host.interpreting():`."
         )
     return (
-        "Say `import lab`. To run it on the CPU at small shapes, trace it inside `with lab.interpret():`; to compile it "
-        f'without a GPU, use `lab.compile_for("h200", cookbook.{op}, ...)`.'
+        "Say `import lab`. To run it on the CPU at small shapes, trace it inside `with lab.interpret():`; to compile "
+        f'it without a GPU, use `lab.compile_for("h200", cookbook.{op}, ...)`.'
     )
 
 

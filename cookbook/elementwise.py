@@ -23,6 +23,7 @@ Chapter: notebooks/01_elementwise.ipynb.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -186,7 +187,7 @@ def _run(op, fn, args, kwargs, config):
     return _fused(op, _of_leaves(fn, treedef), config, _host.reverse_only(op, *leaves))
 
 
-def fuse(fn, *, config: Config | None = None):
+def fuse(fn: Callable, *, config: Config | None = None) -> Callable:
     """Makes one kernel out of an element-wise function.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
@@ -218,7 +219,9 @@ def fuse(fn, *, config: Config | None = None):
 fuse.Config = Config  # `cookbook.fuse` is this function, not its module.
 
 
-def add(x, y, *, activation=None, config: Config | None = None):
+def add(
+    x: jax.Array, y: jax.Array, *, activation: _host.Activation | None = None, config: Config | None = None
+) -> jax.Array:
     """`activation(x + y)`, computed in float32 and rounded once.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.

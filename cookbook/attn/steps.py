@@ -114,7 +114,7 @@ def pass_by(work: Work, step):
     work.shared.turns.pass_on(work.wg)
     for ring in (work.shared.keys, work.shared.values):
         ring.wait(work.before + step)
-        ring.free(work.before + step)
+        ring.release(work.before + step)
 
 
 def first_step(work: Work, step):
@@ -129,7 +129,7 @@ def first_step(work: Work, step):
         return s_ref[...]
 
     s = pl.run_scoped(logits, plgpu.ACC(work.shape, jnp.float32))
-    keys.free(work.before + step)
+    keys.release(work.before + step)
     acc, m_i, l_i = work.nothing_seen(work.problem.pieces * PIECE)
     p, _, m_i, l_i = work.softmax(s, m_i, l_i, step, work.span.cuts.any)
     return acc, m_i, l_i, p.astype(work.problem.dtype)
@@ -155,11 +155,11 @@ def overlapped_step(work: Work, masked: bool, step, carry):
                 plgpu.wgmma(acc_ref, p, work.values(step - 1))
         turns.pass_on(work.wg)
         s = s_ref[...] if interpreted else plgpu.wgmma_accumulator_load(s_ref, wait_n=1)  # p v may still run.
-        work.shared.keys.free(count)
+        work.shared.keys.release(count)
         with jax.named_scope("softmax"):
             p_new, alpha, m_new, l_new = work.softmax(s, m_i, l_i, step, masked)
         sums = add_product(acc, p, work.values(step - 1), True) if interpreted else acc_ref[...]  # Waits for p v.
-        work.shared.values.free(count - 1)
+        work.shared.values.release(count - 1)
         # Nothing may write the registers of p before the product has ended.
         sums, alpha, p_new = lax.optimization_barrier((sums, alpha, p_new))
         return sums * per_row(alpha, sums.shape), m_new, l_new, p_new.astype(p.dtype)
@@ -183,7 +183,7 @@ def last_step(work: Work, step, carry):
         turns.pass_on(work.wg)
     else:
         acc = pl.run_state(product)(plgpu.ACC.init(acc))
-    values.free(work.before + step)
+    values.release(work.before + step)
     return acc, m_i, l_i
 
 

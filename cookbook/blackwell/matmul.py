@@ -22,6 +22,7 @@ Chapters: notebooks/19_blackwell.ipynb, notebooks/19b_pairs.ipynb.
 Sources: NVIDIA's PTX ISA on tcgen05 and clusterlaunchcontrol; CUTLASS's documents on Blackwell, for the ideas.
 """
 
+import jax
 import jax.numpy as jnp
 
 from .. import _host
@@ -58,9 +59,18 @@ def _launch(a, b, bias, sizes, options: differentiable.Options):
 
 
 def matmul(
-    a, b, *, bias=None, activation=None, out_dtype=None, transpose_a=False, transpose_b=False, precision=None,
-    preferred_element_type=None, config: Config | None = None,
-):  # fmt: skip
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    activation: _host.Activation | None = None,
+    out_dtype: _host.DType | None = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: _host.DType | None = None,
+    config: Config | None = None,
+) -> jax.Array:
     """`activation(a @ b + bias)` on data-centre Blackwell, with float32 sums, rounded once.
 
     Compiled for a B200 and interpreted; never run or timed on one. Differentiable once in a, b and bias, as

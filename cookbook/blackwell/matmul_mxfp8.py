@@ -48,7 +48,7 @@ def matmul_mxfp8_reference(a, a_scales, b, b_scales, bias=None, activation=None)
     return _numerics.activation_fn("matmul_mxfp8_reference", activation)(out)
 
 
-def quantize_mxfp8(x):
+def quantize_mxfp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """An array as MXFP8: values and the scales of blocks of 32 along its last axis.
 
     A block's scale is the least power of two with which its largest value does not exceed 448, the largest of
@@ -125,8 +125,17 @@ def _check(a, a_scales, b, b_scales) -> tuple[int, int, int]:
     return m, n, k
 
 
-def matmul_mxfp8(a, a_scales, b, b_scales, *, bias=None, activation=None, out_dtype=jnp.bfloat16,
-                 config: Config | None = None):  # fmt: skip
+def matmul_mxfp8(
+    a: jax.Array,
+    a_scales: jax.Array,
+    b: jax.Array,
+    b_scales: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    activation: _host.Activation | None = None,
+    out_dtype: _host.DType = jnp.bfloat16,
+    config: Config | None = None,
+) -> jax.Array:
     """`activation((a * a_scales) @ (b * b_scales).T + bias)` of MXFP8 operands, with float32 sums, rounded once.
 
     Compiled for a B200; never run or timed on one. JAX's interpreter cannot run it. It has no gradient.

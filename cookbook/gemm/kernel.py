@@ -47,7 +47,7 @@ def load(plan: Plan, ring: _device.Ring, a_gmem, b_gmem, a_smem, b_smem):
 
         @pl.loop(0, plan.tiles.num_steps)
         def _(step):
-            slot, k = ring.fill(before + step), plan.k(step)
+            slot, k = ring.acquire(before + step), plan.k(step)
             with jax.named_scope("load"):
                 filled, (a, b) = ring.filled.at[slot], (plan.a, plan.b)
                 a.copy(a_gmem, a.at(row, k), a_smem.at[slot], filled, shared=plan.axis_n)
@@ -76,10 +76,10 @@ def multiply(plan: Plan, ring: _device.Ring, a_smem, b_smem, before, steps, acc)
         with jax.named_scope("wgmma"):
             plgpu.wgmma(acc, a, b.T)
             plgpu.wgmma_wait(1)  # The product before has ended.
-        pl.when(step > 0)(lambda: ring.free(before + step - 1))
+        pl.when(step > 0)(lambda: ring.release(before + step - 1))
 
     values = acc[...]  # Waits for the last product.
-    free = lambda: ring.free(before + steps - 1)
+    free = lambda: ring.release(before + steps - 1)
     free() if isinstance(steps, int) else pl.when(steps > 0)(free)
     return values
 

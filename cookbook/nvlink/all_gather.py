@@ -17,6 +17,7 @@ The derivative is `reduce_scatter`. Not supported: other axes than the leading o
 multiple of 1024 values is copied once to pad it, and the result once more.
 """
 
+import jax
 from jax import lax
 
 from .. import _host
@@ -30,7 +31,7 @@ def all_gather_reference(x, axis_name):
     return lax.all_gather(x, axis_name, tiled=True)
 
 
-def all_gather(x, axis_name, *, config: Config | None = None):
+def all_gather(x: jax.Array, axis_name: _host.AxisName, *, config: Config | None = None) -> jax.Array:
     """The shards of all devices on a mesh axis, one after the other, on every device.
 
     Args:

@@ -47,7 +47,9 @@ def all_gather_matmul_reference(lhs, rhs, axis_name):
     return jnp.matmul(lhs, rhs, precision="highest", preferred_element_type=jnp.float32).astype(lhs.dtype)
 
 
-def all_gather_matmul(lhs, rhs, axis_name, *, config: Config | None = None):
+def all_gather_matmul(
+    lhs: jax.Array, rhs: jax.Array, axis_name: _host.AxisName, *, config: Config | None = None
+) -> jax.Array:
     """The product of all devices' rows with this device's matrix.
 
     Args:

@@ -63,7 +63,14 @@ def default_config() -> Config:
     return Config()
 
 
-def all_to_all(x, axis_name, *, send_sizes=None, capacity: int | None = None, config: Config | None = None):
+def all_to_all(
+    x: jax.Array,
+    axis_name: _host.AxisName,
+    *,
+    send_sizes: jax.Array | None = None,
+    capacity: int | None = None,
+    config: Config | None = None,
+) -> jax.Array | tuple[jax.Array, ...]:
     """Rows of all devices on a mesh axis, each on the device that it is for. It has a derivative.
 
     Args:

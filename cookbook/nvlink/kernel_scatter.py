@@ -68,7 +68,7 @@ def load_pieces(plan, axis_name, ring, x_gmem, stages, read):
 
     @pl.loop(0, num_rounds)
     def _(i):
-        slot = ring.fill(i)
+        slot = ring.acquire(i)
 
         def load(action, device_id):
             owner, i = action.source
@@ -99,7 +99,7 @@ def add_pieces(plan, ring, stages, o_gmem):
             o_gmem[pl.ds(start + row, rows)] = total.astype(dtype)
 
         plgpu.commit_smem()  # TMA may now overwrite the pieces that were read here.
-        ring.free(i)
+        ring.release(i)
 
 
 def _rows_at_once(plan, dtype) -> int:

@@ -144,7 +144,7 @@ def load(ex: Exchange, ring, lhs_gmem, rhs_gmem, a_smem, b_smem, send_pieces, by
 
         @pl.loop(0, num_steps)
         def _(step):
-            slot, k, sent = ring.fill(before + step), plan.k(step), (step - first) * each
+            slot, k, sent = ring.acquire(before + step), plan.k(step), (step - first) * each
             a, b, filled = plan.a, plan.b, ring.filled.at[slot]
             a.copy(lhs_gmem.at[ex.owner(tile)], a.at(tile.row, k), a_smem.at[slot], filled, shared=plan.axis_n)
             b.copy(rhs_gmem, b.at(tile.col, k), b_smem.at[slot], filled, shared=plan.axis_m)

@@ -40,7 +40,9 @@ def matmul_reduce_scatter_reference(lhs, rhs, axis_name):
     return lax.psum_scatter(part, axis_name, tiled=True).astype(lhs.dtype)
 
 
-def matmul_reduce_scatter(lhs, rhs, axis_name, *, config: Config | None = None):
+def matmul_reduce_scatter(
+    lhs: jax.Array, rhs: jax.Array, axis_name: _host.AxisName, *, config: Config | None = None
+) -> jax.Array:
     """This device's rows of the sum of all devices' products.
 
     Args:

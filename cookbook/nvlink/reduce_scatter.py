@@ -19,6 +19,7 @@ The derivative is `all_gather`. Not supported: other axes than the leading one; 
 multiple of 1024 values is copied once to pad it.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -33,7 +34,7 @@ def reduce_scatter_reference(x, axis_name):
     return lax.psum_scatter(x.astype(jnp.float32), axis_name, tiled=True).astype(x.dtype)
 
 
-def reduce_scatter(x, axis_name, *, config: Config | None = None):
+def reduce_scatter(x: jax.Array, axis_name: _host.AxisName, *, config: Config | None = None) -> jax.Array:
     """This device's shard of the sum of all devices' arrays.
 
     Args:

@@ -65,7 +65,7 @@ def load_chunks(part: Part, ring: _device.Ring, landed, operands, others, copies
 
     @pl.loop(0, part.num_chunks)
     def _(i):
-        chunk, slot = (part.num_chunks - 1 - i if reverse else i), ring.fill(i)
+        chunk, slot = (part.num_chunks - 1 - i if reverse else i), ring.acquire(i)
         filled, end = ring.filled.at[slot], part.end_row - part.row(chunk)
 
         def copy(barrier):

@@ -159,7 +159,7 @@ def _backward(axis, config, lengths, dy):
 _sum.defvjp(_forward, _backward)
 
 
-def reduce_sum(x, axis: int, *, config: Config | None = None):
+def reduce_sum(x: jax.Array, axis: int, *, config: Config | None = None) -> jax.Array:
     """Sum over one axis.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.

@@ -132,7 +132,7 @@ def _backward_kernel(x_gmem, scale_gmem, dy_gmem, dx_gmem, more_gmem, *, plan: P
 
     def start(i):
         """Starts the copies of the row of turn `i`."""
-        slot, (_, row) = ring.fill(i), tile(i)
+        slot, (_, row) = ring.acquire(i), tile(i)
         for gmem, smem in ((x_gmem, x_smem), (dy_gmem, dy_smem)):
             # Inside the array, so that any length is one copy.
             whole = gmem.at[pl.ds(row * plan.cols, plan.cols)] if gmem.ndim == 1 else gmem.at[row]
@@ -145,7 +145,7 @@ def _backward_kernel(x_gmem, scale_gmem, dy_gmem, dx_gmem, more_gmem, *, plan: P
         slot = ring.wait(i)
         x, dy = (plan.load(at(smem, slot), 0, 0) for smem in (x_smem, dy_smem))
         plgpu.commit_smem()  # Without it TMA may overwrite the slot while loads from it are in flight.
-        ring.free(i)
+        ring.release(i)
         pl.when(i + ahead < turns)(lambda: start(i + ahead))
         return x, dy
 
@@ -270,9 +270,15 @@ _rms_norm.defvjp(_forward, _backward)
 
 
 def rms_norm(
-    x, scale=None, *, residual=None, eps: float = 1e-6, epsilon: float | None = None, out_dtype=None,
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    residual: jax.Array | None = None,
+    eps: float = 1e-6,
+    epsilon: float | None = None,
+    out_dtype: _host.DType | None = None,
     config: Config | None = None,
-):  # fmt: skip
+) -> jax.Array | tuple[jax.Array, ...]:
     """RMS normalisation over the last axis, of x or of `residual + x`.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.

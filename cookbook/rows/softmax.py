@@ -133,7 +133,7 @@ def _backward(config, y, dy):
 _softmax.defvjp(_forward, _backward)
 
 
-def softmax(x, axis: int = -1, *, config: Config | None = None):
+def softmax(x: jax.Array, axis: int = -1, *, config: Config | None = None) -> jax.Array:
     """Softmax over the last axis.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.

@@ -179,7 +179,7 @@ def _kernel(a, b, multiply, store, accumulators=ACCUMULATORS, o_smem=None):
             def _():
                 @pl.loop(0, STEPS)
                 def _(step):
-                    slot = ring.fill(turn * STEPS + step)
+                    slot = ring.acquire(turn * STEPS + step)
                     plgpu.copy_gmem_to_smem(
                         a_gmem.at[:, pl.ds(step * TILE_K, TILE_K)], a_smem.at[slot], filled.at[slot]
                     )

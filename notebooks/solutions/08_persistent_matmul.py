@@ -6,8 +6,8 @@ exercise-persistent
   turn * steps + step => step
   grid=(blocks,) => grid=(2 * blocks,)  # must be a grid of 4
   + blocks - 1, blocks) => , blocks)  # the
-  plgpu.wgmma_wait(0)\n                        ring.free(number(turn, step))
-    => ring.free(number(turn, step))\n                        plgpu.wgmma_wait(0)
+  plgpu.wgmma_wait(0)\n                        ring.release(number(turn, step))
+    => ring.release(number(turn, step))\n                        plgpu.wgmma_wait(0)
     # a copy starts while a WGMMA of another warpgroup may still read
   stages=2 => stages=1  # this is no ring
 exercise-1
@@ -76,7 +76,7 @@ def persistent(a, b, blocks=4, stages=2, tile=(64, 128)):
                 @pl.loop(0, steps)
                 def _(step):
                     slot, ks = (
-                        ring.fill(number(turn, step)),
+                        ring.acquire(number(turn, step)),
                         pl.ds(step * TILE_K, TILE_K),
                     )
                     plgpu.copy_gmem_to_smem(
@@ -98,7 +98,7 @@ def persistent(a, b, blocks=4, stages=2, tile=(64, 128)):
                         slot = ring.wait(number(turn, step))
                         plgpu.wgmma(acc, a_smem.at[slot], b_smem.at[slot])
                         plgpu.wgmma_wait(0)
-                        ring.free(number(turn, step))
+                        ring.release(number(turn, step))
 
                     return acc[...]
 

@@ -2,14 +2,14 @@
 
 TRIED = r"""
 exercise-compute
-  \n                slot = values.wait(step) => && keys.free(step) => slot = values.wait(step)
-    && values.free(step) => values.free(step)\n                keys.free(step)  # Right.
-  values.free(step) => pass  # never end
+  \n                slot = values.wait(step) => && keys.release(step) => slot = values.wait(step)
+    && values.release(step) => values.release(step)\n                keys.release(step)  # Right.
+  values.release(step) => pass  # never end
   acc = acc * per_row(alpha, acc.shape) => pass  # out
-  s = logits(keys.wait(step))\n                keys.free(step)
-    => slot = keys.wait(step)\n                keys.free(step)\n                s = logits(slot)
+  s = logits(keys.wait(step))\n                keys.release(step)
+    => slot = keys.wait(step)\n                keys.release(step)\n                s = logits(slot)
     # give a slot back (barrier_arrive) after the wgmma_wait with which its product has ended
-  values.free(step) => && slot = values.wait(step) => slot = values.wait(step)\n                values.free(step)
+  values.release(step) => && slot = values.wait(step) => slot = values.wait(step)\n                values.release(step)
 exercise-schedule
   lambda wgs, steps, products, softmax: max(wgs * products, products + softmax) * np.arange(steps) + products *
     np.arange(wgs)[:, None]  # Right.
@@ -41,7 +41,7 @@ exercise-1
 exercise-mend
   turns.start(role) => pass  # never end
   turns.drain(role) => pass  # is the last turn drained
-  values.free(step) => && acc = add_product( => values.free(step)\n                acc = add_product(
+  values.release(step) => && acc = add_product( => values.release(step)\n                acc = add_product(
     # give a slot back (barrier_arrive) after the wgmma_wait with which its product has ended
   Turns(turn, 2) => Turns(None, 2)  # the warpgroups take no turns
 """
@@ -75,7 +75,7 @@ def two_warpgroups(q, k, v, block_kv=64):
                     (keys, k_gmem, k_smem),
                     (values, v_gmem, v_smem),
                 ):
-                    slot = ring.fill(step)
+                    slot = ring.acquire(step)
                     plgpu.copy_gmem_to_smem(
                         gmem.at[batch, block, head], smem.at[slot], ring.filled.at[slot]
                     )
@@ -98,14 +98,14 @@ def two_warpgroups(q, k, v, block_kv=64):
                 #: pass  # Your lines.
                 # BEGIN SOLUTION
                 s = logits(keys.wait(step))
-                keys.free(step)
+                keys.release(step)
                 p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, unit, False)
                 slot = values.wait(step)
                 acc = acc * per_row(alpha, acc.shape)
                 acc = add_product(
                     acc, p.astype(v.dtype), v_smem.at[slot], interpreted()
                 )
-                values.free(step)
+                values.release(step)
                 # END SOLUTION
                 return acc, m_i, l_i
 
@@ -191,7 +191,7 @@ def mended(q, k, v, block_kv=64):
                     (keys, k_gmem, k_smem),
                     (values, v_gmem, v_smem),
                 ):
-                    slot = ring.fill(step)
+                    slot = ring.acquire(step)
                     plgpu.copy_gmem_to_smem(
                         gmem.at[batch, block, head], smem.at[slot], ring.filled.at[slot]
                     )
@@ -212,14 +212,14 @@ def mended(q, k, v, block_kv=64):
                 slot = keys.wait(step)
                 turns.take(role)
                 s = work.logits(slot)  # Passes the turn on.
-                keys.free(step)
+                keys.release(step)
                 p, alpha, m_i, l_i = work.softmax(s, m_i, l_i)
                 slot = values.wait(step)
-                #: values.free(step)  # Place 2.
+                #: values.release(step)  # Place 2.
                 acc, p = acc * per_row(alpha, acc.shape), p.astype(v.dtype)
                 acc = add_product(acc, p, v_smem.at[slot], interpreted())
                 # BEGIN SOLUTION
-                values.free(step)
+                values.release(step)
                 # END SOLUTION
                 return acc, m_i, l_i
 

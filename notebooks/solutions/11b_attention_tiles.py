@@ -99,7 +99,7 @@ def tile_after_tile(q, k, v, block_kv=64, blocks=2):
                         (keys, k_gmem, k_smem),
                         (values, v_gmem, v_smem),
                     ):
-                        slot = ring.fill(count + step)
+                        slot = ring.acquire(count + step)
                         plgpu.copy_gmem_to_smem(
                             gmem.at[batch, rows, head],
                             smem.at[slot],

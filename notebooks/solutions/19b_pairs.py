@@ -11,7 +11,7 @@ exercise-order
   count = info.local_index => count = carry  # Right.
   count = info.local_index => count = info.index[0]  # A slot follows from how many tiles
   count = info.local_index => count = info.local_index + 1  # never end
-  ring.fill(count) => ring.fill(info.index[0])  # A slot follows from how many tiles
+  ring.acquire(count) => ring.acquire(info.index[0])  # A slot follows from how many tiles
   turns = loop(one_tile) => turns = loop(one_tile)\n        turns = tiles
     # At the end a block waits for the fills of its own tiles
   info.index[0] * 64 => info.local_index * 64  # Two blocks write
@@ -82,7 +82,7 @@ def twice(x):
 
             @pl.when(role == 0)
             def _():
-                slot = ring.fill(count)
+                slot = ring.acquire(count)
                 plgpu.copy_gmem_to_smem(
                     x_gmem.at[rows], x_smem.at[slot], filled.at[slot]
                 )
@@ -93,7 +93,7 @@ def twice(x):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 o_smem[...] = 2 * x_smem[slot]
                 plgpu.commit_smem()
-                ring.free(count)
+                ring.release(count)
                 plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[rows])
 
             return carry + 1

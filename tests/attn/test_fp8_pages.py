@@ -231,7 +231,7 @@ def test_errors_name_the_rule(fn, message):
         ("decode/kernel_fp8", "", ""),  # Nothing is wrong, and nothing is found.
         ("decode/kernel_fp8", "TERMS, WIDE_SLOTS = 2, 2", "TERMS, WIDE_SLOTS = 1, 2"),
         ("decode/kernel_fp8", "left = left - rounded", "left = left + 0 * rounded"),
-        ("decode/kernel_fp8", "wide_ring.fill(before + step)", "wide_ring.slot(before + step)"),
+        ("decode/kernel_fp8", "wide_ring.acquire(before + step)", "wide_ring.slot(before + step)"),
         ("decode/kernel_fp8", "piece.kv_len - first), (first", "piece.kv_len - first + 1), (first"),
         ("decode/kernel_fp8", "v_scale[kv_head]", "k_scale[kv_head]"),
         ("decode/kernel_fp8", "barriers(c.num_stages, 1 + wgs)", "barriers(c.num_stages, 1)"),
@@ -255,7 +255,7 @@ def test_mutants_of_decode_are_caught(run_only, found_if, mutant_of, name, old, 
     [
         ("packed/kernel_fp8", "", ""),
         ("packed/kernel_fp8", "        plgpu.barrier_wait(landed.at[which])\n", ""),
-        ("packed/kernel_fp8", "slot = ring.fill(count)", "slot = ring.slot(count)"),
+        ("packed/kernel_fp8", "slot = ring.acquire(count)", "slot = ring.slot(count)"),
         ("packed/kernel_fp8", "(seen[1] < block_kv)", "(seen[1] < 0)"),
         ("packed/kernel_fp8", "copy(KEYS, tile, block - 1, ids)", "copy(KEYS, tile, block, ids)"),
         ("packed/kernel", "scale[tile.kv_head] for scale", "scale[0] for scale"),

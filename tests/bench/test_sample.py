@@ -10,9 +10,9 @@ import pytest
 
 import cookbook
 import lab
-from cookbook import _host
 from bench import __main__ as bench
 from bench import peers, problems, sample, torch_peers
+from cookbook import _host
 
 
 @pytest.mark.parametrize("op", sample.SAMPLES)

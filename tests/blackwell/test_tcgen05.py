@@ -303,7 +303,7 @@ def test_mutants_that_do_not_wait_are_caught(run_only, mutant, found_if, name):
         check(392, 392, 72, config=Config(tile_n=64, num_stages=2, store_slots=1))
 
 
-@pytest.mark.parametrize("method", ["wait", "fill", None])
+@pytest.mark.parametrize("method", ["wait", "acquire", None])
 def test_mutants_of_the_ring_are_caught(run_only, fresh, monkeypatch, found_if, method):
     """A slot read before it is full, or refilled although it is still read."""
     if method:

@@ -329,7 +329,7 @@ def free_twice(ring, count):
 
 @pytest.mark.parametrize(
     "method, mutated",
-    [("wait", _device.Ring.slot), ("fill", _device.Ring.slot), ("free", free_twice), (None, None)],
+    [("wait", _device.Ring.slot), ("acquire", _device.Ring.slot), ("release", free_twice), (None, None)],
 )
 def test_mutants_of_the_ring_are_caught(run_only, monkeypatch, found_if, method, mutated):
     """A slot read before it is full, refilled although nobody gave it back, given back twice."""

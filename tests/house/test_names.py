@@ -83,3 +83,11 @@ def test_ops_are_called_as_their_files():
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_every_file_that_may_be_lifted_names_its_licence(path):
     assert path.read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n")
+
+
+@pytest.mark.parametrize("name", cookbook.__all__)
+def test_public_signatures_are_annotated(name):
+    signature = inspect.signature(getattr(cookbook, name))
+    plain = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    assert all(each.annotation is not each.empty for each in plain)
+    assert signature.return_annotation is not signature.empty

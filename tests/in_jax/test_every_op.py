@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import cookbook
 import lab
-from cookbook import _host
 from bench.ops import OPS, function, named
+from cookbook import _host
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
 TARGETS = {9: _host.Target("h200", 132), 10: _host.Target("b200", 148)}

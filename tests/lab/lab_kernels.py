@@ -184,7 +184,7 @@ def sum_of_tiles(x, *, fence: bool):
         def _():
             @pl.loop(0, num)
             def _(i):
-                slot = ring.fill(i)
+                slot = ring.acquire(i)
                 plgpu.copy_gmem_to_smem(x_gmem.at[i], x_smem.at[slot], filled.at[slot])
 
             ring.drain(num)
@@ -195,7 +195,7 @@ def sum_of_tiles(x, *, fence: bool):
                 tile = plgpu.load(x_smem.at[ring.wait(i)], layout=plgpu.Layout.WGMMA)
                 if fence:
                     plgpu.commit_smem()
-                ring.free(i)
+                ring.release(i)
                 return total + tile
 
             zeros = plgpu.layout_cast(jnp.zeros(x.shape[1:], x.dtype), plgpu.Layout.WGMMA)

@@ -346,7 +346,7 @@ NOTHING = ("tiles", "PIECE", "PIECE")
         ("delta/kernel_inverse", "(2, 4, 8, 16, 32)", "(2, 4, 8, 16)"),
         slow("delta/kernel_inverse", "row >= column", "row + 1 >= column"),
         slow("delta/kernel_inverse", "keys.clear(0, rows, interpreted)", "pass"),
-        slow("delta/kernel", "shared.hand.fill(i)", "pass"),
+        slow("delta/kernel", "shared.hand.acquire(i)", "pass"),
         slow("tiles", "operand.clear(slot,", "(lambda *_: None)(slot,"),
     ],
 )  # fmt: skip

@@ -67,7 +67,7 @@ def _dq(
             start_product(plan, dp_ref, do[:, rows], v, slot)  # dp = do vᵀ
             s = plgpu.wgmma_accumulator_load(s_ref, wait_n=len(plan.kept_columns))  # Also waits for dq so far.
             if plan.runs_ahead:
-                pl.when(count > 0)(lambda: ring.free(count - 1))  # The product of the step before has ended.
+                pl.when(count > 0)(lambda: ring.release(count - 1))  # The product of the step before has ended.
             s = problem.capped(s)
             p = jnp.exp2(s * problem.unit - spread(lse, 0, s.shape))
             p = jnp.where(tile.mask(first_row, block), p, 0.0) if masked else p
@@ -77,13 +77,13 @@ def _dq(
             add_product(dq_ref, ds.astype(problem.dtype), k[slot, :, columns], weights_smem, wg)
             if not plan.runs_ahead:
                 plgpu.wgmma_wait(0)
-                ring.free(count)
+                ring.release(count)
 
         def all_steps(dq_ref):
             each_step(tile, ring, phases, functools.partial(step, dq_ref))
             dq = dq_ref[...]  # Waits for the last product.
             if plan.runs_ahead:
-                pl.when(tile.steps > 0)(lambda: ring.free(tile.steps - 1))
+                pl.when(tile.steps > 0)(lambda: ring.release(tile.steps - 1))
             return dq
 
         dq = pl.run_scoped(all_steps, plgpu.ACC((WG_ROWS, plan.sum_columns), jnp.float32))
@@ -125,7 +125,7 @@ def _dkdv(
             ds = ds if problem.soft_cap is None else ds * (1.0 - s * s)
             add_product(dk_ref, ds.astype(problem.dtype), q[slot, :, columns], weights_smem, wg)
             plgpu.wgmma_wait(0)
-            ring.free(count)
+            ring.release(count)
 
         def all_steps(dk_ref, dv_ref):
             each_step(tile, ring, phases, functools.partial(step, dk_ref, dv_ref))
@@ -151,7 +151,7 @@ def load(tile: Tile, resident, resident_filled, operands, vectors, ring: _device
     @pl.loop(0, tile.steps)
     def _(count):
         head, block = tile.step(count)
-        slot = ring.fill(count)
+        slot = ring.acquire(count)
         filled = ring.filled.at[slot]
         for gmem, smem in operands:
             plgpu.copy_gmem_to_smem(gmem.at[tile.batch, block, head], smem.tma(slot), filled)

@@ -87,7 +87,7 @@ def _kernel(
             start_product(plan, dp_ref, v[:, rows], do, slot)  # dpᵀ = v doᵀ
             s = problem.capped(plgpu.wgmma_accumulator_load(s_ref, wait_n=len(plan.kept_columns)))
             if plan.runs_ahead:
-                pl.when(count > 0)(lambda: ring.free(count - 1))  # dk's product of the step before has ended.
+                pl.when(count > 0)(lambda: ring.release(count - 1))  # dk's product of the step before has ended.
             logits = s * problem.unit - spread(_device.load(lse[slot], COLUMNS), 1, s.shape)
             p = _weights(tile, first_row, block, logits)
             add_product(dv_ref, p.astype(problem.dtype), do[slot, :, columns], weights_smem, wg)
@@ -103,13 +103,13 @@ def _kernel(
             pl.when(count > 0)(lambda: dq.add(share, before))
             if not plan.runs_ahead:
                 plgpu.wgmma_wait(0)
-                ring.free(count)
+                ring.release(count)
 
         def all_steps(dk_ref, dv_ref):
             place = _each_step(tile, wg, ring, functools.partial(step, dk_ref, dv_ref))
             dk, dv = dk_ref[...], dv_ref[...]  # Waits for the last products.
             if plan.runs_ahead:
-                pl.when(tile.steps > 0)(lambda: ring.free(tile.steps - 1))
+                pl.when(tile.steps > 0)(lambda: ring.release(tile.steps - 1))
             ds_last = dq.exchange.wait(tile.steps)
             share = pl.run_scoped(lambda dq_ref: (dq.start(dq_ref, ds_last), dq_ref[...])[1], SHARE)
             pl.when(tile.steps > 0)(lambda: dq.add(share, place))

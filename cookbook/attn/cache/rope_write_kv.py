@@ -249,9 +249,20 @@ def _check(qkv, cos, sin, k_pages, v_pages, slot_mapping, norms):
 
 
 def rope_write_kv(
-    qkv, cos, sin, k_pages, v_pages, slot_mapping, *, k_scale=None, v_scale=None, q_norm=None, k_norm=None,
-    eps: float = 1e-6, **others,
-):  # fmt: skip
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k_pages: jax.Array | jax.Ref,
+    v_pages: jax.Array | jax.Ref,
+    slot_mapping: jax.Array,
+    *,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    q_norm: jax.Array | None = None,
+    k_norm: jax.Array | None = None,
+    eps: float = 1e-6,
+    **others,
+) -> jax.Array | tuple[jax.Array, ...]:
     """Rotates queries and keys by their tokens' positions, and writes keys and values into a paged cache, in place.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.

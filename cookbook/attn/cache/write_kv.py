@@ -233,8 +233,17 @@ def _call_on_refs(k_new, v_new, k_pages, v_pages, slot_mapping, scales: tuple, c
 
 
 def write_kv(
-    k_new, v_new, k_pages, v_pages, slot_mapping, *, k_scale=None, v_scale=None, config: Config | None = None, **others
-):
+    k_new: jax.Array,
+    v_new: jax.Array,
+    k_pages: jax.Array | jax.Ref,
+    v_pages: jax.Array | jax.Ref,
+    slot_mapping: jax.Array,
+    *,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    config: Config | None = None,
+    **others,
+) -> tuple[jax.Array, jax.Array] | None:
     """Writes the keys and values of new tokens into a paged cache, in place: `reshape_and_cache_flash` of vLLM.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.

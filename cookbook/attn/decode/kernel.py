@@ -141,7 +141,7 @@ def load(plan: Plan, each_piece, smem: Smem, block_tables, q_gmem, k_gmem, v_gme
 
         def one(step, found):
             found_next = find(step + 1)  # In flight while this one waits.
-            slot = smem.ring.fill(before + step)
+            slot = smem.ring.acquire(before + step)
             first = pages.first_token(piece.first + step)
             for j, page in enumerate(found):
                 load_page(j, slot, *(gmem.at[page, pl.ds(first, pages.tokens), kv_head] for gmem in (k_gmem, v_gmem)))
@@ -204,7 +204,7 @@ def _attend(plan: Plan, smem: Smem, piece: Piece, before):
         p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, unit, masked)
         values = smem.v.at[slot]
         acc = add_product(acc * per_row(alpha, acc.shape), p.astype(values.dtype), values, problem.interpreted)
-        smem.ring.free(before + step)
+        smem.ring.release(before + step)
         return acc, m_i, l_i
 
     return finish(*over_blocks(plan, piece, low, step))

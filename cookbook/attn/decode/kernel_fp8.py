@@ -140,13 +140,13 @@ def _convert(plan: Plan, each_piece, smem: Smem, wide_smem, wide_ring: _device.R
 
         @pl.loop(0, piece.steps)
         def _(step):
-            slot, to = smem.ring.wait(before + step), wide_ring.fill(before + step)
+            slot, to = smem.ring.wait(before + step), wide_ring.acquire(before + step)
             first = (piece.first + step) * block_kv
             seen, whole = (low - first, piece.kv_len - first), (first >= low) & (first + block_kv <= piece.kv_len)
             pl.when(whole)(lambda: widen(smem.v.at[slot], wide_smem.at[to]))
             pl.when(~whole)(lambda: widen(smem.v.at[slot], wide_smem.at[to], seen))
             plgpu.commit_smem()
-            smem.ring.free(before + step)
+            smem.ring.release(before + step)
             plgpu.barrier_arrive(wide_ring.filled.at[to])
 
     count, _ = each_piece(convert_piece)
@@ -240,14 +240,14 @@ def _attend(plan: Plan, half: Half, piece: Piece, before):
             return s_ref[...]
 
         s, unit = problem.scored(pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32)), logit_scale)
-        smem.ring.free(before + step)
+        smem.ring.release(before + step)
         if masked:
             token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + first + half.keys.start
             s = jnp.where((token >= low) & (token < piece.kv_len), s, -jnp.inf)
         values = half.wide.at[half.wide_ring.wait(before + step), half.keys]
         p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, unit, masked)
         acc = add_product(acc * per_row(alpha, acc.shape), p.astype(values.dtype), values, problem.interpreted)
-        half.wide_ring.free(before + step)
+        half.wide_ring.release(before + step)
         return acc, m_i, l_i
 
     return finish(*over_blocks(plan, piece, low, step), half.v_scale)

@@ -18,7 +18,9 @@ from ... import _host
 from .. import checks
 
 
-def merge_attention(out_a, lse_a, out_b, lse_b):
+def merge_attention(
+    out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """(out, lse) over the keys of both, of results over disjoint keys: out (..., H), lse (...), natural logarithms.
 
     Every op here returns such results with `return_lse=True`. A result over no keys has an lse of -inf: it does not

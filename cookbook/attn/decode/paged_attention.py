@@ -80,9 +80,22 @@ def _check(q, k_pages, v_pages, block_tables, kv_lens) -> None:
 
 
 def paged_attention(
-    q, k_pages, v_pages, block_tables, kv_lens, *, scale=None, logits_soft_cap=None, local_window_size=None,
-    sinks=None, k_scale=None, v_scale=None, return_lse=False, config: Config | None = None, **others,
-):  # fmt: skip
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    *,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    local_window_size: _host.Window | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    return_lse: bool = False,
+    config: Config | None = None,
+    **others,
+) -> jax.Array | tuple[jax.Array, ...]:
     """Attention of the last token of each sequence to all of its tokens, whose keys and values lie in pages.
 
     Bitwise reproducible from run to run. A page that is not there counts as zeros, and a length is cut at what the

@@ -204,10 +204,23 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def attention(
-    query, key, value, *, scale=None, is_causal=False, local_window_size=None, logits_soft_cap=None, segment_ids=None,
-    kv_segment_ids=None, sinks=None, return_lse=False, return_residual=False, deterministic=None,
-    config: Config | None = None, **others,
-):  # fmt: skip
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: _host.Window | None = None,
+    logits_soft_cap: float | None = None,
+    segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    return_lse: bool = False,
+    return_residual: bool = False,
+    deterministic: bool | None = None,
+    config: Config | None = None,
+    **others,
+) -> jax.Array | tuple[jax.Array, ...]:
     """Scaled dot-product attention, as `jax.nn.dot_product_attention`. Its results are bitwise reproducible from run to
     run; its gradients are with `deterministic=True`.
 

@@ -20,6 +20,7 @@ Not supported: segment ids, gradients, e5m2, heads of other sizes than 64, 128 a
 Sources: Shah et al., "FlashAttention-3" (2024); for the sums, DeepSeek-AI, "DeepSeek-V3" (2024), section 3.3.2.
 """
 
+import jax
 import jax.numpy as jnp
 
 from ... import _device, _host
@@ -86,9 +87,22 @@ def _descale(name: str, descale, shape: tuple[int, ...]):
 
 
 def attention_fp8(
-    q, k, v, *, q_descale, k_descale, v_descale, scale=None, is_causal=False, local_window_size=None,
-    logits_soft_cap=None, return_lse=False, out_dtype=jnp.bfloat16, config: Config | None = None, **others,
-):  # fmt: skip
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    q_descale: jax.Array,
+    k_descale: jax.Array,
+    v_descale: jax.Array,
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: _host.Window | None = None,
+    logits_soft_cap: float | None = None,
+    return_lse: bool = False,
+    out_dtype: _host.DType = jnp.bfloat16,
+    config: Config | None = None,
+    **others,
+) -> jax.Array | tuple[jax.Array, ...]:
     """Scaled dot-product attention of 8-bit floats; bitwise reproducible from run to run. It has no gradient.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.

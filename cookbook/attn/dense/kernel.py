@@ -84,9 +84,9 @@ def _load(plan: Plan, table, masks: dict, shared: Shared, q_gmem, k_gmem, v_gmem
         @pl.loop(0, tile.span.steps)
         def _(step):
             first = (tile.span.end - 1 - step) * c.block_kv
-            load_keys(plan, shared, tile, first, shared.keys.fill(before + step), k_gmem)
+            load_keys(plan, shared, tile, first, shared.keys.acquire(before + step), k_gmem)
             pl.when(step == 0)(lambda: load_queries(plan, shared, tile, i, q_gmem))
-            load_values(tile, first, shared.values.fill(before + step))
+            load_values(tile, first, shared.values.acquire(before + step))
 
     shared.drain(each_tile(plan, table, masks, load_tile))
     for wg in range(c.compute_wgs):

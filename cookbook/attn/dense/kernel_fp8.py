@@ -82,9 +82,9 @@ def _load(plan: Plan, table, shared: Shared, q_gmem, k_gmem, v_gmem):
         @pl.loop(0, tile.span.steps)
         def _(step):
             first = (tile.span.end - 1 - step) * c.block_kv
-            load_keys(plan, shared, tile, first, shared.keys.fill(before + step), k_gmem)
+            load_keys(plan, shared, tile, first, shared.keys.acquire(before + step), k_gmem)
             pl.when(step == 0)(lambda: load_queries(plan, shared, tile, i, q_gmem))
-            slot = shared.values.fill(before + step)
+            slot = shared.values.acquire(before + step)
             for j in range(c.block_kv // c.value_piece):
                 keys = pl.ds(first + j * c.value_piece, c.value_piece)
                 source = v_gmem.at[tile.batch, tile.kv_head, :, keys]
@@ -162,11 +162,11 @@ def _overlapped_step(work: Work, masked: bool, step, carry):
                 _queue_values(work, pv_ref, p, 0, step - 1)
         turns.pass_on(work.wg)
         s = s_ref[...] if interpreted else plgpu.wgmma_accumulator_load(s_ref, wait_n=1)  # p v may still run.
-        work.shared.keys.free(count)
+        work.shared.keys.release(count)
         with jax.named_scope("softmax"):
             p_new, *new = work.softmax(s, m_i, l_i, step, masked, OCTAVES)
         pv = _interpreted_product(work, p, 0, step - 1) if interpreted else pv_ref[...]  # Waits for p v.
-        work.shared.values.free(count - 1)
+        work.shared.values.release(count - 1)
         # Nothing may write the registers of p before the product has ended.
         pv, p_new = lax.optimization_barrier((pv, p_new))
         return (acc * per_row(alpha, acc.shape) + pv,), *new, as_operand(p_new, interpreted)
@@ -181,7 +181,7 @@ def _separate_step(work: Work, masked: bool, step, carry):
     shared.values.wait(count - 1)
     shared.turns.take(work.wg)
     acc = tuple(_add_product(work, part, alpha, p, i, step - 1) for i, part in enumerate(acc))
-    shared.values.free(count - 1)
+    shared.values.release(count - 1)
     shared.keys.wait(count)
     p, *new = work.softmax(_logits(work, step), m_i, l_i, step, masked, OCTAVES)
     return acc, *new, as_operand(p, work.problem.interpreted)
@@ -195,7 +195,7 @@ def _last_step(work: Work, step, carry):
     work.shared.turns.take(work.wg)
     is_last = [False] * (len(acc) - 1) + [True]
     acc = [_add_product(work, part, alpha, p, i, step, is_last[i]) for i, part in enumerate(acc)]
-    work.shared.values.free(work.before + step)
+    work.shared.values.release(work.before + step)
     return jnp.concatenate(acc, axis=1), m_i - OCTAVES, l_i
 
 
@@ -209,7 +209,7 @@ def _logits(work: Work, step):
         return s_ref[...]
 
     s = pl.run_scoped(product, plgpu.ACC(work.shape, jnp.float32))
-    keys.free(count)
+    keys.release(count)
     return s
 
 

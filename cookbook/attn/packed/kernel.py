@@ -130,10 +130,10 @@ def _load(plan: Plan, table, num_tiles, block_tables, shared: Shared, v_landed, 
         def _(step):
             block = tile.span.end - 1 - step
             found = sources(tile, block)
-            slot = shared.keys.fill(before + step)
+            slot = shared.keys.acquire(before + step)
             load_keys(tile, slot, found)
             pl.when(step == 0)(lambda: load_queries(plan, shared, tile, i, q_gmem))
-            slot = shared.values.fill(before + step)
+            slot = shared.values.acquire(before + step)
             is_cut = (block * block_kv < tile.first_kv) | ((block + 1) * block_kv > tile.num_kv)
             pl.when(is_cut)(lambda: load_clean_values(tile, slot, found, block))
             pl.when(~is_cut)(lambda: load_values(tile, slot, found, shared.values.filled.at[slot]))

@@ -75,7 +75,7 @@ def _load(plan: Plan, table, num_tiles, block_tables, shared: Shared, narrow_sme
     def widen_to(which: int, ring: _device.Ring, wide, count, seen=None):
         """Fills the slot of `count` with what has been copied; zeros in rows outside of `seen`."""
         plgpu.barrier_wait(landed.at[which])
-        slot = ring.fill(count)
+        slot = ring.acquire(count)
         widen(narrow_smem.at[which], wide.at[slot], seen, ROWS_AT_ONCE)
         plgpu.commit_smem()
         plgpu.barrier_arrive(ring.filled.at[slot])

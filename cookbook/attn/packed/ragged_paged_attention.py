@@ -21,6 +21,7 @@ Other names of the arguments; `decode/paged_attention.py` has those of the cache
 Not supported: what `paged_attention` does not support. Source: Kwon et al., "PagedAttention" (2023).
 """
 
+import jax
 import jax.numpy as jnp
 
 from ... import _device, _host
@@ -67,10 +68,23 @@ def _check(q, k_pages, v_pages, block_tables, kv_lens, cu_seqlens_q) -> None:
 
 
 def ragged_paged_attention(
-    q, k_pages, v_pages, block_tables, kv_lens, cu_seqlens_q, *, scale=None, logits_soft_cap=None,
-    local_window_size=None, sinks=None, k_scale=None, v_scale=None, return_lse=False, config: Config | None = None,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    cu_seqlens_q: jax.Array,
+    *,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    local_window_size: _host.Window | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    return_lse: bool = False,
+    config: Config | None = None,
     **others,
-):  # fmt: skip
+) -> jax.Array | tuple[jax.Array, ...]:
     """Attention of the new tokens of each sequence to those before them, whose keys and values lie in pages.
 
     Bitwise reproducible from run to run. A page that is not there counts as zeros, and a length is cut at what the

@@ -27,6 +27,7 @@ Not supported: gradients (`attention` with segment_ids has them), heads of other
 of 8 rows. Sources: Shah et al., "FlashAttention-3" (2024).
 """
 
+import jax
 import jax.numpy as jnp
 
 from ... import _device, _host
@@ -68,9 +69,21 @@ def _check(q, k, v, cu_seqlens_q, cu_seqlens_kv) -> None:
 
 
 def varlen_attention(
-    q, k, v, cu_seqlens_q, cu_seqlens_kv, *, is_causal=False, scale=None, local_window_size=None, logits_soft_cap=None,
-    sinks=None, return_lse=False, config: Config | None = None, **others,
-):  # fmt: skip
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cu_seqlens_q: jax.Array,
+    cu_seqlens_kv: jax.Array,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    local_window_size: _host.Window | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    return_lse: bool = False,
+    config: Config | None = None,
+    **others,
+) -> jax.Array | tuple[jax.Array, ...]:
     """Attention of packed sequences, each to its own keys, as flash-attn's varlen functions; bitwise reproducible
     from run to run.
 

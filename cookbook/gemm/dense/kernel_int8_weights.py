@@ -97,7 +97,7 @@ def multiply(plan: Plan, ring: _device.Ring, w_smem, a_smem, wide_smem, before, 
             start(step, convert(weights))
             weights = read(step + 1)
             plgpu.wgmma_wait(0)
-            ring.free(before + step)
+            ring.release(before + step)
             return weights
 
         start(last, convert(lax.fori_loop(0, last, one_step, read(0))))
@@ -106,7 +106,7 @@ def multiply(plan: Plan, ring: _device.Ring, w_smem, a_smem, wide_smem, before, 
         def one_step(step, parts):
             start(step, parts)
             plgpu.wgmma_wait(len(parts))  # The products of the step before have ended, and these go on.
-            pl.when(step > 0)(lambda: ring.free(before + step - 1))
+            pl.when(step > 0)(lambda: ring.release(before + step - 1))
             return convert(read(step + 1))
 
         # Two steps a turn, because the weights of each need registers of their own.
@@ -117,7 +117,7 @@ def multiply(plan: Plan, ring: _device.Ring, w_smem, a_smem, wide_smem, before, 
     (overlapped if plan.config.overlap else in_turn)()
     values = acc[...]  # Waits for the last product.
     for step in range(max(last - 1, 0) if plan.config.overlap else last, last + 1):
-        ring.free(before + step)
+        ring.release(before + step)
     return values
 
 

@@ -19,6 +19,7 @@ more than 64 rows per warpgroup. Under an automatic mesh JAX gathers sharded ope
 warp-specialized persistent kernels, for the ideas; Osama et al., "Stream-K" (2023), on dividing K.
 """
 
+import jax
 import jax.numpy as jnp
 
 from ... import _host, _numerics
@@ -56,9 +57,18 @@ def _launch(a, b, bias, sizes, options: differentiable.Options):
 
 
 def matmul(
-    a, b, *, bias=None, activation=None, out_dtype=None, transpose_a=False, transpose_b=False, precision=None,
-    preferred_element_type=None, config: Config | None = None,
-):  # fmt: skip
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    activation: _host.Activation | None = None,
+    out_dtype: _host.DType | None = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: _host.DType | None = None,
+    config: Config | None = None,
+) -> jax.Array:
     """`activation(a @ b + bias)`, with float32 sums, rounded once; bitwise reproducible from run to run.
 
     Differentiable once in a, b and bias: gradients are products by the same kernel, of the gradient of o rounded to the

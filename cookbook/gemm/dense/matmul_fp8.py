@@ -20,6 +20,7 @@ Chapter: 9. Source: Micikevicius et al., "FP8 formats for deep learning" (2022).
 
 import math
 
+import jax
 import jax.numpy as jnp
 
 from ... import _host
@@ -82,8 +83,15 @@ def _vectors(row_scale, col_scale) -> dict:
 
 
 def matmul_fp8(
-    a, b, *, scale_a=1.0, scale_b=1.0, out_dtype=jnp.bfloat16, transpose_b=False, config: Config | None = None
-):
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    scale_a: jax.Array = 1.0,
+    scale_b: jax.Array = 1.0,
+    out_dtype: _host.DType = jnp.bfloat16,
+    transpose_b: bool = False,
+    config: Config | None = None,
+) -> jax.Array:
     """`(a * scale_a) @ (b * scale_b)` of 8-bit floats, with float32 sums, rounded once.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.

@@ -19,6 +19,7 @@ tensor cores want weights with K along their rows: a plain w_q is transposed, at
 Dettmers et al., "LLM.int8()" (2022), for the use.
 """
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
@@ -60,7 +61,15 @@ def _check(a, w_q, scales, transpose_w: bool) -> tuple[int, int, int]:
     return m, n, k
 
 
-def matmul_int8_weights(a, w_q, scales, *, out_dtype=None, transpose_w=False, config: Config | None = None):
+def matmul_int8_weights(
+    a: jax.Array,
+    w_q: jax.Array,
+    scales: jax.Array,
+    *,
+    out_dtype: _host.DType | None = None,
+    transpose_w: bool = False,
+    config: Config | None = None,
+) -> jax.Array:
     """`a @ w_q * scales`, the weights dequantized on the way to the tensor core; float32 sums, rounded once.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.

@@ -208,7 +208,16 @@ def _check(x, router_logits, w_gate_up, w_down, top_k: int, group_offset):
         raise ValueError(f"{op}: {rows} rows of tokens by {experts} experts; must be below 2**31: pass parts of x")
 
 
-def moe(x, router_logits, w_gate_up, w_down, *, top_k, renormalize=True, group_offset=None):
+def moe(
+    x: jax.Array,
+    router_logits: jax.Array,
+    w_gate_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    top_k: int,
+    renormalize: bool = True,
+    group_offset: jax.Array | None = None,
+) -> jax.Array:
     """Weighted sum of the outputs of each token's `top_k` experts; bitwise reproducible from run to run.
 
     Differentiable in all four arrays. Under `jax.shard_map` with the experts sharded, each device has some of w_gate_up

@@ -31,7 +31,7 @@ def load(plan: Plan, table, ring: _device.Ring, a_gmem, b_gmem, a_smem, b_smem):
 
         @pl.loop(0, tile.steps)
         def _(step):
-            slot, k = ring.fill(before + step), step * plan.tiles.tile_k
+            slot, k = ring.acquire(before + step), step * plan.tiles.tile_k
             with jax.named_scope("load"):
                 filled, (a, b) = ring.filled.at[slot], (plan.a, plan.b)
                 a.copy(matrix(a, a_gmem), a.at(tile.row, k), a_smem.at[slot], filled, shared=plan.axis_n)

@@ -107,7 +107,7 @@ def multiply_blocks(plan: Plan, ring: _device.Ring, a_smem, b_smem, of_rows, of_
             following, total = scales(first + count), sums  # Scales arrive while the tensor cores are busy.
             for i, acc in enumerate(accs):
                 step_sums = plgpu.wgmma_accumulator_load(acc, wait_n=count - 1 - i)
-                ring.free(before + first + i)
+                ring.release(before + first + i)
                 total = total + step_sums * spread(plan, mine[i], 0)
             return total, following
 

@@ -44,10 +44,10 @@ def multiply(plan: Plan, ring: _device.Ring, a_smem, b_smem, before, steps, *acc
             for acc, a_part, b_part in zip(accs, a, b, strict=True):
                 plgpu.wgmma(acc, a_part, b_part.T)
             plgpu.wgmma_wait(2)  # The products of the step before have ended.
-        pl.when(step > 0)(lambda: ring.free(before + step - 1))
+        pl.when(step > 0)(lambda: ring.release(before + step - 1))
 
     gate, up = (acc[...] for acc in accs)  # Waits for the last products.
-    pl.when(steps > 0)(lambda: ring.free(before + steps - 1))
+    pl.when(steps > 0)(lambda: ring.release(before + steps - 1))
     return gate * jax.nn.sigmoid(gate) * up
 
 

@@ -33,7 +33,7 @@ def load(plan: Plan, table: Table, ring: _device.Ring, a_gmem, b_gmem, a_smem, b
 
         @pl.loop(0, tile.steps)
         def _(step):
-            slot, row = ring.fill(before + step), aligned(tile.start) + step * plan.tiles.tile_k
+            slot, row = ring.acquire(before + step), aligned(tile.start) + step * plan.tiles.tile_k
             with jax.named_scope("load"):
                 filled, (a, b) = ring.filled.at[slot], (plan.a, plan.b)
                 a.copy(a_gmem, a.at(tile.row, row), a_smem.at[slot], filled, shared=plan.axis_n)
@@ -85,10 +85,10 @@ def multiply(plan: Plan, ring: _device.Ring, a_smem, b_smem, masked, tile: Tile,
         with jax.named_scope("wgmma"):
             plgpu.wgmma(acc, a, b.T)
             plgpu.wgmma_wait(1)  # The product before has ended.
-        pl.when(step > 0)(lambda: ring.free(before + step - 1))
+        pl.when(step > 0)(lambda: ring.release(before + step - 1))
 
     values = acc[...]  # Waits for the last product.
-    pl.when(tile.steps > 0)(lambda: ring.free(before + tile.steps - 1))
+    pl.when(tile.steps > 0)(lambda: ring.release(before + tile.steps - 1))
     return values
 
 

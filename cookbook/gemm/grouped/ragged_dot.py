@@ -161,9 +161,17 @@ _ragged_dot.defvjp(_ragged_dot_fwd, _ragged_dot_bwd)
 
 
 def ragged_dot(
-    lhs, rhs, group_sizes, *, group_offset=None, transpose_rhs=False, activation=None, precision=None,
-    preferred_element_type=None, config: Config | None = None,
-):  # fmt: skip
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    group_offset: jax.Array | None = None,
+    transpose_rhs: bool = False,
+    activation: _host.Activation | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: _host.DType | None = None,
+    config: Config | None = None,
+) -> jax.Array:
     """`lhs` times one matrix of `rhs` for each group of rows, with float32 sums, rounded once; bitwise reproducible.
 
     Differentiable once in lhs and rhs: gradients are grouped products too, of the gradient of o rounded to the dtype of

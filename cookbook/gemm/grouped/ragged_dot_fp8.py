@@ -26,6 +26,7 @@ automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map
 
 import functools
 
+import jax
 import jax.numpy as jnp
 
 from ... import _host
@@ -94,9 +95,17 @@ def _check(op: str, lhs, rhs, scale_lhs, scale_rhs, transpose_rhs: bool):
 
 
 def ragged_dot_fp8(
-    lhs, rhs, scale_lhs, scale_rhs, group_sizes, *, group_offset=None, transpose_rhs=False, out_dtype=jnp.bfloat16,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    scale_lhs: jax.Array,
+    scale_rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    group_offset: jax.Array | None = None,
+    transpose_rhs: bool = False,
+    out_dtype: _host.DType = jnp.bfloat16,
     config: Config | None = None,
-):  # fmt: skip
+) -> jax.Array:
     """`lhs * scale_lhs` times one matrix of `rhs * scale_rhs` for each group of rows, of 8-bit floats, rounded once.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.

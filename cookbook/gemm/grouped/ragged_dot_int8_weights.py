@@ -18,6 +18,7 @@ tensor cores want weights with K along their rows: a plain rhs is transposed, at
 
 import functools
 
+import jax
 import jax.numpy as jnp
 
 from ... import _host
@@ -78,9 +79,16 @@ def _check(op: str, lhs, rhs, scales, transpose_rhs: bool) -> tuple[int, int, in
 
 
 def ragged_dot_int8_weights(
-    lhs, rhs, scales, group_sizes, *, group_offset=None, transpose_rhs=False, out_dtype=None,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    scales: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    group_offset: jax.Array | None = None,
+    transpose_rhs: bool = False,
+    out_dtype: _host.DType | None = None,
     config: Config | None = None,
-):  # fmt: skip
+) -> jax.Array:
     """`lhs` times one matrix of `rhs * scales` for each group of rows, dequantized on the way to the tensor core.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.

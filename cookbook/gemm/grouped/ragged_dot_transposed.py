@@ -16,6 +16,7 @@ Not supported: batches (use `jax.vmap`), other dtypes, differentiation. Under an
 operands first: call it inside `jax.shard_map`. Chapter: 16b. Source: Gale et al., "MegaBlocks" (2022).
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -63,9 +64,15 @@ def sums(lhs, rhs, group_sizes, group_offset, count: int, out_dtype, config: Con
 
 
 def ragged_dot_transposed(
-    lhs, rhs, group_sizes, *, group_offset=None, num_groups=None, preferred_element_type=None,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    group_offset: jax.Array | None = None,
+    num_groups: int | None = None,
+    preferred_element_type: _host.DType | None = None,
     config: Config | None = None,
-):  # fmt: skip
+) -> jax.Array:
     """`lhs.T @ rhs` of each group's rows, with float32 sums, rounded once; bitwise reproducible.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.

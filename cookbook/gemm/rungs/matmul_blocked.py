@@ -209,7 +209,7 @@ def _call(a, b, *, config: Config, params):
     )(a, b)
 
 
-def matmul_blocked(a, b, *, config: Config | None = None):
+def matmul_blocked(a: jax.Array, b: jax.Array, *, config: Config | None = None) -> jax.Array:
     """`a @ b` without the tensor cores, with float32 sums, rounded once.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.

@@ -157,8 +157,15 @@ def _call(a, b, *, sizes, transpose_a, transpose_b, activation, out_dtype, confi
 
 
 def matmul_pipelined(
-    a, b, *, activation=None, out_dtype=None, transpose_a=False, transpose_b=False, config: Config | None = None
-):
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    activation: _host.Activation | None = None,
+    out_dtype: _host.DType | None = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    config: Config | None = None,
+) -> jax.Array:
     """`activation(a @ b)`, with float32 sums, rounded once.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.

@@ -162,7 +162,15 @@ def _call(a, b, *, sizes, transpose_a: bool, transpose_b: bool, out_dtype, confi
     return kernel(a, b)[:m, :n]
 
 
-def matmul_wgmma(a, b, *, transpose_a=False, transpose_b=False, out_dtype=None, config: Config | None = None):
+def matmul_wgmma(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    out_dtype: _host.DType | None = None,
+    config: Config | None = None,
+) -> jax.Array:
     """`a @ b`, with float32 sums, rounded once.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.

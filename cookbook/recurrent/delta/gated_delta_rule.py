@@ -227,9 +227,19 @@ _gated_delta_rule.defvjp(_gated_delta_rule_fwd, _gated_delta_rule_bwd)
 
 
 def gated_delta_rule(
-    q, k, v, g, beta, *, scale: float | None = None, initial_state=None, return_final_state: bool = False,
-    cu_seqlens=None, config: Config | None = None, **others,
-):  # fmt: skip
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    *,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    return_final_state: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    config: Config | None = None,
+    **others,
+) -> jax.Array | tuple[jax.Array, ...]:
     """The gated delta rule over a sequence; a compiled program is bitwise reproducible from run to run.
 
     XLA may sum g in another order when it compiles again, or for another length.

@@ -162,8 +162,17 @@ def _call_on_ref(q, k, v, g, beta, state, **statics):
 
 
 def gated_delta_rule_step(
-    q, k, v, g, beta, state, *, scale: float | None = None, config: Config | None = None, **others
-):  # fmt: skip
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    *,
+    scale: float | None = None,
+    config: Config | None = None,
+    **others,
+) -> tuple[jax.Array, jax.Array]:
     """One token of each sequence through the gated delta rule; the states are changed in place.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.

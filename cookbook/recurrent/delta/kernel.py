@@ -178,7 +178,7 @@ def _carry_the_state(shared: Shared, wg, initial_gmem, states_gmem):
             product([(u_to_end, shared.k.tiled.at[slot, p])], plan.interpreted, piece * decay)
             for p, piece in enumerate(state)
         ]
-        shared.ring.free(i)
+        shared.ring.release(i)
         return state
 
     first = first_state(initial_gmem, (part.state, column), plan.pieces)
@@ -226,7 +226,7 @@ def _hand_over(shared: Shared, wg, i, state):
     """Stores the state before chunk `i`, rounded, for the output warpgroups, or to be sent away."""
     plan = shared.plan
     if plan.output_wgs:
-        shared.hand.fill(i)
+        shared.hand.acquire(i)
     elif plan.keeps_all:
         plgpu.wait_smem_to_gmem(plan.pieces, wait_read_only=True)  # The state in this slot has left.
     if plan.output_wgs or plan.keeps_all:
@@ -255,15 +255,15 @@ def _compute_outputs(shared: Shared, wg, o_gmem):
             o = product(list(zip(queries, states, strict=True)), plan.interpreted)
             o = product([(weights, shared.u.at[place, column].T)], plan.interpreted, o * jnp.exp(cum))
             shared.o.tiled[o_slot] = (o * plan.scale).astype(plan.dtype)
-        shared.ring.free(i)
-        shared.hand.free(i)
+        shared.ring.release(i)
+        shared.hand.release(i)
         plgpu.commit_smem()
         for column, o_slot in enumerate(slots):
             store_rows(part, shared.o, o_slot, o_gmem, shared.unit, column, part.row(i))
 
     def pass_by(i):
         shared.ring.wait(i)
-        shared.ring.free(i)
+        shared.ring.release(i)
 
     @pl.loop(0, _device.div(part.num_chunks + (plan.output_wgs - 1), plan.output_wgs))
     def _(turn):

@@ -151,12 +151,12 @@ def _make_weights(shared: Shared):
         decay = jnp.exp(jnp.minimum(cum - spread(load(shared.columns.at[slot], COLUMNS), 1), 0.0))
         weights = jnp.where(row >= col, weights * decay * plan.scale, 0.0)
         do = load(shared.do.tiled.at[slot, 0]).astype(jnp.float32)
-        place = shared.hand.fill(i)
+        place = shared.hand.acquire(i)
         shared.weights[place] = weights.astype(plan.dtype)
         shared.decayed_do[place] = (do * jnp.exp(cum) * plan.scale).astype(plan.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(shared.hand.filled.at[place])
-        shared.ring.free(i)
+        shared.ring.release(i)
 
     shared.hand.drain(part.num_chunks)
 
@@ -176,8 +176,8 @@ def _carry_the_gradient(shared: Shared, last_gmem, all_gmem, first_gmem):
             chunk = part.first_chunk + part.num_chunks - 1 - i
             target = all_gmem.at[chunk, shared.column, :, pl.ds(p * PIECE, PIECE)]
             plgpu.copy_smem_to_gmem(shared.out_ds.at[ds_slot, p], target)
-        shared.hand.free(i)
-        shared.ring.free(i)
+        shared.hand.release(i)
+        shared.ring.release(i)
         return ds
 
     last = first_state(last_gmem, index, plan.pieces)

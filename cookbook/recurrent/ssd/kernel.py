@@ -120,7 +120,7 @@ def carry_the_state(shared: Shared, initial_gmem, finals_gmem):
     plan, index, tiled = shared.plan, (shared.part.state, shared.head), shared.state.tiled
 
     def step(i, state):
-        place = shared.states.fill(i)
+        place = shared.states.acquire(i)
         for p, piece in enumerate(state):
             tiled[place, p] = piece.astype(plan.dtype)
         plgpu.commit_smem()
@@ -129,7 +129,7 @@ def carry_the_state(shared: Shared, initial_gmem, finals_gmem):
         w, decay = weights(shared.rows, slot, plan.chunk)
         x, b = shared.x.tiled.at[slot, 0], [shared.b.tiled.at[slot, p] for p in range(plan.pieces)]
         state = advance(state, decay, w, x, b, shared.scaled, plan.interpreted)
-        shared.ring.free(i)
+        shared.ring.release(i)
         return state
 
     first = first_state(initial_gmem, index, plan.pieces)
@@ -156,7 +156,7 @@ def _compute_outputs(shared: Shared, block: int, skip, y_gmem):
         plgpu.commit_smem()
         # `skip` read x as other loads do, not as WGMMA does: before the fence they may still wait for the WGMMAs of
         # the state's warpgroup, longer than TMA takes to overwrite what they read.
-        shared.ring.free(i)
+        shared.ring.release(i)
         store_rows(part, shared.y, block, y_gmem, shared.head, 0, part.row(i) + block * PIECE)
 
     plgpu.wait_smem_to_gmem(0)
@@ -187,7 +187,7 @@ def output_of_chunk(shared: Shared, i, slot, block: int):
             plgpu.wgmma(y_ref, queries(p), shared.state.tiled.at[place, p].T)
         decayed = wait(pairs_ref, plan.pieces) * _decay(shared, slot, cum, 0, is_last=block == 0)
         y = wait(y_ref, 0) * spread(jnp.exp2(cum) * shared.scale, 0)
-        shared.states.free(i)
+        shared.states.release(i)
         return add_values(y_ref, y, decayed, 0)
 
     def more_pairs(pairs_ref, y_ref, y, column: int):

@@ -202,7 +202,7 @@ def _carry_the_state(shared: Shared, given_gmem, firsts_gmem):
     plan, part, index = shared.plan, shared.part, (shared.part.state, shared.head)
 
     def step(i, g):
-        place = shared.lefts.fill(i)
+        place = shared.lefts.acquire(i)
         for p, piece in enumerate(g):
             shared.g.tiled[place, p] = piece.astype(plan.dtype)
         plgpu.commit_smem()
@@ -213,7 +213,7 @@ def _carry_the_state(shared: Shared, given_gmem, firsts_gmem):
         shared.store_sums(i, {STATE_SUM: functools.reduce(jnp.add, products).sum(axis=1) * decay})
         dy, c = shared.dy.tiled.at[slot, 0], [shared.c.tiled.at[slot, p] for p in range(plan.pieces)]
         g = advance(g, decay, w, dy, c, shared.scaled, plan.interpreted)
-        shared.ring.free(i)
+        shared.ring.release(i)
         return g
 
     first = lax.fori_loop(0, part.num_chunks, step, first_state(given_gmem, index, plan.pieces))
@@ -229,7 +229,7 @@ def _compute_queries(shared: Shared, dc_gmem):
     def _(i):
         slot = shared.ring.wait(i)
         shared.store_sums(i, _query(shared, i, slot, dc_gmem))
-        shared.ring.free(i)
+        shared.ring.release(i)
 
     plgpu.wait_smem_to_gmem(0)
 
@@ -268,9 +268,9 @@ def _compute_keys(shared: Shared, d_gmem, dx_gmem, db_gmem):
     def _(i):
         slot = shared.ring.wait(i)
         sums = _key(shared, i, slot, skip, dx_gmem, db_gmem)
-        shared.lefts.free(i)
+        shared.lefts.release(i)
         shared.store_sums(i, sums)
-        shared.ring.free(i)
+        shared.ring.release(i)
 
     plgpu.wait_smem_to_gmem(0)
 

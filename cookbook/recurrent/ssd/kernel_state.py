@@ -101,7 +101,7 @@ def _kernel(
             w, decay = weights(vectors_smem, slot, plan.chunk, reverse)
             b_pieces = [b.tiled.at[slot, p] for p in range(plan.pieces)]
             state = advance(state, decay, w, x.tiled.at[slot, 0], b_pieces, scaled, plan.interpreted)
-            ring.free(i)
+            ring.release(i)
             return state
 
         first = first_state(initial_gmem, (part.state, head), plan.pieces)

@@ -22,6 +22,7 @@ Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.
 Chapter: notebooks/17_linear_attention.ipynb. Source: Katharopoulos et al., "Transformers are RNNs" (2020).
 """
 
+import jax
 import jax.numpy as jnp
 
 from ... import _host
@@ -40,9 +41,18 @@ def linear_attention_reference(query, key, value, *, scale=None, initial_state=N
 
 
 def linear_attention(
-    query, key, value, *, scale=None, chunk_size=None, initial_state=None, return_final_state=False, cu_seqlens=None,
-    config: Config | None = None, **others,
-):  # fmt: skip
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    scale: float | None = None,
+    chunk_size: int | None = None,
+    initial_state: jax.Array | None = None,
+    return_final_state: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    config: Config | None = None,
+    **others,
+) -> jax.Array | tuple[jax.Array, ...]:
     """Causal linear attention, without a feature map and without normalisation; bitwise reproducible.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.

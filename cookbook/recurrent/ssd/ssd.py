@@ -251,9 +251,20 @@ def run(
 
 
 def ssd(
-    x, dt, a, b, c, *, d=None, chunk_size=None, initial_state=None, return_final_state=False, cu_seqlens=None,
-    config: Config | None = None, **others,
-):  # fmt: skip
+    x: jax.Array,
+    dt: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    *,
+    d: jax.Array | None = None,
+    chunk_size: int | None = None,
+    initial_state: jax.Array | None = None,
+    return_final_state: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    config: Config | None = None,
+    **others,
+) -> jax.Array | tuple[jax.Array, ...]:
     """Mamba-2's recurrence over a sequence; a compiled program is bitwise reproducible from run to run.
 
     XLA may sum dt in another order when it compiles again, or for another length.

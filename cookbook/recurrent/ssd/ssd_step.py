@@ -174,7 +174,18 @@ def _check(x, dt, a, b, c, d, state) -> None:
         )
 
 
-def ssd_step(x, dt, a, b, c, state, *, d=None, config: Config | None = None, **others):
+def ssd_step(
+    x: jax.Array,
+    dt: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    state: jax.Array,
+    *,
+    d: jax.Array | None = None,
+    config: Config | None = None,
+    **others,
+) -> tuple[jax.Array, jax.Array]:
     """One token of Mamba-2's recurrence for each sequence, its state updated in place.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
