@@ -189,7 +189,7 @@ class Span:
     cuts: Cuts
     first: Any
     end: Any  # After the last one.
-    steps: Any  # How many they are.
+    steps: Any  # Number of blocks.
     masks: dict  # `segment_masks`, or {}.
     batch: Any  # The batch that `masks` are for.
 

@@ -82,8 +82,8 @@ class Work:
     first_row: Any  # The first of its rows, as `span.blocks` counts them.
     before: Any  # Steps of earlier tiles.
     sinks: Any = None  # Base-2 logits, one for each row.
-    logit_scale: Any = 1.0  # The number that a 1 in products of stored queries and keys stands for; above 0.
-    value_scale: Any = 1.0  # The number that a 1 in stored values stands for.
+    logit_scale: Any = 1.0  # Dequantisation scale of q kᵀ, above 0.
+    value_scale: Any = 1.0  # Dequantisation scale of the values.
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of every finished matrix product of this family: its roles, the sums of parts of K, one epilogue.
+"""The kernel of every product of this family but the rungs: its roles, the sums of parts of K, one epilogue.
 
     o = activation(a @ b * scale * row_scale * col_scale + bias)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts that every finished matrix product of this family is cut into: operands, tiles, the plan of a kernel.
+"""The parts that every product of this family but the rungs is cut into: operands, tiles, the plan of a kernel.
 
 The kernel sees two operands, `a` of M rows and `b` of N rows, both along K; each may lie transposed, as (K, rows). A
 plain (K, N) matrix is therefore a transposed `b`. With `swapped` the caller has exchanged the two operands, and with
@@ -287,7 +287,7 @@ class Plan:
     activation: Callable  # Element-wise, of sums in registers.
     out_dtype: jnp.dtype
     interpreted: bool
-    others: tuple[tuple[str, Any], ...] = ()  # Scratch that this kernel has besides, unpriced.
+    others: tuple[tuple[str, Any], ...] = ()  # Further scratch of this kernel, not counted in `smem_bytes`.
 
     @property
     def config(self) -> Config:

@@ -171,7 +171,7 @@ def rows_per_part(num_seqs: int, length: int, heads: int, num_sms: int, parts: i
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The rows of one block, of head `head`. Rows from `end_row` to `stop_row` are results without operands."""
+    """The rows of one block. Rows from `end_row` to `stop_row` are not read: their results are zeros."""
 
     first_row: Any
     end_row: Any

@@ -89,7 +89,7 @@ class Half:
     which: int  # Which half of the keys is its, and, if there are two, which of the terms it writes.
     num_keys: int
     num_wgs: int
-    k_scale: Any  # The number that a 1 in pages of keys, or of values, stands for.
+    k_scale: Any  # Dequantisation scale of the keys, or of the values, of the pages.
     v_scale: Any
 
     @property

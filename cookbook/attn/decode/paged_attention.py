@@ -8,7 +8,7 @@ int32: page `block_tables[i, j]` holds tokens j page_size to (j + 1) page_size o
 `kv_lens[i]` count. out (num_seqs, N, H), lse (num_seqs, N). N is a multiple of K; the N / K query heads that share keys
 are the rows of one WGMMA, which has 64.
 
-A unit is a KV head, with up to 64 of the query heads that read it. The blocks of keys of all sequences, one after the
+A unit is one KV head and up to 64 of its query heads. The blocks of keys of all sequences, one after the
 other, are cut into equal parts, so that all end at the same time, whatever the lengths are. There are as many parts as
 there can be if each unit of each part gets an SM of its own, so units that read other heads of the same pages do so at
 about the same time. A piece is the share of a part in one sequence; a second kernel merges the pieces of each sequence.
@@ -113,7 +113,7 @@ def paged_attention(
       scale: what logits are multiplied by; None for 1 / sqrt(head_dim).
       logits_soft_cap: c, so that logits become c tanh(logits / c); None for none.
       local_window_size: how many tokens before itself the last one sees; of a pair the first counts.
-      sinks: (heads,), floats: a logit of each head that counts as one key more, whose value is zero.
+      sinks: (heads,), floats: a logit per head, which acts as one extra key with a value of zero.
       k_scale, v_scale: with pages of float8_e4m3fn, what a stored 1 stands for, above 0: a float, or (kv_heads,) of
         them; None for 1.
       return_lse: also return the logarithms of the sums of exponentials.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which block of threads decodes what: units, parts and pieces. Index arithmetic, and the statics of the kernels.
 
-A unit is a KV head, with up to 64 of the query heads that read it. The blocks of keys of all sequences, one after the
+A unit is one KV head and up to 64 of its query heads. The blocks of keys of all sequences, one after the
 other, are cut into equal parts, so that all end at the same time, whatever the lengths are. There are as many parts as
 there can be if each unit of each part gets an SM of its own, or half of one, so units that read other heads of the same
 pages do so at about the same time. A piece is the share of a part in one sequence; a second kernel merges the pieces of
@@ -91,11 +91,11 @@ class Plan:
         return self.config.block_kv // 64
 
     def first_seen(self, kv_len):
-        """The first token that the last of so many tokens sees."""
+        """The first token that the last of `kv_len` tokens sees."""
         return 0 if self.problem.left is None else jnp.maximum(kv_len - 1 - self.problem.left, 0)
 
     def blocks(self, kv_len):
-        """(first, number) of the blocks of keys that the last of so many tokens sees; one, if only to find none."""
+        """(first, number) of the blocks of keys that the last of `kv_len` tokens sees; one, if only to find none."""
         kv_len = self.pages.length(kv_len)
         first = 0 * kv_len if self.problem.left is None else div(self.first_seen(kv_len), self.config.block_kv)
         return first, jnp.maximum(div(kv_len + self.config.block_kv - 1, self.config.block_kv) - first, 1)

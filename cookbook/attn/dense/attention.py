@@ -89,7 +89,7 @@ def _check(query, key, value) -> None:
 
 
 def _batch_of_one(x):
-    """`x`, an array or a list, with an axis more in front; None stays None."""
+    """`x`, an array or a list, with a leading axis of size 1; None stays None."""
     return None if x is None else x[None] if hasattr(x, "shape") else [x]
 
 
@@ -177,7 +177,7 @@ def _attention_bwd(options: Options, residuals, cotangents):
     target = _host.require_tensor_cores("attention")
     problem = _problem(query, key, options, target.interpreted)
     in_one = not options.deterministic
-    if options.deterministic is None:  # Few steps do not make up for the sums that start as zeros and end as rounded.
+    if options.deterministic is None:  # Short sequences do not amortise zeroing dq and rounding it.
         in_one = problem.head_dim > 64 or query.shape[1] >= ONE_KERNEL_FROM
     launch = functools.partial(
         gradients.gradients,
@@ -241,7 +241,7 @@ def attention(
         apart. A value that is not finite makes all results of the queries that see it NaN, and of no others; gradients
         are not kept apart like that. This costs a copy of keys and values.
       kv_segment_ids: (B, S) integers, of the keys; None for `segment_ids`.
-      sinks: (N,), floats: a logit of each head that counts as one key more, whose value is zero.
+      sinks: (N,), floats: a logit per head, which acts as one extra key with a value of zero.
       return_lse: also return the logarithms of the sums of exponentials; `return_residual` says the same.
       deterministic: True: gradients, too, are bitwise reproducible, by two kernels with seven products.
         False: by one kernel with five, which adds up the gradient of `query` in float32 in memory, in an order that

@@ -105,7 +105,7 @@ def ragged_paged_attention(
       scale: what logits are multiplied by; None for 1 / sqrt(head_dim).
       logits_soft_cap: c, so that logits become c tanh(logits / c); None for none.
       local_window_size: how many tokens before itself each one sees; of a pair the first counts.
-      sinks: (heads,), floats: a logit of each head that counts as one key more, whose value is zero.
+      sinks: (heads,), floats: a logit per head, which acts as one extra key with a value of zero.
       k_scale, v_scale: with pages of float8_e4m3fn, what a stored 1 stands for, above 0: a float, or (kv_heads,) of
         them; None for 1.
       return_lse: also return the logarithms of the sums of exponentials.

@@ -100,7 +100,7 @@ def varlen_attention(
       local_window_size: (left, right): how many keys a query sees before and after its own position, which are
         aligned at the ends; None for a side without bound, one number for both.
       logits_soft_cap: c, so that logits become c tanh(logits / c); None for none.
-      sinks: (N,), floats: a logit of each head that counts as one key more, whose value is zero.
+      sinks: (N,), floats: a logit per head, which acts as one extra key with a value of zero.
       return_lse: also return the logarithms of the sums of exponentials.
       config: blocks, stages and warpgroups, as of `attention`; None chooses by H.
       others: arguments that other libraries have, such as `max_seqlen_q`, if they are None.

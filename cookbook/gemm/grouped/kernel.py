@@ -106,7 +106,7 @@ def send_rows(piece_smem, o_gmem, left):
             size //= 2
         plgpu.commit_smem_to_gmem_group()
 
-    # A slot is taken to be free once as many pieces have followed as there are others.
+    # A slot is taken to be free by counting the pieces that were sent since. This piece has no rows: wait for all.
     pl.when(left <= 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
 
 

@@ -19,8 +19,8 @@ chunk, made by XLA. No exponential of a positive number is ever taken. Two kerne
 Role table and barrier table: there.
 
 Where sequences and heads do not fill the GPU, a sequence is split into parts. A first pass takes all parts from a zero
-state, a second one takes the unit matrix through them, and XLA combines both to the states at the parts' starts; the
-last pass makes o. Split in P parts that is three passes of 1 / P, so it starts with four parts.
+state, a second one runs the identity through them, and XLA combines both to the states at the parts' starts; the
+last pass makes o. P parts cost three passes of length 1 / P, so splitting pays from four parts on.
 
 The backward pass makes the states before all chunks again (`kernel`), then the gradients of the states, from the last
 chunk to the first (`kernel_backward`), and those of the operands, for all chunks at once (`kernel_gradients`).

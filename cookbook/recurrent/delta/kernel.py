@@ -290,7 +290,8 @@ def run(plan: Plan, table, q, k, v, inverse, cum, initial, params):
     if plan.keeps_all:
         out_type = [jax.ShapeDtypeStruct((sequences.num_chunks, *state), plan.dtype)]
     v = None if v is None else of_units(v)
-    gmem = dict(q=q, k=k, v=v, inverse=inverse, columns=cum, rows=cum)  # JAX finds no layout for one array in two.
+    # cum is passed twice: one ref cannot have two layouts.
+    gmem = dict(q=q, k=k, v=v, inverse=inverse, columns=cum, rows=cum)
     results = _host.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=out_type,

@@ -241,7 +241,8 @@ def _gradient_of_state(shared: Shared, slot, place, du, ds, decay):
 def run(plan: Plan, table, q, k, do, inverse, cum, d_final, params):
     """[ds' of all chunks, ds of the first chunk of each sequence]; `d_final` are the gradients of the final states."""
     sequences, state = plan.sequences, (plan.columns, PIECE, plan.pieces * PIECE)
-    gmem = dict(q=q, k=k, do=do, inverse=inverse, columns=cum, rows=cum)  # JAX finds no layout for one array in two.
+    # cum is passed twice: one ref cannot have two layouts.
+    gmem = dict(q=q, k=k, do=do, inverse=inverse, columns=cum, rows=cum)
     return _host.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=[

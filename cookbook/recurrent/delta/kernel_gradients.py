@@ -65,7 +65,7 @@ def _scratch(plan: Plan) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Decays:
-    """Decays within a chunk, made anew where they are used: there are no registers to keep them in."""
+    """Decays within a chunk, recomputed where they are used to save registers."""
 
     rows: Any  # cum, to be read along rows, and along columns.
     columns: Any
@@ -121,7 +121,7 @@ def _make_corrections(c: Chunk):
     plgpu.commit_smem()
     c.u[...] = c.rounded(c.multiply((c.inverse, c.r)))
     plgpu.commit_smem()
-    # The sign is that of rounded numbers: if sums get one, ptxas lets no two WGMMAs overlap.
+    # Negated after the cast: if an accumulator is negated, ptxas lets no two WGMMAs overlap.
     lower = -c.rounded(c.decays.pairs(c.by_piece(c.k, c.k), strict=True))
     return c.rounded(c.multiply((lower, c.u), onto=r))
 
@@ -135,7 +135,7 @@ def _make_their_gradients(c: Chunk):
     plgpu.commit_smem()
     c.v[...] = c.rounded(c.multiply((c.inverse.T, c.r)))
     plgpu.commit_smem()
-    # The keys' product once more, and du as it was stored: there are no registers to keep them in.
+    # The keys' product is recomputed, and du loaded as it was stored, to save registers.
     du = load(c.r).astype(jnp.float32)
     lower = -c.rounded(c.decays.pairs(c.by_piece(c.k, c.k), strict=True, transposed=True))
     return c.multiply((lower, c.v), onto=du)
@@ -148,7 +148,7 @@ def _dot(x_smem, y):
 
 def _make_dk_and_dq(c: Chunk, p, sums):
     """`sums`, of dcum and its term for cum[-1], with piece `p` of the keys added; the pieces of dk and dq go to the
-    places of ds and s. The squares are made for each piece: there are no registers to keep them in."""
+    places of ds and s. The squares are recomputed for each piece to save registers."""
     dcum, to_end = sums
     (q, k, s, ds), dr = (ref.at[p] for ref in (c.q, c.k, c.s, c.ds)), c.v
 

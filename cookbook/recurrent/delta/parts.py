@@ -2,7 +2,7 @@
 """The states at the starts of the parts of sequences: two passes of the forward kernel over all parts at once.
 
 A part of the gated delta rule multiplies the state that it starts from by a matrix, and adds to it. One pass takes all
-parts from zero, which gives what they add; another takes the unit matrix through them, which gives the matrices.
+parts from zero, which gives what they add; another runs the identity through them, which gives the matrices.
 """
 
 import dataclasses
