@@ -36,8 +36,8 @@ GRID_NAMES = frozenset(
 
 # Types of the ops' arguments.
 DType = jax.typing.DTypeLike
-Activation = str | Callable[[jax.Array], jax.Array]  # One of `_numerics.ACTIVATIONS`, or a function of numbers.
-AxisName = str | tuple[str, ...]  # Of the mesh of `jax.shard_map`.
+Activation = str | Callable[[jax.Array], jax.Array]  # A key of `_numerics.ACTIVATIONS`, or a function.
+AxisName = str | tuple[str, ...]  # Axes of the mesh of `jax.shard_map`.
 Window = int | tuple[int | None, int | None]  # Keys that a query sees on both sides, or to the left and right.
 
 NUM_SMS_INTERPRETED = 4  # The pretended GPU of interpreted kernels has so many.

@@ -85,7 +85,10 @@ def _product_bwd(axis_name, config, operands, d_out):
 
 def _gradients(axis_name, lhs, rhs, d_out):
     d_lhs = scatter_product(d_out, rhs, axis_name, transpose_rhs=True)
-    gathered = gather_rows(lhs, lax.axis_size(axis_name), axis_name)
+    if lhs.size == 0:
+        gathered = lax.all_gather(lhs, axis_name, tiled=True)
+    else:
+        gathered = gather_rows(lhs, lax.axis_size(axis_name), axis_name)
     return d_lhs, matmul(gathered, d_out, transpose_a=True)
 
 
