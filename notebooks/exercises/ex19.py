@@ -72,6 +72,8 @@ def check_store(answer) -> str:
     buffers = plgpu.SMEM((2, SIDE, QUARTER), jnp.bfloat16)
     kernel = lambda a, b: _kernel(a, b, _multiply, answer, accumulators=1, o_smem=buffers)
     _require_calls(kernel, a, b, copy_smem_to_gmem="nothing is stored yet: write the body of store_squares.")
+    race = "the next tile's products may overwrite sums still being loaded, a race: call plgpu.wait_load_tmem()."
+    _require_calls(kernel, a, b, wait_load_tmem=race)  # The interpreter sees this race in some orders only.
     sums = _products(a, b)
     out = run_kernel(kernel, a, b)
     if out.shape == sums.shape and (wide(out) == _rounded(_rounded(sums) ** 2)).all():
