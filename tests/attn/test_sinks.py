@@ -110,7 +110,7 @@ def test_gradients_of_sinks_keep_their_dtype():
     "wrong, message",
     [
         (jnp.ones(3), r"sinks = \(3,\), float32; must be \(2,\)"),
-        (jnp.ones(2, jnp.int32), "a logit per head, in floats"),
+        (jnp.ones(2, jnp.int32), "one logit per head, in floats"),
     ],
 )
 @pytest.mark.parametrize("name", ["attention", "varlen_attention", "paged_attention"])
