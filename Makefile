@@ -103,7 +103,7 @@ wheelhouse: $(READY)  ## Collect the wheels that a GPU host without a network ne
 
 .PHONY: lift
 lift: $(READY)  ## Copy an op and what it needs into your package, and call it there (OP=attention TO=../yours/kernels)
-	@$(PYTHON) tools/lift.py $(OP) $(TO)
+	@$(PYTHON) tools/lift.py $(OP) $(TO) $(ARGS)
 
 .PHONY: clean
 clean:  ## Remove what these commands made, the environment included

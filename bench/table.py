@@ -15,8 +15,8 @@ NOT_TIMED = {
     "linear_attention": "it is `ssd` without gates",
     "merge_attention": "XLA computes it",
     "ragged_dot_int8_weights": "there is no peer: no library has this product",
-    "rope_write_kv": "a chapter times it, in its place among the kernels of a step",
-    "write_kv": "a chapter times it, in its place among the kernels of a step",
+    "rope_write_kv": "chapter 22 times it as a part of a step",
+    "write_kv": "chapter 22 times it as a part of a step",
 }
 NOT_FUZZED = dict.fromkeys(
     ("blackwell.matmul", "blackwell.matmul_mxfp8"), "a case may take two blocks, which the interpreter cannot pair"

@@ -68,7 +68,7 @@ class Ring:
         return rem(count, self.num_slots)
 
     def acquire(self, count):
-        """The producer: waits until nobody reads the slot for fill `count` any more, and returns it."""
+        """The producer: waits until the slot for fill `count` has no reader left, and returns it."""
         slot = self.slot(count)
         pl.when(count >= self.num_slots)(lambda: plgpu.barrier_wait(self.freed.at[slot]))
         return slot
@@ -93,7 +93,7 @@ class Ring:
 class Turns:
     """Which compute warpgroup may start its products: each passes the turn on to the next. Without barriers all may."""
 
-    barriers: Any  # One a warpgroup, the turn has come to it; or None.
+    barriers: Any  # One per warpgroup, at which its turn arrives; or None.
     num_wgs: int
 
     def start(self, wg):
@@ -110,7 +110,7 @@ class Turns:
             plgpu.barrier_arrive(self.barriers.at[rem(wg + 1, self.num_wgs)])
 
     def drain(self, wg):
-        """At the end the last turn has come back to warpgroup 0, and nobody takes it."""
+        """At the end warpgroup 0 takes the last turn, which has come back to it."""
         if self.barriers is not None:
             pl.when(wg == 0)(lambda: plgpu.barrier_wait(self.barriers.at[0]))
 
@@ -119,10 +119,10 @@ class Turns:
 
 
 def role(is_mine, *, increase_to: int | None = None, decrease_to: int | None = None):
-    """Decorates the function that a role runs: warpgroups of which `is_mine` is true, at once.
+    """Runs the decorated function at once, in the warpgroups for which `is_mine` is true.
 
     Args:
-      increase_to, decrease_to: registers that each thread of the role has from then on; neither: as many as before.
+      increase_to, decrease_to: registers per thread of the role from then on; without either they stay as they are.
     """
 
     def run(body):

@@ -143,7 +143,7 @@ def require_target(op: str) -> Target:
             )
         return target
     if jax.default_backend() != "gpu":
-        if _is_interpreted():  # By JAX's own switch, or by that of another package of this kind.
+        if _is_interpreted():  # By JAX's own switch, or by another copy of this file.
             return Target("the GPU interpreter", NUM_SMS_INTERPRETED, True)
         raise RuntimeError(
             f"{PACKAGE}.{op} is a GPU kernel and JAX sees no GPU (its backend is {jax.default_backend()!r}). "

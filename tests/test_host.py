@@ -278,3 +278,10 @@ def test_a_grid_of_many_blocks_is_launched_in_an_order_that_cuda_takes(grid, lau
     assert found["grid"] == launched and found["num_threads"] == 2
     assert [int(name.split("_")[1]) for name in found["grid_names"]] == list(launched)
     assert sorted(found["grid_names"]) == sorted(names)
+
+
+def test_jaxs_own_switch_interprets(no_gpu):
+    """So the copy of `_host.py` that a lifted kernel comes with runs it wherever another one interprets."""
+    x = jnp.linspace(-1, 1, 300)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        np.testing.assert_allclose(cookbook.add(x, x), 2 * x, rtol=1e-6)  # A sum is rounded once.

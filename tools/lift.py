@@ -4,7 +4,7 @@
 
 The files keep their folders and their licence, and a line says which version they are of. Then one small call runs
 where the op now stands, on a GPU or interpreted, and must give the results of the cookbook's own call. Earlier lifts
-stay, and share the files that both need.
+stay, and share the files that both need. A file that is yours, or that you have changed, is never written over.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import os
 import pathlib
 import pickle
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ import tempfile
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "cookbook"
 LICENCE = "# SPDX-License-Identifier: Apache-2.0\n"
+ORIGIN = "# From the Pallas kernel cookbook"  # Begins the second line of each lifted file.
 EXPORT = re.compile(r"^from \.\w* import (\w+) as \1$", re.M)
 UNCALLED = {
     "fuse": "it makes kernels of your functions",
@@ -56,16 +56,18 @@ def main() -> int:
     import cookbook
     from bench.ops import OPS
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    usage = "make lift OP=attention TO=../their_package/kernels [ARGS=--force]"
+    parser = argparse.ArgumentParser(usage=usage, description=__doc__.splitlines()[0])
     parser.add_argument("op", help="its name in cookbook, such as attention or blackwell.matmul")
     parser.add_argument("to", type=pathlib.Path, help="the folder of a package, which may be new")
+    parser.add_argument("--force", action="store_true", help="write over files that differ")
     args = parser.parse_args()
     if args.op not in OPS:
         parser.error(f"OP={args.op}: not an op of the cookbook; must be one of {', '.join(OPS)}")
     target = args.to.resolve()
     if target.is_relative_to(ROOT) and not target.is_relative_to(ROOT / "build"):
         parser.error(f"TO={args.to}: a folder of the cookbook; must be one of another package")
-    counts = {file: len((target / file).read_text().splitlines()) for file in lift(args.op, target)}
+    counts = {file: len((target / file).read_text().splitlines()) for file in lift(args.op, target, args.force)}
     for file, count in counts.items():
         print(f"{count:6} lines  {args.to / file}")
     print(f"{sum(counts.values()):6} lines in all, of version {cookbook.__version__}, licence: {args.to / 'LICENSE'}")
@@ -96,44 +98,75 @@ def needed(op: str) -> list[pathlib.Path]:
     return sorted(file.relative_to(PACKAGE) for file in found)
 
 
-def lift(op: str, target: pathlib.Path) -> list[pathlib.Path]:
-    """Copies the files of an op, writes those of their packages, and returns all, relative to `target`."""
-    files = needed(op)
-    for file in files:
-        write(target / file, (PACKAGE / file).read_text())
-    shutil.copy(ROOT / "LICENSE", target / "LICENSE")
-    for room in {room for file in files for room in file.parents}:
+def lift(op: str, target: pathlib.Path, force: bool = False) -> list[pathlib.Path]:
+    """Copies the files of an op, writes those of their packages, and returns all, relative to `target`.
+
+    Raises:
+      SystemExit: without `force`, a file that stands there is not as this version would write it. Nothing is written.
+    """
+    texts = {file: marked((PACKAGE / file).read_text()) for file in needed(op)}
+    for room in {room for file in texts for room in file.parents}:
         init = target / room / "__init__.py"
-        if room == pathlib.Path() and init.exists() and LICENCE not in init.read_text():
-            print(f"{init} is yours and stays as it is: import {op} there from {'.' + module_of(op)}")
-            continue
-        write(init, index(op, room, init.read_text() if init.exists() else ""))
-        files.append(room / "__init__.py")
-    return sorted(files)
+        before = init.read_text() if init.exists() else ""
+        if room == pathlib.Path() and before and ORIGIN not in before:
+            print(f"{init} is yours and stays as it is: import {op} there from .{module_of(op)}")
+        else:
+            texts[room / "__init__.py"] = index(room, exports(before) | export(op, room))
+    texts[pathlib.Path("LICENSE")] = (ROOT / "LICENSE").read_text()
+    changed = sorted(str(target / file) for file, text in texts.items() if is_changed(target, file, text))
+    if changed and not force:
+        raise SystemExit(
+            "These files are yours, changed, or of another version, and would be written over:\n  "
+            + "\n  ".join(changed)
+            + "\nLift into another folder, or keep a copy and pass ARGS=--force."
+        )
+    for file, text in texts.items():
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        (target / file).write_text(text)
+    return sorted(file for file in texts if file.suffix == ".py")
 
 
-def write(file: pathlib.Path, text: str) -> None:
-    """Writes a file, which names the version after its licence."""
+def is_changed(target: pathlib.Path, file: pathlib.Path, text: str) -> bool:
+    """Whether there is such a file, and it is not as lifting wrote it, or would write it."""
+    if not (target / file).exists():
+        return False
+    before = (target / file).read_text()
+    if file.name == "__init__.py" and before:
+        return before != index(file.parent, exports(before))
+    return before not in ("", text)
+
+
+def marked(text: str) -> str:
+    """`text` of a file, with the version after its licence."""
     import cookbook
 
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f"{LICENCE}# From the Pallas kernel cookbook {cookbook.__version__}.\n{text.removeprefix(LICENCE)}")
+    return f"{LICENCE}{ORIGIN} {cookbook.__version__}.\n{text.removeprefix(LICENCE)}"
 
 
 def module_of(op: str) -> str:
     return function(op).__module__.removeprefix("cookbook.")
 
 
-def index(op: str, room: pathlib.Path, before: str) -> str:
-    """The `__init__.py` of a room that exports what it did `before`, and `op` if that stands in it."""
-    docstring = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text())).partition("\n")[0]
-    lines, (*holders, name) = {match[0] for match in EXPORT.finditer(before)}, op.split(".")
-    rooms = module_of(op).split(".")
+def exports(text: str) -> set[str]:
+    """The lines of an `__init__.py` that export an op."""
+    return {match[0] for match in EXPORT.finditer(text)}
+
+
+def export(op: str, room: pathlib.Path) -> set[str]:
+    """The line by which a room exports `op`, if that stands in it."""
+    (*holders, name), rooms = op.split("."), module_of(op).split(".")
     if holders and room == pathlib.Path():
-        lines.add(f"from . import {holders[0]} as {holders[0]}")
-    elif tuple(rooms[: len(room.parts)]) == room.parts:
-        lines.add(f"from .{rooms[len(room.parts)]} import {name} as {name}")
-    return "\n".join([f'"""{docstring}"""', "", *sorted(lines), ""])
+        return {f"from . import {holders[0]} as {holders[0]}"}
+    if tuple(rooms[: len(room.parts)]) == room.parts:
+        return {f"from .{rooms[len(room.parts)]} import {name} as {name}"}
+    return set()
+
+
+def index(room: pathlib.Path, lines: set[str]) -> str:
+    """The `__init__.py` of a room that exports these ops."""
+    docstring = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text())).partition("\n")[0]
+    body = ["", *sorted(lines)] if lines else []
+    return marked("\n".join([f'"""{docstring}"""', *body, ""]))
 
 
 def compare(op: str, target: pathlib.Path) -> str:

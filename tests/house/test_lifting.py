@@ -182,6 +182,29 @@ def test_a_second_op_joins_the_first(tmp_path):
     assert (kernels / "mine.py").read_text() == "mine = 1"
 
 
+@pytest.mark.parametrize(
+    "file, text",
+    [
+        ("rows/softmax.py", "theirs = 1\n"),
+        ("_device.py", None),  # A lifted file that they changed.
+        ("rows/__init__.py", "# SPDX-License-Identifier: Apache-2.0\ntheirs = 1\n"),
+        ("LICENSE", "Another licence.\n"),
+    ],
+)
+def test_no_file_of_theirs_is_written_over(file, text, tmp_path):
+    if text is None:
+        lift.lift("rms_norm", tmp_path)
+        text = (tmp_path / file).read_text() + "theirs = 1\n"
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(text)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SystemExit, match=f"{re.escape(file)}\nLift into another folder, or .*--force"):
+        lift.lift("softmax", tmp_path)
+    assert (tmp_path / file).read_text() == text and sorted(tmp_path.rglob("*")) == before
+    lift.lift("softmax", tmp_path, force=True)
+    assert (tmp_path / file).read_text() != text
+
+
 def test_their_own_index_stays(tmp_path, capsys):
     (tmp_path / "__init__.py").write_text("theirs = 1")
     lift.lift("softmax", tmp_path)
