@@ -22,6 +22,7 @@ from .interpreter import run as run
 from .launching import Launch as Launch
 from .launching import launches as launches
 from .showing import guess as guess
+from .showing import say as say
 from .showing import show_diff as show_diff
 from .showing import sources as sources
 from .showing import table as table

@@ -6,6 +6,7 @@ import functools
 import html
 import inspect
 import math
+import re
 
 from . import results
 
@@ -45,7 +46,7 @@ def guess(mine: float | None, found: float, unit: str) -> None:
     """Prints a reader's guess beside the figure that it was about.
 
     Args:
-      mine: the guess, such as the notebook's `my_guess`; None while there is none.
+      mine: the guess, such as the notebook's `my_guess`; None while there is none, and then nothing is printed.
       found: the bound, prediction or measurement; NaN where it is not known.
       unit: of both figures.
 
@@ -53,7 +54,6 @@ def guess(mine: float | None, found: float, unit: str) -> None:
       ValueError: `mine` is neither None nor a number from 0 on.
     """
     if mine is None:
-        print("your guess: none yet; set my_guess and run again")
         return
     if not isinstance(mine, int | float) or not mine >= 0:
         raise ValueError(f"my_guess = {mine!r}; must be a number of {unit} that is not negative, or None")
@@ -67,6 +67,26 @@ def guess(mine: float | None, found: float, unit: str) -> None:
     else:
         verdict = f"too {side} for {found:.3g} {unit}"
     print(f"your guess: {mine:.3g} {unit}, {verdict}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Paragraph:
+    """Markdown, which a notebook shows as text."""
+
+    text: str
+
+    def _repr_markdown_(self) -> str:
+        return self.text
+
+
+def say(text: str) -> Paragraph:
+    """Sentences that quote figures, for the end of a cell: `lab.say(f"It reaches {run.tflops:.0f} TFLOP/s.")`.
+
+    Where a figure was never measured (a NaN) the paragraph would say nothing, and a note takes its place.
+    """
+    if re.search(r"\b(nan|None)\b", text):
+        return Paragraph("*Not recorded yet: this paragraph quotes figures that a GPU has to take first.*")
+    return Paragraph(text)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -86,7 +86,6 @@ def test_a_diff_in_a_notebook_shows_code_as_it_stands():
 @pytest.mark.parametrize(
     "mine, found, said",
     [
-        (None, 2.0, "your guess: none yet; set my_guess and run again"),
         (2.1, 2.0, "your guess: 2.1 ms, within 10% of 2 ms"),
         (1, 2.0, "your guess: 1 ms, 2 times too low for 2 ms"),
         (6.0, 2.0, "your guess: 6 ms, 3 times too high for 2 ms"),
@@ -99,6 +98,18 @@ def test_a_diff_in_a_notebook_shows_code_as_it_stands():
 def test_a_guess_stands_beside_the_figure(capsys, mine, found, said):
     lab.guess(mine, found, "ms")
     assert capsys.readouterr().out == said + "\n"
+
+
+def test_without_a_guess_nothing_is_said(capsys):
+    lab.guess(None, 2.0, "ms")
+    assert not capsys.readouterr().out
+
+
+def test_a_paragraph_is_shown_as_text_once_its_figures_are_known():
+    assert lab.say(f"It takes {2.0:.1f} ms.")._repr_markdown_() == "It takes 2.0 ms."
+    for figure in (math.nan, None):
+        assert "Not recorded yet" in lab.say(f"It takes {figure} ms.")._repr_markdown_()
+    assert lab.say("No nanosecond, and Nonetheless.").text == "No nanosecond, and Nonetheless."
 
 
 @pytest.mark.parametrize("mine", ["2 ms", -1.0, math.nan])
