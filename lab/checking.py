@@ -10,7 +10,7 @@ import numpy as np
 
 from cookbook import _device
 
-from . import interpreter
+from . import interpreter, results
 from .compiling import Compiled, compile_for, name_of
 from .toolchain import ToolchainMissing
 
@@ -66,8 +66,9 @@ def check(
 ) -> CheckReport:
     """Runs `fn(*args)`, compares it with `reference(*args)` at float64, and compiles it; prints a table.
 
-    It runs on the GPU where there is one, no older than `gpu`, otherwise in the interpreter, with outputs that start as
-    NaN (on a GPU: in memory freed full of NaN, which the allocator is likely, not certain, to hand out again).
+    It runs on the GPU where there is one, no older than `gpu`, with outputs in memory freed full of NaN, which the
+    allocator is likely, not certain, to hand out again. It runs in the interpreter too, with outputs that start as NaN:
+    that finds its races.
 
     The error of each output is its relative Frobenius distance from the float64 reference. It may be 1.5 times that of
     the reference computed at the arguments' own dtypes and rounded to the output's, and never needs to be less than a
@@ -126,18 +127,34 @@ def _run(fn, args, gpu: str | None = None, is_ordered: bool = True) -> tuple[lis
     except Exception as error:
         return [Item("runs", "FAILED", _brief(error))], None
     items = [Item("runs", "ok", where)]
-    if is_on_gpu:
-        if all(_bits(out) == _bits(outs[0]) for out in outs[1:]):  # As those of a race may be.
-            items.append(Item("races", "-", f"not checked, which the interpreter does; {GPU_RUNS} equal runs"))
-        elif is_ordered:
-            items.append(Item("races", "FAILED", f"{GPU_RUNS} runs of the same input differ"))
-        else:
-            items.append(Item("races", "-", f"not checked, which the interpreter does; {GPU_RUNS} runs differ"))
-    elif seen.races_found:
-        items += [Item("races", "FAILED", race) for race in seen.races]
-    else:
-        items.append(Item("races", "ok", "none among the warpgroups, copies and barriers of a block or cluster"))
-    return items, outs[0]
+    if not is_on_gpu:
+        return items + _races(seen.races), outs[0]
+    if all(_bits(out) == _bits(outs[0]) for out in outs[1:]):  # As those of a race may be.
+        return items + _races_at_home(fn, args, f"{GPU_RUNS} equal runs"), outs[0]
+    if is_ordered:
+        return items + [Item("races", "FAILED", f"{GPU_RUNS} runs of the same input differ")], outs[0]
+    return items + _races_at_home(fn, args, f"{GPU_RUNS} runs differ"), outs[0]
+
+
+def _races(found: tuple[str, ...], and_runs: str = "") -> list[Item]:
+    if found:
+        return [Item("races", "FAILED", race) for race in found]
+    return [Item("races", "ok", "none among the warpgroups, copies and barriers of a block or cluster" + and_runs)]
+
+
+def _races_at_home(fn, args, runs: str) -> list[Item]:
+    """Races that the interpreter finds, on the CPU of a GPU host; not in tests, which look for them without a GPU."""
+    cpus = []
+    with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may name the GPU alone.
+        cpus = jax.devices("cpu")
+    if not cpus or not results.measuring():
+        return [Item("races", "-", f"not checked, which the interpreter does; {runs}")]
+    try:
+        with jax.default_device(cpus[0]), interpreter._interpret() as seen:
+            jax.block_until_ready(jax.jit(lambda *args: fn(*args))(*jax.device_put(args, cpus[0])))
+    except Exception as error:
+        return [Item("races", "FAILED", f"in the interpreter: {_brief(error)}")]
+    return _races(seen.races, f"; {runs} on the GPU")
 
 
 def _run_poisoned(compiled, args):

@@ -97,18 +97,22 @@ def test_half_precision_is_held_to_its_own_roundings():
     fails(lambda x: add_one(x) * jnp.bfloat16(1.01), add_one_reference, x, gpu=None, match="exceeds")
 
 
+@pytest.mark.parametrize("measuring", [True, False])
 @pytest.mark.parametrize("equal", [True, False])
-def test_equal_runs_on_a_gpu_say_nothing_of_races(monkeypatch, equal):
+def test_equal_runs_on_a_gpu_say_nothing_of_races(monkeypatch, equal, measuring):
     runs = iter(range(100))
     value = lambda x: x + (0 if equal else next(runs))
     fn = lambda x: jax.pure_callback(value, jax.ShapeDtypeStruct((4,), jnp.float32), x)
     monkeypatch.setattr(checking.interpreter, "on_gpu", lambda *_: True)
+    monkeypatch.setenv("COOKBOOK_MEASURE", "1" if measuring else "0")
+    looked_for = ("ok", "none among") if measuring else ("-", "not checked")
     items, _ = checking._run(fn, [np.zeros(4, np.float32)])
-    races = items[-1]
-    assert races.name == "races" and races.verdict == ("-" if equal else "FAILED")
-    assert ("not checked" in races.text and "5 equal runs" in races.text) if equal else "5 runs" in races.text
+    assert items[-1].name == "races"
+    assert items[-1].verdict == (looked_for[0] if equal else "FAILED")
+    assert ("5 equal runs" if equal else "5 runs of the same input differ") in items[-1].text
     items, _ = checking._run(fn, [np.zeros(4, np.float32)], is_ordered=False)
-    assert items[-1].verdict == "-" and ("5 equal runs" if equal else "5 runs differ") in items[-1].text
+    assert items[-1].verdict == looked_for[0] and looked_for[1] in items[-1].text
+    assert ("5 equal runs" if equal else "5 runs differ") in items[-1].text
 
 
 def test_a_matmul_passes_at_half_precision():
@@ -138,6 +142,17 @@ def test_lost_precision_is_rejected():
 
 def test_a_race_is_rejected_though_the_result_is_right():
     fails(no_wait, add_one_reference, X, match="races: read at lab_kernels.py")
+
+
+def test_a_race_is_found_on_a_gpu_host(monkeypatch):
+    monkeypatch.setattr(checking.interpreter, "on_gpu", lambda *_: True)
+    monkeypatch.delenv("COOKBOOK_MEASURE", raising=False)
+    (race,) = checking._races_at_home(no_wait, (X,), "5 equal runs")
+    assert race.verdict == "FAILED" and race.text.startswith("read at lab_kernels.py")
+    (none,) = checking._races_at_home(add_one, (X,), "5 equal runs")
+    assert none.verdict == "ok" and "5 equal runs on the GPU" in none.text
+    (stuck,) = checking._races_at_home(lambda x: 1 / 0, (X,), "5 equal runs")
+    assert stuck.verdict == "FAILED" and "ZeroDivisionError" in stuck.text
 
 
 def test_a_nan_where_the_reference_has_none_is_rejected():
@@ -250,6 +265,9 @@ def test_on_a_gpu(monkeypatch):
     monkeypatch.undo()
     if not lab.on_gpu():
         pytest.skip("needs a Hopper or newer GPU")
+    monkeypatch.setenv("COOKBOOK_MEASURE", "0")
     assert "not checked" in str(lab.check(add_one, add_one_reference, X))
+    monkeypatch.setenv("COOKBOOK_MEASURE", "1")
+    assert "5 equal runs on the GPU" in str(lab.check(add_one, add_one_reference, X))
     # Unwritten memory is NaN, or what an earlier run left there.
     fails(half_written, add_one_reference, jnp.ones((8192, 128)), match="never written|runs of the same input differ")
