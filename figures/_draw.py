@@ -30,11 +30,15 @@ class Picture:
 
         Matplotlib makes these of the layout's last bits, which are not the same in each run.
         """
+        drawn = self._written()
+        nameless = lambda svg: re.sub(rb"(?<=[#\"])p[0-9a-f]{10}\b", b"", svg)
+        if not self.path.exists() or nameless(self.path.read_bytes()) != nameless(drawn):
+            self.path.write_bytes(drawn)
+
+    def _written(self) -> bytes:
         drawn = io.BytesIO()
         plot.save(self.draw(), drawn)
-        nameless = lambda svg: re.sub(rb"(?<=[#\"])p[0-9a-f]{10}\b", b"", svg)
-        if not self.path.exists() or nameless(self.path.read_bytes()) != nameless(drawn.getvalue()):
-            self.path.write_bytes(drawn.getvalue())
+        return drawn.getvalue()
 
 
 def drawing(width: float, height: float):

@@ -4,6 +4,7 @@ import heapq
 
 from figures._chart import MULTIPLY, SOFTMAX, bar, chart, numbered, tracks
 from figures._draw import BLUE, GREEN, INK, ORANGE, SKY, SOFT, arrow, box, drawing, words
+from figures._stepper import stepper
 
 
 @drawing(7.6, 3.6)
@@ -102,3 +103,39 @@ def flash_schedule(axes):
         names = ["tensor cores", *numbered("warpgroup", case["num_wgs"])]
         tracks(ax, names, f"{title}: tensor cores busy {busy(bars):.0%}")
     axes[-1].set(xlim=(0, 14), xlabel=f"time, in units of one product; a softmax taken as {EXP} of them (simulated)")
+
+
+TURNS = (  # What a frame shows: bars that start before this time, the owner of the turn, and what happens.
+    (0.5, 0, "Warpgroup 0 has the first turn. It starts q k of its first block. Warpgroup 1 waits for the turn."),
+    (1.5, 1, "The turn has passed to warpgroup 1: its q k runs while warpgroup 0 computes a softmax."),
+    (2.35, 0, "Warpgroup 0 gets the turn back when its softmax has ended, and starts p v, then q k of the next block."),
+    (
+        3.5,
+        1,
+        "Meanwhile warpgroup 1 has finished its softmax. It waits for the turn, so its products cannot come between.",
+    ),
+    (5.0, 0, "Now the products of warpgroup 1 run, and warpgroup 0 computes its next softmax beside them."),
+    (8.4, 1, "From here on the tensor cores always have a product, while the other warpgroup is at its softmax."),
+)
+
+
+@stepper(7.8, 2.5)
+def turns_in_steps(ax):
+    """Two compute warpgroups that take turns at the tensor cores, in time."""
+    left, unit = 1.35, 0.72
+    lanes = (1.75, 1.15, 0.55)
+    for y, name in zip(lanes, ("tensor cores", "warpgroup 0", "warpgroup 1"), strict=True):
+        words(ax, left - 0.1, y + 0.22, name, 9, ha="right")
+    arrow(ax, (left, 0.33), (7.6, 0.33), SOFT, width=1)
+    words(ax, left, 0.14, f"time; a softmax is drawn as {EXP} products", 8, ha="left", colour=SOFT)
+    yield
+    bars = schedule(2, in_turns=True, steps=5)
+    for until, owner, caption in TURNS:
+        for wg, name, start, end in bars:
+            if start < until and left + unit * end < 7.7:
+                y, colour = (lanes[1 + wg], ORANGE) if name == "softmax" else (lanes[0], (BLUE, GREEN)[wg])
+                box(ax, left + unit * start, y, unit * (end - start) - 0.03, 0.44, name, colour, 0.3, size=8)
+        words(
+            ax, left + 0.02, 2.36, f"turn: warpgroup {owner}", 9, ha="left", weight="bold", colour=(BLUE, GREEN)[owner]
+        )
+        yield caption

@@ -1,7 +1,8 @@
 """Figures of chapter 5: WGMMA."""
 
-from figures._chart import LOAD, MULTIPLY, bar, chart, ring_of, tracks
+from figures._chart import LOAD, MULTIPLY, bar, chart, ring_of, tile, tracks
 from figures._draw import BLUE, GREEN, ORANGE, PINK, SOFT, arrow, box, drawing, places, words
+from figures._stepper import stepper
 
 
 @drawing(7.8, 3.15)
@@ -164,3 +165,42 @@ def wgmma_overlap(axes):
             bar(ax, slots, start, end, f"{i}", MULTIPLY)
         tracks(ax, ring_of(slots), title)
     axes[-1].set(xlim=(0, 11), xlabel="time, in units of one step's product")
+
+
+@stepper(7.8, 3.6)
+def swizzle_in_steps(ax):
+    """How swizzling by 128 bytes spreads a column of chunks over the 32 banks of shared memory."""
+    left, top, side = 0.75, 3.0, 0.31
+    words(ax, left + 4 * side, 3.43, "8 rows of 128 bytes, in chunks of 16", 9, weight="bold")
+    words(ax, left + 4 * side, 3.2, "bank 0 ............................. bank 31", 8, colour=SOFT)
+    for row in range(8):
+        words(ax, left - 0.1, top - side * (row + 0.5), f"row {row}", 8, ha="right", colour=SOFT)
+    x = left + 8 * side + 0.7
+    words(ax, x, 2.75, "WGMMA reads the same chunk of 8 rows at once.", 9, ha="left", weight="bold")
+    text = "In one access each bank gives 4 bytes, so\n8 chunks of 16 bytes fit if no two share a bank."
+    words(ax, x, 2.42, text, 8.5, ha="left", va="top")
+    yield
+
+    def chunks(place, wanted, rows=8):
+        for row, position in places(rows, 8):
+            chunk = place(row, position)
+            shown = chunk == wanted
+            x, y = left + side * position, top - side * (row + 1)
+            colour, alpha = (ORANGE, 0.6) if shown else (BLUE, 0.12)
+            tile(ax, x, y, side - 0.03, side - 0.03, colour, str(chunk), 8, alpha=alpha)
+
+    def verdict(text, colour):
+        words(ax, x, 1.35, text, 11, ha="left", weight="bold", colour=colour)
+
+    chunks(lambda row, position: position, 0)
+    verdict("8 accesses", PINK)
+    yield "Row-major: chunk 0 of every row lies in banks 0 to 3. The eight chunks have to be read one after another."
+    for rows, text in ((1, "Row 0 stays as it is: c xor 0 = c."), (2, "In row 1 neighbours change places: c xor 1.")):
+        chunks(lambda row, position: position ^ row, 0, rows)
+        yield f"TMA writes the swizzled tile: chunk c of row r goes to place c xor r. {text}"
+    chunks(lambda row, position: position ^ row, 0)
+    verdict("1 access", GREEN)
+    yield "All eight rows: chunk 0 now stands on a diagonal, each row in another place. It uses all 32 banks once."
+    chunks(lambda row, position: position ^ row, 5)
+    verdict("1 access", GREEN)
+    yield "The same holds for every other chunk, here chunk 5. So WGMMA reads any chunk of a column in one access."

@@ -4,6 +4,7 @@ import functools
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from jax.experimental.mosaic.gpu import profiler
 from lab_kernels import add_one
 
 import lab
-from figures import _draw
+from figures import _draw, _stepper
 from lab import plot, results, roofline
 from lab.timeline import lanes_of
 from lab.toolchain import GPUS
@@ -320,3 +321,32 @@ def test_a_figure_of_what_a_chapter_computes_has_no_file():
     from figures import serving
 
     assert not serving.schedule_plot.saved and not serving.schedule_plot.path.exists()
+
+
+STEPPERS = [
+    picture
+    for chapter in _draw.chapters()
+    for picture in _draw.pictures(chapter)
+    if isinstance(picture, _stepper.Stepper)
+]
+
+
+@pytest.mark.parametrize("picture", STEPPERS, ids=lambda picture: picture.path.stem)
+def test_a_stepper_has_a_caption_for_each_frame_and_shows_the_first(picture):
+    steps = picture.draw()
+    assert len(steps.captions) >= 3 and all(caption.endswith(".") for caption in steps.captions)
+    assert len(set(steps.captions)) == len(steps.captions)
+    frames = re.findall(r'class="frame" data-frame="(\d+)"( style="display:none")?', steps.svg)
+    assert {int(frame) for frame, _ in frames} == set(range(len(steps.captions)))
+    assert all(bool(hidden) == (frame != "0") for frame, hidden in frames)
+    ids = re.findall(r' id="([^"]+)"', steps.svg)
+    assert len(ids) == len(set(ids)) and all(one.startswith(f"{steps.name}-") for one in ids)
+    assert set(re.findall(r'(?:href="|url\()#([\w-]+)', steps.svg)) == set(ids)
+    assert len(steps._repr_html_()) < 200_000
+    assert picture.draw().svg == steps.svg
+
+
+def test_steps_are_shown_as_text_and_escaped_as_html():
+    steps = _stepper.Steps("a", 'Of "x".', "<svg ></svg>", ["a < b.", "then b."])
+    assert repr(steps) == "1. a < b.\n2. then b."
+    assert "<li>a &lt; b.</li>" in steps._repr_html_() and "&quot;x&quot;. 2 steps." in steps._repr_html_()
