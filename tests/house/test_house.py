@@ -410,14 +410,6 @@ def test_a_kernel_that_does_not_answer_is_started_again(runner, monkeypatch, tim
 # Rendered from results/ ----------------------------------------------------------------------------------------------
 
 
-def test_readme_shows_what_results_hold():
-    import render_readme
-
-    assert render_readme.README.read_text() == render_readme.rendered(render_readme.README.read_text()), (
-        "run: make figures"
-    )
-
-
 def test_readme_shows_how_long_commands_take(results_folder):
     import render_readme
 
