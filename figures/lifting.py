@@ -3,7 +3,7 @@
 from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, SOFT, arrow, box, drawing, words
 
 STEPS = (  # (what one does, how, what checks it, colour)
-    ("copy", "the family, _host.py\nand _numerics.py", "a process that sees\nnothing else", BLUE),
+    ("copy", "make lift: its files,\nlicence and version", "a process that sees\nnothing else", BLUE),
     ("call", "jit, vmap, grad, scan,\nshard_map", "jnp, and the operations\naround the kernel", SKY),
     ("choose", "the default, or a search\non your GPU", "registers, spills,\nshared memory", GREEN),
     ("ship", "an executable or\nan exported program", "another process\nloads it", ORANGE),

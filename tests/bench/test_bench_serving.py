@@ -1,12 +1,17 @@
 """The work that the benchmark of the engine times."""
 
+import ast
 import dataclasses
+import pathlib
+import re
 import types
 
+import nbformat
 import numpy as np
 import pytest
 
 from bench import serving
+from lab import results
 from serving import init
 
 
@@ -84,3 +89,12 @@ def test_a_step_that_decodes_is_timed_alone_and_with_others():
     times = serving.decode_step(serving.TINY, init(serving.TINY.config), 8, count=8, backend="xla")
     assert set(times) == {"waited for each time", "sent off in a row", "several in a program"}
     assert all(0 < ms < 1e3 for ms in times.values())
+
+
+def test_chapter_22_counts_kernels_by_the_names_that_they_have():
+    """A kernel that is renamed would be counted as "all other"."""
+    cells = nbformat.read(pathlib.Path(__file__).parents[2] / "notebooks/22_decode_step.ipynb", as_version=4).cells
+    (groups,) = (re.search(r"GROUPS = (\{.*?\n\})", c.source, re.S) for c in cells if c.id == "time-table")
+    names = results.stored(f"{serving.step_name(serving.LLAMA_1B)}/kernels")
+    for group, begins in ast.literal_eval(re.sub(r"#.*", "", groups[1])).items():
+        assert all(any(name.startswith(begin) for name in names) for begin in begins), group

@@ -1,4 +1,4 @@
-"""A family is its folder and the two shared files: copied into an empty package, with nothing else, it works.
+"""A family is its folder and the three shared files: copied into an empty package, with nothing else, it works.
 
 Two families are built on another: the products of nvlink and blackwell are gemm's, so they are copied with gemm.
 """
