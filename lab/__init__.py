@@ -26,6 +26,7 @@ from .showing import say as say
 from .showing import show_diff as show_diff
 from .showing import sources as sources
 from .showing import table as table
+from .timeline import chrome_trace as chrome_trace
 from .timeline import step_clocks as step_clocks
 from .timeline import timeline as timeline
 from .timing import Measurement as Measurement

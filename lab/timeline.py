@@ -80,6 +80,24 @@ def step_clocks(problem: str, scope: str, gpu: str = "h200") -> float:
     return math.nan
 
 
+def chrome_trace(problem: str, gpu: str = "h200") -> dict | None:
+    """The trace stored for `problem` as a Chrome trace, for chrome://tracing or Perfetto; None if there is none.
+
+    A block is a process, a warpgroup a thread; times are microseconds.
+    """
+    trace = results.read_timeline(problem, gpu)
+    if trace is None:
+        return None
+    events = []
+    for lane in trace["lanes"]:
+        place = dict(pid=lane["block"], tid=lane["warpgroup"])
+        events.append(place | dict(ph="M", name="thread_name", args=dict(name=f"warpgroup {lane['warpgroup']}")))
+        events.append(place | dict(ph="M", name="process_name", args=dict(name=f"block {lane['block']}")))
+        for name, start, duration, _ in lane["spans"]:
+            events.append(place | dict(ph="X", name=name, ts=start, dur=duration))
+    return dict(traceEvents=events, otherData=trace["provenance"] | dict(problem=problem))
+
+
 def lanes_of(chrome_trace: dict, clock_ghz: float, blocks: int) -> list[dict]:
     """The lanes of JAX's Chrome trace: {"block", "warpgroup", "spans": [[name, start, duration, depth], ...]} in µs.
 

@@ -14,6 +14,7 @@ import gallery
 import measured
 import nbformat
 import samples
+import timelines
 from sphinx.cmd.build import main as sphinx_build
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,6 +42,7 @@ def main() -> int:
     _write("api.md", (ROOT / "site" / "api.md").read_text())
     shutil.rmtree(OUTPUT, ignore_errors=True)
     code = sphinx_build(["-q", "-W", "--keep-going", "-b", "html", "-c", str(ROOT / "site"), str(SOURCE), str(OUTPUT)])
+    timelines.write(OUTPUT / "traces")
     for path in (ROOT / "notebooks").glob("*.ipynb"):  # To be downloaded as they are, without solutions.
         shutil.copy(path, OUTPUT / "_sources" / "chapters")
     if not code:
@@ -82,6 +84,8 @@ def _fold(path: Path) -> None:
         if cell.id in solved:
             text = f"<details><summary>Solution</summary>\n\n```python\n{solved[cell.id]}\n```\n\n</details>"
             cells.append(nbformat.v4.new_markdown_cell(text, id=f"{cell.id}-solution"))
+    if links := timelines.of_chapter(path.stem):
+        cells.append(nbformat.v4.new_markdown_cell(links, id="timelines"))
     notebook.cells = cells
     nbformat.write(notebook, path)
 

@@ -184,6 +184,17 @@ def test_a_guess_comes_before_the_result(page):
     assert solution.locator("pre").is_visible()
 
 
+def test_a_timeline_names_its_spans_and_can_be_taken_along(page):
+    page.goto("chapters/12_flash_attention_backward.html")
+    with page.expect_download() as download:
+        page.click("text=download the Chrome trace")
+    spans = [event for event in json.loads(download.value.path().read_text())["traceEvents"] if event["ph"] == "X"]
+    page.click("text=look at each span")
+    titles = page.locator("rect > title").all_text_contents()
+    assert len(titles) == sum(span["name"] != "Init" for span in spans) > 10
+    assert re.fullmatch(r"[\w ,]+: \d+\.\d{3} µs, from \d+\.\d{3} µs on", titles[0])
+
+
 @pytest.mark.parametrize("words", ["softmax", "scratch must be provided when cross-warp reduction is required"])
 def test_search_finds_a_kernel_and_a_message(page, words):
     page.goto("index.html")

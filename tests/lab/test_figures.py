@@ -223,6 +223,10 @@ def test_clocks_of_a_step_are_the_median_of_a_stored_trace(results_folder, monke
     assert lab.step_clocks("06_pipelining/x", "work") == pytest.approx(3000)
     assert math.isnan(lab.step_clocks("06_pipelining/x", "wait"))
     assert math.isnan(lab.step_clocks("06_pipelining/unknown", "work"))
+    trace = lab.chrome_trace("06_pipelining/x")
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert spans[-1] == dict(pid=0, tid=1, ph="X", name="work", ts=4.5, dur=0.5) and len(spans) == 5
+    assert trace["otherData"]["gpu"] == "NVIDIA H200" and lab.chrome_trace("06_pipelining/unknown") is None
 
 
 def test_no_trace_is_said_in_the_figure(results_folder, no_gpu):
