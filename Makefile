@@ -97,6 +97,10 @@ figures: $(READY)  ## Draw the SVGs of figures/ and the README's numbers again, 
 	@$(PYTHON) -m figures $(ARGS)
 	@$(PYTHON) tools/render_readme.py
 
+.PHONY: draw
+draw: $(READY)  ## Draw the pictures in notebooks again, in place; no GPU is needed (NB=05 for one notebook)
+	@$(PYTHON) -m tools.draw $(NB)
+
 .PHONY: wheelhouse
 wheelhouse: $(READY)  ## Collect the wheels that a GPU host without a network needs beside JAX into build/wheelhouse
 	@$(PYTHON) tools/wheelhouse.py $(ARGS)

@@ -112,9 +112,24 @@ def _without_names(text: str) -> str:
 
 
 def notebook_hash(path) -> str:
-    """The hash of a notebook's own code, without comments and layout: its outputs are of that code."""
+    """The hash of a notebook's own code, without comments and layout: its outputs are of that code.
+
+    Cells that only show a drawing do not count: a drawing is the same on every machine (`tools/draw.py`).
+    """
     cells = json.loads(pathlib.Path(path).read_text())["cells"]
-    return _digest(_code("".join(cell["source"])) for cell in cells if cell["cell_type"] == "code")
+    sources = ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    return _digest(_code(source) for source in sources if not is_drawing(source))
+
+
+def is_drawing(source: str) -> bool:
+    """Whether a cell only imports from `figures` and shows a drawing: `name.draw()`."""
+    try:
+        *imports, last = ast.parse(source).body
+    except (SyntaxError, ValueError):  # Magics; or an empty cell.
+        return False
+    return re.fullmatch(r"[\w.]+\.draw\(\)", ast.unparse(last)) is not None and all(
+        isinstance(one, ast.ImportFrom) and one.module.split(".")[0] == "figures" for one in imports
+    )
 
 
 def _code(source: str) -> str:

@@ -118,3 +118,6 @@ def test_a_notebooks_hash_is_that_of_its_own_code(tmp_path):
     known = hashed("n = 1", "%matplotlib inline\nn + 1")
     assert hashed("n  =  1  # Why.", "n + 1") == known
     assert len({known, hashed("n = 2", "n + 1"), hashed("n + 1", "n = 1"), hashed("n = 1"), hashed("n = ")}) == 5
+    drawings = "from figures.memory import ring\n\nring.draw()", "ring.draw()", "start_here.race.draw()"
+    assert hashed("n = 1", *drawings, "n + 1") == known
+    assert len({known, hashed("n = 1", "n + 1", "ring.draw"), hashed("n = 1", "n + 1", "import os\nos.draw()")}) == 3
