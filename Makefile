@@ -98,8 +98,8 @@ figures: $(READY)  ## Draw the SVGs of figures/ and the README's numbers again, 
 	@$(PYTHON) tools/render_readme.py
 
 .PHONY: draw
-draw: $(READY)  ## Draw the pictures in notebooks again, in place; no GPU is needed (NB=05 for one notebook)
-	@$(PYTHON) -m tools.draw $(NB)
+draw: $(READY)  ## Draw the pictures in notebooks again, in place; no GPU is needed (NB=05; ARGS=--say for sentences with figures)
+	@$(PYTHON) -m tools.draw $(NB) $(ARGS)
 
 .PHONY: wheelhouse
 wheelhouse: $(READY)  ## Collect the wheels that a GPU host without a network needs beside JAX into build/wheelhouse

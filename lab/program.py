@@ -132,11 +132,20 @@ def is_drawing(source: str) -> bool:
     )
 
 
+class _Unsaid(ast.NodeTransformer):
+    """Takes away what `lab.say` is given."""
+
+    def visit_Call(self, node):
+        if ast.unparse(node.func) == "lab.say":
+            node.args = []
+        return self.generic_visit(node)
+
+
 def _code(source: str) -> str:
-    """A cell without comments and layout; with IPython's magics left out."""
+    """A cell without comments, layout and sentences; with IPython's magics left out."""
     lines = ["" if line.startswith(("%", "!")) else line for line in source.splitlines()]
     try:
-        return ast.unparse(ast.parse("\n".join(lines)))
+        return ast.unparse(_Unsaid().visit(ast.parse("\n".join(lines))))
     except SyntaxError:  # A cell that shows one.
         return source
 

@@ -1,30 +1,65 @@
-"""Draws the pictures of notebooks again, in place: the cells that only show a drawing, which no GPU has to run."""
+"""Renders again, in place, what no GPU has to run: the drawings of notebooks, and sentences that quote figures."""
 
+import argparse
+import os
+import pathlib
 import re
+import subprocess
 import sys
 
 import nbformat
 from nbclient import NotebookClient
 
 from lab.program import is_drawing
-from tools.run_notebooks import NOTEBOOKS, _select
+from tools.run_notebooks import NOTEBOOKS, OUTPUT, ROOT, _select
 
 
 def main() -> int:
-    for path in _select(sys.argv[1:]):
-        notebook = nbformat.read(path, as_version=4)
-        code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-        cells = [cell for cell in code if is_drawing(cell.source)]
-        imports = nbformat.v4.new_code_cell("\n".join(map(_imports, code)))
-        alone = nbformat.v4.new_notebook(cells=[imports, *map(nbformat.from_dict, cells)])
-        NotebookClient(alone, resources={"metadata": {"path": NOTEBOOKS}}).execute()
-        for cell, drawn in zip(cells, alone.cells[1:], strict=True):
-            cell.outputs = drawn.outputs
-            for output in cell.outputs:
-                output.execution_count = cell.execution_count
-        nbformat.write(notebook, path)
-        print(f"{path.stem}: {len(cells)} drawings")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("notebooks", nargs="*", help="which ones: 05, B (an appendix), or a name; default: all")
+    parser.add_argument("--say", action="store_true", help="render the sentences of `lab.say` instead")
+    args = parser.parse_args()
+    for path in _select(args.notebooks):
+        (_say if args.say else _draw)(path)
     return 0
+
+
+def _draw(path: pathlib.Path):
+    notebook = nbformat.read(path, as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    cells = [cell for cell in code if is_drawing(cell.source)]
+    imports = nbformat.v4.new_code_cell("\n".join(map(_imports, code)))
+    alone = nbformat.v4.new_notebook(cells=[imports, *map(nbformat.from_dict, cells)])
+    NotebookClient(alone, resources={"metadata": {"path": NOTEBOOKS}}).execute()
+    for cell, drawn in zip(cells, alone.cells[1:], strict=True):
+        cell.outputs = drawn.outputs
+        for output in cell.outputs:
+            output.execution_count = cell.execution_count
+    nbformat.write(notebook, path)
+    print(f"{path.stem}: {len(cells)} drawings")
+
+
+def _say(path: pathlib.Path):
+    """Takes the sentences of a run on the CPU, which quote the recorded figures; all other outputs stay."""
+    os.environ["COOKBOOK_GPU"] = re.search("h[12]00", nbformat.read(path, as_version=4).metadata.recorded.gpu.lower())[
+        0
+    ]
+    if subprocess.run([sys.executable, "tools/run_notebooks.py", path.stem.split("_")[0]], cwd=ROOT).returncode:
+        sys.exit(f"{path.stem} fails on the CPU: nothing is written")
+    notebook = nbformat.read(path, as_version=4)
+    said = {cell.id: _markdown(cell) for cell in nbformat.read(OUTPUT / path.name, as_version=4).cells}
+    for cell in notebook.cells:
+        for shown, new in zip(_markdown(cell), said[cell.id], strict=False):
+            if "Not recorded yet" in new["text/markdown"]:
+                sys.exit(f"{path.stem}: a sentence quotes a figure that is not recorded:\n{cell.source}")
+            shown.update(new)
+    nbformat.write(notebook, path)
+
+
+def _markdown(cell) -> list[dict]:
+    """The Markdown that a cell of code shows."""
+    data = (output.get("data", {}) for output in cell.get("outputs", []))
+    return [shown for shown in data if "text/markdown" in shown]
 
 
 def _imports(cell) -> str:

@@ -121,3 +121,5 @@ def test_a_notebooks_hash_is_that_of_its_own_code(tmp_path):
     drawings = "from figures.memory import ring\n\nring.draw()", "ring.draw()", "start_here.race.draw()"
     assert hashed("n = 1", *drawings, "n + 1") == known
     assert len({known, hashed("n = 1", "n + 1", "ring.draw"), hashed("n = 1", "n + 1", "import os\nos.draw()")}) == 3
+    said = [hashed("n = 1", f"n + 1\nlab.say({text})") for text in ('"One."', 'f"Two: {n}."')]
+    assert said[0] == said[1] != known
