@@ -109,8 +109,7 @@ def _chip(ax):
 
 def _sm(ax):
     smem_tbps = NUM_SMS * 128 * CLOCK_GHZ / 1e3  # 32 banks of 4 bytes a clock.
-    bytes_of_add = 12  # Each multiply-add reads three 4-byte registers.
-    register_tbps = roofline.PEAKS["h200"]["f32"].value / 2 * bytes_of_add / 1e12
+    register_tbps = NUM_SMS * 128 * 12 * CLOCK_GHZ / 1e3  # Each of 128 multiply-adds reads three 4-byte registers.
     box(ax, 3.55, 0.25, 4.0, 4.07, colour=BLUE, fill=0.05)
     words(ax, 3.7, 4.5, "One SM (streaming multiprocessor)", 10.5, ha="left", weight="bold")
     for i in range(4):

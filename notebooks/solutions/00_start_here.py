@@ -26,6 +26,10 @@ exercise-2-cell
 exercise-3-cell
   plgpu.barrier_wait(x_arrived)\n        plgpu.barrier_wait(y_arrived)
     => plgpu.barrier_wait(y_arrived)\n        plgpu.barrier_wait(x_arrived)  # Right.
+  x_arrived, y_arrived): => arrived): && x_smem, x_arrived) => x_smem, arrived)
+    && y_smem, y_arrived) => y_smem, arrived) && plgpu.barrier_wait(x_arrived) => plgpu.barrier_wait(arrived)
+    && plgpu.barrier_wait(y_arrived) =>
+    && plgpu.Barrier(), plgpu.Barrier() => plgpu.Barrier(num_arrivals=2)  # Right.
   plgpu.barrier_wait(x_arrived) =>  # race: read
   plgpu.barrier_wait(y_arrived) =>
   x_smem[...] + y_smem => x_smem[...] - y_smem  # it must be
