@@ -125,7 +125,7 @@ def _sm(ax):
     box(ax, 3.7, 0.72, 2.75, 0.5, "shared memory “SMEM”, 228 KB", ORANGE)
     box(ax, 6.55, 0.72, 0.85, 0.5, "TMA\n(copies)", INK, size=7.5)
     arrow(ax, (5.0, 1.22), (5.0, 2.02), ORANGE, style="<|-|>")
-    words(ax, 5.12, 1.66, f"SMEM {smem_tbps:.0f} TB/s\nregisters {register_tbps:.0f} TB/s", 8, ha="left")
+    words(ax, 5.12, 1.66, f"SMEM {smem_tbps:.1f} TB/s\nregisters {register_tbps:.0f} TB/s", 8, ha="left")
     words(ax, 6.55, 1.66, f"all SMs together,\nat {CLOCK_GHZ} GHz", 7.6, ha="left", colour=SOFT)
     arrow(ax, (3.05, 1.66), (4.1, 2.02), INK, style="<|-|>")
     arrow(ax, (3.05, 1.46), (4.1, 1.22), INK, style="<|-|>")
