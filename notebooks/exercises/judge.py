@@ -265,9 +265,9 @@ def _compilable(answer, args, as_it_lies: bool = False):
             ) from error
         known = (said for part, said in MISTAKES.items() if part in str(error))
         raise NotYet(next(known, f"it cannot be compiled for a GPU: {_first_line(error)}")) from error
-    if not jax.tree.leaves(traced.out_info):
-        raise NotYet("it returns no array: return what the kernel returns")
     if "mosaic_gpu" not in lowered:
+        if not jax.tree.leaves(traced.out_info):  # The kernel may be there, but nothing uses its result.
+            raise NotYet("it returns no array: return what the kernel returns")
         raise NotYet("the answer must be a kernel: call plgpu.kernel")
     if outside := _computed_outside(traced.jaxpr.jaxpr, frozenset() if as_it_lies else MOVES):
         raise NotYet(f"{outside} is computed outside of the kernel, by XLA: the kernel must do all of the work")

@@ -53,7 +53,7 @@ exercise-4-cell
 
 
 # %% exercise-1-cell needs: setup
-#: # Your kernel goes here: def axpy(a, x, y): ...
+#: # Write axpy(a, x, y) here.
 # BEGIN SOLUTION
 def axpy(a, x, y):
     def body(x_gmem, y_gmem, o_gmem):
