@@ -1,67 +1,44 @@
 """Figures of chapter 0: start here."""
 
+from figures import _course
 from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SOFT, arrow, box, drawing, words
 from lab import roofline
 
-# (notebook, title, what it adds, what bounds its kernels)
-CHAPTERS = (
-    ("00_start_here", "Start here", "three ways to run a kernel; your roofline", "both"),
-    ("01_elementwise", "Element-wise", "blocks, bytes in flight, wide loads, fusion, tails", "memory"),
-    ("02_memory", "Memory", "shared memory, TMA and barriers, layouts, bank conflicts", "memory"),
-    ("03_reductions", "Reductions", "values that threads must share: sums, softmax, rms_norm", "memory"),
-    ("04_blocked_matmul", "Blocked matmul", "reuse: tiles raise the FLOP for each byte", "compute"),
-    ("05_wgmma", "WGMMA", "the tensor core, fed by a whole warpgroup", "compute"),
-    ("06_pipelining", "Pipelining", "copy the next tile while this one is multiplied", "compute"),
-    ("07_warp_specialization", "Warp specialization", "a role for each warpgroup", "compute"),
-    ("08_persistent_matmul", "Persistent matmul", "waves, order, clusters, the store", "compute"),
-    ("09_low_precision", "Low precision", "fp8 products, formats and scales", "compute"),
-    ("09b_int8_weights", "Weights of 8 bits", "few rows: int8, converted in registers", "memory"),
-    ("10_online_softmax", "Online softmax", "attention in one pass", "compute"),
-    ("11_flash_attention", "FlashAttention-3", "products and exponentials at once", "compute"),
-    ("11b_attention_tiles", "Tiles and masks", "tile after tile; masks, KV heads, odd lengths", "compute"),
-    ("12_flash_attention_backward", "Gradients", "recompute instead of storing", "compute"),
-    ("13_paged_decode", "Paged decode", "one query, pages of keys", "memory"),
-    ("13b_equal_parts", "Equal parts", "blocks shared out equally; dirty pages, wrong ids", "memory"),
-    ("14_ragged_prefill", "Ragged prefill", "sequences of any lengths: a list of tiles", "compute"),
-    ("14b_ragged_kernel", "Ragged kernel", "shared heads, the longest first, one launch", "compute"),
-    ("15_serving", "Serving", "a scheduler: batches, pages, prefixes, chunks", "both"),
-    ("15b_engine", "The engine", "a step ahead; faults are taken back", "both"),
-    ("16_grouped_matmul", "Grouped matmul", "experts: a table of tiles", "compute"),
-    ("16b_experts", "Experts", "gradients, few tokens, block scales, a layer", "both"),
-    ("17_linear_attention", "Linear attention", "chunks of a recurrence, a state", "memory"),
-    ("17b_delta_rule", "Delta rule", "a triangle to invert, decode in place", "both"),
-    ("18_nvlink", "Across GPUs", "stores to peers, signals, collectives", "memory"),
-    ("18b_overlap", "Overlap", "products that hide a gather or a scatter", "both"),
-    ("19_blackwell", "Blackwell", "tensor memory, one thread, turns", "compute"),
-    ("19b_pairs", "Pairs", "blocks share B, launch control, scales", "compute"),
-    ("20_debugging", "Debugging", "from a symptom to the faulty line", "both"),
-    ("21_lifting", "Lifting", "out of the course, into your program", "both"),
-    ("22_decode_step", "A decode step", "fewer launches, the bytes that are left", "both"),
-)
-STEP, RISE = 0.08, 0.4
+COLUMNS = {  # Where a chapter's box stands on the map, from the left; its row follows from what it needs.
+    "00": 3.0, "01": 3.0, "21": 4.4, "02": 3.0, "03": 4.7, "04": 2.5, "05": 2.5, "06": 2.5, "07": 2.5, "10": 4.7,
+    "20": 0.0, "18": 1.1, "08": 2.8, "11": 5.5, "12": 6.7, "18b": 0.4, "19": 1.5, "09": 2.5, "16": 3.5, "13": 4.5,
+    "11b": 5.5, "17": 6.7, "19b": 1.5, "09b": 2.5, "16b": 3.5, "13b": 4.5, "17b": 6.7, "14": 5.0, "15": 4.5,
+    "14b": 5.7, "15b": 4.5, "22": 3.5,
+}  # fmt: skip
+WIDE, TALL, ROW = 0.93, 0.46, 0.72
 
 
-@drawing(7.8, 0.75 + RISE * len(CHAPTERS))
+@drawing(7.8, 0.55 + ROW * 14)
 def course_map(ax):
-    """The chapters as steps: each builds on the one below and adds one idea."""
+    """The chapters: an arrow leads from each to those that need it."""
     colours = {"memory": ORANGE, "compute": BLUE, "both": GREEN}
-    for i, (name, title, adds, bound) in enumerate(CHAPTERS):
-        x, y = 0.25 + STEP * i, 0.5 + RISE * i
-        box(ax, x, y, 7.3 - STEP * i, RISE - 0.07, colour=colours[bound], fill=0.13)
-        words(ax, x + 0.24, y + 0.165, name.split("_")[0], 11, weight="bold", colour=colours[bound])
-        words(ax, x + 0.54, y + 0.165, title, 9.5, ha="left", weight="bold")
-        words(ax, x + 2.15, y + 0.165, adds, 8.2, ha="left")
-    words(ax, 0.25, 0.24, "the bound of a chapter's kernels:", 8, ha="left", colour=SOFT)
-    for i, (bound, text) in enumerate((("memory", "moving bytes"), ("compute", "arithmetic"), ("both", "both"))):
-        box(ax, 2.75 + 1.3 * i, 0.16, 0.18, 0.16, colour=colours[bound], fill=0.3)
-        words(ax, 3.0 + 1.3 * i, 0.24, text, 8, ha="left", colour=SOFT)
+    middle = {n: (0.58 + 0.99 * COLUMNS[n], 0.35 + ROW * (13.5 - _course.depth(n))) for n in _course.chapters()}
+    for number, (x, y) in middle.items():
+        for other in _course.direct_needs(number):
+            x_from, y_from = middle[other]
+            arrow(ax, (x_from, y_from - TALL / 2), (x, y + TALL / 2), SOFT, width=0.9)
+    for number, (x, y) in middle.items():
+        chapter = _course.chapters()[number]
+        box(ax, x - WIDE / 2, y - TALL / 2, WIDE, TALL, colour="white", fill=1)
+        box(ax, x - WIDE / 2, y - TALL / 2, WIDE, TALL, colour=colours[chapter.bound], fill=0.15)
+        words(ax, x, y + 0.11, number, 9.5, weight="bold", colour=colours[chapter.bound])
+        words(ax, x, y - 0.1, chapter.title, 6.5)
+    words(ax, 0.12, 0.2, "its kernels are bound by", 8, ha="left", colour=SOFT)
+    for i, (bound, text) in enumerate((("memory", "moving bytes"), ("compute", "arithmetic"), ("both", "either"))):
+        box(ax, 1.75 + 1.2 * i, 0.12, 0.18, 0.16, colour=colours[bound], fill=0.3)
+        words(ax, 2.0 + 1.2 * i, 0.2, text, 8, ha="left", colour=SOFT)
 
 
 @drawing(7.8, 3.1)
 def three_ways(ax):
     """One kernel, three ways to run it, and what each of them shows."""
     ways = (  # Colour, name, call, where it runs, what it shows, and what it does not.
-        (BLUE, "on the GPU", "lab.run, lab.measure", "Hopper or\nnewer", "the result\nand its true speed", "races"),
+        (BLUE, "on the GPU", "lab.run, lab.measure", "an H100\nor H200", "the result\nand its true speed", "races"),
         (GREEN, "interpreted", "lab.run, lab.interpret", "any CPU", "the result\nand races",
          "speed; what the\ncompiler rejects"),
         (ORANGE, "compiled only", 'lab.compile_for("h200", …)', "any CPU", "PTX, SASS,\nregisters, spills",
@@ -81,29 +58,29 @@ def three_ways(ax):
         words(ax, 6.98, y + 0.4, hides, 8.2, colour=SOFT)
 
 
-@drawing(7.8, 2.75)
+@drawing(7.8, 2.95)
 def race(ax):
-    """A read that does not wait for the copy into its place, and one that does."""
-    words(ax, 0.25, 2.57, "hasty: nothing orders the read after the copy", 10, ha="left", weight="bold")
-    _copies(ax, 1.6)
-    box(ax, 2.3, 1.6, 1.3, 0.3, "reads x_smem", RED, fill=0.35, size=8)
-    box(ax, 3.68, 1.6, 1.9, 0.3, "writes the result", GREEN, size=8)
-    box(ax, 5.66, 1.6, 0.6, 0.3, "waits", SOFT, size=8)
-    words(ax, 6.4, 1.75, "too late", 8, ha="left")
-    words(ax, 0.25, 1.17, "patient: the barrier puts the read after the copy", 10, ha="left", weight="bold")
-    _copies(ax, 0.2)
-    box(ax, 2.3, 0.2, 2.2, 0.3, "waits", SOFT, size=8)
-    box(ax, 4.58, 0.2, 1.3, 0.3, "reads x_smem", BLUE, fill=0.35, size=8)
-    box(ax, 5.96, 0.2, 1.5, 0.3, "writes the result", GREEN, size=8)
-    arrow(ax, (4.5, 0.6), (4.56, 0.5), INK, "arrived", at=(4.68, 0.74), ha="left")
+    """Two copies and a kernel that waits for the second alone: as it happens to go, and as it may go."""
+    words(ax, 0.25, 2.77, "on a good day: x arrives before y", 10, ha="left", weight="bold")
+    _copies(ax, 1.65, x_end=3.9)
+    words(ax, 0.25, 1.27, "nothing forbids this: x arrives after y", 10, ha="left", weight="bold")
+    _copies(ax, 0.15, x_end=6.3)
+    words(ax, 6.4, 0.7, "too late", 8, ha="left", colour=RED)
 
 
-def _copies(ax, y):
-    words(ax, 1.45, y + 0.55, "TMA (copies)", 8, ha="right")
-    words(ax, 1.45, y + 0.15, "warpgroup", 8, ha="right")
-    box(ax, 1.55, y, 0.67, 0.3, "starts it", INK, fill=0.08, size=8)
-    box(ax, 2.1, y + 0.4, 2.4, 0.3, "x_gmem to x_smem", ORANGE, fill=0.35, size=8)
-    arrow(ax, (1.95, y + 0.3), (2.1, y + 0.5), INK)
+def _copies(ax, y, x_end):
+    """One run: the copy of x ends at `x_end`."""
+    is_late = x_end > 5
+    words(ax, 1.45, y + 0.77, "copy of x", 8, ha="right")
+    words(ax, 1.45, y + 0.45, "copy of y", 8, ha="right")
+    words(ax, 1.45, y + 0.13, "warpgroup", 8, ha="right")
+    box(ax, 2.1, y + 0.64, x_end - 2.1, 0.26, "x_gmem to x_smem", ORANGE, fill=0.35, size=8)
+    box(ax, 2.3, y + 0.32, 2.2, 0.26, "y_gmem to y_smem", ORANGE, fill=0.35, size=8)
+    box(ax, 1.55, y, 0.8, 0.26, "starts both", INK, fill=0.08, size=7.5)
+    box(ax, 2.4, y, 2.1, 0.26, "waits for y", SOFT, size=8)
+    box(ax, 4.6, y, 1.5, 0.26, "reads x and y", RED if is_late else BLUE, fill=0.35, size=8)
+    box(ax, 6.18, y, 1.3, 0.26, "writes x + y", RED if is_late else GREEN, size=8)
+    arrow(ax, (4.5, y + 0.42), (4.6, y + 0.26), INK)
 
 
 NUM_SMS, CLOCK_GHZ, L2_MB, HBM_GB = 132, 1.98, 50, 141  # NVIDIA H200 (SXM) datasheet.
@@ -132,8 +109,7 @@ def _chip(ax):
 
 def _sm(ax):
     smem_tbps = NUM_SMS * 128 * CLOCK_GHZ / 1e3  # 32 banks of 4 bytes a clock.
-    bytes_of_add = 12  # Each multiply-add reads three 4-byte registers.
-    register_tbps = roofline.PEAKS["h200"]["f32"].value / 2 * bytes_of_add / 1e12
+    register_tbps = NUM_SMS * 128 * 12 * CLOCK_GHZ / 1e3  # Each of 128 multiply-adds reads three 4-byte registers.
     box(ax, 3.55, 0.25, 4.0, 4.07, colour=BLUE, fill=0.05)
     words(ax, 3.7, 4.5, "One SM (streaming multiprocessor)", 10.5, ha="left", weight="bold")
     for i in range(4):
@@ -149,7 +125,7 @@ def _sm(ax):
     box(ax, 3.7, 0.72, 2.75, 0.5, "shared memory “SMEM”, 228 KB", ORANGE)
     box(ax, 6.55, 0.72, 0.85, 0.5, "TMA\n(copies)", INK, size=7.5)
     arrow(ax, (5.0, 1.22), (5.0, 2.02), ORANGE, style="<|-|>")
-    words(ax, 5.12, 1.66, f"SMEM {smem_tbps:.0f} TB/s\nregisters {register_tbps:.0f} TB/s", 8, ha="left")
+    words(ax, 5.12, 1.66, f"SMEM {smem_tbps:.1f} TB/s\nregisters {register_tbps:.0f} TB/s", 8, ha="left")
     words(ax, 6.55, 1.66, f"all SMs together,\nat {CLOCK_GHZ} GHz", 7.6, ha="left", colour=SOFT)
     arrow(ax, (3.05, 1.66), (4.1, 2.02), INK, style="<|-|>")
     arrow(ax, (3.05, 1.46), (4.1, 1.22), INK, style="<|-|>")

@@ -17,6 +17,8 @@ import samples
 import timelines
 from sphinx.cmd.build import main as sphinx_build
 
+from figures import _course
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tools"))
 
@@ -106,7 +108,9 @@ def _index(chapters: list[Chapter]) -> str:
     toctrees = _toctree("The course", [f"chapters/{chapter.stem}" for chapter in chapters])
     toctrees += _toctree("The library", ["gallery", "results", "errors", "api", "chapters/glossary"])
     page = (ROOT / "site" / "index.md").read_text()
-    return page.replace("<!-- ladder -->", figure).replace("<!-- chapters -->", "\n".join(cards)) + toctrees
+    for name, text in (("ladder", figure), ("routes", _course.table("chapters/")), ("chapters", "\n".join(cards))):
+        page = page.replace(f"<!-- {name} -->", text)
+    return page + toctrees
 
 
 def _toctree(caption: str, pages: list[str]) -> str:

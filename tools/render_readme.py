@@ -1,4 +1,4 @@
-"""Renders the README's tables from results/; `--check` only says whether they are up to date."""
+"""Renders the README's tables from results/ and routes.toml; `--check` only says whether they are up to date."""
 
 import json
 import re
@@ -12,10 +12,11 @@ from measured import GPU, link_rate_text, rate_text  # noqa: E402
 
 from bench import collectives  # noqa: E402
 from bench.problems import CASES, LIBRARIES  # noqa: E402
+from figures import _course  # noqa: E402
 from lab import results  # noqa: E402
 
 README = ROOT / "README.md"
-BETWEEN_MARKERS = re.compile(r"(<!-- (results|times): .*? -->\n).*?(<!-- end -->)", re.S)
+BETWEEN_MARKERS = re.compile(r"(<!-- (results|times|routes): .*? -->\n).*?(<!-- end -->)", re.S)
 
 
 def main() -> int:
@@ -28,9 +29,13 @@ def main() -> int:
 
 
 def rendered(readme: str) -> str:
-    """`readme` with what stands between its markers made anew from results/."""
-    tables = dict(results=_table, times=_times)
+    """`readme` with what stands between its markers made anew."""
+    tables = dict(results=_table, times=_times, routes=_routes)
     return BETWEEN_MARKERS.sub(lambda match: f"{match[1]}{tables[match[2]]()}{match[3]}", readme)
+
+
+def _routes() -> str:
+    return f"\n{_course.table('notebooks/')}\n"
 
 
 def _times() -> str:

@@ -15,6 +15,10 @@ A solutions file consists of parts, one for each exercise cell of the notebook:
 `exercise-1` is the cell's id, and `needs` names the notebook's cells that must have run before it. The learner's
 skeleton has the lines after `#:` and none of those between BEGIN and END; the solution is the reverse.
 
+A cell that starts empty has `#: # Write slot_of(step, stages) here.` above a solution that begins with its `def`, and
+ends in `ex07.check_slot_of(globals().get("slot_of"))`. While nothing is written, the verdict quotes the checker's
+docstring.
+
     python tools/skeletons.py [NN ...]    writes the skeletons into the notebooks
 """
 

@@ -9,10 +9,10 @@ from .judge import NotYet, checker, normal, require_answers, require_close, requ
 
 TIMED = (jax.ShapeDtypeStruct((8192,), "float32"),) * 2  # One warpgroup holds them in its registers.
 WORK = (  # Operations and bytes.
-    (2**29, 3 * 2**30),  # Two arrays of 2**29 bf16 are added.
     (2 * 4096**3, 3 * 4096**2 * 2),  # A matmul of 4096 x 4096, and one of 512 x 512.
     (2 * 512**3, 3 * 512**2 * 2),
     (2 * 64 * 8192**2, (2 * 64 * 8192 + 8192**2) * 2),  # 64 rows times a matrix of 8192 x 8192.
+    (2**29, 3 * 2**30),  # Two arrays of 2**29 bf16 are added: last, since the chapter asks for a guess of it.
 )
 
 
@@ -47,12 +47,13 @@ def check_axpy(answer):
 @checker
 def check_sum_and_product(answer):
     """`answer(x, y)` is a kernel that returns (x + y, x * y)."""
-    x, y = normal(7, (256,)), normal(8, (256,))
-    outs = run_kernel(answer, x, y)
-    if not isinstance(outs, tuple | list) or len(outs) != 2:
-        raise NotYet("it must return two arrays, the sum and the product")
-    require_close(outs[0], wide(x) + wide(y), 1e-6, "the sum")
-    require_close(outs[1], wide(x) * wide(y), 1e-6, "the product")
+    for shape in ((256,), (16, 128)):
+        x, y = normal(7, shape), normal(8, shape)
+        outs = run_kernel(answer, x, y)
+        if not isinstance(outs, tuple | list) or len(outs) != 2:
+            raise NotYet("it must return two arrays, the sum and the product")
+        require_close(outs[0], wide(x) + wide(y), 1e-6, f"the sum, float32{list(shape)}")
+        require_close(outs[1], wide(x) * wide(y), 1e-6, f"the product, float32{list(shape)}")
     ours = cookbook.fuse(lambda x, y: (x + y, x * y))
     return "Inputs first, outputs in the order of out_type." + speed(answer, ours, *TIMED)
 
@@ -60,8 +61,10 @@ def check_sum_and_product(answer):
 @checker
 def check_patient_sum(answer):
     """`answer(x, y)` is a kernel that computes x + y by way of shared memory, without a race."""
-    x, y = normal(3, (8, 128)), normal(4, (8, 128))
-    out = run_kernel(answer, x, y, copies={"load": 2})
-    require_staged(answer, x, y, loads=2)
-    require_close(out, wide(x) + wide(y), 1e-6, "float32[8, 128]")
-    return "The kernel waits for each copy before it reads its target." + speed(answer, cookbook.add, x, y)
+    for shape in ((8, 128), (24, 256)):
+        x, y = normal(3, shape), normal(4, shape)
+        out = run_kernel(answer, x, y, copies={"load": 2})
+        require_staged(answer, x, y, loads=2)
+        require_close(out, wide(x) + wide(y), 1e-6, f"float32{list(shape)}")
+    praise = "The kernel waits for each copy before it reads its target. The interpreter found no race."
+    return praise + speed(answer, cookbook.add, x, y)

@@ -52,10 +52,18 @@ class OutOfTime(BaseException):
 
 
 def checker(check):
-    """Makes `check(answer)`, which returns praise or raises, return a Verdict whatever the answer does."""
+    """Makes `check(answer)`, which returns praise or raises, return a Verdict whatever the answer does.
+
+    A cell that starts empty ends in `check_double(globals().get("double"))`. While nothing is written there the verdict
+    is the first sentence of the checker's docstring, which says what `answer(x)` must do.
+    """
 
     @functools.wraps(check)
     def judged(answer) -> Verdict:
+        if answer is None:
+            name = check.__name__.removeprefix("check_")
+            task = " ".join(check.__doc__.replace("`answer(", f"`{name}(").split())
+            return Verdict(False, f"there is no `{name}` yet. Write it above the last line. {task}")
         name = getattr(answer, "__name__", "it")
 
         def judge() -> Verdict:
@@ -255,8 +263,11 @@ def _compilable(answer, args, as_it_lies: bool = False):
             raise NotYet(
                 f"{ready_made[1]} is the package's kernel: write one of your own, with plgpu.kernel"
             ) from error
-        raise NotYet(f"it cannot be compiled for a GPU: {_first_line(error)}") from error
+        known = (said for part, said in MISTAKES.items() if part in str(error))
+        raise NotYet(next(known, f"it cannot be compiled for a GPU: {_first_line(error)}")) from error
     if "mosaic_gpu" not in lowered:
+        if not jax.tree.leaves(traced.out_info):  # The kernel may be there, but nothing uses its result.
+            raise NotYet("it returns no array: return what the kernel returns")
         raise NotYet("the answer must be a kernel: call plgpu.kernel")
     if outside := _computed_outside(traced.jaxpr.jaxpr, frozenset() if as_it_lies else MOVES):
         raise NotYet(f"{outside} is computed outside of the kernel, by XLA: the kernel must do all of the work")
@@ -420,6 +431,10 @@ def speed(answer, package_kernel, *avals) -> str:
     return f" On this GPU it takes {yours:.3g} ms; the package's kernel takes {ours:.3g} ms."
 
 
+MISTAKES = {  # A part of JAX's message, and what its author has probably done.
+    "is not a valid JAX type": "it returns no array: call what plgpu.kernel(...) returns with the inputs",
+    "'AbstractRef' object has no attribute": "a ref is used as if it were an array: read it with [...] first",
+}
 KERNELS = {"core_map", "mpmd_map", "pallas_call", "run_state"}
 # Operations that change a shape, a view or a dtype, and compute nothing.
 MOVES = {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "slice", "squeeze", "transpose"}

@@ -9,15 +9,27 @@ exercise-1-cell
   a * x_gmem[...] => 2.5 * x_gmem[...]
   _gmem[...] => _gmem[: x.shape[0] // 2]  # never written
   a * x_gmem[...] => jax.numpy.sort(x_gmem[...])  # cannot be compiled for a GPU
+  a * x_gmem[...] + y_gmem[...] => a * x + y  # cannot be compiled for a GPU
+  axpy(a, x, y): => axpy(a, x, y):\n    x = a * x
+    && a * x_gmem[...] => x_gmem[...]  # computed outside of the kernel
+  x.dtype))(x, y) => x.dtype))
+    # call what plgpu.kernel(...) returns
+  return plgpu => plgpu  # return what the kernel returns
+  a * x_gmem[...] => a * x_gmem  # a ref is used as if it were an array: read it with [...] first
+  None  # there is no `axpy` yet. Write it above the last line. `axpy(a, x, y)` is a kernel that computes a x + y
 exercise-2-cell
   (out, out) => out  # cannot be compiled for a GPU
   x_gmem, y_gmem, sum_gmem, product_gmem => sum_gmem, product_gmem, x_gmem, y_gmem  # never written
-  y_gmem, sum_gmem, product_gmem => y_gmem, product_gmem, sum_gmem  # the sum: element
-  x_gmem[...] * y_gmem => x_gmem[...] - y_gmem  # the product: element
+  y_gmem, sum_gmem, product_gmem => y_gmem, product_gmem, sum_gmem  # the sum, float32[256]: element
+  x_gmem[...] * y_gmem => x_gmem[...] - y_gmem  # the product, float32[256]: element
   lambda x, y: sum_and_product(x, y)[0]  # must return two arrays
 exercise-3-cell
   plgpu.barrier_wait(x_arrived)\n        plgpu.barrier_wait(y_arrived)
     => plgpu.barrier_wait(y_arrived)\n        plgpu.barrier_wait(x_arrived)  # Right.
+  x_arrived, y_arrived): => arrived): && x_smem, x_arrived) => x_smem, arrived)
+    && y_smem, y_arrived) => y_smem, arrived) && plgpu.barrier_wait(x_arrived) => plgpu.barrier_wait(arrived)
+    && plgpu.barrier_wait(y_arrived) =>
+    && plgpu.Barrier(), plgpu.Barrier() => plgpu.Barrier(num_arrivals=2)  # Right.
   plgpu.barrier_wait(x_arrived) =>  # race: read
   plgpu.barrier_wait(y_arrived) =>
   x_smem[...] + y_smem => x_smem[...] - y_smem  # it must be
@@ -40,21 +52,21 @@ exercise-4-cell
 """
 
 
-# %% exercise-1-cell needs: imports
+# %% exercise-1-cell needs: setup
+#: # Write axpy(a, x, y) here.
+# BEGIN SOLUTION
 def axpy(a, x, y):
     def body(x_gmem, y_gmem, o_gmem):
-        #: o_gmem[...] = x_gmem[...]  # Your code.
-        # BEGIN SOLUTION
         o_gmem[...] = a * x_gmem[...] + y_gmem[...]
-        # END SOLUTION
 
     return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype))(x, y)
+    # END SOLUTION
 
 
-ex00.check_axpy(axpy)
+ex00.check_axpy(globals().get("axpy"))
 
 
-# %% exercise-2-cell needs: imports
+# %% exercise-2-cell needs: setup
 def sum_and_product(x, y):
     #: def body(sum_gmem, product_gmem, x_gmem, y_gmem):
     # BEGIN SOLUTION
@@ -73,15 +85,15 @@ def sum_and_product(x, y):
 ex00.check_sum_and_product(sum_and_product)
 
 
-# %% exercise-3-cell needs: imports
+# %% exercise-3-cell needs: setup
 def patient_sum(x, y):
     def body(x_gmem, y_gmem, o_gmem, x_smem, y_smem, x_arrived, y_arrived):
         plgpu.copy_gmem_to_smem(x_gmem, x_smem, x_arrived)
         plgpu.copy_gmem_to_smem(y_gmem, y_smem, y_arrived)
-        plgpu.barrier_wait(x_arrived)
         # BEGIN SOLUTION
-        plgpu.barrier_wait(y_arrived)
+        plgpu.barrier_wait(x_arrived)
         # END SOLUTION
+        plgpu.barrier_wait(y_arrived)
         o_gmem[...] = x_smem[...] + y_smem[...]
 
     tile = plgpu.SMEM(x.shape, x.dtype)
@@ -95,7 +107,7 @@ def patient_sum(x, y):
 ex00.check_patient_sum(patient_sum)
 
 
-# %% exercise-4-cell needs: imports memories
+# %% exercise-4-cell needs: setup
 def least_time(flops, nbytes):
     #: milliseconds = 1e3 * flops / peaks["bf16"].value
     #: return milliseconds, "compute"

@@ -33,12 +33,6 @@ def compiled(gpu, kernel, *avals):
         pytest.skip(str(error))
 
 
-def test_the_map_has_every_chapter():
-    from figures.start_here import CHAPTERS
-
-    assert {path.stem for path in NOTEBOOKS.glob("[0-9]*.ipynb")} <= {name for name, *_ in CHAPTERS}
-
-
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("tile", [(128, 128), (128, 192)])
 def test_chapter_6_prices_a_ring_as_the_compiler_does(tile, stages):

@@ -407,7 +407,32 @@ def test_a_kernel_that_does_not_answer_is_started_again(runner, monkeypatch, tim
         assert started_again(NoAnswer(lambda name: name, times))("kernel") == "kernel"
 
 
-# Rendered from results/ ----------------------------------------------------------------------------------------------
+# Rendered from results/ and routes.toml ------------------------------------------------------------------------------
+
+
+def test_routes_know_every_chapter_and_how_long_it_takes():
+    from figures import _course, start_here
+
+    chapters = _course.chapters()
+    assert [chapter.stem for chapter in chapters.values()] == [
+        path.stem for path in NOTEBOOKS if path.stem[0].isdigit()
+    ]
+    assert chapters.keys() == start_here.COLUMNS.keys(), "every chapter has its place on the map"
+    for number, chapter in chapters.items():
+        first = nbformat.read(ROOT / "notebooks" / f"{chapter.stem}.ipynb", as_version=4).cells[0].source
+        minutes = re.search(r"^\*(?:About )?(\d+) minutes\b", first, re.M)
+        assert minutes and int(minutes[1]) == chapter.minutes, f"{chapter.stem}: its head line and routes.toml differ"
+        assert set(chapter.needs) <= set(list(chapters)[: list(chapters).index(number)]), f"{number} needs a later one"
+
+
+def test_a_route_has_all_that_its_goals_need_and_the_sum_of_their_minutes():
+    from figures import _course
+
+    for route in _course.routes():
+        numbers = [chapter.number for chapter in route.chapters]
+        assert numbers[0] == "00" and all(set(chapter.needs) <= set(numbers) for chapter in route.chapters)
+        assert f"| {_course.time(sum(chapter.minutes for chapter in route.chapters))} |" in _course.table()
+    assert [_course.time(minutes) for minutes in (45, 60, 450)] == ["45 min", "1 h", "7 h 30 min"]
 
 
 def test_readme_shows_how_long_commands_take(results_folder):
