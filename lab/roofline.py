@@ -72,7 +72,7 @@ class Bound:
     limited_by: str  # "compute" or "memory".
     compute_seconds: float
     memory_seconds: float
-    intensity: float  # FLOP a byte.
+    intensity: float  # FLOP per byte.
     gpu: str
 
     @property
@@ -83,7 +83,7 @@ class Bound:
         return (
             f"at least {self.ms:.3g} ms on {self.gpu}, bound by {self.limited_by} "
             f"(compute {self.compute_seconds * 1e3:.3g} ms, memory {self.memory_seconds * 1e3:.3g} ms, "
-            f"{self.intensity:.3g} FLOP a byte)"
+            f"{self.intensity:.3g} FLOP per byte)"
         )
 
 
@@ -197,7 +197,7 @@ def figure(points=(), dtype="bf16", gpu: str | None = None) -> Figure:
         for i, (label, flops, nbytes, ms) in enumerate(points):
             colour = plot.COLOURS[i % len(plot.COLOURS)]
             ax.plot(flops / nbytes, flops / ms / 1e9, "o", color=colour, markersize=7, label=label)
-        ax.set(xscale="log", yscale="log", xlabel="FLOP a byte of HBM traffic", ylabel="TFLOP/s")
+        ax.set(xscale="log", yscale="log", xlabel="FLOP per byte of HBM traffic", ylabel="TFLOP/s")
         ax.set_title(f"Roofline of {_known(gpu).upper()}, {dtype if isinstance(dtype, str) else np.dtype(dtype).name}")
         ax.legend(loc="lower right")
     return fig

@@ -30,7 +30,7 @@ def check_files_to_copy(answer):
 
     of_ops = functools.wraps(answer)(lambda *ops: answer(ops))
     everything = sorted({op for ops in LIFTS for op in ops})
-    said = "The sorted names: each op's family, those that it is built on, and the three shared files; no more, no less."
+    said = "The sorted names: each op's family, those that it is built on, and the three shared files, no more."
     draw = lambda rng: rng.choice(everything, 3).tolist()
     require_answers(of_ops, LIFTS, files, otherwise=said, draw=draw)
     return "A family, what it is built on, and the three shared files."
