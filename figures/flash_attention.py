@@ -2,34 +2,40 @@
 
 import heapq
 
-from figures._chart import MULTIPLY, SOFTMAX, bar, chart, numbered, tracks
+from figures._chart import MULTIPLY, SOFTMAX, bar, chart, label, numbered, tracks
 from figures._draw import BLUE, GREEN, INK, ORANGE, SKY, SOFT, arrow, box, drawing, words
 
 
-@drawing(7.6, 3.6)
+@drawing(7.6, 2.5)
 def flash_roles(ax):
-    """One block of the kernel: a memory warpgroup, two rings, two compute warpgroups with 64 queries each."""
-    box(ax, 0.15, 1.35, 1.5, 1.1, colour=ORANGE)
-    words(ax, 0.9, 2.05, "memory\nwarpgroup", weight="bold")
-    words(ax, 0.9, 1.58, "starts copies", 8, colour=SOFT)
-    for y, name, start, full in ((2.25, "k", 2.1, (0.6, 0.25)), (0.95, "v", 1.7, (0.6, 0.6))):
-        for slot, fill in enumerate(full):
-            box(ax, 2.6 + 0.95 * slot, y, 0.85, 0.6, f"{name}, slot {slot}", colour=SKY, fill=fill, size=8)
-        arrow(ax, (1.65, start), (2.55, y + 0.3), ORANGE, width=2)
-        for wg_y in (2.55, 1.25):
-            arrow(ax, (4.45, y + 0.3), (5.4, wg_y), BLUE, width=1.4)
-    for wg, y in ((0, 2.1), (1, 0.8)):
-        box(ax, 5.45, y, 2.0, 0.9, colour=BLUE)
-        words(ax, 6.45, y + 0.64, f"compute warpgroup {wg}", 8.5, weight="bold")
-        words(ax, 6.45, y + 0.3, f"q, acc: queries {64 * wg} to {64 * wg + 63}", 8, colour=SOFT)
-    arrow(ax, (6.2, 2.06), (6.2, 1.74), INK)
-    arrow(ax, (6.7, 1.74), (6.7, 2.06), INK, "turn[wg]", at=(7.1, 1.9))
-    arrow(ax, (1.0, 2.49), (6.3, 3.04), GREEN, connectionstyle="arc3,rad=-0.14")
-    text = "k_filled[slot], v_filled[slot]: a copy arrives, both compute warpgroups wait"
-    words(ax, 3.7, 3.45, text, 8.5, colour=GREEN)
-    arrow(ax, (6.3, 0.76), (1.0, 1.31), INK, connectionstyle="arc3,rad=-0.14")
-    text = "k_freed[slot], v_freed[slot]: both arrive, the memory warpgroup waits before it refills"
-    words(ax, 3.7, 0.2, text, 8.5)
+    """Rung 1: a memory warpgroup, two rings, and the warpgroup that computes."""
+    box(ax, 0.15, 0.8, 1.5, 0.9, colour=ORANGE)
+    words(ax, 0.9, 1.38, "memory\nwarpgroup", weight="bold")
+    words(ax, 0.9, 0.98, "starts copies", 8, colour=SOFT)
+    for y, name, start, full in ((1.4, "k", 1.45, (0.6, 0.25)), (0.5, "v", 1.05, (0.6, 0.6))):
+        for stage, fill in enumerate(full):
+            box(ax, 2.5 + 0.95 * stage, y, 0.85, 0.55, f"{name}, stage {stage}", colour=SKY, fill=fill, size=8)
+        arrow(ax, (1.65, start), (2.45, y + 0.28), ORANGE, width=2)
+        arrow(ax, (4.35, y + 0.28), (5.3, start), BLUE, width=1.4)
+    box(ax, 5.35, 0.8, 2.1, 0.9, colour=BLUE)
+    words(ax, 6.4, 1.4, "compute warpgroup", 8.5, weight="bold")
+    words(ax, 6.4, 1.05, "q, acc: 64 queries", 8, colour=SOFT)
+    arrow(ax, (1.0, 1.74), (6.3, 1.74), GREEN, connectionstyle="arc3,rad=-0.1")
+    words(ax, 3.7, 2.3, "k_full, v_full: a copy arrives, the compute warpgroup waits", 8.5, colour=GREEN)
+    arrow(ax, (6.3, 0.76), (1.0, 0.76), INK, connectionstyle="arc3,rad=-0.1")
+    words(ax, 3.7, 0.2, "k_free, v_free: the compute warpgroup releases, the memory warpgroup waits", 8.5)
+
+
+@chart(height=1.7)
+def flash_step(ax):
+    """Two steps of one warpgroup: the tensor cores wait for the softmax, and the softmax for the tensor cores."""
+    for start in (0, 3):
+        bar(ax, 0, start, start + 1, "q kᵀ", MULTIPLY)
+        bar(ax, 1, start + 1, start + 2, "softmax", SOFTMAX)
+        bar(ax, 0, start + 2, start + 3, "p v", MULTIPLY)
+        label(ax, start + 1.5, 0, "idle", colour=SOFT)
+    tracks(ax, ["tensor cores", "CUDA cores"], grid=False)
+    ax.set(xlim=(0, 6), xticks=range(7), xticklabels=[512 * i for i in range(7)], xlabel="cycles, at best")
 
 
 EXP = 1.3  # Softmax of a step, in units of one product: somewhat more than its exponentials alone.
@@ -76,29 +82,28 @@ def schedule(num_wgs: int, *, in_turns=False, overlap=False, steps=6, softmax=EX
     return bars
 
 
-def busy(bars) -> float:
-    """The share of the time in which the tensor cores work, over whole steps of the first warpgroup."""
-    starts = [start for wg, name, start, _ in bars if wg == 0 and name == "q k"]
-    start, end = starts[3], starts[6]  # The first steps are not like the later ones.
-    return sum(max(0.0, min(e, end) - max(s, start)) for _, name, s, e in bars if name != "softmax") / (end - start)
+TOGETHER = dict(num_wgs=2), "both start when the first keys arrive"
+IN_TURNS = dict(num_wgs=2, in_turns=True), "in turns"
+BESIDE = dict(num_wgs=2, in_turns=True, overlap=True), "in turns, and each softmax beside its own p v"
 
 
-CASES = (
-    (dict(num_wgs=1), "one warpgroup, without overlap"),
-    (dict(num_wgs=2, in_turns=True), "two, in turns: one's softmax during the other's products"),
-    (dict(num_wgs=1, overlap=True), "one warpgroup that overlaps: its softmax during its own p v"),
-    (dict(num_wgs=2, in_turns=True, overlap=True), "two, in turns, that also overlap: room to spare"),
-)
+@chart(height=4.2, nrows=2, sharex=True)
+def flash_turns(axes):
+    """Use of the tensor cores in time: two warpgroups that start together, and two that take turns."""
+    _schedules(axes, TOGETHER, IN_TURNS)
 
 
-@chart(height=6.4, nrows=len(CASES), sharex=True, height_ratios=[1 + case["num_wgs"] for case, _ in CASES])
-def flash_schedule(axes):
-    """Use of the tensor cores in time: two warpgroups that start together, that take turns, and that overlap too."""
-    for ax, (case, title) in zip(axes, CASES, strict=True):
+@chart(height=4.2, nrows=2, sharex=True)
+def flash_overlap(axes):
+    """Use of the tensor cores in time: in turns without and with overlap inside a warpgroup."""
+    _schedules(axes, IN_TURNS, BESIDE)
+
+
+def _schedules(axes, *cases):
+    for ax, (case, title) in zip(axes, cases, strict=True):
         bars = schedule(**case, steps=9)
         for wg, name, start, end in bars:
             lane, colour = (1 + wg, SOFTMAX) if name == "softmax" else (0, (MULTIPLY, SKY)[wg])
             bar(ax, lane, start, end, name, colour)
-        names = ["tensor cores", *numbered("warpgroup", case["num_wgs"])]
-        tracks(ax, names, f"{title}: tensor cores busy {busy(bars):.0%}")
+        tracks(ax, ["tensor cores", *numbered("warpgroup", case["num_wgs"])], title)
     axes[-1].set(xlim=(0, 14), xlabel=f"time, in units of one product; a softmax taken as {EXP} of them (simulated)")
