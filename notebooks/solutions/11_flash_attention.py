@@ -2,22 +2,21 @@
 
 TRIED = r"""
 exercise-heads
-  stage = k_ring.wait(i)\n => && s = logits(q_smem.at[half], k_smem.at[stage])
-    => s = logits(q_smem.at[half], k_smem.at[k_ring.wait(i)])  # Right.
+  k_ring.release(i) => pass && v_ring.release(i) => v_ring.release(i)\n                k_ring.release(i)  # Right.
   v_ring.release(i) => pass  # never end
   acc = acc * per_row(alpha, acc.shape) => pass  # out
-  2 * h + wg].at => 2 * h].at
-  2 * h + wg].at => h + 2 * wg].at
-  q_gmem.at[b, q_rows, 2 * h + i] => q_gmem.at[b, q_rows, h + 2 * i]
-  half = pl.ds(wg * 64, 64) => half = pl.ds(0, 64)
+  q_rows, 2 * h + wg] => q_rows, 2 * h]  # there is a race
+  q_rows, 2 * h + wg] => q_rows, h + 2 * wg]  # out
+  q_rows, 2 * h + 1] => q_rows, 2 * h]
+  half = pl.ds(wg * 64, 64) => half = pl.ds(0, 64)  # while a WGMMA of another warpgroup may still read
   k_ring.release(i) => pass && s = logits( => k_ring.release(i)\n                s = logits(
     # give a slot back (barrier_arrive) after the wgmma_wait with which its product has ended
   v_ring.release(i) => pass && acc = add_product( => v_ring.release(i)\n                acc = add_product(
-  for i in range(2): => for i in range(1):  # never end
-  heads_per_block=2 => heads_per_block=1 && 2 * h + i => h && 2 * h + wg].at[pl.ds(0, 64)] => h].at[half]
-    && k_gmem.at[b, rows, h] => k_gmem.at[b, rows, h // 2] && v_gmem.at[b, rows, h] => v_gmem.at[b, rows, h // 2]
-    && q_rows = pl.ds(tile * 64, 64) => q_rows = pl.ds(tile * 128, 128)
-    && q_smem.at[pl.ds(i * 64, 64)] => q_smem && range(2) => range(1)  # multiple of 128
+  copy(q_gmem.at[b, q_rows, 2 * h + 1], q_smem.at[pl.ds(64, 64)], q_full) => pass  # never end
+  compute_wgs=2, heads_per_block=2 => compute_wgs=1, heads_per_block=1 && wg == 2 => wg == 1 && wg < 2 => wg == 0
+    && copy(q_gmem.at[b, q_rows, 2 * h + 1], q_smem.at[pl.ds(64, 64)], q_full) => pass && q_rows, 2 * h] => q_rows, h]
+    && 2 * h + wg => h && k_gmem.at[b, rows, h] => k_gmem.at[b, rows, h // 2]
+    && v_gmem.at[b, rows, h] => v_gmem.at[b, rows, h // 2]  # one warpgroup multiplies
 exercise-schedule
   lambda wgs, steps, products, softmax: max(wgs * products, products + softmax) * np.arange(steps) + products *
     np.arange(wgs)[:, None]  # Right.
@@ -58,7 +57,6 @@ exercise-mend
 # %% exercise-heads needs: parameters setup parts
 def two_heads(q, k, v, *, block_kv=64, num_stages=2):
     head_dim, steps = q.shape[3], k.shape[1] // block_kv
-    scale_log2 = LOG2E / math.sqrt(head_dim)
 
     def kernel(
         q_gmem, k_gmem, v_gmem, o_gmem, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free
@@ -70,11 +68,10 @@ def two_heads(q, k, v, *, block_kv=64, num_stages=2):
 
         @role("load", wg == 2)
         def load():
-            #: pass  # Your lines: the queries of both heads.
+            copy(q_gmem.at[b, q_rows, 2 * h], q_smem.at[pl.ds(0, 64)], q_full)
+            #: # Your line: the other head's queries.
             # BEGIN SOLUTION
-            for i in range(2):
-                q_tile = q_gmem.at[b, q_rows, 2 * h + i]
-                copy(q_tile, q_smem.at[pl.ds(i * 64, 64)], q_full)
+            copy(q_gmem.at[b, q_rows, 2 * h + 1], q_smem.at[pl.ds(64, 64)], q_full)
             # END SOLUTION
 
             @pl.loop(0, steps)
@@ -92,6 +89,7 @@ def two_heads(q, k, v, *, block_kv=64, num_stages=2):
         def compute():
             #: pass  # Your lines.
             # BEGIN SOLUTION
+            scale_log2 = LOG2E / math.sqrt(head_dim)
             half = pl.ds(wg * 64, 64)
             plgpu.barrier_wait(q_full)
 
