@@ -20,10 +20,10 @@ def flash_roles(ax):
     box(ax, 5.35, 0.8, 2.1, 0.9, colour=BLUE)
     words(ax, 6.4, 1.4, "compute warpgroup", 8.5, weight="bold")
     words(ax, 6.4, 1.05, "q, acc: 64 queries", 8, colour=SOFT)
-    arrow(ax, (1.0, 1.74), (6.3, 1.74), GREEN, connectionstyle="arc3,rad=-0.1")
-    words(ax, 3.7, 2.3, "k_full, v_full: a copy arrives, the compute warpgroup waits", 8.5, colour=GREEN)
-    arrow(ax, (6.3, 0.76), (1.0, 0.76), INK, connectionstyle="arc3,rad=-0.1")
-    words(ax, 3.7, 0.2, "k_free, v_free: the compute warpgroup releases, the memory warpgroup waits", 8.5)
+    arrow(ax, (1.0, 1.74), (6.3, 1.74), GREEN, connectionstyle="arc3,rad=-0.15")
+    words(ax, 3.7, 2.4, "k_full, v_full: a copy arrives, the compute warpgroup waits", 8.5, colour=GREEN)
+    arrow(ax, (6.3, 0.76), (1.0, 0.76), INK, connectionstyle="arc3,rad=-0.15")
+    words(ax, 3.7, 0.1, "k_free, v_free: the compute warpgroup releases, the memory warpgroup waits", 8.5)
 
 
 @chart(height=1.7)
@@ -38,7 +38,7 @@ def flash_step(ax):
     ax.set(xlim=(0, 6), xticks=range(7), xticklabels=[512 * i for i in range(7)], xlabel="cycles, at best")
 
 
-EXP = 1.3  # Softmax of a step, in units of one product: somewhat more than its exponentials alone.
+EXP = 2.3  # The rest of a step, in units of one product: more than its exponentials alone, which take 1.0.
 
 
 def schedule(num_wgs: int, *, in_turns=False, overlap=False, steps=6, softmax=EXP):
@@ -82,28 +82,37 @@ def schedule(num_wgs: int, *, in_turns=False, overlap=False, steps=6, softmax=EX
     return bars
 
 
-TOGETHER = dict(num_wgs=2), "both start when the first keys arrive"
-IN_TURNS = dict(num_wgs=2, in_turns=True), "in turns"
-BESIDE = dict(num_wgs=2, in_turns=True, overlap=True), "in turns, and each softmax beside its own p v"
+def side_by_side(steps: int):
+    """The same bars for two warpgroups that stay side by side: their products share the tensor cores."""
+    for start in (step * (4 + EXP) for step in range(steps)):
+        yield 0, "p v, both", start, start + 2
+        yield 0, "q k, both", start + 2, start + 4
+        for wg in range(2):
+            yield wg, "softmax", start + 4, start + 4 + EXP
 
 
 @chart(height=4.2, nrows=2, sharex=True)
 def flash_turns(axes):
-    """Use of the tensor cores in time: two warpgroups that start together, and two that take turns."""
-    _schedules(axes, TOGETHER, IN_TURNS)
+    """Use of the tensor cores in time: two warpgroups side by side, and two that take turns."""
+    _draw_schedule(axes[0], side_by_side(3), "side by side: when both are at their softmax, the tensor cores idle")
+    _draw_schedule(axes[1], schedule(2, in_turns=True), "in turns")
+    _name_time(axes[1])
 
 
 @chart(height=4.2, nrows=2, sharex=True)
 def flash_overlap(axes):
     """Use of the tensor cores in time: in turns without and with overlap inside a warpgroup."""
-    _schedules(axes, IN_TURNS, BESIDE)
+    _draw_schedule(axes[0], schedule(2, in_turns=True), "in turns")
+    _draw_schedule(axes[1], schedule(2, in_turns=True, overlap=True), "in turns, each softmax beside its own p v")
+    _name_time(axes[1])
 
 
-def _schedules(axes, *cases):
-    for ax, (case, title) in zip(axes, cases, strict=True):
-        bars = schedule(**case, steps=9)
-        for wg, name, start, end in bars:
-            lane, colour = (1 + wg, SOFTMAX) if name == "softmax" else (0, (MULTIPLY, SKY)[wg])
-            bar(ax, lane, start, end, name, colour)
-        tracks(ax, ["tensor cores", *numbered("warpgroup", case["num_wgs"])], title)
-    axes[-1].set(xlim=(0, 14), xlabel=f"time, in units of one product; a softmax taken as {EXP} of them (simulated)")
+def _draw_schedule(ax, bars, title):
+    for wg, name, start, end in bars:
+        lane, colour = (1 + wg, SOFTMAX) if name == "softmax" else (0, (MULTIPLY, SKY)[wg])
+        bar(ax, lane, start, end, name, colour)
+    tracks(ax, ["tensor cores", *numbered("warpgroup", 2)], title)
+
+
+def _name_time(ax):
+    ax.set(xlim=(0, 14), xlabel=f"time, in units of one product; simulated, with a softmax of {EXP} products")

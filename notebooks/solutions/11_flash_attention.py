@@ -56,7 +56,7 @@ exercise-mend
 
 # %% exercise-heads needs: parameters setup parts
 def two_heads(q, k, v, *, block_kv=64, num_stages=2):
-    head_dim, steps = q.shape[3], k.shape[1] // block_kv
+    steps = k.shape[1] // block_kv
 
     def kernel(
         q_gmem, k_gmem, v_gmem, o_gmem, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free
@@ -89,7 +89,7 @@ def two_heads(q, k, v, *, block_kv=64, num_stages=2):
         def compute():
             #: pass  # Your lines.
             # BEGIN SOLUTION
-            scale_log2 = LOG2E / math.sqrt(head_dim)
+            scale_log2 = LOG2E / math.sqrt(q.shape[3])
             half = pl.ds(wg * 64, 64)
             plgpu.barrier_wait(q_full)
 
@@ -105,7 +105,7 @@ def two_heads(q, k, v, *, block_kv=64, num_stages=2):
                 v_ring.release(i)
                 return acc, m_i, l_i
 
-            sums = lax.fori_loop(0, steps, step, nothing_seen(head_dim))
+            sums = lax.fori_loop(0, steps, step, nothing_seen(q.shape[3]))
             store(finish(*sums), q_smem.at[half], o_gmem.at[b, q_rows, 2 * h + wg])
             # END SOLUTION
 
