@@ -2,38 +2,44 @@
 
 import heapq
 
-from figures._chart import MULTIPLY, SOFTMAX, bar, chart, numbered, tracks
+from figures._chart import MULTIPLY, SOFTMAX, bar, chart, label, numbered, tracks
 from figures._draw import BLUE, GREEN, INK, ORANGE, SKY, SOFT, arrow, box, drawing, words
 from figures._stepper import stepper
 
 
-@drawing(7.6, 3.6)
+@drawing(7.6, 2.5)
 def flash_roles(ax):
-    """One block of the kernel: a memory warpgroup, two rings, two compute warpgroups with 64 queries each."""
-    box(ax, 0.15, 1.35, 1.5, 1.1, colour=ORANGE)
-    words(ax, 0.9, 2.05, "memory\nwarpgroup", weight="bold")
-    words(ax, 0.9, 1.58, "starts copies", 8, colour=SOFT)
-    for y, name, start, full in ((2.25, "k", 2.1, (0.6, 0.25)), (0.95, "v", 1.7, (0.6, 0.6))):
-        for slot, fill in enumerate(full):
-            box(ax, 2.6 + 0.95 * slot, y, 0.85, 0.6, f"{name}, slot {slot}", colour=SKY, fill=fill, size=8)
-        arrow(ax, (1.65, start), (2.55, y + 0.3), ORANGE, width=2)
-        for wg_y in (2.55, 1.25):
-            arrow(ax, (4.45, y + 0.3), (5.4, wg_y), BLUE, width=1.4)
-    for wg, y in ((0, 2.1), (1, 0.8)):
-        box(ax, 5.45, y, 2.0, 0.9, colour=BLUE)
-        words(ax, 6.45, y + 0.64, f"compute warpgroup {wg}", 8.5, weight="bold")
-        words(ax, 6.45, y + 0.3, f"q, acc: queries {64 * wg} to {64 * wg + 63}", 8, colour=SOFT)
-    arrow(ax, (6.2, 2.06), (6.2, 1.74), INK)
-    arrow(ax, (6.7, 1.74), (6.7, 2.06), INK, "turn[wg]", at=(7.1, 1.9))
-    arrow(ax, (1.0, 2.49), (6.3, 3.04), GREEN, connectionstyle="arc3,rad=-0.14")
-    text = "k_filled[slot], v_filled[slot]: a copy arrives, both compute warpgroups wait"
-    words(ax, 3.7, 3.45, text, 8.5, colour=GREEN)
-    arrow(ax, (6.3, 0.76), (1.0, 1.31), INK, connectionstyle="arc3,rad=-0.14")
-    text = "k_freed[slot], v_freed[slot]: both arrive, the memory warpgroup waits before it refills"
-    words(ax, 3.7, 0.2, text, 8.5)
+    """Rung 1: a memory warpgroup, two rings, and the warpgroup that computes."""
+    box(ax, 0.15, 0.8, 1.5, 0.9, colour=ORANGE)
+    words(ax, 0.9, 1.38, "memory\nwarpgroup", weight="bold")
+    words(ax, 0.9, 0.98, "starts copies", 8, colour=SOFT)
+    for y, name, start, full in ((1.4, "k", 1.45, (0.6, 0.25)), (0.5, "v", 1.05, (0.6, 0.6))):
+        for stage, fill in enumerate(full):
+            box(ax, 2.5 + 0.95 * stage, y, 0.85, 0.55, f"{name}, stage {stage}", colour=SKY, fill=fill, size=8)
+        arrow(ax, (1.65, start), (2.45, y + 0.28), ORANGE, width=2)
+        arrow(ax, (4.35, y + 0.28), (5.3, start), BLUE, width=1.4)
+    box(ax, 5.35, 0.8, 2.1, 0.9, colour=BLUE)
+    words(ax, 6.4, 1.4, "compute warpgroup", 8.5, weight="bold")
+    words(ax, 6.4, 1.05, "q, acc: 64 queries", 8, colour=SOFT)
+    arrow(ax, (1.0, 1.74), (6.3, 1.74), GREEN, connectionstyle="arc3,rad=-0.15")
+    words(ax, 3.7, 2.4, "k_full, v_full: a copy arrives, the compute warpgroup waits", 8.5, colour=GREEN)
+    arrow(ax, (6.3, 0.76), (1.0, 0.76), INK, connectionstyle="arc3,rad=-0.15")
+    words(ax, 3.7, 0.1, "k_free, v_free: the compute warpgroup releases, the memory warpgroup waits", 8.5)
 
 
-EXP = 1.3  # Softmax of a step, in units of one product: somewhat more than its exponentials alone.
+@chart(height=1.7)
+def flash_step(ax):
+    """Two steps of one warpgroup: the tensor cores wait for the softmax, and the softmax for the tensor cores."""
+    for start in (0, 3):
+        bar(ax, 0, start, start + 1, "q kᵀ", MULTIPLY)
+        bar(ax, 1, start + 1, start + 2, "softmax", SOFTMAX)
+        bar(ax, 0, start + 2, start + 3, "p v", MULTIPLY)
+        label(ax, start + 1.5, 0, "idle", colour=SOFT)
+    tracks(ax, ["tensor cores", "CUDA cores"], grid=False)
+    ax.set(xlim=(0, 6), xticks=range(7), xticklabels=[512 * i for i in range(7)], xlabel="cycles, at best")
+
+
+EXP = 2.3  # The rest of a step, in units of one product: more than its exponentials alone, which take 1.0.
 
 
 def schedule(num_wgs: int, *, in_turns=False, overlap=False, steps=6, softmax=EXP):
@@ -77,52 +83,56 @@ def schedule(num_wgs: int, *, in_turns=False, overlap=False, steps=6, softmax=EX
     return bars
 
 
-def busy(bars) -> float:
-    """The share of the time in which the tensor cores work, over whole steps of the first warpgroup."""
-    starts = [start for wg, name, start, _ in bars if wg == 0 and name == "q k"]
-    start, end = starts[3], starts[6]  # The first steps are not like the later ones.
-    return sum(max(0.0, min(e, end) - max(s, start)) for _, name, s, e in bars if name != "softmax") / (end - start)
+def side_by_side(steps: int):
+    """The same bars for two warpgroups that stay side by side: their products share the tensor cores."""
+    for start in (step * (4 + EXP) for step in range(steps)):
+        yield 0, "p v, both", start, start + 2
+        yield 0, "q k, both", start + 2, start + 4
+        for wg in range(2):
+            yield wg, "softmax", start + 4, start + 4 + EXP
 
 
-CASES = (
-    (dict(num_wgs=1), "one warpgroup, without overlap"),
-    (dict(num_wgs=2, in_turns=True), "two, in turns: one's softmax during the other's products"),
-    (dict(num_wgs=1, overlap=True), "one warpgroup that overlaps: its softmax during its own p v"),
-    (dict(num_wgs=2, in_turns=True, overlap=True), "two, in turns, that also overlap: room to spare"),
-)
+@chart(height=4.2, nrows=2, sharex=True)
+def flash_turns(axes):
+    """Use of the tensor cores in time: two warpgroups side by side, and two that take turns."""
+    _draw_schedule(axes[0], side_by_side(3), "side by side: when both are at their softmax, the tensor cores idle")
+    _draw_schedule(axes[1], schedule(2, in_turns=True), "in turns")
+    _name_time(axes[1])
 
 
-@chart(height=6.4, nrows=len(CASES), sharex=True, height_ratios=[1 + case["num_wgs"] for case, _ in CASES])
-def flash_schedule(axes):
-    """Use of the tensor cores in time: two warpgroups that start together, that take turns, and that overlap too."""
-    for ax, (case, title) in zip(axes, CASES, strict=True):
-        bars = schedule(**case, steps=9)
-        for wg, name, start, end in bars:
-            lane, colour = (1 + wg, SOFTMAX) if name == "softmax" else (0, (MULTIPLY, SKY)[wg])
-            bar(ax, lane, start, end, name, colour)
-        names = ["tensor cores", *numbered("warpgroup", case["num_wgs"])]
-        tracks(ax, names, f"{title}: tensor cores busy {busy(bars):.0%}")
-    axes[-1].set(xlim=(0, 14), xlabel=f"time, in units of one product; a softmax taken as {EXP} of them (simulated)")
+@chart(height=4.2, nrows=2, sharex=True)
+def flash_overlap(axes):
+    """Use of the tensor cores in time: in turns without and with overlap inside a warpgroup."""
+    _draw_schedule(axes[0], schedule(2, in_turns=True), "in turns")
+    _draw_schedule(axes[1], schedule(2, in_turns=True, overlap=True), "in turns, each softmax beside its own p v")
+    _name_time(axes[1])
+
+
+def _draw_schedule(ax, bars, title):
+    for wg, name, start, end in bars:
+        lane, colour = (1 + wg, SOFTMAX) if name == "softmax" else (0, (MULTIPLY, SKY)[wg])
+        bar(ax, lane, start, end, name, colour)
+    tracks(ax, ["tensor cores", *numbered("warpgroup", 2)], title)
+
+
+def _name_time(ax):
+    ax.set(xlim=(0, 14), xlabel=f"time, in units of one product; simulated, with a softmax of {EXP} products")
 
 
 TURNS = (  # What a frame shows: bars that start before this time, the owner of the turn, and what happens.
-    (0.5, 0, "Warpgroup 0 has the first turn. It starts q k of its first block. Warpgroup 1 waits for the turn."),
-    (1.5, 1, "The turn has passed to warpgroup 1: its q k runs while warpgroup 0 computes a softmax."),
-    (2.35, 0, "Warpgroup 0 gets the turn back when its softmax has ended, and starts p v, then q k of the next block."),
-    (
-        3.5,
-        1,
-        "Meanwhile warpgroup 1 has finished its softmax. It waits for the turn, so its products cannot come between.",
-    ),
-    (5.0, 0, "Now the products of warpgroup 1 run, and warpgroup 0 computes its next softmax beside them."),
-    (8.4, 1, "From here on the tensor cores always have a product, while the other warpgroup is at its softmax."),
+    (0.5, 0, "Warpgroup 0 has the first turn and starts q k of its first block. Warpgroup 1 waits for the turn."),
+    (1.5, 1, "The turn has passed to warpgroup 1. Its q k runs while warpgroup 0 computes a softmax."),
+    (3.5, 0, "Warpgroup 0 has finished its softmax. It takes the turn and starts p v, then q k of its next block."),
+    (4.4, 0, "Warpgroup 1 is ready too, but waits: nothing comes between the two products of warpgroup 0."),
+    (5.5, 1, "Now the products of warpgroup 1 run, and warpgroup 0 computes its next softmax beside them."),
+    (9.0, 1, "From here on, one warpgroup multiplies while the other is at its softmax, in every step."),
 )
 
 
 @stepper(7.8, 2.5)
 def turns_in_steps(ax):
     """Two compute warpgroups that take turns at the tensor cores, in time."""
-    left, unit = 1.35, 0.72
+    left, unit = 1.35, 0.66
     lanes = (1.75, 1.15, 0.55)
     for y, name in zip(lanes, ("tensor cores", "warpgroup 0", "warpgroup 1"), strict=True):
         words(ax, left - 0.1, y + 0.22, name, 9, ha="right")

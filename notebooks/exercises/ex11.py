@@ -1,4 +1,4 @@
-"""Chapter 11's exercises: the compute warpgroup, a schedule of turns, their barriers, and a kernel to mend."""
+"""Chapter 11's exercises: two heads that share keys, a schedule of turns, their barriers, and a kernel to mend."""
 
 import itertools
 
@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from exercises import judge
-from exercises.ex07 import report as report  # The notebook asks it about a kernel that does not drain its turns.
 from exercises.judge import NotYet, checker, require_answers, wide
 
 import cookbook
@@ -21,32 +20,43 @@ SCHEDULES = ((1, 3, 5, 2), (2, 4, 2, 3), (2, 5, 4, 3), (3, 4, 2, 1), (3, 3, 2, 7
 
 
 @checker
-def check_compute(answer) -> str:
-    """Exercise 1: `answer(q, k, v)` is (out, lse), by a memory and two compute warpgroups."""
-    return "Two readers for each byte that is loaded." + _judge_attention(answer)
+def check_heads(answer) -> str:
+    """Exercise 1: `answer(q, k, v)` is out; a block's two compute warpgroups take two heads that share a KV head."""
+    speed = _judge_attention(answer, queries=192, heads=4, kv_heads=2)
+    q, k, v = _operands(192, 4, 2)
+    for block in judge.play_kernel(answer, q, k, v)[0]:
+        if len({event.wg for event in block.events if event.kind == "product"}) < 2:
+            raise NotYet("one warpgroup multiplies: the two heads of a KV head must share what a block loads")
+        if block.count("load") > 2 + 2 * k.shape[1] // 64:
+            raise NotYet("keys or values are loaded twice: both warpgroups must read the same stages")
+    return "Two heads for each byte of keys and values." + speed
 
 
 @checker
 def check_mended(answer) -> str:
-    """Exercise 4: `answer(q, k, v)` is (out, lse), by two compute warpgroups that take turns."""
-    speed = _judge_attention(answer, in_turns=True)
+    """Exercise 4: `answer(q, k, v)` is out, by two compute warpgroups that take turns."""
+    speed = _judge_attention(answer)
+    judge.require_turns(judge.play_kernel(answer, *_operands()), products=2)
     return "One turn, given once, taken by each in its time, and drained." + speed
 
 
-def _judge_attention(answer, in_turns: bool = False) -> str:
+def _operands(queries: int = 128, heads: int = 1, kv_heads: int = 1) -> list[jax.Array]:
+    shapes = (1, queries, heads, 64), (1, 256, kv_heads, 64), (1, 256, kv_heads, 64)
+    return [judge.normal(seed, shape, jnp.bfloat16) for seed, shape in enumerate(shapes, 1)]
+
+
+def _judge_attention(answer, queries: int = 128, heads: int = 1, kv_heads: int = 1) -> str:
     """Raises NotYet unless `answer(q, k, v)` is a kernel of attention; returns what a GPU says of its speed."""
-    q, k, v = (judge.normal(seed, (1, length, 1, 64), jnp.bfloat16) for seed, length in ((1, 128), (2, 256), (3, 256)))
-    out, lse = judge.run_kernel(answer, q, k, v, undrained=LAST_TURN)
-    q_all, k_all, v_all = (x[0, :, 0] for x in wide(q, k, v))
-    s = q_all @ k_all.T / 8
-    exact_lse = np.logaddexp.reduce(s, axis=1)
-    judge.require_close(lse, exact_lse[None, None], 1e-3, "lse (do m_i, l_i and acc change in each step?)")
-    exact_out = np.exp(s - exact_lse[:, None]) @ v_all
-    judge.require_close(out, exact_out[None, :, None], 0.02, "out")
-    if in_turns:
-        judge.require_turns(judge.play_kernel(answer, q, k, v), products=2)
-    large = jax.ShapeDtypeStruct((4, 4096, 16, 128), jnp.bfloat16)
-    return judge.speed(answer, cookbook.attention, large, large, large)
+    q, k, v = _operands(queries, heads, kv_heads)
+    out = judge.run_kernel(answer, q, k, v, undrained=LAST_TURN)
+    q_all, k_all, v_all = (x[0].swapaxes(0, 1) for x in wide(q, k, v))  # (head, position, head_dim).
+    k_all, v_all = (np.repeat(x, heads // kv_heads, axis=0) for x in (k_all, v_all))
+    s = q_all @ k_all.swapaxes(1, 2) / 8
+    p = np.exp(s - np.logaddexp.reduce(s, axis=2, keepdims=True))
+    said = "out (is each result of its own head, and do m_i, l_i and acc change in each step?)"
+    judge.require_close(out, (p @ v_all).swapaxes(0, 1)[None], 0.02, said)
+    large = [jax.ShapeDtypeStruct((4, 4096, 16 * num // heads, 128), jnp.bfloat16) for num in (heads, kv_heads)]
+    return judge.speed(answer, cookbook.attention, large[0], large[1], large[1])
 
 
 @checker

@@ -1,15 +1,22 @@
 """Solutions of chapter 11's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
 
 TRIED = r"""
-exercise-compute
-  \n                slot = values.wait(step) => && keys.release(step) => slot = values.wait(step)
-    && values.release(step) => values.release(step)\n                keys.release(step)  # Right.
-  values.release(step) => pass  # never end
+exercise-heads
+  k_ring.release(i) => pass && v_ring.release(i) => v_ring.release(i)\n                k_ring.release(i)  # Right.
+  v_ring.release(i) => pass  # never end
   acc = acc * per_row(alpha, acc.shape) => pass  # out
-  s = logits(keys.wait(step))\n                keys.release(step)
-    => slot = keys.wait(step)\n                keys.release(step)\n                s = logits(slot)
+  q_rows, 2 * h + wg] => q_rows, 2 * h]  # there is a race
+  q_rows, 2 * h + wg] => q_rows, h + 2 * wg]  # out
+  q_rows, 2 * h + 1] => q_rows, 2 * h]
+  half = pl.ds(wg * 64, 64) => half = pl.ds(0, 64)  # while a WGMMA of another warpgroup may still read
+  k_ring.release(i) => pass && s = logits( => k_ring.release(i)\n                s = logits(
     # give a slot back (barrier_arrive) after the wgmma_wait with which its product has ended
-  values.release(step) => && slot = values.wait(step) => slot = values.wait(step)\n                values.release(step)
+  v_ring.release(i) => pass && acc = add_product( => v_ring.release(i)\n                acc = add_product(
+  copy(q_gmem.at[b, q_rows, 2 * h + 1], q_smem.at[pl.ds(64, 64)], q_full) => pass  # never end
+  compute_wgs=2, heads_per_block=2 => compute_wgs=1, heads_per_block=1 && wg == 2 => wg == 1 && wg < 2 => wg == 0
+    && copy(q_gmem.at[b, q_rows, 2 * h + 1], q_smem.at[pl.ds(64, 64)], q_full) => pass && q_rows, 2 * h] => q_rows, h]
+    && 2 * h + wg => h && k_gmem.at[b, rows, h] => k_gmem.at[b, rows, h // 2]
+    && v_gmem.at[b, rows, h] => v_gmem.at[b, rows, h // 2]  # one warpgroup multiplies
 exercise-schedule
   lambda wgs, steps, products, softmax: max(wgs * products, products + softmax) * np.arange(steps) + products *
     np.arange(wgs)[:, None]  # Right.
@@ -23,7 +30,7 @@ exercise-schedule
   lambda wgs, steps, *_: [[0] * steps] * wgs
   lambda wgs, steps, *_: itertools.repeat(0)  # a list
   lambda wgs, steps, *_: [["a"] * steps] * wgs
-exercise-1
+exercise-turns
   lambda wg, wgs, own, total: [("arrive", 0)] * (wg == 0) + [line for step in range(total + 1) for line in
     [("wait", wg)] + [["products"]] * (step <= own) + [["arrive", (wg + 1) % wgs]]] + [("wait", 0)] * (wg == 0)
     # Right.
@@ -39,90 +46,74 @@ exercise-1
     ("arrive", (wg + 1) % wgs)] + [("wait", wg), ("arrive", (wg + 1) % wgs)] * total + [("wait", 0)] * (wg == 0)
     # the products of two steps in one turn
 exercise-mend
-  turns.start(role) => pass  # never end
-  turns.drain(role) => pass  # is the last turn drained
-  values.release(step) => && acc = add_product( => values.release(step)\n                acc = add_product(
+  turns.start(wg) => pass  # never end
+  turns.drain(wg) => pass  # is the last turn drained
+  v_ring.release(i) => && acc = add_product( => v_ring.release(i)\n                acc = add_product(
     # give a slot back (barrier_arrive) after the wgmma_wait with which its product has ended
   Turns(turn, 2) => Turns(None, 2)  # the warpgroups take no turns
 """
 
 
-# %% exercise-compute needs: parameters setup parts ring steps kernel
-def two_warpgroups(q, k, v, block_kv=64):
-    unit, num_steps = LOG2E / math.sqrt(q.shape[3]), k.shape[1] // block_kv
+# %% exercise-heads needs: parameters setup parts
+def two_heads(q, k, v, *, block_kv=64, num_stages=2):
+    steps = k.shape[1] // block_kv
 
-    def body(
-        q_gmem, k_gmem, v_gmem, o_gmem, lse_gmem, *, q_smem, k_smem, v_smem, o_smem, q_filled, k_filled, v_filled,
-        k_freed, v_freed, **_,
+    def kernel(
+        q_gmem, k_gmem, v_gmem, o_gmem, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free
     ):  # fmt: skip
-        role, batch, head, q_block = (
-            lax.axis_index(name) for name in ("role", "batch", "head", "q_block")
-        )
-        keys, values = Ring(k_filled, k_freed, 2), Ring(v_filled, v_freed, 2)
-        rows = lambda wg: pl.ds((q_block * 2 + wg) * WG_ROWS, WG_ROWS)
+        b, h, tile, wg = map(lax.axis_index, ("batch", "head", "tile", "wg"))
+        q_rows = pl.ds(tile * 64, 64)
+        k_ring = Ring(k_full, k_free, num_stages)
+        v_ring = Ring(v_full, v_free, num_stages)
 
-        @pl.when(role == 2)
-        def memory():
-            for wg in range(2):
-                plgpu.copy_gmem_to_smem(
-                    q_gmem.at[batch, rows(wg), head], q_smem.at[wg], q_filled.at[wg]
-                )
+        @role("load", wg == 2)
+        def load():
+            copy(q_gmem.at[b, q_rows, 2 * h], q_smem.at[pl.ds(0, 64)], q_full)
+            #: # Your line: the other head's queries.
+            # BEGIN SOLUTION
+            copy(q_gmem.at[b, q_rows, 2 * h + 1], q_smem.at[pl.ds(64, 64)], q_full)
+            # END SOLUTION
 
-            @pl.loop(0, num_steps)
-            def _(step):
-                block = pl.ds(step * block_kv, block_kv)
-                for ring, gmem, smem in (
-                    (keys, k_gmem, k_smem),
-                    (values, v_gmem, v_smem),
-                ):
-                    slot = ring.acquire(step)
-                    plgpu.copy_gmem_to_smem(
-                        gmem.at[batch, block, head], smem.at[slot], ring.filled.at[slot]
-                    )
+            @pl.loop(0, steps)
+            def _(i):
+                rows = pl.ds(i * block_kv, block_kv)
+                stage = k_ring.acquire(i)
+                copy(k_gmem.at[b, rows, h], k_smem.at[stage], k_full.at[stage])
+                stage = v_ring.acquire(i)
+                copy(v_gmem.at[b, rows, h], v_smem.at[stage], v_full.at[stage])
 
-            keys.drain(num_steps), values.drain(num_steps)
+            k_ring.drain(steps)
+            v_ring.drain(steps)
 
-        @pl.when(role < 2)
+        @role("compute", wg < 2)
         def compute():
-            plgpu.barrier_wait(q_filled.at[role])
+            #: pass  # Your lines.
+            # BEGIN SOLUTION
+            scale_log2 = LOG2E / math.sqrt(q.shape[3])
+            half = pl.ds(wg * 64, 64)
+            plgpu.barrier_wait(q_full)
 
-            def logits(slot):
-                return Work(
-                    Shared(q_smem, k_smem, v_smem, keys, values, Turns(None, 2)),
-                    role,
-                    unit,
-                ).logits(slot)
-
-            def step(step, carry):
+            def step(i, carry):
                 acc, m_i, l_i = carry
-                #: pass  # Your lines.
-                # BEGIN SOLUTION
-                s = logits(keys.wait(step))
-                keys.release(step)
-                p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, unit, False)
-                slot = values.wait(step)
+                stage = k_ring.wait(i)
+                s = logits(q_smem.at[half], k_smem.at[stage])
+                k_ring.release(i)
+                p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2)
                 acc = acc * per_row(alpha, acc.shape)
-                acc = add_product(
-                    acc, p.astype(v.dtype), v_smem.at[slot], interpreted()
-                )
-                values.release(step)
-                # END SOLUTION
+                stage = v_ring.wait(i)
+                acc = add_product(acc, p.astype(v.dtype), v_smem.at[stage])
+                v_ring.release(i)
                 return acc, m_i, l_i
 
-            sums = lax.fori_loop(0, num_steps, step, nothing_seen(q.shape[3]))
-            store(
-                *finish(*sums),
-                o_smem.at[role],
-                o_gmem.at[batch, rows(role), head],
-                lse_gmem.at[batch, head, rows(role)],
-            )
-            plgpu.wait_smem_to_gmem(0)
+            sums = lax.fori_loop(0, steps, step, nothing_seen(q.shape[3]))
+            store(finish(*sums), q_smem.at[half], o_gmem.at[b, q_rows, 2 * h + wg])
+            # END SOLUTION
 
-    grid = dict(batch=q.shape[0], head=q.shape[2], q_block=q.shape[1] // 128)
-    return launch(body, q, grid, wgs=2, block_kv=block_kv, slots=2)(q, k, v)
+    blocks = launch(kernel, q, block_kv, num_stages, compute_wgs=2, heads_per_block=2)
+    return blocks(q, k, v)
 
 
-ex11.check_compute(two_warpgroups)
+ex11.check_heads(two_heads)
 
 
 # %% exercise-schedule needs: parameters setup
@@ -144,7 +135,7 @@ def starts(wgs, steps, products, softmax):
 ex11.check_schedule(starts)
 
 
-# %% exercise-1 needs: parameters setup
+# %% exercise-turns needs: parameters setup
 def turns(wg, wgs, own, total):
     #: return None  # Your code: a list such as [("wait", wg), ("products",), ...]
     # BEGIN SOLUTION
@@ -159,85 +150,60 @@ def turns(wg, wgs, own, total):
 ex11.check_turns(turns)
 
 
-# %% exercise-mend needs: parameters setup parts ring steps kernel
-def mended(q, k, v, block_kv=64):
-    unit, num_steps = LOG2E / math.sqrt(q.shape[3]), k.shape[1] // block_kv
+# %% exercise-mend needs: parameters setup parts load-steps
+def mended(q, k, v, *, block_kv=64, num_stages=2):
+    head_dim, steps = q.shape[3], k.shape[1] // block_kv
+    scale_log2 = LOG2E / math.sqrt(head_dim)
 
-    def body(
-        q_gmem, k_gmem, v_gmem, o_gmem, lse_gmem, *, q_smem, k_smem, v_smem, o_smem, q_filled, k_filled, v_filled,
-        k_freed, v_freed, turn, **_,
+    def kernel(
+        q_gmem, k_gmem, v_gmem, o_gmem, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free, turn
     ):  # fmt: skip
-        role, batch, head, q_block = (
-            lax.axis_index(name) for name in ("role", "batch", "head", "q_block")
-        )
-        keys, values, turns = (
-            Ring(k_filled, k_freed, 2),
-            Ring(v_filled, v_freed, 2),
-            Turns(turn, 2),
-        )
-        rows = lambda wg: pl.ds((q_block * 2 + wg) * WG_ROWS, WG_ROWS)
+        b, h, tile, wg = map(lax.axis_index, ("batch", "head", "tile", "wg"))
+        q_rows = pl.ds(tile * 128, 128)
+        k_ring = Ring(k_full, k_free, num_stages)
+        v_ring = Ring(v_full, v_free, num_stages)
 
-        @pl.when(role == 2)
-        def memory():
-            for wg in range(2):
-                plgpu.copy_gmem_to_smem(
-                    q_gmem.at[batch, rows(wg), head], q_smem.at[wg], q_filled.at[wg]
-                )
+        @role("load", wg == 2)
+        def load():
+            copy(q_gmem.at[b, q_rows, h], q_smem, q_full)
+            keys = k_gmem.at[b, :, h], k_smem, k_ring, k_full
+            values = v_gmem.at[b, :, h], v_smem, v_ring, v_full
+            load_steps(steps, keys, values)
 
-            @pl.loop(0, num_steps)
-            def _(step):
-                block = pl.ds(step * block_kv, block_kv)
-                for ring, gmem, smem in (
-                    (keys, k_gmem, k_smem),
-                    (values, v_gmem, v_smem),
-                ):
-                    slot = ring.acquire(step)
-                    plgpu.copy_gmem_to_smem(
-                        gmem.at[batch, block, head], smem.at[slot], ring.filled.at[slot]
-                    )
-
-            keys.drain(num_steps), values.drain(num_steps)
-
-        @pl.when(role < 2)
+        @role("compute", wg < 2)
         def compute():
+            half = pl.ds(wg * 64, 64)
+            turns = Turns(turn, 2)
             #: # Place 1.
             # BEGIN SOLUTION
-            turns.start(role)
+            turns.start(wg)
             # END SOLUTION
-            plgpu.barrier_wait(q_filled.at[role])
-            work = Work(Shared(q_smem, k_smem, v_smem, keys, values, turns), role, unit)
+            plgpu.barrier_wait(q_full)
 
-            def step(step, carry):
+            def step(i, carry):
                 acc, m_i, l_i = carry
-                slot = keys.wait(step)
-                turns.take(role)
-                s = work.logits(slot)  # Passes the turn on.
-                keys.release(step)
-                p, alpha, m_i, l_i = work.softmax(s, m_i, l_i)
-                slot = values.wait(step)
-                #: values.release(step)  # Place 2.
-                acc, p = acc * per_row(alpha, acc.shape), p.astype(v.dtype)
-                acc = add_product(acc, p, v_smem.at[slot], interpreted())
+                stage, pass_on = k_ring.wait(i), lambda: turns.pass_on(wg)
+                turns.take(wg)
+                s = logits(q_smem.at[half], k_smem.at[stage], started=pass_on)
+                k_ring.release(i)
+                p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2)
+                acc = acc * per_row(alpha, acc.shape)
+                stage = v_ring.wait(i)
+                #: v_ring.release(i)  # Place 2.
+                acc = add_product(acc, p.astype(v.dtype), v_smem.at[stage])
                 # BEGIN SOLUTION
-                values.release(step)
+                v_ring.release(i)
                 # END SOLUTION
                 return acc, m_i, l_i
 
-            sums = lax.fori_loop(0, num_steps, step, nothing_seen(q.shape[3]))
-            store(
-                *finish(*sums),
-                o_smem.at[role],
-                o_gmem.at[batch, rows(role), head],
-                lse_gmem.at[batch, head, rows(role)],
-            )
+            sums = lax.fori_loop(0, steps, step, nothing_seen(head_dim))
             #: # Place 3.
             # BEGIN SOLUTION
-            turns.drain(role)
+            turns.drain(wg)
             # END SOLUTION
-            plgpu.wait_smem_to_gmem(0)
+            store(finish(*sums), q_smem.at[half], o_gmem.at[b, q_rows, h].at[half])
 
-    grid = dict(batch=q.shape[0], head=q.shape[2], q_block=q.shape[1] // 128)
-    return launch(body, q, grid, wgs=2, block_kv=block_kv, slots=2)(q, k, v)
+    return launch(kernel, q, block_kv, num_stages, compute_wgs=2, turns=True)(q, k, v)
 
 
 ex11.check_mended(mended)
