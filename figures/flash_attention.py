@@ -83,23 +83,6 @@ def schedule(num_wgs: int, *, in_turns=False, overlap=False, steps=6, softmax=EX
     return bars
 
 
-def side_by_side(steps: int):
-    """The same bars for two warpgroups that stay side by side: their products share the tensor cores."""
-    for start in (step * (4 + EXP) for step in range(steps)):
-        yield 0, "p v, both", start, start + 2
-        yield 0, "q k, both", start + 2, start + 4
-        for wg in range(2):
-            yield wg, "softmax", start + 4, start + 4 + EXP
-
-
-@chart(height=4.2, nrows=2, sharex=True)
-def flash_turns(axes):
-    """Use of the tensor cores in time: two warpgroups side by side, and two that take turns."""
-    _draw_schedule(axes[0], side_by_side(3), "side by side: when both are at their softmax, the tensor cores idle")
-    _draw_schedule(axes[1], schedule(2, in_turns=True), "in turns")
-    _name_time(axes[1])
-
-
 @chart(height=4.2, nrows=2, sharex=True)
 def flash_overlap(axes):
     """Use of the tensor cores in time: in turns without and with overlap inside a warpgroup."""
