@@ -55,9 +55,9 @@ def split_k(a, b, splits):
                 # END SOLUTION
                 def _(step):
                     depth = pl.ds(step * 64, 64)
+                    plgpu.copy_gmem_to_smem(a_gmem.at[:, depth], a_smem, loaded)
                     #: # Your code.
                     # BEGIN SOLUTION
-                    plgpu.copy_gmem_to_smem(a_gmem.at[:, depth], a_smem, loaded)
                     plgpu.copy_gmem_to_smem(b_gmem.at[depth], b_smem, loaded)
                     plgpu.barrier_wait(loaded)
                     plgpu.wgmma(acc, a_smem, b_smem)
@@ -74,10 +74,7 @@ def split_k(a, b, splits):
         def store(o_smem):
             o_smem[...] = values
             plgpu.commit_smem()
-            #: # Your code: copy the tile to this block's part of o_gmem.
-            # BEGIN SOLUTION
             plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[split])
-            # END SOLUTION
             plgpu.wait_smem_to_gmem(0)
 
         pl.run_scoped(store, plgpu.SMEM((64, 64), jnp.float32))
