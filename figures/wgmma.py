@@ -1,6 +1,6 @@
 """Figures of chapter 5: WGMMA."""
 
-from figures._chart import LOAD, MULTIPLY, bar, chart, ring_of, tile, tracks
+from figures._chart import LOAD, MULTIPLY, bar, chart, numbered, tile, tracks
 from figures._draw import BLUE, GREEN, ORANGE, PINK, SOFT, arrow, box, drawing, places, words
 from figures._stepper import stepper
 
@@ -68,19 +68,19 @@ def wgmma_accumulator(ax):
     words(ax, left, 0.1, "Pallas calls this layout Layout.WGMMA.", 8, ha="left", colour=SOFT)
 
 
-COLOURS = (BLUE, ORANGE, GREEN, PINK)  # One for each of the four instructions of a tile: two chunks of 16 bytes each.
+COLOURS = (BLUE, ORANGE, GREEN, PINK)  # One for each of the four instructions of a tile: two pieces of 16 bytes each.
 CHUNK = 0.27  # Inches, of 16 bytes.
 
 
 def atom(ax, left, top, place, title):
-    """8 rows of 128 bytes. `place(row, position)` is the chunk that lies there."""
+    """8 rows of 128 bytes. `place(row, position)` is the piece that lies there."""
     for row, position in places(8, 8):
-        chunk = place(row, position)
-        first = chunk in (0, 1)
+        piece = place(row, position)
+        first = piece in (0, 1)
         style = dict(size=7.5, linewidth=0.6, weight="bold" if first else "normal")
         x, y = left + CHUNK * position, top - CHUNK * (row + 1)
-        colour, fill = COLOURS[chunk // 2], 0.55 if first else 0.12
-        box(ax, x, y, CHUNK - 0.02, CHUNK - 0.02, str(chunk), colour, fill, **style)
+        colour, fill = COLOURS[piece // 2], 0.55 if first else 0.12
+        box(ax, x, y, CHUNK - 0.02, CHUNK - 0.02, str(piece), colour, fill, **style)
     words(ax, left + 4 * CHUNK, top + 0.28, title, 8.5, weight="bold")
     words(ax, left + 4 * CHUNK, top + 0.1, "banks 0 ... 31", 7, colour=SOFT)
 
@@ -96,9 +96,9 @@ def wgmma_swizzle(ax):
     arrow(ax, (1.53, 2.56), (1.97, 2.3), SOFT)
     atom(ax, 2.05, 2.56, lambda row, position: position, "row-major: no layout of WGMMA")
     atom(ax, 4.75, 2.56, lambda row, position: position ^ row, "swizzled, as TMA writes it")
-    text = "chunk 0 of the 8 rows: 8 times the same\n4 banks, so 8 accesses"
+    text = "piece 0 of the 8 rows: 8 times the same\n4 banks, so 8 accesses"
     words(ax, 2.05 + 4 * CHUNK, 0.17, text, 7.5)
-    words(ax, 4.75 + 4 * CHUNK, 0.17, "chunk 0 of the 8 rows: all 32 banks,\nso one access", 7.5)
+    words(ax, 4.75 + 4 * CHUNK, 0.17, "piece 0 of the 8 rows: all 32 banks,\nso one access", 7.5)
     arrow(ax, (2.05 + 8 * CHUNK + 0.08, 1.5), (4.67, 1.5), SOFT, text="c ^ r", size=8)
     for i, colour in enumerate(COLOURS):
         y = 2.3 - 0.3 * i
@@ -131,20 +131,20 @@ def wgmma_transposed(ax):
     words(ax, 3.9, 0.14, text, 8, colour=SOFT)
 
 
-LOAD_TIME, GAP, STEPS = 2.2, 0.35, 9
+LOAD_TIME, GAP, STEPS = 1.6, 0.35, 9
 RUNGS = (
-    ("serial: one slot, load, wait, multiply, wait", 1, 0),
-    ("ring: three slots, wgmma_wait(0); the tensor core idles between two products", 3, 0),
-    ("ring: four slots, wgmma_wait(1); the next product is queued while one runs", 4, 1),
+    ("serial: one stage; copy, wait, multiply, wait", 1, 0),
+    ("ring: three stages, wgmma_wait(0); the tensor core idles between two products", 3, 0),
+    ("ring: three stages, wgmma_wait(1); the next product is queued while one runs", 3, 1),
 )
 
 
-def schedule(slots: int, in_flight: int) -> list[tuple[float, float, float]]:
+def schedule(stages: int, in_flight: int) -> list[tuple[float, float, float]]:
     """For each step: when its load starts, and when its product starts and ends. Times in units of one product.
 
-    The warpgroup goes on when at most `in_flight` products run; it then refills the slot of the one that has ended.
+    The warpgroup goes on when at most `in_flight` products run; it then refills the stage of the one that has ended.
     """
-    loads = [0.0] * (slots - in_flight)
+    loads = [0.0] * (stages - in_flight)
     products, now = [(0.0, 0.0)], 0.0
     for step in range(STEPS):
         now = max(now, loads[step] + LOAD_TIME) + GAP
@@ -155,15 +155,15 @@ def schedule(slots: int, in_flight: int) -> list[tuple[float, float, float]]:
     return [(load, *product) for load, product in zip(loads, products[1:], strict=False)]
 
 
-@chart(height=5.9, nrows=3, sharex=True, height_ratios=[slots + 1 for _, slots, _ in RUNGS])
+@chart(height=5.9, nrows=3, sharex=True, height_ratios=[stages + 1 for _, stages, _ in RUNGS])
 def wgmma_overlap(axes):
     """The last three rungs of chapter 5 over time: serial, a ring, and a ring with a product always queued."""
-    for ax, (title, slots, in_flight) in zip(axes, RUNGS, strict=True):
-        for i, (load, start, end) in enumerate(schedule(slots, in_flight)):
-            bar(ax, i % slots, load, load + LOAD_TIME, f"load {i}", LOAD)
-            bar(ax, i % slots, start, end, f"{i}", MULTIPLY)
-            bar(ax, slots, start, end, f"{i}", MULTIPLY)
-        tracks(ax, ring_of(slots), title)
+    for ax, (title, stages, in_flight) in zip(axes, RUNGS, strict=True):
+        for i, (load, start, end) in enumerate(schedule(stages, in_flight)):
+            bar(ax, i % stages, load, load + LOAD_TIME, f"load {i}", LOAD)
+            bar(ax, i % stages, start, end, f"{i}", MULTIPLY)
+            bar(ax, stages, start, end, f"{i}", MULTIPLY)
+        tracks(ax, [*numbered("stage", stages), "tensor core"], title)
     axes[-1].set(xlim=(0, 11), xlabel="time, in units of one step's product")
 
 

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import cookbook
 
 REGISTERS, THREADS, WIDEST = 255, 128, 256  # A thread's registers; a warpgroup's threads; the largest N of a WGMMA.
-ROWS, FEATURES_IN, FEATURES_OUT = 64, 64, 128  # One step of exercise 3 and its tile.
+ROWS, FEATURES_IN, FEATURES_OUT = 64, 64, 128  # One step of exercise 4 and its tile.
 
 
 @checker
@@ -50,31 +50,31 @@ def check_widest_tile(answer) -> str:
         (dict(unit=64), "tile_n is a multiple of 8, no more."),
         (lambda tile_m, _: widest(tile_m, 0), f"A thread has {REGISTERS} registers in all, for `spare` too."),
     )
-    said = f"The accumulator is shared by all {THREADS} threads, 32 bits a register."
+    said = f"The accumulator is spread across all {THREADS} threads, 32 bits per register."
     cases = (128, 56), (64, 56), (192, 56), (256, 56), (128, 24), (64, 200)
     require_answers(answer, cases, widest, likely, said)
-    return "the accumulator is what bounds a tile, and one warpgroup can hold no 128 x 256."
+    return "the accumulator limits the tile, and one warpgroup cannot hold 128 x 256."
 
 
 @checker
 def check_refill(answer) -> str:
-    """Exercise 4: `answer(step, num_slots, in_flight)` is (step to load, slot to load it into)."""
+    """Exercise 3: `answer(step, num_stages, in_flight)` is (step to load, stage to load it into)."""
     rings = (2, 0), (3, 0), (2, 1), (3, 1), (4, 1), (4, 2), (5, 3)
     cases = [(step, *ring) for ring in rings for step in range(11)]
-    right = lambda step, num_slots, in_flight: (step + num_slots - in_flight, (step - in_flight) % num_slots)
+    right = lambda step, num_stages, in_flight: (step + num_stages - in_flight, (step - in_flight) % num_stages)
     likely = (
-        (lambda step, slots, _: (step + slots, step % slots), "Its last products may still run: their slots are read."),
-        (lambda step, slots, running: (step + slots - running, step % slots), "That slot is read by a product that "
+        (lambda step, stages, _: (step + stages, step % stages), "Its last products may still run, and read."),
+        (lambda step, stages, running: (step + stages - running, step % stages), "That stage is read by a product that "
          "may still run."),
     )  # fmt: skip
-    said = "The slot is that of the last product that has ended, and the step the next one that is not loaded."
+    said = "The last product that has ended frees its stage; the step is the next one that is not loaded."
     require_answers(answer, cases, right, likely, said)
-    return "every step finds its tiles, and no copy lands in a slot that is still read."
+    return "every step finds its tiles, and no copy lands in a stage that is still read."
 
 
 @checker
 def check_weight_gradient(answer) -> str:
-    """Exercise 3: `answer(acc, x_smem, dy_smem, load, loaded, num_steps)` adds x.T @ dy to acc, step by step."""
+    """Exercise 4: `answer(acc, x_smem, dy_smem, load, loaded, num_steps)` adds x.T @ dy to acc, step by step."""
     for num_steps in (1, 3):
         x = normal(num_steps, (num_steps * ROWS, FEATURES_IN), jnp.bfloat16)
         dy = normal(num_steps + 9, (num_steps * ROWS, FEATURES_OUT), jnp.bfloat16)
@@ -91,7 +91,7 @@ def check_weight_gradient(answer) -> str:
 
 
 def _weight_gradient(answer, x, dy):
-    """The kernel around the answer: one block, one slot."""
+    """The kernel around the answer: one block, one stage."""
 
     def kernel(x_gmem, dy_gmem, o_gmem, x_smem, dy_smem, o_smem, loaded):
         def load(step):
