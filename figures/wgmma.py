@@ -68,45 +68,6 @@ def wgmma_accumulator(ax):
     words(ax, left, 0.1, "Pallas calls this layout Layout.WGMMA.", 8, ha="left", colour=SOFT)
 
 
-COLOURS = (BLUE, ORANGE, GREEN, PINK)  # One for each of the four instructions of a tile: two pieces of 16 bytes each.
-CHUNK = 0.27  # Inches, of 16 bytes.
-
-
-def atom(ax, left, top, place, title):
-    """8 rows of 128 bytes. `place(row, position)` is the piece that lies there."""
-    for row, position in places(8, 8):
-        piece = place(row, position)
-        first = piece in (0, 1)
-        style = dict(size=7.5, linewidth=0.6, weight="bold" if first else "normal")
-        x, y = left + CHUNK * position, top - CHUNK * (row + 1)
-        colour, fill = COLOURS[piece // 2], 0.55 if first else 0.12
-        box(ax, x, y, CHUNK - 0.02, CHUNK - 0.02, str(piece), colour, fill, **style)
-    words(ax, left + 4 * CHUNK, top + 0.28, title, 8.5, weight="bold")
-    words(ax, left + 4 * CHUNK, top + 0.1, "banks 0 ... 31", 7, colour=SOFT)
-
-
-@drawing(7.8, 3.2)
-def wgmma_swizzle(ax):
-    """The part of a (64, 64) tile of 16-bit values that a WGMMA reads, and where swizzling by 128 bytes puts it."""
-    for i in range(8):
-        shade = 0.35 if i == 0 else 0.08
-        box(ax, 0.25, 2.45 - 0.25 * i, 1.25, 0.23, f"rows {8 * i}-{8 * i + 7}", BLUE, shade, size=7, linewidth=0.7)
-    words(ax, 0.875, 2.96, "a tile of (64, 64)", 8.5, weight="bold")
-    words(ax, 0.875, 0.5, "8 swizzle tiles of (8, 64),\n1024 bytes each", 7.5, colour=SOFT)
-    arrow(ax, (1.53, 2.56), (1.97, 2.3), SOFT)
-    atom(ax, 2.05, 2.56, lambda row, position: position, "row-major: no layout of WGMMA")
-    atom(ax, 4.75, 2.56, lambda row, position: position ^ row, "swizzled, as TMA writes it")
-    text = "piece 0 of the 8 rows: 8 times the same\n4 banks, so 8 accesses"
-    words(ax, 2.05 + 4 * CHUNK, 0.17, text, 7.5)
-    words(ax, 4.75 + 4 * CHUNK, 0.17, "piece 0 of the 8 rows: all 32 banks,\nso one access", 7.5)
-    arrow(ax, (2.05 + 8 * CHUNK + 0.08, 1.5), (4.67, 1.5), SOFT, text="c ^ r", size=8)
-    for i, colour in enumerate(COLOURS):
-        y = 2.3 - 0.3 * i
-        box(ax, 7.02, y, 0.14, 0.14, "", colour, 0.5, linewidth=0.6)
-        words(ax, 7.22, y + 0.07, f"WGMMA {i}", 7.5, ha="left")
-    words(ax, 7.02, 0.93, "each takes\n16 of the 64\ncolumns", 7.5, ha="left", colour=SOFT)
-
-
 @drawing(7.8, 2.75)
 def wgmma_transposed(ax):
     """The ways in which A and B may lie in memory, and the bit of the instruction for each."""
@@ -169,38 +130,38 @@ def wgmma_overlap(axes):
 
 @stepper(7.8, 3.6)
 def swizzle_in_steps(ax):
-    """How swizzling by 128 bytes spreads a column of chunks over the 32 banks of shared memory."""
+    """How swizzling by 128 bytes spreads a column of pieces over the 32 banks of shared memory."""
     left, top, side = 0.75, 3.0, 0.31
-    words(ax, left + 4 * side, 3.43, "8 rows of 128 bytes, in chunks of 16", 9, weight="bold")
+    words(ax, left + 4 * side, 3.43, "8 rows of 128 bytes, in pieces of 16", 9, weight="bold")
     words(ax, left + 4 * side, 3.2, "bank 0 ............................. bank 31", 8, colour=SOFT)
     for row in range(8):
         words(ax, left - 0.1, top - side * (row + 0.5), f"row {row}", 8, ha="right", colour=SOFT)
     x = left + 8 * side + 0.7
-    words(ax, x, 2.75, "WGMMA reads the same chunk of 8 rows at once.", 9, ha="left", weight="bold")
-    text = "In one access each bank gives 4 bytes, so\n8 chunks of 16 bytes fit if no two share a bank."
+    words(ax, x, 2.75, "WGMMA reads the same piece of 8 rows at once.", 9, ha="left", weight="bold")
+    text = "In one access each bank gives 4 bytes, so\n8 pieces of 16 bytes fit if no two share a bank."
     words(ax, x, 2.42, text, 8.5, ha="left", va="top")
     yield
 
-    def chunks(place, wanted, rows=8):
+    def pieces(place, wanted, rows=8):
         for row, position in places(rows, 8):
-            chunk = place(row, position)
-            shown = chunk == wanted
+            piece = place(row, position)
+            shown = piece == wanted
             x, y = left + side * position, top - side * (row + 1)
             colour, alpha = (ORANGE, 0.6) if shown else (BLUE, 0.12)
-            tile(ax, x, y, side - 0.03, side - 0.03, colour, str(chunk), 8, alpha=alpha)
+            tile(ax, x, y, side - 0.03, side - 0.03, colour, str(piece), 8, alpha=alpha)
 
     def verdict(text, colour):
         words(ax, x, 1.35, text, 11, ha="left", weight="bold", colour=colour)
 
-    chunks(lambda row, position: position, 0)
+    pieces(lambda row, position: position, 0)
     verdict("8 accesses", PINK)
-    yield "Row-major: chunk 0 of every row lies in banks 0 to 3. The eight chunks have to be read one after another."
+    yield "Row-major: piece 0 of every row lies in banks 0 to 3. The eight pieces have to be read one after another."
     for rows, text in ((1, "Row 0 stays as it is: c xor 0 = c."), (2, "In row 1 neighbours change places: c xor 1.")):
-        chunks(lambda row, position: position ^ row, 0, rows)
-        yield f"TMA writes the swizzled tile: chunk c of row r goes to place c xor r. {text}"
-    chunks(lambda row, position: position ^ row, 0)
+        pieces(lambda row, position: position ^ row, 0, rows)
+        yield f"TMA writes the swizzled tile: piece c of row r goes to place c xor r. {text}"
+    pieces(lambda row, position: position ^ row, 0)
     verdict("1 access", GREEN)
-    yield "All eight rows: chunk 0 now stands on a diagonal, each row in another place. It uses all 32 banks once."
-    chunks(lambda row, position: position ^ row, 5)
+    yield "All eight rows: piece 0 now stands on a diagonal, each row in another place. It uses all 32 banks once."
+    pieces(lambda row, position: position ^ row, 5)
     verdict("1 access", GREEN)
-    yield "The same holds for every other chunk, here chunk 5. So WGMMA reads any chunk of a column in one access."
+    yield "The same holds for every other piece, here piece 5. So WGMMA reads any piece of a column in one access."
