@@ -27,9 +27,9 @@ import jax.numpy as jnp
 
 from .. import _host
 from ..gemm import differentiable
-from ..gemm.dense.matmul import bytes_moved as bytes_moved
-from ..gemm.dense.matmul import flops as flops
 from ..gemm.dense.matmul import matmul_reference as matmul_reference
+from ..gemm.references import bytes_moved as bytes_moved
+from ..gemm.references import flops as flops
 from . import cost
 from .kernel import product
 from .plan import Config, plan_of, require_interpretable

@@ -24,14 +24,18 @@ import jax.numpy as jnp
 
 from ... import _host, _numerics
 from .. import cost, differentiable
-from ..kernel import fused_product, kernel
-from ..plan import Config, plan_of
+from ..kernel import kernel
+from ..launch import fused_product
+from ..plan import plan_of
+from ..references import bytes_moved as bytes_moved
+from ..references import exact_product
+from ..references import flops as flops
+from ..tiles import Config
 
 
 def matmul_reference(a, b, bias=None, activation=None):
-    dtype = jnp.promote_types(a.dtype, jnp.float32)
-    product = jnp.matmul(a.astype(dtype), b.astype(dtype), precision="highest")
-    product = product if bias is None else product + bias.astype(dtype)
+    product = exact_product(a, b)
+    product = product if bias is None else product + bias.astype(product.dtype)
     return _numerics.activation_fn("matmul_reference", activation)(product)
 
 
@@ -53,7 +57,7 @@ def _launch(a, b, bias, sizes, options: differentiable.Options):
     )  # fmt: skip
     params = _host.compiler_params(approx_math=out_dtype.itemsize == 2)
     vectors = {} if bias is None else dict(bias=bias.astype(jnp.float32))
-    return fused_product(kernel, *((b, a) if config.swapped else (a, b)), vectors, plan=plan, params=params)
+    return fused_product(kernel, a, b, vectors, plan=plan, params=params)
 
 
 def matmul(
@@ -101,12 +105,3 @@ def matmul(
 
 
 matmul.Config = Config  # `cookbook.matmul` is this function, not its module.
-
-
-def flops(m: int, n: int, k: int) -> int:
-    return 2 * m * n * k
-
-
-def bytes_moved(m: int, n: int, k: int, itemsize: int = 2) -> int:
-    """Each operand read once and the result written once, all of `itemsize` bytes."""
-    return itemsize * (m * k + k * n + m * n)

@@ -32,9 +32,12 @@ from jax import lax
 
 from ... import _host, _numerics
 from .. import differentiable
-from ..plan import Config, identity
+from ..arguments import product_sizes, require_halves, require_precision
+from ..plan import identity
+from ..references import flops as flops
+from ..tiles import Config
 from . import arguments, cost
-from .kernel import kernel, product
+from .kernel import grouped_product, kernel
 from .kernel_gated import kernel as gated_kernel
 from .kernel_gated import swiglu
 from .plan import gated, row_plan
@@ -105,11 +108,10 @@ def _forward(lhs, rhs, group_sizes, group_offset, options: Options):
         options.out_dtype, config, target.num_sms, target.interpreted,
     )  # fmt: skip
     table = plan.tiles.table_of(group_sizes, group_offset)
-    operands = (lhs, rhs)[:: -1 if config.swapped else 1]
     params = _host.compiler_params(approx_math=options.activation is not identity and options.out_dtype.itemsize == 2)
     if options.is_gated:
-        return product(gated_kernel, *operands, table, plan=gated(plan), params=params)
-    return product(kernel, *operands, table, plan=plan, params=params)
+        return grouped_product(gated_kernel, lhs, rhs, table, plan=gated(plan), params=params)
+    return grouped_product(kernel, lhs, rhs, table, plan=plan, params=params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -207,9 +209,9 @@ def ragged_dot(
     lhs, rhs = _host.as_array(op, "lhs", lhs), _host.as_array(op, "rhs", rhs)
     transpose_rhs = _host.option(op, "transpose_rhs", transpose_rhs, bool)
     _host.require_config(op, config, Config)
-    differentiable.require_precision(op, precision)
-    arguments.check_shapes(op, lhs, rhs, transpose_rhs)
-    arguments.check_operands(op, lhs, rhs)
+    require_precision(op, precision)
+    require_halves(op, lhs=lhs, rhs=rhs)
+    product_sizes(op, dict(lhs=lhs, rhs=rhs), transpose_b=transpose_rhs, grouped=True)
     wanted = lhs.dtype if preferred_element_type is None else preferred_element_type
     out_dtype = _host.require_float(op, wanted, "preferred_element_type")
     if activation == "swiglu" and rhs.shape[1 if transpose_rhs else 2] % 2:
@@ -234,11 +236,6 @@ def ragged_dot(
 
 ragged_dot.Config = Config  # `cookbook.ragged_dot` is this function, not its module.
 ragged_dot.check_group_sizes = arguments.check_group_sizes
-
-
-def flops(m: int, n: int, k: int) -> int:
-    """Operations for `m` rows that belong to groups."""
-    return 2 * m * n * k
 
 
 def bytes_moved(m: int, n: int, k: int, num_groups: int, itemsize: int = 2) -> int:
