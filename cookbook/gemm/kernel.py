@@ -78,25 +78,24 @@ def copy_step(plan: Plan, ring: Ring, slot, a_gmem, b_gmem, row, col, k):
 
 
 def multiply(plan: Plan, ring: Ring, before, steps):
-    """A compute warpgroup: the sums of its share of a tile. The tile's `steps` follow `before` others in the ring.
+    """A compute warpgroup: the sums of its share of a tile. The tile's `steps` follow `before` others in the ring."""
+    of_tile = functools.partial(multiply_into, plan, ring, before, steps)
+    return pl.run_scoped(of_tile, plgpu.ACC(plan.compute_tile, jnp.float32))
 
-    WGMMA is asynchronous: a slot is given back one step late.
-    """
 
-    def with_accumulator(acc):
-        role = lax.axis_index("role")
+def multiply_into(plan: Plan, ring: Ring, before, steps, acc):
+    """As `multiply`, in a given accumulator. WGMMA is asynchronous: a slot is given back one step late."""
+    role = lax.axis_index("role")
 
-        @pl.loop(0, steps)
-        def _(step):
-            start_product(plan, ring, ring.wait(before + step), role, acc)
-            plgpu.wgmma_wait(1)  # The product before has ended.
-            pl.when(step > 0)(lambda: ring.release(before + step - 1))
+    @pl.loop(0, steps)
+    def _(step):
+        start_product(plan, ring, ring.wait(before + step), role, acc)
+        plgpu.wgmma_wait(1)  # The product before has ended.
+        pl.when(step > 0)(lambda: ring.release(before + step - 1))
 
-        values = acc[...]  # Waits for the last product.
-        release_last(ring, before, steps)
-        return values
-
-    return pl.run_scoped(with_accumulator, plgpu.ACC(plan.compute_tile, jnp.float32))
+    values = acc[...]  # Waits for the last product.
+    release_last(ring, before, steps)
+    return values
 
 
 def start_product(plan: Plan, ring: Ring, slot, role, acc):

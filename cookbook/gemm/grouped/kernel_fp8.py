@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
-from ..kernel import compute_role, memory_role, multiply, start_product
+from ..kernel import compute_role, memory_role, multiply_into, start_product
 from ..operand import Ring
 from ..plan import Plan
 from .kernel import load, store
@@ -69,10 +69,14 @@ def spread(plan: Plan, vector, axis: int):
 
 def multiply_and_scale(plan: Plan, ring: Ring, of_rows, of_matrices, tile: Tile, before):
     """As `multiply` of `gemm/kernel.py`; then the sums times the scales of rows and of columns."""
-    row, column = scales_of_rows(plan, tile, of_rows, 0), scales_of_columns(plan, tile, of_matrices)
-    values = multiply(plan, ring, before, tile.steps)
-    product = lambda: values * spread(plan, row, 0) * spread(plan, column, 1)
-    return lax.cond(tile.steps > 0, product, lambda: values)  # Rows of no group are zeros: scales may be NaN.
+
+    def with_accumulator(acc):
+        row, column = scales_of_rows(plan, tile, of_rows, 0), scales_of_columns(plan, tile, of_matrices)
+        values = multiply_into(plan, ring, before, tile.steps, acc)
+        product = lambda: values * spread(plan, row, 0) * spread(plan, column, 1)
+        return lax.cond(tile.steps > 0, product, lambda: values)  # Rows of no group are zeros: scales may be NaN.
+
+    return pl.run_scoped(with_accumulator, plgpu.ACC(plan.compute_tile, jnp.float32))
 
 
 def multiply_blocks(plan: Plan, ring: Ring, of_rows, of_matrices, tile: Tile, before):

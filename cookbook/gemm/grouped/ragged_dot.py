@@ -52,8 +52,8 @@ def ragged_dot_reference(lhs, rhs, group_sizes, group_offset=0, transpose_rhs=Fa
 
     def add_group(out, matrix):
         number, out = out
-        product = jnp.matmul(lhs, matrix, precision="highest")
-        return (number + 1, jnp.where((group == number)[:, None], product, out)), None
+        of_group = jnp.matmul(lhs, matrix, precision="highest")
+        return (number + 1, jnp.where((group == number)[:, None], of_group, out)), None
 
     zeros = jnp.zeros((lhs.shape[0], rhs.shape[2]), dtype)
     return _activation("ragged_dot_reference", activation)(lax.scan(add_group, (jnp.int32(0), zeros), rhs)[0][1])
@@ -127,7 +127,9 @@ def _ragged_dot_fwd(lhs, rhs, group_sizes, group_offset, options: Options):
     # The backward pass needs what the activation was applied to. To compute it again would cost a third of a step;
     # `jax.checkpoint` does so where memory is short. float16 has too few exponents for it.
     kept = jnp.dtype(jnp.float32) if lhs.dtype == jnp.float16 else lhs.dtype
-    before = forward(dataclasses.replace(options, activation=identity, out_dtype=kept, config=None))(*operands)
+    # The caller's configuration serves here too, but for results of 32 bits that would have to be transposed.
+    config = None if kept.itemsize == 4 and options.config and options.config.swapped else options.config
+    before = forward(dataclasses.replace(options, activation=identity, out_dtype=kept, config=config))(*operands)
     return activation(before.astype(jnp.float32)).astype(options.out_dtype), (*operands, before)
 
 
@@ -197,7 +199,8 @@ def ragged_dot(
         of 8, unless rhs is transposed); or "relu", "gelu" (the tanh form), "silu", an element-wise function, or None.
       precision: as `jax.lax.ragged_dot` takes it; every `jax.lax.Precision` means the same for values of 16 bits.
       preferred_element_type: bfloat16, float16 or float32, the dtype of the result; None for the dtype of `lhs`.
-      config: tiles, stages, cluster and order; None for the fastest predicted ones.
+      config: tiles, stages, cluster and order; None for the fastest predicted ones, also those of the gradients'
+        products. It is not used for a float16 product under differentiation with an activation if it says `swapped`.
 
     Returns:
       (M, N); the activation of zeros, which is zero for those with a name, in rows that belong to no group of rhs.
