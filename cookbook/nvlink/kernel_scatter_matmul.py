@@ -23,7 +23,6 @@ the tensor cores wait neither for its stores nor for their arrival, which the me
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host
+from .._device import Index, Ref
 from ..gemm.kernel import compute_role, copy_step, memory_role, multiply
 from ..gemm.launch import launch
 from ..gemm.operand import Ring
@@ -55,10 +55,10 @@ class Exchange:
     """The parts of sums that devices exchange, as one block of one device sees them."""
 
     plan: Plan
-    axis_name: Any
-    device: Any  # This device's index.
-    parts_gmem: Any  # The buffer for the others' parts, of `parts_shape`.
-    arrived: Any  # The semaphore.
+    axis_name: _host.AxisName
+    device: Index  # This device's index.
+    parts_gmem: Ref  # The buffer for the others' parts, of `parts_shape`.
+    arrived: Ref  # The semaphore.
 
     @property
     def protocol(self) -> protocol.MatmulScatter:

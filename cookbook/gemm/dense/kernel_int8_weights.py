@@ -67,7 +67,12 @@ def multiply(plan: Plan, ring: Ring, wide_smem, before, acc):
         return [plgpu.load(piece, layout=plgpu.Layout.WGMMA) for piece in pieces]
 
     def convert(weights):
-        """As floats of 16 bits, UNIT values of K in each array."""
+        """As floats of 16 bits, UNIT values of K in each array.
+
+        Another format of weights, of 4 bits say, is unpacked here; `plan_of` says how its bytes lie. Scales of groups
+        along K would be multiplied here too, in registers: one scale for each row of `part` and group. Scales of
+        whole rows of weights need no place here, for `store` applies them to the sums.
+        """
         with jax.named_scope("convert"):
             wide = [part.astype(plan.b.dtype) for part in weights]
             return [part[:, k : k + UNIT] for part in wide for k in range(0, part.shape[1], UNIT)]

@@ -21,7 +21,7 @@ networks" (2017); Gale et al., "MegaBlocks" (2022), for products without padding
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,10 +56,10 @@ def moe_reference(x, router_logits, w_gate_up, w_down, top_k, renormalize=True, 
 class Routing(NamedTuple):
     """Which rows belong to which token: each has `top_k` of them, all in the order of the experts."""
 
-    weights: Any  # (T, top_k) float32.
-    rows: Any  # (T, top_k) int32: where a token's rows are.
-    sources: Any  # (T * top_k,) int32: whose row it is, as token * top_k + choice.
-    group_sizes: Any  # (E,) int32: how many rows each expert has.
+    weights: jax.Array | None  # (T, top_k) float32.
+    rows: jax.Array  # (T, top_k) int32: where a token's rows are.
+    sources: jax.Array  # (T * top_k,) int32: whose row it is, as token * top_k + choice.
+    group_sizes: jax.Array  # (E,) int32: how many rows each expert has.
 
 
 @_host.own_options()

@@ -5,6 +5,9 @@ The kernel gets the scales beside the table of tiles. Tiles begin at any row, so
 
     by row and column   the sums are multiplied by both scales
     by block            each step, a block of 128 values of K, has scales: its sums are added up in registers
+
+Another format whose scales belong to rows and columns has its place in `multiply_and_scale`, one with scales along K in
+`multiply_blocks`, one that the tensor cores do not multiply in `dense/kernel_int8_weights.py`.
 """
 
 import jax.numpy as jnp
