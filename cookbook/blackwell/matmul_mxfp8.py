@@ -16,7 +16,6 @@ B200; it was never run or timed on one. JAX's interpreter has no scaled MMA.
 Not supported: a b that lies as (K, N), other formats (MXFP4, NVFP4, e5m2), batches (use `jax.vmap`), differentiation;
 tiles of fewer than 128 rows and parts of K (for a few rows of a, exchange the operands: the result is transposed then).
 Scales are rearranged by XLA, one copy of a thirty-second of the operands, into the order that tcgen05.cp reads.
-Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
 Chapter: notebooks/19b_pairs.ipynb.
 Source: the OCP Microscaling Formats specification, version 1.0 (2023); NVIDIA's PTX ISA on tcgen05.mma.
 """

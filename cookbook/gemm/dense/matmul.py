@@ -14,9 +14,8 @@ and the order are those that `cost.py` predicts to be fastest.
 
 Not supported: batches of b (use `jax.vmap`), other dtypes. A plain b whose N is not a multiple of 64, or whose K is not
 a multiple of 8, is read as it lies with `swapped`; a transposed a of such a size costs a padded copy where its tile has
-more than 64 rows per warpgroup. Under an automatic mesh JAX gathers sharded operands first: call it inside
-`jax.shard_map`. Chapters: 7 (roles), 8 (persistence, order, clusters, parts of K). Sources: CUTLASS's documents on
-warp-specialized persistent kernels, for the ideas; Osama et al., "Stream-K" (2023), on dividing K.
+more than 64 rows per warpgroup. Chapters: 7 (roles), 8 (persistence, order, clusters, parts of K). Sources: CUTLASS's
+documents on warp-specialized persistent kernels, for the ideas; Osama et al., "Stream-K" (2023), on dividing K.
 """
 
 import jax

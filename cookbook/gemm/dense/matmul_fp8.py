@@ -14,7 +14,6 @@ whichever library asks them to.
 
 Not supported: scales of blocks along K; batches (use `jax.vmap`); differentiation. The tensor cores want both fp8
 operands with K along their rows: a plain b is transposed, at the cost of one copy; store weights as (N, K).
-Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
 Chapter: 9. Source: Micikevicius et al., "FP8 formats for deep learning" (2022).
 """
 

@@ -15,8 +15,7 @@ steps read longer rows at a time.
 
 Not supported: zero points, scales of groups along K, 4-bit weights; batches (use `jax.vmap`); differentiation. The
 tensor cores want weights with K along their rows: a plain w_q is transposed, at the cost of one copy; store weights as
-(N, K). Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`. Chapter: 9b. Source:
-Dettmers et al., "LLM.int8()" (2022), for the use.
+(N, K). Chapter: 9b. Source: Dettmers et al., "LLM.int8()" (2022), for the use.
 """
 
 import jax

@@ -17,9 +17,8 @@ or some of them. Where tiles are is read from a table that XLA makes of the size
 Bound by: the tensor cores; with few rows a group, the memory that the matrices come from. `swapped` then computes the
 transposed product, whose tiles may have as few as 8 rows of lhs. `cost.py` chooses the tiles.
 
-Not supported: batches (use `jax.vmap`), other dtypes. Under an automatic mesh JAX gathers sharded operands first: call
-it inside `jax.shard_map`. Chapter: 16. Sources: Gale et al., "MegaBlocks" (2022), for the grouped product; JAX's
-`ragged_dot_mgpu`, for the stores by powers of two.
+Not supported: batches (use `jax.vmap`), other dtypes. Chapter: 16. Sources: Gale et al., "MegaBlocks" (2022), for the
+grouped product; JAX's `ragged_dot_mgpu`, for the stores by powers of two.
 """
 
 import dataclasses

@@ -19,9 +19,8 @@ Bound by: the tensor cores; with scales by block also the additions, which take 
 overlap with the products of the warpgroup's next step and of the other warpgroup.
 
 Not supported: other sizes of blocks; batches (use `jax.vmap`); differentiation. The tensor cores want both operands
-with K along their rows: a plain rhs is transposed, at the cost of one copy; store weights as (G, N, K). Under an
-automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`. Chapter: 16b. Source: DeepSeek-AI,
-"DeepSeek-V3 technical report" (2024), for the blocks and why sums are promoted.
+with K along their rows: a plain rhs is transposed, at the cost of one copy; store weights as (G, N, K). Chapter: 16b.
+Source: DeepSeek-AI, "DeepSeek-V3 technical report" (2024), for the blocks and why sums are promoted.
 """
 
 import functools

@@ -13,7 +13,7 @@ Bound by: the memory that the weights come from with few rows a group; with many
 
 Not supported: zero points, scales of groups along K, 4-bit weights; batches (use `jax.vmap`); differentiation. The
 tensor cores want weights with K along their rows: a plain rhs is transposed, at the cost of one copy; store weights as
-(G, N, K). Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`. Chapter: 16b.
+(G, N, K). Chapter: 16b.
 """
 
 import functools

@@ -12,8 +12,8 @@ Role and barrier tables: `kernel_transposed.py`, which holds the kernel.
 Bound by: the tensor cores; with few rows a group, the memory that o goes to. Blocks take tiles of the largest groups
 first.
 
-Not supported: batches (use `jax.vmap`), other dtypes, differentiation. Under an automatic mesh JAX gathers sharded
-operands first: call it inside `jax.shard_map`. Chapter: 16b. Source: Gale et al., "MegaBlocks" (2022).
+Not supported: batches (use `jax.vmap`), other dtypes, differentiation. Chapter: 16b. Source: Gale et al., "MegaBlocks"
+(2022).
 """
 
 import jax

@@ -27,9 +27,8 @@ compiler's choice. Two blocks share an SM, so that one computes while the other 
 are converted first, which costs more than their fewer bytes save: chapter 5 gives them to the tensor cores.
 
 Not supported: batches (use `jax.vmap`), operands of two dtypes, differentiation, splitting K (a small o with a long K
-leaves SMs idle). Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`. Chapter:
-notebooks/04_blocked_matmul.ipynb. Source: the classic SGEMM of Volkov and Demmel, "Benchmarking GPUs to tune dense
-linear algebra" (2008), with TMA in place of loads and stores.
+leaves SMs idle). Chapter: notebooks/04_blocked_matmul.ipynb. Source: the classic SGEMM of Volkov and Demmel,
+"Benchmarking GPUs to tune dense linear algebra" (2008), with TMA in place of loads and stores.
 """
 
 import dataclasses

@@ -21,9 +21,8 @@ that the blocks that run together find their operands in the L2 cache.
 
 Not supported: batches (use `jax.vmap`), other dtypes, differentiation. An operand or a result whose rows are not a
 multiple of 8 or whose columns are not a multiple of 64 is padded, at the cost of one copy of it: Pallas's view of
-swizzled shared memory has whole tiles of 8 rows by 128 bytes. Under an automatic mesh JAX gathers sharded operands
-first: call it inside `jax.shard_map`. Chapter: notebooks/06_pipelining.ipynb. Source: CUTLASS's efficient GEMM notes,
-for the idea.
+swizzled shared memory has whole tiles of 8 rows by 128 bytes. Chapter: notebooks/06_pipelining.ipynb. Source: CUTLASS's
+efficient GEMM notes, for the idea.
 """
 
 import dataclasses

@@ -26,7 +26,6 @@ starts or stores.
 Not supported: batches (use `jax.vmap`), other dtypes, differentiation, Blackwell (its tensor cores take other
 instructions). An operand or a result whose rows are not a multiple of 8 or whose columns are not a multiple of 64 is
 padded, at the cost of one copy of it: Pallas's view of swizzled shared memory has whole tiles of 8 rows by 128 bytes.
-Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
 Chapter: notebooks/05_wgmma.ipynb. Source: this project's.
 """
 
