@@ -117,21 +117,20 @@ def compute(plan: Plan, multiply_tile, out, parts):
 
     `before` counts the steps of the tiles before. `out` and `parts` are what `store` and `add_parts` take.
     """
+
+    def compute_tile(plan, before, stored, tile):
+        sums = multiply_tile(plan, before + tile * plan.tiles.num_steps)
+        place, stored = plan.share(plan.place(tile)), stored + tile * len(plan.store_pieces)
+        if plan.adds_parts:
+            add_parts(plan, out, parts, place, stored, sums)
+        else:
+            store(plan, out, place, stored, sums)
+
     before = stored = 0
     for phase in plan.phases:
-        steps, pieces = phase.tiles.num_steps, len(phase.store_pieces)
-
-        def compute_tile(tile, plan=phase, before=before, stored=stored, steps=steps, pieces=pieces):
-            sums = multiply_tile(plan, before + tile * steps)
-            place, stored = plan.share(plan.place(tile)), stored + tile * pieces
-            if plan.adds_parts:
-                add_parts(plan, out, parts, place, stored, sums)
-            else:
-                store(plan, out, place, stored, sums)
-
-        pl.loop(0, phase.num_tiles())(compute_tile)
-        before = before + phase.num_tiles() * steps
-        stored = stored + phase.num_tiles() * pieces
+        pl.loop(0, phase.num_tiles())(functools.partial(compute_tile, phase, before, stored))
+        before = before + phase.num_tiles() * phase.tiles.num_steps
+        stored = stored + phase.num_tiles() * len(phase.store_pieces)
 
     plgpu.wait_smem_to_gmem(0)
 

@@ -198,8 +198,8 @@ def ragged_dot(
         of 8, unless rhs is transposed); or "relu", "gelu" (the tanh form), "silu", an element-wise function, or None.
       precision: as `jax.lax.ragged_dot` takes it; every `jax.lax.Precision` means the same for values of 16 bits.
       preferred_element_type: bfloat16, float16 or float32, the dtype of the result; None for the dtype of `lhs`.
-      config: tiles, stages, cluster and order; None for the fastest predicted ones, also those of the gradients'
-        products. It is not used for a float16 product under differentiation with an activation if it says `swapped`.
+      config: tiles, stages, cluster and order of this product; None for the fastest predicted ones. Products of
+        gradients choose their own; so does a float16 one with an activation, differentiated, if this is `swapped`.
 
     Returns:
       (M, N); the activation of zeros, which is zero for those with a name, in rows that belong to no group of rhs.
