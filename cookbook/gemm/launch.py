@@ -18,9 +18,9 @@ from .tiles import exchanged
 def fused_product(kernel, a, b, vectors: dict, *, plan: Plan, params):
     """`activation(a @ b * scale * row_scale * col_scale + bias)`, of `a` and `b` that lie as the plan's operands say.
 
-    `kernel` is this file's, or another with the same roles. `vectors` holds float32 "scale" (1,), "row_scale" (M,),
-    "col_scale" (N,) and "bias" (N,), or some of them. All this, M and N too, is as o has it: here is where `swapped`
-    exchanges a and b.
+    `kernel` is that of `kernel.py`, or another with the same roles. `vectors` holds float32 "scale" (1,), "row_scale"
+    (M,), "col_scale" (N,) and "bias" (N,), or some of them. All this, M and N too, is as o has it: here is where
+    `swapped` exchanges a and b.
     """
     c, t = plan.config, plan.tiles
     activation, (a, b) = plan.activation, exchanged((a, b), c.swapped)
