@@ -515,32 +515,6 @@ def running(reduce, x):
     return reduce(jnp.where(i <= i[:, None], x[..., None, :], 0), axis=-1).astype(x.dtype)
 
 
-def matmul_sizes(op: str, a, b, transpose_a: bool, transpose_b: bool) -> tuple[int, int, int]:
-    """M, N and K of a product of 16-bit matrices on the tensor cores, which TMA reads as they lie.
-
-    Raises:
-      ValueError: a rank, dtype, shape or row length is not supported.
-    """
-    if a.ndim != 2 or b.ndim != 2:
-        raise ValueError(f"{PACKAGE}.{op}: {a.shape=}, {b.shape=}; both must be matrices: use jax.vmap for batches")
-    if a.dtype not in (jnp.bfloat16, jnp.float16) or a.dtype != b.dtype:
-        raise ValueError(f"{PACKAGE}.{op}: {a.dtype=}, {b.dtype=}; must both be bfloat16 or both float16: cast one")
-    (m, k), (k_b, n) = a.shape[:: -1 if transpose_a else 1], b.shape[:: -1 if transpose_b else 1]
-    if k != k_b:
-        raise ValueError(
-            f"{PACKAGE}.{op}: {a.shape=} and {b.shape=} ({transpose_a=}, {transpose_b=}) share no K: {k} is not {k_b}; "
-            "is one stored the other way round?"
-        )
-    for name, cols in (("a", a.shape[1]), ("b", b.shape[1])):
-        if cols % 8:
-            raise ValueError(
-                f"{PACKAGE}.{op}: a row of {name} has {cols} values, {2 * cols} bytes; TMA needs a multiple of 16 bytes"
-                f": pad it to {-(-cols // 8) * 8} (jnp.pad, one copy of {name})"
-            )
-    require_indices(op, M=m, N=n, K=k)
-    return m, n, k
-
-
 def require_indices(op: str, **sizes: int):
     """Raises a ValueError unless indices of 32 bits reach a tile beyond each of `sizes`. Their products may be larger:
     TMA and two-dimensional Refs count in 64 bits."""

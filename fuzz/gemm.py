@@ -158,11 +158,6 @@ def int8_arrays(case: dict, values: Values) -> dict:
     return dict(a=values(shape_a, case["dtype"], case["values"]), w_q=values(shape_b, "int8", "huge"), scales=scales)
 
 
-def int8_rule(case: dict) -> str | None:
-    (_, cols_a), (_, cols_b) = as_given(case)
-    return TMA if cols_a % 8 or cols_b % 16 else None
-
-
 def call_int8(case, a, w_q, scales):
     config = ranked(case, matmul_int8_weights.ranked, case["m"], case["n"], case["k"])
     how = dict(out_dtype=case["out_dtype"], transpose_w=case["transpose_b"], config=config)
@@ -182,5 +177,7 @@ OPS = {
     "matmul_fp8": Op(
         draw_fp8, fp8_arrays, call_fp8, fp8_reference, lambda case: TMA if case["k"] % 16 else None
     ),
-    "matmul_int8_weights": Op(draw_int8, int8_arrays, call_int8, int8_reference, int8_rule),
+    "matmul_int8_weights": Op(
+        draw_int8, int8_arrays, call_int8, int8_reference, lambda case: TMA if case["k"] % 16 else None
+    ),
 }  # fmt: skip

@@ -38,7 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host, _numerics
-from ..gemm.plan import views
+from ..gemm.operand import views
 from .plan import LANES, LOAD, MULTIPLY, STORE, Plan
 
 

@@ -17,7 +17,6 @@ tensor cores idle; and parts of K, so that a small o with a long K leaves SMs id
 transposed product, `matmul(b, a, transpose_a=True, transpose_b=True).T`, whose tiles can be 16 columns wide. A plain b
 costs a padded copy unless N is a multiple of 64 and K of 8, and so does a transposed a: store b as (N, K). The
 interpreter runs one CTA with a static schedule.
-Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
 Chapters: notebooks/19_blackwell.ipynb, notebooks/19b_pairs.ipynb.
 Sources: NVIDIA's PTX ISA on tcgen05 and clusterlaunchcontrol; CUTLASS's documents on Blackwell, for the ideas.
 """
@@ -27,9 +26,9 @@ import jax.numpy as jnp
 
 from .. import _host
 from ..gemm import differentiable
-from ..gemm.dense.matmul import bytes_moved as bytes_moved
-from ..gemm.dense.matmul import flops as flops
 from ..gemm.dense.matmul import matmul_reference as matmul_reference
+from ..gemm.references import bytes_moved as bytes_moved
+from ..gemm.references import flops as flops
 from . import cost
 from .kernel import product
 from .plan import Config, plan_of, require_interpretable

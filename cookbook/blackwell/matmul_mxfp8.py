@@ -16,7 +16,6 @@ B200; it was never run or timed on one. JAX's interpreter has no scaled MMA.
 Not supported: a b that lies as (K, N), other formats (MXFP4, NVFP4, e5m2), batches (use `jax.vmap`), differentiation;
 tiles of fewer than 128 rows and parts of K (for a few rows of a, exchange the operands: the result is transposed then).
 Scales are rearranged by XLA, one copy of a thirty-second of the operands, into the order that tcgen05.cp reads.
-Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
 Chapter: notebooks/19b_pairs.ipynb.
 Source: the OCP Microscaling Formats specification, version 1.0 (2023); NVIDIA's PTX ISA on tcgen05.mma.
 """
@@ -26,8 +25,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _host, _numerics
-from ..gemm.dense.matmul import flops as flops
+from ..gemm import arguments
 from ..gemm.plan import identity
+from ..gemm.references import flops as flops
 from . import cost
 from .kernel import product
 from .plan import BLOCK, LANES, SCALES, Config, plan_of
@@ -104,15 +104,11 @@ def default_config(m: int, n: int, k: int, out_dtype=jnp.bfloat16, num_sms: int 
 
 def _check(a, a_scales, b, b_scales) -> tuple[int, int, int]:
     op = f"{_host.PACKAGE}.{OP}"
-    if a.ndim != 2 or b.ndim != 2:
-        raise ValueError(f"{op}: {a.shape=}, {b.shape=}; both must be matrices: use jax.vmap for batches")
     if a.dtype != E4M3 or b.dtype != E4M3:
         raise ValueError(
             f"{op}: {a.dtype=}, {b.dtype=}; must be float8_e4m3fn: {_host.PACKAGE}.blackwell.quantize_mxfp8"
         )
-    (m, k), (n, k_b) = a.shape, b.shape
-    if k != k_b:
-        raise ValueError(f"{op}: {a.shape=} and {b.shape=} share no K: {k} is not {k_b}; b must be (N, K)")
+    m, n, k = arguments.product_sizes(OP, dict(a=a, b=b), transpose_b=True)
     if k % BLOCK:
         raise ValueError(f"{op}: K is {k}; must be a multiple of {BLOCK}, the values that share a scale: pad both")
     for name, scales, rows in (("a_scales", a_scales, m), ("b_scales", b_scales, n)):
@@ -121,7 +117,6 @@ def _check(a, a_scales, b, b_scales) -> tuple[int, int, int]:
                 f"{op}: {name} is {scales.dtype} {scales.shape}; must be float8_e8m0fnu ({rows}, {k // BLOCK}), one "
                 f"for each {BLOCK} values along K"
             )
-    _host.require_indices(OP, M=m, N=n, K=k)
     return m, n, k
 
 
@@ -164,12 +159,7 @@ def matmul_mxfp8(
     out_dtype = _host.require_float(OP, out_dtype)
     _host.require_config(OP, config, Config)
     m, n, k = _check(a, a_scales, b, b_scales)
-    if bias is not None:
-        bias = _host.as_array(OP, "bias", bias)
-        if bias.shape != (n,) or not jnp.issubdtype(bias.dtype, jnp.floating):
-            raise ValueError(
-                f"{_host.PACKAGE}.{OP}: {bias.shape=}, {bias.dtype=}; must be ({n},), N, of a floating dtype"
-            )
+    bias = arguments.bias_of(OP, bias, n)
     activation = identity if activation is None else _numerics.activation_fn(OP, activation)
     operands = (a, a_scales, b, b_scales) if bias is None else (a, a_scales, b, b_scales, bias)
     operands = _host.without_gradient(OP, f"{_host.PACKAGE}.blackwell.matmul of 16-bit operands", *operands)

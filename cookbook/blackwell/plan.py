@@ -18,7 +18,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host
-from ..gemm.plan import STEP_BYTES, Operand, Tiles, slots_of_ring, swizzled
+from ..gemm.operand import STEP_BYTES, Operand, swizzled
+from ..gemm.plan import slots_of_ring
+from ..gemm.tiles import Tiles
 
 LOAD, MULTIPLY, STORE = 0, 1, 2  # Warpgroups by role; those from STORE on store.
 LANES = 128  # Rows of tensor memory, and of an accumulator.

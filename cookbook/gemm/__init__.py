@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of matrices."""
+"""Products of matrices.
+
+`kernel.py` is the kernel that all but the rungs are built on, `plan.py` says how it cuts a product up, `launch.py`
+launches it, and `cost.py` chooses its configuration. Formats of 8 bits have `dense/kernel_int8_weights.py`, which
+converts weights in registers, and `grouped/kernel_fp8.py`, which scales sums: a new format goes beside them.
+"""
 
 from .dense import matmul as matmul
 from .dense import matmul_fp8 as matmul_fp8

@@ -11,7 +11,9 @@ import functools
 import itertools
 import math
 
-from .plan import SPLIT_K_MAX, STAGES_MAX, STEP_BYTES, Config, owners, resident
+from .operand import STEP_BYTES
+from .plan import STAGES_MAX, owners
+from .tiles import SPLIT_K_MAX, Config, resident
 
 SMEM_FOR_RING = 194_000  # Bytes left for the ring beside the pieces on their way out.
 WIDTHS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from .. import _host, _numerics
+from . import arguments
 from .plan import identity
 
 
@@ -31,7 +31,7 @@ class Options:
 
 
 def _forward(a, b, bias, options: Options):
-    m, n, k = sizes = _host.matmul_sizes(options.op, a, b, options.transpose_a, options.transpose_b)
+    m, n, k = sizes = arguments.product_sizes(options.op, dict(a=a, b=b), options.transpose_a, options.transpose_b)
     if 0 in (m, n):
         return jnp.zeros((m, n), options.out_dtype)
     if k == 0:
@@ -99,18 +99,6 @@ def as_operand(d_out, dtype, is_used=lambda: True):
     return (d_out * power(-exponent)).astype(dtype), lambda product: (product * power(exponent)).astype(dtype)
 
 
-def require_precision(op: str, precision):
-    """Raises a ValueError unless `precision` is what every `jax.lax.Precision` means for values of 16 bits."""
-    for x in precision if isinstance(precision, tuple) else (precision,):
-        try:
-            lax.Precision(x)
-        except ValueError:
-            raise ValueError(
-                f"{_host.PACKAGE}.{op}: precision={precision!r}; must be None or a jax.lax.Precision, which all mean "
-                "exact products of 16-bit values and float32 sums: leave it out"
-            ) from None
-
-
 def product(
     op: str, launch, config_type, a, b, *, bias, activation, out_dtype, preferred_element_type, precision, transpose_a,
     transpose_b, config,
@@ -120,7 +108,7 @@ def product(
     transpose_a = _host.option(op, "transpose_a", transpose_a, bool)
     transpose_b = _host.option(op, "transpose_b", transpose_b, bool)
     _host.require_config(op, config, config_type)
-    require_precision(op, precision)
+    arguments.require_precision(op, precision)
     if None not in (out_dtype, preferred_element_type):
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {out_dtype=}, {preferred_element_type=}; both say the result's dtype: give one"
@@ -128,15 +116,11 @@ def product(
     rows = a.shape[:-1] if a.ndim > 2 and not transpose_a else None
     if rows is not None:
         a = a.reshape(math.prod(rows), a.shape[-1])
-    _, n, _ = _host.matmul_sizes(op, a, b, transpose_a, transpose_b)
+    _, n, _ = arguments.product_sizes(op, dict(a=a, b=b), transpose_a, transpose_b)
+    arguments.require_halves(op, a=a, b=b)
     name, wanted = ("preferred_element_type", preferred_element_type) if out_dtype is None else ("out_dtype", out_dtype)
     out_dtype = _host.require_float(op, a.dtype if wanted is None else wanted, name)
-    if bias is not None:
-        bias = _host.as_array(op, "bias", bias)
-        if bias.shape != (n,) or not jnp.issubdtype(bias.dtype, jnp.floating):
-            raise ValueError(
-                f"{_host.PACKAGE}.{op}: {bias.shape=}, {bias.dtype=}; must be ({n},), N, of a floating dtype"
-            )
+    bias = arguments.bias_of(op, bias, n)
     if callable(activation):  # Refused here, whether or not this configuration applies it in the kernel.
         _numerics.lowerable(activation, jax.ShapeDtypeStruct((8,), jnp.float32))
     activation = identity if activation is None else _numerics.activation_fn(op, activation)

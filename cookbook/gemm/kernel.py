@@ -24,9 +24,7 @@ reproducible and no second kernel is launched. With `second_kernel` the parts of
 them up.
 """
 
-import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +32,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .. import _device, _host, _numerics
-from .plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, Plan, identity, views
+from .. import _device
+from .operand import Ring, views
+from .plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, Plan
+from .tiles import exchanged
 
 
-def load(plan: Plan, ring: _device.Ring, a_gmem, b_gmem, a_smem, b_smem):
+def memory_role(body):
+    """Runs the decorated function at once, in the memory warpgroup."""
+    return _device.role(lax.axis_index("role") == MEMORY, decrease_to=MEMORY_REGISTERS)(body)
+
+
+def compute_role(body):
+    """Runs the decorated function at once, in each compute warpgroup."""
+    return _device.role(lax.axis_index("role") < COMPUTE, increase_to=COMPUTE_REGISTERS)(body)
+
+
+def load(plan: Plan, ring: Ring, a_gmem, b_gmem):
     """The memory warpgroup: all steps of all tiles of this block, as fast as slots are given back."""
 
     def load_tile(plan, before, tile):
@@ -47,11 +57,8 @@ def load(plan: Plan, ring: _device.Ring, a_gmem, b_gmem, a_smem, b_smem):
 
         @pl.loop(0, plan.tiles.num_steps)
         def _(step):
-            slot, k = ring.acquire(before + step), plan.k(step)
-            with jax.named_scope("load"):
-                filled, (a, b) = ring.filled.at[slot], (plan.a, plan.b)
-                a.copy(a_gmem, a.at(row, k), a_smem.at[slot], filled, shared=plan.axis_n)
-                b.copy(b_gmem, b.at(col, k), b_smem.at[slot], filled, shared=plan.axis_m)
+            slot = ring.acquire(before + step)
+            copy_step(plan, ring, slot, a_gmem, b_gmem, row, col, plan.k(step))
 
     before = 0
     for phase in plan.phases:
@@ -62,26 +69,47 @@ def load(plan: Plan, ring: _device.Ring, a_gmem, b_gmem, a_smem, b_smem):
     ring.drain(before)
 
 
-def multiply(plan: Plan, ring: _device.Ring, a_smem, b_smem, before, steps, acc):
-    """The sums of this warpgroup's share of a tile. Its `steps` follow `before` others in the ring.
+def copy_step(plan: Plan, ring: Ring, slot, a_gmem, b_gmem, row, col, k):
+    """Starts the copies of a step into `slot`: of a from `row` on, of b from `col` on, of both from `k` on."""
+    filled, a, b = ring.filled.at[slot], plan.a, plan.b
+    with jax.named_scope("load"):
+        a.copy(a_gmem, a.at(row, k), ring.a_tma.at[slot], filled, shared=plan.axis_n)
+        b.copy(b_gmem, b.at(col, k), ring.b_tma.at[slot], filled, shared=plan.axis_m)
 
-    WGMMA is asynchronous: a slot is given back one step late.
-    """
-    (rows, cols), role = plan.compute_tile, lax.axis_index("role")
+
+def multiply(plan: Plan, ring: Ring, before, steps):
+    """A compute warpgroup: the sums of its share of a tile. The tile's `steps` follow `before` others in the ring."""
+    of_tile = functools.partial(multiply_into, plan, ring, before, steps)
+    return pl.run_scoped(of_tile, plgpu.ACC(plan.compute_tile, jnp.float32))
+
+
+def multiply_into(plan: Plan, ring: Ring, before, steps, acc):
+    """As `multiply`, in a given accumulator. WGMMA is asynchronous: a slot is given back one step late."""
+    role = lax.axis_index("role")
 
     @pl.loop(0, steps)
     def _(step):
-        slot = ring.wait(before + step)
-        a, b = plan.a.part(a_smem.at[slot], role, rows), plan.b.part(b_smem.at[slot], role, cols)
-        with jax.named_scope("wgmma"):
-            plgpu.wgmma(acc, a, b.T)
-            plgpu.wgmma_wait(1)  # The product before has ended.
+        start_product(plan, ring, ring.wait(before + step), role, acc)
+        plgpu.wgmma_wait(1)  # The product before has ended.
         pl.when(step > 0)(lambda: ring.release(before + step - 1))
 
     values = acc[...]  # Waits for the last product.
+    release_last(ring, before, steps)
+    return values
+
+
+def start_product(plan: Plan, ring: Ring, slot, role, acc):
+    """Starts to add to `acc` the product of warpgroup `role`'s parts of the tiles in `slot`."""
+    rows, cols = plan.compute_tile
+    a, b = plan.a.part(ring.a.at[slot], role, rows), plan.b.part(ring.b.at[slot], role, cols)
+    with jax.named_scope("wgmma"):
+        plgpu.wgmma(acc, a, b.T)
+
+
+def release_last(ring: Ring, before, steps):
+    """Gives back the slot of the last of a tile's `steps`, if it has any."""
     free = lambda: ring.release(before + steps - 1)
     free() if isinstance(steps, int) else pl.when(steps > 0)(free)
-    return values
 
 
 def compute(plan: Plan, multiply_tile, out, parts):
@@ -89,21 +117,20 @@ def compute(plan: Plan, multiply_tile, out, parts):
 
     `before` counts the steps of the tiles before. `out` and `parts` are what `store` and `add_parts` take.
     """
+
+    def compute_tile(plan, before, stored, tile):
+        sums = multiply_tile(plan, before + tile * plan.tiles.num_steps)
+        place, stored = plan.share(plan.place(tile)), stored + tile * len(plan.store_pieces)
+        if plan.adds_parts:
+            add_parts(plan, out, parts, place, stored, sums)
+        else:
+            store(plan, out, place, stored, sums)
+
     before = stored = 0
     for phase in plan.phases:
-        steps, pieces = phase.tiles.num_steps, len(phase.store_pieces)
-
-        def compute_tile(tile, plan=phase, before=before, stored=stored, steps=steps, pieces=pieces):
-            sums = multiply_tile(plan, before + tile * steps)
-            place, stored = plan.share(plan.place(tile)), stored + tile * pieces
-            if plan.adds_parts:
-                add_parts(plan, out, parts, place, stored, sums)
-            else:
-                store(plan, out, place, stored, sums)
-
-        pl.loop(0, phase.num_tiles())(compute_tile)
-        before = before + phase.num_tiles() * steps
-        stored = stored + phase.num_tiles() * pieces
+        pl.loop(0, phase.num_tiles())(functools.partial(compute_tile, phase, before, stored))
+        before = before + phase.num_tiles() * phase.tiles.num_steps
+        stored = stored + phase.num_tiles() * len(phase.store_pieces)
 
     plgpu.wait_smem_to_gmem(0)
 
@@ -148,30 +175,36 @@ def store(plan: Plan, out, place, stored, values):
     fused, o_gmem, o_smem = out
     (row, col), (height, width), role = place, plan.store_piece, lax.axis_index("role")
     o_gmem = o_gmem.at[plan.part] if plan.config.second_kernel else o_gmem
-    swapped, slots = plan.swapped, plan.config.store_slots
     vectors = {(i, j): _load_vectors(plan, fused, row + i, col + j) for i, j in plan.store_pieces}  # All in flight.
 
     def finish(i, j):
         piece = scale_and_shift(values[i : i + height, j : j + width], vectors[i, j])
         piece = plan.activation(piece).astype(plan.stored_dtype)
-        return plgpu.layout_cast(piece, plgpu.Layout.WGMMA_TRANSPOSED) if swapped else piece
+        return plgpu.layout_cast(piece, plgpu.Layout.WGMMA_TRANSPOSED) if plan.swapped else piece
 
-    def target(i, j):
-        rows, cols = pl.ds(row + i, height), pl.ds(col + j, width)
-        return o_gmem.at[cols, rows] if swapped else o_gmem.at[rows, cols]
-
-    if plan.stores_directly:
-        for i, j in plan.store_pieces:
-            _device.store(target(i, j).T, finish(i, j))
-        return
-    o_tiled, o_tma = views(o_smem, plan.store_piece, plan.interpreted)
     for number, (i, j) in enumerate(plan.store_pieces):
-        slot = _device.rem(stored + number, slots)
-        piece = o_tiled.at[role, slot, 0, 0]
-        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)  # TMA has read the piece that was in this slot.
-        (piece.T if swapped else piece)[...] = finish(i, j)
+        if plan.stores_directly:
+            _device.store(target_of_piece(plan, o_gmem, row + i, col + j).T, finish(i, j))
+            continue
+        piece_smem, piece_tma = slot_of_piece(plan, o_smem, role, stored + number)
+        piece_smem[...] = finish(i, j)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(o_tma.at[role, slot, 0, 0], target(i, j))
+        plgpu.copy_smem_to_gmem(piece_tma, target_of_piece(plan, o_gmem, row + i, col + j))
+
+
+def target_of_piece(plan: Plan, o_gmem, row, col):
+    """Where in o the piece at `row` and `col` of the kernel's product lies."""
+    rows, cols = (pl.ds(start, size) for start, size in zip((row, col), plan.store_piece, strict=True))
+    return o_gmem.at[exchanged((rows, cols), plan.swapped)]
+
+
+def slot_of_piece(plan: Plan, o_smem, role, number):
+    """The slot of warpgroup `role`'s piece `number`, once it is free: as registers go there, and as TMA sends it."""
+    slots = plan.config.store_slots
+    slot = _device.rem(number, slots)
+    tiled, tma = (view.at[role, slot, 0, 0] for view in views(o_smem, plan.store_piece, plan.interpreted))
+    plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)  # TMA has read the piece that was in this slot.
+    return tiled.T if plan.swapped else tiled, tma
 
 
 def _load_vectors(plan: Plan, fused, row, col) -> dict:
@@ -196,71 +229,14 @@ def scale_and_shift(product, fused: dict):
 
 def kernel(a_gmem, b_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem=None,
            sums_smem=None, summed=None):  # fmt: skip
-    """The kernel of `fused_product`; see the tables above."""
-    (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, plan.interpreted), plan.b.views(b_smem, plan.interpreted)
-    ring = _device.Ring(filled, freed, plan.num_stages)
+    """The kernel of `launch.fused_product`; see the tables above."""
+    ring = plan.ring(a_smem, b_smem, filled, freed)
 
-    @_device.role(lax.axis_index("role") == MEMORY, decrease_to=MEMORY_REGISTERS)
+    @memory_role
     def _():
-        load(plan, ring, a_gmem, b_gmem, a_tma, b_tma)
+        load(plan, ring, a_gmem, b_gmem)
 
-    @_device.role(lax.axis_index("role") < COMPUTE, increase_to=COMPUTE_REGISTERS)
+    @compute_role
     def _():
-        def multiply_tile(plan, before):
-            of_tile = functools.partial(multiply, plan, ring, a_smem, b_smem, before, plan.tiles.num_steps)
-            return pl.run_scoped(of_tile, plgpu.ACC(plan.compute_tile, jnp.float32))
-
+        multiply_tile = lambda plan, before: multiply(plan, ring, before, plan.tiles.num_steps)
         compute(plan, multiply_tile, (vectors, o_gmem, o_smem), (sums_gmem, sums_smem, summed))
-
-
-@functools.partial(jax.jit, static_argnames=("kernel", "plan", "params"))
-def fused_product(kernel, a, b, vectors: dict, *, plan: Plan, params):
-    """`activation(a @ b.T * scale * row_scale * col_scale + bias)`, of `a` and `b` as the plan's operands say.
-
-    `kernel` is this file's, or another with the same roles. `vectors` holds float32 "scale" (1,), "row_scale" (M,),
-    "col_scale" (N,) and "bias" (N,), or some of them; with `swapped`, M and N are those of o, which the tiles have
-    exchanged.
-    """
-    c, t = plan.config, plan.tiles
-    swapped, activation = c.swapped, plan.activation
-    shape, tiles = (t.m, t.n)[:: -1 if swapped else 1], t.cluster_tile[:: -1 if swapped else 1]
-    if c.second_kernel:  # It also does what is fused, and transposes.
-        plan = dataclasses.replace(plan, activation=identity)
-        padded_vectors, padded = {}, (c.split_k, *_host.padded_shape((t.m, t.n), (1, 8)))
-    else:
-        piece = jax.ShapeDtypeStruct((math.prod(plan.store_piece),), jnp.float32)
-        plan = dataclasses.replace(plan, activation=_numerics.lowerable(plan.activation, piece))
-        per = dict(scale=1, row_scale=tiles[0], col_scale=tiles[1], bias=tiles[1])
-        padded_vectors = {name: _host.pad_to_tiles(vector, (per[name],)) for name, vector in vectors.items()}
-        # Direct stores are not cut off at the edge. A row of o is a multiple of 16 bytes for TMA.
-        padded = _host.padded_shape(shape, tiles if plan.stores_directly else (1, 8))
-    out_type = [jax.ShapeDtypeStruct(padded, plan.stored_dtype)]
-    # Neighbouring blocks multiply the same part of K: their SMs need the same operands.
-    grid = (dict(part=c.split_k) if c.second_kernel else {}) | dict(cluster=t.clusters)
-    if plan.adds_parts and plan.interpreted:
-        whole = _host.padded_shape((t.m, t.n), t.cluster_tile)
-        out_type.append(jax.ShapeDtypeStruct((c.split_k, *whole), jnp.float32))
-    run = launch(functools.partial(kernel, plan=plan), plan, out_type, grid, plan.scratch, params)
-    out, *_ = run(plan.a.pad(a), plan.b.pad(b), padded_vectors)
-    if not c.second_kernel:
-        return out[: shape[0], : shape[1]]
-    total = functools.reduce(jnp.add, out[:, : t.m, : t.n])  # One part after the other, in every run.
-    columns = {name: vector[:, None] if name == "row_scale" else vector for name, vector in vectors.items()}
-    total = scale_and_shift(total.T if swapped else total, columns)
-    return activation(total).astype(plan.out_dtype)
-
-
-def launch(body, plan: Plan, out_type, grid: dict[str, int], scratch: dict, params):
-    """`_host.kernel` of a `body` with these roles: a memory warpgroup after two compute warpgroups."""
-    return _host.kernel(
-        body,
-        out_type=out_type,
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
-        cluster=tuple(plan.cluster.values()),
-        cluster_names=tuple(plan.cluster),
-        num_threads=COMPUTE + 1,
-        thread_name="role",
-        scratch_types=scratch,
-        compiler_params=params,
-    )

@@ -26,7 +26,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host
-from ..gemm.kernel import launch, multiply, store
+from ..gemm.kernel import multiply, store
+from ..gemm.launch import launch
+from ..gemm.operand import Ring
 from ..gemm.plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, Plan
 from . import core, matmul_core, protocol
 from .matmul_core import block_of_cluster, num_tiles, tile_of_block
@@ -164,7 +166,7 @@ def send(plan: Plan, shard: Shard, axis_name, lhs_gmem, gathered_gmem, stages, l
     core.perform(gather.end_send(d), axis_name, dict(arrived=arrived))
 
 
-def load(plan: Plan, shard: Shard, ring, axis_name, lhs_gmem, gathered_gmem, rhs_gmem, a_smem, b_smem, arrived):
+def load(plan: Plan, shard: Shard, ring: Ring, axis_name, lhs_gmem, gathered_gmem, rhs_gmem, arrived):
     """The memory warpgroup: all steps of its tiles, once their rows of lhs are here, each when a slot is free."""
     d, gather = lax.axis_index(axis_name), shard.protocol
 
@@ -176,10 +178,10 @@ def load(plan: Plan, shard: Shard, ring, axis_name, lhs_gmem, gathered_gmem, rhs
         @pl.loop(0, plan.tiles.num_steps)
         def _(i):
             slot, k = ring.acquire(before + i), plan.k(i)
-            copy_a = lambda gmem: plan.a.copy(gmem, (row, k), a_smem.at[slot], ring.filled.at[slot], plan.axis_n)
+            copy_a = lambda gmem: plan.a.copy(gmem, (row, k), ring.a_tma.at[slot], ring.filled.at[slot], plan.axis_n)
             pl.when(step == 0)(lambda: copy_a(lhs_gmem))
             pl.when(step > 0)(lambda: copy_a(others))
-            plan.b.copy(rhs_gmem, plan.b.at(col, k), b_smem.at[slot], ring.filled.at[slot], plan.axis_m)
+            plan.b.copy(rhs_gmem, plan.b.at(col, k), ring.b_tma.at[slot], ring.filled.at[slot], plan.axis_m)
 
         return before + plan.tiles.num_steps
 
@@ -192,7 +194,7 @@ def kernel(
 ):  # fmt: skip
     """The kernel of `gather_product`."""
     (a_smem, b_smem), (a_tma, b_tma), stages = smem
-    ring = _device.Ring(filled, freed, plan.num_stages)
+    ring = Ring(filled, freed, plan.num_stages, a_smem, b_smem, a_tma, b_tma)
     arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((shard.num_devices - 1, shard.num_blocks)))
     role, multiplies = lax.axis_index("role"), lax.axis_index("cluster") >= plan.tiles.first_cluster
 
@@ -202,7 +204,7 @@ def kernel(
 
     @_device.role(multiplies & (role == MEMORY), decrease_to=MEMORY_REGISTERS)
     def _():
-        load(plan, shard, ring, axis_name, lhs_gmem, gathered_gmem, rhs_gmem, a_tma, b_tma, arrived)
+        load(plan, shard, ring, axis_name, lhs_gmem, gathered_gmem, rhs_gmem, arrived)
 
     @_device.role(multiplies & (role < COMPUTE), increase_to=COMPUTE_REGISTERS)
     def _():
@@ -210,8 +212,7 @@ def kernel(
 
         def compute_tile(number, before):
             tile = tile_of_block(plan, number)
-            of_tile = functools.partial(multiply, plan, ring, a_smem, b_smem, before, plan.tiles.num_steps)
-            values = pl.run_scoped(of_tile, plgpu.ACC(plan.compute_tile, jnp.float32))
+            values = multiply(plan, ring, before, plan.tiles.num_steps)
             place, stored = plan.share((tile.row, tile.col)), number * len(plan.store_pieces)
             store(plan, ({}, o_gmem.at[shard.protocol.owner(d, tile.step)], o_smem), place, stored, values)
             return before + plan.tiles.num_steps

@@ -23,7 +23,6 @@ the tensor cores wait neither for its stores nor for their arrival, which the me
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +31,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host
-from ..gemm.kernel import launch, multiply
-from ..gemm.plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, Plan
+from .._device import Index, Ref
+from ..gemm.kernel import compute_role, copy_step, memory_role, multiply
+from ..gemm.launch import launch
+from ..gemm.operand import Ring
+from ..gemm.plan import COMPUTE, Plan
 from . import core, matmul_core, protocol
 from .matmul_core import Config, Tile, block_of_cluster, num_tiles, tile_of_block
 
@@ -53,10 +55,10 @@ class Exchange:
     """The parts of sums that devices exchange, as one block of one device sees them."""
 
     plan: Plan
-    axis_name: Any
-    device: Any  # This device's index.
-    parts_gmem: Any  # The buffer for the others' parts, of `parts_shape`.
-    arrived: Any  # The semaphore.
+    axis_name: _host.AxisName
+    device: Index  # This device's index.
+    parts_gmem: Ref  # The buffer for the others' parts, of `parts_shape`.
+    arrived: Ref  # The semaphore.
 
     @property
     def protocol(self) -> protocol.MatmulScatter:
@@ -128,7 +130,7 @@ def target(plan: Plan, tile: Tile, i) -> tuple:
     return pl.ds(row, height), pl.ds(col, width)
 
 
-def load(ex: Exchange, ring, lhs_gmem, rhs_gmem, a_smem, b_smem, send_pieces, bytes_smem, emptied, fetched):
+def load(ex: Exchange, ring: Ring, lhs_gmem, rhs_gmem, send_pieces, bytes_smem, emptied, fetched):
     """The memory warpgroup: all steps of all tiles, as fast as slots are given back.
 
     During a tile the one before it is sent, a few pieces a step, and announced, once all have arrived. Then the others'
@@ -145,9 +147,7 @@ def load(ex: Exchange, ring, lhs_gmem, rhs_gmem, a_smem, b_smem, send_pieces, by
         @pl.loop(0, num_steps)
         def _(step):
             slot, k, sent = ring.acquire(before + step), plan.k(step), (step - first) * each
-            a, b, filled = plan.a, plan.b, ring.filled.at[slot]
-            a.copy(lhs_gmem.at[ex.owner(tile)], a.at(tile.row, k), a_smem.at[slot], filled, shared=plan.axis_n)
-            b.copy(rhs_gmem, b.at(tile.col, k), b_smem.at[slot], filled, shared=plan.axis_m)
+            copy_step(plan, ring, slot, lhs_gmem.at[ex.owner(tile)], rhs_gmem, tile.row, tile.col, k)
             end = jnp.minimum(sent + each, num_pieces)
             pl.when((number > 0) & (step >= first))(lambda: send_pieces(number - 1, sent, end))
             pl.when((number > 0) & (step == num_steps - 1))(lambda: announce(ex, emptied, number - 1))
@@ -205,14 +205,13 @@ def fetch(ex: Exchange, tile: Tile, bytes_smem, fetched, role, part):
         core.load_bytes(piece, bytes_smem.at[role, i, 0, 0], fetched.at[role])
 
 
-def compute(ex: Exchange, ring, a_smem, b_smem, o_smem, bytes_smem, staged, emptied, fetched):
+def compute(ex: Exchange, ring: Ring, o_smem, bytes_smem, staged, emptied, fetched):
     """A compute warpgroup: multiplies its share of all tiles, adds the others' parts, leaves it in shared memory."""
     plan = ex.plan
 
     def compute_tile(number, before):
         tile = tile_of_block(plan, number)
-        of_tile = functools.partial(multiply, plan, ring, a_smem, b_smem, before, plan.tiles.num_steps)
-        values = pl.run_scoped(of_tile, plgpu.ACC(plan.compute_tile, jnp.float32))
+        values = multiply(plan, ring, before, plan.tiles.num_steps)
         stored = number * len(plan.store_pieces)
         pl.when(stored > 0)(lambda: plgpu.barrier_wait(emptied))
         ex.perform(ex.receive(tile) if plan.tiles.num_shards > 2 else [])
@@ -251,20 +250,19 @@ def kernel(plan: Plan, axis_name, lhs_gmem, rhs_gmem, o_gmem, parts_gmem, *, a_s
            staged, emptied, fetched):  # fmt: skip
     """The kernel of `scatter_product`."""
     device = lax.axis_index(axis_name)
-    (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, False), plan.b.views(b_smem, False)
     o_smem, o_tma, o_bytes = [o_smem] * 3 if plan.interpreted else o_smem
-    ring = _device.Ring(filled, freed, plan.num_stages)
+    ring = plan.ring(a_smem, b_smem, filled, freed)
     arrived = pl.get_global(plgpu.SemaphoreType.REGULAR(tiles_of_shard(plan)))
     ex = Exchange(plan, axis_name, device, parts_gmem, arrived)
 
-    @_device.role(lax.axis_index("role") == MEMORY, decrease_to=MEMORY_REGISTERS)
+    @memory_role
     def _():
         send_pieces = functools.partial(send, ex, o_tma, o_bytes, o_gmem, staged)
-        load(ex, ring, lhs_gmem, rhs_gmem, a_tma, b_tma, send_pieces, o_bytes, emptied, fetched)
+        load(ex, ring, lhs_gmem, rhs_gmem, send_pieces, o_bytes, emptied, fetched)
 
-    @_device.role(lax.axis_index("role") < COMPUTE, increase_to=COMPUTE_REGISTERS)
+    @compute_role
     def _():
-        compute(ex, ring, a_smem, b_smem, o_smem, o_bytes, staged, emptied, fetched)
+        compute(ex, ring, o_smem, o_bytes, staged, emptied, fetched)
 
 
 def scatter_product(lhs, rhs, axis_name, config: Config | None = None, *, transpose_rhs=False):

@@ -6,17 +6,19 @@ Plans, the product of a tile and costs come from `cookbook.gemm`. Here is what t
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host
+from .._device import Index
 from ..gemm import cost
-from ..gemm.grouped.arguments import check_operands
-from ..gemm.plan import Config as PlainConfig
-from ..gemm.plan import Plan, Tiles, identity
+from ..gemm.arguments import product_sizes, require_halves
+from ..gemm.plan import Plan, identity
 from ..gemm.plan import plan_of as plain_plan_of
+from ..gemm.tiles import Config as PlainConfig
+from ..gemm.tiles import Tiles
 from . import core
 
 
@@ -36,10 +38,10 @@ class Config(PlainConfig):
 class Tile(NamedTuple):
     """A tile that was looked up: the step in which its shard comes, its number within the shard, its place there."""
 
-    step: Any
-    number: Any
-    row: Any
-    col: Any
+    step: Index
+    number: Index
+    row: Index
+    col: Index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,15 +117,7 @@ def best(m: int, n: int, k: int, num_shards: int, itemsize: int, transpose_rhs: 
 def require_operands(op: str, lhs, rhs, axis_name):
     """The two matrices as JAX arrays, and the number of devices. Raises ValueError for what is not supported."""
     lhs, rhs = _host.as_array(op, "lhs", lhs), _host.as_array(op, "rhs", rhs)
-    if lhs.ndim != 2 or rhs.ndim != 2:
-        raise ValueError(
-            f"{_host.PACKAGE}.{op}: {lhs.shape=}, {rhs.shape=}; both must be matrices: make their rows one axis"
-        )
-    check_operands(op, lhs, rhs)
-    if lhs.shape[1] != rhs.shape[0]:
-        raise ValueError(
-            f"{_host.PACKAGE}.{op}: {lhs.shape=} and {rhs.shape=} share no K: {lhs.shape[1]} is not {rhs.shape[0]}; is "
-            "one stored the other way round?"
-        )
+    require_halves(op, lhs=lhs, rhs=rhs)
+    product_sizes(op, dict(lhs=lhs, rhs=rhs))
     n = core.num_devices(op, axis_name)
     return *_host.alike(core.vary(lhs, axis_name), rhs), n

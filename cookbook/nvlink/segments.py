@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from .. import _device, _host
+from .._device import Index
 from . import core, protocol
 from .core import Config
 
@@ -69,10 +70,10 @@ def plan(n: int, rows: int, capacity: int, values: int, dtype, config: Config) -
 class Segment:
     """Units that lie one after the other in the array of one device and in the result of another."""
 
-    peer: object
-    source: object
-    target: object
-    length: object
+    peer: Index
+    source: Index
+    target: Index
+    length: Index
 
 
 def _pair(plan: Plan, sizes, q, p):
@@ -118,7 +119,7 @@ class Shares:
 
     plan: Plan
     segments: tuple[Segment, ...]
-    block: object
+    block: Index
 
     @functools.cached_property
     def _columns(self):

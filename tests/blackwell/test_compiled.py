@@ -14,7 +14,7 @@ from cookbook._host import Target
 from cookbook.blackwell import cost
 from cookbook.blackwell import plan as plans
 from cookbook.blackwell.plan import TMEM_COLUMNS, Config
-from cookbook.gemm.kernel import identity
+from cookbook.gemm.plan import identity
 from tests.blackwell.grid import RUNGS, STRUCTURES, WIDTHS, of_rung
 
 M, N, K = 2000, 5000, 4096  # More tiles than a B200 has SMs, with tails.

@@ -14,7 +14,7 @@ from cookbook.blackwell import cost
 from cookbook.blackwell import plan as plans
 from cookbook.blackwell.matmul_mxfp8 import arrange, quantize_mxfp8
 from cookbook.blackwell.plan import Config
-from cookbook.gemm.kernel import identity
+from cookbook.gemm.plan import identity
 
 BF16, E4M3 = jnp.bfloat16, jnp.float8_e4m3fn
 

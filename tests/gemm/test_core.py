@@ -11,8 +11,7 @@ import pytest
 import lab
 from cookbook.gemm import plan as core
 from cookbook.gemm.dense.matmul import matmul
-from cookbook.gemm.kernel import identity
-from cookbook.gemm.plan import Config, plan_of
+from cookbook.gemm.plan import Config, identity, plan_of
 from tests.arrays import array
 from tests.gemm.structures import SLOW, SMALL, STRUCTURES
 

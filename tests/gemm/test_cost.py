@@ -13,8 +13,7 @@ from cookbook.gemm import cost
 from cookbook.gemm.cost import Problem
 from cookbook.gemm.dense import cost_int8_weights
 from cookbook.gemm.dense.matmul import default_config
-from cookbook.gemm.kernel import identity
-from cookbook.gemm.plan import Config, Operand, Plan, Tiles, plan_of
+from cookbook.gemm.plan import Config, Operand, Plan, Tiles, identity, plan_of
 
 matmul_fp8 = inspect.getmodule(cookbook.matmul_fp8)
 BF16, F32, FP8 = (jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn))

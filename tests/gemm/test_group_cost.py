@@ -9,7 +9,7 @@ import pytest
 from cookbook.gemm import cost
 from cookbook.gemm.grouped import cost as group_cost
 from cookbook.gemm.grouped.plan import gated, row_plan, sum_plan
-from cookbook.gemm.kernel import identity
+from cookbook.gemm.plan import identity
 
 BF16, F32, FP8 = (jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn))
 

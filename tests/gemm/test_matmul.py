@@ -281,7 +281,7 @@ def ones(*shape, dtype=jnp.bfloat16):
         (lambda: matmul(ones(8, 9), ones(9, 8)), "pad it to 16"),
         (lambda: matmul(ones(2, 8, 8), ones(2, 8, 8)), "vmap"),
         (lambda: matmul(ones(2, 8, 8), ones(8, 8), transpose_a=True), "vmap"),
-        (lambda: matmul(ones(8), ones(8, 8)), "both must be matrices"),
+        (lambda: matmul(ones(8), ones(8, 8)), "must both be matrices"),
         (lambda: matmul(ones(8, 8), ones(8, 8, dtype=jnp.float16)), "cast one"),
         (lambda: matmul([["x"]], ones(8, 8)), "a=.*; must be an array"),
         (lambda: matmul(ones(8, 8), ones(8, 8), bias=ones(16)), r"bias.shape=\(16,\).*must be \(8,\)"),

@@ -177,12 +177,12 @@ def test_eager_calls_trace_once(monkeypatch):
 @pytest.mark.parametrize(
     "a, b, dtype, message",
     [
-        ((64, 64), (72, 64), F32, r"a must have as many columns as b has rows"),
+        ((64, 64), (72, 64), F32, r"share no K: 64 is not 72"),
         ((64, 62), (62, 64), F32, r"a row of a has 62 values, 248 bytes; .* pad it to 64"),
         ((64, 64), (64, 66), F32, r"a row of b has 66 values, 264 bytes; .* pad it to 68"),
         ((64, 60), (60, 64), BF16, r"a row of a has 60 values, 120 bytes; .* pad it to 64"),
-        ((2, 64, 64), (2, 64, 64), F32, r"must be matrices: reshape a, or use jax.vmap"),
-        ((64, 64), (64,), F32, r"must be matrices: reshape a, or use jax.vmap"),
+        ((2, 64, 64), (2, 64, 64), F32, r"must both be matrices: use jax.vmap"),
+        ((64, 64), (64,), F32, r"must both be matrices: use jax.vmap"),
         ((64, 64), (64, 64), jnp.int32, r"must both be float32, bfloat16 or float16"),
     ],
 )
@@ -223,13 +223,6 @@ def test_the_tile_that_config_rejects_spills(monkeypatch):
     monkeypatch.setattr(op, "TILE_MAX", 128 * 192)
     a = jax.ShapeDtypeStruct((256, 256), F32)
     assert lab.compile_for("h200", functools.partial(op.matmul_blocked, config=op.Config(128, 192)), a, a).spill_bytes
-
-
-def test_without_a_gpu_it_says_what_to_do(no_gpu):
-    if jax.default_backend() == "gpu":
-        pytest.skip("there is a GPU")
-    with pytest.raises(RuntimeError, match="lab.interpret"):
-        op.matmul_blocked(*operands(64, 64, 64))
 
 
 # Mutants: the kernel with one line changed ----------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def ones(*shape, dtype=E4M3):
     "fn, message",
     [
         (lambda: matmul_fp8(ones(8, 16), ones(32, 8)), "16 is not 32"),
-        (lambda: matmul_fp8(ones(8, 24), ones(24, 8)), "pad both to 32"),
+        (lambda: matmul_fp8(ones(8, 24), ones(24, 8)), "a has 24 values along K, 24 bytes.*pad it to 32"),
         (lambda: matmul_fp8(ones(2, 8, 16), ones(16, 8)), "vmap"),
         (lambda: matmul_fp8(ones(8, 16), ones(16, 8, dtype=jnp.bfloat16)), "b.dtype=dtype\\(bfloat16\\)"),
         (lambda: matmul_fp8([[1.0] * 16], ones(16, 8)), "a.dtype=dtype\\('float32'\\)"),

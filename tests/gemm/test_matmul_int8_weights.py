@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import lab
-from cookbook import _device
+from cookbook.gemm import operand
 from cookbook.gemm import plan as core
 from cookbook.gemm.dense import kernel_int8_weights
 from tests.arrays import array
@@ -174,8 +174,8 @@ W, S = ones(16, 32, dtype=jnp.int8), ones(32, dtype=jnp.float32)
     "fn, message",
     [
         (lambda: matmul_int8_weights(ones(8, 8), W, S), "8 is not 16"),
-        (lambda: matmul_int8_weights(ones(8, 16), W[:, :24], S[:24]), "a row of w_q has 24 values.*pad it to 32"),
-        (lambda: matmul_int8_weights(ones(8, 12), W[:12], S), "a row of a has 12 values.*pad it to 16"),
+        (lambda: matmul_int8_weights(ones(8, 8), W[:8], S), "w_q has 8 values along K, 8 bytes.*pad it to 16"),
+        (lambda: matmul_int8_weights(ones(8, 12), W[:12], S), "a has 12 values along K, 24 bytes.*pad it to 16"),
         (lambda: matmul_int8_weights(ones(2, 8, 16), W, S), "vmap"),
         (lambda: matmul_int8_weights(ones(8, 16), W.astype(jnp.bfloat16), S), "int8: cast"),
         (lambda: matmul_int8_weights(ones(8, 16), W, S[:3]), r"scales.shape=\(3,\).*must be \(32,\)"),
@@ -207,7 +207,7 @@ def test_mutants_are_caught(run_only, monkeypatch, mutant, found_if, mutation):
     """Weights read before they arrive; the same weights for both warpgroups; a scale that is added."""
     multiply, fused_product = kernel_int8_weights.multiply, module.fused_product
     if mutation == "wait":
-        ring = _device.Ring
+        ring = operand.Ring
         deaf = lambda plan, ring, *args, **scratch: multiply(plan, Deaf(**vars(ring)), *args, **scratch)
         Deaf = type("Deaf", (ring,), dict(wait=lambda self, count: self.slot(count)))
         monkeypatch.setattr(kernel_int8_weights, "multiply", deaf)

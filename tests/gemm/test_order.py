@@ -15,8 +15,7 @@ import pytest
 
 import cookbook
 from cookbook import _host
-from cookbook.gemm import kernel, plan
-from cookbook.gemm.grouped import kernel as grouped_kernel
+from cookbook.gemm import kernel, operand, plan
 from cookbook.gemm.grouped.tables import Table
 from cookbook.gemm.plan import Config
 
@@ -26,14 +25,15 @@ from exercises import order  # noqa: E402
 
 GPU = _host.Target("h200", num_sms=2)  # So that a block has several tiles.
 SIZES, ORDER = jnp.array([70, 0, 133, 60]), jnp.array([2, 0, 3, 1])  # The groups' rows; the largest group first.
-SWIZZLED = plan.swizzled
+SWIZZLED = operand.swizzled
 
 
 @pytest.fixture(autouse=True)
 def one_view_and_a_table_of_numbers(monkeypatch):
     """As for the interpreter, a tile has one description; and tiles are looked up in numbers that the play follows."""
-    monkeypatch.setattr(plan, "swizzled", lambda *args: SWIZZLED(*args[:-1], True))
-    for module in (plan, kernel, grouped_kernel):
+    for module in (operand, plan):
+        monkeypatch.setattr(module, "swizzled", lambda *args: SWIZZLED(*args[:-1], True))
+    for module in (operand, kernel):
         monkeypatch.setattr(module, "views", lambda smem, *_: (smem, smem))
     ends = jnp.cumsum(SIZES)
     table = Table(None, ORDER, (ends - SIZES)[ORDER], ends[ORDER])

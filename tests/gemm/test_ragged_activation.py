@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import lab
+from cookbook import _host
 from cookbook.gemm.grouped import kernel_gated
 from cookbook.gemm.plan import Config, Operand
 from tests.arrays import array
@@ -46,6 +47,23 @@ def test_swiglu(name):
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu", jnp.tanh])
 def test_others(activation):
     check(150, 64, 72, [33, 0, 65], activation=activation, config=Config(128, 64))
+
+
+@pytest.mark.parametrize("activation", ["silu", "swiglu"])
+@pytest.mark.parametrize("dtype, swapped", [("bfloat16", False), ("bfloat16", True), ("float16", False)])
+def test_a_configuration_is_used_under_differentiation(monkeypatch, activation, dtype, swapped):
+    """Also for the product that the activation is then applied to, and traced, not run. Nothing transposes its 32 bits,
+    which float16 operands have: then another one is chosen."""
+    found, right = [], module.row_plan
+    monkeypatch.setattr(module, "row_plan", lambda *args: found.append(args[8]) or right(*args))
+    lhs, rhs, config = jnp.ones((8, 64), dtype), jnp.ones((2, 64, 128), dtype), Config(128, 64, swapped=swapped)
+    out = lambda lhs, config: ragged_dot(lhs, rhs, [3, 5], activation=activation, config=config)
+    loss = lambda lhs, config: out(lhs, config).astype("float32").sum()
+    with _host.building_for(_host.Target("h200", 132)):
+        jax.eval_shape(functools.partial(jax.grad(loss), config=config), lhs)
+        assert found[0] == config
+        if dtype == "float16":
+            jax.eval_shape(functools.partial(jax.grad(loss), config=Config(128, 64, swapped=True)), lhs)
 
 
 @pytest.mark.parametrize("activation, transpose_rhs", [("swiglu", False), ("swiglu", True), ("gelu", False)])

@@ -159,7 +159,10 @@ def test_every_tile_of_every_group_is_summed_once(num_sms):
     table = tables.sum_table(*tables.bounds(sizes, 640))
     assert [int(sizes[g]) for g in table.group] == [300, 200, 100, 40, 0]
     tiles = plan.tiles
-    turns, look_up = jax.jit(tiles.num_tiles), jax.jit(lambda index: tiles.look_up(table, index, 0, 0))
+    turns, look_up = (
+        jax.jit(functools.partial(tiles.num_tiles, table)),
+        jax.jit(lambda index: tiles.look_up(table, index, 0, 0)),
+    )
     seen = []
     for cluster in range(tiles.clusters):
         for turn in range(int(turns(cluster))):

@@ -167,7 +167,7 @@ def test_a_default_configuration_has_as_many_senders_as_the_product_hides():
         ((64, 64), (72, 64), jnp.bfloat16, "share no K: 64 is not 72"),
         ((64, 60), (60, 64), jnp.bfloat16, "a row of lhs has 60 values.*pad it to 64"),
         ((64, 64), (64, 12), jnp.bfloat16, "a row of rhs has 12 values.*pad it to 16"),
-        ((2, 64, 64), (64, 64), jnp.bfloat16, "both must be matrices"),
+        ((2, 64, 64), (64, 64), jnp.bfloat16, "must both be matrices"),
     ],
     ids=str,
 )

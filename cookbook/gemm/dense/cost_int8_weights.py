@@ -7,7 +7,8 @@ import math
 from jax.experimental import pallas as pl
 
 from .. import cost
-from ..plan import SPLIT_K_MAX, STAGES_MAX, owners, resident
+from ..plan import STAGES_MAX, owners
+from ..tiles import SPLIT_K_MAX, resident
 from .kernel_int8_weights import Config
 
 

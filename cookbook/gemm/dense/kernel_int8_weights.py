@@ -16,21 +16,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ... import _device
-from ..kernel import compute, load
-from ..plan import (
-    COMPUTE,
-    COMPUTE_REGISTERS,
-    MEMORY,
-    MEMORY_REGISTERS,
-    STEP_BYTES,
-    Operand,
-    Plan,
-    Tiles,
-    identity,
-    swizzled,
-)
-from ..plan import Config as PlainConfig
+from ..kernel import compute, compute_role, load, memory_role
+from ..operand import STEP_BYTES, Operand, Ring, swizzled
+from ..plan import COMPUTE, Plan, identity
+from ..tiles import Config as PlainConfig
+from ..tiles import Tiles
 
 UNIT = 64  # Values of a row of a that are swizzled together: 128 bytes.
 
@@ -65,7 +55,7 @@ def plan_of(tiles: Tiles, w_q, a, out_dtype, interpreted: bool, stacked=False) -
     return Plan(tiles, weights, Operand(a.dtype, c.tile_n, c.tile_k, False), identity, out_dtype, interpreted, others)
 
 
-def multiply(plan: Plan, ring: _device.Ring, w_smem, a_smem, wide_smem, before, acc):
+def multiply(plan: Plan, ring: Ring, wide_smem, before, acc):
     """The sums of this warpgroup's half of a tile. Its steps follow `before` others in the ring."""
     tiles, role, rows = plan.tiles, lax.axis_index("role"), plan.compute_tile[0]
     last = -(-tiles.k // (tiles.tile_k * plan.config.split_k)) - 1
@@ -73,11 +63,16 @@ def multiply(plan: Plan, ring: _device.Ring, w_smem, a_smem, wide_smem, before, 
     def read(step):
         """The weights of a step, 8 bits each."""
         slot = ring.wait(before + step)
-        pieces = [w_smem.at[slot, 0, j, pl.ds(role * rows, rows)] for _, j in plan.a.pieces]
+        pieces = [ring.a.at[slot, 0, j, pl.ds(role * rows, rows)] for _, j in plan.a.pieces]
         return [plgpu.load(piece, layout=plgpu.Layout.WGMMA) for piece in pieces]
 
     def convert(weights):
-        """As floats of 16 bits, UNIT values of K in each array."""
+        """As floats of 16 bits, UNIT values of K in each array.
+
+        Another format of weights, of 4 bits say, is unpacked here; `plan_of` says how its bytes lie. Scales of groups
+        along K would be multiplied here too, in registers: one scale for each row of `part` and group. Scales of
+        whole rows of weights need no place here, for `store` applies them to the sums.
+        """
         with jax.named_scope("convert"):
             wide = [part.astype(plan.b.dtype) for part in weights]
             return [part[:, k : k + UNIT] for part in wide for k in range(0, part.shape[1], UNIT)]
@@ -90,7 +85,7 @@ def multiply(plan: Plan, ring: _device.Ring, w_smem, a_smem, wide_smem, before, 
             parts = [wide_smem.at[role, i] for i in range(len(parts))]
         with jax.named_scope("wgmma"):
             for i, part in enumerate(parts):
-                plgpu.wgmma(acc, part, a_smem.at[ring.slot(before + step), 0, i].T)
+                plgpu.wgmma(acc, part, ring.b.at[ring.slot(before + step), 0, i].T)
 
     def in_turn():
         def one_step(step, weights):
@@ -124,17 +119,16 @@ def multiply(plan: Plan, ring: _device.Ring, w_smem, a_smem, wide_smem, before, 
 def kernel(w_gmem, a_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem=None,
            sums_smem=None, summed=None, wide_smem=None):  # fmt: skip
     """The kernel of `matmul_int8_weights`."""
-    (w_smem, w_tma), (a_smem, a_tma) = plan.a.views(a_smem, plan.interpreted), plan.b.views(b_smem, plan.interpreted)
-    ring = _device.Ring(filled, freed, plan.num_stages)
+    ring = plan.ring(a_smem, b_smem, filled, freed)
 
-    @_device.role(lax.axis_index("role") == MEMORY, decrease_to=MEMORY_REGISTERS)
+    @memory_role
     def _():
-        load(plan, ring, w_gmem, a_gmem, w_tma, a_tma)
+        load(plan, ring, w_gmem, a_gmem)
 
-    @_device.role(lax.axis_index("role") < COMPUTE, increase_to=COMPUTE_REGISTERS)
+    @compute_role
     def _():
         def multiply_tile(plan, before):
-            of_tile = functools.partial(multiply, plan, ring, w_smem, a_smem, wide_smem, before)
+            of_tile = functools.partial(multiply, plan, ring, wide_smem, before)
             return pl.run_scoped(of_tile, plgpu.ACC(plan.compute_tile, jnp.float32))
 
         compute(plan, multiply_tile, (vectors, o_gmem, o_smem), (sums_gmem, sums_smem, summed))

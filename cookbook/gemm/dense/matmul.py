@@ -14,9 +14,8 @@ and the order are those that `cost.py` predicts to be fastest.
 
 Not supported: batches of b (use `jax.vmap`), other dtypes. A plain b whose N is not a multiple of 64, or whose K is not
 a multiple of 8, is read as it lies with `swapped`; a transposed a of such a size costs a padded copy where its tile has
-more than 64 rows per warpgroup. Under an automatic mesh JAX gathers sharded operands first: call it inside
-`jax.shard_map`. Chapters: 7 (roles), 8 (persistence, order, clusters, parts of K). Sources: CUTLASS's documents on
-warp-specialized persistent kernels, for the ideas; Osama et al., "Stream-K" (2023), on dividing K.
+more than 64 rows per warpgroup. Chapters: 7 (roles), 8 (persistence, order, clusters, parts of K). Sources: CUTLASS's
+documents on warp-specialized persistent kernels, for the ideas; Osama et al., "Stream-K" (2023), on dividing K.
 """
 
 import jax
@@ -24,14 +23,18 @@ import jax.numpy as jnp
 
 from ... import _host, _numerics
 from .. import cost, differentiable
-from ..kernel import fused_product, kernel
-from ..plan import Config, plan_of
+from ..kernel import kernel
+from ..launch import fused_product
+from ..plan import plan_of
+from ..references import bytes_moved as bytes_moved
+from ..references import exact_product
+from ..references import flops as flops
+from ..tiles import Config
 
 
 def matmul_reference(a, b, bias=None, activation=None):
-    dtype = jnp.promote_types(a.dtype, jnp.float32)
-    product = jnp.matmul(a.astype(dtype), b.astype(dtype), precision="highest")
-    product = product if bias is None else product + bias.astype(dtype)
+    product = exact_product(a, b)
+    product = product if bias is None else product + bias.astype(product.dtype)
     return _numerics.activation_fn("matmul_reference", activation)(product)
 
 
@@ -53,7 +56,7 @@ def _launch(a, b, bias, sizes, options: differentiable.Options):
     )  # fmt: skip
     params = _host.compiler_params(approx_math=out_dtype.itemsize == 2)
     vectors = {} if bias is None else dict(bias=bias.astype(jnp.float32))
-    return fused_product(kernel, *((b, a) if config.swapped else (a, b)), vectors, plan=plan, params=params)
+    return fused_product(kernel, a, b, vectors, plan=plan, params=params)
 
 
 def matmul(
@@ -101,12 +104,3 @@ def matmul(
 
 
 matmul.Config = Config  # `cookbook.matmul` is this function, not its module.
-
-
-def flops(m: int, n: int, k: int) -> int:
-    return 2 * m * n * k
-
-
-def bytes_moved(m: int, n: int, k: int, itemsize: int = 2) -> int:
-    """Each operand read once and the result written once, all of `itemsize` bytes."""
-    return itemsize * (m * k + k * n + m * n)

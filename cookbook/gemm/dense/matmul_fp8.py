@@ -5,7 +5,7 @@
 
 Shapes: a (M, K), b (K, N), or (N, K) with `transpose_b`, o (M, N). a and b are float8_e4m3fn or float8_e5m2, each its
 own; scales are float32, one number or one for each row of a and each column of b; o is bfloat16, float16 or float32.
-Rows of a and, as it is read, of b must be multiples of 16 bytes, 16 values along K.
+K must be a multiple of 16, the bytes of a row that TMA asks for.
 
 Role and barrier tables: `kernel.py`. The scales are applied to the float32 sums, on their way out.
 
@@ -14,7 +14,6 @@ whichever library asks them to.
 
 Not supported: scales of blocks along K; batches (use `jax.vmap`); differentiation. The tensor cores want both fp8
 operands with K along their rows: a plain b is transposed, at the cost of one copy; store weights as (N, K).
-Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
 Chapter: 9. Source: Micikevicius et al., "FP8 formats for deep learning" (2022).
 """
 
@@ -24,12 +23,14 @@ import jax
 import jax.numpy as jnp
 
 from ... import _host
-from .. import cost
-from ..kernel import fused_product, kernel
-from ..plan import Config, identity, plan_of
+from .. import arguments, cost
+from ..kernel import kernel
+from ..launch import fused_product
+from ..plan import identity, plan_of
+from ..references import flops as flops
+from ..tiles import Config
 
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
-UNIT = 16  # Values of a row along K: TMA's 16 bytes.
 
 
 def matmul_fp8_reference(a, b, scale_a, scale_b):
@@ -41,27 +42,6 @@ def matmul_fp8_reference(a, b, scale_a, scale_b):
 def default_config(m: int, n: int, k: int, out_dtype=jnp.bfloat16, num_sms: int = 132) -> Config:
     """The configuration of the least predicted time for an (M, K) by (N, K) product."""
     return cost.best(cost.Problem(m, n, k, (False, False), (1, 1, jnp.dtype(out_dtype).itemsize), num_sms))
-
-
-def _check(a, b, transpose_b: bool) -> tuple[int, int, int]:
-    op = f"{_host.PACKAGE}.matmul_fp8"
-    if a.ndim != 2 or b.ndim != 2:
-        raise ValueError(f"{op}: {a.shape=}, {b.shape=}; both must be matrices: reshape a, or use jax.vmap")
-    if a.dtype not in DTYPES or b.dtype not in DTYPES:
-        raise ValueError(f"{op}: {a.dtype=}, {b.dtype=}; must be float8_e4m3fn or float8_e5m2: scale and cast them")
-    (m, k), (k_b, n) = a.shape, b.shape[:: -1 if transpose_b else 1]
-    if k != k_b:
-        raise ValueError(
-            f"{op}: {a.shape=} and {b.shape=} ({transpose_b=}) share no K: {k} is not {k_b}; is b stored the other way "
-            "round?"
-        )
-    if k % UNIT:
-        raise ValueError(
-            f"{op}: K is {k}, {k} bytes of a row; TMA needs a multiple of {UNIT} bytes: pad both to "
-            f"{-(-k // UNIT) * UNIT} along K (jnp.pad)"
-        )
-    _host.require_indices("matmul_fp8", M=m, N=n, K=k)
-    return m, n, k
 
 
 def _scale(name: str, scale, size: int):
@@ -115,7 +95,12 @@ def matmul_fp8(
     transpose_b = _host.option("matmul_fp8", "transpose_b", transpose_b, bool)
     out_dtype = _host.require_float("matmul_fp8", out_dtype)
     _host.require_config("matmul_fp8", config, Config)
-    m, n, k = _check(a, b, transpose_b)
+    if a.dtype not in DTYPES or b.dtype not in DTYPES:
+        raise ValueError(
+            f"{_host.PACKAGE}.matmul_fp8: {a.dtype=}, {b.dtype=}; must be float8_e4m3fn or float8_e5m2: scale and cast "
+            "them"
+        )
+    m, n, k = arguments.product_sizes("matmul_fp8", dict(a=a, b=b), transpose_b=transpose_b, along_k=True)
     scale_a, scale_b = _scale("scale_a", scale_a, m), _scale("scale_b", scale_b, n)
     instead = f"{_host.PACKAGE}.matmul of 16-bit operands"
     a, b, scale_a, scale_b = _host.without_gradient("matmul_fp8", instead, a, b, scale_a, scale_b)
@@ -126,15 +111,11 @@ def matmul_fp8(
     config = config or default_config(m, n, k, out_dtype, target.num_sms)
     dtypes = a.dtype, b.dtype
     plan = plan_of(m, n, k, dtypes, (False, False), identity, out_dtype, config, target.num_sms, target.interpreted)
-    operands = (a, b if transpose_b else b.T)[:: -1 if config.swapped else 1]
-    return fused_product(kernel, *operands, vectors, plan=plan, params=_host.compiler_params())
+    b = b if transpose_b else b.T
+    return fused_product(kernel, a, b, vectors, plan=plan, params=_host.compiler_params())
 
 
 matmul_fp8.Config = Config  # `cookbook.matmul_fp8` is this function, not its module.
-
-
-def flops(m: int, n: int, k: int) -> int:
-    return 2 * m * n * k
 
 
 def bytes_moved(m: int, n: int, k: int, itemsize: int = 2) -> int:

@@ -14,14 +14,13 @@ blocks; of few rows, comparisons alone. XLA's own cumulative sum takes longer.
 Bound by: the products; for the rest, the memory that rows are copied to and from: each token's row is written top_k
 times, and as many rows of the result are read.
 
-Not supported: capacities (no token is dropped), biases, shared experts. Under an automatic mesh JAX gathers sharded
-operands first: call it inside `jax.shard_map`. Chapter: 16b. Sources: Shazeer et al., "Outrageously large neural
-networks" (2017); Gale et al., "MegaBlocks" (2022), for products without padding.
+Not supported: capacities (no token is dropped), biases, shared experts. Chapter: 16b. Sources: Shazeer et al.,
+"Outrageously large neural networks" (2017); Gale et al., "MegaBlocks" (2022), for products without padding.
 """
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,10 +55,10 @@ def moe_reference(x, router_logits, w_gate_up, w_down, top_k, renormalize=True, 
 class Routing(NamedTuple):
     """Which rows belong to which token: each has `top_k` of them, all in the order of the experts."""
 
-    weights: Any  # (T, top_k) float32.
-    rows: Any  # (T, top_k) int32: where a token's rows are.
-    sources: Any  # (T * top_k,) int32: whose row it is, as token * top_k + choice.
-    group_sizes: Any  # (E,) int32: how many rows each expert has.
+    weights: jax.Array | None  # (T, top_k) float32.
+    rows: jax.Array  # (T, top_k) int32: where a token's rows are.
+    sources: jax.Array  # (T * top_k,) int32: whose row it is, as token * top_k + choice.
+    group_sizes: jax.Array  # (E,) int32: how many rows each expert has.
 
 
 @_host.own_options()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of the grouped products: what is refused, and by which message."""
+"""The groups of a grouped product: sizes that are refused, and by which message."""
 
 import jax
 import jax.numpy as jnp
@@ -62,38 +62,3 @@ def check_groups(op: str, group_sizes, group_offset, rows: int, count: int | Non
     if offset.size != 1 or not jnp.issubdtype(offset.dtype, jnp.integer):
         raise ValueError(f"{_host.PACKAGE}.{op}: {offset.shape=}, {offset.dtype=} of group_offset; must be one integer")
     return sizes, offset.reshape(())
-
-
-def check_shapes(op: str, lhs, rhs, transpose_rhs: bool, unit: int = 1) -> tuple[int, int, int]:
-    """(M, N, K). Raises a ValueError unless both share K, which must be a multiple of `unit`."""
-    if lhs.ndim != 2 or rhs.ndim != 3:
-        raise ValueError(
-            f"{_host.PACKAGE}.{op}: {lhs.shape=}, {rhs.shape=}; must be (M, K) and a matrix for each group"
-        )
-    (m, k), (k_rhs, n) = lhs.shape, rhs.shape[:0:-1] if transpose_rhs else rhs.shape[1:]
-    if k != k_rhs:
-        raise ValueError(
-            f"{_host.PACKAGE}.{op}: {lhs.shape=} and {rhs.shape=} ({transpose_rhs=}) share no K: {k} is not {k_rhs}; "
-            "are matrices stored the other way round?"
-        )
-    if k % unit:
-        raise ValueError(
-            f"{_host.PACKAGE}.{op}: {k} values along K; TMA needs a multiple of 16 bytes: pad lhs and rhs to "
-            f"{-(-k // unit) * unit} (jnp.pad)"
-        )
-    _host.require_indices(op, M=m, N=n, K=k)
-    return m, n, k
-
-
-def check_operands(op: str, lhs, rhs):
-    """Raises a ValueError unless both have one supported dtype and rows that TMA reads."""
-    if lhs.dtype not in (jnp.bfloat16, jnp.float16) or lhs.dtype != rhs.dtype:
-        raise ValueError(
-            f"{_host.PACKAGE}.{op}: {lhs.dtype=}, {rhs.dtype=}; must both be bfloat16 or both float16: cast one"
-        )
-    for name, cols in (("lhs", lhs.shape[-1]), ("rhs", rhs.shape[-1])):
-        if cols % 8:
-            raise ValueError(
-                f"{_host.PACKAGE}.{op}: a row of {name} has {cols} values, {2 * cols} bytes; TMA needs a multiple of "
-                f"16 bytes: pad it to {-(-cols // 8) * 8} (jnp.pad, one copy of {name})"
-            )

@@ -16,7 +16,8 @@ import statistics
 import jax.numpy as jnp
 
 from .. import cost
-from ..plan import Config, identity, resident
+from ..plan import identity
+from ..tiles import Config, exchanged, resident
 from .plan import gated, row_plan, sum_plan
 
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
@@ -78,7 +79,7 @@ class RaggedProblem:
         sizes = self.dtype.itemsize, self.dtype.itemsize, self.out_dtype.itemsize
         plain = cost.Problem(self.m, n, self.k, (False, not self.transpose_rhs), sizes, self.num_sms)
         tile = config.tile_m * config.cluster_m, config.tile_n * config.cluster_n
-        rows, cols = tile[:: -1 if config.swapped else 1]
+        rows, cols = exchanged(tile, config.swapped)
         with_rows = min(num_groups, self.m)
         across, at_once = -(-self.n // cols), resident(self.num_sms, config.cluster_m * config.cluster_n)
         tiles = with_rows * max(1.0, self.m / with_rows / rows + 0.5) * across
@@ -160,9 +161,9 @@ def _doubled(config: Config) -> Config:
     return dataclasses.replace(config, **{name: 2 * getattr(config, name)})
 
 
-def ranked(problem: RaggedProblem | SumsProblem, count: int, accept=lambda config: True) -> list[Config]:
-    """The `count` configurations of the least predicted time, of those that `accept` takes; the best first."""
-    return sorted(filter(accept, problem.candidates()), key=problem.predict)[:count]
+def ranked(problem: RaggedProblem | SumsProblem, count: int | None = None) -> list[Config]:
+    """The `count` configurations of the least predicted time, or all; the best first."""
+    return sorted(problem.candidates(), key=problem.predict)[:count]
 
 
 @functools.lru_cache(4096)

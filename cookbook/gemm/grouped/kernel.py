@@ -16,72 +16,40 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ... import _device, _host, _numerics
-from ..kernel import launch, multiply
-from ..plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, Plan, views
-from .plan import Tile, tile_of_block
+from ... import _host, _numerics
+from ..kernel import compute_role, copy_step, memory_role, multiply, slot_of_piece, target_of_piece
+from ..launch import launch
+from ..operand import Ring
+from ..plan import Plan
+from ..tiles import exchanged
+from .plan import Tile, each_tile
 
 
-def load(plan: Plan, table, ring: _device.Ring, a_gmem, b_gmem, a_smem, b_smem):
+def load(plan: Plan, table, ring: Ring, a_gmem, b_gmem):
     """The memory warpgroup: all steps of all tiles of this block, as fast as slots are given back."""
 
-    def load_tile(number, before):
-        tile = tile_of_block(plan, table, number)
-        matrix = lambda operand, gmem: gmem.at[tile.group] if operand.stacked else gmem
+    def load_tile(tile, _, before):
+        a, b = (gmem.at[tile.group] if x.stacked else gmem for x, gmem in ((plan.a, a_gmem), (plan.b, b_gmem)))
 
         @pl.loop(0, tile.steps)
         def _(step):
-            slot, k = ring.acquire(before + step), step * plan.tiles.tile_k
-            with jax.named_scope("load"):
-                filled, (a, b) = ring.filled.at[slot], (plan.a, plan.b)
-                a.copy(matrix(a, a_gmem), a.at(tile.row, k), a_smem.at[slot], filled, shared=plan.axis_n)
-                b.copy(matrix(b, b_gmem), b.at(tile.col, k), b_smem.at[slot], filled, shared=plan.axis_m)
+            slot = ring.acquire(before + step)
+            copy_step(plan, ring, slot, a, b, tile.row, tile.col, step * plan.tiles.tile_k)
 
-        return before + tile.steps
-
-    num_tiles = plan.tiles.num_tiles(table, lax.axis_index("cluster"))
-    ring.drain(lax.fori_loop(0, num_tiles, load_tile, 0))
+    ring.drain(each_tile(plan, table, load_tile))
 
 
-def compute(plan: Plan, table, multiply_tile, o_gmem, o_smem):
-    """A compute warpgroup: stores the sums `multiply_tile(tile, before)` of its share of all tiles.
-
-    `before` counts the steps of the tiles before.
-    """
-
-    def compute_tile(number, before):
-        tile = tile_of_block(plan, table, number)
-        sums = multiply_tile(tile, before)
-        place, stored = plan.share((tile.row, tile.col)), number * len(plan.store_pieces)
-        store(plan, tile, o_gmem, o_smem, place, stored, sums)
-        return before + tile.steps
-
-    num_tiles = plan.tiles.num_tiles(table, lax.axis_index("cluster"))
-    lax.fori_loop(0, num_tiles, compute_tile, 0)
-    plgpu.wait_smem_to_gmem(0)
-
-
-def store(plan: Plan, tile: Tile, o_gmem, o_smem, place, stored, values):
-    """A compute warpgroup: finishes `values`, its share of a tile, and sends the rows of the tile's group to o.
-
-    `stored` pieces went before.
-    """
-    (row, col), (height, width), role = place, plan.store_piece, lax.axis_index("role")
-    swapped, slots = plan.swapped, plan.config.store_slots
-    o_tiled, o_tma = views(o_smem, plan.store_piece, plan.interpreted)
-    for number, (i, j) in enumerate(plan.store_pieces):
-        slot = _device.rem(stored + number, slots)
-        smem = o_tiled.at[role, slot, 0, 0]
-        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)  # TMA has read the piece that was in this slot.
+def store(plan: Plan, tile: Tile, number, o_gmem, o_smem, values):
+    """A compute warpgroup: finishes `values`, its share of a tile, and sends the rows of the tile's group to o."""
+    (row, col), (height, width) = plan.share((tile.row, tile.col)), plan.store_piece
+    stored, role = number * len(plan.store_pieces), lax.axis_index("role")  # So many pieces went before.
+    for count, (i, j) in enumerate(plan.store_pieces):
+        piece_smem, piece_tma = slot_of_piece(plan, o_smem, role, stored + count)
         piece = plan.activation(values[i : i + height, j : j + width]).astype(plan.out_dtype)
-        if swapped:
-            smem.T[...] = plgpu.layout_cast(piece, plgpu.Layout.WGMMA_TRANSPOSED)
-        else:
-            smem[...] = piece
+        piece_smem[...] = plgpu.layout_cast(piece, plgpu.Layout.WGMMA_TRANSPOSED) if plan.swapped else piece
         plgpu.commit_smem()
-        rows, cols = pl.ds(row + i, height), pl.ds(col + j, width)
-        target = o_gmem.at[cols, rows] if swapped else o_gmem.at[rows, cols]
-        send_rows(o_tma.at[role, slot, 0, 0], target, tile.end - (row + i, col + j)[plan.tiles.axis])
+        target, left = target_of_piece(plan, o_gmem, row + i, col + j), tile.end - (row + i, col + j)[plan.tiles.axis]
+        send_rows(piece_tma, target, left)
 
 
 def send_rows(piece_smem, o_gmem, left):
@@ -112,30 +80,30 @@ def send_rows(piece_smem, o_gmem, left):
 
 def kernel(a_gmem, b_gmem, table, o_gmem, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem):
     """The kernel of `ragged_dot`."""
-    table = plan.tiles.read(table)
-    (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, plan.interpreted), plan.b.views(b_smem, plan.interpreted)
-    ring = _device.Ring(filled, freed, plan.num_stages)
+    table, ring = plan.tiles.read(table), plan.ring(a_smem, b_smem, filled, freed)
 
-    @_device.role(lax.axis_index("role") == MEMORY, decrease_to=MEMORY_REGISTERS)
+    @memory_role
     def _():
-        load(plan, table, ring, a_gmem, b_gmem, a_tma, b_tma)
+        load(plan, table, ring, a_gmem, b_gmem)
 
-    @_device.role(lax.axis_index("role") < COMPUTE, increase_to=COMPUTE_REGISTERS)
+    @compute_role
     def _():
-        def multiply_tile(tile, before):
-            of_tile = functools.partial(multiply, plan, ring, a_smem, b_smem, before, tile.steps)
-            return pl.run_scoped(of_tile, plgpu.ACC(plan.compute_tile, jnp.float32))
+        def compute_tile(tile, number, before):
+            sums = multiply(plan, ring, before, tile.steps)
+            store(plan, tile, number, o_gmem, o_smem, sums)
 
-        compute(plan, table, multiply_tile, o_gmem, o_smem)
+        each_tile(plan, table, compute_tile)
+        plgpu.wait_smem_to_gmem(0)
 
 
 @functools.partial(jax.jit, static_argnames=("kernel", "plan", "params"))
-def product(kernel, a, b, *others, plan: Plan, params):
-    """The array that `kernel`, this file's or a variant, computes of the plan's `a` and `b` and of `others`.
+def grouped_product(kernel, lhs, rhs, *others, plan: Plan, params):
+    """The array that `kernel`, this file's or a variant, computes of `lhs` and `rhs`, which lie as the plan says.
 
     The first of `others` is the table of tiles.
     """
-    piece, shape = jax.ShapeDtypeStruct((math.prod(plan.store_piece),), jnp.float32), plan.tiles.out_shape
+    (a, b), shape = exchanged((lhs, rhs), plan.config.swapped), plan.tiles.out_shape
+    piece = jax.ShapeDtypeStruct((math.prod(plan.store_piece),), jnp.float32)
     plan = dataclasses.replace(plan, activation=_numerics.lowerable(plan.activation, piece))
     padded = *shape[:-2], *_host.padded_shape(shape[-2:], (1, 8))  # A row of o is a multiple of 16 bytes for TMA.
     out_type, grid = jax.ShapeDtypeStruct(padded, plan.out_dtype), dict(cluster=plan.tiles.clusters)

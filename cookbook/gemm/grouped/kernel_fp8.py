@@ -5,21 +5,22 @@ The kernel gets the scales beside the table of tiles. Tiles begin at any row, so
 
     by row and column   the sums are multiplied by both scales
     by block            each step, a block of 128 values of K, has scales: its sums are added up in registers
+
+Another format whose scales belong to rows and columns has its place in `multiply_and_scale`, one with scales along K in
+`multiply_blocks`, one that the tensor cores do not multiply in `dense/kernel_int8_weights.py`.
 """
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
-from ..kernel import multiply
-from ..plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, Plan
-from .kernel import compute, load
-from .plan import Tile
+from ..kernel import compute_role, memory_role, multiply_into, start_product
+from ..operand import Ring
+from ..plan import Plan
+from .kernel import load, store
+from .plan import Tile, each_tile
 
 BLOCK = 128  # Values of K, and columns, that share a scale.
 IN_FLIGHT = 2  # Steps that a warpgroup starts to multiply before it adds the sums of the first.
@@ -69,22 +70,26 @@ def spread(plan: Plan, vector, axis: int):
     return _device.spread(vector, axis ^ plan.swapped, plan.compute_tile)
 
 
-def multiply_and_scale(plan: Plan, ring: _device.Ring, a_smem, b_smem, of_rows, of_matrices, tile: Tile, before, acc):
+def multiply_and_scale(plan: Plan, ring: Ring, of_rows, of_matrices, tile: Tile, before):
     """As `multiply` of `gemm/kernel.py`; then the sums times the scales of rows and of columns."""
-    row, column = scales_of_rows(plan, tile, of_rows, 0), scales_of_columns(plan, tile, of_matrices)
-    values = multiply(plan, ring, a_smem, b_smem, before, tile.steps, acc)
-    product = lambda: values * spread(plan, row, 0) * spread(plan, column, 1)
-    return lax.cond(tile.steps > 0, product, lambda: values)  # Rows of no group are zeros: scales may be NaN.
+
+    def with_accumulator(acc):
+        row, column = scales_of_rows(plan, tile, of_rows, 0), scales_of_columns(plan, tile, of_matrices)
+        values = multiply_into(plan, ring, before, tile.steps, acc)
+        product = lambda: values * spread(plan, row, 0) * spread(plan, column, 1)
+        return lax.cond(tile.steps > 0, product, lambda: values)  # Rows of no group are zeros: scales may be NaN.
+
+    return pl.run_scoped(with_accumulator, plgpu.ACC(plan.compute_tile, jnp.float32))
 
 
-def multiply_blocks(plan: Plan, ring: _device.Ring, a_smem, b_smem, of_rows, of_matrices, tile: Tile, before):
+def multiply_blocks(plan: Plan, ring: Ring, of_rows, of_matrices, tile: Tile, before):
     """The sums over all steps of a step's sums, one block of K, times its scales.
 
     The tensor cores add fp8 products with fewer bits than float32 has. Here they add 128 of them, and this warpgroup
     adds these sums in float32. Meanwhile they multiply the next step, into another accumulator, or the other
     warpgroup's.
     """
-    steps, (rows, cols), role = pl.cdiv(plan.tiles.k, plan.tiles.tile_k), plan.compute_tile, lax.axis_index("role")
+    steps, role = pl.cdiv(plan.tiles.k, plan.tiles.tile_k), lax.axis_index("role")
     of_matrix = of_matrices.at[scaled_group(plan, tile)]
     first = plan.share((tile.row, tile.col))[0 if plan.swapped else 1]
     block = jnp.minimum(_device.div(first, BLOCK), of_matrix.shape[0] - 1)
@@ -100,10 +105,7 @@ def multiply_blocks(plan: Plan, ring: _device.Ring, a_smem, b_smem, of_rows, of_
 
         def products(*accs):
             for i, acc in enumerate(accs):
-                slot = ring.wait(before + first + i)
-                a, b = plan.a.part(a_smem.at[slot], role, rows), plan.b.part(b_smem.at[slot], role, cols)
-                with jax.named_scope("wgmma"):
-                    plgpu.wgmma(acc, a, b.T)
+                start_product(plan, ring, ring.wait(before + first + i), role, acc)
             following, total = scales(first + count), sums  # Scales arrive while the tensor cores are busy.
             for i, acc in enumerate(accs):
                 step_sums = plgpu.wgmma_accumulator_load(acc, wait_n=count - 1 - i)
@@ -125,22 +127,18 @@ def multiply_blocks(plan: Plan, ring: _device.Ring, a_smem, b_smem, of_rows, of_
 
 def kernel(a_gmem, b_gmem, table, of_rows, of_matrices, o_gmem, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem):
     """The kernel of `ragged_dot_fp8`."""
-    table, by_block = plan.tiles.read(table), len(of_matrices.shape) == 3
-    (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, plan.interpreted), plan.b.views(b_smem, plan.interpreted)
-    ring = _device.Ring(filled, freed, plan.num_stages)
+    table, ring = plan.tiles.read(table), plan.ring(a_smem, b_smem, filled, freed)
+    multiply_tile = multiply_blocks if len(of_matrices.shape) == 3 else multiply_and_scale
 
-    @_device.role(lax.axis_index("role") == MEMORY, decrease_to=MEMORY_REGISTERS)
+    @memory_role
     def _():
-        load(plan, table, ring, a_gmem, b_gmem, a_tma, b_tma)
+        load(plan, table, ring, a_gmem, b_gmem)
 
-    @_device.role(lax.axis_index("role") < COMPUTE, increase_to=COMPUTE_REGISTERS)
+    @compute_role
     def _():
-        def multiply_tile(tile, before):
-            of_tile = plan, ring, a_smem, b_smem, of_rows, of_matrices, tile, before
-            if by_block:
-                return multiply_blocks(*of_tile)
-            return pl.run_scoped(
-                functools.partial(multiply_and_scale, *of_tile), plgpu.ACC(plan.compute_tile, jnp.float32)
-            )
+        def compute_tile(tile, number, before):
+            sums = multiply_tile(plan, ring, of_rows, of_matrices, tile, before)
+            store(plan, tile, number, o_gmem, o_smem, sums)
 
-        compute(plan, table, multiply_tile, o_gmem, o_smem)
+        each_tile(plan, table, compute_tile)
+        plgpu.wait_smem_to_gmem(0)

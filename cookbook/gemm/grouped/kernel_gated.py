@@ -15,9 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ... import _device
-from ..plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, Plan
-from .kernel import compute, load
+from ..kernel import compute_role, memory_role, release_last
+from ..operand import Ring
+from ..plan import Plan
+from .kernel import load, store
+from .plan import each_tile
 
 
 def swiglu(both):
@@ -26,8 +28,8 @@ def swiglu(both):
     return jax.nn.silu(gate) * up
 
 
-def multiply(plan: Plan, ring: _device.Ring, a_smem, b_smem, before, steps, *accs):
-    """As `multiply` of `gemm/kernel.py`, for a tile of o: the gate and the up product have an accumulator each."""
+def multiply_and_gate(plan: Plan, ring: Ring, before, steps, *accs):
+    """As `multiply` of `gemm/kernel.py`, of the gate and of the up product; then SwiGLU: values of o."""
     (rows, cols), role = plan.compute_tile, lax.axis_index("role")
 
     def parts(operand, smem, size):
@@ -39,7 +41,7 @@ def multiply(plan: Plan, ring: _device.Ring, a_smem, b_smem, before, steps, *acc
     @pl.loop(0, steps)
     def _(step):
         slot = ring.wait(before + step)
-        a, b = parts(plan.a, a_smem.at[slot], rows), parts(plan.b, b_smem.at[slot], cols)
+        a, b = parts(plan.a, ring.a.at[slot], rows), parts(plan.b, ring.b.at[slot], cols)
         with jax.named_scope("wgmma"):
             for acc, a_part, b_part in zip(accs, a, b, strict=True):
                 plgpu.wgmma(acc, a_part, b_part.T)
@@ -47,24 +49,24 @@ def multiply(plan: Plan, ring: _device.Ring, a_smem, b_smem, before, steps, *acc
         pl.when(step > 0)(lambda: ring.release(before + step - 1))
 
     gate, up = (acc[...] for acc in accs)  # Waits for the last products.
-    pl.when(steps > 0)(lambda: ring.release(before + steps - 1))
+    release_last(ring, before, steps)
     return gate * jax.nn.sigmoid(gate) * up
 
 
 def kernel(a_gmem, b_gmem, table, o_gmem, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem):
     """The kernel of `ragged_dot` with SwiGLU."""
-    table = plan.tiles.read(table)
-    (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, plan.interpreted), plan.b.views(b_smem, plan.interpreted)
-    ring = _device.Ring(filled, freed, plan.num_stages)
+    table, ring = plan.tiles.read(table), plan.ring(a_smem, b_smem, filled, freed)
 
-    @_device.role(lax.axis_index("role") == MEMORY, decrease_to=MEMORY_REGISTERS)
+    @memory_role
     def _():
-        load(plan, table, ring, a_gmem, b_gmem, a_tma, b_tma)
+        load(plan, table, ring, a_gmem, b_gmem)
 
-    @_device.role(lax.axis_index("role") < COMPUTE, increase_to=COMPUTE_REGISTERS)
+    @compute_role
     def _():
-        def multiply_tile(tile, before):
-            of_tile = functools.partial(multiply, plan, ring, a_smem, b_smem, before, tile.steps)
-            return pl.run_scoped(of_tile, plgpu.ACC(plan.compute_tile), plgpu.ACC(plan.compute_tile))
+        def compute_tile(tile, number, before):
+            of_tile = functools.partial(multiply_and_gate, plan, ring, before, tile.steps)
+            values = pl.run_scoped(of_tile, *[plgpu.ACC(plan.compute_tile)] * 2)
+            store(plan, tile, number, o_gmem, o_smem, values)
 
-        compute(plan, table, multiply_tile, o_gmem, o_smem)
+        each_tile(plan, table, compute_tile)
+        plgpu.wait_smem_to_gmem(0)

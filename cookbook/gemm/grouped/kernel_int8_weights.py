@@ -12,37 +12,35 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ... import _device
 from ..dense.kernel_int8_weights import multiply
-from ..plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, Plan
-from .kernel import compute, load
+from ..kernel import compute_role, memory_role
+from ..plan import Plan
+from .kernel import load, store
 from .kernel_fp8 import scales_of_columns, spread
+from .plan import each_tile
 
 
 def kernel(w_gmem, lhs_gmem, table, scales, o_gmem, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem,
            wide_smem=None):  # fmt: skip
     """The kernel of `ragged_dot_int8_weights`."""
-    table = plan.tiles.read(table)
-    (w_smem, w_tma), (lhs_smem, lhs_tma) = (
-        plan.a.views(a_smem, plan.interpreted),
-        plan.b.views(b_smem, plan.interpreted),
-    )
-    ring = _device.Ring(filled, freed, plan.num_stages)
+    table, ring = plan.tiles.read(table), plan.ring(a_smem, b_smem, filled, freed)
 
-    @_device.role(lax.axis_index("role") == MEMORY, decrease_to=MEMORY_REGISTERS)
+    @memory_role
     def _():
-        load(plan, table, ring, w_gmem, lhs_gmem, w_tma, lhs_tma)
+        load(plan, table, ring, w_gmem, lhs_gmem)
 
-    @_device.role(lax.axis_index("role") < COMPUTE, increase_to=COMPUTE_REGISTERS)
+    @compute_role
     def _():
-        def multiply_tile(tile, before):
+        def compute_tile(tile, number, before):
             scale = scales_of_columns(plan, tile, scales)
 
             def some():
-                of_tile = functools.partial(multiply, plan, ring, w_smem, lhs_smem, wide_smem, before)
+                of_tile = functools.partial(multiply, plan, ring, wide_smem, before)
                 return pl.run_scoped(of_tile, plgpu.ACC(plan.compute_tile)) * spread(plan, scale, 1)
 
             none = lambda: plgpu.layout_cast(jnp.zeros(plan.compute_tile, jnp.float32), plgpu.Layout.WGMMA)
-            return lax.cond(tile.steps > 0, some, none)  # Rows of no group have no steps.
+            values = lax.cond(tile.steps > 0, some, none)  # Rows of no group have no steps.
+            store(plan, tile, number, o_gmem, o_smem, values)
 
-        compute(plan, table, multiply_tile, o_gmem, o_smem)
+        each_tile(plan, table, compute_tile)
+        plgpu.wait_smem_to_gmem(0)

@@ -12,36 +12,28 @@ write zeros over them, in both operands, so that no NaN of a neighbour gets into
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ... import _device
-from ..kernel import store
-from ..plan import COMPUTE, COMPUTE_REGISTERS, MEMORY, MEMORY_REGISTERS, Operand, Plan
-from .plan import Tile, aligned, tile_of_block
+from ..kernel import compute_role, copy_step, memory_role, release_last, start_product, store
+from ..operand import Operand, Ring
+from ..plan import COMPUTE, Plan
+from .plan import Tile, aligned, each_tile
 from .tables import Table
 
 
-def load(plan: Plan, table: Table, ring: _device.Ring, a_gmem, b_gmem, a_smem, b_smem):
+def load(plan: Plan, table: Table, ring: Ring, a_gmem, b_gmem):
     """The memory warpgroup: all steps of all tiles of this block, as fast as slots are given back."""
 
-    def load_tile(number, before):
-        tile = tile_of_block(plan, table, number)
-
+    def load_tile(tile, _, before):
         @pl.loop(0, tile.steps)
         def _(step):
-            slot, row = ring.acquire(before + step), aligned(tile.start) + step * plan.tiles.tile_k
-            with jax.named_scope("load"):
-                filled, (a, b) = ring.filled.at[slot], (plan.a, plan.b)
-                a.copy(a_gmem, a.at(tile.row, row), a_smem.at[slot], filled, shared=plan.axis_n)
-                b.copy(b_gmem, b.at(tile.col, row), b_smem.at[slot], filled, shared=plan.axis_m)
+            slot, first = ring.acquire(before + step), aligned(tile.start) + step * plan.tiles.tile_k
+            copy_step(plan, ring, slot, a_gmem, b_gmem, tile.row, tile.col, first)
 
-        return before + tile.steps
-
-    ring.drain(lax.fori_loop(0, plan.tiles.num_tiles(lax.axis_index("cluster")), load_tile, 0))
+    ring.drain(each_tile(plan, table, load_tile))
 
 
 def mask(plan: Plan, masked, tile: Tile, step, a_smem, b_smem):
@@ -73,43 +65,41 @@ def block_of(operand: Operand, smem, i):
     return smem.at[0, i] if operand.in_pieces else smem.at[:, pl.ds(i * 64, 64)]
 
 
-def multiply(plan: Plan, ring: _device.Ring, a_smem, b_smem, masked, tile: Tile, before, acc):
+def multiply(plan: Plan, ring: Ring, masked, tile: Tile, before):
     """As `multiply` of `gemm/kernel.py`, of the rows of the tile's group alone."""
-    (rows, cols), role = plan.compute_tile, lax.axis_index("role")
 
-    @pl.loop(0, tile.steps)
-    def _(step):
-        slot = ring.wait(before + step)
-        mask(plan, masked, tile, step, a_smem.at[slot], b_smem.at[slot])
-        a, b = plan.a.part(a_smem.at[slot], role, rows), plan.b.part(b_smem.at[slot], role, cols)
-        with jax.named_scope("wgmma"):
-            plgpu.wgmma(acc, a, b.T)
+    def with_accumulator(acc):
+        role = lax.axis_index("role")
+
+        @pl.loop(0, tile.steps)
+        def _(step):
+            slot = ring.wait(before + step)
+            mask(plan, masked, tile, step, ring.a.at[slot], ring.b.at[slot])
+            start_product(plan, ring, slot, role, acc)
             plgpu.wgmma_wait(1)  # The product before has ended.
-        pl.when(step > 0)(lambda: ring.release(before + step - 1))
+            pl.when(step > 0)(lambda: ring.release(before + step - 1))
 
-    values = acc[...]  # Waits for the last product.
-    pl.when(tile.steps > 0)(lambda: ring.release(before + tile.steps - 1))
-    return values
+        values = acc[...]  # Waits for the last product.
+        release_last(ring, before, tile.steps)
+        return values
+
+    return pl.run_scoped(with_accumulator, plgpu.ACC(plan.compute_tile, jnp.float32))
 
 
 def kernel(a_gmem, b_gmem, table, o_gmem, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem, masked):
     """The kernel of `ragged_dot_transposed`."""
-    (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, plan.interpreted), plan.b.views(b_smem, plan.interpreted)
-    ring = _device.Ring(filled, freed, plan.num_stages)
+    ring = plan.ring(a_smem, b_smem, filled, freed)
 
-    @_device.role(lax.axis_index("role") == MEMORY, decrease_to=MEMORY_REGISTERS)
+    @memory_role
     def _():
-        load(plan, table, ring, a_gmem, b_gmem, a_tma, b_tma)
+        load(plan, table, ring, a_gmem, b_gmem)
 
-    @_device.role(lax.axis_index("role") < COMPUTE, increase_to=COMPUTE_REGISTERS)
+    @compute_role
     def _():
-        def compute_tile(number, before):
-            tile = tile_of_block(plan, table, number)
-            of_tile = functools.partial(multiply, plan, ring, a_smem, b_smem, masked, tile, before)
-            values = pl.run_scoped(of_tile, plgpu.ACC(plan.compute_tile, jnp.float32))
+        def compute_tile(tile, number, before):
+            values = multiply(plan, ring, masked, tile, before)
             place, stored = plan.share((tile.row, tile.col)), number * len(plan.store_pieces)
             store(plan, ({}, o_gmem.at[tile.group], o_smem), place, stored, values)
-            return before + tile.steps
 
-        lax.fori_loop(0, plan.tiles.num_tiles(lax.axis_index("cluster")), compute_tile, 0)
+        each_tile(plan, table, compute_tile)
         plgpu.wait_smem_to_gmem(0)

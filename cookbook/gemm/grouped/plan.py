@@ -6,7 +6,7 @@ Which tiles a block computes is looked up on the device, in what `tables.py` mak
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,19 +14,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device
-from ..plan import COMPUTE, STEP_BYTES, Config, Operand, Plan, Tiles, identity, is_cut, resident
+from ..._device import Index
+from ..operand import STEP_BYTES, Operand, is_cut
+from ..plan import COMPUTE, Plan, identity
+from ..tiles import Config, Tiles, exchanged, resident
 from .tables import SCANNED_MAX, Scan, Table, bounds, row_entries, row_table
 
 
 class Tile(NamedTuple):
     """A tile that was looked up: its group, rows, steps, and where it begins in the kernel's product."""
 
-    group: Any
-    start: Any  # The tile's first row; in a sum the group's.
-    end: Any  # The end of the group.
-    steps: Any
-    row: Any
-    col: Any
+    group: Index
+    start: Index  # The tile's first row; in a sum the group's.
+    end: Index  # The end of the group.
+    steps: Index
+    row: Index
+    col: Index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +53,7 @@ class RowTiles(Tiles):
 
     @property
     def out_shape(self) -> tuple[int, int]:
-        return (self.m, self.n)[:: -1 if self.axis else 1]
+        return exchanged((self.m, self.n), self.axis)
 
     @property
     def across(self) -> int:
@@ -76,7 +79,7 @@ class RowTiles(Tiles):
     def look_up(self, table: Table | Scan, index, block_m, block_n) -> Tile:
         """Tile `index`, as block (block_m, block_n) of its cluster has it."""
         c, filled = self.config, table.count[0]
-        grid = (filled, self.across)[:: -1 if self.axis else 1]
+        grid = exchanged((filled, self.across), self.axis)
         places = plgpu.planar_snake(index, grid, c.grid_minor_dim, c.grid_tile_width)
         # Tiles of zeros take less time, so they come last.
         rest = index - filled * self.across
@@ -86,7 +89,7 @@ class RowTiles(Tiles):
         tile, size = (block_m * c.tile_m, block_n * c.tile_n), self.cluster_tile[1 - self.axis]
         place = start + tile[self.axis], j * size + tile[1 - self.axis]
         steps = jnp.where(group < self.num_groups, self.num_steps, 0)
-        return Tile(group, start, end, steps, *place[:: -1 if self.axis else 1])
+        return Tile(group, start, end, steps, *exchanged(place, self.axis))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +118,8 @@ class SumTiles(Tiles):
         """The number of `cluster` among those that take tiles of this turn."""
         return jnp.where(_device.rem(turn, 2) == 0, cluster, self.clusters - 1 - cluster)
 
-    def num_tiles(self, cluster):
-        """How many tiles `cluster` computes."""
+    def num_tiles(self, table: Table, cluster):
+        """How many tiles `cluster` computes, whatever the table says."""
         turns, rest = divmod(self.count, self.clusters)
         return turns + (self.in_turn(turns, cluster) < rest).astype(jnp.int32)
 
@@ -133,10 +136,19 @@ class SumTiles(Tiles):
         return Tile(group, start, end, steps, *place)
 
 
-def tile_of_block(plan: Plan, table: Table | Scan, number) -> Tile:
-    """This block's tile `number`."""
-    blocks = (lax.axis_index(axis) if axis else 0 for axis in (plan.axis_m, plan.axis_n))
-    return plan.tiles.look_up(table, lax.axis_index("cluster") + number * plan.tiles.clusters, *blocks)
+def each_tile(plan: Plan, table: Table | Scan, body):
+    """Calls `body(tile, number, before)` for this block's tiles: `number` tiles come before, and `before` steps.
+
+    Returns the steps of all.
+    """
+
+    def one(number, before):
+        blocks = (lax.axis_index(axis) if axis else 0 for axis in (plan.axis_m, plan.axis_n))
+        tile = plan.tiles.look_up(table, lax.axis_index("cluster") + number * plan.tiles.clusters, *blocks)
+        body(tile, number, before)
+        return before + tile.steps
+
+    return lax.fori_loop(0, plan.tiles.num_tiles(table, lax.axis_index("cluster")), one, 0)
 
 
 def aligned(row):
@@ -167,9 +179,8 @@ def row_plan(m, n, k, num_groups, dtype, transpose_rhs, activation, out_dtype, c
         Operand(dtype, c.tile_n if c.swapped else c.tile_m, tile_k, False),
         Operand(dtype, c.tile_m if c.swapped else c.tile_n, tile_k, lies, cut or not lies, stacked=True),
     ]
-    m_n = (n, m) if c.swapped else (m, n)
-    tiles = RowTiles(*m_n, k, tile_k, c, num_sms, num_groups=num_groups, axis=int(c.swapped))
-    plan = Plan(tiles, *sides[:: -1 if c.swapped else 1], activation, out_dtype, interpreted)
+    tiles = RowTiles(*exchanged((m, n), c.swapped), k, tile_k, c, num_sms, num_groups=num_groups, axis=int(c.swapped))
+    plan = Plan(tiles, *exchanged(sides, c.swapped), activation, out_dtype, interpreted)
     if not c.swapped and plan.store_piece[1] * out_dtype.itemsize != STEP_BYTES:
         raise ValueError(
             f"{c.tile_n=} must leave each warpgroup a multiple of {STEP_BYTES} bytes of a row of {out_dtype}: a row of "

@@ -17,9 +17,8 @@ or some of them. Where tiles are is read from a table that XLA makes of the size
 Bound by: the tensor cores; with few rows a group, the memory that the matrices come from. `swapped` then computes the
 transposed product, whose tiles may have as few as 8 rows of lhs. `cost.py` chooses the tiles.
 
-Not supported: batches (use `jax.vmap`), other dtypes. Under an automatic mesh JAX gathers sharded operands first: call
-it inside `jax.shard_map`. Chapter: 16. Sources: Gale et al., "MegaBlocks" (2022), for the grouped product; JAX's
-`ragged_dot_mgpu`, for the stores by powers of two.
+Not supported: batches (use `jax.vmap`), other dtypes. Chapter: 16. Sources: Gale et al., "MegaBlocks" (2022), for the
+grouped product; JAX's `ragged_dot_mgpu`, for the stores by powers of two.
 """
 
 import dataclasses
@@ -32,9 +31,12 @@ from jax import lax
 
 from ... import _host, _numerics
 from .. import differentiable
-from ..plan import Config, identity
+from ..arguments import product_sizes, require_halves, require_precision
+from ..plan import identity
+from ..references import flops as flops
+from ..tiles import Config
 from . import arguments, cost
-from .kernel import kernel, product
+from .kernel import grouped_product, kernel
 from .kernel_gated import kernel as gated_kernel
 from .kernel_gated import swiglu
 from .plan import gated, row_plan
@@ -49,8 +51,8 @@ def ragged_dot_reference(lhs, rhs, group_sizes, group_offset=0, transpose_rhs=Fa
 
     def add_group(out, matrix):
         number, out = out
-        product = jnp.matmul(lhs, matrix, precision="highest")
-        return (number + 1, jnp.where((group == number)[:, None], product, out)), None
+        of_group = jnp.matmul(lhs, matrix, precision="highest")
+        return (number + 1, jnp.where((group == number)[:, None], of_group, out)), None
 
     zeros = jnp.zeros((lhs.shape[0], rhs.shape[2]), dtype)
     return _activation("ragged_dot_reference", activation)(lax.scan(add_group, (jnp.int32(0), zeros), rhs)[0][1])
@@ -105,11 +107,10 @@ def _forward(lhs, rhs, group_sizes, group_offset, options: Options):
         options.out_dtype, config, target.num_sms, target.interpreted,
     )  # fmt: skip
     table = plan.tiles.table_of(group_sizes, group_offset)
-    operands = (lhs, rhs)[:: -1 if config.swapped else 1]
     params = _host.compiler_params(approx_math=options.activation is not identity and options.out_dtype.itemsize == 2)
     if options.is_gated:
-        return product(gated_kernel, *operands, table, plan=gated(plan), params=params)
-    return product(kernel, *operands, table, plan=plan, params=params)
+        return grouped_product(gated_kernel, lhs, rhs, table, plan=gated(plan), params=params)
+    return grouped_product(kernel, lhs, rhs, table, plan=plan, params=params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -125,7 +126,9 @@ def _ragged_dot_fwd(lhs, rhs, group_sizes, group_offset, options: Options):
     # The backward pass needs what the activation was applied to. To compute it again would cost a third of a step;
     # `jax.checkpoint` does so where memory is short. float16 has too few exponents for it.
     kept = jnp.dtype(jnp.float32) if lhs.dtype == jnp.float16 else lhs.dtype
-    before = forward(dataclasses.replace(options, activation=identity, out_dtype=kept, config=None))(*operands)
+    # The caller's configuration serves here too, but for results of 32 bits that would have to be transposed.
+    config = None if kept.itemsize == 4 and options.config and options.config.swapped else options.config
+    before = forward(dataclasses.replace(options, activation=identity, out_dtype=kept, config=config))(*operands)
     return activation(before.astype(jnp.float32)).astype(options.out_dtype), (*operands, before)
 
 
@@ -195,7 +198,8 @@ def ragged_dot(
         of 8, unless rhs is transposed); or "relu", "gelu" (the tanh form), "silu", an element-wise function, or None.
       precision: as `jax.lax.ragged_dot` takes it; every `jax.lax.Precision` means the same for values of 16 bits.
       preferred_element_type: bfloat16, float16 or float32, the dtype of the result; None for the dtype of `lhs`.
-      config: tiles, stages, cluster and order; None for the fastest predicted ones.
+      config: tiles, stages, cluster and order of this product; None for the fastest predicted ones. Products of
+        gradients choose their own; so does a float16 one with an activation, differentiated, if this is `swapped`.
 
     Returns:
       (M, N); the activation of zeros, which is zero for those with a name, in rows that belong to no group of rhs.
@@ -207,9 +211,9 @@ def ragged_dot(
     lhs, rhs = _host.as_array(op, "lhs", lhs), _host.as_array(op, "rhs", rhs)
     transpose_rhs = _host.option(op, "transpose_rhs", transpose_rhs, bool)
     _host.require_config(op, config, Config)
-    differentiable.require_precision(op, precision)
-    arguments.check_shapes(op, lhs, rhs, transpose_rhs)
-    arguments.check_operands(op, lhs, rhs)
+    require_precision(op, precision)
+    require_halves(op, lhs=lhs, rhs=rhs)
+    product_sizes(op, dict(lhs=lhs, rhs=rhs), transpose_b=transpose_rhs, grouped=True)
     wanted = lhs.dtype if preferred_element_type is None else preferred_element_type
     out_dtype = _host.require_float(op, wanted, "preferred_element_type")
     if activation == "swiglu" and rhs.shape[1 if transpose_rhs else 2] % 2:
@@ -234,11 +238,6 @@ def ragged_dot(
 
 ragged_dot.Config = Config  # `cookbook.ragged_dot` is this function, not its module.
 ragged_dot.check_group_sizes = arguments.check_group_sizes
-
-
-def flops(m: int, n: int, k: int) -> int:
-    """Operations for `m` rows that belong to groups."""
-    return 2 * m * n * k
 
 
 def bytes_moved(m: int, n: int, k: int, num_groups: int, itemsize: int = 2) -> int:

@@ -19,9 +19,8 @@ Bound by: the tensor cores; with scales by block also the additions, which take 
 overlap with the products of the warpgroup's next step and of the other warpgroup.
 
 Not supported: other sizes of blocks; batches (use `jax.vmap`); differentiation. The tensor cores want both operands
-with K along their rows: a plain rhs is transposed, at the cost of one copy; store weights as (G, N, K). Under an
-automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`. Chapter: 16b. Source: DeepSeek-AI,
-"DeepSeek-V3 technical report" (2024), for the blocks and why sums are promoted.
+with K along their rows: a plain rhs is transposed, at the cost of one copy; store weights as (G, N, K). Chapter: 16b.
+Source: DeepSeek-AI, "DeepSeek-V3 technical report" (2024), for the blocks and why sums are promoted.
 """
 
 import functools
@@ -30,15 +29,17 @@ import jax
 import jax.numpy as jnp
 
 from ... import _host
-from ..plan import Config, identity
+from ..arguments import product_sizes
+from ..plan import identity
+from ..references import flops as flops
+from ..tiles import Config
 from . import arguments, cost
-from .kernel import product
+from .kernel import grouped_product
 from .kernel_fp8 import BLOCK, IN_FLIGHT, kernel, pad_column_scales, pad_row_scales
 from .plan import row_plan
-from .ragged_dot import flops as flops
 from .ragged_dot import ragged_dot_reference
 
-DTYPE, UNIT = jnp.dtype(jnp.float8_e4m3fn), 16  # Values of a row along K: TMA's 16 bytes.
+DTYPE = jnp.dtype(jnp.float8_e4m3fn)
 REGISTER_VALUES = 200  # Registers that a thread, which has 232, can use for sums and scales.
 
 
@@ -63,7 +64,7 @@ def default_config(m, n, k, num_groups, out_dtype=jnp.bfloat16, by_block=False, 
 def ranked(m, n, k, num_groups, count, out_dtype=jnp.bfloat16, by_block=False, num_sms=132) -> list[Config]:
     """The `count` configurations of the least predicted time, the best first: those that are worth timing."""
     problem = cost.RaggedProblem(m, n, k, num_groups, True, DTYPE, jnp.dtype(out_dtype), num_sms=num_sms)
-    return cost.ranked(problem, count, _fits_blocks if by_block else lambda config: True)
+    return [config for config in cost.ranked(problem) if not by_block or _fits_blocks(config)][:count]
 
 
 def _fits_blocks(config: Config) -> bool:
@@ -77,9 +78,9 @@ def _fits_blocks(config: Config) -> bool:
 
 def _check(op: str, lhs, rhs, scale_lhs, scale_rhs, transpose_rhs: bool):
     """(M, N, K) and whether scales are of blocks."""
-    m, n, k = arguments.check_shapes(op, lhs, rhs, transpose_rhs, UNIT)
     if lhs.dtype != DTYPE or rhs.dtype != DTYPE:
         raise ValueError(f"{_host.PACKAGE}.{op}: {lhs.dtype=}, {rhs.dtype=}; both must be {DTYPE}: scale and cast them")
+    m, n, k = product_sizes(op, dict(lhs=lhs, rhs=rhs), transpose_b=transpose_rhs, grouped=True, along_k=True)
     by_block, blocks = scale_rhs.ndim == 3, (-(-n // BLOCK), -(-k // BLOCK))
     wanted = rhs.shape[:1] + (blocks if transpose_rhs else blocks[::-1]) if by_block else (rhs.shape[0], n)
     fits = scale_lhs.shape == (m, blocks[1]) if by_block else scale_lhs.shape in ((m,), (m, 1))
@@ -157,8 +158,7 @@ def ragged_dot_fp8(
     table = plan.tiles.table_of(group_sizes, group_offset)
     of_rows = pad_row_scales(scale_lhs.reshape(m, -1), plan)
     of_matrices = scale_rhs.astype(jnp.float32) if by_block else pad_column_scales(scale_rhs, plan)
-    operands = (lhs, rhs)[:: -1 if config.swapped else 1]
-    return product(kernel, *operands, table, of_rows, of_matrices, plan=plan, params=_host.compiler_params())
+    return grouped_product(kernel, lhs, rhs, table, of_rows, of_matrices, plan=plan, params=_host.compiler_params())
 
 
 ragged_dot_fp8.Config = Config  # `cookbook.ragged_dot_fp8` is this function, not its module.

@@ -13,7 +13,7 @@ Bound by: the memory that the weights come from with few rows a group; with many
 
 Not supported: zero points, scales of groups along K, 4-bit weights; batches (use `jax.vmap`); differentiation. The
 tensor cores want weights with K along their rows: a plain rhs is transposed, at the cost of one copy; store weights as
-(G, N, K). Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`. Chapter: 16b.
+(G, N, K). Chapter: 16b.
 """
 
 import functools
@@ -23,15 +23,16 @@ import jax.numpy as jnp
 
 from ... import _host
 from .. import cost
+from ..arguments import product_sizes
 from ..dense import cost_int8_weights
 from ..dense.kernel_int8_weights import Config, plan_of
-from ..plan import resident
+from ..references import flops as flops
+from ..tiles import resident
 from . import arguments
-from .kernel import product
+from .kernel import grouped_product
 from .kernel_fp8 import pad_column_scales
 from .kernel_int8_weights import kernel
 from .plan import RowTiles
-from .ragged_dot import flops as flops
 from .ragged_dot import ragged_dot_reference
 
 
@@ -65,11 +66,11 @@ def ranked(m: int, n: int, k: int, num_groups: int, count: int, num_sms: int = 1
 
 
 def _check(op: str, lhs, rhs, scales, transpose_rhs: bool) -> tuple[int, int, int]:
-    m, n, k = arguments.check_shapes(op, lhs, rhs, transpose_rhs, unit=16)
     if lhs.dtype not in (jnp.bfloat16, jnp.float16) or rhs.dtype != jnp.int8:
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {lhs.dtype=}, {rhs.dtype=}; must be bfloat16 or float16, and int8: cast them"
         )
+    m, n, k = product_sizes(op, dict(lhs=lhs, rhs=rhs), transpose_b=transpose_rhs, grouped=True, along_k=True)
     if scales.shape != (rhs.shape[0], n) or not jnp.issubdtype(scales.dtype, jnp.floating):
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {scales.shape=}, {scales.dtype=}; must be {(rhs.shape[0], n)}, one float for each "
@@ -133,7 +134,7 @@ def ragged_dot_int8_weights(
     plan = plan_of(tiles, rhs, lhs, out_dtype, target.interpreted, stacked=True)
     table, scales = tiles.table_of(group_sizes, group_offset), pad_column_scales(scales, plan)
     rhs = rhs if transpose_rhs else rhs.mT
-    return product(kernel, rhs, lhs, table, scales, plan=plan, params=_host.compiler_params())
+    return grouped_product(kernel, lhs, rhs, table, scales, plan=plan, params=_host.compiler_params())
 
 
 ragged_dot_int8_weights.Config = Config  # `cookbook.ragged_dot_int8_weights` is this function, not its module.

@@ -12,8 +12,8 @@ Role and barrier tables: `kernel_transposed.py`, which holds the kernel.
 Bound by: the tensor cores; with few rows a group, the memory that o goes to. Blocks take tiles of the largest groups
 first.
 
-Not supported: batches (use `jax.vmap`), other dtypes, differentiation. Under an automatic mesh JAX gathers sharded
-operands first: call it inside `jax.shard_map`. Chapter: 16b. Source: Gale et al., "MegaBlocks" (2022).
+Not supported: batches (use `jax.vmap`), other dtypes, differentiation. Chapter: 16b. Source: Gale et al., "MegaBlocks"
+(2022).
 """
 
 import jax
@@ -21,9 +21,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from ... import _host
-from ..plan import Config
+from ..arguments import require_halves, require_rows
+from ..references import flops as flops
+from ..tiles import Config
 from . import arguments, cost
-from .kernel import product
+from .kernel import grouped_product
 from .kernel_transposed import kernel
 from .plan import sum_plan
 from .tables import bounds, sum_table
@@ -60,7 +62,7 @@ def sums(lhs, rhs, group_sizes, group_offset, count: int, out_dtype, config: Con
     config = config or default_config(m, k, n, count, lhs.dtype, out_dtype, target.num_sms)
     plan = sum_plan(k, n, m, count, lhs.dtype, out_dtype, config, target.num_sms, target.interpreted)
     table = sum_table(*bounds(group_sizes, m, group_offset, count))
-    return product(kernel, lhs, rhs, table, plan=plan, params=_host.compiler_params())
+    return grouped_product(kernel, lhs, rhs, table, plan=plan, params=_host.compiler_params())
 
 
 def ragged_dot_transposed(
@@ -96,7 +98,9 @@ def ragged_dot_transposed(
     _host.require_config(op, config, Config)
     if lhs.ndim != 2 or rhs.ndim != 2 or lhs.shape[0] != rhs.shape[0]:
         raise ValueError(f"{_host.PACKAGE}.{op}: {lhs.shape=}, {rhs.shape=}; must be (M, K) and (M, N)")
-    arguments.check_operands(op, lhs, rhs)
+    require_halves(op, lhs=lhs, rhs=rhs)
+    require_rows(op, "lhs", lhs)
+    require_rows(op, "rhs", rhs)
     _host.require_indices(op, M=lhs.shape[0], N=rhs.shape[1], K=lhs.shape[1])
     wanted = lhs.dtype if preferred_element_type is None else preferred_element_type
     out_dtype = _host.require_float(op, wanted, "preferred_element_type")
@@ -113,11 +117,6 @@ def ragged_dot_transposed(
 
 
 ragged_dot_transposed.Config = Config  # `cookbook.ragged_dot_transposed` is this function, not its module.
-
-
-def flops(m: int, n: int, k: int) -> int:
-    """Operations for `m` rows that belong to groups."""
-    return 2 * m * n * k
 
 
 def bytes_moved(m: int, n: int, k: int, num_groups: int, itemsize: int = 2) -> int:

@@ -11,12 +11,14 @@ one group or to none, and no tile begins or ends outside of the array. `argument
 the host.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ... import _device
+from ..._device import Index, Ref
 
 # The most groups that the kernel goes through for each tile. With 16, the memory warpgroup spills registers.
 SCANNED_MAX = 12
@@ -25,10 +27,10 @@ SCANNED_MAX = 12
 class Table(NamedTuple):
     """Integers for each entry: its group, the row where the entry begins, and the row where its group ends."""
 
-    after: Any  # (G + 2,): how many entries there are up to the end of each group, and of the rows of zeros.
-    group: Any
-    start: Any
-    end: Any  # The end of the group, even if that is beyond the entry's tile.
+    after: jax.Array | Ref  # (G + 2,): entries up to the end of each group, and of the rows of zeros.
+    group: jax.Array | Ref
+    start: jax.Array | Ref
+    end: jax.Array | Ref  # The end of the group, even if that is beyond the entry's tile.
 
     @property
     def count(self):
@@ -44,16 +46,16 @@ class Table(NamedTuple):
 class Group(NamedTuple):
     """The rows of a group, from `start` to `end`, and how many entries come before its own."""
 
-    before: Any
-    start: Any
-    end: Any
+    before: Index
+    start: Index
+    end: Index
 
 
 class Scan(NamedTuple):
     """The entries of `row_table`, found in the sizes of all groups. Rows after the groups are one group more."""
 
-    count: Any  # As the table's.
-    sizes: Any  # (G,), as they were given: `groups` clips them as `bounds` does.
+    count: tuple[Index, Index] | None  # As the table's.
+    sizes: Ref  # (G,), as they were given: `groups` clips them as `bounds` does.
     m: int
     tile: int
 

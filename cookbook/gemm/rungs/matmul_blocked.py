@@ -27,9 +27,8 @@ compiler's choice. Two blocks share an SM, so that one computes while the other 
 are converted first, which costs more than their fewer bytes save: chapter 5 gives them to the tensor cores.
 
 Not supported: batches (use `jax.vmap`), operands of two dtypes, differentiation, splitting K (a small o with a long K
-leaves SMs idle). Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`. Chapter:
-notebooks/04_blocked_matmul.ipynb. Source: the classic SGEMM of Volkov and Demmel, "Benchmarking GPUs to tune dense
-linear algebra" (2008), with TMA in place of loads and stores.
+leaves SMs idle). Chapter: notebooks/04_blocked_matmul.ipynb. Source: the classic SGEMM of Volkov and Demmel,
+"Benchmarking GPUs to tune dense linear algebra" (2008), with TMA in place of loads and stores.
 """
 
 import dataclasses
@@ -42,6 +41,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
+from .. import arguments
+from ..references import exact_product
+from ..references import flops as flops
 
 LANES_M, LANES_N, WARPS = 4, 8, 4  # A warp's threads stand 4 x 8 on the tile, a warpgroup's warps one above the other.
 ROWS = LANES_M * WARPS  # A thread has every ROWS-th row of the tile.
@@ -50,8 +52,7 @@ TILE_MAX = 128 * 128  # Values of o per block: 128 registers of each thread. Mor
 
 
 def matmul_blocked_reference(a, b):
-    dtype = jnp.promote_types(a.dtype, jnp.float32)
-    return jnp.matmul(a.astype(dtype), b.astype(dtype), precision="highest")
+    return exact_product(a, b)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,24 +83,6 @@ def default_config(m: int, n: int, k: int) -> Config:
         if pl.cdiv(m, tile_m) * pl.cdiv(n, tile_n) >= 132:
             break
     return Config(tile_m, tile_n)
-
-
-def _check(a, b):
-    op = f"{_host.PACKAGE}.matmul_blocked"
-    if a.ndim != 2 or b.ndim != 2:
-        raise ValueError(f"{op}: {a.shape=}, {b.shape=}; both must be matrices: reshape a, or use jax.vmap")
-    if a.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16) or a.dtype != b.dtype:
-        raise ValueError(f"{op}: {a.dtype=}, {b.dtype=}; must both be float32, bfloat16 or float16: cast one")
-    if a.shape[1] != b.shape[0]:
-        raise ValueError(f"{op}: {a.shape=}, {b.shape=}; a must have as many columns as b has rows: transpose one?")
-    for name, cols in (("a", a.shape[1]), ("b", b.shape[1])):
-        unit = 16 // a.dtype.itemsize
-        if cols % unit:
-            raise ValueError(
-                f"{op}: a row of {name} has {cols} values, {cols * a.dtype.itemsize} bytes; TMA needs a multiple of 16 "
-                f"bytes: pad it to {pl.cdiv(cols, unit) * unit} (jnp.pad, one copy of {name})"
-            )
-    _host.require_indices("matmul_blocked", M=a.shape[0], N=b.shape[1], K=b.shape[0])
 
 
 def scratch(config: Config, dtype) -> dict:
@@ -227,9 +210,13 @@ def matmul_blocked(a: jax.Array, b: jax.Array, *, config: Config | None = None) 
     """
     a, b = _host.as_array("matmul_blocked", "a", a), _host.as_array("matmul_blocked", "b", b)
     _host.require_config("matmul_blocked", config, Config)
-    _check(a, b)
+    if a.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16) or a.dtype != b.dtype:
+        raise ValueError(
+            f"{_host.PACKAGE}.matmul_blocked: {a.dtype=}, {b.dtype=}; must both be float32, bfloat16 or float16: cast "
+            "one"
+        )
+    m, n, k = arguments.product_sizes("matmul_blocked", dict(a=a, b=b))
     a, b = _host.without_gradient("matmul_blocked", f"{_host.PACKAGE}.matmul", a, b)
-    (m, k), n = a.shape, b.shape[1]
     if 0 in (m, n, k):
         return jnp.zeros((m, n), a.dtype)
     _host.require_target("matmul_blocked")
@@ -243,10 +230,6 @@ def matmul_blocked(a: jax.Array, b: jax.Array, *, config: Config | None = None) 
 
 
 matmul_blocked.Config = Config  # `cookbook.matmul_blocked` is this function, not its module.
-
-
-def flops(m: int, n: int, k: int) -> int:
-    return 2 * m * n * k
 
 
 def bytes_moved(m: int, n: int, k: int, itemsize: int = 4) -> int:

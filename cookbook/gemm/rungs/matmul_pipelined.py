@@ -21,9 +21,8 @@ that the blocks that run together find their operands in the L2 cache.
 
 Not supported: batches (use `jax.vmap`), other dtypes, differentiation. An operand or a result whose rows are not a
 multiple of 8 or whose columns are not a multiple of 64 is padded, at the cost of one copy of it: Pallas's view of
-swizzled shared memory has whole tiles of 8 rows by 128 bytes. Under an automatic mesh JAX gathers sharded operands
-first: call it inside `jax.shard_map`. Chapter: notebooks/06_pipelining.ipynb. Source: CUTLASS's efficient GEMM notes,
-for the idea.
+swizzled shared memory has whole tiles of 8 rows by 128 bytes. Chapter: notebooks/06_pipelining.ipynb. Source: CUTLASS's
+efficient GEMM notes, for the idea.
 """
 
 import dataclasses
@@ -36,14 +35,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host, _numerics
+from .. import arguments
+from ..references import bytes_moved as bytes_moved
+from ..references import exact_product
+from ..references import flops as flops
 
 EPILOGUE_COLUMNS = 64  # Columns whose activation is computed at a time: all at once would spill.
 
 
 def matmul_reference(a, b, activation=None):
-    dtype = jnp.promote_types(a.dtype, jnp.float32)
-    product = jnp.matmul(a.astype(dtype), b.astype(dtype), precision="highest")
-    return _numerics.activation_fn("matmul_reference", activation)(product)
+    return _numerics.activation_fn("matmul_reference", activation)(exact_product(a, b))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +189,8 @@ def matmul_pipelined(
     transpose_a = _host.option("matmul_pipelined", "transpose_a", transpose_a, bool)
     transpose_b = _host.option("matmul_pipelined", "transpose_b", transpose_b, bool)
     _host.require_config("matmul_pipelined", config, Config)
-    m, n, k = _host.matmul_sizes("matmul_pipelined", a, b, transpose_a, transpose_b)
+    m, n, k = arguments.product_sizes("matmul_pipelined", dict(a=a, b=b), transpose_a, transpose_b)
+    arguments.require_halves("matmul_pipelined", a=a, b=b)
     out_dtype = _host.require_float("matmul_pipelined", a.dtype if out_dtype is None else out_dtype)
     a, b = _host.without_gradient("matmul_pipelined", f"{_host.PACKAGE}.matmul", a, b)
     activation = _numerics.activation_fn("matmul_pipelined", activation)
@@ -205,12 +207,3 @@ def matmul_pipelined(
 
 
 matmul_pipelined.Config = Config  # `cookbook.matmul_pipelined` is this function, not its module.
-
-
-def flops(m: int, n: int, k: int) -> int:
-    return 2 * m * n * k
-
-
-def bytes_moved(m: int, n: int, k: int, itemsize: int = 2) -> int:
-    """Each operand read once and the result written once, all of `itemsize` bytes."""
-    return itemsize * (m * k + k * n + m * n)

@@ -26,7 +26,6 @@ starts or stores.
 Not supported: batches (use `jax.vmap`), other dtypes, differentiation, Blackwell (its tensor cores take other
 instructions). An operand or a result whose rows are not a multiple of 8 or whose columns are not a multiple of 64 is
 padded, at the cost of one copy of it: Pallas's view of swizzled shared memory has whole tiles of 8 rows by 128 bytes.
-Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
 Chapter: notebooks/05_wgmma.ipynb. Source: this project's.
 """
 
@@ -40,15 +39,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
+from .. import arguments
+from ..references import bytes_moved as bytes_moved
+from ..references import exact_product
+from ..references import flops as flops
 
 IN_FLIGHT = 1  # WGMMAs left running while the next is started, so that the tensor cores do not idle between two.
 TILE_MAX = 128 * 192  # Elements of o per block: 192 registers of each thread, 219 of 255 in all. 128 * 256 spills.
 
 
 def matmul_wgmma_reference(a, b, *, transpose_a=False, transpose_b=False):
-    dtype = jnp.promote_types(a.dtype, jnp.float32)
-    a, b = (a.T if transpose_a else a), (b.T if transpose_b else b)
-    return jnp.matmul(a.astype(dtype), b.astype(dtype), precision="highest")
+    return exact_product(a.T if transpose_a else a, b.T if transpose_b else b)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +193,8 @@ def matmul_wgmma(
     transpose_a = _host.option("matmul_wgmma", "transpose_a", transpose_a, bool)
     transpose_b = _host.option("matmul_wgmma", "transpose_b", transpose_b, bool)
     _host.require_config("matmul_wgmma", config, Config)
-    m, n, k = _host.matmul_sizes("matmul_wgmma", a, b, transpose_a, transpose_b)
+    m, n, k = arguments.product_sizes("matmul_wgmma", dict(a=a, b=b), transpose_a, transpose_b)
+    arguments.require_halves("matmul_wgmma", a=a, b=b)
     out_dtype = _host.require_float("matmul_wgmma", a.dtype if out_dtype is None else out_dtype)
     a, b = _host.without_gradient("matmul_wgmma", f"{_host.PACKAGE}.matmul", a, b)
     if 0 in (m, n, k):
@@ -205,12 +207,3 @@ def matmul_wgmma(
 
 
 matmul_wgmma.Config = Config  # `cookbook.matmul_wgmma` is this function, not its module.
-
-
-def flops(m: int, n: int, k: int) -> int:
-    return 2 * m * n * k
-
-
-def bytes_moved(m: int, n: int, k: int, itemsize: int = 2) -> int:
-    """Each operand read once and the result written once, all of `itemsize` bytes."""
-    return itemsize * (m * k + k * n + m * n)
