@@ -134,14 +134,14 @@ def load(plan: Plan, each_piece, smem: Smem, block_tables, q_gmem, k_gmem, v_gme
         source = lambda row, num, p: values.at[pl.ds(row, num), problem.columns(p)]
         copy_tiles(problem, source, smem.v.at[slot], smem.v_tma.at[slot], rows.start, rows.size, filled)
 
-    def load_piece(i, piece: Piece, before):
+    def load_piece(i, piece: Piece, steps_done):
         find = lambda step: pages.of_block(block_tables, piece.seq, piece.first + step)
         # The query comes after as many blocks as there are slots: the ring is full while the previous piece is stored.
         blocks_before_query = jnp.where(i == 0, 1, jnp.minimum(piece.steps, plan.config.num_stages))
 
         def one(step, found):
             found_next = find(step + 1)  # In flight while this one waits.
-            slot = smem.ring.acquire(before + step)
+            slot = smem.ring.acquire(steps_done + step)
             first = pages.first_token(piece.first + step)
             for j, page in enumerate(found):
                 load_page(j, slot, *(gmem.at[page, pl.ds(first, pages.tokens), kv_head] for gmem in (k_gmem, v_gmem)))
@@ -159,11 +159,11 @@ def _compute(plan: Plan, part, each_piece, smem: Smem, out_gmem, lse_gmem):
     """The compute warpgroup: out and lse of every piece, in float32; base-2 logarithms."""
     unit = lax.axis_index("unit")
 
-    def compute_piece(i, piece: Piece, before):
+    def compute_piece(i, piece: Piece, steps_done):
         plgpu.barrier_wait(smem.q_filled)
         # Pieces are in order of sequences and of parts, so that no two have the same sum.
         where = piece.seq + part, unit
-        out, lse_log2 = _attend(plan, smem, piece, before)
+        out, lse_log2 = _attend(plan, smem, piece, steps_done)
         store_piece(plan, smem, out, lse_log2, out_gmem.at[where], lse_gmem.at[where])
 
     each_piece(compute_piece)
@@ -180,7 +180,7 @@ def store_piece(plan: Plan, smem: Smem, out, lse_log2, out_gmem, lse_gmem):
     plgpu.barrier_arrive(smem.q_freed)
 
 
-def _attend(plan: Plan, smem: Smem, piece: Piece, before):
+def _attend(plan: Plan, smem: Smem, piece: Piece, steps_done):
     """(out, lse_log2) of a piece: block after block, each of them waited for."""
     problem, block_kv = plan.problem, plan.config.block_kv
     shape, low = (WG_ROWS, block_kv), plan.first_seen(piece.kv_len)
@@ -188,7 +188,7 @@ def _attend(plan: Plan, smem: Smem, piece: Piece, before):
     def step(step, carry, masked: bool):
         acc, m_i, l_i = carry
         first = (piece.first + step) * block_kv
-        slot = smem.ring.wait(before + step)
+        slot = smem.ring.wait(steps_done + step)
 
         def logits(s_ref):
             for p in range(problem.pieces):
@@ -196,15 +196,15 @@ def _attend(plan: Plan, smem: Smem, piece: Piece, before):
                 plgpu.wgmma(s_ref, smem.q.at[p], keys.T)
             return s_ref[...]
 
-        s, unit = problem.scored(pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32)))
+        s, scale_log2 = problem.scores(pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32)))
         if masked:
             token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + first
             s = jnp.where((token >= low) & (token < piece.kv_len), s, -jnp.inf)
             clear(problem, smem.v_rows.at[slot], low - first, piece.kv_len - first)
-        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, unit, masked)
+        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2, masked)
         values = smem.v.at[slot]
         acc = add_product(acc * per_row(alpha, acc.shape), p.astype(values.dtype), values, problem.interpreted)
-        smem.ring.release(before + step)
+        smem.ring.release(steps_done + step)
         return acc, m_i, l_i
 
     return finish(*over_blocks(plan, piece, low, step))

@@ -135,18 +135,18 @@ def _convert(plan: Plan, each_piece, smem: Smem, wide_smem, wide_ring: _device.R
     """The converting warpgroup: values of block after block become 16 bits wide."""
     block_kv = plan.config.block_kv
 
-    def convert_piece(i, piece: Piece, before):
+    def convert_piece(i, piece: Piece, steps_done):
         low = plan.first_seen(piece.kv_len)
 
         @pl.loop(0, piece.steps)
         def _(step):
-            slot, to = smem.ring.wait(before + step), wide_ring.acquire(before + step)
+            slot, to = smem.ring.wait(steps_done + step), wide_ring.acquire(steps_done + step)
             first = (piece.first + step) * block_kv
             seen, whole = (low - first, piece.kv_len - first), (first >= low) & (first + block_kv <= piece.kv_len)
             pl.when(whole)(lambda: widen(smem.v.at[slot], wide_smem.at[to]))
             pl.when(~whole)(lambda: widen(smem.v.at[slot], wide_smem.at[to], seen))
             plgpu.commit_smem()
-            smem.ring.release(before + step)
+            smem.ring.release(steps_done + step)
             plgpu.barrier_arrive(wide_ring.filled.at[to])
 
     count, _ = each_piece(convert_piece)
@@ -157,11 +157,11 @@ def _compute(plan: Plan, part, each_piece, half: Half, out_gmem, lse_gmem):
     """The compute warpgroup that stores out and lse of every piece, in float32; base-2 logarithms."""
     unit = lax.axis_index("unit")
 
-    def compute_piece(i, piece: Piece, before):
+    def compute_piece(i, piece: Piece, steps_done):
         plgpu.barrier_wait(half.smem.q_filled)
         # Pieces are in order of sequences and of parts, so that no two have the same sum.
         where = piece.seq + part, unit
-        out, lse_log2 = _attend(plan, half, piece, before)
+        out, lse_log2 = _attend(plan, half, piece, steps_done)
         if half.num_wgs == 2:
             out, lse_log2 = _merged(half, out, lse_log2, lse_gmem.at[where])
         store_piece(plan, half.smem, out, lse_log2, out_gmem.at[where], lse_gmem.at[where])
@@ -174,9 +174,9 @@ def _help(plan: Plan, each_piece, half: Half, lse_gmem):
     """The compute warpgroup that hands its results over, by leaving them where the results over all keys will be."""
     part, unit = lax.axis_index("part"), lax.axis_index("unit")
 
-    def help_with_piece(i, piece: Piece, before):
+    def help_with_piece(i, piece: Piece, steps_done):
         plgpu.barrier_wait(half.smem.q_filled)
-        out, lse_log2 = _attend(plan, half, piece, before)
+        out, lse_log2 = _attend(plan, half, piece, steps_done)
         where = piece.seq + part, unit
         _device.store(half.smem.out, out)
         _device.store(lse_gmem.at[where], lse_log2)
@@ -220,7 +220,7 @@ def _split_query(half: Half):
     return half.k_scale * jnp.exp2(octave - NEAR_END)
 
 
-def _attend(plan: Plan, half: Half, piece: Piece, before):
+def _attend(plan: Plan, half: Half, piece: Piece, steps_done):
     """(out, lse_log2) of a piece over this warpgroup's keys: block after block, each of them waited for."""
     problem, block_kv, smem = plan.problem, plan.config.block_kv, half.smem
     logit_scale = _split_query(half)
@@ -229,7 +229,7 @@ def _attend(plan: Plan, half: Half, piece: Piece, before):
     def step(step, carry, masked: bool):
         acc, m_i, l_i = carry
         first = (piece.first + step) * block_kv
-        slot = smem.ring.wait(before + step)
+        slot = smem.ring.wait(steps_done + step)
 
         def logits(s_ref):
             _, pieces, _, size = half.terms.shape
@@ -239,15 +239,15 @@ def _attend(plan: Plan, half: Half, piece: Piece, before):
                     plgpu.wgmma(s_ref, half.terms.at[term, i], keys)
             return s_ref[...]
 
-        s, unit = problem.scored(pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32)), logit_scale)
-        smem.ring.release(before + step)
+        s, scale_log2 = problem.scores(pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32)), logit_scale)
+        smem.ring.release(steps_done + step)
         if masked:
             token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + first + half.keys.start
             s = jnp.where((token >= low) & (token < piece.kv_len), s, -jnp.inf)
-        values = half.wide.at[half.wide_ring.wait(before + step), half.keys]
-        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, unit, masked)
+        values = half.wide.at[half.wide_ring.wait(steps_done + step), half.keys]
+        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2, masked)
         acc = add_product(acc * per_row(alpha, acc.shape), p.astype(values.dtype), values, problem.interpreted)
-        half.wide_ring.release(before + step)
+        half.wide_ring.release(steps_done + step)
         return acc, m_i, l_i
 
     return finish(*over_blocks(plan, piece, low, step), half.v_scale)

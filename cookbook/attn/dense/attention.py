@@ -33,6 +33,7 @@ Source: Shah et al., "FlashAttention-3" (2024).
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,9 +107,6 @@ def _segments(query, key, segment_ids, kv_segment_ids) -> tuple:
     return checks.segment_ids("attention", segment_ids, kv_segment_ids, query.shape[:2], key.shape[:2])
 
 
-# Queries from which on heads up to 64 have the one backward kernel. An estimate between two measured sizes on an H200:
-# with 916 queries two kernels were faster, with 4096 the one.
-ONE_KERNEL_FROM = 2048
 # Time of a step of two compute warpgroups beside one of three, with heads of 64: of 34 problems on an H200 half lay
 # between 0.83 and 0.85.
 NARROW_STEP = 0.85
@@ -125,6 +123,18 @@ class Options:
     config: Config | None
     deterministic: bool | None
     return_lse: bool
+
+
+class Residuals(NamedTuple):
+    """Arrays that the backward pass needs: operands, and results as the kernel writes them."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    sinks: jax.Array | None
+    segments: tuple
+    out: jax.Array
+    lse: jax.Array
 
 
 def _problem(query, key, options: Options, interpreted: bool) -> Problem:
@@ -167,28 +177,26 @@ def _attention(query, key, value, sinks, segments, options: Options):
 def _attention_fwd(query, key, value, sinks, segments, options: Options):
     run = _host.without_derivative("attention", functools.partial(_run, options=options, return_lse=True))
     out, lse = run(query, key, value, sinks, segments)
-    return (out, lse if options.return_lse else None), (query, key, value, sinks, segments, out, lse)
+    residuals = Residuals(query, key, value, sinks, segments, out, lse)
+    return (out, lse if options.return_lse else None), residuals
 
 
-def _attention_bwd(options: Options, residuals, cotangents):
-    query, key, value, sinks, *results = residuals
+def _attention_bwd(options: Options, residuals: Residuals, cotangents):
+    query, key, value, sinks, segments, out, lse = residuals
     d_out, d_lse = cotangents
-    cotangents = d_out, jnp.zeros_like(results[-1]) if d_lse is None else d_lse
+    d_lse = jnp.zeros_like(lse) if d_lse is None else d_lse
     target = _host.require_tensor_cores("attention")
     problem = _problem(query, key, options, target.interpreted)
-    in_one = not options.deterministic
-    if options.deterministic is None:  # Short sequences do not amortise zeroing dq and rounding it.
-        in_one = problem.head_dim > 64 or query.shape[1] >= ONE_KERNEL_FROM
     launch = functools.partial(
         gradients.gradients,
         problem=problem,
         num_sms=target.num_sms,
         params=_host.compiler_params(approx_math=True),
-        config=gradients.default_config(problem.head_dim) if in_one else None,
+        config=gradients.choose_config(problem.head_dim, query.shape[1], options.deterministic),
     )
     launch = _host.without_derivative("attention", launch)
-    d_sinks = None if sinks is None else _sinks_gradient(sinks, *results[1:], *cotangents)
-    return *launch(query, key, value, *results, *cotangents), d_sinks, None
+    d_sinks = None if sinks is None else _sinks_gradient(sinks, out, lse, d_out, d_lse)
+    return *launch(query, key, value, segments, out, lse, d_out, d_lse), d_sinks, None
 
 
 def _sinks_gradient(sinks, out, lse, d_out, d_lse):
@@ -245,9 +253,8 @@ def attention(
       return_lse: also return the logarithms of the sums of exponentials; `return_residual` says the same.
       deterministic: True: gradients, too, are bitwise reproducible, by two kernels with seven products.
         False: by one kernel with five, which adds up the gradient of `query` in float32 in memory, in an order that
-        differs from run to run. None: False, but True for heads up to 64 with few queries (`ONE_KERNEL_FROM`),
-        where two kernels were measured faster. With heads over 128 gradients are always
-        reproducible.
+        differs from run to run. None: False, but True for heads up to 64 with few queries, where two kernels were
+        measured faster. With heads over 128 gradients are always reproducible.
       config: blocks, stages and warpgroups; None chooses by the problem.
       others: arguments that other libraries have, such as `mask` and `bias`, if they are None.
 

@@ -39,7 +39,7 @@ PART = 128  # Columns of values that are added at once: their product has to fit
 class Config(core.BlockConfig):
     overlap: bool = True  # Whether q kᵀ and p v of the block before run together, which takes registers for both.
 
-    block_unit: ClassVar[int] = 32
+    block_multiple: ClassVar[int] = 32
 
     @property
     def value_piece(self) -> int:
@@ -78,13 +78,13 @@ def _load(plan: Plan, table, shared: Shared, q_gmem, k_gmem, v_gmem):
     """The memory warpgroup: a tile's queries, and its blocks of keys and transposed values, the last block first."""
     c = plan.config
 
-    def load_tile(i, tile: Tile, before):
+    def load_tile(i, tile: Tile, steps_done):
         @pl.loop(0, tile.span.steps)
         def _(step):
             first = (tile.span.end - 1 - step) * c.block_kv
-            load_keys(plan, shared, tile, first, shared.keys.acquire(before + step), k_gmem)
+            load_keys(plan, shared, tile, first, shared.keys.acquire(steps_done + step), k_gmem)
             pl.when(step == 0)(lambda: load_queries(plan, shared, tile, i, q_gmem))
-            slot = shared.values.acquire(before + step)
+            slot = shared.values.acquire(steps_done + step)
             for j in range(c.block_kv // c.value_piece):
                 keys = pl.ds(first + j * c.value_piece, c.value_piece)
                 source = v_gmem.at[tile.batch, tile.kv_head, :, keys]
@@ -100,12 +100,12 @@ def _compute(plan: Plan, table, shared: Shared, q_descale, k_descale, v_descale,
     problem, wg = plan.problem, lax.axis_index("role")
     shared.turns.start(wg)
 
-    def compute_tile(i, tile: Tile, before):
+    def compute_tile(i, tile: Tile, steps_done):
         first_q = tile.first_q + wg * WG_ROWS
         plgpu.barrier_wait(shared.q_filled.at[wg])
         head = tile.batch, tile.kv_head
         scales = q_descale[head] * k_descale[head], v_descale[head]
-        out, lse_log2 = _attend(Work(problem, plan.config, tile.span, shared, wg, first_q, before, None, *scales))
+        out, lse_log2 = _attend(Work(problem, plan.config, tile.span, shared, wg, first_q, steps_done, None, *scales))
         shared.round_out(wg, out)
         for p in range(problem.head_dim // PIECE):
             target = out_gmem.at[tile.batch, pl.ds(first_q, WG_ROWS), tile.head, problem.columns(p, PIECE)]
@@ -139,7 +139,7 @@ def _attend(work: Work):
 def _first_step(work: Work, step):
     """The carry after the first block that the rows see."""
     head_dim = work.problem.head_dim
-    work.shared.keys.wait(work.before + step)
+    work.shared.keys.wait(work.steps_done + step)
     work.shared.turns.take(work.wg)
     s = _logits(work, step)
     acc, m_i, l_i = work.nothing_seen(min(PART, head_dim))
@@ -150,7 +150,7 @@ def _first_step(work: Work, step):
 def _overlapped_step(work: Work, masked: bool, step, carry):
     """q kᵀ of this block and p v of the block before are started together."""
     (acc,), alpha, m_i, l_i, p = carry
-    count, interpreted, turns = work.before + step, work.problem.interpreted, work.shared.turns
+    count, interpreted, turns = work.steps_done + step, work.problem.interpreted, work.shared.turns
     slot = work.shared.keys.wait(count)
     work.shared.values.wait(count - 1)
     turns.take(work.wg)
@@ -177,7 +177,7 @@ def _overlapped_step(work: Work, masked: bool, step, carry):
 def _separate_step(work: Work, masked: bool, step, carry):
     """p v of the block before, part after part, and then q kᵀ of this one."""
     acc, alpha, m_i, l_i, p = carry
-    count, shared = work.before + step, work.shared
+    count, shared = work.steps_done + step, work.shared
     shared.values.wait(count - 1)
     shared.turns.take(work.wg)
     acc = tuple(_add_product(work, part, alpha, p, i, step - 1) for i, part in enumerate(acc))
@@ -191,17 +191,17 @@ def _last_step(work: Work, step, carry):
     """(acc, m_i, l_i) with the values of the last block, whose weights `carry` has. As weights and sums are too large,
     m_i becomes smaller."""
     acc, alpha, m_i, l_i, p = carry
-    work.shared.values.wait(work.before + step)
+    work.shared.values.wait(work.steps_done + step)
     work.shared.turns.take(work.wg)
     is_last = [False] * (len(acc) - 1) + [True]
     acc = [_add_product(work, part, alpha, p, i, step, is_last[i]) for i, part in enumerate(acc)]
-    work.shared.values.release(work.before + step)
+    work.shared.values.release(work.steps_done + step)
     return jnp.concatenate(acc, axis=1), m_i - OCTAVES, l_i
 
 
 def _logits(work: Work, step):
     """q kᵀ of a block that has arrived, in this warpgroup's turn, which ends with it."""
-    keys, count = work.shared.keys, work.before + step
+    keys, count = work.shared.keys, work.steps_done + step
 
     def product(s_ref):
         work.queue_logits(s_ref, keys.slot(count))

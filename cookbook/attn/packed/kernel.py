@@ -32,7 +32,7 @@ from ..._device import PIECE, div
 from .. import core, steps, tiles
 from ..cache.pages import at_least_two
 from ..core import LOG2E, REGISTERS, REGISTERS_MEMORY, TILE_ROWS, WG_ROWS, Shared
-from .plan import ROW_UNIT, Plan, Tile, each_tile, lse_of_rows, starts_of, table
+from .plan import ROW_MULTIPLE, Plan, Tile, each_tile, lse_of_rows, starts_of, table
 
 
 def _keys_in_pieces(plan: Plan) -> bool:
@@ -83,12 +83,12 @@ def _kernel(
 def _load(plan: Plan, table, num_tiles, block_tables, shared: Shared, v_landed, q_gmem, k_gmem, v_gmem):
     """The memory warpgroup: a tile's queries, and its blocks of keys and values, the last block first."""
     problem, pages, block_kv = plan.problem, plan.pages, plan.config.block_kv
-    num_mine = num_tiles[lax.axis_index("block")]
+    tiles_of_block = num_tiles[lax.axis_index("block")]
 
     def sources(tile: Tile, block):
         """Where the parts of a block begin in k and in v: the page, if there are pages, and the row."""
         if not pages:
-            return [((), pl.multiple_of(tile.source + block * block_kv, ROW_UNIT))]
+            return [((), pl.multiple_of(tile.source + block * block_kv, ROW_MULTIPLE))]
         return in_pages(plan, block, pages.of_block(block_tables, tile.source, block))
 
     def load_keys(tile: Tile, slot, found):
@@ -123,17 +123,17 @@ def _load(plan: Plan, table, num_tiles, block_tables, shared: Shared, v_landed, 
         for _ in range(_value_copies(plan)):
             plgpu.barrier_arrive(shared.values.filled.at[slot])
 
-    def load_tile(i, tile: Tile, before, fetch):
+    def load_tile(i, tile: Tile, steps_done, fetch):
         next_fields = fetch()
 
         @pl.loop(0, tile.span.steps)
         def _(step):
             block = tile.span.end - 1 - step
             found = sources(tile, block)
-            slot = shared.keys.acquire(before + step)
+            slot = shared.keys.acquire(steps_done + step)
             load_keys(tile, slot, found)
             pl.when(step == 0)(lambda: load_queries(plan, shared, tile, i, q_gmem))
-            slot = shared.values.acquire(before + step)
+            slot = shared.values.acquire(steps_done + step)
             is_cut = (block * block_kv < tile.first_kv) | ((block + 1) * block_kv > tile.num_kv)
             pl.when(is_cut)(lambda: load_clean_values(tile, slot, found, block))
             pl.when(~is_cut)(lambda: load_values(tile, slot, found, shared.values.filled.at[slot]))
@@ -141,7 +141,7 @@ def _load(plan: Plan, table, num_tiles, block_tables, shared: Shared, v_landed, 
         return next_fields
 
     shared.drain(each_tile(plan, table, num_tiles, load_tile))
-    drain_queries(plan, shared, num_mine)
+    drain_queries(plan, shared, tiles_of_block)
 
 
 def in_pages(plan: Plan, block, ids):
@@ -170,10 +170,10 @@ def load_queries(plan: Plan, shared: Shared, tile: Tile, i, q_gmem):
                 plgpu.copy_gmem_to_smem(q_gmem.at[first + query, heads, columns], rows, filled)
 
 
-def drain_queries(plan: Plan, shared: Shared, num_mine):
-    """The memory warpgroup, at the end of `num_mine` tiles: waits until the last queries are done with."""
+def drain_queries(plan: Plan, shared: Shared, tiles_of_block):
+    """The memory warpgroup, at the end of `tiles_of_block` tiles: waits until the last queries are done with."""
     for wg in range(plan.config.compute_wgs):
-        pl.when(num_mine > 0)(lambda wg=wg: plgpu.barrier_wait(shared.q_freed.at[wg]))
+        pl.when(tiles_of_block > 0)(lambda wg=wg: plgpu.barrier_wait(shared.q_freed.at[wg]))
 
 
 def compute(plan: Plan, table, num_tiles, shared: Shared, sinks, page_scales, out_gmem, lse_gmem):
@@ -182,12 +182,12 @@ def compute(plan: Plan, table, num_tiles, shared: Shared, sinks, page_scales, ou
     wg = lax.axis_index("role")
     shared.turns.start(wg)
 
-    def compute_tile(i, tile: Tile, before, fetch):
+    def compute_tile(i, tile: Tile, steps_done, fetch):
         tile_sinks = core.row_sinks(sinks, tile.unit)
         plgpu.barrier_wait(shared.q_filled.at[wg])
         first_row = wg * plan.wg_queries * plan.heads
         scales = [scale[tile.kv_head] for scale in page_scales] if page_scales else [1.0, 1.0]
-        work = steps.Work(plan.problem, plan.config, tile.span, shared, wg, first_row, before, tile_sinks, *scales)
+        work = steps.Work(plan.problem, plan.config, tile.span, shared, wg, first_row, steps_done, tile_sinks, *scales)
         out, lse_log2 = steps.attend(work)
         next_fields = fetch()
         shared.round_out(wg, out)
