@@ -57,29 +57,29 @@ class Problem:
         return self.num_heads // self.num_kv_heads
 
     @property
-    def piece(self) -> int:
-        """Values of a row of a head that are swizzled together: 128 bytes, or fewer with small heads of 8 bits."""
+    def panel(self) -> int:
+        """Columns of a head that are swizzled together: 128 bytes, or fewer with small heads of 8 bits."""
         return PIECE if jnp.dtype(self.dtype).itemsize == 2 else min(128, self.head_dim)
 
     @property
-    def pieces(self) -> int:
-        """Pieces of a row of a head."""
-        return pl.cdiv(self.head_dim, self.piece)
+    def panels(self) -> int:
+        """Panels of a head."""
+        return pl.cdiv(self.head_dim, self.panel)
 
     @property
     def width(self) -> int:
-        """Columns of a head in shared memory: whole pieces."""
-        return self.pieces * self.piece
+        """Columns of a head in shared memory: whole panels."""
+        return self.panels * self.panel
 
-    def columns(self, piece: int, size: int | None = None):
-        """Values of a head that a piece holds, of `size` or as many as are swizzled together. Pallas lets only a traced
+    def columns(self, panel: int, size: int | None = None):
+        """Values of a head that a panel holds, of `size` or as many as are swizzled together. Pallas lets only a traced
         start go beyond the edge."""
-        size = size or self.piece
-        start = piece * size
+        size = size or self.panel
+        start = panel * size
         return pl.ds(start if start + size <= self.head_dim else start + 0 * lax.axis_index("role"), size)
 
     @property
-    def whole_pieces(self) -> bool:
+    def whole_panels(self) -> bool:
         return self.width == self.head_dim
 
     @property
@@ -152,10 +152,17 @@ class Blocks:
         ends_with_block = isinstance(self.num_kv, int) and self.num_kv % self.block_kv == 0
         return functools.reduce(operator.and_, tests + [kv_ids < self.num_kv] * (not tests or not ends_with_block))
 
-    def mask_of(self, first_row, block):
-        """`mask` of a warpgroup's rows from `first_row` on and the keys of a block, as its products are laid out."""
+    def mask_of(self, first_row, block, segment_tables: dict, batch):
+        """`mask` of a warpgroup's rows from `first_row` on and the keys of a block, as its products are laid out; with
+        `segment_tables` a query sees only keys with its own id."""
         row, column = _device.indices(self.shape)
-        return self.mask(row + first_row, column + block * self.block_kv)
+        first_column = block * self.block_kv
+        seen = self.mask(row + first_row, column + first_column)
+        if not segment_tables:
+            return seen
+        row_ids = _device.load(segment_tables["rows"].at[batch, pl.ds(first_row, WG_ROWS)], ROWS)
+        column_ids = _device.load(segment_tables["columns"].at[batch, pl.ds(first_column, self.block_kv)], COLUMNS)
+        return seen & (per_row(row_ids, self.shape) == _device.spread(column_ids, 1, self.shape))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -194,10 +201,7 @@ class Span:
 
     def mask(self, first_row, block):
         """Which keys of a block the 64 rows from `first_row` on see."""
-        seen, shape = self.blocks.mask_of(first_row, block), self.blocks.shape
-        if not self.segment_tables:
-            return seen
-        return seen & same_segment(self.segment_tables, self.batch, first_row, block * shape[1], shape)
+        return self.blocks.mask_of(first_row, block, self.segment_tables, self.batch)
 
     def phases(self, first_row):
         """(start, whole_start, whole_stop, stop): the steps whose blocks one of the 64 rows sees, and the steps among
@@ -224,13 +228,6 @@ def make_segment_tables(row_ids, column_ids, rows: int, block: int) -> dict:
     meet = (of_tile.min(-1) <= of_block.max(-1)) & (of_block.min(-1) <= of_tile.max(-1))
     end = jnp.where(meet, jnp.arange(1, meet.shape[2] + 1, dtype=jnp.int32), 0).max(-1)
     return dict(rows=row_ids, columns=column_ids, first=jnp.argmax(meet, -1).astype(jnp.int32), end=end)
-
-
-def same_segment(segment_tables: dict, batch, first_row, first_column, shape):
-    """Whether rows and columns, from these on, have the same id."""
-    row_ids = _device.load(segment_tables["rows"].at[batch, pl.ds(first_row, shape[0])], ROWS)
-    column_ids = _device.load(segment_tables["columns"].at[batch, pl.ds(first_column, shape[1])], COLUMNS)
-    return per_row(row_ids, shape) == _device.spread(column_ids, 1, shape)
 
 
 def row_sinks(sinks, index):
@@ -284,7 +281,7 @@ def scratch(problem: Problem, c: BlockConfig, smem: dict, q_copies: int, k_copie
     """Scratch of a kernel whose rows stay while blocks of keys and values come through two rings: its own `smem` (of
     keys and values at least), and barriers for so many copies of a warpgroup's queries and of a block."""
     wgs, stages = c.compute_wgs, c.num_stages
-    tiles = _device.row_tiles((wgs, problem.pieces, WG_ROWS, problem.piece), problem.dtype, problem.interpreted)
+    tiles = _device.row_tiles((wgs, problem.panels, WG_ROWS, problem.panel), problem.dtype, problem.interpreted)
     found = dict(q_smem=tiles) | smem
     found |= dict(
         q_filled=_device.barriers(wgs, q_copies),
@@ -303,14 +300,14 @@ class Shared:
     """The scratch of `scratch`, as the roles use it. `q`, `k`, `v` and `o` are as tensor cores see them, `_tma` as TMA
     does."""
 
-    q: Ref  # (warpgroups, pieces, 64, 64)
+    q: Ref  # (warpgroups, panels, 64, 64)
     q_tma: Ref
     q_filled: Barrier  # A barrier per warpgroup: the copies of its queries have arrived.
     q_freed: Barrier  # A barrier per warpgroup: it is done with them.
-    k: Ref  # (slots, pieces, block_kv, 64), or rows of whole heads, (slots, block_kv, head_dim).
+    k: Ref  # (slots, panels, block_kv, 64), or rows of whole heads, (slots, block_kv, head_dim).
     k_tma: Ref
     v: Ref  # (slots, block_kv, width)
-    v_tma: Ref  # (slots, block_kv / 8, pieces, 8, 64)
+    v_tma: Ref  # (slots, block_kv / 8, panels, 8, 64)
     v_rows: Ref  # (slots, block_kv / 8, 8 width), for `clear`.
     keys: _device.Ring
     values: _device.Ring
@@ -335,9 +332,9 @@ class Shared:
             frees_early=o_smem is not None,
         )  # fmt: skip
 
-    def key_piece(self, slot, piece: int):
+    def key_panel(self, slot, panel: int):
         """64 columns of the keys in a slot."""
-        return self.k.at[slot, piece] if len(self.k.shape) == 4 else self.k.at[slot, :, pl.ds(piece * PIECE, PIECE)]
+        return self.k.at[slot, panel] if len(self.k.shape) == 4 else self.k.at[slot, :, pl.ds(panel * PIECE, PIECE)]
 
     def free_query(self, wg):
         plgpu.barrier_arrive(self.q_freed.at[wg])

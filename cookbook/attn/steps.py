@@ -7,6 +7,9 @@ A warpgroup keeps 64 rows of queries, and goes through the blocks of keys and va
 first. `m_i` is the largest base-2 logit of each row so far, `l_i` the sum of its exponentials, `acc` the sum of its
 weighted values, not yet divided; `p` has the weights of the last block, still to be multiplied by its values. With
 `Config.sums_by_thread` no thread needs another's weights before `finish` adds them up.
+
+To add a bias to the logits: in `Work.softmax`, beside the mask; for gradients also where `backward/` masks p. To add a
+second accumulator: beside acc in `nothing_seen` and in the `carry` of the steps, if registers hold it.
 """
 
 import dataclasses
@@ -94,15 +97,14 @@ class Work:
 
     def queue_logits(self, s_ref, slot):
         """Starts q kᵀ."""
-        for p in range(self.problem.pieces):
-            plgpu.wgmma(s_ref, self.shared.q.at[self.wg, p], self.shared.key_piece(slot, p).T)
+        for p in range(self.problem.panels):
+            plgpu.wgmma(s_ref, self.shared.q.at[self.wg, p], self.shared.key_panel(slot, p).T)
 
     def nothing_seen(self, columns: int):
         return nothing_seen(columns, self.sinks, self.config.sums_by_thread)
 
     def softmax(self, s, m_i, l_i, step, masked: bool, octaves: float = 0.0):
-        """`softmax_step` of the products of a step. A bias on the logits would be added here, as the mask is: times
-        LOG2E / scale_log2, to the scores."""
+        """`softmax_step` of the products s of a step. A bias b of the logits becomes s + b LOG2E / scale_log2 here."""
         s, scale_log2 = self.problem.scores(s, self.logit_scale)
         if masked:
             s = jnp.where(self.span.mask(self.first_row, self.span.end - 1 - step), s, -jnp.inf)
@@ -131,7 +133,7 @@ def first_step(work: Work, step):
 
     s = pl.run_scoped(logits, plgpu.ACC(work.shape, jnp.float32))
     keys.release(work.steps_done + step)
-    acc, m_i, l_i = work.nothing_seen(work.problem.pieces * PIECE)
+    acc, m_i, l_i = work.nothing_seen(work.problem.panels * PIECE)
     p, _, m_i, l_i = work.softmax(s, m_i, l_i, step, work.span.cuts.any)
     return acc, m_i, l_i, p.astype(work.problem.dtype)
 

@@ -135,7 +135,7 @@ def _dkdv(
         store(tile, wg, done, (dk, problem.scale, k, dk_gmem), (dv, 1.0, v, dv_gmem))
 
 
-# The parts of all backward kernels ------------------------------------------------------------------------------------
+# What all backward kernels share --------------------------------------------------------------------------------------
 
 
 def load(tile: Tile, shared: Shared, *, kept: list[Ref], streamed: list[Ref], vectors: list[Ref]):
@@ -179,7 +179,7 @@ def each_step(tile: Tile, ring: _device.Ring, phases: list, step):
 
 
 def start_product(plan: Plan, acc_ref, kept, block: Operand, slot):
-    """Starts `acc_ref` = kept blockᵀ, with the block in a slot: a product for each piece of a head."""
+    """Starts `acc_ref` = kept blockᵀ, with the block in a slot: a product for each panel of a head."""
     for p, columns in enumerate(plan.kept_columns):
         plgpu.wgmma(acc_ref, kept.at[p], block[slot, :, columns].T)
 

@@ -10,7 +10,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
 from ..._device import Barrier, Ref
-from .. import core
 from ..checks import check_smem
 from ..core import PIECE, WG_ROWS, Blocks, Cuts, Problem
 
@@ -154,19 +153,19 @@ class Plan:
 
     @property
     def kept_width(self) -> int:
-        """Values of a row of what a tile keeps, in one of its pieces. Products of whole heads need fewer registers. But
+        """Values of a row of what a tile keeps, in one of its panels. Products of whole heads need fewer registers. But
         TMA copies any number of rows of 64 values, and of wider rows only a multiple of 8. So where keys are as many as
-        queries, pieces of 64 save padding them and cutting their gradients."""
+        queries, panels of 64 save padding them and cutting their gradients."""
         any_rows = (self.num_q if self.for_query else self.num_kv) % 8 != 0 and self.problem.group == 1
         return PIECE if any_rows else self.problem.head_dim
 
     @property
     def kept_columns(self) -> list:
-        """The columns of each piece of a head that a tile keeps."""
+        """The columns of each panel of a head that a tile keeps."""
         return [pl.ds(i, self.kept_width) for i in range(0, self.problem.head_dim, self.kept_width)]
 
     def kept_at(self, column, width: int) -> tuple:
-        """Index of `width` columns, which are of one piece, of all rows that a tile keeps."""
+        """Index of `width` columns, which are of one panel, of all rows that a tile keeps."""
         if self.kept_width == self.problem.head_dim:
             return 0, slice(None), pl.ds(column, width)
         return _device.div(column, PIECE), slice(None), slice(None)
@@ -174,11 +173,11 @@ class Plan:
     @property
     def scratch(self) -> dict:
         """Shared memory of a block, and its barriers."""
-        pieces, stages = len(self.kept_columns), self.num_stages
+        panels, stages = len(self.kept_columns), self.num_stages
         scratch = dict(
-            kept_smem=self._tiles(2, pieces, self.rows, self.kept_width),
+            kept_smem=self._tiles(2, panels, self.rows, self.kept_width),
             streamed_smem=self._tiles(2, stages, self.block, self.problem.head_dim),
-            kept_filled=plgpu.Barrier(num_arrivals=2 * pieces),
+            kept_filled=plgpu.Barrier(num_arrivals=2 * panels),
             filled=_device.barriers(stages, 2 if self.for_query else 4),
             freed=_device.barriers(stages, self.compute_wgs),
         )
@@ -271,8 +270,4 @@ class Tile:
 
     def mask(self, first_row, block):
         """Which columns of a block each of the 64 rows from `first_row` on goes with."""
-        plan, shape = self.plan, self.plan.blocks.shape
-        seen = plan.blocks.mask_of(first_row, block)
-        if plan.has_segments:
-            seen &= core.same_segment(self.segment_tables, self.batch, first_row, block * shape[1], shape)
-        return seen
+        return self.plan.blocks.mask_of(first_row, block, self.segment_tables, self.batch)

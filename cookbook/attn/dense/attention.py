@@ -71,21 +71,11 @@ def default_config(head_dim: int, is_cut: bool = True) -> Config:
 
 
 def _check(query, key, value) -> None:
-    op = f"{_host.PACKAGE}.attention"
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.ndim != 4:
-            raise ValueError(f"{op}: {name}.shape={x.shape}; must be (batch, positions, heads, head_dim): reshape it")
-        if x.dtype not in (jnp.bfloat16, jnp.float16) or x.dtype != query.dtype:
-            raise ValueError(f"{op}: {name}.dtype = {x.dtype}; all must be bfloat16 or all float16: cast them")
-    if key.shape != value.shape or key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
-        raise ValueError(
-            f"{op}: {query.shape=}, {key.shape=}, {value.shape=}; key and value must have the same shape, and batch "
-            "and head_dim of query"
-        )
-    checks.groups("attention", query.shape[2], key.shape[2])
+    checks.check_operands("attention", "batch, positions, heads, head_dim", query=query, key=key, value=value)
     if query.shape[3] % 8 or not 8 <= query.shape[3] <= 256:
         raise ValueError(
-            f"{op}: head_dim={query.shape[3]}; must be a multiple of 8 from 8 to 256 (TMA's 16 bytes): pad it"
+            f"{_host.PACKAGE}.attention: head_dim={query.shape[3]}; must be a multiple of 8 from 8 to 256 (TMA's 16 "
+            "bytes): pad it"
         )
 
 
@@ -159,7 +149,7 @@ def _run(query, key, value, sinks, segments, options: Options, return_lse: bool)
     problem = _problem(query, key, options, target.interpreted)
     config = options.config or default_config(problem.head_dim, problem.has_window)
     (batch, num_q), num_kv = query.shape[:2], key.shape[1]
-    copies_tiles = problem.pieces > 1 and tiles.by_tile(problem, num_kv, num_q)
+    copies_tiles = problem.panels > 1 and tiles.by_tile(problem, num_kv, num_q)
     plan = Plan(problem, batch, num_q, num_kv, bool(segments), config, copies_tiles=copies_tiles)
     plan = plan if options.config else _fitted(plan, target.num_sms)
     checks.check_smem("attention", config, _device.smem_bytes(kernel.scratch(plan)), problem.head_dim)

@@ -24,7 +24,7 @@ Barrier table:
 
 Blocks of keys that a mask excludes for all queries of a tile are neither loaded nor computed. Blocks that it excludes
 for all queries of a warpgroup are not computed by it. Only blocks that it cuts are masked, element by element.
-`plan.py` deals the tiles out; `steps.py` has the steps of a compute warpgroup.
+`plan.py` deals the tiles out; `steps.py` has the steps of a compute warpgroup, and says where to add to them.
 """
 
 import functools
@@ -46,9 +46,9 @@ def scratch(plan: Plan) -> dict:
     p, c = plan.problem, plan.config
     rows = lambda *shape: _device.row_tiles((c.num_stages, *shape), p.dtype, p.interpreted)
     values = rows(c.block_kv, PIECE) if plan.values_as_rows else tiles.value_tiles(c.num_stages, c.block_kv, p)
-    smem = dict(k_smem=rows(p.pieces, c.block_kv, PIECE), v_smem=values)
+    smem = dict(k_smem=rows(p.panels, c.block_kv, PIECE), v_smem=values)
     v_copies = tiles.copies_of_tiles(p, c.block_kv) if plan.copies_tiles else 1
-    return core.scratch(p, c, smem, q_copies=p.pieces, k_copies=p.pieces, v_copies=v_copies)
+    return core.scratch(p, c, smem, q_copies=p.panels, k_copies=p.panels, v_copies=v_copies)
 
 
 def _kernel(table, q_gmem, k_gmem, v_gmem, segment_tables, sinks, out_gmem, lse_gmem, *, plan: Plan, **smem):
@@ -95,7 +95,7 @@ def _load(plan: Plan, table, segment_tables: dict, shared: Shared, q_gmem, k_gme
 
 def load_keys(plan: Plan, shared: Shared, tile: Tile, first, slot, k_gmem):
     """The memory warpgroup: starts the copies of a block of keys, from position `first` on."""
-    for p in range(plan.problem.pieces):
+    for p in range(plan.problem.panels):
         columns = plan.problem.columns(p)
         source = k_gmem.at[tile.batch, pl.ds(first, plan.config.block_kv), tile.kv_head, columns]
         plgpu.copy_gmem_to_smem(source, shared.k_tma.at[slot, p], shared.keys.filled.at[slot])
@@ -106,7 +106,7 @@ def load_queries(plan: Plan, shared: Shared, tile: Tile, i, q_gmem):
     for wg in range(plan.config.compute_wgs):
         pl.when(i > 0)(lambda wg=wg: plgpu.barrier_wait(shared.q_freed.at[wg]))
         rows = pl.ds(tile.first_q + wg * WG_ROWS, WG_ROWS)
-        for p in range(plan.problem.pieces):
+        for p in range(plan.problem.panels):
             source = q_gmem.at[tile.batch, rows, tile.head, plan.problem.columns(p)]
             plgpu.copy_gmem_to_smem(source, shared.q_tma.at[wg, p], shared.q_filled.at[wg])
 
@@ -124,7 +124,7 @@ def _compute(plan: Plan, table, segment_tables: dict, sinks, shared: Shared, out
             steps.Work(problem, plan.config, tile.span, shared, wg, first_q, steps_done, tile_sinks)
         )
         shared.round_out(wg, out)
-        for p in range(problem.pieces):
+        for p in range(problem.panels):
             target = out_gmem.at[tile.batch, pl.ds(first_q, WG_ROWS), tile.head, problem.columns(p)]
             plgpu.copy_smem_to_gmem(shared.o_tma.at[wg].at[p], target)
         _device.store(lse_gmem.at[tile.batch, tile.head, pl.ds(first_q, WG_ROWS)], lse_log2 / LOG2E)

@@ -55,8 +55,8 @@ class Plan:
 
     @property
     def values_as_rows(self) -> bool:
-        """Whether values are copied as keys are: rows of a single piece, which TMA cuts off at any edge."""
-        return self.problem.pieces == 1
+        """Whether values are copied as keys are: rows of a single panel, which TMA cuts off at any edge."""
+        return self.problem.panels == 1
 
     @property
     def steps(self) -> tuple[int, ...]:

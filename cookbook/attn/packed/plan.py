@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def chunks(self) -> int:
-        """Parts of a group: several if it has more heads than a warpgroup has rows."""
+        """Chunks of a group of query heads: several if it has more heads than a warpgroup has rows."""
         return pl.cdiv(self.problem.group, WG_ROWS)
 
     @property
@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def copies(self) -> int:
-        """Parts of a block, each in one piece of memory: the pages that it lies in, or all of it."""
+        """Copies of a block: one for each page that it lies in, or one of packed rows."""
         return self.pages.copies if self.pages else 1
 
     def blocks(self, first_q, num_kv, first_kv) -> Blocks:
