@@ -38,7 +38,7 @@ from ... import _device, _host
 from ..._device import COLUMNS, ROWS, Ref, role, spread
 from .. import core
 from ..core import REGISTERS, WG_ROWS
-from .plan import Operand, Plan, Shared, Tile
+from .plan import Buffers, Operand, Plan, Tile
 
 
 def _dq(
@@ -47,18 +47,18 @@ def _dq(
 ):  # fmt: skip
     """A tile of queries goes through the blocks of keys: dq += ds k."""
     problem, wg, tile = plan.problem, lax.axis_index("role"), Tile(plan, segment_tables)
-    shared = Shared.of(plan, **smem)
-    (q, do), (k, v), ring = shared.kept, shared.streamed, shared.ring
+    buffers = Buffers.of(plan, **smem)
+    (q, do), (k, v), ring = buffers.kept, buffers.streamed, buffers.ring
     memory_registers, compute_registers = REGISTERS[plan.compute_wgs]
 
     @role(wg == plan.compute_wgs, decrease_to=memory_registers)
     def memory():
-        load(tile, shared, kept=[q_gmem, do_gmem], streamed=[k_gmem, v_gmem], vectors=[])
+        load(tile, buffers, kept=[q_gmem, do_gmem], streamed=[k_gmem, v_gmem], vectors=[])
 
     @role(wg < plan.compute_wgs, increase_to=compute_registers)
     def compute():
         rows, columns = tile.share(wg)
-        plgpu.barrier_wait(shared.kept_filled)
+        plgpu.barrier_wait(buffers.kept_filled)
         first_row = tile.row + rows.start
         queries = tile.batch, tile.head, pl.ds(first_row, WG_ROWS)
         lse, delta = (_device.load(gmem.at[queries], ROWS) for gmem in (lse_gmem, delta_gmem))
@@ -98,18 +98,18 @@ def _dkdv(
 ):  # fmt: skip
     """A tile of keys goes through the blocks of queries, with all transposed: dv += pᵀ do, dk += dsᵀ q."""
     problem, wg, tile = plan.problem, lax.axis_index("role"), Tile(plan, segment_tables)
-    shared = Shared.of(plan, **smem)
-    (k, v), (q, do), (lse, delta), ring = shared.kept, shared.streamed, shared.vectors, shared.ring
+    buffers = Buffers.of(plan, **smem)
+    (k, v), (q, do), (lse, delta), ring = buffers.kept, buffers.streamed, buffers.vectors, buffers.ring
     memory_registers, compute_registers = REGISTERS[plan.compute_wgs]
 
     @role(wg == plan.compute_wgs, decrease_to=memory_registers)
     def memory():
-        load(tile, shared, kept=[k_gmem, v_gmem], streamed=[q_gmem, do_gmem], vectors=[lse_gmem, delta_gmem])
+        load(tile, buffers, kept=[k_gmem, v_gmem], streamed=[q_gmem, do_gmem], vectors=[lse_gmem, delta_gmem])
 
     @role(wg < plan.compute_wgs, increase_to=compute_registers)
     def compute():
         rows, columns = tile.share(wg)
-        plgpu.barrier_wait(shared.kept_filled)
+        plgpu.barrier_wait(buffers.kept_filled)
         first_row = tile.row + rows.start
         phases = tile.phases(first_row)
 
@@ -138,23 +138,23 @@ def _dkdv(
 # What all backward kernels share --------------------------------------------------------------------------------------
 
 
-def load(tile: Tile, shared: Shared, *, kept: list[Ref], streamed: list[Ref], vectors: list[Ref]):
+def load(tile: Tile, buffers: Buffers, *, kept: list[Ref], streamed: list[Ref], vectors: list[Ref]):
     """The memory warpgroup: copies what the tile keeps, then step by step what it goes through."""
-    plan, ring = tile.plan, shared.ring
-    for gmem, smem in zip(kept, shared.kept, strict=True):
+    plan, ring = tile.plan, buffers.ring
+    for gmem, smem in zip(kept, buffers.kept, strict=True):
         for p, columns in enumerate(plan.kept_columns):
             head = _device.div(tile.head, plan.parts)
             source = gmem.at[tile.batch, pl.ds(tile.row, plan.rows), head, columns]
-            plgpu.copy_gmem_to_smem(source, smem.tma(p), shared.kept_filled)
+            plgpu.copy_gmem_to_smem(source, smem.tma(p), buffers.kept_filled)
 
     @pl.loop(0, tile.steps)
     def _(count):
         head, block = tile.step(count)
         slot = ring.acquire(count)
         filled = ring.filled.at[slot]
-        for gmem, smem in zip(streamed, shared.streamed, strict=True):
+        for gmem, smem in zip(streamed, buffers.streamed, strict=True):
             plgpu.copy_gmem_to_smem(gmem.at[tile.batch, block, head], smem.tma(slot), filled)
-        for gmem, smem in zip(vectors, shared.vectors, strict=True):
+        for gmem, smem in zip(vectors, buffers.vectors, strict=True):
             plgpu.copy_gmem_to_smem(gmem.at[tile.batch, head, block], smem.tma(slot), filled)
 
     ring.drain(tile.steps)

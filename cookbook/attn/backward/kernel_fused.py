@@ -42,7 +42,7 @@ from ... import _device
 from ..._device import COLUMNS, ROWS, Index, Ref, role, spread
 from ..core import PIECE, REGISTERS, WG_ROWS
 from .kernel import load, run, start_product, start_sum, store
-from .plan import Operand, Plan, Shared, Tile
+from .plan import Buffers, Operand, Plan, Tile
 
 SHARE = plgpu.ACC((WG_ROWS, PIECE), jnp.float32)  # A warpgroup's share of the dq of a step.
 
@@ -62,18 +62,18 @@ def _kernel(
     ds_smem, dq_smem, published, done, weights_smem=None, **smem,
 ):  # fmt: skip
     problem, wg, tile = plan.problem, lax.axis_index("role"), Tile(plan, segment_tables)
-    shared = Shared.of(plan, **smem)
-    (k, v), (q, do), (lse, delta), ring = shared.kept, shared.streamed, shared.vectors, shared.ring
+    buffers = Buffers.of(plan, **smem)
+    (k, v), (q, do), (lse, delta), ring = buffers.kept, buffers.streamed, buffers.vectors, buffers.ring
     memory_registers, compute_registers = REGISTERS[plan.compute_wgs]
 
     @role(wg == plan.compute_wgs, decrease_to=memory_registers)
     def memory():
-        load(tile, shared, kept=[k_gmem, v_gmem], streamed=[q_gmem, do_gmem], vectors=[lse_gmem, delta_gmem])
+        load(tile, buffers, kept=[k_gmem, v_gmem], streamed=[q_gmem, do_gmem], vectors=[lse_gmem, delta_gmem])
 
     @role(wg < plan.compute_wgs, increase_to=compute_registers)
     def compute():
         rows, columns = tile.share(wg)
-        plgpu.barrier_wait(shared.kept_filled)
+        plgpu.barrier_wait(buffers.kept_filled)
         first_row = tile.row + rows.start
         dq = Dq(tile, wg, k, ds_smem, dq_smem, dq_gmem, _device.Ring(published, None, 2))
         dq.put(0, plgpu.layout_cast(jnp.zeros((WG_ROWS, plan.block), problem.dtype), plgpu.Layout.WGMMA))

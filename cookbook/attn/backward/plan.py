@@ -195,7 +195,7 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shared:
+class Buffers:
     """The scratch that all backward kernels have, as the roles use it."""
 
     kept: list[Operand]  # What a tile keeps: q and do, or k and v.

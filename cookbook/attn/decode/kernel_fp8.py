@@ -77,7 +77,7 @@ def scratch(plan: Plan) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Half:
-    """What a compute warpgroup has to do, and what it has at hand beside `Smem`."""
+    """A compute warpgroup's half of the keys, and what it has at hand beside `Smem`."""
 
     smem: Smem  # `v_tma` and `v_rows` are not used.
     terms: Ref  # (TERMS, panels, 64, panel): the query in e4m3.

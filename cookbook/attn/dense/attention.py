@@ -24,8 +24,6 @@ Other names of the arguments, and of lse:
 Bound by: the tensor cores with heads of 128 and 256, and with heads of 64 the CUDA cores, which have as many
 exponentials for half of the products.
 
-Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
-
 Not supported: masks as arrays, biases, dropout. If H is over 64 and not a multiple of 64, or S is not a multiple of 8,
 values are padded by a copy, or with few queries come in tiles of 8 rows; the backward pass pads its operands by copies.
 Source: Shah et al., "FlashAttention-3" (2024).

@@ -14,8 +14,6 @@ before they are rounded, and all sums over keys are float32.
 Bound by: with heads of 128 the tensor cores and the exponentials alike, 512 clocks each for 64 queries and 128 keys;
 with heads of 64 the exponentials. Before the kernel, v is transposed by a pass over it.
 
-Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
-
 Not supported: segment ids, gradients, e5m2, heads of other sizes than 64, 128 and 256.
 Sources: Shah et al., "FlashAttention-3" (2024); for the sums, DeepSeek-AI, "DeepSeek-V3" (2024), section 3.3.2.
 """

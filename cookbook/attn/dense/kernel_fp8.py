@@ -180,7 +180,7 @@ def _separate_step(work: Work, masked: bool, step, carry):
     count, shared = work.steps_done + step, work.shared
     shared.values.wait(count - 1)
     shared.turns.take(work.wg)
-    acc = tuple(_add_product(work, strip, alpha, p, i, step - 1) for i, strip in enumerate(acc))
+    acc = tuple(_rescale_and_add(work, strip, alpha, p, i, step - 1) for i, strip in enumerate(acc))
     shared.values.release(count - 1)
     shared.keys.wait(count)
     p, *new = work.softmax(_logits(work, step), m_i, l_i, step, masked, OCTAVES)
@@ -194,7 +194,7 @@ def _last_step(work: Work, step, carry):
     work.shared.values.wait(work.steps_done + step)
     work.shared.turns.take(work.wg)
     is_last = [False] * (len(acc) - 1) + [True]
-    acc = [_add_product(work, strip, alpha, p, i, step, is_last[i]) for i, strip in enumerate(acc)]
+    acc = [_rescale_and_add(work, strip, alpha, p, i, step, is_last[i]) for i, strip in enumerate(acc)]
     work.shared.values.release(work.steps_done + step)
     return jnp.concatenate(acc, axis=1), m_i - OCTAVES, l_i
 
@@ -233,7 +233,7 @@ def _interpreted_product(work: Work, p, strip: int, step):
     return pv
 
 
-def _add_product(work: Work, acc, alpha, p, strip: int, step, ends_turn: bool = False):
+def _rescale_and_add(work: Work, acc, alpha, p, strip: int, step, ends_turn: bool = False):
     """acc alpha + p v of a strip of columns. With `ends_turn` the turn is passed on once the product has been
     started."""
 
