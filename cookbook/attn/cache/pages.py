@@ -53,8 +53,9 @@ class Pages:
 
 
 def page_of(block_tables, seq, entry, num_pages: int):
-    """The page in an entry of a sequence's row of the block table, or in the last one if it has fewer. An id that is no
-    page becomes `num_pages`, where TMA reads zeros; a larger index could wrap around into the array as others are added to it."""
+    """The page in an entry of a sequence's row of the block table, or in the last one if there are fewer. An id that is
+    no page becomes `num_pages`, where TMA reads zeros; a larger index could wrap around into the array as others are
+    added to it."""
     page = block_tables[seq, jnp.minimum(entry, block_tables.shape[1] - 1)]
     return jnp.where((page >= 0) & (page < num_pages), page, num_pages)
 
