@@ -87,7 +87,7 @@ class Problem:
         """Whether there are keys that some queries see and others do not, wherever sequences end."""
         return (self.left, self.right) != (None, None)
 
-    def scores(self, s, scale=1.0):
+    def scored(self, s, scale=1.0):
         """(scores, scale_log2) of products s: the base-2 logits are scores * scale_log2. Scores are s, or its tanh with
         a soft cap; scale_log2 is positive, so that maxima may be taken before scaling. `scale`, one number or one for
         each row, is what the operands have still to be multiplied by."""

@@ -105,7 +105,7 @@ class Work:
 
     def softmax(self, s, m_i, l_i, step, masked: bool, octaves: float = 0.0):
         """`softmax_step` of the products s of a step. A bias b of the logits becomes s + b LOG2E / scale_log2 here."""
-        s, scale_log2 = self.problem.scores(s, self.logit_scale)
+        s, scale_log2 = self.problem.scored(s, self.logit_scale)
         if masked:
             s = jnp.where(self.span.mask(self.first_row, self.span.end - 1 - step), s, -jnp.inf)
         return softmax_step(s, m_i, l_i, scale_log2, masked, octaves)

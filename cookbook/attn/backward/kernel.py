@@ -70,7 +70,7 @@ def _dq(
             s = plgpu.wgmma_accumulator_load(s_ref, wait_n=len(plan.kept_columns))  # Also waits for dq so far.
             if plan.runs_ahead:
                 pl.when(count > 0)(lambda: ring.release(count - 1))  # The product of the step before has ended.
-            s, scale_log2 = problem.scores(s)
+            s, scale_log2 = problem.scored(s)
             p = jnp.exp2(s * scale_log2 - spread(lse, 0, s.shape))
             p = jnp.where(tile.mask(first_row, block), p, 0.0) if masked else p
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
@@ -116,7 +116,7 @@ def _dkdv(
         def dkdv_step(dk_ref, dv_ref, s_ref, dp_ref, count, slot, block, masked):
             start_product(plan, s_ref, k[:, rows], q, slot)  # sᵀ = k qᵀ
             start_product(plan, dp_ref, v[:, rows], do, slot)  # dpᵀ = v doᵀ
-            s, scale_log2 = problem.scores(plgpu.wgmma_accumulator_load(s_ref, wait_n=len(plan.kept_columns)))
+            s, scale_log2 = problem.scored(plgpu.wgmma_accumulator_load(s_ref, wait_n=len(plan.kept_columns)))
             p = jnp.exp2(s * scale_log2 - spread(_device.load(lse[slot], COLUMNS), 1, s.shape))
             p = jnp.where(tile.mask(first_row, block), p, 0.0) if masked else p
             start_sum(dv_ref, p.astype(problem.dtype), do[slot, :, columns], weights_smem, wg)  # dv += pᵀ do

@@ -82,7 +82,7 @@ def _kernel(
         def step(dk_ref, dv_ref, s_ref, dp_ref, dq_ref, count, slot, block, place_before):
             start_product(plan, s_ref, k[:, rows], q, slot)  # sᵀ = k qᵀ
             start_product(plan, dp_ref, v[:, rows], do, slot)  # dpᵀ = v doᵀ
-            s, scale_log2 = problem.scores(plgpu.wgmma_accumulator_load(s_ref, wait_n=len(plan.kept_columns)))
+            s, scale_log2 = problem.scored(plgpu.wgmma_accumulator_load(s_ref, wait_n=len(plan.kept_columns)))
             if plan.runs_ahead:
                 pl.when(count > 0)(lambda: ring.release(count - 1))  # dk's product of the step before has ended.
             logits = s * scale_log2 - spread(_device.load(lse[slot], COLUMNS), 1, s.shape)

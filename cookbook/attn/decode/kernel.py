@@ -198,7 +198,7 @@ def _attend(plan: Plan, smem: Smem, piece: Piece, steps_done):
                 plgpu.wgmma(s_ref, smem.q.at[p], keys.T)
             return s_ref[...]
 
-        s, scale_log2 = problem.scores(pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32)))
+        s, scale_log2 = problem.scored(pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32)))
         if masked:
             token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + first
             s = jnp.where((token >= low) & (token < piece.kv_len), s, -jnp.inf)

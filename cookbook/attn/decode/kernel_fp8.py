@@ -238,7 +238,7 @@ def _attend(plan: Plan, half: Half, piece: Piece, steps_done):
                     plgpu.wgmma(s_ref, half.terms.at[term, i], keys)
             return s_ref[...]
 
-        s, scale_log2 = problem.scores(pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32)), logit_scale)
+        s, scale_log2 = problem.scored(pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32)), logit_scale)
         smem.ring.release(steps_done + step)
         if masked:
             token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + first + half.keys.start
