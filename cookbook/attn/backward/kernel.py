@@ -135,7 +135,7 @@ def _dkdv(
         store(tile, wg, done, (dk, problem.scale, k, dk_gmem), (dv, 1.0, v, dv_gmem))
 
 
-# What all backward kernels share --------------------------------------------------------------------------------------
+# Shared by all backward kernels --------------------------------------------------------------------------------------
 
 
 def load(tile: Tile, buffers: Buffers, *, kept: list[Ref], streamed: list[Ref], vectors: list[Ref]):

@@ -198,8 +198,8 @@ class Plan:
 class Buffers:
     """The scratch that all backward kernels have, as the roles use it."""
 
-    kept: list[Operand]  # What a tile keeps: q and do, or k and v.
-    streamed: list[Operand]  # What comes through the ring: k and v, or q and do.
+    kept: list[Operand]  # A tile keeps q and do, or k and v.
+    streamed: list[Operand]  # Through the ring come k and v, or q and do.
     vectors: list[Operand]  # lse and delta of the queries that come through the ring.
     kept_filled: Barrier
     ring: _device.Ring
