@@ -145,7 +145,7 @@ def num_positions(op: str, num_q: int, num_kv: int) -> int:
     return max(num_q, num_kv)
 
 
-def nothing_seen(q, sinks, dtype=None):
+def empty_results(q, sinks, dtype=None):
     """(out, lse) where no query (..., heads, head_dim) sees a key, or there are no queries."""
     lse = jnp.full(q.shape[:-1], -jnp.inf, jnp.float32) if sinks is None else jnp.broadcast_to(sinks, q.shape[:-1])
     return jnp.zeros(q.shape, dtype or q.dtype), lse

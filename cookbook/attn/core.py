@@ -99,7 +99,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Which blocks of keys rows of queries see: pure arithmetic, for NumPy's numbers and for traced ones."""
+    """Which blocks of keys rows of queries see: arithmetic for NumPy's numbers and traced ones; `mask_of` for kernels."""
 
     num_kv: int  # Where the keys end.
     block_kv: int

@@ -129,7 +129,7 @@ def paged_attention(
     how = checks.options(op, head_dim, True, scale, logits_soft_cap, local_window_size, positions)
     scales, sinks = page_scales(op, k_pages, k_scale, v_scale), checks.sinks(op, sinks, num_heads)
     if 0 in (*q.shape, *block_tables.shape):
-        results = checks.nothing_seen(q, sinks)
+        results = checks.empty_results(q, sinks)
         return results if return_lse else results[0]
     target = _host.require_tensor_cores(op)
     config = config or default_config(head_dim, bool(scales))

@@ -268,7 +268,7 @@ def attention(
                       return_lse=return_lse)  # fmt: skip
     segments, sinks = _segments(query, key, segment_ids, kv_segment_ids), checks.sinks(op, sinks, query.shape[2])
     if 0 in (*query.shape, *key.shape):
-        out, lse = checks.nothing_seen(query, sinks)
+        out, lse = checks.empty_results(query, sinks)
     else:
         operands, tree = jax.tree.flatten((query, key, value, sinks, segments))
         out, lse = _attention(*jax.tree.unflatten(tree, _host.reverse_only(op, *operands)), options)

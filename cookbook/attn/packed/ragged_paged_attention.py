@@ -130,7 +130,7 @@ def ragged_paged_attention(
     return_lse, sinks = checks.flag(op, "return_lse", return_lse), checks.sinks(op, sinks, num_heads)
     config = _host.require_config(op, config, Config) or default_config(head_dim)
     if 0 in (*q.shape, *block_tables.shape):
-        results = checks.nothing_seen(q, sinks)
+        results = checks.empty_results(q, sinks)
         return results if return_lse else results[0]
     target = _host.require_tensor_cores(op)
     problem = Problem(num_heads, k_pages.shape[2], head_dim, q.dtype, **how, interpreted=target.interpreted)
