@@ -99,7 +99,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Which blocks of keys rows of queries see: arithmetic for NumPy's numbers and traced ones; `mask_of` for kernels."""
+    """Which blocks of keys rows of queries see, in numbers of NumPy or traced ones; `mask_of` for kernels alone."""
 
     num_kv: int  # Where the keys end.
     block_kv: int
