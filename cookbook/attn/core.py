@@ -156,12 +156,13 @@ class Blocks:
         """`mask` of a warpgroup's rows from `first_row` on and the keys of a block, as its products are laid out; with
         `segment_tables` a query sees only keys with its own id."""
         row, column = _device.indices(self.shape)
-        first_column = block * self.block_kv
-        seen = self.mask(row + first_row, column + first_column)
+        seen = self.mask(row + first_row, column + block * self.block_kv)
         if not segment_tables:
             return seen
         row_ids = _device.load(segment_tables["rows"].at[batch, pl.ds(first_row, WG_ROWS)], ROWS)
-        column_ids = _device.load(segment_tables["columns"].at[batch, pl.ds(first_column, self.block_kv)], COLUMNS)
+        column_ids = _device.load(
+            segment_tables["columns"].at[batch, pl.ds(block * self.block_kv, self.block_kv)], COLUMNS
+        )
         return seen & (per_row(row_ids, self.shape) == _device.spread(column_ids, 1, self.shape))
 
     @property
