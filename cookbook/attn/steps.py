@@ -8,8 +8,8 @@ first. `m_i` is the largest base-2 logit of each row so far, `l_i` the sum of it
 weighted values, not yet divided; `p` has the weights of the last block, still to be multiplied by its values. With
 `Config.sums_by_thread` no thread needs another's weights before `finish` adds them up.
 
-To add a bias to the logits: in `Work.softmax`, beside the mask; for gradients also where `backward/` computes p. To add a
-second accumulator: beside acc in `nothing_seen` and in the `carry` of the steps, if registers hold it.
+To add a bias to the logits: in `Work.softmax`, beside the mask; for gradients also where `backward/` computes p. To add
+a second accumulator: beside acc in `nothing_seen` and in the `carry` of the steps, if registers hold it.
 """
 
 import dataclasses
