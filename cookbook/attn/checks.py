@@ -95,6 +95,29 @@ def flag(op: str, name: str, value) -> bool | None:
     return None if value is None else _host.option(op, name, value, bool)
 
 
+def check_operands(op: str, axes: str, is_fp8: bool = False, **given) -> None:
+    """Checks queries, keys and values, `given` in this order by their names: that they have these axes, a dtype that is
+    supported, and fit together.
+
+    Raises:
+      ValueError: they do not.
+    """
+    called, (q_name, k_name, v_name), (q, k, v) = f"{_host.PACKAGE}.{op}", given, given.values()
+    for name, x in given.items():
+        if x.ndim != len(axes.split(", ")):
+            raise ValueError(f"{called}: {name}.shape={x.shape}; must be ({axes}): reshape it")
+        if is_fp8 and x.dtype != E4M3:
+            raise ValueError(f"{called}: {name}.dtype = {x.dtype}; must be {E4M3.__name__}: divide by a scale, cast it")
+        if not is_fp8 and (x.dtype not in (jnp.bfloat16, jnp.float16) or x.dtype != q.dtype):
+            raise ValueError(f"{called}: {name}.dtype = {x.dtype}; all must be bfloat16 or all float16: cast them")
+    if k.shape != v.shape or k.shape[:-3] != q.shape[:-3] or k.shape[-1] != q.shape[-1]:
+        shapes = ", ".join(f"{name}.shape={x.shape}" for name, x in given.items())
+        raise ValueError(
+            f"{called}: {shapes}; {k_name} and {v_name} must have the same shape, and batch and head_dim of {q_name}"
+        )
+    groups(op, q.shape[-2], k.shape[-2])
+
+
 def groups(op: str, num_heads: int, num_kv_heads: int) -> None:
     """Checks that as many query heads read each key head.
 
@@ -122,7 +145,7 @@ def num_positions(op: str, num_q: int, num_kv: int) -> int:
     return max(num_q, num_kv)
 
 
-def nothing_seen(q, sinks, dtype=None):
+def empty_results(q, sinks, dtype=None):
     """(out, lse) where no query (..., heads, head_dim) sees a key, or there are no queries."""
     lse = jnp.full(q.shape[:-1], -jnp.inf, jnp.float32) if sinks is None else jnp.broadcast_to(sinks, q.shape[:-1])
     return jnp.zeros(q.shape, dtype or q.dtype), lse
@@ -191,12 +214,14 @@ def check_smem(op: str, config, need: int, head_dim: int) -> None:
 
 
 def check_cache(op: str, q, k_pages, v_pages, block_tables, kv_lens) -> None:
-    """Checks the operands of attention over pages, q (..., heads, head_dim) among them.
+    """Checks the operands of attention over pages.
 
     Raises:
       ValueError: a shape or dtype is not supported.
     """
     called = f"{_host.PACKAGE}.{op}"
+    if q.ndim != 3:
+        raise ValueError(f"{called}: {q.shape=}; must be (tokens, heads, head_dim): reshape it")
     for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
         if x.dtype not in (q.dtype, E4M3) or q.dtype not in (jnp.bfloat16, jnp.float16):
             raise ValueError(f"{called}: {name}.dtype = {x.dtype}; all must be bfloat16 or all float16: cast them")

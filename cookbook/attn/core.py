@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import operator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device
-from .._device import COLUMNS, PIECE, ROWS, div
+from .._device import COLUMNS, PIECE, ROWS, Barrier, Index, Ref, div
 
 HEAD_DIMS = (64, 128, 256)  # Sizes of heads that the backward kernels compute with.
 SERVED_HEAD_DIMS = (64, 80, 96, 128, 192, 256)  # Sizes that kernels with packed or paged keys take.
@@ -57,29 +57,29 @@ class Problem:
         return self.num_heads // self.num_kv_heads
 
     @property
-    def piece(self) -> int:
-        """Values of a row of a head that are swizzled together: 128 bytes, or fewer with small heads of 8 bits."""
+    def panel(self) -> int:
+        """Columns of a head that are swizzled together: 128 bytes, or fewer with small heads of 8 bits."""
         return PIECE if jnp.dtype(self.dtype).itemsize == 2 else min(128, self.head_dim)
 
     @property
-    def pieces(self) -> int:
-        """Pieces of a row of a head."""
-        return pl.cdiv(self.head_dim, self.piece)
+    def panels(self) -> int:
+        """Panels of a head."""
+        return pl.cdiv(self.head_dim, self.panel)
 
     @property
     def width(self) -> int:
-        """Columns of a head in shared memory: whole pieces."""
-        return self.pieces * self.piece
+        """Columns of a head in shared memory: whole panels."""
+        return self.panels * self.panel
 
-    def columns(self, piece: int, size: int | None = None):
-        """Values of a head that a piece holds, of `size` or as many as are swizzled together. Pallas lets only a traced
+    def columns(self, panel: int, size: int | None = None):
+        """Values of a head that a panel holds, of `size` or as many as are swizzled together. Pallas lets only a traced
         start go beyond the edge."""
-        size = size or self.piece
-        start = piece * size
+        size = size or self.panel
+        start = panel * size
         return pl.ds(start if start + size <= self.head_dim else start + 0 * lax.axis_index("role"), size)
 
     @property
-    def whole_pieces(self) -> bool:
+    def whole_panels(self) -> bool:
         return self.width == self.head_dim
 
     @property
@@ -88,26 +88,18 @@ class Problem:
         return (self.left, self.right) != (None, None)
 
     def scored(self, s, scale=1.0):
-        """(stored scores of products, their `unit`), of operands that have still to be scaled: by one number, or by one
-        for each row."""
+        """(scores, scale_log2) of products s: the base-2 logits are scores * scale_log2. Scores are s, or its tanh with
+        a soft cap; scale_log2 is positive, so that maxima may be taken before scaling. `scale`, one number or one for
+        each row, is what the operands have still to be multiplied by."""
         scale = scale * self.scale
         if self.soft_cap is None:
             return s, LOG2E * scale
-        return jnp.tanh(s * per_row(scale / self.soft_cap, s.shape)), self.unit
-
-    @property
-    def unit(self) -> float:
-        """Scale from a stored score to its base-2 logit. It is positive: maxima are taken before scaling."""
-        return LOG2E * (self.scale if self.soft_cap is None else self.soft_cap)
-
-    def capped(self, s):
-        """Stored scores of products: as they are, or with a soft cap their tanh."""
-        return s if self.soft_cap is None else jnp.tanh(s * (self.scale / self.soft_cap))
+        return jnp.tanh(s * per_row(scale / self.soft_cap, s.shape)), LOG2E * self.soft_cap
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Which blocks of keys rows of queries see: pure arithmetic, for NumPy's numbers and for traced ones."""
+    """Which blocks of keys rows of queries see, in numbers of NumPy or traced ones; `mask_of` for kernels alone."""
 
     num_kv: int  # Where the keys end.
     block_kv: int
@@ -160,10 +152,18 @@ class Blocks:
         ends_with_block = isinstance(self.num_kv, int) and self.num_kv % self.block_kv == 0
         return functools.reduce(operator.and_, tests + [kv_ids < self.num_kv] * (not tests or not ends_with_block))
 
-    def mask_of(self, first_row, block):
-        """`mask` of a warpgroup's rows from `first_row` on and the keys of a block, as its products are laid out."""
+    def mask_of(self, first_row, block, segment_tables: dict, batch):
+        """`mask` of a warpgroup's rows from `first_row` on and the keys of a block, as its products are laid out; with
+        `segment_tables` a query sees only keys with its own id."""
         row, column = _device.indices(self.shape)
-        return self.mask(row + first_row, column + block * self.block_kv)
+        seen = self.mask(row + first_row, column + block * self.block_kv)
+        if not segment_tables:
+            return seen
+        row_ids = _device.load(segment_tables["rows"].at[batch, pl.ds(first_row, WG_ROWS)], ROWS)
+        column_ids = _device.load(
+            segment_tables["columns"].at[batch, pl.ds(block * self.block_kv, self.block_kv)], COLUMNS
+        )
+        return seen & (per_row(row_ids, self.shape) == _device.spread(column_ids, 1, self.shape))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -175,10 +175,10 @@ class Blocks:
 class Cuts:
     """Which of the blocks that a warpgroup's rows see may be cut by a mask: only those are masked."""
 
-    any: bool  # There are such blocks.
     first: bool  # Some at the start.
     last: bool  # More than one at the end.
     all: bool = False
+    any: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,25 +187,22 @@ class Span:
 
     blocks: Blocks
     cuts: Cuts
-    first: Any
-    end: Any  # After the last one.
-    steps: Any  # Number of blocks.
-    masks: dict  # `segment_masks`, or {}.
-    batch: Any  # The batch that `masks` are for.
+    first: Index
+    end: Index  # After the last one.
+    steps: Index  # Number of blocks.
+    segment_tables: dict  # `make_segment_tables`, or {}.
+    batch: Index  # The batch that `segment_tables` are for.
 
     @classmethod
-    def of(cls, blocks: Blocks, cuts: Cuts, first, end, masks: dict | None = None, batch=None):
+    def of(cls, blocks: Blocks, cuts: Cuts, first, end, segment_tables: dict | None = None, batch=None):
         """At least one block, if only to find that no key is seen."""
         end = jnp.maximum(end, 1)
         first = jnp.minimum(first, end - 1)
-        return cls(blocks, cuts, first, end, end - first, masks or {}, batch)
+        return cls(blocks, cuts, first, end, end - first, segment_tables or {}, batch)
 
     def mask(self, first_row, block):
         """Which keys of a block the 64 rows from `first_row` on see."""
-        seen, shape = self.blocks.mask_of(first_row, block), self.blocks.shape
-        if not self.masks:
-            return seen
-        return seen & same_segment(self.masks, self.batch, first_row, block * shape[1], shape)
+        return self.blocks.mask_of(first_row, block, self.segment_tables, self.batch)
 
     def phases(self, first_row):
         """(start, whole_start, whole_stop, stop): the steps whose blocks one of the 64 rows sees, and the steps among
@@ -219,7 +216,7 @@ class Span:
         return start, whole_start, jnp.maximum(self.end - whole[0], whole_start), stop
 
 
-def segment_masks(row_ids, column_ids, rows: int, block: int) -> dict:
+def make_segment_tables(row_ids, column_ids, rows: int, block: int) -> dict:
     """Segments for a kernel with tiles of `rows` that go through blocks of `block` columns: the ids of "rows" and
     "columns", padded to whole tiles and blocks; and for each tile the "first" block, and the "end" of the blocks, that
     have ids between the least and the largest of its rows."""
@@ -234,16 +231,9 @@ def segment_masks(row_ids, column_ids, rows: int, block: int) -> dict:
     return dict(rows=row_ids, columns=column_ids, first=jnp.argmax(meet, -1).astype(jnp.int32), end=end)
 
 
-def same_segment(masks: dict, batch, first_row, first_column, shape):
-    """Whether rows and columns, from these on, have the same id; of `segment_masks`."""
-    row_ids = _device.load(masks["rows"].at[batch, pl.ds(first_row, shape[0])], ROWS)
-    column_ids = _device.load(masks["columns"].at[batch, pl.ds(first_column, shape[1])], COLUMNS)
-    return per_row(row_ids, shape) == _device.spread(column_ids, 1, shape)
-
-
-def row_sinks(sinks, unit):
-    """Base-2 logits of the sinks of a warpgroup's rows. `sinks` has one row for each unit; None for none."""
-    return None if sinks is None else _device.load(sinks.at[unit], ROWS)
+def row_sinks(sinks, index):
+    """Base-2 logits of the sinks of a warpgroup's rows, which are those in `sinks[index]`; None for none."""
+    return None if sinks is None else _device.load(sinks.at[index], ROWS)
 
 
 # Shared memory --------------------------------------------------------------------------------------------------------
@@ -258,7 +248,7 @@ class BlockConfig:
     # Whether a thread adds up the weights that it has itself, in registers of its own, and others' only at the end.
     sums_by_thread: bool = True
 
-    block_unit: ClassVar[int] = 64  # `block_kv` is a multiple of it.
+    block_multiple: ClassVar[int] = 64  # `block_kv` is a multiple of it.
 
     def __post_init__(self):
         if self.num_stages < 2 or self.compute_wgs not in REGISTERS:
@@ -267,10 +257,10 @@ class BlockConfig:
                 f"{self.compute_wgs=} one of {list(REGISTERS)}"
             )
         most = 192 if self.compute_wgs > 2 else 256
-        if self.block_kv % self.block_unit or not 64 <= self.block_kv <= most:
+        if self.block_kv % self.block_multiple or not 64 <= self.block_kv <= most:
             raise ValueError(
-                f"{self.block_kv=} must be a multiple of {self.block_unit} (keys that TMA and tensor cores take), from "
-                f"64 to {most} (what registers hold, with {self.compute_wgs=})"
+                f"{self.block_kv=} must be a multiple of {self.block_multiple} (keys that TMA and tensor cores take), "
+                f"from 64 to {most} (what registers hold, with {self.compute_wgs=})"
             )
 
     @property
@@ -292,7 +282,7 @@ def scratch(problem: Problem, c: BlockConfig, smem: dict, q_copies: int, k_copie
     """Scratch of a kernel whose rows stay while blocks of keys and values come through two rings: its own `smem` (of
     keys and values at least), and barriers for so many copies of a warpgroup's queries and of a block."""
     wgs, stages = c.compute_wgs, c.num_stages
-    tiles = _device.row_tiles((wgs, problem.pieces, WG_ROWS, problem.piece), problem.dtype, problem.interpreted)
+    tiles = _device.row_tiles((wgs, problem.panels, WG_ROWS, problem.panel), problem.dtype, problem.interpreted)
     found = dict(q_smem=tiles) | smem
     found |= dict(
         q_filled=_device.barriers(wgs, q_copies),
@@ -311,20 +301,20 @@ class Shared:
     """The scratch of `scratch`, as the roles use it. `q`, `k`, `v` and `o` are as tensor cores see them, `_tma` as TMA
     does."""
 
-    q: Any  # (warpgroups, pieces, 64, 64)
-    q_tma: Any
-    q_filled: Any  # A barrier per warpgroup: the copies of its queries have arrived.
-    q_freed: Any  # A barrier per warpgroup: it is done with them.
-    k: Any  # (slots, pieces, block_kv, 64), or rows of whole heads, (slots, block_kv, head_dim).
-    k_tma: Any
-    v: Any  # (slots, block_kv, width)
-    v_tma: Any  # (slots, block_kv / 8, pieces, 8, 64)
-    v_rows: Any  # (slots, block_kv / 8, 8 width), for `clear`.
+    q: Ref  # (warpgroups, panels, 64, 64)
+    q_tma: Ref
+    q_filled: Barrier  # A barrier per warpgroup: the copies of its queries have arrived.
+    q_freed: Barrier  # A barrier per warpgroup: it is done with them.
+    k: Ref  # (slots, panels, block_kv, 64), or rows of whole heads, (slots, block_kv, head_dim).
+    k_tma: Ref
+    v: Ref  # (slots, block_kv, width)
+    v_tma: Ref  # (slots, block_kv / 8, panels, 8, 64)
+    v_rows: Ref  # (slots, block_kv / 8, 8 width), for `clear`.
     keys: _device.Ring
     values: _device.Ring
     turns: _device.Turns
-    o: Any  # As q, in its place where `out_over_query`.
-    o_tma: Any
+    o: Ref  # As q, in its place where `out_over_query`.
+    o_tma: Ref
     frees_early: bool  # Whether queries are done with before out is stored.
 
     @classmethod
@@ -343,9 +333,9 @@ class Shared:
             frees_early=o_smem is not None,
         )  # fmt: skip
 
-    def key_piece(self, slot, piece: int):
+    def key_panel(self, slot, panel: int):
         """64 columns of the keys in a slot."""
-        return self.k.at[slot, piece] if len(self.k.shape) == 4 else self.k.at[slot, :, pl.ds(piece * PIECE, PIECE)]
+        return self.k.at[slot, panel] if len(self.k.shape) == 4 else self.k.at[slot, :, pl.ds(panel * PIECE, PIECE)]
 
     def free_query(self, wg):
         plgpu.barrier_arrive(self.q_freed.at[wg])

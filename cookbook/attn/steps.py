@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compute warpgroup of a forward kernel, in the steps that chapters 11 and 11b build.
 
-    p = exp2(s unit - m_i),   acc = acc alpha + p v,   l_i = l_i alpha + sum p,   alpha = exp2(m_old - m_i)
+    p = exp2(s scale_log2 - m_i),   acc = acc alpha + p v,   l_i = l_i alpha + sum p,   alpha = exp2(m_old - m_i)
 
 A warpgroup keeps 64 rows of queries, and goes through the blocks of keys and values that its tile sees, the last block
 first. `m_i` is the largest base-2 logit of each row so far, `l_i` the sum of its exponentials, `acc` the sum of its
 weighted values, not yet divided; `p` has the weights of the last block, still to be multiplied by its values. With
 `Config.sums_by_thread` no thread needs another's weights before `finish` adds them up.
+
+To add a bias to the logits: in `Work.softmax`, beside the mask; for gradients also where `backward/` computes p. To add
+a second accumulator: beside acc in `nothing_seen` and in the `carry` of the steps, if registers hold it.
 """
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,25 +21,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._device import PIECE, ROWS
+from .._device import PIECE, ROWS, Index
 from .core import WG_ROWS, BlockConfig, Problem, Shared, Span, per_row
 
 SUMS = 8  # Columns of the smallest product: of each such eight a thread has two neighbours.
 
 
-def softmax_step(s, m_i, l_i, unit, masked: bool, octaves: float = 0.0):
-    """A block's weights, in float32, and what becomes of the rest: (p, alpha, m_i, l_i). `unit` is a number, or one for
-    each row. Weights, and with them sums, are 2 ** octaves times as large. `l_i` is one sum for each row, or, (rows,
-    SUMS), `SUMS` of them."""
-    m_new = jnp.maximum(m_i, s.max(axis=1) * unit)
+def softmax_step(s, m_i, l_i, scale_log2, masked: bool, octaves: float = 0.0):
+    """A block's weights, in float32, and what becomes of the rest: (p, alpha, m_i, l_i). `scale_log2` is a
+    number, or one for each row. Weights, and with them sums, are 2 ** octaves times as large. `l_i` is one sum for each
+    row, or, (rows, SUMS), `SUMS` of them."""
+    m_new = jnp.maximum(m_i, s.max(axis=1) * scale_log2)
     shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
     # One multiply-add and one exponential each.
-    p = jnp.exp2(s * per_row(unit, s.shape) - per_row(shift - octaves, s.shape))
+    p = jnp.exp2(s * per_row(scale_log2, s.shape) - per_row(shift - octaves, s.shape))
     alpha = jnp.exp2(m_i - shift)
     if l_i.ndim == 1:
         return p, alpha, m_new, l_i * alpha + p.sum(axis=1)
-    parts = [p[:, i : i + SUMS] for i in range(0, p.shape[1], SUMS)]
-    return p, alpha, m_new, l_i * per_row(alpha, l_i.shape) + functools.reduce(jnp.add, parts)
+    slices = [p[:, i : i + SUMS] for i in range(0, p.shape[1], SUMS)]
+    return p, alpha, m_new, l_i * per_row(alpha, l_i.shape) + functools.reduce(jnp.add, slices)
 
 
 def add_product(acc, p, v_smem, interpreted: bool):
@@ -78,12 +80,12 @@ class Work:
     config: BlockConfig
     span: Span
     shared: Shared
-    wg: Any  # Its number.
-    first_row: Any  # The first of its rows, as `span.blocks` counts them.
-    before: Any  # Steps of earlier tiles.
-    sinks: Any = None  # Base-2 logits, one for each row.
-    logit_scale: Any = 1.0  # Dequantisation scale of q kᵀ, above 0.
-    value_scale: Any = 1.0  # Dequantisation scale of the values.
+    wg: Index  # Its number.
+    first_row: Index  # The first of its rows, as `span.blocks` counts them.
+    steps_done: Index  # Steps of earlier tiles.
+    sinks: jax.Array | None = None  # Base-2 logits, one for each row.
+    logit_scale: jax.Array | float = 1.0  # Dequantisation scale of q kᵀ, above 0.
+    value_scale: jax.Array | float = 1.0  # Dequantisation scale of the values.
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -91,21 +93,22 @@ class Work:
         return WG_ROWS, self.config.block_kv
 
     def values(self, step):
-        return self.shared.v.at[self.shared.values.slot(self.before + step)]
+        return self.shared.v.at[self.shared.values.slot(self.steps_done + step)]
 
     def queue_logits(self, s_ref, slot):
         """Starts q kᵀ."""
-        for p in range(self.problem.pieces):
-            plgpu.wgmma(s_ref, self.shared.q.at[self.wg, p], self.shared.key_piece(slot, p).T)
+        for p in range(self.problem.panels):
+            plgpu.wgmma(s_ref, self.shared.q.at[self.wg, p], self.shared.key_panel(slot, p).T)
 
     def nothing_seen(self, columns: int):
         return nothing_seen(columns, self.sinks, self.config.sums_by_thread)
 
     def softmax(self, s, m_i, l_i, step, masked: bool, octaves: float = 0.0):
-        s, unit = self.problem.scored(s, self.logit_scale)
+        """`softmax_step` of the products s of a step. A bias b of the logits becomes s + b LOG2E / scale_log2 here."""
+        s, scale_log2 = self.problem.scored(s, self.logit_scale)
         if masked:
             s = jnp.where(self.span.mask(self.first_row, self.span.end - 1 - step), s, -jnp.inf)
-        return softmax_step(s, m_i, l_i, unit, masked, octaves)
+        return softmax_step(s, m_i, l_i, scale_log2, masked, octaves)
 
 
 def pass_by(work: Work, step):
@@ -113,8 +116,8 @@ def pass_by(work: Work, step):
     work.shared.turns.take(work.wg)
     work.shared.turns.pass_on(work.wg)
     for ring in (work.shared.keys, work.shared.values):
-        ring.wait(work.before + step)
-        ring.release(work.before + step)
+        ring.wait(work.steps_done + step)
+        ring.release(work.steps_done + step)
 
 
 def first_step(work: Work, step):
@@ -122,15 +125,15 @@ def first_step(work: Work, step):
     keys, turns = work.shared.keys, work.shared.turns
 
     def logits(s_ref):
-        slot = keys.wait(work.before + step)
+        slot = keys.wait(work.steps_done + step)
         turns.take(work.wg)
         work.queue_logits(s_ref, slot)
         turns.pass_on(work.wg)
         return s_ref[...]
 
     s = pl.run_scoped(logits, plgpu.ACC(work.shape, jnp.float32))
-    keys.release(work.before + step)
-    acc, m_i, l_i = work.nothing_seen(work.problem.pieces * PIECE)
+    keys.release(work.steps_done + step)
+    acc, m_i, l_i = work.nothing_seen(work.problem.panels * PIECE)
     p, _, m_i, l_i = work.softmax(s, m_i, l_i, step, work.span.cuts.any)
     return acc, m_i, l_i, p.astype(work.problem.dtype)
 
@@ -142,7 +145,7 @@ def overlapped_step(work: Work, masked: bool, step, carry):
     warpgroups.
     """
     acc, m_i, l_i, p = carry
-    count, interpreted, turns = work.before + step, work.problem.interpreted, work.shared.turns
+    count, interpreted, turns = work.steps_done + step, work.problem.interpreted, work.shared.turns
     slot = work.shared.keys.wait(count)
     work.shared.values.wait(count - 1)
     turns.take(work.wg)
@@ -171,7 +174,7 @@ def last_step(work: Work, step, carry):
     """(acc, m_i, l_i) with the values of the last block, whose weights `carry` has."""
     acc, m_i, l_i, p = carry
     turns, values = work.shared.turns, work.shared.values
-    values.wait(work.before + step)
+    values.wait(work.steps_done + step)
     turns.take(work.wg)
 
     def product(acc_ref):
@@ -183,7 +186,7 @@ def last_step(work: Work, step, carry):
         turns.pass_on(work.wg)
     else:
         acc = pl.run_state(product)(plgpu.ACC.init(acc))
-    values.release(work.before + step)
+    values.release(work.steps_done + step)
     return acc, m_i, l_i
 
 

@@ -17,11 +17,11 @@ PADDED_FROM = 1024
 
 def value_tiles(stages: int, block_kv: int, problem: Problem):
     """Shared memory for values, (slots, block_kv, width), in tiles of 8 rows and 64 columns, as tensor cores read them;
-    also with each tile alone, (slots, block_kv / 8, pieces, 8, 64), the only view in which TMA can cut them off at the
+    also with each tile alone, (slots, block_kv / 8, panels, 8, 64), the only view in which TMA can cut them off at the
     edges of an array; and as (slots, block_kv / 8, 8 width), for `clear`. The interpreter gets the first."""
     transforms = _device.swizzled()["transforms"]
     tiled = plgpu.SMEM((stages, block_kv, problem.width), problem.dtype, transforms=transforms)
-    alone = (stages, block_kv // TILE_ROWS, problem.pieces, TILE_ROWS, PIECE)
+    alone = (stages, block_kv // TILE_ROWS, problem.panels, TILE_ROWS, PIECE)
     swizzled = plgpu.SMEM(alone, problem.dtype, transforms=transforms[1:])
     eights = plgpu.SMEM((stages, block_kv // TILE_ROWS, TILE_ROWS * problem.width), problem.dtype)
     return tiled if problem.interpreted else plgpu.RefUnion(tiled, swizzled, eights)
@@ -29,7 +29,7 @@ def value_tiles(stages: int, block_kv: int, problem: Problem):
 
 def by_tile(problem: Problem, num_rows: int, num_queries: int) -> bool:
     """Whether `num_rows` values are copied tile by tile: they come in no whole tiles, and have few queries."""
-    is_whole = num_rows % TILE_ROWS == 0 and problem.whole_pieces
+    is_whole = num_rows % TILE_ROWS == 0 and problem.whole_panels
     return not is_whole and num_queries * problem.group < PADDED_FROM
 
 
@@ -42,12 +42,12 @@ def padded(problem: Problem, values, axis: int):
 
 def copy_tiles(problem: Problem, source, smem, tiles, first: int, num: int, filled):
     """Copies rows `first` to `first + num` of a slot of `value_tiles`, whose views are `smem` and `tiles`, one tile at
-    a time: `source(row, rows, piece)` are so many of them from `row` on, and a piece of their columns."""
+    a time: `source(row, rows, panel)` are so many of them from `row` on, and a panel of their columns."""
     rows = num if problem.interpreted else TILE_ROWS
 
     @pl.loop(0, num // rows)
     def _(i):
-        for p in range(problem.pieces):
+        for p in range(problem.panels):
             if problem.interpreted:
                 target = smem.at[pl.ds(first, num), pl.ds(p * PIECE, PIECE)]
             else:
@@ -57,7 +57,7 @@ def copy_tiles(problem: Problem, source, smem, tiles, first: int, num: int, fill
 
 def copies_of_tiles(problem: Problem, num: int) -> int:
     """How many copies `copy_tiles` makes of `num` rows."""
-    return problem.pieces * (1 if problem.interpreted else num // TILE_ROWS)
+    return problem.panels * (1 if problem.interpreted else num // TILE_ROWS)
 
 
 def clear(problem: Problem, values, first, end):
@@ -70,7 +70,7 @@ def clear(problem: Problem, values, first, end):
         return
 
     def clear_eight(eight):
-        # Rows of 8 lie together in pieces of 128 bytes, and swizzling moves nothing out of its row.
+        # Rows of 8 lie together in panels of 128 bytes, and swizzling moves nothing out of its row.
         place = plgpu.broadcasted_iota(jnp.int32, values.shape[1:], 0)
         row = TILE_ROWS * eight + rem(div(place, PIECE), TILE_ROWS)
         values[eight] = jnp.where((row >= first) & (row < end), values[eight], jnp.zeros((), problem.dtype))

@@ -314,7 +314,7 @@ def test_errors_name_the_rule(fn, message):
         ("steps", "l_i * alpha + p.sum(axis=1)", "l_i + p.sum(axis=1)"),
         ("steps", "l_i * per_row(alpha, l_i.shape) + ", "l_i + "),
         ("steps", "shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new", "shift = m_new"),
-        ("steps", "slot = keys.wait(work.before + step)", "slot = keys.slot(work.before + step)"),
+        ("steps", "slot = keys.wait(work.steps_done + step)", "slot = keys.slot(work.steps_done + step)"),
         ("dense/kernel", "        plgpu.barrier_wait(shared.q_filled.at[wg])\n", ""),
         ("core", "        self.keys.drain(count)\n", ""),
         pytest.param(

@@ -85,8 +85,8 @@ def gradients_by(config, args):
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_another_configuration(kv_heads):
-    """Three tiles, which start at three different blocks: the same to rounding as by two kernels."""
-    args, config = operands(140, 300, head_dim=128, kv_heads=kv_heads), Config(staggered=True, num_stages=3)
+    """Three stages: the same to rounding as by two kernels."""
+    args, config = operands(140, 300, head_dim=128, kv_heads=kv_heads), Config(num_stages=3)
     both = lab.run(lambda *args: (gradients_by(config, args), gradients_by(None, args)), *args)
     for a, b in zip(*both, strict=True):
         error = jnp.linalg.norm((a.astype(jnp.float32) - b.astype(jnp.float32)).ravel())
@@ -147,12 +147,12 @@ def test_what_the_compiler_makes_of_it(head_dim, right, group):
     "name, old, new",
     [
         ("backward/kernel_fused", "", ""),  # Nothing is wrong, and nothing is found.
-        ("backward/kernel_fused", "ds_before = dq.exchange.wait(count)", "ds_before = dq.exchange.slot(count)"),
+        ("backward/kernel_fused", "ds_slot = dq.exchange.wait(count)", "ds_slot = dq.exchange.slot(count)"),
         ("backward/kernel_fused", "dq.put(count + 1, ds)", "dq.put(count, ds)"),
         (
             "backward/kernel_fused",
-            "lambda: dq.add(share, before)",
-            "lambda: (dq.add(share, before), dq.add(share, before))[0]",
+            "lambda: dq.add(share, place_before)",
+            "lambda: (dq.add(share, place_before), dq.add(share, place_before))[0]",
         ),
         ("backward/kernel_fused", "    plgpu.wait_smem_to_gmem(0, wait_read_only=not interpreted)", "    pass"),
         ("backward/kernel_fused", "place + 2 * plan.num_blocks", "place"),

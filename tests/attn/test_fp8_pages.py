@@ -231,7 +231,7 @@ def test_errors_name_the_rule(fn, message):
         ("decode/kernel_fp8", "", ""),  # Nothing is wrong, and nothing is found.
         ("decode/kernel_fp8", "TERMS, WIDE_SLOTS = 2, 2", "TERMS, WIDE_SLOTS = 1, 2"),
         ("decode/kernel_fp8", "left = left - rounded", "left = left + 0 * rounded"),
-        ("decode/kernel_fp8", "wide_ring.acquire(before + step)", "wide_ring.slot(before + step)"),
+        ("decode/kernel_fp8", "wide_ring.acquire(steps_done + step)", "wide_ring.slot(steps_done + step)"),
         ("decode/kernel_fp8", "piece.kv_len - first), (first", "piece.kv_len - first + 1), (first"),
         ("decode/kernel_fp8", "v_scale[kv_head]", "k_scale[kv_head]"),
         ("decode/kernel_fp8", "barriers(c.num_stages, 1 + wgs)", "barriers(c.num_stages, 1)"),

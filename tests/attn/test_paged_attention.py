@@ -292,7 +292,7 @@ def test_configs_are_checked():
             "return jnp.where((page >= 0) & (page < num_pages), page, num_pages)",
             "return jnp.maximum(page, 0)",
         ),
-        ("decode/kernel", "slot = smem.ring.acquire(before + step)", "slot = smem.ring.slot(before + step)"),
+        ("decode/kernel", "slot = smem.ring.acquire(steps_done + step)", "slot = smem.ring.slot(steps_done + step)"),
         ("decode/kernel", "        pl.when(i > 0)(lambda: plgpu.barrier_wait(smem.q_freed))\n", ""),
         ("decode/kernel", "    smem.ring.drain(count)\n", ""),
         ("decode/kernel", "where = piece.seq + part, unit", "where = piece.seq, unit"),

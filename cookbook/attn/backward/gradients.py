@@ -34,9 +34,10 @@ from . import kernel, kernel_fused
 from .plan import Config, Plan
 
 IN_FLIGHT = 48e6  # Bytes of heads that blocks go through at a time, at most: an L2 cache has 50 MB.
-WAVE_FILLED = (
-    0.85  # Share of SMs busy over all waves of equal blocks, from which on more parts gain nothing (measured).
-)
+WAVE_FILLED = 0.85  # SMs busy over all waves of equal blocks, from which on more parts gain nothing (measured).
+# Queries from which on heads up to 64 have the one kernel. An estimate between two measured sizes on an H200: with 916
+# queries two kernels were faster, with 4096 the one.
+ONE_KERNEL_FROM = 2048
 
 
 def default_config(head_dim: int) -> Config | None:
@@ -46,6 +47,13 @@ def default_config(head_dim: int) -> Config | None:
     is no room for a second block of queries, nor for a share of dq.
     """
     return Config(runs_ahead=head_dim > 64) if head_dim <= 128 else None
+
+
+def choose_config(head_dim: int, num_q: int, deterministic: bool | None) -> Config | None:
+    """The configuration of the one kernel, or None for two, as `attention` chooses by its argument `deterministic`."""
+    if deterministic is None:  # Short sequences do not amortise zeroing dq and rounding it.
+        deterministic = head_dim <= 64 and num_q < ONE_KERNEL_FROM
+    return None if deterministic else default_config(head_dim)
 
 
 def _in_one_kernel(plan: Plan, params, *arrays):
@@ -63,7 +71,7 @@ def _in_one_kernel(plan: Plan, params, *arrays):
     return run(*arrays)
 
 
-def _add_up(plan: Plan, params, resident, streamed, vectors, segments):
+def _add_up(plan: Plan, params, kept, streamed, vectors, segments):
     """(dq, dk, dv), of which the one kernel adds dq up in memory."""
     (query, _), problem = streamed, plan.problem
     # dq as it is added up: two shares of 64 rows and 64 columns for each head and block, which has either twice as many
@@ -71,11 +79,11 @@ def _add_up(plan: Plan, params, resident, streamed, vectors, segments):
     heads, shares = (plan.batch, problem.num_heads, plan.num_blocks), (plan.block // WG_ROWS, problem.head_dim // PIECE)
     tiles = (plan.num_tiles,) if problem.interpreted else ()
     zeros = jnp.zeros((*tiles, 2 * math.prod(heads), WG_ROWS, PIECE), jnp.float32)
-    each = [jnp.zeros((*x.shape[:2], plan.num_heads, x.shape[3]), x.dtype) for x in resident]
+    each = [jnp.zeros((*x.shape[:2], plan.num_heads, x.shape[3]), x.dtype) for x in kept]
 
     @pl.run_state
     def add_up(refs):
-        refs[1][...], refs[2][...] = kernel_fused.launch(plan, params, resident, streamed, vectors, segments, refs[0])
+        refs[1][...], refs[2][...] = kernel_fused.launch(plan, params, kept, streamed, vectors, segments, refs[0])
 
     # JAX's kernels take no Ref that varies over a mesh's axis, as dq does nevertheless.
     dq, dk, dv = _host.apart(add_up(_host.apart((zeros, *_host.alike(*each, query)[:2]))))
@@ -129,7 +137,7 @@ def gradients(
     dkdv_plan = dataclasses.replace(dkdv_plan, parts=_parts(dkdv_plan, num_sms))
     # TMA copies any number of rows of 64 values, but of wider rows only a multiple of 8.
     fit = lambda width, arrays: tuple(x if width == PIECE else pad(x, -x.shape[1] % 8, 0) for x in arrays)
-    operands = lambda plan, resident, streamed: (fit(plan.kept_width, resident), fit(width, streamed), vectors)
+    operands = lambda plan, kept, streamed: (fit(plan.kept_width, kept), fit(width, streamed), vectors)
     if config is None:
         dq_plan = plan(for_query=True)
         (dq,) = kernel.launch(dq_plan, params, *operands(dq_plan, (q, do), (k, v)), segments)

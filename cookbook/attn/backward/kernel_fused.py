@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel that makes all three gradients of attention: it makes dk and dv, and adds up dq in memory.
 
-    sᵀ = k qᵀ,   dpᵀ = v doᵀ,   pᵀ = exp2(sᵀ unit - lse),   dsᵀ = pᵀ (dpᵀ - delta)
+    sᵀ = k qᵀ,   dpᵀ = v doᵀ,   pᵀ = exp2(sᵀ scale_log2 - lse),   dsᵀ = pᵀ (dpᵀ - delta)
     dv += pᵀ do,   dk += dsᵀ q,   dq += ds k
 
 Role table: as `kernel.py` has it for dk and dv. A compute warpgroup keeps 64 keys and values, and dq is a sum over all
@@ -19,8 +19,8 @@ dq is a step late, so that the other warpgroup's dsᵀ is there already. dsᵀ n
 
 Barrier table: as in `kernel.py`, and
 
-    shared[slot]   compute warpgroups     each other, before they multiply the dsᵀ in the slot: each has put its dsᵀ
-                                          there, and has read what is in the other slot
+    published      compute warpgroups     each other, before they multiply the dsᵀ in the slot: each has put its dsᵀ
+      [slot]                              there, and has read what is in the other slot
 
 Bound by: the tensor cores, with 2560 clocks of an SM per step: five products at 2048 multiply-adds per clock. With
 heads of 128 a step has 64 queries and its exponentials take 512 clocks, with heads of 64 it has 128 and they take 1024.
@@ -32,7 +32,6 @@ In the L2 cache a step loads 32 KB and adds 32 KB.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -40,10 +39,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device
-from ..._device import COLUMNS, ROWS, role, spread
+from ..._device import COLUMNS, ROWS, Index, Ref, role, spread
 from ..core import PIECE, REGISTERS, WG_ROWS
-from .kernel import add_product, load, run, start_product, store
-from .plan import Half, Plan, Tile
+from .kernel import load, run, start_product, start_sum, store
+from .plan import Buffers, Operand, Plan, Tile
 
 SHARE = plgpu.ACC((WG_ROWS, PIECE), jnp.float32)  # A warpgroup's share of the dq of a step.
 
@@ -53,54 +52,52 @@ def scratch(plan: Plan) -> dict:
     return plan.scratch | dict(
         ds_smem=plgpu.SMEM((2, plan.rows, plan.block), plan.problem.dtype, **_device.swizzled()),
         dq_smem=plgpu.SMEM((plan.compute_wgs, WG_ROWS, PIECE), jnp.float32, **_device.swizzled(32, jnp.float32)),
-        shared=_device.barriers(2, plan.compute_wgs),
+        published=_device.barriers(2, plan.compute_wgs),
         done=plgpu.Barrier(num_arrivals=plan.compute_wgs),
     )
 
 
 def _kernel(
-    k_gmem, v_gmem, q_gmem, do_gmem, lse_gmem, delta_gmem, masks, dq_gmem, dk_gmem, dv_gmem, *, plan: Plan, kept_smem,
-    ring_smem, vectors_smem, ds_smem, dq_smem, resident_filled, filled, freed, shared, done, weights_smem=None,
+    k_gmem, v_gmem, q_gmem, do_gmem, lse_gmem, delta_gmem, segment_tables, dq_gmem, dk_gmem, dv_gmem, *, plan: Plan,
+    ds_smem, dq_smem, published, done, weights_smem=None, **smem,
 ):  # fmt: skip
-    problem, wg, tile = plan.problem, lax.axis_index("role"), Tile(plan, masks)
-    (k, v), (q, do) = plan.operands(kept_smem, plan.kept_width), plan.operands(ring_smem, problem.head_dim)
-    lse, delta = (Half(i, vectors_smem, vectors_smem) for i in range(2))
-    ring = _device.Ring(filled, freed, plan.num_stages)
+    problem, wg, tile = plan.problem, lax.axis_index("role"), Tile(plan, segment_tables)
+    buffers = Buffers.of(plan, **smem)
+    (k, v), (q, do), (lse, delta), ring = buffers.kept, buffers.streamed, buffers.vectors, buffers.ring
     memory_registers, compute_registers = REGISTERS[plan.compute_wgs]
 
     @role(wg == plan.compute_wgs, decrease_to=memory_registers)
     def memory():
-        vectors = [(lse_gmem, lse), (delta_gmem, delta)]
-        load(tile, [(k_gmem, k), (v_gmem, v)], resident_filled, [(q_gmem, q), (do_gmem, do)], vectors, ring)
+        load(tile, buffers, kept=[k_gmem, v_gmem], streamed=[q_gmem, do_gmem], vectors=[lse_gmem, delta_gmem])
 
     @role(wg < plan.compute_wgs, increase_to=compute_registers)
     def compute():
         rows, columns = tile.share(wg)
-        plgpu.barrier_wait(resident_filled)
+        plgpu.barrier_wait(buffers.kept_filled)
         first_row = tile.row + rows.start
-        dq = Dq(tile, wg, k, ds_smem, dq_smem, dq_gmem, _device.Ring(shared, None, 2))
+        dq = Dq(tile, wg, k, ds_smem, dq_smem, dq_gmem, _device.Ring(published, None, 2))
         dq.put(0, plgpu.layout_cast(jnp.zeros((WG_ROWS, plan.block), problem.dtype), plgpu.Layout.WGMMA))
         dq.publish(0)
 
-        def step(dk_ref, dv_ref, s_ref, dp_ref, dq_ref, count, slot, block, before):
+        def step(dk_ref, dv_ref, s_ref, dp_ref, dq_ref, count, slot, block, place_before):
             start_product(plan, s_ref, k[:, rows], q, slot)  # sᵀ = k qᵀ
             start_product(plan, dp_ref, v[:, rows], do, slot)  # dpᵀ = v doᵀ
-            s = problem.capped(plgpu.wgmma_accumulator_load(s_ref, wait_n=len(plan.kept_columns)))
+            s, scale_log2 = problem.scored(plgpu.wgmma_accumulator_load(s_ref, wait_n=len(plan.kept_columns)))
             if plan.runs_ahead:
                 pl.when(count > 0)(lambda: ring.release(count - 1))  # dk's product of the step before has ended.
-            logits = s * problem.unit - spread(_device.load(lse[slot], COLUMNS), 1, s.shape)
+            logits = s * scale_log2 - spread(_device.load(lse[slot], COLUMNS), 1, s.shape)
             p = _weights(tile, first_row, block, logits)
-            add_product(dv_ref, p.astype(problem.dtype), do[slot, :, columns], weights_smem, wg)
+            start_sum(dv_ref, p.astype(problem.dtype), do[slot, :, columns], weights_smem, wg)  # dv += pᵀ do
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=1)  # dv's may still run.
             ds = p * (dp - spread(_device.load(delta[slot], COLUMNS), 1, s.shape))
             ds = (ds if problem.soft_cap is None else ds * (1.0 - s * s)).astype(problem.dtype)
-            ds_before = dq.exchange.wait(count)
+            ds_slot = dq.exchange.wait(count)
             dq.put(count + 1, ds)
-            dq.start(dq_ref, ds_before)
-            add_product(dk_ref, ds, q[slot, :, columns], weights_smem, wg)
+            dq.start(dq_ref, ds_slot)  # dq of the step before: ds k
+            start_sum(dk_ref, ds, q[slot, :, columns], weights_smem, wg)  # dk += dsᵀ q
             share = plgpu.wgmma_accumulator_load(dq_ref, wait_n=1)  # dk's may still run.
             dq.publish(count + 1)
-            pl.when(count > 0)(lambda: dq.add(share, before))
+            pl.when(count > 0)(lambda: dq.add(share, place_before))
             if not plan.runs_ahead:
                 plgpu.wgmma_wait(0)
                 ring.release(count)
@@ -110,8 +107,8 @@ def _kernel(
             dk, dv = dk_ref[...], dv_ref[...]  # Waits for the last products.
             if plan.runs_ahead:
                 pl.when(tile.steps > 0)(lambda: ring.release(tile.steps - 1))
-            ds_last = dq.exchange.wait(tile.steps)
-            share = pl.run_scoped(lambda dq_ref: (dq.start(dq_ref, ds_last), dq_ref[...])[1], SHARE)
+            ds_slot = dq.exchange.wait(tile.steps)
+            share = pl.run_scoped(lambda dq_ref: (dq.start(dq_ref, ds_slot), dq_ref[...])[1], SHARE)
             pl.when(tile.steps > 0)(lambda: dq.add(share, place))
             return dk, dv
 
@@ -120,27 +117,27 @@ def _kernel(
 
 
 def _each_step(tile: Tile, wg, ring: _device.Ring, step):
-    """Calls `step(s_ref, dp_ref, dq_ref, count, slot, block, before)` for each block, once it has arrived, with
-    accumulators for its products. In memory dq is a row of shares, two for each block of each head: `before` is the
-    place of this warpgroup's share of the step before. Returns the place of the last one.
+    """Calls `step(s_ref, dp_ref, dq_ref, count, slot, block, place_before)` for each block, once it has arrived, with
+    accumulators for its products. In memory dq is a row of shares, two for each block of each head: `place_before` is
+    the place of this warpgroup's share of the step before. Returns the place of the last one.
     """
-    plan, start = tile.plan, tile.first + tile.shift
+    plan = tile.plan
     products = *[plgpu.ACC((WG_ROWS, plan.block), jnp.float32)] * 2, SHARE
 
     def one(count, state):
-        block, place, before = state
-        at = dict(count=count, slot=ring.wait(count), block=block, before=before)
+        block, place, place_before = state
+        at = dict(count=count, slot=ring.wait(count), block=block, place_before=place_before)
         pl.run_scoped(functools.partial(step, **at), *products)
-        block, place, before = block + 1, place + 2, place
-        if tile.heads > 1 or plan.is_staggered:
+        block, place, place_before = block + 1, place + 2, place
+        if tile.heads > 1:
             ends = block == tile.end
             block, place = jnp.where(ends, tile.first, block), jnp.where(ends, place - 2 * tile.blocks, place)
-            place = jnp.where(block == start, place + 2 * plan.num_blocks, place)  # The next head.
-        return block, place, before
+            place = jnp.where(block == tile.first, place + 2 * plan.num_blocks, place)  # The next head.
+        return block, place, place_before
 
     head = tile.batch * plan.problem.num_heads + tile.other_head(0)
-    place = 2 * (head * plan.num_blocks + start) + wg
-    return lax.fori_loop(0, tile.steps, one, (start, place, place - 2))[2]
+    place = 2 * (head * plan.num_blocks + tile.first) + wg
+    return lax.fori_loop(0, tile.steps, one, (tile.first, place, place - 2))[2]
 
 
 def _weights(tile: Tile, first_row, block, logits):
@@ -165,11 +162,11 @@ class Dq:
     """dq, as the two compute warpgroups of a block make it of each other's dsᵀ and add it up in memory."""
 
     tile: Tile
-    wg: Any
-    k: Half
-    ds_smem: Any  # (2, rows, block): dsᵀ of two steps.
-    dq_smem: Any  # (warpgroups, 64, 64): a share of each, on its way out.
-    dq_gmem: Any
+    wg: Index
+    k: Operand
+    ds_smem: Ref  # (2, rows, block): dsᵀ of two steps.
+    dq_smem: Ref  # (warpgroups, 64, 64): a share of each, on its way out.
+    dq_gmem: Ref
     exchange: _device.Ring  # Over the slots of ds_smem.
 
     def put(self, number, ds):
@@ -191,14 +188,14 @@ class Dq:
 
     def add(self, share, place):
         """Adds a share to dq in memory. The interpreter cannot: it has a dq for each tile, and reads what is there."""
-        interpreted, mine = self.tile.plan.problem.interpreted, self.dq_smem.at[self.wg]
+        interpreted, share_smem = self.tile.plan.problem.interpreted, self.dq_smem.at[self.wg]
         target = self.dq_gmem.at[self.tile.index, place] if interpreted else self.dq_gmem.at[place]
         plgpu.wait_smem_to_gmem(0, wait_read_only=not interpreted)  # The last share has left.
-        mine[...] = share + _device.load(target) if interpreted else share
+        share_smem[...] = share + _device.load(target) if interpreted else share
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(mine, target, reduction_op=None if interpreted else "add")
+        plgpu.copy_smem_to_gmem(share_smem, target, reduction_op=None if interpreted else "add")
 
 
-def launch(plan: Plan, params, resident, streamed, vectors, segments, dq_ref):
+def launch(plan: Plan, params, kept, streamed, vectors, segments, dq_ref):
     """[dk, dv] of each part, with as many rows and columns as keys and values; dq is added to `dq_ref`."""
-    return run(_kernel, scratch(plan), plan, params, resident, streamed, vectors, segments, dq_ref)
+    return run(_kernel, scratch(plan), plan, params, kept, streamed, vectors, segments, dq_ref)

@@ -2,7 +2,6 @@
 """Sizes of the backward kernels, which registers limit (dk and dv fill them), and the place of a tile."""
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
-from .. import core
+from ..._device import Barrier, Ref
 from ..checks import check_smem
 from ..core import PIECE, WG_ROWS, Blocks, Cuts, Problem
 
@@ -23,7 +22,6 @@ class Config:
 
     num_stages: int = 2  # Slots of the ring of blocks of queries and do.
     runs_ahead: bool = False  # Whether dk's product may still run when the next step starts: registers for two steps.
-    staggered: bool = False  # Whether tiles without a mask start at different blocks, so that fewer add to the same dq.
 
     def __post_init__(self):
         if self.num_stages < 2:
@@ -44,12 +42,12 @@ class Config:
 
 
 @dataclasses.dataclass(frozen=True)
-class Half:
-    """One of the two operands that a buffer of shared memory holds: `half[index]` is a reference into it."""
+class Operand:
+    """One of the two arrays in a buffer of shared memory: `operand[index]` is a view of a part of it."""
 
     number: int  # 0 or 1.
-    buffer: Any  # As tensor cores see it.
-    tma_buffer: Any  # As TMA sees it.
+    buffer: Ref  # As tensor cores see it.
+    tma_buffer: Ref  # As TMA sees it.
 
     def __getitem__(self, index):
         return self.buffer.at[self.number, *(index if isinstance(index, tuple) else (index,))]
@@ -111,10 +109,6 @@ class Plan:
         return self.config.runs_ahead if self.config is not None else self.for_query
 
     @property
-    def is_staggered(self) -> bool:
-        return self.config is not None and self.config.staggered and not self.problem.has_window
-
-    @property
     def group(self) -> int:
         """Query heads that a tile of keys goes through."""
         return self.problem.group // self.parts
@@ -147,7 +141,7 @@ class Plan:
     def cuts(self) -> Cuts:
         blocks = self.blocks
         last = blocks.right is not None or blocks.num_kv % self.block != 0
-        return Cuts(any=True, first=blocks.left is not None or self.has_segments, last=last, all=self.has_segments)
+        return Cuts(first=blocks.left is not None or self.has_segments, last=last, all=self.has_segments)
 
     @property
     def heaviest_first(self) -> bool:
@@ -159,19 +153,19 @@ class Plan:
 
     @property
     def kept_width(self) -> int:
-        """Values of a row of what a tile keeps, in one of its pieces. Products of whole heads need fewer registers. But
+        """Values of a row of what a tile keeps, in one of its panels. Products of whole heads need fewer registers. But
         TMA copies any number of rows of 64 values, and of wider rows only a multiple of 8. So where keys are as many as
-        queries, pieces of 64 save padding them and cutting their gradients."""
+        queries, panels of 64 save padding them and cutting their gradients."""
         any_rows = (self.num_q if self.for_query else self.num_kv) % 8 != 0 and self.problem.group == 1
         return PIECE if any_rows else self.problem.head_dim
 
     @property
     def kept_columns(self) -> list:
-        """The columns of each piece of a head that a tile keeps."""
+        """The columns of each panel of a head that a tile keeps."""
         return [pl.ds(i, self.kept_width) for i in range(0, self.problem.head_dim, self.kept_width)]
 
     def kept_at(self, column, width: int) -> tuple:
-        """Index of `width` columns, which are of one piece, of all rows that a tile keeps."""
+        """Index of `width` columns, which are of one panel, of all rows that a tile keeps."""
         if self.kept_width == self.problem.head_dim:
             return 0, slice(None), pl.ds(column, width)
         return _device.div(column, PIECE), slice(None), slice(None)
@@ -179,11 +173,11 @@ class Plan:
     @property
     def scratch(self) -> dict:
         """Shared memory of a block, and its barriers."""
-        pieces, stages = len(self.kept_columns), self.num_stages
+        panels, stages = len(self.kept_columns), self.num_stages
         scratch = dict(
-            kept_smem=self._tiles(2, pieces, self.rows, self.kept_width),
-            ring_smem=self._tiles(2, stages, self.block, self.problem.head_dim),
-            resident_filled=plgpu.Barrier(num_arrivals=2 * pieces),
+            kept_smem=self._tiles(2, panels, self.rows, self.kept_width),
+            streamed_smem=self._tiles(2, stages, self.block, self.problem.head_dim),
+            kept_filled=plgpu.Barrier(num_arrivals=2 * panels),
             filled=_device.barriers(stages, 2 if self.for_query else 4),
             freed=_device.barriers(stages, self.compute_wgs),
         )
@@ -199,38 +193,56 @@ class Plan:
             return plgpu.SMEM(shape, self.problem.dtype, **_device.swizzled())
         return _device.row_tiles(shape, self.problem.dtype, self.problem.interpreted)
 
-    def operands(self, smem, width: int) -> list[Half]:
-        """The two operands in a buffer of tiles with so many values per row."""
-        views = _device.Tiles.views(smem, self.problem.interpreted or width > PIECE)
-        return [Half(i, views.tiled, views.rows) for i in range(2)]
+
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """The scratch that all backward kernels have, as the roles use it."""
+
+    kept: list[Operand]  # A tile keeps q and do, or k and v.
+    streamed: list[Operand]  # Through the ring come k and v, or q and do.
+    vectors: list[Operand]  # lse and delta of the queries that come through the ring.
+    kept_filled: Barrier
+    ring: _device.Ring
+
+    @classmethod
+    def of(cls, plan: Plan, kept_smem, streamed_smem, kept_filled, filled, freed, vectors_smem=None):
+        def operands(smem, width: int):
+            views = _device.Tiles.views(smem, plan.problem.interpreted or width > PIECE)
+            return [Operand(i, views.tiled, views.rows) for i in range(2)]
+
+        return cls(
+            operands(kept_smem, plan.kept_width),
+            operands(streamed_smem, plan.problem.head_dim),
+            [] if vectors_smem is None else [Operand(i, vectors_smem, vectors_smem) for i in range(2)],
+            kept_filled,
+            _device.Ring(filled, freed, plan.num_stages),
+        )
 
 
 class Tile:
     """Where a tile lies: its rows, of which head, and the blocks that it goes through."""
 
-    def __init__(self, plan: Plan, masks: dict):
+    def __init__(self, plan: Plan, segment_tables: dict):
         tile = lax.axis_index("tile")
         if plan.for_query:
             # With a causal mask the last queries, and the first keys, have most to do.
             tile = plan.num_tiles - 1 - tile
-        self.plan, self.masks, self.index = plan, masks, tile
+        self.plan, self.segment_tables, self.index = plan, segment_tables, tile
         self.batch, self.head = lax.axis_index("batch_index"), lax.axis_index("head_index")
         self.row = tile * plan.rows
         first, end = plan.blocks.seen(self.row, plan.rows)
         if plan.has_segments:
-            first = jnp.maximum(first, masks["first"][self.batch, tile])
-            end = jnp.minimum(end, masks["end"][self.batch, tile])
+            first = jnp.maximum(first, segment_tables["first"][self.batch, tile])
+            end = jnp.minimum(end, segment_tables["end"][self.batch, tile])
         self.first, self.end = first, jnp.maximum(first, end)
         self.blocks = self.end - self.first  # Blocks of each head.
         self.heads = 1 if plan.for_query else plan.group
         self.steps = self.blocks * self.heads
-        # Blocks before the one it starts with.
-        self.shift = _device.div(tile * self.blocks, plan.num_tiles) if plan.is_staggered else 0
 
     def step(self, count):
         """(head, rows) of the blocks of step `count`."""
         head = self.other_head(lax.div(count, self.blocks))
-        block = self.first + lax.rem(count + self.shift, self.blocks)
+        block = self.first + lax.rem(count, self.blocks)
         return head, pl.ds(block * self.plan.block, self.plan.block)
 
     def other_head(self, i):
@@ -253,13 +265,9 @@ class Tile:
     def phases(self, first_row):
         """(first, end, is masked) of the blocks, for these rows, in their order."""
         cuts, (start, stop) = self.plan.cuts, self.whole(first_row)
-        before, after = [(self.first, start, True)] * cuts.first, [(stop, self.end, True)] * cuts.last
-        return [*before, (start, stop, False), *after]
+        at_start, at_end = [(self.first, start, True)] * cuts.first, [(stop, self.end, True)] * cuts.last
+        return [*at_start, (start, stop, False), *at_end]
 
     def mask(self, first_row, block):
         """Which columns of a block each of the 64 rows from `first_row` on goes with."""
-        plan, shape = self.plan, self.plan.blocks.shape
-        seen = plan.blocks.mask_of(first_row, block)
-        if plan.has_segments:
-            seen &= core.same_segment(self.masks, self.batch, first_row, block * shape[1], shape)
-        return seen
+        return self.plan.blocks.mask_of(first_row, block, self.segment_tables, self.batch)

@@ -44,18 +44,19 @@ class Pages:
     def of_block(self, block_tables, seq, block):
         """The pages that the copies of a block read. Their ids are all in flight at once."""
         first = block * self.block_kv
-        columns = [div(first + j * self.tokens, self.page_size) for j in range(self.copies)]
-        return [page_of(block_tables, seq, column, self.num_pages) for column in columns]
+        entries = [div(first + j * self.tokens, self.page_size) for j in range(self.copies)]
+        return [page_of(block_tables, seq, entry, self.num_pages) for entry in entries]
 
     def first_token(self, block):
         """Where in their pages the copies of a block begin."""
         return rem(block * self.block_kv, self.page_size) if self.copies == 1 else 0
 
 
-def page_of(block_tables, seq, column, num_pages: int):
-    """The page in a column of the block table, or in its last column if there are fewer. An id that is no page becomes
-    `num_pages`, where TMA reads zeros; a larger index could wrap around into the array as others are added to it."""
-    page = block_tables[seq, jnp.minimum(column, block_tables.shape[1] - 1)]
+def page_of(block_tables, seq, entry, num_pages: int):
+    """The page in an entry of a sequence's row of the block table, or in the last one if there are fewer. An id that is
+    no page becomes `num_pages`, where TMA reads zeros; a larger index could wrap around into the array as others are
+    added to it."""
+    page = block_tables[seq, jnp.minimum(entry, block_tables.shape[1] - 1)]
     return jnp.where((page >= 0) & (page < num_pages), page, num_pages)
 
 

@@ -22,11 +22,13 @@ Barrier table, of each part:
 
 Keys after the length of a sequence in its last page are masked, and values there are overwritten with zeros: not even
 NaN gets out. `cache/pages.py` says what becomes of ids and lengths that are out of range.
+
+To add a bias to the logits: in `_attend`, beside the mask. To add a format of pages: its dtype and scales in
+`cache/pages_fp8.py` and `checks.check_cache`, and a kernel beside `kernel_fp8.py`, if `widen` is not enough.
 """
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +37,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
-from ..._device import PIECE, div, rem
+from ..._device import PIECE, Barrier, Ref, div, rem
 from ..core import WG_ROWS, per_row
 from ..steps import add_product, finish, nothing_seen, softmax_step
 from ..tiles import clear, copies_of_tiles, copy_tiles, value_tiles
@@ -50,16 +52,16 @@ def scratch(plan: Plan) -> dict:
     p, c = plan.problem, plan.config
     keys = plgpu.SMEM((c.num_stages, c.block_kv, p.width), p.dtype, **_device.swizzled())
     copies = 2 * plan.pages.copies
-    if not p.whole_pieces:
-        keys = _device.row_tiles((c.num_stages, p.pieces, c.block_kv, PIECE), p.dtype, p.interpreted)
-        copies = plan.pages.copies * (p.pieces + copies_of_tiles(p, plan.pages.tokens))
-    query = _device.row_tiles((p.pieces, WG_ROWS, PIECE), p.dtype, p.interpreted)
+    if not p.whole_panels:
+        keys = _device.row_tiles((c.num_stages, p.panels, c.block_kv, PIECE), p.dtype, p.interpreted)
+        copies = plan.pages.copies * (p.panels + copies_of_tiles(p, plan.pages.tokens))
+    query = _device.row_tiles((p.panels, WG_ROWS, PIECE), p.dtype, p.interpreted)
     out = plgpu.SMEM((WG_ROWS, p.width), jnp.float32)
     return dict(
         q_and_out=[query, out] if p.interpreted else plgpu.RefUnion(*query.refs, out),
         k_smem=keys,
         v_smem=value_tiles(c.num_stages, c.block_kv, p),
-        q_filled=_device.barriers(1, p.pieces),
+        q_filled=_device.barriers(1, p.panels),
         q_freed=_device.barriers(1),
         filled=_device.barriers(c.num_stages, copies),
         freed=_device.barriers(c.num_stages),
@@ -70,16 +72,16 @@ def scratch(plan: Plan) -> dict:
 class Smem:
     """The scratch of a pair, as the roles use it. `q`, `k` and `v` are as tensor cores see them, `_tma` as TMA does."""
 
-    q: Any  # (pieces, 64, 64)
-    q_tma: Any
-    out: Any  # (64, width), float32, in the place of the query.
-    k: Any  # (slots, block_kv, head_dim), or (slots, pieces, block_kv, 64).
-    k_tma: Any
-    v: Any  # (slots, block_kv, width)
-    v_tma: Any  # (slots, block_kv / 8, pieces, 8, 64)
-    v_rows: Any  # (slots, block_kv / 8, 8 width), for `clear`.
-    q_filled: Any
-    q_freed: Any
+    q: Ref  # (panels, 64, 64)
+    q_tma: Ref
+    out: Ref  # (64, width), float32, in the place of the query.
+    k: Ref  # (slots, block_kv, head_dim), or (slots, panels, block_kv, 64).
+    k_tma: Ref
+    v: Ref  # (slots, block_kv, width)
+    v_tma: Ref  # (slots, block_kv / 8, pieces, 8, 64)
+    v_rows: Ref  # (slots, block_kv / 8, 8 width), for `clear`.
+    q_filled: Barrier
+    q_freed: Barrier
     ring: _device.Ring
 
     @classmethod
@@ -98,18 +100,18 @@ def _kernel(
     for i, smem_of_pair in enumerate(pairs):
         part = lax.axis_index("part") * len(pairs) + i
         smem = Smem.of(plan, **smem_of_pair)
-        pieces = functools.partial(each_piece, plan, ends, seqs, kv_lens, part)
+        for_each_piece = functools.partial(each_piece, plan, ends, seqs, kv_lens, part)
 
         @_device.role(lax.axis_index("role") == 2 * i + COMPUTE, increase_to=registers[COMPUTE])
-        def _(part=part, smem=smem, pieces=pieces):
-            _compute(plan, part, pieces, smem, out_gmem, lse_gmem)
+        def _(part=part, smem=smem, for_each_piece=for_each_piece):
+            _compute(plan, part, for_each_piece, smem, out_gmem, lse_gmem)
 
         @_device.role(lax.axis_index("role") == 2 * i + MEMORY, decrease_to=registers[MEMORY])
-        def _(smem=smem, pieces=pieces):
-            load(plan, pieces, smem, block_tables, q_gmem, k_gmem, v_gmem)
+        def _(smem=smem, for_each_piece=for_each_piece):
+            load(plan, for_each_piece, smem, block_tables, q_gmem, k_gmem, v_gmem)
 
 
-def load(plan: Plan, each_piece, smem: Smem, block_tables, q_gmem, k_gmem, v_gmem):
+def load(plan: Plan, for_each_piece, smem: Smem, block_tables, q_gmem, k_gmem, v_gmem):
     """The memory warpgroup: the query heads of a unit, and block after block of its keys and values."""
     problem, pages, unit = plan.problem, plan.pages, lax.axis_index("unit")
     kv_head = div(unit, plan.chunks)
@@ -117,31 +119,31 @@ def load(plan: Plan, each_piece, smem: Smem, block_tables, q_gmem, k_gmem, v_gme
 
     def load_query(i, piece: Piece):
         pl.when(i > 0)(lambda: plgpu.barrier_wait(smem.q_freed))
-        for p in range(problem.pieces):
+        for p in range(problem.panels):
             # Heads after the unit's are copied too, as far as there are any; their results are discarded.
             source = q_gmem.at[piece.seq, pl.ds(head, WG_ROWS), problem.columns(p)]
             plgpu.copy_gmem_to_smem(source, smem.q_tma.at[p], smem.q_filled)
 
     def load_page(j: int, slot, keys, values):
-        """Copies of a block's part that lies in its `j`-th page."""
+        """Copies the tokens of a block that lie in its `j`-th page."""
         rows, filled = pl.ds(j * pages.tokens, pages.tokens), smem.ring.filled.at[slot]
-        if problem.whole_pieces:
+        if problem.whole_panels:
             plgpu.copy_gmem_to_smem(keys, smem.k.at[slot, rows], filled)
             plgpu.copy_gmem_to_smem(values, smem.v.at[slot, rows], filled)
             return
-        for p in range(problem.pieces):
+        for p in range(problem.panels):
             plgpu.copy_gmem_to_smem(keys.at[:, problem.columns(p)], smem.k_tma.at[slot, p, rows], filled)
         source = lambda row, num, p: values.at[pl.ds(row, num), problem.columns(p)]
         copy_tiles(problem, source, smem.v.at[slot], smem.v_tma.at[slot], rows.start, rows.size, filled)
 
-    def load_piece(i, piece: Piece, before):
+    def load_piece(i, piece: Piece, steps_done):
         find = lambda step: pages.of_block(block_tables, piece.seq, piece.first + step)
         # The query comes after as many blocks as there are slots: the ring is full while the previous piece is stored.
         blocks_before_query = jnp.where(i == 0, 1, jnp.minimum(piece.steps, plan.config.num_stages))
 
         def one(step, found):
             found_next = find(step + 1)  # In flight while this one waits.
-            slot = smem.ring.acquire(before + step)
+            slot = smem.ring.acquire(steps_done + step)
             first = pages.first_token(piece.first + step)
             for j, page in enumerate(found):
                 load_page(j, slot, *(gmem.at[page, pl.ds(first, pages.tokens), kv_head] for gmem in (k_gmem, v_gmem)))
@@ -150,23 +152,23 @@ def load(plan: Plan, each_piece, smem: Smem, block_tables, q_gmem, k_gmem, v_gme
 
         lax.fori_loop(0, piece.steps, one, find(0))
 
-    count, num_pieces = each_piece(load_piece)
+    count, num_pieces = for_each_piece(load_piece)
     smem.ring.drain(count)
     pl.when(num_pieces > 0)(lambda: plgpu.barrier_wait(smem.q_freed))
 
 
-def _compute(plan: Plan, part, each_piece, smem: Smem, out_gmem, lse_gmem):
+def _compute(plan: Plan, part, for_each_piece, smem: Smem, out_gmem, lse_gmem):
     """The compute warpgroup: out and lse of every piece, in float32; base-2 logarithms."""
     unit = lax.axis_index("unit")
 
-    def compute_piece(i, piece: Piece, before):
+    def compute_piece(i, piece: Piece, steps_done):
         plgpu.barrier_wait(smem.q_filled)
         # Pieces are in order of sequences and of parts, so that no two have the same sum.
         where = piece.seq + part, unit
-        out, lse_log2 = _attend(plan, smem, piece, before)
+        out, lse_log2 = _attend(plan, smem, piece, steps_done)
         store_piece(plan, smem, out, lse_log2, out_gmem.at[where], lse_gmem.at[where])
 
-    each_piece(compute_piece)
+    for_each_piece(compute_piece)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -180,7 +182,7 @@ def store_piece(plan: Plan, smem: Smem, out, lse_log2, out_gmem, lse_gmem):
     plgpu.barrier_arrive(smem.q_freed)
 
 
-def _attend(plan: Plan, smem: Smem, piece: Piece, before):
+def _attend(plan: Plan, smem: Smem, piece: Piece, steps_done):
     """(out, lse_log2) of a piece: block after block, each of them waited for."""
     problem, block_kv = plan.problem, plan.config.block_kv
     shape, low = (WG_ROWS, block_kv), plan.first_seen(piece.kv_len)
@@ -188,23 +190,23 @@ def _attend(plan: Plan, smem: Smem, piece: Piece, before):
     def step(step, carry, masked: bool):
         acc, m_i, l_i = carry
         first = (piece.first + step) * block_kv
-        slot = smem.ring.wait(before + step)
+        slot = smem.ring.wait(steps_done + step)
 
         def logits(s_ref):
-            for p in range(problem.pieces):
-                keys = smem.k.at[slot, :, pl.ds(p * PIECE, PIECE)] if problem.whole_pieces else smem.k.at[slot, p]
+            for p in range(problem.panels):
+                keys = smem.k.at[slot, :, pl.ds(p * PIECE, PIECE)] if problem.whole_panels else smem.k.at[slot, p]
                 plgpu.wgmma(s_ref, smem.q.at[p], keys.T)
             return s_ref[...]
 
-        s, unit = problem.scored(pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32)))
+        s, scale_log2 = problem.scored(pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32)))
         if masked:
             token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + first
             s = jnp.where((token >= low) & (token < piece.kv_len), s, -jnp.inf)
             clear(problem, smem.v_rows.at[slot], low - first, piece.kv_len - first)
-        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, unit, masked)
+        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2, masked)
         values = smem.v.at[slot]
         acc = add_product(acc * per_row(alpha, acc.shape), p.astype(values.dtype), values, problem.interpreted)
-        smem.ring.release(before + step)
+        smem.ring.release(steps_done + step)
         return acc, m_i, l_i
 
     return finish(*over_blocks(plan, piece, low, step))

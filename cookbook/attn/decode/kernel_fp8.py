@@ -31,7 +31,6 @@ read, written as two bytes, and read as two.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +39,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device
-from ..._device import PIECE, ROWS, div
+from ..._device import PIECE, ROWS, Barrier, Ref, div
 from ..cache.pages_fp8 import widen
 from ..core import E4M3, WG_ROWS, per_row
 from ..steps import add_product, finish, softmax_step
@@ -59,13 +58,13 @@ NEAR_END = 8  # A row's largest number lies within half an octave of 2 ** NEAR_E
 def scratch(plan: Plan) -> dict:
     """Shared memory of a block, and its barriers."""
     p, c, wgs = plan.problem, plan.config, plan.compute_wgs
-    piece = min(128, p.head_dim)  # 8-bit numbers that are swizzled together.
-    narrow = _device.swizzled(piece, E4M3)
+    panel = min(128, p.head_dim)  # 8-bit numbers that are swizzled together.
+    narrow = _device.swizzled(panel, E4M3)
     ring = plgpu.SMEM((c.num_stages, c.block_kv, p.head_dim), E4M3, **narrow)
     return kernel.scratch(plan) | dict(
         k_smem=ring,
         v_smem=ring,
-        terms_smem=plgpu.SMEM((TERMS, p.head_dim // piece, WG_ROWS, piece), E4M3, **narrow),
+        terms_smem=plgpu.SMEM((TERMS, p.head_dim // panel, WG_ROWS, panel), E4M3, **narrow),
         wide_smem=plgpu.SMEM((WIDE_SLOTS, c.block_kv, p.head_dim), WIDE, **_device.swizzled()),
         filled=_device.barriers(c.num_stages, 2 * plan.pages.copies),
         freed=_device.barriers(c.num_stages, 1 + wgs),
@@ -78,19 +77,19 @@ def scratch(plan: Plan) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Half:
-    """A compute warpgroup's part of the work, and what it has at hand beside `Smem`."""
+    """A compute warpgroup's half of the keys, and what it has at hand beside `Smem`."""
 
     smem: Smem  # `v_tma` and `v_rows` are not used.
-    terms: Any  # (TERMS, pieces, 64, piece): the query in e4m3.
-    wide: Any  # (WIDE_SLOTS, block_kv, head_dim): values in 16 bits.
+    terms: Ref  # (TERMS, panels, 64, panel): the query in e4m3.
+    wide: Ref  # (WIDE_SLOTS, block_kv, head_dim): values in 16 bits.
     wide_ring: _device.Ring
-    terms_filled: Any
-    handed: Any
+    terms_filled: Barrier
+    handed: Barrier
     which: int  # Which half of the keys is its, and, if there are two, which of the terms it writes.
     num_keys: int
     num_wgs: int
-    k_scale: Any  # Dequantisation scale of the keys, or of the values, of the pages.
-    v_scale: Any
+    k_scale: jax.Array  # Dequantisation scale of the keys, or of the values, of the pages.
+    v_scale: jax.Array
 
     @property
     def keys(self):
@@ -106,7 +105,7 @@ def _kernel(
     smem, wide_ring = Smem.of(plan, **smem_of_kernel), _device.Ring(wide_filled, wide_freed, WIDE_SLOTS)
     kv_head = div(lax.axis_index("unit"), plan.chunks)
     registers, wgs = REGISTERS[plan.compute_wgs], plan.compute_wgs
-    pieces = functools.partial(each_piece, plan, ends, seqs, kv_lens, part)
+    for_each_piece = functools.partial(each_piece, plan, ends, seqs, kv_lens, part)
     half = lambda which: Half(
         smem, terms_smem, wide_smem, wide_ring, terms_filled, handed, which, plan.config.block_kv // wgs, wgs,
         k_scale[kv_head], v_scale[kv_head],
@@ -114,75 +113,75 @@ def _kernel(
 
     @_device.role(role == COMPUTE, increase_to=registers[COMPUTE])
     def _():
-        _compute(plan, part, pieces, half(0), out_gmem, lse_gmem)
+        _compute(plan, part, for_each_piece, half(0), out_gmem, lse_gmem)
 
     if wgs == 2:
 
         @_device.role(role == HELP, increase_to=registers[HELP])
         def _():
-            _help(plan, pieces, half(1), lse_gmem)
+            _help(plan, for_each_piece, half(1), lse_gmem)
 
     @_device.role(role == MEMORY, decrease_to=registers[MEMORY])
     def _():
-        load(plan, pieces, smem, block_tables, q_gmem, k_gmem, v_gmem)
+        load(plan, for_each_piece, smem, block_tables, q_gmem, k_gmem, v_gmem)
 
     @_device.role(role == CONVERT, decrease_to=registers[CONVERT])
     def _():
-        _convert(plan, pieces, smem, wide_smem, wide_ring)
+        _convert(plan, for_each_piece, smem, wide_smem, wide_ring)
 
 
-def _convert(plan: Plan, each_piece, smem: Smem, wide_smem, wide_ring: _device.Ring):
+def _convert(plan: Plan, for_each_piece, smem: Smem, wide_smem, wide_ring: _device.Ring):
     """The converting warpgroup: values of block after block become 16 bits wide."""
     block_kv = plan.config.block_kv
 
-    def convert_piece(i, piece: Piece, before):
+    def convert_piece(i, piece: Piece, steps_done):
         low = plan.first_seen(piece.kv_len)
 
         @pl.loop(0, piece.steps)
         def _(step):
-            slot, to = smem.ring.wait(before + step), wide_ring.acquire(before + step)
+            slot, to = smem.ring.wait(steps_done + step), wide_ring.acquire(steps_done + step)
             first = (piece.first + step) * block_kv
             seen, whole = (low - first, piece.kv_len - first), (first >= low) & (first + block_kv <= piece.kv_len)
             pl.when(whole)(lambda: widen(smem.v.at[slot], wide_smem.at[to]))
             pl.when(~whole)(lambda: widen(smem.v.at[slot], wide_smem.at[to], seen))
             plgpu.commit_smem()
-            smem.ring.release(before + step)
+            smem.ring.release(steps_done + step)
             plgpu.barrier_arrive(wide_ring.filled.at[to])
 
-    count, _ = each_piece(convert_piece)
+    count, _ = for_each_piece(convert_piece)
     wide_ring.drain(count)
 
 
-def _compute(plan: Plan, part, each_piece, half: Half, out_gmem, lse_gmem):
+def _compute(plan: Plan, part, for_each_piece, half: Half, out_gmem, lse_gmem):
     """The compute warpgroup that stores out and lse of every piece, in float32; base-2 logarithms."""
     unit = lax.axis_index("unit")
 
-    def compute_piece(i, piece: Piece, before):
+    def compute_piece(i, piece: Piece, steps_done):
         plgpu.barrier_wait(half.smem.q_filled)
         # Pieces are in order of sequences and of parts, so that no two have the same sum.
         where = piece.seq + part, unit
-        out, lse_log2 = _attend(plan, half, piece, before)
+        out, lse_log2 = _attend(plan, half, piece, steps_done)
         if half.num_wgs == 2:
             out, lse_log2 = _merged(half, out, lse_log2, lse_gmem.at[where])
         store_piece(plan, half.smem, out, lse_log2, out_gmem.at[where], lse_gmem.at[where])
 
-    each_piece(compute_piece)
+    for_each_piece(compute_piece)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _help(plan: Plan, each_piece, half: Half, lse_gmem):
+def _help(plan: Plan, for_each_piece, half: Half, lse_gmem):
     """The compute warpgroup that hands its results over, by leaving them where the results over all keys will be."""
     part, unit = lax.axis_index("part"), lax.axis_index("unit")
 
-    def help_with_piece(i, piece: Piece, before):
+    def help_with_piece(i, piece: Piece, steps_done):
         plgpu.barrier_wait(half.smem.q_filled)
-        out, lse_log2 = _attend(plan, half, piece, before)
+        out, lse_log2 = _attend(plan, half, piece, steps_done)
         where = piece.seq + part, unit
         _device.store(half.smem.out, out)
         _device.store(lse_gmem.at[where], lse_log2)
         plgpu.barrier_arrive(half.handed)
 
-    each_piece(help_with_piece)
+    for_each_piece(help_with_piece)
 
 
 def _merged(half: Half, out, lse_log2, lse_gmem):
@@ -201,13 +200,13 @@ def _split_query(half: Half):
     """Splits a query that has arrived into its terms, of which both warpgroups need both. Returns the
     number that a 1 in products of these terms and of stored keys stands for."""
     q, terms = half.smem.q, half.terms
-    pieces = [plgpu.load(q.at[p], layout=plgpu.Layout.WGMMA) for p in range(q.shape[0])]
-    pieces = [piece.astype(jnp.float32) for piece in pieces]
-    top = functools.reduce(jnp.maximum, [jnp.abs(piece).max(axis=1) for piece in pieces])
+    panels = [plgpu.load(q.at[p], layout=plgpu.Layout.WGMMA) for p in range(q.shape[0])]
+    panels = [panel.astype(jnp.float32) for panel in panels]
+    top = functools.reduce(jnp.maximum, [jnp.abs(panel).max(axis=1) for panel in panels])
     octave = jnp.round(jnp.log2(jnp.maximum(top, 2.0**-100)))
     together = terms.shape[3] // PIECE
     for i in range(terms.shape[1]):
-        left = jnp.concatenate(pieces[i * together : (i + 1) * together], axis=1)
+        left = jnp.concatenate(panels[i * together : (i + 1) * together], axis=1)
         left = left * per_row(jnp.exp2(NEAR_END - octave), left.shape)
         for term in range(TERMS):
             rounded = left.astype(E4M3)
@@ -220,7 +219,7 @@ def _split_query(half: Half):
     return half.k_scale * jnp.exp2(octave - NEAR_END)
 
 
-def _attend(plan: Plan, half: Half, piece: Piece, before):
+def _attend(plan: Plan, half: Half, piece: Piece, steps_done):
     """(out, lse_log2) of a piece over this warpgroup's keys: block after block, each of them waited for."""
     problem, block_kv, smem = plan.problem, plan.config.block_kv, half.smem
     logit_scale = _split_query(half)
@@ -229,25 +228,25 @@ def _attend(plan: Plan, half: Half, piece: Piece, before):
     def step(step, carry, masked: bool):
         acc, m_i, l_i = carry
         first = (piece.first + step) * block_kv
-        slot = smem.ring.wait(before + step)
+        slot = smem.ring.wait(steps_done + step)
 
         def logits(s_ref):
-            _, pieces, _, size = half.terms.shape
-            for i in range(pieces):
+            _, panels, _, size = half.terms.shape
+            for i in range(panels):
                 keys = smem.k.at[slot, half.keys, pl.ds(i * size, size)].T
                 for term in range(TERMS):
                     plgpu.wgmma(s_ref, half.terms.at[term, i], keys)
             return s_ref[...]
 
-        s, unit = problem.scored(pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32)), logit_scale)
-        smem.ring.release(before + step)
+        s, scale_log2 = problem.scored(pl.run_scoped(logits, plgpu.ACC(shape, jnp.float32)), logit_scale)
+        smem.ring.release(steps_done + step)
         if masked:
             token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + first + half.keys.start
             s = jnp.where((token >= low) & (token < piece.kv_len), s, -jnp.inf)
-        values = half.wide.at[half.wide_ring.wait(before + step), half.keys]
-        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, unit, masked)
+        values = half.wide.at[half.wide_ring.wait(steps_done + step), half.keys]
+        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2, masked)
         acc = add_product(acc * per_row(alpha, acc.shape), p.astype(values.dtype), values, problem.interpreted)
-        half.wide_ring.release(before + step)
+        half.wide_ring.release(steps_done + step)
         return acc, m_i, l_i
 
     return finish(*over_blocks(plan, piece, low, step), half.v_scale)

@@ -23,7 +23,7 @@ from .plan import Plan
 PIECES_AT_ONCE = 8  # Pieces that are merged together.
 
 
-def _kernel(ends, kv_lens, part_gmem, part_lse_gmem, sinks, out_gmem, lse_gmem, *, plan: Plan):
+def _kernel(ends, kv_lens, outs_gmem, lses_gmem, sinks, out_gmem, lse_gmem, *, plan: Plan):
     """Merges the pieces of a sequence, in their order, and the sinks of heads."""
     seq, unit, rows = lax.axis_index("seq_index"), lax.axis_index("unit"), plan.rows_at_once
     first_row, width = lax.axis_index("rows") * rows, plan.problem.width
@@ -40,8 +40,8 @@ def _kernel(ends, kv_lens, part_gmem, part_lse_gmem, sinks, out_gmem, lse_gmem, 
     def load(piece):
         """(lse_log2 of each row, values) of a piece, or -inf after the last one."""
         index, exists = jnp.minimum(piece, last_piece), piece <= last_piece
-        lse = [jnp.where(exists, part_lse_gmem[index, unit, first_row + r], -jnp.inf) for r in range(rows)]
-        return lse, part_gmem[index, unit, values]
+        lse = [jnp.where(exists, lses_gmem[index, unit, first_row + r], -jnp.inf) for r in range(rows)]
+        return lse, outs_gmem[index, unit, values]
 
     def some(i, carry):
         """A few pieces, whose loads do not wait for each other."""

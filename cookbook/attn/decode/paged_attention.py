@@ -8,13 +8,8 @@ int32: page `block_tables[i, j]` holds tokens j page_size to (j + 1) page_size o
 `kv_lens[i]` count. out (num_seqs, N, H), lse (num_seqs, N). N is a multiple of K; the N / K query heads that share keys
 are the rows of one WGMMA, which has 64.
 
-A unit is one KV head and up to 64 of its query heads. The blocks of keys of all sequences, one after the
-other, are cut into equal parts, so that all end at the same time, whatever the lengths are. There are as many parts as
-there can be if each unit of each part gets an SM of its own, so units that read other heads of the same pages do so at
-about the same time. A piece is the share of a part in one sequence; a second kernel merges the pieces of each sequence.
-
-`kernel.py` has the kernel, with its roles and barriers, `kernel_fp8.py` that of pages of 8 bits, `plan.py` the
-shares of its blocks of threads, and `merge_pieces.py` the second kernel.
+`plan.py` cuts the keys of all sequences into equal parts; `kernel.py` has the kernel, with its roles and barriers,
+`kernel_fp8.py` that of pages of 8 bits, and `merge_pieces.py` the kernel that merges the results of parts.
 
 Other names of the arguments; `dense/attention.py` has those of numbers:
 
@@ -68,15 +63,6 @@ def default_config(head_dim: int, is_fp8: bool = False) -> Config:
     if head_dim <= 64:
         return Config(num_stages=6) if is_fp8 else Config(block_kv=64, num_stages=3, num_pairs=2)
     return Config(num_stages=3 if is_fp8 else 2) if head_dim <= 128 else Config(block_kv=64)
-
-
-def _check(q, k_pages, v_pages, block_tables, kv_lens) -> None:
-    op = f"{_host.PACKAGE}.paged_attention"
-    if q.ndim != 3:
-        raise ValueError(f"{op}: {q.shape=}; must be (num_seqs, heads, head_dim): reshape it")
-    checks.check_cache("paged_attention", q, k_pages, v_pages, block_tables, kv_lens)
-    if block_tables.shape[0] != q.shape[0]:
-        raise ValueError(f"{op}: {q.shape=} and {block_tables.shape=} differ in their number of sequences")
 
 
 def paged_attention(
@@ -133,13 +119,17 @@ def paged_attention(
     q, k_pages, v_pages, block_tables, kv_lens = checks.arrays(
         op, q=q, k_pages=k_pages, v_pages=v_pages, block_tables=block_tables, kv_lens=kv_lens
     )
-    _check(q, k_pages, v_pages, block_tables, kv_lens)
+    checks.check_cache(op, q, k_pages, v_pages, block_tables, kv_lens)
+    if len(block_tables) != len(q):
+        raise ValueError(
+            f"{_host.PACKAGE}.{op}: {q.shape=} and {block_tables.shape=} differ in their number of sequences"
+        )
     (num_seqs, num_heads, head_dim), num_kv_heads = q.shape, k_pages.shape[2]
     positions = checks.num_positions(op, 1, block_tables.shape[1] * k_pages.shape[1])
     how = checks.options(op, head_dim, True, scale, logits_soft_cap, local_window_size, positions)
     scales, sinks = page_scales(op, k_pages, k_scale, v_scale), checks.sinks(op, sinks, num_heads)
     if 0 in (*q.shape, *block_tables.shape):
-        results = checks.nothing_seen(q, sinks)
+        results = checks.empty_results(q, sinks)
         return results if return_lse else results[0]
     target = _host.require_tensor_cores(op)
     config = config or default_config(head_dim, bool(scales))

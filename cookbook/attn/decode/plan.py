@@ -148,13 +148,13 @@ def ends_and_seqs(plan: Plan, kv_lens):
 
 
 def each_piece(plan: Plan, ends, seqs, kv_lens, part, body):
-    """Calls `body(i, piece, before)` for each piece of a part, after `before` steps. Returns (steps, pieces)."""
-    mine = Part(plan, ends, seqs, kv_lens, part)
+    """Calls `body(i, piece, steps_done)` for each piece of a part. Returns how many (steps, pieces) it has."""
+    work = Part(plan, ends, seqs, kv_lens, part)
 
-    def one(i, before):
-        begin = jnp.where(i == 0, mine.begin, 0)
-        piece = Piece(plan, kv_lens, mine.first_seq + i, begin, mine.steps - before)
-        body(i, piece, before)
-        return before + piece.steps
+    def one(i, steps_done):
+        begin = jnp.where(i == 0, work.begin, 0)
+        piece = Piece(plan, kv_lens, work.first_seq + i, begin, work.steps - steps_done)
+        body(i, piece, steps_done)
+        return steps_done + piece.steps
 
-    return lax.fori_loop(0, mine.pieces, one, jnp.int32(0)), mine.pieces
+    return lax.fori_loop(0, work.pieces, one, jnp.int32(0)), work.pieces

@@ -24,8 +24,6 @@ Other names of the arguments, and of lse:
 Bound by: the tensor cores with heads of 128 and 256, and with heads of 64 the CUDA cores, which have as many
 exponentials for half of the products.
 
-Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
-
 Not supported: masks as arrays, biases, dropout. If H is over 64 and not a multiple of 64, or S is not a multiple of 8,
 values are padded by a copy, or with few queries come in tiles of 8 rows; the backward pass pads its operands by copies.
 Source: Shah et al., "FlashAttention-3" (2024).
@@ -33,6 +31,7 @@ Source: Shah et al., "FlashAttention-3" (2024).
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,21 +69,11 @@ def default_config(head_dim: int, is_cut: bool = True) -> Config:
 
 
 def _check(query, key, value) -> None:
-    op = f"{_host.PACKAGE}.attention"
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.ndim != 4:
-            raise ValueError(f"{op}: {name}.shape={x.shape}; must be (batch, positions, heads, head_dim): reshape it")
-        if x.dtype not in (jnp.bfloat16, jnp.float16) or x.dtype != query.dtype:
-            raise ValueError(f"{op}: {name}.dtype = {x.dtype}; all must be bfloat16 or all float16: cast them")
-    if key.shape != value.shape or key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
-        raise ValueError(
-            f"{op}: {query.shape=}, {key.shape=}, {value.shape=}; key and value must have the same shape, and batch "
-            "and head_dim of query"
-        )
-    checks.groups("attention", query.shape[2], key.shape[2])
+    checks.check_operands("attention", "batch, positions, heads, head_dim", query=query, key=key, value=value)
     if query.shape[3] % 8 or not 8 <= query.shape[3] <= 256:
         raise ValueError(
-            f"{op}: head_dim={query.shape[3]}; must be a multiple of 8 from 8 to 256 (TMA's 16 bytes): pad it"
+            f"{_host.PACKAGE}.attention: head_dim={query.shape[3]}; must be a multiple of 8 from 8 to 256 (TMA's 16 "
+            "bytes): pad it"
         )
 
 
@@ -106,9 +95,6 @@ def _segments(query, key, segment_ids, kv_segment_ids) -> tuple:
     return checks.segment_ids("attention", segment_ids, kv_segment_ids, query.shape[:2], key.shape[:2])
 
 
-# Queries from which on heads up to 64 have the one backward kernel. An estimate between two measured sizes on an H200:
-# with 916 queries two kernels were faster, with 4096 the one.
-ONE_KERNEL_FROM = 2048
 # Time of a step of two compute warpgroups beside one of three, with heads of 64: of 34 problems on an H200 half lay
 # between 0.83 and 0.85.
 NARROW_STEP = 0.85
@@ -125,6 +111,18 @@ class Options:
     config: Config | None
     deterministic: bool | None
     return_lse: bool
+
+
+class Residuals(NamedTuple):
+    """Arrays that the backward pass needs: operands, and results as the kernel writes them."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    sinks: jax.Array | None
+    segments: tuple
+    out: jax.Array
+    lse: jax.Array
 
 
 def _problem(query, key, options: Options, interpreted: bool) -> Problem:
@@ -149,7 +147,7 @@ def _run(query, key, value, sinks, segments, options: Options, return_lse: bool)
     problem = _problem(query, key, options, target.interpreted)
     config = options.config or default_config(problem.head_dim, problem.has_window)
     (batch, num_q), num_kv = query.shape[:2], key.shape[1]
-    copies_tiles = problem.pieces > 1 and tiles.by_tile(problem, num_kv, num_q)
+    copies_tiles = problem.panels > 1 and tiles.by_tile(problem, num_kv, num_q)
     plan = Plan(problem, batch, num_q, num_kv, bool(segments), config, copies_tiles=copies_tiles)
     plan = plan if options.config else _fitted(plan, target.num_sms)
     checks.check_smem("attention", config, _device.smem_bytes(kernel.scratch(plan)), problem.head_dim)
@@ -167,28 +165,26 @@ def _attention(query, key, value, sinks, segments, options: Options):
 def _attention_fwd(query, key, value, sinks, segments, options: Options):
     run = _host.without_derivative("attention", functools.partial(_run, options=options, return_lse=True))
     out, lse = run(query, key, value, sinks, segments)
-    return (out, lse if options.return_lse else None), (query, key, value, sinks, segments, out, lse)
+    residuals = Residuals(query, key, value, sinks, segments, out, lse)
+    return (out, lse if options.return_lse else None), residuals
 
 
-def _attention_bwd(options: Options, residuals, cotangents):
-    query, key, value, sinks, *results = residuals
+def _attention_bwd(options: Options, residuals: Residuals, cotangents):
+    query, key, value, sinks, segments, out, lse = residuals
     d_out, d_lse = cotangents
-    cotangents = d_out, jnp.zeros_like(results[-1]) if d_lse is None else d_lse
+    d_lse = jnp.zeros_like(lse) if d_lse is None else d_lse
     target = _host.require_tensor_cores("attention")
     problem = _problem(query, key, options, target.interpreted)
-    in_one = not options.deterministic
-    if options.deterministic is None:  # Short sequences do not amortise zeroing dq and rounding it.
-        in_one = problem.head_dim > 64 or query.shape[1] >= ONE_KERNEL_FROM
     launch = functools.partial(
         gradients.gradients,
         problem=problem,
         num_sms=target.num_sms,
         params=_host.compiler_params(approx_math=True),
-        config=gradients.default_config(problem.head_dim) if in_one else None,
+        config=gradients.choose_config(problem.head_dim, query.shape[1], options.deterministic),
     )
     launch = _host.without_derivative("attention", launch)
-    d_sinks = None if sinks is None else _sinks_gradient(sinks, *results[1:], *cotangents)
-    return *launch(query, key, value, *results, *cotangents), d_sinks, None
+    d_sinks = None if sinks is None else _sinks_gradient(sinks, out, lse, d_out, d_lse)
+    return *launch(query, key, value, segments, out, lse, d_out, d_lse), d_sinks, None
 
 
 def _sinks_gradient(sinks, out, lse, d_out, d_lse):
@@ -245,9 +241,8 @@ def attention(
       return_lse: also return the logarithms of the sums of exponentials; `return_residual` says the same.
       deterministic: True: gradients, too, are bitwise reproducible, by two kernels with seven products.
         False: by one kernel with five, which adds up the gradient of `query` in float32 in memory, in an order that
-        differs from run to run. None: False, but True for heads up to 64 with few queries (`ONE_KERNEL_FROM`),
-        where two kernels were measured faster. With heads over 128 gradients are always
-        reproducible.
+        differs from run to run. None: False, but True for heads up to 64 with few queries, where two kernels were
+        measured faster. With heads over 128 gradients are always reproducible.
       config: blocks, stages and warpgroups; None chooses by the problem.
       others: arguments that other libraries have, such as `mask` and `bias`, if they are None.
 
@@ -273,7 +268,7 @@ def attention(
                       return_lse=return_lse)  # fmt: skip
     segments, sinks = _segments(query, key, segment_ids, kv_segment_ids), checks.sinks(op, sinks, query.shape[2])
     if 0 in (*query.shape, *key.shape):
-        out, lse = checks.nothing_seen(query, sinks)
+        out, lse = checks.empty_results(query, sinks)
     else:
         operands, tree = jax.tree.flatten((query, key, value, sinks, segments))
         out, lse = _attention(*jax.tree.unflatten(tree, _host.reverse_only(op, *operands)), options)

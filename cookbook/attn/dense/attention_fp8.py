@@ -14,8 +14,6 @@ before they are rounded, and all sums over keys are float32.
 Bound by: with heads of 128 the tensor cores and the exponentials alike, 512 clocks each for 64 queries and 128 keys;
 with heads of 64 the exponentials. Before the kernel, v is transposed by a pass over it.
 
-Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
-
 Not supported: segment ids, gradients, e5m2, heads of other sizes than 64, 128 and 256.
 Sources: Shah et al., "FlashAttention-3" (2024); for the sums, DeepSeek-AI, "DeepSeek-V3" (2024), section 3.3.2.
 """
@@ -25,7 +23,7 @@ import jax.numpy as jnp
 
 from ... import _device, _host
 from .. import checks, references
-from ..core import E4M3, HEAD_DIMS, Problem
+from ..core import HEAD_DIMS, Problem
 from . import kernel_fp8
 from .kernel_fp8 import Config
 from .plan import Plan
@@ -60,19 +58,11 @@ def default_config(head_dim: int, is_cut: bool) -> Config:
 
 
 def _check(q, k, v) -> None:
-    op = f"{_host.PACKAGE}.attention_fp8"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(f"{op}: {name}.shape={x.shape}; must be (batch, positions, heads, head_dim): reshape it")
-        if x.dtype != E4M3:
-            raise ValueError(f"{op}: {name}.dtype = {x.dtype}; must be float8_e4m3fn: divide by a scale and cast it")
-    if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
-        raise ValueError(
-            f"{op}: {q.shape=}, {k.shape=}, {v.shape=}; k and v must have the same shape, and batch and head_dim of q"
-        )
-    checks.groups("attention_fp8", q.shape[2], k.shape[2])
+    checks.check_operands("attention_fp8", "batch, positions, heads, head_dim", is_fp8=True, q=q, k=k, v=v)
     if q.shape[3] not in HEAD_DIMS:
-        raise ValueError(f"{op}: head_dim={q.shape[3]}; must be one of {HEAD_DIMS}: pad it with zeros")
+        raise ValueError(
+            f"{_host.PACKAGE}.attention_fp8: head_dim={q.shape[3]}; must be one of {HEAD_DIMS}: pad it with zeros"
+        )
 
 
 def _descale(name: str, descale, shape: tuple[int, ...]):
@@ -145,7 +135,7 @@ def attention_fp8(
     if out_dtype == jnp.float32:
         raise ValueError(f"{_host.PACKAGE}.{op}: {out_dtype=}; must be bfloat16 or float16: cast the result of one")
     if 0 in (*q.shape, *k.shape):
-        out, lse = checks.nothing_seen(q, None, out_dtype)
+        out, lse = checks.empty_results(q, None, out_dtype)
     else:
         out, lse = _run(q, k, v, descales, how, config, out_dtype, return_lse)
     results = (out, lse)[: 1 + return_lse]
@@ -158,7 +148,7 @@ def _run(q, k, v, descales, how: dict, config: Config | None, out_dtype, return_
     target = _host.require_tensor_cores("attention_fp8")
     problem = Problem(q.shape[2], k.shape[2], q.shape[3], q.dtype, **how, interpreted=target.interpreted)
     config = config or default_config(q.shape[3], problem.has_window)
-    if config.overlap and problem.head_dim > kernel_fp8.PART:
+    if config.overlap and problem.head_dim > kernel_fp8.STRIP:
         raise ValueError(
             f"{_host.PACKAGE}.attention_fp8: {config} overlaps products, whose sums do not fit into registers for "
             f"head_dim={problem.head_dim}: overlap=False"

@@ -24,7 +24,7 @@ Barrier table:
 
 Blocks of keys that a mask excludes for all queries of a tile are neither loaded nor computed. Blocks that it excludes
 for all queries of a warpgroup are not computed by it. Only blocks that it cuts are masked, element by element.
-`plan.py` deals the tiles out; `steps.py` has the steps of a compute warpgroup.
+`plan.py` deals the tiles out; `steps.py` has the steps of a compute warpgroup, and says where to add to them.
 """
 
 import functools
@@ -46,26 +46,26 @@ def scratch(plan: Plan) -> dict:
     p, c = plan.problem, plan.config
     rows = lambda *shape: _device.row_tiles((c.num_stages, *shape), p.dtype, p.interpreted)
     values = rows(c.block_kv, PIECE) if plan.values_as_rows else tiles.value_tiles(c.num_stages, c.block_kv, p)
-    smem = dict(k_smem=rows(p.pieces, c.block_kv, PIECE), v_smem=values)
+    smem = dict(k_smem=rows(p.panels, c.block_kv, PIECE), v_smem=values)
     v_copies = tiles.copies_of_tiles(p, c.block_kv) if plan.copies_tiles else 1
-    return core.scratch(p, c, smem, q_copies=p.pieces, k_copies=p.pieces, v_copies=v_copies)
+    return core.scratch(p, c, smem, q_copies=p.panels, k_copies=p.panels, v_copies=v_copies)
 
 
-def _kernel(table, q_gmem, k_gmem, v_gmem, masks, sinks, out_gmem, lse_gmem, *, plan: Plan, **smem):
+def _kernel(table, q_gmem, k_gmem, v_gmem, segment_tables, sinks, out_gmem, lse_gmem, *, plan: Plan, **smem):
     role, wgs = lax.axis_index("role"), plan.config.compute_wgs
     shared = Shared.of(plan.config, **smem)
     memory_registers, compute_registers = REGISTERS[wgs]
 
     @_device.role(role == wgs, decrease_to=memory_registers)
     def _():
-        _load(plan, table, masks, shared, q_gmem, k_gmem, v_gmem)
+        _load(plan, table, segment_tables, shared, q_gmem, k_gmem, v_gmem)
 
     @_device.role(role < wgs, increase_to=compute_registers)
     def _():
-        _compute(plan, table, masks, sinks, shared, out_gmem, lse_gmem)
+        _compute(plan, table, segment_tables, sinks, shared, out_gmem, lse_gmem)
 
 
-def _load(plan: Plan, table, masks: dict, shared: Shared, q_gmem, k_gmem, v_gmem):
+def _load(plan: Plan, table, segment_tables: dict, shared: Shared, q_gmem, k_gmem, v_gmem):
     """The memory warpgroup: a tile's queries, and its blocks of keys and values, the last block first."""
     problem, c = plan.problem, plan.config
 
@@ -80,22 +80,22 @@ def _load(plan: Plan, table, masks: dict, shared: Shared, q_gmem, k_gmem, v_gmem
         else:
             plgpu.copy_gmem_to_smem(rows(first, c.block_kv), shared.v.at[slot], filled)
 
-    def load_tile(i, tile: Tile, before):
+    def load_tile(i, tile: Tile, steps_done):
         @pl.loop(0, tile.span.steps)
         def _(step):
             first = (tile.span.end - 1 - step) * c.block_kv
-            load_keys(plan, shared, tile, first, shared.keys.acquire(before + step), k_gmem)
+            load_keys(plan, shared, tile, first, shared.keys.acquire(steps_done + step), k_gmem)
             pl.when(step == 0)(lambda: load_queries(plan, shared, tile, i, q_gmem))
-            load_values(tile, first, shared.values.acquire(before + step))
+            load_values(tile, first, shared.values.acquire(steps_done + step))
 
-    shared.drain(each_tile(plan, table, masks, load_tile))
+    shared.drain(each_tile(plan, table, segment_tables, load_tile))
     for wg in range(c.compute_wgs):
         plgpu.barrier_wait(shared.q_freed.at[wg])
 
 
 def load_keys(plan: Plan, shared: Shared, tile: Tile, first, slot, k_gmem):
     """The memory warpgroup: starts the copies of a block of keys, from position `first` on."""
-    for p in range(plan.problem.pieces):
+    for p in range(plan.problem.panels):
         columns = plan.problem.columns(p)
         source = k_gmem.at[tile.batch, pl.ds(first, plan.config.block_kv), tile.kv_head, columns]
         plgpu.copy_gmem_to_smem(source, shared.k_tma.at[slot, p], shared.keys.filled.at[slot])
@@ -106,25 +106,25 @@ def load_queries(plan: Plan, shared: Shared, tile: Tile, i, q_gmem):
     for wg in range(plan.config.compute_wgs):
         pl.when(i > 0)(lambda wg=wg: plgpu.barrier_wait(shared.q_freed.at[wg]))
         rows = pl.ds(tile.first_q + wg * WG_ROWS, WG_ROWS)
-        for p in range(plan.problem.pieces):
+        for p in range(plan.problem.panels):
             source = q_gmem.at[tile.batch, rows, tile.head, plan.problem.columns(p)]
             plgpu.copy_gmem_to_smem(source, shared.q_tma.at[wg, p], shared.q_filled.at[wg])
 
 
-def _compute(plan: Plan, table, masks: dict, sinks, shared: Shared, out_gmem, lse_gmem):
+def _compute(plan: Plan, table, segment_tables: dict, sinks, shared: Shared, out_gmem, lse_gmem):
     """A compute warpgroup: its queries of each tile."""
     problem, wg = plan.problem, lax.axis_index("role")
     shared.turns.start(wg)
 
-    def compute_tile(i, tile: Tile, before):
+    def compute_tile(i, tile: Tile, steps_done):
         first_q = tile.first_q + wg * WG_ROWS
         tile_sinks = core.row_sinks(sinks, tile.head)
         plgpu.barrier_wait(shared.q_filled.at[wg])
         out, lse_log2 = steps.attend(
-            steps.Work(problem, plan.config, tile.span, shared, wg, first_q, before, tile_sinks)
+            steps.Work(problem, plan.config, tile.span, shared, wg, first_q, steps_done, tile_sinks)
         )
         shared.round_out(wg, out)
-        for p in range(problem.pieces):
+        for p in range(problem.panels):
             target = out_gmem.at[tile.batch, pl.ds(first_q, WG_ROWS), tile.head, problem.columns(p)]
             plgpu.copy_smem_to_gmem(shared.o_tma.at[wg].at[p], target)
         _device.store(lse_gmem.at[tile.batch, tile.head, pl.ds(first_q, WG_ROWS)], lse_log2 / LOG2E)
@@ -132,7 +132,7 @@ def _compute(plan: Plan, table, masks: dict, sinks, shared: Shared, out_gmem, ls
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             shared.free_query(wg)
 
-    each_tile(plan, table, masks, compute_tile)
+    each_tile(plan, table, segment_tables, compute_tile)
     shared.turns.drain(wg)
     plgpu.wait_smem_to_gmem(0)
 
@@ -148,11 +148,11 @@ def _kept_apart(key, value):
 def forward(query, key, value, sinks, segments, *, plan: Plan, num_sms: int, params, return_lse: bool):
     """(out, lse), lse as (batch, heads, positions), or None unless it is asked for. `sinks` may be None; `segments` is
     () or (segment_ids, kv_segment_ids)."""
-    masks = core.segment_masks(*segments, plan.config.rows, plan.config.block_kv) if segments else {}
+    segment_tables = core.make_segment_tables(*segments, plan.config.rows, plan.config.block_kv) if segments else {}
     key, value = _kept_apart(key, value) if segments else (key, value)
     value = value if plan.copies_tiles or plan.values_as_rows else tiles.padded(plan.problem, value, 1)
     sinks = None if sinks is None else jnp.broadcast_to(sinks[:, None] * LOG2E, (len(sinks), WG_ROWS))
-    operands = query, key, value, masks, sinks
+    operands = query, key, value, segment_tables, sinks
     out, lse = launch(_kernel, scratch(plan), plan, num_sms, params, query.dtype, *operands)
     return out, lse[:, :, : plan.num_q] if return_lse else None
 

@@ -32,17 +32,17 @@ from .plan import Plan, Tile, each_tile
 from .transpose_fp8 import as_operand, transposed
 
 OCTAVES = 8  # Weights are rounded at up to 256.
-PART = 128  # Columns of values that are added at once: their product has to fit into registers beside acc.
+STRIP = 128  # Columns of values that are added at once: their product has to fit into registers beside acc.
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(core.BlockConfig):
     overlap: bool = True  # Whether q kᵀ and p v of the block before run together, which takes registers for both.
 
-    block_unit: ClassVar[int] = 32
+    block_multiple: ClassVar[int] = 32
 
     @property
-    def value_piece(self) -> int:
+    def value_panel(self) -> int:
         """Keys of a row of transposed values that are swizzled together."""
         return next(size for size in (128, 64, 32) if self.block_kv % size == 0)
 
@@ -51,11 +51,11 @@ def scratch(plan: Plan, out_dtype) -> dict:
     """Shared memory of a block, and its barriers."""
     p, c = plan.problem, plan.config
     tiles = lambda shape, dtype: _device.row_tiles(shape, dtype, p.interpreted)
-    key_tiles = c.num_stages, p.pieces, c.block_kv, p.piece
-    value_tiles = c.num_stages, c.block_kv // c.value_piece, p.head_dim, c.value_piece
+    key_tiles = c.num_stages, p.panels, c.block_kv, p.panel
+    value_tiles = c.num_stages, c.block_kv // c.value_panel, p.head_dim, c.value_panel
     smem = dict(k_smem=tiles(key_tiles, p.dtype), v_smem=tiles(value_tiles, p.dtype))
     out = tiles((c.compute_wgs, p.head_dim // PIECE, WG_ROWS, PIECE), out_dtype)
-    return core.scratch(p, c, smem, p.pieces, p.pieces, v_copies=value_tiles[1]) | dict(o_smem=out)
+    return core.scratch(p, c, smem, p.panels, p.panels, v_copies=value_tiles[1]) | dict(o_smem=out)
 
 
 def _kernel(
@@ -78,15 +78,15 @@ def _load(plan: Plan, table, shared: Shared, q_gmem, k_gmem, v_gmem):
     """The memory warpgroup: a tile's queries, and its blocks of keys and transposed values, the last block first."""
     c = plan.config
 
-    def load_tile(i, tile: Tile, before):
+    def load_tile(i, tile: Tile, steps_done):
         @pl.loop(0, tile.span.steps)
         def _(step):
             first = (tile.span.end - 1 - step) * c.block_kv
-            load_keys(plan, shared, tile, first, shared.keys.acquire(before + step), k_gmem)
+            load_keys(plan, shared, tile, first, shared.keys.acquire(steps_done + step), k_gmem)
             pl.when(step == 0)(lambda: load_queries(plan, shared, tile, i, q_gmem))
-            slot = shared.values.acquire(before + step)
-            for j in range(c.block_kv // c.value_piece):
-                keys = pl.ds(first + j * c.value_piece, c.value_piece)
+            slot = shared.values.acquire(steps_done + step)
+            for j in range(c.block_kv // c.value_panel):
+                keys = pl.ds(first + j * c.value_panel, c.value_panel)
                 source = v_gmem.at[tile.batch, tile.kv_head, :, keys]
                 plgpu.copy_gmem_to_smem(source, shared.v_tma.at[slot, j], shared.values.filled.at[slot])
 
@@ -100,12 +100,12 @@ def _compute(plan: Plan, table, shared: Shared, q_descale, k_descale, v_descale,
     problem, wg = plan.problem, lax.axis_index("role")
     shared.turns.start(wg)
 
-    def compute_tile(i, tile: Tile, before):
+    def compute_tile(i, tile: Tile, steps_done):
         first_q = tile.first_q + wg * WG_ROWS
         plgpu.barrier_wait(shared.q_filled.at[wg])
         head = tile.batch, tile.kv_head
         scales = q_descale[head] * k_descale[head], v_descale[head]
-        out, lse_log2 = _attend(Work(problem, plan.config, tile.span, shared, wg, first_q, before, None, *scales))
+        out, lse_log2 = _attend(Work(problem, plan.config, tile.span, shared, wg, first_q, steps_done, None, *scales))
         shared.round_out(wg, out)
         for p in range(problem.head_dim // PIECE):
             target = out_gmem.at[tile.batch, pl.ds(first_q, WG_ROWS), tile.head, problem.columns(p, PIECE)]
@@ -117,7 +117,7 @@ def _compute(plan: Plan, table, shared: Shared, q_descale, k_descale, v_descale,
     plgpu.wait_smem_to_gmem(0)
 
 
-# The steps of a compute warpgroup. They carry (acc, alpha, m_i, l_i, p): acc, in parts of the columns, and its `alpha`
+# The steps of a compute warpgroup. They carry (acc, alpha, m_i, l_i, p): acc, in strips of columns, and its `alpha`
 # lag behind p by a block.
 
 
@@ -139,18 +139,18 @@ def _attend(work: Work):
 def _first_step(work: Work, step):
     """The carry after the first block that the rows see."""
     head_dim = work.problem.head_dim
-    work.shared.keys.wait(work.before + step)
+    work.shared.keys.wait(work.steps_done + step)
     work.shared.turns.take(work.wg)
     s = _logits(work, step)
-    acc, m_i, l_i = work.nothing_seen(min(PART, head_dim))
+    acc, m_i, l_i = work.nothing_seen(min(STRIP, head_dim))
     p, alpha, m_i, l_i = work.softmax(s, m_i, l_i, step, work.span.cuts.any, OCTAVES)
-    return (acc,) * pl.cdiv(head_dim, PART), alpha, m_i, l_i, as_operand(p, work.problem.interpreted)
+    return (acc,) * pl.cdiv(head_dim, STRIP), alpha, m_i, l_i, as_operand(p, work.problem.interpreted)
 
 
 def _overlapped_step(work: Work, masked: bool, step, carry):
     """q kᵀ of this block and p v of the block before are started together."""
     (acc,), alpha, m_i, l_i, p = carry
-    count, interpreted, turns = work.before + step, work.problem.interpreted, work.shared.turns
+    count, interpreted, turns = work.steps_done + step, work.problem.interpreted, work.shared.turns
     slot = work.shared.keys.wait(count)
     work.shared.values.wait(count - 1)
     turns.take(work.wg)
@@ -175,12 +175,12 @@ def _overlapped_step(work: Work, masked: bool, step, carry):
 
 
 def _separate_step(work: Work, masked: bool, step, carry):
-    """p v of the block before, part after part, and then q kᵀ of this one."""
+    """p v of the block before, strip after strip, and then q kᵀ of this one."""
     acc, alpha, m_i, l_i, p = carry
-    count, shared = work.before + step, work.shared
+    count, shared = work.steps_done + step, work.shared
     shared.values.wait(count - 1)
     shared.turns.take(work.wg)
-    acc = tuple(_add_product(work, part, alpha, p, i, step - 1) for i, part in enumerate(acc))
+    acc = tuple(_rescale_and_add(work, strip, alpha, p, i, step - 1) for i, strip in enumerate(acc))
     shared.values.release(count - 1)
     shared.keys.wait(count)
     p, *new = work.softmax(_logits(work, step), m_i, l_i, step, masked, OCTAVES)
@@ -191,17 +191,17 @@ def _last_step(work: Work, step, carry):
     """(acc, m_i, l_i) with the values of the last block, whose weights `carry` has. As weights and sums are too large,
     m_i becomes smaller."""
     acc, alpha, m_i, l_i, p = carry
-    work.shared.values.wait(work.before + step)
+    work.shared.values.wait(work.steps_done + step)
     work.shared.turns.take(work.wg)
     is_last = [False] * (len(acc) - 1) + [True]
-    acc = [_add_product(work, part, alpha, p, i, step, is_last[i]) for i, part in enumerate(acc)]
-    work.shared.values.release(work.before + step)
+    acc = [_rescale_and_add(work, strip, alpha, p, i, step, is_last[i]) for i, strip in enumerate(acc)]
+    work.shared.values.release(work.steps_done + step)
     return jnp.concatenate(acc, axis=1), m_i - OCTAVES, l_i
 
 
 def _logits(work: Work, step):
     """q kᵀ of a block that has arrived, in this warpgroup's turn, which ends with it."""
-    keys, count = work.shared.keys, work.before + step
+    keys, count = work.shared.keys, work.steps_done + step
 
     def product(s_ref):
         work.queue_logits(s_ref, keys.slot(count))
@@ -213,38 +213,38 @@ def _logits(work: Work, step):
     return s
 
 
-def _values(work: Work, part: int, step):
-    """Columns of the values of a step that are added at once, transposed, one piece of the keys after the other."""
-    return work.values(step).at[:, pl.ds(part * PART, min(PART, work.problem.head_dim))]
+def _values(work: Work, strip: int, step):
+    """Columns of the values of a step that are added at once, transposed, one panel of the keys after the other."""
+    return work.values(step).at[:, pl.ds(strip * STRIP, min(STRIP, work.problem.head_dim))]
 
 
-def _queue_values(work: Work, pv_ref, p, part: int, step):
-    """Starts p v of a part of the columns."""
-    v = _values(work, part, step)
+def _queue_values(work: Work, pv_ref, p, strip: int, step):
+    """Starts p v of a strip of columns."""
+    v = _values(work, strip, step)
     for i in range(v.shape[0]):
         plgpu.wgmma(pv_ref, p[:, i * v.shape[2] : (i + 1) * v.shape[2]], v.at[i].T)
 
 
-def _interpreted_product(work: Work, p, part: int, step):
+def _interpreted_product(work: Work, p, strip: int, step):
     """p v, in the interpreter, which wants both operands of WGMMA in shared memory."""
-    v = _values(work, part, step)[...].swapaxes(0, 1)
+    v = _values(work, strip, step)[...].swapaxes(0, 1)
     pv = jnp.dot(p.astype(jnp.float32), v.reshape(len(v), -1).astype(jnp.float32).T)
     plgpu.commit_smem()  # TMA may now overwrite the values that were read here.
     return pv
 
 
-def _add_product(work: Work, acc, alpha, p, part: int, step, ends_turn: bool = False):
-    """acc alpha + p v of a part of the columns. With `ends_turn` the turn is passed on once the product has been
+def _rescale_and_add(work: Work, acc, alpha, p, strip: int, step, ends_turn: bool = False):
+    """acc alpha + p v of a strip of columns. With `ends_turn` the turn is passed on once the product has been
     started."""
 
     def product(pv_ref):
-        _queue_values(work, pv_ref, p, part, step)
+        _queue_values(work, pv_ref, p, strip, step)
         if ends_turn:
             work.shared.turns.pass_on(work.wg)
         return pv_ref[...]
 
     if work.problem.interpreted:
-        pv = _interpreted_product(work, p, part, step)
+        pv = _interpreted_product(work, p, strip, step)
         if ends_turn:
             work.shared.turns.pass_on(work.wg)
     else:

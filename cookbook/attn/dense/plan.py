@@ -8,14 +8,13 @@ the same time, and so that those computed at the same time share keys in the L2 
 import dataclasses
 import functools
 import heapq
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ..._device import div, rem
+from ..._device import Index, div, rem
 from ..core import WG_ROWS, BlockConfig, Blocks, Cuts, Problem, Span
 
 TILE_COST = 1.5  # Steps that a tile costs beside its own.
@@ -44,10 +43,10 @@ class Plan:
         """A causal mask cuts two blocks of 64 rows where blocks do not begin at multiples of 64."""
         left, right, segments = self.problem.left, self.problem.right, self.has_segments
         return Cuts(
-            any=self.problem.has_window or segments or self.num_kv % self.config.block_kv != 0,
             first=left is not None or segments,
             last=right is not None and (right != 0 or self.config.block_kv % WG_ROWS != 0),
             all=segments,
+            any=self.problem.has_window or segments or self.num_kv % self.config.block_kv != 0,
         )
 
     @property
@@ -56,8 +55,8 @@ class Plan:
 
     @property
     def values_as_rows(self) -> bool:
-        """Whether values are copied as keys are: rows of a single piece, which TMA cuts off at any edge."""
-        return self.problem.pieces == 1
+        """Whether values are copied as keys are: rows of a single panel, which TMA cuts off at any edge."""
+        return self.problem.panels == 1
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -93,8 +92,8 @@ def dealt_out(steps: tuple[int, ...], num_heads: int, heads_together: int, num_b
         tiles[block].append(tile)
         heapq.heappush(done, (time + steps[i[tile]] + TILE_COST, block))
     table = np.zeros((len(tiles), 2 + max(map(len, tiles))), np.int32)
-    for row, mine in zip(table, tiles, strict=True):
-        row[: 1 + len(mine)] = len(mine), *mine
+    for row, of_block in zip(table, tiles, strict=True):
+        row[: 1 + len(of_block)] = len(of_block), *of_block
     return max(done)[0], table
 
 
@@ -113,35 +112,35 @@ def _table(steps: tuple[int, ...], num_heads: int, num_blocks: int) -> tuple[flo
 class Tile:
     """Some queries of a head, and the blocks of keys that they see."""
 
-    batch: Any
-    head: Any
-    kv_head: Any
-    first_q: Any
+    batch: Index
+    head: Index
+    kv_head: Index
+    first_q: Index
     span: Span
 
     @classmethod
-    def of(cls, plan: Plan, number, masks: dict):
-        """`masks` are `core.segment_masks`, or {}."""
+    def of(cls, plan: Plan, number, segment_tables: dict):
+        """`segment_tables` are `core.make_segment_tables`, or {}."""
         head, q_block = div(number, plan.num_q_blocks), rem(number, plan.num_q_blocks)
         batch, head = div(head, plan.problem.num_heads), rem(head, plan.problem.num_heads)
         kv_head = div(head, plan.problem.group)
         first_q = q_block * plan.config.rows
         first, end = plan.blocks.seen(first_q, plan.config.rows)
-        if masks:
-            first = jnp.maximum(first, masks["first"][batch, q_block])
-            end = jnp.minimum(end, masks["end"][batch, q_block])
-        return cls(batch, head, kv_head, first_q, Span.of(plan.blocks, plan.cuts, first, end, masks, batch))
+        if segment_tables:
+            first = jnp.maximum(first, segment_tables["first"][batch, q_block])
+            end = jnp.minimum(end, segment_tables["end"][batch, q_block])
+        return cls(batch, head, kv_head, first_q, Span.of(plan.blocks, plan.cuts, first, end, segment_tables, batch))
 
 
-def each_tile(plan: Plan, table, masks: dict, body):
-    """Calls `body(i, tile, before)` for each tile of this block, after `before` steps. Returns the steps of all."""
+def each_tile(plan: Plan, table, segment_tables: dict, body):
+    """Calls `body(i, tile, steps_done)` for each tile of this block, and returns the steps of all."""
     block = lax.axis_index("block")
 
     def one(i, carry):
-        number, before = carry
-        tile = Tile.of(plan, number, masks)
+        number, steps_done = carry
+        tile = Tile.of(plan, number, segment_tables)
         number = table[block, i + 2]  # In flight meanwhile.
-        body(i, tile, before)
-        return number, before + tile.span.steps
+        body(i, tile, steps_done)
+        return number, steps_done + tile.span.steps
 
     return lax.fori_loop(0, table[block, 0], one, (table[block, 1], jnp.int32(0)))[1]

@@ -32,12 +32,12 @@ from ..._device import PIECE, div
 from .. import core, steps, tiles
 from ..cache.pages import at_least_two
 from ..core import LOG2E, REGISTERS, REGISTERS_MEMORY, TILE_ROWS, WG_ROWS, Shared
-from .plan import ROW_UNIT, Plan, Tile, each_tile, lse_of_rows, starts_of, table
+from .plan import ROW_MULTIPLE, Plan, Tile, each_tile, lse_of_rows, starts_of, table
 
 
-def _keys_in_pieces(plan: Plan) -> bool:
-    """Whether keys are copied and kept in pieces. Whole rows in pages are copied with all of their pieces."""
-    return not plan.pages or not plan.problem.whole_pieces
+def _keys_in_panels(plan: Plan) -> bool:
+    """Whether keys are copied and kept in panels. Whole rows in pages are copied with all of their panels."""
+    return not plan.pages or not plan.problem.whole_panels
 
 
 def _value_copies(plan: Plan) -> int:
@@ -48,16 +48,16 @@ def _value_copies(plan: Plan) -> int:
 
 def query_copies(plan: Plan) -> int:
     """Copies of a warpgroup's queries."""
-    return plan.problem.pieces * (plan.wg_queries if plan.problem.interpreted else 1)
+    return plan.problem.panels * (plan.wg_queries if plan.problem.interpreted else 1)
 
 
 def scratch(plan: Plan) -> dict:
     """Shared memory of a block, and its barriers."""
     p, c = plan.problem, plan.config
     keys, k_copies = plgpu.SMEM((c.num_stages, c.block_kv, p.width), p.dtype, **_device.swizzled()), plan.copies
-    if _keys_in_pieces(plan):
-        keys = _device.row_tiles((c.num_stages, p.pieces, c.block_kv, PIECE), p.dtype, p.interpreted)
-        k_copies *= p.pieces
+    if _keys_in_panels(plan):
+        keys = _device.row_tiles((c.num_stages, p.panels, c.block_kv, PIECE), p.dtype, p.interpreted)
+        k_copies *= p.panels
     smem = dict(k_smem=keys, v_smem=tiles.value_tiles(c.num_stages, c.block_kv, p))
     shared = core.scratch(p, c, smem, query_copies(plan), k_copies, _value_copies(plan))
     return shared | dict(v_landed=_device.barriers(1, _value_copies(plan)))
@@ -83,30 +83,30 @@ def _kernel(
 def _load(plan: Plan, table, num_tiles, block_tables, shared: Shared, v_landed, q_gmem, k_gmem, v_gmem):
     """The memory warpgroup: a tile's queries, and its blocks of keys and values, the last block first."""
     problem, pages, block_kv = plan.problem, plan.pages, plan.config.block_kv
-    num_mine = num_tiles[lax.axis_index("block")]
+    tiles_of_block = num_tiles[lax.axis_index("block")]
 
     def sources(tile: Tile, block):
-        """Where the parts of a block begin in k and in v: the page, if there are pages, and the row."""
+        """Where the copies of a block begin in k and in v: the page, if there are pages, and the row."""
         if not pages:
-            return [((), pl.multiple_of(tile.source + block * block_kv, ROW_UNIT))]
+            return [((), pl.multiple_of(tile.source + block * block_kv, ROW_MULTIPLE))]
         return in_pages(plan, block, pages.of_block(block_tables, tile.source, block))
 
     def load_keys(tile: Tile, slot, found):
         filled, rows = shared.keys.filled.at[slot], block_kv // len(found)
         for j, (page, first) in enumerate(found):
             source, to = k_gmem.at[*page, pl.ds(first, rows), tile.kv_head], pl.ds(j * rows, rows)
-            if not _keys_in_pieces(plan):
+            if not _keys_in_panels(plan):
                 plgpu.copy_gmem_to_smem(source, shared.k.at[slot, to], filled)
                 continue
-            for p in range(problem.pieces):
+            for p in range(problem.panels):
                 plgpu.copy_gmem_to_smem(source.at[:, problem.columns(p)], shared.k_tma.at[slot, p, to], filled)
 
     def load_values(tile: Tile, slot, found, filled):
         rows, smem, smem_tiles = block_kv // len(found), shared.v.at[slot], shared.v_tma.at[slot]
         for j, (page, first) in enumerate(found):
 
-            def source(row, num, piece, page=page, first=first):
-                return v_gmem.at[*page, pl.ds(first + row, num), tile.kv_head, problem.columns(piece)]
+            def source(row, num, panel, page=page, first=first):
+                return v_gmem.at[*page, pl.ds(first + row, num), tile.kv_head, problem.columns(panel)]
 
             if plan.copies_tiles:
                 tiles.copy_tiles(problem, source, smem, smem_tiles, j * rows, rows, filled)
@@ -123,17 +123,17 @@ def _load(plan: Plan, table, num_tiles, block_tables, shared: Shared, v_landed, 
         for _ in range(_value_copies(plan)):
             plgpu.barrier_arrive(shared.values.filled.at[slot])
 
-    def load_tile(i, tile: Tile, before, fetch):
+    def load_tile(i, tile: Tile, steps_done, fetch):
         next_fields = fetch()
 
         @pl.loop(0, tile.span.steps)
         def _(step):
             block = tile.span.end - 1 - step
             found = sources(tile, block)
-            slot = shared.keys.acquire(before + step)
+            slot = shared.keys.acquire(steps_done + step)
             load_keys(tile, slot, found)
             pl.when(step == 0)(lambda: load_queries(plan, shared, tile, i, q_gmem))
-            slot = shared.values.acquire(before + step)
+            slot = shared.values.acquire(steps_done + step)
             is_cut = (block * block_kv < tile.first_kv) | ((block + 1) * block_kv > tile.num_kv)
             pl.when(is_cut)(lambda: load_clean_values(tile, slot, found, block))
             pl.when(~is_cut)(lambda: load_values(tile, slot, found, shared.values.filled.at[slot]))
@@ -141,11 +141,11 @@ def _load(plan: Plan, table, num_tiles, block_tables, shared: Shared, v_landed, 
         return next_fields
 
     shared.drain(each_tile(plan, table, num_tiles, load_tile))
-    drain_queries(plan, shared, num_mine)
+    drain_queries(plan, shared, tiles_of_block)
 
 
 def in_pages(plan: Plan, block, ids):
-    """Where the parts of a block begin, of which the pages are known: ((page,), row) each."""
+    """Where the copies of a block begin, of which the pages are known: ((page,), row) each."""
     first = plan.pages.first_token(block)
     first = pl.multiple_of(first, plan.pages.tokens) if plan.pages.copies == 1 else first
     return [((page,), first) for page in ids]
@@ -158,7 +158,7 @@ def load_queries(plan: Plan, shared: Shared, tile: Tile, i, q_gmem):
     for wg in range(plan.config.compute_wgs):
         pl.when(i > 0)(lambda wg=wg: plgpu.barrier_wait(shared.q_freed.at[wg]))
         first, filled = tile.token + wg * plan.wg_queries, shared.q_filled.at[wg]
-        for p in range(plan.problem.pieces):
+        for p in range(plan.problem.panels):
             columns = plan.problem.columns(p)
             if not plan.problem.interpreted:
                 source = q_gmem.at[pl.ds(first, plan.wg_queries), heads, columns]
@@ -170,10 +170,10 @@ def load_queries(plan: Plan, shared: Shared, tile: Tile, i, q_gmem):
                 plgpu.copy_gmem_to_smem(q_gmem.at[first + query, heads, columns], rows, filled)
 
 
-def drain_queries(plan: Plan, shared: Shared, num_mine):
-    """The memory warpgroup, at the end of `num_mine` tiles: waits until the last queries are done with."""
+def drain_queries(plan: Plan, shared: Shared, tiles_of_block):
+    """The memory warpgroup, at the end of `tiles_of_block` tiles: waits until the last queries are done with."""
     for wg in range(plan.config.compute_wgs):
-        pl.when(num_mine > 0)(lambda wg=wg: plgpu.barrier_wait(shared.q_freed.at[wg]))
+        pl.when(tiles_of_block > 0)(lambda wg=wg: plgpu.barrier_wait(shared.q_freed.at[wg]))
 
 
 def compute(plan: Plan, table, num_tiles, shared: Shared, sinks, page_scales, out_gmem, lse_gmem):
@@ -182,12 +182,12 @@ def compute(plan: Plan, table, num_tiles, shared: Shared, sinks, page_scales, ou
     wg = lax.axis_index("role")
     shared.turns.start(wg)
 
-    def compute_tile(i, tile: Tile, before, fetch):
+    def compute_tile(i, tile: Tile, steps_done, fetch):
         tile_sinks = core.row_sinks(sinks, tile.unit)
         plgpu.barrier_wait(shared.q_filled.at[wg])
         first_row = wg * plan.wg_queries * plan.heads
         scales = [scale[tile.kv_head] for scale in page_scales] if page_scales else [1.0, 1.0]
-        work = steps.Work(plan.problem, plan.config, tile.span, shared, wg, first_row, before, tile_sinks, *scales)
+        work = steps.Work(plan.problem, plan.config, tile.span, shared, wg, first_row, steps_done, tile_sinks, *scales)
         out, lse_log2 = steps.attend(work)
         next_fields = fetch()
         shared.round_out(wg, out)
@@ -211,7 +211,7 @@ def _store(plan: Plan, tile: Tile, wg, o_smem, out_gmem):
     def copy(query, size: int, skip: int):
         """`size` queries, without heads that the chunk before has."""
         heads = pl.ds(tile.head + skip, plan.heads - skip)
-        for p in range(plan.problem.pieces):
+        for p in range(plan.problem.panels):
             columns, row = plan.problem.columns(p), tile.token + first + query
             source = o_smem.at[p, pl.ds(query * plan.heads + skip, size * plan.heads - skip)]
             if plan.problem.interpreted:

@@ -63,7 +63,7 @@ def _kernel(
 
 def _load(plan: Plan, table, num_tiles, block_tables, shared: Shared, narrow_smem, landed, q_gmem, pages_gmem):
     """The memory warpgroup: a tile's queries, and its blocks of keys and values, the last block first."""
-    pages, block_kv, num_mine = plan.pages, plan.config.block_kv, num_tiles[lax.axis_index("block")]
+    pages, block_kv, tiles_of_block = plan.pages, plan.config.block_kv, num_tiles[lax.axis_index("block")]
 
     def copy(which: int, tile: Tile, block, ids):
         """Starts the copies of a block's keys or values, which lie in the pages `ids`."""
@@ -80,20 +80,20 @@ def _load(plan: Plan, table, num_tiles, block_tables, shared: Shared, narrow_sme
         plgpu.commit_smem()
         plgpu.barrier_arrive(ring.filled.at[slot])
 
-    def load_tile(i, tile: Tile, before, fetch):
+    def load_tile(i, tile: Tile, steps_done, fetch):
         next_fields = fetch()
         find = lambda block: pages.of_block(block_tables, tile.source, block)
 
         def one(step, ids):
             block = tile.span.end - 1 - step
             copy(VALUES, tile, block, ids)
-            widen_to(KEYS, shared.keys, shared.k, before + step)
+            widen_to(KEYS, shared.keys, shared.k, steps_done + step)
             pl.when(step == 0)(lambda: load_queries(plan, shared, tile, i, q_gmem))
             ids = find(jnp.maximum(block - 1, 0))
             pl.when(step + 1 < tile.span.steps)(lambda: copy(KEYS, tile, block - 1, ids))
             seen = tile.first_kv - block * block_kv, tile.num_kv - block * block_kv
             is_cut = (seen[0] > 0) | (seen[1] < block_kv)
-            widen_values = functools.partial(widen_to, VALUES, shared.values, shared.v, before + step)
+            widen_values = functools.partial(widen_to, VALUES, shared.values, shared.v, steps_done + step)
             pl.when(is_cut)(lambda: widen_values(seen))
             pl.when(~is_cut)(widen_values)
             return ids
@@ -104,7 +104,7 @@ def _load(plan: Plan, table, num_tiles, block_tables, shared: Shared, narrow_sme
         return next_fields
 
     shared.drain(each_tile(plan, table, num_tiles, load_tile))
-    drain_queries(plan, shared, num_mine)
+    drain_queries(plan, shared, tiles_of_block)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "params", "return_lse"))

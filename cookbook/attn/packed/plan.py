@@ -9,7 +9,6 @@ first; alternate waves are dealt in reverse order, so that all blocks end at abo
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,11 +16,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ... import _host
-from ..._device import div, rem
+from ..._device import Index, div, rem
 from ..cache.pages import Pages
 from ..core import WG_ROWS, Blocks, Config, Cuts, Problem, Span
 
-ROW_UNIT = 8  # TMA finds rows of v only at its multiples.
+ROW_MULTIPLE = 8  # TMA finds rows of v only at its multiples.
 GROUP_BYTES = 32 * 2**20  # Bytes of keys and values read at about the same time: L2 keeps them.
 OTHER_PLACE = 53  # Places that a block moves on every two waves; not a divisor of the number of blocks.
 
@@ -50,14 +49,13 @@ class Plan:
         the start there may be a window's edge, or keys of the sequence before in a block that begins at a multiple of
         8."""
         return Cuts(
-            any=True,
             first=self.problem.left is not None or self.pages is None,
             last=self.problem.right is not None,
         )
 
     @property
     def chunks(self) -> int:
-        """Parts of a group: several if it has more heads than a warpgroup has rows."""
+        """Chunks of a group of query heads: several if it has more heads than a warpgroup has rows."""
         return pl.cdiv(self.problem.group, WG_ROWS)
 
     @property
@@ -99,7 +97,7 @@ class Plan:
 
     @property
     def copies(self) -> int:
-        """Parts of a block, each in one piece of memory: the pages that it lies in, or all of it."""
+        """Copies of a block: one for each page that it lies in, or one of packed rows."""
         return self.pages.copies if self.pages else 1
 
     def blocks(self, first_q, num_kv, first_kv) -> Blocks:
@@ -127,16 +125,16 @@ FIELDS = (
 class Tile:
     """Some queries of a sequence, with heads that share keys."""
 
-    token: Any  # This and the next ones: see `FIELDS`.
-    num_q: Any
-    num_kv: Any
-    first_kv: Any
-    source: Any
-    number: Any
-    unit: Any
-    kv_head: Any
-    chunk: Any
-    head: Any  # Its first query head.
+    token: Index  # This and the next ones: see `FIELDS`.
+    num_q: Index
+    num_kv: Index
+    first_kv: Index
+    source: Index
+    number: Index
+    unit: Index
+    kv_head: Index
+    chunk: Index
+    head: Index  # Its first query head.
     span: Span
 
     @classmethod
@@ -151,16 +149,16 @@ class Tile:
 
 
 def each_tile(plan: Plan, table, num_tiles, body):
-    """Calls `body(i, tile, before, fetch)` for each tile of this block, after `before` steps. `body` returns the next
-    tile's fields, loaded by `fetch()`: they are in flight while it works. Returns the number of steps."""
+    """Calls `body(i, tile, steps_done, fetch)` for each tile of this block; returns the steps of all. `body` returns
+    the next tile's fields, loaded by `fetch()`: they are in flight while it works."""
     block = lax.axis_index("block")
     row = lambda i: jnp.minimum(i * plan.num_blocks + block, table.shape[0] - 1)
     fields = lambda i: tuple(table[row(i), field] for field in range(len(FIELDS)))
 
     def one(i, carry):
-        found, before = carry
+        found, steps_done = carry
         tile = Tile.of(plan, found)
-        return body(i, tile, before, lambda: fields(i + 1)), before + tile.span.steps
+        return body(i, tile, steps_done, lambda: fields(i + 1)), steps_done + tile.span.steps
 
     return lax.fori_loop(0, num_tiles[block], one, (fields(0 * block), 0 * block))[1]
 
@@ -190,7 +188,7 @@ def table(plan: Plan, starts_q, kv_first, kv_lens):
     `starts_q` has the first row of each sequence's queries, and the end of the last ones; `kv_first` the row of k where
     each sequence's keys begin, or 0 in pages; `kv_lens` how many keys it has.
     """
-    first_kv = rem(kv_first, ROW_UNIT)
+    first_kv = rem(kv_first, ROW_MULTIPLE)
     # The rows after the last sequence count as one sequence more, without keys.
     starts = jnp.append(starts_q, plan.num_tokens)
     first_kv, source, kv_lens = (

@@ -55,18 +55,6 @@ def ragged_paged_attention_reference(
     )  # fmt: skip
 
 
-def _check(q, k_pages, v_pages, block_tables, kv_lens, cu_seqlens_q) -> None:
-    op = f"{_host.PACKAGE}.ragged_paged_attention"
-    if q.ndim != 3:
-        raise ValueError(f"{op}: {q.shape=}; must be (rows, heads, head_dim): join batch and positions")
-    checks.check_cache("ragged_paged_attention", q, k_pages, v_pages, block_tables, kv_lens)
-    if cu_seqlens_q.shape != (len(kv_lens) + 1,) or cu_seqlens_q.dtype != jnp.int32:
-        raise ValueError(
-            f"{op}: cu_seqlens_q = {cu_seqlens_q.shape}, {cu_seqlens_q.dtype}; must be (num_seqs + 1,), here "
-            f"({len(kv_lens) + 1},), int32"
-        )
-
-
 def ragged_paged_attention(
     q: jax.Array,
     k_pages: jax.Array,
@@ -125,10 +113,16 @@ def ragged_paged_attention(
         raise ValueError(
             f"{_host.PACKAGE}.{op}: causal=False; must be causal: gather the pages and use varlen_attention"
         )
-    args = q, k_pages, v_pages, block_tables, kv_lens, cu_seqlens_q = checks.arrays(
+    *cache, cu_seqlens_q = checks.arrays(
         op, q=q, k_pages=k_pages, v_pages=v_pages, block_tables=block_tables, kv_lens=kv_lens, cu_seqlens_q=cu_seqlens_q
     )
-    _check(*args)
+    checks.check_cache(op, *cache)
+    q, k_pages, v_pages, block_tables, kv_lens = cache
+    if cu_seqlens_q.shape != (len(kv_lens) + 1,) or cu_seqlens_q.dtype != jnp.int32:
+        raise ValueError(
+            f"{_host.PACKAGE}.{op}: cu_seqlens_q = {cu_seqlens_q.shape}, {cu_seqlens_q.dtype}; must be "
+            f"(num_seqs + 1,), here ({len(kv_lens) + 1},), int32"
+        )
     num_tokens, num_heads, head_dim = q.shape
     positions = checks.num_positions(op, num_tokens, block_tables.shape[1] * k_pages.shape[1])
     how = checks.options(op, head_dim, True, scale, logits_soft_cap, local_window_size, positions)
@@ -136,11 +130,11 @@ def ragged_paged_attention(
     return_lse, sinks = checks.flag(op, "return_lse", return_lse), checks.sinks(op, sinks, num_heads)
     config = _host.require_config(op, config, Config) or default_config(head_dim)
     if 0 in (*q.shape, *block_tables.shape):
-        results = checks.nothing_seen(q, sinks)
+        results = checks.empty_results(q, sinks)
         return results if return_lse else results[0]
     target = _host.require_tensor_cores(op)
     problem = Problem(num_heads, k_pages.shape[2], head_dim, q.dtype, **how, interpreted=target.interpreted)
-    pages, copies_tiles = Pages.of(k_pages, block_tables, config.block_kv), not problem.whole_pieces
+    pages, copies_tiles = Pages.of(k_pages, block_tables, config.block_kv), not problem.whole_panels
     plan = Plan(problem, num_tokens, len(kv_lens), pages, config, target.num_sms, copies_tiles)
     chosen = kernel_fp8 if scales else kernel
     checks.check_smem(op, config, _device.smem_bytes(chosen.scratch(plan)), head_dim)

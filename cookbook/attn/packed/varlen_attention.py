@@ -50,17 +50,9 @@ def varlen_attention_reference(
 
 def _check(q, k, v, cu_seqlens_q, cu_seqlens_kv) -> None:
     op = f"{_host.PACKAGE}.varlen_attention"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 3:
-            raise ValueError(f"{op}: {name}.shape={x.shape}; must be (rows, heads, head_dim): join batch and positions")
-        if x.dtype not in (jnp.bfloat16, jnp.float16) or x.dtype != q.dtype:
-            raise ValueError(f"{op}: {name}.dtype = {x.dtype}; all must be bfloat16 or all float16: cast them")
-    if k.shape != v.shape or k.shape[2] != q.shape[2] or q.shape[2] not in SERVED_HEAD_DIMS:
-        raise ValueError(
-            f"{op}: {q.shape=}, {k.shape=}, {v.shape=}; k and v must have the same shape, and the head_dim of q, one "
-            f"of {SERVED_HEAD_DIMS}: pad it"
-        )
-    checks.groups("varlen_attention", q.shape[1], k.shape[1])
+    checks.check_operands("varlen_attention", "rows, heads, head_dim", q=q, k=k, v=v)
+    if q.shape[2] not in SERVED_HEAD_DIMS:
+        raise ValueError(f"{op}: head_dim={q.shape[2]}; must be one of {SERVED_HEAD_DIMS}: pad it")
     if cu_seqlens_q.ndim != 1 or cu_seqlens_q.shape != cu_seqlens_kv.shape or not len(cu_seqlens_q):
         raise ValueError(f"{op}: {cu_seqlens_q.shape=}, {cu_seqlens_kv.shape=}; both must be (num_seqs + 1,)")
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
@@ -124,7 +116,7 @@ def varlen_attention(
     return_lse, sinks = checks.flag(op, "return_lse", return_lse), checks.sinks(op, sinks, num_heads)
     config = _host.require_config(op, config, Config) or default_config(head_dim)
     if 0 in (*q.shape, num_seqs, len(k)):
-        results = checks.nothing_seen(q, sinks)
+        results = checks.empty_results(q, sinks)
         return results if return_lse else results[0]
     target = _host.require_tensor_cores(op)
     problem = Problem(num_heads, k.shape[1], head_dim, q.dtype, **how, interpreted=target.interpreted)
