@@ -15,6 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+Ref = Any  # A Pallas Ref, of global or shared memory, or an accumulator; `.at[...]` is a view of a part of it.
+Barrier = Any  # A Ref of one barrier, or of one for each slot or warpgroup.
+Index = Any  # A number, of a block, a row or a step: a Python int, or an int32 that the kernel computes.
+
 SMEM_BYTES_MAX = 232_448  # Shared memory that one block may use on Hopper and on data-centre Blackwell.
 SMEM_ALIGNMENT = 1024  # Bytes at whose multiples Mosaic begins each array of shared memory.
 # Rows and columns of 16 bits that TMA moves as one to or from shared memory swizzled by 128 bytes.
@@ -60,8 +64,8 @@ def barriers(num: int, arrivals: int = 1):
 class Ring:
     """Slots of shared memory that a producer fills and consumers release. `count` numbers all fills."""
 
-    filled: Any  # A barrier per slot: the copies into it have arrived.
-    freed: Any  # A barrier per slot: its readers are done.
+    filled: Barrier  # A barrier per slot: the copies into it have arrived.
+    freed: Barrier  # A barrier per slot: its readers are done.
     num_slots: int
 
     def slot(self, count):
@@ -93,7 +97,7 @@ class Ring:
 class Turns:
     """Which compute warpgroup may start its products: each passes the turn on to the next. Without barriers all may."""
 
-    barriers: Any  # One per warpgroup, at which its turn arrives; or None.
+    barriers: Barrier  # One per warpgroup, at which its turn arrives; or None.
     num_wgs: int
 
     def start(self, wg):
@@ -234,9 +238,9 @@ def row_tiles(shape: tuple[int, ...], dtype, interpreted: bool, by_eights: bool 
 class Tiles:
     """The views of a buffer of `row_tiles`."""
 
-    tiled: Any  # For tensor cores.
-    rows: Any  # Rows of a piece each, the only view in which TMA finds any row and cuts off at the edges of an array.
-    eights: Any = None  # 8 rows together, as they lie, `by_eights` alone.
+    tiled: Ref  # For tensor cores.
+    rows: Ref  # Rows of a piece each, the only view in which TMA finds any row and cuts off at the edges of an array.
+    eights: Ref = None  # 8 rows together, as they lie, `by_eights` alone.
 
     @classmethod
     def views(cls, smem, interpreted: bool):
