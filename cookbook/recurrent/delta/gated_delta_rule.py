@@ -67,7 +67,7 @@ from . import kernel
 from .gradients import gradients
 from .kernel_inverse import inverses
 from .parts import starts_of_parts
-from .plan import CHUNK, Plan
+from .plan import CHUNK, ForwardPlan
 
 LEAST_PARTS = 4  # Fewer parts do not pay for three passes.
 
@@ -139,12 +139,12 @@ class Options:
     config: Config
 
 
-def _plan(options: Options, q, v, sequences: Sequences, interpreted: bool) -> Plan:
+def _plan(options: Options, q, v, sequences: Sequences, interpreted: bool) -> ForwardPlan:
     """The forward kernel of operands without a batch."""
     (key_heads, key_dim), (heads, size), c = q.shape[1:], v.shape[1:], options.config
-    return Plan(
-        sequences, key_heads, heads, key_dim // PIECE, size // PIECE, q.dtype, options.scale, c.num_stages,
-        c.state_wgs, c.output_wgs, has_values=True, keeps_all=False, interpreted=interpreted,
+    return ForwardPlan(
+        sequences, key_heads, heads, key_dim // PIECE, size // PIECE, q.dtype, options.scale, interpreted,
+        c.num_stages, c.state_wgs, c.output_wgs, has_values=True, keeps_all=False,
     )  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def _sequences(options: Options, v, cu_seqlens, batch: int, num_sms: int) -> Seq
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
-def _forward(q, k, v, g, beta, initial, cu_seqlens, *, plan: Plan, params):
+def _forward(q, k, v, g, beta, initial, cu_seqlens, *, plan: ForwardPlan, params):
     """(o, final states, (cum, inverses)), of operands without a batch, v in columns of 64."""
     sequences = plan.sequences
     cum = cumulative_decays(sequences.in_chunks(g.astype(jnp.float32), cu_seqlens))
@@ -171,7 +171,7 @@ def _forward(q, k, v, g, beta, initial, cu_seqlens, *, plan: Plan, params):
     starts = initial
     if sequences.part_rows is not None:
         starts, final = starts_of_parts(plan, table, seq, k, v, inverse, cum, initial, params)
-    states, o = kernel.run(plan, table, q, k, v, inverse, cum, starts, params)
+    states, o = kernel.launch(plan, table, q, k, v, inverse, cum, starts, params)
     return o, states if sequences.part_rows is None else final, (cum, inverse)
 
 

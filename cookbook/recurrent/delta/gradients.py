@@ -10,17 +10,17 @@ import jax.numpy as jnp
 from ..sequences import Sequences
 from ..states import cumulative
 from . import kernel, kernel_backward, kernel_gradients
-from .plan import Plan
+from .plan import ForwardPlan
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
-def gradients(q, k, v, initial, cu_seqlens, cum, inverse, do, d_final, *, plan: Plan, params):
+def gradients(q, k, v, initial, cu_seqlens, cum, inverse, do, d_final, *, plan: ForwardPlan, params):
     """(dq, dk, dv, dg, dbeta, d_initial), of operands without a batch, v and do in columns of 64."""
     sequences = dataclasses.replace(plan.sequences, part_rows=None)
     plan = dataclasses.replace(plan, sequences=sequences)
     table, _ = sequences.parts(cu_seqlens)
     keeps = dataclasses.replace(plan, state_wgs=1, output_wgs=0, keeps_all=True)
-    (states,) = kernel.run(keeps, table, None, k, v, inverse, cum, initial, params)
+    (states,) = kernel.launch(keeps, table, None, k, v, inverse, cum, initial, params)
     d_states, d_initial = kernel_backward.run(plan, table, q, k, do, inverse, cum, d_final, params)
     first_rows, num_rows = sequences.places_of_chunks(cu_seqlens)
     dq, dk, dv, vectors = kernel_gradients.run(

@@ -163,7 +163,7 @@ def _make_weights(shared: Shared):
 
 def _carry_the_gradient(shared: Shared, last_gmem, all_gmem, first_gmem):
     """The state warpgroup: takes ds, in pieces, from chunk to chunk, and sends the ds' of each away."""
-    plan, part, index = shared.plan, shared.part, (shared.part.state, shared.column)
+    plan, part, index = shared.plan, shared.part, (shared.part.number, shared.column)
 
     def step(i, ds):
         slot, place, ds_slot = shared.ring.wait(i), shared.hand.wait(i), _device.rem(i, 2)

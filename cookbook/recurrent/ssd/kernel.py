@@ -43,8 +43,8 @@ def scratch(plan: Plan) -> dict:
         filled=_device.barriers(plan.num_stages, _copies(plan)),
         freed=_device.barriers(plan.num_stages, 1 + outputs),
         landed=_device.barriers(1, _copies(plan)),
-        left=_device.barriers(plan.num_states),
-        taken=_device.barriers(plan.num_states, outputs),
+        state_filled=_device.barriers(plan.num_states),
+        state_freed=_device.barriers(plan.num_states, outputs),
     )
 
 
@@ -70,7 +70,7 @@ class Shared:
 
 def _kernel(
     table, x_gmem, b_gmem, c_gmem, vectors_gmem, d_gmem, initial_gmem, y_gmem, *finals_gmem, plan: Plan, scale: float,
-    rows_smem, columns_smem, filled, freed, landed, left, taken, **tiles,
+    rows_smem, columns_smem, filled, freed, landed, state_filled, state_freed, **tiles,
 ):  # fmt: skip
     role, head, part = (
         lax.axis_index("role"),
@@ -78,7 +78,7 @@ def _kernel(
         Part.of_block(table, plan.sequences, plan.interpreted),
     )
     views = {name.removesuffix("_smem"): Tiles.views(smem, plan.interpreted) for name, smem in tiles.items()}
-    ring, states = part.ring(filled, freed, plan.num_stages), part.ring(left, taken, plan.num_states)
+    ring, states = part.ring(filled, freed, plan.num_stages), part.ring(state_filled, state_freed, plan.num_states)
     shared = Shared(plan, scale, part, head, ring, states, rows_smem, columns_smem, **views)
     outputs = plan.chunk // PIECE
     memory_registers, compute_registers = REGISTERS[1 + outputs]
@@ -117,7 +117,7 @@ def _load_chunks(shared: Shared, landed, x_gmem, b_gmem, c_gmem, vectors_gmem):
 
 def carry_the_state(shared: Shared, initial_gmem, finals_gmem):
     """The state's warpgroup: leaves the state before each chunk, rounded, for the outputs, and adds the chunk."""
-    plan, index, tiled = shared.plan, (shared.part.state, shared.head), shared.state.tiled
+    plan, index, tiled = shared.plan, (shared.part.number, shared.head), shared.state.tiled
 
     def step(i, state):
         place = shared.states.acquire(i)

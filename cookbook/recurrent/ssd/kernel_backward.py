@@ -199,7 +199,7 @@ def _load_chunks(shared: Shared, landed, x_gmem, dy_gmem, b_gmem, c_gmem, states
 
 def _carry_the_state(shared: Shared, given_gmem, firsts_gmem):
     """The state's warpgroup, which has g."""
-    plan, part, index = shared.plan, shared.part, (shared.part.state, shared.head)
+    plan, part, index = shared.plan, shared.part, (shared.part.number, shared.head)
 
     def step(i, g):
         place = shared.lefts.acquire(i)

@@ -104,10 +104,10 @@ def _kernel(
             ring.release(i)
             return state
 
-        first = first_state(initial_gmem, (part.state, head), plan.pieces)
+        first = first_state(initial_gmem, (part.number, head), plan.pieces)
         last = lax.fori_loop(0, part.num_chunks, step, first)
         if not keeps_all:
-            store_state(out_gmem, (part.state, head), last)
+            store_state(out_gmem, (part.number, head), last)
         plgpu.wait_smem_to_gmem(0)
 
 
