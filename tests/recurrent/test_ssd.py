@@ -445,7 +445,7 @@ NOTHING = ("ssd/ssd", "PIECE", "PIECE")
         ("ssd/kernel_state", "[piece * decay for piece in state]", "state"),
         ("ssd/kernel", "jnp.where(s <= t, exponent, -jnp.inf)", "jnp.where(s < t, exponent, -jnp.inf)"),
         ("ssd/kernel", "place = shared.states.acquire(i)", "place = shared.states.slot(i)"),
-        ("tiles", "operand.clear(slot, jnp.maximum(end, 0), part.interpreted)", "pass"),
+        ("tiles", "operand.clear(stage, jnp.maximum(end, 0), part.interpreted)", "pass"),
         ("tiles", "pl.when(num_rows >= PIECE)(lambda: copy(0, PIECE))", "copy(0, PIECE)"),
         ("ssd/plan", "decay[:, None, None] * start + local", "start + local"),
         ("ssd/plan", "LOG2E * a.astype", "a.astype"),
