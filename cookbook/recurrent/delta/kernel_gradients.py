@@ -38,8 +38,8 @@ from ..tiles import Operand
 from .plan import CHUNK, Plan
 
 # Sums along rows that the kernel returns: dbeta and dcum, a number per token; and two terms of the gradient of cum[-1],
-# k . (exp(cum[-1] - cum) u ds') per token and s . ds' per value. A further sum has its name here, is computed and stored
-# in `_kernel`, and is used in `gradients.py`.
+# k . (exp(cum[-1] - cum) u ds') per token and s . ds' per value. To return another sum: name it here, `put` it in
+# `_compute`, and use it in `gradients.py`.
 SUMS = DBETA, DCUM, LAST_BY_TOKEN, LAST_BY_VALUE = range(4)
 
 
@@ -186,6 +186,23 @@ def _gradients_of_keys_and_queries(c: Chunk, p: Index, sums):
     return dcum + _row_dots(q, dq), last_by_token
 
 
+def _compute(c: Chunk, num_rows: Index, put):
+    """Leaves dv, dk and dq in shared memory, and stores each of the `SUMS` by `put`."""
+    zero = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), ROWS)
+    by_value = [_row_dots(c.s.at[p], load(c.ds.at[p]).astype(jnp.float32)) for p in range(c.plan.pieces)]
+    put(LAST_BY_VALUE, functools.reduce(jnp.add, by_value))
+    # dbeta = z . e
+    e = _errors(c)
+    z = _gradient_of_corrections(c)
+    put(DBETA, (z * e.astype(jnp.float32)).sum(axis=1))
+    # The compiler would merge a loop whose length it knows with the rest.
+    pieces = jnp.where(num_rows > 0, c.plan.pieces, 0)
+    dcum, by_token = lax.fori_loop(0, pieces, functools.partial(_gradients_of_keys_and_queries, c), (zero, zero))
+    put(DCUM, dcum)
+    put(LAST_BY_TOKEN, by_token)
+    plgpu.commit_smem()
+
+
 def _kernel(first_rows, num_rows, gmem, dq_gmem, dk_gmem, dv_gmem, sums_gmem, *, plan: Plan, inverse_smem, r_smem,
             u_smem, rows_smem, columns_smem, filled, **smem):  # fmt: skip
     chunk, column = lax.axis_index("tile"), lax.axis_index("head_index")
@@ -214,17 +231,7 @@ def _kernel(first_rows, num_rows, gmem, dq_gmem, dk_gmem, dv_gmem, sums_gmem, *,
     alone = [tiles[name].tiled.at[0, 0] for name in ("v", "do")]
     decays = Decays(rows_smem, columns_smem, rows_smem[CHUNK - 1])
     c = Chunk(plan, decays, *pieces, *alone, inverse_smem, r_smem, u_smem)
-    zero = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), ROWS)
-    put = lambda which, vector: _device.store(sums_gmem.at[column, chunk, which], vector)
-    by_value = [_row_dots(c.s.at[p], load(c.ds.at[p]).astype(jnp.float32)) for p in range(plan.pieces)]
-    put(LAST_BY_VALUE, functools.reduce(jnp.add, by_value))
-    errors = _errors(c)
-    put(DBETA, (_gradient_of_corrections(c) * errors.astype(jnp.float32)).sum(axis=1))
-    turns = jnp.where(num > 0, plan.pieces, 0)  # A number that the compiler knows would merge the loop with the rest.
-    dcum, by_token = lax.fori_loop(0, turns, functools.partial(_gradients_of_keys_and_queries, c), (zero, zero))
-    put(DCUM, dcum)
-    put(LAST_BY_TOKEN, by_token)
-    plgpu.commit_smem()
+    _compute(c, num, put=lambda which, vector: _device.store(sums_gmem.at[column, chunk, which], vector))
 
     def store(skip, size: int):
         """`size` rows of dr, dq and dk from row `skip` on."""
