@@ -28,23 +28,23 @@ inverses d1 and d2 are known, and the block e of `lower` between them make a blo
 
 A step does this for all pairs of neighbours. d (64, 64) has all inverses on its diagonal, e (64, 64) all blocks between
 neighbours, and zeros elsewhere. Then x = -e d, and d + d x is the next d. Blocks of 2 need no product: d = 1 - e, with
-the e of b = 1. Five steps of two products lead from there to 64. They multiply panels of 16 columns, the least depth of a
-WGMMA:
+the e of b = 1. Five steps of two products lead from there to 64. They multiply panels of 16 columns, the least depth of
+a WGMMA:
 
     b          x = -e d                                   d + d x
     2, 4, 8    panel i of e by panel i of d, each i       panel i of d by panel i of x, each i
     16         panels 0, 2 of lower by those of d (d1)    panels 1, 3 of d (d2) by x, into panels 0, 2
     32         panels 0, 1 of lower by those of d (d1)    panels 2, 3 of d (d2) by x, into panels 0, 1
 
-The left operand of a product is in registers, (64, 16). The right one is a view of d or x in shared memory, (16, 16), and
-the sum an accumulator (64, 64) in float32, which for the second product begins as d. Up to b = 8 the entries of e lie in
-squares of 16 x 16 on the diagonal. Masks of ones and zeros cut them out: one multiplication for a pair, where a selection
-takes five instructions. From b = 16 on no mask is needed, because other rows of x are not read, and those of d are zero.
-So `lower` may have any finite values above its diagonal.
+The left operand of a product is in registers, (64, 16). The right one is a view of d or x in shared memory, (16, 16),
+and the sum an accumulator (64, 64) in float32, which for the second product begins as d. Up to b = 8 the entries of e
+lie in squares of 16 x 16 on the diagonal. Masks of ones and zeros cut them out: one multiplication for a pair, where a
+selection takes five instructions. From b = 16 on no mask is needed, because other rows of x are not read, and those of
+d are zero. So `lower` may have any finite values above its diagonal.
 
 Entries of the inverse are at most about 1 for keys of norm 1 and beta up to 1, so operands are float16, which rounds 8
-times as finely as bfloat16. Powers of `lower` (its Neumann series) are as many products, but reach binomial coefficients
-of 63.
+times as finely as bfloat16. Powers of `lower` (its Neumann series) are as many products, but reach binomial
+coefficients of 63.
 
 Bound by: instructions that convert operands, and the latency of ten products in a row, with three blocks on
 an SM.
