@@ -444,7 +444,7 @@ NOTHING = ("ssd/ssd", "PIECE", "PIECE")
         NOTHING,
         ("ssd/kernel_state", "[piece * decay for piece in state]", "state"),
         ("ssd/kernel", "jnp.where(s <= t, exponent, -jnp.inf)", "jnp.where(s < t, exponent, -jnp.inf)"),
-        ("ssd/kernel", "place = shared.states.acquire(i)", "place = shared.states.slot(i)"),
+        ("ssd/kernel", "shared.states.acquire(i)", "shared.states.slot(i)"),
         ("tiles", "operand.clear(stage, jnp.maximum(end, 0), part.interpreted)", "pass"),
         ("tiles", "pl.when(num_rows >= PIECE)(lambda: copy(0, PIECE))", "copy(0, PIECE)"),
         ("ssd/plan", "decay[:, None, None] * start + local", "start + local"),
@@ -474,7 +474,7 @@ def test_mutants_are_caught(run_only, found_if, monkeypatch, tmp_path, file, old
         ("ssd/gradients", "d_dt = of(KEY_SUM) + of(OWN_SUM) + of(END_SUM)", "d_dt = of(KEY_SUM) + of(END_SUM)"),
         ("ssd/gradients", "(of(STATE_SUM) + end)", "end"),
         ("ssd/kernel_backward", "dx if skip is None else", "dx if True else"),
-        ("ssd/kernel_backward", "place = shared.lefts.acquire(i)", "place = shared.lefts.slot(i)"),
+        ("ssd/kernel_backward", "shared.gradients.acquire(i)", "shared.gradients.slot(i)"),
         ("ssd/kernel_state", "if reverse:", "if False:"),
     ],
 )

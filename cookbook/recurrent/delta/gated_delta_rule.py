@@ -7,16 +7,14 @@ Shapes: q and k (B, T, K, N); v and o (B, T, H, P); g and beta (B, T, H); states
 value head h reads key head h // (H // K). q, k and v are all bfloat16 or all float16; N and P are 64 or 128. Keys
 should have norm 1 at most, and beta lie between 0 and 1, or the recurrence itself grows.
 
-In a chunk of 64 tokens the corrections u = beta (v - ...) depend on each other by a triangle: (1 + lower) u =
-beta (v - exp(cum) k S), where lower[t, s] = beta[t] exp(cum[t] - cum[s]) k[t] . k[s] and cum is the sum of g within the
-chunk, made by XLA. No exponential of a positive number is ever taken. Two kernels; their tables stand in their files:
+In a chunk of 64 tokens the corrections u = beta (v - ...) depend on each other by a triangle: (1 + lower) u = beta (v -
+exp(cum) k S^T), where lower[t, s] = beta[t] exp(cum[t] - cum[s]) k[t] . k[s] for s < t and cum is the sum of g within
+the chunk, made by XLA. No exponential of a positive number is ever taken. Two kernels, whose files have the formulas
+and the tables of roles and barriers:
 
-    kernel_inverse   the inverses of all chunks' triangles at once. Inside:
-                     barrier filled (copies of keys and vectors; its warpgroup waits)
+    kernel_inverse   the inverses of all chunks' triangles at once
     kernel           from chunk to chunk, a block for each 64 values of a head, or for each head where those are more
-                     than SMs; roles state, output and memory
-
-Role table and barrier table: there.
+                     than SMs
 
 Where sequences and heads do not fill the GPU, a sequence is split into parts. A first pass takes all parts from a zero
 state, a second one runs the identity through them, and XLA combines both to the states at the parts' starts; the
@@ -24,6 +22,7 @@ last pass makes o. P parts cost three passes of length 1 / P, so splitting pays 
 
 The backward pass makes the states before all chunks again (`kernel`), then the gradients of the states, from the last
 chunk to the first (`kernel_backward`), and those of the operands, for all chunks at once (`kernel_gradients`).
+`gradients.py` derives them.
 
 Other names of the arguments, and other layouts:
 
@@ -98,7 +97,7 @@ def gated_delta_rule_reference(
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    num_stages: int = 3  # Slots of the ring of chunks.
+    num_stages: int = 3  # Chunks in shared memory.
     output_wgs: int = 1  # Warpgroups for the results, beside those for the states.
     parts: int | None = None  # Parts of a sequence; None: one, or as many as fill the GPU.
     state_wgs: int = 1  # Columns of 64 values, all of one head, that a block goes through, with a warpgroup for each.
@@ -160,8 +159,8 @@ def _sequences(options: Options, v, cu_seqlens, batch: int, num_sms: int) -> Seq
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
-def _forward(q, k, v, g, beta, initial, cu_seqlens, *, plan: ForwardPlan, params):
-    """(o, final states, (cum, inverses)), of operands without a batch, v in columns of 64."""
+def _launch(q, k, v, g, beta, initial, cu_seqlens, *, plan: ForwardPlan, params):
+    """(o, final states, (cum, inverse)), of operands without a batch, v in columns of 64."""
     sequences = plan.sequences
     cum = cumulative_decays(sequences.in_chunks(g.astype(jnp.float32), cu_seqlens))
     beta = sequences.in_chunks(beta.astype(jnp.float32), cu_seqlens)
@@ -175,15 +174,15 @@ def _forward(q, k, v, g, beta, initial, cu_seqlens, *, plan: ForwardPlan, params
     return o, states if sequences.part_rows is None else final, (cum, inverse)
 
 
-def _run(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
-    """((o, final states), (cum, inverses))."""
+def _forward(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
+    """((o, final states), (cum, inverse)); the backward pass needs the second pair."""
     target = _host.require_tensor_cores("gated_delta_rule")
     (batch, length, heads, size), key_dim = v.shape, k.shape[3]
     rows = lambda x: x.reshape(batch * length, *x.shape[2:])
     sequences = _sequences(options, rows(v), cu_seqlens, batch, target.num_sms)
     plan = _plan(options, rows(q), rows(v), sequences, target.interpreted)
     initial = None if initial_state is None else as_states(initial_state, plan.columns)
-    o, final, kept = _forward(
+    o, final, kept = _launch(
         rows(q), rows(k), v.reshape(batch * length, plan.columns, PIECE), rows(g), rows(beta), initial, cu_seqlens,
         plan=plan, params=_host.compiler_params(approx_math=True),
     )  # fmt: skip
@@ -192,12 +191,12 @@ def _run(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gated_delta_rule(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
-    return _run(options, q, k, v, g, beta, initial_state, cu_seqlens)[0]
+    return _forward(options, q, k, v, g, beta, initial_state, cu_seqlens)[0]
 
 
 def _gated_delta_rule_fwd(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
-    run = _host.without_derivative("gated_delta_rule", functools.partial(_run, options))
-    results, kept = run(q, k, v, g, beta, initial_state, cu_seqlens)
+    forward = _host.without_derivative("gated_delta_rule", functools.partial(_forward, options))
+    results, kept = forward(q, k, v, g, beta, initial_state, cu_seqlens)
     return results, (q, k, v, g, beta, initial_state, cu_seqlens, kept)
 
 
@@ -205,7 +204,7 @@ def _gated_delta_rule_bwd(options: Options, residuals, cotangents):
     target = _host.require_tensor_cores("gated_delta_rule")
     params = _host.compiler_params(approx_math=True)
 
-    def launch(q, k, v, g, beta, initial_state, cu_seqlens, kept, do, d_final):
+    def backward(q, k, v, g, beta, initial_state, cu_seqlens, kept, do, d_final):
         rows = lambda x: x.reshape(-1, *x.shape[2:])
         sequences = _sequences(options, rows(v), cu_seqlens, len(v), target.num_sms)
         plan = _plan(options, rows(q), rows(v), sequences, target.interpreted)
@@ -220,7 +219,7 @@ def _gated_delta_rule_bwd(options: Options, residuals, cotangents):
         d_initial = None if initial_state is None else alike(initial_state, d_initial)
         return *(alike(*pair) for pair in pairs), d_initial
 
-    return *_host.without_derivative("gated_delta_rule", launch)(*residuals, *cotangents), None
+    return *_host.without_derivative("gated_delta_rule", backward)(*residuals, *cotangents), None
 
 
 _gated_delta_rule.defvjp(_gated_delta_rule_fwd, _gated_delta_rule_bwd)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from ... import _host
 from .. import arguments
-from .ssd import Config, bytes_moved, default_config, flops, run, ssd_reference  # noqa: F401
+from .ssd import Config, bytes_moved, chunk_scan, default_config, flops, ssd_reference  # noqa: F401
 
 
 def linear_attention_reference(query, key, value, *, scale=None, initial_state=None, cu_seqlens=None):
@@ -79,7 +79,7 @@ def linear_attention(
     arrays = value, ones, zeros, key, query, None, *optional
     arguments.check_ssd(op, *arrays, dict(x="value", b="key", c="query"))
     scale = query.shape[-1] ** -0.5 if scale is None else _host.option(op, "scale", scale, float)
-    return run(op, *arrays, chunk_size, config, return_final_state, scale)
+    return chunk_scan(op, *arrays, chunk_size, config, return_final_state, scale)
 
 
 linear_attention.Config = Config  # `cookbook.linear_attention` is this function, not its module.

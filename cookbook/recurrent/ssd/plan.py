@@ -26,8 +26,8 @@ class Plan:
     heads_per_dt: int
     pieces: int  # Pieces of a row of b and c, 128 bytes each.
     dtype: jnp.dtype
-    num_stages: int
-    num_states: int  # Slots for the states that the state's warpgroup has left for the others.
+    num_stages: int  # Chunks in shared memory.
+    num_states: int  # States before chunks in shared memory, of the forward kernel.
     interpreted: bool
 
     @property

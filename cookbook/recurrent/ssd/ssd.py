@@ -16,19 +16,19 @@ so that tensor cores do the work. XLA makes cum. Every exponent is at most 0, ho
 Role table: one block for each head of each sequence, or of each part of one, which goes through its chunks in order.
 A head of more than 64 values is several, which share a, dt, b and c.
 
-    memory     one: copies x, b, c, dt and cum of chunk after chunk into the slots of a ring
-    state      one: has the state in registers, leaves it in 16 bits for each chunk, and adds the chunk to it
-    output     one for each 64 rows of a chunk: y, from the state that was left
+    memory     one: copies x, b, c, dt and cum of chunk after chunk
+    state      one: has the state in registers, stores it in 16 bits before each chunk, and adds the chunk to it
+    output     one for each 64 rows of a chunk: y, from the state that was stored
 
-Barrier table:
+Barrier table, of two rings, `chunks` from memory to all others and `states` from state to output:
 
-    barrier            arrivals                      who waits
-    filled[slot]       copies of a chunk             state and output, before they read it
-    freed[slot]        state, every output           memory, before it refills the slot
-    landed             copies of the last chunk of   memory, before it zeroes rows that are not the part's, and then
-                       a sequence                    arrives at filled in place of the copies
-    left[slot]         state                         output, before y reads the state of its chunk
-    taken[slot]        every output                  state, before it leaves another state in the slot
+    barrier                arrivals                      who waits
+    chunks.filled[stage]   copies of a chunk             state and output, before they read it
+    chunks.freed[stage]    state, every output           memory, before it refills the stage
+    landed                 copies of the last chunk of   memory, before it zeroes rows that are not the part's, and then
+                           a sequence                    arrives at chunks.filled in place of the copies
+    states.filled[stage]   state                         output, before y reads the state of its chunk
+    states.freed[stage]    every output                  state, before it stores another state in the stage
 
 Where sequences and heads do not fill the GPU, each sequence is cut into parts. A first kernel computes the states of
 all parts from zero, XLA combines them, and this kernel starts each part from its state: x and b are read twice.
@@ -70,9 +70,8 @@ from ..._device import PIECE
 from .. import arguments
 from ..sequences import CHUNKS, Sequences, rows_per_part
 from ..states import as_states, combine
-from . import kernel, kernel_backward
+from . import kernel, kernel_backward, kernel_state
 from .gradients import gradients
-from .kernel_state import states
 from .plan import Plan, decay_of_parts, end_of_part, vectors
 
 
@@ -101,8 +100,8 @@ def ssd_reference(x, dt, a, b, c, *, d=None, initial_state=None, cu_seqlens=None
 @dataclasses.dataclass(frozen=True)
 class Config:
     chunk_size: int = 64  # Rows that become one product. More: fewer states are made, and more products of pairs.
-    num_stages: int = 4  # Slots of the ring of chunks.
-    num_states: int = 2  # States that may be left before they are used.
+    num_stages: int = 4  # Chunks in shared memory.
+    num_states: int = 2  # States before chunks in shared memory: how far the state's warpgroup may be ahead of outputs.
     parts: int | None = None  # Parts of a sequence; None: as many as fill the GPU.
 
     def __post_init__(self):
@@ -150,7 +149,7 @@ class Options:
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "scale", "params"))
-def _forward(x, dt, a, b, c, d, initial, cu_seqlens, *, plan: Plan, scale: float, params):
+def _launch(x, dt, a, b, c, d, initial, cu_seqlens, *, plan: Plan, scale: float, params):
     """(y, final states, the states that parts start from or None), of operands without a batch."""
     sequences = plan.sequences
     numbers = vectors(sequences, dt, a, cu_seqlens)
@@ -158,10 +157,10 @@ def _forward(x, dt, a, b, c, d, initial, cu_seqlens, *, plan: Plan, scale: float
     starts = initial
     if sequences.part_rows is not None:
         zeros = jnp.zeros((sequences.num_seqs, *plan.state_shape[1:]), jnp.float32)
-        local = states(plan, table, x, b, numbers, None, params)
+        local = kernel_state.launch(plan, table, x, b, numbers, None, params)
         parts = decay_of_parts(plan, numbers, table), local
         starts, final = combine(end_of_part, parts, seq, zeros if initial is None else initial)
-    y, *finals = kernel.outputs(plan, scale, table, x, b, c, numbers, d, starts, params)
+    y, *finals = kernel.launch(plan, scale, table, x, b, c, numbers, d, starts, params)
     return y, finals[0] if finals else final, starts
 
 
@@ -197,21 +196,21 @@ def _plan(options: Options, x, b, cu_seqlens, target: _host.Target) -> Plan:
     return Plan(sequences, *heads, pieces, x.dtype, c.num_stages, c.num_states, target.interpreted)
 
 
-def _run(options: Options, operands, initial, cu_seqlens):
+def _forward(options: Options, operands, initial, cu_seqlens):
     """(y, final states, the states that parts start from)."""
     plan = _plan(options, operands[0], operands[3], cu_seqlens, _host.require_tensor_cores("ssd"))
     params = _host.compiler_params(approx_math=True)
-    return _forward(*operands, initial, cu_seqlens, plan=plan, scale=options.scale, params=params)
+    return _launch(*operands, initial, cu_seqlens, plan=plan, scale=options.scale, params=params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ssd(options: Options, operands, initial, cu_seqlens):
-    return _run(options, operands, initial, cu_seqlens)[:2]
+    return _forward(options, operands, initial, cu_seqlens)[:2]
 
 
 def _ssd_fwd(options: Options, operands, initial, cu_seqlens):
-    run = _host.without_derivative(options.op, functools.partial(_run, options))
-    y, final, starts = run(operands, initial, cu_seqlens)
+    forward = _host.without_derivative(options.op, functools.partial(_forward, options))
+    y, final, starts = forward(operands, initial, cu_seqlens)
     return (y, final), (operands, initial, cu_seqlens, starts)
 
 
@@ -228,7 +227,7 @@ def _ssd_bwd(options: Options, residuals, cotangents):
 _ssd.defvjp(_ssd_fwd, _ssd_bwd)
 
 
-def run(
+def chunk_scan(
     op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, chunk_size, config, return_final_state, scale: float = 1.0
 ):  # fmt: skip
     """The results of `ssd` for checked arrays, y but for the part of d times `scale`; for `linear_attention` too."""
@@ -297,7 +296,7 @@ def ssd(
     required, optional = dict(x=x, dt=dt, a=a, b=b, c=c), dict(d=d, initial_state=initial_state, cu_seqlens=cu_seqlens)
     arrays = arguments.arrays("ssd", required, optional)
     arguments.check_ssd("ssd", *arrays)
-    return run("ssd", *arrays, chunk_size, config, return_final_state)
+    return chunk_scan("ssd", *arrays, chunk_size, config, return_final_state)
 
 
 ssd.Config = Config  # `cookbook.ssd` is this function, not its module.
