@@ -64,13 +64,13 @@ class Sequences:
         """(num_seqs + 1,): the first row of each packed sequence and the end of the last, cut at the rows that there
         are. They begin at 0 and never go back."""
         starts = jnp.clip(cu_seqlens.astype(jnp.int32), 0, self.num_rows).at[0].set(0)
-        return _running(jnp.max, starts)
+        return _host.running(jnp.max, starts)
 
     def _places(self, starts):
         """(first row, end, first chunk) of each packed sequence, the rows after the last one included."""
         ends = jnp.append(starts, self.num_rows)
         chunks = div(jnp.diff(ends) + (self.chunk - 1), self.chunk)
-        return ends[:-1], ends[1:], _running(jnp.sum, chunks) - chunks
+        return ends[:-1], ends[1:], _host.running(jnp.sum, chunks) - chunks
 
     @_host.own_options()
     def parts(self, cu_seqlens):
@@ -85,7 +85,7 @@ class Sequences:
         starts, ends, first_chunk = self._places(self.starts(cu_seqlens))
         size = self.part_rows or max(self.num_rows, 1)
         counts = jnp.maximum(div(ends - starts + (size - 1), size), 1)
-        last = _running(jnp.sum, counts)
+        last = _host.running(jnp.sum, counts)
         number = jnp.arange(self.num_parts, dtype=jnp.int32)
         seq = jnp.searchsorted(last, number, side="right", method="compare_all").astype(jnp.int32)
         exists = seq < len(starts)
@@ -147,13 +147,6 @@ class Sequences:
         values = values.reshape(self.num_seqs, self.length, -1)
         values = jnp.pad(values, ((0, 0), (0, -self.length % self.chunk), (0, 0)))
         return values.reshape(self.num_chunks, self.chunk, -1).transpose(2, 0, 1)
-
-
-def _running(reduce, x):
-    """`reduce` of the first number, of the first two, and so on: all at once, which takes a fraction of the time of
-    XLA's scan. The numbers are at least 0."""
-    i = jnp.arange(x.shape[-1])
-    return reduce(jnp.where(i <= i[:, None], x[..., None, :], 0), axis=-1).astype(x.dtype)
 
 
 def rows_per_part(num_seqs: int, length: int, heads: int, num_sms: int, parts: int | None = None) -> int | None:

@@ -43,7 +43,6 @@ Both have the keys' axis of a state before the values'. Where N = P a state from
 and back by the same. With the last line both divide the heads of q and k by sqrt(sum(x**2) + 1e-6); do that before.
 
 Bound by: the latency of a chunk, about four products in a row, with as many blocks as SMs; otherwise the tensor cores.
-Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
 Not supported: normalisation of q and k, second derivatives.
 Chapter: notebooks/17b_delta_rule.ipynb. Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024).
 """

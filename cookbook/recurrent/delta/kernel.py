@@ -115,11 +115,8 @@ class Shared:
 def _kernel(
     table, gmem, initial_gmem, *outs, plan: ForwardPlan, filled, freed, landed, handed=None, taken=None, **smem
 ):  # fmt: skip
-    role, unit, part = (
-        lax.axis_index("role"),
-        lax.axis_index("unit"),
-        Part.of_block(table, plan.sequences, plan.interpreted),
-    )
+    role, unit = lax.axis_index("role"), lax.axis_index("unit")
+    part = Part.of_block(table, plan.sequences, plan.interpreted)
     smem = {name.removesuffix("_smem"): ref for name, ref in smem.items()}
     smem |= {name: Tiles.views(smem[name], plan.interpreted) for name in "qkvo" if name in smem}
     states = Ring(handed, taken, STATE_STAGES) if plan.output_wgs else None

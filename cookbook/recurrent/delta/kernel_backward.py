@@ -98,11 +98,8 @@ class Shared:
 def _kernel(
     table, gmem, last_gmem, all_gmem, first_gmem, *, plan: Plan, filled, freed, landed, handed, taken, **smem
 ):  # fmt: skip
-    role, column, part = (
-        lax.axis_index("role"),
-        lax.axis_index("head_index"),
-        Part.of_block(table, plan.sequences, plan.interpreted),
-    )
+    role, column = lax.axis_index("role"), lax.axis_index("head_index")
+    part = Part.of_block(table, plan.sequences, plan.interpreted)
     smem = {name.removesuffix("_smem"): ref for name, ref in smem.items()}
     smem |= {name: Tiles.views(smem[name], plan.interpreted) for name in ("q", "k", "do")}
     chunks, weights = Ring(filled, freed, NUM_STAGES), Ring(handed, taken, WEIGHTS_STAGES)

@@ -71,11 +71,8 @@ def _kernel(
     table, x_gmem, b_gmem, c_gmem, vectors_gmem, d_gmem, initial_gmem, y_gmem, *finals_gmem, plan: Plan, scale: float,
     rows_smem, columns_smem, filled, freed, landed, state_filled, state_freed, **tiles,
 ):  # fmt: skip
-    role, head, part = (
-        lax.axis_index("role"),
-        lax.axis_index("head_index"),
-        Part.of_block(table, plan.sequences, plan.interpreted),
-    )
+    role, head = lax.axis_index("role"), lax.axis_index("head_index")
+    part = Part.of_block(table, plan.sequences, plan.interpreted)
     views = {name.removesuffix("_smem"): Tiles.views(smem, plan.interpreted) for name, smem in tiles.items()}
     chunks, states = part.ring(filled, freed, plan.num_stages), part.ring(state_filled, state_freed, plan.num_states)
     shared = Shared(plan, scale, part, head, chunks, states, rows_smem, columns_smem, **views)

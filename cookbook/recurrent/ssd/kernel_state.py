@@ -67,11 +67,8 @@ def _kernel(
     table, x_gmem, b_gmem, vectors_gmem, initial_gmem, out_gmem, *, plan: Plan, reverse: bool, keeps_all: bool, x_smem,
     b_smem, vectors_smem, scaled_smem, filled, freed, landed, state_smem=None,
 ):  # fmt: skip
-    role, head, part = (
-        lax.axis_index("role"),
-        lax.axis_index("head_index"),
-        Part.of_block(table, plan.sequences, plan.interpreted),
-    )
+    role, head = lax.axis_index("role"), lax.axis_index("head_index")
+    part = Part.of_block(table, plan.sequences, plan.interpreted)
     x, b, scaled = (Tiles.views(smem, plan.interpreted) for smem in (x_smem, b_smem, scaled_smem))
     chunks = part.ring(filled, freed, plan.num_stages)
 

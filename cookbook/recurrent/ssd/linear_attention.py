@@ -18,7 +18,6 @@ Other names and layouts, in `chunk_linear_attn` of fla:
 
 This is `ssd` with a = 0 and dt = 1, x = value, b = key and c = query: its roles, barriers, bounds and gradients.
 
-Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
 Chapter: notebooks/17_linear_attention.ipynb. Source: Katharopoulos et al., "Transformers are RNNs" (2020).
 """
 

@@ -52,7 +52,6 @@ So dt is `jax.nn.softplus(dt + dt_bias)` of a Mamba-2 layer, and its gate is `y 
 
 Bound by: memory.
 
-Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
 Not supported: second derivatives.
 Source: Dao and Gu, "Transformers are SSMs" (2024).
 """

@@ -23,9 +23,8 @@ Other names of the arguments, in `selective_state_update` of mamba_ssm, which ta
 Bound by: memory, one read and one write of the states.
 
 In place: the kernel writes to a Ref. An array becomes one inside, and XLA copies it first unless it is donated, or was
-made in the same `jit` and is not used afterwards. A `jax.new_ref` of the caller's is never copied.
+made in the same `jit` and is not used afterwards.
 
-Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`, with `check_vma=False`.
 Not supported: differentiation (`ssd` has it), `jax.vmap`.
 Chapter: notebooks/17b_delta_rule.ipynb.
 """
@@ -188,7 +187,8 @@ def ssd_step(
 ) -> tuple[jax.Array, jax.Array]:
     """One token of Mamba-2's recurrence for each sequence, its state updated in place.
 
-    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`,
+    with `check_vma=False`.
 
     Args:
       x: (B, H, P), bfloat16, float16 or float32, as are all others but `state`, each its own; P is a multiple of 8.
