@@ -150,8 +150,8 @@ class Sequences:
 
 
 def rows_per_part(num_seqs: int, length: int, heads: int, num_sms: int, parts: int | None = None) -> int | None:
-    """How long a part is, None where sequences are not to be cut: into `parts`, by default as many as make a block for
-    each SM.
+    """Rows of a part, or None where sequences are not cut. `parts` of a sequence are by default as many as make a block
+    for each SM.
 
     With parts the operands of the state are read twice, so one and a half parts per sequence gain nothing. A part has
     at least 512 rows: memory idles while the first chunk is awaited.

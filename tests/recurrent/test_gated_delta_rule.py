@@ -13,7 +13,7 @@ from delta import check, problem
 from mutants import copy_of
 
 import lab
-from cookbook import gated_delta_rule
+from cookbook import _host, gated_delta_rule
 from cookbook.recurrent.delta import kernel, kernel_backward
 from cookbook.recurrent.sequences import Sequences
 from tests.arrays import array
@@ -142,9 +142,9 @@ def test_parts(how):
 )
 def test_sequences_are_split_where_they_do_not_fill_the_gpu(shape, parts):
     batch, length, heads = shape
-    v = jax.ShapeDtypeStruct((batch * length, heads, 128), jnp.bfloat16)
-    sequences = module._sequences(module.Options(1.0, Config()), v, None, batch, 132)
-    assert sequences.part_rows == (parts and length // parts)
+    v = jax.ShapeDtypeStruct((batch, length, heads, 128), jnp.bfloat16)
+    plan = module._plan(1.0, Config(), v, v, None, _host.Target("h200", 132))
+    assert plan.sequences.part_rows == (parts and length // parts)
 
 
 LENS = [70, 0, 1, 130]

@@ -117,9 +117,8 @@ class Config:
 
 @functools.lru_cache
 def _smem_bytes(config: Config, key_dim: int) -> int:
-    q, v = (jax.ShapeDtypeStruct((1, 1, size), jnp.bfloat16) for size in (key_dim, config.state_wgs * PIECE))
-    plan = _plan(Options(1.0, config), q, v, Sequences(1, 1, False, CHUNK), interpreted=False)
-    return _device.smem_bytes(kernel.scratch(plan))
+    q, v = (jax.ShapeDtypeStruct((1, 1, 1, size), jnp.bfloat16) for size in (key_dim, config.state_wgs * PIECE))
+    return _device.smem_bytes(kernel.scratch(_plan(1.0, config, q, v, None, _host.Target("", num_sms=1))))
 
 
 def default_config(key_dim: int, value_dim: int = 64, columns: int = 1, num_sms: int = 1) -> Config:
@@ -129,32 +128,18 @@ def default_config(key_dim: int, value_dim: int = 64, columns: int = 1, num_sms:
     return Config(num_stages=3 if key_dim > 64 else 4)
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Arguments that are not arrays."""
-
-    scale: float
-    config: Config
-
-
-def _plan(options: Options, q, v, sequences: Sequences, interpreted: bool) -> ForwardPlan:
-    """The forward kernel of operands without a batch."""
-    (key_heads, key_dim), (heads, size), c = q.shape[1:], v.shape[1:], options.config
-    return ForwardPlan(
-        sequences, key_heads, heads, key_dim // PIECE, size // PIECE, q.dtype, options.scale, interpreted,
-        c.num_stages, c.state_wgs, c.output_wgs, has_values=True, keeps_all=False,
-    )  # fmt: skip
-
-
-def _sequences(options: Options, v, cu_seqlens, batch: int, num_sms: int) -> Sequences:
-    num_rows, heads, size = v.shape
+def _plan(scale: float, config: Config, q, v, cu_seqlens, target: _host.Target) -> ForwardPlan:
+    (batch, length, heads, size), (key_heads, key_dim) = v.shape, q.shape[2:]
     num_seqs = batch if cu_seqlens is None else len(cu_seqlens) - 1
-    columns, length, parts = heads * size // PIECE, pl.cdiv(num_rows, num_seqs), options.config.parts
-    fill = num_sms // (num_seqs * columns)
-    parts = parts or (None if min(fill, length // 512) >= LEAST_PARTS else 1)
-    return Sequences(
-        num_seqs, num_rows, cu_seqlens is not None, CHUNK, rows_per_part(num_seqs, length, columns, num_sms, parts)
-    )
+    columns, mean_length = heads * size // PIECE, pl.cdiv(batch * length, num_seqs)
+    most_parts = min(target.num_sms // (num_seqs * columns), mean_length // 512)
+    parts = config.parts or (None if most_parts >= LEAST_PARTS else 1)
+    part_rows = rows_per_part(num_seqs, mean_length, columns, target.num_sms, parts)
+    sequences = Sequences(num_seqs, batch * length, cu_seqlens is not None, CHUNK, part_rows)
+    return ForwardPlan(
+        sequences, key_heads, heads, key_dim // PIECE, size // PIECE, q.dtype, scale, target.interpreted,
+        config.num_stages, config.state_wgs, config.output_wgs, has_values=True, keeps_all=False,
+    )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
@@ -173,40 +158,34 @@ def _launch(q, k, v, g, beta, initial, cu_seqlens, *, plan: ForwardPlan, params)
     return o, states if sequences.part_rows is None else final, (cum, inverse)
 
 
-def _forward(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
+def _forward(plan: ForwardPlan, q, k, v, g, beta, initial_state, cu_seqlens):
     """((o, final states), (cum, inverse)); the backward pass needs the second pair."""
-    target = _host.require_tensor_cores("gated_delta_rule")
-    (batch, length, heads, size), key_dim = v.shape, k.shape[3]
-    rows = lambda x: x.reshape(batch * length, *x.shape[2:])
-    sequences = _sequences(options, rows(v), cu_seqlens, batch, target.num_sms)
-    plan = _plan(options, rows(q), rows(v), sequences, target.interpreted)
+    rows = lambda x: x.reshape(-1, *x.shape[2:])
     initial = None if initial_state is None else as_states(initial_state, plan.columns)
     o, final, kept = _launch(
-        rows(q), rows(k), v.reshape(batch * length, plan.columns, PIECE), rows(g), rows(beta), initial, cu_seqlens,
+        rows(q), rows(k), v.reshape(-1, plan.columns, PIECE), rows(g), rows(beta), initial, cu_seqlens,
         plan=plan, params=_host.compiler_params(approx_math=True),
     )  # fmt: skip
-    return (o.reshape(v.shape), final.reshape(sequences.num_seqs, heads, size, key_dim)), kept
+    return (o.reshape(v.shape), final.reshape(-1, plan.heads, v.shape[3], k.shape[3])), kept
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated_delta_rule(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
-    return _forward(options, q, k, v, g, beta, initial_state, cu_seqlens)[0]
+def _gated_delta_rule(plan: ForwardPlan, q, k, v, g, beta, initial_state, cu_seqlens):
+    return _forward(plan, q, k, v, g, beta, initial_state, cu_seqlens)[0]
 
 
-def _gated_delta_rule_fwd(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
-    forward = _host.without_derivative("gated_delta_rule", functools.partial(_forward, options))
+def _gated_delta_rule_fwd(plan: ForwardPlan, q, k, v, g, beta, initial_state, cu_seqlens):
+    forward = _host.without_derivative("gated_delta_rule", functools.partial(_forward, plan))
     results, kept = forward(q, k, v, g, beta, initial_state, cu_seqlens)
     return results, (q, k, v, g, beta, initial_state, cu_seqlens, kept)
 
 
-def _gated_delta_rule_bwd(options: Options, residuals, cotangents):
-    target = _host.require_tensor_cores("gated_delta_rule")
+def _gated_delta_rule_bwd(plan: ForwardPlan, residuals, cotangents):
+    _host.require_tensor_cores("gated_delta_rule")
     params = _host.compiler_params(approx_math=True)
 
     def backward(q, k, v, g, beta, initial_state, cu_seqlens, kept, do, d_final):
         rows = lambda x: x.reshape(-1, *x.shape[2:])
-        sequences = _sequences(options, rows(v), cu_seqlens, len(v), target.num_sms)
-        plan = _plan(options, rows(q), rows(v), sequences, target.interpreted)
         columns = lambda x: x.reshape(-1, plan.columns, PIECE)
         states = lambda x: None if x is None else as_states(x, plan.columns)
         dq, dk, dv, dg, dbeta, d_initial = gradients(
@@ -266,7 +245,7 @@ def gated_delta_rule(
       ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
     """
     op = "gated_delta_rule"
-    arguments.elsewhere(op, others)
+    _host.elsewhere(op, others, arguments.ELSEWHERE)
     required, optional = dict(q=q, k=k, v=v, g=g, beta=beta), dict(initial_state=initial_state, cu_seqlens=cu_seqlens)
     q, k, v, g, beta, initial_state, cu_seqlens = arguments.arrays(op, required, optional)
     arguments.check_delta(op, "B, T", q, k, v, g, beta)
@@ -291,9 +270,10 @@ def gated_delta_rule(
             f"{_host.PACKAGE}.{op}: {config=} needs {need} bytes of shared memory for keys of {dim}, and a block has "
             f"{_device.SMEM_BYTES_MAX}: lower num_stages"
         )
+    plan = _plan(scale, config, q, v, cu_seqlens, target)
     operands = q, k, v, jnp.maximum(g, math.log(LEAST_DECAY)), beta, initial_state, cu_seqlens
     leaves, tree = jax.tree.flatten(operands)
-    o, final = _gated_delta_rule(Options(scale, config), *jax.tree.unflatten(tree, _host.reverse_only(op, *leaves)))
+    o, final = _gated_delta_rule(plan, *jax.tree.unflatten(tree, _host.reverse_only(op, *leaves)))
     return (o, final) if return_final_state else o
 
 

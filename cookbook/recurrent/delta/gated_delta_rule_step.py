@@ -196,7 +196,7 @@ def gated_delta_rule_step(
         (give it check_vma=False); RuntimeError: no GPU.
     """
     op = "gated_delta_rule_step"
-    arguments.elsewhere(op, others)
+    _host.elsewhere(op, others, arguments.ELSEWHERE)
     q, k, v, g, beta = arguments.arrays(op, dict(q=q, k=k, v=v, g=g, beta=beta))
     state, by_ref = arguments.state_or_ref(op, state)
     arguments.check_delta(op, "B", q, k, v, g, beta)

@@ -15,15 +15,15 @@ Its lines differentiated, from the last one up, with do and ds' given. `kernel_b
 results and goes from chunk to chunk; `kernel_gradients` has all others, for all chunks at once. x . y is the sum of
 products along a row.
 
-    du    = scale wᵀ do + exp(cum[-1] - cum) k ds'ᵀ     by way of o and s'
+    du    = scale wᵀ do + exp(cum[-1] - cum) k ds'ᵀ     the gradient of u by way of o and s'
     dr    = inverseᵀ du
     ds    = exp(cum[-1]) ds' + (scale exp(cum) do)ᵀ q - (exp(cum) dr)ᵀ k    by way of s', o and r
 
     dv    = dr
-    z     = du - mᵀ dr                                  the gradient of beta e, as u in m u counts too
+    z     = du - mᵀ dr                                  the gradient of u by all ways, m u too
     dbeta = z . e
-    dqk   = tril(d scale do uᵀ)                         of q kᵀ, by way of w
-    dkk   = -strict(d dr uᵀ)                            of k kᵀ, by way of m
+    dqk   = tril(d scale do uᵀ)                         the gradient of q kᵀ, in w
+    dkk   = -strict(d dr uᵀ)                            the gradient of k kᵀ, in m
     dq    = scale exp(cum) do s + dqk k
     dk    = dk_plus + dk_minus
     dk_plus  = -exp(cum) dr s + dkk k                   keys that read: multiplied by exp(cum)

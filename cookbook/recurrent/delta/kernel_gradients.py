@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradients of a chunk's operands, for all chunks at once: the parallel half of the gated delta rule's backward.
 
-Given the state s before a chunk, from `kernel`, and the gradient ds' of the state after it, from `kernel_backward`, in
-the order of the code, with the names and the derivation of `gradients.py`:
-
-    r = v - exp(cum) k sᵀ,    u = inverse r,    e = r - m u
-    du = scale wᵀ do + exp(cum[-1] - cum) k ds'ᵀ,    dr = inverseᵀ du = dv,    z = du - mᵀ dr,    dbeta = z . e
-    dk_minus = exp(cum[-1] - cum) u ds' + dqkᵀ q + dkkᵀ k
-    dk_plus = -exp(cum) dr s + dkk k
-    dq = scale exp(cum) do s + dqk k
+From the state s before a chunk, which `kernel` made, and the gradient ds' of the state after it, which
+`kernel_backward` made, it computes u and du again and then the rest of the derivation in `gradients.py`, in its names,
+a step per formula.
 
 Shapes: as in `kernel` and `kernel_backward`. dq and dk are made for each column, (rows, columns, N), in the operands'
 dtype. sums (columns, chunks, 4, 64) float32 are the `SUMS`.

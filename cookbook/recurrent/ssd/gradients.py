@@ -24,11 +24,11 @@ def gradients(x, dt, a, b, c, d, initial, cu_seqlens, starts, dy, d_final, *, pl
     is_row = sequences.rows_of_chunks(cu_seqlens) < sequences.num_rows
     decay = decay_of_parts(plan, numbers, table)
     states = kernel_state.launch(plan, table, x, b, numbers, starts, params, keeps_all=True)
-    given = d_final
+    d_ends = d_final
     if sequences.part_rows is not None:
         local = kernel_state.launch(plan, table, dy, c, numbers, None, params, reverse=True)
-        given, d_initial = combine(end_of_part, (decay, local), seq, d_final, reverse=True)
-    dx, db, dc, sums, *firsts = kernel_backward.launch(plan, table, x, dy, b, c, states, numbers, d, given, params)
+        d_ends, d_initial = combine(end_of_part, (decay, local), seq, d_final, reverse=True)
+    dx, db, dc, sums, *firsts = kernel_backward.launch(plan, table, x, dy, b, c, states, numbers, d, d_ends, params)
     if plan.num_heads != plan.num_groups:
         of_group = lambda m: m.reshape(len(m), plan.num_groups, -1, m.shape[-1])
         db, dc = (of_group(m).astype(jnp.float32).sum(axis=2).astype(m.dtype) for m in (db, dc))

@@ -93,7 +93,7 @@ def scratch(plan: Plan) -> dict:
 
 
 def _kernel(
-    table, x_gmem, dy_gmem, b_gmem, c_gmem, states_gmem, vectors_gmem, d_gmem, given_gmem, dx_gmem, db_gmem, dc_gmem,
+    table, x_gmem, dy_gmem, b_gmem, c_gmem, states_gmem, vectors_gmem, d_gmem, last_gmem, dx_gmem, db_gmem, dc_gmem,
     sums_gmem, *firsts_gmem, plan: Plan, rows_smem, columns_smem, filled, freed, landed, state_filled, state_freed,
     **tiles,
 ):  # fmt: skip
@@ -103,7 +103,7 @@ def _kernel(
     head = lax.axis_index("head_index")
     shared = Shared(plan, part, head, chunks, gradients, rows_smem, columns_smem, sums_gmem, **views)
     roles = {
-        STATE: lambda: _carry_the_gradient(shared, given_gmem, firsts_gmem),
+        STATE: lambda: _carry_the_gradient(shared, last_gmem, firsts_gmem),
         QUERY: lambda: _compute_queries(shared, dc_gmem),
         KEY: lambda: _compute_keys(shared, d_gmem, dx_gmem, db_gmem),
         MEMORY: lambda: _load_chunks(shared, landed, x_gmem, dy_gmem, b_gmem, c_gmem, states_gmem, vectors_gmem),
@@ -199,7 +199,7 @@ def _load_chunks(shared: Shared, landed: Barrier, x_gmem, dy_gmem, b_gmem, c_gme
     load_chunks(shared.part, shared.chunks, landed, operands, vectors_and_state, _copies(plan), reverse=True)
 
 
-def _carry_the_gradient(shared: Shared, given_gmem: Ref, firsts_gmem: tuple):
+def _carry_the_gradient(shared: Shared, last_gmem: Ref, firsts_gmem: tuple):
     """The state's warpgroup: takes g from chunk to chunk, the last one first, and stores it for the key warpgroup."""
     plan, part, index = shared.plan, shared.part, (shared.part.number, shared.head)
 
@@ -218,7 +218,7 @@ def _carry_the_gradient(shared: Shared, given_gmem: Ref, firsts_gmem: tuple):
         shared.chunks.release(i)
         return g
 
-    first = lax.fori_loop(0, part.num_chunks, step, first_state(given_gmem, index, plan.pieces))
+    first = lax.fori_loop(0, part.num_chunks, step, first_state(last_gmem, index, plan.pieces))
     shared.gradients.drain(part.num_chunks)
     for first_gmem in firsts_gmem:
         store_state(first_gmem, index, first)
@@ -315,15 +315,15 @@ def _keys_of_chunk(shared: Shared, i: Index, stage: Index, skip, dx_gmem: Ref, d
     return {KEY_SUM: key, END_SUM: end}
 
 
-def launch(plan: Plan, table, x, dy, b, c, states, vectors, d, given, params):
+def launch(plan: Plan, table, x, dy, b, c, states, vectors, d, d_ends, params):
     """[dx, db, dc, sums], db and dc for each head of x, sums (H, num_chunks, 6, 64); and the gradients of the states
-    that sequences start from, unless they are cut into parts. `states` are those before all chunks, and `given` the
+    that sequences start from, unless they are cut into parts. `states` are those before all chunks, and `d_ends` the
     gradients of those after all parts."""
     wide = jax.ShapeDtypeStruct((*x.shape[:2], plan.pieces * PIECE), x.dtype)
     sums = jax.ShapeDtypeStruct((plan.num_heads, plan.sequences.num_chunks, len(SUMS), CHUNK), jnp.float32)
     out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype), wide, wide, sums]
     if plan.sequences.part_rows is None:
-        out_type.append(jax.ShapeDtypeStruct(given.shape, jnp.float32))
+        out_type.append(jax.ShapeDtypeStruct(d_ends.shape, jnp.float32))
     return _host.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=out_type,
@@ -333,4 +333,4 @@ def launch(plan: Plan, table, x, dy, b, c, states, vectors, d, given, params):
         thread_name="role",
         scratch_types=scratch(plan),
         compiler_params=params,
-    )(table, x, dy, b, c, states, vectors, d, given)
+    )(table, x, dy, b, c, states, vectors, d, d_ends)

@@ -70,7 +70,7 @@ def linear_attention(
       ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
     """
     op = "linear_attention"
-    arguments.elsewhere(op, others)
+    _host.elsewhere(op, others, arguments.ELSEWHERE)
     required = dict(query=query, key=key, value=value)
     optional = dict(initial_state=initial_state, cu_seqlens=cu_seqlens)
     query, key, value, *optional = arguments.arrays(op, required, optional)

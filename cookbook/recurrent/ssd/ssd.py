@@ -136,17 +136,6 @@ def default_config(state_dim: int, chunk_size: int | None = None) -> Config:
     return config
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Arguments of `ssd` that are not arrays."""
-
-    op: str  # `ssd` or `linear_attention`.
-    config: Config
-    batch: int  # Sequences of equal length, if they are not packed.
-    heads_per_dt: int
-    scale: float  # Factor of y without the part of d; `linear_attention` has one.
-
-
 @functools.partial(jax.jit, static_argnames=("plan", "scale", "params"))
 def _launch(x, dt, a, b, c, d, initial, cu_seqlens, *, plan: Plan, scale: float, params):
     """(y, final states, the states that parts start from or None), of operands without a batch."""
@@ -185,41 +174,38 @@ def _choose(op: str, state_dim: int, chunk_size, config) -> Config:
     return config
 
 
-def _plan(options: Options, x, b, cu_seqlens, target: _host.Target) -> Plan:
-    """The op on operands without a batch."""
-    c, num_rows, pieces = options.config, len(x), b.shape[-1] // PIECE
-    num_seqs = options.batch if cu_seqlens is None else len(cu_seqlens) - 1
-    part_rows = rows_per_part(num_seqs, pl.cdiv(num_rows, num_seqs), x.shape[1], target.num_sms, c.parts)
-    sequences = Sequences(num_seqs, num_rows, cu_seqlens is not None, c.chunk_size, part_rows)
-    heads = x.shape[1], b.shape[1], options.heads_per_dt
-    return Plan(sequences, *heads, pieces, x.dtype, c.num_stages, c.num_states, target.interpreted)
+def _plan(config: Config, x, b, heads_per_dt: int, num_seqs: int, is_packed: bool, target: _host.Target) -> Plan:
+    """The op on operands without a batch, x with heads of 64 values."""
+    (num_rows, heads, _), (_, groups, state_dim) = x.shape, b.shape
+    part_rows = rows_per_part(num_seqs, pl.cdiv(num_rows, num_seqs), heads, target.num_sms, config.parts)
+    sequences = Sequences(num_seqs, num_rows, is_packed, config.chunk_size, part_rows)
+    stages = config.num_stages, config.num_states
+    return Plan(sequences, heads, groups, heads_per_dt, state_dim // PIECE, x.dtype, *stages, target.interpreted)
 
 
-def _forward(options: Options, operands, initial, cu_seqlens):
+def _forward(plan: Plan, scale: float, operands, initial, cu_seqlens):
     """(y, final states, the states that parts start from)."""
-    plan = _plan(options, operands[0], operands[3], cu_seqlens, _host.require_tensor_cores("ssd"))
     params = _host.compiler_params(approx_math=True)
-    return _launch(*operands, initial, cu_seqlens, plan=plan, scale=options.scale, params=params)
+    return _launch(*operands, initial, cu_seqlens, plan=plan, scale=scale, params=params)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ssd(options: Options, operands, initial, cu_seqlens):
-    return _forward(options, operands, initial, cu_seqlens)[:2]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _ssd(op: str, plan: Plan, scale: float, operands, initial, cu_seqlens):
+    return _forward(plan, scale, operands, initial, cu_seqlens)[:2]
 
 
-def _ssd_fwd(options: Options, operands, initial, cu_seqlens):
-    forward = _host.without_derivative(options.op, functools.partial(_forward, options))
+def _ssd_fwd(op: str, plan: Plan, scale: float, operands, initial, cu_seqlens):
+    forward = _host.without_derivative(op, functools.partial(_forward, plan, scale))
     y, final, starts = forward(operands, initial, cu_seqlens)
     return (y, final), (operands, initial, cu_seqlens, starts)
 
 
-def _ssd_bwd(options: Options, residuals, cotangents):
+def _ssd_bwd(op: str, plan: Plan, scale: float, residuals, cotangents):
+    _host.require_tensor_cores(op)
     operands, initial, cu_seqlens, starts = residuals
-    plan = _plan(options, operands[0], operands[3], cu_seqlens, _host.require_tensor_cores("ssd"))
     params, plan = _host.compiler_params(approx_math=True), kernel_backward.with_stages(plan)
-    gradient = functools.partial(gradients, plan=plan, scale=options.scale, params=params)
-    gradient = _host.without_derivative(options.op, gradient)
-    *operand_gradients, d_initial = gradient(*operands, initial, cu_seqlens, starts, *cotangents)
+    backward = _host.without_derivative(op, functools.partial(gradients, plan=plan, scale=scale, params=params))
+    *operand_gradients, d_initial = backward(*operands, initial, cu_seqlens, starts, *cotangents)
     return tuple(operand_gradients), d_initial, None
 
 
@@ -237,13 +223,14 @@ def chunk_scan(
     if 0 in x.shape:
         y, final = arguments.untouched(x, initial_state, (num_seqs, heads, size, state_dim))
         return (y, final) if return_final_state else y
-    _host.require_tensor_cores(op)
+    target = _host.require_tensor_cores(op)
     rows = lambda m: m.reshape(batch * length, *m.shape[2:])
     operands = x.reshape(batch * length, heads * split, PIECE), rows(dt), a, rows(b), rows(c), d
     initial = None if initial_state is None else as_states(initial_state, heads * split)
+    plan = _plan(config, operands[0], operands[3], split, num_seqs, cu_seqlens is not None, target)
     leaves, tree = jax.tree.flatten((operands, initial, cu_seqlens))
     operands, initial, cu_seqlens = jax.tree.unflatten(tree, _host.reverse_only(op, *leaves))
-    y, final = _ssd(Options(op, config, batch, split, scale), operands, initial, cu_seqlens)
+    y, final = _ssd(op, plan, scale, operands, initial, cu_seqlens)
     y, final = y.reshape(x.shape), final.reshape(num_seqs, heads, size, state_dim)
     return (y, final) if return_final_state else y
 
@@ -291,7 +278,7 @@ def ssd(
     Raises:
       ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
     """
-    arguments.elsewhere("ssd", others)
+    _host.elsewhere("ssd", others, arguments.ELSEWHERE)
     required, optional = dict(x=x, dt=dt, a=a, b=b, c=c), dict(d=d, initial_state=initial_state, cu_seqlens=cu_seqlens)
     arrays = arguments.arrays("ssd", required, optional)
     arguments.check_ssd("ssd", *arrays)

@@ -208,7 +208,7 @@ def ssd_step(
       ValueError: a shape or dtype is not supported, or the state varies over a mesh that `jax.shard_map` checks
         (give it check_vma=False); RuntimeError: no GPU.
     """
-    arguments.elsewhere("ssd_step", others)
+    _host.elsewhere("ssd_step", others, arguments.ELSEWHERE)
     x, dt, a, b, c, d = arguments.arrays("ssd_step", dict(x=x, dt=dt, a=a, b=b, c=c), dict(d=d))
     state, by_ref = arguments.state_or_ref("ssd_step", state)
     _check(x, dt, a, b, c, d, state)
