@@ -18,7 +18,7 @@ from .. import _device, _host
 from .._device import Barrier, Index, div
 
 CHUNKS = (64, 128)  # Rows of a chunk.
-PART_FIELDS = ("first_row", "read_end", "write_end", "first_chunk", "number")  # Of `Part`.
+PART_FIELDS = ("first_row", "read_end", "write_end", "first_chunk", "number")  # They make a `Part`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Part:
     read_end: Index
     write_end: Index
     first_chunk: Index  # Counted through all sequences.
-    number: Index  # Of the part, and so of its states.
+    number: Index  # The part's, and so its states'.
     chunk: int
     is_ragged: bool
     interpreted: bool

@@ -99,14 +99,14 @@ class Shared:
     plan: ForwardPlan
     part: Part
     unit: Index  # Number of the block among those of its part.
-    chunks: Ring  # Of the next six.
+    chunks: Ring  # Its stages hold the next six.
     k: Tiles
     inverse: Ref
-    columns: Ref  # cum, to be read along columns, and along rows.
+    columns: Ref  # cum, to be read along columns, as `rows` is along rows.
     rows: Ref = None
     v: Tiles | None = None
     q: Tiles | None = None
-    states: Ring | None = None  # Of the next two.
+    states: Ring | None = None  # Its stages hold the next two.
     s: Ref = None
     u: Ref = None
     o: Tiles | None = None

@@ -82,14 +82,14 @@ class Shared:
     plan: Plan
     part: Part
     column: Index  # The block's.
-    chunks: Ring  # Of the next six.
+    chunks: Ring  # Its stages hold the next six.
     q: Tiles
     k: Tiles
     do: Tiles
     inverse: Ref
-    rows: Ref  # cum, to be read along rows, and along columns.
+    rows: Ref  # cum, to be read along rows, as `columns` is along columns.
     columns: Ref
-    weights: Ring  # Of the next two.
+    weights: Ring  # Its stages hold the next two.
     w: Ref  # scale w.
     decayed_do: Ref  # scale exp(cum) do.
     out_ds: Ref  # ds' of two chunks, from where they are copied to global memory.

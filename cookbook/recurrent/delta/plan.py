@@ -16,7 +16,7 @@ SQUARE = (CHUNK, CHUNK)
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Of the forward and of both backward kernels. A column is 64 values of a head; its state needs no other column."""
+    """Statics of the forward and both backward kernels. A column is 64 values of a head; its state needs no other."""
 
     sequences: Sequences
     key_heads: int

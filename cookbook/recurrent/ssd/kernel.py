@@ -55,8 +55,8 @@ class Shared:
     scale: float
     part: Part
     head: Index
-    chunks: Ring  # Of rows, columns, x, b and c.
-    states: Ring  # Of state.
+    chunks: Ring  # Its stages hold rows, columns, x, b and c.
+    states: Ring  # Its stages hold state.
     rows: Ref  # `CUM` and `DT`, to be read along rows, and along columns.
     columns: Ref
     x: Tiles

@@ -121,8 +121,8 @@ class Shared:
     plan: Plan
     part: Part
     head: Index
-    chunks: Ring  # Of rows, columns, x, dy, b, c and state.
-    gradients: Ring  # Of g.
+    chunks: Ring  # Its stages hold rows, columns, x, dy, b, c and state.
+    gradients: Ring  # Its stage holds g.
     rows: Ref  # `CUM` and `DT`, to be read along rows, and along columns.
     columns: Ref
     sums_gmem: Ref
