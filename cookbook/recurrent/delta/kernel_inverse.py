@@ -96,9 +96,19 @@ def _panels(x) -> list:
     return [x[:, i * PANEL : (i + 1) * PANEL] for i in PANELS]
 
 
+def _depths(block: int) -> tuple[dict, dict]:
+    """For each panel of a product that a step needs, the panels summed over: d1's in the first product, d2's in the
+    second."""
+    if block < PANEL:
+        return ({i: [i] for i in PANELS},) * 2
+    num = block // PANEL
+    of_d1 = {i: [i // num * num + j for j in range(num)] for i in PANELS if i // num % 2 == 0}
+    return of_d1, {i: [j + num for j in js] for i, js in of_d1.items()}
+
+
 def _add_products(left: list, right_smem: Ref, depths: dict, interpreted: bool, acc=None):
-    """`acc`, zeros for None, with products added to some of its panels: to panel i for each j in `depths[i]` panel j of
-    `left`, (64, 16) in registers, by rows of panel j and columns of panel i of `right_smem`, (16, 16)."""
+    """`acc`, zeros for None, with products added to the panels that `depths` names. To panel i go, for all j in
+    `depths[i]`, panel j of `left`, (64, 16) in registers, by rows j and columns i of `right_smem`, (16, 16)."""
     pairs = [(i, left[j], right_smem.at[_of_panel(j), _of_panel(i)]) for i, js in depths.items() for j in js]
     if interpreted:
         acc = jnp.zeros(SQUARE, jnp.float32) if acc is None else acc
@@ -129,13 +139,8 @@ def _inverse(minus_lower, masks_smem: Ref, d_smem: Ref, x_smem: Ref, interpreted
         d_smem[...] = d
         plgpu.commit_smem()
         d = _panels(d)
-        if block < PANEL:
-            minus_e = [x * mask(level, i) for i, x in enumerate(minus_lower)]
-            of_d1 = of_d2 = {i: [i] for i in PANELS}
-        else:
-            minus_e, num = minus_lower, block // PANEL
-            of_d1 = {i: [i // num * num + j for j in range(num)] for i in PANELS if i // num % 2 == 0}
-            of_d2 = {i: [j + num for j in js] for i, js in of_d1.items()}
+        of_d1, of_d2 = _depths(block)
+        minus_e = [x * mask(level, i) for i, x in enumerate(minus_lower)] if block < PANEL else minus_lower
         # x = -e d
         x_smem[...] = _add_products(minus_e, d_smem, of_d1, interpreted).astype(jnp.float16)
         plgpu.commit_smem()

@@ -71,7 +71,7 @@ from ..sequences import CHUNKS, Sequences, rows_per_part
 from ..states import as_states, combine
 from . import kernel, kernel_backward, kernel_state
 from .gradients import gradients
-from .plan import Plan, decay_of_parts, end_of_part, vectors
+from .plan import Plan, decay_of_parts, end_of_part, make_vectors
 
 
 def ssd_reference(x, dt, a, b, c, *, d=None, initial_state=None, cu_seqlens=None):
@@ -140,15 +140,15 @@ def default_config(state_dim: int, chunk_size: int | None = None) -> Config:
 def _launch(x, dt, a, b, c, d, initial, cu_seqlens, *, plan: Plan, scale: float, params):
     """(y, final states, the states that parts start from or None), of operands without a batch."""
     sequences = plan.sequences
-    numbers = vectors(sequences, dt, a, cu_seqlens)
+    vectors = make_vectors(sequences, dt, a, cu_seqlens)
     table, seq = sequences.parts(cu_seqlens)
     starts = initial
     if sequences.part_rows is not None:
         zeros = jnp.zeros((sequences.num_seqs, *plan.state_shape[1:]), jnp.float32)
-        local = kernel_state.launch(plan, table, x, b, numbers, None, params)
-        parts = decay_of_parts(plan, numbers, table), local
+        local = kernel_state.launch(plan, table, x, b, vectors, None, params)
+        parts = decay_of_parts(plan, vectors, table), local
         starts, final = combine(end_of_part, parts, seq, zeros if initial is None else initial)
-    y, *finals = kernel.launch(plan, scale, table, x, b, c, numbers, d, starts, params)
+    y, *finals = kernel.launch(plan, scale, table, x, b, c, vectors, d, starts, params)
     return y, finals[0] if finals else final, starts
 
 
