@@ -159,8 +159,10 @@ def _compute_outputs(shared: Shared, block: int, skip, y_gmem: Ref):
 
 
 def output_of_chunk(shared: Shared, i: Index, stage: Index, block: int):
-    """y of the `block`-th 64 rows of chunk `i`, in float32, without the part of d: scale (exp(cum) c Sᵀ + (L c bᵀ dt) x),
-    with S the state before the chunk and L[t, s] = exp(cum[t] - cum[s]) for s <= t, else 0."""
+    """y of the `block`-th 64 rows of chunk `i` without the part of d, in float32:
+
+    scale (exp(cum) c Sᵀ + (L c bᵀ dt) x), where S is the state before the chunk and L as in `kernel_backward`
+    """
     plan, rows = shared.plan, pl.ds(block * PIECE, PIECE)
     cum = load(shared.rows.at[stage, CUM, rows], ROWS)
     queries = lambda p: shared.c.tiled.at[stage, p, rows]
