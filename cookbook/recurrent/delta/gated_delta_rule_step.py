@@ -16,9 +16,6 @@ Barrier table:
     filled[stage]   copies of a tile, and of its q, k    the warpgroup, before it loads the tile into registers
                     and v
 
-In place: the kernel writes to a Ref. An array becomes one inside, and XLA copies it first unless it is donated, or was
-made in the same `jit` and is not used afterwards.
-
 Other names and layouts: those of `gated_delta_rule`, with the axis T of one token left out. In fla this is
 `fused_recurrent_gated_delta_rule`, in transformers `torch_recurrent_gated_delta_rule`; their states (B, H, N, P) are
 transposed ones.
@@ -189,7 +186,8 @@ def gated_delta_rule_step(
 
     Returns:
       (o, state): o of the shape and dtype of `v`. Donate the state to `jax.jit` (`donate_argnums`), or XLA copies it
-      first. With a Ref: o alone, and the Ref is written; nothing is copied.
+      first, unless it was made in the same `jit` and is not used afterwards. With a Ref: o alone, and the Ref is
+      written; nothing is copied.
 
     Raises:
       ValueError: a shape, dtype or number is not supported, or the state varies over a mesh that `jax.shard_map` checks

@@ -22,9 +22,6 @@ Other names of the arguments, in `selective_state_update` of mamba_ssm, which ta
 
 Bound by: memory, one read and one write of the states.
 
-In place: the kernel writes to a Ref. An array becomes one inside, and XLA copies it first unless it is donated, or was
-made in the same `jit` and is not used afterwards.
-
 Not supported: differentiation (`ssd` has it), `jax.vmap`.
 Chapter: notebooks/17b_delta_rule.ipynb.
 """
@@ -202,7 +199,8 @@ def ssd_step(
 
     Returns:
       (y, state), y of the shape and dtype of `x`. Donate the state to `jax.jit` (`donate_argnums`), or XLA copies it
-      first. With a Ref: y alone, and the Ref is written; nothing is copied.
+      first, unless it was made in the same `jit` and is not used afterwards. With a Ref: y alone, and the Ref is
+      written; nothing is copied.
 
     Raises:
       ValueError: a shape or dtype is not supported, or the state varies over a mesh that `jax.shard_map` checks
