@@ -32,11 +32,6 @@ def arrays(op: str, required: dict, optional: dict | None = None) -> list:
     return made + [None if x is None else _host.as_array(op, name, x) for name, x in (optional or {}).items()]
 
 
-def elsewhere(op: str, given: dict) -> None:
-    """`_host.elsewhere` for arguments that these ops have in other libraries."""
-    _host.elsewhere(op, given, ELSEWHERE)
-
-
 def state_or_ref(op: str, state) -> tuple:
     """(a state that a step changes, as a JAX array or as the Ref that it is; whether it is one).
 

@@ -8,7 +8,6 @@ GPU, each sequence is one part. Otherwise it has several: their states are first
 """
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,10 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from .. import _device, _host
-from .._device import div
+from .._device import Barrier, Index, div
 
 CHUNKS = (64, 128)  # Rows of a chunk.
-PART_FIELDS = ("first_row", "end_row", "stop_row", "first_chunk", "state")
+PART_FIELDS = ("first_row", "read_end", "write_end", "first_chunk", "number")  # They make a `Part`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,59 +64,59 @@ class Sequences:
         """(num_seqs + 1,): the first row of each packed sequence and the end of the last, cut at the rows that there
         are. They begin at 0 and never go back."""
         starts = jnp.clip(cu_seqlens.astype(jnp.int32), 0, self.num_rows).at[0].set(0)
-        return _running(jnp.max, starts)
+        return _host.running(jnp.max, starts)
 
     def _places(self, starts):
         """(first row, end, first chunk) of each packed sequence, the rows after the last one included."""
         ends = jnp.append(starts, self.num_rows)
         chunks = div(jnp.diff(ends) + (self.chunk - 1), self.chunk)
-        return ends[:-1], ends[1:], _running(jnp.sum, chunks) - chunks
+        return ends[:-1], ends[1:], _host.running(jnp.sum, chunks) - chunks
 
     @_host.own_options()
     def parts(self, cu_seqlens):
         """Table of the parts, one per row, with `PART_FIELDS`, the longest packed ones first; and the sequence of each
-        part in the order of `state`.
+        part, by the part's number.
 
-        An empty sequence has one part without chunks. The parts of a sequence come one after the other in `state`,
-        which numbers them; rows of the table for which there is no part have the state `num_parts`.
+        An empty sequence has one part without chunks. Parts are numbered from the first sequence to the last, and from
+        the start of a sequence to its end; rows of the table for which there is no part have the number `num_parts`.
         """
         if not self.is_packed:
             return self._equal_parts()
         starts, ends, first_chunk = self._places(self.starts(cu_seqlens))
         size = self.part_rows or max(self.num_rows, 1)
         counts = jnp.maximum(div(ends - starts + (size - 1), size), 1)
-        last = _running(jnp.sum, counts)
+        last = _host.running(jnp.sum, counts)
         number = jnp.arange(self.num_parts, dtype=jnp.int32)
         seq = jnp.searchsorted(last, number, side="right", method="compare_all").astype(jnp.int32)
         exists = seq < len(starts)
         seq = jnp.minimum(seq, len(starts) - 1)
         skip = (number - (last - counts)[seq]) * size
         first = starts[seq] + skip
-        stop = jnp.where(exists, jnp.minimum(first + size, ends[seq]), first)
-        end = jnp.where(seq < self.num_seqs, stop, first)
-        state = jnp.where(exists, number, self.num_parts)
-        table = jnp.stack([first, end, stop, first_chunk[seq] + skip // self.chunk, state], axis=1)
-        return table[jnp.argsort(first - stop, stable=True)], jnp.where(exists, seq, seq + 1)
+        write_end = jnp.where(exists, jnp.minimum(first + size, ends[seq]), first)
+        read_end = jnp.where(seq < self.num_seqs, write_end, first)
+        number = jnp.where(exists, number, self.num_parts)
+        table = jnp.stack([first, read_end, write_end, first_chunk[seq] + skip // self.chunk, number], axis=1)
+        return table[jnp.argsort(first - write_end, stable=True)], jnp.where(exists, seq, seq + 1)
 
     def _equal_parts(self):
         """`parts` of sequences of one length, made on the host: constants, for which a GPU runs no kernels."""
         size = self.part_rows or self.length
-        state = np.arange(self.num_parts)
-        seq, part = np.divmod(state, self.num_parts // self.num_seqs)
+        number = np.arange(self.num_parts)
+        seq, part = np.divmod(number, self.num_parts // self.num_seqs)
         first = seq * self.length + part * size
         end = np.minimum(first + size, (seq + 1) * self.length)
         first_chunk = seq * pl.cdiv(self.length, self.chunk) + part * size // self.chunk
-        table = np.stack([first, end, end, first_chunk, state], axis=1)
+        table = np.stack([first, end, end, first_chunk, number], axis=1)
         return jnp.asarray(table, jnp.int32), jnp.asarray(seq, jnp.int32)
 
     @_host.own_options()
     def sums_of_parts(self, values, table):
-        """(num_parts, H): sums over the chunks of each part, in the order of `state`, of `values` (H, num_chunks)."""
-        first_row, _, stop_row, first, state = table.T
-        chunk, last = jnp.arange(self.num_chunks), first + div(stop_row - first_row + (self.chunk - 1), self.chunk)
+        """(num_parts, H): sums over the chunks of each part, by the part's number, of `values` (H, num_chunks)."""
+        first_row, _, write_end, first, number = table.T
+        chunk, last = jnp.arange(self.num_chunks), first + div(write_end - first_row + (self.chunk - 1), self.chunk)
         mine = (chunk[None] >= first[:, None]) & (chunk[None] < last[:, None])
         sums = jnp.where(mine[None], values[:, None], 0.0).sum(-1).T
-        return sums.at[state].set(sums, mode="drop") if self.is_packed else sums
+        return sums.at[number].set(sums, mode="drop") if self.is_packed else sums
 
     @_host.own_options()
     def rows_of_chunks(self, cu_seqlens):
@@ -150,16 +149,9 @@ class Sequences:
         return values.reshape(self.num_chunks, self.chunk, -1).transpose(2, 0, 1)
 
 
-def _running(reduce, x):
-    """`reduce` of the first number, of the first two, and so on: all at once, which takes a fraction of the time of
-    XLA's scan. The numbers are at least 0."""
-    i = jnp.arange(x.shape[-1])
-    return reduce(jnp.where(i <= i[:, None], x[..., None, :], 0), axis=-1).astype(x.dtype)
-
-
 def rows_per_part(num_seqs: int, length: int, heads: int, num_sms: int, parts: int | None = None) -> int | None:
-    """How long a part is, None where sequences are not to be cut: into `parts`, by default as many as make a block for
-    each SM.
+    """Rows of a part, or None where sequences are not cut. `parts` of a sequence are by default as many as make a block
+    for each SM.
 
     With parts the operands of the state are read twice, so one and a half parts per sequence gain nothing. A part has
     at least 512 rows: memory idles while the first chunk is awaited.
@@ -171,13 +163,17 @@ def rows_per_part(num_seqs: int, length: int, heads: int, num_sms: int, parts: i
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The rows of one block. Rows from `end_row` to `stop_row` are not read: their results are zeros."""
+    """The part that a block goes through.
 
-    first_row: Any
-    end_row: Any
-    stop_row: Any
-    first_chunk: Any
-    state: Any  # Its number among the states of all parts.
+    Its rows are those from `first_row` to `write_end`. Rows from `read_end` on belong to no sequence: they count as
+    zeros, and so do their results, which are written.
+    """
+
+    first_row: Index
+    read_end: Index
+    write_end: Index
+    first_chunk: Index  # Counted through all sequences.
+    number: Index  # The part's, and so its states'.
     chunk: int
     is_ragged: bool
     interpreted: bool
@@ -190,24 +186,25 @@ class Part:
 
     @property
     def num_chunks(self):
-        return div(self.stop_row - self.first_row + (self.chunk - 1), self.chunk)
+        return div(self.write_end - self.first_row + (self.chunk - 1), self.chunk)
 
     def row(self, chunk):
         return self.first_row + chunk * self.chunk
 
-    def ring(self, filled, freed, num_slots: int) -> _device.Ring:
-        """A ring that this block goes round."""
-        if num_slots > 1:
-            return _device.Ring(filled, freed, num_slots)
-        return _OneSlot(filled, freed, 1, zero=self.first_chunk & 2**30)
+    def ring(self, filled: Barrier, freed: Barrier, num_stages: int) -> _device.Ring:
+        """A ring of so many stages."""
+        if num_stages > 1:
+            return _device.Ring(filled, freed, num_stages)
+        return _OneStage(filled, freed, 1, zero=self.first_chunk & 2**30)
 
 
 @dataclasses.dataclass(frozen=True)
-class _OneSlot(_device.Ring):
-    """A ring of one slot, whose number the compiler does not know. It would compute all addresses in the slot before
-    the loop over chunks, and spill them: 1.1 KB per thread in the backward kernel of SSD with N = 256."""
+class _OneStage(_device.Ring):
+    """A ring of one stage that hides the stage's number from the compiler. With a known number the compiler would
+    compute all addresses in the stage before the loop over chunks, and spill them: 1.1 KB per thread in the backward
+    kernel of SSD with N = 256."""
 
-    zero: Any
+    zero: Index
 
     def slot(self, count):
         return jnp.minimum(count, self.zero)

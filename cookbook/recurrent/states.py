@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device
-from .._device import PIECE
+from .._device import PIECE, Ref
 
 LEAST_DECAY = 2.0**-64  # A stronger decay counts as this one, which leaves nothing of a state.
 
@@ -30,9 +30,9 @@ def cumulative_decays(logs):
     return cumulative(jnp.stack([whole, logs - whole])).sum(0)
 
 
-def first_state(gmem, index, pieces: int):
-    """The state (64, 64 * pieces) that a part starts from, in registers, as a list of its pieces: zeros if `gmem` is
-    None, or if the part is padding, for which `gmem` has none."""
+def first_state(gmem: Ref | None, index, pieces: int):
+    """The state (64, 64 * pieces) that a part starts from, in registers, as a list of its pieces. `index` is (the
+    part's number, head). Zeros if `gmem` is None, or if the part is padding, for which `gmem` has no state."""
     if gmem is None:
         return [plgpu.layout_cast(jnp.zeros((PIECE, PIECE), jnp.float32), plgpu.Layout.WGMMA)] * pieces
     first, last = index[0], gmem.shape[0] - 1
@@ -41,7 +41,7 @@ def first_state(gmem, index, pieces: int):
     return [jnp.where(lax.broadcast(first <= last, piece.shape), piece, 0.0) for piece in state]
 
 
-def store_state(gmem, index, state):
+def store_state(gmem: Ref, index, state):
     """Stores the state after a part, unless the part is padding, for which `gmem` has no place."""
 
     @pl.when(index[0] < gmem.shape[0])

@@ -6,7 +6,6 @@ whole tiles, and then zeroed; and of a result only the rows that the sequence ha
 """
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,31 +13,31 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device
-from .._device import PIECE, Tiles, div
+from .._device import PIECE, Barrier, Index, Ref, Tiles, div
 from .sequences import Part
 
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """Rows of an array (rows, heads, 64 * pieces) that a block reads: of one head, into slots of a ring."""
+    """Rows of an array (rows, heads, 64 * pieces) that a block reads: of one head, into the stages of a ring."""
 
-    gmem: Any
-    smem: Tiles  # (slots, pieces, rows, 64).
-    head: Any
+    gmem: Ref
+    smem: Tiles  # (stages, pieces, rows, 64).
+    head: Index
     pieces: int
 
-    def copy(self, row, num_rows: int, slot, barrier):
+    def copy(self, row: Index, num_rows: int, stage: Index, barrier: Barrier):
         for p in range(self.pieces):
             source = self.gmem.at[pl.ds(row, num_rows), self.head, pl.ds(p * PIECE, PIECE)]
-            plgpu.copy_gmem_to_smem(source, self.smem.rows.at[slot, p], barrier)
+            plgpu.copy_gmem_to_smem(source, self.smem.rows.at[stage, p], barrier)
 
-    def clear(self, slot, end, interpreted: bool):
+    def clear(self, stage: Index, end: Index, interpreted: bool):
         """Zeroes the rows from `end` on, which are of another sequence and may be NaN."""
         for p in range(self.pieces):
-            _clear((self.smem.tiled if interpreted else self.smem.eights).at[slot, p], end, interpreted)
+            _clear((self.smem.tiled if interpreted else self.smem.eights).at[stage, p], end, interpreted)
 
 
-def _clear(rows, end, interpreted: bool):
+def _clear(rows: Ref, end: Index, interpreted: bool):
     if interpreted:
         row = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
         rows[...] = jnp.where(row < end, rows[...], 0)
@@ -50,14 +49,14 @@ def _clear(rows, end, interpreted: bool):
         rows[eight] = jnp.where(row < end, rows[eight], jnp.zeros((), rows.dtype))
 
 
-def load_chunks(part: Part, ring: _device.Ring, landed, operands, others, copies: int, reverse: bool = False):
-    """The memory warpgroup: fills a ring with all chunks of a part, and returns when all slots have been given back.
+def load_chunks(part: Part, ring: _device.Ring, landed: Barrier, operands, others, copies: int, reverse: bool = False):
+    """The memory warpgroup: fills a ring with all chunks of a part, and returns when all stages have been released.
 
     Args:
-      landed: a barrier for the copies of a chunk that has rows of another sequence. They arrive here and not at
-        `ring.filled`, at which this warpgroup arrives once it has zeroed those rows.
+      landed: the copies of a chunk that has rows of another sequence arrive here and not at `ring.filled`, at which
+        this warpgroup arrives once it has zeroed those rows.
       operands: each an `Operand`.
-      others: `others(chunk, slot)` is a list of (source, target), the copies beside those of rows; `chunk` counts
+      others: `others(chunk, stage)` is a list of (source, target), the copies beside those of rows; `chunk` counts
         through all sequences.
       copies: how many a chunk takes in all.
       reverse: the last chunk comes first.
@@ -65,20 +64,20 @@ def load_chunks(part: Part, ring: _device.Ring, landed, operands, others, copies
 
     @pl.loop(0, part.num_chunks)
     def _(i):
-        chunk, slot = (part.num_chunks - 1 - i if reverse else i), ring.acquire(i)
-        filled, end = ring.filled.at[slot], part.end_row - part.row(chunk)
+        chunk, stage = (part.num_chunks - 1 - i if reverse else i), ring.acquire(i)
+        filled, end = ring.filled.at[stage], part.read_end - part.row(chunk)
 
         def copy(barrier):
             for operand in operands:
-                operand.copy(part.row(chunk), part.chunk, slot, barrier)
-            for source, target in others(part.first_chunk + chunk, slot):
+                operand.copy(part.row(chunk), part.chunk, stage, barrier)
+            for source, target in others(part.first_chunk + chunk, stage):
                 plgpu.copy_gmem_to_smem(source, target, barrier)
 
         def copy_and_clear():
             copy(landed.at[0])
             plgpu.barrier_wait(landed.at[0])
             for operand in operands:
-                operand.clear(slot, jnp.maximum(end, 0), part.interpreted)
+                operand.clear(stage, jnp.maximum(end, 0), part.interpreted)
             plgpu.commit_smem()
             for _ in range(copies):
                 plgpu.barrier_arrive(filled)
@@ -92,13 +91,14 @@ def load_chunks(part: Part, ring: _device.Ring, landed, operands, others, copies
     ring.drain(part.num_chunks)
 
 
-def store_rows(part: Part, smem: Tiles, slot: int, gmem, head, piece: int, row):
-    """Sends the rows that the part has, of the 64 in a slot, to those of `gmem` from `row` on, of a head's `piece`."""
-    num_rows = part.stop_row - row
+def store_rows(part: Part, smem: Tiles, tile: int, gmem: Ref, head: Index, piece: int, row: Index):
+    """Copies tile number `tile` of `smem`, 64 rows, to rows of `gmem` from `row` on, of a head's `piece`; but none
+    after the part's end."""
+    num_rows = part.write_end - row
 
     def copy(skip, size: int):
         target = gmem.at[pl.ds(row + skip, size), head, pl.ds(piece * PIECE, PIECE)]
-        plgpu.copy_smem_to_gmem(smem.rows.at[slot, pl.ds(skip, size)], target)
+        plgpu.copy_smem_to_gmem(smem.rows.at[tile, pl.ds(skip, size)], target)
 
     if not part.is_ragged:
         copy(0, PIECE)

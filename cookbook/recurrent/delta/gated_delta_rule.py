@@ -7,16 +7,14 @@ Shapes: q and k (B, T, K, N); v and o (B, T, H, P); g and beta (B, T, H); states
 value head h reads key head h // (H // K). q, k and v are all bfloat16 or all float16; N and P are 64 or 128. Keys
 should have norm 1 at most, and beta lie between 0 and 1, or the recurrence itself grows.
 
-In a chunk of 64 tokens the corrections u = beta (v - ...) depend on each other by a triangle: (1 + lower) u =
-beta (v - exp(cum) k S), where lower[t, s] = beta[t] exp(cum[t] - cum[s]) k[t] . k[s] and cum is the sum of g within the
-chunk, made by XLA. No exponential of a positive number is ever taken. Two kernels; their tables stand in their files:
+In a chunk of 64 tokens the corrections u = beta (v - ...) depend on each other by a triangle: (1 + lower) u = beta (v -
+exp(cum) k S^T), where lower[t, s] = beta[t] exp(cum[t] - cum[s]) k[t] . k[s] for s < t and cum is the sum of g within
+the chunk, made by XLA. No exponential of a positive number is ever taken. Two kernels, whose files have the formulas
+and the tables of roles and barriers:
 
-    kernel_inverse   the inverses of all chunks' triangles at once. Inside:
-                     barrier filled (copies of keys and vectors; its warpgroup waits)
+    kernel_inverse   the inverses of all chunks' triangles at once
     kernel           from chunk to chunk, a block for each 64 values of a head, or for each head where those are more
-                     than SMs; roles state, output and memory
-
-Role table and barrier table: there.
+                     than SMs
 
 Where sequences and heads do not fill the GPU, a sequence is split into parts. A first pass takes all parts from a zero
 state, a second one runs the identity through them, and XLA combines both to the states at the parts' starts; the
@@ -24,6 +22,7 @@ last pass makes o. P parts cost three passes of length 1 / P, so splitting pays 
 
 The backward pass makes the states before all chunks again (`kernel`), then the gradients of the states, from the last
 chunk to the first (`kernel_backward`), and those of the operands, for all chunks at once (`kernel_gradients`).
+`gradients.py` derives them.
 
 Other names of the arguments, and other layouts:
 
@@ -44,7 +43,6 @@ Both have the keys' axis of a state before the values'. Where N = P a state from
 and back by the same. With the last line both divide the heads of q and k by sqrt(sum(x**2) + 1e-6); do that before.
 
 Bound by: the latency of a chunk, about four products in a row, with as many blocks as SMs; otherwise the tensor cores.
-Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
 Not supported: normalisation of q and k, second derivatives.
 Chapter: notebooks/17b_delta_rule.ipynb. Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024).
 """
@@ -67,7 +65,7 @@ from . import kernel
 from .gradients import gradients
 from .kernel_inverse import inverses
 from .parts import starts_of_parts
-from .plan import CHUNK, Plan
+from .plan import CHUNK, ForwardPlan
 
 LEAST_PARTS = 4  # Fewer parts do not pay for three passes.
 
@@ -98,7 +96,7 @@ def gated_delta_rule_reference(
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    num_stages: int = 3  # Slots of the ring of chunks.
+    num_stages: int = 3  # Chunks in shared memory.
     output_wgs: int = 1  # Warpgroups for the results, beside those for the states.
     parts: int | None = None  # Parts of a sequence; None: one, or as many as fill the GPU.
     state_wgs: int = 1  # Columns of 64 values, all of one head, that a block goes through, with a warpgroup for each.
@@ -119,9 +117,8 @@ class Config:
 
 @functools.lru_cache
 def _smem_bytes(config: Config, key_dim: int) -> int:
-    q, v = (jax.ShapeDtypeStruct((1, 1, size), jnp.bfloat16) for size in (key_dim, config.state_wgs * PIECE))
-    plan = _plan(Options(1.0, config), q, v, Sequences(1, 1, False, CHUNK), interpreted=False)
-    return _device.smem_bytes(kernel.scratch(plan))
+    q, v = (jax.ShapeDtypeStruct((1, 1, 1, size), jnp.bfloat16) for size in (key_dim, config.state_wgs * PIECE))
+    return _device.smem_bytes(kernel.scratch(_plan(1.0, config, q, v, None, _host.Target("", num_sms=1))))
 
 
 def default_config(key_dim: int, value_dim: int = 64, columns: int = 1, num_sms: int = 1) -> Config:
@@ -131,37 +128,23 @@ def default_config(key_dim: int, value_dim: int = 64, columns: int = 1, num_sms:
     return Config(num_stages=3 if key_dim > 64 else 4)
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Arguments that are not arrays."""
-
-    scale: float
-    config: Config
-
-
-def _plan(options: Options, q, v, sequences: Sequences, interpreted: bool) -> Plan:
-    """The forward kernel of operands without a batch."""
-    (key_heads, key_dim), (heads, size), c = q.shape[1:], v.shape[1:], options.config
-    return Plan(
-        sequences, key_heads, heads, key_dim // PIECE, size // PIECE, q.dtype, options.scale, c.num_stages,
-        c.state_wgs, c.output_wgs, has_values=True, keeps_all=False, interpreted=interpreted,
+def _plan(scale: float, config: Config, q, v, cu_seqlens, target: _host.Target) -> ForwardPlan:
+    (batch, length, heads, size), (key_heads, key_dim) = v.shape, q.shape[2:]
+    num_seqs = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    columns, mean_length = heads * size // PIECE, pl.cdiv(batch * length, num_seqs)
+    most_parts = min(target.num_sms // (num_seqs * columns), mean_length // 512)
+    parts = config.parts or (None if most_parts >= LEAST_PARTS else 1)
+    part_rows = rows_per_part(num_seqs, mean_length, columns, target.num_sms, parts)
+    sequences = Sequences(num_seqs, batch * length, cu_seqlens is not None, CHUNK, part_rows)
+    return ForwardPlan(
+        sequences, key_heads, heads, key_dim // PIECE, size // PIECE, q.dtype, scale, target.interpreted,
+        config.num_stages, config.state_wgs, config.output_wgs, has_values=True, keeps_all=False,
     )  # fmt: skip
 
 
-def _sequences(options: Options, v, cu_seqlens, batch: int, num_sms: int) -> Sequences:
-    num_rows, heads, size = v.shape
-    num_seqs = batch if cu_seqlens is None else len(cu_seqlens) - 1
-    columns, length, parts = heads * size // PIECE, pl.cdiv(num_rows, num_seqs), options.config.parts
-    fill = num_sms // (num_seqs * columns)
-    parts = parts or (None if min(fill, length // 512) >= LEAST_PARTS else 1)
-    return Sequences(
-        num_seqs, num_rows, cu_seqlens is not None, CHUNK, rows_per_part(num_seqs, length, columns, num_sms, parts)
-    )
-
-
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
-def _forward(q, k, v, g, beta, initial, cu_seqlens, *, plan: Plan, params):
-    """(o, final states, (cum, inverses)), of operands without a batch, v in columns of 64."""
+def _launch(q, k, v, g, beta, initial, cu_seqlens, *, plan: ForwardPlan, params):
+    """(o, final states, (cum, inverse)), of operands without a batch, v in columns of 64."""
     sequences = plan.sequences
     cum = cumulative_decays(sequences.in_chunks(g.astype(jnp.float32), cu_seqlens))
     beta = sequences.in_chunks(beta.astype(jnp.float32), cu_seqlens)
@@ -171,44 +154,38 @@ def _forward(q, k, v, g, beta, initial, cu_seqlens, *, plan: Plan, params):
     starts = initial
     if sequences.part_rows is not None:
         starts, final = starts_of_parts(plan, table, seq, k, v, inverse, cum, initial, params)
-    states, o = kernel.run(plan, table, q, k, v, inverse, cum, starts, params)
+    states, o = kernel.launch(plan, table, q, k, v, inverse, cum, starts, params)
     return o, states if sequences.part_rows is None else final, (cum, inverse)
 
 
-def _run(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
-    """((o, final states), (cum, inverses))."""
-    target = _host.require_tensor_cores("gated_delta_rule")
-    (batch, length, heads, size), key_dim = v.shape, k.shape[3]
-    rows = lambda x: x.reshape(batch * length, *x.shape[2:])
-    sequences = _sequences(options, rows(v), cu_seqlens, batch, target.num_sms)
-    plan = _plan(options, rows(q), rows(v), sequences, target.interpreted)
+def _forward(plan: ForwardPlan, q, k, v, g, beta, initial_state, cu_seqlens):
+    """((o, final states), (cum, inverse)); the backward pass needs the second pair."""
+    rows = lambda x: x.reshape(-1, *x.shape[2:])
     initial = None if initial_state is None else as_states(initial_state, plan.columns)
-    o, final, kept = _forward(
-        rows(q), rows(k), v.reshape(batch * length, plan.columns, PIECE), rows(g), rows(beta), initial, cu_seqlens,
+    o, final, kept = _launch(
+        rows(q), rows(k), v.reshape(-1, plan.columns, PIECE), rows(g), rows(beta), initial, cu_seqlens,
         plan=plan, params=_host.compiler_params(approx_math=True),
     )  # fmt: skip
-    return (o.reshape(v.shape), final.reshape(sequences.num_seqs, heads, size, key_dim)), kept
+    return (o.reshape(v.shape), final.reshape(-1, plan.heads, v.shape[3], k.shape[3])), kept
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated_delta_rule(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
-    return _run(options, q, k, v, g, beta, initial_state, cu_seqlens)[0]
+def _gated_delta_rule(plan: ForwardPlan, q, k, v, g, beta, initial_state, cu_seqlens):
+    return _forward(plan, q, k, v, g, beta, initial_state, cu_seqlens)[0]
 
 
-def _gated_delta_rule_fwd(options: Options, q, k, v, g, beta, initial_state, cu_seqlens):
-    run = _host.without_derivative("gated_delta_rule", functools.partial(_run, options))
-    results, kept = run(q, k, v, g, beta, initial_state, cu_seqlens)
+def _gated_delta_rule_fwd(plan: ForwardPlan, q, k, v, g, beta, initial_state, cu_seqlens):
+    forward = _host.without_derivative("gated_delta_rule", functools.partial(_forward, plan))
+    results, kept = forward(q, k, v, g, beta, initial_state, cu_seqlens)
     return results, (q, k, v, g, beta, initial_state, cu_seqlens, kept)
 
 
-def _gated_delta_rule_bwd(options: Options, residuals, cotangents):
-    target = _host.require_tensor_cores("gated_delta_rule")
+def _gated_delta_rule_bwd(plan: ForwardPlan, residuals, cotangents):
+    _host.require_tensor_cores("gated_delta_rule")
     params = _host.compiler_params(approx_math=True)
 
-    def launch(q, k, v, g, beta, initial_state, cu_seqlens, kept, do, d_final):
+    def backward(q, k, v, g, beta, initial_state, cu_seqlens, kept, do, d_final):
         rows = lambda x: x.reshape(-1, *x.shape[2:])
-        sequences = _sequences(options, rows(v), cu_seqlens, len(v), target.num_sms)
-        plan = _plan(options, rows(q), rows(v), sequences, target.interpreted)
         columns = lambda x: x.reshape(-1, plan.columns, PIECE)
         states = lambda x: None if x is None else as_states(x, plan.columns)
         dq, dk, dv, dg, dbeta, d_initial = gradients(
@@ -220,7 +197,7 @@ def _gated_delta_rule_bwd(options: Options, residuals, cotangents):
         d_initial = None if initial_state is None else alike(initial_state, d_initial)
         return *(alike(*pair) for pair in pairs), d_initial
 
-    return *_host.without_derivative("gated_delta_rule", launch)(*residuals, *cotangents), None
+    return *_host.without_derivative("gated_delta_rule", backward)(*residuals, *cotangents), None
 
 
 _gated_delta_rule.defvjp(_gated_delta_rule_fwd, _gated_delta_rule_bwd)
@@ -268,7 +245,7 @@ def gated_delta_rule(
       ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
     """
     op = "gated_delta_rule"
-    arguments.elsewhere(op, others)
+    _host.elsewhere(op, others, arguments.ELSEWHERE)
     required, optional = dict(q=q, k=k, v=v, g=g, beta=beta), dict(initial_state=initial_state, cu_seqlens=cu_seqlens)
     q, k, v, g, beta, initial_state, cu_seqlens = arguments.arrays(op, required, optional)
     arguments.check_delta(op, "B, T", q, k, v, g, beta)
@@ -293,9 +270,10 @@ def gated_delta_rule(
             f"{_host.PACKAGE}.{op}: {config=} needs {need} bytes of shared memory for keys of {dim}, and a block has "
             f"{_device.SMEM_BYTES_MAX}: lower num_stages"
         )
+    plan = _plan(scale, config, q, v, cu_seqlens, target)
     operands = q, k, v, jnp.maximum(g, math.log(LEAST_DECAY)), beta, initial_state, cu_seqlens
     leaves, tree = jax.tree.flatten(operands)
-    o, final = _gated_delta_rule(Options(scale, config), *jax.tree.unflatten(tree, _host.reverse_only(op, *leaves)))
+    o, final = _gated_delta_rule(plan, *jax.tree.unflatten(tree, _host.reverse_only(op, *leaves)))
     return (o, final) if return_final_state else o
 
 

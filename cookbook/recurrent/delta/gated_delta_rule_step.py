@@ -8,23 +8,19 @@ K divides H: value head h reads key head h // (H // K). q, k and v are all bfloa
 
 Role table: two blocks of one warpgroup on each SM, which stay. Each takes every so many tiles of 64 of a state's rows:
 it corrects one in registers, and writes it where it lay in shared memory, from where TMA stores it; the next tiles are
-in flight to the other slots meanwhile. A row of a tile needs no other, so that tiles of a head are independent.
+in flight to the other stages meanwhile. A row of a tile needs no other, so that tiles of a head are independent.
 
 Barrier table:
 
-    barrier        arrivals                             who waits
-    filled[slot]   copies of a tile, and of its q, k    the warpgroup, before it loads the tile into registers
-                   and v
-
-In place: the kernel writes to a Ref. An array becomes one inside, and XLA copies it first unless it is donated, or was
-made in the same `jit` and is not used afterwards. A `jax.new_ref` of the caller's is never copied.
+    barrier         arrivals                             who waits
+    filled[stage]   copies of a tile, and of its q, k    the warpgroup, before it loads the tile into registers
+                    and v
 
 Other names and layouts: those of `gated_delta_rule`, with the axis T of one token left out. In fla this is
 `fused_recurrent_gated_delta_rule`, in transformers `torch_recurrent_gated_delta_rule`; their states (B, H, N, P) are
 transposed ones.
 
 Bound by: memory, each state being read and written once.
-Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`, with `check_vma=False`.
 Not supported: differentiation, several tokens at a time (`gated_delta_rule` with an initial state).
 Chapter: notebooks/17b_delta_rule.ipynb. Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024).
 """
@@ -101,38 +97,38 @@ def _kernel(q_gmem, k_gmem, v_gmem, g_gmem, beta_gmem, state_gmem, o_gmem, *, nu
     def rows(tile):
         return state_gmem.at[pl.ds(pl.multiple_of(tile * PIECE, PIECE), PIECE)]
 
-    def start(i):
-        slot, (tile, seq, column) = _device.rem(i, num_stages), place(i)
+    def start_copies(i):
+        stage, (tile, seq, column) = _device.rem(i, num_stages), place(i)
         key_head = _device.div(column, per_key_head)
         sources = rows(tile), q_gmem.at[seq, key_head], k_gmem.at[seq, key_head], v_gmem.at[seq, column]
         for source, smem in zip(sources, (s_smem, q_smem, k_smem, v_smem), strict=True):
-            plgpu.copy_gmem_to_smem(source, smem.at[slot], filled.at[slot])
+            plgpu.copy_gmem_to_smem(source, smem.at[stage], filled.at[stage])
 
-    def correct(state, i, slot):
+    def correct(state, i, stage):
         """(new state, o)."""
         _, seq, column = place(i)
         head = _device.div(column, per_head)
         decay, beta = jnp.exp(g_gmem[seq, head]), beta_gmem[seq, head]
-        across = lambda smem: lax.broadcast_in_dim(load(smem.at[slot], COLUMNS).astype(jnp.float32), state.shape, [1])
+        across = lambda smem: lax.broadcast_in_dim(load(smem.at[stage], COLUMNS).astype(jnp.float32), state.shape, [1])
         state, key = state * decay, across(k_smem)
-        error = load(v_smem.at[slot], ROWS).astype(jnp.float32) - (state * key).sum(axis=1)
+        error = load(v_smem.at[stage], ROWS).astype(jnp.float32) - (state * key).sum(axis=1)
         state = state + lax.broadcast_in_dim(error * beta, state.shape, [0]) * key
         return state, (state * across(q_smem)).sum(axis=1) * scale
 
     for i in range(num_stages - 1):
-        pl.when(i < turns)(functools.partial(start, i))
+        pl.when(i < turns)(functools.partial(start_copies, i))
 
     @pl.loop(0, turns)
     def _(i):
-        slot, (tile, seq, column) = _device.rem(i, num_stages), place(i)
-        plgpu.barrier_wait(filled.at[slot])
-        state, o = correct(load(s_smem.at[slot]), i, slot)
-        s_smem[slot] = state
+        stage, (tile, seq, column) = _device.rem(i, num_stages), place(i)
+        plgpu.barrier_wait(filled.at[stage])
+        state, o = correct(load(s_smem.at[stage]), i, stage)
+        s_smem[stage] = state
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(s_smem.at[slot], rows(tile))
+        plgpu.copy_smem_to_gmem(s_smem.at[stage], rows(tile))
         _device.store(o_gmem.at[seq, column], o.astype(o_gmem.dtype))
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # The tile before has left its slot.
-        pl.when(i + num_stages - 1 < turns)(lambda: start(i + num_stages - 1))
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # The tile before has left its stage.
+        pl.when(i + num_stages - 1 < turns)(lambda: start_copies(i + num_stages - 1))
 
     plgpu.wait_smem_to_gmem(0)
 
@@ -175,7 +171,8 @@ def gated_delta_rule_step(
 ) -> tuple[jax.Array, jax.Array]:
     """One token of each sequence through the gated delta rule; the states are changed in place.
 
-    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`,
+    with `check_vma=False`.
 
     Args:
       q, k: (B, K, N), bfloat16 or float16; N is 64 or 128.
@@ -189,14 +186,15 @@ def gated_delta_rule_step(
 
     Returns:
       (o, state): o of the shape and dtype of `v`. Donate the state to `jax.jit` (`donate_argnums`), or XLA copies it
-      first. With a Ref: o alone, and the Ref is written; nothing is copied.
+      first, unless it was made in the same `jit` and is not used afterwards. With a Ref: o alone, and the Ref is
+      written; nothing is copied.
 
     Raises:
       ValueError: a shape, dtype or number is not supported, or the state varies over a mesh that `jax.shard_map` checks
         (give it check_vma=False); RuntimeError: no GPU.
     """
     op = "gated_delta_rule_step"
-    arguments.elsewhere(op, others)
+    _host.elsewhere(op, others, arguments.ELSEWHERE)
     q, k, v, g, beta = arguments.arrays(op, dict(q=q, k=k, v=v, g=g, beta=beta))
     state, by_ref = arguments.state_or_ref(op, state)
     arguments.check_delta(op, "B", q, k, v, g, beta)

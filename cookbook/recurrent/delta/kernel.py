@@ -1,30 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of the gated delta rule from chunk to chunk, and the results of the tokens: the serial half of it.
 
-    u = inverse (v - exp(cum) k state),    state' = exp(cum[-1]) state + k^T (exp(cum[-1] - cum) u)
-    o = scale (exp(cum) q state + tril(exp(cum[t] - cum[s]) q k^T) u)
+With the state s before a chunk, a row per value as in the ops' arguments, and a row per token in all others,
+
+    u  = inverse (v - exp(cum) k sᵀ)
+    o  = scale (exp(cum) q sᵀ + w u),    w[t, s] = exp(cum[t] - cum[s]) q[t] . k[s]  for s <= t, else 0
+    s' = exp(cum[-1]) s + (exp(cum[-1] - cum) u)ᵀ k,    the state before the next chunk
 
 Shapes: q and k (rows, key heads, N); v and o (rows, columns, 64), where a column is 64 values of a head; cum (heads,
-chunks, 64) float32; inverse (heads, chunks, 64, 64); states (parts, columns, 64, N) float32, transposed. All others are
-bfloat16 or all float16.
+chunks, 64) float32; inverse (heads, chunks, 64, 64), from `kernel_inverse`; states (parts, columns, 64, N) float32. All
+others are bfloat16 or all float16.
 
 Role table: a block goes through a part of a sequence with one column, or with both of a head; its warpgroups are
 
-    state    one a column: the chain. It keeps the state transposed in registers, where WGMMA takes it, u and what they
-             are made of as its first operand: nothing that the next chunk waits for goes through shared memory
-    output   one or two, which take turns: o of the chunk, from the states and u that `state` leaves in shared memory
+    state    one per column: the chain u, s', u, s' ... It keeps s and uᵀ in registers, where WGMMA takes its first
+             operand: nothing that the next chunk waits for goes through shared memory
+    output   one or two, which take turns: o of the chunk, from the s and u that `state` leaves in shared memory
     memory   one: copies the chunks' rows, inverses and decays ahead
 
-Barrier table:
+Barrier table, of two rings, `chunks` from memory to all others and `states` from state to output:
 
-    barrier        arrivals                         who waits
-    filled[slot]   copies of a chunk                state and the output warpgroups, for every chunk, also those
-                                                    that they pass by: no phase of a barrier may be missed
-    freed[slot]    state and output warpgroups      memory, before it refills the slot
-    landed         copies of a chunk that is cut    memory, before it zeroes the rows of other sequences, and arrives at
-                                                    filled in place of the copies
-    handed[slot]   state, each having stored its u  the output warpgroup
-    taken[slot]    the output warpgroup             state, before it stores the next state
+    barrier                arrivals                         who waits
+    chunks.filled[stage]   copies of a chunk                state and output warpgroups, for every chunk, also those
+                                                            that they skip: no phase of a barrier may be missed
+    chunks.freed[stage]    state and output warpgroups      memory, before it refills the stage
+    landed                 copies of a chunk that is cut    memory, before it zeroes the rows of other sequences, and
+                                                            arrives at chunks.filled in place of the copies
+    states.filled[stage]   state, each having stored its u  the output warpgroup
+    states.freed[stage]    the output warpgroup             state, before it stores the next state
 
 Without an output warpgroup the kernel gives states alone: that after each part, or for the backward pass those before
 all chunks. Without values it gives the states that follow from a unit matrix: what a part does to any state.
@@ -36,7 +39,6 @@ both, and one chain computes while the other waits.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,29 +47,31 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
-from ..._device import COLUMNS, PIECE, ROWS, Tiles, load, product, spread
+from ..._device import COLUMNS, PIECE, ROWS, Barrier, Index, Ref, Ring, Tiles, load, product, spread
 from ..sequences import Part
 from ..states import first_state, store_state
 from ..tiles import Operand, load_chunks, store_rows
-from .plan import CHUNK, SQUARE, Plan
+from .plan import CHUNK, SQUARE, ForwardPlan
 
 # Registers per thread of the state, output and memory warpgroups, by the numbers of state and output warpgroups.
 REGISTERS = {(1, 0): (240, 0, 40), (1, 1): (232, 168, 40), (1, 2): (216, 120, 40), (2, 1): (168, 136, 40)}
-HANDED_SLOTS = 2  # Chunks that `state` may be ahead of the output warpgroups.
+# Chunks that `state` may be ahead of the output warpgroups: a multiple of their number. Then each of two, which takes
+# every second chunk, reads the same stage each time and misses no phase of its barriers.
+STATE_STAGES = 2
 
 
-def _copies(plan: Plan) -> int:
+def _copies(plan: ForwardPlan) -> int:
     """Copies of a chunk: the inverse, cum in one or two layouts, values, keys and queries."""
     num_keys = plan.pieces * (2 if plan.output_wgs else 1)
     return (3 if plan.output_wgs else 2) + plan.has_values * plan.state_wgs + num_keys
 
 
-def scratch(plan: Plan) -> dict:
-    vectors = plgpu.SMEM((plan.num_stages, CHUNK), jnp.float32)
+def scratch(plan: ForwardPlan) -> dict:
+    cum = plgpu.SMEM((plan.num_stages, CHUNK), jnp.float32)
     refs = dict(
         k_smem=plan.rows(plan.num_stages, plan.pieces),
         inverse_smem=plan.squares(plan.num_stages),
-        columns_smem=vectors,
+        columns_smem=cum,
         filled=_device.barriers(plan.num_stages, _copies(plan)),
         freed=_device.barriers(plan.num_stages, plan.memory_role),
         landed=_device.barriers(1, _copies(plan)),
@@ -75,15 +79,15 @@ def scratch(plan: Plan) -> dict:
     if plan.has_values:
         refs |= dict(v_smem=plan.rows(plan.num_stages, plan.state_wgs))
     if plan.output_wgs or plan.keeps_all:
-        refs |= dict(s_smem=plan.squares(HANDED_SLOTS, plan.state_wgs, plan.pieces))
+        refs |= dict(s_smem=plan.squares(STATE_STAGES, plan.state_wgs, plan.pieces))
     if plan.output_wgs:
         refs |= dict(
-            u_smem=plan.squares(HANDED_SLOTS, plan.state_wgs),
+            u_smem=plan.squares(STATE_STAGES, plan.state_wgs),
             q_smem=plan.rows(plan.num_stages, plan.pieces),
-            rows_smem=vectors,
+            rows_smem=cum,
             o_smem=plan.rows(plan.output_wgs * plan.state_wgs),
-            handed=_device.barriers(HANDED_SLOTS, plan.state_wgs),
-            taken=_device.barriers(HANDED_SLOTS),
+            handed=_device.barriers(STATE_STAGES, plan.state_wgs),  # The ring `states`: filled, and freed.
+            taken=_device.barriers(STATE_STAGES),
         )
     return refs
 
@@ -92,33 +96,31 @@ def scratch(plan: Plan) -> dict:
 class Shared:
     """Scratch and indices that the roles of a block share."""
 
-    plan: Plan
+    plan: ForwardPlan
     part: Part
-    unit: Any  # Number of the block among those of its part.
-    ring: _device.Ring
-    hand: _device.Ring | None  # Slots of `state` and `u`, if there are output warpgroups.
-    k: Tiles  # In the ring, as the next five.
-    inverse: Any
-    columns: Any  # cum, to be read along columns, and along rows.
-    rows: Any = None
+    unit: Index  # Number of the block among those of its part.
+    chunks: Ring  # Its stages hold the next six.
+    k: Tiles
+    inverse: Ref
+    columns: Ref  # cum, to be read along columns, as `rows` is along rows.
+    rows: Ref = None
     v: Tiles | None = None
     q: Tiles | None = None
-    s: Any = None  # States before chunks.
-    u: Any = None
+    states: Ring | None = None  # Its stages hold the next two.
+    s: Ref = None
+    u: Ref = None
     o: Tiles | None = None
 
 
-def _kernel(table, gmem, initial_gmem, *outs, plan: Plan, filled, freed, landed, handed=None, taken=None, **smem):
-    role, unit, part = (
-        lax.axis_index("role"),
-        lax.axis_index("unit"),
-        Part.of_block(table, plan.sequences, plan.interpreted),
-    )
+def _kernel(
+    table, gmem, initial_gmem, *outs, plan: ForwardPlan, filled, freed, landed, handed=None, taken=None, **smem
+):  # fmt: skip
+    role, unit = lax.axis_index("role"), lax.axis_index("unit")
+    part = Part.of_block(table, plan.sequences, plan.interpreted)
     smem = {name.removesuffix("_smem"): ref for name, ref in smem.items()}
     smem |= {name: Tiles.views(smem[name], plan.interpreted) for name in "qkvo" if name in smem}
-    ring = _device.Ring(filled, freed, plan.num_stages)
-    hand = _device.Ring(handed, taken, HANDED_SLOTS) if plan.output_wgs else None
-    shared = Shared(plan, part, unit, ring, hand, **smem)
+    states = Ring(handed, taken, STATE_STAGES) if plan.output_wgs else None
+    shared = Shared(plan, part, unit, Ring(filled, freed, plan.num_stages), states=states, **smem)
     state_registers, output_registers, memory_registers = REGISTERS[plan.state_wgs, plan.output_wgs]
 
     @_device.role(role < plan.state_wgs, increase_to=state_registers)
@@ -137,7 +139,7 @@ def _kernel(table, gmem, initial_gmem, *outs, plan: Plan, filled, freed, landed,
         _load_chunks(shared, landed, gmem)
 
 
-def _load_chunks(shared: Shared, landed, gmem: dict):
+def _load_chunks(shared: Shared, landed: Barrier, gmem: dict):
     """The memory warpgroup."""
     plan = shared.plan
     head = plan.head(shared.unit * plan.state_wgs)
@@ -148,58 +150,61 @@ def _load_chunks(shared: Shared, landed, gmem: dict):
     if plan.output_wgs:
         operands.append(Operand(gmem["q"], shared.q, key_head, plan.pieces))
 
-    def inverse_and_cum(chunk, slot):
+    def inverse_and_cum(chunk, stage):
         refs = dict(inverse=shared.inverse, columns=shared.columns, rows=shared.rows)
-        return [(gmem[name].at[head, chunk], ref.at[slot]) for name, ref in refs.items() if ref is not None]
+        return [(gmem[name].at[head, chunk], ref.at[stage]) for name, ref in refs.items() if ref is not None]
 
-    load_chunks(shared.part, shared.ring, landed, operands, inverse_and_cum, _copies(plan))
+    load_chunks(shared.part, shared.chunks, landed, operands, inverse_and_cum, _copies(plan))
 
 
-def _carry_the_state(shared: Shared, wg, initial_gmem, states_gmem):
-    """State warpgroup `wg`: takes the state of its column from chunk to chunk, in pieces."""
+def _carry_the_state(shared: Shared, wg: Index, initial_gmem: Ref | None, states_gmem: Ref):
+    """State warpgroup `wg`: takes the state of its column from chunk to chunk, in pieces (64, 64) of its N columns."""
     plan, part, column = shared.plan, shared.part, shared.unit * shared.plan.state_wgs + wg
 
-    def step(i, state):
-        slot, place = shared.ring.wait(i), _device.rem(i, HANDED_SLOTS)
-        u = _corrections(shared, wg, i, slot, [piece.astype(plan.dtype) for piece in state])
+    def step(i, s):
+        stage, state_stage = shared.chunks.wait(i), _device.rem(i, STATE_STAGES)
+        u = _corrections(shared, wg, i, stage, [piece.astype(plan.dtype) for piece in s])
         if plan.output_wgs:
-            shared.u[place, wg] = u.astype(plan.dtype)
+            shared.u[state_stage, wg] = u.astype(plan.dtype)
             plgpu.commit_smem()
-            plgpu.barrier_arrive(shared.hand.filled.at[place])
+            plgpu.barrier_arrive(shared.states.filled.at[state_stage])
         elif plan.keeps_all:
             plgpu.commit_smem()
             for p in range(plan.pieces):
                 target = states_gmem.at[part.first_chunk + i, column, :, pl.ds(p * PIECE, PIECE)]
-                plgpu.copy_smem_to_gmem(shared.s.at[place, wg, p], target)
-        last = shared.columns[slot, CHUNK - 1]
-        to_end = jnp.exp(last - load(shared.columns.at[slot], COLUMNS))
+                plgpu.copy_smem_to_gmem(shared.s.at[state_stage, wg, p], target)
+        # s' = exp(cum[-1]) s + (exp(cum[-1] - cum) u)ᵀ k
+        last = shared.columns[stage, CHUNK - 1]
+        to_end = jnp.exp(last - load(shared.columns.at[stage], COLUMNS))
         u_to_end, decay = (u * spread(to_end, 1)).astype(plan.dtype), jnp.exp(last)
-        state = [
-            product([(u_to_end, shared.k.tiled.at[slot, p])], plan.interpreted, piece * decay)
-            for p, piece in enumerate(state)
+        s = [
+            product([(u_to_end, shared.k.tiled.at[stage, p])], plan.interpreted, piece * decay)
+            for p, piece in enumerate(s)
         ]
-        shared.ring.release(i)
-        return state
+        shared.chunks.release(i)
+        return s
 
-    first = first_state(initial_gmem, (part.state, column), plan.pieces)
+    first = first_state(initial_gmem, (part.number, column), plan.pieces)
     last = lax.fori_loop(0, part.num_chunks, step, first)
     if not plan.keeps_all:
-        store_state(states_gmem, (part.state, column), last)
+        store_state(states_gmem, (part.number, column), last)
     if plan.output_wgs:
-        shared.hand.drain(part.num_chunks)
+        shared.states.drain(part.num_chunks)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _corrections(shared: Shared, wg, i, slot, state):
-    """u of chunk `i`, transposed. `state`, the one before it, is handed over while the tensor cores are at the
-    products."""
+def _corrections(shared: Shared, wg: Index, i: Index, stage: Index, s: list):
+    """uᵀ = (vᵀ - exp(cum) s kᵀ) inverseᵀ of chunk `i`, a row per value and a column per token.
+
+    `s`, rounded, is stored while the tensor cores are at the products.
+    """
     plan = shared.plan
-    keys = [(piece, shared.k.tiled.at[slot, p].T) for p, piece in enumerate(state)]
-    inverse = shared.inverse.at[slot].T
-    values = [(shared.v.tiled.at[slot, wg].T, inverse)] if plan.has_values else []
-    minus_decay = lambda: spread(-jnp.exp(load(shared.columns.at[slot], COLUMNS)), 1)
+    keys = [(piece, shared.k.tiled.at[stage, p].T) for p, piece in enumerate(s)]
+    inverse = shared.inverse.at[stage].T
+    values = [(shared.v.tiled.at[stage, wg].T, inverse)] if plan.has_values else []
+    minus_decay = lambda: spread(-jnp.exp(load(shared.columns.at[stage], COLUMNS)), 1)
     if plan.interpreted:
-        _hand_over(shared, wg, i, state)
+        _store_state_before(shared, wg, i, s)
         from_state = (product(keys, True) * minus_decay()).astype(plan.dtype)
         return product([*values, (from_state, inverse)], True)
 
@@ -209,7 +214,7 @@ def _corrections(shared: Shared, wg, i, slot, state):
         early = [] if u_ref is None else values  # They wait for no state.
         for pair in early:
             plgpu.wgmma(u_ref, *pair)
-        _hand_over(shared, wg, i, state)
+        _store_state_before(shared, wg, i, s)
         from_state = plgpu.wgmma_accumulator_load(from_state_ref, wait_n=len(early))
         from_state = plgpu.layout_cast(from_state, plgpu.Layout.WGMMA)
         from_state = (from_state * minus_decay()).astype(plan.dtype)
@@ -218,65 +223,68 @@ def _corrections(shared: Shared, wg, i, slot, state):
         plgpu.wgmma(u_ref, from_state, inverse)
         return plgpu.layout_cast(u_ref[...], plgpu.Layout.WGMMA)
 
-    # Two chains fill each other's gaps, and have registers for one sum at a time.
-    return pl.run_scoped(multiply, *[plgpu.ACC(SQUARE, jnp.float32)] * (3 - plan.state_wgs))
+    # Two chains fill each other's gaps, and have registers for one accumulator at a time.
+    accumulators = 2 if plan.state_wgs == 1 else 1
+    return pl.run_scoped(multiply, *[plgpu.ACC(SQUARE, jnp.float32)] * accumulators)
 
 
-def _hand_over(shared: Shared, wg, i, state):
-    """Stores the state before chunk `i`, rounded, for the output warpgroups, or to be sent away."""
+def _store_state_before(shared: Shared, wg: Index, i: Index, s: list):
+    """Stores the state before chunk `i` in shared memory, for the output warpgroups or for a copy to `states_gmem`."""
     plan = shared.plan
     if plan.output_wgs:
-        shared.hand.acquire(i)
+        shared.states.acquire(i)
     elif plan.keeps_all:
-        plgpu.wait_smem_to_gmem(plan.pieces, wait_read_only=True)  # The state in this slot has left.
+        plgpu.wait_smem_to_gmem(plan.pieces, wait_read_only=True)  # The state in this stage has left.
     if plan.output_wgs or plan.keeps_all:
-        for p, piece in enumerate(state):
-            shared.s[_device.rem(i, HANDED_SLOTS), wg, p] = piece
+        for p, piece in enumerate(s):
+            shared.s[_device.rem(i, STATE_STAGES), wg, p] = piece
 
 
-def _compute_outputs(shared: Shared, wg, o_gmem):
-    """Output warpgroup `wg`: the results of every chunk, or of every second one."""
+def _compute_outputs(shared: Shared, wg: Index, o_gmem: Ref):
+    """Output warpgroup `wg`: o of every chunk, or of every second one."""
     plan, part = shared.plan, shared.part
     row, col = _device.indices()
 
-    def outputs(i):
-        slot = shared.ring.wait(i)
-        queries = [shared.q.tiled.at[slot, p] for p in range(plan.pieces)]
-        keys = [shared.k.tiled.at[slot, p].T for p in range(plan.pieces)]
-        weights = product(list(zip(queries, keys, strict=True)), plan.interpreted)
-        cum = spread(load(shared.rows.at[slot], ROWS), 0)
-        decay = jnp.exp(jnp.minimum(cum - spread(load(shared.columns.at[slot], COLUMNS), 1), 0.0))
-        weights = jnp.where(row >= col, weights * decay, 0.0).astype(plan.dtype)
-        place = shared.hand.wait(i)
+    def compute_chunk(i):
+        stage = shared.chunks.wait(i)
+        queries = [shared.q.tiled.at[stage, p] for p in range(plan.pieces)]
+        keys = [shared.k.tiled.at[stage, p].T for p in range(plan.pieces)]
+        # w = tril(exp(cum[t] - cum[s]) q kᵀ)
+        w = product(list(zip(queries, keys, strict=True)), plan.interpreted)
+        cum = spread(load(shared.rows.at[stage], ROWS), 0)
+        decay = jnp.exp(jnp.minimum(cum - spread(load(shared.columns.at[stage], COLUMNS), 1), 0.0))
+        w = jnp.where(row >= col, w * decay, 0.0).astype(plan.dtype)
+        state_stage = shared.states.wait(i)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        slots = [wg * plan.state_wgs + column for column in range(plan.state_wgs)]
-        for column, o_slot in enumerate(slots):
-            states = [shared.s.at[place, column, p].T for p in range(plan.pieces)]
+        o_tiles = [wg * plan.state_wgs + column for column in range(plan.state_wgs)]
+        for column, tile in enumerate(o_tiles):
+            # o = scale (exp(cum) q sᵀ + w u)
+            states = [shared.s.at[state_stage, column, p].T for p in range(plan.pieces)]
             o = product(list(zip(queries, states, strict=True)), plan.interpreted)
-            o = product([(weights, shared.u.at[place, column].T)], plan.interpreted, o * jnp.exp(cum))
-            shared.o.tiled[o_slot] = (o * plan.scale).astype(plan.dtype)
-        shared.ring.release(i)
-        shared.hand.release(i)
+            o = product([(w, shared.u.at[state_stage, column].T)], plan.interpreted, o * jnp.exp(cum))
+            shared.o.tiled[tile] = (o * plan.scale).astype(plan.dtype)
+        shared.chunks.release(i)
+        shared.states.release(i)
         plgpu.commit_smem()
-        for column, o_slot in enumerate(slots):
-            store_rows(part, shared.o, o_slot, o_gmem, shared.unit, column, part.row(i))
+        for column, tile in enumerate(o_tiles):
+            store_rows(part, shared.o, tile, o_gmem, shared.unit, column, part.row(i))
 
-    def pass_by(i):
-        shared.ring.wait(i)
-        shared.ring.release(i)
+    def skip_chunk(i):
+        shared.chunks.wait(i)
+        shared.chunks.release(i)
 
     @pl.loop(0, _device.div(part.num_chunks + (plan.output_wgs - 1), plan.output_wgs))
     def _(turn):
         mine = turn * plan.output_wgs + wg
         if plan.output_wgs == 2:
             other = mine + 1 - 2 * wg
-            pl.when(other < part.num_chunks)(lambda: pass_by(other))
-        pl.when(mine < part.num_chunks)(lambda: outputs(mine))
+            pl.when(other < part.num_chunks)(lambda: skip_chunk(other))
+        pl.when(mine < part.num_chunks)(lambda: compute_chunk(mine))
 
     plgpu.wait_smem_to_gmem(0)
 
 
-def run(plan: Plan, table, q, k, v, inverse, cum, initial, params):
+def launch(plan: ForwardPlan, table, q, k, v, inverse, cum, initial, params):
     """The kernel's results: with output warpgroups the states after all parts that are no padding, and o; if it
     `keeps_all` the states before all chunks, (chunks, columns, 64, N), in the operands' dtype; otherwise the states
     after all parts. `initial` None stands for zeros."""

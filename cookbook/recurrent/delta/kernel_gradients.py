@@ -1,22 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradients of a chunk's operands, for all chunks at once: the parallel half of the gated delta rule's backward.
 
-With the state s before a chunk and the gradient ds' of the state after it, both from other kernels, and d[t, s] =
-exp(cum[t] - cum[s]), it makes u and its gradient again,
+From the state s before a chunk, which `kernel` made, and the gradient ds' of the state after it, which
+`kernel_backward` made, it computes u and du again and then the rest of the derivation in `gradients.py`, in its names,
+a step per formula.
 
-    r = v - exp(cum) k s,    u = inverse r,         e = r - strict(d k k^T) u       (u = beta e)
-    du = scale w^T do + exp(cum[-1] - cum) k ds',    dr = inverse^T du,    z = du - strict(d k k^T)^T dr
-
-and from them, where x . y is the sum of products along a row,
-
-    dv = dr,    dbeta = z . e,    dq = scale exp(cum) do s + p k,    dk = dk_plus + dk_minus
-    dk_plus = -exp(cum) dr s - strict(d dr u^T) k,    p = scale tril(d do u^T)
-    dk_minus = exp(cum[-1] - cum) u ds' + p^T q - strict(d dr u^T)^T k
-    dcum = q . dq + k . dk_plus - k . dk_minus,    and for cum[-1] also
-           sum(k . (first term of dk_minus)) + exp(cum[-1]) sum(s . ds')
-
-Shapes: as in `kernel` and `kernel_backward`. dq and dk are made for each column, (rows, columns, N), in the
-operands' dtype; vectors (columns, chunks, 4, 64) float32 are dbeta, dcum and the two terms for cum[-1], by row.
+Shapes: as in `kernel` and `kernel_backward`. dq and dk are made for each column, (rows, columns, N), in the operands'
+dtype. sums (columns, chunks, 4, 64) float32 are the `SUMS`.
 
 Role table: one warpgroup per block, with one chunk of one column; two blocks of an SM hide each other's latencies.
 
@@ -25,14 +15,11 @@ Barrier table:
     barrier   arrivals             who waits
     filled    copies of operands   the warpgroup, before anything
 
-Results take the place of operands in shared memory: dr, which is dv, of v; dk of ds'; and dq of s.
-
 Bound by: the tensor cores, and the latency of some twenty products in a row.
 """
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,15 +28,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
-from ..._device import COLUMNS, PIECE, ROWS, Tiles, load, product, spread
+from ..._device import COLUMNS, PIECE, ROWS, Index, Ref, Tiles, load, product, spread
 from ..tiles import Operand
 from .plan import CHUNK, Plan
 
-DBETA, DCUM, TO_END, DECAYED = range(4)  # The vectors.
+# Sums along rows that the kernel returns: dbeta and dcum, a number per token; and two terms of the gradient of cum[-1],
+# k . (exp(cum[-1] - cum) u ds') per token and s . ds' per value. To return another sum: name it here, `put` it in
+# `_compute`, and use it in `gradients.py`.
+SUMS = DBETA, DCUM, LAST_BY_TOKEN, LAST_BY_VALUE = range(4)
 
 
 def _scratch(plan: Plan) -> dict:
-    vector = plgpu.SMEM((CHUNK,), jnp.float32)
+    cum = plgpu.SMEM((CHUNK,), jnp.float32)
     rows = {f"{name}_smem": plan.rows(1, plan.pieces) for name in ("q", "k", "s", "ds")}
     return rows | dict(
         v_smem=plan.rows(1, 1),
@@ -57,9 +47,9 @@ def _scratch(plan: Plan) -> dict:
         inverse_smem=plan.squares(),
         r_smem=plan.squares(),
         u_smem=plan.squares(),
-        rows_smem=vector,
-        columns_smem=vector,
-        filled=_device.barriers(1, 4 * plan.pieces + 5),
+        rows_smem=cum,
+        columns_smem=cum,
+        filled=_device.barriers(1, 4 * plan.pieces + 5),  # Copies of q, k, s, ds; v, do, inverse, and cum twice.
     )
 
 
@@ -67,12 +57,12 @@ def _scratch(plan: Plan) -> dict:
 class Decays:
     """Decays within a chunk, recomputed where they are used to save registers."""
 
-    rows: Any  # cum, to be read along rows, and along columns.
-    columns: Any
-    last: Any  # cum of the last token.
+    rows: Ref  # cum, to be read along rows, and along columns.
+    columns: Ref
+    last: jax.Array  # cum of the last token.
 
     def pairs(self, matrix, strict: bool, transposed: bool = False):
-        """`matrix` times d where s < t, or s <= t, and 0 elsewhere; or all of it transposed."""
+        """tril(d `matrix`), or strict(d `matrix`). `transposed`: the same of the transposed matrix, transposed."""
         row, column = (plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout) for layout in (ROWS, COLUMNS))
         apart = spread(row, 0) - spread(column, 1)
         difference = spread(load(self.rows, ROWS), 0) - spread(load(self.columns, COLUMNS), 1)
@@ -80,9 +70,11 @@ class Decays:
         return jnp.where(apart >= int(strict), matrix * jnp.exp(jnp.minimum(difference, 0.0)), 0.0)
 
     def from_start(self):
+        """exp(cum)"""
         return spread(jnp.exp(load(self.rows, ROWS)), 0)
 
     def to_end(self):
+        """exp(cum[-1] - cum)"""
         return spread(jnp.exp(self.last - load(self.rows, ROWS)), 0)
 
 
@@ -92,15 +84,21 @@ class Chunk:
 
     plan: Plan
     decays: Decays
-    q: Any  # In pieces, as the next three.
-    k: Any
-    s: Any
-    ds: Any  # The gradient of the state after the chunk.
-    v: Any
-    do: Any
-    inverse: Any
-    r: Any  # r, and then du.
-    u: Any
+    q: Ref  # In pieces, as the next three.
+    k: Ref
+    s: Ref
+    ds: Ref  # The gradient of the state after the chunk.
+    v: Ref
+    do: Ref
+    inverse: Ref
+    r: Ref
+    u: Ref
+
+    # Gradients take the places of operands that are not read after them.
+    du = property(lambda self: self.r)
+    dr = property(lambda self: self.v)
+    dk = property(lambda self: self.ds)
+    dq = property(lambda self: self.s)
 
     def rounded(self, x):
         return x.astype(self.plan.dtype)
@@ -109,70 +107,98 @@ class Chunk:
         return product(list(pairs), self.plan.interpreted, onto)
 
     def by_piece(self, a, b):
-        """The product of rows of `a` with rows of `b`, each in pieces."""
+        """a bᵀ, both in pieces."""
         return self.multiply(*((a.at[p], b.at[p].T) for p in range(self.plan.pieces)))
 
 
-def _make_corrections(c: Chunk):
-    """Leaves u in shared memory; returns e, rounded."""
+def _errors(c: Chunk):
+    """e, rounded. Leaves u in shared memory."""
+    # r = v - exp(cum) k sᵀ
     values = load(c.v).astype(jnp.float32)
     r = values - c.decays.from_start() * c.by_piece(c.k, c.s)
     c.r[...] = c.rounded(r)
     plgpu.commit_smem()
+    # u = inverse r
     c.u[...] = c.rounded(c.multiply((c.inverse, c.r)))
     plgpu.commit_smem()
-    # Negated after the cast: if an accumulator is negated, ptxas lets no two WGMMAs overlap.
-    lower = -c.rounded(c.decays.pairs(c.by_piece(c.k, c.k), strict=True))
-    return c.rounded(c.multiply((lower, c.u), onto=r))
+    # e = r - m u. Negated after the cast: if an accumulator is negated, ptxas lets no two WGMMAs overlap.
+    minus_m = -c.rounded(c.decays.pairs(c.by_piece(c.k, c.k), strict=True))
+    return c.rounded(c.multiply((minus_m, c.u), onto=r))
 
 
-def _make_their_gradients(c: Chunk):
-    """Leaves dr in the place of v; returns z."""
-    weights = c.by_piece(c.k, c.q)
-    weights = c.rounded(c.decays.pairs(weights * c.plan.scale, strict=False, transposed=True))
+def _gradient_of_corrections(c: Chunk):
+    """z. Leaves dr in shared memory."""
+    # du = scale wᵀ do + exp(cum[-1] - cum) k ds'ᵀ
+    w = c.by_piece(c.k, c.q)
+    w = c.rounded(c.decays.pairs(w * c.plan.scale, strict=False, transposed=True))
     du = c.decays.to_end() * c.by_piece(c.k, c.ds)
-    c.r[...] = c.rounded(c.multiply((weights, c.do), onto=du))
+    c.du[...] = c.rounded(c.multiply((w, c.do), onto=du))
     plgpu.commit_smem()
-    c.v[...] = c.rounded(c.multiply((c.inverse.T, c.r)))
+    # dr = inverseᵀ du
+    c.dr[...] = c.rounded(c.multiply((c.inverse.T, c.du)))
     plgpu.commit_smem()
-    # The keys' product is recomputed, and du loaded as it was stored, to save registers.
-    du = load(c.r).astype(jnp.float32)
-    lower = -c.rounded(c.decays.pairs(c.by_piece(c.k, c.k), strict=True, transposed=True))
-    return c.multiply((lower, c.v), onto=du)
+    # z = du - mᵀ dr. The keys' product is recomputed, and du loaded as it was stored, to save registers.
+    du = load(c.du).astype(jnp.float32)
+    minus_m = -c.rounded(c.decays.pairs(c.by_piece(c.k, c.k), strict=True, transposed=True))
+    return c.multiply((minus_m, c.dr), onto=du)
 
 
-def _dot(x_smem, y):
-    """x . y of rows."""
+def _row_dots(x_smem: Ref, y):
+    """x . y"""
     return (load(x_smem).astype(jnp.float32) * y).sum(axis=1)
 
 
-def _make_dk_and_dq(c: Chunk, p, sums):
-    """`sums`, of dcum and its term for cum[-1], with piece `p` of the keys added; the pieces of dk and dq go to the
-    places of ds and s. The squares are recomputed for each piece to save registers."""
-    dcum, to_end = sums
-    (q, k, s, ds), dr = (ref.at[p] for ref in (c.q, c.k, c.s, c.ds)), c.v
+def _gradients_of_keys_and_queries(c: Chunk, p: Index, sums):
+    """Leaves piece `p` of dk and dq in shared memory. Returns `sums`, of `DCUM` and `LAST_BY_TOKEN`, with this piece of
+    their rows added. dqk and dkk are recomputed for each piece to save registers."""
+    dcum, last_by_token = sums
+    q, k, s, ds = (ref.at[p] for ref in (c.q, c.k, c.s, c.ds))
 
-    def square(a, b, *, strict: bool, transposed: bool = False):
-        """a b^T, decayed, below the diagonal if it is `strict`; otherwise with the diagonal, times `scale`."""
+    def decayed(a, b, *, strict: bool, transposed: bool = False):
+        """`strict`: strict(d a bᵀ), otherwise tril(d scale a bᵀ). `transposed`: the same of b and a, transposed."""
         pairs = c.multiply((a, b.T)) * (1.0 if strict else c.plan.scale)
         return c.rounded(c.decays.pairs(pairs, strict, transposed))
 
+    # dk_minus = exp(cum[-1] - cum) u ds' + dqkᵀ q + dkkᵀ k
     dk_minus = c.decays.to_end() * c.multiply((c.u, ds))
-    to_end += _dot(k, dk_minus)
-    dk_minus = c.multiply((square(c.u, c.do, strict=False, transposed=True), q), onto=dk_minus)
-    dk_minus = c.multiply((-square(c.u, dr, strict=True, transposed=True), k), onto=dk_minus)
-    dk_plus = -c.decays.from_start() * c.multiply((dr, s))
-    dk_plus = c.multiply((-square(dr, c.u, strict=True), k), onto=dk_plus)
-    dcum += _dot(k, dk_plus - dk_minus)
-    c.ds[p] = c.rounded(dk_plus + dk_minus)
-
+    last_by_token += _row_dots(k, dk_minus)
+    dqk_transposed = decayed(c.u, c.do, strict=False, transposed=True)
+    dk_minus = c.multiply((dqk_transposed, q), onto=dk_minus)
+    dkk_transposed = -decayed(c.u, c.dr, strict=True, transposed=True)
+    dk_minus = c.multiply((dkk_transposed, k), onto=dk_minus)
+    # dk_plus = -exp(cum) dr s + dkk k
+    dk_plus = -c.decays.from_start() * c.multiply((c.dr, s))
+    dkk = -decayed(c.dr, c.u, strict=True)
+    dk_plus = c.multiply((dkk, k), onto=dk_plus)
+    # dcum = q . dq + k . dk_plus - k . dk_minus, its keys
+    dcum += _row_dots(k, dk_plus - dk_minus)
+    c.dk[p] = c.rounded(dk_plus + dk_minus)
+    # dq = scale exp(cum) do s + dqk k
     dq = c.decays.from_start() * c.plan.scale * c.multiply((c.do, s))
-    dq = c.multiply((square(c.do, c.u, strict=False), k), onto=dq)
-    c.s[p] = c.rounded(dq)
-    return dcum + _dot(q, dq), to_end
+    dqk = decayed(c.do, c.u, strict=False)
+    dq = c.multiply((dqk, k), onto=dq)
+    c.dq[p] = c.rounded(dq)
+    return dcum + _row_dots(q, dq), last_by_token
 
 
-def _kernel(first_rows, num_rows, gmem, dq_gmem, dk_gmem, dv_gmem, vectors_gmem, *, plan: Plan, inverse_smem, r_smem,
+def _compute(c: Chunk, num_rows: Index, put):
+    """Leaves dv, dk and dq in shared memory, and stores each of the `SUMS` by `put`."""
+    zero = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), ROWS)
+    by_value = [_row_dots(c.s.at[p], load(c.ds.at[p]).astype(jnp.float32)) for p in range(c.plan.pieces)]
+    put(LAST_BY_VALUE, functools.reduce(jnp.add, by_value))
+    # dbeta = z . e
+    e = _errors(c)
+    z = _gradient_of_corrections(c)
+    put(DBETA, (z * e.astype(jnp.float32)).sum(axis=1))
+    # The compiler would merge a loop whose length it knows with the rest.
+    pieces = jnp.where(num_rows > 0, c.plan.pieces, 0)
+    dcum, by_token = lax.fori_loop(0, pieces, functools.partial(_gradients_of_keys_and_queries, c), (zero, zero))
+    put(DCUM, dcum)
+    put(LAST_BY_TOKEN, by_token)
+    plgpu.commit_smem()
+
+
+def _kernel(first_rows, num_rows, gmem, dq_gmem, dk_gmem, dv_gmem, sums_gmem, *, plan: Plan, inverse_smem, r_smem,
             u_smem, rows_smem, columns_smem, filled, **smem):  # fmt: skip
     chunk, column = lax.axis_index("tile"), lax.axis_index("head_index")
     row, num, head = first_rows[chunk], num_rows[chunk], plan.head(column)
@@ -200,19 +226,10 @@ def _kernel(first_rows, num_rows, gmem, dq_gmem, dk_gmem, dv_gmem, vectors_gmem,
     alone = [tiles[name].tiled.at[0, 0] for name in ("v", "do")]
     decays = Decays(rows_smem, columns_smem, rows_smem[CHUNK - 1])
     c = Chunk(plan, decays, *pieces, *alone, inverse_smem, r_smem, u_smem)
-    zero = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), ROWS)
-    decayed = [_dot(c.s.at[p], load(c.ds.at[p]).astype(jnp.float32)) for p in range(plan.pieces)]
-    put = lambda which, vector: _device.store(vectors_gmem.at[column, chunk, which], vector)
-    put(DECAYED, functools.reduce(jnp.add, decayed))
-    error = _make_corrections(c)
-    put(DBETA, (_make_their_gradients(c) * error.astype(jnp.float32)).sum(axis=1))
-    turns = jnp.where(num > 0, plan.pieces, 0)  # A number that the compiler knows would merge the loop with the rest.
-    dcum, to_end = lax.fori_loop(0, turns, functools.partial(_make_dk_and_dq, c), (zero, zero))
-    put(DCUM, dcum)
-    put(TO_END, to_end)
-    plgpu.commit_smem()
+    _compute(c, num, put=lambda which, vector: _device.store(sums_gmem.at[column, chunk, which], vector))
 
     def store(skip, size: int):
+        """`size` rows of dr, dq and dk from row `skip` on."""
         for out, name, pieces in ((dv_gmem, "v", 1), (dq_gmem, "s", plan.pieces), (dk_gmem, "ds", plan.pieces)):
             for p in range(pieces):
                 target = out.at[pl.ds(row + skip, size), column, pl.ds(p * PIECE, PIECE)]
@@ -226,8 +243,8 @@ def _kernel(first_rows, num_rows, gmem, dq_gmem, dk_gmem, dv_gmem, vectors_gmem,
     plgpu.wait_smem_to_gmem(0)
 
 
-def run(plan: Plan, first_rows, num_rows, q, k, v, do, states, d_states, inverse, cum, params):
-    """[dq, dk, dv, vectors]. Rows of no sequence are not written."""
+def launch(plan: Plan, first_rows, num_rows, q, k, v, do, states, d_states, inverse, cum, params):
+    """[dq, dk, dv, sums]. Rows of no sequence are not written."""
     (rows, columns, _), dim = v.shape, plan.pieces * PIECE
     gmem = dict(q=q, k=k, v=v, do=do, s=states, ds=d_states, inverse=inverse, rows=cum, columns=cum)
     return _host.kernel(
@@ -235,7 +252,7 @@ def run(plan: Plan, first_rows, num_rows, q, k, v, do, states, d_states, inverse
         out_type=[
             *[jax.ShapeDtypeStruct((rows, columns, dim), plan.dtype)] * 2,
             jax.ShapeDtypeStruct(v.shape, plan.dtype),
-            jax.ShapeDtypeStruct((columns, plan.sequences.num_chunks, 4, CHUNK), jnp.float32),
+            jax.ShapeDtypeStruct((columns, plan.sequences.num_chunks, len(SUMS), CHUNK), jnp.float32),
         ],
         grid=(plan.sequences.num_chunks, columns),
         grid_names=("tile", "head_index"),

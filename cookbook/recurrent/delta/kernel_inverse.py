@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The inverse that each chunk of the gated delta rule needs, for all chunks at once: no chunk waits for another.
 
-    lower[t, s] = beta[t] exp(cum[t] - cum[s]) k[t] . k[s]  for s < t,    inverse = (1 + lower)^-1 diag(beta)
+    lower[t, s] = beta[t] exp(cum[t] - cum[s]) k[t] . k[s]  for s < t, else 0
+    inverse     = (1 + lower)^-1 diag(beta)
+
+The kernel inverts a unit lower triangular matrix of 64 x 64 for each chunk of each value head. The paper calls this the
+UT transform, fla `solve_tril`.
 
 Shapes: k (rows, key heads, N), cum and beta (heads, chunks, 64) float32, inverse (heads, chunks, 64, 64) of the dtype
 of k. Rows and columns of tokens that a cut chunk does not have are zero.
 
 Role table: one warpgroup per block, which makes the inverses of one chunk for up to four value heads of a key head, one
-after the other. The products of keys with keys and the masks are the same for these heads and stay in shared memory.
+after the other. There is no memory warpgroup: three blocks on an SM hide each other's copies. The products of keys with
+keys and the masks are the same for these heads and stay in shared memory.
 
 Barrier table:
 
@@ -15,15 +20,31 @@ Barrier table:
     filled    copies of the keys, of the masks, and of cum  the warpgroup, once
               and beta of the heads, in two layouts
 
-Block doubling: let d be the inverse of the blocks of b tokens on the diagonal, and e the part of `lower` between two
-neighbours of them. Then d - d e d is the inverse of the blocks of 2 b tokens, exactly. So five steps of two products on
-the tensor cores lead from blocks of 2, whose inverse is 1 - lower, to all 64. The entries of the inverse are at most
-about 1 for keys of norm 1 and beta up to 1, so the products' operands are float16, which rounds 8 times as finely as
-bfloat16. Powers of `lower` (its Neumann series) are as many products, but reach binomial coefficients of 63.
+The algorithm doubles inverted blocks. Cut 1 + lower into blocks of b tokens. Two neighbours on the diagonal, whose
+inverses d1 and d2 are known, and the block e of `lower` between them make a block of 2 b tokens, whose inverse is
 
-Products are made for 16 columns at a time, the least depth of a WGMMA, so that blocks of 16 and 32 are views of the
-operands. Smaller ones are cut out by masks of ones and zeros: one multiplication of a pair, where a selection takes
-five instructions. Above its diagonal `lower` has any finite values.
+    (1 + lower1      0     )^-1   (    d1       0 )
+    (    e       1 + lower2)    = (-d2 e d1     d2)
+
+A step does this for all pairs of neighbours. d (64, 64) has all inverses on its diagonal, e (64, 64) all blocks between
+neighbours, and zeros elsewhere. Then x = -e d, and d + d x is the next d. Blocks of 2 need no product: d = 1 - e, with
+the e of b = 1. Five steps of two products lead from there to 64. They multiply panels of 16 columns, the least depth of
+a WGMMA:
+
+    b          x = -e d                                   d + d x
+    2, 4, 8    panel i of e by panel i of d, each i       panel i of d by panel i of x, each i
+    16         panels 0, 2 of lower by those of d (d1)    panels 1, 3 of d (d2) by x, into panels 0, 2
+    32         panels 0, 1 of lower by those of d (d1)    panels 2, 3 of d (d2) by x, into panels 0, 1
+
+The left operand of a product is in registers, (64, 16). The right one is a view of d or x in shared memory, (16, 16),
+and the sum an accumulator (64, 64) in float32, which for the second product begins as d. Up to b = 8 the entries of e
+lie in squares of 16 x 16 on the diagonal. Masks of ones and zeros cut them out: one multiplication for a pair, where a
+selection takes five instructions. From b = 16 on no mask is needed, because other rows of x are not read, and those of
+d are zero. So `lower` may have any finite values above its diagonal.
+
+Entries of the inverse are at most about 1 for keys of norm 1 and beta up to 1, so operands are float16, which rounds 8
+times as finely as bfloat16. Powers of `lower` (its Neumann series) are as many products, but reach binomial
+coefficients of 63.
 
 Bound by: instructions that convert operands, and the latency of ten products in a row, with three blocks on
 an SM.
@@ -40,24 +61,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
-from ..._device import COLUMNS, PIECE, ROWS, Tiles, load, product, row_tiles, spread, swizzled
+from ..._device import COLUMNS, PIECE, ROWS, Ref, Tiles, load, product, row_tiles, spread, swizzled
 from ..tiles import Operand
 from .plan import CHUNK, SQUARE
 
 HEADS = 4  # Value heads that a block goes through at most.
 BLOCKS = 400  # Blocks that fill a GPU. With fewer a block has fewer heads.
-WIDTH = 16  # Columns that are multiplied apart from others: the least depth of a WGMMA.
-NUMBERS = range(CHUNK // WIDTH)  # Blocks of that many columns.
+PANEL = 16  # Columns of a panel: the least depth of a WGMMA.
+PANELS = range(CHUNK // PANEL)
 LOG2_E = math.log2(math.e)
 
 
 def _masks() -> np.ndarray:
-    """Ones at the entries, in a block of `WIDTH` on the diagonal, of single tokens, between two of them, and between
-    blocks of 2, 4 and 8. Zeros above and below, so that a view of `CHUNK` rows has the block at any place."""
-    row, column = np.indices((WIDTH, WIDTH))
+    """(5, rows, 16): ones on the diagonal of a square, and at the entries of e for b = 1, 2, 4 and 8. Zeros above and
+    below, so that the mask of each panel is a view of `CHUNK` rows."""
+    row, column = np.indices((PANEL, PANEL))
     level = np.where(row >= column, np.frexp(row ^ column)[1], -1)
-    block = level == np.arange(5)[:, None, None]
-    return np.pad(block, ((0, 0), (CHUNK - WIDTH, CHUNK), (0, 0))).astype(np.float16)
+    square = level == np.arange(5)[:, None, None]
+    return np.pad(square, ((0, 0), (CHUNK - PANEL, CHUNK), (0, 0))).astype(np.float16)
 
 
 def heads_of_block(key_heads: int, heads: int, chunks: int) -> int:
@@ -66,64 +87,71 @@ def heads_of_block(key_heads: int, heads: int, chunks: int) -> int:
     return max(n for n in range(1, HEADS + 1) if group % n == 0 and (n == 1 or heads // n * chunks >= BLOCKS))
 
 
-def block_of(i: int):
-    """Columns, or rows, of number `i`."""
-    return pl.ds(i * WIDTH, WIDTH)
+def _of_panel(i: int):
+    """Columns, or rows, of panel `i`."""
+    return pl.ds(i * PANEL, PANEL)
 
 
-def columns_of(x) -> list:
-    return [x[:, i * WIDTH : (i + 1) * WIDTH] for i in NUMBERS]
+def _panels(x) -> list:
+    return [x[:, i * PANEL : (i + 1) * PANEL] for i in PANELS]
 
 
-def add_products(a, b_smem, depths: dict, interpreted: bool, acc=None):
-    """`acc`, zeros for None, with the product of columns `depths[i]` of `a` and as many rows of `b_smem` added to its
-    columns `i`. `a` is a list of columns, in registers."""
-    pairs = [(i, a[j], b_smem.at[block_of(j), block_of(i)]) for i, js in depths.items() for j in js]
+def _depths(block: int) -> tuple[dict, dict]:
+    """For each panel of a product that a step needs, the panels summed over: d1's in the first product, d2's in the
+    second."""
+    if block < PANEL:
+        return ({i: [i] for i in PANELS},) * 2
+    num = block // PANEL
+    of_d1 = {i: [i // num * num + j for j in range(num)] for i in PANELS if i // num % 2 == 0}
+    return of_d1, {i: [j + num for j in js] for i, js in of_d1.items()}
+
+
+def _add_products(left: list, right_smem: Ref, depths: dict, interpreted: bool, acc=None):
+    """`acc`, zeros for None, with products added to the panels that `depths` names. To panel i go, for all j in
+    `depths[i]`, panel j of `left`, (64, 16) in registers, by rows j and columns i of `right_smem`, (16, 16)."""
+    pairs = [(i, left[j], right_smem.at[_of_panel(j), _of_panel(i)]) for i, js in depths.items() for j in js]
     if interpreted:
         acc = jnp.zeros(SQUARE, jnp.float32) if acc is None else acc
         for i, x, ref in pairs:
-            product = jnp.dot(x, ref[...], preferred_element_type=jnp.float32)
-            acc = acc.at[:, i * WIDTH : (i + 1) * WIDTH].add(product)
+            added = jnp.dot(x, ref[...], preferred_element_type=jnp.float32)
+            acc = acc.at[:, i * PANEL : (i + 1) * PANEL].add(added)
         return plgpu.layout_cast(acc, plgpu.Layout.WGMMA)
 
     def multiply(acc_ref):
         if acc is not None:
             acc_ref[...] = acc
         for i, x, ref in pairs:
-            plgpu.wgmma(acc_ref.at[:, block_of(i)], x, ref)
+            plgpu.wgmma(acc_ref.at[:, _of_panel(i)], x, ref)
         return plgpu.layout_cast(acc_ref[...], plgpu.Layout.WGMMA)
 
     return pl.run_scoped(multiply, plgpu.ACC(SQUARE, jnp.float32))
 
 
-def inverse_of(minus_lower, masks_smem, d_smem, x_smem, interpreted: bool):
-    """The inverse of 1 + lower, from the negative of `lower` in float16, in registers. `minus_lower` is finite above
-    its diagonal too."""
-    lower = columns_of(minus_lower)
-    at = lambda level, i: load(masks_smem.at[level, pl.ds((len(NUMBERS) - 1 - i) * WIDTH, CHUNK)])
-    d = [x * at(1, i) + at(0, i) for i, x in enumerate(lower)]
+def _inverse(minus_lower, masks_smem: Ref, d_smem: Ref, x_smem: Ref, interpreted: bool):
+    """(1 + lower)^-1 in float32, from the negative of `lower` in float16, both (64, 64) in registers."""
+    minus_lower = _panels(minus_lower)
+    mask = lambda level, i: load(masks_smem.at[level, pl.ds((len(PANELS) - 1 - i) * PANEL, CHUNK)])
+    # Blocks of 2: d = 1 - e
+    d = [x * mask(1, i) + mask(0, i) for i, x in enumerate(minus_lower)]
     inverse = jnp.concatenate(d, axis=1).astype(jnp.float32)
     for level, block in enumerate((2, 4, 8, 16, 32), start=2):
         d = inverse.astype(jnp.float16)
         d_smem[...] = d
         plgpu.commit_smem()
-        d, left, firsts = columns_of(d), lower, {i: [i] for i in NUMBERS}
-        seconds = firsts
-        if block < WIDTH:
-            left = [x * at(level, i) for i, x in enumerate(lower)]
-        else:  # Rows of other blocks need no mask: nothing reads them, or d has zeros there.
-            num = block // WIDTH
-            firsts = {i: [i // num * num + j for j in range(num)] for i in NUMBERS if i // num % 2 == 0}
-            seconds = {i: [j + num for j in js] for i, js in firsts.items()}
-        x_smem[...] = add_products(left, d_smem, firsts, interpreted).astype(jnp.float16)
+        d = _panels(d)
+        of_d1, of_d2 = _depths(block)
+        minus_e = [x * mask(level, i) for i, x in enumerate(minus_lower)] if block < PANEL else minus_lower
+        # x = -e d
+        x_smem[...] = _add_products(minus_e, d_smem, of_d1, interpreted).astype(jnp.float16)
         plgpu.commit_smem()
-        inverse = add_products(d, x_smem, seconds, interpreted, inverse)
+        # d + d x
+        inverse = _add_products(d, x_smem, of_d2, interpreted, inverse)
     return inverse
 
 
 def _kernel(first_rows, num_rows, k_gmem, of_rows, of_columns, masks_gmem, o_gmem, *, group: int, interpreted: bool,
             k_smem, keys_smem, rows_smem, columns_smem, masks_smem, d_smem, xo_smem, filled):  # fmt: skip
-    """`group` value heads share a key head."""
+    """`group` value heads share a key head. `of_rows` and `of_columns` are both (cum, beta)."""
     chunk, unit, num_heads = lax.axis_index("tile"), lax.axis_index("unit"), rows_smem.shape[1]
     first_head, rows = unit * num_heads, num_rows[chunk]
     x_smem, o_smem = xo_smem
@@ -141,6 +169,7 @@ def _kernel(first_rows, num_rows, k_gmem, of_rows, of_columns, masks_gmem, o_gme
         keys.clear(0, rows, interpreted)
         plgpu.commit_smem()
 
+    # k kᵀ, of all heads
     pieces = [keys.smem.tiled.at[0, p] for p in range(keys.pieces)]
     keys_smem[...] = product([(piece, piece.T) for piece in pieces], interpreted)
 
@@ -150,10 +179,11 @@ def _kernel(first_rows, num_rows, k_gmem, of_rows, of_columns, masks_gmem, o_gme
             [load(smem.at[i, head], layout) for i in (0, 1)]
             for smem, layout in ((rows_smem, ROWS), (columns_smem, COLUMNS))
         )
+        # -lower = -beta[t] exp(cum[t] - cum[s]) k[t] . k[s]
         decay = jnp.exp2(jnp.minimum(spread(cum_rows * LOG2_E, 0) - spread(cum_columns * LOG2_E, 1), 0.0))
         minus_lower = load(keys_smem) * decay * spread(-beta_rows, 0)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        inverse = inverse_of(minus_lower.astype(jnp.float16), masks_smem, d_smem, x_smem, interpreted)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The inverse of the head before has left the place of x.
+        inverse = _inverse(minus_lower.astype(jnp.float16), masks_smem, d_smem, x_smem, interpreted)
         o_smem[...] = (inverse * spread(beta_columns, 1)).astype(o_smem.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[first_head + head, chunk])
@@ -163,11 +193,11 @@ def _kernel(first_rows, num_rows, k_gmem, of_rows, of_columns, masks_gmem, o_gme
 
 @functools.partial(jax.jit, static_argnames=("interpreted", "params"))
 def inverses(first_rows, num_rows, k, cum, beta, *, interpreted: bool, params):
-    """`inverse` as the module's docstring says, of the chunks that begin at `first_rows` and have `num_rows`."""
+    """`inverse` of the chunks that begin at `first_rows` and have `num_rows`."""
     heads, chunks, _ = cum.shape
     key_heads, pieces, masks = k.shape[1], k.shape[2] // PIECE, _masks()
     num_heads = heads_of_block(key_heads, heads, chunks)
-    narrow = swizzled(WIDTH)
+    narrow = swizzled(PANEL)
     either = (lambda *refs: refs) if interpreted else plgpu.RefUnion
     vectors = plgpu.SMEM((2, num_heads, CHUNK), jnp.float32)
     return _host.kernel(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The statics of the kernels of the gated delta rule that go from chunk to chunk, or have a chunk with its states."""
+"""The statics of the kernels of the gated delta rule that have states."""
 
 import dataclasses
 
@@ -16,27 +16,20 @@ SQUARE = (CHUNK, CHUNK)
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
+    """Statics of the forward and both backward kernels. A column is 64 values of a head; its state needs no other."""
+
     sequences: Sequences
     key_heads: int
     heads: int
     pieces: int  # Pieces of 64 values of a key.
-    columns_per_head: int  # A column is 64 values of a head.
+    columns_per_head: int
     dtype: jnp.dtype
     scale: float
-    num_stages: int  # Slots of the ring.
-    state_wgs: int  # Columns of a block.
-    output_wgs: int
-    has_values: bool
-    keeps_all: bool  # Whether the states before all chunks are results.
     interpreted: bool
 
     @property
     def columns(self) -> int:
         return self.heads * self.columns_per_head
-
-    @property
-    def memory_role(self) -> int:
-        return self.state_wgs + self.output_wgs
 
     def head(self, column):
         """The value head of a column."""
@@ -52,3 +45,18 @@ class Plan:
     def squares(self, *lead: int):
         """Matrices of 64 rows and columns, whole ones."""
         return plgpu.SMEM((*lead, *SQUARE), self.dtype, **_device.swizzled())
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardPlan(Plan):
+    """A launch of the forward kernel: all of it, or states alone."""
+
+    num_stages: int  # Chunks in shared memory.
+    state_wgs: int  # Warpgroups, and so columns of a block.
+    output_wgs: int  # None: no results of tokens.
+    has_values: bool  # Otherwise v is zero.
+    keeps_all: bool  # Whether the states before all chunks are results.
+
+    @property
+    def memory_role(self) -> int:
+        return self.state_wgs + self.output_wgs

@@ -3,7 +3,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
-from ..._device import COLUMNS, PIECE, ROWS, Tiles, load, spread
+from ..._device import COLUMNS, PIECE, ROWS, Barrier, Index, Ref, Ring, Tiles, load, spread
 from ..sequences import Part
 from ..states import first_state, store_state
 from ..tiles import Operand, load_chunks, store_rows
@@ -43,8 +42,8 @@ def scratch(plan: Plan) -> dict:
         filled=_device.barriers(plan.num_stages, _copies(plan)),
         freed=_device.barriers(plan.num_stages, 1 + outputs),
         landed=_device.barriers(1, _copies(plan)),
-        left=_device.barriers(plan.num_states),
-        taken=_device.barriers(plan.num_states, outputs),
+        state_filled=_device.barriers(plan.num_states),
+        state_freed=_device.barriers(plan.num_states, outputs),
     )
 
 
@@ -55,12 +54,12 @@ class Shared:
     plan: Plan
     scale: float
     part: Part
-    head: Any
-    ring: _device.Ring
-    states: _device.Ring  # Slots of `state`.
-    rows: Any  # `CUM` and `DT` in the ring, to be read along rows, and along columns.
-    columns: Any
-    x: Tiles  # In the ring, as b and c.
+    head: Index
+    chunks: Ring  # Its stages hold rows, columns, x, b and c.
+    states: Ring  # Its stages hold state.
+    rows: Ref  # `CUM` and `DT`, to be read along rows, and along columns.
+    columns: Ref
+    x: Tiles
     b: Tiles
     c: Tiles
     state: Tiles
@@ -70,16 +69,13 @@ class Shared:
 
 def _kernel(
     table, x_gmem, b_gmem, c_gmem, vectors_gmem, d_gmem, initial_gmem, y_gmem, *finals_gmem, plan: Plan, scale: float,
-    rows_smem, columns_smem, filled, freed, landed, left, taken, **tiles,
+    rows_smem, columns_smem, filled, freed, landed, state_filled, state_freed, **tiles,
 ):  # fmt: skip
-    role, head, part = (
-        lax.axis_index("role"),
-        lax.axis_index("head_index"),
-        Part.of_block(table, plan.sequences, plan.interpreted),
-    )
+    role, head = lax.axis_index("role"), lax.axis_index("head_index")
+    part = Part.of_block(table, plan.sequences, plan.interpreted)
     views = {name.removesuffix("_smem"): Tiles.views(smem, plan.interpreted) for name, smem in tiles.items()}
-    ring, states = part.ring(filled, freed, plan.num_stages), part.ring(left, taken, plan.num_states)
-    shared = Shared(plan, scale, part, head, ring, states, rows_smem, columns_smem, **views)
+    chunks, states = part.ring(filled, freed, plan.num_stages), part.ring(state_filled, state_freed, plan.num_states)
+    shared = Shared(plan, scale, part, head, chunks, states, rows_smem, columns_smem, **views)
     outputs = plan.chunk // PIECE
     memory_registers, compute_registers = REGISTERS[1 + outputs]
 
@@ -99,7 +95,7 @@ def _kernel(
             _compute_outputs(shared, block, skip, y_gmem)
 
 
-def _load_chunks(shared: Shared, landed, x_gmem, b_gmem, c_gmem, vectors_gmem):
+def _load_chunks(shared: Shared, landed: Barrier, x_gmem: Ref, b_gmem: Ref, c_gmem: Ref, vectors_gmem: Ref):
     """The memory warpgroup."""
     plan, head, group = shared.plan, shared.head, shared.plan.group(shared.head)
     operands = (
@@ -108,28 +104,28 @@ def _load_chunks(shared: Shared, landed, x_gmem, b_gmem, c_gmem, vectors_gmem):
         Operand(c_gmem, shared.c, group, plan.pieces),
     )
 
-    def vectors(chunk, slot):
+    def vectors(chunk, stage):
         source = vectors_gmem.at[plan.dt_head(head), chunk]
-        return [(source, shared.rows.at[slot]), (source, shared.columns.at[slot])]
+        return [(source, shared.rows.at[stage]), (source, shared.columns.at[stage])]
 
-    load_chunks(shared.part, shared.ring, landed, operands, vectors, _copies(plan))
+    load_chunks(shared.part, shared.chunks, landed, operands, vectors, _copies(plan))
 
 
-def carry_the_state(shared: Shared, initial_gmem, finals_gmem):
-    """The state's warpgroup: leaves the state before each chunk, rounded, for the outputs, and adds the chunk."""
-    plan, index, tiled = shared.plan, (shared.part.state, shared.head), shared.state.tiled
+def carry_the_state(shared: Shared, initial_gmem: Ref | None, finals_gmem: tuple):
+    """The state's warpgroup: stores the state before each chunk, rounded, for the outputs, and adds the chunk."""
+    plan, index, tiled = shared.plan, (shared.part.number, shared.head), shared.state.tiled
 
     def step(i, state):
-        place = shared.states.acquire(i)
+        state_stage = shared.states.acquire(i)
         for p, piece in enumerate(state):
-            tiled[place, p] = piece.astype(plan.dtype)
+            tiled[state_stage, p] = piece.astype(plan.dtype)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(shared.states.filled.at[place])
-        slot = shared.ring.wait(i)
-        w, decay = weights(shared.rows, slot, plan.chunk)
-        x, b = shared.x.tiled.at[slot, 0], [shared.b.tiled.at[slot, p] for p in range(plan.pieces)]
+        plgpu.barrier_arrive(shared.states.filled.at[state_stage])
+        stage = shared.chunks.wait(i)
+        w, decay = weights(shared.rows, stage, plan.chunk)
+        x, b = shared.x.tiled.at[stage, 0], [shared.b.tiled.at[stage, p] for p in range(plan.pieces)]
         state = advance(state, decay, w, x, b, shared.scaled, plan.interpreted)
-        shared.ring.release(i)
+        shared.chunks.release(i)
         return state
 
     first = first_state(initial_gmem, index, plan.pieces)
@@ -139,16 +135,16 @@ def carry_the_state(shared: Shared, initial_gmem, finals_gmem):
         store_state(final_gmem, index, last)
 
 
-def _compute_outputs(shared: Shared, block: int, skip, y_gmem):
+def _compute_outputs(shared: Shared, block: int, skip, y_gmem: Ref):
     """An output warpgroup: y of the `block`-th 64 rows of all chunks, with `skip` times x added unless it is None."""
     plan, part = shared.plan, shared.part
 
     @pl.loop(0, part.num_chunks)
     def _(i):
-        slot = shared.ring.wait(i)
-        y = output_of_chunk(shared, i, slot, block)
+        stage = shared.chunks.wait(i)
+        y = output_of_chunk(shared, i, stage, block)
         if skip is not None:
-            x = plgpu.load(shared.x.tiled.at[slot, 0, pl.ds(block * PIECE, PIECE)], layout=plgpu.Layout.WGMMA)
+            x = plgpu.load(shared.x.tiled.at[stage, 0, pl.ds(block * PIECE, PIECE)], layout=plgpu.Layout.WGMMA)
             y = y + skip * x.astype(jnp.float32)
         y = y.astype(plan.dtype)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The rows of the chunk before have left.
@@ -156,43 +152,46 @@ def _compute_outputs(shared: Shared, block: int, skip, y_gmem):
         plgpu.commit_smem()
         # `skip` read x as other loads do, not as WGMMA does: before the fence they may still wait for the WGMMAs of
         # the state's warpgroup, longer than TMA takes to overwrite what they read.
-        shared.ring.release(i)
+        shared.chunks.release(i)
         store_rows(part, shared.y, block, y_gmem, shared.head, 0, part.row(i) + block * PIECE)
 
     plgpu.wait_smem_to_gmem(0)
 
 
-def output_of_chunk(shared: Shared, i, slot, block: int):
-    """y of the `block`-th 64 rows of chunk `i` in float32, but for the part of d."""
+def output_of_chunk(shared: Shared, i: Index, stage: Index, block: int):
+    """y of the `block`-th 64 rows of chunk `i` without the part of d, in float32:
+
+    scale (exp(cum) c Sᵀ + (L c bᵀ dt) x), where S is the state before the chunk and L as in `kernel_backward`
+    """
     plan, rows = shared.plan, pl.ds(block * PIECE, PIECE)
-    cum = load(shared.rows.at[slot, CUM, rows], ROWS)
-    queries = lambda p: shared.c.tiled.at[slot, p, rows]
+    cum = load(shared.rows.at[stage, CUM, rows], ROWS)
+    queries = lambda p: shared.c.tiled.at[stage, p, rows]
     wait = lambda ref, wait_n: ref[...] if plan.interpreted else plgpu.wgmma_accumulator_load(ref, wait_n=wait_n)
 
     def multiply_pairs(pairs_ref, column: int):
         """c bᵀ of the `column`-th 64 rows of b."""
         for p in range(plan.pieces):
-            keys = shared.b.tiled.at[slot, p, pl.ds(column * PIECE, PIECE)]
+            keys = shared.b.tiled.at[stage, p, pl.ds(column * PIECE, PIECE)]
             plgpu.wgmma(pairs_ref, queries(p), keys.T)
 
     def add_values(y_ref, y, decayed, column: int):
         """`y` + the pairs, decayed, times the `column`-th 64 rows of x."""
-        x = shared.x.tiled.at[slot, 0, pl.ds(column * PIECE, PIECE)]
+        x = shared.x.tiled.at[stage, 0, pl.ds(column * PIECE, PIECE)]
         return _device.add_product(y_ref, y, decayed.astype(plan.dtype), x, plan.interpreted)
 
     def state_and_first_pairs(pairs_ref, y_ref):
         multiply_pairs(pairs_ref, 0)
-        place = shared.states.wait(i)
+        state_stage = shared.states.wait(i)
         for p in range(plan.pieces):
-            plgpu.wgmma(y_ref, queries(p), shared.state.tiled.at[place, p].T)
-        decayed = wait(pairs_ref, plan.pieces) * _decay(shared, slot, cum, 0, is_last=block == 0)
+            plgpu.wgmma(y_ref, queries(p), shared.state.tiled.at[state_stage, p].T)
+        decayed = wait(pairs_ref, plan.pieces) * _decay(shared, stage, cum, 0, is_last=block == 0)
         y = wait(y_ref, 0) * spread(jnp.exp2(cum) * shared.scale, 0)
         shared.states.release(i)
         return add_values(y_ref, y, decayed, 0)
 
     def more_pairs(pairs_ref, y_ref, y, column: int):
         multiply_pairs(pairs_ref, column)
-        decayed = wait(pairs_ref, 0) * _decay(shared, slot, cum, column, is_last=column == block)
+        decayed = wait(pairs_ref, 0) * _decay(shared, stage, cum, column, is_last=column == block)
         return add_values(y_ref, y, decayed, column)
 
     accs = [plgpu.ACC(SQUARE, jnp.float32)] * 2
@@ -202,9 +201,9 @@ def output_of_chunk(shared: Shared, i, slot, block: int):
     return y
 
 
-def _decay(shared: Shared, slot, cum, column: int, is_last: bool):
+def _decay(shared: Shared, stage: Index, cum, column: int, is_last: bool):
     """exp(cum[t] - cum[s]) dt[s] for rows t and the `column`-th 64 rows s, if `is_last` for s up to t alone."""
-    vector = lambda which: load(shared.columns.at[slot, which, pl.ds(column * PIECE, PIECE)], COLUMNS)
+    vector = lambda which: load(shared.columns.at[stage, which, pl.ds(column * PIECE, PIECE)], COLUMNS)
     exponent = spread(cum, 0) - spread(vector(CUM), 1)
     if is_last:
         t, s = _device.indices()
@@ -212,7 +211,7 @@ def _decay(shared: Shared, slot, cum, column: int, is_last: bool):
     return jnp.exp2(exponent) * spread(vector(DT) * shared.scale, 1)
 
 
-def outputs(plan: Plan, scale: float, table, x, b, c, vectors, d, starts, params):
+def launch(plan: Plan, scale: float, table, x, b, c, vectors, d, starts, params):
     """[y], of operands without a batch, and the final states of sequences that are not cut into parts. `starts` are the
     states that parts start from, None for zeros."""
     out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype)]

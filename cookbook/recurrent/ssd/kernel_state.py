@@ -12,9 +12,9 @@ The state is float32 and stays in registers. One operand of the tensor cores is 
 Role table: one block for each head of each part.
 
     state      one: takes the state from chunk to chunk, and stores it
-    memory     one: copies x, b, dt and cum of chunk after chunk into the slots of a ring
+    memory     one: copies x, b, dt and cum of chunk after chunk
 
-Barrier table: filled, freed and landed as in `ssd`.
+Barrier table: filled, freed and landed as in `ssd`, of the ring `chunks`.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
-from ..._device import PIECE, ROWS, Tiles
+from ..._device import PIECE, ROWS, Ref, Tiles
 from ..sequences import Part
 from ..states import first_state, store_state
 from ..tiles import Operand, load_chunks
@@ -36,15 +36,15 @@ from .plan import CUM, DT, Plan
 SMEM_BYTES = 160_000  # Shared memory of a block, for its ring.
 
 
-def weights(vectors, slot, chunk: int, reverse: bool = False):
+def weights(vectors: Ref, stage, chunk: int, reverse: bool = False):
     """(w, decay of the whole chunk), from `CUM` and `DT` of the chunk's rows."""
-    last, cum = vectors[slot, CUM, chunk - 1], lambda: _device.load(vectors.at[slot, CUM], ROWS)
+    last, cum = vectors[stage, CUM, chunk - 1], lambda: _device.load(vectors.at[stage, CUM], ROWS)
     if reverse:
         return jnp.exp2(cum()), jnp.exp2(last)
-    return jnp.exp2(last - cum()) * _device.load(vectors.at[slot, DT], ROWS), jnp.exp2(last)
+    return jnp.exp2(last - cum()) * _device.load(vectors.at[stage, DT], ROWS), jnp.exp2(last)
 
 
-def advance(state, decay, w, x, b, scaled: Tiles, interpreted: bool):
+def advance(state: list, decay, w, x: Ref, b: list, scaled: Tiles, interpreted: bool):
     """The state after a chunk, decay `state` + (w x)ᵀ b; `state` and `b` are lists of pieces, `scaled` room for w x."""
     value = plgpu.load(x, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
     scaled.tiled[...] = (value * _device.spread(w, 0, value.shape)).astype(x.dtype)
@@ -67,22 +67,19 @@ def _kernel(
     table, x_gmem, b_gmem, vectors_gmem, initial_gmem, out_gmem, *, plan: Plan, reverse: bool, keeps_all: bool, x_smem,
     b_smem, vectors_smem, scaled_smem, filled, freed, landed, state_smem=None,
 ):  # fmt: skip
-    role, head, part = (
-        lax.axis_index("role"),
-        lax.axis_index("head_index"),
-        Part.of_block(table, plan.sequences, plan.interpreted),
-    )
+    role, head = lax.axis_index("role"), lax.axis_index("head_index")
+    part = Part.of_block(table, plan.sequences, plan.interpreted)
     x, b, scaled = (Tiles.views(smem, plan.interpreted) for smem in (x_smem, b_smem, scaled_smem))
-    ring = part.ring(filled, freed, plan.num_stages)
+    chunks = part.ring(filled, freed, plan.num_stages)
 
     @_device.role(role == 1)
     def load():
         operands = Operand(x_gmem, x, head, 1), Operand(b_gmem, b, plan.group(head), plan.pieces)
-        vectors = lambda chunk, slot: [(vectors_gmem.at[plan.dt_head(head), chunk], vectors_smem.at[slot])]
-        load_chunks(part, ring, landed, operands, vectors, _copies(plan), reverse)
+        vectors = lambda chunk, stage: [(vectors_gmem.at[plan.dt_head(head), chunk], vectors_smem.at[stage])]
+        load_chunks(part, chunks, landed, operands, vectors, _copies(plan), reverse)
 
     @_device.role(role == 0)
-    def take_the_state_on():
+    def carry_the_state():
         def store_before(i, pieces):
             """Stores the state before the chunk, rounded."""
             state = Tiles.views(state_smem, plan.interpreted)
@@ -97,17 +94,17 @@ def _kernel(
         def step(i, state):
             if keeps_all:
                 store_before(i, state)
-            slot = ring.wait(i)
-            w, decay = weights(vectors_smem, slot, plan.chunk, reverse)
-            b_pieces = [b.tiled.at[slot, p] for p in range(plan.pieces)]
-            state = advance(state, decay, w, x.tiled.at[slot, 0], b_pieces, scaled, plan.interpreted)
-            ring.release(i)
+            stage = chunks.wait(i)
+            w, decay = weights(vectors_smem, stage, plan.chunk, reverse)
+            b_pieces = [b.tiled.at[stage, p] for p in range(plan.pieces)]
+            state = advance(state, decay, w, x.tiled.at[stage, 0], b_pieces, scaled, plan.interpreted)
+            chunks.release(i)
             return state
 
-        first = first_state(initial_gmem, (part.state, head), plan.pieces)
+        first = first_state(initial_gmem, (part.number, head), plan.pieces)
         last = lax.fori_loop(0, part.num_chunks, step, first)
         if not keeps_all:
-            store_state(out_gmem, (part.state, head), last)
+            store_state(out_gmem, (part.number, head), last)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -116,7 +113,7 @@ def _copies(plan: Plan) -> int:
     return 2 + plan.pieces
 
 
-def states(plan: Plan, table, x, b, vectors, initial, params, *, reverse: bool = False, keeps_all: bool = False):
+def launch(plan: Plan, table, x, b, vectors, initial, params, *, reverse: bool = False, keeps_all: bool = False):
     """The state after each part, (num_parts, H, 64, N) in float32; or if it `keeps_all` the one before each chunk,
     (num_chunks, H, 64, N) in the operands' dtype. Parts start from `initial` (num_parts, H, 64, N), None for zeros.
     """

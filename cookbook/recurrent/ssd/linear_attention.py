@@ -18,7 +18,6 @@ Other names and layouts, in `chunk_linear_attn` of fla:
 
 This is `ssd` with a = 0 and dt = 1, x = value, b = key and c = query: its roles, barriers, bounds and gradients.
 
-Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
 Chapter: notebooks/17_linear_attention.ipynb. Source: Katharopoulos et al., "Transformers are RNNs" (2020).
 """
 
@@ -27,7 +26,7 @@ import jax.numpy as jnp
 
 from ... import _host
 from .. import arguments
-from .ssd import Config, bytes_moved, default_config, flops, run, ssd_reference  # noqa: F401
+from .ssd import Config, bytes_moved, chunk_scan, default_config, flops, ssd_reference  # noqa: F401
 
 
 def linear_attention_reference(query, key, value, *, scale=None, initial_state=None, cu_seqlens=None):
@@ -71,7 +70,7 @@ def linear_attention(
       ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
     """
     op = "linear_attention"
-    arguments.elsewhere(op, others)
+    _host.elsewhere(op, others, arguments.ELSEWHERE)
     required = dict(query=query, key=key, value=value)
     optional = dict(initial_state=initial_state, cu_seqlens=cu_seqlens)
     query, key, value, *optional = arguments.arrays(op, required, optional)
@@ -79,7 +78,7 @@ def linear_attention(
     arrays = value, ones, zeros, key, query, None, *optional
     arguments.check_ssd(op, *arrays, dict(x="value", b="key", c="query"))
     scale = query.shape[-1] ** -0.5 if scale is None else _host.option(op, "scale", scale, float)
-    return run(op, *arrays, chunk_size, config, return_final_state, scale)
+    return chunk_scan(op, *arrays, chunk_size, config, return_final_state, scale)
 
 
 linear_attention.Config = Config  # `cookbook.linear_attention` is this function, not its module.

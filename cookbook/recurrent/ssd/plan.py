@@ -26,8 +26,8 @@ class Plan:
     heads_per_dt: int
     pieces: int  # Pieces of a row of b and c, 128 bytes each.
     dtype: jnp.dtype
-    num_stages: int
-    num_states: int  # Slots for the states that the state's warpgroup has left for the others.
+    num_stages: int  # Chunks in shared memory.
+    num_states: int  # States before chunks in shared memory, of the forward kernel.
     interpreted: bool
 
     @property
@@ -55,7 +55,7 @@ class Plan:
         return plgpu.SMEM((self.num_stages, 2, self.chunk), jnp.float32)
 
 
-def vectors(sequences: Sequences, dt, a, cu_seqlens):
+def make_vectors(sequences: Sequences, dt, a, cu_seqlens):
     """(H, num_chunks, 2, chunk): `CUM`, the sums of dt a up to each row of a chunk in units of log 2, and `DT`."""
     dt = sequences.in_chunks(dt.astype(jnp.float32), cu_seqlens)
     a, least = (LOG2E * a.astype(jnp.float32))[:, None, None], math.log2(LEAST_DECAY)

@@ -16,19 +16,19 @@ so that tensor cores do the work. XLA makes cum. Every exponent is at most 0, ho
 Role table: one block for each head of each sequence, or of each part of one, which goes through its chunks in order.
 A head of more than 64 values is several, which share a, dt, b and c.
 
-    memory     one: copies x, b, c, dt and cum of chunk after chunk into the slots of a ring
-    state      one: has the state in registers, leaves it in 16 bits for each chunk, and adds the chunk to it
-    output     one for each 64 rows of a chunk: y, from the state that was left
+    memory     one: copies x, b, c, dt and cum of chunk after chunk
+    state      one: has the state in registers, stores it in 16 bits before each chunk, and adds the chunk to it
+    output     one for each 64 rows of a chunk: y, from the state that was stored
 
-Barrier table:
+Barrier table, of two rings, `chunks` from memory to all others and `states` from state to output:
 
-    barrier            arrivals                      who waits
-    filled[slot]       copies of a chunk             state and output, before they read it
-    freed[slot]        state, every output           memory, before it refills the slot
-    landed             copies of the last chunk of   memory, before it zeroes rows that are not the part's, and then
-                       a sequence                    arrives at filled in place of the copies
-    left[slot]         state                         output, before y reads the state of its chunk
-    taken[slot]        every output                  state, before it leaves another state in the slot
+    barrier                arrivals                      who waits
+    chunks.filled[stage]   copies of a chunk             state and output, before they read it
+    chunks.freed[stage]    state, every output           memory, before it refills the stage
+    landed                 copies of the last chunk of   memory, before it zeroes rows that are not the part's, and then
+                           a sequence                    arrives at chunks.filled in place of the copies
+    states.filled[stage]   state                         output, before y reads the state of its chunk
+    states.freed[stage]    every output                  state, before it stores another state in the stage
 
 Where sequences and heads do not fill the GPU, each sequence is cut into parts. A first kernel computes the states of
 all parts from zero, XLA combines them, and this kernel starts each part from its state: x and b are read twice.
@@ -52,7 +52,6 @@ So dt is `jax.nn.softplus(dt + dt_bias)` of a Mamba-2 layer, and its gate is `y 
 
 Bound by: memory.
 
-Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`.
 Not supported: second derivatives.
 Source: Dao and Gu, "Transformers are SSMs" (2024).
 """
@@ -70,10 +69,9 @@ from ..._device import PIECE
 from .. import arguments
 from ..sequences import CHUNKS, Sequences, rows_per_part
 from ..states import as_states, combine
-from . import kernel, kernel_backward
+from . import kernel, kernel_backward, kernel_state
 from .gradients import gradients
-from .kernel_state import states
-from .plan import Plan, decay_of_parts, end_of_part, vectors
+from .plan import Plan, decay_of_parts, end_of_part, make_vectors
 
 
 def ssd_reference(x, dt, a, b, c, *, d=None, initial_state=None, cu_seqlens=None):
@@ -101,8 +99,8 @@ def ssd_reference(x, dt, a, b, c, *, d=None, initial_state=None, cu_seqlens=None
 @dataclasses.dataclass(frozen=True)
 class Config:
     chunk_size: int = 64  # Rows that become one product. More: fewer states are made, and more products of pairs.
-    num_stages: int = 4  # Slots of the ring of chunks.
-    num_states: int = 2  # States that may be left before they are used.
+    num_stages: int = 4  # Chunks in shared memory.
+    num_states: int = 2  # States before chunks in shared memory: how far the state's warpgroup may be ahead of outputs.
     parts: int | None = None  # Parts of a sequence; None: as many as fill the GPU.
 
     def __post_init__(self):
@@ -138,30 +136,19 @@ def default_config(state_dim: int, chunk_size: int | None = None) -> Config:
     return config
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Arguments of `ssd` that are not arrays."""
-
-    op: str  # `ssd` or `linear_attention`.
-    config: Config
-    batch: int  # Sequences of equal length, if they are not packed.
-    heads_per_dt: int
-    scale: float  # Factor of y without the part of d; `linear_attention` has one.
-
-
 @functools.partial(jax.jit, static_argnames=("plan", "scale", "params"))
-def _forward(x, dt, a, b, c, d, initial, cu_seqlens, *, plan: Plan, scale: float, params):
+def _launch(x, dt, a, b, c, d, initial, cu_seqlens, *, plan: Plan, scale: float, params):
     """(y, final states, the states that parts start from or None), of operands without a batch."""
     sequences = plan.sequences
-    numbers = vectors(sequences, dt, a, cu_seqlens)
+    vectors = make_vectors(sequences, dt, a, cu_seqlens)
     table, seq = sequences.parts(cu_seqlens)
     starts = initial
     if sequences.part_rows is not None:
         zeros = jnp.zeros((sequences.num_seqs, *plan.state_shape[1:]), jnp.float32)
-        local = states(plan, table, x, b, numbers, None, params)
-        parts = decay_of_parts(plan, numbers, table), local
+        local = kernel_state.launch(plan, table, x, b, vectors, None, params)
+        parts = decay_of_parts(plan, vectors, table), local
         starts, final = combine(end_of_part, parts, seq, zeros if initial is None else initial)
-    y, *finals = kernel.outputs(plan, scale, table, x, b, c, numbers, d, starts, params)
+    y, *finals = kernel.launch(plan, scale, table, x, b, c, vectors, d, starts, params)
     return y, finals[0] if finals else final, starts
 
 
@@ -187,48 +174,45 @@ def _choose(op: str, state_dim: int, chunk_size, config) -> Config:
     return config
 
 
-def _plan(options: Options, x, b, cu_seqlens, target: _host.Target) -> Plan:
-    """The op on operands without a batch."""
-    c, num_rows, pieces = options.config, len(x), b.shape[-1] // PIECE
-    num_seqs = options.batch if cu_seqlens is None else len(cu_seqlens) - 1
-    part_rows = rows_per_part(num_seqs, pl.cdiv(num_rows, num_seqs), x.shape[1], target.num_sms, c.parts)
-    sequences = Sequences(num_seqs, num_rows, cu_seqlens is not None, c.chunk_size, part_rows)
-    heads = x.shape[1], b.shape[1], options.heads_per_dt
-    return Plan(sequences, *heads, pieces, x.dtype, c.num_stages, c.num_states, target.interpreted)
+def _plan(config: Config, x, b, heads_per_dt: int, num_seqs: int, is_packed: bool, target: _host.Target) -> Plan:
+    """The op on operands without a batch, x with heads of 64 values."""
+    (num_rows, heads, _), (_, groups, state_dim) = x.shape, b.shape
+    part_rows = rows_per_part(num_seqs, pl.cdiv(num_rows, num_seqs), heads, target.num_sms, config.parts)
+    sequences = Sequences(num_seqs, num_rows, is_packed, config.chunk_size, part_rows)
+    stages = config.num_stages, config.num_states
+    return Plan(sequences, heads, groups, heads_per_dt, state_dim // PIECE, x.dtype, *stages, target.interpreted)
 
 
-def _run(options: Options, operands, initial, cu_seqlens):
+def _forward(plan: Plan, scale: float, operands, initial, cu_seqlens):
     """(y, final states, the states that parts start from)."""
-    plan = _plan(options, operands[0], operands[3], cu_seqlens, _host.require_tensor_cores("ssd"))
     params = _host.compiler_params(approx_math=True)
-    return _forward(*operands, initial, cu_seqlens, plan=plan, scale=options.scale, params=params)
+    return _launch(*operands, initial, cu_seqlens, plan=plan, scale=scale, params=params)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ssd(options: Options, operands, initial, cu_seqlens):
-    return _run(options, operands, initial, cu_seqlens)[:2]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _ssd(op: str, plan: Plan, scale: float, operands, initial, cu_seqlens):
+    return _forward(plan, scale, operands, initial, cu_seqlens)[:2]
 
 
-def _ssd_fwd(options: Options, operands, initial, cu_seqlens):
-    run = _host.without_derivative(options.op, functools.partial(_run, options))
-    y, final, starts = run(operands, initial, cu_seqlens)
+def _ssd_fwd(op: str, plan: Plan, scale: float, operands, initial, cu_seqlens):
+    forward = _host.without_derivative(op, functools.partial(_forward, plan, scale))
+    y, final, starts = forward(operands, initial, cu_seqlens)
     return (y, final), (operands, initial, cu_seqlens, starts)
 
 
-def _ssd_bwd(options: Options, residuals, cotangents):
+def _ssd_bwd(op: str, plan: Plan, scale: float, residuals, cotangents):
+    _host.require_tensor_cores(op)
     operands, initial, cu_seqlens, starts = residuals
-    plan = _plan(options, operands[0], operands[3], cu_seqlens, _host.require_tensor_cores("ssd"))
     params, plan = _host.compiler_params(approx_math=True), kernel_backward.with_stages(plan)
-    gradient = functools.partial(gradients, plan=plan, scale=options.scale, params=params)
-    gradient = _host.without_derivative(options.op, gradient)
-    *operand_gradients, d_initial = gradient(*operands, initial, cu_seqlens, starts, *cotangents)
+    backward = _host.without_derivative(op, functools.partial(gradients, plan=plan, scale=scale, params=params))
+    *operand_gradients, d_initial = backward(*operands, initial, cu_seqlens, starts, *cotangents)
     return tuple(operand_gradients), d_initial, None
 
 
 _ssd.defvjp(_ssd_fwd, _ssd_bwd)
 
 
-def run(
+def chunk_scan(
     op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, chunk_size, config, return_final_state, scale: float = 1.0
 ):  # fmt: skip
     """The results of `ssd` for checked arrays, y but for the part of d times `scale`; for `linear_attention` too."""
@@ -239,13 +223,14 @@ def run(
     if 0 in x.shape:
         y, final = arguments.untouched(x, initial_state, (num_seqs, heads, size, state_dim))
         return (y, final) if return_final_state else y
-    _host.require_tensor_cores(op)
+    target = _host.require_tensor_cores(op)
     rows = lambda m: m.reshape(batch * length, *m.shape[2:])
     operands = x.reshape(batch * length, heads * split, PIECE), rows(dt), a, rows(b), rows(c), d
     initial = None if initial_state is None else as_states(initial_state, heads * split)
+    plan = _plan(config, operands[0], operands[3], split, num_seqs, cu_seqlens is not None, target)
     leaves, tree = jax.tree.flatten((operands, initial, cu_seqlens))
     operands, initial, cu_seqlens = jax.tree.unflatten(tree, _host.reverse_only(op, *leaves))
-    y, final = _ssd(Options(op, config, batch, split, scale), operands, initial, cu_seqlens)
+    y, final = _ssd(op, plan, scale, operands, initial, cu_seqlens)
     y, final = y.reshape(x.shape), final.reshape(num_seqs, heads, size, state_dim)
     return (y, final) if return_final_state else y
 
@@ -293,11 +278,11 @@ def ssd(
     Raises:
       ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
     """
-    arguments.elsewhere("ssd", others)
+    _host.elsewhere("ssd", others, arguments.ELSEWHERE)
     required, optional = dict(x=x, dt=dt, a=a, b=b, c=c), dict(d=d, initial_state=initial_state, cu_seqlens=cu_seqlens)
     arrays = arguments.arrays("ssd", required, optional)
     arguments.check_ssd("ssd", *arrays)
-    return run("ssd", *arrays, chunk_size, config, return_final_state)
+    return chunk_scan("ssd", *arrays, chunk_size, config, return_final_state)
 
 
 ssd.Config = Config  # `cookbook.ssd` is this function, not its module.

@@ -22,10 +22,6 @@ Other names of the arguments, in `selective_state_update` of mamba_ssm, which ta
 
 Bound by: memory, one read and one write of the states.
 
-In place: the kernel writes to a Ref. An array becomes one inside, and XLA copies it first unless it is donated, or was
-made in the same `jit` and is not used afterwards. A `jax.new_ref` of the caller's is never copied.
-
-Under an automatic mesh JAX gathers sharded operands first: call it inside `jax.shard_map`, with `check_vma=False`.
 Not supported: differentiation (`ssd` has it), `jax.vmap`.
 Chapter: notebooks/17b_delta_rule.ipynb.
 """
@@ -188,7 +184,8 @@ def ssd_step(
 ) -> tuple[jax.Array, jax.Array]:
     """One token of Mamba-2's recurrence for each sequence, its state updated in place.
 
-    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`,
+    with `check_vma=False`.
 
     Args:
       x: (B, H, P), bfloat16, float16 or float32, as are all others but `state`, each its own; P is a multiple of 8.
@@ -202,13 +199,14 @@ def ssd_step(
 
     Returns:
       (y, state), y of the shape and dtype of `x`. Donate the state to `jax.jit` (`donate_argnums`), or XLA copies it
-      first. With a Ref: y alone, and the Ref is written; nothing is copied.
+      first, unless it was made in the same `jit` and is not used afterwards. With a Ref: y alone, and the Ref is
+      written; nothing is copied.
 
     Raises:
       ValueError: a shape or dtype is not supported, or the state varies over a mesh that `jax.shard_map` checks
         (give it check_vma=False); RuntimeError: no GPU.
     """
-    arguments.elsewhere("ssd_step", others)
+    _host.elsewhere("ssd_step", others, arguments.ELSEWHERE)
     x, dt, a, b, c, d = arguments.arrays("ssd_step", dict(x=x, dt=dt, a=a, b=b, c=c), dict(d=d))
     state, by_ref = arguments.state_or_ref("ssd_step", state)
     _check(x, dt, a, b, c, d, state)
