@@ -20,6 +20,7 @@ def main() -> int:
         NotebookClient(alone, resources={"metadata": {"path": NOTEBOOKS}}).execute()
         for cell, drawn in zip(cells, alone.cells[1:], strict=True):
             cell.outputs = drawn.outputs
+            cell.execution_count = cell.execution_count or drawn.execution_count  # A new cell has none.
             for output in cell.outputs:
                 output.execution_count = cell.execution_count
         nbformat.write(notebook, path)
@@ -28,7 +29,7 @@ def main() -> int:
 
 
 def _imports(cell) -> str:
-    """What a cell imports from `figures`; some do it with all else, in a chapter's set-up."""
+    """Lines of a cell that import from `figures`; some stand in a chapter's set-up, with all other imports."""
     return "\n".join(re.findall(r"^from figures\b[^(\n]*(?:\([^)]*\))?$", cell.source, re.M))
 
 
