@@ -1,6 +1,8 @@
 """Figures of chapter 1: elementwise."""
 
-from figures._draw import BLUE, GREEN, INK, ORANGE, RED, SOFT, arrow, box, drawing, words
+from figures._chart import tile
+from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, RED, SOFT, arrow, box, drawing, words
+from figures._stepper import stepper
 from lab import plot
 
 TRIP, ISSUE, WORK = 1.5, 0.1, 0.16  # Lengths on the drawing of one trip of one block: request, wait, add and store.
@@ -111,3 +113,58 @@ def tail(ax):
     x = at(length - piece) + overlap / 2
     arrow(ax, (x, 0.34), (x, 0.62), ORANGE)
     words(ax, x, 0.22, "computed twice, stored twice: the same value", 8, ha="right")
+
+
+LINE, SECTOR = 128, 32  # Bytes.
+LOADS = (  # Columns of a tile; elements per thread; the caption.
+    (1024, 8, "Each thread reads 16 bytes, and the 32 threads lie side by side: 4 lines, and every byte is used."),
+    (
+        1024,
+        1,
+        "With 2 bytes per thread a load covers half a line. The other half takes a second load.",
+    ),
+    (64, 8, "A strip of 64 columns has 128 bytes in each row: still 4 whole lines, now in 4 rows."),
+    (32, 8, "A strip of 32 columns: 4 threads share 64 bytes of a line, so the load touches 8 lines."),
+    (16, 8, "A strip of 16 columns: 2 threads share a sector. All bytes that move are used, but they lie in 16 lines."),
+    (
+        8,
+        8,
+        "A strip of 8 columns: each thread is alone in its line. It uses half of its sector, so twice the bytes move.",
+    ),
+)
+
+
+@stepper(7.8, 3.35)
+def loads_in_steps(ax):
+    """The bytes that one load of a warp reads in an array of 4096 columns, and the lines and sectors they lie in."""
+    left, top, byte, high = 0.85, 2.95, 4.6 / 512, 0.085
+    width, rows = 512 * byte, 32
+    at = lambda row: top - high * (row + 1)
+    words(ax, left, 3.18, "the first 512 bytes of 32 rows of the array: 4 lines of 4 sectors each", 8.5, ha="left")
+    tile(ax, left, at(rows - 1), width, high * rows, PALE, zorder=0)
+    for start in range(0, 513, SECTOR):
+        look = dict(color=SOFT, linewidth=0.9) if start % LINE == 0 else dict(color=plot.CARD, linewidth=0.7)
+        ax.plot([left + byte * start] * 2, [at(rows - 1), top], zorder=0.5, **look)
+    for row in (0, 8, 16, 24, 31):
+        words(ax, left - 0.08, at(row) + high / 2, f"row {row}", 7.5, ha="right", colour=SOFT)
+    words(
+        ax, left, 0.1, "colours: threads 0 to 31; grey: bytes that move with them and that no thread uses", 8, ha="left"
+    )
+    yield
+    for columns, vec, caption in LOADS:
+        lines, sectors, used = set(), set(), 32 * 2 * vec
+        for thread in range(32):
+            row, column = divmod(thread * vec, columns)
+            line, sector = (row, 2 * column // LINE), (row, 2 * column // SECTOR)
+            if sector not in sectors:
+                tile(ax, left + byte * SECTOR * sector[1], at(row), byte * SECTOR, high, SOFT, alpha=0.55)
+            lines.add(line)
+            sectors.add(sector)
+            colour = plot.COLOURS[thread % 5]
+            tile(ax, left + byte * 2 * column, at(row) + 0.008, byte * 2 * vec, high - 0.016, colour)
+        words(ax, 5.75, 2.75, f"{2 * vec} bytes per thread,\nstrip of {columns} columns", ha="left", va="top")
+        words(ax, 5.75, 2.05, f"{len(lines)} line{'s' * (len(lines) > 1)}", 13, ha="left", weight="bold", colour=RED)
+        words(ax, 5.75, 1.7, f"{len(sectors)} sectors of {SECTOR} bytes", ha="left")
+        moved = SECTOR * len(sectors)
+        words(ax, 5.75, 1.3, f"{used} of {moved} bytes are used", ha="left")
+        yield caption

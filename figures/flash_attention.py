@@ -102,7 +102,7 @@ def _name_time(ax):
     ax.set(xlim=(0, 14), xlabel=f"time, in units of one product; simulated, with a softmax of {EXP} products")
 
 
-TURNS = (  # What a frame shows: bars that start before this time, the owner of the turn, and what happens.
+TURNS = (  # A frame shows bars that start before this time, the owner of the turn, and a caption.
     (0.5, 0, "Warpgroup 0 has the first turn and starts q k of its first block. Warpgroup 1 waits for the turn."),
     (1.5, 1, "The turn has passed to warpgroup 1. Its q k runs while warpgroup 0 computes a softmax."),
     (3.5, 0, "Warpgroup 0 has finished its softmax. It takes the turn and starts p v, then q k of its next block."),

@@ -4,8 +4,9 @@ import itertools
 
 from matplotlib.patches import Rectangle
 
-from figures._chart import chart, label, numbered, tracks
+from figures._chart import chart, label, numbered, tile, tracks
 from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, SOFT, arrow, box, drawing, places, words
+from figures._stepper import stepper
 from lab import plot
 
 SIZES, TILE, COLUMNS, SMS = (70, 0, 130, 1, 63), 64, 2, 4  # Rows of each group; rows of a tile; columns of tiles; SMs.
@@ -218,3 +219,53 @@ def groups_stores(ax):
     words(ax, x + 0.42, 0.24, "shared\nmemory", 7.5)
     words(ax, x + 2.92, 0.28, "out", 7.5)
     words(ax, x + 1.65, 0.24, "each copy has a size that\nwas known to the compiler", 7.5, colour=SOFT)
+
+
+VISITED = (  # Entries of the table; the captions.
+    (0, "Entry 0: 64 rows of group 0, all of them stored."),
+    (
+        1,
+        "Group 0 has 6 rows left. The tile multiplies 58 rows of group 2 by the wrong matrix and drops them.",
+    ),
+    (2, "Group 1 has no rows and no entry. Entry 2 begins at row 70, the first row of group 2."),
+    (4, "The last tile of group 2 stores 2 rows, and computes 62 rows of later groups for nothing."),
+    (5, "Group 3 has a single row and a tile of its own."),
+    (6, "Group 4 stores 63 of 64 rows, in six copies. Its last row belongs to no group."),
+    (7, "The rows after the last group have an entry, too. Its tile has no matrix and no steps, and stores zeros."),
+)
+
+
+@stepper(7.8, 2.95)
+def table_in_steps(ax):
+    """Entries of the table of tiles in turn: the rows that a tile computes, those that it stores, and its matrix."""
+    left, scale, colours = 1.05, 0.0232, (*COLOURS, SOFT, SOFT)
+    words(ax, left - 0.12, 2.6, "rows of lhs", ha="right")
+    for group, size in enumerate(ALL_SIZES):
+        tile(ax, left + scale * STARTS[group], 2.45, scale * size, 0.3, colours[group], alpha=0.6)
+        if size > 60:
+            words(ax, left + scale * (STARTS[group] + size / 2), 2.6, f"group {group}: {size}", 8)
+    for row in (0, 70, 200, 264, ROWS):
+        words(ax, left + scale * row, 2.85, str(row), 7.5, colour=SOFT)
+    table, width = entries(), 0.8
+    for y, name in ((1.02, "entry"), (0.75, "group"), (0.45, "start"), (0.15, "end")):
+        words(ax, left - 0.12, y + 0.14, name, ha="right")
+    for i, entry in enumerate(table):
+        words(ax, left + width * i + 0.36, 1.16, str(i), 8, colour=SOFT)
+        for y, value in zip((0.75, 0.45, 0.15), entry, strict=True):
+            tile(ax, left + width * i, y, 0.72, 0.27, "none", str(value), 8.5, edgecolor=SOFT, linewidth=0.6)
+    yield
+    for number, caption in VISITED:
+        group, first, end = table[number]
+        stored, colour = min(TILE, end - first), colours[group]
+        x, shown = left + scale * first, scale * (min(first + TILE, ROWS) - first)
+        tile(ax, x, 1.85, shown, 0.36, plot.CARD, edgecolor=SOFT, linewidth=0.8, hatch="////")
+        tile(ax, x, 1.85, scale * stored, 0.36, colour, edgecolor=INK, linewidth=0.8)
+        for row in (first, first + stored):
+            ax.plot([left + scale * row] * 2, (2.23, 2.43), color=INK, linewidth=0.8)
+        words(ax, left - 0.12, 2.03, "tile", ha="right")
+        pieces = [str(size) for _, size in rungs(stored)]
+        matrix = f"rhs[{group}]" if group < len(SIZES) else "none"
+        rows = f"{stored} row{'s' * (stored > 1)}" + f", as {' + '.join(pieces)}" * (len(pieces) > 1)
+        words(ax, left, 1.55, f"matrix: {matrix}; stored: {rows}; hatched: computed, not stored", 9, ha="left")
+        tile(ax, left + width * number - 0.03, 0.11, 0.78, 0.95, colour, alpha=0.35)
+        yield caption

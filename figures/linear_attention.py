@@ -1,7 +1,8 @@
 """Figures of chapter 17: linear attention."""
 
-from figures._chart import chart, label, tracks
+from figures._chart import chart, label, tile, tracks
 from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, SOFT, arrow, box, drawing, words
+from figures._stepper import stepper
 from lab import plot
 from lab.roofline import peak
 
@@ -192,3 +193,62 @@ def recurrent_parts(ax):
     words(ax, at(1) + 0.02, 1.28, "the state before part 1", 7.5, ha="left", colour=SOFT)
     text = "d: the decay of a whole part. L: its state, had it begun from zero."
     words(ax, left, 0.18, text, 8, ha="left", colour=SOFT)
+
+
+CHUNK, TOKENS = 4, 12
+PARTS = (  # The chunk; the part that is done; the caption.
+    (0, "pairs", "Chunk 0 has nothing before it. Its 4 tokens meet each other as 10 pairs."),
+    (0, "state", "Then one product adds v kᵀ of its 4 tokens to S. From now on S stands for tokens 0 to 3."),
+    (1, "pairs", "Chunk 1 does the same: its tokens meet each other as pairs."),
+    (1, "past", "All earlier tokens are in S. One product of q and S replaces the 16 pairs that reach back."),
+    (1, "state", "S takes in chunk 1 and keeps its size, although it stands for 8 tokens now."),
+    (2, "pairs", "Chunk 2 has 10 pairs again, like each chunk."),
+    (
+        2,
+        "past",
+        "Its product with S replaces 32 pairs and costs no more than that of chunk 1, so work grows with T.",
+    ),
+)
+
+
+@stepper(7.8, 3.1)
+def chunks_in_steps(ax):
+    """Linear attention over three chunks of four tokens: pairs inside of a chunk, and a state for all before it."""
+    left, top, cell = 0.95, 2.7, 0.2
+    at = lambda t, s: (left + cell * s, top - cell * (t + 1))
+    for t in range(TOKENS):
+        tile(ax, *at(t, 0), cell * (t + 1), cell, PALE, edgecolor=plot.CARD, linewidth=0.6, zorder=0)
+    for chunk in range(TOKENS // CHUNK):
+        words(ax, left - 0.1, top - cell * CHUNK * (chunk + 0.5), f"chunk {chunk}", 8.5, ha="right")
+        look = dict(edgecolor=SOFT, linewidth=0.8)
+        tile(ax, *at(CHUNK * chunk + 3, CHUNK * chunk), cell * CHUNK, cell * CHUNK, "none", **look)
+    words(ax, left + cell * TOKENS / 2, 2.88, "keys s", 8.5)
+    words(ax, 0.1, 2.88, "queries t", 8.5, ha="left")
+    words(ax, 5.9, 2.88, "the state", weight="bold")
+    yield
+    pairs = products = 0
+    for i, (chunk, part, caption) in enumerate(PARTS):
+        pairs += CHUNK * (CHUNK + 1) // 2 * (part == "pairs")
+        products += part != "pairs"
+        for done, what, _ in PARTS[: i + 1]:
+            now = dict(alpha=1.0 if (done, what) == (chunk, part) else 0.4)
+            first = CHUNK * done
+            if what == "past":
+                tile(ax, *at(first + CHUNK - 1, 0), cell * first, cell * CHUNK, ORANGE, "q Sᵀ", 9, **now)
+            for t in range(CHUNK if what == "pairs" else 0):
+                tile(ax, *at(first + t, first), cell * (t + 1), cell, BLUE, edgecolor=plot.CARD, linewidth=0.6, **now)
+        seen = CHUNK * (chunk + (part == "state"))
+        text = f"S\ntokens 0 to {seen - 1}" if seen else "S\nempty"
+        colour = ORANGE if seen else PALE
+        tile(ax, 5.1, 1.6, 1.6, 0.95, colour, text, 9.5, edgecolor=INK, linewidth=0.8, alpha=0.7)
+        first = CHUNK * chunk
+        if part == "state":
+            arrow(ax, (at(0, first + CHUNK)[0] + 0.1, at(first + 1, 0)[1]), (5.05, 1.9), ORANGE, width=2)
+            words(ax, 5.9, 1.35, f"+ v kᵀ of tokens {first} to {first + CHUNK - 1}", 9)
+        elif part == "past":
+            end = at(0, first)[0], at(first + 1, 0)[1]
+            arrow(ax, (5.05, 1.9), (end[0] + cell * CHUNK + 0.1, end[1]), ORANGE, width=2)
+            words(ax, 5.9, 1.35, f"read by tokens {first} to {first + CHUNK - 1}", 9)
+        words(ax, 4.9, 0.8, f"pairs so far: {pairs}", 9.5, ha="left", colour=BLUE)
+        words(ax, 4.9, 0.5, f"products with the state: {products}", 9.5, ha="left")
+        yield caption

@@ -3,7 +3,8 @@
 import numpy as np
 
 from figures._chart import bar, bare, chart, label, numbered, tile
-from figures._draw import BLUE, GREEN, INK, ORANGE, RED, SKY, SOFT, arrow, box, drawing, places, words
+from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, RED, SKY, SOFT, arrow, box, drawing, places, words
+from figures._stepper import stepper
 from lab import plot
 
 
@@ -240,3 +241,74 @@ def memory_banks(axes):
         ax.set_xlabel(f"first of four banks\npiece {column} of rows 0 to 7: {cost}", fontsize=8)
         _bare(ax)
     axes[0].set_ylabel("128 bytes of SMEM a line", fontsize=8)
+
+
+ARRIVALS = 2  # That the barrier of the steps expects.
+BARRIER_STEPS = (  # Arrivals before the frame; whether the warpgroup ends its wait first; whether it waits; caption.
+    (0, False, True, "Two copies are in flight. The bits are equal, so the warpgroup waits."),
+    (1, False, True, "The copy of x arrives with its last byte. One of two arrivals is counted, and the bit stays."),
+    (
+        1,
+        False,
+        True,
+        "The copy of y arrives, so the count is complete: the barrier flips its bit and counts from 0 again. "
+        "The bits differ, and the wait ends.",
+    ),
+    (
+        0,
+        True,
+        True,
+        "The warpgroup has seen the flip, so its own bit flips, too. It starts the next two copies and waits until the "
+        "bits differ again.",
+    ),
+    (2, False, True, "Both copies arrive. The barrier's bit is 0 again, the warpgroup's is 1, and the wait ends."),
+    (
+        2,
+        True,
+        False,
+        "Now a mistake: two more copies arrive, and the warpgroup does not wait for them. Its bit stays 0.",
+    ),
+    (
+        2,
+        False,
+        True,
+        "After two more arrivals the barrier's bit is 0, like the warpgroup's. Two flips look like none: "
+        "the warpgroup waits for a phase that is over.",
+    ),
+)
+
+
+@stepper(7.8, 2.3)
+def barrier_in_steps(ax):
+    """A barrier that expects two arrivals: its count, its phase bit, and the bit of a warpgroup that waits at it."""
+    words(ax, 1.1, 2.1, "TMA", weight="bold")
+    words(ax, 3.95, 2.1, "barrier, in shared memory", weight="bold")
+    words(ax, 6.75, 2.1, "warpgroup", weight="bold")
+    box(ax, 2.7, 0.55, 2.5, 1.35, colour=SOFT, fill=0.04)
+    box(ax, 5.9, 0.55, 1.7, 1.35, colour=SOFT, fill=0.04)
+    words(ax, 2.85, 1.55, "arrivals", ha="left")
+    words(ax, 2.85, 0.9, "phase bit", ha="left")
+    words(ax, 6.05, 0.9, "its own bit", ha="left")
+    yield
+    arrived = seen = 0
+    for arrivals, goes_on, waits, caption in BARRIER_STEPS:
+        arrived, seen = arrived + arrivals, seen + goes_on
+        flips, count = divmod(arrived, ARRIVALS)
+        for copy, name in enumerate("xy"):
+            lands = copy in [(arrived - 1 - i) % ARRIVALS for i in range(arrivals)]
+            text = "arrives" if lands else "has arrived" if arrivals and not copy else "in flight"
+            tile(ax, 0.3, 1.35 - 0.6 * copy, 1.6, 0.4, SKY if lands else PALE, f"copy of {name}: {text}", 8)
+            if lands:
+                arrow(ax, (1.95, 1.55 - 0.6 * copy), (2.65, 1.5 - 0.3 * copy), BLUE)
+        for i in range(ARRIVALS):
+            tile(ax, 4.2 + 0.4 * i, 1.4, 0.32, 0.32, BLUE if i < count else plot.CARD, edgecolor=INK)
+        bits = flips % 2, seen % 2
+        for x, bit in zip((4.2, 7.0), bits, strict=True):
+            tile(ax, x, 0.75, 0.32, 0.32, (SKY, ORANGE)[bit], str(bit), 10, edgecolor=INK)
+        words(ax, 4.62, 0.9, f"{flips} flips" if flips != 1 else "1 flip", 7.5, ha="left", colour=SOFT)
+        differ = bits[0] != bits[1]
+        text, colour = ("goes on", GREEN) if differ else ("waits", RED)
+        words(ax, 6.75, 1.55, text if waits else "does not look", weight="bold", colour=colour if waits else SOFT)
+        arrow(ax, (5.25, 0.91), (5.85, 0.91), colour, style="<|-|>")
+        words(ax, 5.55, 0.3, "the bits differ" if differ else "the bits are equal", 8.5, colour=colour)
+        yield caption

@@ -1,8 +1,9 @@
 """Figures of chapter 18: NVLink."""
 
 from cookbook.nvlink.protocol import Flush, Read, Send, Signal, Wait
-from figures._chart import chart, label, lanes
+from figures._chart import chart, label, lanes, tile
 from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, PINK, RED, SOFT, Picture, arrow, box, drawing, words
+from figures._stepper import stepper
 from lab import plot
 from lab.nvlink_simulator import PushedScatter, find_fault, programs_of
 
@@ -162,25 +163,73 @@ COLOURS = (BLUE, ORANGE, GREEN, PINK)
 SLOTS, OWNER = 2, 2
 
 
-@drawing(7.8, 3.3)
+GATHER = (  # Rounds that have begun; whether the stores are flushed, signals sent, and waited for; the caption.
+    (0, False, False, False, "Each GPU copies its own shard into its own result. That needs no signal."),
+    (
+        1,
+        False,
+        False,
+        False,
+        "Round 1: each GPU stores its shard in the next one's result.",
+    ),
+    (
+        2,
+        False,
+        False,
+        False,
+        "Round 2: the GPU after that. Each GPU sends to one other and receives from one other.",
+    ),
+    (3, False, False, False, "Round 3 is the last. Nobody waited for a store: light parts may not be there yet."),
+    (3, True, False, False, "The flush: each GPU waits until its stores are written in the memory of the others."),
+    (
+        3,
+        True,
+        True,
+        False,
+        "Then it signals the three others. A signal adds 1 to arrived and releases what was stored.",
+    ),
+    (
+        3,
+        True,
+        True,
+        True,
+        "Each GPU waits for 3 signals. The wait acquires the data, and all of the result may be read.",
+    ),
+)
+
+
+@stepper(7.8, 3.2)
 def nvlink_gather(ax):
-    """All-gather by push on four GPUs: each has its own shard, and stores it into its place in everybody's output."""
+    """All-gather by push on four GPUs: in each round all store their shard in another result, then they signal."""
     width, gap = 1.45, 0.42
     left, part = [0.35 + d * (width + gap) for d in range(DEVICES)], width / DEVICES
     for d, x in enumerate(left):
-        words(ax, x + width / 2, 3.1, f"GPU {d}", 9.5, weight="bold")
-        box(ax, x + 0.3, 2.35, width - 0.6, 0.42, f"shard {d}", COLOURS[d], fill=0.4, size=8)
-        box(ax, x, 0.6, width, 0.62, colour=SOFT, fill=0.03)
-        for q in range(DEVICES):
-            fill = 0.4 if q == d else 0.2
-            box(ax, x + q * part + 0.03, 0.66, part - 0.06, 0.5, f"{q}", COLOURS[q], fill=fill, size=8)
-    for d in range(DEVICES):
-        for k in range(1, DEVICES):
-            start, end = left[d] + width / 2, left[(d + k) % DEVICES] + (d + 0.5) * part
-            look = dict(width=1.7, alpha=1.0) if k == 1 else dict(width=0.8, alpha=0.45)
-            arrow(ax, (start, 2.33), (end, 1.2), COLOURS[d], **look)
-    text = "Thick: the first round of each. At any time every GPU receives from one other, and sends to one."
-    words(ax, 0.1, 0.28, text, 8, ha="left", colour=SOFT)
+        words(ax, x + width / 2, 3.02, f"GPU {d}", 9.5, weight="bold")
+        tile(ax, x + 0.3, 2.4, width - 0.6, 0.4, COLOURS[d], f"shard {d}", 8.5, alpha=0.6)
+        tile(ax, x, 0.72, width, 0.5, plot.CARD, edgecolor=INK, linewidth=0.8)
+        words(ax, x, 0.58, "result", 8, ha="left", va="top", colour=SOFT)
+    yield
+    for rounds, flushed, signals, waited, caption in GATHER:
+        for d, x in enumerate(left):
+            for k in range(rounds + 1):
+                owner = (d - k) % DEVICES  # It serves this GPU in round k.
+                here, alpha = x + owner * part, 0.7 if flushed or k == 0 else 0.25
+                tile(ax, here + 0.02, 0.75, part - 0.04, 0.44, COLOURS[owner], str(owner), 9, alpha=alpha)
+                if k == rounds and not flushed:
+                    arrow(ax, (left[owner] + width / 2, 2.38), (here + part / 2, 1.22), COLOURS[owner], width=1.8)
+            arrived = DEVICES - 1 if signals and not waited else 0
+            look = dict(ha="right", va="top", colour=GREEN if signals else SOFT)
+            words(ax, x + width, 0.58, f"arrived: {arrived}", 8, **look)
+            for k in range(1, DEVICES if signals and not waited else 1):
+                end = left[(d + k) % DEVICES] + width - 0.2, 1.24
+                arrow(ax, (x + width / 2, 2.38), end, GREEN, width=1.1, linestyle=":")
+            if flushed and not signals:
+                words(ax, x + width / 2, 1.8, "flush:\nall is written", 9)
+            if waited:
+                words(ax, x + width / 2, 1.8, f"wait:\n{DEVICES - 1} signals", 9, colour=GREEN)
+        if not flushed:
+            words(ax, 0.1, 0.14, f"round {rounds}" if rounds else "own shard", 9, ha="left", weight="bold")
+        yield caption
 
 
 OWNER = 2

@@ -3,7 +3,8 @@
 import numpy as np
 
 from figures._chart import LOAD, MULTIPLY, SOFTMAX, bar, chart, label, legend_of, numbered, tile, tracks
-from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, SOFT, arrow, box, drawing, words
+from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, SOFT, arrow, box, drawing, places, words
+from figures._stepper import stepper
 from lab import plot
 
 
@@ -206,3 +207,68 @@ def online_turns(axes):
     title = "two that take turns: one's softmax during the other's products"
     tracks(two, ["tensor cores", "warpgroup 0", "warpgroup 1"], title)
     two.set(xlim=(0, 9.15), xlabel="time, in units of one product of 64 queries, 128 keys, head_dim 128")
+
+
+X = ((0, 1, -1, 1), (0, -1, 1, 0), (3, 2, 0, 1), (2, 4, 3, 1))  # Base-2 logits of a query, in blocks of keys.
+V = ((4, 2, 0, 6), (2, 8, 4, 6), (1, 3, 5, 7), (8, 2, 4, 0))  # A column of the values.
+BLOCKS = (  # The captions.
+    "The largest logit of the first block becomes m. The sum of p = 2^(x - m) is l, and the sum of p times v is acc.",
+    "In the second block no logit is larger. So m stays, alpha is 1, and the block adds its terms.",
+    "The third block has a larger logit. The old sums were relative to the old m, so alpha scales both of them down.",
+    "The fourth block moves m once more. All 16 terms are now relative to the same m.",
+)
+
+
+def running():
+    """For each block: the new m, alpha, its p, and l and acc before and after it."""
+    m, l_i, acc = -np.inf, 0.0, 0.0
+    for x, v in zip(np.array(X, float), np.array(V, float), strict=True):
+        top = max(m, x.max())
+        alpha, p = 2 ** (m - top), 2 ** (x - top)
+        before = l_i, acc
+        m, l_i, acc = top, l_i * alpha + p.sum(), acc * alpha + p @ v
+        yield m, alpha, p, before, (l_i, acc)
+
+
+@stepper(7.8, 3.15)
+def softmax_in_steps(ax):
+    """The online softmax of one query over four blocks of four keys, in numbers."""
+    left, cell, gap = 1.1, 0.38, 0.12
+    x_of = lambda block, key: left + block * (4 * cell + gap) + key * cell
+    for y, name in ((2.6, "x"), (2.25, "v"), (1.9, "p")):
+        words(ax, left - 0.15, y + 0.15, name, 10, ha="right", weight="bold")
+    for block in range(4):
+        words(ax, x_of(block, 2), 3.02, f"block {block}", 8.5, colour=SOFT)
+    for y, name in ((1.35, "m"), (0.95, "alpha"), (0.55, "l"), (0.15, "acc")):
+        words(ax, left - 0.15, y + 0.1, name, 10, ha="right", weight="bold")
+    yield
+    steps = list(running())
+    for now, caption in enumerate([*BLOCKS, None]):
+        for block, key in places(4, 4):
+            seen = ORANGE if block == now else plot.FAINT if block < now else plot.CARD
+            for y, values in ((2.6, X), (2.25, V)):
+                look = dict(edgecolor=SOFT, linewidth=0.6)
+                tile(ax, x_of(block, key), y, cell, 0.32, seen, str(values[block][key]), 8.5, **look)
+        if now < 4:
+            m, alpha, p, before, after = steps[now]
+            for key in range(4):
+                tile(ax, x_of(now, key), 1.9, cell, 0.32, SKY, f"{p[key]:g}"[:6], 7, edgecolor=SOFT, linewidth=0.6)
+            old = steps[now - 1][0] if now else -np.inf
+            lines = (
+                f"max({old:g}, {max(X[now])}) = {m:g}",
+                f"2 ^ ({old:g} - {m:g}) = {alpha:g}",
+                f"{alpha:g} x {before[0]:g} + {p.sum():g} = {after[0]:g}",
+                f"{alpha:g} x {before[1]:g} + {p @ np.array(V[now]):g} = {after[1]:g}",
+            )
+            colours = (INK, RED if 0 < alpha < 1 else INK, INK, INK)
+        else:
+            (l_i, acc), x, v = steps[-1][-1], np.ravel(X), np.ravel(V)
+            whole = 2.0**x @ v / (2.0**x).sum()
+            lines = (f"{steps[-1][0]:g}", "", f"{l_i:g}", f"{acc:g}")
+            colours = (INK,) * 4
+            words(ax, 3.3, 0.85, f"out = acc / l = {acc / l_i:.4f}", 12, ha="left", weight="bold", colour=BLUE)
+            words(ax, 3.3, 0.5, f"softmax of all 16 at once: {whole:.4f}", ha="left")
+            caption = f"After the last block acc / l is the output: {whole:.4f}, as in a softmax over all keys at once."
+        for y, text, colour in zip((1.35, 0.95, 0.55, 0.15), lines, colours, strict=True):
+            words(ax, left + 0.05, y + 0.1, text, 10, ha="left", colour=colour)
+        yield caption

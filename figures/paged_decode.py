@@ -1,7 +1,9 @@
 """Figures of chapter 13: paged decode."""
 
-from figures._chart import chart, label, lanes
-from figures._draw import BLUE, GREEN, ORANGE, PINK, SOFT, arrow, box, drawing, words
+from figures._chart import chart, label, lanes, tile
+from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SOFT, arrow, box, drawing, words
+from figures._stepper import stepper
+from lab import plot
 
 LENGTHS, MOST, PAGE = (13, 30, 5, 18), 32, 4  # Tokens.
 COLOURS = (BLUE, ORANGE, GREEN, PINK)
@@ -191,3 +193,65 @@ def paged_ring(axes):
         lanes(ax, ["page ids", *names, "products, softmax"], title)
         ax.set_xlim(0, END)
     axes[-1].set_xlabel("time of one block of threads; the numbers are blocks of keys", fontsize=8)
+
+
+MINE, NEXT, FREE = (7, 2, 5), 8, (0, 8)  # Pages of the sequence, the page that it gets next, and the free pages.
+DECODE = (  # Tokens; the token that is written, if any; whether the pages are read; the caption.
+    (
+        10,
+        None,
+        False,
+        "A sequence of 10 tokens has pages 7, 2 and 5. Its row of the block table keeps their order.",
+    ),
+    (11, 10, False, "A decoding step writes token 10: column 10 // 4 = 2 holds page 5, and the offset is 10 % 4 = 2."),
+    (
+        11,
+        None,
+        True,
+        "Attention reads the row and copies page after page. It masks the slot behind token 10.",
+    ),
+    (12, 11, False, "The next step writes token 11 into the last slot of page 5. Now all three pages are full."),
+    (13, 12, False, "Token 12 needs column 3. Page 8 is free, so its number goes into the table. Nothing else moves."),
+    (0, None, False, "The sequence ends. Its four pages are free at once, for any other sequence."),
+)
+
+
+@stepper(7.8, 2.85)
+def pages_in_steps(ax):
+    """A sequence that decodes: its tokens, its row of the block table, and its pages in the cache."""
+    cell = 0.15
+    token_x = lambda t: 1.6 + 0.36 * t + 0.15 * (t // PAGE)
+    page_x = lambda page: 1.15 + 0.66 * page
+    middle = lambda column: token_x(PAGE * column) + 0.36 * PAGE / 2
+    for y, text in ((2.5, "tokens of the\nsequence"), (1.75, "row of the\nblock table"), (0.63, "the cache")):
+        words(ax, 0.15, y, text, ha="left", weight="bold")
+    for page in range(10):
+        other = page not in (*MINE, *FREE)
+        for offset in range(PAGE):
+            colour = SOFT if other else plot.CARD
+            look = dict(alpha=0.4) if other else {}
+            tile(ax, page_x(page) + cell * offset, 0.45, cell, 0.36, colour, edgecolor=SOFT, linewidth=0.6, **look)
+        words(ax, page_x(page) + 2 * cell, 0.32, f"page {page}", 7.5, colour=SOFT)
+    words(ax, 7.7, 0.1, "grey: pages of other sequences; white: free slots", 8, ha="right", colour=SOFT)
+    yield
+    for tokens, new, reads, caption in DECODE:
+        pages = (*MINE, NEXT)[: -(-tokens // PAGE)]
+        for t in range(tokens):
+            column, offset = divmod(t, PAGE)
+            colour, ink = (RED, plot.CARD) if t == new else (COLOURS[column], INK)
+            tile(ax, token_x(t), 2.35, 0.34, 0.32, colour, str(t), 8.5, ink=ink, alpha=0.85)
+            tile(ax, page_x(pages[column]) + cell * offset, 0.45, cell, 0.36, colour, edgecolor=SOFT, linewidth=0.6)
+        for column in range(4):
+            page = str(pages[column]) if column < len(pages) else "-"
+            tile(ax, middle(column) - 0.25, 1.6, 0.5, 0.32, plot.CARD, page, 10, edgecolor=INK)
+            written = new is not None and column == new // PAGE
+            if written or (reads and column < len(pages)):
+                at = page_x(pages[column]) + (cell * (new % PAGE + 0.5) if written else 2 * cell)
+                arrow(ax, (middle(column), 1.58), (at, 0.84), RED if written else COLOURS[column])
+        if reads:
+            words(ax, 0.15, 1.2, "1. page ids\n2. TMA copies", 9, ha="left")
+        if new is not None:
+            page, offset = pages[new // PAGE], new % PAGE
+            arrow(ax, (token_x(new) + 0.17, 2.33), (middle(new // PAGE), 1.95), RED)
+            words(ax, 0.15, 1.2, f"slot {page} x {PAGE} + {offset} = {page * PAGE + offset}", 9, ha="left", colour=RED)
+        yield caption

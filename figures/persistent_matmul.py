@@ -5,7 +5,8 @@ import math
 from matplotlib.patches import Patch
 
 from figures._chart import LOAD, MULTIPLY, bar, chart, label, lanes, numbered, tile, tracks
-from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, SOFT, arrow, box, drawing, words
+from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, PINK, RED, SKY, SOFT, arrow, box, drawing, words
+from figures._stepper import stepper
 from figures.pipelining import panels, tiles
 from lab import plot
 
@@ -239,3 +240,128 @@ def persistent_tail(axes):
         ax.axvline(end, color=RED, linewidth=1.2)
         tracks(ax, numbered("SM", FEW_SMS), title, grid=False)
         ax.set(xlim=(0, 2.05), xticks=(0, 1, 2), xlabel="time, in whole tiles")
+
+
+SMALL, TOGETHER = (8, 16), 16  # Tiles of o along M and N; tiles that are computed at the same time.
+FRAMES = (  # The width of the snake in rows of tiles, or None; the wave; the caption.
+    (None, 0, "Row by row, the 16 SMs compute a row of tiles. They share one panel of A and need all 16 panels of B."),
+    (None, 1, "The next wave reads another panel of A and all of B again, from HBM if L2 has dropped it."),
+    (None, 2, "Each wave reads 17 panels for its 16 tiles."),
+    (4, 0, "In a snake of 4 rows, the same 16 SMs compute a square: 4 panels of A and 4 of B, each read by 4 tiles."),
+    (4, 1, "The next wave is the square beside it. It needs the same 4 panels of A, which have just been read."),
+    (4, 3, "At the end of the band 4 panels of A have met all of B. The next band runs back from here."),
+    (
+        4,
+        4,
+        "The second band begins with the panels of B that were read last, because the snake turns round.",
+    ),
+)
+
+
+@stepper(7.8, 3.1)
+def order_in_steps(ax):
+    """Tiles that are computed at the same time, and the panels of A and B that they share, in two orders."""
+    side, left, top = 0.27, 1.45, 2.35
+    wide, high = side * SMALL[1], side * SMALL[0]
+    for x, y, width, height in ((left, top - high, wide, high), (left - 0.7, top - high, 0.6, high)):
+        tile(ax, x, y, width, height, PALE, zorder=0)
+    tile(ax, left, top + 0.1, wide, 0.45, PALE, zorder=0)
+    for row in range(1, SMALL[0]):
+        y = [top - side * row] * 2
+        ax.plot((left, left + wide), y, color=plot.CARD, linewidth=1, zorder=0.5)
+        ax.plot((left - 0.7, left - 0.1), y, color=plot.CARD, linewidth=1, zorder=0.5)
+    for column in range(1, SMALL[1]):
+        x = [left + side * column] * 2
+        ax.plot(x, (top - high, top), color=plot.CARD, linewidth=1, zorder=0.5)
+        ax.plot(x, (top + 0.1, top + 0.55), color=plot.CARD, linewidth=1, zorder=0.5)
+    words(ax, left - 0.78, top - high / 2, "panels\nof A", ha="right", weight="bold")
+    words(ax, left - 0.1, top + 0.33, "panels of B", ha="right", weight="bold")
+    words(ax, left + wide / 2, 0.09, "o, in tiles; light: computed before", 8, colour=SOFT)
+    yield
+    for width, wave, caption in FRAMES:
+        rows, columns = tiles(SMALL, *((1, SMALL[1]) if width is None else (0, width)))
+        now = slice(wave * TOGETHER, (wave + 1) * TOGETHER)
+        order = list(zip(rows.tolist(), columns.tolist(), strict=True))
+        for i, (row, column) in enumerate(order[: now.stop]):
+            colour = BLUE if i >= now.start else SKY
+            look = dict(alpha=0.35) if i < now.start else dict(alpha=0.9)
+            tile(ax, left + side * column, top - side * (row + 1), side, side, colour, edgecolor=plot.CARD, **look)
+        of_a, of_b = sorted(set(rows[now].tolist())), sorted(set(columns[now].tolist()))
+        for row in of_a:
+            tile(ax, left - 0.7, top - side * (row + 1), 0.6, side, ORANGE, edgecolor=plot.CARD)
+        for column in of_b:
+            tile(ax, left + side * column, top + 0.1, side, 0.45, GREEN, edgecolor=plot.CARD)
+        x = left + wide + 0.2
+        words(ax, x, 2.7, "row by row" if width is None else f"snake, {width} rows", 10, ha="left", weight="bold")
+        words(ax, x, 2.4, f"wave {wave}", ha="left")
+        words(ax, x, 1.9, f"{len(of_a)} of A", 10, ha="left", colour=ORANGE, weight="bold")
+        words(ax, x, 1.62, f"{len(of_b)} of B", 10, ha="left", colour=GREEN, weight="bold")
+        words(ax, x, 1.3, f"{len(of_a) + len(of_b)} panels\nfor {TOGETHER} tiles", ha="left", va="top")
+        yield caption
+
+
+DEALT = 14  # Tiles.
+LOOP = (  # Turns that have ended; turns that run; the tail's parts; the caption.
+    (0, 1, 1, "Six blocks start, one on each SM. Block b computes tile b."),
+    (0, 1.85, 1, "Near the end of a tile the memory warpgroup runs ahead: it loads the first steps of tile b + 6."),
+    (1, 2, 1, "The block goes on with tile b + 6. No block ends, none starts, and the first steps are there already."),
+    (2, 3, 1, "Two tiles remain for the third turn. The blocks of four SMs have no tile left and end."),
+    (
+        3,
+        3,
+        1,
+        "Three turns, as many waves as with a block per tile: persistent blocks do not shorten the tail.",
+    ),
+    (
+        3,
+        3,
+        3,
+        "A later section cuts each of the last two tiles into three, so that no SM idles: tail_split=3.",
+    ),
+)
+
+
+@stepper(7.8, 2.75)
+def persistent_in_steps(ax):
+    """Six persistent blocks take 14 tiles in turn, and the last turn has only two."""
+    left, unit, lane = 1.75, 1.75, 0.34
+    y_of = lambda sm: 2.2 - lane * sm
+    for sm in range(FEW_SMS):
+        words(ax, left - 0.1, y_of(sm) + 0.15, f"SM {sm}, block {sm}", ha="right")
+    for turn in range(3):
+        words(ax, left + unit * (turn + 0.5), 2.62, f"turn {turn}", 8.5, colour=SOFT)
+    arrow(ax, (left, 0.36), (left + 3 * unit + 0.2, 0.36), SOFT, width=1)
+    words(ax, left, 0.17, "time", 8, ha="left", colour=SOFT)
+    yield
+    for ended, until, split, caption in LOOP:
+        bars, ahead = _turns(split), until % 1
+        for sm, start, length, text in bars:
+            if start < int(until):
+                done = start + length <= ended
+                colour, ink = (SKY, INK) if done else (BLUE, plot.CARD)
+                tile(ax, left + unit * start, y_of(sm), unit * length - 0.03, 0.3, colour, text, 8, ink=ink)
+            elif start < until:
+                width = unit * (1 - ahead) + 0.1
+                tile(ax, left + unit * (start - 1 + ahead), y_of(sm) - 0.02, width, 0.12, ORANGE)
+        if until == 3:
+            end = max(start + length for _, start, length, _ in bars)
+            for sm in range(FEW_SMS):
+                busy = max(start + length for other, start, length, _ in bars if other == sm)
+                if busy < end:
+                    tile(ax, left + unit * busy, y_of(sm), unit * (end - busy), 0.3, plot.FAINT, "idle", 8)
+        if ended == 3:
+            ax.plot([left + unit * end] * 2, (y_of(FEW_SMS - 1) - 0.05, 2.52), color=RED, linewidth=1.4)
+            text = f"{end:g} turns: {DEALT} / {FEW_SMS * end:g} = {DEALT / FEW_SMS / end:.0%} busy"
+            words(ax, 7.7, 0.17, text if split == 1 else f"at best {end:.3g} turns", 8.5, ha="right", colour=RED)
+        elif ahead:
+            text = "copies of the next tile's first steps"
+            words(ax, left + unit * int(until) + 0.3, y_of(2) + 0.04, text, 8.5, ha="left")
+        yield caption
+
+
+def _turns(split: int) -> list[tuple[int, float, float, str]]:
+    """(SM, start, length, text) of each tile, the last ones cut into `split`."""
+    full = DEALT // FEW_SMS * FEW_SMS
+    whole = [(i % FEW_SMS, i // FEW_SMS, 1.0, f"tile {i}") for i in range(full)]
+    names = [f"{i}{'abc'[part]}" if split > 1 else f"tile {i}" for i in range(full, DEALT) for part in range(split)]
+    return whole + [(sm, full // FEW_SMS, 1 / split, name) for sm, name in enumerate(names)]

@@ -1,7 +1,8 @@
 """Figures of chapter 7: warp specialization."""
 
-from figures._chart import LOAD, MULTIPLY, bar, chart, ring_of, tracks
-from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, SKY, SOFT, arrow, box, drawing, words
+from figures._chart import LOAD, MULTIPLY, bar, chart, ring_of, tile, tracks
+from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, PINK, SKY, SOFT, arrow, box, drawing, words
+from figures._stepper import stepper
 from figures.pipelining import Step
 from lab import plot
 
@@ -162,3 +163,72 @@ def roles_schedule(axes):
         tracks(ax, ring_of(slots), f"{title}: {steps} steps take {run[-1].mma_end:.1f}")
     axes[-1].set_xlim(0, max(run[-1].mma_end for run in runs))
     axes[-1].set_xlabel("time, in units of one step's product; grey: filled, and waits to be read")
+
+
+RING = 3  # Slots.
+TURNS = (  # Steps loaded, arrived, multiplied and given back; what memory and compute do; the caption.
+    (
+        3,
+        0,
+        0,
+        0,
+        "waits at freed[0]",
+        "waits at filled[0]",
+        "Memory fills the empty slots without a wait. Compute waits for step 0.",
+    ),
+    (
+        *(3, 2, 0, 0, "waits at freed[0]", "multiplies step 0"),
+        "Both copies of step 0 have arrived and filled[0] is complete, so compute multiplies. Step 1 is there, too.",
+    ),
+    (
+        *(4, 3, 1, 1, "waits at freed[1]", "multiplies step 1"),
+        "Product 0 has ended, and compute has arrived at freed[0]. Memory wraps around: slot 0 gets step 3.",
+    ),
+    (
+        *(5, 3, 2, 2, "waits at freed[2]", "multiplies step 2"),
+        "Slot 1 is given back and gets step 4. Two slots load while compute multiplies step 2.",
+    ),
+    (
+        *(6, 4, 3, 3, "has no more steps", "multiplies step 3"),
+        "Compute wraps around, too: filled[0] has completed a second time. Memory starts its last copies, of step 5.",
+    ),
+    (
+        *(6, 6, 5, 3, "has no more steps", "multiplies step 5"),
+        "Nobody fills a slot again, so compute no longer arrives at freed: two fillings, one completion.",
+    ),
+)
+
+
+@stepper(7.8, 2.7)
+def ring_in_steps(ax):
+    """Six steps through a ring of three slots: who fills, waits, multiplies and gives back."""
+    for x, role, colour in ((0.15, "memory", ORANGE), (6.1, "compute", BLUE)):
+        box(ax, x, 0.95, 1.55, 1.6, colour=colour)
+        words(ax, x + 0.77, 2.1, f"{role}\nwarpgroup", weight="bold")
+    for slot in range(RING):
+        words(ax, 2.75 + 1.15 * slot, 0.75, f"slot {slot}", 8.5, colour=SOFT)
+    words(ax, 2.3, 0.48, "filled:", 8.5, ha="right", colour=GREEN)
+    words(ax, 2.3, 0.2, "freed:", 8.5, ha="right")
+    words(ax, 5.5, 0.34, "completions of each barrier", 8.5, ha="left", colour=SOFT)
+    yield
+    for loaded, arrived, now, freed, memory, compute, caption in TURNS:
+        words(ax, 0.92, 1.45, memory, 8)
+        words(ax, 6.87, 1.45, compute, 8)
+        for slot in range(RING):
+            step, x = max(range(slot, loaded, RING)), 2.75 + 1.15 * slot
+            if step >= arrived:
+                state, colour = "in flight", PALE
+                ax.plot((1.7, x), (2.4, 2.4), color=ORANGE, linewidth=1.4, solid_capstyle="butt")
+                arrow(ax, (x, 2.4), (x, 2.13), ORANGE)
+            elif step == now:
+                state, colour = "is read", BLUE
+                ax.plot((x, x), (1.25, 1.05), color=BLUE, linewidth=1.4)
+                arrow(ax, (x, 1.05), (6.08, 1.05), BLUE)
+            else:
+                state, colour = ("has arrived", SKY) if step > now else ("is done", plot.CARD)
+            ink = plot.CARD if colour == BLUE else INK
+            text = f"step {step}\n{state}"
+            tile(ax, x - 0.48, 1.25, 0.96, 0.87, colour, text, 8.5, ink=ink, edgecolor=INK, linewidth=0.8)
+            for y, count, ink in ((0.48, arrived, GREEN), (0.2, freed, INK)):
+                words(ax, x, y, str(len(range(slot, count, RING))), 9.5, colour=ink, weight="bold")
+        yield caption

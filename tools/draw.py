@@ -33,6 +33,7 @@ def _draw(path: pathlib.Path):
     NotebookClient(alone, resources={"metadata": {"path": NOTEBOOKS}}).execute()
     for cell, drawn in zip(cells, alone.cells[1:], strict=True):
         cell.outputs = drawn.outputs
+        cell.execution_count = cell.execution_count or drawn.execution_count  # A new cell has none.
         for output in cell.outputs:
             output.execution_count = cell.execution_count
     nbformat.write(notebook, path)
@@ -41,9 +42,8 @@ def _draw(path: pathlib.Path):
 
 def _say(path: pathlib.Path):
     """Takes the sentences of a run on the CPU, which quote the recorded figures; all other outputs stay."""
-    os.environ["COOKBOOK_GPU"] = re.search("h[12]00", nbformat.read(path, as_version=4).metadata.recorded.gpu.lower())[
-        0
-    ]
+    recorded_on = nbformat.read(path, as_version=4).metadata.recorded.gpu.lower()
+    os.environ["COOKBOOK_GPU"] = re.search("h[12]00", recorded_on)[0]
     if subprocess.run([sys.executable, "tools/run_notebooks.py", path.stem.split("_")[0]], cwd=ROOT).returncode:
         sys.exit(f"{path.stem} fails on the CPU: nothing is written")
     notebook = nbformat.read(path, as_version=4)
@@ -63,7 +63,7 @@ def _markdown(cell) -> list[dict]:
 
 
 def _imports(cell) -> str:
-    """What a cell imports from `figures`; some do it with all else, in a chapter's set-up."""
+    """Lines of a cell that import from `figures`; some stand in a chapter's set-up, with all other imports."""
     return "\n".join(re.findall(r"^from figures\b[^(\n]*(?:\([^)]*\))?$", cell.source, re.M))
 
 
