@@ -99,7 +99,7 @@ def check(
     compile_items, compiled = _compile(fn, args, gpu)
     items += compile_items
     unseen = "whether WGMMA's operands have arrived, and how long it reads them; "
-    if gpu == "b200" or interpreter.on_gpu():  # The interpreter does see that of tcgen05.
+    if gpu == "b200":  # The interpreter does see that of tcgen05.
         unseen = ""
     items.append(Item("not seen", "-", unseen + "races between the blocks of a grid; wrong multicasts; other shapes"))
     leaves = ", ".join(_aval(leaf) for leaf in jax.tree.leaves(args))
