@@ -243,6 +243,9 @@ def lab(tmp_path_factory):
             if cell.cell_type == "code":
                 cell.update(outputs=[], execution_count=None)
         nbformat.write(notebook, path)
+    cell = nbformat.v4.new_code_cell("from figures.memory import barrier_in_steps\n\nbarrier_in_steps.draw()")
+    kernel = dict(kernelspec=dict(name="python3", display_name="Python 3"))
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell], metadata=kernel), folder / "stepper.ipynb")
     log = folder / "lab.log"
     options = [f"--ServerApp.root_dir={folder}", "--no-browser", "--port=0", "--IdentityProvider.token="]
     options += ["--LabApp.expose_app_in_browser=True", "--allow-root"]
@@ -275,4 +278,21 @@ def test_first_notebook_runs_in_jupyterlab(browser, lab):
     wait(f"{notebook}.sessionContext.session.kernel.status == 'idle'", 60)
     assert page.evaluate(errors) == []
     assert "Would you like to" not in page.inner_text("body"), "the news pop-up"
+    page.close()
+
+
+def test_a_stepper_steps_in_jupyterlab(browser, lab):
+    page = browser.new_page(viewport=dict(width=1300, height=1000))
+    page.goto(f"{lab}lab/tree/stepper.ipynb")
+    notebook = "[...jupyterapp.shell.widgets('main')].find(w => w.context?.path == 'stepper.ipynb')"
+    page.wait_for_function(f"typeof jupyterapp == 'object' && !!{notebook}?.sessionContext", timeout=60e3)
+    page.wait_for_function(f"{notebook}.sessionContext.session?.kernel?.status == 'idle'", timeout=60e3)
+    page.evaluate(f"jupyterapp.shell.activateById({notebook}.id)")
+    page.evaluate("void jupyterapp.commands.execute('notebook:run-all-cells')")
+    stepper = page.locator(".cookbook-stepper")
+    stepper.get_by_role("button", name="Next step").click(timeout=60e3)
+    assert stepper.locator("span").inner_text().strip().startswith("2 of ")
+    stepper.press("ArrowRight")
+    assert stepper.locator("span").inner_text().strip().startswith("3 of ")
+    assert page.evaluate(f"{notebook}.content.widgets.length") == 1  # The key was no command of JupyterLab's.
     page.close()
