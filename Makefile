@@ -15,8 +15,10 @@ GPU = $(shell nvidia-smi -L 2>/dev/null | head -1)
 GPU_MB = nvidia-smi $(if $(CUDA_VISIBLE_DEVICES),--id=$(CUDA_VISIBLE_DEVICES)) --query-gpu=memory.total --format=csv,noheader,nounits
 GPU_WORKERS = $(GPU_MB) | awk '{ n += $$1 < 78000 ? int($$1 / 6500) : 12 } END { print n ? n : 1 }'
 WORKERS ?= $(if $(GPU),$(shell $(GPU_WORKERS)),$(shell n=$$(env -u OMP_NUM_THREADS nproc); echo $$((n < 8 ? n : 8))))
-# Interpreted kernels and references run once: XLA compiles them quickly rather than well.
-QUICK_XLA = --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
+# Interpreted kernels and references run once: XLA compiles them quickly rather than well. Its older emitters, which JAX
+# 0.12 no longer has, take a third of the time; one module of LLVM's for a program takes less than several.
+QUICK_XLA = --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
+  --xla_cpu_parallel_codegen_split_count=1 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export XLA_PYTHON_CLIENT_PREALLOCATE ?= false

@@ -19,6 +19,7 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 if not os.environ.get("XLA_FLAGS"):  # References are compiled once and run once: compiled quickly rather than well.
     os.environ["XLA_FLAGS"] = (
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+        "--xla_cpu_parallel_codegen_split_count=1 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true "
         "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
     )
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # The compile-only wheels come without cuDNN.

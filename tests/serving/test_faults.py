@@ -134,7 +134,8 @@ def fake_device_get(sampled):
 
 
 def at_line(fn, count: int, fault=Fault):
-    """Calls fn, and raises a fault before the `count`-th line of the engine that it runs; also says whether it did."""
+    """Calls fn, and raises a fault before the `count`-th line of the engine that it runs, 0: before none, which is not
+    traced; also says where it did."""
     left = [count]
 
     def trace(frame, event, arg):
@@ -148,7 +149,7 @@ def at_line(fn, count: int, fault=Fault):
         return trace
 
     where, before = [], sys.gettrace()
-    sys.settrace(trace)
+    sys.settrace(trace if count else before)
     try:
         return fn(), where
     except (Fault, DeviceFault, MemoryError) as error:
