@@ -53,6 +53,16 @@ def routes() -> list[Route]:
     return found
 
 
+def parts(numbers: list[str]) -> list[tuple[str, str, list[str]]]:
+    """(name, what its reader will do, its chapters' numbers) of each part, of these chapters in order."""
+    entries = _read()["parts"]
+    starts = [numbers.index(entry["first"]) for entry in entries] + [len(numbers)]
+    return [
+        (entry["name"], entry["you"], numbers[start:end])
+        for entry, start, end in zip(entries, starts, starts[1:], strict=False)
+    ]
+
+
 def with_needs(number: str) -> set[str]:
     """The chapter, what it needs, what that needs, and so on."""
     return {number}.union(*map(with_needs, chapters()[number].needs))

@@ -93,24 +93,26 @@ def _fold(path: Path) -> None:
 
 
 def _index(chapters: list[Chapter]) -> str:
-    cards = ["{.cards .chapters}"]
-    for chapter in chapters:
-        cards += [
-            f"- [**{chapter.number}** {chapter.title}](chapters/{chapter.stem}.ipynb)",
-            "",
-            f"  {chapter.summary}",
-            "",
-        ]
+    by_number = {chapter.stem.split("_")[0]: chapter for chapter in chapters}
+    cards, toctrees = [], ""
+    for name, you, numbers in _course.parts([*by_number]):
+        part = [by_number[number] for number in numbers]
+        cards += [f"### {name}", "", f"You will {you}.", "", "{.cards .chapters}", *map(_card, part)]
+        toctrees += _toctree(name, [f"chapters/{chapter.stem}" for chapter in part])
     ladder = ROOT / "figures" / "ladder.svg"
     figure = (
         f"![Rungs of the course against the vendor's library]({ladder.relative_to(ROOT)})" if ladder.exists() else ""
     )
-    toctrees = _toctree("The course", [f"chapters/{chapter.stem}" for chapter in chapters])
     toctrees += _toctree("The library", ["gallery", "results", "errors", "api", "chapters/glossary"])
     page = (ROOT / "site" / "index.md").read_text()
     for name, text in (("ladder", figure), ("routes", _course.table("chapters/")), ("chapters", "\n".join(cards))):
         page = page.replace(f"<!-- {name} -->", text)
     return page + toctrees
+
+
+def _card(chapter: Chapter) -> str:
+    link = f"[**{chapter.number}** {chapter.title}](chapters/{chapter.stem}.ipynb)"
+    return f"- {link}\n\n  {chapter.summary}\n"
 
 
 def _toctree(caption: str, pages: list[str]) -> str:

@@ -432,6 +432,8 @@ def test_a_route_has_all_that_its_goals_need_and_the_sum_of_their_minutes():
         numbers = [chapter.number for chapter in route.chapters]
         assert numbers[0] == "00" and all(set(chapter.needs) <= set(numbers) for chapter in route.chapters)
         assert f"| {_course.time(sum(chapter.minutes for chapter in route.chapters))} |" in _course.table()
+    numbers = [path.stem.split("_")[0] for path in NOTEBOOKS]
+    assert sum((part for *_, part in _course.parts(numbers)), []) == numbers
     assert [_course.time(minutes) for minutes in (45, 60, 450)] == ["45 min", "1 h", "7 h 30 min"]
 
 
