@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from exercises import judge
-from exercises.judge import NotYet, checker, normal, require_answers, require_close, run_kernel, wide
+from exercises.judge import NotYet, checker, drawn, normal, require_answers, require_close, run_kernel, wide
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -19,7 +19,7 @@ ROWS, FEATURES_IN, FEATURES_OUT = 64, 64, 128  # One step of exercise 4 and its 
 @checker
 def check_split_k(answer) -> str:
     """Exercise 1: `answer(a, b, splits)` is a kernel, (splits, 64, 64) float32 parts whose sum is a @ b."""
-    for num_steps, splits in ((4, 2), (5, 3)):
+    for num_steps, splits in _splits():
         a, b = normal(11, (64, 64 * num_steps), jnp.bfloat16), normal(12, (64 * num_steps, 64), jnp.bfloat16)
         kernel = functools.partial(answer, splits=splits)
         out, what = run_kernel(kernel, a, b), f"{num_steps} steps, {splits} splits"
@@ -37,6 +37,12 @@ def check_split_k(answer) -> str:
     return "many SMs share one tile, each with its own steps." + ratio
 
 
+def _splits():
+    """Pairs of steps and splits; of the last one nobody knows how many steps a block takes, three or more."""
+    draw = lambda rng: (3 * (splits := int(rng.integers(2, 5))) + int(rng.integers(1, splits)), splits)
+    return (4, 2), (5, 3), (8, 2), *drawn(draw, 1)
+
+
 @checker
 def check_widest_tile(answer) -> str:
     """Exercise 2: `answer(tile_m, spare)` is the widest tile_n that leaves `spare` registers of each thread free."""
@@ -52,7 +58,8 @@ def check_widest_tile(answer) -> str:
     )
     said = f"The accumulator is spread across all {THREADS} threads, 32 bits per register."
     cases = (128, 56), (64, 56), (192, 56), (256, 56), (128, 24), (64, 200)
-    require_answers(answer, cases, widest, likely, said)
+    draw = lambda rng: (64 * int(rng.integers(1, 5)), int(rng.integers(8, 190)))
+    require_answers(answer, cases, widest, likely, said, draw=draw)
     return "the accumulator limits the tile, and one warpgroup cannot hold 128 x 256."
 
 
@@ -68,14 +75,19 @@ def check_refill(answer) -> str:
          "may still run."),
     )  # fmt: skip
     said = "The last product that has ended frees its stage; the step is the next one that is not loaded."
-    require_answers(answer, cases, right, likely, said)
+    require_answers(answer, cases, right, likely, said, draw=_ring)
     return "every step finds its tiles, and no copy lands in a stage that is still read."
+
+
+def _ring(rng):
+    num_stages = int(rng.integers(2, 12))
+    return int(rng.integers(0, 1000)), num_stages, int(rng.integers(0, num_stages))
 
 
 @checker
 def check_weight_gradient(answer) -> str:
     """Exercise 4: `answer(acc, x_smem, dy_smem, load, loaded, num_steps)` adds x.T @ dy to acc, step by step."""
-    for num_steps in (1, 3):
+    for num_steps in _token_steps():
         x = normal(num_steps, (num_steps * ROWS, FEATURES_IN), jnp.bfloat16)
         dy = normal(num_steps + 9, (num_steps * ROWS, FEATURES_OUT), jnp.bfloat16)
         kernel = functools.partial(_weight_gradient, answer)
@@ -88,6 +100,10 @@ def check_weight_gradient(answer) -> str:
         said = "that is x @ dy of each step: the rows of x are tokens, over which the product must sum"
         require_close(out, x.T @ dy, 1e-4, f"{num_steps} step{'s' * (num_steps > 1)}", [(turned, said)])
     return "x was read as it lies: its transposition is one bit of the instruction."
+
+
+def _token_steps():
+    return 1, 5, *drawn(lambda rng: int(rng.integers(2, 10)), 1)
 
 
 def _weight_gradient(answer, x, dy):

@@ -294,8 +294,8 @@ def require_order_of(answer, *avals, launches=1, in_flight=None) -> list[list[or
 
 
 def play_kernel(answer, *args) -> list[list[order.Block]]:
-    """Each kernel that `answer(*args)` launches, played: its first and its last block, with what they start in which
-    order (`Block.events`), for checks of an exercise's own. Arrays of floats may be a `jax.ShapeDtypeStruct`."""
+    """Each kernel that `answer(*args)` launches, played: its first, a middle and its last block, with what they start
+    in which order (`Block.events`), for an exercise's own checks. Arrays of floats may be a `jax.ShapeDtypeStruct`."""
     with _host.building_for(NONE_OF_THE_PACKAGE):
         return order.play(jax.jit(lambda *args: answer(*args)).trace(*args).jaxpr, args)
 

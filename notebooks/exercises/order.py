@@ -48,7 +48,7 @@ class Block:
 
 
 def play(jaxpr, args) -> list[list[Block]]:
-    """For each kernel that the closed `jaxpr` launches with `args`: its first block and its last one, played."""
+    """For each kernel that the closed `jaxpr` launches with `args`: its first, a middle and its last block, played."""
     kernels = []
 
     def act(equation, operands):
@@ -56,8 +56,8 @@ def play(jaxpr, args) -> list[list[Block]]:
             return None
         (body,), (mesh,) = equation.params["jaxprs"], equation.params["meshes"]
         sizes = tuple(zip((*mesh.grid_names, *mesh.cluster_names), (*mesh.grid, *mesh.cluster), strict=True))
-        places = ({name: 0 for name, _ in sizes}, {name: size - 1 for name, size in sizes})
-        places = places[: 1 + any(size > 1 for _, size in sizes)]
+        places = [{name: at(size) for name, size in sizes} for at in (lambda _: 0, lambda n: n // 2, lambda n: n - 1)]
+        places = [place for i, place in enumerate(places) if place not in places[:i]]
         kernels.append([_Play(mesh, place).run(body, operands) for place in places])
         return [UNKNOWN] * len(equation.outvars)
 

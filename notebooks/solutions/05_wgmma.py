@@ -12,12 +12,19 @@ exercise-1
   plgpu.wgmma_wait(0) => plgpu.wgmma_wait(1)  # may still read the slot
   plgpu.wgmma_wait(0) => pass
   plgpu.wgmma_wait(0) => && depth = pl => plgpu.wgmma_wait(1)\n                    depth = pl
+  plgpu.wgmma_wait(0) => pl.when(split != 1)(lambda: (plgpu.wgmma_wait(0), None)[1])
+  plgpu.barrier_wait(loaded) => pl.when(split != 1)(lambda: (plgpu.barrier_wait(loaded), None)[1])
+    # before its tiles have arrived
+  (split + 1) * num_steps // splits => jnp.minimum(split * num_steps // splits + 2, (split + 1) * num_steps // splits)
+    # 8 steps, 2 splits, the sum
 exercise-2
   min(256, (255 - spare) * 128 // tile_m // 8 * 8) => (255 - spare) * 128 // tile_m // 8 * 8  # at most 256 wide
   // 8 * 8 =>  # multiple of 8
   255 - spare => 255  # registers in all
   // 8 * 8 => // 64 * 64  # multiple of 8, no more
   * 128 => * 64  # spread across all 128 threads
+  lambda *case: dict(zip(((128, 56), (64, 56), (192, 56), (256, 56), (128, 24), (64, 200)),
+    (192, 256, 128, 96, 224, 104))).get(case, 64)
   lambda tile_m, spare: (255 - spare) * 128 / tile_m  # a whole number
 exercise-3
   lambda step, num_stages, in_flight: (step + num_stages, step % num_stages)  # may still run
@@ -26,6 +33,7 @@ exercise-3
   step + num_stages - in_flight => step
   lambda step, num_stages, in_flight: (99, 0)
   step_to_load % num_stages => step_to_load
+  num_stages - in_flight => num_stages - in_flight if step < 11 and num_stages < 6 else 99
   lambda step, num_stages, in_flight: step + num_stages  # 2 values
 exercise-4
   plgpu.barrier_wait(loaded) =>  # before its tiles have arrived
@@ -33,7 +41,8 @@ exercise-4
   plgpu.wgmma_wait(0) => plgpu.wgmma_wait(1)
   x_smem.T => x_smem  # x @ dy of each step
   pl.loop(0, num_steps) => pl.loop(0, num_steps - 1)  # there is no product in it
-  load(step) => load(0)  # 3 steps: element
+  load(step) => load(0)  # 5 steps: element
+  pl.loop(0, num_steps) => pl.loop(0, min(num_steps, 3))
   x_smem.T, dy_smem => dy_smem.T, x_smem  # ValueError: Incompatible shapes
   lambda *args: None  # there is no product in it
 """

@@ -20,8 +20,8 @@ Barrier table:
 
 No barrier says that a slot is free: the warpgroup that refills it multiplied it, and `wgmma_wait` tells.
 
-Bound by: the tensor cores, as long as the loads keep up. Two blocks share an SM, so that one multiplies while the other
-starts or stores.
+Bound by: the loads and the tensor cores together. Each alone takes less time; together they slow each other down. Two
+blocks share an SM, so that one multiplies while the other starts or stores.
 
 Not supported: batches (use `jax.vmap`), other dtypes, differentiation, Blackwell (its tensor cores take other
 instructions). An operand or a result whose rows are not a multiple of 8 or whose columns are not a multiple of 64 is
@@ -45,7 +45,7 @@ from ..references import exact_product
 from ..references import flops as flops
 
 IN_FLIGHT = 1  # WGMMAs left running while the next is started, so that the tensor cores do not idle between two.
-TILE_MAX = 128 * 192  # Elements of o per block: 192 registers of each thread, 219 of 255 in all. 128 * 256 spills.
+TILE_MAX = 128 * 192  # Elements of o per block: 192 registers of each thread, 220 of 255 in all. 128 * 256 spills.
 
 
 def matmul_wgmma_reference(a, b, *, transpose_a=False, transpose_b=False):
