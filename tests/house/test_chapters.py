@@ -51,7 +51,7 @@ def test_a_chapter_is_one_sitting(path):
     minutes = re.search(r"(\d+) minutes", head(path))
     assert minutes and int(minutes[1]) <= MINUTES_MAX, head(path)
     cells = read(path)
-    shown = [cell for cell in cells if not is_folded(cell)]  # Of the others a reader sees at most the output.
+    shown = [cell for cell in cells if not is_folded(cell)]  # A reader sees at most the output of a folded one.
     assert len(shown) <= CELLS_MAX
     assert sum(len(code.splitlines()) for code in visible_code(cells)) <= LINES_MAX
 
