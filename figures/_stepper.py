@@ -97,7 +97,7 @@ def _frames(svg: str, name: str) -> str:
     """The SVG with its frames as classes, all but the first hidden, and with ids that are this stepper's alone."""
     svg = svg[svg.index("<svg ") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.S)
-    svg = re.sub(r"\b([1-9]\d*\.\d\d)\d+", r"\1", svg)  # Of places; scales of text are less than 1.
+    svg = re.sub(r"\b([1-9]\d*\.\d\d)\d+", r"\1", svg)  # Shortens places; scales of text are less than 1.
     svg = re.sub(r"\s*\n\s*", " ", svg)
     svg = svg.replace('<g id="frame_0"', '<g class="frame" data-frame="0"')
     svg = re.sub(r'<g id="frame_(\d+)"', r'<g class="frame" data-frame="\1" style="display:none"', svg)
