@@ -70,7 +70,7 @@ def race(ax):
     box(ax, 5.98, 0.9, 1.4, 0.28, "writes x + y", GREEN, size=8)
     arrow(ax, (4.25, 1.54), (4.45, 1.18), INK, "the barrier of y orders these two", at=(5.55, 1.52))
     box(ax, 1.95, 0.4, 1.7, 0.28, "x_gmem to x_smem", ORANGE, fill=0.35, size=8)
-    box(ax, 3.65, 0.4, 3.73, 0.28, "may end here, or only here", ORANGE, fill=0.08, size=8, linestyle="--")
+    box(ax, 3.65, 0.4, 3.73, 0.28, "may end before the read, or after it", ORANGE, fill=0.08, size=8, linestyle="--")
     words(ax, 4.65, 0.18, "no wait orders this copy and the read", 8.5, colour=RED)
 
 
@@ -116,7 +116,7 @@ def _sm(ax):
     box(ax, 3.7, 0.72, 2.75, 0.5, "shared memory “SMEM”, 228 KB", ORANGE)
     box(ax, 6.55, 0.72, 0.85, 0.5, "TMA\n(copies)", INK, size=7.5)
     arrow(ax, (5.0, 1.22), (5.0, 2.02), ORANGE, style="<|-|>")
-    words(ax, 5.12, 1.66, f"{smem_tbps:.1f} TB/s; registers to\narithmetic: {register_tbps:.0f} TB/s", 8, ha="left")
+    words(ax, 5.12, 1.66, f"{smem_tbps:.1f} TB/s\n(registers to lanes: {register_tbps:.0f})", 8, ha="left")
     words(ax, 6.55, 1.66, f"all SMs together,\nat {CLOCK_GHZ} GHz", 7.6, ha="left", colour=SOFT)
     arrow(ax, (3.05, 1.66), (4.1, 2.02), INK, style="<|-|>")
     arrow(ax, (3.05, 1.46), (4.1, 1.22), INK, style="<|-|>")
