@@ -74,7 +74,7 @@ def race(ax):
     words(ax, 4.65, 0.18, "no wait orders this copy and the read", 8.5, colour=RED)
 
 
-NUM_SMS, CLOCK_GHZ, L2_MB, HBM_GB = 132, 1.98, 50, 141  # NVIDIA H200 (SXM) datasheet.
+NUM_SMS, CLOCK_GHZ, L2_MB, HBM_GB = 132, 1.98, 60, 141  # NVIDIA H200 (SXM); L2 as CUDA reports it.
 
 
 @drawing(7.8, 4.7)
