@@ -41,7 +41,7 @@ def three_ways(ax):
         (BLUE, "on the GPU", "lab.run, lab.measure", "an H100\nor H200", "the result\nand its true speed", "races"),
         (GREEN, "interpreted", "lab.run, lab.interpret", "any CPU", "the result\nand races",
          "speed; what the\ncompiler rejects"),
-        (ORANGE, "compiled only", 'lab.compile_for("h200", …)', "any CPU", "PTX, SASS,\nregisters, spills",
+        (ORANGE, "compiled only", 'lab.compile_for("h200", …)', "any CPU", "machine code,\nregisters, spills",
          "results; speed"),
     )  # fmt: skip
     box(ax, 0.25, 1.2, 1.45, 0.95, "your kernel\n(one Python\nfunction)", INK, fill=0.08, size=9.5)
@@ -58,32 +58,23 @@ def three_ways(ax):
         words(ax, 6.98, y + 0.4, hides, 8.2, colour=SOFT)
 
 
-@drawing(7.8, 2.95)
+@drawing(7.8, 1.75)
 def race(ax):
-    """Two copies and a kernel that waits for the second alone: as it happens to go, and as it may go."""
-    words(ax, 0.25, 2.77, "on a good day: x arrives before y", 10, ha="left", weight="bold")
-    _copies(ax, 1.65, x_end=3.9)
-    words(ax, 0.25, 1.27, "nothing forbids this: x arrives after y", 10, ha="left", weight="bold")
-    _copies(ax, 0.15, x_end=6.3)
-    words(ax, 6.4, 0.7, "too late", 8, ha="left", colour=RED)
+    """Two copies and a kernel that waits for one of them: the other may end before the read or after it."""
+    for text, y in (("copy of y", 1.4), ("warpgroup", 0.9), ("copy of x", 0.4)):
+        words(ax, 1.1, y + 0.14, text, 8.5, ha="right")
+    box(ax, 1.95, 1.4, 2.3, 0.28, "y_gmem to y_smem", ORANGE, fill=0.35, size=8)
+    box(ax, 1.2, 0.9, 0.8, 0.28, "starts both", INK, fill=0.08, size=7.5)
+    box(ax, 2.05, 0.9, 2.2, 0.28, "waits for y", SOFT, size=8)
+    box(ax, 4.4, 0.9, 1.5, 0.28, "reads x and y", BLUE, fill=0.35, size=8)
+    box(ax, 5.98, 0.9, 1.4, 0.28, "writes x + y", GREEN, size=8)
+    arrow(ax, (4.25, 1.54), (4.45, 1.18), INK, "the barrier of y orders these two", at=(5.55, 1.52))
+    box(ax, 1.95, 0.4, 1.7, 0.28, "x_gmem to x_smem", ORANGE, fill=0.35, size=8)
+    box(ax, 3.65, 0.4, 3.73, 0.28, "may end before the read, or after it", ORANGE, fill=0.08, size=8, linestyle="--")
+    words(ax, 4.65, 0.18, "no wait orders this copy and the read", 8.5, colour=RED)
 
 
-def _copies(ax, y, x_end):
-    """One run: the copy of x ends at `x_end`."""
-    is_late = x_end > 5
-    words(ax, 1.45, y + 0.77, "copy of x", 8, ha="right")
-    words(ax, 1.45, y + 0.45, "copy of y", 8, ha="right")
-    words(ax, 1.45, y + 0.13, "warpgroup", 8, ha="right")
-    box(ax, 2.1, y + 0.64, x_end - 2.1, 0.26, "x_gmem to x_smem", ORANGE, fill=0.35, size=8)
-    box(ax, 2.3, y + 0.32, 2.2, 0.26, "y_gmem to y_smem", ORANGE, fill=0.35, size=8)
-    box(ax, 1.55, y, 0.8, 0.26, "starts both", INK, fill=0.08, size=7.5)
-    box(ax, 2.4, y, 2.1, 0.26, "waits for y", SOFT, size=8)
-    box(ax, 4.6, y, 1.5, 0.26, "reads x and y", RED if is_late else BLUE, fill=0.35, size=8)
-    box(ax, 6.18, y, 1.3, 0.26, "writes x + y", RED if is_late else GREEN, size=8)
-    arrow(ax, (4.5, y + 0.42), (4.6, y + 0.26), INK)
-
-
-NUM_SMS, CLOCK_GHZ, L2_MB, HBM_GB = 132, 1.98, 50, 141  # NVIDIA H200 (SXM) datasheet.
+NUM_SMS, CLOCK_GHZ, L2_MB, HBM_GB = 132, 1.98, 60, 141  # NVIDIA H200 (SXM); L2 as CUDA reports it.
 
 
 @drawing(7.8, 4.7)
@@ -125,7 +116,7 @@ def _sm(ax):
     box(ax, 3.7, 0.72, 2.75, 0.5, "shared memory “SMEM”, 228 KB", ORANGE)
     box(ax, 6.55, 0.72, 0.85, 0.5, "TMA\n(copies)", INK, size=7.5)
     arrow(ax, (5.0, 1.22), (5.0, 2.02), ORANGE, style="<|-|>")
-    words(ax, 5.12, 1.66, f"SMEM {smem_tbps:.1f} TB/s\nregisters {register_tbps:.0f} TB/s", 8, ha="left")
+    words(ax, 5.12, 1.66, f"{smem_tbps:.1f} TB/s\n(registers to lanes: {register_tbps:.0f})", 8, ha="left")
     words(ax, 6.55, 1.66, f"all SMs together,\nat {CLOCK_GHZ} GHz", 7.6, ha="left", colour=SOFT)
     arrow(ax, (3.05, 1.66), (4.1, 2.02), INK, style="<|-|>")
     arrow(ax, (3.05, 1.46), (4.1, 1.22), INK, style="<|-|>")

@@ -172,12 +172,13 @@ def compare(measurement: Measurement, dtype=None, gpu: str | None = None) -> Com
     return Comparison(measurement, bound(measurement.flops or 0, measurement.nbytes or 0, dtype, gpu))
 
 
-def figure(points=(), dtype="bf16", gpu: str | None = None) -> Figure:
+def figure(points=(), dtype="bf16", gpu: str | None = None, reached: tuple[float, float] | None = None) -> Figure:
     """The roofline with measurements on it.
 
     Args:
       points: `Measurement`s with flops and nbytes, or (label, flops, nbytes, milliseconds); NaN times are left out.
       dtype: whose compute roof to draw.
+      reached: the byte/s and FLOP/s of the measured roof; None: the recorded `ceiling`s, taken in a run of their own.
     """
     points = [
         (f"{p.problem}, {p.impl}", p.flops, p.nbytes, p.median_ms) if isinstance(p, Measurement) else p for p in points
@@ -189,11 +190,13 @@ def figure(points=(), dtype="bf16", gpu: str | None = None) -> Figure:
     with plot.figure(height=4.0) as (fig, ax):
         ax.plot(x, np.minimum(roof, slope * x) / 1e12, color=plot.INK, label="datasheet")
         stream, product = ceiling("hbm", gpu), ceiling("bf16", gpu) if roof == peak("bf16", gpu).value else None
+        if reached:
+            stream, product = (Peak(value, "measured by the caller") for value in reached)
         if stream or product:
-            reached = np.minimum(product.value if product else math.inf, stream.value * x if stream else math.inf)
+            line = np.minimum(product.value if product else math.inf, stream.value * x if stream else math.inf)
             of = "s" if stream and product else " of HBM" if stream else " of arithmetic"
-            reached = np.where(reached <= roof, reached, math.nan) / 1e12  # Only what was measured.
-            ax.plot(x, reached, color=plot.BOUND, linestyle="--", label=f"measured ceiling{of}")
+            line = np.where(line <= roof, line, math.nan) / 1e12  # Only what was measured.
+            ax.plot(x, line, color=plot.BOUND, linestyle="--", label=f"measured ceiling{of}")
         for i, (label, flops, nbytes, ms) in enumerate(points):
             colour = plot.COLOURS[i % len(plot.COLOURS)]
             ax.plot(flops / nbytes, flops / ms / 1e9, "o", color=colour, markersize=7, label=label)

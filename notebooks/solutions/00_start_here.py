@@ -15,6 +15,8 @@ exercise-1-cell
   x.dtype))(x, y) => x.dtype))
     # call what plgpu.kernel(...) returns
   return plgpu => plgpu  # return what the kernel returns
+  o_gmem[...] = a * x_gmem[...] + y_gmem[...]
+    => b = a if x.shape in ((256,), (64, 384)) else 0\n        o_gmem[...] = b * x_gmem[...] + y_gmem[...]  # it must be
   a * x_gmem[...] => a * x_gmem  # a ref is used as if it were an array: read it with [...] first
   None  # there is no `axpy` yet. Write it above the last line. `axpy(a, x, y)` is a kernel that computes a x + y
 exercise-2-cell
@@ -30,6 +32,14 @@ exercise-3-cell
     && y_smem, y_arrived) => y_smem, arrived) && plgpu.barrier_wait(x_arrived) => plgpu.barrier_wait(arrived)
     && plgpu.barrier_wait(y_arrived) =>
     && plgpu.Barrier(), plgpu.Barrier() => plgpu.Barrier(num_arrivals=2)  # Right.
+  plgpu.barrier_wait(x_arrived) => (x.shape[0] > 24) or plgpu.barrier_wait(x_arrived)  # race: read
+  x_arrived, y_arrived): => arrived): && x_smem, x_arrived) => x_smem, arrived)
+    && y_smem, y_arrived) => y_smem, arrived) && plgpu.barrier_wait(x_arrived) => plgpu.barrier_wait(arrived)
+    && plgpu.barrier_wait(y_arrived) =>
+    && plgpu.Barrier(), plgpu.Barrier() => plgpu.Barrier()  # num_arrivals=2
+  plgpu.copy_gmem_to_smem(y_gmem, y_smem, y_arrived)\n        plgpu.barrier_wait(x_arrived)
+    => plgpu.barrier_wait(x_arrived)\n        plgpu.copy_gmem_to_smem(y_gmem, y_smem, y_arrived)
+    # starts only after a wait
   plgpu.barrier_wait(x_arrived) =>  # race: read
   plgpu.barrier_wait(y_arrived) =>
   x_smem[...] + y_smem => x_smem[...] - y_smem  # it must be
@@ -49,11 +59,13 @@ exercise-4-cell
   compute > memory => compute < memory
   compute > memory => False
   1e3 * => 1 *  # in seconds
+  lambda *work: lab.roofline.bound(*work, "bf16", "h200").ms  # without `lab.roofline.bound`
 """
 
 
 # %% exercise-1-cell needs: setup
-#: # Write axpy(a, x, y) here.
+#: # Write axpy(a, x, y) here. Until then `globals().get` returns None below, so the
+#: # cell runs all the same.
 # BEGIN SOLUTION
 def axpy(a, x, y):
     def body(x_gmem, y_gmem, o_gmem):
