@@ -108,7 +108,11 @@ TURNS = (  # A frame shows bars that start before this time, the owner of the tu
     (4.5, 0, "Warpgroup 0 has finished its softmax. It takes the turn and starts p v, then q k of its next block."),
     (5.5, 0, "Warpgroup 1 is ready too, but waits: nothing comes between the two products of warpgroup 0."),
     (7.5, 1, "Now the products of warpgroup 1 run, and warpgroup 0 computes its next softmax beside them."),
-    (11.5, 0, "From here on, one warpgroup multiplies while the other is at its softmax, in every step."),
+    (
+        11.5,
+        0,
+        "From here on, one multiplies during the other's softmax, in every step. Where both are at it, tensor cores idle.",
+    ),
 )
 
 

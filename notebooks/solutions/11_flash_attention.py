@@ -67,8 +67,8 @@ exercise-mend
 
 # %% exercise-heads needs: parameters setup parts
 def two_heads(q, k, v, *, block_kv=64, num_stages=2):
-    head_dim, steps = q.shape[3], k.shape[1] // block_kv
-    scale_log2 = LOG2E / math.sqrt(head_dim)
+    head_dim = q.shape[3]
+    steps, scale_log2 = k.shape[1] // block_kv, LOG2E / math.sqrt(head_dim)
 
     def kernel(
         q_gmem, k_gmem, v_gmem, o_gmem, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free
