@@ -15,7 +15,7 @@ exercise-heads
   copy(q_gmem.at[b, q_rows, 2 * h + 1], q_smem.at[pl.ds(64, 64)], q_full) => pass  # never end
   k.shape[1] // block_kv => 4  # other numbers of keys
   LOG2E / math.sqrt(head_dim) => LOG2E / 8.0  # other numbers of keys
-  num_stages=2 => num_stages=1  # this is no ring
+  num_stages=2 => num_stages=1  # a single stage
   compute_wgs=2, heads_per_block=2 => compute_wgs=1, heads_per_block=1 && wg == 2 => wg == 1 && wg < 2 => wg == 0
     && copy(q_gmem.at[b, q_rows, 2 * h + 1], q_smem.at[pl.ds(64, 64)], q_full) => pass && q_rows, 2 * h] => q_rows, h]
     && 2 * h + wg => h && k_gmem.at[b, rows, h] => k_gmem.at[b, rows, h // 2]
@@ -58,7 +58,7 @@ exercise-mend
   v_ring.release(i) => && acc = add_product( => v_ring.release(i)\n                acc = add_product(
     # give a slot back (barrier_arrive) after the wgmma_wait with which its product has ended
   Turns(turn, 2) => Turns(None, 2)  # the warpgroups take no turns
-  num_stages=2 => num_stages=1  # this is no ring
+  num_stages=2 => num_stages=1  # a single stage
   k.shape[1] // block_kv => 4  # other numbers of keys
   , started=pass_on) => ) && acc = acc * per_row => pass_on()\n                acc = acc * per_row
     # before you wait for them
@@ -67,8 +67,7 @@ exercise-mend
 
 # %% exercise-heads needs: parameters setup parts
 def two_heads(q, k, v, *, block_kv=64, num_stages=2):
-    head_dim = q.shape[3]
-    steps, scale_log2 = k.shape[1] // block_kv, LOG2E / math.sqrt(head_dim)
+    steps = k.shape[1] // block_kv
 
     def kernel(
         q_gmem, k_gmem, v_gmem, o_gmem, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free
@@ -99,8 +98,10 @@ def two_heads(q, k, v, *, block_kv=64, num_stages=2):
 
         @role("compute", wg < 2)
         def compute():
-            #: pass  # Your lines.
+            #: pass  # Your lines. Here head_dim is q.shape[3], and scale_log2 LOG2E / math.sqrt(head_dim).
             # BEGIN SOLUTION
+            head_dim = q.shape[3]
+            scale_log2 = LOG2E / math.sqrt(head_dim)
             half = pl.ds(wg * 64, 64)
             plgpu.barrier_wait(q_full)
 
