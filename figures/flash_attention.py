@@ -111,7 +111,7 @@ TURNS = (  # A frame shows bars that start before this time, the owner of the tu
     (
         11.5,
         0,
-        "From here on, one multiplies during the other's softmax, in every step. Where both are at it, tensor cores idle.",
+        "From here on, one multiplies during the other's softmax. While both are at it, the tensor cores are idle.",
     ),
 )
 
