@@ -36,27 +36,41 @@ def check_heads(answer) -> str:
 def check_mended(answer) -> str:
     """Exercise 4: `answer(q, k, v)` is out, by two compute warpgroups that take turns."""
     speed = _judge_attention(answer)
-    judge.require_turns(judge.play_kernel(answer, *_operands()), products=2)
+    judge.require_turns(judge.play_kernel(answer, *_operands()), products=2, early=True)
     return "One turn, given once, taken by each in its time, and drained." + speed
 
 
-def _operands(queries: int = 128, heads: int = 1, kv_heads: int = 1) -> list[jax.Array]:
-    shapes = (1, queries, heads, 64), (1, 256, kv_heads, 64), (1, 256, kv_heads, 64)
+def _operands(
+    queries: int = 128, heads: int = 1, kv_heads: int = 1, keys: int = 256, head_dim: int = 64
+) -> list[jax.Array]:
+    shapes = (1, queries, heads, head_dim), (1, keys, kv_heads, head_dim), (1, keys, kv_heads, head_dim)
     return [judge.normal(seed, shape, jnp.bfloat16) for seed, shape in enumerate(shapes, 1)]
 
 
 def _judge_attention(answer, queries: int = 128, heads: int = 1, kv_heads: int = 1) -> str:
-    """Raises NotYet unless `answer(q, k, v)` is a kernel of attention; returns what a GPU says of its speed."""
+    """Raises NotYet unless `answer(q, k, v)` is a kernel of attention, for other lengths and heads too; returns what a
+    GPU says of its speed."""
+    said = "out (is each result of its own head, and do m_i, l_i and acc change in each step?)"
     q, k, v = _operands(queries, heads, kv_heads)
     out = judge.run_kernel(answer, q, k, v, undrained=LAST_TURN)
-    q_all, k_all, v_all = (x[0].swapaxes(0, 1) for x in wide(q, k, v))  # (head, position, head_dim).
-    k_all, v_all = (np.repeat(x, heads // kv_heads, axis=0) for x in (k_all, v_all))
-    s = q_all @ k_all.swapaxes(1, 2) / 8
-    p = np.exp(s - np.logaddexp.reduce(s, axis=2, keepdims=True))
-    said = "out (is each result of its own head, and do m_i, l_i and acc change in each step?)"
-    judge.require_close(out, (p @ v_all).swapaxes(0, 1)[None], 0.02, said)
+    for block in judge.play_kernel(answer, q, k, v)[0]:
+        if any(ring.loads > 2 and len(ring.slots) < 2 for ring in block.rings):
+            raise NotYet("keys or values have a single stage: keep two, so that one is loaded while the other is read")
+    judge.require_close(out, _attention(q, k, v), 0.02, said)
+    q, k, v = _operands(queries, heads, kv_heads, keys=320, head_dim=128)
+    said = "out for other numbers of keys and a head_dim of 128 (do steps and scale_log2 follow the operands?)"
+    judge.require_close(judge.run_kernel(answer, q, k, v, undrained=LAST_TURN), _attention(q, k, v), 0.02, said)
     large = [jax.ShapeDtypeStruct((4, 4096, 16 * num // heads, 128), jnp.bfloat16) for num in (heads, kv_heads)]
     return judge.speed(answer, cookbook.attention, large[0], large[1], large[1])
+
+
+def _attention(q, k, v) -> np.ndarray:
+    """Attention in float64; query heads share the KV heads."""
+    q_all, k_all, v_all = (x[0].swapaxes(0, 1) for x in wide(q, k, v))  # (head, position, head_dim).
+    k_all, v_all = (np.repeat(x, len(q_all) // len(k_all), axis=0) for x in (k_all, v_all))
+    s = q_all @ k_all.swapaxes(1, 2) / np.sqrt(q.shape[3])
+    p = np.exp(s - np.logaddexp.reduce(s, axis=2, keepdims=True))
+    return (p @ v_all).swapaxes(0, 1)[None]
 
 
 @checker
@@ -70,7 +84,8 @@ def check_schedule(answer) -> str:
          "once."),
     )  # fmt: skip
     said = "Two times must have passed: the end of the products before, and that of the warpgroup's own softmax."
-    require_answers(answer, SCHEDULES, _starts, likely, said)
+    draw = lambda rng: (*map(int, rng.integers(1, 5, 2)), *map(int, rng.integers(1, 2000, 2)))
+    require_answers(answer, SCHEDULES, _starts, likely, said, draw=draw)
     return (
         "In the end a step takes wgs * products or products + softmax, whichever is more: the tensor cores limit it, "
         "or a warpgroup's own chain."
@@ -103,6 +118,13 @@ def check_turns(answer) -> str:
                 )
         for order in itertools.permutations(range(wgs)):
             _run(programs, order, where)
+        for wg, program in enumerate(programs):
+            turns = [program[:at].count(("wait", wg)) for at, line in enumerate(program) if line == ("products",)]
+            if turns[0] != total - own[wg] + 1:
+                raise NotYet(
+                    f"{where}, warpgroup {wg} skips its first {total - own[wg]} steps, so its first products stand in "
+                    f"its turn {total - own[wg] + 1}, not in turn {turns[0]}."
+                )
     return "One turn goes round, every warpgroup gets it in its order, and in the end nobody holds it."
 
 

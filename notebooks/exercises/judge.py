@@ -359,9 +359,10 @@ def require_copies(played, kind: str, most: int) -> None:
             )
 
 
-def require_turns(played, products: int) -> None:
+def require_turns(played, products: int, early: bool = False) -> None:
     """Raises NotYet unless the warpgroups that multiply take turns, of at most `products` products each: the first
-    products of two warpgroups are ordered by barriers, and who comes first waits for the other before it goes on."""
+    products of two warpgroups are ordered by barriers, and who comes first waits for the other before it goes on. If
+    `early`, also where a turn is passed on only when its products have ended."""
     for block in _blocks(played):
         by_wg = collections.defaultdict(list)
         for event in block.events:
@@ -378,6 +379,11 @@ def require_turns(played, products: int) -> None:
                 raise NotYet(
                     f"warpgroup {first[0].wg} starts {alone} products in its first turn: pass the turn on after those "
                     f"of one step, {products} at most, so that the others multiply during its softmax"
+                )
+            if early and first[0].end & second[0].known:
+                raise NotYet(
+                    f"warpgroup {first[0].wg} keeps its turn until its products have ended: pass the turn on when you "
+                    "have started them, before you wait for them, and so before the softmax"
                 )
 
 

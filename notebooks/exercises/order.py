@@ -31,6 +31,7 @@ class Event:
     shape: tuple[int, ...]  # The shape of the copied tile, or of the product.
     start: int = 0  # A bit of a product: whoever has it among what it knows comes after the start.
     known: int = 0  # All that its warpgroup knew when it started the product.
+    end: int = 0  # Bits of what the product reads: whoever has one of them among what it knows comes after the end.
 
 
 @dataclasses.dataclass
@@ -309,11 +310,13 @@ class _Warpgroup:
         trees = [equation.params[f"{name}_transforms_tree"] for name in ("acc", "a", "b")]
         (_, *tiles), _ = views(operands[:3], trees, operands[3:])
         self.play.work += 1
-        self.running.append([read for view in tiles for read in self._read(view, "product")])
+        reads = [read for view in tiles for read in self._read(view, "product")]
+        self.running.append(reads)
         start = 1 << next(self.play.bits)
         self.known |= start
         shape = equation.invars[0].aval.shape
-        self.play.block.events.append(Event("product", self.index, shape, start, self.known))
+        end = sum(read.bit for read in reads)
+        self.play.block.events.append(Event("product", self.index, shape, start, self.known, end))
 
     def _multiply_tcgen05(self, equation, operands):
         params = equation.params

@@ -13,6 +13,9 @@ exercise-heads
     # give a slot back (barrier_arrive) after the wgmma_wait with which its product has ended
   v_ring.release(i) => pass && acc = add_product( => v_ring.release(i)\n                acc = add_product(
   copy(q_gmem.at[b, q_rows, 2 * h + 1], q_smem.at[pl.ds(64, 64)], q_full) => pass  # never end
+  k.shape[1] // block_kv => 4  # other numbers of keys
+  LOG2E / math.sqrt(head_dim) => LOG2E / 8.0  # other numbers of keys
+  num_stages=2 => num_stages=1  # a single stage
   compute_wgs=2, heads_per_block=2 => compute_wgs=1, heads_per_block=1 && wg == 2 => wg == 1 && wg < 2 => wg == 0
     && copy(q_gmem.at[b, q_rows, 2 * h + 1], q_smem.at[pl.ds(64, 64)], q_full) => pass && q_rows, 2 * h] => q_rows, h]
     && 2 * h + wg => h && k_gmem.at[b, rows, h] => k_gmem.at[b, rows, h // 2]
@@ -27,13 +30,17 @@ exercise-schedule
     # do not wait for a softmax
   lambda wgs, steps, *times: starts(steps, wgs, *times)  # is right
   lambda *args: np.asarray(starts(*args)) + 1  # Two times must have passed
+  lambda *args: starts(*args) if args in ex11.SCHEDULES else [[0] * args[1]] * args[0]  # Two times must have passed
   lambda wgs, steps, *_: [[0] * steps] * wgs
   lambda wgs, steps, *_: itertools.repeat(0)  # a list
   lambda wgs, steps, *_: [["a"] * steps] * wgs
 exercise-turns
   lambda wg, wgs, own, total: [("arrive", 0)] * (wg == 0) + [line for step in range(total + 1) for line in
-    [("wait", wg)] + [["products"]] * (step <= own) + [["arrive", (wg + 1) % wgs]]] + [("wait", 0)] * (wg == 0)
+    [("wait", wg)] + [["products"]] * (step >= total - own) + [["arrive", (wg + 1) % wgs]]] + [("wait", 0)] * (wg == 0)
     # Right.
+  lambda wg, wgs, own, total: [("arrive", 0)] * (wg == 0) + [line for step in range(total + 1) for line in
+    [("wait", wg)] + [("products",)] * (step <= own) + [("arrive", (wg + 1) % wgs)]] + [("wait", 0)] * (wg == 0)
+    # skips its first
   [("wait", 0)] if wg == 0 else [] => []  # drain it
   * (total - own) => * 0  # waits for ever
   [("arrive", 0)] if wg == 0 else [] => []
@@ -51,6 +58,10 @@ exercise-mend
   v_ring.release(i) => && acc = add_product( => v_ring.release(i)\n                acc = add_product(
     # give a slot back (barrier_arrive) after the wgmma_wait with which its product has ended
   Turns(turn, 2) => Turns(None, 2)  # the warpgroups take no turns
+  num_stages=2 => num_stages=1  # a single stage
+  k.shape[1] // block_kv => 4  # other numbers of keys
+  , started=pass_on) => ) && acc = acc * per_row => pass_on()\n                acc = acc * per_row
+    # before you wait for them
 """
 
 
@@ -87,9 +98,10 @@ def two_heads(q, k, v, *, block_kv=64, num_stages=2):
 
         @role("compute", wg < 2)
         def compute():
-            #: pass  # Your lines.
+            #: pass  # Your lines. Here head_dim is q.shape[3], and scale_log2 LOG2E / math.sqrt(head_dim).
             # BEGIN SOLUTION
-            scale_log2 = LOG2E / math.sqrt(q.shape[3])
+            head_dim = q.shape[3]
+            scale_log2 = LOG2E / math.sqrt(head_dim)
             half = pl.ds(wg * 64, 64)
             plgpu.barrier_wait(q_full)
 
@@ -105,7 +117,7 @@ def two_heads(q, k, v, *, block_kv=64, num_stages=2):
                 v_ring.release(i)
                 return acc, m_i, l_i
 
-            sums = lax.fori_loop(0, steps, step, nothing_seen(q.shape[3]))
+            sums = lax.fori_loop(0, steps, step, nothing_seen(head_dim))
             store(finish(*sums), q_smem.at[half], o_gmem.at[b, q_rows, 2 * h + wg])
             # END SOLUTION
 
@@ -174,7 +186,6 @@ def mended(q, k, v, *, block_kv=64, num_stages=2):
         def compute():
             half = pl.ds(wg * 64, 64)
             turns = Turns(turn, 2)
-            #: # Place 1.
             # BEGIN SOLUTION
             turns.start(wg)
             # END SOLUTION
@@ -189,7 +200,7 @@ def mended(q, k, v, *, block_kv=64, num_stages=2):
                 p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2)
                 acc = acc * per_row(alpha, acc.shape)
                 stage = v_ring.wait(i)
-                #: v_ring.release(i)  # Place 2.
+                #: v_ring.release(i)
                 acc = add_product(acc, p.astype(v.dtype), v_smem.at[stage])
                 # BEGIN SOLUTION
                 v_ring.release(i)
@@ -197,7 +208,6 @@ def mended(q, k, v, *, block_kv=64, num_stages=2):
                 return acc, m_i, l_i
 
             sums = lax.fori_loop(0, steps, step, nothing_seen(head_dim))
-            #: # Place 3.
             # BEGIN SOLUTION
             turns.drain(wg)
             # END SOLUTION
