@@ -100,7 +100,7 @@ figures: $(READY)  ## Draw the SVGs of figures/ and the README's numbers again, 
 	@$(PYTHON) tools/render_readme.py
 
 .PHONY: draw
-draw: $(READY)  ## Draw the pictures in notebooks again, in place; no GPU is needed (NB=05; ARGS=--say for sentences with figures)
+draw: $(READY)  ## Draw the pictures in notebooks again, in place; no GPU is needed (NB=05; ARGS="--say CELL" for its sentences with figures)
 	@$(PYTHON) -m tools.draw $(NB) $(ARGS)
 
 .PHONY: wheelhouse

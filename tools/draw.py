@@ -17,10 +17,12 @@ from tools.run_notebooks import NOTEBOOKS, OUTPUT, ROOT, _select
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("notebooks", nargs="*", help="which ones: 05, B (an appendix), or a name; default: all")
-    parser.add_argument("--say", action="store_true", help="render the sentences of `lab.say` instead")
+    parser.add_argument(
+        "--say", nargs="+", metavar="CELL", help="render the sentences of these cells' `lab.say` instead"
+    )
     args = parser.parse_args()
     for path in _select(args.notebooks):
-        (_say if args.say else _draw)(path)
+        _say(path, args.say) if args.say else _draw(path)
     return 0
 
 
@@ -40,15 +42,18 @@ def _draw(path: pathlib.Path):
     print(f"{path.stem}: {len(cells)} drawings")
 
 
-def _say(path: pathlib.Path):
-    """Takes the sentences of a run on the CPU, which quote the recorded figures; all other outputs stay."""
+def _say(path: pathlib.Path, ids: list[str]):
+    """Takes the sentences of a run on the CPU, which quote the recorded figures; all other outputs stay.
+
+    Of named cells alone: a sentence may also quote what its chapter has computed, which a CPU computes otherwise.
+    """
     recorded_on = nbformat.read(path, as_version=4).metadata.recorded.gpu.lower()
     os.environ["COOKBOOK_GPU"] = re.search("h[12]00", recorded_on)[0]
     if subprocess.run([sys.executable, "tools/run_notebooks.py", path.stem.split("_")[0]], cwd=ROOT).returncode:
         sys.exit(f"{path.stem} fails on the CPU: nothing is written")
     notebook = nbformat.read(path, as_version=4)
     said = {cell.id: _markdown(cell) for cell in nbformat.read(OUTPUT / path.name, as_version=4).cells}
-    for cell in notebook.cells:
+    for cell in (cell for cell in notebook.cells if cell.id in ids):
         for shown, new in zip(_markdown(cell), said[cell.id], strict=False):
             if "Not recorded yet" in new["text/markdown"]:
                 sys.exit(f"{path.stem}: a sentence quotes a figure that is not recorded:\n{cell.source}")
