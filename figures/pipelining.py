@@ -209,7 +209,7 @@ def pipeline_tiles(ax):
         colour = RED if registers > 192 else BLUE
         tile(ax, corner, -tile_m, tile_n, tile_m, colour, f"{tile_m}x{tile_n}", ink=plot.CARD, **look)
         flop_a_byte = 2 * tile_m * tile_n / (2 * (tile_m + tile_n))
-        text = f"{flop_a_byte:.0f} FLOP a byte\n{registers} accumulators\na thread"
+        text = f"{flop_a_byte:.0f} FLOP per byte\n{registers} accumulators\na thread"
         ax.text(corner, -tile_m - 10, text, fontsize=7.5, va="top")
         left = corner + tile_n + 70
     ax.set(xlim=(-10, left - 60), ylim=(-235, TILE_K + 20), aspect="equal")

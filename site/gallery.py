@@ -106,7 +106,7 @@ def _facts(name: str) -> dict[str, str]:
     case = next((case for case in cases if case.impl == name), cases[0])
     kernel = case.kernel if name in (case.op, case.impl) else getattr(cookbook, name)
     least = roofline.bound(case.flops, case.nbytes, case.dtype, _gpu(name))
-    facts = {"Bound by": f"{least.limited_by}, {_figure(least.intensity)} FLOP a byte"}
+    facts = {"Bound by": f"{least.limited_by}, {_figure(least.intensity)} FLOP per byte"}
     try:
         compiled = compile_for(_gpu(name), kernel, *case.kernel_avals)
     except ToolchainMissing:

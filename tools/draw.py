@@ -45,7 +45,7 @@ def _draw(path: pathlib.Path):
 def _say(path: pathlib.Path, ids: list[str]):
     """Takes the sentences of a run on the CPU, which quote the recorded figures; all other outputs stay.
 
-    Of named cells alone: a sentence may also quote what its chapter has computed, which a CPU computes otherwise.
+    Cells are named because a sentence may also quote what its chapter has computed, which a CPU computes otherwise.
     """
     recorded_on = nbformat.read(path, as_version=4).metadata.recorded.gpu.lower()
     os.environ["COOKBOOK_GPU"] = re.search("h[12]00", recorded_on)[0]

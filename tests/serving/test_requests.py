@@ -420,7 +420,7 @@ def changed(**params):
     [
         (dict(intermediate_size=100), {}, "intermediate_size=100, .*row of . has 100 values.*: pad it to 104"),
         (dict(hidden_size=68), {}, "hidden_size=68, .*row of . has 68 values"),
-        (dict(hidden_size=72), dict(weights="int8"), "weights='int8'.*row of w_q has 72 values"),
+        (dict(hidden_size=72), dict(weights="int8"), "weights='int8'.*w_q has 72 values along K.*: pad it to 80"),
         (dict(num_experts=4, num_experts_per_tok=2, intermediate_size=100), {}, "cookbook.moe: hidden=128, inner=100"),
         (dict(hidden_size=65544), {}, "cookbook.rms_norm"),
         (dict(head_dim=32), {}, "head_dim=32"),
