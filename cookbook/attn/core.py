@@ -152,7 +152,7 @@ class Blocks:
         ends_with_block = isinstance(self.num_kv, int) and self.num_kv % self.block_kv == 0
         return functools.reduce(operator.and_, tests + [kv_ids < self.num_kv] * (not tests or not ends_with_block))
 
-    def mask_of(self, first_row, block, segment_tables: dict, batch):
+    def mask_of(self, first_row, block, segment_tables: dict | None = None, batch=0):
         """`mask` of a warpgroup's rows from `first_row` on and the keys of a block, as its products are laid out; with
         `segment_tables` a query sees only keys with its own id."""
         row, column = _device.indices(self.shape)
