@@ -41,17 +41,23 @@ class Picture:
         return drawn.getvalue()
 
 
+def canvas(width: float, height: float):
+    """(figure, axes in inches): the origin at the lower left, no frame."""
+    with plot.figure(width, height) as (fig, ax):
+        fig.set_layout_engine("none")
+        ax.set_position((0, 0, 1, 1))
+        ax.set(xlim=(0, width), ylim=(0, height))
+        ax.axis("off")
+    return fig, ax
+
+
 def drawing(width: float, height: float):
     """Makes a picture of a function that draws on axes in inches: the origin at the lower left, no frame."""
 
     def declare(paint):
         @functools.wraps(paint)
         def draw(*args, **kwargs):
-            with plot.figure(width, height) as (fig, ax):
-                fig.set_layout_engine("none")
-                ax.set_position((0, 0, 1, 1))
-                ax.set(xlim=(0, width), ylim=(0, height))
-                ax.axis("off")
+            fig, ax = canvas(width, height)
             paint(ax, *args, **kwargs)
             return fig
 

@@ -22,7 +22,7 @@ import io
 import pathlib
 import re
 
-from figures._draw import Picture
+from figures._draw import Picture, canvas, chapters, pictures
 from lab import plot
 
 SCRIPT = (pathlib.Path(__file__).parent / "stepper.js").read_text()
@@ -60,11 +60,7 @@ def stepper(width: float, height: float):
     def declare(paint):
         @functools.wraps(paint)
         def draw(*args, **kwargs):
-            with plot.figure(width, height) as (fig, ax):
-                fig.set_layout_engine("none")
-                ax.set_position((0, 0, 1, 1))
-                ax.set(xlim=(0, width), ylim=(0, height))
-                ax.axis("off")
+            fig, ax = canvas(width, height)
             captions = _tag(ax, paint(ax, *args, **kwargs))
             for artist in ax.get_children():
                 artist.set_clip_on(False)  # Or each would name a clip path.
@@ -76,6 +72,11 @@ def stepper(width: float, height: float):
         return Stepper(draw)
 
     return declare
+
+
+def steppers() -> list[Stepper]:
+    """All of the course."""
+    return [picture for chapter in chapters() for picture in pictures(chapter) if isinstance(picture, Stepper)]
 
 
 def _tag(ax, frames) -> list[str]:

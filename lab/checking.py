@@ -15,7 +15,7 @@ from .compiling import Compiled, compile_for, name_of
 from .toolchain import ToolchainMissing
 
 GPU_RUNS = 5  # A race that shows at all shows in a few runs: a WGMMA operand overwritten in flight, in 20 of 20.
-ON_CPU_MAX = 2**18  # Elements of the largest argument whose reference the CPU computes.
+ON_CPU_MAX = 2**18  # Elements of the largest argument whose reference the CPU computes, and which it interprets.
 _WIDTH = 98  # Columns of the printed table.
 
 
@@ -68,7 +68,7 @@ def check(
 
     It runs on the GPU where there is one, no older than `gpu`, with outputs in memory freed full of NaN, which the
     allocator is likely, not certain, to hand out again. It runs in the interpreter too, with outputs that start as NaN:
-    that finds its races.
+    that finds its races. (On a GPU host it leaves that out for arguments of more than `ON_CPU_MAX` elements.)
 
     The error of each output is its relative Frobenius distance from the float64 reference. It may be 1.5 times that of
     the reference computed at the arguments' own dtypes and rounded to the output's, and never needs to be less than a
@@ -145,17 +145,29 @@ def _races(found: tuple[str, ...], and_runs: str = "") -> list[Item]:
 
 def _races_at_home(fn, args, runs: str) -> list[Item]:
     """Races that the interpreter finds, on the CPU of a GPU host; not in tests, which look for them without a GPU."""
-    cpus = []
-    with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may name the GPU alone.
-        cpus = jax.devices("cpu")
-    if not cpus or not results.measuring():
+    cpu = _cpu()
+    if not _is_small(args):
+        text = f"not checked: the interpreter takes long for arrays of more than {ON_CPU_MAX:,} elements; {runs}"
+        return [Item("races", "-", text)]
+    if cpu is None or not results.measuring():
         return [Item("races", "-", f"not checked, which the interpreter does; {runs}")]
     try:
-        with jax.default_device(cpus[0]), interpreter._interpret() as seen:
-            jax.block_until_ready(jax.jit(lambda *args: fn(*args))(*jax.device_put(args, cpus[0])))
+        with jax.default_device(cpu), interpreter._interpret() as seen:
+            jax.block_until_ready(jax.jit(lambda *args: fn(*args))(*jax.device_put(args, cpu)))
     except Exception as error:
         return [Item("races", "FAILED", f"in the interpreter: {_brief(error)}")]
     return _races(seen.races, f"; {runs} on the GPU")
+
+
+def _is_small(args) -> bool:
+    return all(np.size(leaf) <= ON_CPU_MAX for leaf in jax.tree.leaves(args))
+
+
+def _cpu():
+    """The CPU as a device of JAX's; None where JAX_PLATFORMS names the GPU alone."""
+    with contextlib.suppress(RuntimeError):
+        return jax.devices("cpu")[0]
+    return None
 
 
 def _run_poisoned(compiled, args):
@@ -190,11 +202,8 @@ def _compare(out, reference, args, tolerance) -> list[Item]:
 def _compute(reference, args):
     """`reference(*args)`, compiled as a whole, which is quicker than each operation by itself. The CPU computes a small
     one: XLA compiles sooner for it."""
-    if jax.default_backend() == "gpu" and all(np.size(leaf) <= ON_CPU_MAX for leaf in jax.tree.leaves(args)):
-        cpus = []
-        with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may name the GPU alone.
-            cpus = jax.devices("cpu")
-        args = jax.device_put(args, cpus[0]) if cpus else args
+    if jax.default_backend() == "gpu" and _is_small(args) and (cpu := _cpu()) is not None:
+        args = jax.device_put(args, cpu)
     try:
         return jax.jit(reference)(*args)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):

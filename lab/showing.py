@@ -82,7 +82,8 @@ class Paragraph:
 def say(text: str) -> Paragraph:
     """Sentences that quote figures, for the end of a cell: `lab.say(f"It reaches {run.tflops:.0f} TFLOP/s.")`.
 
-    Where a figure was never measured (a NaN) the paragraph would say nothing, and a note takes its place.
+    Where a figure was never measured (a NaN, or None) the paragraph would say nothing, and a note takes its place: no
+    sentence may use these words.
     """
     if re.search(r"\b(nan|None)\b", text):
         return Paragraph("*Not recorded yet: this paragraph quotes figures that a GPU has to take first.*")

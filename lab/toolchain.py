@@ -17,7 +17,7 @@ from cookbook import _device
 # Facts that XLA needs of a chip that it cannot ask, from NVIDIA's datasheets and compute-capability tables.
 # num_sms and compute capability shape the kernels; bandwidth, cache and clock only steer XLA's own fusions around them.
 GPUS = {
-    "h200": dict(name="NVIDIA H200", major=9, num_sms=132, clock_ghz=1.98, l2=50 << 20, bandwidth=4.8e12, memory=141e9),
+    "h200": dict(name="NVIDIA H200", major=9, num_sms=132, clock_ghz=1.98, l2=60 << 20, bandwidth=4.8e12, memory=141e9),
     "b200": dict(name="NVIDIA B200", major=10, num_sms=148, clock_ghz=1.97, l2=126 << 20, bandwidth=8e12, memory=180e9),
 }
 _TARGET_CONFIG = """

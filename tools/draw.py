@@ -10,6 +10,7 @@ import sys
 import nbformat
 from nbclient import NotebookClient
 
+from lab import results
 from lab.program import is_drawing
 from tools.run_notebooks import NOTEBOOKS, OUTPUT, ROOT, _select
 
@@ -47,11 +48,12 @@ def _say(path: pathlib.Path, ids: list[str]):
 
     Cells are named because a sentence may also quote what its chapter has computed, which a CPU computes otherwise.
     """
-    recorded_on = nbformat.read(path, as_version=4).metadata.recorded.gpu.lower()
-    os.environ["COOKBOOK_GPU"] = re.search("h[12]00", recorded_on)[0]
+    notebook = nbformat.read(path, as_version=4)
+    if unknown := set(ids) - {cell.id for cell in notebook.cells if _markdown(cell)}:
+        sys.exit(f"{path.stem}: no cell that shows a sentence has the id {', '.join(sorted(unknown))}")
+    os.environ["COOKBOOK_GPU"] = results.gpu_of(notebook.metadata.recorded.gpu)
     if subprocess.run([sys.executable, "tools/run_notebooks.py", path.stem.split("_")[0]], cwd=ROOT).returncode:
         sys.exit(f"{path.stem} fails on the CPU: nothing is written")
-    notebook = nbformat.read(path, as_version=4)
     said = {cell.id: _markdown(cell) for cell in nbformat.read(OUTPUT / path.name, as_version=4).cells}
     for cell in (cell for cell in notebook.cells if cell.id in ids):
         for shown, new in zip(_markdown(cell), said[cell.id], strict=False):

@@ -41,9 +41,10 @@ def check_mended(answer) -> str:
 
 
 def _operands(
-    queries: int = 128, heads: int = 1, kv_heads: int = 1, keys: int = 256, head_dim: int = 64
+    queries: int = 128, heads: int = 1, kv_heads: int = 1, keys: int = 256, head_dim: int = 64, batch: int = 1
 ) -> list[jax.Array]:
-    shapes = (1, queries, heads, head_dim), (1, keys, kv_heads, head_dim), (1, keys, kv_heads, head_dim)
+    cached = batch, keys, kv_heads, head_dim
+    shapes = (batch, queries, heads, head_dim), cached, cached
     return [judge.normal(seed, shape, jnp.bfloat16) for seed, shape in enumerate(shapes, 1)]
 
 
@@ -57,8 +58,8 @@ def _judge_attention(answer, queries: int = 128, heads: int = 1, kv_heads: int =
         if any(ring.loads > 2 and len(ring.slots) < 2 for ring in block.rings):
             raise NotYet("keys or values have a single stage: keep two, so that one is loaded while the other is read")
     judge.require_close(out, _attention(q, k, v), 0.02, said)
-    q, k, v = _operands(queries, heads, kv_heads, keys=320, head_dim=128)
-    said = "out for other numbers of keys and a head_dim of 128 (do steps and scale_log2 follow the operands?)"
+    q, k, v = _operands(queries, heads, kv_heads, keys=320, head_dim=128, batch=2)
+    said = "out for other numbers of keys, a head_dim of 128 and two batches (do steps, scale_log2 and b follow them?)"
     judge.require_close(judge.run_kernel(answer, q, k, v, undrained=LAST_TURN), _attention(q, k, v), 0.02, said)
     large = [jax.ShapeDtypeStruct((4, 4096, 16 * num // heads, 128), jnp.bfloat16) for num in (heads, kv_heads)]
     return judge.speed(answer, cookbook.attention, large[0], large[1], large[1])
@@ -66,11 +67,11 @@ def _judge_attention(answer, queries: int = 128, heads: int = 1, kv_heads: int =
 
 def _attention(q, k, v) -> np.ndarray:
     """Attention in float64; query heads share the KV heads."""
-    q_all, k_all, v_all = (x[0].swapaxes(0, 1) for x in wide(q, k, v))  # (head, position, head_dim).
-    k_all, v_all = (np.repeat(x, len(q_all) // len(k_all), axis=0) for x in (k_all, v_all))
-    s = q_all @ k_all.swapaxes(1, 2) / np.sqrt(q.shape[3])
-    p = np.exp(s - np.logaddexp.reduce(s, axis=2, keepdims=True))
-    return (p @ v_all).swapaxes(0, 1)[None]
+    q_all, k_all, v_all = (x.swapaxes(1, 2) for x in wide(q, k, v))  # (batch, head, position, head_dim).
+    k_all, v_all = (np.repeat(x, q.shape[2] // k.shape[2], axis=1) for x in (k_all, v_all))
+    s = q_all @ k_all.swapaxes(2, 3) / np.sqrt(q.shape[3])
+    p = np.exp(s - np.logaddexp.reduce(s, axis=3, keepdims=True))
+    return (p @ v_all).swapaxes(1, 2)
 
 
 @checker
@@ -124,6 +125,11 @@ def check_turns(answer) -> str:
                 raise NotYet(
                     f"{where}, warpgroup {wg} skips its first {total - own[wg]} steps, so its first products stand in "
                     f"its turn {total - own[wg] + 1}, not in turn {turns[0]}."
+                )
+            if turns != [*range(total - own[wg] + 1, total + 2)]:
+                raise NotYet(
+                    f"{where}, warpgroup {wg} has its products in turns {turns}; they must follow each other, and end "
+                    f"in turn {total + 1}."
                 )
     return "One turn goes round, every warpgroup gets it in its order, and in the end nobody holds it."
 

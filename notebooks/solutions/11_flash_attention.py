@@ -16,6 +16,7 @@ exercise-heads
   k.shape[1] // block_kv => 4  # other numbers of keys
   LOG2E / math.sqrt(head_dim) => LOG2E / 8.0  # other numbers of keys
   num_stages=2 => num_stages=1  # a single stage
+  o_gmem.at[b, => o_gmem.at[0,  # there is a race
   compute_wgs=2, heads_per_block=2 => compute_wgs=1, heads_per_block=1 && wg == 2 => wg == 1 && wg < 2 => wg == 0
     && copy(q_gmem.at[b, q_rows, 2 * h + 1], q_smem.at[pl.ds(64, 64)], q_full) => pass && q_rows, 2 * h] => q_rows, h]
     && 2 * h + wg => h && k_gmem.at[b, rows, h] => k_gmem.at[b, rows, h // 2]
@@ -52,6 +53,8 @@ exercise-turns
   lambda wg, wgs, own, total: [("arrive", 0)] * (wg == 0) + [("wait", wg), *[("products",)] * (own + 1),
     ("arrive", (wg + 1) % wgs)] + [("wait", wg), ("arrive", (wg + 1) % wgs)] * total + [("wait", 0)] * (wg == 0)
     # the products of two steps in one turn
+  * (own + 1) => * own + 3 * [("wait", wg), ("arrive", after)] + [("wait", wg), ("products",), ("arrive", after)]
+    # they must follow each other
 exercise-mend
   turns.start(wg) => pass  # never end
   turns.drain(wg) => pass  # is the last turn drained

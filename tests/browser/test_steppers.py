@@ -2,15 +2,10 @@
 
 import pytest
 
-from figures import _draw, _stepper
+from figures import _stepper
 from tests.browser.test_browser import browser, pytestmark  # noqa: F401
 
-STEPPERS = [
-    picture
-    for chapter in _draw.chapters()
-    for picture in _draw.pictures(chapter)
-    if isinstance(picture, _stepper.Stepper)
-]
+STEPPERS = _stepper.steppers()
 SHOWN = "() => [...new Set([...document.querySelectorAll('.frame')].filter(e => e.getBoundingClientRect().width)" \
     ".map(e => e.dataset.frame))]"  # fmt: skip
 

@@ -72,6 +72,7 @@ def test_a_chapter_begins_with_a_picture(path):
             assert "hide-input" in tags(cell), cell.source
             assert any("image" in kind for output in cell.outputs for kind in output.get("data", {})), cell.source
             return
+    pytest.fail(f"{path.stem} shows no code")
 
 
 @named

@@ -151,6 +151,9 @@ def test_a_race_is_found_on_a_gpu_host(monkeypatch):
     assert race.verdict == "FAILED" and race.text.startswith("read at lab_kernels.py")
     (none,) = checking._races_at_home(add_one, (X,), "5 equal runs")
     assert none.verdict == "ok" and "5 equal runs on the GPU" in none.text
+    large = jax.ShapeDtypeStruct((checking.ON_CPU_MAX + 1,), jnp.float32)  # To interpret it would take minutes.
+    (unseen,) = checking._races_at_home(add_one, (large,), "5 equal runs")
+    assert unseen.verdict == "-" and "more than 262,144 elements; 5 equal runs" in unseen.text
     (stuck,) = checking._races_at_home(lambda x: 1 / 0, (X,), "5 equal runs")
     assert stuck.verdict == "FAILED" and "ZeroDivisionError" in stuck.text
 

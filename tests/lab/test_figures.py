@@ -327,12 +327,7 @@ def test_a_figure_of_what_a_chapter_computes_has_no_file():
     assert not serving.schedule_plot.saved and not serving.schedule_plot.path.exists()
 
 
-STEPPERS = [
-    picture
-    for chapter in _draw.chapters()
-    for picture in _draw.pictures(chapter)
-    if isinstance(picture, _stepper.Stepper)
-]
+STEPPERS = _stepper.steppers()
 
 
 @pytest.mark.parametrize("picture", STEPPERS, ids=lambda picture: picture.path.stem)
