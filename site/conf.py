@@ -1,5 +1,6 @@
 """Sphinx's settings. The sources are assembled by build.py into build/site-src; nothing is fetched, then or later."""
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -76,6 +77,7 @@ def _add_stamp(app, pagename, templatename, context, doctree):
     is_chapter = pagename.startswith("chapters/") and notebook.exists()
     context["stamp"] = stamp_of(notebook if is_chapter else None)
     context["notebook"] = notebook.name if is_chapter else None
+    context["repository"] = os.environ.get("GITHUB_REPOSITORY")  # The workflow that publishes the site knows it.
     if is_chapter:
         head = app.builder.templates.render("chapter_head.html", context)
         context["body"] = context["body"].replace("</h1>", f"</h1>{head}", 1)
