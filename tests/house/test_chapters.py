@@ -18,8 +18,9 @@ def read(path):
 
 
 def head(path) -> str:
-    """The line in italics below a chapter's title."""
-    return next((line for line in read(path)[0].source.splitlines() if line.startswith("*")), "")
+    """The paragraph in italics below a chapter's title, as one line."""
+    paragraphs = (" ".join(text.split()) for text in read(path)[0].source.split("\n\n"))
+    return next((text for text in paragraphs if text.startswith("*")), "")
 
 
 # Chapters in the new form say on which GPU they were recorded.
