@@ -81,13 +81,14 @@ def gated_delta_rule_reference(
     seq = jnp.searchsorted(starts[1:], jnp.arange(batch * length), side="right")  # The sequence of each row.
     states = jnp.zeros((len(starts), heads, size, dim), dtype)  # One more, of the rows after the last sequence.
     states = states if initial_state is None else states.at[:-1].set(initial_state)
+    scale = dim**-0.5 if scale is None else scale
 
     def token(states, row):
         (q, k, v, g, beta), seq = row
         state = jnp.exp(g)[:, None, None] * states[seq]
         change = beta[:, None] * (v - (state * k[:, None]).sum(-1))
         state = state + change[..., None] * k[:, None]
-        o = (scale or dim**-0.5) * (state * q[:, None]).sum(-1)
+        o = scale * (state * q[:, None]).sum(-1)
         return states.at[seq].set(state), jnp.where(seq < len(starts) - 1, o, 0)
 
     states, o = lax.scan(token, states, (rows, seq))

@@ -46,7 +46,8 @@ def gated_delta_rule_step_reference(q, k, v, g, beta, state, scale=None):
     state = jnp.exp(g.astype(dtype))[..., None, None] * state
     change = beta[..., None] * (v - (state * k[:, :, None]).sum(-1))
     state = state + change[..., None] * k[:, :, None]
-    return (scale or k.shape[2] ** -0.5) * (state * q[:, :, None]).sum(-1), state
+    scale = k.shape[2] ** -0.5 if scale is None else scale
+    return scale * (state * q[:, :, None]).sum(-1), state
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,7 +70,7 @@ def gradients(q, k, v, initial, cu_seqlens, cum, inverse, do, d_final, *, plan: 
     dg = cumulative(dcum[..., ::-1])[..., ::-1] + dlast[..., None]
     dg, dbeta = (_in_rows(sequences, x, cu_seqlens) for x in (dg, dbeta))
     if sequences.is_packed:  # Nothing is written for rows after the last sequence.
-        used = (jnp.arange(len(q)) < cu_seqlens[-1])[:, None, None]
+        used = (jnp.arange(len(q)) < sequences.starts(cu_seqlens)[-1])[:, None, None]
         dq, dk, dv = (jnp.where(used, x, jnp.zeros((), x.dtype)) for x in (dq, dk, dv))
     return dq, dk, dv, dg, dbeta, d_initial
 
