@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _device
 from .._device import COLUMNS, PIECE, ROWS, Barrier, Index, Ref, div
 
-HEAD_DIMS = (64, 128, 256)  # Sizes of heads that the backward kernels compute with.
+HEAD_DIMS = (64, 128, 256)  # Sizes of heads of the backward kernels, and of keys and values of 8 bits.
 SERVED_HEAD_DIMS = (64, 80, 96, 128, 192, 256)  # Sizes that kernels with packed or paged keys take.
 TILE_ROWS = 8  # Rows that are swizzled together.
 WG_ROWS = 64  # Rows of a compute warpgroup: the M of a WGMMA.
@@ -176,7 +176,7 @@ class Cuts:
     """Which of the blocks that a warpgroup's rows see may be cut by a mask: only those are masked."""
 
     first: bool  # Some at the start.
-    last: bool  # More than one at the end.
+    last: bool  # Some at the end; of a forward kernel, after its first step, which is masked if there are `any`.
     all: bool = False
     any: bool = True
 

@@ -23,8 +23,10 @@ Barrier table, of each part:
 Keys after the length of a sequence in its last page are masked, and values there are overwritten with zeros: not even
 NaN gets out. `cache/pages.py` says what becomes of ids and lengths that are out of range.
 
-To add a bias to the logits: in `_attend`, beside the mask. To add a format of pages: its dtype and scales in
-`cache/pages_fp8.py` and `checks.check_cache`, and a kernel beside `kernel_fp8.py`, if `widen` is not enough.
+To add a bias to the logits: in `_attend`, here and in `kernel_fp8.py`, before the mask, as `Work.softmax` in `steps.py`
+says. To add a format of pages: its dtype beside `core.E4M3`, and in `checks.check_cache`; its scales, and how it is
+rounded and widened, in `cache/pages_fp8.py`; then wherever E4M3 stands in the ops that read or write pages, in their
+kernels and in `references.py`.
 """
 
 import dataclasses
@@ -78,7 +80,7 @@ class Smem:
     k: Ref  # (slots, block_kv, head_dim), or (slots, panels, block_kv, 64).
     k_tma: Ref
     v: Ref  # (slots, block_kv, width)
-    v_tma: Ref  # (slots, block_kv / 8, pieces, 8, 64)
+    v_tma: Ref  # (slots, block_kv / 8, panels, 8, 64)
     v_rows: Ref  # (slots, block_kv / 8, 8 width), for `clear`.
     q_filled: Barrier
     q_freed: Barrier

@@ -112,8 +112,8 @@ class Plan:
 
 
 class Part:
-    """Work of a block of threads: `steps` blocks of keys, from block `begin` of `first_seq` on, in so many `pieces`.
-    `ends` are the ends of the sequences in the row of all blocks, and `seqs` the first sequence of each part."""
+    """Work of a part: `steps` blocks of keys, from block `begin` of `first_seq` on, in so many `pieces`. `ends` are
+    the ends of the sequences in the row of all blocks, and `seqs` the first sequence of each part."""
 
     def __init__(self, plan: Plan, ends, seqs, kv_lens, part):
         starts, found, begins = [], [], []

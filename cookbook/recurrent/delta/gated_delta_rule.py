@@ -5,7 +5,8 @@
 
 Shapes: q and k (B, T, K, N); v and o (B, T, H, P); g and beta (B, T, H); states (B, H, P, N), float32. K divides H:
 value head h reads key head h // (H // K). q, k and v are all bfloat16 or all float16; N and P are 64 or 128. Keys
-should have norm 1 at most, and beta lie between 0 and 1, or the recurrence itself grows.
+should have norm 1 at most, and beta lie between 0 and 1; where beta times the squared norm of a key is above 2, the
+recurrence itself grows.
 
 In a chunk of 64 tokens the corrections u = beta (v - ...) depend on each other by a triangle: (1 + lower) u = beta (v -
 exp(cum) k S^T), where lower[t, s] = beta[t] exp(cum[t] - cum[s]) k[t] . k[s] for s < t and cum is the sum of g within
@@ -18,7 +19,7 @@ and the tables of roles and barriers:
 
 Where sequences and heads do not fill the GPU, a sequence is split into parts. A first pass takes all parts from a zero
 state, a second one runs the identity through them, and XLA combines both to the states at the parts' starts; the
-last pass makes o. P parts cost three passes of length 1 / P, so splitting pays from four parts on.
+last pass makes o. These are three passes as long as a part, so splitting pays from four parts on.
 
 The backward pass makes the states before all chunks again (`kernel`), then the gradients of the states, from the last
 chunk to the first (`kernel_backward`), and those of the operands, for all chunks at once (`kernel_gradients`).
@@ -42,7 +43,11 @@ Both have the keys' axis of a state before the values'. Where N = P a state from
 
 and back by the same. With the last line both divide the heads of q and k by sqrt(sum(x**2) + 1e-6); do that before.
 
-Bound by: the latency of a chunk, about four products in a row, with as many blocks as SMs; otherwise the tensor cores.
+To add a gate: one that scales the state, a number per token and head, is added to g in the ops, and one that scales a
+correction multiplies beta there. One that scales o goes wherever `plan.scale` stands in the kernels. A decay of each
+channel of a key is no change of this kind: exp(cum) is one number per token in all kernels.
+
+Bound by: the latency of a chunk, three products in a row, with as many blocks as SMs; otherwise the tensor cores.
 Not supported: normalisation of q and k, second derivatives.
 Chapter: notebooks/17b_delta_rule.ipynb. Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024).
 """
@@ -227,8 +232,8 @@ def gated_delta_rule(
     Args:
       q, k: (B, T, K, N), bfloat16 or float16; N is 64 or 128. Keys of norm 1 keep the state bounded.
       v: (B, T, H, P), of the dtype of `q`; K divides H, and P is 64 or 128.
-      g: (B, T, H), at most 0: a token multiplies the state by exp(g), or by 0 where that is below 2**-64. So -inf
-        clears it, and the gradient of -inf is 0.
+      g: (B, T, H), at most 0: a token multiplies the state by exp(g), but by 2**-64 at least: -inf leaves 2**-64 of a
+        state, and has a gradient of 0.
       beta: (B, T, H), from 0 to 1: how much of the error of the state a token corrects.
       scale: of o; None for 1 / sqrt(N).
       initial_state: (B, H, P, N), float32; None for zeros.

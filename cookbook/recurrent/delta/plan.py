@@ -53,7 +53,7 @@ class ForwardPlan(Plan):
 
     num_stages: int  # Chunks in shared memory.
     state_wgs: int  # Warpgroups, and so columns of a block.
-    output_wgs: int  # None: no results of tokens.
+    output_wgs: int  # 0: no results of tokens.
     has_values: bool  # Otherwise v is zero.
     keeps_all: bool  # Whether the states before all chunks are results.
 
