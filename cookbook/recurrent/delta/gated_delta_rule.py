@@ -9,7 +9,7 @@ should have norm 1 at most, and beta lie between 0 and 1; where beta times the s
 recurrence itself grows.
 
 In a chunk of 64 tokens the corrections u = beta (v - ...) depend on each other by a triangle: (1 + lower) u = beta (v -
-exp(cum) k S^T), where lower[t, s] = beta[t] exp(cum[t] - cum[s]) k[t] . k[s] for s < t and cum is the sum of g within
+exp(cum) k S^T), where lower[t, j] = beta[t] exp(cum[t] - cum[j]) k[t] . k[j] for j < t and cum is the sum of g within
 the chunk, made by XLA. No exponential of a positive number is ever taken. Two kernels, whose files have the formulas
 and the tables of roles and barriers:
 
@@ -105,7 +105,7 @@ class Config:
     num_stages: int = 3  # Chunks in shared memory.
     output_wgs: int = 1  # Warpgroups for the results, beside those for the states.
     parts: int | None = None  # Parts of a sequence; None: one, or as many as fill the GPU.
-    state_wgs: int = 1  # Columns of 64 values, all of one head, that a block goes through, with a warpgroup for each.
+    state_wgs: int = 1  # Slices of 64 values, all of one head, that a block goes through, with a warpgroup for each.
 
     def __post_init__(self):
         if self.num_stages < 2 or (self.state_wgs, self.output_wgs) not in ((1, 1), (1, 2), (2, 1)):
@@ -127,9 +127,9 @@ def _smem_bytes(config: Config, key_dim: int) -> int:
     return _device.smem_bytes(kernel.scratch(_plan(1.0, config, q, v, None, _host.Target("", num_sms=1))))
 
 
-def default_config(key_dim: int, value_dim: int = 64, columns: int = 1, num_sms: int = 1) -> Config:
-    """The configuration for keys and values of these sizes, and `columns` of 64 values of all heads and sequences."""
-    if value_dim == 2 * PIECE and columns > num_sms:
+def default_config(key_dim: int, value_dim: int = 64, value_slices: int = 1, num_sms: int = 1) -> Config:
+    """The configuration for keys and values of these sizes, and `value_slices` of 64 of all heads and sequences."""
+    if value_dim == 2 * PIECE and value_slices > num_sms:
         return Config(num_stages=2 if key_dim > 64 else 3, state_wgs=2)
     return Config(num_stages=3 if key_dim > 64 else 4)
 
@@ -137,10 +137,10 @@ def default_config(key_dim: int, value_dim: int = 64, columns: int = 1, num_sms:
 def _plan(scale: float, config: Config, q, v, cu_seqlens, target: _host.Target) -> ForwardPlan:
     (batch, length, heads, size), (key_heads, key_dim) = v.shape, q.shape[2:]
     num_seqs = batch if cu_seqlens is None else len(cu_seqlens) - 1
-    columns, mean_length = heads * size // PIECE, pl.cdiv(batch * length, num_seqs)
-    most_parts = min(target.num_sms // (num_seqs * columns), mean_length // 512)
+    value_slices, mean_length = heads * size // PIECE, pl.cdiv(batch * length, num_seqs)
+    most_parts = min(target.num_sms // (num_seqs * value_slices), mean_length // 512)
     parts = config.parts or (None if most_parts >= LEAST_PARTS else 1)
-    part_rows = rows_per_part(num_seqs, mean_length, columns, target.num_sms, parts)
+    part_rows = rows_per_part(num_seqs, mean_length, value_slices, target.num_sms, parts)
     sequences = Sequences(num_seqs, batch * length, cu_seqlens is not None, CHUNK, part_rows)
     return ForwardPlan(
         sequences, key_heads, heads, key_dim // PIECE, size // PIECE, q.dtype, scale, target.interpreted,
@@ -150,7 +150,7 @@ def _plan(scale: float, config: Config, q, v, cu_seqlens, target: _host.Target) 
 
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
 def _launch(q, k, v, g, beta, initial, cu_seqlens, *, plan: ForwardPlan, params):
-    """(o, final states, (cum, inverse)), of operands without a batch, v in columns of 64."""
+    """(o, final states, (cum, inverse)), of operands without a batch, v in slices of 64."""
     sequences = plan.sequences
     cum = cumulative_decays(sequences.in_chunks(g.astype(jnp.float32), cu_seqlens))
     beta = sequences.in_chunks(beta.astype(jnp.float32), cu_seqlens)
@@ -167,9 +167,9 @@ def _launch(q, k, v, g, beta, initial, cu_seqlens, *, plan: ForwardPlan, params)
 def _forward(plan: ForwardPlan, q, k, v, g, beta, initial_state, cu_seqlens):
     """((o, final states), (cum, inverse)); the backward pass needs the second pair."""
     rows = lambda x: x.reshape(-1, *x.shape[2:])
-    initial = None if initial_state is None else as_states(initial_state, plan.columns)
+    initial = None if initial_state is None else as_states(initial_state, plan.value_slices)
     o, final, kept = _launch(
-        rows(q), rows(k), v.reshape(-1, plan.columns, PIECE), rows(g), rows(beta), initial, cu_seqlens,
+        rows(q), rows(k), v.reshape(-1, plan.value_slices, PIECE), rows(g), rows(beta), initial, cu_seqlens,
         plan=plan, params=_host.compiler_params(approx_math=True),
     )  # fmt: skip
     return (o.reshape(v.shape), final.reshape(-1, plan.heads, v.shape[3], k.shape[3])), kept
@@ -192,10 +192,10 @@ def _gated_delta_rule_bwd(plan: ForwardPlan, residuals, cotangents):
 
     def backward(q, k, v, g, beta, initial_state, cu_seqlens, kept, do, d_final):
         rows = lambda x: x.reshape(-1, *x.shape[2:])
-        columns = lambda x: x.reshape(-1, plan.columns, PIECE)
-        states = lambda x: None if x is None else as_states(x, plan.columns)
+        slices = lambda x: x.reshape(-1, plan.value_slices, PIECE)
+        states = lambda x: None if x is None else as_states(x, plan.value_slices)
         dq, dk, dv, dg, dbeta, d_initial = gradients(
-            rows(q), rows(k), columns(v), states(initial_state), cu_seqlens, *kept, columns(do.astype(v.dtype)),
+            rows(q), rows(k), slices(v), states(initial_state), cu_seqlens, *kept, slices(do.astype(v.dtype)),
             states(d_final), plan=plan, params=params,
         )  # fmt: skip
         alike = lambda x, dx: dx.reshape(x.shape).astype(x.dtype)
@@ -268,7 +268,7 @@ def gated_delta_rule(
     config = config or default_config(dim, size, num_seqs * heads * size // PIECE, target.num_sms)
     if size % (config.state_wgs * PIECE):
         raise ValueError(
-            f"{_host.PACKAGE}.{op}: {config=} with heads of {size} values; a block's columns are of one head: "
+            f"{_host.PACKAGE}.{op}: {config=} with heads of {size} values; a block's slices are of one head: "
             "state_wgs=1"
         )
     if (need := config.smem_bytes(dim)) > _device.SMEM_BYTES_MAX:
