@@ -98,7 +98,7 @@ class Shared:
 def _kernel(
     table, gmem, last_gmem, all_gmem, first_gmem, *, plan: Plan, filled, freed, landed, handed, taken, **smem
 ):  # fmt: skip
-    role, value_slice = lax.axis_index("role"), lax.axis_index("value_slice")
+    role, value_slice = lax.axis_index("role"), lax.axis_index("unit")
     part = Part.of_block(table, plan.sequences, plan.interpreted)
     smem = {name.removesuffix("_smem"): ref for name, ref in smem.items()}
     smem |= {name: Tiles.views(smem[name], plan.interpreted) for name in ("q", "k", "do")}
@@ -255,7 +255,7 @@ def launch(plan: Plan, table, q, k, do, inverse, cum, d_final, params):
             jax.ShapeDtypeStruct((sequences.num_seqs, *state), jnp.float32),
         ],
         grid=(sequences.num_parts, plan.value_slices),
-        grid_names=("part", "value_slice"),
+        grid_names=("part", "unit"),
         num_threads=3,
         thread_name="role",
         scratch_types=_scratch(plan),

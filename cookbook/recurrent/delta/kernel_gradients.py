@@ -199,7 +199,7 @@ def _compute(c: Chunk, num_rows: Index, put):
 
 def _kernel(first_rows, num_rows, gmem, dq_gmem, dk_gmem, dv_gmem, sums_gmem, *, plan: Plan, inverse_smem, r_smem,
             u_smem, row_cum_smem, col_cum_smem, filled, **smem):  # fmt: skip
-    chunk, value_slice = lax.axis_index("chunk"), lax.axis_index("value_slice")
+    chunk, value_slice = lax.axis_index("tile"), lax.axis_index("unit")
     row, num, head = first_rows[chunk], num_rows[chunk], plan.head(value_slice)
     tiles = {name.removesuffix("_smem"): Tiles.views(x, plan.interpreted) for name, x in smem.items()}
     heads = dict.fromkeys(("q", "k"), (plan.key_head(head), plan.pieces)) | dict.fromkeys(("v", "do"), (value_slice, 1))
@@ -254,7 +254,7 @@ def launch(plan: Plan, first_rows, num_rows, q, k, v, do, states, d_states, inve
             jax.ShapeDtypeStruct((slices, plan.sequences.num_chunks, len(SUMS), CHUNK), jnp.float32),
         ],
         grid=(plan.sequences.num_chunks, slices),
-        grid_names=("chunk", "value_slice"),
+        grid_names=("tile", "unit"),
         scratch_types=_scratch(plan),
         compiler_params=params,
     )(first_rows, num_rows, gmem)

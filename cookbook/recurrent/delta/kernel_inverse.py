@@ -152,7 +152,7 @@ def _inverse(minus_lower, masks_smem: Ref, d_smem: Ref, x_smem: Ref, interpreted
 def _kernel(first_rows, num_rows, k_gmem, of_rows, of_columns, masks_gmem, o_gmem, *, group: int, interpreted: bool,
             k_smem, keys_smem, rows_smem, columns_smem, masks_smem, d_smem, xo_smem, filled):  # fmt: skip
     """`group` value heads share a key head. `of_rows` and `of_columns` are both (cum, beta)."""
-    chunk, unit, num_heads = lax.axis_index("chunk"), lax.axis_index("unit"), rows_smem.shape[1]
+    chunk, unit, num_heads = lax.axis_index("tile"), lax.axis_index("unit"), rows_smem.shape[1]
     first_head, rows = unit * num_heads, num_rows[chunk]
     x_smem, o_smem = xo_smem
     keys = Operand(k_gmem, Tiles.views(k_smem, interpreted), _device.div(first_head, group), k_gmem.shape[2] // PIECE)
@@ -204,7 +204,7 @@ def inverses(first_rows, num_rows, k, cum, beta, *, interpreted: bool, params):
         functools.partial(_kernel, group=heads // key_heads, interpreted=interpreted),
         out_type=jax.ShapeDtypeStruct((heads, chunks, *SQUARE), k.dtype),
         grid=(chunks, heads // num_heads),
-        grid_names=("chunk", "unit"),
+        grid_names=("tile", "unit"),
         scratch_types=dict(
             k_smem=row_tiles((1, pieces, CHUNK, PIECE), k.dtype, interpreted, by_eights=True),
             keys_smem=plgpu.SMEM(SQUARE, jnp.float32, **swizzled(PIECE // 2, jnp.float32)),
