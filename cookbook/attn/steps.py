@@ -34,7 +34,7 @@ SUMS = 8  # Columns of the smallest product: of each such eight a thread has two
 
 def softmax_step(s, m_i, l_i, scale_log2, masked: bool, octaves: float = 0.0):
     """A block's weights, in float32, and what becomes of the rest: (p, alpha, m_i, l_i). `scale_log2` is a
-    number, or one for each row. Weights, and with them sums, are 2 ** octaves times as large. `l_i` is one sum for each
+    number, or one for each row. `octaves` is log2 of the scale of p, and with it of the sums. `l_i` is one sum for each
     row, or, (rows, SUMS), `SUMS` of them."""
     m_new = jnp.maximum(m_i, s.max(axis=1) * scale_log2)
     shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
@@ -98,6 +98,7 @@ class Work:
         return WG_ROWS, self.config.block_kv
 
     def values(self, step):
+        """The slot of v that has the values of a step."""
         return self.shared.v.at[self.shared.values.slot(self.steps_done + step)]
 
     def queue_logits(self, s_ref, slot):

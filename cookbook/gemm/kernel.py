@@ -58,7 +58,7 @@ def load(plan: Plan, ring: Ring, a_gmem, b_gmem):
         @pl.loop(0, plan.tiles.num_steps)
         def _(step):
             slot = ring.acquire(before + step)
-            copy_step(plan, ring, slot, a_gmem, b_gmem, row, col, plan.k(step))
+            copy_step(plan, ring, slot, a_gmem, b_gmem, row, col, plan.k_start(step))
 
     before = 0
     for phase in plan.phases:

@@ -86,7 +86,7 @@ class Plan:
         return self.num_seqs + self.num_parts
 
     @property
-    def compute_wgs(self) -> int:
+    def fp8_compute_wgs(self) -> int:
         """Warpgroups that share the keys of a block of pages of 8 bits. A product takes no fewer than 64 of them."""
         return self.config.block_kv // 64
 
