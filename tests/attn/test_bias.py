@@ -1,6 +1,7 @@
 """A bias of the logits, added to a copy of the family where its docstrings say that one goes."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 
 import lab
+from cookbook import _host
+from cookbook.attn.core import Problem
 from tests.arrays import array
 
 KEYS, SEEN, SLOPE, CAP = 192, 128, 0.03, 2.0
@@ -70,3 +73,26 @@ def test_a_bias_of_paged_attention(mutant_of, kernel, dtype, cap):
         return out[0], lse[0]
 
     lab.check(decode, functools.partial(expected, cap=cap), *operands(dtype), tolerance=(None, 1e-6))
+
+
+def test_a_bias_in_the_gradient_of_queries(mutant_of):
+    """In the exponent: s is the tanh, which its derivative reads again."""
+    key = "(plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA) + block * plan.block)"
+    b = f"jnp.where({key} < {SEEN}, -{SLOPE} * {key}.astype(jnp.float32), -jnp.inf)"
+    old = "p = jnp.exp2(s * scale_log2 - spread(lse, 0, s.shape))"
+    changed = mutant_of("backward/kernel", old, old.replace("- spread", f"+ {b} * {math.log2(math.e)} - spread"))
+    problem = Problem(1, 1, 64, jnp.bfloat16, 64**-0.5, CAP, None, None, interpreted=True)
+    as_one = lambda x: x[None, :, None]
+
+    def dq(q, k, v, do):
+        out, lse = expected(*(x.astype(jnp.float32) for x in (q, k, v)), cap=CAP)
+        found = changed("backward.gradients").gradients(
+            as_one(q), as_one(k), as_one(v), (), as_one(out.astype(q.dtype)), lse[None, None], as_one(do), 0.0,
+            problem=problem, params=_host.compiler_params(approx_math=True),
+        )  # fmt: skip
+        return found[0][0, :, 0]
+
+    q, k, v = operands()
+    do = array(np.random.default_rng(1).normal(size=q.shape), q.dtype)
+    reference = lambda q, k, v, do: jax.vjp(lambda q: expected(q, k, v, CAP)[0], q)[1](do)[0]
+    lab.check(dq, reference, q, k, v, do, tolerance=2**-7, gpu=None)
