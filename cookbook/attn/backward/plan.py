@@ -134,7 +134,7 @@ class Plan:
         left, right = self.problem.left, self.problem.right
         if self.for_query:
             return Blocks(self.num_kv, self.block, left, right)
-        # Rows are keys here, and `num_kv` and `block_kv` are of queries, which see as far back as keys are seen ahead.
+        # Rows are keys here, so `num_kv` and `block_kv` count queries, and the window's two sides are exchanged.
         # Queries after the last one need no mask: their p are zero, or their do and ds (`gradients.py`).
         return Blocks(self.num_blocks * self.block, self.block, right, left)
 

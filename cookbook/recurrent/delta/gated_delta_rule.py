@@ -19,7 +19,7 @@ and the tables of roles and barriers:
 
 Where sequences and heads do not fill the GPU, a sequence is split into parts. A first pass takes all parts from a zero
 state, a second one runs the identity through them, and XLA combines both to the states at the parts' starts; the
-last pass makes o. These are three passes as long as a part, so splitting pays from four parts on.
+last pass makes o. Each of the three passes is as long as a part, so splitting pays from four parts on.
 
 The backward pass makes the states before all chunks again (`kernel`), then the gradients of the states, from the last
 chunk to the first (`kernel_backward`), and those of the operands, for all chunks at once (`kernel_gradients`).
