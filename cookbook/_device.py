@@ -95,7 +95,8 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """Which compute warpgroup may start its products: each passes the turn on to the next. Without barriers all may."""
+    """Which compute warpgroup may start its products: each passes the turn on to the next, as CUTLASS's order barrier
+    has it. Without barriers all may."""
 
     barriers: Barrier  # One per warpgroup, at which its turn arrives; or None.
     num_wgs: int

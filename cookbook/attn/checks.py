@@ -224,7 +224,10 @@ def check_cache(op: str, q, k_pages, v_pages, block_tables, kv_lens) -> None:
         raise ValueError(f"{called}: {q.shape=}; must be (tokens, heads, head_dim): reshape it")
     for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
         if x.dtype not in (q.dtype, E4M3) or q.dtype not in (jnp.bfloat16, jnp.float16):
-            raise ValueError(f"{called}: {name}.dtype = {x.dtype}; all must be bfloat16 or all float16: cast them")
+            raise ValueError(
+                f"{called}: {name}.dtype = {x.dtype}; all must be bfloat16 or all float16, or q bfloat16 and pages "
+                "float8_e4m3fn: cast them"
+            )
     if k_pages.dtype != v_pages.dtype or (k_pages.dtype == E4M3 and q.dtype != jnp.bfloat16):
         raise ValueError(
             f"{called}: {q.dtype=}, {k_pages.dtype=}, {v_pages.dtype=}; with pages of float8_e4m3fn both must be, and "

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _device
 from .._device import COLUMNS, PIECE, ROWS, Barrier, Index, Ref, div
 
-HEAD_DIMS = (64, 128, 256)  # Sizes of heads that the backward kernels compute with.
+HEAD_DIMS = (64, 128, 256)  # Sizes of heads of the backward kernels, and of keys and values of 8 bits.
 SERVED_HEAD_DIMS = (64, 80, 96, 128, 192, 256)  # Sizes that kernels with packed or paged keys take.
 TILE_ROWS = 8  # Rows that are swizzled together.
 WG_ROWS = 64  # Rows of a compute warpgroup: the M of a WGMMA.
@@ -99,7 +99,8 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Which blocks of keys rows of queries see, in numbers of NumPy or traced ones; `mask_of` for kernels alone."""
+    """Which blocks of keys rows of queries see, in numbers of NumPy or traced ones; `mask_of` for kernels alone. For dk
+    and dv rows are keys, and what is said of keys here is said of queries."""
 
     num_kv: int  # Where the keys end.
     block_kv: int
@@ -118,7 +119,7 @@ class Blocks:
         return row if isinstance(self.first_q, int) and self.first_q == 0 else self.first_q + row
 
     def seen(self, first_row, num_rows: int):
-        """(first, end) of the blocks that hold a key which one of the rows sees."""
+        """(first, end) of the blocks that hold a key which one of the rows sees: the visible range."""
         lib = np if isinstance(first_row, np.ndarray) else jnp
         first, end = self.first_kv + 0 * first_row, self.num_kv + 0 * first_row
         if self.left is not None:
@@ -129,7 +130,7 @@ class Blocks:
         return first, lib.maximum(first, div(end + self.block_kv - 1, self.block_kv))
 
     def whole(self, first_row, num_rows: int, first, end):
-        """(first, end) of the blocks between `first` and `end` all of whose keys all rows see."""
+        """(first, end) of the blocks between `first` and `end` all of whose keys all rows see: they need no mask."""
         start, stop = self.first_kv + 0 * first_row, self.num_kv + 0 * first_row
         if self.left is not None:
             start = jnp.maximum(self.position(first_row + num_rows - 1) - self.left, self.first_kv)
@@ -138,19 +139,19 @@ class Blocks:
         start = jnp.clip(div(start + self.block_kv - 1, self.block_kv), first, end)
         return start, jnp.clip(div(stop, self.block_kv), start, end)
 
-    def mask(self, rows, kv_ids):
-        """Whether the query of each row sees each key of a block that some row sees."""
+    def mask(self, rows, columns):
+        """Whether the query of each row sees the key of each column, of a block that some row sees."""
         if self.ends_at_query:
-            return (kv_ids >= self.first_kv) & (kv_ids <= self.position(rows))
+            return (columns >= self.first_kv) & (columns <= self.position(rows))
         q_ids, tests = self.position(rows), []
         if not (isinstance(self.first_kv, int) and self.first_kv == 0):
-            tests.append(kv_ids >= self.first_kv)
+            tests.append(columns >= self.first_kv)
         if self.left is not None:
-            tests.append(kv_ids >= q_ids - self.left)
+            tests.append(columns >= q_ids - self.left)
         if self.right is not None:
-            tests.append(kv_ids <= q_ids + self.right)
+            tests.append(columns <= q_ids + self.right)
         ends_with_block = isinstance(self.num_kv, int) and self.num_kv % self.block_kv == 0
-        return functools.reduce(operator.and_, tests + [kv_ids < self.num_kv] * (not tests or not ends_with_block))
+        return functools.reduce(operator.and_, tests + [columns < self.num_kv] * (not tests or not ends_with_block))
 
     def mask_of(self, first_row, block, segment_tables: dict | None = None, batch=0):
         """`mask` of a warpgroup's rows from `first_row` on and the keys of a block, as its products are laid out; with
@@ -176,7 +177,7 @@ class Cuts:
     """Which of the blocks that a warpgroup's rows see may be cut by a mask: only those are masked."""
 
     first: bool  # Some at the start.
-    last: bool  # More than one at the end.
+    last: bool  # Some at the end; of a forward kernel, after its first step, which is masked if there are `any`.
     all: bool = False
     any: bool = True
 
@@ -244,7 +245,7 @@ class BlockConfig:
     block_kv: int = 128  # Keys and values of a step.
     num_stages: int = 2  # Slots of each of the two rings; a power of two costs the least arithmetic.
     compute_wgs: int = 2  # Compute warpgroups, with 64 rows each.
-    in_turns: bool = True  # Whether compute warpgroups start their products in turns.
+    in_turns: bool = True  # Whether compute warpgroups start their products in turns (ping-pong).
     # Whether a thread adds up the weights that it has itself, in registers of its own, and others' only at the end.
     sums_by_thread: bool = True
 
@@ -310,8 +311,8 @@ class Shared:
     v: Ref  # (slots, block_kv, width)
     v_tma: Ref  # (slots, block_kv / 8, panels, 8, 64)
     v_rows: Ref  # (slots, block_kv / 8, 8 width), for `clear`.
-    keys: _device.Ring
-    values: _device.Ring
+    keys: _device.Ring  # The ring of the slots of k.
+    values: _device.Ring  # That of v.
     turns: _device.Turns
     o: Ref  # As q, in its place where `out_over_query`.
     o_tma: Ref

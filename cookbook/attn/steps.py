@@ -8,8 +8,13 @@ first. `m_i` is the largest base-2 logit of each row so far, `l_i` the sum of it
 weighted values, not yet divided; `p` has the weights of the last block, still to be multiplied by its values. With
 `Config.sums_by_thread` no thread needs another's weights before `finish` adds them up.
 
-To add a bias to the logits: in `Work.softmax`, beside the mask; for gradients also where `backward/` computes p. To add
-a second accumulator: beside acc in `nothing_seen` and in the `carry` of the steps, if registers hold it.
+To add a bias to the logits: in `Work.softmax`, which says how. It needs a field of `Work`, as `sinks` is one, for where
+the bias of the tile lies. For gradients add b LOG2E to the exponent where `backward/` computes p, not to s: with a soft
+cap s is the tanh, which its derivative reads again. For dk and dv s is transposed, and so must the bias be.
+
+To add a second accumulator, if registers hold it: everywhere that `acc` stands. These are `nothing_seen`, the carry of
+all steps, its product and its rescaling in `overlapped_step`, where `wait_n` counts the products that may still run,
+`last_step` and `finish`; then, for its result, `Shared.round_out` and the kernel's `out_type`.
 """
 
 import dataclasses
@@ -29,7 +34,7 @@ SUMS = 8  # Columns of the smallest product: of each such eight a thread has two
 
 def softmax_step(s, m_i, l_i, scale_log2, masked: bool, octaves: float = 0.0):
     """A block's weights, in float32, and what becomes of the rest: (p, alpha, m_i, l_i). `scale_log2` is a
-    number, or one for each row. Weights, and with them sums, are 2 ** octaves times as large. `l_i` is one sum for each
+    number, or one for each row. `octaves` is log2 of the scale of p, and with it of the sums. `l_i` is one sum for each
     row, or, (rows, SUMS), `SUMS` of them."""
     m_new = jnp.maximum(m_i, s.max(axis=1) * scale_log2)
     shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
@@ -93,6 +98,7 @@ class Work:
         return WG_ROWS, self.config.block_kv
 
     def values(self, step):
+        """The slot of v that has the values of a step."""
         return self.shared.v.at[self.shared.values.slot(self.steps_done + step)]
 
     def queue_logits(self, s_ref, slot):
@@ -104,7 +110,11 @@ class Work:
         return nothing_seen(columns, self.sinks, self.config.sums_by_thread)
 
     def softmax(self, s, m_i, l_i, step, masked: bool, octaves: float = 0.0):
-        """`softmax_step` of the products s of a step. A bias b of the logits becomes s + b LOG2E / scale_log2 here."""
+        """`softmax_step` of the products s of a step.
+
+        A bias b of the logits is added before the mask: s + b * LOG2E / per_row(scale_log2, s.shape). If all of a row
+        may be -inf, `softmax_step` must be told that the block is masked, or the row becomes NaN.
+        """
         s, scale_log2 = self.problem.scored(s, self.logit_scale)
         if masked:
             s = jnp.where(self.span.mask(self.first_row, self.span.end - 1 - step), s, -jnp.inf)

@@ -66,7 +66,7 @@ def load(plan: Plan, ring: _device.Ring, gmem, smem, number, index):
 
     @pl.loop(0, plan.tiles.num_steps)
     def _(step):
-        slot, k = ring.acquire(number * plan.tiles.num_steps + step), plan.k(step)
+        slot, k = ring.acquire(number * plan.tiles.num_steps + step), plan.k_start(step)
         filled = ring.filled.at[slot]
         with jax.named_scope("load"):
             copy(plan, plan.a, gmem[0], plan.a.at(row, k), smem[0].at[slot], filled)

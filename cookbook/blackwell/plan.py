@@ -189,7 +189,7 @@ class Plan:
         """Which accumulator sums the tile that has `number` others of its cluster before it."""
         return _device.rem(number, self.config.num_accumulators)
 
-    def k(self, step):
+    def k_start(self, step):
         """Where along K a step begins. Beyond K TMA fills in zeros."""
         return step * self.tiles.tile_k
 

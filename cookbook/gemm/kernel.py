@@ -7,7 +7,7 @@ Role table: a persistent block on each SM, three warpgroups.
 
     memory     one: starts the TMA copies of each step of K into the next slot of the ring, and runs ahead into the
                next tile while the others compute or store
-    compute    two: each multiplies its half of the tile, then stores it, some pieces of 64 rows by 128 bytes at a time
+    compute    two: each multiplies its half of the tile, then stores it, some pieces (`plan.store_piece`) at a time
 
 Barrier table:
 
@@ -58,7 +58,7 @@ def load(plan: Plan, ring: Ring, a_gmem, b_gmem):
         @pl.loop(0, plan.tiles.num_steps)
         def _(step):
             slot = ring.acquire(before + step)
-            copy_step(plan, ring, slot, a_gmem, b_gmem, row, col, plan.k(step))
+            copy_step(plan, ring, slot, a_gmem, b_gmem, row, col, plan.k_start(step))
 
     before = 0
     for phase in plan.phases:

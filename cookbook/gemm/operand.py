@@ -72,7 +72,7 @@ class Operand:
         return views(smem, self.piece if self.in_pieces else None, interpreted)
 
     def at(self, row, k):
-        """Where the tile of rows from `row` and values from `k` begins, as the operand lies."""
+        """Indices, no view: where the tile of rows from `row` and values from `k` begins, as the operand lies."""
         return (k, row) if self.transposed else (row, k)
 
     def copy(self, gmem, at, smem, filled, shared: str | None):

@@ -188,7 +188,7 @@ class Plan:
         """How many tiles this block computes."""
         return self.tiles.of_cluster(lax.axis_index("cluster"))
 
-    def k(self, step):
+    def k_start(self, step):
         """Where along K `step` of this block's part begins."""
         return (self.part * self.tiles.num_steps + step) * self.tiles.tile_k
 

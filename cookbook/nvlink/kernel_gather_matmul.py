@@ -177,7 +177,7 @@ def load(plan: Plan, shard: Shard, ring: Ring, axis_name, lhs_gmem, gathered_gme
 
         @pl.loop(0, plan.tiles.num_steps)
         def _(i):
-            slot, k = ring.acquire(before + i), plan.k(i)
+            slot, k = ring.acquire(before + i), plan.k_start(i)
             copy_a = lambda gmem: plan.a.copy(gmem, (row, k), ring.a_tma.at[slot], ring.filled.at[slot], plan.axis_n)
             pl.when(step == 0)(lambda: copy_a(lhs_gmem))
             pl.when(step > 0)(lambda: copy_a(others))

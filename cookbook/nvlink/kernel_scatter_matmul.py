@@ -146,7 +146,7 @@ def load(ex: Exchange, ring: Ring, lhs_gmem, rhs_gmem, send_pieces, bytes_smem, 
 
         @pl.loop(0, num_steps)
         def _(step):
-            slot, k, sent = ring.acquire(before + step), plan.k(step), (step - first) * each
+            slot, k, sent = ring.acquire(before + step), plan.k_start(step), (step - first) * each
             copy_step(plan, ring, slot, lhs_gmem.at[ex.owner(tile)], rhs_gmem, tile.row, tile.col, k)
             end = jnp.minimum(sent + each, num_pieces)
             pl.when((number > 0) & (step >= first))(lambda: send_pieces(number - 1, sent, end))

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import _device
 from .._device import PIECE, Ref
 
-LEAST_DECAY = 2.0**-64  # A stronger decay counts as this one, which leaves nothing of a state.
+LEAST_DECAY = 2.0**-64  # A stronger decay counts as this one: 2**-64 of a state stays.
 
 
 def cumulative(values):

@@ -306,9 +306,9 @@ def test_errors_name_the_rule(fn, message):
     "name, old, new",
     [
         ("dense/attention", "", ""),  # Nothing is wrong, and nothing is found.
-        ("core", "kv_ids <= q_ids + self.right)", "kv_ids < q_ids + self.right)"),
-        ("core", "kv_ids >= q_ids - self.left)", "kv_ids > q_ids - self.left)"),
-        ("core", "[kv_ids < self.num_kv]", "[kv_ids >= 0]"),
+        ("core", "columns <= q_ids + self.right)", "columns < q_ids + self.right)"),
+        ("core", "columns >= q_ids - self.left)", "columns > q_ids - self.left)"),
+        ("core", "[columns < self.num_kv]", "[columns >= 0]"),
         ("checks", "left=sizes[0], right=right", "left=sizes[0] and sizes[0] + 1, right=right"),
         ("steps", "return sums * per_row(alpha, sums.shape),", "return sums,"),
         ("steps", "l_i * alpha + p.sum(axis=1)", "l_i + p.sum(axis=1)"),

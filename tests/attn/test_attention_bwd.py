@@ -195,7 +195,7 @@ def test_what_the_compiler_makes_of_it(head_dim, right, for_query):
 
 
 # The soft cap's derivative, in the steps of both kernels.
-CAP = "ds = ds if problem.soft_cap is None else ds * (1.0 - s * s)\n            start_sum("
+CAP = "ds = ds if problem.soft_cap is None else ds * (1.0 - s * s)\n            start_accumulate("
 DQ_CAP, DK_CAP = CAP + "dq_ref", CAP + "dk_ref"
 
 

@@ -68,6 +68,17 @@ def test_decode_of_head_dims_and_groups(head_dim, heads):
     assert (out[1] == 0).all() and jnp.isneginf(lse[1]).all()
 
 
+@pytest.mark.parametrize("block_kv", [64, 128])
+def test_nan_in_a_key_reaches_lse(block_kv):
+    """By one compute warpgroup, and by two of which one sees it."""
+    args = paged([1, 1], [90, 40])
+    args[1] = args[1].at[args[3][0, 5], 3].set(jnp.nan)
+    *args, k_scale, v_scale = args
+    how = dict(k_scale=k_scale, v_scale=v_scale, config=decode.Config(block_kv=block_kv))
+    for x in lab.run(functools.partial(paged_attention, return_lse=True, **how), *args):
+        assert jnp.isnan(x[0]).all() and jnp.isfinite(x[1]).all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [dict(local_window_size=70), dict(logits_soft_cap=3.0, scale=2.0)], ids=str)
 def test_decode_with_windows_soft_caps_and_scales(how):

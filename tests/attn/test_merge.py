@@ -74,3 +74,17 @@ def test_parts_of_every_op_merge_with_those_of_every_other(a, b):
 def test_lse_has_the_shape_of_out_without_its_last_axis(name):
     out, lse = result(name, 2)
     assert lse.shape == out.shape[:-1] and lse.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_nan_is_not_taken_for_no_keys(name):
+    """A result of NaN has an lse of NaN, so that merging keeps it. An lse of -inf would drop it."""
+    q, k, v = operands()
+    out, lse = lab.run(OPS[name], q.at[1, 2].set(jnp.nan), k[:, :HALF], v[:, :HALF])
+    is_nan = np.zeros(lse.shape, bool)
+    is_nan[1, 2] = True
+    np.testing.assert_array_equal(jnp.isnan(lse), is_nan)
+    np.testing.assert_array_equal(jnp.isnan(out), np.broadcast_to(is_nan[..., None], out.shape))
+    merged = merge_attention(out, lse, *result("dense", 1))
+    for x, wanted in zip(merged, (out, lse), strict=True):
+        np.testing.assert_array_equal(jnp.isnan(x), jnp.isnan(wanted))

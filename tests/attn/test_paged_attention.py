@@ -210,6 +210,16 @@ def test_merge_attention():
     assert (empty[0] == 0).all() and jnp.isneginf(empty[1]).all()
 
 
+@pytest.mark.parametrize("how", [dict(), dict(sinks=jnp.zeros(4)), dict(local_window_size=30)], ids=str)
+def test_nan_in_a_key_reaches_lse(how):
+    """Only a sequence that reads the key has it, and there the lse is NaN, too: -inf says that no key is seen."""
+    args = operands([90, 40])
+    args[1] = args[1].at[args[3][0, 5], 3].set(jnp.nan)
+    decode = functools.partial(paged_attention, return_lse=True, config=SMALL, **how)
+    for x in lab.run(decode, *args):
+        assert jnp.isnan(x[0]).all() and jnp.isfinite(x[1]).all()
+
+
 @pytest.mark.slow
 def test_jit_vmap_and_determinism():
     args = operands([90, 10])
@@ -286,6 +296,8 @@ def test_configs_are_checked():
             "[jnp.exp2(lse[r] - shift[r]) for r in range(rows)]",
             "[jnp.exp2(0 * lse[r]) for r in range(rows)]",
         ),
+        ("decode/merge_pieces", "", ""),
+        ("decode/merge_pieces", "jnp.where(l_i[r] != 0, lse, -jnp.inf)", "jnp.where(l_i[r] > 0, lse, -jnp.inf)"),
         ("decode/kernel", "acc * per_row(alpha, acc.shape)", "acc"),
         (
             "cache/pages",
@@ -299,8 +311,8 @@ def test_configs_are_checked():
     ],
 )
 def test_mutants_are_caught(run_only, found_if, mutant_of, monkeypatch, name, old, new):
-    """A mask off by one, NaN let in, a stale row of the table, sums merged or scaled wrongly, an id let through, waits
-    that are missing, pieces in each other's place."""
+    """A mask off by one, NaN let in, a stale row of the table, sums merged or scaled wrongly, NaN taken for no keys, an
+    id let through, waits that are missing, pieces in each other's place."""
     mutant = mutant_of(name, old, new)("decode.paged_attention")
     # To be merged wrongly a sequence needs more pieces than are merged at once. The last keys have the largest logits.
     merges = "merge" in name
@@ -308,5 +320,7 @@ def test_mutants_are_caught(run_only, found_if, mutant_of, monkeypatch, name, ol
     args = operands([700 if merges else 300, 70, 0], heads=2, kv_heads=1)
     args[3] = args[3].at[1, 1].set(-7)
     args[1] = args[1].at[args[3][0, args[3].shape[1] // 2 :]].multiply(4.0)
+    if merges:
+        args[1] = args[1].at[args[3][1, 0], 3].set(jnp.nan)
     with found_if(old != new):
         check(*args, fn=mutant.paged_attention, config=mutant.Config(block_kv=64, num_stages=2))

@@ -327,10 +327,10 @@ def test_errors_name_the_rule(fn, message):
             "starts = jnp.append(starts_q, starts_q[-1])",
         ),
         ("packed/plan", "num_tiles = dealt(wave), num_rows * plan.units", "num_tiles = dealt(wave), num_rows"),
-        ("core", "(kv_ids >= self.first_kv) & (kv_ids <= self.position(rows))", "kv_ids <= self.position(rows)"),
-        ("core", "tests.append(kv_ids >= self.first_kv)", "tests.append(kv_ids >= 0)"),
+        ("core", "(columns >= self.first_kv) & (columns <= self.position(rows))", "columns <= self.position(rows)"),
+        ("core", "tests.append(columns >= self.first_kv)", "tests.append(columns >= 0)"),
         ("core", "row if self.group == 1 else div(row, self.group)", "row"),
-        ("core", "tests.append(kv_ids <= q_ids + self.right)", "pass"),
+        ("core", "tests.append(columns <= q_ids + self.right)", "pass"),
     ],
 )
 def test_mutants_are_caught(run_only, found_if, mutant_of, monkeypatch, name, old, new):

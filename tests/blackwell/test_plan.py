@@ -58,7 +58,7 @@ def execute(p, a, b, order=None, apply_scales=lambda a, b, *where: (a, b)):
             row, col = map(int, place(index, 0, 0))
             acc = np.zeros(t.cluster_tile)
             for step in range(t.num_steps):
-                k = p.k(step)
+                k = p.k_start(step)
                 halves = [
                     [slot(p, operand, x, operand.at(start, k), block) for block in range(c.cluster_m)]
                     for operand, x, start in ((p.a, a, row), (p.b, b, col))

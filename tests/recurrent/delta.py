@@ -37,7 +37,7 @@ def chunked(q, k, v, g, beta, state, rounded=lambda x: x, scale=None):
     """(o, final state) of one sequence by chunks, in float32, or float64 where v is; NumPy's. `rounded` is what becomes
     of numbers that flash-linear-attention keeps in 16 bits."""
     dtype = np.float64 if v.dtype == np.float64 else np.float32
-    heads, scale = v.shape[2], scale or q.shape[3] ** -0.5
+    heads, scale = v.shape[2], q.shape[3] ** -0.5 if scale is None else scale
     q, k, v, g, beta = (np.asarray(x)[0].astype(dtype) for x in (q, k, v, g, beta))
     q, k = (np.repeat(x, heads // x.shape[1], axis=1) for x in (q, k))
     state, out = np.asarray(state)[0].astype(dtype), np.empty_like(v)

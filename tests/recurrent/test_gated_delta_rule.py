@@ -62,6 +62,13 @@ def test_configs(config):
     check(gated_delta_rule, problem(length=330), config=config, scale=0.3)
 
 
+def test_a_scale_of_zero():
+    """It is a scale, not a missing one: o is zero, and so is the reference's."""
+    args = problem(length=10)
+    report = check(gated_delta_rule, args, scale=0.0)
+    assert (report.output[0] == 0).all() and (reference(*args[:5], scale=0.0) == 0).all()
+
+
 TWO = Config(num_stages=2, state_wgs=2)
 
 
@@ -255,6 +262,21 @@ def test_resets():
 def test_gradients_where_keys_are_nearly_the_same():
     """Corrections and their gradients are then differences of numbers many times as large, which have 8 bits."""
     check_gradients(problem(length=100, decay=0.0, correlated=0.9, beta=1.0), tolerance=2**-5)
+
+
+def test_gradients_end_where_o_does():
+    """Starts that go back, which are not valid, are read as the largest so far, by both passes."""
+    *tokens, state, _ = problem(lens=[64, 6])
+    starts = array([0, 64, 32], jnp.int32)
+
+    def both(*tokens):
+        out, vjp = jax.vjp(lambda *x: gated_delta_rule(*x, initial_state=state, cu_seqlens=starts), *tokens)
+        return out, *vjp(jnp.ones_like(out))
+
+    o, *gradients = lab.run(both, *tokens)
+    for x in (o, *gradients):
+        used = np.asarray(x[0] != 0).reshape(70, -1).any(1)
+        assert used[:64].all() and not used[64:].any()
 
 
 @pytest.mark.slow

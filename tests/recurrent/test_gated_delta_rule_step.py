@@ -50,6 +50,11 @@ def test_resets():
     lab.check(gated_delta_rule_step, reference, *tokens, state, gpu=None)
 
 
+def test_a_scale_of_zero():
+    of_zero = (functools.partial(fn, scale=0.0) for fn in (gated_delta_rule_step, reference))
+    assert (lab.check(*of_zero, *operands(), gpu=None).output[0] == 0).all()
+
+
 def test_steps_are_the_sequence():
     """Three tokens after 70 equal 73 at once."""
     *tokens, state, _ = delta.problem(1, 73, heads=2)

@@ -5,8 +5,8 @@
     ds = p (do vᵀ - delta),  delta = sum(out do)         dk = scale dsᵀ q,  dq = scale ds k
 
 Shapes: as in `attention`, but lse and delta are (B, N, T), float32, as the kernel writes lse. With a soft cap ds is
-also multiplied by the derivative of tanh. A query that sees no key has lse = inf here, which makes all its p zero, and
-so have queries after the last one.
+also multiplied by the derivative of tanh. A query that sees no key has lse = inf here, which makes all its p zero. So
+have queries after the last one in the two kernels; in the one, which reads them as zeros, their do and ds are zero.
 
 `kernel.py` has the two kernels, with their roles and barriers, `kernel_fused.py` the one, `plan.py` their sizes.
 
@@ -128,7 +128,8 @@ def gradients(
     q, k, v, do = (pad(x, 0, width - head_dim) for x in (query, key, value, d_out.astype(query.dtype)))
     delta = jnp.einsum("btnh,btnh->bnt", out, d_out, precision="default", preferred_element_type=jnp.float32) - d_lse
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2E)
-    # The two kernels take 192 queries at a time. In the one TMA gives zeros after the last query: ds and do are zero.
+    # The two kernels take 64, 128 or 192 queries at a time, which divide 384. In the one TMA gives zeros after the last
+    # query: p may be 1 there, but do and ds are zero.
     to_tiles = ((0, 0), (0, 0), (0, -num_q % (384 if config is None else 8)))
     vectors = jnp.pad(lse, to_tiles, constant_values=jnp.inf), jnp.pad(delta, to_tiles)
     problem = dataclasses.replace(problem, head_dim=width)

@@ -76,7 +76,7 @@ def _dq(
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
             ds = p * (dp - spread(delta, 0, s.shape))
             ds = ds if problem.soft_cap is None else ds * (1.0 - s * s)
-            start_sum(dq_ref, ds.astype(problem.dtype), k[slot, :, columns], weights_smem, wg)  # dq += ds k
+            start_accumulate(dq_ref, ds.astype(problem.dtype), k[slot, :, columns], weights_smem, wg)  # dq += ds k
             if not plan.runs_ahead:
                 plgpu.wgmma_wait(0)
                 ring.release(count)
@@ -119,11 +119,11 @@ def _dkdv(
             s, scale_log2 = problem.scored(plgpu.wgmma_accumulator_load(s_ref, wait_n=len(plan.kept_columns)))
             p = jnp.exp2(s * scale_log2 - spread(_device.load(lse[slot], COLUMNS), 1, s.shape))
             p = jnp.where(tile.mask(first_row, block), p, 0.0) if masked else p
-            start_sum(dv_ref, p.astype(problem.dtype), do[slot, :, columns], weights_smem, wg)  # dv += pᵀ do
+            start_accumulate(dv_ref, p.astype(problem.dtype), do[slot, :, columns], weights_smem, wg)  # dv += pᵀ do
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=1)  # dv's may still run.
             ds = p * (dp - spread(_device.load(delta[slot], COLUMNS), 1, s.shape))
             ds = ds if problem.soft_cap is None else ds * (1.0 - s * s)
-            start_sum(dk_ref, ds.astype(problem.dtype), q[slot, :, columns], weights_smem, wg)  # dk += dsᵀ q
+            start_accumulate(dk_ref, ds.astype(problem.dtype), q[slot, :, columns], weights_smem, wg)  # dk += dsᵀ q
             plgpu.wgmma_wait(0)
             ring.release(count)
 
@@ -184,13 +184,13 @@ def start_product(plan: Plan, acc_ref, kept, block: Operand, slot):
         plgpu.wgmma(acc_ref, kept.at[p], block[slot, :, columns].T)
 
 
-def start_sum(acc_ref, weights, values, weights_smem, wg):
-    """Starts `acc_ref` += weights values, with weights from registers, or in JAX's interpreter from `weights_smem`."""
-    if weights_smem is not None:
-        weights_smem[wg] = weights
+def start_accumulate(acc_ref, x, y, x_smem, wg):
+    """Starts `acc_ref` += x y, with x from registers, or in JAX's interpreter from `x_smem`."""
+    if x_smem is not None:
+        x_smem[wg] = x
         plgpu.commit_smem()
-        weights = weights_smem.at[wg]
-    plgpu.wgmma(acc_ref, weights, values)
+        x = x_smem.at[wg]
+    plgpu.wgmma(acc_ref, x, y)
 
 
 def store(tile: Tile, wg, done, *sums):

@@ -41,7 +41,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ... import _device
 from ..._device import COLUMNS, ROWS, Index, Ref, role, spread
 from ..core import PIECE, REGISTERS, WG_ROWS
-from .kernel import load, run, start_product, start_sum, store
+from .kernel import load, run, start_accumulate, start_product, store
 from .plan import Buffers, Operand, Plan, Tile
 
 SHARE = plgpu.ACC((WG_ROWS, PIECE), jnp.float32)  # A warpgroup's share of the dq of a step.
@@ -87,14 +87,14 @@ def _kernel(
                 pl.when(count > 0)(lambda: ring.release(count - 1))  # dk's product of the step before has ended.
             logits = s * scale_log2 - spread(_device.load(lse[slot], COLUMNS), 1, s.shape)
             p = _weights(tile, first_row, block, logits)
-            start_sum(dv_ref, p.astype(problem.dtype), do[slot, :, columns], weights_smem, wg)  # dv += pᵀ do
+            start_accumulate(dv_ref, p.astype(problem.dtype), do[slot, :, columns], weights_smem, wg)  # dv += pᵀ do
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=1)  # dv's may still run.
             ds = p * (dp - spread(_device.load(delta[slot], COLUMNS), 1, s.shape))
             ds = (ds if problem.soft_cap is None else ds * (1.0 - s * s)).astype(problem.dtype)
             ds_slot = dq.exchange.wait(count)
             dq.put(count + 1, ds)
             dq.start(dq_ref, ds_slot)  # dq of the step before: ds k
-            start_sum(dk_ref, ds, q[slot, :, columns], weights_smem, wg)  # dk += dsᵀ q
+            start_accumulate(dk_ref, ds, q[slot, :, columns], weights_smem, wg)  # dk += dsᵀ q
             share = plgpu.wgmma_accumulator_load(dq_ref, wait_n=1)  # dk's may still run.
             dq.publish(count + 1)
             pl.when(count > 0)(lambda: dq.add(share, place_before))

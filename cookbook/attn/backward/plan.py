@@ -134,7 +134,8 @@ class Plan:
         left, right = self.problem.left, self.problem.right
         if self.for_query:
             return Blocks(self.num_kv, self.block, left, right)
-        # Queries after the last one need no mask: their p are zero.
+        # Rows are keys here, so `num_kv` and `block_kv` count queries, and the window's two sides are exchanged.
+        # Queries after the last one need no mask: their p are zero, or their do and ds (`gradients.py`).
         return Blocks(self.num_blocks * self.block, self.block, right, left)
 
     @property

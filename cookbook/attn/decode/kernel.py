@@ -23,8 +23,10 @@ Barrier table, of each part:
 Keys after the length of a sequence in its last page are masked, and values there are overwritten with zeros: not even
 NaN gets out. `cache/pages.py` says what becomes of ids and lengths that are out of range.
 
-To add a bias to the logits: in `_attend`, beside the mask. To add a format of pages: its dtype and scales in
-`cache/pages_fp8.py` and `checks.check_cache`, and a kernel beside `kernel_fp8.py`, if `widen` is not enough.
+To add a bias to the logits: in `_attend`, here and in `kernel_fp8.py`, before the mask, as `Work.softmax` in `steps.py`
+says. To add a format of pages: its dtype beside `core.E4M3`, and in `checks.check_cache`; its scales, and how it is
+rounded and widened, in `cache/pages_fp8.py`; then wherever E4M3 stands in the ops that read or write pages, in their
+kernels and in `references.py`.
 """
 
 import dataclasses
@@ -78,7 +80,7 @@ class Smem:
     k: Ref  # (slots, block_kv, head_dim), or (slots, panels, block_kv, 64).
     k_tma: Ref
     v: Ref  # (slots, block_kv, width)
-    v_tma: Ref  # (slots, block_kv / 8, pieces, 8, 64)
+    v_tma: Ref  # (slots, block_kv / 8, panels, 8, 64)
     v_rows: Ref  # (slots, block_kv / 8, 8 width), for `clear`.
     q_filled: Barrier
     q_freed: Barrier
@@ -94,7 +96,7 @@ class Smem:
 
 
 def _kernel(
-    ends, seqs, kv_lens, block_tables, q_gmem, k_gmem, v_gmem, out_gmem, lse_gmem, *, plan: Plan, pairs: list[dict]
+    ends, seqs, kv_lens, block_tables, q_gmem, k_gmem, v_gmem, out_gmem, lse_log2_gmem, *, plan: Plan, pairs: list[dict]
 ):  # fmt: skip
     registers = (COMPUTE_REGISTERS, MEMORY_REGISTERS) if len(pairs) > 1 else (None, None)
     for i, smem_of_pair in enumerate(pairs):
@@ -104,7 +106,7 @@ def _kernel(
 
         @_device.role(lax.axis_index("role") == 2 * i + COMPUTE, increase_to=registers[COMPUTE])
         def _(part=part, smem=smem, for_each_piece=for_each_piece):
-            _compute(plan, part, for_each_piece, smem, out_gmem, lse_gmem)
+            _compute(plan, part, for_each_piece, smem, out_gmem, lse_log2_gmem)
 
         @_device.role(lax.axis_index("role") == 2 * i + MEMORY, decrease_to=registers[MEMORY])
         def _(smem=smem, for_each_piece=for_each_piece):
@@ -157,7 +159,7 @@ def load(plan: Plan, for_each_piece, smem: Smem, block_tables, q_gmem, k_gmem, v
     pl.when(num_pieces > 0)(lambda: plgpu.barrier_wait(smem.q_freed))
 
 
-def _compute(plan: Plan, part, for_each_piece, smem: Smem, out_gmem, lse_gmem):
+def _compute(plan: Plan, part, for_each_piece, smem: Smem, out_gmem, lse_log2_gmem):
     """The compute warpgroup: out and lse of every piece, in float32; base-2 logarithms."""
     unit = lax.axis_index("unit")
 
@@ -166,18 +168,18 @@ def _compute(plan: Plan, part, for_each_piece, smem: Smem, out_gmem, lse_gmem):
         # Pieces are in order of sequences and of parts, so that no two have the same sum.
         where = piece.seq + part, unit
         out, lse_log2 = _attend(plan, smem, piece, steps_done)
-        store_piece(plan, smem, out, lse_log2, out_gmem.at[where], lse_gmem.at[where])
+        store_piece(plan, smem, out, lse_log2, out_gmem.at[where], lse_log2_gmem.at[where])
 
     for_each_piece(compute_piece)
     plgpu.wait_smem_to_gmem(0)
 
 
-def store_piece(plan: Plan, smem: Smem, out, lse_log2, out_gmem, lse_gmem):
+def store_piece(plan: Plan, smem: Smem, out, lse_log2, out_gmem, lse_log2_gmem):
     """Stores the results of a piece; then the query of the next one may take the place of `out`."""
     _device.store(smem.out, out)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem.out.at[pl.ds(0, plan.stored_rows)], out_gmem)
-    _device.store(lse_gmem, lse_log2)
+    _device.store(lse_log2_gmem, lse_log2)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(smem.q_freed)
 

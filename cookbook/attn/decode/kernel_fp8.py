@@ -57,7 +57,7 @@ NEAR_END = 8  # A row's largest number lies within half an octave of 2 ** NEAR_E
 
 def scratch(plan: Plan) -> dict:
     """Shared memory of a block, and its barriers."""
-    p, c, wgs = plan.problem, plan.config, plan.compute_wgs
+    p, c, wgs = plan.problem, plan.config, plan.fp8_compute_wgs
     panel = min(128, p.head_dim)  # 8-bit numbers that are swizzled together.
     narrow = _device.swizzled(panel, E4M3)
     ring = plgpu.SMEM((c.num_stages, c.block_kv, p.head_dim), E4M3, **narrow)
@@ -98,13 +98,13 @@ class Half:
 
 
 def _kernel(
-    ends, seqs, kv_lens, block_tables, q_gmem, k_gmem, v_gmem, k_scale, v_scale, out_gmem, lse_gmem, *, plan: Plan,
+    ends, seqs, kv_lens, block_tables, q_gmem, k_gmem, v_gmem, k_scale, v_scale, out_gmem, lse_log2_gmem, *, plan: Plan,
     terms_smem, wide_smem, wide_filled, wide_freed, terms_filled, handed, **smem_of_kernel,
 ):  # fmt: skip
     role, part = lax.axis_index("role"), lax.axis_index("part")
     smem, wide_ring = Smem.of(plan, **smem_of_kernel), _device.Ring(wide_filled, wide_freed, WIDE_SLOTS)
     kv_head = div(lax.axis_index("unit"), plan.chunks)
-    registers, wgs = REGISTERS[plan.compute_wgs], plan.compute_wgs
+    registers, wgs = REGISTERS[plan.fp8_compute_wgs], plan.fp8_compute_wgs
     for_each_piece = functools.partial(each_piece, plan, ends, seqs, kv_lens, part)
     half = lambda which: Half(
         smem, terms_smem, wide_smem, wide_ring, terms_filled, handed, which, plan.config.block_kv // wgs, wgs,
@@ -113,13 +113,13 @@ def _kernel(
 
     @_device.role(role == COMPUTE, increase_to=registers[COMPUTE])
     def _():
-        _compute(plan, part, for_each_piece, half(0), out_gmem, lse_gmem)
+        _compute(plan, part, for_each_piece, half(0), out_gmem, lse_log2_gmem)
 
     if wgs == 2:
 
         @_device.role(role == HELP, increase_to=registers[HELP])
         def _():
-            _help(plan, for_each_piece, half(1), lse_gmem)
+            _help(plan, for_each_piece, half(1), lse_log2_gmem)
 
     @_device.role(role == MEMORY, decrease_to=registers[MEMORY])
     def _():
@@ -152,7 +152,7 @@ def _convert(plan: Plan, for_each_piece, smem: Smem, wide_smem, wide_ring: _devi
     wide_ring.drain(count)
 
 
-def _compute(plan: Plan, part, for_each_piece, half: Half, out_gmem, lse_gmem):
+def _compute(plan: Plan, part, for_each_piece, half: Half, out_gmem, lse_log2_gmem):
     """The compute warpgroup that stores out and lse of every piece, in float32; base-2 logarithms."""
     unit = lax.axis_index("unit")
 
@@ -162,14 +162,14 @@ def _compute(plan: Plan, part, for_each_piece, half: Half, out_gmem, lse_gmem):
         where = piece.seq + part, unit
         out, lse_log2 = _attend(plan, half, piece, steps_done)
         if half.num_wgs == 2:
-            out, lse_log2 = _merged(half, out, lse_log2, lse_gmem.at[where])
-        store_piece(plan, half.smem, out, lse_log2, out_gmem.at[where], lse_gmem.at[where])
+            out, lse_log2 = _merged(half, out, lse_log2, lse_log2_gmem.at[where])
+        store_piece(plan, half.smem, out, lse_log2, out_gmem.at[where], lse_log2_gmem.at[where])
 
     for_each_piece(compute_piece)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _help(plan: Plan, for_each_piece, half: Half, lse_gmem):
+def _help(plan: Plan, for_each_piece, half: Half, lse_log2_gmem):
     """The compute warpgroup that hands its results over, by leaving them where the results over all keys will be."""
     part, unit = lax.axis_index("part"), lax.axis_index("unit")
 
@@ -178,16 +178,16 @@ def _help(plan: Plan, for_each_piece, half: Half, lse_gmem):
         out, lse_log2 = _attend(plan, half, piece, steps_done)
         where = piece.seq + part, unit
         _device.store(half.smem.out, out)
-        _device.store(lse_gmem.at[where], lse_log2)
+        _device.store(lse_log2_gmem.at[where], lse_log2)
         plgpu.barrier_arrive(half.handed)
 
     for_each_piece(help_with_piece)
 
 
-def _merged(half: Half, out, lse_log2, lse_gmem):
+def _merged(half: Half, out, lse_log2, lse_log2_gmem):
     """(out, lse_log2) over all keys of a piece, from these over half of them and what `_help` hands over."""
     plgpu.barrier_wait(half.handed)
-    others = plgpu.load(half.smem.out, layout=plgpu.Layout.WGMMA), _device.load(lse_gmem, ROWS)
+    others = plgpu.load(half.smem.out, layout=plgpu.Layout.WGMMA), _device.load(lse_log2_gmem, ROWS)
     top = jnp.maximum(lse_log2, others[1])
     sees_any = top > -jnp.inf
     shares = [jnp.exp2(x - jnp.where(sees_any, top, 0.0)) for x in (lse_log2, others[1])]
@@ -257,5 +257,5 @@ def pieces(q, k_pages, v_pages, block_tables, kv_lens, k_scale, v_scale, *, plan
     """As `kernel.pieces`. The scales are float32 (kv_heads,)."""
     ends, seqs = ends_and_seqs(plan, kv_lens)
     operands = kv_lens, block_tables, q, k_pages, v_pages, k_scale, v_scale
-    out, lse_log2 = launch(_kernel, 2 + plan.compute_wgs, scratch(plan), plan, params, ends, seqs, *operands)
+    out, lse_log2 = launch(_kernel, 2 + plan.fp8_compute_wgs, scratch(plan), plan, params, ends, seqs, *operands)
     return ends, out, lse_log2

@@ -63,11 +63,11 @@ def _kernel(ends, kv_lens, outs_gmem, lses_gmem, sinks, out_gmem, lse_gmem, *, p
     carry = jnp.zeros(which.shape, jnp.float32), m_i, l_i
     groups = div(last_piece - first_piece, PIECES_AT_ONCE) + 1
     acc, m_i, l_i = lax.fori_loop(0, groups, some, carry)
-    out = acc * of_rows([jnp.where(x > 0, 1 / x, 0.0) for x in l_i])
+    out = acc * of_rows([jnp.where(x != 0, 1 / x, 0.0) for x in l_i])
     out_gmem[seq, unit, values] = out.astype(out_gmem.dtype)
     for r in range(rows):
-        lse = (m_i[r] + jnp.log2(jnp.where(l_i[r] > 0, l_i[r], 1.0))) / LOG2E
-        lse_gmem[seq, unit, first_row + r] = jnp.where(l_i[r] > 0, lse, -jnp.inf)
+        lse = (m_i[r] + jnp.log2(jnp.where(l_i[r] != 0, l_i[r], 1.0))) / LOG2E
+        lse_gmem[seq, unit, first_row + r] = jnp.where(l_i[r] != 0, lse, -jnp.inf)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "params"))

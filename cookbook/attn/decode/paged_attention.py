@@ -39,7 +39,7 @@ from .. import checks, references
 from ..cache.pages import Pages, at_least_two
 from ..cache.pages_fp8 import page_scales
 from ..checks import check_block_tables
-from ..core import Problem
+from ..core import E4M3, Problem
 from . import kernel, kernel_fp8
 from .merge_pieces import merge_pieces
 from .plan import Config, Plan
@@ -128,17 +128,18 @@ def paged_attention(
     positions = checks.num_positions(op, 1, block_tables.shape[1] * k_pages.shape[1])
     how = checks.options(op, head_dim, True, scale, logits_soft_cap, local_window_size, positions)
     scales, sinks = page_scales(op, k_pages, k_scale, v_scale), checks.sinks(op, sinks, num_heads)
+    is_fp8 = k_pages.dtype == E4M3
     if 0 in (*q.shape, *block_tables.shape):
         results = checks.empty_results(q, sinks)
         return results if return_lse else results[0]
     target = _host.require_tensor_cores(op)
-    config = config or default_config(head_dim, bool(scales))
-    if scales and config.num_pairs > 1:
+    config = config or default_config(head_dim, is_fp8)
+    if is_fp8 and config.num_pairs > 1:
         raise ValueError(f"{_host.PACKAGE}.{op}: {config.num_pairs=}; must be 1 with pages of 8 bits: leave it out")
     problem = Problem(num_heads, num_kv_heads, head_dim, q.dtype, **how, interpreted=target.interpreted)
     pages = Pages.of(k_pages, block_tables, config.block_kv)
     plan = Plan(problem, num_seqs, pages, config, target.num_sms)
-    checks.check_smem(op, config, smem_bytes(config, head_dim, bool(scales)), head_dim)
+    checks.check_smem(op, config, smem_bytes(config, head_dim, is_fp8), head_dim)
     q, k_pages, v_pages, sinks, *scales = _host.without_gradient(
         op, f"{_host.PACKAGE}.attention", q, k_pages, v_pages, sinks, *scales
     )
@@ -161,7 +162,7 @@ def smem_bytes(config: Config, head_dim: int, is_fp8: bool = False) -> int:
 def _run(q, k_pages, v_pages, block_tables, kv_lens, sinks, scales, *, plan: Plan, params, return_lse: bool):
     """(out, lse), lse None unless it is asked for. One program for both kernels: some of the pieces between them are
     memory that nobody wrote, in which `jax_debug_nans` would find NaN."""
-    pieces = (kernel_fp8 if scales else kernel).pieces
+    pieces = (kernel_fp8 if k_pages.dtype == E4M3 else kernel).pieces
     pages = map(at_least_two, (k_pages, v_pages))
     ends, *found = pieces(q, *pages, block_tables, kv_lens, *scales, plan=plan, params=params)
     out, lse = merge_pieces(ends, kv_lens, *found, sinks, plan=plan, params=params)

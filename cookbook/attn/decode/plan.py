@@ -86,7 +86,7 @@ class Plan:
         return self.num_seqs + self.num_parts
 
     @property
-    def compute_wgs(self) -> int:
+    def fp8_compute_wgs(self) -> int:
         """Warpgroups that share the keys of a block of pages of 8 bits. A product takes no fewer than 64 of them."""
         return self.config.block_kv // 64
 
@@ -112,8 +112,8 @@ class Plan:
 
 
 class Part:
-    """Work of a block of threads: `steps` blocks of keys, from block `begin` of `first_seq` on, in so many `pieces`.
-    `ends` are the ends of the sequences in the row of all blocks, and `seqs` the first sequence of each part."""
+    """Work of a part: `steps` blocks of keys, from block `begin` of `first_seq` on, in so many `pieces`. `ends` are
+    the ends of the sequences in the row of all blocks, and `seqs` the first sequence of each part."""
 
     def __init__(self, plan: Plan, ends, seqs, kv_lens, part):
         starts, found, begins = [], [], []

@@ -20,7 +20,7 @@ Barrier table:
     k_freed[slot]    compute warpgroups     memory, before it refills the slot
     v_freed[slot]    compute warpgroups     memory, before it refills the slot
     turn[wg]         the warpgroup before   with `in_turns` a compute warpgroup, before its products: while one is at
-                                            the tensor cores, the others are at their exponentials
+                                            the tensor cores, the others are at their exponentials (ping-pong)
 
 Blocks of keys that a mask excludes for all queries of a tile are neither loaded nor computed. Blocks that it excludes
 for all queries of a warpgroup are not computed by it. Only blocks that it cuts are masked, element by element.

@@ -28,7 +28,7 @@ from ... import _device, _host
 from .. import checks, references
 from ..cache.pages import Pages
 from ..cache.pages_fp8 import page_scales
-from ..core import Config, Problem
+from ..core import E4M3, Config, Problem
 from . import kernel, kernel_fp8
 from .plan import Plan, default_config
 
@@ -136,7 +136,7 @@ def ragged_paged_attention(
     problem = Problem(num_heads, k_pages.shape[2], head_dim, q.dtype, **how, interpreted=target.interpreted)
     pages, copies_tiles = Pages.of(k_pages, block_tables, config.block_kv), not problem.whole_panels
     plan = Plan(problem, num_tokens, len(kv_lens), pages, config, target.num_sms, copies_tiles)
-    chosen = kernel_fp8 if scales else kernel
+    chosen = kernel_fp8 if k_pages.dtype == E4M3 else kernel
     checks.check_smem(op, config, _device.smem_bytes(chosen.scratch(plan)), head_dim)
     params, instead = _host.compiler_params(approx_math=True), f"{_host.PACKAGE}.attention with segment_ids"
     q, k_pages, v_pages, sinks, *scales = _host.without_gradient(op, instead, q, k_pages, v_pages, sinks, *scales)

@@ -71,7 +71,8 @@ def multiply(plan: Plan, ring: Ring, wide_smem, before, acc):
 
         Another format of weights, of 4 bits say, is unpacked here; `plan_of` says how its bytes lie. Scales of groups
         along K would be multiplied here too, in registers: one scale for each row of `part` and group. Scales of
-        whole rows of weights need no place here, for `store` applies them to the sums.
+        whole rows of weights need no place here: they are applied to the sums, by `store` of `gemm/kernel.py` or by
+        the grouped kernel.
         """
         with jax.named_scope("convert"):
             wide = [part.astype(plan.b.dtype) for part in weights]

@@ -17,6 +17,10 @@ or some of them. Where tiles are is read from a table that XLA makes of the size
 Bound by: the tensor cores; with few rows a group, the memory that the matrices come from. `swapped` then computes the
 transposed product, whose tiles may have as few as 8 rows of lhs. `cost.py` chooses the tiles.
 
+To add a bias: in `kernel.store`, before the activation. To add a second accumulator: as `kernel_gated.py` has one. To
+add a format: `kernel_fp8.py` has scales of rows and columns (`multiply_and_scale`) and along K (`multiply_blocks`), and
+`convert` in `dense/kernel_int8_weights.py` unpacks weights, whose `plan_of` says how they lie.
+
 Not supported: batches (use `jax.vmap`), other dtypes. Chapter: 16. Sources: Gale et al., "MegaBlocks" (2022), for the
 grouped product; JAX's `ragged_dot_mgpu`, for the stores by powers of two.
 """

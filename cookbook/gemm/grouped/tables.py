@@ -52,7 +52,8 @@ class Group(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """The entries of `row_table`, found in the sizes of all groups. Rows after the groups are one group more."""
+    """The entries of `row_table`, found in the sizes of all groups: a table that is computed, not stored. Rows after
+    the groups are one group more."""
 
     count: tuple[Index, Index] | None  # As the table's.
     sizes: Ref  # (G,), as they were given: `groups` clips them as `bounds` does.

@@ -5,10 +5,11 @@
 
 Shapes: q and k (B, T, K, N); v and o (B, T, H, P); g and beta (B, T, H); states (B, H, P, N), float32. K divides H:
 value head h reads key head h // (H // K). q, k and v are all bfloat16 or all float16; N and P are 64 or 128. Keys
-should have norm 1 at most, and beta lie between 0 and 1, or the recurrence itself grows.
+should have norm 1 at most, and beta lie between 0 and 1; where beta times the squared norm of a key is above 2, the
+recurrence itself grows.
 
 In a chunk of 64 tokens the corrections u = beta (v - ...) depend on each other by a triangle: (1 + lower) u = beta (v -
-exp(cum) k S^T), where lower[t, s] = beta[t] exp(cum[t] - cum[s]) k[t] . k[s] for s < t and cum is the sum of g within
+exp(cum) k S^T), where lower[t, j] = beta[t] exp(cum[t] - cum[j]) k[t] . k[j] for j < t and cum is the sum of g within
 the chunk, made by XLA. No exponential of a positive number is ever taken. Two kernels, whose files have the formulas
 and the tables of roles and barriers:
 
@@ -18,7 +19,7 @@ and the tables of roles and barriers:
 
 Where sequences and heads do not fill the GPU, a sequence is split into parts. A first pass takes all parts from a zero
 state, a second one runs the identity through them, and XLA combines both to the states at the parts' starts; the
-last pass makes o. P parts cost three passes of length 1 / P, so splitting pays from four parts on.
+last pass makes o. Each of the three passes is as long as a part, so splitting pays from four parts on.
 
 The backward pass makes the states before all chunks again (`kernel`), then the gradients of the states, from the last
 chunk to the first (`kernel_backward`), and those of the operands, for all chunks at once (`kernel_gradients`).
@@ -42,7 +43,11 @@ Both have the keys' axis of a state before the values'. Where N = P a state from
 
 and back by the same. With the last line both divide the heads of q and k by sqrt(sum(x**2) + 1e-6); do that before.
 
-Bound by: the latency of a chunk, about four products in a row, with as many blocks as SMs; otherwise the tensor cores.
+To add a gate: one that scales the state, a number per token and head, is added to g in the ops, and one that scales a
+correction multiplies beta there. One that scales o goes wherever `plan.scale` stands in the kernels. A decay of each
+channel of a key is no change of this kind: exp(cum) is one number per token in all kernels.
+
+Bound by: the latency of a chunk, three products in a row, with as many blocks as SMs; otherwise the tensor cores.
 Not supported: normalisation of q and k, second derivatives.
 Chapter: notebooks/17b_delta_rule.ipynb. Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024).
 """
@@ -81,13 +86,14 @@ def gated_delta_rule_reference(
     seq = jnp.searchsorted(starts[1:], jnp.arange(batch * length), side="right")  # The sequence of each row.
     states = jnp.zeros((len(starts), heads, size, dim), dtype)  # One more, of the rows after the last sequence.
     states = states if initial_state is None else states.at[:-1].set(initial_state)
+    scale = dim**-0.5 if scale is None else scale
 
     def token(states, row):
         (q, k, v, g, beta), seq = row
         state = jnp.exp(g)[:, None, None] * states[seq]
         change = beta[:, None] * (v - (state * k[:, None]).sum(-1))
         state = state + change[..., None] * k[:, None]
-        o = (scale or dim**-0.5) * (state * q[:, None]).sum(-1)
+        o = scale * (state * q[:, None]).sum(-1)
         return states.at[seq].set(state), jnp.where(seq < len(starts) - 1, o, 0)
 
     states, o = lax.scan(token, states, (rows, seq))
@@ -99,7 +105,7 @@ class Config:
     num_stages: int = 3  # Chunks in shared memory.
     output_wgs: int = 1  # Warpgroups for the results, beside those for the states.
     parts: int | None = None  # Parts of a sequence; None: one, or as many as fill the GPU.
-    state_wgs: int = 1  # Columns of 64 values, all of one head, that a block goes through, with a warpgroup for each.
+    state_wgs: int = 1  # Slices of 64 values, all of one head, that a block goes through, with a warpgroup for each.
 
     def __post_init__(self):
         if self.num_stages < 2 or (self.state_wgs, self.output_wgs) not in ((1, 1), (1, 2), (2, 1)):
@@ -121,9 +127,9 @@ def _smem_bytes(config: Config, key_dim: int) -> int:
     return _device.smem_bytes(kernel.scratch(_plan(1.0, config, q, v, None, _host.Target("", num_sms=1))))
 
 
-def default_config(key_dim: int, value_dim: int = 64, columns: int = 1, num_sms: int = 1) -> Config:
-    """The configuration for keys and values of these sizes, and `columns` of 64 values of all heads and sequences."""
-    if value_dim == 2 * PIECE and columns > num_sms:
+def default_config(key_dim: int, value_dim: int = 64, value_slices: int = 1, num_sms: int = 1) -> Config:
+    """The configuration for keys and values of these sizes, and `value_slices` of 64 of all heads and sequences."""
+    if value_dim == 2 * PIECE and value_slices > num_sms:
         return Config(num_stages=2 if key_dim > 64 else 3, state_wgs=2)
     return Config(num_stages=3 if key_dim > 64 else 4)
 
@@ -131,10 +137,10 @@ def default_config(key_dim: int, value_dim: int = 64, columns: int = 1, num_sms:
 def _plan(scale: float, config: Config, q, v, cu_seqlens, target: _host.Target) -> ForwardPlan:
     (batch, length, heads, size), (key_heads, key_dim) = v.shape, q.shape[2:]
     num_seqs = batch if cu_seqlens is None else len(cu_seqlens) - 1
-    columns, mean_length = heads * size // PIECE, pl.cdiv(batch * length, num_seqs)
-    most_parts = min(target.num_sms // (num_seqs * columns), mean_length // 512)
+    value_slices, mean_length = heads * size // PIECE, pl.cdiv(batch * length, num_seqs)
+    most_parts = min(target.num_sms // (num_seqs * value_slices), mean_length // 512)
     parts = config.parts or (None if most_parts >= LEAST_PARTS else 1)
-    part_rows = rows_per_part(num_seqs, mean_length, columns, target.num_sms, parts)
+    part_rows = rows_per_part(num_seqs, mean_length, value_slices, target.num_sms, parts)
     sequences = Sequences(num_seqs, batch * length, cu_seqlens is not None, CHUNK, part_rows)
     return ForwardPlan(
         sequences, key_heads, heads, key_dim // PIECE, size // PIECE, q.dtype, scale, target.interpreted,
@@ -144,7 +150,7 @@ def _plan(scale: float, config: Config, q, v, cu_seqlens, target: _host.Target) 
 
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
 def _launch(q, k, v, g, beta, initial, cu_seqlens, *, plan: ForwardPlan, params):
-    """(o, final states, (cum, inverse)), of operands without a batch, v in columns of 64."""
+    """(o, final states, (cum, inverse)), of operands without a batch, v in slices of 64."""
     sequences = plan.sequences
     cum = cumulative_decays(sequences.in_chunks(g.astype(jnp.float32), cu_seqlens))
     beta = sequences.in_chunks(beta.astype(jnp.float32), cu_seqlens)
@@ -161,9 +167,9 @@ def _launch(q, k, v, g, beta, initial, cu_seqlens, *, plan: ForwardPlan, params)
 def _forward(plan: ForwardPlan, q, k, v, g, beta, initial_state, cu_seqlens):
     """((o, final states), (cum, inverse)); the backward pass needs the second pair."""
     rows = lambda x: x.reshape(-1, *x.shape[2:])
-    initial = None if initial_state is None else as_states(initial_state, plan.columns)
+    initial = None if initial_state is None else as_states(initial_state, plan.value_slices)
     o, final, kept = _launch(
-        rows(q), rows(k), v.reshape(-1, plan.columns, PIECE), rows(g), rows(beta), initial, cu_seqlens,
+        rows(q), rows(k), v.reshape(-1, plan.value_slices, PIECE), rows(g), rows(beta), initial, cu_seqlens,
         plan=plan, params=_host.compiler_params(approx_math=True),
     )  # fmt: skip
     return (o.reshape(v.shape), final.reshape(-1, plan.heads, v.shape[3], k.shape[3])), kept
@@ -186,10 +192,10 @@ def _gated_delta_rule_bwd(plan: ForwardPlan, residuals, cotangents):
 
     def backward(q, k, v, g, beta, initial_state, cu_seqlens, kept, do, d_final):
         rows = lambda x: x.reshape(-1, *x.shape[2:])
-        columns = lambda x: x.reshape(-1, plan.columns, PIECE)
-        states = lambda x: None if x is None else as_states(x, plan.columns)
+        slices = lambda x: x.reshape(-1, plan.value_slices, PIECE)
+        states = lambda x: None if x is None else as_states(x, plan.value_slices)
         dq, dk, dv, dg, dbeta, d_initial = gradients(
-            rows(q), rows(k), columns(v), states(initial_state), cu_seqlens, *kept, columns(do.astype(v.dtype)),
+            rows(q), rows(k), slices(v), states(initial_state), cu_seqlens, *kept, slices(do.astype(v.dtype)),
             states(d_final), plan=plan, params=params,
         )  # fmt: skip
         alike = lambda x, dx: dx.reshape(x.shape).astype(x.dtype)
@@ -226,8 +232,8 @@ def gated_delta_rule(
     Args:
       q, k: (B, T, K, N), bfloat16 or float16; N is 64 or 128. Keys of norm 1 keep the state bounded.
       v: (B, T, H, P), of the dtype of `q`; K divides H, and P is 64 or 128.
-      g: (B, T, H), at most 0: a token multiplies the state by exp(g), or by 0 where that is below 2**-64. So -inf
-        clears it, and the gradient of -inf is 0.
+      g: (B, T, H), at most 0: a token multiplies the state by exp(g), but by 2**-64 at least: -inf leaves 2**-64 of a
+        state, and has a gradient of 0.
       beta: (B, T, H), from 0 to 1: how much of the error of the state a token corrects.
       scale: of o; None for 1 / sqrt(N).
       initial_state: (B, H, P, N), float32; None for zeros.
@@ -262,7 +268,7 @@ def gated_delta_rule(
     config = config or default_config(dim, size, num_seqs * heads * size // PIECE, target.num_sms)
     if size % (config.state_wgs * PIECE):
         raise ValueError(
-            f"{_host.PACKAGE}.{op}: {config=} with heads of {size} values; a block's columns are of one head: "
+            f"{_host.PACKAGE}.{op}: {config=} with heads of {size} values; a block's slices are of one head: "
             "state_wgs=1"
         )
     if (need := config.smem_bytes(dim)) > _device.SMEM_BYTES_MAX:

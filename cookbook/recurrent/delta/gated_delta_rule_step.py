@@ -46,7 +46,8 @@ def gated_delta_rule_step_reference(q, k, v, g, beta, state, scale=None):
     state = jnp.exp(g.astype(dtype))[..., None, None] * state
     change = beta[..., None] * (v - (state * k[:, :, None]).sum(-1))
     state = state + change[..., None] * k[:, :, None]
-    return (scale or k.shape[2] ** -0.5) * (state * q[:, :, None]).sum(-1), state
+    scale = k.shape[2] ** -0.5 if scale is None else scale
+    return scale * (state * q[:, :, None]).sum(-1), state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,30 +85,30 @@ def _smem_bytes(config: Config, key_dim: int) -> int:
 
 def _kernel(q_gmem, k_gmem, v_gmem, g_gmem, beta_gmem, state_gmem, o_gmem, *, num_tiles: int, num_stages: int,
             scale: float, s_smem, q_smem, k_smem, v_smem, filled):  # fmt: skip
-    """`v_gmem` and `o_gmem` are (B, columns, 64), and `state_gmem` (B * columns * 64, N)."""
-    block, blocks, columns = lax.axis_index("block"), lax.axis_size("block"), v_gmem.shape[1]
-    per_head, per_key_head = columns // g_gmem.shape[1], columns // k_gmem.shape[1]
+    """`v_gmem` and `o_gmem` are (B, slices, 64), and `state_gmem` (B * slices * 64, N)."""
+    block, blocks, slices = lax.axis_index("block"), lax.axis_size("block"), v_gmem.shape[1]
+    per_head, per_key_head = slices // g_gmem.shape[1], slices // k_gmem.shape[1]
     turns = _device.div(num_tiles - block + (blocks - 1), blocks)
 
     def place(i):
-        """(tile, sequence, column) of turn `i`."""
+        """(tile, sequence, slice of the values) of turn `i`."""
         tile = block + i * blocks
-        return tile, _device.div(tile, columns), _device.rem(tile, columns)
+        return tile, _device.div(tile, slices), _device.rem(tile, slices)
 
     def rows(tile):
         return state_gmem.at[pl.ds(pl.multiple_of(tile * PIECE, PIECE), PIECE)]
 
     def start_copies(i):
-        stage, (tile, seq, column) = _device.rem(i, num_stages), place(i)
-        key_head = _device.div(column, per_key_head)
-        sources = rows(tile), q_gmem.at[seq, key_head], k_gmem.at[seq, key_head], v_gmem.at[seq, column]
+        stage, (tile, seq, value_slice) = _device.rem(i, num_stages), place(i)
+        key_head = _device.div(value_slice, per_key_head)
+        sources = rows(tile), q_gmem.at[seq, key_head], k_gmem.at[seq, key_head], v_gmem.at[seq, value_slice]
         for source, smem in zip(sources, (s_smem, q_smem, k_smem, v_smem), strict=True):
             plgpu.copy_gmem_to_smem(source, smem.at[stage], filled.at[stage])
 
     def correct(state, i, stage):
         """(new state, o)."""
-        _, seq, column = place(i)
-        head = _device.div(column, per_head)
+        _, seq, value_slice = place(i)
+        head = _device.div(value_slice, per_head)
         decay, beta = jnp.exp(g_gmem[seq, head]), beta_gmem[seq, head]
         across = lambda smem: lax.broadcast_in_dim(load(smem.at[stage], COLUMNS).astype(jnp.float32), state.shape, [1])
         state, key = state * decay, across(k_smem)
@@ -120,13 +121,13 @@ def _kernel(q_gmem, k_gmem, v_gmem, g_gmem, beta_gmem, state_gmem, o_gmem, *, nu
 
     @pl.loop(0, turns)
     def _(i):
-        stage, (tile, seq, column) = _device.rem(i, num_stages), place(i)
+        stage, (tile, seq, value_slice) = _device.rem(i, num_stages), place(i)
         plgpu.barrier_wait(filled.at[stage])
         state, o = correct(load(s_smem.at[stage]), i, stage)
         s_smem[stage] = state
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(s_smem.at[stage], rows(tile))
-        _device.store(o_gmem.at[seq, column], o.astype(o_gmem.dtype))
+        _device.store(o_gmem.at[seq, value_slice], o.astype(o_gmem.dtype))
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # The tile before has left its stage.
         pl.when(i + num_stages - 1 < turns)(lambda: start_copies(i + num_stages - 1))
 
@@ -137,15 +138,15 @@ def _kernel(q_gmem, k_gmem, v_gmem, g_gmem, beta_gmem, state_gmem, o_gmem, *, nu
 def _call(q, k, v, g, beta, state, *, scale: float, config: Config, num_sms: int, params):
     """From arrays to arrays. The reshapes join neighbouring axes, which moves nothing."""
     (batch, heads, size), dim = v.shape, k.shape[2]
-    columns, rows = heads * size // PIECE, _host.ref_of("gated_delta_rule_step", state.reshape(-1, dim))
+    slices, rows = heads * size // PIECE, _host.ref_of("gated_delta_rule_step", state.reshape(-1, dim))
     o = _host.kernel(
-        functools.partial(_kernel, num_tiles=batch * columns, num_stages=config.num_stages, scale=scale),
-        out_type=jax.ShapeDtypeStruct((batch, columns, PIECE), v.dtype),
-        grid=(min(num_sms * config.blocks_per_sm, batch * columns),),
+        functools.partial(_kernel, num_tiles=batch * slices, num_stages=config.num_stages, scale=scale),
+        out_type=jax.ShapeDtypeStruct((batch, slices, PIECE), v.dtype),
+        grid=(min(num_sms * config.blocks_per_sm, batch * slices),),
         grid_names=("block",),
         scratch_types=_scratch(config, dim, v.dtype),
         compiler_params=params,
-    )(q, k, v.reshape(batch, columns, PIECE), g.astype(jnp.float32), beta.astype(jnp.float32), rows)
+    )(q, k, v.reshape(batch, slices, PIECE), g.astype(jnp.float32), beta.astype(jnp.float32), rows)
     o, rows = _host.apart((o, jax.freeze(rows)))
     return o.reshape(v.shape), rows.reshape(state.shape)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradients of the gated delta rule: three kernels, and what XLA does with their results.
 
-The forward pass of a chunk, from the state s before it to s' after it, as in `kernel`. d[t, s] = exp(cum[t] - cum[s]);
-`tril` keeps the pairs with s <= t, `strict` those with s < t. Products with d, beta and exp(cum) are elementwise.
+The forward pass of a chunk, from the state s before it to s' after it, as in `kernel`. d[t, j] = exp(cum[t] - cum[j]);
+`tril` keeps the pairs with j <= t, `strict` those with j < t. Products with d, beta and exp(cum) are elementwise.
 
     m  = strict(d k kᵀ)
     w  = tril(d q kᵀ)
@@ -50,7 +50,7 @@ from .plan import ForwardPlan
 
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
 def gradients(q, k, v, initial, cu_seqlens, cum, inverse, do, d_final, *, plan: ForwardPlan, params):
-    """(dq, dk, dv, dg, dbeta, d_initial), of operands without a batch, v and do in columns of 64. `cum` and `inverse`
+    """(dq, dk, dv, dg, dbeta, d_initial), of operands without a batch, v and do in slices of 64. `cum` and `inverse`
     are the forward pass's."""
     sequences = dataclasses.replace(plan.sequences, part_rows=None)
     plan = dataclasses.replace(plan, sequences=sequences)
@@ -70,7 +70,7 @@ def gradients(q, k, v, initial, cu_seqlens, cum, inverse, do, d_final, *, plan: 
     dg = cumulative(dcum[..., ::-1])[..., ::-1] + dlast[..., None]
     dg, dbeta = (_in_rows(sequences, x, cu_seqlens) for x in (dg, dbeta))
     if sequences.is_packed:  # Nothing is written for rows after the last sequence.
-        used = (jnp.arange(len(q)) < cu_seqlens[-1])[:, None, None]
+        used = (jnp.arange(len(q)) < sequences.starts(cu_seqlens)[-1])[:, None, None]
         dq, dk, dv = (jnp.where(used, x, jnp.zeros((), x.dtype)) for x in (dq, dk, dv))
     return dq, dk, dv, dg, dbeta, d_initial
 

@@ -4,16 +4,16 @@
 With the state s before a chunk, a row per value as in the ops' arguments, and a row per token in all others,
 
     u  = inverse (v - exp(cum) k sᵀ)
-    o  = scale (exp(cum) q sᵀ + w u),    w[t, s] = exp(cum[t] - cum[s]) q[t] . k[s]  for s <= t, else 0
+    o  = scale (exp(cum) q sᵀ + w u),    w[t, j] = exp(cum[t] - cum[j]) q[t] . k[j]  for j <= t, else 0
     s' = exp(cum[-1]) s + (exp(cum[-1] - cum) u)ᵀ k,    the state before the next chunk
 
-Shapes: q and k (rows, key heads, N); v and o (rows, columns, 64), where a column is 64 values of a head; cum (heads,
-chunks, 64) float32; inverse (heads, chunks, 64, 64), from `kernel_inverse`; states (parts, columns, 64, N) float32. All
+Shapes: q and k (rows, key heads, N); v and o (rows, slices, 64), where a slice is 64 values of a head; cum (heads,
+chunks, 64) float32; inverse (heads, chunks, 64, 64), from `kernel_inverse`; states (parts, slices, 64, N) float32. All
 others are bfloat16 or all float16.
 
-Role table: a block goes through a part of a sequence with one column, or with both of a head; its warpgroups are
+Role table: a block goes through a part of a sequence with one slice, or with both of a head; its warpgroups are
 
-    state    one per column: the chain u, s', u, s' ... It keeps s and uᵀ in registers, where WGMMA takes its first
+    state    one per slice: the chain u, s', u, s' ... It keeps s and uᵀ in registers, where WGMMA takes its first
              operand: nothing that the next chunk waits for goes through shared memory
     output   one or two, which take turns: o of the chunk, from the s and u that `state` leaves in shared memory
     memory   one: copies the chunks' rows, inverses and decays ahead
@@ -32,8 +32,8 @@ Barrier table, of two rings, `chunks` from memory to all others and `states` fro
 Without an output warpgroup the kernel gives states alone: that after each part, or for the backward pass those before
 all chunks. Without values it gives the states that follow from a unit matrix: what a part does to any state.
 
-Bound by: the latency of a chunk's three products in a row, where the columns of all sequences do not fill the GPU,
-which then has a block for each. Otherwise the tensor cores: a block of two columns multiplies queries and keys once for
+Bound by: the latency of a chunk's three products in a row, where the slices of all sequences do not fill the GPU,
+which then has a block for each. Otherwise the tensor cores: a block of two slices multiplies queries and keys once for
 both, and one chain computes while the other waits.
 """
 
@@ -71,7 +71,7 @@ def scratch(plan: ForwardPlan) -> dict:
     refs = dict(
         k_smem=plan.rows(plan.num_stages, plan.pieces),
         inverse_smem=plan.squares(plan.num_stages),
-        columns_smem=cum,
+        col_cum_smem=cum,
         filled=_device.barriers(plan.num_stages, _copies(plan)),
         freed=_device.barriers(plan.num_stages, plan.memory_role),
         landed=_device.barriers(1, _copies(plan)),
@@ -84,7 +84,7 @@ def scratch(plan: ForwardPlan) -> dict:
         refs |= dict(
             u_smem=plan.squares(STATE_STAGES, plan.state_wgs),
             q_smem=plan.rows(plan.num_stages, plan.pieces),
-            rows_smem=cum,
+            row_cum_smem=cum,
             o_smem=plan.rows(plan.output_wgs * plan.state_wgs),
             handed=_device.barriers(STATE_STAGES, plan.state_wgs),  # The ring `states`: filled, and freed.
             taken=_device.barriers(STATE_STAGES),
@@ -99,14 +99,14 @@ class Shared:
     plan: ForwardPlan
     part: Part
     unit: Index  # Number of the block among those of its part.
-    chunks: Ring  # Its stages hold the next six.
+    chunks: Ring  # Its stages hold a chunk's q, k, v, inverse and cum.
     k: Tiles
     inverse: Ref
-    columns: Ref  # cum, to be read along columns, as `rows` is along rows.
-    rows: Ref = None
+    col_cum: Ref  # cum as one number per column of a product, and as one per row.
+    row_cum: Ref = None
     v: Tiles | None = None
     q: Tiles | None = None
-    states: Ring | None = None  # Its stages hold the next two.
+    states: Ring | None = None  # Its stages hold s and u.
     s: Ref = None
     u: Ref = None
     o: Tiles | None = None
@@ -151,15 +151,15 @@ def _load_chunks(shared: Shared, landed: Barrier, gmem: dict):
         operands.append(Operand(gmem["q"], shared.q, key_head, plan.pieces))
 
     def inverse_and_cum(chunk, stage):
-        refs = dict(inverse=shared.inverse, columns=shared.columns, rows=shared.rows)
+        refs = dict(inverse=shared.inverse, col_cum=shared.col_cum, row_cum=shared.row_cum)
         return [(gmem[name].at[head, chunk], ref.at[stage]) for name, ref in refs.items() if ref is not None]
 
     load_chunks(shared.part, shared.chunks, landed, operands, inverse_and_cum, _copies(plan))
 
 
 def _carry_the_state(shared: Shared, wg: Index, initial_gmem: Ref | None, states_gmem: Ref):
-    """State warpgroup `wg`: takes the state of its column from chunk to chunk, in pieces (64, 64) of its N columns."""
-    plan, part, column = shared.plan, shared.part, shared.unit * shared.plan.state_wgs + wg
+    """State warpgroup `wg`: takes the state of its slice from chunk to chunk, in pieces (64, 64) of its N columns."""
+    plan, part, value_slice = shared.plan, shared.part, shared.unit * shared.plan.state_wgs + wg
 
     def step(i, s):
         stage, state_stage = shared.chunks.wait(i), _device.rem(i, STATE_STAGES)
@@ -171,11 +171,11 @@ def _carry_the_state(shared: Shared, wg: Index, initial_gmem: Ref | None, states
         elif plan.keeps_all:
             plgpu.commit_smem()
             for p in range(plan.pieces):
-                target = states_gmem.at[part.first_chunk + i, column, :, pl.ds(p * PIECE, PIECE)]
+                target = states_gmem.at[part.first_chunk + i, value_slice, :, pl.ds(p * PIECE, PIECE)]
                 plgpu.copy_smem_to_gmem(shared.s.at[state_stage, wg, p], target)
         # s' = exp(cum[-1]) s + (exp(cum[-1] - cum) u)ᵀ k
-        last = shared.columns[stage, CHUNK - 1]
-        to_end = jnp.exp(last - load(shared.columns.at[stage], COLUMNS))
+        last = shared.col_cum[stage, CHUNK - 1]
+        to_end = jnp.exp(last - load(shared.col_cum.at[stage], COLUMNS))
         u_to_end, decay = (u * spread(to_end, 1)).astype(plan.dtype), jnp.exp(last)
         s = [
             product([(u_to_end, shared.k.tiled.at[stage, p])], plan.interpreted, piece * decay)
@@ -184,10 +184,10 @@ def _carry_the_state(shared: Shared, wg: Index, initial_gmem: Ref | None, states
         shared.chunks.release(i)
         return s
 
-    first = first_state(initial_gmem, (part.number, column), plan.pieces)
+    first = first_state(initial_gmem, (part.number, value_slice), plan.pieces)
     last = lax.fori_loop(0, part.num_chunks, step, first)
     if not plan.keeps_all:
-        store_state(states_gmem, (part.number, column), last)
+        store_state(states_gmem, (part.number, value_slice), last)
     if plan.output_wgs:
         shared.states.drain(part.num_chunks)
     plgpu.wait_smem_to_gmem(0)
@@ -202,7 +202,7 @@ def _corrections(shared: Shared, wg: Index, i: Index, stage: Index, s: list):
     keys = [(piece, shared.k.tiled.at[stage, p].T) for p, piece in enumerate(s)]
     inverse = shared.inverse.at[stage].T
     values = [(shared.v.tiled.at[stage, wg].T, inverse)] if plan.has_values else []
-    minus_decay = lambda: spread(-jnp.exp(load(shared.columns.at[stage], COLUMNS)), 1)
+    minus_decay = lambda: spread(-jnp.exp(load(shared.col_cum.at[stage], COLUMNS)), 1)
     if plan.interpreted:
         _store_state_before(shared, wg, i, s)
         from_state = (product(keys, True) * minus_decay()).astype(plan.dtype)
@@ -249,25 +249,25 @@ def _compute_outputs(shared: Shared, wg: Index, o_gmem: Ref):
         stage = shared.chunks.wait(i)
         queries = [shared.q.tiled.at[stage, p] for p in range(plan.pieces)]
         keys = [shared.k.tiled.at[stage, p].T for p in range(plan.pieces)]
-        # w = tril(exp(cum[t] - cum[s]) q kᵀ)
+        # w = tril(exp(cum[t] - cum[j]) q kᵀ)
         w = product(list(zip(queries, keys, strict=True)), plan.interpreted)
-        cum = spread(load(shared.rows.at[stage], ROWS), 0)
-        decay = jnp.exp(jnp.minimum(cum - spread(load(shared.columns.at[stage], COLUMNS), 1), 0.0))
+        cum = spread(load(shared.row_cum.at[stage], ROWS), 0)
+        decay = jnp.exp(jnp.minimum(cum - spread(load(shared.col_cum.at[stage], COLUMNS), 1), 0.0))
         w = jnp.where(row >= col, w * decay, 0.0).astype(plan.dtype)
         state_stage = shared.states.wait(i)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        o_tiles = [wg * plan.state_wgs + column for column in range(plan.state_wgs)]
-        for column, tile in enumerate(o_tiles):
+        o_tiles = [wg * plan.state_wgs + j for j in range(plan.state_wgs)]
+        for j, tile in enumerate(o_tiles):
             # o = scale (exp(cum) q sᵀ + w u)
-            states = [shared.s.at[state_stage, column, p].T for p in range(plan.pieces)]
+            states = [shared.s.at[state_stage, j, p].T for p in range(plan.pieces)]
             o = product(list(zip(queries, states, strict=True)), plan.interpreted)
-            o = product([(w, shared.u.at[state_stage, column].T)], plan.interpreted, o * jnp.exp(cum))
+            o = product([(w, shared.u.at[state_stage, j].T)], plan.interpreted, o * jnp.exp(cum))
             shared.o.tiled[tile] = (o * plan.scale).astype(plan.dtype)
         shared.chunks.release(i)
         shared.states.release(i)
         plgpu.commit_smem()
-        for column, tile in enumerate(o_tiles):
-            store_rows(part, shared.o, tile, o_gmem, shared.unit, column, part.row(i))
+        for j, tile in enumerate(o_tiles):
+            store_rows(part, shared.o, tile, o_gmem, shared.unit, j, part.row(i))
 
     def skip_chunk(i):
         shared.chunks.wait(i)
@@ -286,10 +286,10 @@ def _compute_outputs(shared: Shared, wg: Index, o_gmem: Ref):
 
 def launch(plan: ForwardPlan, table, q, k, v, inverse, cum, initial, params):
     """The kernel's results: with output warpgroups the states after all parts that are no padding, and o; if it
-    `keeps_all` the states before all chunks, (chunks, columns, 64, N), in the operands' dtype; otherwise the states
+    `keeps_all` the states before all chunks, (chunks, slices, 64, N), in the operands' dtype; otherwise the states
     after all parts. `initial` None stands for zeros."""
-    sequences, state = plan.sequences, (plan.columns, PIECE, plan.pieces * PIECE)
-    units, rows = plan.columns // plan.state_wgs, len(k)
+    sequences, state = plan.sequences, (plan.value_slices, PIECE, plan.pieces * PIECE)
+    units, rows = plan.value_slices // plan.state_wgs, len(k)
     of_units = lambda x: x.reshape(rows, units, PIECE * plan.state_wgs)
     num_states = sequences.num_parts if sequences.part_rows else sequences.num_seqs
     out_type = [jax.ShapeDtypeStruct((num_states, *state), jnp.float32)]
@@ -299,7 +299,7 @@ def launch(plan: ForwardPlan, table, q, k, v, inverse, cum, initial, params):
         out_type = [jax.ShapeDtypeStruct((sequences.num_chunks, *state), plan.dtype)]
     v = None if v is None else of_units(v)
     # cum is passed twice: one ref cannot have two layouts.
-    gmem = dict(q=q, k=k, v=v, inverse=inverse, columns=cum, rows=cum)
+    gmem = dict(q=q, k=k, v=v, inverse=inverse, col_cum=cum, row_cum=cum)
     results = _host.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=out_type,
@@ -310,4 +310,4 @@ def launch(plan: ForwardPlan, table, q, k, v, inverse, cum, initial, params):
         scratch_types=scratch(plan),
         compiler_params=params,
     )(table, gmem, initial)
-    return [results[0], results[1].reshape(rows, plan.columns, PIECE)] if plan.output_wgs else results
+    return [results[0], results[1].reshape(rows, plan.value_slices, PIECE)] if plan.output_wgs else results

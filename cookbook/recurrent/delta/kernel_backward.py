@@ -7,10 +7,10 @@ With ds' the gradient of the state after a chunk, ds that of the state before it
     dr = inverseᵀ du
     ds = exp(cum[-1]) ds' + (scale exp(cum) do)ᵀ q - (exp(cum) dr)ᵀ k
 
-`gradients.py` derives them. Shapes: as in `kernel`; do as v. The results are ds' of all chunks, (chunks, columns, 64,
+`gradients.py` derives them. Shapes: as in `kernel`; do as v. The results are ds' of all chunks, (chunks, slices, 64,
 N), in the operands' dtype, and ds of the first chunk of each sequence in float32.
 
-Role table: a block goes through a sequence with one column; its warpgroups are
+Role table: a block goes through a sequence with one slice; its warpgroups are
 
     state      the chain du, dr, ds, du ...: ds, duᵀ and drᵀ stay in registers, as s and uᵀ do in `kernel`
     weights    makes what waits for no state: scale w and scale exp(cum) do
@@ -62,8 +62,8 @@ def _scratch(plan: Plan) -> dict:
         k_smem=plan.rows(NUM_STAGES, plan.pieces),
         do_smem=plan.rows(NUM_STAGES, 1),
         inverse_smem=plan.squares(NUM_STAGES),
-        rows_smem=cum,
-        columns_smem=cum,
+        row_cum_smem=cum,
+        col_cum_smem=cum,
         w_smem=plan.squares(WEIGHTS_STAGES),
         decayed_do_smem=plan.squares(WEIGHTS_STAGES),
         out_ds_smem=plan.squares(2, plan.pieces),
@@ -81,15 +81,15 @@ class Shared:
 
     plan: Plan
     part: Part
-    column: Index  # The block's.
-    chunks: Ring  # Its stages hold the next six.
+    value_slice: Index  # The block's.
+    chunks: Ring  # Its stages hold a chunk's q, k, do, inverse and cum.
     q: Tiles
     k: Tiles
     do: Tiles
     inverse: Ref
-    rows: Ref  # cum, to be read along rows, as `columns` is along columns.
-    columns: Ref
-    weights: Ring  # Its stages hold the next two.
+    row_cum: Ref  # cum as one number per row of a product, and as one per column.
+    col_cum: Ref
+    weights: Ring  # Its stages hold w and decayed_do.
     w: Ref  # scale w.
     decayed_do: Ref  # scale exp(cum) do.
     out_ds: Ref  # ds' of two chunks, from where they are copied to global memory.
@@ -98,12 +98,12 @@ class Shared:
 def _kernel(
     table, gmem, last_gmem, all_gmem, first_gmem, *, plan: Plan, filled, freed, landed, handed, taken, **smem
 ):  # fmt: skip
-    role, column = lax.axis_index("role"), lax.axis_index("head_index")
+    role, value_slice = lax.axis_index("role"), lax.axis_index("unit")
     part = Part.of_block(table, plan.sequences, plan.interpreted)
     smem = {name.removesuffix("_smem"): ref for name, ref in smem.items()}
     smem |= {name: Tiles.views(smem[name], plan.interpreted) for name in ("q", "k", "do")}
     chunks, weights = Ring(filled, freed, NUM_STAGES), Ring(handed, taken, WEIGHTS_STAGES)
-    shared = Shared(plan, part, column, chunks=chunks, weights=weights, **smem)
+    shared = Shared(plan, part, value_slice, chunks=chunks, weights=weights, **smem)
 
     @_device.role(role == 0, increase_to=REGISTERS[0])
     def _():
@@ -121,16 +121,16 @@ def _kernel(
 def _load_chunks(shared: Shared, landed: Barrier, gmem: dict):
     """The memory warpgroup."""
     plan = shared.plan
-    head = plan.head(shared.column)
+    head = plan.head(shared.value_slice)
     key_head = plan.key_head(head)
     operands = (
         Operand(gmem["q"], shared.q, key_head, plan.pieces),
         Operand(gmem["k"], shared.k, key_head, plan.pieces),
-        Operand(gmem["do"], shared.do, shared.column, 1),
+        Operand(gmem["do"], shared.do, shared.value_slice, 1),
     )
 
     def inverse_and_cum(chunk, stage):
-        refs = dict(inverse=shared.inverse, columns=shared.columns, rows=shared.rows)
+        refs = dict(inverse=shared.inverse, col_cum=shared.col_cum, row_cum=shared.row_cum)
         return [(gmem[name].at[head, chunk], ref.at[stage]) for name, ref in refs.items()]
 
     load_chunks(shared.part, shared.chunks, landed, operands, inverse_and_cum, _copies(plan), reverse=True)
@@ -145,10 +145,10 @@ def _make_weights(shared: Shared):
     def _(i):
         stage = shared.chunks.wait(i)
         q, k = (tiles.tiled.at[stage] for tiles in (shared.q, shared.k))
-        # scale w = scale tril(exp(cum[t] - cum[s]) q kᵀ)
+        # scale w = scale tril(exp(cum[t] - cum[j]) q kᵀ)
         w = product([(q.at[p], k.at[p].T) for p in range(plan.pieces)], plan.interpreted)
-        cum = spread(load(shared.rows.at[stage], ROWS), 0)
-        decay = jnp.exp(jnp.minimum(cum - spread(load(shared.columns.at[stage], COLUMNS), 1), 0.0))
+        cum = spread(load(shared.row_cum.at[stage], ROWS), 0)
+        decay = jnp.exp(jnp.minimum(cum - spread(load(shared.col_cum.at[stage], COLUMNS), 1), 0.0))
         w = jnp.where(row >= col, w * decay * plan.scale, 0.0)
         do = load(shared.do.tiled.at[stage, 0]).astype(jnp.float32)
         w_stage = shared.weights.acquire(i)
@@ -163,18 +163,18 @@ def _make_weights(shared: Shared):
 
 def _carry_the_gradient(shared: Shared, last_gmem: Ref, all_gmem: Ref, first_gmem: Ref):
     """The state warpgroup: takes ds, in pieces (64, 64) of its N columns, from chunk to chunk, and stores each ds'."""
-    plan, part, index = shared.plan, shared.part, (shared.part.number, shared.column)
+    plan, part, index = shared.plan, shared.part, (shared.part.number, shared.value_slice)
 
     def step(i, ds):
         stage, w_stage, ds_stage = shared.chunks.wait(i), shared.weights.wait(i), _device.rem(i, 2)
-        rounded, last = [piece.astype(plan.dtype) for piece in ds], shared.columns[stage, CHUNK - 1]
+        rounded, last = [piece.astype(plan.dtype) for piece in ds], shared.col_cum[stage, CHUNK - 1]
         decay = jnp.exp(last)
         du = _gradient_of_corrections(shared, stage, w_stage, ds_stage, rounded, last)
         ds = _gradient_of_state(shared, stage, w_stage, du, ds, decay)
         plgpu.commit_smem()
         for p in range(plan.pieces):
             chunk = part.first_chunk + part.num_chunks - 1 - i
-            target = all_gmem.at[chunk, shared.column, :, pl.ds(p * PIECE, PIECE)]
+            target = all_gmem.at[chunk, shared.value_slice, :, pl.ds(p * PIECE, PIECE)]
             plgpu.copy_smem_to_gmem(shared.out_ds.at[ds_stage, p], target)
         shared.weights.release(i)
         shared.chunks.release(i)
@@ -193,7 +193,7 @@ def _gradient_of_corrections(shared: Shared, stage: Index, w_stage: Index, ds_st
     plan, k = shared.plan, shared.k.tiled.at[stage]
     from_state = [(piece, k.at[p].T) for p, piece in enumerate(ds)]
     from_outputs = shared.do.tiled.at[stage, 0].T, shared.w.at[w_stage]
-    to_end = lambda: spread(jnp.exp(last - load(shared.columns.at[stage], COLUMNS)), 1)
+    to_end = lambda: spread(jnp.exp(last - load(shared.col_cum.at[stage], COLUMNS)), 1)
 
     def store_ds():
         plgpu.wait_smem_to_gmem(plan.pieces, wait_read_only=True)  # The gradient in this stage has left.
@@ -223,7 +223,7 @@ def _gradient_of_state(shared: Shared, stage: Index, w_stage: Index, du, ds: lis
     plan, pieces = shared.plan, range(shared.plan.pieces)
     q, k = (tiles.tiled.at[stage] for tiles in (shared.q, shared.k))
     inverse, decayed_do = shared.inverse.at[stage], shared.decayed_do.at[w_stage].T
-    minus_decay = lambda: spread(-jnp.exp(load(shared.columns.at[stage], COLUMNS)), 1)
+    minus_decay = lambda: spread(-jnp.exp(load(shared.col_cum.at[stage], COLUMNS)), 1)
     if plan.interpreted:
         dr = product([(du.astype(plan.dtype), inverse)], True)
         decayed_dr = (dr * minus_decay()).astype(plan.dtype)
@@ -245,17 +245,17 @@ def _gradient_of_state(shared: Shared, stage: Index, w_stage: Index, du, ds: lis
 
 def launch(plan: Plan, table, q, k, do, inverse, cum, d_final, params):
     """[ds' of all chunks, ds of the first chunk of each sequence]; `d_final` are the gradients of the final states."""
-    sequences, state = plan.sequences, (plan.columns, PIECE, plan.pieces * PIECE)
+    sequences, state = plan.sequences, (plan.value_slices, PIECE, plan.pieces * PIECE)
     # cum is passed twice: one ref cannot have two layouts.
-    gmem = dict(q=q, k=k, do=do, inverse=inverse, columns=cum, rows=cum)
+    gmem = dict(q=q, k=k, do=do, inverse=inverse, col_cum=cum, row_cum=cum)
     return _host.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=[
             jax.ShapeDtypeStruct((sequences.num_chunks, *state), plan.dtype),
             jax.ShapeDtypeStruct((sequences.num_seqs, *state), jnp.float32),
         ],
-        grid=(sequences.num_parts, plan.columns),
-        grid_names=("part", "head_index"),
+        grid=(sequences.num_parts, plan.value_slices),
+        grid_names=("part", "unit"),
         num_threads=3,
         thread_name="role",
         scratch_types=_scratch(plan),

@@ -5,10 +5,10 @@ From the state s before a chunk, which `kernel` made, and the gradient ds' of th
 `kernel_backward` made, it computes u and du again and then the rest of the derivation in `gradients.py`, in its names,
 a step per formula.
 
-Shapes: as in `kernel` and `kernel_backward`. dq and dk are made for each column, (rows, columns, N), in the operands'
-dtype. sums (columns, chunks, 4, 64) float32 are the `SUMS`.
+Shapes: as in `kernel` and `kernel_backward`. dq and dk are made for each slice, (rows, slices, N), in the operands'
+dtype. sums (slices, chunks, 4, 64) float32 are the `SUMS`.
 
-Role table: one warpgroup per block, with one chunk of one column; two blocks of an SM hide each other's latencies.
+Role table: one warpgroup per block, with one chunk of one slice; two blocks of an SM hide each other's latencies.
 
 Barrier table:
 
@@ -40,16 +40,16 @@ SUMS = DBETA, DCUM, LAST_BY_TOKEN, LAST_BY_VALUE = range(4)
 
 def _scratch(plan: Plan) -> dict:
     cum = plgpu.SMEM((CHUNK,), jnp.float32)
-    rows = {f"{name}_smem": plan.rows(1, plan.pieces) for name in ("q", "k", "s", "ds")}
+    rows = {f"{name}_smem": plan.rows(1, plan.pieces) for name in ("q", "k", "s", "ds_next")}
     return rows | dict(
         v_smem=plan.rows(1, 1),
         do_smem=plan.rows(1, 1),
         inverse_smem=plan.squares(),
         r_smem=plan.squares(),
         u_smem=plan.squares(),
-        rows_smem=cum,
-        columns_smem=cum,
-        filled=_device.barriers(1, 4 * plan.pieces + 5),  # Copies of q, k, s, ds; v, do, inverse, and cum twice.
+        row_cum_smem=cum,
+        col_cum_smem=cum,
+        filled=_device.barriers(1, 4 * plan.pieces + 5),  # Copies of q, k, s, ds'; v, do, inverse, and cum twice.
     )
 
 
@@ -57,25 +57,25 @@ def _scratch(plan: Plan) -> dict:
 class Decays:
     """Decays within a chunk, recomputed where they are used to save registers."""
 
-    rows: Ref  # cum, to be read along rows, and along columns.
-    columns: Ref
+    row_cum: Ref  # cum as one number per row of a product, and as one per column.
+    col_cum: Ref
     last: jax.Array  # cum of the last token.
 
     def pairs(self, matrix, strict: bool, transposed: bool = False):
         """tril(d `matrix`), or strict(d `matrix`). `transposed`: the same of the transposed matrix, transposed."""
         row, column = (plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout) for layout in (ROWS, COLUMNS))
         apart = spread(row, 0) - spread(column, 1)
-        difference = spread(load(self.rows, ROWS), 0) - spread(load(self.columns, COLUMNS), 1)
+        difference = spread(load(self.row_cum, ROWS), 0) - spread(load(self.col_cum, COLUMNS), 1)
         difference, apart = (-difference, -apart) if transposed else (difference, apart)
         return jnp.where(apart >= int(strict), matrix * jnp.exp(jnp.minimum(difference, 0.0)), 0.0)
 
     def from_start(self):
         """exp(cum)"""
-        return spread(jnp.exp(load(self.rows, ROWS)), 0)
+        return spread(jnp.exp(load(self.row_cum, ROWS)), 0)
 
     def to_end(self):
         """exp(cum[-1] - cum)"""
-        return spread(jnp.exp(self.last - load(self.rows, ROWS)), 0)
+        return spread(jnp.exp(self.last - load(self.row_cum, ROWS)), 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Chunk:
     q: Ref  # In pieces, as the next three.
     k: Ref
     s: Ref
-    ds: Ref  # The gradient of the state after the chunk.
+    ds_next: Ref  # ds', the gradient of the state after the chunk.
     v: Ref
     do: Ref
     inverse: Ref
@@ -97,7 +97,7 @@ class Chunk:
     # Gradients take the places of operands that are not read after them.
     du = property(lambda self: self.r)
     dr = property(lambda self: self.v)
-    dk = property(lambda self: self.ds)
+    dk = property(lambda self: self.ds_next)
     dq = property(lambda self: self.s)
 
     def rounded(self, x):
@@ -131,7 +131,7 @@ def _gradient_of_corrections(c: Chunk):
     # du = scale wᵀ do + exp(cum[-1] - cum) k ds'ᵀ
     w = c.by_piece(c.k, c.q)
     w = c.rounded(c.decays.pairs(w * c.plan.scale, strict=False, transposed=True))
-    du = c.decays.to_end() * c.by_piece(c.k, c.ds)
+    du = c.decays.to_end() * c.by_piece(c.k, c.ds_next)
     c.du[...] = c.rounded(c.multiply((w, c.do), onto=du))
     plgpu.commit_smem()
     # dr = inverseᵀ du
@@ -152,17 +152,16 @@ def _gradients_of_keys_and_queries(c: Chunk, p: Index, sums):
     """Leaves piece `p` of dk and dq in shared memory. Returns `sums`, of `DCUM` and `LAST_BY_TOKEN`, with this piece of
     their rows added. dqk and dkk are recomputed for each piece to save registers."""
     dcum, last_by_token = sums
-    q, k, s, ds = (ref.at[p] for ref in (c.q, c.k, c.s, c.ds))
+    q, k, s, ds_next = (ref.at[p] for ref in (c.q, c.k, c.s, c.ds_next))
 
-    def decayed(a, b, *, strict: bool, transposed: bool = False):
-        """`strict`: strict(d a bᵀ), otherwise tril(d scale a bᵀ). `transposed`: the same of b and a, transposed."""
-        pairs = c.multiply((a, b.T)) * (1.0 if strict else c.plan.scale)
-        return c.rounded(c.decays.pairs(pairs, strict, transposed))
+    def decayed(a, b, *, strict: bool, scale: float = 1.0, transposed: bool = False):
+        """tril(d scale a bᵀ), or strict(d scale a bᵀ). `transposed`: the same of b and a, transposed."""
+        return c.rounded(c.decays.pairs(c.multiply((a, b.T)) * scale, strict, transposed))
 
     # dk_minus = exp(cum[-1] - cum) u ds' + dqkᵀ q + dkkᵀ k
-    dk_minus = c.decays.to_end() * c.multiply((c.u, ds))
+    dk_minus = c.decays.to_end() * c.multiply((c.u, ds_next))
     last_by_token += _row_dots(k, dk_minus)
-    dqk_transposed = decayed(c.u, c.do, strict=False, transposed=True)
+    dqk_transposed = decayed(c.u, c.do, strict=False, scale=c.plan.scale, transposed=True)
     dk_minus = c.multiply((dqk_transposed, q), onto=dk_minus)
     dkk_transposed = -decayed(c.u, c.dr, strict=True, transposed=True)
     dk_minus = c.multiply((dkk_transposed, k), onto=dk_minus)
@@ -175,7 +174,7 @@ def _gradients_of_keys_and_queries(c: Chunk, p: Index, sums):
     c.dk[p] = c.rounded(dk_plus + dk_minus)
     # dq = scale exp(cum) do s + dqk k
     dq = c.decays.from_start() * c.plan.scale * c.multiply((c.do, s))
-    dqk = decayed(c.do, c.u, strict=False)
+    dqk = decayed(c.do, c.u, strict=False, scale=c.plan.scale)
     dq = c.multiply((dqk, k), onto=dq)
     c.dq[p] = c.rounded(dq)
     return dcum + _row_dots(q, dq), last_by_token
@@ -184,7 +183,7 @@ def _gradients_of_keys_and_queries(c: Chunk, p: Index, sums):
 def _compute(c: Chunk, num_rows: Index, put):
     """Leaves dv, dk and dq in shared memory, and stores each of the `SUMS` by `put`."""
     zero = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), ROWS)
-    by_value = [_row_dots(c.s.at[p], load(c.ds.at[p]).astype(jnp.float32)) for p in range(c.plan.pieces)]
+    by_value = [_row_dots(c.s.at[p], load(c.ds_next.at[p]).astype(jnp.float32)) for p in range(c.plan.pieces)]
     put(LAST_BY_VALUE, functools.reduce(jnp.add, by_value))
     # dbeta = z . e
     e = _errors(c)
@@ -199,19 +198,19 @@ def _compute(c: Chunk, num_rows: Index, put):
 
 
 def _kernel(first_rows, num_rows, gmem, dq_gmem, dk_gmem, dv_gmem, sums_gmem, *, plan: Plan, inverse_smem, r_smem,
-            u_smem, rows_smem, columns_smem, filled, **smem):  # fmt: skip
-    chunk, column = lax.axis_index("tile"), lax.axis_index("head_index")
-    row, num, head = first_rows[chunk], num_rows[chunk], plan.head(column)
+            u_smem, row_cum_smem, col_cum_smem, filled, **smem):  # fmt: skip
+    chunk, value_slice = lax.axis_index("tile"), lax.axis_index("unit")
+    row, num, head = first_rows[chunk], num_rows[chunk], plan.head(value_slice)
     tiles = {name.removesuffix("_smem"): Tiles.views(x, plan.interpreted) for name, x in smem.items()}
-    heads = dict.fromkeys(("q", "k"), (plan.key_head(head), plan.pieces)) | dict.fromkeys(("v", "do"), (column, 1))
+    heads = dict.fromkeys(("q", "k"), (plan.key_head(head), plan.pieces)) | dict.fromkeys(("v", "do"), (value_slice, 1))
     operands = [Operand(gmem[name], tiles[name], *where) for name, where in heads.items()]
     for operand in operands:
         operand.copy(row, CHUNK, 0, filled)
-    for name in ("s", "ds"):
+    for name in ("s", "ds_next"):
         for p in range(plan.pieces):
-            source = gmem[name].at[chunk, column, :, pl.ds(p * PIECE, PIECE)]
+            source = gmem[name].at[chunk, value_slice, :, pl.ds(p * PIECE, PIECE)]
             plgpu.copy_gmem_to_smem(source, tiles[name].rows.at[0, p], filled)
-    for name, target in dict(inverse=inverse_smem, rows=rows_smem, columns=columns_smem).items():
+    for name, target in dict(inverse=inverse_smem, row_cum=row_cum_smem, col_cum=col_cum_smem).items():
         plgpu.copy_gmem_to_smem(gmem[name].at[head, chunk], target, filled)
     plgpu.barrier_wait(filled)
     if plan.sequences.is_ragged:
@@ -222,17 +221,17 @@ def _kernel(first_rows, num_rows, gmem, dq_gmem, dk_gmem, dv_gmem, sums_gmem, *,
                 operand.clear(0, num, plan.interpreted)
             plgpu.commit_smem()
 
-    pieces = [tiles[name].tiled.at[0] for name in ("q", "k", "s", "ds")]
+    pieces = [tiles[name].tiled.at[0] for name in ("q", "k", "s", "ds_next")]
     alone = [tiles[name].tiled.at[0, 0] for name in ("v", "do")]
-    decays = Decays(rows_smem, columns_smem, rows_smem[CHUNK - 1])
+    decays = Decays(row_cum_smem, col_cum_smem, row_cum_smem[CHUNK - 1])
     c = Chunk(plan, decays, *pieces, *alone, inverse_smem, r_smem, u_smem)
-    _compute(c, num, put=lambda which, vector: _device.store(sums_gmem.at[column, chunk, which], vector))
+    _compute(c, num, put=lambda which, vector: _device.store(sums_gmem.at[value_slice, chunk, which], vector))
 
     def store(skip, size: int):
         """`size` rows of dr, dq and dk from row `skip` on."""
-        for out, name, pieces in ((dv_gmem, "v", 1), (dq_gmem, "s", plan.pieces), (dk_gmem, "ds", plan.pieces)):
+        for out, name, pieces in ((dv_gmem, "v", 1), (dq_gmem, "s", plan.pieces), (dk_gmem, "ds_next", plan.pieces)):
             for p in range(pieces):
-                target = out.at[pl.ds(row + skip, size), column, pl.ds(p * PIECE, PIECE)]
+                target = out.at[pl.ds(row + skip, size), value_slice, pl.ds(p * PIECE, PIECE)]
                 plgpu.copy_smem_to_gmem(tiles[name].rows.at[0, p, pl.ds(skip, size)], target)
 
     if plan.sequences.is_ragged:
@@ -245,17 +244,17 @@ def _kernel(first_rows, num_rows, gmem, dq_gmem, dk_gmem, dv_gmem, sums_gmem, *,
 
 def launch(plan: Plan, first_rows, num_rows, q, k, v, do, states, d_states, inverse, cum, params):
     """[dq, dk, dv, sums]. Rows of no sequence are not written."""
-    (rows, columns, _), dim = v.shape, plan.pieces * PIECE
-    gmem = dict(q=q, k=k, v=v, do=do, s=states, ds=d_states, inverse=inverse, rows=cum, columns=cum)
+    (rows, slices, _), dim = v.shape, plan.pieces * PIECE
+    gmem = dict(q=q, k=k, v=v, do=do, s=states, ds_next=d_states, inverse=inverse, row_cum=cum, col_cum=cum)
     return _host.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=[
-            *[jax.ShapeDtypeStruct((rows, columns, dim), plan.dtype)] * 2,
+            *[jax.ShapeDtypeStruct((rows, slices, dim), plan.dtype)] * 2,
             jax.ShapeDtypeStruct(v.shape, plan.dtype),
-            jax.ShapeDtypeStruct((columns, plan.sequences.num_chunks, len(SUMS), CHUNK), jnp.float32),
+            jax.ShapeDtypeStruct((slices, plan.sequences.num_chunks, len(SUMS), CHUNK), jnp.float32),
         ],
-        grid=(plan.sequences.num_chunks, columns),
-        grid_names=("tile", "head_index"),
+        grid=(plan.sequences.num_chunks, slices),
+        grid_names=("tile", "unit"),
         scratch_types=_scratch(plan),
         compiler_params=params,
     )(first_rows, num_rows, gmem)

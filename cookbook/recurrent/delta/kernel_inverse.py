@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The inverse that each chunk of the gated delta rule needs, for all chunks at once: no chunk waits for another.
 
-    lower[t, s] = beta[t] exp(cum[t] - cum[s]) k[t] . k[s]  for s < t, else 0
+    lower[t, j] = beta[t] exp(cum[t] - cum[j]) k[t] . k[j]  for j < t, else 0
     inverse     = (1 + lower)^-1 diag(beta)
 
 The kernel inverts a unit lower triangular matrix of 64 x 64 for each chunk of each value head. The paper calls this the
@@ -28,13 +28,13 @@ inverses d1 and d2 are known, and the block e of `lower` between them make a blo
 
 A step does this for all pairs of neighbours. d (64, 64) has all inverses on its diagonal, e (64, 64) all blocks between
 neighbours, and zeros elsewhere. Then x = -e d, and d + d x is the next d. Blocks of 2 need no product: d = 1 - e, with
-the e of b = 1. Five steps of two products lead from there to 64. They multiply panels of 16 columns, the least depth of
+the e of b = 1. Five steps of two products lead from there to 64. They multiply strips of 16 columns, the least depth of
 a WGMMA:
 
     b          x = -e d                                   d + d x
-    2, 4, 8    panel i of e by panel i of d, each i       panel i of d by panel i of x, each i
-    16         panels 0, 2 of lower by those of d (d1)    panels 1, 3 of d (d2) by x, into panels 0, 2
-    32         panels 0, 1 of lower by those of d (d1)    panels 2, 3 of d (d2) by x, into panels 0, 1
+    2, 4, 8    strip i of e by strip i of d, each i       strip i of d by strip i of x, each i
+    16         strips 0, 2 of lower by those of d (d1)    strips 1, 3 of d (d2) by x, into strips 0, 2
+    32         strips 0, 1 of lower by those of d (d1)    strips 2, 3 of d (d2) by x, into strips 0, 1
 
 The left operand of a product is in registers, (64, 16). The right one is a view of d or x in shared memory, (16, 16),
 and the sum an accumulator (64, 64) in float32, which for the second product begins as d. Up to b = 8 the entries of e
@@ -67,18 +67,18 @@ from .plan import CHUNK, SQUARE
 
 HEADS = 4  # Value heads that a block goes through at most.
 BLOCKS = 400  # Blocks that fill a GPU. With fewer a block has fewer heads.
-PANEL = 16  # Columns of a panel: the least depth of a WGMMA.
-PANELS = range(CHUNK // PANEL)
+STRIP = 16  # Columns of a strip: the least depth of a WGMMA.
+STRIPS = range(CHUNK // STRIP)
 LOG2_E = math.log2(math.e)
 
 
 def _masks() -> np.ndarray:
     """(5, rows, 16): ones on the diagonal of a square, and at the entries of e for b = 1, 2, 4 and 8. Zeros above and
-    below, so that the mask of each panel is a view of `CHUNK` rows."""
-    row, column = np.indices((PANEL, PANEL))
+    below, so that the mask of each strip is a view of `CHUNK` rows."""
+    row, column = np.indices((STRIP, STRIP))
     level = np.where(row >= column, np.frexp(row ^ column)[1], -1)
     square = level == np.arange(5)[:, None, None]
-    return np.pad(square, ((0, 0), (CHUNK - PANEL, CHUNK), (0, 0))).astype(np.float16)
+    return np.pad(square, ((0, 0), (CHUNK - STRIP, CHUNK), (0, 0))).astype(np.float16)
 
 
 def heads_of_block(key_heads: int, heads: int, chunks: int) -> int:
@@ -87,41 +87,41 @@ def heads_of_block(key_heads: int, heads: int, chunks: int) -> int:
     return max(n for n in range(1, HEADS + 1) if group % n == 0 and (n == 1 or heads // n * chunks >= BLOCKS))
 
 
-def _of_panel(i: int):
-    """Columns, or rows, of panel `i`."""
-    return pl.ds(i * PANEL, PANEL)
+def _of_strip(i: int):
+    """Columns, or rows, of strip `i`."""
+    return pl.ds(i * STRIP, STRIP)
 
 
-def _panels(x) -> list:
-    return [x[:, i * PANEL : (i + 1) * PANEL] for i in PANELS]
+def _strips(x) -> list:
+    return [x[:, i * STRIP : (i + 1) * STRIP] for i in STRIPS]
 
 
 def _depths(block: int) -> tuple[dict, dict]:
-    """For each panel of a product that a step needs, the panels summed over: d1's in the first product, d2's in the
+    """For each strip of a product that a step needs, the strips summed over: d1's in the first product, d2's in the
     second."""
-    if block < PANEL:
-        return ({i: [i] for i in PANELS},) * 2
-    num = block // PANEL
-    of_d1 = {i: [i // num * num + j for j in range(num)] for i in PANELS if i // num % 2 == 0}
+    if block < STRIP:
+        return ({i: [i] for i in STRIPS},) * 2
+    num = block // STRIP
+    of_d1 = {i: [i // num * num + j for j in range(num)] for i in STRIPS if i // num % 2 == 0}
     return of_d1, {i: [j + num for j in js] for i, js in of_d1.items()}
 
 
 def _add_products(left: list, right_smem: Ref, depths: dict, interpreted: bool, acc=None):
-    """`acc`, zeros for None, with products added to the panels that `depths` names. To panel i go, for all j in
-    `depths[i]`, panel j of `left`, (64, 16) in registers, by rows j and columns i of `right_smem`, (16, 16)."""
-    pairs = [(i, left[j], right_smem.at[_of_panel(j), _of_panel(i)]) for i, js in depths.items() for j in js]
+    """`acc`, zeros for None, with products added to the strips that `depths` names. To strip i go, for all j in
+    `depths[i]`, strip j of `left`, (64, 16) in registers, by rows j and columns i of `right_smem`, (16, 16)."""
+    pairs = [(i, left[j], right_smem.at[_of_strip(j), _of_strip(i)]) for i, js in depths.items() for j in js]
     if interpreted:
         acc = jnp.zeros(SQUARE, jnp.float32) if acc is None else acc
         for i, x, ref in pairs:
             added = jnp.dot(x, ref[...], preferred_element_type=jnp.float32)
-            acc = acc.at[:, i * PANEL : (i + 1) * PANEL].add(added)
+            acc = acc.at[:, i * STRIP : (i + 1) * STRIP].add(added)
         return plgpu.layout_cast(acc, plgpu.Layout.WGMMA)
 
     def multiply(acc_ref):
         if acc is not None:
             acc_ref[...] = acc
         for i, x, ref in pairs:
-            plgpu.wgmma(acc_ref.at[:, _of_panel(i)], x, ref)
+            plgpu.wgmma(acc_ref.at[:, _of_strip(i)], x, ref)
         return plgpu.layout_cast(acc_ref[...], plgpu.Layout.WGMMA)
 
     return pl.run_scoped(multiply, plgpu.ACC(SQUARE, jnp.float32))
@@ -129,8 +129,8 @@ def _add_products(left: list, right_smem: Ref, depths: dict, interpreted: bool, 
 
 def _inverse(minus_lower, masks_smem: Ref, d_smem: Ref, x_smem: Ref, interpreted: bool):
     """(1 + lower)^-1 in float32, from the negative of `lower` in float16, both (64, 64) in registers."""
-    minus_lower = _panels(minus_lower)
-    mask = lambda level, i: load(masks_smem.at[level, pl.ds((len(PANELS) - 1 - i) * PANEL, CHUNK)])
+    minus_lower = _strips(minus_lower)
+    mask = lambda level, i: load(masks_smem.at[level, pl.ds((len(STRIPS) - 1 - i) * STRIP, CHUNK)])
     # Blocks of 2: d = 1 - e
     d = [x * mask(1, i) + mask(0, i) for i, x in enumerate(minus_lower)]
     inverse = jnp.concatenate(d, axis=1).astype(jnp.float32)
@@ -138,9 +138,9 @@ def _inverse(minus_lower, masks_smem: Ref, d_smem: Ref, x_smem: Ref, interpreted
         d = inverse.astype(jnp.float16)
         d_smem[...] = d
         plgpu.commit_smem()
-        d = _panels(d)
+        d = _strips(d)
         of_d1, of_d2 = _depths(block)
-        minus_e = [x * mask(level, i) for i, x in enumerate(minus_lower)] if block < PANEL else minus_lower
+        minus_e = [x * mask(level, i) for i, x in enumerate(minus_lower)] if block < STRIP else minus_lower
         # x = -e d
         x_smem[...] = _add_products(minus_e, d_smem, of_d1, interpreted).astype(jnp.float16)
         plgpu.commit_smem()
@@ -179,7 +179,7 @@ def _kernel(first_rows, num_rows, k_gmem, of_rows, of_columns, masks_gmem, o_gme
             [load(smem.at[i, head], layout) for i in (0, 1)]
             for smem, layout in ((rows_smem, ROWS), (columns_smem, COLUMNS))
         )
-        # -lower = -beta[t] exp(cum[t] - cum[s]) k[t] . k[s]
+        # -lower = -beta[t] exp(cum[t] - cum[j]) k[t] . k[j]
         decay = jnp.exp2(jnp.minimum(spread(cum_rows * LOG2_E, 0) - spread(cum_columns * LOG2_E, 1), 0.0))
         minus_lower = load(keys_smem) * decay * spread(-beta_rows, 0)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The inverse of the head before has left the place of x.
@@ -197,7 +197,7 @@ def inverses(first_rows, num_rows, k, cum, beta, *, interpreted: bool, params):
     heads, chunks, _ = cum.shape
     key_heads, pieces, masks = k.shape[1], k.shape[2] // PIECE, _masks()
     num_heads = heads_of_block(key_heads, heads, chunks)
-    narrow = swizzled(PANEL)
+    narrow = swizzled(STRIP)
     either = (lambda *refs: refs) if interpreted else plgpu.RefUnion
     vectors = plgpu.SMEM((2, num_heads, CHUNK), jnp.float32)
     return _host.kernel(

@@ -16,15 +16,15 @@ from .plan import ForwardPlan
 
 
 def starts_of_parts(plan: ForwardPlan, table, seq, k, v, inverse, cum, initial, params):
-    """(states at the starts of all parts, states at the ends of the sequences), both in columns."""
+    """(states at the starts of all parts, states at the ends of the sequences), both in slices."""
     sequences = plan.sequences
     of_heads = lambda states: states.reshape(len(states), plan.heads, -1, states.shape[-1])
     alone = dataclasses.replace(plan, state_wgs=1, output_wgs=0)
     (local,) = kernel.launch(alone, table, None, k, v, inverse, cum, None, params)
     unit = jnp.eye(plan.pieces * PIECE, dtype=jnp.float32).reshape(plan.pieces, PIECE, -1)
     unit = jnp.broadcast_to(unit, (sequences.num_parts, plan.heads, *unit.shape))
-    of_keys = dataclasses.replace(alone, columns_per_head=plan.pieces, has_values=False)
-    unit = unit.reshape(len(unit), of_keys.columns, *unit.shape[3:])
+    of_keys = dataclasses.replace(alone, slices_per_head=plan.pieces, has_values=False)
+    unit = unit.reshape(len(unit), of_keys.value_slices, *unit.shape[3:])
     (transition,) = kernel.launch(of_keys, table, None, k, None, inverse, cum, unit, params)
     shape = local.shape[1:]
     local, transition = of_heads(local), of_heads(transition)

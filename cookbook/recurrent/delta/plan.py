@@ -16,24 +16,25 @@ SQUARE = (CHUNK, CHUNK)
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Statics of the forward and both backward kernels. A column is 64 values of a head; its state needs no other."""
+    """Statics of the forward and both backward kernels. A slice of the values, 64 of a head, has a state that
+    needs no other."""
 
     sequences: Sequences
     key_heads: int
     heads: int
     pieces: int  # Pieces of 64 values of a key.
-    columns_per_head: int
+    slices_per_head: int
     dtype: jnp.dtype
     scale: float
     interpreted: bool
 
     @property
-    def columns(self) -> int:
-        return self.heads * self.columns_per_head
+    def value_slices(self) -> int:
+        return self.heads * self.slices_per_head
 
-    def head(self, column):
-        """The value head of a column."""
-        return _device.div(column, self.columns_per_head)
+    def head(self, value_slice):
+        """The value head of a slice."""
+        return _device.div(value_slice, self.slices_per_head)
 
     def key_head(self, head):
         return _device.div(head, self.heads // self.key_heads)
@@ -52,8 +53,8 @@ class ForwardPlan(Plan):
     """A launch of the forward kernel: all of it, or states alone."""
 
     num_stages: int  # Chunks in shared memory.
-    state_wgs: int  # Warpgroups, and so columns of a block.
-    output_wgs: int  # None: no results of tokens.
+    state_wgs: int  # Warpgroups, and so slices of a block.
+    output_wgs: int  # 0: no results of tokens.
     has_values: bool  # Otherwise v is zero.
     keeps_all: bool  # Whether the states before all chunks are results.
 

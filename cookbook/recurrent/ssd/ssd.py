@@ -259,8 +259,8 @@ def ssd(
     Args:
       x: (B, T, H, P), bfloat16 or float16; P is a multiple of 64.
       dt: (B, T, H), at least 0: how far each token moves the state.
-      a: (H,), at most 0: a token multiplies the state by exp(dt a), or by 0 where that is below 2**-64. So with -inf
-        each token clears it, unless its dt is 0. The gradients of what clears it are 0.
+      a: (H,), at most 0: a token multiplies the state by exp(dt a), but by 2**-64 at least: -inf leaves 2**-64 of a
+        state, unless dt is 0. The gradients of what leaves so little are 0.
       b, c: (B, T, G, N), of the dtype of `x`; G divides H, and N is 64, 128 or 256.
       d: (H,), how much of x is added to y; None for nothing.
       chunk_size: rows that become one product, 64 or 128 (N at most 128); None chooses.
