@@ -23,7 +23,7 @@ exercise-1
 exercise-gated
   (mi, ki)) => (mi, ki), delay_release=1) && (ki, ni)) => (ki, ni), delay_release=1) && wait(0) => wait(2)  # Right.
   (mi, ki)) => (mi, ki), delay_release=1) && (ki, ni)) => (ki, ni), delay_release=1) && wait(0) => wait(3)
-    # may still read the slot
+    # may still read the stage
   plgpu.wgmma_wait(0) => plgpu.wgmma_wait(1)
   wgmma(acc_up, a_smem, up_smem) => wgmma(acc_up, a_smem, gate_smem)  # `gate` stands in both
   (a_gmem, gate_gmem, up_gmem)\n => (a_gmem, up_gmem, gate_gmem)\n  # silu belongs to the product with `gate`
@@ -37,7 +37,7 @@ exercise-gated
     && step, grid=(steps,), in_specs=in_specs => half(acc_gate), **specs && (*operands) => (a_gmem, gate_gmem)
     # A is loaded once for each of the two
 exercise-3
-  delay_release=1 => delay_release=0  # may still read the slot: wait for it first. wgmma_wait(n) leaves the last n
+  delay_release=1 => delay_release=0  # may still read the stage: wait for it first. wgmma_wait(n) leaves the last n
   (tile_k, tile_m), lambda ki: (ki, mi) => (tile_k, tile_m), lambda ki: (mi, ki)  # a of 128 x 128
   lambda ki: (ki, mi) => lambda ki: (ki * tile_k, mi * tile_m)
   wgmma(acc, a_smem.T, b_smem) => wgmma(acc, a_smem, b_smem)  # cannot be compiled
@@ -47,7 +47,7 @@ exercise-3
 # %% exercise-2 needs: parameters setup
 #: answer = (None, None)  # The name, and the step.
 # BEGIN SOLUTION
-# Two products may still run, and the slot of the last one but one is refilled.
+# Two products may still run, and the stage of the last one but one is refilled.
 answer = ("C", 9)
 # END SOLUTION
 
