@@ -329,9 +329,9 @@ def require_rings(played, in_flight: int | None = None) -> None:
                 continue
             used = min(ring.most, max(ring.later, 1))
             raise NotYet(
-                f"a ring of {stages} stages is used as if it had {used}: each copy is waited for before the next one has "
-                "started. Start the copies of later steps first, as many as there are stages, and then wait for this "
-                "step's"
+                f"a ring of {stages} stages is used as if it had {used}: each copy is waited for before the next one "
+                "has started. Start the copies of later steps first, as many as there are stages, and then wait for "
+                "this step's"
             )
         loads = max((ring.loads for ring in block.rings), default=in_flight)  # A block may have few steps.
         if in_flight and max((ring.most for ring in block.rings), default=1) < min(in_flight, loads):
