@@ -32,11 +32,11 @@ def pipeline_blockspec(ax):
     _windows(ax, 0, 0, 3, steps, "A (M, K)", [(1, ki) for ki in range(steps)])
     _windows(ax, 6.2, 0, steps, 4, "B (K, N)", [(ki, 2) for ki in range(steps)])
     _windows(ax, 11.5, 0, 3, 4, "C (M, N)", [(1, 2)])
-    ax.text(0, 3.3, "BlockSpec((tile_m, tile_k),\n    lambda ki: (mi, ki))", family="monospace", va="top", fontsize=8)
+    ax.text(0, 3.3, "BlockSpec((tile_m, TILE_K),\n    lambda ki: (mi, ki))", family="monospace", va="top", fontsize=8)
     ax.text(11.5, 3.3, "stays in registers\nfor all steps", va="top", fontsize=8)
-    text = "BlockSpec((tile_k, tile_n),\n    lambda ki: (ki, ni))"
+    text = "BlockSpec((TILE_K, tile_n),\n    lambda ki: (ki, ni))"
     ax.text(6.2, steps + 0.3, text, family="monospace", va="top", fontsize=8)
-    ax.set(xlim=(-0.2, 15.8), ylim=(steps + 1.6, -0.9), aspect="equal")
+    ax.set(xlim=(-0.2, 15.8), ylim=(steps + 1.3, -0.6), aspect="equal")
     ax.axis("off")
 
 
@@ -158,7 +158,7 @@ def pipeline_two_blocks(axes):
 
 
 GRID, WAVE = (64, 64), 132  # 8192x8192 in tiles of 128x128; one block on each SM of an H100 or H200.
-ORDERS = ((1, 64, "row by row"), (1, 8, "strips of 8 columns"), (0, 16, "strips of 16 rows"))
+ORDERS = ((1, 64, "row by row"), (0, 8, "strips of 8 rows"), (0, 16, "strips of 16 rows"))
 
 
 def tiles(grid: tuple[int, int], minor_dim: int, tile_width: int):
@@ -179,16 +179,16 @@ def panels(grid, minor_dim, tile_width, wave=WAVE) -> list[tuple[int, int]]:
 def pipeline_order(axes):
     """The order in which the blocks of a grid take tiles of the output, and the panels that one wave reads.
 
-    The first WAVES waves in colour, the path of the blocks as a line.
+    The first waves in colour, the path of the blocks as a line; the panels are those of the second wave.
     """
-    waves = 6  # Drawn.
+    waves, size = 6, 2 * WAVE  # Drawn, with two blocks on each SM.
     for ax, (minor_dim, tile_width, name) in zip(axes, ORDERS, strict=True):
         rows, columns = tiles(GRID, minor_dim, tile_width)
         for wave in range(waves):
-            part = slice(wave * WAVE, (wave + 1) * WAVE)
+            part = slice(wave * size, (wave + 1) * size)
             ax.plot(columns[part], rows[part], "s", markersize=2.1, color=plot.COLOURS[wave])
-        ax.plot(columns[: waves * WAVE], rows[: waves * WAVE], color=INK, linewidth=0.4)
-        of_a, of_b = panels(GRID, minor_dim, tile_width)[1]
+        ax.plot(columns[: waves * size], rows[: waves * size], color=INK, linewidth=0.4)
+        of_a, of_b = panels(GRID, minor_dim, tile_width, size)[1]
         ax.set_title(f"{name}\n({minor_dim}, {tile_width}): {of_a} + {of_b} panels", fontsize=8.5)
         ax.set(xlim=(-1, GRID[1]), ylim=(GRID[0], -1), aspect="equal", xticks=(0, 32, 63), yticks=(0, 32, 63))
         ax.grid(visible=False)
