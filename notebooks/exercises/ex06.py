@@ -81,11 +81,12 @@ def check_gated(answer) -> str:
             f"a block loads {loads} windows for {len(products)} products: A is loaded once for each of the two. One "
             "step must use its window of A twice."
         )
-    before, after = products[1], products[2]  # The last product of the first step, and the first of the second.
-    if before.end & after.known == before.end:
+    *step, later = products[:3]  # The products of the first step, and the first one of the second.
+    if ended := sum(event.end & later.known == event.end for event in step):
         raise NotYet(
-            "the result is right, but each step waits for its own products, and the tensor cores idle between two "
-            "steps: leave the products of a step running, and keep its stage for as long"
+            f"the result is right, but {ended} of a step's two products must end before the next step starts, and the "
+            "tensor cores idle. wgmma_wait(n) leaves n products running, not n steps: leave both running, and keep "
+            "their stage for as long"
         )
     return "A is loaded once for both products, neither of them ever crosses HBM, and the tensor cores stay busy."
 

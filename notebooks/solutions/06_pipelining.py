@@ -28,13 +28,14 @@ exercise-2
   "C"  # a pair
   ("C", None)
 exercise-3
-  plgpu.wgmma_wait(2) => plgpu.wgmma_wait(1)  # Right.
+  max_concurrent_steps=3 => max_concurrent_steps=4  # Right.
   plgpu.wgmma_wait(2) => plgpu.wgmma_wait(3)  # may still read the stage
   plgpu.wgmma_wait(2) => pass
   delay_release=1 => delay_release=0
   (mi, ki), delay_release=1 => (mi, ki), delay_release=0
   delay_release=1 => delay_release=0 && wait(2) => wait(1)
-  plgpu.wgmma_wait(2) => plgpu.wgmma_wait(0)  # leave the products of a step running
+  plgpu.wgmma_wait(2) => plgpu.wgmma_wait(1)  # leaves n products running, not n steps
+  plgpu.wgmma_wait(2) => plgpu.wgmma_wait(0)
   delay_release=1 => delay_release=0 && wait(2) => wait(0)
   delay_release=1 => delay_release=0 && wait(2) => wait(0) && max_concurrent_steps=3 => max_concurrent_steps=1
     # this is no ring: nothing is loaded while a step is computed
