@@ -24,8 +24,8 @@ STEP = 10  # The step that exercise 2 asks about.
 @checker
 def check_transposed_a(answer) -> str:
     """Exercise 1: `answer(a, b)` is a.T @ b, for a stored as (K, M)."""
-    judge.require_order_of(answer, *(jax.ShapeDtypeStruct((LONG, 128), jnp.bfloat16),) * 2, in_flight=2)
-    for k, m, n in _sizes((128, 128, 128), (192, 256, 128)):
+    judge.require_order_of(answer, *(jax.ShapeDtypeStruct((LONG, 256), jnp.bfloat16),) * 2, in_flight=2)
+    for k, m, n in _sizes((128, 128, 128), (448, 256, 128)):
         a, b = normal(4, (k, m), jnp.bfloat16), normal(5, (k, n), jnp.bfloat16)
         out = run_kernel(answer, a, b, as_it_lies=True)
         likely = [(wide(a) @ wide(b), "that is a @ b: a is read as if it were stored as (M, K)")] if k == m else []
@@ -37,7 +37,7 @@ def check_transposed_a(answer) -> str:
 
 def _sizes(*known):
     """These (K, M, N), and one that no answer knows beforehand."""
-    draw = lambda rng: (64 * int(rng.integers(1, 5)), 128 * int(rng.integers(1, 3)), 128 * int(rng.integers(1, 3)))
+    draw = lambda rng: (64 * int(rng.integers(1, 9)), 128 * int(rng.integers(1, 3)), 128 * int(rng.integers(1, 3)))
     return *known, *drawn(draw, 1)
 
 
@@ -69,11 +69,11 @@ def check_wrong_release(answer) -> str:
 @checker
 def check_gated(answer) -> str:
     """Exercise 3: `answer(a, gate, up)` is silu(a @ gate) * (a @ up)."""
-    shapes = (128, LONG), (LONG, 128), (LONG, 128)
+    shapes = (256, LONG), (LONG, 128), (LONG, 128)
     ((block, *_),) = judge.require_order_of(
         answer, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes), in_flight=2
     )
-    for k, m, n in _sizes((192, 128, 128)):
+    for k, m, n in _sizes((448, 256, 128)):
         _require_gated(answer, m, n, k)
     loads, products = block.count("load"), [event for event in block.events if event.kind == "product"]
     if 2 * loads > 3 * len(products):

@@ -7,14 +7,16 @@ exercise-1
   (ki, ni), delay_release=1 => (ki, ni), delay_release=0
   plgpu.wgmma_wait(1) => plgpu.wgmma_wait(2)
   plgpu.wgmma_wait(1) => pass
+  plgpu.wgmma_wait(1) => pl.when(mi == 0)(lambda: (plgpu.wgmma_wait(1), None)[1])
   plgpu.wgmma_wait(1) => plgpu.wgmma_wait(0)  # Right.
   max_concurrent_steps=3 => max_concurrent_steps=2  # Right.
   max_concurrent_steps=3 => max_concurrent_steps=1 && delay_release=1 => delay_release=0 && wait(1) => wait(0)
     # this is no ring: nothing is loaded while a step is computed
   (tile_k, tile_m), lambda ki: (ki, mi) => (tile_k, tile_m), lambda ki: (mi, ki)  # a of 128 x 128
   lambda ki: (ki, mi) => lambda ki: (ki * tile_k, mi * tile_m)
-  grid=(num_steps,) => grid=(min(num_steps, 2),)  # a of 192 x 256
+  grid=(num_steps,) => grid=(min(num_steps, 2),)  # a of 448 x 256
   (ki, mi) => (ki, 0)
+  (ki, mi) => (lax.rem(ki, 4), mi)
   wgmma(acc, a_smem.T, b_smem) => wgmma(acc, a_smem, b_smem)  # cannot be compiled
   lambda a, b: matmul_transposed_a(matmul_transposed_a(a, b), b[:128])  # launches 2 kernels, and 1 is asked for
 exercise-2
@@ -31,6 +33,7 @@ exercise-3
   max_concurrent_steps=3 => max_concurrent_steps=4  # Right.
   plgpu.wgmma_wait(2) => plgpu.wgmma_wait(3)  # may still read the stage
   plgpu.wgmma_wait(2) => pass
+  plgpu.wgmma_wait(2) => pl.when(mi == 0)(lambda: (plgpu.wgmma_wait(2), None)[1])
   delay_release=1 => delay_release=0
   (mi, ki), delay_release=1 => (mi, ki), delay_release=0
   delay_release=1 => delay_release=0 && wait(2) => wait(1)
@@ -45,6 +48,7 @@ exercise-3
   jax.nn.silu(acc_gate[...]) * acc_up[...] => acc_gate[...] + acc_up[...]  # one accumulator
   [a_spec, b_spec, b_spec] => [a_spec, b_spec]  # cannot be compiled
   grid=(num_steps,) => grid=(min(num_steps, 2),)  # element
+  lambda ki: (ki, ni) => lambda ki: (lax.rem(ki, 4), ni)
   lambda ki: (mi, ki) => lambda ki: (0, ki) && lambda ki: (ki, ni) => lambda ki: (ki, 0)
   lambda a, gate, up: gated(gated(a, gate, up), gate[:128], up[:128])  # launches 2 kernels, and 1 is asked for
   in_specs, operands = [a_spec, b_spec, b_spec], (a_gmem, gate_gmem, up_gmem)\n
