@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from figures._chart import LOAD, MULTIPLY, bar, chart, label, numbered, ring_of, tile, tracks
+from figures._chart import LOAD, MULTIPLY, bar, chart, label, numbered, tile, tracks
 from figures._draw import BLUE, GREEN, INK, RED, SKY, places
 from lab import plot
 
@@ -32,29 +32,34 @@ def pipeline_blockspec(ax):
     _windows(ax, 0, 0, 3, steps, "A (M, K)", [(1, ki) for ki in range(steps)])
     _windows(ax, 6.2, 0, steps, 4, "B (K, N)", [(ki, 2) for ki in range(steps)])
     _windows(ax, 11.5, 0, 3, 4, "C (M, N)", [(1, 2)])
-    ax.text(0, 3.3, "BlockSpec((tile_m, tile_k),\n    lambda ki: (mi, ki))", family="monospace", va="top", fontsize=8)
+    ax.text(0, 3.3, "BlockSpec((tile_m, TILE_K),\n    lambda ki: (mi, ki))", family="monospace", va="top", fontsize=8)
     ax.text(11.5, 3.3, "stays in registers\nfor all steps", va="top", fontsize=8)
-    text = "BlockSpec((tile_k, tile_n),\n    lambda ki: (ki, ni))"
+    text = "BlockSpec((TILE_K, tile_n),\n    lambda ki: (ki, ni))"
     ax.text(6.2, steps + 0.3, text, family="monospace", va="top", fontsize=8)
-    ax.set(xlim=(-0.2, 15.8), ylim=(steps + 1.6, -0.9), aspect="equal")
+    ax.set(xlim=(-0.2, 15.8), ylim=(steps + 1.3, -0.6), aspect="equal")
     ax.axis("off")
 
 
-SLOTS = 3
+STAGES = 3
 
 
 @chart(height=6.6, nrows=3, sharex=True)
-def pipeline_slot_lifetime(axes):
-    """Owners of a ring slot in time: three ways to release it, one of them a race that nothing reports."""
+def pipeline_stage_lifetime(axes):
+    """Owners of a stage of a ring in time: three ways to release it, one of them a race that nothing reports."""
     cases = (
         (0, 0, "delay_release=0, wgmma_wait(0): right, but the tensor core idles between two steps"),
         (1, 1, "delay_release=1, wgmma_wait(1): right; product i + 1 is queued before product i ends"),
         (0, 1, "delay_release=0, wgmma_wait(1): WRONG; TMA writes where the tensor core still reads"),
     )
     for ax, (delay_release, wait, title) in zip(axes, cases, strict=True):
-        _lifetimes(ax, schedule(9, SLOTS, delay_release=delay_release, wait=wait, load=1.5, gap=0.3))
-        tracks(ax, ring_of(SLOTS), title)
+        _lifetimes(ax, schedule(9, STAGES, delay_release=delay_release, wait=wait, load=1.5, gap=0.3))
+        tracks(ax, _ring_of(STAGES), title)
     axes[-1].set(xlim=(0, 8.8), xlabel="time, in units of one step's product")
+
+
+def _ring_of(stages: int) -> list[str]:
+    """The rows of a schedule of a ring: its stages, and the tensor core."""
+    return [*numbered("stage", stages), "tensor core"]
 
 
 LOAD_TIME = 2.2  # In units of the time that the tensor core takes for one step.
@@ -75,8 +80,8 @@ def schedule(steps: int, stages: int, *, delay_release=0, wait=0, load=LOAD_TIME
 
     Args:
       steps: of the pipeline.
-      stages: slots of the ring.
-      delay_release: the slot refilled after a step is that of so many steps before.
+      stages: of the ring.
+      delay_release: the stage refilled after a step is that of so many steps before.
       wait: products that may still run when the warpgroup goes on.
       load: time from the start of a copy to its arrival.
       gap: time from the wait to the first work of the next product.
@@ -96,29 +101,28 @@ def schedule(steps: int, stages: int, *, delay_release=0, wait=0, load=LOAD_TIME
 def _lifetimes(ax, run):
     """Light: a copy is in flight. Dark: the tensor core reads. Orange: both."""
     for i, step in enumerate(run):
-        slot = i % SLOTS
-        reader_end = run[i - SLOTS].mma_end if i >= SLOTS else 0.0
+        stage = i % STAGES
+        reader_end = run[i - STAGES].mma_end if i >= STAGES else 0.0
         clash = step.load_start < reader_end
         if clash:
-            bar(ax, slot, step.load_start, reader_end, f"{i - SLOTS} and {i}", RED)
-        bar(ax, slot, max(step.load_start, reader_end), step.load_end, "" if clash else f"load {i}", LOAD)
-        if i + SLOTS >= len(run) or run[i + SLOTS].load_start >= step.mma_end:
-            bar(ax, slot, step.mma_start, step.mma_end, f"{i}", MULTIPLY)
-        bar(ax, SLOTS, step.mma_start, step.mma_end, f"{i}", MULTIPLY)
+            bar(ax, stage, step.load_start, reader_end, f"{i - STAGES} and {i}", RED)
+        bar(ax, stage, max(step.load_start, reader_end), step.load_end, "" if clash else f"load {i}", LOAD)
+        if i + STAGES >= len(run) or run[i + STAGES].load_start >= step.mma_end:
+            bar(ax, stage, step.mma_start, step.mma_end, f"{i}", MULTIPLY)
+        bar(ax, STAGES, step.mma_start, step.mma_end, f"{i}", MULTIPLY)
 
 
 @chart(height=4.4, nrows=2, sharex=True, height_ratios=(2, 4))
 def pipeline_schedule(axes):
-    """A ring of one slot and one of three: how `plgpu.emit_pipeline` overlaps loads with products, by simulation."""
+    """A ring of one stage and one of three: how `plgpu.emit_pipeline` overlaps loads with products, by simulation."""
     for ax, stages in zip(axes, (1, 3), strict=True):
         run = schedule(7, stages)
         for i, step in enumerate(run):
             bar(ax, i % stages, step.load_start, step.load_end, f"load {i}", LOAD)
             bar(ax, i % stages, step.mma_start, step.mma_end, f"{i}", MULTIPLY)
             bar(ax, stages, step.mma_start, step.mma_end, f"{i}", MULTIPLY)
-        slots = f"{stages} slot{'s' * (stages > 1)}"
-        title = f"max_concurrent_steps={stages}: {slots}, 7 steps take {run[-1].mma_end:.1f}"
-        tracks(ax, ring_of(stages), title, 11)
+        title = f"max_concurrent_steps={stages}: 7 steps take {run[-1].mma_end:.1f}"
+        tracks(ax, _ring_of(stages), title, 11)
     axes[1].axvspan(0, LOAD_TIME, color=plot.FAINT, alpha=0.5, zorder=0)
     label(axes[1], LOAD_TIME / 2, 3, "prologue")
     axes[1].set_xlabel("time, in units of one step's product")
@@ -126,7 +130,7 @@ def pipeline_schedule(axes):
 
 
 def run(blocks: int, steps: int = 4, load: float = 1.3) -> list[tuple[int, int, float, float, float]]:
-    """(block, step, load start, product start, product end) of blocks that have one slot each."""
+    """(block, step, load start, product start, product end) of blocks that have one stage each."""
     free, waiting = 0.0, [(0.0, block, 0) for block in range(blocks)]
     done = []
     while waiting:
@@ -148,13 +152,13 @@ def pipeline_two_blocks(axes):
             bar(ax, block, load_start, load_start + 1.3, f"load {step}", LOAD)
             for lane in (block, blocks):
                 bar(ax, lane, start, end, f"{step}", (BLUE, GREEN)[block])
-        title = f"{blocks} block{'s' * (blocks > 1)} on the SM, one slot each"
+        title = f"{blocks} block{'s' * (blocks > 1)} on the SM, one stage each"
         tracks(ax, [*numbered("block", blocks), "tensor core"], title, 11)
     axes[1].set_xlabel("time, in units of one step's product")
 
 
 GRID, WAVE = (64, 64), 132  # 8192x8192 in tiles of 128x128; one block on each SM of an H100 or H200.
-ORDERS = ((1, 64, "row by row"), (1, 8, "strips of 8 columns"), (0, 16, "strips of 16 rows"))
+ORDERS = ((1, 64, "row by row"), (0, 8, "strips of 8 rows"), (0, 16, "strips of 16 rows"))
 
 
 def tiles(grid: tuple[int, int], minor_dim: int, tile_width: int):
@@ -175,66 +179,18 @@ def panels(grid, minor_dim, tile_width, wave=WAVE) -> list[tuple[int, int]]:
 def pipeline_order(axes):
     """The order in which the blocks of a grid take tiles of the output, and the panels that one wave reads.
 
-    The first WAVES waves in colour, the path of the blocks as a line.
+    The first waves in colour, the path of the blocks as a line; the panels are those of the second wave.
     """
-    waves = 6  # Drawn.
+    waves, size = 6, 2 * WAVE  # Drawn, with two blocks on each SM.
     for ax, (minor_dim, tile_width, name) in zip(axes, ORDERS, strict=True):
         rows, columns = tiles(GRID, minor_dim, tile_width)
         for wave in range(waves):
-            part = slice(wave * WAVE, (wave + 1) * WAVE)
+            part = slice(wave * size, (wave + 1) * size)
             ax.plot(columns[part], rows[part], "s", markersize=2.1, color=plot.COLOURS[wave])
-        ax.plot(columns[: waves * WAVE], rows[: waves * WAVE], color=INK, linewidth=0.4)
-        of_a, of_b = panels(GRID, minor_dim, tile_width)[1]
+        ax.plot(columns[: waves * size], rows[: waves * size], color=INK, linewidth=0.4)
+        of_a, of_b = panels(GRID, minor_dim, tile_width, size)[1]
         ax.set_title(f"{name}\n({minor_dim}, {tile_width}): {of_a} + {of_b} panels", fontsize=8.5)
         ax.set(xlim=(-1, GRID[1]), ylim=(GRID[0], -1), aspect="equal", xticks=(0, 32, 63), yticks=(0, 32, 63))
         ax.grid(visible=False)
     axes[0].set_ylabel("row of tiles")
     axes[1].set_xlabel("column of tiles")
-
-
-TILES = ((64, 256), (128, 128), (128, 192), (128, 256))
-TILE_K = 64
-
-
-@chart(height=3.0)
-def pipeline_tiles(ax):
-    """Tiles of the output to scale, and what one step of each reads: area is arithmetic, edges are traffic."""
-    left, gap = 0, 14
-    for tile_m, tile_n in TILES:
-        corner = left + TILE_K + gap
-        look = dict(size=7, edgecolor=plot.CARD)
-        tile(ax, left, -tile_m, TILE_K, tile_m, LOAD, "A", **look)
-        tile(ax, corner, gap, tile_n, TILE_K, LOAD, "B", **look)
-        registers = tile_m * tile_n // 128
-        colour = RED if registers > 192 else BLUE
-        tile(ax, corner, -tile_m, tile_n, tile_m, colour, f"{tile_m}x{tile_n}", ink=plot.CARD, **look)
-        flop_a_byte = 2 * tile_m * tile_n / (2 * (tile_m + tile_n))
-        text = f"{flop_a_byte:.0f} FLOP per byte\n{registers} accumulators\na thread"
-        ax.text(corner, -tile_m - 10, text, fontsize=7.5, va="top")
-        left = corner + tile_n + 70
-    ax.set(xlim=(-10, left - 60), ylim=(-235, TILE_K + 20), aspect="equal")
-    ax.axis("off")
-    ax.set_title("One step of K = 64: light is loaded, dark is kept in registers")
-
-
-@chart(height=3.6)
-def pipeline_tails(ax):
-    """A product whose sides are no multiples of the tile: the zeros that TMA fills in, and the values that it drops."""
-    m, n, k = 200, 192, 320
-    _matrix(ax, 0, m, k, 128, 64, f"A {m}x{k}", "zeros")
-    _matrix(ax, 380, k, n, 64, 128, f"B {k}x{n}", "zeros")
-    _matrix(ax, 700, m, n, 128, 128, f"C {m}x{n}", "dropped")
-    ax.set(xlim=(-10, 970), ylim=(330, -40), aspect="equal")
-    ax.axis("off")
-
-
-def _matrix(ax, left, rows, columns, tile_rows, tile_columns, name, outside):
-    below, beside = -rows % tile_rows, -columns % tile_columns  # How far the last tiles reach out of the matrix.
-    tile(ax, left, 0, columns + beside, rows + below, plot.FAINT, edgecolor=RED, hatch="//", linewidth=0)
-    tile(ax, left, 0, columns, rows, SKY)
-    for row in range(0, rows, tile_rows):
-        for column in range(0, columns, tile_columns):
-            tile(ax, left + column, row, tile_columns, tile_rows, "none", edgecolor=INK)
-    ax.text(left, -10, name, fontweight="bold")
-    where = (left + columns / 2, rows + below / 2) if below else (left + columns + beside / 2, rows / 2)
-    label(ax, *where, outside, bbox=dict(facecolor=plot.CARD, pad=1.5, linewidth=0))

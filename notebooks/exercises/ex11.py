@@ -55,7 +55,7 @@ def _judge_attention(answer, queries: int = 128, heads: int = 1, kv_heads: int =
     q, k, v = _operands(queries, heads, kv_heads)
     out = judge.run_kernel(answer, q, k, v, undrained=LAST_TURN)
     for block in judge.play_kernel(answer, q, k, v)[0]:
-        if any(ring.loads > 2 and len(ring.slots) < 2 for ring in block.rings):
+        if any(ring.loads > 2 and len(ring.stages) < 2 for ring in block.rings):
             raise NotYet("keys or values have a single stage: keep two, so that one is loaded while the other is read")
     judge.require_close(out, _attention(q, k, v), 0.02, said)
     q, k, v = _operands(queries, heads, kv_heads, keys=320, head_dim=128, batch=2)

@@ -64,7 +64,7 @@ def check_count(answer) -> str:
 
 def _count_hint(problem: str) -> str:
     """A question that helps, if barriers are the problem; else empty."""
-    if not any(said in problem for said in ("never end", "phase", "race", "observed barrier", "slot")):
+    if not any(said in problem for said in ("never end", "phase", "race", "observed barrier", "stage")):
         return ""
     return "A ring's barriers go on when the next tile begins: do the counts go on too, in both roles?"
 

@@ -218,7 +218,7 @@ def run_kernel(
       stand_ins: `stand_ins()` is a context in which it is interpreted: it puts something in the place of what the
         interpreter lacks.
       launches: how many kernels it must launch, or None if any number is right.
-      in_flight: how many slots of a ring must be loaded or worked on at once, if the exercise asks for a ring.
+      in_flight: how many stages of a ring must be loaded or worked on at once, if the exercise asks for a ring.
       copies: the most copies that one block may start, if their number is the point: {"load": 2}, {"store": 1}.
       as_it_lies: whether XLA may change no shape, dtype or order of an array before or after the kernel either.
       report_first: whether the interpreter's report of races comes before what is said of the order, which names the
@@ -284,7 +284,7 @@ def _require_all(played, launches, in_flight, copies) -> None:
 
 def require_order_of(answer, *avals, launches=1, in_flight=None) -> list[list[order.Block]]:
     """Judges a kernel as run_kernel does before it runs it, at a shape that would take too long to run: a ring
-    refills no slot where K is short. Returns the kernels, played."""
+    refills no stage where K is short. Returns the kernels, played."""
     played = order.play(_compilable(answer, avals), avals)
     _require_all(played, launches, in_flight, {})
     return played
@@ -311,7 +311,7 @@ def require_launches(played, num: int | None = 1) -> None:
 
 def require_order(played) -> None:
     """Raises NotYet if a GPU may do something too early that the interpreter does in time: a product reads a tile
-    before its copy has arrived or before `commit_smem`; a slot is given back or loaded again while a product reads it
+    before its copy has arrived or before `commit_smem`; a stage is given back or loaded again while a product reads it
     (`wgmma_wait` too large for `delay_release`, `barrier_arrive` before `wgmma_wait`); a copy to GMEM starts before
     `commit_smem`, or its tile is overwritten before `wait_smem_to_gmem`."""
     for block in _blocks(played):
@@ -320,24 +320,24 @@ def require_order(played) -> None:
 
 
 def require_rings(played, in_flight: int | None = None) -> None:
-    """Raises NotYet if an array with slots is used as if it had fewer: copies are waited for one by one. With
-    `in_flight`, also if no array in shared memory has so many slots loaded or worked on at once."""
+    """Raises NotYet if an array with stages is used as if it had fewer: copies are waited for one by one. With
+    `in_flight`, also if no array in shared memory has so many stages loaded or worked on at once."""
     for block in filter(lambda block: block.is_whole, _blocks(played)):
         for ring in block.rings:
-            slots = len(ring.slots)
-            if ring.is_idle or (ring.most >= slots and ring.later > 1):
+            stages = len(ring.stages)
+            if ring.is_idle or (ring.most >= stages and ring.later > 1):
                 continue
             used = min(ring.most, max(ring.later, 1))
             raise NotYet(
-                f"a ring of {slots} slots is used as if it had {used}: each copy is waited for before the next one has "
-                "started. Start the copies of later steps first, as many as there are slots, and then wait for this "
-                "step's"
+                f"a ring of {stages} stages is used as if it had {used}: each copy is waited for before the next one "
+                "has started. Start the copies of later steps first, as many as there are stages, and then wait for "
+                "this step's"
             )
         loads = max((ring.loads for ring in block.rings), default=in_flight)  # A block may have few steps.
         if in_flight and max((ring.most for ring in block.rings), default=1) < min(in_flight, loads):
             raise NotYet(
                 "this is no ring: nothing is loaded while a step is computed. Have "
-                f"{in_flight} slots in use at once: start the copy of a later step before you wait for this one's"
+                f"{in_flight} stages in use at once: start the copy of a later step before you wait for this one's"
             )
 
 

@@ -6,34 +6,34 @@ import dataclasses
 import numpy as np
 from exercises.traced import UNKNOWN
 
-MOST_SLOTS = 16  # An array of which more parts are loaded is no ring.
+MOST_STAGES = 16  # An array of which more parts are loaded is no ring.
 
 
 @dataclasses.dataclass
 class Ring:
-    """How an array in shared memory is used whose slots TMA loads."""
+    """How an array in shared memory is used whose stages TMA loads."""
 
     shape: tuple[int, ...]
-    slots: set = dataclasses.field(default_factory=set)
+    stages: set = dataclasses.field(default_factory=set)
     loads: int = 0
-    # Whenever the warpgroups wait for a load: which one, and how many slots are being loaded or worked on.
+    # Whenever the warpgroups wait for a load: which one, and how many stages are being loaded or worked on.
     in_use: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     work: set = dataclasses.field(default_factory=set)  # How much the block had done by then.
 
     @property
     def most(self) -> int:
-        """The most slots in use at once."""
-        return min(len(self.slots), max((slots for _, slots in self.in_use), default=0))
+        """The most stages in use at once."""
+        return min(len(self.stages), max((stages for _, stages in self.in_use), default=0))
 
     @property
     def is_idle(self) -> bool:
-        """Whether too little happens for a ring: no slot is loaded again, or nothing is done between the loads."""
-        return not 1 < len(self.slots) < min(self.loads, MOST_SLOTS) or len(self.work) == 1
+        """Whether too little happens for a ring: no stage is loaded again, or nothing is done between the loads."""
+        return not 1 < len(self.stages) < min(self.loads, MOST_STAGES) or len(self.work) == 1
 
     @property
     def later(self) -> int:
         """The most after the first round."""
-        return max((slots for load, slots in self.in_use if load >= len(self.slots)), default=self.most)
+        return max((stages for load, stages in self.in_use if load >= len(self.stages)), default=self.most)
 
 
 @dataclasses.dataclass(eq=False)
@@ -43,7 +43,7 @@ class Access:
     kind: str  # "load", "written", "store" or "product"
     wg: int
     box: tuple[tuple[int, int], ...]
-    slot: tuple[int, ...]
+    stage: tuple[int, ...]
     bit: int
     committed: int = 0  # The bit of its commit.
     has_ended: bool = False
@@ -93,7 +93,7 @@ class View:
     shape: tuple[int, ...]  # Without the axes at which one index is taken.
 
     @property
-    def slot(self) -> tuple[int, ...]:
+    def stage(self) -> tuple[int, ...]:
         return tuple(start for (start, size), n in zip(self.box, self.memory.shape, strict=True) if size < n)
 
     @property

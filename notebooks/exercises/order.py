@@ -103,8 +103,8 @@ class _Play:
         memory, access, _, _ = self.flying[0]
         if memory and memory.stall != self.clock:
             memory.stall = self.clock
-            flying = {copy.slot for other, copy, _, _ in self.flying if other is memory}
-            busy = {copy.slot for copy in memory.writes if copy.slot not in flying and memory.is_busy(copy.box)}
+            flying = {copy.stage for other, copy, _, _ in self.flying if other is memory}
+            busy = {copy.stage for copy in memory.writes if copy.stage not in flying and memory.is_busy(copy.box)}
             in_use = len(flying) + max(len(busy), self.work > access.work)
             memory.ring.in_use.append((access.number, in_use))
             memory.ring.work.add(self.work)
@@ -139,7 +139,7 @@ class _Warpgroup:
 
     def _begin(self, kind: str, view: "View", **more) -> Access:
         bit = 1 << next(self.play.bits)
-        return Access(kind, self.index, view.box, view.slot, bit, work=self.play.work, **more)
+        return Access(kind, self.index, view.box, view.stage, bit, work=self.play.work, **more)
 
     def _overwrite(self, view: "View", access: Access):
         """Writes to `view`. Raises Disorder if somebody may still read there."""
@@ -166,8 +166,8 @@ class _Warpgroup:
         if not write.bit & self.known:
             if write.kind == "load":
                 raise Disorder(
-                    f"{reader} reads the slot before its tiles have arrived, or when the next ones may have "
-                    "overwritten them: wait at the slot's barrier first, and give the slot back afterwards"
+                    f"{reader} reads the stage before its tiles have arrived, or when the next ones may have "
+                    "overwritten them: wait at the stage's barrier first, and give the stage back afterwards"
                 )
             raise Disorder(
                 f"{reader} reads what another warpgroup stores in shared memory, and no barrier is between the two"
@@ -232,7 +232,7 @@ class _Warpgroup:
         if not memory.ring.loads:
             self.play.block.rings.append(memory.ring)
         memory.ring.loads += 1
-        memory.ring.slots.add(access.slot)
+        memory.ring.stages.add(access.stage)
         event = Event("load", self.index, view.shape, known=self.known, end=access.bit)
         self.play.block.events.append(event)
         self.play.flying.append((memory, access, at.barrier, access.bit | self.known))
@@ -381,16 +381,16 @@ def _too_early(read: Access, write: Access) -> str:
         return f"{what} while TMA may still send what lies there: {remedy}"
     if read.kind == "tcgen05":
         return (
-            f"{what} while a product of tcgen05 may still read the slot: wait first at a barrier that "
+            f"{what} while a product of tcgen05 may still read the stage: wait first at a barrier that "
             f"plgpu.tcgen05_commit_arrive completes after it. {UNSEEN}"
         )
     if read.wg == write.wg:
         return (
-            f"{what} while the last WGMMA may still read the slot: wait for it first. wgmma_wait(n) leaves the last n "
-            "products running, so slots may come back n steps later, not before (delay_release=n in emit_pipeline). "
+            f"{what} while the last WGMMA may still read the stage: wait for it first. wgmma_wait(n) leaves the last n "
+            "products running, so stages may come back n steps later, not before (delay_release=n in emit_pipeline). "
             f"{UNSEEN}"
         )
     return (
-        f"{what} while a WGMMA of another warpgroup may still read the slot: give a slot back (barrier_arrive) after "
+        f"{what} while a WGMMA of another warpgroup may still read the stage: give a stage back (barrier_arrive) after "
         f"the wgmma_wait with which its product has ended, and wait for that before you load into it. {UNSEEN}"
     )

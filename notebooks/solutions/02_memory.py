@@ -36,7 +36,7 @@ exercise-ring
     && pl.when(i + num_stages < num_tiles)(lambda: fetch(i + num_stages)) =>  # this is no ring
   pl.loop(0, num_stages)(fetch) => && slot = lax.rem(i, num_stages)\n        plgpu.b
     => fetch(i)\n        slot = lax.rem(i, num_stages)\n        plgpu.b
-    && pl.when(i + num_stages < num_tiles)(lambda: fetch(i + num_stages)) =>  # a ring of 3 slots is used as if it had 1
+    && pl.when(i + num_stages < num_tiles)(lambda: fetch(i + num_stages)) =>  # a ring of 3 stages is used as if it had
   arrived.at[slot]) => arrived)  # cannot be compiled
 exercise-conflict-degree
   np.gcd(pitch_bytes // 4, 32) => 1  # Write down the banks

@@ -30,7 +30,7 @@ exercise-ring
   pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages)) =>  # never end
   acc = multiply(acc, a_smem.at[slot], b_smem.at[slot], layout) =>  # element
   pl.loop(0, min(num_stages, num_steps))(fetch) => && plgpu.barrier_wait( => fetch(i)\n            plgpu.barrier_wait(
-    && pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages)) =>  # 2 slots is used as if it had 1
+    && pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages)) =>  # 2 stages is used as if it had 1
   num_stages=2 => num_stages=1  # this is no ring
 exercise-tile-of
   lambda block, m, n, width: divmod(block, n)  # row after row

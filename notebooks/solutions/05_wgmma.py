@@ -9,7 +9,7 @@ exercise-1
   * num_steps // splits => * (num_steps // splits)  # 5 steps, 3 splits, the sum
   split * num_steps // splits, (split + 1) => (split + 1) * num_steps // splits, (split + 1)  # is zero
   plgpu.barrier_wait(loaded) => pass  # before its tiles have arrived
-  plgpu.wgmma_wait(0) => plgpu.wgmma_wait(1)  # may still read the slot
+  plgpu.wgmma_wait(0) => plgpu.wgmma_wait(1)  # may still read the stage
   plgpu.wgmma_wait(0) => pass
   plgpu.wgmma_wait(0) => && depth = pl => plgpu.wgmma_wait(1)\n                    depth = pl
   plgpu.wgmma_wait(0) => pl.when(split != 1)(lambda: (plgpu.wgmma_wait(0), None)[1])
@@ -37,7 +37,7 @@ exercise-3
   lambda step, num_stages, in_flight: step + num_stages  # 2 values
 exercise-4
   plgpu.barrier_wait(loaded) =>  # before its tiles have arrived
-  plgpu.wgmma_wait(0) =>  # may still read the slot
+  plgpu.wgmma_wait(0) =>  # may still read the stage
   plgpu.wgmma_wait(0) => plgpu.wgmma_wait(1)
   x_smem.T => x_smem  # x @ dy of each step
   pl.loop(0, num_steps) => pl.loop(0, num_steps - 1)  # there is no product in it

@@ -9,14 +9,14 @@ exercise-3
   if step + ring.stages < ring.steps: => if True:  # must wait for each completion
   if step + ring.stages < ring.steps:\n        ring.barrier_arrive("freed", step % ring.stages)
     => if 1 <= step <= ring.steps - ring.stages:\n        ring.barrier_arrive("freed", (step - 1) % ring.stages)
-    # a ring of 2 slots is used as if it had 1
+    # a ring of 2 stages is used as if it had 1
   step >= ring.stages: => True:  # would never end
   ring.load(step) => ring.load(step)\n    ring.barrier_wait("filled", step % ring.stages)
-    # a ring of 2 slots is used as if it had 1
+    # a ring of 2 stages is used as if it had 1
   ring.load(step) => && if step >= => ring.load(step)\n    if step >=  # may have overwritten
   "freed", step % ring.stages)\n    ring.load => "freed", step)\n    ring.load  # has no slot 2
   (memory, lambda ring, step: (ring.barrier_wait("filled", step % ring.stages), step + ring.stages < ring.steps and
-    ring.barrier_arrive("freed", step % ring.stages), ring.multiply(step)))  # give a slot back (barrier_arrive) after
+    ring.barrier_arrive("freed", step % ring.stages), ring.multiply(step)))  # give a stage back (barrier_arrive) after
   (memory, lambda ring, step: (ring.barrier_wait("filled", step % ring.stages), ring.multiply(step)))  # never end
   ring.barrier_wait("filled", step % ring.stages) =>  # before its tiles have arrived
   ring.multiply(step) => ring.multiply(step)\n    ring.barrier_arrive("filled", 0)  # nobody has to arrive at filled
@@ -31,7 +31,7 @@ exercise-mend
   pl.when(step >= stages) => pl.when(step > stages)
   pl.when(step >= stages) => pl.when(step >= 0)  # never end
   o_smem.at[wg] => o_smem.at[0]  # a tile of its own
-  plgpu.wgmma_wait(0) => plgpu.wgmma_wait(1)  # give a slot back (barrier_arrive) after the wgmma_wait
+  plgpu.wgmma_wait(0) => plgpu.wgmma_wait(1)  # give a stage back (barrier_arrive) after the wgmma_wait
   stages=2 => stages=1  # this is no ring
   pl.ds(wg * half, half) => pl.ds(0, half)  # 128 x 384 x 128
 exercise-1

@@ -33,10 +33,10 @@ exercise-split
   (step * split + part) * TILE_K => (part * steps + step) * TILE_K  # these parts are contiguous
   o_gmem.at[part, rows, cols] => o_gmem.at[0, rows, cols]  # race
   TILE_K // split, (tiles * split,) => TILE_K // split, (tiles,)  # never written
-  plgpu.wgmma_wait(0) => plgpu.wgmma_wait(1)  # a copy starts while the last WGMMA may still read the slot
+  plgpu.wgmma_wait(0) => plgpu.wgmma_wait(1)  # a copy starts while the last WGMMA may still read the stage
   pl.loop(0, min(stages, steps))(load) => && pl.when(step + stages < steps)(lambda: load(step + stages)) =>
     && plgpu.barrier_wait(loaded => load(step)\n                plgpu.barrier_wait(loaded
-    # a ring of 2 slots is used as if it had 1
+    # a ring of 2 stages is used as if it had 1
 """
 
 

@@ -32,7 +32,7 @@ exercise-sinks
   l_i = l_i + 1.0 => acc = acc + 1.0\n        l_i = l_i + 1.0  # out
 exercise-mend
   load(block + 1, k_gmem, k_smem, k_loaded) => && s = logits( => load(block + 1, k_gmem, k_smem, k_loaded)\n
-    \n            s = logits(  # reads the slot before its tiles have arrived
+    \n            s = logits(  # reads the stage before its tiles have arrived
   load(block + 1, v_gmem, v_smem, v_loaded) => && acc = add_product( => load(block + 1, v_gmem, v_smem, v_loaded)
     \n            acc = add_product(
   load(block + 1, k_gmem, k_smem, k_loaded) => pass  # never end

@@ -10,7 +10,7 @@ exercise-heads
   q_rows, 2 * h + 1] => q_rows, 2 * h]
   half = pl.ds(wg * 64, 64) => half = pl.ds(0, 64)  # while a WGMMA of another warpgroup may still read
   k_ring.release(i) => pass && s = logits( => k_ring.release(i)\n                s = logits(
-    # give a slot back (barrier_arrive) after the wgmma_wait with which its product has ended
+    # give a stage back (barrier_arrive) after the wgmma_wait with which its product has ended
   v_ring.release(i) => pass && acc = add_product( => v_ring.release(i)\n                acc = add_product(
   copy(q_gmem.at[b, q_rows, 2 * h + 1], q_smem.at[pl.ds(64, 64)], q_full) => pass  # never end
   k.shape[1] // block_kv => 4  # other numbers of keys
@@ -59,7 +59,7 @@ exercise-mend
   turns.start(wg) => pass  # never end
   turns.drain(wg) => pass  # is the last turn drained
   v_ring.release(i) => && acc = add_product( => v_ring.release(i)\n                acc = add_product(
-    # give a slot back (barrier_arrive) after the wgmma_wait with which its product has ended
+    # give a stage back (barrier_arrive) after the wgmma_wait with which its product has ended
   Turns(turn, 2) => Turns(None, 2)  # the warpgroups take no turns
   num_stages=2 => num_stages=1  # a single stage
   k.shape[1] // block_kv => 4  # other numbers of keys

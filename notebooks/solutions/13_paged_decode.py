@@ -32,9 +32,9 @@ exercise-pages
   block * block_kv + i * tokens => block * block_kv  # a page is copied twice
   pl.ds(lax.rem(position, jnp.int32(page_size)), tokens) => pl.ds(0, tokens)  # the page's first rows
   tables_gmem[seq, lax => tables_gmem[0, lax  # it must be
-  num_arrivals=copies => num_arrivals=1  # reads the slot before its tiles have arrived
+  num_arrivals=copies => num_arrivals=1  # reads the stage before its tiles have arrived
   num_arrivals=copies => num_arrivals=2 * copies  # never end
-  \n        plgpu.barrier_wait(loaded)\n => \n  # reads the slot before its tiles have arrived
+  \n        plgpu.barrier_wait(loaded)\n => \n  # reads the stage before its tiles have arrived
 exercise-tail
   block * block_kv + token < kv_len, s, -jnp.inf => block * block_kv + token >= kv_len, -jnp.inf, s  # Right.
   lax.div(kv_len + (block_kv - 1), => lax.div(kv_len,  # round their number up
@@ -46,7 +46,7 @@ exercise-tail
   token < kv_len => token < kv_len - 1  # one token too few
   block * block_kv + token < kv_len => token < lax.rem(kv_len, jnp.int32(block_kv))  # cut like the last one
   kv_len + (block_kv - 1) => kv_len + block_kv  # reaches beyond the end
-  \n            plgpu.barrier_wait(filled)\n => \n  # reads the slot before its tiles have arrived
+  \n            plgpu.barrier_wait(filled)\n => \n  # reads the stage before its tiles have arrived
 """
 
 

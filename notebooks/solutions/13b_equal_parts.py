@@ -43,7 +43,7 @@ exercise-last-block
   row < seen => row >= seen
   row < seen => values == values  # gone from the result
   \n        plgpu.commit_smem() =>  # commit what you have stored (plgpu.commit_smem)
-  \n        plgpu.barrier_wait(filled) =>  # reads the slot before its tiles have arrived
+  \n        plgpu.barrier_wait(filled) =>  # reads the stage before its tiles have arrived
   num_arrivals=2 => num_arrivals=3  # never end
 exercise-ids
   jnp.where((page >= 0) & (page < num_pages), page, num_pages)
@@ -58,7 +58,7 @@ exercise-ids
   jnp.where((page >= 0) & (page < num_pages), page, num_pages) => num_pages  # page 4 is in the cache
   plgpu.copy_gmem_to_smem( => pl.when((page >= 0) & (page < 6))(lambda: plgpu.copy_gmem_to_smem(
     && smem.at[rows], filled) => smem.at[rows], filled))  # a copy that was never started
-  \n        plgpu.barrier_wait(filled) =>  # reads the slot before its tiles have arrived
+  \n        plgpu.barrier_wait(filled) =>  # reads the stage before its tiles have arrived
 """
 
 

@@ -215,7 +215,7 @@ def played(body, *scratch, wgs=1, **how):
         (squares, (SLOT, BARRIER), 1, dict(arrived=False), "before its tiles have arrived"),
         (handed_over, (SLOT, BARRIER), 2, dict(commit=False), "commit what you have stored"),
         (handed_over, (SLOT, BARRIER), 2, dict(barrier=False), "no barrier is between the two"),
-        (on_blackwell, (SLOT, BARRIER, TENSOR), 1, dict(wait=False), "a product of tcgen05 may still read the slot"),
+        (on_blackwell, (SLOT, BARRIER, TENSOR), 1, dict(wait=False), "a product of tcgen05 may still read the stage"),
     ],
 )
 def test_orders(body, scratch, wgs, how, said):
