@@ -164,7 +164,7 @@ def memory_layouts(axes):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     layouts = (
-        (f"WG_STRIDED, {VEC} elements a thread", plgpu.Layout.WG_STRIDED(SHAPE, VEC)),
+        (f"WG_STRIDED, {VEC} elements per thread", plgpu.Layout.WG_STRIDED(SHAPE, VEC)),
         ("WGMMA", plgpu.Layout.WGMMA),
     )
     for (whole, zoom), (name, layout) in zip((axes[:2], axes[2:]), layouts, strict=True):
@@ -210,9 +210,9 @@ def _bare(ax):
 
 
 PLACES = {
-    "plain: 128 bytes a row": lambda row, piece: (row, piece),
+    "plain: 128 bytes per row": lambda row, piece: (row, piece),
     "swizzled: piece c at c ^ r": lambda row, piece: (row, piece ^ row % 8),
-    "padded: 144 bytes a row": lambda row, piece: divmod(9 * row + piece, 8),
+    "padded: 144 bytes per row": lambda row, piece: divmod(9 * row + piece, 8),
 }
 
 
@@ -240,7 +240,7 @@ def memory_banks(axes):
         cost = f"{ways} accesses, in turn" if ways > 1 else "one access"
         ax.set_xlabel(f"first of four banks\npiece {column} of rows 0 to 7: {cost}", fontsize=8)
         _bare(ax)
-    axes[0].set_ylabel("128 bytes of SMEM a line", fontsize=8)
+    axes[0].set_ylabel("128 bytes of SMEM per line", fontsize=8)
 
 
 ARRIVALS = 2  # That the barrier of the steps expects.
