@@ -34,14 +34,24 @@ def check_sum_by_tma(answer) -> str:
             raise NotYet("the barrier flips twice and one wait sees one flip: it must expect two arrivals") from problem
         judge.require_staged(answer, x, y, loads=2)
         require_close(out, wide(x) + wide(y), 2**-8, f"bf16{list(shape)}")
+    _require_sent(answer, x, y)
     _require_one_tile_per_block(answer, x, y)
     praise = "Two arrivals, one flip, and the TMA sees the sums."
     return praise + judge.speed(answer, cookbook.add, *(jax.ShapeDtypeStruct((1 << 16, TILE[1]), x.dtype),) * 2)
 
 
+def _names(answer, *args) -> list[str]:
+    """The operations of a kernel, in their order."""
+    return [equation.primitive.name for equation in judge.equations(judge.jaxpr_of(answer, *args))]
+
+
+def _require_sent(answer, *args) -> None:
+    if "copy_smem_to_gmem" not in _names(answer, *args):
+        raise NotYet("the result must leave by TMA: write it to shared memory, and start a copy_smem_to_gmem")
+
+
 def _require_one_tile_per_block(answer, x, y) -> None:
-    names = [equation.primitive.name for equation in judge.equations(judge.jaxpr_of(answer, x, y))]
-    if names.count("barrier_wait") > 1:
+    if _names(answer, x, y).count("barrier_wait") > 1:
         raise NotYet("it waits more than once: let both loads arrive at one barrier, and wait for it once")
     for blocks in judge.play_kernel(answer, x, y):
         for event in (event for block in blocks for event in block.events):
@@ -82,6 +92,8 @@ def check_ring(answer) -> str:
             raise NotYet(
                 f"with {num_tiles} tiles, the result is wrong in tile {tiles}: never written, or of other data?"
             )
+    judge.require_staged(ring, x, loads=1)
+    _require_sent(ring, x)
     praise = "Every access to a stage is ordered, whatever the speed of the copies."
     return praise + judge.speed(
         ring, cookbook.fuse(jnp.negative), jax.ShapeDtypeStruct((1024 * TILE[0], TILE[1]), jnp.bfloat16)

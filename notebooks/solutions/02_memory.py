@@ -16,6 +16,8 @@ exercise-sum-by-tma
   plgpu.copy_gmem_to_smem(x_gmem.at[here], x_smem, arrived) => x_smem[...] = x_gmem[here]
     && num_arrivals=2 => num_arrivals=1  # must still be copied
   += y_smem[...] => = x_gmem[here] + y_gmem[here]  # it reads an input in global memory
+  x_smem[...] += y_smem[...] => o_gmem[here] = x_smem[...] + y_smem[...]
+    && plgpu.copy_smem_to_gmem(x_smem, o_gmem.at[here]) => pass  # must leave by TMA
   x_smem, y_smem, arrived): => x_smem, y_smem, arrived, other): && y_smem, arrived)\n => y_smem, other)\n
     && plgpu.barrier_wait(arrived) => plgpu.barrier_wait(arrived)\n        plgpu.barrier_wait(other)
     && plgpu.Barrier(num_arrivals=2) => plgpu.Barrier(), plgpu.Barrier()  # it waits more than once
@@ -41,6 +43,9 @@ exercise-ring
     && pl.when(i + num_stages < num_tiles)(lambda: fetch(i + num_stages))
     => pl.when((i >= 1) & (i + 2 < num_tiles))(lambda: fetch(i + 2)) && \n\n    plgpu.wait_smem_to_gmem(0) =>
     # last copies
+  stages[stage] = -stages[stage] => stages[stage] = -tile(x_gmem, i)[...]  # it reads an input in global memory
+  stages[stage] = -stages[stage] => tile(o_gmem, i)[...] = -stages[stage]
+    && plgpu.copy_smem_to_gmem(stages.at[stage], tile(o_gmem, i)) => pass  # must leave by TMA
   tile(x_gmem, i), stages => tile(x_gmem, jnp.where(i < 3, i, i - 1)), stages  # wrong in tile
   pl.loop(0, num_stages)(fetch) => num_stages = 1 && stage = lax.rem(i, num_stages)\n        plgpu.b
     => fetch(i)\n        stage = i * 0\n        plgpu.b
