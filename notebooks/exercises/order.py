@@ -30,8 +30,8 @@ class Event:
     wg: int
     shape: tuple[int, ...]  # The shape of the copied tile, or of the product.
     start: int = 0  # A bit of a product: whoever has it among what it knows comes after the start.
-    known: int = 0  # All that its warpgroup knew when it started the product.
-    end: int = 0  # Bits of what the product reads: whoever has one of them among what it knows comes after the end.
+    known: int = 0  # All that its warpgroup knew when it started the product or load.
+    end: int = 0  # Bits of what ends with the product or load: whoever knows one of them comes after the end.
 
 
 @dataclasses.dataclass
@@ -233,7 +233,8 @@ class _Warpgroup:
             self.play.block.rings.append(memory.ring)
         memory.ring.loads += 1
         memory.ring.slots.add(access.slot)
-        self.play.block.events.append(Event("load", self.index, view.shape))
+        event = Event("load", self.index, view.shape, known=self.known, end=access.bit)
+        self.play.block.events.append(event)
         self.play.flying.append((memory, access, at.barrier, access.bit | self.known))
 
     def _copy_out(self, equation, operands):

@@ -40,6 +40,13 @@ exercise-3-cell
   plgpu.copy_gmem_to_smem(y_gmem, y_smem, y_arrived)\n        plgpu.barrier_wait(x_arrived)
     => plgpu.barrier_wait(x_arrived)\n        plgpu.copy_gmem_to_smem(y_gmem, y_smem, y_arrived)
     # starts only after a wait
+  plgpu.copy_gmem_to_smem(x_gmem, x_smem, x_arrived)
+    => pl.loop(0, 2)(lambda i: [\n         pl.when(i == 0)(lambda: plgpu.copy_gmem_to_smem(x_gmem, x_smem, x_arrived)),
+    && plgpu.copy_gmem_to_smem(y_gmem, y_smem, y_arrived)
+    => pl.when(i == 1)(lambda: plgpu.copy_gmem_to_smem(y_gmem, y_smem, y_arrived)),
+    && plgpu.barrier_wait(x_arrived) => pl.when(i == 0)(lambda: plgpu.barrier_wait(x_arrived)),
+    && plgpu.barrier_wait(y_arrived) => pl.when(i == 1)(lambda: plgpu.barrier_wait(y_arrived))] and None)
+    # starts only after a wait
   plgpu.barrier_wait(x_arrived) =>  # race: read
   plgpu.barrier_wait(y_arrived) =>
   x_smem[...] + y_smem => x_smem[...] - y_smem  # it must be
