@@ -88,9 +88,9 @@ LOAD_TIME, NEGATE, DRAIN = 1.0, 0.22, 0.3  # A tile's load, its time in register
 
 
 def schedule(stages: int, tiles: int) -> list[tuple[float, float, float]]:
-    """For each tile: when its load starts, when the work on it starts, and when its slot is free again.
+    """For each tile: when its load starts, when the work on it starts, and when its stage is free again.
 
-    The refill of a slot is issued one tile late (at once if there is one slot only), as in the chapter's kernel.
+    A stage is refilled one tile late (at once if there is only one), as in the chapter's kernel.
     """
     lag = min(1, stages - 1)
     start, work, free, now = {i: 0.0 for i in range(stages)}, {}, {}, 0.0
@@ -106,7 +106,7 @@ def schedule(stages: int, tiles: int) -> list[tuple[float, float, float]]:
 
 @chart(height=4.1, nrows=2, sharex=True, height_ratios=(1.35, 3))
 def memory_ring(axes):
-    """The slots of a ring over time, with one slot and with three: a simulation in units of one load's time."""
+    """The stages of a ring over time, with one stage and with three: a simulation in units of one load's time."""
     until = schedule(1, 4)[-1][2]
     for ax, stages in zip(axes, (1, 3), strict=True):
         for i, (start, work, free) in enumerate(schedule(stages, 11 if stages == 3 else 4)):
@@ -117,11 +117,11 @@ def memory_ring(axes):
             ):
                 text = text if right <= until + 1e-6 else ""
                 bar(ax, i % stages, left, right, text, colour, clip=False, linewidth=None)
-        ax.set_yticks(range(stages), numbered("slot", stages))
+        ax.set_yticks(range(stages), numbered("stage", stages))
         ax.set_ylim(stages - 0.45, -0.55)
         ax.grid(axis="y", visible=False)
-    axes[0].set_title("one slot: one load in flight, and none while the tile is worked on")
-    axes[1].set_title("three slots: while a tile is worked on, the others load")
+    axes[0].set_title("one stage: one load in flight, and none while the tile is worked on")
+    axes[1].set_title("three stages: while a tile is worked on, the others load")
     for colour, name in ((SKY, "TMA loads"), (BLUE, "the warpgroup works"), (ORANGE, "TMA reads, for the store")):
         axes[0].plot([], [], "s", color=colour, label=name)
     known = axes[0].get_legend_handles_labels()
@@ -164,7 +164,7 @@ def memory_layouts(axes):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     layouts = (
-        (f"WG_STRIDED, {VEC} elements a thread", plgpu.Layout.WG_STRIDED(SHAPE, VEC)),
+        (f"WG_STRIDED, {VEC} elements per thread", plgpu.Layout.WG_STRIDED(SHAPE, VEC)),
         ("WGMMA", plgpu.Layout.WGMMA),
     )
     for (whole, zoom), (name, layout) in zip((axes[:2], axes[2:]), layouts, strict=True):
@@ -210,9 +210,9 @@ def _bare(ax):
 
 
 PLACES = {
-    "plain: 128 bytes a row": lambda row, piece: (row, piece),
+    "plain: 128 bytes per row": lambda row, piece: (row, piece),
     "swizzled: piece c at c ^ r": lambda row, piece: (row, piece ^ row % 8),
-    "padded: 144 bytes a row": lambda row, piece: divmod(9 * row + piece, 8),
+    "padded: 144 bytes per row": lambda row, piece: divmod(9 * row + piece, 8),
 }
 
 
@@ -240,7 +240,7 @@ def memory_banks(axes):
         cost = f"{ways} accesses, in turn" if ways > 1 else "one access"
         ax.set_xlabel(f"first of four banks\npiece {column} of rows 0 to 7: {cost}", fontsize=8)
         _bare(ax)
-    axes[0].set_ylabel("128 bytes of SMEM a line", fontsize=8)
+    axes[0].set_ylabel("128 bytes of SMEM per line", fontsize=8)
 
 
 ARRIVALS = 2  # That the barrier of the steps expects.

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from exercises import judge
-from exercises.judge import NotYet, checker, normal, require_answers, require_close, run_kernel, wide
+from exercises.judge import NotYet, checker, drawn, normal, require_answers, require_close, run_kernel, wide
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import cookbook
 
-TILE, STAGES = (16, 256), 3  # Tile and slots of the racy ring.
+TILE, STAGES = (16, 256), 3  # Tile and stages of the ring of exercise 2.
 SMEM_BYTES = 232_448  # Shared memory that one block may use on Hopper.
 PITCHES = (4, 8, 12, 16, 24, 80, 96, 128, 132, 144, 192, 256, 260, 512, 1024, 4100)
 RINGS = (  # Arguments of `num_stages`.
@@ -21,31 +21,55 @@ RINGS = (  # Arguments of `num_stages`.
 
 @checker
 def check_sum_by_tma(answer) -> str:
-    """`answer(x, y)` is a kernel that adds two bfloat16 arrays by way of SMEM, with one barrier for both copies."""
-    x, y = (normal(seed, (32, 128), jnp.bfloat16) for seed in (5, 6))
-    try:
-        out = run_kernel(answer, x, y, copies={"load": 2, "store": 1}, report_first=True)
-    except NotYet as problem:
-        if "no threads observed" not in str(problem):
-            raise
-        raise NotYet("the barrier flips twice and one wait sees one flip: it must expect two arrivals") from problem
-    judge.require_staged(answer, x, y, loads=2)
-    require_close(out, wide(x) + wide(y), 2**-8, "bf16[32, 128]")
+    """`answer(x, y)` is a kernel that adds two bfloat16 arrays of (16 n, 256) through SMEM, 16 rows per block, with one
+    barrier for both loads."""
+    for num_tiles in (3, _any_number()):
+        shape = num_tiles * TILE[0], TILE[1]
+        x, y = (normal(seed, shape, jnp.bfloat16) for seed in (5, 6))
+        try:
+            out = run_kernel(answer, x, y, copies={"load": 2, "store": 1})
+        except NotYet as problem:
+            if "no threads observed" not in str(problem):
+                raise
+            raise NotYet("the barrier flips twice and one wait sees one flip: it must expect two arrivals") from problem
+        judge.require_staged(answer, x, y, loads=2)
+        require_close(out, wide(x) + wide(y), 2**-8, f"bf16{list(shape)}")
+    _require_sent(answer, x, y)
+    _require_one_tile_per_block(answer, x, y)
     praise = "Two arrivals, one flip, and the TMA sees the sums."
-    return praise + judge.speed(answer, cookbook.add, x, y)
+    return praise + judge.speed(answer, cookbook.add, *(jax.ShapeDtypeStruct((1 << 16, TILE[1]), x.dtype),) * 2)
+
+
+def _names(answer, *args) -> list[str]:
+    """The operations of a kernel, in their order."""
+    return [equation.primitive.name for equation in judge.equations(judge.jaxpr_of(answer, *args))]
+
+
+def _require_sent(answer, *args) -> None:
+    if "copy_smem_to_gmem" not in _names(answer, *args):
+        raise NotYet("the result must leave by TMA: write it to shared memory, and start a copy_smem_to_gmem")
+
+
+def _require_one_tile_per_block(answer, x, y) -> None:
+    if _names(answer, x, y).count("barrier_wait") > 1:
+        raise NotYet("it waits more than once: let both loads arrive at one barrier, and wait for it once")
+    for blocks in judge.play_kernel(answer, x, y):
+        for event in (event for block in blocks for event in block.events):
+            if event.kind == "load" and tuple(event.shape) != TILE:
+                raise NotYet(f"a block loads a tile of {tuple(event.shape)}; it must be {TILE}, one tile per block")
 
 
 @checker
 def check_ring(answer) -> str:
-    """`answer(x_gmem, o_gmem, slots, arrived, num_tiles)` negates its tiles, without a race.
+    """`answer(x_gmem, o_gmem, stages, arrived, num_tiles)` negates its tiles, without a race.
 
-    It is the body of a kernel of one warpgroup: `x_gmem` and `o_gmem` are (16 * num_tiles, 256) in bfloat16, `slots`
+    It is the body of a kernel of one warpgroup: `x_gmem` and `o_gmem` are (16 * num_tiles, 256) in bfloat16, `stages`
     is SMEM of (3, 16, 256), `arrived` three barriers of one arrival each.
     """
 
     def ring(x):
-        def kernel(x_gmem, o_gmem, slots, arrived):
-            answer(x_gmem, o_gmem, slots, arrived, x.shape[0] // TILE[0])
+        def kernel(x_gmem, o_gmem, stages, arrived):
+            answer(x_gmem, o_gmem, stages, arrived, x.shape[0] // TILE[0])
 
         return plgpu.kernel(
             kernel,
@@ -53,7 +77,8 @@ def check_ring(answer) -> str:
             scratch_types=[plgpu.SMEM((STAGES, *TILE), x.dtype), plgpu.Barrier(num_barriers=STAGES)],
         )(x)
 
-    for num_tiles in (7, STAGES):  # No multiple of the ring's length, and the ring just filled.
+    # Not a multiple of the ring's length, the ring just filled, and any number.
+    for num_tiles in (7, STAGES, _any_number()):
         x = normal(num_tiles, (num_tiles * TILE[0], TILE[1]), jnp.bfloat16)
         try:
             out = run_kernel(ring, x, in_flight=STAGES, report_first=True)
@@ -67,7 +92,9 @@ def check_ring(answer) -> str:
             raise NotYet(
                 f"with {num_tiles} tiles, the result is wrong in tile {tiles}: never written, or of other data?"
             )
-    praise = "Every access to a slot is ordered, whatever the speed of the copies."
+    judge.require_staged(ring, x, loads=1)
+    _require_sent(ring, x)
+    praise = "Every access to a stage is ordered, whatever the speed of the copies."
     return praise + judge.speed(
         ring, cookbook.fuse(jnp.negative), jax.ShapeDtypeStruct((1024 * TILE[0], TILE[1]), jnp.bfloat16)
     )
@@ -89,31 +116,36 @@ def check_conflict_degree(answer) -> str:
 
 @checker
 def check_num_stages(answer) -> str:
-    """`answer(bytes_per_second, round_s, num_sms, tile_bytes, lag)` is the least number of slots of a ring.
+    """`answer(bytes_per_second, load_s, num_sms, tile_bytes, lag)` is the least number of stages of a ring.
 
-    They keep enough loads in flight, with one block an SM; or they are as many as fit into shared memory.
+    They keep enough loads in flight, with one block per SM; or they are as many as fit into shared memory.
     """
     no_lag = lambda *case: _num_stages(*case[:4], 0)
     likely = (
-        (no_lag, "A ring that refills so many tiles late has as many loads fewer than slots."),
+        (no_lag, "A ring that refills so many tiles late has as many loads fewer than stages."),
         (lambda rate, seconds, _, *rest: _num_stages(rate, seconds, 1, *rest), "Each SM has its share in flight."),
-        (dict(most=1 << 40), f"The {SMEM_BYTES:,} bytes of shared memory hold only so many slots."),
+        (dict(most=1 << 40), f"The {SMEM_BYTES:,} bytes of shared memory hold only so many stages."),
         (dict(up=0), "Part of a tile cannot be in flight: round up."),
         (dict(least=2), "One load may be enough."),
     )
     said = "Bytes in flight of one SM, over bytes of one tile, and the lag."
     require_answers(answer, RINGS, _num_stages, likely, said, draw=_ring)
-    return "As many loads in flight as the round asks for, and the slots that the lag keeps."
+    return "As many loads in flight as the latency asks for, and the stages that the lag keeps."
+
+
+def _any_number() -> int:
+    """Tiles that nobody knows beforehand, at least as many as the ring has stages."""
+    return drawn(lambda rng: int(rng.integers(STAGES, 4 * STAGES)), times=1)[0]
 
 
 def _ring(rng):
     """A case with `loads` and half a tile in flight, so that no rounding of floats decides it."""
-    round_s, num_sms, tile_bytes, lag = rng.uniform(5e-7, 2e-6), *rng.integers((8, 512, 0), (160, 60_000, 4)).tolist()
+    load_s, num_sms, tile_bytes, lag = rng.uniform(5e-7, 2e-6), *rng.integers((8, 512, 0), (160, 60_000, 4)).tolist()
     loads = rng.integers(0, 12) + 0.5
-    return loads * tile_bytes * num_sms / round_s, round_s, num_sms, tile_bytes, lag
+    return loads * tile_bytes * num_sms / load_s, load_s, num_sms, tile_bytes, lag
 
 
-def _num_stages(bytes_per_second, round_s, num_sms, tile_bytes, lag, least=1, most=SMEM_BYTES, up=1) -> int:
-    in_flight = round(bytes_per_second * round_s / num_sms)  # Rounded, because 1e-6 is not a binary number.
+def _num_stages(bytes_per_second, load_s, num_sms, tile_bytes, lag, least=1, most=SMEM_BYTES, up=1) -> int:
+    in_flight = round(bytes_per_second * load_s / num_sms)  # Rounded, because 1e-6 is not a binary number.
     loads = -(-in_flight // tile_bytes) if up else in_flight // tile_bytes
     return min(max(least, loads) + lag, most // tile_bytes)

@@ -7,11 +7,24 @@ exercise-sum-by-tma
     => [plgpu.barrier_wait(arrived) for _ in range(2)]
   plgpu.barrier_wait(arrived) => [plgpu.barrier_wait(arrived) for _ in range(2)]  # would never end
   num_arrivals=2 => num_arrivals=3
-  plgpu.commit_smem() => pass  # unordered
+  plgpu.barrier_wait(arrived) => pass  # race: read
+  plgpu.commit_smem() => pass  # commit_smem
+  x_smem[...] += y_smem[...]\n        plgpu.commit_smem() => plgpu.commit_smem()\n        x_smem[...] += y_smem[...]
+  plgpu.barrier_wait(arrived)\n => pass\n && plgpu.commit_smem()\n
+    => plgpu.commit_smem()\n        plgpu.barrier_wait(arrived)\n  # race: read
   plgpu.wait_smem_to_gmem(0) => pass  # raised
-  plgpu.copy_gmem_to_smem(x_gmem, x_smem, arrived) => x_smem[...] = x_gmem[...] && num_arrivals=2 => num_arrivals=1
-    # must still be copied
-  += y_smem[...] => = x_gmem[...] + y_gmem[...]  # it reads an input in global memory
+  plgpu.copy_gmem_to_smem(x_gmem.at[here], x_smem, arrived) => x_smem[...] = x_gmem[here]
+    && num_arrivals=2 => num_arrivals=1  # must still be copied
+  += y_smem[...] => = x_gmem[here] + y_gmem[here]  # it reads an input in global memory
+  x_smem[...] += y_smem[...] => o_gmem[here] = x_smem[...] + y_smem[...]
+    && plgpu.copy_smem_to_gmem(x_smem, o_gmem.at[here]) => pass  # must leave by TMA
+  x_smem, y_smem, arrived): => x_smem, y_smem, arrived, other): && y_smem, arrived)\n => y_smem, other)\n
+    && plgpu.barrier_wait(arrived) => plgpu.barrier_wait(arrived)\n        plgpu.barrier_wait(other)
+    && plgpu.Barrier(num_arrivals=2) => plgpu.Barrier(), plgpu.Barrier()  # it waits more than once
+  (16, 256) => x.shape && at[here] => at[...] && x.shape[0] // 16 => 1  # one tile per block
+  x.shape[0] // 16 => 3  # never written
+  lambda x, y: x + y  # must be a kernel
+  None  # there is no `sum_by_tma` yet
 exercise-ring
   gmem(0, wait_read_only => gmem(1, wait_read_only
     && pl.when(i + num_stages < num_tiles)(lambda: fetch(i + num_stages))
@@ -30,14 +43,17 @@ exercise-ring
     && pl.when(i + num_stages < num_tiles)(lambda: fetch(i + num_stages))
     => pl.when((i >= 1) & (i + 2 < num_tiles))(lambda: fetch(i + 2)) && \n\n    plgpu.wait_smem_to_gmem(0) =>
     # last copies
-  tile(x_gmem, i), slots => tile(x_gmem, jnp.where(i < 3, i, i - 1)), slots  # wrong in tile
-  pl.loop(0, num_stages)(fetch) => num_stages = 1 && slot = lax.rem(i, num_stages)\n        plgpu.b
-    => fetch(i)\n        slot = i * 0\n        plgpu.b
+  stages[stage] = -stages[stage] => stages[stage] = -tile(x_gmem, i)[...]  # it reads an input in global memory
+  stages[stage] = -stages[stage] => tile(o_gmem, i)[...] = -stages[stage]
+    && plgpu.copy_smem_to_gmem(stages.at[stage], tile(o_gmem, i)) => pass  # must leave by TMA
+  tile(x_gmem, i), stages => tile(x_gmem, jnp.where(i < 3, i, i - 1)), stages  # wrong in tile
+  pl.loop(0, num_stages)(fetch) => num_stages = 1 && stage = lax.rem(i, num_stages)\n        plgpu.b
+    => fetch(i)\n        stage = i * 0\n        plgpu.b
     && pl.when(i + num_stages < num_tiles)(lambda: fetch(i + num_stages)) =>  # this is no ring
-  pl.loop(0, num_stages)(fetch) => && slot = lax.rem(i, num_stages)\n        plgpu.b
-    => fetch(i)\n        slot = lax.rem(i, num_stages)\n        plgpu.b
+  pl.loop(0, num_stages)(fetch) => && stage = lax.rem(i, num_stages)\n        plgpu.b
+    => fetch(i)\n        stage = lax.rem(i, num_stages)\n        plgpu.b
     && pl.when(i + num_stages < num_tiles)(lambda: fetch(i + num_stages)) =>  # a ring of 3 stages is used as if it had
-  arrived.at[slot]) => arrived)  # cannot be compiled
+  arrived.at[stage]) => arrived)  # cannot be compiled
 exercise-conflict-degree
   np.gcd(pitch_bytes // 4, 32) => 1  # Write down the banks
   np.gcd(pitch_bytes // 4, 32) => np.gcd(pitch_bytes, 32)
@@ -48,7 +64,7 @@ exercise-conflict-degree
   np.gcd(pitch_bytes // 4, 32) => 4 * np.gcd(pitch_bytes // 16, 8) if pitch_bytes % 16 == 0 else 1
 exercise-num-stages
   / num_sms =>  # Each SM has its share
-  loads + lag => loads  # as many loads fewer than slots
+  loads + lag => loads  # as many loads fewer than stages
   np.ceil( => np.floor(  # round up
   lambda *case: 4  # Bytes in flight of one SM
   loads + lag => loads + 1
@@ -57,76 +73,77 @@ exercise-num-stages
   np.ceil( => round(
   232_448 => 2 * 228 * 1024
   max(1, => max(2,  # One load may be enough
-  232_448 // tile_bytes => 1 << 40  # only so many slots
+  232_448 // tile_bytes => 1 << 40  # only so many stages
 """
 
 
 # %% exercise-sum-by-tma needs: setup
+#: # Write sum_by_tma(x, y) here. `staged`, above, has all the calls that you need.
+# BEGIN SOLUTION
 def sum_by_tma(x, y):
     def kernel(x_gmem, y_gmem, o_gmem, x_smem, y_smem, arrived):
-        plgpu.copy_gmem_to_smem(x_gmem, x_smem, arrived)
-        plgpu.copy_gmem_to_smem(y_gmem, y_smem, arrived)
+        here = pl.ds(lax.axis_index("i") * 16, 16)
+        plgpu.copy_gmem_to_smem(x_gmem.at[here], x_smem, arrived)
+        plgpu.copy_gmem_to_smem(y_gmem.at[here], y_smem, arrived)
         plgpu.barrier_wait(arrived)
         x_smem[...] += y_smem[...]
-        # BEGIN SOLUTION
         plgpu.commit_smem()
-        # END SOLUTION
-        plgpu.copy_smem_to_gmem(x_smem, o_gmem)
+        plgpu.copy_smem_to_gmem(x_smem, o_gmem.at[here])
         plgpu.wait_smem_to_gmem(0)
 
-    tile = plgpu.SMEM(x.shape, x.dtype)
-    #: scratch_types = [tile, tile, plgpu.Barrier()]
-    # BEGIN SOLUTION
-    scratch_types = [tile, tile, plgpu.Barrier(num_arrivals=2)]
-    # END SOLUTION
+    tile = plgpu.SMEM((16, 256), x.dtype)
     return plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        scratch_types=scratch_types,
+        grid=(x.shape[0] // 16,),
+        grid_names=("i",),
+        scratch_types=[tile, tile, plgpu.Barrier(num_arrivals=2)],
     )(x, y)
 
 
-ex02.check_sum_by_tma(sum_by_tma)
+# END SOLUTION
+
+
+ex02.check_sum_by_tma(globals().get("sum_by_tma"))
 
 
 # %% exercise-ring needs: setup
-def racy_ring(x_gmem, o_gmem, slots, arrived, num_tiles):
-    num_stages = slots.shape[0]
+def ring_of_three(x_gmem, o_gmem, stages, arrived, num_tiles):
+    num_stages = stages.shape[0]
 
     def tile(ref, i):
         return ref.at[pl.ds(i * 16, 16)]
 
     def fetch(i):
-        slot = lax.rem(i, num_stages)
-        plgpu.copy_gmem_to_smem(tile(x_gmem, i), slots.at[slot], arrived.at[slot])
+        stage = lax.rem(i, num_stages)
+        plgpu.copy_gmem_to_smem(tile(x_gmem, i), stages.at[stage], arrived.at[stage])
 
-    pl.loop(0, num_stages)(fetch)
+    pl.loop(0, num_stages)(fetch)  # The prologue.
 
     @pl.loop(0, num_tiles)
     def _(i):
-        slot = lax.rem(i, num_stages)
-        plgpu.barrier_wait(arrived.at[slot])
-        slots[slot] = -slots[slot]
+        stage = lax.rem(i, num_stages)
+        plgpu.barrier_wait(arrived.at[stage])
+        #: # Your code: negate the tile, send it, refill a stage.
         # BEGIN SOLUTION
+        stages[stage] = -stages[stage]
         plgpu.commit_smem()
-        # END SOLUTION
-        plgpu.copy_smem_to_gmem(slots.at[slot], tile(o_gmem, i))
-        # BEGIN SOLUTION
+        plgpu.copy_smem_to_gmem(stages.at[stage], tile(o_gmem, i))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        # END SOLUTION
         pl.when(i + num_stages < num_tiles)(lambda: fetch(i + num_stages))
+        # END SOLUTION
 
     plgpu.wait_smem_to_gmem(0)
 
 
-ex02.check_ring(racy_ring)
+ex02.check_ring(ring_of_three)
 
 
 # %% exercise-num-stages needs: setup
-def num_stages(bytes_per_second, round_s, num_sms, tile_bytes, lag):
+def num_stages(bytes_per_second, load_s, num_sms, tile_bytes, lag):
     #: return None
     # BEGIN SOLUTION
-    loads = max(1, int(np.ceil(bytes_per_second * round_s / num_sms / tile_bytes)))
+    loads = max(1, int(np.ceil(bytes_per_second * load_s / num_sms / tile_bytes)))
     return min(loads + lag, 232_448 // tile_bytes)
     # END SOLUTION
 
