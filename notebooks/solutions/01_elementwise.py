@@ -1,20 +1,20 @@
 """Solutions of chapter 1's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
 
 TRIED = r"""
-exercise-4-cell
+exercise-1-cell
   len({i * stride // 128 for i in range(32)}) => 32  # how many different lines
   len({i * stride // 128 for i in range(32)}) => 32 * nbytes // 128
   len({i * stride // 128 for i in range(32)}) => -(-32 * stride // 128)
   len({i * stride // 128 for i in range(32)}) => (31 * stride + nbytes - 1) // 128 + 1
   stride // 128 => stride // 32
   range(32) => range(128)
-exercise-1-cell
+exercise-2-cell
   apart / (num_inputs + 1) => num_kernels  # Count the arrays
   2 * (num_kernels - 1) => 2 * num_kernels
   2 * (num_kernels - 1) => num_kernels - 1
   apart / (num_inputs + 1) => (apart - 1) / num_inputs
   apart / (num_inputs + 1) => 5 / 3
-exercise-2-cell
+exercise-3-cell
   (1024,), 8) => (1024,), 4)  # 16 bytes a load
   (1024,), 8) => (1024,), 1)
   jnp.float32 => jnp.bfloat16  # compute in float32
@@ -23,7 +23,7 @@ exercise-2-cell
   silu(gate) => sigmoid(gate)
   silu(gate) => gelu(gate)
   lambda gate, up: swiglu(swiglu(gate, up), up)  # launches 2 kernels
-exercise-3-cell
+exercise-4-cell
   pl.cdiv(left, 128) => left // 128  # never written
   pl.cdiv(left, 128) => 0
   blocks = max(whole, 1) => whole = blocks = pl.cdiv(x.size, 1024)  # beyond the end
@@ -36,7 +36,7 @@ exercise-3-cell
 """
 
 
-# %% exercise-4-cell needs: imports
+# %% exercise-1-cell needs: setup
 def lines_of_a_warp(nbytes, stride):
     #: return 32 * nbytes // 128
     # BEGIN SOLUTION
@@ -47,7 +47,7 @@ def lines_of_a_warp(nbytes, stride):
 ex01.check_lines_of_a_warp(lines_of_a_warp)
 
 
-# %% exercise-1-cell needs: imports
+# %% exercise-2-cell needs: setup
 def gain_of_fusing(num_inputs, num_kernels):
     #: return num_kernels
     # BEGIN SOLUTION
@@ -60,22 +60,20 @@ def gain_of_fusing(num_inputs, num_kernels):
 ex01.check_gain_of_fusing(gain_of_fusing)
 
 
-# %% exercise-2-cell needs: imports
+# %% exercise-3-cell needs: setup
+#: # Write swiglu(gate, up) here. Until then `globals().get` returns None below, so the
+#: # cell runs all the same.
+# BEGIN SOLUTION
 def swiglu(gate, up):
-    # BEGIN SOLUTION
     layout = plgpu.Layout.WG_STRIDED((1024,), 8)
 
-    # END SOLUTION
     def body(gate_gmem, up_gmem, o_gmem):
         where = pl.ds(lax.axis_index("block") * 1024, 1024)
-        #: o_gmem[where] = gate_gmem[where]
-        # BEGIN SOLUTION
         gate, up = (
             plgpu.load(ref.at[where], layout=layout).astype(jnp.float32)
             for ref in (gate_gmem, up_gmem)
         )
         o_gmem[where] = (jax.nn.silu(gate) * up).astype(o_gmem.dtype)
-        # END SOLUTION
 
     return plgpu.kernel(
         body,
@@ -83,12 +81,13 @@ def swiglu(gate, up):
         grid=(gate.size // 1024,),
         grid_names=("block",),
     )(gate, up)
+    # END SOLUTION
 
 
-ex01.check_swiglu(swiglu)
+ex01.check_swiglu(globals().get("swiglu"))
 
 
-# %% exercise-3-cell needs: imports
+# %% exercise-4-cell needs: setup
 def relu_of_any_length(x):
     # BEGIN SOLUTION
     whole, left = x.size // 1024, x.size % 1024
