@@ -15,7 +15,7 @@ exercise-2-cell
   apart / (num_inputs + 1) => (apart - 1) / num_inputs
   apart / (num_inputs + 1) => 5 / 3
 exercise-3-cell
-  (1024,), 8) => (1024,), 4)  # 16 bytes a load
+  (1024,), 8) => (1024,), 4)  # 16 bytes per load
   (1024,), 8) => (1024,), 1)
   jnp.float32 => jnp.bfloat16  # compute in float32
   gate.dtype) => jnp.float32)  # must be bfloat16
@@ -23,6 +23,12 @@ exercise-3-cell
   silu(gate) => sigmoid(gate)
   silu(gate) => gelu(gate)
   lambda gate, up: swiglu(swiglu(gate, up), up)  # launches 2 kernels
+  where = pl.ds(lax.axis_index("block") * 1024, 1024)
+    => @pl.loop(0, gate.size // 1024)\n        def _(i):\n         where = pl.ds(i * 1024, 1024)
+    && \n        gate, up = ( => \n         gate, up = (
+    && \n        o_gmem[where] = => \n         o_gmem[where] =
+    && grid=(gate.size // 1024,) => grid=(1,)  # one block does all of the work
+  None  # there is no `swiglu` yet. Write it above the last line. `swiglu(gate, up)` is a kernel
 exercise-4-cell
   pl.cdiv(left, 128) => left // 128  # never written
   pl.cdiv(left, 128) => 0
@@ -30,13 +36,17 @@ exercise-4-cell
   jnp.minimum(whole * 1024 + i * 128, x.size - 128) => whole * 1024 + i * 128
   blocks = max(whole, 1) => whole = -(-x.size // 1024) if x.size > 1024 else whole\n    blocks = max(whole, 1)
     && apply(block * 1024, 1024) => apply(jnp.minimum(block * 1024, x.size - 1024), 1024)  # race: write
+  block == blocks - 1 => block == 0  # two blocks write the same element
+  blocks = max(whole, 1) => blocks = 1
+    && @pl.when(block < whole)\n        def _():\n            apply(block * 1024, 1024)
+    => @pl.loop(0, whole)\n        def _(i):\n            apply(i * 1024, 1024)  # one block does all of the work
   jnp.maximum(x_gmem[where], 0) => jnp.where(x_gmem[where] > 0, x_gmem[where], jnp.zeros_like(x_gmem[where]))
     # is 0; it must be nan
   jnp.maximum(x_gmem[where], 0) => jnp.abs(x_gmem[where])  # it must be
 """
 
 
-# %% exercise-1-cell needs: setup
+# %% exercise-1-cell needs: parameters setup
 def lines_of_a_warp(nbytes, stride):
     #: return 32 * nbytes // 128
     # BEGIN SOLUTION
@@ -47,7 +57,7 @@ def lines_of_a_warp(nbytes, stride):
 ex01.check_lines_of_a_warp(lines_of_a_warp)
 
 
-# %% exercise-2-cell needs: setup
+# %% exercise-2-cell needs: parameters setup
 def gain_of_fusing(num_inputs, num_kernels):
     #: return num_kernels
     # BEGIN SOLUTION
@@ -60,7 +70,7 @@ def gain_of_fusing(num_inputs, num_kernels):
 ex01.check_gain_of_fusing(gain_of_fusing)
 
 
-# %% exercise-3-cell needs: setup
+# %% exercise-3-cell needs: parameters setup
 #: # Write swiglu(gate, up) here. Until then `globals().get` returns None below, so the
 #: # cell runs all the same.
 # BEGIN SOLUTION
@@ -87,7 +97,7 @@ def swiglu(gate, up):
 ex01.check_swiglu(globals().get("swiglu"))
 
 
-# %% exercise-4-cell needs: setup
+# %% exercise-4-cell needs: parameters setup
 def relu_of_any_length(x):
     # BEGIN SOLUTION
     whole, left = x.size // 1024, x.size % 1024
