@@ -52,7 +52,8 @@ def _require_grid(answer, *args):
 
 def _require_apart(answer, x):
     """Raises NotYet if two blocks store the same element. The interpreter sees it only if both are at the same step."""
-    for first, second in itertools.combinations(play_kernel(answer, x)[0], 2):
+    blocks = itertools.chain.from_iterable(play_kernel(answer, x))
+    for first, second in itertools.combinations(blocks, 2):
         if any(overlap(one, other) for one in first.stored for other in second.stored):
             raise NotYet(
                 f"length {x.size}: two blocks write the same element, and nothing orders blocks: give the tail to the "
