@@ -12,7 +12,7 @@ There are no barriers: nothing is shared, so shared memory would be a detour (ch
 
 Bound by: memory. Each input is read once and each output is written once, 16 bytes per thread at a time. The last block
 also does the tail, in pieces of 128 elements, the last of them shifted back to end with the array. Elements that it
-computes twice it stores twice, in no order; inputs and outputs are different arrays, so both stores write one value.
+computes twice it stores twice; inputs and outputs are different arrays, so both stores write one value.
 
 The gradient is another such kernel, made of `jax.vjp` of `fn`; so is a gradient of it. Integers have none.
 

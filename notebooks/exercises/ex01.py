@@ -1,5 +1,7 @@
 """Checkers of the exercises of chapter 1."""
 
+import itertools
+import math
 import re
 
 import jax
@@ -9,11 +11,54 @@ import numpy as np
 import cookbook
 import lab
 
-from .judge import NotYet, checker, normal, require_answers, require_close, run_kernel, speed, wide
+from .judge import (
+    NotYet,
+    checker,
+    drawn,
+    equations,
+    jaxpr_of,
+    normal,
+    play_kernel,
+    require_answers,
+    require_close,
+    run_kernel,
+    speed,
+    wide,
+)
+from .memory import overlap
 
 TIMED = jax.ShapeDtypeStruct((2**26,), jnp.bfloat16)
 WARPS = ((2, 2), (4, 4), (16, 16), (16, 0), (4, 12), (8, 64), (4, 128), (16, 144), (16, 8192))  # nbytes, stride.
 CHAINS = ((2, 1), (1, 2), (2, 2), (3, 4), (5, 7))  # Inputs, kernels.
+
+
+def _any_tiles() -> int:
+    """A length of whole tiles that no answer can have by heart."""
+    (tiles,) = drawn(lambda rng: int(rng.integers(5, 12)), 1)
+    return 1024 * tiles
+
+
+def _any_length() -> int:
+    (length,) = drawn(lambda rng: int(rng.integers(1025, 6000)), 1)
+    return length
+
+
+def _require_grid(answer, *args):
+    """Raises NotYet if a single block does all of the work."""
+    found = equations(jaxpr_of(answer, *args))
+    if math.prod(next(equation.params["meshes"][0].grid for equation in found if "meshes" in equation.params)) == 1:
+        raise NotYet("one block does all of the work, so 131 SMs do nothing: give the kernel a grid, a tile per block")
+
+
+def _require_apart(answer, x):
+    """Raises NotYet if two blocks store the same element. The interpreter sees it only if both are at the same step."""
+    blocks = itertools.chain.from_iterable(play_kernel(answer, x))
+    for first, second in itertools.combinations(blocks, 2):
+        if any(overlap(one, other) for one in first.stored for other in second.stored):
+            raise NotYet(
+                f"length {x.size}: two blocks write the same element, and nothing orders blocks: give the tail to the "
+                "block that writes the last whole tile"
+            )
 
 
 @checker
@@ -41,8 +86,8 @@ def check_gain_of_fusing(answer):
 
 @checker
 def check_swiglu(answer):
-    """`answer(gate, up)` is a kernel: silu(gate) * up in float32, rounded once to bf16, 16 bytes a load."""
-    for n, scale in ((1024, 1), (4096, 8)):
+    """`answer(gate, up)` is a kernel: silu(gate) * up in float32, rounded once to bf16, 16 bytes per load."""
+    for n, scale in ((1024, 1), (4096, 8), (_any_tiles(), 4)):
         gate, up = normal(5, n, jnp.bfloat16) * scale, normal(6, n, jnp.bfloat16)
         out = run_kernel(answer, gate, up)
         if out.dtype != jnp.bfloat16:
@@ -54,6 +99,7 @@ def check_swiglu(answer):
             raise NotYet(
                 f"its error is {error:.1e}, more than one rounding makes: compute in float32, round at the end"
             )
+    _require_grid(answer, gate, up)
     praise = "Right in float32, rounded once" + _require_wide_loads(answer, gate, up)
     return praise + speed(answer, cookbook.fuse(lambda gate, up: jax.nn.silu(gate) * up), TIMED, TIMED)
 
@@ -66,20 +112,23 @@ def _require_wide_loads(answer, *args) -> str:
     loads = re.findall(r"\b(ld\.global(?:\.\w+)*?(?:\.v(\d))?\.[a-z](\d+))\b", ptx)
     narrow = [op for op, count, bits in loads if int(count or 1) * int(bits) < 128]
     if narrow:
-        raise NotYet(f"it loads with {narrow[0]}; name a layout that gives each thread 8 neighbours, 16 bytes a load")
-    return ", and 16 bytes a load."
+        raise NotYet(f"it loads with {narrow[0]}; name a layout that gives each thread 8 neighbours, 16 bytes per load")
+    return ", and 16 bytes per load."
 
 
 @checker
 def check_relu_of_any_length(answer):
     """`answer(x)` is a kernel: max(x, 0) of a bf16 array of any length from 128 on."""
-    for n in (1024, 128, 4096, 1000, 2500, 4097, 3071):
+    for n in (1024, 128, 4096, 1000, 2500, 4097, 3071, _any_length()):
         x = normal(n, n, jnp.bfloat16).at[-3].set(jnp.nan)
         try:
             out = run_kernel(answer, x)
         except NotYet as problem:
             raise NotYet(f"length {n}: {problem}") from None
         require_close(out, np.maximum(wide(x), 0), 0, f"length {n}")
+    _require_grid(answer, x)
+    for tail in (1, 100):  # Three blocks of 1024: all of them are played.
+        _require_apart(answer, jax.ShapeDtypeStruct((3 * 1024 + tail,), jnp.bfloat16))
     odd = jax.ShapeDtypeStruct((TIMED.size - 1,), TIMED.dtype)
     praise = "Every element is written, and nothing beyond the end is touched."
     return praise + speed(answer, cookbook.fuse(jax.nn.relu), odd)

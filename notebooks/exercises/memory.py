@@ -56,7 +56,8 @@ class Memory:
 
     def __init__(self, aval, values=UNKNOWN):
         self.shape = tuple(getattr(aval, "shape", ()))
-        self.is_shared = str(getattr(aval, "memory_space", "")).lower().endswith("smem")
+        space = str(getattr(aval, "memory_space", "")).lower()
+        self.is_shared, self.is_global = space.endswith("smem"), space.endswith("gmem")
         self.values = values if values is UNKNOWN else np.asarray(values)  # Whole numbers, if they are few.
         self.reads: list[Access] = []
         self.writes: list[Access] = []

@@ -40,6 +40,7 @@ class Block:
 
     events: list[Event] = dataclasses.field(default_factory=list)
     rings: list[Ring] = dataclasses.field(default_factory=list)
+    stored: list[tuple] = dataclasses.field(default_factory=list)  # The box of each direct store to global memory.
     fault: str | None = None  # The first that comes too early.
     is_whole: bool = True  # Whether it was played to its end.
     is_left_over: bool = False  # Whether a barrier has completed for nobody at its end.
@@ -270,6 +271,8 @@ class _Warpgroup:
         (view,), _ = views(operands[:1], [equation.params["tree"]], operands[2:])
         if view is None and isinstance(operands[0], Memory):
             operands[0].values = UNKNOWN
+        if view and view.memory.is_global:
+            self.play.block.stored.append(view.box)
         if view and view.memory.is_shared:
             access = self._begin("written", view, committed=1 << next(self.play.bits))
             self._overwrite(view, access)

@@ -1,21 +1,21 @@
 """Solutions of chapter 1's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
 
 TRIED = r"""
-exercise-4-cell
+exercise-1-cell
   len({i * stride // 128 for i in range(32)}) => 32  # how many different lines
   len({i * stride // 128 for i in range(32)}) => 32 * nbytes // 128
   len({i * stride // 128 for i in range(32)}) => -(-32 * stride // 128)
   len({i * stride // 128 for i in range(32)}) => (31 * stride + nbytes - 1) // 128 + 1
   stride // 128 => stride // 32
   range(32) => range(128)
-exercise-1-cell
+exercise-2-cell
   apart / (num_inputs + 1) => num_kernels  # Count the arrays
   2 * (num_kernels - 1) => 2 * num_kernels
   2 * (num_kernels - 1) => num_kernels - 1
   apart / (num_inputs + 1) => (apart - 1) / num_inputs
   apart / (num_inputs + 1) => 5 / 3
-exercise-2-cell
-  (1024,), 8) => (1024,), 4)  # 16 bytes a load
+exercise-3-cell
+  (1024,), 8) => (1024,), 4)  # 16 bytes per load
   (1024,), 8) => (1024,), 1)
   jnp.float32 => jnp.bfloat16  # compute in float32
   gate.dtype) => jnp.float32)  # must be bfloat16
@@ -23,20 +23,30 @@ exercise-2-cell
   silu(gate) => sigmoid(gate)
   silu(gate) => gelu(gate)
   lambda gate, up: swiglu(swiglu(gate, up), up)  # launches 2 kernels
-exercise-3-cell
+  where = pl.ds(lax.axis_index("block") * 1024, 1024)
+    => @pl.loop(0, gate.size // 1024)\n        def _(i):\n         where = pl.ds(i * 1024, 1024)
+    && \n        gate, up = ( => \n         gate, up = (
+    && \n        o_gmem[where] = => \n         o_gmem[where] =
+    && grid=(gate.size // 1024,) => grid=(1,)  # one block does all of the work
+  None  # there is no `swiglu` yet. Write it above the last line. `swiglu(gate, up)` is a kernel
+exercise-4-cell
   pl.cdiv(left, 128) => left // 128  # never written
   pl.cdiv(left, 128) => 0
   blocks = max(whole, 1) => whole = blocks = pl.cdiv(x.size, 1024)  # beyond the end
   jnp.minimum(whole * 1024 + i * 128, x.size - 128) => whole * 1024 + i * 128
   blocks = max(whole, 1) => whole = -(-x.size // 1024) if x.size > 1024 else whole\n    blocks = max(whole, 1)
     && apply(block * 1024, 1024) => apply(jnp.minimum(block * 1024, x.size - 1024), 1024)  # race: write
+  block == blocks - 1 => block == 0  # two blocks write the same element
+  blocks = max(whole, 1) => blocks = 1
+    && @pl.when(block < whole)\n        def _():\n            apply(block * 1024, 1024)
+    => @pl.loop(0, whole)\n        def _(i):\n            apply(i * 1024, 1024)  # one block does all of the work
   jnp.maximum(x_gmem[where], 0) => jnp.where(x_gmem[where] > 0, x_gmem[where], jnp.zeros_like(x_gmem[where]))
     # is 0; it must be nan
   jnp.maximum(x_gmem[where], 0) => jnp.abs(x_gmem[where])  # it must be
 """
 
 
-# %% exercise-4-cell needs: imports
+# %% exercise-1-cell needs: parameters setup
 def lines_of_a_warp(nbytes, stride):
     #: return 32 * nbytes // 128
     # BEGIN SOLUTION
@@ -47,7 +57,7 @@ def lines_of_a_warp(nbytes, stride):
 ex01.check_lines_of_a_warp(lines_of_a_warp)
 
 
-# %% exercise-1-cell needs: imports
+# %% exercise-2-cell needs: parameters setup
 def gain_of_fusing(num_inputs, num_kernels):
     #: return num_kernels
     # BEGIN SOLUTION
@@ -60,22 +70,20 @@ def gain_of_fusing(num_inputs, num_kernels):
 ex01.check_gain_of_fusing(gain_of_fusing)
 
 
-# %% exercise-2-cell needs: imports
+# %% exercise-3-cell needs: parameters setup
+#: # Write swiglu(gate, up) here. Until then `globals().get` returns None below, so the
+#: # cell runs all the same.
+# BEGIN SOLUTION
 def swiglu(gate, up):
-    # BEGIN SOLUTION
     layout = plgpu.Layout.WG_STRIDED((1024,), 8)
 
-    # END SOLUTION
     def body(gate_gmem, up_gmem, o_gmem):
         where = pl.ds(lax.axis_index("block") * 1024, 1024)
-        #: o_gmem[where] = gate_gmem[where]
-        # BEGIN SOLUTION
         gate, up = (
             plgpu.load(ref.at[where], layout=layout).astype(jnp.float32)
             for ref in (gate_gmem, up_gmem)
         )
         o_gmem[where] = (jax.nn.silu(gate) * up).astype(o_gmem.dtype)
-        # END SOLUTION
 
     return plgpu.kernel(
         body,
@@ -83,12 +91,13 @@ def swiglu(gate, up):
         grid=(gate.size // 1024,),
         grid_names=("block",),
     )(gate, up)
+    # END SOLUTION
 
 
-ex01.check_swiglu(swiglu)
+ex01.check_swiglu(globals().get("swiglu"))
 
 
-# %% exercise-3-cell needs: imports
+# %% exercise-4-cell needs: parameters setup
 def relu_of_any_length(x):
     # BEGIN SOLUTION
     whole, left = x.size // 1024, x.size % 1024
