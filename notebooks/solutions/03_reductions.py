@@ -67,7 +67,7 @@ def log_softmax(x):
 ex03.check_log_softmax(globals().get("log_softmax"))
 
 
-# %% exercise-2 needs: imports
+# %% exercise-2 needs: parameters imports
 def merge_average(a, b):
     (m_a, l_a, acc_a), (m_b, l_b, acc_b) = a, b
     m = jnp.maximum(m_a, m_b)
