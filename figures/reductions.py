@@ -1,6 +1,6 @@
 """Figures of chapter 3: reductions."""
 
-from figures._chart import bare, chart, label
+from figures._chart import chart, label
 from figures._draw import BLUE, INK, ORANGE, RED, places
 from lab import plot
 
@@ -56,7 +56,6 @@ def _kernel(ax, passes, split):
 
 
 LANES, WARPS = 8, 4  # Lanes are those drawn; a warp has 32.
-WARPS = 4
 
 
 @chart(7.5, 4.3, ncols=2, width_ratios=(1.15, 1))
@@ -108,30 +107,6 @@ def _exchange(ax):
     ax.axis("off")
 
 
-@chart(7.5, 3.3, ncols=2, width_ratios=(1, 2))
-def ring_or_registers(axes):
-    """The way of a row: straight to registers, or through a ring of shared memory that TMA fills."""
-    stages = 4
-    direct, ring = axes
-    for ax, right in ((direct, 1), (ring, 3)):
-        slab(ax, 0, 0, right, 0.52, "HBM")
-        ax.set(xlim=(-0.05, right + 0.05), ylim=(2.6, -0.1))
-        ax.axis("off")
-    direct.set_title("Row in registers")
-    slab(direct, 0, 2, 1, 0.52, "registers", BLUE)
-    go(direct, (0.3, 0.55), (0.3, 2), text="load")
-    go(direct, (0.7, 2), (0.7, 0.55), text="store")
-    ring.set_title(f"A ring of {stages} slots in shared memory")
-    for slot in range(stages):
-        slab(ring, 0.05 + slot * 0.42, 1, 0.4, 0.52, f"slot {slot}", ORANGE)
-    slab(ring, 2.1, 1, 0.85, 0.52, "output buffer", ORANGE)
-    slab(ring, 0, 2, 3, 0.52, "registers", BLUE)
-    go(ring, (0.85, 0.55), (0.85, 1), text="TMA, ahead of time")
-    go(ring, (0.85, 1.55), (0.85, 2), text="wait, then load")
-    go(ring, (2.52, 2), (2.52, 1.55), text="store, fence")
-    go(ring, (2.52, 1), (2.52, 0.55), text="TMA")
-
-
 @chart(7.5, 4.6, nrows=2, height_ratios=(1, 1.35))
 def row_layouts(axes):
     """Which thread holds which columns: a row spread over a warpgroup, and rows that lie within a warp."""
@@ -177,7 +152,7 @@ def _within(ax):
 
 @chart(7.5, 2.5)
 def row_pieces(ax):
-    """A row whose length is no multiple of the piece: the last piece is shifted back to end with the row."""
+    """A row whose length is not a multiple of the piece: the last piece is shifted back to end with the row."""
     cols, width = 1000, 512
     starts = [min(start, cols - width) for start in range(0, cols, width)]
     shared = starts[-2] + width - starts[-1]
@@ -193,28 +168,3 @@ def row_pieces(ax):
     ax.set(xlim=(-10, cols + 110), ylim=(2.95, -0.15), yticks=[], xticks=[0, width, cols])
     ax.grid(visible=False)
     ax.spines["left"].set_visible(False)
-
-
-SPLITS, COLUMNS = 4, 3
-
-
-@chart(7.5, 3.2, ncols=3, width_ratios=(2, 2, 2))
-def split_sum(axes):
-    """A sum over the leading axis in two launches: every block sums a strip, then one more pass sums the strips."""
-    left, middle, right = axes
-    _strips(left, SPLITS, "x: every block sums a strip", lambda s, c: f"block\n({s}, {c})")
-    left.set(xlabel="columns", ylabel="rows")
-    _strips(middle, SPLITS, "partial sums, float32", lambda s, c: f"row {s}", height=0.45)
-    _strips(right, 1, "second launch: the total", lambda s, c: f"block\n(0, {c})")
-    middle.annotate("", (-0.05, 1.5), (-0.5, 1.5), arrowprops=dict(arrowstyle="->"), annotation_clip=False)
-    right.annotate("", (-0.05, 1.5), (-0.5, 1.5), arrowprops=dict(arrowstyle="->"), annotation_clip=False)
-
-
-def _strips(ax, splits, title, name, height=0.9):
-    top = (SPLITS - splits) / 2
-    for split, column in places(splits, COLUMNS):
-        colour = plot.COLOURS[split] if splits > 1 else INK
-        slab(ax, column, top + split, 0.92, height, name(split, column), colour)
-    ax.set(xlim=(-0.6, COLUMNS), ylim=(SPLITS, -0.1), xticks=[], yticks=[])
-    ax.set_title(title, fontsize=9.5)
-    bare(ax)

@@ -1,11 +1,22 @@
 """Checkers of the exercises of chapter 3."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, require_close, run_kernel, speed, wide
+from exercises.judge import (
+    NotYet,
+    checker,
+    equations,
+    jaxpr_of,
+    normal,
+    require_close,
+    run_kernel,
+    speed,
+    wide,
+)
 
 import cookbook
 
@@ -15,7 +26,8 @@ TIMED = jax.ShapeDtypeStruct((16384, 8192), jnp.bfloat16)
 
 @checker
 def check_log_softmax(answer) -> str:
-    """Exercise 1: `answer(x)` is a kernel, the logarithm of the softmax over the last axis of (rows, cols)."""
+    """`answer(x)` is a kernel, the logarithm of the softmax over the last axis of (rows, cols), and reads each row
+    once."""
     x = normal(2, (3, 1024))
     softmax = np.exp(_log_softmax(x))
     likely = [(softmax, "this is softmax still; the logarithm of p / l is wanted")]
@@ -29,6 +41,7 @@ def check_log_softmax(answer) -> str:
     require_close(out, _log_softmax(100 * x), 1e-5, "with logits of several hundred")
     x = normal(3, (2, 2048), jnp.bfloat16)
     require_close(run_kernel(answer, x), _log_softmax(x), 1e-2, "with bfloat16")
+    _require_one_read(answer, normal(2, (3, 1024)))
     return "no exponential stands between a logit and its result." + speed(answer, cookbook.softmax, TIMED)
 
 
@@ -74,6 +87,8 @@ def check_layer_norm(answer) -> str:
     """Exercise 4: `answer(x)` is a kernel, (x - mean) / sqrt(variance + 1e-6) over the last axis of (rows, cols)."""
     x = normal(4, (3, 1024))
     require_close(run_kernel(answer, 2 * x + 0.5), _layer_norm(2 * x + 0.5), 1e-5, "with values around 0.5")
+    wide_rows = normal(6, (2, 2048), jnp.bfloat16)
+    require_close(run_kernel(answer, wide_rows), _layer_norm(wide_rows), 1e-2, "with rows of 2048 in bfloat16")
     out = run_kernel(answer, jnp.full((2, 1024), 0.25))
     if np.isnan(out).any():
         raise NotYet("a row of one repeated value has variance 0, and gives NaN: eps belongs under the root")
@@ -86,8 +101,20 @@ def check_layer_norm(answer) -> str:
             "has no more. Their difference is noise, negative now and then. Subtract the mean first"
         )
     rms_norm = functools.partial(cookbook.rms_norm, scale=jnp.ones(TIMED.shape[1], jnp.bfloat16))
-    praise = "the second pass over registers costs two instructions a value, and no byte of memory."
+    praise = "the second pass over registers costs two instructions per value, and no byte of memory."
     return praise + speed(answer, rms_norm, TIMED)
+
+
+def _require_one_read(answer, x) -> None:
+    """Raises NotYet if a block's loads from global memory, each counted once, hold more values than a row has."""
+    loads = [
+        math.prod(equation.outvars[0].aval.shape)
+        for equation in equations(jaxpr_of(answer, x))
+        if equation.primitive.name in ("get", "load") and "gmem" in str(equation.invars[0].aval)
+    ]
+    if sum(loads) > x.shape[1]:
+        times = round(sum(loads) / x.shape[1])
+        raise NotYet(f"it is right, but reads each row {times} times: load the row once, and keep it in registers")
 
 
 def _state(logits, values):
