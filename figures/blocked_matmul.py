@@ -167,7 +167,7 @@ COPY, PRODUCT = 1.0, 1.8  # Lengths in the schedules; the time has no scale.
 
 @chart(height=3.1, nrows=2, sharex=True)
 def matmul_ring(axes):
-    """One block over time: it waits for each copy, or a ring of two stages has the next copies under way."""
+    """One block over time: it waits for each copy, or a ring of two stages has the next copies in flight."""
     for ax, stages in zip(axes, (1, 2), strict=True):
         free, ready = [0.0] * stages, 0.0
         for i in range(5):

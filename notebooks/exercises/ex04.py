@@ -1,6 +1,7 @@
 """Checkers of the exercises of chapter 4."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -57,23 +58,31 @@ def check_ring(answer) -> str:
     """Exercise 3: `answer(a, b)` is a kernel, a @ b through a ring of stages that are refilled in time."""
     long = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((128, RING_K), (RING_K, 128))]
     three_steps = normal(3, (128, 48)), normal(4, (48, 128))
-    one_step = normal(5, (256, 16)), normal(6, (16, 256))
-    require_staged(answer, *three_steps, loads=2)
-    out = run_kernel(answer, *three_steps, in_flight=2)
+    one_step = normal(5, (128, 16)), normal(6, (16, 256))
+    out = run_kernel(answer, *three_steps, in_flight=2, report_first=True)
     require_close(out, np.matmul(*wide(*three_steps)), 1e-4, "128 x 128, K = 48")
-    _require_many_loads(require_order_of(answer, *long, in_flight=2))
-    require_close(run_kernel(answer, *one_step), np.matmul(*wide(*one_step)), 1e-4, "256 x 256, K = 16")
+    require_staged(answer, *three_steps, loads=2)
+    _require_loads(require_order_of(answer, *long, in_flight=2), RING_K)
+    _require_loads(require_order_of(answer, *one_step), 16)
+    require_close(run_kernel(answer, *one_step), np.matmul(*wide(*one_step)), 1e-4, "128 x 256, K = 16")
     size = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
     return "a stage is refilled after all four warps have read it." + speed(answer, cookbook.matmul_blocked, size, size)
 
 
-RING_K = 384  # More than fits into shared memory at once.
+RING_K = 256  # More than fits into shared memory at once.
 
 
-def _require_many_loads(played):
-    """Raises NotYet unless a block loads its tiles in many copies, as the steps of a ring do."""
-    if any(block.count("load") < 2 * RING_K // 48 for block in played[0]):
-        raise NotYet(f"for K = {RING_K} a block starts too few copies: a ring has one of `a` and one of `b` per step")
+def _require_loads(played, k: int):
+    """Raises NotYet unless each block loads its rows of a and its columns of b once, a step of K at a time."""
+    for block in filter(lambda block: block.is_whole, played[0]):
+        values = sum(math.prod(event.shape) for event in block.events if event.kind == "load")
+        if values != 2 * 128 * k:
+            raise NotYet(
+                f"for K = {k} a block loads {values:,} values, and it needs {2 * 128 * k:,}: fetch each step once, and "
+                "none that does not exist, or its copies arrive when nobody waits for them"
+            )
+        if block.count("load") < 2 * k // 48:
+            raise NotYet(f"for K = {k} a block starts too few copies: a ring has one of `a` and one of `b` per step")
 
 
 @checker

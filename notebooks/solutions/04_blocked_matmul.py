@@ -49,14 +49,13 @@ exercise-ring
     && lambda: fetch(i + num_stages)) => lambda: fetch(i + num_stages))\n            plgpu.commit_smem()
   pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages)) =>  # never end
   pl.loop(0, min(num_stages, num_steps))(fetch) =>  # never end
-  pl.loop(0, min(num_stages, num_steps))(fetch) => pl.loop(0, num_stages)(fetch)  # beyond
+  pl.loop(0, min(num_stages, num_steps))(fetch) => pl.loop(0, num_stages)(fetch)  # none that does not exist
   acc = multiply(acc, a_smem.at[stage], b_smem.at[stage], layout) =>  # element
-  plgpu.barrier_wait(filled.at[stage]) =>  # race
+  plgpu.barrier_wait(filled.at[stage]) =>  # phase
   pl.loop(0, min(num_stages, num_steps))(fetch) => && plgpu.barrier_wait( => fetch(i)\n            plgpu.barrier_wait(
     && pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages)) =>  # 2 slots is used as if it had 1
   num_stages=2 => num_stages=1  # this is no ring
-  tile_k=16 => tile_k=48  # XX
-  rows, cols = tile_of_block(128, 128) => rows, cols = pl.ds(0, 128), pl.ds(0, 128)  # element
+  rows, cols = tile_of_block(128, 128) => rows, cols = pl.ds(0, 128), pl.ds(0, 128)  # race
   a_smem.at[stage], b_smem.at[stage], layout) => a_gmem.at[rows, pl.ds(i * tile_k, tile_k)], b_smem.at[stage], layout)
     # an input in global memory
 exercise-stages
@@ -66,7 +65,7 @@ exercise-stages
   -(-(latency + work) // (blocks * work)) => 1 - (-latency // work)  # take turns
   -(-(latency + work) // (blocks * work)) => -(-latency // (blocks * work))  # end of the product
   -(-(latency + work) // (blocks * work)) => 1 - (-latency // (blocks * work))  # right after the refill
-  -(-(latency + work) // (blocks * work)) => (latency + work) // (blocks * work)
+  -(-(latency + work) // (blocks * work)) => (latency + work) // (blocks * work)  # end of the product
   lambda latency, work, blocks: 2
 """
 
