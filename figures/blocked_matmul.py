@@ -1,14 +1,6 @@
 """Figures of chapter 4: blocked matmul."""
 
-import functools
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from matplotlib.colors import ListedColormap
-
-from figures._chart import bare, chart, tile
+from figures._chart import bar, chart, lanes, numbered, tile
 from figures._draw import BLUE, GREEN, INK, ORANGE, PALE, SOFT, arrow, box, drawing, places, words
 from lab import plot
 
@@ -170,40 +162,21 @@ def _operands(ax, a, b, y):
     box(ax, b, y, 1.25, 0.3, "b", GREEN, fill=0.5, size=8, linewidth=0.6)
 
 
-WIDTHS = (1, 16)
+COPY, PRODUCT = 1.0, 1.8  # Lengths in the schedules; the time has no scale.
 
 
-def tile_order(tiles_m, tiles_n, width):
-    """Rows and columns of the tiles in the order in which blocks visit them."""
-    tile = functools.partial(plgpu.planar_snake, shape=(tiles_m, tiles_n), minor_dim=0, tile_width=width)
-    return [np.asarray(i) for i in jax.vmap(tile)(jnp.arange(tiles_m * tiles_n))]
-
-
-SIDE_TILES, TOGETHER = 64, 264  # Tiles along each side; blocks that run at once: two on each SM of an H100 or H200.
-
-
-@chart(height=4.3, ncols=len(WIDTHS))
-def matmul_orders(axes):
-    """The order in which blocks visit the tiles of o, and what the blocks that run together read."""
-    for ax, width in zip(axes, WIDTHS, strict=True):
-        _draw(ax, *tile_order(SIDE_TILES, SIDE_TILES, width), width)
-
-
-def _draw(ax, rows, cols, width):
-    """Waves in shades; beside and above, the tiles of a and b that the first wave reads."""
-    gap = 5
-    picture = np.full((SIDE_TILES + gap, SIDE_TILES + gap), np.nan)
-    wave = np.arange(rows.size) // TOGETHER
-    picture[rows + gap, cols + gap] = np.where(wave == 0, 2, wave % 2)
-    first_rows, first_cols = np.unique(rows[:TOGETHER]), np.unique(cols[:TOGETHER])
-    picture[gap:, :3], picture[:3, gap:] = 0, 0
-    picture[first_rows + gap, :3] = 3
-    picture[:3, first_cols + gap] = 4
-    colours = ListedColormap([plot.FAINT, PALE, BLUE, ORANGE, GREEN])
-    ax.imshow(picture, cmap=colours, vmin=0, vmax=4, interpolation="nearest")
-    path = slice(0, 2 * TOGETHER)
-    ax.plot(cols[path] + gap, rows[path] + gap, color=plot.CARD, linewidth=0.5, alpha=0.7)
-    ax.set_title("row after row" if width == 1 else f"in a snake, {width} tiles wide")
-    ax.set_xlabel(f"first wave: {first_rows.size} tile rows of a, {first_cols.size} tile columns of b")
-    ax.set(xticks=[], yticks=[])
-    bare(ax)
+@chart(height=3.1, nrows=2, sharex=True)
+def matmul_ring(axes):
+    """One block over time: it waits for each copy, or a ring of two stages has the next copies in flight."""
+    for ax, stages in zip(axes, (1, 2), strict=True):
+        free, ready = [0.0] * stages, 0.0
+        for i in range(5):
+            stage = i % stages
+            arrived = free[stage] + COPY
+            start = max(arrived, ready)
+            ready = free[stage] = start + PRODUCT
+            bar(ax, stage, arrived - COPY, arrived, f"copy {i}", ORANGE)
+            bar(ax, stages, start, ready, f"product {i}", BLUE)
+        lanes(ax, [*numbered("stage", stages), "warps"], "staged" if stages == 1 else "a ring of two stages")
+        ax.set_xlim(0, 5 * (COPY + PRODUCT))
+    axes[-1].set_xlabel("time")

@@ -1,18 +1,32 @@
 """Checkers of the exercises of chapter 4."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import checker, normal, require_answers, require_close, run_kernel, speed, wide
+from exercises.judge import (
+    NotYet,
+    checker,
+    normal,
+    play_kernel,
+    require_answers,
+    require_close,
+    require_order,
+    require_rings,
+    require_staged,
+    run_kernel,
+    speed,
+    wide,
+)
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import cookbook
 
-TILE_M, TILE_N, TILE_K = 32, 64, 8  # Tile of the kernel of exercise 4.
+TILE_M, TILE_N, TILE_K = 32, 64, 8  # Tile of the kernel of exercise 2.
 # The layout of its accumulator: this chapter's, 16 rows x 32 columns at a time.
 LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((16, 32), (4, 32), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
@@ -43,37 +57,71 @@ def _traffic(m, n, k, tile_m, tile_n, itemsize) -> int:
 
 @checker
 def check_ring(answer) -> str:
-    """Exercise 2: `answer(a, b)` is a kernel, a @ b through a ring of slots that are refilled in time."""
-    a, b = normal(3, (128, 48)), normal(4, (48, 128))
-    out = run_kernel(answer, a, b, in_flight=2)
-    require_close(out, wide(a) @ wide(b), 1e-4, "128 x 128, K = 48")
+    """Exercise 3: `answer(a, b)` is a kernel, a @ b through a ring of stages that are refilled in time."""
+    three_steps = normal(3, (128, 48)), normal(4, (48, 256))
+    out = run_kernel(answer, *three_steps, in_flight=2, report_first=True)
+    require_close(out, np.matmul(*wide(*three_steps)), 1e-4, "128 x 256, K = 48")
+    require_staged(answer, *three_steps, loads=2)
+    for k in (RING_K, 16):
+        played = play_kernel(answer, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((128, k), (k, 128))))
+        require_order(played)
+        if k == RING_K:
+            require_rings(played, in_flight=2)
+        _require_loads(played, k)
     size = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
-    return "a slot is refilled after all four warps have read it." + speed(answer, cookbook.matmul_blocked, size, size)
+    return "a stage is refilled after all four warps have read it." + speed(answer, cookbook.matmul_blocked, size, size)
+
+
+RING_K = 256  # More than fits into shared memory at once.
+
+
+def _require_loads(played, k: int):
+    """Raises NotYet unless each block loads its rows of a and its columns of b once, a step of K at a time."""
+    for block in filter(lambda block: block.is_whole, played[0]):
+        values = sum(math.prod(event.shape) for event in block.events if event.kind == "load")
+        if values != 2 * 128 * k:
+            raise NotYet(
+                f"for K = {k} a block loads {values:,} values, and it needs {2 * 128 * k:,}: fetch each step once, and "
+                "none that does not exist, or its copies arrive when nobody waits for them"
+            )
+        if block.count("load") < 2 * k // 48:
+            raise NotYet(f"for K = {k} a block starts too few copies: a ring has one of `a` and one of `b` per step")
 
 
 @checker
-def check_tile_of(answer) -> str:
-    """Exercise 3: `answer(block, tiles_m, tiles_n, width)` is the (row, column) of the tile that `block` computes."""
-    sizes = (3, 4, 2), (4, 6, 3), (5, 2, 2), (3, 7, 3), (4, 3, 8), (2, 5, 1)
-    cases = [(block, m, n, width) for m, n, width in sizes for block in range(m * n)]
-    place = lambda block, tiles_m, tiles_n, width: _tile_order(tiles_m, tiles_n, width)[block]
-    likely = (
-        (lambda block, m, n, width: divmod(block, n), "That is row after row: a band is `width` columns wide."),
-        (lambda *case: place(*case)[::-1], "The row comes first."),
+def check_stages(answer) -> str:
+    """Exercise 4: `answer(latency, work, blocks)` is how many stages a ring needs so that no block ever waits."""
+    cases = (
+        *((994, 2857, 1), (994, 2857, 2), (994, 512, 1), (994, 512, 2), (3000, 512, 1), (3000, 512, 2)),
+        *((1024, 512, 1), (1025, 512, 1), (512, 512, 2), (513, 512, 2), (10, 512, 4), (9000, 300, 3)),
     )
-    said = "All rows of the first band come first, from left to right in each; the last band may be narrower."
-    require_answers(answer, cases, place, likely, said)
-    return "every tile is computed once, and a narrower last band is no exception."
+    likely = (
+        (
+            lambda latency, work, blocks: 1 - (-latency // work),
+            "The blocks of an SM take turns: between two products of a block are those of the others.",
+        ),
+        (
+            lambda latency, work, blocks: -(-latency // (blocks * work)),
+            "The refill starts at the end of the product of its stage, not at its start.",
+        ),
+        (
+            lambda latency, work, blocks: 1 - (-latency // (blocks * work)),
+            "The copy has time also while the other blocks multiply, right after the refill.",
+        ),
+    )
+    said = "The copy has the time from the end of the product of step i to the start of that of step i + num_stages."
+    draw = lambda rng: (int(rng.integers(1, 5000)), int(rng.integers(100, 3000)), int(rng.integers(1, 5)))
+    require_answers(answer, cases, _stages, likely, said, draw=draw)
+    return "rung 3 has two blocks per SM, so one stage would do if they took strict turns. Its table says they do not."
 
 
-def _tile_order(tiles_m, tiles_n, width):
-    bands = [range(first, min(first + width, tiles_n)) for first in range(0, tiles_n, width)]
-    return [(row, col) for band in bands for row in range(tiles_m) for col in band]
+def _stages(latency, work, blocks) -> int:
+    return -(-(latency + work) // (blocks * work))
 
 
 @checker
 def check_epilogue(answer) -> str:
-    """Exercise 4: `answer(acc, bias_gmem, cols, layout)` makes relu(acc + bias) of the accumulator of a tile.
+    """Exercise 2: `answer(acc, bias_gmem, cols, layout)` makes relu(acc + bias) of the accumulator of a tile.
 
     acc is (32, 64) in `layout`, bias_gmem (N,) float32, cols the columns of the tile.
     """

@@ -16,31 +16,6 @@ exercise-traffic
   -(-n // tile_n) => n / tile_n && -(-m // tile_m) => m / tile_m  # a whole number
   -(-n // tile_n) => (n // tile_n + 1) && -(-m // tile_m) => (m // tile_m + 1)  # A block reads
   lambda m, n, k, tm, tn, size: size * k * (tm + tn) * -(-m // tm) * -(-n // tn)  # At the edge
-exercise-ring
-  pl.loop(0, min(num_stages, num_steps))(fetch) => fetch(0) && plgpu.commit_smem() =>
-    && pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages)) =>
-    && acc = multiply(
-    => plgpu.commit_smem()\n            pl.when(i + 1 < num_steps)(lambda: fetch(i + 1))\n            acc = multiply(
-    # Right.
-  acc = multiply( => pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages))\n            acc = multiply(
-    && plgpu.commit_smem()\n            pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages)) =>  # race
-  plgpu.commit_smem() => && acc = multiply( => plgpu.commit_smem()\n            acc = multiply(
-  plgpu.commit_smem() =>
-    && lambda: fetch(i + num_stages)) => lambda: fetch(i + num_stages))\n            plgpu.commit_smem()
-  pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages)) =>  # never end
-  acc = multiply(acc, a_smem.at[slot], b_smem.at[slot], layout) =>  # element
-  pl.loop(0, min(num_stages, num_steps))(fetch) => && plgpu.barrier_wait( => fetch(i)\n            plgpu.barrier_wait(
-    && pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages)) =>  # 2 stages is used as if it had 1
-  num_stages=2 => num_stages=1  # this is no ring
-exercise-tile-of
-  lambda block, m, n, width: divmod(block, n)  # row after row
-  lambda block, m, n, width: divmod(block, m)[::-1]  # All rows of the first band come first
-  min(width, tiles_n - band * width) => width
-  divmod(inside, min( => divmod(inside, tiles_m)[::-1] if width > 1 else divmod(inside, min(
-  return row, band => row = tiles_m - 1 - row if band % 2 else row\n    return row, band
-  lambda *case: banded_tile(*case)[::-1]  # The row comes first
-  lambda block, m, n, width: banded_tile(block, n, m, width)[::-1]  # All rows of the first band come first
-  lambda block, m, n, width: (0, 0)
 exercise-epilogue
   jnp.maximum(acc + lax.broadcast_in_dim(bias, acc.shape, [1]), 0.0)
     => jnp.where(acc + lax.broadcast_in_dim(bias, acc.shape, [1]) > 0.0, acc + lax.broadcast_in_dim(bias, acc.shape,
@@ -60,10 +35,42 @@ exercise-epilogue
   lambda *args: epilogue(*args)[:16]  # cannot be compiled
   lambda acc, bias, cols, layout: jnp.maximum(acc + bias, 0.0)
   lambda acc, bias, cols: acc
+exercise-ring
+  pl.loop(0, min(num_stages, num_steps))(fetch) => fetch(0)
+    && acc = multiply(
+    => plgpu.commit_smem()\n            pl.when(i + 1 < num_steps)(lambda: fetch(i + 1))\n            acc = multiply(
+    && plgpu.commit_smem()\n            pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages)) =>  # Right.
+  num_stages=2 => num_stages=3  # Right.
+  tile_k=16 => tile_k=8  # Right.
+  acc = multiply( => pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages))\n            acc = multiply(
+    && plgpu.commit_smem()\n            pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages)) =>  # race
+  plgpu.commit_smem() => && acc = multiply( => plgpu.commit_smem()\n            acc = multiply(
+  plgpu.commit_smem() =>
+    && lambda: fetch(i + num_stages)) => lambda: fetch(i + num_stages))\n            plgpu.commit_smem()
+  pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages)) =>  # never end
+  pl.loop(0, min(num_stages, num_steps))(fetch) =>  # never end
+  pl.loop(0, min(num_stages, num_steps))(fetch) => pl.loop(0, num_stages)(fetch)  # none that does not exist
+  acc = multiply(acc, a_smem.at[stage], b_smem.at[stage], layout) =>  # element
+  plgpu.barrier_wait(filled.at[stage]) =>  # phase
+  pl.loop(0, min(num_stages, num_steps))(fetch) => && plgpu.barrier_wait( => fetch(i)\n            plgpu.barrier_wait(
+    && pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages)) =>  # 2 stages is used as if it had 1
+  num_stages=2 => num_stages=1  # this is no ring
+  rows, cols = tile_of_block(128, 128) => rows, cols = pl.ds(0, 128), pl.ds(0, 128)  # race
+  a_smem.at[stage], b_smem.at[stage], layout) => a_gmem.at[rows, pl.ds(i * tile_k, tile_k)], b_smem.at[stage], layout)
+    # an input in global memory
+exercise-stages
+  -(-(latency + work) // (blocks * work)) => math.ceil((latency + work) / work / blocks)  # Right.
+  -(-(latency + work) // (blocks * work))
+    => next(n for n in range(1, 999) if n * blocks * work - work >= latency)  # Right.
+  -(-(latency + work) // (blocks * work)) => 1 - (-latency // work)  # take turns
+  -(-(latency + work) // (blocks * work)) => -(-latency // (blocks * work))  # end of the product
+  -(-(latency + work) // (blocks * work)) => 1 - (-latency // (blocks * work))  # right after the refill
+  -(-(latency + work) // (blocks * work)) => (latency + work) // (blocks * work)  # end of the product
+  lambda latency, work, blocks: 2
 """
 
 
-# %% exercise-traffic needs: setup
+# %% exercise-traffic needs: parameters setup
 def traffic_of(m, n, k, tile_m, tile_n, itemsize):
     """Bytes of a (m, k) and b (k, n) that the blocks read, each element as often as it
     is read."""
@@ -76,65 +83,7 @@ def traffic_of(m, n, k, tile_m, tile_n, itemsize):
 ex04.check_traffic(traffic_of)
 
 
-# %% exercise-ring needs: setup parameters arrays layout
-def mended_ring(a, b, tile_k=16, num_stages=2):
-    layout, num_steps = tile_layout(), a.shape[1] // tile_k
-
-    def kernel(a_gmem, b_gmem, o_gmem, a_smem, b_smem, arrived):
-        rows, cols = tile_of(128, 128)
-
-        def fetch(i):
-            ks, slot = pl.ds(i * tile_k, tile_k), lax.rem(i, num_stages)
-            plgpu.copy_gmem_to_smem(
-                a_gmem.at[rows, ks], a_smem.at[slot], arrived.at[slot]
-            )
-            plgpu.copy_gmem_to_smem(
-                b_gmem.at[ks, cols], b_smem.at[slot], arrived.at[slot]
-            )
-
-        def step(i, acc):
-            slot = lax.rem(i, num_stages)
-            plgpu.barrier_wait(arrived.at[slot])
-            #: plgpu.commit_smem()
-            #: pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages))
-            #: acc = multiply(acc, a_smem.at[slot], b_smem.at[slot], layout)
-            # BEGIN SOLUTION
-            acc = multiply(acc, a_smem.at[slot], b_smem.at[slot], layout)
-            plgpu.commit_smem()
-            pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages))
-            # END SOLUTION
-            return acc
-
-        pl.loop(0, min(num_stages, num_steps))(fetch)
-        zeros = plgpu.layout_cast(jnp.zeros((128, 128)), layout)
-        _device.store(o_gmem.at[rows, cols], lax.fori_loop(0, num_steps, step, zeros))
-
-    scratch = [
-        plgpu.SMEM((num_stages, 128, tile_k), a.dtype),
-        plgpu.SMEM((num_stages, tile_k, 128), b.dtype),
-        plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
-    ]
-    return launch(kernel, a, b, 128, 128, scratch_types=scratch)
-
-
-ex04.check_ring(mended_ring)
-
-
-# %% exercise-tile-of needs: setup
-def banded_tile(block, tiles_m, tiles_n, width):
-    """(row, column) of the tile that `block` computes, of 0 to tiles_m * tiles_n - 1."""
-    #: return block // tiles_n, block % tiles_n  # Row after row, over all columns.
-    # BEGIN SOLUTION
-    band, inside = divmod(block, tiles_m * width)
-    row, column = divmod(inside, min(width, tiles_n - band * width))
-    return row, band * width + column
-    # END SOLUTION
-
-
-ex04.check_tile_of(banded_tile)
-
-
-# %% exercise-epilogue needs: setup
+# %% exercise-epilogue needs: parameters setup
 def epilogue(acc, bias_gmem, cols, layout):
     """relu(acc + bias) for a (32, 64) tile `acc` in `layout`; `bias_gmem` is (N,),
     `cols` are the tile's columns."""
@@ -146,3 +95,58 @@ def epilogue(acc, bias_gmem, cols, layout):
 
 
 ex04.check_epilogue(epilogue)
+
+
+# %% exercise-ring needs: parameters setup layout
+def my_ring(a, b, tile_k=16, num_stages=2):
+    layout, num_steps = tile_layout(), a.shape[1] // tile_k
+
+    def kernel(a_gmem, b_gmem, o_gmem, a_smem, b_smem, filled):
+        rows, cols = tile_of_block(128, 128)
+
+        def fetch(i):
+            stage, ks = lax.rem(i, num_stages), pl.ds(i * tile_k, tile_k)
+            arrived = filled.at[stage]
+            plgpu.copy_gmem_to_smem(a_gmem.at[rows, ks], a_smem.at[stage], arrived)
+            plgpu.copy_gmem_to_smem(b_gmem.at[ks, cols], b_smem.at[stage], arrived)
+
+        def step(i, acc):
+            #: # Your code: wait, multiply, refill.
+            # BEGIN SOLUTION
+            stage = lax.rem(i, num_stages)
+            plgpu.barrier_wait(filled.at[stage])
+            acc = multiply(acc, a_smem.at[stage], b_smem.at[stage], layout)
+            plgpu.commit_smem()
+            pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages))
+            # END SOLUTION
+            return acc
+
+        #: # Your code: fill the ring.
+        # BEGIN SOLUTION
+        pl.loop(0, min(num_stages, num_steps))(fetch)
+        # END SOLUTION
+        zeros = plgpu.layout_cast(jnp.zeros((128, 128)), layout)
+        _device.store(o_gmem.at[rows, cols], lax.fori_loop(0, num_steps, step, zeros))
+
+    scratch = [
+        plgpu.SMEM((num_stages, 128, tile_k), a.dtype),
+        plgpu.SMEM((num_stages, tile_k, 128), b.dtype),
+        plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+    ]
+    return launch(kernel, a, b, 128, 128, scratch_types=scratch)
+
+
+ex04.check_ring(my_ring)
+
+
+# %% exercise-stages needs: parameters setup
+def stages_needed(latency, work, blocks):
+    """How many stages each block's ring needs so that no block ever waits; all times
+    are clocks."""
+    #: return 4
+    # BEGIN SOLUTION
+    return -(-(latency + work) // (blocks * work))
+    # END SOLUTION
+
+
+ex04.check_stages(stages_needed)

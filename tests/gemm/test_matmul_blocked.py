@@ -32,7 +32,7 @@ def check(fn, m, n, k, dtype=F32, seed=0, gpu=None, **kwargs):
     return lab.check(kernel, op.matmul_blocked_reference, *operands(m, n, k, dtype, seed), gpu=gpu)
 
 
-# One block and many; one step of K, fewer than the ring has slots, and more; tails in each dim, alone and together;
+# One block and many; one step of K, fewer than the ring has stages, and more; tails in each dim, alone and together;
 # the smallest sizes there are. Rows of both operands are multiples of 4 values, 16 bytes.
 SHAPES = [
     (32, 64, 16),
@@ -252,8 +252,8 @@ def test_a_mutant_that_means_the_same_passes(no_gpu, mutant):
 @pytest.mark.parametrize(
     "old, new, found",
     [
-        ("plgpu.barrier_wait(filled.at[slot])", "pass", "runs"),  # The barrier overflows; see below.
-        ("plgpu.commit_smem()  # No thread reads the slot any longer.", "pass", "races"),
+        ("plgpu.barrier_wait(filled.at[stage])", "pass", "runs"),  # The barrier overflows; see below.
+        ("plgpu.commit_smem()  # No thread reads the stage any longer.", "pass", "races"),
         ("plgpu.commit_smem()\n            # This is always", "# This is always", "races"),
         ("num_arrivals=2", "num_arrivals=1", "runs"),
         ("ahead = step + c.num_stages", "ahead = step + c.num_stages - 1", "runs"),
@@ -261,7 +261,7 @@ def test_a_mutant_that_means_the_same_passes(no_gpu, mutant):
         ("pl.cdiv(m, config.tile_m)", "(m // config.tile_m)", "result"),
         ("jnp.where(ids == i, bits, 0)", "jnp.where(ids <= i, bits, 0)", "result"),
         ("columns[k % vec]", "columns[0]", "result"),
-        ("b_smem.at[slot, k]", "b_smem.at[slot, 0]", "result"),
+        ("b_smem.at[stage, k]", "b_smem.at[stage, 0]", "result"),
         ('"tile"), grid, 0,', '"tile"), grid[::-1], 0,', "result"),
         ("b_gmem.at[k, n]", "b_gmem.at[k, m]", "runs"),
     ],
@@ -272,8 +272,8 @@ def test_mutants_are_caught(run_only, mutant, old, new, found):
         check(mutant(old, new), 33, 68, 84, config=SMALL)
 
 
-def test_a_missing_wait_is_a_race_where_no_slot_is_used_twice(no_gpu, mutant):
-    fn = mutant("plgpu.barrier_wait(filled.at[slot])", "pass")
+def test_a_missing_wait_is_a_race_where_no_stage_is_used_twice(no_gpu, mutant):
+    fn = mutant("plgpu.barrier_wait(filled.at[stage])", "pass")
     with pytest.raises(lab.CheckError, match=r"(?m)^races: "):
         check(fn, 16, 64, 16, config=SMALL)
 

@@ -9,16 +9,16 @@ be multiples of 16 bytes, which TMA asks for.
 
 Role table: one warpgroup per block computes one tile of o, and has three roles in turn.
 
-    load      starts the TMA copies of a tile of a and of b into a slot of the ring in shared memory
-    compute   waits for a slot to arrive; for each k in it, adds the outer product of a's column and b's row
+    load      starts the TMA copies of a tile of a and of b into a stage of the ring in shared memory
+    compute   waits for a stage to arrive; for each k in it, adds the outer product of a's column and b's row
     store     rounds the tile of o into shared memory, from where TMA copies it to o
 
 Barrier table:
 
-    barrier       arrivals                          who waits
-    filled[slot]  2: the copies of a's and b's tile  the warpgroup, before it reads the slot
+    barrier        arrivals                          who waits
+    filled[stage]  2: the copies of a's and b's tile  the warpgroup, before it reads the stage
 
-No barrier says that a slot is free: the warpgroup that refills it has read it, and `commit_smem` ends the reading.
+No barrier says that a stage is free: the warpgroup that refills it has read it, and `commit_smem` ends the reading.
 
 Bound by: the registers that multiply-adds read. A thread keeps 8 x 16 values of o; for each k it reads 8 and 16 values
 from shared memory and does 128 multiply-adds with them, so nineteen instructions in twenty are multiply-adds. Each
@@ -59,8 +59,8 @@ def matmul_blocked_reference(a, b):
 class Config:
     tile_m: int = 128  # Rows of o per block. Larger tiles read a and b fewer times, and take more registers.
     tile_n: int = 128  # Columns of o per block.
-    tile_k: int = 16  # Steps of K per slot, unrolled. Fewer wait more often; more cost seconds of compile time.
-    num_stages: int = 4  # Slots of the ring. Four take the room of a float32 tile of o, which follows them.
+    tile_k: int = 16  # Steps of K per stage, unrolled. Fewer wait more often; more cost seconds of compile time.
+    num_stages: int = 4  # Stages of the ring. Four take the room of a float32 tile of o, which follows them.
     grid_tile_width: int = 16  # Tiles across the snake in which o is visited, for the L2 cache.
 
     def __post_init__(self):
@@ -115,13 +115,13 @@ def _layouts(vec: int):
     return o_layout, plgpu.Layout.TILED(a_tiling, warp_dims=(-4,), lane_dims=lane_dims, vector_dim=-1)
 
 
-def _columns(a_smem, slot, start, vec: int, layout):
+def _columns(a_smem, stage, start, vec: int, layout):
     """Columns `start` to `start + vec` of a tile of a, each a (tile_m,) in the layout of o's rows.
 
     A value in registers cannot be indexed by column, but it can be summed over columns. The sum of one column and of
     zeros costs nothing: which columns are zeros is known when the kernel is compiled, and adding integer zeros folds.
     """
-    a = _device.load(a_smem.at[slot, :, pl.ds(start, vec)], layout)
+    a = _device.load(a_smem.at[stage, :, pl.ds(start, vec)], layout)
     bits = lax.bitcast_convert_type(a.astype(jnp.float32), jnp.int32)
     ids = plgpu.broadcasted_iota(jnp.int32, bits.shape, 1, layout=layout)
     picked = [jnp.sum(jnp.where(ids == i, bits, 0), axis=1) for i in range(vec)]
@@ -137,26 +137,26 @@ def _kernel(a_gmem, b_gmem, o_gmem, *, sizes, config: Config):
 
     def with_ring(a_smem, b_smem, filled):
         def load(step):
-            """Starts the copies of a step into its slot. Elements outside an operand arrive as zeros."""
-            slot = lax.rem(step, c.num_stages)
+            """Starts the copies of a step into its stage. Elements outside an operand arrive as zeros."""
+            stage = lax.rem(step, c.num_stages)
             m, n, k = (pl.ds(i * size, size) for i, size in ((mi, c.tile_m), (ni, c.tile_n), (step, c.tile_k)))
             with jax.named_scope("load"):
-                plgpu.copy_gmem_to_smem(a_gmem.at[m, k], a_smem.at[slot], filled.at[slot])
-                plgpu.copy_gmem_to_smem(b_gmem.at[k, n], b_smem.at[slot], filled.at[slot])
+                plgpu.copy_gmem_to_smem(a_gmem.at[m, k], a_smem.at[stage], filled.at[stage])
+                plgpu.copy_gmem_to_smem(b_gmem.at[k, n], b_smem.at[stage], filled.at[stage])
 
         def compute(step, acc):
-            """`acc` and the product of the slot of `step`, which is refilled."""
-            slot = lax.rem(step, c.num_stages)
+            """`acc` and the product of the stage of `step`, which is refilled."""
+            stage = lax.rem(step, c.num_stages)
             with jax.named_scope("wait"):
-                plgpu.barrier_wait(filled.at[slot])
+                plgpu.barrier_wait(filled.at[stage])
             with jax.named_scope("compute"):
                 for k in range(c.tile_k):
                     if k % vec == 0:
-                        columns = _columns(a_smem, slot, k, vec, a_layout)
-                    row = _device.load(b_smem.at[slot, k], o_layout.reduce(0)).astype(jnp.float32)
+                        columns = _columns(a_smem, stage, k, vec, a_layout)
+                    row = _device.load(b_smem.at[stage, k], o_layout.reduce(0)).astype(jnp.float32)
                     row = _device.spread(row, 1, acc.shape)
                     acc += _device.spread(columns[k % vec], 0, acc.shape) * row
-                plgpu.commit_smem()  # No thread reads the slot any longer.
+                plgpu.commit_smem()  # No thread reads the stage any longer.
             ahead = step + c.num_stages
             pl.when(ahead < num_steps)(lambda: load(ahead))
             return acc
