@@ -7,7 +7,7 @@ exercise-ring
   if i >= ring.num_stages: => if False:
   (lambda ring, i: i % ring.num_stages, wait, release, drain)
   ring.freed.at[i % ring.num_stages])\n    return => ring.filled.at[(i - 1) % ring.num_stages])\n    return
-    # may have overwritten
+    # may still read the slot
   plgpu.barrier_wait(ring.filled.at[i % ring.num_stages])\n =>  # before its tiles have arrived
   (acquire, lambda ring, i: (plgpu.barrier_wait(ring.filled.at[i % ring.num_stages]),
     plgpu.barrier_arrive(ring.freed.at[i % ring.num_stages]), i % ring.num_stages)[2], lambda ring, i: None, drain)
@@ -92,6 +92,17 @@ def drain(ring, num_steps):
 ex07.check_ring((acquire, wait, release, drain))
 
 
+# %% exercise-detective needs: parameters setup
+#: # "one stage", "two steps late" or "one copy at a time".
+#: answer = {1: None, 2: None, 3: None}
+# BEGIN SOLUTION
+answer = {1: "one copy at a time", 2: "one stage", 3: "two steps late"}
+# END SOLUTION
+
+
+ex07.check_detective(answer)
+
+
 # %% exercise-mend needs: parameters setup launch ring
 def mended(a, b, tile=(128, 128, 64), num_stages=2):
     tile_m, tile_n, tile_k = tile
@@ -167,14 +178,3 @@ def may_run(memory, compute, num_compute_wgs):
 
 
 ex07.check_registers(may_run)
-
-
-# %% exercise-detective needs: parameters setup
-#: # "one stage", "two steps late" or "one copy at a time".
-#: answer = {1: None, 2: None, 3: None}
-# BEGIN SOLUTION
-answer = {1: "one copy at a time", 2: "one stage", 3: "two steps late"}
-# END SOLUTION
-
-
-ex07.check_detective(answer)
