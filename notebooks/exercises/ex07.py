@@ -1,4 +1,4 @@
-"""Chapter 7's exercises: the barriers of a ring, a kernel to mend, a plan of registers, and three traces."""
+"""Chapter 7's exercises: the moves of a ring, three traces, a kernel to mend, and a budget of registers."""
 
 import collections
 import contextlib
@@ -20,14 +20,14 @@ import cookbook
 import lab
 from figures import warp_specialization
 
-# Exercise 3: (registers of the memory warpgroup, of each compute warpgroup, compute warpgroups).
+# Exercise 4: (registers of the memory warpgroup, of each compute warpgroup, compute warpgroups).
 PLANS = (
     (40, 232, 2), (24, 240, 2), (32, 160, 3), (24, 160, 3), (24, 112, 4), (40, 104, 4), (48, 224, 2),
     (40, 240, 2), (32, 240, 2), (40, 236, 2), (30, 232, 2), (16, 240, 2), (24, 256, 2), (40, 168, 3), (40, 160, 3),
     (176, 160, 2), (80, 104, 4), (40, 160, 2), (136, 120, 3), (24, 152, 3), (56, 112, 4), (24, 128, 4), (104, 248, 2),
 )  # fmt: skip
 
-# Exercise 4: what is wrong, and in which trace.
+# Exercise 2: what is wrong, and in which trace.
 FAULTS = {
     "one stage": dict(stages=1),
     "two steps late": dict(stages=4, late=2),
@@ -42,7 +42,7 @@ _SIDE = 64  # Rows and columns of the square tiles.
 
 @checker
 def check_registers(answer) -> str:
-    """Exercise 3: `answer(memory, compute, num_compute_wgs)` tells whether the plan may run."""
+    """Exercise 4: `answer(memory, compute, num_compute_wgs)` tells whether the plan may run."""
     likely = (
         (dict(pool=False), "The pool is what the block was started with, rounded down to a multiple of 8."),
         (dict(eights=False), "Counts are multiples of 8."),
@@ -62,7 +62,7 @@ def launch_registers(num_compute_wgs: int) -> int:
 
 
 def may_run(memory, compute, num_compute_wgs, *, pool=True, eights=True, least=True, direction=True) -> bool:
-    """The right answer of exercise 3, and with other keywords the likely wrong ones."""
+    """The right answer of exercise 4, and with other keywords the likely wrong ones."""
     launch = launch_registers(num_compute_wgs)
     total = launch * (num_compute_wgs + 1) if pool else 512
     return (
@@ -74,7 +74,7 @@ def may_run(memory, compute, num_compute_wgs, *, pool=True, eights=True, least=T
 
 
 def suspect(trace: int) -> str:
-    """The fault of the kernel of a trace of exercise 4."""
+    """The fault of the kernel of a trace of exercise 2."""
     return _TRACES[trace]
 
 
@@ -84,7 +84,7 @@ def model(steps: int = 8, **knobs) -> list:
 
 
 def facts(steps: int = 8) -> None:
-    """Prints what a model of each kernel of exercise 4 does."""
+    """Prints what a model of each kernel of exercise 2 does."""
     (first,) = model(1, stages=1)
     print(f"a step's copies arrive {first.load_end - first.load_start:.1f} after they start, and a product takes 1")
     for trace in _TRACES:
@@ -99,7 +99,7 @@ def facts(steps: int = 8) -> None:
 
 @checker
 def check_detective(answer) -> str:
-    """Exercise 4: `answer` names the fault of each trace."""
+    """Exercise 2: `answer` names the fault of each trace."""
     if not isinstance(answer, dict) or set(answer) != set(_TRACES) or None in answer.values():
         raise NotYet(f"name the fault of each of the traces 1, 2 and 3; there are {', '.join(map(repr, FAULTS))}.")
     for name in answer.values():
@@ -199,12 +199,12 @@ def ring_kernel(a, b, *, moves, steps: int, stages: int):
     )(a, b)
 
 
-# Exercise 2 ----------------------------------------------------------------------------------------------------------
+# Exercise 3 ----------------------------------------------------------------------------------------------------------
 
 
 @checker
 def check_mended(answer) -> str:
-    """Exercise 2: `answer(a, b)` is a @ b, by a memory warpgroup and two that share each tile."""
+    """Exercise 3: `answer(a, b)` is a @ b, by a memory warpgroup and two that share each tile."""
     said = "wait for the last releases too: ring.drain"
     for m, k, n in ((128, 384, 128), (128, 320, 256)):
         a, b = normal(3, (m, k), jnp.bfloat16), normal(4, (k, n), jnp.bfloat16)
