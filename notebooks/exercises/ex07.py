@@ -52,8 +52,15 @@ def check_registers(answer) -> str:
          "takes its count."),
     )  # fmt: skip
     said = "First the count that each thread starts with; then four rules."
-    require_answers(answer, PLANS, may_run, likely, said)
+    require_answers(answer, PLANS, may_run, likely, said, draw=_plan)
     return "Nobody waits for registers that nobody gives."
+
+
+def _plan(rng) -> tuple[int, int, int]:
+    """A plan that nobody knows beforehand; about half of them may run."""
+    wgs = int(rng.integers(2, 5))
+    memory, start = 8 * int(rng.integers(3, 12)), launch_registers(wgs)
+    return memory, start + (start - memory) // wgs // 8 * 8 + 8 * int(rng.integers(0, 2)), wgs
 
 
 def launch_registers(num_compute_wgs: int) -> int:
@@ -124,7 +131,7 @@ def check_detective(answer) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """What the four moves of exercise 1 are given: a barrier per stage of each kind."""
+    """The argument of the four moves of exercise 1: a barrier per stage of each kind."""
 
     filled: Any
     freed: Any

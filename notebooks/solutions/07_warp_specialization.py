@@ -33,6 +33,14 @@ exercise-mend
   num_stages=2 => num_stages=1  # this is no ring
   pl.ds(wg * half, half)] => pl.ds(0, half)]  # 128 x 384 x 128
   ring.drain(num_steps) => pass  # wait for the last releases too
+  @pl.when(wg < 2) => @pl.when(wg == 0) && wg * half, half)] => 0, tile_m)] && ACC((half, => ACC((tile_m,
+    && row + wg * half => row && freed=plgpu.Barrier(num_arrivals=2 => freed=plgpu.Barrier(num_arrivals=1
+    # do not share the tile
+  wg * half, half)] => 0, tile_m)] && ACC((half, => ACC((tile_m, && row + wg * half => row  # there is a race
+  ring.release(i) => pl.when(wg == 0)(lambda: ring.release(i))
+    && freed=plgpu.Barrier(num_arrivals=2 => freed=plgpu.Barrier(num_arrivals=1  # may still read the slot
+  b_smem.at[stage], filled.at[stage])\n\n => b_smem.at[stage], filled.at[stage])\n                ring.wait(i)\n\n
+    # is used as if it had 1
   stage, depth = ring.acquire(i) => stage, depth = lax.rem(i, num_stages)  # may have overwritten
   stage = ring.wait(i) => stage = lax.rem(i, num_stages)  # before its tiles have arrived
 exercise-registers
