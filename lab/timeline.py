@@ -36,7 +36,8 @@ def timeline(
 
     Times are right within a lane. Each lane starts at the first scope that its warpgroup entered, placed where the
     block started: wrap a warpgroup's whole role in a scope to see its waits in place. Cycles are shown as microseconds
-    at the GPU's highest clock; under load it is lower. A recorded scope costs some ten cycles.
+    at the GPU's highest clock; under load it is lower. Each end of a scope costs some ten cycles. Mosaic
+    subtracts these, also where the warpgroup would have waited anyway (chapter 7).
 
     Args:
       fn: its kernels are built with `compiler_params=lab.compiler_params()`, as the package's are.

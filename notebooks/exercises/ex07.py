@@ -1,9 +1,12 @@
-"""Chapter 7's exercises: the barriers of a ring, a kernel to mend, a plan of registers, and three traces."""
+"""Chapter 7's exercises: the moves of a ring, three traces, a kernel to mend, and a budget of registers."""
 
+import collections
 import contextlib
+import dataclasses
 import functools
 import io
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,49 +20,56 @@ import cookbook
 import lab
 from figures import warp_specialization
 
-# Exercise 3: (registers of the memory warpgroup, of each compute warpgroup, compute warpgroups).
+# Exercise 4: (registers of the memory warpgroup, of each compute warpgroup, compute warpgroups).
 PLANS = (
     (40, 232, 2), (24, 240, 2), (32, 160, 3), (24, 160, 3), (24, 112, 4), (40, 104, 4), (48, 224, 2),
     (40, 240, 2), (32, 240, 2), (40, 236, 2), (30, 232, 2), (16, 240, 2), (24, 256, 2), (40, 168, 3), (40, 160, 3),
     (176, 160, 2), (80, 104, 4), (40, 160, 2), (136, 120, 3), (24, 152, 3), (56, 112, 4), (24, 128, 4), (104, 248, 2),
 )  # fmt: skip
 
-# Exercise 4: what is wrong, and in which trace.
+# Exercise 2: what is wrong, and in which trace.
 FAULTS = {
-    "one slot": dict(stages=1),
+    "one stage": dict(stages=1),
     "two steps late": dict(stages=4, late=2),
     "one copy at a time": dict(stages=4, serial=True),
 }
-_TRACES = {1: "one copy at a time", 2: "one slot", 3: "two steps late"}
+_TRACES = {1: "one copy at a time", 2: "one stage", 3: "two steps late"}
 
-# Exercise 1: rings on which the lines are tried.
+# Exercise 1: rings on which the four moves are tried.
 RINGS = ((6, 2), (7, 3), (2, 3), (4, 1))  # (steps, stages)
 _SIDE = 64  # Rows and columns of the square tiles.
 
 
 @checker
 def check_registers(answer) -> str:
-    """Exercise 3: `answer(memory, compute, num_compute_wgs)` tells whether the plan may run."""
+    """Exercise 4: `answer(memory, compute, num_compute_wgs)` tells whether the plan may run."""
     likely = (
         (dict(pool=False), "The pool is what the block was started with, rounded down to a multiple of 8."),
-        (dict(eights=False), "Counts go by eights."),
+        (dict(eights=False), "Counts are multiples of 8."),
         (dict(least=False), "A count is at least 24 and at most 255."),
         (dict(direction=False), "The memory warpgroup decreases its count, the others increase theirs."),
         (lambda memory, compute, wgs: memory + compute <= 2 * launch_registers(wgs), "Each of the compute warpgroups "
          "takes its count."),
     )  # fmt: skip
     said = "First the count that each thread starts with; then four rules."
-    require_answers(answer, PLANS, may_run, likely, said)
+    require_answers(answer, PLANS, may_run, likely, said, draw=_plan)
     return "Nobody waits for registers that nobody gives."
 
 
+def _plan(rng) -> tuple[int, int, int]:
+    """A plan that nobody knows beforehand; about half of them may run."""
+    wgs = int(rng.integers(2, 5))
+    memory, start = 8 * int(rng.integers(3, 12)), launch_registers(wgs)
+    return memory, start + (start - memory) // wgs // 8 * 8 + 8 * int(rng.integers(0, 2)), wgs
+
+
 def launch_registers(num_compute_wgs: int) -> int:
-    """Registers a thread of a kernel with one memory warpgroup more than that, when it starts."""
+    """Registers per thread of a kernel with one memory warpgroup more than that, when it starts."""
     return 65_536 // (128 * (num_compute_wgs + 1)) // 8 * 8
 
 
 def may_run(memory, compute, num_compute_wgs, *, pool=True, eights=True, least=True, direction=True) -> bool:
-    """The right answer of exercise 3, and with other keywords the likely wrong ones."""
+    """The right answer of exercise 4, and with other keywords the likely wrong ones."""
     launch = launch_registers(num_compute_wgs)
     total = launch * (num_compute_wgs + 1) if pool else 512
     return (
@@ -70,9 +80,9 @@ def may_run(memory, compute, num_compute_wgs, *, pool=True, eights=True, least=T
     )
 
 
-def suspect(trace: int) -> dict:
-    """The knobs of the kernel of a trace of exercise 4."""
-    return FAULTS[_TRACES[trace]]
+def suspect(trace: int) -> str:
+    """The fault of the kernel of a trace of exercise 2."""
+    return _TRACES[trace]
 
 
 def model(steps: int = 8, **knobs) -> list:
@@ -81,9 +91,11 @@ def model(steps: int = 8, **knobs) -> list:
 
 
 def facts(steps: int = 8) -> None:
-    """Prints what a model of each kernel of exercise 4 does."""
+    """Prints what a model of each kernel of exercise 2 does."""
+    (first,) = model(1, stages=1)
+    print(f"a step's copies arrive {first.load_end - first.load_start:.1f} after they start, and a product takes 1")
     for trace in _TRACES:
-        run = model(steps, **suspect(trace))
+        run = model(steps, **FAULTS[suspect(trace)])
         row = lambda name, times: print(f"  {name:<20}" + " ".join(f"{time:5.1f}" for time in times))
         print(f"trace {trace}: step" + " " * 8 + " ".join(f"{step:5d}" for step in range(steps)))
         row("copies start", (step.load_start for step in run))
@@ -94,7 +106,7 @@ def facts(steps: int = 8) -> None:
 
 @checker
 def check_detective(answer) -> str:
-    """Exercise 4: `answer` names the fault of each trace."""
+    """Exercise 2: `answer` names the fault of each trace."""
     if not isinstance(answer, dict) or set(answer) != set(_TRACES) or None in answer.values():
         raise NotYet(f"name the fault of each of the traces 1, 2 and 3; there are {', '.join(map(repr, FAULTS))}.")
     for name in answer.values():
@@ -103,8 +115,8 @@ def check_detective(answer) -> str:
     if len(set(answer.values())) < len(_TRACES):
         raise NotYet("each trace has a fault of its own.")
     clues = {
-        "one slot": "with one slot, no copy is ever in flight while a product runs.",
-        "two steps late": "a slot that comes back late is missed only when it is needed again: the first copies all "
+        "one stage": "with one stage, no copy is ever in flight while a product runs.",
+        "two steps late": "a stage that is released late is missed only when it is needed again: the first copies all "
         "start at once.",
         "one copy at a time": "a memory warpgroup that waits for each copy never has two steps' copies in flight.",
     }
@@ -117,96 +129,64 @@ def check_detective(answer) -> str:
 # Exercise 1 ----------------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
 class Ring:
-    """The ring of exercise 1 in a kernel, as a role sees it."""
+    """The argument of the four moves of exercise 1: a barrier per stage of each kind."""
 
-    def __init__(self, role: str, steps: int, stages: int, barriers: dict, load, multiply):
-        self.steps, self.stages = steps, stages
-        self._role, self._barriers, self._act = role, barriers, dict(load=load, multiply=multiply)
-        self._done = []
+    filled: Any
+    freed: Any
+    num_stages: int
 
-    def load(self, step):
-        """Starts the two copies of `step` into its slot; they arrive at "filled"."""
-        self._do("load", "memory", step)
-
-    def multiply(self, step):
-        """Adds the product of `step` to the accumulator, and waits until it has ended."""
-        self._do("multiply", "compute", step)
-
-    def barrier_wait(self, name, slot):
-        plgpu.barrier_wait(self._named(name, slot))
-
-    def barrier_arrive(self, name, slot):
-        if name == "filled":
-            raise NotYet("nobody has to arrive at filled: the two copies do, when they are complete.")
-        plgpu.barrier_arrive(self._named(name, slot))
-
-    def play(self, fn, kind: str):
-        """Calls `fn` for each step. Raises NotYet unless it calls `kind` once a step."""
-        for step in range(self.steps):
-            fn(self, step)
-        if self._done != list(range(self.steps)):
-            raise NotYet(f"{self._role} must call ring.{kind}(step) once in each step.")
-
-    def _do(self, kind: str, role: str, step):
-        if self._role != role:
-            raise NotYet(f"ring.{kind} is not for {self._role}.")
-        self._done.append(step)
-        self._act[kind](step, step % self.stages)
-
-    def _named(self, name, slot):
-        if name not in self._barriers:
-            raise NotYet(f'there is no barrier {name!r}; there are "filled" and "freed".')
-        if not 0 <= slot < self.stages:
-            raise NotYet(f"{name} has no slot {slot}: slots are 0 to {self.stages - 1}. Take step % ring.stages.")
-        return self._barriers[name].at[slot]
+    def stage(self, move, name: str, i: int) -> int:
+        """The stage that `move(self, i)` returns. Raises NotYet unless it is that of step `i`."""
+        stage = move(self, i)
+        if not isinstance(stage, int) or stage != i % self.num_stages:
+            raise NotYet(f"{name} must return the stage of step {i}, {i % self.num_stages}; it returns {stage}")
+        return stage
 
 
 @checker
 def check_ring(answer) -> str:
-    """Exercise 1: `answer` is (memory, compute), each called with a Ring and a step."""
-    said = (
-        "a warpgroup that waits at a barrier must wait for each completion. Give a slot back only if it will be loaded "
-        "again, or wait for the rest at the end"
-    )
+    """Exercise 1: `answer` is (acquire, wait, release, drain), each called with a Ring and a Python number."""
+    said = "each release completes freed, and somebody must wait for it, for the last ones at the end: that is drain"
     for steps, stages in RINGS:
         a, b = normal(1, (_SIDE, steps * _SIDE), jnp.bfloat16), normal(2, (steps * _SIDE, _SIDE), jnp.bfloat16)
-        kernel = functools.partial(ring_kernel, roles=answer, steps=steps, stages=stages)
-        what = f"with {steps} steps and {stages} slot{'s' * (stages > 1)}"
+        kernel = functools.partial(ring_kernel, moves=answer, steps=steps, stages=stages)
+        what = f"with {steps} steps and {stages} stage{'s' * (stages > 1)}"
         try:
             out = run_kernel(kernel, a, b, in_flight=stages, undrained=said)
         except NotYet as problem:
             raise NotYet(f"{what}: {problem}") from None
         require_close(out, wide(a) @ wide(b), 1e-2, f"{what}, the product")
-    return "Every slot is read after it is filled, and filled again after it is read; nobody waits for ever."
+    return "Each stage is read after it is filled, and refilled after it is read; nobody waits for ever."
 
 
-def ring_kernel(a, b, *, roles, steps: int, stages: int):
-    """A product of one tile, by a memory and a compute warpgroup that do what `roles` says."""
+def ring_kernel(a, b, *, moves, steps: int, stages: int):
+    """A product of one tile, by a memory and a compute warpgroup that share a ring with these moves."""
+    acquire, wait, release, drain = moves
 
     def body(a_gmem, b_gmem, o_gmem, a_smem, b_smem, o_smem, filled, freed):
-        barriers = dict(filled=filled, freed=freed)
-
-        def load(step, slot):
-            ks = pl.ds(step * _SIDE, _SIDE)
-            plgpu.copy_gmem_to_smem(a_gmem.at[:, ks], a_smem.at[slot], filled.at[slot])
-            plgpu.copy_gmem_to_smem(b_gmem.at[ks], b_smem.at[slot], filled.at[slot])
+        ring = Ring(filled, freed, stages)
 
         @pl.when(lax.axis_index("wg") == 1)
         def _():
-            Ring("memory", steps, stages, barriers, load, None).play(roles[0], "load")
+            for i in range(steps):
+                stage, depth = ring.stage(acquire, "acquire", i), pl.ds(i * _SIDE, _SIDE)
+                plgpu.copy_gmem_to_smem(a_gmem.at[:, depth], a_smem.at[stage], filled.at[stage])
+                plgpu.copy_gmem_to_smem(b_gmem.at[depth], b_smem.at[stage], filled.at[stage])
+            drain(ring, steps)
 
         @pl.when(lax.axis_index("wg") == 0)
         def _():
-            def sums(acc):
-                def multiply(step, slot):
-                    plgpu.wgmma(acc, a_smem.at[slot], b_smem.at[slot])
+            def add_up(acc):
+                for i in range(steps):
+                    stage = ring.stage(wait, "wait", i)
+                    plgpu.wgmma(acc, a_smem.at[stage], b_smem.at[stage])
                     plgpu.wgmma_wait(0)
-
-                Ring("compute", steps, stages, barriers, None, multiply).play(roles[1], "multiply")
+                    release(ring, i)
                 return acc[...]
 
-            o_smem[...] = pl.run_scoped(sums, plgpu.ACC((_SIDE, _SIDE), jnp.float32))
+            o_smem[...] = pl.run_scoped(add_up, plgpu.ACC((_SIDE, _SIDE), jnp.float32))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(o_smem, o_gmem)
             plgpu.wait_smem_to_gmem(0)
@@ -226,14 +206,33 @@ def ring_kernel(a, b, *, roles, steps: int, stages: int):
     )(a, b)
 
 
+# Exercise 3 ----------------------------------------------------------------------------------------------------------
+
+
 @checker
 def check_mended(answer) -> str:
-    """Exercise 2: `answer(a, b)` is a @ b, by a memory warpgroup and two that multiply."""
+    """Exercise 3: `answer(a, b)` is a @ b, by a memory warpgroup and two that share each tile."""
+    said = "wait for the last releases too: ring.drain"
     for m, k, n in ((128, 384, 128), (128, 320, 256)):
         a, b = normal(3, (m, k), jnp.bfloat16), normal(4, (k, n), jnp.bfloat16)
-        require_close(run_kernel(answer, a, b, in_flight=2), wide(a) @ wide(b), 0.02, f"{m} x {k} x {n}")
+        out = run_kernel(answer, a, b, in_flight=2, undrained=said)
+        require_close(out, wide(a) @ wide(b), 0.02, f"{m} x {k} x {n}")
+        for block in judge.play_kernel(answer, a, b)[0]:
+            _require_roles(block, k // 64)
     large = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
     return "Two readers, one writer, and each waits for its turn." + judge.speed(answer, cookbook.matmul, large, large)
+
+
+def _require_roles(block, steps: int) -> None:
+    """Raises NotYet unless two warpgroups multiply, each in every step, and another one loads each tile once."""
+    products = collections.Counter(event.wg for event in block.events if event.kind == "product")
+    loaders = {event.wg for event in block.events if event.kind == "load"}
+    if len(products) < 2 or len(set(products.values())) > 1:
+        raise NotYet("the two compute warpgroups do not share the tile: each multiplies its half in every step")
+    if loaders & set(products):
+        raise NotYet("a warpgroup that multiplies also loads: only the memory warpgroup starts copies")
+    if block.count("load") > 2 * steps:
+        raise NotYet("A or B is loaded twice: both compute warpgroups read the same stages")
 
 
 def report(kernel, *args) -> str:

@@ -1,148 +1,176 @@
 """Solutions of chapter 7's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
 
 TRIED = r"""
-exercise-3
-  (lambda ring, step: (memory(ring, step), step + 1 < ring.steps or [ring.barrier_wait("freed", last % ring.stages)
-    for last in range(max(0, ring.steps - ring.stages), ring.steps)]), lambda ring, step:
-    (ring.barrier_wait("filled", step % ring.stages), ring.multiply(step),
-    ring.barrier_arrive("freed", step % ring.stages)))  # Right.
-  if step + ring.stages < ring.steps: => if True:  # must wait for each completion
-  if step + ring.stages < ring.steps:\n        ring.barrier_arrive("freed", step % ring.stages)
-    => if 1 <= step <= ring.steps - ring.stages:\n        ring.barrier_arrive("freed", (step - 1) % ring.stages)
-    # a ring of 2 stages is used as if it had 1
-  step >= ring.stages: => True:  # would never end
-  ring.load(step) => ring.load(step)\n    ring.barrier_wait("filled", step % ring.stages)
-    # a ring of 2 stages is used as if it had 1
-  ring.load(step) => && if step >= => ring.load(step)\n    if step >=  # may have overwritten
-  "freed", step % ring.stages)\n    ring.load => "freed", step)\n    ring.load  # has no slot 2
-  (memory, lambda ring, step: (ring.barrier_wait("filled", step % ring.stages), step + ring.stages < ring.steps and
-    ring.barrier_arrive("freed", step % ring.stages), ring.multiply(step)))  # give a stage back (barrier_arrive) after
-  (memory, lambda ring, step: (ring.barrier_wait("filled", step % ring.stages), ring.multiply(step)))  # never end
-  ring.barrier_wait("filled", step % ring.stages) =>  # before its tiles have arrived
-  ring.multiply(step) => ring.multiply(step)\n    ring.barrier_arrive("filled", 0)  # nobody has to arrive at filled
-  ring.multiply(step) => ring.multiply(step)\n    ring.load(step)  # ring.load is not for compute
-  (lambda ring, step: ring.load(step), compute)  # may have overwritten
-  (lambda ring, step: ring.load(step), lambda ring, step: ring.multiply(step))  # before its tiles have arrived
-  (lambda ring, step: None, compute)  # memory must call ring.load(step) once
-  (compute, memory)  # ring.multiply is not for memory
-  (memory, lambda ring, step: ring.barrier_wait("full", 0))  # there is no barrier 'full'
+exercise-ring
+  if i >= ring.num_stages: => if True:  # would never end
+  if i >= ring.num_stages: => if i > ring.num_stages:  # may have overwritten
+  if i >= ring.num_stages: => if False:
+  (lambda ring, i: i % ring.num_stages, wait, release, drain)
+  ring.freed.at[i % ring.num_stages])\n    return => ring.filled.at[(i - 1) % ring.num_stages])\n    return
+    # may still read the stage
+  plgpu.barrier_wait(ring.filled.at[i % ring.num_stages])\n =>  # before its tiles have arrived
+  (acquire, lambda ring, i: (plgpu.barrier_wait(ring.filled.at[i % ring.num_stages]),
+    plgpu.barrier_arrive(ring.freed.at[i % ring.num_stages]), i % ring.num_stages)[2], lambda ring, i: None, drain)
+    # give a stage back (barrier_arrive) after
+  (acquire, wait, lambda ring, i: None, drain)  # never end
+  (acquire, wait, release, lambda ring, num_steps: None)  # somebody must wait for it
+  max(0, num_steps - ring.num_stages) => num_steps - 1  # somebody must wait for it
+  range(max(0, num_steps - ring.num_stages), num_steps) => range(ring.num_stages)  # never end
+  (acquire, wait, lambda ring, i: i + ring.num_stages < 6 and release(ring, i), lambda ring, num_steps: None)
+    # never end
+  (lambda ring, i: (acquire(ring, i), i and plgpu.barrier_wait(ring.filled.at[(i - 1) % ring.num_stages]),
+    i % ring.num_stages)[2], wait, release, drain)  # is used as if it had 1
+  return i % ring.num_stages => return i % max(1, ring.num_stages - 1)  # must return the stage of step 1
+  return i % ring.num_stages => return None  # must return the stage of step 0
+  (acquire, wait, lambda ring, i: plgpu.barrier_arrive(ring.filled.at[i % ring.num_stages]), drain)  # phase
+  (lambda ring, i: ring.stage, wait, release, drain)  # must return the stage of step 0
 exercise-mend
-  # filled\n        plgpu.Barrier(num_arrivals=2 => # filled\n        plgpu.Barrier(num_arrivals=1  # the
-  pl.when(step >= stages) => pl.when(step > stages)
-  pl.when(step >= stages) => pl.when(step >= 0)  # never end
+  freed=plgpu.Barrier(num_arrivals=2 => freed=plgpu.Barrier(num_arrivals=1
+    # the
   o_smem.at[wg] => o_smem.at[0]  # a tile of its own
-  plgpu.wgmma_wait(0) => plgpu.wgmma_wait(1)  # give a stage back (barrier_arrive) after the wgmma_wait
-  stages=2 => stages=1  # this is no ring
-  pl.ds(wg * half, half) => pl.ds(0, half)  # 128 x 384 x 128
-exercise-1
+  plgpu.wgmma_wait(0)\n => # no wait\n  # give a stage back (barrier_arrive) after the wgmma_wait
+  plgpu.wgmma_wait(0) => plgpu.wgmma_wait(1)
+  num_stages=2 => num_stages=1  # this is no ring
+  pl.ds(wg * half, half)] => pl.ds(0, half)]  # 128 x 384 x 128
+  ring.drain(num_steps) => pass  # wait for the last releases too
+  @pl.when(wg < 2) => @pl.when(wg == 0) && wg * half, half)] => 0, tile_m)] && ACC((half, => ACC((tile_m,
+    && row + wg * half => row && freed=plgpu.Barrier(num_arrivals=2 => freed=plgpu.Barrier(num_arrivals=1
+    # do not share the tile
+  wg * half, half)] => 0, tile_m)] && ACC((half, => ACC((tile_m, && row + wg * half => row  # there is a race
+  ring.release(i) => pl.when(wg == 0)(lambda: ring.release(i))
+    && freed=plgpu.Barrier(num_arrivals=2 => freed=plgpu.Barrier(num_arrivals=1  # may still read the stage
+  b_smem.at[stage], filled.at[stage])\n\n => b_smem.at[stage], filled.at[stage])\n                ring.wait(i)\n\n
+    # is used as if it had 1
+  stage, depth = ring.acquire(i) => stage, depth = lax.rem(i, num_stages)  # may have overwritten
+  stage = ring.wait(i) => stage = lax.rem(i, num_stages)  # before its tiles have arrived
+exercise-registers
   (num_compute_wgs + 1) * start => 512  # what the block was started with
-  in_eights\n        and =>  # Counts go by eights
+  in_eights\n        and =>  # Counts are multiples of 8.
   24 <= memory <= start <= compute <= 255 => memory <= start <= compute  # at least 24
   <= start <= compute <= 255 => and compute <= 255  # decreases its count
   lambda memory, compute, n: memory + compute <= 2 * ex07.launch_registers(n)  # Each of the compute warpgroups
   lambda *plan: True  # then four rules
   lambda *plan: 1  # True or False
-exercise-2
-  {1: "one slot", 2: "one copy at a time", 3: "two steps late"}  # trace 1 is not
-  {1: "one copy at a time", 2: "two steps late", 3: "one slot"}  # trace 2 is not
-  {1: "two steps late", 2: "one slot", 3: "one copy at a time"}  # trace 1 is not
-  dict.fromkeys((1, 2, 3), "one slot")  # a fault of its own
+exercise-detective
+  {1: "one stage", 2: "one copy at a time", 3: "two steps late"}  # trace 1 is not
+  {1: "one copy at a time", 2: "two steps late", 3: "one stage"}  # trace 2 is not
+  {1: "two steps late", 2: "one stage", 3: "one copy at a time"}  # trace 1 is not
+  dict.fromkeys((1, 2, 3), "one stage")  # a fault of its own
   answer | {1: "no barrier"}  # no fault of the list
-  answer | {1: ["one slot"]}
+  answer | {1: ["one stage"]}
   answer | {1: None}  # name the fault
-  {1: "one slot"}
+  {1: "one stage"}
   list(answer.values())
 """
 
 
-# %% exercise-3 needs: parameters setup
-def memory(ring, step):
-    #: ring.load(step)  # Your lines before or after it.
+# %% exercise-ring needs: parameters setup
+def acquire(ring, i):
+    #: # Your lines.
     # BEGIN SOLUTION
-    if step >= ring.stages:  # The first fillings find their slots empty.
-        ring.barrier_wait("freed", step % ring.stages)
-    ring.load(step)
+    if i >= ring.num_stages:  # The first fillings find their stages empty.
+        plgpu.barrier_wait(ring.freed.at[i % ring.num_stages])
+    # END SOLUTION
+    return i % ring.num_stages
+
+
+def wait(ring, i):
+    #: # Your lines.
+    # BEGIN SOLUTION
+    plgpu.barrier_wait(ring.filled.at[i % ring.num_stages])
+    # END SOLUTION
+    return i % ring.num_stages
+
+
+def release(ring, i):
+    #: pass  # Your lines.
+    # BEGIN SOLUTION
+    plgpu.barrier_arrive(ring.freed.at[i % ring.num_stages])
     # END SOLUTION
 
 
-def compute(ring, step):
-    #: ring.multiply(step)  # Your lines before or after it.
+def drain(ring, num_steps):
+    #: pass  # Your lines.
     # BEGIN SOLUTION
-    ring.barrier_wait("filled", step % ring.stages)
-    ring.multiply(step)
-    # The last readings free slots that nobody fills again.
-    if step + ring.stages < ring.steps:
-        ring.barrier_arrive("freed", step % ring.stages)
+    for i in range(max(0, num_steps - ring.num_stages), num_steps):
+        plgpu.barrier_wait(ring.freed.at[i % ring.num_stages])
     # END SOLUTION
 
 
-ex07.check_ring((memory, compute))
+ex07.check_ring((acquire, wait, release, drain))
 
 
-# %% exercise-mend needs: parameters setup launch
-def mended(a, b, stages=2, tile=(128, 128, 64)):
+# %% exercise-detective needs: parameters setup
+#: # "one stage", "two steps late" or "one copy at a time".
+#: answer = {1: None, 2: None, 3: None}
+# BEGIN SOLUTION
+answer = {1: "one copy at a time", 2: "one stage", 3: "two steps late"}
+# END SOLUTION
+
+
+ex07.check_detective(answer)
+
+
+# %% exercise-mend needs: parameters setup launch ring
+def mended(a, b, tile=(128, 128, 64), num_stages=2):
     tile_m, tile_n, tile_k = tile
-    steps, half = pl.cdiv(a.shape[1], tile_k), tile_m // 2
+    num_steps, half = a.shape[1] // tile_k, tile_m // 2
 
-    def body(wg, mi, ni, a_gmem, b_gmem, o_gmem, a_smem, b_smem, o_smem, filled, freed):
-        rows, cols = pl.ds(mi * tile_m, tile_m), pl.ds(ni * tile_n, tile_n)
+    def kernel(a_gmem, b_gmem, o_gmem, a_smem, b_smem, o_smem, filled, freed):
+        wg, ring = lax.axis_index("wg"), Ring(filled, freed, num_stages)
+        row, col = place_of_tile(o_gmem, tile)
+        rows, columns = pl.ds(row, tile_m), pl.ds(col, tile_n)
 
         @pl.when(wg == 2)
-        def memory():
-            @pl.loop(0, steps)
-            def _(step):
-                slot, ks = lax.rem(step, stages), pl.ds(step * tile_k, tile_k)
-                #: pl.when(step > stages)(lambda: plgpu.barrier_wait(freed.at[slot]))
-                # BEGIN SOLUTION
-                pl.when(step >= stages)(lambda: plgpu.barrier_wait(freed.at[slot]))
-                # END SOLUTION
-                plgpu.copy_gmem_to_smem(
-                    a_gmem.at[rows, ks], a_smem.at[slot], filled.at[slot]
-                )
-                plgpu.copy_gmem_to_smem(
-                    b_gmem.at[ks, cols], b_smem.at[slot], filled.at[slot]
-                )
+        def load():
+            @pl.loop(0, num_steps)
+            def _(i):
+                stage, depth = ring.acquire(i), pl.ds(i * tile_k, tile_k)
+                copy(a_gmem.at[rows, depth], a_smem.at[stage], filled.at[stage])
+                copy(b_gmem.at[depth, columns], b_smem.at[stage], filled.at[stage])
+
+            ring.drain(num_steps)
 
         @pl.when(wg < 2)
         def compute():
-            def multiply(acc):
-                @pl.loop(0, steps)
-                def _(step):
-                    slot = lax.rem(step, stages)
-                    plgpu.barrier_wait(filled.at[slot])
-                    plgpu.wgmma(
-                        acc, a_smem.at[slot, pl.ds(wg * half, half)], b_smem.at[slot]
-                    )
+            def add_up(acc):
+                @pl.loop(0, num_steps)
+                def _(i):
+                    stage = ring.wait(i)
+                    my_rows = a_smem.at[stage, pl.ds(wg * half, half)]
+                    plgpu.wgmma(acc, my_rows, b_smem.at[stage])
+                    #: ring.release(i)
+                    #: plgpu.wgmma_wait(0)
+                    # BEGIN SOLUTION
                     plgpu.wgmma_wait(0)
-                    pl.when(step + stages < steps)(
-                        lambda: plgpu.barrier_arrive(freed.at[slot])
-                    )
+                    ring.release(i)
+                    # END SOLUTION
 
                 return acc[...]
 
-            values = pl.run_scoped(multiply, plgpu.ACC((half, tile_n), jnp.float32))
-            #: store(values, o_gmem, mi * tile_m + wg * half, ni * tile_n, o_smem.at[0])
+            values = pl.run_scoped(add_up, plgpu.ACC((half, tile_n)))
+            #: store(values, o_gmem, row + wg * half, col, o_smem.at[0])
             # BEGIN SOLUTION
-            store(values, o_gmem, mi * tile_m + wg * half, ni * tile_n, o_smem.at[wg])
+            store(values, o_gmem, row + wg * half, col, o_smem.at[wg])
             # END SOLUTION
 
-    scratch = [
-        plgpu.SMEM((stages, tile_m, tile_k), a.dtype),
-        plgpu.SMEM((stages, tile_k, tile_n), b.dtype),
-        plgpu.SMEM((2, PIECE, PIECE), jnp.bfloat16),
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # filled
-        #: plgpu.Barrier(num_arrivals=1, num_barriers=stages),  # freed
+    scratch = dict(
+        a_smem=plgpu.SMEM((num_stages, tile_m, tile_k), a.dtype),
+        b_smem=plgpu.SMEM((num_stages, tile_k, tile_n), b.dtype),
+        o_smem=plgpu.SMEM((2, PIECE, PIECE), a.dtype),
+        filled=plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+        #: freed=plgpu.Barrier(num_arrivals=1, num_barriers=num_stages),
         # BEGIN SOLUTION
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # freed
+        freed=plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
         # END SOLUTION
-    ]
-    return launch(body, (a.shape[0], b.shape[1]), tile, 3, scratch)(a, b)
+    )
+    return launch(kernel, a, b, tile, scratch, num_wgs=3)
 
 
 ex07.check_mended(mended)
 
 
-# %% exercise-1 needs: parameters setup
+# %% exercise-registers needs: parameters setup
 def may_run(memory, compute, num_compute_wgs):
     #: return None  # Your code.
     # BEGIN SOLUTION
@@ -158,14 +186,3 @@ def may_run(memory, compute, num_compute_wgs):
 
 
 ex07.check_registers(may_run)
-
-
-# %% exercise-2 needs: parameters setup
-#: # "one slot", "two steps late" or "one copy at a time".
-#: answer = {1: None, 2: None, 3: None}
-# BEGIN SOLUTION
-answer = {1: "one copy at a time", 2: "one slot", 3: "two steps late"}
-# END SOLUTION
-
-
-ex07.check_detective(answer)

@@ -71,8 +71,8 @@ def test_clues_of_chapter_7_tell_the_faults_apart(capsys):
     runs = {name: ex07.model(**knobs) for name, knobs in ex07.FAULTS.items()}
     burst = {name: run[3].load_start < run[0].load_end for name, run in runs.items()}
     overlap = {name: run[1].load_start < run[0].mma_end for name, run in runs.items()}
-    assert burst == {"one slot": False, "two steps late": True, "one copy at a time": False}
-    assert overlap == {"one slot": False, "two steps late": True, "one copy at a time": True}
+    assert burst == {"one stage": False, "two steps late": True, "one copy at a time": False}
+    assert overlap == {"one stage": False, "two steps late": True, "one copy at a time": True}
     ex07.facts()
     assert capsys.readouterr().out.count("copies start") == 3
 
