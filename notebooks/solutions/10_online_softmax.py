@@ -27,11 +27,11 @@ exercise-2
   np.logaddexp => np.logaddexp2 && np.exp( => np.exp2(  # natural logarithm
   lambda oa, la, ob, lb: (merge(oa, la, ob, lb)[0], np.logaddexp(la, lb)[:, None])  # shape
 exercise-sinks
-  l_i + 1.0 => l_i  # does not count the sink
-  sink * LOG2E => sink  # has base 2
-  sink * LOG2E => sink * scale_log2
-  l_i + 1.0 => l_i + 2.0  # out
+  l_i + 1.0 => l_i  # attention without sinks
   jnp.full_like(m_i, sink * LOG2E) => m_i
+  sink * LOG2E => sink * scale_log2
+  sink * LOG2E => sink  # has base 2
+  l_i + 1.0 => l_i + 2.0  # out
   l_i + 1.0 => l_i + 1.0\n        acc = acc + 1.0
 exercise-mend
   load(i + 1, k_gmem, k_smem, k_full) => && s = logits( => load(i + 1, k_gmem, k_smem, k_full)\n
