@@ -147,7 +147,7 @@ def _require_early(answer, *args) -> None:
     after = found[found.index("wgmma_ref") + 1 :] if "wgmma_ref" in found else []
     for block in (block for kernel in judge.play_kernel(answer, *args) for block in kernel if block.is_whole):
         started = "".join(event.kind[0] for event in block.events if event.kind != "store")
-        start, *between = started.split("p")  # What is loaded before, between and after the products.
+        start, *between = started.split("p")  # Loads before, between and after the products.
         steps = len(between) // 2
         if len(start) != 3 or started.count("l") != 1 + 2 * steps:
             raise NotYet(

@@ -45,6 +45,9 @@ exercise-mend
     => load(i + 1, k_gmem, k_smem, k_full)\n            wait(v_full)  # the next keys come too late
   load(i + 1, k_gmem, k_smem, k_full) => && load(i + 1, v_gmem, v_smem, v_full)
     => load(i + 1, k_gmem, k_smem, k_full)\n            load(i + 1, v_gmem, v_smem, v_full)
+  load(i + 1, k_gmem, k_smem, k_full) => pl.when(i < 0)(lambda: load(i + 1, k_gmem, k_smem, k_full))
+    && load(i + 1, v_gmem, v_smem, v_full)
+    => load(i + 1, k_gmem, k_smem, k_full)\n            load(i + 1, v_gmem, v_smem, v_full)
 """
 
 
