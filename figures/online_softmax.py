@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from figures._chart import LOAD, MULTIPLY, SOFTMAX, bar, chart, label, legend_of, numbered, tile, tracks
+from figures._chart import LOAD, MULTIPLY, SOFTMAX, bar, chart, legend_of, tile, tracks
 from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, SOFT, arrow, box, drawing, places, words
 from figures._stepper import stepper
 from lab import plot
@@ -35,60 +35,11 @@ def online_traffic(ax):
     box(ax, 5.35, 0.35, 2.3, 0.62, colour=SOFT)
     box(ax, 5.35, 2.1, 2.3, 0.6, colour=GREEN)
     words(ax, 6.5, 2.52, "$q\\,k^T$, softmax, $p\\,v$", 8.5)
-    words(ax, 6.5, 2.27, "s and p: a block at a time, registers", 6.8, colour=RED)
+    words(ax, 6.5, 2.27, "s and p: a step at a time, in registers", 6.8, colour=RED)
     box(ax, 5.45, 0.45, 0.8, 0.42, "q, k, v", BLUE, fill=0.3)
     box(ax, 7.0, 0.45, 0.55, 0.42, "out", BLUE, fill=0.3)
     arrow(ax, (5.85, 0.9), (5.85, 2.08), BLUE)
     arrow(ax, (7.28, 2.08), (7.28, 0.9), BLUE)
-
-
-@chart(height=3.9, nrows=2, sharex=True)
-def online_rescale(axes):
-    """The online softmax over four blocks of keys: when the largest logit grows, what is there is scaled down."""
-    blocks, width = 4, 8
-    top, bottom = axes
-    x = np.random.default_rng(10).normal(size=blocks * width) + np.repeat([0.0, 1.6, 0.4, 3.0], width)
-    ends = range(width, blocks * width + 1, width)
-    m = [x[:end].max() for end in ends]
-    l_i = [np.exp2(x[:end] - x[:end].max()).sum() for end in ends]
-    alpha = [0.0] + [2 ** (m[b - 1] - m[b]) for b in range(1, blocks)]
-    carried = [0.0] + [l_i[b - 1] * alpha[b] for b in range(1, blocks)]
-    top.plot(np.arange(len(x)) + 0.5, x, "o", markersize=4, color=plot.PEER, label="logits x of a query, in base 2")
-    for b in range(blocks):
-        line = top.plot((b * width, (b + 1) * width), (m[b],) * 2, color=BLUE, linewidth=2)
-        text, ink = f"alpha = {alpha[b]:.2f}" if b else "alpha = 0 (m was -inf)", plot.CARD if carried[b] > 1 else INK
-        label(bottom, b * width + 4, 0.25, text, va="baseline", colour=ink)
-    line[0].set_label("m, the largest so far")
-    middle = [b * width + width / 2 for b in range(blocks)]
-    bottom.bar(middle, carried, width=6.6, color=BLUE, label="l that was there, times alpha")
-    fresh = [total - old for total, old in zip(l_i, carried, strict=True)]
-    bottom.bar(middle, fresh, bottom=carried, width=6.6, color=SKY, label="added by this block")
-    bottom.set_xticks(middle, numbered("block", blocks))
-    bottom.set_ylim(0, 1.35 * max(l_i))
-    top.legend(loc="upper left")
-    bottom.legend(loc="upper left", ncols=2)
-    top.set_title("A larger logit arrives: what was summed before is scaled down")
-    for ax in axes:
-        ax.grid(axis="x", visible=False)
-        for b in range(1, blocks):
-            ax.axvline(b * width, color=plot.FAINT, linewidth=1)
-
-
-@drawing(7.8, 2.5)
-def online_merge(ax):
-    """Keys split between two kernels, and their results merged by the log-sum-exp."""
-    box(ax, 0.2, 0.95, 0.8, 0.6, "queries", BLUE)
-    for y, name, colour, keys in ((1.6, "a", GREEN, "keys 0 to 127"), (0.3, "b", PINK, "keys 128 to 255")):
-        box(ax, 1.75, y, 1.55, 0.6, f"attention\nto {keys}", colour, size=8)
-        box(ax, 4.0, y, 1.25, 0.6, f"$out_{name}$, $lse_{name}$", colour, fill=0.3)
-        arrow(ax, (1.02, 1.25), (1.73, y + 0.3), BLUE)
-        arrow(ax, (3.32, y + 0.3), (3.98, y + 0.3), colour)
-        arrow(ax, (5.27, y + 0.3), (5.9, 1.25 + (0.1 if name == "a" else -0.1)), colour)
-    words(ax, 2.52, 1.25, "two blocks, or two GPUs, at the same time", 7.5, colour=SOFT)
-    box(ax, 5.92, 0.85, 0.75, 0.8, "merge", ORANGE)
-    arrow(ax, (6.69, 1.25), (7.02, 1.25), ORANGE)
-    words(ax, 7.38, 1.25, "out, lse")
-    words(ax, 6.3, 0.45, "weights $e^{lse}$, as shares", 7.5, colour=ORANGE)
 
 
 @drawing(7.8, 3.9)
@@ -106,8 +57,8 @@ def online_block(ax):
         box(ax, 2.5 + 0.43 * i, 3.12, 0.38, 0.5, f"k{i}", GREEN, fill=0.45 if i == 2 else 0.12, size=8)
         box(ax, 5.15 + 0.41 * i, 3.12, 0.36, 0.5, f"v{i}", PINK, fill=0.45 if i == 2 else 0.12, size=8)
     box(ax, 1.15, 1.95, 0.95, 0.55, "q", BLUE)
-    box(ax, 2.75, 1.95, 1.3, 0.55, "k of the block", GREEN, fill=0.3, size=8)
-    box(ax, 5.5, 1.95, 1.3, 0.55, "v of the block", PINK, fill=0.3, size=8)
+    box(ax, 2.75, 1.95, 1.3, 0.55, "k of the step", GREEN, fill=0.3, size=8)
+    box(ax, 5.5, 1.95, 1.3, 0.55, "v of the step", PINK, fill=0.3, size=8)
     arrow(ax, (1.62, 3.1), (1.62, 2.52), BLUE, "once", offset=(-0.25, 0.0))
     arrow(ax, (3.55, 3.1), (3.4, 2.52), GREEN, "TMA", offset=(0.28, 0.02))
     arrow(ax, (6.15, 3.1), (6.15, 2.52), PINK, "TMA", offset=(0.25, 0.02))
@@ -121,12 +72,12 @@ def online_block(ax):
     words(ax, 3.52, 0.62, "CUDA cores", 7, colour=ORANGE)
     arrow(ax, (5.07, 0.8), (6.18, 0.8), BLUE, "WGMMA", offset=(0.0, 0.13))
     arrow(ax, (6.4, 1.93), (6.75, 1.12), BLUE)
-    words(ax, 6.85, 0.34, "times alpha, every block", 7, colour=RED)
+    words(ax, 6.85, 0.34, "times alpha, every step", 7, colour=RED)
 
 
 @chart(7.5, 3.7)
 def online_causal(ax):
-    """Which blocks of keys a block of 64 queries computes under a causal mask, and which of them it masks."""
+    """Which steps a tile of 64 queries computes under a causal mask, and which of them it masks."""
     block_q, block_kv, num = 64, 128, 512
     counts = {"whole": 0, "cut": 0, "skipped": 0}
     colours = {"whole": SKY, "cut": ORANGE, "skipped": plot.CARD}
@@ -139,27 +90,25 @@ def online_causal(ax):
             tile(ax, block * block_kv, first_q, block_kv, block_q, colours[kind], edgecolor=INK, linewidth=0.8)
     ax.plot((0, num), (0, num), color=RED, linewidth=2)
     legend_of(ax, [(colours[kind], f"{counts[kind]} {text}") for kind, text in texts.items()])
-    ax.set(xlim=(0, num), ylim=(num, 0), xlabel="keys, 128 a block", ylabel="queries, 64 a block", aspect="equal")
+    ax.set(xlim=(0, num), ylim=(num, 0), xlabel="keys, 128 per step", ylabel="queries, 64 per tile", aspect="equal")
     ax.set(xticks=range(0, num + 1, block_kv), yticks=range(0, num + 1, block_q))
     ax.grid(visible=False)
     ax.set_title("Causal: a query sees the keys left of the diagonal", fontsize=10)
 
 
-def schedule(copies: str, steps: int):
+def schedule(early: bool, steps: int):
     """(name, lane, start, end) of every piece of work."""
     load_time, product, numbers = 1.3, 1.0, 1.05
     work, now = [], 0.0
     starts = {"k": {0: 0.0}, "v": {0: 0.0}}
-    ready = lambda what, block: starts[what][block] + load_time
     for i in range(steps):
-        if copies != "early":
-            block = i if copies == "in turn" else i + 1
-            starts["k"][block] = starts["v"][block] = now
-        s_start = max(now, ready("k", i))
+        if not early:
+            starts["k"][i] = starts["v"][i] = now
+        s_start = max(now, starts["k"][i] + load_time)
         s_end = s_start + product
-        starts["k"].setdefault(i + 1, s_end)  # Early: the slot of k is free.
+        starts["k"].setdefault(i + 1, s_end)
         p_end = s_end + numbers
-        o_start = max(p_end, ready("v", i))
+        o_start = max(p_end, starts["v"][i] + load_time)
         now = o_start + product
         starts["v"].setdefault(i + 1, now)
         work += [(f"q k{i}", 2, s_start, s_end), ("softmax", 3, s_end, p_end), (f"p v{i}", 2, o_start, now)]
@@ -168,59 +117,30 @@ def schedule(copies: str, steps: int):
     return work
 
 
-@chart(height=6.0, nrows=3, sharex=True)
+@chart(height=4.2, nrows=2, sharex=True)
 def online_copies(axes, steps: int = 3):
-    """When keys and values are copied: three orders of the same work, for one warpgroup. Widths are not measured."""
-    titles = {
-        "in turn": "in turn: everything waits for the copies",
-        "early": "early: the next block's, as soon as its slot is free",
-        "two slots": "two slots: the next block's, a whole step ahead",
-    }
-    for ax, (copies, title) in zip(axes, titles.items(), strict=True):
-        work = schedule(copies, steps)
-        for name, lane, start, end in work:
-            shift = 0.19 * (1 if int(name[1:]) % 2 else -1) if lane < 2 and copies == "two slots" else 0.0
-            colour = (LOAD, LOAD, MULTIPLY, SOFTMAX)[lane]
-            bar(ax, lane + shift, start, end, name, colour, height=0.37 if shift else 0.74)
-        title = f"{title}; {steps} steps take {max(end for *_, end in work):.1f}"
+    """When keys and values are copied: two orders of the same work, for one warpgroup. Widths are not measured."""
+    titles = "in turn: every step waits for its copies", "early: the next step's, as soon as their tile is free"
+    for ax, early, title in zip(axes, (False, True), titles, strict=True):
+        for name, lane, start, end in schedule(early, steps):
+            bar(ax, lane, start, end, name, (LOAD, LOAD, MULTIPLY, SOFTMAX)[lane])
         tracks(ax, ["copies of k", "copies of v", "tensor cores", "CUDA cores"], title)
-    axes[0].set_xlim(0, max(end for *_, end in schedule("in turn", steps)))
-    axes[-1].set_xlabel("time, in units of one product; the copies are assumed to take 1.3")
+    axes[0].set_xlim(0, max(end for *_, end in schedule(False, steps)))
+    axes[-1].set_xlabel("time, in units of one product; a copy is assumed to take 1.3, a softmax 1.05")
 
 
-@chart(height=3.7, nrows=2, sharex=True, height_ratios=(2, 3))
-def online_turns(axes):
-    """The tensor cores under one warpgroup, and under two that take turns."""
-    one, two = axes
-    for step in range(3):
-        start = 3.05 * step
-        bar(one, 0, start, start + 1, "q k", MULTIPLY)
-        bar(one, 1, start + 1, start + 2.05, "softmax", SOFTMAX)
-        bar(one, 0, start + 2.05, start + 3.05, "p v", MULTIPLY)
-    tracks(one, ["tensor cores", "warpgroup 0"], "one warpgroup: tensor cores and softmax alternate")
-    for step in range(5):
-        for wg, colour in ((0, MULTIPLY), (1, SKY)):
-            start = 4 * step + 2 * wg - 1  # p v of one block and q k of the next, together.
-            names = f"p v, q k ({wg})" if start >= 0 else "q k (0)"
-            bar(two, 0, max(start, 0), start + 2, names, colour)
-            bar(two, 1 + wg, start + 2, start + 3.05, "softmax", SOFTMAX)
-    title = "two that take turns: one's softmax during the other's products"
-    tracks(two, ["tensor cores", "warpgroup 0", "warpgroup 1"], title)
-    two.set(xlim=(0, 9.15), xlabel="time, in units of one product of 64 queries, 128 keys, head_dim 128")
-
-
-X = ((0, 1, -1, 1), (0, -1, 1, 0), (3, 2, 0, 1), (2, 4, 3, 1))  # Base-2 logits of a query, in blocks of keys.
+X = ((0, 1, -1, 1), (0, -1, 1, 0), (3, 2, 0, 1), (2, 4, 3, 1))  # Base-2 logits of a query, in steps of four keys.
 V = ((4, 2, 0, 6), (2, 8, 4, 6), (1, 3, 5, 7), (8, 2, 4, 0))  # A column of the values.
-BLOCKS = (  # The captions.
-    "The largest logit of the first block becomes m. The sum of p = 2^(x - m) is l, and the sum of p times v is acc.",
-    "In the second block no logit is larger. So m stays, alpha is 1, and the block adds its terms.",
-    "The third block has a larger logit. The old sums were relative to the old m, so alpha scales both of them down.",
-    "The fourth block moves m once more. All 16 terms are now relative to the same m.",
+CAPTIONS = (  # The captions.
+    "The largest logit of the first step becomes m. The sum of p = 2^(x - m) is l, and the sum of p times v is acc.",
+    "In the second step no logit is larger. So m stays, alpha is 1, and the step adds its terms.",
+    "The third step has a larger logit. The old sums were relative to the old m, so alpha scales both of them down.",
+    "The fourth step moves m once more. All 16 terms are now relative to the same m.",
 )
 
 
 def running():
-    """For each block: the new m, alpha, its p, and l and acc before and after it."""
+    """For each step: the new m, alpha, its p, and l and acc before and after it."""
     m, l_i, acc = -np.inf, 0.0, 0.0
     for x, v in zip(np.array(X, float), np.array(V, float), strict=True):
         top = max(m, x.max())
@@ -232,23 +152,23 @@ def running():
 
 @stepper(7.8, 3.15)
 def softmax_in_steps(ax):
-    """The online softmax of one query over four blocks of four keys, in numbers."""
+    """The online softmax of one query over four steps of four keys, in numbers."""
     left, cell, gap = 1.1, 0.38, 0.12
-    x_of = lambda block, key: left + block * (4 * cell + gap) + key * cell
+    x_of = lambda at, key: left + at * (4 * cell + gap) + key * cell
     for y, name in ((2.6, "x"), (2.25, "v"), (1.9, "p")):
         words(ax, left - 0.15, y + 0.15, name, 10, ha="right", weight="bold")
-    for block in range(4):
-        words(ax, x_of(block, 2), 3.02, f"block {block}", 8.5, colour=SOFT)
+    for at in range(4):
+        words(ax, x_of(at, 2), 3.02, f"step {at}", 8.5, colour=SOFT)
     for y, name in ((1.35, "m"), (0.95, "alpha"), (0.55, "l"), (0.15, "acc")):
         words(ax, left - 0.15, y + 0.1, name, 10, ha="right", weight="bold")
     yield
     steps = list(running())
-    for now, caption in enumerate([*BLOCKS, None]):
-        for block, key in places(4, 4):
-            seen = ORANGE if block == now else plot.FAINT if block < now else plot.CARD
+    for now, caption in enumerate([*CAPTIONS, None]):
+        for at, key in places(4, 4):
+            seen = ORANGE if at == now else plot.FAINT if at < now else plot.CARD
             for y, values in ((2.6, X), (2.25, V)):
                 look = dict(edgecolor=SOFT, linewidth=0.6)
-                tile(ax, x_of(block, key), y, cell, 0.32, seen, str(values[block][key]), 8.5, **look)
+                tile(ax, x_of(at, key), y, cell, 0.32, seen, str(values[at][key]), 8.5, **look)
         if now < 4:
             m, alpha, p, before, after = steps[now]
             for key in range(4):
@@ -268,7 +188,7 @@ def softmax_in_steps(ax):
             colours = (INK,) * 4
             words(ax, 3.3, 0.85, f"out = acc / l = {acc / l_i:.4f}", 12, ha="left", weight="bold", colour=BLUE)
             words(ax, 3.3, 0.5, f"softmax of all 16 at once: {whole:.4f}", ha="left")
-            caption = f"After the last block acc / l is the output: {whole:.4f}, as in a softmax over all keys at once."
+            caption = f"After the last step acc / l is the output: {whole:.4f}, as in a softmax over all keys at once."
         for y, text, colour in zip((1.35, 0.95, 0.55, 0.15), lines, colours, strict=True):
             words(ax, left + 0.05, y + 0.1, text, 10, ha="left", colour=colour)
         yield caption

@@ -27,38 +27,27 @@ exercise-2
   np.logaddexp => np.logaddexp2 && np.exp( => np.exp2(  # natural logarithm
   lambda oa, la, ob, lb: (merge(oa, la, ob, lb)[0], np.logaddexp(la, lb)[:, None])  # shape
 exercise-sinks
-  l_i = l_i + 1.0 => pass  # lse
+  l_i + 1.0 => l_i  # attention without sinks
+  jnp.full_like(m_i, sink * LOG2E) => m_i
+  sink * LOG2E => sink * scale_log2
   sink * LOG2E => sink  # has base 2
-  l_i = l_i + 1.0 => acc = acc + 1.0\n        l_i = l_i + 1.0  # out
+  l_i + 1.0 => l_i + 2.0  # out
+  l_i + 1.0 => l_i + 1.0\n        acc = acc + 1.0
 exercise-mend
-  load(block + 1, k_gmem, k_smem, k_loaded) => && s = logits( => load(block + 1, k_gmem, k_smem, k_loaded)\n
+  load(i + 1, k_gmem, k_smem, k_full) => && s = logits( => load(i + 1, k_gmem, k_smem, k_full)\n
     \n            s = logits(  # reads the stage before its tiles have arrived
-  load(block + 1, v_gmem, v_smem, v_loaded) => && acc = add_product( => load(block + 1, v_gmem, v_smem, v_loaded)
+  load(i + 1, v_gmem, v_smem, v_full) => && acc = add_product( => load(i + 1, v_gmem, v_smem, v_full)
     \n            acc = add_product(
-  load(block + 1, k_gmem, k_smem, k_loaded) => pass  # never end
-  load(block + 1, v_gmem, v_smem, v_loaded) => pass
-  block < num_blocks => block <= num_blocks  # nobody waits for
-  load(block + 1, k_gmem, k_smem, k_loaded) => && plgpu.barrier_wait(v_loaded)
-    => load(block + 1, k_gmem, k_smem, k_loaded)\n            plgpu.barrier_wait(v_loaded)
-    # the next keys come too late to hide anything
-  load(block + 1, k_gmem, k_smem, k_loaded) => && load(block + 1, v_gmem, v_smem, v_loaded)
-    => load(block + 1, k_gmem, k_smem, k_loaded)\n            load(block + 1, v_gmem, v_smem, v_loaded)
-exercise-3
-  jnp.maximum => max && jnp.minimum => min  # jnp.maximum
-  first_q - left, 0) => first_q - left + 64, 0)  # is left out
-  first_q - left, 0) => first_q - left - 64, 0)  # no query sees any
-  first_q + 63 - left => first_q - left  # is not masked
-  first_q + 63 - left => first_q + 191 - left  # is masked
-  (first_q + 1) // block_kv => (first_q + 64) // block_kv  # is not masked
-  jnp.maximum((first_q + 1) // block_kv, start) => (first_q + 1) // block_kv  # must end after it begins
-  lambda q, b, n, left: [(0, n // b, True)]  # no query sees any
-  lambda q, b, n, left: [(0, (q + 63) // b + 1, True)]
-  lambda q, b, n, left: [((q - left) // b, (q + 63) // b + 1, True)]
-  lambda q, b, n, left: [(max(q - left, 0) // b, (q + 63) // b + 1, True)]  # is masked, and
-  lambda q, b, n, left: [(max(q - left, 0) // b, (q + 63) // b, True)]  # is left out
-  lambda q, b, n, left: [(0, 1, True), (2, 3, True)]  # the next one begin there
-  lambda q, b, n, left: [(0, 1)]  # a list of (first, end, masked)
-  lambda q, b, n, left: []  # is left out
+  load(i + 1, k_gmem, k_smem, k_full) => pass  # never end
+  load(i + 1, v_gmem, v_smem, v_full) => pass
+  in_time = i < steps => in_time = i <= steps  # nobody waits for
+  load(i + 1, k_gmem, k_smem, k_full) => && wait(v_full)
+    => load(i + 1, k_gmem, k_smem, k_full)\n            wait(v_full)  # the next keys come too late
+  load(i + 1, k_gmem, k_smem, k_full) => && load(i + 1, v_gmem, v_smem, v_full)
+    => load(i + 1, k_gmem, k_smem, k_full)\n            load(i + 1, v_gmem, v_smem, v_full)
+  load(i + 1, k_gmem, k_smem, k_full) => pl.when(i < 0)(lambda: load(i + 1, k_gmem, k_smem, k_full))
+    && load(i + 1, v_gmem, v_smem, v_full)
+    => load(i + 1, k_gmem, k_smem, k_full)\n            load(i + 1, v_gmem, v_smem, v_full)
 """
 
 
@@ -92,134 +81,96 @@ def merge(out_a, lse_a, out_b, lse_b):
 ex10.check_merge(merge)
 
 
-# %% exercise-sinks needs: parameters setup parts
-def attend_with_sinks(q, k, v, sinks, block_kv=128):
-    head_dim, unit = q.shape[3], LOG2E / math.sqrt(q.shape[3])
+# %% exercise-sinks needs: parameters setup parts launch
+def attend_with_sinks(q, k, v, sinks, *, block_kv=128):
+    head_dim, steps = q.shape[3], k.shape[1] // block_kv
+    scale_log2 = LOG2E / math.sqrt(head_dim)
 
-    def body(q_gmem, k_gmem, v_gmem, sinks_gmem, o_gmem, lse_gmem, *,
-             q_smem, k_smem, v_smem, q_loaded, k_loaded, v_loaded):  # fmt: skip
-        batch, head = lax.axis_index("batch"), lax.axis_index("head")
-        queries = pl.ds(lax.axis_index("q_block") * BLOCK_Q, BLOCK_Q)
-        plgpu.copy_gmem_to_smem(q_gmem.at[batch, queries, head], q_smem, q_loaded)
-        plgpu.barrier_wait(q_loaded)
+    def kernel(
+        q_gmem, k_gmem, v_gmem, sinks_gmem, o_gmem, q_smem, k_smem, v_smem, q_full, k_full, v_full
+    ):  # fmt: skip
+        b, h, tile = map(lax.axis_index, ("batch", "head", "tile"))
+        q_rows = pl.ds(tile * 64, 64)
 
-        def step(block, carry):
+        def load(i, gmem, smem, full):
+            rows = pl.ds(i * block_kv, block_kv)
+            copy(gmem.at[b, rows, h], smem, full)
+
+        def step(i, carry):
             acc, m_i, l_i = carry
-            keys = pl.ds(block * block_kv, block_kv)
-            plgpu.copy_gmem_to_smem(k_gmem.at[batch, keys, head], k_smem, k_loaded)
-            plgpu.copy_gmem_to_smem(v_gmem.at[batch, keys, head], v_smem, v_loaded)
-            plgpu.barrier_wait(k_loaded)
-            p, alpha, m_i, l_i = softmax_step(
-                logits(q_smem, k_smem), m_i, l_i, unit, masked=False
-            )
-            plgpu.barrier_wait(v_loaded)
-            acc, p = acc * per_row(alpha, acc.shape), p.astype(v.dtype)
-            acc = add_product(acc, p, v_smem, interpreted())
+            load(i, k_gmem, k_smem, k_full)
+            load(i, v_gmem, v_smem, v_full)
+            wait(k_full)
+            s = logits(q_smem, k_smem)
+            p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2)
+            acc = acc * per_row(alpha, acc.shape)
+            wait(v_full)
+            acc = add_product(acc, p.astype(v.dtype), v_smem)
             return acc, m_i, l_i
 
-        sink = sinks_gmem[head]  # A float32 scalar.
+        copy(q_gmem.at[b, q_rows, h], q_smem, q_full)
+        plgpu.barrier_wait(q_full)
         acc, m_i, l_i = nothing_seen(head_dim)
-        #: # Your lines. A number for each row: plgpu.layout_cast(jnp.full(...), ROWS)
+        sink = sinks_gmem[h]  # A float32 scalar.
+        #: # Your lines: m_i and l_i have one number per row.
         #: m_i, l_i = m_i + 0 * sink, l_i
         # BEGIN SOLUTION
-        m_i = plgpu.layout_cast(jnp.full((BLOCK_Q,), sink * LOG2E, jnp.float32), ROWS)
-        l_i = l_i + 1.0
+        m_i, l_i = jnp.full_like(m_i, sink * LOG2E), l_i + 1.0
         # END SOLUTION
-        sums = lax.fori_loop(0, k.shape[1] // block_kv, step, (acc, m_i, l_i))
-        store(
-            *finish(*sums),
-            q_smem,
-            o_gmem.at[batch, queries, head],
-            lse_gmem.at[batch, head, queries],
-        )
+        sums = lax.fori_loop(0, steps, step, (acc, m_i, l_i))
+        store(finish(*sums), q_smem, o_gmem.at[b, q_rows, h])
 
-    return launch(body, q, block_kv)(q, k, v, sinks)
+    return launch(kernel, q, block_kv)(q, k, v, sinks)
 
 
 ex10.check_sinks(attend_with_sinks)
 
 
-# %% exercise-mend needs: parameters setup parts
-def mended(q, k, v, block_kv=128):
-    unit, num_blocks = LOG2E / math.sqrt(q.shape[3]), k.shape[1] // block_kv
+# %% exercise-mend needs: parameters setup parts launch
+def mended(q, k, v, *, block_kv=128):
+    head_dim, steps = q.shape[3], k.shape[1] // block_kv
+    scale_log2 = LOG2E / math.sqrt(head_dim)
 
-    def body(
-        q_gmem,
-        k_gmem,
-        v_gmem,
-        o_gmem,
-        lse_gmem,
-        *,
-        q_smem,
-        k_smem,
-        v_smem,
-        q_loaded,
-        k_loaded,
-        v_loaded,
-    ):
-        batch, head = lax.axis_index("batch"), lax.axis_index("head")
-        queries = pl.ds(lax.axis_index("q_block") * BLOCK_Q, BLOCK_Q)
+    def kernel(
+        q_gmem, k_gmem, v_gmem, o_gmem, q_smem, k_smem, v_smem, q_full, k_full, v_full
+    ):  # fmt: skip
+        b, h, tile = map(lax.axis_index, ("batch", "head", "tile"))
+        q_rows = pl.ds(tile * 64, 64)
 
-        def load(block, gmem, smem, loaded):
-            #: @pl.when(block <= num_blocks)  # Place 1.
+        def load(i, gmem, smem, full):
+            rows = pl.ds(i * block_kv, block_kv)
+            #: in_time = i <= steps  # Place 1.
             # BEGIN SOLUTION
-            @pl.when(block < num_blocks)
+            in_time = i < steps
             # END SOLUTION
-            def _():
-                plgpu.copy_gmem_to_smem(
-                    gmem.at[batch, pl.ds(block * block_kv, block_kv), head],
-                    smem,
-                    loaded,
-                )
+            pl.when(in_time)(lambda: copy(gmem.at[b, rows, h], smem, full))
 
-        def step(block, carry):
+        def step(i, carry):
             acc, m_i, l_i = carry
-            plgpu.barrier_wait(k_loaded)
-            #: load(block + 1, k_gmem, k_smem, k_loaded)  # Place 2.
+            wait(k_full)
+            #: load(i + 1, k_gmem, k_smem, k_full)  # Place 2.
             s = logits(q_smem, k_smem)
             # BEGIN SOLUTION
-            load(block + 1, k_gmem, k_smem, k_loaded)
+            load(i + 1, k_gmem, k_smem, k_full)
             # END SOLUTION
-            p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, unit, masked=False)
-            plgpu.barrier_wait(v_loaded)
-            #: load(block + 1, v_gmem, v_smem, v_loaded)  # Place 3.
-            acc, p = acc * per_row(alpha, acc.shape), p.astype(v.dtype)
-            acc = add_product(acc, p, v_smem, interpreted())
+            p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2)
+            acc = acc * per_row(alpha, acc.shape)
+            wait(v_full)
+            #: load(i + 1, v_gmem, v_smem, v_full)  # Place 3.
+            acc = add_product(acc, p.astype(v.dtype), v_smem)
             # BEGIN SOLUTION
-            load(block + 1, v_gmem, v_smem, v_loaded)
+            load(i + 1, v_gmem, v_smem, v_full)
             # END SOLUTION
             return acc, m_i, l_i
 
-        plgpu.copy_gmem_to_smem(q_gmem.at[batch, queries, head], q_smem, q_loaded)
-        load(0, k_gmem, k_smem, k_loaded)
-        load(0, v_gmem, v_smem, v_loaded)
-        plgpu.barrier_wait(q_loaded)
-        sums = lax.fori_loop(0, num_blocks, step, nothing_seen(q.shape[3]))
-        store(
-            *finish(*sums),
-            q_smem,
-            o_gmem.at[batch, queries, head],
-            lse_gmem.at[batch, head, queries],
-        )
+        copy(q_gmem.at[b, q_rows, h], q_smem, q_full)
+        load(0, k_gmem, k_smem, k_full)
+        load(0, v_gmem, v_smem, v_full)
+        plgpu.barrier_wait(q_full)
+        sums = lax.fori_loop(0, steps, step, nothing_seen(head_dim))
+        store(finish(*sums), q_smem, o_gmem.at[b, q_rows, h])
 
-    return launch(body, q, block_kv)(q, k, v)
+    return launch(kernel, q, block_kv)(q, k, v)
 
 
 ex10.check_mended(mended)
-
-
-# %% exercise-3 needs: parameters setup
-def window_ranges(first_q, block_kv, num_kv, left):
-    #: return None  # Your code. For a start: cut_masked(first_q, block_kv, num_kv)
-    # BEGIN SOLUTION
-    first = jnp.maximum(first_q - left, 0) // block_kv
-    end = (first_q + 64 + block_kv - 1) // block_kv
-    start = jnp.minimum(
-        (jnp.maximum(first_q + 63 - left, 0) + block_kv - 1) // block_kv, end
-    )
-    stop = jnp.maximum((first_q + 1) // block_kv, start)
-    return [(first, start, True), (start, stop, False), (stop, end, True)]
-    # END SOLUTION
-
-
-ex10.check_ranges(window_ranges)
