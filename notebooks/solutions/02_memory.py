@@ -25,7 +25,8 @@ exercise-sum-by-tma
     => y_smem, arrived.at[1])\n        pl.loop(0, 2)(lambda i: plgpu.barrier_wait(arrived.at[i]))
     && x_smem, arrived)\n => x_smem, arrived.at[0])\n && num_arrivals=2 => num_barriers=2  # it waits more than once
   plgpu.copy_gmem_to_smem(x_gmem.at[here], x_smem, arrived)
-    => pl.loop(0, 2)(lambda i: [\n         pl.when(i == 0)(lambda: plgpu.copy_gmem_to_smem(x_gmem.at[here], x_smem, arrived)),
+    => pl.loop(0, 2)(lambda i: [\n
+    pl.when(i == 0)(lambda: plgpu.copy_gmem_to_smem(x_gmem.at[here], x_smem, arrived)),
     && plgpu.copy_gmem_to_smem(y_gmem.at[here], y_smem, arrived)
     => pl.when(i == 1)(lambda: plgpu.copy_gmem_to_smem(y_gmem.at[here], y_smem, arrived)),
     && plgpu.barrier_wait(arrived) => plgpu.barrier_wait(arrived)] and None)
