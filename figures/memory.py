@@ -13,14 +13,19 @@ def memory_levels(ax):
     """Reach of each memory of a GPU: two blocks of two warpgroups each, and the three memories that a kernel names."""
     for i, x in enumerate((0.2, 3.0)):
         _block(ax, x)
-        words(ax, x + 0.1, 4.22, f"block {i}, on one SM", 9.5, ha="left", weight="bold")
+        words(ax, x + 0.1, 4.22, f"SM {i}, and the block on it", 9.5, ha="left", weight="bold")
     words(ax, 1.45, 2.85, "load, store", 7.5, colour=GREEN)
     words(ax, 2.1, 1.16, "TMA copies", 7.5, colour=RED, ha="left")
     words(ax, 0.48, 1.16, "load, store", 7.5, colour=RED, ha="left")
     box(ax, 0.2, 0.25, 5.45, 0.6, "GMEM: the arrays of JAX, in HBM, cached by L2", RED)
     for y, name, colour, rest in (
         (3.5, "registers", GREEN, "private to one thread"),
-        (2.25, "SMEM", ORANGE, "shared by all warpgroups of\na block and its TMA unit;\nfreed when the block ends"),
+        (
+            2.25,
+            "SMEM",
+            ORANGE,
+            "shared by all warpgroups of\na block and its SM's TMA unit;\nfreed when the block ends",
+        ),
         (0.55, "GMEM", RED, "shared by all blocks;\noutlives the kernel"),
     ):
         words(ax, 5.85, y + 0.05, name, 9.5, ha="left", va="bottom", weight="bold", colour=colour)
@@ -266,7 +271,8 @@ BARRIER_STEPS = (  # Arrivals before the frame; whether the warpgroup ends its w
         2,
         True,
         False,
-        "Now a mistake: two more copies arrive, and the warpgroup does not wait for them. Its bit stays 0.",
+        "Now a mistake: two more copies arrive, and the warpgroup does not wait for them. Its bit flipped to 0 when "
+        "the last wait ended, and stays 0.",
     ),
     (
         2,

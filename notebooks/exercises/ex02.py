@@ -1,5 +1,7 @@
 """Checkers of the exercises of chapter 2."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ import cookbook
 
 TILE, STAGES = (16, 256), 3  # Tile and stages of the ring of exercise 2.
 SMEM_BYTES = 232_448  # Shared memory that one block may use on Hopper.
+BY_TMA = "the result must leave by TMA: write it to shared memory, and send it with copy_smem_to_gmem"
 PITCHES = (4, 8, 12, 16, 24, 80, 96, 128, 132, 144, 192, 256, 260, 512, 1024, 4100)
 RINGS = (  # Arguments of `num_stages`.
     (2.0e12, 1.0e-6, 125, 16_000, 0), (2.1e12, 1.0e-6, 125, 16_000, 0), (2.1e12, 1.0e-6, 125, 16_000, 1),
@@ -34,29 +37,32 @@ def check_sum_by_tma(answer) -> str:
             raise NotYet("the barrier flips twice and one wait sees one flip: it must expect two arrivals") from problem
         judge.require_staged(answer, x, y, loads=2)
         require_close(out, wide(x) + wide(y), 2**-8, f"bf16{list(shape)}")
-    _require_sent(answer, x, y)
+    _require_sent(answer, x, y, stores=1)
     _require_one_tile_per_block(answer, x, y)
     praise = "Two arrivals, one flip, and the TMA sees the sums."
     return praise + judge.speed(answer, cookbook.add, *(jax.ShapeDtypeStruct((1 << 16, TILE[1]), x.dtype),) * 2)
 
 
-def _names(answer, *args) -> list[str]:
-    """The operations of a kernel, in their order."""
-    return [equation.primitive.name for equation in judge.equations(judge.jaxpr_of(answer, *args))]
-
-
-def _require_sent(answer, *args) -> None:
-    if "copy_smem_to_gmem" not in _names(answer, *args):
-        raise NotYet("the result must leave by TMA: write it to shared memory, and start a copy_smem_to_gmem")
+def _require_sent(answer, *args, stores: int) -> None:
+    """Raises NotYet unless each block writes global memory by `stores` copies, and by no other way."""
+    for equation in judge.equations(judge.jaxpr_of(answer, *args)):
+        if equation.primitive.name in ("swap", "store", "addupdate") and "gmem" in str(equation.invars[0].aval):
+            raise NotYet(f"a register is stored directly to global memory: {BY_TMA}")
+    for block in itertools.chain.from_iterable(judge.play_kernel(answer, *args)):
+        if (count := block.count("store")) != stores:
+            raise NotYet(f"a block starts {count} copies out, and must start {stores}: {BY_TMA}")
 
 
 def _require_one_tile_per_block(answer, x, y) -> None:
-    if _names(answer, x, y).count("barrier_wait") > 1:
-        raise NotYet("it waits more than once: let both loads arrive at one barrier, and wait for it once")
-    for blocks in judge.play_kernel(answer, x, y):
-        for event in (event for block in blocks for event in block.events):
-            if event.kind == "load" and tuple(event.shape) != TILE:
-                raise NotYet(f"a block loads a tile of {tuple(event.shape)}; it must be {TILE}, one tile per block")
+    for block in itertools.chain.from_iterable(judge.play_kernel(answer, x, y)):
+        first, *others = loads = [event for event in block.events if event.kind == "load"]
+        for load in loads:
+            if tuple(load.shape) != TILE:
+                raise NotYet(f"a block loads a tile of {tuple(load.shape)}; it must be {TILE}, one tile per block")
+        if any(first.end & other.known for other in others):
+            raise NotYet("the second load starts only after the first has been waited for: start both, and then wait")
+        if block.waits > 1:
+            raise NotYet("it waits more than once: let both loads arrive at one barrier, and wait for it once")
 
 
 @checker
@@ -93,11 +99,25 @@ def check_ring(answer) -> str:
                 f"with {num_tiles} tiles, the result is wrong in tile {tiles}: never written, or of other data?"
             )
     judge.require_staged(ring, x, loads=1)
-    _require_sent(ring, x)
+    _require_sent(ring, x, stores=num_tiles)
+    _require_loads_in_flight(ring, x)
     praise = "Every access to a stage is ordered, whatever the speed of the copies."
     return praise + judge.speed(
         ring, cookbook.fuse(jnp.negative), jax.ShapeDtypeStruct((1024 * TILE[0], TILE[1]), jnp.bfloat16)
     )
+
+
+def _require_loads_in_flight(ring, x) -> None:
+    """Raises NotYet if no later tile is being loaded when a tile leaves that is not the last."""
+    for block in itertools.chain.from_iterable(judge.play_kernel(ring, x)):
+        loads = sent = 0
+        for event in block.events:
+            loads, sent = loads + (event.kind == "load"), sent + (event.kind == "store")
+            if event.kind == "store" and loads <= sent < block.count("store"):
+                raise NotYet(
+                    f"no load is in flight while tile {sent - 1} is negated: refill one stage in every step, not all "
+                    "of them when the last is empty"
+                )
 
 
 @checker

@@ -44,6 +44,7 @@ class Block:
     fault: str | None = None  # The first that comes too early.
     is_whole: bool = True  # Whether it was played to its end.
     is_left_over: bool = False  # Whether a barrier has completed for nobody at its end.
+    waits: int = 0  # How often its warpgroups wait at a barrier.
 
     def count(self, kind: str) -> int:
         return sum(event.kind == kind for event in self.events)
@@ -296,6 +297,7 @@ class _Warpgroup:
         (at,), _ = views(operands[:1], [equation.params["transforms_treedef"]], operands[1:])
         if at is None:
             raise Unsure
+        self.play.block.waits += 1
         yield from self._wait_at(at.barrier)
         return [UNKNOWN] * len(equation.outvars)
 

@@ -21,6 +21,20 @@ exercise-sum-by-tma
   x_smem, y_smem, arrived): => x_smem, y_smem, arrived, other): && y_smem, arrived)\n => y_smem, other)\n
     && plgpu.barrier_wait(arrived) => plgpu.barrier_wait(arrived)\n        plgpu.barrier_wait(other)
     && plgpu.Barrier(num_arrivals=2) => plgpu.Barrier(), plgpu.Barrier()  # it waits more than once
+  y_smem, arrived)\n        plgpu.barrier_wait(arrived)
+    => y_smem, arrived.at[1])\n        pl.loop(0, 2)(lambda i: plgpu.barrier_wait(arrived.at[i]))
+    && x_smem, arrived)\n => x_smem, arrived.at[0])\n && num_arrivals=2 => num_barriers=2  # it waits more than once
+  plgpu.copy_gmem_to_smem(x_gmem.at[here], x_smem, arrived)
+    => pl.loop(0, 2)(lambda i: [\n
+    pl.when(i == 0)(lambda: plgpu.copy_gmem_to_smem(x_gmem.at[here], x_smem, arrived)),
+    && plgpu.copy_gmem_to_smem(y_gmem.at[here], y_smem, arrived)
+    => pl.when(i == 1)(lambda: plgpu.copy_gmem_to_smem(y_gmem.at[here], y_smem, arrived)),
+    && plgpu.barrier_wait(arrived) => plgpu.barrier_wait(arrived)] and None)
+    && num_arrivals=2 => num_arrivals=1  # starts only after the first
+  plgpu.copy_smem_to_gmem(x_smem, o_gmem.at[here])
+    => pl.when(lax.axis_index("i") < 0)(lambda: plgpu.copy_smem_to_gmem(x_smem, o_gmem.at[here]))
+    && x_smem[...] += y_smem[...] => o_gmem[here] = x_smem[...] + y_smem[...]  # stored directly
+  plgpu.wait_smem_to_gmem(0) => plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # Right.
   (16, 256) => x.shape && at[here] => at[...] && x.shape[0] // 16 => 1  # one tile per block
   x.shape[0] // 16 => 3  # never written
   lambda x, y: x + y  # must be a kernel
@@ -31,7 +45,7 @@ exercise-ring
     => pl.when((i >= 1) & (i + 2 < num_tiles))(lambda: fetch(i + 2))  # Right.
   gmem(0, wait_read_only => gmem(2, wait_read_only
     && pl.when(i + num_stages < num_tiles)(lambda: fetch(i + num_stages))
-    => pl.when((i >= 2) & (i + 1 < num_tiles))(lambda: fetch(i + 1))
+    => pl.when((i >= 2) & (i + 1 < num_tiles))(lambda: fetch(i + 1))  # no load is in flight while
   plgpu.commit_smem() => pass  # unordered
   plgpu.wait_smem_to_gmem(0, wait_read_only=True) => pass
   gmem(0, wait_read_only => gmem(1, wait_read_only
@@ -46,6 +60,12 @@ exercise-ring
   stages[stage] = -stages[stage] => stages[stage] = -tile(x_gmem, i)[...]  # it reads an input in global memory
   stages[stage] = -stages[stage] => tile(o_gmem, i)[...] = -stages[stage]
     && plgpu.copy_smem_to_gmem(stages.at[stage], tile(o_gmem, i)) => pass  # must leave by TMA
+  stages[stage] = -stages[stage] => tile(o_gmem, i)[...] = -stages[stage]
+    && plgpu.copy_smem_to_gmem(stages.at[stage], tile(o_gmem, i))
+    => pl.when(i == num_tiles)(lambda: plgpu.copy_smem_to_gmem(stages.at[stage], tile(o_gmem, i)))  # stored directly
+  pl.when(i + num_stages < num_tiles)(lambda: fetch(i + num_stages))
+    => pl.when(stage == 2)(lambda: pl.loop(i + 1, jnp.minimum(i + 4, num_tiles))(fetch))  # no load is in flight while
+  \n\n    plgpu.wait_smem_to_gmem(0) => \n\n    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # Right.
   tile(x_gmem, i), stages => tile(x_gmem, jnp.where(i < 3, i, i - 1)), stages  # wrong in tile
   pl.loop(0, num_stages)(fetch) => num_stages = 1 && stage = lax.rem(i, num_stages)\n        plgpu.b
     => fetch(i)\n        stage = i * 0\n        plgpu.b
