@@ -77,7 +77,8 @@ def checker(check):
         try:
             return _in_time(judge)
         except OutOfTime:
-            return Verdict(False, f"{name} has not ended after {SECONDS} s: is there a loop that never ends?")
+            why = "is there a loop that never ends, or is the machine busy?"
+            return Verdict(False, f"{name} has not ended after {SECONDS} s: {why}")
 
     return judged
 

@@ -28,6 +28,17 @@ exercise-3-cell
     && \n        gate, up = ( => \n         gate, up = (
     && \n        o_gmem[where] = => \n         o_gmem[where] =
     && grid=(gate.size // 1024,) => grid=(1,)  # one block does all of the work
+  where = pl.ds(lax.axis_index("block") * 1024, 1024)
+    => @pl.loop(0, (gate.size // 1024 - lax.axis_index("block") + 1) // 2)\n        def _(i):\n         where = pl.ds(i)
+    && pl.ds(i) => pl.ds((2 * i + lax.axis_index("block")) * 1024, 1024)
+    && \n        gate, up = ( => \n         gate, up = (
+    && \n        o_gmem[where] = => \n         o_gmem[where] =
+    && grid=(gate.size // 1024,) => grid=(min(gate.size // 1024, 2),)  # 2 blocks do all of the work
+  where = pl.ds(lax.axis_index("block") * 1024, 1024)
+    => @pl.loop(0, 8)\n        def _(i):\n         where = pl.ds(lax.axis_index("block") * 1024, 1024)
+    && \n        gate, up = ( => \n         gate, up = (
+    && \n        o_gmem[where] = => \n         o_gmem[where] =  # stores the same element more than once
+  silu(gate) * up => silu(gate).astype(jnp.bfloat16).astype(jnp.float32) * up  # more than one rounding
   None  # there is no `swiglu` yet. Write it above the last line. `swiglu(gate, up)` is a kernel
 exercise-4-cell
   pl.cdiv(left, 128) => left // 128  # never written
@@ -37,6 +48,12 @@ exercise-4-cell
   blocks = max(whole, 1) => whole = -(-x.size // 1024) if x.size > 1024 else whole\n    blocks = max(whole, 1)
     && apply(block * 1024, 1024) => apply(jnp.minimum(block * 1024, x.size - 1024), 1024)  # race: write
   block == blocks - 1 => block == 0  # two blocks write the same element
+  blocks = max(whole, 1) => blocks = max(whole, 1) + (whole > 0 and left > 100)  # two blocks write the same element
+  blocks = max(whole, 1) => blocks = min(max(whole, 1), 2)
+    && @pl.when(block < whole)\n        def _():\n            apply(block * 1024, 1024)
+    => last = block == blocks - 1\n        @pl.loop(0, jnp.where(last, min(whole, 1), whole - 1))\n        def _(i): a()
+    && a() => apply(jnp.where(last, whole - 1, i) * 1024, 1024)
+    # 2 blocks do all of the work
   blocks = max(whole, 1) => blocks = 1
     && @pl.when(block < whole)\n        def _():\n            apply(block * 1024, 1024)
     => @pl.loop(0, whole)\n        def _(i):\n            apply(i * 1024, 1024)  # one block does all of the work

@@ -98,7 +98,7 @@ def deaf_loop(x, left=3):
 def test_code_that_never_ends_is_stopped(monkeypatch, answer):
     monkeypatch.setattr(judge, "SECONDS", 1)
     before = threading.active_count()
-    turned_down(doubled(answer), f"{answer.__name__} has not ended after 1 s: is there a loop that never ends?")
+    turned_down(doubled(answer), f"{answer.__name__} has not ended after 1 s: is there a loop that never ends")
     assert threading.active_count() == before, "the answer's thread is still there"
 
 
