@@ -121,7 +121,7 @@ def _require_one_read(answer, x) -> None:
 
 
 def _values_loaded(jaxpr) -> int:
-    """Values that a block loads from global memory, to registers or to shared memory. What a loop loads counts as often
+    """Values that a block loads from global memory, to registers or to shared memory. A load in a loop counts as often
     as the loop runs."""
     total = 0
     for equation in jaxpr.eqns:
