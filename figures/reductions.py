@@ -34,8 +34,6 @@ def softmax_traffic(axes):
         _kernel(ax, passes, split)
         ax.set_title(name, fontsize=10)
         moved = sum(read + write for read, write, _ in passes)
-        if split > 1:
-            label(ax, 0.5, 0.55, f"1/{split} of it each", 8)
         label(ax, 0.5, 2.62, f"{moved} × the matrix", 9, va="top", colour=RED)
     label(axes[0], -0.12, 0.13, "HBM", ha="right")
     label(axes[0], -0.12, 1.55, "regis-\nters", ha="right")
@@ -48,7 +46,7 @@ def _kernel(ax, passes, split):
         room = width / split
         for part in range(split):
             x = i * width + part * room
-            slab(ax, x + 0.05 * room, 1.2, 0.9 * room, 0.7, "", BLUE, line=1.3)
+            slab(ax, x + 0.05 * room, 1.2, 0.9 * room, 0.7, "" if split == 1 else f"1/{split}", BLUE, line=1.3)
             go(ax, (x + 0.3 * room, 0.28), (x + 0.3 * room, 1.18), BLUE)
             if write:
                 go(ax, (x + 0.7 * room, 1.18), (x + 0.7 * room, 0.28), ORANGE)
