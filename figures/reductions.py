@@ -46,7 +46,7 @@ def _kernel(ax, passes, split):
         room = width / split
         for part in range(split):
             x = i * width + part * room
-            slab(ax, x + 0.05 * room, 1.2, 0.9 * room, 0.7, "", BLUE, line=1.3)
+            slab(ax, x + 0.05 * room, 1.2, 0.9 * room, 0.7, "" if split == 1 else f"1/{split}", BLUE, line=1.3)
             go(ax, (x + 0.3 * room, 0.28), (x + 0.3 * room, 1.18), BLUE)
             if write:
                 go(ax, (x + 0.7 * room, 1.18), (x + 0.7 * room, 0.28), ORANGE)
@@ -85,7 +85,7 @@ def _butterfly(ax):
         held = f"{first}" if step == 0 else f"{first}–{first + (1 << step) - 1}"
         _in_box(ax, lane, step, held, plot.COLOURS[lane >> step] if step else INK)
     ax.set(xlim=(-0.6, LANES + 0.7), ylim=(steps + 0.4, -0.75))
-    ax.text((LANES - 1) / 2, -0.55, "lane (a thread of the warp)", ha="center")
+    ax.text((LANES - 1) / 2, -0.55, f"lane ({LANES} of the warp's 32)", ha="center")
     ax.set_title("Inside a warp: shuffles")
     ax.axis("off")
 
@@ -100,10 +100,10 @@ def _exchange(ax):
         ax.annotate("", (warp, 1.25), (warp, 0.35), arrowprops=dict(arrowstyle="->", color=colour))
         for reader in range(WARPS):
             go(ax, (warp, 1.72), (reader, 2.68), colour, line=0.8)
-    for y, text in ((0.86, "barrier\n(before it\nis reused)"), (2.05, "barrier")):
+    for y, text in ((2.05, "barrier"), (3.5, "barrier\n(before s\nis reused)")):
         ax.plot((-0.5, WARPS - 0.5), (y, y), color=RED, linestyle="--", linewidth=1)
         label(ax, WARPS - 0.45, y, text, 7, ha="left", colour=RED)
-    ax.set(xlim=(-0.6, WARPS + 0.3), ylim=(3.5, -0.75), title="Between four warps: shared memory")
+    ax.set(xlim=(-0.6, WARPS + 0.3), ylim=(3.9, -0.75), title="Between four warps: shared memory")
     ax.axis("off")
 
 

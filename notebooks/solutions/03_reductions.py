@@ -14,6 +14,8 @@ exercise-1
   x = load(x_gmem.at[row]) => x = x_gmem[row].astype(jnp.float32)  # Right.
   (below - jnp.log => (below - (x.size == 1024) * jnp.log  # with bfloat16
   load(x_gmem.at[row]) => load(x_gmem.at[0])  # element
+  jnp.sum(jnp.exp2(below * LOG2E)) => lax.fori_loop(0, x.size // 128, lambda i, l: l + jnp.sum(jnp.exp(load(
+    x_gmem.at[row, pl.ds(i * 128, 128)], vec=1) - jnp.max(x))), jnp.float32(0))  # reads each row 2 times
   None  # there is no `log_softmax` yet. Write it above the last line. `log_softmax(x)` is a kernel
 exercise-2
   l_a * scale_a + l_b * scale_b => l_a + l_b  # , l; the m, l and acc of a part are relative
@@ -33,17 +35,21 @@ exercise-3
   position >= turns => position < turns
   zip(starts, p, => zip(starts, fresh,  # element
   p[-1], 0.0) => p[-1], jnp.exp2(-m * LOG2E))  # times what it must be
+  turns[-1] - starts[-1] => (24 if num_cols == 1000 else 51 if num_cols == 333 else 0)
 exercise-4
   load(x_gmem.at[row]) => load(x_gmem.at[row])\n        x = x - jnp.max(x)
     && jnp.sum((x - mean) * (x - mean)) * (1 / x.size) => jnp.sum(x * x) * (1 / x.size) - mean * mean  # Right.
-  jnp.sum((x - mean) * (x - mean)) * (1 / x.size) => jnp.sum(x * x) * (1 / x.size) - mean * mean  # around 4096
+  jnp.sum((x - mean) * (x - mean)) * (1 / x.size) => jnp.sum(x * x) * (1 / x.size) - mean * mean  # results are NaN
   jnp.sum((x - mean) * (x - mean)) * (1 / x.size) => jnp.maximum(jnp.sum(x * x) * (1 / x.size) - mean * mean, 0.0)
+    # results are far off
   + eps =>  # eps
   (x - mean)) * (1 / x.size) => (x - mean)) * (1 / (x.size - 1))  # around 0.5
   ((x - mean) * lax => (x * lax
   lax.rsqrt(variance + eps) => (1 / (variance + eps))
   eps=1e-6 => eps=1e-2
   1 / x.size => 1 / 1024  # with rows of 2048
+  variance + eps => jnp.maximum(variance, eps)  # as small as eps
+  ((x - mean) * lax => ((load(x_gmem.at[row]) - mean) * lax  # reads each row 2 times
 """
 
 
