@@ -24,11 +24,12 @@ class Disorder(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A copy or product that a block starts: a "load" to or a "store" from shared memory by TMA, or a "product"."""
+    """A copy or product that a block starts: a "load" to or a "store" from shared memory by TMA, or a "product". Or a
+    "wait" at a barrier."""
 
     kind: str
     wg: int
-    shape: tuple[int, ...]  # The shape of the copied tile, or of the product.
+    shape: tuple[int, ...]  # The shape of the copied tile, or of the product; () of a wait.
     start: int = 0  # A bit of a product: whoever has it among what it knows comes after the start.
     known: int = 0  # All that its warpgroup knew when it started the product.
     end: int = 0  # Bits of what the product reads: whoever has one of them among what it knows comes after the end.
@@ -292,6 +293,7 @@ class _Warpgroup:
         (at,), _ = views(operands[:1], [equation.params["transforms_treedef"]], operands[1:])
         if at is None:
             raise Unsure
+        self.play.block.events.append(Event("wait", self.index, ()))
         yield from self._wait_at(at.barrier)
         return [UNKNOWN] * len(equation.outvars)
 
