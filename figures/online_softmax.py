@@ -119,7 +119,7 @@ def schedule(early: bool, steps: int):
 
 @chart(height=4.2, nrows=2, sharex=True)
 def online_copies(axes, steps: int = 3):
-    """When keys and values are copied: two orders of the same work, for one warpgroup. Widths are not measured."""
+    """When keys and values are copied: two orders of the same work, for one warpgroup. Widths are as in its trace."""
     titles = "in turn: every step waits for its copies", "early: the next step's, as soon as their tile is free"
     for ax, early, title in zip(axes, (False, True), titles, strict=True):
         for name, lane, start, end in schedule(early, steps):
