@@ -98,7 +98,7 @@ def online_causal(ax):
 
 def schedule(early: bool, steps: int):
     """(name, lane, start, end) of every piece of work."""
-    load_time, product, numbers = 1.3, 1.0, 1.05
+    load_time, product, numbers = 2.1, 1.0, 1.45
     work, now = [], 0.0
     starts = {"k": {0: 0.0}, "v": {0: 0.0}}
     for i in range(steps):
@@ -119,14 +119,14 @@ def schedule(early: bool, steps: int):
 
 @chart(height=4.2, nrows=2, sharex=True)
 def online_copies(axes, steps: int = 3):
-    """When keys and values are copied: two orders of the same work, for one warpgroup. Widths are not measured."""
+    """When keys and values are copied: two orders of the same work, for one warpgroup. Widths are as in its trace."""
     titles = "in turn: every step waits for its copies", "early: the next step's, as soon as their tile is free"
     for ax, early, title in zip(axes, (False, True), titles, strict=True):
         for name, lane, start, end in schedule(early, steps):
             bar(ax, lane, start, end, name, (LOAD, LOAD, MULTIPLY, SOFTMAX)[lane])
         tracks(ax, ["copies of k", "copies of v", "tensor cores", "CUDA cores"], title)
     axes[0].set_xlim(0, max(end for *_, end in schedule(False, steps)))
-    axes[-1].set_xlabel("time, in units of one product; a copy is assumed to take 1.3, a softmax 1.05")
+    axes[-1].set_xlabel("time, in units of one product; a copy and a softmax take as long as in the trace")
 
 
 X = ((0, 1, -1, 1), (0, -1, 1, 0), (3, 2, 0, 1), (2, 4, 3, 1))  # Base-2 logits of a query, in steps of four keys.

@@ -61,7 +61,7 @@ def _require_one_tile_per_block(answer, x, y) -> None:
                 raise NotYet(f"a block loads a tile of {tuple(load.shape)}; it must be {TILE}, one tile per block")
         if any(first.end & other.known for other in others):
             raise NotYet("the second load starts only after the first has been waited for: start both, and then wait")
-        if block.waits > 1:
+        if block.count("wait") > 1:
             raise NotYet("it waits more than once: let both loads arrive at one barrier, and wait for it once")
 
 

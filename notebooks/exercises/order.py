@@ -24,11 +24,11 @@ class Disorder(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A copy or product that a block starts: a "load" to or a "store" from shared memory by TMA, or a "product"."""
+    """What a block does: a "load" to or a "store" from shared memory by TMA, a "product", or a "wait" at a barrier."""
 
     kind: str
     wg: int
-    shape: tuple[int, ...]  # The shape of the copied tile, or of the product.
+    shape: tuple[int, ...]  # The shape of the copied tile, or of the product; () of a wait.
     start: int = 0  # A bit of a product: whoever has it among what it knows comes after the start.
     known: int = 0  # All that its warpgroup knew when it started the product or load.
     end: int = 0  # Bits of what ends with the product or load: whoever knows one of them comes after the end.
@@ -44,7 +44,6 @@ class Block:
     fault: str | None = None  # The first that comes too early.
     is_whole: bool = True  # Whether it was played to its end.
     is_left_over: bool = False  # Whether a barrier has completed for nobody at its end.
-    waits: int = 0  # How often its warpgroups wait at a barrier.
 
     def count(self, kind: str) -> int:
         return sum(event.kind == kind for event in self.events)
@@ -297,7 +296,7 @@ class _Warpgroup:
         (at,), _ = views(operands[:1], [equation.params["transforms_treedef"]], operands[1:])
         if at is None:
             raise Unsure
-        self.play.block.waits += 1
+        self.play.block.events.append(Event("wait", self.index, ()))
         yield from self._wait_at(at.barrier)
         return [UNKNOWN] * len(equation.outvars)
 

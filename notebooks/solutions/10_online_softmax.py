@@ -12,6 +12,7 @@ exercise-1
   lambda m, l_i, acc, x, v, slack: (m, l_i + np.exp2(x).sum(1), acc + np.exp2(x) @ v)  # m after block 0
   m_i + slack => m_i  # by more than slack
   m_i + slack => m_i + 2 * slack  # m after block
+  m_i + slack => m_i + 8.0  # is an argument
   lambda m, l_i, acc, x, v, slack: (m[:, None], l_i, acc)  # shape
   lambda m, l_i, acc, x, v, slack: lazy_step(m, l_i, acc, np.maximum(x, -1e30), v, slack)  # masked logits
 exercise-2
@@ -24,30 +25,40 @@ exercise-2
   lambda oa, la, ob, lb: (oa, np.logaddexp(la, lb))  # out (
   np.logaddexp(lse_a, lse_b) => np.log(np.exp(lse_a) + np.exp(lse_b))  # may overflow
   shift = np.where(np.isneginf(lse), 0, lse) => shift = lse  # where both parts are empty
+  shift = np.where(np.isneginf(lse), 0, lse) => shift = lse if np.isfinite(lse).any() else np.zeros_like(lse)
+    # rows that see nothing in one part
   np.logaddexp => np.logaddexp2 && np.exp( => np.exp2(  # natural logarithm
   lambda oa, la, ob, lb: (merge(oa, la, ob, lb)[0], np.logaddexp(la, lb)[:, None])  # shape
 exercise-sinks
   l_i + 1.0 => l_i  # attention without sinks
   jnp.full_like(m_i, sink * LOG2E) => m_i
-  sink * LOG2E => sink * scale_log2
+  sink * LOG2E => sink * scale_log2  # sinks (5.0, -1.0), out
   sink * LOG2E => sink  # has base 2
-  l_i + 1.0 => l_i + 2.0  # out
+  l_i + 1.0 => l_i + jnp.where(tile == 0, 1.0, 0.0)  # out
+  sink * LOG2E => jnp.maximum(sink, 0) * LOG2E
+  l_i + 1.0 => l_i + 2.0
   l_i + 1.0 => l_i + 1.0\n        acc = acc + 1.0
 exercise-mend
   load(i + 1, k_gmem, k_smem, k_full) => && s = logits( => load(i + 1, k_gmem, k_smem, k_full)\n
-    \n            s = logits(  # reads the stage before its tiles have arrived
+    \n            s = logits(  # may already be arriving there
   load(i + 1, v_gmem, v_smem, v_full) => && acc = add_product( => load(i + 1, v_gmem, v_smem, v_full)
     \n            acc = add_product(
   load(i + 1, k_gmem, k_smem, k_full) => pass  # never end
   load(i + 1, v_gmem, v_smem, v_full) => pass
   in_time = i < steps => in_time = i <= steps  # nobody waits for
+  in_time = i < steps => in_time = i < 3
+  in_time = i < steps => in_time = i < 2  # never end
   load(i + 1, k_gmem, k_smem, k_full) => && wait(v_full)
     => load(i + 1, k_gmem, k_smem, k_full)\n            wait(v_full)  # the next keys come too late
+  load(i + 1, k_gmem, k_smem, k_full) => wait(v_full)\n            load(i + 1, k_gmem, k_smem, k_full)
+    && acc.shape)\n            wait(v_full) => acc.shape)
   load(i + 1, k_gmem, k_smem, k_full) => && load(i + 1, v_gmem, v_smem, v_full)
     => load(i + 1, k_gmem, k_smem, k_full)\n            load(i + 1, v_gmem, v_smem, v_full)
   load(i + 1, k_gmem, k_smem, k_full) => pl.when(i < 0)(lambda: load(i + 1, k_gmem, k_smem, k_full))
     && load(i + 1, v_gmem, v_smem, v_full)
     => load(i + 1, k_gmem, k_smem, k_full)\n            load(i + 1, v_gmem, v_smem, v_full)
+  load(i + 1, v_gmem, v_smem, v_full) => && s = logits(
+    => pl.when(i > 0)(lambda: load(i, v_gmem, v_smem, v_full))\n            s = logits(  # the next values come too late
 """
 
 
@@ -81,7 +92,7 @@ def merge(out_a, lse_a, out_b, lse_b):
 ex10.check_merge(merge)
 
 
-# %% exercise-sinks needs: parameters setup parts launch
+# %% exercise-sinks needs: parameters setup parts launch helpers
 def attend_with_sinks(q, k, v, sinks, *, block_kv=128):
     head_dim, steps = q.shape[3], k.shape[1] // block_kv
     scale_log2 = LOG2E / math.sqrt(head_dim)
@@ -112,8 +123,7 @@ def attend_with_sinks(q, k, v, sinks, *, block_kv=128):
         plgpu.barrier_wait(q_full)
         acc, m_i, l_i = nothing_seen(head_dim)
         sink = sinks_gmem[h]  # A float32 scalar.
-        #: # Your lines: m_i and l_i have one number per row.
-        #: m_i, l_i = m_i + 0 * sink, l_i
+        #: m_i, l_i = m_i, l_i + 0 * sink  # Your line: one number per row in each.
         # BEGIN SOLUTION
         m_i, l_i = jnp.full_like(m_i, sink * LOG2E), l_i + 1.0
         # END SOLUTION
@@ -126,7 +136,7 @@ def attend_with_sinks(q, k, v, sinks, *, block_kv=128):
 ex10.check_sinks(attend_with_sinks)
 
 
-# %% exercise-mend needs: parameters setup parts launch
+# %% exercise-mend needs: parameters setup parts launch helpers
 def mended(q, k, v, *, block_kv=128):
     head_dim, steps = q.shape[3], k.shape[1] // block_kv
     scale_log2 = LOG2E / math.sqrt(head_dim)
