@@ -37,6 +37,7 @@ def check_traffic(answer) -> str:
     cases = (
         *((256, 512, 96, 64, 128, 4), (256, 512, 96, 128, 64, 4), (256, 512, 96, 64, 128, 2)),
         *((256, 500, 96, 64, 128, 4), (250, 512, 97, 64, 128, 4), (1, 1, 7, 64, 128, 4)),
+        (130, 300, 96, 64, 128, 4),  # The tiles at both edges are less than half full.
         (8192, 8192, 8192, 128, 128, 4),
     )
     likely = (
@@ -47,7 +48,8 @@ def check_traffic(answer) -> str:
          "no element that does not exist."),
     )  # fmt: skip
     said = "A block reads tile_m rows of a and tile_n columns of b, each K long; one at the edge needs its rows, too."
-    require_answers(answer, cases, _traffic, likely, said)
+    draw = lambda rng: (*map(int, rng.integers(1, 900, 3)), *map(int, rng.integers(8, 200, 2)), 4)
+    require_answers(answer, cases, _traffic, likely, said, draw=draw)
     return "a is read once for each column of tiles, b once for each row of tiles, and edges are counted as they are."
 
 
@@ -58,10 +60,11 @@ def _traffic(m, n, k, tile_m, tile_n, itemsize) -> int:
 @checker
 def check_ring(answer) -> str:
     """Exercise 3: `answer(a, b)` is a kernel, a @ b through a ring of stages that are refilled in time."""
-    three_steps = normal(3, (128, 48)), normal(4, (48, 256))
-    out = run_kernel(answer, *three_steps, in_flight=2, report_first=True)
-    require_close(out, np.matmul(*wide(*three_steps)), 1e-4, "128 x 256, K = 48")
-    require_staged(answer, *three_steps, loads=2)
+    for k, n in ((48, 256), (112, 128)):  # Three steps, and so many that each stage is refilled again and again.
+        a, b = normal(3, (128, k)), normal(4, (k, n))
+        out = run_kernel(answer, a, b, in_flight=2, report_first=True)
+        require_close(out, np.matmul(*wide(a, b)), 1e-4, f"128 x {n}, K = {k}")
+    require_staged(answer, a, b, loads=2)
     for k in (RING_K, 16):
         played = play_kernel(answer, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((128, k), (k, 128))))
         require_order(played)

@@ -17,14 +17,15 @@ CASES = [(*tile, blocks) for blocks in range(1, 6) for tile in _TILES]
 
 # Name: num_stages (max_concurrent_steps), delay_release, and the products that wgmma_wait leaves running.
 CONFIGURATIONS = {"A": (2, 0, 0), "B": (4, 1, 1), "C": (4, 1, 2), "D": (4, 2, 1)}
-LONG = 1024  # A K at which every ring refills its stages: order is judged there, and nothing is run.
+LONG = 1600  # A K at which every ring refills its stages: order is judged there, and nothing is run.
 STEP = 10  # The step that exercise 2 asks about.
 
 
 @checker
 def check_transposed_a(answer) -> str:
     """Exercise 1: `answer(a, b)` is a.T @ b, for a stored as (K, M)."""
-    judge.require_order_of(answer, *(jax.ShapeDtypeStruct((LONG, 256), jnp.bfloat16),) * 2, in_flight=2)
+    operands = (jax.ShapeDtypeStruct((LONG, 256), jnp.bfloat16),) * 2
+    _require_all_of_k(judge.require_order_of(answer, *operands, in_flight=2)[0][0], 1)
     for k, m, n in _sizes((128, 128, 128), (448, 256, 128)):
         a, b = normal(4, (k, m), jnp.bfloat16), normal(5, (k, n), jnp.bfloat16)
         out = run_kernel(answer, a, b, as_it_lies=True)
@@ -35,9 +36,17 @@ def check_transposed_a(answer) -> str:
     return "The kernel reads the operand as it lies." + judge.speed(answer, ours, large, large)
 
 
+def _require_all_of_k(block, products_per_step: int) -> None:
+    """Raises NotYet unless the block multiplies LONG / tile_k times. tile_k is a side of what it loads."""
+    sides = {side for event in block.events if event.kind == "load" for side in event.shape}
+    steps = block.count("product") / products_per_step
+    if steps not in {LONG / side for side in sides}:
+        raise NotYet(f"for K = {LONG} a block multiplies in {steps:g} steps, and these are not all of K")
+
+
 def _sizes(*known):
     """These (K, M, N), and one that no answer knows beforehand."""
-    draw = lambda rng: (64 * int(rng.integers(1, 9)), 128 * int(rng.integers(1, 3)), 128 * int(rng.integers(1, 3)))
+    draw = lambda rng: (64 * int(rng.integers(1, 9)), 128 * int(rng.integers(3, 5)), 128 * int(rng.integers(3, 5)))
     return *known, *drawn(draw, 1)
 
 
@@ -70,9 +79,11 @@ def check_wrong_release(answer) -> str:
 def check_gated(answer) -> str:
     """Exercise 3: `answer(a, gate, up)` is silu(a @ gate) * (a @ up)."""
     shapes = (256, LONG), (LONG, 128), (LONG, 128)
-    ((block, *_),) = judge.require_order_of(
+    played = judge.require_order_of(
         answer, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes), in_flight=2
     )
+    block = played[0][0]
+    _require_all_of_k(block, 2)
     for k, m, n in _sizes((448, 256, 128)):
         _require_gated(answer, m, n, k)
     loads, products = block.count("load"), [event for event in block.events if event.kind == "product"]

@@ -141,7 +141,7 @@ def check_mended(answer) -> str:
         try:
             out = run_kernel(answer, q, k, v, undrained=undrained)
         except NotYet as problem:
-            if "reads the slot before its tiles have arrived" in str(problem):
+            if "reads the stage before its tiles have arrived" in str(problem):
                 raise NotYet(RACE) from problem
             raise
         require_close(out, _attention(q, k, v, np.full(heads, -np.inf)), 0.02, "out")

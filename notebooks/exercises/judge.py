@@ -320,6 +320,14 @@ def require_order(played) -> None:
             raise NotYet(block.fault)
 
 
+def require_loads_together(played) -> None:
+    """Raises NotYet if a block waits for its first load from global memory before it has started the others."""
+    for block in _blocks(played):
+        first, *others = [event for event in block.events if event.kind == "load"]
+        if any(first.end & other.known for other in others):
+            raise NotYet("the second load starts only after a wait: start both first, so that they run at once")
+
+
 def require_rings(played, in_flight: int | None = None) -> None:
     """Raises NotYet if an array with stages is used as if it had fewer: copies are waited for one by one. With
     `in_flight`, also if no array in shared memory has so many stages loaded or worked on at once."""

@@ -30,7 +30,7 @@ exercise-sum-by-tma
     && plgpu.copy_gmem_to_smem(y_gmem.at[here], y_smem, arrived)
     => pl.when(i == 1)(lambda: plgpu.copy_gmem_to_smem(y_gmem.at[here], y_smem, arrived)),
     && plgpu.barrier_wait(arrived) => plgpu.barrier_wait(arrived)] and None)
-    && num_arrivals=2 => num_arrivals=1  # starts only after the first
+    && num_arrivals=2 => num_arrivals=1  # starts only after a wait
   plgpu.copy_smem_to_gmem(x_smem, o_gmem.at[here])
     => pl.when(lax.axis_index("i") < 0)(lambda: plgpu.copy_smem_to_gmem(x_smem, o_gmem.at[here]))
     && x_smem[...] += y_smem[...] => o_gmem[here] = x_smem[...] + y_smem[...]  # stored directly

@@ -14,6 +14,8 @@ exercise-traffic
   lambda m, n, k, tm, tn, size: traffic_of(m, n, k, tm, tn, size) + size * m * n  # A block reads
   -(-n // tile_n) => (n // tile_n) && -(-m // tile_m) => (m // tile_m)
   -(-n // tile_n) => n / tile_n && -(-m // tile_m) => m / tile_m  # a whole number
+  -(-n // tile_n) => max(1, round(n / tile_n)) && -(-m // tile_m) => max(1, round(m / tile_m))
+    # one at the edge needs its rows, too
   -(-n // tile_n) => (n // tile_n + 1) && -(-m // tile_m) => (m // tile_m + 1)  # A block reads
   lambda m, n, k, tm, tn, size: size * k * (tm + tn) * -(-m // tm) * -(-n // tn)  # At the edge
 exercise-epilogue
@@ -58,6 +60,9 @@ exercise-ring
   rows, cols = tile_of_block(128, 128) => rows, cols = pl.ds(0, 128), pl.ds(0, 128)  # race
   a_smem.at[stage], b_smem.at[stage], layout) => a_gmem.at[rows, pl.ds(i * tile_k, tile_k)], b_smem.at[stage], layout)
     # an input in global memory
+  lambda: fetch(i + num_stages)) => lambda: fetch(num_stages + lax.rem(i, num_stages)))  # 128 x 128, K = 112
+  lambda: fetch(i + num_stages))
+    => lambda: fetch(num_steps - 1 - lax.rem(num_steps - 1 - i, num_stages)))  # 128 x 128, K = 112
 exercise-stages
   -(-(latency + work) // (blocks * work)) => math.ceil((latency + work) / work / blocks)  # Right.
   -(-(latency + work) // (blocks * work))

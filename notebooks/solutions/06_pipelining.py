@@ -14,8 +14,10 @@ exercise-1
     # this is no ring: nothing is loaded while a step is computed
   (tile_k, tile_m), lambda ki: (ki, mi) => (tile_k, tile_m), lambda ki: (mi, ki)  # a of 128 x 128
   lambda ki: (ki, mi) => lambda ki: (ki * tile_k, mi * tile_m)
-  grid=(num_steps,) => grid=(min(num_steps, 2),)  # a of 448 x 256
-  (ki, mi) => (ki, 0)
+  grid=(num_steps,) => grid=(min(num_steps, 2),)  # are not all of K
+  grid=(num_steps,) => grid=(min(num_steps, 16),)
+  (ki, mi) => (ki, lax.rem(mi, 2))  # element
+  (ki, mi) => (ki, 0)  # a of 448 x 256
   (ki, mi) => (lax.rem(ki, 4), mi)
   wgmma(acc, a_smem.T, b_smem) => wgmma(acc, a_smem, b_smem)  # cannot be compiled
   lambda a, b: matmul_transposed_a(matmul_transposed_a(a, b), b[:128])  # launches 2 kernels, and 1 is asked for
@@ -47,8 +49,9 @@ exercise-3
   jax.nn.silu(acc_gate[...]) => acc_gate[...]  # without silu
   jax.nn.silu(acc_gate[...]) * acc_up[...] => acc_gate[...] + acc_up[...]  # one accumulator
   [a_spec, b_spec, b_spec] => [a_spec, b_spec]  # cannot be compiled
-  grid=(num_steps,) => grid=(min(num_steps, 2),)  # element
-  lambda ki: (ki, ni) => lambda ki: (lax.rem(ki, 4), ni)
+  lambda ki: (mi, ki) => lambda ki: (lax.rem(mi, 2), ki)  # element
+  grid=(num_steps,) => grid=(min(num_steps, 16),)  # are not all of K
+  lambda ki: (ki, ni) => lambda ki: (lax.rem(ki, 4), ni)  # element
   lambda ki: (mi, ki) => lambda ki: (0, ki) && lambda ki: (ki, ni) => lambda ki: (ki, 0)
   lambda a, gate, up: gated(gated(a, gate, up), gate[:128], up[:128])  # launches 2 kernels, and 1 is asked for
   in_specs, operands = [a_spec, b_spec, b_spec], (a_gmem, gate_gmem, up_gmem)\n

@@ -32,6 +32,7 @@ exercise-mend
   plgpu.wgmma_wait(0) => plgpu.wgmma_wait(1)
   num_stages=2 => num_stages=1  # this is no ring
   pl.ds(wg * half, half)] => pl.ds(0, half)]  # 128 x 384 x 128
+  row, col = place_of_tile(o_gmem, tile) => row, col = 0, place_of_tile(o_gmem, tile)[1]  # unordered
   ring.drain(num_steps) => pass  # wait for the last releases too
   @pl.when(wg < 2) => @pl.when(wg == 0) && wg * half, half)] => 0, tile_m)] && ACC((half, => ACC((tile_m,
     && row + wg * half => row && freed=plgpu.Barrier(num_arrivals=2 => freed=plgpu.Barrier(num_arrivals=1
