@@ -109,7 +109,7 @@ def roles_schedule(axes):
     """A memory and a compute warpgroup over time, by simulation: stages are released at once, and one step later."""
     cases = (
         (dict(gap=0.3), "released at once, wgmma_wait(0): a pause after each product"),
-        (dict(late=1, queued=True, gap=0.3), "released one step later, wgmma_wait(1): no pause"),
+        (dict(late=1, queued=True, gap=0.3), "released one iteration later, wgmma_wait(1): no pause"),
     )
     stages, steps = 3, 9
     runs = [schedule(steps, stages, **case) for case, _ in cases]
@@ -153,7 +153,7 @@ TURNS = (  # Steps loaded, arrived, multiplied and released; what memory and com
     ),
     (
         *(6, 6, 6, 6, "has drained", "stores the tile"),
-        "Each barrier has completed twice, and each completion was waited for. Only now may the block end.",
+        "Each barrier has completed twice, and each completion was waited for: nothing is left over.",
     ),
 )
 

@@ -46,7 +46,7 @@ def check_registers(answer) -> str:
     likely = (
         (dict(pool=False), "The pool is what the block was started with, rounded down to a multiple of 8."),
         (dict(eights=False), "Counts are multiples of 8."),
-        (dict(least=False), "A count is at least 24 and at most 255."),
+        (dict(least=False), "A count is at least 24."),
         (dict(direction=False), "The memory warpgroup decreases its count, the others increase theirs."),
         (lambda memory, compute, wgs: memory + compute <= 2 * launch_registers(wgs), "Each of the compute warpgroups "
          "takes its count."),
@@ -75,7 +75,7 @@ def may_run(memory, compute, num_compute_wgs, *, pool=True, eights=True, least=T
     return (
         memory + num_compute_wgs * compute <= total
         and (not eights or memory % 8 == compute % 8 == 0)
-        and (not least or (memory >= 24 and compute <= 255))
+        and (not least or memory >= 24)
         and (not direction or memory <= launch <= compute)
     )
 

@@ -24,7 +24,7 @@ class Disorder(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """What a block does: a "load" to or a "store" from shared memory by TMA, a "product", or a "wait" at a barrier."""
+    """A "load" to or a "store" from shared memory by TMA, a "product", or a "wait" at a barrier, in a block."""
 
     kind: str
     wg: int

@@ -47,8 +47,8 @@ exercise-mend
 exercise-registers
   (num_compute_wgs + 1) * start => 512  # what the block was started with
   in_eights\n        and =>  # Counts are multiples of 8.
-  24 <= memory <= start <= compute <= 255 => memory <= start <= compute  # at least 24
-  <= start <= compute <= 255 => and compute <= 255  # decreases its count
+  24 <= memory <= start <= compute => memory <= start <= compute  # at least 24
+  <= start <= compute => and start  # decreases its count
   lambda memory, compute, n: memory + compute <= 2 * ex07.launch_registers(n)  # Each of the compute warpgroups
   lambda *plan: True  # then four rules
   lambda *plan: 1  # True or False
@@ -177,7 +177,7 @@ def may_run(memory, compute, num_compute_wgs):
     # BEGIN SOLUTION
     start = 65_536 // (128 * (num_compute_wgs + 1)) // 8 * 8
     in_eights = memory % 8 == compute % 8 == 0
-    in_range = 24 <= memory <= start <= compute <= 255
+    in_range = 24 <= memory <= start <= compute
     return (
         in_eights
         and in_range

@@ -20,11 +20,12 @@ Barrier table:
 
 No barrier says that a stage is free: the warpgroup that refills it has read it, and `commit_smem` ends the reading.
 
-Bound by: the registers that multiply-adds read. A thread keeps 8 x 16 values of o; for each k it reads 8 and 16 values
-from shared memory and does 128 multiply-adds with them, so nineteen instructions in twenty are multiply-adds. Each
-reads three registers, which lie in two banks; how many of them share a bank, and so take a second clock, is the
-compiler's choice. Two blocks share an SM, so that one computes while the other starts, waits or stores. 16-bit operands
-are converted first, which costs more than their fewer bytes save: chapter 5 gives them to the tensor cores.
+Bound by: the multiply-adds, and probably the registers that they read. A thread keeps 8 x 16 values of o; for each k it
+reads 8 and 16 values from shared memory and does 128 multiply-adds with them, so fourteen instructions in fifteen are
+multiply-adds. Each reads three registers, which lie in two banks; how many of them share a bank, and so take a second
+clock, is the compiler's choice. Two blocks share an SM, so that one computes while the other starts, waits or stores.
+16-bit operands are converted first, which costs more than their fewer bytes save: chapter 5 gives them to the tensor
+cores.
 
 Not supported: batches (use `jax.vmap`), operands of two dtypes, differentiation, splitting K (a small o with a long K
 leaves SMs idle). Chapter: notebooks/04_blocked_matmul.ipynb. Source: the classic SGEMM of Volkov and Demmel,
