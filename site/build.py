@@ -25,7 +25,7 @@ sys.path.append(str(ROOT / "tools"))
 import skeletons  # noqa: E402
 
 SOURCE, OUTPUT = ROOT / "build" / "site-src", ROOT / "build" / "site"
-LINKED = ["cookbook", "bench", "figures", "results", "tests"]  # Folders that notebooks may link to.
+LINKED = ["cookbook", "bench", "figures", "results", "serving", "tests"]  # Folders that notebooks may link to.
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ exclude_patterns = [
     "bench",
     "figures",
     "results",
+    "serving",
     "tests",
     "chapters/exercises",
     "chapters/solutions",
