@@ -60,6 +60,7 @@ class Sequences:
             return self.num_seqs + 1 + self.num_rows // self.part_rows
         return self.num_seqs * pl.cdiv(self.length, self.part_rows)
 
+    @_host.own_options()
     def starts(self, cu_seqlens):
         """(num_seqs + 1,): the first row of each packed sequence and the end of the last, cut at the rows that there
         are. They begin at 0 and never go back."""

@@ -117,7 +117,7 @@ def test_mutants_of_the_plan_are_caught(monkeypatch, broken):
         swap = lambda p, operand, x, at, block: real(p, operand, x, at, 1 - block if operand is p.b else block)
         monkeypatch.setitem(globals(), "slot", swap)
     if broken == "k":
-        monkeypatch.setattr(plans.Plan, "k", lambda self, step: min(step * 64, self.tiles.k - 64))
+        monkeypatch.setattr(plans.Plan, "k_start", lambda self, step: min(step * 64, self.tiles.k - 64))
     wanted, a, b = operands(300, 200, 136, (False, False))
     out = execute(plan(300, 200, 136, Config(tile_n=128, two_ctas=True)), a, b)
     assert np.allclose(out, wanted) == (broken is None)

@@ -281,7 +281,7 @@ def test_mutants_that_drop_a_tail_are_caught(run_only, fresh, monkeypatch, found
 @pytest.mark.parametrize("tail", ["zeros", "read twice"])
 def test_mutant_that_does_not_mask_the_tail_of_k_is_caught(run_only, fresh, monkeypatch, found_if, tail):
     if tail == "read twice":
-        monkeypatch.setattr(plans.Plan, "k", lambda self, step: jnp.minimum(step * 64, self.tiles.k - 64))
+        monkeypatch.setattr(plans.Plan, "k_start", lambda self, step: jnp.minimum(step * 64, self.tiles.k - 64))
     with found_if(tail == "read twice"):
         check(136, 136, 72, config=SMALL)
 
