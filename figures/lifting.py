@@ -5,8 +5,8 @@ from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, SOFT, arrow,
 STEPS = (  # (what one does, how, what checks it, colour)
     ("copy", "make lift: its files,\nlicence and version", "a process that sees\nnothing else", BLUE),
     ("call", "jit, vmap, grad, scan,\nshard_map", "jnp, and the operations\naround the kernel", SKY),
-    ("choose", "the default, or a search\non your GPU", "registers, spills,\nshared memory", GREEN),
-    ("ship", "an executable or\nan exported program", "another process\nloads it", ORANGE),
+    ("choose", "the default, or a search\non your GPU", "the time of each,\nthe program it makes", GREEN),
+    ("ship", "an exported program,\nwithout its source", "another process\nloads it", ORANGE),
     ("guard", "lab.check, compile_for,\nmake fuzz, make bench", "CI fails where\none of them fails", PINK),
 )
 WIDTH, GAP = 1.62, 0.2

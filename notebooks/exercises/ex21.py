@@ -1,8 +1,8 @@
 """Checkers of the exercises of chapter 21."""
 
 import functools
-import inspect
 import math
+import operator
 import re
 
 import jax
@@ -15,7 +15,7 @@ from .judge import NotYet, checker, normal, require_answers, require_close, run_
 SHARED = {"_device.py", "_host.py", "_numerics.py"}
 LIFTS = (
     ("softmax",), ("add",), ("matmul", "ragged_dot_fp8"), ("paged_attention", "write_kv", "rms_norm"), ("ssd",),
-    ("all_gather",), ("matmul_reduce_scatter", "matmul"),
+    ("all_gather",), ("matmul_reduce_scatter", "matmul"), ("blackwell.matmul",), ("softmax", "blackwell.matmul_mxfp8"),
 )  # fmt: skip
 
 
@@ -24,8 +24,8 @@ def check_files_to_copy(answer):
     """`answer(ops)` returns the sorted names of what has to be copied out of `cookbook/` for these ops."""
 
     def files(*ops):
-        families = {inspect.getmodule(getattr(cookbook, op)).__name__.split(".")[1] for op in ops}
-        families |= {"gemm"} if "nvlink" in families else set()
+        families = {operator.attrgetter(op)(cookbook).__module__.split(".")[1] for op in ops}
+        families |= {"gemm"} if families & {"nvlink", "blackwell"} else set()
         return sorted(SHARED | {f"{name}.py" if name == "elementwise" else name for name in families})
 
     of_ops = functools.wraps(answer)(lambda *ops: answer(ops))
@@ -39,7 +39,7 @@ def check_files_to_copy(answer):
 @checker
 def check_squared_relu(answer):
     """`answer(x)` is max(x, 0) ** 2, and its gradient is a kernel too."""
-    for n in (128, 512):
+    for n in (128, 384):
         x, d_out = normal(n, n).at[-3].set(np.nan), normal(n + 1, n)
         positive = np.maximum(wide(x), 0)
         require_close(run_kernel(answer, x), positive**2, 1e-6, f"float32[{n}]")
@@ -93,13 +93,14 @@ def _run(rng):
 def check_regressed(answer):
     """`answer(recorded, measured)` returns the sorted names of problems that have become slower, or have no time."""
 
-    def slower(recorded, measured, *, share=lambda spread: max(0.03, 2 * spread), missing=math.inf):
-        limit = lambda name: (1 + share(recorded[name]["spread"])) * recorded[name]["ms"]
+    def slower(recorded, measured, *, share=lambda ms, spread: max(0.03, 2 * spread), missing=math.inf):
+        limit = lambda name: (1 + share(**recorded[name])) * recorded[name]["ms"]
         return sorted(name for name in recorded if not measured.get(name, missing) <= limit(name))
 
     likely = (
-        (dict(share=lambda spread: 0.03), "A problem may be slower by twice its spread."),
-        (dict(share=lambda spread: 2 * spread), "Every problem is allowed 3%."),
+        (dict(share=lambda ms, spread: 0.03), "A problem may be slower by twice its spread."),
+        (dict(share=lambda ms, spread: 2 * spread), "Every problem is allowed 3%."),
+        (dict(share=lambda ms, spread: max(0.03, 2 * spread / ms)), "The spread is a share of `ms`, not a time."),
         (dict(missing=0.0), "A problem that was not measured counts."),
     )
     said = "Slower by more than 3% and than twice the spread; or not measured, or NaN; nothing is recorded of others."

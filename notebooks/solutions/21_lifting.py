@@ -3,6 +3,8 @@
 TRIED = r"""
 exercise-1-cell
   families.add("gemm") => pass  # The sorted names
+  families & {"nvlink", "blackwell"} => "nvlink" in families  # ops = blackwell.matmul
+  operator.attrgetter(op)(cookbook) => getattr(cookbook, op)  # has no attribute
   f"{name}.py" if name == "elementwise" else name => name
   sorted(files | { => sorted(files - {
   sorted(files | { => sorted({"lab"} | files | {
@@ -18,6 +20,7 @@ exercise-4-cell
   max(0.03, 2 * entry => min(0.03, 2 * entry  # Slower by more than 3%
   max(0.03, 2 * entry["spread"]) => 0.03  # twice its spread
   max(0.03, 2 * entry["spread"]) => 2 * entry["spread"]  # allowed 3%
+  2 * entry["spread"]) => 2 * entry["spread"] / entry["ms"])  # a share of `ms`
   1 + share => 1.1 + share  # Slower by more than 3%
   math.nan) <= => 0.0) <=  # was not measured
 """
@@ -26,11 +29,11 @@ exercise-4-cell
 # %% exercise-1-cell needs: parameters setup
 def files_to_copy(ops):
     #: # Your code.
-    #: return [inspect.getmodule(getattr(cookbook, op)).__name__ for op in ops]
+    #: return [operator.attrgetter(op)(cookbook).__module__ for op in ops]
     # BEGIN SOLUTION
-    modules = [inspect.getmodule(getattr(cookbook, op)).__name__ for op in ops]
+    modules = [operator.attrgetter(op)(cookbook).__module__ for op in ops]
     families = {name.split(".")[1] for name in modules}
-    if "nvlink" in families:
+    if families & {"nvlink", "blackwell"}:
         families.add("gemm")
     files = {f"{name}.py" if name == "elementwise" else name for name in families}
     return sorted(files | {"_device.py", "_host.py", "_numerics.py"})
