@@ -3,16 +3,17 @@
 TRIED = r"""
 exercise-1-cell
   families.add("gemm") => pass  # The sorted names
-  families & {"nvlink", "blackwell"} => "nvlink" in families  # ops = blackwell.matmul
-  operator.attrgetter(op)(cookbook) => getattr(cookbook, op)  # has no attribute
   f"{name}.py" if name == "elementwise" else name => name
   sorted(files | { => sorted(files - {
   sorted(files | { => sorted({"lab"} | files | {
   "_numerics.py"}) => "_numerics.py"}, reverse=True)
+  families & {"nvlink", "blackwell"} => "nvlink" in families  # ops = blackwell.matmul
+  operator.attrgetter(op)(cookbook) => getattr(cookbook, op)  # has no attribute
 exercise-2-cell
   2 * jnp.maximum(x_gmem[...], 0) => jnp.maximum(x_gmem[...], 0)  # the gradient, float32
   2 * jnp.maximum(x_gmem[...], 0) => 2 * x_gmem[...]
   2 * jnp.maximum(x_gmem[...], 0) => 2 * jnp.where(x_gmem[...] > 0, x_gmem[...], 0)  # must be nan
+  (x, d_out), => (2 * x, d_out / 2),  # computed outside
 exercise-3-cell
   return out => return out.reshape(-1).reshape(8, 128)  # `reshape` beside the kernel
   2 * x_gmem[...] => x_gmem[...]  # element
