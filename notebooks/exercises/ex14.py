@@ -7,7 +7,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, require_answers, require_close, run_kernel, wide
+from exercises.judge import NotYet, checker, normal, play_kernel, require_answers, require_close, run_kernel, wide
 
 BATCHES = [  # Lengths of queries, and queries of a tile.
     ((100, 1, 37, 64), 64),
@@ -104,10 +104,11 @@ def check_tiles(answer) -> str:
         if not isinstance(given, tuple | list) or len(given) != 2 or any(np.shape(x) != (most,) for x in given):
             raise NotYet("tiles_of must return two arrays of `most` numbers: write its body.")
         found = list(zip(*(np.asarray(x).tolist() for x in given), strict=True))
-        count = len(tiles(cu_q, queries))
-        if unused := [num for _, num in found[count:] if num]:
-            raise NotYet(f"a row of the list after the last tile has {unused[0]} queries; it must have 0.")
-        return found[:count]
+        if (least := min(num for _, num in found)) < 0:
+            raise NotYet(f"a row of the list has {least} queries: rows after the last tile must have 0.")
+        while found and not found[-1][1]:
+            found.pop()
+        return found
 
     likely = (
         (lambda cu_q, n: [(row, min(n, cu_q[-1] - row)) for row in range(0, cu_q[-1], n)], "A tile reaches over the "
@@ -115,7 +116,10 @@ def check_tiles(answer) -> str:
         (lambda cu_q, n: [(row, n) for row, _ in tiles(cu_q, n)], "A tile reaches over the border of a sequence."),
         (lambda *case: tiles(*case)[::-1], "The tiles are right, but their order is not that of the rows."),
     )  # fmt: skip
-    said = "Each sequence begins a tile, its last one may have fewer queries, and an empty sequence has no tile."
+    said = (
+        "Each sequence begins a tile, its last one may have fewer queries, an empty sequence has no tile, and all rows "
+        "after the last tile have 0 queries."
+    )
     cases = [(np.append(0, np.cumsum(lengths)), queries) for lengths, queries in BATCHES]
     draw = lambda rng: (np.append(0, np.cumsum(rng.integers(0, 200, 6))), int(rng.integers(30, 99)))
     require_answers(in_pairs, cases, tiles, likely, said, draw=draw)
@@ -129,6 +133,8 @@ def check_mask(answer) -> str:
         listed = _list(q_lens, kv_lens)
         v = normal(sum(kv_lens), (sum(kv_lens) // 8 * 8 + 128, 64), jnp.bfloat16)
         out = run_kernel(answer, v, jnp.asarray(listed))
+        if not any(block.count("load") for block in itertools.chain(*play_kernel(answer, v, jnp.asarray(listed)))):
+            raise NotYet("no block copies values to shared memory by TMA: keep the copy, and mend the mask alone.")
         sums = lambda sees, v=v, listed=listed: np.stack([_seen_sums(v, tile, sees) for tile in listed])
         likely = ((sums(sees), said) for sees, said in MASKS)
         what = f"sequences of {q_lens} queries and {kv_lens} keys, (tile, row, column)"

@@ -29,7 +29,7 @@ exercise-1
   jnp.clip(lengths[seq] - first, 0, queries) => jnp.where(number < ends[-1], queries, 0)  # the border
   jnp.clip(lengths[seq] - first, 0, queries) => jnp.minimum(lengths[seq] - first, queries)  # after the last tile
   lambda cu_q, n, most: tiles_of(cu_q, 2 * n, most)  # Each sequence begins a tile
-  lambda cu_q, n, most: tuple(x[::-1] for x in tiles_of(cu_q, n, most))  # their order
+  lambda cu_q, n, most: tuple(x[::-1] for x in tiles_of(cu_q, n, most))  # Each sequence begins a tile
   cu_q[seq] + first => cu_q[seq] + first + 1  # Each sequence begins a tile
   lambda *case: tiles_of(*case)[0]  # two arrays
   lambda *case: (tiles_of(*case)[0], tiles_of(*case)[1][:-1])  # two arrays
@@ -47,23 +47,24 @@ exercise-mask
   block * 64 + column => column
   pl.loop(0, lax => pl.loop(1, lax
   lambda v, listed: seen_sums(v, listed)[1:]  # shape
-                plgpu.barrier_wait(loaded) =>  # order
-                plgpu.commit_smem() =>  # order
-                plgpu.wgmma_wait(0) =>  # order
+  plgpu.barrier_wait(loaded) => None  # before its tiles have arrived
+  plgpu.commit_smem() => None  # commit what you have stored
+  plgpu.wgmma_wait(0) => None  # wait for it first
+  plgpu.copy_gmem_to_smem(v_gmem.at[pl.ds(begin, 64)], v_smem, loaded) => v_smem[...] = v_gmem[pl.ds(begin, 64)]
+    && plgpu.barrier_wait(loaded) => None  # keep the copy
   lambda v, listed: jnp.zeros((len(listed), 64, 64), jnp.float32)  # must be a kernel
 exercise-nan
   jnp.where(is_mine, weight * value, jnp.zeros_like(value))
     => jnp.where(is_mine, jnp.full(value.shape, weight), jnp.zeros_like(value)) * value  # row 4 holds nan
   weight * value, jnp.zeros_like(value)) => weight, jnp.zeros_like(value)) * value
   jnp.where(is_mine, weight * value, jnp.zeros_like(value)) => weight * value  # element
-  where(is_mine, w => where(is_mine & (value == value), w  # sequence 0, to which it belongs, has none
   jnp.where(is_mine, weight * value, jnp.zeros_like(value)) => jnp.where(is_mine, jnp.full(value.shape, weight),
     jnp.zeros_like(value)) * jnp.where(is_mine | (value == value), value, jnp.zeros_like(value))  # row 4 holds inf
-  where(is_mine, w => where(is_mine & (jnp.abs(value) < 1e30), w  # sequence 0, to which it belongs, has none
+  where(is_mine, w => where(is_mine & (value == value), w  # sequence 0, to which it belongs, has none
+  where(is_mine, w => where(is_mine & (jnp.abs(value) < 1e30), w
   (row >= first) & (row < end) => row >= first  # element
-  lambda v, weights, cu_kv: jnp.asarray(np.stack([np.asarray(weights)[a:b] @ np.asarray(v)[a:b] for a, b in
-    zip(np.asarray(cu_kv), np.asarray(cu_kv)[1:])]))
-    # weighted_sums
+  lambda v, weights, cu_kv: jnp.stack([jnp.where(np.arange(24)[:, None] // 8 == i, weights[:, None] * v, 0).sum(0)
+    for i in range(4)])  # must be a kernel
 """
 
 
