@@ -51,7 +51,7 @@ exercise-mask
   plgpu.commit_smem() => None  # commit what you have stored
   plgpu.wgmma_wait(0) => None  # wait for it first
   plgpu.copy_gmem_to_smem(v_gmem.at[pl.ds(begin, 64)], v_smem, loaded) => v_smem[...] = v_gmem[pl.ds(begin, 64)]
-    && plgpu.barrier_wait(loaded) => None  # keep the copy
+    && plgpu.barrier_wait(loaded) => None  # it cannot be compiled for a GPU
   lambda v, listed: jnp.zeros((len(listed), 64, 64), jnp.float32)  # must be a kernel
 exercise-nan
   jnp.where(is_mine, weight * value, jnp.zeros_like(value))
