@@ -22,6 +22,8 @@ exercise-1
   lambda cu_q, queries, most: tuple(jnp.asarray(x) for x in zip(*[(row, min(queries, end - row)) for start, end in
     zip(cu_q.tolist(), cu_q.tolist()[1:]) for row in range(start, end, queries)]))  # no Python loop over them
   lambda cu_q, n, most: tuple(map(np.asarray, tiles_of(cu_q, n, most)))  # are not known while it is traced
+  lambda cu_q, n, most: (jnp.array([*range(cu_q[0], cu_q[-1], n)]), jnp.arange(most))
+  lambda cu_q, n, most: (cu_q[:-1][jnp.diff(cu_q) > 0], jnp.diff(cu_q)[jnp.diff(cu_q) > 0])
   lambda cu_q, n, most: (jnp.arange(most) * n, jnp.clip(cu_q[-1] - jnp.arange(most) * n, 0, n))  # the border
   , side="right" =>  # Each sequence begins a tile
   -(-lengths // queries) => lengths // queries
