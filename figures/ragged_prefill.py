@@ -86,7 +86,7 @@ def ragged_list(ax):
     words(ax, left - 0.12, 3.48, "rows of q", 8.5, ha="right")
     words(ax, left + 1.9, 3.98, "sequence 0: 150 queries", 8, colour=BLUE)
     words(ax, left + scale * 151 + 0.95, 3.98, "3: 70", 8, colour=PINK)
-    words(ax, left + scale * 225 + 0.1, 3.48, "64 queries a tile", 7.5, ha="left", colour=SOFT)
+    words(ax, left + scale * 225 + 0.1, 3.48, "64 queries per tile", 7.5, ha="left", colour=SOFT)
     num = [-(-length // queries) for length in query_counts]
     words(ax, x + 1.07, 2.93, "one number for each sequence", 7.5, colour=SOFT)
     _numbers(ax, x, 2.45, "queries", query_counts, list_colours)
@@ -104,7 +104,7 @@ def ragged_list(ax):
     words(ax, x + 0.55 * len(colours) + 0.08, 0.65, text, 7, ha="left", colour=SOFT)
 
 
-FIRST, END, UNIT, BLOCK = 13, 45, 8, 16  # Rows of the sequence; what TMA finds; keys of a block, few for the drawing.
+FIRST, END, UNIT, BLOCK = 13, 45, 8, 16  # Rows of the sequence, of a tile, and of a block, few for the drawing.
 
 
 @drawing(7.8, 3.1)

@@ -4,6 +4,7 @@ import collections
 import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from exercises.judge import NotYet, checker, normal, require_answers, require_close, run_kernel, wide
@@ -22,6 +23,10 @@ SEQUENCES = [  # Queries and keys of each sequence.
 ]
 # Queries and keys of each sequence: no key of these begins at a multiple of 8 but the first of all.
 MASKED = (((70, 1, 20), (70, 90, 150)), ((3, 0, 64, 30), (13, 5, 64, 20)))
+UNKNOWN = (  # Raised where a traced value is asked for.
+    jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError,
+)  # fmt: skip
 Tile = collections.namedtuple("Tile", "token num_q source first_kv num_kv first_q")
 # Whether a row of a tile sees a key; and other rules, each with what is wrong with it.
 SEES = lambda row, key, t: (key >= t.first_kv) & (key < t.num_kv) & (key <= t.first_q + row)
@@ -83,7 +88,8 @@ def check_keys(answer) -> str:
 
 @checker
 def check_tiles(answer) -> str:
-    """Exercise 2: `answer(cu_q, queries)` is (first rows, numbers of queries) of the tiles, sequence after sequence."""
+    """Exercise 2: `answer(cu_q, queries, most)`, under `jax.jit`, is (first rows, numbers of queries) of the tiles,
+    sequence after sequence, and of the unused rows of a list of `most` rows."""
 
     def tiles(cu_q, queries):
         borders = itertools.pairwise(cu_q.tolist())
@@ -91,10 +97,22 @@ def check_tiles(answer) -> str:
 
     @functools.wraps(answer)
     def in_pairs(cu_q, queries):
-        given = answer(cu_q, queries)
-        if not isinstance(given, tuple) or len(given) != 2 or np.shape(given[0]) != np.shape(given[1]):
-            raise NotYet("tiles_of must return two arrays with one entry for each tile: write its body.")
-        return list(zip(*(np.asarray(x).tolist() for x in given), strict=True))
+        most = len(cu_q) - 1 + int(cu_q[-1]) // queries
+        try:
+            given = jax.jit(lambda cu_q: answer(cu_q, queries, most))(jnp.asarray(cu_q, jnp.int32))
+        except UNKNOWN as error:
+            raise NotYet(
+                "the lengths are values on the GPU, which are not known while it is traced: no NumPy, and no Python "
+                "loop over them."
+            ) from error
+        if not isinstance(given, tuple | list) or len(given) != 2 or any(np.shape(x) != (most,) for x in given):
+            raise NotYet("tiles_of must return two arrays of `most` numbers: write its body.")
+        found = list(zip(*(np.asarray(x).tolist() for x in given), strict=True))
+        if (least := min(num for _, num in found)) < 0:
+            raise NotYet(f"a row of the list has {least} queries: rows after the last tile must have 0.")
+        while found and not found[-1][1]:
+            found.pop()
+        return found
 
     likely = (
         (lambda cu_q, n: [(row, min(n, cu_q[-1] - row)) for row in range(0, cu_q[-1], n)], "A tile reaches over the "
@@ -102,11 +120,14 @@ def check_tiles(answer) -> str:
         (lambda cu_q, n: [(row, n) for row, _ in tiles(cu_q, n)], "A tile reaches over the border of a sequence."),
         (lambda *case: tiles(*case)[::-1], "The tiles are right, but their order is not that of the rows."),
     )  # fmt: skip
-    said = "Each sequence begins a tile, its last one may have fewer queries, and an empty sequence has no tile."
+    said = (
+        "Each sequence begins a tile, its last one may have fewer queries, an empty sequence has no tile, and all rows "
+        "after the last tile have 0 queries."
+    )
     cases = [(np.append(0, np.cumsum(lengths)), queries) for lengths, queries in BATCHES]
-    draw = lambda rng: (np.append(0, np.cumsum(rng.integers(0, 200, 6))), int(rng.integers(1, 99)))
+    draw = lambda rng: (np.append(0, np.cumsum(rng.integers(0, 200, 6))), int(rng.integers(30, 99)))
     require_answers(in_pairs, cases, tiles, likely, said, draw=draw)
-    return "No tile reaches over a border, and every query has one."
+    return "No tile reaches over a border, every query has one, and the host never sees the lengths."
 
 
 @checker
@@ -127,18 +148,20 @@ def check_mask(answer) -> str:
 def check_sums(answer) -> str:
     """Exercise 4: `answer(v, weights, cu_kv)` are the weighted sums of the rows of each sequence."""
     cu_kv = np.array([0, 5, 13, 13, 22], np.int32)
-    for poisoned in ((), (4,), (22, 23)):
+    for poison, poisoned in ((np.nan, ()), (np.nan, (4,)), (np.inf, (4,)), (np.nan, (22, 23))):
         v = np.array(normal(14, (24, 128)))
-        v[list(poisoned)] = np.nan
+        v[list(poisoned)] = poison
         weights = normal(15, (24,))
         out = np.asarray(run_kernel(answer, jnp.asarray(v), weights, jnp.asarray(cu_kv)))
         parts = [slice(start, end) for start, end in itertools.pairwise(cu_kv)]
         exact = np.array([wide(weights)[part] @ v[part] for part in parts])
-        if out.shape == exact.shape and (wrong := (np.isnan(out) != np.isnan(exact)).any(axis=1)).any():
+        lost = lambda x: ~np.isfinite(x)
+        if out.shape == exact.shape and (wrong := (lost(out) != lost(exact)).any(axis=1)).any():
             seq = int(np.argmax(wrong))
-            what = "to which it belongs, has none" if np.isnan(exact[seq]).any() else "to which it does not belong, too"
-            raise NotYet(f"row {poisoned[0] if poisoned else 0} holds NaN, and the sum of sequence {seq}, {what}")
-        require_close(out, exact, 1e-4, f"with NaN in rows {list(poisoned)}" if poisoned else "without any NaN")
+            what = "to which it belongs, has none" if lost(exact[seq]).any() else "to which it does not belong, too"
+            at = poisoned[0] if poisoned else 0
+            raise NotYet(f"row {at} holds {poison}, and the sum of sequence {seq}, {what}")
+        require_close(out, exact, 1e-4, f"with {poison} in rows {list(poisoned)}" if poisoned else "without any NaN")
     return "Zeros take the place of the products, so no NaN is multiplied."
 
 

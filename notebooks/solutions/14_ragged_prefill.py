@@ -16,18 +16,26 @@ exercise-3
   return cu_kv[i] + first, cu_kv[i] + end => return cu_kv[i], cu_kv[i + 1]
   lambda *case: keys_of(*case)[0]  # it must be (first, end)
 exercise-1
-  lambda cu_q, queries: tuple(map(list, zip(*[(row, min(queries, end - row)) for start, end in
-    zip(cu_q.tolist(), cu_q.tolist()[1:]) for row in range(start, end, queries)])))  # Right.
-  lambda cu_q, n: (np.arange(0, cu_q[-1], n), np.minimum(cu_q[-1] - np.arange(0, cu_q[-1], n), n))  # the border
+  lambda cu_q, queries, most: (lambda n: (cu_q[n[0]] + n[1] * queries, jnp.clip((cu_q[n[0] + 1] - cu_q[n[0]])
+    - n[1] * queries, 0, queries)))((lambda c: (s := jnp.minimum((jnp.cumsum(c)[:, None] <= jnp.arange(most)).sum(0),
+    len(c) - 1), jnp.arange(most) - (jnp.cumsum(c) - c)[s]))(-(-jnp.diff(cu_q) // queries)))  # Right.
+  lambda cu_q, queries, most: tuple(jnp.asarray(x) for x in zip(*[(row, min(queries, end - row)) for start, end in
+    zip(cu_q.tolist(), cu_q.tolist()[1:]) for row in range(start, end, queries)]))  # no Python loop over them
+  lambda cu_q, n, most: tuple(map(np.asarray, tiles_of(cu_q, n, most)))  # are not known while it is traced
+  lambda cu_q, n, most: (jnp.array([*range(cu_q[0], cu_q[-1], n)]), jnp.arange(most))
+  lambda cu_q, n, most: (cu_q[:-1][jnp.diff(cu_q) > 0], jnp.diff(cu_q)[jnp.diff(cu_q) > 0])
+  lambda cu_q, n, most: (jnp.arange(most) * n, jnp.clip(cu_q[-1] - jnp.arange(most) * n, 0, n))  # the border
   , side="right" =>  # Each sequence begins a tile
   -(-lengths // queries) => lengths // queries
-  -(-lengths // queries) => np.maximum(-(-lengths // queries), 1)
-  np.minimum(lengths[seq] - first, queries) => np.full_like(first, queries)  # the border
-  lambda cu_q, n: tiles_of(cu_q, 2 * n)  # Each sequence begins a tile
-  lambda *case: tuple(x[::-1] for x in tiles_of(*case))  # their order
+  -(-lengths // queries) => jnp.maximum(-(-lengths // queries), 1)
+  jnp.clip(lengths[seq] - first, 0, queries) => jnp.where(number < ends[-1], queries, 0)  # the border
+  jnp.clip(lengths[seq] - first, 0, queries) => jnp.minimum(lengths[seq] - first, queries)  # after the last tile
+  lambda cu_q, n, most: tiles_of(cu_q, 2 * n, most)  # Each sequence begins a tile
+  lambda cu_q, n, most: tuple(x[::-1] for x in tiles_of(cu_q, n, most))  # Each sequence begins a tile
   cu_q[seq] + first => cu_q[seq] + first + 1  # Each sequence begins a tile
   lambda *case: tiles_of(*case)[0]  # two arrays
-  lambda *case: (tiles_of(*case)[0], tiles_of(*case)[1][:-1])
+  lambda *case: (tiles_of(*case)[0], tiles_of(*case)[1][:-1])  # two arrays
+  lambda cu_q, n, most: tiles_of(cu_q, n, most + 1)  # two arrays
 exercise-mask
   is_seen.astype(p_smem.dtype) => jnp.where(is_seen, jnp.ones((), p_smem.dtype), jnp.zeros((), p_smem.dtype))  # Right.
   (key >= first_kv) & (key < num_kv) & (key <= first_q + row) => key <= row  # has no past
@@ -41,13 +49,24 @@ exercise-mask
   block * 64 + column => column
   pl.loop(0, lax => pl.loop(1, lax
   lambda v, listed: seen_sums(v, listed)[1:]  # shape
+  plgpu.barrier_wait(loaded) => None  # before its tiles have arrived
+  plgpu.commit_smem() => None  # commit what you have stored
+  plgpu.wgmma_wait(0) => None  # wait for it first
+  plgpu.copy_gmem_to_smem(v_gmem.at[pl.ds(begin, 64)], v_smem, loaded) => v_smem[...] = v_gmem[pl.ds(begin, 64)]
+    && plgpu.barrier_wait(loaded) => None  # it cannot be compiled for a GPU
+  lambda v, listed: jnp.zeros((len(listed), 64, 64), jnp.float32)  # must be a kernel
 exercise-nan
   jnp.where(is_mine, weight * value, jnp.zeros_like(value))
-    => jnp.where(is_mine, jnp.full(value.shape, weight), jnp.zeros_like(value)) * value  # row 4 holds NaN
+    => jnp.where(is_mine, jnp.full(value.shape, weight), jnp.zeros_like(value)) * value  # row 4 holds nan
   weight * value, jnp.zeros_like(value)) => weight, jnp.zeros_like(value)) * value
   jnp.where(is_mine, weight * value, jnp.zeros_like(value)) => weight * value  # element
+  jnp.where(is_mine, weight * value, jnp.zeros_like(value)) => jnp.where(is_mine, jnp.full(value.shape, weight),
+    jnp.zeros_like(value)) * jnp.where(is_mine | (value == value), value, jnp.zeros_like(value))  # row 4 holds inf
   where(is_mine, w => where(is_mine & (value == value), w  # sequence 0, to which it belongs, has none
+  where(is_mine, w => where(is_mine & (jnp.abs(value) < 1e30), w
   (row >= first) & (row < end) => row >= first  # element
+  lambda v, weights, cu_kv: jnp.stack([jnp.where(np.arange(24)[:, None] // 8 == i, weights[:, None] * v, 0).sum(0)
+    for i in range(4)])  # must be a kernel
 """
 
 
@@ -67,16 +86,16 @@ ex14.check_keys(keys_of)
 
 
 # %% exercise-1 needs: parameters setup
-def tiles_of(cu_q, queries):
+def tiles_of(cu_q, queries, most):
     #: return None  # Your code: two arrays, (first row, number of queries).
     # BEGIN SOLUTION
-    lengths = np.diff(cu_q)
+    lengths = jnp.diff(cu_q)
     num = -(-lengths // queries)
-    ends = np.cumsum(num)
-    number = np.arange(ends[-1])
-    seq = np.searchsorted(ends, number, side="right")
+    ends = jnp.cumsum(num)
+    number = jnp.arange(most)
+    seq = jnp.minimum(jnp.searchsorted(ends, number, side="right"), len(lengths) - 1)
     first = (number - (ends - num)[seq]) * queries
-    return cu_q[seq] + first, np.minimum(lengths[seq] - first, queries)
+    return cu_q[seq] + first, jnp.clip(lengths[seq] - first, 0, queries)
     # END SOLUTION
 
 
