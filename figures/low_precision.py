@@ -48,8 +48,8 @@ def precision_formats(axes):
 @drawing(7.5, 3.1)
 def precision_scales(ax):
     """Where the scales of a product stand: outside of the sum over K if they belong to rows and columns."""
-    _product(ax, 0.25, "one scale an operand", per_row=False)
-    _product(ax, 2.85, "one a row of a, one a column of b", per_row=True)
+    _product(ax, 0.25, "one scale per operand", per_row=False)
+    _product(ax, 2.85, "one per row of a, one per column of b", per_row=True)
     _along_k(ax, 5.6)
 
 
@@ -76,7 +76,7 @@ def _product(ax, x, title, per_row: bool):
 
 
 def _along_k(ax, x):
-    words(ax, x + 0.85, 2.9, "one a piece of K", weight="bold")
+    words(ax, x + 0.85, 2.9, "one per piece of K", weight="bold")
     for k in range(3):
         colour = (BLUE, ORANGE, GREEN)[k]
         box(ax, x + 0.6 * k, 1.05, 0.55, 0.8, colour=colour, fill=0.3)

@@ -6,7 +6,7 @@ exercise-1
   largest = abs(x).max(axis=1) => largest = jnp.full(x.shape[0], abs(x).max())  # to use the whole range
   largest = abs(x).max(axis=1) => largest = jnp.resize(abs(x).max(axis=0), x.shape[:1])
   abs(x).max => x.max
-  abs(x).max => abs(x).mean  # NaN
+  abs(x).max => abs(x).mean
   largest / 448 => largest / 512
   largest / 448 => largest / 240  # to use the whole range
   largest / 448 => largest / 127
@@ -17,7 +17,8 @@ exercise-1
   x / scales[:, None] => abs(x) / scales[:, None]
   x / scales[:, None] => (x / scales[:, None]).astype(E5M2)
   x / scales[:, None] => (x / scales[:, None]).astype(jnp.bfloat16)
-  x / scales[:, None] => x  # NaN
+  x / scales[:, None] => x
+  x / scales[:, None] => 2 * x / scales[:, None]  # NaN
   .astype(E4M3), scales => .astype(E4M3), scales.astype(jnp.bfloat16)  # must be float32
   .astype(E4M3), scales => .astype(E4M3), scales[:, None]  # one per row
   .astype(E4M3), scales => , scales  # must be float8_e4m3fn
@@ -80,11 +81,11 @@ exercise-4
   lambda a, b, scale_a, scale_b: scaled_matmul(a, b, scale_a[0], scale_b[0], tile=(128, 64))
     # the first step's scales
   lambda a, b, scale_a, scale_b: sum(scaled_matmul(a[:, 128 * i :][:, :128], b[:, 128 * i :][:, :128], scale_a[i],
-    scale_b[i], tile=(128, 64)) for i in range(len(scale_a)))  # launches
+    scale_b[i], tile=(128, 64)) for i in range(len(scale_a)))  # by XLA
 """
 
 
-# %% exercise-1 needs: setup
+# %% exercise-1 needs: parameters setup
 def quantise_rows(x):
     #: return None, None  # Your code: the values and the scales.
     # BEGIN SOLUTION
@@ -97,7 +98,7 @@ def quantise_rows(x):
 ex09.check_quantise(quantise_rows)
 
 
-# %% exercise-2 needs: setup rung-1-kernel
+# %% exercise-2 needs: parameters setup rung-1-kernel
 def fp8_result(a, b, scale_a, scale_b, scale_o):
     """(a * scale_a) @ (b * scale_b).T / scale_o in e4m3: a (64, K), b (128, K), scale_a
     (64,), scale_b (128,), scale_o (1,)."""
@@ -150,7 +151,7 @@ def fp8_result(a, b, scale_a, scale_b, scale_o):
 ex09.check_fp8_result(fp8_result)
 
 
-# %% exercise-3 needs: setup
+# %% exercise-3 needs: parameters setup
 def cut_sum(terms, bits):
     #: return None  # Your code.
     # BEGIN SOLUTION
@@ -164,7 +165,7 @@ def cut_sum(terms, bits):
 ex09.check_cut_sum(cut_sum)
 
 
-# %% exercise-4 needs: setup rung-1-kernel
+# %% exercise-4 needs: parameters setup rung-1-kernel
 def block_scaled_matmul(a, b, scale_a, scale_b):
     """a @ b.T of fp8: a (128, K), b (64, K), scale_a (K // 128, 128), scale_b (K //
     128, 64)."""
