@@ -104,7 +104,7 @@ def fp8_result(a, b, scale_a, scale_b, scale_o):
     (64,), scale_b (128,), scale_o (1,)."""
     tile, steps = (64, 128), a.shape[1] // 128
 
-    def body(
+    def kernel(
         a_gmem,
         b_gmem,
         scale_a_gmem,
@@ -137,7 +137,7 @@ def fp8_result(a, b, scale_a, scale_b, scale_o):
         write_tile(values, o_smem, o_gmem)
 
     return plgpu.kernel(
-        body,
+        kernel,
         out_type=jax.ShapeDtypeStruct(tile, E4M3),
         scratch_types=[
             plgpu.SMEM((64, 128), a.dtype),
@@ -171,7 +171,7 @@ def block_scaled_matmul(a, b, scale_a, scale_b):
     128, 64)."""
     tile, steps = (128, 64), a.shape[1] // 128
 
-    def body(
+    def kernel(
         a_gmem,
         b_gmem,
         scale_a_gmem,
@@ -209,7 +209,7 @@ def block_scaled_matmul(a, b, scale_a, scale_b):
         write_tile(lax.fori_loop(0, steps, add, zeros), o_smem, o_gmem)
 
     return plgpu.kernel(
-        body,
+        kernel,
         out_type=jax.ShapeDtypeStruct(tile, jnp.bfloat16),
         scratch_types=[
             plgpu.SMEM((128, 128), a.dtype),
