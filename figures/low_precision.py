@@ -48,8 +48,8 @@ def precision_formats(axes):
 @drawing(7.5, 3.1)
 def precision_scales(ax):
     """Where the scales of a product stand: outside of the sum over K if they belong to rows and columns."""
-    _product(ax, 0.25, "one scale an operand", per_row=False)
-    _product(ax, 2.85, "one a row of a, one a column of b", per_row=True)
+    _product(ax, 0.25, "one scale per operand", per_row=False)
+    _product(ax, 2.85, "one per row of a, one per column of b", per_row=True)
     _along_k(ax, 5.6)
 
 
@@ -76,7 +76,7 @@ def _product(ax, x, title, per_row: bool):
 
 
 def _along_k(ax, x):
-    words(ax, x + 0.85, 2.9, "one a piece of K", weight="bold")
+    words(ax, x + 0.85, 2.9, "one per piece of K", weight="bold")
     for k in range(3):
         colour = (BLUE, ORANGE, GREEN)[k]
         box(ax, x + 0.6 * k, 1.05, 0.55, 0.8, colour=colour, fill=0.3)
@@ -106,3 +106,29 @@ def precision_step(ax):
     arrow(ax, (1.2, 2.5), (6.15, 2.5), style="<|-|>", colour=SOFT)
     words(ax, 3.68, 2.68, "128 bytes of a row: one step, one width of the swizzle", 8.5)
     words(ax, 1.2, 0.12, "(a dark bar stands for two values along K)", 7, ha="left", colour=SOFT)
+
+
+@drawing(7.5, 2.6)
+def precision_adder(ax):
+    """An adder of 14 bits: all terms are shifted to the exponent of the largest, and what reaches beyond it is cut."""
+    left, pitch, kept = 1.75, 0.29, 14
+    terms = (("1.25", 0, "101"), ("2⁻⁶ x 1.125", 6, "1001"), ("2⁻¹¹ x 1.625", 11, "1101"), ("2⁻¹⁴ x 1.5", 14, "11"))
+    for place in range(kept + 4):
+        x = left + pitch * place + pitch / 2
+        words(ax, x, 2.2, f"{-place}" if place else "0", 7.5, colour=SOFT)
+    words(ax, left - 0.1, 2.2, "power of 2", 7.5, ha="right", colour=SOFT)
+    for row, (name, first, bits) in enumerate(terms):
+        y = 1.75 - 0.38 * row
+        words(ax, left - 0.1, y + 0.14, name, 9, ha="right")
+        for place in range(kept + 4):
+            bit = bits[place - first] if 0 <= place - first < len(bits) else ""
+            colour = SOFT if place >= kept else BLUE
+            fill = 0.5 if bit == "1" else 0.04
+            box(ax, left + pitch * place, y, pitch - 0.03, 0.28, colour=colour, fill=fill)
+            if bit:
+                words(ax, left + pitch * (place + 0.45), y + 0.14, bit, 8)
+    end = left + pitch * kept - 0.015
+    ax.plot((end, end), (0.45, 2.35), color=RED, linewidth=1.5)
+    arrow(ax, (left, 0.35), (end, 0.35), style="<|-|>", colour=BLUE)
+    words(ax, (left + end) / 2, 0.17, "14 bits: added exactly", 8.5, colour=BLUE)
+    words(ax, end + 2 * pitch, 0.17, "cut off", 8.5, colour=RED)

@@ -1,12 +1,9 @@
-"""Chapter 9's exercises: quantized weights, a format, a result in fp8, an adder of few bits, scales along K."""
+"""Chapter 9's exercises: quantized rows, a result in fp8, an adder of few bits, scales along K."""
 
 import jax.numpy as jnp
 import numpy as np
 from exercises.judge import NotYet, checker, normal, require_answers, require_close, run_kernel, wide
 
-LARGEST = 127  # The largest symmetric int8; -128 has no partner, and is not used.
-FORMATS = "e4m3 per tensor", "e4m3 per row and column", "e5m2 per tensor"
-BEST = dict(zip(("plain", "rows", "channels"), FORMATS, strict=True))
 E4M3, E4M3_MAX = jnp.float8_e4m3fn, 448.0
 FEW = 0.005  # Where a float32 sum lies next to the middle of two values of e4m3, it may be rounded to the other.
 SUMS = (  # Terms, and the bits of the adder.
@@ -21,38 +18,19 @@ SUMS = (  # Terms, and the bits of the adder.
 
 @checker
 def check_quantise(answer) -> str:
-    """`answer(w)` returns the int8 values (K, N) and the scales (N,) of a float32 weight matrix (K, N)."""
-    for name, w in _weights().items():
-        given = answer(jnp.asarray(w))
+    """`answer(x)` returns the e4m3 values (M, K) and the float32 scales (M,) of a float32 matrix (M, K)."""
+    for name, x in _matrices().items():
+        given = answer(jnp.asarray(x))
         if not isinstance(given, tuple) or len(given) != 2 or given[0] is None:
-            raise NotYet("quantise_columns must return a pair: the int8 values and the scales. Write its body.")
-        _require_quantised(name, w, *map(np.asarray, given))
-    return "Every value is within half a step of its column, zero columns and extremes included."
-
-
-@checker
-def check_formats(answer) -> str:
-    """`answer` names for each pair of operands the format and scales of the least error; the cheaper one where the
-    errors are within 5 %."""
-    if not isinstance(answer, dict) or set(answer) != set(BEST):
-        raise NotYet(f"answer with a dict that has a format for each of {', '.join(BEST)}.")
-    if None in answer.values():
-        raise NotYet(f"name a format for each pair; there are: {'; '.join(FORMATS)}.")
-    for name, best in BEST.items():
-        if answer[name] not in FORMATS:
-            raise NotYet(f"{answer[name]!r} is none of: {'; '.join(FORMATS)}.")
-        if answer[name] != best:
-            raise NotYet(
-                f'"{name}": another one than {answer[name]} has less error, or no more and is cheaper. What is large '
-                "beside what, and which scale or exponent sees it?"
-            )
-    return "Scales take care of what differs from row to row, exponents of what differs inside of one."
+            raise NotYet("quantise_rows must return a pair: the e4m3 values and the scales. Write its body.")
+        _require_quantised(name, x, *map(np.asarray, given))
+    return "Every value is the nearest one of its row's scale, whatever the row's size; rows of zeros included."
 
 
 @checker
 def check_fp8_result(answer) -> str:
     """`answer(a, b, scale_a, scale_b, scale_o)` is a kernel: a @ b.T of fp8, scaled and cut, in fp8."""
-    for steps in (1, 3):
+    for steps in (1, 4, 3):
         args = _with_scales(steps)
         out = run_kernel(answer, *args)
         if out.shape != (64, 128) or out.dtype != E4M3:
@@ -64,7 +42,7 @@ def check_fp8_result(answer) -> str:
 def _with_scales(steps: int):
     """Operands, and a scale of the result that is too small for a few results of either sign."""
     a, b = (normal(seed, (rows, 128 * steps), E4M3) for seed, rows in ((5, 64), (6, 128)))
-    sizes = np.random.default_rng(7)
+    sizes = np.random.default_rng(7 + steps)
     scale_a, scale_b = (jnp.asarray(np.exp2(sizes.uniform(-2, 2, rows)), jnp.float32) for rows in (64, 128))
     usual = np.quantile(np.abs(_products(a, b, scale_a, scale_b)), 0.97)
     return a, b, scale_a, scale_b, jnp.asarray([usual / E4M3_MAX], jnp.float32)
@@ -156,12 +134,13 @@ def _lost(add, terms) -> float:
 @checker
 def check_block_scales(answer) -> str:
     """`answer(a, b, scale_a, scale_b)` is a kernel: a @ b.T of fp8, with scales for every 128 values of K."""
-    for steps in (1, 3):
+    for steps in (1, 4, 3):
         a, b, scale_a, scale_b = _with_block_scales(steps)
         out = run_kernel(answer, a, b, scale_a, scale_b)
         ones_a, ones_b = jnp.ones_like(scale_a), jnp.ones_like(scale_b)
         first_a, first_b = (jnp.broadcast_to(scale[:1], scale.shape) for scale in (scale_a, scale_b))
         likely = (
+            (_scaled_again(a, b, scale_a, scale_b), "the total was scaled in each step: scale the step's sums alone"),
             (_block_scaled(a, b, ones_a, ones_b), "no scale was applied"),
             (_block_scaled(a, b, scale_a, ones_b), "the scales of a alone were applied"),
             (_block_scaled(a, b, ones_a, scale_b), "the scales of b alone were applied"),
@@ -173,10 +152,20 @@ def check_block_scales(answer) -> str:
 
 
 def _with_block_scales(steps: int):
-    a, b = (normal(seed, (rows, 128 * steps), jnp.float8_e4m3fn) for seed, rows in ((1, 128), (2, 64)))
-    sizes = np.random.default_rng(3)
+    a, b = (normal(seed, (rows, 128 * steps), E4M3) for seed, rows in ((1, 128), (2, 64)))
+    sizes = np.random.default_rng(3 + steps)
     scale_a, scale_b = (jnp.asarray(np.exp2(sizes.uniform(-4, 4, (steps, rows))), jnp.float32) for rows in (128, 64))
     return a, b, scale_a, scale_b
+
+
+def _scaled_again(a, b, scale_a, scale_b):
+    """The likely mistake: each step scales the sums of all steps before it, too."""
+    total = 0.0
+    for step in range(len(scale_a)):
+        of_step = [wide(scale[step : step + 1]) for scale in (scale_a, scale_b)]
+        ks = slice(128 * step, 128 * step + 128)
+        total = (total + wide(a)[:, ks] @ wide(b)[:, ks].T) * of_step[0].T * of_step[1]
+    return total
 
 
 def _block_scaled(a, b, scale_a, scale_b):
@@ -187,43 +176,47 @@ def _block_scaled(a, b, scale_a, scale_b):
                for ks, rows, columns in zip(parts, scale_a, scale_b, strict=True))  # fmt: skip
 
 
-def _weights() -> dict[str, np.ndarray]:
+def _matrices() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(9)
-    plain = rng.standard_normal((96, 40)).astype(np.float32)
-    uneven = plain * np.exp2(rng.integers(-20, 20, 40)).astype(np.float32)
+    plain = rng.standard_normal((40, 96)).astype(np.float32)
+    uneven = rng.standard_normal((24, 72)).astype(np.float32) * np.exp2(rng.integers(-30, 30, (24, 1)))
     with_zeros = plain.copy()
-    with_zeros[:, [3, 17]] = 0
-    extremes = rng.uniform(-1, 1, (96, 40)).astype(np.float32)
-    extremes[0], extremes[1] = -128, 127  # The largest of each column is negative.
-    extremes[1, 20:], extremes[0, 20:] = 128, -127
+    with_zeros[[3, 17]] = 0
+    negative = rng.uniform(-1, 1, (40, 96)).astype(np.float32)
+    negative[:, 5] = -3  # The largest of each row is negative.
     return {
         "random normal": plain,
-        "columns of different size": uneven,
-        "two columns of zeros": with_zeros,
-        "columns that reach -128 or 128": extremes,
+        "rows of different size": uneven.astype(np.float32),
+        "two rows of zeros": with_zeros,
+        "rows whose largest value is negative": negative,
     }
 
 
-def _require_quantised(name: str, w, w_q, scales) -> None:
-    """Raises NotYet if `w_q` and `scales` are not the per-column symmetric quantization of `w`."""
-    if w_q.dtype != np.int8 or w_q.shape != w.shape:
-        raise NotYet(f"the values are {w_q.dtype} {w_q.shape}; they must be int8 {w.shape}.")
-    if not np.issubdtype(scales.dtype, np.floating) or scales.shape != w.shape[1:]:
-        raise NotYet(f"the scales are {scales.dtype} {scales.shape}; they must be float32 {w.shape[1:]}: one a column.")
+def _require_quantised(name: str, x, values, scales) -> None:
+    """Raises NotYet if `values` and `scales` are not the quantization of `x` by rows."""
+    if values.dtype != E4M3 or values.shape != x.shape:
+        raise NotYet(f"the values are {values.dtype} {values.shape}; they must be float8_e4m3fn {x.shape}.")
+    if scales.dtype != np.float32 or scales.shape != x.shape[:1]:
+        raise NotYet(f"the scales are {scales.dtype} {scales.shape}; they must be float32 {x.shape[:1]}: one per row.")
     if not (np.isfinite(scales) & (scales > 0)).all():
         raise NotYet(f"{name}: the scales are {scales.min()} to {scales.max()}; all must be positive, also of zeros.")
-    if (w_q == -128).any():
-        raise NotYet(f"{name}: there is a -128: it has no partner 128. The largest value of a column becomes ±127.")
-    values, step = wide(w_q, scales)
-    off = np.abs(w - values * step) > (0.5 + 1e-4) * step  # Division by the scale is rounded too.
-    if off.any():
-        i, j = (int(x) for x in np.argwhere(off)[0])
+    values, step = wide(values), wide(scales)[:, None]
+    largest = wide(np.abs(x).max(axis=1, keepdims=True))
+    if (wrong := (largest > 0) & (np.abs(largest - E4M3_MAX * step) > 1e-4 * largest)).any():
+        i = int(np.argmax(wrong))
         raise NotYet(
-            f"{name}: weight [{i}, {j}] is {w[i, j]:.4g} and comes back as {values[i, j] * step[j]:.4g}, more than "
-            f"half of its column's step of {step[j]:.3g} away. (Rounded to the nearest? Is the sign in its place?)"
+            f"{name}: the largest of row {i} is {largest[i, 0]:.4g}, and becomes {largest[i, 0] / step[i, 0]:.4g}; it "
+            "must become 448 or -448, to use the whole range."
         )
-    largest = wide(np.abs(w).max(axis=0))
-    enough = np.where(largest > 0, largest / LARGEST, np.inf)
-    if (step > enough * (1 + 1e-4)).any():
-        at = int(np.argmax(step / enough))
-        raise NotYet(f"{name}: in column {at} a step of {enough[at]:.3g} is enough; yours is {step[at]:.3g}.")
+    if np.isnan(values).any():
+        i, j = (int(i) for i in np.argwhere(np.isnan(values))[0])
+        raise NotYet(f"{name}: value [{i}, {j}] is NaN: what was converted lay beyond the end of e4m3.")
+    _, exponent = np.frexp(values)
+    spacing = np.exp2(np.maximum(exponent - 4.0, -9.0))  # Three bits follow the first one; 2^-9 is the least value.
+    off = np.abs(x - values * step) > (0.5 + 1e-4) * spacing * step  # Division by the scale is rounded too.
+    if off.any():
+        i, j = (int(i) for i in np.argwhere(off)[0])
+        raise NotYet(
+            f"{name}: value [{i}, {j}] is {x[i, j]:.4g} and comes back as {values[i, j] * step[i, 0]:.4g}: e4m3 has a "
+            "nearer value. (Is it rounded once, by the conversion? Is the sign in its place?)"
+        )
