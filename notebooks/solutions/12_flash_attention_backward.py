@@ -37,8 +37,8 @@ exercise-dq
   product(do_smem, v_smem.at[stage].T) => product(do_smem, k_smem.at[stage].T)  # is ds = p (dp - delta)
   (scale * LOG2E) - lse_i => (scale * LOG2E)  # dq
   lse_gmem.at[b, h, queries] => lse_gmem.at[b, h, pl.ds(0, 64)]  # dq
-  def queries_kernel => per_row = lambda x, shape: _device.spread(_device.load(x, COLUMNS), 1, shape)\n\n\ndef queries_kernel
-    # its own lse
+  def queries_kernel => per_row = lambda x, shape: _device.spread(_device.load(x, COLUMNS), 1,
+    shape)\n\n\ndef queries_kernel  # its own lse
   o_gmem.at[b => o_gmem.at[0 && dq_gmem.at[b => dq_gmem.at[0  # race
   k.shape[1] // block_kv => 4  # other numbers of keys
   1 / math.sqrt(head_dim) => 0.125  # other numbers of keys
@@ -48,7 +48,10 @@ exercise-dq
   ring.release(i) => pass  # never end
   ring.release(i) => pass && dq = add_product => ring.release(i)\n                dq = add_product
     # give a stage back (barrier_arrive) after the wgmma_wait with which its product has ended
-  lambda *args: jnp.asarray(exact(*args[:4])[3][0], args[0].dtype)  # must be a kernel
+  lambda q, *_: 2 * q  # must be a kernel
+  lambda *args: jnp.asarray(exact(*args[:4])[3][0], args[0].dtype)  # cannot be compiled
+  store(dq * scale => store(dq && return launch_queries(kernel, (q, k, v, do, lse, delta), block_kv, num_stages) =>
+    return launch_queries(kernel, (q, k, v, do, lse, delta), block_kv, num_stages) / 8  # outside of the kernel
 exercise-3
   jnp.minimum(first_q // block, end), end => first_q // block, jnp.maximum(first_q // block, end)  # Right.
   jnp.maximum => max && jnp.minimum => min  # jnp.maximum
