@@ -29,7 +29,7 @@ def backward_products(ax):
         words(ax, (start + x) / 2 + (-0.12 if side == "right" else 0.12), 1.4, product, 8, ha=side, colour=colour)
     words(ax, 0.1, 0.71, "sums: head_dim wide", 8, ha="left", colour=SOFT)
     words(ax, 0.1, 1.72, "T x S, never in memory", 8, ha="left", colour=SOFT)
-    words(ax, 3.9, 0.15, "kernel 1 takes products 1, 2 and 5; kernel 2 takes 1, 2, 3 and 4", 8)
+    words(ax, 3.9, 0.15, "p, dp and ds are computed block by block; lse and delta are one number per query", 8)
 
 
 SIDE, NUM = 0.31, 8  # Inches of a block of 64; blocks each way.
@@ -63,18 +63,18 @@ def _blocks(ax, left, bottom, chosen, title, legend):
 def backward_tiles(ax):
     """Two ways through the matrix of weights: along the rows for dq, along the columns for dk and dv."""
     bottom, row, column = 1.0, 5, 2
-    left, text = 0.55, "a tile keeps 64 queries and do,\ngoes through k and v"
-    top = _blocks(ax, left, bottom, lambda r, c: r == row, "kernel 1: dq", text)
+    left, text = 0.55, "a block keeps 64 queries and do,\ngoes through k and v"
+    top = _blocks(ax, left, bottom, lambda r, c: r == row, "one owns dq", text)
     y, right = top - (row + 0.5) * SIDE, left + NUM * SIDE
     arrow(ax, (left + 0.05, y), (left + (row + 1) * SIDE - 0.03, y), "white", width=1.8)
     arrow(ax, (right + 0.02, y), (right + 0.3, y), GREEN, "dq of\n64 queries", at=(right + 0.33, y), ha="left")
-    left, text = 4.45, "a tile keeps 64 keys and values,\ngoes through q and do"
-    top = _blocks(ax, left, bottom, lambda r, c: c == column, "kernel 2: dk and dv", text)
+    left, text = 4.45, "a block keeps 64 keys and values,\ngoes through q and do"
+    top = _blocks(ax, left, bottom, lambda r, c: c == column, "one owns dk and dv", text)
     x = left + (column + 0.5) * SIDE
     arrow(ax, (x, top - column * SIDE - 0.05), (x, bottom + 0.03), "white", width=1.8)
     arrow(ax, (x, bottom - 0.03), (x, bottom - 0.3), GREEN)
     words(ax, x + 0.12, bottom - 0.17, "dk, dv of 64 keys", 8, ha="left", colour=GREEN)
-    for i, (colour, text) in enumerate(((BLUE, "whole"), (ORANGE, "cut: masked"), (PALE, "other tiles'"))):
+    for i, (colour, text) in enumerate(((BLUE, "whole"), (ORANGE, "cut: masked"), (PALE, "other blocks'"))):
         tile(ax, 3.36, 2.98 - 0.24 * i, 0.14, 0.14, colour, edgecolor=SOFT, linewidth=0.6)
         words(ax, 3.56, 3.05 - 0.24 * i, text, 7, ha="left")
 
@@ -104,26 +104,26 @@ def _elements(ax, left, title, rows, columns, per_row):
 @drawing(7.8, 4.3)
 def backward_layouts(ax):
     """Numbers for each query that a thread needs: queries along the rows of a tile, and along its columns."""
-    _elements(ax, 0.95, "kernel 1: a number a row", "queries", "keys", per_row=True)
-    _elements(ax, 4.7, "kernel 2: a number a column", "keys", "queries", per_row=False)
+    _elements(ax, 0.95, "queries are rows: one number per row", "queries", "keys", per_row=True)
+    _elements(ax, 4.7, "queries are columns: one per column", "keys", "queries", per_row=False)
     for y, colour, text in ((2.05, BLUE, "of thread 6"), (1.75, ORANGE, "it needs")):
         box(ax, 3.72, y, 0.13, 0.13, "", colour, fill=0.9)
         words(ax, 3.93, y + 0.08, text, 7, ha="left")
-    words(ax, 0.4, 0.1, "Layout.WGMMA.reduce(1): 2 numbers a thread, the same in all steps", 7.5, ha="left")
-    words(ax, 4.2, 0.1, "Layout.WGMMA.reduce(0): 16 of 64, others in each step", 7.5, ha="left")
+    words(ax, 0.4, 0.1, "2 numbers per thread, the same in all steps", 7.5, ha="left")
+    words(ax, 4.2, 0.1, "16 of 64 numbers per thread, others in each step", 7.5, ha="left")
 
 
 @chart(7.8, 4.6, nrows=3, sharex=True)
 def backward_schedule(axes):
-    """Kernel 2 in time: every product waited for, waiting at the end of a step, and running ahead; made-up times."""
-    together = [("s", 0, 2), ("dp", 2, 2), ("dv", 4, 2), ("dk", 6, 2)], [("p", 2, 2), ("ds", 4, 1)]
-    apart = [("s", 0, 2), ("dv", 4, 2), ("dp", 6, 2), ("dk", 9, 2)], [("p", 2, 2), ("ds", 8, 1)]
+    """A warpgroup's products in time: each waited for, in flight, and with dq of the step before; made-up times."""
+    one_by_one = [("s", 0, 2), ("dv", 4, 2), ("dp", 6, 2), ("dk", 9, 2), ("dq", 12, 2)], [("p", 2, 2), ("ds", 8, 1)]
+    in_flight = [("s", 0, 2), ("dp", 2, 2), ("dv", 4, 2), ("dk", 6, 2), ("dq", 8, 2)], [("p", 2, 2), ("ds", 4, 1)]
     ways = (  # (tensor cores, CUDA cores), each (what, start, length) of a step; and from one step to the next.
-        ("this chapter: each product is waited for", apart, 11),
-        ("heads of 128: s and dp together, a wait at the end of a step", together, 8.8),
-        ("had registers room: the next step's s starts behind dk", together, 8),
+        ("rung 3: each product is waited for", _with_exchange(one_by_one, 11), 15),
+        ("rung 4: s and dp together, dv and dk in flight", _with_exchange(in_flight, 5), 11),
+        ("to come: dq of the step before, queued with dk", _late(in_flight), 10),
     )
-    colours = {"s": BLUE, "dp": PINK, "dv": GREEN, "dk": RED, "p": ORANGE, "ds": ORANGE}
+    colours = {"s": BLUE, "dp": PINK, "dv": GREEN, "dk": RED, "dq": RED, "p": ORANGE, "ds": ORANGE, "x": SOFT, "+": INK}
     for ax, (title, units, period) in zip(axes, ways, strict=True):
         for step, (lane, jobs) in itertools.product(range(3), enumerate(units)):
             look = dict(alpha=0.35 if step % 2 else 0.75, edgecolor="white", linewidth=None)
@@ -131,5 +131,17 @@ def backward_schedule(axes):
                 at = step * period + start
                 bar(ax, lane, at, at + length, what, colours[what], 0.72, ink=INK, clip=False, **look)
         lanes(ax, ("tensor cores", "CUDA cores"), title)
-        ax.set_xlim(0, 33)
-    axes[-1].set_xlabel("time of one warpgroup, three steps", fontsize=8)
+        ax.set_xlim(0, 45)
+    axes[-1].set_xlabel("time of one warpgroup, three steps; x: exchange of ds, +: dq to memory", fontsize=8)
+
+
+def _with_exchange(units, at: int):
+    """The same with the exchange of ds, and with dq's way to memory after its product."""
+    tensor, cuda = units
+    return tensor, [*cuda, ("x", at, 1), ("+", tensor[-1][1] + 2, 1)]
+
+
+def _late(units):
+    """The same with dq queued before dk."""
+    (s, dp, dv, *_), cuda = units
+    return [s, dp, dv, ("dq", 6, 2), ("dk", 8, 2)], [*cuda, ("+", 8, 1)]

@@ -1,11 +1,11 @@
-"""Chapter 12's exercises: delta, its kernel, a number for each column of a tile, and the queries that see some keys."""
+"""Chapter 12's exercises: delta, a number for each column of a tile, a kernel of dq, and the queries that see keys."""
 
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, require_close, run_kernel, wide
+from exercises.judge import NotYet, checker, normal, play_kernel, require_close, run_kernel, wide
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook import _device
@@ -97,19 +97,58 @@ def check_query_blocks(answer) -> str:
 
 
 @checker
-def check_delta_kernel(answer) -> str:
-    """`answer(out, do)` is a kernel: the dot products of the rows of out and do (T, 128), bfloat16, in float32."""
-    for tokens in (64, 192):
-        out, do = (normal(seed, (tokens, 128), jnp.bfloat16) for seed in (1, 2))
-        found = run_kernel(answer, out, do)
-        if found.dtype != jnp.float32:
-            raise NotYet(f"delta is {found.dtype}; it must be float32")
-        exact = (wide(out) * wide(do)).sum(axis=1)
-        require_close(found, exact, 0.1, f"{tokens} rows")
-        error = np.linalg.norm(wide(found) - exact) / np.linalg.norm(exact)
-        if error > 1e-5:
-            raise NotYet(f"its error is {error:.1e}: multiply and add in float32")
-    return "Each row is read once and gives one number."
+def check_dq(answer) -> str:
+    """`answer(q, k, v, do, lse, delta)` is a kernel: dq, of tiles of 64 queries that go through the keys."""
+    shapes = ((1, 128, 2, 64, 256), (2, 64, 1, 128, 320))  # Batch, queries, heads, head_dim, keys.
+    for i, (batch, num_q, heads, head_dim, num_kv) in enumerate(shapes):
+        queries, keys = (batch, num_q, heads, head_dim), (batch, num_kv, heads, head_dim)
+        q, k, v, do = (normal(seed, x, jnp.bfloat16) for seed, x in enumerate((queries, keys, keys, queries), 1))
+        lse, delta, exact = _exact_dq(q, k, v, do)
+        operands = q, k, v, do, lse.at[0, 0, 3].set(jnp.inf), delta  # This query sees nothing.
+        exact[0, 3, 0] = 0.0
+        found = run_kernel(answer, *operands)
+        said = "dq (is ds = p (dp - delta), is dq scaled, and does each query use its own lse and delta?)"
+        if i:
+            said = (
+                "dq for other numbers of keys, a head_dim of 128 and two batches (do steps, scale and b follow them?)"
+            )
+        require_close(found, exact, 0.02, said, _wrong_dq(q, k, v, do, lse, delta) if not i else ())
+        _require_ring(answer, operands, num_kv)
+    return "The same steps as for keys, with the operands exchanged: rows are queries, and lse is loaded once."
+
+
+def _require_ring(answer, operands, num_kv: int) -> None:
+    """Raises NotYet unless a block loads each byte once, and the next keys while it works on some."""
+    for block in play_kernel(answer, *operands)[0]:
+        if any(ring.loads > 2 and len(ring.stages) < 2 for ring in block.rings):
+            raise NotYet("keys or values have a single stage: keep two, so that one is loaded while the other is read")
+        if block.count("load") > 2 + 2 * num_kv // TILE:
+            raise NotYet("a block loads something twice: leave the loads as they are")
+
+
+def _exact_dq(q, k, v, do):
+    """(lse in base 2, delta, dq), the first two (B, N, T) in float32 for the kernel."""
+    q, k, v, do = (x.swapaxes(1, 2) for x in wide(q, k, v, do))
+    s = q @ k.swapaxes(2, 3) / np.sqrt(q.shape[3])
+    lse = np.logaddexp.reduce(s, axis=3)
+    p, dp = np.exp(s - lse[..., None]), do @ v.swapaxes(2, 3)
+    delta = (p * dp).sum(axis=3)
+    dq = p * (dp - delta[..., None]) @ k / np.sqrt(q.shape[3])
+    return jnp.asarray(lse / np.log(2), jnp.float32), jnp.asarray(delta, jnp.float32), dq.swapaxes(1, 2)
+
+
+def _wrong_dq(q, k, v, do, lse, delta):
+    """(what comes of a likely mistake, what to say of it)."""
+    q, k, v, do, lse, delta = wide(q, k, v, do, lse, delta)
+    q, k, v, do = (x.swapaxes(1, 2) for x in (q, k, v, do))
+    lse[0, 0, 3] = np.inf
+    p = np.exp2(q @ k.swapaxes(2, 3) / np.sqrt(q.shape[3]) / np.log(2) - lse[..., None])
+    dp, scale = do @ v.swapaxes(2, 3), q.shape[3] ** -0.5
+    ds = p * (dp - delta[..., None])
+    yield (ds @ k).swapaxes(1, 2), "dq is not scaled."
+    yield (p * dp @ k * scale).swapaxes(1, 2), "delta is missing in ds."
+    yield (p * (dp + delta[..., None]) @ k * scale).swapaxes(1, 2), "delta is subtracted."
+    yield (ds @ v * scale).swapaxes(1, 2), "dq is ds k, not ds v."
 
 
 def _in_kernel(answer):

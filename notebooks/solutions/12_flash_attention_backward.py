@@ -15,11 +15,6 @@ exercise-1
   out, do) => k, do)  # the sum of p_ij v_j
   - d_lse => * lse - d_lse
   "btnh,btnh->bnt", out, do) - d_lse => "btnh,btnh->btn", out, do)  # shape
-exercise-4
-  load(out_gmem).astype(jnp.float32) => load(out_gmem) && load(do_gmem).astype(jnp.float32) => load(do_gmem)
-    && (out_tile * do_tile).sum(axis=1) => (out_tile * do_tile).sum(axis=1).astype(jnp.float32)
-    # multiply and add in float32
-  delta_gmem[rows] => delta_gmem[pl.ds(0, 64)]  # race
 exercise-2
   return jnp.exp2(s + bias - lse) => return jnp.exp2(s - lse) * jnp.exp2(bias)  # Right.
   WGMMA.reduce(0) => WGMMA.reduce(9) && WGMMA.reduce(1) => WGMMA.reduce(0) && WGMMA.reduce(9) => WGMMA.reduce(1)
@@ -33,6 +28,30 @@ exercise-2
   s + bias - lse => s - lse  # bias is missing
   s + bias - lse => s + bias  # lse is missing
   lambda s, lse, bias: plgpu.load(bias, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)  # shape
+exercise-dq
+  delta_i = per_row => delta_i = -per_row && dp - delta_i => dp + delta_i  # Right.
+  dp - delta_i => dp + delta_i  # delta is subtracted
+  p * (dp - delta_i) => p * dp  # delta is missing
+  store(dq * scale => store(dq  # is not scaled
+  ds.astype(q.dtype), k_smem => ds.astype(q.dtype), v_smem  # not ds v
+  product(do_smem, v_smem.at[stage].T) => product(do_smem, k_smem.at[stage].T)  # is ds = p (dp - delta)
+  (scale * LOG2E) - lse_i => (scale * LOG2E)  # dq
+  lse_gmem.at[b, h, queries] => lse_gmem.at[b, h, pl.ds(0, 64)]  # dq
+  def queries_kernel => per_row = lambda x, shape: _device.spread(_device.load(x, COLUMNS), 1,
+    shape)\n\n\ndef queries_kernel  # its own lse
+  o_gmem.at[b => o_gmem.at[0 && dq_gmem.at[b => dq_gmem.at[0  # race
+  k.shape[1] // block_kv => 4  # other numbers of keys
+  1 / math.sqrt(head_dim) => 0.125  # other numbers of keys
+  num_stages=2 => num_stages=1  # a single stage
+  plgpu.barrier_wait(q_full) => pass  # arrived
+  stage = ring.wait(i) => stage = ring.slot(i)  # arrived
+  ring.release(i) => pass  # never end
+  ring.release(i) => pass && dq = add_product => ring.release(i)\n                dq = add_product
+    # give a stage back (barrier_arrive) after the wgmma_wait with which its product has ended
+  lambda q, *_: 2 * q  # must be a kernel
+  lambda *args: jnp.asarray(exact(*args[:4])[3][0], args[0].dtype)  # cannot be compiled
+  store(dq * scale => store(dq && return launch_queries(kernel, (q, k, v, do, lse, delta), block_kv, num_stages) =>
+    return launch_queries(kernel, (q, k, v, do, lse, delta), block_kv, num_stages) / 8  # outside of the kernel
 exercise-3
   jnp.minimum(first_q // block, end), end => first_q // block, jnp.maximum(first_q // block, end)  # Right.
   jnp.maximum => max && jnp.minimum => min  # jnp.maximum
@@ -58,36 +77,6 @@ def delta(q, k, v, out, do, lse, d_lse):
 ex12.check_delta(delta)
 
 
-# %% exercise-4 needs: parameters setup
-def delta_kernel(out, do):
-    """delta (T,), float32, of out and do (T, 128), bfloat16; T a multiple of 64."""
-
-    def body(out_gmem, do_gmem, delta_gmem):
-        rows = pl.ds(lax.axis_index("tile") * 64, 64)
-        load = lambda ref: plgpu.load(
-            ref.at[rows], layout=plgpu.Layout.WGMMA, optimized=False
-        )
-        #: # Your code: in which precision?
-        #: delta = (load(out_gmem) * load(do_gmem)).sum(axis=1)
-        #: # Your code: whose rows are these?
-        #: delta_gmem[pl.ds(0, 64)] = delta.astype(jnp.float32)
-        # BEGIN SOLUTION
-        out_tile, do_tile = (
-            load(out_gmem).astype(jnp.float32),
-            load(do_gmem).astype(jnp.float32),
-        )
-        delta_gmem[rows] = (out_tile * do_tile).sum(axis=1)
-        # END SOLUTION
-
-    out_type = jax.ShapeDtypeStruct(out.shape[:1], jnp.float32)
-    return plgpu.kernel(
-        body, out_type=out_type, grid=(len(out) // 64,), grid_names=("tile",)
-    )(out, do)
-
-
-ex12.check_delta_kernel(delta_kernel)
-
-
 # %% exercise-2 needs: parameters setup
 def weights(s_ref, lse_ref, bias_ref):
     #: return None  # Your code.
@@ -105,6 +94,60 @@ def weights(s_ref, lse_ref, bias_ref):
 
 
 ex12.check_weights(weights)
+
+
+# %% exercise-dq needs: parameters setup parts
+def queries_kernel(q, k, v, do, lse, delta, *, block_kv=64, num_stages=2):
+    steps = k.shape[1] // block_kv
+
+    def kernel(
+        q_gmem, k_gmem, v_gmem, do_gmem, lse_gmem, delta_gmem, dq_gmem, *,
+        q_smem, do_smem, k_smem, v_smem, q_full, full, free,
+    ):  # fmt: skip
+        b, h, tile, wg = map(lax.axis_index, ("batch", "head", "tile", "wg"))
+        queries, ring = pl.ds(tile * 64, 64), Ring(full, free, num_stages)
+
+        @role("load", wg == 1)
+        def load():
+            copy(q_gmem.at[b, queries, h], q_smem, q_full)
+            copy(do_gmem.at[b, queries, h], do_smem, q_full)
+
+            @pl.loop(0, steps)
+            def _(i):
+                rows, stage = pl.ds(i * block_kv, block_kv), ring.acquire(i)
+                copy(k_gmem.at[b, rows, h], k_smem.at[stage], full.at[stage])
+                copy(v_gmem.at[b, rows, h], v_smem.at[stage], full.at[stage])
+
+            ring.drain(steps)
+
+        @role("compute", wg == 0)
+        def compute():
+            #: pass  # Your lines. Here head_dim is q.shape[3].
+            # BEGIN SOLUTION
+            shape, head_dim = (64, block_kv), q.shape[3]
+            scale = 1 / math.sqrt(head_dim)
+            lse_i = per_row(lse_gmem.at[b, h, queries], shape)
+            delta_i = per_row(delta_gmem.at[b, h, queries], shape)
+            plgpu.barrier_wait(q_full)
+
+            def step(i, dq):
+                stage = ring.wait(i)
+                s = product(q_smem, k_smem.at[stage].T)
+                p = jnp.exp2(s * (scale * LOG2E) - lse_i)
+                dp = product(do_smem, v_smem.at[stage].T)
+                ds = p * (dp - delta_i)
+                dq = add_product(dq, ds.astype(q.dtype), k_smem.at[stage])
+                ring.release(i)
+                return dq
+
+            dq = lax.fori_loop(0, steps, step, zeros(64, head_dim))
+            store(dq * scale, q_smem, dq_gmem.at[b, queries, h])
+            # END SOLUTION
+
+    return launch_queries(kernel, (q, k, v, do, lse, delta), block_kv, num_stages)
+
+
+ex12.check_dq(queries_kernel)
 
 
 # %% exercise-3 needs: parameters setup

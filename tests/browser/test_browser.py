@@ -185,7 +185,7 @@ def test_a_guess_comes_before_the_result(page):
 
 
 def test_a_timeline_names_its_spans_and_can_be_taken_along(page):
-    page.goto("chapters/12_flash_attention_backward.html")
+    page.goto("chapters/11_flash_attention.html")
     with page.expect_download() as download:
         page.click("text=download the Chrome trace")
     spans = [event for event in json.loads(download.value.path().read_text())["traceEvents"] if event["ph"] == "X"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two kernels of attention's backward pass, one for dq and one for dk and dv, as chapter 12 builds them.
+"""The two kernels of attention's backward pass, one for dq and one for dk and dv. Chapter 12 begins with such two.
 
     s = q kᵀ,   dp = do vᵀ,   p = exp2(s scale_log2 - lse),   ds = p (dp - delta)
 
