@@ -34,14 +34,14 @@ exercise-pages
   block * block_kv + i * tokens => block * block_kv  # a page is copied twice
   pl.ds(lax.rem(position, jnp.int32(page_size)), tokens) => pl.ds(0, tokens)  # the page's first rows
   block * block_kv + i * tokens => block * 32 + i * tokens  # block_kv = 64
-  lax.div(position, jnp.int32(page_size))] => lax.div(position, jnp.int32(16))]  # with pages of 32 tokens
+  lax.div(position, jnp.int32(page_size))] => lax.div(position, jnp.int32(16))]  # beyond the end
   tables_gmem[seq, lax => tables_gmem[0, lax  # it must be
   num_arrivals=copies => num_arrivals=1  # reads the stage before its tiles have arrived
   num_arrivals=copies => num_arrivals=2 * copies  # never end
   \n        plgpu.barrier_wait(loaded)\n => \n  # reads the stage before its tiles have arrived
-  loaded,\n            )\n        plgpu.barrier_wait(loaded) => loaded,\n            )\n            plgpu.barrier_wait(loaded)
+  loaded,\n            )\n        plgpu.barrier_wait(loaded) =>
+    loaded,\n            )\n            plgpu.barrier_wait(loaded)
     && num_arrivals=copies => num_arrivals=1  # start both first
-  plgpu.wait_smem_to_gmem(0) => pass && rows = pl => block_kv = 32; rows = pl  # with pages of 16 tokens and block_kv = 64
 exercise-window
   first_block = div(first_token, block_kv) => first_block = div(first_token + 0, block_kv)  # Right.
   token >= first_token => token >= 0  # the window's first block is not masked
@@ -56,14 +56,18 @@ exercise-window
   pl.loop(0, num_blocks) => pl.loop(first_block, first_block + num_blocks)
     && position = (first_block + i) * => position = i *  # never end
   - first_block\n => \n  # are needed
-  div(lens[seq] + block_kv - 1, block_kv) - first_block => div(window + block_kv - 1, block_kv)  # element
+  div(lens[seq] + block_kv - 1, block_kv) - first_block => div(window + block_kv - 1, block_kv)  # are needed
   Ring(full, free, num_stages) => Ring(full, free, 1)  # no ring
   (q, k_pages, v_pages, tables, lens), block_kv, num_stages => (q, k_pages, v_pages, tables, lens), block_kv, 1
     && Ring(full, free, num_stages) => Ring(full, free, 1)  # no ring
   stage = ring.wait(i) => stage = rem(i, num_stages)  # before its tiles have arrived
-  stage = ring.acquire(i) => stage = rem(i, num_stages)  # given back
+  stage = ring.acquire(i) => stage = rem(i, num_stages)  # reads the stage before
   ring.drain(num_blocks) => pass  # nobody waits for
-  lambda *args: with_ring(*args[:5], num_stages=2)  # tokens before the window count
+  stage = ring.wait(i) => stage = ring.wait(i)\n                ring.release(i) &&
+    \n                ring.release(i)\n                return => \n                return  # may still read
+  full.at[stage])\n\n => full.at[stage])\n                plgpu.barrier_wait(full.at[stage])\n\n  # as if it had 1
+  tokens = min(page_size, block_kv) => tokens = 16  # reads the stage before
+  jnp.maximum(lens[seq] - window, 0) => 0 * lens[seq]  # tokens before the window count
 """
 
 
@@ -139,7 +143,7 @@ def in_order(pages, tables, block_kv=32):
 ex13.check_in_order(in_order)
 
 
-# %% exercise-window needs: parameters setup helpers ring
+# %% exercise-window needs: parameters setup helpers
 def windowed(q, k_pages, v_pages, tables, lens, window, *, block_kv=64, num_stages=2):
     num_pages, page_size, _, head_dim = k_pages.shape
     tokens = min(page_size, block_kv)  # Tokens of one copy.
