@@ -42,7 +42,12 @@ exercise-pages
   loaded,\n            )\n        plgpu.barrier_wait(loaded) =>
     loaded,\n            )\n            plgpu.barrier_wait(loaded)
     && num_arrivals=copies => num_arrivals=1  # start both first
+  plgpu.copy_gmem_to_smem(\n                pages_gmem.at[page, rows, kv_head],\n                smem.at[pl.ds(i * tokens, tokens)],\n
+    => smem[pl.ds(i * tokens, tokens)] = (pages_gmem[page, rows, kv_head]\n && loaded,\n            ) => )
+    && plgpu.barrier_wait(loaded) => plgpu.commit_smem()  # 0 copies
 exercise-window
+  lambda q, k, v, t, n, w: cookbook.paged_attention(q, k, v, t, n, local_window_size=w - 1)  # the package's kernel
+  s, -jnp.inf => s, 0.0  # element
   first_block = div(first_token, block_kv) => first_block = div(first_token + 0, block_kv)  # Right.
   token >= first_token => token >= 0  # the window's first block is not masked
   first_block = div(first_token, block_kv) => first_block = 0  # are needed
