@@ -42,8 +42,8 @@ exercise-pages
   loaded,\n            )\n        plgpu.barrier_wait(loaded) =>
     loaded,\n            )\n            plgpu.barrier_wait(loaded)
     && num_arrivals=copies => num_arrivals=1  # start both first
-  plgpu.copy_gmem_to_smem(\n                pages_gmem.at[page, rows, kv_head],\n                smem.at[pl.ds(i * tokens, tokens)],\n
-    => smem[pl.ds(i * tokens, tokens)] = (pages_gmem[page, rows, kv_head]\n && loaded,\n            ) => )
+  plgpu.copy_gmem_to_smem( => smem[pl.ds(i * tokens, tokens)] = ( && pages_gmem.at[page => pages_gmem[page
+    && rows, kv_head],\n => rows, kv_head]\n && smem.at[pl.ds(i * tokens, tokens)],\n                loaded,\n => \n
     && plgpu.barrier_wait(loaded) => plgpu.commit_smem()  # 0 copies
 exercise-window
   lambda q, k, v, t, n, w: cookbook.paged_attention(q, k, v, t, n, local_window_size=w - 1)  # the package's kernel
