@@ -21,7 +21,6 @@ STEPS = (  # Lengths, query heads, KV heads, head_dim, bytes and operations per 
     ((1000, 24), 8, 1, 64, 2e12, 312e12),
     ((7000,), 64, 1, 256, 8e12, 2250e12),
 )
-BLOCK = 64  # Tokens of a block of keys, in exercise 4.
 
 
 @checker
@@ -118,27 +117,28 @@ def check_in_order(answer) -> str:
 def check_window(answer) -> str:
     """Exercise 4: `answer(q, k_pages, v_pages, tables, lens, window)` attends to the last `window` tokens alone."""
     q = normal(1, (2, 2 * ROWS, 64), jnp.bfloat16)
-    for lens, window, page_size in (
-        ((150, 40), 1000, 64),
-        ((190, 130), 70, 16),
-        ((192, 64), 64, 64),
-        ((170, 33), 20, 16),
-        ((185, 192), 130, 64),
+    for lens, window, page_size, block in (
+        ((150, 40), 1000, 64, 64),
+        ((190, 130), 70, 16, 64),
+        ((192, 64), 64, 64, 64),
+        ((150, 133), 20, 16, 128),
+        ((185, 192), 130, 64, 64),
     ):
         columns = 192 // page_size
         k, v = (normal(seed, (2 * columns + 3, page_size, 2, 64), jnp.bfloat16) for seed in (2, 3))
         tables = np.random.default_rng(4).permutation(len(k))[3:].reshape(2, columns).astype(np.int32)
         args = q, k, v, jnp.asarray(tables), jnp.asarray(lens, jnp.int32)
-        given = lambda *args, window=window: answer(*args, window)
-        where = f"lengths {lens[0]} and {lens[1]}, window {window}"
+        how = {} if block == 64 else dict(block_kv=block)
+        given = lambda *args, window=window, how=how: answer(*args, window, **how)
+        where = f"lengths {lens[0]} and {lens[1]}, window {window}, block_kv = {block}"
         # Copies of small pages would pass for stages.
-        in_flight = 2 if page_size == BLOCK else None
+        in_flight = 2 if page_size == block else None
         out = run_kernel(given, *args, in_flight=in_flight, undrained="keep ring.drain, after as many fills")
         logits, values = _unmasked(q, k, v, tables)
         exact = _attended(logits, values, lens, window)
-        require_close(out, exact, 0.02, where, _wrong_windows(logits, values, lens, window))
-        blocks = [-(-length // BLOCK) - max(length - window, 0) // BLOCK for length in lens]
-        first, last = (1 + 2 * (BLOCK // page_size) * num for num in blocks)  # One copy is of q.
+        require_close(out, exact, 0.02, where, _wrong_windows(block, logits, values, lens, window))
+        blocks = [-(-length // block) - max(length - window, 0) // block for length in lens]
+        first, last = (1 + 2 * (block // page_size) * num for num in blocks)  # One copy is of q.
         _require_loads(play_kernel(given, *args), [first, None, last], where, together=False)
     return "Blocks before the window are never loaded, and the mask cuts both ends."
 
@@ -169,14 +169,14 @@ def _attended(logits, values, lens, window, *, begin=lambda first: first, end=la
     return (p / p.sum(axis=-1, keepdims=True) @ values).reshape(2, -1, 64)
 
 
-def _wrong_windows(*case):
+def _wrong_windows(block, *case):
     """out where other tokens count, and what is said of it."""
     for spoilt, said in (
         (dict(begin=lambda first: 0 * first), "tokens before the window count"),
-        (dict(begin=lambda first: first // BLOCK * BLOCK), "the window's first block is not masked"),
+        (dict(begin=lambda first: first // block * block), "the window's first block is not masked"),
         (dict(begin=lambda first: first - 1), "one token too many counts: a window of 1 is the last token"),
         (dict(begin=lambda first: first + 1), "one token too few counts: a window of 1 is the last token"),
-        (dict(end=lambda length: -(-length // BLOCK) * BLOCK), "tokens after the end count"),
+        (dict(end=lambda length: -(-length // block) * block), "tokens after the end count"),
     ):
         yield _attended(*case, **spoilt), said
 

@@ -49,6 +49,8 @@ exercise-window
   lambda q, k, v, t, n, w: cookbook.paged_attention(q, k, v, t, n, local_window_size=w - 1)  # the package's kernel
   s, -jnp.inf => s, 0.0  # element
   first_block = div(first_token, block_kv) => first_block = div(first_token + 0, block_kv)  # Right.
+  div(first_token, block_kv) => div(first_token, 64)  # block_kv = 128
+  (first_block + i) * block_kv => (first_block + i) * 64
   token >= first_token => token >= 0  # the window's first block is not masked
   first_block = div(first_token, block_kv) => first_block = 0  # are needed
   first_block = div(first_token, block_kv) => first_block = 0 && token >= first_token => token >= 0  # before the window
