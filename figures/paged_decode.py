@@ -52,41 +52,6 @@ def _pages(ax):
     words(ax, 1.15, 0.28, "only the last page of a sequence has unused room", 8, ha="left", colour=SOFT)
 
 
-ROW, TOKEN = (7, 2, 5), 37  # A row of the block table, and a token of its sequence.
-TOKEN = 37
-
-
-@drawing(7.8, 3.3)
-def paged_tables(ax):
-    """How a token is found: a row of the block table, a page of the cache, a place in the page."""
-    colours, size = (BLUE, GREEN, ORANGE), 16
-    words(ax, 0.2, 3.1, "the sequence: 41 tokens, as it sees them", 8.5, ha="left", weight="bold")
-    for j, colour in enumerate(colours):
-        x, first, count = 1.6 + 1.75 * j, size * j, min(size, 41 - size * j)
-        box(ax, x, 2.6, 1.65, 0.3, colour=SOFT, fill=0.03, linewidth=0.8)
-        box(ax, x, 2.6, 1.65 * count / size, 0.3, colour=colour, fill=0.3, linewidth=0.8)
-        words(ax, x + 0.06, 2.75, f"{first} to {first + count - 1}", 8, ha="left")
-    words(ax, 0.2, 2.0, "its row of the\nblock table", 8.5, ha="left", weight="bold")
-    for j, (page, colour) in enumerate(zip(ROW, colours, strict=True)):
-        x = 1.6 + 1.75 * j
-        box(ax, x, 1.8, 1.65, 0.36, f"column {j}: page {page}", colour, size=8.5)
-        arrow(ax, (x + 0.82, 2.58), (x + 0.82, 2.18), colour)
-    words(ax, 0.2, 0.9, "the cache", 8.5, ha="left", weight="bold")
-    for page in range(10):
-        x, inside = 1.2 + 0.63 * page, page in ROW
-        colour = colours[ROW.index(page)] if inside else SOFT
-        box(ax, x, 0.7, 0.55, 0.4, colour=colour, fill=0.3 if inside else 0.02, linewidth=0.8)
-        words(ax, x + 0.27, 0.58, f"page {page}", 7, colour=SOFT)
-        if inside:
-            arrow(ax, (1.6 + 1.75 * ROW.index(page) + 0.82, 1.78), (x + 0.27, 1.12), colour)
-    column, offset = divmod(TOKEN, size)
-    at = 1.2 + 0.63 * ROW[2] + 0.55 * (offset + 0.5) / size
-    ax.plot([at, at], [0.7, 1.1], color="black", linewidth=1.6)
-    page, slot = f"page {ROW[2]}", f"slot {ROW[2]} * {size} + {offset} = {ROW[2] * size + offset}"
-    where = f"column {TOKEN} // {size} = {column}, so {page}; offset {TOKEN} % {size} = {offset}"
-    words(ax, 0.2, 0.22, f"token {TOKEN}: {where}; {slot}", 8.5, ha="left")
-
-
 GROUP, SHOWN = 4, 16  # Query heads that share keys; rows drawn.
 
 
@@ -127,69 +92,38 @@ def _tile(ax, x, name, sides, colour, width):
     words(ax, x + width / 2, 0.48, sides, 8, colour=SOFT)
 
 
-@drawing(7.8, 3.0)
-def paged_gather(ax):
-    """Attention over a gathered copy of the pages, and over the pages themselves: what crosses HBM."""
-    for x, title in ((0.15, "XLA: gather, then attend"), (4.95, "a kernel that follows the table")):
-        words(ax, x, 2.82, title, ha="left", weight="bold")
-    for x, width in ((0.15, 4.5), (4.95, 2.7)):
-        box(ax, x, 1.55, width, 1.05, colour=SOFT, fill=0.05)
-        box(ax, x, 0.45, width, 0.62, colour=SOFT, fill=0.05)
-        words(ax, x + width - 0.06, 1.65, "HBM", 7.5, ha="right", colour=SOFT)
-        words(ax, x + width - 0.06, 0.55, "SMs", 7.5, ha="right", colour=SOFT)
-    _gather_pages(ax, 0.35)
-    _gather_pages(ax, 5.6)
-    box(ax, 2.65, 1.9, 1.55, 0.35, "a copy, in order", GREEN, fill=0.3, size=8)
-    box(ax, 1.0, 0.6, 1.3, 0.36, "gather kernel", ORANGE, size=8)
-    box(ax, 2.9, 0.6, 1.1, 0.36, "attention", BLUE, size=8)
-    box(ax, 5.75, 0.6, 1.1, 0.36, "attention", BLUE, size=8)
-    arrow(ax, (1.2, 1.78), (1.45, 0.98), ORANGE, "1. read", offset=(-0.4, 0.0))
-    arrow(ax, (1.95, 0.98), (2.75, 1.88), ORANGE, "2. write", offset=(0.38, -0.12))
-    arrow(ax, (3.5, 1.88), (3.45, 0.98), BLUE, "3. read", offset=(0.36, 0.0))
-    arrow(ax, (6.3, 1.78), (6.3, 0.98), BLUE, "1. read", offset=(0.36, 0.0))
-    words(ax, 0.15, 0.2, "three times the bytes, and room for the copy", 8.5, ha="left")
-    words(ax, 4.95, 0.2, "each key and value once", 8.5, ha="left")
-
-
-def _gather_pages(ax, x):
-    for page in range(12):
-        mine = page in (1, 4, 7, 8, 10)
-        look = dict(colour=GREEN, fill=0.35) if mine else dict(colour=SOFT, fill=0.03)
-        box(ax, x + 0.3 * (page % 6), 2.2 - 0.33 * (page // 6), 0.25, 0.26, linewidth=0.7, **look)
-
-
 IDS, COPY, COMPUTE, END = 0.8, 1.0, 0.85, 12.0
 
 
-def schedule(slots: int) -> list[tuple[float, float, float]]:
+def schedule(stages: int) -> list[tuple[float, float, float]]:
     """For each step: when its page ids are asked for, when its copies start, when its products start."""
     freed, memory, compute, found = {}, 0.0, 0.0, []
     while compute < END:
-        slot = len(found) % slots
-        ask = max(memory, freed.get(slot, 0.0))
+        stage = len(found) % stages
+        ask = max(memory, freed.get(stage, 0.0))
         start = max(compute, ask + IDS + COPY)
         memory, compute = ask + IDS, start + COMPUTE
-        freed[slot] = compute
+        freed[stage] = compute
         found.append((ask, ask + IDS, start))
     return found
 
 
 @chart(7.8, 3.7, nrows=2, sharex=True, height_ratios=(3, 5))
 def paged_ring(axes):
-    """A block of keys after the other: everything in turn, and with a memory warpgroup and a ring; made-up times."""
-    cases = ("rung 1: one warpgroup, everything in turn", 1), ("rung 2: a memory warpgroup and a ring of slots", 3)
-    for ax, (title, slots) in zip(axes, cases, strict=True):
-        for step, (ask, copy, start) in enumerate(schedule(slots)):
+    """Block of keys after block of keys: everything in turn, and with a memory warpgroup and a ring; made-up times."""
+    cases = ("rung 1: one warpgroup, everything in turn", 1), ("rung 2: a memory warpgroup and a ring of stages", 3)
+    for ax, (title, stages) in zip(axes, cases, strict=True):
+        for step, (ask, copy, start) in enumerate(schedule(stages)):
             for lane, at, length, colour in (
                 (0, ask, IDS, ORANGE),
-                (1 + step % slots, copy, COPY, GREEN),
-                (1 + slots, start, COMPUTE, BLUE),
+                (1 + step % stages, copy, COPY, GREEN),
+                (1 + stages, start, COMPUTE, BLUE),
             ):
                 look = dict(color=colour, alpha=0.4 if step % 2 else 0.75, edgecolor="white")
                 ax.barh(lane, length, left=at, height=0.74, **look)
                 if at + length / 2 < END - 0.1:
                     label(ax, at + length / 2, lane, str(step))
-        names = ["copies"] if slots == 1 else [f"copies, slot {slot}" for slot in range(slots)]
+        names = ["copies"] if stages == 1 else [f"copies, stage {stage}" for stage in range(stages)]
         lanes(ax, ["page ids", *names, "products, softmax"], title)
         ax.set_xlim(0, END)
     axes[-1].set_xlabel("time of one block of threads; the numbers are blocks of keys", fontsize=8)

@@ -1,18 +1,26 @@
-"""Chapter 13's exercises: slots of tokens, what bounds a step, pages in order, and the tokens at the end."""
+"""Chapter 13's exercises: slots of tokens, what bounds a step, pages in order, and a window."""
 
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, play_kernel, require_answers, require_close, run_kernel, wide
-
-HBM, TENSOR = 4.8e12, 989e12  # Bytes and operations a second.
-ROWS = 64  # Rows of a WGMMA.
-STEPS = (  # Lengths, query heads, KV heads, head_dim.
-    ((8192,) * 64, 32, 8, 128),
-    ((300, 0, 70, 5000), 32, 32, 128),
-    ((1000, 24), 8, 1, 64),
-    ((7000,), 64, 1, 256),
+from exercises.judge import (
+    NotYet,
+    checker,
+    normal,
+    play_kernel,
+    require_answers,
+    require_close,
+    require_loads_together,
+    run_kernel,
+    wide,
 )
-PAGE, BLOCK, COLUMNS = 16, 64, 12  # Tokens of a page and of a block; pages of exercise 4's sequence.
+
+ROWS = 64  # Rows of a WGMMA.
+STEPS = (  # Lengths, query heads, KV heads, head_dim, bytes and operations per second.
+    ((8192,) * 64, 32, 8, 128, 4.8e12, 989e12),
+    ((300, 0, 70, 5000), 32, 32, 128, 3.35e12, 989e12),
+    ((1000, 24), 8, 1, 64, 2e12, 312e12),
+    ((7000,), 64, 1, 256, 8e12, 2250e12),
+)
 
 
 @checker
@@ -48,7 +56,7 @@ def check_slots(answer) -> str:
 
 @checker
 def check_times(answer) -> str:
-    """Exercise 2: `answer(kv_lens, num_heads, num_kv_heads, head_dim)` are µs of memory and µs of the tensor cores."""
+    """Exercise 2: `answer(kv_lens, num_heads, num_kv_heads, head_dim, hbm, tensor)` are two times, in µs."""
     likely = (
         (dict(unit=1.0), "That is in seconds; it must be µs."),
         (dict(unit=1e3), "That is in ms; it must be µs."),
@@ -56,11 +64,11 @@ def check_times(answer) -> str:
         (dict(flops=2), "Tensor cores: a multiplication and an addition are two operations; q k and p v two products."),
         (dict(flops=1), "Tensor cores: two products, and a multiplication and an addition for each: 4 operations."),
         (dict(tokens=lambda lens: max(lens) * len(lens)), "No sequence reads more than its own tokens."),
-        (lambda lens, heads, _, dim: _times(lens, heads, heads, dim), "The cache has KV heads only, and a group of "
+        (lambda lens, heads, _, *rest: _times(lens, heads, heads, *rest), "The cache has KV heads only, and a group of "
          "query heads reads its KV head once."),
-        (lambda lens, heads, kv_heads, dim: (_times(lens, heads, kv_heads, dim)[0], _times(lens, heads, heads, dim)[1]),
+        (lambda *case: (_times(*case)[0], _times(*case[:2], *case[1:2], *case[3:])[1]),
          "Tensor cores: a group of query heads is one unit: its heads are rows of the same product."),
-        (lambda lens, heads, kv_heads, dim: _times(lens, heads, kv_heads, dim, rows=heads // kv_heads), "Rows that "
+        (lambda lens, heads, kv_heads, *rest: _times(lens, heads, kv_heads, *rest, rows=heads // kv_heads), "Rows that "
          "nobody asked for cost as much: the tensor cores multiply all 64."),
     )  # fmt: skip
     said = "Memory: each key and value once. Tensor cores: 64 rows for each unit, whatever its group."
@@ -75,71 +83,107 @@ def _step(rng):
         kv_heads * int(rng.integers(1, 9)),
         kv_heads,
         8 * int(rng.integers(4, 30)),
+        1e11 * int(rng.integers(10, 90)),
+        1e12 * int(rng.integers(300, 3000)),
     )
 
 
 @checker
 def check_in_order(answer) -> str:
-    """Exercise 3: `answer(pages, block_tables)` holds each sequence's tokens in one piece, KV head by KV head."""
-    for page_size, columns in ((16, 4), (32, 2), (64, 1)):
-        pages = normal(page_size, (9, page_size, 2, 64), jnp.bfloat16)
-        tables = np.random.default_rng(page_size).permutation(9)[: 2 * columns].reshape(2, columns).astype(np.int32)
-        out = run_kernel(answer, pages, jnp.asarray(tables), copies={"load": 32 // min(page_size, 32)})
+    """Exercise 3: `answer(pages, tables)` holds each sequence's tokens in one piece, KV head by KV head."""
+    for page_size, columns, block_kv in ((16, 4, 32), (32, 2, 32), (64, 1, 32), (16, 8, 64)):
+        num_pages = 2 * columns + 1
+        pages = normal(page_size, (num_pages, page_size, 2, 64), jnp.bfloat16)
+        tables = np.random.default_rng(page_size).permutation(num_pages)[1:].reshape(2, columns).astype(np.int32)
+        args, how = (pages, jnp.asarray(tables)), {} if block_kv == 32 else dict(block_kv=block_kv)
+        given = lambda *args, how=how: answer(*args, **how)
+        tokens = min(page_size, block_kv)
+        copies, where = block_kv // tokens, f"with pages of {page_size} tokens and block_kv = {block_kv}"
+        out = run_kernel(given, *args, copies={"load": copies})
         exact = wide(pages)[tables].reshape(2, -1, 2, 64).swapaxes(1, 2)
-        tokens = min(page_size, 32)
-        likely = [(exact.reshape(2, 2, -1, tokens, 64)[:, :, :: 32 // tokens].repeat(32 // tokens, axis=2)
-                   .reshape(exact.shape), "a page is copied twice: each copy has its own position")]  # fmt: skip
+        twice = exact.reshape(2, 2, -1, tokens, 64)[:, :, ::copies].repeat(copies, axis=2).reshape(exact.shape)
         first_rows = exact.reshape(2, 2, -1, page_size, 64)[:, :, :, :tokens]
         first_rows = np.tile(first_rows, (1, 1, 1, page_size // tokens, 1)).reshape(exact.shape)
-        likely += [(first_rows, "every block of threads copies the page's first rows")]
-        require_close(out, exact, 0, f"with pages of {page_size} tokens", likely)
+        likely = (
+            (twice, "a page is copied twice: each copy has its own position"),
+            (first_rows, "every block of threads copies the page's first rows"),
+        )
+        require_close(out, exact, 0, where, likely)
+        _require_loads(play_kernel(given, *args), [copies] * 3, where)
     return "Each copy looks up its own page, and begins at its own row of it."
 
 
 @checker
-def check_tail(answer) -> str:
-    """Exercise 4: `answer(q, k_pages, v_pages, pages, kv_len)` is (out, lse) of a unit, whose length is any number."""
-    q = normal(1, (ROWS, 64), jnp.bfloat16)
-    k, v = (normal(seed, (COLUMNS + 3, PAGE, 64), jnp.bfloat16) for seed in (2, 3))
-    pages = np.random.default_rng(4).permutation(COLUMNS + 3)[:COLUMNS].astype(np.int32)
-    for kv_len in (150, 40, 192):
-        args = q, k, v, jnp.asarray(pages), jnp.asarray([kv_len], jnp.int32)
-        given = run_kernel(answer, *args)
-        if not isinstance(given, tuple) or len(given) != 2:
-            raise NotYet("the answer must be (out, lse).")
-        keys, values = (x[pages].reshape(-1, 64) for x in wide(k, v))
-        s = wide(q) @ keys.T / 8
-        exact, likely = _lse(s[:, :kv_len]), _wrong_ends(s, kv_len)
-        require_close(given[1], exact, 1e-3, f"{kv_len} tokens, lse", likely)
-        weights = np.exp(s[:, :kv_len] - exact[:, None])
-        require_close(given[0], weights @ values[:kv_len], 0.02, f"{kv_len} tokens, out")
-        loaded = (play_kernel(answer, *args)[0][0].count("load") - 1) // (2 * BLOCK // PAGE)  # One copy is of q.
-        if loaded > (needed := -(-kv_len // BLOCK)):
-            raise NotYet(f"{kv_len} tokens: {loaded} blocks are loaded, and {needed} have a token: load none in vain")
-    return "The last block is loaded too, and only its tokens before the end count."
-
-
-def _wrong_ends(s, kv_len: int):
-    """lse where other tokens count, and what is said of it; `s` has the logits of all columns."""
-    column, loaded = np.arange(s.shape[1]), -(-kv_len // BLOCK) * BLOCK
-    zeros = np.where(column < kv_len, s, 0.0)[:, :loaded]
-    for counted, said in (
-        (s[:, : kv_len // BLOCK * BLOCK], "the tokens after the last whole block do not count: round their number up"),
-        (s[:, :loaded], "tokens after the end count: column i of a block is token block * block_kv + i"),
-        (zeros, "a masked logit of 0 has a weight, exp(0) = 1: it must be -inf"),
-        (s[:, : kv_len + 1], "one token too many counts: the last one is kv_len - 1"),
-        (s[:, : kv_len - 1], "one token too few counts: the last one is kv_len - 1"),
-        (s[:, column % BLOCK < kv_len % BLOCK], "every block is cut like the last one: only that has an end in it"),
+def check_window(answer) -> str:
+    """Exercise 4: `answer(q, k_pages, v_pages, tables, lens, window)` attends to the last `window` tokens alone."""
+    q = normal(1, (2, 2 * ROWS, 64), jnp.bfloat16)
+    for lens, window, page_size, block in (
+        ((150, 40), 1000, 64, 64),
+        ((190, 130), 70, 16, 64),
+        ((192, 64), 64, 64, 64),
+        ((150, 133), 20, 16, 128),
+        ((185, 192), 130, 64, 64),
     ):
-        if counted.shape[1]:
-            yield _lse(counted), said
+        columns = 192 // page_size
+        k, v = (normal(seed, (2 * columns + 3, page_size, 2, 64), jnp.bfloat16) for seed in (2, 3))
+        tables = np.random.default_rng(4).permutation(len(k))[3:].reshape(2, columns).astype(np.int32)
+        args = q, k, v, jnp.asarray(tables), jnp.asarray(lens, jnp.int32)
+        how = {} if block == 64 else dict(block_kv=block)
+        given = lambda *args, window=window, how=how: answer(*args, window, **how)
+        where = f"lengths {lens[0]} and {lens[1]}, window {window}, block_kv = {block}"
+        # Copies of small pages would pass for stages.
+        in_flight = 2 if page_size == block else None
+        out = run_kernel(given, *args, in_flight=in_flight, undrained="keep ring.drain, after as many fills")
+        logits, values = _unmasked(q, k, v, tables)
+        exact = _attended(logits, values, lens, window)
+        require_close(out, exact, 0.02, where, _wrong_windows(block, logits, values, lens, window))
+        blocks = [-(-length // block) - max(length - window, 0) // block for length in lens]
+        first, last = (1 + 2 * (block // page_size) * num for num in blocks)  # One copy is of q.
+        _require_loads(play_kernel(given, *args), [first, None, last], where, together=False)
+    return "Blocks before the window are never loaded, and the mask cuts both ends."
 
 
-def _lse(s):
-    return np.logaddexp.reduce(s, axis=1)
+def _require_loads(played, counts, where: str, together: bool = True) -> None:
+    """Raises NotYet unless the first, the middle and the last block of threads start so many copies (None: any
+    number); with `together`, all before they wait for one."""
+    blocks = played[0] if len(played[0]) == 3 else [played[0][0], played[0][0], played[0][-1]]
+    for block, count in zip(blocks, counts, strict=True):
+        if count is not None and (found := block.count("load")) != count:
+            raise NotYet(f"{where}: a block of threads starts {found} copies to shared memory; {count} are needed")
+    if together:
+        require_loads_together(played)
 
 
-def _times(kv_lens, num_heads, num_kv_heads, head_dim, *, unit=1e6, nbytes=4, flops=4, rows=ROWS, tokens=sum):
+def _unmasked(q, k, v, tables):
+    """(logits, values) of all tokens in the table, (sequences, KV heads, ...), float64."""
+    keys, values = (wide(x)[tables].reshape(2, -1, 2, 64).swapaxes(1, 2) for x in (k, v))
+    return wide(q).reshape(2, 2, ROWS, 64) @ keys.swapaxes(2, 3) / 8, values
+
+
+def _attended(logits, values, lens, window, *, begin=lambda first: first, end=lambda length: length):
+    """out over the last `window` tokens. The keywords spoil it: another first token, another end."""
+    token, length = np.arange(logits.shape[-1]), np.asarray(lens)[:, None]
+    seen = (token >= begin(np.maximum(length - window, 0))) & (token < end(length))
+    s = np.where(seen[:, None, None], logits, -np.inf)
+    p = np.exp(s - s.max(axis=-1, keepdims=True))
+    return (p / p.sum(axis=-1, keepdims=True) @ values).reshape(2, -1, 64)
+
+
+def _wrong_windows(block, *case):
+    """out where other tokens count, and what is said of it."""
+    for spoilt, said in (
+        (dict(begin=lambda first: 0 * first), "tokens before the window count"),
+        (dict(begin=lambda first: first // block * block), "the window's first block is not masked"),
+        (dict(begin=lambda first: first - 1), "one token too many counts: a window of 1 is the last token"),
+        (dict(begin=lambda first: first + 1), "one token too few counts: a window of 1 is the last token"),
+        (dict(end=lambda length: -(-length // block) * block), "tokens after the end count"),
+    ):
+        yield _attended(*case, **spoilt), said
+
+
+def _times(
+    kv_lens, num_heads, num_kv_heads, head_dim, hbm, tensor, *, unit=1e6, nbytes=4, flops=4, rows=ROWS, tokens=sum
+):
     """µs of memory and of the tensor cores; the keywords spoil them."""
     numbers = tokens(kv_lens) * num_kv_heads * head_dim
-    return float(unit * nbytes * numbers / HBM), float(unit * flops * rows * numbers / TENSOR)
+    return float(unit * nbytes * numbers / hbm), float(unit * flops * rows * numbers / tensor)

@@ -16,7 +16,7 @@ exercise-1
   positions % page_size) => positions / page_size)  # a whole number
   lambda t, s, p, n: slot_mapping(t, s, p, n)[p >= 0]  # is right
 exercise-2
-  4 * numbers / 4.8e12 => 2 * numbers / 4.8e12  # there are keys and there are values
+  4 * numbers / hbm => 2 * numbers / hbm  # there are keys and there are values
   4 * 64 => 2 * 64  # are two operations
   4 * 64 => 64  # 4 operations
   sum(kv_lens) => max(kv_lens) * len(kv_lens)  # its own tokens
@@ -28,25 +28,53 @@ exercise-2
   64 * numbers => 128 * numbers  # 64 rows for each unit
   * head_dim\n => * 128\n  # each key and value once
   lambda *case: times(*case)[0]  # 2 values
+  numbers / hbm => numbers / 4.8e12  # each key and value once
+  numbers / tensor => numbers / 989e12
 exercise-pages
   block * block_kv + i * tokens => block * block_kv  # a page is copied twice
   pl.ds(lax.rem(position, jnp.int32(page_size)), tokens) => pl.ds(0, tokens)  # the page's first rows
+  block * block_kv + i * tokens => block * 32 + i * tokens  # block_kv = 64
+  lax.div(position, jnp.int32(page_size))] => lax.div(position, jnp.int32(16))]  # beyond the end
   tables_gmem[seq, lax => tables_gmem[0, lax  # it must be
   num_arrivals=copies => num_arrivals=1  # reads the stage before its tiles have arrived
   num_arrivals=copies => num_arrivals=2 * copies  # never end
   \n        plgpu.barrier_wait(loaded)\n => \n  # reads the stage before its tiles have arrived
-exercise-tail
-  block * block_kv + token < kv_len, s, -jnp.inf => block * block_kv + token >= kv_len, -jnp.inf, s  # Right.
-  lax.div(kv_len + (block_kv - 1), => lax.div(kv_len,  # round their number up
-  lax.div(kv_len + (block_kv - 1), jnp.int32(block_kv)) => 3  # 40 tokens: 3 blocks are loaded, and 1 have a token
-  block * block_kv + token < kv_len => token < kv_len  # column i of a block is token block * block_kv + i
-  block * block_kv + token < kv_len => token >= 0  # tokens after the end count
-  kv_len, s, -jnp.inf => kv_len, s, 0.0  # exp(0) = 1
-  token < kv_len => token <= kv_len  # one token too many
-  token < kv_len => token < kv_len - 1  # one token too few
-  block * block_kv + token < kv_len => token < lax.rem(kv_len, jnp.int32(block_kv))  # cut like the last one
-  kv_len + (block_kv - 1) => kv_len + block_kv  # reaches beyond the end
-  \n            plgpu.barrier_wait(filled)\n => \n  # reads the stage before its tiles have arrived
+  loaded,\n            )\n        plgpu.barrier_wait(loaded) =>
+    loaded,\n            )\n            plgpu.barrier_wait(loaded)
+    && num_arrivals=copies => num_arrivals=1  # start both first
+  plgpu.copy_gmem_to_smem( => smem[pl.ds(i * tokens, tokens)] = ( && pages_gmem.at[page => pages_gmem[page
+    && rows, kv_head],\n => rows, kv_head]\n && smem.at[pl.ds(i * tokens, tokens)],\n                loaded,\n => \n
+    && plgpu.barrier_wait(loaded) => plgpu.commit_smem()  # 0 copies
+exercise-window
+  lambda q, k, v, t, n, w: cookbook.paged_attention(q, k, v, t, n, local_window_size=w - 1)  # the package's kernel
+  s, -jnp.inf => s, 0.0  # element
+  first_block = div(first_token, block_kv) => first_block = div(first_token + 0, block_kv)  # Right.
+  div(first_token, block_kv) => div(first_token, 64)  # block_kv = 128
+  (first_block + i) * block_kv => (first_block + i) * 64
+  token >= first_token => token >= 0  # the window's first block is not masked
+  first_block = div(first_token, block_kv) => first_block = 0  # are needed
+  first_block = div(first_token, block_kv) => first_block = 0 && token >= first_token => token >= 0  # before the window
+  lens[seq] - window, 0 => lens[seq] - window - 1, 0  # one token too many
+  lens[seq] - window, 0 => lens[seq] - window + 1, 0  # one token too few
+  lens[seq] - window, 0 => lens[seq] - 70, 0  # window 1000
+  (token < lens[seq]) => (token >= 0)  # tokens after the end count
+  position = (first_block + i) * => position = i *  # element
+  token = (first_block + i) * => token = i *  # element
+  pl.loop(0, num_blocks) => pl.loop(first_block, first_block + num_blocks)
+    && position = (first_block + i) * => position = i *  # never end
+  - first_block\n => \n  # are needed
+  div(lens[seq] + block_kv - 1, block_kv) - first_block => div(window + block_kv - 1, block_kv)  # are needed
+  Ring(full, free, num_stages) => Ring(full, free, 1)  # no ring
+  (q, k_pages, v_pages, tables, lens), block_kv, num_stages => (q, k_pages, v_pages, tables, lens), block_kv, 1
+    && Ring(full, free, num_stages) => Ring(full, free, 1)  # no ring
+  stage = ring.wait(i) => stage = rem(i, num_stages)  # before its tiles have arrived
+  stage = ring.acquire(i) => stage = rem(i, num_stages)  # reads the stage before
+  ring.drain(num_blocks) => pass  # nobody waits for
+  stage = ring.wait(i) => stage = ring.wait(i)\n                ring.release(i) &&
+    \n                ring.release(i)\n                return => \n                return  # may still read
+  full.at[stage])\n\n => full.at[stage])\n                plgpu.barrier_wait(full.at[stage])\n\n  # as if it had 1
+  tokens = min(page_size, block_kv) => tokens = 16  # reads the stage before
+  jnp.maximum(lens[seq] - window, 0) => 0 * lens[seq]  # tokens before the window count
 """
 
 
@@ -63,11 +91,11 @@ ex13.check_slots(slot_mapping)
 
 
 # %% exercise-2 needs: parameters setup
-def times(kv_lens, num_heads, num_kv_heads, head_dim):
+def times(kv_lens, num_heads, num_kv_heads, head_dim, hbm, tensor):
     #: return None  # Your code: (µs of memory, µs of the tensor cores)
     # BEGIN SOLUTION
     numbers = sum(kv_lens) * num_kv_heads * head_dim
-    return 1e6 * 4 * numbers / 4.8e12, 1e6 * 4 * 64 * numbers / 989e12
+    return 1e6 * 4 * numbers / hbm, 1e6 * 4 * 64 * numbers / tensor
     # END SOLUTION
 
 
@@ -75,10 +103,10 @@ ex13.check_times(times)
 
 
 # %% exercise-pages needs: parameters setup
-def in_order(pages, block_tables, block_kv=32):
+def in_order(pages, tables, block_kv=32):
     _, page_size, kv_heads, head_dim = pages.shape
     tokens = min(page_size, block_kv)  # Tokens of one copy.
-    copies, num_tokens = block_kv // tokens, block_tables.shape[1] * page_size
+    copies, num_tokens = block_kv // tokens, tables.shape[1] * page_size
 
     def body(tables_gmem, pages_gmem, out_gmem, smem, loaded):
         seq, kv_head, block = (
@@ -108,75 +136,84 @@ def in_order(pages, block_tables, block_kv=32):
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(
-            (len(block_tables), kv_heads, num_tokens, head_dim), pages.dtype
+            (len(tables), kv_heads, num_tokens, head_dim), pages.dtype
         ),
-        grid=(len(block_tables), kv_heads, num_tokens // block_kv),
+        grid=(len(tables), kv_heads, num_tokens // block_kv),
         grid_names=("seq", "kv_head", "block"),
         scratch_types=[
             plgpu.SMEM((block_kv, head_dim), pages.dtype),
             plgpu.Barrier(num_arrivals=copies),
         ],
-    )(block_tables, pages)
+    )(tables, pages)
 
 
 ex13.check_in_order(in_order)
 
 
-# %% exercise-tail needs: parameters setup softmax
-def one_unit(q, k_pages, v_pages, pages, kv_len, block_kv=64):
-    """(out, lse) of one unit, float32: q (64, head_dim); k_pages, v_pages (num_pages,
-    page_size, head_dim); pages, its row of the block table; kv_len (1,)."""
-    (_, page_size, head_dim), unit = k_pages.shape, LOG2E / math.sqrt(q.shape[1])
-    copies = block_kv // page_size  # As many for keys as for values.
+# %% exercise-window needs: parameters setup helpers
+def windowed(q, k_pages, v_pages, tables, lens, window, *, block_kv=64, num_stages=2):
+    num_pages, page_size, _, head_dim = k_pages.shape
+    tokens = min(page_size, block_kv)  # Tokens of one copy.
+    scale_log2 = LOG2E / math.sqrt(head_dim)
 
-    def body(q_gmem, k_gmem, v_gmem, pages_gmem, len_gmem, o_gmem, lse_gmem, *,
-             q_smem, k_smem, v_smem, q_filled, filled):  # fmt: skip
-        plgpu.copy_gmem_to_smem(q_gmem, q_smem, q_filled)
-        plgpu.barrier_wait(q_filled)
-        kv_len = len_gmem[0]
-
-        def step(block, state):
-            for i in range(copies):
-                page = pages_gmem[block * copies + i]
-                rows = pl.ds(i * page_size, page_size)
-                plgpu.copy_gmem_to_smem(k_gmem.at[page], k_smem.at[rows], filled)
-                plgpu.copy_gmem_to_smem(v_gmem.at[page], v_smem.at[rows], filled)
-            plgpu.barrier_wait(filled)
-            s = logits(q_smem, k_smem)
-            token = plgpu.broadcasted_iota(
-                jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA
-            )
-            #: s = jnp.where(token < kv_len, s, 0.0)  # Place 1.
-            # BEGIN SOLUTION
-            s = jnp.where(block * block_kv + token < kv_len, s, -jnp.inf)
-            # END SOLUTION
-            (m_i, l_i, acc), p = update(state, s, unit)
-            acc = attn_steps.add_product(acc, p.astype(q.dtype), v_smem, interpreted())
-            return m_i, l_i, acc
-
-        #: num_steps = lax.div(kv_len, jnp.int32(block_kv))  # Place 2.
+    def kernel(
+        tables, lens, q_gmem, k_gmem, v_gmem, o_gmem, q_smem, o_smem, k_smem, v_smem, q_full, full, free
+    ):  # fmt: skip
+        seq, kv_head = map(lax.axis_index, ("seq", "kv_head"))
+        #: num_blocks = div(lens[seq] + block_kv - 1, block_kv)  # Place 1.
         # BEGIN SOLUTION
-        num_steps = lax.div(kv_len + (block_kv - 1), jnp.int32(block_kv))
+        first_token = jnp.maximum(lens[seq] - window, 0)
+        first_block = div(first_token, block_kv)
+        num_blocks = div(lens[seq] + block_kv - 1, block_kv) - first_block
         # END SOLUTION
-        m_i, l_i, acc = lax.fori_loop(0, num_steps, step, nothing_seen(head_dim))
-        _device.store(o_gmem, acc / per_row(l_i, acc.shape))
-        _device.store(lse_gmem, (m_i + jnp.log2(l_i)) / LOG2E)
+        ring, wg = Ring(full, free, num_stages), lax.axis_index("wg")
 
-    return plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct(q.shape, jnp.float32),
-            jax.ShapeDtypeStruct(q.shape[:1], jnp.float32),
-        ),
-        scratch_types=dict(
-            q_smem=plgpu.SMEM(q.shape, q.dtype),
-            k_smem=plgpu.SMEM((block_kv, head_dim), q.dtype),
-            v_smem=plgpu.SMEM((block_kv, head_dim), q.dtype),
-            q_filled=plgpu.Barrier(),
-            filled=plgpu.Barrier(num_arrivals=2 * copies),
-        ),
-        compiler_params=lab.compiler_params(approx_math=True),
-    )(q, k_pages, v_pages, pages, kv_len)
+        @pl.when(wg == 1)
+        def load():
+            copy(q_gmem.at[seq, kv_head], q_smem, q_full)
+
+            @pl.loop(0, num_blocks)
+            def _(i):
+                stage = ring.acquire(i)
+                for first in range(0, block_kv, tokens):
+                    #: position = i * block_kv + first  # Place 2.
+                    # BEGIN SOLUTION
+                    position = (first_block + i) * block_kv + first
+                    # END SOLUTION
+                    entry = div(position, page_size)
+                    page = page_of(tables, seq, entry, num_pages)
+                    there = pl.ds(rem(position, page_size), tokens)
+                    here = pl.ds(first, tokens)
+                    for gmem, smem in ((k_gmem, k_smem), (v_gmem, v_smem)):
+                        tile = gmem.at[page, there, kv_head]
+                        copy(tile, smem.at[stage, here], full.at[stage])
+
+            ring.drain(num_blocks)
+
+        @pl.when(wg == 0)
+        def compute():
+            plgpu.barrier_wait(q_full)
+
+            def step(i, carry):
+                acc, m_i, l_i = carry
+                stage = ring.wait(i)
+                s = logits(q_smem, k_smem.at[stage])
+                #: token = i * block_kv + columns(s)  # Place 3.
+                #: s = jnp.where(token < lens[seq], s, -jnp.inf)
+                # BEGIN SOLUTION
+                token = (first_block + i) * block_kv + columns(s)
+                s = jnp.where((token >= first_token) & (token < lens[seq]), s, -jnp.inf)
+                # END SOLUTION
+                p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2)
+                acc = acc * per_row(alpha, acc.shape)
+                acc = add_product(acc, p.astype(q.dtype), v_smem.at[stage])
+                ring.release(i)
+                return acc, m_i, l_i
+
+            sums = lax.fori_loop(0, num_blocks, step, nothing_seen(head_dim))
+            store(sums, o_smem, o_gmem.at[seq, kv_head])
+
+    return launch(kernel, (q, k_pages, v_pages, tables, lens), block_kv, num_stages)
 
 
-ex13.check_tail(one_unit)
+ex13.check_window(windowed)
