@@ -1,6 +1,17 @@
 """Solutions of chapter 11b's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
 
 TRIED = r"""
+exercise-phases
+  seen(first_q, 64 * wgs) => seen(my_first_q, 64)  # for each block that any of its warpgroups sees
+  my_first_q + 63 - left => my_first_q - left
+  my_first_q + 1) // => my_first_q + 64) //
+  max((my_first_q + 1) // block_kv, first) => (my_first_q + 1) // block_kv
+    && max(-(-max(my_first_q + 63 - left, 0) // block_kv), first), whole_end
+    => -(-max(my_first_q + 63 - left, 0) // block_kv), 999  # none below 0
+  lambda *case: phases(*case)[::-1]  # from the last block on
+  lambda *case: phases(*case[:3], 128, case[4])
+  lambda first_q, wg, wgs, block_kv, left: phases(first_q, wg, 2, block_kv, left)
+  lambda *case: (0, 1, 2)  # five numbers
 exercise-deal
   -steps[tile] => 0  # are possible
   lambda steps, blocks: [list(range(b, len(steps), blocks)) for b in range(blocks)]
@@ -19,24 +30,14 @@ exercise-count
   count = i * steps + step => count = step && steps_done = i * steps => steps_done = jnp.int32(0)
   pl.when(i > 0)(lambda: plgpu.barrier_wait(q_free)) => pass
   count = i * steps + step => count = i * 3 + step && steps_done = i * steps => steps_done = i * 3
-  plgpu.barrier_arrive(q_free) => pass && carry = first_step( => plgpu.barrier_arrive(q_free)\n                carry = first_step(
+  plgpu.barrier_arrive(q_free) => pass
+    && carry = first_step( => plgpu.barrier_arrive(q_free)\n                carry = first_step(
     # while a WGMMA
   num_stages=2 => num_stages=1  # a single stage
   blocks=2 => blocks=12  # several tiles
   div(head, heads), rem(head, heads), pl => 0 * head, rem(head, heads), pl  # there is a race
   LOG2E / math.sqrt(head_dim) => LOG2E / 8.0  # head_dim of 128
   lambda q, k, v: attend_full(q, k, v, block_kv=64)  # NameError
-exercise-phases
-  seen(first_q, 64 * wgs) => seen(my_first_q, 64)  # for each block that any of its warpgroups sees
-  my_first_q + 63 - left => my_first_q - left
-  my_first_q + 1) // => my_first_q + 64) //
-  max((my_first_q + 1) // block_kv, first) => (my_first_q + 1) // block_kv
-    && max(-(-max(my_first_q + 63 - left, 0) // block_kv), first), whole_end
-    => -(-max(my_first_q + 63 - left, 0) // block_kv), 999  # none below 0
-  lambda *case: phases(*case)[::-1]  # from the last block on
-  lambda *case: phases(*case[:3], 128, case[4])
-  lambda first_q, wg, wgs, block_kv, left: phases(first_q, wg, 2, block_kv, left)
-  lambda *case: (0, 1, 2)  # five numbers
 exercise-mask
   num_stages=2 => num_stages=3  # Right.
   kv_head = div(h, heads // k.shape[2]) => kv_head = jnp.minimum(h, k.shape[2] - 1)  # KV head of its own number
@@ -52,6 +53,34 @@ exercise-mask
   LOG2E / math.sqrt(head_dim) => LOG2E / 8.0  # heads of 128
   v_ring.release => v_ring.drain  # AttributeError
 """
+
+
+# %% exercise-phases needs: parameters setup
+def phases(first_q, wg, wgs, block_kv, left):
+    #: return None  # Your code. For a start: my_first_q = first_q + 64 * wg
+    # BEGIN SOLUTION
+    seen = lambda first, num: (
+        max(first - left, 0) // block_kv,
+        -(-(first + num) // block_kv),
+    )
+    my_first_q = first_q + 64 * wg
+    tile_first, tile_end = seen(first_q, 64 * wgs)
+    first, end = seen(my_first_q, 64)
+    whole_end = max((my_first_q + 1) // block_kv, first)
+    whole_first = min(
+        max(-(-max(my_first_q + 63 - left, 0) // block_kv), first), whole_end
+    )
+    return (
+        tile_end - end,
+        end - whole_end,
+        whole_end - whole_first,
+        whole_first - first,
+        first - tile_first,
+    )
+    # END SOLUTION
+
+
+ex11b.check_phases(phases)
 
 
 # %% exercise-deal needs: parameters setup
@@ -149,34 +178,6 @@ def tile_after_tile(q, k, v, *, block_kv=64, num_stages=2, blocks=2):
 
 
 ex11b.check_count(tile_after_tile)
-
-
-# %% exercise-phases needs: parameters setup
-def phases(first_q, wg, wgs, block_kv, left):
-    #: return None  # Your code. For a start: my_first_q = first_q + 64 * wg
-    # BEGIN SOLUTION
-    seen = lambda first, num: (
-        max(first - left, 0) // block_kv,
-        -(-(first + num) // block_kv),
-    )
-    my_first_q = first_q + 64 * wg
-    tile_first, tile_end = seen(first_q, 64 * wgs)
-    first, end = seen(my_first_q, 64)
-    whole_end = max((my_first_q + 1) // block_kv, first)
-    whole_first = min(
-        max(-(-max(my_first_q + 63 - left, 0) // block_kv), first), whole_end
-    )
-    return (
-        tile_end - end,
-        end - whole_end,
-        whole_end - whole_first,
-        whole_first - first,
-        first - tile_first,
-    )
-    # END SOLUTION
-
-
-ex11b.check_phases(phases)
 
 
 # %% exercise-mask needs: parameters setup parts steps rung-1
