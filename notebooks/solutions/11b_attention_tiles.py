@@ -10,7 +10,7 @@ exercise-phases
     => -(-max(my_first_q + 63 - left, 0) // block_kv), 999  # none below 0
   lambda *case: phases(*case)[::-1]  # from the last block on
   lambda *case: phases(*case[:3], 128, case[4])
-  lambda first_q, wg, wgs, block_kv, left: phases(first_q, wg, 2, block_kv, left)
+  lambda first_q, wg, wgs, block_kv, left: phases(first_q, wg, 2, block_kv, left)  # phases(
   lambda *case: (0, 1, 2)  # five numbers
 exercise-deal
   -steps[tile] => 0  # are possible
@@ -29,29 +29,29 @@ exercise-count
   count = i * steps + step => count = i + step
   count = i * steps + step => count = step && steps_done = i * steps => steps_done = jnp.int32(0)
   pl.when(i > 0)(lambda: plgpu.barrier_wait(q_free)) => pass
-  count = i * steps + step => count = i * 3 + step && steps_done = i * steps => steps_done = i * 3
   plgpu.barrier_arrive(q_free) => pass
     && carry = first_step( => plgpu.barrier_arrive(q_free)\n                carry = first_step(
-    # while a WGMMA
+    # reads the stage before its tiles have arrived, or when the next ones may
+  carry = first_step( => plgpu.barrier_arrive(q_free)\n                carry = first_step(
   num_stages=2 => num_stages=1  # a single stage
-  blocks=2 => blocks=12  # several tiles
-  div(head, heads), rem(head, heads), pl => 0 * head, rem(head, heads), pl  # there is a race
+  in_all = batch * => in_all = blocks = batch *  # several tiles
+  div(head, heads), rem(head, heads), pl => 0 * head, rem(head, heads), pl  # never written
   LOG2E / math.sqrt(head_dim) => LOG2E / 8.0  # head_dim of 128
-  lambda q, k, v: attend_full(q, k, v, block_kv=64)  # NameError
 exercise-mask
   num_stages=2 => num_stages=3  # Right.
   kv_head = div(h, heads // k.shape[2]) => kv_head = jnp.minimum(h, k.shape[2] - 1)  # KV head of its own number
-  kv_head = div(h, heads // k.shape[2]) => kv_head = h  # such a KV head
+  kv_head = div(h, heads // k.shape[2]) => kv_head = h  # element
   kv_head = div(h, heads // k.shape[2]) => kv_head = rem(h, k.shape[2])  # take turns at the KV heads
-  kv_head = div(h, heads // k.shape[2]) => kv_head = div(h, 2)
+  kv_head = div(h, heads // k.shape[2]) => kv_head = div(h, 2)  # element
   first_q + more + 64 => first_q + 64  # never visited
   first_q + more, first_key => first_q, first_key  # sees no key
-  first_q + more, first_key => first_q + more - 1, first_key  # at its own position too
+  first_q + more, first_key => first_q + more - 1, first_key
+  first_q + more, first_key => first_q + jnp.where(more > 0, more, 1), first_key  # element
   first_q + more, first_key => first_q + more + 64, first_key  # where is the mask?
   more = k.shape[1] - num_q => more = 128  # 128 queries, 128 keys
   num_stages=2 => num_stages=1  # a single stage
   LOG2E / math.sqrt(head_dim) => LOG2E / 8.0  # heads of 128
-  v_ring.release => v_ring.drain  # AttributeError
+  kv_head = div(h => kv_head = v.size + div(h  # element
 """
 
 
