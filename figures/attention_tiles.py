@@ -44,7 +44,11 @@ PHASES = (  # The tile; its step, or None for all; the caption.
         "In step 1 the diagonal cuts the block for warpgroup 0. Warpgroup 1 needs no mask from here on.",
     ),
     (1, 2, "From step 2 on, all queries of the tile see all keys, so neither warpgroup masks."),
-    (1, 3, "Block 0 is the last step. Both warpgroups have gone through all four steps, so every barrier has its arrivals."),
+    (
+        1,
+        3,
+        "Block 0 is the last step. Both warpgroups went through all four steps: every barrier has its arrivals.",
+    ),
     (2, None, "Tile 2 has six steps. Only its first two differ from the rest, as in every tile."),
 )
 

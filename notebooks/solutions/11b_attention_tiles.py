@@ -24,17 +24,17 @@ exercise-deal
 exercise-count
   num_stages=2 => num_stages=3  # Right.
   plgpu.barrier_arrive(q_free) => pass  # never end
-  steps_done = i * steps => steps_done = jnp.int32(0)  # do the counts go on too, in both roles
+  done = i * steps => done = jnp.int32(0)  # do the counts go on too, in both roles
   count = i * steps + step => count = step
   count = i * steps + step => count = i + step
-  count = i * steps + step => count = step && steps_done = i * steps => steps_done = jnp.int32(0)
+  count = i * steps + step => count = step && done = i * steps => done = jnp.int32(0)
   pl.when(i > 0)(lambda: plgpu.barrier_wait(q_free)) => pass
   plgpu.barrier_arrive(q_free) => pass
     && carry = first_step( => plgpu.barrier_arrive(q_free)\n                carry = first_step(
     # reads the stage before its tiles have arrived, or when the next ones may
   carry = first_step( => plgpu.barrier_arrive(q_free)\n                carry = first_step(
   num_stages=2 => num_stages=1  # a single stage
-  in_all = batch * => in_all = blocks = batch *  # several tiles
+  batch * heads * num_tiles => (blocks := batch * heads * num_tiles)  # several tiles
   div(head, heads), rem(head, heads), pl => 0 * head, rem(head, heads), pl  # never written
   LOG2E / math.sqrt(head_dim) => LOG2E / 8.0  # head_dim of 128
 exercise-mask
@@ -103,9 +103,8 @@ ex11b.check_deal(deal_out)
 def tile_after_tile(q, k, v, *, block_kv=64, num_stages=2, blocks=2):
     """Block b of threads computes tiles b, b + blocks, ... of 64 queries each."""
     batch, tokens, heads, head_dim = q.shape
-    steps, scale_log2 = k.shape[1] // block_kv, LOG2E / math.sqrt(head_dim)
-    num_tiles = tokens // 64
-    in_all = batch * heads * num_tiles
+    steps, num_tiles = k.shape[1] // block_kv, tokens // 64
+    scale_log2, in_all = LOG2E / math.sqrt(head_dim), batch * heads * num_tiles
 
     def kernel(
         q_gmem, k_gmem, v_gmem, o_gmem, q_smem, k_smem, v_smem, q_full, k_full, k_free, v_full, v_free, o_smem, q_free,
@@ -117,7 +116,6 @@ def tile_after_tile(q, k, v, *, block_kv=64, num_stages=2, blocks=2):
         v_ring = Ring(v_full, v_free, num_stages)
 
         def place(i):
-            """(batch, head, rows) of this block's tile i."""
             number = block + i * blocks
             head, tile = div(number, num_tiles), rem(number, num_tiles)
             return div(head, heads), rem(head, heads), pl.ds(tile * 64, 64)
@@ -154,12 +152,11 @@ def tile_after_tile(q, k, v, *, block_kv=64, num_stages=2, blocks=2):
             @pl.loop(0, mine)
             def _(i):
                 b, h, q_rows = place(i)
-                #: steps_done = jnp.int32(0)  # Place 3: the steps of earlier tiles.
+                #: done = jnp.int32(0)  # Place 3: the steps of earlier tiles.
                 # BEGIN SOLUTION
-                steps_done = i * steps
+                done = i * steps
                 # END SOLUTION
-                rings = k_ring, v_ring
-                work = Work(q_smem, k_smem, v_smem, *rings, scale_log2, steps_done)
+                work = Work(q_smem, k_smem, v_smem, k_ring, v_ring, scale_log2, done)
                 one_step = functools.partial(overlapped_step, work, no_mask)
                 plgpu.barrier_wait(q_full)
                 carry = first_step(work, 0, no_mask)
