@@ -1,7 +1,7 @@
-"""Figures of chapter 11b: attention tiles."""
+"""Figures of chapter 11b: tiles and masks."""
 
 from figures._chart import bar, chart, first_free, numbered, tile, tracks
-from figures._draw import BLUE, GREEN, INK, ORANGE, RED, SKY, SOFT, arrow, box, drawing, places, words
+from figures._draw import BLUE, GREEN, INK, ORANGE, RED, SKY, SOFT, places, words
 from figures._stepper import stepper
 from lab import plot
 
@@ -37,14 +37,18 @@ PHASES = (  # The tile; its step, or None for all; the caption.
         None,
         "Tile 1 has 64 queries for each warpgroup. It needs blocks 3 to 0, and blocks 4 and 5 are not loaded.",
     ),
-    (1, 0, "Step 0 is block 3. No query of warpgroup 0 sees its keys, but it waits for the block and gives it back."),
+    (1, 0, "Step 0 is block 3. No query of warpgroup 0 sees its keys, but it waits for the block and releases it."),
     (
         1,
         1,
         "In step 1 the diagonal cuts the block for warpgroup 0. Warpgroup 1 needs no mask from here on.",
     ),
     (1, 2, "From step 2 on, all queries of the tile see all keys, so neither warpgroup masks."),
-    (1, 3, "Block 0 is the last step. Both warpgroups have taken all four steps, so every barrier has its arrivals."),
+    (
+        1,
+        3,
+        "Block 0 is the last step. Both warpgroups went through all four steps: every barrier has its arrivals.",
+    ),
     (2, None, "Tile 2 has six steps. Only its first two differ from the rest, as in every tile."),
 )
 
@@ -88,21 +92,3 @@ def tiles_phases(ax):
                 what = KINDS[kind_of(2 * number + wg, block)][2]
                 words(ax, 4.85, 2.25 - 0.25 * wg, f"warpgroup {wg} {what}", 8.5, ha="left")
         yield caption
-
-
-@drawing(7.6, 2.2)
-def tiles_heads(ax):
-    """The KV head that each query head reads: as many, fewer, one."""
-    cases = ((8, "MHA: 8 and 8"), (2, "GQA: 8 and 2"), (1, "MQA: 8 and 1"))
-    for case, (kv_heads, name) in enumerate(cases):
-        left = 0.2 + 2.55 * case
-        words(ax, left + 1.1, 2.02, name, weight="bold")
-        group, width = 8 // kv_heads, 2.2 / kv_heads
-        for kv_head in range(kv_heads):
-            x = left + kv_head * width
-            box(ax, x + 0.02, 0.25, width - 0.05, 0.35, str(kv_head), colour=ORANGE, size=8, fill=0.3)
-        for head in range(8):
-            x = left + 0.275 * head
-            box(ax, x + 0.02, 1.35, 0.225, 0.35, str(head), colour=BLUE, size=8, fill=0.25)
-            arrow(ax, (x + 0.13, 1.33), (left + (head // group + 0.5) * width, 0.63), SOFT, width=0.9)
-    words(ax, 3.8, 0.08, "above: query heads; below: KV heads", 8, colour=SOFT)
