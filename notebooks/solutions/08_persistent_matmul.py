@@ -34,8 +34,8 @@ exercise-overlap
   plgpu.wait_smem_to_gmem(1, wait_read_only=True) => plgpu.wait_smem_to_gmem(0)  # waits until the tile before
   plgpu.wait_smem_to_gmem(1, wait_read_only=True) => pass  # while TMA may still send
   plgpu.wait_smem_to_gmem(1, wait_read_only=True) => plgpu.wait_smem_to_gmem(2)  # while TMA may still send
-  plgpu.wait_smem_to_gmem(0)\n\n    return => pass\n\n    return  # the block ends while TMA
-  plgpu.wait_smem_to_gmem(0)\n\n    return => plgpu.wait_smem_to_gmem(1)\n\n    return  # the block ends while TMA
+  plgpu.wait_smem_to_gmem(0)\n\n    shape => pass\n\n    shape  # the block ends while TMA
+  plgpu.wait_smem_to_gmem(0)\n\n    shape => plgpu.wait_smem_to_gmem(1)\n\n    shape  # the block ends while TMA
   o_smem.at[lax.rem(turn, 2)] => o_smem.at[0]  # while TMA may still send
   plgpu.commit_smem() => pass  # commit
   plgpu.copy_smem_to_gmem(o_stage, o_gmem.at[place(turn)]) =>
@@ -130,7 +130,8 @@ def persistent(a, b, num_blocks=4, tile=(64, 128), num_stages=2):
                 plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[place(turn)])
                 plgpu.wait_smem_to_gmem(0)
 
-    return launch(kernel, a, b, tile, num_blocks, num_stages, tile, num_compute=1)
+    shape = dict(num_compute=1, o_shape=tile)
+    return launch(kernel, a, b, tile, num_blocks, num_stages, **shape)
 
 
 ex08.check_persistent(persistent)
@@ -195,7 +196,8 @@ def overlapping(a, b, num_blocks=4, tile=(64, 128), num_stages=2):
             plgpu.wait_smem_to_gmem(0)
             # END SOLUTION
 
-    return launch(kernel, a, b, tile, num_blocks, num_stages, (2, *tile), num_compute=1)
+    shape = dict(num_compute=1, o_shape=(2, *tile))
+    return launch(kernel, a, b, tile, num_blocks, num_stages, **shape)
 
 
 ex08.check_overlap(overlapping)
