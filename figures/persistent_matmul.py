@@ -80,9 +80,9 @@ def schedule(persistent: bool, overlap: bool) -> list[tuple[str, float, float]]:
 
 @chart(height=5.7, nrows=3, sharex=True)
 def persistent_loop(axes):
-    """One SM and three tiles: a block a tile, one block that loops, and one that stores while it multiplies."""
+    """One SM and three tiles: a block per tile, one block that loops, and one that stores while it multiplies."""
     cases = (
-        (False, False, "one block a tile: each starts, and loads its first steps, while nothing multiplies"),
+        (False, False, "one block per tile: each starts, and loads its first steps, while nothing multiplies"),
         (True, False, "persistent: the next tile's first steps are loaded during the store; the store is waited for"),
         (True, True, "persistent, the store overlapped: the write to o goes on during the next tile's products"),
     )
@@ -109,16 +109,16 @@ def _column(ax, x, place, what):
 
 @drawing(7.8, 2.85)
 def persistent_store(ax):
-    """The way out: pieces of the sums are rounded, in turn, into two slots, from where TMA takes them to o."""
+    """The way out: pieces of the sums are rounded, in turn, into two stages, from where TMA takes them to o."""
     _column(ax, 1.55, "registers of a compute warpgroup", "64 x 256 float32: 64 KB")
     pieces = (SOFT, "read"), (ORANGE, "being read"), (GREEN, "rounding"), (BLUE, "next")
     for piece, (colour, text) in enumerate(pieces):
         x = 0.25 + 0.66 * piece
         box(ax, x, 0.95, 0.6, 1.0, f"piece\n{piece}", colour=colour, size=8.5)
         words(ax, x + 0.3, 0.75, text, 7.5, colour=colour)
-    _column(ax, 4.4, "shared memory", "2 slots of 8 KB a warpgroup")
-    box(ax, 3.75, 1.63, 1.3, 0.55, "slot 0: piece 2", colour=GREEN, size=8.5)
-    box(ax, 3.75, 0.9, 1.3, 0.55, "slot 1: piece 1", colour=ORANGE, size=8.5)
+    _column(ax, 4.4, "shared memory", "2 stages of 8 KB per warpgroup")
+    box(ax, 3.75, 1.63, 1.3, 0.55, "stage 0: piece 2", colour=GREEN, size=8.5)
+    box(ax, 3.75, 0.9, 1.3, 0.55, "stage 1: piece 1", colour=ORANGE, size=8.5)
     _column(ax, 6.8, "o in HBM, by way of L2", "64 x 256 bfloat16: 32 KB")
     for piece, (colour, fill) in enumerate(((ORANGE, 0.3), (ORANGE, 0.15), (SKY, 0.05), (SKY, 0.05))):
         box(ax, 6.05 + 0.38 * piece, 0.95, 0.36, 1.2, f"{piece}", colour=colour, size=8.5, fill=fill)
@@ -127,8 +127,8 @@ def persistent_store(ax):
     words(ax, 3.2, 2.2, "round, write", 8, colour=GREEN)
     arrow(ax, (5.05, 1.17), (6.05, 1.17), ORANGE, "TMA reads", offset=(-0.02, 0.13))
     text = (
-        "1. wait_smem_to_gmem(1, wait_read_only=True): TMA has read piece 0; piece 1 may still be in its slot.\n"
-        "2. Piece 2 is rounded into slot 0. 3. commit_smem, and its copy starts. Then slot 1, piece 3."
+        "1. wait_smem_to_gmem(1, wait_read_only=True): TMA has read piece 0; piece 1 may still be in its stage.\n"
+        "2. Piece 2 is rounded into stage 0. 3. commit_smem, and its copy starts. Then stage 1, piece 3."
     )
     words(ax, 3.9, 0.34, text, 8)
 
@@ -155,7 +155,7 @@ def persistent_order(axes):
         ax.set_xticks((1, 33, 63), (0, 16, 31))
         ax.grid(visible=False)
     axes[0].set_ylabel("row of tiles")
-    axes[1].set_xlabel("column of tiles (twice as wide); circles: the tiles of block 0, one a wave")
+    axes[1].set_xlabel("column of tiles (twice as wide); circles: the tiles of block 0, one per wave")
 
 
 @drawing(7.8, 4.0)
@@ -191,7 +191,7 @@ def persistent_cluster(ax):
 def persistent_split(axes):
     """Three tiles with a long K on eight SMs: whole, split in two parts, and cut wherever an SM's share ends."""
     cases = (
-        ("a block a tile: 3 of 8 SMs, 16 steps", 16),
+        ("one block per tile: 3 of 8 SMs, 16 steps", 16),
         ("split_k=2: 6 of 8 SMs, 8 steps, then 2 parts are added", 8),
         ("stream-K: 8 of 8 SMs, 6 steps; tiles are cut where a share ends", 6),
     )
@@ -207,39 +207,6 @@ def persistent_split(axes):
         tracks(ax, numbered("tile", 3), title, grid=False)
         ax.set(xlim=(0, steps), ylim=(2.5, -0.5), xticks=range(0, steps + 1, 4))
     axes[-1].set_xlabel("steps of K")
-
-
-TAIL_TILES, SPLIT = 8, 3
-
-
-def tiles_of_sms(split: int) -> list[tuple[int, float, float, str]]:
-    """(SM, start, length, text) of each tile; those of the last wave are cut into `split`."""
-    whole = TAIL_TILES // FEW_SMS * FEW_SMS if split > 1 else TAIL_TILES
-    shown = [(i % FEW_SMS, float(i // FEW_SMS), 1.0, f"tile {i}") for i in range(whole)]
-    for i in range((TAIL_TILES - whole) * split):
-        tile, part = divmod(i, split)
-        start = whole / FEW_SMS + i // FEW_SMS / split
-        shown.append((i % FEW_SMS, start, 1 / split, f"{whole + tile}{'abc'[part]}"))
-    return shown
-
-
-@chart(height=2.6, ncols=2, sharey=True)
-def persistent_tail(axes):
-    """The last wave of tiles on a few SMs: whole, and cut into narrower tiles for the SMs that would idle."""
-    titles = f"{TAIL_TILES} whole tiles on {FEW_SMS} SMs", f"tail_split={SPLIT}: the last 2 tiles, each in {SPLIT}"
-    for ax, split, title in zip(axes, (1, SPLIT), titles, strict=True):
-        shown = tiles_of_sms(split)
-        for sm, start, length, text in shown:
-            colour, ink = (BLUE, plot.CARD) if start < 1 else (SKY, INK)
-            tile(ax, start, sm - 0.42, length - 0.03, 0.84, colour, text, ink=ink)
-        end = max(start + length for _, start, length, _ in shown)
-        for sm in range(FEW_SMS):
-            busy = max(start + length for other, start, length, _ in shown if other == sm)
-            if busy < end:
-                tile(ax, busy, sm - 0.42, end - busy, 0.84, plot.FAINT, hatch="//")
-        ax.axvline(end, color=RED, linewidth=1.2)
-        tracks(ax, numbered("SM", FEW_SMS), title, grid=False)
-        ax.set(xlim=(0, 2.05), xticks=(0, 1, 2), xlabel="time, in whole tiles")
 
 
 SMALL, TOGETHER = (8, 16), 16  # Tiles of o along M and N; tiles that are computed at the same time.
@@ -316,7 +283,7 @@ LOOP = (  # Turns that have ended; turns that run; the tail's parts; the caption
         3,
         3,
         3,
-        "A later section cuts each of the last two tiles into three, so that no SM idles: tail_split=3.",
+        "The package can cut each of the last two tiles into three, and then no SM idles: tail_split=3.",
     ),
 )
 

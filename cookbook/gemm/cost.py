@@ -3,7 +3,7 @@
 
 The model has one term for each thing that can bound a kernel, in microseconds: the tensor cores, the copies into shared
 memory, the latency that the ring must hide, the stores, the sums of parts of K, HBM. Its constants were fitted to
-measured times of many configurations (`python -m bench.fit_cost`); chapter 8 shows predicted beside measured times.
+measured times of many configurations (`python -m bench.fit_cost`); chapter 8 shows what it chooses.
 """
 
 import dataclasses

@@ -1,17 +1,17 @@
-"""Chapter 8's exercises: the busy share of the SMs, a persistent kernel, a multicast, and a split of K."""
+"""Chapter 8's exercises: the busy share of the SMs, a persistent kernel, a store that overlaps, and a multicast."""
 
 import functools
+import itertools
 import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from exercises import judge
 from exercises.judge import NotYet, checker, normal, require_answers, require_close, run_kernel, speed, wide
 
 import cookbook
 
-# (m, n, tile, num_sms, cluster) of exercise 2.
+# (m, n, tile, num_sms, cluster) of exercise 1.
 SHARE_CASES = [
     (4096, 4096, (128, 256), 132, 1), (4096, 4352, (128, 256), 132, 1), (8192, 8192, (128, 128), 132, 2),
     (512, 512, (128, 256), 132, 1), (4100, 4096, (128, 256), 132, 1), (4224, 1000, (128, 256), 132, 2),
@@ -19,10 +19,13 @@ SHARE_CASES = [
     (640, 384, (128, 128), 6, 4),
 ]  # fmt: skip
 
+# ((m, k, n), blocks) of the kernels: 6 tiles on 4 blocks, 3 on 2, 7 on 2.
+GRIDS = (((128, 192, 384), 4), ((192, 128, 128), 2), ((64, 320, 896), 2))
+
 
 @checker
 def check_busy_share(answer) -> str:
-    """Exercise 2: `answer(m, n, tile, num_sms, cluster)` is the share of the SMs' time in which they compute tiles."""
+    """Exercise 1: `answer(m, n, tile, num_sms, cluster)` is the share of the SMs' time in which they compute tiles."""
     likely = (
         (lambda *case: 100 * _share(*case), "A share is at most 1: no percentages."),
         (lambda *case: 1 - _share(*case), "That is the share in which they idle."),
@@ -39,22 +42,83 @@ def check_busy_share(answer) -> str:
 
 @checker
 def check_persistent(answer) -> str:
-    """Exercise 1: `answer(a, b, blocks)` is a @ b, computed by a grid of that many blocks."""
-    for shape, blocks in (((128, 192, 384), 4), ((192, 128, 128), 2)):
-        a, b = normal(1, shape[:2], jnp.bfloat16), normal(2, shape[1:], jnp.bfloat16)
-        fn = functools.partial(answer, blocks=blocks)
-        if (grid := _grid(fn, a, b)) != blocks:
-            raise NotYet(f"for blocks={blocks} the kernel launches {grid} blocks: it must be a grid of {blocks}")
-        out = run_kernel(fn, a, b, in_flight=2)
-        require_close(out, wide(a) @ wide(b), 0.02, f"{shape} on {blocks} blocks")
+    """Exercise 2: `answer(a, b, num_blocks)` is a @ b, computed by a grid of that many blocks."""
+    for shape, num_blocks in GRIDS:
+        played = _play_and_compare(answer, shape, num_blocks)
+        _require_own_tiles(played, shape, num_blocks)
+        _require_ahead(played, shape[1] // 64)
     large = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
-    ours = functools.partial(answer, blocks=132)
+    ours = functools.partial(answer, num_blocks=132)
     return "Each block takes every tile that is its own." + speed(ours, cookbook.matmul, large, large)
 
 
 @checker
+def check_overlap(answer) -> str:
+    """Exercise 3: `answer(a, b, num_blocks)` is a @ b; a tile is stored while the next one is computed."""
+    for shape, num_blocks in GRIDS:
+        played = _play_and_compare(answer, shape, num_blocks)
+        _require_ahead(played, shape[1] // 64)
+        for block in itertools.chain.from_iterable(played):
+            stores = [event for event in block.events if event.kind == "store"]
+            if any(first.end & second.known for first, second in itertools.pairwise(stores)):
+                raise NotYet(
+                    "a tile is stored only after the block waits until the tile before has left shared memory: there "
+                    "are two stages, so wait for the tile that was in this one"
+                )
+    large = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    ours = functools.partial(answer, num_blocks=132)
+    said = "Each stage is stored into once TMA has read it, and nobody waits for more than that."
+    return said + speed(ours, cookbook.matmul, large, large)
+
+
+def _play_and_compare(answer, shape, num_blocks: int):
+    """The kernel of `answer`, played, once its grid and its product are right."""
+    a, b = normal(1, shape[:2], jnp.bfloat16), normal(2, shape[1:], jnp.bfloat16)
+    fn = functools.partial(answer, num_blocks=num_blocks)
+    played = judge.require_order_of(fn, a, b)
+    if (grid := _grid(fn, a, b)) != num_blocks:
+        raise NotYet(
+            f"for num_blocks={num_blocks} the kernel launches {grid} blocks: it must be a grid of {num_blocks}"
+        )
+    if any(block.is_sending for block in itertools.chain.from_iterable(played)):
+        raise NotYet(
+            "the block ends while TMA may still send from its shared memory, which then belongs to another block: wait "
+            "for the last stores after the loop"
+        )
+    out = run_kernel(fn, a, b, in_flight=2)
+    require_close(out, wide(a) @ wide(b), 0.02, f"{shape} on {num_blocks} blocks")
+    return played
+
+
+def _require_own_tiles(played, shape, num_blocks: int) -> None:
+    """Raises NotYet if a block computes more tiles than are its own: TMA cuts off what lies beyond the result."""
+    m, k, n = shape
+    tiles = _cdiv(m, 64) * _cdiv(n, 128)
+    indices = dict.fromkeys((0, num_blocks // 2, num_blocks - 1))  # Those that are played.
+    for index, block in zip(indices, itertools.chain.from_iterable(played), strict=True):
+        computed = sum(event.kind == "product" for event in block.events) // (k // 64)
+        if computed > (own := _cdiv(tiles - index, num_blocks)):
+            raise NotYet(
+                f"{shape} on {num_blocks} blocks: block {index} computes {computed} tiles, and {own} "
+                f"{'is' if own == 1 else 'are'} its own: those beyond the result are time lost"
+            )
+
+
+def _require_ahead(played, num_steps: int) -> None:
+    """Raises NotYet if a block loads nothing of a tile before all products of the tile before it have ended."""
+    for block in itertools.chain.from_iterable(played):
+        loads, products = ([event for event in block.events if event.kind == kind] for kind in ("load", "product"))
+        for next_tile in range(num_steps, len(products), num_steps):
+            if products[next_tile - 1].end & loads[2 * next_tile].known:
+                raise NotYet(
+                    "the memory warpgroup waits for the end of a tile before it loads the next one: let it run ahead, "
+                    "as far as the ring has stages"
+                )
+
+
+@checker
 def check_multicast(answer) -> str:
-    """Exercise 3: `answer(cluster, row, col, block)` lists the copies of one step: (operand, panel, shared)."""
+    """Exercise 4: `answer(cluster, row, col, block)` lists the copies of one step: (operand, panel, shared)."""
 
     def copies(cluster, row, col, block):
         along = cluster == (2, 1)  # Two rows of tiles and one column: B's panel is the same.
@@ -77,25 +141,6 @@ def check_multicast(answer) -> str:
     return "Both blocks name the same panel in the copy that they share, and only in that."
 
 
-@checker
-def check_split(answer) -> str:
-    """Exercise 4: `answer(a, b, split)` holds the sums over parts of K: part p has every split-th step, from p on."""
-    for (m, k, n), split in (((64, 576, 256), 3), ((64, 384, 128), 2)):  # Three steps: the ring of two goes round.
-        a, b = normal(3, (m, k), jnp.bfloat16), normal(4, (k, n), jnp.bfloat16)
-        out = run_kernel(functools.partial(answer, split=split), a, b, in_flight=2)
-        a, b = wide(a, b)
-        exact = np.einsum("mtsk,tskn->smn", a.reshape(m, -1, split, 64), b.reshape(-1, split, 64, n))
-        parts = np.einsum("msk,skn->smn", a.reshape(m, split, -1), b.reshape(split, -1, n))
-        first = np.repeat(parts[:1], split, axis=0)
-        likely = (
-            (first, "every part is the sum over the first steps of K: the slices of K must move with the part"),
-            (parts, "these parts are contiguous: part p takes every split-th step, from p on"),
-            (np.repeat((a @ b)[None], split, axis=0), "this is the sum over all of K: each part has its own steps"),
-        )
-        require_close(out, exact, 1e-3, f"({m}, {k}, {n}) in {split} parts", likely)
-    return "More blocks than tiles, and an order of the sum that is yours to fix."
-
-
 def _grid(fn, *args) -> int:
     """Number of blocks of the kernel that `fn` launches."""
     found = judge.equations(judge.jaxpr_of(fn, *args))
@@ -112,7 +157,7 @@ def _share_case(rng):
 
 
 def _share(m, n, tile, num_sms, cluster, *, tiles_up=True, waves_up=True, clusters_up=True, rest_idles=True) -> float:
-    """The right answer of exercise 2, and with other keywords the likely wrong ones."""
+    """The right answer of exercise 1, and with other keywords the likely wrong ones."""
     rows, columns = (_cdiv(size, t) if tiles_up else size / t for size, t in zip((m, n), tile, strict=True))
     clusters = (math.ceil(rows / cluster) if clusters_up else rows / cluster) * columns
     at_once = num_sms // cluster

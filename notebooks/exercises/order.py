@@ -30,8 +30,8 @@ class Event:
     wg: int
     shape: tuple[int, ...]  # The shape of the copied tile, or of the product; () of a wait.
     start: int = 0  # A bit of a product: whoever has it among what it knows comes after the start.
-    known: int = 0  # All that its warpgroup knew when it started the product or load.
-    end: int = 0  # Bits of what ends with the product or load: whoever knows one of them comes after the end.
+    known: int = 0  # All that its warpgroup knew when it started the product, load or store.
+    end: int = 0  # Bits of what ends with it: whoever knows one of them comes after the end.
 
 
 @dataclasses.dataclass
@@ -44,6 +44,7 @@ class Block:
     fault: str | None = None  # The first that comes too early.
     is_whole: bool = True  # Whether it was played to its end.
     is_left_over: bool = False  # Whether a barrier has completed for nobody at its end.
+    is_sending: bool = False  # Whether TMA may still send from its shared memory at its end.
 
     def count(self, kind: str) -> int:
         return sum(event.kind == kind for event in self.events)
@@ -95,6 +96,7 @@ class _Play:
             self.block.is_whole = False
         ends = [barrier for ref in self.refs for barrier in ref.barriers.values()]
         self.block.is_left_over = any(len(x.phases) > max(x.seen.values(), default=0) for x in ends)
+        self.block.is_sending = any(any(wg.sent) for wg in wgs)
         return self.block
 
     def _land(self):
@@ -244,8 +246,10 @@ class _Warpgroup:
         if rest and rest[0] is UNKNOWN:
             raise Unsure
         if all(rest):
-            self.sent[-1] += self._read(view, "store")
-            self.play.block.events.append(Event("store", self.index, view.shape if view else ()))
+            reads, known = self._read(view, "store"), self.known
+            self.sent[-1] += reads
+            shape, end = view.shape if view else (), sum(read.bit for read in reads)
+            self.play.block.events.append(Event("store", self.index, shape, known=known, end=end))
         if equation.params["commit_group"]:
             self.sent.append([])
 

@@ -1,16 +1,7 @@
 """Solutions of chapter 8's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
 
 TRIED = r"""
-exercise-persistent
-  block + turn * blocks => block + turn  # the
-  turn * steps + step => step
-  grid=(blocks,) => grid=(2 * blocks,)  # must be a grid of 4
-  + blocks - 1, blocks) => , blocks)  # the
-  plgpu.wgmma_wait(0)\n                        ring.release(number(turn, step))
-    => ring.release(number(turn, step))\n                        plgpu.wgmma_wait(0)
-    # a copy starts while a WGMMA of another warpgroup may still read
-  stages=2 => stages=1  # this is no ring
-exercise-1
+exercise-waves
   return rows * columns / (waves * num_sms) => return np.float64(rows * columns) / (waves * num_sms)  # Right.
   lambda *case: 100 * busy_share(*case)  # no percentages
   lambda *case: 1 - busy_share(*case)  # they idle
@@ -21,6 +12,37 @@ exercise-1
   math.ceil(rows / cluster) => (rows / cluster)  # a cluster of its own
   waves * num_sms => waves * (num_sms // cluster * cluster)  # no cluster fits on
   lambda *case: 1.0  # Count the tiles
+exercise-persistent
+  block + turn * num_blocks => block + turn  # the
+  turn * num_steps + step => step
+  launch(kernel, a, b, tile, num_blocks, => launch(kernel, a, b, tile, 2 * num_blocks,  # must be a grid of 4
+  - block + num_blocks - 1, num_blocks) => - block, num_blocks)  # the
+  - block + num_blocks - 1, num_blocks) => + num_blocks - 1, num_blocks)  # computes 2 tiles
+  lax.div(num_tiles - block + num_blocks - 1, num_blocks) => lax.div(9 - block, 4)  # time lost
+  plgpu.wgmma_wait(0)\n                        ring.release(count(turn, step))
+    => ring.release(count(turn, step))\n                        plgpu.wgmma_wait(0)
+    # a copy starts while a WGMMA of another warpgroup may still read
+  num_stages=2 => num_stages=1  # this is no ring
+  return turn * num_steps + step => return step && filled.at[stage])\n\n            ring.drain(turns * num_steps)
+    => filled.at[stage])\n\n                ring.drain(num_steps)  # before it loads the next one
+  return turn * num_steps + step => return step  # the
+  plgpu.wait_smem_to_gmem(0) => pass  # while TMA may still send
+  lambda a, b, num_blocks: a @ b  # must be a kernel
+  lambda a, b, num_blocks: cookbook.matmul(a, b)  # the package's
+exercise-overlap
+  plgpu.wait_smem_to_gmem(1, wait_read_only=True) => plgpu.wait_smem_to_gmem(1)  # Right.
+  plgpu.wait_smem_to_gmem(1, wait_read_only=True) => plgpu.wait_smem_to_gmem(0)  # waits until the tile before
+  plgpu.wait_smem_to_gmem(1, wait_read_only=True) => pass  # while TMA may still send
+  plgpu.wait_smem_to_gmem(1, wait_read_only=True) => plgpu.wait_smem_to_gmem(2)  # while TMA may still send
+  plgpu.wait_smem_to_gmem(0)\n\n    shape => pass\n\n    shape  # the block ends while TMA
+  plgpu.wait_smem_to_gmem(0)\n\n    shape => plgpu.wait_smem_to_gmem(1)\n\n    shape  # the block ends while TMA
+  o_smem.at[lax.rem(turn, 2)] => o_smem.at[0]  # while TMA may still send
+  plgpu.commit_smem() => pass  # commit
+  plgpu.copy_smem_to_gmem(o_stage, o_gmem.at[place(turn)]) =>
+    plgpu.copy_smem_to_gmem(o_stage, o_gmem.at[place(turn)])\n                plgpu.wait_smem_to_gmem(0)
+    # waits until the tile before
+  num_stages=2 => num_stages=1  # this is no ring
+  block + turn * num_blocks => block + turn  # the
 exercise-multicast
   if cluster == (2, 1): => if False:  # gets half of a neighbour's
   if cluster == (2, 1): => if True:
@@ -28,108 +50,10 @@ exercise-multicast
   ("b", col, True) => ("b", col, not block)  # waits for ever
   lambda *case: [("a", 0, True)]  # A step has a copy
   lambda *case: [("a", 0, False), ("b", 0, True)]  # Each block needs the panels of its own tile
-exercise-split
-  (step * split + part) * TILE_K => step * TILE_K  # must move with the part
-  (step * split + part) * TILE_K => (part * steps + step) * TILE_K  # these parts are contiguous
-  o_gmem.at[part, rows, cols] => o_gmem.at[0, rows, cols]  # race
-  TILE_K // split, (tiles * split,) => TILE_K // split, (tiles,)  # never written
-  plgpu.wgmma_wait(0) => plgpu.wgmma_wait(1)  # a copy starts while the last WGMMA may still read the stage
-  pl.loop(0, min(stages, steps))(load) => && pl.when(step + stages < steps)(lambda: load(step + stages)) =>
-    && plgpu.barrier_wait(loaded => load(step)\n                plgpu.barrier_wait(loaded
-    # a ring of 2 stages is used as if it had 1
 """
 
 
-# %% exercise-persistent needs: parameters setup
-def persistent(a, b, blocks=4, stages=2, tile=(64, 128)):
-    tile_m, tile_n = tile
-    grid_n, steps = b.shape[1] // tile_n, a.shape[1] // TILE_K
-
-    def body(a_gmem, b_gmem, o_gmem, a_smem, b_smem, o_smem, filled, freed):
-        ring, block = Ring(filled, freed, stages), lax.axis_index("block")
-        #: turns = 1
-        # BEGIN SOLUTION
-        turns = lax.div(a.shape[0] // tile_m * grid_n - block + blocks - 1, blocks)
-        # END SOLUTION
-
-        def place(turn):
-            #: index = block
-            # BEGIN SOLUTION
-            index = block + turn * blocks
-            # END SOLUTION
-            return pl.ds(lax.div(index, grid_n) * tile_m, tile_m), pl.ds(
-                lax.rem(index, grid_n) * tile_n, tile_n
-            )
-
-        def number(turn, step):  # The ring counts steps.
-            #: return step
-            # BEGIN SOLUTION
-            return turn * steps + step
-            # END SOLUTION
-
-        @pl.when(lax.axis_index("role") == 1)
-        def memory():
-            @pl.loop(0, turns)
-            def _(turn):
-                rows, cols = place(turn)
-
-                @pl.loop(0, steps)
-                def _(step):
-                    slot, ks = (
-                        ring.acquire(number(turn, step)),
-                        pl.ds(step * TILE_K, TILE_K),
-                    )
-                    plgpu.copy_gmem_to_smem(
-                        a_gmem.at[rows, ks], a_smem.at[slot], filled.at[slot]
-                    )
-                    plgpu.copy_gmem_to_smem(
-                        b_gmem.at[ks, cols], b_smem.at[slot], filled.at[slot]
-                    )
-
-            ring.drain(turns * steps)
-
-        @pl.when(lax.axis_index("role") == 0)
-        def compute():
-            @pl.loop(0, turns)
-            def _(turn):
-                def multiply(acc):
-                    @pl.loop(0, steps)
-                    def _(step):
-                        slot = ring.wait(number(turn, step))
-                        plgpu.wgmma(acc, a_smem.at[slot], b_smem.at[slot])
-                        plgpu.wgmma_wait(0)
-                        ring.release(number(turn, step))
-
-                    return acc[...]
-
-                o_smem[...] = pl.run_scoped(
-                    multiply, plgpu.ACC(tile, jnp.float32)
-                ).astype(o_smem.dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[place(turn)])
-                plgpu.wait_smem_to_gmem(0)
-
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((a.shape[0], b.shape[1]), a.dtype),
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=2,
-        thread_name="role",
-        scratch_types=[
-            plgpu.SMEM((stages, tile_m, TILE_K), a.dtype),
-            plgpu.SMEM((stages, TILE_K, tile_n), b.dtype),
-            plgpu.SMEM(tile, a.dtype),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=1, num_barriers=stages),
-        ],
-    )(a, b)
-
-
-ex08.check_persistent(persistent)
-
-
-# %% exercise-1 needs: parameters setup
+# %% exercise-waves needs: parameters setup
 def busy_share(m, n, tile, num_sms, cluster):
     #: return None  # Your code.
     # BEGIN SOLUTION
@@ -141,6 +65,142 @@ def busy_share(m, n, tile, num_sms, cluster):
 
 
 ex08.check_busy_share(busy_share)
+
+
+# %% exercise-persistent needs: parameters setup launch
+def persistent(a, b, num_blocks=4, tile=(64, 128), num_stages=2):
+    (tile_m, tile_n), num_steps = tile, a.shape[1] // TILE_K
+    grid_n = b.shape[1] // tile_n
+
+    def kernel(a_gmem, b_gmem, o_gmem, a_smem, b_smem, o_smem, filled, freed):
+        wg, block = lax.axis_index("wg"), lax.axis_index("block")
+        ring = Ring(filled, freed, num_stages)
+        #: turns = 1  # How many tiles this block computes.
+        # BEGIN SOLUTION
+        num_tiles = a.shape[0] // tile_m * grid_n
+        turns = lax.div(num_tiles - block + num_blocks - 1, num_blocks)
+        # END SOLUTION
+
+        def place(turn):
+            #: tile = block
+            # BEGIN SOLUTION
+            tile = block + turn * num_blocks
+            # END SOLUTION
+            row, col = lax.div(tile, grid_n) * tile_m, lax.rem(tile, grid_n) * tile_n
+            return pl.ds(row, tile_m), pl.ds(col, tile_n)
+
+        def count(turn, step):  # The ring numbers steps.
+            #: return step
+            # BEGIN SOLUTION
+            return turn * num_steps + step
+            # END SOLUTION
+
+        @pl.when(wg == 1)
+        def load():
+            @pl.loop(0, turns)
+            def _(turn):
+                rows, cols = place(turn)
+
+                @pl.loop(0, num_steps)
+                def _(step):
+                    stage = ring.acquire(count(turn, step))
+                    depth = pl.ds(step * TILE_K, TILE_K)
+                    copy(a_gmem.at[rows, depth], a_smem.at[stage], filled.at[stage])
+                    copy(b_gmem.at[depth, cols], b_smem.at[stage], filled.at[stage])
+
+            ring.drain(turns * num_steps)
+
+        @pl.when(wg == 0)
+        def compute():
+            @pl.loop(0, turns)
+            def _(turn):
+                def add_up(acc):
+                    @pl.loop(0, num_steps)
+                    def _(step):
+                        stage = ring.wait(count(turn, step))
+                        plgpu.wgmma(acc, a_smem.at[stage], b_smem.at[stage])
+                        plgpu.wgmma_wait(0)
+                        ring.release(count(turn, step))
+
+                    return acc[...]
+
+                values = pl.run_scoped(add_up, plgpu.ACC(tile))
+                o_smem[...] = values.astype(o_smem.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[place(turn)])
+                plgpu.wait_smem_to_gmem(0)
+
+    shape = dict(num_compute=1, o_shape=tile)
+    return launch(kernel, a, b, tile, num_blocks, num_stages, **shape)
+
+
+ex08.check_persistent(persistent)
+
+
+# %% exercise-overlap needs: parameters setup launch
+def overlapping(a, b, num_blocks=4, tile=(64, 128), num_stages=2):
+    (tile_m, tile_n), num_steps = tile, a.shape[1] // TILE_K
+    grid_m, grid_n = a.shape[0] // tile_m, b.shape[1] // tile_n
+
+    def kernel(a_gmem, b_gmem, o_gmem, a_smem, b_smem, o_smem, filled, freed):
+        wg, block = lax.axis_index("wg"), lax.axis_index("block")
+        ring = Ring(filled, freed, num_stages)
+        turns = lax.div(grid_m * grid_n - block + num_blocks - 1, num_blocks)
+
+        def place(turn):
+            tile = block + turn * num_blocks
+            row, col = lax.div(tile, grid_n) * tile_m, lax.rem(tile, grid_n) * tile_n
+            return pl.ds(row, tile_m), pl.ds(col, tile_n)
+
+        @pl.when(wg == 1)
+        def load():
+            @pl.loop(0, turns)
+            def _(turn):
+                rows, cols = place(turn)
+
+                @pl.loop(0, num_steps)
+                def _(step):
+                    stage = ring.acquire(turn * num_steps + step)
+                    depth = pl.ds(step * TILE_K, TILE_K)
+                    copy(a_gmem.at[rows, depth], a_smem.at[stage], filled.at[stage])
+                    copy(b_gmem.at[depth, cols], b_smem.at[stage], filled.at[stage])
+
+            ring.drain(turns * num_steps)
+
+        @pl.when(wg == 0)
+        def compute():
+            @pl.loop(0, turns)
+            def _(turn):
+                def add_up(acc):
+                    @pl.loop(0, num_steps)
+                    def _(step):
+                        stage = ring.wait(turn * num_steps + step)
+                        plgpu.wgmma(acc, a_smem.at[stage], b_smem.at[stage])
+                        plgpu.wgmma_wait(0)
+                        ring.release(turn * num_steps + step)
+
+                    return acc[...]
+
+                values = pl.run_scoped(add_up, plgpu.ACC(tile))
+                #: o_stage = o_smem.at[0]
+                # BEGIN SOLUTION
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                o_stage = o_smem.at[lax.rem(turn, 2)]
+                # END SOLUTION
+                o_stage[...] = values.astype(o_stage.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(o_stage, o_gmem.at[place(turn)])
+                #: plgpu.wait_smem_to_gmem(0)
+                # BEGIN SOLUTION
+
+            plgpu.wait_smem_to_gmem(0)
+            # END SOLUTION
+
+    shape = dict(num_compute=1, o_shape=(2, *tile))
+    return launch(kernel, a, b, tile, num_blocks, num_stages, **shape)
+
+
+ex08.check_overlap(overlapping)
 
 
 # %% exercise-multicast needs: parameters setup
@@ -157,73 +217,3 @@ def copies(cluster, row, col, block):
 
 
 ex08.check_multicast(copies)
-
-
-# %% exercise-split needs: parameters setup
-def split_product(a, b, split=3, stages=2, tile=(64, 128)):
-    tile_m, tile_n = tile
-    grid_n = b.shape[1] // tile_n
-    tiles = a.shape[0] // tile_m * grid_n
-    #: steps, grid = a.shape[1] // TILE_K, (tiles,)
-    # BEGIN SOLUTION
-    steps, grid = a.shape[1] // TILE_K // split, (tiles * split,)
-    # END SOLUTION
-
-    def body(a_gmem, b_gmem, o_gmem, a_smem, b_smem, o_smem, loaded):
-        #: part, index = 0, lax.axis_index("block")
-        # BEGIN SOLUTION
-        part, index = (
-            f(lax.axis_index("block"), jnp.int32(tiles)) for f in (lax.div, lax.rem)
-        )
-        # END SOLUTION
-        rows, cols = (
-            pl.ds(lax.div(index, grid_n) * tile_m, tile_m),
-            pl.ds(lax.rem(index, grid_n) * tile_n, tile_n),
-        )
-
-        def load(step):
-            slot = lax.rem(step, stages)
-            #: ks = pl.ds(step * TILE_K, TILE_K)
-            # BEGIN SOLUTION
-            ks = pl.ds((step * split + part) * TILE_K, TILE_K)
-            # END SOLUTION
-            plgpu.copy_gmem_to_smem(
-                a_gmem.at[rows, ks], a_smem.at[slot], loaded.at[slot]
-            )
-            plgpu.copy_gmem_to_smem(
-                b_gmem.at[ks, cols], b_smem.at[slot], loaded.at[slot]
-            )
-
-        def multiply(acc):
-            pl.loop(0, min(stages, steps))(load)
-
-            @pl.loop(0, steps)
-            def _(step):
-                slot = lax.rem(step, stages)
-                plgpu.barrier_wait(loaded.at[slot])
-                plgpu.wgmma(acc, a_smem.at[slot], b_smem.at[slot])
-                plgpu.wgmma_wait(0)
-                pl.when(step + stages < steps)(lambda: load(step + stages))
-
-            return acc[...]
-
-        o_smem[...] = pl.run_scoped(multiply, plgpu.ACC(tile, jnp.float32))
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[part, rows, cols])
-        plgpu.wait_smem_to_gmem(0)
-
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((split, a.shape[0], b.shape[1]), jnp.float32),
-        grid=grid,
-        grid_names=("block",),
-        scratch_types=[
-            plgpu.SMEM((stages, tile_m, TILE_K), a.dtype),
-            plgpu.SMEM((stages, TILE_K, tile_n), b.dtype),
-            plgpu.SMEM(tile, jnp.float32),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        ],
-    )(a, b)
-
-
-ex08.check_split(split_product)
