@@ -6,8 +6,17 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, play_kernel, require_answers, require_close
-from exercises.judge import run_kernel, speed, wide
+from exercises.judge import (
+    NotYet,
+    checker,
+    normal,
+    play_kernel,
+    require_answers,
+    require_close,
+    run_kernel,
+    speed,
+    wide,
+)
 
 import cookbook
 
