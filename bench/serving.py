@@ -214,9 +214,17 @@ def decode_step(problem: Problem, params, length: int = 320, count: int = 40, **
 
 def decode_kernels(problem: Problem, params, length: int = 320, **how) -> dict[str, dict]:
     """Launches and milliseconds of the kernels of a step that decodes, by their names, as CUPTI sees them."""
+    return kernel_times(_decoding(problem, params, length, 1, **how))
+
+
+def kernel_times(send) -> dict[str, dict]:
+    """Launches and milliseconds of the kernels that `send()` launches, by their names, as CUPTI sees them.
+
+    Args:
+      send: sends off work, the same each time, and returns arrays that are there when it is done.
+    """
     from jax.experimental.mosaic.gpu import profiler
 
-    send = _decoding(problem, params, length, 1, **how)
     for _ in range(3):
         jax.block_until_ready(send())
     cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext  # `profiler.measure` compiles what it is given as one program.

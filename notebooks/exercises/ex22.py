@@ -1,19 +1,32 @@
 """Chapter 22's exercises: a norm with its residual, a rotation to mend, gate and up in one tile, a step's time."""
 
+import inspect
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, require_answers, require_close, run_kernel, speed, wide
+from exercises.judge import (
+    NotYet,
+    checker,
+    normal,
+    play_kernel,
+    require_answers,
+    require_close,
+    run_kernel,
+    speed,
+    wide,
+)
 
 import cookbook
 
 EPS = 1e-6
 TILES = ((8, 2), (64, 16), (96, 8), (24, 12), (64, 64), (256, 32))  # Rows of each matrix, and of a piece.
-STEPS = (  # weight_bytes, token_bytes, sequences, length, layers, launches, once, rate, us.
-    (2_500_000_000, 32_768, 64, 320, 16, 19, 3, 3.35e12, 3.5),
-    (16_000_000_000, 131_072, 32, 1000, 32, 9, 3, 4.8e12, 2.0),
-    (1_000_000_000, 8192, 1, 50, 12, 22, 5, 2.0e12, 5.0),
-    (16_000_000_000, 131_072, 256, 4000, 32, 11, 0, 3.35e12, 1.5),
+STEPS = (  # weight_bytes, token_bytes, sequences, length, rate, layers, large, small, once, large_us, small_us.
+    (2_500_000_000, 32_768, 64, 320, 3.35e12, 16, 5, 4, 8, 6.5, 2.0),
+    (16_000_000_000, 131_072, 32, 1000, 4.8e12, 32, 8, 11, 3, 4.0, 1.5),
+    (1_000_000_000, 8192, 1, 50, 2.0e12, 12, 5, 14, 5, 9.0, 2.5),
+    (16_000_000_000, 131_072, 256, 4000, 3.35e12, 32, 6, 3, 0, 5.0, 1.0),
 )
 
 
@@ -23,18 +36,16 @@ STEPS = (  # weight_bytes, token_bytes, sequences, length, layers, launches, onc
 @checker
 def check_added_norm(answer) -> str:
     """`answer(x, residual, scale)` is a kernel: the norm of residual + x in bfloat16, and the sum in float32."""
-    x, residual, scale = normal(1, (3, 1024)), 2 * normal(2, (3, 1024)) + 0.5, normal(3, (1024,), jnp.bfloat16)
-    y, total = _pair(run_kernel(answer, x, residual, scale))
-    _judge_norm(y, *wide(x, residual, scale))
-    exact, rounded = wide(x) + wide(residual), wide((x + residual).astype(jnp.bfloat16))
-    if np.array_equal(wide(total), rounded):
-        raise NotYet("the sum was rounded before it was stored. It goes on from layer to layer: keep it in float32.")
-    likely = [(wide(x), "total_gmem has x alone: it must have residual + x.")]
-    require_close(total, exact, 1e-6, "the sum, which the next norm adds to", likely)
-    zero = jnp.zeros((2, 1024))
-    y, _ = _pair(run_kernel(answer, zero, zero, scale))
+    for rows, cols in ((3, 1024), (2, 2048)):
+        x, residual = normal(1, (rows, cols)), 2 * normal(2, (rows, cols)) + 0.5
+        args = x, residual, normal(3, (cols,), jnp.bfloat16)
+        _judge_added(f"with {cols} columns, ", _pair(run_kernel(answer, *args)), *args)
+    if any(block.reads_back for (block, *_) in play_kernel(answer, *args)):
+        raise NotYet("it stores a row and reads it back from GMEM: use the sum that is in registers.")
+    zero = jnp.zeros((2, 2048))
+    y, _ = _pair(run_kernel(answer, zero, zero, args[2]))
     require_close(y, np.zeros(y.shape), 0, "a row of zeros (eps belongs under the root, beside the mean of squares)")
-    praise = "The sum stays in registers between the addition and the norm: it is read by nobody and written once."
+    praise = "The sum stays in registers between the addition and the norm: nothing reads it back."
     ours = lambda x, residual, scale: cookbook.rms_norm(x, scale, residual=residual, out_dtype=jnp.bfloat16)
     of_size = jax.ShapeDtypeStruct((8192, 2048), jnp.float32)
     return praise + speed(answer, ours, of_size, of_size, jax.ShapeDtypeStruct((2048,), jnp.bfloat16))
@@ -54,7 +65,17 @@ def _normed(total, scale=1.0, *, of=None, mean=np.mean, eps=EPS):
     return total / np.sqrt(mean(of * of, axis=-1, keepdims=True) + eps) * scale
 
 
-def _judge_norm(y, x, residual, scale):
+def _judge_added(where, found, *args):
+    """Raises NotYet unless `found` is the norm and the sum of these arrays."""
+    (y, total), (x, residual, scale) = found, wide(*args)
+    _judge_norm(where + "the norm", y, x, residual, scale)
+    if np.array_equal(wide(total), wide((args[0] + args[1]).astype(jnp.bfloat16))):
+        raise NotYet("the sum was rounded before it was stored. It goes on from layer to layer: keep it in float32.")
+    likely = [(x, "total_gmem has x alone: it must have residual + x.")]
+    require_close(total, x + residual, 1e-6, where + "the sum, which the next norm adds to", likely)
+
+
+def _judge_norm(what, y, x, residual, scale):
     total = residual + x
     likely = (
         (_normed(x, scale), "this is the norm of x alone: add the residual before the squares."),
@@ -64,7 +85,7 @@ def _judge_norm(y, x, residual, scale):
         (residual + _normed(x, scale), "x is normalised, and the residual added after it: add first."),
         (total * scale, "the sum is scaled and not divided by the root of its mean square."),
     )
-    require_close(y, _normed(total, scale), 1e-2, "the norm", likely)
+    require_close(y, _normed(total, scale), 1e-2, what, likely)
 
 
 # Exercise 2: a rotation to mend ---------------------------------------------------------------------------------------
@@ -86,6 +107,9 @@ def check_turned(answer) -> str:
                 raise
             raise NotYet("the kernel ends before its copies to GMEM do: wait for all of them.") from problem
         _judge_turned(out, q, cos, sin)
+        blocks = itertools.chain(*play_kernel(answer, q, cos, sin))
+        if any(block.stored or not block.count("store") for block in blocks):
+            raise NotYet("a result must reach GMEM by TMA: store it in o_smem, commit it, and copy it from there.")
     return "Both halves are read before either is replaced, and TMA copies what the threads have committed."
 
 
@@ -152,8 +176,9 @@ def _source_row(row: int, hidden: int, piece: int) -> int:
 
 @checker
 def check_step(answer) -> str:
-    """`answer(weight_bytes, token_bytes, sequences, length, layers, launches, once, rate, us)` is a step's ms."""
-    names = "weight_bytes", "token_bytes", "sequences", "length", "layers", "launches", "once", "rate", "us"
+    """`answer(weight_bytes, token_bytes, sequences, length, rate, layers, large, small, once, large_us, small_us)` is
+    a step's ms."""
+    names = tuple(inspect.signature(_step).parameters)[: len(STEPS[0])]
 
     def of(**changes):
         """The step with numbers that are others, each a function of the right ones."""
@@ -171,27 +196,35 @@ def check_step(answer) -> str:
         (of(token_bytes=lambda of: 0), "Attention reads keys and values as well."),
         (of(weight_bytes=lambda of: of["weight_bytes"] * of["sequences"]), "Sequences share the weights: a step reads "
          "them once."),
-        (of(layers=lambda of: 1), "Each layer has that many launches."),
-        (of(once=lambda of: of["once"] * of["layers"]), "Some launches are made once a step, not in each layer."),
-        (of(once=lambda of: 0), "Those that a step has once cost as much."),
-        (of(us=lambda of: 0), "That is the bound: launches cost time as well."),
-        (dict(join=max), "The two do not overlap in this formula: add them."),
+        (of(layers=lambda of: 1), "Each layer has that many kernels."),
+        (dict(logits=0), "The product that gives the logits is a large kernel, too, once per step."),
+        (of(once=lambda of: of["once"] * of["layers"]), "Some kernels are launched once per step, not in each layer."),
+        (of(once=lambda of: 0), "The small kernels that a step has once cost as much."),
+        (of(large_us=lambda of: 0), "A large kernel takes longer than its bytes: it starts and drains."),
+        (of(small_us=lambda of: 0), "Small kernels cost time as well."),
+        (of(large_us=lambda of: of["small_us"]), "A large kernel costs `large_us`, not as much as a small one."),
+        (of(large_us=lambda of: of["small_us"], small_us=lambda of: of["large_us"]), "The two costs are swapped."),
+        (of(large_us=lambda of: 0, small_us=lambda of: 0), "That is the bound: kernels cost time beyond it."),
+        (dict(join=max), "The terms do not overlap in this model: add them."),
         (dict(unit=1.0), "That is in seconds."),
         (dict(unit=1e6), "That is in microseconds."),
     )  # fmt: skip
-    said = "Count the bytes, count the launches, and mind the units: bytes a second, microseconds."
+    said = "Count the bytes, count the kernels of both sizes, and mind the units: bytes per second, microseconds."
     require_answers(answer, STEPS, _step, likely, said, draw=_case)
-    return "Bytes over the bandwidth, and launches times their cost: the whole formula of a step that decodes."
+    return "Bytes over the bandwidth, and a cost for each large and each small kernel: a first estimate of a step."
 
 
 def _case(rng):
-    sizes = rng.integers((10**9, 4096, 1, 20, 4, 5, 0), (10**10, 10**5, 200, 3000, 60, 30, 9)).tolist()
-    return *sizes, rng.uniform(1e12, 8e12), rng.uniform(1, 9)
+    weight_bytes, *sizes = rng.integers((10**9, 4096, 1, 20), (10**10, 10**5, 200, 3000)).tolist()
+    numbers = rng.integers((4, 3, 2, 1), (60, 9, 30, 12)).tolist()
+    return weight_bytes, *sizes, rng.uniform(1e12, 8e12), *numbers, rng.uniform(4, 9), rng.uniform(1, 3)
 
 
 def _step(
-    weight_bytes, token_bytes, sequences, length, layers, launches, once, rate, us, *, join=sum, unit=1e3
+    weight_bytes, token_bytes, sequences, length, rate, layers, large, small, once, large_us, small_us, *, logits=1,
+    join=sum, unit=1e3,
 ):  # fmt: skip
     """Milliseconds of a step."""
     nbytes = weight_bytes + token_bytes * sequences * (length + 1)
-    return float(unit * join((nbytes / rate, 1e-6 * us * (layers * launches + once))))
+    kernels_us = large_us * (layers * large + logits) + small_us * (layers * small + once)
+    return float(unit * join((nbytes / rate, 1e-6 * kernels_us)))

@@ -61,6 +61,7 @@ class Memory:
         self.values = values if values is UNKNOWN else np.asarray(values)  # Whole numbers, if they are few.
         self.reads: list[Access] = []
         self.writes: list[Access] = []
+        self.stored: list[tuple] = []  # The boxes of direct stores to global memory.
         self.ring = Ring(self.shape)
         self.stall = -1
         self.needed = getattr(getattr(aval, "dtype", None), "num_arrivals", 1)

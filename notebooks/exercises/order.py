@@ -43,6 +43,7 @@ class Block:
     stored: list[tuple] = dataclasses.field(default_factory=list)  # The box of each direct store to global memory.
     fault: str | None = None  # The first that comes too early.
     is_whole: bool = True  # Whether it was played to its end.
+    reads_back: bool = False  # Whether it reads in global memory what it has stored there.
     is_left_over: bool = False  # Whether a barrier has completed for nobody at its end.
     is_sending: bool = False  # Whether TMA may still send from its shared memory at its end.
 
@@ -268,6 +269,8 @@ class _Warpgroup:
 
     def _get(self, equation, operands):
         (view,), _ = views(operands[:1], [equation.params["tree"]], operands[1:])
+        if view and any(overlap(view.box, box) for box in view.memory.stored):
+            self.play.block.reads_back = True
         values = UNKNOWN if view is None else view.values
         return [values if values is UNKNOWN else plain(values.reshape(equation.outvars[0].aval.shape))]
 
@@ -277,6 +280,7 @@ class _Warpgroup:
             operands[0].values = UNKNOWN
         if view and view.memory.is_global:
             self.play.block.stored.append(view.box)
+            view.memory.stored.append(view.box)
         if view and view.memory.is_shared:
             access = self._begin("written", view, committed=1 << next(self.play.bits))
             self._overwrite(view, access)

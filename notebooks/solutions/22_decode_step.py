@@ -15,6 +15,9 @@ exercise-1
   total_gmem[row] = total => total_gmem[row] = x  # total_gmem has x alone
   total_gmem[row] = total => total_gmem[row] = total.astype(jnp.bfloat16).astype(jnp.float32)  # keep it in float32
   total_gmem[row] = total => total_gmem[row] = 2 * total  # the sum, which the next norm adds to
+  (1 / total.size) => (1 / 1024)  # with 2048 columns, the norm
+  total_gmem[row] = total => pass && total = x + load(residual_gmem.at[row]) => total_gmem[row] = x +
+    load(residual_gmem.at[row])\n        total = load(total_gmem.at[row])  # reads it back
   load(residual_gmem.at[row]) => load(residual_gmem)  # cannot be compiled for a GPU
   load(residual_gmem.at[row]) => load(residual_gmem.at[row + 1])  # beyond the end
   lambda x, residual, scale: added_norm(x, residual, scale)[0]  # two arrays
@@ -35,6 +38,10 @@ exercise-2
   read(sin_gmem.at[tokens]) => read(sin_gmem.at[pl.ds(0, 64)])  # heads of 64: element (64,
   plgpu.commit_smem() => pass  # commit what you have stored
   plgpu.wait_smem_to_gmem(0) => pass  # wait for all of them
+  o_smem[0], o_smem[1] = a.astype(q.dtype), b.astype(q.dtype) => pass
+    && plgpu.commit_smem() => pass && plgpu.wait_smem_to_gmem(0) => pass
+    && plgpu.copy_smem_to_gmem(\n                o_smem.at[part], out.at[:, pl.ds(part * half, half)]\n            )
+    => out.at[:, pl.ds(part * half, half)][...] = (a, b)[part].astype(q.dtype)  # by TMA
   for part in range(2): => for part in range(1):  # were never written
   read(of_head.at[:, pl.ds(half, half)]) => read(of_head.at[:, pl.ds(half, 8)])  # cannot be compiled
   lambda q, cos, sin: turned(q.reshape(*q.shape[:2], -1, 2).swapaxes(2, 3).reshape(q.shape), cos, sin)
@@ -59,12 +66,16 @@ exercise-4
   * (length + 1) =>  # of all tokens so far
   weight_bytes + token_bytes * sequences * (length + 1) => weight_bytes  # keys and values as well
   weight_bytes + => weight_bytes * sequences +  # a step reads them once
-  layers * launches => launches  # Each layer has that many
-  launches + once => (launches + once)  # not in each layer
-  + once =>  # cost as much
-  + 1e-3 * us * (layers * launches + once) =>  # That is the bound
-  1e3 * nbytes / rate + 1e-3 * us * (layers * launches + once)
-    => max(1e3 * nbytes / rate, 1e-3 * us * (layers * launches + once))  # add them
+  layers * => 1 *  # Each layer has that many
+  large + 1 => large  # gives the logits
+  layers * small + once => layers * (small + once)  # not in each layer
+  small + once => small  # cost as much
+  large_us * (layers * large + 1) + =>  # it starts and drains
+  + small_us * (layers * small + once) =>  # Small kernels cost time
+  large_us * ( => small_us * (  # not as much as a small one
+  large_us * ( => SWAP * ( && small_us * ( => large_us * ( && SWAP => small_us  # swapped
+  return 1e3 * nbytes / rate + 1e-3 * kernels_us => return 1e3 * nbytes / rate  # That is the bound
+  1e3 * nbytes / rate + 1e-3 * kernels_us => max(1e3 * nbytes / rate, 1e-3 * kernels_us)  # add them
   lambda *case: step_milliseconds(*case) / 1e3  # in seconds
   lambda *case: step_milliseconds(*case) * 1e3  # in microseconds
   lambda *case: 1.1 * step_milliseconds(*case)  # mind the units
@@ -165,12 +176,14 @@ ex22.check_source_row(source_row)
 
 # %% exercise-4 needs: parameters setup
 def step_milliseconds(
-    weight_bytes, token_bytes, sequences, length, layers, launches, once, rate, us
-):
+    weight_bytes, token_bytes, sequences, length, rate, layers, large, small, once,
+    large_us, small_us,
+):  # fmt: skip
     #: return None  # Your code.
     # BEGIN SOLUTION
     nbytes = weight_bytes + token_bytes * sequences * (length + 1)
-    return 1e3 * nbytes / rate + 1e-3 * us * (layers * launches + once)
+    kernels_us = large_us * (layers * large + 1) + small_us * (layers * small + once)
+    return 1e3 * nbytes / rate + 1e-3 * kernels_us
     # END SOLUTION
 
 
