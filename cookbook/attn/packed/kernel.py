@@ -13,8 +13,9 @@ Barrier table: that of `dense/kernel.py`, and
     v_landed   copies of a block        memory, before it zeroes rows of other sequences or of none, and then arrives
                                         at v_filled in place of the copies
 
-TMA finds rows of k and of q anywhere, but rows of v, which tensor cores read by columns, only at multiples of 8. So
-the blocks of a sequence begin at the multiple of 8 before its first key, and what lies before is masked.
+Copies of k and of q begin at any row. v, which tensor cores read by columns, is copied in Mosaic's tiled view, whose
+tiles of 8 rows begin at multiples of 8. So the blocks of a sequence begin at the multiple of 8 before its first key,
+and what lies before is masked.
 
 Starts of sequences are cut at T and S, and never go back. No row is written twice, or by two blocks.
 """

@@ -20,7 +20,7 @@ from ..._device import Index, div, rem
 from ..cache.pages import Pages
 from ..core import WG_ROWS, Blocks, Config, Cuts, Problem, Span
 
-ROW_MULTIPLE = 8  # TMA finds rows of v only at its multiples.
+ROW_MULTIPLE = 8  # A tile of v begins at a multiple of it: Mosaic shows TMA the rows in tiles of 8.
 GROUP_BYTES = 32 * 2**20  # Bytes of keys and values read at about the same time: L2 keeps them.
 OTHER_PLACE = 53  # Places that a block moves on every two waves; not a divisor of the number of blocks.
 
