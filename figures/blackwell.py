@@ -15,7 +15,7 @@ def blackwell_tmem(ax):
         box(ax, left, 0.2, 3.55, 3.5, colour=SOFT, fill=0.04)
         words(ax, left + 0.05, 3.93, name, 10, weight="bold", ha="left")
         words(ax, left + 1.02, 3.92, title, 8, ha="left", colour=SOFT)
-        box(ax, left + 0.25, 2.95, 3.05, 0.5, "shared memory: slots of A and B", colour=BLUE, size=8.5)
+        box(ax, left + 0.25, 2.95, 3.05, 0.5, "shared memory: stages of A and B", colour=BLUE, size=8.5)
 
     box(ax, 0.45, 2.0, 3.05, 0.45, "tensor cores", colour=ORANGE, size=8.5)
     arrow(ax, (1.98, 2.95), (1.98, 2.45), BLUE)
@@ -66,12 +66,12 @@ def blackwell_issue(axes):
     bar(hopper, 0, issue, 0.97, "", plot.FAINT)
     bar(blackwell, 0, 1.6 * issue * steps, 3.1, "next tile", START)
     names = "128 threads", "barriers", "tensor core"
-    lanes(hopper, names, "Hopper: a warpgroup starts each product together, waits, and gives the slot back")
+    lanes(hopper, names, "Hopper: a warpgroup starts each product together, waits, and gives the stage back")
     names = "1 thread", "barriers", "tensor core"
-    lanes(blackwell, names, "Blackwell: one thread starts it, and the tensor core itself gives the slot back")
+    lanes(blackwell, names, "Blackwell: one thread starts it, and the tensor core itself gives the stage back")
     for ax in axes:
         ax.set_ylim(2.6, -0.6)
-    blackwell.set(xlim=(-0.1, steps + 1.1), xlabel="time (schematic); slots are full")
+    blackwell.set(xlim=(-0.1, steps + 1.1), xlabel="time (schematic); stages are full")
 
 
 TILES, MULTIPLIES, STORES = 4, 3.0, 1.0  # Tiles, and the times of a tile's products and of its store; schematic.

@@ -17,7 +17,7 @@ from cookbook._device import Ring, rem
 # (tiles, accumulators, time of a tile's products, time of its store).
 SCHEDULES = ((5, 1, 3, 1), (5, 2, 3, 1), (6, 2, 2, 2), (6, 2, 1, 3), (7, 3, 1, 2), (3, 4, 1, 2), (1, 2, 4, 1))
 
-# Exercises 3 and 4: the kernel's tile, its slots and accumulators, and tiles, all of one block.
+# Exercises 3 and 4: the kernel's tile, its stages and accumulators, and tiles, all of one block.
 SIDE, TILE_K, STAGES, ACCUMULATORS, TILES, STEPS = 128, 64, 2, 3, 5, 2
 LOAD, MULTIPLY, STORE = 0, 1, 2
 QUARTER = 32  # Columns of each buffer of exercise 4.
@@ -92,7 +92,7 @@ def _commit_hint(problem: str) -> str:
         return "The tensor cores arrive at `freed` again before anybody has waited for the arrival before."
     if "race" in problem:
         return (
-            "A commit tells of the products that were started before it, and of no other. A slot is filled again while "
+            "A commit tells of the products that were started before it, and no other. A stage is filled again while "
             f"a product reads it: {problem}"
         )
     return f"Each arrival at `freed` is waited for once: {problem}" if "never end" in problem else problem
@@ -148,9 +148,9 @@ def _multiply(ring, a_smem, b_smem, acc_tmem, summed, stored, turn, steps, accum
 
     @pl.loop(0, steps)
     def _(step):
-        slot = ring.wait(turn * steps + step)
+        stage = ring.wait(turn * steps + step)
         acc = acc_tmem.at[:, pl.ds(mine * SIDE, SIDE)]
-        plgpu.tcgen05_mma(acc, a_smem.at[slot], b_smem.at[slot], ring.freed.at[slot], accumulate=step > 0)
+        plgpu.tcgen05_mma(acc, a_smem.at[stage], b_smem.at[stage], ring.freed.at[stage], accumulate=step > 0)
 
     plgpu.tcgen05_commit_arrive(summed.at[mine])
 
@@ -181,12 +181,12 @@ def _kernel(a, b, multiply, store, accumulators=ACCUMULATORS, o_smem=None):
             def _():
                 @pl.loop(0, STEPS)
                 def _(step):
-                    slot = ring.acquire(turn * STEPS + step)
+                    stage = ring.acquire(turn * STEPS + step)
                     plgpu.copy_gmem_to_smem(
-                        a_gmem.at[:, pl.ds(step * TILE_K, TILE_K)], a_smem.at[slot], filled.at[slot]
+                        a_gmem.at[:, pl.ds(step * TILE_K, TILE_K)], a_smem.at[stage], filled.at[stage]
                     )
                     rows = pl.ds((turn * STEPS + step) * TILE_K, TILE_K)
-                    plgpu.copy_gmem_to_smem(b_gmem.at[rows], b_smem.at[slot], filled.at[slot])
+                    plgpu.copy_gmem_to_smem(b_gmem.at[rows], b_smem.at[stage], filled.at[stage])
 
             @pl.when(role == MULTIPLY)
             def _():

@@ -22,8 +22,8 @@ exercise-starts
   lambda tiles, acc, multiply, store: [i * (multiply + store) for i in range(tiles)]  # may be in another
   lambda *case: [0]  # It waits for the products
 exercise-multiply
-  ring.freed.at[slot],\n            accumulate=step > 0,\n        )
-    => accumulate=step > 0,\n        )\n        plgpu.tcgen05_commit_arrive(ring.freed.at[slot])  # Right.
+  ring.freed.at[stage],\n            accumulate=step > 0,\n        )
+    => accumulate=step > 0,\n        )\n        plgpu.tcgen05_commit_arrive(ring.freed.at[stage])  # Right.
   plgpu.tcgen05_commit_arrive(summed.at[mine]) => pass  # commit to summed
   accumulate=step > 0 => accumulate=True  # the products
   pl.when(turn >= 3)(lambda: plgpu.barrier_wait(stored.at[mine])) => pass  # the
@@ -116,7 +116,7 @@ ex19.check_starts(starts)
 
 # %% exercise-multiply needs: parameters setup
 def multiply(ring, a_smem, b_smem, acc_tmem, summed, stored, turn, steps):
-    #: # Your code. For a start: slot = ring.wait(turn * steps + step), in a loop over the
+    #: # Your code. For a start: stage = ring.wait(turn * steps + step), in a loop over the
     #: # steps.
     #: pass
     # BEGIN SOLUTION
@@ -126,12 +126,12 @@ def multiply(ring, a_smem, b_smem, acc_tmem, summed, stored, turn, steps):
 
     @pl.loop(0, steps)
     def _(step):
-        slot = ring.wait(turn * steps + step)
+        stage = ring.wait(turn * steps + step)
         plgpu.tcgen05_mma(
             acc,
-            a_smem.at[slot],
-            b_smem.at[slot],
-            ring.freed.at[slot],
+            a_smem.at[stage],
+            b_smem.at[stage],
+            ring.freed.at[stage],
             accumulate=step > 0,
         )
 

@@ -150,8 +150,8 @@ def test_an_older_gpu_shows_what_was_recorded_on_a_b200(b200, pretend_gpu):
 
 BEFORE = "parameters", "setup"  # Cells that make the operands.
 CHAPTERS = {
-    "19_blackwell": (*BEFORE, "step", "bound", "instruments", "one", "predict", "ring", "roles", "persistent",
-                     "ladder"),
+    "19_blackwell": (*BEFORE, "published", "guess", "step", "bound", "instruments", "one", "predict", "ring", "roles",
+                     "persistent", "ladder"),
     "19b_pairs": (*BEFORE, "count", "instruments", "rung-4", "pair", "launch", "ladder"),
 }  # fmt: skip
 
@@ -182,7 +182,7 @@ def test_a_chapter_measures_its_rungs_on_a_b200(b200, monkeypatch, capsys, stem)
 
 
 def test_the_second_chapter_shows_the_rungs_of_the_first(b200):
-    for name in ("1_one_slot", "2_a_ring", "3_roles", "4_one_accumulator", "4_two_accumulators"):
+    for name in ("1_one_stage", "2_a_ring", "3_roles", "4_one_accumulator", "4_two_accumulators"):
         results.write(f"19_blackwell/{name}", "cookbook", ms=0.25, min_ms=0.25, spread=0.0)
     cell = next(
         cell.source
