@@ -62,6 +62,7 @@ def check_two_readers(answer) -> str:
 def check_off_by_one(answer) -> str:
     """Exercise 4: `answer(x)` is x / 2, through a ring that is refilled only when it has been read."""
     _require_mended(answer, lambda x: x / 2, ((384, 128), (128, 128), (64, 128)), in_flight=2)
+    _require_mended(functools.partial(answer, slots=3), lambda x: x / 2, ((384, 128),))
     return "Fill number `slots` is the first that has to wait."
 
 

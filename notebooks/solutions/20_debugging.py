@@ -32,6 +32,7 @@ exercise-4
   min(slots, tiles)\n => min(slots + 1, tiles)\n  # the
   min(slots, tiles)\n => slots - 1\n  # never end
   slots=2 => slots=1  # this is no ring
+  min(slots, tiles)\n => min(2, tiles)\n  # never end
 """
 
 
