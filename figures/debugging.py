@@ -8,7 +8,10 @@ from lab import plot
 
 ROWS = (  # (what one sees, its colour, [(a finding, what to do first, what to do then), ...])
     ("it is refused", SOFT, [
-        ("", "read: the stage,\nthe last noun, our line", "the index of messages,\nlab.explain()"),
+        ("", "read: the stage,\nwhat is yours, our line", "the index of messages,\nlab.explain()"),
+    ]),
+    ("it crashes", PINK, [
+        ("", "its own process: the\nfirst error counts", "interpret it with\nthe same shapes"),
     ]),
     ("the result\nis wrong", BLUE, [
         ("a race", "read its two lines", "what is missing\nbetween them?"),
@@ -19,7 +22,7 @@ ROWS = (  # (what one sees, its colour, [(a finding, what to do first, what to d
         ("on a GPU alone", "a process, a time limit", "waits that give up,\nand print"),
     ]),
     ("it differs from\nrun to run", RED, [
-        ("no race seen", "count runs on a GPU", "change one thing:\nthe cure is the cause"),
+        ("no race seen", "count runs on a GPU", "change one thing: is\nit then never wrong?"),
     ]),
     ("it is slow", GREEN, [
         ("the compiler knows", "remarks, spills, DEPBAR", "smaller tile,\nfewer registers"),
@@ -32,7 +35,7 @@ TOP = sum(len(branches) for *_, branches in ROWS) * (HEIGHT + GAP) + 1.0
 
 @drawing(7.8, TOP + 0.4)
 def debugging_tree(ax):
-    """Five symptoms of a kernel that fails, and what to do first and then for each."""
+    """Six symptoms of a kernel that fails, and what to do first and then for each."""
     for x, text in ((0.9, "what you see"), (4.1, "first"), (6.55, "then")):
         words(ax, x, TOP + 0.18, text, 9.5, weight="bold")
     y = TOP
@@ -81,7 +84,7 @@ def patterns():
         ("every tile, a little", "a step of K", _whole(lambda i, j: i >= 0, 0.3)),
         ("every second turn", "slot or phase", _whole(lambda i, j: turn(i, j) % 2 == 1)),
         ("right on the diagonal", "two indices exchanged", _whole(lambda i, j: i != j)),
-        ("inside of a tile: 8 rows", "the swizzle", _swizzled()),
+        ("inside a tile: 8 rows", "the swizzle", _swizzled()),
     )
 
 

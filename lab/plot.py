@@ -134,7 +134,7 @@ def error_map(out, expected, *, tile: tuple[int, int], limit: float = 0.05, titl
     wrong = ~(tiles <= limit)  # True of NaN too: `max` keeps it.
     i, j = (int(at) for at in np.argwhere(wrong)[0]) if wrong.any() else (0, 0)
     rows, columns = (slice(at * step, (at + 1) * step) for at, step in ((i, tile[0]), (j, tile[1])))
-    count = f"{wrong.sum()} of {wrong.size} tiles are wrong"
+    count = f"{wrong.sum()} of {wrong.size} tiles {'is' if wrong.sum() == 1 else 'are'} wrong"
     with figure(height=3.4, ncols=2) as (fig, (left, right)):
         fig.suptitle(f"{title}: {count}" if title else count, fontsize=11, fontweight="bold", x=0.01, ha="left")
         top = max(np.nanmax(error, initial=0.0), limit)

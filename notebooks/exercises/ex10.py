@@ -169,7 +169,7 @@ def _require_early(answer, *args) -> None:
     found = [e.primitive.name for e in judge.equations(judge.jaxpr_of(answer, *args)) if e.primitive.name in names]
     after = found[found.index("wgmma_ref") + 1 :] if "wgmma_ref" in found else []
     for block in (block for kernel in judge.play_kernel(answer, *args) for block in kernel if block.is_whole):
-        started = "".join(event.kind[0] for event in block.events if event.kind != "store")
+        started = "".join(event.kind[0] for event in block.events if event.kind in ("load", "wait", "product"))
         start, *between = started.split("p")  # Loads and waits before, between and after the products.
         steps = len(between) // 2
         if start.count("l") != 3 or started.count("l") != 1 + 2 * steps:

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, normal, require_close, require_staged, run_kernel
+from exercises.judge import NotYet, checker, normal, play_kernel, require_close, require_staged, run_kernel
 
 EVIDENCE = dict(tile=(64, 64), tile_k=32, wrong=(2, 1), missing=5, twice=3)  # The case of exercise 2.
 _SIZES = (256, 192, 256)  # M, N and K of the evidence.
@@ -29,6 +29,18 @@ def _require_mended(answer, reference, shapes, in_flight: int | None = None) -> 
 def check_squared(answer) -> str:
     """Exercise 1: `answer(x)` is x * x, tile by tile through one buffer of shared memory, without a race."""
     _require_mended(answer, lambda x: x * x, ((256, 128), (128, 128), (64, 128)))
+    for block in play_kernel(answer, normal(0, (256, 128)))[0]:
+        loads = stores = last = 0
+        for event in block.events:
+            if event.kind == "load":
+                if loads == stores and last & event.known:
+                    raise NotYet(
+                        "it is right, but nothing runs beside the store: each load starts only when the last store has "
+                        "been waited for. Wait later, before the write that the store must not see"
+                    )
+                loads += 1
+            elif event.kind == "store":
+                stores, last = stores + 1, event.end
     return "The next tile waits until TMA has read the last one."
 
 
@@ -36,6 +48,13 @@ def check_squared(answer) -> str:
 def check_two_readers(answer) -> str:
     """Exercise 3: `answer(x)` is 2 x + 1: two compute warpgroups read each slot, and the kernel ends."""
     _require_mended(answer, lambda x: 2 * x + 1, ((384, 128), (128, 128)))
+    for block in play_kernel(answer, normal(0, (384, 128)))[0]:
+        wgs = {kind: {event.wg for event in block.events if event.kind == kind} for kind in ("load", "arrive")}
+        if wgs["load"] & wgs["arrive"]:
+            raise NotYet(
+                "the kernel ends, but the loader arrives at a barrier, too: the loader has not read the slot, so it "
+                "must not count"
+            )
     return "Both readers free a slot, and nobody else is counted."
 
 
@@ -43,6 +62,7 @@ def check_two_readers(answer) -> str:
 def check_off_by_one(answer) -> str:
     """Exercise 4: `answer(x)` is x / 2, through a ring that is refilled only when it has been read."""
     _require_mended(answer, lambda x: x / 2, ((384, 128), (128, 128), (64, 128)), in_flight=2)
+    _require_mended(functools.partial(answer, slots=3), lambda x: x / 2, ((384, 128),))
     return "Fill number `slots` is the first that has to wait."
 
 
@@ -65,7 +85,7 @@ def check_evidence(answer) -> str:
         raise NotYet("answer with three things: the wrong tile, such as (0, 2), the missing step and the double one.")
     tile, missing, twice = answer
     if not isinstance(tile, tuple | list) or tuple(tile) != EVIDENCE["wrong"]:
-        raise NotYet(f"tile {tile!r} is right; lab.plot.error_map(out, a @ b, tile={EVIDENCE['tile']}) shows another.")
+        raise NotYet(f"tile {tile!r} is right; lab.plot.error_map(out, x @ y, tile={EVIDENCE['tile']}) shows another.")
     if (missing, twice) == (EVIDENCE["twice"], EVIDENCE["missing"]):
         raise NotYet("the other way round: a coefficient of 0 is a step that is missing, one of 2 a step taken twice.")
     if missing != EVIDENCE["missing"] or twice != EVIDENCE["twice"]:

@@ -24,14 +24,14 @@ class Disorder(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A "load" to or a "store" from shared memory by TMA, a "product", or a "wait" at a barrier, in a block."""
+    """A "load" to or "store" from shared memory by TMA, a "product", a "wait" or "arrive" at a barrier, in a block."""
 
     kind: str
     wg: int
-    shape: tuple[int, ...]  # The shape of the copied tile, or of the product; () of a wait.
+    shape: tuple[int, ...]  # The shape of the copied tile, or of the product; () at a barrier.
     start: int = 0  # A bit of a product: whoever has it among what it knows comes after the start.
     known: int = 0  # All that its warpgroup knew when it started the product, load or store.
-    end: int = 0  # Bits of what ends with it: whoever knows one of them comes after the end.
+    end: int = 0  # Bits of what ends with the event: whoever knows one of them comes after the end.
 
 
 @dataclasses.dataclass
@@ -298,6 +298,7 @@ class _Warpgroup:
         if at is None or (rest and rest[0] is UNKNOWN):
             raise Unsure
         if all(rest):
+            self.play.block.events.append(Event("arrive", self.index, ()))
             at.barrier.arrive(self.known)
 
     def _wait(self, equation, operands):

@@ -8,6 +8,12 @@ exercise-1
   x_smem[...] * x_smem[...] => x_gmem[rows] ** 2  # it reads an input in global memory
   plgpu.copy_gmem_to_smem(x_gmem.at[rows], x_smem, arrived) => x_smem[...] = x_gmem[rows]
     && plgpu.barrier_wait(arrived) =>  # must still be copied to shared memory
+  plgpu.wait_smem_to_gmem(0)\n            o_smem => o_smem
+    && o_gmem.at[rows])\n => o_gmem.at[rows]); plgpu.wait_smem_to_gmem(0)\n  # nothing runs beside
+  plgpu.wait_smem_to_gmem(0)\n            o_smem => o_smem
+    && plgpu.copy_gmem_to_smem( => plgpu.wait_smem_to_gmem(0); plgpu.copy_gmem_to_smem(
+  plgpu.wait_smem_to_gmem(0)\n            o_smem => o_smem
+    && plgpu.barrier_wait(arrived) => plgpu.wait_smem_to_gmem(0); plgpu.barrier_wait(arrived)  # Right.
 exercise-2
   ((0, 0), 5, 3)  # shows another
   ((2, 1), 3, 5)  # other way round
@@ -19,11 +25,14 @@ exercise-2
 exercise-3
   num_arrivals=2 => num_arrivals=3  # has 2 of 3 arrivals
   num_arrivals=2 => num_arrivals=1  # phase
+  num_arrivals=2 => num_arrivals=3
+    && plgpu.copy_gmem_to_smem( => plgpu.barrier_arrive(freed); plgpu.copy_gmem_to_smem(  # the loader has not read
 exercise-4
   / 2\n => * 2\n  # it must be
   min(slots, tiles)\n => min(slots + 1, tiles)\n  # the
   min(slots, tiles)\n => slots - 1\n  # never end
   slots=2 => slots=1  # this is no ring
+  min(slots, tiles)\n => min(2, tiles)\n  # never end
 """
 
 
