@@ -16,7 +16,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import lab
 from cookbook import blackwell
-from cookbook.blackwell.plan import Config as Mma
 from cookbook.gemm import plan
 from cookbook.gemm.rungs.matmul_pipelined import Config, matmul_pipelined
 
@@ -107,19 +106,6 @@ def test_exponents_of_chapter_19b_are_those_of_the_package():
     _, scales = blackwell.quantize_mxfp8(jnp.asarray(x))
     exponents = np.vectorize(lambda most: ex19b._exponent((most,)))(np.abs(x.reshape(len(x), -1, 32)).max(axis=2))
     assert (np.exp2(exponents) == judge.wide(scales)).all()
-
-
-@pytest.mark.parametrize("tile_n, accumulators", [(64, 1), (96, 2), (192, 2), (16, 1)])
-def test_columns_of_chapter_19b_are_those_that_are_allocated(tile_n, accumulators):
-    from tests.blackwell.test_compiled import tmem_allocated
-
-    config, aval = Mma(tile_n=tile_n, num_accumulators=accumulators), jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
-    plain = functools.partial(blackwell.matmul, config=config, transpose_b=True)
-    mx = [jax.ShapeDtypeStruct((512, 256), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((512, 8), jnp.float8_e8m0fnu)]
-    scaled = functools.partial(blackwell.matmul_mxfp8, config=config)
-    for kernel, avals, is_scaled in ((plain, [aval, aval], False), (scaled, [*mx, *mx], True)):
-        ptx = compiled("b200", kernel, *avals).ptx
-        assert tmem_allocated(ptx) == ex19b._columns(tile_n, accumulators, is_scaled)
 
 
 def test_the_evidence_of_chapter_20_holds():
