@@ -139,8 +139,8 @@ def check_stages(answer) -> str:
     draw = lambda rng: (int(rng.integers(1, 5000)), int(rng.integers(100, 3000)), int(rng.integers(1, 5)))
     require_answers(answer, cases, _stages, likely, said, draw=draw)
     return (
-        "By this count one stage is enough for two blocks whose product takes longer than a copy. If two stages are "
-        "faster in rung 3's table, one of these assumptions fails there: strict turns, or a copy that is shorter."
+        "so one stage is enough for two blocks whose product takes longer than a copy. If two stages are faster in "
+        "rung 3's table, an assumption fails there: strict turns, or that a copy is shorter than a product."
     )
 
 
