@@ -32,16 +32,16 @@ def matmul_tiles(ax):
     words(ax, left - 0.12, base + high / 2, "a\nM x K", ha="right", weight="bold")
     words(ax, right - 0.12, top + deep / 2, "b\nK x N", ha="right", weight="bold")
     words(ax, right + wide / 2, base - 0.2, "o   M x N", weight="bold")
-    words(ax, left + deep / 2, base - 0.2, "step k:  0  1  2 ...", 8)
+    words(ax, left + deep / 2, base - 0.2, "steps along K:  0  1  2 ...", 8)
     x = right + wide + 0.25
     for y, colour, text in (
-        (3.3, ORANGE, "a's tile of this step:\ntile_m x tile_k"),
-        (2.55, GREEN, "b's tile of this step:\ntile_k x tile_n"),
-        (1.8, BLUE, "the block's tile of o:\ntile_m x tile_n sums,\nkept in registers"),
+        (3.3, ORANGE, "tile_m rows of a,\nfrom end to end"),
+        (2.55, GREEN, "tile_n columns of b,\nfrom end to end"),
+        (1.8, BLUE, "the block's tile of o:\ntile_m x tile_n sums"),
     ):
         box(ax, x, y - 0.08, 0.16, 0.16, colour=colour, fill=0.8, linewidth=0.5)
         words(ax, x + 0.26, y, text, 8.5, ha="left")
-    words(ax, x, 0.95, "light: read by the other steps\nof this block", 8.5, ha="left")
+    words(ax, x, 0.95, "dark: read by one step along K;\nlight: by the block's other steps", 8.5, ha="left")
 
 
 @drawing(7.6, 3.3)

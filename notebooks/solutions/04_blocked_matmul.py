@@ -28,6 +28,8 @@ exercise-epilogue
   jnp.maximum(acc + lax.broadcast_in_dim(bias, acc.shape, [1]), 0.0)
     => jnp.maximum(acc, 0.0) + lax.broadcast_in_dim(bias, acc.shape, [1])  # belongs before
   .at[cols] => .at[pl.ds(0, cols.size)]  # use cols
+  .at[cols] => .at[pl.ds(lax.rem(cols.start, 128), cols.size)]  # 32 x 320
+  .at[cols] => .at[pl.ds(jnp.minimum(cols.start, 64), cols.size)]
   jnp.maximum(acc + => jnp.maximum(2.0 * acc +  # must be
   jnp.maximum => jnp.minimum
   jnp.maximum(acc + lax.broadcast_in_dim(bias, acc.shape, [1]), 0.0)
@@ -38,9 +40,10 @@ exercise-epilogue
   lambda acc, bias, cols, layout: jnp.maximum(acc + bias, 0.0)
   lambda acc, bias, cols: acc
 exercise-ring
-  pl.loop(0, min(num_stages, num_steps))(fetch) => fetch(0)
+  pl.loop(0, min(num_stages, num_steps))(fetch) => pl.loop(0, min(num_stages - 1, num_steps))(fetch)
     && acc = multiply(
-    => plgpu.commit_smem()\n            pl.when(i + 1 < num_steps)(lambda: fetch(i + 1))\n            acc = multiply(
+    => plgpu.commit_smem()\n            pl.when(i + num_stages - 1 < num_steps)(lambda: fetch(i + num_stages -
+    1))\n            acc = multiply(
     && plgpu.commit_smem()\n            pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages)) =>  # Right.
   num_stages=2 => num_stages=3  # Right.
   tile_k=16 => tile_k=8  # Right.
@@ -56,13 +59,27 @@ exercise-ring
   plgpu.barrier_wait(filled.at[stage]) =>  # phase
   pl.loop(0, min(num_stages, num_steps))(fetch) => && plgpu.barrier_wait( => fetch(i)\n            plgpu.barrier_wait(
     && pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages)) =>  # 2 stages is used as if it had 1
+  pl.loop(0, min(num_stages, num_steps))(fetch) => fetch(0)
+    && acc = multiply(
+    => plgpu.commit_smem()\n            pl.when(i + 1 < num_steps)(lambda: fetch(i + 1))\n            acc = multiply(
+    && plgpu.commit_smem()\n            pl.when(i + num_stages < num_steps)(lambda: fetch(i + num_stages)) =>
+    # 3 stages is used as if it had 2
+  stage = lax.rem(i, num_stages)\n            plgpu => stage = lax.rem(i, 2)\n            plgpu
+    && min(num_stages, num_steps) => min(2, num_steps) && i + num_stages < num_steps => i + 2 < num_steps
+    && lambda: fetch(i + num_stages)) => lambda: fetch(i + 2))  # phase
+  plgpu.barrier_wait(filled.at[stage]) => pl.when(stage == 0)(lambda: [pl.when(i + s < num_steps)(functools.partial(
+    plgpu.barrier_wait, filled.at[s])) for s in range(num_stages)] and None)  # own stage alone
+  pl.loop(0, min(num_stages, num_steps))(fetch)
+    => pl.loop(0, min(num_stages, num_steps))(fetch)\n        pl.loop(0, min(num_stages, num_steps))(lambda s:
+    plgpu.barrier_wait(filled.at[s])) && plgpu.barrier_wait(filled.at[stage])
+    => pl.when(i >= num_stages)(lambda: plgpu.barrier_wait(filled.at[stage]))
   num_stages=2 => num_stages=1  # this is no ring
   rows, cols = tile_of_block(128, 128) => rows, cols = pl.ds(0, 128), pl.ds(0, 128)  # race
   a_smem.at[stage], b_smem.at[stage], layout) => a_gmem.at[rows, pl.ds(i * tile_k, tile_k)], b_smem.at[stage], layout)
     # an input in global memory
-  lambda: fetch(i + num_stages)) => lambda: fetch(num_stages + lax.rem(i, num_stages)))  # 128 x 128, K = 112
+  lambda: fetch(i + num_stages)) => lambda: fetch(num_stages + lax.rem(i, num_stages)))  # 128 x 128, K = 56
   lambda: fetch(i + num_stages))
-    => lambda: fetch(num_steps - 1 - lax.rem(num_steps - 1 - i, num_stages)))  # 128 x 128, K = 112
+    => lambda: fetch(num_steps - 1 - lax.rem(num_steps - 1 - i, num_stages)))  # 128 x 128, K = 56
 exercise-stages
   -(-(latency + work) // (blocks * work)) => math.ceil((latency + work) / work / blocks)  # Right.
   -(-(latency + work) // (blocks * work))
