@@ -3,6 +3,7 @@
 TRIED = r"""
 exercise-ring
   if i >= ring.num_stages: => if True:  # would never end
+  if i >= ring.num_stages: => if i >= min(ring.num_stages, 3):
   if i >= ring.num_stages: => if i > ring.num_stages:  # may have overwritten
   if i >= ring.num_stages: => if False:
   (lambda ring, i: i % ring.num_stages, wait, release, drain)
@@ -34,6 +35,13 @@ exercise-mend
   pl.ds(wg * half, half)] => pl.ds(0, half)]  # 128 x 384 x 128
   row, col = place_of_tile(o_gmem, tile) => row, col = 0, place_of_tile(o_gmem, tile)[1]  # unordered
   ring.drain(num_steps) => pass  # wait for the last releases too
+  ring.drain(num_steps) => [plgpu.barrier_wait(freed.at[stage]) for stage in range(num_stages)]  # would never end
+  wg * half, half)] => 0, tile_m)] && ACC((half, => ACC((tile_m, && store(values, o_gmem, row + wg * half, col,
+    o_smem.at[wg]) => [pl.when(wg == w)(lambda w=w: store(values[w * half : (w + 1) * half], o_gmem, row + w * half,
+    col, o_smem.at[w])) for w in (0, 1)]  # multiply the whole tile each
+  plgpu.wgmma_wait(0)\n                    ring.release(i) => plgpu.wgmma_wait(1)
+    \n                    pl.when(i > 0)(lambda: ring.release(i - 1)) && return acc[...] => values = acc[...]
+    \n                ring.release(num_steps - 1)\n                return values  # Right.
   @pl.when(wg < 2) => @pl.when(wg == 0) && wg * half, half)] => 0, tile_m)] && ACC((half, => ACC((tile_m,
     && row + wg * half => row && freed=plgpu.Barrier(num_arrivals=2 => freed=plgpu.Barrier(num_arrivals=1
     # do not share the tile
