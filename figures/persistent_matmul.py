@@ -150,7 +150,7 @@ def persistent_order(axes):
         one = slice(0, waves * WAVE, WAVE)  # The tiles of block 0.
         ax.plot(2 * columns[one] + 1, rows[one], "o-", color=INK, linewidth=0.7, markersize=4, mfc=plot.CARD)
         of_a, of_b = panels(GRID, minor_dim, tile_width)[1]
-        ax.set_title(f"{name}\n({minor_dim}, {tile_width}): wave 1 reads\n{of_a} of A, {of_b} of B", fontsize=8.5)
+        ax.set_title(f"{name}\n({minor_dim}, {tile_width}): second wave reads\n{of_a} of A, {of_b} of B", fontsize=8.5)
         ax.set(xlim=(-1, 2 * GRID[1]), ylim=(GRID[0], -1), aspect="equal", yticks=(0, 32, 63))
         ax.set_xticks((1, 33, 63), (0, 16, 31))
         ax.grid(visible=False)

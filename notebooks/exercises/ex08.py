@@ -21,6 +21,7 @@ SHARE_CASES = [
 
 # ((m, k, n), blocks) of the kernels: 6 tiles on 4 blocks, 3 on 2, 7 on 2.
 GRIDS = (((128, 192, 384), 4), ((192, 128, 128), 2), ((64, 320, 896), 2))
+IDLE = ((128, 192, 128), 3)  # 2 tiles on 3 blocks.
 
 
 @checker
@@ -47,6 +48,10 @@ def check_persistent(answer) -> str:
         played = _play_and_compare(answer, shape, num_blocks)
         _require_own_tiles(played, shape, num_blocks)
         _require_ahead(played, shape[1] // 64)
+    shape, num_blocks = IDLE
+    operands = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in (shape[:2], shape[1:]))
+    played = judge.play_kernel(functools.partial(answer, num_blocks=num_blocks), *operands)
+    _require_own_tiles(played, shape, num_blocks)
     large = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
     ours = functools.partial(answer, num_blocks=132)
     return "Each block takes every tile that is its own." + speed(ours, cookbook.matmul, large, large)
@@ -91,16 +96,27 @@ def _play_and_compare(answer, shape, num_blocks: int):
 
 
 def _require_own_tiles(played, shape, num_blocks: int) -> None:
-    """Raises NotYet if a block computes more tiles than are its own: TMA cuts off what lies beyond the result."""
+    """Raises NotYet if a block computes more tiles than are its own (TMA cuts off what lies beyond the result), or
+    others, or in another order."""
     m, k, n = shape
-    tiles = _cdiv(m, 64) * _cdiv(n, 128)
+    columns = _cdiv(n, 128)
     indices = dict.fromkeys((0, num_blocks // 2, num_blocks - 1))  # Those that are played.
     for index, block in zip(indices, itertools.chain.from_iterable(played), strict=True):
+        own = list(range(index, _cdiv(m, 64) * columns, num_blocks))
         computed = sum(event.kind == "product" for event in block.events) // (k // 64)
-        if computed > (own := _cdiv(tiles - index, num_blocks)):
+        who = f"{shape} on {num_blocks} blocks: block {index}"
+        if computed > len(own):
             raise NotYet(
-                f"{shape} on {num_blocks} blocks: block {index} computes {computed} tiles, and {own} "
-                f"{'is' if own == 1 else 'are'} its own: those beyond the result are time lost"
+                f"{who} computes {computed} tile{'s' * (computed > 1)}, and {len(own)} "
+                f"{'is' if len(own) == 1 else 'are'} its own: those beyond the result are time lost"
+            )
+        boxes = [event.box for event in block.events if event.kind == "store" and event.box]
+        stored = [row // 64 * columns + column // 128 for (row, _), (column, _) in boxes]
+        in_turn = [tile for tile, _ in itertools.groupby(stored)]
+        if in_turn and in_turn != own:
+            raise NotYet(
+                f"{who} computes the tiles {in_turn}, and {own} are its own: tiles of one turn are neighbours, "
+                "whose loads meet in L2"
             )
 
 

@@ -32,6 +32,7 @@ class Event:
     start: int = 0  # A bit of a product: whoever has it among what it knows comes after the start.
     known: int = 0  # All that its warpgroup knew when it started the product, load or store.
     end: int = 0  # Bits of what ends with the event: whoever knows one of them comes after the end.
+    box: tuple = ()  # For a store, (start, size) of each axis in global memory, where they are known.
 
 
 @dataclasses.dataclass
@@ -243,14 +244,15 @@ class _Warpgroup:
 
     def _copy_out(self, equation, operands):
         trees = [equation.params[f"{name}_transforms_treedef"] for name in ("src", "dst")]
-        (view, _), rest = views(operands[:2], trees, operands[2:])
+        (view, target), rest = views(operands[:2], trees, operands[2:])
         if rest and rest[0] is UNKNOWN:
             raise Unsure
         if all(rest):
+            box = target.box if target else ()
             reads, known = self._read(view, "store"), self.known
             self.sent[-1] += reads
             shape, end = view.shape if view else (), sum(read.bit for read in reads)
-            self.play.block.events.append(Event("store", self.index, shape, known=known, end=end))
+            self.play.block.events.append(Event("store", self.index, shape, known=known, end=end, box=box))
         if equation.params["commit_group"]:
             self.sent.append([])
 

@@ -19,6 +19,12 @@ exercise-persistent
   - block + num_blocks - 1, num_blocks) => - block, num_blocks)  # the
   - block + num_blocks - 1, num_blocks) => + num_blocks - 1, num_blocks)  # computes 2 tiles
   lax.div(num_tiles - block + num_blocks - 1, num_blocks) => lax.div(9 - block, 4)  # time lost
+  lax.div(num_tiles - block + num_blocks - 1, num_blocks) => 1 + lax.div(num_tiles - 1 - block, num_blocks)
+    # and 0 are its own
+  block + turn * num_blocks => block + (turns - 1 - turn) * num_blocks  # computes the tiles [4, 0]
+  block + turn * num_blocks =>
+    block * lax.div(num_tiles, num_blocks) + lax.min(block, lax.rem(num_tiles, num_blocks)) + turn
+    # computes the tiles [0, 1]
   plgpu.wgmma_wait(0)\n                        ring.release(count(turn, step))
     => ring.release(count(turn, step))\n                        plgpu.wgmma_wait(0)
     # a copy starts while a WGMMA of another warpgroup may still read
