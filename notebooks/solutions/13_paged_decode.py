@@ -78,6 +78,7 @@ exercise-window
     \n                ring.release(i)\n                return => \n                return  # may still read
   full.at[stage])\n\n => full.at[stage])\n                plgpu.barrier_wait(full.at[stage])\n\n  # as if it had 1
   tokens = min(page_size, block_kv) => tokens = 16  # reads the stage before
+  jnp.maximum(lens[seq] - window, 0) => 0 * lens[seq]  # tokens before the window count
   Ring(full, free, num_stages) => Ring(full, free, 2)  # Have 3 stages
   (token >= first_token) & (token < lens[seq]) => token < lens[seq] &&
     p.astype(q.dtype) => jnp.where(token >= first_token, p, 0.0).astype(q.dtype)  # element
