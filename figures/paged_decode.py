@@ -142,7 +142,7 @@ DECODE = (  # Tokens; the token that is written, if any; whether the pages are r
         11,
         None,
         True,
-        "Attention reads the row and copies page after page. It masks the slot behind token 10.",
+        "Attention reads the row and copies page after page. It masks the slot after token 10.",
     ),
     (12, 11, False, "The next step writes token 11 into the last slot of page 5. Now all three pages are full."),
     (13, 12, False, "Token 12 needs column 3. Page 8 is free, so its number goes into the table. Nothing else moves."),

@@ -27,11 +27,11 @@ STEPS = (  # Lengths, query heads, KV heads, head_dim, bytes and operations per 
 def check_slots(answer) -> str:
     """Exercise 1: `answer(block_tables, seqs, positions, page_size)` are slots of tokens, -1 for a position of -1."""
     cases = []
-    for page_size, seed in ((16, 0), (4, 1), (32, 2)):
+    for page_size, seed, columns in ((16, 0, 8), (4, 1, 12), (32, 2, 6)):
         rng = np.random.default_rng(seed)
-        tables = rng.permutation(24).reshape(3, 8).astype(np.int32)
-        seqs = rng.integers(0, 3, 40)
-        positions = np.where(rng.random(40) < 0.15, -1, rng.integers(0, 8 * page_size, 40))
+        tables = rng.permutation(24).reshape(-1, columns).astype(np.int32)
+        seqs = rng.integers(0, len(tables), 40)
+        positions = np.where(rng.random(40) < 0.15, -1, rng.integers(0, columns * page_size, 40))
         cases.append((tables, seqs, positions, page_size))
 
     def slots(tables, seqs, positions, page_size):
@@ -91,7 +91,7 @@ def _step(rng):
 @checker
 def check_in_order(answer) -> str:
     """Exercise 3: `answer(pages, tables)` holds each sequence's tokens in one piece, KV head by KV head."""
-    for page_size, columns, block_kv in ((16, 4, 32), (32, 2, 32), (64, 1, 32), (16, 8, 64)):
+    for page_size, columns, block_kv in ((16, 4, 32), (32, 2, 32), (64, 3, 32), (16, 8, 64)):
         num_pages = 2 * columns + 1
         pages = normal(page_size, (num_pages, page_size, 2, 64), jnp.bfloat16)
         tables = np.random.default_rng(page_size).permutation(num_pages)[1:].reshape(2, columns).astype(np.int32)
@@ -117,28 +117,28 @@ def check_in_order(answer) -> str:
 def check_window(answer) -> str:
     """Exercise 4: `answer(q, k_pages, v_pages, tables, lens, window)` attends to the last `window` tokens alone."""
     q = normal(1, (2, 2 * ROWS, 64), jnp.bfloat16)
-    for lens, window, page_size, block in (
-        ((150, 40), 1000, 64, 64),
-        ((190, 130), 70, 16, 64),
-        ((192, 64), 64, 64, 64),
-        ((150, 133), 20, 16, 128),
-        ((185, 192), 130, 64, 64),
+    for lens, window, page_size, how in (
+        ((150, 40), 1000, 64, {}),
+        ((190, 130), 70, 16, {}),
+        ((192, 64), 64, 64, {}),
+        ((150, 133), 20, 16, dict(block_kv=128)),
+        ((185, 192), 130, 128, dict(num_stages=3)),
     ):
-        columns = 192 // page_size
+        columns, block = -(-192 // page_size), how.get("block_kv", 64)
         k, v = (normal(seed, (2 * columns + 3, page_size, 2, 64), jnp.bfloat16) for seed in (2, 3))
         tables = np.random.default_rng(4).permutation(len(k))[3:].reshape(2, columns).astype(np.int32)
         args = q, k, v, jnp.asarray(tables), jnp.asarray(lens, jnp.int32)
-        how = {} if block == 64 else dict(block_kv=block)
         given = lambda *args, window=window, how=how: answer(*args, window, **how)
-        where = f"lengths {lens[0]} and {lens[1]}, window {window}, block_kv = {block}"
+        where = f"lengths {lens[0]} and {lens[1]}, window {window}, pages of {page_size} tokens"
+        where += "".join(f", {name} = {value}" for name, value in how.items())
         # Copies of small pages would pass for stages.
-        in_flight = 2 if page_size == block else None
+        in_flight = how.get("num_stages", 2) if page_size >= block else None
         out = run_kernel(given, *args, in_flight=in_flight, undrained="keep ring.drain, after as many fills")
         logits, values = _unmasked(q, k, v, tables)
         exact = _attended(logits, values, lens, window)
         require_close(out, exact, 0.02, where, _wrong_windows(block, logits, values, lens, window))
         blocks = [-(-length // block) - max(length - window, 0) // block for length in lens]
-        first, last = (1 + 2 * (block // page_size) * num for num in blocks)  # One copy is of q.
+        first, last = (1 + 2 * max(1, block // page_size) * num for num in blocks)  # One copy is of q.
         _require_loads(play_kernel(given, *args), [first, None, last], where, together=False)
     return "Blocks before the window are never loaded, and the mask cuts both ends."
 

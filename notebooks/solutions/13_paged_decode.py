@@ -15,6 +15,7 @@ exercise-1
   * page_size + positions % page_size => * 16 + positions % 16  # page_size = 4
   positions % page_size) => positions / page_size)  # a whole number
   lambda t, s, p, n: slot_mapping(t, s, p, n)[p >= 0]  # is right
+  block_tables[seqs, positions // page_size] => block_tables.ravel()[seqs * 8 + positions // page_size]  # out of bounds
 exercise-2
   4 * numbers / hbm => 2 * numbers / hbm  # there are keys and there are values
   4 * 64 => 2 * 64  # are two operations
@@ -45,6 +46,9 @@ exercise-pages
   plgpu.copy_gmem_to_smem( => smem[pl.ds(i * tokens, tokens)] = ( && pages_gmem.at[page => pages_gmem[page
     && rows, kv_head],\n => rows, kv_head]\n && smem.at[pl.ds(i * tokens, tokens)],\n                loaded,\n => \n
     && plgpu.barrier_wait(loaded) => plgpu.commit_smem()  # 0 copies
+  pl.ds(lax.rem(position, jnp.int32(page_size)), tokens) =>
+    pl.ds(position if page_size > tokens else 0, tokens)  # with pages of 64 tokens
+  \n        plgpu.wait_smem_to_gmem(0) => \n  # before kernel finished
 exercise-window
   lambda q, k, v, t, n, w: cookbook.paged_attention(q, k, v, t, n, local_window_size=w - 1)  # the package's kernel
   s, -jnp.inf => s, 0.0  # element
@@ -75,6 +79,10 @@ exercise-window
   full.at[stage])\n\n => full.at[stage])\n                plgpu.barrier_wait(full.at[stage])\n\n  # as if it had 1
   tokens = min(page_size, block_kv) => tokens = 16  # reads the stage before
   jnp.maximum(lens[seq] - window, 0) => 0 * lens[seq]  # tokens before the window count
+  Ring(full, free, num_stages) => Ring(full, free, 2)  # Have 3 stages
+  (token >= first_token) & (token < lens[seq]) => token < lens[seq] &&
+    p.astype(q.dtype) => jnp.where(token >= first_token, p, 0.0).astype(q.dtype)  # element
+  div(position, page_size) => (first_block + i) * (block_kv // page_size) + first // page_size  # pages of 128 tokens
 """
 
 
