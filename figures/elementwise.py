@@ -51,13 +51,13 @@ def _memory(ax, y, deliveries):
 
 @drawing(7.8, 2.75)
 def thread_layout(ax):
-    """Which thread loads which element of a tile, for loads of 1, 2, 4 and 8 bf16 elements a thread."""
+    """Which thread loads which element of a tile, for loads of 1, 2, 4 and 8 bf16 elements per thread."""
     elements = 32  # The first of the tile; a cell is one element of 2 bytes.
     text = f"the first {elements} elements of a tile, and the thread that loads each"
     words(ax, 1.55, 2.55, text, ha="left", weight="bold")
     for row, vec in enumerate((1, 2, 4, 8)):
         y = 1.95 - 0.5 * row
-        words(ax, 1.45, y + 0.17, f"{vec} element{'s' * (vec > 1)}\n{2 * vec} bytes a load", 8, ha="right")
+        words(ax, 1.45, y + 0.17, f"{vec} element{'s' * (vec > 1)}\n{2 * vec} bytes per load", 8, ha="right")
         for i in range(0, elements, vec):
             thread = i // vec
             colour = plot.COLOURS[thread % 5]
@@ -89,9 +89,9 @@ def _traffic(ax, arrays):
 
 @drawing(7.8, 2.6)
 def tail(ax):
-    """A length that is no multiple of the tile: whole tiles, then pieces of 128 elements, the last shifted back."""
+    """A length that is not a multiple of the tile: whole tiles, then pieces of 128 elements, the last shifted back."""
     length, tile, piece = 2348, 1024, 128
-    scale = 6.4 / 2348  # Inches an element.
+    scale = 6.4 / 2348  # Inches per element.
     at = lambda element: 0.25 + element * scale
     whole = length // tile * tile
     words(ax, 0.25, 2.42, f"{length} elements, tiles of {tile}", 10, ha="left", weight="bold")

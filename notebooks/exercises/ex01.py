@@ -44,10 +44,14 @@ def _any_length() -> int:
     return length
 
 
+def _num_blocks(answer, *args) -> int:
+    found = equations(jaxpr_of(answer, *args))
+    return math.prod(next(equation.params["meshes"][0].grid for equation in found if "meshes" in equation.params))
+
+
 def _require_grid(answer, *args):
     """Raises NotYet if few blocks do all of the work of `args`, which are large."""
-    found = equations(jaxpr_of(answer, *args))
-    blocks = math.prod(next(equation.params["meshes"][0].grid for equation in found if "meshes" in equation.params))
+    blocks = _num_blocks(answer, *args)
     if blocks == 1:
         raise NotYet("one block does all of the work, so 131 SMs do nothing: give the kernel a grid, a tile per block")
     if blocks < LEAST_BLOCKS:
@@ -58,24 +62,55 @@ def _require_grid(answer, *args):
 
 
 def _played(answer, *args):
-    return itertools.chain.from_iterable(play_kernel(answer, *args))
+    return list(itertools.chain.from_iterable(play_kernel(answer, *args)))
 
 
-def _require_stored_once(answer, *args):
-    """Raises NotYet if a block stores an element more than once."""
-    if any(overlap(*pair) for block in _played(answer, *args) for pair in itertools.combinations(block.stored, 2)):
-        raise NotYet("a block stores the same element more than once: every load and every store is needed once")
+def _require_once(answer, *args):
+    """Raises NotYet if a block loads or stores an element more than once."""
+    for block in _played(answer, *args):
+        if any(overlap(*pair) for pair in itertools.combinations(block.stored, 2)):
+            raise NotYet("a block stores the same element more than once: every store is needed once")
+        for (memory, box), (other, its_box) in itertools.combinations(block.fetched, 2):
+            if memory is other and overlap(box, its_box):
+                raise NotYet("a block loads the same element more than once: every load is needed once")
+
+
+def _elements(block) -> int:
+    """How many elements a block stores, each counted once."""
+    return len({i for ((start, size),) in block.stored for i in range(start, start + size)})
+
+
+def _require_shares(answer, *args):
+    """Raises NotYet if the blocks together store fewer elements of `args`, which are large, than there are, or, where
+    all of them but the last store as many, more. Only the first, a middle and the last block are played."""
+    n, num_blocks, blocks = args[0].size, _num_blocks(answer, *args), _played(answer, *args)
+    if not all(block.is_whole for block in blocks):
+        return
+    stored = [_elements(block) for block in blocks]
+    if num_blocks * max(stored) < n:
+        raise NotYet(
+            f"of {n:,} elements many are never written: there are {num_blocks:,} blocks, of {max(stored):,} at most"
+        )
+    if abs(num_blocks * stored[0] - n) < stored[0] and (num_blocks - 1) * stored[0] + stored[-1] > n:
+        raise NotYet(f"length {n:,}: {APART}")
+
+
+APART = (
+    "two blocks write the same element, and nothing orders blocks: give the tail to the block that writes the last "
+    "whole tile"
+)
 
 
 def _require_apart(answer, x):
-    """Raises NotYet if two blocks store the same element. The interpreter sees it only if both are at the same step."""
+    """Raises NotYet if two blocks store the same element, or one block a tile more than once. The interpreter sees the
+    former only if both are at the same step."""
     blocks = _played(answer, x)
     for first, second in itertools.combinations(blocks, 2):
         if any(overlap(one, other) for one in first.stored for other in second.stored):
-            raise NotYet(
-                f"length {x.size}: two blocks write the same element, and nothing orders blocks: give the tail to the "
-                "block that writes the last whole tile"
-            )
+            raise NotYet(f"length {x.size}: {APART}")
+    for block in blocks:
+        if sum(size for ((_, size),) in block.stored) - _elements(block) >= 1024:
+            raise NotYet(f"length {x.size}: a block stores the same elements more than once; only the tail may overlap")
 
 
 @checker
@@ -117,7 +152,8 @@ def check_swiglu(answer):
                 f"its error is {error:.1e}, more than one rounding makes: compute in float32, round at the end"
             )
     _require_grid(answer, TIMED, TIMED)
-    _require_stored_once(answer, *[jax.ShapeDtypeStruct((4096,), jnp.bfloat16)] * 2)
+    _require_shares(answer, TIMED, TIMED)
+    _require_once(answer, *[jax.ShapeDtypeStruct((4096,), jnp.bfloat16)] * 2)
     praise = "Right in float32, rounded once" + _require_wide_loads(answer, gate, up)
     return praise + speed(answer, cookbook.fuse(lambda gate, up: jax.nn.silu(gate) * up), TIMED, TIMED)
 
@@ -146,6 +182,8 @@ def check_relu_of_any_length(answer):
         require_close(out, np.maximum(wide(x), 0), 0, f"length {n}")
     odd = jax.ShapeDtypeStruct((TIMED.size - 1,), TIMED.dtype)
     _require_grid(answer, odd)
+    for longer in (-1, 1):  # A tail that is shifted back within itself, and one that reaches into a whole tile.
+        _require_shares(answer, jax.ShapeDtypeStruct((TIMED.size + longer,), TIMED.dtype))
     # At most three blocks of whole tiles: the first, a middle and the last block are played.
     for length in (200, 300, *(3 * 1024 + left for left in (1, 100, 101, 127, 500, 1023, _any_length() % 1024))):
         _require_apart(answer, jax.ShapeDtypeStruct((length,), jnp.bfloat16))

@@ -42,6 +42,7 @@ class Block:
     events: list[Event] = dataclasses.field(default_factory=list)
     rings: list[Ring] = dataclasses.field(default_factory=list)
     stored: list[tuple] = dataclasses.field(default_factory=list)  # The box of each direct store to global memory.
+    fetched: list[tuple] = dataclasses.field(default_factory=list)  # (memory, box) of each direct load from there.
     fault: str | None = None  # The first that comes too early.
     is_whole: bool = True  # Whether it was played to its end.
     reads_back: bool = False  # Whether it reads in global memory what it has stored there.
@@ -273,6 +274,8 @@ class _Warpgroup:
         (view,), _ = views(operands[:1], [equation.params["tree"]], operands[1:])
         if view and any(overlap(view.box, box) for box in view.memory.stored):
             self.play.block.reads_back = True
+        if view and view.memory.is_global:
+            self.play.block.fetched.append((view.memory, view.box))
         values = UNKNOWN if view is None else view.values
         return [values if values is UNKNOWN else plain(values.reshape(equation.outvars[0].aval.shape))]
 

@@ -39,6 +39,10 @@ exercise-3-cell
     && \n        gate, up = ( => \n         gate, up = (
     && \n        o_gmem[where] = => \n         o_gmem[where] =  # stores the same element more than once
   silu(gate) * up => silu(gate).astype(jnp.bfloat16).astype(jnp.float32) * up  # more than one rounding
+  grid=(gate.size // 1024,) => grid=(min(gate.size // 1024, 2000),)  # many are never written: there are 2,000 blocks
+  for ref in (gate_gmem, up_gmem)\n        )
+    => for ref in (gate_gmem, up_gmem)\n        )\n        gate = again.astype(jnp.float32)
+    && again => plgpu.load(gate_gmem.at[where], layout=layout)  # loads the same element more than once
   None  # there is no `swiglu` yet. Write it above the last line. `swiglu(gate, up)` is a kernel
 exercise-4-cell
   pl.cdiv(left, 128) => left // 128  # never written
@@ -57,6 +61,11 @@ exercise-4-cell
   blocks = max(whole, 1) => blocks = 1
     && @pl.when(block < whole)\n        def _():\n            apply(block * 1024, 1024)
     => @pl.loop(0, whole)\n        def _(i):\n            apply(i * 1024, 1024)  # one block does all of the work
+  blocks = max(whole, 1) => blocks = max(whole, 1) + (whole > 6 and left > 0)  # two blocks write the same element
+  blocks = max(whole, 1) => blocks = max(min(whole, 4000), 1)  # many are never written: there are 4,000 blocks
+  o_gmem[where] = jnp.maximum(x_gmem[where], 0)
+    => o_gmem[where] = jnp.maximum(x_gmem[where], 0)\n            o_gmem[where] = jnp.maximum(x_gmem[where], 0)
+    # stores the same elements more than once
   jnp.maximum(x_gmem[where], 0) => jnp.where(x_gmem[where] > 0, x_gmem[where], jnp.zeros_like(x_gmem[where]))
     # is 0; it must be nan
   jnp.maximum(x_gmem[where], 0) => jnp.abs(x_gmem[where])  # it must be
@@ -78,7 +87,7 @@ ex01.check_lines_of_a_warp(lines_of_a_warp)
 def gain_of_fusing(num_inputs, num_kernels):
     #: return num_kernels
     # BEGIN SOLUTION
-    # Arrays that cross HBM: the first kernel's, then two a kernel.
+    # Arrays that cross HBM: the first kernel's, then two per kernel.
     apart = (num_inputs + 1) + 2 * (num_kernels - 1)
     return apart / (num_inputs + 1)
     # END SOLUTION
