@@ -94,7 +94,7 @@ def _elements(ax, left, title, rows, columns, per_row):
         tile(ax, x, y, side, side, ORANGE if needed else "white", edgecolor=SOFT, linewidth=0.6)
     words(ax, left + 8 * side, 4.12, title, 9.5, weight="bold")
     words(ax, left + 8 * side, top - 16 * side - 0.15, columns + " ...", 8, colour=SOFT)
-    words(ax, left - (0.58 if per_row else 0.18), top - 8 * side, rows + " ...", 8, colour=SOFT, rotation=90)
+    words(ax, left - (0.58 if per_row else 0.11), top - 8 * side, rows + " ...", 8, colour=SOFT, rotation=90)
     if per_row:
         words(ax, left - 0.34, top + 0.13, "lse", 8, colour=ORANGE)
     else:

@@ -1,5 +1,6 @@
 """Chapter 12's exercises: delta, a number for each column of a tile, a kernel of dq, and the queries that see keys."""
 
+import functools
 import itertools
 
 import jax
@@ -13,7 +14,7 @@ from cookbook import _device
 TILE = 64  # Keys of a tile.
 WINDOWS = [  # block, num_q, left, right: less than a block, several, exactly some, everything; and too few queries.
     (block, num_q, left, right)
-    for block, num_q in ((64, 512), (128, 512), (64, 192), (128, 128))
+    for block, num_q in ((64, 512), (128, 512), (64, 192), (128, 128), (96, 288))
     for left, right in itertools.product((0, 1, 63, 64, 130, 2000), (0, 1, 64, 65, 2000))
 ]
 
@@ -21,10 +22,17 @@ WINDOWS = [  # block, num_q, left, right: less than a block, several, exactly so
 @checker
 def check_delta(answer) -> str:
     """`answer(q, k, v, out, do, lse, d_lse)` is sum(out * do) - d_lse, (B, N, T)."""
+    for shape in ((2, 6, 3, 4), (1, 5, 2, 8)):  # B, T, N, head_dim.
+        _check_delta_of(answer, shape)
+    return "One number for each query, and no key has been touched."
+
+
+def _check_delta_of(answer, shape) -> None:
+    batch, length, heads, _ = shape
     rng = np.random.default_rng(12)
-    q, k, v, out, do = rng.standard_normal((5, 2, 6, 3, 4))
-    lse, d_lse = rng.standard_normal((2, 2, 3, 6))
-    lse[1, 2, 3], out[1, 3, 2] = -np.inf, 0.0  # This query sees nothing.
+    q, k, v, out, do = rng.standard_normal((5, *shape))
+    lse, d_lse = rng.standard_normal((2, batch, heads, length))
+    lse[-1, 1, 3], out[-1, 3, 1] = -np.inf, 0.0  # This query sees nothing.
     given = answer(*(x.copy() for x in (q, k, v, out, do, lse, d_lse)))
     if given is None:
         raise NotYet("delta returns None: write its body.")
@@ -39,17 +47,18 @@ def check_delta(answer) -> str:
         (sums(out, do) * 0.5 - d_lse, "delta is not scaled: the scale belongs to s, not to p."),
         (d_lse - sums(out, do), "the sign is the other one."),
     )
-    said = "delta, (B, N, T): the sum over the keys of p_ij dp_ij, with dp = do v^T; what is the sum of p_ij v_j?"
+    said = f"delta of q {shape}: the sum over the keys of p_ij dp_ij, with dp = do v^T; what is the sum of p_ij v_j?"
     require_close(np.asarray(given), sums(out, do) - d_lse, 1e-4, said, likely)
-    return "One number for each query, and no key has been touched."
 
 
 @checker
 def check_weights(answer) -> str:
     """`answer(s_ref, lse_ref, bias_ref)` is exp2(s + bias of its row - lse of its column)."""
-    for queries in (64, 128):
-        s, lse, bias = normal(1, (TILE, queries)), normal(2, (queries,)), normal(3, (TILE,))
+    for keys, queries in ((64, 64), (64, 128), (128, 64)):
+        s, lse, bias = normal(1, (keys, queries)), normal(2, (queries,)), normal(3, (keys,))
         lse = lse.at[5].set(jnp.inf)  # This query sees nothing.
+        if keys != queries:  # Large logits have a large lse.
+            s, lse = s.at[:, 3].add(200.0), lse.at[3].add(200.0)
         try:
             out = run_kernel(_in_kernel(answer), s, lse, bias)
         except NotYet as problem:
@@ -61,7 +70,7 @@ def check_weights(answer) -> str:
             raise
         s, lse, bias = wide(s, lse, bias)
         exact = np.exp2(s + bias[:, None] - lse)
-        require_close(out, exact, 1e-4, f"{TILE} keys and {queries} queries", _wrong_weights(s, lse, bias))
+        require_close(out, exact, 1e-4, f"{keys} keys and {queries} queries", _wrong_weights(s, lse, bias))
     return "A key's number lies along the rows, reduce(1); a query's along the columns, reduce(0)."
 
 
@@ -69,31 +78,39 @@ def check_weights(answer) -> str:
 def check_query_blocks(answer) -> str:
     """`answer(first_k, block, num_q, left, right)` is (first, end) of the blocks of queries that see one of
     the 64 keys from `first_k` on."""
-    for block, num_q, left, right in WINDOWS:
-        for first_k in range(0, 640, TILE):
-            where = f"for first_k = {first_k}, block = {block}, num_q = {num_q}, left = {left}, right = {right}"
-            given = answer(first_k, block, num_q, left, right)
-            try:
-                first, end = (int(x) for x in given)
-            except (TypeError, ValueError) as error:
-                raise NotYet(f"{where}, the answer is {given!r}; it must be (first, end).") from error
-            i, j = np.arange(num_q)[:, None], first_k + np.arange(TILE)
-            sees = ((j >= i - left) & (j <= i + right)).any(axis=1)
-            wanted = sorted(set(np.flatnonzero(sees) // block))
-            if end < first:
-                raise NotYet(f"{where}, the end, {end}, lies before {first}: with no block at all they are equal.")
-            if missing := set(wanted) - set(range(first, end)):
-                raise NotYet(f"{where}, block {min(missing)} is left out, and queries of it see some of the keys.")
-            if more := set(range(first, end)) - set(wanted):
-                raise NotYet(f"{where}, block {min(more)} is computed, and none of its queries sees any of the keys.")
+    for window in WINDOWS:
+        for first_k in (*range(0, 640, TILE), 100):
+            _require_blocks(answer(first_k, *window), first_k, *window)
+    window = (128, 512, 130, 1)
     try:
-        jax.jit(lambda first_k: answer(first_k, 128, 512, 130, 1))(np.int32(64))
+        traced = jax.jit(lambda first_k: answer(first_k, *window))
+        found = [(first_k, traced(np.int32(first_k))) for first_k in (0, 64, 576)]
     except jax.errors.JAXTypeError as error:
         raise NotYet(
             "the blocks are right, but in the kernel first_k is known only when it runs: use jnp.maximum, jnp.minimum "
             "or jnp.clip in place of max, min, int or if."
         ) from error
+    for first_k, given in found:
+        _require_blocks(given, first_k, *window, "when it is traced, ")
     return "Left and right, exchanged: a key is seen by queries j - right to j + left."
+
+
+def _require_blocks(given, first_k, block, num_q, left, right, when="") -> None:
+    """Raises NotYet unless `given` is (first, end) of the blocks in which a query sees one of the keys."""
+    where = f"{when}for first_k = {first_k}, block = {block}, num_q = {num_q}, left = {left}, right = {right}"
+    try:
+        first, end = (int(x) for x in given)
+    except (TypeError, ValueError) as error:
+        raise NotYet(f"{where}, the answer is {given!r}; it must be (first, end).") from error
+    i, j = np.arange(num_q)[:, None], first_k + np.arange(TILE)
+    sees = ((j >= i - left) & (j <= i + right)).any(axis=1)
+    wanted = sorted(set(np.flatnonzero(sees) // block))
+    if end < first:
+        raise NotYet(f"{where}, the end, {end}, lies before {first}: with no block at all they are equal.")
+    if missing := set(wanted) - set(range(first, end)):
+        raise NotYet(f"{where}, block {min(missing)} is left out, and queries of it see some of the keys.")
+    if more := set(range(first, end)) - set(wanted):
+        raise NotYet(f"{where}, block {min(more)} is computed, and none of its queries sees any of the keys.")
 
 
 @checker
@@ -114,7 +131,10 @@ def check_dq(answer) -> str:
             )
         require_close(found, exact, 0.02, said, _wrong_dq(q, k, v, do, lse, delta) if not i else ())
         _require_ring(answer, operands, num_kv)
-    return "The same steps as for keys, with the operands exchanged: rows are queries, and lse is loaded once."
+        if not i:
+            said = "dq with block_kv = 128 (do the shape of the weights, the steps and their rows follow it?)"
+            require_close(run_kernel(functools.partial(answer, block_kv=128), *operands), exact, 0.02, said)
+    return "The same steps as for keys, with the operands exchanged: rows are queries, and lse needs no ring."
 
 
 def _require_ring(answer, operands, num_kv: int) -> None:
@@ -175,6 +195,8 @@ def _wrong_weights(s, lse, bias):
         yield np.exp2(s + bias[:, None]), "lse is missing."
         yield np.exp2(s - bias[:, None] - lse), "the bias is added to the logits."
         yield np.exp(s + bias[:, None] - lse), "everything is in base 2: exp2."
+        narrow = (np.exp2(x.astype(np.float32)) for x in (s, bias[:, None], -lse))
+        yield functools.reduce(np.multiply, narrow), "the exponential of a large logit is infinite: first subtract lse."
         if s.shape[0] == s.shape[1]:
             yield np.exp2(s + bias - lse[:, None]), "lse is a query's, and queries are the columns here, not the rows."
             yield np.exp2(s + bias - lse), "the bias is a key's, and keys are the rows here."

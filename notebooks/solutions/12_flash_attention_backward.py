@@ -15,6 +15,9 @@ exercise-1
   out, do) => k, do)  # the sum of p_ij v_j
   - d_lse => * lse - d_lse
   "btnh,btnh->bnt", out, do) - d_lse => "btnh,btnh->btn", out, do)  # shape
+  np.einsum("btnh,btnh->bnt", out, do) => sum(out[..., i] * do[..., i] for i in range(4)).swapaxes(1, 2)  # (1, 5, 2, 8)
+  np.einsum("btnh,btnh->bnt", out, do) => np.array([[(out[b, :6, n] * do[b, :6, n]).sum(-1) for n in range(3)]
+    for b in range(2)])  # IndexError
 exercise-2
   return jnp.exp2(s + bias - lse) => return jnp.exp2(s - lse) * jnp.exp2(bias)  # Right.
   WGMMA.reduce(0) => WGMMA.reduce(9) && WGMMA.reduce(1) => WGMMA.reduce(0) && WGMMA.reduce(9) => WGMMA.reduce(1)
@@ -23,6 +26,8 @@ exercise-2
   WGMMA.reduce(0) => WGMMA.reduce(1) && s.shape, [1] => s.shape, [0]  # queries are the columns here
   WGMMA.reduce(1) => WGMMA.reduce(0) && s.shape, [0] => s.shape, [1]  # keys are the rows here
   WGMMA.reduce(0) => WGMMA.reduce(1)  # no layout serves
+  return jnp.exp2(s + bias - lse) => return jnp.exp2(s) * jnp.exp2(bias) * jnp.exp2(-lse)  # first subtract lse
+  s.shape, [1] => (64, s.shape[1]), [1] && s.shape, [0] => (64, s.shape[1]), [0]  # shape
   exp2 => exp  # base 2
   s + bias - lse => s - bias - lse  # is added
   s + bias - lse => s - lse  # bias is missing
@@ -42,6 +47,9 @@ exercise-dq
   o_gmem.at[b => o_gmem.at[0 && dq_gmem.at[b => dq_gmem.at[0  # race
   k.shape[1] // block_kv => 4  # other numbers of keys
   1 / math.sqrt(head_dim) => 0.125  # other numbers of keys
+  (64, block_kv) => (64, 64)  # shape
+  i * block_kv => i * 64 && k.shape[1] // block_kv => k.shape[1] // 64  # block_kv = 128
+  i * block_kv => i * 64
   num_stages=2 => num_stages=1  # a single stage
   plgpu.barrier_wait(q_full) => pass  # arrived
   stage = ring.wait(i) => stage = ring.slot(i)  # arrived
@@ -63,6 +71,9 @@ exercise-3
   lambda k, b, n, left, right: query_blocks(k, b, n, right, left)  # block
   lambda k, b, n, left, right: (0, -(-n // b))  # none of its queries
   lambda k, b, n, left, right: (0, 1)  # is left out
+  first_q // block => first_q >> (block.bit_length() - 1)  # is left out
+  first_k - right => first_k // 64 * 64 - right  # is computed
+  lambda k, *args: query_blocks(k, *args) if isinstance(k, int) else (0, k // 128)  # when it is traced
 """
 
 
