@@ -12,7 +12,7 @@ SMEM_OF_AN_SM = 233_472  # Bytes of shared memory of one SM of an H100 or H200.
 RESERVED = 1_024  # Bytes that CUDA keeps for itself for each block on the SM.
 BARRIER = 8  # Bytes of one barrier; a ring has one for each stage.
 ITEMSIZE = 2  # Bytes of a bfloat16.
-_TILES = ((128, 128, 64), (128, 192, 64), (64, 256, 64), (128, 72, 64), (64, 56, 64), (64, 64, 128))
+_TILES = ((128, 128, 64), (128, 192, 64), (64, 256, 64), (128, 72, 64), (64, 56, 64), (64, 64, 128), (128, 224, 64))
 CASES = [(*tile, blocks) for blocks in range(1, 6) for tile in _TILES]
 
 # Name: num_stages (max_concurrent_steps), delay_release, and the products that wgmma_wait leaves running.
@@ -45,9 +45,12 @@ def _require_all_of_k(block, products_per_step: int) -> None:
 
 
 def _sizes(*known):
-    """These (K, M, N), and one that no answer knows beforehand."""
-    draw = lambda rng: (64 * int(rng.integers(1, 9)), 128 * int(rng.integers(3, 5)), 128 * int(rng.integers(3, 5)))
-    return *known, *drawn(draw, 1)
+    """These (K, M, N), and others that no answer knows beforehand: small ones, many steps, many rows and columns."""
+    small = lambda rng: (64 * int(rng.integers(1, 9)), 128 * int(rng.integers(3, 5)), 128 * int(rng.integers(3, 5)))
+    deep = lambda rng: (64 * int(rng.integers(12, 21)), 128, 128)
+    tall = lambda rng: (64, 128 * int(rng.integers(6, 13)), 128)
+    broad = lambda rng: (64, 128, 128 * int(rng.integers(6, 13)))
+    return *known, *(drawn(draw, 1)[0] for draw in (small, deep, tall, broad))
 
 
 @checker
@@ -124,9 +127,10 @@ def check_stages(answer) -> str:
     likely = (
         (dict(of_b=False, output=False), "A stage holds a tile of A and a tile of B."),
         (lambda *case: _stages(*case[:3], 1), "The SM's shared memory is shared by all its blocks."),
+        (dict(beside=0), "The barriers stay beside the tile of the output: do both fit?"),
         (dict(output=False), "The tile of the output takes the ring's place: does it fit?"),
         (dict(reserved=0), "CUDA reserves 1 KB of every block."),
-        (dict(barrier=0), "Each stage has a barrier of 8 bytes."),
+        (dict(barrier=0, beside=0), "Each stage has a barrier of 8 bytes."),
     )
     said = "Count the bytes of one stage first, and what else a block needs."
     require_answers(answer, CASES, _stages, likely, said, draw=_case)
@@ -138,10 +142,12 @@ def _case(rng):
     return tile_m, tile_n, 64 * int(rng.integers(1, 3)), int(rng.integers(1, 7))
 
 
-def _stages(tile_m, tile_n, tile_k, blocks, *, reserved=RESERVED, barrier=BARRIER, of_b=True, output=True) -> int:
+def _stages(
+    tile_m, tile_n, tile_k, blocks, *, reserved=RESERVED, barrier=BARRIER, beside=BARRIER, of_b=True, output=True
+) -> int:
     """The right answer of exercise 4, and with other keywords the likely wrong ones."""
     budget = SMEM_OF_AN_SM // blocks - reserved
     stage = ITEMSIZE * (tile_m + tile_n * of_b) * tile_k
     stages = max(budget, 0) // (stage + barrier)
-    room_for_output = ITEMSIZE * tile_m * tile_n + barrier * stages <= budget
+    room_for_output = ITEMSIZE * tile_m * tile_n + beside * stages <= budget
     return stages if room_for_output or not output else 0
