@@ -1,5 +1,7 @@
 """Checkers of the exercises of chapter 6."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,20 +19,23 @@ CASES = [(*tile, blocks) for blocks in range(1, 6) for tile in _TILES]
 
 # Name: num_stages (max_concurrent_steps), delay_release, and the products that wgmma_wait leaves running.
 CONFIGURATIONS = {"A": (2, 0, 0), "B": (4, 1, 1), "C": (4, 1, 2), "D": (4, 2, 1)}
-LONG = 1600  # A K at which every ring refills its stages: order is judged there, and nothing is run.
+# Sizes at which every ring refills its stages, and with many tiles: order is judged there, and nothing is run.
+LONG, MANY_ROWS, MANY_COLUMNS = 64 * 25, 128 * 67, 128 * 69
 STEP = 10  # The step that exercise 2 asks about.
 
 
 @checker
 def check_transposed_a(answer) -> str:
     """Exercise 1: `answer(a, b)` is a.T @ b, for a stored as (K, M)."""
-    operands = (jax.ShapeDtypeStruct((LONG, 256), jnp.bfloat16),) * 2
-    _require_all_of_k(judge.require_order_of(answer, *operands, in_flight=2)[0][0], 1)
+    operands = (jax.ShapeDtypeStruct((LONG, size), jnp.bfloat16) for size in (MANY_ROWS, MANY_COLUMNS))
+    played = judge.require_order_of(answer, *operands, in_flight=2)
+    _require_all_of_k(played[0][0], 1)
     for k, m, n in _sizes((128, 128, 128), (448, 256, 128)):
         a, b = normal(4, (k, m), jnp.bfloat16), normal(5, (k, n), jnp.bfloat16)
         out = run_kernel(answer, a, b, as_it_lies=True)
         likely = [(wide(a) @ wide(b), "that is a @ b: a is read as if it were stored as (M, K)")] if k == m else []
         require_close(out, wide(a).T @ wide(b), 0.02, f"a of {k} x {m}", likely)
+    _require_windows(played[0], lambda depth, rows, columns: ((depth, rows), (depth, columns)))
     large = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
     ours = lambda a, b: cookbook.matmul_pipelined(a, b, transpose_a=True)
     return "The kernel reads the operand as it lies." + judge.speed(answer, ours, large, large)
@@ -44,13 +49,30 @@ def _require_all_of_k(block, products_per_step: int) -> None:
         raise NotYet(f"for K = {LONG} a block multiplies in {steps:g} steps, and these are not all of K")
 
 
+def _require_windows(blocks, needed) -> None:
+    """Raises NotYet unless each block loads what its tile needs: `needed(depth, rows, columns)`, pairs of a first index
+    and a size, for each step."""
+    for block in blocks:
+        loads = collections.Counter(event.box for event in block.events if event.kind == "load")
+        stored = [event.box for event in block.events if event.kind == "store"]
+        if len(stored) != 1 or None in (*loads, *stored):  # Its result alone is judged.
+            continue
+        for tile_k in {size for box in loads for _, size in box}:
+            steps = ((start, tile_k) for start in range(0, LONG, tile_k))
+            if loads == collections.Counter(window for depth in steps for window in needed(depth, *stored[0])):
+                break
+        else:
+            (row, _), (column, _) = stored[0]
+            raise NotYet(
+                f"for K = {LONG}, the block whose tile begins at ({row}, {column}) loads other windows than its tile "
+                "needs: follow mi, ni and ki in the index maps"
+            )
+
+
 def _sizes(*known):
-    """These (K, M, N), and others that no answer knows beforehand: small ones, many steps, many rows and columns."""
-    small = lambda rng: (64 * int(rng.integers(1, 9)), 128 * int(rng.integers(3, 5)), 128 * int(rng.integers(3, 5)))
-    deep = lambda rng: (64 * int(rng.integers(12, 21)), 128, 128)
-    tall = lambda rng: (64, 128 * int(rng.integers(6, 13)), 128)
-    broad = lambda rng: (64, 128, 128 * int(rng.integers(6, 13)))
-    return *known, *(drawn(draw, 1)[0] for draw in (small, deep, tall, broad))
+    """These (K, M, N), and one that no answer knows beforehand."""
+    draw = lambda rng: (64 * int(rng.integers(1, 9)), 128 * int(rng.integers(3, 5)), 128 * int(rng.integers(3, 5)))
+    return *known, *drawn(draw, 1)
 
 
 @checker
@@ -81,7 +103,7 @@ def check_wrong_release(answer) -> str:
 @checker
 def check_gated(answer) -> str:
     """Exercise 3: `answer(a, gate, up)` is silu(a @ gate) * (a @ up)."""
-    shapes = (256, LONG), (LONG, 128), (LONG, 128)
+    shapes = (MANY_ROWS, LONG), (LONG, MANY_COLUMNS), (LONG, MANY_COLUMNS)
     played = judge.require_order_of(
         answer, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes), in_flight=2
     )
@@ -95,6 +117,7 @@ def check_gated(answer) -> str:
             f"a block loads {loads} windows for {len(products)} products: A is loaded once for each of the two. One "
             "step must use its window of A twice."
         )
+    _require_windows(played[0], lambda depth, rows, columns: ((rows, depth), *((depth, columns),) * 2))
     *step, later = products[:3]  # The products of the first step, and the first one of the second.
     if ended := sum(event.end & later.known == event.end for event in step):
         raise NotYet(

@@ -32,6 +32,7 @@ class Event:
     start: int = 0  # A bit of a product: whoever has it among what it knows comes after the start.
     known: int = 0  # All that its warpgroup knew when it started the product or load.
     end: int = 0  # Bits of what ends with the product or load: whoever knows one of them comes after the end.
+    box: tuple | None = None  # First index and size along each axis of a load or store in global memory, where known.
 
 
 @dataclasses.dataclass
@@ -234,18 +235,20 @@ class _Warpgroup:
             self.play.block.rings.append(memory.ring)
         memory.ring.loads += 1
         memory.ring.stages.add(access.stage)
-        event = Event("load", self.index, view.shape, known=self.known, end=access.bit)
+        box = source.box if source else None
+        event = Event("load", self.index, view.shape, known=self.known, end=access.bit, box=box)
         self.play.block.events.append(event)
         self.play.flying.append((memory, access, at.barrier, access.bit | self.known))
 
     def _copy_out(self, equation, operands):
         trees = [equation.params[f"{name}_transforms_treedef"] for name in ("src", "dst")]
-        (view, _), rest = views(operands[:2], trees, operands[2:])
+        (view, target), rest = views(operands[:2], trees, operands[2:])
         if rest and rest[0] is UNKNOWN:
             raise Unsure
         if all(rest):
             self.sent[-1] += self._read(view, "store")
-            self.play.block.events.append(Event("store", self.index, view.shape if view else ()))
+            shape, box = view.shape if view else (), target.box if target else None
+            self.play.block.events.append(Event("store", self.index, shape, box=box))
         if equation.params["commit_group"]:
             self.sent.append([])
 
