@@ -41,6 +41,12 @@ def pipeline_blockspec(ax):
 
 
 STAGES = 3
+# In units of one step's product: about as measured, and short enough for three stages to keep a product queued.
+LOAD_TIME, FAST_LOAD_TIME = 2.2, 1.5
+
+
+def _units(load: float) -> str:
+    return f"time, in units of one step's product (a load takes {load})"
 
 
 @chart(height=6.6, nrows=3, sharex=True)
@@ -52,17 +58,14 @@ def pipeline_stage_lifetime(axes):
         (0, 1, "delay_release=0, wgmma_wait(1): WRONG; TMA writes where the tensor core still reads"),
     )
     for ax, (delay_release, wait, title) in zip(axes, cases, strict=True):
-        _lifetimes(ax, schedule(9, STAGES, delay_release=delay_release, wait=wait, load=1.5, gap=0.3))
+        _lifetimes(ax, schedule(9, STAGES, delay_release=delay_release, wait=wait, load=FAST_LOAD_TIME, gap=0.3))
         tracks(ax, _ring_of(STAGES), title)
-    axes[-1].set(xlim=(0, 8.8), xlabel="time, in units of one step's product")
+    axes[-1].set(xlim=(0, 8.8), xlabel=_units(FAST_LOAD_TIME))
 
 
 def _ring_of(stages: int) -> list[str]:
     """The rows of a schedule of a ring: its stages, and the tensor core."""
     return [*numbered("stage", stages), "tensor core"]
-
-
-LOAD_TIME = 2.2  # In units of the time that the tensor core takes for one step.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,11 +128,11 @@ def pipeline_schedule(axes):
         tracks(ax, _ring_of(stages), title, 11)
     axes[1].axvspan(0, LOAD_TIME, color=plot.FAINT, alpha=0.5, zorder=0)
     label(axes[1], LOAD_TIME / 2, 3, "prologue")
-    axes[1].set_xlabel("time, in units of one step's product")
+    axes[1].set_xlabel(_units(LOAD_TIME))
     axes[0].set_xlim(0, schedule(7, 1)[-1].mma_end)
 
 
-def run(blocks: int, steps: int = 4, load: float = 1.3) -> list[tuple[int, int, float, float, float]]:
+def run(blocks: int, steps: int = 4, load: float = LOAD_TIME) -> list[tuple[int, int, float, float, float]]:
     """(block, step, load start, product start, product end) of blocks that have one stage each."""
     free, waiting = 0.0, [(0.0, block, 0) for block in range(blocks)]
     done = []
@@ -149,12 +152,12 @@ def pipeline_two_blocks(axes):
     """Two blocks on one SM take turns at the tensor core: one loads while the other multiplies."""
     for ax, blocks in zip(axes, (1, 2), strict=True):
         for block, step, load_start, start, end in run(blocks):
-            bar(ax, block, load_start, load_start + 1.3, f"load {step}", LOAD)
+            bar(ax, block, load_start, load_start + LOAD_TIME, f"load {step}", LOAD)
             for lane in (block, blocks):
                 bar(ax, lane, start, end, f"{step}", (BLUE, GREEN)[block])
         title = f"{blocks} block{'s' * (blocks > 1)} on the SM, one stage each"
         tracks(ax, [*numbered("block", blocks), "tensor core"], title, 11)
-    axes[1].set_xlabel("time, in units of one step's product")
+    axes[1].set_xlabel(_units(LOAD_TIME))
 
 
 GRID, WAVE = (64, 64), 132  # 8192x8192 in tiles of 128x128; one block on each SM of an H100 or H200.

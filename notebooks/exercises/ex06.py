@@ -1,5 +1,7 @@
 """Checkers of the exercises of chapter 6."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,25 +14,28 @@ SMEM_OF_AN_SM = 233_472  # Bytes of shared memory of one SM of an H100 or H200.
 RESERVED = 1_024  # Bytes that CUDA keeps for itself for each block on the SM.
 BARRIER = 8  # Bytes of one barrier; a ring has one for each stage.
 ITEMSIZE = 2  # Bytes of a bfloat16.
-_TILES = ((128, 128, 64), (128, 192, 64), (64, 256, 64), (128, 72, 64), (64, 56, 64), (64, 64, 128))
+_TILES = ((128, 128, 64), (128, 192, 64), (64, 256, 64), (128, 72, 64), (64, 56, 64), (64, 64, 128), (128, 224, 64))
 CASES = [(*tile, blocks) for blocks in range(1, 6) for tile in _TILES]
 
 # Name: num_stages (max_concurrent_steps), delay_release, and the products that wgmma_wait leaves running.
 CONFIGURATIONS = {"A": (2, 0, 0), "B": (4, 1, 1), "C": (4, 1, 2), "D": (4, 2, 1)}
-LONG = 1600  # A K at which every ring refills its stages: order is judged there, and nothing is run.
+# Sizes at which every ring refills its stages, and with many tiles: order is judged there, and nothing is run.
+LONG, MANY_ROWS, MANY_COLUMNS = 64 * 25, 128 * 67, 128 * 69
 STEP = 10  # The step that exercise 2 asks about.
 
 
 @checker
 def check_transposed_a(answer) -> str:
     """Exercise 1: `answer(a, b)` is a.T @ b, for a stored as (K, M)."""
-    operands = (jax.ShapeDtypeStruct((LONG, 256), jnp.bfloat16),) * 2
-    _require_all_of_k(judge.require_order_of(answer, *operands, in_flight=2)[0][0], 1)
+    operands = (jax.ShapeDtypeStruct((LONG, size), jnp.bfloat16) for size in (MANY_ROWS, MANY_COLUMNS))
+    played = judge.require_order_of(answer, *operands, in_flight=2)
+    _require_all_of_k(played[0][0], 1)
     for k, m, n in _sizes((128, 128, 128), (448, 256, 128)):
         a, b = normal(4, (k, m), jnp.bfloat16), normal(5, (k, n), jnp.bfloat16)
         out = run_kernel(answer, a, b, as_it_lies=True)
         likely = [(wide(a) @ wide(b), "that is a @ b: a is read as if it were stored as (M, K)")] if k == m else []
         require_close(out, wide(a).T @ wide(b), 0.02, f"a of {k} x {m}", likely)
+    _require_windows(played[0], lambda depth, rows, columns: ((depth, rows), (depth, columns)))
     large = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
     ours = lambda a, b: cookbook.matmul_pipelined(a, b, transpose_a=True)
     return "The kernel reads the operand as it lies." + judge.speed(answer, ours, large, large)
@@ -42,6 +47,26 @@ def _require_all_of_k(block, products_per_step: int) -> None:
     steps = block.count("product") / products_per_step
     if steps not in {LONG / side for side in sides}:
         raise NotYet(f"for K = {LONG} a block multiplies in {steps:g} steps, and these are not all of K")
+
+
+def _require_windows(blocks, needed) -> None:
+    """Raises NotYet unless each block loads what its tile needs: `needed(depth, rows, columns)`, pairs of a first index
+    and a size, for each step."""
+    for block in blocks:
+        loads = collections.Counter(event.box for event in block.events if event.kind == "load")
+        stored = [event.box for event in block.events if event.kind == "store"]
+        if len(stored) != 1 or None in (*loads, *stored):  # Its result alone is judged.
+            continue
+        for tile_k in {size for box in loads for _, size in box}:
+            steps = ((start, tile_k) for start in range(0, LONG, tile_k))
+            if loads == collections.Counter(window for depth in steps for window in needed(depth, *stored[0])):
+                break
+        else:
+            (row, _), (column, _) = stored[0]
+            raise NotYet(
+                f"for K = {LONG}, the block whose tile begins at ({row}, {column}) loads other windows than its tile "
+                "needs: follow mi, ni and ki in the index maps"
+            )
 
 
 def _sizes(*known):
@@ -78,7 +103,7 @@ def check_wrong_release(answer) -> str:
 @checker
 def check_gated(answer) -> str:
     """Exercise 3: `answer(a, gate, up)` is silu(a @ gate) * (a @ up)."""
-    shapes = (256, LONG), (LONG, 128), (LONG, 128)
+    shapes = (MANY_ROWS, LONG), (LONG, MANY_COLUMNS), (LONG, MANY_COLUMNS)
     played = judge.require_order_of(
         answer, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes), in_flight=2
     )
@@ -92,6 +117,7 @@ def check_gated(answer) -> str:
             f"a block loads {loads} windows for {len(products)} products: A is loaded once for each of the two. One "
             "step must use its window of A twice."
         )
+    _require_windows(played[0], lambda depth, rows, columns: ((rows, depth), *((depth, columns),) * 2))
     *step, later = products[:3]  # The products of the first step, and the first one of the second.
     if ended := sum(event.end & later.known == event.end for event in step):
         raise NotYet(
@@ -124,9 +150,10 @@ def check_stages(answer) -> str:
     likely = (
         (dict(of_b=False, output=False), "A stage holds a tile of A and a tile of B."),
         (lambda *case: _stages(*case[:3], 1), "The SM's shared memory is shared by all its blocks."),
+        (dict(beside=0), "The barriers stay beside the tile of the output: do both fit?"),
         (dict(output=False), "The tile of the output takes the ring's place: does it fit?"),
         (dict(reserved=0), "CUDA reserves 1 KB of every block."),
-        (dict(barrier=0), "Each stage has a barrier of 8 bytes."),
+        (dict(barrier=0, beside=0), "Each stage has a barrier of 8 bytes."),
     )
     said = "Count the bytes of one stage first, and what else a block needs."
     require_answers(answer, CASES, _stages, likely, said, draw=_case)
@@ -138,10 +165,12 @@ def _case(rng):
     return tile_m, tile_n, 64 * int(rng.integers(1, 3)), int(rng.integers(1, 7))
 
 
-def _stages(tile_m, tile_n, tile_k, blocks, *, reserved=RESERVED, barrier=BARRIER, of_b=True, output=True) -> int:
+def _stages(
+    tile_m, tile_n, tile_k, blocks, *, reserved=RESERVED, barrier=BARRIER, beside=BARRIER, of_b=True, output=True
+) -> int:
     """The right answer of exercise 4, and with other keywords the likely wrong ones."""
     budget = SMEM_OF_AN_SM // blocks - reserved
     stage = ITEMSIZE * (tile_m + tile_n * of_b) * tile_k
     stages = max(budget, 0) // (stage + barrier)
-    room_for_output = ITEMSIZE * tile_m * tile_n + barrier * stages <= budget
+    room_for_output = ITEMSIZE * tile_m * tile_n + beside * stages <= budget
     return stages if room_for_output or not output else 0

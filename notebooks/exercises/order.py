@@ -32,7 +32,7 @@ class Event:
     start: int = 0  # A bit of a product: whoever has it among what it knows comes after the start.
     known: int = 0  # All that its warpgroup knew when it started the product, load or store.
     end: int = 0  # Bits of what ends with the event: whoever knows one of them comes after the end.
-    box: tuple = ()  # For a store, (start, size) of each axis in global memory, where they are known.
+    box: tuple | None = None  # (start, size) along each axis of a load or store in global memory, where known.
 
 
 @dataclasses.dataclass
@@ -239,7 +239,8 @@ class _Warpgroup:
             self.play.block.rings.append(memory.ring)
         memory.ring.loads += 1
         memory.ring.stages.add(access.stage)
-        event = Event("load", self.index, view.shape, known=self.known, end=access.bit)
+        box = source.box if source else None
+        event = Event("load", self.index, view.shape, known=self.known, end=access.bit, box=box)
         self.play.block.events.append(event)
         self.play.flying.append((memory, access, at.barrier, access.bit | self.known))
 
@@ -249,7 +250,7 @@ class _Warpgroup:
         if rest and rest[0] is UNKNOWN:
             raise Unsure
         if all(rest):
-            box = target.box if target else ()
+            box = target.box if target else None
             reads, known = self._read(view, "store"), self.known
             self.sent[-1] += reads
             shape, end = view.shape if view else (), sum(read.bit for read in reads)

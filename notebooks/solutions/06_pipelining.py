@@ -19,6 +19,9 @@ exercise-1
   (ki, mi) => (ki, lax.rem(mi, 2))  # element
   (ki, mi) => (ki, 0)  # a of 448 x 256
   (ki, mi) => (lax.rem(ki, 4), mi)
+  (ki, mi) => (lax.rem(ki, 8), mi)  # other windows
+  (ki, mi) => (ki, lax.rem(mi, 4))
+  lambda ki: (ki, ni) => lambda ki: (ki, lax.rem(ni, 4))
   wgmma(acc, a_smem.T, b_smem) => wgmma(acc, a_smem, b_smem)  # cannot be compiled
   lambda a, b: matmul_transposed_a(matmul_transposed_a(a, b), b[:128])  # launches 2 kernels, and 1 is asked for
 exercise-2
@@ -53,6 +56,9 @@ exercise-3
   grid=(num_steps,) => grid=(min(num_steps, 16),)  # are not all of K
   lambda ki: (ki, ni) => lambda ki: (lax.rem(ki, 4), ni)  # element
   lambda ki: (mi, ki) => lambda ki: (0, ki) && lambda ki: (ki, ni) => lambda ki: (ki, 0)
+  lambda ki: (mi, ki) => lambda ki: (lax.rem(mi, 4), ki)  # other windows
+  lambda ki: (ki, ni) => lambda ki: (ki, lax.rem(ni, 8))
+  lambda ki: (mi, ki) => lambda ki: (mi, lax.rem(ki, 8)) && lambda ki: (ki, ni) => lambda ki: (lax.rem(ki, 8), ni)
   lambda a, gate, up: gated(gated(a, gate, up), gate[:128], up[:128])  # launches 2 kernels, and 1 is asked for
   in_specs, operands = [a_spec, b_spec, b_spec], (a_gmem, gate_gmem, up_gmem)\n
     => specs = dict(grid=(num_steps,), in_specs=[a_spec, b_spec])
@@ -66,6 +72,7 @@ exercise-4
   233_472 // blocks => 233_472  # shared by all its blocks
   - 1_024 =>  # reserves 1 KB
   tile_k + 8 => tile_k && + 8 * stages =>  # barrier of 8 bytes
+  tile_n + 8 * stages <= budget => tile_n <= budget  # barriers stay beside
   return stages if 2 * tile_m * tile_n + 8 * stages <= budget else 0 => return stages  # tile of the output
   // (2 => / (2  # a whole number
   lambda *case: 3  # Count the bytes

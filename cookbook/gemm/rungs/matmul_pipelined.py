@@ -11,13 +11,13 @@ Role table: one warpgroup per block computes one tile of o. `emit_pipeline` issu
 and b, and the warpgroup the WGMMAs of this one. Two blocks share an SM where registers and shared memory allow it:
 one's epilogue runs while the other multiplies.
 
-Barrier table: one barrier for each of `num_stages` slots, made by `emit_pipeline`; the two TMA copies of a slot arrive
-on it, the warpgroup waits for it. A slot is refilled `delay_release` steps after it was multiplied: WGMMA is
-asynchronous, and `wgmma_wait(delay_release)` leaves as many of them reading their operands. A delay shorter than that
-wait is a race that the interpreter cannot see (chapter 6 shows it on the GPU).
+Barrier table: one barrier for each of `num_stages` stages, made by `emit_pipeline`; the two TMA copies of a stage
+arrive on it, the warpgroup waits for it. A stage is refilled `delay_release` steps after its product was started:
+WGMMA is asynchronous, and `wgmma_wait(delay_release)` leaves that many products running. An earlier refill would be a
+race that the interpreter cannot see (chapter 6 shows it on a GPU).
 
-Bound by: the tensor cores, when M, N and K are large. Tiles are visited in a snake `grid_tile_width` tiles wide, so
-that the blocks that run together find their operands in the L2 cache.
+Bound by: the tensor cores, when M, N and K are large; chapter 6 measures what keeps the kernel below them. Tiles are
+visited in a snake `grid_tile_width` tiles wide, so that blocks that run together find more of their operands in L2.
 
 Not supported: batches (use `jax.vmap`), other dtypes, differentiation. An operand or a result whose rows are not a
 multiple of 8 or whose columns are not a multiple of 64 is padded, at the cost of one copy of it: Pallas's view of
@@ -51,11 +51,11 @@ def matmul_reference(a, b, activation=None):
 class Config:
     tile_m: int = 128  # Rows of o per block. WGMMA takes 64 at a time.
     tile_n: int = 128  # Columns of o per block. The accumulator takes tile_m * tile_n / 128 registers of each thread.
-    tile_k: int = 64  # Steps of K per slot: 64 values of 16 bits are the 128 bytes of the widest swizzle.
-    num_stages: int = 3  # Slots of the ring. Three let two blocks share an SM with tiles of 128 x 128.
-    delay_release: int = 1  # Steps that a slot is kept after its WGMMA was issued, and WGMMAs left running.
-    grid_minor_dim: int = 0  # The dimension of the tile grid along which the snake runs: 0 for M, 1 for N.
-    grid_tile_width: int = 8  # Tiles across the snake.
+    tile_k: int = 64  # Steps of K per stage: 64 values of 16 bits are the 128 bytes of the widest swizzle.
+    num_stages: int = 3  # Stages of the ring. Three let two blocks share an SM with tiles of 128 x 128.
+    delay_release: int = 1  # Steps that a stage is kept after its WGMMA was issued, and WGMMAs left running.
+    grid_minor_dim: int = 0  # The axis of the tile grid that is cut into strips: 0 for M, 1 for N.
+    grid_tile_width: int = 8  # Tiles across a strip of the snake.
 
     def __post_init__(self):
         if self.tile_m % 64 or self.tile_n % 64 or self.tile_k % 64 or min(self.tile_m, self.tile_n, self.tile_k) < 64:
@@ -88,7 +88,7 @@ class Config:
 
 
 def default_config(m: int, n: int, k: int) -> Config:
-    """The configuration for an (m, k) by (k, n) product, as measured in chapter 6."""
+    """The configuration for an (m, k) by (k, n) product. Chapter 6 measures those of large products."""
     tiles = lambda tile_m, tile_n: pl.cdiv(m, tile_m) * pl.cdiv(n, tile_n)
     if tiles(128, 192) >= 16 * 132:  # Sixteen waves on 132 SMs: the last, partly empty one weighs little.
         return Config(tile_n=192, num_stages=4, grid_tile_width=16)
