@@ -60,6 +60,12 @@ def check_multiply(answer) -> str:
                    tcgen05_commit_arrive="nobody tells the store warpgroup that the sums are done, and it would wait "
                    "for ever: commit to summed.")  # fmt: skip
     require_close(run_kernel(kernel, a, b), _products(a, b), 1e-2, "the products")
+    calls = _calls(answer, lambda answer: judge.jaxpr_of(lambda a, b: _kernel(a, b, answer, _store_plainly), a, b))
+    if calls.count("barrier_wait") > calls.count("tcgen05_mma") + 1:
+        raise NotYet("it waits more than once per step and once per tile: the tensor cores tell of a product's end.")
+    steps = STEPS + 1
+    a, b = normal(33, (SIDE, steps * TILE_K), jnp.bfloat16), normal(34, (3 * steps * TILE_K, SIDE), jnp.bfloat16)
+    require_close(run_kernel(kernel, a, b), _products(a, b), 1e-2, f"the products of tiles with {steps} steps")
     return "The accumulators take turns, and none is overwritten before it has been loaded."
 
 
@@ -79,9 +85,40 @@ def check_store(answer) -> str:
     if out.shape == sums.shape and (wide(out) == _rounded(_rounded(sums) ** 2)).all():
         raise NotYet("the sums are rounded to bfloat16 before they are squared: square in float32, and round once.")
     require_close(out, _rounded(sums**2), 0, "the squares")
-    if "wait_smem_to_gmem[n=1 " not in str(jax.make_jaxpr(kernel)(a, b)):
+    stored = lambda answer: _kernel(a, b, _multiply, answer, accumulators=1, o_smem=buffers)
+    calls = _calls(answer, lambda answer: jax.eval_shape(lambda: stored(answer)))
+    last = {name: len(calls) - calls[::-1].index(name) for name in ("async_load_tmem", "wait_load_tmem")}
+    if last["wait_load_tmem"] < last["async_load_tmem"]:
+        raise NotYet(race)
+    copies = calls[: len(calls) - calls[::-1].index("copy_smem_to_gmem")]
+    if "wait for 1" not in calls or "wait for 0" in copies:
         raise NotYet("no quarter is written while the one before is stored: leave one in flight, wait_smem_to_gmem(1).")
     return "Squared on the way out, while the tensor cores go on."
+
+
+def _calls(answer, trace) -> list[str]:
+    """The operations that `answer` asks for, in their order, while `trace(answer)` traces a kernel with it; a wait for
+    stores with how many it leaves in flight."""
+    calls, names = [], ("tcgen05_mma", "barrier_wait", "async_load_tmem", "wait_load_tmem", "copy_smem_to_gmem")
+
+    def noted(name, operation):
+        return lambda *args, **how: calls.append(name) or operation(*args, **how)
+
+    def waited(n, **how):
+        calls.append(f"wait for {n}")
+        return wait(n, **how)
+
+    def noting(*args):
+        calls.clear()
+        with contextlib.ExitStack() as patches:
+            for name in names:
+                patches.enter_context(unittest.mock.patch.object(plgpu, name, noted(name, getattr(plgpu, name))))
+            patches.enter_context(unittest.mock.patch.object(plgpu, "wait_smem_to_gmem", waited))
+            return answer(*args)
+
+    wait = plgpu.wait_smem_to_gmem
+    trace(noting)
+    return calls
 
 
 def _commit_hint(problem: str) -> str:
@@ -92,7 +129,7 @@ def _commit_hint(problem: str) -> str:
         return "The tensor cores arrive at `freed` again before anybody has waited for the arrival before."
     if "race" in problem:
         return (
-            "A commit tells of the products that were started before it, and no other. A stage is filled again while "
+            "A commit covers the products that were started before it, and no other. A stage is filled again while "
             f"a product reads it: {problem}"
         )
     return f"Each arrival at `freed` is waited for once: {problem}" if "never end" in problem else problem
@@ -168,7 +205,8 @@ def _store_plainly(acc_tmem, o_smem, o_gmem):
 
 def _kernel(a, b, multiply, store, accumulators=ACCUMULATORS, o_smem=None):
     """A block that multiplies `a` by each of the matrices that lie in `b` one below the other."""
-    tiles = b.shape[0] // (STEPS * TILE_K)
+    steps = a.shape[1] // TILE_K
+    tiles = b.shape[0] // a.shape[1]
 
     def body(a_gmem, b_gmem, o_gmem, a_smem, b_smem, o_smem, acc_tmem, filled, freed, summed, stored):
         role, ring = lax.axis_index("role"), Ring(filled, freed, STAGES)
@@ -179,18 +217,18 @@ def _kernel(a, b, multiply, store, accumulators=ACCUMULATORS, o_smem=None):
 
             @pl.when(role == LOAD)
             def _():
-                @pl.loop(0, STEPS)
+                @pl.loop(0, steps)
                 def _(step):
-                    stage = ring.acquire(turn * STEPS + step)
+                    stage = ring.acquire(turn * steps + step)
                     plgpu.copy_gmem_to_smem(
                         a_gmem.at[:, pl.ds(step * TILE_K, TILE_K)], a_smem.at[stage], filled.at[stage]
                     )
-                    rows = pl.ds((turn * STEPS + step) * TILE_K, TILE_K)
+                    rows = pl.ds((turn * steps + step) * TILE_K, TILE_K)
                     plgpu.copy_gmem_to_smem(b_gmem.at[rows], b_smem.at[stage], filled.at[stage])
 
             @pl.when(role == MULTIPLY)
             def _():
-                multiply(ring, a_smem, b_smem, acc_tmem, summed, stored, turn, STEPS)
+                multiply(ring, a_smem, b_smem, acc_tmem, summed, stored, turn, steps)
 
             @pl.when(role == STORE)
             def _():
@@ -199,7 +237,7 @@ def _kernel(a, b, multiply, store, accumulators=ACCUMULATORS, o_smem=None):
                 store(sums, o_smem, o_gmem.at[pl.ds(turn * SIDE, SIDE)])
                 plgpu.barrier_arrive(stored.at[mine])
 
-        pl.when(role == LOAD)(lambda: ring.drain(tiles * STEPS))
+        pl.when(role == LOAD)(lambda: ring.drain(tiles * steps))
 
         @pl.when(role == MULTIPLY)
         def _():

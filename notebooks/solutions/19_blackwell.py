@@ -6,7 +6,7 @@ exercise-commit
     => plgpu.tcgen05_mma(right, a_smem, b_smem.at[1], freed, accumulate=step > 0)  # Right.
   accumulate=step > 0)\n            plgpu.tcgen05_commit_arrive(freed) => accumulate=step > 0)
     && plgpu.tcgen05_mma(right => plgpu.tcgen05_commit_arrive(freed)\n            plgpu.tcgen05_mma(right
-    # A commit tells of the products
+    # A commit covers the products
   \n        plgpu.barrier_wait(freed) => \n  # before the last products have ended
   pl.when(step > 0)(lambda: plgpu.barrier_wait(freed)) => pass  # before anybody has waited
   plgpu.tcgen05_commit_arrive(freed) => [plgpu.tcgen05_commit_arrive(freed) for _ in range(2)]
@@ -28,6 +28,10 @@ exercise-multiply
   accumulate=step > 0 => accumulate=True  # the products
   pl.when(turn >= 3)(lambda: plgpu.barrier_wait(stored.at[mine])) => pass  # the
   ring.wait( => ring.slot(  # before its tiles have arrived
+  plgpu.tcgen05_commit_arrive(summed.at[mine])
+    => plgpu.tcgen05_commit_arrive(summed.at[mine])\n    plgpu.barrier_wait(summed.at[mine])  # it waits more than once
+  pl.loop(0, steps) => pl.loop(0, 2)  # never end
+  turn * steps + step => turn * 2 + step  # never end
 exercise-store
   for quarter in range(4): => for quarter in (3, 2, 1, 0):  # Right.
   values * values => values  # the squares
@@ -37,6 +41,11 @@ exercise-store
   wait_smem_to_gmem(1 => wait_smem_to_gmem(2
   quarter % 2 => 0
   wait_smem_to_gmem(1 => wait_smem_to_gmem(0  # leave one in flight
+  plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+    => plgpu.wait_smem_to_gmem(1, wait_read_only=True)\n        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    # leave one in flight
+  for quarter in range(4): => plgpu.wait_load_tmem()\n    for quarter in range(4):
+    && \n    plgpu.wait_load_tmem() =>  # a race
   plgpu.commit_smem() => pass  # commit what you have stored
   lambda acc, o_smem, o_gmem: plgpu.async_load_tmem(acc.at[:, pl.ds(0, 64)])  # nothing is stored yet
 """

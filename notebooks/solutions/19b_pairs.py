@@ -18,6 +18,9 @@ exercise-order
   2 * x_smem => 3 * x_smem  # twice x
   turns = loop(one_tile) => import types\n        info = types.SimpleNamespace(index=(lax.axis_index("tile"),),
     local_index=jnp.int32(0))\n        turns = one_tile(info, jnp.int32(0))  # no launch is cancelled
+  turns = loop(one_tile) => import types\n        loop(lambda info, carry: carry + 1)
+    \n        info = types.SimpleNamespace(index=(lax.axis_index("tile"),), local_index=jnp.int32(0))
+    \n        turns = one_tile(info, jnp.int32(0))  # never runs, and its tile would be missing
 exercise-scale
   lambda block: np.frexp(np.abs(block).max())[1] - 9 + (np.frexp(np.abs(block).max())[0] > 0.875)  # Right.
   lambda block: math.floor(math.log2(np.abs(block).max())) - 8  # it saturates
@@ -34,6 +37,7 @@ exercise-quantize
   mantissa > 0x600000 => mantissa > 0  # half the scale would do
   (bits >> 23) - 127, bits => (bits >> 23), bits
   jnp.max(jnp.abs(part), axis=1) => jnp.max(part, axis=1)  # the exponent is
+  for block in range(columns // 32) => for block in range(4)  # Out of bound
   (127 - exponent) => (127 + exponent)  # the values
   jnp.int32)\n            floor => jnp.int32)\n            bits = jnp.zeros_like(bits)\n            floor
     # cannot be compiled
