@@ -55,11 +55,6 @@ def bar(ax, y, start, end, text, colour, height=0.74, size=8, ink=None, clip=Tru
     label(ax, (start + end) / 2, y, text, size, colour=ink, clip_on=clip)
 
 
-def ring_of(slots: int) -> list[str]:
-    """The rows of a schedule of a ring: its slots, and the tensor core."""
-    return [*numbered("slot", slots), "tensor core"]
-
-
 def first_free(lengths, servers: int) -> list[tuple[int, float, float, int]]:
     """(server, start, length, index) of each piece of work: it goes to the server that is free first."""
     free, placed = [0] * servers, []

@@ -323,8 +323,8 @@ def require_order(played) -> None:
 def require_loads_together(played) -> None:
     """Raises NotYet if a block waits for its first load from global memory before it has started the others."""
     for block in _blocks(played):
-        first, *others = [event for event in block.events if event.kind == "load"]
-        if any(first.end & other.known for other in others):
+        loads = [event for event in block.events if event.kind == "load"]
+        if any(loads[0].end & other.known for other in loads[1:]):
             raise NotYet("the second load starts only after a wait: start both first, so that they run at once")
 
 
