@@ -138,6 +138,7 @@ def seen_sums(v, listed):
                 is_seen = (key >= first_kv) & (key < num_kv) & (key <= first_q + row)
                 # END SOLUTION
                 p_smem[...] = is_seen.astype(p_smem.dtype)
+                # Tensor cores read what threads have stored only after this.
                 plgpu.commit_smem()
                 plgpu.wgmma(acc, p_smem, v_smem)
                 plgpu.wgmma_wait(0)
