@@ -92,7 +92,7 @@ def ragged_list(ax):
     _numbers(ax, x, 2.45, "queries", query_counts, list_colours)
     _numbers(ax, x, 2.05, "tiles, each rounded up", num, list_colours)
     _numbers(ax, x, 1.65, "ends = cumsum", itertools.accumulate(num), list_colours)
-    words(ax, 4.75, 2.3, "tile n is of the first\nsequence whose end\nis greater than n", 8, ha="left", colour=RED)
+    words(ax, 4.75, 2.3, "tile n belongs to the\nfirst sequence whose\nend is greater than n", 8, ha="left", colour=RED)
     arrow(ax, (x + 1.1, 1.62), (x + 1.1, 1.25), RED, "searchsorted", at=(x + 1.25, 1.43), ha="left")
     words(ax, 5.0, 1.43, "one number for each tile", 7.5, ha="left", colour=SOFT)
     more = len(query_counts) + sum(query_counts) // queries - len(tiles)
@@ -137,6 +137,5 @@ def ragged_keys(ax):
     words(ax, at(END) + 0.05, 0.98, "and after", 8, ha="left", colour=RED)
     text = f"source = {source}: the multiple of 8 before the first key; block 0 begins there"
     words(ax, left, 0.62, text, 8.5, ha="left")
-    text = f"first_kv = {FIRST - source}, num_kv = {END - source}: between which of a block's rows the "
-    words(ax, left, 0.36, text + "keys of the sequence lie,", 8.5, ha="left")
-    words(ax, left, 0.13, "counted from source", 8.5, ha="left")
+    text = f"first_kv = {FIRST - source}, num_kv = {END - source}: where the keys of the sequence begin and end, "
+    words(ax, left, 0.36, text + "counted from source", 8.5, ha="left")

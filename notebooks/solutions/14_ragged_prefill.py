@@ -1,7 +1,7 @@
 """Solutions of chapter 14's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
 
 TRIED = r"""
-exercise-3
+exercise-keys
   lambda t, i, cu_q, cu_kv, left: (0, 0) if not len(j := [j for j in range(cu_kv[i], cu_kv[i + 1]) if 0 <= cu_kv[i + 1]
     - cu_q[i + 1] + cu_q[i] + t - j <= left]) else (j[0], j[-1] + 1)  # Right.
   num_kv - num_q + t => t  # aligned at the starts
@@ -15,12 +15,16 @@ exercise-3
   position - left => position - left - 1
   return cu_kv[i] + first, cu_kv[i] + end => return cu_kv[i], cu_kv[i + 1]
   lambda *case: keys_of(*case)[0]  # it must be (first, end)
-exercise-1
+  lambda *case: [x + 0.7 for x in keys_of(*case)]  # cannot be interpreted as an integer
+exercise-tiles
   lambda cu_q, queries, most: (lambda n: (cu_q[n[0]] + n[1] * queries, jnp.clip((cu_q[n[0] + 1] - cu_q[n[0]])
     - n[1] * queries, 0, queries)))((lambda c: (s := jnp.minimum((jnp.cumsum(c)[:, None] <= jnp.arange(most)).sum(0),
     len(c) - 1), jnp.arange(most) - (jnp.cumsum(c) - c)[s]))(-(-jnp.diff(cu_q) // queries)))  # Right.
   lambda cu_q, queries, most: tuple(jnp.asarray(x) for x in zip(*[(row, min(queries, end - row)) for start, end in
     zip(cu_q.tolist(), cu_q.tolist()[1:]) for row in range(start, end, queries)]))  # no Python loop over them
+  lambda cu_q, n, most: jax.pure_callback(lambda cu_q: tuple(np.asarray(x, np.int32) for x in zip(*([(row, min(n, end
+    - row)) for start, end in zip(cu_q.tolist(), cu_q.tolist()[1:]) for row in range(start, end, n)] + [(0, 0)] * most)
+    [:most])), (jax.ShapeDtypeStruct((most,), jnp.int32),) * 2, cu_q)  # the lengths go to the host
   lambda cu_q, n, most: tuple(map(np.asarray, tiles_of(cu_q, n, most)))  # are not known while it is traced
   lambda cu_q, n, most: (jnp.array([*range(cu_q[0], cu_q[-1], n)]), jnp.arange(most))
   lambda cu_q, n, most: (cu_q[:-1][jnp.diff(cu_q) > 0], jnp.diff(cu_q)[jnp.diff(cu_q) > 0])
@@ -45,6 +49,7 @@ exercise-mask
   first_q + row => first_kv + first_q + row  # do not add the two
   key <= first_q => key < first_q  # at its own position, too
   & (key <= first_q + row) =>  # must not see keys after its own
+  & (key <= first_q + row) => & (key <= first_q + row) & (row < listed_gmem[n, 1])  # what a query there would see
   & (key < num_kv) & => |  # element
   block * 64 + column => column
   pl.loop(0, lax => pl.loop(1, lax
@@ -62,15 +67,21 @@ exercise-nan
   jnp.where(is_mine, weight * value, jnp.zeros_like(value)) => weight * value  # element
   jnp.where(is_mine, weight * value, jnp.zeros_like(value)) => jnp.where(is_mine, jnp.full(value.shape, weight),
     jnp.zeros_like(value)) * jnp.where(is_mine | (value == value), value, jnp.zeros_like(value))  # row 4 holds inf
-  where(is_mine, w => where(is_mine & (value == value), w  # sequence 0, to which it belongs, has none
+  where(is_mine, w => where(is_mine & (value == value), w  # sequence 0, to which the row belongs, has lost it
   where(is_mine, w => where(is_mine & (jnp.abs(value) < 1e30), w
   (row >= first) & (row < end) => row >= first  # element
+  jnp.where(is_mine, weight * value, jnp.zeros_like(value)) => jnp.where(jnp.full(value.shape, (row >= first)
+    & (row < cu_kv_gmem[4])), jnp.where(is_mine, weight, jnp.zeros_like(value)) * value, jnp.zeros_like(value))
+    # row 6 holds nan
+  jnp.where(is_mine, weight * value, jnp.zeros_like(value)) => jnp.where(jnp.full(value.shape, (row >= first)
+    & (row < cu_kv_gmem[4])) & (value == value), jnp.where(is_mine, weight, jnp.zeros_like(value)) * value,
+    jnp.where(is_mine, value, jnp.zeros_like(value)))  # row 14 holds inf
   lambda v, weights, cu_kv: jnp.stack([jnp.where(np.arange(24)[:, None] // 8 == i, weights[:, None] * v, 0).sum(0)
     for i in range(4)])  # must be a kernel
 """
 
 
-# %% exercise-3 needs: parameters setup
+# %% exercise-keys needs: parameters setup
 def keys_of(t, i, cu_q, cu_kv, left):
     #: return None  # Your code. For a start: num_q = cu_q[i + 1] - cu_q[i]
     # BEGIN SOLUTION
@@ -85,7 +96,7 @@ def keys_of(t, i, cu_q, cu_kv, left):
 ex14.check_keys(keys_of)
 
 
-# %% exercise-1 needs: parameters setup
+# %% exercise-tiles needs: parameters setup
 def tiles_of(cu_q, queries, most):
     #: return None  # Your code: two arrays, (first row, number of queries).
     # BEGIN SOLUTION
@@ -127,6 +138,7 @@ def seen_sums(v, listed):
                 is_seen = (key >= first_kv) & (key < num_kv) & (key <= first_q + row)
                 # END SOLUTION
                 p_smem[...] = is_seen.astype(p_smem.dtype)
+                # Tensor cores read what threads have stored only after this.
                 plgpu.commit_smem()
                 plgpu.wgmma(acc, p_smem, v_smem)
                 plgpu.wgmma_wait(0)
