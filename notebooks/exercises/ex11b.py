@@ -15,8 +15,7 @@ WG_ROWS = 64  # Queries of a compute warpgroup.
 WINDOWS = list(itertools.product((2, 3), (64, 128), (0, 1, 63, 64, 130, 200, 500, 5000)))  # wgs, block_kv, left.
 # Batch, queries, keys, query heads, KV heads, head_dim, block_kv.
 MASKED = (
-    (1, 128, 128, 2, 2, 64, 64), (1, 64, 64, 4, 2, 64, 64), (1, 64, 192, 2, 2, 64, 64), (1, 128, 256, 4, 1, 64, 128),
-    (2, 64, 320, 6, 2, 128, 64),
+    (1, 128, 128, 2, 2, 64, 64), (1, 64, 64, 4, 2, 64, 64), (1, 128, 256, 2, 1, 64, 128), (2, 64, 320, 3, 1, 128, 64),
 )  # fmt: skip
 COUNTED = ((1, 192, 192, 2, 64), (2, 128, 320, 1, 128))  # Batch, queries, keys, heads, head_dim.
 
