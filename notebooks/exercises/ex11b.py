@@ -153,7 +153,7 @@ def check_mask(answer) -> str:
         if np.isnan(wide(out)).any():
             raise NotYet(f"{case}: out has NaN: in its first step a query sees no key. Does the mask know where it is?")
         more = num_kv - num_q
-        judge.require_close(out, _attention(q, k, v, more), 0.02, f"{case}: out", _wrong_masks(q, k, v))
+        judge.require_close(out, _attention(q, k, v, more), 0.02, f"{case}: out", _wrong_masks(q, k, v, block_kv))
         played = judge.play_kernel(blocked, q, k, v)[0]
         _require_stages(played)
         _require_needed(played, case, more, block_kv)
@@ -175,10 +175,11 @@ def _require_needed(played, case: str, more: int, block_kv: int) -> None:
             )
 
 
-def _wrong_masks(q, k, v):
+def _wrong_masks(q, k, v, block_kv: int):
     """Results of likely mistakes, and what is said of them."""
     heads, kv_heads, more = q.shape[2], k.shape[2], k.shape[1] - q.shape[1]
-    unfinished = np.arange(q.shape[1]) // WG_ROWS * WG_ROWS + WG_ROWS
+    tile_end = np.arange(q.shape[1]) // WG_ROWS * WG_ROWS + WG_ROWS
+    visited = lambda end: -(-end // block_kv) * block_kv
     neighbours = f"{heads // kv_heads} neighbouring query heads read one KV head"
     for said, wrong in (
         (f"query heads take turns at the KV heads: {neighbours}", dict(more=more, heads=np.arange(heads) % kv_heads)),
@@ -189,10 +190,10 @@ def _wrong_masks(q, k, v):
         ("the queries are aligned with the first keys; the last query must see the last key", dict(more=0)),
         (
             "the mask is right, but blocks of keys that it lets through are never visited",
-            dict(more=more, end=unfinished),
+            dict(more=more, end=visited(tile_end)),
         ),
         ("a query sees the key at its own position too", dict(more=more - 1)),
-        ("every key of the blocks that are visited is seen: where is the mask?", dict(end=unfinished + more)),
+        ("every key of the blocks that are visited is seen: where is the mask?", dict(end=visited(tile_end + more))),
     ):
         yield _attention(q, k, v, **wrong), said
 
