@@ -13,10 +13,9 @@ from exercises.judge import NotYet, checker, require_answers, wide
 KINDS = "passed by", "masked", "whole", "masked", "passed by"
 WG_ROWS = 64  # Queries of a compute warpgroup.
 WINDOWS = list(itertools.product((2, 3), (64, 128), (0, 1, 63, 64, 130, 200, 500, 5000)))  # wgs, block_kv, left.
-# Batch, queries, keys, query heads, KV heads, head_dim.
+# Batch, queries, keys, query heads, KV heads, head_dim, block_kv.
 MASKED = (
-    (1, 128, 128, 2, 2, 64), (1, 64, 64, 4, 2, 64), (1, 64, 192, 2, 2, 64), (1, 128, 256, 4, 1, 64),
-    (2, 64, 320, 6, 2, 128),
+    (1, 128, 128, 2, 2, 64, 64), (1, 64, 64, 4, 2, 64, 64), (1, 128, 256, 2, 1, 64, 128), (2, 64, 320, 3, 1, 128, 64),
 )  # fmt: skip
 COUNTED = ((1, 192, 192, 2, 64), (2, 128, 320, 1, 128))  # Batch, queries, keys, heads, head_dim.
 
@@ -97,12 +96,13 @@ def check_count(answer) -> str:
         try:
             out = judge.run_kernel(answer, q, k, v)
         except NotYet as problem:
-            raise NotYet(f"{problem} {_count_hint(str(problem))}".strip()) from None
+            raise NotYet(_with_hint(str(problem))) from None
         judge.require_close(out, _attention(q, k, v), 0.02, where)
         played = judge.play_kernel(answer, q, k, v)[0]
         _require_stages(played, others=1)  # The queries.
         if any(block.count("store") < 2 for block in played):
             raise NotYet("a block of threads computes one tile and ends: let each compute several tiles")
+        _require_ahead(played)
     return "The ring does not notice where a tile ends."
 
 
@@ -113,23 +113,39 @@ def _require_stages(played, others: int = 0) -> None:
             raise NotYet("keys or values have a single stage: keep two, so that one is loaded while the other is read")
 
 
-def _count_hint(problem: str) -> str:
-    """A question that helps, if barriers are the problem; else empty."""
+def _require_ahead(played) -> None:
+    """Raises NotYet if a block loads nothing of a tile before all products of the tile before it have ended."""
+    for block in played:
+        loads, products = ([event for event in block.events if event.kind == kind] for kind in ("load", "product"))
+        tiles = block.count("store")
+        for tile in range(1, tiles):
+            first, last = loads[tile * len(loads) // tiles], products[tile * len(products) // tiles - 1]
+            if last.end & first.known:
+                raise NotYet(
+                    "the memory warpgroup waits for a tile's last p v before it copies anything of the next tile: let "
+                    "the counts go on, and say that the queries have been read as soon as they have been"
+                )
+
+
+def _with_hint(problem: str) -> str:
+    """The problem and, if barriers are the problem, a question that helps."""
     if not any(said in problem for said in ("never end", "phase", "race", "observed barrier", "stage")):
-        return ""
-    return "A ring's barriers go on when the next tile begins: do the counts go on too, in both roles?"
+        return problem
+    stop = "" if problem.endswith((".", "?")) else "."
+    return f"{problem}{stop} A ring's barriers go on when the next tile begins: do the counts go on too, in both roles?"
 
 
 @checker
 def check_mask(answer) -> str:
     """Exercise 4: `answer(q, k, v)` is out, with a causal mask that is aligned at the ends, and KV heads that query
     heads share."""
-    for batch, num_q, num_kv, heads, kv_heads, head_dim in MASKED:
+    for batch, num_q, num_kv, heads, kv_heads, head_dim, block_kv in MASKED:
         q = judge.normal(1, (batch, num_q, heads, head_dim), jnp.bfloat16)
         k, v = (judge.normal(seed, (batch, num_kv, kv_heads, head_dim), jnp.bfloat16) for seed in (2, 3))
         case = f"{num_q} queries, {num_kv} keys, {heads} query heads, {kv_heads} KV heads, heads of {head_dim}"
+        blocked = functools.partial(answer, block_kv=block_kv)
         try:
-            out = judge.run_kernel(answer, q, k, v)
+            out = judge.run_kernel(blocked, q, k, v)
         except NotYet as problem:
             if "beyond the end" in str(problem):
                 raise NotYet(f"{case}: {problem}: is there such a KV head, and such a block of keys?") from None
@@ -137,15 +153,33 @@ def check_mask(answer) -> str:
         if np.isnan(wide(out)).any():
             raise NotYet(f"{case}: out has NaN: in its first step a query sees no key. Does the mask know where it is?")
         more = num_kv - num_q
-        judge.require_close(out, _attention(q, k, v, more), 0.02, f"{case}: out", _wrong_masks(q, k, v))
-        _require_stages(judge.play_kernel(answer, q, k, v)[0])
+        judge.require_close(out, _attention(q, k, v, more), 0.02, f"{case}: out", _wrong_masks(q, k, v, block_kv))
+        played = judge.play_kernel(blocked, q, k, v)[0]
+        _require_stages(played)
+        _require_needed(played, case, more, block_kv)
     return "The last query sees every key, and each group of query heads reads one KV head."
 
 
-def _wrong_masks(q, k, v):
+def _require_needed(played, case: str, more: int, block_kv: int) -> None:
+    """Raises NotYet if a tile loads blocks of keys that none of its queries sees."""
+    for block in played:
+        stored = [event.box for event in block.events if event.kind == "store" and event.box]
+        if not stored:
+            continue
+        first_q = stored[0][1][0]
+        needed = -(-(first_q + more + WG_ROWS) // block_kv)
+        if block.count("load") > 1 + 2 * needed:
+            raise NotYet(
+                f"{case}: the tile from query {first_q} on needs {needed} blocks of keys and values, and loads more: "
+                "no query sees the others"
+            )
+
+
+def _wrong_masks(q, k, v, block_kv: int):
     """Results of likely mistakes, and what is said of them."""
     heads, kv_heads, more = q.shape[2], k.shape[2], k.shape[1] - q.shape[1]
-    unfinished = np.arange(q.shape[1]) // WG_ROWS * WG_ROWS + WG_ROWS
+    tile_end = np.arange(q.shape[1]) // WG_ROWS * WG_ROWS + WG_ROWS
+    visited = lambda end: -(-end // block_kv) * block_kv
     neighbours = f"{heads // kv_heads} neighbouring query heads read one KV head"
     for said, wrong in (
         (f"query heads take turns at the KV heads: {neighbours}", dict(more=more, heads=np.arange(heads) % kv_heads)),
@@ -156,10 +190,10 @@ def _wrong_masks(q, k, v):
         ("the queries are aligned with the first keys; the last query must see the last key", dict(more=0)),
         (
             "the mask is right, but blocks of keys that it lets through are never visited",
-            dict(more=more, end=unfinished),
+            dict(more=more, end=visited(tile_end)),
         ),
         ("a query sees the key at its own position too", dict(more=more - 1)),
-        ("every key of the blocks that are visited is seen: where is the mask?", dict(end=unfinished + more)),
+        ("every key of the blocks that are visited is seen: where is the mask?", dict(end=visited(tile_end + more))),
     ):
         yield _attention(q, k, v, **wrong), said
 

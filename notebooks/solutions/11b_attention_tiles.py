@@ -33,6 +33,10 @@ exercise-count
     && carry = first_step( => plgpu.barrier_arrive(q_free)\n                carry = first_step(
     # reads the stage before its tiles have arrived, or when the next ones may
   carry = first_step( => plgpu.barrier_arrive(q_free)\n                carry = first_step(
+  count = i * steps + step => count = step && done = i * steps => done = jnp.int32(0)
+    && v_full.at[stage]) => v_full.at[stage])\n                k_ring.drain(steps)\n                v_ring.drain(steps)
+    && k_ring.drain(mine * steps) => pass && v_ring.drain(mine * steps) => pass  # waits for a tile's last p v
+  plgpu.barrier_arrive(q_free) => pass && store(out => plgpu.barrier_arrive(q_free)\n                store(out
   num_stages=2 => num_stages=1  # a single stage
   batch * heads * num_tiles => (blocks := batch * heads * num_tiles)  # several tiles
   div(head, heads), rem(head, heads), pl => 0 * head, rem(head, heads), pl  # never written
@@ -52,6 +56,9 @@ exercise-mask
   num_stages=2 => num_stages=1  # a single stage
   LOG2E / math.sqrt(head_dim) => LOG2E / 8.0  # heads of 128
   kv_head = div(h => kv_head = v.size + div(h  # element
+  blocks_before(first_q + more + 64, block_kv) => k.shape[1] // block_kv && work, no_mask => work, mask
+    && (end - 1 - step) * block_kv => step * block_kv  # no query sees the others
+  blocks_before(first_q + more + 64, block_kv) => div(first_q + more, 64) + 1  # sees no key
 """
 
 
