@@ -160,9 +160,9 @@ def _any_number() -> int:
 
 
 def _ring(rng):
-    """A case with `loads` and half a tile in flight, so that no rounding of floats decides it."""
-    load_s, num_sms, tile_bytes, lag = rng.uniform(5e-7, 2e-6), *rng.integers((8, 512, 0), (160, 60_000, 4)).tolist()
-    loads = rng.integers(0, 12) + 0.5
+    """A case with `loads` and half a tile in flight, per SM and in sum, so that no rounding of floats decides it."""
+    load_s, half_sms, tile_bytes, lag = rng.uniform(5e-7, 2e-6), *rng.integers((4, 512, 0), (80, 60_000, 4)).tolist()
+    loads, num_sms = rng.integers(0, 12) + 0.5, 2 * half_sms + 1
     return loads * tile_bytes * num_sms / load_s, load_s, num_sms, tile_bytes, lag
 
 
