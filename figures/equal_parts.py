@@ -99,7 +99,6 @@ def parts_end(ax):
     ax.plot([edge, edge], [0.3, 2.95], color=RED, linewidth=1.3, linestyle="--")
     words(ax, edge, 3.05, "kv_len", 8.5, colour=RED)
     words(ax, 6.7, 0.93, "0 x NaN\n= NaN", 9.5, ha="left", colour=RED, weight="bold")
-    words(ax, 6.7, 0.42, "so zeros\nreplace them", 8, ha="left")
     words(ax, 6.7, 2.3, "whatever a key\nholds, its logit\nis replaced", 8, ha="left")
     text = "pages of 4 tokens: the second is half full, the others are free or belong to other sequences"
     words(ax, 1.5, 0.16, text, 7.5, ha="left", colour=SOFT)
