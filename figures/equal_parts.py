@@ -1,7 +1,7 @@
 """Figures of chapter 13b: equal parts."""
 
-from figures._chart import chart, first_free, label, numbered, tile, tracks
-from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SOFT, arrow, box, drawing, words
+from figures._chart import bar, chart, first_free, label, lanes, numbered, tile, tracks
+from figures._draw import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, SOFT, arrow, box, drawing, words
 from lab import plot
 
 
@@ -99,7 +99,70 @@ def parts_end(ax):
     ax.plot([edge, edge], [0.3, 2.95], color=RED, linewidth=1.3, linestyle="--")
     words(ax, edge, 3.05, "kv_len", 8.5, colour=RED)
     words(ax, 6.7, 0.93, "0 x NaN\n= NaN", 9.5, ha="left", colour=RED, weight="bold")
-    words(ax, 6.7, 0.42, "so zeros\nreplace them", 8, ha="left")
     words(ax, 6.7, 2.3, "whatever a key\nholds, its logit\nis replaced", 8, ha="left")
     text = "pages of 4 tokens: the second is half full, the others are free or belong to other sequences"
     words(ax, 1.5, 0.16, text, 7.5, ha="left", colour=SOFT)
+
+
+HEADS, BLOCKS, SMS, CELL = 4, 12, 10, 0.27  # KV heads of a sequence, its blocks of keys, SMs; inches.
+
+
+@drawing(7.8, 2.55)
+def parts_heads(ax):
+    """The blocks of a sequence and of its KV heads: which of them ten SMs read first, in rung 3 and in rung 4."""
+    starts = lambda num, total: [part * total // num for part in range(num)]
+    in_row = {divmod(at, BLOCKS): sm for sm, at in enumerate(starts(SMS, HEADS * BLOCKS))}
+    places = enumerate(starts(SMS // HEADS, BLOCKS))
+    together = {(head, at): HEADS * part + head for part, at in places for head in range(HEADS)}
+    _first_reads(ax, 0.75, "rung 3: parts of all units in a row", in_row)
+    _first_reads(ax, 4.45, "rung 4: parts of the sequence", together)
+    text = (
+        "a column: the same tokens, whose heads lie side by side in memory; numbers: the SM that reads this block first"
+    )
+    words(ax, 0.75, 0.3, text, 8, ha="left", colour=SOFT)
+
+
+def _first_reads(ax, left, title, reads):
+    words(ax, left, 2.35, title, 9, ha="left", weight="bold")
+    columns = len({block for _, block in reads})
+    words(ax, left, 2.05, f"{len(reads)} SMs begin in {columns} places", 8, ha="left")
+    for head, block in ((head, block) for head in range(HEADS) for block in range(BLOCKS)):
+        x, y, sm = left + CELL * block, 1.6 - CELL * head, reads.get((head, block))
+        text, fill = ("", 0.06) if sm is None else (str(sm), 0.45)
+        box(ax, x, y, CELL - 0.03, CELL - 0.03, text, BLUE, fill=fill, size=7.5, linewidth=0.6)
+        if block == 0:
+            words(ax, x - 0.08, y + CELL / 2, f"head {head}", 7.5, ha="right", colour=SOFT)
+    arrow(
+        ax,
+        (left, 0.68),
+        (left + CELL * BLOCKS, 0.68),
+        SOFT,
+        "tokens of the sequence",
+        7.5,
+        offset=(0, -0.13),
+        width=1.0,
+    )
+
+
+@chart(7.8, 3.6, nrows=2, sharex=True)
+def parts_queries(axes):
+    """The end of a piece and the beginning of the next: queries copied before its first blocks, and after them."""
+    look_up, trip, steps = 0.8, 1.3, 4  # In steps of computing; steps of the last piece that are shown.
+    titles = "rung 4: queries, then blocks", "rung 5: blocks, then queries"
+    for ax, title, later in zip(axes, titles, (False, True), strict=True):
+        found = [i + 1 if later else steps + look_up * i for i in range(3)]  # In rung 5 each step frees a stage.
+        for i, at in enumerate(found):
+            y = 0.62 - 0.28 * i
+            tile(ax, at, y, look_up, 0.24, plot.CARD, "look up", 7, edgecolor=SOFT, linewidth=0.6)
+            tile(ax, at + look_up, y, trip, 0.24, SKY, f"block {i}", 7)
+        tile(ax, steps, -0.3, trip, 0.24, ORANGE, "queries", 7)
+        start = max(steps, found[0] + look_up) + trip
+        for i in range(steps):
+            bar(ax, 1.4, i, i + 1, "last piece", BLUE, height=0.5)
+        for i in range(3):
+            bar(ax, 1.4, start + i, start + i + 1, f"block {i}", BLUE, height=0.5)
+        ax.axvline(steps, color=RED, linewidth=1.2)
+        label(ax, steps + 0.06, 1.4, "q_free", 8, ha="left", colour=RED)
+        lanes(ax, ["", ""], title)
+        ax.set_yticks([0.3, 1.4], ["memory", "compute"])
+        ax.set(ylim=(1.75, -0.5), xlim=(0, steps + look_up + trip + 3.2))

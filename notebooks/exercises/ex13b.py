@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, drawn, normal, require_close, run_kernel, wide
+from exercises.judge import NotYet, checker, drawn, normal, play_kernel, require_close, run_kernel, wide
 
 UNITS = [  # Blocks of each unit, and how many parts.
     ((5, 1, 7, 3), 4), ((5, 1, 7, 3), 5), ((5, 1, 7, 3), 1), ((1, 1, 1, 1, 1, 1, 1), 3), ((40,), 7),
@@ -31,7 +31,9 @@ def check_part(answer) -> str:
 def check_merge(answer) -> str:
     """Exercise 2: `answer(outs, lses)` is (out, lse), from those of any number of pieces."""
     for name, outs, lses in _pieces():
-        given = run_kernel(answer, *(jnp.asarray(x, jnp.float32) for x in (outs, lses)))
+        args = [jnp.asarray(x, jnp.float32) for x in (outs, lses)]
+        given = run_kernel(answer, *args)
+        _require_lse_first(answer, *args)
         if not isinstance(given, tuple) or len(given) != 2:
             raise NotYet(f"{name}: the answer must be (out, lse).")
         top = lses.max(axis=0)
@@ -52,19 +54,22 @@ def check_merge(answer) -> str:
 @checker
 def check_last_block(answer) -> str:
     """Exercise 3: `answer(p, v, seen)` is p v, whatever the values from row `seen` on are."""
-    for seen, poison in ((22, None), (22, 40), (64, None), (1, 1), (30, 7), (50, 63)):
+    for seen, poison, there in (
+        (22, None, "NaN"), (22, 22, "NaN"), (64, None, "NaN"), (1, 1, "inf"), (30, 7, "NaN"), (50, 63, "NaN"),
+    ):  # fmt: skip
         p = normal(seen, (SIDE, SIDE), jnp.bfloat16).at[:, seen:].set(0)
         v = normal(seen + 1, (SIDE, SIDE), jnp.bfloat16)
         if poison is not None:
-            v = v.at[poison:, 17].set(np.nan) if poison >= seen else v.at[poison, 17].set(np.nan)
+            where = v.at[poison:] if poison >= seen else v.at[poison, 17]  # After the end, or a token's own.
+            v = where.set(float(there))
         out = run_kernel(answer, p, v, jnp.asarray([seen], jnp.int32))
         with np.errstate(invalid="ignore"):
             exact = wide(p)[:, :seen] @ wide(v)[:seen]
         what = f"{seen} tokens in the block"
         if out.shape == exact.shape and np.isnan(wide(out)[np.isfinite(exact)]).any():
             raise NotYet(
-                f"{what}: NaN from row {max(poison or 0, seen)} of v, where no token is, has reached the result. 0 "
-                "times NaN is NaN: write zeros over these values, from row `seen` on."
+                f"{what}: {there} from row {max(poison or 0, seen)} of v, where no token is, has reached the "
+                f"result. 0 times {there} is NaN: write zeros over these values, from row `seen` on."
             )
         if out.shape == exact.shape and np.isfinite(wide(out)[~np.isfinite(exact)]).any():
             raise NotYet(
@@ -77,10 +82,14 @@ def check_last_block(answer) -> str:
 @checker
 def check_ids(answer) -> str:
     """Exercise 4: `answer(pages, ids)` holds the pages of these ids, and zeros for an id that is no page."""
-    num_pages = 6
-    pages = normal(5, (num_pages, 16, 64), jnp.bfloat16)
-    values = np.asarray(pages, np.float64)
-    for ids in ((4, 0, 5, 2), (3, num_pages, 1, 0), (-1, 2, num_pages + 7, 5), (2**31 - 1, 1, -(2**31), 0)):
+    for num_pages, page_size, head_dim, ids in (
+        (6, 16, 64, (4, 0, 5, 2)),
+        (6, 16, 64, (3, 6, 1, 0)),
+        (9, 8, 128, (7, -1, 2, 16, 8)),
+        (6, 16, 64, (2**31 - 1, 1, -(2**31), 0)),
+    ):
+        pages = normal(5, (num_pages, page_size, head_dim), jnp.bfloat16)
+        values = np.asarray(pages, np.float64)
         try:
             out = run_kernel(answer, pages, jnp.asarray(ids, jnp.int32), copies={"load": len(ids)})
         except NotYet as problem:
@@ -99,8 +108,20 @@ def check_ids(answer) -> str:
             for other, theirs in enumerate(values):
                 if not 0 <= page < num_pages and (mine == theirs).all():
                     raise NotYet(f"{where}: {page} is no page, and the result has page {other}, another sequence's.")
-        require_close(out, exact.reshape(-1, 64), 0, f"ids {ids}")
+        require_close(out, exact.reshape(-1, head_dim), 0, f"ids {ids}")
+        _require_near_indices(play_kernel(answer, pages, jnp.asarray(ids, jnp.int32)), num_pages)
     return "No number becomes an address of somebody else's page, and the barrier gets all of its arrivals."
+
+
+def _require_near_indices(played, num_pages: int) -> None:
+    """Raises NotYet if a copy's index lies so far outside of the array that a GPU may wrap it around."""
+    for block in (block for kernel in played for block in kernel):
+        for box in (event.box for event in block.events if event.kind == "load" and event.box):
+            if box[0][0] > num_pages:
+                raise NotYet(
+                    f"a copy is started at page {box[0][0]}: others are added to such an index, and it may wrap around "
+                    f"into the array. The first index after the last page is {num_pages}."
+                )
 
 
 def _judge_parts(parts, blocks, where: str) -> None:
@@ -134,9 +155,22 @@ def _judge_parts(parts, blocks, where: str) -> None:
         start += count
 
 
+def _require_lse_first(answer, outs, lses) -> None:
+    """Raises NotYet if a block of threads reads an out before it has read the lse of all pieces."""
+    (kernel,) = play_kernel(answer, outs, lses)
+    for block in kernel:
+        read = [memory.shape == lses.shape for memory, _ in block.fetched]
+        if block.is_whole and not all(read[: len(lses)]):
+            raise NotYet(
+                "an out is read before all lse are known, so its result must be rescaled later: read the lse of all "
+                "pieces in the first pass, as the loop above does"
+            )
+
+
 def _pieces():
     """(name, outs (pieces, rows, head_dim), lses (pieces, rows)), float64."""
     rng = np.random.default_rng(13)
+    yield "five pieces of two rows of 256", rng.standard_normal((5, 2, 256)), rng.standard_normal((5, 2))
     outs, lses = rng.standard_normal((4, 4, 128)), rng.standard_normal((4, 4))
     yield "large and small logits", outs, lses + np.array([900.0, -900.0, 90.0, 0.0])
     yield "three pieces", rng.standard_normal((3, 4, 128)), rng.standard_normal((3, 4))

@@ -30,6 +30,22 @@ exercise-merge
   acc * jnp.where(total > 0, 1 / total, 0.0) => acc / total  # all pieces are empty
   shift + jnp.log(total) => top  # the largest lse is not all
   shift + jnp.log(total) => jnp.log(total)  # , lse (
+  rows, head_dim), jnp.float32) => 4, 128), jnp.float32)  # it cannot be compiled
+  jnp.zeros((head_dim,), jnp.float32) => jnp.zeros((128,), jnp.float32)
+  fori_loop(0, num_pieces, add => fori_loop(0, 4, add  # five pieces
+  acc, total = state => acc, (top, total) = state
+    && weight = jnp.exp(lses_gmem[piece, row] - shift)
+    => lse = lses_gmem[piece, row]\n            m_new = jnp.maximum(top, lse)
+    \n            shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+    \n            weight, alpha = jnp.exp(lse - shift), jnp.exp(top - shift)
+    && return acc + weight * outs_gmem[piece, row], total + weight
+    => return acc * alpha + weight * outs_gmem[piece, row], (m_new, total * alpha + weight)
+    && top = lax.fori_loop(0, num_pieces, largest, jnp.float32(-jnp.inf)) => top = jnp.float32(-jnp.inf)
+    && jnp.zeros((head_dim,), jnp.float32), jnp.float32(0.0)
+    => jnp.zeros((head_dim,), jnp.float32), (top, jnp.float32(0.0))
+    && acc, total = lax.fori_loop(0, num_pieces, add, nothing)
+    => acc, (top, total) = lax.fori_loop(0, num_pieces, add, nothing)
+    \n        shift = jnp.where(top == -jnp.inf, 0.0, top)  # an out is read before all lse are known
 exercise-last-block
   v_smem[...] = jnp.where(row < seen, values, jnp.zeros_like(values))\n        plgpu.commit_smem()
     => @pl.when(seen < 64)\n        def _():\n            part = v_smem.at[:, pl.ds(0, 64)]
@@ -41,7 +57,10 @@ exercise-last-block
   row < seen => row <= seen  # NaN from row
   row < seen => row < seen - 1  # must stay as they are
   row < seen => row >= seen
-  row < seen => values == values  # gone from the result
+  row < seen => values == values  # inf from row 1 of v, where no token is
+  row < seen => (row < seen) & (values == values)  # gone from the result
+  row < seen => (row < seen) | (values == values)  # inf from row 1 of v, where no token is
+  row < seen => (row < seen) | (row >= 40)  # where no token is, has reached the result
   \n        plgpu.commit_smem() =>  # commit what you have stored (plgpu.commit_smem)
   \n        plgpu.barrier_wait(filled) =>  # reads the stage before its tiles have arrived
   num_arrivals=2 => num_arrivals=3  # never end
@@ -52,10 +71,14 @@ exercise-ids
     # 6 is no page, and the result has page 5
   jnp.where((page >= 0) & (page < num_pages), page, num_pages) => lax.rem(page, jnp.int32(num_pages))
     # 6 is no page, and the result has page 0
-  jnp.where((page >= 0) & (page < num_pages), page, num_pages) => page  # -1 is no page, and the result has page 5
+  jnp.where((page >= 0) & (page < num_pages), page, num_pages) => page  # -1 is no page, and the result has page 8
   (page >= 0) & =>  # -1 is no page
   page >= 0 => page > 0  # page 0 is in the cache
   jnp.where((page >= 0) & (page < num_pages), page, num_pages) => num_pages  # page 4 is in the cache
+  page < num_pages), page, num_pages) => page < 6), page, 6)  # page 7 is in the cache
+  page, num_pages) => page, 2**31 - 1)  # a copy is started at page 2147483647
+  page, num_pages) => page, -1)  # 6 is no page, and the result has page 5
+  range(columns) => range(4)  # a copy that was never started
   plgpu.copy_gmem_to_smem( => pl.when((page >= 0) & (page < 6))(lambda: plgpu.copy_gmem_to_smem(
     && smem.at[rows], filled) => smem.at[rows], filled))  # a copy that was never started
   \n        plgpu.barrier_wait(filled) =>  # reads the stage before its tiles have arrived
