@@ -106,3 +106,37 @@ def kernel_order(axes):
         tracks(ax, numbered("block", BLOCKS), f"{name}: done after {end} steps; at best {best}")
     axes[-1].set_xticks(range(0, 22, 3))
     axes[-1].set_xlabel("time, in steps; numbers: steps of a tile; colours: first, second, third, fourth wave")
+
+
+# Steps of the tiles of three sequences; so many KV heads, and so many tiles that run side by side.
+SEQUENCES, KV_HEADS, BESIDE = {"A": (1, 2, 3, 4), "B": (1, 2, 3), "C": (1, 2)}, 4, 8
+
+
+@drawing(7.8, 3.0)
+def kernel_beside(ax):
+    """Which tiles run side by side, and how many heads of sequences' keys they read, in three orders."""
+    listed = [(name, steps) for name, tiles in SEQUENCES.items() for steps in tiles]
+    longest = sorted(listed, key=lambda tile: -tile[1])
+    heads = range(KV_HEADS)
+    ways = (
+        ("rung 2: in the order of the list, all KV heads of a tile", itertools.product(listed, heads)),
+        ("rung 3: the longest first, all KV heads of a tile", itertools.product(longest, heads)),
+        ("rung 4: the longest first, one KV head after the other", ((tile, i) for i in heads for tile in longest)),
+    )
+    for way, (title, order) in enumerate(ways):
+        _order(ax, 2.3 - 0.95 * way, title, list(order))
+    text = "Letter: sequence; number: steps of the tile; shade: KV head. A frame: tiles that run side by side. A set: a sequence's keys of a KV head."
+    words(ax, 0.2, 0.12, text, 8, ha="left", colour=SOFT)
+
+
+def _order(ax, y, title, order):
+    wide, colours = 0.202, dict(zip(SEQUENCES, (BLUE, ORANGE, GREEN), strict=True))
+    words(ax, 0.2, y + 0.48, title, 8.5, ha="left", weight="bold")
+    for first in range(0, len(order), BESIDE):
+        some, x = order[first : first + BESIDE], 0.2 + wide * first
+        box(ax, x + 0.01, y, wide * len(some) - 0.02, 0.32, colour=SOFT, fill=0.0, linewidth=0.9)
+        for i, ((name, steps), head) in enumerate(some):
+            look = dict(colour=colours[name], fill=0.12 + 0.2 * head, size=7, linewidth=0.3)
+            box(ax, x + wide * i + 0.02, y + 0.03, wide - 0.04, 0.26, f"{name}{steps}", **look)
+        keys = len({(name, head) for (name, _), head in some})
+        words(ax, x + wide * len(some) / 2, y - 0.1, f"{keys} sets of keys", 7.5, colour=SOFT)

@@ -24,6 +24,16 @@ exercise-store
     # a block starts 9 copies to GMEM, and 5 would do
   while size:\n            pl.when((num & size) != 0)(functools.partial(copy, first, size))
     => if size:\n            pl.loop(0, num)(lambda row: copy(row, 1))
+  (functools.partial(copy, first, size)) =>
+    (lambda first=first, size=size: (copy(first, size), plgpu.wait_smem_to_gmem(0)) and None)  # then wait once
+  plgpu.barrier_wait(loaded) => pass  # before its tiles have arrived
+  plgpu.wait_smem_to_gmem(0) => pass  # read-side operations
+  while size:\n            pl.when((num & size) != 0)(functools.partial(copy, first, size))
+    => for row in range(queries):\n            def one(row=row):\n                out_gmem[token + row] = smem[row]
+    \n            pl.when(row < num)(one)\n        while size:  # by TMA
+  while size:\n            pl.when((num & size) != 0)(functools.partial(copy, first, size))
+    => while size:\n            pl.when(num & size != 0)(functools.partial(copy, first, size))  # Right.
+  lambda x, tokens, nums, num_rows: jnp.zeros((num_rows, x.shape[2]), x.dtype)  # must be a kernel
 exercise-heads
   lax.div(row, jnp.int32(heads)) => row  # the mask takes the row for the query
   lax.div(row, jnp.int32(heads)) => lax.rem(row, jnp.int32(heads))  # row mod heads is the head
@@ -34,6 +44,12 @@ exercise-heads
     # loaded query by query, and stored head by head
   p_gmem.at[first + query, some] => p_gmem.at[query, some]  # there is a race
   plgpu.commit_smem() => pass  # commit what you have stored
+  plgpu.copy_smem_to_gmem(rows, p_gmem.at[first + query, some]) => for head in range(heads):
+    \n                one, to = rows.at[pl.ds(head, 1)], p_gmem.at[first + query, pl.ds(unit * heads + head, 1)]
+    \n                plgpu.copy_smem_to_gmem(one, to)  # would do
+  plgpu.barrier_wait(loaded) => pass  # there is a race
+  plgpu.wait_smem_to_gmem(0) => pass  # read-side operations
+  lambda s, heads: jax.nn.softmax(s, axis=-1)  # must be a kernel
   key <= position => key < position  # element
   num_kv - num_q + first => first
 exercise-4
