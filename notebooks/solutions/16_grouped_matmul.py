@@ -2,6 +2,16 @@
 
 TRIED = r"""
 exercise-1
+  (row >= start) & (row < ends_gmem[g]) => (row + 1 >= start) & (row + 1 < ends_gmem[g])  # row 63, of group 0
+  (row >= start) & (row < ends_gmem[g]) => (row * 0 + first >= start) & (row * 0 + first < ends_gmem[g])
+    # (70, 0, 58) rows: row 70, of group 2
+  lambda x, bias, ends: x + jnp.repeat(bias, jnp.diff(ends, prepend=0), axis=0, total_repeat_length=len(x))
+    # must be a kernel
+  start = jnp.where(g > 0, ends_gmem[jnp.maximum(g - 1, 0)], 0) => start = ends_gmem[jnp.maximum(g - 1, 0)]
+    # (64, 128) rows: row 0, of group 0
+  (row >= start) & (row < ends_gmem[g]) => (row >= start) & (row <= ends_gmem[g])  # (64, 128) rows: row 64, of group 1
+  fori_loop(0, len(ends), add => fori_loop(0, min(3, len(ends)), add  # (0, 1, 190, 1) rows: row 191, of group 3
+exercise-2
   return m if => return np.int64(m) if  # Right.
   lambda m, g, tile: -(-m // tile)  # Groups share no tile
   lambda m, g, tile: m // tile + g  # can every group have one more
@@ -9,6 +19,14 @@ exercise-1
   lambda m, g, tile: -(-m // tile) + g - 1  # an entry more
   lambda m, g, tile: (m + g * (tile - 1)) // tile  # at least one row
   lambda m, g, tile: m  # Give each group one row
+exercise-3
+  lambda sizes, piece: sum(size // piece + bin(size % piece).count("1") for size in sizes)  # Right.
+  lambda sizes, piece: sum(-(-size // piece) for size in sizes)  # is several copies
+  lambda sizes, piece: sum(sizes)  # more than one row
+  lambda sizes, piece: copies([sum(sizes)], piece)  # begin anew
+  lambda sizes, piece: sum(size.bit_count() for size in sizes)  # larger than a piece
+  lambda sizes, piece: sum(size // piece for size in sizes)  # not whole
+  lambda sizes, piece: copies(sizes, piece) + 1  # the rest in binary
 exercise-4
   pl.ds(left & ~(2 * size - 1), size) => pl.ds(left & (size - 1), size)  # Right.
   lambda piece, o, left: plgpu.copy_smem_to_gmem(piece, o)  # left = 63: row 63 was written
@@ -20,67 +38,10 @@ exercise-4
   lambda piece, o, left: pl.loop(0, jnp.clip(left, 0, 64))(lambda row: plgpu.copy_smem_to_gmem(piece.at[pl.ds(row, 1)],
     o.at[pl.ds(row, 1)]))  # copies to GMEM, and 6 would do
   lambda piece, o, left: 1 / 0  # cannot be compiled for a GPU: ZeroDivisionError
-exercise-2
-  lambda sizes, piece: sum(size // piece + bin(size % piece).count("1") for size in sizes)  # Right.
-  lambda sizes, piece: sum(-(-size // piece) for size in sizes)  # is several copies
-  lambda sizes, piece: sum(sizes)  # more than one row
-  lambda sizes, piece: copies([sum(sizes)], piece)  # begin anew
-  lambda sizes, piece: sum(size.bit_count() for size in sizes)  # larger than a piece
-  lambda sizes, piece: sum(size // piece for size in sizes)  # not whole
-  lambda sizes, piece: copies(sizes, piece) + 1  # the rest in binary
-exercise-5
-  (row >= start) & (row < ends_gmem[g]) => (row + 1 >= start) & (row + 1 < ends_gmem[g])  # row 63, of group 0
-  (row >= start) & (row < ends_gmem[g]) => (row * 0 + first >= start) & (row * 0 + first < ends_gmem[g])
-    # (70, 0, 58) rows: row 70, of group 2
 """
 
 
 # %% exercise-1 needs: parameters setup
-def most_entries(m, num_groups, tile):
-    #: return None  # Your code.
-    # BEGIN SOLUTION
-    return m if m <= num_groups else num_groups + (m - num_groups) // tile
-    # END SOLUTION
-
-
-ex16.check_entries(most_entries)
-
-
-# %% exercise-4 needs: parameters setup
-def store_rows(piece_smem, o_gmem, left):
-    #: # Your code. For a start: pl.when(left >= 64)(lambda:
-    #: # plgpu.copy_smem_to_gmem(piece_smem, o_gmem))
-    #: pass
-    # BEGIN SOLUTION
-    pl.when(left >= 64)(lambda: plgpu.copy_smem_to_gmem(piece_smem, o_gmem))
-
-    @pl.when((left > 0) & (left < 64))
-    def _():
-        for size in (32, 16, 8, 4, 2, 1):
-
-            @pl.when(left & size != 0)
-            def _(size=size):
-                rows = pl.ds(left & ~(2 * size - 1), size)  # After the larger boxes.
-                plgpu.copy_smem_to_gmem(piece_smem.at[rows], o_gmem.at[rows])
-
-    # END SOLUTION
-
-
-ex16.check_store(store_rows)
-
-
-# %% exercise-2 needs: parameters setup
-def copies(sizes, piece):
-    #: return None  # Your code.
-    # BEGIN SOLUTION
-    return sum(size // piece + (size % piece).bit_count() for size in sizes)
-    # END SOLUTION
-
-
-ex16.check_copies(copies)
-
-
-# %% exercise-5 needs: parameters setup
 def add_bias(x, bias, ends):
     """x plus the bias of each row's group: x (M, 128), bias (G, 128), float32; ends
     (G,), the row after each group."""
@@ -126,3 +87,48 @@ def add_bias(x, bias, ends):
 
 
 ex16.check_bias(add_bias)
+
+
+# %% exercise-2 needs: parameters setup
+def most_entries(m, num_groups, tile):
+    #: return None  # Your code.
+    # BEGIN SOLUTION
+    return m if m <= num_groups else num_groups + (m - num_groups) // tile
+    # END SOLUTION
+
+
+ex16.check_entries(most_entries)
+
+
+# %% exercise-3 needs: parameters setup
+def copies(sizes, piece):
+    #: return None  # Your code.
+    # BEGIN SOLUTION
+    return sum(size // piece + (size % piece).bit_count() for size in sizes)
+    # END SOLUTION
+
+
+ex16.check_copies(copies)
+
+
+# %% exercise-4 needs: parameters setup
+def store_rows(piece_smem, o_gmem, left):
+    #: # Your code. For a start: pl.when(left >= 64)(lambda:
+    #: # plgpu.copy_smem_to_gmem(piece_smem, o_gmem))
+    #: pass
+    # BEGIN SOLUTION
+    pl.when(left >= 64)(lambda: plgpu.copy_smem_to_gmem(piece_smem, o_gmem))
+
+    @pl.when((left > 0) & (left < 64))
+    def _():
+        for size in (32, 16, 8, 4, 2, 1):
+
+            @pl.when(left & size != 0)
+            def _(size=size):
+                rows = pl.ds(left & ~(2 * size - 1), size)  # After the larger boxes.
+                plgpu.copy_smem_to_gmem(piece_smem.at[rows], o_gmem.at[rows])
+
+    # END SOLUTION
+
+
+ex16.check_store(store_rows)
