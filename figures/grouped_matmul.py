@@ -161,7 +161,6 @@ def groups_stores(ax):
         arrow(ax, (x + 0.88, middle), (x + 2.47, middle), colour, width=1.1)
         if size >= 4:
             words(ax, x + 0.42, middle, f"{size} rows" if size > 4 else "4", 7.5)
-            words(ax, x + 1.65, middle + 0.1, f"left & {size}", 7.5, colour=colour)
     words(ax, x + 3.45, y_of(29), "rows of this\ngroup", 8, ha="left")
     words(ax, x + 3.45, y_of(63.5), "row 63: the next\ngroup's first,\nnot touched", 8, ha="left", colour=RED)
     words(ax, x + 0.42, 0.24, "shared\nmemory", 7.5)
