@@ -18,7 +18,7 @@ COPIES = (  # Sizes of groups, and the rows of a piece.
 )  # fmt: skip
 # Rows of the group that are left, of a piece of 64. The first and the last one need several copies.
 LEFT = (63, 64, 200, 32, 8, 1, 0, -27, 37)
-UNEQUAL = (((3, 0, 1, 1, 2), 2), ((1, 0, 3), 1), ((2, 0, 0), 3))  # Steps of each tile, and blocks.
+UNEQUAL = (((3, 0, 1, 2), 2), ((1, 0, 2), 1))  # Steps of each tile, and blocks.
 NUMBERS = "The ring wants the numbers 0, 1, 2, ... of steps from both warpgroups: which do they give it?"
 UNDRAINED = "drain the ring with the number of all steps of the block"
 
