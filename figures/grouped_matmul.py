@@ -126,35 +126,6 @@ def entries():
     ]
 
 
-@drawing(7.8, 4.3)
-def groups_table(ax):
-    """The table of tiles: rows of lhs in groups, the tiles that cover them, and the integers that say where each is."""
-    left, colours = 1.05, (*COLOURS, SOFT, SOFT)
-    _rows_and_tiles(ax, left, 0.0232, colours)
-    text = "dotted: rows that a tile computes too, and does not store: rows of later groups"
-    words(ax, left, 2.12, text, 7.5, ha="left", colour=SOFT)
-    x, width = left + 0.1, 0.62
-    groups, firsts, ends = zip(*entries(), strict=True)
-    numbers = range(len(groups))
-    for y, name, values in (
-        (1.38, "entry", numbers),
-        (1.06, "group", groups),
-        (0.68, "start", firsts),
-        (0.3, "end", ends),
-    ):
-        words(ax, x - 0.12, y + 0.15, name, 8.5, ha="right")
-        for i, value in enumerate(values):
-            if name == "entry":
-                words(ax, x + width * i + 0.28, y + 0.15, str(value), 8, colour=SOFT)
-            else:
-                box(ax, x + width * i, y, width - 0.06, 0.3, str(value), colours[groups[i]], fill=0.2, size=8.5)
-    arrow(ax, (x + 2.5, 1.98), (x + 2.5, 1.72), RED)
-    words(ax, x + 2.65, 1.86, "made in XLA of the sizes, on the device", 8, ha="left", colour=RED)
-    count = f"count: {sum(group < len(SIZES) for group in groups)} entries of groups"
-    text = f"{count}, {len(groups)} with those of rows without a group, which become zeros"
-    words(ax, x, 0.1, text, 8, ha="left")
-
-
 def rungs(left: int) -> list[tuple[int, int]]:
     """(first row, rows) of each copy of a piece of which `left` rows are stored."""
     found, first = [], 0
@@ -163,29 +134,6 @@ def rungs(left: int) -> list[tuple[int, int]]:
             found.append((first, size))
             first += size
     return found
-
-
-def _rows_and_tiles(ax, left, scale, colours):
-    words(ax, left - 0.12, 3.74, "rows of lhs", 8.5, ha="right")
-    words(ax, left - 0.12, 2.85, "tiles", 8.5, ha="right")
-    for group, size in enumerate(ALL_SIZES):
-        x, colour = left + scale * STARTS[group], colours[group]
-        if group == len(SIZES):
-            continue
-        if size:
-            box(ax, x, 3.56, max(scale * size - 0.02, 0.03), 0.36, colour=colour, fill=0.35, linewidth=0.8)
-        name = f"group {group}: {size} rows" if size > 70 else f"group {group}: {size}"
-        inside, at = size > 60, x + scale * size / 2
-        text = name if group < len(SIZES) else f"of none: {size}"
-        words(ax, at, 3.74 if inside else 4.1, text, 7.5, colour=INK if inside else colour)
-        if not inside:
-            arrow(ax, (at, 4.03), (at, 3.93), colour, width=0.9)
-    for number, (group, first, end) in enumerate(entries()):
-        x, y, mine = left + scale * first, 3.06 - 0.36 * (number % 3), min(TILE, end - first)
-        look = dict(colour=colours[group], linewidth=0.8)
-        box(ax, x, y, scale * min(TILE, ROWS - first) - 0.02, 0.3, fill=0.0, linestyle=":", **look)
-        box(ax, x, y, max(scale * mine - 0.02, 0.03), 0.3, fill=0.35, **look)
-        words(ax, x + (scale * mine / 2 if mine > 10 else scale * mine + 0.1), y + 0.15, str(number), 8)
 
 
 @drawing(7.8, 4.2)
@@ -213,7 +161,6 @@ def groups_stores(ax):
         arrow(ax, (x + 0.88, middle), (x + 2.47, middle), colour, width=1.1)
         if size >= 4:
             words(ax, x + 0.42, middle, f"{size} rows" if size > 4 else "4", 7.5)
-            words(ax, x + 1.65, middle + 0.1, f"left & {size}", 7.5, colour=colour)
     words(ax, x + 3.45, y_of(29), "rows of this\ngroup", 8, ha="left")
     words(ax, x + 3.45, y_of(63.5), "row 63: the next\ngroup's first,\nnot touched", 8, ha="left", colour=RED)
     words(ax, x + 0.42, 0.24, "shared\nmemory", 7.5)

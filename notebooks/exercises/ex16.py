@@ -1,8 +1,12 @@
-"""Chapter 16's exercises: the table's room, copies, a boundary tile's store, and its groups."""
+"""Chapter 16's exercises: the table's room, copies, a boundary tile's store, and tiles with unequal steps."""
+
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from exercises import judge
 from exercises.judge import NotYet, checker, normal, require_answers, require_close, run_kernel, wide
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -14,6 +18,9 @@ COPIES = (  # Sizes of groups, and the rows of a piece.
 )  # fmt: skip
 # Rows of the group that are left, of a piece of 64. The first and the last one need several copies.
 LEFT = (63, 64, 200, 32, 8, 1, 0, -27, 37)
+UNEQUAL = (((3, 0, 1, 2), 2), ((1, 0, 2), 1))  # Steps of each tile, and blocks.
+NUMBERS = "The ring wants the numbers 0, 1, 2, ... of steps from both warpgroups: which do they give it?"
+UNDRAINED = "drain the ring with the number of all steps of the block"
 
 
 @checker
@@ -68,20 +75,43 @@ def check_store(answer) -> str:
 
 
 @checker
-def check_bias(answer) -> str:
-    """`answer(x, bias, ends)` is a kernel: each row of x plus the bias of its group."""
-    for sizes in ((64, 128), (70, 0, 58), (0, 1, 190, 1), (10, 20, 30, 4)):
-        ends = np.cumsum(sizes)
-        x, bias = normal(1, (ends[-1], 128)), normal(2, (len(sizes), 128))
-        out = np.asarray(run_kernel(answer, x, bias, jnp.asarray(ends, jnp.int32)))
-        exact = np.asarray(x, np.float64) + np.repeat(np.asarray(bias, np.float64), sizes, axis=0)
-        wrong = np.flatnonzero((np.abs(out - exact) > 1e-3).any(axis=1) | np.isnan(out).any(axis=1))
-        if len(wrong):
-            group = int(np.searchsorted(ends, wrong[0], side="right"))
+def check_steps(answer) -> str:
+    """`answer(a, b, steps, num_blocks)` is a product by tiles of 64 rows, of which tile t has `steps[t]` steps."""
+    for steps, num_blocks in UNEQUAL:
+        a, b = normal(1, (64 * len(steps), 192), jnp.bfloat16), normal(2, (192, 64), jnp.bfloat16)
+        fn = functools.partial(answer, num_blocks=num_blocks)
+        said = f"steps = {steps}, {num_blocks} blocks"
+        played = judge.require_order_of(fn, a, b, jnp.asarray(steps, jnp.int32))
+        try:
+            out = run_kernel(fn, a, b, jnp.asarray(steps, jnp.int32), undrained=UNDRAINED)
+        except NotYet as problem:
+            if "never end" not in str(problem):
+                raise
+            raise NotYet(f"{said}: the kernel would never end. {NUMBERS}") from None
+        exact = [wide(a)[64 * t : 64 * t + 64, : 64 * x] @ wide(b)[: 64 * x] for t, x in enumerate(steps)]
+        require_close(out, np.concatenate(exact), 0.02, said)
+        _require_steps(played, steps, num_blocks)
+    return "Both warpgroups number the steps alike, however many a tile has."
+
+
+def _require_steps(played, steps, num_blocks: int) -> None:
+    """Raises NotYet if a block has other steps than its tiles, or if its memory warpgroup does not run ahead."""
+    indices = dict.fromkeys((0, num_blocks // 2, num_blocks - 1))  # Those that are played.
+    for index, block in zip(indices, itertools.chain.from_iterable(played), strict=True):
+        products, loads = ([event for event in block.events if event.kind == kind] for kind in ("product", "load"))
+        mine = steps[index::num_blocks]
+        for kind, found in (("products", len(products)), ("loads of a", len(loads) // 2)):
+            if block.is_whole and found != sum(mine):
+                raise NotYet(
+                    f"steps = {steps}, {num_blocks} blocks: block {index} starts {found} {kind}; its tiles have "
+                    f"{' + '.join(map(str, mine))} steps"
+                )
+        ends = {sum(mine[:turn]) for turn in range(1, len(mine))} - {0, sum(mine)}
+        if any(products[end - 1].end & loads[2 * end].known for end in ends if 2 * end < len(loads)):
             raise NotYet(
-                f"groups of {sizes} rows: row {wrong[0]}, of group {group}, is wrong, and {len(wrong) - 1} more"
+                "the memory warpgroup waits for the end of a tile before it loads the next one: let it run ahead, as "
+                "far as the ring has stages"
             )
-    return "Each row has the bias of its own group, wherever the tile begins."
 
 
 def _store_pieces(answer, values, left):

@@ -9,7 +9,15 @@ exercise-1
   lambda m, g, tile: -(-m // tile) + g - 1  # an entry more
   lambda m, g, tile: (m + g * (tile - 1)) // tile  # at least one row
   lambda m, g, tile: m  # Give each group one row
-exercise-4
+exercise-2
+  lambda sizes, piece: sum(size // piece + bin(size % piece).count("1") for size in sizes)  # Right.
+  lambda sizes, piece: sum(-(-size // piece) for size in sizes)  # is several copies
+  lambda sizes, piece: sum(sizes)  # more than one row
+  lambda sizes, piece: copies([sum(sizes)], piece)  # begin anew
+  lambda sizes, piece: sum(size.bit_count() for size in sizes)  # larger than a piece
+  lambda sizes, piece: sum(size // piece for size in sizes)  # not whole
+  lambda sizes, piece: copies(sizes, piece) + 1  # the rest in binary
+exercise-3
   pl.ds(left & ~(2 * size - 1), size) => pl.ds(left & (size - 1), size)  # Right.
   lambda piece, o, left: plgpu.copy_smem_to_gmem(piece, o)  # left = 63: row 63 was written
   (left > 0) & (left < 64) => left < -64  # left = 63: row 0 was
@@ -20,18 +28,20 @@ exercise-4
   lambda piece, o, left: pl.loop(0, jnp.clip(left, 0, 64))(lambda row: plgpu.copy_smem_to_gmem(piece.at[pl.ds(row, 1)],
     o.at[pl.ds(row, 1)]))  # copies to GMEM, and 6 would do
   lambda piece, o, left: 1 / 0  # cannot be compiled for a GPU: ZeroDivisionError
-exercise-2
-  lambda sizes, piece: sum(size // piece + bin(size % piece).count("1") for size in sizes)  # Right.
-  lambda sizes, piece: sum(-(-size // piece) for size in sizes)  # is several copies
-  lambda sizes, piece: sum(sizes)  # more than one row
-  lambda sizes, piece: copies([sum(sizes)], piece)  # begin anew
-  lambda sizes, piece: sum(size.bit_count() for size in sizes)  # larger than a piece
-  lambda sizes, piece: sum(size // piece for size in sizes)  # not whole
-  lambda sizes, piece: copies(sizes, piece) + 1  # the rest in binary
-exercise-5
-  (row >= start) & (row < ends_gmem[g]) => (row + 1 >= start) & (row + 1 < ends_gmem[g])  # row 63, of group 0
-  (row >= start) & (row < ends_gmem[g]) => (row * 0 + first >= start) & (row * 0 + first < ends_gmem[g])
-    # (70, 0, 58) rows: row 70, of group 2
+exercise-4
+  lax.fori_loop(0, turn, mine, 0) => sum(
+    jnp.where(t < turn, steps[jnp.minimum(block + t * num_blocks, m // 64 - 1)], 0) for t in range(m // 64))  # Right.
+  lax.fori_loop(0, turn, mine, 0) => turn * 3  # would never end
+  lax.fori_loop(0, turn, mine, 0) => 0  # a WGMMA reads the stage before its tiles have arrived
+  block + t * num_blocks => t  # would never end
+  ring.drain(before(turns)) => ring.drain(turns * 3)  # would never end
+  ring.drain(before(turns)) => pass  # drain the ring with the number of all steps
+  lax.fori_loop(0, turn, mine, 0) => turn * 3 && pl.loop(0, steps[tile]) => pl.loop(0, 3)  # element (64, 0)
+  wgmma_wait(0) => wgmma_wait(1)  # give a stage back (barrier_arrive) after the wgmma_wait
+  num_stages=2 => num_stages=1  # let it run ahead
+  stage = ring.acquire(before(turn) + step) => stage = ring.acquire(before(turn) + step); ring.drain(before(turn))
+    # would never end
+  lambda a, b, steps, num_blocks: jnp.matmul(a, b)  # must be a kernel
 """
 
 
@@ -46,7 +56,18 @@ def most_entries(m, num_groups, tile):
 ex16.check_entries(most_entries)
 
 
-# %% exercise-4 needs: parameters setup
+# %% exercise-2 needs: parameters setup
+def copies(sizes, piece):
+    #: return None  # Your code.
+    # BEGIN SOLUTION
+    return sum(size // piece + (size % piece).bit_count() for size in sizes)
+    # END SOLUTION
+
+
+ex16.check_copies(copies)
+
+
+# %% exercise-3 needs: parameters setup
 def store_rows(piece_smem, o_gmem, left):
     #: # Your code. For a start: pl.when(left >= 64)(lambda:
     #: # plgpu.copy_smem_to_gmem(piece_smem, o_gmem))
@@ -69,60 +90,63 @@ def store_rows(piece_smem, o_gmem, left):
 ex16.check_store(store_rows)
 
 
-# %% exercise-2 needs: parameters setup
-def copies(sizes, piece):
-    #: return None  # Your code.
-    # BEGIN SOLUTION
-    return sum(size // piece + (size % piece).bit_count() for size in sizes)
-    # END SOLUTION
+# %% exercise-4 needs: parameters setup launch
+def unequal(a, b, steps, num_blocks=2, num_stages=2):
+    """Rows 64t to 64t + 64 of o: those of a times b, in steps[t] steps of 64 values of K."""
+    m, n = a.shape[0], b.shape[1]
+
+    def kernel(a_gmem, b_gmem, steps, o_gmem, a_smem, b_smem, o_smem, filled, freed):
+        wg, block = lax.axis_index("wg"), lax.axis_index("block")
+        ring = Ring(filled, freed, num_stages)
+        turns = lax.div(m // 64 - block + num_blocks - 1, num_blocks)
+
+        def before(turn):
+            #: return turn * (a.shape[1] // TILE_K)  # Right if all tiles have all steps.
+            # BEGIN SOLUTION
+            mine = lambda t, count: count + steps[block + t * num_blocks]
+            return lax.fori_loop(0, turn, mine, 0)
+            # END SOLUTION
+
+        @pl.when(wg == 1)
+        def load():
+            @pl.loop(0, turns)
+            def _(turn):
+                tile = block + turn * num_blocks
+
+                @pl.loop(0, steps[tile])
+                def _(step):
+                    stage = ring.acquire(before(turn) + step)
+                    rows, depth = pl.ds(64 * tile, 64), pl.ds(TILE_K * step, TILE_K)
+                    copy(a_gmem.at[rows, depth], a_smem.at[stage], filled.at[stage])
+                    copy(b_gmem.at[depth], b_smem.at[stage], filled.at[stage])
+
+            ring.drain(before(turns))
+
+        @pl.when(wg == 0)
+        def compute():
+            @pl.loop(0, turns)
+            def _(turn):
+                tile = block + turn * num_blocks
+
+                def add_up(acc):
+                    @pl.loop(0, steps[tile])
+                    def _(step):
+                        stage = ring.wait(before(turn) + step)
+                        plgpu.wgmma(acc, a_smem.at[stage], b_smem.at[stage])
+                        plgpu.wgmma_wait(0)
+                        ring.release(before(turn) + step)
+
+                    return acc[...]
+
+                values = pl.run_scoped(add_up, plgpu.ACC((64, n)))
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                o_smem[...] = values.astype(o_smem.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[pl.ds(64 * tile, 64)])
+
+            plgpu.wait_smem_to_gmem(0)
+
+    return launch_unequal(kernel, a, b, steps, num_blocks, num_stages)
 
 
-ex16.check_copies(copies)
-
-
-# %% exercise-5 needs: parameters setup
-def add_bias(x, bias, ends):
-    """x plus the bias of each row's group: x (M, 128), bias (G, 128), float32; ends
-    (G,), the row after each group."""
-
-    def body(x_gmem, bias_gmem, ends_gmem, o_gmem):
-        first = lax.axis_index("block") * 64
-        rows = plgpu.load(
-            x_gmem.at[pl.ds(first, 64)], layout=plgpu.Layout.WGMMA, optimized=False
-        )
-        row = first + plgpu.broadcasted_iota(
-            jnp.int32, rows.shape, 0, layout=plgpu.Layout.WGMMA
-        )
-
-        def of_group(g):
-            """The bias of group g, repeated for every row."""
-            vector = plgpu.load(
-                bias_gmem.at[g], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
-            )
-            return lax.broadcast_in_dim(vector, rows.shape, [1])
-
-        #: # The group of the tile: as many groups end at or before its first row.
-        #: group = lax.fori_loop(
-        #:     0,
-        #:     len(ends),
-        #:     lambda g, n: n + (ends_gmem[g] <= first).astype(jnp.int32),
-        #:     jnp.int32(0),
-        #: )
-        #: o_gmem[pl.ds(first, 64)] = jnp.where(row >= 0, rows + of_group(group), 0)
-        # BEGIN SOLUTION
-        def add(g, total):
-            start = jnp.where(g > 0, ends_gmem[jnp.maximum(g - 1, 0)], 0)
-            return total + jnp.where(
-                (row >= start) & (row < ends_gmem[g]), of_group(g), 0
-            )
-
-        o_gmem[pl.ds(first, 64)] = lax.fori_loop(0, len(ends), add, rows)
-        # END SOLUTION
-
-    out_type = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return plgpu.kernel(
-        body, out_type=out_type, grid=(len(x) // 64,), grid_names=("block",)
-    )(x, bias, ends)
-
-
-ex16.check_bias(add_bias)
+ex16.check_steps(unequal)
