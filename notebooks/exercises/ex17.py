@@ -18,6 +18,27 @@ SIZES = ((128, 64), (64, 128))  # Exercise 2: (N, tokens of a chunk).
 RINGS = ((5, 2), (4, 3), (3, 1))  # Exercise 3: (chunks, stages).
 
 
+def chunks_at_once(q, k, v, log_decay, *, chunk: int = 64):
+    """The peer of the chapter's ladder: y by XLA, all chunks at once. `between` is what is left of one chunk's state at
+    the start of a later one. It stands here because it holds answers."""
+    cut = lambda x: x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
+    q_c, k_c, v_c, cum = cut(q), cut(k), cut(v), jnp.cumsum(cut(log_decay), axis=-1)
+    causal = lambda exponent, offset=0: jnp.exp(
+        jnp.where(jnp.tri(exponent.shape[-1], k=offset) > 0, exponent, -jnp.inf)
+    )
+    weights = product("hctn,hcsn->hcts", q_c, k_c) * causal(cum[..., :, None] - cum[..., None, :])
+    y = product("hcts,hcsp->hctp", weights.astype(q.dtype), v_c)
+    scaled = v_c * jnp.exp(cum[..., -1:] - cum)[..., None].astype(q.dtype)
+    local = product("hcsp,hcsn->hcpn", scaled, k_c)
+    ends = jnp.cumsum(cum[..., -1], axis=-1)
+    starts = ends - cum[..., -1]
+    between = causal(starts[:, :, None] - ends[:, None], offset=-1)
+    states = product("hcd,hdpn->hcpn", between.astype(q.dtype), local.astype(q.dtype))
+    y = y + product("hctn,hcpn->hctp", q_c, states.astype(q.dtype)) * jnp.exp(cum)[..., None]
+    return y.reshape(v.shape).astype(v.dtype)
+
+
 @checker
 def check_weights(answer) -> str:
     """Exercise 1: `answer(cum)` is exp(cum[t] - cum[s]) for s up to t, and 0 elsewhere, however strong the decay."""
@@ -25,6 +46,8 @@ def check_weights(answer) -> str:
     for strength, size in ((0.05, 16), (30.0, 16), (400.0, 16), (0.05, 7)):
         cum = -np.cumsum(strength * rng.uniform(size=size)).astype(np.float32)
         got, overflows = _with_overflows(answer, cum)
+        if got is None:
+            raise NotYet("decays returns None: write its body.")
         with np.errstate(under="ignore"):
             exact = np.tril(np.exp(np.minimum(wide(cum)[:, None] - wide(cum), 0.0)))
         what = f"cum ends at {cum[-1]:.3g}, and the weight of t = row, s = column"
