@@ -65,7 +65,7 @@ def schedule(steps: dict[str, float], *, apart: bool, chunks: int) -> list[tuple
     return bars
 
 
-@chart(height=2.9, nrows=2, sharex=True, height_ratios=(1, 2))
+@chart(height=2.9, saved=False, nrows=2, sharex=True, height_ratios=(1, 2))
 def recurrent_schedule(axes, steps: dict[str, float]):
     """The steps of a chunk, of so many cycles, done by one warpgroup in a row, and by two of which one runs ahead."""
     for ax, apart in zip(axes, (False, True), strict=True):

@@ -24,7 +24,10 @@ exercise-add-chunk
   plgpu.commit_smem() => && scaled_smem.T, k_smem) => scaled_smem.T, k_smem)\n    plgpu.commit_smem()
   values * lax.broadcast_in_dim(w, values.shape, [0]) => values  # the weights are missing
   values.shape, [0]) => (64, 64), [0])  # cannot be compiled
-  lambda acc, k_smem, v_smem, w, scaled_smem: plgpu.wgmma(acc, v_smem, k_smem)  # cannot be compiled
+  lambda acc, k_smem, v_smem, w, scaled_smem: plgpu.wgmma(acc, v_smem, k_smem)  # the state after two chunks
+  scaled_smem[...] = => v_smem[...] = && (acc, scaled_smem.T => (acc, v_smem.T && scaled_smem.dtype => v_smem.dtype
+    # v_smem has changed
+  plgpu.wgmma(acc, scaled_smem.T, k_smem) => plgpu.wgmma(acc, v_smem.T, k_smem)  # the weights are missing
   lambda *args: 1 / 0  # cannot be compiled for a GPU: ZeroDivisionError
 exercise-leave
   stage = states.acquire(i) => stage = states.slot(i)  # no barrier is between the two
@@ -41,7 +44,7 @@ exercise-leave
   plgpu.barrier_arrive(states.filled.at[stage]) => pass  # never end
   plgpu.barrier_arrive(states.filled.at[stage]) => states.release(i)  # never end
   acquire(i) => slot(i) && .at[stage]) => .at[stage])\n    plgpu.barrier_wait(states.freed.at[stage])
-    # let the state run ahead
+    # can run ahead
   acquire(i) => slot(i) && plgpu.commit_smem() => states.acquire(i)\n    plgpu.commit_smem()
     # no barrier is between the two
   .at[stage]) => .at[stage])\n    plgpu.barrier_arrive(states.filled.at[stage])  # may still read
