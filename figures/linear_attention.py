@@ -38,128 +38,52 @@ def recurrent_state(ax):
     words(ax, 6.0, 0.25, "every token meets one state: work grows with T", 8, colour=SOFT)
 
 
-@drawing(7.8, 4.35)
-def recurrent_chunks(ax):
-    """The matrix of pairs in chunks: pairs are multiplied on the diagonal alone; all that lies before is a state."""
-    left, bottom, side = 0.85, 0.75, 0.78
-    inner = side - 0.03
-    for i in range(CHUNKS):
-        x, y = left + i * side, bottom + (CHUNKS - 1 - i) * side
-        if i:
-            box(ax, left, y, i * side - 0.03, inner, "S", ORANGE, fill=0.22, size=11)
-        ax.fill([x, x, x + inner], [y + inner, y, y], color=BLUE, alpha=0.35, linewidth=0)
-        box(ax, x, y, inner, inner, colour=BLUE, fill=0.0)
-        for j in range(i + 1, CHUNKS):
-            box(ax, left + j * side, y, inner, inner, colour=SOFT, fill=0.0, linewidth=0.3)
-        words(ax, left - 0.12, y + side / 2, f"chunk {i}", 8, ha="right")
-    words(ax, left + CHUNKS * side / 2, 4.1, "keys s", 8.5)
-    words(ax, 0.1, 4.1, "queries t", 8.5, ha="left")
-    words(ax, left + CHUNKS * side / 2, 0.42, "a chunk: C tokens", 8, colour=SOFT)
-    arrow(ax, (left + 2 * side, 0.6), (left + 3 * side - 0.03, 0.6), SOFT, width=1.0, style="<|-|>")
-    words(ax, 4.55, 3.95, "for each chunk", 9.5, ha="left", weight="bold")
-    _products(ax, 4.55)
-    text = "orange rows reach back to the first token, at no more\nthan the cost of one product"
-    words(ax, 4.55, 0.35, text, 8, ha="left", colour=SOFT)
-
-
 NUM_SMS = 132  # On an H100 and on an H200.
-TENSOR, SFU, LANES, SMEM_BYTES = 4096, 16, 128, 128  # Operations, exponentials, instructions and bytes in a cycle.
+TENSOR, LANES = 4096, 128  # Operations of the tensor cores, and instructions, per cycle of an SM.
 CLOCK = peak("bf16").value / NUM_SMS / TENSOR  # Hz, at which the data sheet counts.
-SM_BYTES = peak("hbm").value / NUM_SMS / CLOCK  # Bytes that HBM gives one SM in a cycle.
-US = 1e6 / CLOCK  # Microseconds a cycle.
+ROLES = dict(leave="state", state="state", outputs="output", store="output")
 
 
-def cycles(n: int, p: int, chunk: int = 64) -> dict[str, tuple[str, float]]:
-    """(role, least cycles) of each step of a chunk. Latencies come on top."""
-    product = lambda m, k, n: 2 * m * k * n / TENSOR
-    return {
-        "leave S": ("state", 2 * n * p / LANES + 2 * n * p / SMEM_BYTES),
-        "scale v": ("state", 4 * chunk * p / LANES + 2 * chunk * p / SMEM_BYTES),
-        "add to S": ("state", product(p, chunk, n) + n * p / LANES),
-        "q kᵀ": ("output", product(chunk, n, chunk)),
-        "weights": ("output", chunk * chunk / SFU + 6 * chunk * chunk / LANES),
-        "q Sᵀ": ("output", product(chunk, n, p) + chunk * p / LANES),
-        "weights v": ("output", product(chunk, chunk, p)),
-        "store y": ("output", 2 * chunk * p / LANES + 2 * chunk * p / SMEM_BYTES),
-    }
-
-
-def bytes_of_chunk(n: int, p: int, chunk: int = 64) -> int:
-    """q, k, v and y of 16 bits, and the sums of the decays."""
-    return chunk * (4 * n + 4 * p + 4)
-
-
-def schedule(n: int, p: int, *, apart: bool, chunks: int, wait: float) -> list[tuple[str, str, float, float]]:
-    """[(role, step, start, end)]; each step is followed by `wait` cycles of latency. With `apart` the state has a
-    warpgroup of its own, which may be two chunks ahead."""
-    steps = list(cycles(n, p).items())
-    bars, free = [], {"state": 0.0, "output": 0.0}
-    left, done = [], []
+def schedule(steps: dict[str, float], *, apart: bool, chunks: int) -> list[tuple[str, str, float, float]]:
+    """[(role, step, start, end)] for `steps` of so many cycles. With `apart` the state has a warpgroup
+    of its own, which may be two chunks ahead; without, one warpgroup does the steps in their order."""
+    bars, free, read = [], {"state": 0.0, "output": 0.0}, []
     for chunk in range(chunks):
-        for name, (role, length) in steps:
+        left = 0.0
+        for name, length in steps.items():
+            role = ROLES[name]
             lane = role if apart else "output"
             start = free[lane]
-            if apart and name == "leave S" and chunk >= 2:
-                start = max(start, done[chunk - 2])
-            if name == "q Sᵀ":
-                start = max(start, left[chunk])
-            end = start + length + wait
-            bars.append((role, name, start, start + length))
-            free[lane] = end
-            if name == "leave S":
-                left.append(end)
-            if name == "q Sᵀ":
-                done.append(end)
+            if apart and name == "leave" and chunk >= 2:
+                start = max(start, read[chunk - 2])
+            if name == "outputs":
+                start = max(start, left)
+            end = free[lane] = start + length
+            bars.append((role, name, start, end))
+            left = end if name == "leave" else left
+            read += [end] if name == "outputs" else []
     return bars
 
 
-def chain(n: int, p: int, roles=("state", "output"), wait: float = 100.0) -> float:
-    """Cycles of a chunk in a warpgroup that has these roles, latency included."""
-    return sum(length + wait for role, length in cycles(n, p).values() if role in roles)
-
-
-@chart(height=4.6, nrows=2, sharex=True, height_ratios=(2, 3))
-def recurrent_schedule(axes, n: int = 128, p: int = 64, wait: float = 100.0):
-    """A chunk's work in cycles of an SM, done by one warpgroup in a row, and by two of which one runs ahead."""
-    names = list(cycles(n, p))
-    memory = bytes_of_chunk(n, p) / SM_BYTES
+@chart(height=2.9, saved=False, nrows=2, sharex=True, height_ratios=(1, 2))
+def recurrent_schedule(axes, steps: dict[str, float]):
+    """The steps of a chunk, of so many cycles, done by one warpgroup in a row, and by two of which one runs ahead."""
     for ax, apart in zip(axes, (False, True), strict=True):
-        rows = ["memory", *(("state", "output") if apart else ("one warpgroup",))]
-        for chunk in range(4):
-            _bar(ax, 0, memory * chunk, memory * (chunk + 1), f"the bytes of a chunk: {memory * US:.2f} µs", "memory")
-        for role, name, start, end in schedule(n, p, apart=apart, chunks=7, wait=wait):
-            _bar(ax, rows.index(role) if apart else 1, start, end, str(1 + names.index(name)), role)
-        each = (("state",), ("output",)) if apart else (("state", "output"),)
-        took = max(chain(n, p, roles, wait) for roles in each) * US
+        lanes = ("state", "output") if apart else ("all of it",)
+        for role, name, start, end in schedule(steps, apart=apart, chunks=5):
+            _bar(ax, lanes.index(role) if apart else 0, start, end, name, role)
+        of = lambda role: sum(length for name, length in steps.items() if ROLES[name] == role)
+        took = max(of("state"), of("output")) if apart else sum(steps.values())
         title = "two warpgroups, the state ahead" if apart else "one warpgroup, one step after the other"
-        tracks(ax, rows, f"{title}: {took:.2f} µs of work for a chunk")
-    axes[-1].set_xlim(0, 3.5 * memory * US)
-    list_of = lambda role: ", ".join(f"{i} {x}" for i, x in enumerate(names, 1) if cycles(n, p)[x][0] == role)
-    text = f"µs; least cycles of each step, and {wait:.0f} cycles of latency after it (simulated)"
-    axes[-1].set_xlabel(f"state: {list_of('state')}\noutput: {list_of('output')}\n{text}", fontsize=8)
+        tracks(ax, lanes, f"{title}: {took:,.0f} cycles per chunk")
+    axes[-1].set_xlim(0, 2.6 * sum(steps.values()))
+    axes[-1].set_xlabel("cycles; drawn from the trace of rung 1, its waits left out", fontsize=8)
 
 
 def _bar(ax, lane, start, end, text, role):
-    colours = {"output": BLUE, "state": ORANGE, "memory": GREEN}
-    start, length = start * US, (end - start) * US
-    ax.barh(lane, length, left=start, height=0.72, color=colours[role], alpha=0.5, edgecolor=plot.CARD, linewidth=0.8)
-    label(ax, start + length / 2, lane, text, 7.5, clip_on=True)
-
-
-def _products(ax, x):
-    inside = "weights = mask(q kᵀ)      C x C\ny = weights v                   C x P"
-    y = 3.55
-    for colour, what, formula in (
-        (BLUE, "inside: pairs of its own tokens", inside),
-        (ORANGE, "from before: one product with the state", "y = y + q Sᵀ                    C x P"),
-        (INK, "for those after: the chunk is added to the state", "S = S + vᵀ k                    P x N"),
-    ):
-        height = 0.3 + 0.2 * formula.count("\n")
-        box(ax, x, y - 0.14, 0.22, 0.24, colour=colour, fill=0.3)
-        words(ax, x + 0.33, y, what, 8.5, ha="left")
-        box(ax, x + 0.33, y - 0.3 - height, 2.75, height, colour=PALE, fill=0.8)
-        words(ax, x + 0.45, y - 0.3 - height / 2, formula, 8.2, ha="left")
-        y -= 0.75 + height
+    colour = {"output": BLUE, "state": ORANGE}[role]
+    ax.barh(lane, end - start, left=start, height=0.72, color=colour, alpha=0.5, edgecolor=plot.CARD, linewidth=0.8)
+    label(ax, (start + end) / 2, lane, text, 7.5, clip_on=True)
 
 
 @drawing(7.8, 4.3)

@@ -1,4 +1,4 @@
-"""Chapter 17's exercises: a chunk added to the state, decays, one token, and parts combined."""
+"""Chapter 17's exercises: decays, a chunk added to the state, a state handed over, and parts combined."""
 
 import functools
 
@@ -6,42 +6,48 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from exercises.judge import NotYet, checker, normal, play_kernel, require_close, run_kernel, wide
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-ROWS = plgpu.Layout.WGMMA.reduce(1)
-P, N, CHUNK = 64, 128, 64  # Sizes of the kernels' state, and of a chunk.
+from cookbook import _device
+from cookbook._device import ROWS, Ring
+
+P = 64  # Values of a head.
+SIZES = ((128, 64), (64, 128))  # Exercise 2: (N, tokens of a chunk).
+RINGS = ((5, 2), (4, 3), (3, 1))  # Exercise 3: (chunks, stages).
 
 
-@checker
-def check_combine(answer) -> str:
-    """`answer(first, second)`, of pairs (decay, state), is the pair of both parts one after the other."""
-    rng = np.random.default_rng(17)
-    parts = [(float(np.exp(-rng.exponential())), rng.standard_normal((3, 2))) for _ in range(4)]
-    given = [(decay, state.copy()) for decay, state in parts]
-    got = answer(*given[:2])
-    if not isinstance(got, tuple) or len(got) != 2:
-        raise NotYet(f"combine returns {got!r}; it must be a pair: the decay and the state of both parts.")
-    if any((state != kept).any() for (_, state), (_, kept) in zip(given, parts, strict=True)):
-        raise NotYet("combine has changed a state that it was given: return a new one.")
-    (d0, s0), (d1, s1) = parts[:2]
-    likely = (
-        (s0 + s1, "the state of the first part goes through the second one, and decays there."),
-        (d0 * s1 + s0, "the parts are exchanged: the first one comes before the second one."),
+def chunks_at_once(q, k, v, log_decay, *, chunk: int = 64):
+    """The peer of the chapter's ladder: y by XLA, all chunks at once. `between` is what is left of one chunk's state at
+    the start of a later one. It stands here because it holds answers."""
+    cut = lambda x: x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
+    q_c, k_c, v_c, cum = cut(q), cut(k), cut(v), jnp.cumsum(cut(log_decay), axis=-1)
+    causal = lambda exponent, offset=0: jnp.exp(
+        jnp.where(jnp.tri(exponent.shape[-1], k=offset) > 0, exponent, -jnp.inf)
     )
-    _require_pair(got, _combine(*parts[:2]), likely)
-    whole = answer(answer(parts[0], parts[1]), answer(parts[2], parts[3]))
-    _require_pair(whole, _combine(_combine(_combine(*parts[:2]), parts[2]), parts[3]))
-    return "Any neighbours may be combined first, so parts need not wait for each other."
+    weights = product("hctn,hcsn->hcts", q_c, k_c) * causal(cum[..., :, None] - cum[..., None, :])
+    y = product("hcts,hcsp->hctp", weights.astype(q.dtype), v_c)
+    scaled = v_c * jnp.exp(cum[..., -1:] - cum)[..., None].astype(q.dtype)
+    local = product("hcsp,hcsn->hcpn", scaled, k_c)
+    ends = jnp.cumsum(cum[..., -1], axis=-1)
+    starts = ends - cum[..., -1]
+    between = causal(starts[:, :, None] - ends[:, None], offset=-1)
+    states = product("hcd,hdpn->hcpn", between.astype(q.dtype), local.astype(q.dtype))
+    y = y + product("hctn,hcpn->hctp", q_c, states.astype(q.dtype)) * jnp.exp(cum)[..., None]
+    return y.reshape(v.shape).astype(v.dtype)
 
 
 @checker
 def check_weights(answer) -> str:
-    """`answer(cum)` is exp(cum[t] - cum[s]) for s up to t, and 0 elsewhere, however strong the decay."""
+    """Exercise 1: `answer(cum)` is exp(cum[t] - cum[s]) for s up to t, and 0 elsewhere, however strong the decay."""
     rng = np.random.default_rng(17)
-    for strength, dtype in ((0.05, np.float32), (30.0, np.float32), (400.0, np.float32)):
-        cum = -np.cumsum(strength * rng.uniform(size=16)).astype(dtype)
+    for strength, size in ((0.05, 16), (30.0, 16), (400.0, 16), (0.05, 7)):
+        cum = -np.cumsum(strength * rng.uniform(size=size)).astype(np.float32)
         got, overflows = _with_overflows(answer, cum)
+        if got is None:
+            raise NotYet("decays returns None: write its body.")
         with np.errstate(under="ignore"):
             exact = np.tril(np.exp(np.minimum(wide(cum)[:, None] - wide(cum), 0.0)))
         what = f"cum ends at {cum[-1]:.3g}, and the weight of t = row, s = column"
@@ -78,64 +84,154 @@ def _has_no_gradient(answer, cum) -> bool:
 
 @checker
 def check_add_chunk(answer) -> str:
-    """`answer(acc, k_smem, v_smem, w, scaled_smem)` adds a chunk to the state in `acc`."""
-    k, v = normal(17, (2, CHUNK, N), jnp.bfloat16), normal(18, (2, CHUNK, P), jnp.bfloat16)
-    w = jnp.asarray(np.random.default_rng(19).uniform(0.1, 1.0, (2, CHUNK)), jnp.float32)
-    chunks = functools.partial(_chunks, answer)
-    out = run_kernel(chunks, k, v, w)
-    ((block,),) = play_kernel(chunks, k, v, w)
-    if not block.count("product"):
-        raise NotYet("nothing was multiplied yet: write the body of add_chunk.")
-    added = [w[:, None] * v for w, v in zip(wide(w), wide(v), strict=True)]
-    sums = lambda values: [np.einsum("tp,tn->pn", v, k) for v, k in zip(values, wide(k), strict=True)]
-    likely = ((sum(sums(wide(v))), "the weights are missing."), (sums(added)[1], "the first chunk is lost."))
-    require_close(out, sum(sums(added)), 2e-2, "the state after two chunks", likely)
+    """Exercise 2: `answer(acc, k_smem, v_smem, w, scaled_smem)` adds a chunk to the state in `acc`."""
+    for n, chunk in SIZES:
+        k, v = normal(17, (2, chunk, n), jnp.bfloat16), normal(18, (2, chunk, P), jnp.bfloat16)
+        w = jnp.asarray(np.random.default_rng(19).uniform(0.1, 1.0, (2, chunk)), jnp.float32)
+        chunks = functools.partial(_chunks, answer)
+        out, kept = run_kernel(chunks, k, v, w)
+        ((block,),) = play_kernel(chunks, k, v, w)
+        if not block.count("product"):
+            raise NotYet("nothing was multiplied yet: write the body of add_chunk.")
+        added = [w[:, None] * v for w, v in zip(wide(w), wide(v), strict=True)]
+        sums = lambda values, k=k: [np.einsum("tp,tn->pn", v, k) for v, k in zip(values, wide(k), strict=True)]
+        likely = ((sum(sums(wide(v))), "the weights are missing."), (sums(added)[1], "the first chunk is lost."))
+        what = f"with N = {n} and chunks of {chunk}, the state after two chunks"
+        require_close(out, sum(sums(added)), 2e-2, what, likely)
+        if (np.asarray(kept) != np.asarray(v)).any():
+            raise NotYet(
+                "v_smem has changed, and the chunk's outputs need its values: scaled_smem is for the scaled ones."
+            )
     return "What a warpgroup stores, it commits before WGMMA may read it."
 
 
 def _chunks(answer, k, v, w):
-    """The state after all chunks, each added by `answer`."""
+    """(the state after all chunks, each added by `answer`; the values of each chunk as `answer` leaves them)."""
+    (num_chunks, chunk, n), state = k.shape, (P, k.shape[2])
 
-    def body(k_gmem, v_gmem, w_gmem, o_gmem, k_smem, v_smem, scaled_smem, loaded):
+    def body(k_gmem, v_gmem, w_gmem, o_gmem, kept_gmem, k_smem, v_smem, scaled_smem, loaded):
         def add_all(acc):
-            for i in range(k.shape[0]):
+            for i in range(num_chunks):
                 plgpu.copy_gmem_to_smem(k_gmem.at[i], k_smem, loaded)
                 plgpu.copy_gmem_to_smem(v_gmem.at[i], v_smem, loaded)
                 plgpu.barrier_wait(loaded)
                 answer(acc, k_smem, v_smem, plgpu.load(w_gmem.at[i], layout=ROWS, optimized=False), scaled_smem)
                 plgpu.wgmma_wait(0)
+                _device.store(kept_gmem.at[i], _device.load(v_smem))
                 plgpu.commit_smem()  # All have read what the next copies overwrite.
             return acc[...]
 
-        o_gmem[...] = pl.run_scoped(add_all, plgpu.ACC((P, N), jnp.float32))
+        o_gmem[...] = pl.run_scoped(add_all, plgpu.ACC(state, jnp.float32))
 
-    tile = lambda width: plgpu.SMEM((CHUNK, width), k.dtype)
+    tile = lambda width: plgpu.SMEM((chunk, width), k.dtype)
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((P, N), jnp.float32),
-        scratch_types=[tile(N), tile(P), tile(P), plgpu.Barrier(num_arrivals=2)],
+        out_type=[jax.ShapeDtypeStruct(state, jnp.float32), jax.ShapeDtypeStruct(v.shape, v.dtype)],
+        scratch_types=[tile(n), tile(P), tile(P), plgpu.Barrier(num_arrivals=2)],
     )(k, v, w)
 
 
 @checker
-def check_token_step(answer) -> str:
-    """`answer(state, q, k, v, decay)` is a kernel: the state after one token, and its output."""
-    state, q, k, v = (normal(seed, shape) for seed, shape in enumerate(((P, N), N, N, P)))
-    decay = jnp.asarray([0.25], jnp.float32)
-    found = run_kernel(answer, state, q, k, v, decay)
-    if not isinstance(found, list | tuple) or len(found) != 2:
-        raise NotYet("the kernel must return a pair: the state after the token, and the output")
-    before, q, k, v = wide(state, q, k, v)
-    after = 0.25 * before + np.outer(v, k)
-    states = (
-        (before + np.outer(v, k), "it does not decay."),
-        (0.25 * (before + np.outer(v, k)), "it decays after the token instead of before it."),
-        (before + v[:, None], "it is made without the key."),
+def check_leave(answer) -> str:
+    """Exercise 3: `answer(states, i, state, s_smem)` leaves the state before chunk `i` for the output warpgroup."""
+    said = "nobody waits for the last release of each stage, which the checker's drain does: do not wait there twice"
+    for chunks, stages in RINGS:
+        x, q = normal(20, (chunks, P, P)), normal(21, (P, P), jnp.bfloat16)
+        what = f"with {chunks} chunks and {stages} stage{'s' * (stages > 1)}"
+        try:
+            out = run_kernel(functools.partial(_hand_over, answer, stages), x, q, undrained=said)
+        except NotYet as problem:
+            if "never end" not in str(problem):
+                raise NotYet(f"{what}: {problem}") from None
+            raise NotYet(
+                f"{what}: the kernel would never end, for somebody waits where nobody arrives. Each chunk needs "
+                "one arrival at filled. Wait at freed only for a stage that was used before, and so that the state can "
+                "run ahead: the output warpgroup reads a state when the next one is there"
+            ) from None
+        state, exact, olds = np.zeros((P, P)), [], []
+        for i in range(chunks):
+            olds.append(wide(q) @ state.T)
+            state = 0.5 * state + wide(x)[i]
+            exact.append(wide(q) @ state.T)
+        likely = ((np.stack(olds), "the state of the chunk before was left."),)
+        require_close(out, np.stack(exact), 3e-2, f"{what}, the product with the state", likely)
+    return "The threads' stores are committed, then announced, and a stage is overwritten only when it was given back."
+
+
+def _hand_over(answer, stages: int, x, q):
+    """q Sᵀ for each of the states S[i] = S[i - 1] / 2 + x[i]. Warpgroup 1 makes them and calls `answer`, warpgroup 0
+    multiplies; where there are stages enough, it reads each state only when the next one is there."""
+    chunks = len(x)
+
+    def body(x_gmem, q_gmem, o_gmem, q_smem, s_smem, loaded, filled, freed):
+        states = Ring(filled, freed, stages)
+
+        @pl.when(lax.axis_index("wg") == 1)
+        def _():
+            def chunk(i, state):
+                state = 0.5 * state + plgpu.load(x_gmem.at[i], layout=plgpu.Layout.WGMMA, optimized=False)
+                answer(states, i, state, s_smem)
+                return state
+
+            lax.fori_loop(0, chunks, chunk, plgpu.layout_cast(jnp.zeros((P, P), jnp.float32), plgpu.Layout.WGMMA))
+            states.drain(chunks)
+
+        @pl.when(lax.axis_index("wg") == 0)
+        def _():
+            plgpu.copy_gmem_to_smem(q_gmem, q_smem, loaded)
+            plgpu.barrier_wait(loaded)
+            wait = lambda i: pl.when(i < chunks)(lambda: plgpu.barrier_wait(filled.at[states.slot(i)]))
+            lag = int(stages > 1)
+            pl.loop(0, lag)(wait)
+
+            @pl.loop(0, chunks)
+            def _(i):
+                wait(i + lag)
+                read = functools.partial(_multiply, q_smem, s_smem.at[states.slot(i)].T)
+                o_gmem[i] = pl.run_scoped(read, plgpu.ACC((P, P), jnp.float32))
+                states.release(i)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(x.shape, jnp.float32),
+        num_threads=2,
+        thread_name="wg",
+        scratch_types=[
+            plgpu.SMEM(q.shape, q.dtype),
+            plgpu.SMEM((stages, P, P), q.dtype),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+        ],
+    )(x, q)
+
+
+def _multiply(a_smem, b_smem, acc):
+    plgpu.wgmma(acc, a_smem, b_smem)
+    plgpu.wgmma_wait(0)
+    return acc[...]
+
+
+@checker
+def check_combine(answer) -> str:
+    """Exercise 4: `answer(first, second)`, of pairs (decay, state), is the pair of both parts one after the other."""
+    rng = np.random.default_rng(17)
+    parts = [(float(np.exp(-rng.exponential())), rng.standard_normal((3, 2))) for _ in range(4)]
+    given = [(decay, state.copy()) for decay, state in parts]
+    got = answer(*given[:2])
+    if not isinstance(got, tuple) or len(got) != 2:
+        raise NotYet(f"combine returns {got!r}; it must be a pair: the decay and the state of both parts.")
+    if any((state != kept).any() for (_, state), (_, kept) in zip(given, parts, strict=True)):
+        raise NotYet("combine has changed a state that it was given: return a new one.")
+    (d0, s0), (d1, s1) = parts[:2]
+    likely = (
+        (s0 + s1, "the state of the first part goes through the second one, and decays there."),
+        (d0 * s1 + s0, "the parts are exchanged: the first one comes before the second one."),
     )
-    require_close(found[0], after, 1e-4, "the state", states)
-    reads_before = [(before @ q, "it reads the state before the token; it must read the state after it.")]
-    require_close(found[1], after @ q, 1e-3, "the output", reads_before)
-    return "One token: every number of the state is read once and written once, which is all that its time consists of."
+    _require_pair(got, _combine(*parts[:2]), likely)
+    whole = answer(answer(parts[0], parts[1]), answer(parts[2], parts[3]))
+    _require_pair(whole, _combine(_combine(_combine(*parts[:2]), parts[2]), parts[3]))
+    return "Any neighbours may be combined first, so parts need not wait for each other."
 
 
 def _combine(first, second):
