@@ -71,8 +71,9 @@ class Row:
         """The text of its section in appendix B."""
         heading = self.title if self.symptom else as_code(self.title)
         where = f"[{self.chapter}]({self.chapter}.ipynb)" + (f", *{self.section}*" if self.section else "")
-        means = " ".join(filter(None, (f'<a id="{self.id}"></a>**{self.id}**: {self.means}', self.versions)))
-        return "\n\n".join((f"### {heading}", means, f"**Try:** {self.fix}", f"**Read:** {where}"))
+        anchor = f'<a id="{self.id}"></a>'
+        means = " ".join(filter(None, (f"**{self.id}**: {self.means}", self.versions)))
+        return "\n\n".join((anchor, f"### {heading}", means, f"**Try:** {self.fix}", f"**Read:** {where}"))
 
 
 def as_code(text: str) -> str:
