@@ -70,7 +70,10 @@ class Row:
     def markdown(self) -> str:
         """The text of its section in appendix B."""
         heading = self.title if self.symptom else as_code(self.title)
-        return f"### {heading}\n\n" + " ".join(filter(None, (self.means, f"**Try:** {self.fix}", self.versions)))
+        where = f"[{self.chapter}]({self.chapter}.ipynb)" + (f", *{self.section}*" if self.section else "")
+        anchor = f'<a id="{self.id}"></a>'
+        means = " ".join(filter(None, (f"**{self.id}**: {self.means}", self.versions)))
+        return "\n\n".join((anchor, f"### {heading}", means, f"**Try:** {self.fix}", f"**Read:** {where}"))
 
 
 def as_code(text: str) -> str:

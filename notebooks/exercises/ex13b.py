@@ -1,8 +1,18 @@
-"""Chapter 13b's exercises: a part of all blocks, a merge, the values of the last block, and ids that are no page."""
+"""Chapter 13b's exercises: a part of all blocks, a merge, the values of the last block, and ids that are not pages."""
 
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, drawn, normal, play_kernel, require_close, run_kernel, wide
+from exercises.judge import (
+    NotYet,
+    checker,
+    drawn,
+    normal,
+    play_kernel,
+    require_close,
+    require_loads_together,
+    run_kernel,
+    wide,
+)
 
 UNITS = [  # Blocks of each unit, and how many parts.
     ((5, 1, 7, 3), 4), ((5, 1, 7, 3), 5), ((5, 1, 7, 3), 1), ((1, 1, 1, 1, 1, 1, 1), 3), ((40,), 7),
@@ -81,7 +91,7 @@ def check_last_block(answer) -> str:
 
 @checker
 def check_ids(answer) -> str:
-    """Exercise 4: `answer(pages, ids)` holds the pages of these ids, and zeros for an id that is no page."""
+    """Exercise 4: `answer(pages, ids)` holds the pages of these ids, and zeros for an id that is not a page."""
     for num_pages, page_size, head_dim, ids in (
         (6, 16, 64, (4, 0, 5, 2)),
         (6, 16, 64, (3, 6, 1, 0)),
@@ -107,9 +117,11 @@ def check_ids(answer) -> str:
                 raise NotYet(f"{where}: page {page} is in the cache, but its tokens are not in the result.")
             for other, theirs in enumerate(values):
                 if not 0 <= page < num_pages and (mine == theirs).all():
-                    raise NotYet(f"{where}: {page} is no page, and the result has page {other}, another sequence's.")
+                    raise NotYet(f"{where}: {page} is not a page, and the result has page {other}, another sequence's.")
         require_close(out, exact.reshape(-1, head_dim), 0, f"ids {ids}")
-        _require_near_indices(play_kernel(answer, pages, jnp.asarray(ids, jnp.int32)), num_pages)
+        played = play_kernel(answer, pages, jnp.asarray(ids, jnp.int32))
+        require_loads_together(played)
+        _require_near_indices(played, num_pages)
     return "No number becomes an address of somebody else's page, and the barrier gets all of its arrivals."
 
 
@@ -156,7 +168,7 @@ def _judge_parts(parts, blocks, where: str) -> None:
 
 
 def _require_lse_first(answer, outs, lses) -> None:
-    """Raises NotYet if a block of threads reads an out before it has read the lse of all pieces."""
+    """Raises NotYet if a block of threads reads an out before it has read the lse of all pieces, or several rows."""
     (kernel,) = play_kernel(answer, outs, lses)
     for block in kernel:
         read = [memory.shape == lses.shape for memory, _ in block.fetched]
@@ -165,6 +177,8 @@ def _require_lse_first(answer, outs, lses) -> None:
                 "an out is read before all lse are known, so its result must be rescaled later: read the lse of all "
                 "pieces in the first pass, as the loop above does"
             )
+        if block.is_whole and len(read) - sum(read) > len(outs):
+            raise NotYet('a block of threads merges several rows, one after the other: give each its own (axis "row")')
 
 
 def _pieces():

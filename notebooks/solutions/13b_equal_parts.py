@@ -46,6 +46,10 @@ exercise-merge
     && acc, total = lax.fori_loop(0, num_pieces, add, nothing)
     => acc, (top, total) = lax.fori_loop(0, num_pieces, add, nothing)
     \n        shift = jnp.where(top == -jnp.inf, 0.0, top)  # an out is read before all lse are known
+  row = lax.axis_index("row") => @pl.loop(0, rows)
+    \n        def _(row): merge_row(outs_gmem, lses_gmem, out_gmem, lse_gmem, row)
+    \n\n    def merge_row(outs_gmem, lses_gmem, out_gmem, lse_gmem, row):
+    && grid=(rows,),\n        grid_names=("row",), =>  # merges several rows, one after the other
 exercise-last-block
   v_smem[...] = jnp.where(row < seen, values, jnp.zeros_like(values))\n        plgpu.commit_smem()
     => @pl.when(seen < 64)\n        def _():\n            part = v_smem.at[:, pl.ds(0, 64)]
@@ -68,19 +72,22 @@ exercise-ids
   jnp.where((page >= 0) & (page < num_pages), page, num_pages)
     => jnp.where(page.astype(jnp.uint32) < num_pages, page, num_pages)  # Right.
   jnp.where((page >= 0) & (page < num_pages), page, num_pages) => jnp.clip(page, 0, num_pages - 1)
-    # 6 is no page, and the result has page 5
+    # 6 is not a page, and the result has page 5
   jnp.where((page >= 0) & (page < num_pages), page, num_pages) => lax.rem(page, jnp.int32(num_pages))
-    # 6 is no page, and the result has page 0
-  jnp.where((page >= 0) & (page < num_pages), page, num_pages) => page  # -1 is no page, and the result has page 8
-  (page >= 0) & =>  # -1 is no page
+    # 6 is not a page, and the result has page 0
+  jnp.where((page >= 0) & (page < num_pages), page, num_pages) => page  # -1 is not a page, and the result has page 8
+  (page >= 0) & =>  # -1 is not a page
   page >= 0 => page > 0  # page 0 is in the cache
   jnp.where((page >= 0) & (page < num_pages), page, num_pages) => num_pages  # page 4 is in the cache
   page < num_pages), page, num_pages) => page < 6), page, 6)  # page 7 is in the cache
   page, num_pages) => page, 2**31 - 1)  # a copy is started at page 2147483647
-  page, num_pages) => page, -1)  # 6 is no page, and the result has page 5
+  page, num_pages) => page, -1)  # 6 is not a page, and the result has page 5
   range(columns) => range(4)  # a copy that was never started
   plgpu.copy_gmem_to_smem( => pl.when((page >= 0) & (page < 6))(lambda: plgpu.copy_gmem_to_smem(
     && smem.at[rows], filled) => smem.at[rows], filled))  # a copy that was never started
+  smem.at[rows], filled) => smem.at[rows], filled)\n            plgpu.barrier_wait(filled)
+    && \n        plgpu.barrier_wait(filled)\n        plgpu.copy_smem => \n        plgpu.copy_smem
+    && num_arrivals=columns => num_arrivals=1  # the second load starts only after a wait
   \n        plgpu.barrier_wait(filled) =>  # reads the stage before its tiles have arrived
 """
 
@@ -183,8 +190,8 @@ ex13b.check_last_block(last_block)
 # %% exercise-ids needs: parameters setup
 def tokens_of(pages, ids):
     """The pages of a row of the block table, one after the other, (columns * page_size,
-    head_dim): pages (num_pages, page_size, head_dim), ids (columns,). An id that is no
-    page counts as a page of zeros."""
+    head_dim): pages (num_pages, page_size, head_dim), ids (columns,). An id that is not
+    a page counts as a page of zeros."""
     (num_pages, page_size, head_dim), columns = pages.shape, len(ids)
 
     def body(pages_gmem, ids_gmem, o_gmem, smem, filled):

@@ -27,6 +27,9 @@ def head(path) -> str:
 RECORDED = [path for path in NOTEBOOKS if "Recorded on one NVIDIA" in head(path)]
 NEW_FORM = RECORDED + [path for path in NOTEBOOKS if "Compiled for a B200" in head(path)]
 named = pytest.mark.parametrize("path", NEW_FORM, ids=lambda path: path.stem)
+# They have no picture and no rungs. A is read in one sitting; B is searched, and has a folded cell for each error.
+APPENDICES = [path for path in NOTEBOOKS if not path.stem[0].isdigit()]
+SITTINGS = NEW_FORM + [path for path in APPENDICES if path.stem == "A_migration"]
 
 
 def tags(cell) -> list[str]:
@@ -48,7 +51,7 @@ def test_what_the_site_folds_jupyterlab_folds_too(path):
         assert hidden == is_folded(cell), cell.source
 
 
-@named
+@pytest.mark.parametrize("path", SITTINGS, ids=lambda path: path.stem)
 def test_a_chapter_is_one_sitting(path):
     minutes = re.search(r"(\d+) minutes", head(path))
     assert minutes and int(minutes[1]) <= MINUTES_MAX, head(path)
@@ -58,7 +61,7 @@ def test_a_chapter_is_one_sitting(path):
     assert sum(len(code.splitlines()) for code in visible_code(cells)) <= LINES_MAX
 
 
-@named
+@pytest.mark.parametrize("path", NEW_FORM + APPENDICES, ids=lambda path: path.stem)
 def test_a_kernel_is_read_on_one_page(path):
     for code in visible_code(read(path)):
         for node in ast.walk(ast.parse(re.sub(r"^[%!].*", "", code, flags=re.M))):
@@ -75,6 +78,14 @@ def test_a_chapter_begins_with_a_picture(path):
             assert any("image" in kind for output in cell.outputs for kind in output.get("data", {})), cell.source
             return
     pytest.fail(f"{path.stem} shows no code")
+
+
+@pytest.mark.parametrize("path", APPENDICES, ids=lambda path: path.stem)
+def test_an_appendix_begins_with_a_table_and_folds_its_set_up(path):
+    first, *cells = read(path)
+    assert "\n|---|" in first.source
+    assert is_folded(next(cell for cell in cells if cell.cell_type == "code"))
+    assert sum(len(code.splitlines()) for code in visible_code(cells)) <= LINES_MAX
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)

@@ -56,10 +56,17 @@ def test_a_row_has_one_section(row):
 
 
 def test_sections_follow_the_index():
-    sections = [name.removesuffix("-text") for name, source in CELLS.items() if source.startswith("### ")]
+    sections = [name.removesuffix("-text") for name, source in CELLS.items() if re.search("^### ", source, re.M)]
     assert sections == list(ROWS)
     themes = [source.splitlines()[0] for name, source in CELLS.items() if name.startswith("theme-")]
     assert themes == list(dict.fromkeys(f"## {row.theme}" for row in ROWS.values()))
+
+
+def test_its_first_table_leads_to_every_section():
+    lines = [line for line in CELLS["index"].splitlines() if "<a href" in line]
+    found = {line.split("|")[1].strip(): re.findall(r'<a href="#([\w-]+)">\1</a>', line) for line in lines}
+    assert found == {theme: [row.id for row in ROWS.values() if row.theme == theme] for theme in found}
+    assert sum(found.values(), []) == list(ROWS)
 
 
 def test_the_list_that_the_index_grew_from_is_whole():
