@@ -28,6 +28,7 @@ exclude_patterns = [
 # Notebooks: shown as they were recorded, never run here.
 nb_execution_mode = "off"
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # Sentences that `lab.say` shows have tables and formulas, too.
 nb_code_prompt_show, nb_code_prompt_hide = "Show {type}", "Hide {type}"  # Content, source or outputs of a folded cell.
 nb_mime_priority_overrides = [("html", "text/latex", None)]
 myst_enable_extensions = ["attrs_block", "attrs_inline", "dollarmath"]
