@@ -19,6 +19,10 @@ exercise-zeros
   (begin + row >= start) & =>  # the sum of group 2
   begin + row >= start => begin + row >= start + 1  # all values finite: the sum of group 0
   jnp.where(inside, => jnp.where(inside & (values == values),  # is gone from the sum of group 2
+  jnp.where(inside, => jnp.where(inside | (step > 0),  # the sum of group 0
+  jnp.where(inside, => jnp.where(inside | (step == 0),  # the sum of group 2
+  plgpu.wgmma_wait(0) => pass  # may still read
+  plgpu.commit_smem() => pass && plgpu.wgmma_wait(0) => plgpu.commit_smem(); plgpu.wgmma_wait(0)  # commit what you
 exercise-exchange
   w_smem.T, x_smem.T => x_smem, w_smem && plgpu.ACC((128, 8) => plgpu.ACC((8, 128)
     && shape = num_groups, 128, 8 => shape = num_groups, 8, 128 && .swapaxes(1, 2) =>
@@ -32,13 +36,16 @@ exercise-exchange
     && launch_groups(body, x, w, shape) => launch_groups(body, x, w, shape, 64)
     # do not pad
   plgpu.barrier_wait(filled)\n => pass\n  # before
-  copy(x_gmem.at[group, :, ks], x_smem, filled) => x_smem[...] = x_gmem[group, :, ks]  # must still be copied
+  copy(x_gmem.at[group, :, ks], x_smem, filled) => x_smem[...] = x_gmem[group, :, ks]
+    && copy(w_gmem.at[group, ks], w_smem, filled) => w_smem[...] = w_gmem[group, ks]
+    && plgpu.barrier_wait(filled) => plgpu.commit_smem()  # cannot be compiled
+  plgpu.wgmma_wait(0) => pass  # may still read
   return launch_groups(body, x, w, shape).swapaxes(1, 2) => return jnp.einsum("gmk,gkn->gmn", x, w)  # must be a kernel
 exercise-combine
   weights_gmem[token, j] * =>  # without their weights
   rows_gmem[token, j] => token * top_k + j  # rows[t, j] says where
   for j in range(top_k) => for j in range(2)  # top-8
-  columns = y.shape[1] => columns = 512  # 1024 columns
+  columns = y.shape[1] => columns = 512  # cannot be compiled
   for j in range(top_k) => for j in range(1)  # only each token's first row counts
   weights_gmem[token, j] => weights_gmem[token, 0]  # one weight, its first
   total = sum( => total = functools.reduce(lambda a, b: (a + b).astype(jnp.bfloat16), (
