@@ -16,8 +16,8 @@ exercise-zeros
   (lhs_smem, rhs_smem):\n => (lhs_smem,):\n
     # NaN in row 66 of rhs, which belongs to group 0, has reached the sum of group 2
   plgpu.commit_smem() => pass  # commit what you have stored (plgpu.commit_smem)
-  (begin + row >= start) & =>  # the sum of group 2
-  begin + row >= start => begin + row >= start + 1  # all values finite: the sum of group 0
+  (at + row >= start) & =>  # the sum of group 2
+  at + row >= start => at + row >= start + 1  # all values finite: the sum of group 0
   jnp.where(inside, => jnp.where(inside & (values == values),  # is gone from the sum of group 2
   jnp.where(inside, => jnp.where(inside | (step > 0),  # the sum of group 0
   jnp.where(inside, => jnp.where(inside | (step == 0),  # the sum of group 2
@@ -110,19 +110,19 @@ def group_sums(lhs, rhs, ends):
     def body(lhs_gmem, rhs_gmem, ends_gmem, o_gmem, lhs_smem, rhs_smem, filled):
         group = lax.axis_index("group")
         start = jnp.where(group > 0, ends_gmem[jnp.maximum(group - 1, 0)], 0)
-        end, first = ends_gmem[group], aligned(start)  # A multiple of 8.
-        steps = jnp.where(end > start, pl.cdiv(end - first, 64), 0)
+        end, begin = ends_gmem[group], aligned(start)  # A multiple of 8.
+        steps = jnp.where(end > start, pl.cdiv(end - begin, 64), 0)
         row = plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=plgpu.Layout.WGMMA)
 
         def multiply(acc):
             @pl.loop(0, steps)
             def _(step):
-                begin = first + step * 64
-                rows = pl.ds(begin, 64)
+                at = begin + step * 64
+                rows = pl.ds(at, 64)
                 copy(lhs_gmem.at[rows], lhs_smem, filled)
                 copy(rhs_gmem.at[rows], rhs_smem, filled)
                 plgpu.barrier_wait(filled)
-                inside = (begin + row >= start) & (begin + row < end)
+                inside = (at + row >= start) & (at + row < end)
                 #: values = plgpu.load(lhs_smem, layout=plgpu.Layout.WGMMA)
                 #: lhs_smem[...] = values * inside.astype(values.dtype)
                 #: plgpu.commit_smem()
