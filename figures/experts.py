@@ -33,7 +33,7 @@ def experts_sums(ax):
         ax.plot([x_of(at)] * 2, [1.3, 3.2], color=BLUE, linewidth=0.9, linestyle=":")
         words(ax, x_of(at), 3.28, f"{at}", 8, colour=BLUE)
     arrow(ax, (x_of(first), 0.95), (x_of(first), 1.33), RED, width=1.1)
-    text = f"row {first}, the multiple of 8 before {START}:\nTMA finds tiles of 8 rows there"
+    text = f"row {first}, the multiple of 8 before {START}:\nMosaic's tiled view begins at one"
     words(ax, x_of(first), 0.78, text, 8, colour=RED)
     text = "red rows are overwritten with zeros in shared\nmemory, in lhs and in rhs, before they are multiplied"
     words(ax, x_of(END) + 0.1, 0.78, text, 8, colour=RED)

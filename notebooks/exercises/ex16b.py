@@ -1,4 +1,4 @@
-"""Chapter 16b's exercises: masked steps, zeros in shared memory, exchanged operands, and rows that are combined."""
+"""Chapter 16b's exercises: rows that are combined, masked steps, zeros in shared memory, exchanged operands."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,7 @@ GROUPS = ((70, 0, 58, 1, 100), (5, 3, 130))  # Sizes.
 ROWS = 320  # The last of them belong to no group.
 # An array, one of its rows, and a value there: the first or the last step of another group also holds this row.
 POISONS = (("lhs", 70, np.nan), ("rhs", 66, np.nan), ("lhs", 128, np.inf), ("rhs", 230, np.nan))
-WIDE, NARROW = 128, 8  # Columns of each matrix of exercise 3, and rows of each group.
+WIDE, NARROW = 128, 8  # Columns of each matrix of exercise 4, and rows of each group.
 
 
 @checker
@@ -115,13 +115,13 @@ def check_exchange(answer) -> str:
 @checker
 def check_combine(answer) -> str:
     """`answer(y, weights, rows)` is a kernel: each token's rows of y, weighted, added in float32 and rounded once."""
-    for tokens, top_k in ((5, 2), (6, 8)):
+    for tokens, top_k, columns in ((5, 2, 512), (6, 8, 1024)):
         rng = np.random.default_rng(top_k)
-        y = normal(top_k, (tokens * top_k, 512), jnp.bfloat16)
+        y = normal(top_k, (tokens * top_k, columns), jnp.bfloat16)
         weights = jnp.asarray(rng.dirichlet(np.ones(top_k), tokens), jnp.float32)
         rows = jnp.asarray(rng.permutation(tokens * top_k).reshape(tokens, top_k), jnp.int32)
         out = run_kernel(answer, y, weights, rows)
-        what = f"{tokens} tokens, top-{top_k}"
+        what = f"{tokens} tokens, top-{top_k}, {columns} columns"
         if out.dtype != jnp.bfloat16:
             raise NotYet(f"{what}: the result is {out.dtype}; it must be bfloat16")
         in_order, ones = np.arange(rows.size).reshape(rows.shape), np.ones(rows.shape)
