@@ -161,7 +161,7 @@ def int8_path(ax):
     arrow(ax, (5.33, weights + 0.45), (5.93, weights + 0.45), colour=ORANGE, text="A", size=9)
     arrow(ax, (3.02, rows + 0.27), (5.93, rows + 0.27), colour=GREEN, text="B: a, read transposed", size=8)
     words(ax, 6.45, 0.48, "transposed back\non its way out", 8, colour=SOFT)
-    words(ax, 2.95, 0.25, "1: bytes of a weight; no others of it cross shared memory", 8, colour=SOFT)
+    words(ax, 2.95, 0.25, "1: bytes per weight; no others cross shared memory", 8, colour=SOFT)
     words(ax, 2.35, weights - 0.2, "a ring of stages", 8, colour=SOFT)
     words(ax, 4.42, weights - 0.2, "of one compute warpgroup", 8, colour=SOFT)
     words(ax, 4.42, 1.75, "nothing is written back", 8)
