@@ -39,7 +39,7 @@ def int8_designs(ax):
     _go(ax, "shared memory", "tensor core", y - 0.25, "2", RED)
     edge = COLUMNS["shared memory"] + WIDTH / 2
     arrow(ax, (edge, y + 0.5), (edge, y + 0.04), ORANGE, connectionstyle="arc3,rad=-1.3", **BENT)
-    words(ax, 4.4, y + 0.42, "1 + 2, supply warpgroup", 7.5, ha="left", colour=ORANGE)
+    words(ax, 4.4, y + 0.42, "1 + 2, by a warpgroup", 7.5, ha="left", colour=ORANGE)
 
 
 def _go(ax, start, end, y, text, colour):
@@ -95,17 +95,16 @@ STAGES, WIDE, STEPS = 4, 2, 8
 def schedule() -> dict[str, list[tuple[float, float]]]:
     """(start, end) of each step's copy, conversion and product."""
     load_time, convert_time, multiply_time = 2.6, 0.9, 0.7
-    load, convert, multiply = [(0.0, load_time)] * STAGES, [], []
+    load, convert, multiply = [], [], []
     for step in range(STEPS):
-        start = max(load[step][1], convert[-1][1] if convert else 0.0)
-        if step >= WIDE:  # Its wide slot was multiplied two steps ago; so was a slot of the ring, to be refilled.
-            start = max(start, multiply[step - WIDE][1])
-            issued = max(convert[-1][1], multiply[step - WIDE][1])
-            load.append((issued, issued + load_time))
+        freed = multiply[step - STAGES][1] if step >= STAGES else 0.0
+        load.append((freed, freed + load_time))
+        used = multiply[step - WIDE][1] if step >= WIDE else 0.0
+        start = max(load[step][1], used, convert[-1][1] if convert else 0.0)
         convert.append((start, start + convert_time))
         begin = max(convert[-1][1], multiply[-1][1] if multiply else 0.0)
         multiply.append((begin, begin + multiply_time))
-    return dict(load=load[:STEPS], convert=convert, multiply=multiply)
+    return dict(load=load, convert=convert, multiply=multiply)
 
 
 BENT = dict(shrinkA=2, shrinkB=2, mutation_scale=10)
@@ -118,21 +117,21 @@ def _value(ax, column, y, text):
 
 @chart(height=4.0)
 def int8_ring(ax):
-    """Two rings in a row: TMA fills slots of 8-bit weights, the supply warpgroup converts them, compute multiplies."""
+    """Two rings in a row: TMA fills stages of 8-bit weights, one warpgroup converts them, another one multiplies."""
     run = schedule()
-    slots, wide = [f"slot {i}: a, int8" for i in range(STAGES)], [f"wide slot {i}: bf16" for i in range(WIDE)]
-    supply, compute = STAGES, STAGES + 1 + WIDE
+    stages, wide = [f"stage {i}: a, int8" for i in range(STAGES)], [f"wide stage {i}: bf16" for i in range(WIDE)]
+    converts, multiplies = STAGES, STAGES + 1 + WIDE
     for i in range(STEPS):
         load, convert, multiply = (run[what][i] for what in ("load", "convert", "multiply"))
         bar(ax, i % STAGES, *load, f"load {i}", LOAD)
         bar(ax, i % STAGES, *convert, f"{i}", ORANGE)
         bar(ax, i % STAGES, *multiply, f"{i}", MULTIPLY)  # It reads a's rows.
-        bar(ax, supply, *convert, f"{i}", ORANGE)
-        bar(ax, supply + 1 + i % WIDE, *convert, f"{i}", ORANGE)
-        bar(ax, supply + 1 + i % WIDE, *multiply, f"{i}", MULTIPLY)
-        bar(ax, compute, *multiply, f"{i}", MULTIPLY)
-    title = "Light: TMA writes. Yellow: supply converts. Dark: the tensor core reads"
-    lanes(ax, [*slots, "supply", *wide, "compute"], title)
+        bar(ax, converts, *convert, f"{i}", ORANGE)
+        bar(ax, converts + 1 + i % WIDE, *convert, f"{i}", ORANGE)
+        bar(ax, converts + 1 + i % WIDE, *multiply, f"{i}", MULTIPLY)
+        bar(ax, multiplies, *multiply, f"{i}", MULTIPLY)
+    title = "Light: TMA writes. Yellow: converted. Dark: the tensor cores read"
+    lanes(ax, [*stages, "warpgroup 1 converts", *wide, "warpgroup 0 multiplies"], title)
     ax.set(xlim=(0, run["multiply"][-1][1]), xlabel="time")
 
 
@@ -147,8 +146,8 @@ def int8_path(ax):
         ax.axvline(x, 0.13, 0.97, color=PALE, zorder=0)
     box(ax, 0.15, weights, 0.9, 0.9, "weights\n(N, K)\n8 bits", colour=BLUE, fill=0.2, size=8)
     box(ax, 0.15, rows, 0.9, 0.55, "a (M, K)\n16 bits", colour=GREEN, fill=0.2, size=8)
-    _slots(ax, weights, 0.9, BLUE, "8 bits")
-    _slots(ax, rows, 0.55, GREEN, "16 bits")
+    _stages(ax, weights, 0.9, BLUE, "8 bits")
+    _stages(ax, rows, 0.55, GREEN, "16 bits")
     arrow(ax, (1.08, weights + 0.45), (1.62, weights + 0.45), colour=BLUE, text="TMA: 1", size=8)
     arrow(ax, (1.08, rows + 0.27), (1.62, rows + 0.27), colour=GREEN, text="TMA", size=8)
     box(ax, 3.62, weights, 0.5, 0.9, "8 bits", colour=BLUE, fill=0.2, size=8)
@@ -162,45 +161,14 @@ def int8_path(ax):
     arrow(ax, (5.33, weights + 0.45), (5.93, weights + 0.45), colour=ORANGE, text="A", size=9)
     arrow(ax, (3.02, rows + 0.27), (5.93, rows + 0.27), colour=GREEN, text="B: a, read transposed", size=8)
     words(ax, 6.45, 0.48, "transposed back\non its way out", 8, colour=SOFT)
-    words(ax, 2.95, 0.25, "1: bytes of a weight; no others of it cross shared memory", 8, colour=SOFT)
-    words(ax, 2.35, weights - 0.2, "a ring of slots", 8, colour=SOFT)
+    words(ax, 2.95, 0.25, "1: bytes per weight; no others cross shared memory", 8, colour=SOFT)
+    words(ax, 2.35, weights - 0.2, "a ring of stages", 8, colour=SOFT)
     words(ax, 4.42, weights - 0.2, "of one compute warpgroup", 8, colour=SOFT)
     words(ax, 4.42, 1.75, "nothing is written back", 8)
 
 
-def _slots(ax, y, height, colour, text):
-    """A ring of four slots, of which one is full."""
+def _stages(ax, y, height, colour, text):
+    """A ring of four stages, of which one is full."""
     for i in range(4):
         box(ax, 1.65 + 0.34 * i, y, 0.31, height, colour=colour, fill=0.25 if i == 3 else 0.08)
     words(ax, 1.65 + 0.34 * 3 + 0.155, y + height / 2, text, 7, rotation=90)
-
-
-def turns_schedule(steps, convert=1.0, load=0.45, multiply=1.0) -> list[dict[str, list[tuple[float, float]]]]:
-    """For each warpgroup (start, end) of each step's load, conversion and product: one tensor core serves both."""
-    runs = [dict(load=[(0.0, load)], convert=[], multiply=[]) for _ in range(2)]
-    busy = 0.0
-    for step in range(steps):
-        for run in runs:
-            start = max(run["load"][step][1], run["multiply"][-1][1] if step else 0.0)
-            converted = start + convert  # From here on the warpgroup reads the next step's weights.
-            begin = max(converted, busy)
-            busy = begin + multiply
-            run["convert"].append((start, converted))
-            run["multiply"].append((begin, busy))
-            run["load"].append((converted, converted + load))
-    return runs
-
-
-@chart(height=2.9)
-def int8_turns(ax):
-    """How two compute warpgroups that convert in registers might take turns: one converts, the other's product runs."""
-    steps = 4
-    runs = turns_schedule(steps)
-    for i, run in enumerate(runs):
-        for step in range(steps):
-            bar(ax, 2 * i, *run["load"][step], f"{step}", LOAD)
-            bar(ax, 2 * i, *run["convert"][step], f"{step}", ORANGE)
-            bar(ax, 2 * i + 1, *run["multiply"][step], f"{step}", MULTIPLY)
-    names = "warpgroup 0", "its products", "warpgroup 1", "its products"
-    lanes(ax, names, "Light: 8 bits to registers. Yellow: 16 bits made of them. Dark: the tensor cores")
-    ax.set(xlim=(0, runs[1]["multiply"][-1][1]), xlabel="time")

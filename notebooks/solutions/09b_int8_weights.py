@@ -16,6 +16,12 @@ exercise-2
     && along(\n            1, scales_gmem.at[columns], (64, 128)\n        )
     => along(1, scales_gmem.at[columns], (64, 128)).astype(jnp.bfloat16)  # rounded twice
   (k, n), jnp.bfloat16 => (k, n), jnp.float32  # must be bfloat16
+  grid=(k // 64, n // 128) => grid=(1, n // 128)  # never written
+  grid=(k // 64, n // 128) => grid=(k // 64, 1)  # never written
+  * along(\n            1, scales_gmem.at[columns], (64, 128)\n        ) =>
+    && **grid)(w_q, scales) => **grid)(w_q, scales) * scales.astype(jnp.bfloat16)  # outside of the kernel
+  lambda w_q, scales: (w_q * scales).astype(jnp.bfloat16)  # must be a kernel
+  lambda w_q, scales: jnp.asarray(np.asarray(w_q) * np.asarray(scales), jnp.bfloat16)  # cannot be compiled
 exercise-3
   ((bits & jnp.int16(0xFF)) ^ jnp.int16(0x80)) | jnp.int16(0x6400) => (bits & jnp.int16(0xFF)) ^ jnp.int16(0x6480)
     # Right.
@@ -30,6 +36,8 @@ exercise-3
     # by astype
   o_gmem[rows] = floats => pass  # never written
   lambda w_q: to_half(w_q.astype(jnp.float16))  # astype
+  lambda w_q: w_q.astype(jnp.float16)  # must be a kernel
+  w_q.shape[0] // 64,) => 1,)  # never written
 exercise-4
   values *= along(0, scales_gmem.at[columns], tile) => scale = along(0, scales_gmem.at[columns], tile)
     && values.astype(a.dtype) => (scale * values).astype(a.dtype)  # Right.
@@ -39,6 +47,12 @@ exercise-4
   plgpu.wgmma(acc, wide_smem, a_smem.T) => plgpu.wgmma(acc, a_smem, wide_smem.T)  # raised
   values *= along(0, scales_gmem.at[columns], tile) => pass  # scales were not applied
   along(0, scales_gmem => along(1, scales_gmem  # raised
+  tile = 64, m => tile = 64, 8  # raised
+  plgpu.wgmma_wait(0) => pass  # wait for it first
+  wide_smem[...] = weights\n                plgpu.commit_smem() => wide_smem[...] = weights  # commit
+  values.astype(a.dtype), plgpu.Layout.WGMMA_TRANSPOSED\n        )\n        plgpu.commit_smem() =>
+    values.astype(a.dtype), plgpu.Layout.WGMMA_TRANSPOSED\n        )  # commit
+  lambda a, w_t, scales: (a @ w_t.T.astype(a.dtype) * scales).astype(a.dtype)  # must be a kernel
   plgpu.barrier_wait(filled) => pass  # before its tiles have arrived
   o_gmem.at[:, columns]) => o_gmem.at[:, pl.ds(0, 64)])  # race
 """
