@@ -75,12 +75,12 @@ def check_product(answer) -> str:
 def check_every(answer) -> str:
     """Exercise 3: `answer(problem, senders, signal_us, rate, choices)`: how many blocks of rows to announce at once."""
     likely = (
-        (dict(product=False), "The product of all tiles takes its time too, and runs meanwhile."),
+        (dict(product=False), "The product of all tiles runs during the gather: the longer of the two counts."),
         (dict(last=False), "The tiles of the last group begin when it is there: that time comes after the gather."),
         (dict(signals=False), "A signal costs signal_us, and each sender signals for every group of every shard."),
         (dict(shards=1), "A sender signals for the groups of n - 1 shards, one after the other."),
         (dict(whole=False), "A wave that is not full takes as long as a full one: round up."),
-        (dict(sums=True), "The product runs during the gather: the longer of the two counts, not their sum."),
+        (dict(sums=True), "The product of all tiles runs during the gather: the longer of the two counts."),
     )
     said = f"Of {CHOICES}: predict the time of each. Of equal ones take the first."
     cases = [(*case, CHOICES) for case in SIGNALLED]

@@ -21,10 +21,10 @@ exercise-1
   step, block = div(number, blocks), => step, block = rem(n - div(number, blocks), n),  # arrive before
   lhs_gmem.at[rows] => gathered_gmem.at[owner, rows]  # its own, is missing
   tile_product(a_smem, b_smem) => 0 * tile_product(a_smem, b_smem)  # it must be
-  step, block = div(number, blocks), => step, block = div(number, 2),  # it must be
+  step, block = div(number, blocks), => step, block = div(number, 2),  # nobody signals
   pl.semaphore_wait(here, senders, decrement=False)\n => here = here\n && a_smem, loaded)\n\n            plgpu.copy_gmem
     => a_smem, loaded)\n                pl.semaphore_wait(here, senders, decrement=False)\n\n            plgpu.copy_gmem
-    # before it has waited
+    # there is a race
 exercise-2
   lambda n, p, g, pieces: max(p, *(g * (i + 1) / ((n - 1) * pieces) + p / n / pieces * ((n - 1) * pieces - i)
     for i in range((n - 1) * pieces)))  # Right.
@@ -37,16 +37,16 @@ exercise-2
   max(now, here) => min(now, here)  # the later of the two
 exercise-3
   min(choices, key=us) => sorted(choices, key=us)[0]  # Right.
-  return max(arrived, tiles_us(problem.n * problem.row_blocks)) => return arrived  # runs meanwhile
+  return max(arrived, tiles_us(problem.n * problem.row_blocks)) => return arrived  # the longer of the two
   math.ceil(blocks * problem.columns / (132 - senders)) => blocks * problem.columns / (132 - senders)  # round up
   + tiles_us(min(every, problem.row_blocks))\n => \n  # begin when it is there
   groups * signal_us => 0  # costs signal_us
   (problem.n - 1) * math.ceil( => math.ceil(  # of n - 1 shards
   max(arrived, tiles_us(problem.n * problem.row_blocks)) => arrived + tiles_us(problem.n * problem.row_blocks)
-    # not their sum
+    # the longer of the two
   lambda problem, senders, signal_us, rate, choices: 16  # predict the time of each
   lambda problem, senders, signal_us, rate, choices: choices[-1]
-  lambda problem, senders, signal_us, rate, choices: choices[0]
+  lambda problem, senders, signal_us, rate, choices: choices[0]  # costs signal_us
 exercise-4
   n - 1, decrement=False => n - 1  # Right.
   (d + 1 + step) % n => (d - 1 - step) % n
