@@ -22,7 +22,7 @@ import lab
 from figures.overlap import NARROW, WIDE, Problem
 
 TILE = 64  # Rows of a tile of the kernels.
-# Exercise 2: (devices, µs of the product, µs of the gather, pieces of a shard).
+# Exercise 2: (devices, µs of the product, µs of the gather, blocks of a shard).
 TIMES = ((2, 100, 40, 1), (2, 100, 100, 1), (2, 100, 100, 50), (2, 40, 100, 4), (4, 90, 120, 1), (4, 90, 120, 3),
          (8, 70, 70, 8), (3, 10, 0, 2))  # fmt: skip
 # Exercise 3: (problem, senders, µs of a signal, bytes a second of all senders together).
@@ -37,23 +37,23 @@ SUMS = ((2, 0, 2), (4, 1, 3))  # Exercise 4: (devices, the kernel's device, tile
 
 @checker
 def check_overlapped(answer) -> str:
-    """Exercise 2: `answer(n, product_us, gather_us, pieces)` is when the product of all shards ends."""
+    """Exercise 2: `answer(n, product_us, gather_us, blocks)` is when the product of all shards ends."""
     likely = (
-        (lambda n, product_us, gather_us, pieces: product_us + gather_us, "That is one after the other: the own shard "
+        (lambda n, product_us, gather_us, blocks: product_us + gather_us, "That is one after the other: the own shard "
          "needs no gather."),
-        (lambda n, product_us, gather_us, pieces: max(product_us, gather_us), "Nearly: the last piece must be "
+        (lambda n, product_us, gather_us, blocks: max(product_us, gather_us), "Nearly: the last block must be "
          "multiplied after it has arrived."),
-        (lambda *case: _overlapped(*case[:3], 1), "The wait is for a whole shard: a piece can start when it is there."),
-        (dict(first=0), "A piece can start when all of it is there: piece i, from 1, arrives at i / ((n - 1) pieces)."),
+        (lambda *case: _overlapped(*case[:3], 1), "The wait is for a whole shard: a block can start when it is there."),
+        (dict(first=0), "A block can start when all of it is there: block i, from 1, arrives at i / ((n - 1) blocks)."),
         (dict(own_first=False), "The own shard is there from the start: multiply it first."),
-        (lambda n, product_us, gather_us, pieces: gather_us + product_us / n / pieces, "A piece may also wait for the "
-         "product of the piece before it: take the later of the two."),
+        (lambda n, product_us, gather_us, blocks: gather_us + product_us / n / blocks, "A block may also wait for the "
+         "product of the block before it: take the later of the two."),
     )  # fmt: skip
-    said = "A piece starts when it is there and the product before it is over: the later of the two."
+    said = "A block starts when it is there and the product before it is over: the later of the two."
     draw = lambda rng: rng.integers((2, 1, 0, 1), (9, 200, 200, 20)).tolist()
     require_answers(answer, TIMES, _overlapped, likely, said, draw=draw)
-    one, many = (_overlapped(2, 100, 100, pieces) for pieces in (1, 50))
-    return f"Two GPUs, 100 µs of each: {one:g} µs with whole shards, {many:g} µs with fifty pieces, and 100 at best."
+    one, many = (_overlapped(2, 100, 100, blocks) for blocks in (1, 50))
+    return f"Two GPUs, 100 µs of each: {one:g} µs with whole shards, {many:g} µs with fifty blocks, and 100 at best."
 
 
 @checker
@@ -343,10 +343,10 @@ class Owners(Host):
 # Right answers, and what is wrong with others -------------------------------------------------------------------------
 
 
-def _overlapped(n, product_us, gather_us, pieces, *, first=1, own_first=True):
+def _overlapped(n, product_us, gather_us, blocks, *, first=1, own_first=True):
     now = product_us / n * own_first
-    for i in range(first, (n - 1) * pieces + first):
-        now = max(now, gather_us * i / ((n - 1) * pieces)) + product_us / n / pieces
+    for i in range(first, (n - 1) * blocks + first):
+        now = max(now, gather_us * i / ((n - 1) * blocks)) + product_us / n / blocks
     return now + product_us / n * (not own_first)
 
 

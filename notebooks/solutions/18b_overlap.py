@@ -26,13 +26,13 @@ exercise-1
     => a_smem, loaded)\n                pl.semaphore_wait(here, senders, decrement=False)\n\n            plgpu.copy_gmem
     # there is a race
 exercise-2
-  lambda n, p, g, pieces: max(p, *(g * (i + 1) / ((n - 1) * pieces) + p / n / pieces * ((n - 1) * pieces - i)
-    for i in range((n - 1) * pieces)))  # Right.
+  lambda n, p, g, blocks: max(p, *(g * (i + 1) / ((n - 1) * blocks) + p / n / blocks * ((n - 1) * blocks - i)
+    for i in range((n - 1) * blocks)))  # Right.
   lambda n, p, g, i: p + g  # one after the other
   lambda n, p, g, i: max(p, g)  # multiplied after it has arrived
   lambda n, p, g, i: overlapped_us(n, p, g, 1)  # for a whole shard
   lambda n, p, g, i: g + p / n / i  # take the later of the two
-  range(1, (n - 1) * pieces + 1) => range((n - 1) * pieces)  # when all of it is there
+  range(1, (n - 1) * blocks + 1) => range((n - 1) * blocks)  # when all of it is there
   now = product_us / n => now = 0 && return now => return now + product_us / n  # multiply it first
   max(now, here) => min(now, here)  # the later of the two
 exercise-3
@@ -131,13 +131,13 @@ ex18b.check_product(product_of_shards)
 
 
 # %% exercise-2 needs: parameters setup
-def overlapped_us(n, product_us, gather_us, pieces):
+def overlapped_us(n, product_us, gather_us, blocks):
     #: return None  # Your code.
     # BEGIN SOLUTION
     now = product_us / n  # The own shard.
-    for i in range(1, (n - 1) * pieces + 1):
-        here = gather_us * i / ((n - 1) * pieces)
-        now = max(now, here) + product_us / (n * pieces)
+    for i in range(1, (n - 1) * blocks + 1):
+        here = gather_us * i / ((n - 1) * blocks)
+        now = max(now, here) + product_us / (n * blocks)
     return now
     # END SOLUTION
 
