@@ -1,4 +1,4 @@
-"""Chapter 18b's exercises: a tile's wait, what finer waits gain, how often to signal, and tiles that go to their owners.
+"""Chapter 18b's exercises: a tile's wait, what finer waits gain, how often to signal, tiles that go to their owners.
 
 Two are kernels, run on one device of a host. The interpreter has neither peers nor semaphores, so the checker plays the
 other devices: rows arrive at the last moment, when the kernel waits for them. Rows that it does not wait for are NaN.
@@ -86,9 +86,7 @@ def check_every(answer) -> str:
     cases = [(*case, CHOICES) for case in SIGNALLED]
     require_answers(answer, cases, _every, likely, said, draw=_signalled)
     narrow, wide_one = (_every(*case) for case in cases[:2])
-    return (
-        f"Announce {narrow} blocks at a time for narrow on two GPUs. For wide {wide_one} will do: its signals are hidden."
-    )
+    return f"Announce {narrow} blocks at a time for narrow on two GPUs. For wide {wide_one} will do: its product hides them."
 
 
 @checker
@@ -357,7 +355,8 @@ def _signalled(rng):
 
 
 def _every(
-    problem, senders, signal_us, rate, choices, *, product=True, last=True, signals=True, shards=0, whole=True, sums=False
+    problem, senders, signal_us, rate, choices, *,
+    product=True, last=True, signals=True, shards=0, whole=True, sums=False,
 ):  # fmt: skip
     """The number of blocks of the least time; the switches leave a part of it out, or count it otherwise."""
     tile_us = 2 * 128 * 256 * problem.k / (lab.roofline.peak("bf16").value / 132) * 1e6

@@ -157,7 +157,9 @@ def best_every(problem, senders, signal_us, rate, choices):
 
     def us(every):
         groups = (problem.n - 1) * math.ceil(problem.row_blocks / every)
-        arrived = groups * signal_us + sent_us + tiles_us(min(every, problem.row_blocks))
+        arrived = (
+            groups * signal_us + sent_us + tiles_us(min(every, problem.row_blocks))
+        )
         return max(arrived, tiles_us(problem.n * problem.row_blocks))
 
     return min(choices, key=us)
