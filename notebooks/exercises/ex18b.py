@@ -86,7 +86,9 @@ def check_every(answer) -> str:
     cases = [(*case, CHOICES) for case in SIGNALLED]
     require_answers(answer, cases, _every, likely, said, draw=_signalled)
     narrow, wide_one = (_every(*case) for case in cases[:2])
-    return f"On two GPUs announce {narrow} blocks at a time for narrow. For wide {wide_one} will do: the product hides it."
+    return (
+        f"Two GPUs: announce {narrow} blocks at a time for narrow. For wide {wide_one} will do: the product hides it."
+    )
 
 
 @checker
