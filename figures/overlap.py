@@ -44,6 +44,7 @@ RUNGS = (
     Rung("overlap by block of rows", wait_for="block"),
     Rung("the pipeline kept alive", wait_for="block", alive=True),
     Rung("sixteen senders", senders=16, wait_for="block", alive=True),
+    Rung("a signal every fourth block", senders=16, wait_for="block", alive=True),
 )
 WIDE, NARROW = Problem(2, 1408, 4096, 4096), Problem(2, 15872, 2048, 1024)
 

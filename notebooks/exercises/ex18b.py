@@ -1,4 +1,4 @@
-"""Chapter 18b's exercises: what finer waits gain, a tile's wait, how many senders, and tiles that go to their owners.
+"""Chapter 18b's exercises: a tile's wait, what finer waits gain, how often to signal, tiles that go to their owners.
 
 Two are kernels, run on one device of a host. The interpreter has neither peers nor semaphores, so the checker plays the
 other devices: rows arrive at the last moment, when the kernel waits for them. Rows that it does not wait for are NaN.
@@ -22,43 +22,45 @@ import lab
 from figures.overlap import NARROW, WIDE, Problem
 
 TILE = 64  # Rows of a tile of the kernels.
-# Exercise 2: (devices, µs of the product, µs of the gather, pieces of a shard).
+# Exercise 2: (devices, µs of the product, µs of the gather, blocks of a shard).
 TIMES = ((2, 100, 40, 1), (2, 100, 100, 1), (2, 100, 100, 50), (2, 40, 100, 4), (4, 90, 120, 1), (4, 90, 120, 3),
          (8, 70, 70, 8), (3, 10, 0, 2))  # fmt: skip
-# Exercise 3: (problem, bytes a second of one sender).
-SENT = ((WIDE, 20e9), (NARROW, 20e9), (Problem(4, 15872, 4096, 512), 50e9), (Problem(2, 1408, 4096, 2048), 50e9),
-        (Problem(2, 4096, 4096, 1024), 20e9), (Problem(2, 4096, 4096, 14336), 15e9))  # fmt: skip
-CHOICES = 4, 8, 16, 32
-SHARDS = ((2, 1, 1), (3, 1, 2), (4, 2, 4))  # Exercise 1: (devices, the kernel's device, senders of each).
-SUMS = ((2, 0), (4, 1))  # Exercise 4: (devices, the kernel's device).
+# Exercise 3: (problem, senders, µs of a signal, bytes a second of all senders together).
+SIGNALLED = ((NARROW, 16, 1.9, 346e9), (WIDE, 8, 1.9, 264e9), (Problem(4, 15872, 2048, 1024), 16, 1.7, 343e9),
+             (Problem(2, 1408, 8192, 512), 8, 1.9, 264e9), (Problem(8, 2048, 1024, 2048), 8, 2.5, 200e9),
+             (Problem(3, 7680, 2048, 1024), 12, 6.0, 300e9))  # fmt: skip
+CHOICES = 1, 2, 4, 8, 16, 32
+# Exercise 1: (devices, the kernel's device, senders of each, blocks of rows of a shard, columns of tiles).
+SHARDS = ((2, 1, 1, 2, 2), (3, 1, 2, 3, 1), (4, 2, 4, 2, 3))
+SUMS = ((2, 0, 2), (4, 1, 3))  # Exercise 4: (devices, the kernel's device, tiles of each owner).
 
 
 @checker
 def check_overlapped(answer) -> str:
-    """Exercise 2: `answer(n, product_us, gather_us, pieces)` is when the product of all shards ends."""
+    """Exercise 2: `answer(n, product_us, gather_us, blocks)` is when the product of all shards ends."""
     likely = (
-        (lambda n, product_us, gather_us, pieces: product_us + gather_us, "That is one after the other: the own shard "
+        (lambda n, product_us, gather_us, blocks: product_us + gather_us, "That is one after the other: the own shard "
          "needs no gather."),
-        (lambda n, product_us, gather_us, pieces: max(product_us, gather_us), "Nearly: the last piece must be "
+        (lambda n, product_us, gather_us, blocks: max(product_us, gather_us), "Nearly: the last block must be "
          "multiplied after it has arrived."),
-        (lambda *case: _overlapped(*case[:3], 1), "The wait is for a whole shard: a piece can start when it is there."),
-        (dict(first=0), "A piece can start when all of it is there: piece i, from 1, arrives at i / ((n - 1) pieces)."),
+        (lambda *case: _overlapped(*case[:3], 1), "The wait is for a whole shard: a block can start when it is there."),
+        (dict(first=0), "A block can start when all of it is there: block i, from 1, arrives at i / ((n - 1) blocks)."),
         (dict(own_first=False), "The own shard is there from the start: multiply it first."),
-        (lambda n, product_us, gather_us, pieces: gather_us + product_us / n / pieces, "A piece may also wait for the "
-         "product of the piece before it: take the later of the two."),
+        (lambda n, product_us, gather_us, blocks: gather_us + product_us / n / blocks, "A block may also wait for the "
+         "product of the block before it: take the later of the two."),
     )  # fmt: skip
-    said = "A piece starts when it is there and the product before it is over: the later of the two."
+    said = "A block starts when it is there and the product before it is over: the later of the two."
     draw = lambda rng: rng.integers((2, 1, 0, 1), (9, 200, 200, 20)).tolist()
     require_answers(answer, TIMES, _overlapped, likely, said, draw=draw)
-    one, many = (_overlapped(2, 100, 100, pieces) for pieces in (1, 50))
-    return f"Two GPUs, 100 µs of each: {one:g} µs with whole shards, {many:g} µs with fifty pieces, and 100 at best."
+    one, many = (_overlapped(2, 100, 100, blocks) for blocks in (1, 50))
+    return f"Two GPUs, 100 µs of each: {one:g} µs with whole shards, {many:g} µs with fifty blocks, and 100 at best."
 
 
 @checker
 def check_product(answer) -> str:
     """Exercise 1: `answer(lhs, rhs, d, n, senders)` is (n, m, cols), all shards times rhs, computed on device d."""
-    for n, d, senders in SHARDS:
-        shards, rhs = normal(n, (n, 2 * TILE, 64), jnp.bfloat16), normal(d, (64, 2 * TILE), jnp.bfloat16)
+    for n, d, senders, blocks, columns in SHARDS:
+        shards, rhs = normal(n, (n, blocks * TILE, 64), jnp.bfloat16), normal(d, (64, columns * TILE), jnp.bfloat16)
         peers = Senders(shards, d, senders)
         kernel = lambda lhs, rhs, d=d, n=n, senders=senders: answer(lhs, rhs, d, n, senders)
         out = run_kernel(kernel, shards[d], rhs, stand_ins=peers.play)
@@ -70,29 +72,33 @@ def check_product(answer) -> str:
 
 
 @checker
-def check_senders(answer) -> str:
-    """Exercise 3: `answer(problem, rate, choices)` is the number of senders of the least predicted time."""
+def check_every(answer) -> str:
+    """Exercise 3: `answer(problem, senders, signal_us, rate, choices)`: how many blocks of rows to announce at once."""
     likely = (
-        (dict(gather=False), "That is best for the product alone: the gather must end, too."),
-        (dict(product=False), "That is best for the gather alone: senders' SMs do not multiply."),
-        (dict(tail=False), "A wave that is not full takes as long as a full one: round up."),
-        (dict(cut=False), "No number of senders stores faster than the link."),
+        (dict(product=False), "The product of all tiles runs during the gather: the longer of the two counts."),
+        (dict(last=False), "The tiles of the last group begin when it is there: that time comes after the gather."),
+        (dict(signals=False), "A signal costs signal_us, and each sender signals for every group of every shard."),
+        (dict(shards=1), "A sender signals for the groups of n - 1 shards, one after the other."),
+        (dict(whole=False), "A wave that is not full takes as long as a full one: round up."),
+        (dict(sums=True), "The product of all tiles runs during the gather: the longer of the two counts."),
     )
-    said = f"Of {CHOICES}: predict both times; the longer one counts. Of equal choices take the fewest senders."
-    cases = [(problem, rate, CHOICES) for problem, rate in SENT]
-    require_answers(answer, cases, _senders, likely, said, draw=_sent)
-    wide_one, narrow = (_senders(*case) for case in cases[:2])
-    return f"At 20 GB/s of a sender, wide takes {wide_one} and narrow takes {narrow}: no number is right for both."
+    said = f"Of {CHOICES}: predict the time of each. Of equal ones take the first."
+    cases = [(*case, CHOICES) for case in SIGNALLED]
+    require_answers(answer, cases, _every, likely, said, draw=_signalled)
+    narrow, wide_one = (_every(*case) for case in cases[:2])
+    return (
+        f"Two GPUs: announce {narrow} blocks at a time for narrow. For wide {wide_one} will do: the product hides it."
+    )
 
 
 @checker
 def check_summed(answer) -> str:
     """Exercise 4: `answer(lhs, rhs, d, n)` is (m, 64), device d's rows of the sum. It sends the others their tiles."""
-    for n, d in SUMS:
-        rng = np.random.default_rng(n)
-        lhs, rhs = (jnp.asarray(rng.integers(-9, 9, shape) / 8, jnp.bfloat16) for shape in ((n, 128, 64), (64, 64)))
-        large = 2.0**18 * rng.standard_normal((128, 64))
-        parts = [large, -large, *rng.standard_normal((n, 128, 64))][: n - 1]  # In another order the sum differs.
+    for n, d, tiles in SUMS:
+        rng, m = np.random.default_rng(n), tiles * TILE
+        lhs, rhs = (jnp.asarray(rng.integers(-9, 9, shape) / 8, jnp.bfloat16) for shape in ((n, m, 64), (64, 64)))
+        large = 2.0**18 * rng.standard_normal((m, 64))
+        parts = [large, -large, *rng.standard_normal((n, m, 64))][: n - 1]  # In another order the sum differs.
         peers = Owners(np.asarray(jnp.asarray(np.array(parts), jnp.bfloat16)), d)
         kernel = lambda lhs, rhs, n=n, d=d: answer(lhs, rhs, d, n)
         with peers.lowered():
@@ -337,28 +343,35 @@ class Owners(Host):
 # Right answers, and what is wrong with others -------------------------------------------------------------------------
 
 
-def _overlapped(n, product_us, gather_us, pieces, *, first=1, own_first=True):
+def _overlapped(n, product_us, gather_us, blocks, *, first=1, own_first=True):
     now = product_us / n * own_first
-    for i in range(first, (n - 1) * pieces + first):
-        now = max(now, gather_us * i / ((n - 1) * pieces)) + product_us / n / pieces
+    for i in range(first, (n - 1) * blocks + first):
+        now = max(now, gather_us * i / ((n - 1) * blocks)) + product_us / n / blocks
     return now + product_us / n * (not own_first)
 
 
-def _sent(rng):
-    n, blocks, k, cols = rng.integers((2, 1, 2, 1), (9, 60, 60, 40)).tolist()
-    return Problem(n, 128 * blocks, 256 * k, 256 * cols), float(rng.integers(10, 60)) * 1e9, CHOICES
+def _signalled(rng):
+    n, blocks, k, cols, senders = rng.integers((2, 1, 2, 1, 1), (9, 120, 33, 12, 17)).tolist()
+    problem = Problem(n, 128 * blocks, 256 * k, 256 * cols)
+    return problem, senders, float(rng.integers(5, 60)) / 10, float(rng.integers(100, 450)) * 1e9, CHOICES
 
 
-def _senders(problem, rate, choices, *, gather=True, product=True, cut=True, tail=True):
-    """The number of senders of the least time; the switches leave a part of it out."""
-    link, peak = lab.roofline.peak("nvlink").value, lab.roofline.peak("bf16").value
-    tiles = problem.n * problem.row_blocks * problem.columns
-    tile_s = 2 * 128 * 256 * problem.k / (peak / 132)
+def _every(
+    problem, senders, signal_us, rate, choices, *,
+    product=True, last=True, signals=True, shards=0, whole=True, sums=False,
+):  # fmt: skip
+    """The number of blocks of the least time; the switches leave a part of it out, or count it otherwise."""
+    tile_us = 2 * 128 * 256 * problem.k / (lab.roofline.peak("bf16").value / 132) * 1e6
+    sent_us = (problem.n - 1) * problem.m * problem.k * 2 / rate * 1e6
 
-    def seconds(senders):
-        sent = (problem.n - 1) * problem.m * problem.k * 2
-        arrive = sent / (min(link, senders * rate) if cut else senders * rate)
-        waves = tiles / (132 - senders)
-        return max(arrive * gather, (math.ceil(waves) if tail else waves) * tile_s * product)
+    def tiles_us(blocks):
+        waves = blocks * problem.columns / (132 - senders)
+        return (math.ceil(waves) if whole else waves) * tile_us
 
-    return min(choices, key=lambda senders: (seconds(senders), senders))
+    def us(every):
+        groups = (shards or problem.n - 1) * math.ceil(problem.row_blocks / every)
+        gather = groups * signal_us * signals + sent_us + last * tiles_us(min(every, problem.row_blocks))
+        multiply = product * tiles_us(problem.n * problem.row_blocks)
+        return gather + multiply if sums else max(gather, multiply)
+
+    return min(choices, key=us)

@@ -1,7 +1,7 @@
 """Solutions of chapter 18b's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
 
 TRIED = r"""
-exercise-2
+exercise-1
   pl.semaphore_wait(here, senders, decrement=False) => pl.when(col == 0)(lambda: pl.semaphore_wait(here, senders))
     # Right.
   arrived.at[step - 1, block] => arrived.at[step - 1].at[block]
@@ -21,23 +21,32 @@ exercise-2
   step, block = div(number, blocks), => step, block = rem(n - div(number, blocks), n),  # arrive before
   lhs_gmem.at[rows] => gathered_gmem.at[owner, rows]  # its own, is missing
   tile_product(a_smem, b_smem) => 0 * tile_product(a_smem, b_smem)  # it must be
-exercise-1
-  lambda n, p, g, pieces: max(p, *(g * (i + 1) / ((n - 1) * pieces) + p / n / pieces * ((n - 1) * pieces - i)
-    for i in range((n - 1) * pieces)))  # Right.
+  step, block = div(number, blocks), => step, block = div(number, 2),  # nobody signals
+  pl.semaphore_wait(here, senders, decrement=False)\n => here = here\n && a_smem, loaded)\n\n            plgpu.copy_gmem
+    => a_smem, loaded)\n                pl.semaphore_wait(here, senders, decrement=False)\n\n            plgpu.copy_gmem
+    # there is a race
+exercise-2
+  lambda n, p, g, blocks: max(p, *(g * (i + 1) / ((n - 1) * blocks) + p / n / blocks * ((n - 1) * blocks - i)
+    for i in range((n - 1) * blocks)))  # Right.
   lambda n, p, g, i: p + g  # one after the other
   lambda n, p, g, i: max(p, g)  # multiplied after it has arrived
   lambda n, p, g, i: overlapped_us(n, p, g, 1)  # for a whole shard
   lambda n, p, g, i: g + p / n / i  # take the later of the two
-  range(1, (n - 1) * pieces + 1) => range((n - 1) * pieces)  # when all of it is there
+  range(1, (n - 1) * blocks + 1) => range((n - 1) * blocks)  # when all of it is there
   now = product_us / n => now = 0 && return now => return now + product_us / n  # multiply it first
   max(now, here) => min(now, here)  # the later of the two
 exercise-3
-  max(gather, => max(0 * gather,  # the gather must end
-  * tile_s) => * 0)  # do not multiply
-  math.ceil(tiles / (132 - senders)) => tiles / (132 - senders)  # round up
-  min(LINK, senders * rate) => (senders * rate)  # faster than the link
-  lambda problem, rate, choices: 7  # the longer one counts
-  lambda problem, rate, choices: choices[1]
+  min(choices, key=us) => sorted(choices, key=us)[0]  # Right.
+  return max(arrived, tiles_us(problem.n * problem.row_blocks)) => return arrived  # the longer of the two
+  math.ceil(blocks * problem.columns / (132 - senders)) => blocks * problem.columns / (132 - senders)  # round up
+  + tiles_us(min(every, problem.row_blocks))\n => \n  # begin when it is there
+  groups * signal_us => 0  # costs signal_us
+  (problem.n - 1) * math.ceil( => math.ceil(  # of n - 1 shards
+  max(arrived, tiles_us(problem.n * problem.row_blocks)) => arrived + tiles_us(problem.n * problem.row_blocks)
+    # the longer of the two
+  lambda problem, senders, signal_us, rate, choices: 16  # predict the time of each
+  lambda problem, senders, signal_us, rate, choices: choices[-1]
+  lambda problem, senders, signal_us, rate, choices: choices[0]  # costs signal_us
 exercise-4
   n - 1, decrement=False => n - 1  # Right.
   (d + 1 + step) % n => (d - 1 - step) % n
@@ -58,10 +67,11 @@ exercise-4
     # after every addition
   values = values + part(slot, rows) => values = values.astype(jnp.bfloat16).astype(jnp.float32) + part(slot, rows)
   part(slot, rows)\n => part(0, rows)\n  # it must be
+  pl.loop(0, m // 64) => pl.loop(0, 2)  # it must signal each of
 """
 
 
-# %% exercise-2 needs: parameters setup
+# %% exercise-1 needs: parameters setup helpers
 def product_of_shards(lhs, rhs, d, n, senders):
     """All shards times rhs, on device d: lhs (m, k) is its shard, rhs is (k, cols)."""
     (m, k), cols = lhs.shape, rhs.shape[1]
@@ -120,14 +130,14 @@ def product_of_shards(lhs, rhs, d, n, senders):
 ex18b.check_product(product_of_shards)
 
 
-# %% exercise-1 needs: parameters setup
-def overlapped_us(n, product_us, gather_us, pieces):
+# %% exercise-2 needs: parameters setup
+def overlapped_us(n, product_us, gather_us, blocks):
     #: return None  # Your code.
     # BEGIN SOLUTION
     now = product_us / n  # The own shard.
-    for i in range(1, (n - 1) * pieces + 1):
-        here = gather_us * i / ((n - 1) * pieces)
-        now = max(now, here) + product_us / (n * pieces)
+    for i in range(1, (n - 1) * blocks + 1):
+        here = gather_us * i / ((n - 1) * blocks)
+        now = max(now, here) + product_us / (n * blocks)
     return now
     # END SOLUTION
 
@@ -135,25 +145,31 @@ def overlapped_us(n, product_us, gather_us, pieces):
 ex18b.check_overlapped(overlapped_us)
 
 
-# %% exercise-3 needs: parameters setup matmul-bound
-def senders_for(problem, rate, choices):
+# %% exercise-3 needs: parameters setup
+def best_every(problem, senders, signal_us, rate, choices):
     #: return None  # Your code: one of the choices.
     # BEGIN SOLUTION
-    tiles = problem.n * problem.row_blocks * problem.columns
-    tile_s = 2 * 128 * 256 * problem.k / (PEAK / 132)
+    tile_us = 2 * 128 * 256 * problem.k / (PEAK / 132) * 1e6
+    sent_us = gathered_bytes(problem) / rate * 1e6
 
-    def seconds(senders):
-        gather = gathered_bytes(problem) / min(LINK, senders * rate)
-        return max(gather, math.ceil(tiles / (132 - senders)) * tile_s)
+    def tiles_us(blocks):
+        return math.ceil(blocks * problem.columns / (132 - senders)) * tile_us
 
-    return min(choices, key=lambda senders: (seconds(senders), senders))
+    def us(every):
+        groups = (problem.n - 1) * math.ceil(problem.row_blocks / every)
+        arrived = (
+            groups * signal_us + sent_us + tiles_us(min(every, problem.row_blocks))
+        )
+        return max(arrived, tiles_us(problem.n * problem.row_blocks))
+
+    return min(choices, key=us)
     # END SOLUTION
 
 
-ex18b.check_senders(senders_for)
+ex18b.check_every(best_every)
 
 
-# %% exercise-4 needs: parameters setup
+# %% exercise-4 needs: parameters setup helpers
 def summed_rows(lhs, rhs, d, n):
     """Device d's rows of the sum of all products: lhs (n, m, k), rhs (k, 64)."""
     (_, m, k), cols = lhs.shape, rhs.shape[1]
