@@ -83,16 +83,18 @@ def pages() -> list[str]:
 
 
 def test_every_page_is_whole_at_desktop_and_phone_width(page):
-    """Opens each page in both widths: nothing missing, formulas set, no sideways scrolling, the stamp there.
+    """Opens each page in both widths: nothing missing, formulas and tables set, no sideways scrolling, the stamp there.
 
     On a laptop no line of code is wider than its box.
     """
     assert len(pages()) >= len(NOTEBOOKS) + 5
     cut = "[...document.querySelectorAll('.cell_input pre')].filter(e => e.scrollWidth > e.clientWidth + 1)"
     longest_lines = f"{cut}.map(e => e.innerText.split('\\n').sort((a, b) => b.length - a.length)[0])"
+    unset = "[...document.querySelectorAll('p')].map(e => e.innerText).filter(text => /^\\|.*\\|/.test(text))"
     for name in pages():
         page.goto(name)
         page.wait_for_function("!document.querySelector('.math:not(:has(mjx-container))')")
+        assert page.evaluate(unset) == [], f"{name} shows a table's source"
         assert "erified on" in page.text_content(".stamp"), name
         assert page.evaluate("[...document.images].every(i => i.loading == 'lazy' || i.naturalWidth > 0)"), name
         assert page.evaluate(longest_lines) == [], f"{name} cuts these lines"
