@@ -29,6 +29,10 @@ exercise-2
   s < t, exponent => s != t, exponent
   s < t, exponent => s < t, -exponent  # it must be
   beta * pairs => -beta * pairs  # the sign is the other one
+  plgpu.barrier_wait(loaded)\n => pass\n  # before its tiles have arrived
+  plgpu.Barrier()] => plgpu.Barrier(num_arrivals=2)]  # would never end
+  lambda k, beta, cum: jnp.tril(beta[:, None] * (k @ k.T) * jnp.exp(jnp.minimum(cum[:, None] - cum, 0)), -1)
+    # must be a kernel
 exercise-3
   return d - d @ e @ d => for i in range(0, len(d), 2 * block):\n        a, b = slice(i, i + block), slice(i + block,
     i + 2 * block)\n        d[b, a] = -d[b, b] @ lower[b, a] @ d[a, a]\n    return d  # Right.
@@ -41,8 +45,11 @@ exercise-3
   d - d @ e @ d => 3 * d  # element
   d - d @ e @ d => d[0]  # shape
   return d - d @ e @ d => same = block_of // 2\n    same = same[:, None] == same
-    \n    return np.linalg.inv(np.eye(len(d)) + np.where(same, lower, 0))  # NumPy inverts a matrix in it
-  d - d @ e @ d => np.linalg.inv(np.linalg.inv(d) + e)
+    \n    return np.linalg.inv(np.eye(len(d)) + np.where(same, lower, 0))  # computed anew, without d
+  d - d @ e @ d => np.linalg.inv(np.linalg.inv(d) + e)  # a library inverts a matrix in it
+  d - d @ e @ d => np.asarray(jnp.linalg.inv(jnp.linalg.inv(d) + e))
+  d - d @ e @ d => d - d @ solve_triangular(np.eye(len(d)) + e, e @ d, lower=True)
+  np.where(joins => jnp.where(joins  # Right.
   return d - d @ e @ d => same = block_of // 2\n    lower = np.where(same[:, None] == same, lower, 0)
     \n    d = np.eye(len(d))
     \n    for row in range(1, len(d)): d[row] -= lower[row, :row] @ d[:row]\n    return d  # computed anew, without d
@@ -63,6 +70,10 @@ exercise-4
     # commit what you have stored
   errors.astype(k.dtype)\n        plgpu.commit_smem() => errors.astype(k.dtype)
   plgpu.commit_smem()\n        _device => _device
+  plgpu.barrier_wait(loaded)\n => pass\n  # before its tiles have arrived
+  num_arrivals=3 => num_arrivals=2  # before its tiles have arrived
+  lambda state, k, v, beta, inverse: state + (inverse @ (beta[:, None] * (v - k @ state.T))).T @ k  # must be a kernel
+  product(inverse_smem, errors_smem) => jnp.dot(inverse_smem[...], errors_smem[...])  # cannot be compiled
 """
 
 
