@@ -2,12 +2,12 @@
 
 TRIED = r"""
 exercise-1
-  beta_gmem[t] * (vector(v_gmem.at[t], ROWS) - found) => beta_gmem[t] * vector(v_gmem.at[t], ROWS)
+  beta_gmem[t] * (load(v_gmem.at[t], ROWS) - found) => beta_gmem[t] * load(v_gmem.at[t], ROWS)
     # read what the state has for the key first
-  beta_gmem[t] * (vector(v_gmem.at[t], ROWS) - found) => vector(v_gmem.at[t], ROWS) - found  # beta says which part
-  beta_gmem[t] * (vector(v_gmem.at[t], ROWS) - found) => beta_gmem[t] * vector(v_gmem.at[t], ROWS) - found
+  beta_gmem[t] * (load(v_gmem.at[t], ROWS) - found) => load(v_gmem.at[t], ROWS) - found  # beta says which part
+  beta_gmem[t] * (load(v_gmem.at[t], ROWS) - found) => beta_gmem[t] * load(v_gmem.at[t], ROWS) - found
     # not of the value alone
-  beta_gmem[t] * (vector(v_gmem.at[t], ROWS) - found) => vector(v_gmem.at[t], ROWS) - beta_gmem[t] * found
+  beta_gmem[t] * (load(v_gmem.at[t], ROWS) - found) => load(v_gmem.at[t], ROWS) - beta_gmem[t] * found
     # not of what was read alone
   - found => + found  # must be subtracted
   beta_gmem[t] * ( => -beta_gmem[t] * (  # the sign of the error
@@ -29,6 +29,10 @@ exercise-2
   s < t, exponent => s != t, exponent
   s < t, exponent => s < t, -exponent  # it must be
   beta * pairs => -beta * pairs  # the sign is the other one
+  plgpu.barrier_wait(loaded)\n => pass\n  # before its tiles have arrived
+  plgpu.Barrier()] => plgpu.Barrier(num_arrivals=2)]  # would never end
+  lambda k, beta, cum: jnp.tril(beta[:, None] * (k @ k.T) * jnp.exp(jnp.minimum(cum[:, None] - cum, 0)), -1)
+    # must be a kernel
 exercise-3
   return d - d @ e @ d => for i in range(0, len(d), 2 * block):\n        a, b = slice(i, i + block), slice(i + block,
     i + 2 * block)\n        d[b, a] = -d[b, b] @ lower[b, a] @ d[a, a]\n    return d  # Right.
@@ -41,8 +45,10 @@ exercise-3
   d - d @ e @ d => 3 * d  # element
   d - d @ e @ d => d[0]  # shape
   return d - d @ e @ d => same = block_of // 2\n    same = same[:, None] == same
-    \n    return np.linalg.inv(np.eye(len(d)) + np.where(same, lower, 0))  # NumPy inverts a matrix in it
-  d - d @ e @ d => np.linalg.inv(np.linalg.inv(d) + e)
+    \n    return np.linalg.inv(np.eye(len(d)) + np.where(same, lower, 0))  # computed anew, without d
+  d - d @ e @ d => np.linalg.inv(np.linalg.inv(d) + e)  # a library inverts a matrix in it
+  d - d @ e @ d => d - d @ np.linalg.solve(np.eye(len(d)) + e, e @ d)
+  np.where(joins => jnp.where(joins  # Right.
   return d - d @ e @ d => same = block_of // 2\n    lower = np.where(same[:, None] == same, lower, 0)
     \n    d = np.eye(len(d))
     \n    for row in range(1, len(d)): d[row] -= lower[row, :row] @ d[:row]\n    return d  # computed anew, without d
@@ -63,10 +69,14 @@ exercise-4
     # commit what you have stored
   errors.astype(k.dtype)\n        plgpu.commit_smem() => errors.astype(k.dtype)
   plgpu.commit_smem()\n        _device => _device
+  plgpu.barrier_wait(loaded)\n => pass\n  # before its tiles have arrived
+  num_arrivals=3 => num_arrivals=2  # before its tiles have arrived
+  lambda state, k, v, beta, inverse: state + (inverse @ (beta[:, None] * (v - k @ state.T))).T @ k  # must be a kernel
+  product(inverse_smem, errors_smem) => jnp.dot(inverse_smem[...], errors_smem[...])  # cannot be compiled
 """
 
 
-# %% exercise-1 needs: parameters setup
+# %% exercise-1 needs: parameters setup helpers
 def write_errors(q, k, v, beta):
     """y (tokens, 64) of one head: q and k (tokens, 128), v (tokens, 64), beta
     (tokens,), all float32. The state starts from zero."""
@@ -76,13 +86,13 @@ def write_errors(q, k, v, beta):
         of_column = lambda values: spread(values, 1, (64, 128))
 
         def token(t, state):
-            k_t = of_column(vector(k_gmem.at[t], COLUMNS))
-            q_t = of_column(vector(q_gmem.at[t], COLUMNS))
+            k_t = of_column(load(k_gmem.at[t], COLUMNS))
+            q_t = of_column(load(q_gmem.at[t], COLUMNS))
             #: # Your code: read first, and write the error.
-            #: written = beta_gmem[t] * vector(v_gmem.at[t], ROWS)
+            #: written = beta_gmem[t] * load(v_gmem.at[t], ROWS)
             # BEGIN SOLUTION
             found = (state * k_t).sum(axis=1)
-            written = beta_gmem[t] * (vector(v_gmem.at[t], ROWS) - found)
+            written = beta_gmem[t] * (load(v_gmem.at[t], ROWS) - found)
             # END SOLUTION
             state = state + of_row(written) * k_t
             _device.store(y_gmem.at[t], (state * q_t).sum(axis=1))
@@ -91,38 +101,37 @@ def write_errors(q, k, v, beta):
         lax.fori_loop(0, len(q), token, zeros(64, 128))
 
     out_type = jax.ShapeDtypeStruct(v.shape, jnp.float32)
-    return _host.kernel(body, out_type=out_type)(q, k, v, beta)
+    return plgpu.kernel(body, out_type=out_type)(q, k, v, beta)
 
 
 ex17b.check_write_errors(write_errors)
 
 
-# %% exercise-2 needs: parameters setup
+# %% exercise-2 needs: parameters setup helpers
 def lower_of_chunk(k, beta, cum):
     """L (64, 64) of one chunk in float32: k (64, 128) in bfloat16; beta (64,) and cum
     (64,), which has sums of natural logarithms, in float32."""
 
-    def body(k_gmem, beta_gmem, of_rows, of_columns, o_gmem, k_smem, loaded):
+    def body(k_gmem, beta_gmem, cum_rows, cum_columns, o_gmem, k_smem, loaded):
         plgpu.copy_gmem_to_smem(k_gmem, k_smem, loaded)
         plgpu.barrier_wait(loaded)
-        t, s = row_and_column()
-        exponent = spread(vector(of_rows, ROWS), 0) - spread(
-            vector(of_columns, COLUMNS), 1
-        )
+        t, s = _device.indices()
+        cum_t, cum_s = load(cum_rows, ROWS), load(cum_columns, COLUMNS)
+        exponent = spread(cum_t, 0) - spread(cum_s, 1)
         #: # Your code: three mistakes are in the next three lines.
-        #: beta = spread(vector(beta_gmem, COLUMNS), 1)
+        #: beta = spread(load(beta_gmem, COLUMNS), 1)
         #: pairs = jnp.where(s <= t, product(k_smem, k_smem.T), 0.0)
         #: _device.store(o_gmem, beta * pairs * jnp.exp(exponent))
         # BEGIN SOLUTION
-        beta = spread(vector(beta_gmem, ROWS), 0)
+        beta = spread(load(beta_gmem, ROWS), 0)
         pairs = product(k_smem, k_smem.T)
         decay = jnp.exp(jnp.where(s < t, exponent, -jnp.inf))
         _device.store(o_gmem, beta * pairs * decay)
         # END SOLUTION
 
-    return _host.kernel(
+    return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((BLOCK, BLOCK), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((CHUNK, CHUNK), jnp.float32),
         scratch_types=[plgpu.SMEM(k.shape, k.dtype), plgpu.Barrier()],
     )(k, beta, cum, cum)
 
@@ -130,7 +139,7 @@ def lower_of_chunk(k, beta, cum):
 ex17b.check_lower(lower_of_chunk)
 
 
-# %% exercise-3 needs: parameters setup
+# %% exercise-3 needs: parameters setup helpers
 def double(d, lower, block):
     #: return None  # Your code. np.arange(len(d)) // block says in which block a row is.
     # BEGIN SOLUTION
@@ -144,7 +153,7 @@ def double(d, lower, block):
 ex17b.check_double(double)
 
 
-# %% exercise-4 needs: parameters setup
+# %% exercise-4 needs: parameters setup helpers
 def next_state(state, k, v, beta, inverse):
     """The state (64, 128) after a chunk, float32 like beta (64,). k (64, 128), v and
     inverse (64, 64) are bfloat16."""
@@ -155,9 +164,9 @@ def next_state(state, k, v, beta, inverse):
         plgpu.copy_gmem_to_smem(v_gmem, v_smem, loaded)
         plgpu.copy_gmem_to_smem(inverse_gmem, inverse_smem, loaded)
         plgpu.barrier_wait(loaded)
-        state = plgpu.load(state_gmem, layout=plgpu.Layout.WGMMA, optimized=False)
-        v_c = plgpu.load(v_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-        beta = spread(vector(beta_gmem, ROWS), 0)
+        state = load(state_gmem, plgpu.Layout.WGMMA)
+        v_c = load(v_smem, plgpu.Layout.WGMMA).astype(jnp.float32)
+        beta = spread(load(beta_gmem, ROWS), 0)
         #: # Your code: two products come before the one in the last line.
         #: u_smem[...] = (beta * v_c).astype(k.dtype)
         # BEGIN SOLUTION
@@ -171,10 +180,9 @@ def next_state(state, k, v, beta, inverse):
         plgpu.commit_smem()
         _device.store(o_gmem, state + product(u_smem.T, k_smem))
 
-    tile = lambda *shape: plgpu.SMEM(shape, k.dtype)
     loaded = tile(64, 128), tile(64, 64), tile(64, 64)
     made = tile(64, 128), tile(64, 64), tile(64, 64)
-    return _host.kernel(
+    return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(state.shape, jnp.float32),
         scratch_types=[*loaded, *made, plgpu.Barrier(num_arrivals=3)],
