@@ -1,6 +1,6 @@
-"""Chapter 18's exercises: a barrier among devices, a chain of them, bytes of an all-reduce, and a gather by pull.
+"""Chapter 18's exercises: bytes of an all-reduce, a barrier among devices, a chain of them, and a gather by pull.
 
-The first two are protocols. The simulator of `cookbook.nvlink` runs them in random orders. The last is a kernel. The
+The second and the third are protocols: the simulator runs them in random orders. The last is a kernel. The
 interpreter has neither peers nor semaphores, so one device at a time runs it, beside the arrays of all.
 """
 
@@ -8,10 +8,18 @@ import contextlib
 import functools
 import unittest.mock
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-from exercises.judge import NotYet, checker, normal, require_answers, require_close, run_kernel, wide
+from exercises.judge import (
+    NotYet,
+    checker,
+    normal,
+    play_kernel,
+    require_answers,
+    require_close,
+    require_rings,
+    run_kernel,
+    wide,
+)
 from jax import lax
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
@@ -27,7 +35,7 @@ ACTIONS = (Send, Flush, Signal, Wait, Read)
 
 @checker
 def check_bytes(answer) -> str:
-    """Exercise 3: `answer(n, nbytes)` is how many bytes leave each device in an all-reduce."""
+    """Exercise 1: `answer(n, nbytes)` is how many bytes leave each device in an all-reduce."""
     nbytes_of = lambda n, nbytes: 2 * (n - 1) * nbytes / n
     likely = (
         (lambda n, b: (n - 1) * b / n, "That is one of the two collectives."),
@@ -43,7 +51,7 @@ def check_bytes(answer) -> str:
 
 @checker
 def check_meet(answer) -> str:
-    """Exercise 1: `answer(d, n)` lists the actions of a barrier, which is used again and again."""
+    """Exercise 2: `answer(d, n)` lists the actions of a barrier, which is used again and again."""
     for n in (2, 3, 5):
         meets = [_actions("meet", answer(d, n), f"({d}, {n})") for d in range(n)]
         for d, actions in enumerate(meets):
@@ -58,7 +66,7 @@ def check_meet(answer) -> str:
 
 @checker
 def check_chain(answer) -> str:
-    """Exercise 2: `answer(d, n, i, rounds)` lists the actions of one device of a chain in one round."""
+    """Exercise 3: `answer(d, n, i, rounds)` lists the actions of one device of a chain in one round."""
     for n, rounds in ((2, 1), (2, 3), (3, 5), (4, 6)):
         programs = []
         for d in range(n):
@@ -80,10 +88,14 @@ def check_gather(answer) -> str:
         peers = Peers(shards, d)
         kernel = lambda x, how=how: answer(x, AXIS, **how)
         with peers.lowered():
-            out = run_kernel(kernel, shards[d], stand_ins=peers.play, in_flight=how.get("num_stages", 4))
+            out = run_kernel(kernel, shards[d], stand_ins=peers.play)
+            played = play_kernel(kernel, shards[d])
         what = f"on device {d} of {n}, with {rows} rows"
         require_close(out, wide(shards), 0, what, _wrong_gathers(shards, d))
         peers.judge(what)
+        if not all(block.count("load") for blocks in played for block in blocks):
+            raise NotYet(f"{what}: the data is right, but no ring brings it: load the pieces by TMA, into x_smem.")
+        require_rings(played, how.get("num_stages", 4))
     return "No piece needs a signal: the shards are there before the kernel begins. One at the end keeps them there."
 
 

@@ -2,6 +2,13 @@
 
 TRIED = r"""
 exercise-1
+  lambda n, b: np.float64(b - b / n) * 2  # Right.
+  2 * (n - 1) => (n - 1)  # one of the two
+  / n =>  # an n-th of the array. (Or
+  lambda n, b: (n - 1) * b  # and there are two
+  lambda n, b: 2 * b  # nothing to itself
+  lambda n, b: b  # reduce-scatter
+exercise-2
   [Wait("met", q) for q in others] => [Wait("met", count=n - 1)] && Signal(p, "met", d) => Signal(p, "met")  # Right.
   lambda d, n: [Signal(0, "met"), Wait("go")] if d else [Wait("met", count=n - 1), *(Signal(p, "go")
     for p in range(1, n))]
@@ -11,7 +18,7 @@ exercise-1
   + [Wait("met", q) for q in others] =>  # there is an order that fails
   lambda d, n: meet(d, n)[n - 1 :] + meet(d, n)[: n - 1]  # that nobody sends
   lambda d, n: [Flush(0), *meet(d, n)]  # signals and waits alone
-exercise-2
+exercise-3
   lambda d, n, i, rounds: [Wait("arrived", (i % 2,), when=d > 0), Read("inbox", (i % 2,), (i,), when=d > 0),
     Wait("freed", (i % 2,), when=(d < n - 1) & (i >= 2)), Send(d + 1, "inbox", (i % 2,), (i,), when=d < n - 1),
     Flush(0), Signal(d + 1, "arrived", (i % 2,), when=d < n - 1),
@@ -26,13 +33,6 @@ exercise-2
   lambda d, n, *case: sorted(pass_on(d, n, *case), key=lambda action: isinstance(action, Read) and d < n - 1)
     # before it has read it
   lambda *case: pass_on(*case)[::-1]  # there is an order that fails
-exercise-3
-  lambda n, b: np.float64(b - b / n) * 2  # Right.
-  2 * (n - 1) => (n - 1)  # one of the two
-  / n =>  # an n-th of the array. (Or
-  lambda n, b: (n - 1) * b  # and there are two
-  lambda n, b: 2 * b  # nothing to itself
-  lambda n, b: b  # reduce-scatter
 exercise-4
   = rem(d + 1 + div(i, pieces), n), piece(rem(i, pieces)) => = rem(d + div(i, pieces), n), piece(rem(i, pieces))
     # Right.
@@ -51,7 +51,8 @@ exercise-4
   pl.semaphore_wait(read, n - 1) => pl.semaphore_wait(read)  # waits for 1 signals
   pl.semaphore_wait(read, n - 1) => pl.semaphore_wait(read, n)  # waits for 3 signals
   for i in range(num_stages - 1):\n            load(i)
-    => [pl.semaphore_signal(read, device_id={axis_name: q}) for q in others]\n        for i in range(num_stages - 1):\n            load(i)
+    => [pl.semaphore_signal(read, device_id={axis_name: q})
+    for q in others]\n        for i in range(num_stages - 1):\n            load(i)
     && for q in others:\n            pl.semaphore_signal(read, device_id={axis_name: q}) =>
     # before its loads have arrived
   for q in others:\n            pl.semaphore_signal(read, device_id={axis_name: q}) =>
@@ -59,12 +60,27 @@ exercise-4
     => pl.semaphore_wait(read, n - 1)\n        [pl.semaphore_signal(read, device_id={axis_name: q}) for q in others]
     # all wait before they have signalled
   range(num_stages - 1) => range(1) && i + num_stages - 1 => i + 1  # no ring
+  load_bytes(x_of_owner.at[here], x_smem.at[stage], full.at[stage])
+    => o_gmem[owner, here] = x_of_owner[here]
+    && plgpu.barrier_wait(full.at[stage]) => pass
+    && plgpu.copy_smem_to_gmem(x_smem.at[stage], o_gmem.at[owner, here]) => pass  # by TMA
   lambda x, axis_name, **how: [cookbook.all_gather(x, axis_name), gather(x, axis_name, **how)][0]
     # the package's kernel
 """
 
 
 # %% exercise-1 needs: parameters setup
+def all_reduce_bytes(n, nbytes):
+    #: return None  # Your code.
+    # BEGIN SOLUTION
+    return 2 * (n - 1) * nbytes / n
+    # END SOLUTION
+
+
+ex18.check_bytes(all_reduce_bytes)
+
+
+# %% exercise-2 needs: parameters setup
 def meet(d, n):
     #: # Your code: a list of Signal(peer, "met", index) and Wait("met", index, count).
     #: return []
@@ -77,7 +93,7 @@ def meet(d, n):
 ex18.check_meet(meet)
 
 
-# %% exercise-2 needs: parameters setup
+# %% exercise-3 needs: parameters setup
 def pass_on(d, n, i, rounds):
     #: # Your code. For a start: Read("inbox", (i % 2,), (i,)), Send(d + 1, "inbox", (i %
     #: # 2,), (i,)).
@@ -102,32 +118,23 @@ def pass_on(d, n, i, rounds):
 ex18.check_chain(pass_on)
 
 
-# %% exercise-3 needs: parameters setup
-def all_reduce_bytes(n, nbytes):
-    #: return None  # Your code.
-    # BEGIN SOLUTION
-    return 2 * (n - 1) * nbytes / n
-    # END SOLUTION
-
-
-ex18.check_bytes(all_reduce_bytes)
-
-
 # %% exercise-4 needs: parameters setup
 def gather(x, axis_name, *, num_blocks=2, piece_rows=16, num_stages=4):
     """All shards. x: (rows, 256), this device's shard."""
     n, (rows, width) = lax.axis_size(axis_name), x.shape
-    pieces = rows // piece_rows // num_blocks  # Of one shard, for each block.
 
     def kernel(x_gmem, o_gmem, *, x_smem, full, read):
         d, block = lax.axis_index(axis_name), lax.axis_index("block")
-        others = [rem(d + k, n) for k in range(1, n)]
 
         def piece(i):
             return pl.ds((block + i * num_blocks) * piece_rows, piece_rows)
 
-        #: pass  # Your lines: load from plgpu.remote_ref(x_gmem, {axis_name: owner}).
+        #: # Your lines. piece(i) are the rows of this block's piece i of a shard. Load
+        #: # from plgpu.remote_ref(x_gmem, {axis_name: owner}).
         # BEGIN SOLUTION
+        others = [rem(d + k, n) for k in range(1, n)]
+        pieces = rows // piece_rows // num_blocks  # Of one shard, for each block.
+
         def place(i):
             return rem(d + 1 + div(i, pieces), n), piece(rem(i, pieces))
 
