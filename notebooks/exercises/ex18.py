@@ -86,7 +86,7 @@ def check_gather(answer) -> str:
     for n, d, rows, how in ((3, 1, 256, {}), (2, 0, 128, dict(num_blocks=4, piece_rows=8, num_stages=3))):
         shards = normal(n, (n, rows, 256), jnp.bfloat16)
         peers = Peers(shards, d)
-        kernel = lambda x, how=how: answer(x, AXIS, **how)
+        kernel = lambda x, how=how: answer(x, axis_name=AXIS, **how)
         with peers.lowered():
             out = run_kernel(kernel, shards[d], stand_ins=peers.play)
             played = play_kernel(kernel, shards[d])
