@@ -131,7 +131,9 @@ def gather(x, axis_name, *, num_blocks=2, piece_rows=16, num_stages=4):
         # BEGIN SOLUTION
         d = lax.axis_index(axis_name)
         others = [rem(d + k, n) for k in range(1, n)]
-        pieces = rows // piece_rows // num_blocks  # Of one shard, for each block.
+        pieces = (
+            rows // piece_rows // num_blocks
+        )  # Pieces of a shard that are this block's.
 
         def place(i):
             return rem(d + 1 + div(i, pieces), n), piece(rem(i, pieces))
