@@ -46,6 +46,9 @@ exercise-4
   plgpu.wait_smem_to_gmem(0)\n => pass\n  # Not all copy_smem_to_gmem
   pl.semaphore_signal(read, device_id={axis_name: q}) => pass  # block 0 signals devices []
   for q in others:\n => for q in [*others, d]:\n  # must signal each of
+  for q in others:\n            pl.semaphore_signal(read, device_id={axis_name: q})
+    => pl.when(block == 0)(lambda: [pl.semaphore_signal(read, device_id={axis_name: q}) for q in others])
+    # block 1 signals devices []
   pl.semaphore_wait(read, n - 1) => pass  # waits for 0 signals
   pl.semaphore_wait(read, n - 1) => pl.semaphore_wait(read)  # waits for 1 signals
   pl.semaphore_wait(read, n - 1) => pl.semaphore_wait(read, n)  # waits for 3 signals
@@ -92,8 +95,8 @@ ex18.check_meet(meet)
 
 # %% exercise-3 needs: parameters setup
 def pass_on(d, n, i, rounds):
-    #: # Your code. For a start: Read("inbox", (i % 2,), (i,)), Send(d + 1, "inbox", (i %
-    #: # 2,), (i,)).
+    #: # Your code, with Read("inbox", (i % 2,), (i,))
+    #: # and Send(d + 1, "inbox", (i % 2,), (i,)).
     #: return []
     # BEGIN SOLUTION
     slot, actions = (i % 2,), []
