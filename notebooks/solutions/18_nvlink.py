@@ -46,8 +46,8 @@ exercise-4
   plgpu.wait_smem_to_gmem(0)\n => pass\n  # Not all copy_smem_to_gmem
   pl.semaphore_signal(read, device_id={axis_name: q}) => pass  # block 0 signals devices []
   for q in others:\n => for q in [*others, d]:\n  # must signal each of
-  for q in others:\n            pl.semaphore_signal(read, device_id={axis_name: q})
-    => pl.when(block == 0)(lambda: [pl.semaphore_signal(read, device_id={axis_name: q}) for q in others])
+  pl.semaphore_signal(read, device_id={axis_name: q})
+    => pl.when(block == 0)(lambda q=q: pl.semaphore_signal(read, device_id={axis_name: q}))
     # block 1 signals devices []
   pl.semaphore_wait(read, n - 1) => pass  # waits for 0 signals
   pl.semaphore_wait(read, n - 1) => pl.semaphore_wait(read)  # waits for 1 signals
