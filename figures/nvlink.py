@@ -165,42 +165,24 @@ SLOTS, OWNER = 2, 2
 
 GATHER = (  # Rounds that have begun; whether the stores are flushed, signals sent, and waited for; the caption.
     (0, False, False, False, "Each GPU copies its own shard into its own result. That needs no signal."),
-    (
-        1,
-        False,
-        False,
-        False,
-        "Round 1: each GPU stores its shard in the next one's result.",
-    ),
+    (1, False, False, False, "Block 0 of each GPU stores its pieces of the shard in the next one's result."),
     (
         2,
         False,
         False,
         False,
-        "Round 2: the GPU after that. Each GPU sends to one other and receives from one other.",
+        "Then in that of the GPU after it. Other blocks begin with other GPUs, so all links work.",
     ),
-    (3, False, False, False, "Round 3 is the last. Nobody waited for a store: light parts may not be there yet."),
-    (3, True, False, False, "The flush: each GPU waits until its stores are written in the memory of the others."),
-    (
-        3,
-        True,
-        True,
-        False,
-        "Then it signals the three others. A signal adds 1 to arrived and releases what was stored.",
-    ),
-    (
-        3,
-        True,
-        True,
-        True,
-        "Each GPU waits for 3 signals. The wait acquires the data, and all of the result may be read.",
-    ),
+    (3, False, False, False, "The last one. Nobody waited for a store: light parts may not be there yet."),
+    (3, True, False, False, "The flush: the block waits until its stores are written in the memory of the others."),
+    (3, True, True, False, "Then it signals the three others. A signal adds 1 to arrived and releases the data."),
+    (3, True, True, True, "It waits for 3 signals, which acquires the data. All blocks do so, and the kernel ends."),
 )
 
 
 @stepper(7.8, 3.2)
 def nvlink_gather(ax):
-    """All-gather by push on four GPUs: in each round all store their shard in another result, then they signal."""
+    """All-gather by push on four GPUs, by block 0 of each: stores into one result after the other, then signals."""
     width, gap = 1.45, 0.42
     left, part = [0.35 + d * (width + gap) for d in range(DEVICES)], width / DEVICES
     for d, x in enumerate(left):
@@ -228,11 +210,8 @@ def nvlink_gather(ax):
             if waited:
                 words(ax, x + width / 2, 1.8, f"wait:\n{DEVICES - 1} signals", 9, colour=GREEN)
         if not flushed:
-            words(ax, 0.1, 0.14, f"round {rounds}" if rounds else "own shard", 9, ha="left", weight="bold")
+            words(ax, 0.1, 0.14, f"block 0, round {rounds}" if rounds else "own shard", 9, ha="left", weight="bold")
         yield caption
-
-
-OWNER = 2
 
 
 @drawing(7.8, 3.7)
@@ -261,6 +240,38 @@ def nvlink_scatter(ax):
     box(ax, 5.95, 0.38, 1.25, 0.36, f"shard {OWNER} of the sum", RED, fill=0.2, size=7.5)
     note = "Pieces arrive in any order, and are added in this one. A slot is filled again after its signal “freed”."
     words(ax, 0.1, 0.14, note, 8, ha="left")
+
+
+@drawing(7.8, 3.4)
+def nvlink_pull(ax):
+    """Reduce-scatter by pull: a block of the owner loads one piece from each GPU's memory into a stage, and adds."""
+    words(ax, 1.15, 3.22, "memory: what each GPU", 8.5)
+    words(ax, 1.15, 3.02, f"adds to the shard of GPU {OWNER}", 8.5)
+    box(ax, 3.1, 0.62, 4.5, 2.55, colour=SOFT, fill=0.04)
+    words(ax, 3.2, 3.02, f"GPU {OWNER}, one SM", 8.5, ha="left", weight="bold")
+    for stage in range(3):
+        x = 3.3 + 0.62 * stage
+        words(ax, x + 0.25, 2.77, f"stage {stage}", 7, colour=SOFT)
+    for d in range(DEVICES):
+        y = 2.3 - 0.44 * d
+        words(ax, 0.1, y + 0.16, f"GPU {d}", 8.5, ha="left", weight="bold")
+        for i in range(4):
+            box(ax, 0.7 + 0.36 * i, y, 0.33, 0.32, f"{i}", COLOURS[d], fill=0.35, size=8)
+        for stage in range(3):
+            box(ax, 3.3 + 0.62 * stage, y, 0.5, 0.32, f"{stage}", COLOURS[d], fill=0.35, size=7.5)
+        arrow(ax, (2.16, y + 0.16), (3.27, y + 0.16), COLOURS[d], width=1.5)
+    box(ax, 3.26, 0.92, 0.58, 1.75, colour=RED, fill=0.0)
+    words(ax, 2.65, 2.72, "TMA loads", 7.5)
+    arrow(ax, (5.1, 1.8), (5.62, 1.8), RED, width=1.4)
+    box(ax, 5.65, 1.4, 1.8, 0.85, colour=RED, fill=0.08)
+    words(ax, 6.55, 2.02, "the warpgroup that adds", 7.5, colour=RED)
+    words(ax, 6.55, 1.66, "((0 + 1) + 2) + 3\nin float32, rounded once", 8)
+    arrow(ax, (6.55, 1.38), (6.55, 1.06), RED)
+    box(ax, 5.95, 0.72, 1.2, 0.32, f"shard {OWNER} of the sum", RED, fill=0.2, size=7.5)
+    arrow(ax, (3.1, 0.76), (1.4, 0.76), GREEN, width=1.1, linestyle=":")
+    words(ax, 1.35, 0.76, "read: + 1, at the end", 7.5, ha="right", colour=GREEN)
+    note = "No buffer between GPUs and no signal for a piece. The red frame is what one sum needs."
+    words(ax, 0.1, 0.3, note, 8, ha="left")
 
 
 SIZES = ((3, 1, 2), (0, 4, 2), (2, 2, 2))  # Rows that each device (line) sends to each (column).

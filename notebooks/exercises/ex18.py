@@ -1,26 +1,41 @@
-"""Chapter 18's exercises: a barrier among devices, a chain of them, bytes of an all-reduce, and places of ragged parts.
+"""Chapter 18's exercises: bytes of an all-reduce, a barrier among devices, a chain of them, and a gather by pull.
 
-The first two are protocols. The simulator of `cookbook.nvlink` runs them in random orders.
+The second and the third are protocols: the simulator runs them in random orders. The last is a kernel. The
+interpreter has neither peers nor semaphores, so one device at a time runs it, beside the arrays of all.
 """
 
-from exercises.judge import NotYet, checker, require_answers
+import contextlib
+import functools
+import unittest.mock
+
+import jax.numpy as jnp
+from exercises.judge import (
+    NotYet,
+    checker,
+    normal,
+    play_kernel,
+    require_answers,
+    require_close,
+    require_rings,
+    run_kernel,
+    wide,
+)
+from jax import lax
+from jax.experimental import io_callback
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cookbook.nvlink.protocol import Flush, Read, Send, Signal, Wait
 from lab.nvlink_simulator import find_fault
 
 BYTES = ((2, 1024), (4, 4096), (8, 4096), (3, 999), (1, 64))
-SIZES = (
-    ((3, 1, 2), (0, 4, 2), (2, 2, 2)),
-    ((0, 5), (7, 1)),
-    ((1, 2, 3, 4), (4, 3, 2, 1), (0, 0, 9, 1), (5, 0, 0, 5)),
-)
 ORDERS = 150  # Random orders in which a protocol is run.
 ACTIONS = (Send, Flush, Signal, Wait, Read)
 
 
 @checker
 def check_bytes(answer) -> str:
-    """Exercise 3: `answer(n, nbytes)` is how many bytes leave each device in an all-reduce."""
+    """Exercise 1: `answer(n, nbytes)` is how many bytes leave each device in an all-reduce."""
     nbytes_of = lambda n, nbytes: 2 * (n - 1) * nbytes / n
     likely = (
         (lambda n, b: (n - 1) * b / n, "That is one of the two collectives."),
@@ -35,30 +50,8 @@ def check_bytes(answer) -> str:
 
 
 @checker
-def check_places(answer) -> str:
-    """Exercise 4: `answer(sizes, d)` has (first row in the sender's array, first row in the result) for each device."""
-
-    def places(sizes, d, *, result=lambda sizes, d, p: sum(line[p] for line in sizes[:d])):
-        return [(sum(sizes[d][:p]), result(sizes, d, p)) for p in range(len(sizes))]
-
-    likely = (
-        (lambda *case: [pair[::-1] for pair in places(*case)], "In the sender's array a part begins after those for "
-         "lower devices."),
-        (dict(result=lambda sizes, d, p: sum(sizes[d][:p])), "In the result a part begins after those of lower "
-         "senders, not of lower receivers."),
-        (dict(result=lambda sizes, d, p: sum(line[p] for line in sizes[: d + 1])), "The sender's own part is not "
-         "before itself."),
-    )  # fmt: skip
-    said = "In the result a part begins after those that lower devices send to the same device."
-    cases = [(sizes, d) for sizes in SIZES for d in range(len(sizes))]
-    draw = lambda rng: (rng.integers(0, 20, (5, 5)).tolist(), int(rng.integers(5)))
-    require_answers(answer, cases, places, likely, said, draw=draw)
-    return "Along a line in the sender's array, down a column in the results."
-
-
-@checker
 def check_meet(answer) -> str:
-    """Exercise 1: `answer(d, n)` lists the actions of a barrier, which is used again and again."""
+    """Exercise 2: `answer(d, n)` lists the actions of a barrier, which is used again and again."""
     for n in (2, 3, 5):
         meets = [_actions("meet", answer(d, n), f"({d}, {n})") for d in range(n)]
         for d, actions in enumerate(meets):
@@ -73,7 +66,7 @@ def check_meet(answer) -> str:
 
 @checker
 def check_chain(answer) -> str:
-    """Exercise 2: `answer(d, n, i, rounds)` lists the actions of one device of a chain in one round."""
+    """Exercise 3: `answer(d, n, i, rounds)` lists the actions of one device of a chain in one round."""
     for n, rounds in ((2, 1), (2, 3), (3, 5), (4, 6)):
         programs = []
         for d in range(n):
@@ -85,6 +78,35 @@ def check_chain(answer) -> str:
             programs.append({"all": [action for actions in lists for action in actions]})
         _require_right(programs, f"with {n} devices and {rounds} pieces", kept=(), hint=_CHAIN_HINTS)
     return "Every piece goes all the way, and no slot is overwritten before it is read."
+
+
+@checker
+def check_gather(answer) -> str:
+    """Exercise 4: `answer(x, axis_name)` is (n, rows, 256): the shards of all devices, each pulled from its owner."""
+    for n, d, rows, how in ((3, 1, 256, {}), (2, 0, 128, dict(num_blocks=4, piece_rows=8, num_stages=3))):
+        shards = normal(n, (n, rows, 256), jnp.bfloat16)
+        peers = Peers(shards, d)
+        kernel = lambda x, how=how: answer(x, axis_name=AXIS, **how)
+        with peers.lowered():
+            out = run_kernel(kernel, shards[d], stand_ins=peers.play)
+            played = play_kernel(kernel, shards[d])
+        what = f"on device {d} of {n}, with {rows} rows"
+        require_close(out, wide(shards), 0, what, _wrong_gathers(shards, d))
+        peers.judge(what)
+        if not all(block.count("load") for blocks in played for block in blocks):
+            raise NotYet(f"{what}: the data is right, but no ring brings it: load the pieces by TMA, into x_smem.")
+        require_rings(played, how.get("num_stages", 4))
+    return "No piece needs a signal: the shards are there before the kernel begins. One at the end keeps them there."
+
+
+def _wrong_gathers(shards, d):
+    own = jnp.broadcast_to(shards[d], shards.shape)
+    turned = jnp.roll(shards, -d, axis=0)
+    return (
+        (own, "all parts are its own shard: load from plgpu.remote_ref(x_gmem, {axis_name: owner})."),
+        (turned, "the shards stand in the order in which they were loaded; shard q belongs in o_gmem.at[q]."),
+        (jnp.roll(turned, -1, axis=0), "the shards stand in the order in which they were loaded."),
+    )
 
 
 _MEET_HINTS = {
@@ -147,3 +169,106 @@ def _require_piece(d, n, i, actions) -> None:
         raise NotYet(f"device {d} of {n} sends {sends} in round {i}; it must send {wanted or 'nothing'}.")
     if reads and sends and [type(a) for a in actions].index(Send) < [type(a) for a in actions].index(Read):
         raise NotYet(f"device {d} of {n} sends piece {i} before it has read it.")
+
+
+# One device for all ---------------------------------------------------------------------------------------------------
+
+AXIS = "x"
+
+
+class Semaphore:
+    """Stands for a semaphore of a kernel's scratch."""
+
+
+class Peers:
+    """Stands for the other devices while device `d` runs a kernel of one operand. `arrays` has the operand of each.
+
+    A kernel loads from the peers, and may signal them. It stores to itself alone.
+    """
+
+    def __init__(self, arrays, d: int):
+        self.arrays, self.d, self.n = arrays, d, len(arrays)
+        self.events = []  # (kind, block, number) of loads, waits at barriers, signals and waits, as they happen.
+
+    @contextlib.contextmanager
+    def _on_axis(self, **of_plgpu):
+        index = lax.axis_index
+        here = dict(axis_index=lambda name: jnp.int32(self.d) if name == AXIS else index(name))
+        here |= dict(axis_size=lambda name: self.n)
+        with unittest.mock.patch.multiple(lax, **here), unittest.mock.patch.multiple(plgpu, **of_plgpu):
+            yield
+
+    @contextlib.contextmanager
+    def lowered(self):
+        """A kernel that is traced inside for a GPU takes itself for its peers: a mesh of one device has no others."""
+        real = pl.semaphore_signal
+        signal = lambda semaphore, inc=1, *, device_id=None: real(semaphore, inc)
+        with (
+            self._on_axis(remote_ref=lambda ref, device_id: ref),
+            unittest.mock.patch.object(pl, "semaphore_signal", signal),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def play(self):
+        """A kernel that is traced inside finds the operands of all devices."""
+        of_plgpu = dict(remote_ref=lambda ref, device_id: self.operands.at[device_id[AXIS]])
+        of_plgpu["kernel"] = functools.partial(self._kernel, plgpu.kernel)
+        of_plgpu["barrier_wait"] = self._noting("barrier", plgpu.barrier_wait)
+        of_plgpu["copy_gmem_to_smem"] = self._noting("load", plgpu.copy_gmem_to_smem)
+        of_pl = dict(
+            semaphore_signal=lambda semaphore, inc=1, *, device_id: self._note("signal", device_id[AXIS]),
+            semaphore_wait=lambda semaphore, value=1, *, decrement=True: self._note("wait", value),
+        )
+        with self._on_axis(**of_plgpu), unittest.mock.patch.multiple(pl, **of_pl):
+            yield
+
+    def _kernel(self, real, body, *, scratch_types, **how):
+        count = dict(scratch_types)
+        semaphores = {name: Semaphore() for name, kind in count.items() if "sem" in type(kind).__name__.lower()}
+
+        def alone(x_gmem, *refs, **scratch):
+            self.operands = x_gmem
+            body(x_gmem.at[self.d], *refs, **scratch, **semaphores)
+
+        scratch = {name: kind for name, kind in count.items() if name not in semaphores}
+        run = real(alone, scratch_types=scratch, **how)
+        return lambda x: run(self.arrays)
+
+    def _noting(self, kind, real):
+        def noted(*args, **how):
+            self._note(kind)
+            return real(*args, **how)
+
+        return noted
+
+    def _note(self, kind, number=0):
+        note = lambda block, number: self.events.append((kind, int(block), int(number)))
+        io_callback(note, None, lax.axis_index("block"), jnp.int32(number), ordered=True)
+
+    def judge(self, what: str) -> None:
+        """Raises NotYet unless each block signals each peer once, when it has loaded all, and then waits for all."""
+        others = sorted({*range(self.n)} - {self.d})
+        for block in sorted({block for _, block, _ in self.events}):
+            events = [(kind, number) for kind, of, number in self.events if of == block]
+            kinds = [kind for kind, _ in events]
+            if sorted(number for kind, number in events if kind == "signal") != others:
+                raise NotYet(
+                    f"{what}: the data is right, but block {block} signals devices "
+                    f"{[number for kind, number in events if kind == 'signal']}; it must signal each of {others} once: "
+                    "until then they must keep their arrays."
+                )
+            waited = sum(number for kind, number in events if kind == "wait")
+            if waited != len(others):
+                raise NotYet(
+                    f"{what}: the data is right, but block {block} waits for {waited} signals; {len(others)} come. A "
+                    "kernel that ends before all have read its array gives it back too early."
+                )
+            first = kinds.index("signal")
+            if {"barrier", "load"} & {*kinds[first:]}:
+                raise NotYet(
+                    f"{what}: the data is right, but block {block} signals before its loads have arrived: a peer may "
+                    "then end, and its array is overwritten under the load."
+                )
+            if kinds.index("wait") < len(kinds) - kinds[::-1].index("signal"):
+                raise NotYet(f"{what}: all wait before they have signalled all others: then none goes on.")

@@ -1,7 +1,14 @@
 """Solutions of chapter 18's exercises; how to read them: tools/skeletons.py, and `TRIED`: tests/exercises."""
 
 TRIED = r"""
-exercise-3
+exercise-1
+  lambda n, b: np.float64(b - b / n) * 2  # Right.
+  2 * (n - 1) => (n - 1)  # one of the two
+  / n =>  # an n-th of the array. (Or
+  lambda n, b: (n - 1) * b  # and there are two
+  lambda n, b: 2 * b  # nothing to itself
+  lambda n, b: b  # reduce-scatter
+exercise-2
   [Wait("met", q) for q in others] => [Wait("met", count=n - 1)] && Signal(p, "met", d) => Signal(p, "met")  # Right.
   lambda d, n: [Signal(0, "met"), Wait("go")] if d else [Wait("met", count=n - 1), *(Signal(p, "go")
     for p in range(1, n))]
@@ -11,7 +18,7 @@ exercise-3
   + [Wait("met", q) for q in others] =>  # there is an order that fails
   lambda d, n: meet(d, n)[n - 1 :] + meet(d, n)[: n - 1]  # that nobody sends
   lambda d, n: [Flush(0), *meet(d, n)]  # signals and waits alone
-exercise-4
+exercise-3
   lambda d, n, i, rounds: [Wait("arrived", (i % 2,), when=d > 0), Read("inbox", (i % 2,), (i,), when=d > 0),
     Wait("freed", (i % 2,), when=(d < n - 1) & (i >= 2)), Send(d + 1, "inbox", (i % 2,), (i,), when=d < n - 1),
     Flush(0), Signal(d + 1, "arrived", (i % 2,), when=d < n - 1),
@@ -26,24 +33,54 @@ exercise-4
   lambda d, n, *case: sorted(pass_on(d, n, *case), key=lambda action: isinstance(action, Read) and d < n - 1)
     # before it has read it
   lambda *case: pass_on(*case)[::-1]  # there is an order that fails
-exercise-1
-  lambda n, b: np.float64(b - b / n) * 2  # Right.
-  2 * (n - 1) => (n - 1)  # one of the two
-  / n =>  # an n-th of the array. (Or
-  lambda n, b: (n - 1) * b  # and there are two
-  lambda n, b: 2 * b  # nothing to itself
-  lambda n, b: b  # reduce-scatter
-exercise-2
-  lambda sizes, d: np.stack([np.cumsum(sizes, 1) - sizes, np.cumsum(sizes, 0) - sizes], axis=-1)[d]  # Right.
-  lambda *case: [(row, first) for first, row in places(*case)]  # after those for lower devices
-  lambda *case: [(first, first) for first, _ in places(*case)]  # not of lower receivers
-  for line in sizes[:d] => for line in sizes[: d + 1]  # not before itself
-  sum(line[p] for line in sizes[:d]) => 0  # to the same device
-  lambda *case: places(*case)[:1]
+exercise-4
+  rem(d + 1 + div(i, pieces), n) => rem(d + div(i, pieces), n)  # Right.
+  for q in others:\n            pl.semaphore_signal(read, device_id={axis_name: q})
+    => pl.loop(1, n)(lambda k: pl.semaphore_signal(read, device_id={axis_name: rem(d + k, n)}))
+  o_gmem.at[owner, here] => o_gmem.at[d, here]  # were never written
+  plgpu.remote_ref(x_gmem, {axis_name: owner}) => x_gmem  # all parts are its own shard
+  o_gmem.at[owner, here] => o_gmem.at[div(i, pieces), here]  # in the order in which they were loaded
+  plgpu.barrier_wait(full.at[stage]) => pass  # wait at the stage's barrier first
+  plgpu.wait_smem_to_gmem(1, wait_read_only=True) => pass  # wait_smem_to_gmem
+  plgpu.wait_smem_to_gmem(1, wait_read_only=True) => plgpu.wait_smem_to_gmem(2, wait_read_only=True)
+  plgpu.wait_smem_to_gmem(0)\n => pass\n  # Not all copy_smem_to_gmem
+  pl.semaphore_signal(read, device_id={axis_name: q}) => pass  # block 0 signals devices []
+  for q in others:\n => for q in [*others, d]:\n  # must signal each of
+  pl.semaphore_signal(read, device_id={axis_name: q})
+    => pl.when(block == 0)(lambda q=q: pl.semaphore_signal(read, device_id={axis_name: q}))
+    # block 1 signals devices []
+  pl.semaphore_wait(read, n - 1) => pass  # waits for 0 signals
+  pl.semaphore_wait(read, n - 1) => pl.semaphore_wait(read)  # waits for 1 signals
+  pl.semaphore_wait(read, n - 1) => pl.semaphore_wait(read, n)  # waits for 3 signals
+  for i in range(num_stages - 1):\n            load(i)
+    => [pl.semaphore_signal(read, device_id={axis_name: q})
+    for q in others]\n        for i in range(num_stages - 1):\n            load(i)
+    && for q in others:\n            pl.semaphore_signal(read, device_id={axis_name: q}) =>
+    # before its loads have arrived
+  for q in others:\n            pl.semaphore_signal(read, device_id={axis_name: q}) =>
+    && pl.semaphore_wait(read, n - 1)
+    => pl.semaphore_wait(read, n - 1)\n        [pl.semaphore_signal(read, device_id={axis_name: q}) for q in others]
+    # all wait before they have signalled
+  range(num_stages - 1) => range(1) && i + num_stages - 1 => i + 1  # no ring
+  load_bytes(x_of_owner.at[here], x_smem.at[stage], full.at[stage])
+    => o_gmem[owner, here] = x_of_owner[here]
+    && plgpu.barrier_wait(full.at[stage]) => pass
+    && plgpu.copy_smem_to_gmem(x_smem.at[stage], o_gmem.at[owner, here]) => pass  # by TMA
 """
 
 
-# %% exercise-3 needs: parameters setup
+# %% exercise-1 needs: parameters setup
+def all_reduce_bytes(n, nbytes):
+    #: return None  # Your code.
+    # BEGIN SOLUTION
+    return 2 * (n - 1) * nbytes / n
+    # END SOLUTION
+
+
+ex18.check_bytes(all_reduce_bytes)
+
+
+# %% exercise-2 needs: parameters setup
 def meet(d, n):
     #: # Your code: a list of Signal(peer, "met", index) and Wait("met", index, count).
     #: return []
@@ -56,10 +93,10 @@ def meet(d, n):
 ex18.check_meet(meet)
 
 
-# %% exercise-4 needs: parameters setup
+# %% exercise-3 needs: parameters setup
 def pass_on(d, n, i, rounds):
-    #: # Your code. For a start: Read("inbox", (i % 2,), (i,)), Send(d + 1, "inbox", (i %
-    #: # 2,), (i,)).
+    #: # Your code, with Read("inbox", (i % 2,), (i,))
+    #: # and Send(d + 1, "inbox", (i % 2,), (i,)).
     #: return []
     # BEGIN SOLUTION
     slot, actions = (i % 2,), []
@@ -81,26 +118,64 @@ def pass_on(d, n, i, rounds):
 ex18.check_chain(pass_on)
 
 
-# %% exercise-1 needs: parameters setup
-def all_reduce_bytes(n, nbytes):
-    #: return None  # Your code.
-    # BEGIN SOLUTION
-    return 2 * (n - 1) * nbytes / n
-    # END SOLUTION
+# %% exercise-4 needs: parameters setup
+def gather(x, axis_name, *, num_blocks=2, piece_rows=16, num_stages=4):
+    """All shards. x: (rows, 256), this device's shard."""
+    n, (rows, width) = lax.axis_size(axis_name), x.shape
+
+    def kernel(x_gmem, o_gmem, *, x_smem, full, read):
+        block = lax.axis_index("block")
+
+        def piece(i):
+            return pl.ds((block + i * num_blocks) * piece_rows, piece_rows)
+
+        #: # Your lines. piece(i) are the rows of this block's piece i of a shard. Load
+        #: # from plgpu.remote_ref(x_gmem, {axis_name: owner}).
+        # BEGIN SOLUTION
+        d = lax.axis_index(axis_name)
+        others = [rem(d + k, n) for k in range(1, n)]
+        pieces = (
+            rows // piece_rows // num_blocks
+        )  # Pieces of a shard that are this block's.
+
+        def place(i):
+            return rem(d + 1 + div(i, pieces), n), piece(rem(i, pieces))
+
+        def load(i):
+            (owner, here), stage = place(i), rem(i, num_stages)
+            x_of_owner = plgpu.remote_ref(x_gmem, {axis_name: owner})
+            load_bytes(x_of_owner.at[here], x_smem.at[stage], full.at[stage])
+
+        for i in range(num_stages - 1):
+            load(i)
+
+        @pl.loop(0, n * pieces)
+        def _(i):
+            (owner, here), stage = place(i), rem(i, num_stages)
+            plgpu.barrier_wait(full.at[stage])
+            plgpu.copy_smem_to_gmem(x_smem.at[stage], o_gmem.at[owner, here])
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            following = i + num_stages - 1
+            pl.when(following < n * pieces)(lambda: load(following))
+
+        plgpu.wait_smem_to_gmem(0)
+        for q in others:
+            pl.semaphore_signal(read, device_id={axis_name: q})
+        pl.semaphore_wait(read, n - 1)
+        # END SOLUTION
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((n, rows, width), x.dtype),
+        grid=(num_blocks,),
+        grid_names=("block",),
+        scratch_types=dict(
+            x_smem=plgpu.SMEM((num_stages, piece_rows, width), x.dtype),
+            full=plgpu.Barrier(num_barriers=num_stages),
+            read=plgpu.SemaphoreType.REGULAR,
+        ),
+        compiler_params=lab.compiler_params(),
+    )(x)
 
 
-ex18.check_bytes(all_reduce_bytes)
-
-
-# %% exercise-2 needs: parameters setup
-def places(sizes, d):
-    #: return None  # Your code: a pair for each device.
-    # BEGIN SOLUTION
-    return [
-        (sum(sizes[d][:p]), sum(line[p] for line in sizes[:d]))
-        for p in range(len(sizes))
-    ]
-    # END SOLUTION
-
-
-ex18.check_places(places)
+ex18.check_gather(gather)
