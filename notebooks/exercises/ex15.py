@@ -120,7 +120,7 @@ def check_copy_pages(answer) -> str:
         require_loads_together(played)
         if any(block.is_sending for block in blocks):
             raise NotYet("the kernel ends before its copies to GMEM do: wait for them.")
-    return "Both pages are under way at once, and the block ends only when they have left it."
+    return "Both pages are in flight at once, and the block ends only when they have left it."
 
 
 def _judge_copied(out, args, where: str) -> None:

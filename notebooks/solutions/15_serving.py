@@ -7,7 +7,8 @@ exercise-1
   (slot >= 0) & (slot < k_slots.shape[0]) => slot >= 0  # must be skipped
   (slot >= 0) & (slot < k_slots.shape[0]) => (slot > 0) & (slot < k_slots.shape[0])  # element
   (slot >= 0) & (slot < k_slots.shape[0]) => (slot >= 0) & (slot < 48)  # element
-  slot = slots_gmem[token] => slot = jnp.minimum(slots_gmem[token], k_slots.shape[0] - 1)  # beyond the cache must be skipped
+  slot = slots_gmem[token] => slot = jnp.minimum(slots_gmem[token], k_slots.shape[0] - 1)
+    # beyond the cache must be skipped
   slot = slots_gmem[token] => slot = jnp.maximum(slots_gmem[token], 0)  # is padding: skip it
   slot = slots_gmem[token] => slot = token  # not where its token stands
   k_slots[slot], v_slots[slot] = k, v => k_slots[slot], v_slots[slot] = v, k  # in each other's place
@@ -36,7 +37,8 @@ exercise-2
   (request.computed + count) // self.page_size => (request.computed + max(count - 1, 0)) // self.page_size  # computes
 exercise-3
   plgpu.barrier_wait(k_full)\n => plgpu.barrier_wait(v_full)\n        plgpu.barrier_wait(k_full)\n
-    && copy_out(k_smem, k.at[targets[i]])\n        plgpu.barrier_wait(v_full) => copy_out(k_smem, k.at[targets[i]])  # Right.
+    && copy_out(k_smem, k.at[targets[i]])\n        plgpu.barrier_wait(v_full) => copy_out(k_smem, k.at[targets[i]])
+    # Right.
   plgpu.wait_smem_to_gmem(0) => pass  # wait for them
   plgpu.wait_smem_to_gmem(0) => plgpu.wait_smem_to_gmem(1)  # wait for them
   plgpu.barrier_wait(k_full) => pass  # before its tiles have arrived
@@ -49,7 +51,8 @@ exercise-3
   copy_in(v.at[sources[i]], v_smem, v_full) => copy_in(v.at[sources[0]], v_smem, v_full)  # element
   copy_in(v.at[sources[i]], v_smem, v_full) => pass && plgpu.barrier_wait(v_full)
     => copy_in(v.at[sources[i]], v_smem, v_full)\n        plgpu.barrier_wait(v_full)  # start both first
-  copy_in(v.at[sources[i]], v_smem, v_full) => copy_in(v.at[sources[i]], k_smem, v_full)  # before its tiles have arrived
+  copy_in(v.at[sources[i]], v_smem, v_full) => copy_in(v.at[sources[i]], k_smem, v_full)
+    # before its tiles have arrived
   copy_in(v.at[sources[i]], v_smem, v_full) => pass && copy_out(k_smem, k.at[targets[i]]) =>
     copy_out(k_smem, k.at[targets[i]])\n        copy_in(v.at[sources[i]], v_smem, v_full)  # start both first
   copy_in(v.at[sources[i]], v_smem, v_full) => copy_in(v.at[sources[i]], v_smem, k_full)  # observed phase
@@ -95,7 +98,6 @@ def write_rows(k_new, v_new, k_pages, v_pages, slots):
         @pl.when((slot >= 0) & (slot < k_slots.shape[0]))
         def _():
             k_slots[slot], v_slots[slot] = k, v
-
         # END SOLUTION
 
     run = plgpu.kernel(kernel, grid=(num_tokens,), grid_names=("token",))
