@@ -66,33 +66,31 @@ def serving_step(ax):
     attention = (  # Text, its chapter, colour.
         ("rms_norm", "chapter 3", ORANGE),
         ("matmul\nq, k, v", "chapter 8", BLUE),
-        ("rotate", "XLA", SOFT),
-        ("write_kv", "rows to slots", GREEN),
-        ("attention\nover pages", "chapter 13, 14", PINK),
+        ("rope_\nwrite_kv", "exercise 1", GREEN),
+        ("attention\nover pages", "chapters 13, 14", PINK),
         ("matmul\no", "chapter 8", BLUE),
     )
     mlp = (
         ("rms_norm", "chapter 3", ORANGE),
-        ("matmul\ngate, up", "chapter 8", BLUE),
-        ("swiglu,\nfused", "chapter 1", ORANGE),
+        ("gated\ngate, up", "chapter 16b", ORANGE),
         ("matmul\ndown", "chapter 8", BLUE),
     )
-    wide = [0.85 + 1.1 * i for i in range(6)]
+    wide = [0.85 + 1.3 * i for i in range(5)]
     y = 2.45
     row(ax, attention, wide, y)
-    residual(ax, y, 7.55)
-    arrow(ax, (wide[-1] + 0.93, y + 0.29), (7.45, y + 0.29), INK, width=1.0)
+    residual(ax, y, 7.45)
+    arrow(ax, (wide[-1] + 0.93, y + 0.29), (7.35, y + 0.29), INK, width=1.0)
     words(ax, 0.2, y + 0.29, "x", 11)
-    box(ax, wide[3] - 0.35, 1.6, 2.75, 0.38, "cache: pages of keys and values", GREEN, fill=0.12, size=8)
-    arrow(ax, (wide[3] + 0.46, y - 0.01), (wide[3] + 0.46, 1.99), GREEN, width=1.1)
-    arrow(ax, (wide[4] + 0.46, 1.99), (wide[4] + 0.46, y - 0.01), PINK, width=1.1)
+    box(ax, wide[2] - 0.35, 1.6, 2.95, 0.38, "cache: pages of keys and values", GREEN, fill=0.12, size=8)
+    arrow(ax, (wide[2] + 0.46, y - 0.01), (wide[2] + 0.46, 1.99), GREEN, width=1.1)
+    arrow(ax, (wide[3] + 0.46, 1.99), (wide[3] + 0.46, y - 0.01), PINK, width=1.1)
     y = 0.25
-    row(ax, mlp, wide[:4], y)
-    residual(ax, y, wide[4] + 0.25)
-    arrow(ax, (wide[3] + 0.93, y + 0.29), (wide[4] + 0.15, y + 0.29), INK, width=1.0)
+    row(ax, mlp, wide[:3], y)
+    residual(ax, y, wide[3] + 0.25)
+    arrow(ax, (wide[2] + 0.93, y + 0.29), (wide[3] + 0.15, y + 0.29), INK, width=1.0)
     words(ax, 0.2, y + 0.29, "x", 11)
-    arrow(ax, (wide[4] + 0.36, y + 0.29), (wide[4] + 0.75, y + 0.29), INK, width=1.0)
-    words(ax, wide[4] + 0.85, y + 0.29, "to the next layer", 8, ha="left")
+    arrow(ax, (wide[3] + 0.36, y + 0.29), (wide[3] + 0.75, y + 0.29), INK, width=1.0)
+    words(ax, wide[3] + 0.85, y + 0.29, "to the next layer", 8, ha="left")
 
 
 WANTED = (6, 2, 9, 3, 4, 8, 1, 2, 5, 1, 3, 7)  # Steps of each request, in the order of arrival.
@@ -227,48 +225,6 @@ def serving_hash(ax):
         words(ax, 5.95, y - 0.5, f"with what is before:\nname {second}", 8, ha="left")
     words(ax, 2.02, 3.25, "page 0 of the prompt", 8, colour=SOFT)
     words(ax, 4.82, 3.25, "page 1 of the prompt", 8, colour=SOFT)
-
-
-# (from, to) of the tokens computed in a step, and how many are in the cache before; None: it waits.
-PREEMPT_STEPS = ((0, 7, 0), (7, 8, 7), (8, 9, 8), (9, 10, 9), None, None, (4, 11, 4), (11, 12, 11))
-
-
-@drawing(7.8, 4.1)
-def serving_preempt(ax):
-    """A request that is preempted: its tokens by position and step, and what is computed a second time."""
-    left, top, side, prompt = 1.25, 3.2, 0.36, 7
-    for page in range(3):
-        x = left + side * PAGE_SIZE * page
-        words(ax, x + side * PAGE_SIZE / 2, top + 0.62, f"its page {page}", 8, colour=SOFT)
-        if page:
-            ax.plot([x - 0.025] * 2, [0.62, top + 0.75], color=SOFT, linewidth=0.7, linestyle=":")
-    for i, step in enumerate(PREEMPT_STEPS):
-        y = top - side * i
-        words(ax, left - 0.15, y + side / 2, f"step {i + 1}", 8.5, ha="right")
-        if step is None:
-            text = "waits: its pages serve others"
-            words(ax, left + side * 12 + 0.12, y + side / 2, text, 8, ha="left", colour=SOFT)
-            continue
-        start, end, there = step
-        for position in range(end):
-            again = i > 5 and start <= position < 10
-            colour = GREEN if position < there else RED if again else ORANGE if position < prompt else BLUE
-            fill = 0.12 if position < there else 0.45
-            box(ax, left + side * position, y + 0.03, side - 0.05, side - 0.06, "", colour, fill=fill)
-    for i, text in (
-        (0, "its prompt"),
-        (3, "the pool is empty: it arrived last and gives way"),
-        (6, "page 0 was still there, the rest was not"),
-        (7, "on it goes"),
-    ):
-        end = max(PREEMPT_STEPS[i][1], 8)  # Clear of the line between two pages.
-        words(ax, left + side * end + 0.12, top - side * i + side / 2, text, 8, ha="left")
-    _key(ax, (
-        (0.35, ORANGE, 0.45, "prompt"),
-        (1.55, BLUE, 0.45, "decoded"),
-        (2.85, RED, 0.45, "computed again"),
-        (4.6, GREEN, 0.12, "in the cache, read"),
-    ), 0.2)  # fmt: skip
 
 
 def steps(chunks: list[int], count: int):

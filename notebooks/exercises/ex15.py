@@ -1,64 +1,152 @@
-"""Chapter 15's exercises: slots, a scheduler to repair, shared pages, a step under a budget."""
+"""Chapter 15's exercises: rows into slots, a scheduler to repair, copies of pages, a step under a budget."""
 
-import copy
-import functools
+import itertools
 
-from exercises.judge import NotYet, checker, drawn, require_answers
-
-SLOTS = (  # pages, num_computed, free, page_size.
-    ([7, 2], 20, [5, 9], 16), ([7, 2], 32, [5, 9], 16), ([7, 2], 31, [5, 9], 16), ([], 0, [3], 16),
-    ([4], 16, [], 16), ([4], 15, [], 16), ([], 0, [], 16), ([8, 1, 6], 11, [2], 4), ([8, 1, 6], 12, [2, 0], 4),
-)  # fmt: skip
-HELD = (  # pages, references, free.
-    ([0, 1, 2], [1, 1, 1, 0], [3]),
-    ([0, 1, 2], [2, 2, 1, 0], [3]),
-    ([2, 0], [3, 1, 3, 0], [3]),
-    ([3, 1], [0, 1, 0, 1], [0, 2]),
-    ([], [1, 0], [1]),
+import jax
+import jax.numpy as jnp
+import numpy as np
+from exercises.judge import (
+    NotYet,
+    checker,
+    normal,
+    play_kernel,
+    require_answers,
+    require_close,
+    require_loads_together,
+    run_kernel,
+    speed,
+    wide,
 )
-TWICE = (  # As HELD, and a page occurs in `pages` as often as the sequence holds it.
-    ([0, 0, 1], [2, 1], []),
-    ([2, 2, 1], [1, 1, 3], []),
-)
+
+import cookbook
+
 STEPS = [  # uncomputed, budget.
     ([1, 1, 1], 3), ([1, 1, 1], 8), ([10], 4), ([10, 1], 4), ([1, 10, 1], 8), ([10, 10, 1], 8), ([3, 10, 1, 1], 8),
     ([3, 2, 1, 4], 32), ([50, 1, 1, 1], 3), ([5, 5, 5], 10), ([2, 2, 2, 1], 4), ([7, 1, 6, 1, 5], 12), ([], 4),
 ]  # fmt: skip
 
 
+# Exercise 1: rows into slots ------------------------------------------------------------------------------------------
+
+
 @checker
-def check_next_slot(answer) -> str:
-    """Exercise 1: `answer(pages, num_computed, free, page_size)` is the next token's slot; it may take a page."""
+def check_write_rows(answer) -> str:
+    """Exercise 1: `answer(k_new, v_new, k_pages, v_pages, slots)` are the pages with the new rows in their slots."""
+    for seed, heads, head_dim, page_size, slots in (
+        (0, 8, 128, 16, (3, 17, 40, 0, 31)),
+        (1, 8, 64, 4, (9, -1, 2, 7, 10, 4, 500)),
+        (2, 2, 64, 32, (63, 95, 96, 31, -1, 32, 97, -1, 0)),
+    ):
+        shapes = (len(slots), heads, head_dim), (3, page_size, heads, head_dim)
+        new, pages = ([normal(10 * seed + i + shape[0], shape, jnp.bfloat16) for i in range(2)] for shape in shapes)
+        args = *new, *pages, jnp.asarray(slots, jnp.int32)
+        where = f"with pages of {page_size} tokens and slots {list(slots)}"
+        try:
+            out = run_kernel(answer, *args)
+        except NotYet as problem:
+            if not any(part in str(problem) for part in ("beyond the end", "AssertionError")):
+                raise
+            raise NotYet(f"{where}, a row goes beyond the cache: a slot that is none must be skipped.") from problem
+        _judge_written(out, args, where)
+        loads = [len(block.fetched) for block in itertools.chain(*play_kernel(answer, *args))]
+        if max(loads) > 3:
+            raise NotYet("a block of threads loads the rows of several tokens: one token per block.")
+        if min(loads) < 3:
+            raise NotYet(f"{where}, rows are loaded only once their slot was compared: load first, then compare.")
+    of_size = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 8, 64), (512, 16, 8, 64)) for _ in "kv"]
+    slots = jnp.asarray(np.random.default_rng(0).permutation(512 * 16)[:512], jnp.int32)
+    praise = "No load waits for the slot in your source; write_kv.py says how to keep the compiler from moving them."
+    return praise + speed(answer, cookbook.write_kv, *of_size, slots)
 
-    def books(pages, num_computed, free, page_size, *, slot=None, take=-1, keeps=False):
-        pages, free = list(pages), list(free)
-        if num_computed == len(pages) * page_size:
-            if not free:
-                return -1, pages, free
-            pages.append(free[take] if keeps else free.pop(take))
-        page = pages[num_computed // page_size]
-        place = num_computed % page_size
-        return slot(page, num_computed, page_size) if slot else page * page_size + place, pages, free
 
-    @functools.wraps(answer)
-    def with_books(pages, num_computed, free, page_size):
-        pages, free = list(pages), list(free)
-        slot = answer(pages, num_computed, free, page_size)
-        return slot if slot is None else (slot, pages, free)
+def _judge_written(out, args, where: str) -> None:
+    """Raises NotYet unless `out` are the pages with the rows in their slots."""
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        raise NotYet("it must return two arrays: the pages of keys, and those of values.")
+    *arrays, slots = args
+    k_new, v_new, k_pages, v_pages = wide(*arrays)
+    heads, slots = k_new.shape[1:], np.asarray(slots)
+    page_size, rows = k_pages.shape[1], lambda pages: pages.reshape(-1, *heads)
+    all_slots = range(len(rows(k_pages)))
 
-    likely = (
-        (dict(slot=lambda page, n, size: page), "That is the page; the slot counts tokens."),
-        (dict(slot=lambda page, n, size: n), "That is the position in the sequence; its pages are anywhere."),
-        (dict(slot=lambda page, n, size: page * size + n % size + 1), "Places in a page are counted from 0."),
-        (dict(take=0), "It must be the last of free."),
-        (dict(keeps=True), "A page is in use and free at the same time."),
-    )
-    said = (
-        "(The slot, pages and free.) If the last page has room, nothing is taken; if all are full, the last of free is "
-        "added; if there is none, the slot is -1, and nothing changes."
-    )
-    require_answers(with_books, SLOTS, books, likely, said, draw=_slot)
-    return "Page times page size plus place: what write_kv stores by."
+    def stored(pages, new, slot_of=lambda slot: slot, tokens=None):
+        found = rows(pages).copy()
+        for token, slot in enumerate(slots):
+            if (at := slot_of(slot if tokens is None else tokens[token])) in all_slots:
+                found[at] = new[token]
+        return found.reshape(pages.shape)
+
+    for name, got, new, other, pages in (
+        ("k_pages", out[0], k_new, v_new, k_pages),
+        ("v_pages", out[1], v_new, k_new, v_pages),
+    ):
+        likely = (
+            (pages, "no row was stored"),
+            (stored(pages, other), "keys and values are in each other's place"),
+            (
+                stored(pages, new, tokens=range(len(slots))),
+                "a row goes where its slot says, not where its token stands",
+            ),
+            (stored(pages, new, lambda slot: max(slot, 0)), "a token with slot -1 is padding: skip it"),
+            (stored(pages, new, lambda slot: slot % len(all_slots)), "a slot that is none must be skipped"),
+            (stored(pages, new, lambda slot: min(slot, len(all_slots) - 1)), "a slot beyond the cache must be skipped"),
+            (stored(pages, new, lambda slot: slot // page_size), "that is the row of the page's number: use the slot"),
+        )
+        require_close(got, stored(pages, new), 0, f"{where}, {name}", likely)
+
+
+# Exercise 3: copies of pages ------------------------------------------------------------------------------------------
+
+
+@checker
+def check_copy_pages(answer) -> str:
+    """Exercise 3: `answer(k_pages, v_pages, sources, targets)` are the pages, some of which are copies of others."""
+    for seed, page_size, heads, head_dim, sources, targets in (
+        (0, 16, 8, 64, (5, 2, 7), (0, 6, 1)),
+        (1, 32, 2, 128, (3, 3, 0, 6), (1, 7, 5, 2)),
+        (2, 8, 4, 64, (4,), (0,)),
+    ):
+        k_pages, v_pages = (normal(seed + i, (8, page_size, heads, head_dim), jnp.bfloat16) for i in (10, 20))
+        args = k_pages, v_pages, *(jnp.asarray(x, jnp.int32) for x in (sources, targets))
+        try:
+            out = run_kernel(answer, *args, copies={"load": 2, "store": 2})
+        except NotYet as problem:
+            if "copy_smem_to_gmem read-side operations" not in str(problem):
+                raise
+            raise NotYet("the kernel ends before its copies to GMEM do: wait for them.") from problem
+        _judge_copied(out, args, f"with sources {list(sources)} and targets {list(targets)}")
+        played = play_kernel(answer, *args)
+        blocks = list(itertools.chain(*played))
+        if any(block.stored or block.count("store") != 2 or block.count("load") != 2 for block in blocks):
+            raise NotYet("each block copies two pages by TMA: into shared memory, and from there to GMEM.")
+        require_loads_together(played)
+        if any(block.is_sending for block in blocks):
+            raise NotYet("the kernel ends before its copies to GMEM do: wait for them.")
+    return "Both pages are in flight at once, and the block ends only when they have left it."
+
+
+def _judge_copied(out, args, where: str) -> None:
+    """Raises NotYet unless `out` are the pages with the copies among them."""
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        raise NotYet("it must return two arrays: the pages of keys, and those of values.")
+    *pages, sources, targets = args
+    arrays, sources, targets = wide(*pages), np.asarray(sources), np.asarray(targets)
+
+    def copied(pages, other=None, sources=sources, targets=targets):
+        found = pages.copy()
+        found[targets] = (pages if other is None else other)[sources]
+        return found
+
+    for name, got, mine, other in zip(("k_pages", "v_pages"), out, arrays, arrays[::-1], strict=True):
+        likely = (
+            (mine, "nothing was copied"),
+            (copied(mine, sources=targets, targets=sources), "sources and targets are in each other's place"),
+            (copied(mine, other), "keys and values are in each other's place"),
+        )
+        require_close(got, copied(mine), 0, f"{where}, {name}", likely)
+
+
+# Exercise 4: a step under a budget ------------------------------------------------------------------------------------
 
 
 @checker
@@ -89,70 +177,9 @@ def check_share_out(answer) -> str:
     return "First what is reserved for those who decode, then the prompts, each as much as is left."
 
 
-@checker
-def check_let_go(answer) -> str:
-    """Exercise 3: `answer(pages, references, free)` takes a reference off each page, or changes nothing."""
-    for pages, references, free in (*HELD, *drawn(_held), *TWICE):
-        where = f"for pages = {pages}, references = {references}, free = {free}"
-        held, after, books = list(pages), list(references), list(free)
-        try:
-            answer(held, after, books)
-        except ValueError as error:
-            raise NotYet(f"{where}, it raises ValueError, and each page is held as often as it is let go.") from error
-        want = [count - pages.count(page) for page, count in enumerate(references)]
-        want_free = free + [page for page in reversed(dict.fromkeys(pages)) if want[page] == 0]
-        if held != pages:
-            raise NotYet(f"{where}, it changes the sequence's own list, to {held}.")
-        if after != want:
-            raise NotYet(f"{where}, references are {after} afterwards; they must be {want}.")
-        if books != want_free:
-            raise NotYet(
-                f"{where}, free is {books} afterwards; it must be {want_free}: each page that nobody holds any more, "
-                "once, the sequence's end first."
-            )
-    _refuses(answer, [0, 1], [1, 0, 1], [1])
-    _refuses(answer, [2, 1, 0], [1, 0, 1], [1])
-    _refuses(answer, [0, 0], [1, 1], [])
-    return "A page that is let go twice is handed to two sequences; refusing it finds the bug where it is."
-
-
-def _slot(rng):
-    pages, page_size = rng.permutation(20).tolist(), int(rng.integers(1, 9))
-    held = int(rng.integers(1, 9))
-    return (
-        pages[:held],
-        held * page_size - int(rng.integers(0, page_size)),
-        pages[12 : 12 + rng.integers(0, 3)],
-        page_size,
-    )
-
-
 def _asked(rng):
     uncomputed = (rng.integers(1, 9, 6) * rng.integers(0, 2, 6) + 1).tolist()
     return uncomputed, int(rng.integers(uncomputed.count(1), 30))
-
-
-def _held(rng):
-    references, pages = rng.integers(0, 4, 8), rng.permutation(8)
-    free = pages[references[pages] == 0].tolist()
-    return pages[references[pages] > 0][: rng.integers(1, 5)].tolist(), references.tolist(), free
-
-
-def _refuses(answer, pages, references, free):
-    """Raises NotYet unless `answer` raises ValueError for this and leaves everything as it was."""
-    where = f"for pages = {pages}, references = {references}"
-    books = copy.deepcopy((pages, references, free))
-    unheld = next(page for page in pages if references[page] < pages.count(page))
-    times = f"page {unheld} is let go {pages.count(unheld)} time(s) and held {references[unheld]}"
-    try:
-        answer(*books)
-    except ValueError:
-        if books != (pages, references, free):
-            raise NotYet(f"{where}, {times}: ValueError is right, but something was changed before it.") from None
-        return
-    except Exception as error:
-        raise NotYet(f"{where}, {times}: raise ValueError, not {type(error).__name__}.") from error
-    raise NotYet(f"{where}, {times}: it must raise ValueError.")
 
 
 # Exercise 2: a scheduler to repair ------------------------------------------------------------------------------------
