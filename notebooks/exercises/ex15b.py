@@ -78,10 +78,10 @@ def check_noisy(answer) -> str:
          "token into the bits."),
         (lambda: len(np.unique(of_all[0])) < 0.9 * VOCABULARY, "a token has the same noise as another token of its "
          "row: count tokens from the beginning of the row, not of the piece."),
-        (lambda: not np.allclose(scores, logits + temperatures[:, None] * of_all, atol=1e-4), "the noise must be "
-         "multiplied by the row's temperature, and added to the logits as they are."),
         (lambda: not same(of_all, noise(seeds, positions)), "the same call twice has other noise: nothing but seed, "
          "position and token may go into it."),
+        (lambda: not np.allclose(scores, logits + temperatures[:, None] * of_all, atol=1e-4), "the noise must be "
+         "multiplied by the row's temperature, and added to the logits as they are."),
         (lambda: not same(of_all, noise(seeds[::-1], positions[::-1])[::-1]), "a request has other noise in another "
          "row: its row must not go into its key."),
         (lambda: not same(of_all[:2], noise(seeds[:2], positions[:2])), "a request has other noise when others share "
