@@ -44,7 +44,7 @@ exercise-2
   * noise => * 0  # no row has noise
   lambda logits, temperatures, seeds, positions: scores(logits, temperatures, seeds, positions)  # must be a kernel
 exercise-3
-  x > m => jnp.logical_not(x <= m)  # Right.
+  x > m => m < x  # Right.
   jnp.where(x > m, => jnp.where(jnp.maximum(m, x) != m,
   x > m => x >= m  # smallest token
   jnp.min(jnp.where(m == jnp.max(m), token, vocabulary)) => jnp.max(jnp.where(m == jnp.max(m), token, -1))
