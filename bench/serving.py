@@ -88,13 +88,13 @@ def trace(num_requests: int, vocab_size: int, max_prompt: int, max_new_tokens: i
     return requests
 
 
-def serve(problem: Problem, backend: str, params) -> dict:
-    """Figures of serving the whole trace, submitted at once, when all is compiled."""
+def serve(problem: Problem, backend: str, params, **how) -> dict:
+    """Figures of serving the whole trace, submitted at once, when all is compiled; `how` are options of `Engine`."""
     requests = trace(problem.num_requests, problem.config.vocab_size, problem.max_prompt, problem.max_new_tokens)
     engine = Engine(
         problem.config, params, num_pages=problem.num_pages, page_size=problem.page_size, max_seqs=problem.max_seqs,
         max_tokens_per_step=problem.max_tokens_per_step, backend=backend,
-        max_seq_len=max(len(request["prompt"]) + request["max_new_tokens"] for request in requests),
+        max_seq_len=max(len(request["prompt"]) + request["max_new_tokens"] for request in requests), **how,
     )  # fmt: skip
     engine.warmup()
     with lab.alone():
@@ -113,6 +113,8 @@ def serve(problem: Problem, backend: str, params) -> dict:
         decode_step_ms=1e3 * float(np.median([step.seconds for step in steps if step.decode])),
         decode_wait_ms=1e3 * float(np.median([step.waited for step in steps if step.decode])),
         mixed_step_ms=1e3 * float(np.median([step.seconds for step in steps if not step.decode])),
+        mixed_wait_ms=1e3 * float(np.median([step.waited for step in steps if not step.decode])),
+        mixed_steps=sum(not step.decode for step in steps),
         kv_utilization=float(np.mean([step.kv_utilization for step in steps])),
         time_to_first_token_p50=float(np.median(first)),
         time_to_first_token_p99=float(np.quantile(first, 0.99)),

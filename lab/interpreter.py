@@ -131,12 +131,15 @@ def _call_back(original, *args, callback, result_avals, **kwargs):
 
     def call():
         # XLA takes the arrays' memory back afterwards.
-        plain = (x.item() if x.ndim == 0 and x.dtype.kind in "iu" else np.array(x) for x in map(np.asarray, args))
+        arrays = list(map(np.asarray, args))
+        plain = [x.item() if x.ndim == 0 and x.dtype.kind in "iu" else np.array(x) for x in arrays]
+        if fn is gpu_callbacks._swap:  # Its last argument is stored: a number keeps its dtype, which is the array's.
+            plain[-1] = np.array(arrays[-1])
         found = zip(callback(*plain), result_avals, strict=True)
         return [np.asarray(x, aval.dtype) if isinstance(x, int) else x for x, aval in found]
 
-    fn = callback.callback_func
-    module = str(getattr(fn, "func", fn).__module__)  # None of a list's append.
+    fn = getattr(callback.callback_func, "func", callback.callback_func)
+    module = str(fn.__module__)  # None of a list's append.
     with jax.transfer_guard("allow"):  # The interpreter's arrays are no business of the program's.
         if module == __name__ or module.startswith(gpu_callbacks.__package__):
             return original(callback=call, result_avals=result_avals, **kwargs)

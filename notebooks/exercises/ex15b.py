@@ -1,99 +1,16 @@
-"""Chapter 15b's exercises: noise of a request, tokens not known yet, steps that go off together, a loop to mend."""
+"""Chapter 15b's exercises: tokens not known yet, noise of a request, the best token, a loop to mend."""
 
 import functools
 import itertools
+import math
 
 import jax.numpy as jnp
 import numpy as np
-from exercises.judge import NotYet, checker, require_answers
+from exercises.judge import NotYet, checker, normal, play_kernel, require_answers, run_kernel
 
 from serving import PageAllocator, Request, Scheduler
 
-# Exercise 1: noise that belongs to a request -------------------------------------------------------------------------
-
-VOCABULARY = 64
-DRAWS = 16_000
-# (seed, position) twice, different ones whose sum, product or bits together are the same. Keys have 32 bits, so the
-# last two lines find every `m * seed + n * position`, and `^` too: m even, n even, m / n with a rest of 1 or 3 by 4.
-ALIKE = (
-    *(((1, 5), (2, 4)), ((2, 6), (3, 4)), ((3, 4), (4, 3)), ((9, 0), (0, 9)), ((2**31 + 5, 7), (5, 7))),
-    *(((2**31, 0), (0, 0)), ((0, 2**30), (0, 0)), ((2**31, 0), (0, 2**30))),
-    *(((2**30, 0), (0, 2**30)), ((2**30, 2**30), (0, 0)), ((2**30, 2**30), (2**31, 0))),
-)
-
-
-@checker
-def check_noisy(answer) -> str:
-    """Exercise 1: `answer(logits, temperatures, seeds, positions)` is the scores that tokens are chosen by."""
-    rng = np.random.default_rng(0)
-    logits = rng.standard_normal((5, VOCABULARY)).astype(np.float32)
-    temperatures = np.float32([0.8, 1.0, 0.0, 0.5, 1.3])
-    seeds, positions = [7, 123, 9, 2**32 - 1, 40], [12, 300, 5, 0, 77]
-    scores = _scores(answer, logits, temperatures, seeds, positions)
-    noise = functools.partial(_noise, answer)
-    of_all, same = noise(seeds, positions), np.array_equal
-    for is_wrong, said in (
-        (not same(scores[2], logits[2]), "a temperature of 0 is greedy: its scores are its logits, nothing is added."),
-        (same(scores, logits), "no row has noise: add it where the temperature is above 0."),
-        (np.ptp(of_all[0]) == 0, "all tokens of a row have the same noise, which changes no choice: draw one number "
-         "for each."),
-        (not same(of_all, noise(seeds, positions)), "the same call twice has other noise: nothing but seed and "
-         "position may go into a key."),
-        (not np.allclose(scores, logits + temperatures[:, None] * of_all, atol=1e-4), "the noise must be multiplied by "
-         "the row's temperature, and added to the logits as they are."),
-        (not same(of_all, noise(seeds[::-1], positions[::-1])[::-1]), "a request has other noise in another row: its "
-         "row must not go into its key."),
-        (not same(of_all[:2], noise(seeds[:2], positions[:2])), "a request has other noise when others share its step: "
-         "each row needs a key of its own."),
-        (same(*noise([7, 7], [12, 13])), "a request has the same noise at positions 12 and 13: its answer would repeat "
-         "itself."),
-        (same(*noise([7, 8], [12, 12])), "requests with seeds 7 and 8 have the same noise: their answers would be "
-         "alike."),
-    ):  # fmt: skip
-        if is_wrong:
-            raise NotYet(said)
-    of_pairs = noise(*zip(*itertools.chain(*ALIKE), strict=True)).reshape(-1, 2, VOCABULARY)
-    for ((seed, at), (other, at_other)), pair in zip(ALIKE, of_pairs, strict=True):
-        if np.array_equal(*pair):
-            raise NotYet(
-                f"seed {seed} at position {at} has the noise of seed {other} at position {at_other}: a sum of the two, "
-                "or of their multiples, is no key. Make a key of the seed, and a key of that key and the position."
-            )
-    _require_softmax(answer)
-    return "The same request has the same noise wherever and whenever it is served, and no two share theirs."
-
-
-def _scores(answer, logits, temperatures, seeds, positions) -> np.ndarray:
-    given = answer(
-        jnp.asarray(logits), jnp.asarray(temperatures, jnp.float32), jnp.asarray(seeds, jnp.uint32),
-        jnp.asarray(positions, jnp.int32),
-    )  # fmt: skip
-    given = np.asarray(given)
-    if given.shape != logits.shape:
-        raise NotYet(f"for logits of shape {logits.shape} the scores have shape {given.shape}; it must be the same.")
-    return given
-
-
-def _noise(answer, seeds, positions) -> np.ndarray:
-    return _scores(answer, np.zeros((len(seeds), VOCABULARY), np.float32), [1.0] * len(seeds), seeds, positions)
-
-
-def _require_softmax(answer) -> None:
-    """Raises NotYet unless tokens come as often as the softmax says, over many positions of one request."""
-    logits, temperature = np.float32([0.0, 1.0, 2.0, -1.0]), 0.7
-    every = np.broadcast_to(logits, (DRAWS, 4))
-    scores = _scores(answer, every, [temperature] * DRAWS, [3] * DRAWS, range(DRAWS))
-    share = np.bincount(scores.argmax(axis=1), minlength=4) / DRAWS
-    wanted = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
-    worst = np.abs(share - wanted).argmax()
-    if abs(share[worst] - wanted[worst]) > 0.02:
-        raise NotYet(
-            f"over {DRAWS:,} positions token {worst} of four is chosen in {share[worst]:.0%}, and its probability is "
-            f"{wanted[worst]:.0%}: is the noise Gumbel's?"
-        )
-
-
-# Exercise 2: a step that is planned before the tokens are known -------------------------------------------------------
+# Exercise 1: a step that is planned before the tokens are known -------------------------------------------------------
 
 PLANS = (  # tokens, pending, computed, most, row, budget: decoding, at the end, in the prompt, preempted.
     ([7, 8, 9, 4], 0, 3, 9, 2, 1), ([7, 8, 9], 1, 3, 9, 2, 1), ([7, 8, 9], 1, 3, 9, 0, 64),
@@ -107,7 +24,7 @@ PLANS = (  # tokens, pending, computed, most, row, budget: decoding, at the end,
 
 @checker
 def check_next_tokens(answer) -> str:
-    """Exercise 2: `answer(tokens, pending, computed, most, row, budget)` is the tokens of a request's next chunk."""
+    """Exercise 1: `answer(tokens, pending, computed, most, row, budget)` is the tokens of a request's next chunk."""
 
     def chunk(tokens, pending, computed, most, row, budget, *, unknown=lambda row: -1 - row, ends=True, waits=False):
         every = tokens + [unknown(row)] * pending
@@ -131,53 +48,146 @@ def _plan(rng):
     return tokens, pending, computed, len(tokens) + pending + more, row, budget
 
 
-# Exercise 3: steps that go off together -------------------------------------------------------------------------------
+# Exercise 2: noise that belongs to a request -------------------------------------------------------------------------
 
-TOGETHER = (  # lengths, left, free, page_size, most.
-    ([5], [9], 3, 4, 4),
-    ([5], [9], 0, 4, 4),
-    ([8], [9], 0, 4, 4),
-    ([5, 6, 9], [9, 9, 9], 1, 4, 4),
-    ([5, 6, 9], [9, 9, 9], 3, 4, 4),
-    ([5, 6, 9], [9, 9, 9], 3, 4, 8),
-    ([7, 7, 7], [1, 1, 6], 9, 4, 8),
-    ([7, 7, 7], [1, 1, 8], 1, 4, 8),
-    ([7, 8, 7], [2, 1, 3], 9, 4, 8),
-    ([3, 3], [1, 1], 4, 4, 8),
-    ([1, 2, 3, 4, 5, 6], [20] * 6, 3, 8, 16),
-    ([16, 16], [5, 5], 1, 16, 4),
-    ([30, 2, 17], [40, 40, 40], 2, 16, 32),
-    ([12, 13], [2, 30], 1, 16, 1),
+VOCABULARY = 512
+# (seed, position) twice, different ones whose sum, product or bits together are the same. Keys have 32 bits, so the
+# last two lines find every `m * seed + n * position`, and `^` too: m even, n even, m / n with a rest of 1 or 3 by 4.
+ALIKE = (
+    *(((1, 5), (2, 4)), ((2, 6), (3, 4)), ((3, 4), (4, 3)), ((9, 0), (0, 9)), ((2**31 + 5, 7), (5, 7))),
+    *(((2**31, 0), (0, 0)), ((0, 2**30), (0, 0)), ((2**31, 0), (0, 2**30))),
+    *(((2**30, 0), (0, 2**30)), ((2**30, 2**30), (0, 0)), ((2**30, 2**30), (2**31, 0))),
 )
+NEIGHBOURS = (((7, 12), (7, 13)), ((7, 12), (8, 12)))
 
 
 @checker
-def check_steps_together(answer) -> str:
-    """Exercise 3: `answer(lengths, left, free, page_size, most)` is how many steps may go off in one program."""
+def check_noisy(answer) -> str:
+    """Exercise 2: `answer(logits, temperatures, seeds, positions)` is a kernel: the scores to choose by."""
+    logits = normal(0, (5, VOCABULARY))
+    temperatures = np.float32([0.8, 1.0, 0.0, 0.5, 1.3])
+    seeds, positions = [7, 123, 9, 2**32 - 1, 40], [12, 300, 5, 0, 77]
+    scores = _scores(answer, logits, temperatures, seeds, positions)
+    noise = functools.partial(_noise, answer)
+    of_all, same = noise(seeds, positions), np.array_equal
+    for is_wrong, said in (
+        (lambda: same(scores, logits), "no row has noise: add it where the temperature is above 0."),
+        (lambda: not same(scores[2], logits[2]), "a temperature of 0 is greedy: its scores are its logits, nothing is "
+         "added."),
+        (lambda: np.ptp(of_all[0]) == 0, "all tokens of a row have the same noise, which changes no choice: mix the "
+         "token into the bits."),
+        (lambda: len(np.unique(of_all[0])) < 0.9 * VOCABULARY, "a token has the same noise as another token of its "
+         "row: count tokens from the beginning of the row, not of the piece."),
+        (lambda: not same(of_all, noise(seeds, positions)), "the same call twice has other noise: nothing but seed, "
+         "position and token may go into it."),
+        (lambda: not np.allclose(scores, logits + temperatures[:, None] * of_all, atol=1e-4), "the noise must be "
+         "multiplied by the row's temperature, and added to the logits as they are."),
+        (lambda: not same(of_all, noise(seeds[::-1], positions[::-1])[::-1]), "a request has other noise in another "
+         "row: its row must not go into its key."),
+        (lambda: not same(of_all[:2], noise(seeds[:2], positions[:2])), "a request has other noise when others share "
+         "its step: how many they are must not go into its key."),
+    ):  # fmt: skip
+        if is_wrong():
+            raise NotYet(said)
+    _require_own_noise(answer)
+    return "The same request has the same noise wherever and whenever it is served, and no two share theirs."
 
-    def together(lengths, left, free, page_size, most, *, ends=True, of_left=max, powers=True):
-        pages = lambda tokens: -(-tokens // page_size)
-        for steps in range(min(most, of_left(left)), 0, -1):
-            of_each = [(n, min(steps, more) if ends else steps) for n, more in zip(lengths, left, strict=True)]
-            fits = sum(pages(n + more) - pages(n) for n, more in of_each) <= free
-            if fits and not (powers and steps & (steps - 1)):
-                return steps
-        return 0
 
-    likely = (
-        (dict(ends=False), "A sequence with fewer tokens left needs no pages after its last."),
-        (dict(of_left=min), "A sequence that ends leaves its row empty, and the others go on."),
-        (dict(of_left=lambda left: 99), "No sequence has as many tokens left: the last steps are in vain."),
-        (dict(powers=False), "A program is compiled for 1, 2, 4, ... steps, and for no other number."),
+def _scores(answer, logits, temperatures, seeds, positions) -> np.ndarray:
+    given = run_kernel(
+        answer, jnp.asarray(logits, jnp.float32), jnp.asarray(temperatures, jnp.float32),
+        jnp.asarray(seeds, jnp.uint32), jnp.asarray(positions, jnp.int32),
+    )  # fmt: skip
+    if given.shape != logits.shape:
+        raise NotYet(f"for logits of shape {logits.shape} the scores have shape {given.shape}; it must be the same.")
+    return np.asarray(given)
+
+
+def _noise(answer, seeds, positions) -> np.ndarray:
+    return _scores(answer, np.zeros((len(seeds), VOCABULARY)), [1.0] * len(seeds), seeds, positions)
+
+
+def _require_own_noise(answer) -> None:
+    """Raises NotYet if two pairs of seed and position share noise, in the same places or in others, or if it is not
+    distributed as Gumbel's."""
+    pairs = NEIGHBOURS + ALIKE
+    noise = _noise(answer, *zip(*itertools.chain(*pairs), strict=True)).reshape(-1, 2, VOCABULARY)
+    for ((seed, at), (other, at_other)), (a, b) in zip(pairs, noise, strict=True):
+        if np.array_equal(a, b):
+            raise NotYet(
+                f"seed {seed} at position {at} has the noise of seed {other} at position {at_other}: "
+                + ("its answer would repeat itself." if (seed, at_other) == (other, at + 1) else
+                   "their answers would be alike." if at == at_other and other == seed + 1 else
+                   "a sum of the two, or of their multiples, is no key. Mix the seed before the position joins it.")
+            )  # fmt: skip
+        if len(np.intersect1d(a, b)) > VOCABULARY // 8:
+            raise NotYet(
+                f"seed {seed} at position {at} has the numbers of seed {other} at position {at_other}, in other "
+                "places: mix seed and position into one key before the token joins it."
+            )
+    values = np.sort(noise[:, 0].ravel().astype(np.float64))
+    share = (np.arange(len(values)) + 0.5) / len(values)
+    with np.errstate(over="ignore"):
+        off = np.abs(np.exp(-np.exp(-values)) - share)
+    if not off.max() < 0.04:
+        at = int(np.nan_to_num(off, nan=1.0).argmax())
+        raise NotYet(
+            f"{share[at]:.0%} of the noise lies below {values[at]:.2f}, and by Gumbel's distribution it would be "
+            f"{math.exp(-math.exp(min(-values[at], 300))):.0%}: is the noise Gumbel's?"
+        )
+
+
+# Exercise 3: the best token ------------------------------------------------------------------------------------------
+
+
+@checker
+def check_best_tokens(answer) -> str:
+    """Exercise 3: `answer(scores)` is a kernel: each row's token of the largest score, the smallest of several."""
+    x = normal(1, (3, 1024))
+    ties = x.at[0, jnp.asarray([900, 300, 44, 45])].set(9.0).at[1, jnp.asarray([1023, 700])].set(9.0)
+    cases = (
+        ("with normal scores", x),
+        ("with rows of 1792, the best in the last piece", normal(2, (2, 1792)).at[:, -7].add(9.0)),
+        ("where several scores are equally large", ties.at[2, :].set(jnp.round(ties[2]))),
+        ("where all scores are negative", x - 20_000),
+        ("where all scores but some are -inf", jnp.full((2, 512), -jnp.inf).at[0, 300].set(-3e38).at[1, 511].set(2.0)),
+        ("with five rows of 256", normal(3, (5, 256))),
+    )  # fmt: skip
+    for where, scores in cases:
+        found, exact = np.asarray(run_kernel(answer, scores)), np.asarray(scores).argmax(axis=1)
+        if found.shape != exact.shape or found.dtype != np.int32:
+            raise NotYet(f"it returns {found.dtype} of shape {found.shape}; it must be int32 of shape {exact.shape}.")
+        if wrong := np.flatnonzero(found != exact).tolist():
+            row = wrong[0]
+            raise NotYet(f"{where}, row {row}: it gives token {found[row]}, and {exact[row]} is right. "
+                         + _reason(np.asarray(scores), found))  # fmt: skip
+    loaded = max(map(_values_read, itertools.chain(*play_kernel(answer, x))))
+    if loaded > x.shape[1]:
+        raise NotYet(f"it is right, but a block reads a row {loaded / x.shape[1]:.0f} times: one pass is enough.")
+    return "One pass over a row finds its largest score and the token that has it."
+
+
+def _reason(scores, found) -> str:
+    exact, count = scores.argmax(axis=1), scores.shape[1]
+    is_token = (found >= 0) & (found < count)
+    if is_token.all() and (scores[np.arange(len(found)), found] == scores.max(axis=1)).all():
+        return "Both have the largest score: the smallest token wins."
+    if np.array_equal(found, exact % 256):
+        return "That is its place in a piece: add where the piece begins."
+    if (scores.max(axis=1) < 0).any() and is_token.all():
+        return "Do you begin with -inf, which is below all scores? Here all scores are negative, or many are -inf."
+    if is_token.all() and np.array_equal(found // 256, np.full_like(found, count // 256 - 1)):
+        return "The best of the last piece is not the best of the row: keep the larger one at each place."
+    return (
+        "A thread remembers, for each place of a piece, the largest score so far and its token; then the largest of "
+        "all places decides, at the place that has it."
     )
-    said = "The most steps, a power of two up to `most`, whose new pages are free; each sequence rounds up for itself."
-    require_answers(answer, TOGETHER, together, likely, said, draw=_together)
-    return "The pages of all steps are known before the first: lengths do not depend on tokens."
 
 
-def _together(rng):
-    lengths, left = rng.integers(1, 40, (2, 4)).tolist()
-    return lengths, left, int(rng.integers(0, 12)), int(rng.integers(1, 17)), int(2 ** rng.integers(0, 6))
+def _values_read(block) -> int:
+    """Values of a row that a block reads from global memory."""
+    direct = sum(math.prod(size for _, size in box) for _, box in block.fetched)
+    return direct + sum(math.prod(event.shape) for event in block.events if event.kind == "load")
 
 
 # Exercise 4: a loop to mend -------------------------------------------------------------------------------------------

@@ -2,38 +2,6 @@
 
 TRIED = r"""
 exercise-1
-  fold_in(jax.random.key(seed), position) => fold_in(jax.random.fold_in(jax.random.key(0), position), seed)  # Right.
-  jax.random.gumbel(key, logits.shape[1:])
-    => -jnp.log(-jnp.log(jax.random.uniform(key, logits.shape[1:], minval=1e-30)))
-  jax.vmap(noise)(seeds, positions) => jax.vmap(noise)(jnp.arange(len(seeds)), positions)  # in another row
-  jax.vmap(noise)(seeds, positions) => jax.vmap(noise)(seeds + jnp.arange(len(seeds), dtype=jnp.uint32), positions)
-  jax.vmap(noise)(seeds, positions) => jax.random.gumbel(jax.random.key(seeds.sum()), logits.shape)
-  def noise( => TURN[0] += 1\n\n    def noise( && key(seed) => key(TURN[0]) && def noisy( => TURN = [0]\n\n\ndef noisy(
-    # twice has other noise
-  key = jax.random.fold_in(jax.random.key(seed), position) => key = jax.random.key(seed)  # would repeat itself
-  key = jax.random.fold_in(jax.random.key(seed), position) => key = jax.random.key(position)  # would be alike
-  key = jax.random.fold_in(jax.random.key(seed), position) => key = jax.random.key(seed + position.astype(jnp.uint32))
-    # a sum of the two
-  key = jax.random.fold_in(jax.random.key(seed), position) => key = jax.random.key(seed ^ position.astype(jnp.uint32))
-  key = jax.random.fold_in(jax.random.key(seed), position)
-    => key = jax.random.key(65537 * seed + position.astype(jnp.uint32))  # is no key
-  key = jax.random.fold_in(jax.random.key(seed), position)
-    => key = jax.random.key(7919 * seed + 5 * position.astype(jnp.uint32))
-  key = jax.random.fold_in(jax.random.key(seed), position)
-    => key = jax.random.key(2**16 * seed + position.astype(jnp.uint32))
-  key = jax.random.fold_in(jax.random.key(seed), position)
-    => key = jax.random.key(seed + 2**20 * position.astype(jnp.uint32))
-  key = jax.random.fold_in(jax.random.key(seed), position)
-    => key = jax.random.fold_in(jax.random.key(0), 65537 * seed + position.astype(jnp.uint32))
-  jax.random.gumbel => jax.random.normal  # is the noise Gumbel's
-  jax.random.gumbel(key, logits.shape[1:]) => jnp.full(logits.shape[1:], jax.random.gumbel(key))  # changes no choice
-  temperatures[:, None] * =>  # is greedy
-  temperatures[:, None] * => (temperatures[:, None] > 0) *  # multiplied by the row's temperature
-  logits + temperatures[:, None] * => logits / jnp.where(temperatures > 0, temperatures, 1)[:, None] +
-    (temperatures[:, None] > 0) *
-  lambda logits, *_: logits  # no row has noise
-  lambda logits, *_: logits[0]  # it must be the same
-exercise-2
   return every[computed : computed + budget] => return [tokens[i] if i < len(tokens) else ~row for i in
     range(computed, min(len(every), computed + budget))]  # Right.
   if len(every) == most: => if False:  # and never computed
@@ -44,16 +12,55 @@ exercise-2
   every[computed : computed + budget] => every[:budget]
   lambda tokens, pending, *case: [] if pending else next_tokens(tokens, pending, *case)  # need not know
   every = tokens + => tokens.append(0)\n    every = tokens[:-1] +  # changes what it is given
+exercise-2
+  mixed(mixed(token) ^ key) => mixed(token ^ mixed(key + jnp.uint32(77)))  # Right.
+  mixed(mixed(seeds_gmem[row]) ^ positions_gmem[row].astype(jnp.uint32)) =>
+    mixed(mixed(positions_gmem[row].astype(jnp.uint32) + jnp.uint32(5)) + seeds_gmem[row])
+  mixed(seeds_gmem[row]) => mixed(row.astype(jnp.uint32))  # in another row
+  mixed(mixed(seeds_gmem[row]) => mixed(mixed(seeds_gmem[row] + row.astype(jnp.uint32))
+  seeds_gmem[row] => seeds_gmem[0]
+  mixed(mixed(seeds_gmem[row]) => mixed(jnp.uint32(rows) + mixed(seeds_gmem[row])  # when others share its step
+  def kernel( => TURN[0] += 1\n    turn = TURN[0]\n\n    def kernel( && mixed(seeds_gmem[row]) =>
+    mixed(jnp.uint32(turn)) && def noisy( => TURN = [0]\n\n\ndef noisy(  # twice has other noise
+  ^ positions_gmem[row].astype(jnp.uint32) =>  # would repeat itself
+  mixed(mixed(seeds_gmem[row]) ^ => mixed(mixed(jnp.uint32(7)) ^  # would be alike
+  mixed(mixed(seeds_gmem[row]) ^ => mixed(seeds_gmem[row] +  # a sum of the two
+  mixed(mixed(seeds_gmem[row]) ^ => mixed(seeds_gmem[row] ^
+  mixed(mixed(seeds_gmem[row]) ^ => mixed(seeds_gmem[row] *
+  mixed(mixed(seeds_gmem[row]) ^ => mixed(jnp.uint32(65537) * seeds_gmem[row] +
+  mixed(mixed(seeds_gmem[row]) ^ => mixed(jnp.uint32(2**16) * seeds_gmem[row] +
+  mixed(mixed(seeds_gmem[row]) ^ => mixed(jnp.uint32(7919) * seeds_gmem[row] + jnp.uint32(5) *
+  mixed(mixed(token) ^ key) => mixed(token + mixed(seeds_gmem[row]) + positions_gmem[row].astype(jnp.uint32))
+    # in other places
+  mixed(mixed(token) ^ key) => mixed(token ^ mixed(seeds_gmem[row]) ^ positions_gmem[row].astype(jnp.uint32))
+  (piece * block + place) => place  # the same noise as another token
+  mixed(mixed(token) ^ key) => mixed(mixed(token) ^ key) * jnp.uint32(0) + key  # changes no choice
+  -jnp.log(-jnp.log(uniform(bits))) => uniform(bits)  # is the noise Gumbel's
+  -jnp.log(-jnp.log(uniform(bits))) => jnp.log(-jnp.log(uniform(bits)))
+  -jnp.log(-jnp.log(uniform(bits))) => -jnp.log(uniform(bits))
+  temperatures_gmem[row] * =>  # is greedy
+  x + temperatures_gmem[row] * => x + jnp.where(temperatures_gmem[row] > 0, 1.0, 0.0) *
+    # multiplied by the row's temperature
+  * noise => * 0  # no row has noise
+  lambda logits, temperatures, seeds, positions: scores(logits, temperatures, seeds, positions)  # must be a kernel
 exercise-3
-  count = most => count = most if most < 2 else 1 << most.bit_length() - 1  # Right.
-  min(count, more) => count  # after its last
-  max(left) => min(left)  # leaves its row empty
-  count <= max(left) => True  # are in vain
-  count //= 2 => count -= 1  # for no other number
-  return 0 => return 1  # rounds up for itself
-  need <= free => need <= free + 1
-  need <= free => need <= 0
-  lambda *case: 2 * steps_together(*case)
+  x > m => m < x  # Right.
+  jnp.where(x > m, => jnp.where(jnp.maximum(m, x) != m,
+  x > m => x >= m  # smallest token
+  jnp.min(jnp.where(m == jnp.max(m), token, vocabulary)) => jnp.max(jnp.where(m == jnp.max(m), token, -1))
+  i * block + place, token => place, token  # its place in a piece
+  -jnp.inf, jnp.float32 => 0.0, jnp.float32  # all scores are negative
+  -jnp.inf, jnp.float32 => -1e4, jnp.float32
+  return jnp.maximum(m, x), token => return x, token  # keep the larger one
+  jnp.min(jnp.where(m == jnp.max(m), token, vocabulary)) => jnp.max(token)
+  jnp.min(jnp.where(m == jnp.max(m), token, vocabulary)) => jnp.min(token)  # at the place
+  vocabulary // block, step => vocabulary // block - 1, step
+  vocabulary // block, step => 4, step  # with rows of
+  scores_gmem.at[row, here] => scores_gmem.at[0, here]  # row 1
+  m, token = lax => lax.fori_loop(0, vocabulary // block, step, start)\n        m, token = lax  # reads a row 2 times
+  rows,), jnp.int32 => rows,), jnp.float32 && jnp.min(jnp.where(m == jnp.max(m), token, vocabulary)) =>
+    jnp.min(jnp.where(m == jnp.max(m), token, vocabulary)).astype(jnp.float32)  # int32
+  lambda scores: jnp.argmax(scores, axis=1).astype(jnp.int32)  # must be a kernel
 exercise-4
   except BaseException: => except KeyboardInterrupt:  # every fifth launch is refused
   except BaseException: => except Exception:  # every sixth launch is interrupted
@@ -72,23 +79,6 @@ exercise-4
 
 
 # %% exercise-1 needs: parameters setup
-def noisy(logits, temperatures, seeds, positions):
-    #: key = jax.random.key(0)  # One for all rows.
-    #: noise = jax.random.gumbel(key, logits.shape)
-    #: return logits + temperatures[:, None] * noise
-    # BEGIN SOLUTION
-    def noise(seed, position):
-        key = jax.random.fold_in(jax.random.key(seed), position)
-        return jax.random.gumbel(key, logits.shape[1:])
-
-    return logits + temperatures[:, None] * jax.vmap(noise)(seeds, positions)
-    # END SOLUTION
-
-
-ex15b.check_noisy(noisy)
-
-
-# %% exercise-2 needs: parameters setup
 def next_tokens(tokens, pending, computed, most, row, budget):
     #: return None  # Your code.
     # BEGIN SOLUTION
@@ -102,25 +92,74 @@ def next_tokens(tokens, pending, computed, most, row, budget):
 ex15b.check_next_tokens(next_tokens)
 
 
+# %% exercise-2 needs: parameters setup sampling
+def noisy(logits, temperatures, seeds, positions, block=256):
+    rows, vocabulary = logits.shape
+    layout = plgpu.Layout.WG_STRIDED((block,), 2)
+
+    def kernel(logits_gmem, temperatures_gmem, seeds_gmem, positions_gmem, o_gmem):
+        row, piece = lax.axis_index("row"), lax.axis_index("piece")
+        here = pl.ds(piece * block, block)
+        x = plgpu.load(logits_gmem.at[row, here], layout=layout, optimized=False)
+        place = plgpu.broadcasted_iota(jnp.int32, (block,), 0, layout=layout)
+        #: key = mixed(row.astype(jnp.uint32))  # It belongs to a row of the batch.
+        #: bits = mixed(place.astype(jnp.uint32) + key)
+        #: noise = uniform(bits)  # Not Gumbel's yet.
+        # BEGIN SOLUTION
+        key = mixed(mixed(seeds_gmem[row]) ^ positions_gmem[row].astype(jnp.uint32))
+        token = (piece * block + place).astype(jnp.uint32)
+        bits = mixed(mixed(token) ^ key)
+        noise = -jnp.log(-jnp.log(uniform(bits)))
+        # END SOLUTION
+        o_gmem[row, here] = x + temperatures_gmem[row] * noise
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(logits.shape, jnp.float32),
+        grid=(rows, vocabulary // block),
+        grid_names=("row", "piece"),
+    )(logits, temperatures, seeds, positions)
+
+
+ex15b.check_noisy(noisy)
+
+
 # %% exercise-3 needs: parameters setup
-def steps_together(lengths, left, free, page_size, most):
-    #: return None  # Your code.
-    # BEGIN SOLUTION
-    pages = lambda tokens: -(-tokens // page_size)
-    count = most
-    while count:
-        need = sum(
-            pages(length + min(count, more)) - pages(length)
-            for length, more in zip(lengths, left, strict=True)
-        )
-        if need <= free and count <= max(left):
-            return count
-        count //= 2
-    return 0
-    # END SOLUTION
+def best_tokens(scores, block=256):
+    rows, vocabulary = scores.shape
+    layout = plgpu.Layout.WG_STRIDED((block,), 2)
+
+    def kernel(scores_gmem, o_gmem):
+        row = lax.axis_index("row")
+        place = plgpu.broadcasted_iota(jnp.int32, (block,), 0, layout=layout)
+
+        def step(i, carry):
+            m, token = carry  # The best so far at each place of a piece.
+            here = pl.ds(i * block, block)
+            x = plgpu.load(scores_gmem.at[row, here], layout=layout, optimized=False)
+            #: return jnp.maximum(m, x), token  # Your code: the token, too.
+            # BEGIN SOLUTION
+            token = jnp.where(x > m, i * block + place, token)
+            return jnp.maximum(m, x), token
+            # END SOLUTION
+
+        nothing = jnp.full((block,), -jnp.inf, jnp.float32)
+        start = plgpu.layout_cast(nothing, layout), place
+        m, token = lax.fori_loop(0, vocabulary // block, step, start)
+        #: o_gmem[row] = jnp.max(token)  # Your code.
+        # BEGIN SOLUTION
+        o_gmem[row] = jnp.min(jnp.where(m == jnp.max(m), token, vocabulary))
+        # END SOLUTION
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((rows,), jnp.int32),
+        grid=(rows,),
+        grid_names=("row",),
+    )(scores)
 
 
-ex15b.check_steps_together(steps_together)
+ex15b.check_best_tokens(best_tokens)
 
 
 # %% exercise-4 needs: parameters setup

@@ -227,6 +227,20 @@ def test_check_names_a_deadlock(no_gpu, capsys):
         lab.check(lambda x: two_roles(x, freed_steps=0, grid=(2,)), lambda x: x, X, gpu=None)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint32])
+def test_a_kernel_stores_a_whole_number(dtype):
+    """The interpreter gets numbers as Python's, and an array takes those of its own dtype alone."""
+
+    def kernel(x_gmem, o_gmem):
+        i = lax.axis_index("row")
+        o_gmem[i] = x_gmem[i] + x_gmem[0]
+
+    x = jnp.asarray([2**31 - 9, 3, 4], dtype)
+    with lab.interpret():
+        out = plgpu.kernel(kernel, out_type=jax.ShapeDtypeStruct(x.shape, dtype), grid=(3,), grid_names=("row",))(x)
+    np.testing.assert_array_equal(out, x + x[0])
+
+
 def test_race_detection_can_be_off():
     with lab.interpret(detect_races=False) as seen:
         no_wait(X)
