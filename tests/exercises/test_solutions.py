@@ -81,8 +81,7 @@ def test_every_exercise_has_hints_and_a_solution(stem):
     wanted = [cell.id for cell in notebook if "exercise" in cell.metadata.get("tags", [])]
     assert [cell for of, cell in EXERCISES if of == stem] == wanted
     assert len(wanted) >= 4
-    if stem != "15_serving":  # Its subject is a scheduler, on the host.
-        assert sum("kernel" in found[name][1].metadata.tags for name in wanted) >= 2, "tagged: exercise, kernel"
+    assert sum("kernel" in found[name][1].metadata.tags for name in wanted) >= 2, "tagged: exercise, kernel"
     for name in wanted:
         text, cell = found[name]
         assert cell.source == EXERCISES[stem, name].skeleton, f"run: python tools/skeletons.py {stem.split('_')[0]}"
