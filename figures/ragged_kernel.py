@@ -22,7 +22,7 @@ def kernel_boxes(ax):
         box(ax, x, bottom, 1.2, high * queries, colour=BLUE, fill=0.04)
         box(ax, x, y_of(num), 1.2, high * num, f"{num} queries" if plain else "", BLUE, fill=0.3, size=8)
         box(ax, x + 2.1, y_of(num), 1.3, high * num, "", BLUE, fill=0.12, size=8)
-        box(ax, x + 2.1, bottom, 1.3, high * (queries - num) - 0.03, colour=RED if plain else PINK, fill=0.2)
+        box(ax, x + 2.1, bottom, 1.3, high * (queries - num) - 0.03, colour=RED if plain else SOFT, fill=0.2)
         words(ax, x + 2.75, y_of(44), "rows of the next\nsequence" + ", now\noverwritten" * plain, 8)
         if plain:
             words(ax, x + 0.6, y_of(44), "unused", 8)
@@ -53,15 +53,15 @@ def head_tile(ax, x, used):
 def kernel_rows(ax):
     """The 64 rows of a tile: queries of one head, or fewer queries with all heads that read the same keys."""
     heads = BLUE, ORANGE, PINK, GREEN
-    words(ax, 0.2, 3.55, "one head a tile", ha="left", weight="bold")
+    words(ax, 0.2, 3.55, "one head per tile", ha="left", weight="bold")
     _tiles(ax, 0.2, "a prompt: 16 queries", "4 tiles, 4 times the keys", [[head] * 16 for head in heads])
-    _tiles(ax, 2.3, "an answer: 1 query", "4 tiles, 4 times the keys", [[head] for head in heads])
+    _tiles(ax, 2.3, "a decode token: 1 query", "4 tiles, 4 times the keys", [[head] for head in heads])
     ax.plot((4.3, 4.3), (0.6, 3.6), color=SOFT, linewidth=0.8)
     words(ax, 4.5, 3.55, "all heads of a group in a tile", ha="left", weight="bold")
     _tiles(ax, 4.5, "a prompt: 16 queries", "4 tiles, 4 times the keys", [heads * 4] * 4)
-    _tiles(ax, 6.55, "an answer: 1 query", "1 tile", [heads])
+    _tiles(ax, 6.55, "a decode token", "1 tile", [heads])
     text = "Colours are query heads, four of which read one KV head. A row is one query of one head"
-    words(ax, 0.2, 0.3, f"{text}; a tile has 64, drawn are 16.", 8, ha="left")
+    words(ax, 0.2, 0.3, f"{text}; a tile has 64, of which 16 are drawn.", 8, ha="left")
 
 
 # Tiles of two prompts, steps 1 to 9 and 1 to 5, and of single tokens with keys of any length.
@@ -69,11 +69,11 @@ STEPS = [*range(1, 10), *range(1, 6), 7, 2, 8, 3, 1, 6]
 BLOCKS = 5
 
 
-def dealt(steps, to_and_fro: bool):
+def dealt(steps, turns: bool):
     """[(block, start, steps), ...]: tiles go to the blocks in turn, wave after wave."""
     done, bars = [0] * BLOCKS, []
     for wave, tiles in enumerate(itertools.batched(steps, BLOCKS)):
-        blocks = reversed(range(BLOCKS)) if to_and_fro and wave % 2 else range(BLOCKS)
+        blocks = reversed(range(BLOCKS)) if turns and wave % 2 else range(BLOCKS)
         for block, tile in zip(blocks, tiles, strict=False):
             bars.append((block, done[block], tile, wave))
             done[block] += tile
@@ -94,10 +94,10 @@ def kernel_order(axes):
     ways = (
         ("in the order of the list", STEPS, False),
         ("the longest first, in one direction", longest, False),
-        ("the longest first, to and fro", longest, True),
+        ("the longest first, back and forth", longest, True),
     )
-    for ax, (name, steps, to_and_fro) in zip(axes, ways, strict=True):
-        bars, end = dealt(steps, to_and_fro)
+    for ax, (name, steps, turns) in zip(axes, ways, strict=True):
+        bars, end = dealt(steps, turns)
         for block, start, length, wave in bars:
             colour = (SKY, ORANGE, GREEN, PINK)[wave % 4]
             bar(ax, block, start, start + length, str(length), colour, 0.8, clip=False)
@@ -125,8 +125,8 @@ def kernel_beside(ax):
     )
     for way, (title, order) in enumerate(ways):
         _order(ax, 2.3 - 0.95 * way, title, list(order))
-    text = "Letter: sequence; number: steps of the tile; shade: KV head. A frame: tiles that run side by side. A set: a sequence's keys of a KV head."
-    words(ax, 0.2, 0.12, text, 8, ha="left", colour=SOFT)
+    text = "Letter: sequence; number: steps of the tile; shade: KV head. A frame: tiles that run side by side."
+    words(ax, 0.2, 0.12, f"{text} A set: a sequence's keys of a KV head.", 8, ha="left", colour=SOFT)
 
 
 def _order(ax, y, title, order):

@@ -12,10 +12,12 @@ from exercises.judge import (
     play_kernel,
     require_answers,
     require_close,
+    require_loads_together,
     run_kernel,
     wide,
 )
 
+STORES = (((16, 3, 9, 15, 1), 16), ((1, 2, 4, 8, 7, 16), 16), ((5, 32, 30, 19), 32))  # Queries of tiles; their rows.
 SPOILT = (((5, 1, 20, 3), 8), ((16, 16), 8), ((1, 1, 1, 9, 2), 4), ((7,), 16))  # Queries of sequences; rows of a tile.
 WEIGHTS = ((32, 64, 2, 2), (32, 96, 4, 4), (8, 40, 16, 8))  # T, S, N, and heads of a tile.
 DEALS = [(1, 5), (4, 16), (4, 18), (3, 20), (5, 3), (4, 4), (4, 0), (7, 30)]  # Blocks, tiles.
@@ -58,21 +60,20 @@ def check_spoilt(answer) -> str:
 @checker
 def check_store(answer) -> str:
     """Exercise 2: `answer(x, tokens, nums, num_rows)` stores the first `nums` rows of each tile from `tokens` on."""
-    for lengths, seed in (((16, 3, 9, 15, 1), 0), ((1, 2, 4, 8, 7, 16), 1)):
+    for seed, (lengths, rows) in enumerate(STORES):
         order = np.random.default_rng(seed).permutation(len(lengths))
         nums, tokens = np.array(lengths, np.int32)[order], (np.cumsum(lengths) - lengths).astype(np.int32)[order]
-        x, num_rows = normal(seed, (len(lengths), 16, 128)), sum(lengths) + 16
+        x, num_rows = normal(seed, (len(lengths), rows, 128)), sum(lengths) + rows
         answer_to = functools.partial(answer, num_rows=num_rows)
-        given = run_kernel(answer_to, x, jnp.asarray(tokens), jnp.asarray(nums), copies={"store": 5})
-        for block in itertools.chain(*play_kernel(answer_to, x, jnp.asarray(tokens), jnp.asarray(nums))):
-            if block.stored:
-                raise NotYet("it stores rows by themselves: store them by TMA, with copies of fixed sizes")
-            boxes = [event for event in block.events if event.kind == "store"]
-            if any(first.end & second.known for first, second in itertools.pairwise(boxes)):
-                raise NotYet("it waits for one box before it starts the next: start all of them, then wait once")
+        args = x, jnp.asarray(tokens), jnp.asarray(nums)
+        given = run_kernel(answer_to, *args, copies={"store": rows.bit_length()})
+        played = play_kernel(answer_to, *args)
+        if any(block.stored for block in itertools.chain(*played)):
+            raise NotYet("it stores rows by themselves: store them by TMA, with copies of fixed sizes")
+        _require_stores_together(played)
         out = np.asarray(given)[: sum(lengths)]
         exact = np.concatenate([np.asarray(x[tile])[: nums[tile]] for tile in np.argsort(order)])
-        require_close(out, exact, 0, f"tiles of {lengths} rows")
+        require_close(out, exact, 0, f"{lengths} queries in tiles of {rows} rows")
     return "The number of rows, written in binary, is the list of boxes."
 
 
@@ -83,7 +84,11 @@ def check_weights(answer) -> str:
         s = normal(num_q + num_kv, (num_q, num_heads, num_kv))
         where = f"T = {num_q}, S = {num_kv}, N = {num_heads}, {heads} head{'s' * (heads > 1)} in a tile"
         copies = dict.fromkeys(("load", "store"), 64 // heads)  # One for each query of a tile.
-        out = run_kernel(functools.partial(answer, heads=heads), s, copies=copies)
+        answer_to = functools.partial(answer, heads=heads)
+        out = run_kernel(answer_to, s, copies=copies)
+        played = play_kernel(answer_to, s)
+        require_loads_together(played)
+        _require_stores_together(played)
         exact = _weights(s, heads, lambda row, heads=heads: row // heads)
         require_close(out, exact, 1e-4, where, _wrong_weights(s, heads))
     return "Row r of a tile is query r / heads and head r mod heads, from the load through the mask to the store."
@@ -91,15 +96,15 @@ def check_weights(answer) -> str:
 
 @checker
 def check_deal(answer) -> str:
-    """Exercise 4: `answer(block, blocks, total)` lists the numbers of the tiles of a block, dealt out to and fro."""
+    """Exercise 4: `answer(block, blocks, total)` lists the tiles of a block, dealt out back and forth."""
 
-    def mine(block, blocks, total, *, up=True, to_and_fro=True):
+    def mine(block, blocks, total, *, up=True, turns=True):
         waves = -(-total // blocks) if up else total // blocks
-        places = (blocks - 1 - block if wave % 2 and to_and_fro else block for wave in range(waves))
+        places = (blocks - 1 - block if wave % 2 and turns else block for wave in range(waves))
         return [n for wave, place in enumerate(places) if (n := wave * blocks + place) < total]
 
     likely = (
-        (dict(to_and_fro=False), "That is one direction, every wave like the first."),
+        (dict(turns=False), "That is one direction, every wave like the first."),
         (dict(up=False), "No block computes the last tiles, which fill no whole wave."),
         (lambda *case: mine(*case)[::-1], "The right tiles, in another order."),
     )
@@ -112,6 +117,14 @@ def check_deal(answer) -> str:
 
     require_answers(answer, cases, mine, likely, said, draw=draw)
     return "A rule of arithmetic alone: each block knows its tiles without any communication."
+
+
+def _require_stores_together(played) -> None:
+    """Raises NotYet if a block waits for one store to GMEM before it starts the next."""
+    for block in itertools.chain(*played):
+        stores = [event for event in block.events if event.kind == "store"]
+        if any(first.end & second.known for first, second in itertools.pairwise(stores)):
+            raise NotYet("it waits for one store before it starts the next: start all of them, then wait once")
 
 
 def _tiles(lengths, rows: int):

@@ -21,11 +21,12 @@ exercise-store
   first, size = 0 * num, queries => first, size = 0 * num, queries // 2  # element
   while size:\n            pl.when((num & size) != 0)(functools.partial(copy, first, size))
     => for row in range(queries):\n            pl.when(row < num)(functools.partial(copy, row, 1))
-    # a block starts 9 copies to GMEM, and 5 would do
+    # copies to GMEM, and 5 would do
   while size:\n            pl.when((num & size) != 0)(functools.partial(copy, first, size))
     => if size:\n            pl.loop(0, num)(lambda row: copy(row, 1))
   (functools.partial(copy, first, size)) =>
     (lambda first=first, size=size: (copy(first, size), plgpu.wait_smem_to_gmem(0)) and None)  # then wait once
+  first, size = 0 * num, queries => first, size = 0 * num, 16  # were never written
   plgpu.barrier_wait(loaded) => pass  # before its tiles have arrived
   plgpu.wait_smem_to_gmem(0) => pass  # read-side operations
   while size:\n            pl.when((num & size) != 0)(functools.partial(copy, first, size))
@@ -49,6 +50,11 @@ exercise-heads
     \n                plgpu.copy_smem_to_gmem(one, to)  # would do
   plgpu.barrier_wait(loaded) => pass  # there is a race
   plgpu.wait_smem_to_gmem(0) => pass  # read-side operations
+  plgpu.copy_smem_to_gmem(rows, p_gmem.at[first + query, some]) =>
+    plgpu.copy_smem_to_gmem(rows, p_gmem.at[first + query, some])\n            plgpu.wait_smem_to_gmem(0)
+    # then wait once
+  rows, loaded) => rows, loaded)\n            plgpu.barrier_wait(loaded) && num_arrivals=queries => num_arrivals=1
+    && plgpu.barrier_wait(loaded)\n        s = => s =  # start both first
   lambda s, heads: jax.nn.softmax(s, axis=-1)  # must be a kernel
   key <= position => key < position  # element
   num_kv - num_q + first => first
