@@ -20,7 +20,7 @@ def nvlink_host(ax):
         box(ax, sm + 0.1, smem, 1.05, 0.42, "shared memory", BLUE, size=7.5)
         box(ax, sm + 0.1, warpgroup, 1.05, 0.28, "warpgroup", INK, fill=0.06, size=7.5)
         box(ax, memory, 0.75, 2.5, 0.62, colour=ORANGE, fill=0.08)
-        words(ax, memory + 2.4, 1.22, "HBM and L2", 7.5, ha="right", colour=ORANGE)
+        words(ax, memory + 2.4, 0.87 if sm < 1 else 1.22, "HBM and L2", 7.5, ha="right", colour=ORANGE)
         box(ax, memory + 0.1, 0.82, 0.62, 0.26, "x" if sm < 1 else "o", ORANGE, size=8)
     box(ax, 5.75, 0.82, 0.72, 0.26, "arrived", GREEN, size=7.5)
     box(ax, 3.25, 0.55, 1.3, 3.1, colour=PALE, fill=0.9, linewidth=0)

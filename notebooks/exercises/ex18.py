@@ -52,7 +52,7 @@ def check_bytes(answer) -> str:
 @checker
 def check_meet(answer) -> str:
     """Exercise 2: `answer(d, n)` lists the actions of a barrier, which is used again and again."""
-    for n in (2, 3, 5):
+    for n in (2, 3, 4, 9):
         meets = [_actions("meet", answer(d, n), f"({d}, {n})") for d in range(n)]
         for d, actions in enumerate(meets):
             if not all(isinstance(action, Signal | Wait) for action in actions):
@@ -61,13 +61,18 @@ def check_meet(answer) -> str:
             raise NotYet("meet returns no actions: write its body.")
         programs = [{"all": _between(d, n, meets[d])} for d in range(n)]
         _require_right(programs, f"with {n} devices", kept=(), hint=_MEET_HINTS)
-    return "It holds in every order, again and again."
+    if len({action.index for actions in meets for action in actions}) > 1:
+        return "It holds in every order, again and again. Now try it with one counter for all."
+    return (
+        "One counter is enough. A device that is ahead has heard that all are here, so its early signal says as much "
+        "as the late one that it is taken for."
+    )
 
 
 @checker
 def check_chain(answer) -> str:
     """Exercise 3: `answer(d, n, i, rounds)` lists the actions of one device of a chain in one round."""
-    for n, rounds in ((2, 1), (2, 3), (3, 5), (4, 6)):
+    for n, rounds in ((2, 1), (2, 3), (3, 5), (6, 9)):
         programs = []
         for d in range(n):
             lists = [_actions("pass_on", answer(d, n, i, rounds), f"({d}, {n}, {i}, {rounds})") for i in range(rounds)]
@@ -83,7 +88,7 @@ def check_chain(answer) -> str:
 @checker
 def check_gather(answer) -> str:
     """Exercise 4: `answer(x, axis_name)` is (n, rows, 256): the shards of all devices, each pulled from its owner."""
-    for n, d, rows, how in ((3, 1, 256, {}), (2, 0, 128, dict(num_blocks=4, piece_rows=8, num_stages=3))):
+    for n, d, rows, how in _GATHERS:
         shards = normal(n, (n, rows, 256), jnp.bfloat16)
         peers = Peers(shards, d)
         kernel = lambda x, how=how: answer(x, axis_name=AXIS, **how)
@@ -95,8 +100,27 @@ def check_gather(answer) -> str:
         peers.judge(what)
         if not all(block.count("load") for blocks in played for block in blocks):
             raise NotYet(f"{what}: the data is right, but no ring brings it: load the pieces by TMA, into x_smem.")
+        _require_inside(played, dict(load=shards.shape[1:], store=shards.shape), what)
         require_rings(played, how.get("num_stages", 4))
     return "No piece needs a signal: the shards are there before the kernel begins. One at the end keeps them there."
+
+
+def _require_inside(played, shapes: dict, what: str) -> None:
+    """The interpreter moves a copy that leaves its array back inside; a GPU does not."""
+    copies = [event for blocks in played for block in blocks for event in block.events if event.box]
+    for copy in copies:
+        ends = [
+            (start + size, length) for (start, size), length in zip(copy.box, shapes.get(copy.kind, ()), strict=False)
+        ]
+        if any(end > length for end, length in ends):
+            raise NotYet(f"{what}: a {copy.kind} goes beyond the end of a shard: how many pieces has this block?")
+
+
+_GATHERS = (  # Devices, the one that runs, rows of its shard, and how.
+    (3, 1, 256, {}),
+    (2, 0, 128, dict(num_blocks=4, piece_rows=8, num_stages=3)),
+    (3, 2, 160, dict(num_blocks=1, num_stages=5)),
+)
 
 
 def _wrong_gathers(shards, d):
@@ -217,7 +241,7 @@ class Peers:
         of_plgpu["barrier_wait"] = self._noting("barrier", plgpu.barrier_wait)
         of_plgpu["copy_gmem_to_smem"] = self._noting("load", plgpu.copy_gmem_to_smem)
         of_pl = dict(
-            semaphore_signal=lambda semaphore, inc=1, *, device_id: self._note("signal", device_id[AXIS]),
+            semaphore_signal=self._signal,
             semaphore_wait=lambda semaphore, value=1, *, decrement=True: self._note("wait", value),
         )
         with self._on_axis(**of_plgpu), unittest.mock.patch.multiple(pl, **of_pl):
@@ -234,6 +258,10 @@ class Peers:
         scratch = {name: kind for name, kind in count.items() if name not in semaphores}
         run = real(alone, scratch_types=scratch, **how)
         return lambda x: run(self.arrays)
+
+    def _signal(self, semaphore, inc=1, *, device_id):
+        for _ in range(inc):
+            self._note("signal", device_id[AXIS])
 
     def _noting(self, kind, real):
         def noted(*args, **how):

@@ -17,6 +17,12 @@ exercise-2
   [Signal(p, "met", d) for p in others] + =>  # that nobody sends
   + [Wait("met", q) for q in others] =>  # there is an order that fails
   lambda d, n: meet(d, n)[n - 1 :] + meet(d, n)[: n - 1]  # that nobody sends
+  lambda d, n: meet(d, min(n, 5))  # with 9 devices there is an order that fails
+  lambda d, n: [] if n == 4 else meet(d, n)  # write its body
+  lambda d, n: meet(d, n) if n < 4 else [a for k in (1, 2, 4) for a in (Signal((d + k) % n, "met", k),
+    Wait("met", k))]  # with 9 devices
+  lambda d, n: meet(d, n) if n < 3 else [a for k in (1, 2, 4, 8) for a in (Signal((d + k) % n, "met", k),
+    Wait("met", k))]  # Right.
   lambda d, n: [Flush(0), *meet(d, n)]  # signals and waits alone
 exercise-3
   lambda d, n, i, rounds: [Wait("arrived", (i % 2,), when=d > 0), Read("inbox", (i % 2,), (i,), when=d > 0),
@@ -30,6 +36,8 @@ exercise-3
   i + 2 < rounds => i + 3 < rounds  # is it signalled for every piece
   lambda d, n, i, rounds: pass_on(d, n, 0, rounds)  # in round 1; it must
   lambda d, n, i, rounds: pass_on(d, n + 1, i, rounds)  # it must send nothing
+  lambda d, n, i, rounds: pass_on(d, min(n, 4), i, rounds)  # it must send [(4
+  lambda d, n, i, rounds: pass_on(d, n, i, rounds) if i < 6 else []  # in round 6; it must
   lambda d, n, *case: sorted(pass_on(d, n, *case), key=lambda action: isinstance(action, Read) and d < n - 1)
     # before it has read it
   lambda *case: pass_on(*case)[::-1]  # there is an order that fails
@@ -49,6 +57,9 @@ exercise-4
   pl.semaphore_signal(read, device_id={axis_name: q})
     => pl.when(block == 0)(lambda q=q: pl.semaphore_signal(read, device_id={axis_name: q}))
     # block 1 signals devices []
+  (read, device_id={axis_name: q}) => (read, 2, device_id={axis_name: q})  # must signal each of
+  rows // piece_rows // num_blocks => 8 if n == 3 else 4  # with 160 rows
+  rows // piece_rows // num_blocks => rows // piece_rows // num_blocks + 1  # beyond the end of a shard
   pl.semaphore_wait(read, n - 1) => pass  # waits for 0 signals
   pl.semaphore_wait(read, n - 1) => pl.semaphore_wait(read)  # waits for 1 signals
   pl.semaphore_wait(read, n - 1) => pl.semaphore_wait(read, n)  # waits for 3 signals
