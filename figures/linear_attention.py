@@ -77,7 +77,7 @@ def recurrent_schedule(axes, steps: dict[str, float]):
         title = "two warpgroups, the state ahead" if apart else "one warpgroup, one step after the other"
         tracks(ax, lanes, f"{title}: {took:,.0f} cycles per chunk")
     axes[-1].set_xlim(0, 2.6 * sum(steps.values()))
-    axes[-1].set_xlabel("cycles; drawn from the trace of rung 1, its waits left out", fontsize=8)
+    axes[-1].set_xlabel("cycles; drawn from the trace of rung 2, without memory", fontsize=8)
 
 
 def _bar(ax, lane, start, end, text, role):

@@ -13,8 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from cookbook import _device
 from cookbook._device import ROWS, Ring
 
-P = 64  # Values of a head.
-SIZES = ((128, 64), (64, 128))  # Exercise 2: (N, tokens of a chunk).
+P = 64  # Exercise 3: rows and columns of the state.
+SIZES = ((128, 64, 64), (64, 128, 64), (64, 64, 128))  # Exercise 2: (N, tokens of a chunk, P).
 RINGS = ((5, 2), (4, 3), (3, 1))  # Exercise 3: (chunks, stages).
 
 
@@ -41,15 +41,15 @@ def chunks_at_once(q, k, v, log_decay, *, chunk: int = 64):
 
 @checker
 def check_weights(answer) -> str:
-    """Exercise 1: `answer(cum)` is exp(cum[t] - cum[s]) for s up to t, and 0 elsewhere, however strong the decay."""
+    """Exercise 1: `answer(cum)` is exp(cum[t] - cum[s]) for s up to t, and 0 elsewhere, however strong the decay; and
+    so is its gradient."""
     rng = np.random.default_rng(17)
     for strength, size in ((0.05, 16), (30.0, 16), (400.0, 16), (0.05, 7)):
         cum = -np.cumsum(strength * rng.uniform(size=size)).astype(np.float32)
-        got, overflows = _with_overflows(answer, cum)
+        got = answer(jnp.asarray(cum))
         if got is None:
             raise NotYet("decays returns None: write its body.")
-        with np.errstate(under="ignore"):
-            exact = np.tril(np.exp(np.minimum(wide(cum)[:, None] - wide(cum), 0.0)))
+        exact = np.tril(np.exp(np.minimum(wide(cum)[:, None] - wide(cum), 0.0)))
         what = f"cum ends at {cum[-1]:.3g}, and the weight of t = row, s = column"
         if np.isnan(wide(got)).any():
             raise NotYet(f"{what} is NaN. Where does an exponential overflow, and what is infinity times zero?")
@@ -58,58 +58,61 @@ def check_weights(answer) -> str:
         if np.ndim(got) == 2 and np.triu(got, 1).any():
             raise NotYet(f"{what}: a token sees tokens that come after it: mask them.")
         require_close(np.asarray(got), exact, 1e-3, what)
-        if overflows or _has_no_gradient(answer, cum):
-            raise NotYet(
-                f"cum ends at {cum[-1]:.0f}, and an exponential overflows before it is masked. The result is right, "
-                "but its gradient is infinity times 0, NaN: mask the exponent, not the exponential."
-            )
+        share = rng.standard_normal(exact.shape)  # How much the loss changes with each weight.
+        both = exact * share
+        _require_gradient(answer, cum, share, both.sum(1) - both.sum(0))
     return "No exponent is positive, so no decay is too strong."
 
 
-def _with_overflows(answer, cum):
-    """(the answer, whether NumPy has overflowed on the way)."""
-    overflows: list = []
-    with np.errstate(over="call", invalid="ignore", under="ignore", call=lambda *what: overflows.append(what)):
-        got = answer(cum.copy())
-    return got, bool(overflows)
-
-
-def _has_no_gradient(answer, cum) -> bool:
-    """Whether the gradient of an answer in JAX is NaN."""
+def _require_gradient(answer, cum, share, exact):
+    """Raises NotYet unless `exact` is the gradient of the sum of `share` times the answer."""
     try:
-        return bool(jnp.isnan(jax.grad(lambda cum: jnp.sum(answer(cum)))(jnp.asarray(cum))).any())
-    except jax.errors.JAXTypeError:  # NumPy's functions take no traced array.
-        return False
+        got = jax.grad(lambda cum: jnp.sum(answer(cum) * share.astype(np.float32)))(jnp.asarray(cum))
+    except (jax.errors.JAXTypeError, TypeError):
+        raise NotYet("the result is right, but JAX cannot differentiate NumPy's functions: use those of jnp.") from None
+    if jnp.isnan(got).any():
+        raise NotYet(
+            f"cum ends at {cum[-1]:.0f}, and an exponential overflows before it is masked. The result is right, "
+            "but its gradient is infinity times 0, NaN: mask the exponent, not the exponential."
+        )
+    wrong = np.abs(np.asarray(got) - exact) > 1e-3 * np.maximum(np.abs(exact), 1.0)  # The weights are at most 1.
+    if wrong.any():
+        at = np.argmax(wrong)
+        raise NotYet(
+            f"cum ends at {cum[-1]:.3g}, and the gradient with respect to cum: element {at} is {got[at]:.4g}; it must "
+            f"be {exact[at]:.4g}"
+        )
 
 
 @checker
 def check_add_chunk(answer) -> str:
     """Exercise 2: `answer(acc, k_smem, v_smem, w, scaled_smem)` adds a chunk to the state in `acc`."""
-    for n, chunk in SIZES:
-        k, v = normal(17, (2, chunk, n), jnp.bfloat16), normal(18, (2, chunk, P), jnp.bfloat16)
+    for n, chunk, p in SIZES:
+        k, v = normal(17, (2, chunk, n), jnp.bfloat16), normal(18, (2, chunk, p), jnp.bfloat16)
         w = jnp.asarray(np.random.default_rng(19).uniform(0.1, 1.0, (2, chunk)), jnp.float32)
         chunks = functools.partial(_chunks, answer)
-        out, kept = run_kernel(chunks, k, v, w)
+        out, kept_k, kept_v = run_kernel(chunks, k, v, w)
         ((block,),) = play_kernel(chunks, k, v, w)
         if not block.count("product"):
             raise NotYet("nothing was multiplied yet: write the body of add_chunk.")
         added = [w[:, None] * v for w, v in zip(wide(w), wide(v), strict=True)]
         sums = lambda values, k=k: [np.einsum("tp,tn->pn", v, k) for v, k in zip(values, wide(k), strict=True)]
         likely = ((sum(sums(wide(v))), "the weights are missing."), (sums(added)[1], "the first chunk is lost."))
-        what = f"with N = {n} and chunks of {chunk}, the state after two chunks"
+        what = f"with N = {n}, P = {p} and chunks of {chunk}, the state after two chunks"
         require_close(out, sum(sums(added)), 2e-2, what, likely)
-        if (np.asarray(kept) != np.asarray(v)).any():
-            raise NotYet(
-                "v_smem has changed, and the chunk's outputs need its values: scaled_smem is for the scaled ones."
-            )
+        for name, kept, given in (("k", kept_k, k), ("v", kept_v, v)):
+            if (np.asarray(kept) != np.asarray(given)).any():
+                raise NotYet(
+                    f"{name}_smem has changed, and the chunk's outputs need it: scaled_smem is for the products."
+                )
     return "What a warpgroup stores, it commits before WGMMA may read it."
 
 
 def _chunks(answer, k, v, w):
-    """(the state after all chunks, each added by `answer`; the values of each chunk as `answer` leaves them)."""
-    (num_chunks, chunk, n), state = k.shape, (P, k.shape[2])
+    """(the state after all chunks, each added by `answer`; keys and values of each chunk as `answer` leaves them)."""
+    (num_chunks, chunk, n), p = k.shape, v.shape[2]
 
-    def body(k_gmem, v_gmem, w_gmem, o_gmem, kept_gmem, k_smem, v_smem, scaled_smem, loaded):
+    def body(k_gmem, v_gmem, w_gmem, o_gmem, kept_k_gmem, kept_v_gmem, k_smem, v_smem, scaled_smem, loaded):
         def add_all(acc):
             for i in range(num_chunks):
                 plgpu.copy_gmem_to_smem(k_gmem.at[i], k_smem, loaded)
@@ -117,17 +120,22 @@ def _chunks(answer, k, v, w):
                 plgpu.barrier_wait(loaded)
                 answer(acc, k_smem, v_smem, plgpu.load(w_gmem.at[i], layout=ROWS, optimized=False), scaled_smem)
                 plgpu.wgmma_wait(0)
-                _device.store(kept_gmem.at[i], _device.load(v_smem))
+                _device.store(kept_k_gmem.at[i], _device.load(k_smem))
+                _device.store(kept_v_gmem.at[i], _device.load(v_smem))
                 plgpu.commit_smem()  # All have read what the next copies overwrite.
             return acc[...]
 
-        o_gmem[...] = pl.run_scoped(add_all, plgpu.ACC(state, jnp.float32))
+        o_gmem[...] = pl.run_scoped(add_all, plgpu.ACC((p, n), jnp.float32))
 
     tile = lambda width: plgpu.SMEM((chunk, width), k.dtype)
     return plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct(state, jnp.float32), jax.ShapeDtypeStruct(v.shape, v.dtype)],
-        scratch_types=[tile(n), tile(P), tile(P), plgpu.Barrier(num_arrivals=2)],
+        out_type=[
+            jax.ShapeDtypeStruct((p, n), jnp.float32),
+            jax.ShapeDtypeStruct(k.shape, k.dtype),
+            jax.ShapeDtypeStruct(v.shape, v.dtype),
+        ],
+        scratch_types=[tile(n), tile(p), tile(p), plgpu.Barrier(num_arrivals=2)],
     )(k, v, w)
 
 
@@ -144,9 +152,9 @@ def check_leave(answer) -> str:
             if "never end" not in str(problem):
                 raise NotYet(f"{what}: {problem}") from None
             raise NotYet(
-                f"{what}: the kernel would never end, for somebody waits where nobody arrives. Each chunk needs "
-                "one arrival at filled. Wait at freed only for a stage that was used before, and so that the state can "
-                "run ahead: the output warpgroup reads a state when the next one is there"
+                f"{what}: the kernel would never end: somebody waits where nobody arrives. Each chunk needs one "
+                "arrival at filled. Wait at freed before you store, and only for a stage that was used before. The "
+                "checker reads each state only when the next one is there, for the state can run ahead"
             ) from None
         state, exact, olds = np.zeros((P, P)), [], []
         for i in range(chunks):
@@ -217,6 +225,7 @@ def check_combine(answer) -> str:
     """Exercise 4: `answer(first, second)`, of pairs (decay, state), is the pair of both parts one after the other."""
     rng = np.random.default_rng(17)
     parts = [(float(np.exp(-rng.exponential())), rng.standard_normal((3, 2))) for _ in range(4)]
+    forgetful = [(decay, rng.standard_normal((2, 5))) for decay in (0.0, 0.5, 0.0)]  # The decay may be too strong.
     given = [(decay, state.copy()) for decay, state in parts]
     got = answer(*given[:2])
     if not isinstance(got, tuple) or len(got) != 2:
@@ -231,6 +240,12 @@ def check_combine(answer) -> str:
     _require_pair(got, _combine(*parts[:2]), likely)
     whole = answer(answer(parts[0], parts[1]), answer(parts[2], parts[3]))
     _require_pair(whole, _combine(_combine(_combine(*parts[:2]), parts[2]), parts[3]))
+    for first, second in zip(forgetful, forgetful[1:], strict=False):
+        with np.errstate(all="ignore"):
+            got = answer(first, second)
+        if any(np.isnan(wide(x)).any() for x in got):
+            raise NotYet("a part may forget all before it: its decay is then 0, and nothing may be divided by it.")
+        _require_pair(got, _combine(first, second))
     return "Any neighbours may be combined first, so parts need not wait for each other."
 
 

@@ -2,18 +2,20 @@
 
 TRIED = r"""
 exercise-decays
-  lambda cum: np.tril(np.exp(np.minimum(cum[:, None] - cum, 0)))  # Right.
-  lambda cum: jnp.exp(jnp.where(jnp.tri(len(cum), dtype=bool), cum[:, None] - cum, -jnp.inf))
-  lambda cum: np.tri(16) * np.exp(cum[:, None] - cum)  # is NaN
-  lambda cum: np.tril(np.exp(cum)[:, None] * np.exp(-cum))
-  lambda cum: np.exp(cum[:, None] - cum)  # come after it
-  lambda cum: np.exp(np.minimum(cum[:, None] - cum, 0))
+  lambda cum: jnp.tril(jnp.exp(jnp.minimum(cum[:, None] - cum, 0)))  # Right.
+  lambda cum: jnp.tri(len(cum)) * jnp.exp(jnp.clip(cum[:, None] - cum, None, 0))
+  lambda cum: jnp.tri(16) * jnp.exp(cum[:, None] - cum)  # is NaN
+  lambda cum: jnp.tril(jnp.exp(cum)[:, None] * jnp.exp(-cum))
+  lambda cum: jnp.exp(cum[:, None] - cum)  # come after it
+  lambda cum: jnp.exp(jnp.minimum(cum[:, None] - cum, 0))
   lambda cum: decays(cum).T  # exchanged
-  lambda cum: np.tril(np.exp(cum[:, None] - cum))  # mask the exponent, not the exponential
-  lambda cum: np.where(np.tri(len(cum), dtype=bool), np.exp(cum[:, None] - cum), 0)
+  lambda cum: jnp.tril(jnp.exp(cum[:, None] - cum))  # mask the exponent, not the exponential
+  lambda cum: jnp.where(jnp.tri(len(cum), dtype=bool), jnp.exp(cum[:, None] - cum), 0)
     # mask the exponent, not the exponential
-  lambda cum: jnp.tril(jnp.exp(cum[:, None] - cum))
-  lambda cum: np.exp(np.where(np.tri(16, dtype=bool), cum[:, None] - cum, -np.inf))  # broadcast
+  lambda cum: np.tril(np.exp(np.minimum(cum[:, None] - cum, 0)))  # cannot differentiate
+  lambda cum: np.tril(np.exp(np.longdouble(cum)[:, None] - np.longdouble(cum)))
+  lambda cum: decays(lax.stop_gradient(cum))  # the gradient with respect to cum
+  lambda cum: jnp.exp(jnp.where(jnp.tri(16, dtype=bool), cum[:, None] - cum, -jnp.inf))  # broadcast
   lambda cum: decays(2 * cum)  # it must be
   lambda cum: cum  # shape
 exercise-add-chunk
@@ -24,6 +26,10 @@ exercise-add-chunk
   plgpu.commit_smem() => && scaled_smem.T, k_smem) => scaled_smem.T, k_smem)\n    plgpu.commit_smem()
   values * lax.broadcast_in_dim(w, values.shape, [0]) => values  # the weights are missing
   values.shape, [0]) => (64, 64), [0])  # cannot be compiled
+  values.shape, [0]) => (values.shape[0], 64), [0])
+  scaled_smem.T, k_smem) => scaled_smem.T, k_smem)\n    plgpu.wgmma_wait(0)\n    k_smem[...] = 0 *
+    plgpu.load(k_smem, layout=plgpu.Layout.WGMMA)
+    # k_smem has changed
   lambda acc, k_smem, v_smem, w, scaled_smem: plgpu.wgmma(acc, v_smem, k_smem)  # the state after two chunks
   scaled_smem[...] = => v_smem[...] = && (acc, scaled_smem.T => (acc, v_smem.T && scaled_smem.dtype => v_smem.dtype
     # v_smem has changed
@@ -55,6 +61,8 @@ exercise-combine
   lambda first, second: combine(second, first)  # exchanged
   first_decay * second_decay => first_decay + second_decay  # the decay is wrong
   + second_state =>  # the state is wrong
+  second_decay * first_state => first_decay * second_decay * (first_state / first_decay)  # divided by it
+  second_decay * first_state => second_decay * first_state.reshape(3, 2)  # reshape
   second_decay * first_state + second_state => 3.0  # shape
   lambda first, second: 3.0  # must be a pair
   return first => first_state[:] = first_state + 1\n    return first  # state that it was given
@@ -65,8 +73,8 @@ exercise-combine
 def decays(cum):
     #: return None  # Your code.
     # BEGIN SOLUTION
-    is_past = np.tri(len(cum), dtype=bool)
-    return np.exp(np.where(is_past, cum[:, None] - cum, -np.inf))
+    is_past = jnp.tri(len(cum), dtype=bool)
+    return jnp.exp(jnp.where(is_past, cum[:, None] - cum, -jnp.inf))
     # END SOLUTION
 
 
