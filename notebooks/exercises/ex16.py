@@ -19,7 +19,7 @@ COPIES = (  # Sizes of groups, and the rows of a piece.
 LEFT = (63, *range(63), 64, 200, -1, -27)  # Rows of the group that are left, of a piece of 64.
 PLAYED = ((63, 64, 37), (5, 200, 3))  # The copies of these are counted: three blocks of a kernel are played.
 # Steps of each tile, and blocks. The second of two blocks has fewer steps than its ring has stages.
-UNEQUAL = (((3, 0, 1, 1), 2), ((1, 0, 2, 0, 1, 2), 1))
+UNEQUAL = (((3, 0, 1, 1), 2), ((1, 0, 2, 1), 1))
 NUMBERS = "The ring wants the numbers 0, 1, 2, ... of steps from both warpgroups: which do they give it?"
 UNDRAINED = "drain the ring with the number of all steps of the block"
 
@@ -84,7 +84,7 @@ def _require_boxes(played, numbers) -> None:
         if len(stores) > most:
             raise NotYet(f"left = {left}: it starts {len(stores)} copies to GMEM, and {most} would do")
         if any(one.end & other.known for one, other in itertools.pairwise(stores)):
-            raise NotYet(f"left = {left}: it waits for a copy before it starts the next one. Start all; others wait")
+            raise NotYet(f"left = {left}: it waits for a copy before it starts the next one. The caller waits for all")
 
 
 @checker
