@@ -16,9 +16,10 @@ COPIES = (  # Sizes of groups, and the rows of a piece.
     ((64, 128, 192), 64), ((63,), 64), ((70, 0, 130, 1, 63), 64), ((70, 0, 130, 1, 63), 32), ((5, 7, 1000, 31), 16),
     ((0, 0), 64),
 )  # fmt: skip
-# Rows of the group that are left, of a piece of 64. The first and the last one need several copies.
-LEFT = (63, 64, 200, 32, 8, 1, 0, -27, 37)
-UNEQUAL = (((3, 0, 1, 2), 2), ((1, 0, 2), 1))  # Steps of each tile, and blocks.
+LEFT = (63, *range(63), 64, 200, -1, -27)  # Rows of the group that are left, of a piece of 64.
+PLAYED = ((63, 64, 37), (5, 200, 3))  # The copies of these are counted: three blocks of a kernel are played.
+# Steps of each tile, and blocks. The second of two blocks has fewer steps than its ring has stages.
+UNEQUAL = (((3, 0, 1, 1), 2), ((1, 0, 2, 1), 1))
 NUMBERS = "The ring wants the numbers 0, 1, 2, ... of steps from both warpgroups: which do they give it?"
 UNDRAINED = "drain the ring with the number of all steps of the block"
 
@@ -60,7 +61,9 @@ def check_store(answer) -> str:
     """`answer(piece_smem, o_gmem, left)` starts the copies of the first `left` rows of a piece."""
     values = normal(16, (64, 64), jnp.bfloat16)
     kernel = lambda values, left: _store_pieces(answer, values, left)
-    out = np.asarray(run_kernel(kernel, values, jnp.asarray(LEFT, jnp.int32), copies={"store": 6}), np.float32)
+    for numbers in PLAYED:
+        _require_boxes(judge.require_order_of(kernel, values, jnp.asarray(numbers, jnp.int32)), numbers)
+    out = np.asarray(run_kernel(kernel, values, jnp.asarray(LEFT, jnp.int32)), np.float32)
     for left, mine, found in zip(LEFT, ~np.isnan(out), out, strict=True):
         rows = min(max(left, 0), 64)
         if mine[rows:].any():
@@ -72,6 +75,16 @@ def check_store(answer) -> str:
         said = f"left = {left}, where a box begins in both memories at one row"
         require_close(found[:rows], wide(values)[:rows], 0, said)
     return "Every row of the group is stored, and no other."
+
+
+def _require_boxes(played, numbers) -> None:
+    """Raises NotYet if a block starts more copies than `left` has ones in binary, or waits between two of them."""
+    for left, block in zip(numbers, itertools.chain.from_iterable(played), strict=True):
+        stores, most = [event for event in block.events if event.kind == "store"], min(left, 64).bit_count()
+        if len(stores) > most:
+            raise NotYet(f"left = {left}: it starts {len(stores)} copies to GMEM, and {most} would do")
+        if any(one.end & other.known for one, other in itertools.pairwise(stores)):
+            raise NotYet(f"left = {left}: it waits for a copy before it starts the next one. The caller waits for all")
 
 
 @checker

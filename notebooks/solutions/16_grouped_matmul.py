@@ -22,11 +22,16 @@ exercise-3
   lambda piece, o, left: plgpu.copy_smem_to_gmem(piece, o)  # left = 63: row 63 was written
   (left > 0) & (left < 64) => left < -64  # left = 63: row 0 was
   (32, 16, 8, 4, 2, 1) => (32, 16, 8, 4, 2)  # left = 63: row 62 was never
-  (left > 0) & (left < 64) => left < 64 && left & ~(2 => left & 63 & ~(2  # left = -27: row 0 was written
+  (left > 0) & (left < 64) => left < 64 && left & ~(2 => left & 63 & ~(2  # left = -1: row 0 was written
   piece_smem.at[rows] => piece_smem.at[pl.ds(0, size)]  # begins in both memories at one row
   lambda piece, o, left: plgpu.copy_smem_to_gmem(piece.at[pl.ds(0, left)], o.at[pl.ds(0, left)])  # cannot be compiled
   lambda piece, o, left: pl.loop(0, jnp.clip(left, 0, 64))(lambda row: plgpu.copy_smem_to_gmem(piece.at[pl.ds(row, 1)],
-    o.at[pl.ds(row, 1)]))  # copies to GMEM, and 6 would do
+    o.at[pl.ds(row, 1)]))  # left = 63: it starts 63 copies to GMEM, and 6 would do
+  plgpu.copy_smem_to_gmem(piece_smem, o_gmem)) => [plgpu.copy_smem_to_gmem(piece_smem.at[pl.ds(i, 32)],
+    o_gmem.at[pl.ds(i, 32)]) for i in (0, 32)][0] or None)  # left = 64: it starts 2 copies to GMEM, and 1 would do
+  o_gmem.at[rows]) => o_gmem.at[rows]); plgpu.wait_smem_to_gmem(0)  # waits for a copy before it starts the next
+  lambda piece, o, left: [pl.when(left == n)(lambda n=n: plgpu.copy_smem_to_gmem(piece.at[pl.ds(0, n)],
+    o.at[pl.ds(0, n)])) for n in (1, 8, 32, 37, 63, 64)]  # left = 2: row 0 was never
   lambda piece, o, left: 1 / 0  # cannot be compiled for a GPU: ZeroDivisionError
 exercise-4
   lax.fori_loop(0, turn, mine, 0) => sum(
@@ -38,6 +43,8 @@ exercise-4
   ring.drain(before(turns)) => pass  # drain the ring with the number of all steps
   lax.fori_loop(0, turn, mine, 0) => turn * 3 && pl.loop(0, steps[tile]) => pl.loop(0, 3)  # element (64, 0)
   wgmma_wait(0) => wgmma_wait(1)  # give a stage back (barrier_arrive) after the wgmma_wait
+  lax.fori_loop(0, turn, mine, 0) => jnp.where(turn == 0, 0, jnp.where(turn == 1, steps[block],
+    steps[block] + steps[jnp.minimum(block + num_blocks, m // 64 - 1)]))  # before its tiles have arrived
   num_stages=2 => num_stages=1  # let it run ahead
   stage = ring.acquire(before(turn) + step) => stage = ring.acquire(before(turn) + step); ring.drain(before(turn))
     # would never end
