@@ -370,8 +370,8 @@ class Owners(Host):
             (in_order([*parts, own]), "the own part comes first: then the parts are added to it, slot by slot."),
             (in_order([own, *parts], rounded), "the sum is rounded after every addition: keep it in float32 and round "
              "it at the end."),
-            (in_order([rounded(own), *parts], rounded), "the sum is rounded before every addition: keep it in float32 and "
-             "round it at the end."),
+            (in_order([rounded(own), *parts], rounded), "the sum is rounded before every addition: keep it in float32 "
+             "and round it at the end."),
         )  # fmt: skip
         arrived = f"{what}, when it has waited for {self.arrived.min()} of {self.n - 1} signals"
         require_close(out, wide(in_order([own, *parts])), 0, arrived, likely)
