@@ -104,7 +104,7 @@ def check_every(answer) -> str:
 @checker
 def check_summed(answer) -> str:
     """Exercise 4: `answer(lhs, rhs, d, n)` is (m, 64), device d's rows of the sum. It sends the others their tiles."""
-    steps = {}  # Of each size of a host: in which step its devices serve which other ones.
+    steps = {}  # For each size of a host the order in which its devices serve the others.
     for n, d, tiles in SUMS:
         rng, m = np.random.default_rng(n), tiles * TILE
         lhs, rhs = (jnp.asarray(rng.integers(-9, 9, shape) / 8, jnp.bfloat16) for shape in ((n, m, 64), (64, 64)))
