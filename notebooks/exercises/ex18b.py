@@ -24,7 +24,7 @@ from figures.overlap import NARROW, WIDE, Problem
 TILE = 64  # Rows of a tile of the kernels.
 # Exercise 2: (devices, µs of the product, µs of the gather, blocks of a shard).
 TIMES = ((2, 100, 40, 1), (2, 100, 100, 1), (2, 100, 100, 50), (2, 40, 100, 4), (4, 90, 120, 1), (4, 90, 120, 3),
-         (8, 70, 70, 8), (3, 10, 0, 2))  # fmt: skip
+         (8, 70, 70, 8), (3, 10, 0, 2), (4, 100, 10, 1), (5, 100, 20, 3))  # fmt: skip
 CHOICES = 1, 2, 4, 8, 16, 32
 # Exercise 3: (problem, senders, µs of a signal, bytes per second of all senders together, choices).
 SIGNALLED = (
@@ -36,6 +36,7 @@ SIGNALLED = (
     (Problem(3, 7680, 2048, 1024), 12, 6.0, 300e9, (32, 8, 2)),
     (Problem(8, 2688, 6912, 1536), 4, 1.6, 195e9, CHOICES),
     (WIDE, 8, 1.7, 264e9, (4, 2, 1)),
+    (Problem(4, 5376, 5376, 1792), 60, 1.3, 342e9, (1, 32, 16, 8)),
 )
 # Exercise 1: (devices, the kernel's device, senders of each, blocks of rows of a shard, columns of tiles, K).
 SHARDS = ((2, 1, 1, 2, 2, 64), (3, 1, 2, 3, 1, 128), (4, 2, 4, 2, 3, 64))
@@ -88,6 +89,7 @@ def check_every(answer) -> str:
         (dict(signals=False), "A signal costs signal_us, and each sender signals for every group of every shard."),
         (dict(shards=1), "A sender signals for the groups of n - 1 shards, one after the other."),
         (dict(whole=False), "A wave that is not full takes as long as a full one: round up."),
+        (dict(share=False), "An SM has 1 / 132 of PEAK, also where some of them send."),
         (dict(full=False), "A group has at most row_blocks blocks."),
         (lambda *case: _every(*case[:-1], CHOICES), "It must be one of choices."),
         (lambda *case: _every(*case[:-1], sorted(case[-1])), "Of equal ones take the first of choices."),
@@ -388,7 +390,7 @@ def _overlapped(n, product_us, gather_us, blocks, *, first=1, own_first=True):
 
 
 def _signalled(rng):
-    n, blocks, k, cols, senders = rng.integers((2, 1, 2, 1, 1), (9, 120, 33, 12, 17)).tolist()
+    n, blocks, k, cols, senders = rng.integers((2, 1, 2, 1, 1), (9, 120, 33, 12, 65)).tolist()
     problem = Problem(n, 128 * blocks, 256 * k, 256 * cols)
     choices = tuple(rng.permutation([1, 2, 3, 4, 8, 12, 16, 32, 64])[:4].tolist())
     return problem, senders, float(rng.integers(5, 60)) / 10, float(rng.integers(100, 450)) * 1e9, choices
@@ -396,10 +398,10 @@ def _signalled(rng):
 
 def _every(
     problem, senders, signal_us, rate, choices, *,
-    product=True, last=True, signals=True, shards=0, whole=True, full=True, sums=False,
+    product=True, last=True, signals=True, shards=0, whole=True, full=True, share=True, sums=False,
 ):  # fmt: skip
     """The number of blocks of the least time; the switches leave a part of it out, or count it otherwise."""
-    tile_us = 2 * 128 * 256 * problem.k / (lab.roofline.peak("bf16").value / 132) * 1e6
+    tile_us = 2 * 128 * 256 * problem.k / (lab.roofline.peak("bf16").value / (132 if share else 132 - senders)) * 1e6
     sent_us = (problem.n - 1) * problem.m * problem.k * 2 / rate * 1e6
 
     def tiles_us(blocks):

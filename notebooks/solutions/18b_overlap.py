@@ -34,6 +34,7 @@ exercise-2
   lambda n, p, g, i: overlapped_us(n, p, g, 1)  # for a whole shard
   lambda n, p, g, i: g + p / n / i  # take the later of the two
   range(1, (n - 1) * blocks + 1) => range((n - 1) * blocks)  # when all of it is there
+  now = product_us / n => now = product_us / n if blocks > 1 else product_us / 2  # the later of the two
   now = product_us / n => now = 0 && return now => return now + product_us / n  # multiply it first
   max(now, here) => min(now, here)  # the later of the two
 exercise-3
@@ -50,6 +51,7 @@ exercise-3
   lambda problem, senders, signal_us, rate, choices: choices[0]
   choices, key=us => (1, 2, 4, 8, 16, 32), key=us  # must be one of choices
   min(choices, key=us) => min(sorted(choices), key=us)  # the first of choices
+  (PEAK / 132) => (PEAK / (132 - senders))  # An SM has 1 / 132
   min(every, problem.row_blocks) => every  # at most row_blocks
 exercise-4
   n - 1, decrement=False => n - 1  # Right.
