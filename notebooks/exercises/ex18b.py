@@ -24,15 +24,24 @@ from figures.overlap import NARROW, WIDE, Problem
 TILE = 64  # Rows of a tile of the kernels.
 # Exercise 2: (devices, µs of the product, µs of the gather, blocks of a shard).
 TIMES = ((2, 100, 40, 1), (2, 100, 100, 1), (2, 100, 100, 50), (2, 40, 100, 4), (4, 90, 120, 1), (4, 90, 120, 3),
-         (8, 70, 70, 8), (3, 10, 0, 2))  # fmt: skip
-# Exercise 3: (problem, senders, µs of a signal, bytes a second of all senders together).
-SIGNALLED = ((NARROW, 16, 1.9, 346e9), (WIDE, 8, 1.9, 264e9), (Problem(4, 15872, 2048, 1024), 16, 1.7, 343e9),
-             (Problem(2, 1408, 8192, 512), 8, 1.9, 264e9), (Problem(8, 2048, 1024, 2048), 8, 2.5, 200e9),
-             (Problem(3, 7680, 2048, 1024), 12, 6.0, 300e9))  # fmt: skip
+         (8, 70, 70, 8), (3, 10, 0, 2), (4, 100, 10, 1), (5, 100, 20, 3))  # fmt: skip
 CHOICES = 1, 2, 4, 8, 16, 32
-# Exercise 1: (devices, the kernel's device, senders of each, blocks of rows of a shard, columns of tiles).
-SHARDS = ((2, 1, 1, 2, 2), (3, 1, 2, 3, 1), (4, 2, 4, 2, 3))
-SUMS = ((2, 0, 2), (4, 1, 3))  # Exercise 4: (devices, the kernel's device, tiles of each owner).
+# Exercise 3: (problem, senders, µs of a signal, bytes per second of all senders together, choices).
+SIGNALLED = (
+    (NARROW, 16, 1.7, 346e9, CHOICES),
+    (WIDE, 8, 1.7, 264e9, CHOICES),
+    (Problem(4, 15872, 2048, 1024), 16, 1.7, 343e9, (3, 64, 12)),
+    (Problem(2, 1408, 8192, 512), 8, 1.9, 264e9, CHOICES),
+    (Problem(8, 2048, 1024, 2048), 8, 2.5, 200e9, CHOICES),
+    (Problem(3, 7680, 2048, 1024), 12, 6.0, 300e9, (32, 8, 2)),
+    (Problem(8, 2688, 6912, 1536), 4, 1.6, 195e9, CHOICES),
+    (WIDE, 8, 1.7, 264e9, (4, 2, 1)),
+    (Problem(4, 5376, 5376, 1792), 60, 1.3, 342e9, (1, 32, 16, 8)),
+)
+# Exercise 1: (devices, the kernel's device, senders of each, blocks of rows of a shard, columns of tiles, K).
+SHARDS = ((2, 1, 1, 2, 2, 64), (3, 1, 2, 3, 1, 128), (4, 2, 4, 2, 3, 64))
+# Exercise 4: (devices, the kernel's device, tiles of each owner). Two of one host, to compare the order of owners.
+SUMS = ((2, 0, 2), (5, 1, 3), (5, 3, 1))
 
 
 @checker
@@ -59,8 +68,8 @@ def check_overlapped(answer) -> str:
 @checker
 def check_product(answer) -> str:
     """Exercise 1: `answer(lhs, rhs, d, n, senders)` is (n, m, cols), all shards times rhs, computed on device d."""
-    for n, d, senders, blocks, columns in SHARDS:
-        shards, rhs = normal(n, (n, blocks * TILE, 64), jnp.bfloat16), normal(d, (64, columns * TILE), jnp.bfloat16)
+    for n, d, senders, blocks, columns, k in SHARDS:
+        shards, rhs = normal(n, (n, blocks * TILE, k), jnp.bfloat16), normal(d, (k, columns * TILE), jnp.bfloat16)
         peers = Senders(shards, d, senders)
         kernel = lambda lhs, rhs, d=d, n=n, senders=senders: answer(lhs, rhs, d, n, senders)
         out = run_kernel(kernel, shards[d], rhs, stand_ins=peers.play)
@@ -80,12 +89,15 @@ def check_every(answer) -> str:
         (dict(signals=False), "A signal costs signal_us, and each sender signals for every group of every shard."),
         (dict(shards=1), "A sender signals for the groups of n - 1 shards, one after the other."),
         (dict(whole=False), "A wave that is not full takes as long as a full one: round up."),
+        (dict(share=False), "An SM has 1 / 132 of PEAK, also where some of them send."),
+        (dict(full=False), "A group has at most row_blocks blocks."),
+        (lambda *case: _every(*case[:-1], CHOICES), "It must be one of choices."),
+        (lambda *case: _every(*case[:-1], sorted(case[-1])), "Of equal ones take the first of choices."),
         (dict(sums=True), "The product of all tiles runs during the gather: the longer of the two counts."),
     )
-    said = f"Of {CHOICES}: predict the time of each. Of equal ones take the first."
-    cases = [(*case, CHOICES) for case in SIGNALLED]
-    require_answers(answer, cases, _every, likely, said, draw=_signalled)
-    narrow, wide_one = (_every(*case) for case in cases[:2])
+    said = "Predict the time of each of choices. Of equal ones take the first."
+    require_answers(answer, SIGNALLED, _every, likely, said, draw=_signalled)
+    narrow, wide_one = (_every(*case) for case in SIGNALLED[:2])
     return (
         f"Two GPUs: announce {narrow} blocks at a time for narrow. For wide {wide_one} will do: the product hides it."
     )
@@ -94,6 +106,7 @@ def check_every(answer) -> str:
 @checker
 def check_summed(answer) -> str:
     """Exercise 4: `answer(lhs, rhs, d, n)` is (m, 64), device d's rows of the sum. It sends the others their tiles."""
+    steps = {}  # For each size of a host the order in which its devices serve the others.
     for n, d, tiles in SUMS:
         rng, m = np.random.default_rng(n), tiles * TILE
         lhs, rhs = (jnp.asarray(rng.integers(-9, 9, shape) / 8, jnp.bfloat16) for shape in ((n, m, 64), (64, 64)))
@@ -105,10 +118,25 @@ def check_summed(answer) -> str:
             out = run_kernel(kernel, lhs, rhs, stand_ins=peers.play)
         products = np.asarray(lhs, np.float32) @ np.asarray(rhs, np.float32)  # Exact: few bits of each value are set.
         peers.judge(out, products, f"on device {d} of {n}")
+        order = list(dict.fromkeys(owner for owner, _ in peers.signals))
+        for other, owners in steps.setdefault(n, {}).items():
+            _require_turns(n, (other, owners), (d, order))
+        steps[n][d] = order
     return (
         "Every tile is sent to its owner before anybody waits. Parts are rounded when they are sent, and their sum, "
         "which has one order, once more."
     )
+
+
+def _require_turns(n, one, two):
+    """Raises NotYet if two devices of a host, each with the owners that it serves in order, meet at one of them."""
+    (d, owners), (e, others) = one, two
+    for step, (first, second) in enumerate(zip(owners, others, strict=True)):
+        if first == second:
+            raise NotYet(
+                f"on {n} devices: the result is right, but in step {step} devices {d} and {e} both send to device "
+                f"{first}, and share its link. Each must receive from one other in each step."
+            )
 
 
 # The other devices ----------------------------------------------------------------------------------------------------
@@ -250,7 +278,7 @@ class Owners(Host):
         self.parts, self.d, self.n = parts, d, len(parts) + 1
         self.most, self.counts, self.rows_shape = self.n - 1, (parts.shape[1] // TILE,), (self.n - 1, TILE, 64)
         self.order = np.random.default_rng(d).permutation(self.n - 1)  # In which parts arrive.
-        self.sent, self.signals, self.early = {}, [], None
+        self.sent, self.signals, self.early, self.late = {}, [], None, None
         super().__init__()
 
     @staticmethod
@@ -283,6 +311,10 @@ class Owners(Host):
         told = sum(tile == index[0] for _, tile in self.signals)
         if told < self.n - 1 and self.early is None:
             self.early = index[0], told
+        is_stored = ~np.isnan(out.reshape(*self.counts, -1)).any(-1)
+        waited = [t for t in range(*self.counts) if t != index[0] and self.arrived[t] and not is_stored[t]]
+        if waited and self.late is None:
+            self.late = index[0], waited[0]
 
     def _rows(self, index):
         rows = self.parts[:, index[0] * TILE : (index[0] + 1) * TILE].copy()
@@ -323,6 +355,11 @@ class Owners(Host):
                 slot = (self.d - owner - 1) % self.n
                 require_close(self.sent[owner][slot], part, 0, f"{what}: the part for device {owner}")
         self._judge_sum(np.asarray(out, np.float32), products[self.d], what)
+        if self.late:
+            raise NotYet(
+                f"{what}: the result is right, but it waits for the parts of tile {self.late[0]} before it has stored "
+                f"tile {self.late[1]}, all of whose parts are there. A tile needs only its own parts."
+            )
 
     def _judge_sum(self, out, own, what):
         rounded = lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
@@ -335,6 +372,8 @@ class Owners(Host):
             (in_order([*parts, own]), "the own part comes first: then the parts are added to it, slot by slot."),
             (in_order([own, *parts], rounded), "the sum is rounded after every addition: keep it in float32 and round "
              "it at the end."),
+            (in_order([rounded(own), *parts], rounded), "the sum is rounded before every addition: keep it in float32 "
+             "and round it at the end."),
         )  # fmt: skip
         arrived = f"{what}, when it has waited for {self.arrived.min()} of {self.n - 1} signals"
         require_close(out, wide(in_order([own, *parts])), 0, arrived, likely)
@@ -351,17 +390,18 @@ def _overlapped(n, product_us, gather_us, blocks, *, first=1, own_first=True):
 
 
 def _signalled(rng):
-    n, blocks, k, cols, senders = rng.integers((2, 1, 2, 1, 1), (9, 120, 33, 12, 17)).tolist()
+    n, blocks, k, cols, senders = rng.integers((2, 1, 2, 1, 1), (9, 120, 33, 12, 65)).tolist()
     problem = Problem(n, 128 * blocks, 256 * k, 256 * cols)
-    return problem, senders, float(rng.integers(5, 60)) / 10, float(rng.integers(100, 450)) * 1e9, CHOICES
+    choices = tuple(rng.permutation([1, 2, 3, 4, 8, 12, 16, 32, 64])[:4].tolist())
+    return problem, senders, float(rng.integers(5, 60)) / 10, float(rng.integers(100, 450)) * 1e9, choices
 
 
 def _every(
     problem, senders, signal_us, rate, choices, *,
-    product=True, last=True, signals=True, shards=0, whole=True, sums=False,
+    product=True, last=True, signals=True, shards=0, whole=True, full=True, share=True, sums=False,
 ):  # fmt: skip
     """The number of blocks of the least time; the switches leave a part of it out, or count it otherwise."""
-    tile_us = 2 * 128 * 256 * problem.k / (lab.roofline.peak("bf16").value / 132) * 1e6
+    tile_us = 2 * 128 * 256 * problem.k / (lab.roofline.peak("bf16").value / (132 if share else 132 - senders)) * 1e6
     sent_us = (problem.n - 1) * problem.m * problem.k * 2 / rate * 1e6
 
     def tiles_us(blocks):
@@ -370,7 +410,9 @@ def _every(
 
     def us(every):
         groups = (shards or problem.n - 1) * math.ceil(problem.row_blocks / every)
-        gather = groups * signal_us * signals + sent_us + last * tiles_us(min(every, problem.row_blocks))
+        gather = (
+            groups * signal_us * signals + sent_us + last * tiles_us(min(every, problem.row_blocks) if full else every)
+        )
         multiply = product * tiles_us(problem.n * problem.row_blocks)
         return gather + multiply if sums else max(gather, multiply)
 

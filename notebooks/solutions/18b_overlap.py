@@ -20,6 +20,7 @@ exercise-1
   step, block = div(number, blocks), => step, block = rem(div(number, blocks) + 1, n),
   step, block = div(number, blocks), => step, block = rem(n - div(number, blocks), n),  # arrive before
   lhs_gmem.at[rows] => gathered_gmem.at[owner, rows]  # its own, is missing
+  gathered_gmem.at[owner, rows] => gathered_gmem.at[owner, rows, pl.ds(0, 64)]  # (64, 128)
   tile_product(a_smem, b_smem) => 0 * tile_product(a_smem, b_smem)  # it must be
   step, block = div(number, blocks), => step, block = div(number, 2),  # nobody signals
   pl.semaphore_wait(here, senders, decrement=False)\n => here = here\n && a_smem, loaded)\n\n            plgpu.copy_gmem
@@ -33,6 +34,7 @@ exercise-2
   lambda n, p, g, i: overlapped_us(n, p, g, 1)  # for a whole shard
   lambda n, p, g, i: g + p / n / i  # take the later of the two
   range(1, (n - 1) * blocks + 1) => range((n - 1) * blocks)  # when all of it is there
+  now = product_us / n => now = product_us / n if blocks > 1 else product_us / 2  # the later of the two
   now = product_us / n => now = 0 && return now => return now + product_us / n  # multiply it first
   max(now, here) => min(now, here)  # the later of the two
 exercise-3
@@ -44,18 +46,26 @@ exercise-3
   (problem.n - 1) * math.ceil( => math.ceil(  # of n - 1 shards
   max(arrived, tiles_us(problem.n * problem.row_blocks)) => arrived + tiles_us(problem.n * problem.row_blocks)
     # the longer of the two
-  lambda problem, senders, signal_us, rate, choices: 16  # predict the time of each
+  lambda problem, senders, signal_us, rate, choices: 16  # Predict the time of each
   lambda problem, senders, signal_us, rate, choices: choices[-1]
-  lambda problem, senders, signal_us, rate, choices: choices[0]  # costs signal_us
+  lambda problem, senders, signal_us, rate, choices: choices[0]
+  choices, key=us => (1, 2, 4, 8, 16, 32), key=us  # must be one of choices
+  min(choices, key=us) => min(sorted(choices), key=us)  # the first of choices
+  (PEAK / 132) => (PEAK / (132 - senders))  # An SM has 1 / 132
+  min(every, problem.row_blocks) => every  # at most row_blocks
 exercise-4
   n - 1, decrement=False => n - 1  # Right.
   (d + 1 + step) % n => (d - 1 - step) % n
   pl.loop(0, m // 64)(functools.partial(one_tile, owner)) => [one_tile(owner, tile) for tile in range(m // 64)]
   (d + 1 + step) % n => (d + step) % n  # then all wait, and none sends
   (d + 1 + step) % n => step
+  (d + 1 + step) % n => [*(p for p in range(n) if p != d), d][step]  # share its link
+  pl.semaphore_wait(arrived.at[tile], n - 1, decrement=False)
+    => [pl.semaphore_wait(arrived.at[t], n - 1, decrement=False) for t in range(m // 64)]  # only its own parts
+  for slot in range(n - 1): => for slot in range(min(n - 1, 3)):  # it must be
   (d + 1 + step) % n => (d + 1) % n  # it must signal each of
   pl.semaphore_wait(arrived.at[tile], n - 1, decrement=False) => pass  # has waited for 0 of 1
-  arrived.at[tile], n - 1, => arrived.at[tile], 1,  # waited for 1 of 3 signals
+  arrived.at[tile], n - 1, => arrived.at[tile], 1,  # waited for 1 of 4 signals
   wait(arrived.at[tile], n - 1, => wait(arrived.at[0], n - 1,  # never written
   arrived.at[tile], n - 1, => arrived.at[tile], n,  # waits for ever
   pl.semaphore_wait( => values = values.astype(jnp.bfloat16).astype(jnp.float32)\n                pl.semaphore_wait(
@@ -66,6 +76,7 @@ exercise-4
   values + part(slot, rows)\n => (values + part(slot, rows)).astype(jnp.bfloat16).astype(jnp.float32)\n
     # after every addition
   values = values + part(slot, rows) => values = values.astype(jnp.bfloat16).astype(jnp.float32) + part(slot, rows)
+    # before every addition
   part(slot, rows)\n => part(0, rows)\n  # it must be
   pl.loop(0, m // 64) => pl.loop(0, 2)  # it must signal each of
 """
