@@ -23,6 +23,7 @@ import cookbook
 STEPS = [  # uncomputed, budget.
     ([1, 1, 1], 3), ([1, 1, 1], 8), ([10], 4), ([10, 1], 4), ([1, 10, 1], 8), ([10, 10, 1], 8), ([3, 10, 1, 1], 8),
     ([3, 2, 1, 4], 32), ([50, 1, 1, 1], 3), ([5, 5, 5], 10), ([2, 2, 2, 1], 4), ([7, 1, 6, 1, 5], 12), ([], 4),
+    ([9, 1, 4, 1, 1, 6, 1, 1, 5, 1], 16),
 ]  # fmt: skip
 
 
@@ -32,12 +33,12 @@ STEPS = [  # uncomputed, budget.
 @checker
 def check_write_rows(answer) -> str:
     """Exercise 1: `answer(k_new, v_new, k_pages, v_pages, slots)` are the pages with the new rows in their slots."""
-    for seed, heads, head_dim, page_size, slots in (
-        (0, 8, 128, 16, (3, 17, 40, 0, 31)),
-        (1, 8, 64, 4, (9, -1, 2, 7, 10, 4, 500)),
-        (2, 2, 64, 32, (63, 95, 96, 31, -1, 32, 97, -1, 0)),
+    for seed, heads, head_dim, num_pages, page_size, slots in (
+        (0, 8, 128, 3, 16, (3, 17, 40, 0, 31)),
+        (1, 8, 64, 5, 4, (9, -1, 2, 13, 10, 4, 500)),
+        (2, 2, 64, 3, 32, (63, 95, 96, 31, -1, 32, 97, -1, 0)),
     ):
-        shapes = (len(slots), heads, head_dim), (3, page_size, heads, head_dim)
+        shapes = (len(slots), heads, head_dim), (num_pages, page_size, heads, head_dim)
         new, pages = ([normal(10 * seed + i + shape[0], shape, jnp.bfloat16) for i in range(2)] for shape in shapes)
         args = *new, *pages, jnp.asarray(slots, jnp.int32)
         where = f"with pages of {page_size} tokens and slots {list(slots)}"
@@ -120,6 +121,10 @@ def check_copy_pages(answer) -> str:
         if any(block.stored or block.count("store") != 2 or block.count("load") != 2 for block in blocks):
             raise NotYet("each block copies two pages by TMA: into shared memory, and from there to GMEM.")
         require_loads_together(played)
+        for block in blocks:
+            first, second = (event for event in block.events if event.kind == "store")
+            if first.end & second.known:
+                raise NotYet("the second page leaves only once the first has: start both copies out, then wait.")
         if any(block.is_sending for block in blocks):
             raise NotYet("the kernel ends before its copies to GMEM do: wait for them.")
     return "Both pages are in flight at once, and the block ends only when they have left it."
@@ -178,7 +183,7 @@ def check_share_out(answer) -> str:
 
 
 def _asked(rng):
-    uncomputed = (rng.integers(1, 9, 6) * rng.integers(0, 2, 6) + 1).tolist()
+    uncomputed = (1 + rng.integers(1, 9, count := rng.integers(1, 12)) * rng.integers(0, 2, count)).tolist()
     return uncomputed, int(rng.integers(uncomputed.count(1), 30))
 
 

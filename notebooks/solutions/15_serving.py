@@ -7,6 +7,7 @@ exercise-1
   (slot >= 0) & (slot < k_slots.shape[0]) => slot >= 0  # must be skipped
   (slot >= 0) & (slot < k_slots.shape[0]) => (slot > 0) & (slot < k_slots.shape[0])  # element
   (slot >= 0) & (slot < k_slots.shape[0]) => (slot >= 0) & (slot < 48)  # element
+  (slot >= 0) & (slot < k_slots.shape[0]) => (slot >= 0) & (slot < 3 * k_pages.shape[1])  # element
   slot = slots_gmem[token] => slot = jnp.minimum(slots_gmem[token], k_slots.shape[0] - 1)
     # beyond the cache must be skipped
   slot = slots_gmem[token] => slot = jnp.maximum(slots_gmem[token], 0)  # is padding: skip it
@@ -43,6 +44,8 @@ exercise-3
     # Right.
   plgpu.wait_smem_to_gmem(0) => pass  # wait for them
   plgpu.wait_smem_to_gmem(0) => plgpu.wait_smem_to_gmem(1)  # wait for them
+  copy_out(k_smem, k.at[targets[i]]) => copy_out(k_smem, k.at[targets[i]])\n        plgpu.wait_smem_to_gmem(0)
+    # start both copies out
   plgpu.barrier_wait(k_full) => pass  # before its tiles have arrived
   plgpu.barrier_wait(v_full) => pass  # before its tiles have arrived
   plgpu.barrier_wait(v_full)\n        copy_out(v_smem, v.at[targets[i]]) => copy_out(v_smem, v.at[targets[i]])
@@ -75,6 +78,9 @@ exercise-4
   lambda u, b: [1 if x == 1 else -1 for x in u]
   lambda u, b: [x for x in share_out(u, b) if x]
   lambda u, b: [min(x, max(1, (b - u.count(1)) // max(1, len(u) - u.count(1)))) for x in u]
+  left = budget - uncomputed.count(1) => left = budget - sum(x == 1 for x in uncomputed[:6])
+    # A number for each request
+  lambda u, b: share_out(u, b) if len(u) < 7 else list(u)
   lambda u, b: sum(u)  # a list
 """
 
