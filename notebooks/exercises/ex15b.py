@@ -50,7 +50,7 @@ def _plan(rng):
 
 # Exercise 2: noise that belongs to a request -------------------------------------------------------------------------
 
-VOCABULARY = 512
+VOCABULARY = 1024  # Four pieces: with two of them, more rules than the right one number the tokens.
 # (seed, position) twice, different ones whose sum, product or bits together are the same. Keys have 32 bits, so the
 # last two lines find every `m * seed + n * position`, and `^` too: m even, n even, m / n with a rest of 1 or 3 by 4.
 ALIKE = (
@@ -152,6 +152,7 @@ def check_best_tokens(answer) -> str:
         ("where all scores are negative", x - 20_000),
         ("where all scores but some are -inf", jnp.full((2, 512), -jnp.inf).at[0, 300].set(-3e38).at[1, 511].set(2.0)),
         ("with five rows of 256", normal(3, (5, 256))),
+        ("with a row of 131072, as large as a vocabulary", jnp.zeros((1, 2**17)).at[0, 2**17 - 3].set(1.0)),
     )  # fmt: skip
     for where, scores in cases:
         found, exact = np.asarray(run_kernel(answer, scores)), np.asarray(scores).argmax(axis=1)
@@ -205,10 +206,15 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C."""
 
 
+class Ended(SystemExit):
+    """Somebody ends the program: neither an `Exception` nor a `KeyboardInterrupt`."""
+
+
 FAULTS = (  # A name; {when: (exception, every how many calls)}.
     ("without a fault", {}),
     ("where every fifth launch is refused", {"launch": (Refused, 5)}),
     ("where every sixth launch is interrupted", {"launch": (Interrupted, 6)}),
+    ("where every eighth launch ends the program", {"launch": (Ended, 8)}),
     ("where every fourth wait is interrupted", {"wait": (Interrupted, 4)}),
     ("where every ninth wait finds the device lost", {"wait": (Lost, 9)}),
     ("where launches are refused and the device is lost", {"launch": (Refused, 7), "wait": (Lost, 8)}),
@@ -325,7 +331,7 @@ def _step_once(loop, device: Device, where: str) -> None:
     said = None
     try:
         loop.step()
-    except (Refused, Lost, Interrupted):
+    except (Refused, Lost, Interrupted, Ended):
         said = None if device.raised else "step raises what the device did not raise."
     except Exception as error:
         said = f"step raises {type(error).__name__}: {error}. The books are not what the device has computed."

@@ -34,6 +34,8 @@ exercise-2
     # in other places
   mixed(mixed(token) ^ key) => mixed(token ^ mixed(seeds_gmem[row]) ^ positions_gmem[row].astype(jnp.uint32))
   (piece * block + place) => place  # the same noise as another token
+  (piece * block + place) => (jnp.where(piece > 0, block, 0) + place)
+  (piece * block + place) => (piece % 2 * block + place)
   mixed(mixed(token) ^ key) => mixed(mixed(token) ^ key) * jnp.uint32(0) + key  # changes no choice
   -jnp.log(-jnp.log(uniform(bits))) => uniform(bits)  # is the noise Gumbel's
   -jnp.log(-jnp.log(uniform(bits))) => jnp.log(-jnp.log(uniform(bits)))
@@ -56,6 +58,7 @@ exercise-3
   jnp.min(jnp.where(m == jnp.max(m), token, vocabulary)) => jnp.min(token)  # at the place
   vocabulary // block, step => vocabulary // block - 1, step
   vocabulary // block, step => 4, step  # with rows of
+  token, vocabulary)) => token, 10_000))  # with a row of 131072
   scores_gmem.at[row, here] => scores_gmem.at[0, here]  # row 1
   m, token = lax => lax.fori_loop(0, vocabulary // block, step, start)\n        m, token = lax  # reads a row 2 times
   rows,), jnp.int32 => rows,), jnp.float32 && jnp.min(jnp.where(m == jnp.max(m), token, vocabulary)) =>
@@ -64,6 +67,7 @@ exercise-3
 exercise-4
   except BaseException: => except KeyboardInterrupt:  # every fifth launch is refused
   except BaseException: => except Exception:  # every sixth launch is interrupted
+  except BaseException: => except (Exception, KeyboardInterrupt):  # every eighth launch ends
   self.scheduler.unschedule()\n                raise => self.scheduler.unschedule()\n                return False
     # step hides it
   self.in_flight[0]\n => self.in_flight.pop(0)\n && raise\n        self.in_flight.pop(0) => raise
@@ -71,6 +75,7 @@ exercise-4
   except Exception: => except BaseException:
   except Exception: => except ZeroDivisionError:  # every ninth wait finds the device lost
   self.in_flight = []\n            self.scheduler.restart() => self.scheduler.restart()  # that was lost with the device
+  self.scheduler.restart() => self.scheduler.unschedule()  # every ninth wait finds the device lost
   is_launched = len(self.in_flight) < 2 and self.launch() => is_launched = self.launch() and 0  # must be a step ahead
   is_launched = => return\n        is_launched =  # neither launches anything nor waits
   is_launched = => raise ex15b.Refused\n        is_launched =  # the device did not raise
