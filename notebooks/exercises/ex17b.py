@@ -10,7 +10,7 @@ from exercises.judge import NotYet, checker, normal, require_close, run_kernel, 
 from jax.extend.core import Var, jaxprs_in_params
 
 P, N, CHUNK = 64, 128, 64  # Sizes of the kernels' state, and of a chunk.
-TOKENS = 6
+TOKENS = 9
 
 
 # Exercise 1: errors written token by token ----------------------------------------------------------------------------
@@ -35,6 +35,8 @@ def check_write_errors(answer) -> str:
     likely = [(_delta(*args, change), f"{said}.") for change, said in changes]
     likely += [(_delta(*args, late=False), "the output reads the state before the token, not the one after it.")]
     require_close(found, _delta(*args), 1e-3, "the outputs", likely)
+    fewer = [x[:6] for x in (q, k, v, beta)]
+    require_close(run_kernel(answer, *fewer), _delta(*wide(*fewer)), 1e-3, "the outputs of fewer tokens")
     return "A key that comes again finds its old value, and only the difference is written."
 
 
@@ -124,8 +126,8 @@ def _require_finite(jaxpr) -> None:
 def check_double(answer) -> str:
     """`answer(d, lower, block)` is one step of doubling."""
     rng = np.random.default_rng(17)
-    for size in (4, 16):
-        lower, block = np.tril(rng.standard_normal((size, size)), -1), 1
+    for size in (4, 64):
+        lower, block = np.tril(rng.standard_normal((size, size)) / size**0.5, -1), 1
         blocks = np.kron(np.eye(size // 2), np.tril(rng.standard_normal((2, 2))))  # No inverse of blocks of `lower`.
         while block < size:
             index = np.arange(size) // block
@@ -187,6 +189,8 @@ def check_next_state(answer) -> str:
     require_close(out, exact, 0.05, "the state after the chunk")
     if _error(wide(out), exact) > 0.02:  # The state, the errors and u are rounded to bfloat16.
         raise NotYet("the state after the chunk is near the right one, but not as near as roundings explain.")
+    if np.any(run_kernel(answer, state, k, v, jnp.zeros_like(beta), inverse) != state):
+        raise NotYet("where beta is 0 nothing is written, and the state must stay as it is: only operands are rounded.")
     return "Three products in a row, each of which needs the one before: this is the chain from chunk to chunk."
 
 

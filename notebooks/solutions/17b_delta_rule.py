@@ -14,6 +14,8 @@ exercise-1
   state * k_t).sum => state * q_t).sum  # the query was read for
   state = state + => before, state = state, state + && (state * q_t) => (before * q_t)
     # reads the state before the token
+  len(q), token => 6, token  # elements were never written
+  len(q), token => 9, token  # beyond the end
   lambda q, k, v, beta: gated_delta_rule(*(x[None, :, None].astype(jnp.bfloat16) for x in (q, k, v)),
     jnp.zeros((1, len(beta), 1)), beta[None, :, None], scale=1.0)[0, :, 0]  # is the package's kernel
 exercise-2
@@ -37,6 +39,8 @@ exercise-3
   return d - d @ e @ d => for i in range(0, len(d), 2 * block):\n        a, b = slice(i, i + block), slice(i + block,
     i + 2 * block)\n        d[b, a] = -d[b, b] @ lower[b, a] @ d[a, a]\n    return d  # Right.
   block_of[:, None] ^ block_of == 1 => (np.arange(len(d))[:, None] ^ np.arange(len(d))) // block == 1
+  joins = block_of[:, None] ^ block_of == 1 => joins = (block_of[:, None] == block_of + 1)
+    & ((block > 8) | (block_of % 2 == 0))  # between blocks that do not become one
   lambda d, lower, block: d  # nothing has changed
   d - d @ e @ d => d + d @ e @ d  # a sign is wrong
   d - d @ e @ d => d - e  # on both sides
@@ -65,6 +69,9 @@ exercise-4
     # beta comes before the inverse
   beta * (v_c - product(k_smem, s_smem.T)) => beta * v_c - product(k_smem, s_smem.T)  # not of v alone
   state + product(u_smem.T, k_smem) => product(u_smem.T, k_smem)  # the old state is lost
+  state + product(u_smem.T, k_smem) => state.astype(k.dtype).astype(jnp.float32) + product(u_smem.T, k_smem)
+    # only operands are rounded
+  v_c - product(k_smem, s_smem.T)) => v_c - product(k_smem, s_smem.T)) + 0.002
   s_smem[...] = state.astype(k.dtype)\n        plgpu.commit_smem() => s_smem[...] = state.astype(k.dtype)
     # commit what you have stored
   errors.astype(k.dtype)\n        plgpu.commit_smem() => errors.astype(k.dtype)
