@@ -69,7 +69,7 @@ def check_half(answer) -> str:
         exact, flip = wide(w_q), "the byte with its top bit flipped is 128 + the integer"
         bare = wide(np.asarray(w_q).astype(np.int16).view(np.float16))
         likely = (
-            (bare, "these are the bits of 16-bit integers, read as floats: put an exponent above the byte, and subtract"),
+            (bare, "these are the bits of 16-bit integers, read as floats: put an exponent above the byte"),
             (exact + 128, f"every value is 128 too large: {flip}"),
             (exact + 1152, f"every value is 1152 too large: a unit of 0x6400 is 1, and {flip}"),
             (np.where(exact < 0, exact + 128, exact - 128), "the byte was read without a sign. Flip a bit"),
