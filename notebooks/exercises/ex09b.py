@@ -61,10 +61,15 @@ def check_half(answer) -> str:
         out = run_kernel(answer, w_q)
         if out.shape != w_q.shape or out.dtype != jnp.float16:
             raise NotYet(f"the result is {out.dtype} {out.shape}; it must be float16 {w_q.shape}")
-        if any(_is_conversion(equation) for equation in judge.equations(judge.jaxpr_of(answer, w_q))):
+        equations = list(judge.equations(judge.jaxpr_of(answer, w_q)))
+        if any(_is_conversion(equation) for equation in equations):
             raise NotYet("integers are converted to floats by astype: place the bits, and subtract a float")
+        if (num := sum(_is_float_arithmetic(equation) for equation in equations)) > 1:
+            raise NotYet(f"{num} operations of floats are computed: one subtraction is enough")
         exact, flip = wide(w_q), "the byte with its top bit flipped is 128 + the integer"
+        bare = wide(np.asarray(w_q).astype(np.int16).view(np.float16))
         likely = (
+            (bare, "these are the bits of 16-bit integers, read as floats: put an exponent above the byte"),
             (exact + 128, f"every value is 128 too large: {flip}"),
             (exact + 1152, f"every value is 1152 too large: a unit of 0x6400 is 1, and {flip}"),
             (np.where(exact < 0, exact + 128, exact - 128), "the byte was read without a sign. Flip a bit"),
@@ -92,9 +97,12 @@ def check_few_rows(answer) -> str:
 
 
 def _require_full_tiles(answer, rows: int, *args) -> None:
-    """Raises NotYet if the sums of a product have another shape than (columns, rows)."""
+    """Raises NotYet if there is no product, or if its sums have another shape than (columns, rows)."""
     found = judge.equations(judge.jaxpr_of(answer, *args))
-    for tile in (eqn.invars[0].aval.shape for eqn in found if eqn.primitive.name == "wgmma_ref"):
+    tiles = [eqn.invars[0].aval.shape for eqn in found if eqn.primitive.name == "wgmma_ref"]
+    if not tiles:
+        raise NotYet("no product of the tensor cores is left: call plgpu.wgmma")
+    for tile in tiles:
         if tile[0] % A_TILE:
             raise NotYet(
                 f"a product of {rows} rows has sums of shape {tile}, and a GPU's compiler refuses it: WGMMA's first "
@@ -113,6 +121,13 @@ def _is_conversion(equation) -> bool:
         return False
     dtype = equation.invars[0].aval.dtype
     return jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(equation.params["new_dtype"], jnp.floating)
+
+
+def _is_float_arithmetic(equation) -> bool:
+    """Whether floats are added, subtracted, multiplied or divided."""
+    if equation.primitive.name not in ("add", "sub", "mul", "div"):
+        return False
+    return jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
 
 
 def _case(rng):

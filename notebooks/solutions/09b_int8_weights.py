@@ -35,6 +35,11 @@ exercise-3
   floats = lax.bitcast_convert_type(bits, jnp.float16) - jnp.float16(1024 + 128) => floats = weights.astype(jnp.float16)
     # by astype
   o_gmem[rows] = floats => pass  # never written
+  bits = ((bits & jnp.int16(0xFF)) ^ jnp.int16(0x80)) | jnp.int16(0x6400) => pass
+    && - jnp.float16(1024 + 128) =>  # read as floats
+  jnp.float16(1024 + 128) => jnp.float16(1024) - jnp.float16(128)  # one subtraction is enough
+  lax.bitcast_convert_type(bits, jnp.float16) - jnp.float16(1024 + 128) =>
+    sum(jnp.where((bits >> b) & 1 == 1, 2.0**b, 0.0) for b in range(8)).astype(jnp.float16) - jnp.float16(1152)
   lambda w_q: to_half(w_q.astype(jnp.float16))  # astype
   lambda w_q: w_q.astype(jnp.float16)  # must be a kernel
   w_q.shape[0] // 64,) => 1,)  # never written
@@ -45,6 +50,7 @@ exercise-4
     && a_gmem.at[:, ks], a_smem, => a_gmem.at[:, ks], a_smem.at[pl.ds(0, m)],
     && copy_smem_to_gmem(o_smem, => copy_smem_to_gmem(o_smem.at[pl.ds(0, m)],  # multiplied in vain
   plgpu.wgmma(acc, wide_smem, a_smem.T) => plgpu.wgmma(acc, a_smem, wide_smem.T)  # raised
+  plgpu.wgmma(acc, wide_smem, a_smem.T) => pass  # no product of the tensor cores
   values *= along(0, scales_gmem.at[columns], tile) => pass  # scales were not applied
   along(0, scales_gmem => along(1, scales_gmem  # raised
   tile = 64, m => tile = 64, 8  # raised
