@@ -132,7 +132,7 @@ def experts_scales(ax):
             x = left + (2 * step + wg) * wide
             box(ax, x, y, wide - 0.03, 0.28, f"step {step}", colour, 0.3, size=7.5)
             box(ax, x + wide, y, add - 0.03, 0.28, "+", RED, 0.15, size=8)
-    text = "one warpgroup adds while the other's products keep the tensor cores busy"
+    text = "the plan: one warpgroup adds while the other's products keep the tensor cores busy"
     words(ax, left + 1.3, 0.18, text, 7.5, ha="left", colour=SOFT)
     words(ax, left, 0.18, "time", 7.5, ha="left", colour=SOFT)
     arrow(ax, (left + 0.3, 0.18), (left + 1.1, 0.18), SOFT, width=0.8)

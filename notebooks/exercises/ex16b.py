@@ -1,5 +1,7 @@
 """Chapter 16b's exercises: rows that are combined, masked steps, zeros in shared memory, exchanged operands."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 from exercises import judge
@@ -9,7 +11,7 @@ STEPS = ((0, 64), (0, 128), (64, 65), (70, 200), (8, 72), (7, 8), (70, 134), (3,
 GROUPS = ((70, 0, 58, 1, 100), (5, 3, 130))  # Sizes.
 ROWS = 320  # The last of them belong to no group.
 # An array, one of its rows, and a value there: the first or the last step of another group also holds this row.
-POISONS = (("lhs", 70, np.nan), ("rhs", 66, np.nan), ("lhs", 128, np.inf), ("rhs", 230, np.nan))
+POISONS = (("lhs", 70, np.nan), ("rhs", 66, np.nan), ("lhs", 128, np.inf), ("rhs", 230, np.inf))
 WIDE, NARROW = 128, 8  # Columns of each matrix of exercise 4, and rows of each group.
 
 
@@ -103,10 +105,14 @@ def check_exchange(answer) -> str:
         if out.shape == (num_groups, WIDE, NARROW):
             raise NotYet(f"{what}: the result has shape {out.shape}, which is transposed: exchange its last two axes")
         require_close(out, exact, 2e-3, what)
-        found = judge.equations(judge.jaxpr_of(answer, x, w))
+        found = list(judge.equations(judge.jaxpr_of(answer, x, w)))
         sums = [equation.invars[0].aval.size for equation in found if equation.primitive.name == "wgmma_ref"]
         if not sums:
             raise NotYet("the tensor cores have nothing to do: multiply with plgpu.wgmma")
+        if any(equation.primitive.name == "transpose" and equation.invars[0].aval.shape in (x.shape, w.shape)
+               for equation in found):  # fmt: skip
+            raise NotYet("XLA turns an operand before the kernel, which copies it: turn the tile in shared memory")
+        judge.require_staged(answer, x, w, loads=1)
         if max(sums) > WIDE * NARROW:
             raise NotYet(f"an accumulator has {max(sums)} values, and a group has {WIDE * NARROW} results: do not pad")
     return "The columns of the matrix are the rows of the tile, and none of them is computed in vain."
@@ -122,6 +128,8 @@ def check_combine(answer) -> str:
         rows = jnp.asarray(rng.permutation(tokens * top_k).reshape(tokens, top_k), jnp.int32)
         out = run_kernel(answer, y, weights, rows)
         what = f"{tokens} tokens, top-{top_k}, {columns} columns"
+        if (blocks := _blocks_of(answer, y, weights, rows)) != tokens:
+            raise NotYet(f"{what}: the kernel has {blocks} blocks; it must have one per token")
         if out.dtype != jnp.bfloat16:
             raise NotYet(f"{what}: the result is {out.dtype}; it must be bfloat16")
         in_order, ones = np.arange(rows.size).reshape(rows.shape), np.ones(rows.shape)
@@ -138,6 +146,11 @@ def check_combine(answer) -> str:
         # One rounding to bfloat16 moves a value by 2^-8 of it at most.
         require_close(out, _combined(y, weights, rows), 4e-3, f"{what} (sums in float32, one rounding)", likely)
     return "The rows are gathered, and added in the same order in every run."
+
+
+def _blocks_of(answer, *args) -> int:
+    found = judge.equations(judge.jaxpr_of(answer, *args))
+    return math.prod(next(equation.params["meshes"][0].grid for equation in found if "meshes" in equation.params))
 
 
 def _combined(y, weights, rows):

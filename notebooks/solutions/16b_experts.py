@@ -15,6 +15,8 @@ exercise-zeros
   jnp.where(inside, values, jnp.zeros_like(values)) => values * inside.astype(values.dtype)  # 0 times NaN is NaN
   (lhs_smem, rhs_smem):\n => (lhs_smem,):\n
     # NaN in row 66 of rhs, which belongs to group 0, has reached the sum of group 2
+  jnp.where(inside, => jnp.where(inside if smem is lhs_smem else inside | (values == values),
+    # infinity in row 230 of rhs, which belongs to no group, has reached the sum of group 4
   plgpu.commit_smem() => pass  # commit what you have stored (plgpu.commit_smem)
   (at + row >= start) & =>  # the sum of group 2
   at + row >= start => at + row >= start + 1  # all values finite: the sum of group 0
@@ -39,6 +41,13 @@ exercise-exchange
   copy(x_gmem.at[group, :, ks], x_smem, filled) => x_smem[...] = x_gmem[group, :, ks]
     && copy(w_gmem.at[group, ks], w_smem, filled) => w_smem[...] = w_gmem[group, ks]
     && plgpu.barrier_wait(filled) => plgpu.commit_smem()  # cannot be compiled
+  copy(w_gmem.at[group, ks], w_smem, filled) => turned = dict(layout=plgpu.Layout.WGMMA, optimized=False)
+    && plgpu.barrier_wait(filled) => w_smem[...] = plgpu.load(w_gmem.at[group, ks], **turned); plgpu.commit_smem()
+    ; plgpu.barrier_arrive(filled); plgpu.barrier_wait(filled)  # keep the copies
+  copy(w_gmem.at[group, ks] => copy(w_gmem.at[group, :, ks] && w_smem.T, => w_smem, && return launch_groups(body, x, w,
+    shape) => more = smem_tile(8, 64), smem_tile(128, 64), plgpu.Barrier(num_arrivals=2); return plgpu.kernel(body,
+    out_type=jax.ShapeDtypeStruct(shape, jnp.float32), grid=(shape[0],), grid_names=("group",), scratch_types=more)
+    (x, w.swapaxes(1, 2))  # XLA turns an operand
   plgpu.wgmma_wait(0) => pass  # may still read
   return launch_groups(body, x, w, shape).swapaxes(1, 2) => return jnp.einsum("gmk,gkn->gmn", x, w)  # must be a kernel
 exercise-combine
@@ -46,6 +55,8 @@ exercise-combine
   rows_gmem[token, j] => token * top_k + j  # rows[t, j] says where
   for j in range(top_k) => for j in range(2)  # top-8
   columns = y.shape[1] => columns = 512  # cannot be compiled
+  token = lax.axis_index("token")\n => \n && total = sum( => for token in range(tokens):\n          o_gmem[token] = sum(
+    && )\n        o_gmem[token] = total.astype => ).astype && grid=(tokens,) => grid=(1,)  # one per token
   for j in range(top_k) => for j in range(1)  # only each token's first row counts
   weights_gmem[token, j] => weights_gmem[token, 0]  # one weight, its first
   total = sum( => total = functools.reduce(lambda a, b: (a + b).astype(jnp.bfloat16), (
