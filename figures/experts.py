@@ -35,7 +35,7 @@ def experts_sums(ax):
     arrow(ax, (x_of(first), 0.95), (x_of(first), 1.33), RED, width=1.1)
     text = f"row {first}, the multiple of 8 before {START}:\nMosaic's tiled view begins at one"
     words(ax, x_of(first), 0.78, text, 8, colour=RED)
-    text = "red rows are overwritten with zeros in shared\nmemory, in lhs and in rhs, before they are multiplied"
+    text = "orange-red rows are overwritten with zeros in shared\nmemory, in lhs and in rhs, before they are multiplied"
     words(ax, x_of(END) + 0.1, 0.78, text, 8, colour=RED)
     text = "o[group] += lhs[step].T @ rhs[step]: in all steps between, every row is this group's"
     words(ax, 4.1, 0.25, text, 8.5)
@@ -61,7 +61,7 @@ def products(sizes):
 
 
 def sums(sizes, largest_first: bool):
-    """The same of tiles that take a step for each 64 rows of their group, in turn or to and fro."""
+    """The same of tiles that take a step for each 64 rows of their group, in turn or back and forth."""
     order = sorted(range(len(sizes)), key=lambda group: -sizes[group] if largest_first else group)
     done, placed = [0] * BLOCKS, []
     for i, group in enumerate(group for group in order for _ in range(COLUMNS)):
@@ -79,7 +79,7 @@ def experts_waiting(axes):
     rows = (
         ("product; time in tiles", products),
         ("sums, in the order of the groups; time in steps of 64 rows", lambda sizes: sums(sizes, False)),
-        ("sums, the largest first, to and fro; time in steps of 64 rows", lambda sizes: sums(sizes, True)),
+        ("sums, the largest first, back and forth; time in steps of 64 rows", lambda sizes: sums(sizes, True)),
     )
     for row, (name, place) in zip(axes, rows, strict=True):
         placed_of = {kind: place(sizes) for kind, sizes in SIZES.items()}
