@@ -22,7 +22,7 @@ def check_crossover(answer) -> str:
     """`answer(k, n, peak, bandwidth)` is the largest M whose product with int8 weights is memory-bound."""
     likely = (
         (dict(weight_bytes=2), "A weight is one byte."),
-        (dict(row_bytes=0), "The rows of a and of the result cross memory too, 2 bytes a value."),
+        (dict(row_bytes=0), "The rows of a and of the result cross memory too, 2 bytes per value."),
         (dict(row_bytes=1), "A value of a and of the result is 2 bytes."),
         (dict(flops=1), "A multiplication and an addition for each weight and row: 2 operations."),
     )
@@ -48,7 +48,7 @@ def check_dequantise(answer) -> str:
         once = wide(jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16))
         if (twice := wide(out) != once).any():
             raise NotYet(f"{twice.mean():.0%} of the values were rounded twice: multiply in float32, then convert")
-    return "One scale a column, one rounding."
+    return "One scale per column, one rounding."
 
 
 @checker
