@@ -13,7 +13,7 @@ SUMS = (  # Terms, and the bits of the adder.
     (np.array([-6.0, 0.3, 0.7, -0.9, 5.1]), 5),
     (np.random.default_rng(1).standard_normal(33) * np.exp2(np.random.default_rng(2).uniform(-4, 4, 33)), 10),
     (np.array([1.5] + 15 * [1.75 * 2.0**-7]), 8),
-    (np.array([0.7, 0.3, -0.11, 2.0**-9]), 6),  # All below 1.
+    (np.array([0.7, 0.3, 0.11, 2.0**-9]), 6),  # All below 1.
 )
 
 
@@ -102,13 +102,18 @@ def check_cut_sum(answer) -> str:
         (dict(size=np.max), "The largest term is the one of the largest absolute value."),
     )
     said = "The exponent of the largest term gives the last bit that fits: its unit. Cut every term to units, then add."
-    draw = lambda rng: (rng.standard_normal(9) * np.exp2(rng.integers(-9, 9)), int(rng.integers(4, 20)))
-    require_answers(answer, SUMS, _cut_sum, likely, said, draw=draw)
+    require_answers(answer, SUMS, _cut_sum, likely, said, draw=_terms)
     lost = {name: _lost(answer, terms) for name, terms in _many_terms().items()}
     return (
         f"Your adder, with 14 bits and 32 products at a time, loses {lost['one sign']:.1%} of a sum of 4,096 positive "
         f"products. With both signs it misses by {lost['both signs']:.1%} of the usual size of such a sum."
     )
+
+
+def _terms(rng):
+    """Terms and bits. One term is positive: without it, an answer without `abs` would be NaN, and be told no cause."""
+    terms = rng.standard_normal(9) * np.exp2(rng.integers(-9, 9))
+    return np.append(np.abs(terms[0]), terms[1:]), int(rng.integers(4, 20))
 
 
 def _cut_sum(terms, bits, *, cut=np.trunc, shift=0, size=lambda terms: np.abs(terms).max(), first=False):
