@@ -16,7 +16,7 @@ from cookbook import _host
 
 from . import interpreter, plot, program, results
 from .compiling import name_of
-from .toolchain import GPUS
+from .toolchain import CHIPS
 from .turns import alone
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def _record(fn, args, events: int, blocks: int) -> dict:
                 "and name its parts with `jax.named_scope`."
             )
         chrome_trace = json.loads(files[0].read_text())
-    clock_ghz = GPUS.get(results.this_gpu(), GPUS["h200"])["clock_ghz"]
+    clock_ghz = CHIPS.get(results.this_gpu(), CHIPS["h200"])["clock_ghz"]
     return {"lanes": lanes_of(chrome_trace, clock_ghz, blocks), "clock_ghz": clock_ghz}
 
 
@@ -173,6 +173,6 @@ def _draw(ax: Axes, lanes: list[dict], roles: tuple[str, ...], title: str) -> No
     ax.set_ylim(len(lanes) - 0.4, -0.6)
     ax.grid(axis="y", visible=False)
     ax.set_title(title)
-    ax.set_xlabel(f"µs, at {GPUS['h200']['clock_ghz']} GHz")
+    ax.set_xlabel(f"µs, at {CHIPS['h200']['clock_ghz']} GHz")
     if names:
         ax.legend(loc="upper left", bbox_to_anchor=(1, 1), handletextpad=0.2)
