@@ -56,7 +56,7 @@ PEAKS: dict[str, dict[str, Peak]] = {
     "h200-nvl": _hopper("H200 datasheet (NVL)", _NVL, 4.8e12),
     "h100": _hopper("H100 datasheet (SXM)", _SXM, 3.35e12),
     "h100-pcie": _hopper("H100 datasheet (PCIe)", _PCIE, 2.0e12, 300e9),
-    "h100-nvl": _hopper("H100 datasheet (NVL)", _NVL, 3.9e12, 300e9),  # Of one card; an older one is of two.
+    "h100-nvl": _hopper("H100 datasheet (NVL)", _NVL, 3.9e12, 300e9),  # One card; an older datasheet adds up two.
     "gh200": _hopper("GH200 datasheet (96 GB of HBM3)", _SXM, 4.0e12),
     "gh200-144g": _hopper("GH200 datasheet (144G HBM3e)", _SXM, 4.9e12),
     "b200": {

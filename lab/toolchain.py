@@ -21,8 +21,8 @@ GPUS = {
     "b200": dict(name="NVIDIA B200", major=10, num_sms=148, clock_ghz=1.97, l2=126 << 20, bandwidth=8e12, memory=180e9),
 }
 # SMs and boost clock of each GPU whose peaks `roofline` knows, by `results.gpu_of` of JAX's name for it. NVIDIA's white
-# paper on the H100's architecture gives both for the SXM module and the PCIe card, its product briefs for the NVL cards.
-# An H200 and a GH200 have the GPU of the SXM module.
+# paper on the H100's architecture gives both for the SXM module and the PCIe card, the product briefs those of the NVL
+# cards. An H200 and a GH200 have the GPU of the SXM module.
 CHIPS = {
     "h200-nvl": dict(num_sms=132, clock_ghz=1.785),
     "h100": dict(num_sms=132, clock_ghz=1.98),
