@@ -29,8 +29,13 @@ def digest(fn, *args, gpu: str = "h200") -> str:
       fn: a function of arrays.
       args: arrays, or a `jax.ShapeDtypeStruct` in the place of each.
       gpu: of `toolchain.CHIPS`, or another that this machine has.
+
+    Raises:
+      ValueError: it is neither.
     """
-    num_sms = CHIPS[gpu]["num_sms"] if gpu in CHIPS else jax.devices()[0].core_count
+    num_sms = CHIPS[gpu]["num_sms"] if gpu in CHIPS else getattr(jax.devices()[0], "core_count", None)
+    if num_sms is None:
+        raise ValueError(f"gpu = {gpu!r} is not known; it must be one of {', '.join(map(repr, CHIPS))}.")
     with _host.building_for(_host.Target(gpu, num_sms)):
         lowered = jax.jit(lambda *args: fn(*args)).trace(*args).lower(lowering_platforms=("cuda",))
     module = lowered.compiler_ir("stablehlo")

@@ -170,7 +170,7 @@ def bound(flops: float, nbytes: float, dtype="bf16", gpu: str | None = None) -> 
       flops: floating-point operations, at the rate of `dtype` ("bf16": the tensor cores, "f32": the CUDA cores).
       nbytes: bytes that must cross HBM: each input read once, each output written once.
       gpu: of `PEAKS`; None: that of the environment's COOKBOOK_GPU ("h100"), or this machine's, or the H200 where
-        there is none of them.
+        there is none of them. A warning names a GPU of this machine that is not in `PEAKS`.
     """
     if flops < 0 or nbytes < 0 or flops + nbytes == 0:
         raise ValueError(f"flops = {flops} and nbytes = {nbytes} must not be negative, nor both zero.")

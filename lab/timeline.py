@@ -61,13 +61,16 @@ def timeline(
         if trace["provenance"].get("stale"):
             title += "; STALE: the code has changed since"
     else:
-        trace, title = {"lanes": []}, f"{name}: no recorded timeline, and no GPU to record one"
-    lanes = [lane for lane in trace["lanes"] if lane["block"] < blocks]
+        trace, title = (
+            {"lanes": [], "clock_ghz": CHIPS["h200"]["clock_ghz"]},
+            f"{name}: no recorded timeline, and no GPU to record one",
+        )
+    lanes, clock_ghz = [lane for lane in trace["lanes"] if lane["block"] < blocks], trace["clock_ghz"]
     if ax is not None:
-        _draw(ax, lanes, roles, title)
+        _draw(ax, lanes, roles, title, clock_ghz)
         return ax.figure
     with plot.figure(height=1.2 + 0.55 * len(lanes)) as (fig, ax):
-        _draw(ax, lanes, roles, title)
+        _draw(ax, lanes, roles, title, clock_ghz)
     return fig
 
 
@@ -148,7 +151,7 @@ def _record(fn, args, events: int, blocks: int) -> dict:
 _SCOPES = ("wgmma", "load", "store", "convert", "wait", "softmax", "turn")  # They have the same colour in every trace.
 
 
-def _draw(ax: Axes, lanes: list[dict], roles: tuple[str, ...], title: str) -> None:
+def _draw(ax: Axes, lanes: list[dict], roles: tuple[str, ...], title: str, clock_ghz: float) -> None:
     names = list(dict.fromkeys(name for lane in lanes for name, *_ in lane["spans"] if name != "Init"))  # Mosaic's own.
     colours = {name: colour for name, colour in zip(_SCOPES, plot.COLOURS, strict=False) if name in names}
     free = [colour for colour in plot.COLOURS if colour not in colours.values()] or plot.COLOURS
@@ -173,6 +176,6 @@ def _draw(ax: Axes, lanes: list[dict], roles: tuple[str, ...], title: str) -> No
     ax.set_ylim(len(lanes) - 0.4, -0.6)
     ax.grid(axis="y", visible=False)
     ax.set_title(title)
-    ax.set_xlabel(f"µs, at {CHIPS['h200']['clock_ghz']} GHz")
+    ax.set_xlabel(f"µs, at {clock_ghz} GHz")
     if names:
         ax.legend(loc="upper left", bbox_to_anchor=(1, 1), handletextpad=0.2)

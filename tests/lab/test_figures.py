@@ -221,7 +221,7 @@ def test_neighbouring_blocks_may_share_an_sm():
 def record(monkeypatch):
     monkeypatch.setattr(results, "machine", lambda: dict(gpu="NVIDIA H200", date="2026-11-20"))
     monkeypatch.setattr(results, "this_gpu", lambda: "h200")
-    results.write_timeline("06_pipelining/x", {"lanes": lanes_of(chrome_trace(), 1.98, 2)}, "5e1f")
+    results.write_timeline("06_pipelining/x", {"lanes": lanes_of(chrome_trace(), 1.98, 2), "clock_ghz": 1.755}, "5e1f")
 
 
 def test_a_stored_trace_is_drawn_and_marked_as_recorded(results_folder, no_gpu, monkeypatch):
@@ -257,6 +257,7 @@ def test_a_trace_can_be_drawn_into_given_axes(results_folder, no_gpu, monkeypatc
     with plot.figure(ncols=2) as (fig, (left, right)):
         assert lab.timeline(add_one, None, problem="06_pipelining/x", ax=right) is fig
     assert right.collections and not left.collections
+    assert right.get_xlabel() == "µs, at 1.755 GHz"  # The clock of the GPU that was traced.
 
 
 def test_clocks_of_a_step_are_the_median_of_a_stored_trace(results_folder, monkeypatch):
