@@ -19,7 +19,7 @@ from jaxlib.mlir import ir
 
 from cookbook import _host
 
-NUM_SMS = {"h100": 132, "h200": 132, "b200": 148}  # A persistent grid has as many blocks.
+from .toolchain import CHIPS
 
 
 def digest(fn, *args, gpu: str = "h200") -> str:
@@ -28,9 +28,15 @@ def digest(fn, *args, gpu: str = "h200") -> str:
     Args:
       fn: a function of arrays.
       args: arrays, or a `jax.ShapeDtypeStruct` in the place of each.
-      gpu: "h100", "h200" or "b200".
+      gpu: of `toolchain.CHIPS`, or another that this machine has.
+
+    Raises:
+      ValueError: it is neither.
     """
-    with _host.building_for(_host.Target(gpu, NUM_SMS[gpu])):
+    num_sms = CHIPS[gpu]["num_sms"] if gpu in CHIPS else getattr(jax.devices()[0], "core_count", None)
+    if num_sms is None:
+        raise ValueError(f"gpu = {gpu!r} is not known; it must be one of {', '.join(map(repr, CHIPS))}.")
+    with _host.building_for(_host.Target(gpu, num_sms)):
         lowered = jax.jit(lambda *args: fn(*args)).trace(*args).lower(lowering_platforms=("cuda",))
     module = lowered.compiler_ir("stablehlo")
     return _digest(_Walk(module).lines)

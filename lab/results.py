@@ -201,9 +201,14 @@ def this_gpu() -> str:
     return gpu_of(jax.devices()[0].device_kind)
 
 
+# Cards of one chip differ in memory, clocks and SMs, so each has its folder. For the first of them the chip is enough.
+_SHORT = {"h100-80gb-hbm3": "h100", "gh200-480gb": "gh200", "gh200-144g-hbm3e": "gh200-144g"}
+
+
 def gpu_of(device_kind: str) -> str:
-    """The folder of a GPU: "h200" for "NVIDIA H200"."""
-    return device_kind.lower().removeprefix("nvidia ").split()[0]
+    """The folder of a GPU: "h200" for "NVIDIA H200", "h100-pcie" for "NVIDIA H100 PCIe"."""
+    name = "-".join(device_kind.lower().removeprefix("nvidia ").split())
+    return _SHORT.get(name, name)
 
 
 @functools.cache

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import warnings
 from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 
 from . import plot, results
@@ -25,27 +27,38 @@ class Peak:
 
 
 _B200 = "NVIDIA HGX B200 datasheet, dense"  # It gives the rates of sparse products, of which dense ones are half.
+# Dense products in TFLOP/s, half of the datasheets' sparse rates; then f32, and f64 on the tensor cores.
+_SXM = dict(fp8=1979, bf16=989, tf32=494, f32=67, f64=67)
+_NVL = dict(fp8=1670.5, bf16=835.5, tf32=417.5, f32=60, f64=60)
+_PCIE = dict(fp8=1513, bf16=756.5, tf32=378, f32=51, f64=51)
 
 
-def _hopper(name: str, hbm: float) -> dict[str, Peak]:
-    """The peaks of a Hopper in an SXM module; the memory is all in which an H100 and an H200 differ."""
-    source = f"NVIDIA {name} datasheet (SXM), dense"
+def _hopper(name: str, rates: dict, hbm: float, nvlink: float = 450e9) -> dict[str, Peak]:
+    """The peaks of a Hopper: `rates` in TFLOP/s, `hbm` and `nvlink` in byte/s."""
+    source = f"NVIDIA {name}, dense"
+    peak = lambda kind, of=source: Peak(rates[kind] * 1e12, of)
     return {
-        "fp8": Peak(1979e12, source),
-        "int8": Peak(1979e12, source),
-        "bf16": Peak(989e12, source),
-        "f16": Peak(989e12, source),
-        "tf32": Peak(494e12, source),
-        "f32": Peak(67e12, f"{source}; the CUDA cores"),
-        "f64": Peak(67e12, f"{source}; the tensor cores"),
+        "fp8": peak("fp8"),
+        "int8": peak("fp8"),
+        "bf16": peak("bf16"),
+        "f16": peak("bf16"),
+        "tf32": peak("tf32"),
+        "f32": peak("f32", f"{source}; the CUDA cores"),
+        "f64": peak("f64", f"{source}; the tensor cores"),
         "hbm": Peak(hbm, source),
-        "nvlink": Peak(450e9, f"{source}; each way, with all links of a GPU"),
+        "nvlink": Peak(nvlink, f"{source}; each way, with all links of a GPU"),
     }
 
 
+# By `results.gpu_of` of the name that JAX gives a GPU: `jax.devices()[0].device_kind`.
 PEAKS: dict[str, dict[str, Peak]] = {
-    "h200": _hopper("H200", 4.8e12),
-    "h100": _hopper("H100", 3.35e12),
+    "h200": _hopper("H200 datasheet (SXM)", _SXM, 4.8e12),
+    "h200-nvl": _hopper("H200 datasheet (NVL)", _NVL, 4.8e12),
+    "h100": _hopper("H100 datasheet (SXM)", _SXM, 3.35e12),
+    "h100-pcie": _hopper("H100 datasheet (PCIe)", _PCIE, 2.0e12, 300e9),
+    "h100-nvl": _hopper("H100 datasheet (NVL)", _NVL, 3.9e12, 300e9),  # One card; an older datasheet adds up two.
+    "gh200": _hopper("GH200 datasheet (96 GB of HBM3)", _SXM, 4.0e12),
+    "gh200-144g": _hopper("GH200 datasheet (144G HBM3e)", _SXM, 4.9e12),
     "b200": {
         "fp8": Peak(4500e12, _B200),  # MXFP8 too: scales cost no products.
         "int8": Peak(4500e12, _B200),
@@ -110,9 +123,16 @@ class Comparison:
 
 
 def _known(gpu: str | None) -> str:
-    """`gpu`, or for None that of COOKBOOK_GPU, or this machine's; the H200 where that is none of `PEAKS`."""
-    gpu = gpu or os.environ.get("COOKBOOK_GPU")
-    return gpu or (results.this_gpu() if results.this_gpu() in PEAKS else "h200")
+    """`gpu`, or for None that of COOKBOOK_GPU, or this machine's; the H200 where that is none of `PEAKS`.
+
+    Warns of a GPU that is none of them.
+    """
+    if gpu := gpu or os.environ.get("COOKBOOK_GPU"):
+        return gpu
+    here = results.this_gpu()
+    if here not in PEAKS and jax.default_backend() == "gpu":
+        warnings.warn(f"{jax.devices()[0].device_kind} has no peaks here: bounds are those of an H200.", stacklevel=3)
+    return here if here in PEAKS else "h200"
 
 
 def peak(kind, gpu: str | None = None) -> Peak:
@@ -150,7 +170,7 @@ def bound(flops: float, nbytes: float, dtype="bf16", gpu: str | None = None) -> 
       flops: floating-point operations, at the rate of `dtype` ("bf16": the tensor cores, "f32": the CUDA cores).
       nbytes: bytes that must cross HBM: each input read once, each output written once.
       gpu: of `PEAKS`; None: that of the environment's COOKBOOK_GPU ("h100"), or this machine's, or the H200 where
-        there is none of them.
+        there is none of them. A warning names a GPU of this machine that is not in `PEAKS`.
     """
     if flops < 0 or nbytes < 0 or flops + nbytes == 0:
         raise ValueError(f"flops = {flops} and nbytes = {nbytes} must not be negative, nor both zero.")

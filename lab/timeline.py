@@ -16,7 +16,7 @@ from cookbook import _host
 
 from . import interpreter, plot, program, results
 from .compiling import name_of
-from .toolchain import GPUS
+from .toolchain import CHIPS
 from .turns import alone
 
 if TYPE_CHECKING:
@@ -61,13 +61,16 @@ def timeline(
         if trace["provenance"].get("stale"):
             title += "; STALE: the code has changed since"
     else:
-        trace, title = {"lanes": []}, f"{name}: no recorded timeline, and no GPU to record one"
-    lanes = [lane for lane in trace["lanes"] if lane["block"] < blocks]
+        trace, title = (
+            {"lanes": [], "clock_ghz": CHIPS["h200"]["clock_ghz"]},
+            f"{name}: no recorded timeline, and no GPU to record one",
+        )
+    lanes, clock_ghz = [lane for lane in trace["lanes"] if lane["block"] < blocks], trace["clock_ghz"]
     if ax is not None:
-        _draw(ax, lanes, roles, title)
+        _draw(ax, lanes, roles, title, clock_ghz)
         return ax.figure
     with plot.figure(height=1.2 + 0.55 * len(lanes)) as (fig, ax):
-        _draw(ax, lanes, roles, title)
+        _draw(ax, lanes, roles, title, clock_ghz)
     return fig
 
 
@@ -141,14 +144,14 @@ def _record(fn, args, events: int, blocks: int) -> dict:
                 "and name its parts with `jax.named_scope`."
             )
         chrome_trace = json.loads(files[0].read_text())
-    clock_ghz = GPUS.get(results.this_gpu(), GPUS["h200"])["clock_ghz"]
+    clock_ghz = CHIPS.get(results.this_gpu(), CHIPS["h200"])["clock_ghz"]
     return {"lanes": lanes_of(chrome_trace, clock_ghz, blocks), "clock_ghz": clock_ghz}
 
 
 _SCOPES = ("wgmma", "load", "store", "convert", "wait", "softmax", "turn")  # They have the same colour in every trace.
 
 
-def _draw(ax: Axes, lanes: list[dict], roles: tuple[str, ...], title: str) -> None:
+def _draw(ax: Axes, lanes: list[dict], roles: tuple[str, ...], title: str, clock_ghz: float) -> None:
     names = list(dict.fromkeys(name for lane in lanes for name, *_ in lane["spans"] if name != "Init"))  # Mosaic's own.
     colours = {name: colour for name, colour in zip(_SCOPES, plot.COLOURS, strict=False) if name in names}
     free = [colour for colour in plot.COLOURS if colour not in colours.values()] or plot.COLOURS
@@ -173,6 +176,6 @@ def _draw(ax: Axes, lanes: list[dict], roles: tuple[str, ...], title: str) -> No
     ax.set_ylim(len(lanes) - 0.4, -0.6)
     ax.grid(axis="y", visible=False)
     ax.set_title(title)
-    ax.set_xlabel(f"µs, at {GPUS['h200']['clock_ghz']} GHz")
+    ax.set_xlabel(f"µs, at {clock_ghz} GHz")
     if names:
         ax.legend(loc="upper left", bbox_to_anchor=(1, 1), handletextpad=0.2)

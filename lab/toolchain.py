@@ -20,6 +20,17 @@ GPUS = {
     "h200": dict(name="NVIDIA H200", major=9, num_sms=132, clock_ghz=1.98, l2=60 << 20, bandwidth=4.8e12, memory=141e9),
     "b200": dict(name="NVIDIA B200", major=10, num_sms=148, clock_ghz=1.97, l2=126 << 20, bandwidth=8e12, memory=180e9),
 }
+# SMs and boost clock of each GPU whose peaks `roofline` knows, by `results.gpu_of` of JAX's name for it. NVIDIA's white
+# paper on the H100's architecture gives both for the SXM module and the PCIe card, the product briefs those of the NVL
+# cards. An H200 and a GH200 have the GPU of the SXM module.
+CHIPS = {
+    "h200-nvl": dict(num_sms=132, clock_ghz=1.785),
+    "h100": dict(num_sms=132, clock_ghz=1.98),
+    "h100-pcie": dict(num_sms=114, clock_ghz=1.755),
+    "h100-nvl": dict(num_sms=132, clock_ghz=1.785),
+    "gh200": dict(num_sms=132, clock_ghz=1.98),
+    "gh200-144g": dict(num_sms=132, clock_ghz=1.98),
+} | {gpu: dict(num_sms=facts["num_sms"], clock_ghz=facts["clock_ghz"]) for gpu, facts in GPUS.items()}
 _TARGET_CONFIG = """
 gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: 0 feature_extension: ACCELERATED_FEATURES }}

@@ -7,7 +7,9 @@ import math
 import re
 import subprocess
 import sys
+import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ import lab
 from figures import _draw, _stepper
 from lab import plot, results, roofline
 from lab.timeline import lanes_of
-from lab.toolchain import GPUS
+from lab.toolchain import CHIPS, GPUS
 
 
 def measurement(ms, problem="matmul/4096x4096x4096/bf16", **kwargs):
@@ -36,10 +38,53 @@ def of_an_h200(monkeypatch):
 
 def test_every_peak_has_its_source():
     for gpu, peaks in roofline.PEAKS.items():
-        assert all(peak.value > 0 and gpu.upper() in peak.source for peak in peaks.values())
+        for peak in peaks.values():
+            assert peak.value > 0 and all(word in peak.source.upper() for word in gpu.upper().split("-"))
         assert peaks.keys() == roofline.PEAKS["h200"].keys()
     for gpu, facts in GPUS.items():
         assert roofline.peak("hbm", gpu).value == facts["bandwidth"]
+
+
+@pytest.mark.parametrize(
+    "device_kind, gpu, num_sms, hbm, bf16",
+    [
+        ("NVIDIA H100 PCIe", "h100-pcie", 114, 2.0e12, 756.5e12),
+        ("NVIDIA H100 NVL", "h100-nvl", 132, 3.9e12, 835.5e12),
+        ("NVIDIA H100 80GB HBM3", "h100", 132, 3.35e12, 989e12),
+        ("NVIDIA H200", "h200", 132, 4.8e12, 989e12),
+        ("NVIDIA H200 NVL", "h200-nvl", 132, 4.8e12, 835.5e12),
+        ("NVIDIA GH200 480GB", "gh200", 132, 4.0e12, 989e12),
+        ("NVIDIA GH200 144G HBM3e", "gh200-144g", 132, 4.9e12, 989e12),
+        ("NVIDIA B200", "b200", 148, 8.0e12, 2250e12),
+    ],
+)
+def test_cards_of_one_chip_are_told_apart(monkeypatch, device_kind, gpu, num_sms, hbm, bf16):
+    monkeypatch.delenv("COOKBOOK_GPU")
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind=device_kind)])
+    bound = roofline.bound(bf16, hbm / 2)
+    assert bound.gpu == gpu and f" on {gpu}, " in repr(bound)
+    assert (bound.compute_seconds, bound.memory_seconds) == (1, 0.5)
+    assert roofline.figure().axes[0].get_title(loc="left").startswith(f"Roofline of {gpu.upper()},")
+    assert CHIPS[gpu]["num_sms"] == num_sms
+
+
+def test_the_peak_of_f32_is_that_of_the_clock():
+    """An SM has 128 CUDA cores, each of which multiplies and adds in a cycle. Datasheets round the peaks."""
+    assert CHIPS.keys() == roofline.PEAKS.keys()
+    for gpu, chip in CHIPS.items():
+        assert roofline.peak("f32", gpu).value == pytest.approx(256e9 * chip["num_sms"] * chip["clock_ghz"], rel=0.006)
+
+
+def test_a_gpu_without_peaks_is_named(monkeypatch):
+    monkeypatch.delenv("COOKBOOK_GPU")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    mig = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    monkeypatch.setattr(jax, "devices", lambda: [mig])
+    with pytest.warns(UserWarning, match="NVIDIA H100 80GB HBM3 MIG 1g.10gb has no peaks here: bounds are those of an"):
+        assert roofline.bound(1, 1).gpu == "h200"
+    provenance = dict(gpu=mig.device_kind, date="2026-11-25")
+    with pytest.raises(ValueError, match="'h100-80gb-hbm3-mig-1g.10gb' has no peaks here; .* must be one of 'h200'"):
+        roofline.compare(measurement(1.0, recorded=True, provenance=provenance))
 
 
 def test_a_recorded_figure_is_compared_with_the_bound_of_its_gpu():
@@ -176,7 +221,7 @@ def test_neighbouring_blocks_may_share_an_sm():
 def record(monkeypatch):
     monkeypatch.setattr(results, "machine", lambda: dict(gpu="NVIDIA H200", date="2026-11-20"))
     monkeypatch.setattr(results, "this_gpu", lambda: "h200")
-    results.write_timeline("06_pipelining/x", {"lanes": lanes_of(chrome_trace(), 1.98, 2)}, "5e1f")
+    results.write_timeline("06_pipelining/x", {"lanes": lanes_of(chrome_trace(), 1.98, 2), "clock_ghz": 1.755}, "5e1f")
 
 
 def test_a_stored_trace_is_drawn_and_marked_as_recorded(results_folder, no_gpu, monkeypatch):
@@ -212,6 +257,7 @@ def test_a_trace_can_be_drawn_into_given_axes(results_folder, no_gpu, monkeypatc
     with plot.figure(ncols=2) as (fig, (left, right)):
         assert lab.timeline(add_one, None, problem="06_pipelining/x", ax=right) is fig
     assert right.collections and not left.collections
+    assert right.get_xlabel() == "µs, at 1.755 GHz"  # The clock of the GPU that was traced.
 
 
 def test_clocks_of_a_step_are_the_median_of_a_stored_trace(results_folder, monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 
 import lab
 from bench import problems
+from cookbook import _host
 from lab import program, results
 
 sys.path.append(str(results.ROOT.parent / "tools"))
@@ -43,6 +44,19 @@ def test_where_code_stands_and_what_it_is_called_does_not_count():
     moved = written("plus", "other", "  # Why.", before="unused = 1\n" * 9)
     assert program.digest(moved, X) == known
     assert program.digest(jax.jit(lambda x: jax.jit(moved)(x)), X, gpu="h100") == known
+
+
+def test_a_program_is_of_a_known_gpu_or_of_this_machines(pretend_gpu, monkeypatch):
+    """A grid has as many blocks as the GPU has SMs: the last has 148."""
+    blocks = lambda x: written()(x[: 128 * _host.require_target("add").num_sms])
+    x = jax.ShapeDtypeStruct((128 * 200,), jnp.float32)
+    same = {gpu: program.digest(blocks, x, gpu=gpu) for gpu in ("h100", "h200", "gh200", "h100-pcie", "b200")}
+    assert same["h100"] == same["h200"] == same["gh200"] and len(set(same.values())) == 3
+    pretend_gpu("NVIDIA B300", "10.3")
+    assert program.digest(blocks, x, gpu="b300") == same["b200"]
+    monkeypatch.setattr(jax, "devices", lambda: jax.local_devices(backend="cpu"))
+    with pytest.raises(ValueError, match="gpu = 'a100' is not known; it must be one of 'h200-nvl', 'h100'"):
+        program.digest(blocks, x, gpu="a100")
 
 
 def test_what_is_computed_counts_in_a_kernel_and_around_it():
