@@ -12,8 +12,7 @@ from test_attention import MASKS, operands
 
 import lab
 from cookbook import _host
-from cookbook.attn.backward.plan import Config as OneKernel
-from cookbook.attn.backward.plan import TwoKernels, two_kernels
+from cookbook.attn.backward.plan import OneKernel, TwoKernels, two_kernels
 from cookbook.attn.core import Problem
 from lab import interpreter
 from tests.arrays import array
@@ -136,7 +135,7 @@ def given(*args, **kwargs):
         (64, given(64, 128, 2, 3)),
         pytest.param(64, given(128, 64, 2, 2), marks=pytest.mark.slow),
         pytest.param(128, given(num_stages=2), marks=pytest.mark.slow),
-        (64, forward.Config(block_kv=64, backward=OneKernel(num_stages=3))),
+        (128, forward.Config(block_kv=64, backward=OneKernel(3))),
         pytest.param(128, forward.Config(block_kv=64, backward=OneKernel(3, True)), marks=pytest.mark.slow),
     ],
     ids=str,

@@ -17,7 +17,7 @@ CACHED = 2**26  # Bytes that blocks may share in the L2 cache: somewhat more tha
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class OneKernel:
     """The configuration of the one kernel that makes all three gradients."""
 
     num_stages: int = 2  # Slots of the ring of blocks of queries and do.
@@ -109,15 +109,15 @@ class Plan:
     num_kv: int
     has_segments: bool
     for_query: bool
-    # With a `Config` the kernel of dk and dv also adds up dq. None: the two kernels as they are by default.
-    config: Config | TwoKernels | None = None
+    # With `OneKernel` the kernel of dk and dv also adds up dq. None: the two kernels as they are by default.
+    config: OneKernel | TwoKernels | None = None
     # Parts of a group of query heads, each with a block, and a dk and a dv, rounded, of its own: more blocks.
     parts: int = 1
 
     @property
     def in_one(self) -> bool:
         """Whether this is the one kernel that makes all three gradients."""
-        return isinstance(self.config, Config)
+        return isinstance(self.config, OneKernel)
 
     @property
     def tiles(self) -> TwoKernels:

@@ -39,8 +39,7 @@ import jax.numpy as jnp
 from ... import _device, _host
 from .. import checks, core, references, tiles
 from ..backward import gradients
-from ..backward.plan import Config as OneKernel
-from ..backward.plan import TwoKernels
+from ..backward.plan import OneKernel, TwoKernels
 from ..core import Problem
 from . import kernel
 from .plan import Plan
