@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 import cookbook
 import lab
-from bench import collectives, sample, serving, torch_peers
+from bench import collectives, sample, serving, torch_peers, tune
 from bench.problems import CASES, LIBRARIES, Case, has_tensor_cores, mean_ratio, relative_error, runnable
 
 OTHERS = ("serving", *collectives.OPS)  # Each is timed in a way of its own.
@@ -32,7 +32,11 @@ def main() -> int:
         "op", nargs="?", help="only this op: " + ", ".join([*dict.fromkeys(case.op for case in CASES), *OTHERS])
     )
     parser.add_argument("--iterations", type=int, default=30)
-    parser.add_argument("--tune", action="store_true", help="first time more configurations of each kernel, on a GPU")
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="time more configurations of each kernel, on a GPU; of attention only that: " + ", ".join(tune.SWEEPS),
+    )
     parser.add_argument("--sample", type=int, metavar="N", help="time N random problems of the op instead")
     parser.add_argument("--seed", type=int, default=1, help="which random problems")
     parser.add_argument("--stale", action="store_true", help="time only what tools/stale.py found to have changed")
@@ -40,6 +44,8 @@ def main() -> int:
     os.environ.setdefault("COOKBOOK_RECORD", "1")
     if args.sample:
         return _sample(parser, args)
+    if args.tune and args.op in tune.SWEEPS:
+        return not tune.run(args.op)
     cases = [case for case in CASES if args.op in (None, case.op)]
     if not cases and args.op not in OTHERS:
         parser.error(f"no problem of {args.op!r}")
