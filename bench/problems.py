@@ -97,7 +97,7 @@ class Case:
     in_place: int | None = None  # Which input is changed. All but the reference take it last, as a `jax.Ref`.
     tune: object = None  # Times the configurations of the least predicted time for these inputs.
     parts: tuple = ()  # Peers that do a part of the work: their result is another.
-    # What makes ours of a peer's result, such as rows of what it pads: neither in its time nor in ours.
+    # By peer, a function that makes our result of its own, such as one that drops padding. It is not timed.
     undo: dict = dataclasses.field(default_factory=dict)
     error_max: float | None = None  # Relative error that rounding explains, where it is more than ERROR_MAX.
     reads_weights: bool = False  # A product of few rows, whose rate is that of reading its matrices.

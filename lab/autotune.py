@@ -124,7 +124,7 @@ def _compile(fn, args):
 
 
 def _distance(out, wanted) -> float:
-    """Of several results the largest."""
+    """The relative distance of two results; where there are several, the largest."""
     pairs = [
         [jnp.asarray(x, jnp.float32).ravel() for x in pair]
         for pair in zip(*map(jax.tree.leaves, (out, wanted)), strict=True)

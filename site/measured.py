@@ -101,7 +101,7 @@ def _left_out(topic: str, gpu: str) -> list[str]:
 
 
 def peers_legend() -> list[str]:
-    """What the peers that are not this project's own are."""
+    """A line that says which library each peer is."""
     return ["Peers: " + "; ".join(f"`{name}`, {what}" for name, what in PEERS.items()) + "."]
 
 

@@ -81,7 +81,7 @@ def test_pages_are_as_many_as_places_in_the_tables():
     assert all(len(x) == case.integers[0].size and not x[case.shapes[1][0] :].any() for x in padded)
 
 
-# What the runner makes of them ----------------------------------------------------------------------------------------
+# The runner, and peers that fail -------------------------------------------------------------------------------------
 
 
 def test_a_peer_that_is_wrong_is_left_out_and_a_kernel_that_fails_is_not_hidden():
@@ -135,7 +135,7 @@ def paged(q, k, v, tables, lens):
 
 
 def ragged(q, k, v, tables, lens, starts):
-    """Of sequences whose queries are all of their tokens."""
+    """Sequences whose queries are all of their tokens."""
     rows = [k[table].reshape(-1, *k.shape[2:])[:n] for table, n in zip(tables, lens, strict=True)]
     values = [v[table].reshape(-1, *v.shape[2:])[:n] for table, n in zip(tables, lens, strict=True)]
     return packed(q, jnp.concatenate(rows), jnp.concatenate(values), starts, starts, causal=True)

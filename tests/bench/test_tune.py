@@ -49,7 +49,7 @@ def test_what_is_tried_lowers_or_is_refused_by_the_plan(sweep):
 
 
 def small(head_dim=64, **changed) -> tune.Sweep:
-    """Of a problem that the interpreter computes."""
+    """A sweep of a problem that the interpreter computes."""
     case = tune.SWEEPS["attention"][0].case
     case = dataclasses.replace(case, shapes=((1, 128, 1, head_dim),) * 3, size="small", **changed)
     config = cookbook.attention.Config
@@ -58,7 +58,7 @@ def small(head_dim=64, **changed) -> tune.Sweep:
 
 
 def found_by(sweep, monkeypatch):
-    """What `_sweep` makes of a search in which the second is the fastest, the third fails and the last does not fit."""
+    """The table of a search in which the second is the fastest, the third fails and the last does not fit."""
     a, b, c, d = sweep.configs
     trials = {a: 2.0, b: 1.0, c: float("nan"), d: float("nan")}
     failures = {c: "XlaRuntimeError: ptxas", d: "ValueError: cookbook.attention: needs too much"}

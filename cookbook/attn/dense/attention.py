@@ -49,7 +49,7 @@ from .plan import Plan
 class Config(core.Config):
     """The configuration of both passes; with a `core.Config` gradients have the kernels that are chosen without one."""
 
-    backward: OneKernel | TwoKernels | None = None  # Of the gradients; None chooses by the problem.
+    backward: OneKernel | TwoKernels | None = None  # The gradients' tiles; None chooses by the problem.
 
     def __post_init__(self):
         super().__post_init__()
