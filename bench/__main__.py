@@ -44,8 +44,6 @@ def main() -> int:
     os.environ.setdefault("COOKBOOK_RECORD", "1")
     if args.sample:
         return _sample(parser, args)
-    if args.tune and args.op in tune.SWEEPS:
-        return not tune.run(args.op)
     cases = [case for case in CASES if args.op in (None, case.op)]
     if not cases and args.op not in OTHERS:
         parser.error(f"no problem of {args.op!r}")
@@ -54,6 +52,8 @@ def main() -> int:
     if unable := [case for case in cases if not runnable(case)]:
         print(f"This GPU has not the tensor cores of {', '.join(dict.fromkeys(case.op for case in unable))}.")
         cases = [case for case in cases if runnable(case)]
+    if args.tune and args.op in tune.SWEEPS and cases:
+        return not tune.run(args.op)
     if args.op in collectives.OPS:
         return _say(collectives.run(args.op, args.iterations))
     if not lab.on_gpu():
