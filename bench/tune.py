@@ -215,17 +215,19 @@ def blocks_table(gpu: str = "h200") -> str:
     """In Markdown, the rates of causal attention by blocks of queries and of keys, for each size of heads: chapter
     11b's table. A note, where nothing was recorded."""
     lines = [f"| heads of | queries | {' | '.join(f'{n} keys' for n in BLOCKS_KV)} |\n|{'---|' * (2 + len(BLOCKS_KV))}"]
-    verdicts, origin = [], {}
+    verdicts, origins = [], []
     for sweep in (sweep for sweep in SWEEPS["attention"] if sweep.op is cookbook.attention):
         if (entry := lab.results.values("tune_attention", gpu).get(sweep.name)) is None:
             return "*Not recorded yet: `make bench OP=attention ARGS=--tune` on a GPU fills this table.*"
-        rows, origin, head_dim = entry["value"]["rows"], entry["provenance"], sweep.case.shapes[0][3]
+        rows, head_dim = entry["value"]["rows"], sweep.case.shapes[0][3]
+        origins.append(entry["provenance"])
         for wgs in (2, 3):
             cells = (_cell(rows, sweep.case, wgs, block_kv) for block_kv in BLOCKS_KV)
             lines.append(f"| {head_dim} | {64 * wgs} | {' | '.join(cells)} |")
         verdicts.append(f"With heads of {head_dim} {_verdict(rows)}.")
-    stale = " STALE: the code has changed since." if origin.get("stale") else ""
-    return "\n".join([*lines, "", " ".join(verdicts) + f" ({lab.results.where(origin).capitalize()}.){stale}"])
+    where = lab.results.where(origins[-1]).removeprefix("recorded ")
+    stale = "; STALE: the code has changed since" if any(origin.get("stale") for origin in origins) else ""
+    return "\n".join([*lines, "", f"{' '.join(verdicts)} (Recorded {where}{stale}.)"])
 
 
 def _cell(rows: list[dict], case: Case, wgs: int, block_kv: int) -> str:
