@@ -19,11 +19,11 @@ import jax.numpy as jnp
 
 import cookbook
 import lab
-from bench import collectives, sample, serving, torch_peers
+from bench import collectives, sample, serving, torch_peers, tune
+from bench.peers import ERROR_MAX, note_left_out, reason
 from bench.problems import CASES, LIBRARIES, Case, has_tensor_cores, mean_ratio, relative_error, runnable
 
 OTHERS = ("serving", *collectives.OPS)  # Each is timed in a way of its own.
-ERROR_MAX = 1e-2  # Largest error of a 16-bit result against float32: a rounding is 2e-3. Tests look closer.
 
 
 def main() -> int:
@@ -32,7 +32,11 @@ def main() -> int:
         "op", nargs="?", help="only this op: " + ", ".join([*dict.fromkeys(case.op for case in CASES), *OTHERS])
     )
     parser.add_argument("--iterations", type=int, default=30)
-    parser.add_argument("--tune", action="store_true", help="first time more configurations of each kernel, on a GPU")
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="time more configurations of each kernel, on a GPU; of attention only that: " + ", ".join(tune.SWEEPS),
+    )
     parser.add_argument("--sample", type=int, metavar="N", help="time N random problems of the op instead")
     parser.add_argument("--seed", type=int, default=1, help="which random problems")
     parser.add_argument("--stale", action="store_true", help="time only what tools/stale.py found to have changed")
@@ -48,14 +52,19 @@ def main() -> int:
     if unable := [case for case in cases if not runnable(case)]:
         print(f"This GPU has not the tensor cores of {', '.join(dict.fromkeys(case.op for case in unable))}.")
         cases = [case for case in cases if runnable(case)]
+    if args.tune and args.op in tune.SWEEPS and cases:
+        return not tune.run(args.op)
     if args.op in collectives.OPS:
         return _say(collectives.run(args.op, args.iterations))
     if not lab.on_gpu():
         print("No Hopper or newer GPU: these are the recorded figures.")
     _ceilings(args.iterations)
     is_hopper = has_tensor_cores("h200")  # All below is built on WGMMA, or timed beside kernels that are.
-    if lab.on_gpu() and is_hopper and importlib.util.find_spec("torch") and torch_peers.cases(args.op):
-        subprocess.run([sys.executable, "-m", "bench.torch_peers", *[args.op] * (args.op is not None)], check=False)
+    if lab.on_gpu() and is_hopper and torch_peers.cases(args.op):
+        if importlib.util.find_spec("torch"):
+            subprocess.run([sys.executable, "-m", "bench.torch_peers", *[args.op] * (args.op is not None)], check=False)
+        else:
+            print(f"PyTorch is not installed: {', '.join(torch_peers.IMPLS)} are left out")
     verdicts = [_run(case, args.iterations, args.tune) for case in cases]
     if any(case.op == "matmul" for case in cases) and not math.isnan(mean := mean_ratio("matmul")):
         print(f"matmul: geometric mean of its rate over cublas's, as recorded: {mean:.3f}")
@@ -169,18 +178,21 @@ def _timed(case: Case, iterations: int, tune: bool) -> bool | None:
         for impl, fn in impls.items()
         if impl not in LIBRARIES and case.headline  # It empties JAX's caches, so that all is compiled anew.
     }
+    left_out = {}
     if lab.on_gpu():
         exact = jax.jit(case.reference)(*inputs)
         for impl, fn in impls.items():
-            if impl in case.parts:
-                continue
-            call, given = case.applied(fn, inputs)
-            if not (error := relative_error(jax.jit(call)(*given), exact)) < (case.error_max or ERROR_MAX):
-                print(f"{case.problem}, {impl}: wrong by {error:.2g}, and so not timed")
-                return False
+            if impl not in case.parts and (why := _why_not(case, impl, fn, inputs, exact)):
+                if impl not in LIBRARIES:
+                    print(f"{case.problem}, {impl}: {why}")
+                    return False
+                left_out[impl] = why
         del exact
+    left_out = note_left_out(f"{case.problem}/left_out/jax", left_out)
     rows = {}
     for impl, fn in impls.items():
+        if lab.on_gpu() and impl in left_out:
+            continue
         call, given = case.applied(fn, inputs) if lab.on_gpu() else (fn, inputs)
         of = case.program(impl) if impl in case.ours() else False
         rows[impl] = _measure(call, *given, problem=case.problem, impl=impl, iterations=iterations, flops=case.flops,
@@ -191,11 +203,14 @@ def _timed(case: Case, iterations: int, tune: bool) -> bool | None:
         print(f"{case.problem}\n    not recorded{why}")
         return None
     print(case.problem)
+    rows = {impl: row for impl, row in rows.items() if not math.isnan(row.median_ms)}
     for impl, row in rows.items():
         rate = f"{row.tflops:8.0f} TFLOP/s" if case.counts_flops else f"{row.tbps:8.2f} TB/s"
         ratio = f"{row.median_ms / ours.median_ms:6.3f} x" if impl != case.impl else " " * 8
         seconds = f"   first call {first[impl]:.2f} s" if first.get(impl) else ""
         print(f"    {impl:18s}{row.median_ms:10.4f} ms{rate}{ratio}{seconds}")
+    for impl, why in left_out.items():
+        print(f"    {impl:18s}left out: {why}")
     ms = {impl: row.median_ms for impl, row in rows.items()}
     for impl in torch_peers.IMPLS:  # Measured on the same GPU.
         if row := lab.results.read(case.problem, impl, lab.results.this_gpu() if lab.on_gpu() else gpu):
@@ -211,6 +226,19 @@ def _timed(case: Case, iterations: int, tune: bool) -> bool | None:
     reached = reached and rate >= (case.target.rate or 0)
     print(f"    target {'reached' if reached else 'MISSED'}: {case.target}")
     return reached
+
+
+def _why_not(case: Case, impl: str, fn, inputs, exact) -> str | None:
+    """Why an implementation is not timed: its result is wrong, or a library's call fails."""
+    call, given = case.applied(fn, inputs)
+    try:
+        out = jax.block_until_ready(jax.jit(call)(*given))
+    except Exception as error:
+        if impl not in LIBRARIES:
+            raise
+        return reason(error)
+    error = relative_error(case.undo.get(impl, lambda out: out)(out), exact)
+    return None if error < (case.error_max or ERROR_MAX) else f"wrong by {error:.2g}, and so not timed"
 
 
 if __name__ == "__main__":

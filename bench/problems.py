@@ -15,6 +15,7 @@ import numpy as np
 
 import cookbook
 import lab
+from bench import cudnn_peers
 from bench.peers import imports
 from cookbook import _host, blackwell, elementwise
 from cookbook.blackwell import cost as blackwell_cost
@@ -45,8 +46,21 @@ delta_rule, delta_rule_step, ssd, ssd_step = map(
 )
 reduce_sum, rms_norm, softmax = map(inspect.getmodule, (cookbook.reduce_sum, cookbook.rms_norm, cookbook.softmax))
 
-# The peers that are not this project's own.
-LIBRARIES = ("xla", "cublas", "cudnn", "jax_f16", "jax_mgpu", "jax_mgpu_64", "tokamax", "torch", "fla")
+# The peers that are not this project's own, and what each is.
+PEERS = {
+    "xla": "what XLA makes of plain JAX",
+    "cublas": "cuBLAS, as JAX calls it",
+    "cudnn": "cuDNN, as JAX calls it (packed sequences and pages by a private call, of pages with padded queries)",
+    "jax_f16": "JAX's own Mosaic GPU kernel, in float16",
+    "jax_mgpu": "JAX's own Mosaic GPU kernel",
+    "jax_mgpu_64": "JAX's own Mosaic GPU kernel, with blocks of 64 rows",
+    "tokamax": "Google's kernel library, its Mosaic GPU kernels",
+    "torch": "PyTorch",
+    "fla": "flash-linear-attention (Triton, PyTorch)",
+    "fa3": "FlashAttention-3 (CUDA, PyTorch), as vLLM ships it or from fa3-fwd",
+    "flashinfer": "FlashInfer (CUDA, PyTorch)",
+}
+LIBRARIES = tuple(PEERS)
 TO_TUNE = 40  # Configurations that `--tune` times.
 BF16, E4M3 = jnp.bfloat16, jnp.float8_e4m3fn
 NAMES = {jnp.dtype(BF16): "bf16", jnp.dtype(jnp.float16): "f16", jnp.dtype(jnp.float32): "f32", jnp.dtype(E4M3): "fp8"}
@@ -83,6 +97,8 @@ class Case:
     in_place: int | None = None  # Which input is changed. All but the reference take it last, as a `jax.Ref`.
     tune: object = None  # Times the configurations of the least predicted time for these inputs.
     parts: tuple = ()  # Peers that do a part of the work: their result is another.
+    # By peer, a function that makes our result of its own, such as one that drops padding. It is not timed.
+    undo: dict = dataclasses.field(default_factory=dict)
     error_max: float | None = None  # Relative error that rounding explains, where it is more than ERROR_MAX.
     reads_weights: bool = False  # A product of few rows, whose rate is that of reading its matrices.
 
@@ -417,8 +433,14 @@ def _decode(size, lens, page_size, target=None, is_fp8=False, **kwargs):
         lambda x: paged_attention.paged_attention_reference(x[0][None], k, v, x[1][None], x[2][None])[0][0],
         (q, tables, lens),
     )
-    peers, dtype = {"xla": _gathered}, BF16
-    if is_fp8:
+    peers, dtype = {"xla": lambda *args: _gathered(*args[:5])}, BF16
+    if not is_fp8:
+        peers["cudnn"] = lambda q, k, v, tables, lens, padded=None: cudnn_peers.decode(
+            q, *(padded or (k, v)), tables, lens
+        )
+        if num_pages < tables.size:
+            kwargs["derive"] = lambda q, k, v, tables, lens: tuple(cudnn_peers.whole_tables(x, tables) for x in (k, v))
+    else:
         peers = {"paged_attention": lambda q, k, v, *rest: cookbook.paged_attention(q, *rest[2], *rest[:2])}
         dtype, kwargs["derive"] = E4M3, lambda q, k, v, *_: (k.astype(BF16), v.astype(BF16))
     return Case("paged_attention", ((len(lens), HEADS, HEAD_DIM), cache, cache), dtype,
@@ -450,7 +472,7 @@ def _prefill(size, lens, target=None, page_size=None, **kwargs):
         )
 
     if page_size is None:
-        peers = {}
+        peers = {"cudnn": cudnn_peers.packed}
         if len(set(lens)) == 1:
             batch = lambda x: x.reshape(len(lens), -1, *x.shape[1:])
             peers["attention"] = lambda q, k, v, *_: cookbook.attention(
@@ -467,9 +489,14 @@ def _prefill(size, lens, target=None, page_size=None, **kwargs):
     return Case("ragged_paged_attention", (q, cache, cache), BF16,
                 lambda *args: cookbook.ragged_paged_attention(*args[:6]),
                 lambda q, k, v, *_: by_sequence(q, gather(k), gather(v)),
-                {"varlen_attention": lambda q, k, v, tables, lens, cu, kv: packed(q, *kv, cu, cu)}, flops, nbytes,
-                f"{size}_page{page_size}", target=target, integers=(tables, lens, starts),
-                derive=lambda q, k, v, *_: (gather(k), gather(v)), **kwargs)  # fmt: skip
+                {"varlen_attention": lambda q, k, v, tables, lens, cu, more: packed(q, *more["packed"], cu, cu),
+                 "cudnn": lambda q, k, v, tables, lens, cu, more: cudnn_peers.prefill(*more["cudnn"], tables, lens)},
+                flops, nbytes, f"{size}_page{page_size}", target=target, integers=(tables, lens, starts),
+                derive=lambda q, k, v, tables, *_: dict(
+                    packed=(gather(k), gather(v)),
+                    cudnn=(q[cudnn_peers.padded_rows(starts)],
+                           *(cudnn_peers.whole_tables(x, tables) for x in (k, v)))),
+                undo=dict(cudnn=lambda out: out[cudnn_peers.places(starts)]), **kwargs)  # fmt: skip
 
 
 def _ssd_by_chunks(x, dt, a, b, c, chunk=64):

@@ -1,8 +1,9 @@
-"""Times kernels of torch and of flash-linear-attention (fla) on the named problems, and records them as peers.
+"""Times kernels of PyTorch's libraries on the named problems, and records them as peers: torch, flash-linear-attention
+(fla), and of attention FlashAttention-3 (fa3) and FlashInfer (`torch_attention.py`).
 
 `python -m bench OP` starts this in a process of its own, because torch and JAX bring CUDA libraries of their own. Times
-are those between two CUDA events, which is a few microseconds more than the kernels take. A library that is missing is
-said and left out: `pip install flash-linear-attention`.
+are those between two CUDA events, which is a few microseconds more than the kernels take. A library that is missing, or
+whose result is wrong, is left out, and the record says why: `pip install flash-linear-attention`.
 """
 
 import contextlib
@@ -13,19 +14,22 @@ import sys
 import numpy as np
 
 import lab
-from bench.problems import CASES, Case, relative_error
+from bench import torch_attention
+from bench.peers import ERROR_MAX, note_left_out, reason, torch_milliseconds
+from bench.problems import BF16, CASES, Case, relative_error
 
-IMPLS = ("torch", "fla")
+IMPLS = ("torch", "fla", "fa3", "flashinfer")
 CHECKED_ROWS = 128  # Rows checked of an operator with a state, whose recurrence is computed token by token.
 
 
 def cases(op: str | None = None) -> list[Case]:
-    """Problems of rows by matrices that lie as (G, K, N), SSD with b and c for each head, the gated delta rule."""
+    """Problems of rows by matrices that lie as (G, K, N), SSD with b and c for each head, the gated delta rule, packed
+    sequences and pages of 16 bits."""
     takes = {
         "ragged_dot": lambda case: case.derive is None,
         "ssd": lambda case: case.shapes[3][2] == case.shapes[0][2],
         "gated_delta_rule": lambda case: True,
-    }
+    } | dict.fromkeys(torch_attention.OPS, lambda case: case.dtype == BF16)
     return [case for case in CASES if op in (None, case.op) and case.op in takes and takes[case.op](case)]
 
 
@@ -41,40 +45,60 @@ def main(op: str | None = None, iterations: int = 30) -> int:
     compiling.start()
     compiling.join()
     for case in cases(op):
-        try:
-            with lab.alone():
-                impl, version, call, error = _prepared(torch, case)
-                times = _milliseconds(torch, call, iterations) if error < 1e-2 else None
-        except Exception as refusal:  # Its import failed; or fla refuses a Triton that is known to get gradients wrong.
-            print(f"{case.problem}: {type(refusal).__name__}: {refusal}: left out")
-            continue
-        if times is None:
-            sys.exit(f"{case.problem}, {impl}: wrong by {error:.2g}, and so not timed")
-        lower, _, upper = statistics.quantiles(times)
-        row = dict(ms=statistics.median(times), min_ms=min(times), flops=case.flops, nbytes=case.nbytes)
-        row["spread"] = (upper - lower) / row["ms"]
-        lab.results.write(case.problem, impl, **row, **version, timed_by="CUDA events")
-        print(f"{case.problem}, {impl}: {row['ms']:.4f} ms, {case.flops / row['ms'] / 1e9:.0f} TFLOP/s")
+        left_out = {}
+        for impl, peer in _peers(case.op).items():
+            try:
+                with lab.alone():
+                    version, call, error = peer(torch, case)
+                    times = torch_milliseconds(torch, call, iterations) if error < ERROR_MAX else None
+            except Exception as refusal:  # Its import failed; or fla refuses a Triton that gets gradients wrong.
+                left_out[impl] = reason(refusal)
+                continue
+            if times is None:
+                left_out[impl] = f"wrong by {error:.2g}, and so not timed"
+            else:
+                _record(case, impl, times, version)
+        note_left_out(f"{case.problem}/left_out/torch", left_out)
+        for impl, why in left_out.items():
+            print(f"{case.problem}, {impl}: left out: {why}")
     return 0
+
+
+def _record(case: Case, impl: str, times: list[float], version: dict) -> None:
+    lower, _, upper = statistics.quantiles(times)
+    row = dict(ms=statistics.median(times), min_ms=min(times), flops=case.flops, nbytes=case.nbytes)
+    row["spread"] = (upper - lower) / row["ms"]
+    lab.results.write(case.problem, impl, **row, **version, timed_by="CUDA events")
+    rate = (
+        f"{case.flops / row['ms'] / 1e9:.0f} TFLOP/s"
+        if case.counts_flops
+        else f"{case.nbytes / row['ms'] / 1e9:.2f} TB/s"
+    )
+    print(f"{case.problem}, {impl}: {row['ms']:.4f} ms, {rate}")
 
 
 def _call_each(op: str | None) -> None:
     import torch
 
     for case in cases(op):
-        with contextlib.suppress(Exception):
-            _, _, call, _ = _prepared(torch, case)
-            call()
+        for impl, peer in _peers(case.op).items():
+            if impl != "fa3":  # It is compiled already.
+                with contextlib.suppress(Exception):
+                    _, call, _ = peer(torch, case)
+                    call()
 
 
-def _prepared(torch, case):
-    """(name, versions, call, its error) of the peer of this problem."""
-    of_op = {"ragged_dot": _grouped_product, "ssd": _simple_gla, "gated_delta_rule": _gated_delta_rule}
-    return of_op[case.op](torch, case)
+def _peers(op: str) -> dict:
+    """By name, functions that make of (torch, problem) the (versions, call, its error) of a peer."""
+    if op in torch_attention.OPS:
+        return dict(fa3=torch_attention.fa3, flashinfer=torch_attention.flashinfer)
+    return dict(
+        ragged_dot=dict(torch=_grouped_product), ssd=dict(fla=_simple_gla), gated_delta_rule=dict(fla=_gated_delta_rule)
+    )[op]
 
 
 def _grouped_product(torch, case):
-    """(name, versions, call, its error) of torch's product of groups."""
+    """(versions, call, its error) of torch's product of groups."""
     lhs, rhs = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in case.shapes)
     (sizes,) = case.integers
     offsets = torch.tensor(np.cumsum(sizes), device="cuda", dtype=torch.int32)
@@ -83,11 +107,11 @@ def _grouped_product(torch, case):
     rows = slice(int(offsets[largest]) - int(sizes[largest]), int(offsets[largest]))
     exact = (lhs[rows].float() @ rhs[largest].float()).cpu().numpy()
     error = relative_error(out[rows].float().cpu().numpy(), exact)
-    return "torch", dict(torch=torch.__version__), product, error
+    return dict(torch=torch.__version__), product, error
 
 
 def _simple_gla(torch, case):
-    """(name, versions, call, its error) of fla's linear attention with a decay for each head: q, k, v are c, b, dt x.
+    """(versions, call, its error) of fla's linear attention with a decay for each head: q, k, v are c, b, dt x.
 
     dt x and the logarithms of decays are made before, and not timed.
     """
@@ -104,7 +128,7 @@ def _simple_gla(torch, case):
 
 
 def _gated_delta_rule(torch, case):
-    """(name, versions, call, its error) of fla's gated delta rule, on keys of norm 1."""
+    """(versions, call, its error) of fla's gated delta rule, on keys of norm 1."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     q, k, v, g, beta = (torch.randn(shape, device="cuda") for shape in case.shapes)
@@ -120,7 +144,7 @@ def _gated_delta_rule(torch, case):
 
 
 def _with_state(torch, case, forward, operands, token):
-    """(name, versions, call, its error) of one of fla's, whose state `token(state, q, k, v, ...)` changes."""
+    """(versions, call, its error) of one of fla's, whose state `token(state, q, k, v, ...)` changes."""
     import fla
     import triton
 
@@ -136,19 +160,7 @@ def _with_state(torch, case, forward, operands, token):
     if case.size.endswith("_grad"):
         operands = [m.requires_grad_() for m in operands]
         call = lambda: torch.autograd.grad(forward(*operands), operands, d_out)
-    return "fla", dict(torch=torch.__version__, fla=fla.__version__, triton=triton.__version__), call, error
-
-
-def _milliseconds(torch, fn, iterations: int) -> list[float]:
-    for _ in range(5):
-        fn()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(iterations)]
-    for start, end in events:
-        start.record()
-        fn()
-        end.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in events]
+    return dict(torch=torch.__version__, fla=fla.__version__, triton=triton.__version__), call, error
 
 
 if __name__ == "__main__":

@@ -124,8 +124,12 @@ def _compile(fn, args):
 
 
 def _distance(out, wanted) -> float:
-    out, wanted = (jnp.asarray(x, jnp.float32) for x in (out, wanted))
-    return float(jnp.linalg.norm(out - wanted) / jnp.maximum(jnp.linalg.norm(wanted), 1e-30))
+    """The relative distance of two results; where there are several, the largest."""
+    pairs = [
+        [jnp.asarray(x, jnp.float32).ravel() for x in pair]
+        for pair in zip(*map(jax.tree.leaves, (out, wanted)), strict=True)
+    ]
+    return max(float(jnp.linalg.norm(a - b) / jnp.maximum(jnp.linalg.norm(b), 1e-30)) for a, b in pairs)
 
 
 def _update_best(entry: dict) -> None:

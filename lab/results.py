@@ -122,12 +122,12 @@ def write(
     return row
 
 
-def value(name: str, compute, gpu: str = "h200", devices: int = 1):
+def value(name: str, compute, gpu: str = "h200", devices: int = 1, program: str | None = None):
     """A JSON-able value that only a GPU can give, e.g. `value("02_memory/bank_conflicts", measure_conflicts)`.
 
     Where figures are taken (`measuring`): `compute()`, which is also stored under COOKBOOK_RECORD=1. Elsewhere the
     stored value, or None. `recorded(name)` says where a stored one comes from. A value of several `devices` needs as
-    many GPUs.
+    many GPUs. `program` is the `lab.program.digest` of what it is about, if `tools/stale.py` is to compare it.
     """
     topic = name.split("/")[0]
     if not measuring(gpu, devices):
@@ -136,6 +136,7 @@ def value(name: str, compute, gpu: str = "h200", devices: int = 1):
     if recording():
         folder = host(this_gpu(), devices)
         provenance = machine() | (dict(gpus=devices) if devices > 1 else {})
+        provenance |= {} if program is None else dict(program=program)
         with alone(), _locked(folder):
             data = load(topic, folder)
             data.setdefault("values", {})[name] = dict(value=result, provenance=provenance)

@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 
-from measured import GPU, bound, in_order, rate_text, share_text, stale_mark
+from measured import GPU, bound, in_order, peers_legend, rate_text, share_text, stale_mark
 
 import cookbook
 from bench.problems import CASES
@@ -22,6 +22,8 @@ def gallery_page(chapters) -> str:
         "Every finished kernel. A full bar is the roofline bound of the GPU that it ran on, an H200 or an H100, by its "
         "datasheet; for the kernels of `blackwell`, which nobody has measured yet, it will be a B200's. Registers, "
         "spills and shared memory are the compiler's, at the first problem shown, and need no GPU to find out.",
+        "",
+        *peers_legend(),
         "",
     ]
     kernels = dict(_kernels())

@@ -1,9 +1,10 @@
 """Text of results/: rates, bounds, targets, and the page with every row."""
 
+import html
 import math
 
 from bench import collectives
-from bench.problems import CASES, Case, mean_ratio
+from bench.problems import CASES, PEERS, Case, mean_ratio
 from lab import results, roofline
 
 GPU = "h200"
@@ -11,7 +12,19 @@ GPU = "h200"
 
 def results_page(samples: list[str] = ()) -> str:
     """The targets, `samples`, then every row of results/: of one GPU, then of hosts whose GPUs work together."""
-    page = ["# Results", "", *_where_measured(GPU), "", "## Targets", "", *_targets_table(), "", *samples]
+    page = [
+        "# Results",
+        "",
+        *_where_measured(GPU),
+        "",
+        *peers_legend(),
+        "",
+        "## Targets",
+        "",
+        *_targets_table(),
+        "",
+        *samples,
+    ]
     page += [*_first_calls(), ""]
     page += _topics(GPU, CASES, "##", rate_text, share_text)
     for count in results.hosts(GPU):
@@ -72,8 +85,24 @@ def _topics(gpu: str, cases, heading: str, rate_of, share_of) -> list[str]:
                 cells += [rate_of(row), share_of(problem, row), f"{row['spread']:.1%}", row["provenance"]["date"]]
                 cells.append(where_mark(row))
                 page.append(f"| {' | '.join(cells)} |")
-        page.append("")
+        page += [*_left_out(topic, gpu), ""]
     return page
+
+
+def _left_out(topic: str, gpu: str) -> list[str]:
+    """Peers that were not timed, and why."""
+    lines = []
+    for name, entry in results.values(topic, gpu).items():
+        problem, found, _ = name.partition("/left_out/")
+        if found:
+            lines += [f"- `{problem.partition('/')[2]}`: {impl} is left out: {html.escape(why)}"
+                      for impl, why in entry["value"].items()]  # fmt: skip
+    return ["", *lines] if lines else []
+
+
+def peers_legend() -> list[str]:
+    """A line that says which library each peer is."""
+    return ["Peers: " + "; ".join(f"`{name}`, {what}" for name, what in PEERS.items()) + "."]
 
 
 def in_order(topic: str, gpu: str = GPU, cases=CASES) -> list[tuple[str, dict]]:

@@ -12,6 +12,7 @@ the mark of those where it does not. It needs no GPU, the JAX of the recording, 
 import argparse
 import collections
 import gzip
+import itertools
 import json
 import os
 import pathlib
@@ -43,13 +44,15 @@ def main() -> int:
 
 def note_bench() -> None:
     """Notes the program of each problem of the benchmark."""
-    from bench import sample
+    from bench import sample, tune
     from bench.problems import CASES
     from lab import program
 
     for case in CASES:
         for impl in case.ours():
             program.note(case.problem, impl, *case.program(impl), case.gpu or "h200")
+    for sweep in itertools.chain(*tune.SWEEPS.values()):
+        program.note(sweep.name, "value", sweep.call(), sweep.case.avals, "h200")
     for op in sample.SAMPLES:
         for problem, (fn, avals) in sample.programs(op):
             program.note(problem, "cookbook", fn, avals, "h200")
@@ -95,6 +98,8 @@ def update(programs, stamp: bool) -> list[str]:
             for problem, impls in data.get("rows", {}).items():
                 for impl, row in impls.items():
                     check((problem, impl), folder, row["provenance"])
+            for name, entry in data.get("values", {}).items():
+                check((name, "value"), folder, entry["provenance"])
             if json.dumps(data) != before:
                 results.save(topic, folder, data)
         for file in sorted((results.ROOT / folder).glob("timelines/*.json.gz")):

@@ -1,5 +1,6 @@
 """Gradients of attention: through out and lse, for every kind of mask; bitwise reproducible."""
 
+import dataclasses
 import functools
 import importlib
 
@@ -11,9 +12,11 @@ from test_attention import MASKS, operands
 
 import lab
 from cookbook import _host
+from cookbook.attn.backward.plan import OneKernel, TwoKernels, two_kernels
 from cookbook.attn.core import Problem
 from lab import interpreter
 from tests.arrays import array
+from tests.lowering import lowered
 
 forward = importlib.import_module("cookbook.attn.dense.attention")
 module = importlib.import_module("cookbook.attn.backward.gradients")
@@ -119,6 +122,67 @@ def test_the_default_is_the_faster(head_dim, length, kernels):
     x = jax.ShapeDtypeStruct((1, length, 2, head_dim), jnp.bfloat16)
     grads = jax.grad(lambda *args: attention(*args).astype(jnp.float32).sum(), argnums=(0, 1, 2))
     assert sum(launch.is_kernel for launch in lab.launches("h200", grads, x, x, x)) == 1 + kernels
+
+
+def given(*args, **kwargs):
+    """The configuration of the forward pass of small problems, with this one of the gradients."""
+    return forward.Config(block_kv=64, backward=TwoKernels(*args, **kwargs))
+
+
+@pytest.mark.parametrize(
+    "head_dim, config",
+    [
+        (64, given(64, 128, 2, 3)),
+        pytest.param(64, given(128, 64, 2, 2), marks=pytest.mark.slow),
+        pytest.param(128, given(num_stages=2), marks=pytest.mark.slow),
+        (128, forward.Config(block_kv=64, backward=OneKernel(3))),
+        pytest.param(128, forward.Config(block_kv=64, backward=OneKernel(3, True)), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_tiles_that_are_given(head_dim, config):
+    args = operands(100, 150, head_dim=head_dim)
+    check(*args, config=config, deterministic=None, is_causal=True, gpu="h200")
+
+
+def test_tiles_that_are_given_are_those_that_run():
+    x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+
+    def program(backward):
+        fn = functools.partial(attention, config=forward.Config(backward=backward))
+        return lab.program.digest(
+            jax.grad(lambda *args: fn(*args).astype(jnp.float32).sum(), argnums=(0, 1, 2)), x, x, x
+        )
+
+    assert program(None) == program(two_kernels(64)) != program(TwoKernels()) != program(OneKernel())
+
+
+@pytest.mark.parametrize(
+    "head_dim, backward, deterministic, message",
+    [
+        (64, TwoKernels(128, 128, 3), None, "too few registers for head_dim=64: use two_kernels"),
+        (128, TwoKernels(128, num_stages=2), None, "too few registers"),
+        (128, TwoKernels(num_stages=8), None, "needs .* bytes of shared memory"),
+        (128, OneKernel(num_stages=4), None, "needs .* bytes of shared memory"),
+        (256, TwoKernels(dq_wgs=3, num_stages=2), None, "needs .* bytes|too few registers"),
+        (64, OneKernel(), True, "deterministic=True, config.backward=.*; True needs TwoKernels"),
+        (64, TwoKernels(), False, "deterministic=False, config.backward="),
+    ],
+)
+def test_tiles_that_do_not_fit_are_refused(head_dim, backward, deterministic, message):
+    x = jax.ShapeDtypeStruct((1, 512, 2, head_dim), jnp.bfloat16)
+    config = dataclasses.replace(forward.default_config(head_dim), backward=backward)
+    fn = functools.partial(attention, config=config, deterministic=deterministic)
+    with pytest.raises(ValueError, match=message):
+        lowered(jax.grad(lambda *args: fn(*args).astype(jnp.float32).sum()), x, x, x)
+
+
+@pytest.mark.parametrize("wrong", [dict(num_stages=1), dict(block_q=96), dict(block_kv=256), dict(dq_wgs=1)], ids=str)
+def test_tiles_that_no_kernel_has(wrong):
+    with pytest.raises(ValueError, match=f"self.{next(iter(wrong))}={next(iter(wrong.values()))}"):
+        TwoKernels(**wrong)
+    with pytest.raises(ValueError, match="must be an attention.OneKernel"):
+        forward.Config(backward=forward.Config())
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from test_attention_bwd import OTHERS, attention, check
 import lab
 from cookbook import _device, _host
 from cookbook.attn.backward import kernel_fused
-from cookbook.attn.backward.plan import Config, Plan
+from cookbook.attn.backward.plan import OneKernel, Plan
 from cookbook.attn.core import Problem
 from tests.arrays import array
 
@@ -86,7 +86,7 @@ def gradients_by(config, args):
 @pytest.mark.parametrize("kv_heads", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_another_configuration(kv_heads):
     """Three stages: the same to rounding as by two kernels."""
-    args, config = operands(140, 300, head_dim=128, kv_heads=kv_heads), Config(num_stages=3)
+    args, config = operands(140, 300, head_dim=128, kv_heads=kv_heads), OneKernel(num_stages=3)
     both = lab.run(lambda *args: (gradients_by(config, args), gradients_by(None, args)), *args)
     for a, b in zip(*both, strict=True):
         error = jnp.linalg.norm((a.astype(jnp.float32) - b.astype(jnp.float32)).ravel())
@@ -113,14 +113,14 @@ def test_jit_and_vmap():
     ],
 )
 def test_configurations_that_do_not_fit(head_dim, config, message):
-    plan = plan_of(head_dim, None, 1, Config(**config))
+    plan = plan_of(head_dim, None, 1, OneKernel(**config))
     with pytest.raises(ValueError, match=message):
         plan.config.check(head_dim, _device.smem_bytes(kernel_fused.scratch(plan)))
 
 
 def test_one_stage_is_refused():
     with pytest.raises(ValueError, match=r"self.num_stages=1 must be at least 2"):
-        Config(num_stages=1)
+        OneKernel(num_stages=1)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

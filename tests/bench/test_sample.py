@@ -11,7 +11,7 @@ import pytest
 import cookbook
 import lab
 from bench import __main__ as bench
-from bench import peers, problems, sample, torch_peers
+from bench import peers, problems, sample, torch_attention, torch_peers
 from cookbook import _host
 
 
@@ -183,7 +183,7 @@ def test_grouped_problems_have_peers_of_the_same_result(case):
 def test_torch_is_timed_on_the_matrices_that_it_takes(monkeypatch):
     timed = torch_peers.cases("ragged_dot")
     assert timed and all(case.shapes[1][1] == case.shapes[0][1] for case in timed)
-    assert {case.op for case in torch_peers.cases()} == {"ragged_dot", "ssd", "gated_delta_rule"}
+    assert {case.op for case in torch_peers.cases()} == {"ragged_dot", "ssd", "gated_delta_rule", *torch_attention.OPS}
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(SystemExit, match="torch cannot be imported .*: install it"):
         torch_peers.main()

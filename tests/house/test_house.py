@@ -472,3 +472,21 @@ def test_targets_are_judged():
     assert "missed" in measured.judge(case, rows(1.0, 1.1))[1]
     assert "missed" in measured.judge(case, rows(1.1, 2.0))[1]
     assert measured.judge(case, rows(1.0, None)) == ("not measured", "")
+
+
+def test_the_page_of_results_says_what_peers_are_and_why_one_is_left_out(results_folder):
+    import measured
+
+    from bench.problems import PEERS
+    from lab import results
+
+    origin = dict(gpu="NVIDIA H200", date="2026-11-29", driver="1", jax="0.11.2", ptxas="13", inputs="random normal")
+    row = dict(ms=1.0, min_ms=1.0, spread=0.0, flops=1e9, nbytes=1e6, provenance=origin)
+    problem = "varlen_attention/small/bf16"
+    why = {"cudnn": "wrong by 0.3 <and so> not timed"}
+    values = {f"{problem}/left_out/jax": dict(value=why, provenance=origin)}
+    results.save("varlen_attention", "h200", dict(rows={problem: dict(cookbook=row)}, values=values))
+    page = measured.results_page()
+    assert "- `small/bf16/left_out" not in page
+    assert "- `small/bf16`: cudnn is left out: wrong by 0.3 &lt;and so&gt; not timed" in page
+    assert all(f"`{name}`, {what}" in page for name, what in PEERS.items())

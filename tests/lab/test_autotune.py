@@ -10,6 +10,7 @@ import pytest
 
 import cookbook
 import lab
+from bench import tune
 from lab import interpreter, results, timing
 
 module = sys.modules[lab.autotune.__module__]
@@ -136,7 +137,7 @@ def test_the_names_of_problems_tell_them_apart():
 def test_what_was_recorded_is_of_configurations_that_there_are():
     """A kernel whose Config got other fields has to be searched anew, and its entries have to go."""
     for op_name, problems in results.load("configs", "h200").items():
-        config_type = getattr(cookbook, op_name).Config
+        config_type = (tune.OPS.get(op_name) or getattr(cookbook, op_name)).Config
         for entry in problems.values():
             assert all(config_type(**trial["config"]) for trial in entry["trials"])
             assert config_type(**entry["best"])

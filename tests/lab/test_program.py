@@ -103,6 +103,17 @@ def test_rows_of_other_programs_are_marked_and_the_mark_is_taken_back(rows):
     assert not any(row.get("stale") for row in rows().values()) and rows()["bare"]["program"] == "a"
 
 
+def test_values_of_other_programs_are_marked_too(results_folder):
+    import stale
+
+    of = lambda program: dict(value=1, provenance=dict(jax=jax.__version__, program=program))
+    results.save("tune_add", "h200", dict(values={"tune_add/1": of("a"), "tune_add/2": of("b")}))
+    found = {("tune_add/1", "value"): ["a"], ("tune_add/2", "value"): ["a"]}
+    assert stale.update(found, stamp=False) == ["h200 tune_add/2 value"]
+    marked = {name: entry["provenance"].get("stale") for name, entry in results.values("tune_add").items()}
+    assert marked == {"tune_add/1": None, "tune_add/2": True}
+
+
 def test_a_sample_of_the_recorded_rows_is_marked_rightly():
     """`python tools/stale.py` looks at all of them."""
     known = [

@@ -31,7 +31,7 @@ from ... import _device, _host
 from .. import core
 from ..core import LOG2E, PIECE, WG_ROWS, Problem
 from . import kernel, kernel_fused
-from .plan import Config, Plan
+from .plan import OneKernel, Plan, TwoKernels
 
 IN_FLIGHT = 48e6  # Bytes of heads that blocks go through at a time, at most: an L2 cache has 50 MB.
 WAVE_FILLED = 0.85  # SMs busy over all waves of equal blocks, from which on more parts gain nothing (measured).
@@ -40,17 +40,31 @@ WAVE_FILLED = 0.85  # SMs busy over all waves of equal blocks, from which on mor
 ONE_KERNEL_FROM = 2048
 
 
-def default_config(head_dim: int) -> Config | None:
+def default_config(head_dim: int) -> OneKernel | None:
     """The configuration of the one kernel for heads of this size; None where dq has to have a kernel of its own.
 
     With heads over 128 the sums of 64 keys fill the registers of both warpgroups, and its operands shared memory: there
     is no room for a second block of queries, nor for a share of dq.
     """
-    return Config(runs_ahead=head_dim > 64) if head_dim <= 128 else None
+    return OneKernel(runs_ahead=head_dim > 64) if head_dim <= 128 else None
 
 
-def choose_config(head_dim: int, num_q: int, deterministic: bool | None) -> Config | None:
-    """The configuration of the one kernel, or None for two, as `attention` chooses by its argument `deterministic`."""
+def choose_config(
+    head_dim: int, num_q: int, deterministic: bool | None, given: OneKernel | TwoKernels | None = None
+) -> OneKernel | TwoKernels | None:
+    """The configuration that is `given`, or as `attention` chooses it by its argument `deterministic`; None for two
+    kernels as they are by default.
+
+    Raises:
+      ValueError: the one that is given has another number of kernels than `deterministic` says.
+    """
+    if given is not None:
+        if deterministic is not None and deterministic == isinstance(given, OneKernel):
+            raise ValueError(
+                f"{_host.PACKAGE}.attention: {deterministic=}, config.backward={given}; True needs TwoKernels, False "
+                "OneKernel: leave one of them out"
+            )
+        return given
     if deterministic is None:  # Short sequences do not amortise zeroing dq and rounding it.
         deterministic = head_dim <= 64 and num_q < ONE_KERNEL_FROM
     return None if deterministic else default_config(head_dim)
@@ -106,7 +120,7 @@ def _parts(plan: Plan, num_sms: int) -> int:
         filled = lambda n: n * blocks / (pl.cdiv(n * blocks, num_sms) * num_sms)
         return next((n for n in divisors if filled(n) >= WAVE_FILLED), max(divisors, key=filled))
     # Queries, do, and the sums of dq.
-    head_bytes = plan.num_blocks * plan.block * problem.head_dim * (4 if plan.config is None else 8)
+    head_bytes = plan.num_blocks * plan.block * problem.head_dim * (8 if plan.in_one else 4)
     in_flight = head_bytes * (num_sms / plan.num_tiles + 1)  # With one head of each group.
     fits = lambda n: n * blocks >= 2 * num_sms and problem.group // n * in_flight <= IN_FLIGHT
     return next(filter(fits, divisors), problem.group)
@@ -119,8 +133,8 @@ def gradients(
     """(dq, dk, dv) of `attention` for the gradients `d_out` and `d_lse` of its results `out` and `lse`.
 
     More blocks share the query heads of a group where that keeps `num_sms` SMs busier. lse and its gradient are
-    (B, N, T); `segments` is () or (segment_ids, kv_segment_ids). With a `config` one kernel makes all three, and dq is
-    not bitwise reproducible.
+    (B, N, T); `segments` is () or (segment_ids, kv_segment_ids). With a `OneKernel` dq is not bitwise reproducible;
+    with `TwoKernels` it is, and with None, which chooses their tiles.
     """
     (batch, num_q, _, head_dim), num_kv = query.shape, key.shape[1]
     width = next(width for width in core.HEAD_DIMS if head_dim <= width)
@@ -130,7 +144,7 @@ def gradients(
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2E)
     # The two kernels take 64, 128 or 192 queries at a time, which divide 384. In the one TMA gives zeros after the last
     # query: p may be 1 there, but do and ds are zero.
-    to_tiles = ((0, 0), (0, 0), (0, -num_q % (384 if config is None else 8)))
+    to_tiles = ((0, 0), (0, 0), (0, -num_q % (8 if isinstance(config, OneKernel) else 384)))
     vectors = jnp.pad(lse, to_tiles, constant_values=jnp.inf), jnp.pad(delta, to_tiles)
     problem = dataclasses.replace(problem, head_dim=width)
     plan = functools.partial(Plan, problem, batch, num_q, num_kv, bool(segments))
@@ -139,8 +153,9 @@ def gradients(
     # TMA copies any number of rows of 64 values, but of wider rows only a multiple of 8.
     fit = lambda width, arrays: tuple(x if width == PIECE else pad(x, -x.shape[1] % 8, 0) for x in arrays)
     operands = lambda plan, kept, streamed: (fit(plan.kept_width, kept), fit(width, streamed), vectors)
-    if config is None:
-        dq_plan = plan(for_query=True)
+    if not dkdv_plan.in_one:
+        dq_plan = plan(for_query=True, config=config)
+        dq_plan.tiles.check(width, max(_device.smem_bytes(x.scratch) for x in (dq_plan, dkdv_plan)))
         (dq,) = kernel.launch(dq_plan, params, *operands(dq_plan, (q, do), (k, v)), segments)
         dk, dv = kernel.launch(dkdv_plan, params, *operands(dkdv_plan, (k, v), (q, do)), segments[::-1])
     else:

@@ -11,13 +11,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ... import _device, _host
 from ..._device import Barrier, Ref
 from ..checks import check_smem
-from ..core import PIECE, WG_ROWS, Blocks, Cuts, Problem
+from ..core import PIECE, REGISTERS, WG_ROWS, Blocks, Cuts, Problem
 
 CACHED = 2**26  # Bytes that blocks may share in the L2 cache: somewhat more than the 50 MB that it has, by measurement.
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class OneKernel:
     """The configuration of the one kernel that makes all three gradients."""
 
     num_stages: int = 2  # Slots of the ring of blocks of queries and do.
@@ -39,6 +39,48 @@ class Config:
                 f"{_host.PACKAGE}.attention: {self} leaves too few registers for {head_dim=}: use "
                 f"default_config({head_dim})"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoKernels:
+    """The configuration of the two kernels, one for dq and one for dk and dv."""
+
+    block_q: int = 64  # Queries of a step of dk and dv, whose tiles have 128 keys (64 with heads over 128).
+    block_kv: int = 64  # Keys of a step of dq.
+    dq_wgs: int = 2  # Compute warpgroups of dq, with 64 queries each (the same 64 with heads over 128).
+    num_stages: int = 4  # Slots of the ring of either kernel.
+
+    def __post_init__(self):
+        if self.num_stages < 2 or self.dq_wgs not in REGISTERS or {self.block_q, self.block_kv} - {64, 128}:
+            raise ValueError(
+                f"{self.num_stages=} must be at least 2 (a block is loaded while another is used), {self.dq_wgs=} one "
+                f"of {list(REGISTERS)}, {self.block_q=} and {self.block_kv=} 64 or 128"
+            )
+
+    def check(self, head_dim: int, need: int) -> None:
+        """Check that a block has the `need` bytes of shared memory, and registers enough, for heads of this size.
+
+        Raises:
+          ValueError: it has not.
+        """
+        check_smem("attention", self, need, head_dim)
+        columns = head_dim // 2 if head_dim > 128 else head_dim
+        # Values of a thread: its sums, s and dp, and p or ds of 16 bits. With more ptxas serializes the products.
+        of_dq = columns // 2 + self.block_kv * 5 // 4
+        of_dkdv = columns + self.block_q * 5 // 4
+        too_many = of_dq > {2: 208, 3: 128}[self.dq_wgs] or of_dkdv > 224
+        if too_many or (head_dim > 128 and self.dq_wgs > 2):
+            raise ValueError(
+                f"{_host.PACKAGE}.attention: {self} leaves too few registers for {head_dim=}: use "
+                f"two_kernels({head_dim})"
+            )
+
+
+def two_kernels(head_dim: int) -> TwoKernels:
+    """The configuration of the two kernels for heads of this size."""
+    if head_dim <= 64:
+        return TwoKernels(block_q=128, dq_wgs=3)
+    return TwoKernels() if head_dim <= 128 else TwoKernels(num_stages=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +109,20 @@ class Plan:
     num_kv: int
     has_segments: bool
     for_query: bool
-    config: Config | None = None  # If given, the kernel of dk and dv also adds up dq.
+    # With `OneKernel` the kernel of dk and dv also adds up dq. None: the two kernels as they are by default.
+    config: OneKernel | TwoKernels | None = None
     # Parts of a group of query heads, each with a block, and a dk and a dv, rounded, of its own: more blocks.
     parts: int = 1
+
+    @property
+    def in_one(self) -> bool:
+        """Whether this is the one kernel that makes all three gradients."""
+        return isinstance(self.config, OneKernel)
+
+    @property
+    def tiles(self) -> TwoKernels:
+        """The configuration, where there are two kernels."""
+        return self.config or two_kernels(self.problem.head_dim)
 
     @property
     def splits_heads(self) -> bool:
@@ -78,7 +131,7 @@ class Plan:
 
     @property
     def compute_wgs(self) -> int:
-        return 3 if self.for_query and self.problem.head_dim <= 64 else 2
+        return self.tiles.dq_wgs if self.for_query else 2
 
     @property
     def rows(self) -> int:
@@ -88,7 +141,9 @@ class Plan:
     @property
     def block(self) -> int:
         """Queries or keys of a step."""
-        return 128 if not self.for_query and self.problem.head_dim <= 64 else 64
+        if self.in_one:
+            return 128 if self.problem.head_dim <= 64 else 64
+        return self.tiles.block_kv if self.for_query else self.tiles.block_q
 
     @property
     def sum_columns(self) -> int:
@@ -97,16 +152,14 @@ class Plan:
 
     @property
     def num_stages(self) -> int:
-        """Slots of the ring: as the configuration says, or as shared memory has room for."""
-        if self.config is not None:
-            return self.config.num_stages
-        return 2 if self.splits_heads else 4
+        """Slots of the ring."""
+        return self.config.num_stages if self.in_one else self.tiles.num_stages
 
     @property
     def runs_ahead(self) -> bool:
         """Whether the products of a step start while the sums of the step before are in flight. Then registers hold
         the weights of both steps, for which dk and dv leave no room."""
-        return self.config.runs_ahead if self.config is not None else self.for_query
+        return self.config.runs_ahead if self.in_one else self.for_query
 
     @property
     def group(self) -> int:

@@ -37,11 +37,26 @@ import jax
 import jax.numpy as jnp
 
 from ... import _device, _host
-from .. import checks, references, tiles
+from .. import checks, core, references, tiles
 from ..backward import gradients
-from ..core import Config, Problem
+from ..backward.plan import OneKernel, TwoKernels
+from ..core import Problem
 from . import kernel
 from .plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(core.Config):
+    """The configuration of both passes; with a `core.Config` gradients have the kernels that are chosen without one."""
+
+    backward: OneKernel | TwoKernels | None = None  # The gradients' tiles; None chooses by the problem.
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not isinstance(self.backward, OneKernel | TwoKernels | None):
+            raise ValueError(
+                f"{self.backward=} must be an attention.OneKernel, an attention.TwoKernels, or None to have one chosen"
+            )
 
 
 def attention_reference(
@@ -108,7 +123,7 @@ class Options:
     soft_cap: float | None
     left: int | None
     right: int | None
-    config: Config | None
+    config: core.Config | None
     deterministic: bool | None
     return_lse: bool
 
@@ -180,7 +195,9 @@ def _attention_bwd(options: Options, residuals: Residuals, cotangents):
         problem=problem,
         num_sms=target.num_sms,
         params=_host.compiler_params(approx_math=True),
-        config=gradients.choose_config(problem.head_dim, query.shape[1], options.deterministic),
+        config=gradients.choose_config(
+            problem.head_dim, query.shape[1], options.deterministic, getattr(options.config, "backward", None)
+        ),
     )
     launch = _host.without_derivative("attention", launch)
     d_sinks = None if sinks is None else _sinks_gradient(sinks, out, lse, d_out, d_lse)
@@ -243,7 +260,8 @@ def attention(
         False: by one kernel with five, which adds up the gradient of `query` in float32 in memory, in an order that
         differs from run to run. None: False, but True for heads up to 64 with few queries, where two kernels were
         measured faster. With heads over 128 gradients are always reproducible.
-      config: blocks, stages and warpgroups; None chooses by the problem.
+      config: blocks, stages and warpgroups; None chooses by the problem. Its field `backward` has those of the
+        gradients: an `attention.OneKernel`, or an `attention.TwoKernels`, whose gradients are reproducible.
       others: arguments that other libraries have, such as `mask` and `bias`, if they are None.
 
     Returns:
@@ -264,7 +282,7 @@ def attention(
     _check(query, key, value)
     positions = checks.num_positions(op, query.shape[1], key.shape[1])
     how = checks.options(op, query.shape[3], is_causal, scale, logits_soft_cap, local_window_size, positions)
-    options = Options(**how, config=_host.require_config(op, config, Config), deterministic=deterministic,
+    options = Options(**how, config=_host.require_config(op, config, core.Config), deterministic=deterministic,
                       return_lse=return_lse)  # fmt: skip
     segments, sinks = _segments(query, key, segment_ids, kv_segment_ids), checks.sinks(op, sinks, query.shape[2])
     if 0 in (*query.shape, *key.shape):
@@ -279,6 +297,7 @@ def attention(
 
 
 attention.Config = Config  # `cookbook.attention` is this function, not its module.
+attention.OneKernel, attention.TwoKernels = OneKernel, TwoKernels
 
 
 def flops(batch: int, num_q: int, num_kv: int, num_heads: int, head_dim: int, is_causal: bool = False) -> int:
