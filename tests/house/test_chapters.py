@@ -5,6 +5,7 @@ import json
 import pathlib
 import re
 
+import jax
 import nbformat
 import pytest
 
@@ -113,3 +114,36 @@ def test_the_first_chapters_let_a_reader_write_a_kernel_from_an_empty_cell():
         if path.stem[:2] in ("00", "01", "02", "03"):
             exercises = [cell.source for cell in read(path) if "exercise" in tags(cell)]
             assert any("def " not in source for source in exercises), path.stem
+
+
+# Forms of links, checked without a network. A file of JAX must be there in the installed one.
+JAX_FILE = r"https://github\.com/jax-ml/jax/(?:blob|tree)/main/(jax/experimental/pallas/ops/gpu(?:/\w+\.py)?)"
+PLACES = [
+    JAX_FILE,
+    r"https://docs\.jax\.dev/en/latest/[\w/]+\.html",
+    r"https://docs\.nvidia\.com/(cuda/parallel-thread-execution|cutlass)/",
+    r"https://github\.com/[\w-]+/[\w-]+",
+    r"https://arxiv\.org/abs/\d{4}\.\d{4,5}",
+    r"https://doi\.org/10\.\d{4}/[\w.]+",
+    r"https://(www\.usenix\.org/conference|mlsys\.org/Conferences|pytorch\.org/blog)/[\w/.-]+",
+]
+
+
+@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem[0].isdigit()], ids=lambda path: path.stem)
+def test_a_chapter_says_where_to_read_on(path):
+    """JAX's page, the reference kernel or engine, papers or documents; only asides may follow."""
+    markdown = [cell.source for cell in read(path) if cell.cell_type == "markdown"]
+    _, section, *more = re.split("^## Read on$", "\n\n".join(markdown), flags=re.M)
+    assert not more and not re.search("^Sources: ", "\n".join(markdown), re.M), "two lists of sources"
+    section, *asides = re.split("^## ", section, flags=re.M)
+    assert all(text.startswith("Aside") for text in asides)
+    items = " ".join(section.removeprefix("\n\n- ").split()).split(" - ")
+    assert len(items) == 3
+    for item, name in zip(
+        items, ("JAX's page", "The reference (kernel|engine)", "The (paper|document)s?"), strict=True
+    ):
+        assert re.match(f"{name}: ", item), item
+        links = re.findall(r"\]\((\S+?)\)", item)
+        assert links and all(any(re.fullmatch(place, link) for place in PLACES) for link in links), links
+        for file in re.findall(JAX_FILE, item):
+            assert (pathlib.Path(jax.__file__).parent.parent / file).exists(), file
