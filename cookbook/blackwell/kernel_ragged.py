@@ -24,15 +24,23 @@ from ..gemm.operand import views
 from .kernel import launch, leave, load, multiply
 from .plan import LOAD, MULTIPLY, STORE, Plan
 
+GATED_COLUMNS = 16  # Columns of the gate, and as many of the up product, that a thread has in registers at a time.
 
-def sums_of(plan: Plan, tile: Tile, acc_tmem, at):
-    """The sums of a piece of the tile, from columns `at` of tensor memory on; SwiGLU of them where b has a partner."""
-    read = lambda at: plgpu.async_load_tmem(acc_tmem.at[:, pl.ds(at, plan.store_piece[1])], layout=plgpu.Layout.TCGEN05)
-    values = read(at)
-    if plan.b.partner:
-        values = values * jax.nn.sigmoid(values) * read(at + plan.config.tile_n)
-    has_sums = lax.broadcast_in_dim(tile.steps > 0, values.shape, ())
-    return jnp.where(has_sums, values, 0.0)  # Without steps tensor memory holds what was there before.
+
+def values_of(plan: Plan, tile: Tile, acc_tmem, at):
+    """A piece of o, whose sums begin in column `at` of tensor memory; with a partner SwiGLU of both, in parts: a thread
+    has too few registers for all sums of two pieces."""
+    width, layout, parts = plan.store_piece[1], plgpu.Layout.TCGEN05, []
+    size = min(width, GATED_COLUMNS) if plan.b.partner else width
+    for part in range(0, width, size):
+        values = plgpu.async_load_tmem(acc_tmem.at[:, pl.ds(at + part, size)], layout=layout)
+        if plan.b.partner:
+            up = plgpu.async_load_tmem(acc_tmem.at[:, pl.ds(at + part + plan.config.tile_n, size)], layout=layout)
+            values = values * jax.nn.sigmoid(values) * up
+        # Without steps tensor memory holds what was there before.
+        values = jnp.where(lax.broadcast_in_dim(tile.steps > 0, values.shape, ()), values, 0.0)
+        parts.append(plan.activation(values).astype(plan.out_dtype))
+    return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
 
 
 def store(plan: Plan, tile: Tile, number, o_gmem, o_smem, acc_tmem, summed, stored):
@@ -44,7 +52,7 @@ def store(plan: Plan, tile: Tile, number, o_gmem, o_smem, acc_tmem, summed, stor
     plgpu.barrier_wait(summed.at[acc])
     for piece in range(pieces):
         at = (wg * pieces + piece) * width
-        values = plan.activation(sums_of(plan, tile, acc_tmem, acc * plan.acc_columns + at)).astype(plan.out_dtype)
+        values = values_of(plan, tile, acc_tmem, acc * plan.acc_columns + at)
         slot = _device.rem(number * pieces + piece, c.store_slots)
         plgpu.wait_smem_to_gmem(c.store_slots - 1, wait_read_only=True)  # TMA has read what was in this slot.
         o_tiled[wg, slot, 0, 0] = values
