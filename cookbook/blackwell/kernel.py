@@ -137,6 +137,12 @@ def multiply(plan: Plan, ring: _device.Ring, smem, acc_tmem, scales_tmem, summed
     sum_up() if plan.pair is None else pl.when(lax.axis_index(plan.pair) == 0)(sum_up)
 
 
+def drain_accumulators(plan: Plan, stored, count):
+    """The multiply warpgroup, at the end: waits until the last of `count` tiles have left tensor memory."""
+    first = jnp.maximum(count - plan.config.num_accumulators, 0)
+    pl.loop(first, count)(lambda number: plgpu.barrier_wait(stored.at[plan.accumulator(number)]))
+
+
 def store(plan: Plan, bias_gmem, o_gmem, o_smem, acc_tmem, summed, stored, number, index):
     """A store warpgroup: its columns of a tile, from tensor memory through registers and shared memory into o."""
     c, (rows, width), wg = plan.config, plan.store_piece, lax.axis_index("role") - STORE
@@ -187,20 +193,9 @@ def kernel(operands, bias_gmem, o_gmem, *, plan: Plan, a_smem, b_smem, o_smem, a
 
     count = each_tile(plan, tile)
 
-    leave(plan, ring, stored, count, count * plan.tiles.num_steps)
-
-
-def leave(plan: Plan, ring: _device.Ring, stored, count, steps):
-    """Waits for all that is in flight after `count` tiles of so many steps in all. No block leaves while tensor cores,
-    or the other block of its pair, may still arrive at its barriers."""
-    role = lax.axis_index("role")
-    pl.when(role == LOAD)(lambda: ring.drain(steps))
-
-    @pl.when(role == MULTIPLY)
-    def _():
-        first = jnp.maximum(count - plan.config.num_accumulators, 0)
-        pl.loop(first, count)(lambda number: plgpu.barrier_wait(stored.at[plan.accumulator(number)]))
-
+    # No block leaves while tensor cores, or the other block of its pair, may still arrive at its barriers.
+    pl.when(role == LOAD)(lambda: ring.drain(count * plan.tiles.num_steps))
+    pl.when(role == MULTIPLY)(lambda: drain_accumulators(plan, stored, count))
     pl.when(role >= STORE)(lambda: plgpu.wait_smem_to_gmem(0))
 
 

@@ -21,17 +21,17 @@ from .. import _device, _numerics
 from ..gemm.grouped.kernel import send_rows
 from ..gemm.grouped.plan import Tile, each_tile
 from ..gemm.operand import views
-from .kernel import launch, leave, load, multiply
+from .kernel import drain_accumulators, launch, load, multiply
 from .plan import LOAD, MULTIPLY, STORE, Plan
 
-GATED_COLUMNS = 16  # Columns of the gate, and as many of the up product, that a thread has in registers at a time.
+PART = 32  # Columns of tensor memory that a thread has in registers at a time: an activation needs more for each.
 
 
 def values_of(plan: Plan, tile: Tile, acc_tmem, at):
-    """A piece of o, whose sums begin in column `at` of tensor memory; with a partner SwiGLU of both, in parts: a thread
-    has too few registers for all sums of two pieces."""
+    """A piece of o, whose sums begin in column `at` of tensor memory; with a partner SwiGLU of both. In parts, because a
+    thread has too few registers for a whole piece and what an activation makes of it."""
     width, layout, parts = plan.store_piece[1], plgpu.Layout.TCGEN05, []
-    size = min(width, GATED_COLUMNS) if plan.b.partner else width
+    size = min(width, PART // 2 if plan.b.partner else PART)
     for part in range(0, width, size):
         values = plgpu.async_load_tmem(acc_tmem.at[:, pl.ds(at + part, size)], layout=layout)
         if plan.b.partner:
@@ -40,7 +40,7 @@ def values_of(plan: Plan, tile: Tile, acc_tmem, at):
         # Without steps tensor memory holds what was there before.
         values = jnp.where(lax.broadcast_in_dim(tile.steps > 0, values.shape, ()), values, 0.0)
         parts.append(plan.activation(values).astype(plan.out_dtype))
-    return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
+    return lax.concatenate(parts, 1)
 
 
 def store(plan: Plan, tile: Tile, number, o_gmem, o_smem, acc_tmem, summed, stored):
@@ -70,22 +70,27 @@ def kernel(a_gmem, b_gmem, table, o_gmem, *, plan: Plan, a_smem, b_smem, o_smem,
     (a_smem, a_tma), (b_smem, b_tma) = plan.a.views(a_smem, plan.interpreted), plan.b.views(b_smem, plan.interpreted)
     table = plan.tiles.read(table)
 
-    def one_tile(tile, number, before):
-        @_device.role(role == LOAD)
-        def _():
+    @_device.role(role == LOAD)
+    def _():
+        def load_tile(tile, _, before):
             gmem, place = (a_gmem, b_gmem.at[tile.group]), (tile.row, tile.col)
             load(plan, ring, gmem, (a_tma, b_tma), place, before, tile.steps)
 
-        @_device.role(role == MULTIPLY)
-        def _():
+        ring.drain(each_tile(plan, table, load_tile))
+
+    @_device.role(role == MULTIPLY)
+    def _():
+        def multiply_tile(tile, number, before):
             multiply(plan, ring, (a_smem, b_smem), acc_tmem, (), summed, stored, number, before, tile.steps)
 
-        @_device.role(role >= STORE)
-        def _():
-            store(plan, tile, number, o_gmem, o_smem, acc_tmem, summed, stored)
+        each_tile(plan, table, multiply_tile)
+        drain_accumulators(plan, stored, plan.tiles.num_tiles(table, lax.axis_index("cluster")))
 
-    steps = each_tile(plan, table, one_tile)
-    leave(plan, ring, stored, plan.tiles.num_tiles(table, lax.axis_index("cluster")), steps)
+    @_device.role(role >= STORE)
+    def _():
+        store_tile = lambda tile, number, _: store(plan, tile, number, o_gmem, o_smem, acc_tmem, summed, stored)
+        each_tile(plan, table, store_tile)
+        plgpu.wait_smem_to_gmem(0)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "params"))

@@ -246,19 +246,19 @@ def row_plan(m, n, k, num_groups, dtype, transpose_rhs, activation, out_dtype, c
     Raises:
       ValueError: the configuration does not fit the operands, or not groups.
     """
-    c, out_dtype = config, jnp.dtype(out_dtype)
-    if c.is_dynamic:
-        raise ValueError(f"{c.schedule=} must be 'static': how many tiles there are is known on the device alone")
-    width, cols = STEP_BYTES // out_dtype.itemsize, c.tile_n // c.epilogue_wgs
-    if cols % width or c.epilogue_tile_n not in (None, width):
+    out_dtype = jnp.dtype(out_dtype)
+    if config.is_dynamic:
+        raise ValueError(f"{config.schedule=} must be 'static': how many tiles there are is known on the device alone")
+    width, cols = STEP_BYTES // out_dtype.itemsize, config.tile_n // config.epilogue_wgs
+    if cols % width or config.epilogue_tile_n not in (None, width):
         raise ValueError(
-            f"{c.tile_n=} must leave each of {c.epilogue_wgs=} a multiple of {width} columns of {out_dtype}, "
-            f"{STEP_BYTES} bytes, and {c.epilogue_tile_n=} must be {width} or None: a row of a narrower piece begins "
-            "where TMA can read none"
+            f"{config.tile_n=} must leave each of {config.epilogue_wgs=} a multiple of {width} columns of {out_dtype}, "
+            f"{STEP_BYTES} bytes, and {config.epilogue_tile_n=} must be {width} or None: a row of a narrower piece "
+            "begins where TMA can read none"
         )
-    a, b = operands_of(dtype, (False, not transpose_rhs), c)
+    a, b = operands_of(dtype, (False, not transpose_rhs), config)
     b = dataclasses.replace(b, stacked=True, partner=partner_of(n, transpose_rhs) if is_gated else 0)
-    tiles = RowTiles(m, n, k, a.tile_k, c, target.num_sms, num_groups=num_groups)
+    tiles = RowTiles(m, n, k, a.tile_k, config, target.num_sms, num_groups=num_groups)
     return fitting(Plan(tiles, a, b, activation, out_dtype, False, target.interpreted))
 
 

@@ -65,9 +65,9 @@ def _launch(lhs, rhs, group_sizes, group_offset, sizes, options: differentiable.
     config = options.config or default_config(
         *sizes, num_groups, lhs.dtype, out_dtype, transpose_rhs, is_gated, target.num_sms, target.interpreted
     )
-    require_interpretable(OP, config, target)
     activation = identity if is_gated else options.activation
     plan = row_plan(*sizes, num_groups, lhs.dtype, transpose_rhs, activation, out_dtype, config, target, is_gated)
+    require_interpretable(OP, config, target)
     table = plan.tiles.table_of(group_sizes, group_offset)
     rhs = rhs if transpose_rhs else _padded(rhs, n)
     params = _host.compiler_params(approx_math=options.activation is not identity and out_dtype.itemsize == 2)
