@@ -107,8 +107,10 @@ def best(p: Problem) -> Config:
 
 
 def ranked(p: Problem) -> list[Config]:
-    """All candidates, that of the least predicted time first."""
-    key = lambda config: (predict(config, p), -math.prod((config.tile_n, config.cluster_m)))
+    """All candidates, that of the least predicted time first; of groups, if times are equal, that which computes the
+    fewest rows of other groups."""
+    blocks = lambda config: p.tiles(config) * config.cluster_m * config.tile_n if p.num_groups else 0
+    key = lambda config: (predict(config, p), blocks(config), -math.prod((config.tile_n, config.cluster_m)))
     return sorted(candidates(p), key=key)
 
 

@@ -28,8 +28,7 @@ PART = 32  # Columns of tensor memory that a thread has in registers at a time: 
 
 
 def values_of(plan: Plan, tile: Tile, acc_tmem, at):
-    """A piece of o, whose sums begin in column `at` of tensor memory; with a partner SwiGLU of both. In parts, because a
-    thread has too few registers for a whole piece and what an activation makes of it."""
+    """A piece of o, whose sums begin in column `at` of tensor memory; with a partner SwiGLU of both."""
     width, layout, parts = plan.store_piece[1], plgpu.Layout.TCGEN05, []
     size = min(width, PART // 2 if plan.b.partner else PART)
     for part in range(0, width, size):

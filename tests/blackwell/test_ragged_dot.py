@@ -1,4 +1,4 @@
-"""Blackwell's grouped product: its index arithmetic beside gemm's, groups of every size interpreted, a grid compiled."""
+"""Blackwell's grouped product: index arithmetic beside gemm's, groups of every size interpreted, a grid compiled."""
 
 import functools
 import importlib
