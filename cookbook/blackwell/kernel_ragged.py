@@ -24,22 +24,15 @@ from ..gemm.operand import views
 from .kernel import drain_accumulators, launch, load, multiply
 from .plan import LOAD, MULTIPLY, STORE, Plan
 
-PART = 32  # Columns of tensor memory that a thread has in registers at a time: an activation needs more for each.
 
-
-def values_of(plan: Plan, tile: Tile, acc_tmem, at):
-    """A piece of o, whose sums begin in column `at` of tensor memory; with a partner SwiGLU of both."""
-    width, layout, parts = plan.store_piece[1], plgpu.Layout.TCGEN05, []
-    size = min(width, PART // 2 if plan.b.partner else PART)
-    for part in range(0, width, size):
-        values = plgpu.async_load_tmem(acc_tmem.at[:, pl.ds(at + part, size)], layout=layout)
-        if plan.b.partner:
-            up = plgpu.async_load_tmem(acc_tmem.at[:, pl.ds(at + part + plan.config.tile_n, size)], layout=layout)
-            values = values * jax.nn.sigmoid(values) * up
-        # Without steps tensor memory holds what was there before.
-        values = jnp.where(lax.broadcast_in_dim(tile.steps > 0, values.shape, ()), values, 0.0)
-        parts.append(plan.activation(values).astype(plan.out_dtype))
-    return lax.concatenate(parts, 1)
+def sums_of(plan: Plan, tile: Tile, acc_tmem, at):
+    """The sums of a piece of o, which begin in column `at` of tensor memory; with a partner SwiGLU of both."""
+    read = lambda at: plgpu.async_load_tmem(acc_tmem.at[:, pl.ds(at, plan.store_piece[1])], layout=plgpu.Layout.TCGEN05)
+    values = read(at)
+    if plan.b.partner:
+        values = values * jax.nn.sigmoid(values) * read(at + plan.config.tile_n)
+    # Without steps tensor memory holds what was there before.
+    return jnp.where(lax.broadcast_in_dim(tile.steps > 0, values.shape, ()), values, 0.0)
 
 
 def store(plan: Plan, tile: Tile, number, o_gmem, o_smem, acc_tmem, summed, stored):
@@ -51,7 +44,7 @@ def store(plan: Plan, tile: Tile, number, o_gmem, o_smem, acc_tmem, summed, stor
     plgpu.barrier_wait(summed.at[acc])
     for piece in range(pieces):
         at = (wg * pieces + piece) * width
-        values = values_of(plan, tile, acc_tmem, acc * plan.acc_columns + at)
+        values = plan.activation(sums_of(plan, tile, acc_tmem, acc * plan.acc_columns + at)).astype(plan.out_dtype)
         slot = _device.rem(number * pieces + piece, c.store_slots)
         plgpu.wait_smem_to_gmem(c.store_slots - 1, wait_read_only=True)  # TMA has read what was in this slot.
         o_tiled[wg, slot, 0, 0] = values
