@@ -229,7 +229,7 @@ class Plan:
 
 def plan_of(m, n, k, dtype, transposed, activation, out_dtype, config: Config, target: _host.Target,
             scaled=False) -> Plan:  # fmt: skip
-    """The plan of an (M, K) by (K, N) product; `transposed` says of a and of b whether it lies as (K, rows).
+    """The plan of an (M, K) by (N, K) product; `transposed` says of a and of b whether it lies as (K, rows).
 
     Raises:
       ValueError: the configuration does not fit the operands.
