@@ -390,7 +390,7 @@ def test_the_grid_compiles_without_spills(rung, width, activation, num_groups):
 @pytest.mark.parametrize("activation", [None, "swiglu"])
 @pytest.mark.parametrize("out_dtype", [BF16, F32])
 def test_default_configurations_compile(out_dtype, activation):
-    """Of plain matrices, with a tail in each dimension; few rows per group, and many."""
+    """Plain matrices, with a tail in each dimension; few rows per group, and many."""
     for m, n, k, num_groups in ((4000, 1544, 2056, 64), (16384, 4096, 1024, 8)):
         cols = n * (2 if activation == "swiglu" else 1)
         avals = (m, k), (num_groups, k, cols), (num_groups,)
