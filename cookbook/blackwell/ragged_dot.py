@@ -85,12 +85,16 @@ def _sums(lhs, rhs, group_sizes, group_offset, count: int, out_dtype):
 
     As `ragged_dot_transposed.sums`; its rows before the first of these groups are one group more.
     """
-    starts, ends = bounds(group_sizes, lhs.shape[0], group_offset, count)
-    row = jnp.arange(lhs.shape[0], dtype=jnp.int32)[:, None]
+    (m, k), n = lhs.shape, rhs.shape[1]
+    if 0 in (m, k, n, count):
+        return jnp.zeros((count, k, n), out_dtype)
+    starts, ends = bounds(group_sizes, m, group_offset, count)
+    row = jnp.arange(m, dtype=jnp.int32)[:, None]
     lhs, rhs = (jnp.where((row >= starts[0]) & (row < ends[-1]), x, 0) for x in (lhs, rhs))  # Others may be NaN.
     dims = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
     sizes = jnp.concatenate([starts[:1], ends - starts])
-    sums = lax.ragged_dot_general(lhs, rhs, sizes, dims, preferred_element_type=jnp.float32)
+    how = dict(precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)  # Exact products of 16-bit values.
+    sums = lax.ragged_dot_general(lhs, rhs, sizes, dims, **how)
     return sums[1:].astype(out_dtype)
 
 
