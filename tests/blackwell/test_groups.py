@@ -31,6 +31,7 @@ module = importlib.import_module("cookbook.blackwell.ragged_dot")
 ragged_dot, reference = blackwell.ragged_dot, module.ragged_dot_reference
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 B200 = _host.Target("NVIDIA B200", 148)
+STATIC = [rung for rung in RUNGS if "launch control" not in rung]
 GROUPS = [33, 0, 129, 64, 7, 66]  # Smaller than a tile, larger, and none; 299 rows.
 
 
@@ -247,6 +248,18 @@ def test_every_structure(name, out_dtype):
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+@pytest.mark.parametrize("rung", STATIC)
+def test_every_rung(rung, activation):
+    """More tiles than SMs, here or on a B200, with tails; the interpreter takes the rungs that it can run."""
+    config, is_here = of_rung(rung, 128), lab.on_gpu("b200")
+    if not is_here and config.two_ctas:
+        pytest.skip("JAX's interpreter has no collective MMA")
+    m, n, k, sizes = (4008, 1608, 520, [500, 0, 257, 2048, 1000]) if is_here else (330, 264, 72, GROUPS)
+    check(m, n * (2 if activation else 1), k, sizes, transpose_rhs=True, config=config, activation=activation)
+
+
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype, out", [(F16, None), (BF16, F16), (F16, BF16)])
 def test_dtypes(dtype, out):
     check(150, 128, 72, [33, 0, 65], dtype=dtype, config=SMALL, preferred_element_type=out)
@@ -367,7 +380,6 @@ def test_no_operand_is_copied(how):
 # Compiled for a B200, which nobody here has ---------------------------------------------------------------------------
 
 M, N, K = 2000, 3000, 4096  # More tiles than a B200 has SMs, with tails.
-STATIC = [rung for rung in RUNGS if "launch control" not in rung]
 
 
 # Groups that the kernel goes through, and more, which are tabulated: looking up takes fewer registers then.
