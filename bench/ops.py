@@ -110,6 +110,15 @@ OPS = {
         empty=(dict(a=0, a_scales=0), dict(b=0, b_scales=0)),
         major=10,
     ),
+    "blackwell.ragged_dot": Op(
+        dict(lhs=(BF16, (20, 32)), rhs=(BF16, (3, 32, 16)), group_sizes=GROUPS),
+        static=("transpose_rhs",),
+        gradients=("lhs", "rhs"),
+        more=dict(group_offset=np.array(1, np.int32)),
+        choices=dict(activation="swiglu"),
+        empty=(dict(lhs=0), dict(rhs=2), dict(lhs=1, rhs=1), dict(rhs=0, group_sizes=0)),
+        major=10,
+    ),
     "fuse": Op(  # An argument of None is a pytree without arrays.
         dict(x=(BF16, (3, 40)), y=(BF16, (3, 40))),
         optional=("x", "y"),

@@ -269,6 +269,21 @@ def _blackwell_mxfp8(m, n, k, **kwargs):
                 **kwargs)  # fmt: skip
 
 
+def _blackwell_ragged(m, n, k, sizes, **kwargs):
+    """Matrices as (G, N, K), which are read as they lie. XLA computes all rows by every matrix: the only peer."""
+    op, sizes = importlib.import_module("cookbook.blackwell.ragged_dot"), np.asarray(sizes, np.int32)
+    g, how = len(sizes), dict(transpose_rhs=True)
+    return Case("blackwell.ragged_dot", ((m, k), (g, n, k)), BF16, functools.partial(blackwell.ragged_dot, **how),
+                functools.partial(op.ragged_dot_reference, **how),
+                {"xla": lambda lhs, rhs, sizes: jax.lax.ragged_dot(lhs, rhs.mT, sizes)} if g <= 8 else {},
+                op.flops(int(sizes.sum()), n, k), op.bytes_moved(m, n, k, int(np.count_nonzero(sizes))),
+                f"{m}x{n}x{k}_g{g}_tb", integers=(sizes,),
+                tune=lambda *args: lab.autotune(
+                    blackwell.ragged_dot, *args, **how, gpu="b200",
+                    configs=blackwell_cost.to_try(op.problem(m, n, k, g, **how))),
+                **kwargs)  # fmt: skip
+
+
 def _matmul_fp8(m, n, k, **kwargs):
     dims = (((1,), (1,)), ((), ()))
     peers = {"cublas": lambda a, b: jax.lax.dot_general(a, b, dims, preferred_element_type=BF16)}
@@ -886,6 +901,8 @@ CASES += [
     _ragged_fp8(32768, 4096, 7168, [8192] * 4, target=Target(None, rate=1000), headline=True),
     _moe(8192, 128, 8, 2048, 768, target=Target("products", 0.8), headline=True),
 ]
+# Without targets, as Blackwell's other products.
+CASES += [_blackwell_ragged(16384, 4096, 4096, FEW_LARGE), _blackwell_ragged(65536, 1536, 2048, MANY)]
 
 
 # The first in 0.25 ms.

@@ -19,7 +19,8 @@ NOT_TIMED = {
     "write_kv": "chapter 22 times it as a part of a step",
 }
 NOT_FUZZED = dict.fromkeys(
-    ("blackwell.matmul", "blackwell.matmul_mxfp8"), "a case may take two blocks, which the interpreter cannot pair"
+    ("blackwell.matmul", "blackwell.matmul_mxfp8", "blackwell.ragged_dot"),
+    "a case may take two blocks, which the interpreter cannot pair",
 )
 TOPICS = {"reduce_sum_leading": "reduce_sum", "attention_backward": "attention"}  # Samples that are called otherwise.
 COURSE = {"matmul_blocked", "matmul_wgmma", "matmul_pipelined"}  # Rungs, which are timed as peers of `matmul`.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pallas kernels for Hopper GPUs: the index. Each family is a folder that works on its own.
 
-Those for Blackwell have names of their own: `cookbook.blackwell.matmul`, `cookbook.blackwell.matmul_mxfp8`.
+Those for Blackwell have names of their own: `cookbook.blackwell.matmul`, `cookbook.blackwell.matmul_mxfp8`,
+`cookbook.blackwell.ragged_dot`.
 """
 
 from . import blackwell as blackwell

@@ -166,7 +166,10 @@ OTHERS = {
     10: f"{PACKAGE}.matmul or {PACKAGE}.matmul_fp8",
 }
 
-SAME = {"matmul": "blackwell.matmul", "matmul_fp8": "blackwell.matmul_mxfp8"}  # Hopper's ops, and Blackwell's.
+# Hopper's ops, and Blackwell's.
+SAME = {
+    "matmul": "blackwell.matmul", "matmul_fp8": "blackwell.matmul_mxfp8", "ragged_dot": "blackwell.ragged_dot",
+}  # fmt: skip
 
 
 def require_tensor_cores(op: str, major: int = 9) -> Target:

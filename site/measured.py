@@ -37,8 +37,8 @@ def _blackwell() -> list[str]:
     page = ["## B200", ""]
     if not results.topics("b200"):
         page += ["Nothing has been measured: the kernels of `cookbook.blackwell` are compiled for a B200 and "
-                 "interpreted, and nobody here has one. `make bench OP=blackwell.matmul` on a B200 fills this page, "
-                 "`make record NB='19 19b'` the chapters."]  # fmt: skip
+                 "interpreted, and nobody here has one. `make bench OP=blackwell.matmul` on a B200, and the same for "
+                 "its other ops, fills this page, `make record NB='19 19b'` the chapters."]  # fmt: skip
         return [*page, ""]
     return [*page, *_where_measured("b200"), "", *_topics("b200", CASES, "###", rate_text, share_text)]
 

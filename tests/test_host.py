@@ -60,6 +60,8 @@ HOPPER, BLACKWELL, AMPERE, CONSUMER = (
         ("matmul_fp8", 9, BLACKWELL, r"For it there is cookbook.blackwell.matmul_mxfp8\. "),
         ("attention", 9, BLACKWELL, r"there is cookbook.blackwell.matmul or cookbook.blackwell.matmul_mxfp8\. "),
         ("blackwell.matmul", 10, HOPPER, r"tcgen05, .*H200 has 9.0. For it there is cookbook.matmul\. .*\"b200\""),
+        ("ragged_dot", 9, BLACKWELL, r"For it there is cookbook.blackwell.ragged_dot\. "),
+        ("blackwell.ragged_dot", 10, HOPPER, r"For it there is cookbook.ragged_dot\. "),
         ("blackwell.matmul_mxfp8", 10, HOPPER, r"For it there is cookbook.matmul_fp8\. "),
         ("matmul", 9, AMPERE, r"A100 has 8.0\. Say .*\"h200\""),
         ("blackwell.matmul", 10, CONSUMER, r"5090 has 12.0\. Say .*\"b200\""),

@@ -3,5 +3,9 @@
 
 from .matmul import matmul, matmul_reference
 from .matmul_mxfp8 import matmul_mxfp8, matmul_mxfp8_reference, quantize_mxfp8
+from .ragged_dot import ragged_dot, ragged_dot_reference
 
-__all__ = ["matmul", "matmul_mxfp8", "matmul_mxfp8_reference", "matmul_reference", "quantize_mxfp8"]
+__all__ = [
+    "matmul", "matmul_mxfp8", "matmul_mxfp8_reference", "matmul_reference", "quantize_mxfp8", "ragged_dot",
+    "ragged_dot_reference",
+]  # fmt: skip

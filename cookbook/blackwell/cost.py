@@ -40,7 +40,7 @@ B200 = Constants()
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """An (M, K) by (K, N) product; `b_lies_plain` says that b lies as (K, N)."""
+    """An (M, K) by (K, N) product, or one of groups of rows; `b_lies_plain` says that b lies as (K, N)."""
 
     m: int
     n: int
@@ -50,6 +50,16 @@ class Problem:
     out_itemsize: int
     num_sms: int = 148
     one_cta: bool = False  # Only what the interpreter can run.
+    num_groups: int = 0  # Groups of rows, each with a matrix of its own, or 0.
+    is_gated: bool = False  # A tile of o takes the gate's columns and the up product's.
+
+    def tiles(self, config: Config) -> int:
+        """Tiles of a product by `config`. A group, of those that are alike, ends anywhere in its last tile."""
+        height, across = config.tile_m * config.cluster_m, -(-self.n // config.tile_n)
+        if not self.num_groups:
+            return -(-self.m // height) * across
+        with_rows = min(self.num_groups, self.m)
+        return math.ceil(with_rows * max(1.0, self.m / with_rows / height + 0.5)) * across
 
 
 def candidates(p: Problem) -> list[Config]:
@@ -60,29 +70,33 @@ def candidates(p: Problem) -> list[Config]:
             per_block = width // 2 if two_ctas else width
             if per_block % (64 if p.b_lies_plain else 16) or width >= 2 * max(p.n, 64) or (two_ctas and p.m <= 128):
                 continue
+            if p.num_groups and width * p.out_itemsize % STEP_BYTES:  # TMA begins a piece at any row.
+                continue
             scales = (1 + -(-width // 128)) * SCALES if p.itemsize == 1 else 0
-            accumulators = min(2, (TMEM_COLUMNS - scales) // width)
+            accumulators = min(2, (TMEM_COLUMNS - scales) // (width * (1 + p.is_gated)))
             found.append(Config(tile_n=width, two_ctas=two_ctas, num_accumulators=accumulators))
     return found
 
 
 def step_times(config: Config, p: Problem, c: Constants = B200) -> dict[str, float]:
     """Microseconds of a step of K by what could bound it: the longest does."""
-    products = 2 * config.tile_m * config.tile_n * (STEP_BYTES // p.itemsize) / (c.products * 2 / p.itemsize)
-    nbytes = STEP_BYTES * (config.tile_m + config.tile_n // config.cluster_m)
+    width = config.tile_n * (1 + p.is_gated)
+    products = 2 * config.tile_m * width * (STEP_BYTES // p.itemsize) / (c.products * 2 / p.itemsize)
+    nbytes = STEP_BYTES * (config.tile_m + width // config.cluster_m)
     cycles = {"tensor cores": products, "shared memory": 2 * nbytes / c.shared, "copies": nbytes / c.copy}
     return {name: count / c.clock / 1e3 for name, count in cycles.items()}
 
 
 def predict(config: Config, p: Problem, c: Constants = B200) -> float:
     """Microseconds of the product on one B200, as predicted."""
-    tiles = -(-p.m // (config.tile_m * config.cluster_m)) * -(-p.n // config.tile_n)
+    tiles = p.tiles(config)
     sums = -(-p.k * p.itemsize // STEP_BYTES) * max(step_times(config, p, c).values())
     stored = c.tile + c.tile_values * config.tile_m * config.tile_n / 32768
     waves = -(-tiles // (p.num_sms // config.cluster_m))
     # With two accumulators only the last tile's stores are not hidden.
     time = waves * max(sums, stored) + stored if config.num_accumulators == 2 else waves * (sums + stored)
-    nbytes = p.itemsize * p.k * (p.m + p.n) + p.out_itemsize * p.m * p.n
+    matrices = min(p.num_groups, p.m) or 1
+    nbytes = p.itemsize * p.k * (p.m + matrices * p.n * (1 + p.is_gated)) + p.out_itemsize * p.m * p.n
     return c.start + max(time, nbytes / c.hbm / 1e6)
 
 
@@ -93,8 +107,10 @@ def best(p: Problem) -> Config:
 
 
 def ranked(p: Problem) -> list[Config]:
-    """All candidates, that of the least predicted time first."""
-    key = lambda config: (predict(config, p), -math.prod((config.tile_n, config.cluster_m)))
+    """All candidates, that of the least predicted time first; of groups, if times are equal, that which computes the
+    fewest rows of other groups."""
+    blocks = lambda config: p.tiles(config) * config.cluster_m * config.tile_n if p.num_groups else 0
+    key = lambda config: (predict(config, p), blocks(config), -math.prod((config.tile_n, config.cluster_m)))
     return sorted(candidates(p), key=key)
 
 
@@ -103,7 +119,10 @@ def to_try(p: Problem, count: int = 8) -> list[Config]:
     does not know: tiles handed out by launch control, two warpgroups that store."""
     found = []
     for config in ranked(p)[:count]:
-        found += [config, dataclasses.replace(config, schedule="dynamic")]
-        if config.tile_n >= 64:
+        found.append(config)
+        if not p.num_groups:
+            found.append(dataclasses.replace(config, schedule="dynamic"))
+        halves = config.tile_n % (2 * STEP_BYTES // p.out_itemsize) == 0 if p.num_groups else config.tile_n >= 64
+        if halves:
             found.append(dataclasses.replace(config, epilogue_wgs=2))
     return found

@@ -59,14 +59,17 @@ def each_tile(plan: Plan, body):
     return loop(one_more)
 
 
-def load(plan: Plan, ring: _device.Ring, gmem, smem, number, index):
-    """The load warpgroup: all steps of a tile, as fast as slots are freed. `gmem` and `smem` hold both operands, and
-    scales after them where there are any."""
-    row, col = plan.tiles.place(index, 0, 0)  # The pair's: its copies are shared out between the blocks.
+def load(plan: Plan, ring: _device.Ring, gmem, smem, place, before, steps):
+    """The load warpgroup: the `steps` of a tile, which `before` others precede, as fast as slots are freed.
 
-    @pl.loop(0, plan.tiles.num_steps)
+    `place` is where the pair's tile begins: its copies are shared out between the blocks. `gmem` and `smem` hold both
+    operands, and scales after them where there are any.
+    """
+    row, col = place
+
+    @pl.loop(0, steps)
     def _(step):
-        slot, k = ring.acquire(number * plan.tiles.num_steps + step), plan.k_start(step)
+        slot, k = ring.acquire(before + step), plan.k_start(step)
         filled = ring.filled.at[slot]
         with jax.named_scope("load"):
             copy(plan, plan.a, gmem[0], plan.a.at(row, k), smem[0].at[slot], filled)
@@ -79,6 +82,11 @@ def copy(plan: Plan, operand, gmem, at, smem, filled):
     """Starts the copies of an operand's tile that begins `at`; in a pair each block gets its half of the rows."""
     half = plgpu.CopyPartition.PARTITIONED(int(operand.transposed))
     pair = {} if plan.pair is None else dict(collective_axes=plan.pair, leader_tracked=half)
+    if operand.partner:
+        for i in range(2):
+            begin = [start + i * operand.partner * (dim == operand.transposed) for dim, start in enumerate(at)]
+            copy(plan, dataclasses.replace(operand, partner=0), gmem, begin, smem.at[i], filled)
+        return
     for piece in operand.pieces:
         rows, cols = plan.source(operand, at, piece)
         target = smem.at[piece] if operand.in_pieces else smem
@@ -96,18 +104,21 @@ def copy_scales(plan: Plan, gmem, smem, units, step, filled):
         plgpu.copy_gmem_to_smem(source.at[pl.ds(unit, count), pl.ds(step, 1)], target, filled, **pair)
 
 
-def multiply(plan: Plan, ring: _device.Ring, smem, acc_tmem, scales_tmem, summed, stored, number):
-    """The multiply warpgroup: starts all products of a tile, into the accumulator whose turn it is."""
-    steps, accumulators = plan.tiles.num_steps, plan.config.num_accumulators
-    acc = plan.accumulator(number)
-    acc_tmem = acc_tmem.at[:, pl.ds(acc * plan.config.tile_n, plan.config.tile_n)]
-    pl.when(number >= accumulators)(lambda: plgpu.barrier_wait(stored.at[acc]))  # Its last tile has left.
+def multiply(plan: Plan, ring: _device.Ring, smem, acc_tmem, scales_tmem, summed, stored, number, before, steps):
+    """The multiply warpgroup: starts all products of a tile, into the accumulator whose turn it is.
+
+    `number` tiles come before, and `before` steps.
+    """
+    acc, width = plan.accumulator(number), plan.config.tile_n
+    parts = [acc_tmem.at[:, pl.ds(acc * plan.acc_columns + at, width)] for at in range(0, plan.acc_columns, width)]
+    # Its last tile has left.
+    pl.when(number >= plan.config.num_accumulators)(lambda: plgpu.barrier_wait(stored.at[acc]))
 
     def sum_up():
         @pl.loop(0, steps)
         def _(step):
-            slot = ring.wait(number * steps + step)
-            a, b = plan.a_tile(smem[0].at[slot]), plan.b_tile(smem[1].at[slot])
+            slot = ring.wait(before + step)
+            a, b_tiles = plan.a_tile(smem[0].at[slot]), plan.b_tiles(smem[1].at[slot])
             scales = {}
             if plan.scaled:
                 # The tensor cores copy and multiply in the order of issue: neither waits for the other.
@@ -115,13 +126,21 @@ def multiply(plan: Plan, ring: _device.Ring, smem, acc_tmem, scales_tmem, summed
                     plgpu.async_copy_scales_to_tmem(source.at[slot], target, collective_axis=plan.pair)
                 scales = dict(zip(("a_scale", "b_scale"), scales_tmem, strict=True))
             with jax.named_scope("tcgen05"):
-                freed = ring.freed.at[slot]
-                plgpu.tcgen05_mma(acc_tmem, a, b, freed, accumulate=step > 0, collective_axis=plan.pair, **scales)
+                how = dict(accumulate=step > 0, collective_axis=plan.pair, **scales)
+                for part, b in zip(parts, b_tiles, strict=True):
+                    plgpu.tcgen05_mma(part, a, b, **how)
+                plgpu.tcgen05_commit_arrive(ring.freed.at[slot], collective_axis=plan.pair)
 
         plgpu.tcgen05_commit_arrive(summed.at[acc], collective_axis=plan.pair)
 
     # The first block of a pair multiplies for both.
     sum_up() if plan.pair is None else pl.when(lax.axis_index(plan.pair) == 0)(sum_up)
+
+
+def drain_accumulators(plan: Plan, stored, count):
+    """The multiply warpgroup, at the end: waits until the last of `count` tiles have left tensor memory."""
+    first = jnp.maximum(count - plan.config.num_accumulators, 0)
+    pl.loop(first, count)(lambda number: plgpu.barrier_wait(stored.at[plan.accumulator(number)]))
 
 
 def store(plan: Plan, bias_gmem, o_gmem, o_smem, acc_tmem, summed, stored, number, index):
@@ -156,13 +175,17 @@ def kernel(operands, bias_gmem, o_gmem, *, plan: Plan, a_smem, b_smem, o_smem, a
     scales_tmem = (a_scales_tmem, b_scales_tmem) if plan.scaled else ()
 
     def tile(number, index):
+        steps = plan.tiles.num_steps
+
         @_device.role(role == LOAD)
         def _():
-            load(plan, ring, operands, (a_tma, b_tma, *scales_smem), number, index)
+            place = plan.tiles.place(index, 0, 0)
+            load(plan, ring, operands, (a_tma, b_tma, *scales_smem), place, number * steps, steps)
 
         @_device.role(role == MULTIPLY)
         def _():
-            multiply(plan, ring, (a_smem, b_smem, *scales_smem), acc_tmem, scales_tmem, summed, stored, number)
+            smem = a_smem, b_smem, *scales_smem
+            multiply(plan, ring, smem, acc_tmem, scales_tmem, summed, stored, number, number * steps, steps)
 
         @_device.role(role >= STORE)
         def _():
@@ -172,13 +195,7 @@ def kernel(operands, bias_gmem, o_gmem, *, plan: Plan, a_smem, b_smem, o_smem, a
 
     # No block leaves while tensor cores, or the other block of its pair, may still arrive at its barriers.
     pl.when(role == LOAD)(lambda: ring.drain(count * plan.tiles.num_steps))
-
-    @pl.when(role == MULTIPLY)
-    def _():
-        last = plan.config.num_accumulators
-        first = jnp.maximum(count - last, 0)
-        pl.loop(first, count)(lambda number: plgpu.barrier_wait(stored.at[plan.accumulator(number)]))
-
+    pl.when(role == MULTIPLY)(lambda: drain_accumulators(plan, stored, count))
     pl.when(role >= STORE)(lambda: plgpu.wait_smem_to_gmem(0))
 
 
@@ -190,9 +207,18 @@ def product(operands, bias, *, plan: Plan, params):
     plan = dataclasses.replace(plan, activation=_numerics.lowerable(plan.activation, piece))
     a, b, *scales = operands
     bias = None if bias is None else _host.pad_to_tiles(bias.astype(jnp.float32), (c.tile_n,))
-    out = _host.kernel(
-        functools.partial(kernel, plan=plan),
-        out_type=jax.ShapeDtypeStruct(_host.padded_shape((t.m, t.n), (1, 8)), plan.out_dtype),  # Rows for TMA.
+    out = launch(functools.partial(kernel, plan=plan), plan, (t.m, t.n), params)(
+        (plan.a.pad(a), plan.b.pad(b), *scales), bias
+    )
+    return out[:, : t.n]
+
+
+def launch(body, plan: Plan, shape, params):
+    """`_host.kernel` of a `body` with these roles, for an o of this shape."""
+    c = plan.config
+    return _host.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(_host.padded_shape(shape, (1, 8)), plan.out_dtype),  # Rows for TMA.
         grid=(plan.clusters,),
         grid_names=("cluster",),
         cluster=(2,) if c.two_ctas else (),
@@ -201,5 +227,4 @@ def product(operands, bias, *, plan: Plan, params):
         thread_name="role",
         scratch_types=plan.scratch,
         compiler_params=params,
-    )((plan.a.pad(a), plan.b.pad(b), *scales), bias)
-    return out[:, : t.n]
+    )

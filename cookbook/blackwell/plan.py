@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host
+from ..gemm.grouped.plan import RowTiles
 from ..gemm.operand import STEP_BYTES, Operand, swizzled
 from ..gemm.plan import slots_of_ring
 from ..gemm.tiles import Tiles
@@ -71,8 +72,9 @@ class Config:
         if min(self.grid_tile_width, self.store_slots) < 1:
             raise ValueError(f"{self.grid_tile_width=} and {self.store_slots=} must be at least 1")
 
-    # `Tiles` asks for these.
+    # `Tiles` asks for these, and gradients of `ragged_dot` for the last.
     cluster_n = split_k = tail_split = 1
+    swapped = False
 
     @property
     def cluster_m(self) -> int:
@@ -95,6 +97,9 @@ class Plan:
     out_dtype: jnp.dtype
     scaled: bool  # Operands are MXFP8, with scales.
     interpreted: bool
+
+    # `gemm.grouped.plan.each_tile` asks for these: tiles that it looks up are those of a pair, not of its blocks.
+    axis_m = axis_n = None
 
     @property
     def config(self) -> Config:
@@ -135,14 +140,19 @@ class Plan:
         return LANES, -(-self.config.tile_n // LANES) * LANES
 
     @property
+    def acc_columns(self) -> int:
+        """Columns of an accumulator: those of a tile, or of two tiles where b's has a partner."""
+        return (2 if self.b.partner else 1) * self.config.tile_n
+
+    @property
     def tmem_columns(self) -> int:
         """Columns of tensor memory that are used. Scales take 4 columns for 128 rows of a step."""
         scales = sum(self.scale_rows) // LANES * SCALES if self.scaled else 0
-        return self.config.num_accumulators * self.config.tile_n + scales
+        return self.config.num_accumulators * self.acc_columns + scales
 
     def _scratch(self, num_stages: int) -> dict:
         c, two = self.config, self.config.two_ctas
-        copies = len(self.a.pieces) + len(self.b.pieces) + (2 if self.scaled else 0)
+        copies = self.a.copies + self.b.copies + (2 if self.scaled else 0)
         piece = self.store_piece
         o_smem = (c.epilogue_wgs, c.store_slots, *piece)
         stored = dict(num_arrivals=c.epilogue_wgs, num_barriers=c.num_accumulators, orders_tensor_core=True)
@@ -150,7 +160,7 @@ class Plan:
             a_smem=self.a.smem(num_stages, self.interpreted),
             b_smem=self.b.smem(num_stages, self.interpreted),
             o_smem=swizzled(o_smem, self.out_dtype, piece, piece[1] * self.out_dtype.itemsize, self.interpreted),
-            acc_tmem=plgpu.TMEM((LANES, c.num_accumulators * c.tile_n), jnp.float32, collective=two),
+            acc_tmem=plgpu.TMEM((LANES, c.num_accumulators * self.acc_columns), jnp.float32, collective=two),
             filled=plgpu.Barrier(num_arrivals=copies, num_barriers=num_stages),
             freed=plgpu.Barrier(num_arrivals=1, num_barriers=num_stages, orders_tensor_core=True),
             summed=plgpu.Barrier(num_arrivals=1, num_barriers=c.num_accumulators, orders_tensor_core=True),
@@ -207,9 +217,10 @@ class Plan:
         """A slot's tile of a, as (M, K)."""
         return slot_smem.T if self.a.transposed else slot_smem.at[0, 0]
 
-    def b_tile(self, slot_smem):
-        """A slot's tile of b, as (K, N)."""
-        return slot_smem if self.b.transposed else slot_smem.at[0, 0].T
+    def b_tiles(self, slot_smem):
+        """A slot's tile of b, and its partner where it has one, as (K, N)."""
+        tiles = [slot_smem.at[i] for i in range(2)] if self.b.partner else [slot_smem]
+        return tiles if self.b.transposed else [tile.at[0, 0].T for tile in tiles]
 
     def scales_at(self, row, col):
         """The units of 128 rows where the scales of a tile at `row` and `col` begin: of a's scales, and of b's."""
@@ -223,23 +234,71 @@ def plan_of(m, n, k, dtype, transposed, activation, out_dtype, config: Config, t
     Raises:
       ValueError: the configuration does not fit the operands.
     """
-    tile_k = STEP_BYTES // jnp.dtype(dtype).itemsize
+    operands = operands_of(dtype, transposed, config)
+    tiles = Tiles(m, n, k, operands[0].tile_k, config, target.num_sms)
+    return fitting(Plan(tiles, *operands, activation, jnp.dtype(out_dtype), scaled, target.interpreted))
+
+
+def row_plan(m, n, k, num_groups, dtype, transpose_rhs, activation, out_dtype, config: Config, target: _host.Target,
+             is_gated=False) -> Plan:  # fmt: skip
+    """The plan of (M, K) rows by (G, K, N) matrices, or (G, N, K) with `transpose_rhs`; of 2N columns if `is_gated`.
+
+    Raises:
+      ValueError: the configuration does not fit the operands, or not groups.
+    """
+    out_dtype = jnp.dtype(out_dtype)
+    if config.is_dynamic:
+        raise ValueError(f"{config.schedule=} must be 'static': how many tiles there are is known on the device alone")
+    width, cols = STEP_BYTES // out_dtype.itemsize, config.tile_n // config.epilogue_wgs
+    if cols % width or config.epilogue_tile_n not in (None, width):
+        raise ValueError(
+            f"{config.tile_n=} must leave each of {config.epilogue_wgs=} a multiple of {width} columns of {out_dtype}, "
+            f"{STEP_BYTES} bytes, and {config.epilogue_tile_n=} must be {width} or None: a row of a narrower piece "
+            "begins where TMA can read none"
+        )
+    a, b = operands_of(dtype, (False, not transpose_rhs), config)
+    b = dataclasses.replace(b, stacked=True, partner=partner_of(n, transpose_rhs) if is_gated else 0)
+    tiles = RowTiles(m, n, k, a.tile_k, config, target.num_sms, num_groups=num_groups)
+    return fitting(Plan(tiles, a, b, activation, out_dtype, False, target.interpreted))
+
+
+def partner_of(n: int, transpose_rhs: bool) -> int:
+    """Columns from the gate's to the up product's, N each: TMA does not cut plain ones, which are padded."""
+    return n if transpose_rhs else _host.padded_shape((n,), _device.SWIZZLE_TILE[1:])[0]
+
+
+def operands_of(dtype, transposed, config: Config) -> list[Operand]:
+    """a and b of a product; `transposed` says of each whether it lies as (K, rows).
+
+    Raises:
+      ValueError: a block's share of b's tile is no multiple of the swizzle.
+    """
     rows = config.tile_m, config.tile_n // config.cluster_m
-    operands = [
-        Operand(jnp.dtype(dtype), size, tile_k, lies_transposed, in_pieces=not lies_transposed)
-        for size, lies_transposed in zip(rows, transposed, strict=True)
-    ]
     if transposed[1] and rows[1] % 64:
         raise ValueError(
             f"{config.tile_n=} leaves a block {rows[1]} columns of a b that lies as (K, N): must be a multiple of 64, "
             "the columns of the 128-byte swizzle; or give b as (N, K)"
         )
-    tiles = Tiles(m, n, k, tile_k, config, target.num_sms)
-    plan = Plan(tiles, *operands, activation, jnp.dtype(out_dtype), scaled, target.interpreted)
+    tile_k = STEP_BYTES // jnp.dtype(dtype).itemsize
+    return [
+        Operand(jnp.dtype(dtype), size, tile_k, lies_transposed, in_pieces=not lies_transposed)
+        for size, lies_transposed in zip(rows, transposed, strict=True)
+    ]
+
+
+def fitting(plan: Plan) -> Plan:
+    """`plan`.
+
+    Raises:
+      ValueError: its accumulators do not fit in tensor memory.
+    """
     if plan.tmem_columns > TMEM_COLUMNS:
+        config = plan.config
         raise ValueError(
-            f"{config.num_accumulators=} of {config.tile_n=} need {plan.tmem_columns} columns of tensor memory with "
-            f"the scales, which has {TMEM_COLUMNS}: fewer accumulators or columns"
+            f"{config.num_accumulators=} of {config.tile_n=}"
+            f"{', for the gate and for the up product,' if plan.b.partner else ''} need "
+            f"{plan.tmem_columns} columns of tensor memory{' with the scales' * plan.scaled}, which has "
+            f"{TMEM_COLUMNS}: fewer accumulators or columns"
         )
     return plan
 

@@ -50,7 +50,7 @@ def test_each_gpu_runs_the_problems_of_its_tensor_cores(pretend_gpu):
     pretend_gpu(*H200)
     on_h200 = ops()
     assert on_b200 | on_h200 == everything and {"softmax", "add", "matmul"} <= on_h200
-    assert on_b200 - on_h200 == {"blackwell.matmul", "blackwell.matmul_mxfp8"}
+    assert on_b200 - on_h200 == {"blackwell.matmul", "blackwell.matmul_mxfp8", "blackwell.ragged_dot"}
     assert not {"attention", "matmul_fp8", "moe"} & on_b200 and {"softmax", "add"} <= on_b200
 
 

@@ -12,7 +12,7 @@ each_op = pytest.mark.parametrize("name", OPS)
 
 
 def test_every_op_of_the_package_is_in_the_table():
-    blackwell = {f"blackwell.{name}" for name in ("matmul", "matmul_mxfp8")}
+    blackwell = {f"blackwell.{name}" for name in ("matmul", "matmul_mxfp8", "ragged_dot")}
     assert {*OPS} == {*cookbook.__all__} | blackwell
 
 

@@ -36,6 +36,7 @@ CALLS = {
     "ragged_dot_int8_weights": dict(lhs=ones(8, 16), rhs=ones(2, 16, 16, dtype=jnp.int8), scales=ones(2, 16, dtype=F32),
                                     group_sizes=SIZES),
     "blackwell.matmul": dict(a=ones(8, 16), b=ones(16, 16)),
+    "blackwell.ragged_dot": dict(lhs=ones(8, 16), rhs=ones(2, 16, 16), group_sizes=SIZES),
     "blackwell.matmul_mxfp8": dict(a=ones(8, 32, dtype=FP8), a_scales=ones(8, 1, dtype=jnp.float8_e8m0fnu),
                                    b=ones(16, 32, dtype=FP8), b_scales=ones(16, 1, dtype=jnp.float8_e8m0fnu)),
     "moe": dict(x=ones(4, 16), router_logits=ones(4, 2, dtype=F32), w_gate_up=ones(2, 16, 16), w_down=ones(2, 8, 16),
@@ -66,7 +67,7 @@ def test_first_derivatives_that_are_not_there_are_refused_by_name(name):
             jax.eval_shape(lambda x, fn=fn: jax.vjp(fn, x)[0], x)
 
 
-@pytest.mark.parametrize("name", ["matmul", "ragged_dot", "blackwell.matmul"])
+@pytest.mark.parametrize("name", ["matmul", "ragged_dot", "blackwell.matmul", "blackwell.ragged_dot"])
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_second_derivatives_are_refused_by_name(name, activation):
     """In reverse mode and in forward mode over reverse mode; traced, not run."""
@@ -159,6 +160,7 @@ BEYOND = {
     "ragged_dot": (shaped(8, 8), shaped(2, 8, LARGE), shaped(2, dtype=jnp.int32)),
     "ragged_dot_transposed": (shaped(8, 8), shaped(8, LARGE), shaped(2, dtype=jnp.int32)),
     "blackwell.matmul": (shaped(LARGE, 8), shaped(8, 8)),
+    "blackwell.ragged_dot": (shaped(8, 8), shaped(2, 8, LARGE), shaped(2, dtype=jnp.int32)),
 }
 
 

@@ -87,13 +87,13 @@ def int8_weights(draw: Draw):
     return functools.partial(cookbook.matmul_int8_weights, **how), avals
 
 
-def ragged(draw: Draw):
+def ragged(draw: Draw, op=cookbook.ragged_dot):
     m, k, groups, flipped = draw.size(), draw.size(8, 8192), draw.groups(), draw.flag()
     n, activation = draw.size(1 if flipped else 8, 8192), draw.choice([None, "swiglu", "silu"])
     cols, dtype, offset = n * (2 if activation == "swiglu" else 1), draw.choice(HALVES), draw.choice([None, 0])
     how = dict(transpose_rhs=flipped, activation=activation, preferred_element_type=draw.choice(FLOATS))
     rhs = aval(dtype, groups, *((cols, k) if flipped else (k, cols)))
-    fn = functools.partial(cookbook.ragged_dot, group_offset=offset, **how)
+    fn = functools.partial(op, group_offset=offset, **how)
     return gradient(draw, fn, 2), [aval(dtype, m, k), rhs, aval("int32", groups)]
 
 
@@ -142,6 +142,7 @@ OPS = {
     "ragged_dot_int8_weights": (ragged_int8, 4), "moe": (moe, 2), "matmul_wgmma": (rung(cookbook.matmul_wgmma), 12),
     "matmul_pipelined": (rung(cookbook.matmul_pipelined, activation="relu"), 12), "matmul_blocked": (blocked, 4),
     "blackwell.matmul": (functools.partial(matmul, op=blackwell.matmul), 10), "blackwell.matmul_mxfp8": (mxfp8, 8),
+    "blackwell.ragged_dot": (functools.partial(ragged, op=blackwell.ragged_dot), 7),
 }  # fmt: skip
 
 

@@ -25,27 +25,19 @@ Not supported: batches (use `jax.vmap`), other dtypes. Chapter: 16. Sources: Gal
 grouped product; JAX's `ragged_dot_mgpu`, for the stores by powers of two.
 """
 
-import dataclasses
-import functools
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ... import _host, _numerics
-from .. import differentiable
-from ..arguments import product_sizes, require_halves, require_precision
+from ... import _host
 from ..plan import identity
 from ..references import flops as flops
 from ..tiles import Config
-from . import arguments, cost
+from . import arguments, cost, differentiable
 from .kernel import grouped_product, kernel
 from .kernel_gated import kernel as gated_kernel
-from .kernel_gated import swiglu
 from .plan import gated, row_plan
 from .ragged_dot_transposed import sums
-from .tables import bounds
 
 
 def ragged_dot_reference(lhs, rhs, group_sizes, group_offset=0, transpose_rhs=False, activation=None):
@@ -59,26 +51,9 @@ def ragged_dot_reference(lhs, rhs, group_sizes, group_offset=0, transpose_rhs=Fa
         return (number + 1, jnp.where((group == number)[:, None], of_group, out)), None
 
     zeros = jnp.zeros((lhs.shape[0], rhs.shape[2]), dtype)
-    return _activation("ragged_dot_reference", activation)(lax.scan(add_group, (jnp.int32(0), zeros), rhs)[0][1])
-
-
-def _activation(op: str, activation):
-    """The function of the product that `activation` names."""
-    return swiglu if activation == "swiglu" else _numerics.activation_fn(op, activation)
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The options of a call of `ragged_dot`."""
-
-    transpose_rhs: bool
-    out_dtype: jnp.dtype
-    config: Config | None
-    activation: Callable = identity
-
-    @property
-    def is_gated(self) -> bool:
-        return self.activation is swiglu
+    return differentiable.activation_of("ragged_dot_reference", activation)(
+        lax.scan(add_group, (jnp.int32(0), zeros), rhs)[0][1]
+    )
 
 
 def default_config(
@@ -96,12 +71,8 @@ def problem(
     return cost.RaggedProblem(m, n, k, num_groups, transpose_rhs, *dtypes, is_gated, num_sms)
 
 
-def _forward(lhs, rhs, group_sizes, group_offset, options: Options):
-    (m, k), num_groups, transpose_rhs = lhs.shape, rhs.shape[0], options.transpose_rhs
-    n = rhs.shape[1 if transpose_rhs else 2] // (2 if options.is_gated else 1)
-    if 0 in (m, n, k, num_groups):
-        activation = identity if options.is_gated else options.activation
-        return activation(jnp.zeros((m, n), jnp.float32)).astype(options.out_dtype)
+def _launch(lhs, rhs, group_sizes, group_offset, sizes, options: differentiable.Options):
+    (m, n, k), num_groups, transpose_rhs = sizes, rhs.shape[0], options.transpose_rhs
     target = _host.require_tensor_cores("ragged_dot")
     config = options.config or default_config(
         m, n, k, num_groups, lhs.dtype, options.out_dtype, transpose_rhs, options.is_gated, target.num_sms
@@ -115,56 +86,6 @@ def _forward(lhs, rhs, group_sizes, group_offset, options: Options):
     if options.is_gated:
         return grouped_product(gated_kernel, lhs, rhs, table, plan=gated(plan), params=params)
     return grouped_product(kernel, lhs, rhs, table, plan=plan, params=params)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _ragged_dot(lhs, rhs, group_sizes, group_offset, options: Options):
-    return _forward(lhs, rhs, group_sizes, group_offset, options)
-
-
-def _ragged_dot_fwd(lhs, rhs, group_sizes, group_offset, options: Options):
-    operands, activation = (lhs, rhs, group_sizes, group_offset), options.activation
-    forward = lambda options: _host.without_derivative("ragged_dot", functools.partial(_forward, options=options))
-    if activation is identity:
-        return forward(options)(*operands), (*operands, None)
-    # The backward pass needs what the activation was applied to. To compute it again would cost a third of a step;
-    # `jax.checkpoint` does so where memory is short. float16 has too few exponents for it.
-    kept = jnp.dtype(jnp.float32) if lhs.dtype == jnp.float16 else lhs.dtype
-    # The caller's configuration serves here too, but for results of 32 bits that would have to be transposed.
-    config = None if kept.itemsize == 4 and options.config and options.config.swapped else options.config
-    before = forward(dataclasses.replace(options, activation=identity, out_dtype=kept, config=config))(*operands)
-    return activation(before.astype(jnp.float32)).astype(options.out_dtype), (*operands, before)
-
-
-def _ragged_dot_bwd(options: Options, residuals, d_out):
-    gradients = _host.without_derivative("ragged_dot", functools.partial(_gradients, options))
-    return *gradients(*residuals, d_out), None, None
-
-
-def _gradients(options: Options, lhs, rhs, group_sizes, group_offset, before, d_out):
-    (m, _), num_groups, transpose_rhs = lhs.shape, rhs.shape[0], options.transpose_rhs
-    if before is not None:
-        (d_out,) = jax.vjp(options.activation, before.astype(jnp.float32))[1](d_out.astype(jnp.float32))
-
-    def is_used():
-        """Which rows have groups: others may hold anything."""
-        (first, *_), (*_, last) = bounds(group_sizes, m, group_offset, num_groups)
-        row = jnp.arange(m, dtype=jnp.int32)[:, None]
-        return (row >= first) & (row < last)
-
-    d, unscaled = differentiable.as_operand(d_out, lhs.dtype, is_used)
-    out_dtype = lhs.dtype if unscaled is None else jnp.dtype(jnp.float32)
-    if short := -d.shape[1] % 8:  # rhs is (G, N, K): rows of d are not a multiple of 16 bytes.
-        d, rhs_n = jnp.pad(d, ((0, 0), (0, short))), jnp.pad(rhs, ((0, 0), (0, short), (0, 0)))
-    else:
-        rhs_n = rhs
-    d_lhs = _forward(d, rhs_n, group_sizes, group_offset, Options(not transpose_rhs, out_dtype, None))
-    pair = (d, lhs) if transpose_rhs else (lhs, d)
-    d_rhs = sums(*pair, group_sizes, group_offset, num_groups, out_dtype)[:, : rhs.shape[1]]
-    return (d_lhs, d_rhs) if unscaled is None else (unscaled(d_lhs), unscaled(d_rhs))
-
-
-_ragged_dot.defvjp(_ragged_dot_fwd, _ragged_dot_bwd)
 
 
 def ragged_dot(
@@ -211,33 +132,11 @@ def ragged_dot(
     Raises:
       ValueError: a rank, shape, dtype or row length is not supported; RuntimeError: no GPU.
     """
-    op = "ragged_dot"
-    lhs, rhs = _host.as_array(op, "lhs", lhs), _host.as_array(op, "rhs", rhs)
-    transpose_rhs = _host.option(op, "transpose_rhs", transpose_rhs, bool)
-    _host.require_config(op, config, Config)
-    require_precision(op, precision)
-    require_halves(op, lhs=lhs, rhs=rhs)
-    product_sizes(op, dict(lhs=lhs, rhs=rhs), transpose_b=transpose_rhs, grouped=True)
-    wanted = lhs.dtype if preferred_element_type is None else preferred_element_type
-    out_dtype = _host.require_float(op, wanted, "preferred_element_type")
-    if activation == "swiglu" and rhs.shape[1 if transpose_rhs else 2] % 2:
-        raise ValueError(
-            f"{_host.PACKAGE}.{op}: {rhs.shape=} with {activation=}: must have a column of the gate for each other"
-        )
-    if activation == "swiglu" and not transpose_rhs and rhs.shape[2] % 16:
-        cols = rhs.shape[2] // 2
-        raise ValueError(
-            f"{_host.PACKAGE}.{op}: columns of the up product begin at column {cols} of {rhs.shape=}; TMA copies from "
-            f"multiples of 16 bytes: pad the gate and the up product to {-(-cols // 8) * 8} columns each (jnp.pad), or "
-            "give rhs as (G, 2N, K) with transpose_rhs"
-        )
-    if callable(activation):  # Refused here, whether or not the kernel is to apply it.
-        _numerics.lowerable(activation, jax.ShapeDtypeStruct((8,), jnp.float32))
-    activation = identity if activation is None else _activation(op, activation)
-    group_sizes, group_offset = arguments.check_groups(op, group_sizes, group_offset, lhs.shape[0], rhs.shape[0])
-    operands = (lhs, rhs, group_sizes) if group_offset is None else (lhs, rhs, group_sizes, group_offset)
-    lhs, rhs, group_sizes, group_offset = (*_host.reverse_only(op, *operands), None)[:4]
-    return _ragged_dot(lhs, rhs, group_sizes, group_offset, Options(transpose_rhs, out_dtype, config, activation))
+    return differentiable.product(
+        "ragged_dot", _launch, sums, Config, lhs, rhs, group_sizes, group_offset=group_offset,
+        transpose_rhs=transpose_rhs, activation=activation, precision=precision,
+        preferred_element_type=preferred_element_type, config=config,
+    )  # fmt: skip
 
 
 ragged_dot.Config = Config  # `cookbook.ragged_dot` is this function, not its module.
