@@ -24,12 +24,10 @@ def head(path) -> str:
     return next((text for text in paragraphs if text.startswith("*")), "")
 
 
-# Chapters in the new form say on which GPU or hosts they were recorded, or for which GPU, which nobody here has, they
+# Chapters in the new form say on which GPU or host they were recorded, or for which GPU, which nobody here has, they
 # are compiled.
 RECORDED = [path for path in NOTEBOOKS if "Recorded on one NVIDIA" in head(path)]
-NEW_FORM = RECORDED + [
-    path for path in NOTEBOOKS if re.search("Compiled for a B200|Recorded on (a host|hosts)", head(path))
-]
+NEW_FORM = RECORDED + [path for path in NOTEBOOKS if re.search("Compiled for a B200|Recorded on a host", head(path))]
 named = pytest.mark.parametrize("path", NEW_FORM, ids=lambda path: path.stem)
 # They have no picture and no rungs. A is read in one sitting; B is searched, and has a folded cell for each error.
 APPENDICES = [path for path in NOTEBOOKS if not path.stem[0].isdigit()]
