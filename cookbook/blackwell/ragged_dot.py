@@ -115,8 +115,8 @@ def ragged_dot(
     Compiled for a B200 and interpreted; never run or timed on one.
 
     Differentiable once in lhs and rhs, as `cookbook.ragged_dot` is. This kernel computes the gradient with respect to
-    lhs. XLA computes that with respect to rhs, by `jax.lax.ragged_dot_general`: on a GPU it makes a masked copy of all
-    rows for each group, so it takes the time and the memory of G products of all rows.
+    lhs. XLA computes that with respect to rhs, by `jax.lax.ragged_dot_general`: where it has no kernel for groups, it
+    masks all rows for each group, which takes the time and the memory of G products of all rows.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 
