@@ -37,14 +37,14 @@ def test_a_sweep_of_each_op_and_size_of_heads():
 
 @each_sweep
 def test_what_is_tried_lowers_or_is_refused_by_the_plan(sweep):
-    fit = 0
-    for config in sweep.configs:
+    fit, configs = 0, dict.fromkeys([sweep.default(), *sweep.configs[::3]])  # A third of them: lowering takes a second.
+    for config in configs:
         try:
             lowered(sweep.call(config), *sweep.case.avals)
             fit += 1
         except ValueError as refusal:
             assert any(text in str(refusal) for text in ("bytes of shared memory", "too few registers")), refusal
-    assert fit > 1 or len(sweep.configs) == 1
+    assert fit > 1 or len(configs) == 1
     assert sweep.default() in sweep.configs
 
 
