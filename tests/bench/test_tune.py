@@ -44,7 +44,7 @@ def test_what_is_tried_lowers_or_is_refused_by_the_plan(sweep):
             fit += 1
         except ValueError as refusal:
             assert any(text in str(refusal) for text in ("bytes of shared memory", "too few registers")), refusal
-    assert fit > 1 or len(configs) == 1
+    assert fit
     assert sweep.default() in sweep.configs
 
 
