@@ -82,6 +82,7 @@ def check_chain(answer) -> str:
                 _require_piece(d, n, i, actions)
             programs.append({"all": [action for actions in lists for action in actions]})
         _require_right(programs, f"with {n} devices and {rounds} pieces", kept=(), hint=_CHAIN_HINTS)
+    _require_room_for_two(answer)
     return "Every piece goes all the way, and no slot is overwritten before it is read."
 
 
@@ -193,6 +194,17 @@ def _require_piece(d, n, i, actions) -> None:
         raise NotYet(f"device {d} of {n} sends {sends} in round {i}; it must send {wanted or 'nothing'}.")
     if reads and sends and [type(a) for a in actions].index(Send) < [type(a) for a in actions].index(Read):
         raise NotYet(f"device {d} of {n} sends piece {i} before it has read it.")
+
+
+def _require_room_for_two(answer) -> None:
+    """Device 1 reads its first piece when the second has been sent: that must not hold device 0 up."""
+    sender, reader = ([action for i in range(2) for action in answer(d, 2, i, 2) if action.when] for d in range(2))
+    sent = [at for at, action in enumerate(sender) if isinstance(action, Send)][1] + 1
+    read = [at for at, action in enumerate(reader) if isinstance(action, Read)][0]
+    sender.insert(sent, Signal(1, "both sent"))
+    reader.insert(read, Wait("both sent"))
+    if find_fault([{"all": sender}, {"all": reader}], seeds=range(ORDERS), kept=()) is not None:
+        raise NotYet("no order fails, but piece 1 is sent only when piece 0 has been read: there is room for both.")
 
 
 # One device for all ---------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ exercise-3
   Wait("arrived"), =>  # there is an order that fails
   i + 2 < rounds => i + 3 < rounds && i >= 2 => i >= 3  # used again two rounds later
   i + 2 < rounds => i + 1 < rounds  # need no `freed`
+  i + 2 < rounds => i + 1 < rounds && i >= 2 => i >= 1  # there is room for both
   i + 2 < rounds => i + 3 < rounds  # is it signalled for every piece
   lambda d, n, i, rounds: pass_on(d, n, 0, rounds)  # in round 1; it must
   lambda d, n, i, rounds: pass_on(d, n + 1, i, rounds)  # it must send nothing
