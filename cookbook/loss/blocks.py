@@ -4,6 +4,7 @@
 import dataclasses
 
 BYTES_MAX = 2e9  # Logits and all else beside operands and results.
+SHARE = 0.95  # Of the bytes that may be used: the rest is for numbers per row, and what XLA needs.
 UNIT = 128  # Rows of a tile; of fewer a block wastes some.
 SECONDS_PER_FLOP, SECONDS_PER_BYTE = 1 / 760e12, 1 / 4.2e12  # Of an H200.
 
@@ -35,22 +36,27 @@ def blocks_of(rows: int, hidden: int, vocabulary: int, pitch: int, memory: str |
     """
     if memory is None and 2 * rows * pitch <= BYTES_MAX:
         return Blocks(_up(rows, 8))
+    budget = rows * vocabulary / 5 if memory == "low" else BYTES_MAX
     left = BYTES_MAX - 4 * vocabulary * hidden
     most = int(left // (2 * pitch + 2 * hidden)) // UNIT * UNIT
     if memory is None and most >= max(4 * UNIT, rows // 64):
-        least = -(-rows // most)
-        return min((_equal(rows, num) for num in range(least, 2 * least + 1)), key=lambda blocks: (
-            6 * blocks.num(rows) * blocks.rows * hidden * vocabulary * SECONDS_PER_FLOP
-            + 10 * blocks.num(rows) * hidden * vocabulary * SECONDS_PER_BYTE
-        ))  # fmt: skip
-    budget = rows * vocabulary / 5 if memory == "low" else BYTES_MAX
-    whole = 2 * rows * hidden  # The hidden rows without those that are ignored.
-    most = max(UNIT, int(max(budget - whole, budget / 4) // (2 * pitch)) // UNIT * UNIT)
-    # A block of columns is logits, and rows of the weight and of its gradient.
-    cols = int(max(budget - whole, budget / 4) // (2 * rows + 4 * hidden)) // UNIT * UNIT
-    return Blocks(_equal(rows, -(-rows // most)).rows, min(_up(max(cols, UNIT), UNIT), pitch))
+
+        def seconds(blocks: Blocks):
+            num = blocks.num(rows)
+            flops, nbytes = 6 * num * blocks.rows * hidden * vocabulary, 10 * (num - 1) * hidden * vocabulary
+            return flops * SECONDS_PER_FLOP + nbytes * SECONDS_PER_BYTE
+
+        return min(_of_at_most(rows, most), key=seconds)
+    # Each row has its logits, its hidden values with zeros if it is ignored, and its gradient.
+    most = max(UNIT, int(SHARE * budget // (2 * pitch + 4 * hidden)) // UNIT * UNIT)
+    # Beside a block of columns, which is logits, rows of the weight and of its gradient: the hidden values of all rows.
+    left = max(SHARE * budget - 2 * rows * hidden, budget / 4)
+    cols = max(UNIT, int(left // (2 * rows + 4 * hidden)) // UNIT * UNIT)
+    fewest = min(_of_at_most(rows, most), key=lambda blocks: blocks.num(rows) * blocks.rows)
+    return Blocks(fewest.rows, min(cols, pitch))
 
 
-def _equal(rows: int, num: int) -> Blocks:
-    """So many blocks, of as many rows each."""
-    return Blocks(_up(-(-rows // num), UNIT))
+def _of_at_most(rows: int, most: int) -> list[Blocks]:
+    """Blocks of at most so many rows: the fewest, and more of fewer rows, which may be a better share of all."""
+    least = -(-rows // most)
+    return [Blocks(_up(-(-rows // num), UNIT)) for num in range(least, least + least // 2 + 1)]

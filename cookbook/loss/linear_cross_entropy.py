@@ -73,8 +73,9 @@ class Problem:
         return jnp.pad(weight, ((0, 0), (0, more))) if more else weight
 
 
-def _over_rows(problem: Problem, block, sums, *arrays):
-    """`block(sums, *arrays)` for all blocks of the arrays' rows: (sums, results of all rows)."""
+def _over_rows(problem: Problem, block, *arrays, adds_up: bool = False):
+    """`block(sums, *arrays)` for all blocks of the arrays' rows: (sums, results of all rows). `sums` are None in the
+    first block, and in all unless it `adds_up`."""
     rows, size, ignored = len(arrays[0]), problem.blocks.rows, problem.options.ignore_index
     num = problem.blocks.num(rows)
 
@@ -85,12 +86,18 @@ def _over_rows(problem: Problem, block, sums, *arrays):
 
     arrays = [pad(x) for x in arrays]
     if num == 1:
-        sums, results = block(sums, *arrays)
-    else:
-        arrays = [x.reshape(num, size, *x.shape[1:]) for x in arrays]
-        sums, results = lax.scan(lambda sums, arrays: block(sums, *arrays), sums, arrays)
-        results = [x.reshape(num * size, *x.shape[2:]) for x in results]
-    return sums, [x[:rows] for x in results]
+        sums, results = block(None, *arrays)
+        return sums, [x[:rows] for x in results]
+    split = lambda x: x.reshape(-1, size, *x.shape[1:])
+    join = lambda x: x.reshape(-1, *x.shape[2:])
+    scan = lambda sums, arrays: lax.scan(lambda sums, arrays: block(sums, *arrays), sums, list(map(split, arrays)))
+    if not adds_up:
+        sums, results = scan(None, arrays)
+        return sums, [join(x)[:rows] for x in results]
+    # The first block is a call of its own: its sums need no zeros to be added to.
+    sums, first = block(None, *(x[:size] for x in arrays))
+    sums, others = scan(sums, [x[size:] for x in arrays])
+    return sums, [jnp.concatenate([x, join(more)])[:rows] for x, more in zip(first, others, strict=True)]
 
 
 def _logits(problem: Problem, hidden, weight, rows: Rows):
@@ -120,7 +127,7 @@ def _forward(problem: Problem, hidden, weight, labels):
         rows = Rows.of_device(labels, problem.options, problem.vocabulary)
         return sums, _logits(problem, _without_ignored(hidden, rows), weight, rows)[1:]
 
-    return tuple(_over_rows(problem, block, (), hidden, labels)[1])
+    return tuple(_over_rows(problem, block, hidden, labels)[1])
 
 
 def _with_gradients(problem: Problem, hidden, weight, labels, d_loss, d_lse, scale):
@@ -128,7 +135,7 @@ def _with_gradients(problem: Problem, hidden, weight, labels, d_loss, d_lse, sca
     target, transposed, vocabulary = problem.target, problem.transposed, problem.vocabulary
     weight = problem.padded(weight)
     scale = scale / F16_GAIN if hidden.dtype == jnp.float16 else scale
-    is_summed, is_one = problem.blocks.cols is None, problem.blocks.num(len(labels)) == 1
+    is_summed = problem.blocks.cols is None
 
     def block(sums, hidden, labels, d_loss, d_lse):
         rows = Rows.of_device(labels, problem.options, vocabulary)
@@ -138,14 +145,12 @@ def _with_gradients(problem: Problem, hidden, weight, labels, d_loss, d_lse, sca
         g = _gradient(problem, logits, rows.columns, lse, a, b, vocabulary)
         if is_summed:
             d_weight = products.d_weight(target, g, hidden, weight.shape, transposed, scale)
-            sums = (d_weight,) if is_one else _added(sums, d_weight)
+            sums = (d_weight, jnp.zeros_like(d_weight)) if sums is None else _added(sums, d_weight)
             g, sums = _host.apart((g, sums))  # Then the hidden rows without those ignored can lie where d_hidden will.
         d_hidden = products.d_hidden(target, g, weight, transposed, scale)
         return sums, (loss, lse, d_hidden, *([] if is_summed else (a, b)))
 
-    start = (jnp.zeros_like(weight),) * 2 if is_summed and not is_one else ()
-    start = _host.alike(*start, hidden)[: len(start)]
-    sums, (loss, lse, d_hidden, *rest) = _over_rows(problem, block, start, hidden, labels, d_loss, d_lse)
+    sums, (loss, lse, d_hidden, *rest) = _over_rows(problem, block, hidden, labels, d_loss, d_lse, adds_up=is_summed)
     d_weight = sums[0] if is_summed else _by_columns(problem, hidden, weight, labels, lse, *rest, scale)
     return loss, lse, d_hidden, d_weight[:, :vocabulary] if transposed else d_weight
 
@@ -183,7 +188,7 @@ def _by_columns(problem: Problem, hidden, weight, labels, lse, a, b, scale):
         new = products.d_weight(problem.target, g, hidden, part.shape, problem.transposed, scale)
         return lax.dynamic_update_slice_in_dim(d_weight, new, first, axis)
 
-    empty, _ = _host.alike(jnp.zeros_like(weight), hidden)
+    empty, _ = _host.alike(lax.empty(weight.shape, weight.dtype), hidden)
     return lax.fori_loop(0, -(-weight.shape[axis] // cols), block, empty)
 
 
