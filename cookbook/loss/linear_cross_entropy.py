@@ -165,6 +165,7 @@ def _added(sums, more):
 
 def _by_columns(problem: Problem, hidden, weight, labels, lse, a, b, scale):
     """d_weight, by blocks of columns of all rows, whose logits are computed again."""
+    hidden, lse = _host.apart((hidden, lse))  # What is made of the hidden values for this alone need not stand before.
     axis, size = int(problem.transposed), len(labels)
     short = -size % 8
     hidden, labels, lse, a, b = (

@@ -9,6 +9,8 @@ The logits have `pitch` columns, at least V, so that TMA can read rows of any vo
 that counts before the gradient writes zeros there. With `transposed` the weight, and its gradient, is (H, V).
 """
 
+import functools
+
 from .. import _host
 from ..gemm import cost
 from ..gemm.kernel import kernel
@@ -24,10 +26,19 @@ def pitch_of(vocabulary: int, transposed: bool) -> int:
     return max(PITCH_MIN, -(-vocabulary // unit) * unit)
 
 
+@functools.lru_cache(4096)
+def _config(problem: cost.Problem) -> cost.Config:
+    """The configuration of the least predicted time, of those that keep no float32 sums of parts of K in memory."""
+    return min(
+        (config for config in cost.candidates(problem) if not config.second_kernel),
+        key=lambda config: cost.predict(config, problem),
+    )
+
+
 def _product(target: _host.Target, a, b, sizes, transposed, out_dtype, scale=None, varies=True):
     problem = cost.Problem(*sizes, transposed, (2, 2, out_dtype.itemsize), target.num_sms)
     plan = plan_of(
-        *sizes, (a.dtype, b.dtype), transposed, identity, out_dtype, cost.best(problem), target.num_sms,
+        *sizes, (a.dtype, b.dtype), transposed, identity, out_dtype, _config(problem), target.num_sms,
         target.interpreted,
     )  # fmt: skip
     vectors = {} if scale is None else dict(scale=scale.reshape(1))
