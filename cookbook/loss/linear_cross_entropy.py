@@ -73,18 +73,18 @@ class Problem:
         return jnp.pad(weight, ((0, 0), (0, more))) if more else weight
 
 
+def _padded(problem: Problem, x, more: int):
+    """`x` with so many rows more: zeros, and the labels of rows that are ignored."""
+    value = problem.options.ignore_index if x.dtype == jnp.int32 else 0
+    return jnp.pad(x, ((0, more), (0, 0))[: x.ndim], constant_values=value) if more else x
+
+
 def _over_rows(problem: Problem, block, *arrays, adds_up: bool = False):
     """`block(sums, *arrays)` for all blocks of the arrays' rows: (sums, results of all rows). `sums` are None in the
     first block, and in all unless it `adds_up`."""
-    rows, size, ignored = len(arrays[0]), problem.blocks.rows, problem.options.ignore_index
+    rows, size = len(arrays[0]), problem.blocks.rows
     num = problem.blocks.num(rows)
-
-    def pad(x):
-        pads = [(0, num * size - rows)] + [(0, 0)] * (x.ndim - 1)
-        # A label that is padding is of a row that is ignored.
-        return jnp.pad(x, pads, constant_values=ignored if x.dtype == jnp.int32 else 0) if pads[0][1] else x
-
-    arrays = [pad(x) for x in arrays]
+    arrays = [_padded(problem, x, num * size - rows) for x in arrays]
     if num == 1:
         sums, results = block(None, *arrays)
         return sums, [x[:rows] for x in results]
@@ -167,11 +167,7 @@ def _by_columns(problem: Problem, hidden, weight, labels, lse, a, b, scale):
     """d_weight, by blocks of columns of all rows, whose logits are computed again."""
     hidden, lse = _host.apart((hidden, lse))  # What is made of the hidden values for this alone need not stand before.
     axis, size = int(problem.transposed), len(labels)
-    short = -size % 8
-    hidden, labels, lse, a, b = (
-        jnp.pad(x, ((0, short), (0, 0))[: x.ndim], constant_values=problem.options.ignore_index if x is labels else 0)
-        for x in (hidden, labels, lse, a, b)
-    )
+    hidden, labels, lse, a, b = (_padded(problem, x, -size % 8) for x in (hidden, labels, lse, a, b))
     rows = Rows.of_device(labels, problem.options, problem.vocabulary)
     hidden = _without_ignored(hidden, rows)
     cols = min(problem.blocks.cols, weight.shape[axis])
@@ -193,6 +189,7 @@ def _by_columns(problem: Problem, hidden, weight, labels, lse, a, b, scale):
     return lax.fori_loop(0, -(-weight.shape[axis] // cols), block, empty)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _run(fn, problem: Problem, *arrays):
     """`fn(problem, *arrays)`; of a batch that `jax.vmap` makes one after the other, so that memory stays as it is."""
     return jax.custom_batching.sequential_vmap(functools.partial(fn, problem))(*arrays)
