@@ -51,8 +51,7 @@ def _loss(logits, labels, options: Options):
     cols = logits.shape[1]
     rows = Rows.of_device(labels, options, cols)
     found = kernel.statistics(_padded(logits), rows.columns, cols, options.soft_cap, options.label_smoothing > 0)
-    each, lse = rows.losses(*found)
-    return rows.reduced(each), lse
+    return rows.results(*rows.losses(*found))
 
 
 def _loss_fwd(logits, labels, options: Options):

@@ -197,8 +197,7 @@ def _run(fn, problem: Problem, *arrays):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _loss(hidden, weight, labels, problem: Problem):
-    found, lse = _run(_forward, problem, hidden, weight, labels)
-    return _rows(problem, labels).reduced(found), lse
+    return _rows(problem, labels).results(*_run(_forward, problem, hidden, weight, labels))
 
 
 def _rows(problem: Problem, labels) -> Rows:
@@ -209,14 +208,14 @@ def _loss_fwd(hidden, weight, labels, problem: Problem):
     run = functools.partial(_host.without_derivative, problem.options.op)
     rows = _rows(problem, labels)
     if not problem.options.knows_cotangents:
-        found, lse = run(functools.partial(_run, _forward, problem))(hidden, weight, labels)
-        return (rows.reduced(found), lse), (hidden, weight, labels)
+        found = run(functools.partial(_run, _forward, problem))(hidden, weight, labels)
+        return rows.results(*found), (hidden, weight, labels)
     scale = _kept_scale(hidden.dtype, rows)
     ones, zeros = jnp.ones(len(labels), jnp.float32), jnp.zeros(len(labels), jnp.float32)
     found, lse, *gradients = run(functools.partial(_run, _with_gradients, problem))(
         hidden, weight, labels, ones, zeros, scale
     )
-    return (rows.reduced(found), lse), (*gradients, labels)
+    return rows.results(found, lse), (*gradients, labels)
 
 
 def _kept_scale(dtype, rows: Rows):

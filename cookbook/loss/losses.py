@@ -110,8 +110,11 @@ class Rows:
             return jnp.float32(1)
         return 1 / jnp.maximum(jnp.sum(self.has_loss, dtype=jnp.int32), 1).astype(jnp.float32)
 
-    def reduced(self, losses):
-        return losses if self.options.reduction == "none" else jnp.sum(losses) * self.weight()
+    def results(self, losses, lse):
+        """(loss, lse), the loss reduced. Devices that share the vocabulary have the same, which `jax.shard_map` learns
+        by their maximum."""
+        loss = losses if self.options.reduction == "none" else jnp.sum(losses) * self.weight()
+        return (loss, lse) if self.options.axis_name is None else lax.pmax((loss, lse), self.options.axis_name)
 
 
 def shared_cotangent(options: Options, weight, cotangent):
