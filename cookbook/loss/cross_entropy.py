@@ -139,7 +139,7 @@ def cross_entropy(
     if not labels.size:
         return losses.empty_results(options, tuple(rows))
     _host.require_target(op)
-    logits, labels = _host.reverse_only(op, logits.reshape(-1, vocabulary), labels)
+    (logits,) = _host.reverse_only(op, logits.reshape(-1, vocabulary))
     return losses.results(options, tuple(rows), *_loss(logits, labels, options))
 
 

@@ -111,10 +111,8 @@ class Rows:
         return 1 / jnp.maximum(jnp.sum(self.has_loss, dtype=jnp.int32), 1).astype(jnp.float32)
 
     def results(self, losses, lse):
-        """(loss, lse), the loss reduced. Devices that share the vocabulary have the same, which `jax.shard_map` learns
-        by their maximum."""
-        loss = losses if self.options.reduction == "none" else jnp.sum(losses) * self.weight()
-        return (loss, lse) if self.options.axis_name is None else lax.pmax((loss, lse), self.options.axis_name)
+        """(loss, lse), the loss reduced."""
+        return (losses if self.options.reduction == "none" else jnp.sum(losses) * self.weight()), lse
 
 
 def shared_cotangent(options: Options, weight, cotangent):

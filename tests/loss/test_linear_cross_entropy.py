@@ -152,21 +152,52 @@ def test_vmap_and_scan_of_remat():
         assert exact.distance(d_weight, np.stack([x[3] for x in wanted])) < GRADIENT[BF16]
 
 
-# The vocabulary over two devices, rows over two others, both with and without what shard_map checks.
+# The vocabulary over two devices; or rows. With XLA in the place of kernels: the interpreter, whose devices take turns,
+# waits for ever where a collective begins before a kernel's last call of Python.
 SHARDED = """
-import sys
 import jax, jax.numpy as jnp, numpy as np
-import lab, cookbook
+import cookbook
+from cookbook import _host
+from cookbook.loss import kernel, products
 from tests.loss import exact
 from tests.loss.test_linear_cross_entropy import problem
+
+F32 = jnp.float32
+
+def statistics(logits, label, cols, soft_cap, with_sum):
+    z = logits[:, :cols].astype(F32)
+    top = z.max(1)
+    at_label = jnp.take_along_axis(z, jnp.maximum(label, 0)[:, None], 1)[:, 0]
+    return top, jnp.exp(z - top[:, None]).sum(1), jnp.where(label >= 0, at_label, 0), z.sum(1) if with_sum else None
+
+def gradient(logits, label, lse, a, b, cols, soft_cap, label_smoothing, vocabulary):
+    target = (1 - label_smoothing) * (jnp.arange(cols) == label[:, None]) + label_smoothing / vocabulary
+    g = a[:, None] * jnp.exp(logits[:, :cols].astype(F32) - lse[:, None]) - b[:, None] * target
+    return jnp.pad(g, ((0, 0), (0, logits.shape[1] - cols))).astype(logits.dtype)
+
+def logits(target, hidden, weight, pitch, transposed):
+    return jnp.pad(hidden @ weight.T, ((0, 0), (0, pitch - len(weight))))
+
+def d_hidden(target, g, weight, transposed, scale):
+    return (scale * (g[:, :len(weight)] @ weight)).astype(g.dtype)
+
+def d_weight(target, g, hidden, shape, transposed, scale):
+    return (scale * (g.T @ hidden))[:shape[0]].astype(g.dtype)
+
+kernel.statistics, kernel.gradient = statistics, gradient
+products.logits, products.d_hidden, products.d_weight = logits, d_hidden, d_weight
 
 mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 P, ALL = jax.P, dict(label_smoothing=0.1, z_loss=1e-2)
 hidden, weight, labels = problem(8, 64, 300)
-logits = (jnp.nan_to_num(hidden) @ weight.T).astype(jnp.float32)
+x = (jnp.nan_to_num(hidden) @ weight.T).astype(F32)
 
-def linear(hidden, weight, labels):
-    return cookbook.linear_cross_entropy(hidden, weight, labels, axis_name="d", **ALL)
+def linear(hidden, weight, labels, **options):
+    return cookbook.linear_cross_entropy(hidden, weight, labels, axis_name="d", **ALL, **options)
+
+def each(hidden, weight, labels):
+    losses, lse = linear(hidden, weight, labels, reduction="none", return_lse=True, memory="low")
+    return jnp.sum(losses) + 0 * jnp.sum(lse)
 
 def of_logits(logits, labels):
     return cookbook.cross_entropy(logits, labels, axis_name="d", **ALL)
@@ -176,16 +207,17 @@ def by_rows(hidden, weight, labels):
     return jax.lax.psum(jnp.sum(losses), "d")
 
 wanted = exact.linear_cross_entropy(hidden, weight, labels, **ALL)
-wanted_of_logits = exact.cross_entropy(logits, labels, **ALL)
-wanted_by_rows = exact.linear_cross_entropy(hidden, weight, labels, reduction="sum", **ALL)
+of_sum = exact.linear_cross_entropy(hidden, weight, labels, reduction="sum", **ALL)
+over = P(), P("d"), P()
 for checked in (True, False):
     shard = lambda fn, *specs: jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=checked)
     for fn, args, specs, exact_ones, several in (
-        (linear, (hidden, weight, labels), (P(), P("d"), P()), wanted, (0, 1)),
-        (of_logits, (logits, labels), (P(None, "d"), P()), wanted_of_logits, (0,)),
-        (by_rows, (hidden, weight, labels), (P("d"), P(), P("d")), wanted_by_rows, (0, 1)),
+        (linear, (hidden, weight, labels), over, wanted, (0, 1)),
+        (each, (hidden, weight, labels), over, of_sum, (0, 1)),
+        (of_logits, (x, labels), (P(None, "d"), P()), exact.cross_entropy(x, labels, **ALL), (0,)),
+        (by_rows, (hidden, weight, labels), (P("d"), P(), P("d")), of_sum, (0, 1)),
     ):
-        with lab.interpret(detect_races=False):
+        with _host.building_for(_host.Target("XLA", 1)):
             loss, gradients = jax.jit(jax.value_and_grad(shard(fn, *specs), several))(*args)
         found = [exact.distance(loss, exact_ones[0]), *map(exact.distance, gradients, exact_ones[2:])]
         assert max(found) < 6e-3, (fn.__name__, checked, found)
@@ -197,10 +229,21 @@ def test_on_a_mesh():
     """In a process of its own, which has two devices."""
     root = pathlib.Path(cookbook.__file__).parents[1]
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
-    # Threads: those that wait in a collective, or for their turn in the interpreter, hold one each.
-    env = os.environ | dict(XLA_FLAGS=flags, JAX_PLATFORMS="cpu", PYTHONPATH=str(root), PJRT_NPROC="64")
+    env = os.environ | dict(XLA_FLAGS=flags, JAX_PLATFORMS="cpu", PYTHONPATH=str(root))
     ran = subprocess.run([sys.executable, "-c", SHARDED], env=env, timeout=240, capture_output=True, text=True)
     assert ran.stdout.endswith("passed\n"), ran.stderr[-3000:]
+
+
+@pytest.mark.parametrize("checked", [True, slow(False)])
+def test_compiles_for_a_mesh(checked):
+    """The kernels themselves, the gradient in the place of the logits."""
+    hidden, weight, labels = problem(256, 64, 1024)
+    fn = lambda *args: linear_cross_entropy(*args, axis_name="x")
+    specs = jax.P(), jax.P("x"), jax.P()
+    shard = lambda *args: jax.shard_map(fn, in_specs=specs, out_specs=jax.P(), check_vma=checked)(*args)
+    both = jax.grad(lambda hidden, weight: shard(hidden, weight, jnp.abs(labels)), (0, 1))
+    compiled = lab.compile_for("h200", both, hidden, weight, devices=2)
+    assert len(compiled.kernels) == 5 and compiled.spill_bytes == 0
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
