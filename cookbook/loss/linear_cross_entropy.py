@@ -39,14 +39,13 @@ from jax import lax
 from .. import _host
 from . import kernel, losses, products
 from .blocks import Blocks, blocks_of
+from .cross_entropy import cross_entropy_reference
 from .losses import Options, Rows
 
 F16_GAIN = 2.0**10  # float16 has few exponents: a probability of one in a million is to keep its digits.
 
 
 def linear_cross_entropy_reference(hidden, weight, labels, *, transpose_weight=False, **options):
-    from .cross_entropy import cross_entropy_reference
-
     dtype = jnp.promote_types(hidden.dtype, jnp.float32)
     hidden, weight = hidden.astype(dtype), weight.astype(dtype)
     logits = jnp.matmul(hidden, weight if transpose_weight else weight.T, precision="highest")
