@@ -98,7 +98,7 @@ def call_linear(case, hidden, weight, labels):
 def linear_reference(case, hidden, weight, labels):
     hidden = np.where((labels != IGNORED)[:, None], hidden, 0.0)
     logits = hidden @ (weight if case["transpose_weight"] else weight.T)
-    rounding = 2.0**-8 if case["dtype"] == "bfloat16" else 2.0**-11  # Of logits.
+    rounding = 2.0**-8 if case["dtype"] == "bfloat16" else 2.0**-11  # Each logit is rounded.
     return losses(case, logits, labels, rounding * np.abs(logits).max(initial=0.0))
 
 

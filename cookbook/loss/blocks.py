@@ -4,9 +4,9 @@
 import dataclasses
 
 BYTES_MAX = 2e9  # Logits and all else beside operands and results.
-SHARE = 0.95  # Of the bytes that may be used: the rest is for numbers per row, and what XLA needs.
-UNIT = 128  # Rows of a tile; of fewer a block wastes some.
-SECONDS_PER_FLOP, SECONDS_PER_BYTE = 1 / 760e12, 1 / 4.2e12  # Of an H200.
+SHARE = 0.95  # Share of the budget for blocks. The rest is for numbers per row, and for XLA.
+UNIT = 128  # Rows of a tile. A block of fewer wastes a part of it.
+SECONDS_PER_FLOP, SECONDS_PER_BYTE = 1 / 760e12, 1 / 4.2e12  # An H200's.
 
 
 @dataclasses.dataclass(frozen=True)

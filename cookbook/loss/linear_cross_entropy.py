@@ -164,7 +164,7 @@ def _added(sums, more):
 
 def _by_columns(problem: Problem, hidden, weight, labels, lse, a, b, scale):
     """d_weight, by blocks of columns of all rows, whose logits are computed again."""
-    hidden, lse = _host.apart((hidden, lse))  # What is made of the hidden values for this alone need not stand before.
+    hidden, lse = _host.apart((hidden, lse))  # The copy of hidden below need not stand earlier.
     axis, size = int(problem.transposed), len(labels)
     hidden, labels, lse, a, b = (_padded(problem, x, -size % 8) for x in (hidden, labels, lse, a, b))
     rows = Rows.of_device(labels, problem.options, problem.vocabulary)

@@ -105,7 +105,7 @@ class Rows:
         return tuple(jnp.where(self.has_loss, x, 0.0).astype(jnp.float32) for x in (a, b))
 
     def weight(self):
-        """What the losses of all rows are multiplied by."""
+        """The factor of all rows' losses in their sum."""
         if self.options.reduction != "mean":
             return jnp.float32(1)
         return 1 / jnp.maximum(jnp.sum(self.has_loss, dtype=jnp.int32), 1).astype(jnp.float32)
@@ -183,12 +183,12 @@ def check(op: str, labels, rows: tuple[int, ...], vocabulary: int, reduction, ig
 
 
 def results(options: Options, rows: tuple[int, ...], loss, lse):
-    """What a call returns: the loss, in the shape of the rows if it is of each, and lse if it is wanted."""
+    """The results of a call: the loss, in the shape of the rows if each has one, and lse if it is wanted."""
     loss = loss.reshape(rows) if options.reduction == "none" else loss
     return (loss, lse.reshape(rows)) if options.return_lse else loss
 
 
 def empty_results(options: Options, rows: tuple[int, ...]):
-    """What a call without rows returns."""
+    """The results of a call without rows."""
     loss = jnp.zeros(0 if options.reduction == "none" else (), jnp.float32)
     return results(options, rows, loss, jnp.zeros(0, jnp.float32))

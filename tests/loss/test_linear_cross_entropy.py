@@ -89,7 +89,7 @@ def check(operands, cotangents=1.0, **options):
         slow((21, 64, 303), BF16, True, ONE, ALL),
         slow((21, 64, 300), BF16, True, ROWS, ALL),
         slow((8, 72, 301), BF16, False, BOTH, {}),
-        slow((9, 64, 32000), BF16, False, ONE, {}),
+        slow((2, 8, 32000), BF16, False, ONE, {}),
     ],
     ids=str,
 )
@@ -125,7 +125,7 @@ def test_all_rows_ignored():
 
 
 def test_float32_sums_over_blocks(blocks_are):
-    """Of many blocks, whose sums in 16 bits would be worse by far: rounding leaves as much as in one."""
+    """Sums in 16 bits over as many blocks would be worse by far."""
     blocks_are(ROWS)
     hidden, weight, labels = problem(96, 8, 40)
     hidden, labels = jnp.abs(jnp.nan_to_num(hidden)), labels * 0 + 3
@@ -246,7 +246,7 @@ def test_compiles_for_a_mesh(checked):
     assert len(compiled.kernels) == 5 and compiled.spill_bytes == 0
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
+# Calls that are refused ------------------------------------------------------------------------------------------------------
 
 SHAPES = dict(hidden=np.zeros((3, 64), BF16), weight=np.zeros((40, 64), BF16), labels=np.array([1, 2, -100]))
 
