@@ -191,9 +191,11 @@ def plan_of(logits, cols: int, soft_cap: float | None) -> Plan:
     return Plan(logits.shape[0], cols, logits.shape[1], logits.dtype.itemsize, soft_cap)
 
 
-def _params(logits):
+def _params(logits, soft_cap: float | None):
+    # ex2.approx is good to 2**-22: far below the rounding of 16-bit logits. tanh.approx is not: it is good to 2**-11.
+    approx_math = logits.dtype.itemsize == 2 and soft_cap is None
     # JAX puts barriers around each store, for kernels that read what they have stored. These have their own.
-    return _host.compiler_params(approx_math=logits.dtype.itemsize == 2, unsafe_no_auto_barriers=True)
+    return _host.compiler_params(approx_math=approx_math, unsafe_no_auto_barriers=True)
 
 
 @functools.partial(jax.jit, static_argnames=("cols", "soft_cap", "with_sum"))
@@ -206,7 +208,7 @@ def statistics(logits, label, cols: int, soft_cap: float | None, with_sum: bool)
         out_type=[out] * (4 if with_sum else 3),
         grid=(plan.rows,),
         grid_names=("block",),
-        compiler_params=_params(logits),
+        compiler_params=_params(logits, soft_cap),
     )(logits, label)
     return (*results, None)[:4]
 
@@ -219,7 +221,7 @@ def _launch_gradient(logits, label, lse, a, b, plan: Plan, on: float, off: float
         grid=(plan.rows,),
         grid_names=("block",),
         scratch_types=dict(loaded=_device.barriers(1)),
-        compiler_params=_params(logits),
+        compiler_params=_params(logits, plan.soft_cap),
     )
     if not in_place:
         return run(label, lse, a, b, logits)[0]
