@@ -142,7 +142,14 @@ def test_a_family_works_on_its_own(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "op", ["softmax", *(pytest.param(op, marks=pytest.mark.slow) for op in ("attention", "all_gather_matmul"))]
+    "op",
+    [
+        "softmax",
+        *(
+            pytest.param(op, marks=pytest.mark.slow)
+            for op in ("attention", "all_gather_matmul", "linear_cross_entropy")
+        ),
+    ],
 )
 def test_an_op_is_lifted_and_called(op, tmp_path, monkeypatch, capsys):
     (tmp_path / "theirs").mkdir()
