@@ -69,6 +69,7 @@ PAGES = (BF16, (4, 16, 1, 64))
 TABLES, LENS = np.array([[3, 0], [1, 2]], np.int32), np.array([20, 7], np.int32)
 GROUPS = np.array([5, 0, 11], np.int32)
 LOGITS = ("scale", "logits_soft_cap", "local_window_size", "return_lse")
+CROSS_ENTROPY = ("ignore_index", "label_smoothing", "z_loss", "logits_soft_cap", "return_lse")
 PAGED = dict(k_pages=PAGES, v_pages=PAGES, block_tables=TABLES, kv_lens=LENS)
 HEADS, SEGMENTS = (1, 20, 2, 64), np.repeat(np.array([3, 7], np.int32), (8, 12))[None]
 
@@ -119,6 +120,13 @@ OPS = {
         empty=(dict(lhs=0), dict(rhs=2), dict(lhs=1, rhs=1), dict(rhs=0, group_sizes=0)),
         major=10,
     ),
+    "cross_entropy": Op(
+        dict(logits=(BF16, (3, 40)), labels=np.array([39, 0, -100], np.int32)),
+        static=CROSS_ENTROPY,
+        gradients=("logits",),
+        choices=dict(reduction="none", z_loss=1e-3, logits_soft_cap=3.0, return_lse=True),
+        empty=(dict(logits=0, labels=0),),
+    ),
     "fuse": Op(  # An argument of None is a pytree without arrays.
         dict(x=(BF16, (3, 40)), y=(BF16, (3, 40))),
         optional=("x", "y"),
@@ -158,6 +166,13 @@ OPS = {
         more=dict(initial_state=(F32, (1, 2, 64, 64))),
         choices=dict(return_final_state=True),
         empty=(dict(query=0, key=0, value=0), dict(query=1, key=1, value=1)),
+    ),
+    "linear_cross_entropy": Op(
+        dict(hidden=(BF16, (3, 64)), weight=(BF16, (40, 64)), labels=np.array([39, 0, -100], np.int32)),
+        static=("transpose_weight", *CROSS_ENTROPY),
+        gradients=("hidden", "weight"),
+        choices=dict(reduction="none", z_loss=1e-3, logits_soft_cap=3.0, return_lse=True),
+        empty=(dict(hidden=0, labels=0),),
     ),
     "matmul": Op(
         dict(a=(BF16, (20, 32)), b=(BF16, (32, 24))),

@@ -44,6 +44,7 @@ delta_rule, delta_rule_step, ssd, ssd_step = map(
     inspect.getmodule,
     (cookbook.gated_delta_rule, cookbook.gated_delta_rule_step, cookbook.ssd, cookbook.ssd_step),
 )
+cross_entropy, linear_cross_entropy = map(inspect.getmodule, (cookbook.cross_entropy, cookbook.linear_cross_entropy))
 reduce_sum, rms_norm, softmax = map(inspect.getmodule, (cookbook.reduce_sum, cookbook.rms_norm, cookbook.softmax))
 
 # The peers that are not this project's own, and what each is.
@@ -107,14 +108,16 @@ class Case:
         """The GPU whose tensor cores its kernel uses; None for a kernel that every newer one runs."""
         if self.op.startswith("blackwell."):
             return "b200"
-        on_cuda_cores = self.op.startswith(("add", "softmax", "rms_norm", "reduce_sum")) or self.op.endswith("_step")
+        on_cuda_cores = self.op.startswith(("add", "softmax", "rms_norm", "reduce_sum", "cross_")) or self.op.endswith(
+            "_step"
+        )
         return None if on_cuda_cores or self.impl == "matmul_blocked" else "h200"
 
     @property
     def counts_flops(self) -> bool:
         """Whether its rate is one of arithmetic, not of memory."""
         return (
-            self.op.startswith(("matmul", "blackwell.", "attention", "varlen", "ragged", "moe"))
+            self.op.startswith(("matmul", "blackwell.", "attention", "varlen", "ragged", "moe", "linear_"))
             and not self.reads_weights
         )
 
@@ -225,6 +228,48 @@ def _sum(rows, cols, axis, dtype=jnp.bfloat16, **kwargs):
     return Case("reduce_sum", ((rows, cols),), dtype, lambda x: cookbook.reduce_sum(x, axis),
                 lambda x: reduce_sum.reduce_sum_reference(x, axis), peers, reduce_sum.flops(rows, cols), nbytes,
                 f"{rows}x{cols}_axis{axis}", **kwargs)  # fmt: skip
+
+
+def _labels(rows, vocabulary):
+    return (np.random.default_rng(0).integers(0, vocabulary, rows).astype(np.int32),)
+
+
+def _cross_entropy(rows, vocabulary, gradients=False, **kwargs):
+    """The mean over the rows; with `gradients` that of the logits as well."""
+    impls = dict(
+        kernel=cookbook.cross_entropy,
+        reference=cross_entropy.cross_entropy_reference,
+        xla=cross_entropy.cross_entropy_reference,
+    )
+    impls = {name: jax.value_and_grad(fn) if gradients else fn for name, fn in impls.items()}
+    # The gradient reads the logits once more, and is written.
+    nbytes = cross_entropy.bytes_moved(rows, vocabulary, 2) * (3 if gradients else 1)
+    peers = {"xla": impls["xla"]}
+    return Case("cross_entropy", ((rows, vocabulary),), BF16, impls["kernel"], impls["reference"], peers,
+                cross_entropy.flops(rows, vocabulary), nbytes, f"{rows}x{vocabulary}" + "_grad" * gradients,
+                integers=_labels(rows, vocabulary), **kwargs)  # fmt: skip
+
+
+def _linear_cross_entropy(rows, hidden, vocabulary, gradients=True, memory=None, ms=None, **kwargs):
+    """The mean over the rows, of logits of about one each; with `gradients` those of hidden and of the weight as well.
+
+    `ms`: what it may take. XLA has all logits in memory. Three products are counted, however many are computed."""
+    op = linear_cross_entropy
+    flops = op.flops(rows, hidden, vocabulary) * (3 if gradients else 1)
+
+    def impl(fn, **how):
+        scaled = lambda x, w, labels: fn(x * x.dtype.type(hidden**-0.5), w, labels, **how)
+        return jax.value_and_grad(scaled, argnums=(0, 1)) if gradients else scaled
+
+    def plain(x, w, labels):
+        return cross_entropy.cross_entropy_reference(x @ w.T, labels)
+
+    size = f"{rows}x{hidden}x{vocabulary}" + "_grad" * gradients + ("_low" if memory else "")
+    return Case("linear_cross_entropy", ((rows, hidden), (vocabulary, hidden)), BF16,
+                impl(cookbook.linear_cross_entropy, memory=memory), impl(op.linear_cross_entropy_reference),
+                {"xla": impl(plain)}, flops, op.bytes_moved(rows, hidden, vocabulary), size,
+                target=ms and Target("xla", rate=flops / ms / 1e9), integers=_labels(rows, vocabulary),
+                **kwargs)  # fmt: skip
 
 
 def _matmul(m, n, k, transpose_a=False, rungs=(), **kwargs):
@@ -825,6 +870,18 @@ CASES = [
     _matmul_fp8(8192, 8192, 8192),
     *(_matmul_int8_weights(m, 8192, 8192, Target("cublas", 1.6), headline=m == 16) for m in (16, 64, 128)),
     _matmul_int8_weights(4096, 8192, 4096, ABOVE_XLA, headline=True),
+]
+
+
+# Rows, hidden values and vocabularies of training steps of 8B, 4B and 1B models; milliseconds, forward and backward.
+LOSSES = ((4096, 4096, 128256, 17.8, 22.6), (16384, 2048, 151936, 47, 56), (8192, 2048, 32000, 4.7, 5.5))
+CASES += [
+    *(_linear_cross_entropy(*size, ms=ms, headline=size[0] == 4096) for *size, ms, _ in LOSSES),
+    *(_linear_cross_entropy(*size, memory="low", ms=ms) for *size, _, ms in LOSSES),
+    *(_linear_cross_entropy(*size, gradients=False) for *size, _, _ in LOSSES),
+    # 0.92 of the rate of a stream.
+    _cross_entropy(16384, 151936, target=Target("xla", rate=4.03)),
+    _cross_entropy(16384, 151936, gradients=True, target=Target("xla", rate=4.03)),
 ]
 
 

@@ -84,6 +84,16 @@ def _tokens(rng):
     return max(1, round(seqs)), _multiple(tokens, 64), max(1, round(heads))
 
 
+def _tokens_and_vocabulary(rng):
+    """Tokens, hidden values and labels; every third vocabulary is any number."""
+    tokens, hidden, labels = (
+        round(_log_uniform(rng, 256, 16384)),
+        _log_uniform(rng, 512, 8192),
+        _log_uniform(rng, 4096, 262144),
+    )
+    return tokens, _multiple(hidden, 64), round(labels) if rng.integers(3) == 0 else _multiple(labels, 128)
+
+
 def _state_space(rng):
     seqs, tokens, heads = _tokens(rng)
     groups = rng.choice([g for g in range(1, heads + 1) if heads % g == 0])
@@ -146,6 +156,9 @@ SAMPLES = {
     ),
     "attention": _of_attention(False, (1.05, 0.95, 0.95)),
     "attention_backward": _of_attention(True, (1.0, 0.93, 0.93)),
+    "linear_cross_entropy": Sample(
+        _tokens_and_vocabulary, lambda *_: True, problems._linear_cross_entropy, (1.05, 0.95, 0.95)
+    ),
     "ssd": Sample(_state_space, lambda *sizes: _fits(*sizes[:3]), problems._ssd, BEYOND_XLA),
     "gated_delta_rule": Sample(
         _key_and_value_heads,

@@ -30,6 +30,7 @@ from .gemm import (
     ragged_dot_int8_weights,
     ragged_dot_transposed,
 )
+from .loss import cross_entropy, linear_cross_entropy
 from .nvlink import all_gather, all_gather_matmul, all_to_all, matmul_reduce_scatter, reduce_scatter
 from .recurrent import gated_delta_rule, gated_delta_rule_step, linear_attention, ssd, ssd_step
 from .rows import reduce_sum, rms_norm, softmax
@@ -43,10 +44,12 @@ __all__ = [
     "all_to_all",
     "attention",
     "attention_fp8",
+    "cross_entropy",
     "fuse",
     "gated_delta_rule",
     "gated_delta_rule_step",
     "linear_attention",
+    "linear_cross_entropy",
     "matmul",
     "matmul_blocked",
     "matmul_fp8",

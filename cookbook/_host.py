@@ -257,11 +257,12 @@ def _launchable(grid=(), grid_names=(), **others) -> dict:
     return dict(grid=grid, grid_names=names) | others
 
 
-def kernel(body, **kwargs):
+def kernel(body, varies: bool = True, **kwargs):
     """`plgpu.kernel(body, **kwargs)`, at home in JAX.
 
     Its results vary over the mesh axes of `jax.shard_map` over which an operand varies: `shard_map` checks that, and
-    JAX's kernels say nothing about it. `body` is traced under `own_options`. Profilers show a kernel by the name of its
+    JAX's kernels say nothing about it (nor do these, if `varies` is False, for a result that another kernel changes in
+    place). `body` is traced under `own_options`. Profilers show a kernel by the name of its
     file or room, and of its function.
     """
     function = body
@@ -276,7 +277,7 @@ def kernel(body, **kwargs):
     launch = plgpu.kernel(traced, **_launchable(**kwargs))
 
     def run(*operands):
-        axes = _varying(*jax.tree.leaves(operands))
+        axes = varying(*jax.tree.leaves(operands)) if varies else frozenset()
         return jax.tree.map(lambda out: _vary(out, axes), launch(*operands))
 
     return run
@@ -305,7 +306,7 @@ def ref_of(op: str, array):
     Raises:
       ValueError: the array varies over an axis of a mesh, inside a `jax.shard_map` that checks that.
     """
-    if axes := _varying(array):
+    if axes := varying(array):
         raise ValueError(
             f"{PACKAGE}.{op} changes an array in place, and JAX's kernels take no Ref that varies over an axis of a "
             f"mesh, as this does over {', '.join(sorted(map(str, axes)))}: call jax.shard_map with check_vma=False"
@@ -319,11 +320,12 @@ def alike(*arrays):
     An op with a `custom_vjp` passes its operands through this first, by `reverse_only`. Then the gradients that its
     backward kernels return have their operands' types, and JAX sums the gradient of a replicated operand over the mesh.
     """
-    axes = _varying(*arrays)
+    axes = varying(*arrays)
     return tuple(_vary(x, axes) for x in arrays)
 
 
-def _varying(*arrays) -> frozenset:
+def varying(*arrays) -> frozenset:
+    """The axes of a mesh over which one of `arrays` varies, as `jax.shard_map` checks it."""
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
 
 

@@ -1,7 +1,8 @@
 """Every op that is fuzzed, by its name in `cookbook`."""
 
-from . import attn, elementwise, gemm, grouped, nvlink, recurrent, rows
+from . import attn, elementwise, gemm, grouped, loss, nvlink, recurrent, rows
 
 OPS = {
-    **elementwise.OPS, **rows.OPS, **gemm.OPS, **grouped.OPS, **attn.OPS, **recurrent.OPS, **nvlink.OPS,
+    **elementwise.OPS, **rows.OPS, **gemm.OPS, **grouped.OPS, **attn.OPS, **recurrent.OPS, **loss.OPS,
+    **nvlink.OPS,
 }  # fmt: skip

@@ -14,13 +14,13 @@ from .plan import COMPUTE, Plan, identity
 from .tiles import exchanged
 
 
-@functools.partial(jax.jit, static_argnames=("kernel", "plan", "params"))
-def fused_product(kernel, a, b, vectors: dict, *, plan: Plan, params):
+@functools.partial(jax.jit, static_argnames=("kernel", "plan", "params", "varies"))
+def fused_product(kernel, a, b, vectors: dict, *, plan: Plan, params, varies: bool = True):
     """`activation(a @ b * scale * row_scale * col_scale + bias)`, of `a` and `b` that lie as the plan's operands say.
 
     `kernel` is that of `kernel.py`, or another with the same roles. `vectors` holds float32 "scale" (1,), "row_scale"
     (M,), "col_scale" (N,) and "bias" (N,), or some of them. All this, M and N too, is as o has it: here is where
-    `swapped` exchanges a and b.
+    `swapped` exchanges a and b. `varies` is that of `_host.kernel`.
     """
     c, t = plan.config, plan.tiles
     activation, (a, b) = plan.activation, exchanged((a, b), c.swapped)
@@ -41,7 +41,7 @@ def fused_product(kernel, a, b, vectors: dict, *, plan: Plan, params):
     if plan.adds_parts and plan.interpreted:
         whole = _host.padded_shape((t.m, t.n), t.cluster_tile)
         out_type.append(jax.ShapeDtypeStruct((c.split_k, *whole), jnp.float32))
-    run = launch(functools.partial(kernel, plan=plan), plan, out_type, grid, plan.scratch, params)
+    run = launch(functools.partial(kernel, plan=plan), plan, out_type, grid, plan.scratch, params, varies)
     out, *_ = run(plan.a.pad(a), plan.b.pad(b), padded_vectors)
     if not c.second_kernel:
         return out[: shape[0], : shape[1]]
@@ -51,10 +51,11 @@ def fused_product(kernel, a, b, vectors: dict, *, plan: Plan, params):
     return activation(total).astype(plan.out_dtype)
 
 
-def launch(body, plan: Plan, out_type, grid: dict[str, int], scratch: dict, params):
+def launch(body, plan: Plan, out_type, grid: dict[str, int], scratch: dict, params, varies: bool = True):
     """`_host.kernel` of a `body` with these roles: a memory warpgroup after two compute warpgroups."""
     return _host.kernel(
         body,
+        varies,
         out_type=out_type,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),

@@ -1,6 +1,6 @@
 """A family is its folder and the three shared files: copied into an empty package, with nothing else, it works.
 
-Two families are built on another: the products of nvlink and blackwell are gemm's, so they are copied with gemm.
+Three families are built on another: the products of nvlink, blackwell and loss are gemm's, so they are copied with it.
 """
 
 import json
@@ -22,7 +22,7 @@ sys.path.append(str(ROOT / "tools"))
 import lift  # noqa: E402
 
 SHARED = ["_device.py", "_host.py", "_numerics.py"]
-BUILT_ON = {"nvlink": ["gemm"], "blackwell": ["gemm"]}
+BUILT_ON = {"nvlink": ["gemm"], "blackwell": ["gemm"], "loss": ["gemm"]}
 
 # Runs without site's .pth files, one of which leads to this checkout. `kernels` is no more than a folder.
 PROGRAM = """
@@ -82,6 +82,12 @@ x = jax.random.normal(jax.random.key(0), (1, 64, 1, 64), jnp.bfloat16) / 4
 pairs = jnp.tril(x[0, :, 0] @ x[0, :, 0].T)
 call, wanted = lambda: linear_attention(x, x, x, scale=1.0), (pairs @ x[0, :, 0])[None, :, None]
 """,
+    "loss": """
+from kernels.loss import linear_cross_entropy
+x, w = (jax.random.normal(jax.random.key(i), (64, 64), jnp.bfloat16) / 8 for i in (0, 1))
+labels = jnp.arange(64)
+call, wanted = lambda: linear_cross_entropy(x, w, labels), -jnp.mean(jnp.diag(jax.nn.log_softmax(x @ w.T)))
+""",
     "blackwell": """
 from kernels.blackwell import matmul
 a, b = (jax.random.normal(jax.random.key(i), (64, 64), jnp.bfloat16) for i in (0, 1))
@@ -136,7 +142,14 @@ def test_a_family_works_on_its_own(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "op", ["softmax", *(pytest.param(op, marks=pytest.mark.slow) for op in ("attention", "all_gather_matmul"))]
+    "op",
+    [
+        "softmax",
+        *(
+            pytest.param(op, marks=pytest.mark.slow)
+            for op in ("attention", "all_gather_matmul", "linear_cross_entropy")
+        ),
+    ],
 )
 def test_an_op_is_lifted_and_called(op, tmp_path, monkeypatch, capsys):
     (tmp_path / "theirs").mkdir()

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of the logits stands in memory at a time: blocks of rows, and of columns where they are computed twice."""
+
+import dataclasses
+
+BYTES_MAX = 2e9  # Logits and all else beside operands and results.
+SHARE = 0.95  # Share of the budget for blocks. The rest is for numbers per row, and for XLA.
+UNIT = 128  # Rows of a tile. A block of fewer wastes a part of it.
+SECONDS_PER_FLOP, SECONDS_PER_BYTE = 1 / 760e12, 1 / 4.2e12  # An H200's.
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The blocks of one call."""
+
+    rows: int  # Rows of a block, a multiple of 8: of a call with more the last may be short.
+    # None: the gradient of the weight is added up over the blocks of rows. Otherwise it is computed for so many columns
+    # at a time, of all rows, whose logits are computed once more.
+    cols: int | None = None
+
+    def num(self, rows: int) -> int:
+        return -(-rows // self.rows)
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def blocks_of(rows: int, hidden: int, vocabulary: int, pitch: int, memory: str | None) -> Blocks:
+    """The blocks of (rows, vocabulary) logits, with 16 bits each, of rows of `hidden` values.
+
+    By default: one if its logits take at most 2 GB, half of what they take in float32. Otherwise as many as keep 2 GB,
+    what is needed to add up the gradient of the weight included (another array of its size, and what is left of the
+    sums where they are rounded to 16 bits); or, where this leaves no room, blocks of columns too. "low": blocks of both
+    that take a twentieth of the logits in float32.
+    """
+    if memory is None and 2 * rows * pitch <= BYTES_MAX:
+        return Blocks(_up(rows, 8))
+    budget = rows * vocabulary / 5 if memory == "low" else BYTES_MAX
+    left = BYTES_MAX - 4 * vocabulary * hidden
+    most = int(left // (2 * pitch + 2 * hidden)) // UNIT * UNIT
+    if memory is None and most >= max(4 * UNIT, rows // 64):
+
+        def seconds(blocks: Blocks):
+            num = blocks.num(rows)
+            flops, nbytes = 6 * num * blocks.rows * hidden * vocabulary, 10 * (num - 1) * hidden * vocabulary
+            return flops * SECONDS_PER_FLOP + nbytes * SECONDS_PER_BYTE
+
+        return min(_of_at_most(rows, most), key=seconds)
+    # Each row has its logits, its hidden values with zeros if it is ignored, and its gradient.
+    most = max(UNIT, int(SHARE * budget // (2 * pitch + 4 * hidden)) // UNIT * UNIT)
+    # Beside a block of columns, which is logits, rows of the weight and of its gradient: the hidden values of all rows.
+    left = max(SHARE * budget - 2 * rows * hidden, budget / 4)
+    cols = max(UNIT, int(left // (2 * rows + 4 * hidden)) // UNIT * UNIT)
+    fewest = min(_of_at_most(rows, most), key=lambda blocks: blocks.num(rows) * blocks.rows)
+    return Blocks(fewest.rows, min(cols, pitch))
+
+
+def _of_at_most(rows: int, most: int) -> list[Blocks]:
+    """Blocks of at most so many rows: the fewest, and more of fewer rows, which may be a better share of all."""
+    least = -(-rows // most)
+    return [Blocks(_up(-(-rows // num), UNIT)) for num in range(least, least + least // 2 + 1)]

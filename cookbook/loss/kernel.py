@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels along rows of logits z: what the loss of a row needs, and the gradient, which takes the place of the row.
+
+    m[r] = max_c z[r, c],   l[r] = sum_c exp(z[r, c] - m[r]),   the logit of the row's label,   sum_c z[r, c]
+    g[r, c] = (a[r] exp(z[r, c] - lse[r]) - b[r] q[r, c]) dz/dx[r, c],    z = cap tanh(x / cap) with a soft cap, else x
+
+where q is 1 - label_smoothing at the label, and label_smoothing / V everywhere besides.
+
+Shapes: logits x (rows, pitch), of which `cols` columns count; label (rows,) int32, where it lies among these columns,
+`ELSEWHERE` or `IGNORED`; m, l, lse, a, b and the rest (rows,) float32. g has the shape and dtype of x, with zeros
+beyond `cols` and in ignored rows, which are not read. bfloat16, float16 or float32; the arithmetic is float32.
+
+Role table: one warpgroup per block has a row, of any length, and several blocks on an SM hide each other's latency. It
+loads the row in pieces, `vec` neighbouring values per thread, `GROUP` of them in flight. Each thread keeps the maximum
+and the sum of the columns that it sees; the threads' are put together once, at the end (Milakov and Gimelshein, "Online
+normalizer calculation for softmax", 2018).
+
+The last piece is shifted back to end with the row, so no length needs padding. The columns that it shares with the
+piece before are computed twice. The gradient is written over what the second computation would read, so the last piece
+is loaded before anything is stored:
+
+    barrier   arrivals                                      who waits
+    loaded    the warpgroup, which has loaded the last      the warpgroup, before it stores the first piece
+              piece
+
+Bound by: memory (one read; for the gradient one read, one write).
+Not supported: rows of fewer than 128 columns (pad them), second derivatives.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .. import _device, _host
+from .._device import WARPGROUP
+
+GROUP = 8  # Loads in flight per thread.
+IGNORED, ELSEWHERE = -2, -1  # Labels of rows that have no loss, and of rows whose label is another part's.
+LOWEST = float(jnp.finfo(jnp.float32).min)
+LOG2_E = math.log2(math.e)  # The GPU has an instruction for 2**x, none for e**x.
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Statics of a kernel over the rows of (rows, pitch) logits."""
+
+    rows: int
+    cols: int  # Columns that count: the vocabulary. More than `pitch` - 64.
+    pitch: int  # Columns of the array, at least 128.
+    itemsize: int
+    soft_cap: float | None
+
+    @property
+    def vec(self) -> int:
+        """Neighbouring columns that a thread loads at once: 16 bytes, if rows are multiples of these."""
+        return min(math.gcd(self.pitch, 16 // self.itemsize), 1 << (self.pitch // WARPGROUP).bit_length() - 1)
+
+    @property
+    def width(self) -> int:
+        """Columns of a piece."""
+        return WARPGROUP * self.vec
+
+    @property
+    def num_body(self) -> int:
+        """Pieces before the last one."""
+        return pl.cdiv(self.pitch, self.width) - 1
+
+    @property
+    def last(self) -> int:
+        """The column where the last piece begins."""
+        return self.pitch - self.width
+
+    @property
+    def shared(self) -> int:
+        """Columns of the last piece that the piece before has too."""
+        return self.num_body * self.width - self.last
+
+    @property
+    def layout(self):
+        return plgpu.Layout.WG_STRIDED((self.width,), self.vec)
+
+    def full(self, value: float):
+        return plgpu.layout_cast(jnp.full((self.width,), value, jnp.float32), self.layout)
+
+    def columns(self):
+        """The number of each value's column in a piece."""
+        return plgpu.broadcasted_iota(jnp.int32, (self.width,), 0, layout=self.layout)
+
+    def load(self, x_gmem, row, start):
+        return _device.load(x_gmem.at[row, pl.ds(start, self.width)], self.layout).astype(jnp.float32)
+
+    def capped(self, x):
+        return x if self.soft_cap is None else self.soft_cap * jnp.tanh(x * (1 / self.soft_cap))
+
+    def for_each_group(self, body, carry):
+        """`body(starts, carry)` for the columns where the pieces of each group begin, but for the last piece."""
+        starts = lambda first, count: [(first + i) * self.width for i in range(count)]
+        carry = lax.fori_loop(0, self.num_body // GROUP, lambda i, carry: body(starts(i * GROUP, GROUP), carry), carry)
+        rest = self.num_body % GROUP
+        return body(starts(self.num_body - rest, rest), carry) if rest else carry
+
+
+def _exp(x):
+    return jnp.exp2(x * LOG2_E)
+
+
+def _add_pieces(state, pieces, with_sum: bool):
+    """The threads' maxima, sums of exponentials, and sums, with those of `pieces`."""
+    m_i, l_i, total = state
+    top = functools.reduce(jnp.maximum, pieces, m_i)
+    l_i = functools.reduce(jnp.add, [_exp(z - top) for z in pieces], l_i * _exp(m_i - top))
+    return top, l_i, functools.reduce(jnp.add, pieces, total) if with_sum else total
+
+
+def _statistics(x_gmem, label_gmem, m_gmem, l_gmem, at_label_gmem, *sums_gmem, plan: Plan):
+    row = lax.axis_index("block")
+    label = label_gmem[row]
+
+    @pl.when(label == IGNORED)
+    def _():
+        for out, value in zip((m_gmem, l_gmem, at_label_gmem, *sums_gmem), (0.0, 1.0, 0.0, 0.0), strict=False):
+            out[row] = jnp.float32(value)
+
+    @pl.when(label != IGNORED)
+    def _():
+        load = lambda start: plan.capped(plan.load(x_gmem, row, start))
+        step = lambda starts, state: _add_pieces(state, [load(start) for start in starts], bool(sums_gmem))
+        state = plan.for_each_group(step, (plan.full(LOWEST), plan.full(0.0), plan.full(0.0)))
+        column, last = plan.columns(), load(plan.last)
+        is_new = (column >= plan.shared) & (column < plan.cols - plan.last)
+        m_i, l_i, total = _add_pieces(state, [jnp.where(is_new, last, -jnp.inf)], False)
+        top = jnp.max(m_i)
+        m_gmem[row] = top
+        l_gmem[row] = jnp.sum(l_i * _exp(m_i - top))
+        for sum_gmem in sums_gmem:
+            sum_gmem[row] = jnp.sum(total + jnp.where(is_new, last, 0.0))
+        at_label = plan.capped(x_gmem[row, jnp.maximum(label, 0)].astype(jnp.float32))
+        at_label_gmem[row] = jnp.where(label >= 0, at_label, 0.0)
+
+
+def _gradient(label_gmem, lse_gmem, a_gmem, b_gmem, x_gmem, g_gmem=None, *, plan: Plan, on: float, off: float, loaded):
+    """`g_gmem`: where the gradient goes, if it does not take the place of x."""
+    g_gmem, row = x_gmem if g_gmem is None else g_gmem, lax.axis_index("block")
+    label = label_gmem[row]
+    store = lambda start, g: _device.store(g_gmem.at[row, pl.ds(start, plan.width)], g.astype(g_gmem.dtype))
+
+    @pl.when(label == IGNORED)
+    def _():
+        def zeros(starts, carry):
+            for start in starts:
+                store(start, plan.full(0.0))
+            return carry
+
+        plan.for_each_group(zeros, 0)
+        store(plan.last, plan.full(0.0))
+
+    @pl.when(label != IGNORED)
+    def _():
+        lse, a, b, column = lse_gmem[row], a_gmem[row], b_gmem[row], plan.columns()
+
+        def gradient(start, x):
+            z = plan.capped(x)
+            g = a * _exp(z - lse) - b * jnp.where(column == label - start, on + off, off)
+            if plan.soft_cap is None:
+                return g
+            ratio = z * (1 / plan.soft_cap)
+            return g * (1.0 - ratio * ratio)
+
+        last = plan.load(x_gmem, row, plan.last)
+        if plan.shared:
+            plgpu.barrier_arrive(loaded)
+            plgpu.barrier_wait(loaded)
+
+        def step(starts, carry):
+            for start, x in [(start, plan.load(x_gmem, row, start)) for start in starts]:
+                store(start, gradient(start, x))
+            return carry
+
+        plan.for_each_group(step, 0)
+        last = gradient(plan.last, last)
+        store(plan.last, jnp.where(column < plan.cols - plan.last, last, 0.0))
+
+
+def plan_of(logits, cols: int, soft_cap: float | None) -> Plan:
+    return Plan(logits.shape[0], cols, logits.shape[1], logits.dtype.itemsize, soft_cap)
+
+
+def _params(logits, soft_cap: float | None):
+    # ex2.approx is good to 2**-22: far below the rounding of 16-bit logits. tanh.approx is not: it is good to 2**-11.
+    approx_math = logits.dtype.itemsize == 2 and soft_cap is None
+    # JAX puts barriers around each store, for kernels that read what they have stored. These have their own.
+    return _host.compiler_params(approx_math=approx_math, unsafe_no_auto_barriers=True)
+
+
+@functools.partial(jax.jit, static_argnames=("cols", "soft_cap", "with_sum"))
+def statistics(logits, label, cols: int, soft_cap: float | None, with_sum: bool):
+    """m, l, the logit of the label (0 where it is `ELSEWHERE`), and the sum of the logits, or None."""
+    plan = plan_of(logits, cols, soft_cap)
+    out = jax.ShapeDtypeStruct((plan.rows,), jnp.float32)
+    results = _host.kernel(
+        functools.partial(_statistics, plan=plan),
+        out_type=[out] * (4 if with_sum else 3),
+        grid=(plan.rows,),
+        grid_names=("block",),
+        compiler_params=_params(logits, soft_cap),
+    )(logits, label)
+    return (*results, None)[:4]
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "on", "off", "in_place"))
+def _launch_gradient(logits, label, lse, a, b, plan: Plan, on: float, off: float, in_place: bool):
+    run = _host.kernel(
+        functools.partial(_gradient, plan=plan, on=on, off=off),
+        out_type=() if in_place else [jax.ShapeDtypeStruct(logits.shape, logits.dtype)],
+        grid=(plan.rows,),
+        grid_names=("block",),
+        scratch_types=dict(loaded=_device.barriers(1)),
+        compiler_params=_params(logits, plan.soft_cap),
+    )
+    if not in_place:
+        return run(label, lse, a, b, logits)[0]
+
+    @pl.run_state
+    def write_over(ref):
+        run(label, lse, a, b, ref)
+
+    return _host.apart(write_over(_host.apart(logits)))
+
+
+def gradient(logits, label, lse, a, b, cols: int, soft_cap: float | None, label_smoothing: float, vocabulary: int):
+    """g, in the place of `logits` if XLA needs these no more.
+
+    JAX's kernels take no Ref that varies over an axis of a mesh, inside a `jax.shard_map` that checks that: there
+    `logits` are to come from `products.logits`, or g takes an array of its own.
+    """
+    how = dict(on=1 - label_smoothing, off=label_smoothing / vocabulary, in_place=not _host.varying(logits))
+
+    @jax.custom_batching.custom_vmap
+    def run(logits, *vectors):
+        return _launch_gradient(logits, *vectors, plan=plan_of(logits, cols, soft_cap), **how)
+
+    @run.def_vmap
+    def _(size, is_mapped, *arrays):  # JAX cannot map what has Refs. A batch of rows is more rows.
+        spread = lambda x, mapped: x if mapped else jnp.broadcast_to(x, (size, *x.shape))
+        join = lambda x, mapped: (x := spread(x, mapped)).reshape(-1, *x.shape[2:])
+        g = run(*map(join, arrays, is_mapped))
+        return g.reshape(size, -1, g.shape[1]), True
+
+    return run(logits, label, lse, a, b)
