@@ -55,7 +55,7 @@ def launch(body, plan: Plan, out_type, grid: dict[str, int], scratch: dict, para
     """`_host.kernel` of a `body` with these roles: a memory warpgroup after two compute warpgroups."""
     return _host.kernel(
         body,
-        varies,
+        varies=varies,
         out_type=out_type,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
