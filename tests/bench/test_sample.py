@@ -38,6 +38,9 @@ def test_problems_are_the_seeds_own_and_in_bounds(op):
             seqs, tokens, heads, kv_heads, head_dim, is_causal = sizes
             assert 256 <= tokens <= 32768 and tokens % 2 == 0 and seqs * tokens * heads <= 2**20
             assert heads % kv_heads == 0 and head_dim in (64, 128) and is_causal in (0, 1)
+        elif op == "linear_cross_entropy":
+            tokens, hidden, labels = sizes
+            assert 256 <= tokens <= 16384 and 448 <= hidden <= 8192 and hidden % 64 == 0 and 4000 <= labels <= 262144
         elif op.startswith("matmul"):
             m, n, k = sizes
             multiple = 16 if op == "matmul_fp8" else 8
