@@ -79,7 +79,7 @@ def _first_of(names):
     """The first of these modules that can be imported, and that has FlashAttention-3.
 
     Raises:
-      ImportError: there is none; it says why.
+      ImportError: none of them can; the message gives each one's reason.
     """
     reasons = []
     for name in names:
@@ -125,10 +125,8 @@ def _of_flash_attn(fa, given: Operands, on_gpu: Callable) -> dict[str, Callable]
 
 
 def _of_flashinfer(fi, given: Operands, workspace, dtype, on_gpu: Callable) -> dict[str, Callable]:
-    (q, k, v, *rest), sizes = (
-        given.arrays,
-        (given.arrays[0].shape[1], given.arrays[1].shape[-2], given.arrays[0].shape[2]),
-    )
+    q, k, v, *rest = given.arrays
+    sizes = q.shape[1], k.shape[-2], q.shape[2]
     dtypes = dict(q_data_type=dtype, kv_data_type=dtype)
     if given.op == "varlen_attention":
         wrapper = fi.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
@@ -145,7 +143,7 @@ def _of_flashinfer(fi, given: Operands, workspace, dtype, on_gpu: Callable) -> d
         wrapper.plan(*pages, *sizes, k.shape[1], **dtypes)
         return lambda: wrapper.run(q, (k, v))
 
-    return {"use_tensor_cores": decode(True)}  # Faster than without where query heads share keys, as here.
+    return {"use_tensor_cores": decode(True)}  # FlashInfer's own advice where query heads share keys, as here.
 
 
 def _fastest(torch, case: Case, calls: dict[str, Callable], **versions):

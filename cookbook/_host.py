@@ -261,9 +261,9 @@ def kernel(body, varies: bool = True, **kwargs):
     """`plgpu.kernel(body, **kwargs)`, at home in JAX.
 
     Its results vary over the mesh axes of `jax.shard_map` over which an operand varies: `shard_map` checks that, and
-    JAX's kernels say nothing about it (nor do these, if `varies` is False, for a result that another kernel changes in
-    place). `body` is traced under `own_options`. Profilers show a kernel by the name of its
-    file or room, and of its function.
+    JAX's kernels say nothing about it. With `varies=False` these say nothing either, for a result that another kernel
+    changes in place. `body` is traced under `own_options`. Profilers show a kernel by the name of its file or room, and
+    of its function.
     """
     function = body
     while isinstance(function, functools.partial):

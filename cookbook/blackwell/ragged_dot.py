@@ -76,8 +76,10 @@ def _launch(lhs, rhs, group_sizes, group_offset, sizes, options: differentiable.
 
 def _padded(rhs, n: int):
     """Plain matrices, whose columns, of the gate and of the up product each, are whole tiles of the swizzle."""
-    parts = [_host.pad_to_tiles(part, (1, *_device.SWIZZLE_TILE)) for part in jnp.split(rhs, rhs.shape[2] // n, axis=2)]
-    return rhs if n % _device.SWIZZLE_TILE[1] == 0 else jnp.concatenate(parts, axis=2)
+    if n % _device.SWIZZLE_TILE[1] == 0:
+        return rhs
+    parts = jnp.split(rhs, rhs.shape[2] // n, axis=2)
+    return jnp.concatenate([_host.pad_to_tiles(part, (1, *_device.SWIZZLE_TILE)) for part in parts], axis=2)
 
 
 def _sums(lhs, rhs, group_sizes, group_offset, count: int, out_dtype):
