@@ -96,7 +96,8 @@ def as_operand(d_out, dtype, is_used=lambda: True):
     largest = jnp.max(jnp.where(jnp.isfinite(d_out) & is_used(), jnp.abs(d_out), 0), initial=0)
     exponent = jnp.clip(jnp.frexp(largest)[1] - 15, -125, 125)  # Both powers are normal numbers.
     power = lambda exponent: jnp.ldexp(jnp.float32(1), exponent)
-    return (d_out * power(-exponent)).astype(dtype), lambda product: (product * power(exponent)).astype(dtype)
+    unscaled = lambda product, dtype=dtype: (product * power(exponent)).astype(dtype)
+    return (d_out * power(-exponent)).astype(dtype), unscaled
 
 
 def product(
