@@ -48,8 +48,12 @@ def compute_role(body):
     return _device.role(lax.axis_index("role") < COMPUTE, increase_to=COMPUTE_REGISTERS)(body)
 
 
-def load(plan: Plan, ring: Ring, a_gmem, b_gmem):
-    """The memory warpgroup: all steps of all tiles of this block, as fast as slots are given back."""
+def load(plan: Plan, ring: Ring, a_gmem, b_gmem, copy=None):
+    """The memory warpgroup: all steps of all tiles of this block, as fast as slots are given back.
+
+    `copy` takes the place of `copy_step`.
+    """
+    copy = copy or copy_step
 
     def load_tile(plan, before, tile):
         before = before + tile * plan.tiles.num_steps
@@ -58,7 +62,7 @@ def load(plan: Plan, ring: Ring, a_gmem, b_gmem):
         @pl.loop(0, plan.tiles.num_steps)
         def _(step):
             slot = ring.acquire(before + step)
-            copy_step(plan, ring, slot, a_gmem, b_gmem, row, col, plan.k_start(step))
+            copy(plan, ring, slot, a_gmem, b_gmem, row, col, plan.k_start(step))
 
     before = 0
     for phase in plan.phases:
@@ -231,13 +235,13 @@ def scale_and_shift(product, fused: dict):
 
 
 def kernel(a_gmem, b_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem=None,
-           sums_smem=None, summed=None):  # fmt: skip
-    """The kernel of `launch.fused_product`; see the tables above."""
+           sums_smem=None, summed=None, copy=None):  # fmt: skip
+    """The kernel of `launch.fused_product`; see the tables above. `copy` is that of `load`."""
     ring = plan.ring(a_smem, b_smem, filled, freed)
 
     @memory_role
     def _():
-        load(plan, ring, a_gmem, b_gmem)
+        load(plan, ring, a_gmem, b_gmem, copy)
 
     @compute_role
     def _():

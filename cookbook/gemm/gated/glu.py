@@ -35,6 +35,7 @@ from ..plan import identity
 from ..references import exact_product
 from ..tiles import Config
 from .kernel import kernel
+from .kernel_sum import sum_of_products
 from .plan import Problem, best, gated_plan
 
 
@@ -99,27 +100,19 @@ _glu.defvjp(_glu_fwd, _glu_bwd)
 def _gradients(options: Options, x, w_gate, w_up, gate, up, d_out):
     joined = lambda gate, up: options.activation(gate) * up
     pull = jax.vjp(joined, *(product.astype(jnp.float32) for product in (gate, up)))[1]
-    lies, short = options.transpose_weights, -gate.shape[1] % 8
+    pair, unscaled = differentiable.as_operand(pull(d_out.astype(jnp.float32)), x.dtype)
+    lies, weights, n = options.transpose_weights, (w_gate, w_up), gate.shape[1]
+    if short := -n % 8:  # Weights are (N, K): rows of d are not a multiple of 16 bytes, and it has to be padded along N.
+        pair = [jnp.pad(d, ((0, 0), (0, short))) for d in pair]
+        weights = [jnp.pad(w, ((0, short), (0, 0))) for w in weights]
+    out_dtype = x.dtype if unscaled is None else jnp.dtype(jnp.float32)
 
-    def through(weights, d_product):
-        """The gradients of x, in float32, and of `weights`, by what their product's gradient is."""
-        d, unscaled = differentiable.as_operand(d_product, x.dtype)
-        if short:  # Weights are (N, K): rows of d are not a multiple of 16 bytes, and it has to be padded along N.
-            d, weights = jnp.pad(d, ((0, 0), (0, short))), jnp.pad(weights, ((0, short), (0, 0)))
-        d_x = _product(d, weights, False, not lies, jnp.float32)
-        out_dtype = x.dtype if unscaled is None else jnp.float32
-        d_w = _product(d, x, True, False, out_dtype) if lies else _product(x, d, True, False, out_dtype)
-        d_w = d_w[: -short or None] if lies else d_w
-        return (d_x, d_w) if unscaled is None else (unscaled(d_x, jnp.float32), unscaled(d_w))
+    def of_weights(d):
+        product = functools.partial(differentiable.Options, "glu", launch_product, True, False, identity, out_dtype)
+        return differentiable._forward(*((d, x) if lies else (x, d)), None, product())[: n if lies else None]
 
-    (x_by_gate, d_gate), (x_by_up, d_up) = map(through, (w_gate, w_up), pull(d_out.astype(jnp.float32)))
-    return (x_by_gate + x_by_up).astype(x.dtype), d_gate, d_up
-
-
-def _product(a, b, transpose_a: bool, transpose_b: bool, out_dtype):
-    """`cookbook.matmul`, for a gradient."""
-    options = differentiable.Options("glu", launch_product, transpose_a, transpose_b, identity, jnp.dtype(out_dtype))
-    return differentiable._forward(a, b, None, options)
+    gradients = sum_of_products(tuple(pair), tuple(weights), lies, out_dtype), *map(of_weights, pair)
+    return gradients if unscaled is None else tuple(map(unscaled, gradients))
 
 
 def glu(
