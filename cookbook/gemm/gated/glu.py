@@ -102,7 +102,9 @@ def _gradients(options: Options, x, w_gate, w_up, gate, up, d_out):
     pull = jax.vjp(joined, *(product.astype(jnp.float32) for product in (gate, up)))[1]
     pair, unscaled = differentiable.as_operand(pull(d_out.astype(jnp.float32)), x.dtype)
     lies, weights, n = options.transpose_weights, (w_gate, w_up), gate.shape[1]
-    if short := -n % 8:  # Weights are (N, K): rows of d are not a multiple of 16 bytes, and it has to be padded along N.
+    if (
+        short := -n % 8
+    ):  # Weights are (N, K): rows of d are not a multiple of 16 bytes, and it has to be padded along N.
         pair = [jnp.pad(d, ((0, 0), (0, short))) for d in pair]
         weights = [jnp.pad(w, ((0, short), (0, 0))) for w in weights]
     out_dtype = x.dtype if unscaled is None else jnp.dtype(jnp.float32)

@@ -10,6 +10,7 @@ once, and no product is written to memory. Only the copies of a step differ: fro
 import dataclasses
 import functools
 
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ... import _host
@@ -42,6 +43,8 @@ def sum_plan(m, n, k, dtype, lies: bool, out_dtype, config, num_sms=132, interpr
 def sum_of_products(a, b, lies: bool, out_dtype):
     """The sum of the products of the two arrays `a`, (M, K), with the two `b`, (N, K), or (K, N) if they `lies` so."""
     (m, k), n = a[0].shape, b[0].shape[1 if lies else 0]
+    if 0 in (m, n, k):
+        return jnp.zeros((m, n), out_dtype)
     dtype, target = a[0].dtype, _host.require_tensor_cores("glu")
     config = cost.best(cost.Problem(m, n, 2 * k, (False, lies), (2, 2, out_dtype.itemsize), target.num_sms))
     plan = sum_plan(m, n, k, dtype, lies, out_dtype, config, target.num_sms, target.interpreted)

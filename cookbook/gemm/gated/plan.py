@@ -7,7 +7,7 @@ import functools
 import jax.numpy as jnp
 
 from .. import cost
-from ..plan import Plan, plan_of
+from ..plan import Plan, identity, plan_of
 from ..tiles import Config
 
 
@@ -51,12 +51,13 @@ class Problem:
         return [config for config in cost.candidates(self.plain(self.n, 2)) if self._works(config)]
 
     def _works(self, config: Config) -> bool:
+        """Whether there is such a plan, and its slots fit."""
+        sizes, dtype = (self.m, self.n, self.k), jnp.dtype(jnp.bfloat16)
         try:
-            gated_plan(self.m, self.n, self.k, jnp.dtype("bfloat16"), self.transpose_weights, None, config).num_stages
-            _doubled(config)
+            plan = gated_plan(*sizes, dtype, self.transpose_weights, identity, config, self.num_sms)
+            return plan.num_stages >= 2 and bool(_doubled(config))
         except ValueError:
             return False
-        return True
 
     def predict(self, config: Config) -> float:
         """Microseconds on one H200: those of both products side by side, whose values take half as many bytes."""
