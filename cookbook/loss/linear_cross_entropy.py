@@ -260,8 +260,9 @@ def linear_cross_entropy(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Cross-entropy of the logits `hidden @ weight.T`, of which a part alone is in memory at a time.
 
-    Differentiable once in hidden and weight. Where gradients are computed, logits and their gradients are rounded to the
-    dtype of hidden; for the loss alone no logits are stored, nor rounded. For a mean or a sum, without `return_lse`, the gradients are computed together with the loss.
+    Differentiable once in hidden and weight. Where gradients are computed, logits and their gradients are rounded to
+    the dtype of hidden; the loss alone stores no logits, and rounds none. For a mean or a sum, without `return_lse`,
+    the gradients are computed together with the loss.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 
