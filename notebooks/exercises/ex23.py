@@ -118,7 +118,7 @@ def _require_in_place(answer, args) -> None:
         is_kernel = equation.primitive.name in KERNELS - {"run_state"}
         if is_kernel and any(getattr(out.aval, "shape", ()) == args[0].shape for out in equation.outvars):
             raise NotYet(
-                "the gradient has an array of its own, as large as the logits: keep it in their place (pl.run_state)"
+                "the gradient has an array of its own, as large as the logits: keep it in their place, in a Ref"
             )
 
 
