@@ -187,14 +187,15 @@ def check_combined_loss(answer) -> str:
         if found.shape != (parts, 5):
             raise NotYet(f"with {what}, a device's result has shape {found.shape[1:]}; it must be (5,), one per row")
         top = m_i.max(0)
-        exact = top + np.log((l_i * np.exp(m_i - top)).sum(0)) - at
+        lse = top + np.log((l_i * np.exp(m_i - top)).sum(0))
+        exact = lse - at
         spread = lambda x, parts=parts: np.broadcast_to(x, (parts, 5))
         likely = [
             (spread(top + np.log(l_i.sum(0)) - at), "each l is relative to its own device's m: make them relative to "
              "the same maximum before they are added"),
-            (top + np.log((l_i * np.exp(m_i - top)).sum(0)) - at_label, "a device subtracts its own label's logit, "
+            (lse - at_label, "a device subtracts its own label's logit, "
              "which is 0 where another one has it"),
-            (spread(top + np.log((l_i * np.exp(m_i - top)).sum(0)) - at_label.max(0)), "a label's logit may be negative, "
+            (spread(lse - at_label.max(0)), "a label's logit may be negative, "
              "and then the largest of the devices' is another's 0"),
             (m_i + np.log(l_i) - at, "this is lse of a device's own columns"),
         ]  # fmt: skip
