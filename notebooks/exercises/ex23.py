@@ -77,7 +77,7 @@ def _judge_capped(where: str, out, logits, labels, cap: float) -> None:
 def check_any_vocabulary(answer) -> str:
     """`answer(logits, labels, lse, weight)` is the gradient in the place of the logits, whose rows are a multiple of 8
     long."""
-    for vocabulary in (2048, *_lengths(), 2048 + 8 * 37):
+    for vocabulary in (2048 + 8 * 37, *_lengths(), 2048):
         logits, weight = 3 * normal(2, (2, vocabulary), jnp.bfloat16), jnp.asarray((0.5, 0.25), jnp.float32)
         # The second label lies in the columns that two pieces share, if there are any.
         labels = jnp.asarray((5, vocabulary - 1020), jnp.int32)
@@ -107,7 +107,7 @@ def _gradient(z, labels, lse, weight):
 
 def _likely_gradients(z, labels, lse, weight):
     """Wrong results of the columns that the last two pieces share."""
-    exact, shared = _gradient(z, labels, lse, weight), slice(z.shape[1] - 1024, z.shape[1] // 1024 * 1024)
+    exact, shared = _gradient(z, labels, lse, weight), slice(z.shape[1] - 1024, (z.shape[1] - 1) // 1024 * 1024)
     if shared.start >= shared.stop:
         return []
     again = z.copy()
@@ -198,6 +198,7 @@ def check_combined_loss(answer) -> str:
             (spread(lse - at_label.max(0)), "a label's logit may be negative, "
              "and then the largest of the devices' is another's 0"),
             (m_i + np.log(l_i) - at, "this is lse of a device's own columns"),
+            (m_i + np.log(l_i) - at_label, "nothing is combined: this is right if one device has all labels"),
         ]  # fmt: skip
         if not np.isfinite(found).all():
             raise NotYet(f"with {what}, there are infinities or NaN: subtract the maximum before you take exponentials")

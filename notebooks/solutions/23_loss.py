@@ -16,7 +16,7 @@ exercise-2
     # the last piece is loaded when they already hold a gradient
   store(start_of_last, last) => pass  # are still logits
   column == label - start => column == label  # with
-  - jnp.where => + jnp.where
+  - is_label) => + is_label)
   lambda logits, labels, lse, weight: gradient(logits[:, :1024], labels, lse, weight)  # shape
 exercise-3
   has_loss / jnp.maximum(jnp.sum(has_loss), 1) => (has_loss.reshape(-1, rows) / jnp.maximum(has_loss.reshape(-1,
@@ -92,18 +92,19 @@ def any_vocabulary(logits, labels, lse, weight):
         column = plgpu.broadcasted_iota(jnp.int32, (PIECE,), 0, layout=LAYOUT)
 
         def store(start, x):
-            g = weight * (exp(x - lse) - jnp.where(column == label - start, 1.0, 0.0))
+            is_label = jnp.where(column == label - start, 1.0, 0.0)
+            g = weight * (exp(x - lse) - is_label)
             x_gmem[row, pl.ds(start, PIECE)] = g.astype(x_gmem.dtype)
 
         # BEGIN SOLUTION
         last = load(x_gmem.at[row, pl.ds(start_of_last, PIECE)])
 
         # END SOLUTION
-        @pl.loop(0, vocabulary // PIECE)
+        @pl.loop(0, (vocabulary - 1) // PIECE)
         def _(i):
             store(i * PIECE, load(x_gmem.at[row, pl.ds(i * PIECE, PIECE)]))
 
-        #: # The columns that are left, and some of those before.
+        #: # The last piece: the columns that are left, and some of those before.
         #: store(start_of_last, load(x_gmem.at[row, pl.ds(start_of_last, PIECE)]))
         # BEGIN SOLUTION
         store(start_of_last, last)
