@@ -180,8 +180,8 @@ def logits(target, hidden, weight, pitch, transposed):
 def d_hidden(target, g, weight, transposed, scale):
     return (scale * (g[:, :len(weight)] @ weight)).astype(g.dtype)
 
-def d_weight(target, g, hidden, shape, transposed, scale):
-    return (scale * (g.T @ hidden))[:shape[0]].astype(g.dtype)
+def d_weight(target, g, hidden, transposed, scale, out_dtype=None):
+    return (scale * (g.T @ hidden)).astype(out_dtype or g.dtype)
 
 kernel.statistics, kernel.gradient = statistics, gradient
 products.logits, products.d_hidden, products.d_weight = logits, d_hidden, d_weight
