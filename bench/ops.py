@@ -173,6 +173,13 @@ OPS = {
         static=("scale",),
         empty=(dict(q=0, k=0, v=0, g=0, beta=0, state=0),),
     ),
+    "glu": Op(
+        dict(x=(BF16, (20, 32)), w_gate=(BF16, (32, 24)), w_up=(BF16, (32, 24))),
+        static=("transpose_weights",),
+        gradients=("x", "w_gate", "w_up"),
+        choices=dict(activation="gelu"),
+        empty=(dict(x=0), dict(w_gate=1, w_up=1), dict(x=1, w_gate=0, w_up=0)),
+    ),
     "linear_attention": Op(
         dict(query=(BF16, HEADS), key=(BF16, HEADS), value=(BF16, HEADS)),
         static=("scale", "return_final_state"),

@@ -20,6 +20,7 @@ from bench.peers import imports
 from cookbook import _host, blackwell, elementwise
 from cookbook.blackwell import cost as blackwell_cost
 from cookbook.gemm import cost
+from cookbook.gemm.gated import plan as gated
 from cookbook.gemm.grouped import cost as group_cost
 from cookbook.gemm.rungs.matmul_blocked import matmul_blocked_reference
 
@@ -28,9 +29,10 @@ attention, attention_fp8, paged_attention, varlen_attention = map(
     inspect.getmodule,
     (cookbook.attention, cookbook.attention_fp8, cookbook.paged_attention, cookbook.varlen_attention),
 )
-matmul, matmul_fp8, matmul_int8_weights, moe, ragged_dot, ragged_dot_fp8, ragged_dot_transposed = map(
+glu, matmul, matmul_fp8, matmul_int8_weights, moe, ragged_dot, ragged_dot_fp8, ragged_dot_transposed = map(
     inspect.getmodule,
     (
+        cookbook.glu,
         cookbook.matmul,
         cookbook.matmul_fp8,
         cookbook.matmul_int8_weights,
@@ -117,7 +119,7 @@ class Case:
     def counts_flops(self) -> bool:
         """Whether its rate is one of arithmetic, not of memory."""
         return (
-            self.op.startswith(("matmul", "blackwell.", "attention", "varlen", "ragged", "moe", "linear_"))
+            self.op.startswith(("matmul", "blackwell.", "attention", "varlen", "ragged", "moe", "glu", "linear_"))
             and not self.reads_weights
         )
 
@@ -283,6 +285,31 @@ def _matmul(m, n, k, transpose_a=False, rungs=(), **kwargs):
                 tune=lambda a, b: lab.autotune(
                     cookbook.matmul, a, b, transpose_a=transpose_a,
                     configs=cost.ranked(cost.Problem(m, n, k, (transpose_a, True)), TO_TUNE)),
+                **kwargs)  # fmt: skip
+
+
+def _glu(m, n, k, gradients=False, **kwargs):
+    """With `gradients`: forward and backward, six products; the results themselves are the cotangent."""
+
+    def step(fn):
+        def both(*args):
+            out, pull = jax.vjp(fn, *args)
+            return out, pull(out)
+
+        return both if gradients else fn
+
+    def of_tokamax(x, w_gate, w_up):
+        import tokamax  # Nothing else here needs it.
+
+        return tokamax.gated_linear_unit(x, (w_gate, w_up), activation=jax.nn.silu)
+
+    peers = {"xla": lambda x, w_gate, w_up: jax.nn.silu(x @ w_gate) * (x @ w_up)}
+    peers |= {"tokamax": of_tokamax} if imports("tokamax") else {}
+    return Case("glu", ((m, k), (k, n), (k, n)), BF16, step(cookbook.glu), step(glu.glu_reference),
+                {name: step(fn) for name, fn in peers.items()}, glu.flops(m, n, k) * (3 if gradients else 1),
+                glu.bytes_moved(m, n, k), f"{m}x{k}x{n}" + "_grad" * gradients, reads_weights=m <= 64,
+                tune=None if gradients else lambda *args: lab.autotune(
+                    cookbook.glu, *args, configs=gated.ranked(gated.Problem(m, n, k, False), TO_TUNE)),
                 **kwargs)  # fmt: skip
 
 
@@ -882,6 +909,16 @@ CASES += [
     # 0.92 of the rate of a stream.
     _cross_entropy(16384, 151936, target=Target("xla", rate=4.03)),
     _cross_entropy(16384, 151936, gradients=True, target=Target("xla", rate=4.03)),
+]
+
+
+# M, N and K of MLPs of 8B and 1B models, and of decoding.
+GATED = ((4096, 14336, 4096), (8192, 8192, 2048))
+CASES += [
+    *(_glu(*size, target=ABOVE_XLA, headline=size[0] == 4096) for size in GATED),
+    *(_matmul(m, 2 * n, k) for m, n, k in GATED),  # All arithmetic of the unit, in one product.
+    *(_glu(*size, gradients=True, target=ABOVE_XLA) for size in GATED),
+    *(_glu(m, 14336, 4096, target=ABOVE_XLA) for m in (16, 128)),
 ]
 
 

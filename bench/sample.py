@@ -147,6 +147,7 @@ SAMPLES = {
     "reduce_sum_leading": _of_rows(functools.partial(problems._sum, axis=0)),
     "matmul": _of_products(8, problems._matmul),
     "matmul_fp8": _of_products(16, problems._matmul_fp8),
+    "glu": dataclasses.replace(_of_products(8, problems._glu), target=LIKE_JAX),
     # The target depends on the rows of `a`: see `_groups`.
     "matmul_int8_weights": Sample(
         _weights, lambda *_: True, functools.partial(problems._matmul_int8_weights, target=None), None

@@ -18,6 +18,7 @@ from .attn import (
 )
 from .elementwise import add, fuse
 from .gemm import (
+    glu,
     matmul,
     matmul_blocked,
     matmul_fp8,
@@ -58,6 +59,7 @@ __all__ = [
     "fuse",
     "gated_delta_rule",
     "gated_delta_rule_step",
+    "glu",
     "linear_attention",
     "linear_cross_entropy",
     "matmul",

@@ -310,7 +310,7 @@ def linear_cross_entropy(
         return losses.empty_results(options, rows)
     target = _host.require_tensor_cores(op)
     sizes = labels.size, hidden.shape[-1], vocabulary, products.pitch_of(vocabulary, transposed)
-    problem = Problem(options, blocks_of(*sizes, memory), transposed, vocabulary, target)
+    problem = Problem(options, blocks_of(*sizes, memory, target.num_sms), transposed, vocabulary, target)
     # Labels, and so the loss, do not vary over the devices that share the vocabulary, as hidden is made to.
     hidden, weight = _host.reverse_only(op, hidden.reshape(-1, hidden.shape[-1]), weight)
     return losses.results(options, rows, *_loss(hidden, weight, labels, problem))

@@ -35,6 +35,12 @@ def _config(problem: cost.Problem) -> cost.Config:
     )
 
 
+def seconds(sizes: tuple[int, int, int], transposed: tuple[bool, bool], num_sms: int) -> float:
+    """The predicted time of a product of 16-bit operands, of sizes (M, N, K)."""
+    problem = cost.Problem(*sizes, transposed, (2, 2, 2), num_sms)
+    return cost.predict(_config(problem), problem) / 1e6
+
+
 def _product(target: _host.Target, a, b, sizes, transposed, out_dtype, scale=None, varies=True):
     problem = cost.Problem(*sizes, transposed, (2, 2, out_dtype.itemsize), target.num_sms)
     plan = plan_of(

@@ -41,7 +41,7 @@ def test_problems_are_the_seeds_own_and_in_bounds(op):
         elif op == "linear_cross_entropy":
             tokens, hidden, labels = sizes
             assert 256 <= tokens <= 16384 and 448 <= hidden <= 8192 and hidden % 64 == 0 and 4000 <= labels <= 262144
-        elif op.startswith("matmul"):
+        elif op.startswith(("matmul", "glu")):
             m, n, k = sizes
             multiple = 16 if op == "matmul_fp8" else 8
             assert 1 <= min(sizes) and max(sizes) <= 16384 and n % multiple == k % multiple == 0
