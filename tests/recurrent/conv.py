@@ -46,3 +46,9 @@ def exact(x, weight, bias, state, dy, d_state, *, lens=None, silu=True):
         d_bias += dz.sum(0)
         dx[b, first:end], d_initial[i] = d_rows[taps - 1 :], d_rows[: taps - 1].T
     return y, final, dx, d_weight, d_bias, d_initial
+
+
+def distance(x, y) -> float:
+    """Frobenius distance over the norm of `y`."""
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    return float(np.linalg.norm(x - y) / np.linalg.norm(y))

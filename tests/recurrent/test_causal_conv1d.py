@@ -83,7 +83,7 @@ def test_configs(config):
 def test_mixed_dtypes():
     x, weight, bias, state, dy, d_state = conv.problem(length=9)
     mixed = x, weight.astype(F32), bias.astype(F16), state.astype(F32), dy, d_state.astype(F32)
-    y, final, *gradients = check(mixed, tolerance=(None, None, 2**-7, None, None, None)).out
+    y, final, *gradients = check(mixed, tolerance=(None, None, 2**-7, None, None, None)).output
     assert [m.dtype for m in (y, final, *gradients)] == [BF16, F32, BF16, F32, F16, F32]
 
 
@@ -101,11 +101,12 @@ def test_without_bias_or_state():
 def test_two_halves_are_the_whole():
     """Bitwise, from the first one's final state."""
     x, weight, bias, state, *_ = conv.problem(batch=2, length=30, dtype=F32)
-    run = functools.partial(causal_conv1d, activation="swish", return_final_state=True)
-    wanted, wanted_state = lab.run(run, x, weight, bias, initial_state=state)
+    fn = functools.partial(causal_conv1d, activation="swish", return_final_state=True)
+    run = lambda x, state: lab.run(lambda x, state: fn(x, weight, bias, initial_state=state), x, state)
+    wanted, wanted_state = run(x, state)
     for cut in (1, 2, 17):
-        y, middle = lab.run(run, x[:, :cut], weight, bias, initial_state=state)
-        rest, final = lab.run(run, x[:, cut:], weight, bias, initial_state=middle)
+        y, middle = run(x[:, :cut], state)
+        rest, final = run(x[:, cut:], middle)
         np.testing.assert_array_equal(jnp.concatenate([y, rest], 1), wanted)
         np.testing.assert_array_equal(final, wanted_state)
 
@@ -147,10 +148,11 @@ def test_vmap_scan_and_remat():
 
     wanted = lambda x, weight: fn(x, weight, bias, initial_state=state)[0]
     mapped = lambda x, weight: jax.vmap(lambda x, s: fn(x[None], weight, bias, initial_state=s[None])[0][0])(x, state)
-    results = [lab.run(lambda *args, f=f: jax.vjp(f, *args)[1](dy), x, weight) for f in (wanted, scanned, mapped)]
-    for (dx, d_weight), exactly in itertools.product(results[1:], results[:1]):
-        np.testing.assert_array_equal(dx, exactly[0])
-        np.testing.assert_allclose(d_weight.astype(F32), exactly[1].astype(F32), rtol=2**-7, atol=2**-7)
+    run = lambda fn: lab.run(lambda *args: jax.vjp(fn, *args)[1](dy), x, weight)
+    exactly = run(wanted)
+    for found, of in itertools.product((run(scanned), run(mapped)), range(2)):
+        # Where a scan is cut, two rounded terms make a gradient.
+        assert conv.distance(found[of], exactly[of]) < 2**-8
 
 
 def test_the_reference_is_exact():
@@ -196,24 +198,30 @@ def avals(batch, length, columns, taps, dtype=BF16, num_seqs=None):
     return [x, aval(columns, taps), aval(columns), states, x, states, *packed]
 
 
-@pytest.mark.parametrize("taps", [4, *map(slow, (2, 3, 5, 8))])
-@pytest.mark.parametrize("dtype", [BF16, slow(F32)])
-def test_default_plans_have_room(taps, dtype):
-    """Every number of columns per thread, packed and not: no spills, and loads as long as the plan says."""
-    for columns, num_seqs in ((4096, None), (4096 + 128, 5), (130, None), (4097, None)):
-        args = avals(1 if num_seqs else 8, 4096, columns, taps, dtype, num_seqs)
-        compiled = lab.compile_for("h200", gradient(num_seqs is not None), *args)
-        assert compiled.spill_bytes == 0
-        # At least three blocks of 128 threads on an SM, and so enough loads in flight.
-        assert compiled.registers <= 65_536 // (3 * 128), (columns, compiled.registers)
-        if columns == 4096:
-            bits = 8 * dtype(0).itemsize * (4 if taps <= 4 else 2)
-            assert f"LDG.E.{bits}" in compiled.sass or bits == 32, bits
+@pytest.mark.parametrize(
+    "columns, taps, dtype, num_seqs, bits",
+    [
+        (4096, 4, BF16, None, 64),
+        slow(4224, 8, BF16, 5, 32),
+        slow(4096, 3, F32, None, 128),
+        slow(4098, 5, F32, 5, 64),
+        slow(131, 2, F16, None, 16),
+    ],
+)
+def test_default_plans_have_room(columns, taps, dtype, num_seqs, bits):
+    """No spills, and loads as long as the plan says."""
+    args = avals(1 if num_seqs else 8, 4096, columns, taps, dtype, num_seqs)
+    compiled = lab.compile_for("h200", gradient(num_seqs is not None), *args)
+    assert compiled.spill_bytes == 0
+    # At least three blocks of 128 threads on an SM, and so enough loads in flight.
+    assert compiled.registers <= 65_536 // (3 * 128)
+    name = {16: "LDG.E.U16", 32: "LDG.E R"}.get(bits, f"LDG.E.{bits}")
+    assert all(name in kernel.sass for kernel in compiled.kernels)
 
 
-def test_every_number_of_columns_is_lowered():
-    for columns in (1, 127, 128, 129, 254, 258, 1284, 4352):
-        lowered(gradient(False), *avals(1, 3, columns, 4, F16))
+@pytest.mark.parametrize("columns", [130, *map(slow, (1, 127, 258, 1284))])
+def test_every_number_of_columns_is_lowered(columns):
+    lowered(gradient(False), *avals(1, 3, columns, 4, F16))
 
 
 def test_how_columns_are_dealt():
