@@ -258,7 +258,7 @@ def delta_step_reference(case, q, k, v, g, beta, state):
     return [(o, 1e-4 * o_size), (new, 1e-4 * size)]
 
 
-# The causal convolution ------------------------------------------------------------------------------------------------
+# The causal convolution -----------------------------------------------------------------------------------------------
 
 
 def draw_conv(draw: Draw) -> dict:

@@ -23,7 +23,7 @@ BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 module = inspect.getmodule(causal_conv1d)
 reference, Config = module.causal_conv1d_reference, module.Config
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-LENS = (0, 2, 17, 0, 1, 16, 0)  # Of 40 rows, the last 4 of which belong to no sequence.
+LENS = (0, 2, 17, 0, 1, 16, 0)  # The last 4 of 40 rows belong to no sequence.
 
 
 def both(fn, x, weight, bias, state, dy, d_state, **how):

@@ -21,7 +21,7 @@ from ..sequences import Sequences
 COLUMNS_MIN = WARPGROUP  # A column for each thread.
 LOG2E = math.log2(math.e)
 BLOCKS_PER_SM = 8  # More blocks than find room on an SM, so that few SMs idle at the end.
-LEAST_ROWS, MOST_ROWS = 16, 128  # Of a part. It reads W - 1 rows and the weights besides its own rows.
+LEAST_ROWS, MOST_ROWS = 16, 128  # A part has so many. It reads W - 1 rows and the weights besides its own rows.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Plan:
     """Statics of a kernel."""
 
     num_seqs: int
-    num_rows: int  # Of all sequences together.
+    num_rows: int  # All sequences together.
     is_packed: bool
     columns: int
     taps: int  # W.
