@@ -116,11 +116,10 @@ class Plan:
         """
         if not self.is_packed:
             return None
-        parts, seq_of_part = self.sequences.parts(cu_seqlens)
+        parts, seq = self.sequences.parts(cu_seqlens, in_order=True)
         first, _, end, _, number = parts.T
         first, end = jnp.minimum(first, self.num_rows), jnp.minimum(end, self.num_rows)  # Also where there is no part.
         starts = jnp.append(self.sequences.starts(cu_seqlens), self.num_rows)
-        seq = seq_of_part[jnp.minimum(number, self.num_parts - 1)]
         is_real = (number < self.num_parts) & (seq < self.num_seqs)
         at = jnp.minimum(seq, self.num_seqs)
         seq_first = jnp.where(is_real, starts[at], first)
@@ -134,7 +133,7 @@ class Part:
 
     first_row: Index
     end: Index
-    seq: Index  # The number of the sequence; that of all sequences for rows of none.
+    seq: Index  # `num_seqs` for rows of no sequence.
     seq_first: Index
     seq_end: Index
     columns: pl.Slice
