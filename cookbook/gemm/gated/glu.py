@@ -15,9 +15,8 @@ Bound by: the tensor cores, like a product with 2N columns; for few rows, the me
 two products never leave the chip, which saves writing and reading 4 MN values. Under differentiation the kernel also
 stores them, rounded to the dtype of x.
 
-Not supported: biases, batches of weights (use `jax.vmap`), other dtypes. Weights in one array (2N, K) are given as its
-halves, which are read as they lie where they begin at a multiple of 256 bytes; halves of (K, 2N) are copied. Chapter:
-8, of which this is the kernel with a second accumulator. Sources: Shazeer, "GLU variants improve transformer" (2020); tokamax's `gated_linear_unit`, for
+Not supported: biases, batches of weights (use `jax.vmap`), other dtypes. Chapter: 8, of which this is the kernel with
+a second accumulator. Sources: Shazeer, "GLU variants improve transformer" (2020); tokamax's `gated_linear_unit`, for
 the operation.
 """
 
