@@ -144,13 +144,13 @@ def _plan(scale: float, config: Config, q, v, cu_seqlens, target: _host.Target) 
     sequences = Sequences(num_seqs, batch * length, cu_seqlens is not None, CHUNK, part_rows)
     return ForwardPlan(
         sequences, key_heads, heads, key_dim // PIECE, size // PIECE, q.dtype, scale, target.interpreted,
-        config.num_stages, config.state_wgs, config.output_wgs, has_values=True, keeps_all=False,
+        target.num_sms, config.num_stages, config.state_wgs, config.output_wgs, has_values=True, keeps_all=False,
     )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
 def _launch(q, k, v, g, beta, initial, cu_seqlens, *, plan: ForwardPlan, params):
-    """(o, final states, (cum, inverse)), of operands without a batch, v in slices of 64."""
+    """(o, final states, (cum, beta, inverse)), of operands without a batch, v in slices of 64."""
     sequences = plan.sequences
     cum = cumulative_decays(sequences.in_chunks(g.astype(jnp.float32), cu_seqlens))
     beta = sequences.in_chunks(beta.astype(jnp.float32), cu_seqlens)
@@ -159,13 +159,13 @@ def _launch(q, k, v, g, beta, initial, cu_seqlens, *, plan: ForwardPlan, params)
     table, seq = sequences.parts(cu_seqlens)
     starts = initial
     if sequences.part_rows is not None:
-        starts, final = starts_of_parts(plan, table, seq, k, v, inverse, cum, initial, params)
-    states, o = kernel.launch(plan, table, q, k, v, inverse, cum, starts, params)
-    return o, states if sequences.part_rows is None else final, (cum, inverse)
+        starts, final = starts_of_parts(plan, table, seq, k, v, inverse, cum, beta, initial, params)
+    states, o = kernel.launch(plan, table, q, k, v, inverse, cum, beta, starts, params)
+    return o, states if sequences.part_rows is None else final, (cum, beta, inverse)
 
 
 def _forward(plan: ForwardPlan, q, k, v, g, beta, initial_state, cu_seqlens):
-    """((o, final states), (cum, inverse)); the backward pass needs the second pair."""
+    """((o, final states), (cum, beta, inverse)); the backward pass needs the second tuple."""
     rows = lambda x: x.reshape(-1, *x.shape[2:])
     initial = None if initial_state is None else as_states(initial_state, plan.value_slices)
     o, final, kept = _launch(
