@@ -2,7 +2,6 @@
 """States of the recurrent kernels: what decays leave of them, in registers, and from part to part of a sequence."""
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -14,10 +13,14 @@ LEAST_DECAY = 2.0**-64  # A stronger decay counts as this one: 2**-64 of a state
 
 
 def cumulative(values):
-    """Sums of `values` (H, chunks, rows) up to each row, in float32: as one product with a triangle of ones, where
-    XLA's scan would take a kernel for each doubling."""
-    triangle = jnp.asarray(np.tri(values.shape[-1], dtype=np.float32))
-    return jnp.einsum("...s,ts->...t", values, triangle, precision="highest")
+    """Sums of `values` (H, chunks, rows) up to each row, in float32: by doublings, which XLA fuses. The order of the
+    additions depends on the number of rows alone, so a sequence cut between two chunks has the same sums as a whole
+    one. XLA's products and scans choose theirs by the whole shape."""
+    width = 1
+    while width < values.shape[-1]:
+        before = jnp.pad(values[..., :-width], [(0, 0)] * (values.ndim - 1) + [(width, 0)])
+        values, width = values + before, 2 * width
+    return values
 
 
 def cumulative_decays(logs):
@@ -27,7 +30,7 @@ def cumulative_decays(logs):
     hence the least decay, and whole numbers are summed apart, where nothing is rounded.
     """
     whole = jnp.round(logs)
-    return cumulative(jnp.stack([whole, logs - whole])).sum(0)
+    return cumulative(whole) + cumulative(logs - whole)
 
 
 def first_state(gmem: Ref | None, index, pieces: int):

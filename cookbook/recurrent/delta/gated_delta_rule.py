@@ -225,7 +225,8 @@ def gated_delta_rule(
 ) -> jax.Array | tuple[jax.Array, ...]:
     """The gated delta rule over a sequence; a compiled program is bitwise reproducible from run to run.
 
-    XLA may sum g in another order when it compiles again, or for another length.
+    A sequence that is cut between two chunks of 64 tokens and continued from its state has the same bits as the whole
+    one, as long as neither is split into parts: the order of all sums in a chunk is fixed.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 

@@ -61,14 +61,10 @@ def gradients(q, k, v, initial, cu_seqlens, cum, beta, inverse, do, d_final, *, 
     table, _ = sequences.parts(cu_seqlens)
     keeps = dataclasses.replace(plan, output_wgs=0, keeps_all=True)
     states, errors = kernel.launch(keeps, table, None, k, v, inverse, cum, beta, initial, params)
-    backward = BackwardPlan(
-        **{field.name: getattr(plan, field.name) for field in dataclasses.fields(BackwardPlan)}
-    )
+    backward = BackwardPlan(**{field.name: getattr(plan, field.name) for field in dataclasses.fields(BackwardPlan)})
     dv, d_states, d_initial = kernel_backward.launch(backward, table, q, k, do, inverse, cum, beta, d_final, params)
     places = sequences.places_of_chunks(cu_seqlens)
-    dq, dk, sums = kernel_gradients.launch(
-        plan, *places, q, k, do, dv, errors, states, d_states, cum, beta, params
-    )
+    dq, dk, sums = kernel_gradients.launch(plan, *places, q, k, do, dv, errors, states, d_states, cum, beta, params)
     dbeta, dcum, by_token, by_value = jnp.moveaxis(sums.sum(2), 2, 0)  # As `kernel_gradients.SUMS` has them.
     dlast = by_token.sum(-1) + jnp.exp(cum[..., -1]) * by_value.sum(-1)
     dg = cumulative(dcum[..., ::-1])[..., ::-1] + dlast[..., None]

@@ -52,8 +52,10 @@ from .plan import CHUNK, SQUARE, Plan
 # cum[-1], k . (exp(cum[-1] - cum) beta e ds') per token and s . ds' per value. To return another sum: name it here,
 # store it by `_store_sums`, and use it in `gradients.py`.
 SUMS = DBETA, DCUM, LAST_BY_TOKEN, LAST_BY_VALUE = range(4)
-REGISTERS = {1: (232, 232, 40), 2: (136, 168, 40)}  # Per thread of pairs, columns and memory, by the pieces of a key.
+REGISTERS = {1: (232, 232, 40), 2: (136, 176, 24)}  # Per thread of pairs, columns and memory, by the pieces of a key.
 NUM_STAGES = 2  # Tiles, slices, and pairs of matrices in shared memory.
+# Slots for cum and beta of slices: `pairs`, which has no registers for them, reads them after it has released its slice.
+VECTOR_SLOTS = 2 * NUM_STAGES
 
 
 def _copies(plan: Plan) -> tuple[int, int]:
@@ -62,7 +64,7 @@ def _copies(plan: Plan) -> tuple[int, int]:
 
 
 def _scratch(plan: Plan) -> dict:
-    vector, (of_rows, of_slice) = plgpu.SMEM((NUM_STAGES, CHUNK), jnp.float32), _copies(plan)
+    vector, (of_rows, of_slice) = plgpu.SMEM((VECTOR_SLOTS, CHUNK), jnp.float32), _copies(plan)
     return dict(
         q_smem=plan.rows(NUM_STAGES, plan.pieces),
         k_smem=plan.rows(NUM_STAGES, plan.pieces),
@@ -183,7 +185,8 @@ def _load(shared: Shared, rows_landed: Barrier, slices_landed: Barrier, gmem: di
                     source = gmem[name].at[chunk, value_slice, :, pl.ds(p * PIECE, PIECE)]
                     plgpu.copy_gmem_to_smem(source, target.at[stage, p], barrier)
             for name in ("row_cum", "col_cum", "row_beta", "col_beta"):
-                plgpu.copy_gmem_to_smem(gmem[name].at[head, chunk], getattr(shared, name).at[stage], barrier)
+                target = getattr(shared, name).at[_device.rem(count, VECTOR_SLOTS)]
+                plgpu.copy_gmem_to_smem(gmem[name].at[head, chunk], target, barrier)
 
         fill_stage(part, 0, copy, operands, stage, shared.slices.filled.at[stage], slices_landed, of_slice)
 
@@ -228,7 +231,7 @@ def _make_pairs(shared: Shared, sums_gmem: Ref):
     plan = shared.plan
     multiply = lambda *pairs, onto=None: product(list(pairs), plan.interpreted, onto)
 
-    def matrix(weights, row_stage, left: Tiles, col_beta, target: Ref):
+    def matrix(weights, row_stage, left: Tiles, slot: Index, target: Ref):
         """Stores `weights` with a factor beta[j]; the sums of its rows with it, and of its columns without, times
         `left` kᵀ."""
         left, k = left.tiled.at[row_stage], shared.k.tiled.at[row_stage]
@@ -236,9 +239,10 @@ def _make_pairs(shared: Shared, sums_gmem: Ref):
         by_pair = weights * multiply(*((left.at[p], k.at[p].T) for p in range(plan.pieces)))
         by_pair = by_pair.astype(plan.dtype)
         shared.by_pair[...] = by_pair
-        target[...] = (weights * spread(col_beta, 1)).astype(plan.dtype)
+        beta = spread(load(shared.col_beta.at[slot], COLUMNS), 1)
+        target[...] = (weights * beta).astype(plan.dtype)
         plgpu.commit_smem()
-        by_row = (by_pair.astype(jnp.float32) * spread(col_beta, 1)).sum(axis=1)
+        by_row = (by_pair.astype(jnp.float32) * beta).sum(axis=1)
         by_column = load(shared.by_pair.T).astype(jnp.float32).sum(axis=1)
         plgpu.commit_smem()
         return by_row, by_column
@@ -253,23 +257,23 @@ def _make_pairs(shared: Shared, sums_gmem: Ref):
             e = shared.e.at[stage]
             dqk = multiply((shared.do.tiled.at[stage, 0], e), onto=dqk)
             dkk = multiply((shared.dr.tiled.at[stage, 0], e), onto=dkk)
-            if j == plan.slices_per_head - 1:
-                row_cum, row_beta = (load(ref.at[stage], ROWS) for ref in (shared.row_cum, shared.row_beta))
-                col_cum, col_beta = (load(ref.at[stage], COLUMNS) for ref in (shared.col_cum, shared.col_beta))
             plgpu.commit_smem()
             shared.slices.release(first + j)
         row, col = _device.indices()
         row += hidden
-        decay = jnp.exp(jnp.minimum(spread(row_cum, 0) - spread(col_cum, 1), 0.0))
+        slot = _device.rem(first, VECTOR_SLOTS)
+        cum = spread(load(shared.row_cum.at[slot], ROWS), 0) - spread(load(shared.col_cum.at[slot], COLUMNS), 1)
+        decay = jnp.exp(jnp.minimum(cum, 0.0))
         number = i * shared.heads_per_tile + h
         # dqk = tril(d scale do uᵀ), dkk = -strict(d dr uᵀ)
         dqk = jnp.where(row >= col, dqk * decay * plan.scale, 0.0)
         dkk = jnp.where(row > col, dkk * -decay, 0.0)
         stage = shared.pairs.acquire(number)
-        row_q, col_q = matrix(dqk, row_stage, shared.q, col_beta, shared.dqk.at[stage])
-        row_k, col_k = matrix(dkk, row_stage, shared.k, col_beta, shared.dkk.at[stage])
+        row_q, col_q = matrix(dqk, row_stage, shared.q, slot, shared.dqk.at[stage])
+        row_k, col_k = matrix(dkk, row_stage, shared.k, slot, shared.dkk.at[stage])
         plgpu.barrier_arrive(shared.pairs.filled.at[stage])
-        dbeta = col_q + col_k
+        dbeta, row_beta = col_q + col_k, load(shared.row_beta.at[slot], ROWS)
+        plgpu.commit_smem()
         _store_sums(shared, sums_gmem, 0, i, h, {DBETA: dbeta, DCUM: row_q + row_k - row_beta * dbeta})
 
     @pl.loop(0, shared.num_tiles)
@@ -328,10 +332,10 @@ def _add_states(shared: Shared, p: Index, i: Index, h: Index, rows, sums_gmem: R
 
     def add_slice(j, carry):
         dq, dk, sums = carry
-        stage = shared.slices.wait(first + j) + _hidden(first)
+        stage, slot = shared.slices.wait(first + j) + _hidden(first), _device.rem(first + j, VECTOR_SLOTS)
         do, dr, e = shared.do.tiled.at[stage, 0], shared.dr.tiled.at[stage, 0], shared.e.at[stage]
-        s, ds, cum = shared.s.at[stage, p], shared.ds.at[stage, p], load(shared.row_cum.at[stage], ROWS)
-        from_start, to_end = jnp.exp(cum), jnp.exp(shared.row_cum[stage, CHUNK - 1] - cum)
+        s, ds, cum = shared.s.at[stage, p], shared.ds.at[stage, p], load(shared.row_cum.at[slot], ROWS)
+        from_start, to_end = jnp.exp(cum), jnp.exp(shared.row_cum[slot, CHUNK - 1] - cum)
         # scale exp(cum) do s
         term = multiply(do, s) * spread(from_start * plan.scale, 0)
         dcum = _row_dots(q, term)
@@ -341,7 +345,7 @@ def _add_states(shared: Shared, p: Index, i: Index, h: Index, rows, sums_gmem: R
         dcum += _row_dots(k, term)
         dk += term
         # exp(cum[-1] - cum) beta e ds'
-        beta, term = load(shared.row_beta.at[stage], ROWS), multiply(e.T, ds) * spread(to_end, 0)
+        beta, term = load(shared.row_beta.at[slot], ROWS), multiply(e.T, ds) * spread(to_end, 0)
         dbeta = _row_dots(k, term)
         dk += term * spread(beta, 0)
         by_value = _row_dots(s, load(ds).astype(jnp.float32))
