@@ -14,7 +14,7 @@ from mutants import copy_of
 
 import lab
 from cookbook import _host, gated_delta_rule
-from cookbook.recurrent.delta import kernel, kernel_backward
+from cookbook.recurrent.delta import kernel, kernel_backward, kernel_gradients
 from cookbook.recurrent.sequences import Sequences
 from tests.arrays import array
 
@@ -217,6 +217,8 @@ def check_gradients(args, tolerance=2**-7, **how):
     [
         dict(length=130, heads=2, key_dim=128),
         dict(lens=[70, 0, 30], padding=5, value_dim=128),
+        slow(dict(lens=[70, 0, 1, 130], padding=5, heads=4, key_heads=2, key_dim=128, value_dim=128)),
+        slow(dict(length=64, batch=2, heads=3, dtype=jnp.float16)),
         slow(dict(length=100, beta=0.0)),
         slow(dict(length=100, correlated=0.5, beta=1.0)),
     ],
@@ -299,13 +301,15 @@ def test_what_the_compiler_makes_of_the_gradients(key_dim):
     args = problem(1, 200, 1, 1, key_dim, 64)
     compiled = lab.compile_for("h200", gradients(gated_delta_rule, args), *args[:6])
     assert compiled.spill_bytes == 0 and not compiled.remarks
-    assert 2 * (compiled.kernels[-1].smem_bytes + 1024) <= 228 * 1024  # Two blocks of the last kernel share an SM.
 
 
 def test_warpgroups_find_the_registers_that_they_ask_for():
     for (states, outputs), (state, output, memory) in kernel.REGISTERS.items():
         assert states * state + outputs * output + memory <= 512
-    assert sum(kernel_backward.REGISTERS) <= 512
+    for states, (state, weights, memory) in kernel_backward.REGISTERS.items():
+        assert states * state + weights + memory <= 512
+    for pieces, (pairs, columns, memory) in kernel_gradients.REGISTERS.items():
+        assert pairs + pieces * columns + memory <= 512
 
 
 # Arguments -----------------------------------------------------------------------------------------------------------
@@ -385,8 +389,9 @@ def test_mutants_are_caught(run_only, found_if, monkeypatch, tmp_path, file, old
     [
         ("delta/kernel_backward", "True, ds[p] * decay)", "True, ds[p])"),
         slow("delta/kernel_backward", "row >= col", "row > col"),
-        ("delta/kernel_gradients", "apart >= int(strict)", "apart >= 0"),
-        slow("delta/kernel_gradients", "dcum += _row_dots(k, dk_plus - dk_minus)", "dcum += _row_dots(k, dk_plus)"),
+        ("delta/kernel_gradients", "row > col, dkk", "row >= col, dkk"),
+        slow("delta/kernel_gradients", "dcum += _row_dots(k, term)", "dcum += 0"),
+        slow("delta/kernel_gradients", "= col_q + col_k, ", "= col_q, "),
         slow("delta/gradients", "dlast = by_token.sum(-1) +", "dlast ="),
     ],
 )  # fmt: skip

@@ -35,20 +35,20 @@ Other names of the arguments, and other layouts:
     states (B, H, P, N)   (B, H, N, P)                 (B, H, N, P)
     return_final_state    output_final_state           output_final_state
     cu_seqlens            cu_seqlens                   none
-    q and k of norm 1     use_qk_l2norm_in_kernel      use_qk_l2norm_in_kernel
+    use_qk_l2norm         use_qk_l2norm_in_kernel      use_qk_l2norm_in_kernel
 
 Both have the keys' axis of a state before the values'. Where N = P a state from there has the right shape and is wrong:
 
     initial_state = jnp.swapaxes(theirs, 2, 3)
 
-and back by the same. With the last line both divide the heads of q and k by sqrt(sum(x**2) + 1e-6); do that before.
+and back by the same; `states_from` and `states_to` of `cookbook.recurrent.states` do it by the library's name.
 
 To add a gate: one that scales the state, a number per token and head, is added to g in the ops, and one that scales a
 correction multiplies beta there. One that scales o goes wherever `plan.scale` stands in the kernels. A decay of each
 channel of a key is no change of this kind: exp(cum) is one number per token in all kernels.
 
 Bound by: the latency of a chunk, three products in a row, with as many blocks as SMs; otherwise the tensor cores.
-Not supported: normalisation of q and k, second derivatives.
+Not supported: second derivatives.
 Chapter: notebooks/17b_delta_rule.ipynb. Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024).
 """
 
@@ -76,11 +76,12 @@ LEAST_PARTS = 4  # Fewer parts do not pay for three passes.
 
 
 def gated_delta_rule_reference(
-    q, k, v, g, beta, *, scale=None, initial_state=None, return_final_state=False, cu_seqlens=None
+    q, k, v, g, beta, *, scale=None, initial_state=None, return_final_state=False, cu_seqlens=None, use_qk_l2norm=False
 ):  # fmt: skip
     """The recurrence, token by token, in at least float32."""
     dtype, (batch, length, heads, size), dim = jnp.promote_types(v.dtype, jnp.float32), v.shape, k.shape[3]
-    q, k = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (q, k))
+    q, k = (jnp.repeat(x.astype(dtype), heads // x.shape[2], axis=2) for x in (q, k))
+    q, k = (arguments.normalized(x) if use_qk_l2norm else x for x in (q, k))
     rows = [x.astype(dtype).reshape(-1, *x.shape[2:]) for x in (q, k, v, g, beta)]
     starts = jnp.arange(batch + 1) * length if cu_seqlens is None else cu_seqlens
     seq = jnp.searchsorted(starts[1:], jnp.arange(batch * length), side="right")  # The sequence of each row.
@@ -220,6 +221,7 @@ def gated_delta_rule(
     initial_state: jax.Array | None = None,
     return_final_state: bool = False,
     cu_seqlens: jax.Array | None = None,
+    use_qk_l2norm: bool = False,
     config: Config | None = None,
     **others,
 ) -> jax.Array | tuple[jax.Array, ...]:
@@ -241,8 +243,10 @@ def gated_delta_rule(
       return_final_state: also return the states after the last tokens.
       cu_seqlens: (num_seqs + 1,), integers: where packed sequences begin in a batch of 1, and where the last one ends.
         States then have num_seqs in the place of B. The first one begins at 0.
+      use_qk_l2norm: divide the heads of q and k by sqrt(sum(x**2) + 1e-6) first, rounded to their dtype. XLA does it, in
+        one kernel before the others, as fla does.
       config: stages, warpgroups and parts; None chooses by the shapes.
-      others: arguments that other libraries have, such as `use_qk_l2norm_in_kernel`, if they are None or False.
+      others: arguments that other libraries have, such as `head_first`, if they are None or False.
 
     Returns:
       o, of the shape and dtype of `v`, zeros after the last packed sequence; with `return_final_state` also the
@@ -252,7 +256,7 @@ def gated_delta_rule(
       ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
     """
     op = "gated_delta_rule"
-    _host.elsewhere(op, others, arguments.ELSEWHERE)
+    _host.elsewhere(op, others, arguments.ELSEWHERE_OF_DELTA)
     required, optional = dict(q=q, k=k, v=v, g=g, beta=beta), dict(initial_state=initial_state, cu_seqlens=cu_seqlens)
     q, k, v, g, beta, initial_state, cu_seqlens = arguments.arrays(op, required, optional)
     arguments.check_delta(op, "B, T", q, k, v, g, beta)
@@ -260,6 +264,8 @@ def gated_delta_rule(
     num_seqs = arguments.check_packed(op, cu_seqlens, batch)
     arguments.check_state(op, "initial_state", initial_state, (num_seqs, heads, size, dim))
     return_final_state = _host.option(op, "return_final_state", return_final_state, bool)
+    if _host.option(op, "use_qk_l2norm", use_qk_l2norm, bool):
+        q, k = arguments.normalized(q), arguments.normalized(k)
     scale = dim**-0.5 if scale is None else _host.option(op, "scale", scale, float)
     config = _host.require_config(op, config, Config)
     if 0 in v.shape:

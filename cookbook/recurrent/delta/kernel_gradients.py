@@ -217,6 +217,14 @@ def _zeros():
     return plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), plgpu.Layout.WGMMA)
 
 
+def _over_slices(plan: Plan, hidden: Index, add_slice, carry):
+    """`carry` after `add_slice(j, carry)` for all slices of a head. A loop that the compiler does not unroll: two slices
+    at a time have too few registers."""
+    if plan.slices_per_head == 1:
+        return add_slice(0, carry)
+    return lax.fori_loop(0, plan.slices_per_head + hidden, add_slice, carry)
+
+
 def _store_sums(shared: Shared, sums_gmem: Ref, share: Index, i: Index, h: Index, sums: dict):
     """Stores the warpgroup's share of the `SUMS` of value head `h` of tile `i`, zeros where it has none."""
     chunk, key_head, _ = shared.tile(i)
@@ -251,14 +259,18 @@ def _make_pairs(shared: Shared, sums_gmem: Ref):
         first = shared.first_slice(i, h)
         hidden = _hidden(first)
         row_stage += hidden
-        dqk, dkk = _zeros(), _zeros()
-        for j in range(plan.slices_per_head):
+
+        def add_slice(j, carry):
+            dqk, dkk = carry
             stage = shared.slices.wait(first + j) + hidden
             e = shared.e.at[stage]
             dqk = multiply((shared.do.tiled.at[stage, 0], e), onto=dqk)
             dkk = multiply((shared.dr.tiled.at[stage, 0], e), onto=dkk)
             plgpu.commit_smem()
             shared.slices.release(first + j)
+            return dqk, dkk
+
+        dqk, dkk = _over_slices(plan, hidden, add_slice, (_zeros(), _zeros()))
         row, col = _device.indices()
         row += hidden
         slot = _device.rem(first, VECTOR_SLOTS)
@@ -355,8 +367,7 @@ def _add_states(shared: Shared, p: Index, i: Index, h: Index, rows, sums_gmem: R
         return dq, dk, {which: sums[which] + value for which, value in slice_sums.items()}
 
     zero = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), ROWS)
-    slices = plan.slices_per_head + _hidden(first)  # A loop, not unrolled.
-    dq, dk, sums = lax.fori_loop(0, slices, add_slice, (dq, dk, dict.fromkeys(SUMS, zero)))
+    dq, dk, sums = _over_slices(plan, _hidden(first), add_slice, (dq, dk, dict.fromkeys(SUMS, zero)))
     _store_sums(shared, sums_gmem, p + 1, i, h, sums)
     return dq, dk
 
