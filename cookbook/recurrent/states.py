@@ -100,7 +100,7 @@ KEYS_FIRST = {
 
 
 def states_from(library: str, states):
-    """States of `library`, one of `KEYS_FIRST`, of any float dtype, as this package's ops take them: (B, H, P, N), float32.
+    """States of `library`, one of `KEYS_FIRST`, of any float dtype, as this package's ops take them.
 
     Raises:
       ValueError: the library is not known, or the states have fewer than four axes.

@@ -8,10 +8,12 @@ value head h reads key head h // (H // K). q, k and v are all bfloat16 or all fl
 should have norm 1 at most, and beta lie between 0 and 1; where beta times the squared norm of a key is above 2, the
 recurrence itself grows.
 
-In a chunk of 64 tokens the corrections u = beta (v - ...) depend on each other by a triangle: (1 + lower) u = beta (v -
-exp(cum) k S^T), where lower[t, j] = beta[t] exp(cum[t] - cum[j]) k[t] . k[j] for j < t and cum is the sum of g within
-the chunk, made by XLA. No exponential of a positive number is ever taken. Two kernels, whose files have the formulas
-and the tables of roles and barriers:
+In a chunk of 64 tokens the errors e, which beta makes corrections of the state, depend on each other by a triangle:
+
+    (1 + lower) e = v - exp(cum) k S^T,    lower[t, j] = exp(cum[t] - cum[j]) k[t] . k[j] beta[j]  for j < t, else 0
+
+Here cum is the sum of g within the chunk, made by XLA. No exponential of a positive number is ever taken. Two kernels,
+whose files have the formulas and the tables of roles and barriers:
 
     kernel_inverse   the inverses of all chunks' triangles at once
     kernel           from chunk to chunk, a block for each 64 values of a head, or for each head where those are more
@@ -243,8 +245,8 @@ def gated_delta_rule(
       return_final_state: also return the states after the last tokens.
       cu_seqlens: (num_seqs + 1,), integers: where packed sequences begin in a batch of 1, and where the last one ends.
         States then have num_seqs in the place of B. The first one begins at 0.
-      use_qk_l2norm: divide the heads of q and k by sqrt(sum(x**2) + 1e-6) first, rounded to their dtype. XLA does it, in
-        one kernel before the others, as fla does.
+      use_qk_l2norm: divide the heads of q and k by sqrt(sum(x**2) + 1e-6) first. XLA does it before the kernels, which
+        read the result in the dtype of `q`.
       config: stages, warpgroups and parts; None chooses by the shapes.
       others: arguments that other libraries have, such as `head_first`, if they are None or False.
 

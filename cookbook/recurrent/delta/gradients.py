@@ -64,8 +64,11 @@ def gradients(q, k, v, initial, cu_seqlens, cum, beta, inverse, do, d_final, *, 
     backward = BackwardPlan(**{field.name: getattr(plan, field.name) for field in dataclasses.fields(BackwardPlan)})
     dv, d_states, d_initial = kernel_backward.launch(backward, table, q, k, do, inverse, cum, beta, d_final, params)
     places = sequences.places_of_chunks(cu_seqlens)
-    dq, dk, sums = kernel_gradients.launch(plan, *places, q, k, do, dv, errors, states, d_states, cum, beta, params)
+    dq, dk, pair_sums, sums = kernel_gradients.launch(
+        plan, *places, q, k, do, dv, errors, states, d_states, cum, beta, params
+    )
     dbeta, dcum, by_token, by_value = jnp.moveaxis(sums.sum(2), 2, 0)  # As `kernel_gradients.SUMS` has them.
+    dbeta, dcum = dbeta + pair_sums[:, :, 0, kernel_gradients.DBETA], dcum + pair_sums[:, :, 0, kernel_gradients.DCUM]
     dlast = by_token.sum(-1) + jnp.exp(cum[..., -1]) * by_value.sum(-1)
     dg = cumulative(dcum[..., ::-1])[..., ::-1] + dlast[..., None]
     dg, dbeta = (_in_rows(sequences, x, cu_seqlens) for x in (dg, dbeta))

@@ -32,7 +32,8 @@ Barrier table, of two rings, `chunks` from memory to all others and `states` fro
     states.freed[stage]    the output warpgroup             state, before it stores the next state
 
 Without an output warpgroup the kernel gives states alone: that after each part, or for the backward pass those before
-all chunks, and e with them. Without values it gives the states that follow from a unit matrix: what a part does to any state.
+all chunks, and e with them. Without values it gives the states that follow from a unit matrix: what a part does to any
+state.
 
 Bound by: the latency of a chunk's three products in a row, where the slices of all sequences do not fill the GPU,
 which then has a block for each. Otherwise the tensor cores: a block of two slices multiplies queries and keys once for
@@ -297,8 +298,8 @@ def _compute_outputs(shared: Shared, wg: Index, o_gmem: Ref):
 
 def launch(plan: ForwardPlan, table, q, k, v, inverse, cum, beta, initial, params):
     """The kernel's results: with output warpgroups the states after all parts that are no padding, and o; if it
-    `keeps_all` the states before all chunks, (chunks, slices, 64, N), and eᵀ, (chunks, slices, 64, 64), in the operands'
-    dtype; otherwise the states after all parts. `initial` None stands for zeros."""
+    `keeps_all` the states before all chunks, (chunks, slices, 64, N), and eᵀ, (chunks, slices, 64, 64), in the dtype of
+    the operands; otherwise the states after all parts. `initial` None stands for zeros."""
     sequences, state = plan.sequences, (plan.value_slices, PIECE, plan.pieces * PIECE)
     units, rows = plan.value_slices // plan.state_wgs, len(k)
     of_units = lambda x: x.reshape(rows, units, PIECE * plan.state_wgs)

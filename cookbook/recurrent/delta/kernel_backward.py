@@ -12,7 +12,7 @@ chunks, (chunks, slices, 64, N), in the operands' dtype; and ds of the first chu
 
 Role table: a block goes through a sequence with one slice, or with both of a head; its warpgroups are
 
-    state      one per slice: the chain de, dr, ds, de ...: ds, deᵀ and drᵀ stay in registers, as s and eᵀ do in `kernel`
+    state      one per slice: the chain de, dr, ds, de ... As s and eᵀ in `kernel`, ds, deᵀ and drᵀ stay in registers
     weights    makes what waits for no state: scale w and scale exp(cum) do
     memory     copies the chunks' rows, inverses and decays ahead
 

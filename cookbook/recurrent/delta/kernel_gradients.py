@@ -5,8 +5,8 @@ From e and the state s before a chunk, which `kernel` made, and from dr and the 
 which `kernel_backward` made, it computes the rest of the derivation in `gradients.py`, in its names.
 
 Shapes: as in `kernel` and `kernel_backward`; e is transposed, (chunks, slices, 64, 64). dq and dk as q and k: value
-heads that share a key head are added in registers. sums (heads, chunks, 2 or 3, 4, 64) float32 are the `SUMS`, a share
-of each warpgroup that computes.
+heads that share a key head are added in registers. Two arrays (heads, chunks, warpgroups, 2 or 4, 64) in float32
+are the shares that the warpgroup of pairs and those of columns have in the `SUMS`.
 
 Role table: a block goes through tiles, each a chunk of a key head, and in a tile through its value heads and their
 slices; its warpgroups are
@@ -51,10 +51,12 @@ from .plan import CHUNK, SQUARE, Plan
 # Sums along rows that the kernel returns, a number per token or value: dbeta and dcum; and two terms of the gradient of
 # cum[-1], k . (exp(cum[-1] - cum) beta e ds') per token and s . ds' per value. To return another sum: name it here,
 # store it by `_store_sums`, and use it in `gradients.py`.
+# The warpgroup of pairs has a share of the first two.
 SUMS = DBETA, DCUM, LAST_BY_TOKEN, LAST_BY_VALUE = range(4)
-REGISTERS = {1: (232, 232, 40), 2: (136, 176, 24)}  # Per thread of pairs, columns and memory, by the pieces of a key.
+# Registers per thread of pairs, columns and memory, by the pieces of a key and the slices of a head.
+REGISTERS = {(1, 1): (232, 232, 40), (1, 2): (232, 232, 40), (2, 1): (152, 168, 24), (2, 2): (136, 176, 24)}
 NUM_STAGES = 2  # Tiles, slices, and pairs of matrices in shared memory.
-# Slots for cum and beta of slices: `pairs`, which has no registers for them, reads them after it has released its slice.
+# Slots for cum and beta of slices. `pairs` has no registers for them: it reads them again after it has released a slice.
 VECTOR_SLOTS = 2 * NUM_STAGES
 
 
@@ -141,8 +143,8 @@ class Shared:
 
 
 def _kernel(
-    first_rows, num_rows, gmem, dq_gmem, dk_gmem, sums_gmem, *, plan: Plan, num_blocks: int, rows_landed, slices_landed,
-    **smem,
+    first_rows, num_rows, gmem, dq_gmem, dk_gmem, pair_sums_gmem, sums_gmem, *, plan: Plan, num_blocks: int, rows_landed,
+    slices_landed, **smem,
 ):  # fmt: skip
     role, block = lax.axis_index("role"), lax.axis_index("block")
     rings = {name: Ring(*(smem.pop(f"{name}_{end}") for end in ("filled", "freed")), NUM_STAGES)
@@ -150,11 +152,11 @@ def _kernel(
     smem = {name.removesuffix("_smem"): ref for name, ref in smem.items()}
     smem |= {name: Tiles.views(smem[name], plan.interpreted) for name in ("q", "k", "do", "dr")}
     shared = Shared(plan, (first_rows, num_rows), block, num_blocks, **rings, **smem)
-    pairs_registers, columns_registers, memory_registers = REGISTERS[plan.pieces]
+    pairs_registers, columns_registers, memory_registers = REGISTERS[plan.pieces, plan.slices_per_head]
 
     @_device.role(role == 0, increase_to=pairs_registers)
     def _():
-        _make_pairs(shared, sums_gmem)
+        _make_pairs(shared, pair_sums_gmem)
 
     @_device.role((role >= 1) & (role <= plan.pieces), increase_to=columns_registers)
     def _():
@@ -218,20 +220,19 @@ def _zeros():
 
 
 def _over_slices(plan: Plan, hidden: Index, add_slice, carry):
-    """`carry` after `add_slice(j, carry)` for all slices of a head. A loop that the compiler does not unroll: two slices
-    at a time have too few registers."""
+    """`carry` after `add_slice(j, carry)` for all slices of a head. The compiler does not unroll this loop: two
+    slices at a time have too few registers."""
     if plan.slices_per_head == 1:
         return add_slice(0, carry)
     return lax.fori_loop(0, plan.slices_per_head + hidden, add_slice, carry)
 
 
 def _store_sums(shared: Shared, sums_gmem: Ref, share: Index, i: Index, h: Index, sums: dict):
-    """Stores the warpgroup's share of the `SUMS` of value head `h` of tile `i`, zeros where it has none."""
+    """Stores the share of a warpgroup of `SUMS` of value head `h` of tile `i`."""
     chunk, key_head, _ = shared.tile(i)
-    zero = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), ROWS)
-    for which in SUMS:
+    for which, values in sums.items():
         target = sums_gmem.at[key_head * shared.heads_per_tile + h, chunk, share, which]
-        _device.store(target, sums.get(which, zero))
+        _device.store(target, values)
 
 
 def _make_pairs(shared: Shared, sums_gmem: Ref):
@@ -368,7 +369,7 @@ def _add_states(shared: Shared, p: Index, i: Index, h: Index, rows, sums_gmem: R
 
     zero = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), ROWS)
     dq, dk, sums = _over_slices(plan, _hidden(first), add_slice, (dq, dk, dict.fromkeys(SUMS, zero)))
-    _store_sums(shared, sums_gmem, p + 1, i, h, sums)
+    _store_sums(shared, sums_gmem, p, i, h, sums)
     return dq, dk
 
 
@@ -378,7 +379,7 @@ def _row_dots(x_smem: Ref, y):
 
 
 def launch(plan: Plan, first_rows, num_rows, q, k, do, dr, errors, states, d_states, cum, beta, params):
-    """[dq, dk, sums]. Rows of no sequence are not written."""
+    """[dq, dk, sums of pairs, sums of columns]. Rows of no sequence are not written."""
     num_chunks = plan.sequences.num_chunks
     gmem = dict(q=q, k=k, do=do, dr=dr, e=errors, s=states, ds=d_states)
     # cum and beta are passed twice: one ref cannot have two layouts.
@@ -388,7 +389,8 @@ def launch(plan: Plan, first_rows, num_rows, q, k, do, dr, errors, states, d_sta
         functools.partial(_kernel, plan=plan, num_blocks=num_blocks),
         out_type=[
             *[jax.ShapeDtypeStruct(q.shape, plan.dtype)] * 2,
-            jax.ShapeDtypeStruct((plan.heads, num_chunks, 1 + plan.pieces, len(SUMS), CHUNK), jnp.float32),
+            jax.ShapeDtypeStruct((plan.heads, num_chunks, 1, 2, CHUNK), jnp.float32),
+            jax.ShapeDtypeStruct((plan.heads, num_chunks, plan.pieces, len(SUMS), CHUNK), jnp.float32),
         ],
         grid=(num_blocks,),
         grid_names=("block",),
