@@ -149,6 +149,19 @@ def test_sequences_are_split_where_they_do_not_fill_the_gpu(shape, parts):
     assert plan.sequences.part_rows == (parts and length // parts)
 
 
+def test_norms_of_queries_and_keys():
+    """Of rows of any length, and zeros: o, and gradients through the norms."""
+    q, k, *rest, _, _ = problem(length=70, decay=0.1)
+    q, k = (7 * q).at[:, 3].set(0), (k / 9).at[:, 4].set(0)
+    normed = functools.partial(gated_delta_rule, use_qk_l2norm=True)
+    of = functools.partial(reference, use_qk_l2norm=True)
+    lab.check(normed, of, q, k, *rest, tolerance=2**-7, gpu=None)
+    grads = lambda op: jax.grad(lambda *args: (op(*args).astype(jnp.float32) ** 2).sum(), (0, 1, 2))
+    for ours, wanted in zip(lab.run(grads(normed), q, k, *rest), grads(of)(q, k, *rest), strict=True):
+        ours, wanted = np.float64(ours), np.float64(wanted)
+        assert np.linalg.norm(ours - wanted) < 2**-6 * np.linalg.norm(wanted)
+
+
 LENS = [70, 0, 1, 130]
 
 

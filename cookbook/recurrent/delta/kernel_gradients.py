@@ -56,7 +56,7 @@ SUMS = DBETA, DCUM, LAST_BY_TOKEN, LAST_BY_VALUE = range(4)
 # Registers per thread of pairs, columns and memory, by the pieces of a key and the slices of a head.
 REGISTERS = {(1, 1): (232, 232, 40), (1, 2): (232, 232, 40), (2, 1): (152, 168, 24), (2, 2): (136, 176, 24)}
 NUM_STAGES = 2  # Tiles, slices, and pairs of matrices in shared memory.
-# Slots for cum and beta of slices. `pairs` has no registers for them: it reads them again after it has released a slice.
+# Slots for cum and beta of slices: `pairs`, which lacks registers for them, reads them again after it released a slice.
 VECTOR_SLOTS = 2 * NUM_STAGES
 
 
@@ -143,8 +143,8 @@ class Shared:
 
 
 def _kernel(
-    first_rows, num_rows, gmem, dq_gmem, dk_gmem, pair_sums_gmem, sums_gmem, *, plan: Plan, num_blocks: int, rows_landed,
-    slices_landed, **smem,
+    first_rows, num_rows, gmem, dq_gmem, dk_gmem, pair_sums_gmem, sums_gmem, *, plan: Plan, num_blocks: int,
+    rows_landed, slices_landed, **smem,
 ):  # fmt: skip
     role, block = lax.axis_index("role"), lax.axis_index("block")
     rings = {name: Ring(*(smem.pop(f"{name}_{end}") for end in ("filled", "freed")), NUM_STAGES)
