@@ -173,25 +173,21 @@ def _carry_the_state(shared: Shared, wg: Index, initial_gmem: Ref | None, outs):
     def step(i, s):
         stage, state_stage = shared.chunks.wait(i), _device.rem(i, STATE_STAGES)
         e = _errors(shared, wg, i, stage, [piece.astype(plan.dtype) for piece in s])
-        if plan.output_wgs or plan.keeps_all:
-            shared.e[state_stage, wg] = e.astype(plan.dtype)
-            plgpu.commit_smem()
-        if plan.output_wgs:
-            plgpu.barrier_arrive(shared.states.filled.at[state_stage])
-        elif plan.keeps_all:
-            states_gmem, errors_gmem = (out.at[part.first_chunk + i, value_slice] for out in outs)
-            for p in range(plan.pieces):
-                target = states_gmem.at[:, pl.ds(p * PIECE, PIECE)]
-                plgpu.copy_smem_to_gmem(shared.s.at[state_stage, wg, p], target)
-            plgpu.copy_smem_to_gmem(shared.e.at[state_stage, wg], errors_gmem)
-        # s' = exp(cum[-1]) s + (exp(cum[-1] - cum) beta e)ᵀ k
-        last = shared.col_cum[stage, CHUNK - 1]
-        to_end = jnp.exp(last - load(shared.col_cum.at[stage], COLUMNS)) * load(shared.beta.at[stage], COLUMNS)
-        u_to_end, decay = (e * spread(to_end, 1)).astype(plan.dtype), jnp.exp(last)
-        s = [
-            product([(u_to_end, shared.k.tiled.at[stage, p])], plan.interpreted, piece * decay)
-            for p, piece in enumerate(s)
-        ]
+
+        def hand_over():
+            if plan.output_wgs or plan.keeps_all:
+                shared.e[state_stage, wg] = e.astype(plan.dtype)
+                plgpu.commit_smem()
+            if plan.output_wgs:
+                plgpu.barrier_arrive(shared.states.filled.at[state_stage])
+            elif plan.keeps_all:
+                states_gmem, errors_gmem = (out.at[part.first_chunk + i, value_slice] for out in outs)
+                for p in range(plan.pieces):
+                    target = states_gmem.at[:, pl.ds(p * PIECE, PIECE)]
+                    plgpu.copy_smem_to_gmem(shared.s.at[state_stage, wg, p], target)
+                plgpu.copy_smem_to_gmem(shared.e.at[state_stage, wg], errors_gmem)
+
+        s = _next_state(shared, stage, e, s, hand_over)
         shared.chunks.release(i)
         return s
 
@@ -202,6 +198,26 @@ def _carry_the_state(shared: Shared, wg: Index, initial_gmem: Ref | None, outs):
     if plan.output_wgs:
         shared.states.drain(part.num_chunks)
     plgpu.wait_smem_to_gmem(0)
+
+
+def _next_state(shared: Shared, stage: Index, e, s: list, hand_over):
+    """s' = exp(cum[-1]) s + (exp(cum[-1] - cum) beta e)ᵀ k, from eᵀ; `hand_over()` is called meanwhile."""
+    plan, cum, last = shared.plan, load(shared.col_cum.at[stage], COLUMNS), shared.col_cum[stage, CHUNK - 1]
+    to_end = jnp.exp(last - cum) * load(shared.beta.at[stage], COLUMNS)
+    u_to_end, decay = (e * spread(to_end, 1)).astype(plan.dtype), jnp.exp(last)
+    keys = [shared.k.tiled.at[stage, p] for p in range(plan.pieces)]
+    if plan.interpreted:
+        hand_over()
+        return [product([(u_to_end, k)], True, piece * decay) for piece, k in zip(s, keys, strict=True)]
+
+    def multiply(*refs):
+        for ref, piece, k in zip(refs, s, keys, strict=True):
+            ref[...] = piece * decay
+            plgpu.wgmma(ref, u_to_end, k)
+        hand_over()
+        return [plgpu.layout_cast(ref[...], plgpu.Layout.WGMMA) for ref in refs]
+
+    return pl.run_scoped(multiply, *[plgpu.ACC(SQUARE, jnp.float32)] * plan.pieces)
 
 
 def _errors(shared: Shared, wg: Index, i: Index, stage: Index, s: list):

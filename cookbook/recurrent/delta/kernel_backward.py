@@ -180,12 +180,16 @@ def _carry_the_gradient(shared: Shared, wg: Index, last_gmem: Ref, dr_gmem: Ref,
         stage, w_stage, chunk = shared.chunks.wait(i), shared.weights.wait(i), part.num_chunks - 1 - i
         rounded, decay = [piece.astype(plan.dtype) for piece in ds], jnp.exp(shared.col_cum[stage, CHUNK - 1])
         de = _gradient_of_errors(shared, wg, stage, w_stage, rounded).astype(plan.dtype)
-        ds = _gradient_of_state(shared, wg, stage, w_stage, de, ds, decay)
-        plgpu.commit_smem()
-        for p in range(plan.pieces):
-            target = ds_gmem.at[part.first_chunk + chunk, value_slice, :, pl.ds(p * PIECE, PIECE)]
-            plgpu.copy_smem_to_gmem(shared.ds.at[wg, p], target)
-        store_rows(part, shared.dr, wg, dr_gmem, value_slice, 0, part.row(chunk))
+
+        def store(dr):
+            _device.store(shared.dr.tiled.at[wg].T, dr.astype(plan.dtype))
+            plgpu.commit_smem()
+            for p in range(plan.pieces):
+                target = ds_gmem.at[part.first_chunk + chunk, value_slice, :, pl.ds(p * PIECE, PIECE)]
+                plgpu.copy_smem_to_gmem(shared.ds.at[wg, p], target)
+            store_rows(part, shared.dr, wg, dr_gmem, value_slice, 0, part.row(chunk))
+
+        ds = _gradient_of_state(shared, wg, stage, w_stage, de, ds, decay, store)
         shared.weights.release(i)
         shared.chunks.release(i)
         return ds
@@ -235,8 +239,8 @@ def _gradient_of_errors(shared: Shared, wg: Index, stage: Index, w_stage: Index,
     return pl.run_scoped(multiply, *[plgpu.ACC(SQUARE, jnp.float32)] * accumulators)
 
 
-def _gradient_of_state(shared: Shared, wg: Index, stage: Index, w_stage: Index, de, ds: list, decay):
-    """ds of a chunk, from deᵀ, rounded, ds' and the `decay` of the whole chunk; leaves dr in shared memory:
+def _gradient_of_state(shared: Shared, wg: Index, stage: Index, w_stage: Index, de, ds: list, decay, store):
+    """ds of a chunk, from deᵀ, rounded, ds' and the `decay` of the whole chunk; `store(drᵀ)` is called meanwhile.
 
     drᵀ = deᵀ inverse,    ds = decay ds' + (scale exp(cum) do)ᵀ q - (exp(cum) drᵀ) k
     """
@@ -245,12 +249,9 @@ def _gradient_of_state(shared: Shared, wg: Index, stage: Index, w_stage: Index, 
     inverse, decayed_do = shared.inverse.at[stage], shared.decayed_do.at[w_stage, wg].T
     minus_decay = lambda: spread(-jnp.exp(load(shared.col_cum.at[stage], COLUMNS)), 1)
 
-    def store_dr(dr):
-        _device.store(shared.dr.tiled.at[wg].T, dr.astype(plan.dtype))
-
     if plan.interpreted:
         dr = product([(de, inverse)], True)
-        store_dr(dr)
+        store(dr)
         decayed_dr = (dr * minus_decay()).astype(plan.dtype)
         return [product([(decayed_do, q.at[p]), (decayed_dr, k.at[p])], True, ds[p] * decay) for p in pieces]
 
@@ -264,7 +265,7 @@ def _gradient_of_state(shared: Shared, wg: Index, stage: Index, w_stage: Index, 
         decayed_dr = (dr * minus_decay()).astype(plan.dtype)
         for p in pieces:
             plgpu.wgmma(ds_refs[p], decayed_dr, k.at[p])
-        store_dr(dr)
+        store(dr)
         return [plgpu.layout_cast(ref[...], plgpu.Layout.WGMMA) for ref in ds_refs]
 
     return pl.run_scoped(multiply, *[plgpu.ACC(SQUARE, jnp.float32)] * (1 + plan.pieces))

@@ -219,12 +219,10 @@ def _zeros():
     return plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), plgpu.Layout.WGMMA)
 
 
-def _over_slices(plan: Plan, hidden: Index, add_slice, carry):
-    """`carry` after `add_slice(j, carry)` for all slices of a head. The compiler does not unroll this loop: two
-    slices at a time have too few registers."""
-    if plan.slices_per_head == 1:
-        return add_slice(0, carry)
-    return lax.fori_loop(0, plan.slices_per_head + hidden, add_slice, carry)
+def _repeat(count: int, hidden: Index, body, carry=None):
+    """`carry` after `body(j, carry)` for all j below `count`. The compiler does not unroll this loop: two heads or slices
+    at a time have too few registers."""
+    return body(0, carry) if count == 1 else lax.fori_loop(0, count + hidden, body, carry)
 
 
 def _store_sums(shared: Shared, sums_gmem: Ref, share: Index, i: Index, h: Index, sums: dict):
@@ -256,7 +254,7 @@ def _make_pairs(shared: Shared, sums_gmem: Ref):
         plgpu.commit_smem()
         return by_row, by_column
 
-    def head(i, row_stage, h):
+    def head(i, row_stage, h, _):
         first = shared.first_slice(i, h)
         hidden = _hidden(first)
         row_stage += hidden
@@ -271,7 +269,7 @@ def _make_pairs(shared: Shared, sums_gmem: Ref):
             shared.slices.release(first + j)
             return dqk, dkk
 
-        dqk, dkk = _over_slices(plan, hidden, add_slice, (_zeros(), _zeros()))
+        dqk, dkk = _repeat(plan.slices_per_head, hidden, add_slice, (_zeros(), _zeros()))
         row, col = _device.indices()
         row += hidden
         slot = _device.rem(first, VECTOR_SLOTS)
@@ -292,7 +290,7 @@ def _make_pairs(shared: Shared, sums_gmem: Ref):
     @pl.loop(0, shared.num_tiles)
     def _(i):
         row_stage = shared.rows.wait(i)
-        pl.loop(0, shared.heads_per_tile)(functools.partial(head, i, row_stage))
+        _repeat(shared.heads_per_tile, _hidden(i), functools.partial(head, i, row_stage))
         shared.rows.release(i)
 
     shared.pairs.drain(shared.num_tiles * shared.heads_per_tile)
@@ -324,7 +322,7 @@ def _add_columns(shared: Shared, p: Index, dq_gmem: Ref, dk_gmem: Ref, sums_gmem
             shared.pairs.release(number)
             return dq, dk
 
-        dq, dk = lax.fori_loop(0, shared.heads_per_tile, head, (_zeros(), _zeros()))
+        dq, dk = _repeat(shared.heads_per_tile, _hidden(i), head, (_zeros(), _zeros()))
         pl.when(i > 0)(lambda: release(i - 1))
         q[...], k[...] = dq.astype(plan.dtype), dk.astype(plan.dtype)
         plgpu.commit_smem()
@@ -368,7 +366,7 @@ def _add_states(shared: Shared, p: Index, i: Index, h: Index, rows, sums_gmem: R
         return dq, dk, {which: sums[which] + value for which, value in slice_sums.items()}
 
     zero = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), ROWS)
-    dq, dk, sums = _over_slices(plan, _hidden(first), add_slice, (dq, dk, dict.fromkeys(SUMS, zero)))
+    dq, dk, sums = _repeat(plan.slices_per_head, _hidden(first), add_slice, (dq, dk, dict.fromkeys(SUMS, zero)))
     _store_sums(shared, sums_gmem, p, i, h, sums)
     return dq, dk
 
