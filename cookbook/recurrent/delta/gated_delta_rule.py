@@ -12,7 +12,7 @@ In a chunk of 64 tokens the errors e, which beta makes corrections of the state,
 
     (1 + lower) e = v - exp(cum) k S^T,    lower[t, j] = exp(cum[t] - cum[j]) k[t] . k[j] beta[j]  for j < t, else 0
 
-Here cum is the sum of g within the chunk, made by XLA. No exponential of a positive number is ever taken. Two kernels,
+Here cum is the sum of g within the chunk, made by XLA. Exponentials of positive numbers are never used. Two kernels,
 whose files have the formulas and the tables of roles and barriers:
 
     kernel_inverse   the inverses of all chunks' triangles at once

@@ -120,6 +120,15 @@ class Shared:
     col_cum = property(lambda self: self.columns.at[:, 0])
     beta = property(lambda self: self.columns.at[:, 1])
 
+    def minus_decay(self, stage):
+        """-exp(cum)"""
+        return -jnp.exp(load(self.col_cum.at[stage], COLUMNS))
+
+    def to_end(self, stage):
+        """exp(cum[-1] - cum) beta"""
+        cum, last = load(self.col_cum.at[stage], COLUMNS), self.col_cum[stage, CHUNK - 1]
+        return jnp.exp(last - cum) * load(self.beta.at[stage], COLUMNS)
+
 
 def _kernel(
     table, gmem, initial_gmem, *outs, plan: ForwardPlan, filled, freed, landed, handed=None, taken=None, **smem
@@ -172,7 +181,7 @@ def _carry_the_state(shared: Shared, wg: Index, initial_gmem: Ref | None, outs):
 
     def step(i, s):
         stage, state_stage = shared.chunks.wait(i), _device.rem(i, STATE_STAGES)
-        e = _errors(shared, wg, i, stage, [piece.astype(plan.dtype) for piece in s])
+        e, to_end = _errors(shared, wg, i, stage, [piece.astype(plan.dtype) for piece in s])
 
         def hand_over():
             if plan.output_wgs or plan.keeps_all:
@@ -187,7 +196,7 @@ def _carry_the_state(shared: Shared, wg: Index, initial_gmem: Ref | None, outs):
                     plgpu.copy_smem_to_gmem(shared.s.at[state_stage, wg, p], target)
                 plgpu.copy_smem_to_gmem(shared.e.at[state_stage, wg], errors_gmem)
 
-        s = _next_state(shared, stage, e, s, hand_over)
+        s = _next_state(shared, stage, e, to_end, s, hand_over)
         shared.chunks.release(i)
         return s
 
@@ -200,11 +209,10 @@ def _carry_the_state(shared: Shared, wg: Index, initial_gmem: Ref | None, outs):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _next_state(shared: Shared, stage: Index, e, s: list, hand_over):
+def _next_state(shared: Shared, stage: Index, e, to_end, s: list, hand_over):
     """s' = exp(cum[-1]) s + (exp(cum[-1] - cum) beta e)ᵀ k, from eᵀ; `hand_over()` is called meanwhile."""
-    plan, cum, last = shared.plan, load(shared.col_cum.at[stage], COLUMNS), shared.col_cum[stage, CHUNK - 1]
-    to_end = jnp.exp(last - cum) * load(shared.beta.at[stage], COLUMNS)
-    u_to_end, decay = (e * spread(to_end, 1)).astype(plan.dtype), jnp.exp(last)
+    plan, decay = shared.plan, jnp.exp(shared.col_cum[stage, CHUNK - 1])
+    u_to_end = (e * spread(to_end, 1)).astype(plan.dtype)
     keys = [shared.k.tiled.at[stage, p] for p in range(plan.pieces)]
     if plan.interpreted:
         hand_over()
@@ -221,19 +229,24 @@ def _next_state(shared: Shared, stage: Index, e, s: list, hand_over):
 
 
 def _errors(shared: Shared, wg: Index, i: Index, stage: Index, s: list):
-    """eᵀ = (vᵀ - exp(cum) s kᵀ) inverseᵀ of chunk `i`, a row per value and a column per token.
+    """eᵀ = (vᵀ - exp(cum) s kᵀ) inverseᵀ of chunk `i`, a row per value and a column per token; and `Shared.to_end`.
 
-    `s`, rounded, is stored while the tensor cores are at the products.
+    `s`, rounded, is stored, and decays are computed, while the tensor cores are at the products.
     """
     plan = shared.plan
     keys = [(piece, shared.k.tiled.at[stage, p].T) for p, piece in enumerate(s)]
     inverse = shared.inverse.at[stage].T
     values = [(shared.v.tiled.at[stage, wg].T, inverse)] if plan.has_values else []
-    minus_decay = lambda: spread(-jnp.exp(load(shared.col_cum.at[stage], COLUMNS)), 1)
     if plan.interpreted:
         _store_state_before(shared, wg, i, s)
-        from_state = (product(keys, True) * minus_decay()).astype(plan.dtype)
-        return product([*values, (from_state, inverse)], True)
+        from_state = (product(keys, True) * spread(shared.minus_decay(stage), 1)).astype(plan.dtype)
+        return product([*values, (from_state, inverse)], True), shared.to_end(stage)
+
+    def finish(pairs, e_ref):
+        for pair in pairs:
+            plgpu.wgmma(e_ref, *pair)
+        to_end = shared.to_end(stage)
+        return plgpu.layout_cast(e_ref[...], plgpu.Layout.WGMMA), to_end
 
     def multiply(from_state_ref, e_ref=None):
         for pair in keys:
@@ -242,13 +255,14 @@ def _errors(shared: Shared, wg: Index, i: Index, stage: Index, s: list):
         for pair in early:
             plgpu.wgmma(e_ref, *pair)
         _store_state_before(shared, wg, i, s)
+        minus_decay = spread(shared.minus_decay(stage), 1)
         from_state = plgpu.wgmma_accumulator_load(from_state_ref, wait_n=len(early))
         from_state = plgpu.layout_cast(from_state, plgpu.Layout.WGMMA)
-        from_state = (from_state * minus_decay()).astype(plan.dtype)
+        from_state = (from_state * minus_decay).astype(plan.dtype)
         if e_ref is None:
-            return product([*values, (from_state, inverse)], False)
-        plgpu.wgmma(e_ref, from_state, inverse)
-        return plgpu.layout_cast(e_ref[...], plgpu.Layout.WGMMA)
+            pairs = [*values, (from_state, inverse)]
+            return pl.run_scoped(functools.partial(finish, pairs), plgpu.ACC(SQUARE, jnp.float32))
+        return finish([(from_state, inverse)], e_ref)
 
     # Two chains fill each other's gaps, and have registers for one accumulator at a time.
     accumulators = 1 if plan.state_wgs == 2 and plan.output_wgs else 2
@@ -279,9 +293,9 @@ def _compute_outputs(shared: Shared, wg: Index, o_gmem: Ref):
         # w = tril(exp(cum[t] - cum[j]) q kᵀ beta[j])
         w = product(list(zip(queries, keys, strict=True)), plan.interpreted)
         cum = spread(load(shared.row_cum.at[stage], ROWS), 0)
-        decay = jnp.exp(jnp.minimum(cum - spread(load(shared.col_cum.at[stage], COLUMNS), 1), 0.0))
-        w = w * spread(load(shared.beta.at[stage], COLUMNS), 1)
-        w = jnp.where(row >= col, w * decay, 0.0).astype(plan.dtype)
+        decay = jnp.exp(cum - spread(load(shared.col_cum.at[stage], COLUMNS), 1))  # May be infinite where w is zero.
+        w = w * decay * spread(load(shared.beta.at[stage], COLUMNS), 1)
+        w = jnp.where(row >= col, w, 0.0).astype(plan.dtype)
         state_stage = shared.states.wait(i)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         o_tiles = [wg * plan.state_wgs + j for j in range(plan.state_wgs)]

@@ -155,7 +155,7 @@ def _make_weights(shared: Shared):
         # scale w = scale tril(exp(cum[t] - cum[j]) q kᵀ beta[j])
         w = product([(q.at[p], k.at[p].T) for p in range(plan.pieces)], plan.interpreted)
         cum = spread(load(shared.row_cum.at[stage], ROWS), 0)
-        decay = jnp.exp(jnp.minimum(cum - spread(load(shared.col_cum.at[stage], COLUMNS), 1), 0.0))
+        decay = jnp.exp(cum - spread(load(shared.col_cum.at[stage], COLUMNS), 1))  # May be infinite where w is zero.
         scaled_beta = spread(load(shared.beta.at[stage], COLUMNS) * plan.scale, 1)
         w = jnp.where(row >= col, w * decay * scaled_beta, 0.0)
         w_stage = shared.weights.acquire(i)
@@ -203,7 +203,7 @@ def _carry_the_gradient(shared: Shared, wg: Index, last_gmem: Ref, dr_gmem: Ref,
 def _gradient_of_errors(shared: Shared, wg: Index, stage: Index, w_stage: Index, ds: list):
     """deᵀ = doᵀ (scale w) + exp(cum[-1] - cum) beta ds' kᵀ, from ds', rounded.
 
-    ds' is stored in shared memory while the tensor cores are at the products.
+    ds' is stored in shared memory, and decays are computed, while the tensor cores are at the products.
     """
     plan, k = shared.plan, shared.k.tiled.at[stage]
     from_state = [(piece, k.at[p].T) for p, piece in enumerate(ds)]
@@ -227,12 +227,14 @@ def _gradient_of_errors(shared: Shared, wg: Index, stage: Index, w_stage: Index,
             plgpu.wgmma(from_state_ref, *pair)
         if de_ref is None:
             store_ds()
-            de = plgpu.layout_cast(from_state_ref[...], plgpu.Layout.WGMMA) * to_end()
+            decay = to_end()
+            de = plgpu.layout_cast(from_state_ref[...], plgpu.Layout.WGMMA) * decay
             return product([from_outputs], False, de)
         plgpu.wgmma(de_ref, *from_outputs)
         store_ds()
+        decay = to_end()
         de = plgpu.layout_cast(de_ref[...], plgpu.Layout.WGMMA)
-        return de + plgpu.layout_cast(from_state_ref[...], plgpu.Layout.WGMMA) * to_end()
+        return de + plgpu.layout_cast(from_state_ref[...], plgpu.Layout.WGMMA) * decay
 
     # Two chains fill each other's gaps, and have registers for one accumulator at a time.
     accumulators = 2 if plan.state_wgs == 1 else 1
@@ -260,9 +262,10 @@ def _gradient_of_state(shared: Shared, wg: Index, stage: Index, w_stage: Index, 
         for p in pieces:
             ds_refs[p][...] = ds[p] * decay
             plgpu.wgmma(ds_refs[p], decayed_do, q.at[p])  # Waits for no dr.
+        from_start = minus_decay()
         dr = plgpu.wgmma_accumulator_load(dr_ref, wait_n=plan.pieces)
         dr = plgpu.layout_cast(dr, plgpu.Layout.WGMMA)
-        decayed_dr = (dr * minus_decay()).astype(plan.dtype)
+        decayed_dr = (dr * from_start).astype(plan.dtype)
         for p in pieces:
             plgpu.wgmma(ds_refs[p], decayed_dr, k.at[p])
         store(dr)

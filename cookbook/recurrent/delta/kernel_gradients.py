@@ -220,8 +220,8 @@ def _zeros():
 
 
 def _repeat(count: int, hidden: Index, body, carry=None):
-    """`carry` after `body(j, carry)` for all j below `count`, in a loop that the compiler does not unroll: for two heads
-    or slices at a time there are too few registers."""
+    """`carry` after `body(j, carry)` for all j below `count`, in a loop that is not unrolled: for two heads or slices
+    at a time there are too few registers."""
     return body(0, carry) if count == 1 else lax.fori_loop(0, count + hidden, body, carry)
 
 
