@@ -36,6 +36,8 @@ def cumulative(values):
     while width < values.shape[-1]:
         before = jnp.pad(values[..., :-width], [(0, 0)] * (values.ndim - 1) + [(width, 0)])
         values, width = values + before, 2 * width
+        if width == 8:  # XLA would fuse more doublings, and add numbers again for each result.
+            values = lax.optimization_barrier(values)
     return values
 
 
@@ -46,7 +48,8 @@ def cumulative_decays(logs):
     hence the least decay, and whole numbers are summed apart, where nothing is rounded.
     """
     whole = jnp.round(logs)
-    return cumulative(whole) + cumulative(logs - whole)
+    whole, rest = cumulative(jnp.stack([whole, logs - whole]))
+    return whole + rest
 
 
 def first_state(gmem: Ref | None, index, pieces: int):
