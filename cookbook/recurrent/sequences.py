@@ -138,11 +138,6 @@ class Sequences:
 
     def places_of_chunks(self, cu_seqlens):
         """(first row, number of rows) of all chunks."""
-        if not self.is_packed:  # Constants, as in `_equal_parts`.
-            seq, chunk = np.divmod(np.arange(self.num_chunks), pl.cdiv(self.length, self.chunk))
-            skip = chunk * self.chunk
-            places = seq * self.length + skip, np.minimum(self.length - skip, self.chunk)
-            return tuple(jnp.asarray(place, jnp.int32) for place in places)
         rows = self.rows_of_chunks(cu_seqlens)
         return rows[:, 0], (rows < self.num_rows).sum(1, dtype=jnp.int32)
 
