@@ -150,7 +150,7 @@ def test_sequences_are_split_where_they_do_not_fill_the_gpu(shape, parts):
 
 
 def test_norms_of_queries_and_keys():
-    """Of rows of any length, and zeros: o, and gradients through the norms."""
+    """Rows of any length, and zeros: o, and gradients through the norms."""
     q, k, *rest, _, _ = problem(length=70, decay=0.1)
     q, k = (7 * q).at[:, 3].set(0), (k / 9).at[:, 4].set(0)
     normed = functools.partial(gated_delta_rule, use_qk_l2norm=True)

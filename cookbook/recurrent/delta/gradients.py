@@ -38,6 +38,18 @@ beta stands beside such keys alone, and cum[t] beside q[t] and keys, so their gr
 The shares of dqk and dkk in these are sums of rows and columns: q . (dqk k) are those of dqk times q kᵀ, elementwise.
 
     dg[t] = sum of dcum from t to the end of the chunk
+
+The cost of a chunk of a value head of N = P = 128, in KB of 16-bit operands and in products of 64 x 64 x 64. q, k, dq
+and dk, which value heads share, come on top; a kernel that goes from chunk to chunk has as many blocks as slices, or
+half as many.
+
+    kernel              reads                    writes        products    from chunk to chunk
+    kernel              v, inverse          24   s, e     48   12          yes
+    kernel_backward     do, inverse         24   ds', dr  48   18          yes
+    kernel_gradients    e, dr, do, s, ds'  112                 28          no
+
+States and errors are made again, and not kept from the forward pass: kept, they would be three times the memory of v
+for as long as a layer waits for its gradient, to save one pass over v and the inverses.
 """
 
 import dataclasses

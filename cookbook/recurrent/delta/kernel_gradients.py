@@ -30,7 +30,7 @@ Barrier table, of three rings: `rows` with q and k of tiles, `slices`, and `pair
                                                        places of q and k: nobody reads these any more
     pairs.freed[stage]    columns                      pairs, before it stores the next matrices
 
-Bound by: memory.
+Bound by: memory; and the products of a head, each of which waits for the one before.
 """
 
 import dataclasses
