@@ -307,7 +307,8 @@ def test_no_tokens_leave_states_as_they_are():
     "file, old, new",
     [
         ("conv/kernel", "pl.loop(end, part.end)", "pl.loop(end, part.end)"),
-        ("conv/kernel", "whole * at_once, end, lambda", "whole * at_once, end - 1, lambda"),
+        ("conv/kernel", "groups * at_once, end, lambda", "groups * at_once, end - 1, lambda"),
+        ("conv/plan", "jnp.minimum(i + 1, groups - 1)", "jnp.minimum(i, groups - 1)"),
         ("conv/kernel", "pl.loop(end, part.end)", "pl.loop(end, end)"),
         ("conv/plan", "keep_if(row >= self.seq_first, value, before)", "value"),
         ("conv/plan", "row - self.seq_first + num, 0", "row - self.seq_first, 0"),
