@@ -235,8 +235,8 @@ def scale_and_shift(product, fused: dict):
 
 
 def kernel(a_gmem, b_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem=None,
-           sums_smem=None, summed=None, copy=None):  # fmt: skip
-    """The kernel of `launch.fused_product`; see the tables above. `copy` is that of `load`."""
+           sums_smem=None, summed=None, copy=None, store_tile=None):  # fmt: skip
+    """The kernel of `launch.fused_product`; see the tables above. `copy` is that of `load`, `store_tile` of `compute`."""
     ring = plan.ring(a_smem, b_smem, filled, freed)
 
     @memory_role
@@ -246,4 +246,4 @@ def kernel(a_gmem, b_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_sme
     @compute_role
     def _():
         multiply_tile = lambda plan, before: multiply(plan, ring, before, plan.tiles.num_steps)
-        compute(plan, multiply_tile, (vectors, o_gmem, o_smem), (sums_gmem, sums_smem, summed))
+        compute(plan, multiply_tile, (vectors, o_gmem, o_smem), (sums_gmem, sums_smem, summed), store_tile)
