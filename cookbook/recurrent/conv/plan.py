@@ -27,7 +27,7 @@ LEAST_ROWS, MOST_ROWS = 16, 128  # A part has so many. It reads W - 1 rows and t
 @dataclasses.dataclass(frozen=True)
 class Config:
     part_rows: int = 64  # Rows that a block walks through.
-    rows_at_once: int = 4  # Rows that a thread loads before it computes: loads in flight.
+    rows_at_once: int = 8  # Rows that a thread loads before it computes: loads in flight.
     vec: int = 4  # Neighbouring columns of a thread. It has 2 W values in registers for each.
     loads_ahead: bool = True  # Whether the next rows are loaded before these are computed.
 
@@ -58,7 +58,7 @@ def default_config(
     part_rows = MOST_ROWS
     while part_rows > LEAST_ROWS and blocks(part_rows) < BLOCKS_PER_SM * num_sms:
         part_rows //= 2
-    return Config(part_rows, 2 if gradients else 4, vec)
+    return Config(part_rows, (8 if gradients else 16) // itemsize, vec)
 
 
 @dataclasses.dataclass(frozen=True)
