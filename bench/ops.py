@@ -120,6 +120,20 @@ OPS = {
         empty=(dict(lhs=0), dict(rhs=2), dict(lhs=1, rhs=1), dict(rhs=0, group_sizes=0)),
         major=10,
     ),
+    "causal_conv1d": Op(
+        dict(x=(BF16, (1, 20, 40)), weight=(BF16, (40, 4))),
+        static=("return_final_state",),
+        gradients=("x", "weight"),
+        more=dict(bias=(F32, (40,)), initial_state=(F32, (1, 40, 3))),
+        choices=dict(activation="silu", return_final_state=True),
+        empty=(dict(x=0), dict(x=1), dict(x=2, weight=0)),
+    ),
+    "causal_conv1d_step": Op(
+        dict(x=(BF16, (2, 40)), state=(BF16, (2, 40, 3)), weight=(F32, (40, 4))),
+        more=dict(bias=(F32, (40,))),
+        choices=dict(activation="silu"),
+        empty=(dict(x=0, state=0), dict(x=1, state=1, weight=0)),
+    ),
     "cross_entropy": Op(
         dict(logits=(BF16, (3, 40)), labels=np.array([39, 0, -100], np.int32)),
         static=CROSS_ENTROPY,

@@ -46,6 +46,7 @@ delta_rule, delta_rule_step, ssd, ssd_step = map(
     inspect.getmodule,
     (cookbook.gated_delta_rule, cookbook.gated_delta_rule_step, cookbook.ssd, cookbook.ssd_step),
 )
+causal_conv1d, causal_conv1d_step = map(inspect.getmodule, (cookbook.causal_conv1d, cookbook.causal_conv1d_step))
 cross_entropy, linear_cross_entropy = map(inspect.getmodule, (cookbook.cross_entropy, cookbook.linear_cross_entropy))
 reduce_sum, rms_norm, softmax = map(inspect.getmodule, (cookbook.reduce_sum, cookbook.rms_norm, cookbook.softmax))
 
@@ -110,9 +111,9 @@ class Case:
         """The GPU whose tensor cores its kernel uses; None for a kernel that every newer one runs."""
         if self.op.startswith("blackwell."):
             return "b200"
-        on_cuda_cores = self.op.startswith(("add", "softmax", "rms_norm", "reduce_sum", "cross_")) or self.op.endswith(
-            "_step"
-        )
+        on_cuda_cores = self.op.startswith(
+            ("add", "softmax", "rms_norm", "reduce_sum", "causal_", "cross_")
+        ) or self.op.endswith("_step")
         return None if on_cuda_cores or self.impl == "matmul_blocked" else "h200"
 
     @property
@@ -707,6 +708,50 @@ def _ssd_step(seqs, heads, groups, head_dim, state_dim, **kwargs):
                 integers=(dt, a), in_place=3, **kwargs)  # fmt: skip
 
 
+def _conv(batch, length, columns, taps, gradients=False, **kwargs):
+    """With a bias and silu, as in Mamba-2. With `gradients` those alone, of x, the weights and the bias."""
+    op = causal_conv1d
+
+    def by_xla(x, weight, bias):
+        padded, f32 = jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0))), jnp.float32
+        terms = [padded[:, j : j + length].astype(f32) * weight[:, j].astype(f32) for j in range(taps)]
+        return jax.nn.silu(sum(terms) + bias.astype(f32)).astype(x.dtype)
+
+    def of(fn):
+        return (lambda *args: jax.vjp(fn, *args[:-1])[1](args[-1])) if gradients else fn
+
+    def exact(*args):
+        fn = lambda *args: op.causal_conv1d_reference(*args, activation="silu")[0]
+        return of(fn)(*(x.astype(jnp.float32) for x in args))
+
+    x = batch, length, columns
+    shapes = x, (columns, taps), (columns,), *[x] * gradients
+    # The gradient reads the cotangent of y, too.
+    nbytes = op.bytes_moved(batch * length, columns, 2) * (3 if gradients else 2) // 2
+    return Case("causal_conv1d", shapes, BF16, of(functools.partial(cookbook.causal_conv1d, activation="silu")), exact,
+                {"xla": of(by_xla)}, op.flops(batch * length, columns, taps) * (4 if gradients else 1), nbytes,
+                f"b{batch}_t{length}_d{columns}_w{taps}" + ("_grad" if gradients else ""), **kwargs)  # fmt: skip
+
+
+def _conv_step(seqs, columns, taps, **kwargs):
+    """One token of many sequences."""
+    op = causal_conv1d_step
+
+    def exact(x, weight, bias, state):
+        return op.causal_conv1d_step_reference(x, state, weight, bias, activation="silu")
+
+    def by_xla(x, weight, bias, state):
+        y, state[...] = (new.astype(x.dtype) for new in exact(x, weight, bias, state[...]))
+        return y
+
+    shapes = (seqs, columns), (columns, taps), (columns,), (seqs, columns, taps - 1)
+    return Case("causal_conv1d_step", shapes, BF16,
+                lambda x, weight, bias, state: cookbook.causal_conv1d_step(x, state, weight, bias, activation="silu"),
+                lambda *args: exact(*args)[0], {"xla": by_xla}, op.flops(seqs, columns, taps),
+                op.bytes_moved(seqs, seqs, columns, taps, 2), f"b{seqs}_d{columns}_w{taps}", in_place=3,
+                **kwargs)  # fmt: skip
+
+
 def _delta_rule_step(seqs, key_heads, heads, dim=128, **kwargs):
     """States of many sequences. Betas are those of keys of norm 1, where normal ones have about `dim` ** 0.5."""
     rng, narrow = np.random.default_rng(0), (seqs, key_heads, dim)
@@ -1010,6 +1055,11 @@ CASES += [
     _delta_rule(4, 8192, 16, 64, Target(None, rate=1.51)),
     _delta_rule(1, 32768, 2, 8, Target(None, rate=0.485)),
     _delta_rule(1, 8192, 16, 64, Target("fla", 1 / 0.6), gradients=True),
+    # 0.9 of the rate of a stream.
+    _conv(8, 4096, 4096, 4, target=Target("xla", rate=3.94)),
+    _conv(8, 4096, 4096, 4, gradients=True, target=Target("xla")),
+    _conv(4, 2048, 4352, 4),  # A layer of Mamba-2 of 2048 channels.
+    _conv_step(256, 8192, 4, target=Target("xla")),
     # 0.85 of the rate of a stream.
     _ssd_step(256, 32, 1, 64, 128, target=Target(None, rate=3.73)),
     _delta_rule_step(256, 16, 64, target=Target(None, rate=3.73)),

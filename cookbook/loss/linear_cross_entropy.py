@@ -8,7 +8,8 @@ Shapes: hidden (..., H), weight (V, H), or (H, V) with `transpose_weight`, label
 both bfloat16 or both float16, H is a multiple of 8, V and the number of rows are any; sums are float32, losses too.
 
 Where what happens: `products.py` multiplies, by the kernel of gemm; `kernel.py` has the kernels along the rows of
-logits; `losses.py` the numbers per row. This file puts blocks of them together, `blocks.py` says which.
+logits; `losses.py` the numbers per row. This file puts blocks of them together, `blocks.py` says which. The loss alone
+needs none of this: `kernel_forward.py` reduces the logits where they are computed. With gradients:
 
     per block of rows     logits = hidden @ weight^T, 16 bits          product 1
                           statistics, losses                           reads the logits
@@ -37,7 +38,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _host
-from . import kernel, losses, products
+from . import kernel, kernel_forward, losses, products
 from .blocks import Blocks, blocks_of
 from .cross_entropy import cross_entropy_reference
 from .losses import Options, Rows
@@ -120,13 +121,12 @@ def _without_ignored(hidden, rows: Rows):
 
 def _forward(problem: Problem, hidden, weight, labels):
     """(losses, lse) of all rows."""
-    weight = problem.padded(weight)
-
-    def block(sums, hidden, labels):
-        rows = Rows.of_device(labels, problem.options, problem.vocabulary)
-        return sums, _logits(problem, _without_ignored(hidden, rows), weight, rows)[1:]
-
-    return tuple(_over_rows(problem, block, hidden, labels)[1])
+    o, rows = problem.options, Rows.of_device(labels, problem.options, problem.vocabulary)
+    found = kernel_forward.statistics(
+        problem.target, _without_ignored(hidden, rows), problem.padded(weight), rows.columns, problem.vocabulary,
+        problem.pitch, problem.transposed, o.soft_cap, o.label_smoothing > 0,
+    )  # fmt: skip
+    return rows.losses(*found)
 
 
 def _with_gradients(problem: Problem, hidden, weight, labels, d_loss, d_lse, scale):
@@ -261,8 +261,9 @@ def linear_cross_entropy(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Cross-entropy of the logits `hidden @ weight.T`, of which a part alone is in memory at a time.
 
-    Differentiable once in hidden and weight. Logits, and their gradient, are rounded to the dtype of hidden. For a mean
-    or a sum, without `return_lse`, the gradients are computed together with the loss.
+    Differentiable once in hidden and weight. Where gradients are computed, logits and their gradients are rounded to
+    the dtype of hidden; the loss alone stores no logits, and rounds none. For a mean or a sum, without `return_lse`,
+    the gradients are computed together with the loss.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 

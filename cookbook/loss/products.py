@@ -32,14 +32,12 @@ def pitch_of(vocabulary: int, transposed: bool) -> int:
 
 
 @functools.lru_cache(4096)
-def _config(problem: cost.Problem, adds: bool = False) -> cost.Config:
-    """The configuration of the least predicted time, of those that keep no float32 sums of parts of K in memory; if it
-    `adds`, of those that store tiles as they are, whole."""
-    is_one = lambda config: config.split_k == 1 and not config.swapped
-    return min(
-        (config for config in cost.candidates(problem) if (is_one(config) if adds else not config.second_kernel)),
-        key=lambda config: cost.predict(config, problem),
-    )
+def _config(problem: cost.Problem, whole_tiles: bool = False) -> cost.Config:
+    """The configuration of the least predicted time, of those that keep no float32 sums of parts of K in memory; with
+    `whole_tiles` of those whose blocks have all sums of a tile, all of one size, as they lie in the result."""
+    is_whole = lambda config: config.split_k == config.tail_split == 1 and not config.swapped
+    fits = is_whole if whole_tiles else lambda config: not config.second_kernel
+    return min(filter(fits, cost.candidates(problem)), key=lambda config: cost.predict(config, problem))
 
 
 def seconds(sizes: tuple[int, int, int], transposed: tuple[bool, bool], num_sms: int) -> float:
@@ -48,20 +46,22 @@ def seconds(sizes: tuple[int, int, int], transposed: tuple[bool, bool], num_sms:
     return cost.predict(_config(problem), problem) / 1e6
 
 
-def _plan(target: _host.Target, a, b, sizes, transposed, out_dtype, adds: bool = False) -> Plan:
+def plan(target: _host.Target, a, b, sizes, transposed, out_dtype, whole_tiles: bool = False) -> Plan:
+    """The plan of a product of these operands, (M, K) and (N, K) of `sizes`, `transposed` if they lie as (K, ...)."""
     problem = cost.Problem(*sizes, transposed, (2, 2, out_dtype.itemsize), target.num_sms)
-    config = _config(problem, adds)
+    config = _config(problem, whole_tiles)
     dtypes, num_sms, interpreted = (a.dtype, b.dtype), target.num_sms, target.interpreted
     return plan_of(*sizes, dtypes, transposed, identity, out_dtype, config, num_sms, interpreted)
 
 
 def _product(target: _host.Target, a, b, sizes, transposed, out_dtype, scale=None, varies=True):
-    plan = _plan(target, a, b, sizes, transposed, out_dtype)
     vectors = {} if scale is None else dict(scale=scale.reshape(1))
-    return fused_product(kernel, a, b, vectors, plan=plan, params=_params(), varies=varies)
+    return fused_product(
+        kernel, a, b, vectors, plan=plan(target, a, b, sizes, transposed, out_dtype), params=params(), varies=varies
+    )
 
 
-def _params():
+def params():
     return _host.compiler_params(approx_math=True)
 
 
@@ -81,7 +81,7 @@ def _add(plan: Plan, out, place, stored, values):
 @functools.partial(jax.jit, static_argnames="plan")
 def _launch_sum(sums, a, b, scale, plan: Plan):
     body = functools.partial(kernel, plan=plan, store_tile=_add)
-    run = launch(body, plan, (), dict(cluster=plan.tiles.clusters), plan.scratch, _params(), varies=False)
+    run = launch(body, plan, (), dict(cluster=plan.tiles.clusters), plan.scratch, params(), varies=False)
     shape = sums.shape
     if plan.interpreted:  # It reads whole tiles.
         sums = _host.pad_to_tiles(sums, plan.tiles.cluster_tile)
@@ -117,8 +117,8 @@ def d_weight(target: _host.Target, g, hidden, transposed: bool, scale, out_dtype
 def add_d_weight(target: _host.Target, sums, g, hidden, transposed: bool, scale):
     """float32 `sums` of `d_weight`, in their place, with those of other rows."""
     a, b, sizes = _of_d_weight(g, hidden, transposed)
-    plan = _plan(target, a, b, sizes, (True, True), jnp.dtype(jnp.float32), adds=True)
-    return _launch_sum(sums, a, b, scale, plan)
+    of_sum = plan(target, a, b, sizes, (True, True), jnp.dtype(jnp.float32), whole_tiles=True)
+    return _launch_sum(sums, a, b, scale, of_sum)
 
 
 def _of_d_weight(g, hidden, transposed: bool):

@@ -206,7 +206,7 @@ def test_gradients(m, n, k, how):
 
 @pytest.mark.parametrize("scale", [2.0**6, 2.0**-16])
 def test_float16_gradients_under_loss_scales(scale):
-    """Of large and of tiny losses, as `jax.vjp` of the float32 formula has them."""
+    """Large and tiny losses, as `jax.vjp` of the float32 formula has them."""
     args = operands(24, 32, 64, F16)
     d_out = array(np.random.default_rng(1).normal(size=(24, 32)) * scale, F16)
     ours, wanted = lab.run(gradients(glu, d_out), *args), gradients(exact, d_out)(*(x.astype(F32) for x in args))
@@ -302,7 +302,7 @@ def test_mutants_of_the_pair_are_caught(run_only, monkeypatch, mutant, found_if,
 
 @pytest.mark.parametrize("mutated", ["the first pair twice", "no step of its own", None])
 def test_mutants_of_the_sum_are_caught(run_only, monkeypatch, found_if, mutated):
-    """Of the gradient of x: which pair a step's operands are of, and where the second begins."""
+    """In the gradient of x: which pair a step's operands are of, and where the second begins."""
     right, plan, calls = kernel_sum.copy_step, kernel_sum.sum_plan, []
 
     def first_twice(plan, ring, slot, a, b, *place):

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from ... import _host, _numerics
 from .. import arguments, differentiable
-from ..dense.matmul import _launch as launch_product
+from ..dense.matmul import matmul
 from ..launch import fused_product
 from ..plan import identity
 from ..references import exact_product
@@ -102,16 +102,14 @@ def _gradients(options: Options, x, w_gate, w_up, gate, up, d_out):
     pull = jax.vjp(joined, *(product.astype(jnp.float32) for product in (gate, up)))[1]
     pair, unscaled = differentiable.as_operand(pull(d_out.astype(jnp.float32)), x.dtype)
     lies, weights, n = options.transpose_weights, (w_gate, w_up), gate.shape[1]
-    if (
-        short := -n % 8
-    ):  # Weights are (N, K): rows of d are not a multiple of 16 bytes, and it has to be padded along N.
+    if short := -n % 8:  # Weights are (N, K): rows of d are not a multiple of 16 bytes, and are padded along N.
         pair = [jnp.pad(d, ((0, 0), (0, short))) for d in pair]
         weights = [jnp.pad(w, ((0, short), (0, 0))) for w in weights]
     out_dtype = x.dtype if unscaled is None else jnp.dtype(jnp.float32)
 
     def of_weights(d):
-        product = functools.partial(differentiable.Options, "glu", launch_product, True, False, identity, out_dtype)
-        return differentiable._forward(*((d, x) if lies else (x, d)), None, product())[: n if lies else None]
+        product = functools.partial(matmul, transpose_a=True, out_dtype=out_dtype)
+        return product(d, x)[:n] if lies else product(x, d)
 
     gradients = sum_of_products(tuple(pair), tuple(weights), lies, out_dtype), *map(of_weights, pair)
     return gradients if unscaled is None else tuple(map(unscaled, gradients))
