@@ -219,6 +219,13 @@ class Plan:
         combined = functools.reduce(combine, pieces)
         return reduce(combined) if self.spread else lax.broadcast_in_dim(reduce(combined, axis=1), self.shape, [0])
 
+    def store_per_row(self, o_gmem, row, value):
+        """Stores one value per row, given as `reduce` returns it, in a vector."""
+        if self.spread:
+            o_gmem[row] = value
+        else:
+            _device.store(o_gmem.at[pl.ds(row, self.config.block_rows)], jnp.max(value, axis=1))
+
 
 def floor_power_of_2(n: int) -> int:
     return 1 << max(n.bit_length() - 1, 0)
