@@ -1,0 +1,153 @@
+"""layer_norm, group_norm and the 8-bit rms_norm, with their gradients; references are written here once more."""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lab
+from cookbook import group_norm, layer_norm, matmul_fp8, rms_norm
+from cookbook.rows import core, norm, norm_backward
+from cookbook.rows.group_norm import group_norm_reference
+from cookbook.rows.layer_norm import layer_norm_reference
+from tests.arrays import array
+
+BF16, F16, F32, E4M3 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+def normal(seed, shape, dtype=F32, scale=1.0, shift=0.0):
+    return array(np.random.default_rng(seed).normal(size=shape) * scale + shift, dtype)
+
+
+def at_least_f32(*arrays):
+    return [None if x is None else x.astype(jnp.promote_types(x.dtype, F32)) for x in arrays]
+
+
+def exact_layer_norm(x, weight, bias=None, residual=None, eps=1e-5):
+    x, weight, bias, residual = at_least_f32(x, weight, bias, residual)
+    x = x if residual is None else x + residual
+    y = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(jnp.var(x, -1, keepdims=True) + eps) * weight
+    y = y if bias is None else y + bias
+    return y if residual is None else (y, x)
+
+
+def exact_group_norm(x, weight, bias=None, gate=None, group_size=None, before=True, is_rms_norm=True, eps=1e-5):
+    """Group by group."""
+    x, weight, bias, gate = at_least_f32(x, weight, bias, gate)
+    size = group_size or x.shape[-1]
+    silu = 1 if gate is None else gate / (1 + jnp.exp(-gate))
+    t, parts = x if before else x * silu, []
+    for at in range(0, x.shape[-1], size):
+        v = t[..., at : at + size]
+        v = v if is_rms_norm else v - v.mean(-1, keepdims=True)
+        of = slice(at, at + size) if weight.size == x.shape[-1] else slice(None)
+        v = v / jnp.sqrt((v**2).mean(-1, keepdims=True) + eps) * weight[of]
+        parts.append(v if bias is None else v + bias[of])
+    return jnp.concatenate(parts, -1) * (silu if before else 1)
+
+
+def pull(fn):
+    """The gradient of `fn(*args)` along the last argument, in all others."""
+    return lambda *args: jax.vjp(fn, *args[:-1])[1](args[-1])
+
+
+def at_full_width(fn):
+    """`fn` of arguments of float32 or more: gradients come as such."""
+    return lambda *args: fn(*jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, F32)), args))
+
+
+def gpu_of(shape):
+    return "h200" if shape in ((37, 96), (9, 5120), (6, 4, 128), (5, 384)) else None
+
+
+# Short rows, odd ones, one column, one row; spread over the warpgroup, evenly and not; beyond the registers.
+LAYER_CASES = [
+    ((37, 96), BF16, None), ((37, 999), F32, None), ((5, 1), F32, F32), ((9, 5120), BF16, BF16), ((9, 12), F16, F32),
+    ((2, 20003), BF16, F32), slow((2, 6001), BF16, None), slow((1, 16384), F32, None), slow((131, 2), F32, F16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape, dtype, residual_dtype", LAYER_CASES, ids=str)
+def test_layer_norm(shape, dtype, residual_dtype):
+    x, weight, bias = normal(0, shape, dtype, 2, 0.5), normal(1, shape[-1:], F32, 1, 1), normal(2, shape[-1:], BF16)
+    args = (x, weight, bias) if residual_dtype is None else (x, weight, bias, normal(3, shape, residual_dtype))
+    fn = lambda x, w, b, r=None: layer_norm(x, w, b, residual=r)
+    # What is left of a column less its mean is rounding.
+    tolerance = (1e-6, None) if shape[-1] == 1 and residual_dtype else None
+    lab.check(fn, exact_layer_norm, *args, gpu=gpu_of(shape), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("cols", [300, 20003])
+def test_layer_norm_of_rows_far_from_zero(cols):
+    """Squares of the distance from the mean lose no digits to it, in rows of one group of pieces and of several."""
+    x = normal(0, (2, cols), F32, 1.0, 1e4)
+    lab.check(layer_norm, lambda x: exact_layer_norm(x, jnp.ones(cols)), x, gpu=None)
+
+
+@pytest.mark.parametrize("shape, dtype, residual_dtype", LAYER_CASES, ids=str)
+def test_layer_norm_gradients(shape, dtype, residual_dtype):
+    x, weight, bias = normal(0, shape, dtype, 2, 0.5), normal(1, shape[-1:], F32, 1, 1), normal(2, shape[-1:], BF16)
+    dy = normal(4, shape, dtype)
+    tolerance = None
+    if residual_dtype is None:
+        fn, exact, args = layer_norm, exact_layer_norm, (x, weight, bias, dy)
+    else:
+        fn = lambda x, w, b, r: layer_norm(x, w, b, residual=r)
+        exact = exact_layer_norm
+        residual = normal(3, shape, residual_dtype)
+        args = x, weight, bias, residual, (dy, normal(5, shape, residual_dtype))
+        # The kernel gets the rounded sum.
+        tolerance = 1e-2 if residual_dtype != F32 else 5e-3 if dtype != F32 else 1e-4
+    if shape[-1] == 1:
+        tolerance = (1e-4, None, None, 1e-4)  # x has no gradient but that of the sum; weight none.
+        args = (x, weight, bias, residual, (dy, normal(5, shape, residual_dtype)))
+    lab.check(pull(fn), at_full_width(pull(exact)), *args, gpu=gpu_of(shape), tolerance=tolerance)
+
+
+# Heads with one weight for all; groups with weights of their own, more and fewer than a block has rows, in numbers that
+# share no factor with it; one group; rows spread over the warpgroup; groups beyond the registers.
+GROUP_CASES = [  # Shape, group size, dtype, dtype of the gate, columns of the weight.
+    ((6, 4, 128), None, BF16, BF16, 128), ((5, 384), 128, BF16, F32, 384), ((7, 5 * 24), 24, F32, F32, 5 * 24),
+    ((3, 3 * 2048), 2048, BF16, BF16, 3 * 2048), ((4, 5, 64), 64, F16, None, 64), ((2, 2 * 6000), 6000, F32, BF16, 12000),
+    ((9, 12), 6, BF16, BF16, 12), slow((2, 40 * 64), 64, BF16, BF16, 40 * 64), slow((3, 7), 1, F32, F32, 7),
+    slow((2, 3, 256), None, F32, F32, 256),
+]  # fmt: skip
+# Norm before the gate, and whether it leaves the mean.
+KINDS = [(True, True), (False, True), (True, False), (False, False)]
+
+
+def group_case(shape, size, dtype, gate_dtype, cols, kind):
+    before, is_rms_norm = kind
+    arrays = [normal(0, shape, dtype, 2, 0.3), normal(1, (cols,), F32, 1, 1), normal(2, (cols,), F32)]
+    if gate_dtype is not None:
+        arrays.append(normal(3, shape, gate_dtype, 2))
+    how = dict(group_size=size, norm_before_gate=before, is_rms_norm=is_rms_norm)
+    fn = lambda x, w, b, z=None: group_norm(x, w, b, gate=z, **how)
+    exact = lambda x, w, b, z=None: exact_group_norm(x, w, b, z, size, before, is_rms_norm)
+    return fn, exact, arrays
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("shape, size, dtype, gate_dtype, cols", GROUP_CASES, ids=str)
+def test_group_norm(shape, size, dtype, gate_dtype, cols, kind):
+    fn, exact, arrays = group_case(shape, size, dtype, gate_dtype, cols, kind)
+    tolerance = 1e-4 if size == 1 and not kind[1] else None  # What is left of a column less its mean is rounding.
+    lab.check(fn, exact, *arrays, gpu=gpu_of(shape) if kind[1] else None, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("shape, size, dtype, gate_dtype, cols", GROUP_CASES, ids=str)
+def test_group_norm_gradients(shape, size, dtype, gate_dtype, cols, kind):
+    fn, exact, arrays = group_case(shape, size, dtype, gate_dtype, cols, kind)
+    dy = normal(4, shape, dtype)
+    if size == 1 and not kind[1]:
+        pytest.skip("a group of one column less its mean is 0: its gradients are rounding alone")
+    gpu = gpu_of(shape) if kind[1] else None
+    lab.check(pull(fn), at_full_width(pull(exact)), *arrays, dy, gpu=gpu)
