@@ -38,9 +38,16 @@ class Norm:
     gate: str | None = None  # The second array is a gate: "before" or "after" the norm. Otherwise it is a residual.
     groups: int = 1  # Rows of the weight; row r of x has row r % groups. With one, the weight is a vector.
 
-    def of_row(self, row):
-        """The row of the weight of the block's first row."""
-        return _device.rem(row, self.groups) if self.groups > 1 else row
+    @property
+    def loads_weights_late(self) -> bool:
+        """Whether weights, which are in the L1 cache, are loaded piece by piece as y is stored: registers are full."""
+        return self.is_centered or self.gate is not None
+
+    def weights(self, plan: Plan, weights_gmem, row, g):
+        """The pieces of group `g` of the weight, and of the bias."""
+        row = _device.rem(row, self.groups) if self.groups > 1 else row
+        pieces = [plan.pieces(ref, row, g) for ref in weights_gmem]
+        return pieces if self.loads_weights_late else [*map(list, pieces)]
 
     def inputs(self, plan: Plan, arrays, row, g):
         """The pieces of group `g` of what is normalised, and of the gate, or None."""
@@ -99,11 +106,12 @@ def moments(norm: Norm, plan: Plan, t, shift, g):
 
 
 def result(norm: Norm, t, gate, weights, mean, inverse):
-    """y, of pieces of what is normalised."""
+    """y, of pieces of what is normalised; where weights are loaded late, piece by piece as it is stored."""
     scale, *bias = weights
-    y = [(v if mean is None else v - mean) * inverse * s for v, s in zip(t, scale, strict=True)]
-    y = each(jnp.add, y, *bias) if bias else y
-    return each(lambda v, z: v * silu(z), y, gate) if norm.gate == "after" else y
+    y = ((v if mean is None else v - mean) * inverse * s for v, s in zip(t, scale, strict=True))
+    y = map(jnp.add, y, *bias) if bias else y
+    y = (v * silu(z) for v, z in zip(y, gate, strict=True)) if norm.gate == "after" else y
+    return y if norm.loads_weights_late else list(y)
 
 
 def _largest(plan: Plan, t, scale):
@@ -116,7 +124,7 @@ def _row(plan: Plan, *refs, norm: Norm, num_arrays: int, num_weights: int):
     y_gmem, *more_gmem, row = refs[num_arrays + num_weights :]
     is_8_bit = jnp.dtype(y_gmem.dtype).itemsize == 1
     load = lambda g: norm.inputs(plan, arrays, row, g)
-    load_weights = lambda g: [plan.load(ref, norm.of_row(row), g) for ref in weights_gmem]
+    load_weights = lambda g: norm.weights(plan, weights_gmem, row, g)
 
     def store(g, t, gate, weights, mean, inverse, largest):
         if is_8_bit:
@@ -133,7 +141,8 @@ def _row(plan: Plan, *refs, norm: Norm, num_arrays: int, num_weights: int):
             plan.store_per_row(more_gmem[0], row, largest * inverse * (1.0 / largest_of(y_gmem.dtype)))
 
     if plan.num_groups == 1:
-        (t, gate), weights = load(0), load_weights(0)
+        t, gate = load(0)
+        weights = load_weights(0)
         shift = centre(norm, plan, t)
         mean, inverse = norm.finish(moments(norm, plan, t, shift, 0), plan.cols, shift)
         largest = _largest(plan, t, weights[0]) if is_8_bit else None

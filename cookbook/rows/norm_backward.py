@@ -39,6 +39,7 @@ BLOCKS_PER_SM = 2  # As many blocks as the registers allow.
 AHEAD_BYTES = 112_000  # Shared memory of each of these blocks.
 REGISTER_VALUES = 64  # Values of x, and as many of dy and of the weight.
 MORE_REGISTER_VALUES = 40  # With a third array.
+GATED_REGISTER_VALUES = 32  # With a gate before the norm, of whose products all have a part in both gradients.
 
 
 def rows_ahead(plan: Plan, dtypes, num_sums: int) -> int:
@@ -58,12 +59,12 @@ class Parts:
     share: list | None  # sigmoid(gate).
 
 
-def _parts(norm: Norm, x, *others) -> Parts:
-    *second, dy = others
+def _parts(norm: Norm, values) -> Parts:
+    x, *second, dy = values
     if not norm.gate:
         return Parts(x, dy, None)
     share = [sigmoid(z) for z in second[0]]
-    gated = lambda values: each(lambda v, z, s: v * (z * s), values, *second, share)
+    gated = lambda pieces: each(lambda v, z, s: v * z * s, pieces, *second, share)
     return Parts(gated(x), dy, share) if norm.gate == "before" else Parts(x, gated(dy), share)
 
 
@@ -91,20 +92,26 @@ def _minus(pieces, value):
     return pieces if value is None else [v - value for v in pieces]
 
 
-def _gradients(norm: Norm, values, parts: Parts, weights, mean, inverse, slope, lost):
-    """dx, and of a gate dgate."""
-    (x, *second, dy), (scale, *bias) = values, weights
-    off = _minus(parts.t, mean)
-    dt = _minus(each(lambda v, s, d: d * s * inverse - v * slope, off, scale, parts.e), lost)
-    if not norm.gate:
-        return [each(jnp.add, dt, *second) if second else dt]
-    turn = each(lambda z, s: s * (1.0 + z * (1.0 - s)), *second, parts.share)  # The derivative of silu.
-    if norm.gate == "before":
-        dx = each(lambda v, z, s: v * (z * s), dt, *second, parts.share)
-        return [dx, each(lambda v, x, u: v * x * u, dt, x, turn)]
-    y = each(lambda v, s: v * inverse * s, off, scale)
-    y = each(jnp.add, y, *bias) if bias else y
-    return [dt, each(lambda d, v, u: d * v * u, dy, y, turn)]
+def _gradients(norm: Norm, values, share, weights, mean, inverse, slope, lost):
+    """Yields, piece by piece: dx and of a gate dgate; t - mean; and e."""
+    x, *second, dy = values
+    for p, (scale, *bias) in enumerate(zip(*weights, strict=True)):
+        t, e = x[p], dy[p]
+        if norm.gate:
+            # Not the order of `_parts`, or the compiler would keep these products, and lack registers.
+            gate, silu = second[0][p], second[0][p] * share[p]
+            turn = share[p] * (1.0 + gate * (1.0 - share[p]))  # The derivative of silu.
+            t, e = (t * silu, e) if norm.gate == "before" else (t, e * silu)
+        off = t if mean is None else t - mean
+        dt = e * scale * inverse - off * slope
+        dt = dt if lost is None else dt - lost
+        if norm.gate == "before":
+            yield (dt * silu, dt * x[p] * turn), off, e
+        elif norm.gate:
+            y = functools.reduce(jnp.add, bias, off * inverse * scale)
+            yield (dt, dy[p] * y * turn), off, e
+        else:
+            yield (functools.reduce(jnp.add, [pieces[p] for pieces in second], dt),), off, e
 
 
 def _backward_kernel(inputs, weights_gmem, *outs, plan: Plan, norm: Norm, ahead: int, sums_smem=None, filled=None,
@@ -150,20 +157,16 @@ def _backward_kernel(inputs, weights_gmem, *outs, plan: Plan, norm: Norm, ahead:
                 else:
                     pl.loop(0, plan.num_groups)(lambda g, k=k, p=p: visit(k, g, p))
 
-    def add(k, g, terms):
-        for p, term in enumerate(terms):
-            _device.store(place(k, g, p), _device.load(place(k, g, p), plan.layout) + term)
-
     def visit(i):
         index, row = tile(i)
         if is_one_group:
             values = load(i, 0)
-            kept = values, _parts(norm, *values)
-        group = lambda g: kept if is_one_group else ((values := load(i, g)), _parts(norm, *values))
-        weights = lambda g: [plan.load(ref, norm.of_row(row), g) for ref in weights_gmem]
+            kept = values, _parts(norm, values)
+        group = lambda g: kept if is_one_group else ((values := load(i, g)), _parts(norm, values))
+        weights = lambda g: norm.weights(plan, weights_gmem, row, g)
 
         shift = centre(norm, plan, group(0)[1].t) if norm.is_centered else None
-        sums = lambda g: _sums(norm, plan, group(g)[1], weights(g)[0], shift, g)
+        sums = lambda g: _sums(norm, plan, group(g)[1], [*weights(g)[0]], shift, g)
         if is_one_group:
             sums = sums(0)
         else:
@@ -175,13 +178,13 @@ def _backward_kernel(inputs, weights_gmem, *outs, plan: Plan, norm: Norm, ahead:
 
         def finish(g):
             values, parts = group(g)
-            for out, gradient in zip(
-                gradients_gmem, _gradients(norm, values, parts, weights(g), mean, inverse, *rest), strict=True
-            ):
-                plan.store(out, row, g, gradient)
-            add(0, g, each(lambda v, d: v * d * counted, _minus(parts.t, mean), parts.e))
-            if len(sums_gmem) > 1:
-                add(1, g, [plan.fresh_rows(d, index, row) for d in parts.e])
+            found = _gradients(norm, values, parts.share, weights(g), mean, inverse, *rest)
+            for p, (gradients, off, e) in enumerate(found if norm.loads_weights_late else list(found)):
+                for out, gradient in zip(gradients_gmem, gradients, strict=True):
+                    plan.store_piece(out, row, g, p, gradient)
+                terms = [off * e * counted, plan.fresh_rows(e, index, row)]
+                for k, term in enumerate(terms[: len(sums_gmem)]):
+                    _device.store(place(k, g, p), _device.load(place(k, g, p), plan.layout) + term)
 
         finish(0) if is_one_group else pl.loop(0, plan.num_groups)(finish)
 
@@ -209,9 +212,8 @@ def _scratch(plan: Plan, ahead: int, dtypes, num_sums: int) -> dict:
     return scratch | rows | dict(filled=filled, freed=freed)
 
 
-def backward_plan(rows: int, cols: int, itemsize: int, blocks: int, num_inputs: int = 2) -> Plan:
-    """The plan of the backward kernel, of which at most so many blocks run."""
-    values = REGISTER_VALUES if num_inputs == 2 else MORE_REGISTER_VALUES
+def backward_plan(rows: int, cols: int, itemsize: int, blocks: int, values: int) -> Plan:
+    """The plan of the backward kernel, of which at most so many blocks run. `values` fit a thread's registers."""
     config = default_config(rows, cols, itemsize, values)
     # Few blocks stay, which need more rows at once than many: 16 values per thread, from 8 rows.
     if config.block_rows > 1:
@@ -242,7 +244,9 @@ def call_backward(arrays, weights, dy, norm: Norm, dtypes, target: _host.Target,
     """
     inputs, (rows, cols), itemsize = (*arrays, dy), arrays[0].shape, arrays[0].dtype.itemsize
     most = BLOCKS_PER_SM * target.num_sms
-    plan = backward_plan(rows, cols, itemsize, most, len(inputs))
+    values = REGISTER_VALUES if len(inputs) == 2 else MORE_REGISTER_VALUES
+    values = GATED_REGISTER_VALUES if norm.gate == "before" else values
+    plan = backward_plan(rows, cols, itemsize, most, values)
     # After so many blocks the rows of the weight are the same again.
     unit = norm.groups // math.gcd(norm.groups, plan.config.block_rows)
     tile_rows = plan.config.block_rows

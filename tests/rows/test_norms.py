@@ -1,8 +1,5 @@
 """layer_norm, group_norm and the 8-bit rms_norm, with their gradients; references are written here once more."""
 
-import functools
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +7,6 @@ import pytest
 
 import lab
 from cookbook import group_norm, layer_norm, matmul_fp8, rms_norm
-from cookbook.rows import core, norm, norm_backward
 from cookbook.rows.group_norm import group_norm_reference
 from cookbook.rows.layer_norm import layer_norm_reference
 from tests.arrays import array
@@ -115,9 +111,9 @@ def test_layer_norm_gradients(shape, dtype, residual_dtype):
 # share no factor with it; one group; rows spread over the warpgroup; groups beyond the registers.
 GROUP_CASES = [  # Shape, group size, dtype, dtype of the gate, columns of the weight.
     ((6, 4, 128), None, BF16, BF16, 128), ((5, 384), 128, BF16, F32, 384), ((7, 5 * 24), 24, F32, F32, 5 * 24),
-    ((3, 3 * 2048), 2048, BF16, BF16, 3 * 2048), ((4, 5, 64), 64, F16, None, 64), ((2, 2 * 6000), 6000, F32, BF16, 12000),
-    ((9, 12), 6, BF16, BF16, 12), slow((2, 40 * 64), 64, BF16, BF16, 40 * 64), slow((3, 7), 1, F32, F32, 7),
-    slow((2, 3, 256), None, F32, F32, 256),
+    ((3, 3 * 2048), 2048, BF16, BF16, 3 * 2048), ((4, 5, 64), 64, F16, None, 64),
+    ((2, 2 * 6000), 6000, F32, BF16, 12000), ((9, 12), 6, BF16, BF16, 12), slow((3, 7), 1, F32, F32, 7),
+    slow((2, 40 * 64), 64, BF16, BF16, 40 * 64), slow((2, 3, 256), None, F32, F32, 256),
 ]  # fmt: skip
 # Norm before the gate, and whether it leaves the mean.
 KINDS = [(True, True), (False, True), (True, False), (False, False)]
@@ -151,3 +147,132 @@ def test_group_norm_gradients(shape, size, dtype, gate_dtype, cols, kind):
         pytest.skip("a group of one column less its mean is 0: its gradients are rounding alone")
     gpu = gpu_of(shape) if kind[1] else None
     lab.check(pull(fn), at_full_width(pull(exact)), *arrays, dy, gpu=gpu)
+
+
+# 8 bits ---------------------------------------------------------------------------------------------------------------
+
+
+def exact_ratios(x, scale, residual=None):
+    """Each y over its row's largest, and these over 448."""
+    x, scale, residual = at_least_f32(x, scale, residual)
+    total = x if residual is None else x + residual
+    y = total / jnp.sqrt((total**2).mean(-1, keepdims=True) + 1e-6) * scale
+    top = jnp.abs(y).max(-1)
+    ratios = y / jnp.where(top == 0, 1, top)[..., None]
+    return (ratios, top / 448) if residual is None else (ratios, top / 448, total)
+
+
+# The first three are compiled, too. Beyond the registers; one column; rows that begin anywhere.
+EIGHT_BIT_CASES = [
+    ((37, 96), BF16, None), ((9, 5120), BF16, BF16), ((5, 384), F32, F32), ((2, 3, 999), F16, None),
+    ((2, 20003), F32, BF16), ((5, 1), F32, None), slow((3, 8191), BF16, BF16), slow((3, 16384), BF16, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("largest, out_dtype", [(448, E4M3), (127, jnp.int8)], ids=str)
+@pytest.mark.parametrize("shape, dtype, residual_dtype", EIGHT_BIT_CASES, ids=str)
+def test_rms_norm_of_8_bits(shape, dtype, residual_dtype, largest, out_dtype):
+    args = [normal(0, shape, dtype, 2), normal(1, shape[-1:], F32, 1, 1)]
+    args += [] if residual_dtype is None else [normal(2, shape, residual_dtype)]
+
+    def fn(x, scale, residual=None):
+        y, y_scale, *total = rms_norm(x, scale, residual=residual, out_dtype=out_dtype)
+        assert y.dtype == out_dtype and y_scale.dtype == F32 and y_scale.shape == x.shape[:-1]
+        return y.astype(F32) / largest, y_scale * (largest / 448), *total
+
+    # A number of e4m3 is off by a sixteenth of itself at most; an int8 by half of a 127th of the row's largest.
+    lab.check(fn, exact_ratios, *args, gpu=gpu_of(shape), tolerance=(4e-2, 1e-6, *[None] * len(args[2:])))
+
+
+def test_8_bits_fit_a_product():
+    """What `matmul_fp8` takes, and near the product of what stands for it."""
+    x, scale, w = normal(0, (70, 128), BF16), normal(1, (128,), F32, 1, 1), normal(2, (64, 128), F32).astype(E4M3)
+
+    def fn(x, scale, w):
+        y, y_scale = rms_norm(x, scale, out_dtype=E4M3)
+        return matmul_fp8(y, w, scale_a=y_scale, transpose_b=True)
+
+    ratios, y_scale = exact_ratios(x, scale)
+    wanted = (ratios * 448 * y_scale[:, None]) @ w.astype(F32).T
+    got = lab.run(fn, x, scale, w).astype(F32)
+    assert jnp.linalg.norm(got - wanted) / jnp.linalg.norm(wanted) < 0.05
+
+
+@pytest.mark.parametrize("cols", [40, 4096])
+def test_8_bits_of_special_rows(cols):
+    """Rows of zeros, tiny ones and huge ones, in which no number overflows; NaN and infinity stay in their row."""
+    x = np.random.default_rng(0).normal(size=(6, cols)).astype(np.float32)
+    x[0], x[1], x[2], x[3, 5], x[4, 7] = 0, x[1] * 1e-18, x[2] * 1e17, np.nan, np.inf
+    y, y_scale = (np.asarray(out, np.float32) for out in lab.run(lambda x: rms_norm(x, out_dtype=E4M3), x))
+    finite = [1, 2, 5]
+    assert (y[0] == 0).all() and y_scale[0] == 0
+    assert (np.abs(y[finite]).max(-1) == 448).all() and np.isfinite(y_scale[finite]).all()
+    assert np.isnan(y[3]).any() and np.isnan(y[4, 7]) and np.isnan(y_scale[[3, 4]]).all()
+
+
+def test_8_bits_have_no_gradient():
+    x = normal(0, (4, 40))
+    with pytest.raises(ValueError, match="cookbook.rms_norm has no gradient: differentiate rms_norm with an out_dtype"):
+        lab.run(jax.grad(lambda x: jnp.sum(rms_norm(x, out_dtype=E4M3)[1])), x)
+
+
+# Arguments ------------------------------------------------------------------------------------------------------------
+
+
+def test_defaults_and_names():
+    x, ones, zeros = normal(0, (5, 40), BF16), jnp.ones(40), jnp.zeros(40)
+    fns = [
+        (lambda x: layer_norm(x), lambda x: layer_norm(x, ones, zeros)),
+        (lambda x: layer_norm(x, epsilon=0.1, out_dtype="float32"), lambda x: layer_norm(x, eps=0.1, out_dtype=F32)),
+        (lambda x: group_norm(x), lambda x: rms_norm(x, eps=1e-5)),
+        (lambda x: group_norm(x, is_rms_norm=False), lambda x: layer_norm(x)),
+        (lambda x: group_norm(x, group_size=8), lambda x: group_norm(x.reshape(5, 5, 8))),
+        (lambda x: group_norm(x, ones, group_size=np.int64(8)), lambda x: group_norm(x, ones[:8], group_size=8)),
+    ]  # fmt: skip
+    for got, wanted in lab.run(lambda x: [(a(x), b(x).reshape(a(x).shape)) for a, b in fns], x):
+        assert got.dtype == wanted.dtype
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_references_are_those_of_the_formula():
+    x, w, b, z = normal(0, (5, 40)), normal(1, 40), normal(2, 40), normal(3, (5, 40))
+    np.testing.assert_allclose(layer_norm_reference(x, w, b), exact_layer_norm(x, w, b), rtol=1e-4, atol=1e-5)
+    for before, is_rms_norm in KINDS:
+        got = group_norm_reference(x, w, b, z, 8, 1e-5, before, is_rms_norm)
+        np.testing.assert_allclose(got, exact_group_norm(x, w, b, z, 8, before, is_rms_norm), rtol=1e-4, atol=1e-5)
+
+
+def test_empty():
+    assert layer_norm(jnp.zeros((0, 5)), residual=jnp.zeros((0, 5)))[1].shape == (0, 5)
+    assert group_norm(jnp.zeros((3, 0))).shape == (3, 0)
+    assert group_norm(jnp.zeros((0, 8)), gate=jnp.zeros((0, 8)), group_size=4).shape == (0, 8)
+    y, y_scale = rms_norm(jnp.zeros((0, 5)), out_dtype=E4M3)
+    assert (y.shape, y.dtype, y_scale.shape) == ((0, 5), E4M3, (0,))
+
+
+@pytest.mark.parametrize(
+    "fn, message",
+    [
+        (lambda x: layer_norm(x, jnp.ones(3)), r"cookbook.layer_norm: weight.shape=\(3,\); must be \(40,\)"),
+        (lambda x: layer_norm(x, None, jnp.ones(3)), r"layer_norm: bias.shape=\(3,\)"),
+        (lambda x: layer_norm(x, residual=x[0]), r"layer_norm: residual.shape=\(40,\); must be \(8, 40\), the shape"),
+        (lambda x: layer_norm(x, eps=-1), "layer_norm: eps=-1.0; must be 0 or more"),
+        (lambda x: layer_norm(x, out_dtype=E4M3), "layer_norm: out_dtype=.*must be bfloat16, float16 or float32"),
+        (lambda x: layer_norm(x, config=3), "config=3; must be a cookbook.layer_norm.Config"),
+        (lambda x: group_norm(x, group_size=7), "cookbook.group_norm: group_size=7; must divide 40"),
+        (lambda x: group_norm(x, group_size=0), "group_size=0; must divide 40"),
+        (lambda x: group_norm(x, group_size="8"), "group_size='8'; must be one int"),
+        (
+            lambda x: group_norm(x, jnp.ones(5), group_size=8),
+            r"weight.shape=\(5,\); must be \(40,\), .* or \(8,\), for",
+        ),
+        (lambda x: group_norm(x, gate=x[:1]), r"gate.shape=\(1, 40\); must be \(8, 40\)"),
+        (lambda x: group_norm(x, norm_before_gate=1), "norm_before_gate=1; must be one bool"),
+        (lambda x: group_norm(x, config=group_norm.Config(64)), "config.block_rows=64; must be at most"),
+        (lambda x: group_norm(jnp.ones((1, 70000))), "70000; at most 65536 were tested"),
+        (lambda x: rms_norm(x, out_dtype=jnp.uint8), "out_dtype"),
+    ],
+)
+def test_errors_name_the_rule(fn, message):
+    with pytest.raises(ValueError, match=message):
+        lab.run(fn, jnp.ones((8, 40)))
