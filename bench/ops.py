@@ -120,6 +120,20 @@ OPS = {
         empty=(dict(lhs=0), dict(rhs=2), dict(lhs=1, rhs=1), dict(rhs=0, group_sizes=0)),
         major=10,
     ),
+    "causal_conv1d": Op(
+        dict(x=(BF16, (1, 20, 40)), weight=(BF16, (40, 4))),
+        static=("return_final_state",),
+        gradients=("x", "weight"),
+        more=dict(bias=(F32, (40,)), initial_state=(F32, (1, 40, 3))),
+        choices=dict(activation="silu", return_final_state=True),
+        empty=(dict(x=0), dict(x=1), dict(x=2, weight=0)),
+    ),
+    "causal_conv1d_step": Op(
+        dict(x=(BF16, (2, 40)), state=(BF16, (2, 40, 3)), weight=(F32, (40, 4))),
+        more=dict(bias=(F32, (40,))),
+        choices=dict(activation="silu"),
+        empty=(dict(x=0, state=0), dict(x=1, state=1, weight=0)),
+    ),
     "cross_entropy": Op(
         dict(logits=(BF16, (3, 40)), labels=np.array([39, 0, -100], np.int32)),
         static=CROSS_ENTROPY,
@@ -158,6 +172,13 @@ OPS = {
         ),
         static=("scale",),
         empty=(dict(q=0, k=0, v=0, g=0, beta=0, state=0),),
+    ),
+    "glu": Op(
+        dict(x=(BF16, (20, 32)), w_gate=(BF16, (32, 24)), w_up=(BF16, (32, 24))),
+        static=("transpose_weights",),
+        gradients=("x", "w_gate", "w_up"),
+        choices=dict(activation="gelu"),
+        empty=(dict(x=0), dict(w_gate=1, w_up=1), dict(x=1, w_gate=0, w_up=0)),
     ),
     "group_norm": Op(
         dict(x=(BF16, (3, 40)), weight=(F32, (40,)), bias=(F32, (40,))),

@@ -18,6 +18,7 @@ from .attn import (
 )
 from .elementwise import add, fuse
 from .gemm import (
+    glu,
     matmul,
     matmul_blocked,
     matmul_fp8,
@@ -32,7 +33,15 @@ from .gemm import (
 )
 from .loss import cross_entropy, linear_cross_entropy
 from .nvlink import all_gather, all_gather_matmul, all_to_all, matmul_reduce_scatter, reduce_scatter
-from .recurrent import gated_delta_rule, gated_delta_rule_step, linear_attention, ssd, ssd_step
+from .recurrent import (
+    causal_conv1d,
+    causal_conv1d_step,
+    gated_delta_rule,
+    gated_delta_rule_step,
+    linear_attention,
+    ssd,
+    ssd_step,
+)
 from .rows import group_norm, layer_norm, reduce_sum, rms_norm, softmax
 
 __version__ = "0.2.0"
@@ -44,10 +53,13 @@ __all__ = [
     "all_to_all",
     "attention",
     "attention_fp8",
+    "causal_conv1d",
+    "causal_conv1d_step",
     "cross_entropy",
     "fuse",
     "gated_delta_rule",
     "gated_delta_rule_step",
+    "glu",
     "group_norm",
     "layer_norm",
     "linear_attention",

@@ -33,6 +33,9 @@ CASES = {
         cookbook.ssd_step,
         [STEP[0], aval(F32, 12, 2), aval(F32, 2), *[aval(BF16, 12, 1, 64)] * 2, STATE], (5,),
     ),
+    "causal_conv1d_step": (
+        cookbook.causal_conv1d_step, [aval(BF16, 12, 128), aval(BF16, 12, 128, 3), aval(BF16, 128, 4)], (1,),
+    ),
     "gated_delta_rule_step": (cookbook.gated_delta_rule_step, [*STEP, *[aval(F32, 12, 2)] * 2, STATE], (5,)),
 }  # fmt: skip
 
