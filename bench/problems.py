@@ -212,7 +212,7 @@ def _rms_norm_of_sum(rows, cols, dtype=jnp.float32, **kwargs):
 
 
 def _rms_norm_8_bits(rows, cols, **kwargs):
-    """The sum, and its norm as numbers of float8_e4m3fn with a factor for each row: both sides as what they stand for."""
+    """The sum, and its norm as numbers of float8_e4m3fn with a factor for each row. The exact result is not rounded."""
     plain = lambda x, residual, scale: rms_norm.rms_norm_reference(x, scale, residual=residual)
     kernel = lambda x, residual, scale: cookbook.rms_norm(x, scale, residual=residual, out_dtype=jnp.float8_e4m3fn)
 
