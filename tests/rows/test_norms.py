@@ -7,6 +7,7 @@ import pytest
 
 import lab
 from cookbook import group_norm, layer_norm, matmul_fp8, rms_norm
+from cookbook.rows import core, norm, norm_backward
 from cookbook.rows.group_norm import group_norm_reference
 from cookbook.rows.layer_norm import layer_norm_reference
 from tests.arrays import array
@@ -214,6 +215,52 @@ def test_8_bits_have_no_gradient():
     x = normal(0, (4, 40))
     with pytest.raises(ValueError, match="cookbook.rms_norm has no gradient: differentiate rms_norm with an out_dtype"):
         lab.run(jax.grad(lambda x: jnp.sum(rms_norm(x, out_dtype=E4M3)[1])), x)
+
+
+# Mutants --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "module, name, changed",
+    [
+        # The mean of a first group is taken for that of the row; no mean is subtracted; dbias counts rows twice.
+        (norm.Norm, "finish", lambda self, sums, cols, shift: (shift, jax.lax.rsqrt(sums[0] / cols + self.eps))),
+        (norm_backward, "_minus", lambda pieces, value: pieces),
+        (core.Plan, "fresh_rows", lambda self, value, *where: value),
+    ],
+)
+def test_mutants_of_layer_norm_are_caught(module, name, changed, mutant, monkeypatch):
+    shape = (2, 20003) if name == "finish" else (37, 96)
+    x, weight, bias, dy = normal(0, shape, F32, 2, 3), normal(1, shape[-1:]), normal(2, shape[-1:]), normal(3, shape)
+    x = x.at[:, 15000:].add(5) if name == "finish" else x
+    monkeypatch.setattr(module, name, changed)
+    with pytest.raises(lab.CheckError, match="error"):
+        lab.check(pull(layer_norm), at_full_width(pull(exact_layer_norm)), x, weight, bias, dy, gpu=None)
+
+
+def test_mutant_of_groups_is_caught(mutant):
+    """All groups have the first one's weight."""
+    fn, exact, arrays = group_case((40, 3 * 24), 24, F32, F32, 72, (True, True))
+    mutant(norm, "_device", rem=lambda a, b: 0)
+    with pytest.raises(lab.CheckError, match="error"):
+        lab.check(fn, exact, *arrays, gpu=None)
+
+
+@pytest.mark.parametrize("name, before", [("silu", True), ("silu", False), ("sigmoid", True), ("sigmoid", False)])
+def test_mutants_of_the_gate_are_caught(name, before, mutant, monkeypatch):
+    """silu is the sigmoid in the forward kernel; the backward one has another gate."""
+    fn, exact, arrays = group_case((7, 2 * 24), 24, F32, F32, 24, (before, True))
+    monkeypatch.setattr(norm if name == "silu" else norm_backward, name, lambda z: norm.sigmoid(z + 0.01))
+    fns = (fn, exact) if name == "silu" else (pull(fn), at_full_width(pull(exact)))
+    with pytest.raises(lab.CheckError, match="error"):
+        lab.check(*fns, *arrays, *([] if name == "silu" else [normal(4, (7, 48))]), gpu=None)
+
+
+def test_mutant_of_the_factor_is_caught(mutant, monkeypatch):
+    monkeypatch.setattr(norm, "SMALLEST", 1e3)
+    fn = lambda x: rms_norm(x, out_dtype=E4M3)[0].astype(F32) / 448
+    with pytest.raises(lab.CheckError, match="error"):
+        lab.check(fn, lambda x: exact_ratios(x, jnp.ones(96))[0], normal(0, (9, 96)), gpu=None, tolerance=4e-2)
 
 
 # Arguments ------------------------------------------------------------------------------------------------------------
