@@ -56,7 +56,8 @@ def layer_norm(
       x: (..., C) float32, bfloat16 or float16, 1 <= C <= 65536.
       weight: (C,), of any of these dtypes; None for ones.
       bias: (C,), of any of these dtypes; None for zeros.
-      residual: of the shape of `x` and any of these dtypes; or None.
+      residual: of the shape of `x` and any of these dtypes; or None. A Ref (`jax.new_ref`) then holds the sum, which
+        is no result, and nothing is differentiated; where rows are a multiple of 16 bytes no other array is made.
       eps: added to the variance, 0 or more.
       epsilon: another name for `eps`, which it replaces.
       out_dtype: dtype of y, any of these; None for the dtype of `x`.

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from .. import _device
+from .. import _device, _host
 from . import core
 from .plan import Config, Plan
 
@@ -118,8 +118,9 @@ def _largest(plan: Plan, t, scale):
     return plan.reduce(jnp.maximum, jnp.max, each(lambda v, s: jnp.abs(v * s), t, scale))
 
 
-def _row(plan: Plan, *refs, norm: Norm, num_arrays: int, num_weights: int):
-    """`refs`: x, the second array, weight, bias, y, the rows' scales of an 8-bit y, the sum; and the row."""
+def _row(plan: Plan, *refs, norm: Norm, num_arrays: int, num_weights: int, in_place: bool = False):
+    """`refs`: x, the second array, weight, bias, y, the rows' scales of an 8-bit y, the sum, unless it takes the place
+    of the second array; and the row."""
     arrays, weights_gmem = refs[:num_arrays], refs[num_arrays : num_arrays + num_weights]
     y_gmem, *more_gmem, row = refs[num_arrays + num_weights :]
     is_8_bit = jnp.dtype(y_gmem.dtype).itemsize == 1
@@ -133,7 +134,7 @@ def _row(plan: Plan, *refs, norm: Norm, num_arrays: int, num_weights: int):
         else:
             y = result(norm, t, gate, weights, mean, inverse)
         plan.store(y_gmem, row, g, y)
-        for total_gmem in more_gmem[is_8_bit:]:
+        for total_gmem in arrays[1:] if in_place else more_gmem[is_8_bit:]:
             plan.store(total_gmem, row, g, t)
 
     def store_scale(largest, inverse):
@@ -188,9 +189,19 @@ def weight_rows(norm: Norm, weight, block_rows: int):
     return jnp.concatenate([weight] * (1 + pl.cdiv(block_rows - 1, norm.groups)))[: norm.groups + block_rows - 1]
 
 
-@functools.partial(jax.jit, static_argnames=("norm", "out_dtype", "config", "params"))
-def call(arrays, weights, norm: Norm, out_dtype, config: Config | None, params):
-    """y; of 8 bits, also the scale of each row; with a residual, also the sum."""
+def _is_safe_in_place(plan: Plan) -> bool:
+    """Whether all loads of a value come before its store: no two tiles or pieces have it, or the row's reduction, at
+    which all threads wait for each other, is between the two."""
+    if isinstance(plan, core.RaggedPlan):
+        return False
+    shares = plan.cols % plan.shape[-1] or plan.num_pieces % plan.num_groups
+    return plan.rows % plan.config.block_rows == 0 and (not shares or (plan.spread and plan.num_groups == 1))
+
+
+@functools.partial(jax.jit, static_argnames=("norm", "out_dtype", "config", "params", "in_place"))
+def call(arrays, weights, norm: Norm, out_dtype, config: Config | None, params, in_place: bool = False):
+    """y; of 8 bits, also the scale of each row; with a residual, also the sum, which takes its place if it is
+    `in_place` and the plan allows it."""
     x, *second = arrays
     itemsize = x.dtype.itemsize
     rows = [core.as_rows(array, 0, itemsize) for array in arrays]
@@ -202,8 +213,13 @@ def call(arrays, weights, norm: Norm, out_dtype, config: Config | None, params):
     outs = [jax.ShapeDtypeStruct(shape, out_dtype)]
     if jnp.dtype(out_dtype).itemsize == 1:
         outs.append(jax.ShapeDtypeStruct(shape[:1], jnp.float32))
+    weights = [weight_rows(norm, weight, plan.config.block_rows) for weight in weights]
+    if in_place and shape == x.shape and _is_safe_in_place(plan):
+        ref = _host.ref_of(norm.op, rows[1])
+        one_row = functools.partial(one_row, in_place=True)
+        outs = core.launch(one_row, plan, tuple(outs), params, [rows[0], ref], weights)
+        return _host.apart((*outs, jax.freeze(ref)))
     if not norm.gate:
         outs += [jax.ShapeDtypeStruct(shape, residual.dtype) for residual in second]
-    weights = [weight_rows(norm, weight, plan.config.block_rows) for weight in weights]
     outs = core.launch(one_row, plan, tuple(outs), params, rows, weights)
     return tuple(out[: len(x)] for out in outs)

@@ -54,6 +54,14 @@ def _backward(norm, out_dtype, config, kept, cotangents):
 _norm.defvjp(_forward, _backward)
 
 
+@functools.partial(jax.jit, static_argnames=("norm", "out_dtype", "config", "params"))
+def _on_ref(x, weights, ref, norm: Norm, out_dtype, config: Config | None, params):
+    """Inside `jit` a Ref is the value that it has at the time, and XLA gives all its values one buffer: no copies."""
+    *outs, total = call((x, ref[...].reshape(x.shape)), weights, norm, out_dtype, config, params, in_place=True)
+    ref[...] = total.reshape(ref.shape)
+    return outs
+
+
 def require_eps(op: str, eps, epsilon=None) -> float:
     eps = _host.option(op, "eps", eps if epsilon is None else epsilon, float)
     if eps < 0:
@@ -73,10 +81,14 @@ def require_out_dtype(op: str, out_dtype):
 
 
 def require_second(op: str, name: str, second, x):
-    """`second`, a residual or a gate, or None, as a list of arrays."""
+    """`second`, a residual or a gate, or None, as a list of arrays; a residual may be a Ref, and stays one."""
     if second is None:
         return []
-    second = core.require_floats(op, name, second)
+    if name == "residual" and isinstance(second, jax.Ref):
+        _host.require_local(op, name, second)
+        core.check_floats(op, name, second)
+    else:
+        second = core.require_floats(op, name, second)
     if second.shape != x.shape:
         raise ValueError(f"{_host.PACKAGE}.{op}: {name}.shape={second.shape}; must be {x.shape}, the shape of x")
     return [second]
@@ -94,9 +106,12 @@ def require_vector(op: str, name: str, weight, x):
 
 def apply(norm: Norm, arrays, weights, out_dtype, config: Config | None):
     """The results of the norm of the last axis of arrays of one shape, y first: of their shape, scales of rows without
-    its last axis. `weights` are vectors, or matrices of `norm.groups` rows."""
+    its last axis. `weights` are vectors, or matrices of `norm.groups` rows. If the residual is a Ref, that holds the
+    sum, which is no result."""
     shape, op = arrays[0].shape, norm.op
     config = core.require_config(op, arrays[0], config)
+    if isinstance(arrays[-1], jax.Ref):
+        return _apply_in_place(norm, *arrays, weights, out_dtype, config)
     if arrays[0].size == 0:
         return empty(norm, arrays, out_dtype)
     _host.require_target(op)
@@ -104,10 +119,24 @@ def apply(norm: Norm, arrays, weights, out_dtype, config: Config | None):
         twice = lambda x: jnp.concatenate([x, x], axis=-1)
         outs = apply(norm, [*map(twice, arrays)], [*map(twice, weights)], out_dtype, config)
         return tuple(out[..., :1] if out.ndim == len(shape) else out for out in outs)
-    operands = _host.reverse_only(op, *arrays, *weights)
+    if out_dtype.itemsize == 1:
+        operands = _host.without_gradient(op, f"{op} with an out_dtype of 16 bits or more", *arrays, *weights)
+    else:
+        operands = _host.reverse_only(op, *arrays, *weights)
     arrays = tuple(x.reshape(-1, shape[-1]) for x in operands[: len(arrays)])
     outs = _norm(arrays, operands[len(arrays) :], norm, out_dtype, config)
     return tuple(out.reshape(shape if out.ndim == 2 else shape[:-1]) for out in outs)
+
+
+def _apply_in_place(norm: Norm, x, ref, weights, out_dtype, config: Config | None):
+    x, *weights = _host.without_gradient(norm.op, f"{norm.op} of an array `residual`", x, *weights)
+    if x.size == 0 or x.shape[-1] == 1:
+        *outs, ref[...] = apply(norm, [x, ref[...]], weights, out_dtype, config)
+        return tuple(outs)
+    _host.require_target(norm.op)
+    rows = x.reshape(-1, x.shape[-1])
+    outs = _on_ref(rows, weights, ref, norm, out_dtype, config, _params([x], norm))
+    return tuple(out.reshape(x.shape if out.ndim == 2 else x.shape[:-1]) for out in outs)
 
 
 def empty(norm: Norm, arrays, out_dtype):

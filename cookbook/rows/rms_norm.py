@@ -67,7 +67,8 @@ def rms_norm(
     Args:
       x: (..., C) float32, bfloat16 or float16, 1 <= C <= 65536.
       scale: (C,), of any of these dtypes; None for ones.
-      residual: of the shape of `x` and any of these dtypes; or None.
+      residual: of the shape of `x` and any of these dtypes; or None. A Ref (`jax.new_ref`) then holds the sum, which
+        is no result, and nothing is differentiated; where rows are a multiple of 16 bytes no other array is made.
       eps: added to the mean of squares, 0 or more.
       epsilon: another name for `eps`, which it replaces.
       out_dtype: dtype of y, any of these; None for the dtype of `x`. Or float8_e4m3fn or int8, without a gradient: y is
@@ -88,9 +89,6 @@ def rms_norm(
     arrays = [x, *norm_vjp.require_second(op, "residual", residual, x)]
     norm = Norm(op, norm_vjp.require_eps(op, eps, epsilon))
     out_dtype = norm_vjp.require_out_dtype(op, x.dtype if out_dtype is None else out_dtype)
-    if out_dtype.itemsize == 1:
-        operands = _host.without_gradient(op, "rms_norm with an out_dtype of 16 bits or more", *arrays, *weights)
-        arrays, weights = operands[:-1], operands[-1:]
     outs = norm_vjp.apply(norm, arrays, weights, out_dtype, config)
     return outs if len(outs) > 1 else outs[0]
 

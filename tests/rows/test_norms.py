@@ -1,15 +1,18 @@
 """layer_norm, group_norm and the 8-bit rms_norm, with their gradients; references are written here once more."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import lab
-from cookbook import group_norm, layer_norm, matmul_fp8, rms_norm
+from cookbook import _host, group_norm, layer_norm, matmul_fp8, rms_norm
 from cookbook.rows import core, norm, norm_backward
 from cookbook.rows.group_norm import group_norm_reference
 from cookbook.rows.layer_norm import layer_norm_reference
+from lab import toolchain
 from tests.arrays import array
 
 BF16, F16, F32, E4M3 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn
@@ -217,6 +220,63 @@ def test_8_bits_have_no_gradient():
         lab.run(jax.grad(lambda x: jnp.sum(rms_norm(x, out_dtype=E4M3)[1])), x)
 
 
+# In place -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    # Rows of a warp, evenly and not; one group and several; rows left over; one column; rows that begin anywhere.
+    "shape, dtype", [((8, 96), BF16), ((2, 4, 5120), F32), ((37, 999), BF16), ((2, 20480), BF16), ((3, 1), F32),
+                     slow((5, 5000), BF16), slow((3, 8191), BF16)],
+    ids=str,
+)  # fmt: skip
+def test_the_sum_in_the_place_of_the_residual(shape, dtype):
+    """The same bits as in an array of its own."""
+    x, residual, scale = normal(0, shape, BF16), normal(1, shape, dtype), normal(2, shape[-1:])
+    for fn in (layer_norm, functools.partial(rms_norm, out_dtype=E4M3)):
+
+        def in_place(x, residual, scale, fn=fn):
+            ref = jax.new_ref(residual)
+            y = fn(x, scale, residual=ref)
+            return (*y, ref[...]) if isinstance(y, tuple) else (y, ref[...])
+
+        with lab.interpret() as seen:
+            wanted, got = fn(x, scale, residual=residual), jax.jit(in_place)(x, residual, scale)
+        assert not seen.races_found
+        for a, b in zip(got, wanted, strict=True):
+            np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+def test_a_donated_residual_is_not_copied():
+    x, scale = jax.ShapeDtypeStruct((8192, 4096), BF16), jax.ShapeDtypeStruct((4096,), BF16)
+
+    def step(x, residual, scale):
+        ref = jax.new_ref(residual)
+        return rms_norm(x, scale, residual=ref), jax.freeze(ref)
+
+    try:
+        device = toolchain.devices("h200", 1)[0]
+    except lab.ToolchainMissing as missing:
+        pytest.skip(str(missing))
+    avals = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.sharding.SingleDeviceSharding(device))
+        for a in (x, x, scale)
+    ]
+    with _host.building_for(_host.Target("h200", 132)), jax.default_device(device):
+        lowered = jax.jit(step, donate_argnums=1).lower(*avals)
+    memory = lowered.compile().memory_analysis()
+    assert memory.alias_size_in_bytes == 8192 * 4096 * 2 and memory.temp_size_in_bytes < 2**20
+
+
+def test_a_residual_in_place_has_no_gradient():
+    def fn(x):
+        return jnp.sum(rms_norm(x, residual=jax.new_ref(jnp.ones((4, 40)))))
+
+    with pytest.raises(ValueError, match="cookbook.rms_norm has no gradient: differentiate rms_norm of an array"):
+        lab.run(jax.grad(fn), normal(0, (4, 40)))
+    with pytest.raises(ValueError, match=r"residual.shape=\(3,\); must be \(4, 40\)"):
+        rms_norm(normal(0, (4, 40)), residual=jax.new_ref(jnp.ones(3)))
+
+
 # Mutants --------------------------------------------------------------------------------------------------------------
 
 
@@ -311,7 +371,7 @@ def test_empty():
         (lambda x: group_norm(x, group_size="8"), "group_size='8'; must be one int"),
         (
             lambda x: group_norm(x, jnp.ones(5), group_size=8),
-            r"weight.shape=\(5,\); must be \(40,\), .* or \(8,\), for",
+            r"weight.shape=\(5,\); must be \(40,\), .* or \(8,\), one for",
         ),
         (lambda x: group_norm(x, gate=x[:1]), r"gate.shape=\(1, 40\); must be \(8, 40\)"),
         (lambda x: group_norm(x, norm_before_gate=1), "norm_before_gate=1; must be one bool"),
