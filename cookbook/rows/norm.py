@@ -20,8 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from .. import _device, _host
+from .._device import WARPGROUP
 from . import core
-from .plan import Config, Plan
+from .plan import FEW_ROWS, Config, Plan
 
 REGISTER_VALUES = 64  # With a second array, whose loads take registers beside those of x.
 LOG2_E = math.log2(math.e)
@@ -38,16 +39,11 @@ class Norm:
     gate: str | None = None  # The second array is a gate: "before" or "after" the norm. Otherwise it is a residual.
     groups: int = 1  # Rows of the weight; row r of x has row r % groups. With one, the weight is a vector.
 
-    @property
-    def loads_weights_late(self) -> bool:
-        """Whether weights, which are in the L1 cache, are loaded piece by piece as y is stored: registers are full."""
-        return self.is_centered or self.gate is not None
-
-    def weights(self, plan: Plan, weights_gmem, row, g):
-        """The pieces of group `g` of the weight, and of the bias."""
+    def weights(self, plan: Plan, weights_gmem, row, g, late: bool = False):
+        """The pieces of group `g` of the weight, and of the bias; `late`: each is loaded when it is asked for."""
         row = _device.rem(row, self.groups) if self.groups > 1 else row
         pieces = [plan.pieces(ref, row, g) for ref in weights_gmem]
-        return pieces if self.loads_weights_late else [*map(list, pieces)]
+        return pieces if late else [*map(list, pieces)]
 
     def inputs(self, plan: Plan, arrays, row, g):
         """The pieces of group `g` of what is normalised, and of the gate, or None."""
@@ -106,12 +102,11 @@ def moments(norm: Norm, plan: Plan, t, shift, g):
 
 
 def result(norm: Norm, t, gate, weights, mean, inverse):
-    """y, of pieces of what is normalised; where weights are loaded late, piece by piece as it is stored."""
+    """Yields y, piece by piece, of those of what is normalised."""
     scale, *bias = weights
     y = ((v if mean is None else v - mean) * inverse * s for v, s in zip(t, scale, strict=True))
     y = map(jnp.add, y, *bias) if bias else y
-    y = (v * silu(z) for v, z in zip(y, gate, strict=True)) if norm.gate == "after" else y
-    return y if norm.loads_weights_late else list(y)
+    return (v * silu(z) for v, z in zip(y, gate, strict=True)) if norm.gate == "after" else y
 
 
 def _largest(plan: Plan, t, scale):
@@ -125,7 +120,11 @@ def _row(plan: Plan, *refs, norm: Norm, num_arrays: int, num_weights: int, in_pl
     y_gmem, *more_gmem, row = refs[num_arrays + num_weights :]
     is_8_bit = jnp.dtype(y_gmem.dtype).itemsize == 1
     load = lambda g: norm.inputs(plan, arrays, row, g)
-    load_weights = lambda g: norm.weights(plan, weights_gmem, row, g)
+    # Of many rows, weights that come from the L1 cache as they are needed leave registers to more blocks (8192 x 4096:
+    # layer_norm 34 us in place of 41); of a few, all loads are in flight at once (32 x 4096: rms_norm 1.3, not 1.9).
+    is_crowded = (norm.is_centered or num_arrays > 1) and plan.group * math.prod(plan.shape) > 16 * WARPGROUP
+    late = is_crowded and plan.rows >= FEW_ROWS and not is_8_bit
+    load_weights = lambda g: norm.weights(plan, weights_gmem, row, g, late)
 
     def store(g, t, gate, weights, mean, inverse, largest):
         if is_8_bit:
@@ -133,6 +132,7 @@ def _row(plan: Plan, *refs, norm: Norm, num_arrays: int, num_weights: int, in_pl
             y = each(lambda v, s: _rounded(v * s * factor, y_gmem.dtype), t, weights[0])
         else:
             y = result(norm, t, gate, weights, mean, inverse)
+            y = y if late else list(y)
         plan.store(y_gmem, row, g, y)
         for total_gmem in arrays[1:] if in_place else more_gmem[is_8_bit:]:
             plan.store(total_gmem, row, g, t)

@@ -10,7 +10,8 @@ dy * silu(gate):
 A grid that stays makes all in one pass: each block takes every so many rows and adds up its part of dweight and dbias
 in shared memory; a second, small kernel sums these parts, in the same order in every run. While a block works on a row,
 the next ones are in flight to a ring of shared memory, if rows are multiples of 16 bytes and fit. Rows that do not fit
-the registers are read twice, and a block adds up its part in its row of the result, which the L2 cache keeps. The
+the registers are read twice, from shared memory if it holds one of them, and else from the L2 cache; then a block adds
+up its part in its row of the result. That of rms_norm is left to the second kernel, which reads x and dy once more. The
 ring's barriers:
 
     barrier       arrivals                                   who waits
@@ -39,15 +40,19 @@ BLOCKS_PER_SM = 2  # As many blocks as the registers allow.
 AHEAD_BYTES = 112_000  # Shared memory of each of these blocks.
 REGISTER_VALUES = 64  # Values of x, and as many of dy and of the weight.
 MORE_REGISTER_VALUES = 40  # With a third array.
-GATED_REGISTER_VALUES = 32  # With a gate before the norm, of whose products all have a part in both gradients.
 
 
 def rows_ahead(plan: Plan, dtypes, num_sums: int) -> int:
     """Rows of arrays of `dtypes` that are in flight to shared memory while a block works on another: at most two."""
     row_bytes = plan.cols * sum(dtype.itemsize for dtype in dtypes)
-    fit = (AHEAD_BYTES - num_sums * 4 * plan.group * math.prod(plan.shape)) // row_bytes
-    can = plan.spread and plan.num_groups == 1 and plan.cols * plan.itemsize % 16 == 0
-    return min(2, fit) if can and fit > 0 else 0
+    fit = (AHEAD_BYTES - num_sums * 4 * plan.num_groups * plan.group * math.prod(plan.shape)) // row_bytes
+    return min(2, fit) if plan.spread and plan.cols * plan.itemsize % 16 == 0 and fit > 0 else 0
+
+
+def _is_summed_later(plan: Plan, norm: Norm, num_sums: int) -> bool:
+    """Whether dweight is a sum of products that a second kernel reads again, of x, dy and the 1 / root of each row: of
+    rows that do not fit the registers, which is faster than sums in memory (4096 x 32768: 427 us in place of 744)."""
+    return plan.num_groups > 1 and num_sums == norm.groups == 1 and not norm.is_centered and not norm.gate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +126,9 @@ def _backward_kernel(inputs, weights_gmem, *outs, plan: Plan, norm: Norm, ahead:
     that copies take."""
     turns, tile = plan.tiles(lax.axis_size("block"))
     gradients_gmem, sums_gmem = outs[: -len(weights_gmem)], outs[-len(weights_gmem) :]
+    is_summed_later = _is_summed_later(plan, norm, len(weights_gmem))
     block, is_one_group = lax.axis_index("block"), plan.num_groups == 1
+    are_sums_shared = is_one_group or ahead > 0
     ring, at = _device.Ring(filled, freed, ahead), lambda smem, slot: smem.at[pl.ds(slot * plan.cols, plan.cols)]
 
     def start(i):
@@ -136,17 +143,21 @@ def _backward_kernel(inputs, weights_gmem, *outs, plan: Plan, norm: Norm, ahead:
         """The inputs of a group of turn `i`."""
         if not ahead:
             return [plan.load(x, tile(i)[1], g) for x in inputs]
-        slot = ring.wait(i)
-        values = [plan.load(at(smem, slot), 0, 0) for smem in rows_smem.values()]
+        slot = ring.wait(i) if is_one_group else ring.slot(i)
+        values = [plan.load(at(smem, slot), 0, g) for smem in rows_smem.values()]
+        if is_one_group:
+            release(i)
+        return values
+
+    def release(i):
         plgpu.commit_smem()  # Without it TMA may overwrite the slot while loads from it are in flight.
         ring.release(i)
         pl.when(i + ahead < turns)(lambda: start(i + ahead))
-        return values
 
     def place(k, g, p):
         """Where this block adds up its part of dweight (`k` 0) or dbias (1): of piece `p` of a group."""
-        if is_one_group:
-            return sums_smem.at[k * plan.group + p]
+        if are_sums_shared:
+            return sums_smem.at[(k * plan.num_groups + g) * plan.group + p]
         return sums_gmem[k].at[block, pl.ds((g * plan.group + p) * plan.shape[0], plan.shape[0])]
 
     def for_each_place(visit):
@@ -159,14 +170,16 @@ def _backward_kernel(inputs, weights_gmem, *outs, plan: Plan, norm: Norm, ahead:
 
     def visit(i):
         index, row = tile(i)
+        if ahead and not is_one_group:
+            ring.wait(i)
         if is_one_group:
             values = load(i, 0)
             kept = values, _parts(norm, values)
         group = lambda g: kept if is_one_group else ((values := load(i, g)), _parts(norm, values))
-        weights = lambda g: norm.weights(plan, weights_gmem, row, g)
+        weights = lambda g, late=False: norm.weights(plan, weights_gmem, row, g, late)
 
         shift = centre(norm, plan, group(0)[1].t) if norm.is_centered else None
-        sums = lambda g: _sums(norm, plan, group(g)[1], [*weights(g)[0]], shift, g)
+        sums = lambda g: _sums(norm, plan, group(g)[1], weights(g)[0], shift, g)
         if is_one_group:
             sums = sums(0)
         else:
@@ -178,33 +191,42 @@ def _backward_kernel(inputs, weights_gmem, *outs, plan: Plan, norm: Norm, ahead:
 
         def finish(g):
             values, parts = group(g)
-            found = _gradients(norm, values, parts.share, weights(g), mean, inverse, *rest)
-            for p, (gradients, off, e) in enumerate(found if norm.loads_weights_late else list(found)):
+            # With a gate registers lack, and weights come from the L1 cache as they are needed.
+            late = norm.gate is not None and plan.spread
+            found = _gradients(norm, values, parts.share, weights(g, late), mean, inverse, *rest)
+            for p, (gradients, off, e) in enumerate(found if late else list(found)):
                 for out, gradient in zip(gradients_gmem, gradients, strict=True):
                     plan.store_piece(out, row, g, p, gradient)
-                terms = [off * e * counted, plan.fresh_rows(e, index, row)]
+                terms = [] if is_summed_later else [off * e * counted, plan.fresh_rows(e, index, row)]
                 for k, term in enumerate(terms[: len(sums_gmem)]):
                     _device.store(place(k, g, p), _device.load(place(k, g, p), plan.layout) + term)
 
         finish(0) if is_one_group else pl.loop(0, plan.num_groups)(finish)
+        if ahead and not is_one_group:
+            release(i)
+        if is_summed_later:
+            sums_gmem[0][row] = inverse
 
     for i in range(ahead):
         pl.when(i < turns)(functools.partial(start, i))
     # Each thread reads what it wrote itself: there is nothing to wait for.
-    for_each_place(lambda *where: _device.store(place(*where), plan.zeros()))
+    if not is_summed_later:
+        for_each_place(lambda *where: _device.store(place(*where), plan.zeros()))
     pl.loop(0, turns)(visit)
     if ahead:
         ring.drain(turns)
-    if is_one_group:
+    if are_sums_shared:
         first = block * plan.config.block_rows
         for k, out in enumerate(sums_gmem):
-            plan.store(out, first, 0, [_device.load(place(k, 0, p), plan.layout) for p in range(plan.group)])
+            load_sums = lambda g, k=k: [_device.load(place(k, g, p), plan.layout) for p in range(plan.group)]
+            store = lambda g, out=out, load_sums=load_sums: plan.store(out, first, g, load_sums(g))
+            store(0) if is_one_group else pl.loop(0, plan.num_groups)(store)
 
 
 def _scratch(plan: Plan, ahead: int, dtypes, num_sums: int) -> dict:
-    if plan.num_groups > 1:
+    if plan.num_groups > 1 and not ahead:
         return {}
-    scratch = dict(sums_smem=plgpu.SMEM((num_sums * plan.group, *plan.shape), jnp.float32))
+    scratch = dict(sums_smem=plgpu.SMEM((num_sums * plan.num_groups * plan.group, *plan.shape), jnp.float32))
     if not ahead:
         return scratch
     rows = {f"row{i}_smem": plgpu.SMEM((ahead * plan.cols,), dtype) for i, dtype in enumerate(dtypes)}
@@ -245,7 +267,6 @@ def call_backward(arrays, weights, dy, norm: Norm, dtypes, target: _host.Target,
     inputs, (rows, cols), itemsize = (*arrays, dy), arrays[0].shape, arrays[0].dtype.itemsize
     most = BLOCKS_PER_SM * target.num_sms
     values = REGISTER_VALUES if len(inputs) == 2 else MORE_REGISTER_VALUES
-    values = GATED_REGISTER_VALUES if norm.gate == "before" else values
     plan = backward_plan(rows, cols, itemsize, most, values)
     # After so many blocks the rows of the weight are the same again.
     unit = norm.groups // math.gcd(norm.groups, plan.config.block_rows)
@@ -257,9 +278,12 @@ def call_backward(arrays, weights, dy, norm: Norm, dtypes, target: _host.Target,
         plan = dataclasses.replace(plan, rows=full)
     num_blocks = max(unit, min(most, plan.num_blocks) // unit * unit)
     input_dtypes = [x.dtype for x in inputs]
-    ahead = rows_ahead(plan, input_dtypes, len(weights))
-    sums_shape = (num_blocks * tile_rows, cols)
-    if plan.num_groups > 1:
+    is_summed_later = _is_summed_later(plan, norm, len(weights))
+    ahead = 0 if is_summed_later else rows_ahead(plan, input_dtypes, len(weights))
+    sums_shape, are_in_pieces = (num_blocks * tile_rows, cols), plan.num_groups > 1 and not ahead
+    if is_summed_later:
+        sums_shape = (plan.rows,)
+    elif are_in_pieces:
         sums_shape = (num_blocks, plan.num_groups * plan.group * plan.shape[0])
     out_types = [jax.ShapeDtypeStruct((plan.rows, cols), dtype) for dtype in dtypes]
     if ahead and plan.rows * cols < 2**31:
@@ -273,7 +297,10 @@ def call_backward(arrays, weights, dy, norm: Norm, dtypes, target: _host.Target,
         compiler_params=params,
     )(list(inputs), [weight_rows(norm, weight, tile_rows) for weight in weights])
     gradients, sums = outs[: len(dtypes)], outs[len(dtypes) :]
-    if plan.num_groups > 1:
+    if is_summed_later:
+        sums = [leading.sum_leading(target, params, weights[0].dtype, inputs[0], inputs[-1], *sums)]
+        return [x[:rows] for x in gradients], sums
+    if are_in_pieces:
         sums = [_columns(plan, part) for part in sums]
     sums = [
         leading.sum_leading(target, params, weight.dtype, part.reshape(-1, weight.size)).reshape(weight.shape)

@@ -49,7 +49,7 @@ VALUES = {  # Of the norms, for the forward and the backward kernel.
     "rms_norm": (core.Config.register_values, norm_backward.REGISTER_VALUES),
     "layer_norm": (core.Config.register_values, norm_backward.REGISTER_VALUES),
     "group_norm before": (norm.REGISTER_VALUES, norm_backward.MORE_REGISTER_VALUES),
-    "group_norm after": (norm.REGISTER_VALUES, norm_backward.GATED_REGISTER_VALUES),
+    "group_norm after": (norm.REGISTER_VALUES, norm_backward.MORE_REGISTER_VALUES),
     "rms_norm of 8 bits": (norm.REGISTER_VALUES,),
 }
 
