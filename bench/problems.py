@@ -49,6 +49,7 @@ delta_rule, delta_rule_step, ssd, ssd_step = map(
 causal_conv1d, causal_conv1d_step = map(inspect.getmodule, (cookbook.causal_conv1d, cookbook.causal_conv1d_step))
 cross_entropy, linear_cross_entropy = map(inspect.getmodule, (cookbook.cross_entropy, cookbook.linear_cross_entropy))
 reduce_sum, rms_norm, softmax = map(inspect.getmodule, (cookbook.reduce_sum, cookbook.rms_norm, cookbook.softmax))
+layer_norm, group_norm = map(inspect.getmodule, (cookbook.layer_norm, cookbook.group_norm))
 
 # The peers that are not this project's own, and what each is.
 PEERS = {
@@ -112,7 +113,7 @@ class Case:
         if self.op.startswith("blackwell."):
             return "b200"
         on_cuda_cores = self.op.startswith(
-            ("add", "softmax", "rms_norm", "reduce_sum", "causal_", "cross_")
+            ("add", "softmax", "rms_norm", "layer_norm", "group_norm", "reduce_sum", "causal_", "cross_")
         ) or self.op.endswith("_step")
         return None if on_cuda_cores or self.impl == "matmul_blocked" else "h200"
 
@@ -189,28 +190,68 @@ def _add(n, dtype=jnp.bfloat16, **kwargs):
 def _rows(op, module, rows, cols, num_inputs, dtype=jnp.bfloat16, **kwargs):
     kernel, reference = getattr(cookbook, op), getattr(module, f"{op}_reference")
     peers = {"xla": lambda x, *scale: reference(x, *scale).astype(x.dtype)}
-    shapes = ((rows, cols), (cols,))[:num_inputs]
+    shapes = ((rows, cols), (cols,), (cols,))[:num_inputs]
     flops, nbytes = module.flops(rows, cols), module.bytes_moved(rows, cols, jnp.dtype(dtype).itemsize)
     return Case(op, shapes, dtype, kernel, reference, peers, flops, nbytes, f"{rows}x{cols}", **kwargs)
 
 
-def _rms_norm_of_sum(rows, cols, **kwargs):
-    """As in a decoder: a float32 residual, to which a float32 product is added; the result is of 16 bits."""
+def _rms_norm_of_sum(rows, cols, dtype=jnp.float32, **kwargs):
+    """As in a decoder: a residual, to which a product is added; the result is of 16 bits."""
     reference = lambda x, residual, scale: rms_norm.rms_norm_reference(x, scale, residual=residual)
 
     def as_ours(x, residual, scale):
         y, total = reference(x, residual, scale)
-        return y.astype(BF16), total
+        return y.astype(BF16), total.astype(dtype)
 
     kernel = lambda x, residual, scale: cookbook.rms_norm(x, scale, residual=residual, out_dtype=BF16)
-    shapes, f32 = ((rows, cols), (rows, cols), (cols,)), jnp.float32
+    shapes, size = ((rows, cols), (rows, cols), (cols,)), f"{rows}x{cols}_residual" + "_bf16" * (dtype == BF16)
     # x and the residual are read, the sum and y are written.
     return Case("rms_norm", shapes, BF16, kernel, reference, {"xla": as_ours}, rms_norm.flops(rows, cols),
-                rows * cols * (3 * 4 + 2), f"{rows}x{cols}_residual", dtypes=(f32, f32, BF16), **kwargs)  # fmt: skip
+                rows * cols * (3 * jnp.dtype(dtype).itemsize + 2), size, dtypes=(dtype, dtype, BF16),
+                **kwargs)  # fmt: skip
+
+
+def _rms_norm_8_bits(rows, cols, **kwargs):
+    """The sum, and its norm as numbers of float8_e4m3fn with a factor for each row. The exact result is not rounded."""
+    plain = lambda x, residual, scale: rms_norm.rms_norm_reference(x, scale, residual=residual)
+    kernel = lambda x, residual, scale: cookbook.rms_norm(x, scale, residual=residual, out_dtype=jnp.float8_e4m3fn)
+
+    def xla(x, residual, scale):
+        y, total = plain(x, residual, scale)
+        return *rms_norm.quantized_reference(y, jnp.float8_e4m3fn), total.astype(BF16)
+
+    def reference(x, residual, scale):
+        y, total = plain(x, residual, scale)
+        factor = jnp.max(jnp.abs(y), axis=-1) / 448
+        return y / factor[:, None], factor, total
+
+    shapes = ((rows, cols), (rows, cols), (cols,))
+    return Case("rms_norm", shapes, BF16, kernel, reference, {"xla": xla}, rms_norm.flops(rows, cols),
+                rows * cols * 7, f"{rows}x{cols}_residual_e4m3", error_max=0.05, **kwargs)  # fmt: skip
+
+
+def _group_norm(rows, groups, size, norm_before_gate, shared=True, gradients=False, **kwargs):
+    """Heads with a gate; a weight for all, or with `shared=False` one for each column."""
+    how = dict(group_size=size, norm_before_gate=norm_before_gate)
+    fns = dict(
+        kernel=lambda x, gate, w: cookbook.group_norm(x, w, gate=gate, **how),
+        reference=lambda x, gate, w: group_norm.group_norm_reference(x, w, gate=gate, **how),
+        xla=lambda x, gate, w: group_norm.group_norm_reference(x, w, gate=gate, **how).astype(BF16),
+    )
+    shapes = ((rows, groups * size), (rows, groups * size), (size if shared else groups * size,))
+    nbytes = group_norm.bytes_moved(rows, groups * size, 2)
+    name = f"{rows}x{groups}x{size}_{'after' if norm_before_gate else 'before'}" + "_each" * (not shared)
+    if gradients:  # x, the gate and dy are read, dx and dgate written.
+        fns = {name: lambda *args, fn=fn: jax.vjp(fn, *args[:-1])[1](args[-1]) for name, fn in fns.items()}
+        exact = fns["reference"]
+        fns["reference"] = lambda *args: exact(*(x.astype(jnp.float32) for x in args))
+        shapes, nbytes = (*shapes, shapes[0]), rows * groups * size * 10
+    return Case("group_norm_backward" if gradients else "group_norm", shapes, BF16, fns["kernel"], fns["reference"],
+                {"xla": fns["xla"]}, group_norm.flops(rows, groups * size), nbytes, name, **kwargs)  # fmt: skip
 
 
 def _rows_backward(op, module, rows, cols, num_inputs, **kwargs):
-    """The gradients alone: of rms_norm by x and scale, of softmax by x with the forward pass that it needs."""
+    """The gradients alone: of a norm by x and its weights, of softmax by x with the forward pass that it needs."""
     forward = {"cookbook": getattr(cookbook, op), "reference": getattr(module, f"{op}_reference")}
     forward["xla"] = lambda x, *scale: forward["reference"](x, *scale).astype(x.dtype)
 
@@ -219,8 +260,8 @@ def _rows_backward(op, module, rows, cols, num_inputs, **kwargs):
         pull = lambda *args: jax.vjp(forward[impl], *args[:-1])[1](args[-1])
         return (lambda *args: pull(*(x.astype(jnp.float32) for x in args))) if exact else pull
 
-    shapes = ((rows, cols), (cols,))[:num_inputs] + ((rows, cols),)
-    arrays = 3 if op == "rms_norm" else 5
+    shapes = ((rows, cols), (cols,), (cols,))[:num_inputs] + ((rows, cols),)
+    arrays = 5 if op == "softmax" else 3
     return Case(f"{op}_backward", shapes, BF16, gradient("cookbook"), gradient("reference"), {"xla": gradient("xla")},
                 6 * rows * cols, arrays * rows * cols * 2, f"{rows}x{cols}", **kwargs)  # fmt: skip
 
@@ -927,6 +968,15 @@ CASES = [
     *(_rows("rms_norm", rms_norm, *shape, 2, target=ABOVE_XLA) for shape in ROW_SHAPES),
     _rms_norm_of_sum(16384, 8192, target=ABOVE_XLA),
     _rms_norm_of_sum(64, 2048),
+    _rms_norm_of_sum(8192, 4096, BF16, target=Target("xla", rate=4.16)),
+    _rms_norm_8_bits(8192, 4096, target=ABOVE_XLA),
+    _rows("rms_norm", rms_norm, 32, 4096, 2, target=ABOVE_XLA),
+    _rows("layer_norm", layer_norm, 8192, 4096, 3, target=Target("xla", rate=4.16)),
+    _rows_backward("layer_norm", layer_norm, 8192, 4096, 3, target=ABOVE_XLA),
+    *(_group_norm(8192, 32, size, True, target=ABOVE_XLA) for size in (64, 128, 256)),
+    _group_norm(8192, 8, 1024, False, shared=False, target=ABOVE_XLA),
+    _group_norm(8192, 32, 128, True, gradients=True, target=ABOVE_XLA),
+    _group_norm(8192, 8, 1024, False, shared=False, gradients=True, target=ABOVE_XLA),
     _rows_backward("softmax", softmax, 16384, 8192, 1, target=ABOVE_XLA),
     _rows_backward("rms_norm", rms_norm, 16384, 8192, 2, target=Target("xla", rate=3.6)),
     _sum(16384, 8192, -1),

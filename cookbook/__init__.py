@@ -42,7 +42,7 @@ from .recurrent import (
     ssd,
     ssd_step,
 )
-from .rows import reduce_sum, rms_norm, softmax
+from .rows import group_norm, layer_norm, reduce_sum, rms_norm, softmax
 
 __version__ = "0.2.0"
 
@@ -60,6 +60,8 @@ __all__ = [
     "gated_delta_rule",
     "gated_delta_rule_step",
     "glu",
+    "group_norm",
+    "layer_norm",
     "linear_attention",
     "linear_cross_entropy",
     "matmul",
