@@ -58,13 +58,14 @@ NORM_EPSILON = 1e-6  # Under the root, as in fla's l2norm.
 
 def _scratch(plan: KdaPlan, masks) -> dict:
     gates = row_tiles((1, 2 * plan.pieces, CHUNK, HALF), jnp.float32, plan.interpreted, by_eights=True)
-    parts = plgpu.SMEM((2, plan.pieces, *SQUARE), jnp.float16, **swizzled())
+    parts = plgpu.SMEM((plan.pieces, 2, *SQUARE), jnp.float16, **swizzled())
     of_inverse = plgpu.SMEM((2, *SQUARE), jnp.float16, **swizzled(STRIP))
     views = (gates,) if plan.interpreted else gates.refs
     return dict(
         q_smem=plan.rows(1, plan.pieces),
         k_smem=plan.rows(1, plan.pieces),
         gates_smem=(gates, parts, of_inverse) if plan.interpreted else plgpu.RefUnion(*views, parts, of_inverse),
+        queries_smem=plan.squares(plan.pieces),  # Decayed ones; q stays where it is to save registers.
         diagonal_smem=plgpu.SMEM((CHUNK,), jnp.float32),
         masks_smem=plgpu.SMEM(masks.shape, masks.dtype, **swizzled(STRIP)),
         rows_smem=plgpu.SMEM((CHUNK,), jnp.float32),
@@ -86,30 +87,29 @@ def _to_boundary(block):
     return _ones(jnp.where(is_second, row & -block, row + 1), jnp.where(is_second, row, row | (block - 1)))
 
 
-def _split(gates_smem: Tiles, parts_smem: Ref, pieces: int):
-    """Leaves the gates, as logarithms to base 2, in two parts of float16 in shared memory. Returns the decays of the
-    whole chunk, a vector per piece."""
-    load_half = lambda i: load(gates_smem.tiled.at[0, i])
-    gates = [jnp.concatenate([load_half(2 * p), load_half(2 * p + 1)], axis=1) for p in range(pieces)]
-    gates = [jnp.maximum(g, math.log(LEAST_DECAY)) * LOG2_E for g in gates]
-    plgpu.commit_smem()  # The parts take the place of the gates.
-    for p, g in enumerate(gates):
-        high = g.astype(jnp.float16)
-        parts_smem[0, p] = high
-        parts_smem[1, p] = (g - high.astype(jnp.float32)).astype(jnp.float16)
+def _split(gates_smem: Tiles, parts_smem: Ref, p: int):
+    """Leaves piece `p` of the gates, as logarithms to base 2, in two parts of float16 in its place in shared memory.
+    Returns how the chunk decays."""
+    gates = jnp.concatenate([load(gates_smem.tiled.at[0, 2 * p + half]) for half in range(2)], axis=1)
+    gates = jnp.maximum(gates, math.log(LEAST_DECAY)) * LOG2_E
+    plgpu.commit_smem()  # All warps have read the piece.
+    high = gates.astype(jnp.float16)
+    parts_smem[p, 0] = high
+    parts_smem[p, 1] = (gates - high.astype(jnp.float32)).astype(jnp.float16)
+    return jnp.exp2(gates.sum(axis=0))
+
+
+def _normalize(rows_smem: Ref, pieces: int):
+    """Divides the rows, in pieces, by their norms."""
+    rows = [load(rows_smem.at[p]).astype(jnp.float32) for p in range(pieces)]
+    norm = functools.reduce(jnp.add, [(x * x).sum(axis=1) for x in rows]) + NORM_EPSILON
+    for p, x in enumerate(rows):
+        rows_smem[p] = (x * spread(lax.rsqrt(norm), 0)).astype(rows_smem.dtype)
     plgpu.commit_smem()
-    return [jnp.exp2(g.sum(axis=0)) for g in gates]
-
-
-def _normalized(pieces: list, dtype):
-    """The rows divided by their norms."""
-    squares = sum((x.astype(jnp.float32) ** 2).sum(axis=1) for x in pieces)
-    factor = spread(lax.rsqrt(squares + NORM_EPSILON), 0)
-    return [(x.astype(jnp.float32) * factor).astype(dtype) for x in pieces]
 
 
 def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, decay_gmem, *, plan: KdaPlan, q_smem, k_smem,
-            gates_smem, diagonal_smem, masks_smem, rows_smem, columns_smem, filled):  # fmt: skip
+            gates_smem, queries_smem, diagonal_smem, masks_smem, rows_smem, columns_smem, filled):  # fmt: skip
     chunk, head = lax.axis_index("tile"), lax.axis_index("unit")
     pieces, rows, key_head = range(plan.pieces), num_rows[chunk], plan.key_head(head)
     *gates, parts_smem, inverse_smem = gates_smem
@@ -133,15 +133,23 @@ def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, dec
             operand.clear(0, rows, plan.interpreted)
         plgpu.commit_smem()
 
-    q, k = ([load(smem.tiled.at[0, p]) for p in pieces] for smem in (q_smem, k_smem))
     if plan.use_qk_l2norm:
-        q, k = _normalized(q, plan.dtype), _normalized(k, plan.dtype)
-    for p, decay in enumerate(_split(gates, parts_smem, plan.pieces)):
-        _device.store(decay_gmem.at[head, chunk, pl.ds(p * PIECE, PIECE)], decay)
+
+        @pl.when(rows > 0)  # In a branch the compiler computes nothing else ahead, for which registers are too few.
+        def _():
+            for smem in (q_smem, k_smem):
+                _normalize(smem.tiled.at[0], plan.pieces)
+
+    q, k = ([load(smem.tiled.at[0, p]) for p in pieces] for smem in (q_smem, k_smem))
+    dots = [(a.astype(jnp.float32) * b.astype(jnp.float32)).sum(axis=1) for a, b in zip(q, k, strict=True)]
+    diagonal_smem[...] = functools.reduce(jnp.add, dots)
+    for p in pieces:
+        _device.store(decay_gmem.at[head, chunk, pl.ds(p * PIECE, PIECE)], _split(gates, parts_smem, p))
+    plgpu.commit_smem()
 
     def decays(ones, p):
         """Rounded: in 32 bits the compiler would keep q and k converted through all of the kernel, and spill them."""
-        sums = product([(ones, parts_smem.at[part, p]) for part in range(2)], plan.interpreted)
+        sums = product([(ones, parts_smem.at[p, part]) for part in range(2)], plan.interpreted)
         return jnp.exp2(sums).astype(plan.dtype)
 
     def put(smem, square, value):
@@ -155,25 +163,22 @@ def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, dec
     from_start = _ones(0 * row, row)
     for p in pieces:
         decay = decays(from_start, p)
-        put(q_smem.tiled.at[0, p], plan.queries + p, q[p] * decay)
+        put(queries_smem.at[p], plan.queries + p, load(q_smem.tiled.at[0, p]) * decay)
         put(k_smem.tiled.at[0, p], KEYS_READ + p, k[p] * decay)
 
     # m below the diagonal, and w transposed above it.
-    dots = [(a.astype(jnp.float32) * b.astype(jnp.float32)).sum(axis=1) for a, b in zip(q, k, strict=True)]
-    diagonal_smem[...] = functools.reduce(jnp.add, dots)
-
     # The compiler does not know it: else it would keep addresses and comparisons over the whole kernel, and spill them.
     zero = rows & 2**30
 
     def add_block(i, pairs):
         block, stage = CHUNK // 2 >> i, jnp.minimum(i, zero)
-        queries, keys = (smem.tiled.at[stage] for smem in (q_smem, k_smem))
+        queries, keys = queries_smem, k_smem.tiled.at[stage]
         ones = _to_boundary(block)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.commit_smem()  # All warps have multiplied what the tiles hold.
         for p in pieces:
             decay = decays(ones, p)
-            queries[p], keys[p] = q[p] * decay, k[p] * decay
+            queries[p], keys[p] = load(q_smem.tiled.at[stage, p]) * decay, k[p] * decay
         plgpu.commit_smem()
         parted = NUM_BLOCKS - i
         is_nearer = (row >> parted) == (column >> parted)
@@ -190,7 +195,7 @@ def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, dec
 
     # The inverse, in the place of the gates, once all warps have multiplied what the tiles hold.
     plgpu.commit_smem()
-    put(q_smem.tiled.at[0, 0], WEIGHTS, w)
+    put(queries_smem.at[0], WEIGHTS, w)
     to_end = _to_boundary(CHUNK + zero)
     for p in pieces:
         put(k_smem.tiled.at[0, p], plan.keys_written + p, k[p] * decays(to_end, p))
