@@ -189,8 +189,10 @@ def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, dec
 
     zeros = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), plgpu.Layout.WGMMA)
     # The compiler would unroll a loop whose length it knows, and spill.
-    pairs = lax.fori_loop(0, jnp.where(rows > 0, NUM_BLOCKS, 0), add_block, zeros)
-    w = jnp.where(row < column, pairs, jnp.where(row == column, spread(load(diagonal_smem, ROWS), 0), 0.0)).astype(plan.dtype)
+    pairs = lax.fori_loop(0, jnp.where(rows > 0, NUM_BLOCKS, 1), add_block, zeros)
+    w = jnp.where(row < column, pairs, jnp.where(row == column, spread(load(diagonal_smem, ROWS), 0), 0.0)).astype(
+        plan.dtype
+    )
     minus_lower = (pairs * spread(-load(rows_smem, ROWS), 0)).astype(jnp.float16)
 
     # The inverse, in the place of the gates, once all warps have multiplied what the tiles hold.
