@@ -17,7 +17,10 @@ ever taken. Two kernels, whose files have the formulas and the tables of roles a
     kernel           from chunk to chunk, a block for each 64 values of a head, or for each head where those are more
                      than SMs
 
-The backward pass differentiates the recurrence, token by token, by XLA: it is right, slow, and keeps a state per token.
+The backward pass keeps what the first kernel made. It makes the states before all chunks again (`kernel`), and the
+gradients of the states, from the last chunk to the first (`kernel_backward`). The rest, for all chunks at once, is
+XLA's and no kernel yet: it is right, but in float32, and it moves several times the operands' bytes. `gradients.py`
+derives it all.
 
 Other names of the arguments, and other layouts:
 
@@ -44,7 +47,6 @@ Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -54,9 +56,10 @@ from ... import _device, _host
 from ..._device import PIECE
 from .. import arguments
 from ..sequences import Sequences
-from ..states import LEAST_DECAY, as_states
+from ..states import as_states
 from . import kernel
-from .kernel_prepare import NORM_EPSILON, prepare
+from .gradients import gradients, normalized
+from .kernel_prepare import prepare
 from .plan import CHUNK, KdaPlan
 
 ELSEWHERE = arguments.ELSEWHERE | dict(
@@ -65,11 +68,6 @@ ELSEWHERE = arguments.ELSEWHERE | dict(
     A_log="multiply g by -jnp.exp(A_log)[:, None]", dt_bias="add it to g before the softplus",
     lower_bound="pass jnp.maximum(g, lower_bound) as g", safe_gate="gates of any strength are safe",
 )  # fmt: skip
-
-
-def normalized(x):
-    """Heads of queries or keys divided by their norms, as `use_qk_l2norm` does it."""
-    return x * lax.rsqrt((x * x).sum(-1, keepdims=True) + NORM_EPSILON)
 
 
 def kda_reference(
@@ -140,50 +138,55 @@ def _plan(scale: float, config: Config, q, v, cu_seqlens, use_qk_l2norm: bool, t
 
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
 def _launch(q, k, v, g, beta, initial, cu_seqlens, *, plan: KdaPlan, params):
-    """[final states, o], of operands without a batch, v in slices of 64."""
+    """(o, final states, (squares, decays)), of operands without a batch, v in slices of 64."""
     sequences = plan.sequences
     beta = sequences.in_chunks(beta.astype(jnp.float32), cu_seqlens)
     places = sequences.places_of_chunks(cu_seqlens)
-    squares, decay = prepare(*places, q, k, g.astype(jnp.float32), beta, plan=plan, params=params)
+    prepared = prepare(*places, q, k, g.astype(jnp.float32), beta, plan=plan, params=params)
     table, _ = sequences.parts(cu_seqlens)
-    return kernel.launch(plan, table, v, squares, decay, initial, params)
+    states, o = kernel.launch(plan, table, v, *prepared, initial, params)
+    return o, states, prepared
 
 
 def _forward(plan: KdaPlan, q, k, v, g, beta, initial_state, cu_seqlens):
-    """(o, final states)"""
+    """((o, final states), (squares, decays)); the backward pass needs the second pair."""
     rows = lambda x: x.reshape(-1, *x.shape[2:])
     initial = None if initial_state is None else as_states(initial_state, plan.value_slices)
-    final, o = _launch(
+    o, final, kept = _launch(
         rows(q), rows(k), v.reshape(-1, plan.value_slices, PIECE), rows(g), rows(beta), initial, cu_seqlens,
         plan=plan, params=_host.compiler_params(approx_math=True),
     )  # fmt: skip
-    return o.reshape(v.shape), final.reshape(-1, plan.heads, v.shape[3], k.shape[3])
+    return (o.reshape(v.shape), final.reshape(-1, plan.heads, v.shape[3], k.shape[3])), kept
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _kda(plan: KdaPlan, q, k, v, g, beta, initial_state, cu_seqlens):
-    return _forward(plan, q, k, v, g, beta, initial_state, cu_seqlens)
+    return _forward(plan, q, k, v, g, beta, initial_state, cu_seqlens)[0]
 
 
-def _kda_fwd(plan: KdaPlan, *operands):
-    return _host.without_derivative("kda", functools.partial(_forward, plan))(*operands), operands
+def _kda_fwd(plan: KdaPlan, q, k, v, g, beta, initial_state, cu_seqlens):
+    forward = _host.without_derivative("kda", functools.partial(_forward, plan))
+    results, kept = forward(q, k, v, g, beta, initial_state, cu_seqlens)
+    return results, (q, k, v, g, beta, initial_state, cu_seqlens, kept)
 
 
-def _kda_bwd(plan: KdaPlan, operands, cotangents):
-    how = dict(scale=plan.scale, use_qk_l2norm=plan.use_qk_l2norm, return_final_state=True)
+def _kda_bwd(plan: KdaPlan, residuals, cotangents):
+    _host.require_tensor_cores("kda")
+    params = _host.compiler_params(approx_math=True)
 
-    def backward(operands, cotangents):
-        *tokens, initial_state, cu_seqlens = operands
+    def backward(q, k, v, g, beta, initial_state, cu_seqlens, kept, do, d_final):
+        rows = lambda x: x.reshape(-1, *x.shape[2:])
+        slices = lambda x: x.reshape(-1, plan.value_slices, PIECE)
+        states = lambda x: None if x is None else as_states(x, plan.value_slices)
+        *grads, d_initial = gradients(
+            rows(q), rows(k), slices(v), rows(g), rows(beta), states(initial_state), cu_seqlens, *kept,
+            slices((do * plan.scale).astype(v.dtype)), states(d_final), plan=plan, params=params,
+        )  # fmt: skip
+        alike = lambda x, dx: dx.reshape(x.shape).astype(x.dtype)
+        d_initial = None if initial_state is None else alike(initial_state, d_initial)
+        return *map(alike, (q, k, v, g, beta), grads), d_initial
 
-        def recurrence(q, k, v, g, beta, initial_state):
-            g = jnp.maximum(g, math.log(LEAST_DECAY))
-            o, final = kda_reference(q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens, **how)
-            return o.astype(v.dtype), final
-
-        _, vjp = jax.vjp(recurrence, *tokens, initial_state)
-        return vjp(cotangents)
-
-    return *_host.without_derivative("kda", backward)(operands, cotangents), None
+    return *_host.without_derivative("kda", backward)(*residuals, *cotangents), None
 
 
 _kda.defvjp(_kda_fwd, _kda_bwd)

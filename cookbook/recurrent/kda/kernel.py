@@ -44,7 +44,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ... import _device, _host
 from ..._device import COLUMNS, PIECE, Barrier, Index, Ref, Ring, Tiles, load, product, spread
-from ..delta.plan import CHUNK, SQUARE
+from ..delta.plan import SQUARE
 from ..sequences import Part
 from ..states import first_state, store_state
 from ..tiles import Operand, load_chunks, store_rows

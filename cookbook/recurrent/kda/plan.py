@@ -14,7 +14,8 @@ INVERSE, WEIGHTS, KEYS_READ = 0, 1, 2  # Places of a chunk's squares; queries an
 @dataclasses.dataclass(frozen=True)
 class KdaPlan(Plan):
     """A launch of the kernels. `kernel_prepare` leaves squares of 64 x 64 for each chunk of each value head, in this
-    order: the inverse, the weights w transposed, and in pieces the keys that read, the queries, and the keys that write."""
+    order: the inverse, the weights w transposed, and in pieces the keys that read, the queries, and the keys that
+    write."""
 
     use_qk_l2norm: bool
     num_stages: int  # Chunks in shared memory.
