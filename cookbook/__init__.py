@@ -32,7 +32,15 @@ from .gemm import (
 )
 from .loss import cross_entropy, linear_cross_entropy
 from .nvlink import all_gather, all_gather_matmul, all_to_all, matmul_reduce_scatter, reduce_scatter
-from .recurrent import gated_delta_rule, gated_delta_rule_step, kda, linear_attention, ssd, ssd_step
+from .recurrent import (
+    gated_delta_rule,
+    gated_delta_rule_step,
+    kda,
+    kda_step,
+    linear_attention,
+    ssd,
+    ssd_step,
+)
 from .rows import reduce_sum, rms_norm, softmax
 
 __version__ = "0.2.0"
@@ -48,6 +56,8 @@ __all__ = [
     "fuse",
     "gated_delta_rule",
     "gated_delta_rule_step",
+    "kda",
+    "kda_step",
     "linear_attention",
     "linear_cross_entropy",
     "matmul",

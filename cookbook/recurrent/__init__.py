@@ -4,6 +4,7 @@
 from .delta import gated_delta_rule as gated_delta_rule
 from .delta import gated_delta_rule_step as gated_delta_rule_step
 from .kda import kda as kda
+from .kda import kda_step as kda_step
 from .ssd import linear_attention as linear_attention
 from .ssd import ssd as ssd
 from .ssd import ssd_step as ssd_step
