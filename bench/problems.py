@@ -20,6 +20,7 @@ from bench.peers import imports
 from cookbook import _host, blackwell, elementwise
 from cookbook.blackwell import cost as blackwell_cost
 from cookbook.gemm import cost
+from cookbook.gemm.gated import plan as gated
 from cookbook.gemm.grouped import cost as group_cost
 from cookbook.gemm.rungs.matmul_blocked import matmul_blocked_reference
 
@@ -28,9 +29,10 @@ attention, attention_fp8, paged_attention, varlen_attention = map(
     inspect.getmodule,
     (cookbook.attention, cookbook.attention_fp8, cookbook.paged_attention, cookbook.varlen_attention),
 )
-matmul, matmul_fp8, matmul_int8_weights, moe, ragged_dot, ragged_dot_fp8, ragged_dot_transposed = map(
+glu, matmul, matmul_fp8, matmul_int8_weights, moe, ragged_dot, ragged_dot_fp8, ragged_dot_transposed = map(
     inspect.getmodule,
     (
+        cookbook.glu,
         cookbook.matmul,
         cookbook.matmul_fp8,
         cookbook.matmul_int8_weights,
@@ -44,6 +46,7 @@ delta_rule, delta_rule_step, ssd, ssd_step = map(
     inspect.getmodule,
     (cookbook.gated_delta_rule, cookbook.gated_delta_rule_step, cookbook.ssd, cookbook.ssd_step),
 )
+causal_conv1d, causal_conv1d_step = map(inspect.getmodule, (cookbook.causal_conv1d, cookbook.causal_conv1d_step))
 cross_entropy, linear_cross_entropy = map(inspect.getmodule, (cookbook.cross_entropy, cookbook.linear_cross_entropy))
 reduce_sum, rms_norm, softmax = map(inspect.getmodule, (cookbook.reduce_sum, cookbook.rms_norm, cookbook.softmax))
 
@@ -108,16 +111,16 @@ class Case:
         """The GPU whose tensor cores its kernel uses; None for a kernel that every newer one runs."""
         if self.op.startswith("blackwell."):
             return "b200"
-        on_cuda_cores = self.op.startswith(("add", "softmax", "rms_norm", "reduce_sum", "cross_")) or self.op.endswith(
-            "_step"
-        )
+        on_cuda_cores = self.op.startswith(
+            ("add", "softmax", "rms_norm", "reduce_sum", "causal_", "cross_")
+        ) or self.op.endswith("_step")
         return None if on_cuda_cores or self.impl == "matmul_blocked" else "h200"
 
     @property
     def counts_flops(self) -> bool:
         """Whether its rate is one of arithmetic, not of memory."""
         return (
-            self.op.startswith(("matmul", "blackwell.", "attention", "varlen", "ragged", "moe", "linear_"))
+            self.op.startswith(("matmul", "blackwell.", "attention", "varlen", "ragged", "moe", "glu", "linear_"))
             and not self.reads_weights
         )
 
@@ -283,6 +286,31 @@ def _matmul(m, n, k, transpose_a=False, rungs=(), **kwargs):
                 tune=lambda a, b: lab.autotune(
                     cookbook.matmul, a, b, transpose_a=transpose_a,
                     configs=cost.ranked(cost.Problem(m, n, k, (transpose_a, True)), TO_TUNE)),
+                **kwargs)  # fmt: skip
+
+
+def _glu(m, n, k, gradients=False, **kwargs):
+    """With `gradients`: forward and backward, six products; the results themselves are the cotangent."""
+
+    def step(fn):
+        def both(*args):
+            out, pull = jax.vjp(fn, *args)
+            return out, pull(out)
+
+        return both if gradients else fn
+
+    def of_tokamax(x, w_gate, w_up):
+        import tokamax  # Nothing else here needs it.
+
+        return tokamax.gated_linear_unit(x, (w_gate, w_up), activation=jax.nn.silu)
+
+    peers = {"xla": lambda x, w_gate, w_up: jax.nn.silu(x @ w_gate) * (x @ w_up)}
+    peers |= {"tokamax": of_tokamax} if imports("tokamax") else {}
+    return Case("glu", ((m, k), (k, n), (k, n)), BF16, step(cookbook.glu), step(glu.glu_reference),
+                {name: step(fn) for name, fn in peers.items()}, glu.flops(m, n, k) * (3 if gradients else 1),
+                glu.bytes_moved(m, n, k), f"{m}x{k}x{n}" + "_grad" * gradients, reads_weights=m <= 64,
+                tune=None if gradients else lambda *args: lab.autotune(
+                    cookbook.glu, *args, configs=gated.ranked(gated.Problem(m, n, k, False), TO_TUNE)),
                 **kwargs)  # fmt: skip
 
 
@@ -680,6 +708,50 @@ def _ssd_step(seqs, heads, groups, head_dim, state_dim, **kwargs):
                 integers=(dt, a), in_place=3, **kwargs)  # fmt: skip
 
 
+def _conv(batch, length, columns, taps, gradients=False, **kwargs):
+    """With a bias and silu, as in Mamba-2. With `gradients` those alone, of x, the weights and the bias."""
+    op = causal_conv1d
+
+    def by_xla(x, weight, bias):
+        padded, f32 = jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0))), jnp.float32
+        terms = [padded[:, j : j + length].astype(f32) * weight[:, j].astype(f32) for j in range(taps)]
+        return jax.nn.silu(sum(terms) + bias.astype(f32)).astype(x.dtype)
+
+    def of(fn):
+        return (lambda *args: jax.vjp(fn, *args[:-1])[1](args[-1])) if gradients else fn
+
+    def exact(*args):
+        fn = lambda *args: op.causal_conv1d_reference(*args, activation="silu")[0]
+        return of(fn)(*(x.astype(jnp.float32) for x in args))
+
+    x = batch, length, columns
+    shapes = x, (columns, taps), (columns,), *[x] * gradients
+    # The gradient reads the cotangent of y, too.
+    nbytes = op.bytes_moved(batch * length, columns, 2) * (3 if gradients else 2) // 2
+    return Case("causal_conv1d", shapes, BF16, of(functools.partial(cookbook.causal_conv1d, activation="silu")), exact,
+                {"xla": of(by_xla)}, op.flops(batch * length, columns, taps) * (4 if gradients else 1), nbytes,
+                f"b{batch}_t{length}_d{columns}_w{taps}" + ("_grad" if gradients else ""), **kwargs)  # fmt: skip
+
+
+def _conv_step(seqs, columns, taps, **kwargs):
+    """One token of many sequences."""
+    op = causal_conv1d_step
+
+    def exact(x, weight, bias, state):
+        return op.causal_conv1d_step_reference(x, state, weight, bias, activation="silu")
+
+    def by_xla(x, weight, bias, state):
+        y, state[...] = (new.astype(x.dtype) for new in exact(x, weight, bias, state[...]))
+        return y
+
+    shapes = (seqs, columns), (columns, taps), (columns,), (seqs, columns, taps - 1)
+    return Case("causal_conv1d_step", shapes, BF16,
+                lambda x, weight, bias, state: cookbook.causal_conv1d_step(x, state, weight, bias, activation="silu"),
+                lambda *args: exact(*args)[0], {"xla": by_xla}, op.flops(seqs, columns, taps),
+                op.bytes_moved(seqs, seqs, columns, taps, 2), f"b{seqs}_d{columns}_w{taps}", in_place=3,
+                **kwargs)  # fmt: skip
+
+
 def _delta_rule_step(seqs, key_heads, heads, dim=128, **kwargs):
     """States of many sequences. Betas are those of keys of norm 1, where normal ones have about `dim` ** 0.5."""
     rng, narrow = np.random.default_rng(0), (seqs, key_heads, dim)
@@ -885,6 +957,16 @@ CASES += [
 ]
 
 
+# M, N and K of MLPs of 8B and 1B models, and of decoding.
+GATED = ((4096, 14336, 4096), (8192, 8192, 2048))
+CASES += [
+    *(_glu(*size, target=ABOVE_XLA, headline=size[0] == 4096) for size in GATED),
+    *(_matmul(m, 2 * n, k) for m, n, k in GATED),  # All arithmetic of the unit, in one product.
+    *(_glu(*size, gradients=True, target=ABOVE_XLA) for size in GATED),
+    *(_glu(m, 14336, 4096, target=ABOVE_XLA) for m in (16, 128)),
+]
+
+
 # Without targets, because nobody here has a B200: compiled for it, never run, never timed.
 BLACKWELL_SIZES = ((4096, 4096, 4096), (8192, 8192, 8192), (16384, 4096, 4096), (128, 4096, 14336), (4000, 3000, 5000))
 CASES += [_blackwell_matmul(*size) for size in BLACKWELL_SIZES]
@@ -973,6 +1055,11 @@ CASES += [
     _delta_rule(4, 8192, 16, 64, Target(None, rate=1.51)),
     _delta_rule(1, 32768, 2, 8, Target(None, rate=0.485)),
     _delta_rule(1, 8192, 16, 64, Target("fla", 1 / 0.6), gradients=True),
+    # 0.9 of the rate of a stream.
+    _conv(8, 4096, 4096, 4, target=Target("xla", rate=3.94)),
+    _conv(8, 4096, 4096, 4, gradients=True, target=Target("xla")),
+    _conv(4, 2048, 4352, 4),  # A layer of Mamba-2 of 2048 channels.
+    _conv_step(256, 8192, 4, target=Target("xla")),
     # 0.85 of the rate of a stream.
     _ssd_step(256, 32, 1, 64, 128, target=Target(None, rate=3.73)),
     _delta_rule_step(256, 16, 64, target=Target(None, rate=3.73)),

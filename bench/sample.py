@@ -100,6 +100,12 @@ def _state_space(rng):
     return seqs, tokens, heads, int(groups), int(rng.choice((64, 128))), int(rng.choice((64, 128, 256)))
 
 
+def _channels(rng):
+    """Sequences, tokens of each, channels and taps; every third number of channels is any."""
+    seqs, tokens, channels = (max(1, round(_log_uniform(rng, *ends))) for ends in ((1, 64), (64, 65536), (128, 16384)))
+    return seqs, tokens, channels if rng.integers(3) == 0 else _multiple(channels, 128), int(rng.integers(2, 6))
+
+
 def _key_and_value_heads(rng):
     seqs, tokens, key_heads = _tokens(rng)
     return seqs, tokens, key_heads, key_heads * int(rng.choice((1, 2, 4))), int(rng.choice((64, 128)))
@@ -147,6 +153,7 @@ SAMPLES = {
     "reduce_sum_leading": _of_rows(functools.partial(problems._sum, axis=0)),
     "matmul": _of_products(8, problems._matmul),
     "matmul_fp8": _of_products(16, problems._matmul_fp8),
+    "glu": dataclasses.replace(_of_products(8, problems._glu), target=LIKE_JAX),
     # The target depends on the rows of `a`: see `_groups`.
     "matmul_int8_weights": Sample(
         _weights, lambda *_: True, functools.partial(problems._matmul_int8_weights, target=None), None
@@ -156,6 +163,12 @@ SAMPLES = {
     ),
     "attention": _of_attention(False, (1.05, 0.95, 0.95)),
     "attention_backward": _of_attention(True, (1.0, 0.93, 0.93)),
+    "causal_conv1d": Sample(
+        _channels,
+        lambda seqs, tokens, channels, _: 10**6 <= seqs * tokens * channels <= 10**9,
+        problems._conv,
+        BEYOND_XLA,
+    ),
     "linear_cross_entropy": Sample(
         _tokens_and_vocabulary, lambda *_: True, problems._linear_cross_entropy, (1.05, 0.95, 0.95)
     ),

@@ -7,6 +7,7 @@ whose result is wrong, is left out, and the record says why: `pip install flash-
 """
 
 import contextlib
+import functools
 import multiprocessing
 import statistics
 import sys
@@ -23,12 +24,13 @@ CHECKED_ROWS = 128  # Rows checked of an operator with a state, whose recurrence
 
 
 def cases(op: str | None = None) -> list[Case]:
-    """Problems of rows by matrices that lie as (G, K, N), SSD with b and c for each head, the gated delta rule, packed
-    sequences and pages of 16 bits."""
+    """Problems of rows by matrices that lie as (G, K, N), SSD with b and c for each head, the gated delta rule, the
+    convolution before them, packed sequences and pages of 16 bits."""
     takes = {
         "ragged_dot": lambda case: case.derive is None,
         "ssd": lambda case: case.shapes[3][2] == case.shapes[0][2],
         "gated_delta_rule": lambda case: True,
+        "causal_conv1d": lambda case: True,
     } | dict.fromkeys(torch_attention.OPS, lambda case: case.dtype == BF16)
     return [case for case in CASES if op in (None, case.op) and case.op in takes and takes[case.op](case)]
 
@@ -93,8 +95,9 @@ def _peers(op: str) -> dict:
     if op in torch_attention.OPS:
         return dict(fa3=torch_attention.fa3, flashinfer=torch_attention.flashinfer)
     return dict(
-        ragged_dot=dict(torch=_grouped_product), ssd=dict(fla=_simple_gla), gated_delta_rule=dict(fla=_gated_delta_rule)
-    )[op]
+        ragged_dot=dict(torch=_grouped_product), ssd=dict(fla=_simple_gla),
+        gated_delta_rule=dict(fla=_gated_delta_rule), causal_conv1d=dict(torch=_conv1d),
+    )[op]  # fmt: skip
 
 
 def _grouped_product(torch, case):
@@ -108,6 +111,27 @@ def _grouped_product(torch, case):
     exact = (lhs[rows].float() @ rhs[largest].float()).cpu().numpy()
     error = relative_error(out[rows].float().cpu().numpy(), exact)
     return dict(torch=torch.__version__), product, error
+
+
+def _conv1d(torch, case):
+    """(versions, call, its error) of torch's convolution, with time last, as it has it."""
+    (batch, length, columns), (_, taps), *_ = case.shapes
+    normal = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    operands = normal(batch, columns, length), normal(columns, 1, taps), normal(columns)
+
+    def conv(x, weight, bias):
+        rows = torch.nn.functional.conv1d(x, weight, bias, padding=taps - 1, groups=columns)
+        return torch.nn.functional.silu(rows[..., :length])
+
+    x, *weights = (m.double() for m in operands)
+    exact = conv(x[:1], *weights).cpu().numpy()
+    error = relative_error(conv(*operands)[:1].double().cpu().numpy(), exact)
+    call, dy = (lambda: conv(*operands)), normal(batch, columns, length)
+    if case.size.endswith("_grad"):
+        operands = [m.requires_grad_() for m in operands]
+        y = conv(*operands)
+        call = lambda: torch.autograd.grad(y, operands, dy, retain_graph=True)
+    return dict(torch=torch.__version__), call, error
 
 
 def _simple_gla(torch, case):

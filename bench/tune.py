@@ -224,7 +224,7 @@ def blocks_table(gpu: str = "h200") -> str:
         for wgs in (2, 3):
             cells = (_cell(rows, sweep.case, wgs, block_kv) for block_kv in BLOCKS_KV)
             lines.append(f"| {head_dim} | {64 * wgs} | {' | '.join(cells)} |")
-        verdicts.append(f"With heads of {head_dim} {_verdict(rows)}.")
+        verdicts.append(f"With heads of {head_dim}, {_verdict(rows)}.")
     where = lab.results.where(origins[-1]).removeprefix("recorded ")
     stale = "; STALE: the code has changed since" if any(origin.get("stale") for origin in origins) else ""
     return "\n".join([*lines, "", f"{' '.join(verdicts)} (Recorded {where}{stale}.)"])
@@ -245,4 +245,5 @@ def _verdict(rows: list[dict]) -> str:
     slower = default["ms"] / rows[0]["ms"] - 1
     if slower < 0.005:
         return "the package's choice is the fastest, to half a percent"
-    return f"{described(rows[0]['config'])} take {slower / (1 + slower):.1%} less time than the package's choice"
+    share = slower / (1 + slower)
+    return f"the fastest ({described(rows[0]['config'])}) takes {share:.1%} less time than the package's choice"

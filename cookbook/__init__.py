@@ -18,6 +18,7 @@ from .attn import (
 )
 from .elementwise import add, fuse
 from .gemm import (
+    glu,
     matmul,
     matmul_blocked,
     matmul_fp8,
@@ -33,6 +34,8 @@ from .gemm import (
 from .loss import cross_entropy, linear_cross_entropy
 from .nvlink import all_gather, all_gather_matmul, all_to_all, matmul_reduce_scatter, reduce_scatter
 from .recurrent import (
+    causal_conv1d,
+    causal_conv1d_step,
     gated_delta_rule,
     gated_delta_rule_step,
     kda,
@@ -52,12 +55,15 @@ __all__ = [
     "all_to_all",
     "attention",
     "attention_fp8",
+    "causal_conv1d",
+    "causal_conv1d_step",
     "cross_entropy",
     "fuse",
     "gated_delta_rule",
     "gated_delta_rule_step",
-    "kda",
-    "kda_step",
+    "glu",
+    kda,
+    kda_step,
     "linear_attention",
     "linear_cross_entropy",
     "matmul",

@@ -22,7 +22,7 @@ def gelu(x):
     return x * jax.nn.sigmoid(2.0 * math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x))
 
 
-ACTIVATIONS = {"relu": jax.nn.relu, "gelu": gelu, "silu": jax.nn.silu}
+ACTIVATIONS = {"relu": jax.nn.relu, "gelu": gelu, "sigmoid": jax.nn.sigmoid, "silu": jax.nn.silu}
 
 
 def activation_fn(op: str, activation):

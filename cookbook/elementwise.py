@@ -228,7 +228,7 @@ def add(
 
     Args:
       x, y: arrays of one shape, of any rank and length.
-      activation: "relu", "gelu" (the tanh form), "silu", an element-wise function, or None.
+      activation: "relu", "gelu" (the tanh form), "sigmoid", "silu", an element-wise function, or None.
       config: tile size; None chooses by length.
 
     Returns:

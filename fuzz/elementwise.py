@@ -16,6 +16,8 @@ def activate(name: str | None, x):
     """The activation in NumPy, and how far a slack of x and its own roundings reach."""
     if name == "relu":
         return np.maximum(x, 0), 1.0
+    if name == "sigmoid":
+        return 1 / (1 + np.exp(-x)), 0.25
     if name == "silu":
         return x / (1 + np.exp(-x)), 1.1
     if name == "gelu":

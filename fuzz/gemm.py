@@ -1,4 +1,4 @@
-"""`matmul`, the rungs that lead to it, and the products of 8-bit operands."""
+"""`matmul`, the rungs that lead to it, `glu`, and the products of 8-bit operands."""
 
 import inspect
 
@@ -7,6 +7,7 @@ import numpy as np
 
 import cookbook
 from cookbook.gemm import cost
+from cookbook.gemm.gated import plan as gated
 
 from .cases import Draw, Op, Values
 from .elementwise import FLOATS, activate
@@ -113,6 +114,41 @@ def rung(op):
     return lambda case, a, b: (op(a, b, **{name: case[name] for name in names if name in case}),)
 
 
+# A gated linear unit --------------------------------------------------------------------------------------------------
+
+
+def draw_glu(draw: Draw) -> dict:
+    case = sizes(draw) | dict(
+        dtype=draw.choice(*HALVES), values=draw.choice(*KINDS), transpose_b=draw.sometimes(),
+        activation=draw.choice("silu", "silu", "gelu", "relu", "sigmoid", None),
+        rank=draw.choice(None, draw.number(0, 40)),
+    )  # fmt: skip
+    case["grad"] = case["values"] == "normal" and not rows_of_bytes(case) and draw.sometimes(0.3)
+    return case
+
+
+def glu_operands(case: dict, values: Values) -> dict:
+    shape_x, shape_w = as_given(case)
+    x = values(shape_x, case["dtype"], case["values"])
+    return dict(x=x, w_gate=values(shape_w, case["dtype"]), w_up=values(shape_w, case["dtype"]))
+
+
+def call_glu(case, x, w_gate, w_up):
+    problem = gated.Problem(case["m"], case["n"], case["k"], case["transpose_b"])
+    how = dict(activation=case["activation"], transpose_weights=case["transpose_b"])
+    return (cookbook.glu(x, w_gate, w_up, config=ranked(case, gated.ranked, problem), **how),)
+
+
+def glu_reference(case, x, w_gate, w_up):
+    w_gate, w_up = (oriented(w, case["transpose_b"]) for w in (w_gate, w_up))
+    gate, up = x @ w_gate, x @ w_up
+    out, reach = activate(case["activation"], gate)
+    error = np.abs(up) * slack(x, w_gate, reach) + np.abs(out) * slack(x, w_up)
+    if case["activation"] in ("silu", "gelu", "sigmoid"):  # Results come from approximate instructions.
+        error = error + 2.0**-9 * np.abs(up) * (1 if case["activation"] == "sigmoid" else np.abs(gate))
+    return [(out * up, error)]
+
+
 # Operands of 8 bits --------------------------------------------------------------------------------------------------
 
 
@@ -170,6 +206,7 @@ def int8_reference(case, a, w_q, scales):
 
 
 OPS = {
+    "glu": Op(draw_glu, glu_operands, call_glu, glu_reference, rows_of_bytes, ("x", "w_gate", "w_up")),
     "matmul": Op(draw_matmul, operands, call_matmul, matmul_reference, rows_of_bytes, ("a", "b", "bias")),
     "matmul_blocked": Op(draw_blocked, operands, rung(cookbook.matmul_blocked), matmul_reference, rows_of_bytes),
     "matmul_pipelined": Op(draw_pipelined, operands, rung(cookbook.matmul_pipelined), matmul_reference, rows_of_bytes),

@@ -1,4 +1,4 @@
-"""The recurrences, token by token in float64."""
+"""The recurrences, token by token in float64, and the convolution before them."""
 
 import math
 
@@ -258,7 +258,79 @@ def delta_step_reference(case, q, k, v, g, beta, state):
     return [(o, 1e-4 * o_size), (new, 1e-4 * size)]
 
 
+# The causal convolution -----------------------------------------------------------------------------------------------
+
+
+def draw_conv(draw: Draw) -> dict:
+    rows = draw.size(70, large=30)
+    case = sequences(draw, rows) | dict(
+        rows=rows, columns=draw.size(300), taps=draw.number(2, 8), dtype=draw.choice(*FLOATS), bias=draw.sometimes(),
+        weights=draw.choice(*FLOATS), activation=draw.choice(None, "silu", "swish"), initial=draw.sometimes(),
+        final=draw.sometimes(), rowwise=["x"],
+    )  # fmt: skip
+    has_one = case.get("unowned") != "nan" and case["rows"] * case["columns"] > 0
+    return case | dict(grad=has_one and draw.sometimes(0.2))
+
+
+def conv_weights(case: dict, values: Values) -> dict:
+    given = dict(weight=values((case["columns"], case["taps"]), case["weights"]))
+    return given | (dict(bias=values((case["columns"],), case["weights"])) if case["bias"] else {})
+
+
+def conv_arrays(case: dict, values: Values) -> dict:
+    given = dict(x=values((case["batch"], case["rows"], case["columns"]), case["dtype"])) | conv_weights(case, values)
+    return finish(case, values, given, (case["columns"], case["taps"] - 1))
+
+
+def call_conv(case, x, weight, bias=None, **how):
+    how |= dict(activation=case["activation"], return_final_state=case["final"])
+    out = cookbook.causal_conv1d(x, weight, bias, **how)
+    return out if case["final"] else (out,)
+
+
+def conv_reference(case, x, weight, bias=None, initial_state=None, cu_seqlens=None):
+    taps = case["taps"]
+    states = np.zeros((len(ends(case)), case["columns"], taps - 1)) if initial_state is None else initial_state
+    y, size, final = np.zeros_like(x), np.zeros_like(x), np.zeros_like(states)
+    for i, (b, first, end) in enumerate(ends(case)):
+        rows = np.concatenate([states[i].T, x[b, first:end]])
+        final[i] = rows[len(rows) - (taps - 1) :].T
+        for j in range(taps):
+            terms = weight[:, j] * rows[j : j + end - first]
+            y[b, first:end], size[b, first:end] = y[b, first:end] + terms, size[b, first:end] + np.abs(terms)
+        if bias is not None:
+            y[b, first:end], size[b, first:end] = y[b, first:end] + bias, size[b, first:end] + np.abs(bias)
+        if case["activation"]:
+            y[b, first:end] /= 1 + np.exp(-y[b, first:end])
+    return [(y, 1e-5 * size), (final, 0.0)][: 1 + case["final"]]
+
+
+def draw_conv_step(draw: Draw) -> dict:
+    case = draw_conv(draw) | dict(batch=draw.number(1, 4), rows=draw.number(1, 5), cu=None, final=True, grad=False)
+    return case | dict(flat=case["rows"] == 1 and draw.sometimes(), state=draw.choice(*FLOATS))
+
+
+def conv_step_arrays(case: dict, values: Values) -> dict:
+    shape = (case["batch"], *[case["rows"]] * (not case["flat"]), case["columns"])
+    given = dict(x=values(shape, case["dtype"])) | conv_weights(case, values)
+    return given | dict(state=values((case["batch"], case["columns"], case["taps"] - 1), case["state"]))
+
+
+def call_conv_step(case, x, state, **weights):
+    return cookbook.causal_conv1d_step(x, state, **weights, activation=case["activation"])
+
+
+def conv_step_reference(case, x, state, **weights):
+    rows = x[:, None] if case["flat"] else x
+    (y, slack), final = conv_reference(case, rows, initial_state=state, **weights)
+    return [(y.reshape(x.shape), slack.reshape(x.shape)), final]
+
+
 OPS = {
+    "causal_conv1d": Op(
+        draw_conv, conv_arrays, call_conv, conv_reference, gradients=("x", "weight", "bias", "initial_state")
+    ),
+    "causal_conv1d_step": Op(draw_conv_step, conv_step_arrays, call_conv_step, conv_step_reference),
     "ssd": Op(draw_ssd, ssd_arrays, call_ssd, ssd_reference, fits, ("x", "dt", "b", "c")),
     "linear_attention": Op(
         draw_linear, linear_arrays, call_linear, linear_reference, fits, ("query", "key", "value")

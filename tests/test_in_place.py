@@ -21,7 +21,7 @@ def aval(dtype, *shape):
 
 
 PAGES = [aval(BF16, 12, 32, 2, 64)] * 2
-STEP = [aval(BF16, 12, 2, 64)] * 3  # q, k and v of gated_delta_rule_step.
+STEP = [aval(BF16, 12, 2, 64)] * 3  # q, k and v of gated_delta_rule_step and kda_step.
 STATE = aval(F32, 12, 2, 64, 64)
 # An op, its operands, and which of them are changed.
 CASES = {
@@ -33,7 +33,11 @@ CASES = {
         cookbook.ssd_step,
         [STEP[0], aval(F32, 12, 2), aval(F32, 2), *[aval(BF16, 12, 1, 64)] * 2, STATE], (5,),
     ),
+    "causal_conv1d_step": (
+        cookbook.causal_conv1d_step, [aval(BF16, 12, 128), aval(BF16, 12, 128, 3), aval(BF16, 128, 4)], (1,),
+    ),
     "gated_delta_rule_step": (cookbook.gated_delta_rule_step, [*STEP, *[aval(F32, 12, 2)] * 2, STATE], (5,)),
+    "kda_step": (cookbook.kda_step, [*STEP, aval(F32, 12, 2, 64), aval(F32, 12, 2), STATE], (5,)),
 }  # fmt: skip
 
 

@@ -143,7 +143,7 @@ def matmul_mxfp8(
       b: (N, K); float8_e4m3fn.
       b_scales: (N, K / 32); float8_e8m0fnu.
       bias: (N,), of a floating dtype; or None.
-      activation: "relu", "gelu" (the tanh form), "silu", an element-wise function, or None.
+      activation: "relu", "gelu" (the tanh form), "sigmoid", "silu", an element-wise function, or None.
       out_dtype: bfloat16, float16 or float32.
       config: tiles, stages, one or two CTAs, and schedule; None for the fastest predicted ones.
 

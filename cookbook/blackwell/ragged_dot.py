@@ -128,7 +128,8 @@ def ragged_dot(
       group_sizes, group_offset: as `cookbook.ragged_dot` takes them.
       transpose_rhs: matrices are given transposed, and are read as they lie.
       activation: "swiglu": rhs has 2N columns, and the result is silu of the first N times the others (N a multiple
-        of 8, unless rhs is transposed); or "relu", "gelu" (the tanh form), "silu", an element-wise function, or None.
+        of 8, unless rhs is transposed); or "relu", "gelu" (the tanh form), "sigmoid", "silu", an element-wise
+        function, or None.
       precision: as `jax.lax.ragged_dot` takes it; every `jax.lax.Precision` means the same for values of 16 bits.
       preferred_element_type: bfloat16, float16 or float32, the dtype of the result; None for the dtype of `lhs`.
       config: tiles, stages, one or two CTAs; None for the fastest predicted ones.

@@ -10,6 +10,7 @@ from .dense import matmul as matmul
 from .dense import matmul_fp8 as matmul_fp8
 from .dense import matmul_int8_weights as matmul_int8_weights
 from .experts import moe as moe
+from .gated import glu as glu
 from .grouped import ragged_dot as ragged_dot
 from .grouped import ragged_dot_fp8 as ragged_dot_fp8
 from .grouped import ragged_dot_int8_weights as ragged_dot_int8_weights

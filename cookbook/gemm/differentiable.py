@@ -88,15 +88,19 @@ def as_operand(d_out, dtype, is_used=lambda: True):
     """A gradient as an operand of a product, and what turns a float32 product into `dtype`: None, if nothing has to.
 
     float16 has few exponents. A gradient of another dtype is first multiplied by a power of two that brings its largest
-    value, of those that `is_used` says, to at most 2**15; all other floats keep theirs.
+    value, of those that `is_used` says, to at most 2**15; all other floats keep theirs. Several gradients, in a tuple,
+    are multiplied by the same power.
     """
-    if dtype != jnp.float16 or d_out.dtype == jnp.float16:
-        return d_out.astype(dtype), None
-    d_out = d_out.astype(jnp.float32)
-    largest = jnp.max(jnp.where(jnp.isfinite(d_out) & is_used(), jnp.abs(d_out), 0), initial=0)
+    each = lambda fn: jax.tree.map(fn, d_out)
+    if dtype != jnp.float16 or jax.tree.leaves(d_out)[0].dtype == jnp.float16:
+        return each(lambda d: d.astype(dtype)), None
+    d_out = each(lambda d: d.astype(jnp.float32))
+    size = lambda d: jnp.max(jnp.where(jnp.isfinite(d) & is_used(), jnp.abs(d), 0), initial=0)
+    largest = functools.reduce(jnp.maximum, map(size, jax.tree.leaves(d_out)))
     exponent = jnp.clip(jnp.frexp(largest)[1] - 15, -125, 125)  # Both powers are normal numbers.
     power = lambda exponent: jnp.ldexp(jnp.float32(1), exponent)
-    return (d_out * power(-exponent)).astype(dtype), lambda product: (product * power(exponent)).astype(dtype)
+    scaled = jax.tree.map(lambda d: (d * power(-exponent)).astype(dtype), d_out)
+    return scaled, lambda product: (product * power(exponent)).astype(dtype)
 
 
 def product(

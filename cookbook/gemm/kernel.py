@@ -48,8 +48,12 @@ def compute_role(body):
     return _device.role(lax.axis_index("role") < COMPUTE, increase_to=COMPUTE_REGISTERS)(body)
 
 
-def load(plan: Plan, ring: Ring, a_gmem, b_gmem):
-    """The memory warpgroup: all steps of all tiles of this block, as fast as slots are given back."""
+def load(plan: Plan, ring: Ring, a_gmem, b_gmem, copy=None):
+    """The memory warpgroup: all steps of all tiles of this block, as fast as slots are given back.
+
+    `copy` takes the place of `copy_step`.
+    """
+    copy = copy or copy_step
 
     def load_tile(plan, before, tile):
         before = before + tile * plan.tiles.num_steps
@@ -58,7 +62,7 @@ def load(plan: Plan, ring: Ring, a_gmem, b_gmem):
         @pl.loop(0, plan.tiles.num_steps)
         def _(step):
             slot = ring.acquire(before + step)
-            copy_step(plan, ring, slot, a_gmem, b_gmem, row, col, plan.k_start(step))
+            copy(plan, ring, slot, a_gmem, b_gmem, row, col, plan.k_start(step))
 
     before = 0
     for phase in plan.phases:
@@ -112,19 +116,21 @@ def release_last(ring: Ring, before, steps):
     free() if isinstance(steps, int) else pl.when(steps > 0)(free)
 
 
-def compute(plan: Plan, multiply_tile, out, parts):
+def compute(plan: Plan, multiply_tile, out, parts, store_tile=None):
     """A compute warpgroup: stores the sums `multiply_tile(plan, before)` of its share of all tiles.
 
-    `before` counts the steps of the tiles before. `out` and `parts` are what `store` and `add_parts` take.
+    `before` counts the steps of the tiles before. `out` and `parts` are what `store`, or a `store_tile` in its place,
+    and `add_parts` take.
     """
+    store_tile = store_tile or store
 
     def compute_tile(plan, before, stored, tile):
         sums = multiply_tile(plan, before + tile * plan.tiles.num_steps)
         place, stored = plan.share(plan.place(tile)), stored + tile * len(plan.store_pieces)
         if plan.adds_parts:
-            add_parts(plan, out, parts, place, stored, sums)
+            add_parts(plan, out, parts, place, stored, sums, store_tile)
         else:
-            store(plan, out, place, stored, sums)
+            store_tile(plan, out, place, stored, sums)
 
     before = stored = 0
     for phase in plan.phases:
@@ -135,20 +141,21 @@ def compute(plan: Plan, multiply_tile, out, parts):
     plgpu.wait_smem_to_gmem(0)
 
 
-def add_parts(plan: Plan, out, parts, place, stored, values):
+def add_parts(plan: Plan, out, parts, place, stored, values, store_tile):
     """A compute warpgroup: stores this block's slice of the sums of all parts, added in the order of the parts.
 
     `parts` is (the sums of all blocks in global memory, interpreted; those that others sent; who has sent).
     """
     sums_gmem, sums_smem, summed = parts
-    part, role, (rows, width) = lax.axis_index("part"), lax.axis_index("role"), plan.slice_tile
+    part, role, (_, width) = lax.axis_index("part"), lax.axis_index("role"), plan.slice_tile
     (row, col), numbers = place, range(plan.config.split_k)
     slices = [values[:, owner * width : (owner + 1) * width] for owner in range(plan.owners)]
     if plan.interpreted:
-        sums_gmem[part, pl.ds(row, rows), pl.ds(col, values.shape[1])] = values
+        rows = pl.ds(row * plan.num_sums, len(values))
+        sums_gmem[part, rows, pl.ds(col, values.shape[1])] = values
         plgpu.barrier_arrive(summed)
         plgpu.barrier_wait(summed)
-        sums_of = lambda p: sums_gmem.at[p, pl.ds(row, rows), pl.ds(col + part * width, width)]
+        sums_of = lambda p: sums_gmem.at[p, rows, pl.ds(col + part * width, width)]
     else:
         for owner, piece in enumerate(slices):
             send = functools.partial(plgpu.async_store_smem, piece, sums_smem.at[role, part], summed.at[role])
@@ -164,7 +171,7 @@ def add_parts(plan: Plan, out, parts, place, stored, values):
             mine = lax.cond(part == owner, lambda piece=piece: piece, lambda mine=mine: mine)
         theirs = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA, optimized=not plan.interpreted)
         sums = [lax.cond(part == p, lambda mine=mine: mine, lambda p=p: theirs(sums_of(p))) for p in numbers]
-        store(plan, out, (row, col + part * width), stored, functools.reduce(jnp.add, sums))
+        store_tile(plan, out, (row, col + part * width), stored, functools.reduce(jnp.add, sums))
 
 
 def store(plan: Plan, out, place, stored, values):
@@ -228,15 +235,15 @@ def scale_and_shift(product, fused: dict):
 
 
 def kernel(a_gmem, b_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem=None,
-           sums_smem=None, summed=None):  # fmt: skip
-    """The kernel of `launch.fused_product`; see the tables above."""
+           sums_smem=None, summed=None, copy=None, store_tile=None):  # fmt: skip
+    """The kernel of `launch.fused_product`; see the tables above. `copy` is that of `load`, `store_tile` of `compute`."""
     ring = plan.ring(a_smem, b_smem, filled, freed)
 
     @memory_role
     def _():
-        load(plan, ring, a_gmem, b_gmem)
+        load(plan, ring, a_gmem, b_gmem, copy)
 
     @compute_role
     def _():
         multiply_tile = lambda plan, before: multiply(plan, ring, before, plan.tiles.num_steps)
-        compute(plan, multiply_tile, (vectors, o_gmem, o_smem), (sums_gmem, sums_smem, summed))
+        compute(plan, multiply_tile, (vectors, o_gmem, o_smem), (sums_gmem, sums_smem, summed), store_tile)

@@ -14,13 +14,14 @@ from .plan import COMPUTE, Plan, identity
 from .tiles import exchanged
 
 
-@functools.partial(jax.jit, static_argnames=("kernel", "plan", "params", "varies"))
-def fused_product(kernel, a, b, vectors: dict, *, plan: Plan, params, varies: bool = True):
+@functools.partial(jax.jit, static_argnames=("kernel", "plan", "params", "varies", "num_results"))
+def fused_product(kernel, a, b, vectors: dict, *, plan: Plan, params, varies: bool = True, num_results: int = 1):
     """`activation(a @ b * scale * row_scale * col_scale + bias)`, of `a` and `b` that lie as the plan's operands say.
 
     `kernel` is that of `kernel.py`, or another with the same roles. `vectors` holds float32 "scale" (1,), "row_scale"
     (M,), "col_scale" (N,) and "bias" (N,), or some of them. All this, M and N too, is as o has it: here is where
-    `swapped` exchanges a and b. `varies` is that of `_host.kernel`.
+    `swapped` exchanges a and b. `varies` is that of `_host.kernel`. An operand that is two arrays is a tuple of them; a
+    kernel may have several results like o, which are then a list.
     """
     c, t = plan.config, plan.tiles
     activation, (a, b) = plan.activation, exchanged((a, b), c.swapped)
@@ -35,14 +36,16 @@ def fused_product(kernel, a, b, vectors: dict, *, plan: Plan, params, varies: bo
         padded_vectors = {name: _host.pad_to_tiles(vector, (per[name],)) for name, vector in vectors.items()}
         # Direct stores are not cut off at the edge. A row of o is a multiple of 16 bytes for TMA.
         padded = _host.padded_shape(shape, tiles if plan.stores_directly else (1, 8))
-    out_type = [jax.ShapeDtypeStruct(padded, plan.stored_dtype)]
+    out_type = [jax.ShapeDtypeStruct(padded, plan.stored_dtype)] * num_results
     # Neighbouring blocks multiply the same part of K: their SMs need the same operands.
     grid = (dict(part=c.split_k) if c.second_kernel else {}) | dict(cluster=t.clusters)
     if plan.adds_parts and plan.interpreted:
-        whole = _host.padded_shape((t.m, t.n), t.cluster_tile)
-        out_type.append(jax.ShapeDtypeStruct((c.split_k, *whole), jnp.float32))
+        rows, cols = _host.padded_shape((t.m, t.n), t.cluster_tile)
+        out_type.append(jax.ShapeDtypeStruct((c.split_k, rows * plan.num_sums, cols), jnp.float32))
     run = launch(functools.partial(kernel, plan=plan), plan, out_type, grid, plan.scratch, params, varies)
-    out, *_ = run(plan.a.pad(a), plan.b.pad(b), padded_vectors)
+    out, *others = run(jax.tree.map(plan.a.pad, a), jax.tree.map(plan.b.pad, b), padded_vectors)
+    if num_results > 1:
+        return [result[: shape[0], : shape[1]] for result in (out, *others[: num_results - 1])]
     if not c.second_kernel:
         return out[: shape[0], : shape[1]]
     total = functools.reduce(jnp.add, out[:, : t.m, : t.n])  # One part after the other, in every run.

@@ -39,6 +39,7 @@ class Operand:
     narrow: bool = False  # The tile has fewer rows than the slot that it is copied to.
     stacked: bool = False  # It is one of several matrices, along a leading axis; a tile's table says which.
     partner: int = 0  # Rows from its tile to another that a step reads too, which follows it in the slot; 0: none.
+    of_two: bool = False  # It is two arrays: a step reads the same tile of both, which follow each other in the slot.
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -60,12 +61,17 @@ class Operand:
         return list(itertools.product(*(range(t // p) for t, p in zip(self.tile, self.piece, strict=True))))
 
     @property
+    def is_double(self) -> bool:
+        """Whether a step reads two tiles of it."""
+        return self.partner > 0 or self.of_two
+
+    @property
     def copies(self) -> int:
         """Copies of a step."""
-        return (2 if self.partner else 1) * len(self.pieces)
+        return (2 if self.is_double else 1) * len(self.pieces)
 
     def smem(self, slots: int, interpreted: bool):
-        shape = (slots, 2, *self.tile) if self.partner else (slots, *self.tile)
+        shape = (slots, 2, *self.tile) if self.is_double else (slots, *self.tile)
         return swizzled(shape, self.dtype, self.piece if self.in_pieces else None, self.swizzle, interpreted)
 
     def views(self, smem, interpreted: bool):
@@ -77,10 +83,11 @@ class Operand:
 
     def copy(self, gmem, at, smem, filled, shared: str | None):
         """Starts the copies of the tile that begins `at` into a slot; blocks along the axis `shared` do it together."""
-        if self.partner:
-            for i in range(2):
+        if self.is_double:
+            one = dataclasses.replace(self, partner=0, of_two=False)
+            for i, array in enumerate(gmem if self.of_two else (gmem, gmem)):
                 begin = tuple(x + i * self.partner * (dim == self.transposed) for dim, x in enumerate(at))
-                dataclasses.replace(self, partner=0).copy(gmem, begin, smem.at[i], filled, shared)
+                one.copy(array, begin, smem.at[i], filled, shared)
             return
         rows, cols = self.piece
         for i, j in self.pieces:

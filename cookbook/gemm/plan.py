@@ -51,6 +51,7 @@ class Plan:
     out_dtype: jnp.dtype
     interpreted: bool
     others: tuple[tuple[str, Any], ...] = ()  # Further scratch of this kernel, not counted in `smem_bytes`.
+    num_sums: int = 1  # Sums that a value of o is made of. Those of a warpgroup lie one below the other.
 
     @property
     def config(self) -> Config:
@@ -144,6 +145,7 @@ class Plan:
             scratch["summed"] = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=COMPUTE)
         elif self.adds_parts:
             rows, cols = self.slice_tile
+            rows = rows * self.num_sums
             swizzle = max(size for size in (32, 64, 128) if 4 * cols % size == 0)
             scratch["sums_smem"] = swizzled((COMPUTE, c.split_k, rows, cols), jnp.float32, None, swizzle, interpreted)
             scratch["summed"] = plgpu.Barrier(num_arrivals=c.split_k - 1, num_barriers=COMPUTE)

@@ -3,6 +3,8 @@
 
 import dataclasses
 
+from . import products
+
 BYTES_MAX = 2e9  # Logits and all else beside operands and results.
 SHARE = 0.95  # Share of the budget for blocks. The rest is for numbers per row, and for XLA.
 UNIT = 128  # Rows of a tile. A block of fewer wastes a part of it.
@@ -26,13 +28,13 @@ def _up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def blocks_of(rows: int, hidden: int, vocabulary: int, pitch: int, memory: str | None) -> Blocks:
+def blocks_of(rows: int, hidden: int, vocabulary: int, pitch: int, memory: str | None, num_sms: int) -> Blocks:
     """The blocks of (rows, vocabulary) logits, with 16 bits each, of rows of `hidden` values.
 
     By default: one if its logits take at most 2 GB, half of what they take in float32. Otherwise as many as keep 2 GB,
     what is needed to add up the gradient of the weight included (another array of its size, and what is left of the
     sums where they are rounded to 16 bits); or, where this leaves no room, blocks of columns too. "low": blocks of both
-    that take a twentieth of the logits in float32.
+    that take a twentieth of the logits in float32. Which sizes are fastest, the cost model of gemm says.
     """
     if memory is None and 2 * rows * pitch <= BYTES_MAX:
         return Blocks(_up(rows, 8))
@@ -46,17 +48,27 @@ def blocks_of(rows: int, hidden: int, vocabulary: int, pitch: int, memory: str |
             flops, nbytes = 6 * num * blocks.rows * hidden * vocabulary, 10 * (num - 1) * hidden * vocabulary
             return flops * SECONDS_PER_FLOP + nbytes * SECONDS_PER_BYTE
 
-        return min(_of_at_most(rows, most), key=seconds)
+        return min(map(Blocks, _parts(rows, most)), key=seconds)
     # Each row has its logits, its hidden values with zeros if it is ignored, and its gradient.
-    most = max(UNIT, int(SHARE * budget // (2 * pitch + 4 * hidden)) // UNIT * UNIT)
+    most = int(SHARE * budget // (2 * pitch + 4 * hidden))
     # Beside a block of columns, which is logits, rows of the weight and of its gradient: the hidden values of all rows.
     left = max(SHARE * budget - 2 * rows * hidden, budget / 4)
-    cols = max(UNIT, int(left // (2 * rows + 4 * hidden)) // UNIT * UNIT)
-    fewest = min(_of_at_most(rows, most), key=lambda blocks: blocks.num(rows) * blocks.rows)
-    return Blocks(fewest.rows, min(cols, pitch))
+    most_cols = min(int(left // (2 * rows + 4 * hidden)), pitch)
+
+    def seconds_of_cols(cols: int):
+        logits, d_weight = ((rows, cols, hidden), (False, False)), ((cols, hidden, rows), (True, True))
+        return -(-pitch // cols) * (products.seconds(*logits, num_sms) + products.seconds(*d_weight, num_sms))
+
+    def seconds_of_rows(size: int):
+        logits, d_hidden = ((size, pitch, hidden), (False, False)), ((size, hidden, pitch), (False, True))
+        return -(-rows // size) * (products.seconds(*logits, num_sms) + products.seconds(*d_hidden, num_sms))
+
+    cols = min(_parts(pitch, most_cols), key=seconds_of_cols)
+    return Blocks(min(_parts(rows, most), key=seconds_of_rows), min(cols, pitch))
 
 
-def _of_at_most(rows: int, most: int) -> list[Blocks]:
-    """Blocks of at most so many rows: the fewest, and more of fewer rows, which may be a better share of all."""
-    least = -(-rows // most)
-    return [Blocks(_up(-(-rows // num), UNIT)) for num in range(least, least + least // 2 + 1)]
+def _parts(size: int, most: int) -> list[int]:
+    """Sizes of equal parts, at most `most` if that is a tile: the fewest, and more of them, which may be faster."""
+    most = max(UNIT, most // UNIT * UNIT)
+    least = -(-size // most)
+    return list(dict.fromkeys(_up(-(-size // num), UNIT) for num in range(least, least + least // 2 + 1)))

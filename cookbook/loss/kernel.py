@@ -95,9 +95,6 @@ class Plan:
     def load(self, x_gmem, row, start):
         return _device.load(x_gmem.at[row, pl.ds(start, self.width)], self.layout).astype(jnp.float32)
 
-    def capped(self, x):
-        return x if self.soft_cap is None else self.soft_cap * jnp.tanh(x * (1 / self.soft_cap))
-
     def for_each_group(self, body, carry):
         """`body(starts, carry)` for the columns where the pieces of each group begin, but for the last piece."""
         starts = lambda first, count: [(first + i) * self.width for i in range(count)]
@@ -106,7 +103,11 @@ class Plan:
         return body(starts(self.num_body - rest, rest), carry) if rest else carry
 
 
-def _exp(x):
+def capped(x, soft_cap: float | None):
+    return x if soft_cap is None else soft_cap * jnp.tanh(x * (1 / soft_cap))
+
+
+def exp(x):
     return jnp.exp2(x * LOG2_E)
 
 
@@ -114,7 +115,7 @@ def _add_pieces(state, pieces, with_sum: bool):
     """The threads' maxima, sums of exponentials, and sums, with those of `pieces`."""
     m_i, l_i, total = state
     top = functools.reduce(jnp.maximum, pieces, m_i)
-    l_i = functools.reduce(jnp.add, [_exp(z - top) for z in pieces], l_i * _exp(m_i - top))
+    l_i = functools.reduce(jnp.add, [exp(z - top) for z in pieces], l_i * exp(m_i - top))
     return top, l_i, functools.reduce(jnp.add, pieces, total) if with_sum else total
 
 
@@ -129,7 +130,7 @@ def _statistics(x_gmem, label_gmem, m_gmem, l_gmem, at_label_gmem, *sums_gmem, p
 
     @pl.when(label != IGNORED)
     def _():
-        load = lambda start: plan.capped(plan.load(x_gmem, row, start))
+        load = lambda start: capped(plan.load(x_gmem, row, start), plan.soft_cap)
         step = lambda starts, state: _add_pieces(state, [load(start) for start in starts], bool(sums_gmem))
         state = plan.for_each_group(step, (plan.full(LOWEST), plan.full(0.0), plan.full(0.0)))
         column, last = plan.columns(), load(plan.last)
@@ -137,10 +138,10 @@ def _statistics(x_gmem, label_gmem, m_gmem, l_gmem, at_label_gmem, *sums_gmem, p
         m_i, l_i, total = _add_pieces(state, [jnp.where(is_new, last, -jnp.inf)], False)
         top = jnp.max(m_i)
         m_gmem[row] = top
-        l_gmem[row] = jnp.sum(l_i * _exp(m_i - top))
+        l_gmem[row] = jnp.sum(l_i * exp(m_i - top))
         for sum_gmem in sums_gmem:
             sum_gmem[row] = jnp.sum(total + jnp.where(is_new, last, 0.0))
-        at_label = plan.capped(x_gmem[row, jnp.maximum(label, 0)].astype(jnp.float32))
+        at_label = capped(x_gmem[row, jnp.maximum(label, 0)].astype(jnp.float32), plan.soft_cap)
         at_label_gmem[row] = jnp.where(label >= 0, at_label, 0.0)
 
 
@@ -165,8 +166,8 @@ def _gradient(label_gmem, lse_gmem, a_gmem, b_gmem, x_gmem, g_gmem=None, *, plan
         lse, a, b, column = lse_gmem[row], a_gmem[row], b_gmem[row], plan.columns()
 
         def gradient(start, x):
-            z = plan.capped(x)
-            g = a * _exp(z - lse) - b * jnp.where(column == label - start, on + off, off)
+            z = capped(x, plan.soft_cap)
+            g = a * exp(z - lse) - b * jnp.where(column == label - start, on + off, off)
             if plan.soft_cap is None:
                 return g
             ratio = z * (1 / plan.soft_cap)

@@ -8,7 +8,8 @@ Shapes: hidden (..., H), weight (V, H), or (H, V) with `transpose_weight`, label
 both bfloat16 or both float16, H is a multiple of 8, V and the number of rows are any; sums are float32, losses too.
 
 Where what happens: `products.py` multiplies, by the kernel of gemm; `kernel.py` has the kernels along the rows of
-logits; `losses.py` the numbers per row. This file puts blocks of them together, `blocks.py` says which.
+logits; `losses.py` the numbers per row. This file puts blocks of them together, `blocks.py` says which. The loss alone
+needs none of this: `kernel_forward.py` reduces the logits where they are computed. With gradients:
 
     per block of rows     logits = hidden @ weight^T, 16 bits          product 1
                           statistics, losses                           reads the logits
@@ -18,13 +19,13 @@ logits; `losses.py` the numbers per row. This file puts blocks of them together,
 
 The gradients are computed with the loss, when the logits are there, if they are known but for a factor: for a "mean"
 and a "sum", without `return_lse`. Otherwise the backward pass computes the logits again. The sums of d_weight over
-blocks of rows have 16 bits and, in a second array, what rounding leaves: as good as float32, and half of it is the
-result. With memory="low", where no sum over blocks may stand beside the result, d_weight is computed by blocks of
-columns, whose logits are computed again (four products).
+blocks of rows are float32, and the product adds to them where they lie. With memory="low", where no sum over blocks may
+stand beside the result, d_weight is computed by blocks of columns, whose logits are computed again (four products).
 
 A row that is ignored has no part in anything, even if it holds NaN: for the products it is a row of zeros.
 
 Bound by: the tensor cores. Not timed on a GPU yet. Not supported: other dtypes, second derivatives.
+Chapter: notebooks/23_loss.ipynb.
 Sources: Hsu et al., "Liger Kernel" (2024), and Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models"
 (2024), for the ideas.
 """
@@ -37,7 +38,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _host
-from . import kernel, losses, products
+from . import kernel, kernel_forward, losses, products
 from .blocks import Blocks, blocks_of
 from .cross_entropy import cross_entropy_reference
 from .losses import Options, Rows
@@ -120,13 +121,12 @@ def _without_ignored(hidden, rows: Rows):
 
 def _forward(problem: Problem, hidden, weight, labels):
     """(losses, lse) of all rows."""
-    weight = problem.padded(weight)
-
-    def block(sums, hidden, labels):
-        rows = Rows.of_device(labels, problem.options, problem.vocabulary)
-        return sums, _logits(problem, _without_ignored(hidden, rows), weight, rows)[1:]
-
-    return tuple(_over_rows(problem, block, hidden, labels)[1])
+    o, rows = problem.options, Rows.of_device(labels, problem.options, problem.vocabulary)
+    found = kernel_forward.statistics(
+        problem.target, _without_ignored(hidden, rows), problem.padded(weight), rows.columns, problem.vocabulary,
+        problem.pitch, problem.transposed, o.soft_cap, o.label_smoothing > 0,
+    )  # fmt: skip
+    return rows.losses(*found)
 
 
 def _with_gradients(problem: Problem, hidden, weight, labels, d_loss, d_lse, scale):
@@ -134,7 +134,7 @@ def _with_gradients(problem: Problem, hidden, weight, labels, d_loss, d_lse, sca
     target, transposed, vocabulary = problem.target, problem.transposed, problem.vocabulary
     weight = problem.padded(weight)
     scale = scale / F16_GAIN if hidden.dtype == jnp.float16 else scale
-    is_summed = problem.blocks.cols is None
+    is_summed, several = problem.blocks.cols is None, problem.blocks.num(len(labels)) > 1
 
     def block(sums, hidden, labels, d_loss, d_lse):
         rows = Rows.of_device(labels, problem.options, vocabulary)
@@ -143,23 +143,18 @@ def _with_gradients(problem: Problem, hidden, weight, labels, d_loss, d_lse, sca
         a, b = rows.coefficients(lse, d_loss, d_lse)
         g = _gradient(problem, logits, rows.columns, lse, a, b, vocabulary)
         if is_summed:
-            d_weight = products.d_weight(target, g, hidden, weight.shape, transposed, scale)
-            sums = (d_weight, jnp.zeros_like(d_weight)) if sums is None else _added(sums, d_weight)
+            if sums is None:
+                sums = products.d_weight(target, g, hidden, transposed, scale, jnp.float32 if several else None)
+            else:
+                sums = products.add_d_weight(target, sums, g, hidden, transposed, scale)
             g, sums = _host.apart((g, sums))  # Then the hidden rows without those ignored can lie where d_hidden will.
         d_hidden = products.d_hidden(target, g, weight, transposed, scale)
         return sums, (loss, lse, d_hidden, *([] if is_summed else (a, b)))
 
     sums, (loss, lse, d_hidden, *rest) = _over_rows(problem, block, hidden, labels, d_loss, d_lse, adds_up=is_summed)
-    d_weight = sums[0] if is_summed else _by_columns(problem, hidden, weight, labels, lse, *rest, scale)
-    return loss, lse, d_hidden, d_weight[:, :vocabulary] if transposed else d_weight
-
-
-def _added(sums, more):
-    """A sum in two arrays of 16 bits, the rounded one and what rounding left, with `more`."""
-    high, low = sums
-    total = high.astype(jnp.float32) + (low.astype(jnp.float32) + more.astype(jnp.float32))
-    high = total.astype(high.dtype)
-    return high, (total - high.astype(jnp.float32)).astype(low.dtype)
+    d_weight = sums if is_summed else _by_columns(problem, hidden, weight, labels, lse, *rest, scale)
+    d_weight = d_weight[:, :vocabulary] if transposed else d_weight[:vocabulary]
+    return loss, lse, d_hidden, _host.alike(d_weight.astype(d_hidden.dtype), d_hidden)[0]
 
 
 def _by_columns(problem: Problem, hidden, weight, labels, lse, a, b, scale):
@@ -181,7 +176,8 @@ def _by_columns(problem: Problem, hidden, weight, labels, lse, a, b, scale):
         pitch = products.pitch_of(cols, problem.transposed)
         logits = products.logits(problem.target, hidden, part, pitch, problem.transposed)
         g = _gradient(problem, logits, rows.within(rows.first + first, cols), lse, a, b, cols)
-        new = products.d_weight(problem.target, g, hidden, part.shape, problem.transposed, scale)
+        new = products.d_weight(problem.target, g, hidden, problem.transposed, scale)
+        new = new[:, :cols] if problem.transposed else new[:cols]
         return lax.dynamic_update_slice_in_dim(d_weight, new, first, axis)
 
     empty, _ = _host.alike(lax.empty(weight.shape, weight.dtype), hidden)
@@ -265,8 +261,9 @@ def linear_cross_entropy(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Cross-entropy of the logits `hidden @ weight.T`, of which a part alone is in memory at a time.
 
-    Differentiable once in hidden and weight. Logits, and their gradient, are rounded to the dtype of hidden. For a mean
-    or a sum, without `return_lse`, the gradients are computed together with the loss.
+    Differentiable once in hidden and weight. Where gradients are computed, logits and their gradients are rounded to
+    the dtype of hidden; the loss alone stores no logits, and rounds none. For a mean or a sum, without `return_lse`,
+    the gradients are computed together with the loss.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 
@@ -310,7 +307,7 @@ def linear_cross_entropy(
         return losses.empty_results(options, rows)
     target = _host.require_tensor_cores(op)
     sizes = labels.size, hidden.shape[-1], vocabulary, products.pitch_of(vocabulary, transposed)
-    problem = Problem(options, blocks_of(*sizes, memory), transposed, vocabulary, target)
+    problem = Problem(options, blocks_of(*sizes, memory, target.num_sms), transposed, vocabulary, target)
     # Labels, and so the loss, do not vary over the devices that share the vocabulary, as hidden is made to.
     hidden, weight = _host.reverse_only(op, hidden.reshape(-1, hidden.shape[-1]), weight)
     return losses.results(options, rows, *_loss(hidden, weight, labels, problem))

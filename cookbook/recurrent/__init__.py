@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear attention, state-space duality and the gated delta rule."""
+"""Linear attention, state-space duality, delta rules with a gate per head or per channel, and the convolution before them."""
 
+from .conv import causal_conv1d as causal_conv1d
+from .conv import causal_conv1d_step as causal_conv1d_step
 from .delta import gated_delta_rule as gated_delta_rule
 from .delta import gated_delta_rule_step as gated_delta_rule_step
 from .kda import kda as kda

@@ -8,6 +8,7 @@ from .. import _host
 from .._device import PIECE
 
 SSD_STATE_DIMS = (64, 128, 256)
+CONV_WIDTHS = range(2, 9)
 
 # Arguments of fla's, mamba_ssm's and transformers' functions, and what says the same here.
 ELSEWHERE = dict(
@@ -18,7 +19,9 @@ ELSEWHERE = dict(
     A="call it a", B="call it b", C="call it c", D="call it d", z="multiply the result by jax.nn.silu(z)",
     dt_bias="add it to dt", dt_softplus="pass jax.nn.softplus(dt) as dt",
     dt_limit="pass jnp.clip(dt, *dt_limit) as dt", state_batch_indices="pass the states of these sequences",
-    h0="call it initial_state",
+    h0="call it initial_state", residual="add it to the result", cache="call it initial_state",
+    final_states_out="call it with return_final_state=True", cache_indices="pass the states of these sequences",
+    conv_state_indices="pass the states of these sequences", cache_seqlens="a state has its latest token last",
 )  # fmt: skip
 
 
@@ -106,6 +109,33 @@ def check_delta(op: str, axes: str, q, k, v, g, beta, per_channel: bool = False)
             raise ValueError(
                 f"{where}: {name} is {x.shape}, {x.dtype}; must be {shapes[name]}, of a floating-point dtype: cast it"
             )
+
+
+def check_conv(op: str, x, weight, bias, activation, state_name: str, state, num_seqs: int) -> bool:
+    """Whether the activation is silu. `state` is the argument `state_name`, or None.
+
+    Raises:
+      ValueError: the operands do not fit each other, or no kernel takes them.
+    """
+    where, columns = f"{_host.PACKAGE}.{op}", x.shape[-1]
+    if weight.ndim != 2 or len(weight) != columns or weight.shape[1] not in CONV_WIDTHS:
+        raise ValueError(
+            f"{where}: weight.shape={weight.shape}; must be ({columns}, W), a row for each channel of x, with W from "
+            f"{CONV_WIDTHS[0]} to {CONV_WIDTHS[-1]}: reshape it; fewer taps are padded with zeros on the left"
+        )
+    for name, m, shape in (
+        ("x", x, x.shape), ("weight", weight, weight.shape), ("bias", bias, (columns,)),
+        (state_name, state, (num_seqs, columns, weight.shape[1] - 1)),
+    ):  # fmt: skip
+        if m is not None and m.shape != shape:
+            raise ValueError(
+                f"{where}: {name}.shape={m.shape}; must be {shape}, to go with {x.shape=} and {weight.shape=}"
+            )
+        if m is not None and m.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            raise ValueError(f"{where}: {name}.dtype={m.dtype}; must be bfloat16, float16 or float32: cast it")
+    if activation not in (None, "silu", "swish"):
+        raise ValueError(f"{where}: {activation=}; must be 'silu', 'swish' or None: apply others to the result")
+    return activation is not None
 
 
 def check_ssd(op: str, x, dt, a, b, c, d, initial_state, cu_seqlens, names=None) -> None:

@@ -74,9 +74,9 @@ class Sequences:
         return ends[:-1], ends[1:], _host.running(jnp.sum, chunks) - chunks
 
     @_host.own_options()
-    def parts(self, cu_seqlens):
-        """Table of the parts, one per row, with `PART_FIELDS`, the longest packed ones first; and the sequence of each
-        part, by the part's number.
+    def parts(self, cu_seqlens, in_order: bool = False):
+        """Table of the parts, one per row, with `PART_FIELDS`, the longest packed ones first unless they are wanted
+        `in_order`; and the sequence of each part, by the part's number.
 
         An empty sequence has one part without chunks. Parts are numbered from the first sequence to the last, and from
         the start of a sequence to its end; rows of the table for which there is no part have the number `num_parts`.
@@ -97,7 +97,8 @@ class Sequences:
         read_end = jnp.where(seq < self.num_seqs, write_end, first)
         number = jnp.where(exists, number, self.num_parts)
         table = jnp.stack([first, read_end, write_end, first_chunk[seq] + skip // self.chunk, number], axis=1)
-        return table[jnp.argsort(first - write_end, stable=True)], jnp.where(exists, seq, seq + 1)
+        table = table if in_order else table[jnp.argsort(first - write_end, stable=True)]
+        return table, jnp.where(exists, seq, seq + 1)
 
     def _equal_parts(self):
         """`parts` of sequences of one length, made on the host: constants, for which a GPU runs no kernels."""

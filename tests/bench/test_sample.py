@@ -38,10 +38,13 @@ def test_problems_are_the_seeds_own_and_in_bounds(op):
             seqs, tokens, heads, kv_heads, head_dim, is_causal = sizes
             assert 256 <= tokens <= 32768 and tokens % 2 == 0 and seqs * tokens * heads <= 2**20
             assert heads % kv_heads == 0 and head_dim in (64, 128) and is_causal in (0, 1)
+        elif op == "causal_conv1d":
+            seqs, tokens, channels, taps = sizes
+            assert 10**6 <= seqs * tokens * channels <= 10**9 and channels >= 128 and 2 <= taps <= 5
         elif op == "linear_cross_entropy":
             tokens, hidden, labels = sizes
             assert 256 <= tokens <= 16384 and 448 <= hidden <= 8192 and hidden % 64 == 0 and 4000 <= labels <= 262144
-        elif op.startswith("matmul"):
+        elif op.startswith(("matmul", "glu")):
             m, n, k = sizes
             multiple = 16 if op == "matmul_fp8" else 8
             assert 1 <= min(sizes) and max(sizes) <= 16384 and n % multiple == k % multiple == 0
@@ -52,7 +55,12 @@ def test_problems_are_the_seeds_own_and_in_bounds(op):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: problems._ssd_step(3, 2, 1, 64, 64), lambda: problems._delta_rule_step(3, 1, 2)]
+    "make",
+    [
+        lambda: problems._ssd_step(3, 2, 1, 64, 64),
+        lambda: problems._delta_rule_step(3, 1, 2),
+        lambda: problems._conv_step(3, 130, 4),
+    ],
 )
 def test_steps_change_a_state_in_place_and_equal_their_peers(make):
     case = make()
@@ -186,7 +194,8 @@ def test_grouped_problems_have_peers_of_the_same_result(case):
 def test_torch_is_timed_on_the_matrices_that_it_takes(monkeypatch):
     timed = torch_peers.cases("ragged_dot")
     assert timed and all(case.shapes[1][1] == case.shapes[0][1] for case in timed)
-    assert {case.op for case in torch_peers.cases()} == {"ragged_dot", "ssd", "gated_delta_rule", *torch_attention.OPS}
+    recurrent = {"ssd", "gated_delta_rule", "causal_conv1d"}
+    assert {case.op for case in torch_peers.cases()} == {"ragged_dot", *recurrent, *torch_attention.OPS}
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(SystemExit, match="torch cannot be imported .*: install it"):
         torch_peers.main()

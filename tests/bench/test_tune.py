@@ -103,7 +103,7 @@ def test_without_a_gpu_the_recorded_tables_are_shown(no_gpu, results_folder, mon
     table = tune.blocks_table()
     flops = tune.SWEEPS["attention"][0].case.flops / 1e9
     assert f"| 64 | 128 | {flops:.0f} (3) | **{flops / 1.25:.0f} (2)** | - | - |" in table
-    assert "128 x 64, 3 stages take 20.0% less time than the package's choice. (Recorded on" in table
+    assert "the fastest (128 x 64, 3 stages) takes 20.0% less time than the package's choice. (Recorded on" in table
     assert table.count("\n| ") == 6 and lab.say(table).text == table
 
 

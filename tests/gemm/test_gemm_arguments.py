@@ -24,6 +24,7 @@ def ones(*shape, dtype=BF16):
 
 CALLS = {
     "matmul": dict(a=ones(8, 16), b=ones(16, 16)),
+    "glu": dict(x=ones(8, 16), w_gate=ones(16, 16), w_up=ones(16, 16)),
     "matmul_blocked": dict(a=ones(8, 16), b=ones(16, 16)),
     "matmul_wgmma": dict(a=ones(8, 16), b=ones(16, 16)),
     "matmul_pipelined": dict(a=ones(8, 16), b=ones(16, 16)),
@@ -56,7 +57,9 @@ def test_a_config_of_another_kind_is_refused(name, config):
         op_of(name)(**CALLS[name], config=config)
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name.split(".")[-1] not in ("moe", "matmul", "ragged_dot")])
+@pytest.mark.parametrize(
+    "name", [name for name in CALLS if name.split(".")[-1] not in ("glu", "moe", "matmul", "ragged_dot")]
+)
 def test_first_derivatives_that_are_not_there_are_refused_by_name(name):
     """In each operand of floats, scales too."""
     operands = {key: x for key, x in CALLS[name].items() if jnp.issubdtype(x.dtype, jnp.floating)}
@@ -67,7 +70,7 @@ def test_first_derivatives_that_are_not_there_are_refused_by_name(name):
             jax.eval_shape(lambda x, fn=fn: jax.vjp(fn, x)[0], x)
 
 
-@pytest.mark.parametrize("name", ["matmul", "ragged_dot", "blackwell.matmul", "blackwell.ragged_dot"])
+@pytest.mark.parametrize("name", ["glu", "matmul", "ragged_dot", "blackwell.matmul", "blackwell.ragged_dot"])
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_second_derivatives_are_refused_by_name(name, activation):
     """In reverse mode and in forward mode over reverse mode; traced, not run."""
@@ -151,6 +154,7 @@ def shaped(*shape, dtype=BF16):
 
 LARGE = 2**31
 BEYOND = {
+    "glu": (shaped(8, 8), shaped(8, LARGE), shaped(8, LARGE)),
     "matmul": (shaped(LARGE, 8), shaped(8, 8)),
     "matmul_wgmma": (shaped(8, LARGE), shaped(LARGE, 8)),
     "matmul_pipelined": (shaped(8, 8), shaped(8, LARGE)),

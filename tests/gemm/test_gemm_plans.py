@@ -64,6 +64,14 @@ def matmul(draw: Draw, op=cookbook.matmul):
     return gradient(draw, fn, 2), avals
 
 
+def glu(draw: Draw):
+    m, k, flipped, dtype = draw.size(), draw.size(8), draw.flag(), draw.choice(HALVES)
+    n = draw.size(1 if flipped else 8)
+    how = dict(transpose_weights=flipped, activation=draw.choice([None, "silu", "gelu", "relu", "sigmoid"]))
+    weights = [aval(dtype, *((n, k) if flipped else (k, n)))] * 2
+    return gradient(draw, functools.partial(cookbook.glu, **how), 3), [aval(dtype, m, k), *weights]
+
+
 def rung(op, **how):
     return lambda draw: plain(draw, op, out_dtype=draw.choice(FLOATS), **how)[:2]
 
@@ -137,7 +145,7 @@ def mxfp8(draw: Draw):
 
 # The problems, and how many are drawn: some hundreds of each were, all of them lowered, when this was written.
 OPS = {
-    "matmul": (matmul, 16), "ragged_dot": (ragged, 7), "ragged_dot_transposed": (transposed, 10),
+    "matmul": (matmul, 16), "glu": (glu, 12), "ragged_dot": (ragged, 7), "ragged_dot_transposed": (transposed, 10),
     "matmul_fp8": (fp8, 8), "matmul_int8_weights": (int8_weights, 7), "ragged_dot_fp8": (ragged_fp8, 8),
     "ragged_dot_int8_weights": (ragged_int8, 4), "moe": (moe, 2), "matmul_wgmma": (rung(cookbook.matmul_wgmma), 12),
     "matmul_pipelined": (rung(cookbook.matmul_pipelined, activation="relu"), 12), "matmul_blocked": (blocked, 4),

@@ -11,7 +11,7 @@ import pytest
 
 import lab
 from cookbook import _host
-from cookbook.gemm.grouped import kernel_gated
+from cookbook.gemm.gated import kernel as gated
 from cookbook.gemm.plan import Config, Operand
 from tests.arrays import array
 from tests.gemm.ragged import floats, gradients, operands, slow
@@ -125,8 +125,8 @@ def test_mutants_of_the_pair_are_caught(run_only, monkeypatch, mutant, found_if,
             operand, gmem, at, smem, *args, *how.values()
         ))  # fmt: skip
     elif mutated:
-        loop = kernel_gated.pl.loop
-        mutant(kernel_gated, "pl", loop=lambda first, last: loop(first + 1, last))
+        loop = gated.pl.loop
+        mutant(gated, "pl", loop=lambda first, last: loop(first + 1, last))
     jax.clear_caches()
     with found_if(mutated is not None):
         check(200, 256, 136, [33, 1, 65, 40], config=Config(128, 64))

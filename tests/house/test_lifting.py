@@ -147,7 +147,7 @@ def test_a_family_works_on_its_own(family, tmp_path):
         "softmax",
         *(
             pytest.param(op, marks=pytest.mark.slow)
-            for op in ("attention", "all_gather_matmul", "linear_cross_entropy")
+            for op in ("attention", "all_gather_matmul", "glu", "linear_cross_entropy")
         ),
     ],
 )

@@ -157,7 +157,7 @@ SHARDED = """
 import jax, jax.numpy as jnp, numpy as np
 import cookbook
 from cookbook import _host
-from cookbook.loss import kernel, products
+from cookbook.loss import kernel, kernel_forward, products
 from tests.loss import exact
 from tests.loss.test_linear_cross_entropy import problem
 
@@ -180,10 +180,13 @@ def logits(target, hidden, weight, pitch, transposed):
 def d_hidden(target, g, weight, transposed, scale):
     return (scale * (g[:, :len(weight)] @ weight)).astype(g.dtype)
 
-def d_weight(target, g, hidden, shape, transposed, scale):
-    return (scale * (g.T @ hidden))[:shape[0]].astype(g.dtype)
+def d_weight(target, g, hidden, transposed, scale, out_dtype=None):
+    return (scale * (g.T @ hidden)).astype(out_dtype or g.dtype)
 
-kernel.statistics, kernel.gradient = statistics, gradient
+def statistics_alone(target, hidden, weight, label, cols, pitch, transposed, soft_cap, with_sum):
+    return statistics(logits(target, hidden, weight, pitch, transposed), label, cols, soft_cap, with_sum)
+
+kernel.statistics, kernel.gradient, kernel_forward.statistics = statistics, gradient, statistics_alone
 products.logits, products.d_hidden, products.d_weight = logits, d_hidden, d_weight
 
 mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -123,7 +123,7 @@ def test_blocks_keep_to_their_bytes():
                                     ((1, 200_000), (8, 16384), (1, 300_000)))  # fmt: skip
         pitch = products.pitch_of(vocabulary, False)
         for memory in (None, "low"):
-            found = blocks.blocks_of(rows, hidden, vocabulary, pitch, memory)
+            found = blocks.blocks_of(rows, hidden, vocabulary, pitch, memory, 132)
             assert found.rows % 8 == 0 and 0 < found.rows < rows + blocks.UNIT
             if memory is None:
                 assert found.rows <= blocks.UNIT or 2 * min(found.rows, rows) * pitch <= blocks.BYTES_MAX

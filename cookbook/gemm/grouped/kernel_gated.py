@@ -4,8 +4,7 @@
     o = silu(a @ gate) * (a @ up)
 
 A tile of o takes two tiles of the same matrix, one from column j and one from N + j. Both lie in a slot of the ring
-beside the tile of rows; a compute warpgroup has an accumulator for each, so that a value of the gate and its partner
-are in registers of the same thread. So a tile of o has at most half as many values as in a plain product.
+beside the tile of rows, and a compute warpgroup has an accumulator for each, as in `gated/kernel.py`.
 """
 
 import functools
@@ -15,7 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..kernel import compute_role, memory_role, release_last
+from ..gated.kernel import multiply_both
+from ..kernel import compute_role, memory_role
 from ..operand import Ring
 from ..plan import Plan
 from .kernel import load, store
@@ -29,27 +29,8 @@ def swiglu(both):
 
 
 def multiply_and_gate(plan: Plan, ring: Ring, before, steps, *accs):
-    """As `multiply` of `gemm/kernel.py`, of the gate and of the up product; then SwiGLU: values of o."""
-    (rows, cols), role = plan.compute_tile, lax.axis_index("role")
-
-    def parts(operand, smem, size):
-        """A warpgroup's parts of a slot's tile: for the gate and for the up product."""
-        if not operand.partner:
-            return [operand.part(smem, role, size)] * 2
-        return [operand.part(smem.at[i], role, size) for i in range(2)]
-
-    @pl.loop(0, steps)
-    def _(step):
-        slot = ring.wait(before + step)
-        a, b = parts(plan.a, ring.a.at[slot], rows), parts(plan.b, ring.b.at[slot], cols)
-        with jax.named_scope("wgmma"):
-            for acc, a_part, b_part in zip(accs, a, b, strict=True):
-                plgpu.wgmma(acc, a_part, b_part.T)
-            plgpu.wgmma_wait(2)  # The products of the step before have ended.
-        pl.when(step > 0)(lambda: ring.release(before + step - 1))
-
-    gate, up = (acc[...] for acc in accs)  # Waits for the last products.
-    release_last(ring, before, steps)
+    """As `multiply_both` of `gated/kernel.py`; then SwiGLU: values of o."""
+    gate, up = multiply_both(plan, ring, before, steps, *accs)
     return gate * jax.nn.sigmoid(gate) * up
 
 

@@ -174,7 +174,7 @@ def matmul_pipelined(
     Args:
       a: (M, K), or (K, M) with `transpose_a`; bfloat16 or float16.
       b: (K, N), or (N, K) with `transpose_b`; of the dtype of `a`.
-      activation: "relu", "gelu" (the tanh form), "silu", an element-wise function, or None.
+      activation: "relu", "gelu" (the tanh form), "sigmoid", "silu", an element-wise function, or None.
       out_dtype: bfloat16, float16 or float32; None for the dtype of `a`.
       transpose_a, transpose_b: the operand is given transposed, and is read as it lies: no copy is made.
       config: tiles and stages; None chooses by shape.
