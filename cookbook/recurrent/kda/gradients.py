@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ... import _host
 from ..sequences import Sequences
 from ..states import LEAST_DECAY
 from . import kernel, kernel_backward
@@ -81,7 +82,15 @@ def gradients(q, k, v, g, beta, initial, cu_seqlens, squares, decay, do, d_final
     of_states = dataclasses.replace(plan, state_wgs=1, has_outputs=False)
     (states,) = kernel.launch(of_states, table, v, squares, decay, initial, params)
     d_states, d_initial = kernel_backward.launch(plan, table, do, squares, decay, d_final, params)
+    *grads, dbeta = _of_operands(plan, q, k, v, g, beta, cu_seqlens, squares, do, states, d_states)
+    return *grads, dbeta, d_initial
 
+
+@_host.own_options()
+def _of_operands(plan: KdaPlan, q, k, v, g, beta, cu_seqlens, squares, do, states, d_states):
+    """(dq, dk, dv, dg, dbeta), for all chunks at once, from the states before them and the gradients of those after
+    them."""
+    sequences = plan.sequences
     rows = sequences.rows_of_chunks(cu_seqlens)
     group = plan.heads // plan.key_heads
 
@@ -113,7 +122,7 @@ def gradients(q, k, v, g, beta, initial, cu_seqlens, squares, decay, do, d_final
     ))  # fmt: skip
     of_group = lambda x: x.reshape(plan.key_heads, group, *x.shape[1:]).sum(1)
     in_rows = functools.partial(_in_rows, sequences, rows)
-    return *map(in_rows, (of_group(dq), of_group(dk), dr, dg)), in_rows(dbeta[..., None])[..., 0], d_initial
+    return *map(in_rows, (of_group(dq), of_group(dk), dr, dg)), in_rows(dbeta[..., None])[..., 0]
 
 
 def _in_rows(sequences: Sequences, rows, x):

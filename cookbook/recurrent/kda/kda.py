@@ -209,8 +209,9 @@ def kda(
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Kimi Delta Attention over a sequence; bitwise reproducible from run to run.
 
-    A sequence gives the same bits whole or cut at multiples of 64 tokens. On an automatic mesh JAX gathers sharded
-    operands on every device and says nothing: call it inside `jax.shard_map`.
+    A sequence gives the same bits whole or cut at multiples of 64 tokens.
+
+    On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 
     Args:
       q, k: (B, T, K, N), bfloat16 or float16; N is 64 or 128. Keys of norm 1 keep the state bounded.
