@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear attention, state-space duality, delta rules with a gate per head or per channel, and the convolution before them."""
+"""Linear attention, state-space duality, delta rules with gates per head or channel, the convolution before them."""
 
 from .conv import causal_conv1d as causal_conv1d
 from .conv import causal_conv1d_step as causal_conv1d_step

@@ -122,8 +122,9 @@ def test_sizes(sizes):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float16)])
-@pytest.mark.parametrize("how", [dict(decay=0.0), dict(decay=10.0, beta=1.0), slow(dict(decay=0.5)), slow(dict(beta=0.0))],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "how", [dict(decay=0.0), dict(decay=10.0, beta=1.0), slow(dict(decay=0.5)), slow(dict(beta=0.0))], ids=str
+)
 def test_gates(how, dtype):
     """None, and 20 per token, where products of a chunk's decays and of their reciprocals are far out of range."""
     check(problem(length=140, dtype=dtype, **how))

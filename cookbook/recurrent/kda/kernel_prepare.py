@@ -6,7 +6,8 @@ With gc[t, c] the sum of channel c's gates up to token t of the chunk, and j < t
     m[t, j] = sum over c of k[t, c] k[j, c] exp(gc[t, c] - gc[j, c])
     w[t, j] = the same with q[t, c] in place of k[t, c], and w[t, t] = q[t] . k[t]
     inverse = (1 + diag(beta) m)^-1 diag(beta)
-    keys_read = exp(gc) k,    queries = exp(gc) q,    keys_written = exp(gc[-1] - gc) k,    decay = exp(gc[-1])
+    keys_read = exp(gc) k,    queries = exp(gc) q
+    keys_written = exp(gc[-1] - gc) k,    decay = exp(gc[-1])
 
 Shapes: q and k (rows, key heads, N), g (rows, heads, N) float32, beta (heads, chunks, 64) float32; the results are those
 that `plan.KdaPlan.prepared` names. Rows and columns of tokens that a cut chunk does not have are zero.
@@ -108,8 +109,8 @@ def _normalize(rows_smem: Ref, pieces: int):
     plgpu.commit_smem()
 
 
-def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, decay_gmem, *, plan: KdaPlan, q_smem, k_smem,
-            gates_smem, queries_smem, diagonal_smem, masks_smem, rows_smem, columns_smem, filled):  # fmt: skip
+def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, decay_gmem, *, plan: KdaPlan, q_smem,
+            k_smem, gates_smem, queries_smem, diagonal_smem, masks_smem, rows_smem, columns_smem, filled):  # fmt: skip
     chunk, head = lax.axis_index("tile"), lax.axis_index("unit")
     pieces, rows, key_head = range(plan.pieces), num_rows[chunk], plan.key_head(head)
     *gates, parts_smem, inverse_smem = gates_smem
