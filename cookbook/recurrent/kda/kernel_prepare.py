@@ -9,8 +9,8 @@ With gc[t, c] the sum of channel c's gates up to token t of the chunk, and j < t
     keys_read = exp(gc) k,    queries = exp(gc) q
     keys_written = exp(gc[-1] - gc) k,    decay = exp(gc[-1])
 
-Shapes: q and k (rows, key heads, N), g (rows, heads, N) float32, beta (heads, chunks, 64) float32; the results are those
-that `plan.KdaPlan.prepared` names. Rows and columns of tokens that a cut chunk does not have are zero.
+Shapes: q and k (rows, key heads, N), g (rows, heads, N) float32, beta (heads, chunks, 64) float32; the results are
+those that `plan.KdaPlan.prepared` names. Rows and columns of tokens that a cut chunk does not have are zero.
 
 Each channel has a decay of its own, so the decays do not leave the sum over the channels; and neither exp(gc) k nor
 exp(-gc) k can be multiplied as they are, since the second overflows. Between a token t and an earlier one j there is
@@ -159,18 +159,19 @@ def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, dec
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(smem, squares_gmem.at[head, chunk, square])
 
+    # The compiler does not know it: else it would keep addresses over the whole kernel, and spill them; and ptxas before
+    # 13.3 overwrites registers of constants while a product still reads them.
+    zero = rows >> 20
+
     # Rows decayed from the chunk's start.
     row, column = _device.indices()
-    from_start = _ones(0 * row, row)
+    from_start = _ones(0 * row + zero, row + zero)
     for p in pieces:
         decay = decays(from_start, p)
         put(queries_smem.at[p], plan.queries + p, load(q_smem.tiled.at[0, p]) * decay)
         put(k_smem.tiled.at[0, p], KEYS_READ + p, k[p] * decay)
 
     # m below the diagonal, and w transposed above it.
-    # The compiler does not know it: else it would keep addresses and comparisons over the whole kernel, and spill them.
-    zero = rows & 2**30
-
     def add_block(i, pairs):
         block, stage = CHUNK // 2 >> i, jnp.minimum(i, zero)
         queries, keys = queries_smem, k_smem.tiled.at[stage]
