@@ -299,7 +299,7 @@ def _measured(impl: str, sizes: Sizes, iterations: int) -> tuple[lab.Measurement
         args = jax.jit(functools.partial(start, sizes))(), jnp.asarray(tokens_of_chain(sizes))
         compiled = jax.jit(of[0]).lower(*args).compile()
     row = lab.measure(compiled, *args, problem=problem, impl=impl, iterations=iterations, inputs="a Markov chain",
-                      of=lambda: of)  # fmt: skip
+                      of=of)  # fmt: skip
     more = lambda: dict(wall_ms=wall_ms(compiled, args), temporary_bytes=memory(compiled))
     return row, lab.results.value(f"{problem}/{impl}", more)
 
