@@ -651,7 +651,7 @@ def _ssd_by_chunks(x, dt, a, b, c, chunk=64):
     return jnp.moveaxis(y, 0, 1).reshape(x.shape)
 
 
-def _delta_rule_by_chunks(q, k, v, g, beta, chunk=64):
+def delta_rule_by_chunks(q, k, v, g, beta, chunk=64):
     """The gated delta rule without a kernel: XLA's products and triangular solver, a scan over the chunks."""
     (batch, length, heads, size), f32 = v.shape, jnp.float32
     q, k = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (q, k))
@@ -695,13 +695,13 @@ def _delta_rule(batch, length, key_heads, heads, target=None, gradients=False, d
         if not gradients:
             return delta_rule.gated_delta_rule_reference(q, k, v, g, beta)
         with jax.default_matmul_precision("highest"):
-            return _delta_rule_by_chunks(*(x.astype(jnp.float32) for x in (q, k, v)), g, beta)
+            return delta_rule_by_chunks(*(x.astype(jnp.float32) for x in (q, k, v)), g, beta)
 
     flops = delta_rule.flops(batch * length, heads, dim, dim) * (4 if gradients else 1)
     nbytes = delta_rule.bytes_moved(batch * length, key_heads, heads, dim, dim) * (3 if gradients else 1)
     size = f"b{batch}_t{length}_h{key_heads}_{heads}_d{dim}" + ("_grad" if gradients else "")
     return Case("gated_delta_rule", shapes, BF16, of(cookbook.gated_delta_rule), of(exact),
-                {"xla": of(_delta_rule_by_chunks)}, flops, nbytes, size, target=target,
+                {"xla": of(delta_rule_by_chunks)}, flops, nbytes, size, target=target,
                 dtypes=(BF16, BF16, BF16, jnp.float32, jnp.float32), **kwargs)  # fmt: skip
 
 
@@ -807,14 +807,17 @@ def _ssd_step(seqs, heads, groups, head_dim, state_dim, **kwargs):
                 integers=(dt, a), in_place=3, **kwargs)  # fmt: skip
 
 
+def conv_by_xla(x, weight, bias):
+    """The causal convolution with silu without a kernel: a sum of shifted copies."""
+    (length, taps), f32 = (x.shape[1], weight.shape[1]), jnp.float32
+    padded = jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0)))
+    terms = [padded[:, j : j + length].astype(f32) * weight[:, j].astype(f32) for j in range(taps)]
+    return jax.nn.silu(sum(terms) + bias.astype(f32)).astype(x.dtype)
+
+
 def _conv(batch, length, columns, taps, gradients=False, **kwargs):
     """With a bias and silu, as in Mamba-2. With `gradients` those alone, of x, the weights and the bias."""
     op = causal_conv1d
-
-    def by_xla(x, weight, bias):
-        padded, f32 = jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0))), jnp.float32
-        terms = [padded[:, j : j + length].astype(f32) * weight[:, j].astype(f32) for j in range(taps)]
-        return jax.nn.silu(sum(terms) + bias.astype(f32)).astype(x.dtype)
 
     def of(fn):
         return (lambda *args: jax.vjp(fn, *args[:-1])[1](args[-1])) if gradients else fn
@@ -828,7 +831,7 @@ def _conv(batch, length, columns, taps, gradients=False, **kwargs):
     # The gradient reads the cotangent of y, too.
     nbytes = op.bytes_moved(batch * length, columns, 2) * (3 if gradients else 2) // 2
     return Case("causal_conv1d", shapes, BF16, of(functools.partial(cookbook.causal_conv1d, activation="silu")), exact,
-                {"xla": of(by_xla)}, op.flops(batch * length, columns, taps) * (4 if gradients else 1), nbytes,
+                {"xla": of(conv_by_xla)}, op.flops(batch * length, columns, taps) * (4 if gradients else 1), nbytes,
                 f"b{batch}_t{length}_d{columns}_w{taps}" + ("_grad" if gradients else ""), **kwargs)  # fmt: skip
 
 
