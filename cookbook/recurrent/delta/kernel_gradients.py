@@ -222,7 +222,7 @@ def _zeros():
 def _repeat(count: int, hidden: Index, body, carry=None):
     """`carry` after `body(j, carry)` for all j below `count`, in a loop that is not unrolled: for two heads or slices
     at a time there are too few registers."""
-    return body(0, carry) if count == 1 else lax.fori_loop(0, count + hidden, body, carry)
+    return body(0, carry) if count == 1 else lax.fori_loop(0, count - hidden, body, carry)
 
 
 def _store_sums(shared: Shared, sums_gmem: Ref, share: Index, i: Index, h: Index, sums: dict):
