@@ -19,16 +19,21 @@ from .sequences import Part
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """Rows of an array (rows, heads, 64 * pieces) that a block reads: of one head, into the stages of a ring."""
+    """Rows of an array (rows, heads, width * pieces) that a block reads: of one head, into the stages of a ring."""
 
     gmem: Ref
-    smem: Tiles  # (stages, pieces, rows, 64).
+    smem: Tiles  # (stages, pieces, rows, width).
     head: Index
     pieces: int
 
+    @property
+    def width(self) -> int:
+        """Columns of a piece, 128 bytes."""
+        return self.smem.rows.shape[-1]
+
     def copy(self, row: Index, num_rows: int, stage: Index, barrier: Barrier):
         for p in range(self.pieces):
-            source = self.gmem.at[pl.ds(row, num_rows), self.head, pl.ds(p * PIECE, PIECE)]
+            source = self.gmem.at[pl.ds(row, num_rows), self.head, pl.ds(p * self.width, self.width)]
             plgpu.copy_gmem_to_smem(source, self.smem.rows.at[stage, p], barrier)
 
     def clear(self, stage: Index, end: Index, interpreted: bool):
@@ -45,7 +50,7 @@ def _clear(rows: Ref, end: Index, interpreted: bool):
 
     @pl.loop(div(end, 8), rows.shape[0])
     def _(eight):  # Swizzling moves nothing out of its row of 128 bytes.
-        row = 8 * eight + div(plgpu.broadcasted_iota(jnp.int32, rows.shape[1:], 0), PIECE)
+        row = 8 * eight + div(plgpu.broadcasted_iota(jnp.int32, rows.shape[1:], 0), rows.shape[1] // 8)
         rows[eight] = jnp.where(row < end, rows[eight], jnp.zeros((), rows.dtype))
 
 
