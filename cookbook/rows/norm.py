@@ -26,7 +26,7 @@ from .plan import FEW_ROWS, Config, Plan
 
 REGISTER_VALUES = 64  # With a second array, whose loads take registers beside those of x.
 LOG2_E = math.log2(math.e)
-SMALLEST = 1e-35  # Of a row's largest value, so that 448 over it is finite.
+SMALLEST = 1e-35  # A row's largest value counts as at least so much: 448 over it is finite.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +120,8 @@ def _row(plan: Plan, *refs, norm: Norm, num_arrays: int, num_weights: int, in_pl
     y_gmem, *more_gmem, row = refs[num_arrays + num_weights :]
     is_8_bit = jnp.dtype(y_gmem.dtype).itemsize == 1
     load = lambda g: norm.inputs(plan, arrays, row, g)
-    # Of many rows, weights that come from the L1 cache as they are needed leave registers to more blocks (8192 x 4096:
-    # layer_norm 34 us in place of 41); of a few, all loads are in flight at once (32 x 4096: rms_norm 1.3, not 1.9).
+    # Weights that come from the L1 cache as they are needed leave registers to more blocks, where rows are many
+    # (layer_norm of 8192 x 4096: 34 us in place of 41). Where they are few, all loads are in flight at once.
     is_crowded = (norm.is_centered or num_arrays > 1) and plan.group * math.prod(plan.shape) > 16 * WARPGROUP
     late = is_crowded and plan.rows >= FEW_ROWS and not is_8_bit
     load_weights = lambda g: norm.weights(plan, weights_gmem, row, g, late)
