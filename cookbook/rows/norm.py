@@ -4,7 +4,7 @@
     t = x,  residual + x  or  x * silu(gate)
     y[c] = (t[c] - mean) / sqrt(mean_c((t - mean)**2) + eps) * weight[c] + bias[c],    or that times silu(gate[c])
 
-`mean` is 0 but for layer_norm. One warpgroup per block loads a row into registers, reduces it and stores it; `plan.py`
+`mean` is 0 unless the norm is centred. One warpgroup per block loads a row into registers, reduces it and stores it; `plan.py`
 says which thread holds what. A row that does not fit the registers is read twice: once for its statistics, and once to
 be stored. Statistics of such a row are those of its distance from the mean of its first group of pieces, which is near
 enough to the row's mean that no digits cancel.
@@ -50,12 +50,12 @@ class Norm:
         first, *second = (plan.load(x, row, g) for x in arrays)
         if self.gate == "before":
             return each(lambda x, z: x * silu(z), first, *second), second[0]
-        return (
-            (first, second[0]) if self.gate else (each(lambda *v: functools.reduce(jnp.add, v), first, *second), None)
-        )
+        if self.gate:
+            return first, second[0]
+        return each(lambda *v: functools.reduce(jnp.add, v), first, *second), None
 
     def finish(self, sums, cols: int, shift):
-        """Mean (None if it is 0) and 1 / the root of the mean of squares, of `sums` as `Statistics` has them."""
+        """Mean (None if it is 0) and 1 / the root of the mean of squares, of `sums` as `moments` has them."""
         squares, *firsts = sums
         variance = squares * (1.0 / cols)
         if firsts:
@@ -91,7 +91,8 @@ def centre(norm: Norm, plan: Plan, first):
     """
     if not norm.is_centered:
         return None
-    return total(plan, first, 0) * (1.0 / min(plan.cols, plan.group * plan.shape[-1]))
+    columns = plan.cols if plan.num_groups == 1 else plan.group * plan.shape[-1]
+    return total(plan, first, 0) * (1.0 / columns)
 
 
 def moments(norm: Norm, plan: Plan, t, shift, g):

@@ -84,9 +84,10 @@ def test_layer_norm(shape, dtype, residual_dtype):
     lab.check(fn, exact_layer_norm, *args, gpu=gpu_of(shape), tolerance=tolerance)
 
 
-@pytest.mark.parametrize("cols", [300, 20003])
+@pytest.mark.parametrize("cols", [300, 20003, 2051])
 def test_layer_norm_of_rows_far_from_zero(cols):
-    """Squares of the distance from the mean lose no digits to it, in rows of one group of pieces and of several."""
+    """Squares of the distance from the mean lose no digits to it, in rows of one group of pieces and of several, and in
+    one that begins anywhere, whose pieces leave its ends."""
     x = normal(0, (2, cols), F32, 1.0, 1e4)
     lab.check(layer_norm, lambda x: exact_layer_norm(x, jnp.ones(cols)), x, gpu=None)
 
