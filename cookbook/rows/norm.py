@@ -4,10 +4,10 @@
     t = x,  residual + x  or  x * silu(gate)
     y[c] = (t[c] - mean) / sqrt(mean_c((t - mean)**2) + eps) * weight[c] + bias[c],    or that times silu(gate[c])
 
-`mean` is 0 unless the norm is centred. One warpgroup per block loads a row into registers, reduces it and stores it; `plan.py`
-says which thread holds what. A row that does not fit the registers is read twice: once for its statistics, and once to
-be stored. Statistics of such a row are those of its distance from the mean of its first group of pieces, which is near
-enough to the row's mean that no digits cancel.
+`mean` is 0 unless the norm is centred. One warpgroup per block loads a row into registers, reduces it and stores it;
+`plan.py` says which thread holds what. A row that does not fit the registers is read twice: once for its statistics,
+and once to be stored. Its statistics are those of its distance from the mean of its first group of pieces, which is
+near enough to the row's mean that no digits cancel.
 """
 
 import dataclasses
