@@ -173,6 +173,32 @@ OPS = {
         static=("scale",),
         empty=(dict(q=0, k=0, v=0, g=0, beta=0, state=0),),
     ),
+    "kda": Op(
+        dict(
+            q=(BF16, HEADS),
+            k=(BF16, HEADS, "unit"),
+            v=(BF16, HEADS),
+            g=(F32, HEADS, "negative"),
+            beta=(F32, HEADS[:3], "share"),
+        ),
+        static=("scale", "return_final_state", "use_qk_l2norm"),
+        gradients=("q", "k", "v", "g", "beta"),
+        more=dict(initial_state=(F32, (1, 2, 64, 64))),
+        choices=dict(return_final_state=True, use_qk_l2norm=True),
+        empty=(dict(q=0, k=0, v=0, g=0, beta=0), dict(q=1, k=1, v=1, g=1, beta=1)),
+    ),
+    "kda_step": Op(
+        dict(
+            q=(BF16, (2, 2, 64)),
+            k=(BF16, (2, 2, 64), "unit"),
+            v=(BF16, (2, 2, 64)),
+            g=(F32, (2, 2, 64), "negative"),
+            beta=(F32, (2, 2), "share"),
+            state=(F32, (2, 2, 64, 64)),
+        ),
+        static=("scale", "use_qk_l2norm"),
+        empty=(dict(q=0, k=0, v=0, g=0, beta=0, state=0),),
+    ),
     "glu": Op(
         dict(x=(BF16, (20, 32)), w_gate=(BF16, (32, 24)), w_up=(BF16, (32, 24))),
         static=("transpose_weights",),

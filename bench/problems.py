@@ -46,6 +46,7 @@ delta_rule, delta_rule_step, ssd, ssd_step = map(
     inspect.getmodule,
     (cookbook.gated_delta_rule, cookbook.gated_delta_rule_step, cookbook.ssd, cookbook.ssd_step),
 )
+kda, kda_step = map(inspect.getmodule, (cookbook.kda, cookbook.kda_step))
 causal_conv1d, causal_conv1d_step = map(inspect.getmodule, (cookbook.causal_conv1d, cookbook.causal_conv1d_step))
 cross_entropy, linear_cross_entropy = map(inspect.getmodule, (cookbook.cross_entropy, cookbook.linear_cross_entropy))
 reduce_sum, rms_norm, softmax = map(inspect.getmodule, (cookbook.reduce_sum, cookbook.rms_norm, cookbook.softmax))
@@ -650,7 +651,7 @@ def _ssd_by_chunks(x, dt, a, b, c, chunk=64):
     return jnp.moveaxis(y, 0, 1).reshape(x.shape)
 
 
-def _delta_rule_by_chunks(q, k, v, g, beta, chunk=64):
+def delta_rule_by_chunks(q, k, v, g, beta, chunk=64):
     """The gated delta rule without a kernel: XLA's products and triangular solver, a scan over the chunks."""
     (batch, length, heads, size), f32 = v.shape, jnp.float32
     q, k = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (q, k))
@@ -694,14 +695,71 @@ def _delta_rule(batch, length, key_heads, heads, target=None, gradients=False, d
         if not gradients:
             return delta_rule.gated_delta_rule_reference(q, k, v, g, beta)
         with jax.default_matmul_precision("highest"):
-            return _delta_rule_by_chunks(*(x.astype(jnp.float32) for x in (q, k, v)), g, beta)
+            return delta_rule_by_chunks(*(x.astype(jnp.float32) for x in (q, k, v)), g, beta)
 
     flops = delta_rule.flops(batch * length, heads, dim, dim) * (4 if gradients else 1)
     nbytes = delta_rule.bytes_moved(batch * length, key_heads, heads, dim, dim) * (3 if gradients else 1)
     size = f"b{batch}_t{length}_h{key_heads}_{heads}_d{dim}" + ("_grad" if gradients else "")
     return Case("gated_delta_rule", shapes, BF16, of(cookbook.gated_delta_rule), of(exact),
-                {"xla": of(_delta_rule_by_chunks)}, flops, nbytes, size, target=target,
+                {"xla": of(delta_rule_by_chunks)}, flops, nbytes, size, target=target,
                 dtypes=(BF16, BF16, BF16, jnp.float32, jnp.float32), **kwargs)  # fmt: skip
+
+
+def _kda_by_chunks(q, k, v, g, beta, chunk=16):
+    """Kimi Delta Attention without a kernel: XLA's products and triangular solver, a scan over the chunks, which are
+    short, because the decays between two tokens are an array of chunk x chunk x channels."""
+    (batch, length, heads, size), f32 = v.shape, jnp.float32
+    q, k = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (q, k))
+    cut = lambda m: jnp.moveaxis(m.reshape(batch, length // chunk, chunk, heads, *m.shape[3:]), (1, 3), (0, 2))
+    product = functools.partial(jnp.einsum, preferred_element_type=f32)
+    rows, cols = jnp.arange(chunk)[:, None], jnp.arange(chunk)
+
+    def step(state, operands):
+        q, k, v, cum, beta = operands  # (batch, heads, chunk, ...)
+        apart = jnp.where((rows >= cols)[..., None], cum[..., :, None, :] - cum[..., None, :, :], -jnp.inf)
+        faded = k[..., None, :, :] * jnp.exp(apart)
+        lower = jnp.where(rows > cols, beta[..., None] * product("bhtn,bhtsn->bhts", k.astype(f32), faded), 0)
+        read, to_end = jnp.exp(cum), jnp.exp(cum[..., -1:, :] - cum)
+        before = product("bhtn,bhpn->bhtp", (k * read).astype(k.dtype), state.astype(k.dtype))
+        change = jax.scipy.linalg.solve_triangular(
+            lower + jnp.eye(chunk), beta[..., None] * (v - before), lower=True, unit_diagonal=True
+        )
+        pairs = product("bhtn,bhtsn->bhts", q.astype(f32), faded).astype(v.dtype)
+        o = product("bhtn,bhpn->bhtp", (q * read).astype(q.dtype), state.astype(q.dtype))
+        o = o + product("bhts,bhsp->bhtp", pairs, change.astype(v.dtype))
+        added = product("bhtp,bhtn->bhpn", change.astype(v.dtype), (k * to_end).astype(k.dtype))
+        state = state * jnp.exp(cum[..., -1, :])[..., None, :] + added
+        return state, (o * k.shape[-1] ** -0.5).astype(v.dtype)
+
+    operands = cut(q), cut(k), cut(v), jnp.cumsum(cut(g.astype(f32)), axis=3), cut(beta.astype(f32))
+    _, o = jax.lax.scan(jax.checkpoint(step), jnp.zeros((batch, heads, size, k.shape[-1]), f32), operands)
+    return jnp.moveaxis(o, (0, 2), (1, 3)).reshape(v.shape)
+
+
+def _kda(batch, length, key_heads, heads, target=None, gradients=False, dim=128, **kwargs):
+    """Decays near 1, and betas that keys of norm 1 would have from 0 to 1: normal keys have about `dim` ** 0.5."""
+    wide = (batch, length, heads, dim)
+    shapes = *[(batch, length, key_heads, dim)] * 2, wide, wide, wide[:3]
+
+    def of(fn):
+        def call(q, k, v, g, beta):
+            return fn(q, k, v, -jax.nn.softplus(g - 4.0), jax.nn.sigmoid(beta) / (1.5 * dim))
+
+        loss = lambda *args: jnp.sum(jnp.square(call(*args).astype(jnp.float32)))
+        return jax.grad(loss, argnums=(0, 1, 2, 3, 4)) if gradients else call
+
+    def exact(q, k, v, g, beta):
+        """In float32; token by token, unless gradients would have to keep the state of each."""
+        if not gradients:
+            return kda.kda_reference(q, k, v, g, beta)
+        with jax.default_matmul_precision("highest"):
+            return _kda_by_chunks(*(x.astype(jnp.float32) for x in (q, k, v)), g, beta)
+
+    flops = kda.flops(batch * length, heads, dim, dim) * (4 if gradients else 1)
+    nbytes = kda.bytes_moved(batch * length, key_heads, heads, dim, dim) * (3 if gradients else 1)
+    size = f"b{batch}_t{length}_h{key_heads}_{heads}_d{dim}" + ("_grad" if gradients else "")
+    return Case("kda", shapes, BF16, of(cookbook.kda), of(exact), {"xla": of(_kda_by_chunks)}, flops, nbytes, size,
+                target=target, dtypes=(BF16, BF16, BF16, jnp.float32, jnp.float32), **kwargs)  # fmt: skip
 
 
 def _ssd(batch, length, heads, groups, head_dim, state_dim, target=None, gradients=False, **kwargs):
@@ -749,14 +807,17 @@ def _ssd_step(seqs, heads, groups, head_dim, state_dim, **kwargs):
                 integers=(dt, a), in_place=3, **kwargs)  # fmt: skip
 
 
+def conv_by_xla(x, weight, bias):
+    """The causal convolution with silu without a kernel: a sum of shifted copies."""
+    (length, taps), f32 = (x.shape[1], weight.shape[1]), jnp.float32
+    padded = jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0)))
+    terms = [padded[:, j : j + length].astype(f32) * weight[:, j].astype(f32) for j in range(taps)]
+    return jax.nn.silu(sum(terms) + bias.astype(f32)).astype(x.dtype)
+
+
 def _conv(batch, length, columns, taps, gradients=False, **kwargs):
     """With a bias and silu, as in Mamba-2. With `gradients` those alone, of x, the weights and the bias."""
     op = causal_conv1d
-
-    def by_xla(x, weight, bias):
-        padded, f32 = jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0))), jnp.float32
-        terms = [padded[:, j : j + length].astype(f32) * weight[:, j].astype(f32) for j in range(taps)]
-        return jax.nn.silu(sum(terms) + bias.astype(f32)).astype(x.dtype)
 
     def of(fn):
         return (lambda *args: jax.vjp(fn, *args[:-1])[1](args[-1])) if gradients else fn
@@ -770,7 +831,7 @@ def _conv(batch, length, columns, taps, gradients=False, **kwargs):
     # The gradient reads the cotangent of y, too.
     nbytes = op.bytes_moved(batch * length, columns, 2) * (3 if gradients else 2) // 2
     return Case("causal_conv1d", shapes, BF16, of(functools.partial(cookbook.causal_conv1d, activation="silu")), exact,
-                {"xla": of(by_xla)}, op.flops(batch * length, columns, taps) * (4 if gradients else 1), nbytes,
+                {"xla": of(conv_by_xla)}, op.flops(batch * length, columns, taps) * (4 if gradients else 1), nbytes,
                 f"b{batch}_t{length}_d{columns}_w{taps}" + ("_grad" if gradients else ""), **kwargs)  # fmt: skip
 
 
@@ -809,6 +870,24 @@ def _delta_rule_step(seqs, key_heads, heads, dim=128, **kwargs):
                     q, k, v, g, beta, state)[0],
                 {"xla": by_xla}, delta_rule_step.flops(seqs, heads, dim, dim),
                 delta_rule_step.bytes_moved(seqs, key_heads, heads, dim, dim), f"b{seqs}_h{key_heads}_{heads}_d{dim}",
+                dtypes=(BF16, BF16, BF16, jnp.float32), integers=(g, beta), in_place=3, **kwargs)  # fmt: skip
+
+
+def _kda_step(seqs, key_heads, heads, dim=128, **kwargs):
+    """As `_delta_rule_step`, with a gate for each channel."""
+    rng, narrow = np.random.default_rng(0), (seqs, key_heads, dim)
+    shapes = narrow, narrow, (seqs, heads, dim), (seqs, heads, dim, dim)
+    g = -rng.uniform(0.0, 0.1, (seqs, heads, dim)).astype(np.float32)
+    beta = rng.uniform(0.0, 1 / dim, (seqs, heads)).astype(np.float32)
+
+    def by_xla(q, k, v, g, beta, state):
+        o, state[...] = kda_step.kda_step_reference(q, k, v, g, beta, state[...])
+        return o.astype(v.dtype)
+
+    return Case("kda_step", shapes, BF16, cookbook.kda_step,
+                lambda q, k, v, state, g, beta: kda_step.kda_step_reference(q, k, v, g, beta, state)[0],
+                {"xla": by_xla}, kda_step.flops(seqs, heads, dim, dim),
+                kda_step.bytes_moved(seqs, key_heads, heads, dim, dim), f"b{seqs}_h{key_heads}_{heads}_d{dim}",
                 dtypes=(BF16, BF16, BF16, jnp.float32), integers=(g, beta), in_place=3, **kwargs)  # fmt: skip
 
 
@@ -1105,6 +1184,8 @@ CASES += [
     _delta_rule(4, 8192, 16, 64, Target(None, rate=1.51)),
     _delta_rule(1, 32768, 2, 8, Target(None, rate=0.485)),
     _delta_rule(1, 8192, 16, 64, Target("fla", 1 / 0.6), gradients=True),
+    _kda(8, 2048, 16, 16, Target(None, rate=0.72)),  # 0.56 ms; jax-linear-attention takes 0.619.
+    _kda(8, 2048, 16, 16, gradients=True),
     # 0.9 of the rate of a stream.
     _conv(8, 4096, 4096, 4, target=Target("xla", rate=3.94)),
     _conv(8, 4096, 4096, 4, gradients=True, target=Target("xla")),
@@ -1113,6 +1194,7 @@ CASES += [
     # 0.85 of the rate of a stream.
     _ssd_step(256, 32, 1, 64, 128, target=Target(None, rate=3.73)),
     _delta_rule_step(256, 16, 64, target=Target(None, rate=3.73)),
+    _kda_step(256, 16, 64, target=Target(None, rate=3.7)),
 ]
 
 

@@ -28,6 +28,7 @@ OPS = {
     "matmul": (cookbook.matmul, [ROWS], [jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)]),
     "attention": (functools.partial(cookbook.attention, is_causal=True), [HEADS] * 3, []),
     "gated_delta_rule": (cookbook.gated_delta_rule, [HEADS] * 3 + [TOKENS] * 2, []),
+    "kda": (cookbook.kda, [HEADS] * 3 + [jax.ShapeDtypeStruct(HEADS.shape, jnp.float32), TOKENS], []),
 }
 
 

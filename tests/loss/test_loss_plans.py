@@ -85,7 +85,12 @@ def compiled_whole(fn, *avals, donate_argnums=()):
 
 @pytest.mark.parametrize(
     "size, memory",
-    [((8192, 2048, 32000), None), ((8192, 2048, 32000), "low"), slow((16384, 2048, 151936), None)],
+    [
+        ((8192, 2048, 32000), None),
+        ((8192, 2048, 32000), "low"),
+        slow((8192, 2048, 131072), None),
+        slow((16384, 2048, 151936), None),
+    ],
 )
 def test_memory(size, memory):
     """Beside operands and results: half of the float32 logits, at most 2 GB; or a twentieth."""
