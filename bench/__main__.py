@@ -19,11 +19,11 @@ import jax.numpy as jnp
 
 import cookbook
 import lab
-from bench import collectives, sample, serving, torch_peers, tune
+from bench import collectives, hybrid, sample, serving, torch_peers, tune
 from bench.peers import ERROR_MAX, note_left_out, reason
 from bench.problems import CASES, LIBRARIES, Case, has_tensor_cores, mean_ratio, relative_error, runnable
 
-OTHERS = ("serving", *collectives.OPS)  # Each is timed in a way of its own.
+OTHERS = ("serving", "hybrid", *collectives.OPS)  # Each is timed in a way of its own.
 
 
 def main() -> int:
@@ -74,6 +74,8 @@ def main() -> int:
     if is_hopper and args.op in (None, "serving"):
         print("serving, Llama 3.2 1B's sizes")
         serving.run()
+    if is_hopper and args.op in (None, "hybrid"):
+        verdicts.append(hybrid.run())
     if is_hopper and args.op is None:
         verdicts += collectives.run(None, args.iterations)
     return _say(verdicts)

@@ -206,6 +206,23 @@ OPS = {
         choices=dict(activation="gelu"),
         empty=(dict(x=0), dict(w_gate=1, w_up=1), dict(x=1, w_gate=0, w_up=0)),
     ),
+    "group_norm": Op(
+        dict(x=(BF16, (3, 40)), weight=(F32, (40,)), bias=(F32, (40,))),
+        static=("eps", "group_size", "norm_before_gate", "is_rms_norm"),
+        optional=("weight", "bias"),
+        gradients=("x", "weight", "bias"),
+        more=dict(gate=(BF16, (3, 40))),
+        choices=dict(group_size=8, norm_before_gate=False),
+        empty=(dict(x=0),),
+    ),
+    "layer_norm": Op(
+        dict(x=(BF16, (3, 40)), weight=(F32, (40,)), bias=(F32, (40,))),
+        static=("eps",),
+        optional=("weight", "bias"),
+        gradients=("x", "weight", "bias"),
+        more=dict(residual=(F32, (3, 40))),
+        empty=(dict(x=0),),
+    ),
     "linear_attention": Op(
         dict(query=(BF16, HEADS), key=(BF16, HEADS), value=(BF16, HEADS)),
         static=("scale", "return_final_state"),

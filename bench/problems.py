@@ -50,6 +50,7 @@ kda, kda_step = map(inspect.getmodule, (cookbook.kda, cookbook.kda_step))
 causal_conv1d, causal_conv1d_step = map(inspect.getmodule, (cookbook.causal_conv1d, cookbook.causal_conv1d_step))
 cross_entropy, linear_cross_entropy = map(inspect.getmodule, (cookbook.cross_entropy, cookbook.linear_cross_entropy))
 reduce_sum, rms_norm, softmax = map(inspect.getmodule, (cookbook.reduce_sum, cookbook.rms_norm, cookbook.softmax))
+layer_norm, group_norm = map(inspect.getmodule, (cookbook.layer_norm, cookbook.group_norm))
 
 # The peers that are not this project's own, and what each is.
 PEERS = {
@@ -113,7 +114,7 @@ class Case:
         if self.op.startswith("blackwell."):
             return "b200"
         on_cuda_cores = self.op.startswith(
-            ("add", "softmax", "rms_norm", "reduce_sum", "causal_", "cross_")
+            ("add", "softmax", "rms_norm", "layer_norm", "group_norm", "reduce_sum", "causal_", "cross_")
         ) or self.op.endswith("_step")
         return None if on_cuda_cores or self.impl == "matmul_blocked" else "h200"
 
@@ -190,28 +191,68 @@ def _add(n, dtype=jnp.bfloat16, **kwargs):
 def _rows(op, module, rows, cols, num_inputs, dtype=jnp.bfloat16, **kwargs):
     kernel, reference = getattr(cookbook, op), getattr(module, f"{op}_reference")
     peers = {"xla": lambda x, *scale: reference(x, *scale).astype(x.dtype)}
-    shapes = ((rows, cols), (cols,))[:num_inputs]
+    shapes = ((rows, cols), (cols,), (cols,))[:num_inputs]
     flops, nbytes = module.flops(rows, cols), module.bytes_moved(rows, cols, jnp.dtype(dtype).itemsize)
     return Case(op, shapes, dtype, kernel, reference, peers, flops, nbytes, f"{rows}x{cols}", **kwargs)
 
 
-def _rms_norm_of_sum(rows, cols, **kwargs):
-    """As in a decoder: a float32 residual, to which a float32 product is added; the result is of 16 bits."""
+def _rms_norm_of_sum(rows, cols, dtype=jnp.float32, **kwargs):
+    """As in a decoder: a residual, to which a product is added; the result is of 16 bits."""
     reference = lambda x, residual, scale: rms_norm.rms_norm_reference(x, scale, residual=residual)
 
     def as_ours(x, residual, scale):
         y, total = reference(x, residual, scale)
-        return y.astype(BF16), total
+        return y.astype(BF16), total.astype(dtype)
 
     kernel = lambda x, residual, scale: cookbook.rms_norm(x, scale, residual=residual, out_dtype=BF16)
-    shapes, f32 = ((rows, cols), (rows, cols), (cols,)), jnp.float32
+    shapes, size = ((rows, cols), (rows, cols), (cols,)), f"{rows}x{cols}_residual" + "_bf16" * (dtype == BF16)
     # x and the residual are read, the sum and y are written.
     return Case("rms_norm", shapes, BF16, kernel, reference, {"xla": as_ours}, rms_norm.flops(rows, cols),
-                rows * cols * (3 * 4 + 2), f"{rows}x{cols}_residual", dtypes=(f32, f32, BF16), **kwargs)  # fmt: skip
+                rows * cols * (3 * jnp.dtype(dtype).itemsize + 2), size, dtypes=(dtype, dtype, BF16),
+                **kwargs)  # fmt: skip
+
+
+def _rms_norm_8_bits(rows, cols, **kwargs):
+    """The sum, and its norm as numbers of float8_e4m3fn with a factor for each row. The exact result is not rounded."""
+    plain = lambda x, residual, scale: rms_norm.rms_norm_reference(x, scale, residual=residual)
+    kernel = lambda x, residual, scale: cookbook.rms_norm(x, scale, residual=residual, out_dtype=jnp.float8_e4m3fn)
+
+    def xla(x, residual, scale):
+        y, total = plain(x, residual, scale)
+        return *rms_norm.quantized_reference(y, jnp.float8_e4m3fn), total.astype(BF16)
+
+    def reference(x, residual, scale):
+        y, total = plain(x, residual, scale)
+        factor = jnp.max(jnp.abs(y), axis=-1) / 448
+        return y / factor[:, None], factor, total
+
+    shapes = ((rows, cols), (rows, cols), (cols,))
+    return Case("rms_norm", shapes, BF16, kernel, reference, {"xla": xla}, rms_norm.flops(rows, cols),
+                rows * cols * 7, f"{rows}x{cols}_residual_e4m3", error_max=0.05, **kwargs)  # fmt: skip
+
+
+def _group_norm(rows, groups, size, norm_before_gate, shared=True, gradients=False, **kwargs):
+    """Heads with a gate; a weight for all, or with `shared=False` one for each column."""
+    how = dict(group_size=size, norm_before_gate=norm_before_gate)
+    fns = dict(
+        kernel=lambda x, gate, w: cookbook.group_norm(x, w, gate=gate, **how),
+        reference=lambda x, gate, w: group_norm.group_norm_reference(x, w, gate=gate, **how),
+        xla=lambda x, gate, w: group_norm.group_norm_reference(x, w, gate=gate, **how).astype(BF16),
+    )
+    shapes = ((rows, groups * size), (rows, groups * size), (size if shared else groups * size,))
+    nbytes = group_norm.bytes_moved(rows, groups * size, 2)
+    name = f"{rows}x{groups}x{size}_{'after' if norm_before_gate else 'before'}" + "_each" * (not shared)
+    if gradients:  # x, the gate and dy are read, dx and dgate written.
+        fns = {name: lambda *args, fn=fn: jax.vjp(fn, *args[:-1])[1](args[-1]) for name, fn in fns.items()}
+        exact = fns["reference"]
+        fns["reference"] = lambda *args: exact(*(x.astype(jnp.float32) for x in args))
+        shapes, nbytes = (*shapes, shapes[0]), rows * groups * size * 10
+    return Case("group_norm_backward" if gradients else "group_norm", shapes, BF16, fns["kernel"], fns["reference"],
+                {"xla": fns["xla"]}, group_norm.flops(rows, groups * size), nbytes, name, **kwargs)  # fmt: skip
 
 
 def _rows_backward(op, module, rows, cols, num_inputs, **kwargs):
-    """The gradients alone: of rms_norm by x and scale, of softmax by x with the forward pass that it needs."""
+    """The gradients alone: of a norm by x and its weights, of softmax by x with the forward pass that it needs."""
     forward = {"cookbook": getattr(cookbook, op), "reference": getattr(module, f"{op}_reference")}
     forward["xla"] = lambda x, *scale: forward["reference"](x, *scale).astype(x.dtype)
 
@@ -220,8 +261,8 @@ def _rows_backward(op, module, rows, cols, num_inputs, **kwargs):
         pull = lambda *args: jax.vjp(forward[impl], *args[:-1])[1](args[-1])
         return (lambda *args: pull(*(x.astype(jnp.float32) for x in args))) if exact else pull
 
-    shapes = ((rows, cols), (cols,))[:num_inputs] + ((rows, cols),)
-    arrays = 3 if op == "rms_norm" else 5
+    shapes = ((rows, cols), (cols,), (cols,))[:num_inputs] + ((rows, cols),)
+    arrays = 5 if op == "softmax" else 3
     return Case(f"{op}_backward", shapes, BF16, gradient("cookbook"), gradient("reference"), {"xla": gradient("xla")},
                 6 * rows * cols, arrays * rows * cols * 2, f"{rows}x{cols}", **kwargs)  # fmt: skip
 
@@ -610,7 +651,7 @@ def _ssd_by_chunks(x, dt, a, b, c, chunk=64):
     return jnp.moveaxis(y, 0, 1).reshape(x.shape)
 
 
-def _delta_rule_by_chunks(q, k, v, g, beta, chunk=64):
+def delta_rule_by_chunks(q, k, v, g, beta, chunk=64):
     """The gated delta rule without a kernel: XLA's products and triangular solver, a scan over the chunks."""
     (batch, length, heads, size), f32 = v.shape, jnp.float32
     q, k = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (q, k))
@@ -654,13 +695,13 @@ def _delta_rule(batch, length, key_heads, heads, target=None, gradients=False, d
         if not gradients:
             return delta_rule.gated_delta_rule_reference(q, k, v, g, beta)
         with jax.default_matmul_precision("highest"):
-            return _delta_rule_by_chunks(*(x.astype(jnp.float32) for x in (q, k, v)), g, beta)
+            return delta_rule_by_chunks(*(x.astype(jnp.float32) for x in (q, k, v)), g, beta)
 
     flops = delta_rule.flops(batch * length, heads, dim, dim) * (4 if gradients else 1)
     nbytes = delta_rule.bytes_moved(batch * length, key_heads, heads, dim, dim) * (3 if gradients else 1)
     size = f"b{batch}_t{length}_h{key_heads}_{heads}_d{dim}" + ("_grad" if gradients else "")
     return Case("gated_delta_rule", shapes, BF16, of(cookbook.gated_delta_rule), of(exact),
-                {"xla": of(_delta_rule_by_chunks)}, flops, nbytes, size, target=target,
+                {"xla": of(delta_rule_by_chunks)}, flops, nbytes, size, target=target,
                 dtypes=(BF16, BF16, BF16, jnp.float32, jnp.float32), **kwargs)  # fmt: skip
 
 
@@ -766,14 +807,17 @@ def _ssd_step(seqs, heads, groups, head_dim, state_dim, **kwargs):
                 integers=(dt, a), in_place=3, **kwargs)  # fmt: skip
 
 
+def conv_by_xla(x, weight, bias):
+    """The causal convolution with silu without a kernel: a sum of shifted copies."""
+    (length, taps), f32 = (x.shape[1], weight.shape[1]), jnp.float32
+    padded = jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0)))
+    terms = [padded[:, j : j + length].astype(f32) * weight[:, j].astype(f32) for j in range(taps)]
+    return jax.nn.silu(sum(terms) + bias.astype(f32)).astype(x.dtype)
+
+
 def _conv(batch, length, columns, taps, gradients=False, **kwargs):
     """With a bias and silu, as in Mamba-2. With `gradients` those alone, of x, the weights and the bias."""
     op = causal_conv1d
-
-    def by_xla(x, weight, bias):
-        padded, f32 = jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0))), jnp.float32
-        terms = [padded[:, j : j + length].astype(f32) * weight[:, j].astype(f32) for j in range(taps)]
-        return jax.nn.silu(sum(terms) + bias.astype(f32)).astype(x.dtype)
 
     def of(fn):
         return (lambda *args: jax.vjp(fn, *args[:-1])[1](args[-1])) if gradients else fn
@@ -787,7 +831,7 @@ def _conv(batch, length, columns, taps, gradients=False, **kwargs):
     # The gradient reads the cotangent of y, too.
     nbytes = op.bytes_moved(batch * length, columns, 2) * (3 if gradients else 2) // 2
     return Case("causal_conv1d", shapes, BF16, of(functools.partial(cookbook.causal_conv1d, activation="silu")), exact,
-                {"xla": of(by_xla)}, op.flops(batch * length, columns, taps) * (4 if gradients else 1), nbytes,
+                {"xla": of(conv_by_xla)}, op.flops(batch * length, columns, taps) * (4 if gradients else 1), nbytes,
                 f"b{batch}_t{length}_d{columns}_w{taps}" + ("_grad" if gradients else ""), **kwargs)  # fmt: skip
 
 
@@ -1003,6 +1047,15 @@ CASES = [
     *(_rows("rms_norm", rms_norm, *shape, 2, target=ABOVE_XLA) for shape in ROW_SHAPES),
     _rms_norm_of_sum(16384, 8192, target=ABOVE_XLA),
     _rms_norm_of_sum(64, 2048),
+    _rms_norm_of_sum(8192, 4096, BF16, target=Target("xla", rate=4.16)),
+    _rms_norm_8_bits(8192, 4096, target=ABOVE_XLA),
+    _rows("rms_norm", rms_norm, 32, 4096, 2, target=ABOVE_XLA),
+    _rows("layer_norm", layer_norm, 8192, 4096, 3, target=Target("xla", rate=4.16)),
+    _rows_backward("layer_norm", layer_norm, 8192, 4096, 3, target=ABOVE_XLA),
+    *(_group_norm(8192, 32, size, True, target=ABOVE_XLA) for size in (64, 128, 256)),
+    _group_norm(8192, 8, 1024, False, shared=False, target=ABOVE_XLA),
+    _group_norm(8192, 32, 128, True, gradients=True, target=ABOVE_XLA),
+    _group_norm(8192, 8, 1024, False, shared=False, gradients=True, target=ABOVE_XLA),
     _rows_backward("softmax", softmax, 16384, 8192, 1, target=ABOVE_XLA),
     _rows_backward("rms_norm", rms_norm, 16384, 8192, 2, target=Target("xla", rate=3.6)),
     _sum(16384, 8192, -1),

@@ -44,7 +44,7 @@ from .recurrent import (
     ssd,
     ssd_step,
 )
-from .rows import reduce_sum, rms_norm, softmax
+from .rows import group_norm, layer_norm, reduce_sum, rms_norm, softmax
 
 __version__ = "0.2.0"
 
@@ -62,8 +62,10 @@ __all__ = [
     "gated_delta_rule",
     "gated_delta_rule_step",
     "glu",
+    "group_norm",
     "kda",
     "kda_step",
+    "layer_norm",
     "linear_attention",
     "linear_cross_entropy",
     "matmul",

@@ -236,7 +236,7 @@ def scale_and_shift(product, fused: dict):
 
 def kernel(a_gmem, b_gmem, vectors, o_gmem, sums_gmem=None, *, plan: Plan, a_smem, b_smem, filled, freed, o_smem=None,
            sums_smem=None, summed=None, copy=None, store_tile=None):  # fmt: skip
-    """The kernel of `launch.fused_product`; see the tables above. `copy` is that of `load`, `store_tile` of `compute`."""
+    """The kernel of `launch.fused_product`; see the tables above. For `copy` see `load`, for `store_tile` `compute`."""
     ring = plan.ring(a_smem, b_smem, filled, freed)
 
     @memory_role

@@ -32,9 +32,8 @@ def blocks_of(rows: int, hidden: int, vocabulary: int, pitch: int, memory: str |
     """The blocks of (rows, vocabulary) logits, with 16 bits each, of rows of `hidden` values.
 
     By default: one if its logits take at most 2 GB, half of what they take in float32. Otherwise as many as keep 2 GB,
-    what is needed to add up the gradient of the weight included (another array of its size, and what is left of the
-    sums where they are rounded to 16 bits); or, where this leaves no room, blocks of columns too. "low": blocks of both
-    that take a twentieth of the logits in float32. Which sizes are fastest, the cost model of gemm says.
+    float32 sums of the weight's gradient included; or, where these leave no room, blocks of columns too. "low": blocks
+    of both that take a twentieth of the logits in float32. Which sizes are fastest, the cost model of gemm says.
     """
     if memory is None and 2 * rows * pitch <= BYTES_MAX:
         return Blocks(_up(rows, 8))
@@ -45,7 +44,7 @@ def blocks_of(rows: int, hidden: int, vocabulary: int, pitch: int, memory: str |
 
         def seconds(blocks: Blocks):
             num = blocks.num(rows)
-            flops, nbytes = 6 * num * blocks.rows * hidden * vocabulary, 10 * (num - 1) * hidden * vocabulary
+            flops, nbytes = 6 * num * blocks.rows * hidden * vocabulary, 4 * (num - 1) * hidden * vocabulary
             return flops * SECONDS_PER_FLOP + nbytes * SECONDS_PER_BYTE
 
         return min(map(Blocks, _parts(rows, most)), key=seconds)

@@ -3,6 +3,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .. import _host
 from .._device import PIECE
@@ -23,6 +24,13 @@ ELSEWHERE = dict(
     final_states_out="call it with return_final_state=True", cache_indices="pass the states of these sequences",
     conv_state_indices="pass the states of these sequences", cache_seqlens="a state has its latest token last",
 )  # fmt: skip
+ELSEWHERE_OF_DELTA = ELSEWHERE | dict(use_qk_l2norm_in_kernel="call it use_qk_l2norm")
+
+
+def normalized(x):
+    """Heads of queries or keys divided by sqrt(sum(x**2) + 1e-6), in at least float32, of the dtype of `x`."""
+    values = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (values * lax.rsqrt((values * values).sum(-1, keepdims=True) + 1e-6)).astype(x.dtype)
 
 
 def arrays(op: str, required: dict, optional: dict | None = None) -> list:
