@@ -46,9 +46,11 @@ delta_rule, delta_rule_step, ssd, ssd_step = map(
     inspect.getmodule,
     (cookbook.gated_delta_rule, cookbook.gated_delta_rule_step, cookbook.ssd, cookbook.ssd_step),
 )
+kda, kda_step = map(inspect.getmodule, (cookbook.kda, cookbook.kda_step))
 causal_conv1d, causal_conv1d_step = map(inspect.getmodule, (cookbook.causal_conv1d, cookbook.causal_conv1d_step))
 cross_entropy, linear_cross_entropy = map(inspect.getmodule, (cookbook.cross_entropy, cookbook.linear_cross_entropy))
 reduce_sum, rms_norm, softmax = map(inspect.getmodule, (cookbook.reduce_sum, cookbook.rms_norm, cookbook.softmax))
+layer_norm, group_norm = map(inspect.getmodule, (cookbook.layer_norm, cookbook.group_norm))
 
 # The peers that are not this project's own, and what each is.
 PEERS = {
@@ -112,7 +114,7 @@ class Case:
         if self.op.startswith("blackwell."):
             return "b200"
         on_cuda_cores = self.op.startswith(
-            ("add", "softmax", "rms_norm", "reduce_sum", "causal_", "cross_")
+            ("add", "softmax", "rms_norm", "layer_norm", "group_norm", "reduce_sum", "causal_", "cross_")
         ) or self.op.endswith("_step")
         return None if on_cuda_cores or self.impl == "matmul_blocked" else "h200"
 
@@ -189,28 +191,68 @@ def _add(n, dtype=jnp.bfloat16, **kwargs):
 def _rows(op, module, rows, cols, num_inputs, dtype=jnp.bfloat16, **kwargs):
     kernel, reference = getattr(cookbook, op), getattr(module, f"{op}_reference")
     peers = {"xla": lambda x, *scale: reference(x, *scale).astype(x.dtype)}
-    shapes = ((rows, cols), (cols,))[:num_inputs]
+    shapes = ((rows, cols), (cols,), (cols,))[:num_inputs]
     flops, nbytes = module.flops(rows, cols), module.bytes_moved(rows, cols, jnp.dtype(dtype).itemsize)
     return Case(op, shapes, dtype, kernel, reference, peers, flops, nbytes, f"{rows}x{cols}", **kwargs)
 
 
-def _rms_norm_of_sum(rows, cols, **kwargs):
-    """As in a decoder: a float32 residual, to which a float32 product is added; the result is of 16 bits."""
+def _rms_norm_of_sum(rows, cols, dtype=jnp.float32, **kwargs):
+    """As in a decoder: a residual, to which a product is added; the result is of 16 bits."""
     reference = lambda x, residual, scale: rms_norm.rms_norm_reference(x, scale, residual=residual)
 
     def as_ours(x, residual, scale):
         y, total = reference(x, residual, scale)
-        return y.astype(BF16), total
+        return y.astype(BF16), total.astype(dtype)
 
     kernel = lambda x, residual, scale: cookbook.rms_norm(x, scale, residual=residual, out_dtype=BF16)
-    shapes, f32 = ((rows, cols), (rows, cols), (cols,)), jnp.float32
+    shapes, size = ((rows, cols), (rows, cols), (cols,)), f"{rows}x{cols}_residual" + "_bf16" * (dtype == BF16)
     # x and the residual are read, the sum and y are written.
     return Case("rms_norm", shapes, BF16, kernel, reference, {"xla": as_ours}, rms_norm.flops(rows, cols),
-                rows * cols * (3 * 4 + 2), f"{rows}x{cols}_residual", dtypes=(f32, f32, BF16), **kwargs)  # fmt: skip
+                rows * cols * (3 * jnp.dtype(dtype).itemsize + 2), size, dtypes=(dtype, dtype, BF16),
+                **kwargs)  # fmt: skip
+
+
+def _rms_norm_8_bits(rows, cols, **kwargs):
+    """The sum, and its norm as numbers of float8_e4m3fn with a factor for each row. The exact result is not rounded."""
+    plain = lambda x, residual, scale: rms_norm.rms_norm_reference(x, scale, residual=residual)
+    kernel = lambda x, residual, scale: cookbook.rms_norm(x, scale, residual=residual, out_dtype=jnp.float8_e4m3fn)
+
+    def xla(x, residual, scale):
+        y, total = plain(x, residual, scale)
+        return *rms_norm.quantized_reference(y, jnp.float8_e4m3fn), total.astype(BF16)
+
+    def reference(x, residual, scale):
+        y, total = plain(x, residual, scale)
+        factor = jnp.max(jnp.abs(y), axis=-1) / 448
+        return y / factor[:, None], factor, total
+
+    shapes = ((rows, cols), (rows, cols), (cols,))
+    return Case("rms_norm", shapes, BF16, kernel, reference, {"xla": xla}, rms_norm.flops(rows, cols),
+                rows * cols * 7, f"{rows}x{cols}_residual_e4m3", error_max=0.05, **kwargs)  # fmt: skip
+
+
+def _group_norm(rows, groups, size, norm_before_gate, shared=True, gradients=False, **kwargs):
+    """Heads with a gate; a weight for all, or with `shared=False` one for each column."""
+    how = dict(group_size=size, norm_before_gate=norm_before_gate)
+    fns = dict(
+        kernel=lambda x, gate, w: cookbook.group_norm(x, w, gate=gate, **how),
+        reference=lambda x, gate, w: group_norm.group_norm_reference(x, w, gate=gate, **how),
+        xla=lambda x, gate, w: group_norm.group_norm_reference(x, w, gate=gate, **how).astype(BF16),
+    )
+    shapes = ((rows, groups * size), (rows, groups * size), (size if shared else groups * size,))
+    nbytes = group_norm.bytes_moved(rows, groups * size, 2)
+    name = f"{rows}x{groups}x{size}_{'after' if norm_before_gate else 'before'}" + "_each" * (not shared)
+    if gradients:  # x, the gate and dy are read, dx and dgate written.
+        fns = {name: lambda *args, fn=fn: jax.vjp(fn, *args[:-1])[1](args[-1]) for name, fn in fns.items()}
+        exact = fns["reference"]
+        fns["reference"] = lambda *args: exact(*(x.astype(jnp.float32) for x in args))
+        shapes, nbytes = (*shapes, shapes[0]), rows * groups * size * 10
+    return Case("group_norm_backward" if gradients else "group_norm", shapes, BF16, fns["kernel"], fns["reference"],
+                {"xla": fns["xla"]}, group_norm.flops(rows, groups * size), nbytes, name, **kwargs)  # fmt: skip
 
 
 def _rows_backward(op, module, rows, cols, num_inputs, **kwargs):
-    """The gradients alone: of rms_norm by x and scale, of softmax by x with the forward pass that it needs."""
+    """The gradients alone: of a norm by x and its weights, of softmax by x with the forward pass that it needs."""
     forward = {"cookbook": getattr(cookbook, op), "reference": getattr(module, f"{op}_reference")}
     forward["xla"] = lambda x, *scale: forward["reference"](x, *scale).astype(x.dtype)
 
@@ -219,8 +261,8 @@ def _rows_backward(op, module, rows, cols, num_inputs, **kwargs):
         pull = lambda *args: jax.vjp(forward[impl], *args[:-1])[1](args[-1])
         return (lambda *args: pull(*(x.astype(jnp.float32) for x in args))) if exact else pull
 
-    shapes = ((rows, cols), (cols,))[:num_inputs] + ((rows, cols),)
-    arrays = 3 if op == "rms_norm" else 5
+    shapes = ((rows, cols), (cols,), (cols,))[:num_inputs] + ((rows, cols),)
+    arrays = 5 if op == "softmax" else 3
     return Case(f"{op}_backward", shapes, BF16, gradient("cookbook"), gradient("reference"), {"xla": gradient("xla")},
                 6 * rows * cols, arrays * rows * cols * 2, f"{rows}x{cols}", **kwargs)  # fmt: skip
 
@@ -663,6 +705,63 @@ def _delta_rule(batch, length, key_heads, heads, target=None, gradients=False, d
                 dtypes=(BF16, BF16, BF16, jnp.float32, jnp.float32), **kwargs)  # fmt: skip
 
 
+def _kda_by_chunks(q, k, v, g, beta, chunk=16):
+    """Kimi Delta Attention without a kernel: XLA's products and triangular solver, a scan over the chunks, which are
+    short, because the decays between two tokens are an array of chunk x chunk x channels."""
+    (batch, length, heads, size), f32 = v.shape, jnp.float32
+    q, k = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (q, k))
+    cut = lambda m: jnp.moveaxis(m.reshape(batch, length // chunk, chunk, heads, *m.shape[3:]), (1, 3), (0, 2))
+    product = functools.partial(jnp.einsum, preferred_element_type=f32)
+    rows, cols = jnp.arange(chunk)[:, None], jnp.arange(chunk)
+
+    def step(state, operands):
+        q, k, v, cum, beta = operands  # (batch, heads, chunk, ...)
+        apart = jnp.where((rows >= cols)[..., None], cum[..., :, None, :] - cum[..., None, :, :], -jnp.inf)
+        faded = k[..., None, :, :] * jnp.exp(apart)
+        lower = jnp.where(rows > cols, beta[..., None] * product("bhtn,bhtsn->bhts", k.astype(f32), faded), 0)
+        read, to_end = jnp.exp(cum), jnp.exp(cum[..., -1:, :] - cum)
+        before = product("bhtn,bhpn->bhtp", (k * read).astype(k.dtype), state.astype(k.dtype))
+        change = jax.scipy.linalg.solve_triangular(
+            lower + jnp.eye(chunk), beta[..., None] * (v - before), lower=True, unit_diagonal=True
+        )
+        pairs = product("bhtn,bhtsn->bhts", q.astype(f32), faded).astype(v.dtype)
+        o = product("bhtn,bhpn->bhtp", (q * read).astype(q.dtype), state.astype(q.dtype))
+        o = o + product("bhts,bhsp->bhtp", pairs, change.astype(v.dtype))
+        added = product("bhtp,bhtn->bhpn", change.astype(v.dtype), (k * to_end).astype(k.dtype))
+        state = state * jnp.exp(cum[..., -1, :])[..., None, :] + added
+        return state, (o * k.shape[-1] ** -0.5).astype(v.dtype)
+
+    operands = cut(q), cut(k), cut(v), jnp.cumsum(cut(g.astype(f32)), axis=3), cut(beta.astype(f32))
+    _, o = jax.lax.scan(jax.checkpoint(step), jnp.zeros((batch, heads, size, k.shape[-1]), f32), operands)
+    return jnp.moveaxis(o, (0, 2), (1, 3)).reshape(v.shape)
+
+
+def _kda(batch, length, key_heads, heads, target=None, gradients=False, dim=128, **kwargs):
+    """Decays near 1, and betas that keys of norm 1 would have from 0 to 1: normal keys have about `dim` ** 0.5."""
+    wide = (batch, length, heads, dim)
+    shapes = *[(batch, length, key_heads, dim)] * 2, wide, wide, wide[:3]
+
+    def of(fn):
+        def call(q, k, v, g, beta):
+            return fn(q, k, v, -jax.nn.softplus(g - 4.0), jax.nn.sigmoid(beta) / (1.5 * dim))
+
+        loss = lambda *args: jnp.sum(jnp.square(call(*args).astype(jnp.float32)))
+        return jax.grad(loss, argnums=(0, 1, 2, 3, 4)) if gradients else call
+
+    def exact(q, k, v, g, beta):
+        """In float32; token by token, unless gradients would have to keep the state of each."""
+        if not gradients:
+            return kda.kda_reference(q, k, v, g, beta)
+        with jax.default_matmul_precision("highest"):
+            return _kda_by_chunks(*(x.astype(jnp.float32) for x in (q, k, v)), g, beta)
+
+    flops = kda.flops(batch * length, heads, dim, dim) * (4 if gradients else 1)
+    nbytes = kda.bytes_moved(batch * length, key_heads, heads, dim, dim) * (3 if gradients else 1)
+    size = f"b{batch}_t{length}_h{key_heads}_{heads}_d{dim}" + ("_grad" if gradients else "")
+    return Case("kda", shapes, BF16, of(cookbook.kda), of(exact), {"xla": of(_kda_by_chunks)}, flops, nbytes, size,
+                target=target, dtypes=(BF16, BF16, BF16, jnp.float32, jnp.float32), **kwargs)  # fmt: skip
+
+
 def _ssd(batch, length, heads, groups, head_dim, state_dim, target=None, gradients=False, **kwargs):
     """dt and a are made of normal numbers as Mamba-2's layers make them: dt from 0.001 to 0.1 or so."""
     wide = (batch, length, groups, state_dim)
@@ -771,6 +870,24 @@ def _delta_rule_step(seqs, key_heads, heads, dim=128, **kwargs):
                     q, k, v, g, beta, state)[0],
                 {"xla": by_xla}, delta_rule_step.flops(seqs, heads, dim, dim),
                 delta_rule_step.bytes_moved(seqs, key_heads, heads, dim, dim), f"b{seqs}_h{key_heads}_{heads}_d{dim}",
+                dtypes=(BF16, BF16, BF16, jnp.float32), integers=(g, beta), in_place=3, **kwargs)  # fmt: skip
+
+
+def _kda_step(seqs, key_heads, heads, dim=128, **kwargs):
+    """As `_delta_rule_step`, with a gate for each channel."""
+    rng, narrow = np.random.default_rng(0), (seqs, key_heads, dim)
+    shapes = narrow, narrow, (seqs, heads, dim), (seqs, heads, dim, dim)
+    g = -rng.uniform(0.0, 0.1, (seqs, heads, dim)).astype(np.float32)
+    beta = rng.uniform(0.0, 1 / dim, (seqs, heads)).astype(np.float32)
+
+    def by_xla(q, k, v, g, beta, state):
+        o, state[...] = kda_step.kda_step_reference(q, k, v, g, beta, state[...])
+        return o.astype(v.dtype)
+
+    return Case("kda_step", shapes, BF16, cookbook.kda_step,
+                lambda q, k, v, state, g, beta: kda_step.kda_step_reference(q, k, v, g, beta, state)[0],
+                {"xla": by_xla}, kda_step.flops(seqs, heads, dim, dim),
+                kda_step.bytes_moved(seqs, key_heads, heads, dim, dim), f"b{seqs}_h{key_heads}_{heads}_d{dim}",
                 dtypes=(BF16, BF16, BF16, jnp.float32), integers=(g, beta), in_place=3, **kwargs)  # fmt: skip
 
 
@@ -930,6 +1047,15 @@ CASES = [
     *(_rows("rms_norm", rms_norm, *shape, 2, target=ABOVE_XLA) for shape in ROW_SHAPES),
     _rms_norm_of_sum(16384, 8192, target=ABOVE_XLA),
     _rms_norm_of_sum(64, 2048),
+    _rms_norm_of_sum(8192, 4096, BF16, target=Target("xla", rate=4.16)),
+    _rms_norm_8_bits(8192, 4096, target=ABOVE_XLA),
+    _rows("rms_norm", rms_norm, 32, 4096, 2, target=ABOVE_XLA),
+    _rows("layer_norm", layer_norm, 8192, 4096, 3, target=Target("xla", rate=4.16)),
+    _rows_backward("layer_norm", layer_norm, 8192, 4096, 3, target=ABOVE_XLA),
+    *(_group_norm(8192, 32, size, True, target=ABOVE_XLA) for size in (64, 128, 256)),
+    _group_norm(8192, 8, 1024, False, shared=False, target=ABOVE_XLA),
+    _group_norm(8192, 32, 128, True, gradients=True, target=ABOVE_XLA),
+    _group_norm(8192, 8, 1024, False, shared=False, gradients=True, target=ABOVE_XLA),
     _rows_backward("softmax", softmax, 16384, 8192, 1, target=ABOVE_XLA),
     _rows_backward("rms_norm", rms_norm, 16384, 8192, 2, target=Target("xla", rate=3.6)),
     _sum(16384, 8192, -1),
@@ -1058,6 +1184,8 @@ CASES += [
     _delta_rule(4, 8192, 16, 64, Target(None, rate=1.51)),
     _delta_rule(1, 32768, 2, 8, Target(None, rate=0.485)),
     _delta_rule(1, 8192, 16, 64, Target("fla", 1 / 0.6), gradients=True),
+    _kda(8, 2048, 16, 16, Target(None, rate=0.72)),  # 0.56 ms; jax-linear-attention takes 0.619.
+    _kda(8, 2048, 16, 16, gradients=True),
     # 0.9 of the rate of a stream.
     _conv(8, 4096, 4096, 4, target=Target("xla", rate=3.94)),
     _conv(8, 4096, 4096, 4, gradients=True, target=Target("xla")),
@@ -1066,6 +1194,7 @@ CASES += [
     # 0.85 of the rate of a stream.
     _ssd_step(256, 32, 1, 64, 128, target=Target(None, rate=3.73)),
     _delta_rule_step(256, 16, 64, target=Target(None, rate=3.73)),
+    _kda_step(256, 16, 64, target=Target(None, rate=3.7)),
 ]
 
 

@@ -149,6 +149,7 @@ def _of_products(multiple: int, case):
 SAMPLES = {
     "softmax": _of_rows(lambda rows, cols: problems._rows("softmax", problems.softmax, rows, cols, 1)),
     "rms_norm": _of_rows(lambda rows, cols: problems._rows("rms_norm", problems.rms_norm, rows, cols, 2)),
+    "layer_norm": _of_rows(lambda rows, cols: problems._rows("layer_norm", problems.layer_norm, rows, cols, 3)),
     "reduce_sum": _of_rows(functools.partial(problems._sum, axis=-1)),
     "reduce_sum_leading": _of_rows(functools.partial(problems._sum, axis=0)),
     "matmul": _of_products(8, problems._matmul),

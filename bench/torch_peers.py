@@ -25,12 +25,13 @@ CHECKED_ROWS = 128  # Rows checked of an operator with a state, whose recurrence
 
 def cases(op: str | None = None) -> list[Case]:
     """Problems of rows by matrices that lie as (G, K, N), SSD with b and c for each head, the gated delta rule, the
-    convolution before them, packed sequences and pages of 16 bits."""
+    convolution before them, the norm of a sum of 16 bits, packed sequences and pages of 16 bits."""
     takes = {
         "ragged_dot": lambda case: case.derive is None,
         "ssd": lambda case: case.shapes[3][2] == case.shapes[0][2],
         "gated_delta_rule": lambda case: True,
         "causal_conv1d": lambda case: True,
+        "rms_norm": lambda case: case.size.endswith("_residual_bf16"),
     } | dict.fromkeys(torch_attention.OPS, lambda case: case.dtype == BF16)
     return [case for case in CASES if op in (None, case.op) and case.op in takes and takes[case.op](case)]
 
@@ -97,6 +98,7 @@ def _peers(op: str) -> dict:
     return dict(
         ragged_dot=dict(torch=_grouped_product), ssd=dict(fla=_simple_gla),
         gated_delta_rule=dict(fla=_gated_delta_rule), causal_conv1d=dict(torch=_conv1d),
+        rms_norm=dict(torch=_norm_of_sum),
     )[op]  # fmt: skip
 
 
@@ -132,6 +134,21 @@ def _conv1d(torch, case):
         y = conv(*operands)
         call = lambda: torch.autograd.grad(y, operands, dy, retain_graph=True)
     return dict(torch=torch.__version__), call, error
+
+
+def _norm_of_sum(torch, case):
+    """(versions, call, its error) of the norm of x + residual, as `torch.compile` fuses it, and of the sum."""
+    x, residual, scale = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in case.shapes)
+
+    def norm(x, residual, scale):
+        total = x.float() + residual.float()
+        y = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6) * scale.float()
+        return y.bfloat16(), total.bfloat16()
+
+    compiled, exact = torch.compile(norm), norm(x.double(), residual.double(), scale.double())
+    call = lambda: compiled(x, residual, scale)
+    to_numpy = lambda tensors: [tensor.float().cpu().numpy() for tensor in tensors]
+    return dict(torch=torch.__version__), call, relative_error(to_numpy(call()), to_numpy(exact))
 
 
 def _simple_gla(torch, case):

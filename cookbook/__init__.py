@@ -38,11 +38,13 @@ from .recurrent import (
     causal_conv1d_step,
     gated_delta_rule,
     gated_delta_rule_step,
+    kda,
+    kda_step,
     linear_attention,
     ssd,
     ssd_step,
 )
-from .rows import reduce_sum, rms_norm, softmax
+from .rows import group_norm, layer_norm, reduce_sum, rms_norm, softmax
 
 __version__ = "0.2.0"
 
@@ -60,6 +62,10 @@ __all__ = [
     "gated_delta_rule",
     "gated_delta_rule_step",
     "glu",
+    "group_norm",
+    "kda",
+    "kda_step",
+    "layer_norm",
     "linear_attention",
     "linear_cross_entropy",
     "matmul",

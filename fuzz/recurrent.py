@@ -326,6 +326,74 @@ def conv_step_reference(case, x, state, **weights):
     return [(y.reshape(x.shape), slack.reshape(x.shape)), final]
 
 
+# Kimi Delta Attention -------------------------------------------------------------------------------------------------
+
+
+def draw_kda(draw: Draw) -> dict:
+    return draw_delta(draw) | dict(norm=draw.sometimes(0.3))
+
+
+def kda_inputs(case: dict, values: Values, rows: tuple) -> dict:
+    given = delta_inputs(case, values, rows)
+    strength = {"none": 0.0, "weak": 0.1, "strong": 20.0, "resets": 0.1}[case["decay"]]
+    decays = -np.abs(values((*rows, case["heads"], case["n"]), scale=strength))
+    if case["decay"] == "resets":
+        places = values.rng.random(decays.shape) < 0.2
+        decays[places] = values.rng.choice(RESETS, places.sum())
+    return given | dict(g=decays)
+
+
+def kda_arrays(case: dict, values: Values) -> dict:
+    given = kda_inputs(case, values, (case["batch"], case["rows"]))
+    return finish(case, values, given, (case["heads"], case["p"], case["n"]))
+
+
+def call_kda(case, q, k, v, g, beta, **how):
+    how |= dict(scale=case["scale"], return_final_state=case["final"], use_qk_l2norm=case["norm"])
+    out = cookbook.kda(q, k, v, g, beta, **how)
+    return out if case["final"] else (out,)
+
+
+def kda_token(case, state, size, q, k, v, g, beta):
+    """As `delta_step`: the columns are decayed first, and then there is no decay."""
+    if case["norm"]:
+        q, k = (x / math.sqrt(x @ x + 1e-6) for x in (q, k))
+    return delta_step(case, state * np.exp(g), size, q, k, v, 0.0, beta)
+
+
+def kda_reference(case, q, k, v, g, beta, initial_state=None, cu_seqlens=None):
+    share = case["heads"] // case["groups"]
+
+    def step(state, size, i, t, h):
+        numbers = q[i, t, h // share], k[i, t, h // share], v[i, t, h], g[i, t, h], beta[i, t, h]
+        return kda_token(case, state, size, *numbers)
+
+    return scan(case, step, v, case["heads"], initial_state, case["p"], case["n"], norms)
+
+
+def draw_kda_step(draw: Draw) -> dict:
+    return draw_delta_step(draw) | dict(norm=draw.sometimes(0.3))
+
+
+def kda_step_arrays(case: dict, values: Values) -> dict:
+    state = values((case["batch"], case["heads"], case["p"], case["n"]))
+    return kda_inputs(case, values, (case["batch"],)) | dict(state=state)
+
+
+def call_kda_step(case, **arrays):
+    return cookbook.kda_step(**arrays, scale=case["scale"], use_qk_l2norm=case["norm"])
+
+
+def kda_step_reference(case, q, k, v, g, beta, state):
+    share, results = case["heads"] // case["groups"], []
+    for i, h in np.ndindex(*v.shape[:2]):
+        numbers = q[i, h // share], k[i, h // share], v[i, h], g[i, h], beta[i, h]
+        results.append(kda_token(case, state[i, h], norms(state[i, h]), *numbers))
+    new, size, o, o_size = (np.stack(x).reshape(*v.shape[:2], *x[0].shape) for x in zip(*results, strict=True))
+    slack = SHARE[case["dtype"]] if case["norm"] else 1e-4  # XLA divides by norms, and rounds to 16 bits.
+    return [(o, slack * o_size), (new, slack * size)]
+
+
 OPS = {
     "causal_conv1d": Op(
         draw_conv, conv_arrays, call_conv, conv_reference, gradients=("x", "weight", "bias", "initial_state")
@@ -342,4 +410,6 @@ OPS = {
         draw_delta, delta_arrays, call_delta, delta_reference, gradients=("q", "k", "v", "g", "beta")
     ),
     "gated_delta_rule_step": Op(draw_delta_step, delta_step_arrays, call_delta_step, delta_step_reference),
+    "kda": Op(draw_kda, kda_arrays, call_kda, kda_reference, gradients=("q", "k", "v", "g", "beta")),
+    "kda_step": Op(draw_kda_step, kda_step_arrays, call_kda_step, kda_step_reference),
 }  # fmt: skip

@@ -21,7 +21,7 @@ def aval(dtype, *shape):
 
 
 PAGES = [aval(BF16, 12, 32, 2, 64)] * 2
-STEP = [aval(BF16, 12, 2, 64)] * 3  # q, k and v of gated_delta_rule_step.
+STEP = [aval(BF16, 12, 2, 64)] * 3  # q, k and v of gated_delta_rule_step and kda_step.
 STATE = aval(F32, 12, 2, 64, 64)
 # An op, its operands, and which of them are changed.
 CASES = {
@@ -37,6 +37,7 @@ CASES = {
         cookbook.causal_conv1d_step, [aval(BF16, 12, 128), aval(BF16, 12, 128, 3), aval(BF16, 128, 4)], (1,),
     ),
     "gated_delta_rule_step": (cookbook.gated_delta_rule_step, [*STEP, *[aval(F32, 12, 2)] * 2, STATE], (5,)),
+    "kda_step": (cookbook.kda_step, [*STEP, aval(F32, 12, 2, 64), aval(F32, 12, 2), STATE], (5,)),
 }  # fmt: skip
 
 

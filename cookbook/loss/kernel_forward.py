@@ -2,7 +2,7 @@
 """The loss alone: statistics of rows of logits that are never stored.
 
     z = hidden @ weight^T   in the accumulators of gemm's kernel, float32
-    per tile and row        m = max z,   l = sum exp(z - m),   z of the label,   sum z      (parts, rows)
+    per tile and row        m = max z,   l = sum exp(z - m),   z of the label,   sum z      (3 or 4, parts, rows)
     over all parts          m = max m_i,   l = sum l_i exp(m_i - m),   the sums             by XLA
 
 This is the online normalizer of `kernel.py` with tiles of columns in place of pieces: a compute warpgroup reduces its
@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import _device, _host
-from ..gemm.kernel import compute, compute_role, load, memory_role, multiply
+from ..gemm.kernel import kernel
 from ..gemm.launch import launch
 from ..gemm.plan import Plan
 from . import products
@@ -32,12 +32,11 @@ PIECE = 32  # Columns that are reduced at once, at most: more take more register
 
 def _reduce(plan: Plan, out, place, stored, values, *, cols: int, soft_cap: float | None):
     """A compute warpgroup: what the rows of its share of a tile need. In the place of gemm's `store`."""
-    label_gmem, results = out
-    with_sum = len(results) == 4
+    vectors, o_gmem, _ = out
     (row, col), (rows, width) = place, values.shape
     size = math.gcd(width, PIECE)
     spread = lambda x: _device.spread(x, 0, (rows, size))
-    label = spread(_device.load(label_gmem.at[pl.ds(row, rows)], plgpu.Layout.WGMMA.reduce(1)))
+    label = spread(_device.load(vectors["label"].at[pl.ds(row, rows)], plgpu.Layout.WGMMA.reduce(1)))
     column = col + plgpu.broadcasted_iota(jnp.int32, (rows, size), 1, layout=plgpu.Layout.WGMMA)
     starts = range(0, width, size)
     logits = [capped(values[:, start : start + size], soft_cap) for start in starts]
@@ -45,39 +44,25 @@ def _reduce(plan: Plan, out, place, stored, values, *, cols: int, soft_cap: floa
         jnp.where(column + start < cols, x, other) for start, x in zip(starts, logits, strict=True)
     ]
     total = lambda pieces: functools.reduce(jnp.add, [jnp.sum(piece, axis=1) for piece in pieces])
-    sums = [total(or_else(0.0))] if with_sum else []
+    sums = [total(or_else(0.0))] if o_gmem.shape[0] == 4 else []
     pieces = or_else(-jnp.inf)
     m_i = jnp.maximum(functools.reduce(jnp.maximum, [jnp.max(z, axis=1) for z in pieces]), LOWEST)
     l_i = total([exp(z - spread(m_i)) for z in pieces])
     is_label = [column + start == label for start in starts]
     at_label = total([jnp.where(mine, z, 0.0) for mine, z in zip(is_label, pieces, strict=True)])
-    for result, value in zip(results, [m_i, l_i, at_label, *sums], strict=True):
-        _device.store(result.at[_device.div(col, width), pl.ds(row, rows)], value)
-
-
-def _kernel(a_gmem, b_gmem, label_gmem, *results, plan: Plan, cols, soft_cap, a_smem, b_smem, filled, freed, o_smem):
-    ring = plan.ring(a_smem, b_smem, filled, freed)
-
-    @memory_role
-    def _():
-        load(plan, ring, a_gmem, b_gmem)
-
-    @compute_role
-    def _():
-        multiply_tile = lambda plan, before: multiply(plan, ring, before, plan.tiles.num_steps)
-        reduce = functools.partial(_reduce, cols=cols, soft_cap=soft_cap)
-        compute(plan, multiply_tile, (label_gmem, results), None, reduce)
+    for i, value in enumerate([m_i, l_i, at_label, *sums]):
+        _device.store(o_gmem.at[i, _device.div(col, width), pl.ds(row, rows)], value)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "cols", "soft_cap", "with_sum"))
 def _launch(hidden, weight, label, plan: Plan, cols: int, soft_cap: float | None, with_sum: bool):
     rows, width = _host.padded_shape((plan.tiles.m, plan.tiles.n), plan.tiles.cluster_tile)
-    part = jax.ShapeDtypeStruct((width // plan.compute_tile[1], rows), jnp.float32)
-    body = functools.partial(_kernel, plan=plan, cols=cols, soft_cap=soft_cap)
-    grid = dict(cluster=plan.tiles.clusters)
-    run = launch(body, plan, [part] * (4 if with_sum else 3), grid, plan.scratch, products.params())
+    parts = jax.ShapeDtypeStruct((3 + with_sum, width // plan.compute_tile[1], rows), jnp.float32)
+    reduce = functools.partial(_reduce, cols=cols, soft_cap=soft_cap)
+    body = functools.partial(kernel, plan=plan, store_tile=reduce)
+    run = launch(body, plan, [parts], dict(cluster=plan.tiles.clusters), plan.scratch, products.params())
     label = jnp.pad(label, (0, rows - len(label)), constant_values=IGNORED)
-    m_i, l_i, *sums = run(plan.a.pad(hidden), plan.b.pad(weight), label)
+    [(m_i, l_i, *sums)] = run(plan.a.pad(hidden), plan.b.pad(weight), dict(label=label))
     top = jnp.max(m_i, axis=0)
     l_i = jnp.sum(l_i * jnp.exp(m_i - top), axis=0)
     return top, l_i, *(jnp.sum(x, axis=0) for x in sums)

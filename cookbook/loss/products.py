@@ -56,9 +56,9 @@ def plan(target: _host.Target, a, b, sizes, transposed, out_dtype, whole_tiles: 
 
 def _product(target: _host.Target, a, b, sizes, transposed, out_dtype, scale=None, varies=True):
     vectors = {} if scale is None else dict(scale=scale.reshape(1))
-    return fused_product(
-        kernel, a, b, vectors, plan=plan(target, a, b, sizes, transposed, out_dtype), params=params(), varies=varies
-    )
+    # float32 from registers, as a transposed tile is stored, would need an array of whole tiles, and then a copy.
+    of_product = plan(target, a, b, sizes, transposed, out_dtype, whole_tiles=out_dtype.itemsize == 4)
+    return fused_product(kernel, a, b, vectors, plan=of_product, params=params(), varies=varies)
 
 
 def params():

@@ -3,6 +3,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .. import _host
 from .._device import PIECE
@@ -23,6 +24,13 @@ ELSEWHERE = dict(
     final_states_out="call it with return_final_state=True", cache_indices="pass the states of these sequences",
     conv_state_indices="pass the states of these sequences", cache_seqlens="a state has its latest token last",
 )  # fmt: skip
+ELSEWHERE_OF_DELTA = ELSEWHERE | dict(use_qk_l2norm_in_kernel="call it use_qk_l2norm")
+
+
+def normalized(x):
+    """Heads of queries or keys divided by sqrt(sum(x**2) + 1e-6), in at least float32, of the dtype of `x`."""
+    values = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (values * lax.rsqrt((values * values).sum(-1, keepdims=True) + 1e-6)).astype(x.dtype)
 
 
 def arrays(op: str, required: dict, optional: dict | None = None) -> list:
@@ -80,8 +88,9 @@ def check_state(op: str, name: str, state, shape: tuple[int, ...]) -> None:
         )
 
 
-def check_delta(op: str, axes: str, q, k, v, g, beta) -> None:
-    """Checks the operands of the gated delta rule, whose `axes` before the heads are "B, T" or "B".
+def check_delta(op: str, axes: str, q, k, v, g, beta, per_channel: bool = False) -> None:
+    """Checks the operands of a delta rule, whose `axes` before the heads are "B, T" or "B"; with gates `per_channel` of
+    the keys, or one for each head.
 
     Raises:
       ValueError: they do not fit each other, or no kernel takes them.
@@ -102,10 +111,11 @@ def check_delta(op: str, axes: str, q, k, v, g, beta) -> None:
             f"{where}: heads of q and k have {k.shape[-1]} values, those of v {v.shape[-1]}; each must be one of {dims}"
             ": pad with zeros (jnp.pad)"
         )
+    shapes = dict(g=(*v.shape[:-1], k.shape[-1]) if per_channel else v.shape[:-1], beta=v.shape[:-1])
     for name, x in (("g", g), ("beta", beta)):
-        if x.shape != v.shape[:-1] or not jnp.issubdtype(x.dtype, jnp.floating):
+        if x.shape != shapes[name] or not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(
-                f"{where}: {name} is {x.shape}, {x.dtype}; must be {v.shape[:-1]}, of a floating-point dtype: cast it"
+                f"{where}: {name} is {x.shape}, {x.dtype}; must be {shapes[name]}, of a floating-point dtype: cast it"
             )
 
 

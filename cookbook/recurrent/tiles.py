@@ -19,16 +19,21 @@ from .sequences import Part
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """Rows of an array (rows, heads, 64 * pieces) that a block reads: of one head, into the stages of a ring."""
+    """Rows of an array (rows, heads, width * pieces) that a block reads: of one head, into the stages of a ring."""
 
     gmem: Ref
-    smem: Tiles  # (stages, pieces, rows, 64).
+    smem: Tiles  # (stages, pieces, rows, width).
     head: Index
     pieces: int
 
+    @property
+    def width(self) -> int:
+        """Columns of a piece, 128 bytes."""
+        return self.smem.rows.shape[-1]
+
     def copy(self, row: Index, num_rows: int, stage: Index, barrier: Barrier):
         for p in range(self.pieces):
-            source = self.gmem.at[pl.ds(row, num_rows), self.head, pl.ds(p * PIECE, PIECE)]
+            source = self.gmem.at[pl.ds(row, num_rows), self.head, pl.ds(p * self.width, self.width)]
             plgpu.copy_gmem_to_smem(source, self.smem.rows.at[stage, p], barrier)
 
     def clear(self, stage: Index, end: Index, interpreted: bool):
@@ -45,7 +50,7 @@ def _clear(rows: Ref, end: Index, interpreted: bool):
 
     @pl.loop(div(end, 8), rows.shape[0])
     def _(eight):  # Swizzling moves nothing out of its row of 128 bytes.
-        row = 8 * eight + div(plgpu.broadcasted_iota(jnp.int32, rows.shape[1:], 0), PIECE)
+        row = 8 * eight + div(plgpu.broadcasted_iota(jnp.int32, rows.shape[1:], 0), rows.shape[1] // 8)
         rows[eight] = jnp.where(row < end, rows[eight], jnp.zeros((), rows.dtype))
 
 
@@ -65,7 +70,6 @@ def load_chunks(part: Part, ring: _device.Ring, landed: Barrier, operands, other
     @pl.loop(0, part.num_chunks)
     def _(i):
         chunk, stage = (part.num_chunks - 1 - i if reverse else i), ring.acquire(i)
-        filled, end = ring.filled.at[stage], part.read_end - part.row(chunk)
 
         def copy(barrier):
             for operand in operands:
@@ -73,22 +77,30 @@ def load_chunks(part: Part, ring: _device.Ring, landed: Barrier, operands, other
             for source, target in others(part.first_chunk + chunk, stage):
                 plgpu.copy_gmem_to_smem(source, target, barrier)
 
-        def copy_and_clear():
-            copy(landed.at[0])
-            plgpu.barrier_wait(landed.at[0])
-            for operand in operands:
-                operand.clear(stage, jnp.maximum(end, 0), part.interpreted)
-            plgpu.commit_smem()
-            for _ in range(copies):
-                plgpu.barrier_arrive(filled)
-
-        if not part.is_ragged:
-            copy(filled)
-            return
-        pl.when(end >= part.chunk)(lambda: copy(filled))
-        pl.when(end < part.chunk)(copy_and_clear)
+        fill_stage(part, chunk, copy, operands, stage, ring.filled.at[stage], landed, copies)
 
     ring.drain(part.num_chunks)
+
+
+def fill_stage(part: Part, chunk: Index, copy, operands, stage: Index, filled: Barrier, landed: Barrier, copies: int):
+    """Fills a stage by `copy(barrier)`, which makes so many `copies`, with chunk number `chunk` of a part. `landed` and
+    `operands` are those of `load_chunks`."""
+    end = part.read_end - part.row(chunk)
+
+    def copy_and_clear():
+        copy(landed.at[0])
+        plgpu.barrier_wait(landed.at[0])
+        for operand in operands:
+            operand.clear(stage, jnp.maximum(end, 0), part.interpreted)
+        plgpu.commit_smem()
+        for _ in range(copies):
+            plgpu.barrier_arrive(filled)
+
+    if not part.is_ragged:
+        copy(filled)
+        return
+    pl.when(end >= part.chunk)(lambda: copy(filled))
+    pl.when(end < part.chunk)(copy_and_clear)
 
 
 def store_rows(part: Part, smem: Tiles, tile: int, gmem: Ref, head: Index, piece: int, row: Index):

@@ -99,10 +99,15 @@ def require_rows(op: str, name: str, x):
 
 def require_floats(op: str, name: str, x):
     x = _host.as_array(op, name, x)
+    check_floats(op, name, x)
+    return x
+
+
+def check_floats(op: str, name: str, x):
+    """Raises a ValueError unless `x`, an array or a Ref, has axes and is of a dtype that the kernels take."""
     if x.ndim == 0:
         raise ValueError(f"{_host.PACKAGE}.{op}: {name} is a scalar; it must have at least one axis")
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(
             f"{_host.PACKAGE}.{op}: {name}.dtype is {x.dtype}; must be float32, bfloat16 or float16: cast it"
         )
-    return x

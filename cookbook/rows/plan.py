@@ -170,7 +170,11 @@ class Plan:
 
     def load(self, x_gmem, row, g):
         """The pieces of group `g` in float32. `x_gmem` is (rows, cols), or (cols,) for values that all rows share."""
-        return [self._load_piece(x_gmem, row, pl.ds(start, self.shape[-1])) for _, start in self.starts(g)]
+        return list(self.pieces(x_gmem, row, g))
+
+    def pieces(self, x_gmem, row, g):
+        """Yields what `load` returns: each piece is loaded when it is asked for."""
+        return (self._load_piece(x_gmem, row, pl.ds(start, self.shape[-1])) for _, start in self.starts(g))
 
     def _load_piece(self, x_gmem, row, columns):
         if x_gmem.ndim == 1 and not self.spread:
@@ -183,8 +187,13 @@ class Plan:
         return ref.at[row, columns] if self.spread else ref.at[pl.ds(row, self.config.block_rows), columns]
 
     def store(self, o_gmem, row, g, pieces):
-        for piece, (_, start) in zip(pieces, self.starts(g), strict=True):
-            _device.store(self._at(o_gmem, row, pl.ds(start, self.shape[-1])), piece.astype(o_gmem.dtype))
+        for p, piece in zip(range(self.group), pieces, strict=True):
+            self.store_piece(o_gmem, row, g, p, piece)
+
+    def store_piece(self, o_gmem, row, g, p: int, piece):
+        """Stores piece `p` of group `g`."""
+        _, start = self.starts(g)[p]
+        _device.store(self._at(o_gmem, row, pl.ds(start, self.shape[-1])), piece.astype(o_gmem.dtype))
 
     def fresh(self, pieces, g):
         """The pieces of group `g` with zeros in the columns that an earlier piece holds already."""
@@ -218,6 +227,13 @@ class Plan:
         """
         combined = functools.reduce(combine, pieces)
         return reduce(combined) if self.spread else lax.broadcast_in_dim(reduce(combined, axis=1), self.shape, [0])
+
+    def store_per_row(self, o_gmem, row, value):
+        """Stores one value per row, given as `reduce` returns it, in a vector."""
+        if self.spread:
+            o_gmem[row] = value
+        else:
+            _device.store(o_gmem.at[pl.ds(row, self.config.block_rows)], jnp.max(value, axis=1))
 
 
 def floor_power_of_2(n: int) -> int:

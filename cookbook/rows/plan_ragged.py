@@ -85,12 +85,12 @@ class RaggedPlan(Plan):
         yield pl.ds(row, WARPGROUP), ends, 0, first - row
         yield pl.ds(last, WARPGROUP), ends, first + self.inner - last, WARPGROUP
 
-    def load(self, x_gmem, row, g):
+    def pieces(self, x_gmem, row, g):
         # Rows are too long for an array, which is flat too, to have as many values as what `shift` returns.
         late = x_gmem.shape == (self.vec * self.pitch,)
         ref = x_gmem if late else self.near(x_gmem)
         load = lambda where, layout: _device.load(ref.at[where], layout).astype(jnp.float32)
-        return [load(where, layout) for where, layout, *_ in self._parts(late)]
+        return (load(where, layout) for where, layout, *_ in self._parts(late))
 
     def store(self, o_gmem, row, g, pieces):
         ref = self.near(o_gmem)

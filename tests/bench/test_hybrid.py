@@ -14,8 +14,8 @@ from bench import hybrid
 from lab import program, results
 
 bench = importlib.import_module("bench.__main__")
-# Both round activations to bfloat16, by 2**-9 of them, but at other places; and AdamW's first steps are as long for small
-# gradients as for large ones. They differ by 0.0015 at most. An op without a gradient changes a loss by 0.0067 or more.
+# Both round activations to bfloat16, by 2**-9 of them, but at other places; and AdamW's first steps are as long for
+# small gradients as for large ones. Losses differ by 0.0015 at most; without the gradient of one op, by 0.0067 or more.
 TOLERANCE = 4e-3
 
 

@@ -28,5 +28,5 @@ def test_no_slot_is_given_back_while_it_is_read(op):
 
 
 def test_a_mutant_without_its_fence_is_caught(mutant):
-    mutant(importlib.import_module("cookbook.rows.rms_norm"), "plgpu", commit_smem=lambda: None)
+    mutant(importlib.import_module("cookbook.rows.norm_backward"), "plgpu", commit_smem=lambda: None)
     assert len(early_arrivals("rms_norm_backward")) == 1

@@ -85,7 +85,7 @@ def shared(name: str, **changes):
     # JAX's kernels take no Ref of an array that varies.
     fn = jax.shard_map(
         lambda operands: call(name, **op.choices | changes)(**operands), in_specs=(specs,), out_specs=P("d"),
-        check_vma=name not in ("write_kv", "rope_write_kv", "ssd_step", "gated_delta_rule_step", "causal_conv1d_step"),
+        check_vma=name not in ("write_kv", "rope_write_kv") and not name.endswith("_step"),
     )  # fmt: skip
     return with_gradient(name, lambda **operands: fn(operands)), operands
 

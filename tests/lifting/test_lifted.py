@@ -24,9 +24,11 @@ HEADS, TOKENS = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16), jax.ShapeDt
 OPS = {
     "add": (cookbook.add, [ROWS, ROWS], []),
     "rms_norm": (cookbook.rms_norm, [ROWS], [VECTOR]),
+    "layer_norm": (cookbook.layer_norm, [ROWS], [VECTOR, VECTOR]),
     "matmul": (cookbook.matmul, [ROWS], [jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)]),
     "attention": (functools.partial(cookbook.attention, is_causal=True), [HEADS] * 3, []),
     "gated_delta_rule": (cookbook.gated_delta_rule, [HEADS] * 3 + [TOKENS] * 2, []),
+    "kda": (cookbook.kda, [HEADS] * 3 + [jax.ShapeDtypeStruct(HEADS.shape, jnp.float32), TOKENS], []),
 }
 
 

@@ -67,8 +67,9 @@ def test_products_of_many_sizes(memory):
     for _ in range(3):
         rows, vocabulary = (int(np.exp(rng.uniform(0, np.log(most)))) for most in (20000, 200000))
         hidden, transposed = 8 * int(rng.integers(1, 300)), bool(rng.integers(2))
-        sizes = rows, hidden, vocabulary, transposed
-        lowered(of_products(transpose_weight=transposed, memory=memory), *operands(*sizes))
+        sizes, how = operands(rows, hidden, vocabulary, transposed), dict(transpose_weight=transposed, memory=memory)
+        lowered(of_products(**how), *sizes)
+        lowered(lambda *args, how=how: linear_cross_entropy(*args, **how), *sizes)  # The loss alone.
 
 
 def compiled_whole(fn, *avals, donate_argnums=()):
@@ -84,7 +85,12 @@ def compiled_whole(fn, *avals, donate_argnums=()):
 
 @pytest.mark.parametrize(
     "size, memory",
-    [((8192, 2048, 32000), None), ((8192, 2048, 32000), "low"), slow((16384, 2048, 151936), None)],
+    [
+        ((8192, 2048, 32000), None),
+        ((8192, 2048, 32000), "low"),
+        slow((8192, 2048, 131072), None),
+        slow((16384, 2048, 151936), None),
+    ],
 )
 def test_memory(size, memory):
     """Beside operands and results: half of the float32 logits, at most 2 GB; or a twentieth."""
@@ -107,6 +113,18 @@ def test_no_registers_are_spilled():
     for shape, dtype, options in (((4096, 128256), BF16, {}), ((4096, 32000), BF16, ALL)):
         compiled = lab.compile_for("h200", of_logits(**options), aval(dtype, *shape), aval(jnp.int32, shape[0]))
         assert compiled.spill_bytes == 0 and min(each.blocks_per_sm for each in compiled.kernels) >= 3
+
+
+@pytest.mark.parametrize("size", [(16384, 2048, 151936), slow((4096, 4096, 128256)), slow((1000, 136, 12345))])
+@pytest.mark.parametrize("options", [{}, ALL])
+def test_the_epilogue_of_the_loss_alone_spills_no_registers(size, options):
+    compiled = lab.compile_for("h200", lambda *args: linear_cross_entropy(*args, **options), *operands(*size))
+    assert len(compiled.kernels) == 1 and compiled.spill_bytes == 0
+
+
+def test_sums_of_the_weights_gradient_spill_no_registers():
+    compiled = lab.compile_for("h200", of_products(), *operands(16384, 2048, 151936))
+    assert len(compiled.kernels) == 6 and compiled.spill_bytes == 0  # Two per row, and of products one that adds.
 
 
 def test_offsets_beyond_32_bits():

@@ -130,6 +130,17 @@ def test_nan_stays_in_its_sequence():
     assert not np.any(y[:, 36:]) and not np.any(dx[:, 36:])
 
 
+def test_nan_stays_in_its_row_of_a_batch():
+    args = conv.problem(batch=3, length=19, columns=128)
+    run = lambda *args: lab.run(functools.partial(both, causal_conv1d), *args)
+    by_sequence = 0, 3, 4, 5  # Weights and bias are those of all.
+    spoiled = (m.at[1].set(jnp.nan) if i in by_sequence else m for i, m in enumerate(args))
+    wanted, spoiled = run(*args), run(*spoiled)
+    for of in (0, 1, 2, 5):  # The weights' gradients are sums over all.
+        np.testing.assert_array_equal(spoiled[of][::2], wanted[of][::2])
+        assert np.isnan(np.asarray(spoiled[of], np.float32)[1]).all()
+
+
 def test_one_channel_does_not_touch_another():
     x, weight, bias, state, dy, d_state = conv.problem(length=9, columns=384)
     run = lambda x: lab.run(functools.partial(both, causal_conv1d), x, weight, bias, state, dy, d_state)
@@ -296,7 +307,8 @@ def test_no_tokens_leave_states_as_they_are():
     "file, old, new",
     [
         ("conv/kernel", "pl.loop(end, part.end)", "pl.loop(end, part.end)"),
-        ("conv/kernel", "whole * at_once, end, lambda", "whole * at_once, end - 1, lambda"),
+        ("conv/kernel", "groups * at_once, end, lambda", "groups * at_once, end - 1, lambda"),
+        ("conv/plan", "jnp.minimum(i + 1, groups - 1)", "jnp.minimum(i, groups - 1)"),
         ("conv/kernel", "pl.loop(end, part.end)", "pl.loop(end, end)"),
         ("conv/plan", "keep_if(row >= self.seq_first, value, before)", "value"),
         ("conv/plan", "row - self.seq_first + num, 0", "row - self.seq_first, 0"),

@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import lab
 from cookbook import gated_delta_rule, gated_delta_rule_step
+from cookbook.recurrent.arguments import normalized
 
 module = importlib.import_module("cookbook.recurrent.delta.gated_delta_rule_step")
 reference, Config = module.gated_delta_rule_step_reference, module.Config
@@ -53,6 +54,14 @@ def test_resets():
 def test_a_scale_of_zero():
     of_zero = (functools.partial(fn, scale=0.0) for fn in (gated_delta_rule_step, reference))
     assert (lab.check(*of_zero, *operands(), gpu=None).output[0] == 0).all()
+
+
+def test_norms_of_queries_and_keys():
+    q, k, *rest = operands()
+    step = functools.partial(lab.run, functools.partial(gated_delta_rule_step, use_qk_l2norm=True))
+    of_unit = lab.run(gated_delta_rule_step, *(normalized(x) for x in (q, 9 * k)), *rest)
+    for ours, wanted in zip(step(q, 9 * k, *rest), of_unit, strict=True):
+        assert (ours == wanted).all()
 
 
 def test_steps_are_the_sequence():

@@ -1,4 +1,4 @@
-"""The plans that softmax, rms_norm and reduce_sum choose by themselves, lowered for an H200: one plan of each kind.
+"""The plans that softmax, the norms and reduce_sum choose by themselves, lowered for an H200: one plan of each kind.
 
 Mosaic refuses some layouts of the threads of a warp, and says so when it lowers a kernel. The interpreter takes all.
 And what becomes of arrays beyond 32-bit offsets.
@@ -18,14 +18,12 @@ import pytest
 
 import cookbook
 import lab
-from cookbook import _host, reduce_sum, rms_norm, softmax
-from cookbook.rows import core, leading
+from cookbook import _host, group_norm, layer_norm, reduce_sum, rms_norm, softmax
+from cookbook.rows import core, leading, norm, norm_backward
 from tests.lowering import H200, lowered
 
-reduce_sum_module, rms_norm_module, softmax_module = (
-    inspect.getmodule(getattr(cookbook, name)) for name in ("reduce_sum", "rms_norm", "softmax")
-)
-BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+reduce_sum_module, softmax_module = (inspect.getmodule(getattr(cookbook, name)) for name in ("reduce_sum", "softmax"))
+BF16, F32, E4M3 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32), jnp.dtype(jnp.float8_e4m3fn)
 
 
 def pull(fn):
@@ -33,17 +31,37 @@ def pull(fn):
     return lambda *args: jax.vjp(fn, *args[:-1])[1](args[-1])
 
 
+def gated(norm_before_gate: bool):
+    return lambda x, gate, weight: group_norm(x, weight, gate=gate, norm_before_gate=norm_before_gate)
+
+
 # Each with its gradient.
 OPS = {
     "softmax": lambda x: pull(softmax)(x, x),
     "rms_norm": lambda x: pull(rms_norm)(x, x[0], x),
     "reduce_sum": lambda x: reduce_sum(x, -1),
+    "layer_norm": lambda x: pull(layer_norm)(x, x[0], x[0], x),
+    "group_norm before": lambda x: pull(gated(True))(x, x, x[0], x),
+    "group_norm after": lambda x: pull(gated(False))(x, x, x[0], x),
+    "rms_norm of 8 bits": lambda x: rms_norm(x, x[0], residual=x, out_dtype=E4M3),
+}
+VALUES = {  # Of the norms, for the forward and the backward kernel.
+    "rms_norm": (core.Config.register_values, norm_backward.REGISTER_VALUES),
+    "layer_norm": (core.Config.register_values, norm_backward.REGISTER_VALUES),
+    "group_norm before": (norm.REGISTER_VALUES, norm_backward.MORE_REGISTER_VALUES),
+    "group_norm after": (norm.REGISTER_VALUES, norm_backward.MORE_REGISTER_VALUES),
+    "rms_norm of 8 bits": (norm.REGISTER_VALUES,),
 }
 
 
 @pytest.mark.parametrize(
     "op, shape, dtype",
-    [("softmax", (200, 12), BF16), ("rms_norm", (300, 6), F32), ("reduce_sum", (5000, 12), BF16)],
+    [
+        ("softmax", (200, 12), BF16),
+        ("rms_norm", (300, 6), F32),
+        ("reduce_sum", (5000, 12), BF16),
+        *((op, (300, 12), BF16) for op in VALUES),
+    ],
 )
 def test_rows_that_one_thread_could_hold(op, shape, dtype):
     """No thread has a row to itself: JAX takes no layout in which only one thread holds a row."""
@@ -57,15 +75,15 @@ def plans(op: str, rows: int, cols: int, itemsize: int):
     if op == "softmax":
         most = softmax_module.REGISTER_VALUES
         return [core.plan_rows(rows, cols, itemsize, None, values) for values in (most, most // 2)]
-    blocks = rms_norm_module.BLOCKS_PER_SM * H200.num_sms
-    forward = core.plan_rows(rows, cols, itemsize, None, core.Config.register_values)
-    return [forward, rms_norm_module.backward_plan(rows, cols, itemsize, blocks)]
+    blocks, (forward, *backward) = norm_backward.BLOCKS_PER_SM * H200.num_sms, VALUES[op]
+    backward = [norm_backward.backward_plan(rows, cols, itemsize, blocks, values) for values in backward]
+    return [core.plan_rows(rows, cols, itemsize, None, forward), *backward]
 
 
 def traits(plan) -> set:
     """All that a kernel over rows depends on but for numbers: the layout of its values, and which code there is."""
     shares_columns = plan.cols != plan.num_groups * plan.group * plan.shape[-1]
-    is_ahead = rms_norm_module._rows_ahead(plan, jnp.dtype(f"f{plan.itemsize}")) > 0
+    is_ahead = norm_backward.rows_ahead(plan, 2 * [jnp.dtype(f"f{plan.itemsize}")], 1) > 0
     code = plan.spread, plan.num_groups > 1, shares_columns, is_ahead
     return {(type(plan), plan.vec, plan.lanes), (type(plan), *code)}
 
@@ -96,7 +114,7 @@ def of_each_kind(cases):
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_rows_of_every_length(op, monkeypatch):
-    # The second stage of rms_norm's gradient is a sum over the leading axis.
+    # The second stage of the norms' gradients is a sum over the leading axis.
     monkeypatch.setattr(leading, "sum_leading", lambda target, params, dtype, *x: jnp.zeros(x[0].shape[1:], dtype))
     jax.clear_caches()
     cases = []
@@ -133,7 +151,13 @@ def test_columns_of_every_length():
 
 @pytest.mark.parametrize(
     "op, shape",
-    [("softmax", (300_000, 8191)), ("reduce_sum", (2**17 + 3, 37835)), ("rms_norm", (2**19 + 64, 4096))],
+    [
+        ("softmax", (300_000, 8191)),
+        ("reduce_sum", (2**17 + 3, 37835)),
+        ("rms_norm", (2**19 + 64, 4096)),
+        ("group_norm before", (2**19 + 64, 4096)),
+        ("layer_norm", (2**17 + 3, 20000)),
+    ],
 )
 def test_offsets_beyond_32_bits(op, shape):
     """No sum or product of 32 bits becomes an address. A sum over the leading axis is one of parts below that."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated linear unit: two products and what joins them in one kernel. The first half of a transformer's MLP.
+"""Gated linear unit: two products and what joins them in one kernel. The first half of a transformer's MLP; the rest,
+the product with the down projection, is `matmul`.
 
     o = activation(x @ w_gate) * (x @ w_up)
 

@@ -4,6 +4,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -16,21 +17,23 @@ def _kernel(x_gmem, weight_gmem, bias_gmem, initial_gmem, table_gmem, y_gmem, *,
     part, at_once = Part.of_block(plan, table_gmem), plan.config.rows_at_once
     weight, bias = part.weights(weight_gmem, bias_gmem)
 
-    def rows(first, count: int, before):
-        """Stores `count` rows of y; the rows of x before the next one."""
-        loaded = [part.load(x_gmem, first + i) for i in range(count)]
+    def load(first, count: int = at_once):
+        return tuple(part.load(x_gmem, first + i) for i in range(count))
+
+    def use(first, loaded, before):
+        """Stores rows of y; the rows of x before the next one."""
         for i, x in enumerate(loaded):
-            before = (*before, x.astype("float32"))
+            before = (*before, x.astype(jnp.float32))
             y = convolve(weight, bias, before)
             part.store(y_gmem, [first + i], silu(y) if plan.has_silu else y)
             before = before[1:]
         return before
 
     before = part.rows_before(x_gmem, initial_gmem)
-    end = lax.min(part.end, part.seq_end) if plan.is_packed else part.end
-    whole = div(end - part.first_row, at_once)
-    before = lax.fori_loop(0, whole, lambda i, before: rows(part.first_row + i * at_once, at_once, before), before)
-    lax.fori_loop(part.first_row + whole * at_once, end, lambda row, before: rows(row, 1, before), before)
+    end = jnp.minimum(part.end, part.seq_end)
+    groups = div(end - part.first_row, at_once)
+    before = part.walk(load, use, part.first_row, groups, before)
+    lax.fori_loop(part.first_row + groups * at_once, end, lambda row, before: use(row, load(row, 1), before), before)
     if plan.is_packed:  # Rows of no sequence.
         pl.loop(end, part.end)(lambda row: part.store(y_gmem, [row], part.zeros()))
 

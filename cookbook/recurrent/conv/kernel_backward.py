@@ -44,15 +44,22 @@ def _kernel(x_gmem, dy_gmem, weight_gmem, bias_gmem, initial_gmem, table_gmem, *
         sums = (*(s + counted * x for s, x in zip(sums[:-1], xs, strict=True)), sums[-1] + counted)
         return convolve(weight[::-1], None, dzs), (xs[1:], dzs[1:], sums)
 
-    def rows(first, count: int, carry, store, at_edge: bool):
-        """`at_edge`: some rows may be of the next part, of another sequence, or none."""
-        at = (lambda row: jnp.minimum(row, plan.num_rows - 1)) if at_edge else (lambda row: row)
-        loaded = [[part.load(gmem, at(first + i)) for gmem in (x_gmem, dy_gmem)] for i in range(count)]
-        for i, pair in enumerate(loaded):
-            row, (x, dy) = first + i, (m.astype(jnp.float32) for m in pair)
-            is_real, is_mine = (row < part.seq_end, row < part.end) if at_edge else (None, None)
-            x = keep_if(is_real, x, part.zeros()) if at_edge else x
-            dx, carry = step(x, dy, carry, is_real, is_mine)
+    def load(first, count: int = at_once, is_edge: bool = False):
+        at = (lambda row: jnp.minimum(row, plan.num_rows - 1)) if is_edge else (lambda row: row)
+        return tuple(tuple(part.load(gmem, at(first + i)) for gmem in (x_gmem, dy_gmem)) for i in range(count))
+
+    def use(first, loaded, carry):
+        for i, (x, dy) in enumerate(loaded):
+            dx, carry = step(x.astype(jnp.float32), dy.astype(jnp.float32), carry)
+            store(first + i, dx)
+        return carry
+
+    def use_edge(first, count: int, carry, store):
+        """Some of these rows may be of the next part, of another sequence, or none."""
+        for i, (x, dy) in enumerate(load(first, count, is_edge=True)):
+            row = first + i
+            x = keep_if(row < part.seq_end, x.astype(jnp.float32), part.zeros())
+            dx, carry = step(x, dy.astype(jnp.float32), carry, row < part.seq_end, row < part.end)
             store(row, dx)
         return carry
 
@@ -69,15 +76,13 @@ def _kernel(x_gmem, dy_gmem, weight_gmem, bias_gmem, initial_gmem, table_gmem, *
 
     zeros = lambda num: (part.zeros(),) * num
     carry = part.rows_before(x_gmem, initial_gmem), zeros(num_before), zeros(plan.taps + 1)
-    carry = rows(part.first_row, num_before, carry, store_initial, at_edge=True)
+    carry = use_edge(part.first_row, num_before, carry, store_initial)
     first = part.first_row + num_before
-    whole = div(jnp.maximum(jnp.minimum(part.end, part.seq_end) - first, 0), at_once)
-    body = lambda i, carry: rows(first + i * at_once, at_once, carry, store, at_edge=False)
-    carry = lax.fori_loop(0, whole, body, carry)
-    first += whole * at_once
-    last = lambda i, carry: rows(first + i * at_once, at_once, carry, store_mine, at_edge=True)
-    left = part.end + num_before - first
-    *_, sums = lax.fori_loop(0, div(left + at_once - 1, at_once), last, carry)
+    groups = div(jnp.maximum(jnp.minimum(part.end, part.seq_end) - first, 0), at_once)
+    carry = part.walk(load, use, first, groups, carry)
+    first += groups * at_once
+    last = lambda i, carry: use_edge(first + i * at_once, at_once, carry, store_mine)
+    *_, sums = lax.fori_loop(0, div(part.end + num_before - first + at_once - 1, at_once), last, carry)
     for i, value in enumerate(sums):
         part.store(sums_gmem, [lax.axis_index("part"), i], value)
 

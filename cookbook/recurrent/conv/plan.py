@@ -29,6 +29,7 @@ class Config:
     part_rows: int = 64  # Rows that a block walks through.
     rows_at_once: int = 8  # Rows that a thread loads before it computes: loads in flight.
     vec: int = 4  # Neighbouring columns of a thread. It has 2 W values in registers for each.
+    loads_ahead: bool = True  # Whether the next rows are loaded before these are computed.
 
     def __post_init__(self):
         if self.vec not in (1, 2, 4, 8):
@@ -57,7 +58,7 @@ def default_config(
     part_rows = MOST_ROWS
     while part_rows > LEAST_ROWS and blocks(part_rows) < BLOCKS_PER_SM * num_sms:
         part_rows //= 2
-    return Config(part_rows, 4 if gradients else 8, vec)
+    return Config(part_rows, (8 if gradients else 16) // itemsize, vec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +181,25 @@ class Part:
         """(the weights of each tap, the bias or None)."""
         weight = [self.load_f32(weight_gmem, tap) for tap in range(self.plan.taps)]
         return weight, None if bias_gmem is None else self.load_f32(bias_gmem)
+
+    def walk(self, load, use, first, groups, carry):
+        """The carry after `use(first row, loaded rows, carry)` of so many groups of rows from row `first` on.
+
+        `load(row)` loads the group from `row` on.
+        """
+        at_once = self.plan.config.rows_at_once
+        if not self.plan.config.loads_ahead or self.plan.num_rows < at_once:
+            body = lambda i, carry: use(first + i * at_once, load(first + i * at_once), carry)
+            return lax.fori_loop(0, groups, body, carry)
+
+        def body(i, state):
+            loaded, carry = state
+            following = load(first + jnp.minimum(i + 1, groups - 1) * at_once)
+            return following, use(first + i * at_once, loaded, carry)
+
+        # Without a group the rows loaded are not used, but they must be there.
+        loaded = load(jnp.minimum(first, self.plan.num_rows - at_once))
+        return lax.fori_loop(0, groups, body, (loaded, carry))[1]
 
     def rows_before(self, x_gmem: Ref, initial_gmem: Ref | None):
         """The W - 1 rows before the part: of its sequence, of the initial state, or zeros."""

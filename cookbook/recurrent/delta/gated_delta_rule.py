@@ -8,10 +8,12 @@ value head h reads key head h // (H // K). q, k and v are all bfloat16 or all fl
 should have norm 1 at most, and beta lie between 0 and 1; where beta times the squared norm of a key is above 2, the
 recurrence itself grows.
 
-In a chunk of 64 tokens the corrections u = beta (v - ...) depend on each other by a triangle: (1 + lower) u = beta (v -
-exp(cum) k S^T), where lower[t, j] = beta[t] exp(cum[t] - cum[j]) k[t] . k[j] for j < t and cum is the sum of g within
-the chunk, made by XLA. No exponential of a positive number is ever taken. Two kernels, whose files have the formulas
-and the tables of roles and barriers:
+In a chunk of 64 tokens the errors e, which beta makes corrections of the state, depend on each other by a triangle:
+
+    (1 + lower) e = v - exp(cum) k S^T,    lower[t, j] = exp(cum[t] - cum[j]) k[t] . k[j] beta[j]  for j < t, else 0
+
+Here cum is the sum of g within the chunk, made by XLA. Exponentials of positive numbers are never used. Two kernels,
+whose files have the formulas and the tables of roles and barriers:
 
     kernel_inverse   the inverses of all chunks' triangles at once
     kernel           from chunk to chunk, a block for each 64 values of a head, or for each head where those are more
@@ -35,20 +37,20 @@ Other names of the arguments, and other layouts:
     states (B, H, P, N)   (B, H, N, P)                 (B, H, N, P)
     return_final_state    output_final_state           output_final_state
     cu_seqlens            cu_seqlens                   none
-    q and k of norm 1     use_qk_l2norm_in_kernel      use_qk_l2norm_in_kernel
+    use_qk_l2norm         use_qk_l2norm_in_kernel      use_qk_l2norm_in_kernel
 
 Both have the keys' axis of a state before the values'. Where N = P a state from there has the right shape and is wrong:
 
     initial_state = jnp.swapaxes(theirs, 2, 3)
 
-and back by the same. With the last line both divide the heads of q and k by sqrt(sum(x**2) + 1e-6); do that before.
+and back by the same; `states_from` and `states_to` of `cookbook.recurrent.states` do it by the library's name.
 
 To add a gate: one that scales the state, a number per token and head, is added to g in the ops, and one that scales a
 correction multiplies beta there. One that scales o goes wherever `plan.scale` stands in the kernels. A decay of each
 channel of a key is no change of this kind: exp(cum) is one number per token in all kernels.
 
 Bound by: the latency of a chunk, three products in a row, with as many blocks as SMs; otherwise the tensor cores.
-Not supported: normalisation of q and k, second derivatives.
+Not supported: second derivatives.
 Chapter: notebooks/17b_delta_rule.ipynb. Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024).
 """
 
@@ -76,11 +78,12 @@ LEAST_PARTS = 4  # Fewer parts do not pay for three passes.
 
 
 def gated_delta_rule_reference(
-    q, k, v, g, beta, *, scale=None, initial_state=None, return_final_state=False, cu_seqlens=None
+    q, k, v, g, beta, *, scale=None, initial_state=None, return_final_state=False, cu_seqlens=None, use_qk_l2norm=False
 ):  # fmt: skip
     """The recurrence, token by token, in at least float32."""
     dtype, (batch, length, heads, size), dim = jnp.promote_types(v.dtype, jnp.float32), v.shape, k.shape[3]
-    q, k = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (q, k))
+    q, k = (jnp.repeat(x.astype(dtype), heads // x.shape[2], axis=2) for x in (q, k))
+    q, k = (arguments.normalized(x) if use_qk_l2norm else x for x in (q, k))
     rows = [x.astype(dtype).reshape(-1, *x.shape[2:]) for x in (q, k, v, g, beta)]
     starts = jnp.arange(batch + 1) * length if cu_seqlens is None else cu_seqlens
     seq = jnp.searchsorted(starts[1:], jnp.arange(batch * length), side="right")  # The sequence of each row.
@@ -144,13 +147,13 @@ def _plan(scale: float, config: Config, q, v, cu_seqlens, target: _host.Target) 
     sequences = Sequences(num_seqs, batch * length, cu_seqlens is not None, CHUNK, part_rows)
     return ForwardPlan(
         sequences, key_heads, heads, key_dim // PIECE, size // PIECE, q.dtype, scale, target.interpreted,
-        config.num_stages, config.state_wgs, config.output_wgs, has_values=True, keeps_all=False,
+        target.num_sms, config.num_stages, config.state_wgs, config.output_wgs, has_values=True, keeps_all=False,
     )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "params"))
 def _launch(q, k, v, g, beta, initial, cu_seqlens, *, plan: ForwardPlan, params):
-    """(o, final states, (cum, inverse)), of operands without a batch, v in slices of 64."""
+    """(o, final states, (cum, beta, inverse)), of operands without a batch, v in slices of 64."""
     sequences = plan.sequences
     cum = cumulative_decays(sequences.in_chunks(g.astype(jnp.float32), cu_seqlens))
     beta = sequences.in_chunks(beta.astype(jnp.float32), cu_seqlens)
@@ -159,13 +162,13 @@ def _launch(q, k, v, g, beta, initial, cu_seqlens, *, plan: ForwardPlan, params)
     table, seq = sequences.parts(cu_seqlens)
     starts = initial
     if sequences.part_rows is not None:
-        starts, final = starts_of_parts(plan, table, seq, k, v, inverse, cum, initial, params)
-    states, o = kernel.launch(plan, table, q, k, v, inverse, cum, starts, params)
-    return o, states if sequences.part_rows is None else final, (cum, inverse)
+        starts, final = starts_of_parts(plan, table, seq, k, v, inverse, cum, beta, initial, params)
+    states, o = kernel.launch(plan, table, q, k, v, inverse, cum, beta, starts, params)
+    return o, states if sequences.part_rows is None else final, (cum, beta, inverse)
 
 
 def _forward(plan: ForwardPlan, q, k, v, g, beta, initial_state, cu_seqlens):
-    """((o, final states), (cum, inverse)); the backward pass needs the second pair."""
+    """((o, final states), (cum, beta, inverse)); the backward pass needs the second tuple."""
     rows = lambda x: x.reshape(-1, *x.shape[2:])
     initial = None if initial_state is None else as_states(initial_state, plan.value_slices)
     o, final, kept = _launch(
@@ -220,12 +223,14 @@ def gated_delta_rule(
     initial_state: jax.Array | None = None,
     return_final_state: bool = False,
     cu_seqlens: jax.Array | None = None,
+    use_qk_l2norm: bool = False,
     config: Config | None = None,
     **others,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """The gated delta rule over a sequence; a compiled program is bitwise reproducible from run to run.
 
-    XLA may sum g in another order when it compiles again, or for another length.
+    A sequence that is cut between two chunks of 64 tokens and continued from its state has the same bits as the whole
+    one, as long as neither is split into parts: the order of all sums in a chunk is fixed.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 
@@ -240,8 +245,10 @@ def gated_delta_rule(
       return_final_state: also return the states after the last tokens.
       cu_seqlens: (num_seqs + 1,), integers: where packed sequences begin in a batch of 1, and where the last one ends.
         States then have num_seqs in the place of B. The first one begins at 0.
+      use_qk_l2norm: divide the heads of q and k by sqrt(sum(x**2) + 1e-6) first. XLA does it before the kernels, which
+        read the result in the dtype of `q`.
       config: stages, warpgroups and parts; None chooses by the shapes.
-      others: arguments that other libraries have, such as `use_qk_l2norm_in_kernel`, if they are None or False.
+      others: arguments that other libraries have, such as `head_first`, if they are None or False.
 
     Returns:
       o, of the shape and dtype of `v`, zeros after the last packed sequence; with `return_final_state` also the
@@ -251,7 +258,7 @@ def gated_delta_rule(
       ValueError: a shape, dtype or number is not supported; RuntimeError: no GPU.
     """
     op = "gated_delta_rule"
-    _host.elsewhere(op, others, arguments.ELSEWHERE)
+    _host.elsewhere(op, others, arguments.ELSEWHERE_OF_DELTA)
     required, optional = dict(q=q, k=k, v=v, g=g, beta=beta), dict(initial_state=initial_state, cu_seqlens=cu_seqlens)
     q, k, v, g, beta, initial_state, cu_seqlens = arguments.arrays(op, required, optional)
     arguments.check_delta(op, "B, T", q, k, v, g, beta)
@@ -259,6 +266,8 @@ def gated_delta_rule(
     num_seqs = arguments.check_packed(op, cu_seqlens, batch)
     arguments.check_state(op, "initial_state", initial_state, (num_seqs, heads, size, dim))
     return_final_state = _host.option(op, "return_final_state", return_final_state, bool)
+    if _host.option(op, "use_qk_l2norm", use_qk_l2norm, bool):
+        q, k = arguments.normalized(q), arguments.normalized(k)
     scale = dim**-0.5 if scale is None else _host.option(op, "scale", scale, float)
     config = _host.require_config(op, config, Config)
     if 0 in v.shape:

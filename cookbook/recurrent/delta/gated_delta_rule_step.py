@@ -167,6 +167,7 @@ def gated_delta_rule_step(
     state: jax.Array,
     *,
     scale: float | None = None,
+    use_qk_l2norm: bool = False,
     config: Config | None = None,
     **others,
 ) -> tuple[jax.Array, jax.Array]:
@@ -182,6 +183,7 @@ def gated_delta_rule_step(
       beta: (B, H), from 0 to 1: how much of the error of the state is corrected.
       state: (B, H, P, N), float32, as `gated_delta_rule` returns it; an array, or a Ref (`jax.new_ref`).
       scale: of o; None for 1 / sqrt(N).
+      use_qk_l2norm: divide the heads of q and k by their norms first, as `gated_delta_rule` does.
       config: stages and blocks; None for the default.
       others: arguments that other libraries have, if they are None or False.
 
@@ -195,13 +197,15 @@ def gated_delta_rule_step(
         (give it check_vma=False); RuntimeError: no GPU.
     """
     op = "gated_delta_rule_step"
-    _host.elsewhere(op, others, arguments.ELSEWHERE)
+    _host.elsewhere(op, others, arguments.ELSEWHERE_OF_DELTA)
     q, k, v, g, beta = arguments.arrays(op, dict(q=q, k=k, v=v, g=g, beta=beta))
     state, by_ref = arguments.state_or_ref(op, state)
     arguments.check_delta(op, "B", q, k, v, g, beta)
     dim = q.shape[2]
     arguments.check_state(op, "state", state, (*v.shape, dim))
     scale = dim**-0.5 if scale is None else _host.option(op, "scale", scale, float)
+    if _host.option(op, "use_qk_l2norm", use_qk_l2norm, bool):
+        q, k = arguments.normalized(q), arguments.normalized(k)
     config = _host.require_config(op, config, Config) or Config()
     if 0 in v.shape:
         return jnp.zeros(v.shape, v.dtype) if by_ref else (jnp.zeros(v.shape, v.dtype), state)

@@ -3,19 +3,21 @@
 
 With the state s before a chunk, a row per value as in the ops' arguments, and a row per token in all others,
 
-    u  = inverse (v - exp(cum) k sᵀ)
-    o  = scale (exp(cum) q sᵀ + w u),    w[t, j] = exp(cum[t] - cum[j]) q[t] . k[j]  for j <= t, else 0
-    s' = exp(cum[-1]) s + (exp(cum[-1] - cum) u)ᵀ k,    the state before the next chunk
+    e  = inverse (v - exp(cum) k sᵀ)
+    o  = scale (exp(cum) q sᵀ + w e),    w[t, j] = exp(cum[t] - cum[j]) q[t] . k[j] beta[j]  for j <= t, else 0
+    s' = exp(cum[-1]) s + (exp(cum[-1] - cum) beta e)ᵀ k,    the state before the next chunk
 
-Shapes: q and k (rows, key heads, N); v and o (rows, slices, 64), where a slice is 64 values of a head; cum (heads,
-chunks, 64) float32; inverse (heads, chunks, 64, 64), from `kernel_inverse`; states (parts, slices, 64, N) float32. All
-others are bfloat16 or all float16.
+A row of e is the error of a token, which beta makes its correction of the state.
+
+Shapes: q and k (rows, key heads, N); v and o (rows, slices, 64), where a slice is 64 values of a head; cum and
+beta (heads, chunks, 64) float32; inverse (heads, chunks, 64, 64), from `kernel_inverse`; states (parts, slices, 64, N)
+float32. All others are bfloat16 or all float16.
 
 Role table: a block goes through a part of a sequence with one slice, or with both of a head; its warpgroups are
 
-    state    one per slice: the chain u, s', u, s' ... It keeps s and uᵀ in registers, where WGMMA takes its first
+    state    one per slice: the chain e, s', e, s' ... It keeps s and eᵀ in registers, where WGMMA takes its first
              operand: nothing that the next chunk waits for goes through shared memory
-    output   one or two, which take turns: o of the chunk, from the s and u that `state` leaves in shared memory
+    output   one or two, which take turns: o of the chunk, from the s and e that `state` leaves in shared memory
     memory   one: copies the chunks' rows, inverses and decays ahead
 
 Barrier table, of two rings, `chunks` from memory to all others and `states` from state to output:
@@ -26,11 +28,12 @@ Barrier table, of two rings, `chunks` from memory to all others and `states` fro
     chunks.freed[stage]    state and output warpgroups      memory, before it refills the stage
     landed                 copies of a chunk that is cut    memory, before it zeroes the rows of other sequences, and
                                                             arrives at chunks.filled in place of the copies
-    states.filled[stage]   state, each having stored its u  the output warpgroup
+    states.filled[stage]   state, each having stored its e  the output warpgroup
     states.freed[stage]    the output warpgroup             state, before it stores the next state
 
 Without an output warpgroup the kernel gives states alone: that after each part, or for the backward pass those before
-all chunks. Without values it gives the states that follow from a unit matrix: what a part does to any state.
+all chunks, and e with them. Without values it gives the states that follow from a unit matrix: what a part does to any
+state.
 
 Bound by: the latency of a chunk's three products in a row, where the slices of all sequences do not fill the GPU,
 which then has a block for each. Otherwise the tensor cores: a block of two slices multiplies queries and keys once for
@@ -54,24 +57,25 @@ from ..tiles import Operand, load_chunks, store_rows
 from .plan import CHUNK, SQUARE, ForwardPlan
 
 # Registers per thread of the state, output and memory warpgroups, by the numbers of state and output warpgroups.
-REGISTERS = {(1, 0): (240, 0, 40), (1, 1): (232, 168, 40), (1, 2): (216, 120, 40), (2, 1): (168, 136, 40)}
+REGISTERS = {
+    (1, 0): (240, 0, 40), (2, 0): (232, 0, 40), (1, 1): (232, 168, 40), (1, 2): (216, 120, 40), (2, 1): (168, 136, 40)
+}  # fmt: skip
 # Chunks that `state` may be ahead of the output warpgroups: a multiple of their number. Then each of two, which takes
 # every second chunk, reads the same stage each time and misses no phase of its barriers.
 STATE_STAGES = 2
 
 
 def _copies(plan: ForwardPlan) -> int:
-    """Copies of a chunk: the inverse, cum in one or two layouts, values, keys and queries."""
+    """Copies of a chunk: the inverse, beta, cum in one or two layouts, values, keys and queries."""
     num_keys = plan.pieces * (2 if plan.output_wgs else 1)
-    return (3 if plan.output_wgs else 2) + plan.has_values * plan.state_wgs + num_keys
+    return (4 if plan.output_wgs else 3) + plan.has_values * plan.state_wgs + num_keys
 
 
 def scratch(plan: ForwardPlan) -> dict:
-    cum = plgpu.SMEM((plan.num_stages, CHUNK), jnp.float32)
     refs = dict(
         k_smem=plan.rows(plan.num_stages, plan.pieces),
         inverse_smem=plan.squares(plan.num_stages),
-        col_cum_smem=cum,
+        columns_smem=plgpu.SMEM((plan.num_stages, 2, CHUNK), jnp.float32),
         filled=_device.barriers(plan.num_stages, _copies(plan)),
         freed=_device.barriers(plan.num_stages, plan.memory_role),
         landed=_device.barriers(1, _copies(plan)),
@@ -79,12 +83,14 @@ def scratch(plan: ForwardPlan) -> dict:
     if plan.has_values:
         refs |= dict(v_smem=plan.rows(plan.num_stages, plan.state_wgs))
     if plan.output_wgs or plan.keeps_all:
-        refs |= dict(s_smem=plan.squares(STATE_STAGES, plan.state_wgs, plan.pieces))
+        refs |= dict(
+            s_smem=plan.squares(STATE_STAGES, plan.state_wgs, plan.pieces),
+            e_smem=plan.squares(STATE_STAGES, plan.state_wgs),
+        )
     if plan.output_wgs:
         refs |= dict(
-            u_smem=plan.squares(STATE_STAGES, plan.state_wgs),
             q_smem=plan.rows(plan.num_stages, plan.pieces),
-            row_cum_smem=cum,
+            row_cum_smem=plgpu.SMEM((plan.num_stages, CHUNK), jnp.float32),
             o_smem=plan.rows(plan.output_wgs * plan.state_wgs),
             handed=_device.barriers(STATE_STAGES, plan.state_wgs),  # The ring `states`: filled, and freed.
             taken=_device.barriers(STATE_STAGES),
@@ -99,17 +105,29 @@ class Shared:
     plan: ForwardPlan
     part: Part
     unit: Index  # Number of the block among those of its part.
-    chunks: Ring  # Its stages hold a chunk's q, k, v, inverse and cum.
+    chunks: Ring  # Its stages hold a chunk's q, k, v, inverse, cum and beta.
     k: Tiles
     inverse: Ref
-    col_cum: Ref  # cum as one number per column of a product, and as one per row.
-    row_cum: Ref = None
+    columns: Ref  # cum and beta, one number per column of a product.
+    row_cum: Ref = None  # cum, one number per row.
     v: Tiles | None = None
     q: Tiles | None = None
-    states: Ring | None = None  # Its stages hold s and u.
+    states: Ring | None = None  # Its stages hold s and eᵀ.
     s: Ref = None
-    u: Ref = None
+    e: Ref = None
     o: Tiles | None = None
+
+    col_cum = property(lambda self: self.columns.at[:, 0])
+    beta = property(lambda self: self.columns.at[:, 1])
+
+    def minus_decay(self, stage):
+        """-exp(cum)"""
+        return -jnp.exp(load(self.col_cum.at[stage], COLUMNS))
+
+    def to_end(self, stage):
+        """exp(cum[-1] - cum) beta"""
+        cum, last = load(self.col_cum.at[stage], COLUMNS), self.col_cum[stage, CHUNK - 1]
+        return jnp.exp(last - cum) * load(self.beta.at[stage], COLUMNS)
 
 
 def _kernel(
@@ -125,7 +143,7 @@ def _kernel(
 
     @_device.role(role < plan.state_wgs, increase_to=state_registers)
     def _():
-        _carry_the_state(shared, role, initial_gmem, outs[0])
+        _carry_the_state(shared, role, initial_gmem, outs)
 
     if plan.output_wgs:
         change = "increase_to" if plan.output_wgs == 1 else "decrease_to"
@@ -150,81 +168,104 @@ def _load_chunks(shared: Shared, landed: Barrier, gmem: dict):
     if plan.output_wgs:
         operands.append(Operand(gmem["q"], shared.q, key_head, plan.pieces))
 
-    def inverse_and_cum(chunk, stage):
-        refs = dict(inverse=shared.inverse, col_cum=shared.col_cum, row_cum=shared.row_cum)
+    def others(chunk, stage):
+        refs = {name: getattr(shared, name) for name in ("inverse", "beta", "col_cum", "row_cum")}
         return [(gmem[name].at[head, chunk], ref.at[stage]) for name, ref in refs.items() if ref is not None]
 
-    load_chunks(shared.part, shared.chunks, landed, operands, inverse_and_cum, _copies(plan))
+    load_chunks(shared.part, shared.chunks, landed, operands, others, _copies(plan))
 
 
-def _carry_the_state(shared: Shared, wg: Index, initial_gmem: Ref | None, states_gmem: Ref):
+def _carry_the_state(shared: Shared, wg: Index, initial_gmem: Ref | None, outs):
     """State warpgroup `wg`: takes the state of its slice from chunk to chunk, in pieces (64, 64) of its N columns."""
     plan, part, value_slice = shared.plan, shared.part, shared.unit * shared.plan.state_wgs + wg
 
     def step(i, s):
         stage, state_stage = shared.chunks.wait(i), _device.rem(i, STATE_STAGES)
-        u = _corrections(shared, wg, i, stage, [piece.astype(plan.dtype) for piece in s])
-        if plan.output_wgs:
-            shared.u[state_stage, wg] = u.astype(plan.dtype)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(shared.states.filled.at[state_stage])
-        elif plan.keeps_all:
-            plgpu.commit_smem()
-            for p in range(plan.pieces):
-                target = states_gmem.at[part.first_chunk + i, value_slice, :, pl.ds(p * PIECE, PIECE)]
-                plgpu.copy_smem_to_gmem(shared.s.at[state_stage, wg, p], target)
-        # s' = exp(cum[-1]) s + (exp(cum[-1] - cum) u)ᵀ k
-        last = shared.col_cum[stage, CHUNK - 1]
-        to_end = jnp.exp(last - load(shared.col_cum.at[stage], COLUMNS))
-        u_to_end, decay = (u * spread(to_end, 1)).astype(plan.dtype), jnp.exp(last)
-        s = [
-            product([(u_to_end, shared.k.tiled.at[stage, p])], plan.interpreted, piece * decay)
-            for p, piece in enumerate(s)
-        ]
+        e, to_end = _errors(shared, wg, i, stage, [piece.astype(plan.dtype) for piece in s])
+
+        def hand_over():
+            if plan.output_wgs or plan.keeps_all:
+                shared.e[state_stage, wg] = e.astype(plan.dtype)
+                plgpu.commit_smem()
+            if plan.output_wgs:
+                plgpu.barrier_arrive(shared.states.filled.at[state_stage])
+            elif plan.keeps_all:
+                states_gmem, errors_gmem = (out.at[part.first_chunk + i, value_slice] for out in outs)
+                for p in range(plan.pieces):
+                    target = states_gmem.at[:, pl.ds(p * PIECE, PIECE)]
+                    plgpu.copy_smem_to_gmem(shared.s.at[state_stage, wg, p], target)
+                plgpu.copy_smem_to_gmem(shared.e.at[state_stage, wg], errors_gmem)
+
+        s = _next_state(shared, stage, e, to_end, s, hand_over)
         shared.chunks.release(i)
         return s
 
     first = first_state(initial_gmem, (part.number, value_slice), plan.pieces)
     last = lax.fori_loop(0, part.num_chunks, step, first)
     if not plan.keeps_all:
-        store_state(states_gmem, (part.number, value_slice), last)
+        store_state(outs[0], (part.number, value_slice), last)
     if plan.output_wgs:
         shared.states.drain(part.num_chunks)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _corrections(shared: Shared, wg: Index, i: Index, stage: Index, s: list):
-    """uᵀ = (vᵀ - exp(cum) s kᵀ) inverseᵀ of chunk `i`, a row per value and a column per token.
+def _next_state(shared: Shared, stage: Index, e, to_end, s: list, hand_over):
+    """s' = exp(cum[-1]) s + (exp(cum[-1] - cum) beta e)ᵀ k, from eᵀ; `hand_over()` is called meanwhile."""
+    plan, decay = shared.plan, jnp.exp(shared.col_cum[stage, CHUNK - 1])
+    u_to_end = (e * spread(to_end, 1)).astype(plan.dtype)
+    keys = [shared.k.tiled.at[stage, p] for p in range(plan.pieces)]
+    if plan.interpreted:
+        hand_over()
+        return [product([(u_to_end, k)], True, piece * decay) for piece, k in zip(s, keys, strict=True)]
 
-    `s`, rounded, is stored while the tensor cores are at the products.
+    def multiply(*refs):
+        for ref, piece, k in zip(refs, s, keys, strict=True):
+            ref[...] = piece * decay
+            plgpu.wgmma(ref, u_to_end, k)
+        hand_over()
+        return [plgpu.layout_cast(ref[...], plgpu.Layout.WGMMA) for ref in refs]
+
+    return pl.run_scoped(multiply, *[plgpu.ACC(SQUARE, jnp.float32)] * plan.pieces)
+
+
+def _errors(shared: Shared, wg: Index, i: Index, stage: Index, s: list):
+    """eᵀ = (vᵀ - exp(cum) s kᵀ) inverseᵀ of chunk `i`, a row per value and a column per token; and `Shared.to_end`.
+
+    `s`, rounded, is stored, and decays are computed, while the tensor cores are at the products.
     """
     plan = shared.plan
     keys = [(piece, shared.k.tiled.at[stage, p].T) for p, piece in enumerate(s)]
     inverse = shared.inverse.at[stage].T
     values = [(shared.v.tiled.at[stage, wg].T, inverse)] if plan.has_values else []
-    minus_decay = lambda: spread(-jnp.exp(load(shared.col_cum.at[stage], COLUMNS)), 1)
     if plan.interpreted:
         _store_state_before(shared, wg, i, s)
-        from_state = (product(keys, True) * minus_decay()).astype(plan.dtype)
-        return product([*values, (from_state, inverse)], True)
+        from_state = (product(keys, True) * spread(shared.minus_decay(stage), 1)).astype(plan.dtype)
+        return product([*values, (from_state, inverse)], True), shared.to_end(stage)
 
-    def multiply(from_state_ref, u_ref=None):
+    def finish(pairs, e_ref):
+        for pair in pairs:
+            plgpu.wgmma(e_ref, *pair)
+        to_end = shared.to_end(stage)
+        return plgpu.layout_cast(e_ref[...], plgpu.Layout.WGMMA), to_end
+
+    def multiply(from_state_ref, e_ref=None):
         for pair in keys:
             plgpu.wgmma(from_state_ref, *pair)
-        early = [] if u_ref is None else values  # They wait for no state.
+        early = [] if e_ref is None else values  # They wait for no state.
         for pair in early:
-            plgpu.wgmma(u_ref, *pair)
+            plgpu.wgmma(e_ref, *pair)
         _store_state_before(shared, wg, i, s)
+        minus_decay = spread(shared.minus_decay(stage), 1)
         from_state = plgpu.wgmma_accumulator_load(from_state_ref, wait_n=len(early))
         from_state = plgpu.layout_cast(from_state, plgpu.Layout.WGMMA)
-        from_state = (from_state * minus_decay()).astype(plan.dtype)
-        if u_ref is None:
-            return product([*values, (from_state, inverse)], False)
-        plgpu.wgmma(u_ref, from_state, inverse)
-        return plgpu.layout_cast(u_ref[...], plgpu.Layout.WGMMA)
+        from_state = (from_state * minus_decay).astype(plan.dtype)
+        if e_ref is None:
+            pairs = [*values, (from_state, inverse)]
+            return pl.run_scoped(functools.partial(finish, pairs), plgpu.ACC(SQUARE, jnp.float32))
+        return finish([(from_state, inverse)], e_ref)
 
     # Two chains fill each other's gaps, and have registers for one accumulator at a time.
-    accumulators = 2 if plan.state_wgs == 1 else 1
+    accumulators = 1 if plan.state_wgs == 2 and plan.output_wgs else 2
     return pl.run_scoped(multiply, *[plgpu.ACC(SQUARE, jnp.float32)] * accumulators)
 
 
@@ -234,7 +275,7 @@ def _store_state_before(shared: Shared, wg: Index, i: Index, s: list):
     if plan.output_wgs:
         shared.states.acquire(i)
     elif plan.keeps_all:
-        plgpu.wait_smem_to_gmem(plan.pieces, wait_read_only=True)  # The state in this stage has left.
+        plgpu.wait_smem_to_gmem(plan.pieces + 1, wait_read_only=True)  # State and e in this stage have left.
     if plan.output_wgs or plan.keeps_all:
         for p, piece in enumerate(s):
             shared.s[_device.rem(i, STATE_STAGES), wg, p] = piece
@@ -249,19 +290,20 @@ def _compute_outputs(shared: Shared, wg: Index, o_gmem: Ref):
         stage = shared.chunks.wait(i)
         queries = [shared.q.tiled.at[stage, p] for p in range(plan.pieces)]
         keys = [shared.k.tiled.at[stage, p].T for p in range(plan.pieces)]
-        # w = tril(exp(cum[t] - cum[j]) q kᵀ)
+        # w = tril(exp(cum[t] - cum[j]) q kᵀ beta[j])
         w = product(list(zip(queries, keys, strict=True)), plan.interpreted)
         cum = spread(load(shared.row_cum.at[stage], ROWS), 0)
-        decay = jnp.exp(jnp.minimum(cum - spread(load(shared.col_cum.at[stage], COLUMNS), 1), 0.0))
-        w = jnp.where(row >= col, w * decay, 0.0).astype(plan.dtype)
+        decay = jnp.exp(cum - spread(load(shared.col_cum.at[stage], COLUMNS), 1))  # May be infinite where w is zero.
+        w = w * decay * spread(load(shared.beta.at[stage], COLUMNS), 1)
+        w = jnp.where(row >= col, w, 0.0).astype(plan.dtype)
         state_stage = shared.states.wait(i)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         o_tiles = [wg * plan.state_wgs + j for j in range(plan.state_wgs)]
         for j, tile in enumerate(o_tiles):
-            # o = scale (exp(cum) q sᵀ + w u)
+            # o = scale (exp(cum) q sᵀ + w e)
             states = [shared.s.at[state_stage, j, p].T for p in range(plan.pieces)]
             o = product(list(zip(queries, states, strict=True)), plan.interpreted)
-            o = product([(w, shared.u.at[state_stage, j].T)], plan.interpreted, o * jnp.exp(cum))
+            o = product([(w, shared.e.at[state_stage, j].T)], plan.interpreted, o * jnp.exp(cum))
             shared.o.tiled[tile] = (o * plan.scale).astype(plan.dtype)
         shared.chunks.release(i)
         shared.states.release(i)
@@ -284,10 +326,10 @@ def _compute_outputs(shared: Shared, wg: Index, o_gmem: Ref):
     plgpu.wait_smem_to_gmem(0)
 
 
-def launch(plan: ForwardPlan, table, q, k, v, inverse, cum, initial, params):
+def launch(plan: ForwardPlan, table, q, k, v, inverse, cum, beta, initial, params):
     """The kernel's results: with output warpgroups the states after all parts that are no padding, and o; if it
-    `keeps_all` the states before all chunks, (chunks, slices, 64, N), in the operands' dtype; otherwise the states
-    after all parts. `initial` None stands for zeros."""
+    `keeps_all` the states before all chunks, (chunks, slices, 64, N), and eᵀ, (chunks, slices, 64, 64), in the dtype of
+    the operands; otherwise the states after all parts. `initial` None stands for zeros."""
     sequences, state = plan.sequences, (plan.value_slices, PIECE, plan.pieces * PIECE)
     units, rows = plan.value_slices // plan.state_wgs, len(k)
     of_units = lambda x: x.reshape(rows, units, PIECE * plan.state_wgs)
@@ -296,10 +338,11 @@ def launch(plan: ForwardPlan, table, q, k, v, inverse, cum, initial, params):
     if plan.output_wgs:
         out_type.append(jax.ShapeDtypeStruct((rows, units, PIECE * plan.state_wgs), plan.dtype))
     if plan.keeps_all:
-        out_type = [jax.ShapeDtypeStruct((sequences.num_chunks, *state), plan.dtype)]
+        lead = sequences.num_chunks, plan.value_slices
+        out_type = [jax.ShapeDtypeStruct((*lead, PIECE, size), plan.dtype) for size in (state[-1], CHUNK)]
     v = None if v is None else of_units(v)
     # cum is passed twice: one ref cannot have two layouts.
-    gmem = dict(q=q, k=k, v=v, inverse=inverse, col_cum=cum, row_cum=cum)
+    gmem = dict(q=q, k=k, v=v, inverse=inverse, beta=beta, col_cum=cum, row_cum=cum)
     results = _host.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=out_type,

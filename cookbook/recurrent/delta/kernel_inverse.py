@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The inverse that each chunk of the gated delta rule needs, for all chunks at once: no chunk waits for another.
 
-    lower[t, j] = beta[t] exp(cum[t] - cum[j]) k[t] . k[j]  for j < t, else 0
-    inverse     = (1 + lower)^-1 diag(beta)
+    lower[t, j] = exp(cum[t] - cum[j]) k[t] . k[j] beta[j]  for j < t, else 0
+    inverse     = (1 + lower)^-1
 
 The kernel inverts a unit lower triangular matrix of 64 x 64 for each chunk of each value head. The paper calls this the
 UT transform, fla `solve_tril`.
 
 Shapes: k (rows, key heads, N), cum and beta (heads, chunks, 64) float32, inverse (heads, chunks, 64, 64) of the dtype
-of k. Rows and columns of tokens that a cut chunk does not have are zero.
+of k. Tokens that a cut chunk does not have have rows and columns of the unit matrix.
 
 Role table: one warpgroup per block, which makes the inverses of one chunk for up to four value heads of a key head, one
 after the other. There is no memory warpgroup: three blocks on an SM hide each other's copies. The products of keys with
@@ -18,7 +18,7 @@ Barrier table:
 
     barrier   arrivals                                      who waits
     filled    copies of the keys, of the masks, and of cum  the warpgroup, once
-              and beta of the heads, in two layouts
+              (in two layouts) and beta of the heads
 
 The algorithm doubles inverted blocks. Cut 1 + lower into blocks of b tokens. Two neighbours on the diagonal, whose
 inverses d1 and d2 are known, and the block e of `lower` between them make a block of 2 b tokens, whose inverse is
@@ -149,19 +149,19 @@ def _inverse(minus_lower, masks_smem: Ref, d_smem: Ref, x_smem: Ref, interpreted
     return inverse
 
 
-def _kernel(first_rows, num_rows, k_gmem, of_rows, of_columns, masks_gmem, o_gmem, *, group: int, interpreted: bool,
-            k_smem, keys_smem, rows_smem, columns_smem, masks_smem, d_smem, xo_smem, filled):  # fmt: skip
-    """`group` value heads share a key head. `of_rows` and `of_columns` are both (cum, beta)."""
-    chunk, unit, num_heads = lax.axis_index("tile"), lax.axis_index("unit"), rows_smem.shape[1]
+def _kernel(first_rows, num_rows, k_gmem, vectors, masks_gmem, o_gmem, *, group: int, interpreted: bool,
+            k_smem, keys_smem, row_cum_smem, col_cum_smem, beta_smem, masks_smem, d_smem, xo_smem,
+            filled):  # fmt: skip
+    """`group` value heads share a key head."""
+    chunk, unit, num_heads = lax.axis_index("tile"), lax.axis_index("unit"), beta_smem.shape[0]
     first_head, rows = unit * num_heads, num_rows[chunk]
     x_smem, o_smem = xo_smem
     keys = Operand(k_gmem, Tiles.views(k_smem, interpreted), _device.div(first_head, group), k_gmem.shape[2] // PIECE)
 
     keys.copy(first_rows[chunk], CHUNK, 0, filled)
     plgpu.copy_gmem_to_smem(masks_gmem, masks_smem, filled)
-    for smem, vectors in ((rows_smem, of_rows), (columns_smem, of_columns)):
-        for i, vector in enumerate(vectors):
-            plgpu.copy_gmem_to_smem(vector.at[pl.ds(first_head, num_heads), chunk], smem.at[i], filled)
+    for vector, smem in zip(vectors, (row_cum_smem, col_cum_smem, beta_smem), strict=True):
+        plgpu.copy_gmem_to_smem(vector.at[pl.ds(first_head, num_heads), chunk], smem, filled)
     plgpu.barrier_wait(filled)
 
     @pl.when(rows < CHUNK)
@@ -175,16 +175,14 @@ def _kernel(first_rows, num_rows, k_gmem, of_rows, of_columns, masks_gmem, o_gme
 
     @pl.loop(0, num_heads)
     def _(head):
-        (cum_rows, beta_rows), (cum_columns, beta_columns) = (
-            [load(smem.at[i, head], layout) for i in (0, 1)]
-            for smem, layout in ((rows_smem, ROWS), (columns_smem, COLUMNS))
-        )
-        # -lower = -beta[t] exp(cum[t] - cum[j]) k[t] . k[j]
+        cum_rows = load(row_cum_smem.at[head], ROWS)
+        cum_columns, beta_columns = (load(smem.at[head], COLUMNS) for smem in (col_cum_smem, beta_smem))
+        # -lower = -exp(cum[t] - cum[j]) k[t] . k[j] beta[j]
         decay = jnp.exp2(jnp.minimum(spread(cum_rows * LOG2_E, 0) - spread(cum_columns * LOG2_E, 1), 0.0))
-        minus_lower = load(keys_smem) * decay * spread(-beta_rows, 0)
+        minus_lower = load(keys_smem) * decay * spread(-beta_columns, 1)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The inverse of the head before has left the place of x.
         inverse = _inverse(minus_lower.astype(jnp.float16), masks_smem, d_smem, x_smem, interpreted)
-        o_smem[...] = (inverse * spread(beta_columns, 1)).astype(o_smem.dtype)
+        o_smem[...] = inverse.astype(o_smem.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(o_smem, o_gmem.at[first_head + head, chunk])
 
@@ -199,7 +197,7 @@ def inverses(first_rows, num_rows, k, cum, beta, *, interpreted: bool, params):
     num_heads = heads_of_block(key_heads, heads, chunks)
     narrow = swizzled(STRIP)
     either = (lambda *refs: refs) if interpreted else plgpu.RefUnion
-    vectors = plgpu.SMEM((2, num_heads, CHUNK), jnp.float32)
+    vectors = plgpu.SMEM((num_heads, CHUNK), jnp.float32)
     return _host.kernel(
         functools.partial(_kernel, group=heads // key_heads, interpreted=interpreted),
         out_type=jax.ShapeDtypeStruct((heads, chunks, *SQUARE), k.dtype),
@@ -208,13 +206,14 @@ def inverses(first_rows, num_rows, k, cum, beta, *, interpreted: bool, params):
         scratch_types=dict(
             k_smem=row_tiles((1, pieces, CHUNK, PIECE), k.dtype, interpreted, by_eights=True),
             keys_smem=plgpu.SMEM(SQUARE, jnp.float32, **swizzled(PIECE // 2, jnp.float32)),
-            rows_smem=vectors,
-            columns_smem=vectors,
+            row_cum_smem=vectors,
+            col_cum_smem=vectors,
+            beta_smem=vectors,
             masks_smem=plgpu.SMEM(masks.shape, masks.dtype, **narrow),
             d_smem=plgpu.SMEM(SQUARE, jnp.float16, **narrow),
             xo_smem=either(plgpu.SMEM(SQUARE, jnp.float16, **narrow), plgpu.SMEM(SQUARE, k.dtype, **swizzled())),
-            filled=_device.barriers(1, pieces + 5),
+            filled=_device.barriers(1, pieces + 4),
         ),
         compiler_params=params,
-        # Twice: JAX finds no layout for one reference loaded in two.
-    )(first_rows, num_rows, k, (cum, beta), (cum, beta), jnp.asarray(masks))
+        # cum twice: JAX finds no layout for one reference loaded in two.
+    )(first_rows, num_rows, k, (cum, cum, beta), jnp.asarray(masks))

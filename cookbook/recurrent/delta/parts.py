@@ -15,17 +15,17 @@ from . import kernel
 from .plan import ForwardPlan
 
 
-def starts_of_parts(plan: ForwardPlan, table, seq, k, v, inverse, cum, initial, params):
+def starts_of_parts(plan: ForwardPlan, table, seq, k, v, inverse, cum, beta, initial, params):
     """(states at the starts of all parts, states at the ends of the sequences), both in slices."""
     sequences = plan.sequences
     of_heads = lambda states: states.reshape(len(states), plan.heads, -1, states.shape[-1])
     alone = dataclasses.replace(plan, state_wgs=1, output_wgs=0)
-    (local,) = kernel.launch(alone, table, None, k, v, inverse, cum, None, params)
+    (local,) = kernel.launch(alone, table, None, k, v, inverse, cum, beta, None, params)
     unit = jnp.eye(plan.pieces * PIECE, dtype=jnp.float32).reshape(plan.pieces, PIECE, -1)
     unit = jnp.broadcast_to(unit, (sequences.num_parts, plan.heads, *unit.shape))
     of_keys = dataclasses.replace(alone, slices_per_head=plan.pieces, has_values=False)
     unit = unit.reshape(len(unit), of_keys.value_slices, *unit.shape[3:])
-    (transition,) = kernel.launch(of_keys, table, None, k, None, inverse, cum, unit, params)
+    (transition,) = kernel.launch(of_keys, table, None, k, None, inverse, cum, beta, unit, params)
     shape = local.shape[1:]
     local, transition = of_heads(local), of_heads(transition)
     zeros = jnp.zeros((sequences.num_seqs, *local.shape[1:]), jnp.float32)

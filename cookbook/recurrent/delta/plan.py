@@ -27,6 +27,7 @@ class Plan:
     dtype: jnp.dtype
     scale: float
     interpreted: bool
+    num_sms: int
 
     @property
     def value_slices(self) -> int:
@@ -61,3 +62,11 @@ class ForwardPlan(Plan):
     @property
     def memory_role(self) -> int:
         return self.state_wgs + self.output_wgs
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardPlan(Plan):
+    """A launch of the kernel of the states' gradients."""
+
+    num_stages: int  # Chunks in shared memory.
+    state_wgs: int  # Warpgroups, and so slices of a block.

@@ -252,7 +252,8 @@ def ssd(
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Mamba-2's recurrence over a sequence; a compiled program is bitwise reproducible from run to run.
 
-    XLA may sum dt in another order when it compiles again, or for another length.
+    A sequence that is cut between two chunks and continued from its state has the same bits as the whole one, as long
+    as neither is split into parts: the order of all sums in a chunk is fixed.
 
     On an automatic mesh JAX gathers sharded operands on every device and says nothing: call it inside `jax.shard_map`.
 

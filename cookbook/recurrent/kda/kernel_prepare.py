@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a chunk of Kimi Delta Attention needs and no state changes, for all chunks at once.
+
+With gc[t, c] the sum of channel c's gates up to token t of the chunk, and j < t,
+
+    m[t, j] = sum over c of k[t, c] k[j, c] exp(gc[t, c] - gc[j, c])
+    w[t, j] = the same with q[t, c] in place of k[t, c], and w[t, t] = q[t] . k[t]
+    inverse = (1 + diag(beta) m)^-1 diag(beta)
+    keys_read = exp(gc) k,    queries = exp(gc) q
+    keys_written = exp(gc[-1] - gc) k,    decay = exp(gc[-1])
+
+Shapes: q and k (rows, key heads, N), g (rows, heads, N) float32, beta (heads, chunks, 64) float32; the results are
+those that `plan.KdaPlan.prepared` names. Rows and columns of tokens that a cut chunk does not have are zero.
+
+Each channel has a decay of its own, so the decays do not leave the sum over the channels; and neither exp(gc) k nor
+exp(-gc) k can be multiplied as they are, since the second overflows. Between a token t and an earlier one j there is
+exactly one power of two b at which they part: t lies in the second half and j in the first half of the same 2 b tokens.
+With x[r, c] the sum of the gates between token r and the boundary of those halves,
+
+    gc[t] - gc[j] = x[t] + x[j]
+
+and both are at most 0. So for each b of 32, 16, ..., 1 one product exp(x) k by itself, and one of exp(x) q by it, has
+the pairs that part at b, and a comparison of t ^ j with b selects them. No exponential of a positive number is taken,
+however strong the gates are, and x is a sum of gates, never a difference of sums: a strong gate costs no bits of weak
+ones. The sums are products on tensor cores too: of a matrix of zeros and ones, made in registers from its indices, by
+the gates in two parts of float16, which have 22 bits together.
+
+Role table: one warpgroup per block, with one chunk of one value head; two blocks of an SM hide each other's latencies.
+
+Barrier table:
+
+    barrier   arrivals             who waits
+    filled    copies of operands   the warpgroup, before anything
+
+Bound by: the exponentials, 8 for each value of a key, and the latency of the products of six powers of two in a row.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ... import _device, _host
+from ..._device import COLUMNS, PIECE, ROWS, Ref, Tiles, load, product, row_tiles, spread, swizzled
+from ..delta.kernel_inverse import STRIP, _inverse, _masks
+from ..states import LEAST_DECAY
+from ..tiles import Operand
+from .plan import CHUNK, INVERSE, KEYS_READ, SQUARE, WEIGHTS, KdaPlan
+
+NUM_BLOCKS = 6  # Powers of two at which two tokens of a chunk can part.
+HALF = PIECE // 2  # Columns of a tile of gates, of 128 bytes.
+LOG2_E = math.log2(math.e)
+NORM_EPSILON = 1e-6  # Under the root, as in fla's l2norm.
+
+
+def _scratch(plan: KdaPlan, masks) -> dict:
+    gates = row_tiles((1, 2 * plan.pieces, CHUNK, HALF), jnp.float32, plan.interpreted, by_eights=True)
+    parts = plgpu.SMEM((plan.pieces, 2, *SQUARE), jnp.float16, **swizzled())
+    of_inverse = plgpu.SMEM((2, *SQUARE), jnp.float16, **swizzled(STRIP))
+    views = (gates,) if plan.interpreted else gates.refs
+    return dict(
+        q_smem=plan.rows(1, plan.pieces),
+        k_smem=plan.rows(1, plan.pieces),
+        gates_smem=(gates, parts, of_inverse) if plan.interpreted else plgpu.RefUnion(*views, parts, of_inverse),
+        queries_smem=plan.squares(plan.pieces),  # Decayed ones; q stays where it is to save registers.
+        diagonal_smem=plgpu.SMEM((CHUNK,), jnp.float32),
+        masks_smem=plgpu.SMEM(masks.shape, masks.dtype, **swizzled(STRIP)),
+        rows_smem=plgpu.SMEM((CHUNK,), jnp.float32),
+        columns_smem=plgpu.SMEM((CHUNK,), jnp.float32),
+        filled=_device.barriers(1, 4 * plan.pieces + 3),
+    )
+
+
+def _ones(first, last):
+    """(64, 64) in float16: ones from column `first` to `last` of each row, which are matrices themselves."""
+    _, column = _device.indices()
+    return jnp.where((column >= first) & (column <= last), 1.0, 0.0).astype(jnp.float16)
+
+
+def _to_boundary(block):
+    """The matrix that sums the gates between a token and the boundary of its 2 `block` tokens."""
+    row, _ = _device.indices()
+    is_second = (row & block) != 0
+    return _ones(jnp.where(is_second, row & -block, row + 1), jnp.where(is_second, row, row | (block - 1)))
+
+
+def _split(gates_smem: Tiles, parts_smem: Ref, p: int):
+    """Leaves piece `p` of the gates, as logarithms to base 2, in two parts of float16 in its place in shared memory.
+    Returns how the chunk decays."""
+    gates = jnp.concatenate([load(gates_smem.tiled.at[0, 2 * p + half]) for half in range(2)], axis=1)
+    gates = jnp.maximum(gates, math.log(LEAST_DECAY)) * LOG2_E
+    plgpu.commit_smem()  # All warps have read the piece.
+    high = gates.astype(jnp.float16)
+    parts_smem[p, 0] = high
+    parts_smem[p, 1] = (gates - high.astype(jnp.float32)).astype(jnp.float16)
+    return jnp.exp2(gates.sum(axis=0))
+
+
+def _normalize(rows_smem: Ref, pieces: int):
+    """Divides the rows, in pieces, by their norms."""
+    rows = [load(rows_smem.at[p]).astype(jnp.float32) for p in range(pieces)]
+    norm = functools.reduce(jnp.add, [(x * x).sum(axis=1) for x in rows]) + NORM_EPSILON
+    for p, x in enumerate(rows):
+        rows_smem[p] = (x * spread(lax.rsqrt(norm), 0)).astype(rows_smem.dtype)
+    plgpu.commit_smem()
+
+
+def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, decay_gmem, *, plan: KdaPlan, q_smem,
+            k_smem, gates_smem, queries_smem, diagonal_smem, masks_smem, rows_smem, columns_smem, filled):  # fmt: skip
+    chunk, head = lax.axis_index("tile"), lax.axis_index("unit")
+    pieces, rows, key_head = range(plan.pieces), num_rows[chunk], plan.key_head(head)
+    *gates, parts_smem, inverse_smem = gates_smem
+    gates = Tiles.views(gates[0] if plan.interpreted else gates, plan.interpreted)
+    q_smem, k_smem = (Tiles.views(smem, plan.interpreted) for smem in (q_smem, k_smem))
+    operands = (
+        Operand(gmem["q"], q_smem, key_head, plan.pieces),
+        Operand(gmem["k"], k_smem, key_head, plan.pieces),
+        Operand(gmem["g"], gates, head, 2 * plan.pieces),
+    )
+    for operand in operands:
+        operand.copy(first_rows[chunk], CHUNK, 0, filled)
+    plgpu.copy_gmem_to_smem(masks_gmem, masks_smem, filled)
+    for smem, of in ((rows_smem, beta_gmem[0]), (columns_smem, beta_gmem[1])):
+        plgpu.copy_gmem_to_smem(of.at[head, chunk], smem, filled)
+    plgpu.barrier_wait(filled)
+
+    @pl.when(rows < CHUNK)
+    def _():
+        for operand in operands:
+            operand.clear(0, rows, plan.interpreted)
+        plgpu.commit_smem()
+
+    if plan.use_qk_l2norm:
+
+        @pl.when(rows > 0)  # In a branch the compiler computes nothing else ahead, for which registers are too few.
+        def _():
+            for smem in (q_smem, k_smem):
+                _normalize(smem.tiled.at[0], plan.pieces)
+
+    q, k = ([load(smem.tiled.at[0, p]) for p in pieces] for smem in (q_smem, k_smem))
+    dots = [(a.astype(jnp.float32) * b.astype(jnp.float32)).sum(axis=1) for a, b in zip(q, k, strict=True)]
+    diagonal_smem[...] = functools.reduce(jnp.add, dots)
+    for p in pieces:
+        _device.store(decay_gmem.at[head, chunk, pl.ds(p * PIECE, PIECE)], _split(gates, parts_smem, p))
+    plgpu.commit_smem()
+
+    def decays(ones, p):
+        """Rounded: in 32 bits the compiler would keep q and k converted through all of the kernel, and spill them."""
+        sums = product([(ones, parts_smem.at[p, part]) for part in range(2)], plan.interpreted)
+        return jnp.exp2(sums).astype(plan.dtype)
+
+    def put(smem, square, value):
+        """Stores a square of the results, by way of a tile of shared memory that nothing reads."""
+        smem[...] = value
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem, squares_gmem.at[head, chunk, square])
+
+    # The compiler does not know it: else it would keep addresses over the whole kernel, and spill them; and ptxas before
+    # 13.3 overwrites registers of constants while a product still reads them.
+    zero = rows >> 20
+
+    # Rows decayed from the chunk's start.
+    row, column = _device.indices()
+    from_start = _ones(0 * row + zero, row + zero)
+    for p in pieces:
+        decay = decays(from_start, p)
+        put(queries_smem.at[p], plan.queries + p, load(q_smem.tiled.at[0, p]) * decay)
+        put(k_smem.tiled.at[0, p], KEYS_READ + p, k[p] * decay)
+
+    # m below the diagonal, and w transposed above it.
+    def add_block(i, pairs):
+        block, stage = CHUNK // 2 >> i, jnp.minimum(i, zero)
+        queries, keys = queries_smem, k_smem.tiled.at[stage]
+        ones = _to_boundary(block)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.commit_smem()  # All warps have multiplied what the tiles hold.
+        for p in pieces:
+            decay = decays(ones, p)
+            queries[p], keys[p] = load(q_smem.tiled.at[stage, p]) * decay, k[p] * decay
+        plgpu.commit_smem()
+        parted = NUM_BLOCKS - i
+        is_nearer = (row >> parted) == (column >> parted)
+        of_keys, of_queries = (
+            product([(keys.at[p], x.at[p].T) for p in pieces], plan.interpreted) for x in (keys, queries)
+        )
+        return jnp.where(is_nearer, jnp.where(row > column, of_keys, of_queries), pairs)
+
+    zeros = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), plgpu.Layout.WGMMA)
+    # The compiler would unroll a loop whose length it knows, and spill.
+    pairs = lax.fori_loop(0, jnp.where(rows > 0, NUM_BLOCKS, 1), add_block, zeros)
+    w = jnp.where(row < column, pairs, jnp.where(row == column, spread(load(diagonal_smem, ROWS), 0), 0.0)).astype(
+        plan.dtype
+    )
+    minus_lower = (pairs * spread(-load(rows_smem, ROWS), 0)).astype(jnp.float16)
+
+    # The inverse, in the place of the gates, once all warps have multiplied what the tiles hold.
+    plgpu.commit_smem()
+    put(queries_smem.at[0], WEIGHTS, w)
+    to_end = _to_boundary(CHUNK + zero)
+    for p in pieces:
+        put(k_smem.tiled.at[0, p], plan.keys_written + p, k[p] * decays(to_end, p))
+    inverse = _inverse(minus_lower, masks_smem, inverse_smem.at[0], inverse_smem.at[1], plan.interpreted)
+    inverse = (inverse * spread(load(columns_smem, COLUMNS), 1)).astype(plan.dtype)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    put(k_smem.tiled.at[0, 0], INVERSE, inverse)
+    plgpu.wait_smem_to_gmem(0)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "params"))
+def prepare(first_rows, num_rows, q, k, g, beta, *, plan: KdaPlan, params):
+    """[squares, decays] of the chunks that begin at `first_rows` and have `num_rows`, as `plan.prepared` names them."""
+    masks = _masks()
+    return _host.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=plan.prepared,
+        grid=(plan.sequences.num_chunks, plan.heads),
+        grid_names=("tile", "unit"),
+        scratch_types=_scratch(plan, masks),
+        compiler_params=params,
+        # beta twice: JAX finds no layout for one reference loaded in two.
+    )(first_rows, num_rows, dict(q=q, k=k, g=g), jnp.asarray(masks), (beta, beta))
