@@ -75,7 +75,7 @@ def main() -> int:
         print("serving, Llama 3.2 1B's sizes")
         serving.run()
     if is_hopper and args.op in (None, "hybrid"):
-        verdicts.append(hybrid.run())
+        verdicts.append(hybrid.run(args.iterations))
     if is_hopper and args.op is None:
         verdicts += collectives.run(None, args.iterations)
     return _say(verdicts)

@@ -304,7 +304,7 @@ def _measured(impl: str, sizes: Sizes, iterations: int) -> tuple[lab.Measurement
     return row, lab.results.value(f"{problem}/{impl}", more)
 
 
-def run(sizes: Sizes = FULL, iterations: int = 10) -> bool | None:
+def run(iterations: int = 10, sizes: Sizes = FULL) -> bool | None:
     """Time a step with both and print the figures; the recorded ones, where there is no GPU.
 
     Returns:

@@ -44,7 +44,7 @@ def main() -> int:
 
 def note_bench() -> None:
     """Notes the program of each problem of the benchmark."""
-    from bench import sample, tune
+    from bench import hybrid, sample, tune
     from bench.problems import CASES
     from lab import program
 
@@ -56,6 +56,8 @@ def note_bench() -> None:
     for op in sample.SAMPLES:
         for problem, (fn, avals) in sample.programs(op):
             program.note(problem, "cookbook", fn, avals, "h200")
+    for impl, ops in hybrid.IMPLS.items():
+        program.note(hybrid.name(hybrid.FULL), impl, *hybrid.program(ops, hybrid.FULL), "h200")
 
 
 def read(file: str) -> dict[tuple[str, str], list[str]]:

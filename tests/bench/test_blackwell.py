@@ -111,11 +111,12 @@ def test_everything_runs_what_the_gpu_has(pretend_gpu, monkeypatch, results_fold
     monkeypatch.setattr(bench, "_ceilings", lambda iterations: None)
     monkeypatch.setattr(bench, "_print_dispatch", ran.add)
     monkeypatch.setattr(bench.serving, "run", lambda: ran.add("serving"))
+    monkeypatch.setattr(bench.hybrid, "run", lambda iterations: ran.add("hybrid"))
     monkeypatch.setattr(bench.collectives, "run", lambda *_: ran.add("collectives") or [])
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["bench"])
     assert bench.main() == 0
-    assert ({"serving", "collectives", "paged_attention", "matmul"} <= ran) == is_hopper
+    assert ({"serving", "hybrid", "collectives", "paged_attention", "matmul"} <= ran) == is_hopper
     assert ("blackwell.matmul" in ran) != is_hopper and "softmax" in ran
 
 
