@@ -130,8 +130,9 @@ def _plan(scale: float, config: Config, q, v, cu_seqlens, use_qk_l2norm: bool, t
     num_seqs = batch if cu_seqlens is None else len(cu_seqlens) - 1
     sequences = Sequences(num_seqs, batch * length, cu_seqlens is not None, CHUNK)
     return KdaPlan(
-        sequences, key_heads, heads, key_dim // PIECE, size // PIECE, q.dtype, scale, target.interpreted, target.num_sms,
-        use_qk_l2norm, config.num_stages, config.state_wgs, has_outputs=True,
+        sequences, key_heads, heads, pieces=key_dim // PIECE, slices_per_head=size // PIECE, dtype=q.dtype, scale=scale,
+        interpreted=target.interpreted, use_qk_l2norm=use_qk_l2norm, num_stages=config.num_stages,
+        state_wgs=config.state_wgs, has_outputs=True,
     )  # fmt: skip
 
 

@@ -172,8 +172,9 @@ def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, dec
         put(k_smem.tiled.at[0, p], KEYS_READ + p, k[p] * decay)
 
     # m below the diagonal, and w transposed above it.
-    def add_block(i, pairs):
-        block, stage = CHUNK // 2 >> i, jnp.minimum(i, zero)
+    def add_block(i, carry):
+        pairs, block = carry
+        stage = jnp.minimum(i, zero)
         queries, keys = queries_smem, k_smem.tiled.at[stage]
         ones = _to_boundary(block)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -182,16 +183,15 @@ def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, dec
             decay = decays(ones, p)
             queries[p], keys[p] = load(q_smem.tiled.at[stage, p]) * decay, k[p] * decay
         plgpu.commit_smem()
-        parted = NUM_BLOCKS - i
-        is_nearer = (row >> parted) == (column >> parted)
+        is_nearer = (row & -2 * block) == (column & -2 * block)
         of_keys, of_queries = (
             product([(keys.at[p], x.at[p].T) for p in pieces], plan.interpreted) for x in (keys, queries)
         )
-        return jnp.where(is_nearer, jnp.where(row > column, of_keys, of_queries), pairs)
+        return jnp.where(is_nearer, jnp.where(row > column, of_keys, of_queries), pairs), _device.div(block, 2)
 
     zeros = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), plgpu.Layout.WGMMA)
     # The compiler would unroll a loop whose length it knows, and spill.
-    pairs = lax.fori_loop(0, jnp.where(rows > 0, NUM_BLOCKS, 1), add_block, zeros)
+    pairs, _ = lax.fori_loop(0, jnp.where(rows > 0, NUM_BLOCKS, 1), add_block, (zeros, zero + CHUNK // 2))
     w = jnp.where(row < column, pairs, jnp.where(row == column, spread(load(diagonal_smem, ROWS), 0), 0.0)).astype(
         plan.dtype
     )
