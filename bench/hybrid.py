@@ -70,8 +70,8 @@ FULL = Sizes(
     expert_inner=384, experts=8, top_k=2, batch=8, length=2048,
 )  # fmt: skip
 TINY = Sizes(
-    PERIOD[1::2], vocabulary=128, hidden=128, heads=2, kv_heads=1, key_heads=1, head_dim=64, inner=128,
-    expert_inner=64, experts=4, top_k=2, batch=1, length=64,
+    PERIOD[1::2], vocabulary=64, hidden=64, heads=2, kv_heads=1, key_heads=1, head_dim=64, inner=64, expert_inner=64,
+    experts=4, top_k=2, batch=1, length=64,
 )  # fmt: skip
 
 

@@ -15,8 +15,8 @@ from lab import program, results
 
 bench = importlib.import_module("bench.__main__")
 # Both round activations to bfloat16, by 2**-9 of them, but at other places; and AdamW's first steps are as long for
-# small gradients as for large ones. Losses differ by 0.0015 at most; without the gradient of one op, by 0.0067 or more.
-TOLERANCE = 4e-3
+# small gradients as for large ones. Losses differ by 0.0022; without the gradient of one op they would by 0.038 or more.
+TOLERANCE = 8e-3
 
 
 def losses(ops: hybrid.Ops, steps: int = 3) -> np.ndarray:
@@ -47,7 +47,7 @@ def test_a_missing_gradient_is_more_than_the_tolerance(name):
     op = getattr(hybrid.PLAIN, name)
     without = lambda *args, **options: jax.lax.stop_gradient(op(*args, **options))
     found = losses(dataclasses.replace(hybrid.PLAIN, **{name: without}))
-    assert np.abs(found - plain_losses()).max() > 1.5 * TOLERANCE
+    assert np.abs(found - plain_losses()).max() > 2 * TOLERANCE
 
 
 def test_the_model_has_about_100m_parameters():
