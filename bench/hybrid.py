@@ -45,12 +45,12 @@ LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 class Sizes:
     """A model, and how many tokens it sees in a step."""
 
-    layers: tuple[tuple[str, str], ...]  # Of each: "attention" or "delta"; "glu" or "moe".
+    layers: tuple[tuple[str, str], ...]  # For each: "attention" or "delta"; "glu" or "moe".
     vocabulary: int
     hidden: int
-    heads: int  # Of queries in attention, and of values in the delta rule.
-    kv_heads: int  # Of keys and values in attention.
-    key_heads: int  # Of queries and keys in the delta rule.
+    heads: int  # Query heads in attention, value heads in the delta rule.
+    kv_heads: int  # Heads of keys and values in attention.
+    key_heads: int  # Heads of queries and keys in the delta rule.
     head_dim: int
     inner: int  # Columns between the products of SwiGLU.
     expert_inner: int
