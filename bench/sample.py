@@ -180,6 +180,12 @@ SAMPLES = {
         lambda *sizes: problems._delta_rule(*sizes[:-1], dim=sizes[-1]),
         BEYOND_XLA,
     ),
+    "kda": Sample(
+        _key_and_value_heads,
+        lambda seqs, tokens, _, heads, dim: _fits(seqs, tokens, heads),
+        lambda *sizes: problems._kda(*sizes[:-1], dim=sizes[-1]),
+        BEYOND_XLA,
+    ),
 }
 
 

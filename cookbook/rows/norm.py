@@ -4,10 +4,10 @@
     t = x,  residual + x  or  x * silu(gate)
     y[c] = (t[c] - mean) / sqrt(mean_c((t - mean)**2) + eps) * weight[c] + bias[c],    or that times silu(gate[c])
 
-`mean` is 0 but for layer_norm. One warpgroup per block loads a row into registers, reduces it and stores it; `plan.py`
-says which thread holds what. A row that does not fit the registers is read twice: once for its statistics, and once to
-be stored. Statistics of such a row are those of its distance from the mean of its first group of pieces, which is near
-enough to the row's mean that no digits cancel.
+`mean` is 0 unless the norm is centred. One warpgroup per block loads a row into registers, reduces it and stores it;
+`plan.py` says which thread holds what. A row that does not fit the registers is read twice: once for its statistics,
+and once to be stored. Its statistics are those of its distance from the mean of its first group of pieces, which is
+near enough to the row's mean that no digits cancel.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from .plan import FEW_ROWS, Config, Plan
 
 REGISTER_VALUES = 64  # With a second array, whose loads take registers beside those of x.
 LOG2_E = math.log2(math.e)
-SMALLEST = 1e-35  # Of a row's largest value, so that 448 over it is finite.
+SMALLEST = 1e-35  # A row's largest value counts as at least so much: 448 over it is finite.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Norm:
         first, *second = (plan.load(x, row, g) for x in arrays)
         if self.gate == "before":
             return each(lambda x, z: x * silu(z), first, *second), second[0]
-        return (
-            (first, second[0]) if self.gate else (each(lambda *v: functools.reduce(jnp.add, v), first, *second), None)
-        )
+        if self.gate:
+            return first, second[0]
+        return each(lambda *v: functools.reduce(jnp.add, v), first, *second), None
 
     def finish(self, sums, cols: int, shift):
-        """Mean (None if it is 0) and 1 / the root of the mean of squares, of `sums` as `Statistics` has them."""
+        """Mean (None if it is 0) and 1 / the root of the mean of squares, of `sums` as `moments` has them."""
         squares, *firsts = sums
         variance = squares * (1.0 / cols)
         if firsts:
@@ -91,7 +91,8 @@ def centre(norm: Norm, plan: Plan, first):
     """
     if not norm.is_centered:
         return None
-    return total(plan, first, 0) * (1.0 / min(plan.cols, plan.group * plan.shape[-1]))
+    columns = plan.cols if plan.num_groups == 1 else plan.group * plan.shape[-1]
+    return total(plan, first, 0) * (1.0 / columns)
 
 
 def moments(norm: Norm, plan: Plan, t, shift, g):
@@ -120,8 +121,8 @@ def _row(plan: Plan, *refs, norm: Norm, num_arrays: int, num_weights: int, in_pl
     y_gmem, *more_gmem, row = refs[num_arrays + num_weights :]
     is_8_bit = jnp.dtype(y_gmem.dtype).itemsize == 1
     load = lambda g: norm.inputs(plan, arrays, row, g)
-    # Of many rows, weights that come from the L1 cache as they are needed leave registers to more blocks (8192 x 4096:
-    # layer_norm 34 us in place of 41); of a few, all loads are in flight at once (32 x 4096: rms_norm 1.3, not 1.9).
+    # Weights that come from the L1 cache as they are needed leave registers to more blocks, where rows are many
+    # (layer_norm of 8192 x 4096: 34 us in place of 41). Where they are few, all loads are in flight at once.
     is_crowded = (norm.is_centered or num_arrays > 1) and plan.group * math.prod(plan.shape) > 16 * WARPGROUP
     late = is_crowded and plan.rows >= FEW_ROWS and not is_8_bit
     load_weights = lambda g: norm.weights(plan, weights_gmem, row, g, late)

@@ -59,7 +59,7 @@ def _is_summed_later(plan: Plan, norm: Norm, num_sums: int) -> bool:
 class Parts:
     """Pieces of a group of a row."""
 
-    t: list  # What is normalised.
+    t: list  # The values that are normalised.
     e: list  # dy, or of a gate after the norm dy * silu(gate).
     share: list | None  # sigmoid(gate).
 
@@ -74,7 +74,7 @@ def _parts(norm: Norm, values) -> Parts:
 
 
 def _sums(norm: Norm, plan: Plan, parts: Parts, scale, shift, g):
-    """Of each row of a group: `moments`; the sum of (t - `shift`) * e * weight; that of e * weight, if t is centred."""
+    """`moments` of a group; sums over each row of (t - `shift`) * e * weight, and of e * weight, if t is centred."""
     products = each(lambda v, s, d: v * s * d, _minus(parts.t, shift), scale, parts.e)
     sums = *moments(norm, plan, parts.t, shift, g), total(plan, products, g)
     return (*sums, total(plan, each(jnp.multiply, parts.e, scale), g)) if norm.is_centered else sums

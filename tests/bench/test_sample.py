@@ -30,7 +30,7 @@ def test_problems_are_the_seeds_own_and_in_bounds(op):
             seqs, tokens, heads, groups, head_dim, state_dim = sizes
             assert heads % groups == 0 and head_dim in (64, 128) and state_dim in (64, 128, 256)
             assert tokens % 64 == 0 and 2**13 <= seqs * tokens * heads <= 2**22
-        elif op == "gated_delta_rule":
+        elif op in ("gated_delta_rule", "kda"):
             seqs, tokens, key_heads, heads, dim = sizes
             assert heads % key_heads == 0 and dim in (64, 128)
             assert tokens % 64 == 0 and 2**13 <= seqs * tokens * heads <= 2**22

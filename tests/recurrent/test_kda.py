@@ -369,7 +369,7 @@ def test_mutants_are_caught(run_only, monkeypatch, tmp_path, file, old, new):
     kept = lambda x: x.at[:, 70:130].set(0)
     clean = lambda *tokens, **how: (lambda o, s: (kept(o), s.at[1].set(0)))(*fn(*tokens, **how))
     tokens = [jnp.nan_to_num(x) for x in args[:6]]
-    o, states = exactly(lambda *args: recurrence(*args, [0, 70, 130, 270]), tokens)
+    o, states = (np.array(x) for x in exactly(lambda *args: recurrence(*args, [0, 70, 130, 270]), tokens))
     o[:, 70:130], states[1] = 0, 0
 
     def caught():

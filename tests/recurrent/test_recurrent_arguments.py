@@ -17,7 +17,7 @@ from tests.arrays import array
 
 modules = {
     name: inspect.getmodule(getattr(cookbook, name))
-    for name in ("gated_delta_rule", "gated_delta_rule_step", "ssd", "ssd_step", "linear_attention")
+    for name in ("gated_delta_rule", "gated_delta_rule_step", "kda", "kda_step", "ssd", "ssd_step", "linear_attention")
 }
 
 
@@ -30,16 +30,18 @@ def problems(batch=2, length=3, heads=2):
     tokens = dict(q=q, k=k, v=v, g=g, beta=beta)
     dt, a = jnp.exp(g), -jnp.ones(heads)
     wide = dict(x=v, dt=dt, a=a, b=k, c=q)
+    of_channels = tokens | dict(g=g[..., None] * jnp.ones(q.shape[-1]))
     of_token = lambda args: {name: x[:, 0] if x.ndim > 1 and length else x for name, x in args.items()}
     ops = dict(
         gated_delta_rule=tokens | dict(initial_state=state), ssd=wide | dict(initial_state=state),
+        kda=of_channels | dict(initial_state=state), kda_step=of_token(of_channels) | dict(state=state),
         linear_attention=dict(query=q, key=k, value=v, initial_state=state),
         gated_delta_rule_step=of_token(tokens) | dict(state=state), ssd_step=of_token(wide) | dict(state=state),
     )  # fmt: skip
     return ops if length else {name: ops[name] for name in SEQUENCES}
 
 
-SEQUENCES = "gated_delta_rule", "ssd", "linear_attention"
+SEQUENCES = "gated_delta_rule", "kda", "ssd", "linear_attention"
 OPS = problems()
 each_op = pytest.mark.parametrize("op", OPS)
 
@@ -78,7 +80,7 @@ def test_what_is_compiled_into_the_kernel_may_not_be_traced(op):
         with pytest.raises(ValueError, match=f"^cookbook.{op}: {name} is traced.*static_argnames"):
             jax.jit(lambda value, name=name: call(**{name: value}))(1)
     refused(op, "return_final_state=2; must be one bool", return_final_state=2)
-    if op != "gated_delta_rule":
+    if op not in ("gated_delta_rule", "kda"):
         refused(op, "chunk_size=64.0; must be one int: pass 64", chunk_size=64.0)
         refused(op, "chunk_size=32; must be one of", chunk_size=jnp.int32(32))
 

@@ -25,6 +25,11 @@ def delta(batch, length, key_heads, heads, key_dim, value_dim, *, dtype=BF16, nu
     return q, q, v, *[AVAL(v.shape[:3], numbers)] * 2
 
 
+def channels(batch, length, key_heads, heads, key_dim, value_dim, **how):
+    q, k, v, _, beta = delta(batch, length, key_heads, heads, key_dim, value_dim, **how)
+    return q, k, v, AVAL((*v.shape[:3], key_dim), how.get("numbers", F32)), beta
+
+
 def space(batch, length, groups, heads, state_dim, size, *, dtype=BF16, numbers=F32):
     b, x = AVAL((batch, length, groups, state_dim), dtype), AVAL((batch, length, heads, size), dtype)
     return x, AVAL(x.shape[:3], numbers), AVAL((heads,), numbers), b, b
@@ -32,7 +37,7 @@ def space(batch, length, groups, heads, state_dim, size, *, dtype=BF16, numbers=
 
 def call(op, args, *, num_seqs=None, grad=False, starts=False, **how):
     """(a function, its arguments) of `op`, which has final states; with `starts` from initial ones."""
-    wide, narrow = (args[2], args[0]) if op is cookbook.gated_delta_rule else (args[0], args[-1])
+    wide, narrow = (args[2], args[0]) if op in (cookbook.gated_delta_rule, cookbook.kda) else (args[0], args[-1])
     states = AVAL((num_seqs or wide.shape[0], *wide.shape[2:], narrow.shape[3]), F32)
     more = dict(initial_state=states) if starts else {}
     packed = dict(cu_seqlens=AVAL((num_seqs + 1,), jnp.int32)) if num_seqs else {}
@@ -47,12 +52,16 @@ def call(op, args, *, num_seqs=None, grad=False, starts=False, **how):
     return fn, (*args, *more.values(), *packed.values())
 
 
-GATED, SSD = cookbook.gated_delta_rule, cookbook.ssd
+GATED, KDA, SSD = cookbook.gated_delta_rule, cookbook.kda, cookbook.ssd
 PLANS = {
     "gated delta rule, packed, two columns a block, four heads an inverse":
         (GATED, delta(1, 30_000, 1, 4, 128, 128, dtype=F16), dict(num_seqs=20, grad=True)),
     "gated delta rule, parts, three heads an inverse, x64":
         (GATED, delta(1, 16_001, 1, 3, 64, 64, numbers=BF16), dict(grad=True, starts=True)),
+    "kda, packed, two columns a block":
+        (KDA, channels(1, 30_000, 1, 4, 128, 128, dtype=F16), dict(num_seqs=20, grad=True, use_qk_l2norm=True)),
+    "kda, x64": (KDA, channels(1, 1001, 1, 3, 64, 64, numbers=BF16), dict(grad=True, starts=True)),
+    "kda, whole chunks": (KDA, channels(2, 4096, 2, 2, 64, 128), dict(grad=True)),
     "ssd, packed and parts, x64": (SSD, space(1, 9000, 1, 4, 64, 64), dict(num_seqs=5, grad=True)),
     "ssd, whole chunks": (SSD, space(2, 4096, 2, 80, 128, 64, numbers=BF16), dict(grad=True, starts=True)),
     "ssd, one token": (SSD, space(3, 1, 1, 1, 256, 192, dtype=F16), dict(grad=True)),
@@ -85,6 +94,8 @@ def test_steps_of_every_size():
         *tokens, _ = delta(3, 1, 1, 2, key_dim, value_dim, numbers=BF16), None
         tokens = [AVAL((x.shape[0], *x.shape[2:]), x.dtype) for x in tokens[0]]
         lowered(cookbook.gated_delta_rule_step, *tokens, AVAL((3, 2, value_dim, key_dim), F32))
+        tokens[3] = AVAL((3, 2, key_dim), BF16)
+        lowered(cookbook.kda_step, *tokens, AVAL((3, 2, value_dim, key_dim), F32))
 
 
 MANY = 70_000  # More than the blocks that CUDA allows along an axis of a grid other than its last.
@@ -98,8 +109,9 @@ MANY = 70_000  # More than the blocks that CUDA allows along an axis of a grid o
         call(SSD, space(1, MANY, 1, 2, 64, 64), num_seqs=MANY, grad=True),
         call(GATED, delta(1, MANY, 1, 2, 64, 64), num_seqs=MANY, grad=True),
         call(GATED, delta(1, 64 * MANY + 1, 1, 1, 64, 64), grad=True),
+        call(KDA, channels(1, MANY, 1, 2, 64, 64), num_seqs=MANY, grad=True),
     ],
-    ids=["steps", "ssd", "gated delta rule", "chunks"],
+    ids=["steps", "ssd", "gated delta rule", "chunks", "kda"],
 )  # fmt: skip
 def test_grids_of_many_blocks(monkeypatch, fn, args):
     """A GPU refuses others when a kernel is launched; lowering does not."""

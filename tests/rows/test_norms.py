@@ -79,14 +79,15 @@ def test_layer_norm(shape, dtype, residual_dtype):
     x, weight, bias = normal(0, shape, dtype, 2, 0.5), normal(1, shape[-1:], F32, 1, 1), normal(2, shape[-1:], BF16)
     args = (x, weight, bias) if residual_dtype is None else (x, weight, bias, normal(3, shape, residual_dtype))
     fn = lambda x, w, b, r=None: layer_norm(x, w, b, residual=r)
-    # What is left of a column less its mean is rounding.
+    # A column less its mean leaves rounding alone.
     tolerance = (1e-6, None) if shape[-1] == 1 and residual_dtype else None
     lab.check(fn, exact_layer_norm, *args, gpu=gpu_of(shape), tolerance=tolerance)
 
 
-@pytest.mark.parametrize("cols", [300, 20003])
+@pytest.mark.parametrize("cols", [300, 20003, 2051])
 def test_layer_norm_of_rows_far_from_zero(cols):
-    """Squares of the distance from the mean lose no digits to it, in rows of one group of pieces and of several."""
+    """Squares of the distance from the mean lose no digits to it, in rows of one group of pieces and of several, and in
+    one that begins anywhere, whose pieces leave its ends."""
     x = normal(0, (2, cols), F32, 1.0, 1e4)
     lab.check(layer_norm, lambda x: exact_layer_norm(x, jnp.ones(cols)), x, gpu=None)
 
@@ -138,7 +139,7 @@ def group_case(shape, size, dtype, gate_dtype, cols, kind):
 @pytest.mark.parametrize("shape, size, dtype, gate_dtype, cols", GROUP_CASES, ids=str)
 def test_group_norm(shape, size, dtype, gate_dtype, cols, kind):
     fn, exact, arrays = group_case(shape, size, dtype, gate_dtype, cols, kind)
-    tolerance = 1e-4 if size == 1 and not kind[1] else None  # What is left of a column less its mean is rounding.
+    tolerance = 1e-4 if size == 1 and not kind[1] else None  # A column less its mean leaves rounding alone.
     lab.check(fn, exact, *arrays, gpu=gpu_of(shape) if kind[1] else None, tolerance=tolerance)
 
 
@@ -151,6 +152,23 @@ def test_group_norm_gradients(shape, size, dtype, gate_dtype, cols, kind):
         pytest.skip("a group of one column less its mean is 0: its gradients are rounding alone")
     gpu = gpu_of(shape) if kind[1] else None
     lab.check(pull(fn), at_full_width(pull(exact)), *arrays, dy, gpu=gpu)
+
+
+@pytest.mark.parametrize(
+    "shape", [(8192, 4096), slow((8192, 128)), slow((8192, 8192)), slow((4096, 12288)), slow((32, 8192))], ids=str
+)
+def test_no_registers_are_spilled(shape):
+    x, w = jax.ShapeDtypeStruct(shape, BF16), jax.ShapeDtypeStruct(shape[-1:], F32)
+    with_sum = lambda op: lambda x, w, r: op(x, w, residual=r)
+    gated = lambda before: lambda x, w, z: group_norm(x, w, gate=z, norm_before_gate=before)
+    programs = [
+        (pull(layer_norm), (x, w, w, x)), *((pull(gated(before)), (x, w, x, x)) for before in (True, False)),
+        *((pull(with_sum(op)), (x, w, x, (x, x))) for op in (rms_norm, layer_norm)),
+        (layer_norm, (x, w, w)), (gated(True), (x, w, x)), (gated(False), (x, w, x)),
+        (lambda x, w, r: rms_norm(x, w, residual=r, out_dtype=E4M3), (x, w, x)),
+    ]  # fmt: skip
+    for fn, args in programs:
+        assert lab.compile_for("h200", fn, *args).spill_bytes == 0
 
 
 # 8 bits ---------------------------------------------------------------------------------------------------------------
@@ -189,7 +207,7 @@ def test_rms_norm_of_8_bits(shape, dtype, residual_dtype, largest, out_dtype):
 
 
 def test_8_bits_fit_a_product():
-    """What `matmul_fp8` takes, and near the product of what stands for it."""
+    """`matmul_fp8` takes them, and its product is near that of the numbers that they stand for."""
     x, scale, w = normal(0, (70, 128), BF16), normal(1, (128,), F32, 1, 1), normal(2, (64, 128), F32).astype(E4M3)
 
     def fn(x, scale, w):

@@ -45,7 +45,7 @@ OPS = {
     "group_norm after": lambda x: pull(gated(False))(x, x, x[0], x),
     "rms_norm of 8 bits": lambda x: rms_norm(x, x[0], residual=x, out_dtype=E4M3),
 }
-VALUES = {  # Of the norms, for the forward and the backward kernel.
+VALUES = {  # Registers for values of a norm, in the forward and the backward kernel.
     "rms_norm": (core.Config.register_values, norm_backward.REGISTER_VALUES),
     "layer_norm": (core.Config.register_values, norm_backward.REGISTER_VALUES),
     "group_norm before": (norm.REGISTER_VALUES, norm_backward.MORE_REGISTER_VALUES),

@@ -147,7 +147,8 @@ def _plan(scale: float, config: Config, q, v, cu_seqlens, target: _host.Target) 
     sequences = Sequences(num_seqs, batch * length, cu_seqlens is not None, CHUNK, part_rows)
     return ForwardPlan(
         sequences, key_heads, heads, key_dim // PIECE, size // PIECE, q.dtype, scale, target.interpreted,
-        target.num_sms, config.num_stages, config.state_wgs, config.output_wgs, has_values=True, keeps_all=False,
+        config.num_stages, config.state_wgs, config.output_wgs, has_values=True, keeps_all=False,
+        num_sms=target.num_sms,
     )  # fmt: skip
 
 

@@ -77,7 +77,7 @@ def gradients(q, k, v, initial, cu_seqlens, cum, beta, inverse, do, d_final, *, 
     dv, d_states, d_initial = kernel_backward.launch(backward, table, q, k, do, inverse, cum, beta, d_final, params)
     places = sequences.places_of_chunks(cu_seqlens)
     dq, dk, pair_sums, sums = kernel_gradients.launch(
-        plan, *places, q, k, do, dv, errors, states, d_states, cum, beta, params
+        backward, *places, q, k, do, dv, errors, states, d_states, cum, beta, params
     )
     dbeta, dcum, by_token, by_value = jnp.moveaxis(sums.sum(2), 2, 0)  # As `kernel_gradients.SUMS` has them.
     dbeta, dcum = dbeta + pair_sums[:, :, 0, kernel_gradients.DBETA], dcum + pair_sums[:, :, 0, kernel_gradients.DCUM]

@@ -46,7 +46,7 @@ from ... import _device, _host
 from ..._device import COLUMNS, PIECE, ROWS, Barrier, Index, Ref, Ring, Tiles, load, product, spread
 from ..sequences import Part
 from ..tiles import Operand, fill_stage, store_rows
-from .plan import CHUNK, SQUARE, Plan
+from .plan import CHUNK, SQUARE, BackwardPlan
 
 # Sums along rows that the kernel returns, a number per token or value: dbeta and dcum; and two terms of the gradient of
 # cum[-1], k . (exp(cum[-1] - cum) beta e ds') per token and s . ds' per value. To return another sum: name it here,
@@ -60,12 +60,12 @@ NUM_STAGES = 2  # Tiles, slices, and pairs of matrices in shared memory.
 VECTOR_SLOTS = 2 * NUM_STAGES
 
 
-def _copies(plan: Plan) -> tuple[int, int]:
+def _copies(plan: BackwardPlan) -> tuple[int, int]:
     """Copies of q and k, and of a slice: s and ds'; e, do, dr, and cum and beta in two layouts."""
     return 2 * plan.pieces, 2 * plan.pieces + 7
 
 
-def _scratch(plan: Plan) -> dict:
+def _scratch(plan: BackwardPlan) -> dict:
     vector, (of_rows, of_slice) = plgpu.SMEM((VECTOR_SLOTS, CHUNK), jnp.float32), _copies(plan)
     return dict(
         q_smem=plan.rows(NUM_STAGES, plan.pieces),
@@ -97,7 +97,7 @@ def _scratch(plan: Plan) -> dict:
 class Shared:
     """Scratch and indices that the roles of a block share."""
 
-    plan: Plan
+    plan: BackwardPlan
     places: tuple[Ref, Ref]  # The first row, and the number of rows, of each chunk.
     block: Index
     num_blocks: int
@@ -143,7 +143,7 @@ class Shared:
 
 
 def _kernel(
-    first_rows, num_rows, gmem, dq_gmem, dk_gmem, pair_sums_gmem, sums_gmem, *, plan: Plan, num_blocks: int,
+    first_rows, num_rows, gmem, dq_gmem, dk_gmem, pair_sums_gmem, sums_gmem, *, plan: BackwardPlan, num_blocks: int,
     rows_landed, slices_landed, **smem,
 ):  # fmt: skip
     role, block = lax.axis_index("role"), lax.axis_index("block")
@@ -222,7 +222,7 @@ def _zeros():
 def _repeat(count: int, hidden: Index, body, carry=None):
     """`carry` after `body(j, carry)` for all j below `count`, in a loop that is not unrolled: for two heads or slices
     at a time there are too few registers."""
-    return body(0, carry) if count == 1 else lax.fori_loop(0, count + hidden, body, carry)
+    return body(0, carry) if count == 1 else lax.fori_loop(0, count - hidden, body, carry)
 
 
 def _store_sums(shared: Shared, sums_gmem: Ref, share: Index, i: Index, h: Index, sums: dict):
@@ -376,7 +376,7 @@ def _row_dots(x_smem: Ref, y):
     return (load(x_smem).astype(jnp.float32) * y).sum(axis=1)
 
 
-def launch(plan: Plan, first_rows, num_rows, q, k, do, dr, errors, states, d_states, cum, beta, params):
+def launch(plan: BackwardPlan, first_rows, num_rows, q, k, do, dr, errors, states, d_states, cum, beta, params):
     """[dq, dk, sums of pairs, sums of columns]. Rows of no sequence are not written."""
     num_chunks = plan.sequences.num_chunks
     gmem = dict(q=q, k=k, do=do, dr=dr, e=errors, s=states, ds=d_states)

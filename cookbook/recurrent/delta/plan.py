@@ -27,7 +27,6 @@ class Plan:
     dtype: jnp.dtype
     scale: float
     interpreted: bool
-    num_sms: int
 
     @property
     def value_slices(self) -> int:
@@ -58,6 +57,7 @@ class ForwardPlan(Plan):
     output_wgs: int  # 0: no results of tokens.
     has_values: bool  # Otherwise v is zero.
     keeps_all: bool  # Whether the states before all chunks are results.
+    num_sms: int  # For the backward pass.
 
     @property
     def memory_role(self) -> int:
@@ -66,7 +66,8 @@ class ForwardPlan(Plan):
 
 @dataclasses.dataclass(frozen=True)
 class BackwardPlan(Plan):
-    """A launch of the kernel of the states' gradients."""
+    """Launches of the backward kernels."""
 
-    num_stages: int  # Chunks in shared memory.
-    state_wgs: int  # Warpgroups, and so slices of a block.
+    num_stages: int  # Chunks in shared memory, in the kernel of the states' gradients.
+    state_wgs: int  # Its warpgroups, and so slices of a block.
+    num_sms: int  # Blocks of the kernel of the operands' gradients.

@@ -35,18 +35,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _host
+from .. import arguments
 from ..sequences import Sequences
 from ..states import LEAST_DECAY
 from . import kernel, kernel_backward
-from .kernel_prepare import NORM_EPSILON, NUM_BLOCKS
+from .kernel_prepare import NUM_BLOCKS
 from .plan import CHUNK, KdaPlan
 
 ROW, COLUMN = np.indices((CHUNK, CHUNK))
-
-
-def normalized(x):
-    """Heads of queries or keys divided by their norms, as `use_qk_l2norm` does it."""
-    return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + NORM_EPSILON)
 
 
 def _sums(selected, g):
@@ -56,7 +52,7 @@ def _sums(selected, g):
 
 def _prepared(q, k, g, use_qk_l2norm: bool):
     """(m, w, queries, keys_read, keys_written, decay) in float32 of (heads, chunks, 64, N)."""
-    q, k = (normalized(q), normalized(k)) if use_qk_l2norm else (q, k)
+    q, k = (arguments.normalized(x) if use_qk_l2norm else x for x in (q, k))
     g = jnp.maximum(g, math.log(LEAST_DECAY))
     pairs = jnp.zeros((2, *g.shape[:2], CHUNK, CHUNK))
     for block in (2**i for i in range(NUM_BLOCKS)):

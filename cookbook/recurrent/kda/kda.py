@@ -58,12 +58,11 @@ from .. import arguments
 from ..sequences import Sequences
 from ..states import as_states
 from . import kernel
-from .gradients import gradients, normalized
+from .gradients import gradients
 from .kernel_prepare import prepare
 from .plan import CHUNK, KdaPlan
 
-ELSEWHERE = arguments.ELSEWHERE | dict(
-    use_qk_l2norm_in_kernel="call it use_qk_l2norm",
+ELSEWHERE = arguments.ELSEWHERE_OF_DELTA | dict(
     use_gate_in_kernel="pass -jnp.exp(A_log)[:, None] * jax.nn.softplus(g + dt_bias) as g",
     A_log="multiply g by -jnp.exp(A_log)[:, None]", dt_bias="add it to g before the softplus",
     lower_bound="pass jnp.maximum(g, lower_bound) as g", safe_gate="gates of any strength are safe",
@@ -76,7 +75,7 @@ def kda_reference(
     """The recurrence, token by token, in at least float32."""
     dtype, (batch, length, heads, size), dim = jnp.promote_types(v.dtype, jnp.float32), v.shape, k.shape[3]
     q, k = (jnp.repeat(x.astype(dtype), heads // x.shape[2], axis=2) for x in (q, k))
-    q, k = (normalized(q), normalized(k)) if use_qk_l2norm else (q, k)
+    q, k = (arguments.normalized(x) if use_qk_l2norm else x for x in (q, k))
     rows = [x.astype(dtype).reshape(-1, *x.shape[2:]) for x in (q, k, v, g, beta)]
     starts = jnp.arange(batch + 1) * length if cu_seqlens is None else cu_seqlens
     seq = jnp.searchsorted(starts[1:], jnp.arange(batch * length), side="right")  # The sequence of each row.
@@ -131,8 +130,8 @@ def _plan(scale: float, config: Config, q, v, cu_seqlens, use_qk_l2norm: bool, t
     num_seqs = batch if cu_seqlens is None else len(cu_seqlens) - 1
     sequences = Sequences(num_seqs, batch * length, cu_seqlens is not None, CHUNK)
     return KdaPlan(
-        sequences, key_heads, heads, key_dim // PIECE, size // PIECE, q.dtype, scale, target.interpreted, use_qk_l2norm,
-        config.num_stages, config.state_wgs, has_outputs=True,
+        sequences, key_heads, heads, key_dim // PIECE, size // PIECE, q.dtype, scale, target.interpreted, target.num_sms,
+        use_qk_l2norm, config.num_stages, config.state_wgs, has_outputs=True,
     )  # fmt: skip
 
 

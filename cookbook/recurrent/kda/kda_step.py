@@ -36,7 +36,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ... import _device, _host
 from ..._device import COLUMNS, PIECE, ROWS, load
 from .. import arguments
-from .gradients import normalized
 from .kda import ELSEWHERE
 
 
@@ -44,7 +43,7 @@ def kda_step_reference(q, k, v, g, beta, state, scale=None, use_qk_l2norm=False)
     """(o, new state) in at least float32."""
     dtype, group = jnp.promote_types(v.dtype, jnp.float32), v.shape[1] // k.shape[1]
     q, k = (jnp.repeat(x.astype(dtype), group, axis=1) for x in (q, k))
-    q, k = (normalized(q), normalized(k)) if use_qk_l2norm else (q, k)
+    q, k = (arguments.normalized(x) if use_qk_l2norm else x for x in (q, k))
     state = jnp.exp(g.astype(dtype))[:, :, None] * state
     change = beta[..., None] * (v - (state * k[:, :, None]).sum(-1))
     state = state + change[..., None] * k[:, :, None]
@@ -223,7 +222,7 @@ def kda_step(
     q, k, v, g, beta = refuse(q, k, v, g, beta)
     state = state if by_ref else refuse(state)[0]
     if use_qk_l2norm:
-        q, k = (normalized(x.astype(jnp.float32)).astype(x.dtype) for x in (q, k))
+        q, k = arguments.normalized(q), arguments.normalized(k)
     call = _call_on_ref if by_ref else _call
     params = _host.compiler_params(approx_math=True)
     return call(q, k, v, g, beta, state, scale=scale, config=config, num_sms=target.num_sms, params=params)

@@ -159,8 +159,8 @@ def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, dec
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(smem, squares_gmem.at[head, chunk, square])
 
-    # The compiler does not know it: else it would keep addresses over the whole kernel, and spill them; and ptxas before
-    # 13.3 overwrites registers of constants while a product still reads them.
+    # The compiler does not know it: else it would keep addresses over the whole kernel, and spill them; and ptxas
+    # before 13.3 overwrites registers of constants while a product still reads them.
     zero = rows >> 20
 
     # Rows decayed from the chunk's start.
