@@ -6,7 +6,7 @@ fourth one a mixture of experts. Parameters and `forward` are the same for both,
     tokens -> embedding
     12 x   norm (adds the residual) -> attention or delta rule -> norm (adds the residual) -> SwiGLU or experts
            attention    q, k, v -> rotary positions -> attention, causal -> product
-           delta rule   q, k, v -> convolution -> delta rule -> norm per head, times silu(gate) -> product
+           delta rule   q, k, v -> convolution -> norm 1 of q and k, delta rule -> norm per head, gate -> product
     norm (adds the residual) -> loss of the product with the embedding
 
 Products with one weight are XLA's in both. Parameters and AdamW's moments are float32; the model computes in bfloat16.
@@ -27,6 +27,8 @@ import cookbook
 import lab
 from bench.problems import conv_by_xla, delta_rule_by_chunks
 from cookbook.loss.cross_entropy import cross_entropy_reference
+from cookbook.recurrent.arguments import normalized
+from cookbook.rows.group_norm import group_norm_reference
 from cookbook.rows.rms_norm import rms_norm_reference
 from lab.timing import wall_ms
 from serving.model import rotate
@@ -43,12 +45,12 @@ LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 class Sizes:
     """A model, and how many tokens it sees in a step."""
 
-    layers: tuple[tuple[str, str], ...]  # Of each: "attention" or "delta"; "glu" or "moe".
+    layers: tuple[tuple[str, str], ...]  # For each: "attention" or "delta"; "glu" or "moe".
     vocabulary: int
     hidden: int
-    heads: int  # Of queries in attention, and of values in the delta rule.
-    kv_heads: int  # Of keys and values in attention.
-    key_heads: int  # Of queries and keys in the delta rule.
+    heads: int  # Query heads in attention, value heads in the delta rule.
+    kv_heads: int  # Heads of keys and values in attention.
+    key_heads: int  # Heads of queries and keys in the delta rule.
     head_dim: int
     inner: int  # Columns between the products of SwiGLU.
     expert_inner: int
@@ -68,8 +70,8 @@ FULL = Sizes(
     expert_inner=384, experts=8, top_k=2, batch=8, length=2048,
 )  # fmt: skip
 TINY = Sizes(
-    PERIOD[1::2], vocabulary=128, hidden=128, heads=2, kv_heads=1, key_heads=1, head_dim=64, inner=128,
-    expert_inner=64, experts=4, top_k=2, batch=1, length=64,
+    PERIOD[1::2], vocabulary=64, hidden=64, heads=2, kv_heads=1, key_heads=1, head_dim=64, inner=64, expert_inner=64,
+    experts=4, top_k=2, batch=1, length=64,
 )  # fmt: skip
 
 
@@ -80,7 +82,8 @@ class Ops:
     rms_norm: Callable  # (x, scale, residual=None): y, or y and the sum.
     attention: Callable  # (q, k, v), causal.
     conv: Callable  # (x, weight, bias), with silu.
-    delta_rule: Callable  # (q, k, v, g, beta)
+    delta_rule: Callable  # (q, k, v, g, beta), of queries and keys divided by their norms.
+    gated_norm: Callable  # (x, scale, gate=...): the norm of each head, times silu(gate).
     glu: Callable  # (x, w_gate, w_up), with silu.
     moe: Callable  # (x, router_logits, w_gate_up, w_down, top_k=...)
     loss: Callable  # (hidden, weight, labels), the mean.
@@ -93,13 +96,21 @@ def _plain_norm(x, scale, residual=None):
     return y.astype(x.dtype), total.astype(residual.dtype)
 
 
+def _plain_delta_rule(q, k, v, g, beta):
+    return delta_rule_by_chunks(normalized(q), normalized(k), v, g, beta)
+
+
+def _plain_gated_norm(x, scale, gate):
+    return group_norm_reference(x, scale, gate=gate).astype(x.dtype)
+
+
 def _plain_glu(x, w_gate, w_up):
     return jax.nn.silu(x @ w_gate) * (x @ w_up)
 
 
 def _plain_moe(x, router_logits, w_gate_up, w_down, top_k: int):
-    """Each expert has all tokens, weighted by 0 where it is not chosen. XLA makes as much of `jax.lax.ragged_dot`, of
-    `top_k` times as many rows."""
+    """Each expert has all tokens, weighted by 0 where it is not chosen. With `jax.lax.ragged_dot` XLA multiplies by all
+    experts, too, and `top_k` times as many rows."""
     chosen, experts = jax.lax.top_k(router_logits, top_k)
     of_expert = experts[..., None] == jnp.arange(len(w_down))
     weights = jnp.sum(jnp.where(of_expert, jax.nn.softmax(chosen)[..., None], 0), axis=-2)
@@ -116,7 +127,8 @@ KERNELS = Ops(
     rms_norm=cookbook.rms_norm,
     attention=functools.partial(cookbook.attention, is_causal=True),
     conv=functools.partial(cookbook.causal_conv1d, activation="silu"),
-    delta_rule=cookbook.gated_delta_rule,
+    delta_rule=functools.partial(cookbook.gated_delta_rule, use_qk_l2norm=True),
+    gated_norm=cookbook.group_norm,
     glu=cookbook.glu,
     moe=cookbook.moe,
     loss=cookbook.linear_cross_entropy,
@@ -125,7 +137,8 @@ PLAIN = Ops(
     rms_norm=_plain_norm,
     attention=functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla"),
     conv=conv_by_xla,
-    delta_rule=delta_rule_by_chunks,
+    delta_rule=_plain_delta_rule,
+    gated_norm=_plain_gated_norm,
     glu=_plain_glu,
     moe=_plain_moe,
     loss=_plain_loss,
@@ -186,18 +199,13 @@ def _attention(ops: Ops, sizes: Sizes, weights, x):
     return ops.attention(q, k, v).reshape(*x.shape[:2], -1) @ weights["out"]
 
 
-def _of_norm_one(x):
-    wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
-
-
 def _delta_rule(ops: Ops, sizes: Sizes, weights, x):
     mixed = ops.conv(x @ weights["qkv"], weights["conv"], weights["conv_bias"])
     q, k, v = _split_heads(sizes, mixed, sizes.key_heads, sizes.key_heads, sizes.heads)
     decay, beta = jnp.split((x @ weights["decay_beta"]).astype(jnp.float32), 2, axis=-1)
     g, beta = -jax.nn.softplus(decay + DECAY_BIAS), jax.nn.sigmoid(beta)
-    o = ops.rms_norm(ops.delta_rule(_of_norm_one(q), _of_norm_one(k), v, g, beta), weights["head_norm"])
-    return (o.reshape(*x.shape[:2], -1) * jax.nn.silu(x @ weights["gate"])) @ weights["out"]
+    o, (gate,) = ops.delta_rule(q, k, v, g, beta), _split_heads(sizes, x @ weights["gate"], sizes.heads)
+    return ops.gated_norm(o, weights["head_norm"], gate=gate).reshape(*x.shape[:2], -1) @ weights["out"]
 
 
 def _mlp(ops: Ops, sizes: Sizes, weights, x):

@@ -11,12 +11,12 @@ import pytest
 
 import lab
 from bench import hybrid
-from lab import program, results
+from lab import program, results, timing
 
 bench = importlib.import_module("bench.__main__")
 # Both round activations to bfloat16, by 2**-9 of them, but at other places; and AdamW's first steps are as long for
-# small gradients as for large ones. Losses differ by 0.0015 at most; without the gradient of one op, by 0.0067 or more.
-TOLERANCE = 4e-3
+# small gradients as for large ones. Losses differ by 0.0022; if one op had no gradient, by 0.038 or more.
+TOLERANCE = 8e-3
 
 
 def losses(ops: hybrid.Ops, steps: int = 3) -> np.ndarray:
@@ -47,7 +47,7 @@ def test_a_missing_gradient_is_more_than_the_tolerance(name):
     op = getattr(hybrid.PLAIN, name)
     without = lambda *args, **options: jax.lax.stop_gradient(op(*args, **options))
     found = losses(dataclasses.replace(hybrid.PLAIN, **{name: without}))
-    assert np.abs(found - plain_losses()).max() > 1.5 * TOLERANCE
+    assert np.abs(found - plain_losses()).max() > 2 * TOLERANCE
 
 
 def test_the_model_has_about_100m_parameters():
@@ -94,6 +94,16 @@ def test_recorded_figures_are_shown(results_folder, monkeypatch, capsys):
     assert "528516 tokens/s" in out and "4.00 GB" in out
     assert verdict(61.0, 4e9) is False and verdict(30.0, 8e9) is False
     assert capsys.readouterr().out.count("target MISSED") == 2
+
+
+def test_figures_are_taken_where_there_is_a_gpu(monkeypatch, capsys):
+    """As on a GPU, with XLA in place of the kernels, and CUPTI's times made up."""
+    monkeypatch.setattr(hybrid, "IMPLS", dict.fromkeys(hybrid.IMPLS, hybrid.PLAIN))
+    monkeypatch.setattr(results, "measuring", lambda *_: True)
+    monkeypatch.setattr(timing, "_kernel_ms", lambda fn, args, iterations, devices: [0.5] * iterations)
+    assert hybrid.run(3, hybrid.TINY) is False
+    out = capsys.readouterr().out
+    assert out.count("0.50 ms of kernels") == 2 and "1.00 times as fast as plain XLA, with 1.00 of its memory" in out
 
 
 def test_bench_runs_it(monkeypatch, capsys):
