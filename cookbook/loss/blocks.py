@@ -63,7 +63,10 @@ def blocks_of(rows: int, hidden: int, vocabulary: int, pitch: int, memory: str |
         return -(-rows // size) * (products.seconds(*logits, num_sms) + products.seconds(*d_hidden, num_sms))
 
     cols = min(_parts(pitch, most_cols), key=seconds_of_cols)
-    return Blocks(min(_parts(rows, most), key=seconds_of_rows), min(cols, pitch))
+    # Where the last block is short, hidden and its gradient are copied, to arrays with more rows.
+    sizes = _parts(rows, most)
+    whole = [size for size in sizes if rows % size == 0]
+    return Blocks(min(whole or sizes, key=seconds_of_rows), min(cols, pitch))
 
 
 def _parts(size: int, most: int) -> list[int]:
