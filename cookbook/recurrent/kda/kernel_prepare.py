@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a chunk of Kimi Delta Attention needs and no state changes, for all chunks at once.
+"""The parts of a chunk of Kimi Delta Attention that no state changes, for all chunks at once.
 
 With gc[t, c] the sum of channel c's gates up to token t of the chunk, and j < t,
 

@@ -42,7 +42,7 @@ class KdaPlan(Plan):
 
     @property
     def prepared(self) -> list:
-        """What `kernel_prepare` returns: the squares, and how each channel decays over each chunk, float32."""
+        """The results of `kernel_prepare`: the squares, and how each channel decays over each chunk, float32."""
         chunks = self.heads, self.sequences.num_chunks
         return [
             jax.ShapeDtypeStruct((*chunks, self.num_squares, *SQUARE), self.dtype),
