@@ -16,12 +16,12 @@ and the sum of the columns that it sees; the threads' are put together once, at 
 normalizer calculation for softmax", 2018).
 
 The last piece is shifted back to end with the row, so no length needs padding. The columns that it shares with the
-piece before are computed twice. The gradient is written over what the second computation would read, so the last piece
-is loaded before anything is stored:
+piece before are computed twice. The gradient is written over what the other computation reads, so the last piece is
+loaded before anything is stored, and stored after everything has been loaded. A warp may be pieces ahead of another:
 
-    barrier   arrivals                                      who waits
-    loaded    the warpgroup, which has loaded the last      the warpgroup, before it stores the first piece
-              piece
+    barrier   arrivals of all threads                       who waits
+    loaded    1. they have loaded the last piece            the warpgroup, before it stores the first piece
+              2. they have loaded all others                the warpgroup, before it stores the last piece
 
 Bound by: memory (one read; for the gradient one read, one write).
 Not supported: rows of fewer than 128 columns (pad them), second derivatives.
@@ -174,16 +174,20 @@ def _gradient(label_gmem, lse_gmem, a_gmem, b_gmem, x_gmem, g_gmem=None, *, plan
             return g * (1.0 - ratio * ratio)
 
         last = plan.load(x_gmem, row, plan.last)
-        if plan.shared:
-            plgpu.barrier_arrive(loaded)
-            plgpu.barrier_wait(loaded)
+
+        def wait_for_all_threads():
+            if plan.shared:
+                plgpu.barrier_arrive(loaded)
+                plgpu.barrier_wait(loaded)
 
         def step(starts, carry):
             for start, x in [(start, plan.load(x_gmem, row, start)) for start in starts]:
                 store(start, gradient(start, x))
             return carry
 
+        wait_for_all_threads()  # They have loaded the last piece.
         plan.for_each_group(step, 0)
+        wait_for_all_threads()  # They have loaded, and stored, all others.
         last = gradient(plan.last, last)
         store(plan.last, jnp.where(column < plan.cols - plan.last, last, 0.0))
 

@@ -24,8 +24,7 @@ stand beside the result, d_weight is computed by blocks of columns, whose logits
 
 A row that is ignored has no part in anything, even if it holds NaN: for the products it is a row of zeros.
 
-Bound by: the tensor cores. Not supported: other dtypes, second derivatives. With several blocks of rows, gradients of
-two calls on an H200 differed in bits, within what rounding leaves; we do not know why yet.
+Bound by: the tensor cores. Not supported: other dtypes, second derivatives.
 Chapter: notebooks/23_loss.ipynb.
 Sources: Hsu et al., "Liger Kernel" (2024), and Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models"
 (2024), for the ideas.

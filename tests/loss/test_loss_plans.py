@@ -1,5 +1,8 @@
 """The plans and blocks that the losses choose by themselves: lowered for an H200, and the memory of their programs."""
 
+import itertools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,6 +128,15 @@ def test_the_epilogue_of_the_loss_alone_spills_no_registers(size, options):
 def test_sums_of_the_weights_gradient_spill_no_registers():
     compiled = lab.compile_for("h200", of_products(), *operands(16384, 2048, 151936))
     assert len(compiled.kernels) == 6 and compiled.spill_bytes == 0  # Two per row, and of products one that adds.
+
+
+def test_all_threads_have_loaded_a_row_before_its_last_piece_is_stored():
+    """The interpreter has one thread per warpgroup, and so no warp that is ahead of another: read off the PTX."""
+    compiled = lab.compile_for("h200", of_logits(), aval(BF16, 8, 32064), aval(jnp.int32, 8))
+    kernel_ptx = compiled.ptx[compiled.ptx.index(".entry loss_gradient") :]
+    steps = re.findall(r"ld\.global\.v4|st\.global\.v4\.b32 \t?\[%rd\d+[+\d-]*\], \{%r|mbarrier\.try_wait", kernel_ptx)
+    order = [kind for kind, _ in itertools.groupby(step[:2] for step in steps)]
+    assert order[:3] == ["ld", "mb", "ld"] and order[-3:] == ["st", "mb", "st"]
 
 
 def test_offsets_beyond_32_bits():
