@@ -90,7 +90,7 @@ def three_products(ax):
         box(ax, x + 1.76, 0.9, 0.62, 0.6, out, out_colour, fill=0.3, size=7.6)
         words(ax, x + 2.07, 0.77, shape, 8, colour=SOFT)
     words(ax, 0.15, 0.43, "z becomes g in place, between products 1 and 2. Product 2 adds over the N tokens, "
-          "product 3 over the V entries of the vocabulary.", 8.5, ha="left")  # fmt: skip
+          "product 3 over the vocabulary.", 8.5, ha="left")  # fmt: skip
     words(
         ax,
         0.15,

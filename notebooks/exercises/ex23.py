@@ -64,7 +64,7 @@ def _judge_capped(where: str, out, logits, labels, cap: float) -> None:
     with np.errstate(all="ignore"):
         found = m_i + np.log(l_i)
     pieces = capped.reshape(len(z), -1, math.gcd(GROUP, z.shape[1] // PIECE), PIECE)
-    top = np.maximum.accumulate(pieces.max(2), 1)  # Of each place in a piece, after each step.
+    top = np.maximum.accumulate(pieces.max(2), 1)  # A maximum per place in a piece, after each step.
     unscaled = np.exp(pieces - top[:, :, None]).sum((1, 2)) * np.exp(top[:, -1] - capped.max(1, keepdims=True))
     likely = [
         (lse(z), "this is lse of the logits without the cap"),
