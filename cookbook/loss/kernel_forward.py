@@ -63,9 +63,9 @@ def _launch(hidden, weight, label, plan: Plan, cols: int, soft_cap: float | None
     run = launch(body, plan, [parts], dict(cluster=plan.tiles.clusters), plan.scratch, products.params())
     label = jnp.pad(label, (0, rows - len(label)), constant_values=IGNORED)
     [(m_i, l_i, *sums)] = run(plan.a.pad(hidden), plan.b.pad(weight), dict(label=label))
-    top = jnp.max(m_i, axis=0)
+    top = jnp.max(m_i, axis=0, keepdims=True)
     l_i = jnp.sum(l_i * jnp.exp(m_i - top), axis=0)
-    return top, l_i, *(jnp.sum(x, axis=0) for x in sums)
+    return top[0], l_i, *(jnp.sum(x, axis=0) for x in sums)
 
 
 def statistics(target: _host.Target, hidden, weight, label, cols: int, pitch: int, transposed: bool,

@@ -161,7 +161,7 @@ def _kernel(first_rows, num_rows, gmem, masks_gmem, beta_gmem, squares_gmem, dec
 
     # The compiler does not know it: else it would keep addresses over the whole kernel, and spill them; and ptxas
     # before 13.3 overwrites registers of constants while a product still reads them.
-    zero = rows >> 20
+    zero = jnp.minimum(rows, 0)
 
     # Rows decayed from the chunk's start.
     row, column = _device.indices()
