@@ -110,7 +110,7 @@ def check_any_vocabulary(answer) -> str:
         exact = _gradient(z, labels, lse, weight)
         out = run_kernel(answer, *args)
         require_close(out, exact, 1e-2, f"with {vocabulary} columns", _likely_gradients(z, labels, lse, weight))
-    return "Each gradient is computed once from logits, the shared columns' too." + speed(
+    return "Every gradient is computed from logits, the shared columns' too." + speed(
         answer, lambda *args: cookbook.cross_entropy(args[0], args[1]), TIMED,
         jnp.arange(TIMED.shape[0], dtype=jnp.int32), *[jnp.ones(TIMED.shape[0])] * 2,
     )  # fmt: skip
