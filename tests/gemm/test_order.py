@@ -59,6 +59,11 @@ def matmul(**how):
     return functools.partial(cookbook.matmul, config=Config(128, 128, num_stages=2, **how)), operands
 
 
+def glu():
+    operands = aval("bfloat16", 400, 264), *[aval("bfloat16", 264, 256)] * 2
+    return functools.partial(cookbook.glu, config=Config(128, 64, num_stages=2)), operands
+
+
 def rung(op, **how):
     return functools.partial(op, config=op.Config(64, 64, num_stages=2, **how)), matmul()[1]
 
@@ -110,7 +115,8 @@ KERNELS = {
     "matmul_int8_weights": (int8, "dense.kernel_int8_weights"),
     "overlapped int8 weights": (functools.partial(int8, overlap=True), "dense.kernel_int8_weights"),
     "ragged_dot": (ragged, "kernel"),
-    "swiglu": (functools.partial(ragged, activation="swiglu"), "grouped.kernel_gated"),
+    "glu": (glu, "gated.kernel"),
+    "swiglu": (functools.partial(ragged, activation="swiglu"), "gated.kernel"),
     "ragged_dot_transposed": (sums, "grouped.kernel_transposed"),
     "ragged_dot_fp8": (ragged_fp8, "grouped.kernel_fp8"),
     "ragged_dot_int8_weights": (ragged_int8, "dense.kernel_int8_weights"),
