@@ -64,7 +64,7 @@ def in_place(ax):
             box(ax, x, 0.38, 2.6, 0.34, "gradient g", ORANGE, fill=0.3)
             arrow(ax, (x + 1.3, 1.18), (x + 1.3, 0.74), INK)
             words(ax, x + 1.42, 0.96, "one read, one write", 8, ha="left")
-            words(ax, x, 0.16, "two arrays of N × V stand in memory", 8, ha="left", colour=SOFT)
+            words(ax, x, 0.16, "two arrays of N × V are in memory", 8, ha="left", colour=SOFT)
         else:
             box(ax, x, 1.2, 1.1, 0.34, "g", ORANGE, fill=0.75)
             words(ax, x + 1.85, 1.37, "logits z")
@@ -90,7 +90,7 @@ def three_products(ax):
         box(ax, x + 1.76, 0.9, 0.62, 0.6, out, out_colour, fill=0.3, size=7.6)
         words(ax, x + 2.07, 0.77, shape, 8, colour=SOFT)
     words(ax, 0.15, 0.43, "z becomes g in place, between products 1 and 2. Product 2 adds over the N tokens, "
-          "product 3 over the V labels.", 8.5, ha="left")  # fmt: skip
+          "product 3 over the vocabulary.", 8.5, ha="left")  # fmt: skip
     words(
         ax,
         0.15,
@@ -135,7 +135,7 @@ def shards(ax):
         box(ax, x, 1.68, width, 0.34, "weight: V/4 rows", BLUE, fill=0.25, size=8)
         box(ax, x, 1.26, width, 0.34, "logits: V/4 columns", SKY, fill=0.3, size=8)
         arrow(ax, (x + width / 2, 1.24), (x + width / 2, 1.02), INK)
-    box(ax, 0.2, 0.66, 3 * 1.88 + width, 0.34, "all-reduce of three numbers per row:  max of m,  sum of l,  sum of the "
+    box(ax, 0.2, 0.66, 3 * 1.88 + width, 0.34, "three numbers per row are combined across the GPUs:  m,  l,  the "
         "label's logit", RED, fill=0.12, size=8.5)  # fmt: skip
     words(ax, 0.2, 0.42, "then each GPU has lse, and makes g of its own columns in place", 8.5, ha="left")
     words(ax, 0.2, 0.17, "d_weight stays where its rows are;  d_hidden is a sum over V, so it is all-reduced: N × H "

@@ -1,6 +1,7 @@
 """Chapter 23's exercises: a soft cap, a gradient in place for any vocabulary, rows that count, a split vocabulary."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ import cookbook
 TIMED = jax.ShapeDtypeStruct((8192, 131072), jnp.bfloat16)
 IGNORED = -100
 AXIS = "vocabulary"
+PIECE, GROUP = 1024, 8  # Columns of a piece; pieces that a step of rung 1 loads.
 
 
 # Exercise 1: a soft cap -----------------------------------------------------------------------------------------------
@@ -32,11 +34,13 @@ AXIS = "vocabulary"
 @checker
 def check_capped(answer) -> str:
     """`answer(logits, labels, cap)` is a kernel: (m, l, the label's logit) of each row, of `cap * tanh(z / cap)`."""
-    for cap, size in ((30.0, 20.0), (5.0, 3.0), (_cap(), 15.0)):
-        logits = size * normal(1, (3, 2048), jnp.bfloat16)
+    # Three steps of eight pieces, three of one, and two of eight.
+    for cap, size, vocabulary in ((30.0, 20.0, 24576), (5.0, 3.0, 3072), (_cap(), 15.0, 16384)):
+        logits = size * normal(1, (3, vocabulary), jnp.bfloat16)
         labels = jnp.asarray(np.argsort(np.asarray(logits, np.float32), axis=1)[[0, 1, 2], [-1, 900, -3]], jnp.int32)
         out = run_kernel(functools.partial(answer, cap=cap), logits, labels)
-        _judge_capped(f"with a cap of {cap:.3g}, ", out, logits, labels, cap)
+        _judge_capped(f"with a cap of {cap:.3g} and {vocabulary:,} columns, ", out, logits, labels, cap)
+    _require_group(functools.partial(answer, cap=30.0), 24576)
     rows = jnp.arange(TIMED.shape[0], dtype=jnp.int32)
     ours = functools.partial(cookbook.cross_entropy, reduction="none", logits_soft_cap=30.0, return_lse=True)
     return "One tanh per logit, where it is loaded, and no pass more." + speed(
@@ -59,15 +63,33 @@ def _judge_capped(where: str, out, logits, labels, cap: float) -> None:
     lse = lambda z: z.max(1) + np.log(np.exp(z - z.max(1, keepdims=True)).sum(1))
     with np.errstate(all="ignore"):
         found = m_i + np.log(l_i)
+    pieces = capped.reshape(len(z), -1, math.gcd(GROUP, z.shape[1] // PIECE), PIECE)
+    top = np.maximum.accumulate(pieces.max(2), 1)  # A maximum per place in a piece, after each step.
+    unscaled = np.exp(pieces - top[:, :, None]).sum((1, 2)) * np.exp(top[:, -1] - capped.max(1, keepdims=True))
     likely = [
         (lse(z), "this is lse of the logits without the cap"),
         (capped.max(1) + lse(z) - z.max(1), "the maximum is capped, but the logits that are summed are not"),
         (capped.max(1) + np.log(np.exp(np.minimum(z, cap) - capped.max(1, keepdims=True)).sum(1)),
          "a soft cap is no minimum: it changes every logit"),
+        (capped.max(1) + np.log(unscaled.sum(1)), "a sum is relative to the maximum so far: make it relative to the "
+         "new one before a step adds to it"),
     ]  # fmt: skip
     require_close(found, lse(capped), 2e-3, f"{where}m + log(l)", likely)
     uncapped = [(of_label(z), "the sums are capped, and the label's logit is not: it must be the same z as in lse")]
     require_close(at_label, of_label(capped), 2e-3, f"{where}the label's logit", uncapped)
+
+
+def _require_group(answer, vocabulary: int) -> None:
+    """Raises NotYet if a step loads fewer columns than rung 1's."""
+    avals = jax.ShapeDtypeStruct((3, vocabulary), jnp.bfloat16), jax.ShapeDtypeStruct((3,), jnp.int32)
+    names = "load", "get"
+    found = (equation for equation in equations(jaxpr_of(answer, *avals)) if equation.primitive.name in names)
+    columns = sum(out.aval.size for equation in found for out in equation.outvars)
+    if columns < GROUP * PIECE:
+        raise NotYet(
+            f"a step loads no more than {columns // PIECE * PIECE:,} columns, and rung 1's loads {GROUP * PIECE:,}: "
+            f"keep its {GROUP} loads, which are in flight at once"
+        )
 
 
 # Exercise 2: in place, for any vocabulary -----------------------------------------------------------------------------
@@ -77,7 +99,7 @@ def _judge_capped(where: str, out, logits, labels, cap: float) -> None:
 def check_any_vocabulary(answer) -> str:
     """`answer(logits, labels, lse, weight)` is the gradient in the place of the logits, whose rows are a multiple of 8
     long."""
-    for vocabulary in (2048 + 8 * 37, *_lengths(), 2048):
+    for vocabulary in (2048 + 8 * 37, *_lengths(), 2048, 1024):
         logits, weight = 3 * normal(2, (2, vocabulary), jnp.bfloat16), jnp.asarray((0.5, 0.25), jnp.float32)
         # The second label lies in the columns that two pieces share, if there are any.
         labels = jnp.asarray((5, vocabulary - 1020), jnp.int32)
@@ -88,15 +110,15 @@ def check_any_vocabulary(answer) -> str:
         exact = _gradient(z, labels, lse, weight)
         out = run_kernel(answer, *args)
         require_close(out, exact, 1e-2, f"with {vocabulary} columns", _likely_gradients(z, labels, lse, weight))
-    return "The last piece is loaded while all of it is still logits." + speed(
+    return "Every gradient is computed from logits, the shared columns' too." + speed(
         answer, lambda *args: cookbook.cross_entropy(args[0], args[1]), TIMED,
         jnp.arange(TIMED.shape[0], dtype=jnp.int32), *[jnp.ones(TIMED.shape[0])] * 2,
     )  # fmt: skip
 
 
 def _lengths() -> list[int]:
-    """Two lengths that nobody knows beforehand, of which the last two pieces share columns."""
-    return drawn(lambda rng: 1024 + 8 * int(rng.integers(1, 127)), 2)
+    """Lengths of two, three and four pieces that nobody knows beforehand, of which the last two share columns."""
+    return [1024 * body + drawn(lambda rng: 8 * int(rng.integers(1, 127)), 1)[0] for body in (1, 2, 3)]
 
 
 def _gradient(z, labels, lse, weight):
@@ -115,19 +137,32 @@ def _likely_gradients(z, labels, lse, weight):
     twice, unset = _gradient(again, labels, lse, weight), exact.copy()
     unset[:, shared.stop :] = z[:, shared.stop :]
     said = (
-        f"columns {shared.start} to {shared.stop - 1} are wrong: the last piece is loaded when they already hold a "
-        "gradient, and that is taken for logits"
+        f"columns {shared.start} to {shared.stop - 1} are wrong, which the last two pieces share; the others are right"
     )
     return [(twice, said), (unset, f"the columns from {shared.stop} on are still logits")]
 
 
 def _require_in_place(answer, args) -> None:
-    """Raises NotYet if a kernel has an output as large as the logits."""
+    """Raises NotYet if a kernel has an output as large as the logits or reads them from another array, or if JAX's
+    barriers are off."""
     for equation in equations(jaxpr_of(answer, *args)):
-        is_kernel = equation.primitive.name in KERNELS - {"run_state"}
-        if is_kernel and any(getattr(out.aval, "shape", ()) == args[0].shape for out in equation.outvars):
+        if equation.primitive.name not in KERNELS - {"run_state"}:
+            continue
+        # Labels, statistics and weights are smaller than a piece per row.
+        large = lambda variables: [x.aval for x in variables if getattr(x.aval, "size", 0) > PIECE * len(args[0])]
+        if large(equation.outvars):
             raise NotYet(
                 "the gradient has an array of its own, as large as the logits: keep it in their place, in a Ref"
+            )
+        if len(large(equation.invars)) > 1:
+            raise NotYet(
+                "the kernel reads the logits from one array and stores the gradient in another: it must load them "
+                "from the Ref that it changes"
+            )
+        if getattr(equation.params.get("compiler_params"), "unsafe_no_auto_barriers", False):
+            raise NotYet(
+                "unsafe_no_auto_barriers=True takes JAX's barriers away: then a warp may store columns that another "
+                "warp has not loaded yet"
             )
 
 
@@ -145,6 +180,8 @@ def check_row_weights(answer) -> str:
         ("all rows are ignored", np.full(8, IGNORED), 4),
         *(("rows are ignored at random", *case) for case in drawn(draw, 4)),
     ]
+    _require_traced(jax.jit(lambda labels: answer(labels, 4)), jnp.arange(8, dtype=jnp.int32))
+    # Not under jit: there XLA may turn 0 / 0 into 0.
     given = [
         (what, labels, rows, np.asarray(answer(jnp.asarray(labels, jnp.int32), rows))) for what, labels, rows in cases
     ]
@@ -156,13 +193,22 @@ def check_row_weights(answer) -> str:
         if found.shape == exact.shape and not np.isfinite(found).all():
             raise NotYet(f"where {what}, a weight is {found[~np.isfinite(found)][0]}: a count of rows is 0")
         likely = [
-            ((blocks / counts).reshape(-1) / len(blocks), "this is the mean of the blocks' means: a row in a block "
-             "with few others counts more"),
+            ((blocks / counts).reshape(-1) / len(blocks), "a row's weight depends on how the rows are cut into blocks"),
             (has_loss / len(labels), "the ignored rows count in the denominator"),
             (np.full(len(labels), 1 / max(has_loss.sum(), 1)), "ignored rows have a weight"),
         ]  # fmt: skip
         require_close(found, exact, 1e-6, f"where {what}", likely)
     return "Count first, then cut into blocks: every row weighs the same, whatever block it is in."
+
+
+def _require_traced(jitted, labels) -> None:
+    """Raises NotYet if `jax.jit` cannot trace the answer."""
+    try:
+        jitted.trace(labels)
+    except jax.errors.JAXTypeError as error:
+        raise NotYet(
+            "jax.jit cannot trace it, and a training step is traced: compute with jnp, not with NumPy, float() or if"
+        ) from error
 
 
 # Exercise 4: a split vocabulary ---------------------------------------------------------------------------------------
@@ -171,10 +217,12 @@ def check_row_weights(answer) -> str:
 @checker
 def check_combined_loss(answer) -> str:
     """`answer(m_i, l_i, at_label, axis)` is (N,) the loss of each row, from a device's statistics of its columns."""
-    for what, shift, parts in (
-        ("four devices", 0, 4), ("logits near 10,000", 10000, 3), ("logits near -10,000", -10000, 2)
+    for what, shift, ahead, parts in (
+        ("four devices", 0, 0, 4), ("one device's logits larger by 200", 0, 200, 4),
+        ("logits near 10,000", 10000, 0, 3), ("logits near -10,000", -10000, 0, 2),
     ):  # fmt: skip
         z = np.asarray(4 * normal(7, (5, 60)), np.float64) + shift
+        z[:, 15:30] += ahead  # The second of four devices.
         labels = np.array([59, 0, 31, 17, 44])
         shards = np.split(z, parts, axis=1)
         m_i = np.stack([shard.max(1) for shard in shards])
@@ -201,6 +249,9 @@ def check_combined_loss(answer) -> str:
             (m_i + np.log(l_i) - at_label, "nothing is combined: this is right if one device has all labels"),
         ]  # fmt: skip
         if not np.isfinite(found).all():
-            raise NotYet(f"with {what}, there are infinities or NaN: subtract the maximum before you take exponentials")
+            raise NotYet(
+                f"with {what}, there are infinities or NaN: subtract the largest of all devices' m "
+                "before you take exponentials"
+            )
         require_close(found, spread(exact), 1e-3, f"with {what}", likely)
     return "Three numbers per row cross NVLink, in place of the logits."
