@@ -15,7 +15,7 @@ import pytest
 import cookbook
 import lab
 from cookbook import linear_cross_entropy
-from cookbook.loss import losses
+from cookbook.loss import losses, products
 from cookbook.loss.blocks import Blocks
 from tests.arrays import array
 from tests.loss import exact
@@ -288,13 +288,13 @@ def test_check_labels():
     "name, wrong",
     [
         ("_without_ignored", lambda hidden, rows: hidden),
-        ("_added", lambda sums, more: (sums[0] + more, sums[1])),
+        ("add_d_weight", lambda target, sums, *others: sums),
         ("_kept_scale", lambda dtype, rows: jnp.float32(1)),
         ("none", None),
     ],
 )
 def test_a_mutant_is_caught(name, wrong, run_only, monkeypatch, blocks_are):
-    """NaN of rows that are ignored; sums in 16 bits; a mean that is a sum."""
+    """NaN of rows that are ignored; the first block's sums alone; a mean that is a sum."""
     blocks_are(ROWS)
     jax.clear_caches()
     hidden, weight, labels = problem(93, 8, 40)
@@ -302,7 +302,7 @@ def test_a_mutant_is_caught(name, wrong, run_only, monkeypatch, blocks_are):
     if wrong is None:
         check(operands)
         return
-    monkeypatch.setattr(op, name, wrong)
+    monkeypatch.setattr(op if hasattr(op, name) else products, name, wrong)
     with pytest.raises(AssertionError):
         check(operands)
     jax.clear_caches()
