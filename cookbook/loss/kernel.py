@@ -19,9 +19,9 @@ The last piece is shifted back to end with the row, so no length needs padding. 
 piece before are computed twice. The gradient is written over what the other computation reads, so the last piece is
 loaded before anything is stored, and stored after everything has been loaded. A warp may be pieces ahead of another:
 
-    barrier   arrivals of all threads                       who waits
-    loaded    1. they have loaded the last piece            the warpgroup, before it stores the first piece
-              2. they have loaded all others                the warpgroup, before it stores the last piece
+    barrier   arrivals                                      who waits
+    loaded    1. threads that have loaded the last piece    the warpgroup, before it stores the first piece
+              2. threads that have loaded all others        the warpgroup, before it stores the last piece
 
 Bound by: memory (one read; for the gradient one read, one write).
 Not supported: rows of fewer than 128 columns (pad them), second derivatives.
