@@ -68,7 +68,7 @@ def _doubled(config: Config) -> Config:
     """The configuration of a plain product that does as much in a tile as a gated one of `config`.
 
     Raises:
-      ValueError: there is none.
+      ValueError: such a tile is too large for a configuration.
     """
     name = "tile_m" if config.swapped else "tile_n"
     return dataclasses.replace(config, **{name: 2 * getattr(config, name)})

@@ -42,6 +42,8 @@ and back by the same. g here are the logarithms of the decays; with `use_gate_in
 Bound by: the stream of what the first kernel hands to the second; where sequences and heads do not fill the GPU, the
 latency of a chunk, three products in a row.
 Not supported: parts of a sequence on several SMs, second derivatives.
+Interpreted and compiled. An earlier version was wrong on an H200, for the reason that `kernel_prepare` gives beside
+`zero`; this one has not run on a GPU.
 Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture" (2025).
 """
 
@@ -207,7 +209,7 @@ def kda(
     config: Config | None = None,
     **others,
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """Kimi Delta Attention over a sequence; bitwise reproducible from run to run.
+    """Kimi Delta Attention over a sequence.
 
     A sequence gives the same bits whole or cut at multiples of 64 tokens.
 
